@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from ikcli.fleet.choose import executor
-from ikcli.fleet.executor import Executor, Here, Processes
+from ikcli.fleet.executor import Executor, LocalExecutor, ProcessExecutor
 from ikcli.fleet.journal import Journal
 from ikcli.fleet.ordered import in_order
 from ikcli.settings.run import default_model, default_text
@@ -280,7 +280,8 @@ def main() -> None:
 
 
 def _print_costs(room: Path, n: int, ray: str | None) -> None:
-    works: dict[str, Executor] = {"here": Here(), "1 process": Processes(1), "2 processes": Processes(2)}
+    works: dict[str, Executor] = {"here": LocalExecutor()}
+    works |= {"1 process": ProcessExecutor(1), "2 processes": ProcessExecutor(2)}
     if ray:
         works["Ray, 2 workers"] = executor(2, ray, 1)
     titles = " | ".join(f"{size} bytes" if size < 1 << 20 else f"{size >> 20} MiB" for size in _SIZES)

@@ -41,7 +41,7 @@ from typing import Any
 import numpy as np
 
 from ikcli.engine.pipeline.driver import StagedRunner
-from ikcli.engine.pipeline.wire import Kind, Listener, LostLinkError, connect
+from ikcli.engine.pipeline.wire import LostLinkError, MessageKind, StageListener, connect
 from ikcli.engine.plan.planner import Planner
 from ikcli.engine.run.batch import Batch
 from ikcli.engine.run.session import Session
@@ -349,7 +349,7 @@ def predict(generation: float, prompts: float, wire: dict[int, float]) -> list[l
 
 
 def _echo(pipe: Connection) -> None:
-    listener = Listener("127.0.0.1", "hop")
+    listener = StageListener("127.0.0.1", "hop")
     pipe.send(listener.address)
     found = listener.accept(60)
     assert found is not None
@@ -381,7 +381,7 @@ def hop_seconds(n_bytes: Sequence[int], n: int = 300) -> list[float]:
             data, times = np.zeros(size, np.uint8), []
             for _ in range(n):
                 started = time.perf_counter()
-                link.send(Kind.RUN, {}, [data])
+                link.send(MessageKind.RUN, {}, [data])
                 link.receive()
                 times.append((time.perf_counter() - started) / 2)
             out.append(statistics.median(times))

@@ -25,7 +25,7 @@ import numpy.typing as npt
 import pytest
 from emulated_kernels import Entry, KernelError, compiler_missing, kernel, load
 
-from ikcli.backends.cuda.device import ALIGNMENT, Argument, DeviceInfo, Launch, Memory, Pinned
+from ikcli.backends.cuda.device import ALIGNMENT, Argument, DeviceInfo, DeviceMemory, Launch, Pinned
 
 needs_emulation = pytest.mark.skipif(compiler_missing() is not None, reason=str(compiler_missing()))
 
@@ -170,7 +170,7 @@ class EmulatedDevice:
 
     def __init__(self, info: DeviceInfo = H200, seed: int = 1, keep_history: bool = True) -> None:
         self._info, self._seed, self._keep = info, seed, keep_history
-        self._memory: dict[int, tuple[GuardedMemory, Memory]] = {}
+        self._memory: dict[int, tuple[GuardedMemory, DeviceMemory]] = {}
         self._pinned: dict[int, tuple[GuardedMemory, Pinned]] = {}
         self._streams: list[_Queue] = []
         self.events: list[_Event] = []  # that were not freed
@@ -183,14 +183,14 @@ class EmulatedDevice:
     def info(self) -> DeviceInfo:
         return self._info
 
-    def alloc(self, n_bytes: int, owner: str) -> Memory:
+    def alloc(self, n_bytes: int, owner: str) -> DeviceMemory:
         self._check_not_capturing("allocate")
         memory = GuardedMemory(n_bytes)
-        result = Memory(memory.address, n_bytes, owner)
+        result = DeviceMemory(memory.address, n_bytes, owner)
         self._memory[result.address] = memory, result
         return result
 
-    def free(self, memory: Memory) -> None:
+    def free(self, memory: DeviceMemory) -> None:
         self.synchronize()
         guarded, _ = self._memory.pop(memory.address)
         try:

@@ -19,7 +19,7 @@ from leaves import Leaf, RouteLeaf, leaf, route_leaf
 
 from ikcli.backends.cuda.device import Launch
 from ikcli.backends.cuda.lower import Counts, DeviceLimits, GpuLowering, GpuProgram, Ref, lower
-from ikcli.backends.reference import CacheStore, Executor
+from ikcli.backends.reference import CacheStore, ReferenceExecutor
 from ikcli.backends.rules import Rules
 from ikcli.gguf.constants import GGMLType
 from ikcli.graph import Graph, Node, Op, Rows, Weight
@@ -164,7 +164,7 @@ class GraphRun:
 
     def reference(self, results: Sequence[Node], n: int, outputs: Sequence[int], pos: int) -> list[Array]:
         """Values of the NumPy executor."""
-        ex = Executor(lambda name: self.weights[name], CacheStore(n))
+        ex = ReferenceExecutor(lambda name: self.weights[name], CacheStore(n))
         ex.state = MicroBatch(
             np.zeros(n, np.int32), np.arange(pos, pos + n, dtype=np.int32), np.arange(n), np.array(outputs, np.int64),
             (Segment(0, n, 0, pos),),

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ikcli.backends.cuda import driver
-from ikcli.backends.cuda.device import ALIGNMENT, DeviceInfo, Launch, Memory, Pinned
+from ikcli.backends.cuda.device import ALIGNMENT, DeviceInfo, DeviceMemory, Launch, Pinned
 
 why_none = driver.why_none
 
@@ -41,7 +41,7 @@ class RealDevice:
         del info, seed
         self._device, self._launcher = shared_device()
         self._fill, self._keep = self._device.stream(), keep_history
-        self._memory: list[Memory] = []
+        self._memory: list[DeviceMemory] = []
         self._pinned: list[Pinned] = []
         self._streams, self._events = [self._fill], []
         self.registered: dict[int, int] = {}
@@ -79,14 +79,14 @@ class RealDevice:
         """Streams that were not freed, without the one that fills memory."""
         return sum(s is not self._fill for s in self._streams)
 
-    def alloc(self, n_bytes: int, owner: str) -> Memory:
+    def alloc(self, n_bytes: int, owner: str) -> DeviceMemory:
         memory = self._device.alloc(n_bytes, owner)
         self._memory.append(memory)
         self._device.fill(self._fill, memory.address, 0xFF, max(n_bytes, ALIGNMENT))
         self._device.synchronize(self._fill)
         return memory
 
-    def free(self, memory: Memory) -> None:
+    def free(self, memory: DeviceMemory) -> None:
         self._memory.remove(memory)
         self._device.free(memory)
 
@@ -195,7 +195,7 @@ def run_kernel(
     assert source is None, "only packaged kernels run on a GPU"
     gpu = RealDevice()
     stream = gpu.stream()
-    held: dict[int, tuple[Memory, npt.NDArray[Any]]] = {}
+    held: dict[int, tuple[DeviceMemory, npt.NDArray[Any]]] = {}
     flat: list[Any] = []
     for a in args:
         if isinstance(a, np.ndarray):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ikcli.backends.reference import CacheStore, Executor
+from ikcli.backends.reference import CacheStore, ReferenceExecutor
 from ikcli.gguf.constants import GGMLType
 from ikcli.graph import Graph, HeadSlice, Node, Weight
 from ikcli.graph.micro_batch import MicroBatch, Segment
@@ -128,7 +128,7 @@ class Oracle:
         self.caches = CacheStore(8, N_SEQ)
 
     def __call__(self, segments: Sequence[Segment], values: Mapping[str, Array]) -> Array:
-        ex = Executor(lambda name: np.asarray(self.case.weights[name]), self.caches, np.float64)
+        ex = ReferenceExecutor(lambda name: np.asarray(self.case.weights[name]), self.caches, np.float64)
         n = sum(s.n_tokens for s in segments)
         pos = np.concatenate([np.arange(s.pos, s.pos + s.n_tokens) for s in segments]).astype(np.int32)
         ex.state = MicroBatch(np.zeros(n, np.int32), pos, np.arange(n), np.arange(0), tuple(segments))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from leaves import leaf
 
-from ikcli.backends.reference import CacheStore, Executor
+from ikcli.backends.reference import CacheStore, ReferenceExecutor
 from ikcli.gguf.constants import GGMLType
 from ikcli.graph import Graph, HeadSlice, Per, Weight
 from ikcli.graph.micro_batch import MicroBatch, Segment
@@ -40,7 +40,7 @@ def test_attention(per: Per, settings: dict, sees, rng: np.random.Generator) -> 
                 flash=True, **settings)  # fmt: skip
     sinks = rng.standard_normal(N_HEAD).astype(np.float32)
     store = CacheStore(16, 1, 8)
-    run = Executor(lambda name: sinks, store, np.float64)
+    run = ReferenceExecutor(lambda name: sinks, store, np.float64)
     rows = rng.standard_normal((N_KV, WIDTH)).astype(np.float32)
     queries = rng.standard_normal((N_KV - PAST, N_HEAD * WIDTH))
     # In a cache of windows positions begin at cell -2: the first two are gone.

@@ -13,14 +13,14 @@ import pytest
 
 from ikcli.bench import fleet as fleet_bench
 from ikcli.errors import IkError
-from ikcli.fleet.executor import ByKind, Here
+from ikcli.fleet.executor import ByKind, LocalExecutor
 from ikcli.main import main
 
 WORDS = ["bench", "-p", "16", "-n", "2", "-r", "2", "-t", "1", "-ub", "8,16", "--ray", "auto", "--ray-node", "old,new"]
 Capture = pytest.CaptureFixture[str]
 
 
-class Nodes(Here):
+class Nodes(LocalExecutor):
     """In this process, under the name of a kind of node."""
 
     one_at_a_time = threading.Lock()
@@ -108,7 +108,7 @@ class Half:
 
 
 def test_units_by_kind() -> None:
-    work = ByKind({"a": Here(), "b": Here()})
+    work = ByKind({"a": LocalExecutor(), "b": LocalExecutor()})
     units = [("b", 2), ("a", 4), ("b", 6), ("a", 8)]
     assert sorted(work.run(Half(), units)) == [(0, 1), (1, 2), (2, 3), (3, 4)]
     with pytest.raises(IkError, match="5 is odd"):

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from ikcli.fleet.executor import Here
+from ikcli.fleet.executor import LocalExecutor
 
 SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "fleet.py"
 
@@ -55,4 +55,4 @@ def test_two_workers_and_costs(
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()[2:]]
     assert [row[:2] for row in rows] == [["quantize-stats", "1"], ["quantize-stats", "2"]]
     assert rows[0][2] == rows[1][2] != "0" and rows[0][4] == "1.00" and float(rows[1][4]) > 0
-    assert script.cost(Here(), 100, 5, tmp_path) > 0 and not list(tmp_path.iterdir())
+    assert script.cost(LocalExecutor(), 100, 5, tmp_path) > 0 and not list(tmp_path.iterdir())

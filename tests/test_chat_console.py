@@ -14,9 +14,9 @@ from rich.console import Console
 
 from ikcli.chat.parser import ChatDelta
 from ikcli.console import slash
-from ikcli.console.answers import Answer, Body, Counts, Gather
+from ikcli.console.answers import Answer, AnswerCounts, Body, Gather
 from ikcli.console.conversation import Conversation
-from ikcli.console.render import Fancy, Plain, call_line, finished_blocks
+from ikcli.console.render import Fancy, PlainRenderer, call_line, finished_blocks
 from ikcli.console.repl import Repl
 from ikcli.console.start import request_fields
 from ikcli.errors import IkError
@@ -39,7 +39,9 @@ class Said:
         for delta in self._deltas:
             gather.add(delta)
             yield delta
-        self.answer = Answer(self._stop, message=gather.message, counts=Counts(n_prompt=3, n_predicted=2, n_ctx=99))
+        self.answer = Answer(
+            self._stop, message=gather.message, counts=AnswerCounts(n_prompt=3, n_predicted=2, n_ctx=99)
+        )
 
     def cancel(self) -> None:
         """Nobody does."""
@@ -97,7 +99,7 @@ class Keys:
 def talk(script: Script, *inputs: Any) -> tuple[Repl, Keys, str, str]:
     """The conversation, what was asked, and what was printed on stdout and stderr."""
     keys, out, err = Keys(*inputs), io.StringIO(), io.StringIO()
-    repl = Repl(Conversation(script), keys, Plain(out, err))  # type: ignore[arg-type]
+    repl = Repl(Conversation(script), keys, PlainRenderer(out, err))  # type: ignore[arg-type]
     repl.run()
     return repl, keys, out.getvalue(), err.getvalue()
 
@@ -254,7 +256,7 @@ def test_calls_are_readable() -> None:
 
 def test_plain_output_keeps_thoughts_apart() -> None:
     out, err = io.StringIO(), io.StringIO()
-    Plain(out, err).show([ChatDelta(reasoning="hm"), ChatDelta(reasoning="m"), ChatDelta(content="*yes*\n")])
+    PlainRenderer(out, err).show([ChatDelta(reasoning="hm"), ChatDelta(reasoning="m"), ChatDelta(content="*yes*\n")])
     assert (out.getvalue(), err.getvalue()) == ("*yes*\n", "hmm\n")
 
 

@@ -13,7 +13,7 @@ from tiers import some
 from weight_bytes import ALL_TYPES, fitting, stored
 
 from ikcli.backends.cpu.lower import RULES
-from ikcli.backends.reference import CacheStore, Executor
+from ikcli.backends.reference import CacheStore, ReferenceExecutor
 from ikcli.errors import UnsupportedError
 from ikcli.gguf.constants import GGMLType
 from ikcli.graph import Graph, HeadSlice, Node, Weight, micro_batch
@@ -52,7 +52,7 @@ def run_both(
         w = run.graph.weights[name]
         return dequantize(np.ascontiguousarray(weights[name]), types.get(name, GGMLType.F32), w.shape)
 
-    ex = Executor(load, CacheStore(8))
+    ex = ReferenceExecutor(load, CacheStore(8))
     ex.state = MicroBatch(
         np.array(tokens or [0] * n, np.int32), np.arange(pos, pos + n, dtype=np.int32), np.arange(n),
         np.array(outputs, np.int64), (micro_batch.Segment(0, n, 0, pos),),

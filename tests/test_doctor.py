@@ -15,7 +15,7 @@ from fake_cuda import run as run_with_gpu
 from ikcli.doctor import machine as doctor_machine
 from ikcli.doctor import roofline as doctor_measure
 from ikcli.doctor.advice import machine_advice, model_advice
-from ikcli.doctor.machine import KernelCache, Memory, Node, Processor, Roots, kernel_cache, kernel_choice
+from ikcli.doctor.machine import KernelCache, MachineMemory, NumaNode, Processor, Roots, kernel_cache, kernel_choice
 from ikcli.doctor.model import ModelReport, TokenCost, model_report, speeds, token_cost
 from ikcli.doctor.roofline import GpuRoof, Roofs
 from ikcli.engine.plan.startup import prepare
@@ -26,7 +26,7 @@ from ikcli.settings.run import RunConfig, default_model
 
 GIB = 2**30
 CPU = Processor("x", "avx512", (), (), 16, 16, 16, None, 16, ("performance",), "acpi-cpufreq")
-MEMORY = Memory(64 * GIB, 60 * GIB, None, -1, 0, "madvise", (Node(0, 16, 64 * GIB),), False)
+MEMORY = MachineMemory(64 * GIB, 60 * GIB, None, -1, 0, "madvise", (NumaNode(0, 16, 64 * GIB),), False)
 CACHE = KernelCache("/c", True, 10, 1000, 0, 0, GIB)
 ROOFS = Roofs(16, {"f32": 1e12, "bf16": 2e12, "i16": 2e12, "i8": 4e12}, 20e9, 100e9, {})
 COST = TokenCost({"CPU": 10**9}, {"CPU": {"i8": 4e9}}, {"CPU": 4 * 10**9}, {"CPU": 1000.0}, {})
@@ -56,7 +56,7 @@ def test_memory_of_a_large_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     found = doctor_machine.memory(roots)
     assert (found.total, found.available, found.limit) == (1000000 * 1024, 500000 * 1024, 102400000)
     assert (found.swap_used, found.huge_pages, found.balancing) == (60 * 1024, "never", True)
-    assert found.nodes == (Node(0, 3, 500 * 1024), Node(1, 1, None))
+    assert found.nodes == (NumaNode(0, 3, 500 * 1024), NumaNode(1, 1, None))
 
 
 def test_nothing_is_known_elsewhere(tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ def test_advice_about_the_machine() -> None:
     slow = replace(CPU, governors=("powersave",))
     assert said(machine_advice(slow, MEMORY, CACHE, None)) == ["cpupower frequency-set -g performance"]
     assert machine_advice(replace(slow, driver="amd-pstate-epp"), MEMORY, CACHE, None) == []
-    nodes = replace(MEMORY, nodes=(Node(0, 8, 1), Node(1, 8, 1)), balancing=True)
+    nodes = replace(MEMORY, nodes=(NumaNode(0, 8, 1), NumaNode(1, 8, 1)), balancing=True)
     assert said(machine_advice(CPU, nodes, CACHE, None)) == [
         "--numa distribute",
         "echo 0 > /proc/sys/kernel/numa_balancing",

@@ -14,7 +14,7 @@ import pytest
 from ikcli.errors import FormatError, IkError, UnsupportedError, UsageError
 from ikcli.fleet import executor as executors
 from ikcli.fleet.choose import executor
-from ikcli.fleet.executor import Executor, Here, Processes
+from ikcli.fleet.executor import Executor, LocalExecutor, ProcessExecutor
 from ikcli.fleet.journal import Journal, read
 
 HEAD = {"kind": "test", "n": 3}
@@ -95,22 +95,22 @@ SQUARES = [u * u for u in UNITS]
 
 
 def test_here_and_processes_agree(tmp_path: Path) -> None:
-    assert isinstance(executor(1, None, 1), Here) and isinstance(executor(2, None, 1), Processes)
-    assert results(Here(), Squares(tmp_path), UNITS) == SQUARES
-    assert results(Processes(2), Squares(tmp_path), UNITS) == SQUARES
-    assert results(Processes(2), Squares(tmp_path), []) == results(Here(), Squares(tmp_path), []) == []
+    assert isinstance(executor(1, None, 1), LocalExecutor) and isinstance(executor(2, None, 1), ProcessExecutor)
+    assert results(LocalExecutor(), Squares(tmp_path), UNITS) == SQUARES
+    assert results(ProcessExecutor(2), Squares(tmp_path), UNITS) == SQUARES
+    assert results(ProcessExecutor(2), Squares(tmp_path), []) == results(LocalExecutor(), Squares(tmp_path), []) == []
 
 
 def test_units_of_dead_processes_are_done_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert results(Processes(2), Squares(tmp_path, dies_at=(2, 5)), UNITS) == SQUARES
+    assert results(ProcessExecutor(2), Squares(tmp_path, dies_at=(2, 5)), UNITS) == SQUARES
     assert capsys.readouterr().err.count("its unit is done again") == 2
     with pytest.raises(IkError, match=f"died {executors.TRIES} times at unit 4"):
-        results(Processes(1), Squares(tmp_path, dies_at=(3,), always=True), UNITS)
+        results(ProcessExecutor(1), Squares(tmp_path, dies_at=(3,), always=True), UNITS)
 
 
 def test_errors_of_units_end_the_work(tmp_path: Path) -> None:
     with pytest.raises(IkError, match="-1 is negative"):
-        results(Processes(2), Squares(tmp_path), [1, -1, 2])
+        results(ProcessExecutor(2), Squares(tmp_path), [1, -1, 2])
 
 
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

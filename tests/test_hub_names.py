@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ikcli.errors import IkError, UsageError
-from ikcli.hub.names import Ref, RemoteFile, choose, is_model, parse_ref, part_names, quants_of
+from ikcli.hub.names import ModelRef, RemoteFile, choose, is_model, parse_ref, part_names, quants_of
 
 
 def files(*paths: str) -> list[RemoteFile]:
@@ -67,40 +67,40 @@ QUANTS = quants_of(files("m-IQ4_K.gguf", "m-Q4_K_M.gguf", "m-Q8_0.gguf", "m-UD-Q
     [("", "Q4_K_M"), ("q8_0", "Q8_0"), ("UD-q2_k_xl", "UD-Q2_K_XL"), ("Q2_K_XL", "UD-Q2_K_XL"), ("iq4_k", "IQ4_K")],
 )
 def test_choice(asked: str, found: str) -> None:
-    assert choose(Ref("u/r", asked), QUANTS).name == found
+    assert choose(ModelRef("u/r", asked), QUANTS).name == found
 
 
 def test_without_the_default_the_first() -> None:
-    assert choose(Ref("u/r"), QUANTS[2:]).name == "Q8_0"
-    assert choose(Ref("u/r"), quants_of(files("m-Q8_0.gguf", "m-UD-Q4_K_M.gguf"))).name == "UD-Q4_K_M"
+    assert choose(ModelRef("u/r"), QUANTS[2:]).name == "Q8_0"
+    assert choose(ModelRef("u/r"), quants_of(files("m-Q8_0.gguf", "m-UD-Q4_K_M.gguf"))).name == "UD-Q4_K_M"
 
 
 def test_choice_by_file() -> None:
     quants = quants_of(files("x/m-Q8_0-00001-of-00002.gguf", "x/m-Q8_0-00002-of-00002.gguf", "m-F16.gguf"))
-    assert choose(Ref("u/r", "", "m-F16.gguf"), quants).name == "F16"
-    assert choose(Ref("u/r", "", "x/m-Q8_0-00002-of-00002.gguf"), quants).name == "Q8_0"
-    assert choose(Ref("u/r", "", "m-Q8_0-00001-of-00002.gguf"), quants).name == "Q8_0"
+    assert choose(ModelRef("u/r", "", "m-F16.gguf"), quants).name == "F16"
+    assert choose(ModelRef("u/r", "", "x/m-Q8_0-00002-of-00002.gguf"), quants).name == "Q8_0"
+    assert choose(ModelRef("u/r", "", "m-Q8_0-00001-of-00002.gguf"), quants).name == "Q8_0"
     with pytest.raises(IkError, match=r"u/r has no m-F17\.gguf; did you mean m-F16\.gguf\?"):
-        choose(Ref("u/r", "", "m-F17.gguf"), quants)
+        choose(ModelRef("u/r", "", "m-F17.gguf"), quants)
 
 
 def test_a_quant_that_is_not_there_names_the_nearest_and_all() -> None:
     with pytest.raises(
         IkError, match=r"u/r has no Q4_K_S; did you mean Q4_K_M\? it has IQ4_K, Q4_K_M, Q8_0, UD-Q2_K_XL"
     ):
-        choose(Ref("u/r", "Q4_K_S"), QUANTS)
+        choose(ModelRef("u/r", "Q4_K_S"), QUANTS)
     with pytest.raises(IkError, match="u/r has no huge; it has IQ4_K, "):
-        choose(Ref("u/r", "huge"), QUANTS)
+        choose(ModelRef("u/r", "huge"), QUANTS)
 
 
 def test_missing_parts_are_named() -> None:
     with pytest.raises(IkError, match=r"lacks 1 of 3 parts of Q8_0: m-Q8_0-00002-of-00003\.gguf"):
-        choose(Ref("u/r"), quants_of(files("m-Q8_0-00001-of-00003.gguf", "m-Q8_0-00003-of-00003.gguf")))
+        choose(ModelRef("u/r"), quants_of(files("m-Q8_0-00001-of-00003.gguf", "m-Q8_0-00003-of-00003.gguf")))
 
 
 def test_without_gguf_the_checkpoint_is_proposed() -> None:
     with pytest.raises(IkError, match=r"u/r has no GGUF model; .* ik pull --checkpoint u/r"):
-        choose(Ref("u/r"), quants_of(files("model.safetensors", "config.json")))
+        choose(ModelRef("u/r"), quants_of(files("model.safetensors", "config.json")))
 
 
 @pytest.mark.parametrize("text", ["", "user", "a/b/c", "user/repo:", "../x", "u/..", "user/re po", "u/r:../x", "/u/r"])
@@ -110,7 +110,7 @@ def test_what_is_no_name(text: str) -> None:
 
 
 def test_names() -> None:
-    assert parse_ref("u/r.x-1:Q4_K_M") == Ref("u/r.x-1", "Q4_K_M")
+    assert parse_ref("u/r.x-1:Q4_K_M") == ModelRef("u/r.x-1", "Q4_K_M")
     assert str(parse_ref("u/r:Q8_0")) == "u/r:Q8_0"
     assert str(parse_ref("u/r", "f.gguf")) == "u/r/f.gguf"
     with pytest.raises(UsageError, match="drop one"):

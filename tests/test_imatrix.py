@@ -20,7 +20,7 @@ from ikcli.engine.run.session import Session
 from ikcli.errors import IkError, UsageError
 from ikcli.gguf.constants import GGMLType as T
 from ikcli.graph import Graph, HeadSlice, Node, Weight
-from ikcli.imatrix.collect import Stream, watch
+from ikcli.imatrix.collect import InputStream, watch
 from ikcli.imatrix.matrix import ImatrixParams, ImatrixResult, collect, in_calls, load, save, windows
 from ikcli.imatrix.statistics import LayerSimilarity, statistics
 from ikcli.main import main
@@ -89,7 +89,7 @@ def test_expert_rows(by_expert: bool, rng: np.random.Generator) -> None:
                 counts[e] += 1
                 rows[e].append(per_slot[t, slot])
     x = np.array([r for e in rows for r in e]) if by_expert else per_slot[:, 0].copy()
-    s = Stream(["w"], np.zeros((4, 3)), np.zeros(4), node(), by_expert)
+    s = InputStream(["w"], np.zeros((4, 3)), np.zeros(4), node(), by_expert)
     s.add(x, ids)
     np.testing.assert_allclose(s.sums, sums, rtol=1e-6)
     assert s.counts.tolist() == counts.tolist() == [2, 1, 3, 0]
@@ -97,7 +97,7 @@ def test_expert_rows(by_expert: bool, rng: np.random.Generator) -> None:
 
 def test_head_columns(rng: np.random.Generator) -> None:
     x = rng.normal(size=(5, 12)).astype(np.float32)
-    s = Stream(["w"], np.zeros((3, 2)), np.zeros(3), heads=HeadSlice(node(), 1, 2, 4))
+    s = InputStream(["w"], np.zeros((3, 2)), np.zeros(3), heads=HeadSlice(node(), 1, 2, 4))
     s.add(x, None)
     wanted = [[(x[:, 4 * h + 1 + i].astype(np.float64) ** 2).sum() for i in range(2)] for h in range(3)]
     np.testing.assert_allclose(s.sums, wanted, rtol=1e-6)

@@ -12,7 +12,7 @@ from factories import N_VOCAB, MemoryModel, tiny_deepseek2, tiny_model
 from leaves import leaf, route_leaf
 from tiers import some
 
-from ikcli.backends.reference import CacheStore, Executor, through_type
+from ikcli.backends.reference import CacheStore, ReferenceExecutor, through_type
 from ikcli.engine.run.batch import Batch
 from ikcli.engine.run.reference_session import ReferenceSession
 from ikcli.errors import FormatError, IkError, UnsupportedError
@@ -317,7 +317,7 @@ def route(probs: Array, **options: Any) -> tuple[Array, Array]:
     logits = leaf(g, "logits", p.shape[1])
     w = Weight("b", GGMLType.F32, (p.shape[1],)) if bias is not None else None
     node = g.moe_route(logits, w, "route", gating="sigmoid", **({"norm": False, "scale": 1.0} | options))
-    ex = Executor(lambda name: np.asarray(bias, np.float32), CacheStore(1), np.float64)
+    ex = ReferenceExecutor(lambda name: np.asarray(bias, np.float32), CacheStore(1), np.float64)
     ex.state = MicroBatch(*(np.zeros(len(p), np.int32),) * 3, np.zeros(0, np.int64), ())
     ex._values[0] = np.log(p / (1 - p))
     return route_parts(node.op.compute(ex), options["n_used"])
@@ -378,7 +378,7 @@ def test_dropped_slots_add_exactly_nothing() -> None:
     g = Graph()
     y, route = leaf(g, "y", 1), route_leaf(g, "route", 2)
     node = g.moe_sum(y, route, g.moe_sort(route, 2, "plan"), "sum")
-    ex = Executor(lambda name: np.zeros(0, np.float32), CacheStore(1))
+    ex = ReferenceExecutor(lambda name: np.zeros(0, np.float32), CacheStore(1))
     ids = np.array([[1, -1], [0, 1]], np.int32)
     ex._values[0] = np.array([[10], [20], [30], [np.nan]], np.float32)  # sorted: (1,0) (0,0) (1,1), then the dropped
     ex._values[1] = np.concatenate([np.array([[1, 0], [0.5, 0.25]], np.float32), ids.view(np.float32)], axis=1)
@@ -443,7 +443,7 @@ def test_segment_describes_compact_rows() -> None:
     g.il = 0
     cache = g.cache("kv", 4, GGMLType.F32)
     g.kv_rows(cache, 1, 2, "rows")
-    ex = Executor(lambda name: np.zeros(0, np.float32), CacheStore(6))
+    ex = ReferenceExecutor(lambda name: np.zeros(0, np.float32), CacheStore(6))
     ex.caches.rows(cache)[:] = np.arange(24).reshape(6, 4)
     state = MicroBatch(*(np.zeros(2, np.int32),) * 3, np.zeros(0, np.int64), (Segment(0, 1, 3, 1), Segment(1, 1, 0, 0)))
     assert ex.run(g, state).tolist() == [[13, 14], [17, 18], [1, 2]]

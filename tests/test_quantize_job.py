@@ -22,7 +22,7 @@ from ikcli.quant import encoding, quantizer
 from ikcli.quant.decode import dequantize
 from ikcli.quant.encoders import EncodeOptions, quantize_rows
 from ikcli.quant.imatrix_file import Imatrix, ImatrixEntry
-from ikcli.quant.job import Progress
+from ikcli.quant.job import JobProgress
 from ikcli.quant.quantizer import run
 from ikcli.quant.recipes import RecipeOptions
 from ikcli.quant.tool import ToolOptions, ToolPlan, plan_quantize, plan_repack
@@ -85,7 +85,7 @@ def test_resume_writes_only_what_is_missing(tmp_path: Path) -> None:
     paths[2].unlink()
     skipped: list[Path] = []
     numbers: list[int] = []
-    assert run(job, Progress(lambda n, c: numbers.append(n), skipped.append)) == paths[1:]
+    assert run(job, JobProgress(lambda n, c: numbers.append(n), skipped.append)) == paths[1:]
     assert skipped == paths[:1] and paths[1].read_bytes() == bytes_of_part
     assert numbers == list(range(4, 13))
     other = plan(source, tmp_path / "out.gguf", "F32", keep_split=True, partial_requant=True).job

@@ -16,10 +16,11 @@ from ikcli.engine.pipeline.driver import StagedRunner, StageLostError
 from ikcli.engine.plan.planner import Planner
 from ikcli.engine.run.batch import Batch
 from ikcli.engine.run.session import Session
-from ikcli.fleet.ray_stages import RAY_PIPELINE, Node, place, slots
+from ikcli.fleet.ray_stages import RAY_PIPELINE, RayNode, place, slots
 from ikcli.settings.run import RunConfig, default_text
 
-HERE, BIG, SMALL = Node("a", "10.0.0.1", 64, True), Node("b", "10.0.0.2", 100, False), Node("c", "10.0.0.3", 30, False)
+HERE = RayNode("a", "10.0.0.1", 64, True)
+BIG, SMALL = RayNode("b", "10.0.0.2", 100, False), RayNode("c", "10.0.0.3", 30, False)
 
 
 def test_stages_go_where_memory_is() -> None:

@@ -23,7 +23,7 @@ from ikcli.engine.run.runner import Runner
 from ikcli.engine.run.session import Session
 from ikcli.errors import NonFiniteError
 from ikcli.graph import Cache, Graph, Node, Rows
-from ikcli.graph.split import Places, assign, schedule
+from ikcli.graph.split import NodePlaces, assign, schedule
 from ikcli.settings.run import RunConfig
 
 EXPERTS = {"expert_count": 8, "expert_used_count": 3}
@@ -59,10 +59,10 @@ PLACES = {
 }
 
 
-def places(kind: str) -> Places:
+def places(kind: str) -> NodePlaces:
     weight, cache, home = PLACES[kind]
     block = by(lambda n: n == "1")
-    return Places(
+    return NodePlaces(
         weight=lambda node, w: weight(w.name),
         cache=lambda il: cache or block(str(il)),
         home=lambda il: home or block(str(il)),
@@ -154,11 +154,11 @@ def recorded(path: Path, **changes: Any) -> tuple[Graph, Node]:
         return session.graphs["prefill" if "prefill" in session.graphs else "decode"]
 
 
-def random_places(seed: int, devices: tuple[str, ...]) -> Places:
+def random_places(seed: int, devices: tuple[str, ...]) -> NodePlaces:
     def choose(*key: object) -> str:
         return devices[hashlib.sha256(repr((seed, *key)).encode()).digest()[0] % len(devices)]
 
-    return Places(lambda node, w: choose(w.name), lambda il: choose("cache", il), lambda il: choose("home", il))
+    return NodePlaces(lambda node, w: choose(w.name), lambda il: choose("cache", il), lambda il: choose("home", il))
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -15,7 +15,7 @@ from gguf_files import write_model
 from ikcli import models
 from ikcli.engine.run.batch import Batch
 from ikcli.engine.run.reference_session import ReferenceSession
-from ikcli.engine.run.saved_sequence import Checkpoint, Kind
+from ikcli.engine.run.saved_sequence import CacheKind, Checkpoint
 from ikcli.engine.run.sequences import Keeping
 from ikcli.engine.run.session import Session
 from ikcli.errors import IkError
@@ -140,7 +140,7 @@ def test_save_load_and_copy(path: Path) -> None:
         assert session.sequences.copy(0, 1, 33, 45) == 33, "its own beginning reaches as far"
         assert np.array_equal(add(session, 33, 50, 1), wanted)
         with pytest.raises(IkError, match="another model"):
-            other.sequences.load(0, type(saved)(33, saved.parts, (Checkpoint(33, ()),), Kind(True)))
+            other.sequences.load(0, type(saved)(33, saved.parts, (Checkpoint(33, ()),), CacheKind(True)))
         with pytest.raises(IkError, match="cannot be divided between 3"):
             session.sequences.divide(3)
 

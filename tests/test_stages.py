@@ -22,7 +22,7 @@ from tiny_architectures import TINY, tiny
 
 from ikcli.engine.pipeline import supervisor
 from ikcli.engine.pipeline.driver import StagedRunner, StageLostError
-from ikcli.engine.pipeline.wire import Kind, Listener, LostLinkError, connect
+from ikcli.engine.pipeline.wire import LostLinkError, MessageKind, StageListener, connect
 from ikcli.engine.plan.devices import Machine
 from ikcli.engine.plan.planner import Planner
 from ikcli.engine.plan.sizes import Sizes
@@ -246,7 +246,7 @@ def test_a_stage_that_cannot_load_says_why(model_file, threads, monkeypatch: pyt
 
 
 def test_strangers_are_sent_away() -> None:
-    listener = Listener("127.0.0.1", "secret")
+    listener = StageListener("127.0.0.1", "secret")
     try:
         for hello in (b"GET / HTTP/1.1\r\n\r\n\r\n\r\n", b"\1\0\0\0\xff\xff\xff\xff" + bytes(8)):
             with socket.create_connection(listener.address) as stranger:
@@ -262,11 +262,11 @@ def test_strangers_are_sent_away() -> None:
         found = listener.accept(5)
         assert found is not None and found[1]["index"] == 3
         data = np.arange(1 << 20, dtype=np.int32)
-        sender = threading.Thread(target=right.send, args=(Kind.RUN, {"a": 1}, [b"x", data, b""]))
+        sender = threading.Thread(target=right.send, args=(MessageKind.RUN, {"a": 1}, [b"x", data, b""]))
         sender.start()
         kind, words, payload = found[0].receive()
         sender.join()
-        assert (kind, words) == (Kind.RUN, {"a": 1})
+        assert (kind, words) == (MessageKind.RUN, {"a": 1})
         np.testing.assert_array_equal(np.frombuffer(payload[1:], np.int32), data)
         right.close()
         with pytest.raises(LostLinkError):

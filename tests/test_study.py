@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ikcli.errors import IkError, UsageError
-from ikcli.fleet.executor import Here, Processes
+from ikcli.fleet.executor import LocalExecutor, ProcessExecutor
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import open_gguf
 from ikcli.gguf.writer import GGUFWriter, NewTensor
@@ -19,8 +19,8 @@ from ikcli.quant.calibration import MeasuredGroup, from_study
 from ikcli.quant.encoding import Encoding
 from ikcli.settings.run import default_model, default_text
 from ikcli.study.resident import Resident, ResidentOptions, used_tensors
-from ikcli.study.study import Plan, StudyOptions, read_study, run_study, table_lines
-from ikcli.study.units import Unit, make_units, work_of
+from ikcli.study.study import StudyOptions, StudyPlan, read_study, run_study, table_lines
+from ikcli.study.units import StudyUnit, make_units, work_of
 from ikcli.study.worker import StudyWorkerOptions, digests
 
 T = GGMLType
@@ -70,7 +70,8 @@ def test_the_work_of_units() -> None:
     file = open_gguf(default_model())
     n = file.tensors["blk.1.attn_output.weight"].n_elements
     units = [
-        Unit(x, (f"{x}.weight",), T.IQ3_K) for x in ("token_embd", "blk.0.attn_output", "blk.1.attn_output", "output")
+        StudyUnit(x, (f"{x}.weight",), T.IQ3_K)
+        for x in ("token_embd", "blk.0.attn_output", "blk.1.attn_output", "output")
     ]
     assert [work_of([u], file).passes for u in units] == pytest.approx([1, 1, 2 / 3, 0])
     both = work_of([units[2], replace(units[2], type=T.IQ4_K)], file)
@@ -106,21 +107,21 @@ def test_tensors_that_the_model_does_not_use_are_named(
 # --- measurements -----------------------------------------------------------------------------------------------------
 @pytest.mark.slow  # starts processes; test_fleet.py has what they share
 def test_processes_and_journals_give_the_same(options: StudyOptions, tmp_path: Path) -> None:
-    plain = run_study(options, Here())
+    plain = run_study(options, LocalExecutor())
     assert list(plain.found) == [u.key for u in plain.units] and len(plain.units) == 8
     for title in plain.titles():
         low, high = (plain.get(title, t) for t in TYPES)
         assert low is not None and high is not None and low.kld > high.kld > -1e-5 and low.n_chunks == 6
     journal = tmp_path / "j.jsonl"
-    first = run_study(replace(options, journal=journal), Processes(2))
+    first = run_study(replace(options, journal=journal), ProcessExecutor(2))
     lines = journal.read_bytes().splitlines(keepends=True)
     journal.write_bytes(b"".join(lines[:4]) + lines[4][:20])  # three results, and a line that was cut off
-    told: list[Plan] = []
-    again = run_study(replace(options, journal=journal), Here(), told.append)
+    told: list[StudyPlan] = []
+    again = run_study(replace(options, journal=journal), LocalExecutor(), told.append)
     assert told[0].n_known == 3 and first.found == again.found == plain.found
     assert table_lines(read_study(journal))[0] == table_lines(plain)[0]
     with pytest.raises(UsageError, match="of other work: precision"):
-        run_study(replace(options, journal=journal, precision=0.5), Here())
+        run_study(replace(options, journal=journal, precision=0.5), LocalExecutor())
 
 
 def test_a_unit_computes_from_its_layer_on(text: Path) -> None:
@@ -134,7 +135,7 @@ def test_a_unit_computes_from_its_layer_on(text: Path) -> None:
     shares = []
     for name in ("token_embd", "blk.0.attn_output", "blk.1.attn_output", "blk.2.attn_output", "output"):
         runner.n_ops = [0, 0]
-        worker.do(Unit(name, (f"{name}.weight",), T.IQ3_K))
+        worker.do(StudyUnit(name, (f"{name}.weight",), T.IQ3_K))
         done, whole = runner.n_ops
         shares.append(done / whole)
     layers = [op.node.il for op in runner._kept[0].program.ops]
@@ -146,7 +147,7 @@ def test_a_unit_computes_from_its_layer_on(text: Path) -> None:
 
 
 def test_a_measurement_ends_when_it_is_precise(options: StudyOptions) -> None:
-    few = run_study(replace(options, include=("^output",), precision=0.3), Here())
+    few = run_study(replace(options, include=("^output",), precision=0.3), LocalExecutor())
     assert all(2 <= m.n_chunks < 6 and m.error <= 0.3 * m.kld for m in few.found.values())
 
 

@@ -63,7 +63,7 @@ class CacheStore:
 
 
 @dataclass(slots=True)
-class Executor:
+class ReferenceExecutor:
     """Runs graphs; weights come by name as float32 in NumPy order. `observe` sees every node's value."""
 
     load: Callable[[str], npt.NDArray[np.float32]]

@@ -71,7 +71,7 @@ class Ratio:
 
 
 @dataclass(slots=True)
-class Comparison:
+class BenchComparison:
     """The sides and all rounds that are complete."""
 
     sides: Sequence[Side]
@@ -188,10 +188,10 @@ def speeds_of(results: Results) -> dict[str, float]:
 def compare(
     sides: Sequence[Side], rounds: int, precision: float, *, warmup: bool = True, seed: int | None = None,
     run: Callable[[Side], SideRun] = run_side,
-) -> Iterator[Comparison]:  # fmt: skip
+) -> Iterator[BenchComparison]:  # fmt: skip
     """The comparison after every round; ends when all intervals are narrow enough or after `rounds`."""
     rng = random.Random(seed)
-    found = Comparison(sides)
+    found = BenchComparison(sides)
     for side in sides if warmup else ():
         run(side)
     order = list(sides)

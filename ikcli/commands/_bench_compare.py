@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from ikcli import log
-from ikcli.bench.compare import Comparison, Ratio, Side, compare, n_cpus, parse_sides
+from ikcli.bench.compare import BenchComparison, Ratio, Side, compare, n_cpus, parse_sides
 from ikcli.bench.disturbance import warnings_of
 from ikcli.bench.environment import cpu_name
 from ikcli.cli.argv import canonical_name
@@ -32,7 +32,7 @@ def run(run: ModelRun) -> int:
     sides = parse_sides(options.compare, common)
     for side in sides:
         log.log(f"side {side.name}: {shlex.join(side.command)}")
-    found, code = Comparison(sides), 0
+    found, code = BenchComparison(sides), 0
     try:
         for found in compare(sides, options.rounds, options.precision / 100, warmup=options.warmup):
             _tell(found, options.rounds)
@@ -68,7 +68,7 @@ def common_options(argv: Sequence[str], n_sides: int) -> list[str]:
     return out
 
 
-def _tell(found: Comparison, rounds: int) -> None:
+def _tell(found: BenchComparison, rounds: int) -> None:
     parts = [f"{r.test} {r.side} {r.ratio:.4f}{_bounds(r)}" for r in found.ratios()]
     log.log(f"round {len(found.rounds)} of {rounds}: {', '.join(parts)}")
 
@@ -77,7 +77,7 @@ def _bounds(r: Ratio) -> str:
     return f" ({r.low:.4f} to {r.high:.4f})" if math.isfinite(r.high) else ""
 
 
-def _warnings(found: Comparison) -> list[str]:
+def _warnings(found: BenchComparison) -> list[str]:
     out = warnings_of([run.disturbance for r in found.rounds for run in r.values()], n_cpus())
     left = found.left_out()
     if left:
@@ -85,7 +85,7 @@ def _warnings(found: Comparison) -> list[str]:
     return out
 
 
-def records(found: Comparison, model: str) -> list[dict[str, Any]]:
+def records(found: BenchComparison, model: str) -> list[dict[str, Any]]:
     """One record per ratio, as `-o json` and jsonl print them and `ik report` reads them."""
     commands: dict[str, Side] = {side.name: side for side in found.sides}
     commit, number = build()
@@ -103,7 +103,7 @@ def records(found: Comparison, model: str) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def _print(found: Comparison, form: str, model: str) -> None:
+def _print(found: BenchComparison, form: str, model: str) -> None:
     if form == "json":
         print(json.dumps(records(found, model), indent=2, allow_nan=False))
         return

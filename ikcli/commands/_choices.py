@@ -10,7 +10,14 @@ from ikcli.cli.parser import ModelRun
 from ikcli.errors import IkError, UsageError
 from ikcli.log import log
 from ikcli.measure import choices
-from ikcli.measure.choice_tasks import Question, Task, read_hellaswag, read_multiple_choice, read_winogrande, tokenized
+from ikcli.measure.choice_tasks import (
+    ChoiceTask,
+    Question,
+    read_hellaswag,
+    read_multiple_choice,
+    read_winogrande,
+    tokenized,
+)
 from ikcli.measure.choices import TaskScore
 from ikcli.measure.protocol import SessionLike
 from ikcli.measure.text import load_text, raw_text, text_name
@@ -61,7 +68,7 @@ def _read(config: RunConfig, kind: str) -> list[Question]:
     return questions
 
 
-def _run_and_print(session: SessionLike, tasks: Sequence[Task], kind: str, n_threads: int) -> None:
+def _run_and_print(session: SessionLike, tasks: Sequence[ChoiceTask], kind: str, n_threads: int) -> None:
     n_correct = 0
 
     def show(i: int, score: TaskScore) -> None:

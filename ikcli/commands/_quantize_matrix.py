@@ -183,7 +183,7 @@ def _data_key(config: QuantizeConfig) -> tuple[object, ...]:
 
 
 def _write(jobs: list[MatrixJob], source: str, options: list[ToolOptions], fleet: BatchConfig) -> None:
-    from ikcli.quant.job import Progress
+    from ikcli.quant.job import JobProgress
     from ikcli.quant.matrix import run_matrix
     from ikcli.study import fleet_quantize
 
@@ -199,7 +199,7 @@ def _write(jobs: list[MatrixJob], source: str, options: list[ToolOptions], fleet
     log.log(f"matrix: '{source}' to {len(jobs)} files, {jobs[0].job.n_threads} threads")
     started = time.monotonic()
     with log.progress("quantize", file.n_bytes, in_bytes=True) as advance:
-        hooks = Progress(tensor, skipped, advance)
+        hooks = JobProgress(tensor, skipped, advance)
         paths = fleet_quantize.run(jobs, options, fleet, hooks) if fleet.wanted else run_matrix(jobs, hooks)
     log.log(f"wrote {len(paths)} file{'s' if len(paths) != 1 else ''} in {time.monotonic() - started:.2f} s")
 

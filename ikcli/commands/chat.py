@@ -9,14 +9,14 @@ from contextlib import ExitStack
 
 from ikcli.cli.parser import ModelRun, Parsed
 from ikcli.console import start
-from ikcli.console.answers import Counts, PromptCache, Source
+from ikcli.console.answers import AnswerCounts, AnswerSource, PromptCache
 from ikcli.console.continuation import Continuation, Turns
 from ikcli.console.conversation import Conversation
 from ikcli.console.local import FileCache, LocalModel
-from ikcli.console.render import Fancy, Plain, Renderer, end_note
+from ikcli.console.render import Fancy, PlainRenderer, Renderer, end_note
 from ikcli.console.repl import Repl
 from ikcli.console.slash import completions
-from ikcli.console.terminal import Complete, Input, LineEditor, PlainInput, interruptible
+from ikcli.console.terminal import Complete, LineEditor, PlainInput, TerminalInput, interruptible
 from ikcli.engine.run.session_log import Timings, timing_lines
 from ikcli.errors import UsageError
 from ikcli.log import hushed, log
@@ -62,7 +62,7 @@ class _Run:
         wants_lines = self._chat.conversation or start.takes_turns(config)
         if self._prompt is None and not self._in_tty and (self._chat.single_turn or not wants_lines):
             self._prompt = start.piped_text() or None
-        self._total = Counts()
+        self._total = AnswerCounts()
 
     def with_model(self, model: LocalModel) -> int:
         """Load the model, then go on."""
@@ -89,7 +89,7 @@ class _Run:
                 cache.finish()
         return code
 
-    def with_source(self, source: Source, cache: PromptCache | None = None, bos: int | None = None) -> int:
+    def with_source(self, source: AnswerSource, cache: PromptCache | None = None, bos: int | None = None) -> int:
         """Talk or continue; then the timings on stderr."""
         talks = self._check(source)
         try:
@@ -99,7 +99,7 @@ class _Run:
         finally:
             self._print_timings(source)
 
-    def _check(self, source: Source) -> bool:
+    def _check(self, source: AnswerSource) -> bool:
         """Whether this is a conversation; UsageError if something is missing for what it is."""
         terminal = self._in_tty and self._out_tty
         talks = start.is_conversation(self._config, source, self._prompt, terminal=terminal)
@@ -113,9 +113,9 @@ class _Run:
         return talks
 
     # --- conversation -----------------------------------------------------------------------------------------------
-    def _converse(self, source: Source, cache: PromptCache | None) -> int:
+    def _converse(self, source: AnswerSource, cache: PromptCache | None) -> int:
         conversation = Conversation(source, self._system, cache=cache)
-        renderer: Renderer = Plain() if self._plain or self._chat.color is False else Fancy()
+        renderer: Renderer = PlainRenderer() if self._plain or self._chat.color is False else Fancy()
         try:
             if self._chat.single_turn:
                 return self._single_turn(conversation, renderer)
@@ -143,7 +143,7 @@ class _Run:
         return 130 if stream.answer.stop == "cancelled" else 0
 
     # --- continuation -----------------------------------------------------------------------------------------------
-    def _continue(self, source: Source, cache: PromptCache | None, bos: int | None) -> int:
+    def _continue(self, source: AnswerSource, cache: PromptCache | None, bos: int | None) -> int:
         turns = start.takes_turns(self._config)
         prompt = self._prompt or ""
         reverse = self._config.prompt.reverse_prompt
@@ -161,12 +161,12 @@ class _Run:
         finally:
             self._total = text.total
 
-    def _input(self, complete: Complete) -> Input:
+    def _input(self, complete: Complete) -> TerminalInput:
         if self._plain:
             return PlainInput(multiline=self._chat.multiline, echo_prompt=self._in_tty)
         return LineEditor(complete, multiline=self._chat.multiline, color=self._chat.color is not False)
 
-    def _print_timings(self, source: Source) -> None:
+    def _print_timings(self, source: AnswerSource) -> None:
         t = self._total
         times = Timings(source.load_ms / 1e3, t.prompt_ms / 1e3, t.n_prompt, t.predicted_ms / 1e3, t.n_predicted)
         lines = timing_lines(times)

@@ -25,7 +25,7 @@ from ikcli.errors import UsageError
 from ikcli.settings.tools import ConvertConfig, QuantizeConfig
 
 if TYPE_CHECKING:
-    from ikcli.convert.tool import Checkpoint
+    from ikcli.convert.tool import OpenCheckpoint
     from ikcli.quant.tool import ToolPlan
 
 _Q8_0 = 7  # file type to start from when a target is given without a type
@@ -80,7 +80,7 @@ def _check(config: ConvertConfig, directory: Path) -> None:
         raise UsageError("--vocab-only writes no tensors, so there is nothing to split")
 
 
-def _report_checkpoint(config: ConvertConfig, found: Checkpoint) -> None:
+def _report_checkpoint(config: ConvertConfig, found: OpenCheckpoint) -> None:
     file = found.file
     n_files = f"{len(file.paths)} file{'s' if len(file.paths) > 1 else ''}"
     log.log(f"{config.args[0]}: {file.arch}, {len(file.tensors)} tensors of {file.n_elements} weights in {n_files}")
@@ -92,7 +92,7 @@ def _report_checkpoint(config: ConvertConfig, found: Checkpoint) -> None:
             log.log(f"left out: {name}")
 
 
-def _output(config: ConvertConfig, found: Checkpoint, type_name: str) -> Path:
+def _output(config: ConvertConfig, found: OpenCheckpoint, type_name: str) -> Path:
     from ikcli.convert.naming import fill_name
 
     given = Path(config.outfile) if config.outfile is not None else Path(config.args[0])
@@ -101,7 +101,7 @@ def _output(config: ConvertConfig, found: Checkpoint, type_name: str) -> Path:
     return given.with_name(fill_name(given.name, type_name))
 
 
-def _vocabulary(config: ConvertConfig, found: Checkpoint) -> int:
+def _vocabulary(config: ConvertConfig, found: OpenCheckpoint) -> int:
     from ikcli.convert.tool import write_vocabulary
 
     output = _output(config, found, "")
@@ -113,7 +113,7 @@ def _vocabulary(config: ConvertConfig, found: Checkpoint) -> int:
     return 0
 
 
-def _model(config: ConvertConfig, found: Checkpoint) -> int:
+def _model(config: ConvertConfig, found: OpenCheckpoint) -> int:
     from ikcli.convert.tool import plan_convert
     from ikcli.gguf.split import parse_size
 
@@ -167,7 +167,7 @@ def _no_measure(text: Path, chunks: int) -> Callable[..., Any]:
     raise UsageError("--calibrate needs a model file")
 
 
-def _type(config: ConvertConfig, settings: QuantizeConfig, found: Checkpoint) -> tuple[int, str]:
+def _type(config: ConvertConfig, settings: QuantizeConfig, found: OpenCheckpoint) -> tuple[int, str]:
     """File type and its name; without one that of the checkpoint, for a target that of most bytes."""
     from ikcli.gguf.constants import FILE_TYPES
     from ikcli.quant.tool import file_type_names, parse_file_type
@@ -184,7 +184,7 @@ def _type(config: ConvertConfig, settings: QuantizeConfig, found: Checkpoint) ->
     return parsed
 
 
-def _summary(plan: ToolPlan, found: Checkpoint, name: str) -> dict[str, Any]:
+def _summary(plan: ToolPlan, found: OpenCheckpoint, name: str) -> dict[str, Any]:
     from ikcli.gguf.types import TYPES
     from ikcli.quant.quantizer import output_parts
 

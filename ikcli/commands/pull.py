@@ -13,7 +13,7 @@ from ikcli.cli.model import bar, finish
 from ikcli.engine.plan.verdict import Verdict, judge
 from ikcli.errors import UsageError
 from ikcli.hub.choices import Offer, offers
-from ikcli.hub.names import Ref, parse_ref
+from ikcli.hub.names import ModelRef, parse_ref
 from ikcli.hub.pull import Access, Pulled, pull, pull_checkpoint, pull_url
 from ikcli.log import shown_size
 from ikcli.settings.tools import PullConfig
@@ -27,7 +27,7 @@ def run(config: PullConfig) -> int:
     is_url = name.lower().startswith(("http://", "https://"))
     if is_url and (config.list or config.checkpoint or config.file):
         raise UsageError("--list, --checkpoint and --hf-file need a repository, user/repo, not a URL")
-    ref = Ref("") if is_url else parse_ref(name, config.file)
+    ref = ModelRef("") if is_url else parse_ref(name, config.file)
     if config.list:
         return _list(ref, access, config)
     if config.checkpoint:
@@ -55,7 +55,7 @@ def _described(found: Pulled) -> dict[str, Any]:
     }
 
 
-def _list(ref: Ref, access: Access, config: PullConfig) -> int:
+def _list(ref: ModelRef, access: Access, config: PullConfig) -> int:
     """The quants of a repository; plain columns, or one JSON object."""
     rows = []
     waiting = log.progress(f"planning {ref.repo}", -1)

@@ -405,7 +405,7 @@ def totals(plan: ToolPlan) -> str:
 
 
 def write(request: Request, plan: ToolPlan) -> None:
-    from ikcli.quant.job import Progress
+    from ikcli.quant.job import JobProgress
     from ikcli.quant.quantizer import run as run_job
 
     job, total = plan.job, len(plan.job.choices)
@@ -434,7 +434,7 @@ def write(request: Request, plan: ToolPlan) -> None:
     started = time.monotonic()
     try:
         with log.progress(request.mode, plan.old_bytes, in_bytes=True) as advance:
-            hooks = Progress(tensor, skipped, advance, resumed, discarded)
+            hooks = JobProgress(tensor, skipped, advance, resumed, discarded)
             if request.fleet.wanted:
                 from ikcli.quant.matrix import MatrixJob
                 from ikcli.study import fleet_quantize

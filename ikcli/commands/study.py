@@ -16,7 +16,16 @@ from ikcli.settings.run import default_model, default_text
 from ikcli.settings.tools import StudyConfig
 from ikcli.study.plot import draw
 from ikcli.study.resident import ResidentOptions
-from ikcli.study.study import Plan, Progress, StudyOptions, json_text, read_study, run_study, table_lines, types_named
+from ikcli.study.study import (
+    StudyOptions,
+    StudyPlan,
+    StudyProgress,
+    json_text,
+    read_study,
+    run_study,
+    table_lines,
+    types_named,
+)
 
 _DEFAULT_TYPES = ("iq2_k,iq3_k,iq4_k,iq6_k",)
 _SHOWN = 3  # tensors named in a warning
@@ -69,7 +78,7 @@ def _options(config: StudyConfig) -> StudyOptions:
     )
 
 
-def _announce(plan: Plan) -> None:
+def _announce(plan: StudyPlan) -> None:
     groups, types = len({u.title for u in plan.units}), len({u.type for u in plan.units})
     text = f"study: {len(plan.units)} measurements, {groups} groups of tensors in {types} types"
     log.log(text + (f"; {plan.n_known} of them are in the journal" if plan.n_known else ""))
@@ -85,7 +94,7 @@ def _announce(plan: Plan) -> None:
         log.warn(f"{of}{found.reason}; left out: {names}")
 
 
-def _report(p: Progress) -> None:
+def _report(p: StudyProgress) -> None:
     eta, found = p.seconds / p.done * (p.total - p.done), p.found
     log.log(
         f"study: [{p.done}/{p.total}] {p.unit.title} {TYPES[p.unit.type].name}: {found.kld:.6f} ± {found.error:.6f} "

@@ -18,7 +18,7 @@ Body = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Counts:
+class AnswerCounts:
     """Tokens and milliseconds of one answer, or of several. `n_past` of `n_ctx` cells are used after it."""
 
     n_cached: int = 0
@@ -31,7 +31,7 @@ class Counts:
     n_past: int = 0
     n_ctx: int = 0
 
-    def plus(self, other: Counts) -> Counts:
+    def plus(self, other: AnswerCounts) -> AnswerCounts:
         """Sums; what is used now is that of `other`."""
         sums = {
             name: getattr(self, name) + getattr(other, name)
@@ -39,12 +39,12 @@ class Counts:
         }
         return replace(other, **sums)
 
-    def beyond(self, prepared: Counts) -> Counts:
+    def beyond(self, prepared: AnswerCounts) -> AnswerCounts:
         """These of an answer whose prompt was computed before: together with `prepared`, its tokens count once."""
         return prepared.plus(replace(self, n_prompt=0, n_cached=0)) if prepared.n_prompt else self
 
     @classmethod
-    def of_json(cls, timings: Mapping[str, Any]) -> Counts:
+    def of_json(cls, timings: Mapping[str, Any]) -> AnswerCounts:
         """From the `timings` of an answer of the API."""
 
         def count(name: str) -> int:
@@ -67,13 +67,13 @@ class Answer:
     stop: str
     word: str = ""
     truncated: bool = False
-    counts: Counts = field(default_factory=Counts)
+    counts: AnswerCounts = field(default_factory=AnswerCounts)
     text: str = ""
     tokens: tuple[int, ...] = ()
     message: ChatMessage = field(default_factory=ChatMessage)
 
 
-class Stream(Protocol):
+class AnswerStream(Protocol):
     """An answer on its way: iterate it to its end, then look at `answer`."""
 
     answer: Answer
@@ -85,7 +85,7 @@ class Stream(Protocol):
         """End it with what has come so far; may be called by a signal handler within the iteration."""
 
 
-class Source(Protocol):
+class AnswerSource(Protocol):
     """A model to talk to."""
 
     name: str
@@ -95,10 +95,10 @@ class Source(Protocol):
     def has_template(self) -> bool:
         """Whether the model says how a conversation is written."""
 
-    def complete(self, body: Body) -> Stream:
+    def complete(self, body: Body) -> AnswerStream:
         """Continue the `prompt` of a body of /completion. The first piece is empty: the prompt is taken."""
 
-    def chat(self, body: Body) -> Stream:
+    def chat(self, body: Body) -> AnswerStream:
         """Answer the `messages` of a body of /v1/chat/completions."""
 
     def check(self, body: Body) -> None:
@@ -114,7 +114,7 @@ class Source(Protocol):
 class PromptCache(Protocol):
     """A file with what was computed of a prompt."""
 
-    def prepare(self, body: Body, *, chat: bool) -> Counts:
+    def prepare(self, body: Body, *, chat: bool) -> AnswerCounts:
         """Compute the prompt of the first request and write the file, if it is to be written then."""
 
     def finish(self) -> None:

@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ikcli.chat.parser import ChatDelta
-from ikcli.console.answers import Answer, Body, Counts, PromptCache, Source
+from ikcli.console.answers import Answer, AnswerCounts, AnswerSource, Body, PromptCache
 from ikcli.console.output import put
-from ikcli.console.terminal import Input, interruptible
+from ikcli.console.terminal import TerminalInput, interruptible
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Continuation:
 
     def __init__(
         self,
-        source: Source,
+        source: AnswerSource,
         prompt: str,
         reverse: tuple[str, ...] = (),
         cache: PromptCache | None = None,
@@ -37,7 +37,7 @@ class Continuation:
         display: bool = True,
     ) -> None:
         """`display`: print the prompt in front of what follows."""
-        self.total = Counts()
+        self.total = AnswerCounts()
         self._source, self._reverse, self._cache = source, reverse, cache
         self._parts: list[str | int] = [prompt]
         self._shown = "" if not display else prompt
@@ -46,7 +46,7 @@ class Continuation:
     def once(self) -> Answer:
         """Continue and print; a stop text is printed, too."""
         body: Body = {"prompt": self._prompt(), "stop": list(self._reverse)}
-        prepared = self._cache.prepare(body, chat=False) if self._cache is not None else Counts()
+        prepared = self._cache.prepare(body, chat=False) if self._cache is not None else AnswerCounts()
         stream = self._source.complete(body)
         with interruptible(stream.cancel):
             self._print(stream)
@@ -70,7 +70,7 @@ class Continuation:
                 parts.append(part)
         return parts[0] if len(parts) == 1 and isinstance(parts[0], str) else parts
 
-    def converse(self, input: Input, turns: Turns) -> None:
+    def converse(self, input: TerminalInput, turns: Turns) -> None:
         """Continue in turns, until the input ends."""
         waiting = turns.first
         if waiting:
@@ -86,7 +86,7 @@ class Continuation:
                 self.end_line()
             waiting = True
 
-    def _take_input(self, input: Input, turns: Turns) -> bool:
+    def _take_input(self, input: TerminalInput, turns: Turns) -> bool:
         """Put what the person says behind the text; nothing if it is empty."""
         interrupted = False
         while True:

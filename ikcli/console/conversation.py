@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ikcli.chat.messages import ToolCall
-from ikcli.console.answers import Answer, Body, Counts, PromptCache, Source, Stream
+from ikcli.console.answers import Answer, AnswerCounts, AnswerSource, AnswerStream, Body, PromptCache
 
 Json = dict[str, Any]
 
@@ -18,15 +18,15 @@ class Conversation:
     `undone` calls wait for their results before the model is asked again.
     """
 
-    source: Source
+    source: AnswerSource
     system: str = ""
     messages: list[Json] = field(default_factory=list)
     fields: Body = field(default_factory=dict)
     tools: list[Json] = field(default_factory=list)
     cache: PromptCache | None = None
     last: Answer | None = None
-    total: Counts = field(default_factory=Counts)
-    prepared: Counts = field(default_factory=Counts)
+    total: AnswerCounts = field(default_factory=AnswerCounts)
+    prepared: AnswerCounts = field(default_factory=AnswerCounts)
     undone: list[ToolCall] = field(default_factory=list)
 
     def body(self) -> Body:
@@ -46,10 +46,10 @@ class Conversation:
         message = {"role": "tool", "name": call.name, "content": text}
         self.messages.append(message | ({"tool_call_id": call.id} if call.id else {}))
 
-    def ask(self) -> Stream:
+    def ask(self) -> AnswerStream:
         """Let the model answer; hand the answer to `take`."""
         body = self.body()
-        self.prepared = self.cache.prepare(body, chat=True) if self.cache is not None else Counts()
+        self.prepared = self.cache.prepare(body, chat=True) if self.cache is not None else AnswerCounts()
         return self.source.chat(body)
 
     def take(self, answer: Answer) -> None:

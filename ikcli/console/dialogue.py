@@ -6,7 +6,7 @@ from typing import Any
 
 from ikcli.console.conversation import Conversation
 from ikcli.console.render import Renderer, end_note
-from ikcli.console.terminal import Input, interruptible
+from ikcli.console.terminal import TerminalInput, interruptible
 from ikcli.errors import IkError
 from ikcli.log import error
 
@@ -14,7 +14,7 @@ from ikcli.log import error
 class Dialogue:
     """A conversation on a terminal. An error is printed, and the conversation goes on."""
 
-    def __init__(self, conversation: Conversation, input: Input, renderer: Renderer) -> None:
+    def __init__(self, conversation: Conversation, input: TerminalInput, renderer: Renderer) -> None:
         self.conversation, self.renderer = conversation, renderer
         self._input = input
         self._offer = ""

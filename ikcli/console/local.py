@@ -11,7 +11,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from ikcli.chat.parser import ChatDelta, ChatParser
-from ikcli.console.answers import Answer, Body, Counts, Gather
+from ikcli.console.answers import Answer, AnswerCounts, Body, Gather
 from ikcli.errors import IkError
 from ikcli.server.http.chat import check_options
 from ikcli.server.http.constraints import constraint_of
@@ -121,7 +121,7 @@ class LocalModel:
         return request
 
     # --- the cache of the prompt ------------------------------------------------------------------------------------
-    def evaluate(self, body: Body, *, chat: bool) -> Counts:
+    def evaluate(self, body: Body, *, chat: bool) -> AnswerCounts:
         """Compute the prompt of a body and nothing else."""
         request = self._chat_request(body)[0] if chat else self._text_request(body)
         stream = LocalStream(self._engine, replace(request, n_predict=0, constraint=None))
@@ -160,7 +160,7 @@ class LocalStream:
         self._refused = ""
         self._ticket: Ticket = engine.submit(request, self._take)
         self._tokens: list[int] = []
-        self._counts = Counts()
+        self._counts = AnswerCounts()
         if self._refused:
             raise IkError(self._refused)
         self._submitted = True
@@ -227,8 +227,8 @@ class LocalStream:
         self.answer = Answer(stop, word, truncated, self._counts, gathered.content, tuple(self._tokens), message)
 
 
-def _counts(t: RequestTimings) -> Counts:
-    return Counts(*t)
+def _counts(t: RequestTimings) -> AnswerCounts:
+    return AnswerCounts(*t)
 
 
 class _as_ik_errors:
@@ -252,10 +252,10 @@ class FileCache:
         self.n_tokens = model.restore_cache(path) if exists else 0
         self._first = True
 
-    def prepare(self, body: Body, *, chat: bool) -> Counts:
+    def prepare(self, body: Body, *, chat: bool) -> AnswerCounts:
         """Compute the first prompt and write it, unless the file has all of it."""
         if not self._first or self._all or self._read_only:
-            return Counts()
+            return AnswerCounts()
         self._first = False
         counts = self._model.evaluate(body, chat=chat)
         if counts.n_prompt > 1 or not self.n_tokens:

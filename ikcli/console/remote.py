@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ikcli.chat.parser import ChatDelta
-from ikcli.console.answers import Answer, Body, Counts, Gather
+from ikcli.console.answers import Answer, AnswerCounts, Body, Gather
 from ikcli.errors import IkError, UsageError
 from ikcli.server.http.errors import ApiError
 from ikcli.server.http.fields import FIELDS, read_field
@@ -129,7 +129,7 @@ class RemoteStream:
         self._cancelled = False
         self._gather = Gather()
         self._tokens: list[int] = []
-        self._counts = Counts()
+        self._counts = AnswerCounts()
         self._stop, self._word, self._truncated = "", "", False
 
     def cancel(self) -> None:
@@ -166,7 +166,7 @@ class RemoteStream:
         if "error" in event:
             raise IkError(f"{self._model.url}: {_message(event)}")
         if isinstance(event.get("timings"), dict):
-            self._counts = Counts.of_json(event["timings"])
+            self._counts = AnswerCounts.of_json(event["timings"])
         if "choices" not in event:
             yield from self._read_text(event)
             return

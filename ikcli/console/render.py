@@ -76,7 +76,7 @@ class _Calls:
         return [f"→ calls {call_line(name, arguments)}" for name, arguments in self._open]
 
 
-class Plain:
+class PlainRenderer:
     """Text as it is."""
 
     def __init__(self, out: TextIO | None = None, err: TextIO | None = None) -> None:

@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from ikcli.console.answers import Source, cache_path_problem
+from ikcli.console.answers import AnswerSource, cache_path_problem
 from ikcli.errors import IkError, UsageError
 from ikcli.measure.text import unescape
 from ikcli.sampling.params import SamplerParams
@@ -49,7 +49,7 @@ def system_prompt(config: RunConfig) -> str:
     return config.chat.system
 
 
-def is_conversation(config: RunConfig, source: Source, prompt: str | None, *, terminal: bool) -> bool:
+def is_conversation(config: RunConfig, source: AnswerSource, prompt: str | None, *, terminal: bool) -> bool:
     """Whether to talk in turns with the template; UsageError for options that exclude each other."""
     chat = config.chat
     if chat.conversation is False:

@@ -20,7 +20,7 @@ Complete = Callable[[str], Iterable[tuple[str, int, str]]]
 """Text before the cursor -> (completion, characters of the text that it replaces, help)."""
 
 
-class Input(Protocol):
+class TerminalInput(Protocol):
     """Where inputs come from."""
 
     edits: bool

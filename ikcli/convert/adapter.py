@@ -22,7 +22,7 @@ from ikcli.convert.build import Build, place_tensors
 from ikcli.convert.config import Config
 from ikcli.convert.float8 import read_floats
 from ikcli.convert.json_files import read_json
-from ikcli.convert.pieces import Constant, NewRows, Rows
+from ikcli.convert.pieces import Constant, NewRows, TensorRows
 from ikcli.convert.source import Array, SafetensorsSource
 from ikcli.errors import FormatError, IkError, UnsupportedError, UsageError
 from ikcli.gguf.constants import GGMLType, GGUFValueType
@@ -58,7 +58,7 @@ class Factors:
 
 
 @dataclass(slots=True)
-class Adapter:
+class PeftAdapter:
     """What the file will hold: keys, and a and b of every matrix, (matrices,) rows, columns."""
 
     metadata: dict[str, Any]
@@ -90,7 +90,7 @@ class _Shapes:
         return self.read(name)
 
 
-def open_adapter(directory: Path, base: Path | None = None) -> Adapter:
+def open_adapter(directory: Path, base: Path | None = None) -> PeftAdapter:
     """Read an adapter; `base` is the directory of its base model, or its config.json.
 
     UnsupportedError names the key of adapter_config.json that GGUF cannot express.
@@ -131,10 +131,10 @@ def open_adapter(directory: Path, base: Path | None = None) -> Adapter:
         "adapter.type": "lora",
         "adapter.lora.alpha": Typed(float(alpha), GGUFValueType.FLOAT32),
     }
-    return Adapter(metadata, tensors, source.dtype(source.names[0]), [weights])
+    return PeftAdapter(metadata, tensors, source.dtype(source.names[0]), [weights])
 
 
-def write_adapter(adapter: Adapter, output: Path, outtype: str) -> None:
+def write_adapter(adapter: PeftAdapter, output: Path, outtype: str) -> None:
     """Write the file; rows that do not suit the type are written as F16."""
     number, wanted = FILE_TYPES[outtype]
     specs = []
@@ -272,7 +272,7 @@ def _follow(rows: NewRows, stored: Mapping[str, Factors], directory: Path) -> tu
 
 def _piece(piece: Any, stored: Mapping[str, Factors], directory: Path) -> Factors:
     factors = stored[piece.name]
-    if isinstance(piece, Rows):
+    if isinstance(piece, TensorRows):
         order = piece.order if piece.order is not None else np.arange(piece.first, piece.first + piece.n_rows)
         right = factors.right if piece.columns is None else factors.right[:, piece.columns]
         return Factors(factors.left[order], right)

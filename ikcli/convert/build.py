@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from ikcli.convert.config import Config
-from ikcli.convert.pieces import TYPES_OF, Constant, Floats, Matrix, NewRows, Order, Piece, Rows, Value, n_rows_of
+from ikcli.convert.pieces import TYPES_OF, Constant, Floats, Matrix, NewRows, Order, Piece, TensorRows, Value, n_rows_of
 from ikcli.convert.quantized import Dequantized
-from ikcli.convert.source import Array, Source
+from ikcli.convert.source import Array, CheckpointSource
 from ikcli.errors import FormatError, UnsupportedError
 from ikcli.gguf.constants import GGMLType
 
@@ -70,7 +70,7 @@ class Build:
     """Keys and tensors that were made so far."""
 
     config: Config
-    source: Source
+    source: CheckpointSource
     arch: str
     metadata: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, NewRows] = field(default_factory=dict)
@@ -115,7 +115,7 @@ class Build:
         """The same rows as blocks, if all of them can be read so."""
         found: list[Piece] = []
         for p in pieces:
-            if not isinstance(p, Rows) or p.columns is not None:
+            if not isinstance(p, TensorRows) or p.columns is not None:
                 return pieces
             name = self.packed(p.name)
             if name is None or self.source.shape(name) != self.source.shape(p.name):
@@ -146,11 +146,11 @@ class Build:
         value, order, columns = how.get("value"), how.get("order"), how.get("columns")
         if len(shape) < 2:
             width = shape[0] if shape else 1
-            piece = Rows(found.name, 1, width, columns=order if order is not None else columns)
+            piece = TensorRows(found.name, 1, width, columns=order if order is not None else columns)
             self.add(name, (piece,), (width,), value)
             return
         n_rows = n_rows_of(found.shape)
-        piece = Rows(found.name, n_rows, found.shape[-1], order=order, columns=columns)
+        piece = TensorRows(found.name, n_rows, found.shape[-1], order=order, columns=columns)
         self.add(name, (piece,), tuple(reversed(shape)), value)
 
     def part(self, found: Found, name: str, first: int, last: int) -> None:
@@ -158,7 +158,7 @@ class Build:
         if len(found.shape) == 1:
             self.plain(found, name, (last - first,), order=np.arange(first, last))
         else:
-            self.add(name, (Rows(found.name, last - first, found.shape[-1], first),))
+            self.add(name, (TensorRows(found.name, last - first, found.shape[-1], first),))
 
 
 def place(name: str, found: Found) -> str:
@@ -205,10 +205,10 @@ def stack_experts(m: Build) -> None:
         shape = shapes.pop()
         ordered = [parts[i] for i in range(len(parts))]
         if len(shape) == 1:
-            pieces = [Rows(p.name, 1, shape[0]) for p in ordered]
+            pieces = [TensorRows(p.name, 1, shape[0]) for p in ordered]
             m.add(name, pieces, (shape[0], len(parts)))
         else:
-            m.add(name, [Rows(p.name, shape[0], shape[1]) for p in ordered], (shape[1], shape[0], len(parts)))
+            m.add(name, [TensorRows(p.name, shape[0], shape[1]) for p in ordered], (shape[1], shape[0], len(parts)))
 
 
 def split(*names: str, at: Callable[[Build, int], Sequence[int]] | None = None) -> Rule:
@@ -239,7 +239,7 @@ def fused_experts(*names: str, transposed: bool = False, interleaved: bool = Fal
             for i, name in enumerate(names):
                 n = found.shape[1] // parts
                 columns = np.arange(i, found.shape[1], parts) if interleaved else np.arange(i * n, (i + 1) * n)
-                m.add(place(name, found), (Rows(found.name, found.shape[0], n, columns=columns),))
+                m.add(place(name, found), (TensorRows(found.name, found.shape[0], n, columns=columns),))
             return
         if len(found.shape) != 3:
             raise FormatError(f"{m.config.path.parent}: tensor {found.name} has the shape {list(found.shape)}")
@@ -253,12 +253,12 @@ def fused_experts(*names: str, transposed: bool = False, interleaved: bool = Fal
             for e in range(n_expert):
                 if blocks is not None:  # packed they are not transposed
                     order = e * n_rows + np.arange(n_rows)[pick]
-                    pieces.append(Rows(blocks, n, width, 0, order))
+                    pieces.append(TensorRows(blocks, n, width, 0, order))
                 elif transposed:
                     pieces.append(Matrix(found.name, n, width, e * inner, (e + 1) * inner, _turned(pick)))
                 else:
                     order = e * inner + np.arange(n_rows)[pick]
-                    pieces.append(Rows(found.name, n, width, int(order[0]), order if interleaved else None))
+                    pieces.append(TensorRows(found.name, n, width, int(order[0]), order if interleaved else None))
             m.add(place(name, found), pieces, (width, n, n_expert))
 
     return rule

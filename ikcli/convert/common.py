@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ikcli.convert.build import Build, Rule, drop, expert, fused_experts
-from ikcli.convert.rope import Rope, llama3_factors, put_rope, read_rope
+from ikcli.convert.rope import RopeSettings, llama3_factors, put_rope, read_rope
 
 LLAMA: dict[str, str | Rule] = {
     "embed_tokens": "token_embd",
@@ -113,7 +113,7 @@ def experts(m: Build, *count: str, width: bool = True) -> None:
         m.key("expert_feed_forward_length", c.integer("moe_intermediate_size", least=1))
 
 
-def rope(m: Build, kind: str = "full_attention") -> Rope:
+def rope(m: Build, kind: str = "full_attention") -> RopeSettings:
     """The keys of the rotation; factors of Llama 3 become a tensor."""
     found = read_rope(m.config, kind)
     put_rope(m, found)

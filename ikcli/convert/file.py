@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ikcli.convert.pieces import NewRows
-from ikcli.convert.source import Source
+from ikcli.convert.source import CheckpointSource
 from ikcli.gguf.constants import DEFAULT_ALIGNMENT, GGUF_VERSION, GGUFValueType
 from ikcli.gguf.reader import GGUFFile, TensorInfo
 from ikcli.gguf.types import row_n_bytes
@@ -22,7 +22,7 @@ from ikcli.gguf.values import Typed, infer_item_type, infer_type
 class CheckpointFile(GGUFFile):
     """Tensors of a checkpoint under their GGUF names, read and rearranged when they are asked for."""
 
-    source: Source | None = field(default=None, repr=False)
+    source: CheckpointSource | None = field(default=None, repr=False)
     rows: dict[str, NewRows] = field(default_factory=dict, repr=False)
 
     def has_data(self, name: str) -> bool:
@@ -48,7 +48,7 @@ class CheckpointFile(GGUFFile):
 
 
 def checkpoint_file(
-    paths: list[Path], source: Source, tensors: Mapping[str, NewRows], metadata: Mapping[str, Any]
+    paths: list[Path], source: CheckpointSource, tensors: Mapping[str, NewRows], metadata: Mapping[str, Any]
 ) -> CheckpointFile:
     """The file that `tensors` and `metadata` (plain values or `Typed`) would make."""
     typed = {k: v if isinstance(v, Typed) else Typed(v, infer_type(v, k)) for k, v in metadata.items()}

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable
 import numpy as np
 import numpy.typing as npt
 
-from ikcli.convert.source import Array, Source
+from ikcli.convert.source import Array, CheckpointSource
 
 Floats = npt.NDArray[np.float32]
 
@@ -78,6 +78,6 @@ class Recent:
             return found
 
 
-def read_floats(source: Source, name: str) -> Floats:
+def read_floats(source: CheckpointSource, name: str) -> Floats:
     """All values of a (small) tensor as float32."""
     return decode(source.read(name), source.dtype(name))

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ikcli.convert.float8 import E2M1, FLOAT8, Floats, Recent, decode, read_floats
-from ikcli.convert.source import Source
+from ikcli.convert.source import CheckpointSource
 from ikcli.errors import FormatError
 
 Bytes = npt.NDArray[np.uint8]
@@ -43,7 +43,7 @@ def _to_gguf(data: Bytes, scales: Bytes) -> Bytes:
 class MxFp4Rows:
     """Rows of a weight as GGUF's blocks; `shape` counts elements."""
 
-    source: Source
+    source: CheckpointSource
     blocks: str
     scales: str
     shape: tuple[int, ...]
@@ -62,7 +62,7 @@ class MxFp4Rows:
 class Fp4:
     """A weight of bytes and its scales; NVFP4 or, where scales are powers of two, MXFP4."""
 
-    source: Source
+    source: CheckpointSource
     weight: str
     scale: str
     times: str | None
@@ -111,7 +111,7 @@ class Fp4:
 class MxFp4Experts:
     """Experts of gpt-oss: blocks of (expert, output, block, 16) bytes, whose weight is (expert, input, output)."""
 
-    source: Source
+    source: CheckpointSource
     blocks: str
     scales: str
     recent: Recent

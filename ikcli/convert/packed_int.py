@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ikcli.convert.float8 import Floats, Recent, decode, read_floats
-from ikcli.convert.source import Array, Source
+from ikcli.convert.source import Array, CheckpointSource
 from ikcli.errors import FormatError, UnsupportedError
 
 Codes = npt.NDArray[np.int32]
@@ -40,7 +40,7 @@ def unpack(words: Array, bits: int, count: int, stream: bool = False) -> Codes:
     return (pairs >> at % 32 & mask).astype(np.int32)
 
 
-def _groups(source: Source, name: str | None, width: int, n_groups: int, other: str) -> Index:
+def _groups(source: CheckpointSource, name: str | None, width: int, n_groups: int, other: str) -> Index:
     """The group of every input."""
     if name is not None:
         found = source.read(name).astype(np.int64).reshape(-1)
@@ -60,7 +60,7 @@ class PackedRows:
     Older files put as many values into a word as fit whole, newer ones go on in the next; the number of words tells.
     """
 
-    source: Source
+    source: CheckpointSource
     weight: str
     scale: str
     shape_name: str
@@ -137,7 +137,7 @@ class PackedRows:
 class _Columns:
     """What GPTQ and AWQ share: scales and zeros of (group, output), words whose rows are inputs."""
 
-    source: Source
+    source: CheckpointSource
     name: str
     parts: Mapping[str, str]
     settings: Mapping[str, Any]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from ikcli.convert.source import Array, Source
+from ikcli.convert.source import Array, CheckpointSource
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.types import tensor_n_bytes
 
@@ -28,7 +28,7 @@ TYPES_OF["MXFP4"] = GGMLType.MXFP4  # of a dequantized source that is asked for 
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class TensorRows:
     """Rows of one tensor seen as a matrix: from `first` on, or those of `order`; `columns` rearranges each of them."""
 
     name: str
@@ -38,7 +38,7 @@ class Rows:
     order: Order | None = field(default=None, compare=False)
     columns: Order | None = field(default=None, compare=False)
 
-    def read(self, source: Source, first: int, last: int) -> Array:
+    def read(self, source: CheckpointSource, first: int, last: int) -> Array:
         """Rows [first, last) of the piece, as stored."""
         if self.order is None:
             rows = source.rows(self.name, self.first + first, self.first + last)
@@ -47,7 +47,7 @@ class Rows:
         return rows if self.columns is None else rows[:, self.columns]
 
 
-def _rows_of(source: Source, name: str, order: Order) -> Array:
+def _rows_of(source: CheckpointSource, name: str, order: Order) -> Array:
     """Rows in any order: of what lies together all are read at once, of what does not run after run."""
     low, high = int(order.min()), int(order.max()) + 1
     if high - low <= 4 * len(order) + 64:
@@ -68,7 +68,7 @@ class Matrix:
     last: int
     make: Callable[[Array], Array] = field(compare=False)
 
-    def read(self, source: Source, first: int, last: int) -> Array:
+    def read(self, source: CheckpointSource, first: int, last: int) -> Array:
         """Rows [first, last) of the piece, as stored."""
         return _MADE.get(self, source)[first:last]
 
@@ -85,7 +85,7 @@ class _Made:
         self._lock = threading.Lock()
         self._matrices: dict[int, tuple[Matrix, Array]] = {}
 
-    def get(self, piece: Matrix, source: Source) -> Array:
+    def get(self, piece: Matrix, source: CheckpointSource) -> Array:
         with self._lock:
             found = self._matrices.get(id(piece))
             if found is None or found[0] is not piece:
@@ -113,12 +113,12 @@ class Constant:
     def width(self) -> int:
         return self.values.size
 
-    def read(self, source: Source, first: int, last: int) -> Array:
+    def read(self, source: CheckpointSource, first: int, last: int) -> Array:
         """The row."""
         return self.values.reshape(1, -1)[first:last]
 
 
-Piece = Rows | Matrix | Constant
+Piece = TensorRows | Matrix | Constant
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ class NewRows:
     def n_bytes(self) -> int:
         return tensor_n_bytes(self.type, self.shape)
 
-    def read(self, source: Source, first: int, last: int) -> Array:
+    def read(self, source: CheckpointSource, first: int, last: int) -> Array:
         """Rows [first, last) in the tensor's type: (last - first, ne0)."""
         found: list[Array] = []
         start = 0

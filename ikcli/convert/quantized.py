@@ -20,7 +20,7 @@ from ikcli.convert.float8 import FLOAT8, Floats, Recent
 from ikcli.convert.fp4 import Fp4, MxFp4Experts, MxFp4Rows
 from ikcli.convert.packed_int import Awq, Gptq, PackedRows
 from ikcli.convert.scaled import Scaled
-from ikcli.convert.source import Array, Source
+from ikcli.convert.source import Array, CheckpointSource
 from ikcli.errors import FormatError, UnsupportedError
 
 PACKED = ".mxfp4"
@@ -83,7 +83,7 @@ class Dequantized:
     output, input) packed, gate and up taking turns.
     """
 
-    def __init__(self, source: Source, made: Mapping[str, tuple[str, Logical]], dropped: set[str]) -> None:
+    def __init__(self, source: CheckpointSource, made: Mapping[str, tuple[str, Logical]], dropped: set[str]) -> None:
         self._source = source
         self._made = {name: weight for name, (_, weight) in made.items()}
         self._packed: dict[str, MxFp4Rows] = {}
@@ -126,7 +126,7 @@ class Dequantized:
         return self._made[name].rows(first, last) if name in self._made else self._source.rows(name, first, last)
 
 
-def dequantized(source: Source, config: Mapping[str, Any]) -> Source:
+def dequantized(source: CheckpointSource, config: Mapping[str, Any]) -> CheckpointSource:
     """The source itself, or one that reads its quantized weights as plain ones.
 
     UnsupportedError names the method and the key or tensor that is not understood, FormatError one that does not fit.
@@ -211,7 +211,7 @@ def _weights_of(group: Mapping[str, Any]) -> Mapping[str, Any]:
     return weights if isinstance(weights, dict) else {}
 
 
-def _scaled(source: Source, settings: Mapping[str, Any]) -> Found:
+def _scaled(source: CheckpointSource, settings: Mapping[str, Any]) -> Found:
     """Every weight of 8 bits that has a scale beside it."""
     there, block = set(source.names), _block(settings)
     for name in source.names:
@@ -228,7 +228,7 @@ def _scaled(source: Source, settings: Mapping[str, Any]) -> Found:
         yield name, name, weight, [scale, *([zero] if zero else [])]
 
 
-def _four_bits(source: Source) -> Found:
+def _four_bits(source: CheckpointSource) -> Found:
     """Weights of 4-bit floats: `weight` (modelopt) or `weight_packed` (compressed-tensors) of bytes."""
     there = set(source.names)
     for name in source.names:
@@ -244,12 +244,12 @@ def _four_bits(source: Source) -> Found:
         yield base, name, Fp4(source, name, scale, times, over), parts
 
 
-def _modelopt(source: Source, settings: Mapping[str, Any]) -> Found:
+def _modelopt(source: CheckpointSource, settings: Mapping[str, Any]) -> Found:
     yield from _four_bits(source)
     yield from _scaled(source, settings)
 
 
-def _compressed_tensors(source: Source, settings: Mapping[str, Any]) -> Found:
+def _compressed_tensors(source: CheckpointSource, settings: Mapping[str, Any]) -> Found:
     sparsity = settings.get("sparsity_config")
     if isinstance(sparsity, dict) and sparsity.get("format", "dense") != "dense":
         raise UnsupportedError(
@@ -273,7 +273,7 @@ def _compressed_tensors(source: Source, settings: Mapping[str, Any]) -> Found:
     yield from _scaled(source, settings)
 
 
-def _by_columns(source: Source, settings: Mapping[str, Any], make: type[Gptq] | type[Awq]) -> Found:
+def _by_columns(source: CheckpointSource, settings: Mapping[str, Any], make: type[Gptq] | type[Awq]) -> Found:
     there, recent = set(source.names), Recent()
     for name in source.names:
         if not name.endswith(".qweight"):
@@ -285,15 +285,15 @@ def _by_columns(source: Source, settings: Mapping[str, Any], make: type[Gptq] | 
         yield base + "weight", name, make(source, name, parts, settings, recent), list(parts.values())
 
 
-def _gptq(source: Source, settings: Mapping[str, Any]) -> Found:
+def _gptq(source: CheckpointSource, settings: Mapping[str, Any]) -> Found:
     return _by_columns(source, settings, Gptq)
 
 
-def _awq(source: Source, settings: Mapping[str, Any]) -> Found:
+def _awq(source: CheckpointSource, settings: Mapping[str, Any]) -> Found:
     return _by_columns(source, settings, Awq)
 
 
-def _mxfp4(source: Source, settings: Mapping[str, Any]) -> Found:
+def _mxfp4(source: CheckpointSource, settings: Mapping[str, Any]) -> Found:
     there, recent = set(source.names), Recent()
     for name in source.names:
         if name.endswith("_blocks") and name.removesuffix("_blocks") + "_scales" in there:
@@ -301,7 +301,7 @@ def _mxfp4(source: Source, settings: Mapping[str, Any]) -> Found:
             yield base, name, MxFp4Experts(source, name, base + "_scales", recent), [base + "_scales"]
 
 
-_METHODS: dict[str, Callable[[Source, Mapping[str, Any]], Found]] = {
+_METHODS: dict[str, Callable[[CheckpointSource, Mapping[str, Any]], Found]] = {
     "awq": _awq,
     "compressed-tensors": _compressed_tensors,
     "fbgemm_fp8": _scaled,

@@ -30,7 +30,7 @@ _SAME = {"su": "longrope", "mrope": "default", "deepseek_yarn": "yarn", "none": 
 
 
 @dataclass(frozen=True, slots=True)
-class Rope:
+class RopeSettings:
     """One rotation: its type, base, share of a head that it rotates, and the other values."""
 
     type: str
@@ -52,7 +52,7 @@ class Rope:
         return value
 
 
-def read_rope(config: Config, kind: str = "full_attention") -> Rope:
+def read_rope(config: Config, kind: str = "full_attention") -> RopeSettings:
     """The rotation of layers of this kind; UnsupportedError for a type or value that is not known."""
     new = config.given("rope_parameters")
     found: dict[str, Any] = dict(_of_kind(config.defaults.get("rope_parameters") or {}, kind))
@@ -81,7 +81,7 @@ def read_rope(config: Config, kind: str = "full_attention") -> Rope:
     for key, value in (("rope_theta", theta), ("partial_rotary_factor", partial)):
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
             raise config.fail(key, f"should be a positive number, but is {value!r}")
-    return Rope(name, float(theta), float(partial), found)
+    return RopeSettings(name, float(theta), float(partial), found)
 
 
 _OLD_NAMES = {
@@ -98,7 +98,7 @@ def _of_kind(parameters: dict[str, Any], kind: str) -> dict[str, Any]:
     return nested.get(kind) or next(iter(nested.values()))
 
 
-def put_rope(m: Build, rope: Rope) -> None:
+def put_rope(m: Build, rope: RopeSettings) -> None:
     """Base and scaling."""
     m.key("rope.freq_base", rope.theta)
     if rope.type == "linear":
@@ -112,7 +112,7 @@ def put_rope(m: Build, rope: Rope) -> None:
         m.notes.append("rope_type dynamic stretches contexts beyond that of the model; the file does not")
 
 
-def put_yarn(m: Build, rope: Rope) -> None:
+def put_yarn(m: Build, rope: RopeSettings) -> None:
     """YaRN: what the checkpoint says, and nothing of what it leaves open."""
     m.key("rope.scaling.type", "yarn")
     m.key("rope.scaling.factor", rope.number("factor"))
@@ -132,7 +132,7 @@ def put_yarn(m: Build, rope: Rope) -> None:
             m.key(f"rope.scaling.{name}", rope.number(key))
 
 
-def llama3_factors(m: Build, rope: Rope, n_rot: int) -> Floats:
+def llama3_factors(m: Build, rope: RopeSettings, n_rot: int) -> Floats:
     """Frequencies are divided by these: those of long wavelengths by `factor`, between the bands something between."""
     factor = np.float32(rope.positive("factor", 8.0))
     low, high = np.float32(rope.positive("low_freq_factor", 1.0)), np.float32(rope.positive("high_freq_factor", 4.0))

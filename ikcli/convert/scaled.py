@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ikcli.convert.float8 import Floats, decode
-from ikcli.convert.source import Source
+from ikcli.convert.source import CheckpointSource
 from ikcli.errors import FormatError
 
 _Index = npt.NDArray[np.int64]
@@ -19,7 +19,7 @@ _Index = npt.NDArray[np.int64]
 class Scaled:
     """`weight` times `scale`; a zero point, where there is one, has the shape of the scale and is taken off first."""
 
-    source: Source
+    source: CheckpointSource
     weight: str
     scale: str
     zero: str | None

@@ -50,7 +50,7 @@ NUMPY_TYPES: dict[str, str] = {
 }
 
 
-class Source(Protocol):
+class CheckpointSource(Protocol):
     """Tensors by name; shapes are those of the checkpoint, outermost dimension first."""
 
     @property

@@ -18,7 +18,7 @@ _WIDTH = {1: 8, 5: 4}
 
 
 @dataclass(slots=True)
-class SpmModel:
+class SpmFile:
     """What a conversion needs of the file."""
 
     pieces: list[tuple[str, float, int]] = field(default_factory=list)
@@ -29,7 +29,7 @@ class SpmModel:
     remove_extra_whitespaces: bool = True
 
 
-def read_spm(path: Path) -> SpmModel:
+def read_spm(path: Path) -> SpmFile:
     """Read the file; FormatError if it is no SentencePiece model."""
     try:
         if path.stat().st_size > _MAX_BYTES:
@@ -37,7 +37,7 @@ def read_spm(path: Path) -> SpmModel:
         data = memoryview(path.read_bytes())
     except OSError as problem:
         raise IkError(f"{path}: {problem.strerror or problem}") from None
-    model = SpmModel()
+    model = SpmFile()
     try:
         _read_model(data, model)
     except (ValueError, struct.error, UnicodeDecodeError):
@@ -47,7 +47,7 @@ def read_spm(path: Path) -> SpmModel:
     return model
 
 
-def _read_model(data: memoryview, model: SpmModel) -> None:
+def _read_model(data: memoryview, model: SpmFile) -> None:
     for number, value in _fields(data):
         if number == 1:
             model.pieces.append(_piece(_message(value)))

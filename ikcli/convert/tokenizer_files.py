@@ -14,7 +14,7 @@ from ikcli.log import warn
 
 
 @dataclass(frozen=True, slots=True)
-class Added:
+class AddedToken:
     """A token that is looked for in the text itself."""
 
     text: str
@@ -76,9 +76,9 @@ class TokenizerFiles:
         return None
 
     @cached_property
-    def added(self) -> dict[int, Added]:
+    def added(self) -> dict[int, AddedToken]:
         """Added tokens by id, of all files that name some; a file's word goes before that of the next."""
-        found: dict[int, Added] = {}
+        found: dict[int, AddedToken] = {}
         texts: set[str] = set()
         for name, tokens in (
             ("tokenizer.json", self._of_json()),
@@ -93,27 +93,27 @@ class TokenizerFiles:
                     found.setdefault(i, token)
         return found
 
-    def _of_json(self) -> dict[int, Added]:
+    def _of_json(self) -> dict[int, AddedToken]:
         listed = (self.json or {}).get("added_tokens") or []
         try:
-            return {int(t["id"]): Added(str(t["content"]), bool(t.get("special"))) for t in listed}
+            return {int(t["id"]): AddedToken(str(t["content"]), bool(t.get("special"))) for t in listed}
         except (KeyError, TypeError, ValueError, AttributeError):
             raise FormatError(f"{self.directory / 'tokenizer.json'}: added_tokens are not tokens with ids") from None
 
-    def _of_settings(self) -> dict[int, Added]:
+    def _of_settings(self) -> dict[int, AddedToken]:
         listed = self.settings.get("added_tokens_decoder") or {}
         try:
-            return {int(i): Added(str(t["content"]), bool(t.get("special"))) for i, t in listed.items()}
+            return {int(i): AddedToken(str(t["content"]), bool(t.get("special"))) for i, t in listed.items()}
         except (KeyError, TypeError, ValueError, AttributeError):
             path = self.directory / "tokenizer_config.json"
             raise FormatError(f"{path}: added_tokens_decoder does not map ids to tokens") from None
 
-    def _of_list(self) -> dict[int, Added]:
+    def _of_list(self) -> dict[int, AddedToken]:
         path = self.directory / "added_tokens.json"
         listed = read_object(path) or {}
         named = {text for key, text in self.named_tokens.items() if key}
         try:
-            return {int(i): Added(text, text in named) for text, i in listed.items()}
+            return {int(i): AddedToken(text, text in named) for text, i in listed.items()}
         except (TypeError, ValueError):
             raise FormatError(f"{path}: does not map tokens to ids") from None
 

@@ -48,7 +48,7 @@ class CheckpointOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
+class OpenCheckpoint:
     """A directory as a model: the file that it would be, and what was left out."""
 
     file: CheckpointFile
@@ -70,7 +70,7 @@ class Checkpoint:
         return AUTO[matrix.type] if matrix is not None else 1
 
 
-def open_checkpoint(directory: Path, options: CheckpointOptions | None = None) -> Checkpoint:
+def open_checkpoint(directory: Path, options: CheckpointOptions | None = None) -> OpenCheckpoint:
     """Everything of a checkpoint but the data; an error names the key or tensor that is not understood."""
     options = options or CheckpointOptions()
     config = Config(directory)
@@ -100,7 +100,7 @@ def open_checkpoint(directory: Path, options: CheckpointOptions | None = None) -
     written = {"general.file_type": 0, "general.quantization_version": QUANTIZATION_VERSION}  # in their usual places
     file = checkpoint_file(files.paths, source, m.tensors, keys | m.metadata | written | vocabulary)
     _check(file, directory)
-    return Checkpoint(file, description, tuple(m.dropped), tuple(m.notes))
+    return OpenCheckpoint(file, description, tuple(m.dropped), tuple(m.notes))
 
 
 def _check(file: CheckpointFile, directory: Path) -> None:
@@ -116,7 +116,7 @@ def _check(file: CheckpointFile, directory: Path) -> None:
 
 
 def plan_convert(
-    checkpoint: Checkpoint,
+    checkpoint: OpenCheckpoint,
     output: Path,
     recipe: RecipeOptions,
     options: ToolOptions,
@@ -140,7 +140,7 @@ def plan_convert(
     return plan
 
 
-def write_vocabulary(checkpoint: Checkpoint, output: Path, overrides: Sequence[str] = ()) -> Path:
+def write_vocabulary(checkpoint: OpenCheckpoint, output: Path, overrides: Sequence[str] = ()) -> Path:
     """A file with all keys and no tensor."""
     file = checkpoint.file
     apply_overrides(file.metadata, file.value_types, file.item_types, overrides, str(file.paths[0]))

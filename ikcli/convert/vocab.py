@@ -23,7 +23,7 @@ from ikcli.convert.chat_templates import chat_template_keys
 from ikcli.convert.json_files import read_object, read_text
 from ikcli.convert.pre_names import PLAIN, recognise
 from ikcli.convert.special_ids import special_keys
-from ikcli.convert.spm_file import SpmModel, read_spm
+from ikcli.convert.spm_file import SpmFile, read_spm
 from ikcli.convert.tiktoken_file import read_tiktoken
 from ikcli.convert.tokenizer_files import (
     BYTE,
@@ -82,7 +82,7 @@ def read_vocabulary(directory: Path, config: Mapping[str, Any], architecture: st
     return keys | chat_template_keys(files)
 
 
-def _same_tokens(files: TokenizerFiles, spm: SpmModel) -> bool:
+def _same_tokens(files: TokenizerFiles, spm: SpmFile) -> bool:
     """False if tokenizer.json, which is what the model was used with, has other ids than the SentencePiece model."""
     if not files.model:
         return True
@@ -215,7 +215,7 @@ def _gemma4(files: TokenizerFiles, architecture: str) -> Keys:
     return keys
 
 
-def _sentence_piece(files: TokenizerFiles, spm: SpmModel, architecture: str) -> Keys:
+def _sentence_piece(files: TokenizerFiles, spm: SpmFile, architecture: str) -> Keys:
     table = make_table(files, dict(enumerate(spm.pieces)))
     known = set(table.texts)
     table.texts = [

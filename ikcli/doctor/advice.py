@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ikcli.doctor.machine import KernelCache, Memory, Processor
+from ikcli.doctor.machine import KernelCache, MachineMemory, Processor
 from ikcli.doctor.model import ModelReport
 from ikcli.doctor.roofline import Roofs
 from ikcli.log import shown_size
@@ -22,7 +22,7 @@ class Advice:
     why: str
 
 
-def machine_advice(cpu: Processor, memory: Memory, cache: KernelCache, roofs: Roofs | None) -> list[Advice]:
+def machine_advice(cpu: Processor, memory: MachineMemory, cache: KernelCache, roofs: Roofs | None) -> list[Advice]:
     """About the machine alone."""
     out: list[Advice] = []
     if cpu.quota is not None and cpu.quota < cpu.physical:
@@ -80,7 +80,7 @@ def machine_advice(cpu: Processor, memory: Memory, cache: KernelCache, roofs: Ro
     return out
 
 
-def model_advice(model: ModelReport, memory: Memory, n_repackable: int, mapped: bool) -> list[Advice]:
+def model_advice(model: ModelReport, memory: MachineMemory, n_repackable: int, mapped: bool) -> list[Advice]:
     """About a model; `n_repackable`: bytes of weights that -rtr would interleave, `mapped`: weights lie in the file."""
     out: list[Advice] = []
     limit = min(x for x in (memory.available, memory.limit, 1 << 60) if x is not None)

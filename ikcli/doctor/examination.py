@@ -9,7 +9,7 @@ from pathlib import Path
 from ikcli.bench.environment import software
 from ikcli.doctor.advice import Advice, machine_advice, model_advice
 from ikcli.doctor.inventory import Gpu, take_inventory
-from ikcli.doctor.machine import KernelCache, Memory, Processor, kernel_cache, memory, processor
+from ikcli.doctor.machine import KernelCache, MachineMemory, Processor, kernel_cache, memory, processor
 from ikcli.doctor.model import ModelReport, model_report
 from ikcli.doctor.roofline import Roofs, measure
 from ikcli.engine.plan.planner import Planner
@@ -22,7 +22,7 @@ class Examination:
 
     software: dict[str, str | None]
     processor: Processor
-    memory: Memory
+    memory: MachineMemory
     gpus: tuple[Gpu, ...]
     no_gpu: str | None
     cache: KernelCache

@@ -43,7 +43,7 @@ class Processor:
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class NumaNode:
     """A NUMA node: its CPUs that this process may use, and bytes of its memory."""
 
     number: int
@@ -52,7 +52,7 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class MachineMemory:
     """Bytes; `limit` is that of a cgroup, `locked` what may be locked (-1: no limit)."""
 
     total: int | None
@@ -61,7 +61,7 @@ class Memory:
     locked: int
     swap_used: int | None
     huge_pages: str
-    nodes: tuple[Node, ...]
+    nodes: tuple[NumaNode, ...]
     balancing: bool | None
 
 
@@ -143,14 +143,14 @@ def _governors(root: Path, cpus: set[int]) -> tuple[tuple[str, ...], str | None]
     return tuple(sorted(found)), driver
 
 
-def memory(roots: Roots | None = None) -> Memory:
+def memory(roots: Roots | None = None) -> MachineMemory:
     """Sizes, limits, pages and nodes."""
     roots = roots or Roots()
     info = _meminfo(roots.proc / "meminfo")
     limit = _cgroup_memory(roots.cgroup)
     total = memory_bytes(roots.proc / "meminfo")
     swap = info.get("SwapTotal"), info.get("SwapFree")
-    return Memory(
+    return MachineMemory(
         total=total,
         available=info.get("MemAvailable"),
         limit=limit if limit is not None and (total is None or limit < total) else None,
@@ -162,12 +162,12 @@ def memory(roots: Roots | None = None) -> Memory:
     )
 
 
-def _nodes(root: Path) -> list[Node]:
+def _nodes(root: Path) -> list[NumaNode]:
     visible = visible_cpus()
-    out: list[Node] = []
+    out: list[NumaNode] = []
     for number, cpus in read_nodes(root).items():
         info = _meminfo(root / f"node{number}" / "meminfo", skip=2)
-        out.append(Node(number, len(cpus & visible), info.get("MemTotal")))
+        out.append(NumaNode(number, len(cpus & visible), info.get("MemTotal")))
     return out
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from ikcli.errors import UsageError
-from ikcli.fleet.executor import Executor, Here, Processes
+from ikcli.fleet.executor import Executor, LocalExecutor, ProcessExecutor
 from ikcli.settings.fleet import FleetConfig
 
 
@@ -20,7 +20,7 @@ def executor(n_workers: int, ray: str | None, n_threads: int, node: str = "") ->
         return RayExecutor(ray, n_workers, n_threads, node)
     if node:
         raise UsageError("--ray-node names nodes of Ray; add --ray ADDRESS")
-    return Processes(n_workers) if n_workers > 1 else Here()
+    return ProcessExecutor(n_workers) if n_workers > 1 else LocalExecutor()
 
 
 def executor_of(fleet: FleetConfig, n_threads: int) -> Executor:

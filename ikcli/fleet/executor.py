@@ -24,7 +24,7 @@ TRIES = 3
 """How often a unit is begun whose worker dies."""
 
 
-class Worker(Protocol):
+class UnitWorker(Protocol):
     """Does units; made on the machine and in the process where it works."""
 
     def do(self, unit: Any) -> Any:
@@ -37,7 +37,7 @@ class Worker(Protocol):
 class Factory(Protocol):
     """Makes a worker; can be pickled."""
 
-    def __call__(self) -> Worker: ...
+    def __call__(self) -> UnitWorker: ...
 
 
 class Executor(Protocol):
@@ -52,7 +52,7 @@ class Executor(Protocol):
         """
 
 
-class Here:
+class LocalExecutor:
     """In this process, one unit after the other."""
 
     n_workers = 1
@@ -70,7 +70,7 @@ class Here:
 
 
 _factory: Factory | None = None
-_worker: Worker | None = None
+_worker: UnitWorker | None = None
 
 
 def _begin(factory: Factory) -> None:
@@ -97,7 +97,7 @@ def _do(unit: Any) -> Any:
     return _worker.do(unit)
 
 
-class Processes:
+class ProcessExecutor:
     """In several processes on this machine, each with a worker of its own."""
 
     def __init__(self, n_workers: int) -> None:

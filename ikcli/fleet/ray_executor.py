@@ -11,7 +11,7 @@ from typing import Any
 
 from ikcli.errors import IkError
 from ikcli.fleet import files
-from ikcli.fleet.executor import TRIES, Factory, Queue, Worker
+from ikcli.fleet.executor import TRIES, Factory, Queue, UnitWorker
 from ikcli.fleet.ray_cluster import LOCAL, PATIENCE, SHARE, RayCluster, last_line, this_address
 from ikcli.log import log, warn
 
@@ -20,7 +20,7 @@ class _Actor:
     """Holds a worker on its node. Errors of ours are values here: Ray would wrap them in its own."""
 
     def __init__(self, factory: Factory) -> None:
-        self._worker: Worker | None = None
+        self._worker: UnitWorker | None = None
         self._problem = ""
         try:
             self._worker = factory()

@@ -27,7 +27,7 @@ _END = 5.0  # seconds that stages get to end by themselves
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class RayNode:
     """A node of Ray: its name for placements, its address, its memory in bytes, and whether the command runs on it."""
 
     id: str
@@ -36,7 +36,7 @@ class Node:
     is_ours: bool
 
 
-def slots(nodes: Iterable[Node], n: int) -> list[tuple[float, Node]]:
+def slots(nodes: Iterable[RayNode], n: int) -> list[tuple[float, RayNode]]:
     """Places for n stages, large ones first: the memory of each and its node.
 
     On the n nodes with most memory; if there are fewer, several stages share those that have most for each.
@@ -48,7 +48,7 @@ def slots(nodes: Iterable[Node], n: int) -> list[tuple[float, Node]]:
     return sorted(found, key=lambda slot: -slot[0])
 
 
-def place(parts: Sequence[float], nodes: Iterable[Node]) -> list[Node]:
+def place(parts: Sequence[float], nodes: Iterable[RayNode]) -> list[RayNode]:
     """The node of every stage of these bytes: large ones where most memory is.
 
     The last stage sends rows of the whole vocabulary to the command, so it changes places with one that is there, if
@@ -73,11 +73,11 @@ def shares(fleet: BatchConfig) -> tuple[float, ...]:
     return tuple(round(room / sum(rooms), 4) for room in rooms)
 
 
-def _nodes() -> list[Node]:
+def _nodes() -> list[RayNode]:
     ray = import_ray()
     ours = ray.get_runtime_context().get_node_id()
     found = [
-        Node(n["NodeID"], n["NodeManagerAddress"], float(n["Resources"]["memory"]), n["NodeID"] == ours)
+        RayNode(n["NodeID"], n["NodeManagerAddress"], float(n["Resources"]["memory"]), n["NodeID"] == ours)
         for n in ray.nodes()
         if n["Alive"] and n["Resources"].get("CPU") and n["Resources"].get("memory")
     ]

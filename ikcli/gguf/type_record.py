@@ -87,7 +87,7 @@ class TensorType:
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class TypeFamily:
     """Types whose functions are together: those of one type have its name, in lower case, classes as it is spelled.
 
     `decode`: a module of `quant`; `encode`: a function of quant/encoders; `cpu`, `groups`: modules of

@@ -14,27 +14,27 @@ A type of another package: `new_type_id` makes its number, `add_type` enters its
 from __future__ import annotations
 
 from ikcli.gguf.constants import GGMLType, new_type_id
-from ikcli.gguf.type_record import Family, TensorType, interleaved
+from ikcli.gguf.type_record import TensorType, TypeFamily, interleaved
 
 __all__ = ["TYPES", "TensorType", "add_type", "new_type_id", "row_n_bytes", "tensor_n_bytes"]
 
 T = GGMLType
 _KERNELS = "ikcli.backends.cpu.kernels"
 
-_FLOATS = Family("decode_floats", "floats:encode", codes=False, facts={"kind": "float", "standard": True})
-_BLOCKS = Family("decode_legacy", "legacy:encode", "formats_legacy", "formats_r4", facts={"standard": True})
-_K = Family("decode_kquants", "kquants:encode", "formats_kquants", "formats_r4", facts={"standard": True})
-_GRIDS = Family("decode_iquants", "iquants:encode", "formats_iquants", "formats_r4_grid",
+_FLOATS = TypeFamily("decode_floats", "floats:encode", codes=False, facts={"kind": "float", "standard": True})
+_BLOCKS = TypeFamily("decode_legacy", "legacy:encode", "formats_legacy", "formats_r4", facts={"standard": True})
+_K = TypeFamily("decode_kquants", "kquants:encode", "formats_kquants", "formats_r4", facts={"standard": True})
+_GRIDS = TypeFamily("decode_iquants", "iquants:encode", "formats_iquants", "formats_r4_grid",
                 facts={"standard": True, "fallback": T.IQ4_NL})  # fmt: skip
-_GRIDS_R4 = Family("decode_interleaved", "iquants:encode", codes=False,
+_GRIDS_R4 = TypeFamily("decode_interleaved", "iquants:encode", codes=False,
                    facts={"rows": 4, "row_meta_size": 2, "grid": "IQ1_S", "needs_imatrix": True})  # fmt: skip
-_IQK = Family("decode_iqk", "iqk:encode", "formats_iqk", "formats_r4_iqk", facts={"candidate": "all"})
-_TRELLIS = Family("decode_trellis", "trellis:encode", "formats_trellis",
+_IQK = TypeFamily("decode_iqk", "iqk:encode", "formats_iqk", "formats_r4_iqk", facts={"candidate": "all"})
+_TRELLIS = TypeFamily("decode_trellis", "trellis:encode", "formats_trellis",
                   facts={"row_meta_size": 4, "tile": "s32", "fallback": T.IQ4_NL})  # fmt: skip
-_TERNARY = Family("decode_bitnet", "bitnet:encode", "formats_trellis", "formats_r4_iqk", codes=False,
+_TERNARY = TypeFamily("decode_bitnet", "bitnet:encode", "formats_trellis", "formats_r4_iqk", codes=False,
                   facts={"kind": "ternary", "tile": "s32", "keeps_length": ""})  # fmt: skip
-_BYTES = Family("decode_bitnet", "int8:encode_rows", "formats_legacy", facts={"tile": "s32", "keeps_length": ""})
-_BYTES_R = Family("decode_interleaved", "int8:encode_groups", codes=False,
+_BYTES = TypeFamily("decode_bitnet", "int8:encode_rows", "formats_legacy", facts={"tile": "s32", "keeps_length": ""})
+_BYTES_R = TypeFamily("decode_interleaved", "int8:encode_groups", codes=False,
                   facts={"tile": "s32", "keeps_length": "", "scales": (0,), "stand_in": T.Q8_0, "fallback": T.Q8_0,
                          "cpu": f"{_KERNELS}.formats_r4:Q8_K", "cuda": ((2, 256), (0, 2)),
                          "cuda_name": "q8_K"})  # fmt: skip

@@ -16,7 +16,7 @@ from ikcli.graph.recorder import Graph
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class NodePlaces:
     """Device of a weight as an op uses it, of a layer's cache, and of what a layer adds up (-1: outside of layers)."""
 
     weight: Callable[[Node, Weight], str]
@@ -35,7 +35,7 @@ class Turn:
     after: tuple[int, ...] = ()  # turns of other devices that have to be done
 
 
-def assign(graph: Graph, places: Places) -> dict[Node, str]:
+def assign(graph: Graph, places: NodePlaces) -> dict[Node, str]:
     """Device of every node but the repeated ones."""
     device: dict[Node, str] = {}
     for node in graph.nodes:
@@ -44,7 +44,7 @@ def assign(graph: Graph, places: Places) -> dict[Node, str]:
     return device
 
 
-def _device(node: Node, places: Places, device: dict[Node, str]) -> str:
+def _device(node: Node, places: NodePlaces, device: dict[Node, str]) -> str:
     cache = next(node.caches(), None)
     if cache is not None:
         return places.cache(cache.il)

@@ -9,7 +9,7 @@ from pathlib import Path
 from ikcli.errors import IkError
 from ikcli.hub import client
 from ikcli.hub.headers import shared_arrays
-from ikcli.hub.names import Quant, Ref, choose, quants_of
+from ikcli.hub.names import ModelRef, Quant, choose, quants_of
 from ikcli.hub.pull import Access, header_files, is_cached
 
 
@@ -30,7 +30,7 @@ def offers(repo: str, access: Access, folder: Path) -> Iterator[Offer]:
         raise client.NetworkError(f"what {repo} has can only be asked online; ik list shows what is in the cache")
     info = client.repo_info(repo, access.token)
     quants = quants_of(info.files)
-    default = choose(Ref(repo), quants)
+    default = choose(ModelRef(repo), quants)
     shared: dict[str, bytes] = {}
     for quant in sorted(quants, key=lambda quant: quant.n_bytes):
         there, mine = is_cached(info, quant), quant is default

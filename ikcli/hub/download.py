@@ -30,7 +30,7 @@ class ChecksumError(IkError):
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class Download:
     """Where the bytes of a file come from; `size` -1 and `digest` "" if the server has not said. `what` is its name in
     messages: a repository, or a URL."""
 
@@ -63,7 +63,7 @@ def check_space(folder: Path, needed: int) -> None:
         )
 
 
-def download(source: Source, target: Path, advance: Callable[[float], None] = lambda n: None) -> None:
+def download(source: Download, target: Path, advance: Callable[[float], None] = lambda n: None) -> None:
     """Write the file to `target`, under another name until it is whole and its digest is right.
 
     `advance` gets the bytes that arrive, also those that were there already. NetworkError if the line fails for good:
@@ -102,7 +102,7 @@ def disk_errors(target: Path, what: str) -> Iterator[None]:
         raise
 
 
-def _fill(source: Source, part: Path, out: Any, advance: Callable[[float], None]) -> None:
+def _fill(source: Download, part: Path, out: Any, advance: Callable[[float], None]) -> None:
     """Append to the part until it has all bytes."""
     done, attempt = out.seek(0, os.SEEK_END), 0
     if 0 <= source.size < done:
@@ -133,7 +133,9 @@ def _fill(source: Source, part: Path, out: Any, advance: Callable[[float], None]
             client.pause(attempt - 1)
 
 
-def _one_request(source: Source, part: Path, out: Any, done: int, advance: Callable[[float], None]) -> tuple[int, bool]:
+def _one_request(
+    source: Download, part: Path, out: Any, done: int, advance: Callable[[float], None]
+) -> tuple[int, bool]:
     """Append what one request gives; (bytes there are now, whether that is known to be all)."""
     stop = min(source.size, done + _PIECE) if source.size >= 0 else 0
     tag_file = part.with_name(part.name + ".etag")  # of which version the part is, where there is no digest to tell
@@ -180,7 +182,7 @@ def _stopped(problem: IkError, part: Path) -> IkError:
     )
 
 
-def _check(source: Source, part: Path) -> None:
+def _check(source: Download, part: Path) -> None:
     """Refuse a file whose size or digest is not the one the hub has; what is wrong is removed."""
     size = part.stat().st_size
     wrong = f"it has {size} bytes, not {source.size}" if source.size not in (-1, size) else ""

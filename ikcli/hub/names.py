@@ -21,7 +21,7 @@ _NO_MODELS = ("mmproj", "imatrix")
 
 
 @dataclass(frozen=True, slots=True)
-class Ref:
+class ModelRef:
     """What the user asks for: a repository, and a quant or a file of it (else the default)."""
 
     repo: str
@@ -54,14 +54,14 @@ class Quant:
         return sum(file.size for file in self.files)
 
 
-def parse_ref(text: str, file: str = "") -> Ref:
+def parse_ref(text: str, file: str = "") -> ModelRef:
     """`user/repo[:quant]`; UsageError for anything else."""
     found = _NAME.fullmatch(text.strip())
     if found is None or ".." in text:
         raise UsageError(f'"{text}" is not user/repo or user/repo:quant, for example bartowski/SmolLM2-GGUF:Q4_K_M')
     if file and found["quant"]:
         raise UsageError(f"{text} names a quant and --hf-file a file; drop one of them")
-    return Ref(found["repo"], found["quant"] or "", file)
+    return ModelRef(found["repo"], found["quant"] or "", file)
 
 
 def is_model(path: str) -> bool:
@@ -124,7 +124,7 @@ def _type_name(prefix: str) -> str:
     return found[-1].upper() if found else stem
 
 
-def choose(ref: Ref, quants: Sequence[Quant]) -> Quant:
+def choose(ref: ModelRef, quants: Sequence[Quant]) -> Quant:
     """The quant that is meant: the one named, or Q4_K_M, or the first. IkError names the nearest and lists all."""
     if not quants:
         raise IkError(
@@ -161,7 +161,7 @@ def _by_name(wanted: str, quants: Sequence[Quant]) -> Quant | None:
     return None
 
 
-def _check_parts(ref: Ref, quant: Quant) -> None:
+def _check_parts(ref: ModelRef, quant: Quant) -> None:
     expected = part_names(quant.files[0].path)
     if lacking := sorted(set(expected) - {file.path for file in quant.files}):
         raise IkError(f"{ref.repo} lacks {len(lacking)} of {len(expected)} parts of {quant.name}: {', '.join(lacking)}")

@@ -15,9 +15,9 @@ from ikcli.errors import FormatError, IkError, UsageError
 from ikcli.gguf.constants import GGUF_MAGIC
 from ikcli.gguf.reader import GGUFFile
 from ikcli.hub import cache, client
-from ikcli.hub.download import Source, check_space, disk_errors, download, incomplete_path, kept_bytes
+from ikcli.hub.download import Download, check_space, disk_errors, download, incomplete_path, kept_bytes
 from ikcli.hub.headers import fetch_header
-from ikcli.hub.names import Quant, Ref, RemoteFile, choose, part_names, quants_of
+from ikcli.hub.names import ModelRef, Quant, RemoteFile, choose, part_names, quants_of
 
 Progress = Callable[[str, float, float], AbstractContextManager[Callable[[float], None]]]
 """`progress(title, total bytes, bytes that are there already)`: a context that yields `advance(bytes)`."""
@@ -55,7 +55,7 @@ class Access:
     offline: bool = False
 
 
-def find(ref: Ref, access: Access) -> tuple[client.RepoInfo, Quant, str]:
+def find(ref: ModelRef, access: Access) -> tuple[client.RepoInfo, Quant, str]:
     """The repository, the quant that is meant, and a notice if the hub could not be asked and the cache has it."""
     if client.is_offline(access.offline):
         return _in_cache(
@@ -70,7 +70,7 @@ def find(ref: Ref, access: Access) -> tuple[client.RepoInfo, Quant, str]:
     return info, choose(ref, quants_of(info.files)), ""
 
 
-def _in_cache(ref: Ref, otherwise: str) -> tuple[client.RepoInfo, Quant, str]:
+def _in_cache(ref: ModelRef, otherwise: str) -> tuple[client.RepoInfo, Quant, str]:
     commit = cache.newest_commit(ref.repo)
     info = client.RepoInfo(ref.repo, commit, tuple(cache.cached_files(ref.repo, commit)))
     try:
@@ -79,7 +79,7 @@ def _in_cache(ref: Ref, otherwise: str) -> tuple[client.RepoInfo, Quant, str]:
         raise client.NetworkError(otherwise) from None
 
 
-def pull(ref: Ref, access: Access, progress: Progress = no_progress) -> Pulled:
+def pull(ref: ModelRef, access: Access, progress: Progress = no_progress) -> Pulled:
     """All files of a quant, those that are missing downloaded."""
     info, quant, notice = find(ref, access)
     return pull_found(info, quant, access, progress, notice)
@@ -133,7 +133,7 @@ def _fetch(
             if not blob.is_file():
                 url = client.file_url(info.repo, info.commit, file.path)
                 with progress(title, file.size, kept[file.path]) as advance:
-                    download(Source(url, info.repo, file.size, file.digest, access.token), blob, advance)
+                    download(Download(url, info.repo, file.size, file.digest, access.token), blob, advance)
         cache.link(info.repo, info.commit, file)
     return tuple(cache.link(info.repo, info.commit, f) for f in files), n_new
 
@@ -161,11 +161,11 @@ def is_cached(info: client.RepoInfo, quant: Quant) -> bool:
     return all(is_there(info, file) for file in quant.files)
 
 
-def ref_of_url(url: str) -> Ref | None:
+def ref_of_url(url: str) -> ModelRef | None:
     """The file of a repository that a URL is about, if it is one of the hub in use."""
     own, parts = urlsplit(client.endpoint()), urlsplit(url)
     found = re.fullmatch(r"/([^/]+/[^/]+)/(?:resolve|blob)/main/(.+)", unquote(parts.path))
-    return Ref(found[1], "", found[2]) if found and parts.netloc == own.netloc else None
+    return ModelRef(found[1], "", found[2]) if found and parts.netloc == own.netloc else None
 
 
 def check_url(url: str) -> str:
@@ -195,7 +195,7 @@ def pull_url(url: str, access: Access, progress: Progress = no_progress) -> Pull
         with _alone(lock, source):
             if not path.is_file():
                 with progress(path.name, size, kept_bytes(path)) as advance:
-                    download(Source(source, source, size, "", access.token), path, advance)
+                    download(Download(source, source, size, "", access.token), path, advance)
     return Pulled(url, paths[0], paths, sum(p.stat().st_size for p in paths), sum(sizes))
 
 
@@ -207,7 +207,7 @@ def _checked_size(url: str, access: Access) -> int:
     return size
 
 
-def pull_header(ref: Ref, access: Access) -> tuple[Path, str]:
+def pull_header(ref: ModelRef, access: Access) -> tuple[Path, str]:
     """A file with the header of a model (its first part; the others lie beside it) for plans, and a notice.
 
     A model that is in the cache as a whole is used itself.
@@ -221,7 +221,7 @@ def pull_header(ref: Ref, access: Access) -> tuple[Path, str]:
     return header_files(info, quant, folder, access)[0], notice
 
 
-def _kept_header(ref: Ref) -> Path | None:
+def _kept_header(ref: ModelRef) -> Path | None:
     """A header that was read before, of a model that is not in the cache."""
     folder = cache.headers_dir() / cache.repo_dir(ref.repo).name
     commits = sorted(folder.iterdir(), key=lambda p: -p.stat().st_mtime) if folder.is_dir() else []

@@ -28,7 +28,7 @@ I32 = npt.NDArray[np.int32]
 
 
 @dataclass(eq=False, slots=True)
-class Stream:
+class InputStream:
     """One input of weight matrices: `names` read it, `sums` (n_mat, ne0) and `counts` (n_mat,) grow.
 
     With a `route`, matrices are experts; `by_expert` inputs come sorted by expert. `heads` picks columns per head.
@@ -88,7 +88,7 @@ class Stream:
 class Collector:
     """The observer of a session; made by `watch`."""
 
-    streams: dict[Node, list[Stream]] = field(default_factory=dict)
+    streams: dict[Node, list[InputStream]] = field(default_factory=dict)
     routed: dict[Node, list[Node]] = field(default_factory=dict)  # route -> per-token inputs computed before it
     _held: dict[Node, F32] = field(default_factory=dict)
     _ids: dict[Node, I32] = field(default_factory=dict)
@@ -117,7 +117,7 @@ class Collector:
             else:
                 self._held[node] = x.copy()
 
-    def all_streams(self) -> Iterable[Stream]:
+    def all_streams(self) -> Iterable[InputStream]:
         """Every stream once."""
         return (s for found in self.streams.values() for s in found)
 
@@ -199,4 +199,4 @@ def _attach(
     if same is not None and same.sums.shape == (n_mat, ne0):
         same.names += names
         return
-    found.append(Stream(names, np.zeros((n_mat, ne0)), np.zeros(n_mat), route, by_expert, heads))
+    found.append(InputStream(names, np.zeros((n_mat, ne0)), np.zeros(n_mat), route, by_expert, heads))

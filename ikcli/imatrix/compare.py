@@ -20,7 +20,7 @@ F64 = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class MatrixComparison:
     """One tensor in both files; `n` columns compared, `n_left_out` of `n_matrices` lack data in a file.
 
     `cosine` is that of all columns, `least_cosine` that of the matrix (expert, head) that differs most; `ratio` >= 1,
@@ -41,7 +41,7 @@ class Comparison:
 class ComparedFiles:
     """Tensors in both files, worst first; names in one of them only; (name, values, values) where sizes differ."""
 
-    tensors: list[Comparison]
+    tensors: list[MatrixComparison]
     only: tuple[list[str], list[str]]
     sizes: list[tuple[str, int, int]]
 
@@ -59,7 +59,7 @@ def compare(a: Imatrix, b: Imatrix) -> ComparedFiles:
     return ComparedFiles(found, only, differing)
 
 
-def _compare(name: str, a: ImatrixEntry, b: ImatrixEntry, n_experts: int) -> Comparison:
+def _compare(name: str, a: ImatrixEntry, b: ImatrixEntry, n_experts: int) -> MatrixComparison:
     known = max(len(a.counts), len(b.counts))
     n_mat = known if known > 1 else n_experts
     if not {len(a.counts), len(b.counts)} <= {1, n_mat}:
@@ -73,9 +73,9 @@ def _compare(name: str, a: ImatrixEntry, b: ImatrixEntry, n_experts: int) -> Com
     x, y = (values[~absent] for values in rows)
     if not x.size:
         nan = math.nan
-        return Comparison(name, 0, n_mat, n_mat, nan, nan, nan, nan)
+        return MatrixComparison(name, 0, n_mat, n_mat, nan, nan, nan, nan)
     longest = max(float(np.linalg.norm(x)), float(np.linalg.norm(y)))
-    return Comparison(
+    return MatrixComparison(
         name,
         x.size,
         n_mat,
@@ -140,7 +140,7 @@ def _summary(found: ComparedFiles) -> str:
     return "; ".join(parts)
 
 
-def _row(c: Comparison) -> str:
+def _row(c: MatrixComparison) -> str:
     def text(value: float, form: str) -> str:
         return "" if math.isnan(value) else format(value, form)
 

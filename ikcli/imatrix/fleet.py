@@ -20,7 +20,7 @@ from ikcli.engine.plan.sizes import imatrix_session
 from ikcli.engine.run.opening import open_session
 from ikcli.errors import UsageError
 from ikcli.fleet.choose import executor_of
-from ikcli.fleet.executor import Here
+from ikcli.fleet.executor import LocalExecutor
 from ikcli.fleet.journal import Journal
 from ikcli.fleet.model import HeaderSession, check_model, config_each, of_model, settings
 from ikcli.fleet.ordered import in_order
@@ -105,7 +105,7 @@ def collect(
     each = config_each(config, header)
     work = executor_of(fleet, max(each.n_threads, each.n_threads_batch))
     bos, model_digest = bos_of(header), digest.of_model(header.file)
-    factory = ImatrixWorkerOptions(each, params, bos, model_digest, not isinstance(work, Here))
+    factory = ImatrixWorkerOptions(each, params, bos, model_digest, not isinstance(work, LocalExecutor))
     head = {
         "kind": "ik imatrix",
         **of_model(header, model_digest),

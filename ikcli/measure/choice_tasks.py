@@ -26,7 +26,7 @@ MIN_TRAILING = 3  # Winogrande: with more tokens behind the choice, the choice i
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class TaskChoice:
     """A text whose tokens first..stop-1 are scored."""
 
     tokens: TokenIds
@@ -35,10 +35,10 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class ChoiceTask:
     """Texts to choose from; `right` are the indices of the right ones."""
 
-    choices: tuple[Choice, ...]
+    choices: tuple[TaskChoice, ...]
     right: frozenset[int]
 
 
@@ -169,7 +169,7 @@ class _Bytes:
         return Question(question, tuple(f" {text}" for text in texts), right)
 
 
-def tokenized(question: Question, encode: Encode) -> Task:
+def tokenized(question: Question, encode: Encode) -> ChoiceTask:
     """The tokens of every text. Scored is what follows the tokens that all have in common.
 
     With an end (Winogrande), scored is what follows the choice if that is long enough, and not the last token.
@@ -183,8 +183,8 @@ def tokenized(question: Question, encode: Encode) -> Task:
             firsts = [len(encode(question.begin + variant)) for variant in question.variants]
             firsts = [min(first, len(t) - 1) for first, t in zip(firsts, tokens, strict=True)]
         stops = [s - (s - first > 1) for s, first in zip(stops, firsts, strict=True)]
-    choices = (Choice(t, max(first, 1), s) for t, first, s in zip(tokens, firsts, stops, strict=True))
-    return Task(tuple(choices), question.right)
+    choices = (TaskChoice(t, max(first, 1), s) for t, first, s in zip(tokens, firsts, stops, strict=True))
+    return ChoiceTask(tuple(choices), question.right)
 
 
 def _common(tokens: Sequence[TokenIds]) -> int:

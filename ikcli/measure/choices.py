@@ -15,7 +15,7 @@ import numpy as np
 from ikcli.engine.plan.sizes import choices_session
 from ikcli.engine.run.batch import Batch
 from ikcli.errors import IkError, NonFiniteError
-from ikcli.measure.choice_tasks import Choice, Task
+from ikcli.measure.choice_tasks import ChoiceTask, TaskChoice
 from ikcli.measure.protocol import SessionLike
 from ikcli.measure.stats import token_nll
 from ikcli.settings.run import RunConfig
@@ -46,7 +46,7 @@ class ChoiceResult:
 
 def run(
     session: SessionLike,
-    tasks: Sequence[Task],
+    tasks: Sequence[ChoiceTask],
     *,
     last_wins: bool = False,
     n_threads: int = 1,
@@ -87,9 +87,9 @@ def share_error(p: float, n: int) -> float:
     return math.sqrt(p * (1 - p) / (n - 1)) if n > 1 else math.nan
 
 
-def _log_probs(session: SessionLike, choices: Sequence[Choice], n_threads: int) -> Iterator[float]:
+def _log_probs(session: SessionLike, choices: Sequence[TaskChoice], n_threads: int) -> Iterator[float]:
     """Mean log-probability of each, as many side by side as sequences and batch allow."""
-    group: list[Choice] = []
+    group: list[TaskChoice] = []
     for choice in choices:
         n_tokens = sum(len(c.tokens) for c in group) + len(choice.tokens)
         if group and (len(group) == session.n_seq_max or n_tokens > session.n_batch):
@@ -100,7 +100,7 @@ def _log_probs(session: SessionLike, choices: Sequence[Choice], n_threads: int) 
         yield from _score(session, group, n_threads)
 
 
-def _score(session: SessionLike, group: Sequence[Choice], n_threads: int) -> list[float]:
+def _score(session: SessionLike, group: Sequence[TaskChoice], n_threads: int) -> list[float]:
     lengths = [len(c.tokens) - 1 for c in group]  # nothing follows the last token
     pos = np.concatenate([np.arange(n, dtype=np.int32) for n in lengths])
     seq = np.repeat(np.arange(len(group), dtype=np.int32), lengths)

@@ -19,7 +19,7 @@ import numpy as np
 from ikcli.engine.plan.sizes import DEFAULT_WINDOW
 from ikcli.errors import IkError, NonFiniteError, UsageError
 from ikcli.fleet.choose import executor_of
-from ikcli.fleet.executor import Here
+from ikcli.fleet.executor import LocalExecutor
 from ikcli.fleet.journal import Journal
 from ikcli.fleet.model import HeaderSession, check_model, config_each, of_model, settings
 from ikcli.fleet.ordered import in_order
@@ -145,7 +145,7 @@ def measure(
     n_ctx = windows.n_ctx
     model_digest, digest_of_base = digest.of_model(header.file), base_digest(base) if base is not None else ""
     base_path = base.path.absolute() if base is not None else None
-    quiet = not isinstance(work, Here)
+    quiet = not isinstance(work, LocalExecutor)
     session_ctx = (config.n_ctx or DEFAULT_WINDOW) if stride else n_ctx  # a strided window fills the context
     factory = WindowWorkerOptions(each, session_ctx, stride, model_digest, base_path, digest_of_base, quiet)
     head = {

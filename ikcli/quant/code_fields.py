@@ -57,16 +57,16 @@ class Fields:
 Reader = Callable[[Bytes], Fields]
 
 
-class Codes(NamedTuple):
+class CodeFields(NamedTuple):
     """What `TensorType.codes` names: the fields of a type, and how blocks (n, type_size) are read."""
 
     space: CodeSpace
     read: Reader
 
 
-def _codes(*space: Any, **more: Any) -> Callable[[Reader], Codes]:
+def _codes(*space: Any, **more: Any) -> Callable[[Reader], CodeFields]:
     """Of a function that reads blocks, with the arguments of its CodeSpace."""
-    return lambda read: Codes(CodeSpace(*space, **more), read)
+    return lambda read: CodeFields(CodeSpace(*space, **more), read)
 
 
 def _bits(raw: Bytes) -> Bytes:
@@ -93,12 +93,14 @@ def _bytes_as_codes(raw: Bytes) -> Integers:
 
 
 # --- blocks of 32 -----------------------------------------------------------------------------------------------------
-def _nibbles_at(offset: int) -> Codes:
-    return Codes(CodeSpace(16), lambda b: Fields(nibbles(b[:, offset:])))
+def _nibbles_at(offset: int) -> CodeFields:
+    return CodeFields(CodeSpace(16), lambda b: Fields(nibbles(b[:, offset:])))
 
 
-def _q5(offset: int) -> Codes:
-    return Codes(CodeSpace(32), lambda b: Fields(nibbles(b[:, offset + 4 :]) | _bits(b[:, offset : offset + 4]) << 4))
+def _q5(offset: int) -> CodeFields:
+    return CodeFields(
+        CodeSpace(32), lambda b: Fields(nibbles(b[:, offset + 4 :]) | _bits(b[:, offset : offset + 4]) << 4)
+    )
 
 
 q4_0, q4_1 = _nibbles_at(2), _nibbles_at(4)
@@ -315,9 +317,9 @@ def read_fields(blocks: Bytes, type: GGMLType) -> Fields:
     return found.read(blocks)
 
 
-def _find(type: GGMLType) -> Codes | None:
+def _find(type: GGMLType) -> CodeFields | None:
     reference = TYPES[type].codes
-    found: Codes | None = load(reference) if reference else None
+    found: CodeFields | None = load(reference) if reference else None
     return found
 
 

@@ -51,7 +51,7 @@ class Step(NamedTuple):
     weights: Floats
 
 
-class Codes(Protocol):
+class FeedbackCodes(Protocol):
     """Codes and scales of rows (n_rows, ne0); `unit` columns, or a divisor of 256, get their scales at a time."""
 
     unit: int
@@ -89,7 +89,7 @@ def column_order(type: GGMLType, ne0: int) -> npt.NDArray[np.intp] | None:
     return np.arange(ne0).reshape(-1, 2, 8, 2).transpose(0, 2, 1, 3).reshape(-1)
 
 
-def new_codes(values: Floats, type: GGMLType, weights: Floats) -> Codes:
+def new_codes(values: Floats, type: GGMLType, weights: Floats) -> FeedbackCodes:
     """Codes of rows (n_rows, ne0) of a type with a `group_size`; `weights` (ne0,) are those of scales per row."""
     if type in _GRIDS:
         return _Points(values, type)

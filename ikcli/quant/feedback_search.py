@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ikcli.gguf.constants import GGMLType
-from ikcli.quant.feedback_codes import Codes, Step, group_size, new_codes
+from ikcli.quant.feedback_codes import FeedbackCodes, Step, group_size, new_codes
 from ikcli.quant.feedback_metric import ColumnGroup, Metric
 
 Bytes = npt.NDArray[np.uint8]
@@ -26,7 +26,7 @@ def choose(values: Floats, type: GGMLType, metric: Metric) -> Bytes:
     return codes.pack()
 
 
-def _in_order(codes: Codes, values: Floats, metric: Metric, size: int) -> Floats:
+def _in_order(codes: FeedbackCodes, values: Floats, metric: Metric, size: int) -> Floats:
     """Choose all codes, each error made up for by later columns; the errors."""
     errors, targets = np.empty_like(values), values.copy()
     passed, weights = metric.feedback(size)
@@ -44,7 +44,7 @@ def _in_order(codes: Codes, values: Floats, metric: Metric, size: int) -> Floats
     return errors
 
 
-def _again(codes: Codes, values: Floats, errors: Floats, metric: Metric, places: list[ColumnGroup]) -> None:
+def _again(codes: FeedbackCodes, values: Floats, errors: Floats, metric: Metric, places: list[ColumnGroup]) -> None:
     """Choose the codes of a few columns anew, given all others before and behind them, where that lessens e H e^T."""
     slopes = metric.slopes(errors)
     for _ in range(_PASSES):
@@ -62,7 +62,13 @@ def _again(codes: Codes, values: Floats, errors: Floats, metric: Metric, places:
 
 
 def _renew(
-    codes: Codes, values: Floats, errors: Floats, slopes: Floats, metric: Metric, place: ColumnGroup, columns: slice
+    codes: FeedbackCodes,
+    values: Floats,
+    errors: Floats,
+    slopes: Floats,
+    metric: Metric,
+    place: ColumnGroup,
+    columns: slice,
 ) -> int:
     """Choose codes of one place; its errors and the slopes of `columns` follow. How many rows are better now."""
     at, h = slice(place.step.first, place.step.last), place.moments

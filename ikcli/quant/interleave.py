@@ -4,7 +4,7 @@ A group is R consecutive rows: first their headers in row order, then one interl
 are described by pairs of bit addresses, (items, width) in the plain block and (R, items, width) in the unit; `k` is
 the row in the group. An index r in a sub-block of 32 splits into r = 16a + 8h + 4c + i = 16a + 4s + i, so that runs
 of four elements stay together. Types without a plain twin get one here: the same fields, one row at a time.
-`TensorType.layout` names a function that returns the fields, or a `Unit` if there is more to say.
+`TensorType.layout` names a function that returns the fields, or a `InterleavedUnit` if there is more to say.
 Answers to the repack functions of iqk_quantize.cpp, https://github.com/ikawrakow/ik_llama.cpp/pull/134.
 """
 
@@ -72,7 +72,7 @@ class Layout:
         return np.concatenate(unit), np.concatenate(rows)
 
 
-class Unit(NamedTuple):
+class InterleavedUnit(NamedTuple):
     """The fields of a type, its sign codes, and how many plain blocks are one unit."""
 
     fields: Fields
@@ -86,7 +86,7 @@ def layout_of(text: str) -> Layout:
     reference, *numbers = text.split(",")
     rows, n_elements, n_bytes = map(int, numbers)
     found = load(reference)()
-    unit = found if isinstance(found, Unit) else Unit(found)
+    unit = found if isinstance(found, InterleavedUnit) else InterleavedUnit(found)
     return Layout(rows, n_elements * unit.n_blocks, n_bytes * unit.n_blocks, unit.fields, unit.signs)
 
 
@@ -249,20 +249,20 @@ def _signs_and_scales(word: Bits) -> tuple[Field, Field]:
     return (_bits(start, 7 * i, 7), _bits(byte, 1, 7)), (_bits(start, 28 + i, 1), _bits(byte, 0, 1))
 
 
-def iq2_xxs_r4() -> Unit:
+def iq2_xxs_r4() -> InterleavedUnit:
     b, group = np.arange(8), np.arange(32)
     index = _bits(2 + 8 * (group // 4) + group % 4), _bits(136 + 16 * (group // 4) + 4 * _k() + group % 4)
     signs = SignCodes(2, 66, "<u4", 2, (0, 7, 14, 21))
-    return Unit((_f16(0, 0), *_signs_and_scales(6 + 8 * b), index), signs)
+    return InterleavedUnit((_f16(0, 0), *_signs_and_scales(6 + 8 * b), index), signs)
 
 
-def iq2_xs_r4() -> Unit:
-    return Unit((_f16(0, 0), _runs(2, 8, 64, 4, 8), _bytes(66, 264, 8)), SignCodes(2, 66, "<u2", 1, (9,)))
+def iq2_xs_r4() -> InterleavedUnit:
+    return InterleavedUnit((_f16(0, 0), _runs(2, 8, 64, 4, 8), _bytes(66, 264, 8)), SignCodes(2, 66, "<u2", 1, (9,)))
 
 
-def iq3_xxs_r4() -> Unit:
+def iq3_xxs_r4() -> InterleavedUnit:
     fields = _f16(0, 0), *_signs_and_scales(66 + 4 * np.arange(8)), _runs(2, 136, 64, 4, 8)
-    return Unit(fields, SignCodes(66, 98, "<u4", 1, (0, 7, 14, 21)))
+    return InterleavedUnit(fields, SignCodes(66, 98, "<u4", 1, (0, 7, 14, 21)))
 
 
 def iq3_s_r4() -> Fields:
@@ -341,8 +341,8 @@ def q8_kv_r8() -> Fields:
     return (_runs(0, 0, 32, 8),)
 
 
-def bf16_r16() -> Unit:
-    return Unit((_runs(0, 0, 4, 16),), n_blocks=2)
+def bf16_r16() -> InterleavedUnit:
+    return InterleavedUnit((_runs(0, 0, 4, 16),), n_blocks=2)
 
 
 # Formats of their own, with the plain block that `decode_interleaved` reads: d qs[256]; qs[4] qh u16; qs[4] qh[2] s

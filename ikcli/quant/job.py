@@ -51,7 +51,7 @@ class OutputPart:
 
 
 @dataclass(slots=True)
-class Progress:
+class JobProgress:
     """Hooks of a running job: `tensor(number, choice)` before each tensor, `skipped(path)`, `advance(input bytes)`.
 
     `resumed(path, n)`: n tensors are there already; `discarded(path)`: what is there was to become another result.

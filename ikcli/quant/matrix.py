@@ -15,13 +15,13 @@ from pathlib import Path
 from ikcli.errors import IkError, UsageError
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.writer import GGUFWriter
-from ikcli.quant.job import OutputPart, Progress, QuantizeJob
+from ikcli.quant.job import JobProgress, OutputPart, QuantizeJob
 from ikcli.quant.output_check import check_output, check_room, existing_folder
 from ikcli.quant.quantizer import (
     Bytes,
     Readers,
     Target,
-    Worker,
+    TensorEncoder,
     check,
     copied,
     output_parts,
@@ -64,12 +64,12 @@ def check_rooms(needs: Sequence[tuple[Path, int]]) -> None:
         check_room(folder, n_bytes)
 
 
-def run_matrix(jobs: Sequence[MatrixJob], progress: Progress | None = None) -> list[Path]:
+def run_matrix(jobs: Sequence[MatrixJob], progress: JobProgress | None = None) -> list[Path]:
     """Write the files of all jobs, which are of one model, and return the paths of those that were not skipped.
 
     `progress` gets the tensors and bytes of the model, not of each job. IkError as from `quantizer.run`.
     """
-    hooks = progress or Progress()
+    hooks = progress or JobProgress()
     file = jobs[0].job.file
     for j in jobs:
         check(j.job)
@@ -116,7 +116,7 @@ def _names(parts: Sequence[OutputPart]) -> list[str]:
 
 
 def _tensor(
-    name: str, number: int, outputs: Sequence[_Output], pool: ThreadPoolExecutor, readers: Readers, hooks: Progress
+    name: str, number: int, outputs: Sequence[_Output], pool: ThreadPoolExecutor, readers: Readers, hooks: JobProgress
 ) -> None:
     """Write one tensor to all files that have it."""
     groups: dict[tuple[GGMLType, Hashable], tuple[Target, list[GGUFWriter]]] = {}
@@ -155,4 +155,4 @@ def _pieces(
         for piece in copied(job.file, targets[0].info.name, advance):
             yield [piece]
         return
-    yield from Worker(job.file, targets, max(1, job.n_threads), readers).run(pool, advance)
+    yield from TensorEncoder(job.file, targets, max(1, job.n_threads), readers).run(pool, advance)

@@ -35,7 +35,7 @@ from ikcli.quant.encoders.floats import RowReader
 from ikcli.quant.encoding import Encoding
 from ikcli.quant.formats import row_size
 from ikcli.quant.imatrix_file import Imatrix
-from ikcli.quant.job import OutputPart, Progress, QuantizeJob
+from ikcli.quant.job import JobProgress, OutputPart, QuantizeJob
 from ikcli.quant.output_check import check_output, check_room, output_paths
 from ikcli.quant.recipes import TypeChoice
 from ikcli.quant.run_key import left_bytes, run_key
@@ -146,13 +146,13 @@ def _is_ternary(file: GGUFFile, c: TypeChoice) -> bool:
     return bool(((x <= 0.02 * largest) | (x >= 0.98 * largest)).all())
 
 
-def run(job: QuantizeJob, progress: Progress | None = None) -> list[Path]:
+def run(job: QuantizeJob, progress: JobProgress | None = None) -> list[Path]:
     """Write all files of the job that are not skipped and return their paths.
 
     IkError if a file of the input would be overwritten or the disk is too small; errors of data name the tensor.
     """
     check(job)
-    hooks = progress or Progress()
+    hooks = progress or JobProgress()
     parts = output_parts(job)
     check_output([part.path for part in parts], job.file.paths)
     todo = [p for p in parts if not (job.skip_existing and part_is_done(p))]
@@ -231,7 +231,7 @@ def _chunks(
     if not c.changes:
         yield from copied(job.file, c.source or c.name, advance)
         return
-    work = Worker(job.file, [Target(job, c)], job.n_threads, readers)
+    work = TensorEncoder(job.file, [Target(job, c)], job.n_threads, readers)
     for (encoded,) in work.run(pool, advance):
         yield encoded
 
@@ -332,7 +332,7 @@ class Target:
             )
 
 
-class Worker:
+class TensorEncoder:
     """Converts row ranges of one tensor, read once, for all `targets`; `encode` runs on any thread."""
 
     def __init__(self, file: GGUFFile, targets: Sequence[Target], n_threads: int, readers: Readers) -> None:

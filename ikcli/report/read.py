@@ -22,10 +22,10 @@ from ikcli.errors import FormatError
 from ikcli.report.results import (
     BenchRow,
     Compared,
-    Environment,
     Problem,
     Quality,
     Results,
+    RunEnvironment,
     SpeedRun,
     TypeErrors,
 )
@@ -121,16 +121,16 @@ class _Source:
 
     # -- what a run is
 
-    def _environment(self, facts: Mapping[str, str] | None = None, n_bytes: int | None = None) -> Environment:
+    def _environment(self, facts: Mapping[str, str] | None = None, n_bytes: int | None = None) -> RunEnvironment:
         merged = {**self._facts, **{k: v for k, v in (facts or {}).items() if v}}
-        return Environment(merged, n_bytes or self._bytes)
+        return RunEnvironment(merged, n_bytes or self._bytes)
 
-    def _common(self, at: int, environment: Environment) -> tuple[str, str, int, Environment, bool]:
+    def _common(self, at: int, environment: RunEnvironment) -> tuple[str, str, int, RunEnvironment, bool]:
         model = environment.facts.get("model", "")
         label = self._label or (Path(model).name.removesuffix(".gguf") if model else self._path.stem)
         size = self._sizes.get(label)
         if size is not None:
-            environment = Environment(environment.facts, size)
+            environment = RunEnvironment(environment.facts, size)
         return label, str(self._path), at + 1, environment, bool(self._label)
 
     def _problem(self, at: int, reason: str) -> None:
@@ -152,7 +152,7 @@ class _Source:
             rows = self._out.bench
             for i in range(self._since_build, len(rows)):
                 facts = {"program": program, **rows[i].environment.facts}
-                rows[i] = replace(rows[i], environment=Environment(facts, rows[i].environment.model_bytes))
+                rows[i] = replace(rows[i], environment=RunEnvironment(facts, rows[i].environment.model_bytes))
             self._since_build = len(rows)
             self._columns = []
             return True

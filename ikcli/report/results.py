@@ -9,7 +9,7 @@ from ikcli.bench.sweep_read import SpeedTable
 
 
 @dataclass(frozen=True, slots=True)
-class Environment:
+class RunEnvironment:
     """What a result ran on, as far as its source tells; `facts` are for people (machine, program, model, ...)."""
 
     facts: Mapping[str, str] = field(default_factory=dict)
@@ -24,7 +24,7 @@ class Result:
     label: str
     source: str
     line: int
-    environment: Environment
+    environment: RunEnvironment
     named: bool
 
 

@@ -30,14 +30,14 @@ from ikcli.gguf.placed import PlacedFile
 from ikcli.gguf.reader import GGUFFile, open_gguf
 from ikcli.log import log
 from ikcli.quant.formats import row_size
-from ikcli.quant.job import OutputPart, Progress, QuantizeJob
+from ikcli.quant.job import JobProgress, OutputPart, QuantizeJob
 from ikcli.quant.matrix import MatrixJob, check_rooms
 from ikcli.quant.output_check import check_output
 from ikcli.quant.quantizer import (
     Bytes,
     Readers,
     Target,
-    Worker,
+    TensorEncoder,
     check,
     copied,
     output_parts,
@@ -52,7 +52,7 @@ _UNIT = 1 << 24  # weights; seconds of work for a thread
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class EncodeUnit:
     """Rows first..stop (of one matrix) of the tensor `name`: what becomes of it, each with the index of its data.
 
     Without choices the tensor is copied where it stays as it is.
@@ -103,12 +103,12 @@ class QuantizeWorker:
         self._choices: tuple[tuple[int, TypeChoice], ...] = ()
         self._targets: list[Target] = []
 
-    def do(self, unit: Unit) -> list[Bytes]:
+    def do(self, unit: EncodeUnit) -> list[Bytes]:
         """New bytes of the rows for every choice."""
         if unit.choices != self._choices:  # those of a tensor are kept, as factoring second moments takes a while
             self._targets = [Target(self._jobs[data], choice) for data, choice in unit.choices]
             self._choices = unit.choices
-        work = Worker(self._file, self._targets, self._n_threads, self._readers)
+        work = TensorEncoder(self._file, self._targets, self._n_threads, self._readers)
         if work.info.type == GGMLType.I2_S:  # one scale for the whole tensor
             pieces, start = work.pieces(), 0
         else:
@@ -147,14 +147,14 @@ def run(
     jobs: Sequence[MatrixJob],
     options: Sequence[ToolOptions],
     fleet: BatchConfig,
-    progress: Progress | None = None,
+    progress: JobProgress | None = None,
 ) -> list[Path]:
     """Write the files of all jobs, which are of one model, and return the paths of those that were not skipped.
 
     `options[i]` are those that job i was planned with. IkError as from `quantizer.run`; with a journal the unfinished
     files stay, and the same call goes on.
     """
-    hooks, model = progress or Progress(), jobs[0].job.file
+    hooks, model = progress or JobProgress(), jobs[0].job.file
     data: dict[Hashable, int] = {}
     kinds: list[ToolOptions] = []
     outputs: list[_Output] = []
@@ -203,7 +203,7 @@ def _head(
 class _Run:
     """One call of `run` whose outputs are known."""
 
-    def __init__(self, model: GGUFFile, outputs: Sequence[_Output], journal: Journal, hooks: Progress) -> None:
+    def __init__(self, model: GGUFFile, outputs: Sequence[_Output], journal: Journal, hooks: JobProgress) -> None:
         self._model, self._outputs, self._journal, self._hooks = model, outputs, journal, hooks
         self._choices = [{c.name: c for c in o.part.choices} for o in outputs]
         largest = max(self._choices, key=len)
@@ -240,41 +240,41 @@ class _Run:
             for o in writing:
                 o.file.finish()
 
-    def _told(self, unit: Unit, left: Counter[str]) -> None:
+    def _told(self, unit: EncodeUnit, left: Counter[str]) -> None:
         left[unit.name] -= 1
         if not left[unit.name]:
             choice = next(choices[unit.name] for choices in self._choices if unit.name in choices)
             self._hooks.tensor(self._names.index(unit.name) + 1, choice)
         self._hooks.advance(self._n_bytes(unit))
 
-    def _n_bytes(self, unit: Unit) -> int:
+    def _n_bytes(self, unit: EncodeUnit) -> int:
         """Bytes of the input that are done with a unit; a copy beside other results is done with those."""
         t = self._model.tensors[unit.source]
         if unit.choices:
             return (unit.stop - unit.first) * row_size(t.type, t.shape[0])
         return 0 if any(unit.name in c and c[unit.name].changes for c in self._choices) else t.n_bytes
 
-    def _units(self, name: str) -> Iterator[Unit]:
+    def _units(self, name: str) -> Iterator[EncodeUnit]:
         found = [(o.data, c[name]) for o, c in zip(self._outputs, self._choices, strict=True) if name in c]
         source = found[0][1].source or name
         n_rows = math.prod(found[0][1].shape[1:])
         if any(not c.changes for _, c in found):
-            yield Unit(name, source, 0, 0, n_rows, ())
+            yield EncodeUnit(name, source, 0, 0, n_rows, ())
         changing = {(data, c.new): (data, c) for data, c in found if c.changes}
         if not changing:
             return
         choices = tuple(changing.values())
         jobs = QuantizeJob(self._model, Path(), (), {})
-        work = Worker(self._model, [Target(jobs, c) for _, c in choices], 1, Readers())
+        work = TensorEncoder(self._model, [Target(jobs, c) for _, c in choices], 1, Readers())
         ne1 = work.info.shape[1] if len(work.info.shape) > 1 else 1
         if work.info.type == GGMLType.I2_S:
-            yield Unit(name, source, 0, 0, n_rows, choices)
+            yield EncodeUnit(name, source, 0, 0, n_rows, choices)
             return
         for m in range(n_rows // ne1):
             for matrix, first, stop in work.pieces_of(m, m * ne1, (m + 1) * ne1, _UNIT):
-                yield Unit(name, source, matrix, first, stop, choices)
+                yield EncodeUnit(name, source, matrix, first, stop, choices)
 
-    def _places(self, unit: Unit) -> Iterator[tuple[_Output, int, int, int]]:
+    def _places(self, unit: EncodeUnit) -> Iterator[tuple[_Output, int, int, int]]:
         """(output, index of the choice or 0, first byte, bytes) wherever the result of a unit goes."""
         kinds = [(data, c.new) for data, c in unit.choices]
         for o, choices in zip(self._outputs, self._choices, strict=True):
@@ -285,7 +285,7 @@ class _Run:
             place = kinds.index((o.data, c.new)) if c.changes else 0
             yield o, place, unit.first * size, (unit.stop - unit.first) * size
 
-    def _find_known(self, o: _Output, units: Sequence[Unit]) -> None:
+    def _find_known(self, o: _Output, units: Sequence[EncodeUnit]) -> None:
         if not self._journal.records:
             return
         if o.file.holds(o.file.partial):
@@ -296,7 +296,7 @@ class _Run:
             if not all(self._is_there(u, o) for u in mine):
                 o.known = None
 
-    def _is_there(self, unit: Unit, output: _Output) -> bool:
+    def _is_there(self, unit: EncodeUnit, output: _Output) -> bool:
         record = self._journal.records.get(unit.key)
         if record is None or output.known is None:
             return False
@@ -306,10 +306,10 @@ class _Run:
             if o is output
         )
 
-    def _is_done(self, unit: Unit) -> bool:
+    def _is_done(self, unit: EncodeUnit) -> bool:
         return all(o.finished or self._is_there(unit, o) for o, *_ in self._places(unit))
 
-    def _copy(self, unit: Unit) -> None:
+    def _copy(self, unit: EncodeUnit) -> None:
         crc, at = 0, 0
         places = [o.file for o, *_ in self._places(unit) if not o.finished]
         for piece in copied(self._model, unit.source, lambda n_bytes: None):
@@ -319,13 +319,13 @@ class _Run:
             at += len(piece)
         self._keep(unit, [crc], places)
 
-    def _place(self, unit: Unit, found: Sequence[Bytes]) -> None:
+    def _place(self, unit: EncodeUnit, found: Sequence[Bytes]) -> None:
         places = [(o.file, i, start) for o, i, start, _ in self._places(unit) if not o.finished]
         for file, i, start in places:
             file.write(unit.name, start, found[i])
         self._keep(unit, [zlib.crc32(np.ascontiguousarray(data).data) for data in found], [file for file, *_ in places])
 
-    def _keep(self, unit: Unit, crc32: list[int], files: Sequence[PlacedFile]) -> None:
+    def _keep(self, unit: EncodeUnit, crc32: list[int], files: Sequence[PlacedFile]) -> None:
         """The journal says that a unit is there when it is on the disk."""
         if self._journal.path is not None:
             for file in files:

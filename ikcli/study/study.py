@@ -19,7 +19,7 @@ from ikcli.gguf.types import TYPES
 from ikcli.quant.formats import format_by_name
 from ikcli.quant.imatrix_file import read_imatrix
 from ikcli.study.resident import ResidentOptions, used_tensors
-from ikcli.study.units import Left, Unit, Work, is_matrix, make_units, work_of
+from ikcli.study.units import Left, StudyUnit, Work, is_matrix, make_units, work_of
 from ikcli.study.worker import Measured, StudyWorkerOptions, digests
 
 KIND = "ik study"
@@ -40,20 +40,20 @@ class StudyOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class StudyPlan:
     """Units, what is left out, how many units are known already, and the work of the others."""
 
-    units: list[Unit]
+    units: list[StudyUnit]
     left: list[Left]
     n_known: int
     work: Work
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class StudyProgress:
     """A unit that was measured: its place among those to do, and the seconds since the study began."""
 
-    unit: Unit
+    unit: StudyUnit
     found: Measured
     done: int
     total: int
@@ -64,7 +64,7 @@ class Progress:
 class Study:
     """Results by unit, in the order of the model; `left` could not be measured."""
 
-    units: list[Unit]
+    units: list[StudyUnit]
     found: dict[str, Measured]
     left: list[Left] = field(default_factory=list)
     head: dict[str, Any] = field(default_factory=dict)
@@ -79,14 +79,14 @@ class Study:
 
     def get(self, title: str, type: GGMLType) -> Measured | None:
         """One result."""
-        return self.found.get(Unit(title, (), type).key)
+        return self.found.get(StudyUnit(title, (), type).key)
 
 
 def run_study(
     options: StudyOptions,
     executor: Executor,
-    on_plan: Callable[[Plan], None] = lambda plan: None,
-    on_unit: Callable[[Progress], None] = lambda progress: None,
+    on_plan: Callable[[StudyPlan], None] = lambda plan: None,
+    on_unit: Callable[[StudyProgress], None] = lambda progress: None,
 ) -> Study:
     """Measure all units that the journal does not have; errors of the model, the text and the journal are raised first.
 
@@ -122,21 +122,21 @@ def run_study(
     journal = Journal(options.journal, head)
     try:
         todo = [u for u in units if u.key not in journal]
-        on_plan(Plan(units, left, len(units) - len(todo), work_of(todo, file)))
+        on_plan(StudyPlan(units, left, len(units) - len(todo), work_of(todo, file)))
         there = replace(resident, model=resident.model.absolute(), text=resident.text.absolute())
         weights = options.imatrix.absolute() if options.imatrix else None
         factory = StudyWorkerOptions(there, weights, options.precision, sums)
         started = time.perf_counter()
         for done, (i, found) in enumerate(executor.run(factory, todo), start=1):
             journal.add(todo[i].key, _record(todo[i], found))
-            on_unit(Progress(todo[i], found, done, len(todo), time.perf_counter() - started))
+            on_unit(StudyProgress(todo[i], found, done, len(todo), time.perf_counter() - started))
         wanted = {u.key for u in units}
         return Study(units, {k: _measured(r) for k, r in journal.records.items() if k in wanted}, left, head)
     finally:
         journal.close()
 
 
-def _record(unit: Unit, found: Measured) -> dict[str, Any]:
+def _record(unit: StudyUnit, found: Measured) -> dict[str, Any]:
     return {"title": unit.title, "tensors": list(unit.tensors), "type": TYPES[unit.type].name, **found.record()}
 
 
@@ -152,7 +152,7 @@ def read_study(path: Path) -> Study:
     units, found = [], {}
     for key, record in journal.records.items():
         try:
-            unit = Unit(record["title"], tuple(record["tensors"]), format_by_name(record["type"]).type)
+            unit = StudyUnit(record["title"], tuple(record["tensors"]), format_by_name(record["type"]).type)
             found[unit.key] = _measured(record)
         except (KeyError, TypeError):
             raise FormatError(f"{path}: the record of {key} is incomplete") from None

@@ -17,7 +17,7 @@ from ikcli.rules import compile_pattern
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class StudyUnit:
     """One measurement: these tensors in this type, all others as they are."""
 
     title: str
@@ -49,7 +49,7 @@ class Work:
     most_bytes: int
 
 
-def work_of(units: Sequence[Unit], file: GGUFFile) -> Work:
+def work_of(units: Sequence[StudyUnit], file: GGUFFile) -> Work:
     """The work of these measurements."""
     n_layer = 1 + max((_block(name) for name in file.tensors), default=-1)
     passes, n_weights, most = 0.0, 0, 0
@@ -80,7 +80,7 @@ def make_units(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     imatrix: Imatrix | None = None,
-) -> tuple[list[Unit], list[Left]]:
+) -> tuple[list[StudyUnit], list[Left]]:
     """Units in the order of the file, and what had to be left out; UsageError if nothing is left.
 
     `used`: tensors that the model computes with; the others of the file would cost nothing, whatever they are.
@@ -97,7 +97,7 @@ def make_units(
     if not names:
         unused = f" (the model does not use {idle[0]})" if idle else ""
         raise UsageError(f"no tensor is left to measure; ik inspect --tensors lists them{unused}")
-    units: list[Unit] = []
+    units: list[StudyUnit] = []
     left = [Left(None, idle, "the model does not use them")] if idle else []
     for type in types:
         least, unfit = TYPES[type], tuple(n for n in names if not fits(type, file.tensors[n].shape))
@@ -107,7 +107,7 @@ def make_units(
         if bare:
             left.append(Left(type, bare, "the type needs an importance matrix that covers them (--imatrix)"))
         can = [n for n in names if n not in unfit and n not in bare]
-        units += [Unit(title, members, type) for title, members in _groups(can, by).items()]
+        units += [StudyUnit(title, members, type) for title, members in _groups(can, by).items()]
     if not units:
         raise UsageError(f"no tensor can be measured in these types: {left[-1].reason}")
     order = {title: i for i, title in enumerate(_groups(names, by))}

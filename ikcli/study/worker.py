@@ -15,7 +15,7 @@ from ikcli.gguf.reader import GGUFFile, open_gguf
 from ikcli.quant.encoding import Encoding
 from ikcli.quant.imatrix_file import read_imatrix
 from ikcli.study.resident import Resident, ResidentOptions
-from ikcli.study.units import Unit
+from ikcli.study.units import StudyUnit
 
 _LEAST_CHUNKS = 2
 
@@ -70,7 +70,7 @@ class StudyWorker:
         self.resident = Resident(files)
         self._encoding = Encoding(read_imatrix(options.imatrix) if options.imatrix else None)
 
-    def do(self, unit: Unit) -> Measured:
+    def do(self, unit: StudyUnit) -> Measured:
         """Measure a unit on as many chunks as its precision wants."""
         values: list[np.ndarray] = []
         trial = self.resident.trial(dict.fromkeys(unit.tensors, unit.type), self._encoding)

@@ -20,12 +20,12 @@ from ikcli.backends.cpu.params_attention import (
     SPLITS_PER_THREAD,
     STAT_BYTES,
     STATS_BYTES,
+    AttentionPart,
     FlashParams,
     FullParams,
     KvRowsParams,
     KvStoreParams,
     KvStoreTransposedParams,
-    Part,
 )
 from ikcli.backends.cpu.params_layers import HadamardParams
 from ikcli.backends.cpu.program import CpuLowering, Ref
@@ -104,10 +104,10 @@ def lower_kv_rows(low: CpuLowering, node: Node, op: KvRows) -> None:
     low.emit(key, node.rows, params)
 
 
-_ABSENT = Part(at=0, row_bytes=0, offset=0, head_stride=0, width=0, place=0)
+_ABSENT = AttentionPart(at=0, row_bytes=0, offset=0, head_stride=0, width=0, place=0)
 
 
-def _part(low: CpuLowering, x: HeadSlice | None) -> tuple[str, Part]:
+def _part(low: CpuLowering, x: HeadSlice | None) -> tuple[str, AttentionPart]:
     """(element type, parameters) of a part."""
     if x is None:
         return "", _ABSENT
@@ -121,7 +121,7 @@ def _part(low: CpuLowering, x: HeadSlice | None) -> tuple[str, Part]:
         type_, at = _type_name(cache.type), Ref(cache)
         row_bytes = row_n_bytes(cache.type, low.n_cells if cache.transposed else cache.cols)
         place = IN_WINDOW if cache.per is Per.WINDOW else IN_CELLS
-    return type_, Part(at=at, row_bytes=row_bytes, offset=x.offset, head_stride=x.head_stride, width=x.width,
+    return type_, AttentionPart(at=at, row_bytes=row_bytes, offset=x.offset, head_stride=x.head_stride, width=x.width,
                        place=place)  # fmt: skip
 
 
@@ -154,9 +154,9 @@ class _Sources:
     k_types: str
     v_type: str
     more: str
-    q: tuple[Part, Part]
-    k: tuple[Part, Part]
-    v: Part
+    q: tuple[AttentionPart, AttentionPart]
+    k: tuple[AttentionPart, AttentionPart]
+    v: AttentionPart
 
     @classmethod
     def of(cls, low: CpuLowering, node: Node, op: Attention) -> _Sources:

@@ -29,7 +29,7 @@ _KINDS = {"int": "i64", "Address": "i64", "F32": "f32", "F64": "f64", "Words": "
 _RECORDS: dict[str, type[Record]] = {}
 
 
-class Field(NamedTuple):
+class ParamField(NamedTuple):
     """A field's first word, and how it is stored: a number, `words`, or one or several records."""
 
     at: int
@@ -40,7 +40,7 @@ class Field(NamedTuple):
 class Record:
     """Words with names. Every field is given by name; a wrong one is refused when the record is made."""
 
-    fields: ClassVar[dict[str, Field]] = {}
+    fields: ClassVar[dict[str, ParamField]] = {}
     n_words: ClassVar[int] = 0
 
     def __init_subclass__(cls) -> None:
@@ -49,7 +49,7 @@ class Record:
             if text.startswith("ClassVar"):
                 continue
             kinds = [_kind(cls, name, part) for part in text.removeprefix("tuple[").removesuffix("]").split(", ")]
-            cls.fields[name] = Field(cls.n_words, kinds[0])
+            cls.fields[name] = ParamField(cls.n_words, kinds[0])
             cls.n_words += sum(1 if isinstance(kind, str) else kind.n_words for kind in kinds)
         _RECORDS[cls.__name__] = cls
 
@@ -66,14 +66,14 @@ class Record:
                 self.words += _stored(values[name], kind)
 
 
-HEAD = {"state": Field(0, "i64"), "row_count": Field(1, "i64"), "row_factor": Field(2, "i64")}
+HEAD = {"state": ParamField(0, "i64"), "row_count": ParamField(1, "i64"), "row_factor": ParamField(2, "i64")}
 
 
 class Params(Record):
     """Parameters of a kernel. The words before them are filled for all kernels: the address of the state block, which
     of its words counts the rows, and by what that is to be multiplied."""
 
-    fields: ClassVar[dict[str, Field]] = HEAD
+    fields: ClassVar[dict[str, ParamField]] = HEAD
     n_words: ClassVar[int] = len(HEAD)
 
 

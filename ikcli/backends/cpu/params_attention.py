@@ -37,7 +37,7 @@ class KvRowsParams(Params):
     out: Address
 
 
-class Part(Record):
+class AttentionPart(Record):
     """Columns of heads of q, k or v; `offset`, `head_stride` and `width` in columns."""
 
     at: Address
@@ -72,9 +72,9 @@ class AttentionParams(Params):
     sinks: Address  # f32 per head
     slopes: Address  # likewise
     cap: F32
-    q: tuple[Part, Part]
-    k: tuple[Part, Part]
-    v: Part
+    q: tuple[AttentionPart, AttentionPart]
+    k: tuple[AttentionPart, AttentionPart]
+    v: AttentionPart
 
 
 class FlashParams(AttentionParams):

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
-from ikcli.backends.cuda.device import Device, Event, Graph, Memory, NoGraphMemory, Pinned, Stream
+from ikcli.backends.cuda.device import Device, DeviceMemory, Event, Graph, NoGraphMemory, Pinned, Stream
 from ikcli.backends.cuda.lower import ALIGN, Counts, DeviceLimits, GpuLowering, GpuProgram, all_rules
 from ikcli.backends.cuda.transfer import Transfer
 from ikcli.backends.cuda.upload import device_bytes
@@ -83,7 +83,7 @@ class CudaBackend:
         self._rules = rules
         self._capture = capture
         self._stream: Stream = device.stream()
-        self._memory: list[Memory] = []  # arena, constants and step block of the last `bind`
+        self._memory: list[DeviceMemory] = []  # arena, constants and step block of the last `bind`
         self._pinned: list[Pinned] = []
         self._programs: list[CudaProgram] = []
         self._step: Pinned | None = None

@@ -52,7 +52,7 @@ class DeviceInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class DeviceMemory:
     """One allocation, counted for its owner ("weights", "KV cache", ...)."""
 
     address: int
@@ -131,10 +131,10 @@ class Device(Protocol):
     @property
     def info(self) -> DeviceInfo: ...
 
-    def alloc(self, n_bytes: int, owner: str) -> Memory:
+    def alloc(self, n_bytes: int, owner: str) -> DeviceMemory:
         """Uninitialised memory, aligned to 256 bytes; raises OutOfMemory."""
 
-    def free(self, memory: Memory) -> None: ...
+    def free(self, memory: DeviceMemory) -> None: ...
 
     def pinned(self, n_bytes: int, owner: str) -> Pinned: ...
 

@@ -26,6 +26,7 @@ from ikcli.backends.cuda.device import (
     CudaError,
     Device,
     DeviceInfo,
+    DeviceMemory,
     DeviceTooOld,
     DriverMissing,
     DriverTooOld,
@@ -33,7 +34,6 @@ from ikcli.backends.cuda.device import (
     Graph,
     Launch,
     LaunchFailed,
-    Memory,
     NoDevice,
     NoGraphMemory,
     OutOfMemory,
@@ -208,7 +208,7 @@ class _Kernel:
 class _State:
     """What has to be given back."""
 
-    memory: dict[int, Memory] = field(default_factory=dict)
+    memory: dict[int, DeviceMemory] = field(default_factory=dict)
     pinned: dict[int, Pinned] = field(default_factory=dict)
     modules: dict[str, Any] = field(default_factory=dict)
     streams: list[Any] = field(default_factory=list)
@@ -279,7 +279,7 @@ class CudaDevice:
 
     # ---- memory
 
-    def alloc(self, n_bytes: int, owner: str) -> Memory:
+    def alloc(self, n_bytes: int, owner: str) -> DeviceMemory:
         self._enter()
         code, pointer = self._driver.cuMemAlloc(max(n_bytes, ALIGNMENT))
         if int(code) == _OUT_OF_MEMORY:
@@ -287,11 +287,11 @@ class CudaDevice:
             raise OutOfMemory(self._info.name, owner, n_bytes, free, total, self.owners())
         if int(code):
             raise self._failure(int(code), "cuMemAlloc")
-        memory = Memory(int(pointer), n_bytes, owner)
+        memory = DeviceMemory(int(pointer), n_bytes, owner)
         self._state.memory[memory.address] = memory
         return memory
 
-    def free(self, memory: Memory) -> None:
+    def free(self, memory: DeviceMemory) -> None:
         self._call(self._driver.cuMemFree, memory.address)
         del self._state.memory[memory.address]
 

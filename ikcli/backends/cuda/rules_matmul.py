@@ -32,7 +32,7 @@ WARPS_PER_SM = 16  # that should have work in a product of one row
 
 
 @dataclass(frozen=True, slots=True)
-class Input:
+class ProductInput:
     """Activation rows: address, bytes between rows and between heads; sorted row p is row order[p] // divisor."""
 
     at: Ref
@@ -93,15 +93,15 @@ def split_of(low: GpuLowering, m: Matrices, items: int) -> int:
 _MANY = {"f16": "scaled", "bf16": "split"}  # activations of `mm_*` by the weights' format; else those of `mv_*`
 
 
-def _input(low: GpuLowering, w: Weight, x: HeadSlice, heads: int, many: When | None = None) -> Input:
+def _input(low: GpuLowering, w: Weight, x: HeadSlice, heads: int, many: When | None = None) -> ProductInput:
     """Activations of `mv_*`, or with `many`, the condition under which it runs, of `mm_*`."""
     src, kind = x.node, "q8"
     if is_float(w.type):
         kind = _MANY.get(device_format(w.type).name, "") if many else ""
         if not kind:
-            return Input(low.out(src) + 4 * x.offset, 4 * src.cols, 4 * x.head_stride)
+            return ProductInput(low.out(src) + 4 * x.offset, 4 * src.cols, 4 * x.head_stride)
     a = activations(low, x, heads, kind, many if kind != "q8" else None)
-    return Input(a.at, a.row_bytes, a.head_bytes)
+    return ProductInput(a.at, a.row_bytes, a.head_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +178,7 @@ def _blocks(items: int, bits: int) -> int:
 _NO_MORE: tuple[Arg, ...] = (0, np.int32(0), 0, 0)
 
 
-def _joined(low: GpuLowering, node: Node, m: Matrices, a: Input, many: bool) -> bool:
+def _joined(low: GpuLowering, node: Node, m: Matrices, a: ProductInput, many: bool) -> bool:
     """Let an earlier `mv_*` of this turn with the same input compute this product too: it has up to three matrices.
 
     The node keeps its own `mm_*`, if it has one; else it is noted as completed by the earlier launch.
@@ -251,21 +251,21 @@ class ByExpert:
     def _few(self, pairs: int) -> bool:
         return pairs <= MV_ROWS * sort_of(self.plan).n_used or pairs <= FEW_PER_EXPERT * self.n_expert
 
-    def input(self, w: Weight, x: Node, sorted_in: bool, many: bool = False) -> Input:
+    def input(self, w: Weight, x: Node, sorted_in: bool, many: bool = False) -> ProductInput:
         """Rows of x for `mv_*` or `mm_*` with w, found through the plan unless they are sorted."""
         low, plan = self.low, self.plan
         a = _input(low, w, HeadSlice(x, 0, x.cols, 0), 1, _not(self.few) if many else None)
         if sorted_in:
             return a
-        return Input(a.at, a.row, 0, low.out(plan) + plan_layout(low, plan).order, sort_of(plan).n_used)
+        return ProductInput(a.at, a.row, 0, low.out(plan) + plan_layout(low, plan).order, sort_of(plan).n_used)
 
-    def _tail(self, a: Input, w: Weight, out: Ref, which: int) -> tuple[Arg, ...]:
+    def _tail(self, a: ProductInput, w: Weight, out: Ref, which: int) -> tuple[Arg, ...]:
         """Activations, results, tiles of the plan and their number, order and divisor, table."""
         low, at, plan = self.low, plan_layout(self.low, self.plan), self.low.out(self.plan)
         return (a.at, a.row, 0, out, w.ne1, 0, plan + at.tiles(which), plan + at.counts + 4 * (1 + which), a.order,
                 np.int32(a.divisor), table(low, w))  # fmt: skip
 
-    def matvec(self, w: Weight, gate: Weight | None, a: Input, out: Ref) -> None:
+    def matvec(self, w: Weight, gate: Weight | None, a: ProductInput, out: Ref) -> None:
         """`mv_*`: w . a, or with a gate silu(gate . a) * (w . a)."""
         low, m, rows = self.low, matrices(w, 1), self.plan.rows
         items = w.ne1 if gate is not None else pairs_of(w.ne1)

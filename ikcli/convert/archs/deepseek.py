@@ -19,8 +19,8 @@ from ikcli.convert.common import (
     sizes,
     tied,
 )
-from ikcli.convert.pieces import Matrix, Piece, Rows, turn
-from ikcli.convert.rope import Rope, read_rope
+from ikcli.convert.pieces import Matrix, Piece, TensorRows, turn
+from ikcli.convert.rope import RopeSettings, read_rope
 from ikcli.errors import FormatError
 
 _SEES = r"vision_tower|mm_projector|multi_modal_projector|vision_encoder|patch_merger"
@@ -38,7 +38,7 @@ def split_kv_b(m: Build, found: Found) -> None:
     for head in range(n_head):
         first = head * (nope + v)
         keys.append(Matrix(found.name, rank, nope, first, first + nope, turn))
-        values.append(Rows(found.name, v, rank, first + nope))
+        values.append(TensorRows(found.name, v, rank, first + nope))
     m.add(f"blk.{found.block}.attn_k_b.weight", keys, (nope, rank, n_head))
     m.add(f"blk.{found.block}.attn_v_b.weight", values, (rank, v, n_head))
 
@@ -80,7 +80,7 @@ def mla_keys(m: Build) -> None:
     c.ignore("qk_head_dim", "head_dim", "num_key_value_heads", "vocab_size", "attention_bias")
 
 
-def scaled_rope(m: Build) -> Rope:
+def scaled_rope(m: Build) -> RopeSettings:
     """YaRN with the factor on K*Q, which goes by `mscale_all_dim`."""
     found = rope(m)
     if found.type == "yarn":

@@ -9,7 +9,7 @@ import numpy as np
 from ikcli.convert.archs.qwen import SHARED, base_keys, every_layer, sections
 from ikcli.convert.build import Architecture, Build, Found, Rule, Table, to
 from ikcli.convert.common import HEAD_NORMS, LLAMA, expert_names, experts, tied
-from ikcli.convert.pieces import Floats, Order, Rows
+from ikcli.convert.pieces import Floats, Order, TensorRows
 
 
 def plus_one(x: Floats) -> Floats:
@@ -100,7 +100,7 @@ def _split_qkvz(m: Build, found: Found) -> None:
     qkv = np.concatenate([part.reshape(-1) for part in cuts[:3]])
     gate = cuts[3].reshape(-1)
     for name, order in (("attn_qkv", qkv), ("attn_gate", gate)):
-        piece = Rows(found.name, len(order), found.shape[1], order=order)
+        piece = TensorRows(found.name, len(order), found.shape[1], order=order)
         m.add(f"blk.{found.block}.{name}.weight", (piece,))
 
 

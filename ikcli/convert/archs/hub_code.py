@@ -23,7 +23,7 @@ from ikcli.convert.common import (
     sizes,
     tied,
 )
-from ikcli.convert.pieces import Matrix, Order, Piece, Rows, turn
+from ikcli.convert.pieces import Matrix, Order, Piece, TensorRows, turn
 from ikcli.convert.rope import put_rope, read_rope
 from ikcli.errors import FormatError
 
@@ -70,7 +70,7 @@ def _experts_in_rows(name: str, turned: bool = False) -> Rule:
             if turned:
                 pieces.append(Matrix(found.name, width, n, e * n, (e + 1) * n, turn))
             else:
-                pieces.append(Rows(found.name, n, width, e * n))
+                pieces.append(TensorRows(found.name, n, width, e * n))
         shape = (n, width, n_expert) if turned else (width, n, n_expert)
         m.add(f"blk.{found.block}.{name}.weight", pieces, shape)
 

@@ -27,7 +27,7 @@ from ikcli.convert.common import (
     tied,
     windows,
 )
-from ikcli.convert.rope import Rope, llama3_factors, read_rope
+from ikcli.convert.rope import RopeSettings, llama3_factors, read_rope
 from ikcli.errors import UnsupportedError
 
 Kinds = list[Any]
@@ -181,7 +181,7 @@ def _same(m: Build, key: str, values: Kinds, default: float) -> float:
     return float(values[0]) if values else default
 
 
-def _step_ropes(m: Build, is_window: list[bool]) -> tuple[Rope, Rope]:
+def _step_ropes(m: Build, is_window: list[bool]) -> tuple[RopeSettings, RopeSettings]:
     """Rotations of layers that see all and of those with a window; older files have lists with a value per layer."""
     c = m.config
     if isinstance(c.values.get("rope_theta"), list):

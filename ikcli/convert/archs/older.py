@@ -23,7 +23,7 @@ from ikcli.convert.common import (
     sizes,
     tied,
 )
-from ikcli.convert.pieces import Matrix, Order, Rows, turn
+from ikcli.convert.pieces import Matrix, Order, TensorRows, turn
 from ikcli.errors import FormatError
 
 ACTIVATION_KEYS = ("activation_function", "hidden_act", "activation")
@@ -148,7 +148,7 @@ def _qkv_in_pairs(m: Build, found: Found) -> None:
     order = rotated_pairs()(m, n)
     for i, name in enumerate(("attn_q", "attn_k", "attn_v")):
         rows = i * n + (np.arange(n) if name == "attn_v" else order)
-        m.add(f"blk.{found.block}.{name}.weight", (Rows(found.name, n, found.shape[1], order=rows),))
+        m.add(f"blk.{found.block}.{name}.weight", (TensorRows(found.name, n, found.shape[1], order=rows),))
 
 
 def _qkv_by_group(m: Build, found: Found) -> None:
@@ -167,7 +167,7 @@ def _qkv_by_group(m: Build, found: Found) -> None:
         if name != "attn_v":
             heads = n_head if name == "attn_q" else n_kv
             order = in_pairs(order.reshape(heads, width))
-        m.add(f"blk.{found.block}.{name}.weight", (Rows(found.name, len(order), found.shape[1], order=order),))
+        m.add(f"blk.{found.block}.{name}.weight", (TensorRows(found.name, len(order), found.shape[1], order=order),))
 
 
 BAICHUAN: Table = LLAMA | {"layers.*.self_attn.W_pack": _qkv_in_pairs}

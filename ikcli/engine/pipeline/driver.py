@@ -24,7 +24,7 @@ from ikcli.backends.step_block import StepBlock
 from ikcli.engine.pipeline.options import StageOptions
 from ikcli.engine.pipeline.part import StageRunner
 from ikcli.engine.pipeline.supervisor import Supervisor
-from ikcli.engine.pipeline.wire import Kind, Link, Listener, LostLinkError
+from ikcli.engine.pipeline.wire import Link, LostLinkError, MessageKind, StageListener
 from ikcli.engine.plan.sizes import Sizes
 from ikcli.engine.run.cpu_device import CpuDevice
 from ikcli.engine.run.model import Model
@@ -164,7 +164,7 @@ class StagedRunner(Runner):
         secret, digest = secrets.token_hex(16), of_model(model.file)
         found = self.supervisor = self._supervise(config, self._parts_bytes(programs))
         try:
-            with closing(Listener(found.host, secret)) as listener:
+            with closing(StageListener(found.host, secret)) as listener:
                 found.begin(
                     [
                         StageOptions(config, self._sizes, self.cuts, i, digest, listener.address, secret, found.host)
@@ -183,7 +183,7 @@ class StagedRunner(Runner):
         assert self._model is not None
         return [sum(p.values()) for name, p in self.memory(programs, self._model).items() if name != CPU]
 
-    def _gather(self, listener: Listener) -> list[Address]:
+    def _gather(self, listener: StageListener) -> list[Address]:
         """Links to all stages, and where they listen, when all have loaded."""
         n = len(self.stages)
         links: dict[int, Link] = {}
@@ -212,7 +212,7 @@ class StagedRunner(Runner):
                 kind, words, _ = link.receive()
             except LostLinkError:
                 raise IkError(f"{self._describe(i)} ended while it was loading: {self._why(i)}") from None
-            if kind is Kind.FAILED:
+            if kind is MessageKind.FAILED:
                 raise IkError(f"{self._describe(i)}: {words['error']}")
         return [addresses[i] for i in range(n)]
 
@@ -223,14 +223,14 @@ class StagedRunner(Runner):
             if why:
                 raise IkError(f"{self._describe(i)} did not start: {why}")
 
-    def _connect(self, listener: Listener, addresses: list[Address], secret: str) -> None:
+    def _connect(self, listener: StageListener, addresses: list[Address], secret: str) -> None:
         """Close the chain."""
         from ikcli.engine.pipeline.wire import connect
 
         after = [*addresses[1:], listener.address]
         for i, link in enumerate(self._links):
             host, port = self.route(i + 1, after[i])
-            link.send(Kind.NEXT, {"host": host, "port": port})
+            link.send(MessageKind.NEXT, {"host": host, "port": port})
         self._onward = connect(self.route(0, addresses[0]), {"secret": secret})
         while True:
             found = listener.accept(10.0)
@@ -249,9 +249,9 @@ class StagedRunner(Runner):
         try:
             while True:
                 kind, words, data = link.receive(keep=True)
-                if kind is Kind.STOP:
+                if kind is MessageKind.STOP:
                     break
-                is_cells = kind in (Kind.CELLS, Kind.READ) or words.get("of") == Kind.READ
+                is_cells = kind in (MessageKind.CELLS, MessageKind.READ) or words.get("of") == MessageKind.READ
                 (cells if is_cells else results).put((kind, words, data))
         except LostLinkError:
             pass
@@ -289,7 +289,7 @@ class StagedRunner(Runner):
         """Stop all stages."""
         if self._onward is not None and not self._lost:
             with suppress(LostLinkError):
-                self._onward.send(Kind.STOP, {})
+                self._onward.send(MessageKind.STOP, {})
         self._end()
         super().close()
 
@@ -322,29 +322,29 @@ class StagedRunner(Runner):
         self._numbers = {id(p): i for i, p in enumerate(programs)}
         if self._n_planned > self._n_outputs:
             self._n_outputs = self._n_planned
-            self._send(Kind.OUTPUTS, {"n": self._n_outputs})
+            self._send(MessageKind.OUTPUTS, {"n": self._n_outputs})
 
     def update_weights(self, model: Model, names: Sequence[str]) -> None:
         """Other scales of adapters, and of control vectors that all stages know."""
         added = model.adapters.added
-        self._send(Kind.SCALES, {"scales": list(added.scales), "vectors": [list(use) for use in added.vectors]})
+        self._send(MessageKind.SCALES, {"scales": list(added.scales), "vectors": [list(use) for use in added.vectors]})
 
     def read_cells(self, cache: Cache, first: int, n: int) -> Bytes:
         """Rows of a cache tensor, from the stage that holds it."""
-        self._send(Kind.READ, {"kind": cache.kind, "il": cache.il, "first": first, "n": n})
+        self._send(MessageKind.READ, {"kind": cache.kind, "il": cache.il, "first": first, "n": n})
         kind, words, data = self._take(self._cells)
-        if kind is not Kind.CELLS:
+        if kind is not MessageKind.CELLS:
             raise IkError(f"internal error: no stage holds the cache {cache.kind}-{cache.il}")
         return np.frombuffer(data, np.uint8).reshape(words["shape"])
 
     def write_cells(self, cache: Cache, first: int, rows: Bytes) -> None:
         """See `Runner.write_cells`."""
         words = {"kind": cache.kind, "il": cache.il, "first": first, "shape": rows.shape}
-        self._send(Kind.WRITE, words, [np.ascontiguousarray(rows)])
+        self._send(MessageKind.WRITE, words, [np.ascontiguousarray(rows)])
 
     def move_cells(self, cache: Cache, source: int, first: int, n: int) -> None:
         """Where they are; only this request goes over the network."""
-        self._send(Kind.MOVE, {"kind": cache.kind, "il": cache.il, "source": source, "first": first, "n": n})
+        self._send(MessageKind.MOVE, {"kind": cache.kind, "il": cache.il, "source": source, "first": first, "n": n})
 
     # --- running ------------------------------------------------------------------------------------------------------
     @property
@@ -352,7 +352,7 @@ class StagedRunner(Runner):
         """One micro-batch in every stage, and one on its way."""
         return len(self.stages) + 1
 
-    def _send(self, kind: Kind, words: dict[str, Any], payload: Sequence[Any] = ()) -> None:
+    def _send(self, kind: MessageKind, words: dict[str, Any], payload: Sequence[Any] = ()) -> None:
         if self._onward is None:
             raise StageLostError(self._lost or "the stages are not running")
         try:
@@ -360,14 +360,14 @@ class StagedRunner(Runner):
         except LostLinkError:
             raise self._broken() from None
 
-    def _take(self, source: queue.SimpleQueue[Any]) -> tuple[Kind, dict[str, Any], memoryview]:
+    def _take(self, source: queue.SimpleQueue[Any]) -> tuple[MessageKind, dict[str, Any], memoryview]:
         if self._onward is None:
             raise StageLostError(self._lost or "the stages are not running")
         found = source.get()
         if found is None:
             raise self._broken()
         kind, words, data = found
-        if kind is Kind.ERROR:
+        if kind is MessageKind.ERROR:
             raise (NonFiniteError if words["class"] == "NonFiniteError" else IkError)(words["error"])
         return kind, words, data
 
@@ -386,7 +386,7 @@ class StagedRunner(Runner):
             "program": flight.program, "threads": flight.threads, "outputs": flight.outputs,
             "compact": flight.program < len(self._numbers) - 1, "look": look,
         }  # fmt: skip
-        self._send(Kind.RUN, words, [flight.block])
+        self._send(MessageKind.RUN, words, [flight.block])
 
     def result(self, program: DividedProgram, n_rows: int) -> npt.NDArray[np.float32]:
         """Wait for the oldest one."""

@@ -8,7 +8,7 @@ from ikcli.engine.run.cpu_device import CpuDevice
 from ikcli.engine.run.run_device import CPU
 from ikcli.engine.run.runner import DividedProgram, Runner
 from ikcli.graph import Cache, Graph, Node, Rows
-from ikcli.graph.split import Places, Turn
+from ikcli.graph.split import NodePlaces, Turn
 from ikcli.graph.stages import LayerGraph, StagePart
 
 _SLACK = 512  # bytes behind every value, which kernels may read
@@ -38,7 +38,7 @@ class StageRunner(Runner):
         result: Node,
         rows: Mapping[Rows, int],
         independent: bool,
-        places: Places,
+        places: NodePlaces,
         streamed: frozenset[str],
     ) -> DividedProgram:
         part = self.part(graph)

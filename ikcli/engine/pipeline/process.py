@@ -18,7 +18,7 @@ import ikcli
 from ikcli.engine.pipeline.options import LARGE, StageOptions
 from ikcli.engine.pipeline.part import StageRunner
 from ikcli.engine.pipeline.place import Pipeline
-from ikcli.engine.pipeline.wire import Buffer, Kind, Link, Listener, LostLinkError, connect
+from ikcli.engine.pipeline.wire import Buffer, Link, LostLinkError, MessageKind, StageListener, connect
 from ikcli.engine.plan.planner import Planner
 from ikcli.engine.run.adapters import Added
 from ikcli.engine.run.control_vectors import VectorUse
@@ -32,12 +32,12 @@ from ikcli.log import hushed
 
 _LOADING = 24 * 3600.0  # seconds that neighbours may take
 
-Message = tuple[Kind, dict[str, Any], memoryview]
+Message = tuple[MessageKind, dict[str, Any], memoryview]
 
 
 def work(options: StageOptions) -> None:
     """Be a stage until the chain ends. Errors while loading are told to the driver."""
-    listener = Listener(options.host, options.secret)
+    listener = StageListener(options.host, options.secret)
     host, port = listener.address
     hello = {"secret": options.secret, "index": options.index, "version": ikcli.__version__}
     control = connect(options.driver, hello | {"host": host, "port": port, "pid": os.getpid()})
@@ -45,19 +45,19 @@ def work(options: StageOptions) -> None:
         try:
             stage = _Stage(options)
         except IkError as error:
-            control.send(Kind.FAILED, {"error": str(error)})
+            control.send(MessageKind.FAILED, {"error": str(error)})
             return
         except Exception as error:
-            control.send(Kind.FAILED, {"error": f"internal error: {type(error).__name__}: {error}"})
+            control.send(MessageKind.FAILED, {"error": f"internal error: {type(error).__name__}: {error}"})
             return
         try:
-            control.send(Kind.READY, {})
+            control.send(MessageKind.READY, {})
             _, words, _ = control.receive()
             onward = connect((words["host"], words["port"]), {"secret": options.secret, "index": options.index})
             with closing(onward):
                 stage.serve(_neighbour(listener), onward)
         except LostLinkError:
-            control.send(Kind.FAILED, {"error": "a neighbour was lost"})  # not this one
+            control.send(MessageKind.FAILED, {"error": "a neighbour was lost"})  # not this one
         finally:
             stage.close()
     except LostLinkError:
@@ -67,7 +67,7 @@ def work(options: StageOptions) -> None:
         listener.close()
 
 
-def _neighbour(listener: Listener) -> Link:
+def _neighbour(listener: StageListener) -> Link:
     while True:
         found = listener.accept(_LOADING)
         if found is not None:
@@ -106,7 +106,7 @@ class _Stage:
         with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(1) as writer, closing(arriving), closing(onward):
             while True:
                 kind, words, data = coming.result() if coming is not None else arriving.receive()
-                is_large = kind is Kind.RUN and len(data) >= LARGE
+                is_large = kind is MessageKind.RUN and len(data) >= LARGE
                 coming = reader.submit(arriving.receive, keep=True) if is_large else None
                 answer = self._answered(kind, words, data)
                 if going is not None:
@@ -117,47 +117,47 @@ class _Stage:
                     going = writer.submit(onward.send, to, words, [b"".join(parts)])
                 elif answer is not None:
                     onward.send(*answer)
-                if kind is Kind.STOP:
+                if kind is MessageKind.STOP:
                     return
 
-    def _answered(self, kind: Kind, words: dict[str, Any], data: memoryview) -> Any:
+    def _answered(self, kind: MessageKind, words: dict[str, Any], data: memoryview) -> Any:
         """The message to send on, or None; errors are messages."""
         try:
             return self._answer(kind, words, data)
         except IkError as error:
             what = "NonFiniteError" if isinstance(error, NonFiniteError) else "IkError"
-            return Kind.ERROR, {"of": kind.value, "error": str(error), "class": what}, ()
+            return MessageKind.ERROR, {"of": kind.value, "error": str(error), "class": what}, ()
         except Exception as error:  # an error of ours, told to the driver rather than a lost stage
             text = f"internal error in stage {self._runner.index + 1}: {type(error).__name__}: {error}"
-            return Kind.ERROR, {"of": kind.value, "error": text, "class": "IkError"}, ()
+            return MessageKind.ERROR, {"of": kind.value, "error": text, "class": "IkError"}, ()
 
-    def _answer(self, kind: Kind, words: dict[str, Any], data: memoryview) -> Any:
+    def _answer(self, kind: MessageKind, words: dict[str, Any], data: memoryview) -> Any:
         """The message to send on, or None."""
         onward = (kind, words, (data,))
-        if kind is Kind.RUN:
+        if kind is MessageKind.RUN:
             return self._run(words, data)
-        if kind in (Kind.READ, Kind.WRITE, Kind.MOVE):
+        if kind in (MessageKind.READ, MessageKind.WRITE, MessageKind.MOVE):
             cache = self._caches.get((words["kind"], words["il"]))
             if cache is None:
                 return onward
-            if kind is Kind.READ:
+            if kind is MessageKind.READ:
                 rows = np.ascontiguousarray(self._runner.read_cells(cache, words["first"], words["n"]))
-                return Kind.CELLS, {"shape": rows.shape}, (rows,)
-            if kind is Kind.WRITE:
+                return MessageKind.CELLS, {"shape": rows.shape}, (rows,)
+            if kind is MessageKind.WRITE:
                 rows = np.frombuffer(data, np.uint8).reshape(words["shape"])
                 self._runner.write_cells(cache, words["first"], rows)
             else:
                 self._runner.move_cells(cache, words["source"], words["first"], words["n"])
             return None
-        if kind is Kind.OUTPUTS:
+        if kind is MessageKind.OUTPUTS:
             self._session.plan_outputs(words["n"])
-        elif kind is Kind.SCALES:
+        elif kind is MessageKind.SCALES:
             self._session.apply(Added(tuple(words["scales"]), tuple(VectorUse(*use) for use in words["vectors"])))
-        if self._runner.is_last and kind in (Kind.OUTPUTS, Kind.SCALES):
+        if self._runner.is_last and kind in (MessageKind.OUTPUTS, MessageKind.SCALES):
             return None
         return onward
 
-    def _run(self, words: dict[str, Any], data: memoryview) -> tuple[Kind, dict[str, Any], list[Buffer]]:
+    def _run(self, words: dict[str, Any], data: memoryview) -> tuple[MessageKind, dict[str, Any], list[Buffer]]:
         program = self._programs[words["program"]]
         at = self._state.unpack(data, compact=words["compact"])
         part = self._runner.part(program.graph)
@@ -175,10 +175,10 @@ class _Stage:
         else:
             self._runner.run(program, words["threads"], self._state)
         if self._runner.is_last:
-            return Kind.RESULT, {}, [self._runner.result(program, words["outputs"])]
+            return MessageKind.RESULT, {}, [self._runner.result(program, words["outputs"])]
         leaving: list[Buffer] = [*self._state.packed()]
         leaving += [arrived[n] if n in arrived else program.memory[n][: self._size(n)] for n in part.leaving]
-        return Kind.RUN, words, leaving
+        return MessageKind.RUN, words, leaving
 
     def _size(self, node: Node) -> int:
         return self._state.rows[node.rows.symbol] * node.rows.factor * node.cols * 4

@@ -30,7 +30,7 @@ class LostLinkError(IkError):
     """The other end of a connection is gone."""
 
 
-class Kind(IntEnum):
+class MessageKind(IntEnum):
     """What a message is. The first ones are sent once, beside the chain."""
 
     HELLO = 1
@@ -65,7 +65,7 @@ class Link:
         if hasattr(socket, "TCP_USER_TIMEOUT"):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _PATIENCE)
 
-    def send(self, kind: Kind, words: dict[str, Any], payload: Sequence[Buffer] = ()) -> None:
+    def send(self, kind: MessageKind, words: dict[str, Any], payload: Sequence[Buffer] = ()) -> None:
         """LostLinkError if the other end is gone."""
         text = json.dumps(words).encode()
         parts = [v.cast("B") for v in map(_view, payload) if v.nbytes]
@@ -83,7 +83,9 @@ class Link:
             if n:
                 parts[0] = parts[0][n:]
 
-    def receive(self, *, keep: bool = False, timeout: float | None = None) -> tuple[Kind, dict[str, Any], memoryview]:
+    def receive(
+        self, *, keep: bool = False, timeout: float | None = None
+    ) -> tuple[MessageKind, dict[str, Any], memoryview]:
         """The next message; `keep`: the payload is in memory of its own. LostLinkError if the other end is gone."""
         try:
             if timeout is not None:
@@ -101,7 +103,7 @@ class Link:
                     self._buffer = bytearray(n_bytes)
                 data = memoryview(self._buffer)[:n_bytes]
             self._fill(data)
-            return Kind(kind), json.loads(text), data
+            return MessageKind(kind), json.loads(text), data
         except OSError as error:
             raise LostLinkError(f"a connection was lost: {error.strerror or error}") from None
         except (ValueError, RecursionError):
@@ -131,7 +133,7 @@ def _view(data: Buffer) -> memoryview:
     return data.data if isinstance(data, np.ndarray) else memoryview(data)
 
 
-class Listener:
+class StageListener:
     """Takes connections of those who know the secret."""
 
     def __init__(self, host: str, secret: str) -> None:
@@ -156,7 +158,7 @@ class Listener:
             if not _fill(sock, head):
                 raise OSError
             kind, n_words, n_bytes = _HEAD.unpack(head)
-            text = bytearray(n_words if kind == Kind.HELLO and n_words < 4096 and not n_bytes else 0)
+            text = bytearray(n_words if kind == MessageKind.HELLO and n_words < 4096 and not n_bytes else 0)
             words = json.loads(text) if text and _fill(sock, text) else None
         except (OSError, ValueError, RecursionError):
             words = None
@@ -186,5 +188,5 @@ def connect(address: tuple[str, int], hello: dict[str, Any]) -> Link:
     except OSError as error:
         raise IkError(f"{address[0]}:{address[1]} cannot be reached: {error.strerror or error}") from None
     link = Link(sock)
-    link.send(Kind.HELLO, hello)
+    link.send(MessageKind.HELLO, hello)
     return link

@@ -13,7 +13,7 @@ from ikcli.gguf.types import TYPES
 from ikcli.graph import Node, Rows, Weight
 from ikcli.graph.ops_experts import MoeUpGate, MulMatId
 from ikcli.graph.ops_rows import MulMat, MulMatHeads
-from ikcli.graph.split import Places
+from ikcli.graph.split import NodePlaces
 from ikcli.settings.run import RunConfig
 
 _POLICIES = {op.policy: op.by_expert for op in (MulMat, MulMatHeads, MulMatId, MoeUpGate)}
@@ -44,7 +44,7 @@ def _streamable(w: Weight) -> bool:
     return bool(TYPES[w.type].cuda) and is_plain(w)
 
 
-def places_of(placement: Placement) -> Places:
+def places_of(placement: Placement) -> NodePlaces:
     """Devices of nodes. A model without an output matrix multiplies with its embeddings where the output would be."""
     places = placement.places()
     output = placement.split.output

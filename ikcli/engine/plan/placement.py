@@ -21,7 +21,7 @@ from ikcli.engine.plan.tensor_rules import (
     rule_lines,
 )
 from ikcli.errors import UsageError
-from ikcli.graph.split import Places
+from ikcli.graph.split import NodePlaces
 from ikcli.settings.run import RunConfig
 
 CPU = "CPU"
@@ -59,9 +59,9 @@ class Placement:
     home: tuple[str, ...] = ()
     cache: tuple[str, ...] = ()
 
-    def places(self) -> Places:
+    def places(self) -> NodePlaces:
         """For dividing graphs between devices: what belongs to no block is done on the CPU."""
-        return Places(
+        return NodePlaces(
             weight=lambda node, weight: self.buffer_of[weight.name],
             cache=lambda il: self.cache[il],
             home=lambda il: self.home[il] if 0 <= il < len(self.home) else CPU,

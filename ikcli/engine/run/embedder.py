@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from ikcli.engine.plan.programs import EMBEDS
 from ikcli.engine.run.encoders import way_out
-from ikcli.engine.run.pooling import FloatRows, Pool, Pooling, RankHead, normalized
+from ikcli.engine.run.pooling import FloatRows, Pooling, PoolState, RankHead, normalized
 from ikcli.engine.run.session import Session
 from ikcli.errors import IkError, UnsupportedError, UsageError
 from ikcli.graph.micro_batch import Segment
@@ -71,7 +71,7 @@ def states(
 class _Text:
     key: Any
     tokens: Tokens
-    pool: Pool
+    pool: PoolState
     n_done: int = 0
 
     @property
@@ -109,7 +109,7 @@ class Embedder:
             what = f"context of {most} tokens" if hp.causal else f"{most} tokens that the model reads at once"
             way = way_out(hp, self.session.n_ctx_seq, self.session.n_ubatch)
             raise UsageError(f"the text ({len(ids)} tokens) exceeds the {what}; {way}")
-        self._waiting.append(_Text(key, ids, Pool(self.pooling, len(ids), causal=self.session.model.hp.causal)))
+        self._waiting.append(_Text(key, ids, PoolState(self.pooling, len(ids), causal=self.session.model.hp.causal)))
 
     def drop(self, unwanted: Callable[[Any], bool]) -> None:
         """Forget texts by their keys."""

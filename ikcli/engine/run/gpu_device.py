@@ -13,7 +13,7 @@ import numpy as np
 
 from ikcli.backends.cuda import kv_layout, upload
 from ikcli.backends.cuda.backend import CudaBackend, CudaProgram
-from ikcli.backends.cuda.device import Device, Memory, OutOfMemory
+from ikcli.backends.cuda.device import Device, DeviceMemory, OutOfMemory
 from ikcli.backends.cuda.lower import GpuLaunch, GpuProgram, Ref
 from ikcli.backends.cuda.transfer import Transfer
 from ikcli.backends.step_block import StepBlock
@@ -38,7 +38,7 @@ class GpuDevice(CudaBackend):
     def __init__(self, device: Device) -> None:
         super().__init__(device)
         self._closed = False
-        self._slabs: list[Memory] = []
+        self._slabs: list[DeviceMemory] = []
         self._addresses: dict[str, int] = {}
         self._cells: dict[Cache, int] = {}
 

@@ -49,7 +49,7 @@ def served_pooling(config: RunConfig, metadata: Mapping[str, Any], arch: str) ->
     return pooling_of("rank" if config.server.reranking else config.embed.pooling, metadata, arch, Pooling.LAST)
 
 
-class Pool:
+class PoolState:
     """Collects the states of one text, piece by piece."""
 
     def __init__(self, pooling: Pooling, n_tokens: int, *, causal: bool = True) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ikcli import models
-from ikcli.backends.reference import CacheStore, Executor, Observer
+from ikcli.backends.reference import CacheStore, Observer, ReferenceExecutor
 from ikcli.engine.run.batch import Batch
 from ikcli.errors import IkError
 from ikcli.gguf.reader import open_gguf
@@ -72,7 +72,7 @@ class ReferenceSession:
             module.build(graph, self.hp, weights, replace(cfg, expand=expand))
             self._graphs.append(graph)
         self.n_ctx_seq = cfg.n_ctx // n_seq_max
-        self._executor = Executor(self._load, CacheStore(cfg.n_ctx, n_seq_max), dtype, observe)
+        self._executor = ReferenceExecutor(self._load, CacheStore(cfg.n_ctx, n_seq_max), dtype, observe)
         self._n_past = [0] * n_seq_max
 
     def decode(self, batch: Batch) -> npt.NDArray[np.float32]:

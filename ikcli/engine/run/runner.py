@@ -23,7 +23,7 @@ from ikcli.engine.run.model import Model
 from ikcli.engine.run.run_device import CPU, Bytes, Observer, RunDevice
 from ikcli.engine.run.timed_ops import TimedOp
 from ikcli.graph import Cache, Graph, Lifetime, Node, Rows, Weight, assign_offsets
-from ikcli.graph.split import Places, Turn, assign, schedule
+from ikcli.graph.split import NodePlaces, Turn, assign, schedule
 
 _SLACK = 512  # bytes behind every value in hand-over memory, which kernels may read
 
@@ -75,9 +75,9 @@ class Offload:
     device: Callable[[Node, Weight, int], str | None]
 
 
-def all_on_cpu() -> Places:
+def all_on_cpu() -> NodePlaces:
     """Everything is computed where there is nothing else."""
-    return Places(lambda node, weight: CPU, lambda il: CPU, lambda il: CPU)
+    return NodePlaces(lambda node, weight: CPU, lambda il: CPU, lambda il: CPU)
 
 
 class Runner:
@@ -87,7 +87,7 @@ class Runner:
         self,
         cpu: CpuDevice,
         others: Mapping[str, RunDevice] | None = None,
-        places: Places | None = None,
+        places: NodePlaces | None = None,
         offload: Offload | None = None,
     ) -> None:
         self.cpu = cpu
@@ -128,7 +128,7 @@ class Runner:
                 streamed = names
         return program
 
-    def _offloaded(self, graph: Graph, n_tokens: int) -> tuple[Places, frozenset[str]]:
+    def _offloaded(self, graph: Graph, n_tokens: int) -> tuple[NodePlaces, frozenset[str]]:
         """Places for micro-batches of so many tokens, and the names of the weights that are copied."""
         assert self._offload is not None
         weight, device = self._places.weight, self._offload.device
@@ -147,7 +147,7 @@ class Runner:
         result: Node,
         rows: Mapping[Rows, int],
         independent: bool,
-        places: Places,
+        places: NodePlaces,
         streamed: frozenset[str],
     ) -> DividedProgram:
         cut = [name for name, part in self.parts.items() if part.asynchronous]

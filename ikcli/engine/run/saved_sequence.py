@@ -12,7 +12,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class CacheKind:
     """What tells how far sequences can go back: whether there are states, and what windows see (0: all positions)."""
 
     has_states: bool = False
@@ -62,7 +62,7 @@ class SavedSequence:
     n_tokens: int
     parts: tuple[Bytes, ...]
     checkpoints: tuple[Checkpoint, ...] = ()
-    kind: Kind = Kind()
+    kind: CacheKind = CacheKind()
     first: int = 0
 
     def reach(self, n: int) -> int:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ikcli.backends.reference import CacheStore, Executor
+from ikcli.backends.reference import CacheStore, ReferenceExecutor
 from ikcli.engine.run.batch import Batch
 from ikcli.engine.run.embedder import states
 from ikcli.engine.run.session import Session
@@ -38,7 +38,7 @@ class SelfTestError(IkError):
 
 
 @dataclass(slots=True)
-class Family:
+class OpCheck:
     """The nodes of one op on one device, and the worst of them."""
 
     device: str
@@ -64,9 +64,9 @@ class Checker:
     def __init__(self, session: Session) -> None:
         n = N_TOKENS + 1
         self.session = session
-        self.families: dict[tuple[str, str], Family] = {}
-        self.first_wrong: Family | None = None
-        self._run = Executor(self._values, CacheStore(n, 1, n))
+        self.families: dict[tuple[str, str], OpCheck] = {}
+        self.first_wrong: OpCheck | None = None
+        self._run = ReferenceExecutor(self._values, CacheStore(n, 1, n))
         self._places: dict[Node, tuple[str, Graph]] = {}
         self._stored: set[Node] = set()
 
@@ -125,13 +125,13 @@ class Checker:
 
     def _compare(self, node: Node, found: Array, wanted: Array) -> None:
         device, op = self._places[node][0], node.op.name
-        family = self.families.setdefault((device, op), Family(device, op, bound_of(node)))
+        family = self.families.setdefault((device, op), OpCheck(device, op, bound_of(node)))
         family.nodes += 1
         error = relative_error(found, wanted)
         if not error <= family.worst:
             family.worst, family.name = error, node.name
         if not error <= family.bound and self.first_wrong is None:
-            self.first_wrong = Family(device, op, family.bound, 1, error, node.name)
+            self.first_wrong = OpCheck(device, op, family.bound, 1, error, node.name)
 
 
 def bound_of(node: Node) -> float:
@@ -150,7 +150,7 @@ def relative_error(found: Array, wanted: Array) -> float:
     return float(np.linalg.norm(a - b)) / norm if norm else float(np.linalg.norm(a))
 
 
-def check(session: Session) -> list[Family]:
+def check(session: Session) -> list[OpCheck]:
     """Compare; the families by device and op. SelfTestError names the first op that is wrong, and its device."""
     ids = [(7919 * i + 3) % session.n_vocab for i in range(N_TOKENS + 1)]
     checker = Checker(session)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ikcli.engine.run.runner import Runner
-from ikcli.engine.run.saved_sequence import Bytes, Checkpoint, Kind, SavedSequence
+from ikcli.engine.run.saved_sequence import Bytes, CacheKind, Checkpoint, SavedSequence
 from ikcli.errors import IkError
 from ikcli.gguf.types import TYPES, row_n_bytes
 from ikcli.graph import Cache, Per
@@ -67,7 +67,7 @@ class Sequences:
         self._windows = [c for c in ordered if c.per is Per.WINDOW]
         self._states = [c for c in ordered if c.per is Per.SEQUENCE]
         self.has_windows = bool(self._windows)  # `make_room` has to be called before positions are added
-        self.kind = Kind(bool(self._states), window if self._windows else 0)
+        self.kind = CacheKind(bool(self._states), window if self._windows else 0)
         self._n_window = n_window
         self.keeping = Keeping()
         self.n_past: list[int] = []

@@ -21,7 +21,7 @@ Tokens = npt.NDArray[np.int32]
 
 
 @dataclass(slots=True)
-class Continuation:
+class DraftContinuation:
     """A text to be continued by at most n_max tokens, each at least as probable as p_min."""
 
     seq: int
@@ -54,7 +54,7 @@ class DraftModel:
             raise UsageError(f"{s.model_draft}: the draft model's vocabulary is not the model's; use one of its family")
         return cls(session)
 
-    def draft(self, wanted: Sequence[Continuation]) -> None:
+    def draft(self, wanted: Sequence[DraftContinuation]) -> None:
         """Fill `found` of every text; one whose beginning is not computed yet gets on by one ubatch and waits."""
         active = [w for w in wanted if w.n_max > 0 and self._catch_up(w)]
         tokens = {w.seq: int(w.text[-1]) for w in active}
@@ -72,7 +72,7 @@ class DraftModel:
                     going.append(w)
             active = going
 
-    def _catch_up(self, w: Continuation) -> bool:
+    def _catch_up(self, w: DraftContinuation) -> bool:
         """Compute the text but for its last token; False if that takes another time or does not fit."""
         session = self.session
         if len(w.text) + w.n_max > session.n_ctx_seq:
@@ -85,7 +85,7 @@ class DraftModel:
         session.sequences.checkpoint(w.seq, passing=True)
         return n + len(piece) == len(w.text) - 1
 
-    def _batch(self, active: Sequence[Continuation], tokens: dict[int, int]) -> Batch:
+    def _batch(self, active: Sequence[DraftContinuation], tokens: dict[int, int]) -> Batch:
         ids = np.array([tokens[w.seq] for w in active], np.int32)
         pos = np.array([len(self._cached[w.seq]) for w in active], np.int32)
         seq = np.array([w.seq for w in active], np.int32)

@@ -13,7 +13,7 @@ from typing import TypeVar
 from ikcli.engine.run.session import Session
 from ikcli.errors import UsageError
 from ikcli.server.slots import ngrams
-from ikcli.server.slots.draft_model import Continuation, DraftModel
+from ikcli.server.slots.draft_model import DraftContinuation, DraftModel
 from ikcli.server.slots.log import Logger
 from ikcli.server.slots.ngram_cache import Counts, NgramCache, merge, read_counts, write_counts
 from ikcli.server.slots.slot import Slot
@@ -108,7 +108,7 @@ class Speculator:
 
     def _by_model(self, slot: Slot, n_max: int, p_min: float) -> list[int]:
         assert self._model is not None
-        wanted = Continuation(slot.id, slot.text_tokens(), n_max, p_min, [])
+        wanted = DraftContinuation(slot.id, slot.text_tokens(), n_max, p_min, [])
         self._model.draft([wanted])
         return wanted.found
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -97,6 +97,83 @@ def test_imports_respect_the_layers() -> None:
             if head == "ikcli" and "." in imported and rank < RANK.get(imported.split(".")[1], -1):
                 wrong.append(f"{module} imports {imported}, which belongs to a later layer")
     assert not wrong
+
+
+def module_names() -> dict[str, Path]:
+    return {f"ikcli.{name}" if (name := module_of(path)) else "ikcli": path for path in FILES}
+
+
+def needed_by(path: Path, known: Container[str]) -> set[str]:
+    """The modules that a file imports anywhere: in functions, for type checkers, and by names that it resolves itself.
+
+    `from package import module` needs the module. A text counts in a file that calls `import_module`; what tensor type
+    records name (`ikcli.references`) is data, which the layers above resolve.
+    """
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            modules = {name for name in names if name in known}
+            found |= modules if modules == names else {*modules, str(node.module)}
+    if "import_module" in {getattr(n, "attr", getattr(n, "id", "")) for n in ast.walk(tree)}:
+        found |= {str(n.value) for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+    return {name for name in found if name in known}
+
+
+def cycles(needs: Mapping[str, Collection[str]]) -> list[list[str]]:
+    """Sets of modules that need each other, by removing modules until all that are left are on a cycle."""
+    left = {name: set(needed) for name, needed in needs.items()}
+    while True:
+        ends = {name for name, needed in left.items() if not needed & left.keys()}
+        starts = left.keys() - {other for needed in left.values() for other in needed}
+        if not ends | starts:
+            break
+        left = {name: needed for name, needed in left.items() if name not in ends | starts}
+    reach = {name: _reached(name, left) for name in left}
+    groups = {
+        tuple(sorted(other for other in reach[name] if name in reach[other])) for name in left if name in reach[name]
+    }
+    return [list(group) for group in sorted(groups)]
+
+
+def _reached(name: str, needs: Mapping[str, Collection[str]]) -> set[str]:
+    found: set[str] = set()
+    todo = [name]
+    while todo:
+        for other in needs[todo.pop()]:
+            if other in needs and other not in found:
+                found.add(other)
+                todo.append(other)
+    return found
+
+
+def test_no_import_cycles() -> None:
+    known = module_names()
+    needs = {name: needed_by(path, known) - {name} for name, path in known.items()}
+    assert not cycles(needs)
+
+
+def test_cycles_are_found(tmp_path: Path) -> None:
+    needs = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set(), "e": {"a"}, "f": {"g"}, "g": {"f"}}
+    assert cycles(needs) == [["b", "c"], ["f", "g"]]
+    assert not cycles({"a": {"b", "c"}, "b": {"c"}, "c": set()})
+    file = tmp_path / "x.py"
+    lines = [
+        "if TYPE_CHECKING:",
+        "    from p import a",
+        "def f():",
+        "    import p.b",
+        "    import_module('p.c')",
+        "d = 'p.d'",
+    ]
+    file.write_text("\n".join(lines))
+    known = {"p", "p.a", "p.b", "p.c", "p.d"}
+    assert needed_by(file, known) == {"p.a", "p.b", "p.c", "p.d"}
+    file.write_text("from p import a, name\nd = 'p.d'\n")
+    assert needed_by(file, known) == {"p", "p.a"}
 
 
 def test_models_use_the_graph_and_no_backend() -> None:

@@ -10,9 +10,9 @@ from typing import Any
 from ikcli import log
 from ikcli.cli.argv import read_lines
 from ikcli.cli.columns import MAX_ITEMS, format_size, json_scalar, print_table, printable, short
-from ikcli.commands.inspect import TypeCount, count_types
 from ikcli.errors import UsageError
 from ikcli.gguf.reader import GGUFFile, TensorInfo, open_gguf
+from ikcli.gguf.type_counts import TypeCount, count_types
 from ikcli.gguf.types import TYPES
 from ikcli.gguf.values import Typed
 from ikcli.settings.tools import InspectConfig

@@ -7,41 +7,20 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ikcli.cli.columns import MAX_ITEMS, format_size, json_scalar, print_table, printable, short
 from ikcli.cli.model import find_model
 from ikcli.errors import UsageError
-from ikcli.gguf.constants import GGMLType, GGUFValueType, file_type_label
-from ikcli.gguf.reader import GGUFFile, TensorInfo, open_gguf
+from ikcli.gguf.constants import GGUFValueType, file_type_label
+from ikcli.gguf.reader import GGUFFile, open_gguf
+from ikcli.gguf.type_counts import count_types
 from ikcli.gguf.types import TYPES
 from ikcli.settings.run import default_model
 from ikcli.settings.tools import InspectConfig
 
 _MIB = 2**20
-
-
-@dataclass(frozen=True, slots=True)
-class TypeCount:
-    """How much of a model is of one tensor type."""
-
-    type: GGMLType
-    n_tensors: int
-    n_elements: int
-    n_bytes: int
-
-
-def count_types(tensors: Sequence[TensorInfo]) -> list[TypeCount]:
-    """Histogram of tensor types in order of first appearance."""
-    totals: dict[GGMLType, list[int]] = {}
-    for t in tensors:
-        total = totals.setdefault(t.type, [0, 0, 0])
-        for i, v in enumerate((1, t.n_elements, t.n_bytes)):
-            total[i] += v
-    return [TypeCount(t, *v) for t, v in totals.items()]
 
 
 def format_count(n: int) -> str:

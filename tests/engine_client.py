@@ -11,8 +11,8 @@ from typing import Any
 from ikcli.sampling.params import SamplerParams
 from ikcli.server.slots.engine import Engine, Ticket
 from ikcli.server.slots.messages import Delta, Event, Failure, Final, GenerationRequest
-from ikcli.settings.groups import ServerConfig
 from ikcli.settings.run import RunConfig
+from ikcli.settings.server import ServerConfig
 
 GREEDY = SamplerParams(temperature=0)
 WAIT = 60  # seconds until a test gives up

@@ -16,8 +16,8 @@ from ikcli.server.replicas.app import ReplicasState, build_app
 from ikcli.server.replicas.crew import Crew
 from ikcli.server.router.child import LoadError
 from ikcli.server.router.upstream import Upstream
-from ikcli.settings.groups import ServerConfig
 from ikcli.settings.run import RunConfig
+from ikcli.settings.server import ServerConfig
 
 WAIT = 20.0
 Handler = Callable[["FakeProcess", str, str, bytes, asyncio.StreamWriter], Awaitable[None]]

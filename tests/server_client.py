@@ -15,8 +15,8 @@ from ikcli.server.http.app import build_app
 from ikcli.server.http.auth import read_keys
 from ikcli.server.http.logs import ServerLog
 from ikcli.server.http.state import ServerState
-from ikcli.settings.groups import ServerConfig
 from ikcli.settings.run import RunConfig
+from ikcli.settings.server import ServerConfig
 
 
 def _as_uvicorn(app: Any) -> Any:

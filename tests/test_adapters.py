@@ -29,9 +29,9 @@ from ikcli.gguf.constants import GGMLType
 from ikcli.graph.ops_rows import Product
 from ikcli.imatrix.collect import watch
 from ikcli.models import GraphConfig
-from ikcli.settings.groups import AdapterConfig
+from ikcli.settings.adapters import AdapterConfig
+from ikcli.settings.records import ScaledFile
 from ikcli.settings.run import RunConfig
-from ikcli.settings.values import ScaledFile
 
 EXPERTS = {"expert_count": 8, "expert_used_count": 3, "expert_feed_forward_length": 64}
 MODELS: dict[str, Callable[[], MemoryModel]] = {

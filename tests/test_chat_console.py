@@ -20,8 +20,8 @@ from ikcli.console.render import Fancy, PlainRenderer, call_line, finished_block
 from ikcli.console.repl import Repl
 from ikcli.console.start import request_fields
 from ikcli.errors import IkError
-from ikcli.settings.groups import ServerConfig
 from ikcli.settings.run import RunConfig
+from ikcli.settings.server import ServerConfig
 
 CALL = [ChatDelta(index=0, id="a", name="weather"), ChatDelta(index=0, arguments='{"city": '),
         ChatDelta(index=0, arguments='"Paris"}')]  # fmt: skip

@@ -23,7 +23,8 @@ from ikcli.measure.choice_tasks import (
     read_winogrande,
     tokenized,
 )
-from ikcli.settings.groups import PerplexityConfig, PromptConfig
+from ikcli.settings.measure import PerplexityConfig
+from ikcli.settings.prompt import PromptConfig
 from ikcli.settings.run import RunConfig, default_model
 
 N_VOCAB = 8

@@ -13,7 +13,7 @@ from ikcli.engine.plan.tensor_rules import cpu_rules, match_rules
 from ikcli.errors import UsageError
 from ikcli.main import main
 from ikcli.server.slots.speculative import stages
-from ikcli.settings.values import ScaledFile, SpecSetting, SpecStage
+from ikcli.settings.records import ScaledFile, SpecSetting, SpecStage
 
 OPTIONS = Path(__file__).parent / "data" / "llama_server_options.txt"
 

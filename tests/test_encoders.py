@@ -45,8 +45,8 @@ from ikcli.quant.recipes import RecipeOptions
 from ikcli.quant.tool import ToolOptions
 from ikcli.server.slots.engine import Engine
 from ikcli.server.slots.messages import Embedded, EmbeddingRequest, Failure
-from ikcli.settings.groups import ServerConfig
 from ikcli.settings.run import RunConfig
+from ikcli.settings.server import ServerConfig
 from ikcli.tokenizer import Tokenizer
 
 ANSWERS: dict[str, Any] = json.loads((Path(__file__).parent / "data" / "encoder_answers.json").read_text())

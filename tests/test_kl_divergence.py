@@ -22,7 +22,7 @@ from ikcli.measure.kl_divergence import KlChunk, KlParams, Positions, compare_ro
 from ikcli.measure.kld_file import BaseReader, BaseWriter, encode_rows, row_width, rows_per_chunk, split_rows
 from ikcli.measure.perplexity import PerplexityParams
 from ikcli.measure.perplexity import run as run_perplexity
-from ikcli.settings.groups import PerplexityConfig
+from ikcli.settings.measure import PerplexityConfig
 from ikcli.settings.run import RunConfig
 
 GOLDEN = [

@@ -19,7 +19,8 @@ from ikcli.gguf.reader import open_gguf
 from ikcli.measure.perplexity import PerplexityParams, run
 from ikcli.measure.stats import for_row_blocks, safe_exp, token_nll
 from ikcli.measure.text import tokenize, unescape
-from ikcli.settings.groups import PerplexityConfig, PromptConfig
+from ikcli.settings.measure import PerplexityConfig
+from ikcli.settings.prompt import PromptConfig
 from ikcli.settings.run import RunConfig, default_model
 from ikcli.tokenizer.tokenizer import Tokenizer
 

@@ -30,8 +30,8 @@ from ikcli.server.replicas.node import NodeStart
 from ikcli.server.replicas.places import Recipe
 from ikcli.server.replicas.ray_places import RayPlaces
 from ikcli.settings.fleet import BatchConfig
-from ikcli.settings.groups import ServerConfig
 from ikcli.settings.run import RunConfig
+from ikcli.settings.server import ServerConfig
 
 STUB = Path(__file__).with_name("stub_server.py")
 Stub = Callable[..., "Cluster"]

@@ -17,9 +17,9 @@ from test_server_http import error_of
 from ikcli.gguf.reader import open_gguf
 from ikcli.server.slots.engine import Engine
 from ikcli.server.slots.states import EngineError
-from ikcli.settings.groups import AdapterConfig
+from ikcli.settings.adapters import AdapterConfig
+from ikcli.settings.records import ScaledFile
 from ikcli.settings.run import default_model
-from ikcli.settings.values import ScaledFile
 
 PROMPT = "def parse(text):\n    return"
 

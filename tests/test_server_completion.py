@@ -23,8 +23,8 @@ from ikcli.server.http.shapes.chat import ChatShape
 from ikcli.server.http.shapes.common import Naming
 from ikcli.server.http.shapes.native import NativeShape
 from ikcli.server.slots.messages import Bans, Delta, Failure, GenerationRequest, RequestTimings, TokenInfo
-from ikcli.settings.groups import SamplingConfig
 from ikcli.settings.run import RunConfig
+from ikcli.settings.sampling import SamplingConfig
 
 TEXT = "Hello, wörld!"
 

@@ -15,9 +15,10 @@ from ikcli.server.slots.engine import Engine
 from ikcli.server.slots.messages import Bans, Final, Speculation
 from ikcli.server.slots.ngram_cache import NgramCache, read_counts, write_counts
 from ikcli.server.slots.ngrams import NgramMap, NgramMapValues, NgramPool, Pool, Suffix
-from ikcli.settings.groups import SamplingConfig
+from ikcli.settings.records import SpecStage
 from ikcli.settings.run import DATA_DIR
-from ikcli.settings.values import SpecStage, parse_spec_type
+from ikcli.settings.sampling import SamplingConfig
+from ikcli.settings.values import parse_spec_type
 
 TEXT = "import os\nimport sys\nimport os\nimport sys\nimport os\nimport"
 SAMPLING = (GREEDY, SamplerParams(temperature=0.8, seed=11), replace(GREEDY, repeat_penalty=1.3))

@@ -24,8 +24,9 @@ from ikcli.server.http.server import Connection, SignalServer, close, listen
 from ikcli.server.http.state import is_behind
 from ikcli.server.slots.states import EngineMetrics
 from ikcli.settings.embed import EmbedConfig
-from ikcli.settings.groups import ChatConfig, ServerConfig
+from ikcli.settings.prompt import ChatConfig
 from ikcli.settings.run import RunConfig
+from ikcli.settings.server import ServerConfig
 
 ORIGIN = "https://a.example"
 

@@ -21,8 +21,8 @@ from ikcli.server.slots.messages import Delta, Final, PromptProgress
 from ikcli.server.slots.staged_worker import StagedWorker
 from ikcli.server.slots.states import EngineError
 from ikcli.server.slots.vectors import VectorChange
+from ikcli.settings.adapters import AdapterConfig
 from ikcli.settings.fleet import BatchConfig
-from ikcli.settings.groups import AdapterConfig
 from ikcli.settings.run import default_model
 
 PROMPTS = ("import os\n", "The class " * 40, "def main(argv):\n    " * 20, "Return the value of ", "x = 1\n" * 60)

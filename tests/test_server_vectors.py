@@ -18,9 +18,9 @@ from ikcli.server.slots.engine import Engine
 from ikcli.server.slots.messages import Delta
 from ikcli.server.slots.states import EngineError
 from ikcli.server.slots.vectors import VectorChange
-from ikcli.settings.groups import AdapterConfig
+from ikcli.settings.adapters import AdapterConfig
+from ikcli.settings.records import ScaledFile
 from ikcli.settings.run import RunConfig, default_model
-from ikcli.settings.values import ScaledFile
 
 PROMPT = "def parse(text):\n    return"
 

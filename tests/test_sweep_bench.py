@@ -21,7 +21,7 @@ from ikcli.commands._sweep_table import RunInfo, SweepPrinter
 from ikcli.errors import UsageError
 from ikcli.gguf.reader import open_gguf
 from ikcli.native import isa
-from ikcli.settings.groups import SweepConfig
+from ikcli.settings.bench import SweepConfig
 from ikcli.settings.run import RunConfig, default_model
 
 PARAMS = SweepParams(pp=16, tg=4, step=16, warmup=False)

@@ -14,7 +14,7 @@ from ikcli.bench.sweep_read import SpeedRow, SpeedTable, read_file, read_text
 from ikcli.commands._sweep_table import RunInfo, SweepPrinter
 from ikcli.errors import FormatError, UnsupportedError, UsageError
 from ikcli.main import main
-from ikcli.settings.groups import SweepConfig
+from ikcli.settings.bench import SweepConfig
 from ikcli.settings.run import RunConfig
 
 MAIN = (

@@ -10,8 +10,8 @@ from typing import Any
 from ikcli.cli.argv import canonical_name, read_tokens
 from ikcli.cli.environment import variables
 from ikcli.cli.parser import Given, Scanner, all_options, names_of, takes_value
+from ikcli.settings.records import ScaledFile
 from ikcli.settings.run import RunConfig
-from ikcli.settings.values import ScaledFile
 
 OF_THE_FRONT = frozenset(
     "server." + name

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ikcli import log
 from ikcli.errors import UsageError
-from ikcli.settings.tools import ConvertConfig
+from ikcli.settings.quantize import ConvertConfig
 
 _OF_ADAPTERS = ("args", "outfile", "outtype", "model_name", "base", "dry_run", "n_threads", "json", "verbose")
 

@@ -15,7 +15,7 @@ from ikcli.commands._self_covariance import with_moments
 from ikcli.commands.quantize import recipe_of, report_plan_notes, threads, tool_options
 from ikcli.errors import IkError, UsageError
 from ikcli.settings.fleet import BatchConfig
-from ikcli.settings.tools import QuantizeConfig
+from ikcli.settings.quantize import QuantizeConfig
 
 if TYPE_CHECKING:
     from ikcli.gguf.reader import GGUFFile

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ikcli.errors import UsageError
 from ikcli.settings.option import iter_options
-from ikcli.settings.tools import CPU_TENSORS, QuantizeConfig
+from ikcli.settings.quantize import CPU_TENSORS, QuantizeConfig
 
 if TYPE_CHECKING:
     from ikcli.quant.calibration import Measure, Studied

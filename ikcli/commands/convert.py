@@ -22,7 +22,7 @@ from ikcli.commands._convert_adapter import run_adapter
 from ikcli.commands._target import has_target, target_options
 from ikcli.commands.quantize import Request, dry_run_lines, recipe_of, report_plan, threads, tool_options, write
 from ikcli.errors import UsageError
-from ikcli.settings.tools import ConvertConfig, QuantizeConfig
+from ikcli.settings.quantize import ConvertConfig, QuantizeConfig
 
 if TYPE_CHECKING:
     from ikcli.convert.tool import OpenCheckpoint

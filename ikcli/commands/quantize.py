@@ -25,7 +25,7 @@ from ikcli.commands._self_covariance import SELF, planned_data, with_moments
 from ikcli.commands._target import check_sides, has_target, target_options
 from ikcli.errors import IkError, UsageError
 from ikcli.settings.fleet import BatchConfig
-from ikcli.settings.tools import QuantizeConfig
+from ikcli.settings.quantize import QuantizeConfig
 
 if TYPE_CHECKING:
     from ikcli.quant.calibration import Measure

@@ -11,8 +11,8 @@ from ikcli.hostinfo import physical_cores
 from ikcli.quant.encoders import available_types
 from ikcli.quant.formats import format_by_name
 from ikcli.quant.imatrix_file import read_imatrix
+from ikcli.settings.quantize import QuantizeStatsConfig
 from ikcli.settings.run import default_model
-from ikcli.settings.tools import QuantizeStatsConfig
 from ikcli.study import fleet_stats
 from ikcli.study.quantize_stats import (
     HEADER,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ikcli.commands import quantize
-from ikcli.settings.tools import QuantizeConfig
+from ikcli.settings.quantize import QuantizeConfig
 
 
 def run(config: QuantizeConfig) -> int:

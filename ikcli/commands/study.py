@@ -12,8 +12,8 @@ from ikcli.fleet.choose import executor_of, threads_each
 from ikcli.gguf.types import TYPES
 from ikcli.hostinfo import physical_cores
 from ikcli.quant.encoders import available_types
+from ikcli.settings.quantize import StudyConfig
 from ikcli.settings.run import default_model, default_text
-from ikcli.settings.tools import StudyConfig
 from ikcli.study.plot import draw
 from ikcli.study.resident import ResidentOptions
 from ikcli.study.study import (

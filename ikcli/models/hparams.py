@@ -18,7 +18,7 @@ from ikcli.models.recurrent import KDA, SCAN, read_recurrent
 from ikcli.models.rope import RopeParams, read_rope
 from ikcli.models.rope_options import overrides
 from ikcli.models.windows import read_windows
-from ikcli.settings.groups import RopeConfig
+from ikcli.settings.adapters import RopeConfig
 
 MAX_LAYERS = 512
 MAX_EXPERTS = 1024

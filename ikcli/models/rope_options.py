@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ikcli.errors import UsageError
-from ikcli.settings.groups import RopeConfig
+from ikcli.settings.adapters import RopeConfig
 
 
 def overrides(rope: RopeConfig) -> Mapping[str, Any]:

@@ -1,21 +1,32 @@
 """Options that name a model on a hub or by URL: shared by all commands that take -m."""
 
-# ruff: noqa: E501  (one option per line reads as a table; `opt` makes dataclass fields)
 # fmt: off
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from ikcli.settings.option import opt
+
+# What the options of each topic share.
+_model = partial(opt, topic="model", bench_list=False)
 
 
 @dataclass(frozen=True, slots=True)
 class HubConfig:
     """A model by name, downloaded once into the cache."""
 
-    repo: str = opt("", "-hf -hfr --hf-repo", "str", "model from a Hugging Face repository; without QUANT Q4_K_M, or else its first one. With -m FILE (that is not there) or --hf-file that file of it", topic="model", form="USER/REPO[:QUANT]", example="-hf user/repo:Q4_K_M", bench_list=False, env="LLAMA_ARG_HF_REPO")
-    file: str = opt("", "-hff --hf-file", "str", "the file of --hf-repo to use; of a split model any part", topic="model", form="FILE", example="-hf user/repo -hff model-Q4_K_M.gguf", bench_list=False, env="LLAMA_ARG_HF_FILE")
-    token: str = opt("", "-hft --hf-token", "str", "access token for private and gated repositories; default HF_TOKEN, or that of hf auth login", topic="model", form="TOKEN", example="-hft hf_...", bench_list=False)
-    url: str = opt("", "-mu --model-url", "str", "model from this address, downloaded once; of a split model the address of the first part", topic="model", form="URL", example="-mu https://example.org/model.gguf", bench_list=False, env="LLAMA_ARG_MODEL_URL")
-    offline: bool = opt(False, "--offline", "switch", "use what has been downloaded and ask no server (also HF_HUB_OFFLINE=1)", topic="model", example="--offline", env="LLAMA_ARG_OFFLINE")
+    repo: str = _model("", "-hf -hfr --hf-repo", "str", form="USER/REPO[:QUANT]", example="-hf user/repo:Q4_K_M",
+        env="LLAMA_ARG_HF_REPO",
+        help="model from a Hugging Face repository; without QUANT Q4_K_M, or else its first one. With -m FILE (that "
+        "is not there) or --hf-file that file of it")
+    file: str = _model("", "-hff --hf-file", "str", form="FILE", example="-hf user/repo -hff model-Q4_K_M.gguf",
+        env="LLAMA_ARG_HF_FILE", help="the file of --hf-repo to use; of a split model any part")
+    token: str = _model("", "-hft --hf-token", "str", form="TOKEN", example="-hft hf_...",
+        help="access token for private and gated repositories; default HF_TOKEN, or that of hf auth login")
+    url: str = _model("", "-mu --model-url", "str", form="URL", example="-mu https://example.org/model.gguf",
+        env="LLAMA_ARG_MODEL_URL",
+        help="model from this address, downloaded once; of a split model the address of the first part")
+    offline: bool = opt(False, "--offline", "switch", topic="model", example="--offline", env="LLAMA_ARG_OFFLINE",
+        help="use what has been downloaded and ask no server (also HF_HUB_OFFLINE=1)")

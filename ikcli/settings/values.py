@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ikcli.errors import UsageError
+from ikcli.settings.records import DeviceSpec, ScaledFile, SpecSetting, SpecStage
 
 OFFLOAD_OPS = {26: "MUL_MAT", 27: "MUL_MAT_ID", 28: "OUT_PROD", 29: "MOE_FUSED_UP_GATE", -1: "ALL"}
 """Numbers users wrote into `-op` in 2025, and the names they meant then."""
@@ -223,15 +223,6 @@ def _on_off(text: str) -> bool:
     raise ValueError(f"has the state {text}; it is 0 or 1, on or off")
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceSpec:
-    """A described device: `cuda` or `cpu` (host memory), its bytes, and compute capability (None = not given)."""
-
-    kind: str
-    n_bytes: int
-    capability: tuple[int, int] | None = None
-
-
 _UNITS = {"gib": 2**30, "g": 2**30, "mib": 2**20, "m": 2**20, "gb": 10**9, "mb": 10**6}
 _SIZE = re.compile(r"([\d.]+)\s*([a-zA-Z]*)")
 _DEVICE = re.compile(r"(?:(\d+)\*)?(cuda|cpu):([\d.]+)([a-z]*)(?::cc=(\d+)\.(\d))?", re.IGNORECASE)
@@ -326,14 +317,6 @@ def parse_text_item(text: str) -> tuple[str, ...]:
     return (text,)
 
 
-@dataclass(frozen=True, slots=True)
-class ScaledFile:
-    """A file and how strongly what it holds is applied."""
-
-    path: Path
-    scale: float
-
-
 def parse_path_item(text: str) -> tuple[Path, ...]:
     """Files of an option that may be repeated, separated by commas; a file whose name has a comma is meant as it is."""
     whole = Path(text).expanduser()
@@ -378,36 +361,10 @@ def parse_layer_range(text: str) -> tuple[int, int]:
 SPEC_TYPES = ("none", "draft", "ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache", "suffix")
 
 
-@dataclass(frozen=True, slots=True)
-class SpecStage:
-    """One `--spec-type`: who drafts, how many tokens (n_min..n_max), and how it looks for them; None = its default.
-
-    `p_min`: least probability of a drafted token (draft model). n-gram types look for the last `size_n` tokens and
-    draft what followed them, up to `size_m` tokens, if they occurred `min_hits` times.
-    """
-
-    type: str
-    n_max: int | None = None
-    n_min: int | None = None
-    p_min: float | None = None
-    size_n: int | None = None
-    size_m: int | None = None
-    min_hits: int | None = None
-
-
 NOT_DRAFTING = ("draft-mtp", "mtp", "draft-eagle3", "eagle3", "draft-dflash", "dflash", "draft-dspark")
 """Types of other programs that draft with layers of the model or models of their own."""
 
 _SPEC_NAMES = {"draft-simple": "draft"}
-
-
-@dataclass(frozen=True, slots=True)
-class SpecSetting:
-    """One `--spec-set`: a field of the stages of a type (`ngram`: of all n-gram types) that do not set it."""
-
-    type: str
-    field: str
-    value: float
 
 
 _SPEC_KEYS = {

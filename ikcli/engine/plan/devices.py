@@ -12,8 +12,8 @@ from pathlib import Path
 
 from ikcli.backends.cuda.device import CudaError, DeviceInfo
 from ikcli.backends.cuda.device import Device as CudaDevice
+from ikcli.settings.records import DeviceSpec
 from ikcli.settings.run import RunConfig
-from ikcli.settings.values import DeviceSpec
 
 CONTEXT_BYTES = 512 * 2**20
 """CUDA context, loaded kernels and their local memory. An estimate: drivers take 300 to 600 MiB."""

@@ -24,7 +24,7 @@ from ikcli.models import HParams
 from ikcli.models.tensors import TensorLike
 from ikcli.quant.decode import dequantize
 from ikcli.quant.encode import quantize
-from ikcli.settings.groups import AdapterConfig
+from ikcli.settings.adapters import AdapterConfig
 
 F32 = npt.NDArray[np.float32]
 RANK_STEP = 32

@@ -20,7 +20,7 @@ from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import open_gguf
 from ikcli.models import HParams
 from ikcli.quant.decode import dequantize
-from ikcli.settings.groups import AdapterConfig
+from ikcli.settings.adapters import AdapterConfig
 
 F32 = npt.NDArray[np.float32]
 

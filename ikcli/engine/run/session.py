@@ -37,7 +37,7 @@ from ikcli.graph.micro_batch import Segment
 from ikcli.log import log, progress, warn
 from ikcli.models import EXPAND_MIN_TOKENS, Outputs
 from ikcli.quant.validate import check_finite
-from ikcli.settings.groups import RopeConfig
+from ikcli.settings.adapters import RopeConfig
 from ikcli.settings.run import RunConfig
 from ikcli.tokenizer import Tokenizer
 

@@ -9,7 +9,7 @@ from starlette.datastructures import Headers
 
 from ikcli.errors import UsageError
 from ikcli.server.http.users import offered_keys
-from ikcli.settings.groups import ServerConfig
+from ikcli.settings.server import ServerConfig
 
 PUBLIC = frozenset({"/", "/health", "/v1/health", "/models", "/v1/models", "/api/tags", "/index.html", "/favicon.ico"})
 """Paths that need no key."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from ikcli.errors import UsageError
 from ikcli.server.http.params import option_text
-from ikcli.settings.groups import ServerConfig
+from ikcli.settings.server import ServerConfig
 
 _NUMBERS = (
     "max_tokens", "reasoning_budget_tokens", "temperature", "top_k", "top_p", "min_p", "typical_p", "seed",

@@ -15,7 +15,7 @@ from ikcli.server.http.errors import ApiError
 from ikcli.server.http.jsontext import dump_bytes
 from ikcli.server.http.page_settings import FILE, page_settings
 from ikcli.server.http.routes.web import add_page
-from ikcli.settings.groups import ServerConfig
+from ikcli.settings.server import ServerConfig
 
 
 def add_routes(app: FastAPI, config: ServerConfig) -> frozenset[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ikcli.engine.run.sequences import Keeping
-from ikcli.settings.groups import ServerConfig
+from ikcli.settings.server import ServerConfig
 
 
 def keeping(config: ServerConfig, n_bytes: int) -> Keeping:

@@ -13,8 +13,8 @@ from ikcli.engine.run.opening import open_session
 from ikcli.engine.run.session import Session
 from ikcli.errors import UsageError
 from ikcli.server.slots.prompt_cache import common_prefix
+from ikcli.settings.adapters import AdapterConfig, RopeConfig
 from ikcli.settings.fleet import BatchConfig
-from ikcli.settings.groups import AdapterConfig, RopeConfig
 from ikcli.settings.run import RunConfig
 
 Tokens = npt.NDArray[np.int32]

@@ -17,8 +17,8 @@ from ikcli.server.slots.draft_model import DraftContinuation, DraftModel
 from ikcli.server.slots.log import Logger
 from ikcli.server.slots.ngram_cache import Counts, NgramCache, merge, read_counts, write_counts
 from ikcli.server.slots.slot import Slot
-from ikcli.settings.groups import ServerConfig
-from ikcli.settings.values import SpecSetting, SpecStage
+from ikcli.settings.records import SpecSetting, SpecStage
+from ikcli.settings.server import ServerConfig
 
 T = TypeVar("T", int, float)
 _SIZE_N, _SIZE_M, _MIN_HITS = 12, 48, 1

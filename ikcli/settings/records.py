@@ -1,0 +1,49 @@
+"""Values of options that have a structure of their own: devices, scaled files, kinds of speculation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSpec:
+    """A described device: `cuda` or `cpu` (host memory), its bytes, and compute capability (None = not given)."""
+
+    kind: str
+    n_bytes: int
+    capability: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledFile:
+    """A file and how strongly what it holds is applied."""
+
+    path: Path
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class SpecStage:
+    """One `--spec-type`: who drafts, how many tokens (n_min..n_max), and how it looks for them; None = its default.
+
+    `p_min`: least probability of a drafted token (draft model). n-gram types look for the last `size_n` tokens and
+    draft what followed them, up to `size_m` tokens, if they occurred `min_hits` times.
+    """
+
+    type: str
+    n_max: int | None = None
+    n_min: int | None = None
+    p_min: float | None = None
+    size_n: int | None = None
+    size_m: int | None = None
+    min_hits: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SpecSetting:
+    """One `--spec-set`: a field of the stages of a type (`ngram`: of all n-gram types) that do not set it."""
+
+    type: str
+    field: str
+    value: float

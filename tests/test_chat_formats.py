@@ -70,6 +70,15 @@ def test_arguments_that_are_no_json_are_named() -> None:
     assert caught.value.field == "messages[1].tool_calls[0].function.arguments"
 
 
+def test_tokens_and_thoughts_have_the_names_of_transformers() -> None:
+    source = (
+        "{{ bos_token }}{{ pad_token }}{{ unk_token is defined }}{% for m in messages %}{{ m.thinking }}{% endfor %}"
+    )
+    format = ChatFormat.for_model(source, bos="<s>", tokens={"pad_token": "<pad>"})
+    answer = {"role": "assistant", "content": "a", "reasoning_content": "so"}
+    assert render(format, USER, answer, USER).prompt.startswith("<s><pad>Falseso")
+
+
 def test_optional_calls_are_lazy() -> None:
     grammar = render(ChatFormat.for_model(HERMES), tools=TOOLS).grammar
     assert grammar.lazy and grammar.triggers == ("<tool_call>",)

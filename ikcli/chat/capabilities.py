@@ -75,6 +75,7 @@ def probe(template: ChatTemplate, bos: str, eos: str) -> Capabilities:
     both = text(_with_call(arguments, calls=2, content=None if null_content else ""), [_TOOL])
     responses = text(_with_call(arguments, response=True), [_TOOL])
     thought = {"role": "assistant", "content": "probe answer", "reasoning_content": "probe thought"}
+    thought["thinking"] = thought["reasoning_content"]
     efforts = {text([_USER], None, **effort, **effort_variables(effort)) for effort in _EFFORTS}
     listed = text([_USER], [_TOOL]) or text([system, _USER], [_TOOL])
     return Capabilities(

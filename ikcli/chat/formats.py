@@ -44,17 +44,20 @@ class ChatFormat:
         eos: str = "",
         add_bos: bool = False,
         add_eos: bool = False,
+        tokens: Mapping[str, str] | None = None,
         tool_source: str = "",
         jinja: bool = True,
         notice: str = "",
     ) -> None:
         """Compile and probe `source` (`tool_source`: the one for requests with tools). `add_bos`: the tokenizer writes
-        BOS itself, so the prompt must not. FormatError with the line if a template is broken.
+        BOS itself, so the prompt must not. `tokens`: further variables with the text of a token, such as `pad_token`.
+        FormatError with the line if a template is broken.
         """
         self.source = source
         self.notice = notice
         self.jinja = jinja
         self._bos, self._eos, self._add_bos, self._add_eos = bos, eos, add_bos, add_eos
+        self._tokens = {**(tokens or {}), "bos_token": bos, "eos_token": eos}
         self._template = ChatTemplate(source)
         self._tool_template = ChatTemplate(tool_source) if tool_source else self._template
         self.capabilities = self._probe(self._template)
@@ -74,6 +77,7 @@ class ChatFormat:
         eos: str = "",
         add_bos: bool = False,
         add_eos: bool = False,
+        tokens: Mapping[str, str] | None = None,
         tool_source: str | None = None,
         jinja: bool = True,
     ) -> ChatFormat:
@@ -94,7 +98,8 @@ class ChatFormat:
             known = ", ".join(sorted(builtin.TEMPLATES))
             raise FormatError(f'there is no built-in chat template "{template_source.strip()}"; there are {known}')
         source = named if named is not None else template_source or ""
-        options: dict[str, Any] = {"bos": bos, "eos": eos, "add_bos": add_bos, "add_eos": add_eos, "jinja": jinja}
+        options: dict[str, Any] = {"bos": bos, "eos": eos, "add_bos": add_bos, "add_eos": add_eos, "tokens": tokens}
+        options["jinja"] = jinja
         return cls(source, **options, tool_source="" if named else tool_source or "", notice=notice)
 
     @property
@@ -189,11 +194,9 @@ class ChatFormat:
             texts = message.parts if message.parts is not None else (message.content,)
             out["content"] = [{"type": "text", "text": text} for text in texts]
         if message.reasoning:
-            out["reasoning_content"] = message.reasoning
-            if isinstance(self._family, Harmony):
-                out["thinking"] = message.reasoning
-                if message.tool_calls:
-                    del out["content"]
+            out["reasoning_content"] = out["thinking"] = message.reasoning  # under both names, as transformers
+            if isinstance(self._family, Harmony) and message.tool_calls:
+                del out["content"]
         if message.name:
             out["name"] = message.name
         if message.tool_call_id:
@@ -236,10 +239,8 @@ class ChatFormat:
             variables["thinking"] = request.enable_thinking  # what some templates call it
         variables |= {k: v for k, v in request.template_kwargs.items() if k not in ("messages", "tools", "self")}
         variables = effort_variables(variables) | preserve_variables(variables) | variables
-        for name, own in (("bos_token", self._bos), ("eos_token", self._eos)):
-            variables.setdefault(name, own)
         try:
-            text = template.render(messages, tools=tools, **variables)
+            text = template.render(messages, tools=tools, **(self._tokens | variables))
         except FormatError:
             raise
         except IkError as e:

@@ -100,7 +100,7 @@ class SamplingConfig:
     """How the next token is chosen (serve, chat)."""
 
     temp: float = opt(0.8, "--temp --temperature", "float", "temperature; 0 = always the most likely token", topic="sampling", commands="SC", form="T", example="--temp 0.6", minimum=0, env="LLAMA_ARG_TEMPERATURE")
-    top_k: int = opt(40, "--top-k", "int", "keep the K most likely tokens; 0 = all", topic="sampling", commands="SC", form="K", example="--top-k 40", minimum=0, env="LLAMA_ARG_TOP_K")
+    top_k: int = opt(40, "--top-k", "int", "keep the K most likely tokens; 0 or less = all", topic="sampling", commands="SC", form="K", example="--top-k 40", env="LLAMA_ARG_TOP_K")
     top_p: float = opt(0.95, "--top-p", "float", "keep the most likely tokens up to this total probability", topic="sampling", commands="SC", form="P", example="--top-p 0.95", env="LLAMA_ARG_TOP_P")
     min_p: float = opt(0.05, "--min-p", "float", "drop tokens below this share of the best one", topic="sampling", commands="SC", form="P", example="--min-p 0.05", env="LLAMA_ARG_MIN_P")
     tfs: float = opt(1.0, "--tfs", "float", "tail free sampling; 1 = off", topic="sampling", commands="SC", form="Z", example="--tfs 1")

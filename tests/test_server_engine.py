@@ -19,7 +19,9 @@ from gguf_files import write_model
 from ikcli.config import RunConfig
 from ikcli.engine.session import Session
 from ikcli.sampling.params import SamplerParams
+from ikcli.sampling.vocab import SamplerVocab
 from ikcli.server.slots.engine import Engine
+from ikcli.server.slots.generation import Generation, Setting
 from ikcli.server.slots.messages import Bans, Delta, Event, Failure, Final, PromptProgress, TokenInfo
 from ikcli.server.slots.output import Output
 from ikcli.server.slots.patterns import Pattern
@@ -174,6 +176,33 @@ def test_t_max_predict_ms_acts_at_line_ends(engine: Engine) -> None:
     bias = SamplerParams(temperature=0, logit_bias=((newline, 1e5),))
     final = ask(engine, "import ", 1500, sampling=bias, t_max_predict_ms=1)
     assert final.stop_type == "limit" and final.timings.predicted_n < 1500 and final.has_new_line
+
+
+def test_the_log_of_a_request_ends_with_its_rates(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> None:
+    lines: list[tuple[str, dict[str, object]]] = []
+    monkeypatch.setattr(
+        engine._worker, "_log", lambda level, function, message, fields: lines.append((message, fields))
+    )
+    final = ask(engine, "def f(x):", 5, cache_prompt=False)
+    until(lambda: bool(lines) and "idle" in lines[-1][0])
+    of_request = [line for line in lines if line[1].get("id_task") is not None]
+    (prompt, a), (generation, b) = of_request[-2:]
+    assert prompt.startswith("prompt eval time     = ") and generation.startswith("generation eval time = ")
+    assert (a["n_prompt_tokens_processed"], b["n_decoded"]) == (final.timings.prompt_n, 5)
+    assert a["n_tokens_second"] == pytest.approx(1e3 * final.timings.prompt_n / final.timings.prompt_ms, rel=1e-2)
+    assert float(str(b["n_tokens_second"])) > 0
+
+
+def test_a_time_limit_does_not_lift_that_of_endless_answers(engine: Engine) -> None:
+    """Without `n_predict` an answer ends where prompt and answer have the length that the model was trained on."""
+    n_total = 40
+    setting = Setting(64, n_total, True, engine.tokenizer, SamplerVocab.from_tokenizer(engine.tokenizer))
+    newline = engine.tokenizer.encode("\n", add_special=False)[0]
+    generation = Generation(request(engine.tokenizer.encode("a"), -1, t_max_predict_ms=10**9), setting, 0)
+    generation.prompt_done()
+    while generation.push(TokenInfo(newline, 0.0)):
+        assert len(generation.history) < n_total
+    assert (len(generation.history), generation.stop_type, generation.truncated) == (n_total, "limit", True)
 
 
 def test_banned_texts_are_taken_back(engine: Engine) -> None:

@@ -161,6 +161,9 @@ def test_without_shift_the_answer_ends_with_the_context() -> None:
 def test_n_predict_minus_2_fills_the_context(engine: Engine) -> None:
     final = ask(engine, LONG, -2)
     assert final.truncated and final.timings.n_past + 1 == engine.model.n_ctx_slot
+    again = ask(engine, LONG, 10_000, within_context=True)
+    assert again.truncated and (again.stop_type, again.timings.n_past) == ("limit", final.timings.n_past)
+    assert ask(engine, LONG, 3, within_context=True).timings.predicted_n == 3
 
 
 # --- slot files -------------------------------------------------------------------------------------------------------

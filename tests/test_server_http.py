@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ from server_client import Client
 from ikcli.config import RunConfig
 from ikcli.errors import UsageError
 from ikcli.server.http import body, jsontext
+from ikcli.server.http.logs import ServerLog
+from ikcli.server.slots.log import log_timings
+from ikcli.server.slots.messages import RequestTimings
 
 
 def error_of(response: Any, status: int, type: str = "invalid_request_error") -> str:
@@ -22,6 +26,33 @@ def error_of(response: Any, status: int, type: str = "invalid_request_error") ->
     assert error["code"] == status and error["type"] == type
     assert error["message"]
     return str(error["message"])
+
+
+def test_timing_lines_are_those_of_the_reference() -> None:
+    """As people quote them; the JSON log has the rates as fields."""
+    out, objects = io.StringIO(), io.StringIO()
+    timings = RequestTimings(cache_n=7, prompt_n=85, prompt_ms=16115.8, predicted_n=1960, predicted_ms=155304.51)
+    for log in (ServerLog(out=out), ServerLog(json=True, out=objects)):
+        log_timings(log, {"id_slot": 0, "id_task": 3}, timings, truncated=False)
+    texts = [line.partition(" | ")[0] for line in out.getvalue().splitlines()]
+    assert texts[-2:] == [
+        "INFO [           print_timings] prompt eval time     =   16115.80 ms /    85 tokens"
+        " (  189.60 ms per token,     5.27 tokens per second)",
+        "INFO [           print_timings] generation eval time =  155304.51 ms /  1960 runs  "
+        " (   79.24 ms per token,    12.62 tokens per second)",
+    ]
+    assert "          total time =  171420.31 ms" in texts[0] and "n_tokens_second=5.274" in out.getvalue()
+    total, prompt, generation = map(json.loads, objects.getvalue().splitlines())
+    assert (total["t_total"], total["n_cached"], total["truncated"]) == (171420.31, 7, False)
+    wanted = {"id_slot": 0, "id_task": 3, "t_prompt_processing": 16115.8, "n_prompt_tokens_processed": 85,
+              "t_token": 189.598, "n_tokens_second": 5.274}  # fmt: skip
+    assert wanted.items() <= prompt.items()
+    wanted = {"id_slot": 0, "t_token_generation": 155304.51, "n_decoded": 1960, "t_token": 79.237,
+              "n_tokens_second": 12.62}  # fmt: skip
+    assert wanted.items() <= generation.items()
+    nothing = io.StringIO()
+    log_timings(ServerLog(out=nothing), {}, RequestTimings(prompt_n=3, prompt_ms=1.0))
+    assert "0.00 ms /     0 runs" in nothing.getvalue()
 
 
 def test_health_tells_slots() -> None:
@@ -202,8 +233,6 @@ def test_log_lines() -> None:
 
 
 def test_json_log_and_no_prompts(capsys: pytest.CaptureFixture[str]) -> None:
-    from ikcli.server.http.logs import ServerLog
-
     ServerLog(json=True).warn("f", "m", id_slot=0)
     entry = json.loads(capsys.readouterr().out)
     assert entry["level"] == "WARN" and entry["function"] == "f" and entry["msg"] == "m" and entry["id_slot"] == 0

@@ -163,13 +163,18 @@ def timing_lines(t: Timings) -> list[str]:
     head = "llama_print_timings:"
     return [
         f"{head}        load time = {1e3 * t.t_load:10.2f} ms",
-        f"{head} prompt eval time = {_rate(t.t_prompt, t.n_prompt, 'tokens')}",
-        f"{head}        eval time = {_rate(t.t_eval, t.n_eval, 'runs  ')}",
+        f"{head} prompt eval time = {rate_text(1e3 * t.t_prompt, t.n_prompt, 'tokens')}",
+        f"{head}        eval time = {rate_text(1e3 * t.t_eval, t.n_eval, 'runs  ')}",
         f"{head}       total time = {1e3 * (t.t_prompt + t.t_eval):10.2f} ms / {t.n_prompt + t.n_eval:5d} tokens",
     ]
 
 
-def _rate(seconds: float, n: int, unit: str) -> str:
-    ms = 1e3 * seconds
-    per_token, per_second = (ms / n, n / seconds) if n and seconds > 0 else (0.0, 0.0)
+def rate(ms: float, n: int) -> tuple[float, float]:
+    """Milliseconds per token and tokens per second, 0 where nothing was computed."""
+    return (ms / n, 1e3 * n / ms) if n and ms > 0 else (0.0, 0.0)
+
+
+def rate_text(ms: float, n: int, unit: str) -> str:
+    """How long `n` tokens took, in the form of llama.cpp's timing lines."""
+    per_token, per_second = rate(ms, n)
     return f"{ms:10.2f} ms / {n:5d} {unit} ({per_token:8.2f} ms per token, {per_second:8.2f} tokens per second)"

@@ -26,7 +26,7 @@ def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
     out = {name: value for name, value in body.items() if name not in _OWN}
     out["messages"] = _system(body.get("system")) + _messages(f.array(body["messages"], "messages"))
     limit = body.get("max_tokens")
-    out["max_tokens"] = DEFAULT_MAX_TOKENS if limit is None else f.checked(limit, "int", "max_tokens", 0)
+    out["max_tokens"] = DEFAULT_MAX_TOKENS if limit is None else f.checked(limit, "int", "max_tokens", -2)
     if body.get("stop_sequences") is not None:
         out["stop"] = list(f.texts(body["stop_sequences"], "stop_sequences"))
     if body.get("tools") is not None:

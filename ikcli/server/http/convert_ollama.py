@@ -32,8 +32,8 @@ def generation_fields(body: Mapping[str, Any]) -> dict[str, Any]:
     options = f.table({} if body.get("options") is None else body["options"], "options")
     out = {_RENAMED[name]: value for name, value in options.items() if name in _RENAMED and value is not None}
     n_predict = out.get("n_predict")
-    if isinstance(n_predict, int) and n_predict < 0:
-        out["n_predict"] = -1
+    if isinstance(n_predict, int) and (n_predict < -2 or n_predict == 0):
+        out["n_predict"] = -1  # as Ollama does, which has no other sign for endless answers than these
     stream = body.get("stream")
     out["stream"] = True if stream is None else f.boolean(stream, "stream")
     out |= _format(body.get("format"))

@@ -53,7 +53,7 @@ def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
     messages += [{"role": "user", "content": value}] if isinstance(value, str) else _items(f.array(value, "input"))
     out["messages"] = messages
     if body.get("max_output_tokens") is not None:
-        out["max_tokens"] = f.checked(body["max_output_tokens"], "int", "max_output_tokens", 0)
+        out["max_tokens"] = f.checked(body["max_output_tokens"], "int", "max_output_tokens", -2)
     tools = _tools(body.get("tools"))
     if tools:
         out["tools"] = tools

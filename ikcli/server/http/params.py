@@ -47,6 +47,7 @@ class Options:
     """Everything of a request that is not sampling. `json_schema` None: no schema (a schema may be false)."""
 
     n_predict: int = -1
+    within_context: bool = False
     stream: bool = False
     include_usage: bool = False
     stop: tuple[str, ...] = ()
@@ -107,7 +108,7 @@ def defaults_of(config: RunConfig) -> Defaults:
     check_params(sampling)
     return Defaults(
         sampling=sampling,
-        n_predict=max(config.n_predict, -1),
+        n_predict=config.n_predict,
         n_keep=config.prompt.keep,
         cache_prompt=config.server.cache_prompt,
         sse_ping_interval=config.server.sse_ping_interval,
@@ -264,6 +265,7 @@ def _options(values: dict[str, Any], defaults: Defaults, limits: Limits) -> Opti
     return Options(
         **options,
         n_predict=_n_predict(values, defaults),
+        within_context=-2 in (values.get("n_predict"), defaults.n_predict),
         n_keep=values.get("n_keep", defaults.n_keep),
         t_max_predict_ms=max(values.get("t_max_predict_ms", 0), 0),
         cache_prompt=values.get("cache_prompt", defaults.cache_prompt),
@@ -281,11 +283,9 @@ def _options(values: dict[str, Any], defaults: Defaults, limits: Limits) -> Opti
 
 
 def _n_predict(values: dict[str, Any], defaults: Defaults) -> int:
-    """The request's limit, never above the server's (-n)."""
-    n_predict = max(values.get("n_predict", -1), -1)
-    if defaults.n_predict < 0:
-        return n_predict
-    return defaults.n_predict if n_predict < 0 else min(n_predict, defaults.n_predict)
+    """The request's limit, never above the server's (-n). -2, until the context is full, is below -1, no limit."""
+    both = (int(values.get("n_predict", -1)), defaults.n_predict)
+    return min([n for n in both if n >= 0] or both)
 
 
 def _constraint(values: dict[str, Any], defaults: Defaults) -> tuple[str, Any]:

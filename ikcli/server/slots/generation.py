@@ -107,8 +107,9 @@ class Generation:
             return True
         if request.n_indent > 0 and not out.line_indent(piece, request.n_indent):
             return True
-        if request.t_max_predict_ms > 0 and out.has_new_line:
-            return 1e3 * (self._t_now - self.t_prompt_done) > request.t_max_predict_ms
+        ms = 1e3 * (self._t_now - self.t_prompt_done)
+        if request.t_max_predict_ms > 0 and out.has_new_line and ms > request.t_max_predict_ms:
+            return True
         if request.n_predict < 0 and len(self.history) >= self._setting.n_total:
             self.truncated = True
             return True
@@ -122,7 +123,8 @@ class Generation:
     @property
     def may_shift(self) -> bool:
         """Whether old tokens may be dropped when the slot is full."""
-        return self._setting.context_shift and self.request.n_predict != -2
+        request = self.request
+        return self._setting.context_shift and not request.within_context and request.n_predict != -2
 
     @property
     def n_remain(self) -> int:

@@ -34,7 +34,7 @@ from ikcli.server.slots.checkpoints import keeping, places
 from ikcli.server.slots.embeddings import Embeddings, EmbeddingTask
 from ikcli.server.slots.failures import check_finite, engine_error, failure_of, invalid
 from ikcli.server.slots.generation import Generation, Setting, as_info
-from ikcli.server.slots.log import Logger
+from ikcli.server.slots.log import Logger, log_timings
 from ikcli.server.slots.messages import EmbeddingRequest, Event, Failure, GenerationRequest
 from ikcli.server.slots.prompt_cache import default_limit
 from ikcli.server.slots.reuse import Reuse
@@ -218,6 +218,8 @@ class Worker:
         for slot in self.slots:
             if slot.task is not None and slot.task.cancelled:
                 self._log("INFO", "update_slots", "slot released: request cancelled", _ids(slot))
+                if slot.state == GENERATION and slot.generation is not None:
+                    log_timings(self._log, _ids(slot), slot.generation.timings(slot.n_past), cancelled=True)
                 slot.release()
         waiting = []
         for action in self._actions:
@@ -494,7 +496,7 @@ class Worker:
         assert slot.task is not None
         self.counters.predicted(g.output.n_total, g.predicted_seconds)
         self.counters.speculation(g.n_drafts, g.n_drafted, g.accepted_by_position)
-        ids, t = _ids(slot), g.timings(slot.n_past)
+        ids, timings = _ids(slot), g.timings(slot.n_past)
         self._send(slot.task, g.final(slot.n_past))
         slot.n_past = self.session.truncate(slot.id, slot.n_past)
         self._speculator.finished(slot)
@@ -502,10 +504,7 @@ class Worker:
         self._reuse.finished(slot)
         if all(s.state == IDLE for s in self.slots):
             self._deliver()  # nothing is going to be computed; the log can wait
-        self._log("INFO", "print_timings", "request done", {
-            **ids, "n_cached": t.cache_n, "n_prompt": t.prompt_n, "t_prompt_ms": round(t.prompt_ms, 2),
-            "n_predicted": t.predicted_n, "t_predicted_ms": round(t.predicted_ms, 2), "truncated": g.truncated,
-        })  # fmt: skip
+        log_timings(self._log, ids, timings, truncated=g.truncated)
 
     def _count_prompt(self, n: int, seconds: float) -> None:
         self.counters.prompt(n, seconds)

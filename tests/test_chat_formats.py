@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from typing import Any
 
@@ -46,6 +47,15 @@ TOOLS = [{"type": "function", "function": {"name": name, "parameters": PARAMETER
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": "y"}'}}
 
 
+_TOOLS = "{# <tool_call> #}{% if tools %}{{ tools|tojson }}{% endif %}{% for m in messages %}{{ m.content }}"
+_CALLS = _TOOLS + "{% for c in m.tool_calls or [] %}{{ c.function.name }}("
+ITEMS = _CALLS + "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }},{% endfor %}){% endfor %}{% endfor %}"
+BOTH = (
+    _CALLS + "{% if c.function.arguments is string %}{{ c.function.arguments }}{% else %}"
+    "{{ c.function.arguments|tojson }}{% endif %}){% endfor %}{% endfor %}"
+)
+
+
 def render(format: ChatFormat, *messages: Any, **body: Any) -> Any:
     return format.render(parse_request({"messages": list(messages) or [USER], **body}))
 
@@ -63,11 +73,29 @@ def test_a_family_with_tools() -> None:
     assert "<tool_call>" in answer.preserved_tokens
 
 
-def test_arguments_that_are_no_json_are_named() -> None:
-    bad = {**CALL, "function": {"name": "f", "arguments": "{x"}}
-    with pytest.raises(RequestError) as caught:
-        render(ChatFormat.for_model(HERMES), USER, {"role": "assistant", "tool_calls": [bad]}, USER)
-    assert caught.value.field == "messages[1].tool_calls[0].function.arguments"
+@pytest.mark.parametrize("template", ["chatml", "llama3", "hermes", "items", "both"])
+@pytest.mark.parametrize("arguments", ["{x", '{"x": "cut o', "[1]", "7", '"t"', "null", [1], 7, True, "[" * 5000])
+def test_calls_whose_arguments_are_no_object_do_not_end_a_conversation(template: str, arguments: Any) -> None:
+    """A model wrote them, and the client sends them along with every later request."""
+    source = {**TEMPLATES, "hermes": HERMES, "items": ITEMS, "both": BOTH}[template]
+    bad = {**CALL, "function": {"name": "f", "arguments": arguments}}
+    result = {"role": "tool", "tool_call_id": "c1", "content": "wrong arguments"}
+    answer = render(ChatFormat.for_model(source), USER, {"role": "assistant", "tool_calls": [bad]}, result, tools=TOOLS)
+    shown = answer.prompt.replace("\\", "")
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+    assert text in shown and "wrong arguments" in shown
+
+
+def test_text_arguments_stay_as_they_are_where_a_template_takes_them() -> None:
+    bad = {**CALL, "function": {"name": "f", "arguments": '{"x": "cut o'}}
+    answer = render(ChatFormat.for_model(BOTH), USER, {"role": "assistant", "tool_calls": [bad]}, tools=TOOLS)
+    assert answer.prompt.endswith('f({"x": "cut o)')
+    answer = render(ChatFormat.for_model(ITEMS), USER, {"role": "assistant", "tool_calls": [bad]}, tools=TOOLS)
+    assert answer.prompt.endswith('f(arguments={"x": "cut o,)')
+    for empty in ("", " ", None):
+        none = {**CALL, "function": {"name": "f", "arguments": empty}}
+        answer = render(ChatFormat.for_model(BOTH), USER, {"role": "assistant", "tool_calls": [none]}, tools=TOOLS)
+        assert answer.prompt.endswith("f({})")
 
 
 def test_tokens_and_thoughts_have_the_names_of_transformers() -> None:

@@ -87,17 +87,18 @@ def written_out(message: Message) -> Message:
         return Message("user", text)
     if not message.tool_calls:
         return message
-    calls = [{"name": c.name, "arguments": _value(c.arguments)} for c in message.tool_calls]
+    calls = [{"name": c.name, "arguments": json_value(c.arguments)} for c in message.tool_calls]
     key, value = ("tool_call", calls[0]) if len(calls) == 1 else ("tool_calls", calls)
     text = json.dumps({key: value}, ensure_ascii=False)
     return replace(message, content=f"{message.content}\n{text}".lstrip("\n"), parts=None, tool_calls=())
 
 
-def _value(arguments: str) -> object:
+def json_value(text: str) -> object:
+    """The value of JSON text; the text itself if it is none."""
     try:
-        return json.loads(arguments)
-    except ValueError:
-        return arguments
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
 
 
 def list_tools(messages: Sequence[Message], tools: Sequence[Tool], how: str = "") -> list[Message]:

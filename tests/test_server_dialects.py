@@ -337,6 +337,28 @@ def test_custom_tools_take_and_give_text() -> None:
         assert not any("function_call" in kind for kind in found)
 
 
+@pytest.mark.parametrize(
+    ("kind", "arguments", "wanted"),
+    [
+        ("local_shell", {"command": ["ls", "-l"]}, {"action": {"type": "exec", "env": {}, "command": ["ls", "-l"]}}),
+        ("shell", {"commands": ["ls"]}, {"action": {"commands": ["ls"]}}),
+        ("apply_patch", {"type": "delete_file", "path": "p"}, {"operation": {"type": "delete_file", "path": "p"}}),
+    ],
+)
+def test_tools_that_have_only_a_type(kind: str, arguments: dict[str, Any], wanted: dict[str, Any]) -> None:
+    client = calling(kind, json.dumps(arguments))
+    body = {"input": "hi", "tools": [{"type": kind}], "tool_choice": {"type": kind}}
+    (item,) = client.post("/v1/responses", body).json()["output"]
+    assert item["type"] == f"{kind}_call" and item["call_id"] and item["status"] == "completed"
+    assert wanted.items() <= item.items() and "arguments" not in item
+    assert f'"name": "{kind}"' in client.engine.tokenizer.decode(client.engine.requests[-1].prompt)
+    events = client.events("/v1/responses", body)
+    (done,) = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert wanted.items() <= done.items() and not any("arguments" in event["type"] for event in events)
+    output = {"type": f"{kind}_call_output", "call_id": item["call_id"], "output": "done"}
+    assert '"arguments": {' in prompt_of("/v1/responses", {"input": [*HI, item, output]})
+
+
 def test_tools_that_the_conversation_brings() -> None:
     call = {"type": "tool_search_call", "call_id": "s", "execution": "client", "arguments": {"goal": "files"}}
     found = {"type": "tool_search_output", "call_id": "s", "execution": "client", "tools": [NAMESPACE]}

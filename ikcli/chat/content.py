@@ -141,6 +141,14 @@ def arguments_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
+def json_value(text: str) -> object:
+    """The value of JSON text; the text itself if it is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
 def _found(value: Any) -> Iterator[tuple[str, str]]:
     """What a value holds in order: ("", text), or (medium, "") for what cannot be read."""
     if isinstance(value, str):

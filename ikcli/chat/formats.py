@@ -14,10 +14,10 @@ from typing import Any
 
 from ikcli.chat import builtin
 from ikcli.chat.capabilities import Capabilities, call_shape, effort_variables, preserve_variables, probe
-from ikcli.chat.content import RequestError
+from ikcli.chat.content import RequestError, json_value
 from ikcli.chat.families.base import Family
 from ikcli.chat.families.detect import family_by_shape, family_of, reasoning_of
-from ikcli.chat.families.generic import Generic, explain_tools, json_value, list_tools, written_out
+from ikcli.chat.families.generic import Generic, explain_tools, list_tools, written_out
 from ikcli.chat.families.harmony import Harmony
 from ikcli.chat.messages import Message
 from ikcli.chat.prompt import ChatPrompt, Thinking, answer_grammar, parser_settings

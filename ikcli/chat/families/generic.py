@@ -9,6 +9,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ikcli.chat.content import json_value
 from ikcli.chat.families.base import BLANK, SPACE, CallSink, Family, Node, Schema, TextSink, any_of, calls_of, seq
 from ikcli.chat.families.json_calls import Keys, object_tree, read_list, read_object
 from ikcli.chat.messages import Message, Tool
@@ -91,14 +92,6 @@ def written_out(message: Message) -> Message:
     key, value = ("tool_call", calls[0]) if len(calls) == 1 else ("tool_calls", calls)
     text = json.dumps({key: value}, ensure_ascii=False)
     return replace(message, content=f"{message.content}\n{text}".lstrip("\n"), parts=None, tool_calls=())
-
-
-def json_value(text: str) -> object:
-    """The value of JSON text; the text itself if it is none."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
 
 
 def list_tools(messages: Sequence[Message], tools: Sequence[Tool], how: str = "") -> list[Message]:

@@ -1,29 +1,63 @@
 """The tools of a Responses request: which the model gets as functions, and how their calls are written for the client.
 
 A tool with a name and a schema, or with an input of free text ("custom"), is for the client to carry out, whatever its
-type is called; one with `tools` of its own is a namespace of such. Items of the conversation may bring further tools
-(what a search for tools found). Tools that only OpenAI's servers have are left out.
+type is called, and so are a few that have only a type; one with `tools` of its own is a namespace. Items of the
+conversation may bring further tools (what a search for tools found). Tools that OpenAI's servers have are left out.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from ikcli.chat.content import json_value
 from ikcli.server.http import fields as f
 from ikcli.server.http.errors import bad_request
 from ikcli.server.http.shapes.common import random_id
 
+_TEXT, _TEXTS, _NUMBER = {"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "integer"}
+
+
+@dataclass(frozen=True, slots=True)
+class KnownTool:
+    """A tool that a request names by its type alone; calls have what they ask for under `key`, beginning as `empty`."""
+
+    key: str
+    description: str
+    properties: Mapping[str, Any]
+    required: tuple[str, ...]
+    empty: Mapping[str, Any] = field(default_factory=dict)
+
+
+KNOWN = {
+    "local_shell": KnownTool(
+        "action", "Run a command on the user's machine",
+        {"command": _TEXTS, "working_directory": _TEXT, "timeout_ms": _NUMBER}, ("command",),
+        {"type": "exec", "command": [], "env": {}},
+    ),
+    "shell": KnownTool(
+        "action", "Run commands in a shell on the user's machine",
+        {"commands": _TEXTS, "timeout_ms": _NUMBER, "max_output_length": _NUMBER}, ("commands",),
+        {"commands": []},
+    ),
+    "apply_patch": KnownTool(
+        "operation", "Create, update or delete a file; a diff has lines that begin with a space, + or -",
+        {"type": {"enum": ["create_file", "update_file", "delete_file"]}, "path": _TEXT, "diff": _TEXT},
+        ("type", "path"),
+    ),
+}  # fmt: skip
+"""By the type of the tool, which is the name of the function as well."""
+
 
 @dataclass(frozen=True, slots=True)
 class ClientTool:
-    """A tool of the client; `function` is how the model knows it."""
+    """A tool of the client; `function` is how the model knows it. `kind`: function, custom, or one of `KNOWN`."""
 
     name: str
     namespace: str
-    custom: bool
+    kind: str
     function: Mapping[str, Any]
 
     @property
@@ -33,12 +67,28 @@ class ClientTool:
 
     def item(self, call_id: str) -> dict[str, Any]:
         """The item of a call that begins."""
+        status = {"call_id": call_id, "status": "in_progress"}
         names = {"name": self.name} | ({"namespace": self.namespace} if self.namespace else {})
-        if self.custom:
-            head = {"type": "custom_tool_call", "id": "ctc_" + random_id()}
-            return {**head, "call_id": call_id, **names, "input": "", "status": "in_progress"}
-        head = {"type": "function_call", "id": "fc_" + random_id()}
-        return {**head, "call_id": call_id, **names, "arguments": "", "status": "in_progress"}
+        if self.kind == "function":
+            return {"type": "function_call", "id": "fc_" + random_id(), **names, "arguments": "", **status}
+        if self.kind == "custom":
+            return {"type": "custom_tool_call", "id": "ctc_" + random_id(), **names, "input": "", **status}
+        return {
+            "type": f"{self.kind}_call",
+            "id": "tc_" + random_id(),
+            KNOWN[self.kind].key: dict(KNOWN[self.kind].empty),
+            **status,
+        }
+
+    def fill(self, item: dict[str, Any], arguments: str) -> None:
+        """Write what a call asks for into its item."""
+        if self.kind == "function":
+            item["arguments"] = arguments
+        elif self.kind == "custom":
+            item["input"] = custom_input(arguments)
+        else:
+            known, value = KNOWN[self.kind], json_value(arguments)
+            item[known.key] = {**known.empty, **(value if isinstance(value, dict) else {})}
 
 
 class ClientTools:
@@ -65,14 +115,15 @@ class ClientTools:
                 name = f.text(tool.get("name"), f"{here}.name")
                 about = f.text(tool.get("description") or "", f"{here}.description")
                 self._add(tool["tools"], f"{here}.tools", f"{namespace}__{name}" if namespace else name, about)
-            elif kind in ("function", "custom") or ("name" in tool and "parameters" in tool):
+            elif kind in KNOWN or kind in ("function", "custom") or ("name" in tool and "parameters" in tool):
                 self._enter(tool, here, namespace, about)
                 about = ""  # of a namespace: said with its first function
             else:
                 self._left_out.append(str(kind)[:64])
 
     def _enter(self, tool: Mapping[str, Any], path: str, namespace: str, about: str) -> None:
-        name = f.text(tool.get("name"), f"{path}.name")
+        kind = tool["type"] if tool.get("type") in (*KNOWN, "custom") else "function"
+        name = kind if kind in KNOWN else f.text(tool.get("name"), f"{path}.name")
         if (namespace, name) in self._tools:
             if not path.startswith("tools"):
                 return  # said again in the conversation
@@ -80,12 +131,11 @@ class ClientTools:
         qualified = name if not namespace else f"{namespace}{'' if namespace.endswith('__') else '__'}{name}"
         while qualified in self._names:
             qualified += "_"
-        custom = tool.get("type") == "custom"
-        function = _custom(tool, path) if custom else {k: v for k, v in tool.items() if k != "type" and v is not None}
+        function = _function(kind, tool, path)
         if about:
             said = f.text(function.get("description") or "", f"{path}.description")
             function["description"] = f"{about}\n{said}".rstrip()
-        found = ClientTool(name, namespace, custom, function | {"name": qualified})
+        found = ClientTool(name, namespace, kind, function | {"name": qualified})
         self._tools[namespace, name] = self._names[qualified] = found
 
     def chat(self) -> list[dict[str, Any]]:
@@ -101,7 +151,7 @@ class ClientTools:
 
     def called(self, qualified: str) -> ClientTool:
         """The tool that the model calls."""
-        return self._names.get(qualified) or ClientTool(qualified, "", False, {"name": qualified})
+        return self._names.get(qualified) or ClientTool(qualified, "", "function", {"name": qualified})
 
     def choice(self, value: Any) -> dict[str, Any]:
         """`tool_choice` of a chat completion request; ApiError if what has to be called is not there."""
@@ -133,12 +183,23 @@ class ClientTools:
             if wanted.get("type") == "namespace":
                 if tool.namespace == name:
                     yield tool
-            elif name in (tool.name, tool.qualified) and namespace in (None, tool.namespace):
+            elif (name or wanted.get("type")) in (tool.name, tool.qualified) and namespace in (None, tool.namespace):
                 yield tool
 
     def _without(self) -> str:
         kinds = ", ".join(dict.fromkeys(self._left_out))
-        return f"; {kinds} is left out, as only OpenAI's servers have it" if kinds else ""
+        return f"; {kinds} cannot be served here" if kinds else ""
+
+
+def _function(kind: str, tool: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """A tool as the model gets it, without its final name."""
+    if kind == "custom":
+        return _custom(tool, path)
+    if kind == "function":
+        return {key: value for key, value in tool.items() if key != "type" and value is not None}
+    known = KNOWN[kind]
+    schema = {"type": "object", "properties": dict(known.properties), "required": list(known.required)}
+    return {"description": known.description, "parameters": schema}
 
 
 def _custom(tool: Mapping[str, Any], path: str) -> dict[str, Any]:

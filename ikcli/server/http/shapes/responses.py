@@ -14,7 +14,7 @@ from ikcli.chat.parser import ChatDelta
 from ikcli.server.http import sse
 from ikcli.server.http.errors import ApiError
 from ikcli.server.http.params import Options
-from ikcli.server.http.responses_tools import ClientTools, custom_input
+from ikcli.server.http.responses_tools import ClientTool, ClientTools
 from ikcli.server.http.shapes.chat import reason
 from ikcli.server.http.shapes.common import Naming, n_prompt, progress_json, random_id, timings_json
 from ikcli.server.http.shapes.message import Incoming, ParserMaker
@@ -40,7 +40,8 @@ class ResponsesShape:
         self._items: list[dict[str, Any]] = []
         self._tools = tools
         self._open = ""
-        self._arguments = ""  # of the open call, if its tool takes text
+        self._tool: ClientTool | None = None  # of the open call, which asks for `_arguments`
+        self._arguments = ""
         self._extra: dict[str, Any] = {}
 
     def begin(self) -> bytes:
@@ -109,12 +110,11 @@ class ResponsesShape:
         kind = f"call {tool.index}"
         out = b""
         if self._open != kind:
-            out = self._enter(kind, self._tools.called(tool.name).item(tool.id))
-            self._arguments = ""
-        if "input" in self._items[-1]:  # its text is known when the JSON around it is complete
-            self._arguments += tool.arguments
-        elif tool.arguments:
-            self._items[-1]["arguments"] += tool.arguments
+            called = self._tools.called(tool.name)
+            out = self._enter(kind, called.item(tool.id))
+            self._tool, self._arguments = called, ""
+        self._arguments += tool.arguments
+        if tool.arguments and "arguments" in self._items[-1]:  # others are known when the JSON is complete
             out += self._item_event("response.function_call_arguments.delta", delta=tool.arguments)
         return out
 
@@ -130,6 +130,9 @@ class ResponsesShape:
             return b""
         item = self._items[-1]
         item["status"] = status
+        if self._tool is not None:
+            self._tool.fill(item, self._arguments)
+            self._tool = None
         out = b""
         if item["type"] == "message":
             part = item["content"][0]
@@ -139,10 +142,9 @@ class ResponsesShape:
             text = item["content"][0]["text"]
             out += self._item_event("response.reasoning_text.done", content_index=0, text=text)
         elif item["type"] == "custom_tool_call":
-            item["input"] = custom_input(self._arguments)
             out += self._item_event("response.custom_tool_call_input.delta", delta=item["input"])
             out += self._item_event("response.custom_tool_call_input.done", input=item["input"])
-        else:
+        elif item["type"] == "function_call":
             done = {name: item[name] for name in ("arguments", "name", "namespace") if name in item}
             out += self._item_event("response.function_call_arguments.done", **done)
         self._open = ""

@@ -42,6 +42,8 @@ def test_blocks_are_trimmed() -> None:
 def test_tojson_keeps_characters() -> None:
     assert render("{{ x | tojson }}", x={"a": "<é>"}) == '{"a": "<é>"}'
     assert render("{{ x | tojson(indent=1) }}", x=[1]) == "[\n 1\n]"
+    assert render("{{ x | tojson(indent='--') }}", x=[1]) == "[\n--1\n]"
+    assert render("{{ x | tojson(true, none, [',', ':'], true) }}", x={"b": "é", "a": 1}) == '{"a":1,"b":"\\u00e9"}'
 
 
 def test_variables_and_helpers() -> None:

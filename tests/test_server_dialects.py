@@ -78,6 +78,10 @@ def text(said: str) -> dict[str, Any]:
         ([result([{"type": "document", "source": {"type": "base64", "data": "JVBERi0="}}])],
          "<tool>[file left out: this model reads text only]"),
         ([result([{"type": "tool_reference", "tool_name": "other"}])], "<tool>other"),
+        ([result([{"type": "json", "json": {"city": "Rome", "degrees": 21}}])],
+         '<tool>{"json": {"city": "Rome", "degrees": 21}}'),
+        ([result([{"type": "of_the_future", "id": "x"}])],
+         "<tool>[of_the_future left out: this model reads text only]"),
     ],
 )  # fmt: skip
 def test_anthropic_results_follow_the_call(blocks: list[Any], turns: str) -> None:
@@ -134,7 +138,7 @@ def test_anthropic_history_of_the_assistant(blocks: list[Any], turn: str) -> Non
             {"type": "document", "source": {"type": "content", "content": [text("a"), PNG]}},
             "image input is not supported",
         ),
-        ({"type": "of_the_future", "n": 1}, "there is no text in it"),
+        ({"type": "of_the_future", "n": 1}, "there is no text in"),
     ],
 )
 def test_what_a_user_would_miss_is_an_error(block: dict[str, Any], problem: str) -> None:
@@ -151,11 +155,15 @@ def test_what_a_user_would_miss_is_an_error(block: dict[str, Any], problem: str)
 
 def test_texts_of_users_are_found_in_any_part() -> None:
     source = {"type": "content", "content": [text("one"), text("two")]}
-    parts = [{"type": "document", "title": "T", "source": source}, {"type": "of_the_future", "text": "three"}]
+    parts = [
+        {"type": "document", "title": "T", "source": source},
+        {"type": "of_the_future", "text": "three", "n": 1},
+        {"type": "json", "json": {"city": "Rome", "degrees": 21}},
+    ]
     for path, body in (("/v1/messages", {"messages": [{"role": "user", "content": parts}]}),
                        ("/v1/chat/completions", {"messages": [{"role": "user", "content": parts}]}),
                        ("/v1/responses", {"input": [{"role": "user", "content": parts}]})):  # fmt: skip
-        assert prompt_of(path, body) == "<user>T\none\ntwo\nthree<assistant>"
+        assert prompt_of(path, body) == '<user>T\none\ntwo\nthree\n{"json": {"city": "Rome", "degrees": 21}}<assistant>'
 
 
 def test_chat_completions_with_other_parts() -> None:

@@ -75,17 +75,16 @@ def part_text(part: Any, path: str, role: str) -> str:
     if kind == "refusal":
         return text_field(part, "refusal", path, required=True)
     found = list(_found(part))
-    if role not in ("assistant", "tool", "function"):
-        lost = next((medium for medium, _ in found if medium), "")
-        if lost:
-            problem = f'{lost} input is not supported: this model reads text only, not "{kind[:64]}"'
-            raise RequestError(f"{path}.type", problem)
-        if not found:
-            raise RequestError(f"{path}.type", f'unsupported content part "{kind[:64]}": there is no text in it')
-    if not found and role != "assistant":
-        found = [(kind[:64], "")]
+    lost = next((medium for medium, _ in found if medium), "")
+    if role not in ("assistant", "tool", "function") and (lost or not found):
+        problem = f"{lost} input is not supported: this model reads text only, not" if lost else "there is no text in"
+        raise RequestError(f"{path}.type", f'{problem} "{kind[:64]}"')
+    plain = isinstance(part.get("text"), str)
+    if role != "assistant" and not lost and not plain and (not found or _holds_numbers(part)):
+        said = {key: value for key, value in part.items() if not _NO_TEXT.fullmatch(str(key))}
+        return check_unicode(json.dumps(said, ensure_ascii=False), path) if said else note(kind[:64])
     text = check_unicode("\n".join(note(medium) if medium else text for medium, text in found), path)
-    named = role == "assistant" and any(said for _, said in found) and not isinstance(part.get("text"), str)
+    named = role == "assistant" and not plain and any(said for _, said in found)
     return f"[{kind}: {text}]" if named else text
 
 
@@ -183,6 +182,15 @@ def _texts(value: Any) -> Iterator[tuple[str, str]]:
                 yield from [("", item)] if key in _KEYS_OF_TEXT else []
             else:
                 yield from _texts([item] if isinstance(item, Mapping) else item)
+
+
+def _holds_numbers(value: Any) -> bool:
+    """Whether a value says more than its texts."""
+    if isinstance(value, Mapping):
+        return any(_holds_numbers(item) for key, item in value.items() if not _NO_TEXT.fullmatch(str(key)))
+    if isinstance(value, list):
+        return any(_holds_numbers(item) for item in value)
+    return isinstance(value, int | float)
 
 
 def _medium(kind: Any) -> str:

@@ -103,6 +103,21 @@ def test_several_results_stand_together() -> None:
     assert sent.endswith("<tool>Rain<tool>Snow<user>and<assistant>")
 
 
+def test_results_follow_their_calls_across_messages() -> None:
+    messages = [*HI, ASSISTANT, *HI, {"role": "user", "content": [result("Rain")]}]
+    assert prompt_of("/v1/messages", {"messages": messages}) == f"<user>hi{CALL}<tool>Rain<user>hi<assistant>"
+    thought = {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}, USE]}
+    messages = [
+        *HI,
+        thought,
+        {"role": "user", "content": [result("Rain")]},
+        {"role": "assistant", "content": "Wet."},
+        *HI,
+    ]
+    sent = prompt_of("/v1/messages", {"messages": messages})
+    assert sent == f"<user>hi{CALL.replace('>', '>(hm)')}<tool>Rain<assistant>Wet.<user>hi<assistant>"
+
+
 @pytest.mark.parametrize(
     ("blocks", "turn"),
     [
@@ -151,6 +166,12 @@ def test_what_a_user_would_miss_is_an_error(block: dict[str, Any], problem: str)
         assert "input[0].content[1]" in message and problem in message
     message = client_of().post("/v1/messages", {"messages": HI, "system": [block]}).json()["error"]["message"]
     assert "system[0]" in message and problem in message
+
+
+@pytest.mark.parametrize("content", [None, 5, {"type": "text", "text": "a"}])
+def test_wrong_content_is_named_by_its_place(content: Any) -> None:
+    body = {"system": "s", "messages": [*HI, {"role": "user", "content": content}]}
+    assert "messages[1].content" in client_of().post("/v1/messages", body).json()["error"]["message"]
 
 
 def test_texts_of_users_are_found_in_any_part() -> None:
@@ -245,6 +266,13 @@ def test_arguments_that_are_no_object_end_no_conversation(wrong: Any) -> None:
         ([{"type": "compaction", "id": "r", "encrypted_content": "secret"}],
          "[compaction: encrypted, nobody but its author can read it]\n"),
         ([{"type": "of_the_future", "id": "r", "status": "completed", "n": 1}], ""),
+        ([{"type": "of_the_future", "id": "r", "content": None}], ""),
+        ([{"type": "of_the_future", "id": "r", "content": [{"said": "b"}]}], "[of_the_future: b]\n"),
+        ([{"type": "of_the_future", "id": "r", "content": [{"type": "output_text", "text": "b"}]}], "b\n"),
+        ([{"type": "tool_search_call", "call_id": None, "execution": "server", "arguments": {"paths": ["p"]}},
+          {"type": "tool_search_output", "id": "r", "call_id": None, "execution": "server", "tools": []}],
+         "[tool_search_call: server\np]\n"),
+        ([{"type": "message", "role": "assistant", "content": None}], ""),
         ([{"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "b"}]}], "b\n"),
     ],
 )  # fmt: skip
@@ -261,6 +289,8 @@ def test_items_of_services_in_the_history(items: list[Any], turn: str) -> None:
          "done"),
         ({"type": "local_shell_call", "action": {"type": "exec", "command": ["ls"]}}, {"output": "a b"}, "local_shell",
          {"type": "exec", "command": ["ls"]}, "a b"),
+        ({"type": "local_shell_call", "action": {"type": "exec", "command": ["ls"]}}, {"output": "a b", "id": "c1",
+         "call_id": None}, "local_shell", {"type": "exec", "command": ["ls"]}, "a b"),
         ({"type": "shell_call", "action": {"commands": ["ls"]}, "environment": {"type": "local"}},
          {"output": [{"stdout": "a b", "outcome": {"type": "exit"}}]}, "shell", {"commands": ["ls"]},
          '{"stdout": "a b"'),
@@ -318,6 +348,9 @@ def test_functions_in_namespaces() -> None:
     (done,) = [event for event in events if event["type"] == "response.function_call_arguments.done"]
     assert (done["namespace"], done["name"]) == ("mcp__files", "read_file")
     assert events[-1]["response"]["output"][0]["namespace"] == "mcp__files"
+    split = ClientTools({"tools": [NAMESPACE | {"name": "mcp__files__"}]})
+    assert [tool["function"]["name"] for tool in split.chat()] == ["mcp__files__read_file"]
+    assert split.qualified("gone", "mcp__files__") == "mcp__files__gone"
     replayed = [*HI, item, {"type": "function_call_output", "call_id": item["call_id"], "output": "done"}]
     sent = prompt_of("/v1/responses", {"input": replayed, "tools": [NAMESPACE]}, HERMES)
     assert '{"name": "mcp__files__read_file", "arguments": {"city": "Rome"}}' in sent

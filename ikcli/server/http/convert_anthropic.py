@@ -43,7 +43,12 @@ def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
     if body.get("messages") is None:
         raise bad_request("messages is required")
     out = {name: value for name, value in body.items() if name not in _OWN}
-    out["messages"] = _system(body.get("system")) + _messages(f.array(body["messages"], "messages"))
+    turns = Turns()
+    if body.get("system") is not None:
+        turns.say("system", _system(body["system"]))
+    for i, message in enumerate(f.array(body["messages"], "messages")):
+        _add(turns, f.table(message, f"messages[{i}]"), f"messages[{i}]")
+    out["messages"] = turns.messages
     limit = body.get("max_tokens")
     out["max_tokens"] = DEFAULT_MAX_TOKENS if limit is None else f.checked(limit, "int", "max_tokens", -2)
     if body.get("stop_sequences") is not None:
@@ -60,56 +65,43 @@ def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
     return out
 
 
-def _system(value: Any) -> list[dict[str, Any]]:
-    if value is None:
-        return []
+def _system(value: Any) -> str:
     if isinstance(value, str):
-        return [{"role": "system", "content": value}]
+        return value
     texts = [part_text(block, f"system[{i}]", "system") for i, block in enumerate(f.array(value, "system"))]
-    text = "".join(text for text in texts if not text.startswith("x-anthropic-"))
-    return [{"role": "system", "content": text}]
+    return "".join(text for text in texts if not text.startswith("x-anthropic-"))
 
 
-def _messages(messages: list[Any]) -> list[dict[str, Any]]:
-    out: list[dict[str, Any]] = []
-    for i, item in enumerate(messages):
-        message = f.table(item, f"messages[{i}]")
-        role = f.text(message.get("role"), f"messages[{i}].role")
-        content = message.get("content")
-        if content is None and role == "assistant":
-            continue
-        if not isinstance(content, list):
-            out.append({"role": role, "content": content})
-        else:
-            out += _blocks(role, content, f"messages[{i}].content")
-    return out
+def _add(turns: Turns, message: Mapping[str, Any], path: str) -> None:
+    role = f.text(message.get("role"), f"{path}.role")
+    content = message.get("content")
+    if isinstance(content, str):
+        turns.say(role, content)
+    elif isinstance(content, list):
+        _add_blocks(turns, role, content, f"{path}.content")
+    elif content is not None or role != "assistant":
+        raise bad_request(f"{path}.content must be a string or an array of blocks, not {f.shown(content)}")
 
 
-def _blocks(role: str, blocks: list[Any], path: str) -> list[dict[str, Any]]:
-    """A message per result of a tool, then one for texts, thoughts and calls, all in their order.
-
-    Results come first as they belong to the calls of the message before: templates want nothing in between.
-    """
-    turns, results = Turns(), Turns()
+def _add_blocks(turns: Turns, role: str, blocks: list[Any], path: str) -> None:
+    """Results of tools go to the calls that they belong to, before what is said in the same message."""
     texts: list[str] = []
-    has_calls = has_thoughts = False
+    kinds = set()
     for i, item in enumerate(blocks):
         block, here = f.table(item, f"{path}[{i}]"), f"{path}[{i}]"
         kind = f.text(block.get("type"), f"{here}.type")
+        kinds.add(kind)
         if kind == "tool_result":
-            results.answer(f.text(block.get("tool_use_id"), f"{here}.tool_use_id"), _result(block, here))
+            turns.answer(f.text(block.get("tool_use_id"), f"{here}.tool_use_id"), _result(block, here))
         elif kind == "tool_use":
             name, id = f.text(block.get("name"), f"{here}.name"), f.text(block.get("id") or "", f"{here}.id")
             turns.call(id, name, arguments_text(block.get("input")))
-            has_calls = True
         elif role == "assistant" and is_thought(block):
             turns.think(thought_text(block))
-            has_thoughts = True
         elif (text := part_text(block, here, role)) or role != "assistant":
             texts.append(text)
-    if texts or has_calls or has_thoughts or not results.messages:
-        turns.say(role if not has_calls else "assistant", texts or "")
-    return results.messages + turns.messages
+    if texts or not kinds & {"tool_result", "tool_use"}:
+        turns.say(role, texts or "")
 
 
 def _result(block: Mapping[str, Any], path: str) -> str:

@@ -106,18 +106,22 @@ class _Conversation:
         kind = f.text(item.get("type") or "message", f"{path}.type")
         if kind == "reasoning":
             self._turns.think(thought_text({"content": item.get("content") or item.get("summary")}))
-        elif kind == "message" or "content" in item:
+        elif kind == "message" or _has_parts(item):
             self._message(item, path)
         elif kind == "item_reference":
             raise bad_request(
                 f"{path}.type: {f.shown(kind)} is not supported: items are not stored; send the item itself"
             )
-        elif kind.endswith("_output"):
+        elif kind == "function_call_output" or (kind.endswith("_output") and self._is_half(item)):
             self._result(item, kind, path)
         elif kind == "function_call" or isinstance(item.get("call_id"), str):
             self._call(item, kind, path)
         elif not isinstance(item.get("tools"), list):  # those are among the request's tools
             self._note(item, kind)
+
+    def _is_half(self, item: Mapping[str, Any]) -> bool:
+        """Whether a result belongs to a call of the client; some have the id of the call for their own."""
+        return isinstance(item.get("call_id"), str) or self._turns.has_call(item.get("id"))
 
     def _message(self, item: Mapping[str, Any], path: str) -> None:
         role = f.text(
@@ -128,6 +132,8 @@ class _Conversation:
             self._turns.say(role, content)
             return
         if content is None:
+            if role == "assistant":
+                return
             raise bad_request(f"{path}.content is required")
         texts = []
         for i, part in enumerate(f.array(content, f"{path}.content")):
@@ -153,9 +159,7 @@ class _Conversation:
         self._turns.call(id, self._tools.qualified(name, namespace), arguments_text(asked))
 
     def _result(self, item: Mapping[str, Any], kind: str, path: str) -> None:
-        id = item.get("call_id")
-        if id is None and kind != "function_call_output":
-            id = item.get("id")
+        id = item.get("call_id") if kind == "function_call_output" else item.get("call_id") or item.get("id")
         if "output" in item:
             text = result_text(item["output"], f"{path}.output")
         elif kind == "function_call_output":
@@ -173,6 +177,14 @@ class _Conversation:
             text = "encrypted, nobody but its author can read it"
         if text:
             self._turns.say("assistant", f"[{kind}: {text}]")
+
+
+def _has_parts(item: Mapping[str, Any]) -> bool:
+    """Whether an item has the content of a message, whatever it is called."""
+    content = item.get("content")
+    if not isinstance(content, list):
+        return isinstance(content, str)
+    return all(isinstance(part, Mapping) and isinstance(part.get("type"), str) for part in content)
 
 
 def _format(value: Any) -> dict[str, Any]:

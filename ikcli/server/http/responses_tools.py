@@ -114,7 +114,7 @@ class ClientTools:
             if isinstance(tool.get("tools"), list):
                 name = f.text(tool.get("name"), f"{here}.name")
                 about = f.text(tool.get("description") or "", f"{here}.description")
-                self._add(tool["tools"], f"{here}.tools", f"{namespace}__{name}" if namespace else name, about)
+                self._add(tool["tools"], f"{here}.tools", _joined(namespace, name), about)
             elif kind in KNOWN or kind in ("function", "custom") or ("name" in tool and "parameters" in tool):
                 self._enter(tool, here, namespace, about)
                 about = ""  # of a namespace: said with its first function
@@ -128,7 +128,7 @@ class ClientTools:
             if not path.startswith("tools"):
                 return  # said again in the conversation
             raise bad_request(f'{path}.name: the function "{name}" is there twice')
-        qualified = name if not namespace else f"{namespace}{'' if namespace.endswith('__') else '__'}{name}"
+        qualified = _joined(namespace, name)
         while qualified in self._names:
             qualified += "_"
         function = _function(kind, tool, path)
@@ -147,7 +147,7 @@ class ClientTools:
         found = self._tools.get((namespace, name))
         if found is not None:
             return found.qualified
-        return f"{namespace}__{name}" if namespace else name
+        return _joined(namespace, name)
 
     def called(self, qualified: str) -> ClientTool:
         """The tool that the model calls."""
@@ -189,6 +189,12 @@ class ClientTools:
     def _without(self) -> str:
         kinds = ", ".join(dict.fromkeys(self._left_out))
         return f"; {kinds} cannot be served here" if kinds else ""
+
+
+def _joined(namespace: str, name: str) -> str:
+    if not namespace:
+        return name
+    return namespace + name if namespace.endswith("__") else f"{namespace}__{name}"
 
 
 def _function(kind: str, tool: Mapping[str, Any], path: str) -> dict[str, Any]:

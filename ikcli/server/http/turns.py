@@ -21,7 +21,7 @@ class Turns:
         if role == "assistant":
             message = self._assistant()
             before = message["content"]
-            if before:
+            if before and said:
                 texts = [said] if isinstance(said, str) else said
                 message["content"] = [*(before if isinstance(before, list) else _parts([before])), *_parts(texts)]
                 return
@@ -37,6 +37,10 @@ class Turns:
         """Add a call of the assistant."""
         function = {"name": name, "arguments": arguments}
         self._assistant().setdefault("tool_calls", []).append({"id": id, "type": "function", "function": function})
+
+    def has_call(self, id: Any) -> bool:
+        """Whether there is a call with this id."""
+        return any(call["id"] == id for message in self.messages for call in message.get("tool_calls", ()))
 
     def answer(self, id: str, text: str) -> None:
         """Add the result of a call, which templates want behind the call, whatever was said in between."""

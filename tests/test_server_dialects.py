@@ -425,6 +425,18 @@ def test_without_tools_none_can_be_required(tools: Any, choice: Any) -> None:
         assert client.post("/v1/responses", body).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("tools", "path"),
+    [([{"type": "function"}], "tools[0].name"), ([NAMESPACE | {"name": None}], "tools[0].name"),
+     ([NAMESPACE | {"tools": [{"type": "custom"}]}], "tools[0].tools[0].name"), ([5], "tools[0]"),
+     ([FUNCTION, FUNCTION], "tools[1].name"), ([NAMESPACE, NAMESPACE], "tools[1].tools[0].name")],
+)  # fmt: skip
+def test_wrong_tools_of_responses_are_named(tools: Any, path: str) -> None:
+    assert error_of(client_of().post("/v1/responses", {"input": "hi", "tools": tools}), 400).startswith(path)
+    for odd in ({"type": []}, {"type": {}}, {"name": "x"}, {}):  # as those that are not known
+        assert client_of().post("/v1/responses", {"input": "hi", "tools": [odd]}).status_code == 200
+
+
 def test_choices_among_tools() -> None:
     tools = ClientTools({"tools": [NAMESPACE, FUNCTION, {"type": "custom", "name": "patch"}]})
 

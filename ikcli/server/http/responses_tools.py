@@ -110,7 +110,7 @@ class ClientTools:
     def _add(self, tools: list[Any], path: str, namespace: str = "", about: str = "") -> None:
         for i, value in enumerate(tools):
             tool, here = f.table(value, f"{path}[{i}]"), f"{path}[{i}]"
-            kind = tool.get("type")
+            kind = tool.get("type") if isinstance(tool.get("type"), str) else None
             if isinstance(tool.get("tools"), list):
                 name = f.text(tool.get("name"), f"{here}.name")
                 about = f.text(tool.get("description") or "", f"{here}.description")

@@ -1,9 +1,15 @@
-"""A client of the processes that serve models: one HTTP request over a socket, the answer as it is made."""
+"""A client of the processes that serve models: one HTTP request over a socket, the answer as it is made.
+
+Headers of one connection stay there: those of RFC 9110 (7.6.1), and those that `Connection` names. Trailers are
+dropped, as what receives them would have to know what they mean. Interim answers (1xx) are not the answer.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Iterable, Sequence
 from types import TracebackType
 
 import httptools
@@ -13,7 +19,21 @@ Address = str | tuple[str, int]
 """The path of a Unix socket, or host and port."""
 _CHUNK = 1 << 16
 _CONNECT = 10.0  # seconds
-_OF_A_CONNECTION = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"te", b"trailer"})
+_HOP_BY_HOP = frozenset(
+    (
+        b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authentication-info", b"proxy-authorization",
+        b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade",
+    )
+)  # fmt: skip
+_MADE_HERE = frozenset({b"host", b"content-length", b"expect"})
+"""Headers of a request that are about its body or its receiver: here the body is whole, so nothing is waited for."""
+
+
+def end_to_end(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """Headers, with lowercase names, that are not about one connection."""
+    lowered = [(name.lower(), value) for name, value in headers]
+    named = {word.strip().lower() for name, value in lowered if name == b"connection" for word in value.split(b",")}
+    return [(name, value) for name, value in lowered if name not in _HOP_BY_HOP and name not in named]
 
 
 class UpstreamError(Exception):
@@ -61,29 +81,27 @@ class Upstream:
 
 
 class Exchange:
-    """One request and its answer; `async with` sends the one and reads the head of the other."""
+    """One request and its answer; `async with` sends the one and reads the head of the other.
+
+    It reads while it still sends: a process may answer, and close, before it has read the whole request.
+    """
 
     def __init__(self, to: Upstream, method: str, target: bytes, headers: Headers = (), body: bytes = b"") -> None:
-        self._to, self._body = to, body
+        self._to = to
         lines = [method.encode() + b" " + target + b" HTTP/1.1", b"host: ik", b"connection: close"]
-        kept = [(name.lower(), value) for name, value in headers]
-        kept = [
-            item for item in kept if item[0] not in _OF_A_CONNECTION and item[0] not in (b"host", b"content-length")
-        ]
+        kept = [(name, value) for name, value in end_to_end(headers) if name not in _MADE_HERE]
         if to.key:
             kept.append((b"authorization", b"Bearer " + to.key.encode()))
         lines += [name + b": " + value for name, value in kept]
         lines.append(b"content-length: " + str(len(body)).encode())
-        self._head = b"\r\n".join(lines) + b"\r\n\r\n"
+        self._request = b"\r\n".join(lines) + b"\r\n\r\n" + body
         self._parser = httptools.HttpResponseParser(self)
         self._parts: list[bytes] = []
-        self._has_head = self._complete = False
-        self._writer: asyncio.StreamWriter | None = None
+        self._has_head = self._framed = self._complete = self._aborted = False
+        self._socket: socket.socket | None = None
+        self._sending: asyncio.Future[None] | None = None
+        self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
-
-    @property
-    def status(self) -> int:
-        return int(self._parser.get_status_code())
 
     @property
     def is_stream(self) -> bool:
@@ -93,50 +111,85 @@ class Exchange:
     async def __aenter__(self) -> Exchange:
         self._to.open.add(self)
         try:
-            self._reader, self._writer = await self._connect()
-            self._writer.write(self._head + self._body)
-            await self._writer.drain()
+            await self._connect()
+            await self._send()
             while not self._has_head:
                 await self._feed()
         except OSError as e:
-            self._close()
+            await self._close()
             raise UpstreamError(str(e)) from None
         except BaseException:
-            self._close()
+            await self._close()
             raise
         return self
 
-    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    async def _connect(self) -> None:
         address = self._to.address
-        if isinstance(address, str):
-            return await asyncio.open_unix_connection(address)
+        local = isinstance(address, str)
+        family = socket.AF_UNIX if local else socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        self._socket = socket.socket(family, socket.SOCK_STREAM)
+        self._socket.setblocking(False)
+        if not local:
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         async with asyncio.timeout(_CONNECT):  # its TimeoutError is an OSError
-            return await asyncio.open_connection(*address)
+            await asyncio.get_running_loop().sock_connect(self._socket, address)
+
+    async def _send(self) -> None:
+        assert self._socket is not None
+        try:
+            sent = self._socket.send(self._request)
+        except BlockingIOError:
+            sent = 0
+        except OSError:
+            return  # what it said before is to be read
+        if sent < len(self._request):
+            self._sending = asyncio.ensure_future(self._send_rest(self._socket, sent))
+
+    async def _send_rest(self, to: socket.socket, sent: int) -> None:
+        with contextlib.suppress(OSError):  # as above
+            await asyncio.get_running_loop().sock_sendall(to, memoryview(self._request)[sent:])
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._close()
+        await self._close()
 
-    def _close(self) -> None:
+    async def _close(self) -> None:
         """What still computes there stops, as its client is gone."""
         self._to.open.discard(self)
-        if self._writer is not None:
-            self._writer.close()
+        try:
+            if self._sending is not None:
+                self._sending.cancel()
+                await asyncio.wait([self._sending])  # the loop watches the socket for it until then
+        finally:
+            if self._socket is not None:
+                self._socket.close()
 
     def abort(self) -> None:
         """Let it fail, as when the connection ends."""
-        if self._writer is not None:
-            self._writer.transport.abort()
+        self._aborted = True
+        if self._socket is not None:
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
 
     async def _feed(self) -> None:
-        data = await self._reader.read(_CHUNK)
+        assert self._socket is not None
+        data = await asyncio.get_running_loop().sock_recv(self._socket, _CHUNK)
         if not data:
-            raise UpstreamError("the connection ended within an answer")
+            if self._aborted or not self._ends_with_connection:
+                raise UpstreamError("the connection ended within an answer")
+            self._complete = True
+            return
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserError as e:
-            raise UpstreamError(f"no HTTP answer: {e}") from None
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as e:
+            if not self._complete:  # what follows an answer is no part of it
+                raise UpstreamError(f"no HTTP answer: {e}") from None
+
+    @property
+    def _ends_with_connection(self) -> bool:
+        """Whether nothing else tells the end of the body."""
+        return self._has_head and not self._framed
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """The body; UpstreamError if it ends too early."""
@@ -158,18 +211,27 @@ class Exchange:
 
     # called by the parser
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header of the answer."""
-        if name.lower() not in _OF_A_CONNECTION:
-            self.headers.append((name.lower(), value))
+        """A header of the answer, or one of those behind its body."""
+        if not self._has_head:
+            self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         """The head is whole."""
-        self._has_head = True
+        if self._has_head:
+            return
+        status = self._parser.get_status_code()
+        if status >= 200:
+            names = {name.lower() for name, _ in self.headers}
+            self._framed = b"content-length" in names or b"transfer-encoding" in names
+            self._has_head, self.status, self.headers = True, status, end_to_end(self.headers)
+        else:
+            self.headers = []
 
     def on_body(self, data: bytes) -> None:
         """A part of the body."""
-        self._parts.append(data)
+        if not self._complete:
+            self._parts.append(data)
 
     def on_message_complete(self) -> None:
-        """The answer is whole."""
-        self._complete = True
+        """The answer is whole, if it was not an interim one."""
+        self._complete = self._has_head

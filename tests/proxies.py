@@ -21,7 +21,7 @@ from ikcli.config_groups import ServerConfig
 from ikcli.server.http.app import build_app
 from ikcli.server.http.auth import read_keys
 from ikcli.server.http.logs import ServerLog
-from ikcli.server.http.server import settings_of
+from ikcli.server.http.server import listen, settings_of
 from ikcli.server.http.state import ServerState
 from ikcli.server.http.users import Users
 from ikcli.server.replicas.app import ReplicasState
@@ -85,12 +85,16 @@ class Backend(Upstream):
         self.exit_code: int | None = None
         self.where = "here"
         self._ended = asyncio.Event()
+        self._tasks = set[asyncio.Task[Any]]()
 
     async def load(self) -> None:
         self._server = await asyncio.start_unix_server(self._serve, str(self.address))
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
             line, headers = parse_head(await reader.readuntil(b"\r\n\r\n"))
             if b" /health " in line:
                 writer.write(reply())
@@ -98,7 +102,11 @@ class Backend(Upstream):
                 self.asked.append(Asked(line, headers))
                 await self.script(self.asked[-1], reader, writer)
             await writer.drain()
-        writer.close()
+        except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
+            pass  # the other end, or the test, is over
+        finally:
+            self._tasks.discard(task)
+            writer.close()
 
     async def described(self) -> dict[str, Any]:
         return {}
@@ -108,6 +116,10 @@ class Backend(Upstream):
 
     async def stop(self) -> None:
         self._server.close()
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks)
         self._ended.set()
 
     def kill(self) -> None:
@@ -205,7 +217,7 @@ async def serving(
             app = app_of_replicas(state)
             while not crew.opened:
                 await asyncio.sleep(0.001)
-        listener = socket.create_server(("127.0.0.1", 0))
+        listener = listen("127.0.0.1", 0)
         stack.push_async_callback(await _serve(config, app, listener))
         yield Front(listener.getsockname()[1], log, state, backends)
     assert "internal error" not in log.getvalue(), log.getvalue()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from ikcli.server.http.users import User, Users
 from ikcli.server.replicas import node
 from ikcli.server.replicas.node import NodeStart
 from ikcli.server.replicas.places import Here, Recipe
+from ikcli.server.router.child import Child
 from ikcli.server.router.entries import ModelEntry
 from ikcli.server.router.environment import OF_THE_FRONT
 from ikcli.server.router.server import _child
@@ -303,6 +305,28 @@ def test_processes_are_not_told_what_is_about_the_port(
     environment = child._environment
     assert environment["OTHER"] == "kept" and environment["PATH"]
     assert not SECRETS.keys() & environment.keys() and "LLAMA_ARG_MODELS_DIR" not in environment
+
+
+def test_what_the_front_does_is_switched_off_behind_it(tmp_path: Path) -> None:
+    line = ["--log-format", "json", "--timeout", "7", "--shutdown-timeout", "3", "--replicas", "2"]
+    config = parse("serve", line).config
+    for child in (_of_router(config, tmp_path), _of_replicas(config, tmp_path)):
+        behind = parse("serve", child._argv[4:]).config
+        assert behind.n_ctx == 256 and behind.server.metrics and not behind.server.ui
+        server = behind.server
+        assert (server.log_format, server.timeout, server.shutdown_timeout) == ("json", 7, 3)
+        assert not server.api_key and server.keys is None and server.api_key_file is None
+        assert child._prefix == "" and child._grace == 3.0
+
+
+def test_the_key_of_a_process_is_in_a_file_while_it_starts(tmp_path: Path) -> None:
+    """Arguments can be read by everybody on the machine, its folder by its user alone."""
+    with contextlib.ExitStack() as stack:
+        option, path = Child("r", (), "127.0.0.1", grace=5, prefix=True, key="inner")._key_options(stack)
+        assert option == "--api-key-file" and Path(path).read_text("utf-8") == "inner"
+        assert Path(path).parent.stat().st_mode & 0o077 == 0
+        assert Child("r", (), "127.0.0.1", grace=5, prefix=True)._key_options(stack) == []
+    assert not Path(path).exists()
 
 
 def test_variables_of_models_reach_the_processes_of_a_router(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

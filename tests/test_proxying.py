@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 
 import pytest
 from proxies import (
     FRONTS,
     SERVERS,
     Asked,
+    Backend,
     RawAnswer,
     RawClient,
     Script,
@@ -21,8 +23,10 @@ from proxies import (
     serving,
 )
 
+from ikcli.config import RunConfig
 from ikcli.server.http import body as body_module
-from ikcli.server.router.upstream import end_to_end
+from ikcli.server.http.server import settings_of
+from ikcli.server.router.upstream import Exchange, end_to_end
 
 front = pytest.mark.parametrize("kind", FRONTS)
 server = pytest.mark.parametrize("kind", SERVERS)
@@ -266,6 +270,46 @@ def test_lengths_that_are_wrong(kind: str) -> None:
     run(work)
 
 
+@server
+def test_bodies_that_do_not_come(kind: str) -> None:
+    """Whoever sends none within the time is told so, as is whoever stops within one."""
+
+    async def work() -> None:
+        async with serving(kind, timeout=0.05) as s:
+            for request in (post(TEXT, path=b"/tokenize")[:-1], post_chunked(TEXT, path=b"/tokenize")[:-5]):
+                answer = await s.ask(request)
+                assert answer.status == 408 and b"did not arrive within 0.05 seconds" in answer.body
+            assert not s.asked
+        async with serving(kind, timeout=0) as s, s.client() as client:
+            answer = await client.ask(post(TEXT, path=b"/tokenize")[:-1], TEXT[-1:])
+            assert answer.status == 200
+
+    run(work)
+
+
+@server
+def test_clients_that_leave_before_the_end_of_their_request(kind: str) -> None:
+    """It is their mistake, in the log alone, and no process hears of it."""
+
+    async def work() -> None:
+        async with serving(kind) as s:
+            for request in (post(TEXT, path=b"/tokenize")[:-1], post_chunked(TEXT, path=b"/tokenize")[:-5]):
+                async with s.client() as client:
+                    client.writer.write(request)
+                    await client.writer.drain()
+                    await asyncio.sleep(0.01)
+            while s.log.getvalue().count('path="/tokenize"') < 2:
+                await asyncio.sleep(0.005)
+            assert s.log.getvalue().count("status=400") == 2 and not s.asked
+
+    run(work)
+
+
+def test_web_sockets_are_not_looked_for() -> None:
+    """Also where a library for them is installed, which would take their requests."""
+    assert settings_of(RunConfig(), None, {}).ws == "none"
+
+
 @pytest.mark.parametrize("closes", [False, True])
 @front
 def test_early_answers_of_a_process(kind: str, closes: bool) -> None:
@@ -421,13 +465,21 @@ def test_other_protocols_are_not_offered(kind: str, protocol: bytes) -> None:
 
     async def work() -> None:
         async with serving(kind, writes(reply(json.dumps(TOKENS).encode()))) as s, s.client() as client:
-            for parts in ((post(TEXT, b"Upgrade: " + protocol, more, path=b"/tokenize"),),
+            chunked = post_chunked(TEXT[:4], TEXT[4:], headers=(b"upgrade: " + protocol, more), path=b"/tokenize")
+            for parts in ((chunked,), (chunked[:60], chunked[60:-9], chunked[-9:]),
+                          (post(TEXT, b"Upgrade: " + protocol, more, path=b"/tokenize"),),
                           (post(TEXT, b"Upgrade: " + protocol, more, path=b"/tokenize")[:-3], TEXT[-3:])):  # fmt: skip
                 answer = await client.ask(*parts)
                 assert answer.status == 200 and json.loads(answer.body) == TOKENS and not answer.interim
                 await is_kept(client)
+            bare = b"GET /nothing HTTP/1.1\r\nHost: x\r\nUpgrade: " + protocol + b"\r\n" + more + b"\r\n\r\n"
+            client.writer.write(bare + bare)
+            assert [(await client.answer("GET")).status for _ in range(2)] == [404, 404]
+            await is_kept(client)
             for asked in s.asked:
                 assert asked.body == TEXT and not asked.all(b"upgrade") + asked.all(b"http2-settings")
+            tunnel = await client.ask(b"CONNECT x:1 HTTP/1.1\r\nHost: x:1\r\n\r\n")
+            assert tunnel.status == 400 and await client.closed()
 
     run(work)
 
@@ -453,6 +505,31 @@ def test_what_is_asked_for_passes_as_it_is(kind: str) -> None:
                     answer = await client.ask(post(path=asked).replace(b"Host: x", b"Host: " + host))
                     assert answer.status == 200, answer.body
                     assert s.asked[-1].line == b"POST " + target + b" HTTP/1.1"
+
+    run(work)
+
+
+@server
+def test_addresses_with_any_bytes(kind: str) -> None:
+    async def work() -> None:
+        async with serving(kind) as s, s.client() as client:
+            for path in (b"/nothing?a=%ff", b"/%ff", b"/%00?a&b=c"):
+                answer = await client.ask(b"GET " + path + b" HTTP/1.1\r\nHost: x\r\n\r\n")
+                assert answer.status == 404 and b"File Not Found" in answer.body, path
+            assert not s.asked
+
+    run(work)
+
+
+def test_the_head_of_an_answer_alone(tmp_path: Path) -> None:
+    """Its length is that of what is not sent."""
+
+    async def work() -> None:
+        backend = Backend(writes(b"HTTP/1.1 200 X\r\nContent-Length: 9\r\n\r\n"), tmp_path / "s", "")
+        await backend.load()
+        async with Exchange(backend, "HEAD", b"/") as answer:
+            assert answer.status == 200 and await answer.body() == b"" and answer.headers == [(b"content-length", b"9")]
+        await backend.stop()
 
     run(work)
 

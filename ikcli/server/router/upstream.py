@@ -87,7 +87,7 @@ class Exchange:
     """
 
     def __init__(self, to: Upstream, method: str, target: bytes, headers: Headers = (), body: bytes = b"") -> None:
-        self._to = to
+        self._to, self._head_only = to, method == "HEAD"
         lines = [method.encode() + b" " + target + b" HTTP/1.1", b"host: ik", b"connection: close"]
         kept = [(name, value) for name, value in end_to_end(headers) if name not in _MADE_HERE]
         if to.key:
@@ -224,6 +224,7 @@ class Exchange:
             names = {name.lower() for name, _ in self.headers}
             self._framed = b"content-length" in names or b"transfer-encoding" in names
             self._has_head, self.status, self.headers = True, status, end_to_end(self.headers)
+            self._complete = self._head_only
         else:
             self.headers = []
 

@@ -18,6 +18,7 @@ Headers = Sequence[tuple[bytes, bytes]]
 Address = str | tuple[str, int]
 """The path of a Unix socket, or host and port."""
 _CHUNK = 1 << 16
+_MOST = 1 << 18  # bytes that wait for who reads the answer; then the process waits, too
 _CONNECT = 10.0  # seconds
 _HOP_BY_HOP = frozenset(
     (
@@ -97,7 +98,10 @@ class Exchange:
         self._request = b"\r\n".join(lines) + b"\r\n\r\n" + body
         self._parser = httptools.HttpResponseParser(self)
         self._parts: list[bytes] = []
-        self._has_head = self._framed = self._complete = self._aborted = False
+        self._n_waiting = 0
+        self._has_head = self._framed = self._complete = self._aborted = self._listens = False
+        self._problem: UpstreamError | None = None
+        self._waiter: asyncio.Future[None] | None = None
         self._socket: socket.socket | None = None
         self._sending: asyncio.Future[None] | None = None
         self.status = 0
@@ -112,9 +116,10 @@ class Exchange:
         self._to.open.add(self)
         try:
             await self._connect()
-            await self._send()
+            self._send()
+            self._listen(True)
             while not self._has_head:
-                await self._feed()
+                await self._more()
         except OSError as e:
             await self._close()
             raise UpstreamError(str(e)) from None
@@ -134,7 +139,7 @@ class Exchange:
         async with asyncio.timeout(_CONNECT):  # its TimeoutError is an OSError
             await asyncio.get_running_loop().sock_connect(self._socket, address)
 
-    async def _send(self) -> None:
+    def _send(self) -> None:
         assert self._socket is not None
         try:
             sent = self._socket.send(self._request)
@@ -157,6 +162,7 @@ class Exchange:
     async def _close(self) -> None:
         """What still computes there stops, as its client is gone."""
         self._to.open.discard(self)
+        self._listen(False)
         try:
             if self._sending is not None:
                 self._sending.cancel()
@@ -172,38 +178,61 @@ class Exchange:
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
 
-    async def _feed(self) -> None:
-        assert self._socket is not None
-        data = await asyncio.get_running_loop().sock_recv(self._socket, _CHUNK)
-        if not data:
-            if self._aborted or not self._ends_with_connection:
-                raise UpstreamError("the connection ended within an answer")
-            self._complete = True
-            return
-        try:
-            self._parser.feed_data(data)
-        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as e:
-            if not self._complete:  # what follows an answer is no part of it
-                raise UpstreamError(f"no HTTP answer: {e}") from None
+    def _listen(self, on: bool) -> None:
+        """Have `_receive` called when something has come, or no longer."""
+        if on != self._listens and self._socket is not None:
+            self._listens, loop = on, asyncio.get_running_loop()
+            if on:
+                loop.add_reader(self._socket, self._receive)
+            else:
+                loop.remove_reader(self._socket)
 
-    @property
-    def _ends_with_connection(self) -> bool:
-        """Whether nothing else tells the end of the body."""
-        return self._has_head and not self._framed
+    def _receive(self) -> None:
+        assert self._socket is not None
+        problem = ""
+        try:
+            data = self._socket.recv(_CHUNK)
+            if data:
+                self._parser.feed_data(data)
+            elif self._has_head and not self._framed and not self._aborted:  # nothing else tells the end of the body
+                self._complete = True
+            else:
+                problem = "the connection ended within an answer"
+        except BlockingIOError:
+            return
+        except OSError as e:
+            problem = str(e)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as e:
+            problem = f"no HTTP answer: {e}"
+        if problem and not self._complete:  # what follows an answer is no part of it
+            self._problem = UpstreamError(problem)
+        if self._complete or self._problem is not None or self._n_waiting > _MOST:
+            self._listen(False)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def _more(self) -> None:
+        """Wait until something has come; UpstreamError if nothing will."""
+        if self._problem is None:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        elif not self._parts:
+            raise self._problem
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """The body; UpstreamError if it ends too early."""
         while True:
-            parts, self._parts = self._parts, []
+            parts, self._parts, self._n_waiting = self._parts, [], 0
             if parts:
+                self._listen(not self._complete and self._problem is None)
                 yield b"".join(parts)
             elif self._complete:
                 return
             else:
-                try:
-                    await self._feed()
-                except OSError as e:
-                    raise UpstreamError(str(e)) from None
+                await self._more()
 
     async def body(self) -> bytes:
         """The whole body."""
@@ -232,6 +261,7 @@ class Exchange:
         """A part of the body."""
         if not self._complete:
             self._parts.append(data)
+            self._n_waiting += len(data)
 
     def on_message_complete(self) -> None:
         """The answer is whole, if it was not an interim one."""

@@ -207,8 +207,9 @@ def test_users_and_keys_beside_them(kind: str) -> None:
             assert 1 <= int(answer.all(b"retry-after")[0]) <= 60 and b"rate_limit_error" in answer.body
             assert (await client.ask(get("/version", bearer("anna").decode()))).status == 200
             assert users.accounts[0].n_requests == 2 and users.accounts[0].n_refused == 2
-            refused = await client.ask(post(body, bearer("cleo"), path=b"/tokenize"))
-            assert refused.status == 403 and b"may not use the model m, only other" in refused.body
+            for path in (b"/tokenize", b"/api/show"):
+                refused = await client.ask(post(body, bearer("cleo"), path=path))
+                assert refused.status == 403 and b"may not use the model m, only other" in refused.body
             for _ in range(3):
                 assert (await client.ask(post(body, b"X-Api-Key: old-key", path=b"/tokenize"))).status == 200
             assert users.accounts[0].n_running == 0 and 'user="anna"' in s.log.getvalue()
@@ -244,6 +245,47 @@ def test_tokens_are_counted_in_front(kind: str) -> None:
             assert (await client.ask(post(b"{}", bearer("anna")))).status == 429
             assert (await client.ask(get("/openapi.json", bearer("anna").decode()))).status in (200, 404)
             assert _use(users) == (14, 6)
+
+    run(work)
+
+
+@pytest.mark.parametrize("when", ["running", "counting"])
+@front
+def test_what_nobody_waits_for_is_counted(kind: str, when: str) -> None:
+    """The process is asked until it knows; a client that leaves while it is asked changes nothing."""
+    left, n_usage = asyncio.Event(), 0
+
+    async def script(asked: Asked, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal n_usage
+        await asked.read(reader)
+        if asked.line.startswith(b"GET /usage?id="):
+            n_usage += 1
+            if when == "counting":
+                await left.wait()
+            known = when == "counting" or n_usage > 2
+            writer.write(reply(b'{"prompt_tokens": 7, "completion_tokens": 3}', 200 if known else 404))
+        elif when == "counting":
+            writer.write(reply())
+        else:
+            writer.write(b"HTTP/1.1 200 X\r\nTransfer-Encoding: chunked\r\n\r\n3\r\none\r\n")
+            await writer.drain()
+            assert not await reader.read(), "until the client has left"
+
+    async def work() -> None:
+        users = Users([user("anna")])
+        async with serving(kind, script, users=users) as s:
+            async with s.client() as client:
+                client.writer.write(post(b"{}", bearer("anna")))
+                if when == "running":
+                    assert (await client.head())[0] == 200
+                else:
+                    while not n_usage:
+                        await asyncio.sleep(0.005)
+            await asyncio.sleep(0.02)
+            left.set()
+            while users.accounts[0].n_running:
+                await asyncio.sleep(0.005)
+            assert _use(users) == (7, 3) and n_usage == (1 if when == "counting" else 3)
 
     run(work)
 

@@ -367,6 +367,7 @@ ANSWERS = {
     "no content, a length": (b"HTTP/1.1 204 X\r\nContent-Length: 0\r\n\r\n", b""),
     "not modified": (b"HTTP/1.1 304 X\r\nContent-Length: 9\r\n\r\n", b""),
     "an error": (b"HTTP/1.1 400 X\r\nContent-Length: 4\r\n\r\nabcd", b"abcd"),
+    "not now": (b"HTTP/1.1 503 X\r\nContent-Length: 4\r\n\r\nabcd", b"abcd"),
 }
 
 
@@ -517,6 +518,32 @@ def test_addresses_with_any_bytes(kind: str) -> None:
                 answer = await client.ask(b"GET " + path + b" HTTP/1.1\r\nHost: x\r\n\r\n")
                 assert answer.status == 404 and b"File Not Found" in answer.body, path
             assert not s.asked
+
+    run(work)
+
+
+def test_a_process_waits_for_who_reads_its_answer(tmp_path: Path) -> None:
+    """What was not read is a little, however much is sent."""
+    size, part = 8 << 20, chunks(b"x" * (1 << 16)).removesuffix(b"0\r\n\r\n")
+
+    async def script(asked: Asked, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 X\r\nTransfer-Encoding: chunked\r\n\r\n")
+        for _ in range(size >> 16):
+            writer.write(part)
+            await writer.drain()
+        writer.write(b"0\r\n\r\n")
+
+    async def work() -> None:
+        backend = Backend(script, tmp_path / "s", "")
+        await backend.load()
+        async with Exchange(backend, "POST", b"/") as answer:
+            n = 0
+            async for piece in answer.chunks():
+                await asyncio.sleep(0.001)
+                assert answer._n_waiting < 1 << 20
+                n += len(piece)
+            assert n == size
+        await backend.stop()
 
     run(work)
 

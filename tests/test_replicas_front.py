@@ -61,12 +61,17 @@ def test_a_busy_replica_is_spared() -> None:
 
     async def work() -> None:
         async with Bench(handler=handler).running() as b:
+            assert (await b.ask("/health?fail_on_no_slot=1")).json()["slots_idle"] == 4
             asked = [Answer(b.app, "/completion", {"prompt": "p" * 500}) for _ in range(4)]
             await b.until(lambda: sum(one.n_running for one in b.crew.replicas) == 4)
             assert [one.n_running for one in b.crew.replicas] == [2, 2], "both slots of the holder, then the other"
             health = (await b.ask("/health")).json()
             assert health["slots_idle"] == 0 and health["replicas"] == {"ready": 2}
             assert (await b.ask("/health?fail_on_no_slot=1")).status == 503
+            asked.append(Answer(b.app, "/completion", {"prompt": "p" * 500}))
+            await b.until(lambda: sum(one.n_running for one in b.crew.replicas) == 5)
+            health = (await b.ask("/health")).json()
+            assert (health["slots_idle"], health["slots_processing"]) == (0, 4), "one waits"
             gate.set()
             await asyncio.gather(*(one.work for one in asked))
             assert [one.n_running for one in b.crew.replicas] == [0, 0]
@@ -77,7 +82,7 @@ def test_a_busy_replica_is_spared() -> None:
 def test_numbers_of_slots_name_replicas(tmp_path: Path) -> None:
     async def work() -> None:
         async with Bench(3).running() as b:
-            for slot, owner in ((0, 0), (1, 0), (2, 1), (5, 2)):
+            for slot, owner in ((0, 0), (0, 0), (1, 0), (2, 1), (0, 0), (5, 2)):
                 assert await b.who("/completion", {"prompt": "p", "id_slot": slot}) == owner
                 assert await b.who(f"/slots/{slot}?action=save", {"filename": "f"}) == owner
             assert b.process(2).asked == [

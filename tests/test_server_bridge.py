@@ -96,6 +96,45 @@ def test_a_job_gets_the_events_that_it_wants(stream: bool) -> None:
     asyncio.run(asyncio.wait_for(run(), 10))
 
 
+def test_the_end_of_a_job_is_told_once() -> None:
+    """However often it is closed; with the tokens of all its generations, cached ones included."""
+    told: list[object] = []
+
+    async def run() -> None:
+        job = Job(Bridge(asyncio.get_running_loop()), stream=True, on_close=lambda *n: told.append(n))
+        job.at_end(lambda: told.append("end"))
+        for index, n in ((0, 1), (1, 1), (0, 3)):
+            job.deliver(index, Delta("a", (), RequestTimings(cache_n=5, prompt_n=2, predicted_n=n), 0))
+        assert job.n_tokens == (14, 4)
+        job.close()
+        job.close()
+
+    asyncio.run(run())
+    assert told == [(14, 4), "end"]
+
+
+def test_a_ping_is_for_quiet_times_alone() -> None:
+    """An event since the last one takes its place; the next is due if none came after it."""
+
+    async def run() -> None:
+        job = Job(Bridge(asyncio.get_running_loop()), stream=True)
+        job.deliver(0, DELTA)
+        assert await job.events() == [(0, DELTA)]
+        waiting = asyncio.ensure_future(job.events())
+        for ticks, done in ((1, False), (2, True)):
+            await asyncio.sleep(0)
+            job._tick(1000.0)
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            assert waiting.done() is done, ticks
+            assert job._timer is not None
+            job._timer.cancel()
+        assert waiting.result() == []
+        job.close()
+
+    asyncio.run(asyncio.wait_for(run(), 10))
+
+
 def test_nobody_minds_events_after_the_loop_and_nothing_stays_open() -> None:
     async def run() -> tuple[Bridge, Job]:
         bridge = Bridge(asyncio.get_running_loop())

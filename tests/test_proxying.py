@@ -26,7 +26,7 @@ from proxies import (
 from ikcli.config import RunConfig
 from ikcli.server.http import body as body_module
 from ikcli.server.http.server import settings_of
-from ikcli.server.router.upstream import Exchange, end_to_end
+from ikcli.server.router.upstream import Exchange, UpstreamError, end_to_end
 
 front = pytest.mark.parametrize("kind", FRONTS)
 server = pytest.mark.parametrize("kind", SERVERS)
@@ -543,6 +543,27 @@ def test_a_process_waits_for_who_reads_its_answer(tmp_path: Path) -> None:
                 assert answer._n_waiting < 1 << 20
                 n += len(piece)
             assert n == size
+        await backend.stop()
+
+    run(work)
+
+
+def test_what_is_cut_has_no_end(tmp_path: Path) -> None:
+    """Though only the end of the connection tells where it is."""
+
+    async def script(asked: Asked, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 X\r\n\r\nabcd")
+        await asked.read(reader)
+        await reader.read()
+
+    async def work() -> None:
+        backend = Backend(script, tmp_path / "s", "")
+        await backend.load()
+        async with Exchange(backend, "POST", b"/") as answer:
+            backend.cut()
+            with pytest.raises(UpstreamError, match="ended within an answer"):
+                await answer.body()
+        assert not backend.open
         await backend.stop()
 
     run(work)

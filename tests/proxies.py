@@ -36,6 +36,8 @@ from ikcli.server.router.upstream import Upstream
 FRONTS = ("router", "replicas")
 SERVERS = ("plain", *FRONTS)
 WAIT = 20.0
+TEXT = b'{"content": "Hello"}'
+TOKENS = {"tokens": [259]}
 Script = Callable[["Asked", asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
@@ -291,6 +293,25 @@ def post_chunked(*parts: bytes, headers: tuple[bytes, ...] = (), path: bytes = b
 def _request(path: bytes, version: bytes, *headers: bytes) -> bytes:
     lines = [b"POST %s HTTP/%s" % (path, version), b"Host: x", *headers]
     return b"\r\n".join(lines) + b"\r\n\r\n"
+
+
+def writes(*parts: bytes) -> Script:
+    """A process that reads a request and writes these, each as a segment of its own, and closes."""
+
+    async def script(asked: Asked, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await asked.read(reader)
+        for part in parts:
+            writer.write(part)
+            await writer.drain()
+            await asyncio.sleep(0.005)
+
+    return script
+
+
+async def is_kept(client: RawClient) -> None:
+    """The connection goes on, and what comes next on it is the answer to what is asked next."""
+    again = await client.ask(b"GET /nothing HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert again.status == 404 and b"File Not Found" in again.body
 
 
 def run(work: Callable[[], Coroutine[Any, Any, None]]) -> None:

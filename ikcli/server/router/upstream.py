@@ -204,7 +204,7 @@ class Exchange:
             problem = str(e)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as e:
             problem = f"no HTTP answer: {e}"
-        if problem and not self._complete:  # what follows an answer is no part of it
+        if problem:  # behind a whole answer nobody looks at it
             self._problem = UpstreamError(problem)
         if self._complete or self._problem is not None or self._n_waiting > _MOST:
             self._listen(False)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ikcli.commands._environment import variables
-from ikcli.commands._fronts import OF_THE_FRONT, layered
+from ikcli.commands._fronts import layered
 from ikcli.commands._model import find_model
 from ikcli.commands._options import Parsed, all_options, names_of, parse
 from ikcli.config import RunConfig, default_model
@@ -27,6 +27,7 @@ from ikcli.gguf.constants import file_type_label
 from ikcli.hub.client import NetworkError
 from ikcli.hub.names import part_names
 from ikcli.server.router.entries import FILE, ModelEntry, ModelFacts
+from ikcli.server.router.environment import OF_THE_FRONT
 
 OF_ALL_MODELS = OF_THE_FRONT | {"verbose", "verbosity"} | {
     "server." + name

@@ -20,7 +20,7 @@ from ikcli.commands._upstream import IGNORED, INSTEAD, OTHER_COMMANDS, REFUSED, 
 from ikcli.commands._values import convert, is_switch_value, missing_value, value_warnings
 from ikcli.errors import UsageError
 from ikcli.hostinfo import count_physical, physical_cores, visible_cpus
-from ikcli.options import BoundOption, Option, arguments_of, iter_options
+from ikcli.options import COMMAND_LETTERS, BoundOption, Option, arguments_of, iter_options
 
 if TYPE_CHECKING:
     from ikcli.config import RunConfig
@@ -136,22 +136,14 @@ def parse(command: str, argv: Sequence[str]) -> Parsed:
     used = [given for given in line.given + files.given if given.bound.option.used_by(command)]
     ignored = [g.name for g in line.given + files.given if not g.bound.option.used_by(command)]
     noop = [g.name for g in used if g.bound.option.noop]
+    unknown = unknown_variables(command, all_options(command)) if runs_model(command) else []
     if files.args or line.args:
         values["args"] = (*files.args, *line.args)
     config = _build(config_type(command)(), values)
     return Parsed(
         _finish(command, config, values) if runs_model(command) else config,
         tuple(dict.fromkeys(ignored)),
-        tuple(
-            dict.fromkeys(
-                [
-                    *line.unsupported,
-                    *files.unsupported,
-                    *noop,
-                    *(unknown_variables(command, all_options(command)) if runs_model(command) else ()),
-                ]
-            )
-        ),
+        tuple(dict.fromkeys([*line.unsupported, *files.unsupported, *noop, *unknown])),
         tuple(tokens.warnings + value_warnings((g.bound, g.name, g.text or "") for g in used)),
         alternatives,
         line.info,
@@ -265,6 +257,9 @@ def _collect(command: str, files: list[Given], line: list[Given]) -> tuple[dict[
             found = _values_of(command, given)
             if path == "tensor_split" and command == "bench":
                 found = alternatives.get(path, ()) + found
+            if COMMAND_LETTERS.get(command, "-") in option.joined:
+                source = line if given in line else files
+                found = (",".join(one.text or "" for one in source if one.name == given.name),)
             alternatives[path] = found
             values[path] = found[0]
     for given in line + files:

@@ -396,7 +396,11 @@ def test_tests_that_fail_leave_the_digests(tmp_path: Path, monkeypatch: pytest.M
     done = {"code": 1, "out": "1 failed, 2 passed in 3 s\n"}
 
     def run(command: list[str], **settings: Any) -> Any:
-        assert settings["env"]["IK_TEST_GPU"] == "1" and command[-1] == "tests/test_cuda_layers.py"
+        assert (
+            settings["env"]["IK_TEST_GPU"] == "1"
+            and "not slow" not in command
+            and command[-1] == "tests/test_cuda_layers.py"
+        )
         return type("Done", (), {"returncode": done["code"], "stdout": done["out"], "stderr": ""})
 
     monkeypatch.setattr(measure.subprocess, "run", run)

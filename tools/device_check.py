@@ -11,7 +11,7 @@ tests of kernels that passed have changed; a change of kernels makes them due ag
 folder skips what is done; a check during which everything ended is marked and tried last, once more.
 
 Needed where it runs: the NVIDIA driver; Python 3.11 with numpy, numba, typer, rich, jinja2, tokenizers, cuda-bindings,
-and for tests of kernels pytest and hypothesis. compute-sanitizer is used if it is there. Models are made there, in
+and pytest for tests of kernels. compute-sanitizer is used if it is there. Models are made there, in
 --work, from random numbers (about 15 GB). With --reference DIR, a folder with llama-sweep-bench, that runs in turns
 with ik; compare what is on the GPU, its code for the CPU may be slower than a build for that machine.
 """
@@ -134,10 +134,10 @@ class Run:
             record["reason"] = _last_line(output)
         with (self.setup.output / "logs.txt").open("a") as log:
             log.write(f"=== {check.name}: {status}\n{output[-_LOG:]}\n")
-        self.append(record)
         target.unlink(missing_ok=True)
         shutil.copy(self.setup.digests, self.setup.output)
         self.running.unlink()
+        self.append(record)
         return record
 
     def all(self, again: bool = False) -> int:

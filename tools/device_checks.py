@@ -197,7 +197,7 @@ def _sanitizer(tool: str, name: str, chosen: str) -> Check:
                 chosen]  # fmt: skip
 
     return Check(f"sanitizer/{tool}-{name.removeprefix('test_cuda_').removesuffix('.py')}", 50, 45, run, (),
-                 ("gpu", "program:compute-sanitizer"), {"IK_TEST_GPU": "1"})  # fmt: skip
+                 ("gpu", "program:compute-sanitizer"), device_measure.ON_GPU)  # fmt: skip
 
 
 _SANITIZED = {
@@ -205,7 +205,7 @@ _SANITIZED = {
     "test_cuda_layers_moe.py": "route or sort",
     "test_cuda_weights_moe.py": "q4_K or q8_0",
 }
-_TEST_SECONDS = {"test_cuda_attention.py": 40.0, "test_cuda_weights.py": 60.0}
+_TEST_SECONDS = {"test_cuda_attention.py": 45.0, "test_cuda_weights.py": 60.0}
 
 CHECKS: tuple[Check, ...] = (
     Check("start", 100, 25, _bench("--only", "load,basic,launch,handover")),

@@ -45,6 +45,8 @@ from ikcli.models import GraphConfig  # noqa: E402
 
 MIB = 2**20
 DIGESTS = ROOT / "tools" / "device_digests.json"
+# tests run on the GPU; plugins of pytest that happen to be installed are left out, for warnings are errors
+ON_GPU = {"IK_TEST_GPU": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 N_PROMPT, N_STEPS = 20, 3  # tokens whose logits are compared: of one prompt, and one by one
 # Standard deviations of the logits: the largest error of a row, median and worst, with activations of 8 bits.
 MEDIAN_ERROR, LARGEST_ERROR = 0.15, 0.5
@@ -333,9 +335,9 @@ def passed(test: str, device: str, path: Path = DIGESTS) -> None:
 def tests(name: str, digests: Path) -> tuple[Found, bool]:
     """Run a file of tests on the GPU in place of the emulation, in one process."""
     kernels = changed(path=digests).get(name, ())
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-o", "addopts=", "-m", "not slow", "-q",
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-o", "addopts=", "-m", "", "-q",
                "--no-header", "--durations=3", f"tests/{name}"]  # fmt: skip
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "IK_TEST_GPU": "1"},
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, **ON_GPU},
                           check=False)  # fmt: skip
     lines = done.stdout.splitlines()
     print("\n".join(lines[-40:]), done.stderr[-2000:], sep="\n", flush=True)

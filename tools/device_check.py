@@ -6,14 +6,14 @@
 
 Every check is a process of its own, ended when its time is over. What it found is appended to results.jsonl in the
 output folder as soon as it is done, results.md is the table, logs.txt the end of what it printed, and
-device_digests.json is the one in tools/, which
-tests of kernels that passed have changed; a change of kernels makes them due again. A second call with the same
-folder skips what is done; a check during which everything ended is marked and tried last, once more.
+device_digests.json is a copy of the one in tools/,
+where tests of kernels that passed are noted until those kernels change. A second call with the same folder skips what
+is done; a check during which everything ended is marked and tried last, once more.
 
-Needed where it runs: the NVIDIA driver; Python 3.11 with numpy, numba, typer, rich, jinja2, tokenizers, cuda-bindings,
-and pytest for tests of kernels. compute-sanitizer is used if it is there. Models are made there, in
---work, from random numbers (about 15 GB). With --reference DIR, a folder with llama-sweep-bench, that runs in turns
-with ik; compare what is on the GPU, its code for the CPU may be slower than a build for that machine.
+Needed where it runs: the NVIDIA driver; Python 3.11 or newer with numpy, numba, typer, rich, jinja2, tokenizers and
+cuda-bindings, and pytest for tests of kernels. compute-sanitizer is used if it is there. Models are made there from
+random numbers, in --work (about 15 GB). With --reference DIR, a folder with llama-sweep-bench, that runs in turns with
+ik; compare what is on the GPU: its code for the CPU may be slower than a build for that machine.
 """
 
 from __future__ import annotations

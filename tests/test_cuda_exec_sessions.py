@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuda_emulation import EmulatedDevice, needs_emulation
+from cuda_emulation import EmulatedDevice, emulation_only, needs_emulation
 from cuda_sessions import Opener, config, tokens, transcript, written
 from factories import tiny_model
 from gguf_files import write_model
@@ -328,6 +328,26 @@ def test_large_batches_use_experts_in_ram_on_the_gpu(folder, opener, capsys) -> 
     assert "offload: from 11 tokens on 3 weights in RAM" in capsys.readouterr().err
     assert not few["upload_rows"] and many["upload_rows"] == 3  # tensors of the first layer; the last has one row
     assert sum(many.values()) > sum(few.values()) + 3
+
+
+class Hasty(EmulatedDevice):
+    """Copies of weights run as soon as they are queued: only what they are told to wait for has been done by then."""
+
+    def _queue(self, stream: Any, work: Any) -> None:
+        super()._queue(stream, work)
+        if self._capturing is None and stream is not self._streams[0]:
+            stream.flush()
+
+
+@emulation_only
+def test_weights_are_not_copied_over_what_is_still_used(folder, opener, monkeypatch) -> None:
+    """Streamed weights share work memory with values and with each other."""
+    settings = {"cpu_moe": True, "offload_min_batch": 1, "n_ubatch": 4}
+    with Session.open(config(written(folder, "deepseek2"), **settings)) as session:
+        wanted = single(session, tokens(8), logits="all")
+    monkeypatch.setattr(gpus, "open_devices", lambda config: {"CUDA0": Hasty()})
+    with Session.open(config(written(folder, "deepseek2"), **settings)) as session:
+        np.testing.assert_array_equal(single(session, tokens(8), logits="all"), wanted)
 
 
 @pytest.mark.parametrize(

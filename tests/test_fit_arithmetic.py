@@ -19,6 +19,7 @@ from ikcli.config_values import parse_device_spec
 from ikcli.engine import fit, memory_plan
 from ikcli.engine.devices import described_machine
 from ikcli.engine.planner import Planner
+from ikcli.engine.run_device import RESERVE_BYTES
 from ikcli.gguf.reader import open_gguf
 from ikcli.models import HParams
 
@@ -85,6 +86,23 @@ def test_what_is_chosen_leaves_the_reserve(
         least = fit._costs(planner, config).fixed
         assert all(parts[name] <= max(free[name] - reserve, least.get(name, 0)) for name in free)
     assert len(seen) > 1
+
+
+@pytest.mark.parametrize(("mib", "margin"), [(0, RESERVE_BYTES), (1024, 1024 * MIB)])
+def test_a_small_margin_is_what_kernels_and_graphs_need(
+    planner: Planner, monkeypatch: pytest.MonkeyPatch, mib: int, margin: int
+) -> None:
+    class Asked(Exception):
+        pass
+
+    def choose(planner: Planner, config: RunConfig, reserve: dict[str, int]) -> fit._Choice:
+        raise Asked(reserve)
+
+    monkeypatch.setattr(fit, "_choose", choose)
+    monkeypatch.setattr(planner, "may_fit", lambda *args, **settings: False)
+    with pytest.raises(Asked) as asked:
+        fit.fit(planner, replace(BASE, fit_margin=mib))
+    assert set(asked.value.args[0].values()) == {margin + fit._FIRST_GUESS}
 
 
 def test_shares_count_blocks_output_and_experts() -> None:

@@ -114,6 +114,14 @@ def test_shadowed_rule() -> None:
     assert warnings_for(r"blk\.(3|4|5)\.ffn_.*=CUDA1", "exps=CPU") == []
 
 
+@pytest.mark.parametrize(("first", "said"), [("[01]", False), ("[012]", True)])
+def test_a_rule_that_loses_more_than_half_says_so(first: str, said: bool) -> None:
+    names = [f"blk.{il}.ffn_up.weight" for il in range(4)]
+    rules = [parse_rule(rf"blk\.{first}=CUDA1"), parse_rule("ffn_up=CPU")]
+    found = check_rules(match_rules(rules, names), names)
+    assert any("already taken by rule 1" in text for text in found) == said
+
+
 def test_digit_class_and_escaped_dot_star_name_the_blocks() -> None:
     (text,) = warnings_for(r"blk\.[0-10]\.ffn=CUDA0")
     assert "[0-10]" in text and "blocks 0-1" in text

@@ -257,18 +257,30 @@ def test_without_memory_for_graphs_kernels_are_launched_one_by_one(folder, opene
     """All graphs are dropped, that bucket is run without, others try again; one line says so."""
     with Session.open(config(written(folder, "deepseek3"), cpu_moe=True)) as session:
         wanted = [transcript(session) for _ in range(3)]
-    capture, failures = EmulatedDevice.capture, iter([False, False, True])
+    capture, free_graph, failures = EmulatedDevice.capture, EmulatedDevice.free_graph, iter([False, False, True])
+    alive: list[Any] = []
+    left: list[int] = []  # graphs that are there when one is captured, after the failure
 
     def refusing(self: EmulatedDevice, stream: Any, work: Any) -> Any:
-        if next(failures, False):
+        failed = next(failures, None)
+        if failed:
+            assert len(alive) == 2
             raise NoGraphMemory("no memory")
-        return capture(self, stream, work)
+        left.extend([len(alive)] if failed is None else [])
+        alive.append(capture(self, stream, work))
+        return alive[-1]
+
+    def freeing(self: EmulatedDevice, graph: Any) -> None:
+        alive.remove(graph)
+        free_graph(self, graph)
 
     monkeypatch.setattr(EmulatedDevice, "capture", refusing)
+    monkeypatch.setattr(EmulatedDevice, "free_graph", freeing)
     capsys.readouterr()
     with Session.open(config(written(folder, "deepseek3"), cpu_moe=True)) as session:
         found = [transcript(session) for _ in range(3)]
     np.testing.assert_array_equal(found, wanted)
+    assert left[0] == 0 and not alive
     lines = [x for x in capsys.readouterr().err.splitlines() if "no memory for captured graphs" in x]
     assert len(lines) == 1 and "launched kernel by kernel" in lines[0]
 
@@ -342,12 +354,12 @@ class Hasty(EmulatedDevice):
 @emulation_only
 def test_weights_are_not_copied_over_what_is_still_used(folder, opener, monkeypatch) -> None:
     """Streamed weights share work memory with values and with each other."""
-    settings = {"cpu_moe": True, "offload_min_batch": 1, "n_ubatch": 4}
+    settings = {"cpu_moe": True, "offload_min_batch": 1, "n_ubatch": 12}
     with Session.open(config(written(folder, "deepseek2"), **settings)) as session:
-        wanted = single(session, tokens(8), logits="all")
+        wanted = single(session, tokens(12), logits="all")
     monkeypatch.setattr(gpus, "open_devices", lambda config: {"CUDA0": Hasty()})
     with Session.open(config(written(folder, "deepseek2"), **settings)) as session:
-        np.testing.assert_array_equal(single(session, tokens(8), logits="all"), wanted)
+        np.testing.assert_array_equal(single(session, tokens(12), logits="all"), wanted)
 
 
 @pytest.mark.parametrize(

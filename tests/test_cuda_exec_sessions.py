@@ -285,6 +285,27 @@ def test_without_memory_for_graphs_kernels_are_launched_one_by_one(folder, opene
     assert len(lines) == 1 and "launched kernel by kernel" in lines[0]
 
 
+def test_a_graph_without_memory_takes_the_others_with_it(folder, opener, monkeypatch) -> None:
+    """Of all programs: they have the memory that is missing."""
+
+    def refusing(self: EmulatedDevice, stream: Any, work: Any) -> Any:
+        raise NoGraphMemory("no memory")
+
+    with Session.open(config(written(folder, "llama"))) as session:
+        programs = session.runner.parts["CUDA0"]._programs
+
+        def n_graphs() -> int:
+            return sum(len(graphs) for program in programs for graphs in program.graphs.values())
+
+        for _ in range(2):  # launch by launch, then captured
+            single(session, tokens(1))
+        assert n_graphs() == 1
+        monkeypatch.setattr(EmulatedDevice, "capture", refusing)
+        for _ in range(2):
+            single(session, tokens(2))
+        assert n_graphs() == 0
+
+
 def test_timed_runs_and_streamed_weights_free_their_events(folder, opener) -> None:
     settings = {"cpu_moe": True, "offload_min_batch": 1, "profile": True}
     with Session.open(config(written(folder, "qwen3moe"), **settings)) as session:

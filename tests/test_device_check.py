@@ -147,9 +147,9 @@ def test_the_time_of_a_check_ends_with_the_budget(tmp_path: Path, monkeypatch: p
         return "ok", ""
 
     monkeypatch.setattr(tool, "_process", process)
-    for seconds, budget in ((1.0, 500.0), (20.0, 500.0), (20.0, 25.0)):
+    for seconds, budget in ((1.0, 500.0), (30.0, 500.0), (20.0, 25.0)):
         tool.Run(Setup(tmp_path, tmp_path), (), budget).run(script("x", GOOD, seconds=seconds))
-    assert [round(t) for t in given] == [30, 60, 25]
+    assert [round(t) for t in given] == [60, 90, 25]
 
 
 def test_a_check_during_which_everything_ended_is_tried_last(

@@ -41,7 +41,7 @@ from device_measure import Package, changed, file_digest, read_digests
 PREPARED = "prepared.json"
 MOST_PREPARED = 40_000_000  # bytes
 DONE = ("ok", "failed")
-_LEAST_TIMEOUT, _FACTOR = 30.0, 3.0
+_LEAST_TIMEOUT, _FACTOR = 60.0, 3.0  # seconds, also for what compiles kernels of the CPU first; times the estimate
 _LOG = 8000  # characters of what a check printed
 Record = dict[str, Any]
 Unmet = Callable[[str, Setup], str | None]

@@ -226,3 +226,19 @@ def test_offload_lines(ngl, offloading, offloaded, n_lines) -> None:
 )
 def test_offload_threshold(n_expert, used, threshold) -> None:
     assert placement.offload_threshold(32, n_expert, used) == pytest.approx(threshold, abs=0.05)
+
+
+def test_a_block_is_on_the_gpu_if_all_of_it_is() -> None:
+    names = [f"blk.{il}.attn_{part}.weight" for il in range(3) for part in ("q", "k")]
+    for on_cpu, wanted in (((), 3), (("blk.0.attn_q.weight",), 2), (("blk.0.attn_k.weight", "blk.2.attn_q.weight"), 1)):
+        buffers = {name: "CPU" if name in on_cpu else "CUDA0" for name in names}
+        assert placement.placement_sentence(buffers) == f"attention {wanted}/3 layers on GPU"
+
+
+@pytest.mark.parametrize(("rules", "said"), [(("ffn=CPU",), False), (("ffn=CUDA0",), True),
+                                             (("ffn=CUDA0", "attn=CUDA1"), False)])  # fmt: skip
+def test_gpus_without_a_rule_are_named_where_others_have_one(rules: tuple[str, ...], said: bool) -> None:
+    names = [f"blk.{il}.{part}.weight" for il in range(2) for part in ("attn_q", "ffn_up")]
+    config = RunConfig(command="bench", override_tensor=rules, n_gpu_layers=99)
+    notices = placement.place(names, 2, config, ("CUDA0", "CUDA1")).notices
+    assert any("CUDA1 has no -ot rule" in text for text in notices) == said

@@ -114,6 +114,20 @@ def test_shares_count_blocks_output_and_experts() -> None:
     assert fit._deal_by_shares(costs, [100, 25], 5, (1.0, 1.0)) is not None
 
 
+def test_experts_stay_on_a_gpu_from_the_last_block_on() -> None:
+    """Smaller ones before a block whose experts do not fit stay on the CPU too."""
+    costs = fit._Costs([10] * 4, [5, 40, 20, 20], [5, 10, 10, 10], 0, {})
+    dealt = fit._deal_by_shares(costs, [40 + 30 + 30 + 20], 4, (1.0,))
+    assert dealt is not None and dealt.on_cpu == (0, 1) and dealt.left == [20]
+
+
+def test_nothing_is_added_where_all_experts_are_on_gpus() -> None:
+    costs = fit._Costs([10] * 4, [20] * 4, [10] * 4, 15, {})
+    for on_cpu in ((), (2, 3)):  # none, or those of another GPU
+        dealt = fit._Dealt(5, (2, 3), [0, 0, 1, 1], [99, 9], on_cpu)
+        assert fit._fill(costs, dealt, ["CUDA0", "CUDA1"]).rules == ()
+
+
 def test_blocks_are_dealt_out_by_bytes() -> None:
     costs = fit._Costs([10] * 4, [20] * 4, [10] * 4, 15, {})
     dealt = fit._deal(costs, [50, 95], 5, 2)  # 10, 10, 40, 40, 15

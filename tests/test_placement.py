@@ -241,4 +241,4 @@ def test_gpus_without_a_rule_are_named_where_others_have_one(rules: tuple[str, .
     names = [f"blk.{il}.{part}.weight" for il in range(2) for part in ("attn_q", "ffn_up")]
     config = RunConfig(command="bench", override_tensor=rules, n_gpu_layers=99)
     notices = placement.place(names, 2, config, ("CUDA0", "CUDA1")).notices
-    assert any("CUDA1 has no -ot rule" in text for text in notices) == said
+    assert any("no -ot rule" in text for text in notices) == said

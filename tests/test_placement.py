@@ -114,6 +114,14 @@ def test_shadowed_rule() -> None:
     assert warnings_for(r"blk\.(3|4|5)\.ffn_.*=CUDA1", "exps=CPU") == []
 
 
+@pytest.mark.parametrize(("first", "said"), [("[01]", False), ("[012]", True)])
+def test_a_rule_that_loses_more_than_half_says_so(first: str, said: bool) -> None:
+    names = [f"blk.{il}.ffn_up.weight" for il in range(4)]
+    rules = [parse_rule(rf"blk\.{first}=CUDA1"), parse_rule("ffn_up=CPU")]
+    found = check_rules(match_rules(rules, names), names)
+    assert any("already taken by rule 1" in text for text in found) == said
+
+
 def test_digit_class_and_escaped_dot_star_name_the_blocks() -> None:
     (text,) = warnings_for(r"blk\.[0-10]\.ffn=CUDA0")
     assert "[0-10]" in text and "blocks 0-1" in text
@@ -218,3 +226,19 @@ def test_offload_lines(ngl, offloading, offloaded, n_lines) -> None:
 )
 def test_offload_threshold(n_expert, used, threshold) -> None:
     assert placement.offload_threshold(32, n_expert, used) == pytest.approx(threshold, abs=0.05)
+
+
+def test_a_block_is_on_the_gpu_if_all_of_it_is() -> None:
+    names = [f"blk.{il}.attn_{part}.weight" for il in range(3) for part in ("q", "k")]
+    for on_cpu, wanted in (((), 3), (("blk.0.attn_q.weight",), 2), (("blk.0.attn_k.weight", "blk.2.attn_q.weight"), 1)):
+        buffers = {name: "CPU" if name in on_cpu else "CUDA0" for name in names}
+        assert placement.placement_sentence(buffers) == f"attention {wanted}/3 layers on GPU"
+
+
+@pytest.mark.parametrize(("rules", "said"), [(("ffn=CPU",), False), (("ffn=CUDA0",), True),
+                                             (("ffn=CUDA0", "attn=CUDA1"), False)])  # fmt: skip
+def test_gpus_without_a_rule_are_named_where_others_have_one(rules: tuple[str, ...], said: bool) -> None:
+    names = [f"blk.{il}.{part}.weight" for il in range(2) for part in ("attn_q", "ffn_up")]
+    config = RunConfig(command="bench", override_tensor=rules, n_gpu_layers=99)
+    notices = placement.place(names, 2, config, ("CUDA0", "CUDA1")).notices
+    assert any("no -ot rule" in text for text in notices) == said

@@ -19,6 +19,7 @@ LAYERS = (
         "hostinfo",
         "options",
         "rules",
+        "text_files",
         "config",
         "config_embed",
         "config_fleet",

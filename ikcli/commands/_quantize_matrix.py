@@ -16,6 +16,7 @@ from ikcli.commands.quantize import recipe_of, report_plan_notes, threads, tool_
 from ikcli.config_fleet import BatchConfig
 from ikcli.config_tools import QuantizeConfig
 from ikcli.errors import IkError, UsageError
+from ikcli.text_files import read_text
 
 if TYPE_CHECKING:
     from ikcli.gguf.reader import GGUFFile
@@ -51,12 +52,8 @@ class Line:
 
 def read_list(path: Path, config: QuantizeConfig) -> list[Line]:
     """The lines of a list; UsageError that names file and line. Options of a line replace those of `config`."""
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as problem:
-        raise UsageError(f"--matrix {path}: {getattr(problem, 'strerror', None) or problem}") from None
     lines: list[Line] = []
-    for number, raw in enumerate(text.splitlines(), 1):
+    for number, raw in enumerate(read_text(path, "--matrix").splitlines(), 1):
         where = f"{path}, line {number}"
         try:
             words = shlex.split(raw, comments=True)

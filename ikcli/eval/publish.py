@@ -207,7 +207,7 @@ def _is_made(options: PublishOptions) -> bool:
     """Whether the folder is whole and was made by these options of these files, as they are now."""
     try:
         return (options.out / MADE_OF).read_text(encoding="utf-8").strip() == _fingerprint(options)
-    except OSError:
+    except (OSError, UnicodeDecodeError):
         return False
 
 

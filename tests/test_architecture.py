@@ -52,6 +52,7 @@ LIBRARIES = {
     "cuda": ("backends.cuda",),
     "tokenizers": ("tokenizer", "convert"),
     "jinja2": ("chat",),
+    "yaml": ("convert",),
     "llguidance": ("grammar",),
     "fastapi": ("server",),
     "starlette": ("server",),

@@ -108,7 +108,7 @@ class RunConfig:
     offload_min_batch: int = opt(32, "--offload-min-batch", "int", "batch from which host-resident weights are computed on the GPU (experts: times n_expert/n_used)", topic="placement", form="N", example="--offload-min-batch 32", minimum=1)
     fit: bool = opt(False, "-fit --fit", "optswitch", "choose -ngl, -ts and --n-cpu-moe so that as many tensors as possible fit into GPU memory, and print them", topic="placement", example="--fit", env="LLAMA_ARG_FIT")
     fit_margin: int = opt(1024, "--fit-margin -fitt --fit-target", "custom", "memory that --fit leaves free on every GPU; of several values the largest", topic="placement", form="MIB", example="--fit-margin 1024", parse=parse_margin, env="LLAMA_ARG_FIT_TARGET")
-    strict: bool = opt(False, "--strict", "switch", "rules that match nothing are errors", topic="placement", example="--strict")
+    strict: bool = opt(False, "--strict", "switch", "placement rules that match nothing are errors; otherwise there is a warning that names them", topic="placement", example="--strict")
 
     seed: int = opt(-1, "-s --seed", "int", "random seed; -1 = random", topic="general", form="N", example="-s 1234")
     verbose: bool = opt(False, "-v --verbose --log-verbose", "switch", "log every tensor placement and more", topic="general", example="-v")

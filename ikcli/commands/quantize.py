@@ -208,6 +208,7 @@ def tool_options(config: QuantizeConfig, n_threads: int) -> ToolOptions:
         partial_requant=config.partial_requant,
         allow_requantize=config.allow_requantize,
         force=config.force,
+        strict=config.strict,
         encode=EncodeOptions(config.symmetric_q40, config.slow_iq2ks, config.least_squares),
     )
 
@@ -328,7 +329,8 @@ def _measuring(request: Request) -> Iterator[Callable[[float], None]]:
     from ikcli.gguf.reader import open_gguf
 
     file = open_gguf(request.input, request.options.overrides)
-    check_sides(request.target, list(file.tensors))
+    for note in check_sides(request.target, list(file.tensors), request.options.strict):
+        log.warn(note)
     total = file.n_bytes
     with log.progress("measuring types", total, in_bytes=True) as advance:
         yield advance

@@ -47,14 +47,14 @@ def prepare(config: RunConfig, given: Collection[str] = ()) -> Startup:
     check_cache_types(config, config.mla)
     if config.v_hadamard and config.mla:
         notices.append(f"-vhad has no effect with -mla {config.mla}, which keeps no V cache of heads; use -khad")
-    notices += check_ser(config, hp.n_expert, hp.n_expert_used)
+    config, warnings = check_ser(config, hp.n_expert, hp.n_expert_used)
     planner = planner.on(find_machine(config, exact=planning or config.fit))
     config = encoders.settle(config, hp, planner.machine, given, notices)
     if config.fit:
         config, found = _fit(planner, config)
         notices += found
     placed = planner.place(config)
-    return Startup(config, planner, (*notices, *placed.notices), placed.warnings)
+    return Startup(config, planner, (*notices, *placed.notices), (*warnings, *placed.warnings))
 
 
 def _missing_data(file: GGUFFile) -> list[str]:
@@ -85,15 +85,13 @@ def _without_mla(config: RunConfig, arch: str, given: Collection[str]) -> list[s
     return [f"-mla {config.mla} is ignored: {arch} models have no multi-head latent attention"]
 
 
-def check_ser(config: RunConfig, n_expert: int, n_expert_used: int) -> list[str]:
-    """Notices about `-ser`; UsageError if it asks for more experts than the model uses."""
-    if config.ser is None:
-        return []
-    k_min, threshold = config.ser
-    if not n_expert:
-        return [f"-ser {k_min},{threshold:g} has no effect: the model has no experts"]
-    if k_min > n_expert_used:
-        raise UsageError(f"-ser {k_min},{threshold:g}: the model uses {n_expert_used} experts, Kmin cannot be larger")
-    if k_min == n_expert_used:
-        return [f"-ser {k_min},{threshold:g} has no effect: the model uses {n_expert_used} experts anyway"]
-    return []
+def check_ser(config: RunConfig, n_expert: int, n_expert_used: int) -> tuple[RunConfig, list[str]]:
+    """Drop a `-ser` that changes nothing, with a warning that says how many experts are used."""
+    if config.ser is None or (n_expert and config.ser[0] < n_expert_used):
+        return config, []
+    why = (
+        f"each token uses all {n_expert_used} experts that the model chooses"
+        if n_expert
+        else "the model has no experts"
+    )
+    return replace(config, ser=None), [f"-ser {config.ser[0]},{config.ser[1]:g} has no effect: {why}"]

@@ -84,6 +84,7 @@ class QuantizeConfig:
     preflight: bool = opt(False, "--preflight", "switch", "check everything that can be known before a run, name tensors and experts without importance data, write nothing; exit code 1 if the run would fail or be refused")
     n_threads: str | None = opt(None, "-t --threads", "str", "threads, as the positional nthreads; auto = physical cores", form="N", example="-t 8")
     verbose: bool = opt(False, "-v --verbose", "switch", "also print which rule decided about which tensor")
+    hub: HubConfig = group(HubConfig)
     fleet: BatchConfig = group(BatchConfig)
 
 

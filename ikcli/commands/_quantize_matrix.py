@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from ikcli import log
 from ikcli.commands._options import parse, usage
+from ikcli.commands._quantize_source import open_planned
 from ikcli.commands._self_covariance import with_moments
 from ikcli.commands.quantize import recipe_of, report_plan_notes, threads, tool_options
 from ikcli.config_fleet import BatchConfig
@@ -121,7 +122,12 @@ def plans_of(
     from ikcli.gguf.reader import open_gguf
     from ikcli.quant.tool import plan_of
 
-    opened = open_gguf(source, config.override_kv)
+    if config.dry_run:
+        opened, notes = open_planned(source, config.override_kv)
+        for note in notes:
+            log.log(note)
+    else:
+        opened = open_gguf(source, config.override_kv)
 
     def file() -> GGUFFile:
         return opened

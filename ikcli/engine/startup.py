@@ -11,12 +11,11 @@ from dataclasses import dataclass, replace
 from ikcli.config import RunConfig
 from ikcli.engine import encoders
 from ikcli.engine.devices import find_machine
-from ikcli.engine.missing_parts import assume_missing
+from ikcli.engine.missing_parts import assume_missing, missing_data
 from ikcli.engine.planner import Planner
 from ikcli.engine.programs import check_cache_types
 from ikcli.engine.stages.rules import check_stages
 from ikcli.errors import UsageError
-from ikcli.gguf.reader import GGUFFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +40,7 @@ def prepare(config: RunConfig, given: Collection[str] = ()) -> Startup:
     config = check_stages(config, given)
     planner = Planner.of_file(config, header_only=planning)
     file, hp = planner.file, planner.hp
-    notices = assume_missing(file, hp) + _missing_data(file)
+    notices = assume_missing(file, hp) + missing_data(file)
     notices += [] if hp.kv_lora_rank else _without_mla(config, hp.arch, given)
     config = config if hp.kv_lora_rank else replace(config, mla=0)
     check_cache_types(config, config.mla)
@@ -55,18 +54,6 @@ def prepare(config: RunConfig, given: Collection[str] = ()) -> Startup:
         notices += found
     placed = planner.place(config)
     return Startup(config, planner, (*notices, *placed.notices), (*warnings, *placed.warnings))
-
-
-def _missing_data(file: GGUFFile) -> list[str]:
-    """What a file lacks that was opened by its header."""
-    lacking = [t for t in file.tensors.values() if not file.has_data(t.name)]
-    if not lacking:
-        return []
-    size = sum(t.n_bytes for t in lacking) / 2**30
-    return [
-        f"{file.paths[0]}: the data of {len(lacking)} of {len(file.tensors)} tensors ({size:.2f} GiB) is missing: "
-        "enough for a plan, not for a run"
-    ]
 
 
 def _fit(planner: Planner, config: RunConfig) -> tuple[RunConfig, list[str]]:

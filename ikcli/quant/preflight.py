@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from ikcli.errors import IkError
-from ikcli.gguf.reader import GGUFFile, open_gguf
+from ikcli.gguf.reader import GGUFFile
 from ikcli.gguf.types import TYPES
 from ikcli.log import shown_size
 from ikcli.quant.covariance_file import Covariance, open_covariance
@@ -39,7 +39,7 @@ from ikcli.quant.tool import (
     is_fixed,
     load_imatrix,
     make_job,
-    plan_repack,
+    plan_repack_of,
     read_weights,
 )
 
@@ -106,11 +106,12 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 class PlannedJob:
     """What would be run; `mode` is quantize, repack or unrepack, `patterns` choose tensors to repack.
 
-    `runs` tells what it takes to run the model first and the data that gives, and raises if it cannot be run.
+    `opened` gives the model, and notes about what of it is not there. `runs` tells what it takes to run the model first
+    and the data that gives, and raises if it cannot be run.
     """
 
     mode: str
-    input: str
+    opened: Callable[[], tuple[GGUFFile, list[str]]]
     output: str
     recipe: RecipeOptions
     options: ToolOptions
@@ -123,7 +124,7 @@ def preflight(task: PlannedJob, available: int | None = None) -> Report:
     """Report about a run; `available` are the bytes of RAM that are free (None: not known)."""
     report = Report()
     found: list[GGUFFile] = []
-    report.attempt("input", lambda: _open(task, found))
+    report.attempt("input", lambda: _open(report, task, found))
     imatrix, covariance, complete = _data(report, task.options, task.runs)
     if not found:
         return report
@@ -143,10 +144,14 @@ def preflight(task: PlannedJob, available: int | None = None) -> Report:
     return report
 
 
-def _open(task: PlannedJob, found: list[GGUFFile]) -> str:
-    file = open_gguf(task.input, task.options.overrides)
+def _open(report: Report, task: PlannedJob, found: list[GGUFFile]) -> str:
+    file, notes = task.opened()
     found.append(file)
+    for note in notes:
+        report.add("input", NOTE, note)
     n = len(file.paths)
+    if notes:
+        return f"{len(file.tensors)} tensors, {file.n_bytes / 2**30:.2f} GiB"
     parts = "1 file" if n == 1 else f"{n} files"
     return f"{len(file.tensors)} tensors in {parts} of full length, {file.n_bytes / 2**30:.2f} GiB"
 
@@ -212,7 +217,7 @@ def _choices(report: Report, task: PlannedJob, file: GGUFFile, imatrix: Imatrix 
     if task.mode != "quantize":
 
         def repack() -> str:
-            plan = plan_repack(task.input, task.output, task.patterns, task.mode == "unrepack", task.options)
+            plan = plan_repack_of(file, task.output, task.patterns, task.mode == "unrepack", task.options)
             made.extend(plan.job.choices)
             for note in plan.notes:
                 report.add("types", NOTE, note)

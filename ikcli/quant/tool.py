@@ -287,9 +287,15 @@ def plan_repack(path: str, output: str, patterns: Sequence[str], unrepack: bool,
 
     With `strict` UsageError if a pattern matches no tensor.
     """
+    return plan_repack_of(open_gguf(path, options.overrides), output, patterns, unrepack, options)
+
+
+def plan_repack_of(
+    file: GGUFFile, output: str, patterns: Sequence[str], unrepack: bool, options: ToolOptions
+) -> ToolPlan:
+    """`plan_repack` of an open model."""
     from ikcli.quant.repack import repacked_file_type
 
-    file = open_gguf(path, options.overrides)
     tensors = list(file.tensors.values())
     notes = _pattern_notes(patterns, list(file.tensors), options.strict)
     choices = [_repacked(t, patterns, unrepack) for t in tensors]

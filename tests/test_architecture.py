@@ -19,6 +19,7 @@ LAYERS = (
         "hostinfo",
         "options",
         "rules",
+        "commit",
         "text_files",
         "config",
         "config_embed",

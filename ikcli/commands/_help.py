@@ -73,8 +73,11 @@ def _types(command: str) -> list[str]:
 
 
 def version_line() -> str:
-    """`ik 0.1.0`."""
-    return f"ik {ikcli.__version__}"
+    """`ik 0.1.0 (commit 1f0c2d9e8b7a)`, without the commit where it is not known."""
+    from ikcli.commit import commit
+
+    found = commit()
+    return f"ik {ikcli.__version__}" + (f" (commit {found[:12]})" if found else "")
 
 
 def main_help() -> str:

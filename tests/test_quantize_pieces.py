@@ -1,0 +1,184 @@
+"""Pieces of the quantizer: whatever their size, type of the input and number of threads, the bytes are the same."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ikcli.errors import NonFiniteError, UsageError
+from ikcli.gguf.constants import GGMLType
+from ikcli.gguf.reader import open_gguf
+from ikcli.gguf.types import TYPES
+from ikcli.gguf.writer import GGUFWriter, NewTensor
+from ikcli.quant import quantizer
+from ikcli.quant.decode import dequantize
+from ikcli.quant.encoders import quantize_rows
+from ikcli.quant.quantizer import Progress, Readers, Target, Worker, output_parts, part_is_done, run
+from ikcli.quant.recipes import RecipeOptions
+from ikcli.quant.repack import repack_rows
+from ikcli.quant.tool import ToolOptions, plan_quantize
+
+T = GGMLType
+SHAPE = (64, 40, 3)  # 40 rows are no multiple of 16
+
+
+def write(path: Path, tensors: dict[str, tuple[tuple[int, ...], GGMLType, np.ndarray]]) -> Path:
+    specs = [NewTensor(name, shape, type) for name, (shape, type, _) in tensors.items()]
+    with GGUFWriter(path, {"general.architecture": "llama"}, specs) as writer:
+        for name, (_, _, data) in tensors.items():
+            writer.write_tensor(name, data)
+    return path
+
+
+def rows_of(rng: np.random.Generator, shape: tuple[int, ...] = SHAPE) -> np.ndarray:
+    return rng.normal(size=(math.prod(shape[1:]), shape[0])).astype(np.float32)
+
+
+def made(source: Path, out: Path, number: int, n_threads: int = 2, **options: Any) -> Path:
+    settings = ToolOptions(n_threads=n_threads, allow_requantize=True, **options)
+    (path,) = run(plan_quantize(str(source), str(out), RecipeOptions(number, pure=True), settings).job)
+    return path
+
+
+@pytest.fixture(params=[1, 64 * 8, 64 * 24, 1 << 18], ids=lambda n: f"{n} elements")
+def piece(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """So many elements to a piece, half as many read at a time."""
+    monkeypatch.setattr(quantizer, "_MIN_PIECE", request.param)
+    monkeypatch.setattr(quantizer, "_MAX_PIECE", request.param)
+    monkeypatch.setattr(quantizer, "_IN_CACHE", max(1, request.param // 2))
+    return int(request.param)
+
+
+@pytest.mark.parametrize("old", [T.F16, T.Q8_0, T.Q8_0_R8])
+@pytest.mark.parametrize(("number", "new"), [(1, T.F16), (2, T.Q4_0), (202, T.Q4_0_R8)])
+def test_the_size_of_pieces_does_not_matter(
+    tmp_path: Path, rng: np.random.Generator, piece: int, old: GGMLType, number: int, new: GGMLType
+) -> None:
+    x = rows_of(rng)
+    raw = x.astype(np.float16).view(np.uint8).reshape(-1)
+    if old != T.F16:
+        raw = quantize_rows(x, T.Q8_0).reshape(-1)
+        raw = repack_rows(raw, T.Q8_0_R8, SHAPE[0]).reshape(-1) if old == T.Q8_0_R8 else raw
+    source = write(tmp_path / "in.gguf", {"blk.0.ffn_up_exps.weight": (SHAPE, old, raw)})
+    known = dequantize(raw, old, SHAPE).reshape(x.shape)
+    wanted = known.astype(np.float16).view(np.uint8) if new == T.F16 else quantize_rows(known, TYPES[new].plain)
+    if TYPES[new].is_interleaved:
+        wanted = repack_rows(wanted.reshape(-1), new, SHAPE[0])
+    for n_threads in (1, 3):
+        found = open_gguf(made(source, tmp_path / "out.gguf", number, n_threads))
+        assert found.tensors["blk.0.ffn_up_exps.weight"].type == new
+        np.testing.assert_array_equal(found.data("blk.0.ffn_up_exps.weight"), wanted.reshape(-1))
+
+
+@pytest.mark.parametrize(("old", "number"), [(T.Q8_0, 207), (T.Q8_0_R8, 7)])
+def test_regrouped_pieces_are_the_whole(
+    tmp_path: Path, rng: np.random.Generator, piece: int, old: GGMLType, number: int
+) -> None:
+    plain = quantize_rows(rows_of(rng), T.Q8_0).reshape(-1)
+    grouped = repack_rows(plain, T.Q8_0_R8, SHAPE[0]).reshape(-1)
+    raw, wanted = (plain, grouped) if old == T.Q8_0 else (grouped, plain)
+    source = write(tmp_path / "in.gguf", {"blk.0.ffn_up_exps.weight": (SHAPE, old, raw)})
+    found = open_gguf(made(source, tmp_path / "out.gguf", number))
+    np.testing.assert_array_equal(found.data("blk.0.ffn_up_exps.weight"), wanted)
+
+
+def test_pieces_cover_all_rows_in_whole_groups(tmp_path: Path, rng: np.random.Generator, piece: int) -> None:
+    raw = repack_rows(quantize_rows(rows_of(rng), T.Q8_0).reshape(-1), T.Q8_0_R8, SHAPE[0]).reshape(-1)
+    source = write(tmp_path / "in.gguf", {"blk.0.ffn_up_exps.weight": (SHAPE, T.Q8_0_R8, raw)})
+    settings = ToolOptions(allow_requantize=True)
+    job = plan_quantize(str(source), str(tmp_path / "o.gguf"), RecipeOptions(2, pure=True), settings).job
+    work = Worker(job.file, [Target(job, job.choices[0])], 2, Readers())
+    pieces = list(work.pieces())
+    assert [m for m, first, _ in pieces] == [first // 40 for _, first, _ in pieces]
+    assert [first for _, first, _ in pieces] == [0, *(stop for _, _, stop in pieces[:-1])] and pieces[-1][2] == 120
+    assert all(first % 8 == stop % 8 == 0 for _, first, stop in pieces)
+    longest = max(stop - first for _, first, stop in pieces)
+    assert longest == min(40, max(8, piece // 64 // 8 * 8))
+
+
+def test_progress_counts_every_byte_once(tmp_path: Path, rng: np.random.Generator, piece: int) -> None:
+    x = rows_of(rng)
+    source = write(
+        tmp_path / "in.gguf",
+        {"blk.0.ffn_up.weight": (SHAPE, T.F16, x.astype(np.float16)), "blk.0.ffn_norm.weight": ((64,), T.F32, x[0])},
+    )
+    job = plan_quantize(str(source), str(tmp_path / "o.gguf"), RecipeOptions(7, pure=True), ToolOptions()).job
+    seen: list[tuple[int, str]] = []
+    amounts: list[float] = []
+    run(job, Progress(tensor=lambda number, c: seen.append((number, c.name)), advance=amounts.append))
+    assert seen == [(1, "blk.0.ffn_up.weight"), (2, "blk.0.ffn_norm.weight")]
+    assert sum(amounts) == job.file.n_bytes and all(amount > 0 for amount in amounts)
+
+
+def test_rows_with_bad_values_are_numbered_over_the_whole_tensor(
+    tmp_path: Path, rng: np.random.Generator, piece: int
+) -> None:
+    x = rows_of(rng)
+    x[77, 5] = np.nan
+    source = write(tmp_path / "in.gguf", {"blk.0.ffn_up_exps.weight": (SHAPE, T.F32, x)})
+    with pytest.raises(NonFiniteError, match=r"tensor blk\.0\.ffn_up_exps\.weight holds NaN or Inf in row 77"):
+        made(source, tmp_path / "o.gguf", 7)
+    x[77, 5] = 1e6
+    source = write(tmp_path / "in2.gguf", {"blk.0.ffn_up_exps.weight": (SHAPE, T.F32, x)})
+    with pytest.raises(NonFiniteError, match=r"blk.0.ffn_up_exps.weight, row 77: the values are too large for f16"):
+        made(source, tmp_path / "o.gguf", 1)
+
+
+def test_copied_tensors_are_checked_piece_by_piece(
+    tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantizer, "_COPY_BYTES", 512)
+    x = rows_of(rng)
+    x[11, 9] = np.inf
+    source = write(tmp_path / "in.gguf", {"blk.0.ffn_norm.weight": ((7680,), T.F32, x.reshape(-1))})
+    with pytest.raises(NonFiniteError, match=f"holds NaN or Inf at element {11 * 64 + 9}$"):
+        made(source, tmp_path / "o.gguf", 7)
+    x[11, 9] = 0
+    source = write(tmp_path / "in2.gguf", {"blk.0.ffn_norm.weight": ((7680,), T.F32, x.reshape(-1))})
+    found = open_gguf(made(source, tmp_path / "o.gguf", 7))
+    np.testing.assert_array_equal(found.data("blk.0.ffn_norm.weight"), x.reshape(-1).view(np.uint8))
+
+
+def test_ternary_weights_may_be_off_by_rounding(tmp_path: Path, rng: np.random.Generator) -> None:
+    """Zeros up to 2 % of the magnitude of the row, and its magnitude from 98 % on; rows at both ends are sampled."""
+    signs = rng.integers(-1, 2, (40, 64)).astype(np.float32) * rng.uniform(0.5, 2, (40, 1)).astype(np.float32)
+    for change, ternary in ((0.0, True), (0.015, True), (0.03, False), (0.985, True), (0.96, False)):
+        for row in (0, 39):
+            x = signs.copy()
+            largest = np.abs(x[row]).max()
+            x[row, 0], x[row, 1] = largest, change * largest
+            source = write(tmp_path / "in.gguf", {"blk.0.ffn_up.weight": ((64, 40), T.F32, x)})
+            job = plan_quantize(str(source), str(tmp_path / "o.gguf"), RecipeOptions(136), ToolOptions()).job
+            if ternary:
+                quantizer.check(job)
+            else:
+                with pytest.raises(UsageError, match="is not ternary"):
+                    quantizer.check(job)
+
+
+def test_parts_that_are_done(tmp_path: Path, rng: np.random.Generator) -> None:
+    x = rows_of(rng)
+    source = write(tmp_path / "in.gguf", {"blk.0.ffn_up_exps.weight": (SHAPE, T.F16, x.astype(np.float16))})
+    job = plan_quantize(str(source), str(tmp_path / "o.gguf"), RecipeOptions(7, pure=True), ToolOptions()).job
+    (part,) = output_parts(job)
+    assert not part_is_done(part)
+    run(job)
+    assert part_is_done(part)
+    other = plan_quantize(str(source), str(tmp_path / "o.gguf"), RecipeOptions(2, pure=True), ToolOptions()).job
+    with pytest.raises(UsageError, match=r"o\.gguf exists, but holds other tensors or types"):
+        part_is_done(output_parts(other)[0])
+    (tmp_path / "o.gguf").write_bytes(part.path.read_bytes()[:-40])
+    assert not part_is_done(part), "a damaged file is written again"
+
+
+def test_what_a_killed_run_left_is_dropped_unless_it_goes_on(tmp_path: Path) -> None:
+    mine, dead, other = (tmp_path / f".o.gguf.{name}.tmp" for name in (os.getpid(), 4194305, "x"))
+    for path in (mine, dead, other):
+        path.write_bytes(b"x")
+    quantizer.prepare_folder([tmp_path / "o.gguf"])
+    assert mine.exists() and other.exists() and not dead.exists()

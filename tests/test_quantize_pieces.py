@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from ikcli.errors import NonFiniteError, UsageError
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import open_gguf
 from ikcli.gguf.types import TYPES
-from ikcli.gguf.writer import GGUFWriter, NewTensor
+from ikcli.gguf.writer import SPLIT_KEYS, GGUFWriter, NewTensor
 from ikcli.quant import quantizer
 from ikcli.quant.decode import dequantize
 from ikcli.quant.encoders import quantize_rows
@@ -182,3 +184,37 @@ def test_what_a_killed_run_left_is_dropped_unless_it_goes_on(tmp_path: Path) -> 
         path.write_bytes(b"x")
     quantizer.prepare_folder([tmp_path / "o.gguf"])
     assert mine.exists() and other.exists() and not dead.exists()
+
+
+def test_few_pieces_are_in_work_at_a_time() -> None:
+    """Results come in order, and no more inputs are taken than are needed to keep threads busy."""
+    taken: list[int] = []
+
+    def items() -> Iterator[tuple[int]]:
+        for i in range(20):
+            taken.append(i)
+            yield (i,)
+
+    with ThreadPoolExecutor(2) as pool:
+        found = []
+        for result in quantizer._in_order(pool, lambda i: i * i, items(), 3):
+            found.append(result)
+            assert len(taken) <= len(found) + 2
+    assert found == [i * i for i in range(20)]
+
+
+def test_later_parts_have_what_belongs_to_a_part_alone(tmp_path: Path, rng: np.random.Generator) -> None:
+    x = rows_of(rng, (64, 8)).astype(np.float16)
+    specs = [NewTensor(f"blk.{i}.ffn_up.weight", (64, 8), T.F16) for i in range(3)]
+    keys = {"general.architecture": "llama", "general.name": "mine", "general.alignment": 64}
+    with GGUFWriter(tmp_path / "in.gguf", keys, specs, alignment=64, splits=[1, 2]) as writer:
+        for spec in specs:
+            writer.write_tensor(spec.name, x)
+        first = writer.paths[0]
+    job = plan_quantize(str(first), str(tmp_path / "o"), RecipeOptions(7, pure=True), ToolOptions(keep_split=True)).job
+    one, two = output_parts(job)
+    assert (one.metadata["general.name"].value, len(one.choices), len(two.choices)) == ("mine", 1, 2)
+    assert set(two.metadata) == {"general.alignment", *SPLIT_KEYS}
+    assert [p.metadata["split.no"].value for p in (one, two)] == [0, 1]
+    paths = run(job)
+    assert [open_gguf(paths[0]).tensors[s.name].file_index for s in specs] == [0, 1, 1]

@@ -74,6 +74,8 @@ def as_measured(data: bytes, path: Path | str) -> bytes:
             raise FormatError(f"{path}: begins like UTF-16 or UTF-32, but is not; save it as UTF-8") from None
     data = data.removeprefix(codecs.BOM_UTF8)
     warn_of_binary(path, data)
+    if b"\0" in data:
+        return data
     return data.replace(b"\r\n", b"\n").replace(b"\r", b"\n") if b"\r" in data else data
 
 

@@ -24,7 +24,7 @@ def test_the_room_may_be_used_up_to_the_last_byte(tmp_path: Path, monkeypatch: p
     usage: Any = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=1000))
     assert check_room(tmp_path, 1000) == 1000
-    with pytest.raises(IkError, match="the result needs .*, .* are free"):
+    with pytest.raises(IkError, match=r"the result needs .*, .* are free"):
         check_room(tmp_path, 1001)
 
 

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,16 @@ from ikcli.errors import NonFiniteError, UsageError
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import open_gguf
 from ikcli.gguf.types import TYPES
+from ikcli.gguf.unfinished import part_path
 from ikcli.gguf.writer import SPLIT_KEYS, GGUFWriter, NewTensor
 from ikcli.quant import quantizer
 from ikcli.quant.decode import dequantize
-from ikcli.quant.encoders import quantize_rows
+from ikcli.quant.encoders import EncodeOptions, quantize_rows
+from ikcli.quant.imatrix_file import Imatrix, ImatrixEntry, write_legacy
 from ikcli.quant.quantizer import Progress, Readers, Target, Worker, output_parts, part_is_done, run
 from ikcli.quant.recipes import RecipeOptions
 from ikcli.quant.repack import repack_rows
+from ikcli.quant.run_key import left_bytes, run_key
 from ikcli.quant.tool import ToolOptions, plan_quantize
 
 T = GGMLType
@@ -218,3 +222,34 @@ def test_later_parts_have_what_belongs_to_a_part_alone(tmp_path: Path, rng: np.r
     assert [p.metadata["split.no"].value for p in (one, two)] == [0, 1]
     paths = run(job)
     assert [open_gguf(paths[0]).tensors[s.name].file_index for s in specs] == [0, 1, 1]
+
+
+def test_an_interrupted_run_goes_on_only_where_everything_is_the_same(tmp_path: Path, rng: np.random.Generator) -> None:
+    """The key is another one for other inputs, importance data or settings of encoders."""
+    source = write(tmp_path / "in.gguf", {"blk.0.ffn_up.weight": ((64, 8), T.F16, rows_of(rng, (64, 8)).astype("f2"))})
+    entry = ImatrixEntry(np.ones((1, 64), np.float32), np.ones(1, np.float32))
+    matrix = Imatrix({"blk.0.ffn_up.weight": entry, "z": entry}, path=str(tmp_path / "i.dat"))
+    write_legacy(matrix, tmp_path / "i.dat")
+    job = plan_quantize(str(source), str(tmp_path / "o.gguf"), RecipeOptions(7), ToolOptions()).job
+    job = replace(job, imatrix=matrix)
+    keys = {
+        "same": run_key(job),
+        "options": run_key(replace(job, encode_options=EncodeOptions(least_squares=True))),
+        "no matrix": run_key(replace(job, imatrix=None)),
+        "excluded": run_key(replace(job, imatrix=matrix.filtered(exclude=["z"]))),
+        "fewer": run_key(replace(job, imatrix=replace(matrix, entries={"z": entry}))),
+        "choice": run_key(replace(job, choices=[replace(job.choices[0], source="other")])),
+    }
+    assert run_key(job) == keys["same"]
+    for name, path in (("matrix", tmp_path / "i.dat"), ("input", source)):
+        about = path.stat()
+        os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns + 1_000_000))
+        keys[f"{name} time"] = run_key(job)
+        with path.open("ab") as out:
+            out.write(b"x")
+        os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns + 1_000_000))
+        keys[f"{name} size"] = run_key(job)
+    assert len(set(keys.values())) == len(keys)
+    assert left_bytes(tmp_path / "o.gguf") == 0
+    part_path(tmp_path / "o.gguf").write_bytes(b"123")
+    assert left_bytes(tmp_path / "o.gguf") == 3

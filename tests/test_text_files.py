@@ -220,7 +220,7 @@ def test_archives_are_not_measured_as_text(tmp_path: Path, data: bytes, words: s
 
 def test_binary_data_is_measured_with_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "model.bin"
-    for data, words in ((b"a\0b", "has bytes of zeros"), (b"ab\xe9c", "is not UTF-8 text (byte 2)")):
+    for data, words in ((b"a\0\r\nb", "has bytes of zeros"), (b"ab\xe9c", "is not UTF-8 text (byte 2)")):
         path.write_bytes(data)
         assert load_text(_prompt(path)).encode("utf-8", "surrogateescape") == data
         assert f"warning: {path} {words}" in capsys.readouterr().err

@@ -139,6 +139,19 @@ def test_custom_rules_first_match_wins_and_beats_the_mix() -> None:
     assert any('rule 4 "attn=q5_K": 31 of 160 matched tensors stay' in note for note in notes)
 
 
+def test_a_rule_that_lost_most_of_its_tensors_is_named() -> None:
+    """With half of them left it does what it says."""
+    metadata = {"general.architecture": "llama", "llama.block_count": 4}
+    tensors = [info(f"blk.{il}.ffn_up.weight", 256, 32) for il in range(4)]
+    for blocks, named in (("0|1", False), ("0|1|2", True), ("0|1|2|3", True)):
+        rules = parse_custom_rules([rf"blk\.({blocks})\.=q8_0,ffn_up=q4_0"])
+        choices = choose_types(tensors, metadata, RecipeOptions(number("Q4_K_M"), custom=rules))
+        notes = check_uses(rule_uses(rules, choices), [t.name for t in tensors])
+        n = blocks.count("|") + 1
+        lost = f'rule 2 "ffn_up=q4_0": 4 matches, {n} already taken by rule 1' + ", so it does nothing" * (n == 4)
+        assert notes == ([lost] if named else [])
+
+
 def test_rule_that_matches_nothing_is_named_with_a_hint() -> None:
     rules = parse_custom_rules(["attn_q=q8_0,ffn_dwn=q4_0"])
     choices = choose("mha", "Q4_K_M", custom=rules)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -89,3 +91,20 @@ def test_a_content_with_another_name_stays(tmp_path: Path, monkeypatch: pytest.M
 def test_names_that_leave_the_cache_are_refused(text: str) -> None:
     with pytest.raises(IkError):
         parse_ref(text)
+
+
+@pytest.mark.parametrize(("header", "done", "found"), [("bytes */7", 7, (7, True)), ("bytes */10", 7, (0, False)),
+                                                        ("bytes */5", 7, (0, False)), ("", 7, (0, False))])  # fmt: skip
+def test_nothing_behind_what_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, header: str, done: int, found: tuple[int, bool]
+) -> None:
+    """A server says so of a whole file, and of one that has become another one in the meantime."""
+    reply = SimpleNamespace(status_code=416, headers={"Content-Range": header} if header else {})
+    monkeypatch.setattr(download.client, "stream", lambda *args: nullcontext(reply))
+    part = tmp_path / "m.incomplete"
+    part.write_bytes(b"x" * done)
+    amounts: list[float] = []
+    with part.open("ab") as out:
+        source = download.Source("http://x/m.gguf", "m.gguf")
+        assert download._one_request(source, part, out, done, amounts.append) == found
+    assert part.stat().st_size == found[0] and sum(amounts) == found[0] - done

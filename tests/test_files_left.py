@@ -108,3 +108,21 @@ def test_nothing_behind_what_is_there(
         source = download.Source("http://x/m.gguf", "m.gguf")
         assert download._one_request(source, part, out, done, amounts.append) == found
     assert part.stat().st_size == found[0] and sum(amounts) == found[0] - done
+
+
+@pytest.mark.parametrize("there", [0, 3, 6, 9])
+def test_a_part_longer_than_its_file_is_begun_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: int) -> None:
+    content = b"12345"
+
+    def stream(url: str, token: str, start: int, stop: int, tag: str) -> Any:
+        rest = content[start:]
+        headers = {"Content-Length": str(len(rest))}
+        return nullcontext(SimpleNamespace(status_code=206, headers=headers, iter_raw=lambda: iter([rest])))
+
+    monkeypatch.setattr(download.client, "stream", stream)
+    target = tmp_path / "m.gguf"
+    download.incomplete_path(target).write_bytes((content + b"xxxx")[:there])
+    amounts: list[float] = []
+    download.download(download.Source("http://x/m.gguf", "m.gguf", len(content)), target, amounts.append)
+    assert target.read_bytes() == content and sum(amounts) == len(content)
+    assert not download.incomplete_path(target).exists()

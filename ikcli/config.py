@@ -63,7 +63,7 @@ class RunConfig:
     mmap: bool = opt(True, "--mmap -mmp", "optswitch", "map the file into memory instead of reading it; --no-mmap reads it into RAM", topic="model", negative="--no-mmap", example="-mmp 0", env="LLAMA_ARG_MMAP")
     mlock: bool = opt(False, "--mlock", "switch", "lock the weights in RAM (the system limits how much: ulimit -l)", topic="model", example="--mlock", env="LLAMA_ARG_MLOCK")
     thp: bool = opt(False, "-thp --transparent-huge-pages", "optswitch", "ask for transparent huge pages (Linux) for the cache, for buffers, and with --no-mmap or -rtr for weights", topic="model", example="-thp")
-    run_time_repack: bool = opt(False, "-rtr --run-time-repack", "optswitch", "repack weights in host memory to interleaved types while loading; turns mmap off", topic="model", example="-rtr")
+    run_time_repack: bool = opt(False, "-rtr --run-time-repack", "optswitch", "repack weights in host memory to interleaved types while loading; turns mmap off. Beside a GPU it costs prompt speed: interleaved types in RAM are not copied to it, so their prompt work stays on the CPU", topic="model", example="-rtr")
     check_tensors: bool = opt(False, "--check-tensors -vq --validate-quants", "switch", "scan the weights for NaN and Inf while loading and name the tensors", topic="model", example="--check-tensors")
     override_kv: tuple[str, ...] = opt((), "-okv --override-kv", "custom", "replace a metadata value; TYPE is int, float, bool or str", topic="model", form="KEY=TYPE:VALUE[,...]", example="--override-kv deepseek2.expert_used_count=int:6", parse=parse_override_kv, repeat=True, bench_list=False)
     dry_run: bool = opt(False, "-dr --dry-run", "switch", "stop before reading weights and print the memory plan", topic="model", example="--dry-run")
@@ -108,7 +108,7 @@ class RunConfig:
     offload_min_batch: int = opt(32, "--offload-min-batch", "int", "batch from which host-resident weights are computed on the GPU (experts: times n_expert/n_used)", topic="placement", form="N", example="--offload-min-batch 32", minimum=1)
     fit: bool = opt(False, "-fit --fit", "optswitch", "choose -ngl, -ts and --n-cpu-moe so that as many tensors as possible fit into GPU memory, and print them", topic="placement", example="--fit", env="LLAMA_ARG_FIT")
     fit_margin: int = opt(1024, "--fit-margin -fitt --fit-target", "custom", "memory that --fit leaves free on every GPU; of several values the largest", topic="placement", form="MIB", example="--fit-margin 1024", parse=parse_margin, env="LLAMA_ARG_FIT_TARGET")
-    strict: bool = opt(False, "--strict", "switch", "rules that match nothing are errors", topic="placement", example="--strict")
+    strict: bool = opt(False, "--strict", "switch", "placement rules that match nothing are errors; otherwise there is a warning that names them", topic="placement", example="--strict")
 
     seed: int = opt(-1, "-s --seed", "int", "random seed; -1 = random", topic="general", form="N", example="-s 1234")
     verbose: bool = opt(False, "-v --verbose --log-verbose", "switch", "log every tensor placement and more", topic="general", example="-v")

@@ -34,7 +34,7 @@ class PromptConfig:
     """Text to start from (chat, perplexity, imatrix)."""
 
     prompt: str = opt("", "-p --prompt", "str", "the prompt", topic="prompt", commands="CPIE", form="TEXT", example='-p "Once upon a time"', text=True)
-    file: Path | None = opt(None, "-f --file", "path", "read the text from a file", topic="prompt", commands="CPIE", form="FILE", example="-f wiki.test.raw")
+    file: Path | None = opt(None, "-f --file", "path", "read the text from a file; one that gzip, bzip2 or xz compressed is unpacked", topic="prompt", commands="CPIE", form="FILE", example="-f wiki.test.raw")
     binary_file: Path | None = opt(None, "-bf --binary-file", "path", "as -f, but the file is taken as it is: no escapes, and no line end is dropped", topic="prompt", commands="P", form="FILE", example="-bf arc-easy-validation.bin")
     escape: bool = opt(True, "-e --escape", "switch", "interpret \\n, \\t and so on in the prompt", topic="prompt", commands="CPIE", negative="--no-escape", example="-e")
     parse_special: bool = opt(False, "--parse-special", "switch", "names of control tokens in the text, as those of a chat template, are these tokens", topic="prompt", commands="PI", example="--parse-special")

@@ -79,10 +79,12 @@ class QuantizeConfig:
     least_squares: bool = opt(False, "--least-squares", "switch", "scales of least squared error, which shrink rows, instead of unbiased ones")
     slow_iq2ks: bool = opt(False, "--slow-iq2ks", "switch", "the exhaustive and slow search for iq2_ks")
     force: bool = opt(False, "--force", "switch", "allow ternary types for weights that are not ternary")
+    strict: bool = opt(False, "--strict", "switch", "rules that match nothing (--custom-q, --repack-pattern, --include-weights and the like) are errors")
     dry_run: bool = opt(False, "--dry-run", "switch", "print the type and size of every tensor and the total, write nothing")
     preflight: bool = opt(False, "--preflight", "switch", "check everything that can be known before a run, name tensors and experts without importance data, write nothing; exit code 1 if the run would fail or be refused")
     n_threads: str | None = opt(None, "-t --threads", "str", "threads, as the positional nthreads; auto = physical cores", form="N", example="-t 8")
     verbose: bool = opt(False, "-v --verbose", "switch", "also print which rule decided about which tensor")
+    hub: HubConfig = group(HubConfig)
     fleet: BatchConfig = group(BatchConfig)
 
 
@@ -102,6 +104,7 @@ class ConvertConfig:
 
     imatrix: str | None = opt(None, "--imatrix", "str", "importance matrix, legacy .dat or GGUF", form="FILE", example="--imatrix imatrix.dat")
     ignore_imatrix_rules: bool = opt(False, "--ignore-imatrix-rules", "switch", "allow types that are hardly usable without importance matrix")
+    strict: bool = opt(False, "--strict", "switch", "rules of --custom-q that match nothing are errors")
     custom_q: tuple[str, ...] = opt((), "--custom-q", "custom", "type of tensors whose name (in GGUF) matches, first match wins; @FILE reads rules from a file (repeatable)", form="RE=TYPE[,RE=TYPE...]", example='--custom-q "attn_k=q8_0,ffn_down=iq4_k"', parse=parse_text_item, repeat=True)
     pure: bool = opt(False, "--pure", "switch", "the type of TYPE for all tensors, without its mix and without --custom-q")
     leave_output_tensor: bool = opt(False, "--leave-output-tensor", "switch", "keep output.weight as it is")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -130,14 +131,14 @@ def test_digit_class_and_escaped_dot_star_name_the_blocks() -> None:
     assert "matches no tensor" in nothing and "117 tensors" in nothing
 
 
-def test_no_match_is_an_error_only_if_nothing_matches_or_strict() -> None:
+def test_no_match_is_an_error_only_if_strict() -> None:
     assert any("matches no tensor" in text for text in warnings_for("exps=CPU", "attn_qkv=CPU"))
-    with pytest.raises(UsageError, match=r"matches no tensor of this model; nearest: attn_\w+"):
-        warnings_for("attn_qkv=CPU")
+    (alone,) = warnings_for("attn_qkv=CPU")
+    assert re.match(r'-ot: rule "attn_qkv=CPU" matches no tensor of this model; nearest: attn_\w+', alone)
     with pytest.raises(UsageError, match="matches no tensor"):
         warnings_for("exps=CPU", "attn_qkv=CPU", strict=True)
     with pytest.raises(UsageError) as raised:
-        warnings_for("EXPS=CPU")
+        warnings_for("EXPS=CPU", strict=True)
     assert raised.value.exit_code == 2 and "(?i)EXPS (174 tensors" in str(raised.value)
 
 
@@ -207,8 +208,15 @@ def test_gpu_options_without_a_gpu_give_one_line() -> None:
         "no CUDA device: -ngl 63 has no effect"
     )
     assert placement.no_device_notice(replace(RunConfig(), override_tensor=("exps=CPU",))) == ""
+    nonsense = replace(RunConfig(), override_tensor=("nonsense=CPU",))
+    assert "matches no tensor" in place(V3_NAMES, 61, nonsense).warnings[0]
     with pytest.raises(UsageError, match="matches no tensor"):
-        place(V3_NAMES, 61, replace(RunConfig(), override_tensor=("nonsense=CPU",)))
+        place(V3_NAMES, 61, replace(nonsense, strict=True))
+    dense = [name for name in V3_NAMES if "_exps" not in name]
+    without = replace(RunConfig(), n_cpu_moe=2)
+    assert place(dense, 61, without).warnings[0].startswith("--n-cpu-moe: rule ")
+    with pytest.raises(UsageError, match="--n-cpu-moe: rule "):
+        place(dense, 61, replace(without, strict=True))
 
 
 @pytest.mark.parametrize(

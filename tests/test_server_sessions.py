@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from engine_client import ask, serving, until
 
 from ikcli.errors import UsageError
 from ikcli.server.slots import reuse
-from ikcli.server.slots.sessions import SUFFIX, make_folder
+from ikcli.server.slots.sessions import SUFFIX, Sessions, Stored, make_folder
 
 SETTINGS: dict[str, Any] = {"n_ctx": 512, "n_threads": 1, "n_threads_batch": 1}
 FIRST, SECOND = list(range(100, 160)), list(range(300, 360))
@@ -74,6 +75,27 @@ def test_quiet_conversations_are_written_while_the_server_runs(tmp_path: Path, m
         assert path.stat().st_mtime_ns == written, "what is there is not written again"
 
 
+def test_what_was_not_used_for_longest_goes_first(tmp_path: Path) -> None:
+    """By the times of the files, whatever their names and the order in which they are found; the newest stays."""
+    made = Sessions.__new__(Sessions)
+    made._folder, made._limit, made._lock = tmp_path, 250, threading.Lock()
+    paths = {name: tmp_path / f"{name}{SUFFIX}" for name in ("a", "b", "c", "d", "e")}
+    for age, name in enumerate(("c", "a", "e", "b", "d")):  # c was used just now, d long ago
+        paths[name].write_bytes(bytes(100))
+        os.utime(paths[name], ns=(0, 10**15 - age * 10**10))
+    (tmp_path / "notes.txt").write_bytes(bytes(1000))
+    made._stored = [Stored(path, None) for path in paths.values()]  # type: ignore[arg-type]
+    made._make_room(paths["d"])  # just written, if with an old time
+    assert {path.name[0] for path in tmp_path.glob(f"*{SUFFIX}")} == {"c", "d"} and (tmp_path / "notes.txt").exists()
+    assert {one.path for one in made._stored} == {paths["c"], paths["d"]}
+    made._limit = 200
+    made._make_room(paths["c"])
+    assert {path.name[0] for path in tmp_path.glob(f"*{SUFFIX}")} == {"c", "d"}
+    made._limit = 199
+    made._make_room(paths["d"])
+    assert {path.name[0] for path in tmp_path.glob(f"*{SUFFIX}")} == {"d"}
+
+
 def test_the_limit(tmp_path: Path) -> None:
     starts = [list(range(k, k + 120)) for k in (100, 300, 500, 700)]
     with serving(1, server={"sessions": tmp_path, "sessions_limit": 1}, **SETTINGS) as engine:
@@ -87,6 +109,7 @@ def test_the_limit(tmp_path: Path) -> None:
     assert 1 <= len(left) < len(starts)
     with serving(1, server={"sessions": tmp_path}, **SETTINGS) as engine:
         assert ask(engine, starts[3], 2).timings.cache_n == 119
+        assert ask(engine, starts[0], 2).timings.cache_n == 119, "used again after the second one was"
         assert ask(engine, starts[1], 2).timings.cache_n == 0
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ikcli.commands._argv import canonical_name, looks_like_option, read_tokens
 from ikcli.commands._environment import tokens_of_variables, unknown_variables, variables
-from ikcli.commands._suggest import nearest
+from ikcli.commands._suggest import MEANT, nearest
 from ikcli.commands._table import BY_NAME
 from ikcli.commands._upstream import IGNORED, INSTEAD, OTHER_COMMANDS, REFUSED, words_instead
 from ikcli.commands._values import convert, is_switch_value, missing_value, value_warnings
@@ -234,7 +234,8 @@ class Scanner:
 
     def _unknown(self, name: str) -> UsageError:
         own = [n for n, (bound, _) in self.names.items() if bound.option.used_by(self.command)]
-        near = nearest(name, [*own, *self.names, *HELP_NAMES, "--version", "--config"])
+        meant = MEANT.get(name.replace("_", "-"))
+        near = meant if meant in own else nearest(name, [*own, *self.names, *HELP_NAMES, "--version", "--config"])
         hint = f"; did you mean {near}?" if near else f"; see ik {self.command} --help"
         return UsageError(f"unknown option {name}{hint}")
 

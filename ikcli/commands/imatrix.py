@@ -24,7 +24,6 @@ from ikcli.eval.imatrix import (
     in_rows,
     is_gguf_name,
     is_legacy,
-    is_text,
     load,
     params_of,
     save,
@@ -44,6 +43,7 @@ from ikcli.quant.covariance_file import (
     write_covariance,
 )
 from ikcli.quant.imatrix_file import Imatrix, merge, read_imatrix
+from ikcli.text_files import is_text
 
 if TYPE_CHECKING:
     from ikcli.engine.planner import Planner

@@ -13,6 +13,7 @@ from ikcli.console import transcript
 from ikcli.console.render import FOLDED, SHOWN
 from ikcli.errors import IkError
 from ikcli.server.http.fields import FIELDS
+from ikcli.text_files import read_text
 
 if TYPE_CHECKING:
     from ikcli.console.repl import Repl
@@ -264,10 +265,7 @@ def _grammar(repl: Repl, rest: str) -> None:
         if path.suffix == ".json":
             new = {"json_schema": transcript.read_json(path)}
         else:
-            try:
-                new = {"grammar": path.read_text(encoding="utf-8")}
-            except (OSError, UnicodeDecodeError) as e:
-                raise IkError(f"cannot read {path}: {getattr(e, 'strerror', None) or e}") from None
+            new = {"grammar": read_text(path, error=IkError)}
         if repl.conversation.tools and "grammar" in new:
             raise IkError("a grammar and tools exclude each other; /tools off first")
         repl.conversation.source.check(new)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ikcli.config import RunConfig
 from ikcli.engine import report
+from ikcli.engine.offload import interleaved_lines
 from ikcli.engine.placement import offload_lines
 from ikcli.gguf.constants import file_type_label
 from ikcli.gguf.types import TYPES, tensor_n_bytes
@@ -90,7 +91,9 @@ def context_lines(session: Session) -> None:
     n_turns = session.runner.n_turns(programs)
     for line in buffer_lines(session.config, session.cache_bytes(), session.n_ctx, parts, n_nodes, n_turns):
         log(line)
-    for line in [*streamed_lines(programs, session.model), *session.runner.notes(programs)]:
+    lines = [*streamed_lines(programs, session.model), *session.runner.notes(programs)]
+    lines += interleaved_lines(session.config, session.model, session.run_plan.placement)
+    for line in lines:
         log(line)
 
 

@@ -20,6 +20,7 @@ from ikcli.server.http.adapters import scales_json, scales_of
 from ikcli.server.http.bans import bans_of, server_bans
 from ikcli.server.http.errors import bad_request
 from ikcli.server.slots.messages import Bans, Speculation
+from ikcli.text_files import read_text
 from ikcli.tokenizer import Tokenizer
 
 MAX_STOPS = 1024
@@ -130,12 +131,7 @@ def _bias_option(text: str) -> tuple[int, float]:
 
 def option_text(text: str, path: Path | None, what: str) -> str:
     """A text given on the command line, or what the file given instead holds."""
-    if path is None:
-        return text
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as e:
-        raise UsageError(f"cannot read the {what} {path}: {e}") from None
+    return text if path is None else read_text(path, what)
 
 
 def _schema_option(text: str) -> Any:

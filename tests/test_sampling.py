@@ -177,6 +177,21 @@ def test_dry_finds_all_repetitions(history: list[int], allowed: int, breakers: d
     assert dict(zip(tokens.tolist(), lengths.tolist(), strict=True)) == slow_dry(history, allowed, breakers)
 
 
+def test_of_two_breakers_with_one_head_the_longer_counts() -> None:
+    history = np.array([3, 5, 6, 9, 1, 2, 3, 5, 6], np.int64)
+    params = replace(NEUTRAL, dry_multiplier=1.0, dry_allowed_length=1)
+    for tails, length in (
+        (((2,), (2, 3)), 2),  # 1 2 3 broke last: 5 6 is left to repeat
+        (((2, 3), (2,)), 2),
+        (((2,), (2, 4)), 3),  # only 1 2 did
+        (((2, 3, 5), ()), 1),
+        (((2, 3, 5, 6), (2, 3)), 0),
+        (((2, 3, 5, 6, 9), ()), 3),  # longer than what there is
+    ):
+        tokens, lengths = Dry(params, {1: tails}, 10).repeats(history)
+        assert dict(zip(tokens.tolist(), lengths.tolist(), strict=True)) == ({9: length} if length else {})
+
+
 def test_dry_penalty_and_greedy() -> None:
     params = replace(NEUTRAL, temperature=0, dry_multiplier=0.8, dry_base=2.0, dry_allowed_length=2)
     history = [5, 6, 7, 1, 5, 6, 7]  # 1 would repeat 5 6 7

@@ -20,6 +20,7 @@ from ikcli.sampling import (
     sampler_names,
     token_logprobs,
 )
+from ikcli.sampling.candidates import Candidates
 from ikcli.sampling.dry import Dry, find_breakers
 from ikcli.sampling.vocab import BreakerTable
 
@@ -190,6 +191,47 @@ def test_of_two_breakers_with_one_head_the_longer_counts() -> None:
     ):
         tokens, lengths = Dry(params, {1: tails}, 10).repeats(history)
         assert dict(zip(tokens.tolist(), lengths.tolist(), strict=True)) == ({9: length} if length else {})
+
+
+def test_dry_penalties_stay_finite() -> None:
+    history = [1] * 400
+    logits = np.zeros(3, np.float32)
+    for allowed in (2, 1, 0):
+        params = replace(NEUTRAL, dry_multiplier=0.5, dry_base=2.0, dry_allowed_length=allowed)
+        dry = Dry(params, {}, 3)
+        assert dry.repeats(np.array(history, np.int64))[1].tolist() == [max(allowed, 1) + 115]  # 80 / ln 2
+        for c in (Candidates(None, logits), Candidates(np.array([2, 1]), logits[:2].astype(np.float64))):
+            found = dry.apply(c, np.array(history, np.int64)).logits
+            assert found[1] == -(2.0**114) and found[0] == 0
+        dry = Dry(replace(params, dry_base=1.0), {}, 3)  # does not grow
+        assert dry.apply(Candidates(None, logits), np.array(history, np.int64)).logits.tolist() == [0, -0.5, 0]
+
+
+def test_dry_at_the_edges() -> None:
+    params = replace(NEUTRAL, dry_multiplier=1.0, dry_base=2.0, dry_allowed_length=2)
+    logits = np.zeros(6, np.float32)
+    for history, penalties in (
+        ([1, 2, 3, 1, 2], {3: 1}),  # just as long as allowed
+        ([0, 2, 3, 1, 2], {}),  # one shorter
+        ([4, 1, 2, 3, 4, 1, 2], {3: 2}),
+        ([4, 1, 2, 3, 0, 1, 2, 5, 4, 1, 2], {3: 2, 5: 1}),
+        ([4, 1, 2, 3, 0, 1, 2, 3, 4, 1, 2], {3: 2}),  # the longest counts
+        ([1, 1, 1], {1: 1}),
+        ([1, 1], {}),
+        ([2, 9, 2, 9, 2], {}),  # 9 is outside of the vocabulary
+    ):
+        c = Dry(params, {}, 6).apply(Candidates(None, logits), np.array(history, np.int64))
+        assert {i: -x for i, x in enumerate(c.logits.tolist()) if x} == penalties, history
+    assert make(replace(params, temperature=0, dry_penalty_last_n=0), 6, [1, 2, 3, 1, 2]).sample(logits + 1).id == 0
+    window = np.array([4, 1, 2, 3, 4, 1, 2], np.int64)
+    for n, length in ((7, 3), (6, 2), (5, 0), (-1, 3)):  # what the window cuts off is not repeated
+        lengths = Dry(replace(params, dry_penalty_last_n=n), {}, 6).repeats(window)[1]
+        assert lengths.tolist() == ([length] if length else [])
+
+
+def test_long_breakers_are_cut() -> None:
+    found = find_breakers(["x" * 45], ["x", "x" * 40, "y"], lambda text: list(range(len(text))))
+    assert found == {0: (tuple(range(20)),), 1: ((), *found[1][1:])}
 
 
 def test_dry_penalty_and_greedy() -> None:

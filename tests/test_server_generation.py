@@ -115,6 +115,14 @@ def test_the_tokens_of_a_banned_text_are_banned_where_they_were() -> None:
         assert g.choose(logits).id == 98  # banned at that place alone
 
 
+def test_every_attempt_at_a_place_bans_one_more_token() -> None:
+    g = generation(bans=Bans(("bad", "cad", "ed")))
+    for bad, banned in ((b"xbad", {98}), (b"cad", {98, 99}), (b"ed", {98, 99, 101})):
+        write(g, bad)
+        g.rewind_banned()
+        assert g._bans == {1: banned} and g.output.text == "x"
+
+
 def test_an_earlier_banned_text_forgets_what_was_banned_after_it() -> None:
     g = generation(bans=Bans(("bad", "xo bed")))
     write(g, b"xo bad")

@@ -222,7 +222,17 @@ def test_dry_at_the_edges() -> None:
     ):
         c = Dry(params, {}, 6).apply(Candidates(None, logits), np.array(history, np.int64))
         assert {i: -x for i, x in enumerate(c.logits.tolist()) if x} == penalties, history
-    assert make(replace(params, temperature=0, dry_penalty_last_n=0), 6, [1, 2, 3, 1, 2]).sample(logits + 1).id == 0
+    logits[3] = 0.5
+    for changes, token in (
+        ({}, 0),
+        ({"dry_base": 1.0}, 0),
+        ({"dry_base": 0.99}, 3),
+        ({"dry_multiplier": 0.0}, 3),
+        ({"dry_multiplier": -1.0, "logit_bias": ((3, -1.0),)}, 3),
+        ({"dry_penalty_last_n": 0}, 3),
+    ):
+        greedy = replace(params, temperature=0, **changes)  # type: ignore[arg-type]
+        assert make(greedy, 6, [1, 2, 3, 1, 2]).sample(logits).id == token
     window = np.array([4, 1, 2, 3, 4, 1, 2], np.int64)
     for n, length in ((7, 3), (6, 2), (5, 0), (-1, 3)):  # what the window cuts off is not repeated
         lengths = Dry(replace(params, dry_penalty_last_n=n), {}, 6).repeats(window)[1]

@@ -142,6 +142,16 @@ def test_only_the_keyword_is_lost() -> None:
     assert len(reports) == 2 and "'s #/properties/p/pattern is not enforced: look-around" in reports[1]
 
 
+def test_what_was_said_is_not_said_again() -> None:
+    reports: list[str] = []
+    grammars = Grammars(TOKENIZER, reports.append)
+    grammars.__dict__["_vocabulary"] = GRAMMARS.prepare()
+    tool = arguments_schema(Tool("rename", "", with_parameter({"pattern": "(?=a)"})))
+    for text in ("a", "b", "a"):  # grammars that differ in something else
+        grammars.compile(GrammarSpec(GrammarKind.TREE, tree=Sequence((Literal(text), tool, tool))))
+    assert len(reports) == 1 and reports[0].startswith("tool rename: the schema's #/properties/p/pattern ")
+
+
 def test_definitions_are_blamed_where_they_are() -> None:
     reports: list[str] = []
     parameters = with_parameter({"$ref": "#/$defs/word"})

@@ -185,6 +185,15 @@ def test_limits_at_their_edges() -> None:
     assert not g.push(TokenInfo(EOS, 0.0)) and g.stop_type == "eos"
 
 
+def test_a_finished_grammar_ends_what_has_no_end_token() -> None:
+    grammar = GRAMMARS.gbnf('root ::= "ab"')
+    g = generation(constraint=grammar)
+    assert [g.push(TokenInfo(i, 0.0)) for i in b"ab"] == [True, True]  # the end token follows
+    g = generation(constraint=grammar)
+    g._eog = frozenset()
+    assert [g.push(TokenInfo(i, 0.0)) for i in b"ab"] == [True, False] and g.stop_type == "eos"
+
+
 def test_time_ends_at_line_ends_only() -> None:
     g = generation(t_max_predict_ms=1)
     g.prompt_done()

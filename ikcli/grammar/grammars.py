@@ -27,7 +27,7 @@ from ikcli.tokenizer import Tokenizer
 ConstraintMaker = Callable[[], GrammarConstraint | LazyConstraint]
 
 _LARK_MARK = "%llguidance"
-_MOST_KEPT = 32
+_MOST_KEPT, _MOST_TOLD = 32, 1000
 _ENDLESS = "no text at all fulfils it, as it refers to itself on every path"
 _PLACE = re.compile(r"^(?:at \d+\(\d+\): )?(?:failed to compile JSON schema: )?")
 
@@ -41,6 +41,7 @@ class Grammars:
         self._report = report
         self._lock = Lock()
         self._kept: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._told: list[str] = []
 
     def compile(self, spec: GrammarSpec) -> ConstraintMaker:
         """A maker of constraints for `spec`, each for one generation. GrammarError if the grammar is wrong.
@@ -99,13 +100,20 @@ class Grammars:
             problem, left = _reason(error), []
             mended = self._lark(spec, root, lambda schema: self._mended(schema, left, problem))
             matcher = self._compiled(mended, "grammar")
-        for line in left:
-            self._report(line)
+        self._tell(left)
         with self._lock:
             self._kept[lark] = matcher
             if len(self._kept) > _MOST_KEPT:
                 self._kept.popitem(last=False)
         return matcher
+
+    def _tell(self, lines: list[str]) -> None:
+        """Report lines that were not among the last ones."""
+        with self._lock:
+            new = [line for line in dict.fromkeys(lines) if line not in self._told]
+            self._told = [*self._told, *new][-_MOST_TOLD:]
+        for line in new:
+            self._report(line)
 
     def _lark(self, spec: GrammarSpec, root: str, json_of: JsonOf) -> str:
         vocabulary = self._vocabulary

@@ -12,6 +12,10 @@ from ikcli.grammar.spec import GrammarKind, GrammarSpec, TriggerWatcher
 VOCABULARY = GRAMMARS.prepare()
 
 
+def test_a_trigger_that_begins_like_reasoning() -> None:
+    assert TriggerWatcher(lazy("<t>call")).feed("a <t>call") == "<t>call"
+
+
 def lazy(*triggers: str, at_start: tuple[str, ...] = (), after: str = "", reasoning: bool = True) -> GrammarSpec:
     tags = ("<t>", "</t>") if reasoning else None
     return GrammarSpec(GrammarKind.TREE, lazy=True, triggers=triggers, at_start=at_start, after=after, reasoning=tags)

@@ -111,6 +111,14 @@ def test_a_banned_text_begins_with_the_token_that_it_begins_in() -> None:
     assert output().find_banned() is None and add(output(bans=Bans(("z",))), "abc").find_banned() is None
 
 
+def test_tokens_of_which_a_part_was_sent_stay() -> None:
+    out = add(output("heX", bans=Bans(patterns=(Pattern("hey"),), buffer=1)), "the")
+    assert sent(out) == ("t", [ID["the"]])
+    assert add(out, "y").find_banned() == 1
+    out.rewind(1)
+    assert sent(out, everything=True) == ("he", [])
+
+
 def test_all_of_a_token_waits_in_which_a_banned_text_may_begin() -> None:
     for bans, texts, certain in (
         (Bans(("cX",)), ("x", "abc"), "x"),

@@ -11,7 +11,7 @@ from ikcli.chat.families.base import arguments_schema
 from ikcli.chat.messages import Tool
 from ikcli.grammar import GrammarError
 from ikcli.grammar.grammars import ConstraintMaker, Grammars
-from ikcli.grammar.numbers import most_digits
+from ikcli.grammar.numbers import UnusableError, bound, most_digits
 from ikcli.grammar.spec import Choice, GrammarKind, GrammarSpec, Literal, Schema, Sequence
 
 END = 2**63
@@ -160,6 +160,19 @@ def test_definitions_are_blamed_where_they_are() -> None:
     assert "#/$defs/word/pattern" in reports[0]
     with pytest.raises(GrammarError, match=r"at #/\$defs/word/pattern: look-around"):
         GRAMMARS.json_schema(parameters)
+
+
+def test_a_parameter_may_have_the_name_of_a_keyword() -> None:
+    schema = {"type": "object", "properties": {"const": {"$ref": "#/$defs/word"}}, "required": ["const"]}
+    with pytest.raises(GrammarError, match=r"at #/\$defs/word/pattern: look-around"):
+        GRAMMARS.json_schema(with_parameter(None) | schema)
+
+
+def test_the_least_integer_that_is_held() -> None:
+    for value in (-END + 1, -END + 511):
+        with pytest.raises(UnusableError, match="beyond what can be followed"):
+            bound("minimum", value, "integer")
+    assert bound("minimum", -END + 1024, "integer") == -END + 1024 == bound("minimum", -END + 1025, "integer")
 
 
 def test_all_faults_of_a_tool_are_found() -> None:

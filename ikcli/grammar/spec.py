@@ -38,11 +38,12 @@ class Regex:
 class Schema:
     """A JSON value that a JSON schema accepts (draft 2020-12, `$ref` within the document).
 
-    `lenient`: keywords that cannot be followed are left out instead of refused.
+    `lenient`: keywords that cannot be followed are left out instead of refused. `owner`: the tool whose schema it is.
     """
 
     schema: Mapping[str, Any] | bool
     lenient: bool = False
+    owner: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,17 @@ class Repeat:
 
 
 Node = Literal | Marker | Regex | Schema | Until | Sequence | Choice | Repeat
+
+
+def parts_of(tree: Node) -> tuple[Node, ...]:
+    """The nodes directly within a node."""
+    if isinstance(tree, Sequence):
+        return tree.parts
+    if isinstance(tree, Choice):
+        return tree.options
+    if isinstance(tree, Repeat):
+        return (tree.part,) if tree.between is None else (tree.part, tree.between)
+    return ()
 
 
 class GrammarKind(enum.Enum):

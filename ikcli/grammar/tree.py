@@ -9,7 +9,6 @@ from re import _parser  # type: ignore[attr-defined]
 
 from ikcli.grammar import nodes, spec
 from ikcli.grammar.nodes import EMPTY, Chars, GrammarError, Lit, Node, Rules, Seq, alt, char_ranges, seq
-from ikcli.grammar.schema import prepare_schema
 
 _ANY = Chars(char_ranges([], negated=True))
 _NOT_NEWLINE = Chars(char_ranges([(10, 10)], negated=True))
@@ -17,14 +16,18 @@ _DIGITS, _SPACES = [(48, 57)], [(9, 13), (32, 32)]
 _WORD = [(48, 57), (65, 90), (95, 95), (97, 122)]
 
 Special = Callable[[str], int | None]
+JsonOf = Callable[[spec.Schema], str]
 
 
-def tree_rules(tree: spec.Node, special: Special) -> Rules:
-    """One rule `root` for a tree; `special` gives the id of the control token with a text."""
-    return {"root": _node(tree, special)}
+def tree_rules(tree: spec.Node, special: Special, json_of: JsonOf) -> Rules:
+    """One rule `root` for a tree.
+
+    `special` gives the id of the control token with a text, `json_of` a schema as the grammar library takes it.
+    """
+    return {"root": _node(tree, special, json_of)}
 
 
-def _node(tree: spec.Node, special: Special) -> Node:
+def _node(tree: spec.Node, special: Special, json_of: JsonOf) -> Node:
     if isinstance(tree, spec.Literal):
         return Lit(tree.text)
     if isinstance(tree, spec.Marker):
@@ -33,17 +36,17 @@ def _node(tree: spec.Node, special: Special) -> Node:
     if isinstance(tree, spec.Regex):
         return regex_node(tree.pattern)
     if isinstance(tree, spec.Schema):
-        return nodes.Json(prepare_schema(tree.schema, lenient=tree.lenient))
+        return nodes.Json(json_of(tree))
     if isinstance(tree, spec.Until):
         token = special(tree.end)
         if token is None:
             return nodes.UntilNode(tree.end)
         return seq(nodes.RepeatNode(_ANY, 0, None), nodes.Token(token))
     if isinstance(tree, spec.Sequence):
-        return _flat([_node(part, special) for part in tree.parts])
+        return _flat([_node(part, special, json_of) for part in tree.parts])
     if isinstance(tree, spec.Choice):
-        return alt(*(_node(option, special) for option in tree.options))
-    return _repeat(tree, special)
+        return alt(*(_node(option, special, json_of) for option in tree.options))
+    return _repeat(tree, special, json_of)
 
 
 def _flat(items: list[Node]) -> Node:
@@ -54,15 +57,14 @@ def _flat(items: list[Node]) -> Node:
     return seq(*flat)
 
 
-def _repeat(tree: spec.Repeat, special: Special) -> Node:
-    part = _node(tree.part, special)
+def _repeat(tree: spec.Repeat, special: Special, json_of: JsonOf) -> Node:
+    part = _node(tree.part, special, json_of)
     if tree.between is None:
         return nodes.RepeatNode(part, tree.least, tree.most)
     if tree.most == 0:
         return EMPTY
-    more = nodes.RepeatNode(
-        seq(_node(tree.between, special), part), max(tree.least - 1, 0), None if tree.most is None else tree.most - 1
-    )
+    again = seq(_node(tree.between, special, json_of), part)
+    more = nodes.RepeatNode(again, max(tree.least - 1, 0), None if tree.most is None else tree.most - 1)
     some = seq(part, more)
     return some if tree.least > 0 else nodes.RepeatNode(some, 0, 1)
 

@@ -105,7 +105,7 @@ def arguments_schema(tool: Tool) -> Schema:
     parameters = dict(tool.parameters)
     if not {"type", "$ref", "anyOf", "oneOf", "allOf"} & parameters.keys():
         parameters["type"] = "object"
-    return Schema(parameters, lenient=True)
+    return Schema(parameters, lenient=True, owner=tool.name)
 
 
 def seq(*parts: Node | str) -> Node:

@@ -17,14 +17,16 @@ _DIGITS, _SPACES = [(48, 57)], [(9, 13), (32, 32)]
 _WORD = [(48, 57), (65, 90), (95, 95), (97, 122)]
 
 Special = Callable[[str], int | None]
+_Kept = dict[object, nodes.UntilNode]
+"""Free texts that are there already: large expressions, which many arguments share."""
 
 
 def tree_rules(tree: spec.Node, special: Special) -> Rules:
     """One rule `root` for a tree; `special` gives the id of the control token with a text."""
-    return {"root": _node(tree, special)}
+    return {"root": _node(tree, special, {})}
 
 
-def _node(tree: spec.Node, special: Special) -> Node:
+def _node(tree: spec.Node, special: Special, kept: _Kept) -> Node:
     if isinstance(tree, spec.Literal):
         return Lit(tree.text)
     if isinstance(tree, spec.Marker):
@@ -35,15 +37,68 @@ def _node(tree: spec.Node, special: Special) -> Node:
     if isinstance(tree, spec.Schema):
         return nodes.Json(prepare_schema(tree.schema, lenient=tree.lenient))
     if isinstance(tree, spec.Until):
-        token = special(tree.end)
-        if token is None:
-            return nodes.UntilNode(tree.end)
-        return seq(nodes.RepeatNode(_ANY, 0, None), nodes.Token(token))
+        return _until(tree, special, kept)
     if isinstance(tree, spec.Sequence):
-        return _flat([_node(part, special) for part in tree.parts])
+        return _whole(tree, special, kept) if tree.whole else _flat([_node(part, special, kept) for part in tree.parts])
     if isinstance(tree, spec.Choice):
-        return alt(*(_node(option, special) for option in tree.options))
-    return _repeat(tree, special)
+        return alt(*(_node(option, special, kept) for option in tree.options))
+    return _repeat(tree, special, kept)
+
+
+def _until(tree: spec.Until, special: Special, kept: _Kept) -> Node:
+    """Text and its end; with followers in pieces up to each `end`, of which only the last has one behind it.
+
+    Small lexemes: as one regular expression this takes the grammar library millions of states.
+    """
+    token = special(tree.end)
+    if token is not None:
+        return seq(nodes.RepeatNode(_ANY, 0, None), nodes.Token(token))
+    end: spec.Pattern = (tree.end,)
+    within = tuple(pattern for pattern in tree.followers if spec.Gap.END not in pattern)
+    if tree.nested is None:
+        first: Node = _text(kept, end)
+        more: Node = _text(kept, end, within)
+    else:
+        opening, closing = tree.nested
+        inside = _text(kept, closing)
+        last = _text(kept, end, (), (opening,))
+        example = seq(_text(kept, opening, (), (end,)), inside)
+        first = seq(nodes.RepeatNode(example, 0, None), last)
+        more = alt(
+            _text(kept, end, within, (opening,)),
+            seq(_text(kept, opening, within, (end,)), inside, first),
+        )
+    return seq(first, nodes.RepeatNode(more, 0, None)) if within else first
+
+
+def _text(
+    kept: _Kept,
+    end: spec.Pattern,
+    unless: tuple[spec.Pattern, ...] = (),
+    others: tuple[spec.Pattern, ...] = (),
+) -> nodes.UntilNode:
+    key = (end, unless, others)
+    if key not in kept:
+        kept[key] = nodes.UntilNode(*key)
+    return kept[key]
+
+
+def _whole(tree: spec.Sequence, special: Special, kept: _Kept) -> Node:
+    """One lexeme; or, where the vocabulary has markers as tokens, these and lexemes between them."""
+    texts = [_node(spec.Literal(p.text) if isinstance(p, spec.Marker) else p, special, kept) for p in tree.parts]
+    plain: Node = nodes.Whole(_flat(texts))
+    tokens = [special(p.text) if isinstance(p, spec.Marker) else None for p in tree.parts]
+    if all(token is None for token in tokens):
+        return plain
+    parts: list[Node] = []
+    pending: list[Node] = []
+    for text, token in zip(texts, tokens, strict=True):
+        if token is None:
+            pending.append(text)
+            continue
+        parts += [nodes.Whole(_flat(pending)), nodes.Token(token)] if pending else [nodes.Token(token)]
+        pending = []
+    return alt(seq(*parts, *pending), plain)
 
 
 def _flat(items: list[Node]) -> Node:
@@ -54,14 +109,16 @@ def _flat(items: list[Node]) -> Node:
     return seq(*flat)
 
 
-def _repeat(tree: spec.Repeat, special: Special) -> Node:
-    part = _node(tree.part, special)
+def _repeat(tree: spec.Repeat, special: Special, kept: _Kept) -> Node:
+    part = _node(tree.part, special, kept)
     if tree.between is None:
         return nodes.RepeatNode(part, tree.least, tree.most)
     if tree.most == 0:
         return EMPTY
     more = nodes.RepeatNode(
-        seq(_node(tree.between, special), part), max(tree.least - 1, 0), None if tree.most is None else tree.most - 1
+        seq(_node(tree.between, special, kept), part),
+        max(tree.least - 1, 0),
+        None if tree.most is None else tree.most - 1,
     )
     some = seq(part, more)
     return some if tree.least > 0 else nodes.RepeatNode(some, 0, 1)

@@ -72,9 +72,16 @@ class Reader:
         return found is not None
 
     def literal(self, text: str) -> Wait:
-        """Read `text`, which has to come next."""
-        if not (yield from self.optional(text)):
+        """Read `text`, which has to come next; at the end of all text a beginning of it is read too."""
+        if not (yield from self.closing(text)):
             raise Malformed(text)
+
+    def closing(self, text: str) -> Generator[None, None, bool]:
+        """Read `text` if it comes next, or what there is of it where all text ends."""
+        found = yield from self.optional(text)
+        if not found and self.ended and text.startswith(self.text[self.pos :]):
+            self.pos = len(self.text)
+        return found
 
     def spaces(self) -> Generator[None, None, str]:
         """Read white space, if there is any."""

@@ -140,11 +140,14 @@ def _any_matches(patterns: tuple[Pattern, ...], text: str, at: int, ended: bool)
 
 
 def _match(pattern: Pattern, text: str, at: int, ended: bool) -> int:
-    """Where `pattern` ends that begins at `at`; `_NO`, or `_WAIT` if more text is needed to know."""
-    more = _NO if ended else _WAIT
+    """Where `pattern` ends that begins at `at`; `_NO`, or `_WAIT` if more text is needed to know.
+
+    At the end of all text it may be cut off.
+    """
+    more = len(text) if ended else _WAIT
     for part in pattern:
         if part is Gap.END:
-            return _NO if at < len(text) else at if ended else _WAIT
+            return _NO if at < len(text) else more
         if isinstance(part, str):
             if not text.startswith(part, at):
                 return more if part.startswith(text[at:]) else _NO
@@ -153,8 +156,8 @@ def _match(pattern: Pattern, text: str, at: int, ended: bool) -> int:
         gap = _GAPS[part].match(text, at)
         size = gap.end() - at if gap else 0
         at += size
-        if at >= len(text) and not ended and size <= _LONGEST_NAME:
-            return _WAIT
+        if at >= len(text) and size <= _LONGEST_NAME:
+            return more
         if part is not Gap.SPACES and not 0 < size <= _LONGEST_NAME:
             return _NO
     return at

@@ -66,7 +66,7 @@ class GemmaCalls(Family):
         out.end_call()
         out.mark()
         yield from reader.spaces()
-        yield from reader.optional(self.CLOSE)
+        yield from reader.closing(self.CLOSE)
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------

@@ -45,12 +45,16 @@ class PythonCalls(Family):
         return seq(Marker(self.OPEN), "[", calls, "]", Marker(self.CLOSE))
 
     def calls(self, out: CallSink, reader: Reader, opening: str) -> Wait:
-        """Read the list; a list of JSON objects is understood too."""
+        """Read the list, whose end marker may be missing; a list of JSON objects is understood too."""
         text = ""
         found = None
         while found is None:  # the marker may also be in a string
-            text += yield from reader.collect((self.CLOSE,))
+            parts = [text]
+            mark = yield from reader.until((self.CLOSE,), parts.append)
+            text = "".join(parts)
             found = _parse(text)
+            if found is None and mark is None:
+                raise Malformed("call")
             text += self.CLOSE
         for name, arguments in found:
             out.begin_call(name)

@@ -84,9 +84,9 @@ class DeepSeek(Family):
         out.mark()
         yield from reader.spaces()
         if fenced:
-            yield from reader.optional("```")
+            yield from reader.closing("```")
             yield from reader.spaces()
-        yield from reader.optional(self.CALL_END)
+        yield from reader.closing(self.CALL_END)
         out.mark()
 
 
@@ -128,7 +128,7 @@ class KimiK2(Family):
             out.end_call()
             out.mark()
             yield from reader.spaces()
-            yield from reader.optional(self.CALL_END)
+            yield from reader.closing(self.CALL_END)
             yield from reader.spaces()
             out.mark()
             if (yield from reader.one_of((self.CALL, self.END))) != self.CALL:
@@ -194,7 +194,7 @@ class FunctionTag(Family):
         out.end_call()
         out.mark()
         yield from reader.spaces()
-        yield from reader.optional("</function>")
+        yield from reader.closing("</function>")
 
 
 class Recipients(Family):

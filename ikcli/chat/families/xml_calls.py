@@ -191,7 +191,8 @@ class XmlCalls(Family):
             yield from self._call(out, reader)
             while t.one_section and (yield from reader.optional(t.call_open)):
                 yield from self._call(out, reader)
-        yield from reader.optional(t.close)
+        if t.call_close:
+            yield from reader.closing(t.close)
 
     def _call(self, out: CallSink, reader: Reader, *, wrapped: bool = True) -> Wait:
         t = self._tags
@@ -215,10 +216,7 @@ class XmlCalls(Family):
             text = self._text(to_come if known else None, wrapped=wrapped)
             yield from self._value(out, reader, values_of(properties[key], root) if known else Values(), text)
             yield from reader.spaces()
-        if t.call_close:
-            yield from reader.literal(t.call_close)
-        elif (yield from reader.peek()) != t.close[0]:
-            raise Malformed(t.close)
+        yield from reader.literal(t.call_close or t.close)
         out.arguments("{}" if first else "}")
         out.end_call()
         out.mark()

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 from chat_samples import draw
 
+import ikcli
 from ikcli.chat import ChatFormat, RequestError, parse_request
 from ikcli.chat.builtin import TEMPLATES, recognise
 from ikcli.chat.families.detect import family_by_shape, family_of
 from ikcli.errors import FormatError, IkError, UnsupportedError
 from ikcli.grammar.spec import GrammarKind, GrammarSpec, TriggerWatcher
+from ikcli.tokenizer import Tokenizer
 
 HERMES = """\
 {%- if tools %}{{ '<|im_start|>system\\n# Tools: ' + tools|tojson + '<|im_end|>\\n' }}{% endif %}
@@ -153,6 +157,26 @@ def test_tools_for_templates_that_know_none() -> None:
     parser.feed('{"response": "all right"}')
     assert parser.finish().content == "all right"
     assert render(format, tools=TOOLS, tool_choice="none").prompt == render(format).prompt
+
+
+def test_tools_take_few_tokens_where_the_template_knows_none() -> None:
+    """A context of 512 has room for some functions and a conversation."""
+    fields = gguf.GGUFReader(Path(ikcli.__file__).parent / "data" / "demo.gguf").fields
+    tokenizer = Tokenizer.from_metadata({name: field.contents() for name, field in fields.items()}, "demo.gguf")
+    text = {"type": "string", "description": "The city and state, for example San Francisco, CA"}
+    parameters = {
+        "type": "object",
+        "properties": {"location": text, "unit": {"type": "string", "enum": ["celsius", "fahrenheit"]}},
+        "required": ["location"],
+    }
+    function = {"description": "Get the current weather in a given location", "parameters": parameters}
+    tools = [{"type": "function", "function": {"name": f"get_weather_{i}", **function}} for i in range(3)]
+    format = ChatFormat.for_model("chatml")
+    prompts = [format.render(parse_request({"messages": [USER], "tools": tools[:n]})).prompt for n in range(4)]
+    plain, one, _, three = (len(tokenizer.encode(prompt)) for prompt in prompts)
+    assert one - plain < 170 and three - plain < 320
+    assert "get_weather_2(location: string" in prompts[3]
+    assert "San Francisco" in prompts[3] and '"celsius" | "fahrenheit"' in prompts[3]
 
 
 def test_prefill() -> None:

@@ -13,6 +13,7 @@ from ikcli.chat.families.base import Family
 from ikcli.chat.families.gemma import GemmaCalls
 from ikcli.chat.families.python_calls import PythonCalls
 from ikcli.chat.families.schemas import parameters_of, values_of, with_definitions
+from ikcli.chat.families.signatures import signature
 from ikcli.chat.families.xml_calls import DEEPSEEK_V3_2, QWEN3_CODER, Tags, XmlCalls
 from ikcli.chat.messages import Tool
 from ikcli.grammar.spec import GrammarKind, GrammarSpec
@@ -167,6 +168,51 @@ def test_references_outside_of_definitions(schema: Any) -> None:
     maker = GRAMMARS.compile(GrammarSpec(GrammarKind.JSON_SCHEMA, schema=alone))
     text = "12" if "$ref" in schema else "[12]"
     assert check(maker, text)[1] and not check(maker, json.dumps("a"))[0]
+
+
+def test_hostile_references_end_soon() -> None:
+    names = [f"d{i}" for i in range(30)]
+    either = {name: {"anyOf": [{"$ref": f"#/$defs/{other}"} for other in names]} for name in names}
+    assert values_of({"$ref": "#/$defs/d0"}, {"$defs": either}).untyped
+    members = {name: {"properties": {other: {"$ref": f"#/$defs/{other}"} for other in names}} for name in names}
+    root = {"$ref": "#/$defs/d0", "$defs": members}
+    assert len(parameters_of(root).properties) == 30
+    assert len(signature(Tool("f", "", root))) < 100_000
+    deep: Any = {}
+    for _ in range(400):
+        deep = {"anyOf": [deep], "items": {"$ref": "#/x"}}
+    assert values_of(deep, deep).untyped and isinstance(with_definitions(deep, deep), dict)
+
+
+def test_signatures() -> None:
+    """What the prompt says of a function where the template knows no tools: short, and nothing that matters lost."""
+    parameters = {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "description": "with\n its country"},
+            "unit": {"enum": ["c", "f"], "default": "c"},
+            "days": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+            "at": {"$ref": "#/$defs/Point"},
+            "tags": {"type": "array", "items": {"type": ["string", "number"]}},
+            "more": {},
+        },
+        "required": ["city", "at"],
+        "$defs": {
+            "Point": {
+                "type": "object",
+                "description": "where",
+                "properties": {"x": {"type": "number", "description": "east"}, "next": {"$ref": "#/$defs/Point"}},
+                "required": ["x"],
+            }
+        },
+    }
+    head, *notes = signature(Tool("get_weather", "Weather of a city. ", parameters)).splitlines()
+    assert head.startswith(
+        'get_weather(city: string, unit?: "c" | "f", days?: integer | null, at: {x: number, next?: {'
+    )
+    assert head.endswith("tags?: (string | number)[], more?: any): Weather of a city.")
+    assert notes[:4] == ["- city: with its country", '- unit: (default "c")', "- at: where", "- at.x: east"]
+    assert signature(Tool("clock")) == "clock()"
 
 
 def test_types() -> None:

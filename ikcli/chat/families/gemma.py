@@ -173,8 +173,8 @@ def _value_tree(schema: Any, root: Mapping[str, Any], depth: int) -> Node:
         return any_of(_value_tree(option, root, depth + 1) for option in options)
     if values.untyped or not values.types:
         return _free_tree(0)
-    kinds = [kind for kind in _KINDS if kind in values.types and (kind, "number" in values.types) != ("integer", True)]
-    return any_of(_typed_tree(kind, schema, root, depth) for kind in kinds)
+    types = values.types - ({"integer"} if "number" in values.types else set())
+    return any_of(_typed_tree(kind, schema, root, depth) for kind in _KINDS if kind in types)
 
 
 def _typed_tree(kind: str, schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> Node:

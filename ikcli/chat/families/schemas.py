@@ -12,7 +12,9 @@ from urllib.parse import unquote
 
 _ALL = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
 _MOST_STEPS = 24
+_MOST_DEPTH = 200  # schemas are refused long before
 _REST = frozenset({"$defs", "definitions"})
+_LEADS = frozenset({"$ref", "allOf", "anyOf", "oneOf", "const", "enum"})
 # Keywords that speak of one type only; a schema without `type` that has them means this type.
 _OF_TYPE = {
     "string": frozenset({"pattern", "format", "minLength", "maxLength"}),
@@ -65,25 +67,30 @@ def type_of(value: Any) -> str:
 
 def values_of(schema: Any, root: Mapping[str, Any]) -> Values:
     """What `schema`, a part of `root`, allows."""
-    return _values(schema, root, _MOST_STEPS)
+    return _values(schema, root, _MOST_STEPS, {})
 
 
-def _values(schema: Any, root: Mapping[str, Any], steps: int) -> Values:
+def _values(schema: Any, root: Mapping[str, Any], steps: int, known: dict[int, Values]) -> Values:
+    """`known`: what was found of each schema, so that references take no more time than there are schemas."""
     if schema is False:
         return Values(frozenset(), ())
     if not isinstance(schema, Mapping) or steps <= 0:
         return Values()
+    if id(schema) in known:
+        return known[id(schema)]
+    known[id(schema)] = Values()  # as long as it refers to itself
     found = _own(schema)
     parts = schema.get("allOf")
-    others = [_values(part, root, steps - 1) for part in (parts if isinstance(parts, list) else [])]
+    others = [_values(part, root, steps - 1, known) for part in (parts if isinstance(parts, list) else [])]
     if isinstance(schema.get("$ref"), str):
-        others.append(_values(referred(schema["$ref"], root), root, steps - 1))
+        others.append(_values(referred(schema["$ref"], root), root, steps - 1, known))
     for key in ("anyOf", "oneOf"):
         options = schema.get(key)
         if isinstance(options, list) and options:
-            others.append(_either([_values(option, root, steps - 1) for option in options]))
+            others.append(_either([_values(option, root, steps - 1, known) for option in options]))
     for other in others:
         found = both(found, other)
+    known[id(schema)] = found
     return found
 
 
@@ -93,7 +100,9 @@ def _own(schema: Mapping[str, Any]) -> Values:
     names = [kind for kind in (kinds if isinstance(kinds, list) else [kinds]) if isinstance(kind, str)]
     types = frozenset(names) & _ALL
     if not types:
-        implied = [kind for kind, keywords in _OF_TYPE.items() if keywords & schema.keys()]
+        implied = [
+            kind for kind, keywords in _OF_TYPE.items() if keywords & schema.keys() and not _LEADS & schema.keys()
+        ]
         types = frozenset(implied) if len(implied) == 1 else _ALL
     if "number" in types:
         types |= {"integer"}
@@ -131,12 +140,15 @@ def _either(options: list[Values]) -> Values:
 
 def parameters_of(schema: Mapping[str, Any], root: Mapping[str, Any] | None = None) -> Parameters:
     """The parameters that a schema (a part of `root`) names, also through references and combinations."""
-    return _parameters(schema, schema if root is None else root, _MOST_STEPS)
+    return _parameters(schema, schema if root is None else root, _MOST_STEPS, {})
 
 
-def _parameters(schema: Any, root: Mapping[str, Any], steps: int) -> Parameters:
+def _parameters(schema: Any, root: Mapping[str, Any], steps: int, known: dict[int, Parameters]) -> Parameters:
     if not isinstance(schema, Mapping) or steps <= 0:
         return Parameters()
+    if id(schema) in known:
+        return known[id(schema)]
+    known[id(schema)] = Parameters()
     own, must = schema.get("properties"), schema.get("required")
     properties = dict(own) if isinstance(own, Mapping) else {}
     required = {name for name in must if isinstance(name, str)} if isinstance(must, list) else set()
@@ -145,17 +157,18 @@ def _parameters(schema: Any, root: Mapping[str, Any], steps: int) -> Parameters:
     if isinstance(schema.get("$ref"), str):
         parts.append(referred(schema["$ref"], root))
     for part in parts:
-        found = _parameters(part, root, steps - 1)
+        found = _parameters(part, root, steps - 1, known)
         properties = dict(found.properties) | properties
         required |= found.required
     for key in ("anyOf", "oneOf"):
         options = schema.get(key)
         if isinstance(options, list) and options:
-            alternatives = [_parameters(option, root, steps - 1) for option in options]
+            alternatives = [_parameters(option, root, steps - 1, known) for option in options]
             for found in alternatives:
                 properties = dict(found.properties) | properties
             required |= frozenset.intersection(*(found.required for found in alternatives))
-    return Parameters(properties, frozenset(required & properties.keys()))
+    known[id(schema)] = Parameters(properties, frozenset(required & properties.keys()))
+    return known[id(schema)]
 
 
 def referred(reference: str, root: Mapping[str, Any]) -> Any:
@@ -197,13 +210,13 @@ def _references(part: Any) -> list[str]:
     return found
 
 
-def _moved(part: Any) -> Any:
+def _moved(part: Any, depth: int = 0) -> Any:
     """`part` with references into the whole pointing to where `with_definitions` puts it."""
-    if isinstance(part, list):
-        return [_moved(one) for one in part]
-    if not isinstance(part, Mapping):
+    if isinstance(part, list) and depth <= _MOST_DEPTH:
+        return [_moved(one, depth + 1) for one in part]
+    if not isinstance(part, Mapping) or depth > _MOST_DEPTH:
         return part
-    out = {key: _moved(value) for key, value in part.items()}
+    out = {key: _moved(value, depth + 1) for key, value in part.items()}
     if isinstance(part.get("$ref"), str) and part["$ref"].startswith("#"):
         out["$ref"] = "#/$defs/parameters" + part["$ref"][1:]
     return out

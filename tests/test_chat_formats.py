@@ -325,3 +325,30 @@ def test_when_a_constraint_begins_to_hold() -> None:
     after = GrammarSpec(GrammarKind.TREE, after="</t>")
     assert watch(after, "a<", "/t>", "b") == ""
     assert TriggerWatcher(GrammarSpec(GrammarKind.TREE)).active
+
+
+def test_identifiers_where_the_template_takes_nine_characters() -> None:
+    nemo = "{{ '[TOOL_CALLS]' if tools }}{% for m in messages %}{{ m.content }}{% endfor %}{{ tools }}"
+    parser = render(ChatFormat.for_model(nemo), tools=TOOLS).parser()
+    parser.feed('[TOOL_CALLS][{"name": "f", "arguments": {}}]')
+    assert [len(call.id) for call in parser.finish().tool_calls] == [9]
+
+
+def test_a_lazy_constraint_waits_for_the_end_of_thinking_that_the_prompt_opened() -> None:
+    source = HERMES.replace("<think>\\n\\n</think>\\n\\n", "") + "{{ '<think>' if add_generation_prompt }}"
+    grammar = render(ChatFormat.for_model(source), tools=TOOLS).grammar
+    assert grammar.lazy and grammar.after == "</think>"
+    assert watch(grammar, "<tool_call> no</thi", "nk> yes <tool_call>{") == "<tool_call>{"
+
+
+def test_results_of_tools_written_out_name_their_function() -> None:
+    nameless = {"role": "tool", "content": "x", "tool_call_id": "nobody"}
+    answer = render(ChatFormat.for_model("chatml"), USER, nameless, tools=TOOLS)
+    assert '{"tool_response": {"result": "x"}}' in answer.prompt
+
+
+def test_an_answer_in_json_that_could_be_a_call_at_the_start() -> None:
+    """Triggers at the start of the answer count behind thoughts and white space, not behind text."""
+    start = GrammarSpec(GrammarKind.TREE, lazy=True, at_start=('{"name"',), reasoning=("<t>", "</t>"))
+    assert watch(start, "<t>thought</t>\n", '{"name": ') == '{"name": '
+    assert watch(start, "text <t>thought</t>\n", '{"name": ') is None

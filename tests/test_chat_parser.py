@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import re
 
 import pytest
 from chat_samples import FAMILIES, HERMES, NEMO, R7B, SAMPLES, SCHEMAS, THINK, TOOLS, Sample, draw
@@ -218,17 +219,18 @@ def test_identifiers_that_the_model_writes(family: Family, text: str, id: str) -
     assert [(call.name, call.id) for call in message.tool_calls] == [("clock", id)]
 
 
+@pytest.mark.parametrize("size", [1000, 9100])
 @pytest.mark.parametrize("live", [True, False])
-def test_a_long_call_that_breaks_off_is_kept_whole(live: bool) -> None:
+def test_a_long_call_that_breaks_off_is_kept_whole(live: bool, size: int) -> None:
     """Text that may turn out to be content is not forgotten, and positions stay right after what is."""
     before = "x" * 3000 + " "
     text = before * 3 + '<tool_call>{"name": "clock", "other": "' + "y" * 9000 + '", broken'
-    pieces = [text[i : i + 1000] for i in range(0, len(text), 1000)]
+    pieces = [text[i : i + size] for i in range(0, len(text), size)]
     message, deltas = read(parser(HERMES, live=live), pieces)
     assert message.content == text and not message.tool_calls
     assert same(message, deltas)
     good = before * 3 + '<tool_call>{"name": "get_weather", "arguments": {"city": "' + "y" * 9000 + '"}}</tool_call>'
-    message, deltas = read(parser(HERMES, live=live), [good[i : i + 1000] for i in range(0, len(good), 1000)])
+    message, deltas = read(parser(HERMES, live=live), [good[i : i + size] for i in range(0, len(good), size)])
     assert json.loads(message.tool_calls[0].arguments) == {"city": "y" * 9000} and same(message, deltas)
 
 
@@ -279,3 +281,9 @@ def test_calls_in_openais_own_form() -> None:
     text = '<tool_call>{"type": "function", "function": ' + inner + "}</tool_call>"
     message, _ = read(parser(HERMES), list(text))
     assert [(c.name, json.loads(c.arguments)) for c in message.tool_calls] == [("clock", {"a": "é"})]
+
+
+@pytest.mark.parametrize(("family", "first"), [(NEMO, "name"), (R7B, "tool_call_id")], ids=["Nemo", "R7B"])
+def test_keys_stand_as_the_model_was_taught(family: Family, first: str) -> None:
+    text = draw(family.tree([TOOLS[1]], False), random.Random(1))
+    assert re.findall(r'"(name|tool_call_id|tool_name)"', text)[0] == first

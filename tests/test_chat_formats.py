@@ -352,3 +352,12 @@ def test_an_answer_in_json_that_could_be_a_call_at_the_start() -> None:
     start = GrammarSpec(GrammarKind.TREE, lazy=True, at_start=('{"name"',), reasoning=("<t>", "</t>"))
     assert watch(start, "<t>thought</t>\n", '{"name": ') == '{"name": '
     assert watch(start, "text <t>thought</t>\n", '{"name": ') is None
+
+
+def test_efforts_and_budgets() -> None:
+    format = ChatFormat.for_model("{{ reasoning_effort }}|{{ messages[0].content }}")
+    assert render(format, reasoning_effort="default").prompt == "|hi"
+    assert render(format, reasoning_effort="high").prompt == "high|hi"
+    budgets = {value: parse_request({"messages": [USER], "reasoning_budget": value}).thinking for value in (0, 1, -1)}
+    assert budgets == {0: False, 1: True, -1: True}
+    assert parse_request({"messages": [USER], "reasoning_budget": False}).thinking

@@ -16,6 +16,7 @@ from ikcli.chat import ChatDelta, ChatMessage, ChatParser, ParserSettings
 from ikcli.chat.families.base import Family
 from ikcli.chat.families.generic import Generic
 from ikcli.chat.families.tagged import FunctionTag, KimiK2, MistralArgs
+from ikcli.chat.reader import Reader, Wait
 
 
 def parser(family: Family | None = None, **options: object) -> ChatParser:
@@ -287,3 +288,20 @@ def test_calls_in_openais_own_form() -> None:
 def test_keys_stand_as_the_model_was_taught(family: Family, first: str) -> None:
     text = draw(family.tree([TOOLS[1]], False), random.Random(1))
     assert re.findall(r'"(name|tool_call_id|tool_name)"', text)[0] == first
+
+
+def test_the_longest_and_the_earliest_text_is_found() -> None:
+    reader, found = Reader(), list[object]()
+
+    def steps() -> Wait:
+        found.append((yield from reader.one_of(("<a", "<ab>", "<abc"))))
+        found.append((yield from reader.until((">", ">>", "x"), found.append)))
+        found.append((yield from reader.one_of(("no", "end!"))))
+
+    running = steps()
+    for piece in ("<a", "b", ">1", ">", "> x", "en", "d"):
+        reader.feed(piece)
+        next(running, None)
+    reader.ended = True
+    next(running, None)
+    assert found == ["<ab>", "1", ">>", None] and reader.text[reader.pos :] == " xend"

@@ -205,6 +205,25 @@ def test_what_ends_a_text(tags: Tags) -> None:
 
 
 @by_format
+def test_what_was_left_out_may_still_come(tags: Tags) -> None:
+    """The parser takes parameters in any order, so the grammar must not write one of them into a text."""
+    inside = f"a{tags.value_close}\n{tags.key_open}n{tags.key_end}"
+    whole = written(tags, ("note", {"path": "p", "text": inside}))
+    assert not check(MAKERS[tags.name, False], whole)[0]
+    swapped = written(tags, ("note", {"path": "p", "text": "a", "n": "1"}))
+    assert parsed(tags, [swapped]) == [("note", {"path": "p", "text": "a", "n": 1})]
+
+
+def test_required_parameters_of_gemma() -> None:
+    tree = GemmaCalls().tree([NOTE], False)
+    maker = GRAMMARS.compile(GrammarSpec(GrammarKind.TREE, tree=tree))
+    assert check(maker, '<|tool_call>call:note{n:1,path:<|"|>a<|"|>}<tool_call|>')[1]
+    assert check(maker, '<|tool_call>call:note{path:<|"|>a<|"|>,text:<|"|>b<|"|>}<tool_call|>')[1]
+    for missing in ("{}", "{n:1}", '{text:<|"|>b<|"|>}'):
+        assert not check(maker, f"<|tool_call>call:note{missing}<tool_call|>")[0]
+
+
+@by_format
 def test_a_text_is_passed_on_as_it_comes(tags: Tags) -> None:
     chat = parser(XmlCalls(tags), tools=SCHEMAS)
     before, after = written(tags, ("note", {"path": "one @"})).split("@")

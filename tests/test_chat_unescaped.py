@@ -205,6 +205,15 @@ def test_what_ends_a_text(tags: Tags) -> None:
 
 
 @by_format
+def test_a_parameter_after_an_example(tags: Tags) -> None:
+    example = written(tags, ("note", {"path": "x", "n": "3"})) + "!"
+    whole = written(tags, ("note", {"path": example, "n": "1", "text": example}))
+    expected = [("note", {"path": example, "n": 1, "text": example})]
+    assert parsed(tags, [whole]) == expected and parsed(tags, list(whole)) == expected
+    assert check(MAKERS[tags.name, False], whole) == (True, True)
+
+
+@by_format
 def test_what_was_left_out_may_still_come(tags: Tags) -> None:
     """The parser takes parameters in any order, so the grammar must not write one of them into a text."""
     inside = f"a{tags.value_close}\n{tags.key_open}n{tags.key_end}"

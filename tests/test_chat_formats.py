@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import random
+from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 from chat_samples import draw
 
+import ikcli
 from ikcli.chat import ChatFormat, RequestError, parse_request
 from ikcli.chat.builtin import TEMPLATES, recognise
 from ikcli.chat.families.detect import family_by_shape, family_of
 from ikcli.errors import FormatError, IkError, UnsupportedError
 from ikcli.grammar.spec import GrammarKind, GrammarSpec, TriggerWatcher
+from ikcli.tokenizer import Tokenizer
 
 HERMES = """\
 {%- if tools %}{{ '<|im_start|>system\\n# Tools: ' + tools|tojson + '<|im_end|>\\n' }}{% endif %}
@@ -192,6 +196,26 @@ def test_tools_for_templates_that_know_none() -> None:
     assert render(format, tools=TOOLS, tool_choice="none").prompt == render(format).prompt
 
 
+def test_tools_take_few_tokens_where_the_template_knows_none() -> None:
+    """A context of 512 has room for some functions and a conversation."""
+    fields = gguf.GGUFReader(Path(ikcli.__file__).parent / "data" / "demo.gguf").fields
+    tokenizer = Tokenizer.from_metadata({name: field.contents() for name, field in fields.items()}, "demo.gguf")
+    text = {"type": "string", "description": "The city and state, for example San Francisco, CA"}
+    parameters = {
+        "type": "object",
+        "properties": {"location": text, "unit": {"type": "string", "enum": ["celsius", "fahrenheit"]}},
+        "required": ["location"],
+    }
+    function = {"description": "Get the current weather in a given location", "parameters": parameters}
+    tools = [{"type": "function", "function": {"name": f"get_weather_{i}", **function}} for i in range(3)]
+    format = ChatFormat.for_model("chatml")
+    prompts = [format.render(parse_request({"messages": [USER], "tools": tools[:n]})).prompt for n in range(4)]
+    plain, one, _, three = (len(tokenizer.encode(prompt)) for prompt in prompts)
+    assert one - plain < 170 and three - plain < 320
+    assert "get_weather_2(location: string" in prompts[3]
+    assert "San Francisco" in prompts[3] and '"celsius" | "fahrenheit"' in prompts[3]
+
+
 def test_prefill() -> None:
     start = {"role": "assistant", "content": "I th"}
     answer = render(ChatFormat.for_model("chatml"), USER, start)
@@ -338,3 +362,39 @@ def test_when_a_constraint_begins_to_hold() -> None:
     after = GrammarSpec(GrammarKind.TREE, after="</t>")
     assert watch(after, "a<", "/t>", "b") == ""
     assert TriggerWatcher(GrammarSpec(GrammarKind.TREE)).active
+
+
+def test_identifiers_where_the_template_takes_nine_characters() -> None:
+    nemo = "{{ '[TOOL_CALLS]' if tools }}{% for m in messages %}{{ m.content }}{% endfor %}{{ tools }}"
+    parser = render(ChatFormat.for_model(nemo), tools=TOOLS).parser()
+    parser.feed('[TOOL_CALLS][{"name": "f", "arguments": {}}]')
+    assert [len(call.id) for call in parser.finish().tool_calls] == [9]
+
+
+def test_a_lazy_constraint_waits_for_the_end_of_thinking_that_the_prompt_opened() -> None:
+    source = HERMES.replace("<think>\\n\\n</think>\\n\\n", "") + "{{ '<think>' if add_generation_prompt }}"
+    grammar = render(ChatFormat.for_model(source), tools=TOOLS).grammar
+    assert grammar.lazy and grammar.after == "</think>"
+    assert watch(grammar, "<tool_call> no</thi", "nk> yes <tool_call>{") == "<tool_call>{"
+
+
+def test_results_of_tools_written_out_name_their_function() -> None:
+    nameless = {"role": "tool", "content": "x", "tool_call_id": "nobody"}
+    answer = render(ChatFormat.for_model("chatml"), USER, nameless, tools=TOOLS)
+    assert '{"tool_response": {"result": "x"}}' in answer.prompt
+
+
+def test_an_answer_in_json_that_could_be_a_call_at_the_start() -> None:
+    """Triggers at the start of the answer count behind thoughts and white space, not behind text."""
+    start = GrammarSpec(GrammarKind.TREE, lazy=True, at_start=('{"name"',), reasoning=("<t>", "</t>"))
+    assert watch(start, "<t>thought</t>\n", '{"name": ') == '{"name": '
+    assert watch(start, "text <t>thought</t>\n", '{"name": ') is None
+
+
+def test_efforts_and_budgets() -> None:
+    format = ChatFormat.for_model("{{ reasoning_effort }}|{{ messages[0].content }}")
+    assert render(format, reasoning_effort="default").prompt == "|hi"
+    assert render(format, reasoning_effort="high").prompt == "high|hi"
+    budgets = {value: parse_request({"messages": [USER], "reasoning_budget": value}).thinking for value in (0, 1, -1)}
+    assert budgets == {0: False, 1: True, -1: True}
+    assert parse_request({"messages": [USER], "reasoning_budget": False}).thinking

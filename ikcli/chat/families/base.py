@@ -113,6 +113,11 @@ def seq(*parts: Node | str) -> Node:
     return Seq(tuple(Literal(p) if isinstance(p, str) else p for p in parts))
 
 
+def whole(*parts: Node | str) -> Node:
+    """The parts in order, read in one go (`Sequence.whole`)."""
+    return Seq(tuple(Literal(p) if isinstance(p, str) else p for p in parts), whole=True)
+
+
 def any_of(options: Iterable[Node]) -> Node:
     """One of the options."""
     found = tuple(options)
@@ -157,4 +162,5 @@ __all__ = [
     "finish_text",
     "quoted",
     "seq",
+    "whole",
 ]

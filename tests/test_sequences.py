@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_client import Call, ask, request, serving
+from engine_client import Call, ask, by_hand, request, serving
 from factories import tiny_model
 from gguf_files import write_model
 from sequence_memory import CELLS, STATES, TRANSPOSED, WINDOW, WINDOWS, Shelf
@@ -24,6 +24,7 @@ from ikcli.engine.session import Session
 from ikcli.errors import IkError
 from ikcli.gguf.constants import GGMLType
 from ikcli.models import GraphConfig
+from ikcli.sampling.params import SamplerParams
 
 IDS = np.random.default_rng(1).integers(1, 96, 60).astype(np.int32)
 
@@ -418,8 +419,22 @@ def test_drafts_that_were_wrong_leave_no_trace(path: Path) -> None:
     assert [t.id for t in found.tokens] == [t.id for t in wanted.tokens]
 
 
-def test_context_shift(path: Path) -> None:
-    settings: dict[str, Any] = {"model": path, "n_ctx": 256, "n_ubatch": 16, "type_k": "f32", "type_v": "f32"}
-    with serving(1, server={"context_shift": True}, **settings) as engine:
-        final = ask(engine, IDS[:50].tolist(), 300, n_keep=8)
-    assert final.truncated and len(final.tokens) == 300
+def test_logits_after_a_shift_are_those_of_what_is_left(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And after a text was taken back, though states cannot be cut."""
+    with by_hand(path, 2, n_ubatch=16, type_k="f32", type_v="f32") as hand:
+        seen = hand.repeated(monkeypatch)
+        wild = SamplerParams(temperature=1.5, seed=3)
+        call = hand.post(IDS[:50].tolist(), 230, n_keep=8, n_discard=60, id_slot=0, sampling=wild)
+        hand.until(lambda: call.final)
+        assert call.final is not None and call.final.truncated
+        text = IDS[:50].tolist() + [t.id for t in call.final.tokens]
+        assert [tokens for tokens, _ in seen] == [[*text[:8], *text[68:257]]]
+        slot = hand.worker.slots[0]
+        other = hand.post(IDS[:40].tolist(), 30, id_slot=0, sampling=wild)
+        hand.until(lambda: slot.n_past == 60)
+        kept = slot.cached[:53].tolist()
+        hand.worker._rewind(slot, 8)
+        hand.until(lambda: other.final)
+        assert seen[1][0] == kept
+        for tokens, logits in seen:
+            hand.check_same(tokens, logits, 0.002)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engine_client import GREEDY, Call, ask, request, serving, until
+from engine_client import GREEDY, Call, ask, request, serving, stop, until
 from factories import tiny_deepseek2, tiny_model
 from gguf_files import write_model
 
@@ -416,7 +416,7 @@ def test_several_prompts_take_turns() -> None:
 def test_draining_finishes_what_was_accepted() -> None:
     with serving(1) as e:
         calls = [Call(e, request([5, 6, 7 + i], 30)) for i in range(3)]
-        e.shutdown(drain=True)
+        stop(e, drain=True)
         assert all(isinstance(c.events[-1], Final) for c in calls)
         assert Call(e, request([5, 6])).failure.status == 503 and e.state == "stopped"
 
@@ -425,7 +425,7 @@ def test_stopping_at_once_answers_everybody() -> None:
     with serving(1) as e:
         calls = [Call(e, request([5, 6, 7 + i], 900)) for i in range(3)]
         calls[0].wait_for(bool)
-        e.shutdown(drain=False)
+        stop(e)
         assert [c.failure.status for c in calls] == [503] * 3
 
 
@@ -438,7 +438,7 @@ def test_not_ready_and_not_loadable(tmp_path: Path) -> None:
     e.start()
     assert not e.wait_loaded(30) and e.state == "failed" and "none.gguf" in str(e.load_error)
     assert Call(e, request([5])).failure.status == 500
-    e.shutdown(drain=True)
+    stop(e, drain=True)
 
 
 def test_states_and_metrics(engine: Engine) -> None:

@@ -262,10 +262,11 @@ def test_strangers_are_sent_away() -> None:
         found = listener.accept(5)
         assert found is not None and found[1]["index"] == 3
         data = np.arange(1 << 20, dtype=np.int32)
-        sender = threading.Thread(target=right.send, args=(Kind.RUN, {"a": 1}, [b"x", data, b""]))
+        sender = threading.Thread(target=right.send, args=(Kind.RUN, {"a": 1}, [b"x", data, b""]), daemon=True)
         sender.start()
-        kind, words, payload = found[0].receive()
-        sender.join()
+        kind, words, payload = found[0].receive(timeout=30)
+        sender.join(30)
+        assert not sender.is_alive(), "the message was not taken within 30 seconds"
         assert (kind, words) == (Kind.RUN, {"a": 1})
         np.testing.assert_array_equal(np.frombuffer(payload[1:], np.int32), data)
         right.close()

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_client import ask, serving
+from engine_client import ask, by_hand, serving
 from factories import tiny_model
 from gguf_files import write_model
 
@@ -21,6 +21,7 @@ from ikcli.engine.sizes import SPARE, window_cells
 from ikcli.gguf.constants import GGMLType
 from ikcli.graph import Per
 from ikcli.models import GraphConfig
+from ikcli.sampling.params import SamplerParams
 
 WINDOW, N_CTX, UBATCH = 40, 4096, 16
 CELLS = window_cells(WINDOW, UBATCH, N_CTX)
@@ -115,7 +116,7 @@ def test_save_load_and_copy(path: Path) -> None:
 
 
 def test_the_server_reuses_what_it_can_and_answers_the_same(path: Path, tmp_path: Path) -> None:
-    """Prompts whose end changes, a slot that is saved and restored, wrong drafts, context shift."""
+    """Prompts whose end changes, a slot that is saved and restored, wrong drafts."""
     settings: dict[str, Any] = {"model": path, "n_ctx": N_CTX, "n_ubatch": UBATCH, "type_k": "f32", "type_v": "f32"}
     prompt = IDS[:1200].tolist()
     other = [*prompt[:600], 5, 6, 7]
@@ -134,6 +135,25 @@ def test_the_server_reuses_what_it_can_and_answers_the_same(path: Path, tmp_path
     with serving(1, **settings) as plain, serving(1, server=spec, **settings) as engine:
         wanted, found = ask(plain, repeated, 60), ask(engine, repeated, 60)
         assert [t.id for t in found.tokens] == [t.id for t in wanted.tokens] and found.timings.draft_n
-    with serving(1, server={"context_shift": True}, **settings | {"n_ctx": 1024}) as engine:
-        final = ask(engine, IDS[:900].tolist(), 300, n_keep=8)
-    assert final.truncated and len(final.tokens) == 300
+
+
+def test_logits_after_a_shift_are_those_of_what_is_left(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the windows are long past what is kept."""
+    changes: dict[str, Any] = {"n_ctx": 2048, "n_ubatch": UBATCH, "type_k": "f32", "type_v": "f32"}
+    with by_hand(path, 2, **changes) as hand:
+        assert window_rows(hand.worker.session) == {2 * CELLS}
+        seen = hand.repeated(monkeypatch)
+        wild = SamplerParams(temperature=1.5, seed=3)
+        call = hand.post(IDS[:1000].tolist(), 40, n_keep=8, n_discard=100, id_slot=0, sampling=wild)
+        hand.until(lambda: call.final)
+        assert call.final is not None and call.final.truncated
+        text = IDS[:1000].tolist() + [t.id for t in call.final.tokens]
+        ((tokens, logits),) = seen
+        assert tokens == [*text[:8], *text[108:1025]]
+        session = hand.worker.session
+        session.truncate(1, 0)
+        wanted = np.array(session.decode(Batch.single(tokens, 0, 1)))[0]
+        assert np.abs(logits - wanted).max() < 0.002 * wanted.std()
+        other = session.truncate(1, 0)
+        wrong = np.array(session.decode(Batch.single([*tokens[:-20], *tokens[-19:]], other, 1)))[0]
+        assert np.abs(logits - wrong).max() > 0.1 * wanted.std()

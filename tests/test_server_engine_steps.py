@@ -1,0 +1,369 @@
+"""The engine's worker step by step: what is computed again, what is counted, what comes before what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from engine_client import GREEDY, ByHand, by_hand
+from factories import tiny_deepseek2, tiny_model
+from gguf_files import write_model
+
+from ikcli.engine.adapters import NOTHING, Added
+from ikcli.engine.batch import Batch
+from ikcli.engine.stages.driver import StageLostError
+from ikcli.sampling.params import SamplerParams
+from ikcli.server.slots.messages import Bans, EmbeddingRequest, Failure
+from ikcli.server.slots.slot import GENERATION, IDLE, PROMPT, Slot
+from ikcli.server.slots.worker import Action
+
+IDS = np.random.default_rng(5).integers(3, 96, 400).tolist()
+WILD = SamplerParams(temperature=1.5, seed=3, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = tiny_model("llama")
+    keys: Any = model.metadata | {"tokenizer.ggml.model": "none", "llama.context_length": 4096}
+    return write_model(model, tmp_path_factory.mktemp("steps") / "llama.gguf", keys)
+
+
+@pytest.fixture
+def two(path: Path) -> Iterator[ByHand]:
+    with by_hand(path, 2) as hand:
+        yield hand
+
+
+# --- a full context ---------------------------------------------------------------------------------------------------
+CACHES: list[Any] = [
+    ("llama", {"type_k": "f32", "type_v": "f32"}, 0.002),
+    ("llama", {"flash_attn": False, "type_k": "f16", "type_v": "f16"}, 0.01),
+    pytest.param(
+        "llama",
+        {"type_k": "q8_0", "type_v": "q8_0"},
+        0.1,
+        marks=pytest.mark.slow("compiles kernels for caches of this type and width"),
+    ),
+    ("deepseek2", {"mla": 1, "type_k": "f32"}, 0.01),
+    ("deepseek2", {"mla": 3, "type_k": "q8_0"}, 0.1),
+    ("deepseek2", {"mla": 0, "type_k": "f16"}, 0.01),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "tolerance"), CACHES)
+def test_logits_after_a_shift_are_those_of_what_is_left(
+    name: str, changes: dict[str, Any], tolerance: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_deepseek2() if name == "deepseek2" else tiny_model("llama")
+    keys: Any = model.metadata | {
+        "tokenizer.ggml.model": "none",
+        f"{model.metadata['general.architecture']}.context_length": 4096,
+    }
+    path = write_model(model, tmp_path / "model.gguf", keys)
+    with by_hand(path, 2, n_ctx=512, **changes) as hand:
+        seen = hand.repeated(monkeypatch)
+        n_ctx = hand.worker.slots[0].n_ctx
+        assert n_ctx == 256 == hand.worker.session.n_ctx_seq
+        call = hand.post(IDS[:240], 80, n_keep=10, n_discard=37, id_slot=0, sampling=WILD)
+        hand.until(lambda: call.final)
+        assert call.final is not None and call.final.truncated
+        text = IDS[:240] + [t.id for t in call.final.tokens]
+        assert len(set(text[240:])) > 30, "not repetitive"
+        left = [*text[:10], *text[47:257]]  # full: 256 tokens in the cache and the one that was taken last
+        more = [*left[:10], *left[47:], *text[257 : 257 + 37]]
+        assert [tokens for tokens, _ in seen] == [left, more]
+        for tokens, logits in seen:
+            hand.check_same(tokens, logits, tolerance)
+
+
+def test_what_a_shift_keeps_and_drops(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """n_keep: that many tokens, -1 the prompt, never so many that nothing can be dropped; without n_discard half."""
+    for n_keep, n_discard, kept, dropped in (
+        (0, 0, 0, 128), (10, 0, 10, 123), (-1, 20, 40, 20), (9999, 0, 252, 2), (9999, 9999, 252, 4), (3, 9999, 3, 253),
+    ):  # fmt: skip
+        with by_hand(path, 2) as hand:
+            seen = hand.repeated(monkeypatch)
+            call = hand.post(IDS[:40], 217 + 1, n_keep=n_keep, n_discard=n_discard, id_slot=0, sampling=WILD)
+            hand.until(lambda: call.final)  # noqa: B023
+            assert call.final is not None and call.final.truncated
+            text = IDS[:40] + [t.id for t in call.final.tokens]
+            assert [tokens for tokens, _ in seen] == [[*text[:kept], *text[kept + dropped : 257]]], (n_keep, n_discard)
+
+
+def test_an_answer_that_just_fits_is_neither_shifted_nor_cut(path: Path) -> None:
+    """A slot is shifted when it is full; where that may not be, the answer ends one token before."""
+    for n, server, n_predict, wanted in (
+        (240, {}, 17, (17, False, 256)),
+        (240, {"context_shift": False}, 16, (16, False, 255)),
+        (240, {"context_shift": False}, 17, (16, True, 255)),
+        (240, {}, -2, (16, True, 255)),
+        (255, {"context_shift": False}, 5, (1, True, 255)),
+    ):
+        with by_hand(path, 2, server=server) as hand:
+            call = hand.post(IDS[:n], n_predict, id_slot=0, sampling=WILD)
+            hand.until(lambda: call.final)  # noqa: B023
+            assert call.final is not None and call.final.stop_type == "limit"
+            found = call.final
+            assert (found.timings.predicted_n, found.truncated, found.timings.n_past) == wanted, (n, server, n_predict)
+
+
+def test_a_shift_does_not_wait_for_others_without_continuous_batching(path: Path) -> None:
+    """Only prompts do; a slot that computes its own text again goes on."""
+    with by_hand(path, 2, server={"cont_batching": False}) as hand:
+        first, second = (hand.post(IDS[i : i + 30], 300, id_slot=i, sampling=WILD) for i in range(2))
+        slots = hand.worker.slots
+        hand.until(lambda: all(s.state == GENERATION for s in slots))
+        slots[1].repeat_from(0, slots[1].text_tokens())
+        hand.worker.session.truncate(1, 0)
+        hand.step()
+        assert [s.state for s in slots] == [GENERATION, GENERATION]
+        first.task.cancelled = True
+        third = hand.post(IDS[50:60], 4, id_slot=0)
+        hand.step(20)
+        assert slots[0].state == PROMPT and not third.events, "a prompt waits"
+        second.task.cancelled = True
+        hand.until(lambda: third.final, 20)
+
+
+# --- taken back -------------------------------------------------------------------------------------------------------
+def test_logits_after_a_banned_text_are_those_of_what_is_kept(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with by_hand(path, 2) as hand:
+        seen = hand.repeated(monkeypatch)
+        output: list[Any] = []
+
+        def removed(g: Any) -> int:
+            """Takes back three tokens once, as a banned text of three tokens would."""
+            if output or len(g.output.tokens) != 9:
+                return 0
+            output.extend(t.id for t in g.output.tokens)
+            g.output.rewind(6)
+            g.sampler.rollback(3)
+            del g.history[-3:]
+            return 3
+
+        monkeypatch.setattr("ikcli.server.slots.generation.Generation.rewind_banned", removed)
+        call = hand.post(IDS[:50], 40, id_slot=0, sampling=WILD, bans=Bans(("never",)))
+        hand.until(lambda: call.final)
+        ((tokens, logits),) = seen
+        assert tokens == IDS[:50] + output[:6]
+        hand.check_same(tokens, logits, 0.01)
+        assert hand.worker.slots[0].n_past == hand.worker.session.sequences.n_past[0]
+
+
+def test_wrong_drafts_of_recurrent_models_are_taken_back_cheaply(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a checkpoint just before the draft: only what was accepted is computed again."""
+    from ikcli import models
+
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    monkeypatch.setitem(models.ARCHITECTURES, "recurrent", "outside.recurrent")
+    model = tiny_model("recurrent", context_length=2048)
+    keys: Any = model.metadata | {"tokenizer.ggml.model": "none"}
+    path = write_model(model, tmp_path / "recurrent.gguf", keys)
+    with by_hand(path, 1, type_k="f32", type_v="f32") as hand:
+        session, computed = hand.worker.session, list[int]()
+        compute = session.compute
+
+        def count(batch: Batch) -> Any:
+            computed.append(len(batch))
+            return compute(batch)
+
+        monkeypatch.setattr(session, "compute", count)
+        speculator = hand.worker._speculator
+        monkeypatch.setattr(type(speculator), "__bool__", lambda self: True)
+        monkeypatch.setattr(speculator, "propose", lambda slots: [setattr(s, "draft", [1, 2]) for s in slots])
+        call = hand.post(IDS[:100], 20, sampling=WILD)
+        hand.until(lambda: call.final)
+        assert call.final is not None and call.final.timings.draft_n == 20
+        assert computed[:2] == [95, 5] and len(computed) > 10 and max(computed[2:]) <= 3
+
+
+def test_a_failure_of_several_slots_costs_none_that_is_not_guilty(two: ByHand, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was computed together counts for nothing; each goes on from where it was."""
+    session = two.worker.session
+    alone = [two.post(IDS[i : i + 20], 12, id_slot=i, sampling=WILD) for i in range(2)]
+    for call in alone:
+        two.until(lambda: call.final)  # noqa: B023
+    real, failed = session.step_each, []
+
+    def fail(tokens: Any, *rest: Any) -> Any:
+        found = real(tokens, *rest)
+        if len(tokens) == 2 and len(failed) < 3:
+            failed.append(1)
+            raise ValueError("together")
+        return found
+
+    monkeypatch.setattr(session, "step_each", fail)
+    again = [two.post(IDS[i : i + 20], 12, id_slot=i, sampling=WILD) for i in range(2)]
+    two.until(lambda: all(call.final for call in again))
+    assert len(failed) == 3
+    for a, b in zip(alone, again, strict=True):
+        assert a.final is not None and b.final is not None and a.final.tokens == b.final.tokens
+
+
+def test_after_a_failure_a_slot_holds_nothing(two: ByHand, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = two.post(IDS[:60], 30, id_slot=0, sampling=WILD)
+    two.until(lambda: two.worker.slots[0].n_past > 65)
+    monkeypatch.setattr(two.worker.session, "step_each", lambda *_: 1 / 0)
+    two.step()
+    assert isinstance(call.events[-1], Failure) and two.worker.slots[0].n_past == 0
+    monkeypatch.undo()
+    other = two.post(IDS[100:160], 3, id_slot=0)
+    two.until(lambda: other.final)
+    assert two.worker.metrics(reset=False).prompt_cache_entries == 0
+
+
+# --- order and choice -------------------------------------------------------------------------------------------------
+def test_a_slot_is_chosen_for_what_it_holds(path: Path) -> None:
+    """More than `-sps` of the prompt, with the same adapters; else the one that was not used for longest."""
+    with by_hand(path, 3, server={"slot_prompt_similarity": 0.5}, n_ctx=768) as hand:
+        slots = hand.worker.slots
+        for i, used in enumerate((3.0, 2.0, 1.0)):
+            slots[i].adopt(np.array(IDS[:10], np.int32) if i == 0 else np.array([], np.int32))
+            slots[i].t_used = used
+
+        def chosen(n_same: int, **fields: Any) -> int:
+            task = hand.post([*IDS[:n_same], *[1] * (10 - n_same)], **fields).task
+            slot = hand.worker._choose_slot(task, {0, 1, 2})
+            hand.worker._inbox.clear()
+            assert slot is not None
+            return slot.id
+
+        assert [chosen(n) for n in (4, 5, 6, 10)] == [2, 2, 0, 0]
+        assert chosen(10, cache_prompt=False) == 2 and chosen(10, id_slot=1) == 1
+        slots[0].added = Added((0.5,))
+        assert chosen(10) == 2
+
+
+def test_requests_that_wait_keep_their_order_when_a_stage_is_lost(two: ByHand, monkeypatch: pytest.MonkeyPatch) -> None:
+    busy = two.post(IDS[:5], 50, id_slot=1)
+    two.step()
+    calls = [two.post(IDS[:5], 2, id_slot=i) for i in (1, 1, 0, 1)]
+    two.worker._receive()
+
+    def lost(slot: Slot, task: Any) -> None:
+        raise StageLostError("lost")
+
+    with monkeypatch.context() as patched, pytest.raises(StageLostError):
+        patched.setattr(two.worker, "_begin", lost)
+        two.worker._launch()
+    assert list(two.worker._queue) == [call.task for call in calls]
+    assert not busy.final
+
+
+def test_who_has_cancelled_hears_nothing_more(two: ByHand) -> None:
+    calls = [two.post(IDS[i : i + 5], 50, report_progress=True) for i in range(3)]
+    two.worker._receive()
+    two.worker._launch()
+    assert [task for task, _ in two.worker._outbox] == [call.task for call in calls[:2]]
+    assert list(two.worker._queue) == [calls[2].task]
+    for call in calls:
+        call.task.cancelled = True
+    two.worker._deliver()
+    two.worker._receive()
+    assert [s.state for s in two.worker.slots] == [IDLE, IDLE] and not two.worker._queue
+    two.step(3)
+    assert not any(call.events for call in calls)
+
+
+def test_a_prompt_that_is_not_to_be_cached_does_not_cost_the_one_before(two: ByHand) -> None:
+    counted = []
+    for prompt, cache in ((IDS[:60], True), (IDS[100:140], False), (IDS[:60], True)):
+        call = two.post(prompt, 2, id_slot=0, cache_prompt=cache)
+        two.until(lambda: call.final)  # noqa: B023
+        assert call.final is not None
+        counted.append(call.final.timings.cache_n)
+    assert counted == [0, 0, 59]
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
+def test_counters(two: ByHand) -> None:
+    """Tokens that were computed, slots that were busy, the most tokens that a slot ever held."""
+    first = two.post(IDS[:40], 5, id_slot=0)
+    two.until(lambda: first.final)
+    m = two.worker.metrics(reset=False)
+    assert (m.prompt_tokens_total, m.tokens_predicted_total, m.n_tokens_max) == (40, 5, 44)
+    assert (m.n_decode_total, m.n_busy_slots_total) == (1 + 4, 1 + 4)
+    again = two.post(IDS[:40], 5, id_slot=0)
+    two.until(lambda: again.final)
+    m = two.worker.metrics(reset=False)
+    assert (m.prompt_tokens_total, m.tokens_predicted_total, m.n_tokens_max) == (41, 10, 44)
+    both = [two.post(IDS[100:110], 4, id_slot=i) for i in range(2)]
+    two.until(lambda: all(call.final for call in both))
+    m = two.worker.metrics(reset=True)
+    assert (m.n_decode_total, m.n_busy_slots_total) == (10 + 2 + 3, 10 + 2 + 6)
+    assert m.n_tokens_max == 44 and m.predicted_tokens_seconds > 0 < m.tokens_predicted_seconds_total
+    m = two.worker.metrics(reset=False)
+    assert (m.predicted_tokens_seconds, m.prompt_tokens_seconds) == (0, 0) and m.tokens_predicted_total == 18
+
+
+def test_rates_are_of_all_requests_since_the_last_reset(two: ByHand) -> None:
+    c = two.worker.counters
+    for n, seconds in ((10, 1.0), (30, 1.0)):
+        c.prompt(n, seconds)
+        c.predicted(2 * n, seconds)
+    m = two.worker.metrics(reset=False)
+    assert (m.prompt_tokens_seconds, m.predicted_tokens_seconds) == (20, 40)
+    assert two.worker.metrics(reset=False).predicted_tokens_seconds == 40, "reading alone resets nothing"
+    assert (m.prompt_seconds_total, m.tokens_predicted_seconds_total) == (2, 2)
+
+
+def test_progress_is_of_the_prompt_alone(two: ByHand) -> None:
+    """And not of a text that is computed again."""
+    call = two.post(IDS[:20], 30, id_slot=0, report_progress=True, sampling=WILD)
+    two.until(lambda: two.worker.slots[0].n_past > 25)
+    n = len(call.events)
+    slot = two.worker.slots[0]
+    slot.repeat_from(0, slot.text_tokens())
+    two.worker.session.truncate(0, 0)
+    two.until(lambda: call.final)
+    assert (n, len(call.events)) == (2, 3) and call.final
+
+
+# --- the end ----------------------------------------------------------------------------------------------------------
+def test_the_end_answers_actions_as_well(two: ByHand, tmp_path: Path) -> None:
+    from concurrent.futures import Future
+
+    call, waiting = two.post(IDS[:5], 50, id_slot=0), [two.post(IDS[:5], 5, id_slot=0) for _ in range(2)]
+    two.step()
+    future: Any = Future()
+    two.worker.post(Action(0, "save", tmp_path / "slot.bin", future))
+    two.step()
+    two.worker.stop(False)
+    two.worker.stop(True)
+    two.worker.run()  # ends at once, though asked to drain afterwards
+    assert future.cancelled() and not list(tmp_path.iterdir())
+    assert [type(c.events[-1]) for c in (call, *waiting)] == [Failure] * 3
+
+
+def test_draining_includes_embeddings(path: Path) -> None:
+    from ikcli.server.slots.embeddings import EmbeddingTask
+
+    with by_hand(path, 1) as hand:
+        call, events = hand.post(IDS[:5], 5), list[Any]()
+        hand.worker.post(EmbeddingTask(7, EmbeddingRequest(((1, 2, 3),)), events.append))
+        hand.worker.stop(True)
+        hand.worker.run()
+        assert call.final and len(events) == 1 and not isinstance(events[0], Failure)
+
+
+def test_a_restored_slot_has_what_is_added_now(two: ByHand, tmp_path: Path) -> None:
+    """Whatever its slot was used with before."""
+    from concurrent.futures import Future
+
+    call = two.post(IDS[:40], 2, id_slot=0)
+    two.until(lambda: call.final)
+    two.worker.slots[1].added = Added((0.5,))
+    for id_slot, action in ((0, "save"), (1, "restore")):
+        future: Any = Future()
+        two.worker.post(Action(id_slot, action, tmp_path / "slot.bin", future))
+        two.worker._receive()
+        assert future.result(0).n_tokens == 41
+    assert two.worker.slots[1].added == NOTHING
+    again = two.post(IDS[:40], 2, id_slot=1, sampling=GREEDY)
+    two.until(lambda: again.final)
+    assert again.final is not None and again.final.timings.cache_n == 39

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,13 @@ from engine_client import GREEDY, ByHand, by_hand
 from factories import tiny_deepseek2, tiny_model
 from gguf_files import write_model
 
+from ikcli.config_groups import ServerConfig
 from ikcli.engine.adapters import NOTHING, Added
 from ikcli.engine.batch import Batch
+from ikcli.engine.sequences import Keeping
 from ikcli.engine.stages.driver import StageLostError
 from ikcli.sampling.params import SamplerParams
+from ikcli.server.slots.checkpoints import keeping, places
 from ikcli.server.slots.messages import Bans, EmbeddingRequest, Failure
 from ikcli.server.slots.slot import GENERATION, IDLE, PROMPT, Slot
 from ikcli.server.slots.worker import Action
@@ -126,6 +130,15 @@ def test_a_shift_does_not_wait_for_others_without_continuous_batching(path: Path
         assert slots[0].state == PROMPT and not third.events, "a prompt waits"
         second.task.cancelled = True
         hand.until(lambda: third.final, 20)
+
+
+def test_an_endless_answer_ends_with_the_context_of_the_training(tmp_path: Path) -> None:
+    model = tiny_model("llama", context_length=300)
+    path = write_model(model, tmp_path / "m.gguf", model.metadata | {"tokenizer.ggml.model": "none"})
+    with by_hand(path, 2) as hand:
+        call = hand.post(IDS[:40], -1, id_slot=0, sampling=WILD)
+        hand.until(lambda: call.final)
+        assert call.final is not None and call.final.timings.predicted_n == 260 and call.final.truncated
 
 
 # --- taken back -------------------------------------------------------------------------------------------------------
@@ -278,6 +291,85 @@ def test_a_prompt_that_is_not_to_be_cached_does_not_cost_the_one_before(two: ByH
         assert call.final is not None
         counted.append(call.final.timings.cache_n)
     assert counted == [0, 0, 59]
+
+
+# --- what is kept elsewhere -------------------------------------------------------------------------------------------
+def test_what_is_worth_keeping(path: Path) -> None:
+    """16 tokens or more, once, by what was added to the model when they were computed."""
+    with by_hand(path, 1) as hand:
+        slot, reuse, session = hand.worker.slots[0], hand.worker._reuse, hand.worker.session
+        session.decode(Batch.single(IDS[:60]))
+        slot.adopt(np.array(IDS[:60], np.int32))
+        for n, added, n_kept in ((45, NOTHING, 0), (44, NOTHING, 1), (0, NOTHING, 1), (0, Added((0.5,)), 2)):
+            slot.added = added
+            assert reuse.replace(slot, n) == n
+            assert len(reuse.prompts) == n_kept, (n, added)
+        assert reuse.prompts.best(np.array(IDS[:60], np.int32), 0) is not None
+        best = reuse.prompts.best(np.array(IDS[:60], np.int32), 0, Added((0.5,)))
+        assert best is not None and best[0].added == Added((0.5,))
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "stored", "wanted", "where"),
+    [
+        (0, 50, 40, 50, "copy"), (0, 40, 50, 50, "load"), (34, 50, 40, 34, ""), (33, 50, 40, 50, "copy"),
+        (34, 20, 50, 34, ""), (33, 20, 50, 50, "load"), (0, 0, 0, 0, ""),
+    ],
+)  # fmt: skip
+def test_a_prompt_comes_from_where_most_of_it_is(
+    own: int, other: int, stored: int, wanted: int, where: str, two: ByHand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own slot, another one or RAM; no trouble is taken for 16 tokens or fewer, nor across adapters."""
+    slots, reuse, session = two.worker.slots, two.worker._reuse, two.worker.session
+    used: list[str] = []
+
+    def hold(slot: Slot, n: int) -> None:
+        """The slot computes n tokens of the prompt and then others."""
+        tokens = np.array([*IDS[:n], *[1] * (70 - n)], np.int32)
+        session.truncate(slot.id, 0)
+        session.decode(Batch.single(tokens, 0, slot.id))
+        slot.adopt(tokens)
+
+    def note(name: str) -> None:
+        real = getattr(session.sequences, name)
+        monkeypatch.setattr(session.sequences, name, lambda *args: (used.append(name), real(*args))[1])
+
+    hold(slots[0], stored)
+    reuse.replace(slots[0], 0)
+    hold(slots[0], own)
+    hold(slots[1], other)
+    for name in ("copy", "load"):
+        note(name)
+    prompt = np.array(IDS[:60], np.int32)
+    assert reuse.fetch(slots[0], prompt, NOTHING) == wanted and "".join(used) == where
+    slots[1].added = slots[0].added = Added((0.5,))
+    assert reuse.fetch(slots[0], prompt, Added((0.7,))) == 0
+
+
+def test_all_but_the_last_token_of_a_prompt_is_reused(two: ByHand) -> None:
+    for first, second, wanted in ((IDS[:60], IDS[:60], 59), (IDS[:60], IDS[:61], 60), (IDS[:60], IDS[:30], 29)):
+        for _ in range(2):
+            call = two.post(first, 1, id_slot=0)
+            two.until(lambda: call.final)  # noqa: B023
+        call = two.post(second, 2, id_slot=1)
+        two.until(lambda: call.final)  # noqa: B023
+        assert call.final is not None and (call.final.timings.cache_n, call.final.timings.prompt_n) == (
+            wanted,
+            len(second) - wanted,
+        )
+
+
+def test_where_checkpoints_are_made() -> None:
+    """Turns, every `interval` tokens of the whole prompt, a few before its end, the end; True: likely to go on from."""
+    config = ServerConfig(ctx_checkpoints_interval=32, ctx_checkpoints_tolerance=5)
+    assert places(config, 0, 100, (40, 64)) == {32: False, 40: True, 64: True, 95: True, 96: False, 100: True}
+    assert places(config, 40, 100, (40, 64)) == {64: True, 95: True, 96: False, 100: True}
+    assert list(places(config, 63, 100, ())) == [64, 95, 96, 100] == [*places(config, 32, 100, ())]
+    assert list(places(config, 99, 100, ())) == [100] and places(config, 100, 100, (100,)) == {}
+    assert places(config, 0, 64, ()) == {32: False, 59: True, 64: False}
+    assert list(places(replace(config, ctx_checkpoints_interval=0, ctx_checkpoints_tolerance=0), 0, 9, (4,))) == [4, 9]
+    assert keeping(replace(config, ctx_checkpoints=3), 77) == Keeping(3, 77, spread=True)
+    assert not keeping(replace(config, ctx_checkpoints_eviction="fifo"), 77).spread
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------------

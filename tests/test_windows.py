@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,8 @@ from ikcli.gguf.constants import GGMLType
 from ikcli.graph import Per
 from ikcli.models import GraphConfig
 from ikcli.sampling.params import SamplerParams
+from ikcli.server.slots import slot_file
+from ikcli.server.slots.states import EngineError
 
 WINDOW, N_CTX, UBATCH = 40, 4096, 16
 CELLS = window_cells(WINDOW, UBATCH, N_CTX)
@@ -113,6 +117,38 @@ def test_save_load_and_copy(path: Path) -> None:
         assert np.array_equal(add(other, 1000, 1020, 2), wanted)
         add(other, 300, 1000, 1)
         assert np.array_equal(add(other, 1000, 1020, 1), wanted)
+
+
+def test_a_slot_file_holds_all_of_a_sequence(path: Path, tmp_path: Path) -> None:
+    """Positions, rows of windows with where they begin, checkpoints with theirs; a slot of just this size takes it."""
+    with opened(path) as session:
+        add(session, 0, 300)
+        session.checkpoint(0)
+        add(session, 300, 1000)
+        wanted, tokens, file = session.sequences.save(0, 1000), IDS[:1000], tmp_path / "slot.bin"
+        assert 0 < wanted.first < 1000 - WINDOW and [(c.n_tokens, c.first) for c in wanted.checkpoints] == [(300, 261)]
+        n_bytes = slot_file.save(session, 0, tokens, file)
+        found_tokens, found, size = slot_file.load(session, file, 1000)
+        assert n_bytes == size == file.stat().st_size and np.array_equal(found_tokens, tokens)
+        assert (found.n_tokens, found.first, found.kind) == (1000, wanted.first, wanted.kind)
+        pairs = [(found, wanted), *zip(found.checkpoints, wanted.checkpoints, strict=True)]
+        for a, b in pairs:
+            assert (a.n_tokens, a.first) == (b.n_tokens, b.first)
+            assert all(np.array_equal(x, y) for x, y in zip(a.parts, b.parts, strict=True))
+        with pytest.raises(EngineError, match="holds 1000 tokens, but a slot takes 999"):
+            slot_file.load(session, file, 999)
+        data = file.read_bytes()
+        (n_header,) = struct.unpack_from("<I", data, 12)
+        header = json.loads(data[16 : 16 + n_header])
+        for changes in (
+            {"first": 1001}, {"first": -1}, {"checkpoints": [[300, 301]]}, {"checkpoints": [[1001, 261]]},
+            {"checkpoints": [[300, 261], [300, 261]]}, {"checkpoints": [[0, 0]]}, {"checkpoints": [[300, -1]]},
+            {"first": 0.5}, {"checkpoints": [[300]]},
+        ):  # fmt: skip
+            text = json.dumps(header | changes).encode()
+            file.write_bytes(data[:12] + struct.pack("<I", len(text)) + text + data[16 + n_header :])
+            with pytest.raises(EngineError, match="header cannot be read"):
+                slot_file.load(session, file, 1000)
 
 
 def test_the_server_reuses_what_it_can_and_answers_the_same(path: Path, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from ikcli.server.slots.engine import Engine, Ticket
 from ikcli.server.slots.log import silent
 from ikcli.server.slots.messages import Delta, Event, Failure, Final, GenerationRequest
 from ikcli.server.slots.slot import Slot, Task
-from ikcli.server.slots.worker import Worker
+from ikcli.server.slots.staged_worker import worker_of
 
 GREEDY = SamplerParams(temperature=0)
 WAIT = 60  # seconds until a test gives up
@@ -123,7 +123,7 @@ class ByHand:
     """The worker of an engine whose steps a test takes itself, so that it sees what is between them."""
 
     def __init__(self, session: Session) -> None:
-        self.worker = Worker(session, silent)
+        self.worker = worker_of(session, silent)
 
     def post(self, prompt: Sequence[int], n_predict: int = 16, **fields: Any) -> Posted:
         """A request; it begins with the next step."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,16 @@ from factories import tiny_deepseek2, tiny_model
 from gguf_files import write_model
 
 from ikcli.config_groups import ServerConfig
+from ikcli.engine import embedder
 from ikcli.engine.adapters import NOTHING, Added
 from ikcli.engine.batch import Batch
 from ikcli.engine.sequences import Keeping
 from ikcli.engine.stages.driver import StageLostError
 from ikcli.sampling.params import SamplerParams
 from ikcli.server.slots.checkpoints import keeping, places
+from ikcli.server.slots.embeddings import EmbeddingTask
 from ikcli.server.slots.messages import Bans, EmbeddingRequest, Failure
-from ikcli.server.slots.slot import GENERATION, IDLE, PROMPT, Slot
+from ikcli.server.slots.slot import EMBEDDING, GENERATION, IDLE, PROMPT, Slot
 from ikcli.server.slots.worker import Action
 
 IDS = np.random.default_rng(5).integers(3, 96, 400).tolist()
@@ -416,10 +419,72 @@ def test_progress_is_of_the_prompt_alone(two: ByHand) -> None:
     assert (n, len(call.events)) == (2, 3) and call.final
 
 
+# --- embeddings beside ------------------------------------------------------------------------------------------------
+def embedding(hand: ByHand, id: int, *texts: Sequence[int]) -> list[Any]:
+    """Posts a request for embeddings; its events."""
+    events: list[Any] = []
+    hand.worker.post(EmbeddingTask(id, EmbeddingRequest(tuple(map(tuple, texts))), events.append))
+    return events
+
+
+@pytest.mark.parametrize("id_embedding", [0, 2])
+def test_the_last_slot_goes_to_whoever_came_first(path: Path, id_embedding: int) -> None:
+    with by_hand(path, 1) as hand:
+        call = hand.post(IDS[:9], 5)
+        call.task.id = 1
+        events = embedding(hand, id_embedding, IDS[:9])
+        hand.worker._receive()
+        hand.worker._launch()
+        assert hand.worker.slots[0].state == (EMBEDDING if id_embedding == 0 else PROMPT)
+        hand.until(lambda: call.final and events)
+        assert len(events) == 1 and not isinstance(events[0], Failure)
+
+
+def test_embeddings_take_the_slot_that_loses_least_and_keep_what_it_held(two: ByHand) -> None:
+    held = [two.post(IDS[i : i + n], 2, id_slot=i) for i, n in ((0, 60), (1, 30))]
+    two.until(lambda: all(call.final for call in held))
+    assert (m := two.worker.metrics(reset=False)).prompt_cache_entries == 0 and m.prompt_tokens_total == 90
+    events = embedding(two, 5, IDS[:9], IDS[:20])
+    two.worker._receive()
+    two.worker._launch()
+    assert [s.state for s in two.worker.slots] == [IDLE, EMBEDDING]
+    assert two.worker.metrics(reset=False).requests_processing == 1
+    two.until(lambda: events)
+    m = two.worker.metrics(reset=False)
+    assert (m.prompt_cache_entries, m.prompt_tokens_total, two.worker.slots[1].n_past) == (1, 119, 0)
+    assert events[0].timings.prompt_n == 29 and [r.shape[0] for r in events[0].rows] == [1, 1]
+    again = two.post(IDS[1:31], 2, id_slot=1)
+    two.until(lambda: again.final)
+    assert again.final is not None and again.final.timings.cache_n == 29
+
+
+def test_texts_as_long_as_a_slot_are_embedded(two: ByHand) -> None:
+    check = two.worker.check
+    assert check(EmbeddingRequest(((5,) * 256,))) is None
+    refused = [check(EmbeddingRequest((text,))) for text in ((5,) * 257, (), (5, 96), (-1,))]
+    assert [f.type if f else "" for f in refused] == ["exceed_context_size_error"] + ["invalid_request_error"] * 3
+    events = embedding(two, 0, [5] * 256)
+    two.until(lambda: events)
+    assert not isinstance(events[0], Failure)
+
+
+def test_texts_share_micro_batches_as_far_as_a_slot_has_room(two: ByHand, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though a micro-batch would take more; others wait, in order."""
+    sizes, states = list[list[int]](), embedder.states
+
+    def look(session: Any, seq: int, texts: Any, *rest: Any) -> Any:
+        sizes.append([len(text) for text in texts])
+        return states(session, seq, texts, *rest)
+
+    monkeypatch.setattr(embedder, "states", look)
+    assert two.worker.session.n_ubatch == 512
+    events = embedding(two, 0, *(IDS[:n] for n in (100, 156, 1, 200, 57, 10)))
+    two.until(lambda: events)
+    assert sizes == [[100, 156], [1, 200], [57, 10]]
+
+
 # --- the end ----------------------------------------------------------------------------------------------------------
 def test_the_end_answers_actions_as_well(two: ByHand, tmp_path: Path) -> None:
-    from concurrent.futures import Future
-
     call, waiting = two.post(IDS[:5], 50, id_slot=0), [two.post(IDS[:5], 5, id_slot=0) for _ in range(2)]
     two.step()
     future: Any = Future()
@@ -433,11 +498,8 @@ def test_the_end_answers_actions_as_well(two: ByHand, tmp_path: Path) -> None:
 
 
 def test_draining_includes_embeddings(path: Path) -> None:
-    from ikcli.server.slots.embeddings import EmbeddingTask
-
     with by_hand(path, 1) as hand:
-        call, events = hand.post(IDS[:5], 5), list[Any]()
-        hand.worker.post(EmbeddingTask(7, EmbeddingRequest(((1, 2, 3),)), events.append))
+        call, events = hand.post(IDS[:5], 5), embedding(hand, 7, [1, 2, 3])
         hand.worker.stop(True)
         hand.worker.run()
         assert call.final and len(events) == 1 and not isinstance(events[0], Failure)
@@ -445,8 +507,6 @@ def test_draining_includes_embeddings(path: Path) -> None:
 
 def test_a_restored_slot_has_what_is_added_now(two: ByHand, tmp_path: Path) -> None:
     """Whatever its slot was used with before."""
-    from concurrent.futures import Future
-
     call = two.post(IDS[:40], 2, id_slot=0)
     two.until(lambda: call.final)
     two.worker.slots[1].added = Added((0.5,))

@@ -27,6 +27,7 @@ from ikcli.engine.planner import Planner
 from ikcli.engine.session import Session
 from ikcli.engine.sizes import Sizes
 from ikcli.engine.stages import crew
+from ikcli.engine.stages.cuts import find_cuts
 from ikcli.engine.stages.driver import StagedRunner, StageLostError
 from ikcli.engine.stages.wire import Kind, Listener, LostLinkError, connect
 from ikcli.errors import IkError, NonFiniteError, UnsupportedError, UsageError
@@ -183,6 +184,23 @@ def test_cuts_make_the_largest_share_small() -> None:
     assert best_cuts(sizes, 0, 0, (2, 1), frozenset()) == (0, 8, 12)
     assert best_cuts(sizes, 0, 0, (1, 1), frozenset({6})) in ((0, 5, 12), (0, 7, 12))
     assert best_cuts([10] * 3, 0, 0, (1, 1, 1), frozenset({1})) is None
+    assert best_cuts(sizes, 0, 40, (1, 1), frozenset()) == (0, 8, 12) == best_cuts(sizes, 0, 20, (3, 2), frozenset())
+
+
+def test_where_layers_use_what_others_have_there_is_no_cut(model_file) -> None:
+    """Layers 4 and 5 attend to the caches of layers 2 and 3: with those, so their queries have to be there as well."""
+    prepared = Planner.of_file(config(model_file("gemma4"))).prepare(config(model_file("gemma4")), Sizes(128))
+    for graph, _ in prepared.graphs.values():
+        assert LayerGraph(graph).impossible_cuts() == {3, 4, 5}
+
+
+def test_caches_count_among_what_a_stage_has(model_file) -> None:
+    one = config(model_file("gemma3"), 2)
+    prepared = Planner.of_file(config(model_file("gemma3"))).prepare(config(model_file("gemma3")), Sizes(128))
+    n_layer = prepared.model.hp.n_layer
+    for heavy, wanted in ((0, 1), (n_layer - 1, n_layer - 1)):
+        found = find_cuts(one, prepared.model, prepared.graphs, lambda c, il=heavy: (c.il == il) << 40)
+        assert found == (0, wanted, n_layer)
 
 
 def test_stages_of_one_machine_share_its_memory(model_file) -> None:

@@ -16,6 +16,7 @@ from gguf_files import write_model
 
 from ikcli.config import RunConfig
 from ikcli.config_values import parse_spec_type
+from ikcli.engine.adapters import NOTHING
 from ikcli.engine.batch import Batch
 from ikcli.engine.reference_session import ReferenceSession
 from ikcli.engine.session import Session
@@ -25,6 +26,9 @@ from ikcli.graph import Per
 from ikcli.models import GraphConfig
 from ikcli.sampling.params import SamplerParams
 from ikcli.server.slots import slot_file
+from ikcli.server.slots.log import silent
+from ikcli.server.slots.prompt_cache import Entry
+from ikcli.server.slots.sessions import Sessions
 from ikcli.server.slots.states import EngineError
 
 WINDOW, N_CTX, UBATCH = 40, 4096, 16
@@ -135,6 +139,17 @@ def test_a_slot_file_holds_all_of_a_sequence(path: Path, tmp_path: Path) -> None
         for a, b in pairs:
             assert (a.n_tokens, a.first) == (b.n_tokens, b.first)
             assert all(np.array_equal(x, y) for x, y in zip(a.parts, b.parts, strict=True))
+        (folder := tmp_path / "sessions").mkdir()
+        sessions = Sessions(session, folder, 1 << 30, 1000, silent)
+        assert sessions.keep(Entry(tokens, wanted))
+        sessions.close()
+        sessions = Sessions(session, folder, 1 << 30, 1000, silent)
+        good = wanted.first + WINDOW - 1  # from where its windows are there; before, there is the checkpoint
+        for n, reached in ((1000, 1000), (good, good), (good - 1, 300), (300, 300)):
+            best = sessions.best(tokens[:n], 0, NOTHING)
+            assert best is not None and best[2] == reached
+        assert sessions.best(tokens[:299], 0, NOTHING) is None
+        sessions.close()
         with pytest.raises(EngineError, match="holds 1000 tokens, but a slot takes 999"):
             slot_file.load(session, file, 999)
         data = file.read_bytes()

@@ -130,7 +130,7 @@ def test_drafts_fit_the_batch_the_answer_and_the_slot(tmp_path: Path) -> None:
         assert max(sizes) == session.n_exact
         assert max(n[-1] - n[0] for n in shares if len(n) == 3) <= 1 < max(map(max, shares)), "all get their share"
         m = hand.worker.metrics(reset=False)
-        assert (m.draft_tokens_total, m.n_tokens_max) == (sum(t.draft_n for t in found), 255)
+        assert (m.draft_tokens_total, m.n_tokens_max) == (sum(t.draft_n for t in found), 256)
 
 
 def test_drafts_may_have_a_least_length(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,9 @@ from ikcli.sampling.params import SamplerParams
 from ikcli.server.slots.checkpoints import keeping, places
 from ikcli.server.slots.embeddings import EmbeddingTask
 from ikcli.server.slots.messages import Bans, EmbeddingRequest, Failure
+from ikcli.server.slots.scheduler import prompt_pieces
 from ikcli.server.slots.slot import EMBEDDING, GENERATION, IDLE, PROMPT, Slot
+from ikcli.server.slots.states import Counters
 from ikcli.server.slots.worker import Action
 
 IDS = np.random.default_rng(5).integers(3, 96, 400).tolist()
@@ -255,6 +257,29 @@ def test_a_slot_is_chosen_for_what_it_holds(path: Path) -> None:
         assert chosen(10) == 2
 
 
+@dataclass
+class Work:
+    """A slot as the scheduler sees it."""
+
+    n_whole: int
+    t_served: int = 0
+    wants_prompt_logits: bool = False
+
+
+def test_pieces_of_prompts_in_a_step() -> None:
+    """Whole micro-batches, the one that was served longest ago first; who comes after it does not overtake it."""
+
+    def sizes(n_ubatch: int, *waiting: Work) -> list[tuple[int, int]]:
+        return [(waiting.index(p.slot), p.n_tokens) for p in prompt_pieces(waiting, n_ubatch)]
+
+    assert sizes(32, Work(100)) == [(0, 32)] and sizes(32, Work(32)) == [(0, 32)] and sizes(32) == []
+    assert sizes(32, Work(20, 3), Work(12, 1), Work(1, 2)) == [(1, 12), (2, 1)]
+    assert sizes(32, Work(20, 3), Work(12, 1), Work(1, 5)) == [(1, 12), (0, 20)]
+    assert sizes(32, Work(20, 1), Work(20, 2), Work(5, 3)) == [(0, 20)]
+    assert sizes(512, Work(100, 1, True), Work(448, 2), Work(1, 3)) == [(0, 64), (1, 448)]
+    assert sizes(32, Work(100, 1, True)) == [(0, 32)]
+
+
 def test_requests_that_wait_keep_their_order_when_a_stage_is_lost(two: ByHand, monkeypatch: pytest.MonkeyPatch) -> None:
     busy = two.post(IDS[:5], 50, id_slot=1)
     two.step()
@@ -378,6 +403,11 @@ def test_where_checkpoints_are_made() -> None:
 # --- numbers ----------------------------------------------------------------------------------------------------------
 def test_counters(two: ByHand) -> None:
     """Tokens that were computed, slots that were busy, the most tokens that a slot ever held."""
+    short = two.post(IDS[200:230], 1, id_slot=1)
+    two.until(lambda: short.final)
+    m = two.worker.metrics(reset=False)
+    assert (m.n_tokens_max, m.n_decode_total, m.tokens_predicted_total) == (30, 1, 1)
+    two.worker.counters = Counters()
     first = two.post(IDS[:40], 5, id_slot=0)
     two.until(lambda: first.final)
     m = two.worker.metrics(reset=False)

@@ -179,6 +179,8 @@ def test_pooling_of_a_model() -> None:
     assert pooling_of("", keys, "qwen3", Pooling.NONE) is Pooling.LAST
     assert pooling_of("mean", keys, "qwen3", Pooling.NONE) is Pooling.MEAN
     assert pooling_of("", keys, "llama", Pooling.NONE) is Pooling.NONE
+    assert pooling_of("", {"qwen3.pooling_type": -1}, "qwen3", Pooling.CLS) is Pooling.CLS, "none is said"
+    assert pooling_of("", {"qwen3.pooling_type": 0}, "qwen3", Pooling.CLS) is Pooling.NONE
     with pytest.raises(FormatError, match="--pooling"):
         pooling_of("", {"qwen3.pooling_type": 9}, "qwen3", Pooling.NONE)
 

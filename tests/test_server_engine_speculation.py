@@ -107,13 +107,15 @@ def test_drafts_fit_the_batch_the_answer_and_the_slot(tmp_path: Path) -> None:
         hand.worker._speculator._drafter = lambda slot, index: sevens  # type: ignore[method-assign]
         step, sizes, shares = session.step, list[int](), list[list[int]]()
 
+        wrong: list[object] = []  # what is raised in a step ends a request, not the test
+
         def look(batch: Batch) -> object:
             sizes.append(len(batch))
             drafts = {s.id: len(s.draft) for s in slots if s.state == GENERATION and s.draft}
-            for i, n in drafts.items():
-                g = slots[i].generation
-                assert g is not None and n < (g.n_remain if g.n_remain >= 0 else 999)
-            assert len(batch) <= session.n_exact and batch.pos.max() < 256 and sum(drafts.values()) < len(batch)
+            left = {i: g.n_remain for i in drafts if (g := slots[i].generation) and g.n_remain >= 0}
+            good = len(batch) <= session.n_exact and batch.pos.max() < 256 and sum(drafts.values()) < len(batch)
+            if not good or any(drafts[i] >= n for i, n in left.items()):
+                wrong.append((len(batch), batch.pos.tolist(), drafts, left))
             shares.append(sorted(drafts.values()))
             return step(batch)
 
@@ -124,6 +126,7 @@ def test_drafts_fit_the_batch_the_answer_and_the_slot(tmp_path: Path) -> None:
             for i, (n, most) in enumerate(((9, 20), (250, -1), (5, 33)))
         ]
         hand.until(lambda: all(call.final for call in calls))
+        assert not wrong
         found = [call.final.timings for call in calls if call.final]
         assert [t.predicted_n for t in found] == [20, 6, 33] and [t.n_past for t in found] == [28, 255, 37]
         assert [t.draft_n - t.draft_n_accepted for t in found] == [0, 1, 0], "the full slot ends at one that is right"
@@ -131,6 +134,19 @@ def test_drafts_fit_the_batch_the_answer_and_the_slot(tmp_path: Path) -> None:
         assert max(n[-1] - n[0] for n in shares if len(n) == 3) <= 1 < max(map(max, shares)), "all get their share"
         m = hand.worker.metrics(reset=False)
         assert (m.draft_tokens_total, m.n_tokens_max) == (sum(t.draft_n for t in found), 256)
+
+
+def test_a_draft_model_keeps_within_its_own_context(tmp_path: Path) -> None:
+    """Near its end there are no drafts, and the answer goes on to the end of the slot."""
+    path = tiny_file(tmp_path)
+    server = {"spec_type": parse_spec_type("draft:p_min=0"), "model_draft": path, "context_shift": False}
+    for n_ctx in (256, 512):
+        with by_hand(path, 1, n_ctx=512, server=server | {"draft_ctx": n_ctx, "draft_max": 4}) as hand:
+            call = hand.post(list(range(3, 93)) * 2 + list(range(3, 63)), -1, sampling=GREEDY)
+            hand.until(lambda: call.final)  # noqa: B023
+            assert call.final is not None and call.final.timings.n_past == 511
+            t = call.final.timings
+            assert t.draft_n > 0 and (t.draft_n < 20 if n_ctx == 256 else t.draft_n > 150), t
 
 
 def test_drafts_may_have_a_least_length(tmp_path: Path) -> None:

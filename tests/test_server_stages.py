@@ -18,7 +18,6 @@ from tiny_architectures import tiny
 from ikcli.config import default_model
 from ikcli.config_fleet import BatchConfig
 from ikcli.config_groups import AdapterConfig
-from ikcli.engine.adapters import Added
 from ikcli.engine.stages import crew
 from ikcli.engine.stages.driver import StagedRunner, StageLostError
 from ikcli.gguf.reader import open_gguf
@@ -125,27 +124,36 @@ def test_slots_with_other_things_added_are_not_computed_together(
 ) -> None:
     together: list[set[Any]] = []
 
-    def work(hand: ByHand) -> None:
+    with by_hand(tiny_file, 4, n_ctx=1024, n_threads=2, n_threads_batch=2, fleet=BatchConfig(stages=2)) as hand:
         session, worker = hand.worker.session, hand.worker
         each, applied = session.launch_each, list[Any]()
         monkeypatch.setattr(session, "apply", applied.append)
 
         def note(tokens: Any, pos: Any, seqs: Any) -> None:
-            together.append({worker.slots[i].added for i in seqs})
-            assert together[-1] == {applied[-1]}
+            together.append({worker.slots[i].added for i in seqs} | {applied[-1]})
             each(tokens, pos, seqs)
 
         monkeypatch.setattr(session, "launch_each", note)
-        calls = []
-        for i in range(3):
-            worker.added = Added((float(i % 2),))
-            calls.append(hand.post(IDS[:20], 8, id_slot=i, sampling=WILD))
-            hand.step()
+        calls = [hand.post(IDS[:20], 12, id_slot=i, sampling=WILD, lora=(float(i % 2),)) for i in range(4)]
         hand.until(lambda: all(call.final for call in calls))
-
-    with by_hand(tiny_file, 3, n_threads=2, n_threads_batch=2, fleet=BatchConfig(stages=2)) as hand:
-        work(hand)
     assert len(together) > 10 and all(len(added) == 1 for added in together)
+
+
+@pytest.mark.parametrize("n_steps", [1, 2, 3, 4, 5])
+def test_what_is_under_way_for_a_cancelled_request_is_for_nobody(tiny_file: Path, n_steps: int) -> None:
+    """Neither the end of its prompt nor a token of it."""
+
+    def work(hand: ByHand) -> Any:
+        gone = hand.post(IDS[:40], 50, id_slot=0, sampling=WILD)
+        hand.step(n_steps)
+        gone.task.cancelled = True
+        call = hand.post(IDS[100:190], 9, id_slot=0, sampling=WILD)
+        hand.until(lambda: call.final)
+        assert not gone.final
+        return tokens_of([call])
+
+    plain, staged = both(tiny_file, work, 1)
+    assert staged == plain
 
 
 def test_all_slots_go_on_after_a_stage_was_lost(tiny_file: Path) -> None:

@@ -123,12 +123,12 @@ def test_drafts_fit_the_batch_the_answer_and_the_slot(tmp_path: Path) -> None:
         again = SamplerParams(temperature=0, logit_bias=((7, 1e4),))  # the same token for ever
         calls = [
             hand.post([7] * n, most, id_slot=i, sampling=again)
-            for i, (n, most) in enumerate(((9, 20), (250, -1), (5, 33)))
+            for i, (n, most) in enumerate(((9, 20), (254, -1), (5, 33)))
         ]
         hand.until(lambda: all(call.final for call in calls))
         assert not wrong
         found = [call.final.timings for call in calls if call.final]
-        assert [t.predicted_n for t in found] == [20, 6, 33] and [t.n_past for t in found] == [28, 255, 37]
+        assert [t.predicted_n for t in found] == [20, 2, 33] and [t.n_past for t in found] == [28, 255, 37]
         assert [t.draft_n - t.draft_n_accepted for t in found] == [0, 1, 0], "the full slot ends at one that is right"
         assert max(sizes) == session.n_exact
         assert max(n[-1] - n[0] for n in shares if len(n) == 3) <= 1 < max(map(max, shares)), "all get their share"
@@ -140,9 +140,9 @@ def test_a_draft_model_keeps_within_its_own_context(tmp_path: Path) -> None:
     """Near its end there are no drafts, and the answer goes on to the end of the slot."""
     path = tiny_file(tmp_path)
     server = {"spec_type": parse_spec_type("draft:p_min=0"), "model_draft": path, "context_shift": False}
-    for n_ctx in (256, 512):
+    for n_ctx, n in ((256, 240), (256, 241), (256, 242), (256, 243), (512, 240)):
         with by_hand(path, 1, n_ctx=512, server=server | {"draft_ctx": n_ctx, "draft_max": 4}) as hand:
-            call = hand.post(list(range(3, 93)) * 2 + list(range(3, 63)), -1, sampling=GREEDY)
+            call = hand.post((list(range(3, 93)) * 3)[:n], -1, sampling=GREEDY)
             hand.until(lambda: call.final)  # noqa: B023
             assert call.final is not None and call.final.timings.n_past == 511
             t = call.final.timings

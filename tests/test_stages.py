@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import socket
@@ -397,13 +398,24 @@ def test_a_message_in_many_parts_arrives_whole() -> None:
         found = listener.accept(5)
         assert found is not None
         parts = [np.full(n, n % 251, np.uint8) for n in range(1, 3000, 7)]
-        link._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        real, taken = link._sock, itertools.cycle((1, 300, 4096, 7))
+
+        class Slow:
+            """Takes a little of what it is given."""
+
+            def sendmsg(self, buffers: Any) -> int:
+                assert len(buffers) <= 1024, "more than the system takes"
+                data = b"".join(buffers)[: next(taken)]
+                real.sendall(data)
+                return len(data)
+
+        link._sock = Slow()  # type: ignore[assignment]
         sender = threading.Thread(target=link.send, args=(Kind.RUN, {}, parts), daemon=True)
         sender.start()
         _, _, data = found[0].receive(timeout=30)
         sender.join(30)
         assert not sender.is_alive() and bytes(data) == np.concatenate(parts).tobytes()
-        link.close()
+        real.close()
         found[0].close()
     finally:
         listener.close()

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from pathlib import Path
 from typing import TypeVarTuple
 
@@ -54,7 +53,6 @@ from ikcli.server.slots.vectors import ServedVectors
 
 FloatRows = npt.NDArray[np.float32]
 Arguments = TypeVarTuple("Arguments")
-_N_PAST = attrgetter("n_past")
 
 
 @dataclass(slots=True, eq=False)
@@ -370,7 +368,7 @@ class Worker:
         except Exception as e:
             self._compute_alone(ready, e)
             return
-        self._count(len(ready))
+        self._count(len(ready), max(s.n_past + 1 + len(s.draft) for s in ready))
         sums = np.add.reduce(logits, axis=1).tolist()
         at = 0
         for s in ready:
@@ -463,7 +461,7 @@ class Worker:
         logits = self.session.compute(Batch.single(tokens, slot.n_past, slot.id, logits=wanted))
         if slot.in_prompt and slot.n_past + n in slot.places:
             self.session.checkpoint(slot.id, likely=slot.places[slot.n_past + n])
-        self._count(1)
+        self._count(1, slot.n_past + n)
         slot.t_served = self._step_number
         if wanted == "all":
             self._prompt_logprobs(g, logits, slot.n_past)
@@ -508,13 +506,14 @@ class Worker:
 
     def _count_prompt(self, n: int, seconds: float) -> None:
         self.counters.prompt(n, seconds)
-        self._count(1)
+        self._count(1, n)
 
-    def _count(self, n_busy: int) -> None:
+    def _count(self, n_busy: int, n_tokens: int) -> None:
+        """Count a micro-batch of so many slots, after which one of them holds this many tokens."""
         c = self.counters
         c.n_decode += 1
         c.n_busy_slots += n_busy
-        c.n_tokens_max = max(c.n_tokens_max, *map(_N_PAST, self.slots))
+        c.n_tokens_max = max(c.n_tokens_max, n_tokens)
 
     # --- failures ---------------------------------------------------------------------------------------------------
     def _guarded(self, slot: Slot, work: Callable[[*Arguments], None], *args: *Arguments) -> None:

@@ -2,12 +2,14 @@
 """Prompt and generation speed of `ik sweep-bench` next to the sweep-bench of ik_llama.cpp, as a Markdown table.
 
 Both programs run in turns on each model, so that a machine whose speed drifts treats them alike; medians are compared.
+Without --reference ik runs alone.
 Options after `--` are given to both programs.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
 import statistics
 import subprocess
@@ -15,6 +17,7 @@ import sys
 import tempfile
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 from ikcli.bench.sweep_read import read_text
 
@@ -60,11 +63,14 @@ def medians(runs: list[dict[int, Row]]) -> dict[int, Row]:
 
 
 def table_rows(model: str, ours: dict[int, Row], reference: dict[int, Row]) -> list[str]:
-    """Markdown rows for the depths both programs measured; ratios above 1 mean that ik is faster."""
+    """Markdown rows for the depths both programs measured; ratios above 1 mean that ik is faster.
+
+    Without any of the reference, all of ours.
+    """
     lines = []
-    for depth in sorted(ours.keys() & reference.keys()):
+    for depth in sorted(ours.keys() & reference.keys() if reference else ours):
         cells = [model, str(depth)]
-        for mine, other in zip(ours[depth], reference[depth], strict=True):
+        for mine, other in zip(ours[depth], reference.get(depth, (0.0, 0.0)), strict=True):
             ratio = f"{mine / other:.2f}" if other > 0 else "-"
             cells += [f"{mine:.2f}", f"{other:.2f}", ratio]
         lines.append("| " + " | ".join(cells) + " |")
@@ -79,13 +85,14 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         argv, extra = argv[:split], argv[split + 1 :]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+", type=Path, help="GGUF files")
-    parser.add_argument("--reference", type=Path, required=True, help=f"folder with {PROGRAM}")
+    parser.add_argument("--reference", type=Path, help=f"folder with {PROGRAM}")
     parser.add_argument("--ik", default="ik", help="how to start ik, with absolute paths (default: %(default)s)")
     parser.add_argument("-t", "--threads", type=int, default=1)
     parser.add_argument("-c", "--ctx-size", type=int, default=1024, help="depths are 0, ub, ... (default: %(default)s)")
     parser.add_argument("-ub", "--ubatch-size", type=int, default=512)
     parser.add_argument("-r", "--repetitions", type=int, default=3, help="runs of each program (default: %(default)s)")
     parser.add_argument("--mla", default="3", help="value of -mla for both (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the medians by model, program and N_KV")
     parser.add_argument("--timeout", type=float, default=600, help="seconds per run (default: %(default)s)")
     arguments = parser.parse_args(argv)
     arguments.extra = extra
@@ -95,10 +102,10 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 def main(argv: list[str]) -> int:
     """Run everything and print the table; progress goes to stderr."""
     arguments = parse_arguments(argv)
-    programs = {
-        "ik": [*shlex.split(arguments.ik), "sweep-bench"],
-        "reference": [str((arguments.reference / PROGRAM).resolve())],
-    }
+    programs = {"ik": [*shlex.split(arguments.ik), "sweep-bench"]}
+    if arguments.reference is not None:
+        programs["reference"] = [str((arguments.reference / PROGRAM).resolve())]
+    found: list[dict[str, Any]] = []
     print(f"`-t {arguments.threads} -c {arguments.ctx_size} -ub {arguments.ubatch_size} -mla {arguments.mla}", end="")
     print(f"{' ' if arguments.extra else ''}{shlex.join(arguments.extra)}`, medians of {arguments.repetitions}\n")
     print("| model | N_KV | PP ik t/s | PP reference | PP ratio | TG ik t/s | TG reference | TG ratio |")
@@ -111,8 +118,15 @@ def main(argv: list[str]) -> int:
             for name, program in programs.items():
                 print(f"{model.name}: {name}, run {repetition + 1} of {arguments.repetitions}", file=sys.stderr)
                 runs[name].append(run_once(program + options, arguments.timeout))
-        lines = table_rows(model.name, medians(runs["ik"]), medians(runs["reference"]))
-        print("\n".join(lines), flush=True)
+        middle = {name: medians(runs[name]) for name in programs}
+        print("\n".join(table_rows(model.name, middle["ik"], middle.get("reference", {}))), flush=True)
+        found += [
+            {"model": model.name, "program": name, "n_kv": depth, "pp": pp, "tg": tg}
+            for name, rows in middle.items()
+            for depth, (pp, tg) in rows.items()
+        ]
+        if arguments.json is not None:
+            arguments.json.write_text(json.dumps(found, indent=1))
     return 0
 
 

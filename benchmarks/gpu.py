@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tools")]
 
 from ikcli.backends.cuda import driver  # noqa: E402
 from ikcli.backends.cuda.device import Device, Launch  # noqa: E402
@@ -401,6 +401,29 @@ def attention_gqa(b: Bench) -> None:
                     case.measure("gqa", name, nodes, n_bytes, 4.0 * width * n_head_kv * group * n_kv)
 
 
+def attention_window(b: Bench) -> None:
+    """Grouped heads, one new token, with and without a window: with one, the time must not grow with the context."""
+    width, group, n_head_kv = 128, 4, 1 if b.tiny else 8
+    for type_ in (T.F16, T.Q8_0):
+        for window in (0, 32) if b.tiny else (0, 1024, 4096):
+            for n_kv in (96,) if b.tiny else (8192, 32768, 131072):
+                with subject(b):
+                    case = Case(b, 1, n_kv)
+                    q = case.input("q", n_head_kv * group * width)
+                    seen = min(window or n_kv, n_kv)
+                    n_bytes = 2 * seen * cache_bytes(Cache("k", 0, n_head_kv * width, type_), 1)
+                    nodes = []
+                    for il in range(_copies(b, n_bytes)):
+                        case.graph.il = il
+                        k, v = (case.cache(kind, n_head_kv * width, type_) for kind in ("k", "v"))
+                        nodes.append(case.graph.attention(
+                            [HeadSlice(q, 0, width, width)], [HeadSlice(k, 0, width, width)],
+                            HeadSlice(v, 0, width, width), "kqv", n_head=n_head_kv * group, n_head_kv=n_head_kv,
+                            scale=width**-0.5, flash=True, window=window))  # fmt: skip
+                    name = f"{n_head_kv}x{group} heads {TYPES[type_].name} window {window or 'none'} n_kv {n_kv}"
+                    case.measure("window", name, nodes, n_bytes, 4.0 * width * n_head_kv * group * seen)
+
+
 def attention_prefill(b: Bench) -> None:
     """Prompts: 192/128 (expanded MLA, 16 heads) and grouped heads of 128."""
     sizes = ((40, 8),) if b.tiny else ((512, 0), (2048, 0), (4096, 0), (2048, 16384), (2048, 65536))
@@ -502,7 +525,8 @@ class subject:
 
 SUBJECTS: dict[str, Callable[[Bench], None]] = {
     "load": load, "basic": basic, "roof": roof, "launch": launches, "handover": handover, "mla": attention_mla,
-    "gqa": attention_gqa, "prefill": attention_prefill, "delta": delta_rule, "matvec": matvec, "matmul": matmul,
+    "gqa": attention_gqa, "window": attention_window, "prefill": attention_prefill, "delta": delta_rule,
+    "matvec": matvec, "matmul": matmul,
 }  # fmt: skip
 
 

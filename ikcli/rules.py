@@ -42,6 +42,26 @@ def pattern_warnings(pattern: str, text: str, matched: Sequence[str]) -> list[st
     return warnings
 
 
+def unmatched(problems: Sequence[str], option: str, strict: bool = False) -> list[str]:
+    """Return what to tell about rules of an option that match nothing; with `strict` raise it as a UsageError."""
+    if problems and strict:
+        raise UsageError(f"{option}: " + "; ".join(problems))
+    return [f"{option}: {problem}" for problem in problems]
+
+
+def pattern_notes(patterns: Iterable[str], option: str, names: Sequence[str], strict: bool = False) -> list[str]:
+    """Return what to tell about expressions of an option that match none of the names, as `unmatched` does."""
+    searches = {pattern: compile_pattern(pattern, option, pattern).search for pattern in patterns}
+    empty = [pattern for pattern, search in searches.items() if not any(search(name) for name in names)]
+    return unmatched([f'"{pattern}" {no_match(pattern, names)}' for pattern in empty], option, strict)
+
+
+def no_match(pattern: str, names: Sequence[str], what: str = "tensor of this model") -> str:
+    """Say that a pattern matches no name, and which ones are near."""
+    near = near_misses(pattern, names)
+    return f"matches no {what}" + (f"; nearest: {', '.join(near)}" if near else "")
+
+
 def near_misses(pattern: str, names: Sequence[str], limit: int = 3) -> list[str]:
     """Hints for a pattern without match: repaired patterns that do match, else similar parts of tensor names."""
     hints: list[str] = []

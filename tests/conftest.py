@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ import tiers  # noqa: E402
 from ikcli.native.compile_pool import keep_workers  # noqa: E402
 
 _SHARED = Path(__file__).resolve().parents[2] / "shared"
+_LONGEST = 1800  # seconds
 _asked: set[str] = set()
 
 
@@ -83,6 +87,23 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         terminalreporter.write_line(
             f"kernels that tests waited for, since {name} lacks them: {len(new)}; pytest --write-kernels"
         )
+
+
+@pytest.fixture(autouse=True)
+def _ends(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test that waits for what never comes fails by its name; kernels may have to be compiled for it before."""
+
+    def fail(*_: object) -> None:
+        pytest.fail(f"{request.node.name} did not end within {_LONGEST} seconds")
+
+    if threading.current_thread() is not threading.main_thread():  # where signals cannot be taken
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, fail)
+    signal.alarm(_LONGEST)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
 
 
 @pytest.fixture

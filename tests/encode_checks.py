@@ -27,10 +27,12 @@ def roundtrip(
     return dequantize(quantize_rows(rows, type, imatrix, options=options), type, rows.shape[::-1])
 
 
-def rel_rmse(values: np.ndarray, type: GGMLType, imatrix: np.ndarray | None = None) -> float:
+def rel_rmse(
+    values: np.ndarray, type: GGMLType, imatrix: np.ndarray | None = None, options: EncodeOptions = LEAST_SQUARES
+) -> float:
     """Weighted root mean square error relative to that of zeros."""
     w = np.ones(values.shape[1]) if imatrix is None else imatrix.astype(np.float64)
-    error = ((values - roundtrip(values, type, imatrix)) ** 2 * w).sum()
+    error = ((values - roundtrip(values, type, imatrix, options)) ** 2 * w).sum()
     return float(np.sqrt(error / (values.astype(np.float64) ** 2 * w).sum()))
 
 

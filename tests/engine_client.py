@@ -6,11 +6,22 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pytest
+
+from ikcli.engine.plan.sizes import session_of
+from ikcli.engine.run.batch import Batch
+from ikcli.engine.run.session import Session
 from ikcli.sampling.params import SamplerParams
 from ikcli.server.slots.engine import Engine, Ticket
+from ikcli.server.slots.log import silent
 from ikcli.server.slots.messages import Delta, Event, Failure, Final, GenerationRequest
+from ikcli.server.slots.slot import Slot, Task
+from ikcli.server.slots.staged_worker import worker_of
 from ikcli.settings.run import RunConfig
 from ikcli.settings.server import ServerConfig
 
@@ -30,7 +41,15 @@ def serving(n_slots: int = 1, *, server: dict[str, Any] | None = None, **changes
         assert engine.wait_loaded(LOAD), engine.load_error
         yield engine
     finally:
-        engine.shutdown(drain=False)
+        stop(engine)
+
+
+def stop(engine: Engine, *, drain: bool = False) -> None:
+    """Shut down; fails if the engine's thread does not end."""
+    thread = threading.Thread(target=engine.shutdown, kwargs={"drain": drain}, daemon=True)
+    thread.start()
+    thread.join(WAIT)
+    assert not thread.is_alive(), f"the engine did not stop within {WAIT} seconds: {engine.slots()}"
 
 
 class Call:
@@ -51,7 +70,8 @@ class Call:
 
     def wait_for(self, condition: Callable[[list[Event]], bool]) -> None:
         with self._changed:
-            assert self._changed.wait_for(lambda: condition(self.events), WAIT), self.events[-3:]
+            found = self._changed.wait_for(lambda: condition(self.events), WAIT)
+            assert found, f"not within {WAIT} seconds; the last events are {self.events[-3:]}"
 
     @property
     def end(self) -> Final | Failure:
@@ -95,5 +115,92 @@ def until(condition: Callable[[], bool]) -> None:
     """Wait for a condition that another thread brings about."""
     end = time.monotonic() + WAIT
     while not condition():
-        assert time.monotonic() < end
+        assert time.monotonic() < end, f"not within {WAIT} seconds"
         time.sleep(0.002)
+
+
+class ByHand:
+    """The worker of an engine whose steps a test takes itself, so that it sees what is between them."""
+
+    def __init__(self, session: Session) -> None:
+        self.worker = worker_of(session, silent)
+
+    def post(self, prompt: Sequence[int], n_predict: int = 16, **fields: Any) -> Posted:
+        """A request; it begins with the next step."""
+        task = Task(len(self.worker._inbox), request(prompt, n_predict, **fields), lambda event: None)
+        events: list[Event] = []
+        task.on_event = events.append
+        self.worker.post(task)
+        return Posted(task, events)
+
+    def step(self, n: int = 1) -> None:
+        """What the engine's thread does between two looks at its inbox."""
+        for _ in range(n):
+            self.worker._receive()
+            self.worker._launch()
+            self.worker.step()
+            self.worker._deliver()
+
+    def until(self, condition: Callable[[], Any], most: int = 2000) -> None:
+        """Steps until something is so."""
+        for _ in range(most):
+            if condition():
+                return
+            self.step()
+        raise AssertionError(f"not within {most} steps: {[s.snapshot() for s in self.worker.slots]}")
+
+    def repeated(self, monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], Any]]:
+        """Texts that slots compute again (shifted, taken back) and the logits behind them, as they come."""
+        found: list[tuple[list[int], Any]] = []
+        done = self.worker._prompt_done
+
+        def note(slot: Slot, g: Any, logits: Any) -> None:
+            if not slot.in_prompt:
+                found.append((slot.cached.tolist(), logits.copy()))
+            done(slot, g, logits)
+
+        monkeypatch.setattr(self.worker, "_prompt_done", note)
+        return found
+
+    def check_same(self, text: list[int], logits: Any, tolerance: float) -> None:
+        """Logits are those behind this text, computed in an empty sequence (the last one of the session).
+
+        And of none that lacks a token: what can be told from that is not all the same.
+        """
+        session = self.worker.session
+        seq = session.n_seq_max - 1
+
+        def fresh(tokens: list[int]) -> Any:
+            session.truncate(seq, 0)
+            return np.array(session.decode(Batch.single(tokens, 0, seq)))[0]
+
+        wanted = fresh(text)
+        error = np.abs(logits - wanted).max()
+        assert error < tolerance * wanted.std(), (error, wanted.std())
+        others = [fresh(text[:i] + text[i + 1 :]) for i in (0, len(text) // 2, len(text) - 2)]
+        assert min(np.abs(other - wanted).max() for other in others) > 4 * error
+        session.truncate(seq, 0)
+
+
+@dataclass
+class Posted:
+    """A request of `ByHand` and its events."""
+
+    task: Task
+    events: list[Event]
+
+    @property
+    def final(self) -> Final | None:
+        return next((e for e in self.events if isinstance(e, Final)), None)
+
+
+@contextmanager
+def by_hand(path: Path, n_slots: int = 1, *, server: dict[str, Any] | None = None, **changes: Any) -> Iterator[ByHand]:
+    """A worker with a model of its own."""
+    settings = {"command": "serve", "model": path, "n_ctx": 512, "n_threads": 1, "n_threads_batch": 1, "warmup": False}
+    config = RunConfig(**(settings | changes), server=ServerConfig(**(server or {})))
+    outputs = session_of(config)[1].outputs
+    with Session.open(config, n_seq_max=n_slots, n_step=n_slots, outputs=outputs) as session:
+        hand = ByHand(session)
+        yield hand
+        hand.worker._close()

@@ -37,6 +37,10 @@ TEMPLATE = (
 )
 
 
+LONGEST = 20.0
+"""Seconds after which a generation that nobody ends fails, so that a test which waits for its end does not hang."""
+
+
 @dataclass
 class Script:
     """What a generation says: pieces of text, how it ends, and how long it takes before every piece."""
@@ -53,9 +57,10 @@ class Script:
 
 @dataclass
 class FakeTicket:
-    """Remembers whether it was cancelled."""
+    """Remembers whether it was cancelled, and how many pieces were sent."""
 
     id_task: int
+    n_sent: int = 0
     cancelled: threading.Event = field(default_factory=threading.Event)
 
     def cancel(self) -> None:
@@ -137,9 +142,12 @@ class FakeEngine:
         text = ""
         pieces = script.pieces[: request.n_predict] if request.n_predict >= 0 else script.pieces
         limited = 0 <= request.n_predict <= len(script.pieces) and not script.endless
-        n = 0
+        n, end = 0, time.monotonic() + LONGEST
         while n < len(pieces) or script.endless:
             if ticket.cancelled.is_set():
+                return
+            if script.endless and time.monotonic() > end:
+                on_event(Failure(500, "server_error", f"nobody ended this generation within {LONGEST:g} seconds"))
                 return
             if script.delay:
                 time.sleep(script.delay)
@@ -153,6 +161,7 @@ class FakeEngine:
             n += 1
             if script.endless or n < len(pieces):
                 on_event(Delta(piece, (info,), self._timings(request, n), 0))
+                ticket.n_sent = n
         tail = (
             Delta(pieces[-1], (tokens[-1],), self._timings(request, n), 0)
             if tokens

@@ -11,7 +11,19 @@ PACKAGE = ROOT / "ikcli"
 
 # A module may import its own layer and those before it.
 LAYERS = (
-    ("errors", "references", "log", "manual", "hostinfo", "rules", "settings", "gguf", "native"),
+    (
+        "errors",
+        "references",
+        "log",
+        "manual",
+        "hostinfo",
+        "rules",
+        "commit",
+        "text_files",
+        "settings",
+        "gguf",
+        "native",
+    ),
     ("quant", "tokenizer", "graph", "hub"),
     ("sampling", "grammar", "chat"),
     ("backends",),
@@ -34,6 +46,7 @@ LIBRARIES = {
     "cuda": ("backends.cuda",),
     "tokenizers": ("tokenizer", "convert"),
     "jinja2": ("chat",),
+    "yaml": ("convert",),
     "llguidance": ("grammar",),
     "fastapi": ("server",),
     "starlette": ("server",),

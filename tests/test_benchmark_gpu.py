@@ -54,6 +54,18 @@ def test_attention_as_in_generation(gpu: ModuleType, tmp_path: Path) -> None:
     assert attn and all(x.grid[1] == 4 for x in attn)  # of 64 positions: a bucket of 256 in parts of two blocks
 
 
+@needs_emulation
+@pytest.mark.slow  # seconds of emulation
+def test_windows(gpu: ModuleType, tmp_path: Path) -> None:
+    """A window counts as many bytes as it reads."""
+    target = tmp_path / "result.json"
+    assert gpu.main(["--tiny", "--only", "window", "--json", str(target)], EmulatedDevice()) == 0
+    found = {r["case"]: r["GB_s"] * r["us"] for r in json.loads(target.read_text())["records"]}
+    for type_ in ("f16", "q8_0"):
+        whole, part = (found[f"1x4 heads {type_} window {w} n_kv 96"] for w in ("none", "32"))
+        assert whole == pytest.approx(3 * part)
+
+
 def test_no_gpu_is_one_line(
     gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import random
+from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 from chat_samples import draw
 
+import ikcli
 from ikcli.chat import ChatFormat, RequestError, parse_request
 from ikcli.chat.builtin import TEMPLATES, recognise
 from ikcli.chat.families.detect import family_by_shape, family_of
 from ikcli.errors import FormatError, IkError, UnsupportedError
 from ikcli.grammar.spec import GrammarKind, GrammarSpec, TriggerWatcher
+from ikcli.tokenizer import Tokenizer
 
 HERMES = """\
 {%- if tools %}{{ '<|im_start|>system\\n# Tools: ' + tools|tojson + '<|im_end|>\\n' }}{% endif %}
@@ -46,6 +51,15 @@ TOOLS = [{"type": "function", "function": {"name": name, "parameters": PARAMETER
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": "y"}'}}
 
 
+_TOOLS = "{# <tool_call> #}{% if tools %}{{ tools|tojson }}{% endif %}{% for m in messages %}{{ m.content }}"
+_CALLS = _TOOLS + "{% for c in m.tool_calls or [] %}{{ c.function.name }}("
+ITEMS = _CALLS + "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }},{% endfor %}){% endfor %}{% endfor %}"
+BOTH = (
+    _CALLS + "{% if c.function.arguments is string %}{{ c.function.arguments }}{% else %}"
+    "{{ c.function.arguments|tojson }}{% endif %}){% endfor %}{% endfor %}"
+)
+
+
 def render(format: ChatFormat, *messages: Any, **body: Any) -> Any:
     return format.render(parse_request({"messages": list(messages) or [USER], **body}))
 
@@ -63,11 +77,38 @@ def test_a_family_with_tools() -> None:
     assert "<tool_call>" in answer.preserved_tokens
 
 
-def test_arguments_that_are_no_json_are_named() -> None:
-    bad = {**CALL, "function": {"name": "f", "arguments": "{x"}}
-    with pytest.raises(RequestError) as caught:
-        render(ChatFormat.for_model(HERMES), USER, {"role": "assistant", "tool_calls": [bad]}, USER)
-    assert caught.value.field == "messages[1].tool_calls[0].function.arguments"
+@pytest.mark.parametrize("template", ["chatml", "llama3", "hermes", "items", "both"])
+@pytest.mark.parametrize("arguments", ["{x", '{"x": "cut o', "[1]", "7", '"t"', "null", [1], 7, True, "[" * 5000])
+def test_calls_whose_arguments_are_no_object_do_not_end_a_conversation(template: str, arguments: Any) -> None:
+    """A model wrote them, and the client sends them along with every later request."""
+    source = {**TEMPLATES, "hermes": HERMES, "items": ITEMS, "both": BOTH}[template]
+    bad = {**CALL, "function": {"name": "f", "arguments": arguments}}
+    result = {"role": "tool", "tool_call_id": "c1", "content": "wrong arguments"}
+    answer = render(ChatFormat.for_model(source), USER, {"role": "assistant", "tool_calls": [bad]}, result, tools=TOOLS)
+    shown = answer.prompt.replace("\\", "")
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+    assert text in shown and "wrong arguments" in shown
+
+
+def test_text_arguments_stay_as_they_are_where_a_template_takes_them() -> None:
+    bad = {**CALL, "function": {"name": "f", "arguments": '{"x": "cut o'}}
+    answer = render(ChatFormat.for_model(BOTH), USER, {"role": "assistant", "tool_calls": [bad]}, tools=TOOLS)
+    assert answer.prompt.endswith('f({"x": "cut o)')
+    answer = render(ChatFormat.for_model(ITEMS), USER, {"role": "assistant", "tool_calls": [bad]}, tools=TOOLS)
+    assert answer.prompt.endswith('f(arguments={"x": "cut o,)')
+    for empty in ("", " ", None):
+        none = {**CALL, "function": {"name": "f", "arguments": empty}}
+        answer = render(ChatFormat.for_model(BOTH), USER, {"role": "assistant", "tool_calls": [none]}, tools=TOOLS)
+        assert answer.prompt.endswith("f({})")
+
+
+def test_tokens_and_thoughts_have_the_names_of_transformers() -> None:
+    source = (
+        "{{ bos_token }}{{ pad_token }}{{ unk_token is defined }}{% for m in messages %}{{ m.thinking }}{% endfor %}"
+    )
+    format = ChatFormat.for_model(source, bos="<s>", tokens={"pad_token": "<pad>"})
+    answer = {"role": "assistant", "content": "a", "reasoning_content": "so"}
+    assert render(format, USER, answer, USER).prompt.startswith("<s><pad>Falseso")
 
 
 def test_optional_calls_are_lazy() -> None:
@@ -153,6 +194,26 @@ def test_tools_for_templates_that_know_none() -> None:
     parser.feed('{"response": "all right"}')
     assert parser.finish().content == "all right"
     assert render(format, tools=TOOLS, tool_choice="none").prompt == render(format).prompt
+
+
+def test_tools_take_few_tokens_where_the_template_knows_none() -> None:
+    """A context of 512 has room for some functions and a conversation."""
+    fields = gguf.GGUFReader(Path(ikcli.__file__).parent / "data" / "demo.gguf").fields
+    tokenizer = Tokenizer.from_metadata({name: field.contents() for name, field in fields.items()}, "demo.gguf")
+    text = {"type": "string", "description": "The city and state, for example San Francisco, CA"}
+    parameters = {
+        "type": "object",
+        "properties": {"location": text, "unit": {"type": "string", "enum": ["celsius", "fahrenheit"]}},
+        "required": ["location"],
+    }
+    function = {"description": "Get the current weather in a given location", "parameters": parameters}
+    tools = [{"type": "function", "function": {"name": f"get_weather_{i}", **function}} for i in range(3)]
+    format = ChatFormat.for_model("chatml")
+    prompts = [format.render(parse_request({"messages": [USER], "tools": tools[:n]})).prompt for n in range(4)]
+    plain, one, _, three = (len(tokenizer.encode(prompt)) for prompt in prompts)
+    assert one - plain < 170 and three - plain < 320
+    assert "get_weather_2(location: string" in prompts[3]
+    assert "San Francisco" in prompts[3] and '"celsius" | "fahrenheit"' in prompts[3]
 
 
 def test_prefill() -> None:
@@ -301,3 +362,39 @@ def test_when_a_constraint_begins_to_hold() -> None:
     after = GrammarSpec(GrammarKind.TREE, after="</t>")
     assert watch(after, "a<", "/t>", "b") == ""
     assert TriggerWatcher(GrammarSpec(GrammarKind.TREE)).active
+
+
+def test_identifiers_where_the_template_takes_nine_characters() -> None:
+    nemo = "{{ '[TOOL_CALLS]' if tools }}{% for m in messages %}{{ m.content }}{% endfor %}{{ tools }}"
+    parser = render(ChatFormat.for_model(nemo), tools=TOOLS).parser()
+    parser.feed('[TOOL_CALLS][{"name": "f", "arguments": {}}]')
+    assert [len(call.id) for call in parser.finish().tool_calls] == [9]
+
+
+def test_a_lazy_constraint_waits_for_the_end_of_thinking_that_the_prompt_opened() -> None:
+    source = HERMES.replace("<think>\\n\\n</think>\\n\\n", "") + "{{ '<think>' if add_generation_prompt }}"
+    grammar = render(ChatFormat.for_model(source), tools=TOOLS).grammar
+    assert grammar.lazy and grammar.after == "</think>"
+    assert watch(grammar, "<tool_call> no</thi", "nk> yes <tool_call>{") == "<tool_call>{"
+
+
+def test_results_of_tools_written_out_name_their_function() -> None:
+    nameless = {"role": "tool", "content": "x", "tool_call_id": "nobody"}
+    answer = render(ChatFormat.for_model("chatml"), USER, nameless, tools=TOOLS)
+    assert '{"tool_response": {"result": "x"}}' in answer.prompt
+
+
+def test_an_answer_in_json_that_could_be_a_call_at_the_start() -> None:
+    """Triggers at the start of the answer count behind thoughts and white space, not behind text."""
+    start = GrammarSpec(GrammarKind.TREE, lazy=True, at_start=('{"name"',), reasoning=("<t>", "</t>"))
+    assert watch(start, "<t>thought</t>\n", '{"name": ') == '{"name": '
+    assert watch(start, "text <t>thought</t>\n", '{"name": ') is None
+
+
+def test_efforts_and_budgets() -> None:
+    format = ChatFormat.for_model("{{ reasoning_effort }}|{{ messages[0].content }}")
+    assert render(format, reasoning_effort="default").prompt == "|hi"
+    assert render(format, reasoning_effort="high").prompt == "high|hi"
+    budgets = {value: parse_request({"messages": [USER], "reasoning_budget": value}).thinking for value in (0, 1, -1)}
+    assert budgets == {0: False, 1: True, -1: True}
+    assert parse_request({"messages": [USER], "reasoning_budget": False}).thinking

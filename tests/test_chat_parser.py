@@ -5,15 +5,18 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import re
 
 import pytest
-from chat_samples import FAMILIES, HERMES, SAMPLES, SCHEMAS, THINK, TOOLS, Sample, draw
+from chat_samples import FAMILIES, HERMES, NEMO, R7B, SAMPLES, SCHEMAS, THINK, TOOLS, Sample, draw
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ikcli.chat import ChatDelta, ChatMessage, ChatParser, ParserSettings
 from ikcli.chat.families.base import Family
 from ikcli.chat.families.generic import Generic
+from ikcli.chat.families.tagged import FunctionTag, KimiK2, MistralArgs
+from ikcli.chat.reader import Reader, Wait
 
 
 def parser(family: Family | None = None, **options: object) -> ChatParser:
@@ -200,3 +203,105 @@ def test_long_answers_take_linear_time() -> None:
         chat.feed("word ")
     chat.feed('"}}</tool_call>')
     assert len(chat.finish().tool_calls[0].arguments) == 250_012
+
+
+IDS = (
+    (NEMO, '[TOOL_CALLS][{"name": "clock", "id": "abcdefgh1", "arguments": {}}]', "abcdefgh1"),
+    (R7B, '<|START_ACTION|>[{"tool_call_id": "7", "tool_name": "clock", "parameters": {}}]<|END_ACTION|>', "7"),
+    (KimiK2(), "<|tool_call_begin|>functions.clock:3<|tool_call_argument_begin|>{}<|tool_call_end|>",
+     "functions.clock:3"),
+    (MistralArgs(call_id=True), "[TOOL_CALLS]clock[CALL_ID]abcdefgh1[ARGS]{}", "abcdefgh1"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "text", "id"), IDS, ids=lambda value: getattr(value, "name", None))
+def test_identifiers_that_the_model_writes(family: Family, text: str, id: str) -> None:
+    message, _ = read(parser(family), list(text))
+    assert [(call.name, call.id) for call in message.tool_calls] == [("clock", id)]
+
+
+@pytest.mark.parametrize("size", [1000, 9100])
+@pytest.mark.parametrize("live", [True, False])
+def test_a_long_call_that_breaks_off_is_kept_whole(live: bool, size: int) -> None:
+    """Text that may turn out to be content is not forgotten, and positions stay right after what is."""
+    before = "x" * 3000 + " "
+    text = before * 3 + '<tool_call>{"name": "clock", "other": "' + "y" * 9000 + '", broken'
+    pieces = [text[i : i + size] for i in range(0, len(text), size)]
+    message, deltas = read(parser(HERMES, live=live), pieces)
+    assert message.content == text and not message.tool_calls
+    assert same(message, deltas)
+    good = before * 3 + '<tool_call>{"name": "get_weather", "arguments": {"city": "' + "y" * 9000 + '"}}</tool_call>'
+    message, deltas = read(parser(HERMES, live=live), [good[i : i + size] for i in range(0, len(good), size)])
+    assert json.loads(message.tool_calls[0].arguments) == {"city": "y" * 9000} and same(message, deltas)
+
+
+MALFORMED = (
+    '{"city": "\\ud83dx"}',
+    '{"city": "\\ud83d\\u0041"}',
+    '{"city": "\\ud83d\\ue000"}',
+    '{"city": "\\udc00"}',
+    '{"city": "\\x"}',
+    '{"city": "\\u12g4"}',
+    '{"city": "a\nb"}',
+    '{"city": 01}',
+    '{"city": +1}',
+    '{"city": nul}',
+    '{"city" 1}',
+    '{city: 1}',
+    '{"city": ' + "[" * 202 + "]" * 202 + "}",
+    '{"city": 1' + "0" * 5000 + "}",
+    "7",
+    '"[1]"',
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments", MALFORMED)
+def test_arguments_that_are_no_json_are_content(arguments: str) -> None:
+    text = '<tool_call>{"name": "get_weather", "arguments": ' + arguments + "}</tool_call>"
+    for pieces in ([text], list(text)):
+        message, _ = read(parser(HERMES, live=False), pieces)
+        assert message.content == text and not message.tool_calls
+
+
+def test_the_deepest_and_longest_values() -> None:
+    value = '{"city": ' + "[" * 200 + "]" * 200 + ', "n": 1' + "0" * 3999 + "}"
+    message, _ = read(parser(HERMES), ['<tool_call>{"name": "get_weather", "arguments": ' + value + "}</tool_call>"])
+    assert message.tool_calls[0].arguments == value
+
+
+@pytest.mark.parametrize("size", [256, 257])
+def test_names_have_an_end(size: int) -> None:
+    text = f'<function={"f" * size}>{{"a": 1}}</function>'
+    for live in (True, False):
+        message, _ = read(parser(FunctionTag(), live=live), [text])
+        assert message.content == ("" if size == 256 else text)
+
+
+def test_calls_in_openais_own_form() -> None:
+    inner = '{"name": "clock", "arguments": {"a": "\\u00e9"}}'
+    text = '<tool_call>{"type": "function", "function": ' + inner + "}</tool_call>"
+    message, _ = read(parser(HERMES), list(text))
+    assert [(c.name, json.loads(c.arguments)) for c in message.tool_calls] == [("clock", {"a": "é"})]
+
+
+@pytest.mark.parametrize(("family", "first"), [(NEMO, "name"), (R7B, "tool_call_id")], ids=["Nemo", "R7B"])
+def test_keys_stand_as_the_model_was_taught(family: Family, first: str) -> None:
+    text = draw(family.tree([TOOLS[1]], False), random.Random(1))
+    assert re.findall(r'"(name|tool_call_id|tool_name)"', text)[0] == first
+
+
+def test_the_longest_and_the_earliest_text_is_found() -> None:
+    reader, found = Reader(), list[object]()
+
+    def steps() -> Wait:
+        found.append((yield from reader.one_of(("<a", "<ab>", "<abc"))))
+        found.append((yield from reader.until((">", ">>", "x"), found.append)))
+        found.append((yield from reader.one_of(("no", "end!"))))
+
+    running = steps()
+    for piece in ("<a", "b", ">1", ">", "> x", "en", "d"):
+        reader.feed(piece)
+        next(running, None)
+    reader.ended = True
+    next(running, None)
+    assert found == ["<ab>", "1", ">>", None] and reader.text[reader.pos :] == " xend"

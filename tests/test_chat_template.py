@@ -42,13 +42,36 @@ def test_blocks_are_trimmed() -> None:
 def test_tojson_keeps_characters() -> None:
     assert render("{{ x | tojson }}", x={"a": "<é>"}) == '{"a": "<é>"}'
     assert render("{{ x | tojson(indent=1) }}", x=[1]) == "[\n 1\n]"
+    assert render("{{ x | tojson(indent='--') }}", x=[1]) == "[\n--1\n]"
+    assert render("{{ x | tojson(true, none, [',', ':'], true) }}", x={"b": "é", "a": 1}) == '{"a":1,"b":"\\u00e9"}'
 
 
 def test_variables_and_helpers() -> None:
-    assert render("{{ bos_token }}|{{ tools is defined }}|{{ x }}", bos_token="<s>", x=1) == "<s>|False|1"
+    assert render("{{ bos_token }}|{{ x }}", bos_token="<s>", x=1) == "<s>|1"
     assert len(render("{{ strftime_now('%Y') }}")) == 4
     assert render("{% for i in range(9) %}{% if i > 2 %}{% break %}{% endif %}{{ i }}{% endfor %}") == "012"
     assert render("{% generation %}x{% endgeneration %}y") == "xy"
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("{{ tools|tojson }}{{ documents|tojson }}", "nullnull"),
+        ("{% if tools is not none %}tools{% endif %}{% if documents is not none %}documents{% endif %}|", "|"),
+        ("{{ tools is defined }}{{ documents is defined }}", "TrueTrue"),
+        ("{% for t in tools or documents or [] %}x{% endfor %}{{ (tools or [])|length }}", "0"),
+        ("{% if not tools is defined %}{% set tools = none %}{% endif %}{{ tools }}", "None"),
+        ("{{ unk_token is defined }}", "False"),
+    ],
+)
+def test_variables_are_those_of_transformers(source: str, text: str) -> None:
+    assert render(source) == text
+
+
+def test_documents_reach_the_template() -> None:
+    documents = [{"title": "a", "text": "b"}]
+    assert render("{{ documents[0].title }}{% set _ = documents.append(1) %}", documents=documents) == "a"
+    assert len(documents) == 1
 
 
 @pytest.mark.parametrize("source", ["{% if %}", "{{ x", "{% unknown %}", "{{ 1 | nofilter }}"])

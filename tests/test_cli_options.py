@@ -300,3 +300,10 @@ def test_errors_of_tools() -> None:
     assert "unknown option --rope-scale" in error("--rope-scale", "1", command="quantize")
     assert "--rows needs a value; expected --rows N" in error("--rows", "--summary", command="quantize-stats")
     assert "md, jsonl" in error("--output-format", "csv", command="quantize-stats")
+
+
+@pytest.mark.parametrize("name", ["--quantize-q", "--quantize_q", "--custom-quants", "--tensor-types"])
+def test_names_by_their_meaning(name: str) -> None:
+    with pytest.raises(UsageError, match=f"unknown option {name}; did you mean --custom-q"):
+        parse("quantize", [name, "a=q8_0", "in.gguf", "Q4_K"])
+    assert "--custom-q" not in error("--quantize-q", command="serve")

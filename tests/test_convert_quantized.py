@@ -178,6 +178,27 @@ def test_nvfp4(rng: np.random.Generator, producer: str | None) -> None:
     assert source.packed("a.weight") is None  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("divides", [False, True])
+def test_nvfp4_experts_have_a_factor_per_matrix(rng: np.random.Generator, divides: bool) -> None:
+    n_expert, n_out, n_in = 3, 6, 64
+    codes = rng.integers(0, 16, (n_expert, n_out, n_in)).astype(np.uint8)
+    scale = fp8(rng, (n_expert, n_out, n_in // 16)) & 0x7F
+    factors = np.array([0.5, 3.0, 8.0], np.float32)
+    blocks = np.array([e4m3(int(s)) for s in scale.reshape(-1)], np.float32).reshape(scale.shape)
+    values = E2M1[codes] * np.repeat(blocks, 16, axis=2)
+    wanted = values / factors[:, None, None] if divides else values * factors[:, None, None]
+    weight, name = ("weight_packed", "weight_global_scale") if divides else ("weight", "weight_scale_2")
+    method = "compressed-tensors" if divides else "modelopt"
+    config = {"quantization_config": {"quant_method": method}}
+    tensors = {f"a.{weight}": pairs(codes), "a.weight_scale": ("F8_E4M3", scale), f"a.{name}": factors}
+    source = dequantized(Memory(tensors), config)
+    check(source, "a.weight", wanted, 1e-5)  # with slabs that end within a matrix
+    for wrong in (np.ones(4, np.float32), np.zeros(0, np.float32)):
+        source = dequantized(Memory(tensors | {f"a.{name}": wrong}), config)
+        with pytest.raises(FormatError, match=f"a.{name}: {wrong.size} factors do not fit"):
+            source.rows("a.weight", 0, 1)
+
+
 def test_mxfp4_of_experts_as_values_and_as_bits(rng: np.random.Generator) -> None:
     n_expert, n_out, n_in = 3, 4, 64
     codes = rng.integers(0, 16, (n_expert, n_out, n_in)).astype(np.uint8)

@@ -146,7 +146,8 @@ def test_fixed_parts_are_enough(n_sm: int, view: dict[str, int]) -> None:
     low = GpuLowering({Rows.TOKENS: 8, Rows.OUTPUTS: 1, Rows.KV: 5000}, 5000, run.limits, 0, True)
     shape = Shape(16, 64, 3)
     plan = SplitPlan.of(low, node.op, lambda c: shape)
-    for pos in (0, 63, 64, 255, 256, 700, 1023, 1024, 4000, 4999):
+    # near multiples of a size, windows of eight tokens touch a part more at either end
+    for pos in (0, 63, 64, 700, *(at + d for at in range(128, 4992, 128) for d in (-1, 0, 5))):
         counts = Counts(1, 1, pos + 1, 1, pos + 1).bucket(low.max_rows)
         n, fixed = plan.parts(counts, shape), plan.fixed(counts)
         seen = min([pos + 1, *view.values()])

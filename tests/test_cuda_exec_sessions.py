@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuda_emulation import EmulatedDevice, needs_emulation
+from cuda_emulation import EmulatedDevice, emulation_only, needs_emulation
 from cuda_sessions import Opener, config, tokens, transcript, written
 from factories import tiny_model
 from gguf_files import write_model
@@ -257,20 +257,53 @@ def test_without_memory_for_graphs_kernels_are_launched_one_by_one(folder, opene
     """All graphs are dropped, that bucket is run without, others try again; one line says so."""
     with Session.open(config(written(folder, "deepseek3"), cpu_moe=True)) as session:
         wanted = [transcript(session) for _ in range(3)]
-    capture, failures = EmulatedDevice.capture, iter([False, False, True])
+    capture, free_graph, failures = EmulatedDevice.capture, EmulatedDevice.free_graph, iter([False, False, True])
+    alive: list[Any] = []
+    left: list[int] = []  # graphs that are there when one is captured, after the failure
 
     def refusing(self: EmulatedDevice, stream: Any, work: Any) -> Any:
-        if next(failures, False):
+        failed = next(failures, None)
+        if failed:
+            assert len(alive) == 2
             raise NoGraphMemory("no memory")
-        return capture(self, stream, work)
+        left.extend([len(alive)] if failed is None else [])
+        alive.append(capture(self, stream, work))
+        return alive[-1]
+
+    def freeing(self: EmulatedDevice, graph: Any) -> None:
+        alive.remove(graph)
+        free_graph(self, graph)
 
     monkeypatch.setattr(EmulatedDevice, "capture", refusing)
+    monkeypatch.setattr(EmulatedDevice, "free_graph", freeing)
     capsys.readouterr()
     with Session.open(config(written(folder, "deepseek3"), cpu_moe=True)) as session:
         found = [transcript(session) for _ in range(3)]
     np.testing.assert_array_equal(found, wanted)
+    assert left[0] == 0 and not alive
     lines = [x for x in capsys.readouterr().err.splitlines() if "no memory for captured graphs" in x]
     assert len(lines) == 1 and "launched kernel by kernel" in lines[0]
+
+
+def test_a_graph_without_memory_takes_the_others_with_it(folder, opener, monkeypatch) -> None:
+    """Of all programs: they have the memory that is missing."""
+
+    def refusing(self: EmulatedDevice, stream: Any, work: Any) -> Any:
+        raise NoGraphMemory("no memory")
+
+    with Session.open(config(written(folder, "llama"))) as session:
+        programs = session.runner.parts["CUDA0"]._programs
+
+        def n_graphs() -> int:
+            return sum(len(graphs) for program in programs for graphs in program.graphs.values())
+
+        for _ in range(2):  # launch by launch, then captured
+            single(session, tokens(1))
+        assert n_graphs() == 1
+        monkeypatch.setattr(EmulatedDevice, "capture", refusing)
+        for _ in range(2):
+            single(session, tokens(2))
+        assert n_graphs() == 0
 
 
 def test_timed_runs_and_streamed_weights_free_their_events(folder, opener) -> None:
@@ -328,6 +361,26 @@ def test_large_batches_use_experts_in_ram_on_the_gpu(folder, opener, capsys) -> 
     assert "offload: from 11 tokens on 3 weights in RAM" in capsys.readouterr().err
     assert not few["upload_rows"] and many["upload_rows"] == 3  # tensors of the first layer; the last has one row
     assert sum(many.values()) > sum(few.values()) + 3
+
+
+class Hasty(EmulatedDevice):
+    """Copies of weights run as soon as they are queued: only what they are told to wait for has been done by then."""
+
+    def _queue(self, stream: Any, work: Any) -> None:
+        super()._queue(stream, work)
+        if self._capturing is None and stream is not self._streams[0]:
+            stream.flush()
+
+
+@emulation_only
+def test_weights_are_not_copied_over_what_is_still_used(folder, opener, monkeypatch) -> None:
+    """Streamed weights share work memory with values and with each other."""
+    settings = {"cpu_moe": True, "offload_min_batch": 1, "n_ubatch": 12}
+    with Session.open(config(written(folder, "deepseek2"), **settings)) as session:
+        wanted = single(session, tokens(12), logits="all")
+    monkeypatch.setattr(gpus, "open_devices", lambda config: {"CUDA0": Hasty()})
+    with Session.open(config(written(folder, "deepseek2"), **settings)) as session:
+        np.testing.assert_array_equal(single(session, tokens(12), logits="all"), wanted)
 
 
 @pytest.mark.parametrize(

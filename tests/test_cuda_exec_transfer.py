@@ -75,10 +75,14 @@ def test_pinned_memory_is_read_where_it_is(name, direct, rng, monkeypatch) -> No
 
 
 @emulation_only
-def test_no_more_than_half_of_the_memory_is_pinned(monkeypatch) -> None:
-    device = EmulatedDevice()
-    way = transfer.Transfer(device, 1000)
-    monkeypatch.setattr(transfer.os, "sysconf", lambda name: 3)  # pages
-    way.pin([np.zeros(4 * 4096, np.uint8)])
-    assert not device.registered
+@pytest.mark.parametrize(("pages", "allowed"), [(3, False), (7, False), (8, True), (9, True)])
+def test_no_more_than_half_of_the_memory_is_pinned(pages, allowed, monkeypatch) -> None:
+    """Of two arrays together."""
+    device, page = EmulatedDevice(), transfer.mmap.PAGESIZE
+    way, memory = transfer.Transfer(device, 1000), np.zeros(7 * page, np.uint8)
+    start = -memory.ctypes.data % page  # of the first whole page
+    monkeypatch.setattr(transfer.os, "sysconf", lambda name: pages)
+    way.pin([memory[start : start + 2 * page], memory[start + 3 * page : start + 5 * page]])
+    assert sum(end - at for at, end in device.registered.items()) == (4 * page if allowed else 0)
     way.close()
+    assert not device.registered

@@ -277,3 +277,13 @@ def test_plan_sections_do_not_overlap(n_pairs: int, n_expert: int) -> None:
     ]  # fmt: skip
     for (start, shape), (following, _) in pairwise(sections):
         assert start % 16 == 0 and start + 4 * np.prod(shape) <= following
+
+
+@pytest.mark.parametrize("which", range(len(TILES)))
+def test_tiles_of_experts_are_enough(which: int) -> None:
+    """Most tiles come where as many experts as possible have one row beyond full tiles."""
+    for n_expert in (1, 2, 4, 8, 9, 64, 65):
+        for n_pairs in range(1, 300):
+            some = min(n_expert, n_pairs)
+            most = some + (n_pairs - some) // TILES[which]
+            assert most <= max_tiles(n_pairs, n_expert, which) <= most + n_expert // TILES[which] + 1

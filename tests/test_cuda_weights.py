@@ -187,6 +187,17 @@ def test_tiles_come_in_full_waves() -> None:
     assert not narrow.divisible(LIMITS.n_sm, 7168, narrow.count(152064, 9))
 
 
+@pytest.mark.parametrize(("k", "sum_bytes", "most"), [
+    (1 << 16, 1 << 10, 256),  # by columns: 256 each
+    (1 << 16, 1 << 20, 16), (1 << 16, 3 << 20, 5), (1 << 16, 17 << 20, 1),  # by 16 MiB of sums
+    (511, 1 << 10, 1), (512, 1 << 10, 2),
+])  # fmt: skip
+def test_parts_of_a_product_have_columns_and_memory(k: int, sum_bytes: int, most: int) -> None:
+    """One tile on a GPU of any size, so that more parts are always better but for these limits."""
+    tile = replace(tiles_of(LIMITS, device_format(T.Q4_K))[0], step=1)
+    assert max(parts_of(tile, n_sm, k, 1, sum_bytes) for n_sm in (1 << 8, 1 << 12, 1 << 16, 1 << 24)) == most
+
+
 @pytest.mark.parametrize("n", range(1, 10))
 def test_every_small_number_of_rows_with_odd_matrices(n: int) -> None:
     """Host and kernel agree on how many rows a block has."""

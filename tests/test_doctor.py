@@ -214,6 +214,9 @@ def test_advice_about_a_model() -> None:
     )
     assert said(model_advice(model, MEMORY, 0, False)) == []
     assert said(model_advice(model, MEMORY, 7 * GIB, True)) == ["-rtr", "-thp --no-mmap"]
+    both = model_advice(replace(model, needs={"CPU": GIB, "CUDA0": GIB}), MEMORY, 7 * GIB, False)
+    assert "beside a GPU it keeps the prompt work of weights in RAM on the CPU" in both[0].why
+    assert "GPU" not in model_advice(model, MEMORY, 7 * GIB, False)[0].why
     short = replace(model, fits=False, needs={"CPU": 90 * GIB})
     assert "does not fit into CPU" in model_advice(short, MEMORY, 0, False)[0].why
     gpu = replace(

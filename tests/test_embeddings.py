@@ -32,6 +32,7 @@ from ikcli.errors import FormatError, IkError, UnsupportedError, UsageError
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import open_gguf
 from ikcli.models import GraphConfig, Outputs
+from ikcli.server.slots.ngrams import Pool
 from ikcli.settings.run import RunConfig
 
 Array = npt.NDArray[Any]
@@ -180,8 +181,29 @@ def test_pooling_of_a_model() -> None:
     assert pooling_of("", keys, "qwen3", Pooling.NONE) is Pooling.LAST
     assert pooling_of("mean", keys, "qwen3", Pooling.NONE) is Pooling.MEAN
     assert pooling_of("", keys, "llama", Pooling.NONE) is Pooling.NONE
+    assert pooling_of("", {"qwen3.pooling_type": -1}, "qwen3", Pooling.CLS) is Pooling.CLS, "none is said"
+    assert pooling_of("", {"qwen3.pooling_type": 0}, "qwen3", Pooling.CLS) is Pooling.NONE
     with pytest.raises(FormatError, match="--pooling"):
         pooling_of("", {"qwen3.pooling_type": 9}, "qwen3", Pooling.NONE)
+
+
+@pytest.mark.parametrize("pieces", [(7,), (3, 4), (1, 5, 1)])
+def test_vectors_of_texts_in_pieces(pieces: tuple[int, ...], rng: np.random.Generator) -> None:
+    """What is wanted of each piece, and what becomes of it; the scale of a mean counts where nothing is normalized."""
+    rows = rng.normal(0, 1, (7, 4)).astype(np.float32)
+    mean = rows.mean(axis=0, keepdims=True)
+    for pooling, causal, wanted in (
+        (Pooling.NONE, True, rows), (Pooling.MEAN, True, mean), (Pooling.CLS, True, rows[:1]),
+        (Pooling.LAST, True, rows[6:]), (Pooling.RANK, True, rows[6:]), (Pooling.RANK, False, rows[:1]),
+    ):  # fmt: skip
+        pool, at = Pool(pooling, 7, causal=causal), 0
+        for n in pieces:
+            assert not pool.done
+            chosen = [at + i for i in pool.wanted(n)]
+            pool.add(n, rows[chosen])
+            at += n
+        assert pool.done
+        np.testing.assert_allclose(pool.result(), wanted, rtol=1e-6)
 
 
 def test_norms() -> None:

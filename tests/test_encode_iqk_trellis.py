@@ -17,6 +17,7 @@ from encode_checks import (
 )
 
 from ikcli.gguf.constants import GGMLType
+from ikcli.quant.encoders import EncodeOptions
 
 TRELLIS = (GGMLType.IQ1_KT, GGMLType.IQ2_KT, GGMLType.IQ3_KT, GGMLType.IQ4_KT)
 # Type -> (relative RMSE of Gaussian rows; highest ratio of squared errors to the reference's: plain, weighted).
@@ -37,12 +38,47 @@ CEILINGS: dict[GGMLType, tuple[float, float, float]] = {
     GGMLType.IQ3_KT: (0.154, 0.79, 0.91),
     GGMLType.IQ4_KT: (0.0865, 0.92, 0.95),
 }
+# Squared errors of `known_rows` over those of zeros, plain and with weights for columns; what a search finds is neither
+# better nor worse, on any processor.
+ANSWERS: dict[GGMLType, tuple[float, float]] = {
+    GGMLType.IQ2_K: (0.08393637, 0.07560391),
+    GGMLType.IQ3_K: (0.01840575, 0.01658838),
+    GGMLType.IQ4_K: (0.004236365, 0.00375027),
+    GGMLType.IQ5_K: (0.0009458647, 0.0008319087),
+    GGMLType.IQ6_K: (0.0002050289, 0.0001799528),
+    GGMLType.IQ2_KS: (0.1033747, 0.0947722),
+    GGMLType.IQ3_KS: (0.02343884, 0.02149361),
+    GGMLType.IQ4_KS: (0.00542012, 0.00501831),
+    GGMLType.IQ5_KS: (0.001281156, 0.001186261),
+    GGMLType.IQ4_KSS: (0.007746619, 0.006325356),
+    GGMLType.IQ2_KL: (0.05664937, 0.04867175),
+    GGMLType.IQ1_KT: (0.1586836, 0.113031),
+    GGMLType.IQ2_KT: (0.0832545, 0.06261173),
+}
 TYPES = sorted(CEILINGS, key=lambda t: t.name)
 
 
 @pytest.mark.parametrize("type", TYPES, ids=lambda t: t.name)
 def test_error_of_gaussian_rows(type: GGMLType, rng: np.random.Generator) -> None:
     assert rel_rmse(rng.standard_normal((8, 1024)), type) < CEILINGS[type][0]
+
+
+def known_rows() -> np.ndarray:
+    """12 rows of 512 values with long tails, without a generator of random numbers."""
+    i = np.arange(12 * 512, dtype=np.uint64)
+    a, b = (
+        ((i * np.uint64(factor) + np.uint64(start)) % np.uint64(1 << 32) >> np.uint64(8)).astype(np.float64) + 0.5
+        for factor, start in ((2654435761, 12345), (40503 * 2246822519, 777))
+    )
+    x = (2 * a / 2**24 - 1) ** 3 + 0.2 * (2 * b / 2**24 - 1)
+    return x.astype(np.float32).reshape(12, 512)
+
+
+@pytest.mark.parametrize("type", [t for t in TYPES if t in ANSWERS], ids=lambda t: t.name)
+def test_searches_find_what_they_are_known_to_find(type: GGMLType) -> None:
+    rows, weights = known_rows(), (0.05 + np.arange(512) % 7 / 7).astype(np.float32)
+    found = [rel_rmse(rows, type, w, EncodeOptions()) ** 2 for w in (None, weights)]
+    assert found == pytest.approx(list(ANSWERS[type]), rel=1e-5)
 
 
 @pytest.mark.parametrize("type", TYPES, ids=lambda t: t.name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,11 @@ import pytest
 
 from ikcli.errors import FormatError, IkError, UnsupportedError, UsageError
 from ikcli.fleet import executor as executors
-from ikcli.fleet.choose import executor
-from ikcli.fleet.executor import Executor, LocalExecutor, ProcessExecutor
+from ikcli.fleet.choose import executor, threads_each
+from ikcli.fleet.executor import ByKind, Executor, LocalExecutor, ProcessExecutor, Queue
 from ikcli.fleet.journal import Journal, read
+from ikcli.fleet.ordered import in_order
+from ikcli.settings.fleet import FleetConfig
 
 HEAD = {"kind": "test", "n": 3}
 
@@ -55,6 +58,142 @@ def test_what_is_no_journal_is_refused(text: bytes, tmp_path: Path) -> None:
 def test_a_journal_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(IkError, match="cannot write the journal"):
         Journal(tmp_path / "nowhere" / "j.jsonl", HEAD)
+
+
+def test_a_journal_of_less_or_more_is_another(tmp_path: Path) -> None:
+    """What only one of both says counts as a difference, whichever that is."""
+    path = tmp_path / "j.jsonl"
+    Journal(path, HEAD).close()
+    with pytest.raises(UsageError, match="n is 3 there and None now"):
+        Journal(path, {"kind": "test"})
+    with pytest.raises(UsageError, match="more is None there and 1 now"):
+        Journal(path, HEAD | {"more": 1})
+    Journal(path, {"n": 3, "kind": "test"}).close()  # in any order
+
+
+def test_bytes_of_records_lie_beside_a_journal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "j.jsonl"
+    wanted = {"a": b"one", "b": b"", "c": b"\x00\xff" * 500}
+    for key, data in wanted.items():  # each by a run of its own
+        journal = Journal(path, HEAD)
+        journal.add(key, {"x": key, "data": data})
+        journal.close()
+    journal = Journal(path, HEAD)
+    assert {key: journal.take(key) for key in wanted} == {key: {"x": key, "data": d} for key, d in wanted.items()}
+    journal.close()
+    stored = journal.data_path.read_bytes()
+    assert stored == b"".join(wanted.values())
+    for damaged, left in ((b"onE" + stored[3:], ["b", "c"]), (stored[:-1], ["a", "b"]), (b"", ["b"])):
+        journal.data_path.write_bytes(damaged)
+        again = Journal(path, HEAD)
+        assert sorted(again.records) == left
+        assert f"lacks the results of {3 - len(left)} units" in capsys.readouterr().err
+        again.close()
+    journal.data_path.write_bytes(stored)
+    journal = Journal(path, HEAD)
+    journal.data_path.write_bytes(b"onE" + stored[3:])
+    with pytest.raises(FormatError, match=r"j\.jsonl\.data: is damaged"):
+        journal.take("a")
+    journal.close()
+
+
+def test_bytes_in_memory_are_given_away() -> None:
+    journal = Journal(None, HEAD)
+    journal.add("a", {"x": 1, "data": b"large"})
+    assert journal.take("a") == {"x": 1, "data": b"large"} and journal.take("a") == {"x": 1}
+
+
+# --- order ------------------------------------------------------------------------------------------------------------
+class Backwards:
+    """An executor whose units end last to first, and which notes how it ends itself."""
+
+    n_workers = 2
+
+    def __init__(self) -> None:
+        self.done: list[Any] = []
+        self.closed = False
+
+    def run(self, factory: Any, units: Any, ahead: int | None = None) -> Generator[tuple[int, Any]]:
+        try:
+            for i in reversed(range(len(units))):
+                self.done.append(units[i])
+                yield i, {"value": units[i] * 10}
+        finally:
+            self.closed = True
+
+
+def test_results_come_in_order_and_what_is_known_is_not_done_again(tmp_path: Path) -> None:
+    units = [(f"unit {i}", i) for i in range(5)]
+    journal = Journal(tmp_path / "j.jsonl", HEAD)
+    journal.add("unit 1", {"value": -1})
+    work = Backwards()
+    found = [record["value"] for record in in_order(work, Squares(tmp_path), units, journal)]
+    assert found == [0, -1, 20, 30, 40] and work.done == [4, 3, 2, 0] and work.closed
+    journal.close()
+    assert {k: r["value"] for k, r in read(tmp_path / "j.jsonl")[0].records.items()} == {
+        key: value for (key, _), value in zip(units, found, strict=True)
+    }
+
+
+def test_who_stops_asking_ends_the_work(tmp_path: Path) -> None:
+    work = Backwards()
+    results = in_order(work, Squares(tmp_path), [("a", 1), ("b", 2)], Journal(None, HEAD))
+    assert next(results) == {"value": 10} and not work.closed
+    results.close()  # type: ignore[attr-defined]
+    assert work.closed
+
+
+def test_no_unit_begins_too_far_ahead_of_the_first_that_is_not_done() -> None:
+    queue = Queue(6, ahead=2)
+
+    def begun() -> list[int]:
+        found = []
+        while queue.ready:
+            found.append(queue.begin())
+        return found
+
+    assert begun() == [0, 1]
+    queue.done(1)
+    assert begun() == []
+    queue.done(0)
+    assert begun() == [2, 3]
+    queue.again(3, "a worker died")
+    queue.again(2, "a worker died")
+    assert begun() == [2, 3], "those of dead workers come first, in order"
+    queue.done(3)
+    queue.done(2)
+    assert begun() == [4, 5] and not queue
+
+
+def test_a_unit_is_begun_three_times() -> None:
+    queue = Queue(3)
+    for _ in range(2):
+        assert queue.begin() == 0
+        queue.again(0, "a worker died")
+    assert queue.begin() == 0
+    with pytest.raises(IkError, match="a worker died 3 times at unit 1"):
+        queue.again(0, "a worker died")
+
+
+def test_units_of_a_kind_go_to_its_executor(tmp_path: Path) -> None:
+    """All kinds at once; the work ends when that of every kind has."""
+    works = {kind: Backwards() for kind in ("a", "b", "c")}
+    units = [("b", 0), ("a", 1), ("b", 2), ("a", 3), ("b", 4)]
+    found = dict(ByKind(works).run(Squares(tmp_path), units))
+    assert found == {i: {"value": 10 * i} for i in range(5)}
+    assert {kind: sorted(work.done) for kind, work in works.items()} == {"a": [1, 3], "b": [0, 2, 4], "c": []}
+
+
+def test_threads_of_workers() -> None:
+    """Of this machine they are shared, on nodes of a cluster every worker has all of its own."""
+    found = [
+        threads_each(8, fleet)
+        for fleet in (
+            FleetConfig(), FleetConfig(workers=3), FleetConfig(workers=20), FleetConfig(ray="local", ray_workers=4),
+            FleetConfig(ray="auto", ray_workers=4), FleetConfig(ray="10.0.0.1:6379", ray_workers=2),
+        )
+    ]  # fmt: skip
+    assert found == [8, 2, 1, 2, 8, 8]
 
 
 # --- executors --------------------------------------------------------------------------------------------------------

@@ -11,11 +11,15 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from factories import tiny_model
+from gguf_files import write_model as write_gguf
 from quant_models import write_model
 
 from ikcli.errors import IkError
 from ikcli.fleet import files
 from ikcli.fleet.files import Fetching, FileServer, Needed, fetch, moved, needed_by
+from ikcli.gguf import digests as digest
+from ikcli.gguf.reader import open_gguf
 
 
 @dataclass(frozen=True)
@@ -171,3 +175,91 @@ def test_paths_are_replaced_wherever_they_are() -> None:
     places = {Path("/a/m.gguf"): Path("/b/m.gguf")}
     found = moved(Outer((Reads(Path("/a/m.gguf"), "/a/m.gguf"), Reads(Path("/a/x"), "a"))), places)
     assert found == Outer((Reads(Path("/b/m.gguf"), "/b/m.gguf"), Reads(Path("/a/x"), "a")))
+
+
+def test_numbers_that_count_from_the_end_are_none(needed: list[Needed], server: FileServer) -> None:
+    for path in ("/-1/0/0", "/0/-1/0", "/0/3/0", "/0/0", "/0/0/0/0", "/x/0/0"):
+        with pytest.raises(IkError, match="status 404"):
+            files._piece(server.url, server.token, path)
+
+
+def test_files_that_were_added_later_have_numbers_of_their_own(
+    factory: Reads, needed: list[Needed], cache: Path
+) -> None:
+    with FileServer("127.0.0.1", needed[:1]) as server:
+        first = server.add(needed[1:])
+        assert first == 1
+        there = Reads(factory.model, str(needed[1].paths[0]))
+        worker = Fetching(there, (needed[1],), server.url, server.token, first)()
+    assert Path(worker.text).read_bytes() == Path(factory.text).read_bytes() and worker.model == factory.model
+
+
+def test_a_model_of_which_a_part_is_missing_is_fetched_whole(
+    factory: Reads, needed: list[Needed], server: FileServer, tmp_path: Path
+) -> None:
+    here = tmp_path / "node"
+    here.mkdir()
+    paths = tuple(here / path.name for path in needed[0].paths)
+    for source, path in list(zip(needed[0].sources, paths, strict=True))[:2]:
+        path.write_bytes(source.read_bytes())
+    worker = Fetching(Reads(paths[0], "none"), (replace(needed[0], paths=paths),), server.url, server.token)()
+    assert worker.model.parent != here
+    assert [worker.model.with_name(p.name).read_bytes() for p in paths] == [s.read_bytes() for s in needed[0].sources]
+
+
+def test_what_was_fetched_is_compared_where_that_can_be_done(
+    needed: list[Needed], server: FileServer, cache: Path
+) -> None:
+    with pytest.raises(IkError, match=r"text\.txt changed while it was fetched, or before"):
+        fetch(needed[1], 1, server.url, server.token, lambda path: "another")
+    assert not [path for path in cache.iterdir() if path.is_dir()], "so that it is fetched anew"
+    (path,) = fetch(needed[1], 1, server.url, server.token, lambda path: "e" * 64)
+    assert path.read_bytes() == needed[1].sources[0].read_bytes()
+
+
+def test_a_file_that_grew_is_fetched_anew(needed: list[Needed], server: FileServer, cache: Path) -> None:
+    """Not gone on with where it was too long."""
+    source = needed[1].sources[0]
+    with pytest.raises(IkError, match=r"text\.txt changed while it was fetched"):
+        fetch(replace(needed[1], sizes=(12000,)), 1, server.url, server.token)
+    source.write_bytes(bytes(range(250)) * 60)
+    (path,) = fetch(needed[1], 1, server.url, server.token)
+    assert path.read_bytes() == source.read_bytes()
+
+
+def test_room_is_needed_for_what_is_still_missing(
+    needed: list[Needed], server: FileServer, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = cache / ("e" * 32 + ".part")
+    begun.mkdir(parents=True)
+    data = needed[1].sources[0].read_bytes()
+    (begun / "text.txt").write_bytes(data[:5000])
+    for free, message in ((9999, r"needs .* are free"), (10000, "")):
+        monkeypatch.setattr(files.shutil, "disk_usage", lambda path, free=free: type("Usage", (), {"free": free}))
+        if message:
+            with pytest.raises(IkError, match=message):
+                fetch(needed[1], 1, server.url, server.token)
+        else:
+            (path,) = fetch(needed[1], 1, server.url, server.token)
+            assert path.read_bytes() == data
+
+
+def test_digests_of_models_see_both_ends_of_every_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names, types, shapes, a piece at the beginning and one at the end; what a server reads, with the header."""
+    monkeypatch.setattr(digest, "_PIECE", 64)
+    model = tiny_model("llama")
+    path = write_gguf(model, tmp_path / "m.gguf")
+    file = open_gguf(path)
+    first, whole = digest.of_model(file), digest.of_input(path)
+    data = bytearray(path.read_bytes())
+    for name in ("token_embd.weight", "output.weight", "blk.1.ffn_down.weight"):
+        tensor = file.tensors[name]
+        start = path.read_bytes().index(file.data(name).tobytes()[:64])
+        for at in (start, start + tensor.n_bytes - 1):
+            changed = bytearray(data)
+            changed[at] ^= 1
+            other = tmp_path / "other.gguf"
+            other.write_bytes(changed)
+            assert digest.of_model(open_gguf(other)) != first, (name, at)
+    renamed = write_gguf(model, tmp_path / "n.gguf", {**model.metadata, "general.name": "another"})
+    assert digest.of_model(open_gguf(renamed)) == first and digest.of_input(renamed) != whole

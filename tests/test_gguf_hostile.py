@@ -63,17 +63,17 @@ GOOD = padded(
 
 
 def attempt(path: Path, raw: bytes) -> str:
-    """Open `raw` as a file: "" if it loads and every tensor can be read, else the message."""
+    """Open `raw` as a file: "" if it loads, else the message. Whatever has been opened can be read."""
     path.unlink(missing_ok=True)  # a new inode: earlier maps stay valid
     path.write_bytes(raw)
     try:
         file = open_gguf(path)
-        for name in file.tensors:
-            assert file.data(name).size == file.tensors[name].n_bytes
     except FormatError as e:
         assert str(path.name) in str(e)
         assert str(e).isprintable()
         return str(e)
+    for name in file.tensors:
+        assert file.data(name).size == file.tensors[name].n_bytes
     return ""
 
 

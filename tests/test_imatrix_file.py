@@ -74,7 +74,7 @@ def test_real_file_is_reproduced_byte_for_byte(shared_dir: Path, tmp_path: Path)
         ("blk.1.ffn_up_exps.weight", "blk.1.ffn_gate_exps.weight", True),
         ("blk.1.ffn_up_exps.weight", "blk.1.ffn_gate_up_exps.weight", True),
         ("blk.1.ffn_up.weight", "blk.1.ffn_gate.weight", True),
-        ("blk.1.ffn_gate.weight", "blk.1.ffn_up.weight", False),
+        ("blk.1.ffn_gate.weight", "blk.1.ffn_up.weight", True),
         ("blk.1.attn_kv_b.weight", "blk.1.attn_v_b.weight", True),
         ("blk.1.attn_v_b.weight", "blk.1.attn_kv_b.weight", True),
         ("blk.1.attn_kv_b.weight", "blk.1.attn_k_b.weight", False),

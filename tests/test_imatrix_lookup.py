@@ -15,11 +15,13 @@ from tiny_architectures import tiny
 
 from ikcli.engine.run.reference_session import ReferenceSession
 from ikcli.errors import FormatError
+from ikcli.gguf.constants import GGMLType
 from ikcli.imatrix.collect import watch
 from ikcli.imatrix.matrix import load, save
 from ikcli.models import GraphConfig
+from ikcli.quant.custom_rules import parse_custom_rules
 from ikcli.quant.imatrix_file import Imatrix, ImatrixEntry, merge, read_imatrix
-from ikcli.quant.imatrix_lookup import DRAW, count_experts, reference_relatives, relatives
+from ikcli.quant.imatrix_lookup import _AS_THE_REFERENCE, _MORE, DRAW, count_experts, reference_relatives, relatives
 from ikcli.quant.imatrix_use import weighted_choices, why_missing
 from ikcli.quant.recipes import RecipeOptions, choose_types
 
@@ -94,6 +96,9 @@ def test_without_any_data_all_columns_weigh_the_same(tmp_path: Path) -> None:
         ("ffn_up", "ffn_gate_up", True), ("ffn_gate_exps", "ffn_gate_up_exps", True),
         ("ffn_up_shexp", "ffn_gate_shexp", True), ("ffn_gate_shexp", "ffn_up_shexp", True),
         ("ffn_up_shexp", "ffn_gate_inp", True), ("ffn_gate_inp", "ffn_gate_shexp", True),
+        ("ffn_gate", "ffn_up", True), ("ffn_gate_exps", "ffn_up_exps", True), ("ssm_in", "ssm_ba", True),
+        ("attn_qkv", "attn_gate", True), ("ssm_beta", "attn_k", True), ("ssm_g_a", "ssm_f_a", True),
+        ("ffn_gate_inp", "ffn_up", False), ("ssm_in", "ssm_out", False), ("ffn_gate_exps", "ffn_down_exps", False),
         ("attn_q", "attn_q_b", False), ("attn_q", "attn_output", False), ("ffn_up_shexp", "ffn_down_shexp", False),
         ("ffn_up", "ffn_up_shexp", False), ("attn_kv_a_mqa", "attn_kv_b", False),
     ],
@@ -103,6 +108,38 @@ def test_fused_and_neighbouring_tensors(have: str, want: str, found: bool) -> No
     assert (m.find(f"blk.3.{want}.weight", (2, 5)) is not None) == found
     assert m.find(f"blk.4.{want}.weight", (2, 5)) is None and m.find(f"blk.3.{want}.bias") is None
     assert f"blk.3.{want}.weight" not in relatives(f"blk.3.{want}.weight")
+
+
+def test_the_same_input_is_a_relation_of_both() -> None:
+    for part in (*_AS_THE_REFERENCE, *_MORE):
+        name = f"blk.0.{part}.weight"
+        for other in relatives(name):
+            assert name in relatives(other), (name, other)
+
+
+@pytest.mark.parametrize(("have", "want"), [("ffn_gate", "ffn_up"), ("ffn_gate_exps", "ffn_up_exps")])
+def test_types_that_need_data_take_that_of_the_neighbour(have: str, want: str) -> None:
+    names, n_mat = [f"blk.0.{part}.weight" for part in (have, want)], 2 if "exps" in have else 1
+    tensors = [info(name, 256, 8, *([2] if n_mat > 1 else [])) for name in names]
+    options = RecipeOptions(file_type=7, custom=parse_custom_rules(["ffn=iq2_xxs"]))
+    for known in names:
+        m = Imatrix({known: entry([[2.0] * 256] * n_mat, [9.0] * n_mat)})
+        chosen = choose_types(tensors, {"general.architecture": "llama"}, options, m)
+        assert [c.new for c in chosen] == [GGMLType.IQ2_XXS] * 2
+
+
+@pytest.mark.parametrize("arch", some_architectures())
+def test_matrices_of_one_node_serve_each_other(arch: str) -> None:
+    """Also in blocks whose attention and feed forward lie side by side, but there only within each of them."""
+    graphs = list(ReferenceSession(tiny(arch), GraphConfig(n_ctx=32, mla=1))._graphs)
+    for node, found in watch(graphs[:1]).streams.items():
+        names = [name for s in found for name in s.names if name.startswith("blk.")]
+        for part in (("attn_", "ssm_"), ("ffn_",)):
+            mine = [n for n in names if n.split(".")[2].startswith(part) and ".attn_kv_b" not in n]
+            for name in mine:
+                same = [o for o in mine if o != name and o.split(".")[1] == name.split(".")[1]]
+                same = [o for o in same if ("_exps" in o) == ("_exps" in name)]
+                assert set(same) <= set(relatives(name)), (node, name)
 
 
 def test_neighbours_share_a_node_in_the_graphs() -> None:

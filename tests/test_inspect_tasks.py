@@ -384,7 +384,7 @@ def test_a_split_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
         (["--hash", "md5"], '"md5" is no digest'),
         (["--no-layer"], "--no-layer goes with --hash"),
         (["-o", "x"], "-o goes with --set"),
-        (["--check", "/no/such"], "/no/such: cannot be read"),
+        (["--check", "/no/such"], "cannot read /no/such: No such file"),
         (["--diff"], "--diff compares two files"),
     ],
 )

@@ -18,7 +18,18 @@ from ikcli.commands import perplexity as command
 from ikcli.commands._kl_divergence import CHUNK_HEADER, chunk_line, statistics
 from ikcli.engine.run.batch import Batch
 from ikcli.errors import FormatError, IkError, NonFiniteError, UsageError
-from ikcli.measure.kl_divergence import KlChunk, KlParams, Positions, compare_rows, run, summarise
+from ikcli.measure import fleet_windows
+from ikcli.measure.chunks import evaluate
+from ikcli.measure.kl_divergence import (
+    KlChunk,
+    KlParams,
+    Positions,
+    compare_rows,
+    gather,
+    run,
+    summarise,
+    windows_of,
+)
 from ikcli.measure.kld_file import BaseReader, BaseWriter, encode_rows, row_width, rows_per_chunk, split_rows
 from ikcli.measure.perplexity import PerplexityParams
 from ikcli.measure.perplexity import run as run_perplexity
@@ -149,6 +160,31 @@ def test_write_then_compare_with_itself(tmp_path: Path, table: np.ndarray, token
     assert abs(s.kld[0]) < 2e-6 and s.same_top[0] == 1 and abs(s.log_ratio[0]) < 1e-5
     assert s.correlation == pytest.approx(1)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["again.kld", "base.kld"]
+
+
+def test_values_of_workers_are_of_their_own_windows(
+    tmp_path: Path, table: np.ndarray, tokens: np.ndarray, rng: np.random.Generator
+) -> None:
+    """Groups that begin in the middle of the file are compared with their part of it, and keep their numbers."""
+    write_base(tmp_path / "base.kld", table, tokens)
+    base, params = BaseReader(tmp_path / "base.kld"), KlParams(n_batch=64)
+    other = (table + rng.normal(0, 0.3, table.shape)).astype(np.float32)
+
+    def session() -> FakeSession:
+        return FakeSession(other, n_ctx=64, n_seq_max=2, n_batch=64)
+
+    wanted = run(session(), base, params)
+    windows = windows_of(base, params, 1)
+    found: list[fleet_windows.WindowValues] = []
+    for _, (first, group) in fleet_windows._units(windows):
+        values = fleet_windows._Values(first, group, base, 1)
+        evaluate(session(), group, values)
+        found += fleet_windows._read({"windows": values.windows}, first, group, 5)
+    assert [one.chunk for one in found] == list(range(15))
+    result = gather(found, base, windows, params)
+    assert result.n_chunks == 15 and result.summary == wanted.summary and wanted.summary.kld[0] > 0.001
+    for name in ("nll", "nll_base", "kld", "p_diff", "same_top"):
+        assert np.array_equal(getattr(result.positions, name), getattr(wanted.positions, name)), name
 
 
 def test_report_has_every_line(tmp_path: Path, table: np.ndarray, tokens: np.ndarray) -> None:

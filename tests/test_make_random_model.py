@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from ikcli import models
-from ikcli.gguf.constants import GGMLType
+from ikcli.errors import UsageError
+from ikcli.gguf.constants import FILE_TYPES, GGMLType
 from ikcli.gguf.reader import open_gguf
 from ikcli.gguf.writer import NewTensor
 from ikcli.models import HParams
@@ -120,3 +121,19 @@ def test_script_writes_a_loadable_model(
     monkeypatch.setattr(sys, "argv", ["make_random_model.py", "--type", "q4_k_r4", "-o", str(path)])
     assert script.main() == 2
     assert "use one of" in capsys.readouterr().err
+
+
+def test_presets_of_quantize_mix_types(script: ModuleType) -> None:
+    """Preset names mean what they mean for `ik quantize`, and its rules change single tensors."""
+    preset = script.PRESETS["qwen3"].changed(2, 600, None)
+    number, tensors = script.tensors_of(preset, "Q4_K_M")
+    types = {t.name: t.type.name for t in tensors}
+    assert "Q4_K_M" in FILE_TYPES[number].names
+    assert types["output.weight"] == "Q6_K" and types["blk.0.attn_q.weight"] == "Q4_K"
+    assert types["output_norm.weight"] == "F32"
+    _, tensors = script.tensors_of(preset, "q4_k_m", ["attn_q=q8_0,ffn_up=q6_K"])
+    changed = {t.name: t.type.name for t in tensors if types[t.name] != t.type.name}
+    assert changed == {f"blk.{il}.{n}.weight": t for il in (0, 1) for n, t in (("attn_q", "Q8_0"), ("ffn_up", "Q6_K"))}
+    assert {t.type.name for t in script.tensors_of(preset, "Q4_K")[1]} == {"Q4_K", "F32"}  # a type: nothing is mixed
+    with pytest.raises(UsageError, match="preset of ik quantize"):
+        script.tensors_of(preset, "iq4_kss_r4", ["attn_q=q8_0"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -91,6 +92,16 @@ def test_strided_scores_the_end_of_each_window(table: np.ndarray, tokens: np.nda
     everything = run(session, tokens, PerplexityParams(n_ctx=24, n_batch=10, stride=7))
     assert everything.n_chunks == math.ceil((200 - 24) / 7)
     assert session.cache[0][0] == tokens[7 * (everything.n_chunks - 1)]
+
+
+def test_a_text_of_two_windows_is_enough(table: np.ndarray, tokens: np.ndarray) -> None:
+    params = PerplexityParams(n_ctx=16, n_batch=16)
+    assert run(FakeSession(table, n_ctx=16, n_batch=16), tokens[:32], params).n_chunks == 2
+    with pytest.raises(IkError, match="the text has 31 tokens"):
+        run(FakeSession(table, n_ctx=16, n_batch=16), tokens[:31], params)
+    strided = run(FakeSession(table, n_ctx=16, n_batch=16), tokens[:32], replace(params, stride=15))
+    assert [c.start for c in strided.chunks] == [0, 15]
+    assert [c.start for c in run(FakeSession(table, n_ctx=16), tokens[:50], params).chunks] == [0, 16, 32]
 
 
 @pytest.mark.parametrize(

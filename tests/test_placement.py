@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -114,6 +115,14 @@ def test_shadowed_rule() -> None:
     assert warnings_for(r"blk\.(3|4|5)\.ffn_.*=CUDA1", "exps=CPU") == []
 
 
+@pytest.mark.parametrize(("first", "said"), [("[01]", False), ("[012]", True)])
+def test_a_rule_that_loses_more_than_half_says_so(first: str, said: bool) -> None:
+    names = [f"blk.{il}.ffn_up.weight" for il in range(4)]
+    rules = [parse_rule(rf"blk\.{first}=CUDA1"), parse_rule("ffn_up=CPU")]
+    found = check_rules(match_rules(rules, names), names)
+    assert any("already taken by rule 1" in text for text in found) == said
+
+
 def test_digit_class_and_escaped_dot_star_name_the_blocks() -> None:
     (text,) = warnings_for(r"blk\.[0-10]\.ffn=CUDA0")
     assert "[0-10]" in text and "blocks 0-1" in text
@@ -122,14 +131,14 @@ def test_digit_class_and_escaped_dot_star_name_the_blocks() -> None:
     assert "matches no tensor" in nothing and "117 tensors" in nothing
 
 
-def test_no_match_is_an_error_only_if_nothing_matches_or_strict() -> None:
+def test_no_match_is_an_error_only_if_strict() -> None:
     assert any("matches no tensor" in text for text in warnings_for("exps=CPU", "attn_qkv=CPU"))
-    with pytest.raises(UsageError, match=r"matches no tensor of this model; nearest: attn_\w+"):
-        warnings_for("attn_qkv=CPU")
+    (alone,) = warnings_for("attn_qkv=CPU")
+    assert re.match(r'-ot: rule "attn_qkv=CPU" matches no tensor of this model; nearest: attn_\w+', alone)
     with pytest.raises(UsageError, match="matches no tensor"):
         warnings_for("exps=CPU", "attn_qkv=CPU", strict=True)
     with pytest.raises(UsageError) as raised:
-        warnings_for("EXPS=CPU")
+        warnings_for("EXPS=CPU", strict=True)
     assert raised.value.exit_code == 2 and "(?i)EXPS (174 tensors" in str(raised.value)
 
 
@@ -199,8 +208,15 @@ def test_gpu_options_without_a_gpu_give_one_line() -> None:
         "no CUDA device: -ngl 63 has no effect"
     )
     assert placement.no_device_notice(replace(RunConfig(), override_tensor=("exps=CPU",))) == ""
+    nonsense = replace(RunConfig(), override_tensor=("nonsense=CPU",))
+    assert "matches no tensor" in place(V3_NAMES, 61, nonsense).warnings[0]
     with pytest.raises(UsageError, match="matches no tensor"):
-        place(V3_NAMES, 61, replace(RunConfig(), override_tensor=("nonsense=CPU",)))
+        place(V3_NAMES, 61, replace(nonsense, strict=True))
+    dense = [name for name in V3_NAMES if "_exps" not in name]
+    without = replace(RunConfig(), n_cpu_moe=2)
+    assert place(dense, 61, without).warnings[0].startswith("--n-cpu-moe: rule ")
+    with pytest.raises(UsageError, match="--n-cpu-moe: rule "):
+        place(dense, 61, replace(without, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -218,3 +234,19 @@ def test_offload_lines(ngl, offloading, offloaded, n_lines) -> None:
 )
 def test_offload_threshold(n_expert, used, threshold) -> None:
     assert placement.offload_threshold(32, n_expert, used) == pytest.approx(threshold, abs=0.05)
+
+
+def test_a_block_is_on_the_gpu_if_all_of_it_is() -> None:
+    names = [f"blk.{il}.attn_{part}.weight" for il in range(3) for part in ("q", "k")]
+    for on_cpu, wanted in (((), 3), (("blk.0.attn_q.weight",), 2), (("blk.0.attn_k.weight", "blk.2.attn_q.weight"), 1)):
+        buffers = {name: "CPU" if name in on_cpu else "CUDA0" for name in names}
+        assert placement.placement_sentence(buffers) == f"attention {wanted}/3 layers on GPU"
+
+
+@pytest.mark.parametrize(("rules", "said"), [(("ffn=CPU",), False), (("ffn=CUDA0",), True),
+                                             (("ffn=CUDA0", "attn=CUDA1"), False)])  # fmt: skip
+def test_gpus_without_a_rule_are_named_where_others_have_one(rules: tuple[str, ...], said: bool) -> None:
+    names = [f"blk.{il}.{part}.weight" for il in range(2) for part in ("attn_q", "ffn_up")]
+    config = RunConfig(command="bench", override_tensor=rules, n_gpu_layers=99)
+    notices = placement.place(names, 2, config, ("CUDA0", "CUDA1")).notices
+    assert any("no -ot rule" in text for text in notices) == said

@@ -15,7 +15,7 @@ from ikcli.engine.plan.device_plan import _PaperDevice, described_info, planning
 from ikcli.engine.plan.devices import GpuFacts, Machine, described_machine
 from ikcli.engine.plan.missing_parts import assume_missing
 from ikcli.engine.plan.planner import Planner
-from ikcli.engine.plan.sizes import session_of
+from ikcli.engine.plan.sizes import Sizes, session_of
 from ikcli.engine.plan.startup import prepare
 from ikcli.engine.run import gpus
 from ikcli.engine.run.log_lines import TensorRow
@@ -307,3 +307,12 @@ def test_fit_holds_for_runs_on_gpus_of_this_machine(
     session.runner.cpu.close()
     assert 5 * MIB < sum(parts.values()) <= 10 * MIB and startup.config.n_cpu_moe == 2
     assert chosen.startswith(f"--fit chose: -ngl {startup.config.n_gpu_layers}")
+
+
+def test_cells_are_shared_evenly() -> None:
+    """What was asked for at least, padded for the kernels, and a multiple of the sequences."""
+    for flash_attn in (True, False):
+        for n_ctx in (1, 256, 500, 512, 513):
+            for n_seq in (1, 3, 4, 7):
+                cells = Sizes(n_ctx, n_seq).cells(flash_attn)
+                assert cells % n_seq == 0 and n_ctx <= cells < n_ctx + 256 + n_seq, (n_ctx, n_seq)

@@ -14,6 +14,8 @@ from quant_models import write_model
 
 from ikcli import log, main
 from ikcli.gguf.reader import open_gguf
+from ikcli.gguf.split import copy_tensors, tensor_specs
+from ikcli.gguf.writer import GGUFWriter
 from ikcli.hub.names import RemoteFile, quants_of
 
 KLD = """\
@@ -227,3 +229,18 @@ def test_nothing_is_left_of_a_run_that_fails(
         patch.setattr(shutil, "copyfile", no_space)
         code, _, err = run(capsys, "publish", *quants, "--out", tmp_path / "out")
     assert code == 1 and "No space left on device" in err and sorted(tmp_path.iterdir()) == before
+
+
+def test_metadata_of_any_kind_end_in_a_card(capsys: pytest.CaptureFixture[str], tmp_path: Path, source: Path) -> None:
+    """Texts that are not UTF-8, and values of a type that the card has no use for, do not stop the work."""
+    file, path = open_gguf(source), tmp_path / "odd" / "Tiny-F16.gguf"
+    path.parent.mkdir()
+    keys = file.typed_metadata() | {
+        "general.license": ["mit"], "general.tags": ["caf\udce9", "ok"], "general.languages": "en"
+    }  # fmt: skip
+    with GGUFWriter(path, keys, tensor_specs(file)) as writer:
+        copy_tensors(file, writer, lambda n: None)
+    code, _, err = run(capsys, "publish", path, "--out", tmp_path / "out")
+    assert code == 0, err
+    found = front_matter((tmp_path / "out" / "README.md").read_text(encoding="utf-8"))
+    assert found == {"tags": ["gguf", "caf?", "ok"]}

@@ -7,6 +7,7 @@ import shlex
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from quant_models import SHAPES, write_model
 
@@ -17,6 +18,7 @@ from ikcli.errors import UsageError
 from ikcli.gguf.constants import FILE_TYPES, GGMLType
 from ikcli.gguf.reader import open_gguf
 from ikcli.hostinfo import physical_cores
+from ikcli.quant.imatrix_file import Imatrix, ImatrixEntry, write_legacy
 
 T = GGMLType
 
@@ -151,7 +153,11 @@ def test_rules_from_a_file_and_the_table(capsys, source: Path, tmp_path: Path) -
     types = {n: t.type for n, t in open_gguf(out).tensors.items()}
     assert types["blk.0.attn_k.weight"] == T.BF16 and types["blk.0.attn_v.weight"] == T.Q8_0
     assert types["blk.0.ffn_down_exps.weight"] == T.Q4_0 and types["blk.0.attn_norm.weight"] == T.F32
-    code, _, err = run(capsys, "quantize", "--custom-q", "ffn_dwn=q8_0", source, out, "q8_0")
+    argv = ("--custom-q", "ffn_dwn=q8_0", "--custom-q", "attn_k=q5_0", source, out, "q8_0")
+    code, _, err = run(capsys, "quantize", *argv)
+    assert code == 0 and 'warning: --custom-q: rule "ffn_dwn=q8_0" matches no tensor' in err
+    assert open_gguf(out).tensors["blk.0.attn_k.weight"].type == T.Q5_0
+    code, _, err = run(capsys, "quantize", "--strict", *argv)
     assert code == 2 and 'rule "ffn_dwn=q8_0" matches no tensor' in err
     assert (
         "no effect together with --pure"
@@ -210,7 +216,10 @@ def test_repack_command(capsys, source: Path, tmp_path: Path) -> None:
     assert back.read_bytes() == q8.read_bytes()
     code, _, err = run(capsys, "quantize", "--repack", r8, tmp_path / "no.gguf")
     assert code == 0 and "nothing to repack: no file is written" in err and not (tmp_path / "no.gguf").exists()
-    code, _, err = run(capsys, "repack", "--repack-pattern", "ffn_upp", q8, tmp_path / "no.gguf")
+    argv = ("repack", "--repack-pattern", "ffn_upp", q8, tmp_path / "no.gguf")
+    code, _, err = run(capsys, *argv)
+    assert code == 0 and 'warning: --repack-pattern: "ffn_upp" matches no tensor' in err and "nothing to repack" in err
+    code, _, err = run(capsys, *argv, "--strict")
     assert code == 2 and '"ffn_upp" matches no tensor' in err
 
 
@@ -235,3 +244,30 @@ def test_help(capsys, command: str) -> None:
     code, out, err = run(capsys, command, "--help")
     assert (code, err) == (0, "") and out.startswith("usage: ik ")
     assert ("--ignore-imatrix-rules" in out and "IQ3_KL" in out) == (command != "gguf-split")
+
+
+def test_rule_options_that_match_nothing(capsys, source: Path, tmp_path: Path) -> None:
+    """Each of them names the rule and goes on; with --strict it is an error."""
+    matrix = tmp_path / "m.dat"
+    attn_q = ImatrixEntry(np.ones((1, SHAPES["blk.0.attn_q.weight"][0]), np.float32), np.ones(1, np.float32))
+    write_legacy(Imatrix({"blk.0.attn_q.weight": attn_q}), matrix)
+    named = tmp_path / "types.txt"
+    named.write_text("nothing=q8_0")
+    sized = ("--target-bpw", "9")
+    for given, message in (
+        (("--tensor-type-file", named, "q8_0"), '--custom-q: rule "nothing=q8_0" matches no tensor of this model'),
+        (("--imatrix", matrix, "--include-weights", "nothing", "q8_0"),
+         '--include-weights: "nothing" matches no entry of the importance matrix'),
+        (("--imatrix", matrix, "--exclude-weights", "atn_q", "q8_0"),
+         '--exclude-weights: "atn_q" matches no entry of the importance matrix; nearest: attn_q'),
+        (("--exclude-weights", "attn_q", "q8_0"), "--exclude-weights: has no effect without importance weights"),
+        ((*sized, "--cpu-tensors", "exps,nothing"), '--cpu-tensors: "nothing" matches no tensor'),
+        ((*sized, "--gpu-tensors", "attn,nothing"), '--gpu-tensors: "nothing" matches no tensor'),
+        ((*sized, "-ot", "exps=CPU,nothing=CUDA0"), '-ot: "nothing" matches no tensor'),
+    ):  # fmt: skip
+        options = [a for a in given if a != "q8_0"]
+        argv = ["quantize", "--dry-run", *options, source, tmp_path / "o.gguf", *(["q8_0"] if "q8_0" in given else [])]
+        code, _, err = run(capsys, *argv)
+        assert code == 0 and f"warning: {message}" in err, err
+        code, _, err = run(capsys, "quantize", "--strict", *argv[1:])
+        assert code == 2 and f"error: {message}" in err, err

@@ -161,7 +161,7 @@ def test_errors_name_line_and_rule(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, source: Path, text: str, expected: str
 ) -> None:
     (tmp_path / "list.txt").write_text(text)
-    code, _, err = run(capsys, "quantize", "--matrix", tmp_path / "list.txt", source, tmp_path / "out")
+    code, _, err = run(capsys, "quantize", "--strict", "--matrix", tmp_path / "list.txt", source, tmp_path / "out")
     assert code in (1, 2) and expected in err and "Traceback" not in err
     assert not (tmp_path / "out").exists()
 

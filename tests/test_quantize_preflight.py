@@ -139,10 +139,12 @@ def test_experts_with_little_data_are_counted(capsys, model_file: Path, tmp_path
 
 def test_every_rule_without_match_is_named(capsys, model_file: Path, tmp_path: Path) -> None:
     rules = "ffn_dwn=q8_0,attn_q=q6_K,foo=q8_0"
-    code, text, _ = run(capsys, "--preflight", "--custom-q", rules, model_file, tmp_path / "o.gguf", "Q4_K_M")
-    found = rows(text, "rules")
-    assert code == 1 and [level for level, _ in found] == ["FAIL", "FAIL"]
-    assert 'rule "ffn_dwn=q8_0" matches no tensor' in found[0][1] and 'rule "foo=q8_0"' in found[1][1]
+    argv = ("--preflight", "--custom-q", rules, model_file, tmp_path / "o.gguf", "Q4_K_M")
+    for strict, level in (((), "note"), (("--strict",), "FAIL")):
+        code, text, _ = run(capsys, *strict, *argv)
+        found = rows(text, "rules")
+        assert code == len(strict) and [level for level, _ in found] == [level, level]
+        assert 'rule "ffn_dwn=q8_0" matches no tensor' in found[0][1] and 'rule "foo=q8_0"' in found[1][1]
 
 
 def test_file_types_and_inputs_that_are_refused(capsys, model_file: Path, tmp_path: Path) -> None:
@@ -245,7 +247,7 @@ def test_a_target_is_not_measured_for_nothing(
     monkeypatch.setattr("ikcli.quant.target.measure_piece", never)
     code, _, err = run(capsys, "--target-bpw", "5", model_file, model_file)
     assert code == 2 and "is the input" in err
-    code, _, err = run(capsys, "--target-bpw", "5", "--custom-q", "foo=q8_0", model_file, tmp_path / "o.gguf")
+    code, _, err = run(capsys, "--strict", "--target-bpw", "5", "--custom-q", "foo=q8_0", model_file, tmp_path / "o")
     assert code == 2 and 'rule "foo=q8_0" matches no tensor' in err
 
 

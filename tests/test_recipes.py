@@ -139,11 +139,26 @@ def test_custom_rules_first_match_wins_and_beats_the_mix() -> None:
     assert any('rule 4 "attn=q5_K": 31 of 160 matched tensors stay' in note for note in notes)
 
 
-def test_rule_that_matches_nothing_is_an_error_with_a_hint() -> None:
+def test_a_rule_that_lost_most_of_its_tensors_is_named() -> None:
+    """With half of them left it does what it says."""
+    metadata = {"general.architecture": "llama", "llama.block_count": 4}
+    tensors = [info(f"blk.{il}.ffn_up.weight", 256, 32) for il in range(4)]
+    for blocks, named in (("0|1", False), ("0|1|2", True), ("0|1|2|3", True)):
+        rules = parse_custom_rules([rf"blk\.({blocks})\.=q8_0,ffn_up=q4_0"])
+        choices = choose_types(tensors, metadata, RecipeOptions(number("Q4_K_M"), custom=rules))
+        notes = check_uses(rule_uses(rules, choices), [t.name for t in tensors])
+        n = blocks.count("|") + 1
+        lost = f'rule 2 "ffn_up=q4_0": 4 matches, {n} already taken by rule 1' + ", so it does nothing" * (n == 4)
+        assert notes == ([lost] if named else [])
+
+
+def test_rule_that_matches_nothing_is_named_with_a_hint() -> None:
     rules = parse_custom_rules(["attn_q=q8_0,ffn_dwn=q4_0"])
     choices = choose("mha", "Q4_K_M", custom=rules)
+    (note,) = check_uses(rule_uses(rules, choices), [c.name for c in choices])
+    assert note.startswith('--custom-q: rule "ffn_dwn=q4_0" matches no tensor of this model; nearest: ffn_down')
     with pytest.raises(UsageError, match=r'rule "ffn_dwn=q4_0" matches no tensor of this model; nearest: ffn_down'):
-        check_uses(rule_uses(rules, choices), [c.name for c in choices])
+        check_uses(rule_uses(rules, choices), [c.name for c in choices], strict=True)
 
 
 @pytest.mark.parametrize(
@@ -230,8 +245,10 @@ def test_low_bit_tensors_need_an_entry() -> None:
     imatrix = full_imatrix(tensors)
     del imatrix.entries["blk.3.attn_q.weight"]  # attn_k sees the same
     choose_types(tensors, metadata, RecipeOptions(number("IQ2_XXS")), imatrix)
-    del imatrix.entries["blk.3.ffn_up.weight"]
-    with pytest.raises(IkError, match=r"iq2_xxs for tensor blk\.3\.ffn_up\.weight needs importance weights"):
+    del imatrix.entries["blk.3.ffn_up.weight"]  # and ffn_gate as well
+    choose_types(tensors, metadata, RecipeOptions(number("IQ2_XXS")), imatrix)
+    del imatrix.entries["blk.3.ffn_gate.weight"]
+    with pytest.raises(IkError, match=r"iq2_xxs for tensor blk\.3\.ffn_(up|gate)\.weight needs importance weights"):
         choose_types(tensors, metadata, RecipeOptions(number("IQ2_XXS")), imatrix)
     with pytest.raises(IkError, match="there is no --imatrix"):
         choose_types(tensors, metadata, RecipeOptions(number("IQ2_KT")))

@@ -51,6 +51,15 @@ def test_what_is_held_is_forgotten_from_its_end() -> None:
     assert held.shared(c) == 0
 
 
+def test_blocks_of_different_beginnings_are_different() -> None:
+    """Though their texts are the same: what was computed for them is not."""
+    held = Held()
+    for first, then in ("ab", "cd"):
+        held.add(blocks_of({"prompt": first * BLOCK + then * BLOCK}))
+    found = {text: held.shared(blocks_of({"prompt": text[0] * BLOCK + text[1] * BLOCK})) for text in ("ab", "ad", "bd")}
+    assert found == {"ab": 2, "ad": 1, "bd": 0}
+
+
 def crew_of(*running: int) -> list[Replica]:
     return [Replica(i, 2, READY, n_running=n) for i, n in enumerate(running)]
 
@@ -69,6 +78,12 @@ def test_the_replica_that_holds_most_unless_it_is_busy() -> None:
     assert choose(crew, blocks, 0.5) is crew[2]
     crew[0].n_running, crew[1].n_running, crew[2].n_running = 2, 5, 4
     assert choose(crew, blocks, 0.5) is crew[0], "all are busy"
+    crew = crew_of(1, 0)
+    crew[0].held.add(blocks[:5])
+    assert choose(crew, blocks, 0.5) is crew[0], "just enough"
+    assert choose(crew, blocks, 0.51) is crew[1]
+    crew[0].n_running = 2
+    assert choose(crew, blocks, 0.5) is crew[1], "both slots are busy"
     crew = crew_of(1, 0)
     for one in crew:
         one.held.add(blocks)

@@ -14,6 +14,7 @@ from fake_replicas import Answer, Bench, FakeProcess, chat, chunk, head, run, sa
 from ikcli.server.http.users import Users, _user
 from ikcli.server.replicas import crew as crew_module
 from ikcli.server.replicas.crew import DOWN, READY, Replica
+from ikcli.server.replicas.prefixes import blocks_of
 from ikcli.server.router.upstream import Exchange, UpstreamError
 
 
@@ -36,6 +37,21 @@ def test_conversations_stay_where_they_began() -> None:
     run(work)
 
 
+def test_another_process_holds_nothing() -> None:
+    """What was computed in the one before is gone with it."""
+
+    async def work() -> None:
+        async with Bench().running() as b:
+            body = chat("a" * 500)
+            owner = b.crew.replicas[await b.who("/v1/chat/completions", body)]
+            assert owner.held.shared(blocks_of(body)) == len(blocks_of(body)) > 2
+            b.process(owner.index).kill()
+            await b.until(lambda: owner.n_starts == 2 and owner.usable)
+            assert owner.held.shared(blocks_of(body)) == 0
+
+    run(work)
+
+
 def test_a_busy_replica_is_spared() -> None:
     gate = asyncio.Event()
 
@@ -45,12 +61,17 @@ def test_a_busy_replica_is_spared() -> None:
 
     async def work() -> None:
         async with Bench(handler=handler).running() as b:
+            assert (await b.ask("/health?fail_on_no_slot=1")).json()["slots_idle"] == 4
             asked = [Answer(b.app, "/completion", {"prompt": "p" * 500}) for _ in range(4)]
             await b.until(lambda: sum(one.n_running for one in b.crew.replicas) == 4)
             assert [one.n_running for one in b.crew.replicas] == [2, 2], "both slots of the holder, then the other"
             health = (await b.ask("/health")).json()
             assert health["slots_idle"] == 0 and health["replicas"] == {"ready": 2}
             assert (await b.ask("/health?fail_on_no_slot=1")).status == 503
+            asked.append(Answer(b.app, "/completion", {"prompt": "p" * 500}))
+            await b.until(lambda: sum(one.n_running for one in b.crew.replicas) == 5)
+            health = (await b.ask("/health")).json()
+            assert (health["slots_idle"], health["slots_processing"]) == (0, 4), "one waits"
             gate.set()
             await asyncio.gather(*(one.work for one in asked))
             assert [one.n_running for one in b.crew.replicas] == [0, 0]
@@ -61,7 +82,7 @@ def test_a_busy_replica_is_spared() -> None:
 def test_numbers_of_slots_name_replicas(tmp_path: Path) -> None:
     async def work() -> None:
         async with Bench(3).running() as b:
-            for slot, owner in ((0, 0), (1, 0), (2, 1), (5, 2)):
+            for slot, owner in ((0, 0), (0, 0), (1, 0), (2, 1), (0, 0), (5, 2)):
                 assert await b.who("/completion", {"prompt": "p", "id_slot": slot}) == owner
                 assert await b.who(f"/slots/{slot}?action=save", {"filename": "f"}) == owner
             assert b.process(2).asked == [
@@ -182,6 +203,33 @@ def test_departing_clients_end_their_requests() -> None:
                 await answer.work
                 await b.until(lambda body=body: b.process(0).gone[-1:] == [json.dumps(body).encode()])  # type: ignore[misc]
                 assert b.crew.replicas[0].n_running == 0 and b.crew.replicas[0].usable
+
+    run(work)
+
+
+def test_one_that_failed_a_request_is_asked_how_it_is_before_the_next() -> None:
+    """Also by a request that no other replica can answer."""
+    drops = True
+
+    async def handler(process: FakeProcess, method: str, path: str, body: bytes, writer: asyncio.StreamWriter) -> None:
+        if drops and process.index == 0:
+            writer.close()
+        else:
+            await says_who(process, method, path, body, writer)
+
+    async def work() -> None:
+        nonlocal drops
+        async with Bench(handler=handler).running() as b:
+            b.process(0).healthy_now = False
+            pinned = Answer(b.app, "/completion", {"prompt": "p", "id_slot": 0})
+            await b.until(lambda: bool(b.process(0).asked) and b.crew.replicas[0].n_unanswered > 0)
+            for _ in range(3):
+                assert await b.who("/completion", {"prompt": "p"}) == 1
+            assert len(b.process(0).asked) == 1 and not pinned.work.done()
+            drops, b.process(0).healthy_now = False, True
+            await b.crew._check(b.crew.replicas[0])
+            await pinned.work
+            assert pinned.json() == {"replica": 0} and b.crew.replicas[0].usable and b.journal == ["+0", "+1"]
 
     run(work)
 

@@ -20,6 +20,7 @@ from ikcli.sampling import (
     sampler_names,
     token_logprobs,
 )
+from ikcli.sampling.candidates import Candidates
 from ikcli.sampling.dry import Dry, find_breakers
 from ikcli.sampling.vocab import BreakerTable
 
@@ -141,6 +142,126 @@ def test_counts_stay_right(prompt: list[int], window: int, generated: list[int])
     assert sampler.sample(logits).id == int((logits - counts).argmax())
 
 
+@given(
+    st.lists(st.integers(-1, 10), max_size=30),
+    st.integers(-1, 12),
+    st.lists(st.integers(-1, 10), max_size=30),
+    st.integers(0, 5),
+    st.booleans(),
+)
+@settings(deadline=None, max_examples=80)
+def test_penalties_by_their_definition(
+    prompt: list[int], window: int, generated: list[int], n_back: int, spares_newline: bool
+) -> None:
+    """Tokens -1 and 10 are outside of the vocabulary, 4 is the line feed."""
+    params = replace(NEUTRAL, repeat_penalty=1.5, presence_penalty=0.25, frequency_penalty=0.5, repeat_last_n=window)
+    sampler = make(replace(params, penalize_nl=not spares_newline), 10, prompt, newline=4)
+    for token in generated:
+        sampler.accept(token)
+    sampler.rollback(n_back)
+    generated = generated[: max(len(generated) - n_back, 0)]
+    seen = np.array([*prompt, *generated], np.int64)
+    seen = seen[max(len(seen) - window, 0) :] if window >= 0 else seen
+    counts = np.array([(seen == i).sum() for i in range(10)])
+    counts[4] *= not spares_newline
+    logits = np.linspace(-1, 1, 10).astype(np.float32)
+    wanted = np.where(logits > 0, logits / 1.5, logits * 1.5) - 0.5 * counts - 0.25
+    wanted = np.where(counts > 0, wanted, logits)
+    if sampler._penalties is None or window == 0:
+        assert window == 0
+        return
+    some = np.array([9, 0, 5, 4])
+    whole, part = Candidates(None, logits), Candidates(some, logits[some].astype(np.float64))
+    assert sampler._penalties.apply(whole).logits == pytest.approx(wanted, abs=1e-6)
+    assert sampler._penalties.apply(part).logits == pytest.approx(wanted[some], abs=1e-6)
+
+
+def test_penalties_start_again_with_the_sampler() -> None:
+    params = replace(NEUTRAL, temperature=0, presence_penalty=5.0, dry_multiplier=5.0, dry_allowed_length=1)
+    logits = np.array([1.0, 0.9, 0.8], np.float32)
+    sampler = make(params, 3, [1])
+    assert sampler.sample(logits).id == 0
+    sampler.accept(0)
+    assert sampler.sample(logits).id == 2
+    sampler.rollback(100)  # not into the prompt
+    assert sampler.sample(logits - np.array([5, 0, 0], np.float32)).id == 2
+    sampler.accept(0)
+    sampler.reset()
+    assert sampler.sample(logits).id == 0 and sampler._history.tokens.tolist() == [1]
+    sampler.prime([0])
+    assert sampler.sample(logits).id == 1
+
+
+@pytest.mark.parametrize("changes", [{"mirostat": 1}, {"mirostat": 2}, {"adaptive_target": 0.3}])
+def test_learning_samplers_start_again_and_go_back(changes: dict[str, float]) -> None:
+    logits = np.random.default_rng(1).normal(size=50).astype(np.float32) * 2
+    sampler = make(replace(NEUTRAL, **changes), 50, [3])  # type: ignore[arg-type]
+
+    def state() -> list[object]:
+        return list(sampler._mirostat._mu if sampler._mirostat else sampler._adaptive._sums)  # type: ignore[union-attr]
+
+    states = [state()]
+    for _ in range(6):
+        sampler.accept(sampler.sample(logits).id)
+        states.append(state())
+    assert len({str(s) for s in states}) == 7
+    for n in (1, 2, 3):
+        sampler.rollback(n)
+        assert state() == states[len(states) - 1 - n]
+        del states[-n:]
+        if n == 2:
+            sampler.accept(sampler.sample(logits).id)
+            states.append(state())
+    sampler.reset()
+    assert state() == states[0]
+
+
+def test_mirostat_by_its_definition() -> None:
+    probs = np.array([0.5, 0.25, 0.125, 0.125])
+    sampler = make(replace(NEUTRAL, mirostat=2, mirostat_tau=1.0, mirostat_eta=0.5), 4)
+    mirostat = sampler._mirostat
+    assert mirostat is not None and mirostat._mu == [2.0]
+    for _ in range(8):
+        mu = mirostat._mu[-1]
+        kept = np.flatnonzero(-np.log2(probs) <= mu + 1e-9)
+        kept = kept if len(kept) else np.array([0])
+        token = sampler.sample(log(*probs)).id
+        assert token in kept
+        sampler.accept(token)
+        surprise = -math.log2(probs[token] / probs[kept].sum())
+        assert mirostat._mu[-1] == pytest.approx(mu - 0.5 * (surprise - 1.0), abs=1e-5)
+    sampler.sample(log(*probs))
+    sampler.accept(3 if mirostat._drawn and mirostat._drawn[0] != 3 else 2)  # another than the drawn one
+    assert mirostat._mu[-1] == mirostat._mu[-2]
+    one = make(replace(NEUTRAL, mirostat=1, mirostat_tau=1.0, mirostat_eta=0.5), 400)
+    zipf = (np.arange(1, 401) ** -1.5).astype(np.float64)
+    logits = np.log(zipf / zipf.sum()).astype(np.float32)
+    token = one.sample(logits).id
+    k = (0.5 * 2.0**2.0 / (1 - 400**-0.5)) ** (1 / 1.5)  # the paper's estimate, for s = 1.5 and mu = 2
+    assert token < int(k)
+    one.accept(token)
+    assert one._mirostat is not None  # version 1: surprise among all
+    assert one._mirostat._mu[-1] == pytest.approx(2.0 - 0.5 * (-math.log2(zipf[token] / zipf.sum()) - 1.0), abs=1e-4)
+
+
+def test_adaptive_averages_the_original_or_the_current_probabilities() -> None:
+    probs = np.array([0.6, 0.3, 0.1])
+    for current in (False, True):
+        params = replace(NEUTRAL, adaptive_target=0.3, adaptive_decay=0.5, adaptive_updt_w_cur=current, top_k=2)
+        sampler = make(params, 3)
+        adaptive = sampler._adaptive
+        assert adaptive is not None and adaptive._sums == [(0.6, 2.0)]
+        total, weight = adaptive._sums[0]
+        for _ in range(5):
+            token = sampler.sample(log(*probs)).id
+            sampler.accept(token)
+            seen = probs[token] / (0.9 if current else 1.0)  # top-k has cut 0.1
+            total, weight = 0.5 * total + seen, 0.5 * weight + 1
+            assert adaptive._sums[-1] == (pytest.approx(total, rel=1e-5), pytest.approx(weight))
+    banned = make(replace(NEUTRAL, adaptive_target=0.3), 3)
+    assert all(banned.sample(log(*probs), banned=[1]).id != 1 for _ in range(50))
+
+
 def slow_dry(history: list[int], allowed: int, breakers: dict[int, tuple[tuple[int, ...], ...]]) -> dict[int, int]:
     """Longest repetition that each token would extend, by trying all lengths at all places."""
     limit = len(history)
@@ -175,6 +296,72 @@ def test_dry_finds_all_repetitions(history: list[int], allowed: int, breakers: d
     dry = Dry(replace(NEUTRAL, dry_multiplier=1.0, dry_allowed_length=allowed), breakers, 5)
     tokens, lengths = dry.repeats(np.array(history, np.int64))
     assert dict(zip(tokens.tolist(), lengths.tolist(), strict=True)) == slow_dry(history, allowed, breakers)
+
+
+def test_of_two_breakers_with_one_head_the_longer_counts() -> None:
+    history = np.array([3, 5, 6, 9, 1, 2, 3, 5, 6], np.int64)
+    params = replace(NEUTRAL, dry_multiplier=1.0, dry_allowed_length=1)
+    for tails, length in (
+        (((2,), (2, 3)), 2),  # 1 2 3 broke last: 5 6 is left to repeat
+        (((2, 3), (2,)), 2),
+        (((2,), (2, 4)), 3),  # only 1 2 did
+        (((2, 3, 5), ()), 1),
+        (((2, 3, 5, 6), (2, 3)), 0),
+        (((2, 3, 5, 6, 9), ()), 3),  # longer than what there is
+    ):
+        tokens, lengths = Dry(params, {1: tails}, 10).repeats(history)
+        assert dict(zip(tokens.tolist(), lengths.tolist(), strict=True)) == ({9: length} if length else {})
+
+
+def test_dry_penalties_stay_finite() -> None:
+    history = [1] * 400
+    logits = np.zeros(3, np.float32)
+    for allowed in (2, 1, 0):
+        params = replace(NEUTRAL, dry_multiplier=0.5, dry_base=2.0, dry_allowed_length=allowed)
+        dry = Dry(params, {}, 3)
+        assert dry.repeats(np.array(history, np.int64))[1].tolist() == [max(allowed, 1) + 115]  # 80 / ln 2
+        for c in (Candidates(None, logits), Candidates(np.array([2, 1]), logits[:2].astype(np.float64))):
+            found = dry.apply(c, np.array(history, np.int64)).logits
+            assert found[1] == -(2.0**114) and found[0] == 0
+        dry = Dry(replace(params, dry_base=1.0), {}, 3)  # does not grow
+        assert dry.apply(Candidates(None, logits), np.array(history, np.int64)).logits.tolist() == [0, -0.5, 0]
+
+
+def test_dry_at_the_edges() -> None:
+    params = replace(NEUTRAL, dry_multiplier=1.0, dry_base=2.0, dry_allowed_length=2)
+    logits = np.zeros(6, np.float32)
+    for history, penalties in (
+        ([1, 2, 3, 1, 2], {3: 1}),  # just as long as allowed
+        ([0, 2, 3, 1, 2], {}),  # one shorter
+        ([4, 1, 2, 3, 4, 1, 2], {3: 2}),
+        ([4, 1, 2, 3, 0, 1, 2, 5, 4, 1, 2], {3: 2, 5: 1}),
+        ([4, 1, 2, 3, 0, 1, 2, 3, 4, 1, 2], {3: 2}),  # the longest counts
+        ([1, 1, 1], {1: 1}),
+        ([1, 1], {}),
+        ([2, 9, 2, 9, 2], {}),  # 9 is outside of the vocabulary
+    ):
+        c = Dry(params, {}, 6).apply(Candidates(None, logits), np.array(history, np.int64))
+        assert {i: -x for i, x in enumerate(c.logits.tolist()) if x} == penalties, history
+    logits[3] = 0.5
+    for changes, token in (
+        ({}, 0),
+        ({"dry_base": 1.0}, 0),
+        ({"dry_base": 0.99}, 3),
+        ({"dry_multiplier": 0.0}, 3),
+        ({"dry_multiplier": -1.0, "logit_bias": ((3, -1.0),)}, 3),
+        ({"dry_penalty_last_n": 0}, 3),
+    ):
+        greedy = replace(params, temperature=0, **changes)  # type: ignore[arg-type]
+        assert make(greedy, 6, [1, 2, 3, 1, 2]).sample(logits).id == token
+    window = np.array([4, 1, 2, 3, 4, 1, 2], np.int64)
+    for n, length in ((7, 3), (6, 2), (5, 0), (-1, 3)):  # what the window cuts off is not repeated
+        lengths = Dry(replace(params, dry_penalty_last_n=n), {}, 6).repeats(window)[1]
+        assert lengths.tolist() == ([length] if length else [])
+
+
+def test_long_breakers_are_cut() -> None:
+    found = find_breakers(["x" * 45], ["x", "x" * 40, "y"], lambda text: list(range(len(text))))
+    assert found == {0: (tuple(range(20)),), 1: ((), *found[1][1:])}
 
 
 def test_dry_penalty_and_greedy() -> None:

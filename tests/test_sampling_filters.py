@@ -164,6 +164,45 @@ def test_known_cuts() -> None:
     assert ids(filters.xtc(c, 0.05)) == {0}
 
 
+def test_cuts_at_their_edges() -> None:
+    def kept(c: Candidates) -> list[int]:
+        return sorted(ids(c))
+
+    c = Candidates(None, np.log(np.array([0.5, 0.25, 0.125, 0.125], np.float64)))
+    assert kept(filters.top_p(c, 0.75)) == [0, 1] and kept(filters.top_p(c, 0.76)) == [0, 1, 2]
+    assert kept(filters.top_p(c, 0.0)) == [0] and kept(filters.top_p(c, 0.0, 3)) == [0, 1, 2]
+    assert kept(filters.min_p(c, 0.5)) == [0, 1] and kept(filters.min_p(c, 0.51)) == [0]
+    assert kept(filters.xtc(c, 0.25)) == [1, 2, 3] and kept(filters.xtc(c, 0.26)) == [0, 1, 2, 3]
+    assert kept(filters.xtc(c, 0.25, 3)) == [1, 2, 3] and kept(filters.xtc(c, 0.25, 4)) == [0, 1, 2, 3]
+    half = Candidates(None, np.log(np.array([0.5, 0.5], np.float64)))
+    assert kept(filters.xtc(half, 0.5)) == [1] and kept(filters.xtc(half, 0.51)) == [0, 1]
+    three = Candidates(None, np.array([9.0, 1.0, 0.0, -np.inf]))
+    assert kept(filters.top_n_sigma(three, 0.1)) == [0, 1, 2]
+    four = Candidates(None, np.array([3.0, 1.0, 1.0, -1.0]))  # sigma is the root of 2
+    assert kept(filters.top_n_sigma(four, 1.0)) == [0] and kept(filters.top_n_sigma(four, 1.42)) == [0, 1, 2]
+    two = Candidates(None, np.log(np.array([0.9, 0.1])))
+    assert kept(filters.tfs_z(two, 0.01)) == [0, 1]
+    three = Candidates(None, np.log(np.array([0.7, 0.2, 0.1])))
+    assert kept(filters.tfs_z(three, 0.01)) == [0, 1, 2]  # one curvature only
+    four = Candidates(None, np.log(np.array([8, 4, 2, 1]) / 15))  # curvatures 2/3 and 1/3
+    assert kept(filters.tfs_z(four, 0.9)) == [0]
+    assert kept(filters.tfs_z(four, 1.0)) == [0, 1, 2, 3]
+
+
+def test_dynamic_temperature_of_a_selection_counts_all_of_it() -> None:
+    probs = np.array([0.5, 0.25, 0.125, 0.125])
+    whole = Candidates(None, np.append(np.log(probs), -np.inf))
+    entropy = 1.75 * math.log(2) / math.log(4)
+    t = 0.5 + 1.0 * entropy**0.5
+    wanted = probs ** (1 / t) / (probs ** (1 / t)).sum()
+    assert filters.dynamic_temperature(whole, 1.0, 0.5, 0.5).probabilities()[:4] == pytest.approx(wanted)
+    some = Candidates(np.array([7, 5, 3, 1]), np.log(probs), True)
+    assert filters.dynamic_temperature(some, 1.0, 0.5, 0.5).probabilities() == pytest.approx(wanted)
+    low = filters.dynamic_temperature(some, 0.1, 0.5, 1.0).probabilities()  # never below 0
+    t = 0.6 * entropy
+    assert low == pytest.approx(probs ** (1 / t) / (probs ** (1 / t)).sum())
+
+
 def test_temperatures() -> None:
     logits = logits_of(3, 20)
     for c in forms(logits):

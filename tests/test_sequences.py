@@ -8,19 +8,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_client import Call, ask, request, serving
+from engine_client import Call, ask, by_hand, request, serving
 from factories import tiny_model
 from gguf_files import write_model
+from sequence_memory import CELLS, STATES, TRANSPOSED, WINDOW, WINDOWS, Shelf
 
 from ikcli import models
 from ikcli.engine.run.batch import Batch
 from ikcli.engine.run.reference_session import ReferenceSession
 from ikcli.engine.run.saved_sequence import CacheKind, Checkpoint
-from ikcli.engine.run.sequences import Keeping
+from ikcli.engine.run.sequences import Keeping, Sequences
 from ikcli.engine.run.session import Session
 from ikcli.errors import IkError
 from ikcli.gguf.constants import GGMLType
 from ikcli.models import GraphConfig
+from ikcli.sampling.params import SamplerParams
 from ikcli.settings.run import RunConfig
 from ikcli.settings.values import parse_spec_type
 
@@ -120,7 +122,8 @@ def test_which_checkpoints_are_kept() -> None:
     assert kept(Keeping(3, spread=True), 100, 110, 120, 200, 300) == [100, 200, 300]
     assert kept(Keeping(4, spread=True), 100, 200, 300, 310, 320) == [100, 200, 300, 320]
     assert kept(Keeping(4, spread=True), 100, 200, 300, 310, 320, likely=310) == [100, 200, 310, 320]
-    assert kept(Keeping(8, n_bytes=250), 1, 2, 3) == [2, 3] and kept(Keeping(8, n_bytes=50), 1, 2, 3) == [3]
+    assert kept(Keeping(8, n_bytes=200), 1, 2, 3) == [2, 3] == kept(Keeping(8, n_bytes=299), 1, 2, 3)
+    assert kept(Keeping(8, n_bytes=199), 1, 2, 3) == [3] and kept(Keeping(8, n_bytes=50), 1, 2, 3) == [3]
 
 
 def test_save_load_and_copy(path: Path) -> None:
@@ -145,6 +148,203 @@ def test_save_load_and_copy(path: Path) -> None:
             session.sequences.divide(3)
 
 
+# --- what is kept, row by row -----------------------------------------------------------------------------------------
+KINDS: list[Any] = [(CELLS, TRANSPOSED), (CELLS, WINDOWS), (CELLS, TRANSPOSED, STATES), (CELLS, WINDOWS, STATES)]
+
+
+@pytest.mark.parametrize("caches", KINDS)
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_is_done_a_sequence_has_what_its_next_token_needs(caches: Any, seed: int) -> None:
+    """Two sessions of different sizes, from one to the other and back, in any order."""
+    rng = np.random.default_rng(seed)
+    shelves = [Shelf(*caches), Shelf(*caches, n_ctx=300, n_seq=3, n_window=128)]
+    most, kinds = 0, ["add"] * 12 + ["one", "truncate", "a bit", "checkpoint", "passing", "load", "copy"]
+    for _ in range(400):
+        shelf = shelves[rng.integers(2)]
+        sequences = shelf.sequences
+        seq, other = (int(i) for i in rng.permutation(sequences.n_seq)[:2])
+        n = len(shelf.texts[seq]) - (int(rng.integers(len(shelf.texts[seq]) + 1)) if rng.random() < 0.3 else 0)
+        what = rng.choice(kinds)
+        if what in ("add", "one"):
+            room = sequences.n_ctx - len(shelf.texts[seq])
+            shelf.add(seq, rng.integers(0, 3, min(room, int(rng.integers(1, 16)) if what == "add" else 1)).tolist())
+            shelf.holds(seq, shelf.texts[seq])
+        elif what == "truncate":
+            assert shelf.truncate(seq, n) <= n
+        elif what == "a bit":
+            n = max(len(shelf.texts[seq]) - 3, 0)
+            assert shelf.truncate(seq, n) <= n
+        elif what == "load":
+            saved, text = sequences.save(seq, n), shelf.texts[seq]
+            target = shelves[rng.integers(2)]
+            to = int(rng.integers(target.sequences.n_seq))
+            m = min(n, target.sequences.n_ctx) if rng.integers(2) else int(rng.integers(n + 1))
+            if m <= target.sequences.n_ctx:
+                reached = saved.reach(m)
+                assert target.sequences.load(to, saved, m) == reached
+                target.holds(to, text[:reached])
+        elif what == "copy":
+            a, b = shelf.texts[seq], shelf.texts[other]
+            same = next((i for i in range(min(len(a), len(b))) if a[i] != b[i]), min(len(a), len(b)))
+            kept = sequences.copy(seq, other, min(same, n), n)
+            shelf.holds(other, a[:kept])
+            shelf.holds(seq, a)
+        else:
+            found = shelf.checkpoint(seq, passing=what == "passing")
+            assert found.n_tokens == len(shelf.texts[seq])
+        most = max(most, shelf.first(seq))
+    assert (most > 0) == (WINDOWS in caches), "windows were moved"
+
+
+def test_windows_reach_back_to_the_last_position_whose_rows_are_all_there() -> None:
+    """And not one further; a checkpoint is needed beyond."""
+    shelf = Shelf(CELLS, WINDOWS)
+    for start in range(0, 160, 8):
+        shelf.add(1, range(start, start + 8))
+    first, sequences = shelf.first(1), shelf.sequences
+    assert 160 - 96 <= first < 160 - WINDOW - 8
+    saved = sequences.save(1, 160)
+    reached = {n: n if n >= first + WINDOW - 1 else 0 for n in range(161)}
+    assert {n: sequences.reach(1, n) for n in reached} == reached == {n: saved.reach(n) for n in reached}
+    assert saved.reach(400) == 160, "no more than it has"
+    for n in (160, first + WINDOW - 1):
+        assert sequences.load(0, saved, n) == n
+        shelf.holds(0, tuple(range(n)))
+        assert sequences.copy(1, 0, 0, n) == n
+        shelf.holds(0, tuple(range(n)))
+    assert sequences.load(0, saved, first + WINDOW - 2) == 0 == sequences.copy(1, 0, 0, first + WINDOW - 2)
+    early = sequences.save(1, first - 5)
+    assert (early.n_tokens, early.reach(first - 5)) == (first - 5, 0)
+    assert sequences.copy(1, 0, 0, first - 5) == 0
+    assert shelf.truncate(1, first + WINDOW - 1) == first + WINDOW - 1
+
+
+def test_rejected_drafts_cost_nothing_with_windows() -> None:
+    """Behind a move of the window to its front, too: 64 positions before it stay."""
+    shelf = Shelf(CELLS, WINDOWS)
+    for n in range(200):
+        shelf.add(0, [n])
+        assert shelf.first(0) == 0 or shelf.sequences.reach(0, n + 1 - 64) == n + 1 - 64
+    assert shelf.first(0) > 0 and shelf.checkpoint(0, passing=True).parts == (), "so that nothing is copied for them"
+
+
+def test_windows_of_a_session_with_less_room() -> None:
+    """The last rows are taken, as many as fit; of a shorter beginning its own last ones."""
+    wide, narrow = Shelf(CELLS, WINDOWS, n_window=200), Shelf(CELLS, WINDOWS, n_window=80)
+    wide.add(0, range(150))
+    saved = wide.sequences.save(0, 150)
+    for n in (150, 120, 80, 79):
+        assert narrow.sequences.load(1, saved, n) == n
+        narrow.holds(1, tuple(range(n)))
+        assert narrow.first(1) == max(n - 80, 0)
+
+
+def test_checkpoints_of_a_text_that_is_gone_are_gone() -> None:
+    for forget in ("truncate", "clear", "divide", "load", "copy"):
+        shelf = Shelf(CELLS, WINDOWS, STATES)
+        sequences = shelf.sequences
+        for n in range(0, 150, 10):
+            shelf.add(0, range(n, n + 10))
+        shelf.checkpoint(0)
+        shelf.add(0, [1] * 10)
+        if forget == "truncate":
+            assert shelf.truncate(0, 149) == 0
+        elif forget == "clear":
+            sequences.clear()
+        elif forget == "divide":
+            sequences.divide(2)
+        elif forget == "load":
+            sequences.load(0, sequences.save(1, 0))
+        else:
+            sequences.copy(1, 0, 0, 0)
+        shelf.holds(0, ())
+        assert shelf.first(0) == 0
+        for _ in range(17):
+            shelf.add(0, [2] * 10)
+        assert sequences.reach(0, 160) == 0, forget
+
+
+def test_what_is_saved_has_the_checkpoints_of_its_positions() -> None:
+    shelf = Shelf(CELLS, STATES)
+    for n in (10, 10, 10):
+        shelf.add(0, range(n))
+        shelf.checkpoint(0)
+    shelf.add(0, [5] * 3)
+    places = {n: [c.n_tokens for c in shelf.sequences.save(0, n).checkpoints] for n in (33, 32, 30, 29, 20, 9)}
+    assert places == {33: [10, 20, 30, 33], 32: [10, 20, 30], 30: [10, 20, 30], 29: [10, 20], 20: [10, 20], 9: []}
+    saved = shelf.sequences.save(0, 33)
+    shelf.sequences.keeping = Keeping(2)
+    assert shelf.sequences.load(1, saved, 30) == 30
+    assert [shelf.sequences.reach(1, n) for n in (30, 29, 19)] == [30, 20, 0], "two of them are kept"
+
+
+def test_passing_checkpoints_take_the_place_of_passing_ones_only() -> None:
+    shelf = Shelf(CELLS, STATES)
+    sequences = shelf.sequences
+    shelf.add(0, range(5))
+    shelf.checkpoint(0, passing=True)
+    shelf.checkpoint(0)  # now it stays
+    shelf.add(0, range(3))
+    shelf.checkpoint(0, passing=True)
+    shelf.add(0, range(2))
+    shelf.checkpoint(0, passing=True)
+    shelf.add(0, range(1))
+    assert [sequences.reach(0, n) for n in (10, 9, 8, 5)] == [10, 5, 5, 5]
+    saved = sequences.save(0, 11)  # what comes from elsewhere stays as well
+    assert sequences.load(0, saved, 10) == 10
+    shelf.holds(0, shelf.texts[0][:10])
+    shelf.add(0, range(2))
+    shelf.checkpoint(0, passing=True)
+    shelf.add(0, range(2))
+    assert [sequences.reach(0, n) for n in (13, 12, 11, 9)] == [12, 12, 10, 5]
+    shelf = Shelf(CELLS, STATES)
+    for n in range(10):  # a place that is named twice takes no second one
+        shelf.add(0, [n])
+        if n in (0, 9):
+            for _ in range(Keeping().most):
+                shelf.checkpoint(0)
+    assert shelf.sequences.reach(0, 5) == 1
+
+
+def test_a_sequence_holds_as_many_positions_as_it_has_room_for() -> None:
+    shelf = Shelf(CELLS, n_ctx=20, n_seq=3)
+    sequences = shelf.sequences
+    sequences.check_next(1, 0, 20)
+    sequences.check_each([0, 1], [0, 0])
+    for seq in (0, 1):
+        shelf.add(seq, range(19))
+    sequences.check_each([0, 1], [19, 19])
+    shelf.add(1, [1])
+    for call in (
+        lambda: sequences.check_next(2, 0, 21), lambda: sequences.check_next(1, 20, 1),
+        lambda: sequences.check_each([0, 1], [19, 20]), lambda: sequences.check_each([1], [20]),
+    ):  # fmt: skip
+        with pytest.raises(IkError, match="do not fit its context of 20"):
+            call()
+    with pytest.raises(IkError, match="sequence 3 does not exist"):
+        sequences.check_each([0, 3], [19, 0])
+    with pytest.raises(IkError, match="position 18 does not follow the 19 cached"):
+        sequences.check_each([2, 0], [0, 18])
+
+
+def test_saved_sequences_of_other_sizes_and_kinds_are_refused() -> None:
+    shelf = Shelf(CELLS, WINDOWS)
+    shelf.add(0, range(41))
+    saved = shelf.sequences.save(0, 41)
+    assert Shelf(CELLS, WINDOWS, n_ctx=41).sequences.load(0, saved) == 41
+    with pytest.raises(IkError, match="41 cached tokens do not fit sequence 0, whose context is 40"):
+        Shelf(CELLS, WINDOWS, n_ctx=40).sequences.load(0, saved)
+    other = Shelf(CELLS, WINDOWS, window=WINDOW + 1)
+    with pytest.raises(IkError, match="of another model"):
+        other.sequences.load(0, saved)
+    layouts = [s.sequences.layout() for s in (shelf, other, Shelf(CELLS, WINDOWS, n_ctx=40, n_seq=5, n_window=120))]
+    assert layouts[0] != layouts[1] and layouts[0] == layouts[2]
+    for caches in KINDS:
+        rotated = [Sequences(Shelf(*caches).arrays, caches, 9, 1, text, 7, 8).layout() for text in ("00", "10")]
+        assert [a != b for a, b in zip(*rotated, strict=True)] == [c is not STATES for c in caches]
+
+
+# --- the server -------------------------------------------------------------------------------------------------------
 def test_the_server_reuses_what_it_can_and_answers_the_same(path: Path, tmp_path: Path) -> None:
     """Slots in parallel, prompts with a common beginning, a saved slot after a restart, context shift."""
     settings: dict[str, Any] = {"model": path, "n_ctx": 1024, "n_ubatch": 16, "type_k": "f32", "type_v": "f32"}
@@ -219,8 +419,22 @@ def test_drafts_that_were_wrong_leave_no_trace(path: Path) -> None:
     assert [t.id for t in found.tokens] == [t.id for t in wanted.tokens]
 
 
-def test_context_shift(path: Path) -> None:
-    settings: dict[str, Any] = {"model": path, "n_ctx": 256, "n_ubatch": 16, "type_k": "f32", "type_v": "f32"}
-    with serving(1, server={"context_shift": True}, **settings) as engine:
-        final = ask(engine, IDS[:50].tolist(), 300, n_keep=8)
-    assert final.truncated and len(final.tokens) == 300
+def test_logits_after_a_shift_are_those_of_what_is_left(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And after a text was taken back, though states cannot be cut."""
+    with by_hand(path, 2, n_ubatch=16, type_k="f32", type_v="f32") as hand:
+        seen = hand.repeated(monkeypatch)
+        wild = SamplerParams(temperature=1.5, seed=3)
+        call = hand.post(IDS[:50].tolist(), 230, n_keep=8, n_discard=60, id_slot=0, sampling=wild)
+        hand.until(lambda: call.final)
+        assert call.final is not None and call.final.truncated
+        text = IDS[:50].tolist() + [t.id for t in call.final.tokens]
+        assert [tokens for tokens, _ in seen] == [[*text[:8], *text[68:257]]]
+        slot = hand.worker.slots[0]
+        other = hand.post(IDS[:40].tolist(), 30, id_slot=0, sampling=wild)
+        hand.until(lambda: slot.n_past == 60)
+        kept = slot.cached[:53].tolist()
+        hand.worker._rewind(slot, 8)
+        hand.until(lambda: other.final)
+        assert seen[1][0] == kept
+        for tokens, logits in seen:
+            hand.check_same(tokens, logits, 0.002)

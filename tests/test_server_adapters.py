@@ -8,18 +8,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from adapter_files import write_adapter
+from adapter_files import low_rank, write_adapter
 from engine_client import Call, ask, request, serving
+from factories import tiny_model
 from fake_engine import FakeEngine, fake_tokenizer
+from gguf_files import write_model
 from server_client import Client
 from test_server_http import error_of
 
+from ikcli.engine.run.session import Session
 from ikcli.gguf.reader import open_gguf
+from ikcli.server.slots import slot_file
 from ikcli.server.slots.engine import Engine
 from ikcli.server.slots.states import EngineError
 from ikcli.settings.adapters import AdapterConfig
 from ikcli.settings.records import ScaledFile
-from ikcli.settings.run import default_model
+from ikcli.settings.run import RunConfig, default_model
 
 PROMPT = "def parse(text):\n    return"
 
@@ -97,6 +101,21 @@ def test_saved_slots_belong_to_scales(engine: Engine, tmp_path: Path) -> None:
     engine.set_scales((1.0,))
     assert engine.slot_action(1, "restore", path).result(60).n_tokens == len(prompt)
     assert ask(engine, prompt, 1, id_slot=1).timings.cache_n == len(prompt) - 1
+
+
+def test_files_of_slots_tell_adapters_apart(tmp_path: Path) -> None:
+    """By what is in them and their order, not by what their files are called."""
+    model = tiny_model("llama")
+    path = write_model(model, tmp_path / "m.gguf", model.metadata | {"tokenizer.ggml.model": "none"})
+    files = [
+        write_adapter(tmp_path / name, "llama", low_rank(model, ["blk.0.attn_output.weight"], seed=seed))
+        for name, seed in (("a.gguf", 1), ("b.gguf", 2), ("c.gguf", 1))
+    ]
+    marks = []
+    for chosen in ((), files[:1], files[1:2], files[2:], files[:2], files[1::-1]):
+        config = RunConfig(model=path, n_ctx=256, adapters=AdapterConfig(lora=tuple(chosen)))
+        marks.append(slot_file.fingerprint(Session.plan(config)))
+    assert marks[1] == marks[3] and len(set(marks)) == 5
 
 
 def test_loaded_without_effect(adapter: Path, said: dict[float, str]) -> None:

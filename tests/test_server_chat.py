@@ -191,6 +191,30 @@ def test_apply_template_and_counts() -> None:
     assert not client.engine.requests
 
 
+def test_schemas_that_cannot_be_followed() -> None:
+    """In tools the keyword is left out and the log says so; an answer's schema is refused with its place."""
+    schema = {"type": "object", "properties": {"slug": {"type": "string", "pattern": "^(?!-)[a-z]+$"}}}
+    tool = {"type": "function", "function": {"name": "rename", "parameters": schema | {"required": None}}}
+    client = calling()
+    for choice in ("auto", "required"):
+        body = {"messages": HI, "tools": [WEATHER, tool], "tool_choice": choice}
+        answer = client.post("/v1/chat/completions", body).json()["choices"][0]
+        assert answer["message"]["tool_calls"][0]["function"]["name"] == "weather"
+    client.post("/v1/chat/completions", body)
+    n_requests = len(client.engine.requests)
+    said = [line for line in client.log.getvalue().splitlines() if "tool rename: " in line]
+    for place in ("#/properties/slug/pattern", "#/required"):
+        assert sum(place in line for line in said) == len(client.engine.requests)  # each of its own server
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    for fields in ({"response_format": form}, {"response_format": form, "tools": [WEATHER]}):
+        error = error_of(client.post("/v1/chat/completions", {"messages": HI, **fields}), 400)
+        assert error.startswith("json_schema: at #/properties/slug/pattern: ")
+    for route, fields in (("/completion", {"prompt": "x"}), ("/v1/chat/completions", {"messages": HI})):
+        error = error_of(client.post(route, fields | {"json_schema": schema}), 400)
+        assert error.startswith("json_schema: at #/properties/slug/pattern: ")
+    assert len(client.engine.requests) == n_requests
+
+
 def test_tool_calls() -> None:
     client = calling("Let me see.")
     choice = client.post("/v1/chat/completions", {"messages": HI, "tools": [WEATHER]}).json()["choices"][0]

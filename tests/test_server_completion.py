@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from fake_engine import FakeEngine, Script, fake_tokenizer
 from server_client import Client
+from test_server_chat import HI
 from test_server_http import error_of
 
 from ikcli.chat.parser import ChatParser, ParserSettings
@@ -267,7 +268,7 @@ def test_other_forms() -> None:
     assert sent(client, max_tokens=5).n_predict == 5
     assert sent(client, max_completion_tokens=6, max_tokens=5).n_predict == 6
     assert sent(client, n_predict=7, max_completion_tokens=6).n_predict == 7
-    assert sent(client, n_predict=-2).n_predict == -1 and sent(client, n_predict=0).n_predict == 0
+    assert sent(client, n_predict=0).n_predict == 0 and sent(client, n_predict=-1).n_predict == -1
     assert sent(client, dry_base=0.5).sampling.dry_base == 1.75
 
 
@@ -340,8 +341,39 @@ def test_server_limit_and_defaults() -> None:
     client = Client(config=config)
     assert sent(client).n_predict == 3 and sent(client, n_predict=10).n_predict == 3
     assert sent(client, n_predict=2).n_predict == 2
+    request = sent(client, n_predict=-2)
+    assert (request.n_predict, request.within_context) == (3, True)
     request = sent(client)
+    assert not request.within_context
     assert request.sampling == SamplerParams(seed=9, temperature=0.3, samplers=("top_k", "temperature"))
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/completion", {"prompt": "a", "n_predict": -2}),
+        ("/completion", {"prompt": "a", "max_tokens": -2}),
+        ("/v1/completions", {"prompt": "a", "max_tokens": -2}),
+        ("/v1/chat/completions", {"messages": HI, "max_tokens": -2}),
+        ("/v1/chat/completions", {"messages": HI, "max_completion_tokens": -2}),
+        ("/v1/responses", {"input": "hi", "max_output_tokens": -2}),
+        ("/v1/messages", {"messages": HI, "max_tokens": -2}),
+        ("/api/chat", {"model": "m", "messages": HI, "stream": False, "options": {"num_predict": -2}}),
+        ("/api/generate", {"model": "m", "prompt": "a", "stream": False, "options": {"num_predict": -2}}),
+    ],
+)
+def test_minus_2_is_until_the_context_is_full(path: str, body: dict[str, Any]) -> None:
+    client = Client()
+    assert client.post(path, body).status_code == 200
+    request = client.engine.requests[-1]
+    assert (request.n_predict, request.within_context) == (-2, True)
+
+
+def test_a_server_whose_limit_is_the_context() -> None:
+    client = Client(config=RunConfig(command="serve", n_predict=-2))
+    for wanted, limit in ((None, -2), (-1, -2), (-2, -2), (0, 0), (7, 7)):
+        request = sent(client, n_predict=wanted)
+        assert (request.n_predict, request.within_context) == (limit, True)
 
 
 def test_wrong_options_are_named() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import uvicorn
 
-from ikcli.server.http.server import Connection
+from ikcli.server.http.connection import Connection
 
 
 async def _app(scope: Any, receive: Any, send: Any) -> None:

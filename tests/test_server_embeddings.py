@@ -11,7 +11,7 @@ from typing import Any
 import checkpoints
 import numpy as np
 import pytest
-from engine_client import Call, ask, request, serving, until
+from engine_client import Call, ask, request, serving, stop, until
 from factories import MemoryModel, MemoryTensor
 from fake_engine import FakeEngine, fake_tokenizer
 from gguf_files import write_model
@@ -226,7 +226,7 @@ def test_cancelled_and_left_requests() -> None:
         assert waiting.event is None
         left = Vectors(engine, texts(2))
         until(lambda: engine.metrics().requests_deferred == 1)
-        engine.shutdown(drain=False)
+        stop(engine)
         assert left.failure.status == 503 and call.failure.status == 503
 
 
@@ -285,5 +285,5 @@ def test_a_reranker(tmp_path: Path) -> None:
     engine = Engine(config, n_slots=1)
     engine.start()
     assert not engine.wait_loaded(60) and "cannot rank" in str(engine.load_error)
-    engine.shutdown(drain=False)
+    stop(engine)
     assert Pooling.names()[4] == "rank"

@@ -12,13 +12,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engine_client import GREEDY, Call, ask, request, serving, until
+from engine_client import GREEDY, Call, ask, request, serving, stop, until
 from factories import tiny_deepseek2, tiny_model
 from gguf_files import write_model
 
 from ikcli.engine.run.session import Session
 from ikcli.sampling.params import SamplerParams
+from ikcli.sampling.vocab import SamplerVocab
 from ikcli.server.slots.engine import Engine
+from ikcli.server.slots.generation import Generation, Setting
 from ikcli.server.slots.messages import Bans, Delta, Event, Failure, Final, PromptProgress, TokenInfo
 from ikcli.server.slots.output import Output
 from ikcli.server.slots.patterns import Pattern
@@ -176,6 +178,33 @@ def test_t_max_predict_ms_acts_at_line_ends(engine: Engine) -> None:
     assert final.stop_type == "limit" and final.timings.predicted_n < 1500 and final.has_new_line
 
 
+def test_the_log_of_a_request_ends_with_its_rates(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> None:
+    lines: list[tuple[str, dict[str, object]]] = []
+    monkeypatch.setattr(
+        engine._worker, "_log", lambda level, function, message, fields: lines.append((message, fields))
+    )
+    final = ask(engine, "def f(x):", 5, cache_prompt=False)
+    until(lambda: bool(lines) and "idle" in lines[-1][0])
+    of_request = [line for line in lines if line[1].get("id_task") is not None]
+    (prompt, a), (generation, b) = of_request[-2:]
+    assert prompt.startswith("prompt eval time     = ") and generation.startswith("generation eval time = ")
+    assert (a["n_prompt_tokens_processed"], b["n_decoded"]) == (final.timings.prompt_n, 5)
+    assert a["n_tokens_second"] == pytest.approx(1e3 * final.timings.prompt_n / final.timings.prompt_ms, rel=1e-2)
+    assert float(str(b["n_tokens_second"])) > 0
+
+
+def test_a_time_limit_does_not_lift_that_of_endless_answers(engine: Engine) -> None:
+    """Without `n_predict` an answer ends where prompt and answer have the length that the model was trained on."""
+    n_total = 40
+    setting = Setting(64, n_total, True, engine.tokenizer, SamplerVocab.from_tokenizer(engine.tokenizer))
+    newline = engine.tokenizer.encode("\n", add_special=False)[0]
+    generation = Generation(request(engine.tokenizer.encode("a"), -1, t_max_predict_ms=10**9), setting, 0)
+    generation.prompt_done()
+    while generation.push(TokenInfo(newline, 0.0)):
+        assert len(generation.history) < n_total
+    assert (len(generation.history), generation.stop_type, generation.truncated) == (n_total, "limit", True)
+
+
 def test_banned_texts_are_taken_back(engine: Engine) -> None:
     whole = ask(engine, PROMPTS[1], 40)
     bad = whole.text[8:14]
@@ -203,6 +232,75 @@ def test_a_weak_ban_gives_up(engine: Engine) -> None:
     counts = [ask(engine, prompt, 80, bans=Bans((bad,), n_tokens=0, max_rewinds=n)).timings for n in (1, 3, 9)]
     n = [c.predicted_n for c in counts]  # every attempt takes the tokens of the text again
     assert n[1] - n[0] > 0 and n[2] - n[1] == 3 * (n[1] - n[0])
+
+
+def banning(engine: Engine, text: str, n_predict: int = 40, **fields: object) -> tuple[Generation, list[int]]:
+    """A generation that was given the tokens of a text, and these tokens."""
+    worker = engine._worker
+    assert worker is not None
+    g = Generation(request([5, 6], n_predict, **fields), worker._setting, 0)  # type: ignore[arg-type]
+    ids = engine.tokenizer.encode(text, add_special=False)
+    for i in ids:
+        g.push(TokenInfo(i, 0.0))
+    return g, ids
+
+
+def test_all_tokens_that_led_to_banned_texts_stay_banned(engine: Engine) -> None:
+    """At the place where they began; those of later places are forgotten, as other text leads there."""
+    g, ids = banning(engine, "x = bad", bans=Bans(("bad", "wrong")))
+    one, other = (engine.tokenizer.encode(text, add_special=False) for text in ("x = bad", "x = wrong"))
+    at = next(i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    assert g.rewind_banned() == len(ids) - at and g.history == [5, 6, *ids[:at]]
+    for i in other[at:]:
+        g.push(TokenInfo(i, 0.0))
+    assert g.rewind_banned() == len(other) - at and len(g.output.tokens) == at
+    assert g._bans == {at: {one[at], other[at]}}
+    logits = np.zeros(engine.model.n_vocab, np.float32)
+    logits[one[at]], logits[other[at]], logits[7] = 9, 8, 1
+    assert g.choose(logits).id == 7
+    g._bans[at + 3] = {1}
+    for i in one[at:]:
+        g.push(TokenInfo(i, 0.0))
+    assert g.rewind_banned() and g._bans == {at: {one[at], other[at]}}
+
+
+def test_how_often_in_a_row_a_text_is_taken_back(engine: Engine) -> None:
+    g, ids = banning(engine, "x = bad", bans=Bans(("bad",), max_rewinds=2))
+    removed = []
+    for _ in range(3):
+        removed.append(g.rewind_banned())
+        for i in ids[len(g.output.tokens) :]:
+            g.push(TokenInfo(i, 0.0))
+    assert removed[0] == removed[1] > 0 == removed[2]
+    assert g.rewind_banned() == 0, "it was given up"
+    for i in engine.tokenizer.encode(" and bad", add_special=False):
+        g.push(TokenInfo(i, 0.0))
+    assert g.rewind_banned() > 0, "what comes later has its own count"
+
+
+def test_a_banned_text_at_the_end_is_taken_back_too(engine: Engine) -> None:
+    """With the limit that it reached, and with what a constraint saw of it."""
+    seen: list[list[int]] = []
+
+    class Recorder:
+        finished = False
+
+        def __init__(self) -> None:
+            seen.append([])
+
+        def mask(self) -> None:
+            return None
+
+        def accept(self, token: int) -> None:
+            seen[-1].append(token)
+
+    n = len(engine.tokenizer.encode("x = bad", add_special=False))
+    g, ids = banning(engine, "x = bad", n, bans=Bans(("bad",), n_tokens=-1, counts=False), constraint=Recorder)
+    assert g.stop_type == "limit"
+    removed = g.rewind_banned()
+    assert removed > 0 and g.stop_type == "none" and g.n_remain == removed
+    assert seen == [ids, ids[: n - removed]]
+    assert g._bans == {n - removed: set(ids[n - removed :])}
 
 
 def test_a_later_banned_text_is_found_after_giving_up(engine: Engine) -> None:
@@ -289,6 +387,7 @@ def test_what_is_wrong_with_a_request_is_said(engine: Engine) -> None:
         (request([1, 2], id_slot=4), 400, "id_slot 4"),
         (request([1, 2], id_slot=-2), 400, "id_slot -2"),
         (request([1, 5000000]), 400, "vocabulary"),
+        (request([1, engine.model.n_vocab]), 400, "vocabulary"),
         (request([1, -1]), 400, "vocabulary"),
     ):
         failure = Call(engine, bad).failure
@@ -416,7 +515,7 @@ def test_several_prompts_take_turns() -> None:
 def test_draining_finishes_what_was_accepted() -> None:
     with serving(1) as e:
         calls = [Call(e, request([5, 6, 7 + i], 30)) for i in range(3)]
-        e.shutdown(drain=True)
+        stop(e, drain=True)
         assert all(isinstance(c.events[-1], Final) for c in calls)
         assert Call(e, request([5, 6])).failure.status == 503 and e.state == "stopped"
 
@@ -425,7 +524,7 @@ def test_stopping_at_once_answers_everybody() -> None:
     with serving(1) as e:
         calls = [Call(e, request([5, 6, 7 + i], 900)) for i in range(3)]
         calls[0].wait_for(bool)
-        e.shutdown(drain=False)
+        stop(e)
         assert [c.failure.status for c in calls] == [503] * 3
 
 
@@ -438,7 +537,7 @@ def test_not_ready_and_not_loadable(tmp_path: Path) -> None:
     e.start()
     assert not e.wait_loaded(30) and e.state == "failed" and "none.gguf" in str(e.load_error)
     assert Call(e, request([5])).failure.status == 500
-    e.shutdown(drain=True)
+    stop(e, drain=True)
 
 
 def test_states_and_metrics(engine: Engine) -> None:

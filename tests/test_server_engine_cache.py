@@ -6,6 +6,7 @@ import json
 import struct
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from factories import tiny_deepseek2, tiny_model
 from gguf_files import write_model
 
 from ikcli.engine.run.batch import Batch
-from ikcli.engine.run.saved_sequence import SavedSequence
+from ikcli.engine.run.saved_sequence import CacheKind, Checkpoint, SavedSequence
 from ikcli.engine.run.session import Session
 from ikcli.errors import IkError
 from ikcli.server.slots.engine import Engine
@@ -136,17 +137,28 @@ def test_the_prompt_cache_keeps_its_limit() -> None:
     assert common_prefix(np.array([], np.int32), np.array([1], np.int32)) == 0
 
 
+def test_the_prompt_cache_counts_every_byte() -> None:
+    """Rows, checkpoints and tokens; what just fits is kept. What was not used for longest goes."""
+    one = entry(1, 2, 3)
+    assert one.n_bytes == 100 + 3 * 4
+    assert not PromptCache(111).put(one) and PromptCache(112).put(one)
+    cache = PromptCache(3 * 112)
+    entries = [entry(n, 2, 3) for n in range(4)]
+    assert all(cache.put(e) for e in entries[:3]) and len(cache) == 3
+    assert cache.best(entries[0].tokens, 0) is not None
+    assert cache.put(entries[3])
+    assert [cache.has(e.tokens) for e in entries] == [True, False, True, True]
+    part = Entry(one.tokens, replace(one.saved, kind=CacheKind(True), checkpoints=(Checkpoint(2),)))
+    assert [part.shared(np.array(t, np.int32)) for t in ([1, 2, 3], [1, 2], [1, 9])] == [2, 2, 0]
+
+
 # --- context full -----------------------------------------------------------------------------------------------------
 def test_the_context_is_shifted() -> None:
-    """What follows a shift is what the model says to the tokens that are left."""
+    """What follows a shift is what the model says to the tokens that are left: see the tests of single steps."""
     with serving(1, n_ctx=256, type_k="f32") as e:
-        prompt = e.tokenizer.encode(LONG)
-        final = ask(e, prompt, 300, n_keep=4, n_discard=100)
+        final = ask(e, e.tokenizer.encode(LONG), 300, n_keep=4, n_discard=100)
         assert final.truncated and final.stop_type == "limit" and final.timings.predicted_n == 300
         assert final.timings.n_past < 256
-        tokens = [*prompt, *(t.id for t in final.tokens)]
-        left = tokens[:5] + tokens[105:257]  # 4 and BOS are kept
-        assert ask(e, left, 40, cache_prompt=False).tokens[0].id == tokens[257]
 
 
 def test_without_shift_the_answer_ends_with_the_context() -> None:
@@ -161,6 +173,9 @@ def test_without_shift_the_answer_ends_with_the_context() -> None:
 def test_n_predict_minus_2_fills_the_context(engine: Engine) -> None:
     final = ask(engine, LONG, -2)
     assert final.truncated and final.timings.n_past + 1 == engine.model.n_ctx_slot
+    again = ask(engine, LONG, 10_000, within_context=True)
+    assert again.truncated and (again.stop_type, again.timings.n_past) == ("limit", final.timings.n_past)
+    assert ask(engine, LONG, 3, within_context=True).timings.predicted_n == 3
 
 
 # --- slot files -------------------------------------------------------------------------------------------------------

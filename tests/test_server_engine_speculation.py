@@ -7,14 +7,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from engine_client import GREEDY, Call, request, serving
+from engine_client import GREEDY, Call, by_hand, request, serving
+from factories import tiny_model
+from gguf_files import write_model
 
+from ikcli.engine.run.batch import Batch
 from ikcli.errors import FormatError
 from ikcli.sampling.params import SamplerParams
 from ikcli.server.slots.engine import Engine
 from ikcli.server.slots.messages import Bans, Final, Speculation
-from ikcli.server.slots.ngram_cache import NgramCache, read_counts, write_counts
+from ikcli.server.slots.ngram_cache import NgramCache, merge, read_counts, write_counts
 from ikcli.server.slots.ngrams import NgramMap, NgramMapValues, NgramPool, Pool, Suffix
+from ikcli.server.slots.slot import GENERATION
 from ikcli.settings.records import SpecStage
 from ikcli.settings.run import DATA_DIR
 from ikcli.settings.sampling import SamplingConfig
@@ -89,6 +93,78 @@ def test_shift_stop_and_ban_with_drafts(plain: list[Final]) -> None:
     assert results[0] == results[1]
 
 
+def tiny_file(folder: Path) -> Path:
+    model = tiny_model("llama", context_length=2048)
+    return write_model(model, folder / "m.gguf", model.metadata | {"tokenizer.ggml.model": "none"})
+
+
+def test_drafts_fit_the_batch_the_answer_and_the_slot(tmp_path: Path) -> None:
+    """Together at most as many rows as are exact; none beyond the context, and none that the limit cuts off."""
+    path = tiny_file(tmp_path)
+    server = {"spec_type": parse_spec_type("ngram-simple:ngram_size_n=1"), "draft_max": 100, "context_shift": False}
+    with by_hand(path, 3, n_ctx=768, server=server) as hand:
+        session, slots = hand.worker.session, hand.worker.slots
+        sevens = type("Sevens", (), {"draft": lambda self, text, n_max: [7] * 99})()
+        hand.worker._speculator._drafter = lambda slot, index: sevens  # type: ignore[method-assign]
+        step, sizes, shares = session.step, list[int](), list[list[int]]()
+
+        wrong: list[object] = []  # what is raised in a step ends a request, not the test
+
+        def look(batch: Batch) -> object:
+            sizes.append(len(batch))
+            drafts = {s.id: len(s.draft) for s in slots if s.state == GENERATION and s.draft}
+            left = {i: g.n_remain for i in drafts if (g := slots[i].generation) and g.n_remain >= 0}
+            good = len(batch) <= session.n_exact and batch.pos.max() < 256 and sum(drafts.values()) < len(batch)
+            if not good or any(drafts[i] >= n for i, n in left.items()):
+                wrong.append((len(batch), batch.pos.tolist(), drafts, left))
+            shares.append(sorted(drafts.values()))
+            return step(batch)
+
+        session.step = look  # type: ignore[method-assign, assignment]
+        again = SamplerParams(temperature=0, logit_bias=((7, 1e4),))  # the same token for ever
+        calls = [
+            hand.post([7] * n, most, id_slot=i, sampling=again)
+            for i, (n, most) in enumerate(((9, 20), (254, -1), (5, 33)))
+        ]
+        hand.until(lambda: all(call.final for call in calls))
+        assert not wrong
+        found = [call.final.timings for call in calls if call.final]
+        assert [t.predicted_n for t in found] == [20, 2, 33] and [t.n_past for t in found] == [28, 255, 37]
+        assert [t.draft_n - t.draft_n_accepted for t in found] == [0, 1, 0], "the full slot ends at one that is right"
+        assert max(sizes) == session.n_exact
+        assert max(n[-1] - n[0] for n in shares if len(n) == 3) <= 1 < max(map(max, shares)), "all get their share"
+        m = hand.worker.metrics(reset=False)
+        assert (m.draft_tokens_total, m.n_tokens_max) == (sum(t.draft_n for t in found), 256)
+
+
+def test_a_draft_model_keeps_within_its_own_context(tmp_path: Path) -> None:
+    """Near its end there are no drafts, and the answer goes on to the end of the slot."""
+    path = tiny_file(tmp_path)
+    server = {"spec_type": parse_spec_type("draft:p_min=0"), "model_draft": path, "context_shift": False}
+    for n_ctx, n in ((256, 240), (256, 241), (256, 242), (256, 243), (512, 240)):
+        with by_hand(path, 1, n_ctx=512, server=server | {"draft_ctx": n_ctx, "draft_max": 4}) as hand:
+            call = hand.post((list(range(3, 93)) * 3)[:n], -1, sampling=GREEDY)
+            hand.until(lambda: call.final)  # noqa: B023
+            assert call.final is not None and call.final.timings.n_past == 511
+            t = call.final.timings
+            assert t.draft_n > 0 and (t.draft_n < 20 if n_ctx == 256 else t.draft_n > 150), t
+
+
+def test_drafts_may_have_a_least_length(tmp_path: Path) -> None:
+    """Shorter ones are not worth it, but where there is room for no more."""
+    path = tiny_file(tmp_path)
+    again = SamplerParams(temperature=0, logit_bias=((7, 1e4),))
+    found = []
+    for n_min, n_predict in ((0, 8), (3, 8), (3, 3), (99, 8)):
+        server = {"spec_type": parse_spec_type("ngram-simple:ngram_size_n=1,ngram_size_m=2"), "draft_max": 5}
+        with by_hand(path, 1, server=server) as hand:
+            call = hand.post([7] * 9, n_predict, sampling=again, speculation=Speculation(n_min=n_min))
+            hand.until(lambda: call.final)  # noqa: B023
+            assert call.final is not None
+            found.append(call.final.timings.draft_n)
+    assert found == [3, 1, 1, 1]
+
+
 def test_a_draft_model_is_named_and_fits(tmp_path: Path) -> None:
     for server, words in (
         ({"spec_type": (SpecStage("draft"),)}, "-md"),
@@ -147,6 +223,22 @@ def test_what_drafters_guess() -> None:
     assert NgramCache({(5,): {6: 4}}, {}).draft([5], 1) == [6]
     assert NgramCache({(5,): {6: 2, 7: 2}}, {}).draft([5], 1) == []
     assert NgramCache({}, {(4, 5): {6: 2}}).draft([4, 5], 1) == [6]
+    assert grow(NgramMapValues(2, 1, 1), [1, 2, 7, 1, 2, 8, 1, 2, 9, 1, 2]) == [], "others together are as many"
+
+
+def test_what_counts_of_ngrams_have_to_be() -> None:
+    """Of files more than of the text itself, of short ones more than of long ones; static counts weigh in."""
+    text = [3, 4, 5, 6]
+    for n, least in ((1, 4), (2, 3), (3, 2), (4, 2)):
+        found = [NgramCache({tuple(text[-n:]): {9: k}}, {}).draft(text, 1) for k in (least - 1, least)]
+        assert found == [[], [9]], n
+    assert NgramCache({(6,): {9: 3, 8: 1}}, {}).draft([6], 1) == [9], "75 percent"
+    assert NgramCache({(6,): {9: 5, 8: 2}}, {}).draft([6], 1) == []
+    seen = [4, 5, 6, 4, 5, 7, 4, 5]
+    assert grow(NgramCache({}, {}), seen, 1) == [6] and grow(NgramCache({}, {(4, 5): {7: 3}}), seen, 1) == [7]
+    known = {(1,): {2: 3}}
+    merge(known, {(1,): {2: 4, 5: 1}, (2,): {1: 1}})
+    assert known == {(1,): {2: 7, 5: 1}, (2,): {1: 1}}
 
 
 def test_drafters_follow_a_text_that_was_taken_back() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ from server_client import Client
 
 from ikcli.errors import UsageError
 from ikcli.server.http import body, jsontext
+from ikcli.server.http.logs import ServerLog
+from ikcli.server.slots.log import log_timings
+from ikcli.server.slots.messages import RequestTimings
 from ikcli.settings.run import RunConfig
 
 
@@ -22,6 +26,33 @@ def error_of(response: Any, status: int, type: str = "invalid_request_error") ->
     assert error["code"] == status and error["type"] == type
     assert error["message"]
     return str(error["message"])
+
+
+def test_timing_lines_are_those_of_the_reference() -> None:
+    """As people quote them; the JSON log has the rates as fields."""
+    out, objects = io.StringIO(), io.StringIO()
+    timings = RequestTimings(cache_n=7, prompt_n=85, prompt_ms=16115.8, predicted_n=1960, predicted_ms=155304.51)
+    for log in (ServerLog(out=out), ServerLog(json=True, out=objects)):
+        log_timings(log, {"id_slot": 0, "id_task": 3}, timings, truncated=False)
+    texts = [line.partition(" | ")[0] for line in out.getvalue().splitlines()]
+    assert texts[-2:] == [
+        "INFO [           print_timings] prompt eval time     =   16115.80 ms /    85 tokens"
+        " (  189.60 ms per token,     5.27 tokens per second)",
+        "INFO [           print_timings] generation eval time =  155304.51 ms /  1960 runs  "
+        " (   79.24 ms per token,    12.62 tokens per second)",
+    ]
+    assert "          total time =  171420.31 ms" in texts[0] and "n_tokens_second=5.274" in out.getvalue()
+    total, prompt, generation = map(json.loads, objects.getvalue().splitlines())
+    assert (total["t_total"], total["n_cached"], total["truncated"]) == (171420.31, 7, False)
+    wanted = {"id_slot": 0, "id_task": 3, "t_prompt_processing": 16115.8, "n_prompt_tokens_processed": 85,
+              "t_token": 189.598, "n_tokens_second": 5.274}  # fmt: skip
+    assert wanted.items() <= prompt.items()
+    wanted = {"id_slot": 0, "t_token_generation": 155304.51, "n_decoded": 1960, "t_token": 79.237,
+              "n_tokens_second": 12.62}  # fmt: skip
+    assert wanted.items() <= generation.items()
+    nothing = io.StringIO()
+    log_timings(ServerLog(out=nothing), {}, RequestTimings(prompt_n=3, prompt_ms=1.0))
+    assert "0.00 ms /     0 runs" in nothing.getvalue()
 
 
 def test_health_tells_slots() -> None:
@@ -89,41 +120,20 @@ def test_body_size_and_content_type(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(body, "MAX_BODY", 100)
     message = error_of(client.post("/tokenize", {"content": "x" * 200}), 413)
     assert "100" in message
-    chunks = [b'{"content": "', b"x" * 200, b'"}']
-    error_of(client.post("/tokenize", content=_pieces(chunks)), 413)
+    pieces = [b'{"content": "', *[b"x" * 17] * 5, b'"}']  # each far below the limit
+    exact = client.post("/tokenize", content=_pieces(pieces))
+    assert exact.status_code == 200 and sum(map(len, pieces)) == 100
+    assert "100" in error_of(client.post("/tokenize", content=_pieces([*pieces, b" "])), 413)
+    assert "100" in error_of(client.post("/tokenize", content=_pieces([b" ", *pieces])), 413)
+    lies = {"content-length": "1", "transfer-encoding": "chunked"}
+    error_of(client.post("/tokenize", content=_pieces([*pieces, b" "]), headers=lies), 413)
+    error_of(client.post("/tokenize", content=b"{}", headers={"content-length": "101"}), 413)
+    assert client.post("/tokenize", content=b"{}", headers={"content-length": "100"}).status_code == 200
 
 
 async def _pieces(parts: list[bytes]) -> Any:
     for part in parts:
         yield part
-
-
-def test_keys() -> None:
-    client = Client(api_key="first,second")
-    for path in ("/health", "/v1/health", "/models", "/v1/models"):
-        assert client.get(path).status_code == 200
-    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic first"}, {"X-Api-Key": ""},
-                    {"Authorization": "Bearer firs"}):  # fmt: skip
-        for path in ("/props", "/slots", "/nothing"):
-            message = error_of(client.get(path, headers=headers), 401, "authentication_error")
-            assert message == "Invalid API Key"
-    for headers in ({"Authorization": "Bearer first"}, {"Authorization": "bearer second"}, {"X-Api-Key": "first"},
-                    {"x-api-key": "second"}, {"Authorization": "BEARER  second"}):  # fmt: skip
-        assert client.get("/props", headers=headers).status_code == 200
-    assert client("OPTIONS", "/props").status_code == 200
-
-
-def test_key_file(tmp_path: Path) -> None:
-    file = tmp_path / "keys"
-    file.write_text("# ours\none\n\ntwo \n")
-    client = Client(api_key_file=file)
-    assert client.get("/props", headers={"X-Api-Key": "two"}).status_code == 200
-    assert client.get("/props", headers={"X-Api-Key": "# ours"}).status_code == 401
-    file.write_text("\n")
-    with pytest.raises(UsageError, match="holds no API key"):
-        Client(api_key_file=file).get("/health")
-    with pytest.raises(UsageError, match="cannot read"):
-        Client(api_key_file=tmp_path / "absent").get("/health")
 
 
 def test_anthropic_errors_have_their_shape() -> None:
@@ -202,8 +212,6 @@ def test_log_lines() -> None:
 
 
 def test_json_log_and_no_prompts(capsys: pytest.CaptureFixture[str]) -> None:
-    from ikcli.server.http.logs import ServerLog
-
     ServerLog(json=True).warn("f", "m", id_slot=0)
     entry = json.loads(capsys.readouterr().out)
     assert entry["level"] == "WARN" and entry["function"] == "f" and entry["msg"] == "m" and entry["id_slot"] == 0

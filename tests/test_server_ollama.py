@@ -86,8 +86,14 @@ def test_options() -> None:
     for name in ("temperature", "top_k", "top_p", "min_p", "typical_p", "seed", "repeat_penalty", "repeat_last_n"):
         assert getattr(request.sampling, name) == options[name]
     assert request.sampling.mirostat == 2 and request.sampling.penalize_nl is False
-    client.post("/api/chat", {"model": "m", "messages": HI, "stream": False, "options": {"num_predict": -2}})
-    assert client.engine.requests[-1].n_predict == -1
+    for given, n_predict in ((-1, -1), (0, -1), (-7, -1), (-2, -2)):
+        client.post("/api/chat", {"model": "m", "messages": HI, "stream": False, "options": {"num_predict": given}})
+        assert client.engine.requests[-1].n_predict == n_predict
+    special = {"num_keep": -1, "top_k": 0, "repeat_last_n": -1, "seed": -1}
+    client.post("/api/generate", {"model": "m", "prompt": "a", "stream": False, "options": special})
+    request = client.engine.requests[-1]
+    assert (request.n_keep, request.sampling.top_k, request.sampling.repeat_last_n) == (-1, 0, -1)
+    assert request.sampling.random_seed
 
 
 def test_format() -> None:

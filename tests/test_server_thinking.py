@@ -10,6 +10,7 @@ import httpx
 import numpy as np
 import pytest
 from fake_engine import FakeEngine, Script, fake_tokenizer
+from proxies import run
 from server_client import Client, parse_events
 from test_server_http import error_of
 
@@ -126,7 +127,7 @@ def test_thinking_of_a_running_answer_is_ended(path: str, body: dict[str, Any], 
             assert "reasoning_control" in (await end(id))["message"]
             await stream.leave()
 
-    asyncio.run(work())
+    run(work)
 
 
 def test_mistakes_about_control() -> None:

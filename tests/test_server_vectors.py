@@ -74,6 +74,23 @@ def test_what_is_said(engine: Engine, folder: Path, said: dict[str, str]) -> Non
     assert ask(engine, PROMPT, 24).text == said[""]
 
 
+def test_scales_and_layers_of_a_list(engine: Engine, folder: Path) -> None:
+    """What is not named gets scale 0 and keeps its layers; 0 is a layer like others."""
+    for name in sorted(path.name for path in folder.iterdir())[:2]:
+        load(engine, folder, name)
+    served = engine.vectors
+    n = len(served.items)
+    assert n == 2
+    layers = [(item.use.first, item.use.last) for item in served.items]
+    served.apply([VectorChange(1, 0.5, 0, 0)])
+    assert [(i.use.scale, i.use.first, i.use.last) for i in served.items] == [(0.0, *layers[0]), (0.5, 0, 0)]
+    served.apply([VectorChange(0, -1.0, last=2)])
+    assert [(i.use.scale, i.use.first, i.use.last) for i in served.items] == [(-1.0, layers[0][0], 2), (0.0, 0, 0)]
+    names = [item.name for item in served.items]
+    served.unload(0)
+    assert [item.name for item in served.items] == names[1:]
+
+
 def test_a_request_keeps_what_it_began_with(engine: Engine, folder: Path, said: dict[str, str]) -> None:
     call = Call(engine, request(engine.tokenizer.encode(PROMPT), 24))
     call.wait_for(lambda events: any(isinstance(e, Delta) for e in events))

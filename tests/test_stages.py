@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import socket
+import struct
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from adapter_files import write_control_vector
 from factories import MemoryModel, tiny_deepseek2, tiny_model
 from gguf_files import write_model
 from stage_threads import Threads
@@ -21,16 +24,21 @@ from tiers import some_architectures
 from tiny_architectures import TINY, tiny
 
 from ikcli.engine.pipeline import supervisor
+from ikcli.engine.pipeline.cuts import find_cuts
 from ikcli.engine.pipeline.driver import StagedRunner, StageLostError
+from ikcli.engine.pipeline.part import StageRunner
 from ikcli.engine.pipeline.wire import LostLinkError, MessageKind, StageListener, connect
 from ikcli.engine.plan.devices import Machine
 from ikcli.engine.plan.planner import Planner
 from ikcli.engine.plan.sizes import Sizes
+from ikcli.engine.run.adapters import Added
 from ikcli.engine.run.batch import Batch
 from ikcli.engine.run.session import Session
 from ikcli.errors import IkError, NonFiniteError, UnsupportedError, UsageError
 from ikcli.graph.stages import LayerGraph, best_cuts
 from ikcli.main import main
+from ikcli.server.http.server import Listener
+from ikcli.settings.adapters import AdapterConfig
 from ikcli.settings.run import RunConfig
 
 MODELS: dict[str, Callable[[], MemoryModel]] = {
@@ -183,6 +191,23 @@ def test_cuts_make_the_largest_share_small() -> None:
     assert best_cuts(sizes, 0, 0, (2, 1), frozenset()) == (0, 8, 12)
     assert best_cuts(sizes, 0, 0, (1, 1), frozenset({6})) in ((0, 5, 12), (0, 7, 12))
     assert best_cuts([10] * 3, 0, 0, (1, 1, 1), frozenset({1})) is None
+    assert best_cuts(sizes, 0, 40, (1, 1), frozenset()) == (0, 8, 12) == best_cuts(sizes, 0, 20, (3, 2), frozenset())
+
+
+def test_where_layers_use_what_others_have_there_is_no_cut(model_file) -> None:
+    """Layers 4 and 5 attend to the caches of layers 2 and 3: with those, so their queries have to be there as well."""
+    prepared = Planner.of_file(config(model_file("gemma4"))).prepare(config(model_file("gemma4")), Sizes(128))
+    for graph, _ in prepared.graphs.values():
+        assert LayerGraph(graph).impossible_cuts() == {3, 4, 5}
+
+
+def test_caches_count_among_what_a_stage_has(model_file) -> None:
+    one = config(model_file("gemma3"), 2)
+    prepared = Planner.of_file(config(model_file("gemma3"))).prepare(config(model_file("gemma3")), Sizes(128))
+    n_layer = prepared.model.hp.n_layer
+    for heavy, wanted in ((0, 1), (n_layer - 1, n_layer - 1)):
+        found = find_cuts(one, prepared.model, prepared.graphs, lambda c, il=heavy: (c.il == il) << 40)
+        assert found == (0, wanted, n_layer)
 
 
 def test_stages_of_one_machine_share_its_memory(model_file) -> None:
@@ -245,6 +270,158 @@ def test_a_stage_that_cannot_load_says_why(model_file, threads, monkeypatch: pyt
         Session.open(config(model_file("llama"), 2))
 
 
+def in_time(work: Callable[[], Any]) -> list[Any]:
+    """What some work gives or raises; fails if it does not end."""
+    found: list[Any] = []
+
+    def run() -> None:
+        try:
+            found.append(work())
+        except IkError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive(), "not within 60 seconds"
+    return found
+
+
+def test_errors_of_stages_reach_who_asked(model_file, threads, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of caches while micro-batches are under way as well, whose logits are not mixed up with them."""
+    ids = tokens(40)
+    with Session.open(config(model_file("llama"), 2)) as session:
+        wanted = np.array(session.decode(Batch.single(ids)))
+        session.clear()
+
+        def fail(self: StageRunner, *args: Any) -> Any:
+            raise IkError("this cache cannot be read")
+
+        session.launch(Batch.single(ids[:20], logits="none"))
+        with monkeypatch.context() as patched:
+            patched.setattr(StageRunner, "read_cells", fail)
+            (error,) = in_time(lambda: session.sequences.save(0, 20))
+        assert "this cache cannot be read" in str(error)
+        session.launch(Batch.single(ids[20:], 20))
+        session.land()
+        np.testing.assert_array_equal(session.land(), wanted)
+
+
+def test_what_is_lost_twice_comes_back_twice(model_file, threads) -> None:
+    ids = tokens(40)
+    with Session.open(config(model_file("llama"), 2)) as session:
+        runner = session.runner
+        assert isinstance(runner, StagedRunner)
+        wanted = np.array(session.decode(Batch.single(ids)))
+        for _ in range(2):
+            runner.cut()
+            (error,) = in_time(lambda: session.decode(Batch.single([1], 40)))
+            assert isinstance(error, StageLostError) and runner.supervisor is None
+            session.restart()
+            assert session.sequences.n_past == [0] and session.under_way == 0
+            np.testing.assert_array_equal(session.decode(Batch.single(ids)), wanted)
+
+
+def test_stages_of_another_version_are_named(model_file) -> None:
+    """Before anything is sent to them."""
+    runner = StagedRunner(config(model_file("llama"), 2), Sizes(128), (0, 1, 2))
+    listener = Listener("127.0.0.1", "secret")
+    try:
+        hello = {"secret": "secret", "index": 1, "version": "0.0.1", "host": "127.0.0.1", "port": 1, "pid": 1}
+        link = connect(listener.address, hello)
+        (error,) = in_time(lambda: runner._gather(listener))
+        assert str(error).startswith("stage 2 runs ik 0.0.1, and this is ")
+        runner._end()
+        with pytest.raises(LostLinkError):
+            link.receive(timeout=30)
+        link.close()
+    finally:
+        listener.close()
+
+
+def test_scales_of_all_that_is_added_reach_all_stages(model_file, threads, tmp_path: Path) -> None:
+    """A direction of every layer, each of which is in another stage."""
+    rng = np.random.default_rng(2)
+    width = Planner.of_file(config(model_file("llama"))).hp.n_embd
+    vector = write_control_vector(tmp_path / "v.gguf", {"direction.1": rng.normal(0, 1, width)})
+    adapters = AdapterConfig(control_vector=(vector,))
+    ids, found = tokens(20), []
+    for n in (1, 2):
+        with Session.open(config(model_file("llama"), n, adapters=adapters)) as session:
+            (use,) = session.model.adapters.added.vectors
+            rows = []
+            for scale in (1.0, 0.25, 0.0, 1.0):
+                session.apply(Added((), (use._replace(scale=scale),)))
+                session.clear()
+                rows.append(np.array(session.decode(Batch.single(ids))))
+            found.append(rows)
+    np.testing.assert_array_equal(found[0], found[1])
+    assert np.array_equal(found[1][0], found[1][3])
+    assert min(np.abs(found[1][a] - found[1][b]).max() for a, b in ((0, 1), (1, 2), (0, 2))) > 0
+
+
+def test_messages_that_are_none_end_a_connection() -> None:
+    """Without room being made for what they promise."""
+    listener = Listener("127.0.0.1", "secret")
+    try:
+        for head, text in (
+            (struct.pack("<IIQ", 10, (1 << 20) + 1, 0), "what arrived is no message"),
+            (struct.pack("<IIQ", 99, 2, 0) + b"{}", "what arrived is no message"),
+            (struct.pack("<IIQ", 10, 1, 0) + b"{", "what arrived is no message"),
+            (struct.pack("<IIQ", 10, 2, 5) + b"{}abcd", "closed by the other end"),
+        ):
+            right = connect(listener.address, {"secret": "secret"})
+            found = listener.accept(5)
+            assert found is not None
+            right._sock.sendall(head)
+            right._sock.shutdown(socket.SHUT_WR)
+            with pytest.raises(LostLinkError, match=text):
+                found[0].receive(timeout=30)
+            right.close()
+            found[0].close()
+        words = b'{"secret": "secret"}'
+        for n_words, n_bytes in ((len(words), 1), (5000, 0), (len(words), 0)):
+            with socket.create_connection(listener.address) as other:
+                other.sendall(struct.pack("<IIQ", MessageKind.HELLO, n_words, n_bytes) + words.ljust(n_words))
+                taken = listener.accept(5)
+                assert (taken is not None) == (n_words < 4096 and n_bytes == 0)
+                if taken is not None:
+                    taken[0].close()
+    finally:
+        listener.close()
+
+
+def test_a_message_in_many_parts_arrives_whole() -> None:
+    """More parts than one call takes, some of them cut in the middle."""
+    listener = Listener("127.0.0.1", "secret")
+    try:
+        link = connect(listener.address, {"secret": "secret"})
+        found = listener.accept(5)
+        assert found is not None
+        parts = [np.full(n, n % 251, np.uint8) for n in range(1, 3000, 7)]
+        real, taken = link._sock, itertools.cycle((1, 300, 4096, 7))
+
+        class Slow:
+            """Takes a little of what it is given."""
+
+            def sendmsg(self, buffers: Any) -> int:
+                assert len(buffers) <= 1024, "more than the system takes"
+                data = b"".join(buffers)[: next(taken)]
+                real.sendall(data)
+                return len(data)
+
+        link._sock = Slow()  # type: ignore[assignment]
+        sender = threading.Thread(target=link.send, args=(MessageKind.RUN, {}, parts), daemon=True)
+        sender.start()
+        _, _, data = found[0].receive(timeout=30)
+        sender.join(30)
+        assert not sender.is_alive() and bytes(data) == np.concatenate(parts).tobytes()
+        real.close()
+        found[0].close()
+    finally:
+        listener.close()
+
+
 def test_strangers_are_sent_away() -> None:
     listener = StageListener("127.0.0.1", "secret")
     try:
@@ -262,10 +439,11 @@ def test_strangers_are_sent_away() -> None:
         found = listener.accept(5)
         assert found is not None and found[1]["index"] == 3
         data = np.arange(1 << 20, dtype=np.int32)
-        sender = threading.Thread(target=right.send, args=(MessageKind.RUN, {"a": 1}, [b"x", data, b""]))
+        sender = threading.Thread(target=right.send, args=(MessageKind.RUN, {"a": 1}, [b"x", data, b""]), daemon=True)
         sender.start()
-        kind, words, payload = found[0].receive()
-        sender.join()
+        kind, words, payload = found[0].receive(timeout=30)
+        sender.join(30)
+        assert not sender.is_alive(), "the message was not taken within 30 seconds"
         assert (kind, words) == (MessageKind.RUN, {"a": 1})
         np.testing.assert_array_equal(np.frombuffer(payload[1:], np.int32), data)
         right.close()

@@ -6,10 +6,14 @@ import re
 from pathlib import Path
 
 import pytest
+from factories import tiny_model
+from gguf_files import write_model
 
 from ikcli.engine.plan import planner as planner_module
+from ikcli.engine.plan.startup import check_ser
 from ikcli.engine.run.session import Session
 from ikcli.main import main
+from ikcli.settings.run import RunConfig
 
 TEXT = "import os\nimport sys\n" * 160
 COMMANDS = {
@@ -52,3 +56,23 @@ def test_every_command_plans_what_it_runs(
     total = re.compile(r"CPU TOTAL = .*")
     assert total.findall(planned)[0].split(" of ")[0].split(",")[0] == total.findall(logged)[0].split(",")[0]
     assert re.findall(r"KV self size .*", planned) == re.findall(r"KV self size .*", logged)
+
+
+def test_ser_with_as_many_experts_as_are_used_is_dropped() -> None:
+    """Recipes are shared between models; what is used is said, and nothing else changes."""
+    for k_min, n_expert, n_used, words in (
+        (7, 8, 6, "-ser 7,1 has no effect: each token uses all 6 experts"),
+        (6, 8, 6, "-ser 6,1 has no effect: each token uses all 6 experts"),
+        (6, 0, 0, "-ser 6,1 has no effect: the model has no experts"),
+    ):
+        config, warnings = check_ser(RunConfig(ser=(k_min, 1.0)), n_expert, n_used)
+        assert config.ser is None and warnings[0].startswith(words) and len(warnings) == 1
+    fewer = RunConfig(ser=(5, 0.4))
+    assert check_ser(fewer, 8, 6) == (fewer, []) and check_ser(RunConfig(), 8, 6) == (RunConfig(), [])
+
+
+def test_ser_beyond_the_experts_of_a_model_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_model(tiny_model("qwen3moe", expert_count=8, expert_used_count=3, expert_feed_forward_length=48),
+                       tmp_path / "m.gguf")  # fmt: skip
+    assert main(["plan", "-m", str(path), "-ser", "7,1", "-c", "64"]) == 0
+    assert "warning: -ser 7,1 has no effect: each token uses all 3 experts" in capsys.readouterr().err

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import json
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from engine_client import ask, serving
+from engine_client import ask, by_hand, serving
 from factories import tiny_model
 from gguf_files import write_model
 
 from ikcli.engine.plan.sizes import SPARE, window_cells
+from ikcli.engine.run.adapters import NOTHING
 from ikcli.engine.run.batch import Batch
 from ikcli.engine.run.reference_session import ReferenceSession
 from ikcli.engine.run.session import Session
 from ikcli.gguf.constants import GGMLType
 from ikcli.graph import Per
 from ikcli.models import GraphConfig
+from ikcli.sampling.params import SamplerParams
+from ikcli.server.slots import slot_file
+from ikcli.server.slots.log import silent
+from ikcli.server.slots.prompt_cache import Entry
+from ikcli.server.slots.sessions import Sessions
+from ikcli.server.slots.states import EngineError
 from ikcli.settings.run import RunConfig
 from ikcli.settings.values import parse_spec_type
 
@@ -114,8 +123,51 @@ def test_save_load_and_copy(path: Path) -> None:
         assert np.array_equal(add(other, 1000, 1020, 1), wanted)
 
 
+def test_a_slot_file_holds_all_of_a_sequence(path: Path, tmp_path: Path) -> None:
+    """Positions, rows of windows with where they begin, checkpoints with theirs; a slot of just this size takes it."""
+    with opened(path) as session:
+        add(session, 0, 300)
+        session.checkpoint(0)
+        add(session, 300, 1000)
+        wanted, tokens, file = session.sequences.save(0, 1000), IDS[:1000], tmp_path / "slot.bin"
+        assert 0 < wanted.first < 1000 - WINDOW and [(c.n_tokens, c.first) for c in wanted.checkpoints] == [(300, 261)]
+        n_bytes = slot_file.save(session, 0, tokens, file)
+        found_tokens, found, size = slot_file.load(session, file, 1000)
+        assert n_bytes == size == file.stat().st_size and np.array_equal(found_tokens, tokens)
+        assert (found.n_tokens, found.first, found.kind) == (1000, wanted.first, wanted.kind)
+        pairs = [(found, wanted), *zip(found.checkpoints, wanted.checkpoints, strict=True)]
+        for a, b in pairs:
+            assert (a.n_tokens, a.first) == (b.n_tokens, b.first)
+            assert all(np.array_equal(x, y) for x, y in zip(a.parts, b.parts, strict=True))
+        (folder := tmp_path / "sessions").mkdir()
+        sessions = Sessions(session, folder, 1 << 30, 1000, silent)
+        assert sessions.keep(Entry(tokens, wanted))
+        sessions.close()
+        sessions = Sessions(session, folder, 1 << 30, 1000, silent)
+        good = wanted.first + WINDOW - 1  # from where its windows are there; before, there is the checkpoint
+        for n, reached in ((1000, 1000), (good, good), (good - 1, 300), (300, 300)):
+            best = sessions.best(tokens[:n], 0, NOTHING)
+            assert best is not None and best[2] == reached
+        assert sessions.best(tokens[:299], 0, NOTHING) is None
+        sessions.close()
+        with pytest.raises(EngineError, match="holds 1000 tokens, but a slot takes 999"):
+            slot_file.load(session, file, 999)
+        data = file.read_bytes()
+        (n_header,) = struct.unpack_from("<I", data, 12)
+        header = json.loads(data[16 : 16 + n_header])
+        for changes in (
+            {"first": 1001}, {"first": -1}, {"checkpoints": [[300, 301]]}, {"checkpoints": [[1001, 261]]},
+            {"checkpoints": [[300, 261], [300, 261]]}, {"checkpoints": [[0, 0]]}, {"checkpoints": [[300, -1]]},
+            {"first": 0.5}, {"checkpoints": [[300]]},
+        ):  # fmt: skip
+            text = json.dumps(header | changes).encode()
+            file.write_bytes(data[:12] + struct.pack("<I", len(text)) + text + data[16 + n_header :])
+            with pytest.raises(EngineError, match="header cannot be read"):
+                slot_file.load(session, file, 1000)
+
+
 def test_the_server_reuses_what_it_can_and_answers_the_same(path: Path, tmp_path: Path) -> None:
-    """Prompts whose end changes, a slot that is saved and restored, wrong drafts, context shift."""
+    """Prompts whose end changes, a slot that is saved and restored, wrong drafts."""
     settings: dict[str, Any] = {"model": path, "n_ctx": N_CTX, "n_ubatch": UBATCH, "type_k": "f32", "type_v": "f32"}
     prompt = IDS[:1200].tolist()
     other = [*prompt[:600], 5, 6, 7]
@@ -134,6 +186,25 @@ def test_the_server_reuses_what_it_can_and_answers_the_same(path: Path, tmp_path
     with serving(1, **settings) as plain, serving(1, server=spec, **settings) as engine:
         wanted, found = ask(plain, repeated, 60), ask(engine, repeated, 60)
         assert [t.id for t in found.tokens] == [t.id for t in wanted.tokens] and found.timings.draft_n
-    with serving(1, server={"context_shift": True}, **settings | {"n_ctx": 1024}) as engine:
-        final = ask(engine, IDS[:900].tolist(), 300, n_keep=8)
-    assert final.truncated and len(final.tokens) == 300
+
+
+def test_logits_after_a_shift_are_those_of_what_is_left(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the windows are long past what is kept."""
+    changes: dict[str, Any] = {"n_ctx": 2048, "n_ubatch": UBATCH, "type_k": "f32", "type_v": "f32"}
+    with by_hand(path, 2, **changes) as hand:
+        assert window_rows(hand.worker.session) == {2 * CELLS}
+        seen = hand.repeated(monkeypatch)
+        wild = SamplerParams(temperature=1.5, seed=3)
+        call = hand.post(IDS[:1000].tolist(), 40, n_keep=8, n_discard=100, id_slot=0, sampling=wild)
+        hand.until(lambda: call.final)
+        assert call.final is not None and call.final.truncated
+        text = IDS[:1000].tolist() + [t.id for t in call.final.tokens]
+        ((tokens, logits),) = seen
+        assert tokens == [*text[:8], *text[108:1025]]
+        session = hand.worker.session
+        session.truncate(1, 0)
+        wanted = np.array(session.decode(Batch.single(tokens, 0, 1)))[0]
+        assert np.abs(logits - wanted).max() < 0.002 * wanted.std()
+        other = session.truncate(1, 0)
+        wrong = np.array(session.decode(Batch.single([*tokens[:-20], *tokens[-19:]], other, 1)))[0]
+        assert np.abs(logits - wrong).max() > 0.1 * wanted.std()

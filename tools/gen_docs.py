@@ -22,7 +22,13 @@ All commands that run a model accept every option of the first part. Those that 
 listed once on stderr. After `--`, `_` equals `-`; `--name=value` works; the last value of a scalar wins.
 `--config FILE` reads TOML with long names as keys, `@FILE` one option per line. Other commands follow the same rules.
 
-Environment variables in brackets set their option where neither a file nor the command line does, except in `ik bench`.
+Files of options, rules, keys, prompts, templates, grammars and schemas may be saved in UTF-8 or, with a byte order
+mark, in UTF-16, with line ends of any system. Texts that are measured or answered (`-f`) may be compressed by gzip,
+bzip2 or xz; other archives are refused by name, and bytes that are not text get a warning. `-bf` takes the bytes as
+they are.
+
+Environment variables in brackets set their option where neither a file nor the command line does, except in `ik bench`,
+`ik quantize` and `ik repack`.
 """
 USERS = {letter: command for command, letter in COMMAND_LETTERS.items() if letter != "L"}
 

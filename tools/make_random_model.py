@@ -10,9 +10,10 @@ vocabulary size.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -24,13 +25,16 @@ import numpy.typing as npt
 from ikcli import models
 from ikcli.errors import IkError, UsageError
 from ikcli.gguf.constants import FILE_TYPES, GGMLType, GGUFValueType
+from ikcli.gguf.reader import TensorInfo
 from ikcli.gguf.types import TYPES, TensorType
 from ikcli.gguf.values import Typed
 from ikcli.gguf.writer import GGUFWriter, NewTensor
 from ikcli.models import HParams
+from ikcli.quant.custom_rules import parse_custom_rules
 from ikcli.quant.decode import decodable_types, dequantize
 from ikcli.quant.encode import quantize
 from ikcli.quant.formats import format_by_name, row_size
+from ikcli.quant.recipes import RecipeOptions, choose_types
 
 Keys = dict[str, Any]
 STD = 0.02
@@ -179,9 +183,8 @@ def vocabulary(n_vocab: int) -> dict[str, Any]:
     }
 
 
-def metadata(p: Preset, type: GGMLType) -> dict[str, Any]:
+def metadata(p: Preset, file_type: int) -> dict[str, Any]:
     """All key-value pairs of the model."""
-    file_type = next((f.number for f in FILE_TYPES.values() if f.type == type), 0)
     general = {
         "general.architecture": p.arch,
         "general.name": f"random {p.arch}",
@@ -193,7 +196,7 @@ def metadata(p: Preset, type: GGMLType) -> dict[str, Any]:
 
 def shapes(p: Preset) -> dict[str, tuple[int, ...]]:
     """Tensor names and GGUF-order shapes: what the architecture needs and what the preset adds."""
-    hp = HParams.from_gguf(metadata(p, GGMLType.F16), {}, p.arch)
+    hp = HParams.from_gguf(metadata(p, 1), {}, p.arch)
     wanted = ("output.weight", *p.optional)
     return {
         name: spec.shape
@@ -290,6 +293,7 @@ def _can_be_filled(type: TensorType) -> bool:
     return type.rows == 1 and (type.kind == "float" or row_scale or bool(type.scales))
 
 
+@cache
 def check_type(name: str) -> GGMLType:
     """A type this script can fill with random weights, by name."""
     fmt = format_by_name(name)
@@ -300,10 +304,30 @@ def check_type(name: str) -> GGMLType:
     return fmt.type
 
 
+def tensors_of(p: Preset, name: str, custom: Sequence[str] = ()) -> tuple[int, list[NewTensor]]:
+    """The file type and all tensors, of a type or as `ik quantize` mixes types for a preset such as Q4_K_M."""
+    found = shapes(p)
+    preset = next((f.number for f in FILE_TYPES.values() if name.upper() in f.names), None)
+    is_type = any(name.lower() == t.name.lower() for t in TYPES.values())
+    if not custom and (is_type or preset is None):
+        type = check_type(name)
+        number = next((f.number for f in FILE_TYPES.values() if f.type == type), 0)
+        return number, [NewTensor(n, shape, tensor_type(n, shape, type)) for n, shape in found.items()]
+    if preset is None:
+        raise UsageError(f"--custom-q changes the mix of a preset of ik quantize, and {name} is none")
+    options = RecipeOptions(preset, ignore_imatrix_rules=True, custom=parse_custom_rules(custom))
+    before = [TensorInfo(n, s, tensor_type(n, s, GGMLType.F16), 0, math.prod(s), 0) for n, s in found.items()]
+    chosen = choose_types(before, metadata(p, preset), options)
+    return preset, [NewTensor(c.name, c.shape, check_type(TYPES[c.new].name)) for c in chosen]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Write a GGUF model with random weights.")
     parser.add_argument("--preset", choices=sorted(PRESETS), default="llama")
-    parser.add_argument("--type", default="F16", help="weight type, e.g. F16, Q8_0, Q4_0, Q4_K, Q6_K")
+    parser.add_argument(
+        "--type", default="F16", help="weight type, or a preset of ik quantize: F16, Q8_0, Q4_K, Q4_K_M, ..."
+    )
+    parser.add_argument("--custom-q", default="", metavar="RE=TYPE,...", help="as in ik quantize, with a preset")
     parser.add_argument("--layers", type=int, help="number of layers instead of the preset's")
     parser.add_argument("--vocab", type=int, help="vocabulary size instead of the preset's")
     parser.add_argument("--experts", type=int, help="number of routed experts instead of the preset's")
@@ -313,10 +337,9 @@ def main() -> int:
     p = PRESETS[args.preset].changed(args.layers, args.vocab, args.experts)
     start = time.perf_counter()
     try:
-        type = check_type(args.type)
-        tensors = [NewTensor(n, s, tensor_type(n, s, type)) for n, s in shapes(p).items()]
+        file_type, tensors = tensors_of(p, args.type, [args.custom_q] if args.custom_q else ())
         rng = np.random.Generator(np.random.SFC64(args.seed))
-        with GGUFWriter(args.output, metadata(p, type), tensors) as writer:
+        with GGUFWriter(args.output, metadata(p, file_type), tensors) as writer:
             for t in tensors:
                 writer.write_tensor(t.name, tensor_data(t, rng))
     except IkError as e:

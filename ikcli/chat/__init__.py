@@ -4,8 +4,9 @@
 a `ChatParser` that reads the answer as it is generated.
 """
 
+from ikcli.chat.content import RequestError
 from ikcli.chat.formats import ChatFormat
-from ikcli.chat.messages import Message, RequestError, Tool, ToolCall, parse_messages, parse_tools
+from ikcli.chat.messages import Message, Tool, ToolCall, parse_messages, parse_tools
 from ikcli.chat.parser import ChatDelta, ChatMessage, ChatParser, ParserSettings
 from ikcli.chat.prompt import ChatPrompt
 from ikcli.chat.request import ChatDefaults, ChatRequest, parse_request

@@ -36,6 +36,8 @@ class Capabilities:
     tool_responses: bool = False
     parallel_tool_calls: bool = False
     object_arguments: bool = False
+    text_arguments: bool = False
+    """True if the template takes arguments as JSON text, too."""
     null_content: bool = False
     """True if the template writes calls only where the content is null."""
     preserve_reasoning: bool = False
@@ -75,6 +77,7 @@ def probe(template: ChatTemplate, bos: str, eos: str) -> Capabilities:
     both = text(_with_call(arguments, calls=2, content=None if null_content else ""), [_TOOL])
     responses = text(_with_call(arguments, response=True), [_TOOL])
     thought = {"role": "assistant", "content": "probe answer", "reasoning_content": "probe thought"}
+    thought["thinking"] = thought["reasoning_content"]
     efforts = {text([_USER], None, **effort, **effort_variables(effort)) for effort in _EFFORTS}
     listed = text([_USER], [_TOOL]) or text([system, _USER], [_TOOL])
     return Capabilities(
@@ -86,6 +89,7 @@ def probe(template: ChatTemplate, bos: str, eos: str) -> Capabilities:
         tool_responses="probe response" in responses,
         parallel_tool_calls="second_function" in both and _NAME in both,
         object_arguments=objects,
+        text_arguments=strings,
         null_content=null_content,
         preserve_reasoning="probe thought" in text([_USER, thought, _USER], None, **preserve_variables(_KEEP)),
         reasoning_effort=len(efforts) > 1,

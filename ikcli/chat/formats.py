@@ -6,7 +6,6 @@ without a system role get the system prompt in front of the first message.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,11 +14,12 @@ from typing import Any
 
 from ikcli.chat import builtin
 from ikcli.chat.capabilities import Capabilities, call_shape, effort_variables, preserve_variables, probe
+from ikcli.chat.content import RequestError, json_value
 from ikcli.chat.families.base import Family
 from ikcli.chat.families.detect import family_by_shape, family_of, reasoning_of
 from ikcli.chat.families.generic import Generic, explain_tools, list_tools, written_out
 from ikcli.chat.families.harmony import Harmony
-from ikcli.chat.messages import Message, RequestError
+from ikcli.chat.messages import Message
 from ikcli.chat.prompt import ChatPrompt, Thinking, answer_grammar, parser_settings
 from ikcli.chat.request import ChatRequest
 from ikcli.chat.template import ChatTemplate
@@ -44,17 +44,20 @@ class ChatFormat:
         eos: str = "",
         add_bos: bool = False,
         add_eos: bool = False,
+        tokens: Mapping[str, str] | None = None,
         tool_source: str = "",
         jinja: bool = True,
         notice: str = "",
     ) -> None:
         """Compile and probe `source` (`tool_source`: the one for requests with tools). `add_bos`: the tokenizer writes
-        BOS itself, so the prompt must not. FormatError with the line if a template is broken.
+        BOS itself, so the prompt must not. `tokens`: further variables with the text of a token, such as `pad_token`.
+        FormatError with the line if a template is broken.
         """
         self.source = source
         self.notice = notice
         self.jinja = jinja
         self._bos, self._eos, self._add_bos, self._add_eos = bos, eos, add_bos, add_eos
+        self._tokens = {**(tokens or {}), "bos_token": bos, "eos_token": eos}
         self._template = ChatTemplate(source)
         self._tool_template = ChatTemplate(tool_source) if tool_source else self._template
         self.capabilities = self._probe(self._template)
@@ -74,6 +77,7 @@ class ChatFormat:
         eos: str = "",
         add_bos: bool = False,
         add_eos: bool = False,
+        tokens: Mapping[str, str] | None = None,
         tool_source: str | None = None,
         jinja: bool = True,
     ) -> ChatFormat:
@@ -94,7 +98,8 @@ class ChatFormat:
             known = ", ".join(sorted(builtin.TEMPLATES))
             raise FormatError(f'there is no built-in chat template "{template_source.strip()}"; there are {known}')
         source = named if named is not None else template_source or ""
-        options: dict[str, Any] = {"bos": bos, "eos": eos, "add_bos": add_bos, "add_eos": add_eos, "jinja": jinja}
+        options: dict[str, Any] = {"bos": bos, "eos": eos, "add_bos": add_bos, "add_eos": add_eos, "tokens": tokens}
+        options["jinja"] = jinja
         return cls(source, **options, tool_source="" if named else tool_source or "", notice=notice)
 
     @property
@@ -181,19 +186,17 @@ class ChatFormat:
             messages = _without_system(messages)
         if request.template_kwargs.get("preserve_reasoning") is False:
             messages = _without_old_thoughts(messages)
-        return [self._as_dict(m, can, i) for i, m in enumerate(messages)], tools
+        return [self._as_dict(m, can) for m in messages], tools
 
-    def _as_dict(self, message: Message, can: Capabilities, index: int) -> dict[str, Any]:
+    def _as_dict(self, message: Message, can: Capabilities) -> dict[str, Any]:
         out: dict[str, Any] = {"role": message.role, "content": message.content}
         if can.typed_content and (message.parts is not None or not can.string_content):
             texts = message.parts if message.parts is not None else (message.content,)
             out["content"] = [{"type": "text", "text": text} for text in texts]
         if message.reasoning:
-            out["reasoning_content"] = message.reasoning
-            if isinstance(self._family, Harmony):
-                out["thinking"] = message.reasoning
-                if message.tool_calls:
-                    del out["content"]
+            out["reasoning_content"] = out["thinking"] = message.reasoning  # under both names, as transformers
+            if isinstance(self._family, Harmony) and message.tool_calls:
+                del out["content"]
         if message.name:
             out["name"] = message.name
         if message.tool_call_id:
@@ -206,22 +209,13 @@ class ChatFormat:
                     "type": "function",
                     "function": {
                         "name": c.name,
-                        "arguments": self._arguments(c.arguments, can, f"messages[{index}].tool_calls[{i}]"),
+                        "arguments": _arguments(c.arguments, can),
                     },
                     **({"id": c.id} if c.id else {}),
                 }
-                for i, c in enumerate(message.tool_calls)
+                for c in message.tool_calls
             ]
         return out
-
-    def _arguments(self, text: str, can: Capabilities, path: str) -> Any:
-        """Arguments of a call as the template takes them: an object, or JSON text."""
-        if not can.object_arguments:
-            return text
-        try:
-            return json.loads(text) if text.strip() else {}
-        except (ValueError, RecursionError) as e:
-            raise RequestError(f"{path}.function.arguments", f"is not valid JSON: {e}") from None
 
     def _text(self, request: ChatRequest, messages: list[dict[str, Any]], tools: list[Any] | None) -> str:
         template = self._tool_template if tools else self._template
@@ -236,10 +230,8 @@ class ChatFormat:
             variables["thinking"] = request.enable_thinking  # what some templates call it
         variables |= {k: v for k, v in request.template_kwargs.items() if k not in ("messages", "tools", "self")}
         variables = effort_variables(variables) | preserve_variables(variables) | variables
-        for name, own in (("bos_token", self._bos), ("eos_token", self._eos)):
-            variables.setdefault(name, own)
         try:
-            text = template.render(messages, tools=tools, **variables)
+            text = template.render(messages, tools=tools, **(self._tokens | variables))
         except FormatError:
             raise
         except IkError as e:
@@ -280,6 +272,20 @@ class ChatFormat:
         if thinking.open:
             return f"{prompt}{last.reasoning}{tags.close}{text}", Thinking(None, False, False)
         return prompt + text, Thinking(None, False, False)
+
+
+def _arguments(text: str, can: Capabilities) -> Any:
+    """Arguments of a call as the template takes them: an object, or JSON text.
+
+    What the model wrote may be neither, cut off by a limit or with a list for arguments. The client replays it, so it
+    stays as it is where the template takes text, too, and elsewhere is the only member of an object.
+    """
+    if not can.object_arguments:
+        return text
+    value = json_value(text)
+    if isinstance(value, dict):
+        return value
+    return text if can.text_arguments else {"arguments": text}
 
 
 def _without_old_thoughts(messages: list[Message]) -> list[Message]:

@@ -6,26 +6,24 @@ text parts; arguments of tool calls stay JSON text until a template wants them a
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ikcli.errors import IkError
+from ikcli.chat.content import (
+    RequestError,
+    arguments_text,
+    check_unicode,
+    describe,
+    is_thought,
+    note,
+    part_text,
+    text_field,
+    thought_text,
+)
 
 _ROLE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_MEDIA = {"image_url": "image", "input_image": "image", "image": "image", "input_audio": "audio", "audio": "audio",
-          "video_url": "video", "input_video": "video", "file": "file", "input_file": "file"}  # fmt: skip
-
-
-class RequestError(IkError):
-    """A request that cannot be served as it is (HTTP 400); `field` is the path of what is wrong."""
-
-    def __init__(self, field: str, message: str) -> None:
-        """Compose `field: message`."""
-        self.field = field
-        super().__init__(f"{field}: {message}" if field else message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,16 +67,6 @@ class Tool:
         return {"type": "function", "function": function}
 
 
-def describe(value: Any) -> str:
-    """A JSON value's kind, for messages."""
-    if value is None:
-        return "null"
-    for kind, name in ((bool, "a boolean"), (str, "a string"), (Mapping, "an object"), (list, "a list")):
-        if isinstance(value, kind):
-            return name
-    return "a number"
-
-
 def parse_messages(value: Any, path: str = "messages") -> tuple[Message, ...]:
     """The messages of a request; RequestError naming the path of the first mistake."""
     if not isinstance(value, list):
@@ -104,75 +92,62 @@ def _with_tool_names(messages: tuple[Message, ...]) -> tuple[Message, ...]:
 def _message(value: Any, path: str) -> Message:
     if not isinstance(value, Mapping):
         raise RequestError(path, f"expected an object, got {describe(value)}")
-    role = _text(value, "role", path, required=True)
+    role = text_field(value, "role", path, required=True)
     if not _ROLE.fullmatch(role):
         raise RequestError(f"{path}.role", "expected a role such as system, user, assistant or tool")
     calls = _tool_calls(value.get("tool_calls"), f"{path}.tool_calls")
     if not calls and isinstance(value.get("function_call"), Mapping) and role == "assistant":
         calls = (_function(value["function_call"], f"{path}.function_call", ""),)
-    content, parts = _content(value, path, optional=role == "assistant", has_calls=bool(calls))
-    reasoning = _text(value, "reasoning_content", path) or _text(value, "reasoning", path)
+    assistant = role == "assistant"
+    content, parts, thoughts = _content(value, path, role=role, optional=assistant, has_calls=bool(calls))
+    reasoning = text_field(value, "reasoning_content", path) or text_field(value, "reasoning", path) or thoughts
     return Message(
         role="tool" if role == "function" else role,
         content=content,
         parts=parts,
         tool_calls=calls,
         reasoning=reasoning,
-        name=_text(value, "name", path),
-        tool_call_id=_text(value, "tool_call_id", path),
+        name=text_field(value, "name", path),
+        tool_call_id=text_field(value, "tool_call_id", path),
     )
 
 
-def _text(value: Mapping[str, Any], key: str, path: str, *, required: bool = False) -> str:
-    found = value.get(key)
-    if found is None and not required:
-        return ""
-    if not isinstance(found, str):
-        problem = "is required" if key not in value else f"expected a string, got {describe(found)}"
-        raise RequestError(f"{path}.{key}", problem)
-    _check_unicode(found, f"{path}.{key}")
-    return found
-
-
-def _check_unicode(text: str, path: str) -> None:
-    if not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):
-        raise RequestError(path, "the text is not valid Unicode (half of a surrogate pair)")
-
-
 def _content(
-    value: Mapping[str, Any], path: str, *, optional: bool, has_calls: bool
-) -> tuple[str, tuple[str, ...] | None]:
-    if "content" not in value:
-        if optional and (has_calls or value.get("reasoning_content") is not None):
-            return "", None
+    value: Mapping[str, Any], path: str, *, role: str, optional: bool, has_calls: bool
+) -> tuple[str, tuple[str, ...] | None, str]:
+    """The text, its parts if there are several, and thoughts among them."""
+    content = value.get("content")
+    if content is None:
+        if instead := _instead_of_content(value) if role == "assistant" else "":
+            return check_unicode(instead, path), None, ""
+        if "content" in value or (optional and (has_calls or value.get("reasoning_content") is not None)):
+            return "", None, ""
         needed = "content or tool_calls is required" if optional else "is required"
         raise RequestError(f"{path}.content", needed)
-    content = value["content"]
-    if content is None:
-        return "", None
     if isinstance(content, str):
-        _check_unicode(content, f"{path}.content")
-        return content, None
+        return check_unicode(content, f"{path}.content"), None, ""
     if not isinstance(content, list):
         raise RequestError(f"{path}.content", f"expected a string or a list of parts, got {describe(content)}")
-    parts = tuple(_part(part, f"{path}.content[{i}]") for i, part in enumerate(content))
-    return "\n".join(parts), parts
+    parts, thoughts = [], ""
+    for i, part in enumerate(content):
+        if role == "assistant" and is_thought(part):
+            thoughts += thought_text(part)
+            continue
+        text = part_text(part, f"{path}.content[{i}]", role)
+        if text or role != "assistant":
+            parts.append(text)
+    return "\n".join(parts), tuple(parts), thoughts
 
 
-def _part(part: Any, path: str) -> str:
-    if isinstance(part, str):
-        _check_unicode(part, path)
-        return part
-    if not isinstance(part, Mapping):
-        raise RequestError(path, f"expected an object, got {describe(part)}")
-    kind = _text(part, "type", path, required=True)
-    if kind in ("text", "input_text", "output_text"):
-        return _text(part, "text", path, required=True)
-    if kind == "refusal":
-        return _text(part, "refusal", path, required=True)
-    if kind in _MEDIA:
-        raise RequestError(f"{path}.type", f"{_MEDIA[kind]} input is not supported: this model reads text only")
-    raise RequestError(f"{path}.type", f'unsupported content part "{kind[:64]}": expected "text"')
+def _instead_of_content(value: Mapping[str, Any]) -> str:
+    """What the assistant said where it wrote no content: a refusal, or something spoken."""
+    refusal, audio = value.get("refusal"), value.get("audio")
+    if isinstance(refusal, str) and refusal:
+        return refusal
+    if not isinstance(audio, Mapping):
+        return ""
+    transcript = audio.get("transcript")
+    return transcript if isinstance(transcript, str) and transcript else note("audio")
 
 
 def _tool_calls(value: Any, path: str) -> tuple[ToolCall, ...]:
@@ -180,29 +155,29 @@ def _tool_calls(value: Any, path: str) -> tuple[ToolCall, ...]:
         return ()
     if not isinstance(value, list):
         raise RequestError(path, f"expected a list, got {describe(value)}")
-    calls = []
-    for i, call in enumerate(value):
-        here = f"{path}[{i}]"
-        if not isinstance(call, Mapping):
-            raise RequestError(here, f"expected an object, got {describe(call)}")
-        kind = _text(call, "type", here) or "function"
-        if kind != "function":
-            raise RequestError(f"{here}.type", f'unsupported tool call type "{kind[:64]}": expected "function"')
-        calls.append(_function(call.get("function"), f"{here}.function", _text(call, "id", here)))
-    return tuple(calls)
+    return tuple(_tool_call(call, f"{path}[{i}]") for i, call in enumerate(value))
+
+
+def _tool_call(call: Any, path: str) -> ToolCall:
+    """A call of any type: what it asks for stands under the name of the type."""
+    if not isinstance(call, Mapping):
+        raise RequestError(path, f"expected an object, got {describe(call)}")
+    kind, id = text_field(call, "type", path) or "function", text_field(call, "id", path)
+    if kind == "function" or isinstance(call.get("function"), Mapping):
+        return _function(call.get("function"), f"{path}.function", id)
+    body = call.get(kind)
+    if not isinstance(body, Mapping):
+        raise RequestError(f"{path}.type", f'unsupported tool call type "{kind[:64]}": expected "function"')
+    asked = body["arguments"] if "arguments" in body else {key: item for key, item in body.items() if key != "name"}
+    name = text_field(body, "name", f"{path}.{kind}") or kind
+    return ToolCall(name, check_unicode(arguments_text(asked), f"{path}.{kind}"), id)
 
 
 def _function(value: Any, path: str, id: str) -> ToolCall:
     if not isinstance(value, Mapping):
         raise RequestError(path, "is required" if value is None else f"expected an object, got {describe(value)}")
-    name = _text(value, "name", path, required=True)
-    arguments = value.get("arguments")
-    if arguments is None:
-        arguments = "{}"
-    elif not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    _check_unicode(arguments, f"{path}.arguments")
-    return ToolCall(name, arguments, id)
+    name = text_field(value, "name", path, required=True)
+    return ToolCall(name, check_unicode(arguments_text(value.get("arguments")), f"{path}.arguments"), id)
 
 
 def parse_tools(value: Any, path: str = "tools") -> tuple[Tool, ...]:
@@ -223,13 +198,13 @@ def parse_tools(value: Any, path: str = "tools") -> tuple[Tool, ...]:
 def _tool(value: Any, path: str) -> Tool:
     if not isinstance(value, Mapping):
         raise RequestError(path, f"expected an object, got {describe(value)}")
-    kind = _text(value, "type", path, required=True)
+    kind = text_field(value, "type", path, required=True)
     if kind != "function":
         raise RequestError(f"{path}.type", f'unsupported tool type "{kind[:64]}": expected "function"')
     function = value.get("function")
     if not isinstance(function, Mapping):
         raise RequestError(f"{path}.function", "is required" if function is None else "expected an object")
-    name = _text(function, "name", f"{path}.function", required=True)
+    name = text_field(function, "name", f"{path}.function", required=True)
     if not name or len(name) > 256 or any(c in name for c in '"\\\n\r<>[]{}'):
         raise RequestError(f"{path}.function.name", "expected a name of letters, digits, _ and -")
     parameters = function.get("parameters")
@@ -237,4 +212,4 @@ def _tool(value: Any, path: str) -> Tool:
         parameters = {}
     if not isinstance(parameters, Mapping):
         raise RequestError(f"{path}.function.parameters", f"expected a JSON schema, got {describe(parameters)}")
-    return Tool(name, _text(function, "description", f"{path}.function"), parameters)
+    return Tool(name, text_field(function, "description", f"{path}.function"), parameters)

@@ -109,7 +109,7 @@ def _thinking_first(tree: Node, thinking: Thinking) -> Node:
 
 def parser_settings(request: ChatRequest, family: Family | None, thinking: Thinking, *, live: bool) -> ParserSettings:
     """How to read the answer to `request`."""
-    tools = {tool.name: tool.parameters for tool in request.tools} if request.calls_tools else None
+    tools = {tool.name: tool.parameters for tool in request.callable_tools} if request.calls_tools else None
     settings = ParserSettings(
         family=family,
         reasoning=thinking.tags,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator
 Wait = Generator[None, None, None]
 Sink = Callable[[str], None]
 
-_SPACE = " \t\r\n"
+SPACE = " \t\r\n"
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
 _SCALAR = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|true|false|null")
 _SCALAR_CHARS = frozenset("-+.0123456789eEtrufalsn")
@@ -72,16 +72,23 @@ class Reader:
         return found is not None
 
     def literal(self, text: str) -> Wait:
-        """Read `text`, which has to come next."""
-        if not (yield from self.optional(text)):
+        """Read `text`, which has to come next; at the end of all text a beginning of it is read too."""
+        if not (yield from self.closing(text)):
             raise Malformed(text)
+
+    def closing(self, text: str) -> Generator[None, None, bool]:
+        """Read `text` if it comes next, or what there is of it where all text ends."""
+        found = yield from self.optional(text)
+        if not found and self.ended and text.startswith(self.text[self.pos :]):
+            self.pos = len(self.text)
+        return found
 
     def spaces(self) -> Generator[None, None, str]:
         """Read white space, if there is any."""
         out = ""
         while not (yield from self.at_end()):
             char = self.text[self.pos]
-            if char not in _SPACE:
+            if char not in SPACE:
                 break
             out += char
             self.pos += 1
@@ -94,7 +101,7 @@ class Reader:
         """
         while True:
             found = min(((at, -len(e), e) for e in ends if (at := self.text.find(e, self.pos)) >= 0), default=None)
-            safe = len(self.text) if self.ended else self._safe_end(ends)
+            safe = len(self.text) if self.ended else self.safe_end(ends, self.pos)
             if found is not None and (self.ended or safe > found[0]):
                 before = self.text[self.pos : found[0]]
                 self.pos = found[0] + len(found[2])
@@ -113,15 +120,16 @@ class Reader:
                 return None
             yield
 
-    def _safe_end(self, ends: tuple[str, ...]) -> int:
+    def safe_end(self, ends: tuple[str, ...], start: int) -> int:
+        """The position from which on one of `ends` may have begun, at `start` or behind it."""
         size = len(self.text)
         safe = size
         for end in ends:
-            for n in range(min(len(end) - 1, size - self.pos), 0, -1):
+            for n in range(min(len(end) - 1, size - start), 0, -1):
                 if size - n < safe and self.text.endswith(end[:n]):
                     safe = size - n
                     break
-        return max(safe, self.pos)
+        return max(safe, start)
 
     def collect(self, ends: tuple[str, ...]) -> Generator[None, None, str]:
         """The text before one of `ends`, which is read too; Malformed if none comes."""

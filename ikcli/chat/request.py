@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ikcli.chat.messages import Message, RequestError, Tool, describe, parse_messages, parse_tools
+from ikcli.chat.content import RequestError, describe
+from ikcli.chat.messages import Message, Tool, parse_messages, parse_tools
 from ikcli.chat.parser import REASONING_FORMATS, ReasoningFormat
 
 ToolChoice = Literal["auto", "none", "required"]
@@ -76,7 +77,7 @@ def parse_request(body: Mapping[str, Any], defaults: ChatDefaults | None = None)
         raise RequestError("messages", "is required")
     messages = parse_messages(body["messages"])
     tools = parse_tools(body.get("tools"))
-    choice, function = _tool_choice(body.get("tool_choice"), tools)
+    tools, choice, function = _tool_choice(body.get("tool_choice"), tools)
     schema, grammar = _answer_form(body)
     if grammar and tools and choice != "none":
         raise RequestError("grammar", "cannot be combined with tools: the tools' own grammar constrains the answer")
@@ -117,24 +118,49 @@ def _string(body: Mapping[str, Any], key: str) -> str:
     return value
 
 
-def _tool_choice(value: Any, tools: tuple[Tool, ...]) -> tuple[ToolChoice, str]:
+def _tool_choice(value: Any, tools: tuple[Tool, ...]) -> tuple[tuple[Tool, ...], ToolChoice, str]:
+    """The tools that may be called, whether one must be, and which."""
     if value is None or value == "auto":
-        return "auto", ""
+        return tools, "auto", ""
     if value == "none":
-        return "none", ""
+        return tools, "none", ""
     if value in ("required", "any"):
         if not tools:
             raise RequestError("tool_choice", f'"{value}" needs tools')
-        return "required", ""
+        return tools, "required", ""
     if not isinstance(value, Mapping):
         raise RequestError("tool_choice", 'expected "auto", "none", "required" or a function')
-    function = value.get("function")
-    name = function.get("name") if isinstance(function, Mapping) else value.get("name")
-    if value.get("type", "function") != "function" or not isinstance(name, str):
+    if value.get("type") == "allowed_tools":
+        return _allowed(value.get("allowed_tools"), tools)
+    name = _chosen_name(value)
+    if value.get("type", "function") != "function" or name is None:
         raise RequestError("tool_choice", 'expected {"type": "function", "function": {"name": ...}}')
     if name not in {tool.name for tool in tools}:
         raise RequestError("tool_choice.function.name", f'there is no function "{name[:64]}" in tools')
-    return "required", name
+    return tools, "required", name
+
+
+def _chosen_name(value: Any) -> str | None:
+    function = value.get("function") if isinstance(value, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else value.get("name")
+    return name if isinstance(name, str) else None
+
+
+def _allowed(value: Any, tools: tuple[Tool, ...]) -> tuple[tuple[Tool, ...], ToolChoice, str]:
+    """A choice among some of the tools; the model is shown no others."""
+    path = "tool_choice.allowed_tools"
+    if not isinstance(value, Mapping):
+        raise RequestError(path, f"expected an object, got {describe(value)}")
+    mode, entries = value.get("mode"), value.get("tools")
+    if mode not in ("auto", "required"):
+        raise RequestError(f"{path}.mode", 'expected "auto" or "required"')
+    if not isinstance(entries, list) or not all(isinstance(entry, Mapping) for entry in entries):
+        raise RequestError(f"{path}.tools", "expected a list of functions")
+    names = {_chosen_name(entry) for entry in entries}
+    left = tuple(tool for tool in tools if tool.name in names)
+    if mode == "required" and not left:
+        raise RequestError(f"{path}.tools", "none of them is in tools")
+    return left, "required" if mode == "required" else "auto", ""
 
 
 def _answer_form(body: Mapping[str, Any]) -> tuple[Mapping[str, Any] | bool | None, str]:

@@ -332,14 +332,15 @@ def _strftime_now(format: str) -> str:
 def _tojson(
     value: Any,
     ensure_ascii: bool = False,
-    indent: int | None = None,
+    indent: int | str | None = None,
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    _check_number(indent)
+    width = len(indent) if isinstance(indent, str) else indent or 0
+    _check_number(width)
     if separators is not None and sum(map(len, separators)) > 16:
         raise IkError("the chat template asks for long separators")
-    _budget().spend(_size(value) * (1 + min(indent or 0, 100) // 8))
+    _budget().spend(_size(value) * (1 + width // 8))
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -42,6 +42,7 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         bos_token: str = "",
         eos_token: str = "",
@@ -49,21 +50,21 @@ class ChatTemplate:
     ) -> str:
         """The prompt for `messages` (`role`, `content`, ...); other `variables` are passed on to the template.
 
-        Without `tools` the template's variable is not defined. IkError if the template fails, calls `raise_exception`,
-        or asks for too much.
+        As in transformers' `apply_chat_template`, `tools` and `documents` are always defined, and none without any.
+        IkError if the template fails, calls `raise_exception`, or asks for too much.
         """
         from ikcli.chat.sandbox import Range, RenderBudget
 
         values = {
             **variables,
             "messages": deepcopy(list(messages)),
+            "tools": deepcopy(list(tools)) if tools is not None else None,
+            "documents": deepcopy(documents),
             "add_generation_prompt": add_generation_prompt,
             "bos_token": bos_token,
             "eos_token": eos_token,
             "range": Range(),
         }
-        if tools is not None:
-            values["tools"] = deepcopy(list(tools))
         if "functools[" in self.source:  # FireFunction takes them as text under another name
             values.setdefault("functions", json.dumps(list(tools or ()), ensure_ascii=False, indent=4))
         try:

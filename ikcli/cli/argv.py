@@ -15,6 +15,7 @@ from typing import Any
 from ikcli.cli.table import COMMANDS
 from ikcli.errors import UsageError
 from ikcli.settings.values import toml_table
+from ikcli.text_files import read_text
 
 _GLUE = re.compile("[\u2028\u2029\u00a0\u200b\ufeff]+")
 _OPTION = re.compile(r"--?[A-Za-z][^\s=]*(=.*)?", re.DOTALL)
@@ -92,11 +93,7 @@ def _unglue(argv: Sequence[str], warnings: list[str], names: Mapping[str, bool])
 
 def read_lines(path: Path) -> list[str]:
     """Lines of a text file without `#` comments (at the start of a line or after a blank) and empty lines."""
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as problem:
-        raise UsageError(f"cannot read {path}: {getattr(problem, 'strerror', None) or problem}") from problem
-    lines = (re.sub(r"(^|\s)#.*", "", line).strip() for line in text.splitlines())
+    lines = (re.sub(r"(^|\s)#.*", "", line).strip() for line in read_text(path).splitlines())
     return [line for line in lines if line]
 
 

@@ -9,7 +9,8 @@ from ikcli.cli.upstream import VARIABLES
 from ikcli.settings.option import BoundOption
 
 PREFIX = "LLAMA_ARG_"
-_NOT_READ = frozenset({"bench"})  # its options are lists of tests, the variables are those of one run
+_NOT_READ = frozenset({"bench", "quantize", "repack"})
+"""Commands whose options are lists of tests, or whose model is an argument; the variables are those of one run."""
 
 
 def variables(command: str, options: Iterable[BoundOption]) -> Iterator[tuple[BoundOption, str, str]]:

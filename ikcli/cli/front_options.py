@@ -13,14 +13,6 @@ from ikcli.cli.parser import Given, Scanner, all_options, names_of, takes_value
 from ikcli.settings.records import ScaledFile
 from ikcli.settings.run import RunConfig
 
-OF_THE_FRONT = frozenset(
-    "server." + name
-    for name in ("host", "port", "api_key", "api_key_file", "keys", "timeout", "threads_http", "metrics", "path",
-                 "log_format", "webui", "ui", "api_prefix", "ssl_key_file", "ssl_cert_file", "shutdown_timeout",
-                 "cors_origins", "reuse_port", "cors_methods", "cors_headers", "cors_credentials", "ui_config",
-                 "ui_config_file")
-) | {"log_file"}  # fmt: skip
-"""Fields that are about the port in front, not about the processes behind it."""
 _INPUTS = frozenset(
     (
         "model", "server.model_draft", "server.chat_template_file", "server.banned_string_file",

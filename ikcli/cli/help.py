@@ -56,10 +56,6 @@ _NOTES = {
 def _notes(command: str) -> tuple[str, ...]:
     """Paragraphs about a command, some of them taken from the code that does its work."""
     notes = _NOTES.get(command, ())
-    if command in ("quantize", "repack"):
-        from ikcli.quant.tool import file_type_names
-
-        notes += (f"Types: {' '.join(file_type_names())}",)
     if command == "quantize-stats":
         from ikcli.study.quantize_stats import LEGEND
 
@@ -67,9 +63,21 @@ def _notes(command: str) -> tuple[str, ...]:
     return notes
 
 
+def _types(command: str) -> list[str]:
+    """What a TYPE can be, one in a line, so that a search for a property finds names."""
+    if command not in ("quantize", "repack"):
+        return []
+    from ikcli.quant.type_help import type_lines
+
+    return ["", "Types:", *type_lines()]
+
+
 def version_line() -> str:
-    """`ik 0.1.0`."""
-    return f"ik {ikcli.__version__}"
+    """`ik 0.1.0 (commit 1f0c2d9e8b7a)`, without the commit where it is not known."""
+    from ikcli.commit import commit
+
+    found = commit()
+    return f"ik {ikcli.__version__}" + (f" (commit {found[:12]})" if found else "")
 
 
 def main_help() -> str:
@@ -97,7 +105,7 @@ def command_help(info: CommandInfo) -> str:
     own = [bound for bound in all_options(info.name) if bound.option.used_by(info.name)]
     if not info.runs_model:
         lines += ["Options:", *(line for bound in own for line in option_lines(bound)), *_GENERAL]
-        return "\n".join([*lines, *("\n" + textwrap.fill(note, WIDTH) for note in notes)])
+        return "\n".join([*lines, *("\n" + textwrap.fill(note, WIDTH) for note in notes), *_types(info.name)])
     for note in notes:
         lines += [textwrap.fill(note, WIDTH), ""]
     for topic, title in TOPIC_TITLES:

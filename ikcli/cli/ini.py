@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ikcli.errors import UsageError
+from ikcli.text_files import read_text
 
 _COMMENT = re.compile(r"(^|\s)[;#].*")
 
@@ -22,17 +23,9 @@ class Key:
 
 def read_ini(path: Path) -> dict[str, list[Key]]:
     """Keys by section in the order of the file; "" has those before the first one. UsageError naming the line."""
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except OSError as problem:
-        raise UsageError(f"cannot read {path}: {problem.strerror}") from problem
-    except UnicodeDecodeError as problem:
-        raise UsageError(f"{path} is no INI file: {problem}") from problem
-    if "\0" in text:
-        raise UsageError(f"{path} is no INI file: it has bytes of zeros")
     sections: dict[str, list[Key]] = {"": []}
     keys = sections[""]
-    for number, raw in enumerate(text.split("\n"), 1):
+    for number, raw in enumerate(read_text(path, otherwise="no INI file").split("\n"), 1):
         line = _COMMENT.sub("", raw).strip()
         if line.startswith("["):
             name = line[1:-1].strip()

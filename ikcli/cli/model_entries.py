@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ikcli.cli.environment import variables
-from ikcli.cli.front_options import OF_THE_FRONT, layered
+from ikcli.cli.front_options import layered
 from ikcli.cli.model import find_model
 from ikcli.cli.parser import Parsed, all_options, names_of, parse
 from ikcli.engine.plan.devices import find_machine
@@ -25,6 +25,7 @@ from ikcli.gguf.constants import file_type_label
 from ikcli.hub.client import NetworkError
 from ikcli.hub.names import part_names
 from ikcli.server.router.entries import FILE, ModelEntry, ModelFacts
+from ikcli.server.router.environment import OF_THE_FRONT
 from ikcli.settings.hub import HubConfig
 from ikcli.settings.run import RunConfig, default_model
 

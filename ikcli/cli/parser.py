@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from ikcli.cli.argv import canonical_name, looks_like_option, read_tokens
 from ikcli.cli.environment import tokens_of_variables, unknown_variables, variables
-from ikcli.cli.suggest import nearest
+from ikcli.cli.suggest import MEANT, nearest
 from ikcli.cli.table import BY_NAME
 from ikcli.cli.upstream import IGNORED, INSTEAD, OTHER_COMMANDS, REFUSED, words_instead
 from ikcli.cli.values import convert, is_switch_value, missing_value, value_warnings
 from ikcli.errors import UsageError
 from ikcli.hostinfo import count_physical, physical_cores, visible_cpus
-from ikcli.settings.option import BoundOption, Option, arguments_of, iter_options
+from ikcli.settings.option import COMMAND_LETTERS, BoundOption, Option, arguments_of, iter_options
 
 if TYPE_CHECKING:
     from ikcli.engine.plan.planner import Planner
@@ -136,22 +136,14 @@ def parse(command: str, argv: Sequence[str]) -> Parsed:
     used = [given for given in line.given + files.given if given.bound.option.used_by(command)]
     ignored = [g.name for g in line.given + files.given if not g.bound.option.used_by(command)]
     noop = [g.name for g in used if g.bound.option.noop]
+    unknown = unknown_variables(command, all_options(command)) if runs_model(command) else []
     if files.args or line.args:
         values["args"] = (*files.args, *line.args)
     config = _build(config_type(command)(), values)
     return Parsed(
         _finish(command, config, values) if runs_model(command) else config,
         tuple(dict.fromkeys(ignored)),
-        tuple(
-            dict.fromkeys(
-                [
-                    *line.unsupported,
-                    *files.unsupported,
-                    *noop,
-                    *(unknown_variables(command, all_options(command)) if runs_model(command) else ()),
-                ]
-            )
-        ),
+        tuple(dict.fromkeys([*line.unsupported, *files.unsupported, *noop, *unknown])),
         tuple(tokens.warnings + value_warnings((g.bound, g.name, g.text or "") for g in used)),
         alternatives,
         line.info,
@@ -242,7 +234,8 @@ class Scanner:
 
     def _unknown(self, name: str) -> UsageError:
         own = [n for n, (bound, _) in self.names.items() if bound.option.used_by(self.command)]
-        near = nearest(name, [*own, *self.names, *HELP_NAMES, "--version", "--config"])
+        meant = MEANT.get(name.replace("_", "-"))
+        near = meant if meant in own else nearest(name, [*own, *self.names, *HELP_NAMES, "--version", "--config"])
         hint = f"; did you mean {near}?" if near else f"; see ik {self.command} --help"
         return UsageError(f"unknown option {name}{hint}")
 
@@ -265,6 +258,9 @@ def _collect(command: str, files: list[Given], line: list[Given]) -> tuple[dict[
             found = _values_of(command, given)
             if path == "tensor_split" and command == "bench":
                 found = alternatives.get(path, ()) + found
+            if COMMAND_LETTERS.get(command, "-") in option.joined:
+                source = line if given in line else files
+                found = (",".join(one.text or "" for one in source if one.name == given.name),)
             alternatives[path] = found
             values[path] = found[0]
     for given in line + files:

@@ -4,6 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+MEANT = {
+    "--quantize-q": "--custom-q",
+    "--custom-quants": "--custom-q",
+    "--custom-types": "--custom-q",
+    "--tensor-types": "--custom-q",
+    "--numactl": "--numa",
+}
+"""Names that users write for an option whose name is far from theirs."""
+
 
 def edit_distance(a: str, b: str) -> int:
     """Insertions, deletions, substitutions and swaps of neighbours that turn `a` into `b`."""

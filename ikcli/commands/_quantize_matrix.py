@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING
 
 from ikcli import log
 from ikcli.cli.parser import parse, usage
+from ikcli.commands._quantize_source import open_planned
 from ikcli.commands._self_covariance import with_moments
 from ikcli.commands.quantize import recipe_of, report_plan_notes, threads, tool_options
 from ikcli.errors import IkError, UsageError
 from ikcli.settings.fleet import BatchConfig
 from ikcli.settings.quantize import QuantizeConfig
+from ikcli.text_files import read_text
 
 if TYPE_CHECKING:
     from ikcli.gguf.reader import GGUFFile
@@ -51,12 +53,8 @@ class Line:
 
 def read_list(path: Path, config: QuantizeConfig) -> list[Line]:
     """The lines of a list; UsageError that names file and line. Options of a line replace those of `config`."""
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as problem:
-        raise UsageError(f"--matrix {path}: {getattr(problem, 'strerror', None) or problem}") from None
     lines: list[Line] = []
-    for number, raw in enumerate(text.splitlines(), 1):
+    for number, raw in enumerate(read_text(path, "--matrix").splitlines(), 1):
         where = f"{path}, line {number}"
         try:
             words = shlex.split(raw, comments=True)
@@ -124,7 +122,12 @@ def plans_of(
     from ikcli.gguf.reader import open_gguf
     from ikcli.quant.tool import plan_of
 
-    opened = open_gguf(source, config.override_kv)
+    if config.dry_run:
+        opened, notes = open_planned(source, config.override_kv)
+        for note in notes:
+            log.log(note)
+    else:
+        opened = open_gguf(source, config.override_kv)
 
     def file() -> GGUFFile:
         return opened

@@ -159,7 +159,8 @@ def _placement(config: QuantizeConfig, budgets: set[str]) -> CpuShare:
     def on_cpu(name: str) -> bool:
         return next((side for search, side in searches if search(name)), rest) == CPU
 
-    return CpuShare(on_cpu, frozenset(named | budgets))
+    mine = tuple((option, pattern) for pattern, option, _ in given if config.override_tensor or gpu or cpu)
+    return CpuShare(on_cpu, frozenset(named | budgets), mine)
 
 
 def _rules(text: str) -> tuple[str, ...]:
@@ -175,9 +176,15 @@ def _patterns(texts: Sequence[str]) -> list[str]:
     return [p.strip() for text in texts for p in text.split(",") if p.strip()]
 
 
-def check_sides(target: TargetOptions, names: Sequence[str]) -> None:
-    """UsageError if a side that has a rule or a budget gets no tensor."""
+def check_sides(target: TargetOptions, names: Sequence[str], strict: bool = False) -> list[str]:
+    """What to tell about rules that match nothing; UsageError if a side that has a rule or a budget gets no tensor."""
+    from ikcli.rules import pattern_notes
+
+    notes = [
+        n for option, pattern in target.placement.patterns for n in pattern_notes([pattern], option, names, strict)
+    ]
     missing = target.placement.named - {target.placement.side(name) for name in names}
     if missing:
         side = min(missing).upper()
         raise UsageError(f"the placement leaves no tensor for the {side}; look at the names with ik inspect")
+    return notes

@@ -129,6 +129,7 @@ def _model(config: ConvertConfig, found: OpenCheckpoint) -> int:
         target_bpw=config.target_bpw,
         override_kv=config.override_kv,
         partial_requant=config.resume,
+        strict=config.strict,
     )
     number, name = _type(config, settings, found)
     target = target_options(settings, config.outtype not in (None, "auto"), _no_measure)

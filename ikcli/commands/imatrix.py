@@ -25,7 +25,6 @@ from ikcli.imatrix.matrix import (
     in_rows,
     is_gguf_name,
     is_legacy,
-    is_text,
     load,
     params_of,
     save,
@@ -45,6 +44,7 @@ from ikcli.quant.covariance_file import (
 )
 from ikcli.quant.imatrix_file import Imatrix, merge, read_imatrix
 from ikcli.settings.run import RunConfig
+from ikcli.text_files import is_text
 
 if TYPE_CHECKING:
     from ikcli.engine.plan.planner import Planner

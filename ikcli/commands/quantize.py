@@ -6,6 +6,7 @@ Answers to examples/quantize of ik_llama.cpp; with `--repack` or `--unrepack` ro
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 import re
@@ -21,6 +22,7 @@ from ikcli import log
 from ikcli.cli.argv import read_lines
 from ikcli.cli.parser import usage
 from ikcli.cli.suggest import nearest
+from ikcli.commands._quantize_source import open_checked, open_planned, with_model
 from ikcli.commands._self_covariance import SELF, planned_data, with_moments
 from ikcli.commands._target import check_sides, has_target, target_options
 from ikcli.errors import IkError, UsageError
@@ -28,6 +30,7 @@ from ikcli.settings.fleet import BatchConfig
 from ikcli.settings.quantize import QuantizeConfig
 
 if TYPE_CHECKING:
+    from ikcli.gguf.reader import GGUFFile
     from ikcli.quant.calibration import Measure
     from ikcli.quant.recipes import RecipeOptions, TypeChoice
     from ikcli.quant.target import TargetOptions
@@ -133,7 +136,9 @@ def _positional(config: QuantizeConfig, mode: str) -> tuple[str, str, int, str, 
         suffix = "" if config.keep_split else ".gguf"
         model = re.sub(r"-\d{5}-of-\d{5}$", "", Path(source).stem)
         stem = f"ggml-model-{name}" if mode == "quantize" else f"{model}-{mode}ed"
-        output = str(Path(source).with_name(stem + suffix))
+        output = stem + suffix
+        if not (config.hub.repo or config.hub.url):  # those are in a cache
+            output = str(Path(source).with_name(output))
     return source, output, number, name, threads(text)
 
 
@@ -208,6 +213,7 @@ def tool_options(config: QuantizeConfig, n_threads: int) -> ToolOptions:
         partial_requant=config.partial_requant,
         allow_requantize=config.allow_requantize,
         force=config.force,
+        strict=config.strict,
         encode=EncodeOptions(config.symmetric_q40, config.slow_iq2ks, config.least_squares),
     )
 
@@ -216,6 +222,7 @@ def run(config: QuantizeConfig) -> int:
     """Plan, report, and unless it is a dry run write the result."""
     # Rows are spread over threads here, and BLAS must be told before NumPy is imported.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    config = with_model(config)
     if config.matrix:
         from ikcli.commands import _quantize_matrix
 
@@ -240,17 +247,16 @@ def run(config: QuantizeConfig) -> int:
 
 
 def _run(request: Request) -> int:
-    from ikcli.quant.tool import plan_quantize, plan_repack
+    from ikcli.quant.tool import plan_of, plan_repack_of
 
+    file = _opened(request)
     for rule in request.recipe.custom:
         log.log(f"Adding custom rule {rule.pattern} -> {_type_name(rule.type)}")
     if request.mode == "quantize":
-        with _measuring(request) as advance:
-            plan = plan_quantize(
-                request.input, request.output, request.recipe, request.options, request.target, advance
-            )
+        with _measuring(request, file) as advance:
+            plan = plan_of(file, request.output, request.recipe, request.options, request.target, advance)
     else:
-        plan = plan_repack(request.input, request.output, request.patterns, request.mode == "unrepack", request.options)
+        plan = plan_repack_of(file(), request.output, request.patterns, request.mode == "unrepack", request.options)
     report_plan(request, plan)
     _report_recipe(request, plan)
     if request.mode != "quantize" and not any(c.changes for c in plan.job.choices):
@@ -266,6 +272,25 @@ def _run(request: Request) -> int:
             "like this; it takes several times as long"
         )
     return 0
+
+
+def _opened(request: Request) -> Callable[[], GGUFFile]:
+    """Open the model when that is asked for, once; for a dry run its header is enough."""
+
+    @functools.cache
+    def file() -> GGUFFile:
+        if not request.dry_run:
+            return open_gguf(request.input, request.options.overrides)
+        found, notes = open_planned(request.input, request.options.overrides)
+        for note in notes:
+            log.log(note)
+        if request.target is not None and not all(map(found.has_data, found.tensors)):
+            raise UsageError(f"{request.input}: a target measures the weights, which are not all there; give a TYPE")
+        return found
+
+    from ikcli.gguf.reader import open_gguf
+
+    return file
 
 
 def would_gain(plan: ToolPlan) -> bool:
@@ -287,7 +312,8 @@ def _preflight(request: Request) -> int:
     if r.options.covariance == SELF:
         runs = partial(planned_data, r.input, r.covariance_tokens, r.options.overrides)
         r = replace(r, options=replace(r.options, covariance=None))
-    task = PlannedJob(r.mode, r.input, r.output, r.recipe, r.options, r.patterns, r.target, runs)
+    opened = partial(open_checked, r.input, r.options.overrides)
+    task = PlannedJob(r.mode, opened, r.output, r.recipe, r.options, r.patterns, r.target, runs)
     report = preflight(task, available_memory())
     print("\n".join(report.lines()))
     return 1 if report.failed else 0
@@ -320,15 +346,14 @@ def _report_recipe(request: Request, plan: ToolPlan) -> None:
 
 
 @contextmanager
-def _measuring(request: Request) -> Iterator[Callable[[float], None]]:
+def _measuring(request: Request, opened: Callable[[], GGUFFile]) -> Iterator[Callable[[float], None]]:
     """A progress bar while candidate types are measured."""
     if request.target is None:
         yield lambda n_bytes: None
         return
-    from ikcli.gguf.reader import open_gguf
-
-    file = open_gguf(request.input, request.options.overrides)
-    check_sides(request.target, list(file.tensors))
+    file = opened()
+    for note in check_sides(request.target, list(file.tensors), request.options.strict):
+        log.warn(note)
     total = file.n_bytes
     with log.progress("measuring types", total, in_bytes=True) as advance:
         yield advance

@@ -11,6 +11,7 @@ from ikcli.hostinfo import physical_cores
 from ikcli.quant.encoders import available_types
 from ikcli.quant.formats import format_by_name
 from ikcli.quant.imatrix_file import read_imatrix
+from ikcli.rules import pattern_notes
 from ikcli.settings.quantize import QuantizeStatsConfig
 from ikcli.settings.run import default_model
 from ikcli.study import fleet_stats
@@ -32,6 +33,9 @@ def run(config: QuantizeStatsConfig) -> int:
     params = StatsParams(_types(config.types), config.rows, config.include, config.exclude, n_threads)
     imatrix = read_imatrix(config.imatrix) if config.imatrix else None
     file = open_gguf(find_model(config.model, config.hub) or default_model())
+    for option, patterns in (("--include", config.include), ("--exclude", config.exclude)):
+        for note in pattern_notes(patterns, option, list(file.tensors)):
+            log.warn(note)
     for note in notes(measured_tensors(file, params), params):
         log.log(f"quantize-stats: {note}")
     first, as_table = True, config.output_format == "md"

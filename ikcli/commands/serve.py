@@ -33,9 +33,10 @@ def run(run: ModelRun) -> int:
 
 
 def _run_replicas(run: ModelRun) -> int:
-    from ikcli.cli.front_options import OF_THE_FRONT, PATHS, passed_on, paths_passed_on
+    from ikcli.cli.front_options import PATHS, passed_on, paths_passed_on
     from ikcli.server.replicas.places import Recipe
     from ikcli.server.replicas.server import serve_replicas
+    from ikcli.server.router.environment import OF_THE_FRONT
 
     config = run.config
     if "," in config.fleet.ray_node:

@@ -12,10 +12,11 @@ import sys
 from pathlib import Path
 
 from ikcli.cli.model import find_model
-from ikcli.errors import IkError, UsageError
+from ikcli.errors import UsageError
 from ikcli.gguf.reader import open_gguf
 from ikcli.settings.run import default_model
 from ikcli.settings.tools import TokenizeConfig
+from ikcli.text_files import as_measured, read_measured
 from ikcli.tokenizer import Tokenizer
 
 
@@ -34,12 +35,12 @@ def _print_tokens(config: TokenizeConfig) -> None:
     prompt, file = config.prompt, config.file
     if (prompt is not None) + (file is not None) + config.stdin != 1:
         raise UsageError("tokenize: give the text by exactly one of --prompt, --file and --stdin")
-    text = prompt if prompt is not None else _decode(_read(file)) if file is not None else None
+    text = prompt if prompt is not None else _decode(read_measured(Path(file))) if file is not None else None
     model = str(find_model(config.model, config.hub, header_only=True) or default_model())
     opened = open_gguf(model, header_only=bool(config.hub.repo or config.hub.url))
     tokenizer = Tokenizer.from_metadata(opened.metadata, model)
     if text is None:  # after the model, so that a bad model is reported before anything is typed
-        text = _decode(sys.stdin.buffer.read())
+        text = _decode(as_measured(sys.stdin.buffer.read(), "standard input"))
     add_special, parse_special = tokenizer.add_bos and not config.no_bos, not config.no_parse_special
     found = tokenizer.encode(text, add_special=add_special, parse_special=parse_special)
     out = sys.stdout.buffer
@@ -47,13 +48,6 @@ def _print_tokens(config: TokenizeConfig) -> None:
     if config.show_count:
         out.write(f"Total number of tokens: {len(found)}\n".encode())
     out.flush()
-
-
-def _read(file: str) -> bytes:
-    try:
-        return Path(file).read_bytes()
-    except OSError as e:
-        raise IkError(f"cannot read {file}: {e.strerror or e}") from None
 
 
 def _decode(data: bytes) -> str:

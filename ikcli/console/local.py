@@ -114,11 +114,8 @@ class LocalModel:
         return self._made(requests[0], body), prepared.make_parser
 
     def _made(self, request: GenerationRequest, body: Body) -> GenerationRequest:
-        """What a server does not grant: texts without end, and -2 for as much as the context holds."""
-        n_predict = self._config.n_predict if body.get("n_predict") is None else int(body["n_predict"])
-        if n_predict == -2 or (n_predict == -1 and "prompt" in body):
-            request = replace(request, n_predict=-2 if n_predict == -2 else INT32)
-        return request
+        """What a server does not grant: texts without end."""
+        return replace(request, n_predict=INT32) if request.n_predict == -1 and "prompt" in body else request
 
     # --- the cache of the prompt ------------------------------------------------------------------------------------
     def evaluate(self, body: Body, *, chat: bool) -> AnswerCounts:

@@ -14,6 +14,7 @@ from ikcli.console.dialogue import Dialogue
 from ikcli.console.render import FOLDED, SHOWN
 from ikcli.errors import IkError
 from ikcli.server.http.fields import FIELDS
+from ikcli.text_files import read_text
 
 
 class Leave(Exception):
@@ -262,10 +263,7 @@ def _grammar(dialogue: Dialogue, rest: str) -> None:
         if path.suffix == ".json":
             new = {"json_schema": transcript.read_json(path)}
         else:
-            try:
-                new = {"grammar": path.read_text(encoding="utf-8")}
-            except (OSError, UnicodeDecodeError) as e:
-                raise IkError(f"cannot read {path}: {getattr(e, 'strerror', None) or e}") from None
+            new = {"grammar": read_text(path, error=IkError)}
         if dialogue.conversation.tools and "grammar" in new:
             raise IkError("a grammar and tools exclude each other; /tools off first")
         dialogue.conversation.source.check(new)

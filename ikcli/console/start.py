@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any
 
 from ikcli.console.answers import AnswerSource, cache_path_problem
@@ -16,6 +15,7 @@ from ikcli.server.http.chat import chat_defaults
 from ikcli.server.http.params import defaults_of
 from ikcli.settings.option import iter_options
 from ikcli.settings.run import RunConfig
+from ikcli.text_files import as_measured, read_measured, read_text
 
 
 def unescaped(config: RunConfig) -> RunConfig:
@@ -33,19 +33,20 @@ def unescaped(config: RunConfig) -> RunConfig:
 def given_prompt(config: RunConfig, given: Collection[str]) -> str | None:
     """The text of -p or -f; None if there is none. The line end at the end of a file is left out."""
     if config.prompt.file is not None:
-        return _unescaped(_read(config.prompt.file, "-f").removesuffix("\n"), config.prompt.escape)
+        text = read_measured(config.prompt.file, "; name a readable file with -f").decode("utf-8", "surrogateescape")
+        return _unescaped(text.removesuffix("\n"), config.prompt.escape)
     return config.prompt.prompt if "prompt.prompt" in given else None
 
 
 def piped_text() -> str:
     """All of standard input, without its last line end."""
-    return sys.stdin.buffer.read().decode("utf-8", "replace").removesuffix("\n")
+    return as_measured(sys.stdin.buffer.read(), "standard input").decode("utf-8", "replace").removesuffix("\n")
 
 
 def system_prompt(config: RunConfig) -> str:
     """The text of -sys or -sysf."""
     if config.chat.system_file is not None:
-        return _read(config.chat.system_file, "--system-prompt-file").removesuffix("\n")
+        return read_text(config.chat.system_file, "--system-prompt-file", IkError).removesuffix("\n")
     return config.chat.system
 
 
@@ -156,15 +157,6 @@ def unused_with_url(given: Collection[str]) -> list[str]:
     unused = [path for path in names if path in given and path not in used and not path.startswith(groups)]
     lookup = [path for path in names if path in given and path.startswith("sampling.lookup_cache")]
     return [names[path] for path in unused + lookup]
-
-
-def _read(path: Path, option: str) -> str:
-    try:
-        return path.read_bytes().decode("utf-8")
-    except OSError as e:
-        raise IkError(f"{option}: cannot read {path}: {e.strerror or e}") from None
-    except UnicodeDecodeError as e:
-        raise IkError(f"{option}: {path} is not UTF-8 text (byte {e.start})") from None
 
 
 def _unescaped(text: str, escape: bool) -> str:

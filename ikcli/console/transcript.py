@@ -12,6 +12,7 @@ from typing import Any
 from ikcli.chat.messages import parse_messages, parse_tools
 from ikcli.console.conversation import Conversation
 from ikcli.errors import FormatError, IkError
+from ikcli.text_files import read_text
 
 _LARGEST = 256 << 20
 
@@ -98,7 +99,7 @@ def read_json(path: Path) -> Any:
     try:
         if path.stat().st_size > _LARGEST:
             raise FormatError(f"{path} is larger than {_LARGEST >> 20} MiB")
-        return json.loads(path.read_bytes())
+        return json.loads(read_text(path, error=IkError))
     except OSError as e:
         raise IkError(f"cannot read {path}: {e.strerror or e}") from None
     except (ValueError, RecursionError) as e:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
-from ikcli.convert.json_files import read_object, read_text
+from ikcli.convert.card import optional_object
+from ikcli.convert.json_files import read_text
 from ikcli.convert.tokenizer_files import TokenizerFiles
-from ikcli.errors import FormatError
+from ikcli.errors import IkError
+from ikcli.log import warn
 
 _DIRECTORIES = ("additional_chat_templates", "chat_templates")
 _KEY = "tokenizer.chat_template"
@@ -16,15 +19,12 @@ _KEY = "tokenizer.chat_template"
 def chat_template_keys(files: TokenizerFiles) -> dict[str, Any]:
     """`tokenizer.chat_template` and the named ones. A file of its own goes before tokenizer_config.json."""
     found: dict[str, str] = _listed(files, files.settings.get("chat_template"), "tokenizer_config.json")
-    alone = read_object(files.directory / "chat_template.json")
-    if alone is not None:
-        found |= _listed(files, alone.get("chat_template"), "chat_template.json")
-    text = read_text(files.directory / "chat_template.jinja")
-    if text is not None:
-        found["default"] = text
+    alone = optional_object(files.directory / "chat_template.json")
+    found |= _listed(files, alone.get("chat_template"), "chat_template.json")
+    found |= _of_file(files.directory / "chat_template.jinja", "default")
     for directory in _DIRECTORIES:
         for path in sorted((files.directory / directory).glob("*.jinja")):
-            found[path.stem] = read_text(path) or ""
+            found |= _of_file(path, path.stem)
     keys: dict[str, Any] = {}
     names: list[str] = []
     for name, template in found.items():
@@ -39,6 +39,16 @@ def chat_template_keys(files: TokenizerFiles) -> dict[str, Any]:
     return keys | ({"tokenizer.chat_templates": names} if names else {})
 
 
+def _of_file(path: Path, name: str) -> dict[str, str]:
+    """The template in a file, if there is one; one that cannot be read is left out with a warning."""
+    try:
+        text = read_text(path)
+    except IkError as problem:
+        warn(f"{problem}; this chat template is left out")
+        return {}
+    return {} if text is None else {name: text}
+
+
 def _listed(files: TokenizerFiles, value: object, file: str) -> dict[str, str]:
     """Templates of a value: one text, or a list of objects with a name and a template."""
     if value is None:
@@ -50,8 +60,10 @@ def _listed(files: TokenizerFiles, value: object, file: str) -> dict[str, str]:
     for entry in entries:
         name, template = (entry.get("name"), entry.get("template")) if isinstance(entry, dict) else (None, None)
         if not isinstance(name, str) or not isinstance(template, str):
-            raise FormatError(
-                f"{files.directory / file}: chat_template is neither a text nor a list of named templates"
+            warn(
+                f"{files.directory / file}: chat_template is neither a text nor a list of named templates; "
+                "what is not is left out"
             )
+            continue
         found[name] = template
     return found

@@ -102,7 +102,7 @@ class Fp4:
         if factor.size == 1:
             return factor.reshape(1, 1)
         n_rows = math.prod(self.shape[:-1])
-        if n_rows % factor.size:
+        if not factor.size or n_rows % factor.size:
             raise FormatError(f"tensor {name}: {factor.size} factors do not fit {self.weight} of {list(self.shape)}")
         return factor[np.arange(first, last) // (n_rows // factor.size)][:, None]
 

@@ -6,23 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ikcli import text_files
 from ikcli.errors import FormatError, IkError
-
-_MAX_JSON = 1 << 30
 
 
 def read_text(path: Path) -> str | None:
     """The text of a file; None if there is none. IkError if it cannot be read."""
-    try:
-        if not path.is_file():
-            return None
-        if path.stat().st_size > _MAX_JSON:
-            raise FormatError(f"{path}: is too large for a file of this kind")
-        return path.read_text(encoding="utf-8")
-    except OSError as problem:
-        raise IkError(f"{path}: {problem.strerror or problem}") from None
-    except UnicodeDecodeError:
-        raise FormatError(f"{path}: is not UTF-8 text") from None
+    return text_files.read_text(path, error=FormatError) if path.is_file() else None
 
 
 def read_object(path: Path) -> dict[str, Any] | None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from ikcli.convert.card import read_card, read_sampling
 from ikcli.convert.json_files import read_json
-from ikcli.errors import FormatError, IkError, UsageError
+from ikcli.errors import FormatError, UsageError
 from ikcli.gguf.constants import GGUFValueType
 from ikcli.gguf.values import Typed
+from ikcli.log import warn
 
 SizedTensors = Iterable[tuple[str, tuple[int, ...]]]
 
@@ -40,28 +43,43 @@ def describe(
         raise UsageError(f"--metadata {metadata}: {unknown[0]} is no key of general.*")
     total, shared, per_expert, n_expert = _parameters(tensors)
     directory = directory.resolve()
-    try:
-        found = gguf.Metadata.load(metadata, directory, model_name, total)
-    except OSError as problem:
-        raise IkError(f"{directory / 'README.md'}: {problem.strerror or problem}") from None
-    except Exception as problem:  # a model card can be anything; the YAML of it has errors of its own
-        raise FormatError(f"{directory / 'README.md'}: the model card cannot be read ({problem})") from None
-    if found.name is None:
-        found.name = directory.name
+    found = _described(directory, total)
+    known = {f.name for f in fields(found)}
+    for key, value in overrides.items():
+        name = key.removeprefix("general.").replace(".", "_")
+        if name in known:
+            setattr(found, name, value)
+    found.name = model_name or found.name or directory.name
     if found.size_label is None and total > 0:
         found.size_label = gguf.size_label(total, shared, per_expert, n_expert)
-    stem = gguf.naming_convention(
-        found.name, found.basename, found.finetune, found.version, found.size_label if total else None, None
-    )
     writer = gguf.GGUFWriter(None, "")
     try:
+        stem = gguf.naming_convention(
+            found.name, found.basename, found.finetune, found.version, found.size_label if total else None, None
+        )
         found.set_gguf_meta_model(writer)
-    except (TypeError, ValueError, AttributeError) as problem:
-        raise FormatError(
-            f"{metadata or directory / 'README.md'}: a value of the metadata is of no use: {problem}"
-        ) from None
+    except (TypeError, ValueError, AttributeError) as problem:  # only values of --metadata are not checked yet
+        raise FormatError(f"{metadata}: a value of the metadata is of no use: {problem}") from None
+    stem = re.sub(r"[/\\\0-\x1f]", "-", stem)
     keys = {k: _typed(v) for k, v in writer.kv_data[0].items() if k != "general.architecture"}
     return Description(keys, stem)
+
+
+def _described(directory: Path, total: int) -> Any:
+    """What names, model card and generation_config.json say; what cannot be used of them is left out."""
+    import gguf
+
+    card = read_card(directory)
+    names = {k: v for k, v in read_json(directory / "config.json").items() if k == "_name_or_path" and type(v) is str}
+    try:
+        found = gguf.Metadata.apply_metadata_heuristic(gguf.Metadata(), card, names, directory, total)
+    except Exception as problem:  # what the library makes of a card can fail in any way
+        warn(f"{directory / 'README.md'}: {problem}; the model card is left out")
+        found = gguf.Metadata.apply_metadata_heuristic(gguf.Metadata(), {}, names, directory, total)
+    for field, value in read_sampling(directory).items():
+        if hasattr(found, field):
+            setattr(found, field, value)
+    return found
 
 
 def _typed(value: Any) -> Typed:

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ikcli.errors import FormatError, IkError, UnsupportedError
+from ikcli.text_files import read_text
 
 Array = npt.NDArray[Any]
 
@@ -167,9 +168,7 @@ def _files(directory: Path) -> list[Path]:
 
 def _weight_map(index: Path) -> dict[str, str]:
     try:
-        found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except OSError as problem:
-        raise IkError(f"{index}: {problem.strerror or problem}") from None
+        found = json.loads(read_text(index, error=FormatError))["weight_map"]
     except (ValueError, KeyError, TypeError, RecursionError):
         raise FormatError(f"{index}: is not an index of safetensors files (JSON with a weight_map)") from None
     if not isinstance(found, dict) or not all(isinstance(v, str) for v in found.values()):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ikcli.convert.json_files import read_object
+from ikcli.convert.card import optional_object
 from ikcli.convert.tokenizer_files import CONTROL, Table, TokenizerFiles
 from ikcli.errors import FormatError
 from ikcli.log import warn
@@ -83,7 +83,7 @@ def special_keys(
 def _from_configs(files: TokenizerFiles, ids: dict[str, int], n_tokens: int) -> list[int]:
     """Ids that the configs of model and generation give as numbers; returns all that end a text."""
     text = files.config.get("text_config")
-    generation = read_object(files.directory / "generation_config.json") or {}
+    generation = optional_object(files.directory / "generation_config.json")
     ends: list[int] = []
     for config in (files.config, text if isinstance(text, dict) else {}, generation):
         for role in _NAMED:

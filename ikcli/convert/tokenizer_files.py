@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from ikcli.convert.card import optional_object
 from ikcli.convert.json_files import read_object
 from ikcli.errors import FormatError, UnsupportedError
 from ikcli.log import warn
@@ -121,7 +122,7 @@ class TokenizerFiles:
     def named_tokens(self) -> dict[str, str]:
         """Texts of tokens with a role (`bos`, `eos`, ...), of tokenizer_config.json or special_tokens_map.json."""
         found: dict[str, str] = {}
-        for table in (self.settings, read_object(self.directory / "special_tokens_map.json") or {}):
+        for table in (self.settings, optional_object(self.directory / "special_tokens_map.json")):
             for key, entry in table.items():
                 text = entry.get("content") if isinstance(entry, dict) else entry
                 if key.endswith("_token") and isinstance(text, str):

@@ -98,12 +98,14 @@ def model_advice(model: ModelReport, memory: MachineMemory, n_repackable: int, m
                 "ik quantize --target-size", "weights are larger than the memory that is free and would come from disk"
             )
         )
+    gpu = any(device.startswith("CUDA") for device in model.needs)
     if n_repackable and n_repackable > model.n_bytes // 10 and n_repackable < limit:
         out.append(
             Advice(
                 "-rtr",
                 f"{_size(n_repackable)} of weights have an interleaved form, which is faster in prompts; it "
-                "costs loading time and that much memory (ik repack does it once, on disk)",
+                "costs loading time and that much memory (ik repack does it once, on disk)"
+                + ("; beside a GPU it keeps the prompt work of weights in RAM on the CPU" if gpu else ""),
             )
         )
     if mapped and memory.huge_pages in ("always", "madvise") and _GIB < model.n_bytes < limit * 0.9:

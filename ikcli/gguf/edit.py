@@ -24,6 +24,7 @@ from ikcli.gguf.reader import GGUFFile, open_gguf, read_part
 from ikcli.gguf.split import copy_tensors, refuse_inputs, tensor_specs
 from ikcli.gguf.values import Typed
 from ikcli.gguf.writer import SPLIT_KEYS, GGUFWriter, header_bytes
+from ikcli.text_files import read_text
 
 V = GGUFValueType
 _TYPES = {t.name.lower(): t for t in GGUFValueType if t != V.ARRAY}
@@ -180,10 +181,7 @@ def _from_file(text: str, old: dict[str, Typed]) -> tuple[str, Typed]:
     before = old.get(key)
     if before is not None and before.type != V.STRING:
         raise UsageError(f"--set-file: {key} is of type {before.type.name.lower()}; a file can only be set as a text")
-    try:
-        return key, Typed(Path(name).read_bytes().decode("utf-8"), V.STRING)
-    except (OSError, UnicodeDecodeError) as problem:
-        raise UsageError(f"--set-file: cannot read {name}: {getattr(problem, 'strerror', None) or problem}") from None
+    return key, Typed(read_text(Path(name), "--set-file"), V.STRING)
 
 
 def changed_metadata(metadata: dict[str, Typed], changes: Sequence[Change]) -> dict[str, Typed]:

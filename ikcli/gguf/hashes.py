@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from ikcli.errors import FormatError, UsageError
 from ikcli.gguf.reader import GGUFFile
+from ikcli.text_files import read_text
 
 HASHES = ("xxh64", "sha1", "sha256", "uuid")
 _UUID_NAMESPACE = uuid.UUID("ef001206-dadc-5f6d-a15f-3359e577d4e5")
@@ -187,10 +188,7 @@ class Manifest:
 
 def read_manifest(path: Path) -> Manifest:
     """Lines `KIND DIGEST FILE[:TENSOR]` of any file name, as gguf-hash and `ik inspect --hash` print them."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as problem:
-        raise FormatError(f"{path}: cannot be read ({getattr(problem, 'strerror', None) or problem})") from None
+    lines = read_text(path, error=FormatError).splitlines()
     digests: dict[tuple[str, str], str] = {}
     for line in lines:
         kind, _, rest = line.strip().partition(" ")

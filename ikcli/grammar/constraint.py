@@ -9,18 +9,17 @@ import numpy.typing as npt
 from llguidance import LLMatcher
 
 from ikcli.grammar.nodes import GrammarError
-from ikcli.grammar.spec import Choice, GrammarKind, GrammarSpec, Node, Repeat, Sequence, TriggerWatcher, Until
+from ikcli.grammar.numbers import MOST_DIGITS, most_digits
+from ikcli.grammar.spec import GrammarKind, GrammarSpec, Schema, TriggerWatcher, Until, parts_of
 from ikcli.grammar.vocabulary import Vocabulary
-
-MOST_DIGITS = 16
-"""Digits in a row that a number in JSON gets before it should end, as in llama-server."""
 
 
 class Digits:
-    """Counts the digits at the end of JSON text, outside of its strings."""
+    """Counts the digits at the end of JSON text, outside of its strings; `most` should be enough for a number."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: Vocabulary, most: int = MOST_DIGITS) -> None:
         self._vocabulary = vocabulary
+        self._most = most
         self._states = [(False, False, 0)]  # per token: within a string, after a backslash, digits in a row
 
     def feed(self, data: bytes) -> None:
@@ -39,14 +38,14 @@ class Digits:
 
     def limit(self, mask: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
         """`mask` without further digits where there are enough and the number may end."""
-        if self._states[-1][2] < MOST_DIGITS:
+        if self._states[-1][2] < self._most:
             return mask
         ended = mask & ~self._vocabulary.digits
         return ended if ended.any() else mask
 
     def copy(self) -> Digits:
         """The same state."""
-        other = Digits(self._vocabulary)
+        other = Digits(self._vocabulary, self._most)
         other._states = list(self._states)
         return other
 
@@ -196,18 +195,19 @@ class LazyConstraint:
 
 def digits_of(spec: GrammarSpec, vocabulary: Vocabulary) -> Digits | None:
     """The count for a grammar whose strings are all JSON: a schema, or a tree without free text."""
-    json_only = spec.kind is GrammarKind.JSON_SCHEMA or (spec.tree is not None and not _has_free_text(spec.tree))
-    return Digits(vocabulary) if json_only else None
-
-
-def _has_free_text(tree: Node) -> bool:
-    if isinstance(tree, Sequence):
-        return any(_has_free_text(part) for part in tree.parts)
-    if isinstance(tree, Choice):
-        return any(_has_free_text(option) for option in tree.options)
-    if isinstance(tree, Repeat):
-        return _has_free_text(tree.part) or (tree.between is not None and _has_free_text(tree.between))
-    return isinstance(tree, Until)
+    if spec.kind is GrammarKind.JSON_SCHEMA:
+        return Digits(vocabulary, most_digits(spec.schema))
+    if spec.tree is None:
+        return None
+    waiting, most = [spec.tree], MOST_DIGITS
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, Until):
+            return None
+        if isinstance(node, Schema):
+            most = max(most, most_digits(node.schema))
+        waiting += parts_of(node)
+    return Digits(vocabulary, most)
 
 
 def first_line(message: str) -> str:

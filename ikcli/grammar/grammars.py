@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from threading import Lock
 from typing import Any
@@ -11,28 +12,36 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits
 
 from ikcli.grammar.constraint import GrammarConstraint, LazyConstraint, digits_of, first_line
+from ikcli.grammar.faults import Faults, TooManyError, has_end
 from ikcli.grammar.gbnf import parse_gbnf
 from ikcli.grammar.lark import HEADER, to_lark
 from ikcli.grammar.nodes import GrammarError
-from ikcli.grammar.schema import prepare_schema
-from ikcli.grammar.spec import GrammarKind, GrammarSpec
-from ikcli.grammar.tree import tree_rules
+from ikcli.grammar.pointers import pointer_text
+from ikcli.grammar.schema import KeywordError, Left, prepare_schema, serialized, unconstrained
+from ikcli.grammar.spec import GrammarKind, GrammarSpec, Schema
+from ikcli.grammar.tree import JsonOf, tree_rules
 from ikcli.grammar.vocabulary import Vocabulary
+from ikcli.log import notice_once
 from ikcli.tokenizer import Tokenizer
 
 ConstraintMaker = Callable[[], GrammarConstraint | LazyConstraint]
 
 _LARK_MARK = "%llguidance"
-_MOST_KEPT = 32
+_MOST_KEPT, _MOST_TOLD = 32, 1000
+_ENDLESS = "no text at all fulfils it, as it refers to itself on every path"
+_PLACE = re.compile(r"^(?:at \d+\(\d+\): )?(?:failed to compile JSON schema: )?")
 
 
 class Grammars:
     """Grammars of one tokenizer; thread-safe. Compiled ones are kept, so that asking again costs nothing."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, report: Callable[[str], None] = notice_once) -> None:
+        """`report` is told once what was left out of the schemas of tools."""
         self._tokenizer = tokenizer
+        self._report = report
         self._lock = Lock()
         self._kept: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._told: list[str] = []
 
     def compile(self, spec: GrammarSpec) -> ConstraintMaker:
         """A maker of constraints for `spec`, each for one generation. GrammarError if the grammar is wrong.
@@ -67,36 +76,88 @@ class Grammars:
 
     def _maker(self, spec: GrammarSpec, root: str) -> ConstraintMaker:
         vocabulary = self.prepare()
-        what = "json_schema" if spec.kind is GrammarKind.JSON_SCHEMA else "grammar"
-        matcher = self._matcher(self._lark(spec, root), what)
+        matcher = self._matcher(spec, root)
         if spec.lazy or spec.after:
             return lambda: LazyConstraint(spec, matcher, vocabulary)
         return lambda: GrammarConstraint(matcher.deep_copy(), vocabulary, digits_of(spec, vocabulary))
 
-    def _lark(self, spec: GrammarSpec, root: str) -> str:
-        vocabulary = self._vocabulary
-        if spec.kind is GrammarKind.JSON_SCHEMA:
-            return f"{HEADER}start: %json {prepare_schema(spec.schema)}\n"
-        if spec.kind is GrammarKind.TREE:
-            if spec.tree is None:
-                raise GrammarError("grammar: there is none")
-            return to_lark(tree_rules(spec.tree, vocabulary.special), "root")
-        if spec.source.lstrip().startswith(_LARK_MARK):
-            return spec.source
-        return to_lark(parse_gbnf(spec.source, vocabulary.token_of, vocabulary.n_vocab), root)
-
-    def _matcher(self, lark: str, what: str) -> LLMatcher:
+    def _matcher(self, spec: GrammarSpec, root: str) -> LLMatcher:
+        left: list[str] = []
+        all_end: list[bool] = []
+        lark = self._lark(spec, root, lambda schema: self._prepared(schema, left, all_end))
         with self._lock:
             found = self._kept.get(lark)
             if found is not None:
                 self._kept.move_to_end(lark)
                 return found
-        matcher = self._compiled(lark, what)
+        try:
+            if not all(all_end):
+                raise GrammarError(_ENDLESS)
+            matcher = self._compiled(lark, "grammar")
+        except GrammarError as error:
+            if spec.kind is GrammarKind.GBNF:
+                raise
+            problem, left = _reason(error), []
+            mended = self._lark(spec, root, lambda schema: self._mended(schema, left, problem))
+            matcher = self._compiled(mended, "grammar")
+        self._tell(left)
         with self._lock:
             self._kept[lark] = matcher
             if len(self._kept) > _MOST_KEPT:
                 self._kept.popitem(last=False)
         return matcher
+
+    def _tell(self, lines: list[str]) -> None:
+        """Report lines that were not among the last ones."""
+        with self._lock:
+            new = [line for line in dict.fromkeys(lines) if line not in self._told]
+            self._told = [*self._told, *new][-_MOST_TOLD:]
+        for line in new:
+            self._report(line)
+
+    def _lark(self, spec: GrammarSpec, root: str, json_of: JsonOf) -> str:
+        vocabulary = self._vocabulary
+        if spec.kind is GrammarKind.JSON_SCHEMA:
+            return f"{HEADER}start: %json {json_of(Schema(spec.schema))}\n"  # type: ignore[arg-type]
+        if spec.kind is GrammarKind.TREE:
+            if spec.tree is None:
+                raise GrammarError("grammar: there is none")
+            return to_lark(tree_rules(spec.tree, vocabulary.special, json_of), "root")
+        if spec.source.lstrip().startswith(_LARK_MARK):
+            return spec.source
+        return to_lark(parse_gbnf(spec.source, vocabulary.token_of, vocabulary.n_vocab), root)
+
+    def _prepared(self, schema: Schema, left: list[str], all_end: list[bool]) -> str:
+        """The schema for the library, as far as can be seen without compiling it."""
+        prepared, gone = prepare_schema(schema.schema, lenient=schema.lenient)
+        left += [_line(schema, one) for one in gone]
+        all_end.append(has_end(prepared))
+        return serialized(prepared)
+
+    def _mended(self, schema: Schema, left: list[str], problem: str) -> str:
+        """A schema that compiles; KeywordError with the place of what does not, if nothing may be left out."""
+        prepared, gone = prepare_schema(schema.schema, lenient=schema.lenient)
+        try:
+            for fault in Faults(prepared, self._problem).take_out():
+                if not schema.lenient:
+                    raise KeywordError(fault.path, fault.reason)
+                gone.append(Left(pointer_text(fault.path), fault.reason))
+        except TooManyError:
+            if not schema.lenient:
+                raise GrammarError(f"json_schema: {problem}") from None
+            gone = [Left("#", problem)]
+            prepared = unconstrained(prepared)
+        left += [_line(schema, one) for one in gone]
+        return serialized(prepared)
+
+    def _problem(self, prepared: Mapping[str, Any]) -> str:
+        if not has_end(prepared):
+            return _ENDLESS
+        try:
+            self._compiled(f"{HEADER}start: %json {serialized(prepared)}\n", "grammar")
+        except GrammarError as e:
+            return _reason(e)
+        return ""
 
     def _compiled(self, lark: str, what: str) -> LLMatcher:
         limits = LLParserLimits(verbose_errors=False)
@@ -114,6 +175,16 @@ class Grammars:
         if not allowed:
             raise GrammarError(f"{what}: no text at all fulfils it")
         return matcher
+
+
+def _reason(error: GrammarError) -> str:
+    """Why a schema does not compile, without the place in the text that was made of it."""
+    return _PLACE.sub("", str(error).removeprefix("grammar: "))
+
+
+def _line(schema: Schema, left: Left) -> str:
+    whose = f"tool {schema.owner}" if schema.owner else "tools"
+    return f"{whose}: the schema's {left.place} is not enforced: {left.reason}"
 
 
 def _readable(message: str) -> str:

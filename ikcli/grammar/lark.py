@@ -18,8 +18,10 @@ from ikcli.grammar.nodes import (
     Seq,
     Token,
     UntilNode,
+    Whole,
 )
 from ikcli.grammar.rules import check_rules, simplify, without_dead_ends
+from ikcli.grammar.spec import Pattern
 
 # No text forces tokens: any way of spelling it is as good, as for llama.cpp.
 HEADER = '%llguidance {"no_forcing": true}\n'
@@ -39,6 +41,7 @@ class _Writer:
         self._plan = plan
         self._lines: list[str] = []
         self._terminals: dict[str, str] = {}
+        self._lexemes: dict[int, str] = {}
         self._rule_names: dict[str, str] = {}
 
     def text(self) -> str:
@@ -70,6 +73,12 @@ class _Writer:
 
     def _lexeme(self, lexeme: Lexeme) -> str:
         """A terminal; one that matches nothing too is optional and matches something."""
+        known = self._lexemes.get(lexeme.index)
+        if known is None:
+            known = self._lexemes[lexeme.index] = self._new_lexeme(lexeme)
+        return known
+
+    def _new_lexeme(self, lexeme: Lexeme) -> str:
         name = f"L{len(self._lines)}"
         expression = self._regular(lexeme.node)
         if not self._plan.nullable(lexeme.node):
@@ -93,9 +102,10 @@ class _Writer:
             return "(" + (" ".join(self._regular(item) for item in node.items) or '""') + ")"
         if isinstance(node, Alt):
             return "(" + " | ".join(self._regular(item) for item in node.items) + ")"
+        if isinstance(node, Whole):
+            return self._regular(node.item)
         if isinstance(node, UntilNode):
-            upto = f"/(?s:.*)/ {json.dumps(node.end)}"
-            return f"(({upto}) & (~({upto} /(?s:.+)/)))"
+            return _until(node)
         raise GrammarError("grammar: a part of it is not regular")
 
     def _terminal(self, rule: str) -> str:
@@ -104,6 +114,23 @@ class _Writer:
             name = self._terminals[rule] = f"T{len(self._terminals)}"
             self._lines.append(f"{name}: {self._regular(self._plan.rules[rule])}")
         return name
+
+
+def _until(node: UntilNode) -> str:
+    """Text that ends with the first match of the end, as an expression."""
+    ends = _any_pattern((node.end, *node.others))
+    parts = [f"(/(?s:.*)/ {_any_pattern((node.end,))})", f"(~(/(?s:.*)/ {ends} /(?s:.+)/))"]
+    if node.unless:
+        parts.append(f"(~({_any_pattern(node.unless)} /(?s:.*)/))")
+    return "(" + " & ".join(parts) + ")"
+
+
+def _any_pattern(patterns: tuple[Pattern, ...]) -> str:
+    return "(" + " | ".join(_pattern(pattern) for pattern in patterns) + ")"
+
+
+def _pattern(pattern: Pattern) -> str:
+    return "(" + " ".join(json.dumps(p) if isinstance(p, str) else f"/{p.value}/" for p in pattern) + ")"
 
 
 def _repeated(inner: str, node: RepeatNode) -> str:

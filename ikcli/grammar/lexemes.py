@@ -24,6 +24,7 @@ from ikcli.grammar.nodes import (
     Seq,
     Token,
     UntilNode,
+    Whole,
     children,
 )
 from ikcli.grammar.rules import walk
@@ -70,6 +71,7 @@ class Plan:
     opened: set[str] = field(default_factory=set)
     lexemes: list[Lexeme] = field(default_factory=list)
     productions: dict[str, Above] = field(default_factory=dict)
+    _by_key: dict[object, Lexeme] = field(default_factory=dict)
     _nullable: dict[str, bool] = field(default_factory=dict)
 
     def settle(self) -> None:
@@ -94,12 +96,12 @@ class Plan:
             return not node.text
         if isinstance(node, RepeatNode):
             return node.low == 0 or self.nullable(node.item)
-        if isinstance(node, Seq):
-            return all(self.nullable(item) for item in node.items)
+        if isinstance(node, Seq | Whole):
+            return all(self.nullable(item) for item in children(node))
         return isinstance(node, Alt) and any(self.nullable(item) for item in node.items)
 
     def _build(self) -> None:
-        self.lexemes, self.productions = [], {}
+        self.lexemes, self.productions, self._by_key = [], {}, {}
         waiting = [self.root]
         while waiting:
             name = waiting.pop()
@@ -115,8 +117,10 @@ class Plan:
                         waiting.append(top.name)
 
     def _is_regular(self, node: Node) -> bool:
+        """Whether the node can be part of a lexeme; text that followers could end is always a lexeme of its own."""
         return not any(
             isinstance(n, Token | Json)
+            or (isinstance(n, UntilNode) and (n.unless or n.others))
             or (isinstance(n, RuleRef) and (n.name not in self.regular or n.name in self.opened))
             for n in walk(node)
         )
@@ -134,6 +138,8 @@ class Plan:
             return Part("alt", self._alternatives(node))
         if isinstance(node, RepeatNode):
             return Part("repeat", (self._above(node.item),), node)
+        if isinstance(node, UntilNode):
+            return self._lexeme(node, id(node))
         return Part("leaf", node=node)
 
     def _sequence(self, node: Seq) -> tuple[Above, ...]:
@@ -164,8 +170,11 @@ class Plan:
         return (self._lexeme(Alt(tuple(joined)), key), *others)
 
     def _lexeme(self, node: Node, key: object) -> Lexeme:
-        lexeme = Lexeme(node, len(self.lexemes), key)
-        self.lexemes.append(lexeme)
+        """The lexeme of a part; a part that stands in several places is one lexeme."""
+        lexeme = self._by_key.get(key)
+        if lexeme is None:
+            lexeme = self._by_key[key] = Lexeme(node, len(self.lexemes), key)
+            self.lexemes.append(lexeme)
         return lexeme
 
 
@@ -273,7 +282,7 @@ class _Analysis:
                 for low, high in node.ranges:
                     edges |= {low, high + 1}
             elif isinstance(node, Lit | UntilNode):
-                for c in node.text if isinstance(node, Lit) else node.end:
+                for c in node.text if isinstance(node, Lit) else "".join(p for p in node.end if isinstance(p, str)):
                     edges |= {ord(c), ord(c) + 1}
         return sorted(edges)
 
@@ -300,7 +309,8 @@ class _Analysis:
             one = {len(self._masks) - 1}
             return one, one, False
         if isinstance(node, UntilNode):
-            return self._chain([RepeatNode(_ANY, 0, None), Lit(node.end)], owner)
+            texts = (Lit(p) if isinstance(p, str) else RepeatNode(_ANY, 0, None) for p in node.end)
+            return self._chain([RepeatNode(_ANY, 0, None), *texts], owner)
         if isinstance(node, Alt):
             parts = [self._positions(item, owner) for item in node.items]
             first, last = set().union(*(p[0] for p in parts)), set().union(*(p[1] for p in parts))
@@ -413,4 +423,4 @@ def _bits(mask: int) -> list[int]:
 def _can_split(node: Node) -> bool:
     if isinstance(node, Lit):
         return len(node.text) > 1
-    return not isinstance(node, Chars | UntilNode)
+    return not isinstance(node, Chars | UntilNode | Whole)

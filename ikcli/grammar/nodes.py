@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ikcli.errors import UsageError
+from ikcli.grammar.spec import Pattern
 
 Ranges = tuple[tuple[int, int], ...]
 """Sorted, disjoint code point ranges, both ends included."""
@@ -72,9 +73,21 @@ class RepeatNode:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UntilNode:
-    """Any text up to and including the first `end`."""
+    """Any text up to and including the first `end`, or one of `others`, if that is the `end`.
 
-    end: str
+    None that begins with one of `unless`.
+    """
+
+    end: Pattern
+    unless: tuple[Pattern, ...] = ()
+    others: tuple[Pattern, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Whole:
+    """A regular part that stays in one lexeme."""
+
+    item: Node
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,7 +97,7 @@ class Json:
     schema: str
 
 
-Node = UntilNode | Json | Lit | Chars | RuleRef | Token | Seq | Alt | RepeatNode
+Node = UntilNode | Whole | Json | Lit | Chars | RuleRef | Token | Seq | Alt | RepeatNode
 Rules = dict[str, Node]
 
 EMPTY = Seq(())
@@ -94,7 +107,7 @@ def children(node: Node) -> tuple[Node, ...]:
     """The parts of a node."""
     if isinstance(node, Seq | Alt):
         return node.items
-    return (node.item,) if isinstance(node, RepeatNode) else ()
+    return (node.item,) if isinstance(node, RepeatNode | Whole) else ()
 
 
 def seq(*items: Node) -> Node:

@@ -1,5 +1,6 @@
 """JSON schemas made ready for llguidance: keywords it would have to ignore are refused, with their place.
 
+For tools (`lenient`) they are left out one by one: a tool can be called whatever its author wrote about its arguments.
 Keywords that no draft of JSON Schema defines, and `format`s it does not know, only annotate and are left out.
 An object with `properties` has no others unless `additionalProperties` says so: what llama-server does, and what keeps
 small models from making up names without end.
@@ -8,12 +9,13 @@ small models from making up names without end.
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
-from urllib.parse import unquote
 
 from ikcli.grammar.nodes import GrammarError
+from ikcli.grammar.numbers import BOUNDS, UnusableError, bound, check_literals, checked_number, shown
+from ikcli.grammar.pointers import NOTHING, Path, anchored, at_path, pointer, pointer_text, put_at, reference
 
 MAX_DEPTH = 100
 MAX_SCHEMAS = 100_000
@@ -22,7 +24,7 @@ WHITE_SPACE = r" |\n{1,2}[ \t]{0,20}"
 
 _ONE = frozenset({"additionalProperties", "additionalItems"})
 _LIST = frozenset({"anyOf", "oneOf", "allOf", "prefixItems"})
-_MAP = frozenset({"properties", "patternProperties", "$defs", "definitions"})
+MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 _PLAIN = frozenset(
     {
         "$ref",
@@ -37,17 +39,11 @@ _PLAIN = frozenset(
         "minLength",
         "maxLength",
         "pattern",
-        "minimum",
-        "maximum",
-        "exclusiveMinimum",
-        "exclusiveMaximum",
         "multipleOf",
-        "$anchor",
     }
 )
 _REFUSED = frozenset(
     {
-        "not",
         "if",
         "then",
         "else",
@@ -84,48 +80,99 @@ _PATTERNS = {
 """Formats whose text could go on for ever (fractions of seconds)."""
 _OPENING = frozenset({"additionalProperties", "patternProperties", "$ref", "allOf", "anyOf", "oneOf"})
 _COUNTS = frozenset({"minItems", "maxItems", "minProperties", "maxProperties", "minLength", "maxLength"})
-_NOTHING = object()  # at a place that a schema does not have
 
 
-def prepare_schema(schema: Any, *, lenient: bool = False) -> str:
-    """The schema as llguidance takes it, serialized; GrammarError naming keyword and place if it cannot be followed.
+@dataclass(frozen=True, slots=True)
+class Left:
+    """A keyword that was left out: where, and why."""
 
-    `schema` is a parsed JSON value. oneOf counts as anyOf. `lenient`: keywords that cannot be followed are left out.
+    place: str
+    reason: str
+
+
+class KeywordError(GrammarError):
+    """A keyword that cannot be followed."""
+
+    def __init__(self, path: Path, reason: str) -> None:
+        self.left = Left(pointer_text(path), reason)
+        super().__init__(f"json_schema: at {self.left.place}: {reason}")
+
+
+def prepare_schema(schema: Any, *, lenient: bool = False) -> tuple[dict[str, Any], list[Left]]:
+    """The schema as llguidance takes it, and what was left out of it; KeywordError if it cannot be followed.
+
+    `schema` is a parsed JSON value. oneOf counts as anyOf. `lenient`: what cannot be followed is left out.
     """
+    left: list[Left] = []
     if schema is True:
         schema = {}
     if not isinstance(schema, Mapping):
         kind = "false, which no value fulfils" if schema is False else f"{type(schema).__name__}, not an object"
         raise GrammarError(f"json_schema: the schema is {kind}")
-    prepared = _Preparer(schema, lenient).run()
-    prepared["x-guidance"] = {"whitespace_pattern": WHITE_SPACE, "lenient": False, "coerce_one_of": True}
-    return json.dumps(prepared)
+    preparer = _Preparer(schema, left if lenient else None)
+    try:
+        prepared = preparer.run()
+    except GrammarError as e:
+        if not lenient:
+            raise
+        left.append(e.left if isinstance(e, KeywordError) else Left("#", str(e)))
+        prepared = unconstrained(schema)
+    return prepared, left
+
+
+def unconstrained(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """What is left of a schema of which nothing can be followed: its type."""
+    kind = schema.get("type")
+    return {"type": kind} if isinstance(kind, str) and kind in _TYPES else {}
+
+
+def serialized(prepared: Mapping[str, Any]) -> str:
+    """A prepared schema as text, with the options of llguidance."""
+    options = {"whitespace_pattern": WHITE_SPACE, "lenient": False, "coerce_one_of": True}
+    return json.dumps({**prepared, "x-guidance": options})
+
+
+def subschemas(schema: Any) -> Iterator[tuple[Path, Any]]:
+    """The schemas directly within a prepared one, with their paths."""
+    if not isinstance(schema, Mapping):
+        return
+    for key, value in schema.items():
+        if key in MAPS and isinstance(value, Mapping):
+            yield from (((key, name), one) for name, one in value.items())
+        elif isinstance(value, list) and (key in _LIST or key == "items"):
+            yield from (((key, str(i)), one) for i, one in enumerate(value))
+        elif key in _ONE or key == "items":
+            yield (key,), value
 
 
 class _Preparer:
-    def __init__(self, root: Mapping[str, Any], lenient: bool) -> None:
+    def __init__(self, root: Mapping[str, Any], left: list[Left] | None) -> None:
         self._root = root
-        self._lenient = lenient
+        self._left = left  # None: nothing may be left out
         self._n = 0
-        self._kept_whole: list[tuple[str, ...]] = []
+        self._kept_whole: list[Path] = []
         self._combined = _referred_by_all_of(root)
+        self._has_draft = "json-schema.org/draft-0" in str(root.get("$schema", ""))
+        self._impossible: Path = ()  # where it was found that no value fulfils a schema
 
     def run(self) -> dict[str, Any]:
         result = self._schema(self._root, (), 0)
+        if result is False:
+            raise self._error(self._impossible, "no value fulfils it")
         assert isinstance(result, dict)
         # Targets of references outside of $defs and the like are not schemas to `_schema`: add them where they are.
-        done: set[tuple[str, ...]] = set()
+        done: set[Path] = set()
         while self._kept_whole:
             path = self._kept_whole.pop()
             if path in done:
                 continue
             done.add(path)
-            target = self._resolve(path)
-            if _at(result, path) is _NOTHING:
-                _put(result, path, self._root, self._schema(target, path, len(path)))
+            if at_path(result, path) is NOTHING:
+                put_at(result, path, self._root, self._child(at_path(self._root, path), path, len(path)))
         return result
 
-    def _schema(self, schema: Any, path: tuple[str, ...], depth: int) -> Any:
+    def _schema(self, schema: Any, path: Path, depth: int) -> Any:
+        """The prepared schema: an object, or False if it is clear that no value fulfils it."""
         self._n += 1
         if depth > MAX_DEPTH:
             raise self._error(path[:3], f"the schema is nested more than {MAX_DEPTH} deep")
@@ -134,48 +181,95 @@ class _Preparer:
         if isinstance(schema, bool):
             return schema
         if not isinstance(schema, Mapping):
-            raise self._error(path, f"a schema must be an object or true or false, not {_short(schema)}")
+            raise self._error(path, f"a schema must be an object or true or false, not {shown(schema)}")
         result: dict[str, Any] = {}
         schema = self._merged(schema) or schema
         for key, value in schema.items():
             where = (*path, str(key))
-            if key in _REFUSED:
-                if not self._lenient and _says_something(key, value, schema):
-                    raise self._error(where, f"the keyword {key} is not supported")
-            elif key in _ONE or key == "items":
-                if key == "items" and isinstance(value, list):
-                    result[key] = self._list(value, where, depth)
-                else:
-                    result[key] = self._schema(value, where, depth + 1)
-            elif key in _LIST:
-                result[key] = self._list(value, where, depth)
-            elif key in _MAP:
-                if not isinstance(value, Mapping):
-                    raise self._error(where, "must be an object of schemas")
-                result[key] = {str(k): self._schema(v, (*where, str(k)), depth + 1) for k, v in value.items()}
-            elif key in _PLAIN:
-                result[key] = self._plain(key, value, where)
-            elif key == "format" and isinstance(value, str):
-                _add_format(result, value, schema)
-            elif key == "$schema" and isinstance(value, str) and "json-schema.org/draft-0" in value:
-                result[key] = value  # drafts 4 to 7 read some keywords in another way
+            try:
+                possible = self._keyword(result, key, value, schema, where, depth)
+            except UnusableError as e:
+                self._leave_out(self._error(where, str(e)))
+                continue
+            except KeywordError as e:
+                self._leave_out(e)
+                continue
+            if not possible:
+                self._impossible = where
+                return False
+        _add_format(result, schema.get("format"))
         if not _TYPED & result.keys():
             kinds = [kind for kind, keywords in _TYPE_OF.items() if keywords & result.keys()]
             if len(kinds) == 1:
                 result["type"] = kinds[0]
-        _close_tuple(result, "json-schema.org/draft-0" in str(self._root.get("$schema", "")))
+        _close_tuple(result, self._has_draft)
         if self._is_closed(result, path):
             result["additionalProperties"] = False
         return result
 
+    def _keyword(
+        self,
+        result: dict[str, Any],
+        key: str,
+        value: Any,
+        schema: Mapping[str, Any],
+        where: Path,
+        depth: int,
+    ) -> bool:
+        """Add a keyword to `result`; False if no value fulfils it."""
+        if key == "not":
+            always = _truth(value)
+            if always is None:
+                raise self._error(where, "the keyword not is not supported")
+            return not always
+        if key in _REFUSED:
+            if _says_something(key, value, schema):
+                raise self._error(where, f"the keyword {key} is not supported")
+        elif key in _ONE or key == "items":
+            if key == "items" and isinstance(value, list):
+                result[key] = self._list(value, where, depth)
+            else:
+                result[key] = self._schema(value, where, depth + 1)
+        elif key in _LIST:
+            result[key] = branches = self._list(value, where, depth)
+            if key == "allOf":
+                return False not in branches
+            return key == "prefixItems" or not branches or any(branch is not False for branch in branches)
+        elif key in MAPS:
+            if not isinstance(value, Mapping):
+                raise self._error(where, f"must be an object of schemas, not {shown(value)}")
+            result[key] = {str(k): self._child(v, (*where, str(k)), depth + 1) for k, v in value.items()}
+        elif key in BOUNDS:
+            held = bound(key, value, schema.get("type"))
+            if held is not None:
+                result[key] = held
+        elif key in _PLAIN:
+            result[key] = self._plain(key, value, where)
+        elif key == "$schema" and isinstance(value, str) and "json-schema.org/draft-0" in value:
+            result[key] = value  # drafts 4 to 7 read some keywords in another way
+        return True
+
+    def _child(self, schema: Any, path: Path, depth: int) -> Any:
+        """One of several schemas: what is no schema at all is left out alone."""
+        try:
+            return self._schema(schema, path, depth)
+        except KeywordError as e:
+            self._leave_out(e)
+            return True
+
+    def _leave_out(self, error: KeywordError) -> None:
+        if self._left is None:
+            raise error
+        self._left.append(error.left)
+
     def _merged(self, schema: Mapping[str, Any], depth: int = 0) -> dict[str, Any] | None:
         """One object for an allOf whose parts only name properties; None if this is nothing like that."""
-        parts = schema.get("allOf", []) if depth == 0 or "allOf" in schema else None
-        if depth > 8 or (depth == 0 and not parts):
+        parts = schema.get("allOf", [])
+        if depth > 8 or not isinstance(parts, list) or (depth == 0 and not parts):
             return None
         own = {key: value for key, value in schema.items() if key != "allOf"}
         out: dict[str, Any] = {"type": "object", "properties": {}, "required": []}
-        for part in [own, *(parts if isinstance(parts, list) else [])]:
+        for part in [own, *parts]:
             flat = self._plain_object(part, depth)
             if flat is None:
                 return None
@@ -198,7 +292,9 @@ class _Preparer:
                 break
             if not (isinstance(target, str) and target.startswith("#/")):
                 return None
-            part = self._resolve(_pointer(target), ("$ref",), target)
+            part = at_path(self._root, pointer(target))
+        if not isinstance(part, Mapping):
+            return None
         if "allOf" in part:
             return self._merged(part, depth + 1)
         names, required = part.get("properties", {}), part.get("required", [])
@@ -206,7 +302,7 @@ class _Preparer:
         plain = isinstance(names, Mapping) and isinstance(required, list) and part.get("type", "object") == "object"
         return part if known and plain else None
 
-    def _is_closed(self, schema: Mapping[str, Any], path: tuple[str, ...]) -> bool:
+    def _is_closed(self, schema: Mapping[str, Any], path: Path) -> bool:
         """Whether only the named properties may be there. Not for parts of an allOf: others may name further ones."""
         names = schema.get("properties")
         if names is None or schema.get("type", "object") != "object" or _OPENING & schema.keys():
@@ -222,58 +318,64 @@ class _Preparer:
             path = path[:-2]
         return path not in self._combined
 
-    def _list(self, value: Any, where: tuple[str, ...], depth: int) -> list[Any]:
+    def _list(self, value: Any, where: Path, depth: int) -> list[Any]:
         if not isinstance(value, list):
-            raise self._error(where, "must be a list of schemas")
-        return [self._schema(v, (*where, str(i)), depth + 1) for i, v in enumerate(value)]
+            raise self._error(where, f"must be a list of schemas, not {shown(value)}")
+        return [self._child(v, (*where, str(i)), depth + 1) for i, v in enumerate(value)]
 
-    def _plain(self, key: str, value: Any, where: tuple[str, ...]) -> Any:
+    def _plain(self, key: str, value: Any, where: Path) -> Any:
         if key == "$ref":
             return self._reference(value, where)
         if key == "type":
             for name in value if isinstance(value, list) else [value]:
                 if not isinstance(name, str) or name not in _TYPES:
-                    raise self._error(where, f"{_short(name)} is not a type; types are {', '.join(sorted(_TYPES))}")
+                    raise self._error(where, f"{shown(name)} is not a type; types are {', '.join(sorted(_TYPES))}")
         if key in _COUNTS and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
             if not (isinstance(value, float) and value >= 0 and value == int(value)):
-                raise self._error(where, f"must be a whole number of at least 0, not {_short(value)}")
+                raise self._error(where, f"must be a whole number of at least 0, not {shown(value)}")
             return int(value)
         if key == "pattern" and not isinstance(value, str):
-            raise self._error(where, f"must be a regular expression, not {_short(value)}")
+            raise self._error(where, f"must be a regular expression, not {shown(value)}")
         if key == "enum" and (not isinstance(value, list) or not value):
-            raise self._error(where, "must be a list of at least one value")
-        if isinstance(value, float) and not math.isfinite(value):
-            raise self._error(where, f"must be a finite number, not {value}")
+            raise self._error(where, f"must be a list of at least one value, not {shown(value)}")
+        if key in ("enum", "const"):
+            check_literals(value)
+        if key == "required" and not (isinstance(value, list) and all(isinstance(name, str) for name in value)):
+            raise self._error(where, f"must be a list of names, not {shown(value)}")
+        if key == "multipleOf" and checked_number(value) <= 0:
+            raise self._error(where, f"must be greater than 0, not {value}")
         return value
 
-    def _reference(self, value: Any, where: tuple[str, ...]) -> str:
+    def _reference(self, value: Any, where: Path) -> str:
         if not isinstance(value, str):
-            raise self._error(where, f"must be text, not {_short(value)}")
+            raise self._error(where, f"must be text, not {shown(value)}")
         identity = self._root.get("$id", self._root.get("id"))
         if isinstance(identity, str) and identity and value.startswith(identity.rstrip("#")):
             value = value[len(identity.rstrip("#")) :] or "#"
         if not value.startswith("#"):
-            raise self._error(where, f"{_short(value)} refers to another document, which is not fetched")
-        if value.startswith("#/"):
-            path = _pointer(value)
-            self._resolve(path, where, value)
-            self._kept_whole.append(path)
-        return value
+            raise self._error(where, f"{shown(value)} refers to another document, which is not fetched")
+        if value == "#":
+            return value
+        path = pointer(value) if value.startswith("#/") else anchored(self._root, value[1:])
+        target = NOTHING if path is None else at_path(self._root, path)
+        if path is None or not isinstance(target, Mapping | bool):
+            what = "not in the schema" if target is NOTHING else f"no schema but {shown(target)}"
+            raise self._error(where, f"{shown(value)} refers to something that is {what}")
+        self._kept_whole.append(path)
+        return reference(path)
 
-    def _resolve(self, path: tuple[str, ...], where: tuple[str, ...] = (), written: str = "") -> Any:
-        found = _at(self._root, path)
-        if found is _NOTHING:
-            raise self._error(where, f"{_short(written)} refers to something that is not in the schema")
-        return found
-
-    def _error(self, path: tuple[str, ...], message: str) -> GrammarError:
-        return GrammarError(f"json_schema: at #{''.join('/' + p for p in path)[:300]}: {message}")
+    def _error(self, path: Path, message: str) -> KeywordError:
+        return KeywordError(path, message)
 
 
-def _add_format(result: dict[str, Any], name: str, schema: Mapping[str, Any]) -> None:
-    """Formats as patterns where the library's have no end; unknown ones only annotate."""
+def _add_format(result: dict[str, Any], name: Any) -> None:
+    """Formats as patterns where the library's have no end, beside a pattern of the schema; unknown ones annotate."""
+    if not isinstance(name, str):
+        return
     if name in _PATTERNS:
-        if "pattern" not in schema:
+        if "pattern" in result:
+            result["allOf"] = [*result.get("allOf", ()), {"type": "string", "pattern": _PATTERNS[name]}]
+        else:
             result["pattern"] = _PATTERNS[name]
     elif name in _FORMATS:
         result["format"] = name
@@ -292,9 +394,9 @@ def _close_tuple(result: dict[str, Any], has_draft: bool) -> None:
         result |= {rest: False, "minItems": len(result[key])}
 
 
-def _referred_by_all_of(root: Any) -> frozenset[tuple[str, ...]]:
+def _referred_by_all_of(root: Any) -> frozenset[Path]:
     """Places in the schema that an allOf refers to."""
-    found: set[tuple[str, ...]] = set()
+    found: set[Path] = set()
     todo = [root]
     while todo:
         part = todo.pop()
@@ -306,13 +408,23 @@ def _referred_by_all_of(root: Any) -> frozenset[tuple[str, ...]]:
             for branch in branches if isinstance(branches, list) else []:
                 target = branch.get("$ref") if isinstance(branch, Mapping) else None
                 if isinstance(target, str) and target.startswith("#/"):
-                    found.add(_pointer(target))
+                    found.add(pointer(target))
     return frozenset(found)
 
 
-def _pointer(text: str) -> tuple[str, ...]:
-    """The parts of a JSON pointer `#/...`."""
-    return tuple(p.replace("~1", "/").replace("~0", "~") for p in unquote(text[2:]).split("/"))
+def _truth(schema: Any) -> bool | None:
+    """Whether all values fulfil a schema (True) or none (False), if that is plain to see."""
+    if isinstance(schema, bool):
+        return schema
+    if not isinstance(schema, Mapping):
+        return None
+    keywords = schema.keys() - _ANNOTATIONS
+    if not keywords:
+        return True
+    inner = _truth(schema["not"]) if "not" in keywords else None
+    if inner:
+        return False
+    return True if inner is False and keywords == {"not"} else None
 
 
 def _says_something(key: str, value: Any, schema: Mapping[str, Any]) -> bool:
@@ -327,33 +439,3 @@ def _says_something(key: str, value: Any, schema: Mapping[str, Any]) -> bool:
     if key in ("dependentRequired", "dependentSchemas", "dependencies"):
         return value != {}
     return not (key.startswith("unevaluated") and value is True)
-
-
-def _at(schema: Any, path: tuple[str, ...]) -> Any:
-    """The part of a schema at a path, or _NOTHING."""
-    for part in path:
-        if isinstance(schema, Mapping) and part in schema:
-            schema = schema[part]
-        elif isinstance(schema, list) and part.isdigit() and int(part) < len(schema):
-            schema = schema[int(part)]
-        else:
-            return _NOTHING
-    return schema
-
-
-def _put(result: Any, path: tuple[str, ...], original: Any, schema: Any) -> None:
-    """Set `schema` at `path`, making the objects and lists on the way."""
-    for part, after in zip(path, (*path[1:], None), strict=True):
-        index: Any = int(part) if isinstance(result, list) else part
-        original = original[int(part)] if isinstance(original, list) else original[part]
-        if after is None:
-            result[index] = schema
-            return
-        if isinstance(result, dict) and part not in result:
-            result[part] = [{} for _ in original] if isinstance(original, list) else {}
-        result = result[index]
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -38,25 +38,51 @@ class Regex:
 class Schema:
     """A JSON value that a JSON schema accepts (draft 2020-12, `$ref` within the document).
 
-    `lenient`: keywords that cannot be followed are left out instead of refused.
+    `lenient`: keywords that cannot be followed are left out instead of refused. `owner`: the tool whose schema it is.
     """
 
     schema: Mapping[str, Any] | bool
     lenient: bool = False
+    owner: str = ""
+
+
+class Gap(enum.Enum):
+    """What a pattern of texts has between them."""
+
+    SPACES = r"[ \t\r\n]*"
+    NAME = r"[^ \t\r\n\"<>]+"
+    KEY = r"[A-Za-z0-9_.-]+"
+    END = ""
+    """The end of all text."""
+
+
+Pattern = tuple[str | Gap, ...]
+"""Texts and gaps, one after the other."""
 
 
 @dataclass(frozen=True, slots=True)
 class Until:
-    """Any text up to and including the first `end` (a marker)."""
+    """Any text up to and including the first `end` (a marker).
+
+    With `followers`, up to the first `end` that one of them follows: elsewhere it is part of the text. So are all that
+    stand between the two patterns of `nested`: an example of a call within a text.
+    """
 
     end: str
+    followers: tuple[Pattern, ...] = ()
+    nested: tuple[Pattern, Pattern] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
-    """The parts one after the other; no parts: nothing."""
+    """The parts one after the other; no parts: nothing.
+
+    `whole`: literals, markers and regular expressions that are read in one go. What follows an `Until` with followers
+    has to be, up to where it is told from more of the text.
+    """
 
     parts: tuple[Node, ...]
+    whole: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +103,17 @@ class Repeat:
 
 
 Node = Literal | Marker | Regex | Schema | Until | Sequence | Choice | Repeat
+
+
+def parts_of(tree: Node) -> tuple[Node, ...]:
+    """The nodes directly within a node."""
+    if isinstance(tree, Sequence):
+        return tree.parts
+    if isinstance(tree, Choice):
+        return tree.options
+    if isinstance(tree, Repeat):
+        return (tree.part,) if tree.between is None else (tree.part, tree.between)
+    return ()
 
 
 class GrammarKind(enum.Enum):

@@ -7,7 +7,6 @@ Files and running values answer to examples/imatrix of ik_llama.cpp.
 
 from __future__ import annotations
 
-import codecs
 import math
 import time
 from collections.abc import Callable
@@ -41,7 +40,6 @@ from ikcli.settings.run import RunConfig
 if TYPE_CHECKING:
     from ikcli.engine.run.session import Session
 
-_TEXT_PROBE = 1 << 16  # bytes
 _GROUP = 4  # windows; less would be more to send, more would leave less to divide
 
 
@@ -305,14 +303,3 @@ def in_rows(found: Imatrix, like: Imatrix | None = None) -> Imatrix:
         scale = np.float32(per_chunk)
         entries[name] = ImatrixEntry(e.sums * scale, e.counts * scale)
     return replace(found, entries=entries)
-
-
-def is_text(path: Path) -> bool:
-    """Whether a file begins like text: UTF-8 without NUL, which binary formats are full of."""
-    with path.open("rb") as f:
-        head = f.read(_TEXT_PROBE)
-    try:
-        codecs.getincrementaldecoder("utf-8")().decode(head)
-    except UnicodeDecodeError:
-        return False
-    return b"\0" not in head

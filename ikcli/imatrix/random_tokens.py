@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ikcli.engine.plan.missing_parts import assume_missing
 from ikcli.engine.plan.placement import CPU
 from ikcli.engine.plan.planner import Planner
 from ikcli.engine.plan.sizes import DEFAULT_WINDOW, imatrix_session
@@ -60,7 +61,9 @@ def planned(model: Path, overrides: tuple[str, ...]) -> tuple[int, Imatrix]:
     Memory in bytes, moments aside, and a matrix that has the entries to come, all of them 1.
     """
     config, sizes = imatrix_session(_settings(model, model, 1, overrides))
-    prepared = Planner.of_file(config).prepare(config, sizes)
+    planner = Planner.of_file(config, header_only=True)
+    assume_missing(planner.file, planner.hp)
+    prepared = planner.prepare(config, sizes)
     collector = watch([graph for graph, _ in prepared.graphs.values()], output_name=_OUTPUT)
     for stream in collector.all_streams():
         stream.sums.fill(_PLENTY)

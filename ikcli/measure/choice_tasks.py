@@ -95,7 +95,7 @@ def read_hellaswag(text: str, source: str, n_tasks: int) -> list[Question]:
 
 def read_winogrande(text: str, source: str, n_tasks: int) -> list[Question]:
     """All tasks in order, or n_tasks (above 0) of them in random order."""
-    found = [_winogrande(row, source, i + 1) for i, row in enumerate(csv.reader(text.splitlines())) if row]
+    found = [_winogrande(row, source, i + 1) for i, row in enumerate(csv.reader(text.split("\n"))) if row]
     return _subset(found, n_tasks)
 
 

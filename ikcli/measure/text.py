@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 import time
-from pathlib import Path
 
 import numpy as np
 
-from ikcli.errors import IkError
 from ikcli.log import log
 from ikcli.measure.protocol import HasTokenizer, TokenIds
 from ikcli.settings.run import RunConfig, default_text
+from ikcli.text_files import read_bytes, read_measured, warn_of_binary
 
+_HINT = "; name a readable file with -f"
 _SIMPLE = {b"n": b"\n", b"r": b"\r", b"t": b"\t", b"'": b"'", b'"': b'"', b"\\": b"\\"}
 _ESCAPE = re.compile(rb"\\(x[0-9a-fA-F]{2}|[nrt'\"\\])")
 
@@ -34,28 +34,21 @@ def load_text(config: RunConfig) -> str:
     """
     prompt = config.prompt
     if prompt.binary_file is not None:
-        return raw_text(config).decode("utf-8", errors="surrogateescape")
+        raw = raw_text(config)
+        warn_of_binary(prompt.binary_file, raw)
+        return raw.decode("utf-8", errors="surrogateescape")
     if prompt.file is None and prompt.prompt:
         raw = prompt.prompt.encode("utf-8", errors="surrogateescape")
     else:
-        raw = _read(prompt.file or default_text()).removesuffix(b"\n")
+        raw = read_measured(prompt.file or default_text(), _HINT).removesuffix(b"\n")
     if prompt.escape:
         raw = unescape(raw)
     return raw.decode("utf-8", errors="surrogateescape")
 
 
 def raw_text(config: RunConfig) -> bytes:
-    """The bytes of the file named by -bf or -f, as they are."""
-    return _read(config.prompt.binary_file or config.prompt.file or default_text())
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise IkError(
-            f"cannot read the text file {path}: {error.strerror or error}; name a readable file with -f"
-        ) from error
+    """The bytes of the file named by -bf or -f, as they are or as they were before they were compressed."""
+    return read_bytes(config.prompt.binary_file or config.prompt.file or default_text(), _HINT)
 
 
 def text_name(config: RunConfig) -> str:

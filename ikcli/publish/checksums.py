@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from ikcli.errors import FormatError, IkError
+from ikcli.text_files import read_text
 
 SUMS, MADE_OF = "SHA256SUMS", ".ik-publish"
 _CHUNK = 32 << 20
@@ -33,8 +34,8 @@ def current_sums(folder: Path) -> dict[str, str]:
     """
     sums = folder / SUMS
     try:
-        lines, since = sums.read_text(encoding="utf-8").splitlines(), sums.stat().st_mtime_ns
-    except (OSError, UnicodeDecodeError):
+        lines, since = read_text(sums, error=FormatError).splitlines(), sums.stat().st_mtime_ns
+    except (OSError, FormatError):
         raise FormatError(f"{folder} has no {SUMS}: it is no folder that ik publish has made") from None
     known: dict[str, str] = {}
     for line in lines:

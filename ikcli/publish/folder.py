@@ -55,7 +55,7 @@ def plan_publish(options: PublishOptions) -> PublishPlan:
     for file in files[1:]:
         if file.arch != first.arch or _shapes(file) != _shapes(first):
             raise UsageError(f"{file.paths[0]} is not of the same model as {first.paths[0]}: other tensors")
-    name = _file_name(options.name or str(first.get("general.name") or ""))
+    name = _file_name(options.name or _text(first, "general.name"))
     stems = [re.sub(r"-\d{5}-of-\d{5}$", "", path.stem) for _, path in options.models]
     name = name or _common_name(stems[0], _type_of(first))
     labels = [
@@ -80,7 +80,7 @@ def plan_publish(options: PublishOptions) -> PublishPlan:
     ]  # fmt: skip
     imatrix = f"{name}-imatrix{options.imatrix.suffix}" if options.imatrix is not None else ""
     made = Published(
-        out, name, options.base_model or _base_model(first), options.license or str(first.get("general.license") or ""),
+        out, name, options.base_model or _base_model(first), options.license or _text(first, "general.license"),
         _texts(first, "general.tags"), _texts(first, "general.languages"), imatrix, tuple(options.notes), (),
         tuple(quants),
     )  # fmt: skip
@@ -138,7 +138,8 @@ def _fill(folder: Path, plan: PublishPlan, made: Published, advance: Callable[[f
     plot = quality_plot(made.quants)
     if plot:
         (folder / "quality.svg").write_text(plot, encoding="utf-8")
-    (folder / "README.md").write_text(card(made, "quality.svg" if plot else ""), encoding="utf-8")
+    text = card(made, "quality.svg" if plot else "")
+    (folder / "README.md").write_text(text, encoding="utf-8", errors="replace")
     write_sums(folder)
     (folder / MADE_OF).write_text(_fingerprint(options) + "\n", encoding="utf-8")
 
@@ -147,7 +148,7 @@ def _is_made(options: PublishOptions) -> bool:
     """Whether the folder is whole and was made by these options of these files, as they are now."""
     try:
         return (options.out / MADE_OF).read_text(encoding="utf-8").strip() == _fingerprint(options)
-    except OSError:
+    except (OSError, UnicodeDecodeError):
         return False
 
 
@@ -255,6 +256,11 @@ def _base_model(file: GGUFFile) -> str:
         if m:
             return m[1]
     return ""
+
+
+def _text(file: GGUFFile, key: str) -> str:
+    value = file.get(key)
+    return value if isinstance(value, str) else ""
 
 
 def _texts(file: GGUFFile, key: str) -> tuple[str, ...]:

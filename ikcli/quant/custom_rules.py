@@ -15,7 +15,7 @@ from ikcli.errors import UsageError
 from ikcli.gguf.types import TYPES
 from ikcli.quant.formats import format_by_name
 from ikcli.quant.recipes import CustomRule, TypeChoice
-from ikcli.rules import compile_pattern, layer_text, near_misses, pattern_warnings
+from ikcli.rules import compile_pattern, layer_text, near_misses, pattern_warnings, unmatched
 
 OPTION = "--custom-q"
 
@@ -90,12 +90,9 @@ def rule_table(uses: Sequence[CustomRuleUse]) -> list[str]:
     return lines
 
 
-def check_uses(uses: Sequence[CustomRuleUse], names: Sequence[str]) -> list[str]:
-    """Notes and warnings about rules; UsageError if a rule matches no tensor."""
-    empty = [use for use in uses if not use.matched]
-    if empty:
-        raise UsageError(f"{OPTION}: " + "; ".join(_no_match(use.rule, names) for use in empty))
-    notes: list[str] = []
+def check_uses(uses: Sequence[CustomRuleUse], names: Sequence[str], strict: bool = False) -> list[str]:
+    """Notes and warnings about rules; with `strict` UsageError if a rule matches no tensor."""
+    notes = unmatched([_no_match(use.rule, names) for use in uses if not use.matched], OPTION, strict)
     for index, use in enumerate(uses):
         notes += pattern_warnings(use.rule.pattern, use.rule.text, use.matched)
         if use.kept:

@@ -26,15 +26,18 @@ _AS_THE_REFERENCE = {
     "attn_kv_b": ("attn_v_b",),
 }
 # More of them: products that the graphs of `ikcli.models` feed with one node, and what fusing makes of these.
-_ATTENTION = ("attn_qkv", "attn_qk", "attn_q", "attn_k", "attn_v", "attn_q_a", "attn_kv_a_mqa")
+_ATTENTION = ("attn_qkv", "attn_qk", "attn_q", "attn_k", "attn_v", "attn_q_a", "attn_kv_a_mqa", "attn_gate",
+              "ssm_in", "ssm_ba", "ssm_alpha", "ssm_beta", "ssm_f_a", "ssm_g", "ssm_g_a")  # fmt: skip
 _SHARED = ("ffn_gate_up_shexp", "ffn_up_shexp", "ffn_gate_shexp", "ffn_gate_inp", "ffn_gate_inp_shexp")
 _MORE = {
     **{part: tuple(p for p in group if p != part) for group in (_ATTENTION, _SHARED) for part in group},
-    "ffn_up": ("ffn_gate_up",),
+    "ffn_up": ("ffn_gate_up", "ffn_gate"),
     "ffn_gate": ("ffn_gate_up",),
     "ffn_gate_up": ("ffn_up", "ffn_gate"),
+    "ffn_up_exps": ("ffn_gate_exps",),
     "ffn_gate_up_exps": ("ffn_gate_exps",),
 }
+"""Which is symmetric with `_AS_THE_REFERENCE`: what serves one tensor of a group is served by it."""
 _EXPERTS = re.compile(r"exps\.weight$")
 
 

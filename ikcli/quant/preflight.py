@@ -12,11 +12,11 @@ from functools import partial
 from pathlib import Path
 
 from ikcli.errors import IkError
-from ikcli.gguf.reader import GGUFFile, open_gguf
+from ikcli.gguf.reader import GGUFFile
 from ikcli.gguf.types import TYPES
 from ikcli.log import shown_size
 from ikcli.quant.covariance_file import Covariance, open_covariance
-from ikcli.quant.custom_rules import CustomRuleUse, check_uses, rule_uses
+from ikcli.quant.custom_rules import check_uses, rule_uses
 from ikcli.quant.feedback import supports
 from ikcli.quant.imatrix_file import Imatrix
 from ikcli.quant.imatrix_use import (
@@ -33,7 +33,15 @@ from ikcli.quant.output_check import check_output, check_room, existing_folder, 
 from ikcli.quant.quantizer import check, check_requantize, output_parts, part_is_done
 from ikcli.quant.recipes import RecipeOptions, TypeChoice, check_file_type, choose_types, refused_without_weights
 from ikcli.quant.target import TargetOptions, budget_bytes
-from ikcli.quant.tool import ToolOptions, is_fixed, load_imatrix, make_job, plan_repack
+from ikcli.quant.tool import (
+    ToolOptions,
+    check_weight_rules,
+    is_fixed,
+    load_imatrix,
+    make_job,
+    plan_repack_of,
+    read_weights,
+)
 
 OK, NOTE, FAIL = "ok", "note", "FAIL"
 _BASE_RAM = 400 << 20  # interpreter, compiled kernels, tables of encoders
@@ -98,11 +106,12 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 class PlannedJob:
     """What would be run; `mode` is quantize, repack or unrepack, `patterns` choose tensors to repack.
 
-    `runs` tells what it takes to run the model first and the data that gives, and raises if it cannot be run.
+    `opened` gives the model, and notes about what of it is not there. `runs` tells what it takes to run the model first
+    and the data that gives, and raises if it cannot be run.
     """
 
     mode: str
-    input: str
+    opened: Callable[[], tuple[GGUFFile, list[str]]]
     output: str
     recipe: RecipeOptions
     options: ToolOptions
@@ -115,7 +124,7 @@ def preflight(task: PlannedJob, available: int | None = None) -> Report:
     """Report about a run; `available` are the bytes of RAM that are free (None: not known)."""
     report = Report()
     found: list[GGUFFile] = []
-    report.attempt("input", lambda: _open(task, found))
+    report.attempt("input", lambda: _open(report, task, found))
     imatrix, covariance, complete = _data(report, task.options, task.runs)
     if not found:
         return report
@@ -135,10 +144,14 @@ def preflight(task: PlannedJob, available: int | None = None) -> Report:
     return report
 
 
-def _open(task: PlannedJob, found: list[GGUFFile]) -> str:
-    file = open_gguf(task.input, task.options.overrides)
+def _open(report: Report, task: PlannedJob, found: list[GGUFFile]) -> str:
+    file, notes = task.opened()
     found.append(file)
+    for note in notes:
+        report.add("input", NOTE, note)
     n = len(file.paths)
+    if notes:
+        return f"{len(file.tensors)} tensors, {file.n_bytes / 2**30:.2f} GiB"
     parts = "1 file" if n == 1 else f"{n} files"
     return f"{len(file.tensors)} tensors in {parts} of full length, {file.n_bytes / 2**30:.2f} GiB"
 
@@ -157,6 +170,9 @@ def _data(
         return f"{options.covariance}: {found.n_chunks} chunks from {', '.join(found.datasets) or 'unknown data'}"
 
     def matrix() -> str:
+        given = read_weights(options, covariances[0] if covariances else None)
+        for note in check_weight_rules(given, options):
+            report.add("imatrix", NOTE, note)
         found = load_imatrix(options, covariances[0] if covariances else None)
         if found is None:
             return "" if options.imatrix is None else f"{options.imatrix}: no entry is left to use"
@@ -201,8 +217,10 @@ def _choices(report: Report, task: PlannedJob, file: GGUFFile, imatrix: Imatrix 
     if task.mode != "quantize":
 
         def repack() -> str:
-            plan = plan_repack(task.input, task.output, task.patterns, task.mode == "unrepack", task.options)
+            plan = plan_repack_of(file, task.output, task.patterns, task.mode == "unrepack", task.options)
             made.extend(plan.job.choices)
+            for note in plan.notes:
+                report.add("types", NOTE, note)
             return f"{sum(c.changes for c in made)} of {len(made)} tensors change"
 
         report.attempt("types", repack)
@@ -218,7 +236,7 @@ def _choices(report: Report, task: PlannedJob, file: GGUFFile, imatrix: Imatrix 
         report.attempt("types", choose)
         if task.target is None:
             report.attempt("types", partial(check_file_type, recipe, imatrix))
-        _rules(report, recipe, made, list(file.tensors))
+        _rules(report, task, made, list(file.tensors))
     if not made:
         return made
     fallbacks = [c.name for c in made if c.fallback]
@@ -233,26 +251,22 @@ def _choices(report: Report, task: PlannedJob, file: GGUFFile, imatrix: Imatrix 
     return made
 
 
-def _rules(report: Report, recipe: RecipeOptions, choices: Sequence[TypeChoice], names: Sequence[str]) -> None:
-    """Custom rules one by one, so that each of those which match nothing is named."""
+def _rules(report: Report, task: PlannedJob, choices: Sequence[TypeChoice], names: Sequence[str]) -> None:
+    """Custom rules one by one; those that match nothing are named, which `strict` makes problems."""
+    recipe = task.recipe
     if not recipe.custom or not choices:
         return
     if not recipe.uses_rules:
         report.add("rules", NOTE, "--custom-q has no effect with this TYPE or with --pure")
         return
     uses = rule_uses(recipe.custom, choices)
-    for use in uses:
-        if not use.matched:
-            report.attempt("rules", partial(_use, use, names))
+    for use in (use for use in uses if not use.matched):
+        (text,) = check_uses([use], names)
+        report.add("rules", FAIL if task.options.strict else NOTE, text)
     if all(use.matched for use in uses):
         report.add("rules", OK, f"rules that match a tensor: all {len(uses)}")
     for note in check_uses([use for use in uses if use.matched], names):
         report.add("rules", NOTE, note)
-
-
-def _use(use: CustomRuleUse, names: Sequence[str]) -> str:
-    check_uses([use], names)
-    return ""
 
 
 def _sizes(

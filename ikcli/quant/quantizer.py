@@ -111,7 +111,8 @@ def check(job: QuantizeJob) -> None:
     check_requantize(changing, job.allow_requantize)
     if not job.force:
         for c in changing:
-            if TYPES[c.new].kind == "ternary" and not _is_ternary(job.file, c):
+            seen = job.file.has_data(c.source or c.name)  # a plan may have the header alone
+            if TYPES[c.new].kind == "ternary" and seen and not _is_ternary(job.file, c):
                 raise UsageError(
                     f"{TYPES[c.new].name} is for models with ternary weights, and tensor {c.name} is not ternary; "
                     "choose another type, or give --force"

@@ -22,7 +22,7 @@ def run_key(job: QuantizeJob) -> str:
     parts = [_code(), repr(job.encode_options), *map(_stamp, job.file.paths)]
     parts += [f"{c.name} {c.source} {c.old.name}" for c in job.choices]
     if job.imatrix is not None:
-        parts += [_stamp(Path(job.imatrix.path)), *sorted(job.imatrix.entries), *sorted(job.imatrix.dropped)]
+        parts += [_stamp(Path(job.imatrix.path)), repr(sorted(job.imatrix.entries)), repr(sorted(job.imatrix.dropped))]
     if job.covariance is not None:
         parts.append(_stamp(Path(job.covariance.path)))
     return hashlib.sha256("\n".join(parts).encode("utf-8", "surrogateescape")).hexdigest()

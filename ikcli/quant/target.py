@@ -37,10 +37,14 @@ CPU, GPU = "cpu", "gpu"
 
 @dataclass(frozen=True, slots=True)
 class CpuShare:
-    """Which tensors stay on the CPU. `named`: sides the user spoke of; if any, the rest is known to be on a GPU."""
+    """Which tensors stay on the CPU. `named`: sides the user spoke of; if any, the rest is known to be on a GPU.
+
+    `patterns`: what the user gave for them, by option.
+    """
 
     on_cpu: Callable[[str], bool] = lambda name: "exps" in name
     named: frozenset[str] = frozenset()
+    patterns: tuple[tuple[str, str], ...] = ()
 
     def side(self, name: str) -> str:
         return CPU if self.on_cpu(name) else GPU

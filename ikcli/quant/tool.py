@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ikcli.errors import UsageError
 from ikcli.gguf.constants import FILE_TYPE_GUESSED, FILE_TYPES, GGMLType
 from ikcli.gguf.reader import GGUFFile, TensorInfo, open_gguf
 from ikcli.gguf.types import TYPES
@@ -26,7 +25,7 @@ from ikcli.quant.imatrix_use import ExpertData, borrowed_lines, check_sizes, exp
 from ikcli.quant.job import QuantizeJob
 from ikcli.quant.quantizer import check_requantize, output_metadata
 from ikcli.quant.recipes import EXTRA_OUTPUT, RecipeOptions, TypeChoice, check_file_type, choose_types
-from ikcli.rules import compile_pattern, near_misses, pattern_warnings
+from ikcli.rules import compile_pattern, no_match, pattern_notes, pattern_warnings, unmatched
 
 if TYPE_CHECKING:
     from ikcli.quant.target import TargetOptions, TargetPlan
@@ -48,6 +47,7 @@ class ToolOptions:
     partial_requant: bool = False
     allow_requantize: bool = False
     force: bool = False
+    strict: bool = False  # rules that match nothing are errors
     encode: EncodeOptions = field(default_factory=EncodeOptions)
 
 
@@ -120,7 +120,9 @@ def plan_of(
 ) -> ToolPlan:
     """`plan_quantize` of a model that `opened` returns."""
     covariance = open_covariance(options.covariance) if options.covariance is not None else None
-    imatrix = load_imatrix(options, covariance)
+    given = read_weights(options, covariance)
+    weight_notes = check_weight_rules(given, options)
+    imatrix = _chosen(given, options)
     check_file_type(recipe, imatrix)
     file = opened()
     if imatrix is not None:
@@ -133,7 +135,7 @@ def plan_of(
         encoding = Encoding(imatrix, covariance, options.encode)
         recipe, choices, found = _choose_for_target(file, recipe, choices, target, options, encoding, advance)
     uses = rule_uses(recipe.custom, choices) if recipe.uses_rules else []
-    notes = check_uses(uses, list(file.tensors))
+    notes = weight_notes + check_uses(uses, list(file.tensors), options.strict)
     if recipe.custom and not recipe.uses_rules:
         because = "--pure" if recipe.pure else FILE_TYPES[recipe.file_type].names[0] if not recipe.copy else "COPY"
         notes.append(f"--custom-q has no effect together with {because}")
@@ -163,7 +165,7 @@ def _check_before_measuring(
 ) -> None:
     """UsageError for what a run would be refused for after its types were measured."""
     if recipe.uses_rules:
-        check_uses(rule_uses(recipe.custom, choices), names)
+        check_uses(rule_uses(recipe.custom, choices), names, options.strict)
     free = [c for c in choices if not is_fixed(c)]
     check_requantize(free, options.allow_requantize)
 
@@ -200,17 +202,35 @@ def _choose_for_target(
 
 
 def load_imatrix(options: ToolOptions, covariance: Covariance | None) -> Imatrix | None:
+    """The entries to use of the importance matrix; None without any."""
+    return _chosen(read_weights(options, covariance), options)
+
+
+def _chosen(given: Imatrix | None, options: ToolOptions) -> Imatrix | None:
+    found = given.filtered(options.include_weights, options.exclude_weights) if given is not None else None
+    return found if found is not None and found.entries else None
+
+
+def read_weights(options: ToolOptions, covariance: Covariance | None) -> Imatrix | None:
     """The importance matrix: that of the file, else the mean squares among the second moments."""
     if options.imatrix is not None:
-        found = read_imatrix(options.imatrix)
-    elif covariance is not None:
-        found = covariance.imatrix()
-    elif options.assumed is not None:
-        found = options.assumed
-    else:
-        return None
-    found = found.filtered(options.include_weights, options.exclude_weights)
-    return found if found.entries else None
+        return read_imatrix(options.imatrix)
+    return covariance.imatrix() if covariance is not None else options.assumed
+
+
+def check_weight_rules(given: Imatrix | None, options: ToolOptions) -> list[str]:
+    """Notes about texts of --include-weights and --exclude-weights that are in the name of no entry."""
+    notes: list[str] = []
+    both = {"--include-weights": options.include_weights, "--exclude-weights": options.exclude_weights}
+    names = list(given.entries) if given is not None else []
+    for option, texts in both.items():
+        if texts and given is None:
+            notes += unmatched(["has no effect without importance weights (--imatrix)"], option, options.strict)
+            continue
+        empty = [text for text in texts if not any(text in name for name in names)]
+        problems = [f'"{text}" {no_match(re.escape(text), names, "entry of the importance matrix")}' for text in empty]
+        notes += unmatched(problems, option, options.strict)
+    return notes
 
 
 def encoding_of(file: GGUFFile, options: ToolOptions) -> Encoding:
@@ -266,13 +286,19 @@ def make_job(
 def plan_repack(path: str, output: str, patterns: Sequence[str], unrepack: bool, options: ToolOptions) -> ToolPlan:
     """Regroup every tensor that has a twin and matches one of `patterns` (none: all); the rest is copied.
 
-    UsageError if patterns are given and none of them matches a tensor.
+    With `strict` UsageError if a pattern matches no tensor.
     """
+    return plan_repack_of(open_gguf(path, options.overrides), output, patterns, unrepack, options)
+
+
+def plan_repack_of(
+    file: GGUFFile, output: str, patterns: Sequence[str], unrepack: bool, options: ToolOptions
+) -> ToolPlan:
+    """`plan_repack` of an open model."""
     from ikcli.quant.repack import repacked_file_type
 
-    file = open_gguf(path, options.overrides)
     tensors = list(file.tensors.values())
-    notes = _pattern_notes(patterns, list(file.tensors))
+    notes = _pattern_notes(patterns, list(file.tensors), options.strict)
     choices = [_repacked(t, patterns, unrepack) for t in tensors]
     old = _input_file_type(file)
     changed = any(c.changes for c in choices)
@@ -283,20 +309,14 @@ def plan_repack(path: str, output: str, patterns: Sequence[str], unrepack: bool,
     return ToolPlan(make_job(file, output, choices, output_metadata(file, file_type), options), tuple(notes))
 
 
-def _pattern_notes(patterns: Sequence[str], names: Sequence[str]) -> list[str]:
+def _pattern_notes(patterns: Sequence[str], names: Sequence[str], strict: bool) -> list[str]:
     option = "--repack-pattern"
     notes: list[str] = []
-    empty: list[str] = []
     for pattern in patterns:
         search = compile_pattern(pattern, option, pattern).search
         matched = [name for name in names if search(name)]
         notes += pattern_warnings(pattern, pattern, matched)
-        if not matched:
-            near = near_misses(pattern, names)
-            empty.append(f'"{pattern}" matches no tensor' + (f"; nearest: {', '.join(near)}" if near else ""))
-    if empty and len(empty) == len(patterns):
-        raise UsageError(f"{option}: " + "; ".join(empty))
-    return notes + [f"{option}: {text}" for text in empty]
+    return notes + pattern_notes(patterns, option, names, strict)
 
 
 def _repacked(t: TensorInfo, patterns: Sequence[str], unrepack: bool) -> TypeChoice:

@@ -39,7 +39,8 @@ class Option:
     `form` is the text of the value in help and errors; `parse` converts a custom value and raises ValueError.
     `repeat` options collect their values in command-line order; `noop` says why an accepted option does nothing.
     The value of a `text` option may begin with a dash. `env` names environment variables that set it, too.
-    `n_values` words make one value, joined by blanks.
+    `n_values` words make one value, joined by blanks. `joined`: letters of commands for which the values of one that is
+    repeated are one text, with commas.
     """
 
     names: tuple[str, ...]
@@ -59,6 +60,7 @@ class Option:
     text: bool = False
     env: str = ""
     n_values: int = 1
+    joined: str = ""
 
     @property
     def takes_value(self) -> bool:

@@ -26,7 +26,7 @@ class PromptConfig:
     prompt: str = _prompt("", "-p --prompt", "str", form="TEXT", example='-p "Once upon a time"', text=True,
         help="the prompt")
     file: Path | None = _prompt(None, "-f --file", "path", form="FILE", example="-f wiki.test.raw",
-        help="read the text from a file")
+        help="read the text from a file; one that gzip, bzip2 or xz compressed is unpacked")
     binary_file: Path | None = _prompt(None, "-bf --binary-file", "path", commands="P", form="FILE",
         example="-bf arc-easy-validation.bin",
         help="as -f, but the file is taken as it is: no escapes, and no line end is dropped")

@@ -145,6 +145,8 @@ class QuantizeConfig:
         help="scales of least squared error, which shrink rows, instead of unbiased ones")
     slow_iq2ks: bool = opt(False, "--slow-iq2ks", "switch", help="the exhaustive and slow search for iq2_ks")
     force: bool = opt(False, "--force", "switch", help="allow ternary types for weights that are not ternary")
+    strict: bool = opt(False, "--strict", "switch",
+        help="rules that match nothing (--custom-q, --repack-pattern, --include-weights and the like) are errors")
     dry_run: bool = opt(False, "--dry-run", "switch",
         help="print the type and size of every tensor and the total, write nothing")
     preflight: bool = opt(False, "--preflight", "switch",
@@ -153,6 +155,7 @@ class QuantizeConfig:
     n_threads: str | None = opt(None, "-t --threads", "str", form="N", example="-t 8",
         help="threads, as the positional nthreads; auto = physical cores")
     verbose: bool = opt(False, "-v --verbose", "switch", help="also print which rule decided about which tensor")
+    hub: HubConfig = group(HubConfig)
     fleet: BatchConfig = group(BatchConfig)
 
 
@@ -184,6 +187,7 @@ class ConvertConfig:
         help="importance matrix, legacy .dat or GGUF")
     ignore_imatrix_rules: bool = opt(False, "--ignore-imatrix-rules", "switch",
         help="allow types that are hardly usable without importance matrix")
+    strict: bool = opt(False, "--strict", "switch", help="rules of --custom-q that match nothing are errors")
     custom_q: tuple[str, ...] = opt((), "--custom-q", "custom", form="RE=TYPE[,RE=TYPE...]",
         example='--custom-q "attn_k=q8_0,ffn_down=iq4_k"', parse=parse_text_item, repeat=True,
         help="type of tensors whose name (in GGUF) matches, first match wins; @FILE reads rules from a file "

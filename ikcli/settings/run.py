@@ -70,7 +70,8 @@ class RunConfig:
         help="ask for transparent huge pages (Linux) for the cache, for buffers, and with --no-mmap or -rtr for "
         "weights")
     run_time_repack: bool = _model(False, "-rtr --run-time-repack", "optswitch", example="-rtr",
-        help="repack weights in host memory to interleaved types while loading; turns mmap off")
+        help="repack weights in host memory to interleaved types while loading; turns mmap off. Beside a GPU it costs "
+        "prompt speed: interleaved types in RAM are not copied to it, so their prompt work stays on the CPU")
     check_tensors: bool = _model(False, "--check-tensors -vq --validate-quants", "switch", example="--check-tensors",
         help="scan the weights for NaN and Inf while loading and name the tensors")
     override_kv: tuple[str, ...] = _model((), "-okv --override-kv", "custom", form="KEY=TYPE:VALUE[,...]",
@@ -94,8 +95,8 @@ class RunConfig:
         parse=parse_parallel, env="LLAMA_ARG_N_PARALLEL", help="number of slots; each gets ctx/N tokens")
     n_predict: int = _context(-1, "-n --predict --n-predict", "int", form="N", example="-n 128", commands="CSW",
         minimum=-2, env="LLAMA_ARG_N_PREDICT",
-        help="tokens to generate, for serve the most a request gets; in sweep-bench the TG tokens of a row (default "
-        "ubatch/4)")
+        help="tokens to generate, for serve the most a request gets; -1 = no limit, -2 = until the context is full; in "
+        "sweep-bench the TG tokens of a row (default ubatch/4)")
     type_k: str = _context("f16", "-ctk --cache-type-k", "type", form="TYPE", example="-ctk q8_0", choices=KV_TYPES,
         env="LLAMA_ARG_CACHE_TYPE_K", help="type of the K cache")
     type_v: str = _context("f16", "-ctv --cache-type-v", "type", form="TYPE", example="-ctv q8_0", choices=KV_TYPES,
@@ -186,7 +187,7 @@ class RunConfig:
         example="--fit-margin 1024", parse=parse_margin, env="LLAMA_ARG_FIT_TARGET",
         help="memory that --fit leaves free on every GPU; of several values the largest")
     strict: bool = _placement(False, "--strict", "switch", example="--strict",
-        help="rules that match nothing are errors")
+        help="placement rules that match nothing are errors; otherwise there is a warning that names them")
 
     seed: int = _general(-1, "-s --seed", "int", form="N", example="-s 1234", help="random seed; -1 = random")
     verbose: bool = _general(False, "-v --verbose --log-verbose", "switch", example="-v",

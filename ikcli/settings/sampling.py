@@ -24,8 +24,8 @@ class SamplingConfig:
 
     temp: float = _sampling(0.8, "--temp --temperature", "float", form="T", example="--temp 0.6", minimum=0,
         env="LLAMA_ARG_TEMPERATURE", help="temperature; 0 = always the most likely token")
-    top_k: int = _sampling(40, "--top-k", "int", form="K", example="--top-k 40", minimum=0, env="LLAMA_ARG_TOP_K",
-        help="keep the K most likely tokens; 0 = all")
+    top_k: int = _sampling(40, "--top-k", "int", form="K", example="--top-k 40", env="LLAMA_ARG_TOP_K",
+        help="keep the K most likely tokens; 0 or less = all")
     top_p: float = _sampling(0.95, "--top-p", "float", form="P", example="--top-p 0.95", env="LLAMA_ARG_TOP_P",
         help="keep the most likely tokens up to this total probability")
     min_p: float = _sampling(0.05, "--min-p", "float", form="P", example="--min-p 0.05", env="LLAMA_ARG_MIN_P",

@@ -37,8 +37,9 @@ class ServerConfig:
         help="port to listen on")
     api_key: str = _server("", "--api-key", "str", commands="SC", form="KEY", example="--api-key secret",
         env="LLAMA_API_KEY",
-        help="key that requests must carry, several separated by commas; in chat the key that is sent to the server "
-        "of --url")
+        joined="S",
+        help="key that requests must carry, several separated by commas or repeated; in chat the key that is sent to "
+        "the server of --url")
     api_key_file: Path | None = _server(None, "--api-key-file", "path", form="FILE", example="--api-key-file keys.txt",
         env="LLAMA_ARG_API_KEY_FILE", help="file with one key per line")
     keys: Path | None = _server(None, "--keys", "path", form="FILE", example="--keys keys.toml",

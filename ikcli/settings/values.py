@@ -12,6 +12,7 @@ from typing import Any
 
 from ikcli.errors import UsageError
 from ikcli.settings.records import DeviceSpec, ScaledFile, SpecSetting, SpecStage
+from ikcli.text_files import read_text
 
 OFFLOAD_OPS = {26: "MUL_MAT", 27: "MUL_MAT_ID", 28: "OUT_PROD", 29: "MOE_FUSED_UP_GATE", -1: "ALL"}
 """Numbers users wrote into `-op` in 2025, and the names they meant then."""
@@ -430,8 +431,6 @@ def toml_table(path: Path) -> dict[str, Any]:
     import tomllib
 
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
-    except OSError as problem:
-        raise UsageError(f"cannot read {path}: {problem.strerror}") from problem
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as problem:
+        return tomllib.loads(read_text(path))
+    except (tomllib.TOMLDecodeError, RecursionError) as problem:
         raise UsageError(f"{path} is not valid TOML: {problem}") from problem

@@ -16,8 +16,10 @@ from ikcli.fleet.journal import Journal, read
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import open_gguf
 from ikcli.gguf.types import TYPES
+from ikcli.log import warn
 from ikcli.quant.formats import format_by_name
 from ikcli.quant.imatrix_file import read_imatrix
+from ikcli.rules import pattern_notes
 from ikcli.study.resident import ResidentOptions, used_tensors
 from ikcli.study.units import Left, StudyUnit, Work, is_matrix, make_units, work_of
 from ikcli.study.worker import Measured, StudyWorkerOptions, digests
@@ -95,6 +97,9 @@ def run_study(
     resident = options.resident
     file = open_gguf(resident.model, resident.overrides)
     imatrix = read_imatrix(options.imatrix) if options.imatrix else None
+    for option, patterns in (("--tensors", options.include), ("--exclude", options.exclude)):
+        for note in pattern_notes(patterns, option, list(file.tensors)):
+            warn(note)
     used = used_tensors(resident)
     units, left = make_units(
         file,

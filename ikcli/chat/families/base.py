@@ -105,12 +105,17 @@ def arguments_schema(tool: Tool) -> Schema:
     parameters = dict(tool.parameters)
     if not {"type", "$ref", "anyOf", "oneOf", "allOf"} & parameters.keys():
         parameters["type"] = "object"
-    return Schema(parameters, lenient=True)
+    return Schema(parameters, lenient=True, owner=tool.name)
 
 
 def seq(*parts: Node | str) -> Node:
     """The parts in order; texts are literals."""
     return Seq(tuple(Literal(p) if isinstance(p, str) else p for p in parts))
+
+
+def whole(*parts: Node | str) -> Node:
+    """The parts in order, read in one go (`Sequence.whole`)."""
+    return Seq(tuple(Literal(p) if isinstance(p, str) else p for p in parts), whole=True)
 
 
 def any_of(options: Iterable[Node]) -> Node:
@@ -157,4 +162,5 @@ __all__ = [
     "finish_text",
     "quoted",
     "seq",
+    "whole",
 ]

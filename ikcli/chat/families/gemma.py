@@ -1,7 +1,8 @@
 """Calls of Gemma 4: `<|tool_call>call:name{key:<|"|>text<|"|>,other:[1,2]}<tool_call|>`.
 
 Arguments look like JSON without quotes around keys, and with a control token as the quote around texts, in which
-nothing is escaped. Keys come in alphabetical order, as the model's template writes them.
+nothing is escaped: a quote ends a text only where what follows may follow. Keys come in alphabetical order, as the
+model's template writes them.
 """
 
 from __future__ import annotations
@@ -25,15 +26,18 @@ from ikcli.chat.families.base import (
     calls_of,
     seq,
 )
-from ikcli.chat.families.xml_calls import properties_of, with_definitions
+from ikcli.chat.families.schemas import parameters_of, referred, values_of, with_definitions
 from ikcli.chat.messages import Tool
 from ikcli.chat.reader import Malformed, Reader, Sink, Wait
+from ikcli.chat.unescaped import text_until
+from ikcli.grammar.spec import Gap, Pattern
 
 _QUOTE = '<|"|>'
 _MOST_DEPTH = 100
 _FREE_DEPTH = 3  # of values whose schema says nothing
 _KEY = Regex(r"[A-Za-z_][A-Za-z0-9_.\-]{0,63}")
-_SCALARS = ("number", "integer", "boolean", "null")
+_KINDS = ("string", "number", "integer", "boolean", "null", "array", "object")
+_VALUES = (_QUOTE, *"{[-0123456789tfn")  # what values begin with
 
 
 class GemmaCalls(Family):
@@ -58,21 +62,21 @@ class GemmaCalls(Family):
         yield from reader.spaces()
         if (yield from reader.peek()) != "{":
             raise Malformed("{")
-        yield from _read_value(out.arguments, reader, 0)
+        yield from _read_members(out.arguments, reader, 0, "{")
         out.end_call()
         out.mark()
         yield from reader.spaces()
-        yield from reader.optional(self.CLOSE)
+        yield from reader.closing(self.CLOSE)
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
-def _read_value(sink: Sink, reader: Reader, depth: int) -> Wait:
-    """Read one value and pass it on as JSON."""
+def _read_value(sink: Sink, reader: Reader, depth: int, text: Until) -> Wait:
+    """Read one value and pass it on as JSON; `text` is how texts end there."""
     if depth > _MOST_DEPTH:
         raise Malformed("depth")
     if (yield from reader.optional(_QUOTE)):
         sink('"')
-        if (yield from reader.until((_QUOTE,), lambda text: sink(_escaped(text)))) is None:
+        if not (yield from text_until(reader, text, lambda piece: sink(_escaped(piece)))):
             raise Malformed(_QUOTE)
         sink('"')
         return
@@ -85,6 +89,7 @@ def _read_value(sink: Sink, reader: Reader, depth: int) -> Wait:
 
 def _read_members(sink: Sink, reader: Reader, depth: int, opening: str) -> Wait:
     closing = "}" if opening == "{" else "]"
+    text = Until(_QUOTE, _followers(opening, depth))
     yield from reader.literal(opening)
     yield from reader.spaces()
     sink(opening)
@@ -94,7 +99,7 @@ def _read_members(sink: Sink, reader: Reader, depth: int, opening: str) -> Wait:
     while True:
         if opening == "{":
             sink(json.dumps((yield from _read_key(reader)), ensure_ascii=False) + ": ")
-        yield from _read_value(sink, reader, depth + 1)
+        yield from _read_value(sink, reader, depth + 1, text)
         yield from reader.spaces()
         mark = yield from reader.one_of((",", closing))
         if mark is None:
@@ -104,6 +109,17 @@ def _read_members(sink: Sink, reader: Reader, depth: int, opening: str) -> Wait:
             return
         sink(", ")
         yield from reader.spaces()
+
+
+def _followers(opening: str, depth: int) -> tuple[Pattern, ...]:
+    """What may stand behind a text that is a member of a list or object."""
+    outside: tuple[str | Gap, ...] = (",", "}", "]") if depth else (GemmaCalls.CLOSE, Gap.END)
+    if opening == "[":
+        more: list[Pattern] = [(Gap.SPACES, ",", Gap.SPACES, value) for value in _VALUES]
+        return (*more, *((Gap.SPACES, "]", Gap.SPACES, mark) for mark in outside))
+    key: Pattern = (Gap.SPACES, ",", Gap.SPACES)
+    ends = ((Gap.SPACES, "}", Gap.SPACES, mark) for mark in outside)
+    return ((*key, Gap.KEY, Gap.SPACES, ":"), (*key, _QUOTE), *ends)
 
 
 def _read_key(reader: Reader) -> Any:
@@ -128,11 +144,10 @@ def _escaped(text: str) -> str:
 # --- constraints ------------------------------------------------------------------------------------------------------
 def _object_tree(schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> Node:
     """An object of the properties that its schema names, in alphabetical order."""
-    required = schema.get("required")
-    must = set(required) if isinstance(required, list) else set()
+    found = parameters_of(schema, root)
     members = [
-        (seq(f"{key}:", _value_tree(value, root, depth + 1)), key in must)
-        for key, value in sorted(properties_of(schema).items())
+        (seq(f"{key}:", _value_tree(value, root, depth + 1)), key in found.required)
+        for key, value in sorted(found.properties.items())
     ]
     firsts = []
     for i, (member, needed) in enumerate(members):
@@ -143,33 +158,33 @@ def _object_tree(schema: Mapping[str, Any], root: Mapping[str, Any], depth: int)
     if not firsts:
         return seq("{}")
     inside = any_of(firsts)
-    return seq("{", inside if must & set(properties_of(schema)) else Repeat(inside, 0, 1), "}")
+    return seq("{", inside if found.required else Repeat(inside, 0, 1), "}")
 
 
 def _value_tree(schema: Any, root: Mapping[str, Any], depth: int) -> Node:
     schema = _resolved(schema, root)
     if not isinstance(schema, Mapping) or depth > _FREE_DEPTH + 3:
         return _free_tree(0)
+    values = values_of(schema, root)
+    if values.listed:
+        return any_of(_constant_tree(value) for value in values.listed)
     options = schema.get("anyOf") or schema.get("oneOf")
     if isinstance(options, list) and options:
         return any_of(_value_tree(option, root, depth + 1) for option in options)
-    if isinstance(schema.get("enum"), list) and schema["enum"]:
-        return any_of(_constant_tree(value) for value in schema["enum"])
-    kinds = schema.get("type")
-    found = [_typed_tree(kind, schema, root, depth) for kind in (kinds if isinstance(kinds, list) else [kinds])]
-    return any_of(found)
+    if values.untyped or not values.types:
+        return _free_tree(0)
+    types = values.types - ({"integer"} if "number" in values.types else set())
+    return any_of(_typed_tree(kind, schema, root, depth) for kind in _KINDS if kind in types)
 
 
-def _typed_tree(kind: Any, schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> Node:
+def _typed_tree(kind: str, schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> Node:
     if kind == "string":
         return _text_tree()
-    if kind in _SCALARS:
-        return Schema({**with_definitions(schema, root), "type": kind}, lenient=True)  # type: ignore[dict-item]
     if kind == "array":
         return _list_tree(_value_tree(schema.get("items", {}), root, depth + 1))
-    if kind == "object" and properties_of(schema):
-        return _object_tree(schema, root, depth)
-    return _free_object(0) if kind == "object" else _free_tree(0)
+    if kind == "object":
+        return _object_tree(schema, root, depth) if parameters_of(schema, root).properties else _free_object(0)
+    return Schema({**with_definitions(schema, root), "type": kind}, lenient=True)  # type: ignore[dict-item]
 
 
 def _free_tree(depth: int) -> Node:
@@ -203,10 +218,7 @@ def _resolved(schema: Any, root: Mapping[str, Any]) -> Any:
     """What a reference within the parameters stands for."""
     for _ in range(8):
         reference = schema.get("$ref") if isinstance(schema, Mapping) else None
-        if not isinstance(reference, str) or not reference.startswith("#/"):
+        if not isinstance(reference, str):
             return schema
-        found: Any = root
-        for part in reference[2:].split("/"):
-            found = found.get(part) if isinstance(found, Mapping) else None
-        schema = found
+        schema = referred(reference, root)
     return {}

@@ -9,8 +9,10 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ikcli.chat.content import json_value
 from ikcli.chat.families.base import BLANK, SPACE, CallSink, Family, Node, Schema, TextSink, any_of, calls_of, seq
 from ikcli.chat.families.json_calls import Keys, object_tree, read_list, read_object
+from ikcli.chat.families.signatures import signature
 from ikcli.chat.messages import Message, Tool
 from ikcli.chat.reader import Malformed, Reader, Wait
 
@@ -71,11 +73,11 @@ def explain_tools(
     messages: Sequence[Message], tools: Sequence[Tool], *, must_call: bool, parallel: bool
 ) -> list[Message]:
     """`messages` with the tools and the form of the answer in the system prompt, calls and results written out."""
-    call = '{"name": "function name", "arguments": {"parameter": "value"}}'
+    call = '{"name": "function", "arguments": {"parameter": "value"}}'
     form = f'{{"tool_calls": [{call}]}}' if parallel else f'{{"tool_call": {call}}}'
-    text = f"To call a function, reply with JSON only, in this form: {form}"
+    text = f"Reply with JSON only. To call: {form}"
     if not must_call:
-        text += '\nTo answer without a function, reply with JSON in this form: {"response": "your answer"}'
+        text += '\nTo answer: {"response": "text"}'
     return list_tools([written_out(message) for message in messages], tools, text)
 
 
@@ -87,23 +89,16 @@ def written_out(message: Message) -> Message:
         return Message("user", text)
     if not message.tool_calls:
         return message
-    calls = [{"name": c.name, "arguments": _value(c.arguments)} for c in message.tool_calls]
+    calls = [{"name": c.name, "arguments": json_value(c.arguments)} for c in message.tool_calls]
     key, value = ("tool_call", calls[0]) if len(calls) == 1 else ("tool_calls", calls)
     text = json.dumps({key: value}, ensure_ascii=False)
     return replace(message, content=f"{message.content}\n{text}".lstrip("\n"), parts=None, tool_calls=())
 
 
-def _value(arguments: str) -> object:
-    try:
-        return json.loads(arguments)
-    except ValueError:
-        return arguments
-
-
 def list_tools(messages: Sequence[Message], tools: Sequence[Tool], how: str = "") -> list[Message]:
     """`messages` with the tools in the system prompt, for templates that write calls but no list of tools."""
-    listing = "\n".join(json.dumps(tool.to_openai()["function"], ensure_ascii=False) for tool in tools)
-    text = f"You can call these functions (JSON schemas of their parameters included):\n{listing}"
+    listing = "\n".join(signature(tool) for tool in tools)
+    text = f"You can call these functions:\n{listing}"
     text += f"\n\n{how}" if how else ""
     out = list(messages)
     if out and out[0].role in ("system", "developer"):

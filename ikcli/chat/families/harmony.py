@@ -22,15 +22,23 @@ from ikcli.chat.families.base import (
     any_of,
     arguments_schema,
     seq,
+    whole,
 )
 from ikcli.chat.families.json_calls import read_arguments
 from ikcli.chat.messages import Tool
 from ikcli.chat.reader import Reader, Wait
+from ikcli.chat.unescaped import text_until
+from ikcli.grammar.spec import Gap
 
 CHANNEL, MESSAGE, START = Marker("<|channel|>"), Marker("<|message|>"), Marker("<|start|>")
-_ENDS = ("<|end|>", "<|return|>", "<|call|>", "<|start|>")
+_NEXT = ((Gap.SPACES, "<|start|>"), (Gap.SPACES, "<|channel|>"), (Gap.SPACES, Gap.END))
+_ENDS = (
+    *(Until(end, _NEXT) for end in ("<|end|>", "<|return|>", "<|call|>")),
+    Until("<|start|>", (("assistant",), (Gap.END,))),
+)
+"""What ends a message; elsewhere these texts are part of it."""
 _RECIPIENT = re.compile(r"to=(?:functions\.)?([^\s<]+)")
-_THINKING = seq(CHANNEL, "analysis", MESSAGE, Until("<|end|>"), START, "assistant")
+_THINKING = seq(CHANNEL, "analysis", MESSAGE, Until("<|end|>", _NEXT), whole(START, "assistant"))
 _CONSTRAINT = Repeat(any_of((seq(" json"), seq(" ", Marker("<|constrain|>"), "json"))), 0, 1)
 
 
@@ -76,14 +84,14 @@ class Harmony(Family):
             recipient = _RECIPIENT.search(head)
             if recipient and recipient[1] in out.tools:
                 yield from out.section(head)
-                more = yield from reader.until(_ENDS, out.content, strip=True)
+                more = yield from text_until(reader, _ENDS, out.content, strip=True)
             elif "analysis" in head and not recipient:
                 out.thought(head if out.raw_reasoning else "")
-                more = yield from reader.until(_ENDS, out.thought)
-                out.thought((more or "") if out.raw_reasoning else "")
+                more = yield from text_until(reader, _ENDS, out.thought)
+                out.thought(more if out.raw_reasoning else "")
             else:
-                more = yield from reader.until(_ENDS, out.content)
-            if more is None:
+                more = yield from text_until(reader, _ENDS, out.content)
+            if not more:
                 return
 
     def calls(self, out: CallSink, reader: Reader, opening: str) -> Wait:

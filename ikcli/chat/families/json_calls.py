@@ -86,7 +86,7 @@ class JsonCalls(Family):
             out.mark()
         reader.keep = reader.pos
         yield from reader.spaces()
-        if self._close and not (yield from reader.optional(self._close)):
+        if self._close and not (yield from reader.closing(self._close)) and reader.pos < len(reader.text):
             reader.pos = reader.keep
 
 
@@ -123,7 +123,7 @@ class NameKeyCalls(Family):
             mark = yield from reader.one_of((",", "]"))
         out.mark()
         yield from reader.spaces()
-        yield from reader.optional(self._close)
+        yield from reader.closing(self._close)
 
 
 class Llama3(Family):

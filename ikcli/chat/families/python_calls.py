@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,12 +20,14 @@ from ikcli.chat.families.base import (
     calls_of,
     seq,
 )
-from ikcli.chat.families.xml_calls import properties_of, with_definitions
+from ikcli.chat.families.schemas import parameters_of, with_definitions
 from ikcli.chat.messages import Tool
 from ikcli.chat.reader import Malformed, Reader, Wait
 
 _CONSTANTS = {"true": True, "false": False, "null": None}
 _MAX_TEXT = 100_000
+_SLASH = re.compile(r"(?<!\\)((?:\\\\)*)\\/")
+"""An escaped slash, which JSON knows and Python does not."""
 
 
 class PythonCalls(Family):
@@ -42,9 +45,17 @@ class PythonCalls(Family):
         return seq(Marker(self.OPEN), "[", calls, "]", Marker(self.CLOSE))
 
     def calls(self, out: CallSink, reader: Reader, opening: str) -> Wait:
-        """Read the list; a list of JSON objects is understood too."""
-        text = yield from reader.collect((self.CLOSE,))
-        found = _parse(text)
+        """Read the list, whose end marker may be missing; a list of JSON objects is understood too."""
+        text = ""
+        found = None
+        while found is None:  # the marker may also be in a string
+            parts = [text]
+            mark = yield from reader.until((self.CLOSE,), parts.append)
+            text = "".join(parts)
+            found = _parse(text)
+            if found is None and mark is None:
+                raise Malformed("call")
+            text += self.CLOSE
         for name, arguments in found:
             out.begin_call(name)
             out.arguments(arguments)
@@ -53,13 +64,12 @@ class PythonCalls(Family):
 
 
 def _call_tree(tool: Tool) -> Node:
-    required = tool.parameters.get("required")
-    names = required if isinstance(required, list) else []
+    found = parameters_of(tool.parameters)
     must: list[Node | str] = []
     may: list[Node] = []
-    for key, schema in properties_of(tool.parameters).items():
+    for key, schema in found.properties.items():
         argument = seq(f"{key}=", Schema(with_definitions(schema, tool.parameters), lenient=True))
-        if key in names:
+        if key in found.required:
             must += [", ", argument] if must else [argument]
         else:
             may.append(argument)
@@ -70,15 +80,22 @@ def _call_tree(tool: Tool) -> Node:
     return seq(f"{tool.name}(", *must, ")")
 
 
-def _parse(text: str) -> list[tuple[str, str]]:
+def _parse(text: str) -> list[tuple[str, str]] | None:
+    """Names and arguments; None if this is not Python yet."""
     if len(text) > _MAX_TEXT:
         raise Malformed("length")
+    text = text.strip()
+    if not text.endswith(("]", ")", "}")):
+        return None
     try:
-        listed = ast.parse(text.strip(), mode="eval").body
+        listed = ast.parse(_SLASH.sub(r"\1/", text), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    try:
         items = listed.elts if isinstance(listed, ast.List) else [listed]
         calls = [_one(item) for item in items]
         return [(name, json.dumps(values, ensure_ascii=False, allow_nan=False)) for name, values in calls]
-    except (SyntaxError, ValueError, RecursionError, MemoryError, TypeError):
+    except (ValueError, RecursionError, MemoryError, TypeError):
         raise Malformed("call") from None
 
 
@@ -103,6 +120,8 @@ def _value(node: ast.expr) -> Any:
             raise Malformed("key")
         return {k.value: _value(v) for k, v in zip(node.keys, node.values, strict=True)}  # type: ignore[union-attr]
     value = ast.literal_eval(node)
-    if not isinstance(value, str | int | float | bool | None):
+    if isinstance(value, str):  # JSON writes large code points as two escapes
+        return value.encode("utf-16", "surrogatepass").decode("utf-16")
+    if not isinstance(value, int | float | bool | None):
         raise Malformed("value")
     return value

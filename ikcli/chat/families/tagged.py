@@ -16,6 +16,7 @@ from ikcli.chat.families.base import (
     Regex,
     Repeat,
     TextSink,
+    Until,
     any_of,
     arguments_schema,
     calls_of,
@@ -24,6 +25,7 @@ from ikcli.chat.families.base import (
 from ikcli.chat.families.json_calls import read_arguments, read_list, read_object
 from ikcli.chat.messages import Tool
 from ikcli.chat.reader import Malformed, Reader, Wait
+from ikcli.chat.unescaped import text_until
 
 
 class DeepSeek(Family):
@@ -82,9 +84,9 @@ class DeepSeek(Family):
         out.mark()
         yield from reader.spaces()
         if fenced:
-            yield from reader.optional("```")
+            yield from reader.closing("```")
             yield from reader.spaces()
-        yield from reader.optional(self.CALL_END)
+        yield from reader.closing(self.CALL_END)
         out.mark()
 
 
@@ -126,7 +128,7 @@ class KimiK2(Family):
             out.end_call()
             out.mark()
             yield from reader.spaces()
-            yield from reader.optional(self.CALL_END)
+            yield from reader.closing(self.CALL_END)
             yield from reader.spaces()
             out.mark()
             if (yield from reader.one_of((self.CALL, self.END))) != self.CALL:
@@ -192,7 +194,7 @@ class FunctionTag(Family):
         out.end_call()
         out.mark()
         yield from reader.spaces()
-        yield from reader.optional("</function>")
+        yield from reader.closing("</function>")
 
 
 class Recipients(Family):
@@ -218,6 +220,7 @@ class Recipients(Family):
     def message(self, out: TextSink, reader: Reader) -> Wait:
         """Content after `all`, calls after names; other text is content."""
         known = tuple(f"{name}\n" for name in ("all", *out.tools))
+        following = Until(">>>", tuple((name,) for name in known))  # elsewhere it is text
         recipient, before = (yield from reader.one_of(known)), ""
         while True:
             if recipient is None:
@@ -225,11 +228,11 @@ class Recipients(Family):
                 yield from reader.until((), out.content)
                 return
             if recipient == "all\n":
-                more = yield from reader.until((">>>",), out.content, strip=True)
+                more = yield from text_until(reader, following, out.content, strip=True)
             else:
                 yield from out.section(recipient, before)
-                more = yield from reader.until((">>>",), out.content, strip=True)
-            if more is None:
+                more = yield from text_until(reader, following, out.content, strip=True)
+            if not more:
                 return
             before = reader.stripped + more
             recipient = yield from reader.one_of(known)

@@ -1,15 +1,16 @@
 """Calls with every argument between its own tags: Qwen3-Coder, Seed-OSS, GLM 4.5, DeepSeek V3.2, MiniMax.
 
 A text argument stands as it is (no quoting); others are JSON. The parameter's schema tells which: the reader writes the
-arguments object piece by piece.
+arguments object piece by piece. Nothing is escaped in a text, so the closing tag may be part of it: it ends the text
+only where a parameter that is still to come follows, or the end of the call.
 """
 
 from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ikcli.chat.families.base import (
@@ -25,17 +26,23 @@ from ikcli.chat.families.base import (
     any_of,
     calls_of,
     seq,
+    whole,
 )
+from ikcli.chat.families.schemas import Values, both, parameters_of, values_of, with_definitions
 from ikcli.chat.messages import Tool
 from ikcli.chat.reader import Malformed, Reader, Wait
+from ikcli.chat.unescaped import text_until, value_until
+from ikcli.grammar.spec import Gap, Pattern
 
 _MOST_LITERAL = 100_000
+_NOTHING = object()
 
 
 @dataclass(frozen=True, slots=True)
 class Tags:
-    """The texts around a call, its name, each key and value; `lead` is the line break inside the tags.
+    """The texts around a call, its name, each key and value; `value_lead` is the line break around a value.
 
+    `lines`: line breaks around a value may be there although the template writes none.
     `attribute`: after the key follows ` string="true"` or `"false"` (DeepSeek V3.2), telling text from JSON.
     """
 
@@ -48,8 +55,8 @@ class Tags:
     key_open: str
     key_end: str
     value_close: str
-    lead: str = "\n"
     value_lead: str = "\n"
+    lines: bool = False
     value_open: str = ""
     attribute: bool = False
     one_section: bool = False
@@ -62,7 +69,7 @@ QWEN3_CODER = Tags(
 )  # fmt: skip
 SEED_OSS = Tags(
     "Seed-OSS", "<seed:tool_call>", "</seed:tool_call>", "<function=", ">", "</function>", "<parameter=", ">",
-    "</parameter>", value_lead="",
+    "</parameter>", value_lead="", lines=True,
 )  # fmt: skip
 GLM_4_5 = Tags(
     "GLM 4.5", "<tool_call>", "</tool_call>", "", "", "", "<arg_key>", "</arg_key>", "</arg_value>",
@@ -93,51 +100,90 @@ class XmlCalls(Family):
         self.markers = tuple(t for t in (tags.open, tags.close, tags.key_open, tags.value_open, tags.value_close) if t)
         self._tags = tags
 
+    # what the grammar allows
+
     def tree(self, tools: Sequence[Tool], parallel: bool) -> Node:
         """Calls; text arguments are free up to their closing tag, others follow their schema."""
         t = self._tags
-        call = any_of(self._call_tree(tool) for tool in tools)
-        if t.one_section:
-            return seq(Marker(t.open), SPACE, calls_of(call, parallel, SPACE), SPACE, Marker(t.close))
-        return calls_of(seq(Marker(t.open), SPACE, call, SPACE, Marker(t.close)), parallel, SPACE)
+        names = [tool.name for tool in tools]
+        arguments = [self._arguments_tree(tool) for tool in tools]
+        calls = [(t.call_open + name + t.name_end, rest) for name, rest in zip(names, arguments, strict=True)]
+        first = any_of(seq(head, rest) for head, rest in calls)
+        call_end = (SPACE, t.call_close) if t.call_close else ()
+        ending = whole(*call_end, SPACE, Marker(t.close))
+        if not t.one_section:
+            return calls_of(seq(Marker(t.open), SPACE, first, ending), parallel, SPACE)
+        more = any_of(seq(whole(*call_end, SPACE, head), rest) for head, rest in calls)
+        return seq(Marker(t.open), SPACE, first, *((Repeat(more),) if parallel else ()), ending)
 
-    def _call_tree(self, tool: Tool) -> Node:
-        t = self._tags
-        properties = properties_of(tool.parameters)
-        required = tool.parameters.get("required")
-        names = required if isinstance(required, list) else []
-        parts: list[Node | str] = [t.call_open + tool.name + t.name_end, SPACE]
-        for key, schema in properties.items():
-            part = self._argument_tree(key, schema, tool.parameters)
-            parts += [part if key in names else Repeat(part, 0, 1)]
-        return seq(*parts, t.call_close)
+    def _arguments_tree(self, tool: Tool) -> Node:
+        found = parameters_of(tool.parameters)
+        parts = []
+        to_come = list(found.properties)
+        for key, schema in found.properties.items():
+            ends = self._text([name for name in to_come if name != key])
+            part = self._argument_tree(key, schema, tool.parameters, ends)
+            if key in found.required:  # others may have been left out, and could still come
+                to_come.remove(key)
+            parts.append(part if key in found.required else Repeat(part, 0, 1))
+        return seq(*parts)
 
-    def _argument_tree(self, key: str, schema: Any, root: Mapping[str, Any]) -> Node:
+    def _argument_tree(self, key: str, schema: Any, root: Mapping[str, Any], text: Until) -> Node:
         t = self._tags
-        text = _is_text(schema)
-        head: list[Node | str] = (
-            [Marker(t.key_open), key + t.key_end] if t.value_open else [t.key_open + key + t.key_end]
-        )
+        values = values_of(schema, root)
+        head: tuple[Node | str, ...] = (whole(SPACE, *self._key(key)),)
+        opening: tuple[Node | str, ...] = (SPACE, Marker(t.value_open)) if t.value_open else ()
+        lead = (t.value_lead,) if t.value_lead else ()
+        close = (Regex(r"[ \n]{0,4}"), Marker(t.value_close))
+        json_value = seq(Schema(with_definitions(schema, root), lenient=True), *close)
         if t.attribute:
-            head += [' string="true">' if text else ' string="false">']
-        if t.value_open:
-            head += [SPACE, Marker(t.value_open)]
-        head += [t.value_lead]
-        if text and isinstance(schema, Mapping) and _texts(schema.get("enum")):
-            value: Node = seq(any_of(seq(e) for e in schema["enum"]), t.value_lead, Marker(t.value_close))
-        elif text:
-            value = Until(t.value_close)
-        else:
-            value = seq(
-                Schema(with_definitions(schema, root), lenient=True), Regex(r"[ \n]{0,4}"), Marker(t.value_close)
-            )
-        return seq(*(h for h in head if h != ""), value, SPACE)
+            texts = both(values, Values(frozenset({"string"})))
+            options = [seq(' string="true">', self._text_tree(texts, text))] * values.text
+            if values.types != {"string"}:
+                options.append(seq(' string="false">', json_value))
+            return seq(*head, any_of(options))
+        value = self._text_tree(values, text) if values.text else json_value
+        return seq(*head, *opening, *lead, value)
+
+    def _text_tree(self, values: Values, text: Until) -> Node:
+        """A text, one of those that are listed, or null as text."""
+        t = self._tags
+        if values.listed is None:
+            return text
+        shown = (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in values.listed)
+        lead = (t.value_lead,) if t.value_lead else ()
+        return seq(any_of(seq(one) for one in dict.fromkeys(shown)), *lead, Marker(t.value_close))
+
+    def _key(self, key: str) -> tuple[Marker | str, ...]:
+        """The tags around a parameter's name."""
+        t = self._tags
+        if not t.value_open:
+            return (t.key_open + key + t.key_end,)
+        return Marker(t.key_open), key, Marker(t.key_end)
+
+    def _text(self, to_come: Sequence[str] | None, *, wrapped: bool = True) -> Until:
+        """What ends a text argument, if these parameters (None: any) may still come."""
+        t = self._tags
+        keys: list[Pattern] = [(Gap.SPACES, t.key_open, Gap.NAME, t.key_end)]
+        if to_come is not None:
+            keys = [(Gap.SPACES, t.key_open + name + t.key_end) for name in to_come]
+        end: Pattern = (Gap.SPACES, t.call_close) if t.call_close else ()
+        ends: list[Pattern] = [(*end, Gap.SPACES, t.close), (*end, Gap.SPACES, t.close, Gap.SPACES, Gap.END)]
+        if t.call_close:
+            ends.append((*end, Gap.SPACES, Gap.END))
+        if t.one_section or not wrapped:
+            ends.append((*end, Gap.SPACES, t.call_open, Gap.NAME, t.name_end))
+        opening = (t.call_open, Gap.NAME, t.name_end) if t.call_open else (t.open, Gap.SPACES, Gap.NAME)
+        nested = ((*opening, Gap.SPACES, t.key_open), (t.value_close, Gap.SPACES, t.call_close or t.close))
+        return Until(t.value_close, (*keys, *ends), nested)
+
+    # reading
 
     def calls(self, out: CallSink, reader: Reader, opening: str) -> Wait:
         """Read calls up to the closing tag, which may be missing."""
         t = self._tags
         if opening != t.open:  # the call itself, without its wrapper
-            yield from self._call(out, reader)
+            yield from self._call(out, reader, wrapped=False)
         else:
             yield from reader.spaces()
             if t.call_open:
@@ -145,9 +191,10 @@ class XmlCalls(Family):
             yield from self._call(out, reader)
             while t.one_section and (yield from reader.optional(t.call_open)):
                 yield from self._call(out, reader)
-        yield from reader.optional(t.close)
+        if t.call_close:
+            yield from reader.closing(t.close)
 
-    def _call(self, out: CallSink, reader: Reader) -> Wait:
+    def _call(self, out: CallSink, reader: Reader, *, wrapped: bool = True) -> Wait:
         t = self._tags
         if t.name_end:
             name = (yield from reader.name(t.name_end[0] + "\n")).strip()
@@ -155,83 +202,105 @@ class XmlCalls(Family):
         else:
             name = (yield from reader.name("<\n")).strip()
         out.begin_call(name)
-        schema = properties_of(out.tools.get(name, {}))
+        root = out.tools.get(name, {})
+        properties = parameters_of(root).properties
+        to_come = list(properties)
         yield from reader.spaces()
         first = True
         while (yield from reader.optional(t.key_open)):
             key = (yield from reader.collect((t.key_end,))).strip()
             out.arguments(("{" if first else ", ") + json.dumps(key, ensure_ascii=False) + ": ")
             first = False
-            yield from self._value(out, reader, schema.get(key))
+            known = key in properties
+            to_come = [name for name in to_come if name != key]
+            text = self._text(to_come if known else None, wrapped=wrapped)
+            yield from self._value(out, reader, values_of(properties[key], root) if known else Values(), text)
             yield from reader.spaces()
-        if t.call_close:
-            yield from reader.literal(t.call_close)
-        elif (yield from reader.peek()) != t.close[0]:
-            raise Malformed(t.close)
+        yield from reader.literal(t.call_close or t.close)
         out.arguments("{}" if first else "}")
         out.end_call()
         out.mark()
         yield from reader.spaces()
 
-    def _value(self, out: CallSink, reader: Reader, schema: Any) -> Wait:
+    def _value(self, out: CallSink, reader: Reader, values: Values, until: Until) -> Wait:
         t = self._tags
-        text: bool | None = None if schema is None else _is_text(schema)
         if t.attribute:
-            text = "true" in (yield from reader.collect((">",)))
+            is_text = "true" in (yield from reader.collect((">",)))
+            values = Values(frozenset({"string"})) if is_text else Values()
         if t.value_open:
             yield from reader.spaces()
             yield from reader.literal(t.value_open)
-        yield from reader.optional("\n")
-        ends = ("\n" + t.value_close, t.value_close)
-        if text:
-            out.arguments('"')
-            sink = lambda piece: out.arguments(json.dumps(piece, ensure_ascii=False)[1:-1])  # noqa: E731
-            if (yield from reader.until(ends, sink)) is None:
-                raise Malformed(t.value_close)
-            out.arguments('"')
+        lines = bool(t.value_lead)
+        if lines or t.lines:
+            lines = (yield from reader.optional("\n")) or lines
+        if values.types <= {"string", "null"} and values.text:
+            yield from _read_text(out, reader, until, lines, nullable="null" in values.types)
             return
-        raw = yield from reader.collect(ends)
-        out.arguments(_json_or_text(raw))
+        raw = yield from _read_raw(reader, until, values)
+        out.arguments(_json_or_text(raw[: -1 if lines and raw.endswith("\n") else None], values))
 
 
-def _json_or_text(raw: str) -> str:
+def _read_text(out: CallSink, reader: Reader, until: Until, lines: bool, *, nullable: bool) -> Wait:
+    """Pass on a text as a JSON string while it arrives."""
+    null = nullable and (yield from reader.optional("null"))
+    if null:
+        rest: list[str] = []
+        found = yield from text_until(reader, until, rest.append, trim=lines)
+        text = json.dumps("null" + "".join(rest), ensure_ascii=False)
+        out.arguments((text if found else text[:-1]) if rest or not found else "null")
+    else:
+        out.arguments('"')
+        sink = lambda piece: out.arguments(json.dumps(piece, ensure_ascii=False)[1:-1])  # noqa: E731
+        found = yield from text_until(reader, until, sink, trim=lines)
+        out.arguments('"' if found else "")
+    if not found:
+        raise Malformed(until.end)
+
+
+def _read_raw(reader: Reader, until: Until, values: Values) -> Generator[None, None, str]:
+    """The text of a value that may be JSON; a closing tag within one of its strings does not end it."""
+    if values.text and not values.untyped:
+        parts: list[str] = []
+        if not (yield from text_until(reader, until, parts.append)):
+            raise Malformed(until.end)
+        return "".join(parts)
+    raw = yield from value_until(reader, replace(until, nested=None), _is_value)
+    if raw is None:
+        raise Malformed(until.end)
+    return raw
+
+
+def _is_value(raw: str) -> bool:
+    """False if `raw` begins like a JSON value with texts in it, but does not end like one."""
+    return not raw.lstrip().startswith(("{", "[", '"')) or _parsed(raw) is not _NOTHING
+
+
+def _json_or_text(raw: str, values: Values) -> str:
+    """`raw` as JSON if it is JSON of one of the types beside text, else as a JSON string."""
+    value = _parsed(raw)
+    if value is _NOTHING or (values.text and not values.untyped and not _is_other(value, values)):
+        value = raw
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
+def _is_other(value: Any, values: Values) -> bool:
+    return not isinstance(value, str) and values.allows(value)
+
+
+def _parsed(raw: str) -> Any:
+    """What `raw` is as JSON or as Python prints it (some templates do); _NOTHING if it is neither."""
     try:
-        return json.dumps(json.loads(raw), ensure_ascii=False, allow_nan=False)
+        value = json.loads(raw)
     except (ValueError, RecursionError):
-        return _python_literal(raw.strip()) or json.dumps(raw, ensure_ascii=False)
-
-
-def _python_literal(text: str) -> str:
-    """A list, dictionary, True, False or None as Python prints it (some templates do), as JSON; else nothing."""
-    if not text.startswith(("[", "{", "True", "False", "None")) or len(text) > _MOST_LITERAL:
-        return ""
+        text = raw.strip()
+        if not text.startswith(("[", "{", "True", "False", "None")) or len(text) > _MOST_LITERAL:
+            return _NOTHING
+        try:
+            value = ast.literal_eval(text)
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            return _NOTHING
     try:
-        return json.dumps(ast.literal_eval(text), ensure_ascii=False, allow_nan=False)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        return ""
-
-
-def properties_of(parameters: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schemas of a function's parameters by name."""
-    found = parameters.get("properties")
-    return found if isinstance(found, Mapping) else {}
-
-
-def _is_text(schema: Any) -> bool:
-    if not isinstance(schema, Mapping):
-        return False
-    kind = schema.get("type")
-    if isinstance(kind, list):
-        return "string" in kind and all(one in ("string", "null") for one in kind)
-    return kind == "string" or (kind is None and _texts(schema.get("enum")))
-
-
-def _texts(values: Any) -> bool:
-    return isinstance(values, list) and bool(values) and all(isinstance(v, str) for v in values)
-
-
-def with_definitions(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any] | bool:
-    """A parameter's schema with the definitions of the whole, to which it may refer."""
-    if not isinstance(schema, Mapping):
-        return schema if isinstance(schema, bool) else {}
-    return {**schema, **{k: root[k] for k in ("$defs", "definitions") if k in root and k not in schema}}
+        json.dumps(value, allow_nan=False)
+    except (ValueError, TypeError, RecursionError):
+        return _NOTHING
+    return value

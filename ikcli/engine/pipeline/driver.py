@@ -194,6 +194,7 @@ class StagedRunner(Runner):
             found = listener.accept(1.0)
             if found is not None:
                 link, words = found
+                self._links.append(link)  # closed whatever comes of it
                 if words.get("version") != ikcli.__version__:
                     raise IkError(
                         f"stage {words['index'] + 1} runs ik {words.get('version')}, and this is {ikcli.__version__}; "
@@ -201,7 +202,6 @@ class StagedRunner(Runner):
                     )
                 links[words["index"]], addresses[words["index"]] = link, (words["host"], words["port"])
                 pids[words["index"]] = words["pid"]
-                self._links.append(link)
             else:  # a stage that ended may have said why before
                 self._check_alive(i for i in range(n) if i not in links)
             if time.monotonic() > until:

@@ -77,7 +77,8 @@ def _prompt_lines(planner: Planner, plan: RunPlan) -> list[str]:
     if not all(dict(config.offload_policy).get(op, True) for op in ("ALL", "MUL_MAT_ID", "MOE_FUSED_UP_GATE")):
         return [f"{head}, because -op says so"]
     if interleaved:
-        return [f"{head}, because interleaved types ({', '.join(interleaved)}) are not copied to GPUs"]
+        way = "drop -rtr" if config.run_time_repack else "ik repack --unrepack makes a file without them"
+        return [f"{head}, because interleaved types ({', '.join(interleaved)}) are not copied to GPUs; {way}"]
     if config.n_ubatch < least:
         return [f"{head}, because -ub {config.n_ubatch} is below {least} tokens; from -ub {least} on a GPU does it"]
     return [f"prompts: pieces of {least} tokens and more are computed on GPUs, with experts copied from RAM"]

@@ -50,6 +50,18 @@ def assume_missing(file: GGUFFile, hp: HParams) -> list[str]:
     return notices
 
 
+def missing_data(file: GGUFFile) -> list[str]:
+    """What a file lacks that was opened by its header."""
+    lacking = [t for t in file.tensors.values() if not file.has_data(t.name)]
+    if not lacking:
+        return []
+    size = sum(t.n_bytes for t in lacking) / 2**30
+    return [
+        f"{file.paths[0]}: the data of {len(lacking)} of {len(file.tensors)} tensors ({size:.2f} GiB) is missing: "
+        "enough for a plan, not for a run"
+    ]
+
+
 def _role(name: str) -> tuple[int, str]:
     """Block (-1: none) and the name inside it."""
     found = _BLOCK.fullmatch(name)

@@ -39,6 +39,23 @@ def offload_of(config: RunConfig, model: Model, placement: Placement) -> Offload
     return Offload(tuple(sorted({*least.values()} - {0, 1})), device) if least else None
 
 
+def interleaved_lines(config: RunConfig, model: Model, placement: Placement) -> list[str]:
+    """What interleaved weights in RAM cost beside a GPU: prompts multiply them on the CPU."""
+    names = [
+        name
+        for name, buffer in placement.buffer_of.items()
+        if buffer == CPU and name.startswith("blk.") and TYPES[model.specs[name].type].rows > 1
+    ]
+    offload = offload_of(config, model, placement) if placement.devices and config.n_gpu_layers != 0 else None
+    if not names or offload is None:
+        return []
+    way = "without -rtr" if config.run_time_repack else "with a file from ik repack --unrepack"
+    return [
+        f"prompts: {len(names)} interleaved weights in RAM ({model.n_bytes(names) / 2**20:.2f} MiB) are multiplied on "
+        f"the CPU, because their types are not copied to GPUs; {way} a GPU does it in large micro-batches"
+    ]
+
+
 def _streamable(w: Weight) -> bool:
     """Whether rows of this type are rearranged on the device: on the CPU that would take longer than the product."""
     return bool(TYPES[w.type].cuda) and is_plain(w)

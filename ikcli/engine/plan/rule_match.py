@@ -14,7 +14,7 @@ from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import GGUFFile
 from ikcli.quant.custom_rules import check_uses, parse_custom_rules, rule_uses
 from ikcli.quant.recipes import RecipeOptions, choose_types
-from ikcli.rules import compile_pattern, near_misses, pattern_warnings
+from ikcli.rules import compile_pattern, no_match, pattern_warnings
 from ikcli.settings.values import parse_rules
 
 PLACEMENT, TYPES_OF, BARE = "-ot", "--custom-q", "expression"
@@ -114,7 +114,7 @@ def _types(file: GGUFFile, texts: list[str]) -> tuple[list[RuleMatch], list[str]
     choices = choose_types(infos, file.metadata, RecipeOptions(_Q8_0, ignore_imatrix_rules=True, custom=rules))
     by_name = {c.name: c for c in choices}
     uses = rule_uses(rules, choices)
-    warnings = check_uses(uses, list(file.tensors))
+    warnings = check_uses(uses, list(file.tensors), strict=True)
     first: dict[str, int] = {}
     out: list[RuleMatch] = []
     for index, use in enumerate(uses):
@@ -141,9 +141,7 @@ def _bare(file: GGUFFile, texts: list[str]) -> tuple[list[RuleMatch], list[str]]
         search = compile_pattern(text, "--match", text).search
         matched = [name for name in names if search(name)]
         if not matched:
-            near = near_misses(text, names)
-            hint = f"; nearest: {', '.join(near)}" if near else ""
-            raise UsageError(f'--match: "{text}" matches no tensor of this model{hint}')
+            raise UsageError(f'--match: "{text}" {no_match(text, names)}')
         warnings += pattern_warnings(text, text, matched)
         out.append(RuleMatch(text, BARE, "", tuple(_tensor(file, name, None) for name in matched)))
     return out, warnings

@@ -11,12 +11,11 @@ from dataclasses import dataclass, replace
 from ikcli.engine.pipeline.place import LOCAL, Pipeline
 from ikcli.engine.pipeline.rules import check_stages
 from ikcli.engine.plan.devices import find_machine
-from ikcli.engine.plan.missing_parts import assume_missing
+from ikcli.engine.plan.missing_parts import assume_missing, missing_data
 from ikcli.engine.plan.planner import Planner
 from ikcli.engine.plan.programs import check_cache_types
 from ikcli.engine.run import encoders
 from ikcli.errors import UsageError
-from ikcli.gguf.reader import GGUFFile
 from ikcli.settings.run import RunConfig
 
 
@@ -45,32 +44,20 @@ def prepare(config: RunConfig, given: Collection[str] = (), pipeline: Pipeline =
     config = check_stages(config, given, pipeline)
     planner = Planner.of_file(config, header_only=planning, pipeline=pipeline)
     file, hp = planner.file, planner.hp
-    notices = assume_missing(file, hp) + _missing_data(file)
+    notices = assume_missing(file, hp) + missing_data(file)
     notices += [] if hp.kv_lora_rank else _without_mla(config, hp.arch, given)
     config = config if hp.kv_lora_rank else replace(config, mla=0)
     check_cache_types(config, config.mla)
     if config.v_hadamard and config.mla:
         notices.append(f"-vhad has no effect with -mla {config.mla}, which keeps no V cache of heads; use -khad")
-    notices += check_ser(config, hp.n_expert, hp.n_expert_used)
+    config, warnings = check_ser(config, hp.n_expert, hp.n_expert_used)
     planner = planner.on(find_machine(config, exact=planning or config.fit))
     config = encoders.settle(config, hp, planner.machine, given, notices)
     if config.fit:
         config, found = _fit(planner, config)
         notices += found
     placed = planner.place(config)
-    return Startup(config, planner, (*notices, *placed.notices), placed.warnings)
-
-
-def _missing_data(file: GGUFFile) -> list[str]:
-    """What a file lacks that was opened by its header."""
-    lacking = [t for t in file.tensors.values() if not file.has_data(t.name)]
-    if not lacking:
-        return []
-    size = sum(t.n_bytes for t in lacking) / 2**30
-    return [
-        f"{file.paths[0]}: the data of {len(lacking)} of {len(file.tensors)} tensors ({size:.2f} GiB) is missing: "
-        "enough for a plan, not for a run"
-    ]
+    return Startup(config, planner, (*notices, *placed.notices), (*warnings, *placed.warnings))
 
 
 def _fit(planner: Planner, config: RunConfig) -> tuple[RunConfig, list[str]]:
@@ -89,15 +76,13 @@ def _without_mla(config: RunConfig, arch: str, given: Collection[str]) -> list[s
     return [f"-mla {config.mla} is ignored: {arch} models have no multi-head latent attention"]
 
 
-def check_ser(config: RunConfig, n_expert: int, n_expert_used: int) -> list[str]:
-    """Notices about `-ser`; UsageError if it asks for more experts than the model uses."""
-    if config.ser is None:
-        return []
-    k_min, threshold = config.ser
-    if not n_expert:
-        return [f"-ser {k_min},{threshold:g} has no effect: the model has no experts"]
-    if k_min > n_expert_used:
-        raise UsageError(f"-ser {k_min},{threshold:g}: the model uses {n_expert_used} experts, Kmin cannot be larger")
-    if k_min == n_expert_used:
-        return [f"-ser {k_min},{threshold:g} has no effect: the model uses {n_expert_used} experts anyway"]
-    return []
+def check_ser(config: RunConfig, n_expert: int, n_expert_used: int) -> tuple[RunConfig, list[str]]:
+    """Drop a `-ser` that changes nothing, with a warning that says how many experts are used."""
+    if config.ser is None or (n_expert and config.ser[0] < n_expert_used):
+        return config, []
+    why = (
+        f"each token uses all {n_expert_used} experts that the model chooses"
+        if n_expert
+        else "the model has no experts"
+    )
+    return replace(config, ser=None), [f"-ser {config.ser[0]},{config.ser[1]:g} has no effect: {why}"]

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ikcli.errors import UsageError
-from ikcli.rules import compile_pattern, layer_text, near_misses, pattern_warnings
+from ikcli.rules import compile_pattern, layer_text, no_match, pattern_warnings, unmatched
 
 EXPERTS = r"\.ffn_(up|down|gate|gate_up)_exps\."
 DENSE = r"\.ffn_(up|down|gate)\."
@@ -119,20 +119,17 @@ def _use_line(matches: RuleMatches, index: int, n_bytes: dict[str, int] | None) 
 
 
 def check_rules(matches: RuleMatches, names: Sequence[str], strict: bool = False) -> list[str]:
-    """Warnings about rules; UsageError if no `-ot` rule matches anything, or with `strict` if any does not."""
+    """Warnings about rules; with `strict` UsageError if one matches nothing."""
     warnings: list[str] = []
     for index, use in enumerate(matches.uses):
         warnings += pattern_warnings(use.rule.pattern, use.rule.text, use.matched)
-        if not use.matched:
-            warnings.append(_no_match(use.rule, names))
-        elif not use.won or 2 * len(use.won) < len(use.matched):
+        if use.matched and (not use.won or 2 * len(use.won) < len(use.matched)):
             warnings.append(_use_line(matches, index, None) + ("" if use.won else ", so it does nothing"))
         if use.won:
             warnings += _small_only(index, use)
-    given = [use for use in matches.uses if use.rule.option == "-ot"]
-    empty = [use for use in given if not use.matched]
-    if empty and (strict or len(empty) == len(given)):
-        raise UsageError("-ot: " + "; ".join(_no_match(use.rule, names) for use in empty))
+    for option in dict.fromkeys(use.rule.option for use in matches.uses):
+        empty = [use.rule for use in matches.uses if use.rule.option == option and not use.matched]
+        warnings += unmatched([_no_match(rule, names) for rule in empty], option, strict)
     return warnings
 
 
@@ -147,6 +144,4 @@ def _small_only(index: int, use: RuleUse) -> list[str]:
 
 
 def _no_match(rule: TensorRule, names: Sequence[str]) -> str:
-    near = near_misses(rule.pattern, names)
-    hint = f"; nearest: {', '.join(near)}" if near else ""
-    return f'rule "{rule.text}" matches no tensor of this model{hint}'
+    return f'rule "{rule.text}" {no_match(rule.pattern, names)}'

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ikcli.engine.plan.offload import interleaved_lines
 from ikcli.engine.plan.placement import offload_lines
 from ikcli.engine.run import log_lines as report
 from ikcli.gguf.constants import file_type_label
@@ -85,7 +86,8 @@ def context_lines(prepared: PreparedRun) -> None:
     n_ctx = plan.graph_config.n_ctx
     lines += buffer_lines(plan.config, plan.caches, n_ctx, plan.memory.parts, plan.n_nodes, plan.n_splits)
     programs = list(prepared.programs.values())
-    for line in [*lines, *streamed_lines(programs, model), *runner.notes(programs)]:
+    lines += [*streamed_lines(programs, model), *runner.notes(programs)]
+    for line in [*lines, *interleaved_lines(plan.config, model, plan.placement)]:
         log(line)
 
 
@@ -158,13 +160,18 @@ def timing_lines(t: Timings) -> list[str]:
     head = "llama_print_timings:"
     return [
         f"{head}        load time = {1e3 * t.t_load:10.2f} ms",
-        f"{head} prompt eval time = {_rate(t.t_prompt, t.n_prompt, 'tokens')}",
-        f"{head}        eval time = {_rate(t.t_eval, t.n_eval, 'runs  ')}",
+        f"{head} prompt eval time = {rate_text(1e3 * t.t_prompt, t.n_prompt, 'tokens')}",
+        f"{head}        eval time = {rate_text(1e3 * t.t_eval, t.n_eval, 'runs  ')}",
         f"{head}       total time = {1e3 * (t.t_prompt + t.t_eval):10.2f} ms / {t.n_prompt + t.n_eval:5d} tokens",
     ]
 
 
-def _rate(seconds: float, n: int, unit: str) -> str:
-    ms = 1e3 * seconds
-    per_token, per_second = (ms / n, n / seconds) if n and seconds > 0 else (0.0, 0.0)
+def rate(ms: float, n: int) -> tuple[float, float]:
+    """Milliseconds per token and tokens per second, 0 where nothing was computed."""
+    return (ms / n, 1e3 * n / ms) if n and ms > 0 else (0.0, 0.0)
+
+
+def rate_text(ms: float, n: int, unit: str) -> str:
+    """How long `n` tokens took, in the form of llama.cpp's timing lines."""
+    per_token, per_second = rate(ms, n)
     return f"{ms:10.2f} ms / {n:5d} {unit} ({per_token:8.2f} ms per token, {per_second:8.2f} tokens per second)"

@@ -10,6 +10,7 @@ from starlette.datastructures import Headers
 from ikcli.errors import UsageError
 from ikcli.server.http.users import offered_keys
 from ikcli.settings.server import ServerConfig
+from ikcli.text_files import read_text
 
 PUBLIC = frozenset({"/", "/health", "/v1/health", "/models", "/v1/models", "/api/tags", "/index.html", "/favicon.ico"})
 """Paths that need no key."""
@@ -19,10 +20,7 @@ def read_keys(config: ServerConfig) -> tuple[str, ...]:
     """The keys of --api-key (separated by commas) and --api-key-file (one per line, # comments)."""
     keys = [key.strip() for key in config.api_key.split(",")]
     if config.api_key_file is not None:
-        try:
-            lines = config.api_key_file.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as e:
-            raise UsageError(f"cannot read the API keys of {config.api_key_file}: {e}") from None
+        lines = read_text(config.api_key_file, "--api-key-file").splitlines()
         found = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
         if not found:
             raise UsageError(f"{config.api_key_file} holds no API key; it needs one per line")

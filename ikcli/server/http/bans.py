@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ikcli.errors import UsageError
 from ikcli.server.http.errors import bad_request
 from ikcli.server.slots.messages import Bans
 from ikcli.server.slots.patterns import Pattern, PatternError
 from ikcli.settings.run import RunConfig
+from ikcli.text_files import read_text
 
 NEVER = -999.0  # a bias that stands for minus infinity
 _PATTERNS = {"banned_regex": False, "banned_regex_case_insensitive": True}
@@ -31,11 +31,7 @@ def server_bans(config: RunConfig) -> Bans:
 
 def _lines(path: Path) -> tuple[str, ...]:
     """One text per line; quotes are dropped."""
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as problem:
-        reason = getattr(problem, "strerror", None) or problem
-        raise UsageError(f"--banned-string-file: cannot read {path}: {reason}") from problem
+    text = read_text(path, "--banned-string-file")
     return tuple(line for line in text.replace('"', "").splitlines() if line)
 
 

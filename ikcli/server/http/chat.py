@@ -58,6 +58,7 @@ class ChatService:
                 eos=_text(tokenizer, tokenizer.eos_id),
                 add_bos=tokenizer.add_bos,
                 add_eos=tokenizer.add_eos,
+                tokens=_token_texts(tokenizer),
                 tool_source=self.tool_source or None,
                 jinja=config.server.jinja,
             )
@@ -155,6 +156,14 @@ def chat_defaults(config: RunConfig) -> ChatDefaults:
         skip_parsing=server.skip_chat_parsing,
         template_kwargs=kwargs,
     )
+
+
+def _token_texts(tokenizer: Tokenizer) -> dict[str, str]:
+    """The variables beside `bos_token` and `eos_token` that templates have for tokens of the model."""
+    ids = tokenizer.special_ids
+    found = {"unk_token": ids.unk, "sep_token": ids.sep, "pad_token": ids.pad, "cls_token": ids.cls,
+             "mask_token": ids.mask}  # fmt: skip
+    return {name: tokenizer.token_text(token) for name, token in found.items() if token is not None}
 
 
 def _text(tokenizer: Tokenizer, token: int | None) -> str:

@@ -37,4 +37,4 @@ async def compiled(state: ServerState, spec: GrammarSpec) -> ConstraintMaker:
     except IkError as e:
         name = {GrammarKind.GBNF: "grammar", GrammarKind.JSON_SCHEMA: "json_schema"}.get(spec.kind, "tools")
         text = str(e)
-        raise bad_request(text if text.startswith(name) else f"{name}: {text}") from None
+        raise bad_request(text if text.startswith((name, "json_schema")) else f"{name}: {text}") from None

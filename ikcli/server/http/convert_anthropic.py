@@ -6,17 +6,36 @@ and would keep the prompt cache from working.
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
+from ikcli.chat.content import arguments_text, as_error, is_thought, thought_text
 from ikcli.server.http import fields as f
 from ikcli.server.http.errors import bad_request
+from ikcli.server.http.turns import Turns, part_text, result_text
 
 _SAME = ("temperature", "top_p", "top_k", "stream", "model")
 _OWN = frozenset({"system", "messages", "tools", "tool_choice", "stop_sequences", "thinking", "metadata", "max_tokens",
                   "output_config", "output_format"})  # fmt: skip
 DEFAULT_MAX_TOKENS = 4096
+_TEXT, _NUMBER = {"type": "string"}, {"type": "integer"}
+_RANGE = {"type": "array", "items": _NUMBER}
+_EDIT = {"command": _TEXT, "path": _TEXT, "file_text": _TEXT, "old_str": _TEXT, "new_str": _TEXT,
+         "insert_line": _NUMBER, "insert_text": _TEXT, "view_range": _RANGE}  # fmt: skip
+_CLIENT_TOOLS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bash": ("Run a command in a shell that stays open", {"command": _TEXT, "restart": {"type": "boolean"}}),
+    "text_editor": ("View and edit files; commands: view, create, str_replace, insert", _EDIT),
+    "memory": (
+        "Files that are kept; commands: view, create, str_replace, insert, delete, rename",
+        _EDIT | {"old_path": _TEXT, "new_path": _TEXT},
+    ),
+    "computer": (
+        "Use the screen",
+        {"action": _TEXT, "coordinate": _RANGE, "text": _TEXT, "duration": {"type": "number"}},
+    ),
+}
+"""Tools that clients name without a schema, as Anthropic's models know it; of the fields the first is required."""
 
 
 def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -24,13 +43,18 @@ def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
     if body.get("messages") is None:
         raise bad_request("messages is required")
     out = {name: value for name, value in body.items() if name not in _OWN}
-    out["messages"] = _system(body.get("system")) + _messages(f.array(body["messages"], "messages"))
+    turns = Turns()
+    if body.get("system") is not None:
+        turns.say("system", _system(body["system"]))
+    for i, message in enumerate(f.array(body["messages"], "messages")):
+        _add(turns, f.table(message, f"messages[{i}]"), f"messages[{i}]")
+    out["messages"] = turns.messages
     limit = body.get("max_tokens")
-    out["max_tokens"] = DEFAULT_MAX_TOKENS if limit is None else f.checked(limit, "int", "max_tokens", 0)
+    out["max_tokens"] = DEFAULT_MAX_TOKENS if limit is None else f.checked(limit, "int", "max_tokens", -2)
     if body.get("stop_sequences") is not None:
         out["stop"] = list(f.texts(body["stop_sequences"], "stop_sequences"))
     if body.get("tools") is not None:
-        out["tools"] = [_tool(item, i) for i, item in enumerate(f.array(body["tools"], "tools"))]
+        out["tools"] = _tools(body["tools"])
     if body.get("tool_choice") is not None:
         out |= _tool_choice(f.table(body["tool_choice"], "tool_choice"))
     if body.get("thinking") is not None:
@@ -41,86 +65,74 @@ def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
     return out
 
 
-def _system(value: Any) -> list[dict[str, Any]]:
-    if value is None:
-        return []
+def _system(value: Any) -> str:
     if isinstance(value, str):
-        return [{"role": "system", "content": value}]
-    texts = []
-    for i, block in enumerate(f.array(value, "system")):
-        entry = f.table(block, f"system[{i}]")
-        if entry.get("type") == "text":
-            text = f.text(entry.get("text"), f"system[{i}].text")
-            if not text.startswith("x-anthropic-"):
-                texts.append(text)
-    return [{"role": "system", "content": "".join(texts)}]
+        return value
+    texts = [part_text(block, f"system[{i}]", "system") for i, block in enumerate(f.array(value, "system"))]
+    return "".join(text for text in texts if not text.startswith("x-anthropic-"))
 
 
-def _messages(messages: list[Any]) -> list[dict[str, Any]]:
-    out: list[dict[str, Any]] = []
-    for i, item in enumerate(messages):
-        message = f.table(item, f"messages[{i}]")
-        role = f.text(message.get("role"), f"messages[{i}].role")
-        content = message.get("content")
-        if content is None and role == "assistant":
-            continue
-        if not isinstance(content, list):
-            out.append({"role": role, "content": content})
-        else:
-            out += _blocks(role, content, f"messages[{i}].content")
-    return out
+def _add(turns: Turns, message: Mapping[str, Any], path: str) -> None:
+    role = f.text(message.get("role"), f"{path}.role")
+    content = message.get("content")
+    if isinstance(content, str):
+        turns.say(role, content)
+    elif isinstance(content, list):
+        _add_blocks(turns, role, content, f"{path}.content")
+    elif content is not None or role != "assistant":
+        raise bad_request(f"{path}.content must be a string or an array of blocks, not {f.shown(content)}")
 
 
-def _blocks(role: str, blocks: list[Any], path: str) -> list[dict[str, Any]]:
-    """One message for texts, thoughts and calls, then one per tool result."""
-    parts: list[dict[str, Any]] = []
-    calls: list[dict[str, Any]] = []
-    results: list[dict[str, Any]] = []
-    thoughts = ""
+def _add_blocks(turns: Turns, role: str, blocks: list[Any], path: str) -> None:
+    """Results of tools go to the calls that they belong to, before what is said in the same message."""
+    texts: list[str] = []
+    kinds = set()
     for i, item in enumerate(blocks):
-        block = f.table(item, f"{path}[{i}]")
-        kind = f.text(block.get("type"), f"{path}[{i}].type")
-        if kind == "text":
-            parts.append({"type": "text", "text": f.text(block.get("text"), f"{path}[{i}].text")})
-        elif kind == "thinking":
-            thoughts += f.text(block.get("thinking") or "", f"{path}[{i}].thinking")
+        block, here = f.table(item, f"{path}[{i}]"), f"{path}[{i}]"
+        kind = f.text(block.get("type"), f"{here}.type")
+        kinds.add(kind)
+        if kind == "tool_result":
+            turns.answer(f.text(block.get("tool_use_id"), f"{here}.tool_use_id"), _result(block, here))
         elif kind == "tool_use":
-            calls.append(_call(block, f"{path}[{i}]"))
-        elif kind == "tool_result":
-            results.append(_result(block, f"{path}[{i}]"))
-        elif kind == "image":
-            raise bad_request(f"{path}[{i}]: image input is not supported: the model reads text only")
-        elif kind != "redacted_thinking":
-            raise bad_request(f"{path}[{i}].type: unsupported block type {f.shown(kind)}")
-    message: dict[str, Any] = {"role": role, "content": parts or ""}
-    if calls:
-        message["tool_calls"] = calls
-    if thoughts:
-        message["reasoning_content"] = thoughts
-    return ([message] if parts or calls or thoughts or not results else []) + results
+            name, id = f.text(block.get("name"), f"{here}.name"), f.text(block.get("id") or "", f"{here}.id")
+            turns.call(id, name, arguments_text(block.get("input")))
+        elif role == "assistant" and is_thought(block):
+            turns.think(thought_text(block))
+        elif (text := part_text(block, here, role)) or role != "assistant":
+            texts.append(text)
+    if texts or not kinds & {"tool_result", "tool_use"}:
+        turns.say(role, texts or "")
 
 
-def _call(block: Mapping[str, Any], path: str) -> dict[str, Any]:
-    arguments = json.dumps(f.table(block.get("input") or {}, f"{path}.input"), ensure_ascii=False)
-    function = {"name": f.text(block.get("name"), f"{path}.name"), "arguments": arguments}
-    return {"id": f.text(block.get("id") or "", f"{path}.id"), "type": "function", "function": function}
+def _result(block: Mapping[str, Any], path: str) -> str:
+    text = result_text(block.get("content"), f"{path}.content")
+    failed = block.get("is_error") is not None and f.boolean(block["is_error"], f"{path}.is_error")
+    return as_error(text) if failed else text
 
 
-def _result(block: Mapping[str, Any], path: str) -> dict[str, Any]:
-    content = block.get("content")
-    if isinstance(content, list):
-        texts = [part.get("text", "") for part in content if isinstance(part, dict) and part.get("type") == "text"]
-        content = "".join(f.text(text, f"{path}.content") for text in texts)
-    text = f.text("" if content is None else content, f"{path}.content")
-    return {"role": "tool", "tool_call_id": f.text(block.get("tool_use_id"), f"{path}.tool_use_id"), "content": text}
+def _tools(value: Any) -> list[dict[str, Any]]:
+    """The tools that a client carries out; those that only Anthropic's servers have (web search and the like) go."""
+    tools = [f.table(item, f"tools[{i}]") for i, item in enumerate(f.array(value, "tools"))]
+    return [_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools) if not _is_hosted(tool)]
 
 
-def _tool(item: Any, i: int) -> dict[str, Any]:
-    tool = f.table(item, f"tools[{i}]")
+def _is_hosted(tool: Mapping[str, Any]) -> bool:
+    """Tools of Anthropic's have a type with a date, and no schema; some of them are for the client nevertheless."""
+    kind = tool.get("type")
+    if tool.get("input_schema") is not None or not isinstance(kind, str) or kind in ("custom", "function"):
+        return False
+    return "name" not in tool or re.sub(r"_[0-9]{8}$", "", kind) not in _CLIENT_TOOLS
+
+
+def _tool(tool: Mapping[str, Any], path: str) -> dict[str, Any]:
+    kind = re.sub(r"_[0-9]{8}$", "", tool["type"]) if isinstance(tool.get("type"), str) else ""
+    description, properties = _CLIENT_TOOLS.get(kind, ("", {}))
+    own = {"type": "object", "properties": properties, "required": list(properties)[:1]} if properties else {}
+    schema = tool.get("input_schema")
     function = {
-        "name": f.text(tool.get("name"), f"tools[{i}].name"),
-        "description": f.text(tool.get("description") or "", f"tools[{i}].description"),
-        "parameters": f.table(tool.get("input_schema") or {}, f"tools[{i}].input_schema"),
+        "name": f.text(tool.get("name"), f"{path}.name"),
+        "description": f.text(tool.get("description") or description, f"{path}.description"),
+        "parameters": own if schema is None else f.table(schema, f"{path}.input_schema"),
     }
     return {"type": "function", "function": function}
 

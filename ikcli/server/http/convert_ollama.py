@@ -5,11 +5,11 @@ As with Ollama, options that nobody knows are ignored, and those of loading a mo
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from typing import Any
 
+from ikcli.chat.content import arguments_text, note
 from ikcli.server.http import fields as f
 from ikcli.server.http.errors import bad_request
 
@@ -32,8 +32,8 @@ def generation_fields(body: Mapping[str, Any]) -> dict[str, Any]:
     options = f.table({} if body.get("options") is None else body["options"], "options")
     out = {_RENAMED[name]: value for name, value in options.items() if name in _RENAMED and value is not None}
     n_predict = out.get("n_predict")
-    if isinstance(n_predict, int) and n_predict < 0:
-        out["n_predict"] = -1
+    if isinstance(n_predict, int) and (n_predict < -2 or n_predict == 0):
+        out["n_predict"] = -1  # as Ollama does, which has no other sign for endless answers than these
     stream = body.get("stream")
     out["stream"] = True if stream is None else f.boolean(stream, "stream")
     out |= _format(body.get("format"))
@@ -117,11 +117,15 @@ def _messages(messages: list[Any]) -> list[dict[str, Any]]:
     for i, item in enumerate(messages):
         path = f"messages[{i}]"
         message = f.table(item, path)
-        no_images(message.get("images"), f"{path}.images")
         entry: dict[str, Any] = {
             "role": f.text(message.get("role"), f"{path}.role"),
             "content": f.text(message.get("content") or "", f"{path}.content"),
         }
+        if entry["role"] in ("assistant", "tool"):  # an error about what was said would end the conversation
+            notes = [note("image")] * len(f.array(message.get("images") or [], f"{path}.images"))
+            entry["content"] = "\n".join([entry["content"], *notes]).lstrip("\n")
+        else:
+            no_images(message.get("images"), f"{path}.images")
         if message.get("thinking"):
             entry["reasoning_content"] = f.text(message["thinking"], f"{path}.thinking")
         if message.get("tool_calls"):
@@ -139,9 +143,7 @@ def _messages(messages: list[Any]) -> list[dict[str, Any]]:
 def _call(item: Any, path: str, id: str) -> dict[str, Any]:
     call = f.table(item, path)
     function = f.table(call.get("function"), f"{path}.function")
-    arguments = function.get("arguments")
-    if not isinstance(arguments, str):
-        arguments = json.dumps(f.table(arguments or {}, f"{path}.function.arguments"), ensure_ascii=False)
+    arguments = arguments_text(function.get("arguments"))
     name = f.text(function.get("name"), f"{path}.function.name")
     given = f.text(call.get("id") or "", f"{path}.id")
     return {"id": given or id, "type": "function", "function": {"name": name, "arguments": arguments}}

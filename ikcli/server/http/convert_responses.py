@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ikcli.chat.content import arguments_text, as_error, is_thought, readable, thought_text
 from ikcli.server.http import fields as f
 from ikcli.server.http.errors import bad_request
+from ikcli.server.http.responses_tools import ClientTools
+from ikcli.server.http.turns import Turns, part_text, result_text
 
 _OWN = frozenset(
     (
@@ -36,7 +39,9 @@ _OWN = frozenset(
     )
 )
 _ECHOED = ("instructions", "max_output_tokens", "metadata", "temperature", "top_p", "truncation", "user")
-_TEXT = ("input_text", "output_text", "text")
+_ABOUT_CALLS = frozenset({"type", "id", "call_id", "status", "name", "namespace", "caller", "environment", "execution",
+                          "pending_safety_checks", "created_by"})  # fmt: skip
+"""What items of calls have beside what they ask for."""
 
 
 def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -46,18 +51,24 @@ def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
     if body.get("previous_response_id") or body.get("conversation"):
         raise bad_request("previous_response_id is not supported: answers are not stored; send the whole conversation")
     out = {name: value for name, value in body.items() if name not in _OWN}
-    messages: list[dict[str, Any]] = []
+    turns, tools = Turns(), ClientTools(body)
     if body.get("instructions") is not None:
-        messages.append({"role": "system", "content": f.text(body["instructions"], "instructions")})
+        turns.say("system", f.text(body["instructions"], "instructions"))
     value = body["input"]
-    messages += [{"role": "user", "content": value}] if isinstance(value, str) else _items(f.array(value, "input"))
-    out["messages"] = messages
+    if isinstance(value, str):
+        turns.say("user", value)
+    else:
+        conversation = _Conversation(turns, tools)
+        for i, item in enumerate(f.array(value, "input")):
+            conversation.add(f.table(item, f"input[{i}]"), f"input[{i}]")
+        if value and not turns.messages:
+            raise bad_request("input[0].type: neither this item nor one behind it says anything to the model")
+    out["messages"] = turns.messages
     if body.get("max_output_tokens") is not None:
-        out["max_tokens"] = f.checked(body["max_output_tokens"], "int", "max_output_tokens", 0)
-    tools = _tools(body.get("tools"))
-    if tools:
-        out["tools"] = tools
-        out |= _tool_choice(body.get("tool_choice"))
+        out["max_tokens"] = f.checked(body["max_output_tokens"], "int", "max_output_tokens", -2)
+    if chat_tools := tools.chat():
+        out["tools"] = chat_tools
+    out |= tools.choice(body.get("tool_choice"))
     out |= _format(body.get("text")) | _reasoning(body.get("reasoning"))
     return out
 
@@ -79,104 +90,101 @@ def echoed(body: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _items(items: list[Any]) -> list[dict[str, Any]]:
-    out: list[dict[str, Any]] = []
-    thoughts = ""
-    for i, value in enumerate(items):
-        item = f.table(value, f"input[{i}]")
-        kind = item.get("type") or "message"
+class _Conversation:
+    """Goes through the items of a request.
+
+    An item of any type is one of four: what somebody says, what the assistant thinks, half of a call of the client's
+    tools (it has a `call_id`), or what OpenAI's servers did, which is shown as text.
+    """
+
+    def __init__(self, turns: Turns, tools: ClientTools) -> None:
+        self._turns = turns
+        self._tools = tools
+
+    def add(self, item: Mapping[str, Any], path: str) -> None:
+        """Add an item; ApiError naming what is wrong with it."""
+        kind = f.text(item.get("type") or "message", f"{path}.type")
         if kind == "reasoning":
-            thoughts = _reasoning_text(item)
-        elif kind == "function_call":
-            _add_call(out, item, f"input[{i}]", thoughts)
-            thoughts = ""
+            self._turns.think(thought_text({"content": item.get("content") or item.get("summary")}))
+        elif kind == "message" or _has_parts(item):
+            self._message(item, path)
+        elif kind == "item_reference":
+            raise bad_request(
+                f"{path}.type: {f.shown(kind)} is not supported: items are not stored; send the item itself"
+            )
+        elif kind == "function_call_output" or (kind.endswith("_output") and self._is_half(item)):
+            self._result(item, kind, path)
+        elif kind == "function_call" or isinstance(item.get("call_id"), str):
+            self._call(item, kind, path)
+        elif not isinstance(item.get("tools"), list):  # those are among the request's tools
+            self._note(item, kind)
+
+    def _is_half(self, item: Mapping[str, Any]) -> bool:
+        """Whether a result belongs to a call of the client; some have the id of the call for their own."""
+        return isinstance(item.get("call_id"), str) or self._turns.has_call(item.get("id"))
+
+    def _message(self, item: Mapping[str, Any], path: str) -> None:
+        role = f.text(
+            item.get("role") or ("" if item.get("type") in (None, "message") else "assistant"), f"{path}.role"
+        )
+        content = item.get("content")
+        if isinstance(content, str):
+            self._turns.say(role, content)
+            return
+        if content is None:
+            if role == "assistant":
+                return
+            raise bad_request(f"{path}.content is required")
+        texts = []
+        for i, part in enumerate(f.array(content, f"{path}.content")):
+            if role == "assistant" and is_thought(part):
+                self._turns.think(thought_text(part))
+            elif (text := part_text(part, f"{path}.content[{i}]", role)) or role != "assistant":
+                texts.append(text)
+        self._turns.say(role, texts)
+
+    def _call(self, item: Mapping[str, Any], kind: str, path: str) -> None:
+        """A call of the client's tools: of a function, or of a tool that is known by the type of its calls."""
+        if kind == "function_call":
+            name, asked = f.text(item.get("name"), f"{path}.name"), item.get("arguments")
+            if asked is None:
+                raise bad_request(f"{path}.arguments is required")
+        else:
+            name = f.text(item.get("name") or kind.removesuffix("_call"), f"{path}.name")
+            rest = {key: value for key, value in item.items() if key not in _ABOUT_CALLS and value is not None}
+            asked = next(iter(rest.values())) if len(rest) == 1 and "input" not in rest else rest
+            asked = rest.get("arguments", asked)
+        namespace = f.text(item.get("namespace") or "", f"{path}.namespace")
+        id = f.text(item.get("call_id"), f"{path}.call_id")
+        self._turns.call(id, self._tools.qualified(name, namespace), arguments_text(asked))
+
+    def _result(self, item: Mapping[str, Any], kind: str, path: str) -> None:
+        id = item.get("call_id") if kind == "function_call_output" else item.get("call_id") or item.get("id")
+        if "output" in item:
+            text = result_text(item["output"], f"{path}.output")
         elif kind == "function_call_output":
-            out.append(_output(item, f"input[{i}]"))
-        elif kind == "message":
-            message = _message(item, f"input[{i}]")
-            if thoughts and message["role"] == "assistant":
-                message["reasoning_content"] = thoughts
-            thoughts = ""
-            out.append(message)
+            raise bad_request(f"{path}.output is required")
         else:
-            raise bad_request(f"input[{i}].type: unsupported item {f.shown(kind)}")
-    return out
+            text = readable({key: value for key, value in item.items() if key != "tools"})
+            names = [tool["name"] for tool in item.get("tools") or () if isinstance(tool, dict) and "name" in tool]
+            text = "\n".join([text, *map(str, names)]).lstrip("\n")
+        self._turns.answer(f.text(id, f"{path}.call_id"), as_error(text) if item.get("status") == "failed" else text)
+
+    def _note(self, item: Mapping[str, Any], kind: str) -> None:
+        """What a server did by itself: what can be read of it, as text of the assistant."""
+        text = readable(item)
+        if not text and item.get("encrypted_content"):
+            text = "encrypted, nobody but its author can read it"
+        if text:
+            self._turns.say("assistant", f"[{kind}: {text}]")
 
 
-def _message(item: Mapping[str, Any], path: str) -> dict[str, Any]:
-    role = f.text(item.get("role"), f"{path}.role")
+def _has_parts(item: Mapping[str, Any]) -> bool:
+    """Whether an item has the content of a message, whatever it is called."""
     content = item.get("content")
-    if isinstance(content, str):
-        return {"role": role, "content": content}
-    if content is None:
-        raise bad_request(f"{path}.content is required")
-    return {"role": role, "content": _parts(f.array(content, f"{path}.content"), f"{path}.content")}
-
-
-def _parts(parts: list[Any], path: str) -> list[dict[str, Any]]:
-    out = []
-    for i, value in enumerate(parts):
-        part = f.table(value, f"{path}[{i}]")
-        kind = part.get("type")
-        if kind == "refusal":
-            out.append({"type": "text", "text": f.text(part.get("refusal"), f"{path}[{i}].refusal")})
-        elif kind in _TEXT:
-            out.append({"type": "text", "text": f.text(part.get("text"), f"{path}[{i}].text")})
-        elif kind in ("input_image", "input_file", "input_audio"):
-            raise bad_request(f"{path}[{i}]: {kind} is not supported: the model reads text only")
-        else:
-            raise bad_request(f"{path}[{i}].type must be input_text or output_text, not {f.shown(kind)}")
-    return out
-
-
-def _reasoning_text(item: Mapping[str, Any]) -> str:
-    parts = item.get("content") or item.get("summary") or []
-    if not isinstance(parts, list):
-        return ""
-    return "".join(part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str))
-
-
-def _add_call(out: list[dict[str, Any]], item: Mapping[str, Any], path: str, thoughts: str) -> None:
-    """Calls in a row belong to one message of the assistant."""
-    function = {
-        "name": f.text(item.get("name"), f"{path}.name"),
-        "arguments": f.text(item.get("arguments"), f"{path}.arguments"),
-    }
-    call = {"id": f.text(item.get("call_id"), f"{path}.call_id"), "type": "function", "function": function}
-    if out and out[-1]["role"] == "assistant" and not thoughts:
-        out[-1].setdefault("tool_calls", []).append(call)
-        return
-    message: dict[str, Any] = {"role": "assistant", "content": None, "tool_calls": [call]}
-    if thoughts:
-        message["reasoning_content"] = thoughts
-    out.append(message)
-
-
-def _output(item: Mapping[str, Any], path: str) -> dict[str, Any]:
-    output = item.get("output")
-    content: Any = output if isinstance(output, str) else _parts(f.array(output, f"{path}.output"), f"{path}.output")
-    return {"role": "tool", "tool_call_id": f.text(item.get("call_id"), f"{path}.call_id"), "content": content}
-
-
-def _tools(value: Any) -> list[dict[str, Any]]:
-    """Functions; tools that only OpenAI's servers have (web search and the like) are left out."""
-    out = []
-    for i, item in enumerate(f.array(value, "tools") if value is not None else []):
-        tool = f.table(item, f"tools[{i}]")
-        if tool.get("type") != "function":
-            continue
-        function = {key: part for key, part in tool.items() if key != "type" and part is not None}
-        function["name"] = f.text(tool.get("name"), f"tools[{i}].name")
-        out.append({"type": "function", "function": function})
-    return out
-
-
-def _tool_choice(value: Any) -> dict[str, Any]:
-    if value is None:
-        return {}
-    if isinstance(value, dict) and value.get("type") == "function":
-        return {"tool_choice": {"type": "function", "function": {"name": value.get("name")}}}
-    return {"tool_choice": value}
+    if not isinstance(content, list):
+        return isinstance(content, str)
+    return all(isinstance(part, Mapping) and isinstance(part.get("type"), str) for part in content)
 
 
 def _format(value: Any) -> dict[str, Any]:

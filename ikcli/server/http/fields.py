@@ -42,8 +42,8 @@ _NOT_HERE = "accepted for clients that send it; it changes nothing here"
 
 FIELDS: tuple[Field, ...] = (
     # what is generated
-    Field("n_predict", "int", "most tokens to generate; -1 = no limit, 0 = evaluate the prompt only", low=-2,
-          high=INT32, aliases=("max_completion_tokens", "max_tokens")),
+    Field("n_predict", "int", "most tokens to generate; -1 = no limit, -2 = until the context is full, 0 = evaluate "
+          "the prompt only", low=-2, high=INT32, aliases=("max_completion_tokens", "max_tokens")),
     Field("stream", "bool", "send the answer in pieces as server-sent events"),
     Field("stream_options", "json", "`include_usage`: send a last event with the token counts",
           schema={"type": "object"}),
@@ -82,7 +82,7 @@ FIELDS: tuple[Field, ...] = (
     _s("temperature", "float", "0 = always the most likely token"),
     _s("dynatemp_range", "float", "the temperature varies by this much with the entropy; 0 = off"),
     _s("dynatemp_exponent", "float", "exponent of the dynamic temperature"),
-    _s("top_k", "int", "keep the K most likely tokens; 0 = all", -INT32, INT32),
+    _s("top_k", "int", "keep the K most likely tokens; 0 or less = all", -INT32, INT32),
     _s("top_p", "float", "keep the most likely tokens up to this total probability; 1 = off"),
     _s("min_p", "float", "drop tokens below this share of the best one; 0 = off"),
     _s("tfs_z", "float", "tail free sampling; 1 = off"),

@@ -28,6 +28,7 @@ def requests_of(
         raise bad_request(f"the request asks for more than {MAX_GENERATIONS} answers")
     base: dict[str, Any] = {
         "n_predict": options.n_predict,
+        "within_context": options.within_context,
         "stop": options.stop,
         "cache_prompt": options.cache_prompt,
         "id_slot": options.id_slot,

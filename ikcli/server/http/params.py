@@ -20,6 +20,7 @@ from ikcli.server.http.bans import bans_of, server_bans
 from ikcli.server.http.errors import bad_request
 from ikcli.server.slots.messages import Bans, Speculation
 from ikcli.settings.run import RunConfig
+from ikcli.text_files import read_text
 from ikcli.tokenizer import Tokenizer
 
 MAX_STOPS = 1024
@@ -47,6 +48,7 @@ class Options:
     """Everything of a request that is not sampling. `json_schema` None: no schema (a schema may be false)."""
 
     n_predict: int = -1
+    within_context: bool = False
     stream: bool = False
     include_usage: bool = False
     stop: tuple[str, ...] = ()
@@ -107,7 +109,7 @@ def defaults_of(config: RunConfig) -> Defaults:
     check_params(sampling)
     return Defaults(
         sampling=sampling,
-        n_predict=max(config.n_predict, -1),
+        n_predict=config.n_predict,
         n_keep=config.prompt.keep,
         cache_prompt=config.server.cache_prompt,
         sse_ping_interval=config.server.sse_ping_interval,
@@ -129,12 +131,7 @@ def _bias_option(text: str) -> tuple[int, float]:
 
 def option_text(text: str, path: Path | None, what: str) -> str:
     """A text given on the command line, or what the file given instead holds."""
-    if path is None:
-        return text
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as e:
-        raise UsageError(f"cannot read the {what} {path}: {e}") from None
+    return text if path is None else read_text(path, what)
 
 
 def _schema_option(text: str) -> Any:
@@ -264,6 +261,7 @@ def _options(values: dict[str, Any], defaults: Defaults, limits: Limits) -> Opti
     return Options(
         **options,
         n_predict=_n_predict(values, defaults),
+        within_context=-2 in (values.get("n_predict"), defaults.n_predict),
         n_keep=values.get("n_keep", defaults.n_keep),
         t_max_predict_ms=max(values.get("t_max_predict_ms", 0), 0),
         cache_prompt=values.get("cache_prompt", defaults.cache_prompt),
@@ -281,11 +279,9 @@ def _options(values: dict[str, Any], defaults: Defaults, limits: Limits) -> Opti
 
 
 def _n_predict(values: dict[str, Any], defaults: Defaults) -> int:
-    """The request's limit, never above the server's (-n)."""
-    n_predict = max(values.get("n_predict", -1), -1)
-    if defaults.n_predict < 0:
-        return n_predict
-    return defaults.n_predict if n_predict < 0 else min(n_predict, defaults.n_predict)
+    """The request's limit, never above the server's (-n). -2, until the context is full, is below -1, no limit."""
+    both = (int(values.get("n_predict", -1)), defaults.n_predict)
+    return min([n for n in both if n >= 0] or both)
 
 
 def _constraint(values: dict[str, Any], defaults: Defaults) -> tuple[str, Any]:

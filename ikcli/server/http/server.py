@@ -19,7 +19,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ikcli import __version__
 from ikcli.errors import IkError, UsageError
@@ -28,6 +27,7 @@ from ikcli.server.http import prompt_files
 from ikcli.server.http.app import build_app
 from ikcli.server.http.auth import key_summary, private_file, read_keys
 from ikcli.server.http.chat import check_options
+from ikcli.server.http.connection import Connection
 from ikcli.server.http.logs import ServerLog
 from ikcli.server.http.state import PASSED, ServerState, hosts_of
 from ikcli.server.http.users import Users, read_users
@@ -218,6 +218,7 @@ def settings_of(config: RunConfig, app: Any, tls: dict[str, Any]) -> uvicorn.Con
     return uvicorn.Config(
         app,
         http=Connection,
+        ws="none",
         lifespan="off",
         log_config=None,
         access_log=False,
@@ -255,16 +256,6 @@ def _threads(config: RunConfig) -> int:
     """What --threads-http says; requests are served by one event loop, whatever it is."""
     given = config.server.threads_http
     return given if given > 0 else max(config.n_parallel + 2, physical_cores() - 1)
-
-
-class Connection(HttpToolsProtocol):
-    """A connection whose keep-alive timer goes with it: uvicorn leaves it running, and all it holds, after a reset."""
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        if self.timeout_keep_alive_task is not None:
-            self.timeout_keep_alive_task.cancel()
-            self.timeout_keep_alive_task = None
 
 
 class SignalServer(uvicorn.Server):

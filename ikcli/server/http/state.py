@@ -119,7 +119,7 @@ class ServerState:
         """The compiler of grammars for this vocabulary; the model must be loaded."""
         from ikcli.grammar.grammars import Grammars
 
-        return Grammars(self.engine.tokenizer)
+        return Grammars(self.engine.tokenizer, lambda message: self.log.warn("grammar", message))
 
     @property
     def alias(self) -> str:

@@ -128,7 +128,7 @@ class _Own:
         wanted = None
         if isinstance(slot, int) and not isinstance(slot, bool) and slot >= 0:
             wanted = self._owner(slot, "id_slot is {}, but the slots are 0 to {}")
-        blocks = blocks_of(fields) if request.url.path in _GENERATING else ()
+        blocks = blocks_of(fields) if request.scope["path"] in _GENERATING else ()
         return self._forwarded(request, body, Ask(blocks, wanted))
 
     def _forwarded(self, request: Request, body: bytes, ask: Ask) -> Response:
@@ -203,7 +203,7 @@ class _Own:
 
     async def change_saved(self, request: Request) -> Response:
         """Deleting or renaming: whoever has the file."""
-        target, body = request.url.path.encode(), await read_body(request, self._state.timeout)
+        target, body = request.scope["path"].encode(), await read_body(request, self._state.timeout)
         found = None
         for one in self._crew.ready():
             try:
@@ -218,14 +218,14 @@ class _Own:
 
     async def control(self, request: Request) -> Response:
         """Whoever writes the answer with this id."""
-        target, body = request.url.path.encode(), await read_body(request, self._state.timeout)
+        target, body = request.scope["path"].encode(), await read_body(request, self._state.timeout)
         found = await self._ask_all("POST", target, body)
         _, status, answer = next((one for one in found if _did_it(one[2])), found[0])
         return Response(answer, status, media_type=JSON)
 
     async def set_for_all(self, request: Request) -> Response:
         """Every replica does it, and those that start later, too."""
-        target, body = request.url.path.encode(), await read_body(request, self._state.timeout)
+        target, body = request.scope["path"].encode(), await read_body(request, self._state.timeout)
         found = await self._ask_all("POST", target, body)
         for _, status, answer in found:
             if status != 200:
@@ -254,7 +254,7 @@ class _Own:
         if self._crew.ready():
             return self._forwarded(request, b"", Ask())
         state = ServerState(self._state.config, SimpleNamespace(state="loading"), started=self._state.started)
-        if request.url.path == "/api/tags":
+        if request.scope["path"] == "/api/tags":
             return json_response({"models": [entry(state)]})
         return json_response(models_json(state))
 

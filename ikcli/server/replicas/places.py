@@ -15,6 +15,7 @@ from ikcli.hostinfo import shares
 from ikcli.server.http.logs import ServerLog
 from ikcli.server.replicas.crew import Process
 from ikcli.server.router.child import Child
+from ikcli.server.router.environment import environment_behind
 from ikcli.server.slots.prompt_cache import default_limit
 from ikcli.settings.run import RunConfig
 
@@ -114,8 +115,8 @@ class Here:
 
 
 def plain_environment() -> dict[str, str]:
-    """That of this process without options, which replicas get as arguments."""
-    return {name: text for name, text in os.environ.items() if not name.startswith(_ENVIRONMENT)}
+    """That of this process without options, which replicas get as arguments, and without keys of clients."""
+    return environment_behind(_ENVIRONMENT)
 
 
 def gpu_shares(n: int, each: int, environment: Mapping[str, str]) -> Sequence[str]:

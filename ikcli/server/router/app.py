@@ -93,7 +93,7 @@ class _Own:
 
 def _forwarding(state: RouterState) -> Endpoint:
     async def forward(request: Request) -> Response:
-        path = request.url.path
+        path: str = request.scope["path"]
         if path == "/metrics" and not state.config.server.metrics:
             raise unsupported("This server does not support metrics endpoint. Start it with `--metrics`")
         if path == "/metrics" and "model" not in request.query_params and not state.single:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AbstractAsyncContextManager
+from urllib.parse import quote
 
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
@@ -28,6 +29,9 @@ from ikcli.server.router.upstream import Exchange, Upstream, UpstreamError
 
 _NOT_PASSED = frozenset({b"authorization", b"x-api-key", b"origin", b"accept-encoding", REQUEST_ID})
 _NOT_RETURNED = frozenset({b"server", b"date", b"vary"})
+_WITHOUT_BODY = frozenset({204, 304})
+"""Of these statuses a length says nothing about what follows."""
+_PLAIN = "/:@!$&'()*+,;=~"  # what a path may hold as it is
 _ASK = 20  # times that the use of a request is asked for whose client is gone
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -80,14 +84,12 @@ class Forwarded(Response):
 
     async def _pass(self, upstream: Upstream, send: Send, *, last: bool) -> None:
         request = self._request
-        query = request.scope.get("query_string", b"")
-        target = request.url.path.encode() + (b"?" + query if query else b"")
         headers = [(name, value) for name, value in request.headers.raw if name not in _NOT_PASSED]
         if self._account is not None:
             headers.append((REQUEST_ID, self._id.encode()))
         left = b""
         try:
-            async with Exchange(upstream, request.method, target, headers, self._body) as answer:
+            async with Exchange(upstream, request.method, target_of(request), headers, self._body) as answer:
                 if answer.status == 503 and not last:
                     raise UpstreamError("it has no answer (status 503)")
                 self._ok = answer.status == 200
@@ -109,7 +111,8 @@ class Forwarded(Response):
         """Send the head when there is something behind it: until then another process can answer."""
         if not self._started:
             self._started = True
-            kept = [(name, value) for name, value in answer.headers if name not in _NOT_RETURNED]
+            dropped = _NOT_RETURNED | ({b"content-length"} if answer.status in _WITHOUT_BODY else set())
+            kept = [(name, value) for name, value in answer.headers if name not in dropped]
             await send({"type": "http.response.start", "status": answer.status, "headers": kept})
 
     async def _count(self, upstream: Upstream) -> None:
@@ -140,6 +143,12 @@ def add_routes(app: FastAPI, own: Iterable[Route], endpoint: Endpoint) -> None:
     for route in (route for router in ROUTERS for route in router.routes if isinstance(route, APIRoute)):
         if route.include_in_schema:
             app.add_api_route(route.path, endpoint, methods=[*(route.methods or ())], response_model=None)
+
+
+def target_of(request: Request) -> bytes:
+    """What a request asks for, as its first line says it; not by way of its `Host`, which is the client's."""
+    query: bytes = request.scope.get("query_string", b"")
+    return quote(request.scope["path"], safe=_PLAIN).encode() + (b"?" + query if query else b"")
 
 
 async def disconnected(receive: Receive) -> None:

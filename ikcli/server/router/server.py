@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import socket
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from ikcli.server.http.users import Users, read_users
 from ikcli.server.router.app import build_app
 from ikcli.server.router.child import Child
 from ikcli.server.router.entries import ModelEntry, ModelsFile
+from ikcli.server.router.environment import environment_behind
 from ikcli.server.router.manager import Manager
 from ikcli.server.router.state import RouterState
 from ikcli.settings.run import RunConfig
@@ -59,10 +59,9 @@ def _child(config: RunConfig, entry: ModelEntry, socket: Path) -> Child:
     front = [f"--alias={','.join(entry.names)}", "--log-format", server.log_format, "--no-webui", "--metrics"]
     front += ["--timeout", str(server.timeout), "--shutdown-timeout", str(server.shutdown_timeout)]
     grace = float(server.shutdown_timeout)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(_OF_SEVERAL)}
     return Child(
         entry.name, [*entry.argv, *front], socket,
-        grace=grace, prefix=server.log_format != "json", environment=environment,
+        grace=grace, prefix=server.log_format != "json", environment=environment_behind(_OF_SEVERAL),
     )  # fmt: skip
 
 

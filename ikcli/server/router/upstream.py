@@ -1,9 +1,15 @@
-"""A client of the processes that serve models: one HTTP request over a socket, the answer as it is made."""
+"""A client of the processes that serve models: one HTTP request over a socket, the answer as it is made.
+
+Headers of one connection stay there: those of RFC 9110 (7.6.1), and those that `Connection` names. Trailers are
+dropped, as what receives them would have to know what they mean. Interim answers (1xx) are not the answer.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Iterable, Sequence
 from types import TracebackType
 
 import httptools
@@ -12,8 +18,23 @@ Headers = Sequence[tuple[bytes, bytes]]
 Address = str | tuple[str, int]
 """The path of a Unix socket, or host and port."""
 _CHUNK = 1 << 16
+_MOST = 1 << 18  # bytes that wait for who reads the answer; then the process waits, too
 _CONNECT = 10.0  # seconds
-_OF_A_CONNECTION = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"upgrade", b"te", b"trailer"})
+_HOP_BY_HOP = frozenset(
+    (
+        b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authentication-info", b"proxy-authorization",
+        b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade",
+    )
+)  # fmt: skip
+_MADE_HERE = frozenset({b"host", b"content-length", b"expect"})
+"""Headers of a request that are about its body or its receiver: here the body is whole, so nothing is waited for."""
+
+
+def end_to_end(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """Headers, with lowercase names, that are not about one connection."""
+    lowered = [(name.lower(), value) for name, value in headers]
+    named = {word.strip().lower() for name, value in lowered if name == b"connection" for word in value.split(b",")}
+    return [(name, value) for name, value in lowered if name not in _HOP_BY_HOP and name not in named]
 
 
 class UpstreamError(Exception):
@@ -61,29 +82,30 @@ class Upstream:
 
 
 class Exchange:
-    """One request and its answer; `async with` sends the one and reads the head of the other."""
+    """One request and its answer; `async with` sends the one and reads the head of the other.
+
+    It reads while it still sends: a process may answer, and close, before it has read the whole request.
+    """
 
     def __init__(self, to: Upstream, method: str, target: bytes, headers: Headers = (), body: bytes = b"") -> None:
-        self._to, self._body = to, body
+        self._to, self._head_only = to, method == "HEAD"
         lines = [method.encode() + b" " + target + b" HTTP/1.1", b"host: ik", b"connection: close"]
-        kept = [(name.lower(), value) for name, value in headers]
-        kept = [
-            item for item in kept if item[0] not in _OF_A_CONNECTION and item[0] not in (b"host", b"content-length")
-        ]
+        kept = [(name, value) for name, value in end_to_end(headers) if name not in _MADE_HERE]
         if to.key:
             kept.append((b"authorization", b"Bearer " + to.key.encode()))
         lines += [name + b": " + value for name, value in kept]
         lines.append(b"content-length: " + str(len(body)).encode())
-        self._head = b"\r\n".join(lines) + b"\r\n\r\n"
+        self._request = b"\r\n".join(lines) + b"\r\n\r\n" + body
         self._parser = httptools.HttpResponseParser(self)
         self._parts: list[bytes] = []
-        self._has_head = self._complete = False
-        self._writer: asyncio.StreamWriter | None = None
+        self._n_waiting = 0
+        self._has_head = self._framed = self._complete = self._aborted = self._listens = False
+        self._problem: UpstreamError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._socket: socket.socket | None = None
+        self._sending: asyncio.Future[None] | None = None
+        self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
-
-    @property
-    def status(self) -> int:
-        return int(self._parser.get_status_code())
 
     @property
     def is_stream(self) -> bool:
@@ -93,64 +115,124 @@ class Exchange:
     async def __aenter__(self) -> Exchange:
         self._to.open.add(self)
         try:
-            self._reader, self._writer = await self._connect()
-            self._writer.write(self._head + self._body)
-            await self._writer.drain()
+            await self._connect()
+            self._send()
+            self._listen(True)
             while not self._has_head:
-                await self._feed()
+                await self._more()
         except OSError as e:
-            self._close()
+            await self._close()
             raise UpstreamError(str(e)) from None
         except BaseException:
-            self._close()
+            await self._close()
             raise
         return self
 
-    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    async def _connect(self) -> None:
         address = self._to.address
-        if isinstance(address, str):
-            return await asyncio.open_unix_connection(address)
+        local = isinstance(address, str)
+        family = socket.AF_UNIX if local else socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        self._socket = socket.socket(family, socket.SOCK_STREAM)
+        self._socket.setblocking(False)
+        if not local:
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         async with asyncio.timeout(_CONNECT):  # its TimeoutError is an OSError
-            return await asyncio.open_connection(*address)
+            await asyncio.get_running_loop().sock_connect(self._socket, address)
+
+    def _send(self) -> None:
+        assert self._socket is not None
+        try:
+            sent = self._socket.send(self._request)
+        except BlockingIOError:
+            sent = 0
+        except OSError:
+            return  # what it said before is to be read
+        if sent < len(self._request):
+            self._sending = asyncio.ensure_future(self._send_rest(self._socket, sent))
+
+    async def _send_rest(self, to: socket.socket, sent: int) -> None:
+        with contextlib.suppress(OSError):  # as above
+            await asyncio.get_running_loop().sock_sendall(to, memoryview(self._request)[sent:])
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._close()
+        await self._close()
 
-    def _close(self) -> None:
+    async def _close(self) -> None:
         """What still computes there stops, as its client is gone."""
         self._to.open.discard(self)
-        if self._writer is not None:
-            self._writer.close()
+        self._listen(False)
+        try:
+            if self._sending is not None:
+                self._sending.cancel()
+                await asyncio.wait([self._sending])  # the loop watches the socket for it until then
+        finally:
+            if self._socket is not None:
+                self._socket.close()
 
     def abort(self) -> None:
         """Let it fail, as when the connection ends."""
-        if self._writer is not None:
-            self._writer.transport.abort()
+        self._aborted = True
+        if self._socket is not None:
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
 
-    async def _feed(self) -> None:
-        data = await self._reader.read(_CHUNK)
-        if not data:
-            raise UpstreamError("the connection ended within an answer")
+    def _listen(self, on: bool) -> None:
+        """Have `_receive` called when something has come, or no longer."""
+        if on != self._listens and self._socket is not None:
+            self._listens, loop = on, asyncio.get_running_loop()
+            if on:
+                loop.add_reader(self._socket, self._receive)
+            else:
+                loop.remove_reader(self._socket)
+
+    def _receive(self) -> None:
+        assert self._socket is not None
+        problem = ""
         try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserError as e:
-            raise UpstreamError(f"no HTTP answer: {e}") from None
+            data = self._socket.recv(_CHUNK)
+            if data:
+                self._parser.feed_data(data)
+            elif self._has_head and not self._framed and not self._aborted:  # nothing else tells the end of the body
+                self._complete = True
+            else:
+                problem = "the connection ended within an answer"
+        except BlockingIOError:
+            return
+        except OSError as e:
+            problem = str(e)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as e:
+            problem = f"no HTTP answer: {e}"
+        if problem:  # behind a whole answer nobody looks at it
+            self._problem = UpstreamError(problem)
+        if self._complete or self._problem is not None or self._n_waiting > _MOST:
+            self._listen(False)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def _more(self) -> None:
+        """Wait until something has come; UpstreamError if nothing will."""
+        if self._problem is None:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        elif not self._parts:
+            raise self._problem
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """The body; UpstreamError if it ends too early."""
         while True:
-            parts, self._parts = self._parts, []
+            parts, self._parts, self._n_waiting = self._parts, [], 0
             if parts:
+                self._listen(not self._complete and self._problem is None)
                 yield b"".join(parts)
             elif self._complete:
                 return
             else:
-                try:
-                    await self._feed()
-                except OSError as e:
-                    raise UpstreamError(str(e)) from None
+                await self._more()
 
     async def body(self) -> bytes:
         """The whole body."""
@@ -158,18 +240,29 @@ class Exchange:
 
     # called by the parser
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header of the answer."""
-        if name.lower() not in _OF_A_CONNECTION:
-            self.headers.append((name.lower(), value))
+        """A header of the answer, or one of those behind its body."""
+        if not self._has_head:
+            self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         """The head is whole."""
-        self._has_head = True
+        if self._has_head:
+            return
+        status = self._parser.get_status_code()
+        if status >= 200:
+            names = {name.lower() for name, _ in self.headers}
+            self._framed = b"content-length" in names or b"transfer-encoding" in names
+            self._has_head, self.status, self.headers = True, status, end_to_end(self.headers)
+            self._complete = self._head_only
+        else:
+            self.headers = []
 
     def on_body(self, data: bytes) -> None:
         """A part of the body."""
-        self._parts.append(data)
+        if not self._complete:
+            self._parts.append(data)
+            self._n_waiting += len(data)
 
     def on_message_complete(self) -> None:
-        """The answer is whole."""
-        self._complete = True
+        """The answer is whole, if it was not an interim one."""
+        self._complete = self._has_head

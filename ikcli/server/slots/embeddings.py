@@ -20,7 +20,7 @@ from ikcli.engine.run.pooling import Pooling, RankHead, served_pooling
 from ikcli.engine.run.session import Session
 from ikcli.errors import UnsupportedError
 from ikcli.server.slots.failures import failure_of
-from ikcli.server.slots.log import Logger
+from ikcli.server.slots.log import Logger, log_prompt_time
 from ikcli.server.slots.messages import Embedded, EmbeddingRequest, Event, Failure, RequestTimings
 from ikcli.server.slots.reuse import Reuse
 from ikcli.server.slots.slot import EMBEDDING, Slot
@@ -169,9 +169,7 @@ class Embeddings:
         ms = 1e3 * (time.perf_counter() - task.t_start)
         timings = RequestTimings(prompt_n=task.n_tokens, prompt_ms=ms, n_ctx=self._session.n_ctx_seq)
         self._send(task, Embedded(tuple(task.rows[i] for i in range(len(task.rows))), timings))
-        self._log("INFO", "print_timings", "request done", {
-            "id_task": task.id, "n_texts": len(task.rows), "n_prompt": task.n_tokens, "t_prompt_ms": round(ms, 2),
-        })  # fmt: skip
+        log_prompt_time(self._log, {"id_task": task.id}, task.n_tokens, ms, n_texts=len(task.rows))
 
     def _fail(self, failure: Failure) -> None:
         """End the request whose text could not be computed."""

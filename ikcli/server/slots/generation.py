@@ -61,7 +61,7 @@ class Generation:
         self.constraint: Constraint | None = request.constraint() if request.constraint else None
         self.output = Output(tokenizer, request.stop, request.bans, keep_special=request.keep_special)
         self.prompt_logprobs: list[TokenInfo] = []
-        self.truncated = False
+        self.truncated = self._was_truncated = False  # now, and before the newest token
         self.stop_type: StopType = "none"
         self.n_cached = self.n_prompt_computed = 0
         self.n_drafts = self.n_drafted = self.n_accepted = 0
@@ -85,6 +85,7 @@ class Generation:
     def push(self, token: TokenInfo) -> bool:
         """Take a chosen token; False if the generation ends with it (see `stop_type`)."""
         self._t_now = time.perf_counter()
+        self._was_truncated = self.truncated
         self.sampler.accept(token.id)
         if self.constraint is not None:
             self.constraint.accept(token.id)
@@ -107,8 +108,9 @@ class Generation:
             return True
         if request.n_indent > 0 and not out.line_indent(piece, request.n_indent):
             return True
-        if request.t_max_predict_ms > 0 and out.has_new_line:
-            return 1e3 * (self._t_now - self.t_prompt_done) > request.t_max_predict_ms
+        ms = 1e3 * (self._t_now - self.t_prompt_done)
+        if request.t_max_predict_ms > 0 and out.has_new_line and ms > request.t_max_predict_ms:
+            return True
         if request.n_predict < 0 and len(self.history) >= self._setting.n_total:
             self.truncated = True
             return True
@@ -122,7 +124,8 @@ class Generation:
     @property
     def may_shift(self) -> bool:
         """Whether old tokens may be dropped when the slot is full."""
-        return self._setting.context_shift and self.request.n_predict != -2
+        request = self.request
+        return self._setting.context_shift and not request.within_context and request.n_predict != -2
 
     @property
     def n_remain(self) -> int:
@@ -150,7 +153,7 @@ class Generation:
         self.output.rewind(n)
         self.sampler.rollback(n_removed)
         del self.history[-n_removed:]
-        self.stop_type = "none"
+        self.stop_type, self.truncated = "none", self._was_truncated
         if self.request.constraint:
             self.constraint = self.request.constraint()
             for i in self.history[len(self.request.prompt) :]:

@@ -81,7 +81,8 @@ class Bans:
 class GenerationRequest:
     """One generation from token ids; the HTTP side has checked every field against the model.
 
-    `n_predict`: -1 endless, 0 evaluates the prompt only. `stop` texts end the generation and are not part of the
+    `n_predict`: -1 endless, -2 until the slot is full, 0 evaluates the prompt only; `within_context`: the slot is
+    never shifted, whatever `n_predict` says. `stop` texts end the generation and are not part of the
     text. `t_max_predict_ms` counts from the first token and acts at line ends. `n_indent`: least indentation of a line.
     `prompt_logprobs` asks for the log-probability of every prompt token (echo). `keep_special` renders control tokens.
     `lora`: scales of the adapters, None: those of the server.
@@ -90,6 +91,7 @@ class GenerationRequest:
     prompt: tuple[int, ...]
     sampling: SamplerParams
     n_predict: int = -1
+    within_context: bool = False
     stop: tuple[str, ...] = ()
     constraint: Callable[[], Constraint] | None = None
     cache_prompt: bool = True

@@ -108,6 +108,9 @@ class Output:
         text = "".join(self._decoder.feed(t.id) for t in kept if t.id < self._n_texts)
         self._held = text[self._n_sent :]
         del self.tokens[n_tokens:], self.starts[n_tokens:]
+        self.stopping_word = ""
+        self.has_new_line = "\n" in text
+        self._line_start = 0  # found again when it is needed
 
     # --- giving out -------------------------------------------------------------------------------------------------
     def take(self, *, everything: bool = False) -> tuple[str, tuple[TokenInfo, ...]]:

@@ -115,7 +115,7 @@ class StagedWorker(Worker):
         tasks = self._note(slots)
 
         def land(logits: FloatRows) -> None:
-            self._count(len(tasks))
+            self._count(len(tasks), max(s.n_past + 1 for s, _ in tasks))
             sums = np.add.reduce(logits, axis=1).tolist()
             for i, (s, task) in enumerate(tasks):
                 if s.task is task:
@@ -147,7 +147,7 @@ class StagedWorker(Worker):
             self._waiting.add(slot.id)
 
         def land(logits: FloatRows) -> None:
-            self._count(1)
+            self._count(1, first + n)
             if slot.task is not task:
                 return
             if is_last:

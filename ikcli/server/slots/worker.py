@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from pathlib import Path
 from typing import TypeVarTuple
 
@@ -33,7 +32,7 @@ from ikcli.server.slots.checkpoints import keeping, places
 from ikcli.server.slots.embeddings import Embeddings, EmbeddingTask
 from ikcli.server.slots.failures import check_finite, engine_error, failure_of, invalid
 from ikcli.server.slots.generation import Generation, Setting, as_info
-from ikcli.server.slots.log import Logger
+from ikcli.server.slots.log import Logger, log_timings
 from ikcli.server.slots.messages import EmbeddingRequest, Event, Failure, GenerationRequest
 from ikcli.server.slots.prompt_cache import default_limit
 from ikcli.server.slots.reuse import Reuse
@@ -53,7 +52,6 @@ from ikcli.server.slots.vectors import ServedVectors
 
 FloatRows = npt.NDArray[np.float32]
 Arguments = TypeVarTuple("Arguments")
-_N_PAST = attrgetter("n_past")
 
 
 @dataclass(slots=True, eq=False)
@@ -217,6 +215,8 @@ class Worker:
         for slot in self.slots:
             if slot.task is not None and slot.task.cancelled:
                 self._log("INFO", "update_slots", "slot released: request cancelled", _ids(slot))
+                if slot.state == GENERATION and slot.generation is not None:
+                    log_timings(self._log, _ids(slot), slot.generation.timings(slot.n_past), cancelled=True)
                 slot.release()
         waiting = []
         for action in self._actions:
@@ -367,7 +367,7 @@ class Worker:
         except Exception as e:
             self._compute_alone(ready, e)
             return
-        self._count(len(ready))
+        self._count(len(ready), max(s.n_past + 1 + len(s.draft) for s in ready))
         sums = np.add.reduce(logits, axis=1).tolist()
         at = 0
         for s in ready:
@@ -460,7 +460,7 @@ class Worker:
         logits = self.session.compute(Batch.single(tokens, slot.n_past, slot.id, logits=wanted))
         if slot.in_prompt and slot.n_past + n in slot.places:
             self.session.checkpoint(slot.id, likely=slot.places[slot.n_past + n])
-        self._count(1)
+        self._count(1, slot.n_past + n)
         slot.t_served = self._step_number
         if wanted == "all":
             self._prompt_logprobs(g, logits, slot.n_past)
@@ -493,7 +493,7 @@ class Worker:
         assert slot.task is not None
         self.counters.predicted(g.output.n_total, g.predicted_seconds)
         self.counters.speculation(g.n_drafts, g.n_drafted, g.accepted_by_position)
-        ids, t = _ids(slot), g.timings(slot.n_past)
+        ids, timings = _ids(slot), g.timings(slot.n_past)
         self._send(slot.task, g.final(slot.n_past))
         slot.n_past = self.session.truncate(slot.id, slot.n_past)
         self._speculator.finished(slot)
@@ -501,20 +501,18 @@ class Worker:
         self._reuse.finished(slot)
         if all(s.state == IDLE for s in self.slots):
             self._deliver()  # nothing is going to be computed; the log can wait
-        self._log("INFO", "print_timings", "request done", {
-            **ids, "n_cached": t.cache_n, "n_prompt": t.prompt_n, "t_prompt_ms": round(t.prompt_ms, 2),
-            "n_predicted": t.predicted_n, "t_predicted_ms": round(t.predicted_ms, 2), "truncated": g.truncated,
-        })  # fmt: skip
+        log_timings(self._log, ids, timings, truncated=g.truncated)
 
     def _count_prompt(self, n: int, seconds: float) -> None:
         self.counters.prompt(n, seconds)
-        self._count(1)
+        self._count(1, n)
 
-    def _count(self, n_busy: int) -> None:
+    def _count(self, n_busy: int, n_tokens: int) -> None:
+        """Count a micro-batch of so many slots, after which one of them holds this many tokens."""
         c = self.counters
         c.n_decode += 1
         c.n_busy_slots += n_busy
-        c.n_tokens_max = max(c.n_tokens_max, *map(_N_PAST, self.slots))
+        c.n_tokens_max = max(c.n_tokens_max, n_tokens)
 
     # --- failures ---------------------------------------------------------------------------------------------------
     def _guarded(self, slot: Slot, work: Callable[[*Arguments], None], *args: *Arguments) -> None:

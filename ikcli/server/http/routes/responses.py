@@ -12,6 +12,7 @@ from ikcli.server.http import convert_responses as convert
 from ikcli.server.http.answer import answer_chat, json_response
 from ikcli.server.http.generations import generations_of, one_generation_of
 from ikcli.server.http.openapi import generation_body
+from ikcli.server.http.responses_tools import ClientTools
 from ikcli.server.http.routes.context import read_object, server
 from ikcli.server.http.shapes.common import naming
 from ikcli.server.http.shapes.responses import ResponsesShape
@@ -36,7 +37,7 @@ async def responses(request: Request) -> Response:
     body = await read_object(request)
     options, prepared, requests = await one_generation_of(state, convert.to_chat(body))
     names = naming(state.alias, body.get("model"), "resp_")
-    shape = ResponsesShape(names, options, convert.echoed(body), prepared.make_parser)
+    shape = ResponsesShape(names, options, convert.echoed(body), ClientTools(body), prepared.make_parser)
     return await answer_chat(request, state, requests, shape, options, names.id, prepared.control)
 
 

@@ -14,6 +14,7 @@ from ikcli.chat.parser import ChatDelta
 from ikcli.server.http import sse
 from ikcli.server.http.errors import ApiError
 from ikcli.server.http.params import Options
+from ikcli.server.http.responses_tools import ClientTool, ClientTools
 from ikcli.server.http.shapes.chat import reason
 from ikcli.server.http.shapes.common import Naming, n_prompt, progress_json, random_id, timings_json
 from ikcli.server.http.shapes.message import Incoming, ParserMaker
@@ -23,14 +24,24 @@ from ikcli.server.slots.messages import Delta, Final, PromptProgress
 class ResponsesShape:
     """`echoed` are the fields of the request that a response repeats (instructions, tools, temperature, ...)."""
 
-    def __init__(self, names: Naming, options: Options, echoed: Mapping[str, Any], make_parser: ParserMaker) -> None:
+    def __init__(
+        self,
+        names: Naming,
+        options: Options,
+        echoed: Mapping[str, Any],
+        tools: ClientTools,
+        make_parser: ParserMaker,
+    ) -> None:
         self._names = names
         self._options = options
         self._echoed = dict(echoed)
         self._incoming = Incoming(make_parser())
         self._number = 0
         self._items: list[dict[str, Any]] = []
+        self._tools = tools
         self._open = ""
+        self._tool: ClientTool | None = None  # of the open call, which asks for `_arguments`
+        self._arguments = ""
         self._extra: dict[str, Any] = {}
 
     def begin(self) -> bytes:
@@ -99,11 +110,11 @@ class ResponsesShape:
         kind = f"call {tool.index}"
         out = b""
         if self._open != kind:
-            item = {"type": "function_call", "id": "fc_" + random_id(), "call_id": tool.id, "name": tool.name,
-                    "arguments": "", "status": "in_progress"}  # fmt: skip
-            out = self._enter(kind, item)
-        if tool.arguments:
-            self._items[-1]["arguments"] += tool.arguments
+            called = self._tools.called(tool.name)
+            out = self._enter(kind, called.item(tool.id))
+            self._tool, self._arguments = called, ""
+        self._arguments += tool.arguments
+        if tool.arguments and "arguments" in self._items[-1]:  # others are known when the JSON is complete
             out += self._item_event("response.function_call_arguments.delta", delta=tool.arguments)
         return out
 
@@ -119,6 +130,9 @@ class ResponsesShape:
             return b""
         item = self._items[-1]
         item["status"] = status
+        if self._tool is not None:
+            self._tool.fill(item, self._arguments)
+            self._tool = None
         out = b""
         if item["type"] == "message":
             part = item["content"][0]
@@ -127,8 +141,11 @@ class ResponsesShape:
         elif item["type"] == "reasoning":
             text = item["content"][0]["text"]
             out += self._item_event("response.reasoning_text.done", content_index=0, text=text)
-        else:
-            done = {"arguments": item["arguments"], "name": item["name"]}
+        elif item["type"] == "custom_tool_call":
+            out += self._item_event("response.custom_tool_call_input.delta", delta=item["input"])
+            out += self._item_event("response.custom_tool_call_input.done", input=item["input"])
+        elif item["type"] == "function_call":
+            done = {name: item[name] for name in ("arguments", "name", "namespace") if name in item}
             out += self._item_event("response.function_call_arguments.done", **done)
         self._open = ""
         return out + self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)

@@ -1,0 +1,90 @@
+"""Chat messages made of the blocks and items of other APIs, which come one by one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ikcli.chat import content
+from ikcli.chat.content import RequestError
+from ikcli.server.http.errors import bad_request
+
+
+class Turns:
+    """Collects messages; what the assistant thinks, says and calls in a row is one."""
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self._thoughts = ""
+
+    def say(self, role: str, said: str | list[str]) -> None:
+        """Add what somebody says: a text, or the texts of several parts."""
+        if role == "assistant":
+            message = self._assistant()
+            before = message["content"]
+            if before and said:
+                texts = [said] if isinstance(said, str) else said
+                message["content"] = [*(before if isinstance(before, list) else _parts([before])), *_parts(texts)]
+                return
+        else:
+            message = self._new(role)
+        message["content"] = said if isinstance(said, str) else _parts(said)
+
+    def think(self, text: str) -> None:
+        """Add what the assistant thinks before it speaks or calls."""
+        self._thoughts += text
+
+    def call(self, id: str, name: str, arguments: str) -> None:
+        """Add a call of the assistant."""
+        function = {"name": name, "arguments": arguments}
+        self._assistant().setdefault("tool_calls", []).append({"id": id, "type": "function", "function": function})
+
+    def has_call(self, id: Any) -> bool:
+        """Whether there is a call with this id."""
+        return any(call["id"] == id for message in self.messages for call in message.get("tool_calls", ()))
+
+    def answer(self, id: str, text: str) -> None:
+        """Add the result of a call, which templates want behind the call, whatever was said in between."""
+        self._thoughts = ""
+        at = len(self.messages)
+        for i, before in enumerate(self.messages):
+            if any(call["id"] == id for call in before.get("tool_calls", ())):
+                at = i + 1
+        while at < len(self.messages) and self.messages[at]["role"] == "tool":
+            at += 1
+        self.messages.insert(at, {"role": "tool", "tool_call_id": id, "content": text})
+
+    def _assistant(self) -> dict[str, Any]:
+        """The message that the assistant is at, with its thoughts."""
+        message = self.messages[-1] if self.messages and self.messages[-1]["role"] == "assistant" else None
+        if message is None:
+            message = self._new("assistant", self._thoughts)
+        elif self._thoughts:
+            before = message.get("reasoning_content")
+            message["reasoning_content"] = f"{before}\n{self._thoughts}" if before else self._thoughts
+        self._thoughts = ""
+        return message
+
+    def _new(self, role: str, thoughts: str = "") -> dict[str, Any]:
+        self._thoughts = ""
+        self.messages.append({"role": role, "content": ""} | ({"reasoning_content": thoughts} if thoughts else {}))
+        return self.messages[-1]
+
+
+def _parts(texts: list[str]) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": text} for text in texts]
+
+
+def part_text(part: Any, path: str, role: str) -> str:
+    """`content.part_text` with an ApiError."""
+    try:
+        return content.part_text(part, path, role)
+    except RequestError as e:
+        raise bad_request(str(e)) from None
+
+
+def result_text(value: Any, path: str) -> str:
+    """`content.result_text` with an ApiError."""
+    try:
+        return content.result_text(value, path)
+    except RequestError as e:
+        raise bad_request(str(e)) from None

@@ -128,9 +128,10 @@ def test_cache_types() -> None:
 
 def test_ser_against_the_model() -> None:
     six = replace(BASE, ser=(6, 1.0))
-    assert check_ser(six, 64, 8) == []
-    assert "no effect" in check_ser(six, 64, 6)[0]
-    assert "no experts" in check_ser(six, 0, 0)[0]
-    with pytest.raises(UsageError, match="uses 5 experts"):
-        check_ser(six, 64, 5)
-    assert check_ser(BASE, 64, 6) == []
+    assert check_ser(six, 64, 8) == (six, [])
+    for n_used in (6, 5):
+        changed, warnings = check_ser(six, 64, n_used)
+        assert changed == BASE and f"uses all {n_used} experts" in warnings[0]
+    changed, warnings = check_ser(six, 0, 0)
+    assert changed == BASE and "no experts" in warnings[0]
+    assert check_ser(BASE, 64, 6) == (BASE, [])

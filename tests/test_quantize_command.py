@@ -13,7 +13,7 @@ from quant_models import SHAPES, write_model
 
 from ikcli import log, main
 from ikcli.cli.parser import parse
-from ikcli.commands.quantize import Request, request_of
+from ikcli.commands._quantize_request import Request, request_of
 from ikcli.errors import UsageError
 from ikcli.gguf.constants import FILE_TYPES, GGMLType
 from ikcli.gguf.reader import open_gguf

@@ -15,7 +15,7 @@ from recipe_models import info
 from ikcli.cli import model as _model
 from ikcli.cli.help import WIDTH, command_help
 from ikcli.cli.table import COMMANDS
-from ikcli.commands import _quantize_source
+from ikcli.commands import _quantize_request
 from ikcli.gguf.constants import FILE_TYPES
 from ikcli.gguf.reader import open_gguf
 from ikcli.gguf.types import TYPES
@@ -109,7 +109,7 @@ def test_a_model_of_a_hub_comes_before_the_arguments(
         asked.append((hub.repo, header_only))
         return header if header_only else whole
 
-    monkeypatch.setattr(_quantize_source, "find_model", find)
+    monkeypatch.setattr(_quantize_request, "find_model", find)
     monkeypatch.chdir(tmp_path)
     for plan in ("--dry-run", "--preflight"):
         code, _, err = run(capsys, "quantize", plan, "-hf", "me/tiny:F16", "Q8_0")

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 from ikcli import log
 from ikcli.cli.parser import parse, usage
-from ikcli.commands._quantize_source import open_planned
-from ikcli.commands._self_covariance import with_moments
-from ikcli.commands.quantize import recipe_of, report_plan_notes, threads, tool_options
+from ikcli.commands._quantize_output import report_plan_notes
+from ikcli.commands._quantize_request import open_planned, recipe_of, threads, tool_options
 from ikcli.errors import IkError, UsageError
+from ikcli.imatrix.self_covariance import with_moments
 from ikcli.settings.fleet import BatchConfig
 from ikcli.settings.quantize import QuantizeConfig
 from ikcli.text_files import read_text
@@ -83,7 +83,7 @@ class _At:
 
 
 def _line(where: str, words: list[str], config: QuantizeConfig) -> Line:
-    from ikcli.commands.quantize import no_type
+    from ikcli.commands._quantize_request import no_type
     from ikcli.quant.tool import parse_file_type
 
     parsed = parse("quantize", words)

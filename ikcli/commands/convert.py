@@ -19,8 +19,9 @@ from ikcli import log
 from ikcli.cli.parser import usage
 from ikcli.cli.suggest import nearest
 from ikcli.commands._convert_adapter import run_adapter
+from ikcli.commands._quantize_output import dry_run_lines, report_plan, write
+from ikcli.commands._quantize_request import Request, recipe_of, threads, tool_options
 from ikcli.commands._target import has_target, target_options
-from ikcli.commands.quantize import Request, dry_run_lines, recipe_of, report_plan, threads, tool_options, write
 from ikcli.errors import UsageError
 from ikcli.settings.quantize import ConvertConfig, QuantizeConfig
 

@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from ikcli import hostinfo
-from ikcli.engine.plan.startup import check_cache_types, check_ser
+from ikcli.engine.plan.model_rules import check_ser
+from ikcli.engine.plan.startup import check_cache_types
 from ikcli.errors import UsageError
 from ikcli.settings import run as config_module
-from ikcli.settings.run import RunConfig, padded_ctx, resolve, sequences_per_batch
+from ikcli.settings.rules import padded_ctx, resolve, sequences_per_batch
+from ikcli.settings.run import RunConfig
 
 BASE = RunConfig(command="sweep-bench", n_threads=1, n_threads_batch=1)
 

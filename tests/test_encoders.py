@@ -26,8 +26,8 @@ from ikcli import main
 from ikcli.backends.cuda.lower import all_rules
 from ikcli.convert.tool import open_checkpoint, plan_convert
 from ikcli.engine.plan.devices import GpuFacts, Machine
+from ikcli.engine.plan.model_rules import settle_encoder
 from ikcli.engine.plan.planner import Planner
-from ikcli.engine.run import encoders
 from ikcli.engine.run.batch import Batch
 from ikcli.engine.run.embedder import Embedder, embed, states
 from ikcli.engine.run.pooling import Pooling, RankHead
@@ -295,7 +295,7 @@ def settled(given: tuple[str, ...] = (), gpus: int = 0, **changes: Any) -> tuple
     hp = Planner.of_file(RunConfig(model=changes.pop("model"))).hp
     machine = Machine(tuple(GpuFacts(f"CUDA{i}", 1 << 30, 1 << 30) for i in range(gpus)))
     notices: list[str] = []
-    return encoders.settle(RunConfig(**changes), hp, machine, given, notices), notices
+    return settle_encoder(RunConfig(**changes), hp, machine, given, notices), notices
 
 
 def test_settings(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from factories import tiny_model
 from gguf_files import write_model
 
 from ikcli.engine.plan import planner as planner_module
-from ikcli.engine.plan.startup import check_ser
+from ikcli.engine.plan.model_rules import check_ser
 from ikcli.engine.run.session import Session
 from ikcli.main import main
 from ikcli.settings.run import RunConfig

@@ -19,8 +19,8 @@ from ikcli.cli.table import BY_NAME
 from ikcli.cli.upstream import IGNORED, INSTEAD, OTHER_COMMANDS, REFUSED, words_instead
 from ikcli.cli.values import convert, is_switch_value, missing_value, value_warnings
 from ikcli.errors import UsageError
-from ikcli.hostinfo import count_physical, physical_cores, visible_cpus
 from ikcli.settings.option import COMMAND_LETTERS, BoundOption, Option, arguments_of, iter_options
+from ikcli.settings.rules import complete
 
 if TYPE_CHECKING:
     from ikcli.engine.plan.planner import Planner
@@ -141,7 +141,7 @@ def parse(command: str, argv: Sequence[str]) -> Parsed:
         values["args"] = (*files.args, *line.args)
     config = _build(config_type(command)(), values)
     return Parsed(
-        _finish(command, config, values) if runs_model(command) else config,
+        complete(replace(config, command=command), values) if runs_model(command) else config,
         tuple(dict.fromkeys(ignored)),
         tuple(dict.fromkeys([*line.unsupported, *files.unsupported, *noop, *unknown])),
         tuple(tokens.warnings + value_warnings((g.bound, g.name, g.text or "") for g in used)),
@@ -293,22 +293,3 @@ def _build(config: Any, values: dict[str, Any]) -> Any:
     for head, fields in groups.items():
         plain[head] = replace(getattr(config, head), **fields)
     return replace(config, **plain)
-
-
-def _finish(command: str, config: RunConfig, values: dict[str, Any]) -> RunConfig:
-    """Defaults that depend on the command or on other options, and combinations that cannot work."""
-    if tuple(name.lower() for name in config.device) == ("none",):
-        config = replace(config, device=(), n_gpu_layers=0)
-    n_threads = config.n_threads or default_threads(config.cpus)
-    n_batch_threads = values.get("n_threads_batch", n_threads) or n_threads
-    n_ctx = 512 if command in ("perplexity", "imatrix") and "n_ctx" not in values else config.n_ctx
-    if config.split_mode not in ("none", "layer"):
-        raise UsageError(f"-sm {config.split_mode} is not supported; use -sm layer (whole blocks per GPU) or -sm none")
-    if config.fit and config.n_cpu_moe:
-        raise UsageError("--fit and --n-cpu-moe exclude each other: --fit decides itself which experts stay on the CPU")
-    return replace(config, command=command, n_threads=n_threads, n_threads_batch=n_batch_threads, n_ctx=n_ctx)
-
-
-def default_threads(cpus: frozenset[int]) -> int:
-    """Physical cores of these CPUs; of all that this process may use without any."""
-    return min(physical_cores(), max(count_physical(visible_cpus() & cpus), 1)) if cpus else physical_cores()

@@ -6,26 +6,16 @@ from pathlib import Path
 
 from ikcli import log
 from ikcli.cli.parser import ModelRun, Parsed
-from ikcli.errors import UsageError
-
-_OF_SEVERAL = frozenset(("server.models_max", "server.models_autoload"))
+from ikcli.settings.rules import check_server, serves_replicas
 
 
 def run(run: ModelRun) -> int:
     """Serve; returns the exit code."""
-    server = run.config.server
-    fleet = run.config.fleet
-    if fleet.ray_node and fleet.ray is None:
-        raise UsageError("--ray-node names nodes of Ray; add --ray ADDRESS")
-    if server.replicas > 1 or (fleet.ray is not None and fleet.stages == 1):
-        if server.sleep_idle_seconds > 0:
-            raise UsageError("--sleep-idle-seconds cannot be used with replicas, which are there all the time; drop it")
+    for notice in check_server(run.config, run.given):
+        log.notice_once(notice)
+    if serves_replicas(run.config):
         return _run_replicas(run)
-    if server.replica_gpus:
-        raise UsageError("--replica-gpus is for --replicas; a single server uses what CUDA_VISIBLE_DEVICES names")
-    for path in sorted(run.given & _OF_SEVERAL):
-        log.notice_once(f"--{path.removeprefix('server.').replace('_', '-')} has no effect with one model")
-    if server.sleep_idle_seconds > 0:
+    if run.config.server.sleep_idle_seconds > 0:
         return _run_sleeping(run)
     from ikcli.server.http.server import serve
 
@@ -39,10 +29,6 @@ def _run_replicas(run: ModelRun) -> int:
     from ikcli.server.router.environment import OF_THE_FRONT
 
     config = run.config
-    if "," in config.fleet.ray_node:
-        raise UsageError(f"--ray-node {config.fleet.ray_node}: only ik bench takes several; name one")
-    if config.server.first_slot:
-        raise UsageError("--first-slot cannot be used with --replicas, which number their slots themselves")
 
     def without(path: str) -> bool:
         """What the front does, and models, which are files by now."""

@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -217,6 +217,11 @@ class RunConfig:
     upstream: UpstreamConfig = group(UpstreamConfig)
 
     @property
+    def only_plans(self) -> bool:
+        """Whether the run ends before it reads weights."""
+        return self.dry_run or self.command == "plan"
+
+    @property
     def cpus(self) -> frozenset[int]:
         """CPUs that threads are to use; empty for any."""
         return frozenset(self.cpu_mask + self.cpu_range)
@@ -236,65 +241,3 @@ def default_text() -> Path:
     if not path.is_file():
         raise UsageError("no text given and this installation has no demo text; name a text file with -f FILE")
     return path
-
-
-def padded_ctx(n_ctx: int, flash_attn: bool) -> int:
-    """Cells the KV cache gets for `n_ctx` tokens: a multiple of 256 with flash attention, of 32 without."""
-    step = 256 if flash_attn else 32
-    return -(-n_ctx // step) * step
-
-
-def sequences_per_batch(config: RunConfig) -> int:
-    """Chunks that perplexity and imatrix evaluate side by side: max(1, n_batch/n_ctx)."""
-    return max(1, config.n_batch // config.n_ctx) if config.n_ctx > 0 else 1
-
-
-def resolve(config: RunConfig, n_ctx_train: int = 0) -> tuple[RunConfig, list[str]]:
-    """Apply the rules between settings; returns the config to run with and the warnings, one sentence each.
-
-    `n_ctx_train` (from the model file) replaces `-c 0`; without it the batch is not limited by the context.
-    """
-    warnings: list[str] = []
-    n_ctx = config.n_ctx or n_ctx_train
-    if n_ctx_train and n_ctx > n_ctx_train:
-        warnings.append(f"-c {n_ctx} is more than the {n_ctx_train} tokens the model was trained with")
-    config = replace(config, n_ctx=n_ctx)
-    if n_ctx:
-        config = _limit_batch(config)
-    if config.n_ubatch > config.n_batch:
-        config = replace(config, n_ubatch=config.n_batch)
-    if config.n_batch % config.n_ubatch:
-        warnings.append(
-            f"-ub {config.n_ubatch} does not divide -b {config.n_batch}: the last piece of every batch has only "
-            f"{config.n_batch % config.n_ubatch} tokens"
-        )
-    warnings += _thread_warnings(config) + _mmap_notices(config)
-    if config.run_time_repack and config.mmap:
-        config = replace(config, mmap=False)
-    return replace(config, verbose=config.verbose or config.verbosity > 0), warnings
-
-
-def _limit_batch(config: RunConfig) -> RunConfig:
-    cells = config.n_ctx
-    if config.command in ("perplexity", "imatrix"):
-        cells *= sequences_per_batch(config)
-    else:
-        cells = padded_ctx(cells, config.flash_attn)
-        cells *= max(config.batched.npl) if config.command == "batched-bench" else 1
-    return replace(config, n_batch=min(config.n_batch, cells)) if config.n_batch > cells else config
-
-
-def _thread_warnings(config: RunConfig) -> list[str]:
-    cores = physical_cores()
-    given = {"-t": config.n_threads, "-tb": config.n_threads_batch}
-    over = [f"{name} {count}" for name, count in given.items() if count > cores]
-    if not over:
-        return []
-    return [f"{' and '.join(over)}: more threads than the {cores} physical cores visible here, which is usually slower"]
-
-
-def _mmap_notices(config: RunConfig) -> list[str]:
-    notices: list[str] = []
-    if config.run_time_repack and config.mmap:
-        notices.append("-rtr rewrites weights while loading, so mmap is off")
-    return notices

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from ikcli.errors import UsageError
-from ikcli.settings.run import RunConfig, padded_ctx
+from ikcli.settings.rules import padded_ctx
+from ikcli.settings.run import RunConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,8 @@ from ikcli.engine.run.runner import DividedProgram, Offload, Runner
 from ikcli.gguf.reader import GGUFFile, open_gguf
 from ikcli.graph import Cache
 from ikcli.models import GraphConfig, HParams, Weights
-from ikcli.settings.run import RunConfig, default_model, resolve
+from ikcli.settings.rules import resolve
+from ikcli.settings.run import RunConfig, default_model
 
 MIB = 2**20
 

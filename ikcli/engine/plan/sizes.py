@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 
 from ikcli.engine.plan.bench_cases import batched_tests, bench_tests
 from ikcli.models import Outputs
-from ikcli.settings.run import RunConfig, padded_ctx
+from ikcli.settings.rules import padded_ctx
+from ikcli.settings.run import RunConfig
 
 SPARE = 256  # cells of a window layer beside those that are seen and those of a micro-batch
 LEAST_CHOICES = 4  # texts of HellaSwag and its like side by side

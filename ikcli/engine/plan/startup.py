@@ -9,13 +9,12 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from ikcli.engine.pipeline.place import LOCAL, Pipeline
-from ikcli.engine.pipeline.rules import check_stages
 from ikcli.engine.plan.devices import find_machine
 from ikcli.engine.plan.missing_parts import assume_missing, missing_data
+from ikcli.engine.plan.model_rules import check_ser, settle_encoder, settle_mla
 from ikcli.engine.plan.planner import Planner
 from ikcli.engine.plan.programs import check_cache_types
-from ikcli.engine.run import encoders
-from ikcli.errors import UsageError
+from ikcli.settings.rules import check_devices, check_stages
 from ikcli.settings.run import RunConfig
 
 
@@ -38,26 +37,29 @@ def prepare(config: RunConfig, given: Collection[str] = (), pipeline: Pipeline =
     `given` are the options (field paths) the user wrote; `pipeline` starts the stages of `--stages`.
     """
     assert config.model is not None
-    planning = config.dry_run or config.command == "plan"
-    if config.device_spec and not planning:
-        raise UsageError("--device-spec describes devices for planning; add --dry-run, or use ik plan")
-    config = check_stages(config, given, pipeline)
-    planner = Planner.of_file(config, header_only=planning, pipeline=pipeline)
+    check_devices(config)
+    config = _shared_out(check_stages(config, given), pipeline)
+    planner = Planner.of_file(config, header_only=config.only_plans, pipeline=pipeline)
     file, hp = planner.file, planner.hp
     notices = assume_missing(file, hp) + missing_data(file)
-    notices += [] if hp.kv_lora_rank else _without_mla(config, hp.arch, given)
-    config = config if hp.kv_lora_rank else replace(config, mla=0)
+    config = settle_mla(config, hp, given, notices)
     check_cache_types(config, config.mla)
-    if config.v_hadamard and config.mla:
-        notices.append(f"-vhad has no effect with -mla {config.mla}, which keeps no V cache of heads; use -khad")
     config, warnings = check_ser(config, hp.n_expert, hp.n_expert_used)
-    planner = planner.on(find_machine(config, exact=planning or config.fit))
-    config = encoders.settle(config, hp, planner.machine, given, notices)
+    planner = planner.on(find_machine(config, exact=config.only_plans or config.fit))
+    config = settle_encoder(config, hp, planner.machine, given, notices)
     if config.fit:
         config, found = _fit(planner, config)
         notices += found
     placed = planner.place(config)
     return Startup(config, planner, (*notices, *placed.notices), (*warnings, *placed.warnings))
+
+
+def _shared_out(config: RunConfig, pipeline: Pipeline) -> RunConfig:
+    """The share of the model that each stage on a cluster gets, unless it was given."""
+    fleet = config.fleet
+    if fleet.stages == 1 or fleet.ray in (None, "local") or fleet.stage_split:
+        return config
+    return replace(config, fleet=replace(fleet, stage_split=pipeline.shares(fleet)))
 
 
 def _fit(planner: Planner, config: RunConfig) -> tuple[RunConfig, list[str]]:
@@ -68,21 +70,3 @@ def _fit(planner: Planner, config: RunConfig) -> tuple[RunConfig, list[str]]:
 
     found = fit(planner, config)
     return found.config, [f"--fit chose: {found.options}"]
-
-
-def _without_mla(config: RunConfig, arch: str, given: Collection[str]) -> list[str]:
-    if "mla" not in given or config.mla == 0:
-        return []
-    return [f"-mla {config.mla} is ignored: {arch} models have no multi-head latent attention"]
-
-
-def check_ser(config: RunConfig, n_expert: int, n_expert_used: int) -> tuple[RunConfig, list[str]]:
-    """Drop a `-ser` that changes nothing, with a warning that says how many experts are used."""
-    if config.ser is None or (n_expert and config.ser[0] < n_expert_used):
-        return config, []
-    why = (
-        f"each token uses all {n_expert_used} experts that the model chooses"
-        if n_expert
-        else "the model has no experts"
-    )
-    return replace(config, ser=None), [f"-ser {config.ser[0]},{config.ser[1]:g} has no effect: {why}"]

@@ -1,0 +1,75 @@
+"""Rules between options and the model they are for."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from ikcli.engine.plan.devices import Machine
+from ikcli.engine.plan.sizes import DEFAULT_WINDOW
+from ikcli.errors import UnsupportedError, UsageError
+from ikcli.models import HParams
+from ikcli.settings.run import RunConfig
+
+_WITHOUT_NEXT_TOKEN = ("embed", "imatrix", "plan", "serve", "warmup")
+"""Commands that can do something with a model without a next token."""
+
+
+def settle_encoder(
+    config: RunConfig, hp: HParams, machine: Machine, given: Collection[str], notices: list[str]
+) -> RunConfig:
+    """Return the settings with which an encoder is run, and add notices; UnsupportedError if it cannot be.
+
+    A text is read at once, so without -ub a micro-batch is as large as a batch. A server only embeds, and one slot is
+    enough, as texts of all requests share micro-batches. An importance matrix comes without perplexity.
+    """
+    if hp.causal:
+        return config
+    if config.command not in _WITHOUT_NEXT_TOKEN:
+        raise hp.no_next_token()
+    if config.fleet.stages > 1 or (config.command == "imatrix" and config.fleet.wanted):
+        options = "--stages" if config.fleet.stages > 1 else "--workers, --ray and --journal"
+        raise UnsupportedError(f"{hp.source}: {hp.arch} models are computed by one process; leave out {options}")
+    if config.command == "imatrix":
+        n_ctx = config.n_ctx or min(DEFAULT_WINDOW, hp.n_ctx_train)
+        if hp.n_positions and n_ctx > hp.n_positions:
+            raise UsageError(f"{hp.source}: -c {n_ctx}: the model reads {hp.n_positions} tokens at most")
+        config = replace(config, n_ctx=n_ctx, imatrix=replace(config.imatrix, ppl=False))
+    if machine.gpus:
+        if config.n_gpu_layers:
+            raise UnsupportedError(f"{hp.source}: {hp.arch} models are computed on the CPU; use -ngl 0")
+        if config.n_gpu_layers is None:
+            notices.append(f"{hp.arch} models are computed on the CPU")
+        if config.fit:
+            notices.append("--fit has no effect: nothing goes to a GPU")
+        config = replace(config, n_gpu_layers=0, fit=False)
+    if "n_ubatch" not in given:
+        config = replace(config, n_ubatch=max(config.n_ubatch, config.n_batch))
+    config = replace(config, n_batch=max(config.n_ubatch, config.n_batch))
+    if config.n_parallel > 1:
+        notices.append(f"-np {config.n_parallel} has no effect: texts of all requests share micro-batches")
+    server = config.server if config.server.reranking else replace(config.server, embeddings=True)
+    return replace(config, server=server, n_parallel=1)
+
+
+def settle_mla(config: RunConfig, hp: HParams, given: Collection[str], notices: list[str]) -> RunConfig:
+    """Return the settings with `-mla` off for models without latent attention; add notices on what has no effect."""
+    if hp.kv_lora_rank:
+        if config.v_hadamard and config.mla:
+            notices.append(f"-vhad has no effect with -mla {config.mla}, which keeps no V cache of heads; use -khad")
+        return config
+    if "mla" in given and config.mla:
+        notices.append(f"-mla {config.mla} is ignored: {hp.arch} models have no multi-head latent attention")
+    return replace(config, mla=0)
+
+
+def check_ser(config: RunConfig, n_expert: int, n_expert_used: int) -> tuple[RunConfig, list[str]]:
+    """Drop a `-ser` that changes nothing, with a warning that says how many experts are used."""
+    if config.ser is None or (n_expert and config.ser[0] < n_expert_used):
+        return config, []
+    why = (
+        f"each token uses all {n_expert_used} experts that the model chooses"
+        if n_expert
+        else "the model has no experts"
+    )
+    return replace(config, ser=None), [f"-ser {config.ser[0]},{config.ser[1]:g} has no effect: {why}"]

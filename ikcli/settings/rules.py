@@ -1,0 +1,159 @@
+"""Rules between options, of which no model need be known: defaults, limits, and combinations that cannot work."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from ikcli.errors import UsageError
+from ikcli.hostinfo import count_physical, physical_cores, visible_cpus
+from ikcli.settings.run import RunConfig
+
+_PLACEMENT = {
+    "n_gpu_layers": "-ngl", "override_tensor": "-ot", "tensor_split": "-ts", "device": "-dev", "fit": "--fit",
+    "cpu_moe": "--cpu-moe", "n_cpu_moe": "--n-cpu-moe", "n_cpu_ffn": "--n-cpu-ffn", "no_kv_offload": "-nkvo",
+}  # fmt: skip
+_UNITS = {
+    "fleet.workers": "--workers", "fleet.ray_workers": "--ray-workers", "fleet.journal": "--journal",
+    "fleet.ray_node": "--ray-node", "server.replicas": "--replicas", "bench.compare": "--compare",
+}  # fmt: skip
+_WHOLE = ("sweep-bench", "batched-bench", "chat", "plan", "warmup")  # work that is not divided otherwise
+_STAGED = ("perplexity", "sweep-bench", "bench", "batched-bench", "chat", "serve", "plan", "warmup")
+_OF_SEVERAL = ("server.models_autoload", "server.models_max")
+
+
+def complete(config: RunConfig, given: Collection[str]) -> RunConfig:
+    """Fill in defaults that depend on the command or on other options; UsageError for what cannot work.
+
+    `given` are the options (field paths) that were written.
+    """
+    if tuple(name.lower() for name in config.device) == ("none",):
+        config = replace(config, device=(), n_gpu_layers=0)
+    n_threads = config.n_threads or default_threads(config.cpus)
+    n_batch_threads = config.n_threads_batch if "n_threads_batch" in given else n_threads
+    n_ctx = 512 if config.command in ("perplexity", "imatrix") and "n_ctx" not in given else config.n_ctx
+    if config.split_mode not in ("none", "layer"):
+        raise UsageError(f"-sm {config.split_mode} is not supported; use -sm layer (whole blocks per GPU) or -sm none")
+    if config.fit and config.n_cpu_moe:
+        raise UsageError("--fit and --n-cpu-moe exclude each other: --fit decides itself which experts stay on the CPU")
+    return replace(config, n_threads=n_threads, n_threads_batch=n_batch_threads or n_threads, n_ctx=n_ctx)
+
+
+def default_threads(cpus: frozenset[int]) -> int:
+    """Return the number of physical cores among these CPUs; without any, among those this process may use."""
+    return min(physical_cores(), max(count_physical(visible_cpus() & cpus), 1)) if cpus else physical_cores()
+
+
+def padded_ctx(n_ctx: int, flash_attn: bool) -> int:
+    """Cells the KV cache gets for `n_ctx` tokens: a multiple of 256 with flash attention, of 32 without."""
+    step = 256 if flash_attn else 32
+    return -(-n_ctx // step) * step
+
+
+def sequences_per_batch(config: RunConfig) -> int:
+    """Chunks that perplexity and imatrix evaluate side by side: max(1, n_batch/n_ctx)."""
+    return max(1, config.n_batch // config.n_ctx) if config.n_ctx > 0 else 1
+
+
+def resolve(config: RunConfig, n_ctx_train: int = 0) -> tuple[RunConfig, list[str]]:
+    """Apply the rules between settings; returns the config to run with and the warnings, one sentence each.
+
+    `n_ctx_train` (from the model file) replaces `-c 0`; without it the batch is not limited by the context.
+    """
+    warnings: list[str] = []
+    n_ctx = config.n_ctx or n_ctx_train
+    if n_ctx_train and n_ctx > n_ctx_train:
+        warnings.append(f"-c {n_ctx} is more than the {n_ctx_train} tokens the model was trained with")
+    config = replace(config, n_ctx=n_ctx)
+    if n_ctx:
+        config = _limit_batch(config)
+    if config.n_ubatch > config.n_batch:
+        config = replace(config, n_ubatch=config.n_batch)
+    if config.n_batch % config.n_ubatch:
+        warnings.append(
+            f"-ub {config.n_ubatch} does not divide -b {config.n_batch}: the last piece of every batch has only "
+            f"{config.n_batch % config.n_ubatch} tokens"
+        )
+    warnings += _thread_warnings(config) + _mmap_notices(config)
+    if config.run_time_repack and config.mmap:
+        config = replace(config, mmap=False)
+    return replace(config, verbose=config.verbose or config.verbosity > 0), warnings
+
+
+def _limit_batch(config: RunConfig) -> RunConfig:
+    cells = config.n_ctx
+    if config.command in ("perplexity", "imatrix"):
+        cells *= sequences_per_batch(config)
+    else:
+        cells = padded_ctx(cells, config.flash_attn)
+        cells *= max(config.batched.npl) if config.command == "batched-bench" else 1
+    return replace(config, n_batch=min(config.n_batch, cells)) if config.n_batch > cells else config
+
+
+def _thread_warnings(config: RunConfig) -> list[str]:
+    cores = physical_cores()
+    given = {"-t": config.n_threads, "-tb": config.n_threads_batch}
+    over = [f"{name} {count}" for name, count in given.items() if count > cores]
+    if not over:
+        return []
+    return [f"{' and '.join(over)}: more threads than the {cores} physical cores visible here, which is usually slower"]
+
+
+def _mmap_notices(config: RunConfig) -> list[str]:
+    notices: list[str] = []
+    if config.run_time_repack and config.mmap:
+        notices.append("-rtr rewrites weights while loading, so mmap is off")
+    return notices
+
+
+def check_devices(config: RunConfig) -> None:
+    """Raise UsageError for devices that are described but not there, unless the run is only planned."""
+    if config.device_spec and not config.only_plans:
+        raise UsageError("--device-spec describes devices for planning; add --dry-run, or use ik plan")
+
+
+def check_stages(config: RunConfig, given: Collection[str] = ()) -> RunConfig:
+    """Return the settings of a run in pipeline stages, which compute on CPUs; UsageError for what they cannot do."""
+    fleet = config.fleet
+    if fleet.stages == 1:
+        if fleet.stage_split:
+            raise UsageError("--stage-split is about --stages N; add it")
+        if fleet.ray is not None and config.command in _WHOLE:
+            raise UsageError(f"--ray is for a model over several machines here: add --stages N to ik {config.command}")
+        return config
+    if config.command not in _STAGED:
+        raise UsageError(f"ik {config.command} cannot be used with --stages: it looks into the layers of one process")
+    units = [option for name, option in _UNITS.items() if name in given]
+    if units:
+        raise UsageError(f"--stages divides the model, {units[0]} is about dividing the work; use one of them")
+    for name, switch in (("profile", "--profile"), ("self_test", "--self-test")):
+        if getattr(config, name):
+            raise UsageError(f"{switch} cannot be used with --stages: it looks into the layers of one process")
+    wrong = [option for name, option in _PLACEMENT.items() if name in given and getattr(config, name)]
+    if wrong:
+        raise UsageError(f"{wrong[0]} cannot be used with --stages, which compute on CPUs; leave one of them out")
+    return replace(config, n_gpu_layers=0)
+
+
+def check_server(config: RunConfig, given: Collection[str]) -> list[str]:
+    """Return notices about the options of a server of one model; UsageError for what excludes each other."""
+    server, fleet = config.server, config.fleet
+    if fleet.ray_node and fleet.ray is None:
+        raise UsageError("--ray-node names nodes of Ray; add --ray ADDRESS")
+    if serves_replicas(config):
+        if server.sleep_idle_seconds > 0:
+            raise UsageError("--sleep-idle-seconds cannot be used with replicas, which are there all the time; drop it")
+        if "," in fleet.ray_node:
+            raise UsageError(f"--ray-node {fleet.ray_node}: only ik bench takes several; name one")
+        if server.first_slot:
+            raise UsageError("--first-slot cannot be used with --replicas, which number their slots themselves")
+        return []
+    if server.replica_gpus:
+        raise UsageError("--replica-gpus is for --replicas; a single server uses what CUDA_VISIBLE_DEVICES names")
+    names = [path.removeprefix("server.").replace("_", "-") for path in _OF_SEVERAL if path in given]
+    return [f"--{name} has no effect with one model" for name in names]
+
+
+def serves_replicas(config: RunConfig) -> bool:
+    """Return whether several processes serve the model, here or on a cluster."""
+    return config.server.replicas > 1 or (config.fleet.ray is not None and config.fleet.stages == 1)

@@ -37,7 +37,6 @@ from ikcli.engine.run.session import Session
 from ikcli.errors import IkError, NonFiniteError, UnsupportedError, UsageError
 from ikcli.graph.stages import LayerGraph, best_cuts
 from ikcli.main import main
-from ikcli.server.http.server import Listener
 from ikcli.settings.adapters import AdapterConfig
 from ikcli.settings.run import RunConfig
 
@@ -324,8 +323,8 @@ def test_what_is_lost_twice_comes_back_twice(model_file, threads) -> None:
 
 def test_stages_of_another_version_are_named(model_file) -> None:
     """Before anything is sent to them."""
-    runner = StagedRunner(config(model_file("llama"), 2), Sizes(128), (0, 1, 2))
-    listener = Listener("127.0.0.1", "secret")
+    runner = StagedRunner(config(model_file("llama"), 2), Sizes(128), (0, 1, 2), supervisor.supervise_here)
+    listener = StageListener("127.0.0.1", "secret")
     try:
         hello = {"secret": "secret", "index": 1, "version": "0.0.1", "host": "127.0.0.1", "port": 1, "pid": 1}
         link = connect(listener.address, hello)
@@ -362,7 +361,7 @@ def test_scales_of_all_that_is_added_reach_all_stages(model_file, threads, tmp_p
 
 def test_messages_that_are_none_end_a_connection() -> None:
     """Without room being made for what they promise."""
-    listener = Listener("127.0.0.1", "secret")
+    listener = StageListener("127.0.0.1", "secret")
     try:
         for head, text in (
             (struct.pack("<IIQ", 10, (1 << 20) + 1, 0), "what arrived is no message"),
@@ -393,7 +392,7 @@ def test_messages_that_are_none_end_a_connection() -> None:
 
 def test_a_message_in_many_parts_arrives_whole() -> None:
     """More parts than one call takes, some of them cut in the middle."""
-    listener = Listener("127.0.0.1", "secret")
+    listener = StageListener("127.0.0.1", "secret")
     try:
         link = connect(listener.address, {"secret": "secret"})
         found = listener.accept(5)

@@ -123,7 +123,7 @@ def checked(parsed: Parsed) -> Startup:
     from ikcli.settings.run import default_model
 
     config = parsed.config
-    model = find_model(config.model, config.hub, header_only=config.dry_run or config.command == "plan")
+    model = find_model(config.model, config.hub, header_only=config.only_plans)
     config = find_draft(config)
     # the token has done its work, and settings are printed with results
     config = replace(config, model=model or default_model(), hub=replace(config.hub, token=""))

@@ -5,11 +5,12 @@ from __future__ import annotations
 import ast
 import importlib
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
-from ikcli.cli.parser import all_options
+from ikcli.cli.parser import all_options, parse
 from ikcli.cli.table import BY_NAME, COMMANDS
 from ikcli.settings.tools import TOOLS
 
@@ -45,6 +46,15 @@ def test_readme_names_commands_that_exist() -> None:
     assert named <= {*BY_NAME, "--help", "--install-completion"}, named
     for info in COMMANDS:
         assert f"`{info.name}`" in text or f"ik {info.name}" in text
+
+
+def test_readme_has_ten_examples_that_are_command_lines() -> None:
+    block = (ROOT / "README.md").read_text(encoding="utf-8").split("## Ten examples\n\n```\n")[1].split("```")[0]
+    assert len(block.splitlines()) == 10
+    for line in block.splitlines():
+        program, command, *argv = shlex.split(line, comments=True)
+        parsed = parse(command, argv)
+        assert program == "ik" and not parsed.ignored and not parsed.unsupported, line
 
 
 def test_reading_path_is_as_short_as_it_says() -> None:

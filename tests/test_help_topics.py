@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from ikcli import main, manual
-from ikcli.cli.table import COMMANDS
+from ikcli.cli.table import COMMANDS, GROUPS
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
+COMMAND_FILES = DOCS.parent / "ikcli" / "commands"
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
@@ -28,6 +29,17 @@ def test_all_pages_are_topics(capsys: pytest.CaptureFixture[str]) -> None:
 def test_all_commands_are_there(capsys: pytest.CaptureFixture[str]) -> None:
     text = run(capsys, "--help")[1]
     assert all(f"\n  {info.name}" in text for info in COMMANDS) and "version yet" not in text
+
+
+def test_commands_are_grouped_by_task_and_start_with_what_newcomers_want(capsys: pytest.CaptureFixture[str]) -> None:
+    blocks = run(capsys, "--help")[1].split("\n\n")[2:-1]
+    listed = [[line.split()[0].rstrip(",") for line in block.splitlines()[1:]] for block in blocks]
+    assert [block.splitlines()[0] for block in blocks] == [f"{title}:" for title, _ in GROUPS]
+    assert listed == [[info.name for info in members] for _, members in GROUPS]
+    assert listed[0][:3] == ["chat", "serve", "pull"]
+    names = [info.name for info in COMMANDS]
+    assert len(names) == len(set(names)) == len(list(COMMAND_FILES.glob("[a-z]*.py")))
+    assert all(len(line) <= 100 for block in blocks for line in block.splitlines())
 
 
 def test_a_page(capsys: pytest.CaptureFixture[str]) -> None:

@@ -198,10 +198,10 @@ def _what_was_measured(found: _Records) -> str:
             _wrapped(
                 f"**Quality**: the bundled demo model ({q['n_params'] / 1e6:.1f} M parameters, BF16,",
                 f"{q['bytes'] / 1e6:.2f} MB of tensors) on the second half of the bundled text, {q['chunks']} windows",
-                f"of {q['n_ctx']} tokens, {q['scored_tokens']} of them scored. The importance matrix is made from the",
-                f"first half ({q['imatrix_tokens']} tokens). Unquantized the model has a perplexity of",
-                f"{q['ppl']:.2f} ± {q['ppl_error']:.2f}; this error comes from the text and is the same for all types,",
-                "so it does not blur their comparison. The standard error of a KLD is about 1 % of it.",
+                f"of {q['n_ctx']} tokens, {q['scored_tokens']} of them scored. The importance matrix comes from the",
+                f"first half ({q['imatrix_tokens']} tokens). The unquantized model has a perplexity of",
+                f"{q['ppl']:.2f} ± {q['ppl_error']:.2f}; the text causes this error. It is the same for all types,",
+                "so it does not affect their comparison. The standard error of a KLD is about 1 % of it.",
             )
         )
     if s is not None:
@@ -216,10 +216,10 @@ def _what_was_measured(found: _Records) -> str:
         paragraphs.append(
             _wrapped(
                 f"**Speed**: {s['threads']} threads of an {isa} machine, {s['date']}. Prompts of 512 tokens (PP) and",
-                "generation (TG), both at an empty cache. Every type runs in turns with F16 in one process; the",
-                "median of the ratios is given. There are two models: the demo model, whose weights fit into the",
-                "caches, and a llama-like one with random weights (`tools/make_random_model.py`), whose weights do",
-                "not. Ratios are those of the latter unless stated otherwise.",
+                "generation (TG), both with an empty cache. Each type runs in turns with F16 in one process; the",
+                "tables show the median of the ratios. There are two models: the demo model, whose weights fit into",
+                "the caches, and a larger llama-like one with random weights (`tools/make_random_model.py`).",
+                "Ratios are those of the larger model unless stated otherwise.",
                 f"F16 in tokens per second, PP and TG: {speeds}." if speeds else "",
             )
         )
@@ -228,7 +228,7 @@ def _what_was_measured(found: _Records) -> str:
 
 def _marks(found: _Records) -> str:
     lines = [
-        "¹ `ik quantize` refuses it without importance matrix; `--ignore-imatrix-rules` lifts that, as was done here."
+        "¹ `ik quantize` refuses this type without importance matrix unless `--ignore-imatrix-rules` is given, as here."
     ]
     worse = []
     for type in table_types():
@@ -248,8 +248,8 @@ def _fallback_text(found: _Records) -> str:
     name, bpw_asked = TYPES[asked].name, TYPES[asked].bpw
     sentences = [
         "Most types store blocks of 256 weights. A tensor whose rows are not a multiple of that gets a type with",
-        "blocks of 32, and F16 if 32 does not divide them either. `ik quantize` says so for every such tensor, and",
-        "`--dry-run` shows it before anything is written. Usual cases are `attn_k_b` with rows of 128 and experts of",
+        "blocks of 32, or F16 if 32 does not divide them either. `ik quantize` reports every such tensor, and",
+        "`--dry-run` shows it before anything is written. Typical cases are `attn_k_b` with rows of 128 and experts of",
         f"odd widths. It costs space: a row of {n_row} takes {row_size(stored, n_row)} bytes as",
         f"`{TYPES[stored].name}`, where `{name}` would need about {n_row * bpw_asked / 8:.0f}.",
     ]

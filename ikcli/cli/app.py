@@ -164,7 +164,8 @@ def run_model(ctx: typer.Context) -> int:
 
 
 def _module(ctx: typer.Context) -> Any:
-    return importlib.import_module(BY_NAME[str(ctx.command.name)].module)
+    name = BY_NAME[str(ctx.command.name)].name.replace("-", "_")
+    return importlib.import_module(f"ikcli.commands.{name}")
 
 
 def make_app(names: Iterable[str] = BY_NAME, *, completion: bool = False) -> typer.Typer:

@@ -1,6 +1,6 @@
 """Help texts, made from the option declarations: at most 100 columns, no import beyond the config.
 
-`ik --help` is the table of commands alone.
+`ik --help` lists the commands by task and no options.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import textwrap
 from typing import TYPE_CHECKING, Any
 
 import ikcli
-from ikcli.cli.table import COMMANDS, TOPIC_TITLES, CommandInfo
+from ikcli.cli.table import GROUPS, TOPIC_TITLES, CommandInfo
 
 if TYPE_CHECKING:
     from ikcli.settings.option import BoundOption
@@ -23,30 +23,30 @@ _NOTES = {
         "generated tokens (T_TG, S_TG). Rows start at N_KV = 0 and step by the ubatch up to the context size.",
     ),
     "sweep-bench-plot": (
-        "Reads the jsonl forms and the tables of sweep-bench (of ik and of llama-sweep-bench) out of bare files and "
-        "whole logs, also quoted with > or wrapped by a console. Several tables in one file are separate curves, "
-        "numbered #1, #2; curves with the same label are averaged per depth and drawn with their standard deviation.",
-        "Tables of batched-bench are left out: their N_KV is the sum of all tokens, not the depth at which was "
-        "measured.",
+        "Reads the jsonl records and the tables of sweep-bench (of ik and of llama-sweep-bench) from bare files and "
+        "from whole logs, also quoted with > or wrapped by a console. Several tables in one file become separate "
+        "curves, numbered #1, #2. Curves with the same label are averaged per depth and drawn with their standard "
+        "deviation.",
+        "Tables of batched-bench are skipped: their N_KV is the total number of tokens, not the context depth.",
     ),
     "perplexity": (
-        "Without -m and -f the bundled demo model and text are used. The context (-c) defaults to 512 tokens, -b 2048 "
+        "Without -m and -f it uses the bundled demo model and text. The context (-c) defaults to 512 tokens; -b 2048 "
         "evaluates several chunks side by side. --hellaswag, --winogrande and --multiple-choice score the tasks of a "
         "file instead: texts of at most -c tokens, as many side by side as fit -b.",
     ),
     "batched-bench": (
-        "B sequences of PP prompt tokens each, then TG tokens of every sequence, B per step. Rates count the tokens of "
-        "all sequences. N_KV = tokens in the cache at the end, which -c limits (default: as many as the largest test "
-        "needs); larger tests are left out with a notice.",
+        "Processes B prompts of PP tokens each, then generates TG tokens per sequence, B per step. Rates count the "
+        "tokens of all sequences. N_KV is the number of tokens in the cache at the end. -c limits it (default: what "
+        "the largest test needs); larger tests are skipped with a notice.",
     ),
     "chat": (
-        "With a prompt (-p, -f or a pipe) it continues that text; in a terminal without one it holds a conversation "
-        "with the model's chat template, in which /help lists the commands. The text goes to stdout, everything else "
-        "to stderr. --url talks to a running server instead of loading a model.",
+        "With a prompt (-p, -f or a pipe) it continues that text. In a terminal without a prompt it holds a "
+        "conversation with the model's chat template; /help lists the commands. The text goes to stdout, everything "
+        "else to stderr. --url talks to a running server instead of loading a model.",
     ),
-    "plan": ("Prints rules, bytes per device and the KV cache; exit code 1 if the model does not fit.",),
+    "plan": ("Prints rules, bytes per device and the KV cache. Exits with code 1 if the model does not fit.",),
     "quantize": (
-        "TYPE is a file type by name in any case or by number; without out.gguf the result is ggml-model-TYPE.gguf "
+        "TYPE is a file type by name (in any case) or by number. Without out.gguf the result is ggml-model-TYPE.gguf "
         "beside the input.",
     ),
     "repack": ("Short for ik quantize --repack, and with --unrepack for the way back; needs no TYPE.",),
@@ -83,10 +83,11 @@ def version_line() -> str:
 def main_help() -> str:
     """Text of `ik --help`."""
     lines = ["usage: ik COMMAND [OPTIONS]", "", "Run, quantize and measure large language models from GGUF files.", ""]
-    lines += ["Commands:", *(_command_line(info) for info in COMMANDS), ""]
+    for title, members in GROUPS:
+        lines += [f"{title}:", *(_command_line(info) for info in members), ""]
     lines += [
         "ik COMMAND --help shows the options of a command; all commands that run a model share one set.",
-        "Without -m the bundled demo model is used:  ik sweep-bench -c 1024 -ub 256",
+        'Without -m, ik uses the bundled demo model:  ik chat -p "Once upon a time"',
     ]
     return "\n".join(lines)
 

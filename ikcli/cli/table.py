@@ -7,53 +7,59 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class CommandInfo:
-    """One subcommand. `module` is imported only when the command runs."""
+    """One subcommand. `ikcli.commands` has a file of its name, which is imported only when the command runs."""
 
     name: str
     summary: str
-    module: str
     aliases: tuple[str, ...] = ()
     runs_model: bool = False
 
 
-COMMANDS = (
-    CommandInfo("perplexity", "perplexity of a model on a text", "ikcli.commands.perplexity", runs_model=True),
-    CommandInfo("sweep-bench", "speed at growing context depth", "ikcli.commands.sweep_bench", runs_model=True),
-    CommandInfo("sweep-bench-plot", "plot and compare runs of sweep-bench", "ikcli.commands.sweep_bench_plot"),
-    CommandInfo(
-        "plan", "placement and memory of a run, before it reads weights", "ikcli.commands.plan", runs_model=True
-    ),
-    CommandInfo("warmup", "compile the kernels a model needs ahead of time", "ikcli.commands.warmup", runs_model=True),
-    CommandInfo("tokenize", "text to tokens with the vocabulary of a model", "ikcli.commands.tokenize"),
-    CommandInfo("inspect", "metadata and tensors of a GGUF file", "ikcli.commands.inspect"),
-    CommandInfo("pull", "download a model from a hub or a URL", "ikcli.commands.pull"),
-    CommandInfo("list", "models that have been downloaded", "ikcli.commands.list"),
-    CommandInfo("rm", "remove downloaded models", "ikcli.commands.rm"),
-    CommandInfo("help", "pages of the manual, or the options of a command", "ikcli.commands.help"),
-    CommandInfo("version", "version, and with -v the environment", "ikcli.commands.version"),
-    CommandInfo(
-        "serve",
-        "HTTP server with an OpenAI-compatible API",
-        "ikcli.commands.serve",
-        aliases=("server",),
-        runs_model=True,
-    ),
-    CommandInfo("chat", "generate text or talk to a model", "ikcli.commands.chat", aliases=("cli",), runs_model=True),
-    CommandInfo("bench", "speed of given prompt and generation lengths", "ikcli.commands.bench", runs_model=True),
-    CommandInfo("batched-bench", "speed of several sequences at once", "ikcli.commands.batched_bench", runs_model=True),
-    CommandInfo("embed", "vectors of texts, or scores of a reranker", "ikcli.commands.embed", runs_model=True),
-    CommandInfo("imatrix", "importance matrix of a model on a text", "ikcli.commands.imatrix", runs_model=True),
-    CommandInfo("convert", "make a model file of a checkpoint directory", "ikcli.commands.convert"),
-    CommandInfo("quantize", "convert a model to smaller types", "ikcli.commands.quantize"),
-    CommandInfo("quantize-stats", "error of tensor types on the tensors of a model", "ikcli.commands.quantize_stats"),
-    CommandInfo("study", "what each tensor of a model costs in each type", "ikcli.commands.study"),
-    CommandInfo("repack", "convert a model to interleaved types", "ikcli.commands.repack"),
-    CommandInfo("gguf-split", "split and merge GGUF files", "ikcli.commands.gguf_split"),
-    CommandInfo("doctor", "what this machine can do, what limits a model, what to change", "ikcli.commands.doctor"),
-    CommandInfo("devices", "devices and their free memory", "ikcli.commands.devices"),
-    CommandInfo("publish", "quants of a model as a folder for a hub, with a model card", "ikcli.commands.publish"),
-    CommandInfo("report", "one page of plots and tables from results and logs", "ikcli.commands.report"),
-)
+GROUPS: tuple[tuple[str, tuple[CommandInfo, ...]], ...] = (
+    ("Run a model", (
+        CommandInfo("chat", "talk to a model, or continue a text", ("cli",), runs_model=True),
+        CommandInfo("serve", "HTTP server for OpenAI, Anthropic and Ollama clients", ("server",), runs_model=True),
+        CommandInfo("pull", "download a model from a hub or a URL"),
+        CommandInfo("list", "list downloaded models"),
+        CommandInfo("rm", "remove downloaded models"),
+        CommandInfo("embed", "embed texts, or score them with a reranker", runs_model=True),
+        CommandInfo("tokenize", "turn text into tokens with the vocabulary of a model"),
+    )),
+    ("Check what fits and what limits it", (
+        CommandInfo("plan", "show placement and memory of a run before it reads weights", runs_model=True),
+        CommandInfo("doctor", "measure this machine, find what limits a model, suggest flags"),
+        CommandInfo("devices", "list devices and their free memory"),
+        CommandInfo("warmup", "compile the kernels of a model ahead of time", runs_model=True),
+    )),
+    ("Measure speed and quality", (
+        CommandInfo("bench", "speed of given prompt and generation lengths", runs_model=True),
+        CommandInfo("sweep-bench", "speed at growing context depth", runs_model=True),
+        CommandInfo("sweep-bench-plot", "plot and compare runs of sweep-bench"),
+        CommandInfo("batched-bench", "speed of several sequences at once", runs_model=True),
+        CommandInfo("perplexity", "perplexity, KL divergence and multiple-choice tasks", runs_model=True),
+        CommandInfo("report", "one page of plots and tables from results and logs"),
+    )),
+    ("Convert and quantize", (
+        CommandInfo("convert", "convert a checkpoint directory to a model file"),
+        CommandInfo("quantize", "quantize a model to smaller types"),
+        CommandInfo("imatrix", "compute an importance matrix of a model from text", runs_model=True),
+        CommandInfo("study", "measure what each tensor of a model costs in each type"),
+        CommandInfo("quantize-stats", "error of tensor types on the tensors of a model"),
+        CommandInfo("publish", "prepare quants of a model for a hub, with a model card"),
+    )),
+    ("Work on model files", (
+        CommandInfo("inspect", "show metadata and tensors of a GGUF file"),
+        CommandInfo("repack", "convert a model to interleaved types and back"),
+        CommandInfo("gguf-split", "split and merge GGUF files"),
+    )),
+    ("Help", (
+        CommandInfo("help", "read the manual, or show the options of a command"),
+        CommandInfo("version", "print the version, and with -v the environment"),
+    )),
+)  # fmt: skip
+"""Commands by task, in the order of `ik --help`: what a newcomer wants comes first."""
+
+COMMANDS = tuple(info for _, members in GROUPS for info in members)
 
 BY_NAME: dict[str, CommandInfo] = {name: info for info in COMMANDS for name in (info.name, *info.aliases)}
 

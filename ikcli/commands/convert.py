@@ -115,7 +115,6 @@ def _vocabulary(config: ConvertConfig, found: OpenCheckpoint) -> int:
 
 def _model(config: ConvertConfig, found: OpenCheckpoint) -> int:
     from ikcli.convert.tool import plan_convert
-    from ikcli.gguf.split import parse_size
 
     settings = QuantizeConfig(
         imatrix=config.imatrix,
@@ -141,12 +140,13 @@ def _model(config: ConvertConfig, found: OpenCheckpoint) -> int:
     if found.has_mxfp4 and config.outtype in (None, "auto"):
         recipe = replace(recipe, copy=True)
         found.file.set_key("general.file_type", number)
-    size = parse_size(config.split_max_size) if config.split_max_size is not None else 0
     measuring = nullcontext(_nothing)
     if target is not None:
         measuring = log.progress("measuring types", found.file.n_bytes, in_bytes=True)  # type: ignore[assignment]
     with measuring as advance:
-        plan = plan_convert(found, output, recipe, options, target, config.split_max_tensors, size, advance)
+        plan = plan_convert(
+            found, output, recipe, options, target, config.split_max_tensors, config.split_max_size, advance
+        )
     request = Request(
         config.args[0], str(output), "convert", name, recipe, options, (), config.dry_run, config.verbose, target
     )

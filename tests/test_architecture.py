@@ -18,6 +18,7 @@ LAYERS = (
         "manual",
         "hostinfo",
         "rules",
+        "suggest",
         "commit",
         "text_files",
         "settings",

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ikcli.cli.parser import all_options, parse
-from ikcli.cli.suggest import edit_distance, nearest
 from ikcli.errors import UsageError
 from ikcli.settings.option import iter_options
 from ikcli.settings.run import KV_TYPES
 from ikcli.settings.tools import TOOLS
+from ikcli.suggest import edit_distance, nearest
 
 
 def config(*argv: str, command: str = "sweep-bench"):

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 from ikcli import log
 from ikcli.cli.parser import usage
-from ikcli.cli.suggest import nearest
 from ikcli.commands._convert_adapter import run_adapter
 from ikcli.commands._target import has_target, target_options
 from ikcli.commands.quantize import Request, dry_run_lines, recipe_of, report_plan, threads, tool_options, write
 from ikcli.errors import UsageError
 from ikcli.settings.quantize import ConvertConfig, QuantizeConfig
+from ikcli.suggest import nearest
 
 if TYPE_CHECKING:
     from ikcli.convert.tool import OpenCheckpoint

@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Any
 from ikcli import log
 from ikcli.cli.argv import read_lines
 from ikcli.cli.parser import usage
-from ikcli.cli.suggest import nearest
 from ikcli.commands._quantize_source import open_checked, open_planned, with_model
 from ikcli.commands._self_covariance import SELF, planned_data, with_moments
 from ikcli.commands._target import check_sides, has_target, target_options
 from ikcli.errors import IkError, UsageError
 from ikcli.settings.fleet import BatchConfig
 from ikcli.settings.quantize import QuantizeConfig
+from ikcli.suggest import nearest
 
 if TYPE_CHECKING:
     from ikcli.gguf.reader import GGUFFile

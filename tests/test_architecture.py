@@ -21,6 +21,7 @@ LAYERS = (
         "suggest",
         "commit",
         "text_files",
+        "files",
         "settings",
         "gguf",
         "native",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from ikcli.cli.columns import json_scalar, printable
 from ikcli.cli.parser import usage
 from ikcli.cli.values import labelled_file
 from ikcli.errors import FormatError, UsageError
+from ikcli.files import written_whole
 from ikcli.report.page import page
 from ikcli.report.read import read_results
 from ikcli.report.results import Results
@@ -41,16 +41,11 @@ def run(config: ReportConfig) -> int:
     if config.json:
         print(json.dumps(_plain(results), indent=2, allow_nan=False, ensure_ascii=False))
         return 0
-    temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_text(page(results, config.title), encoding="utf-8")
-        temporary.replace(output)
+        with written_whole(output) as temporary:
+            temporary.write_text(page(results, config.title), encoding="utf-8")
     except OSError as problem:
-        temporary.unlink(missing_ok=True)
         raise FormatError(f"{output}: cannot be written ({problem.strerror or problem})") from None
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
     print(f"{output}: {len(results.all())} results from {len(sources)} files")
     return 0
 

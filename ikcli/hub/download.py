@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from ikcli.errors import IkError
+from ikcli.gguf import digests
 from ikcli.hub import client
 from ikcli.log import shown_size
 
 _PIECE = 16 << 30  # bytes of one request: content delivery networks limit the size of an answer
-_BLOCK = 1 << 20
 _KEPT_FREE = 64 << 20
 
 
@@ -198,10 +198,8 @@ def _check(source: Download, part: Path) -> None:
 
 def file_digest(path: Path, like: str) -> str:
     """The SHA-256 of a file, or the id of its git blob if `like` has the length of one."""
-    digest = (
-        hashlib.sha256() if len(like) == 64 else hashlib.sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False)
-    )
+    if len(like) == 64:
+        return digests.of_file(path)
     with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
+        start = b"blob %d\0" % path.stat().st_size
+        return hashlib.file_digest(file, lambda: hashlib.sha1(start, usedforsecurity=False)).hexdigest()

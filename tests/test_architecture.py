@@ -55,7 +55,7 @@ LIBRARIES = {
     "uvicorn": ("server",),
     "pydantic": ("server",),
     "prometheus_client": ("server",),
-    "matplotlib": ("bench", "study"),
+    "matplotlib": ("bench",),
     "ray": ("fleet.ray_cluster",),
     "huggingface_hub": ("hub",),
     "prompt_toolkit": ("console",),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,7 @@ from ikcli.report.page import page
 from ikcli.report.read import read_results
 from ikcli.report.results import Results
 from ikcli.settings.tools import ReportConfig
-
-_SIZE = re.compile(r"([\d.]+)\s*([KMGT]i?B?)", re.I)
-_POWERS = "kmgt"
+from ikcli.settings.values import parse_size
 
 
 def run(config: ReportConfig) -> int:
@@ -54,16 +51,16 @@ def _sizes(texts: tuple[str, ...]) -> dict[str, int]:
     out: dict[str, int] = {}
     for text in texts:
         label, _, value = text.rpartition("=")
-        found = _SIZE.fullmatch(value.strip())
-        if label and found is not None:
-            unit = found[2].lower()
-            base = 1024 if "i" in unit or len(unit) == 1 else 1000
-            out[label] = round(float(found[1]) * base ** (_POWERS.index(unit[0]) + 1))
-        elif label and Path(value).is_file():
+        if label and Path(value).is_file():
             from ikcli.gguf.reader import open_gguf
 
             out[label] = open_gguf(value, header_only=True).n_bytes
-        else:
+            continue
+        try:
+            out[label] = parse_size(value)
+        except ValueError:
+            label = ""
+        if not label:
             raise UsageError(f'--size: "{text}" is not LABEL=SIZE, for example: IQ4_K=3.8GiB, or LABEL=model.gguf')
     return out
 

@@ -238,7 +238,7 @@ def parse_size(text: str) -> int:
     found = _SIZE.fullmatch(text.strip())
     number, prefix, suffix, alone = found.groups() if found else ("0", "", "", None)
     base = 1000 if prefix and suffix.upper() == "B" else 1024
-    n_bytes = int(float(number) * base ** _PREFIXES.index((alone or prefix).upper()))
+    n_bytes = round(float(number) * base ** _PREFIXES.index((alone or prefix).upper()))
     if n_bytes < 1:
         number = text.strip()
         way = "a number above 0 with a unit, 12GiB"

@@ -1,6 +1,8 @@
-"""One file over HTTP onto the disk: resumed where it was cut, repeated when the line fails, checked at the end.
+"""Download one file over HTTP: resume it where it was cut, repeat requests when the line fails, check it at the end.
 
-The bytes so far are in NAME.incomplete, which stays when a download stops.
+The bytes so far are in NAME.incomplete, which stays when a download stops. `hf_hub_download` is not used for this: it
+deletes the part that has arrived when a download stops, fetches up to 10 MiB again after every cut, and compares no
+digest. Xet writes a file in many places at once, so what has arrived is not a beginning to go on from.
 """
 
 from __future__ import annotations

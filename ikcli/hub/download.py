@@ -106,33 +106,31 @@ def disk_errors(target: Path, what: str) -> Iterator[None]:
 
 def _fill(source: Download, part: Path, out: Any, advance: Callable[[float], None]) -> None:
     """Append to the part until it has all bytes."""
-    done, attempt = out.seek(0, os.SEEK_END), 0
+    done = out.seek(0, os.SEEK_END)
     if 0 <= source.size < done:
         done = _restart(out)
     advance(done)
-    while done != source.size:
-        before, whole = done, False
+
+    def more() -> bool:
+        """Whether all is there after one more request. One that is cut is not repeated but followed by another."""
+        before = out.tell()
         try:
-            done, whole = _one_request(source, part, out, done, advance)
-        except Exception as problem:
-            if not isinstance(problem, client.network_error()):
-                raise
+            done, whole = _one_request(source, part, out, before, advance)
+        except client.network_error():
             out.flush()
-            done = out.tell()
-            if done > before:
-                attempt = 0
-            if attempt + 1 == client.ATTEMPTS or not client.is_passing(problem):
-                raise _stopped(client.explained(problem, source.what, source.token), part) from problem
-            client.pause(attempt)
-            attempt += 1
-            continue
-        if whole:
-            break
-        if done == before:
-            attempt += 1
-            if attempt == client.ATTEMPTS:
-                raise _stopped(client.NetworkError(f"{source.what}: the server sends nothing more"), part)
-            client.pause(attempt - 1)
+            if out.tell() <= before:
+                raise
+            client.pause(0)
+            return False
+        if not whole and done == before:
+            raise client.network_error()("the server sends nothing more")
+        return whole
+
+    try:
+        while out.tell() != source.size and not client.call(more, source.what, source.token):
+            pass
+    except client.HubError as problem:
+        raise _stopped(problem, part) from problem.__cause__
 
 
 def _one_request(

@@ -175,7 +175,7 @@ def _explained(ask: Callable[[], Any], options: UploadOptions, what: str) -> Any
             reason = _said(problem.__cause__)
             raise HubError(f"{host} answers {status} for {what}{reason}; the same command goes on from here") from None
         raise HubError(f"{problem}; the same command goes on from here") from problem
-    except (RuntimeError, ValueError) as problem:
+    except (RuntimeError, ValueError, OSError) as problem:
         raise HubError(f"{what}: {problem}; the same command goes on from here") from problem
 
 

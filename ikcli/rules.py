@@ -6,11 +6,11 @@ most: `[0-10]` digit classes, `\.*` for `.*`, expressions that match nothing.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable, Sequence
 
 from ikcli.errors import UsageError
+from ikcli.suggest import near_names
 
 
 def compile_pattern(pattern: str, option: str, text: str) -> re.Pattern[str]:
@@ -75,7 +75,7 @@ def near_misses(pattern: str, names: Sequence[str], limit: int = 3) -> list[str]
         return hints[:limit]
     parts = sorted({part for name in names for part in name.split(".") if not part.isdigit()})
     for word in re.findall(r"[A-Za-z_]{3,}", pattern):
-        hints += difflib.get_close_matches(word, parts, n=limit, cutoff=0.6)
+        hints += near_names(word, parts, limit)
         hints += [part for part in parts if word in part]
     return list(dict.fromkeys(hints))[:limit]
 

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ikcli.cli.parser import all_options, parse
-from ikcli.cli.suggest import edit_distance, nearest
 from ikcli.errors import UsageError
 from ikcli.settings.option import iter_options
 from ikcli.settings.run import KV_TYPES
 from ikcli.settings.tools import TOOLS
+from ikcli.suggest import edit_distance, nearest
 
 
 def config(*argv: str, command: str = "sweep-bench"):
@@ -280,7 +280,7 @@ def test_tools_declare_consistently() -> None:
 
 def test_tools_have_the_spelling_rules_of_model_runs(tmp_path: Path) -> None:
     parsed = parse("gguf-split", ["a", "--split_max_size=2G", "b", "--merge=off"])
-    assert (parsed.config.args, parsed.config.max_size, parsed.config.merge) == (("a", "b"), "2G", False)
+    assert (parsed.config.args, parsed.config.max_size, parsed.config.merge) == (("a", "b"), 2 << 30, False)
     file = tmp_path / "opts.txt"
     file.write_text("--custom-q a=q8_0\n--pure\n", encoding="utf-8")
     parsed = parse("quantize", ["in", "--custom-q", "b=q6_K", f"@{file}", "Q8_0"])

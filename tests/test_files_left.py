@@ -126,3 +126,25 @@ def test_a_part_longer_than_its_file_is_begun_anew(tmp_path: Path, monkeypatch: 
     download.download(download.Download("http://x/m.gguf", "m.gguf", len(content)), target, amounts.append)
     assert target.read_bytes() == content and sum(amounts) == len(content)
     assert not download.incomplete_path(target).exists()
+
+
+@pytest.mark.parametrize("there", [0, 3])
+def test_a_server_that_sends_nothing_is_asked_five_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: int
+) -> None:
+    """An answer without an error that brings no bytes; those that are there already are kept."""
+    asked: list[int] = []
+
+    def stream(url: str, token: str, start: int, stop: int, tag: str) -> Any:
+        asked.append(start)
+        return nullcontext(SimpleNamespace(status_code=206, headers={}, iter_raw=lambda: iter([])))
+
+    monkeypatch.setattr(download.client, "stream", stream)
+    monkeypatch.setattr(download.client, "PAUSE", 0.0)
+    target = tmp_path / "m.gguf"
+    download.incomplete_path(target).write_bytes(b"abcde"[:there])
+    with pytest.raises(IkError, match=r"the server sends nothing more") as raised:
+        download.download(download.Download("http://x/m.gguf", "http://x/m.gguf", 5), target)
+    assert asked == [there] * 5
+    assert ("the same command goes on from there" in str(raised.value)) is bool(there)
+    assert download.incomplete_path(target).read_bytes() == b"abcde"[:there]

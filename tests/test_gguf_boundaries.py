@@ -12,7 +12,6 @@ from ikcli.gguf.constants import GGMLType, GGUFValueType
 from ikcli.gguf.edit import _parse
 from ikcli.gguf.overrides import apply_overrides, parse_override
 from ikcli.gguf.reader import open_gguf
-from ikcli.gguf.split import parse_size
 from ikcli.gguf.values import Typed
 from ikcli.gguf.writer import GGUFWriter, NewTensor
 
@@ -72,11 +71,3 @@ def test_a_part_must_be_of_this_division(tmp_path: Path, no: int, count: int, wr
             open_gguf(first)
     else:
         assert len(open_gguf(first).tensors) == 2
-
-
-@pytest.mark.parametrize(("text", "size"), [("1M", 10**6), ("2g", 2 * 10**9), (" 300M ", 3 * 10**8)])
-def test_sizes_of_parts(text: str, size: int) -> None:
-    assert parse_size(text) == size
-    for bad in ("0M", "00G", "1K", "M", "-1M", "1.5G", ""):
-        with pytest.raises(UsageError, match="--split-max-size"):
-            parse_size(bad)

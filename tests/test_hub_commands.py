@@ -113,9 +113,14 @@ def test_draft_models_have_names_too(demo: FakeHub) -> None:
 
 
 def test_commands_with_a_file_do_not_load_the_hub() -> None:
-    program = "import sys; from ikcli.main import main; main(['plan']); print('huggingface_hub' in sys.modules)"
+    program = """import sys
+from ikcli.main import main
+main(['plan'])
+main(['--help'])
+main(['pull', '--help'])
+print([name for name in ('huggingface_hub', 'httpx', 'httpx2') if name in sys.modules])"""
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.stdout.splitlines()[-1] == "False", done.stderr
+    assert done.stdout.splitlines()[-1] == "[]", done.stderr
 
 
 # --- headers ------------------------------------------------------------------------------------------------------

@@ -117,14 +117,11 @@ def test_recipes_make_the_same_types(
 
 
 def test_large_models_are_split_and_can_be_found(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, quants: list[Path], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, quants: list[Path]
 ) -> None:
-    from ikcli.gguf import split
-
-    monkeypatch.setitem(split._UNITS, "M", 1)  # the model is small
     limit = open_gguf(quants[0]).n_bytes - 1
     out = tmp_path / "out"
-    code, printed, err = run(capsys, "publish", *quants, "--out", out, "--split-max-size", f"{limit}M", "--json")
+    code, printed, err = run(capsys, "publish", *quants, "--out", out, "--split-max-size", f"{limit}B", "--json")
     assert code == 0, err
     made = json.loads(printed)
     parts = made["quants"][0]["paths"]
@@ -192,7 +189,10 @@ def test_refusals(capsys: pytest.CaptureFixture[str], tmp_path: Path, source: Pa
         ([f"={quants[0]}", "--out", new], "is not of the form LABEL=FILE"),
         ([quants[0], "--imatrix", tmp_path / "no.dat", "--out", new], "no.dat is no file"),
         ([quants[0], "--results", tmp_path / "none.log", "--out", new], "no results in 1 lines"),
-        ([quants[0], "--split-max-size", "5X", "--out", new], '"5X" is not N(M|G)'),
+        (
+            [quants[0], "--split-max-size", "5X", "--out", new],
+            '--split-max-size: "5X" has the size "5X"; write',
+        ),
     ]
     for argv, expected in cases:
         code, _, err = run(capsys, "publish", *argv)

@@ -16,6 +16,8 @@ from fake_hub_uploads import UploadHub, repo_files
 from hub_fixtures import Ik, hub, ik
 from quant_models import write_model
 
+from ikcli.hub.client import HubError
+from ikcli.hub.upload import UploadOptions, upload
 from ikcli.publish.checksums import MADE_OF, current_sums
 
 __all__ = ["hub", "ik"]
@@ -240,3 +242,13 @@ def test_digests_follow_what_was_changed(hub: UploadHub, ik: Ik, command: list[s
     (out / "SHA256SUMS").write_text("nonsense\n")
     code, _, err = ik("publish", "--out", str(out), "--upload", REPO)
     assert code == 1 and '"nonsense" is not a digest' in err
+
+
+def test_a_file_that_disappears_while_others_are_sent(hub: UploadHub, tmp_path: Path) -> None:
+    files = {name: name.encode() * 1000 for name in ("a.gguf", "b.gguf")}
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    digests = {name: oid(tmp_path / name) for name in files}
+    with pytest.raises(HubError, match=r"b\.gguf: .*the same command goes on from here"):
+        upload(tmp_path, digests, UploadOptions(REPO), lambda *_: (tmp_path / "b.gguf").unlink())
+    assert not repo_files(hub, REPO)

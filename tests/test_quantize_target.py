@@ -20,7 +20,7 @@ from ikcli.quant.imatrix_file import Imatrix, ImatrixEntry
 from ikcli.quant.knapsack import TypeOption, hull, solve
 from ikcli.quant.recipes import RecipeOptions
 from ikcli.quant.sensitivity import KEY_FACTOR, sensitivities, shares
-from ikcli.quant.target import CpuShare, SizeBudget, TargetOptions, candidates_for, parse_size
+from ikcli.quant.target import CpuShare, SizeBudget, TargetOptions, candidates_for
 from ikcli.quant.target_report import recipe_rules, recipe_text
 from ikcli.quant.tool import ToolOptions, ToolPlan, plan_quantize
 from ikcli.settings.run import default_model, default_text
@@ -57,20 +57,6 @@ def test_solution_is_close_to_the_best(rng: np.random.Generator) -> None:
         worst = sum(c[0].damage for c in curves)
         assert found.damage <= best + 0.1 * (worst - best)
         assert found.bound <= best + 1e-12
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [("12GiB", 12 << 30), ("900M", 900 << 20), ("1.5GB", 1_500_000_000), ("4096", 4096), (".5 kib", 512), ("7b", 7)],
-)
-def test_sizes(text: str, size: int) -> None:
-    assert parse_size(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "GiB", "-1G", "1PB", "0", "1,5G"])
-def test_bad_sizes(text: str) -> None:
-    with pytest.raises(UsageError, match="--target-size"):
-        parse_size(text)
 
 
 def test_shares_of_the_stream() -> None:
@@ -285,7 +271,8 @@ def test_command_writes_a_recipe_that_repeats_it(
     [
         (["--target-bpw", "4", "--target-size", "1M"], "exclude each other"),
         (["--target-bpw", "x"], "not a number of bits per weight"),
-        (["--target-size", "1X"], "is not a size"),
+        (["--target-size", "1X"], '--target-size: "1X" has the size "1X"; write a number above 0 with a unit, 12GiB'),
+        (["--target-size", "1"], "is below"),
         (["--repackable", "Q4_0"], "--repackable needs --target-size or --target-bpw"),
         (["--target-size", "gpu=1M"], "give --target-size-cpu or the --target-size of both"),
         (["--target-size", "gpu=1M,disk=2M"], "is not of the form gpu=...,cpu=..."),

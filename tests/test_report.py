@@ -111,6 +111,13 @@ def test_sweep_bench_of_a_log(tmp_path: Path) -> None:
     ]
 
 
+def test_sizes_that_say_nothing_are_unknown(tmp_path: Path) -> None:
+    """Logs print GiB with two or three digits, so a tiny model has none."""
+    found = read(tmp_path, BENCH.replace("3.56 GiB", "0.00 GiB"), SWEEP.replace("4.272 GiB", "0.000 GiB"))
+    assert [r.environment.model_bytes for r in found.bench] == [None, None] and len(found.problems) == 2
+    assert [r.environment.model_bytes for r in found.speeds] == [None]
+
+
 def test_jsonl_full_tells_what_it_ran_on(tmp_path: Path) -> None:
     config = {
         "model": "x/q4.gguf", "n_threads": 2, "hardware": {"cpu": "EPYC", "isa": "avx512"}, "software": {"ik": "0.1.0"},

@@ -18,6 +18,7 @@ from ikcli.errors import UnsupportedError, UsageError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 MAX_TICKS = 16
 DEFAULT_PREFIX = "performance_comparison"
@@ -90,14 +91,20 @@ def check_output(path: Path) -> None:
         raise UnsupportedError('plots need matplotlib, which is not installed: pip install "ikcli[plot]"')
 
 
-def draw(series: Sequence[Series], path: Path, phases: Sequence[str] = ("pp", "tg")) -> None:
-    """Write one figure with a panel per phase ("pp", "tg"); see `check_output` for what is raised."""
+def new_figure(path: Path, width: float, height: float) -> Figure:
+    """Return an empty figure, in inches, that can be saved to `path`; see `check_output` for what is raised."""
     check_output(path)
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 1.2 + 4.2 * len(phases)), layout="constrained")
+    figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
+    return figure
+
+
+def draw(series: Sequence[Series], path: Path, phases: Sequence[str] = ("pp", "tg")) -> None:
+    """Write one figure with a panel per phase ("pp", "tg"); see `check_output` for what is raised."""
+    figure = new_figure(path, 10, 1.2 + 4.2 * len(phases))
     panels = figure.subplots(len(phases), 1, sharex=True, squeeze=False)[:, 0]
     for axes, phase in zip(panels, phases, strict=True):
         _panel(axes, series, phase)

@@ -19,9 +19,9 @@ from ikcli import log
 from ikcli.cli.argv import canonical_name
 from ikcli.cli.help import command_help, main_help
 from ikcli.cli.parser import ModelRun, Parsed, all_options, names_of, parse
-from ikcli.cli.suggest import nearest
 from ikcli.cli.table import BY_NAME, CommandInfo
 from ikcli.errors import UsageError
+from ikcli.suggest import nearest
 
 if TYPE_CHECKING:
     from ikcli.engine.pipeline.place import Pipeline

@@ -16,10 +16,10 @@ from ikcli.cli.environment import PREFIX
 from ikcli.cli.ini import Key, read_ini
 from ikcli.cli.model_entries import NAMES_A_MODEL, OF_ALL_MODELS, OF_REPLICAS
 from ikcli.cli.parser import all_options, names_of, parse
-from ikcli.cli.suggest import nearest
 from ikcli.cli.upstream import IGNORED, INSTEAD, REFUSED, VARIABLES, words_instead
 from ikcli.cli.values import switch_state
 from ikcli.errors import UsageError
+from ikcli.suggest import nearest
 
 ALL = "*"
 _OWN = ("load-on-startup", "stop-timeout", "dedup-cache-models", "tags")

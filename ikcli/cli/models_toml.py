@@ -14,12 +14,12 @@ from typing import Any
 from ikcli.cli.argv import canonical_name, toml_option
 from ikcli.cli.model_entries import OF_ALL_MODELS, OF_REPLICAS, EntryMaker, Wish, clash, machine_budget
 from ikcli.cli.parser import names_of, parse
-from ikcli.cli.suggest import nearest
 from ikcli.engine.plan.devices import find_machine
 from ikcli.engine.plan.placement import CPU
 from ikcli.errors import IkError, UsageError
 from ikcli.server.router.entries import Group, ModelEntry, ModelsFile
 from ikcli.settings.values import parse_size, toml_table
+from ikcli.suggest import nearest
 
 _TOP = ("memory", "gpu-memory", "max", "ttl", "defaults", "models", "groups")
 _INSTEAD = {

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from ikcli.cli.argv import canonical_name, looks_like_option, read_tokens
 from ikcli.cli.environment import tokens_of_variables, unknown_variables, variables
-from ikcli.cli.suggest import MEANT, nearest
 from ikcli.cli.table import BY_NAME
-from ikcli.cli.upstream import IGNORED, INSTEAD, OTHER_COMMANDS, REFUSED, words_instead
+from ikcli.cli.upstream import IGNORED, INSTEAD, MEANT, OTHER_COMMANDS, REFUSED, words_instead
 from ikcli.cli.values import convert, is_switch_value, missing_value, value_warnings
 from ikcli.errors import UsageError
 from ikcli.settings.option import COMMAND_LETTERS, BoundOption, Option, arguments_of, iter_options
 from ikcli.settings.rules import complete
+from ikcli.suggest import nearest
 
 if TYPE_CHECKING:
     from ikcli.engine.plan.planner import Planner

@@ -160,3 +160,12 @@ REFUSED: dict[str, str] = {
     ),
 }
 """Why, and the way out."""
+
+MEANT = {
+    "--quantize-q": "--custom-q",
+    "--custom-quants": "--custom-q",
+    "--custom-types": "--custom-q",
+    "--tensor-types": "--custom-q",
+    "--numactl": "--numa",
+}
+"""Names that users write for an option whose name is far from theirs."""

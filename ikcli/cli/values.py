@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from ikcli.cli.argv import read_lines
-from ikcli.cli.suggest import nearest
 from ikcli.errors import UsageError
 from ikcli.settings.option import BoundOption, Option
 from ikcli.settings.values import OFF, ON, not_drafting
+from ikcli.suggest import nearest
 
 SWITCH_VALUES = frozenset({"on", "off", "auto", "0", "1", "true", "false"})
 

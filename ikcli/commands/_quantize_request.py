@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from ikcli.cli.argv import read_lines
 from ikcli.cli.model import find_model
 from ikcli.cli.parser import usage
-from ikcli.cli.suggest import nearest
 from ikcli.commands._target import has_target, target_options
 from ikcli.errors import IkError, UsageError
 from ikcli.settings.fleet import BatchConfig
 from ikcli.settings.quantize import QuantizeConfig
+from ikcli.suggest import nearest
 
 if TYPE_CHECKING:
     from ikcli.gguf.reader import GGUFFile

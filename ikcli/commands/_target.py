@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from ikcli.errors import UsageError
 from ikcli.settings.option import iter_options
 from ikcli.settings.quantize import CPU_TENSORS, QuantizeConfig
+from ikcli.settings.values import parse_size
 
 if TYPE_CHECKING:
     from ikcli.quant.calibration import Measure, Studied
@@ -121,10 +122,13 @@ def _budgets(config: QuantizeConfig) -> tuple[SizeBudget, SizeBudget | None, Siz
 
 
 def _amount(option: str, text: str) -> SizeBudget:
-    from ikcli.quant.target import SizeBudget, parse_size
+    from ikcli.quant.target import SizeBudget
 
     if option != "--target-bpw":
-        return SizeBudget(n_bytes=parse_size(text, option))
+        try:
+            return SizeBudget(n_bytes=parse_size(f"{text}B" if text.strip().isdecimal() else text))
+        except ValueError as problem:
+            raise UsageError(f'{option}: "{text}" {problem}') from None
     try:
         bits = float(text)
     except ValueError:

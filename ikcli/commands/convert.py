@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 from ikcli import log
 from ikcli.cli.parser import usage
-from ikcli.cli.suggest import nearest
 from ikcli.commands._convert_adapter import run_adapter
 from ikcli.commands._quantize_output import dry_run_lines, report_plan, write
 from ikcli.commands._quantize_request import Request, recipe_of, threads, tool_options
 from ikcli.commands._target import has_target, target_options
 from ikcli.errors import UsageError
 from ikcli.settings.quantize import ConvertConfig, QuantizeConfig
+from ikcli.suggest import nearest
 
 if TYPE_CHECKING:
     from ikcli.convert.tool import OpenCheckpoint
@@ -116,7 +116,6 @@ def _vocabulary(config: ConvertConfig, found: OpenCheckpoint) -> int:
 
 def _model(config: ConvertConfig, found: OpenCheckpoint) -> int:
     from ikcli.convert.tool import plan_convert
-    from ikcli.gguf.split import parse_size
 
     settings = QuantizeConfig(
         imatrix=config.imatrix,
@@ -142,12 +141,13 @@ def _model(config: ConvertConfig, found: OpenCheckpoint) -> int:
     if found.has_mxfp4 and config.outtype in (None, "auto"):
         recipe = replace(recipe, copy=True)
         found.file.set_key("general.file_type", number)
-    size = parse_size(config.split_max_size) if config.split_max_size is not None else 0
     measuring = nullcontext(_nothing)
     if target is not None:
         measuring = log.progress("measuring types", found.file.n_bytes, in_bytes=True)  # type: ignore[assignment]
     with measuring as advance:
-        plan = plan_convert(found, output, recipe, options, target, config.split_max_tensors, size, advance)
+        plan = plan_convert(
+            found, output, recipe, options, target, config.split_max_tensors, config.split_max_size, advance
+        )
     request = Request(
         config.args[0], str(output), "convert", name, recipe, options, (), config.dry_run, config.verbose, target
     )

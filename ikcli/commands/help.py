@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 
 from ikcli.cli.help import main_help
-from ikcli.cli.suggest import nearest
 from ikcli.cli.table import BY_NAME
 from ikcli.errors import IkError, UsageError
 from ikcli.log import log
 from ikcli.manual import pages, title
 from ikcli.settings.tools import HelpConfig
+from ikcli.suggest import nearest
 
 
 def run(config: HelpConfig) -> int:

@@ -45,7 +45,6 @@ def run(config: PublishConfig) -> int:
 
 def _make(config: PublishConfig) -> Published:
     """The folder, made or found."""
-    from ikcli.gguf.split import parse_size
     from ikcli.publish.folder import plan_publish, publish
     from ikcli.publish.records import PublishOptions
 
@@ -57,7 +56,7 @@ def _make(config: PublishConfig) -> Published:
             config.name,
             config.base_model,
             config.license,
-            parse_size(config.split_max_size) if config.split_max_size is not None else 0,
+            config.split_max_size,
             config.imatrix,
             [labelled_file(text) for text in config.results],
             config.note,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +12,12 @@ from ikcli.cli.columns import json_scalar, printable
 from ikcli.cli.parser import usage
 from ikcli.cli.values import labelled_file
 from ikcli.errors import FormatError, UsageError
+from ikcli.files import written_whole
 from ikcli.report.page import page
 from ikcli.report.read import read_results
 from ikcli.report.results import Results
 from ikcli.settings.tools import ReportConfig
-
-_SIZE = re.compile(r"([\d.]+)\s*([KMGT]i?B?)", re.I)
-_POWERS = "kmgt"
+from ikcli.settings.values import parse_size
 
 
 def run(config: ReportConfig) -> int:
@@ -41,16 +38,11 @@ def run(config: ReportConfig) -> int:
     if config.json:
         print(json.dumps(_plain(results), indent=2, allow_nan=False, ensure_ascii=False))
         return 0
-    temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_text(page(results, config.title), encoding="utf-8")
-        temporary.replace(output)
+        with written_whole(output) as temporary:
+            temporary.write_text(page(results, config.title), encoding="utf-8")
     except OSError as problem:
-        temporary.unlink(missing_ok=True)
         raise FormatError(f"{output}: cannot be written ({problem.strerror or problem})") from None
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
     print(f"{output}: {len(results.all())} results from {len(sources)} files")
     return 0
 
@@ -59,16 +51,16 @@ def _sizes(texts: tuple[str, ...]) -> dict[str, int]:
     out: dict[str, int] = {}
     for text in texts:
         label, _, value = text.rpartition("=")
-        found = _SIZE.fullmatch(value.strip())
-        if label and found is not None:
-            unit = found[2].lower()
-            base = 1024 if "i" in unit or len(unit) == 1 else 1000
-            out[label] = round(float(found[1]) * base ** (_POWERS.index(unit[0]) + 1))
-        elif label and Path(value).is_file():
+        if label and Path(value).is_file():
             from ikcli.gguf.reader import open_gguf
 
             out[label] = open_gguf(value, header_only=True).n_bytes
-        else:
+            continue
+        try:
+            out[label] = parse_size(value)
+        except ValueError:
+            label = ""
+        if not label:
             raise UsageError(f'--size: "{text}" is not LABEL=SIZE, for example: IQ4_K=3.8GiB, or LABEL=model.gguf')
     return out
 

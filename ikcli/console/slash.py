@@ -14,6 +14,7 @@ from ikcli.console.dialogue import Dialogue
 from ikcli.console.render import FOLDED, SHOWN
 from ikcli.errors import IkError
 from ikcli.server.http.fields import FIELDS
+from ikcli.suggest import nearest
 from ikcli.text_files import read_text
 
 
@@ -55,13 +56,11 @@ def _command(name: str, form: str = "", *, files: bool = False) -> Callable[[Any
 
 def run(dialogue: Dialogue, line: str) -> None:
     """Carry out a line that begins with /; IkError if it is none or fails."""
-    from difflib import get_close_matches
-
     name, _, rest = line.strip().partition(" ")
     name = _ALIASES.get(name, name)
     if name not in COMMANDS:
-        near = get_close_matches(name, COMMANDS, 1)
-        raise IkError(f"there is no command {name}; {f'did you mean {near[0]}?' if near else '/help lists them'}")
+        near = nearest(name, COMMANDS)
+        raise IkError(f"there is no command {name}; {f'did you mean {near}?' if near else '/help lists them'}")
     COMMANDS[name].run(dialogue, rest.strip())
 
 

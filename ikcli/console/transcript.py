@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 from ikcli.chat.messages import parse_messages, parse_tools
 from ikcli.console.conversation import Conversation
 from ikcli.errors import FormatError, IkError
+from ikcli.files import written_whole
 from ikcli.text_files import read_text
 
 _LARGEST = 256 << 20
@@ -59,15 +58,10 @@ def _check(conversation: Conversation, fields: dict[str, Any], path: Path) -> No
 def write_json(path: Path, out: Any) -> None:
     """IkError if that fails, and then a file that was there is still whole."""
     text = json.dumps(out, ensure_ascii=False, indent=2) + "\n"
-    temporary = ""
     try:
-        fd, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        with os.fdopen(fd, "w", encoding="utf-8", errors="replace") as f:
-            f.write(text)
-        os.replace(temporary, path)
+        with written_whole(path, private=True) as temporary:
+            temporary.write_text(text, encoding="utf-8", errors="replace")
     except OSError as e:
-        if temporary:
-            Path(temporary).unlink(missing_ok=True)
         raise IkError(f"cannot write {path}: {e.strerror or e}") from None
 
 

@@ -1,4 +1,4 @@
-"""Digests of files that workers on other machines must have, too."""
+"""Digests of models and other files: the SHA-256 of all bytes, or of what tells two models apart."""
 
 from __future__ import annotations
 

@@ -6,7 +6,6 @@ that padding; a reader has no other way to find the data.
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import os
@@ -24,6 +23,7 @@ from ikcli.gguf.reader import GGUFFile, open_gguf, read_part
 from ikcli.gguf.split import copy_tensors, refuse_inputs, tensor_specs
 from ikcli.gguf.values import Typed
 from ikcli.gguf.writer import SPLIT_KEYS, GGUFWriter, header_bytes
+from ikcli.suggest import near_names
 from ikcli.text_files import read_text
 
 V = GGUFValueType
@@ -76,7 +76,7 @@ def plan_changes(
         if key in new:
             raise UsageError(f"{option}: {key} is named twice")
         if value is None and key not in old:
-            near = difflib.get_close_matches(key, old, n=3)
+            near = near_names(key, old)
             raise UsageError(
                 f"--delete: {file.paths[0]} has no key {key}" + (f"; near: {', '.join(near)}" * bool(near))
             )

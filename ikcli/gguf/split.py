@@ -5,7 +5,6 @@ Answers to llama-gguf-split: parts are named `OUT-00001-of-0000N.gguf`, the firs
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +17,6 @@ from ikcli.gguf.reader import GGUFFile, open_gguf
 from ikcli.gguf.writer import SPLIT_KEYS, GGUFWriter, NewTensor, plan_splits, split_path
 
 _CHUNK_BYTES = 32 << 20
-_SIZE = re.compile(r"(\d+)([MG])")
-_UNITS = {"M": 10**6, "G": 10**9}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +26,6 @@ class PartSummary:
     path: Path
     n_tensors: int
     n_bytes: int
-
-
-def parse_size(text: str) -> int:
-    """`300M` or `2G` in bytes (decimal units); UsageError for anything else."""
-    m = _SIZE.fullmatch(text.strip().upper())
-    if m is None or int(m[1]) == 0:
-        raise UsageError(f'--split-max-size: "{text}" is not N(M|G), for example 2G')
-    return int(m[1]) * _UNITS[m[2]]
 
 
 def split(

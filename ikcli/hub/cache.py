@@ -14,6 +14,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from ikcli.errors import IkError
+from ikcli.files import written_whole
 from ikcli.hub.names import Quant, RemoteFile, is_model, parse_ref, part_names, quants_of
 from ikcli.native.kernel_cache import cache_root
 
@@ -85,7 +86,8 @@ def link(repo: str, commit: str, file: RemoteFile) -> Path:
     if newest_commit(repo) != commit:
         with suppress(OSError):  # a cache that can only be read may hold all that is needed
             ref.parent.mkdir(parents=True, exist_ok=True)
-            ref.write_text(commit, encoding="utf-8")
+            with written_whole(ref) as temporary:
+                temporary.write_text(commit, encoding="utf-8")
     return named
 
 

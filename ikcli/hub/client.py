@@ -157,7 +157,7 @@ def call(ask: Callable[[], T], what: str, token: str = "", attempts: int = ATTEM
         try:
             return ask()
         except Exception as problem:
-            if not isinstance(problem, network_error() | OSError) or isinstance(problem, IkError):
+            if not isinstance(problem, network_error() | ConnectionError):
                 raise
             if attempt + 1 == attempts or not is_passing(problem):
                 raise explained(problem, what, token) from problem

@@ -1,6 +1,8 @@
-"""One file over HTTP onto the disk: resumed where it was cut, repeated when the line fails, checked at the end.
+"""Download one file over HTTP: resume it where it was cut, repeat requests when the line fails, check it at the end.
 
-The bytes so far are in NAME.incomplete, which stays when a download stops.
+The bytes so far are in NAME.incomplete, which stays when a download stops. `hf_hub_download` is not used for this: it
+deletes the part that has arrived when a download stops, fetches up to 10 MiB again after every cut, and compares no
+digest. Xet writes a file in many places at once, so what has arrived is not a beginning to go on from.
 """
 
 from __future__ import annotations
@@ -17,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from ikcli.errors import IkError
+from ikcli.gguf import digests
 from ikcli.hub import client
 from ikcli.log import shown_size
 
 _PIECE = 16 << 30  # bytes of one request: content delivery networks limit the size of an answer
-_BLOCK = 1 << 20
 _KEPT_FREE = 64 << 20
 
 
@@ -104,33 +106,31 @@ def disk_errors(target: Path, what: str) -> Iterator[None]:
 
 def _fill(source: Download, part: Path, out: Any, advance: Callable[[float], None]) -> None:
     """Append to the part until it has all bytes."""
-    done, attempt = out.seek(0, os.SEEK_END), 0
+    done = out.seek(0, os.SEEK_END)
     if 0 <= source.size < done:
         done = _restart(out)
     advance(done)
-    while done != source.size:
-        before, whole = done, False
+
+    def more() -> bool:
+        """Whether all is there after one more request. One that is cut is not repeated but followed by another."""
+        before = out.tell()
         try:
-            done, whole = _one_request(source, part, out, done, advance)
-        except Exception as problem:
-            if not isinstance(problem, client.network_error()):
-                raise
+            done, whole = _one_request(source, part, out, before, advance)
+        except client.network_error():
             out.flush()
-            done = out.tell()
-            if done > before:
-                attempt = 0
-            if attempt + 1 == client.ATTEMPTS or not client.is_passing(problem):
-                raise _stopped(client.explained(problem, source.what, source.token), part) from problem
-            client.pause(attempt)
-            attempt += 1
-            continue
-        if whole:
-            break
-        if done == before:
-            attempt += 1
-            if attempt == client.ATTEMPTS:
-                raise _stopped(client.NetworkError(f"{source.what}: the server sends nothing more"), part)
-            client.pause(attempt - 1)
+            if out.tell() <= before:
+                raise
+            client.pause(0)
+            return False
+        if not whole and done == before:
+            raise client.network_error()("the server sends nothing more")
+        return whole
+
+    try:
+        while out.tell() != source.size and not client.call(more, source.what, source.token):
+            pass
+    except client.HubError as problem:
+        raise _stopped(problem, part) from problem.__cause__
 
 
 def _one_request(
@@ -198,10 +198,8 @@ def _check(source: Download, part: Path) -> None:
 
 def file_digest(path: Path, like: str) -> str:
     """The SHA-256 of a file, or the id of its git blob if `like` has the length of one."""
-    digest = (
-        hashlib.sha256() if len(like) == 64 else hashlib.sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False)
-    )
+    if len(like) == 64:
+        return digests.of_file(path)
     with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
+        start = b"blob %d\0" % path.stat().st_size
+        return hashlib.file_digest(file, lambda: hashlib.sha1(start, usedforsecurity=False)).hexdigest()

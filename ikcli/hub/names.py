@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import PurePosixPath
 
 from ikcli.errors import IkError, UsageError
+from ikcli.suggest import nearest
 
 DEFAULT_QUANT = "Q4_K_M"
 _NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::(?P<quant>[\w.-]+))?")
@@ -141,8 +141,8 @@ def choose(ref: ModelRef, quants: Sequence[Quant]) -> Quant:
         listed = [q.name for q in quants]
     if found is None:
         wanted = ref.file or ref.quant
-        near = get_close_matches(wanted.lower(), [name.lower() for name in listed], 1, 0.5)
-        hint = next((f"did you mean {name}? " for name in listed if near and name.lower() == near[0]), "")
+        near = nearest(wanted, listed)
+        hint = f"did you mean {near}? " if near else ""
         raise IkError(f"{ref.repo} has no {wanted}; {hint}it has {', '.join(listed)}")
     _check_parts(ref, found)
     return found

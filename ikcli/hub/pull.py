@@ -12,10 +12,11 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from ikcli.errors import FormatError, IkError, UsageError
+from ikcli.files import written_whole
 from ikcli.gguf.constants import GGUF_MAGIC
 from ikcli.gguf.reader import GGUFFile
 from ikcli.hub import cache, client
-from ikcli.hub.download import Download, check_space, disk_errors, download, incomplete_path, kept_bytes
+from ikcli.hub.download import Download, check_space, disk_errors, download, kept_bytes
 from ikcli.hub.headers import fetch_header
 from ikcli.hub.names import ModelRef, Quant, RemoteFile, choose, part_names, quants_of
 
@@ -255,15 +256,11 @@ def _read_header(
     def read(start: int, stop: int) -> bytes:
         return client.read_range(url, start, stop, what, access.token)
 
-    part = incomplete_path(path)
-    try:
-        file = fetch_header(read, size, part, shared)
-        part.replace(path)
-        return file
-    except FormatError as problem:  # names the file on this disk
-        raise FormatError(str(problem).replace(str(part), url)) from None
-    finally:
-        part.unlink(missing_ok=True)
+    with written_whole(path) as part:
+        try:
+            return fetch_header(read, size, part, shared)
+        except FormatError as problem:  # names the file on this disk
+            raise FormatError(str(problem).replace(str(part), url)) from None
 
 
 def pull_url_header(url: str, access: Access) -> Path:

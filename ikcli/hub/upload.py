@@ -6,7 +6,6 @@ was, and the next one goes on behind the files (with hf_xet, the pieces of files
 
 from __future__ import annotations
 
-import hashlib
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from ikcli.hub.client import (
     repo_info,
     status_of,
 )
+from ikcli.hub.download import file_digest
 from ikcli.hub.names import parse_ref
 
 _SMALL = 16 << 20  # larger files are always in large file storage, known by their SHA-256
@@ -137,10 +137,7 @@ def _is_there(path: Path, sha256: str, remote: str) -> bool:
     """Whether the digest of the repository is that of a file: SHA-256, or the id of its git blob."""
     if len(remote) == len(sha256):
         return remote == sha256
-    if not remote or path.stat().st_size > _SMALL:
-        return False
-    data = path.read_bytes()
-    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest() == remote
+    return bool(remote) and path.stat().st_size <= _SMALL and file_digest(path, remote) == remote
 
 
 def _ask(ask: Callable[[], Any], options: UploadOptions, what: str = "", attempts: int = ATTEMPTS) -> Any:
@@ -178,7 +175,7 @@ def _explained(ask: Callable[[], Any], options: UploadOptions, what: str) -> Any
             reason = _said(problem.__cause__)
             raise HubError(f"{host} answers {status} for {what}{reason}; the same command goes on from here") from None
         raise HubError(f"{problem}; the same command goes on from here") from problem
-    except (RuntimeError, ValueError) as problem:
+    except (RuntimeError, ValueError, OSError) as problem:
         raise HubError(f"{what}: {problem}; the same command goes on from here") from problem
 
 

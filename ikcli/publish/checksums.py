@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from pathlib import Path
 
 from ikcli.errors import FormatError, IkError
+from ikcli.files import written_whole
+from ikcli.gguf import digests
 from ikcli.text_files import read_text
 
 SUMS, MADE_OF = "SHA256SUMS", ".ik-publish"
-_CHUNK = 32 << 20
-
-
-def digest_of(path: Path) -> str:
-    """SHA-256 of a file."""
-    found = hashlib.sha256()
-    with path.open("rb") as stream:
-        while piece := stream.read(_CHUNK):
-            found.update(piece)
-    return found.hexdigest()
 
 
 def write_sums(folder: Path) -> None:
     """Digests of all files, for `sha256sum -c`; those with a dot before their name do not count."""
-    _write(folder, {name: digest_of(folder / name) for name in _names(folder)})
+    _write(folder, {name: digests.of_file(folder / name) for name in _names(folder)})
 
 
 def current_sums(folder: Path) -> dict[str, str]:
@@ -51,12 +42,12 @@ def current_sums(folder: Path) -> dict[str, str]:
         now = {
             name: known[name]
             if name in known and (folder / name).stat().st_mtime_ns <= since
-            else digest_of(folder / name)
+            else digests.of_file(folder / name)
             for name in names
         }
         if now != known:
             _write(folder, now)
-        return {**now, SUMS: digest_of(sums)}
+        return {**now, SUMS: digests.of_file(sums)}
     except OSError as problem:
         raise IkError(f"{folder}: {problem.strerror or problem}") from None
 
@@ -69,6 +60,5 @@ def _names(folder: Path) -> list[str]:
 
 
 def _write(folder: Path, sums: dict[str, str]) -> None:
-    unfinished = folder / f".{SUMS}.tmp"
-    unfinished.write_text("".join(f"{digest}  {name}\n" for name, digest in sums.items()), encoding="utf-8")
-    unfinished.replace(folder / SUMS)
+    with written_whole(folder / SUMS) as unfinished:
+        unfinished.write_text("".join(f"{digest}  {name}\n" for name, digest in sums.items()), encoding="utf-8")

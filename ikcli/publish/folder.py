@@ -17,11 +17,13 @@ from pathlib import Path
 
 from ikcli import log
 from ikcli.errors import IkError, UsageError
+from ikcli.files import written_whole
+from ikcli.gguf import digests
 from ikcli.gguf.constants import FILE_TYPE_GUESSED, FILE_TYPES
 from ikcli.gguf.reader import GGUFFile, open_gguf
 from ikcli.gguf.split import copy_tensors, split, tensor_specs
 from ikcli.gguf.writer import SPLIT_KEYS, GGUFWriter, plan_splits
-from ikcli.publish.checksums import MADE_OF, digest_of, write_sums
+from ikcli.publish.checksums import MADE_OF, write_sums
 from ikcli.publish.model_card import card, quality_plot
 from ikcli.publish.records import Published, PublishedQuant, PublishOptions, PublishPlan
 from ikcli.quant.output_check import check_room, existing_folder
@@ -96,16 +98,11 @@ def publish(plan: PublishPlan, advance: Callable[[float], None] = lambda n_bytes
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         check_room(out.parent, sum(copied))
-        sources = tuple((path.name, digest_of(path)) for path in options.sources)
+        sources = tuple((path.name, digests.of_file(path)) for path in options.sources)
         made = replace(plan.made, sources=sources)
-        temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-        temporary.mkdir()
-        try:
+        with written_whole(out) as temporary:
+            temporary.mkdir()
             _fill(temporary, plan, made, advance)
-            temporary.replace(out)
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
     except OSError as problem:
         raise IkError(f"{out}: cannot be written ({problem.strerror or problem})") from None
     return made

@@ -6,11 +6,10 @@ What is known of a type is in its record (`ikcli.gguf.types`); byte layouts are 
 
 from __future__ import annotations
 
-import difflib
-
 from ikcli.errors import UsageError
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.types import TYPES, TensorType, row_n_bytes, tensor_n_bytes
+from ikcli.suggest import near_names
 
 
 def get_format(type: GGMLType | int) -> TensorType:
@@ -26,7 +25,7 @@ def format_by_name(name: str) -> TensorType:
     asked, known = name.strip().lower(), {t.name.lower(): t for t in TYPES.values() if t.storage}
     if asked in known:
         return known[asked]
-    near = difflib.get_close_matches(asked, list(known), n=3, cutoff=0.6)
+    near = near_names(asked, known)
     if near:
         hint = "did you mean " + " or ".join(known[n].name for n in near) + "?"
     else:

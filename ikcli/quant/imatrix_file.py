@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ikcli.errors import FormatError, NonFiniteError
+from ikcli.files import written_whole
 from ikcli.gguf.constants import GGUF_MAGIC, GGMLType, GGUFValueType
 from ikcli.gguf.cursor import shown
 from ikcli.gguf.reader import GGUFFile, open_gguf
@@ -239,12 +240,10 @@ def write_legacy(imatrix: Imatrix, path: str | Path) -> None:
 
 
 def _replace(path: Path, data: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
     try:
-        temporary.write_bytes(data)
-        temporary.replace(path)
+        with written_whole(path) as temporary:
+            temporary.write_bytes(data)
     except OSError as e:
-        temporary.unlink(missing_ok=True)
         raise FormatError(f"{path}: cannot be written ({e.strerror or e})") from None
 
 

@@ -8,7 +8,6 @@ own. Up and gate experts of a block are one item, because fused experts want equ
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -31,7 +30,6 @@ from ikcli.quant.repack import can_repack, repacked_type
 from ikcli.quant.sensitivity import BRANCH_ENDS, KEY, QUERY, sensitivities
 
 T = GGMLType
-_UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 CPU, GPU = "cpu", "gpu"
 
 
@@ -113,15 +111,6 @@ class TargetPlan:
     def types(self) -> dict[str, GGMLType]:
         """Type by tensor name."""
         return {name: c.type for name, c in self.chosen.items()}
-
-
-def parse_size(text: str, option: str = "--target-size") -> int:
-    """Bytes of `12GiB`, `900M` or `1.5GB` (K, M, G and KiB, ... are powers of 1024, KB, MB, GB of 1000)."""
-    m = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([KMGT]?)(i?B|B)?\s*", text, re.IGNORECASE)
-    if m is None or float(m[1]) <= 0:
-        raise UsageError(f'{option}: "{text}" is not a size; write for example 12GiB, 900M or 1.5GB')
-    decimal = bool(m[2]) and (m[3] or "").upper() == "B"
-    return int(float(m[1]) * (1000 if decimal else 1024) ** _UNITS[m[2].upper()])
 
 
 def default_candidates(*, on_gpu: bool) -> tuple[GGMLType, ...]:

@@ -29,6 +29,7 @@ from ikcli.report.results import (
     SpeedRun,
     TypeErrors,
 )
+from ikcli.settings.values import parse_size
 
 _NUMBER = r"(-?[\d.]+(?:e[+-]?\d+)?|-?nan|-?inf)"
 _FINAL = re.compile(rf"Final estimate: PPL(?: over (\d+) chunks for n_ctx=(\d+))? = {_NUMBER} \+/- {_NUMBER}", re.I)
@@ -38,14 +39,13 @@ _STATISTIC = re.compile(
 _STATS_HEAD, _STATS_END = "====== Perplexity statistics", "Same top p"
 _TYPE_LINE = re.compile(rf"(\w+)(?:::(\S+))?\s*: rmse {_NUMBER}, {_NUMBER}\s+maxerr {_NUMBER}")
 _LOADED = re.compile(r"loaded meta data with .* from (.+?) \(version")
-_SIZE = re.compile(r"model size\s*= *([\d.]+) ([KMGT]iB)")
+_SIZE = re.compile(r"model size\s*= *([\d.]+ [KMGT]iB)")
 _FACTS = (
     ("parameters", re.compile(r"model params\s*= *([\d.]+ \w)")),
     ("program", re.compile(r"(?:main|log_start): build = (.+)")),
     ("threads", re.compile(r"system_info: n_threads = (\d+)")),
     ("context", re.compile(r"calculating perplexity over \d+ chunks, (n_ctx=\d+)")),
 )
-_UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _SETTINGS = ("n_batch", "n_ubatch", "type_k", "type_v", "flash_attn", "mla", "mla_attn", "fmoe", "fused_moe", "thp",
              "run_time_repack", "repack", "n_gpu_layers", "override_tensor", "ser", "is_pp_shared")  # fmt: skip
 _USUAL: tuple[Any, ...] = (None, "", 0, "0", False, [], "-1,0", "f16")
@@ -141,7 +141,7 @@ class _Source:
             self._facts, self._bytes = {"model": found[1]}, None
             return True
         if (found := _SIZE.search(line)) is not None:
-            self._bytes = round(float(found[1]) * _UNITS[found[2]])
+            self._bytes = _n_bytes(found[1])
             return True
         for name, pattern in _FACTS:
             if (found := pattern.search(line)) is not None:
@@ -202,9 +202,7 @@ class _Source:
         settings = ", ".join(f"{k} {v}" for k, v in row.items() if k not in fixed)
         facts = {"model": row.get("model", ""), "parameters": row.get("params", ""), "settings": settings,
                  "threads": row.get("threads", ""), "backend": row.get("backend", "")}  # fmt: skip
-        size = re.fullmatch(r"([\d.]+) ([KMGT]iB)", row.get("size", ""))
-        n_bytes = round(float(size[1]) * _UNITS[size[2]]) if size else None
-        common = self._common(at, self._environment(facts, n_bytes))
+        common = self._common(at, self._environment(facts, _n_bytes(row.get("size", ""))))
         self._out.bench.append(
             BenchRow(*common, row["test"], _finite(speed), float(deviation) if deviation.strip() else 0.0, settings)
         )
@@ -372,6 +370,14 @@ class _Source:
         numbers = [float(found[i]) for i in (3, 4, 5)]
         self._out.types.append(TypeErrors(*common, found[1], found[2] or "", bpw, *numbers))
         return True
+
+
+def _n_bytes(text: str) -> int | None:
+    """Bytes of a size as logs print it; None if it was rounded to nothing, or is not a size."""
+    try:
+        return parse_size(text)
+    except ValueError:
+        return None
 
 
 def _finite(value: Any) -> float:

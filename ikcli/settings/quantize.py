@@ -11,7 +11,7 @@ from pathlib import Path
 from ikcli.settings.fleet import BatchConfig, FleetConfig
 from ikcli.settings.hub import HubConfig
 from ikcli.settings.option import arguments, group, opt
-from ikcli.settings.values import parse_text_item, parse_threads
+from ikcli.settings.values import parse_size, parse_text_item, parse_threads
 
 CPU_TENSORS = "exps"
 """Tensors that stay on the CPU where `ik quantize` is not told which."""
@@ -81,9 +81,9 @@ class QuantizeConfig:
         help="file of rules as those of --custom-q, separated by blanks or line ends; they follow those of --custom-q")
 
     target_size: str | None = opt(None, "--target-size", "str", form="SIZE", example="--target-size 12GiB",
-        help="choose the types so that all tensors together have at most SIZE (12GiB, 900M) and the damage is least; "
-        "gpu=SIZE,cpu=SIZE gives both sides a budget of their own. TYPE may be missing; --custom-q rules and "
-        "--*-type options still decide about their tensors")
+        help="choose the types so that all tensors together have at most SIZE (12GiB or 12G: 12*2^30 bytes; 12GB: "
+        "12*10^9) and the damage is least; gpu=SIZE,cpu=SIZE gives both sides a budget of their own. TYPE may "
+        "be missing; --custom-q rules and --*-type options still decide about their tensors")
     target_bpw: str | None = opt(None, "--target-bpw", "str", form="F", example="--target-bpw 3.6",
         help="as --target-size, in bits per weight (3.6 or gpu=5.5,cpu=2.7)")
     target_size_gpu: str | None = opt(None, "--target-size-gpu", "str", form="SIZE", example="--target-size-gpu 8GiB",
@@ -205,8 +205,8 @@ class ConvertConfig:
     target_bpw: str | None = opt(None, "--target-bpw", "str", form="F", example="--target-bpw 3.6",
         help="as --target-size, in bits per weight")
 
-    split_max_size: str | None = opt(None, "--split-max-size", "str", form="N(M|G)", example="--split-max-size 2G",
-        help="bytes of tensors per file at most")
+    split_max_size: int = opt(0, "--split-max-size", "custom", form="SIZE", example="--split-max-size 2G",
+        parse=parse_size, help="bytes of tensors per file at most (2G or 2GiB is 2^31 bytes, 2GB is 2*10^9)")
     split_max_tensors: int = opt(0, "--split-max-tensors", "int", form="N", example="--split-max-tensors 128",
         minimum=0, help="tensors per file at most; 0 = no limit")
     resume: bool = opt(False, "--resume --partial-requant", "switch",

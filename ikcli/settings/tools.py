@@ -14,7 +14,7 @@ from pathlib import Path
 from ikcli.settings.hub import HubConfig
 from ikcli.settings.option import arguments, group, opt
 from ikcli.settings.quantize import ConvertConfig, QuantizeConfig, QuantizeStatsConfig, StudyConfig
-from ikcli.settings.values import parse_text_item, parse_threads
+from ikcli.settings.values import parse_size, parse_text_item, parse_threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +26,8 @@ class GgufSplitConfig:
     merge: bool = opt(False, "--merge", "switch", help="merge all parts of IN, given its first part, into the file OUT")
     max_tensors: int | None = opt(None, "--split-max-tensors", "int", form="N", example="--split-max-tensors 128",
         minimum=1, help="tensors per part at most, default 128")
-    max_size: str | None = opt(None, "--split-max-size", "str", form="N(M|G)", example="--split-max-size 2G",
-        help="bytes of tensors per part at most")
+    max_size: int = opt(0, "--split-max-size", "custom", form="SIZE", example="--split-max-size 2G",
+        parse=parse_size, help="bytes of tensors per part at most (2G or 2GiB is 2^31 bytes, 2GB is 2*10^9)")
     no_tensor_first: bool = opt(False, "--no-tensor-first-split", "switch", help="the first part holds metadata only")
     dry_run: bool = opt(False, "--dry-run", "switch", help="print the parts and write nothing")
 
@@ -72,8 +72,10 @@ class PublishConfig:
         help="the model that was quantized, for the card; default what the metadata say")
     license: str = opt("", "--license", "str", form="ID", example="--license apache-2.0",
         help="for the card; default general.license")
-    split_max_size: str | None = opt(None, "--split-max-size", "str", form="N(M|G)", example="--split-max-size 50G",
-        help="split larger models into parts of so many bytes at most, in a folder each")
+    split_max_size: int = opt(0, "--split-max-size", "custom", form="SIZE", example="--split-max-size 48GB",
+        parse=parse_size,
+        help="split larger models into parts of so many bytes at most, in a folder each (2G or 2GiB is 2^31 bytes, 2GB "
+        "is 2*10^9)")
     imatrix: Path | None = opt(None, "--imatrix", "path", form="FILE", example="--imatrix imatrix.gguf",
         help="the importance matrix, to be copied into the folder")
     results: tuple[str, ...] = opt((), "--results", "custom", form="[LABEL=]FILE", example="--results Q4_K_M=q4.log",

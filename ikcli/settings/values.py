@@ -224,25 +224,32 @@ def _on_off(text: str) -> bool:
     raise ValueError(f"has the state {text}; it is 0 or 1, on or off")
 
 
-_UNITS = {"gib": 2**30, "g": 2**30, "mib": 2**20, "m": 2**20, "gb": 10**9, "mb": 10**6}
-_SIZE = re.compile(r"([\d.]+)\s*([a-zA-Z]*)")
+_SIZE = re.compile(r"(\d{1,18}(?:\.\d*)?|\.\d+)\s*(?:([KMGT]?)(i?B)|([KMGT]))", re.IGNORECASE)
+_PREFIXES = ("", "K", "M", "G", "T")
 _DEVICE = re.compile(r"(?:(\d+)\*)?(cuda|cpu):([\d.]+)([a-z]*)(?::cc=(\d+)\.(\d))?", re.IGNORECASE)
 
 
 def parse_size(text: str) -> int:
-    """Bytes of `16GiB` and the like; GiB and G are 2^30 bytes, GB is 10^9."""
+    """Return the bytes of `12GiB`, `900M` or `1.5GB`, at least 1.
+
+    K, M, G, T and KiB, MiB, GiB, TiB are powers of 1024; KB, MB, GB, TB are powers of 1000; B is bytes. Case does not
+    matter, and a number without a unit is refused.
+    """
     found = _SIZE.fullmatch(text.strip())
-    size, unit = found.groups() if found else (text, "")
-    if unit.lower() not in _UNITS:
-        raise ValueError(f'has the size "{size}{unit}"; write it with a unit, {size}GiB or {size}MiB')
-    try:
-        return int(float(size) * _UNITS[unit.lower()])
-    except ValueError:
-        raise ValueError(f'has the size "{size}", which is not a number') from None
+    number, prefix, suffix, alone = found.groups() if found else ("0", "", "", None)
+    base = 1000 if prefix and suffix.upper() == "B" else 1024
+    n_bytes = round(float(number) * base ** _PREFIXES.index((alone or prefix).upper()))
+    if n_bytes < 1:
+        number = text.strip()
+        way = "a number above 0 with a unit, 12GiB"
+        if number.isdecimal():
+            way = f"it with a unit, {number}GiB or {number}GB"
+        raise ValueError(f'has the size "{text}"; write {way}')
+    return n_bytes
 
 
 def parse_device_spec(text: str) -> tuple[DeviceSpec, ...]:
-    """`[N*]cuda:SIZE[:cc=X.Y]` and `cpu:SIZE`, separated by commas; GiB and G are 2^30 bytes, GB is 10^9."""
+    """`[N*]cuda:SIZE[:cc=X.Y]` and `cpu:SIZE`, separated by commas; sizes as for `parse_size`."""
     specs: list[DeviceSpec] = []
     for piece in filter(None, (item.strip() for item in text.split(","))):
         found = _DEVICE.fullmatch(piece)

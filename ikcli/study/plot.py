@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ikcli.bench.sweep_plot import new_figure
 from ikcli.gguf.types import TYPES
 from ikcli.study.study import Study
 
 
 def draw(study: Study, path: Path) -> None:
-    """Write the plot; the suffix says in which form. See `ikcli.bench.sweep_plot.check_output` for errors."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
+    """Write the plot; the suffix says in which form. See `sweep_plot.check_output` for errors."""
     titles = study.titles()
-    figure = Figure(figsize=(9, 1.5 + 0.22 * len(titles)), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(path, 9, 1.5 + 0.22 * len(titles))
     axes = figure.subplots()
     for type in study.types():
         points = [(i, study.get(t, type)) for i, t in enumerate(titles)]

@@ -6,14 +6,13 @@ continuations, then int32 token and int32 count of each. A static file holds n-g
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from ikcli.errors import FormatError, IkError
+from ikcli.files import written_whole
 
 Gram = tuple[int, ...]
 Counts = dict[Gram, dict[int, int]]
@@ -54,10 +53,8 @@ def write_counts(counts: Counts, path: Path) -> None:
         for pair in follow.items():
             words += pair
     try:
-        fd, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        with os.fdopen(fd, "wb") as f:
-            f.write(np.array(words, dtype="<i4").tobytes())
-        os.replace(temporary, path)
+        with written_whole(path, private=True) as temporary:
+            temporary.write_bytes(np.array(words, dtype="<i4").tobytes())
     except OSError as e:
         raise IkError(f"{path}: cannot write the n-gram file: {e.strerror or e}") from None
 

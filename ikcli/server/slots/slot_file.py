@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 import struct
-import tempfile
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -26,6 +25,7 @@ from ikcli.engine.run.adapters import NOTHING, Added
 from ikcli.engine.run.control_vectors import VectorUse
 from ikcli.engine.run.saved_sequence import Checkpoint, SavedSequence
 from ikcli.engine.run.session import Session
+from ikcli.files import written_whole
 from ikcli.server.slots.states import EngineError
 
 MAGIC, VERSION = b"ik-slot\n", 1
@@ -73,11 +73,7 @@ def write(parts: Iterable[Part], path: Path) -> int:
     """Write a file of `encode`; returns its size. EngineError 500 if that fails, and then there is none."""
     digest = hashlib.sha256()
     try:
-        fd, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    except OSError as e:
-        raise EngineError(500, "server_error", f"cannot write {path.name}: {e.strerror or e}") from None
-    try:
-        with os.fdopen(fd, "wb") as f:
+        with written_whole(path, private=True) as temporary, temporary.open("wb") as f:
             for part in parts:
                 data = part if isinstance(part, bytes) else part.tobytes()
                 digest.update(data)
@@ -86,9 +82,7 @@ def write(parts: Iterable[Part], path: Path) -> int:
             f.flush()
             os.fsync(f.fileno())
             n_bytes = f.tell()
-        os.replace(temporary, path)
     except OSError as e:
-        Path(temporary).unlink(missing_ok=True)
         raise EngineError(500, "server_error", f"cannot write {path.name}: {e.strerror or e}") from None
     return n_bytes
 

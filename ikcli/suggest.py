@@ -1,17 +1,8 @@
-"""Nearest known name for an unknown one, by edit distance and by common prefix."""
+"""Find the known names nearest to an unknown one, by edit distance and by common prefix."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-
-MEANT = {
-    "--quantize-q": "--custom-q",
-    "--custom-quants": "--custom-q",
-    "--custom-types": "--custom-q",
-    "--tensor-types": "--custom-q",
-    "--numactl": "--numa",
-}
-"""Names that users write for an option whose name is far from theirs."""
 
 
 def edit_distance(a: str, b: str) -> int:
@@ -35,9 +26,14 @@ def common_prefix(a: str, b: str) -> int:
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The most similar of the known names, or None if nothing comes close; earlier names win ties."""
+    """Return the most similar of the known names, or None if nothing comes close; earlier names win ties."""
+    return next(iter(near_names(word, known)), None)
+
+
+def near_names(word: str, known: Iterable[str], most: int = 3) -> list[str]:
+    """Return up to `most` known names that are similar to `word`, the most similar first; case does not matter."""
     bare = word.lstrip("-").lower()
-    best: tuple[float, str] | None = None
+    found: list[tuple[float, str]] = []
     for candidate in known:
         other = candidate.lstrip("-").lower()
         score = float(edit_distance(bare, other))
@@ -45,8 +41,6 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
         if shorter >= 2 and bare[:shorter] == other[:shorter]:
             score = min(score, 1 + 0.1 * abs(len(bare) - len(other)))
         score -= 0.01 * common_prefix(bare, other)
-        if best is None or score < best[0]:
-            best = (score, candidate)
-    if best is None or best[0] > max(1.3, len(bare) // 3):
-        return None
-    return best[1]
+        if score <= max(1.3, len(bare) // 3):
+            found.append((score, candidate))
+    return [name for _, name in sorted(found, key=lambda item: item[0])[:most]]

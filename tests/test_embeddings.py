@@ -25,14 +25,13 @@ from ikcli.engine.plan.programs import HIDDEN
 from ikcli.engine.run import gpus, sequences
 from ikcli.engine.run.batch import Batch
 from ikcli.engine.run.embedder import Embedder, embed, side_by_side, states
-from ikcli.engine.run.pooling import Pooling, RankHead, normalized, pooling_of, similarities
+from ikcli.engine.run.pooling import Pooling, PoolState, RankHead, normalized, pooling_of, similarities
 from ikcli.engine.run.reference_session import ReferenceSession
 from ikcli.engine.run.session import Session
 from ikcli.errors import FormatError, IkError, UnsupportedError, UsageError
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import open_gguf
 from ikcli.models import GraphConfig, Outputs
-from ikcli.server.slots.ngrams import Pool
 from ikcli.settings.run import RunConfig
 
 Array = npt.NDArray[Any]
@@ -196,7 +195,7 @@ def test_vectors_of_texts_in_pieces(pieces: tuple[int, ...], rng: np.random.Gene
         (Pooling.NONE, True, rows), (Pooling.MEAN, True, mean), (Pooling.CLS, True, rows[:1]),
         (Pooling.LAST, True, rows[6:]), (Pooling.RANK, True, rows[6:]), (Pooling.RANK, False, rows[:1]),
     ):  # fmt: skip
-        pool, at = Pool(pooling, 7, causal=causal), 0
+        pool, at = PoolState(pooling, 7, causal=causal), 0
         for n in pieces:
             assert not pool.done
             chosen = [at + i for i in pool.wanted(n)]

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -316,15 +314,11 @@ def opened(table: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> list[FakeSessi
     """Sessions that the subcommand opens; their model is the table."""
     sessions: list[FakeSession] = []
 
-    class Opener:
-        @staticmethod
-        def open(config: RunConfig, *, n_ctx: int, n_seq_max: int, planner: object = None) -> FakeSession:
-            sessions.append(FakeSession(table, n_ctx=n_ctx, n_seq_max=n_seq_max, n_batch=config.n_batch))
-            return sessions[-1]
+    def open_session(config: RunConfig, *, n_ctx: int, n_seq_max: int, planner: object = None) -> FakeSession:
+        sessions.append(FakeSession(table, n_ctx=n_ctx, n_seq_max=n_seq_max, n_batch=config.n_batch))
+        return sessions[-1]
 
-    module = ModuleType("ikcli.engine.run.session")
-    module.Session = Opener  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "ikcli.engine.run.session", module)
+    monkeypatch.setattr("ikcli.engine.run.opening.open_session", open_session)
     return sessions
 
 

@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -203,9 +203,7 @@ class Opener:
 @pytest.fixture
 def opener(table: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> Opener:
     fake = Opener(table)
-    module = ModuleType("ikcli.engine.run.session")
-    module.Session = fake  # type: ignore[attr-defined]
-    monkeypatch.setitem(__import__("sys").modules, "ikcli.engine.run.session", module)
+    monkeypatch.setattr("ikcli.engine.run.opening.open_session", fake.open)
     return fake
 
 

@@ -24,12 +24,11 @@ from ikcli.quant.decode import dequantize
 from ikcli.quant.encoders import EncodeOptions, quantize_rows
 from ikcli.quant.imatrix_file import Imatrix, ImatrixEntry, write_legacy
 from ikcli.quant.job import JobProgress
-from ikcli.quant.quantizer import Readers, Target, output_parts, part_is_done, run
+from ikcli.quant.quantizer import Readers, Target, TensorEncoder, output_parts, part_is_done, run
 from ikcli.quant.recipes import RecipeOptions
 from ikcli.quant.repack import repack_rows
 from ikcli.quant.run_key import left_bytes, run_key
 from ikcli.quant.tool import ToolOptions, plan_quantize
-from ikcli.server.slots.worker import Worker
 
 T = GGMLType
 SHAPE = (64, 40, 3)  # 40 rows are no multiple of 16
@@ -100,7 +99,7 @@ def test_pieces_cover_all_rows_in_whole_groups(tmp_path: Path, rng: np.random.Ge
     source = write(tmp_path / "in.gguf", {"blk.0.ffn_up_exps.weight": (SHAPE, T.Q8_0_R8, raw)})
     settings = ToolOptions(allow_requantize=True)
     job = plan_quantize(str(source), str(tmp_path / "o.gguf"), RecipeOptions(2, pure=True), settings).job
-    work = Worker(job.file, [Target(job, job.choices[0])], 2, Readers())
+    work = TensorEncoder(job.file, [Target(job, job.choices[0])], 2, Readers())
     pieces = list(work.pieces())
     assert [m for m, first, _ in pieces] == [first // 40 for _, first, _ in pieces]
     assert [first for _, first, _ in pieces] == [0, *(stop for _, _, stop in pieces[:-1])] and pieces[-1][2] == 120

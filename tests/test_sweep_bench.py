@@ -190,7 +190,7 @@ class Opener:
 @pytest.fixture
 def opener(monkeypatch: pytest.MonkeyPatch) -> Opener:
     fake = Opener()
-    monkeypatch.setattr(command, "Session", fake)
+    monkeypatch.setattr(command, "open_session", fake.open)
     return fake
 
 

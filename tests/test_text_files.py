@@ -253,7 +253,7 @@ def test_commands_end_with_one_sentence(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_nobody_else_reads_files_that_people_write() -> None:
     own = ("commit.py", "hub/cache.py", "hub/download.py", "native/kernel_cache.py", "backends/cuda/modules.py",
-           "commands/help.py", "convert/config.py", "eval/report_page.py", "eval/publish.py")  # fmt: skip
+           "commands/help.py", "convert/config.py", "report/page.py", "publish/folder.py")  # fmt: skip
     pattern = re.compile(r'\.read_text\(encoding="utf-8(-sig)?"\)')
     found = [
         str(p.relative_to(PACKAGE)) for p in PACKAGE.rglob("*.py") if pattern.search(p.read_text(encoding="utf-8"))

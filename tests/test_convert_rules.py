@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from checkpoints import bf16, write_safetensors
 
-from ikcli.convert.archs import ARCHITECTURES, architecture_of
+from ikcli.convert import archs
+from ikcli.convert.archs import ARCHITECTURES, architecture_of, by_class
 from ikcli.convert.build import Architecture, Build, convert_tensors
 from ikcli.convert.config import Config
 from ikcli.convert.names import gguf_names
@@ -237,6 +238,12 @@ def test_text_parts_of_models_that_see(tmp_path: Path) -> None:
     assert list(m.tensors) == ["blk.0.attn_norm.weight"] and m.dropped == ["vision_tower.encoder.layers.0.weight"]
     assert m.metadata["gemma3.attention.key_length"] == 256  # of the class
     assert config.not_understood(architecture.harmless) == []
+
+
+def test_every_class_has_one_conversion() -> None:
+    files = {path.stem for path in Path(archs.__file__).parent.glob("*.py")} - {"__init__"}
+    assert files == set(archs._FAMILIES.split())
+    assert len(by_class()) == sum(len(a.classes) for a in ARCHITECTURES)
 
 
 def test_every_architecture_that_runs_has_a_conversion() -> None:

@@ -3,64 +3,21 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from importlib import import_module
 
-from ikcli.convert.archs import (
-    arctic,
-    baichuan,
-    bert,
-    bloom,
-    cohere,
-    dbrx,
-    deepseek,
-    dots,
-    ernie,
-    exaone,
-    falcon,
-    gemma,
-    glm,
-    gpt2,
-    gpt_oss,
-    gptneox,
-    granite,
-    grok,
-    hunyuan,
-    internlm,
-    kimi,
-    laguna,
-    ling,
-    llama,
-    llama4,
-    mamba,
-    mellum,
-    mimo,
-    minimax,
-    mpt,
-    muse,
-    nemotron,
-    olmo,
-    phi,
-    plamo,
-    qwen,
-    qwen3_next,
-    refact,
-    seed,
-    stablelm,
-    starcoder,
-    step,
-)
 from ikcli.convert.build import Architecture
 from ikcli.convert.config import Config
 from ikcli.errors import UnsupportedError
 
+_FAMILIES = (
+    "arctic baichuan bert bloom cohere dbrx deepseek dots ernie exaone falcon gemma glm gpt2 gpt_oss gptneox "
+    "granite grok hunyuan internlm kimi laguna ling llama llama4 mamba mellum mimo minimax mpt muse nemotron olmo "
+    "phi plamo qwen qwen3_next refact stablelm starcoder step"
+)
+"""The files of this folder, each with the records of a model family."""
+
 ARCHITECTURES: tuple[Architecture, ...] = tuple(
-    found
-    for module in (
-        *(arctic, baichuan, bert, bloom, cohere, dbrx, deepseek, dots, ernie, exaone, falcon, gemma, glm),
-        *(gpt2, gpt_oss, gptneox, granite, grok, hunyuan, internlm, kimi, laguna, ling, llama, llama4, mamba),
-        *(mellum, mimo, minimax, mpt, muse, nemotron, olmo, phi, plamo, qwen, qwen3_next, refact, seed),
-        *(stablelm, starcoder, step),
-    )
-    for found in module.ARCHITECTURES
+    found for family in _FAMILIES.split() for found in import_module(f"{__name__}.{family}").ARCHITECTURES
 )
 
 

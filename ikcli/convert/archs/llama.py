@@ -1,4 +1,4 @@
-"""Llama and models that differ from it in settings: Mistral, Mixtral, SmolLM3, MiniCPM, XVERSE, Orion."""
+"""Llama and models that differ from it in settings: Mistral, Mixtral, SmolLM3, MiniCPM, XVERSE, Orion, Seed-OSS."""
 
 from __future__ import annotations
 
@@ -100,4 +100,5 @@ ARCHITECTURES = (
     b.Architecture("minicpm", ("MiniCPMForCausalLM",), _minicpm, b.PAIRS, finish),
     b.Architecture("xverse", ("XverseForCausalLM",), _xverse, b.PAIRS, k.tied),
     b.Architecture("orion", ("OrionForCausalLM",), _orion, finish=k.tied),
+    b.Architecture("seed_oss", ("SeedOssForCausalLM",), k.plain, finish=k.tied),
 )  # fmt: skip

@@ -101,7 +101,7 @@ def _ranks(m: b.Build) -> None:
     """Write the pooling type of rerankers and the labels of their scores."""
     m.key("pooling_type", _RANK)
     labels = m.config.inner("id2label")
-    names = [str(labels[key]) for key in sorted(labels, key=int)] if all(str(k).isdecimal() for k in labels) else []
+    names = [str(labels[key]) for key in sorted(labels, key=int)] if all(str(key).isdecimal() for key in labels) else []
     if names and names != ["LABEL_0"]:
         m.key("classifier.output_labels", names)
 

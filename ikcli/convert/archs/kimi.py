@@ -69,7 +69,7 @@ def _kimi_linear(m: b.Build) -> None:
         raise c.refuse("layer_types", "full_attention or linear_attention for every layer")
     if n_head != c.integer("num_attention_heads"):
         raise c.refuse("num_attention_heads", f"the {n_head} heads of linear layers")
-    m.key("attention.head_count_kv", [c.integer("num_attention_heads") * (k == "full_attention") for k in kinds])
+    m.key("attention.head_count_kv", [c.integer("num_attention_heads") * (kind == "full_attention") for kind in kinds])
     m.key("ssm.conv_kernel", int(taps))
     m.key("kda.head_dim", int(width or 0))
     m.key("rope.freq_base", read_rope(c).theta)

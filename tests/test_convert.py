@@ -303,7 +303,7 @@ def record(shape: list[int], first: int, last: int, dtype: str = "F32") -> dict[
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"", "no safetensors file"),
+        (b"", "not a safetensors file"),
         (struct.pack("<Q", 1 << 60) + b"{}", "header of"),
         (struct.pack("<Q", 3) + b"abc", "not JSON"),
         (struct.pack("<Q", 2) + b"[]", "not a JSON object"),
@@ -333,7 +333,10 @@ def test_shards_and_their_index(tmp_path: Path) -> None:
     for change_to, message in (
         ({"x": "../model.safetensors"}, "not the name of a file"),
         (whole["weight_map"] | {"extra": "model-00001-of-00002.safetensors"}, "tensor extra"),
-        (whole["weight_map"] | {"extra": "model-00003-of-00002.safetensors"}, "1 files are missing"),
+        (
+            whole["weight_map"] | {"extra": "model-00003-of-00002.safetensors"},
+            "files of model.safetensors.index.json are missing: model-00003-of-00002.safetensors",
+        ),
         ("nothing", "does not map"),
     ):
         index.write_text(json.dumps({"weight_map": change_to}))

@@ -211,15 +211,15 @@ def test_command(tmp_path: Path, rng: np.random.Generator, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"peft_type": "IA3"}, "peft_type is 'IA3'; only LORA"),
-        ({"use_dora": True}, "use_dora has no form in GGUF; merge the adapter"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save has no form in GGUF"),
-        ({"target_parameters": ["x"]}, "target_parameters has no form"),
-        ({"bias": "all"}, "bias 'all' has no form"),
+        ({"peft_type": "IA3"}, "peft_type is 'IA3'; GGUF has adapters of type LORA only"),
+        ({"use_dora": True}, "use_dora cannot be expressed in GGUF; merge the adapter"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save cannot be expressed in GGUF"),
+        ({"target_parameters": ["x"]}, "target_parameters cannot be expressed"),
+        ({"bias": "all"}, "bias 'all' cannot be expressed"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa' changes the base model"),
         ({"lora_alpha": 0}, "lora_alpha is 0; it should be a number other than 0"),
         ({"lora_alpha": "x"}, "lora_alpha is 'x'"),
-        ({"alpha_pattern": {"(": 3}}, "alpha_pattern '\\(' is no regular expression"),
+        ({"alpha_pattern": {"(": 3}}, "alpha_pattern '\\(' is not a regular expression"),
     ],
 )
 def test_settings_that_gguf_cannot_say(
@@ -240,7 +240,7 @@ def test_tensors_that_are_no_adapter(tmp_path: Path, rng: np.random.Generator) -
         ({a: good[a]}, "has only a lora_A"),
         ({a: good[a], b: good[b][:, :3]}, "have ranks 4 and 3"),
         (good | {"base_model.model.lm_head.weight": good[a]}, "lm_head.weight is neither a lora_A nor a lora_B"),
-        ({a: good[a] * np.nan, b: good[b]}, "is no matrix of finite numbers"),
+        ({a: good[a] * np.nan, b: good[b]}, "is not a matrix of finite numbers"),
         (pair(rng, "mlp.strange", 4, 4), r"mlp\.strange\.weight has no place in architecture llama"),
         (pair(rng, "self_attn.q_proj", 30, N_EMBD), "does not fit 30 rows"),
     ):

@@ -414,9 +414,9 @@ F8 = ("F8_E4M3", np.zeros((4, 4), np.uint8))
         (
             {"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": {"num_bits": 8}}}},
             {"a.weight_packed": ONES, "a.weight_scale": ONES, "a.weight_shape": np.array([4, 32])},
-            "num_bits of tensor a.weight_packed cannot be told",
+            "num_bits of tensor a.weight_packed is ambiguous",
         ),
-        ({"quant_method": "mxfp4"}, {"a_blocks": ONES, "a_scales": ONES}, "are no blocks of 32 of experts"),
+        ({"quant_method": "mxfp4"}, {"a_blocks": ONES, "a_scales": ONES}, "are not blocks of 32 of experts"),
         ({"quant_method": "modelopt"}, {"a.pre_quant_scale": ONES}, r"tensor a\.pre_quant_scale is of a kind"),
     ],
 )

@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 from checkpoints import bf16, write_safetensors
 
-from ikcli.convert.archs import ARCHITECTURES, architecture_of
-from ikcli.convert.build import Build, convert_tensors
+from ikcli.convert import archs
+from ikcli.convert.archs import ARCHITECTURES, architecture_of, by_class
+from ikcli.convert.build import Architecture, Build, convert_tensors
 from ikcli.convert.config import Config
+from ikcli.convert.names import gguf_names
 from ikcli.convert.source import SafetensorsSource
 from ikcli.errors import FormatError, IkError, UnsupportedError
 from ikcli.models import ARCHITECTURES as MODELS
@@ -238,11 +240,46 @@ def test_text_parts_of_models_that_see(tmp_path: Path) -> None:
     assert config.not_understood(architecture.harmless) == []
 
 
+def test_every_class_has_one_conversion() -> None:
+    files = {path.stem for path in Path(archs.__file__).parent.glob("*.py")} - {"__init__"}
+    assert files == set(archs._FAMILIES.split())
+    assert len(by_class()) == sum(len(a.classes) for a in ARCHITECTURES)
+
+
 def test_every_architecture_that_runs_has_a_conversion() -> None:
     assert {a.name for a in ARCHITECTURES} == set(MODELS) - {"cohere2moe"}  # another spelling
     assert "supports all architectures of [models.md](models.md)" in (
         Path(__file__).parents[1] / "docs" / "convert.md"
     ).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda a: a.classes[0])
+def test_gguf_has_names_of_every_architecture(architecture: Architecture) -> None:
+    names = gguf_names(architecture.names or architecture.name, architecture.strip)
+    assert "token_embd" in names.values() and any(place.startswith("blk.*.") for place in names.values())
+
+
+def test_names_of_one_architecture_leave_those_of_others_alone() -> None:
+    """Arctic calls the norm before its experts what others call the norm before the feed-forward part."""
+    gguf_names.cache_clear()
+    assert gguf_names("arctic", "")["layers.*.post_attention_layernorm"] == "blk.*.ffn_norm_exps"
+    assert gguf_names("llama", "")["layers.*.post_attention_layernorm"] == "blk.*.ffn_norm"
+
+
+def test_two_norms_of_falcon(tmp_path: Path) -> None:
+    """`attn_norm_2` is the norm before attention, unless the layer has only one."""
+    config = {"architectures": ["FalconForCausalLM"], "model_type": "falcon", "new_decoder_architecture": True}
+    config |= {"layer_norm_epsilon": 1e-5, "num_kv_heads": 2}
+    attention, feed_forward, single = numbers(8), numbers(8) + 8, numbers(8) + 16
+    tensors = {
+        "transformer.h.0.ln_attn.weight": attention,
+        "transformer.h.0.ln_mlp.weight": feed_forward,
+        "transformer.h.1.input_layernorm.weight": single,
+    }
+    m = build(tmp_path, config, tensors)
+    np.testing.assert_array_equal(values(m, "blk.0.attn_norm_2.weight"), attention)
+    np.testing.assert_array_equal(values(m, "blk.0.attn_norm.weight"), feed_forward)
+    np.testing.assert_array_equal(values(m, "blk.1.attn_norm.weight"), single)
 
 
 ARCTIC = {

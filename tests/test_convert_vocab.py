@@ -367,8 +367,8 @@ def test_chat_templates_of_all_places(tmp_path: Path, capsys: pytest.CaptureFixt
     ("change", "message"),
     [
         (lambda d: d["model"].update(vocab=[]), "model.vocab is missing"),
-        (lambda d: d["model"].update(type="WordLevel"), "type 'WordLevel' has no form in GGUF"),
-        (lambda d: d["model"].update(end_of_word_suffix="</w>"), "end_of_word_suffix '</w>' has no form"),
+        (lambda d: d["model"].update(type="WordLevel"), "type 'WordLevel' cannot be expressed in GGUF"),
+        (lambda d: d["model"].update(end_of_word_suffix="</w>"), "end_of_word_suffix '</w>' cannot be expressed"),
         (lambda d: d["model"].update(merges=[["a"]]), "entry 0 is not a pair of tokens"),
         (lambda d: d["model"]["vocab"].update(zz=-1), "the id of 'zz' is -1"),
         (lambda d: d.update(added_tokens=[{"id": "x"}]), "added_tokens are not tokens with ids"),

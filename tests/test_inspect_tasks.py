@@ -381,7 +381,7 @@ def test_a_split_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
         (["--set-file", "general.name"], "is not KEY=@FILE"),
         (["--set-file", "llama.rope.freq_base=@x"], "is of type float32"),
         (["--set", "a=str:x", "--diff"], "exclude each other"),
-        (["--hash", "md5"], '"md5" is no digest'),
+        (["--hash", "md5"], '"md5" is not a digest'),
         (["--no-layer"], "--no-layer goes with --hash"),
         (["-o", "x"], "-o goes with --set"),
         (["--check", "/no/such"], "cannot read /no/such: No such file"),

@@ -1,6 +1,6 @@
 """`ik convert DIR [--outfile F] [--outtype TYPE]`: a checkpoint as a GGUF file, in any type that `ik quantize` writes.
 
-Answers to convert_hf_to_gguf.py; types are chosen as `ik quantize` chooses them for
+Corresponds to convert_hf_to_gguf.py; types are chosen as `ik quantize` chooses them for
 a file in the checkpoint's own types.
 """
 

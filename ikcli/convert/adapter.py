@@ -1,8 +1,8 @@
-"""A low-rank adapter of PEFT (adapter_config.json and adapter_model.safetensors) as a GGUF adapter.
+"""Convert a LoRA adapter of PEFT (adapter_config.json and adapter_model.safetensors) to a GGUF adapter.
 
-The rules of the base model's architecture say what becomes of its matrices, and the adapter's factors follow: rows of
-a matrix that are chosen or rearranged are rows of b, columns are columns of a, a transposed matrix swaps the two. GGUF
-has one alpha for all tensors, by which readers scale with alpha / rank; what differs from that is multiplied into b.
+The factors follow the rules that the base model's architecture has for its matrices: chosen or rearranged rows are
+rows of b, columns are columns of a, and a transposed matrix swaps the two. GGUF has one alpha for all tensors, and
+readers scale by alpha / rank; any other scale is multiplied into b.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ FILE_TYPES = {
     "bf16": (32, GGMLType.BF16),
     "q8_0": (7, GGMLType.Q8_0),
 }
-"""Types of the factors: number of the file type, type of its tensors."""
+"""Types of the factors: file type number and tensor type."""
 _NAME = re.compile(r"(?:base_model\.model\.)?(?P<module>.+?)\.lora_(?P<part>[AB])(?:\.[^.]+)?\.weight")
-# Ways of starting that leave the base model as it is; with others the adapter is one of a changed base.
+# Initialisations that keep the base model unchanged; adapters with another one belong to a changed base.
 _STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """A matrix that is added to one of the base model: left @ right, in the shape that the checkpoint stores."""
+    """The factors of an update: left @ right is added to a matrix of the base model, in the checkpoint's shape."""
 
     left: Floats
     right: Floats
@@ -59,7 +59,7 @@ class Factors:
 
 @dataclass(slots=True)
 class PeftAdapter:
-    """What the file will hold: keys, and a and b of every matrix, (matrices,) rows, columns."""
+    """The contents of the GGUF file: keys, and a and b of every matrix with shape ([matrices,] rows, columns)."""
 
     metadata: dict[str, Any]
     tensors: dict[str, Floats]
@@ -69,7 +69,7 @@ class PeftAdapter:
 
 @dataclass(slots=True)
 class _Shapes:
-    """A source that knows only the shapes of the matrices which an adapter changes."""
+    """A source without values: only the shapes of the matrices that an adapter changes."""
 
     shapes: Mapping[str, tuple[int, ...]]
     names: Sequence[str] = field(init=False)
@@ -93,7 +93,7 @@ class _Shapes:
 def open_adapter(directory: Path, base: Path | None = None) -> PeftAdapter:
     """Read an adapter; `base` is the directory of its base model, or its config.json.
 
-    UnsupportedError names the key of adapter_config.json that GGUF cannot express.
+    Raise an UnsupportedError that names the key of adapter_config.json which GGUF cannot express.
     """
     path = directory / CONFIG
     settings = read_json(path)
@@ -121,7 +121,7 @@ def open_adapter(directory: Path, base: Path | None = None) -> PeftAdapter:
     tensors: dict[str, Floats] = {}
     for name, rows in m.tensors.items():
         if name.endswith(("attn_k_b.weight", "attn_v_b.weight")) and _whole_kv_b(name) in m.tensors:
-            continue  # the same matrix once more, for readers that do without the whole one
+            continue  # a part of attn_kv_b, which the file has as a whole
         a, b = _follow(rows, stored, directory)
         tensors[f"{name}.lora_a"], tensors[f"{name}.lora_b"] = a, b
     metadata = {
@@ -135,7 +135,7 @@ def open_adapter(directory: Path, base: Path | None = None) -> PeftAdapter:
 
 
 def write_adapter(adapter: PeftAdapter, output: Path, outtype: str) -> None:
-    """Write the file; rows that do not suit the type are written as F16."""
+    """Write the file. Rows whose length does not suit the type are written as F16."""
     number, wanted = FILE_TYPES[outtype]
     specs = []
     for name, values in adapter.tensors.items():
@@ -150,16 +150,20 @@ def write_adapter(adapter: PeftAdapter, output: Path, outtype: str) -> None:
 
 
 def _refuse(path: Path, settings: Mapping[str, Any]) -> None:
-    """What an adapter of GGUF cannot say."""
+    """Refuse settings that a GGUF adapter cannot express."""
     kind = settings.get("peft_type")
     if kind != "LORA":
-        raise UnsupportedError(f"{path}: peft_type is {kind!r}; only LORA has a form in GGUF")
+        raise UnsupportedError(f"{path}: peft_type is {kind!r}; GGUF has adapters of type LORA only")
     for key in ("use_dora", "use_qalora", "lora_bias", "modules_to_save", "target_parameters", "layer_replication",
                 "trainable_token_indices", "alora_invocation_tokens", "arrow_config", "corda_config"):  # fmt: skip
         if settings.get(key):
-            raise UnsupportedError(f"{path}: {key} has no form in GGUF; merge the adapter into its base model instead")
+            raise UnsupportedError(
+                f"{path}: {key} cannot be expressed in GGUF; merge the adapter into its base model instead"
+            )
     if settings.get("bias", "none") != "none":
-        raise UnsupportedError(f"{path}: bias {settings['bias']!r} has no form in GGUF; merge the adapter instead")
+        raise UnsupportedError(
+            f"{path}: bias {settings['bias']!r} cannot be expressed in GGUF; merge the adapter instead"
+        )
     start = settings.get("init_lora_weights", True)
     if start not in _STARTS:
         raise UnsupportedError(
@@ -185,12 +189,12 @@ def _base_config(path: Path, settings: Mapping[str, Any], base: Path | None) -> 
 def _has_config(directory: Path) -> bool:
     try:
         return (directory / "config.json").is_file()
-    except OSError:  # a name that no file can have
+    except OSError:  # not a valid file name
         return False
 
 
 def _pairs(source: SafetensorsSource, path: Path) -> dict[str, tuple[Floats, Floats]]:
-    """a (rank, inputs) and b (outputs, rank) by the name of the base model's matrix."""
+    """Return a (rank, inputs) and b (outputs, rank) by the name of the base model's matrix."""
     parts: dict[str, dict[str, Floats]] = {}
     for name in source.names:
         if name.endswith(".base_layer.weight"):
@@ -200,7 +204,7 @@ def _pairs(source: SafetensorsSource, path: Path) -> dict[str, tuple[Floats, Flo
             raise UnsupportedError(f"{path}: tensor {name} is neither a lora_A nor a lora_B of a matrix")
         values = read_floats(source, name)
         if values.ndim != 2 or not np.isfinite(values).all():
-            raise FormatError(f"{path}: tensor {name} of shape {list(values.shape)} is no matrix of finite numbers")
+            raise FormatError(f"{path}: tensor {name} of shape {list(values.shape)} is not a matrix of finite numbers")
         parts.setdefault(found["module"] + ".weight", {})[found["part"]] = values
     out = {}
     for name, pair in parts.items():
@@ -216,14 +220,14 @@ def _pairs(source: SafetensorsSource, path: Path) -> dict[str, tuple[Floats, Flo
 
 
 def _scale(path: Path, settings: Mapping[str, Any], module: str, rank: int) -> float:
-    """What a @ b is multiplied with."""
+    """Return the factor of b @ a: alpha / rank, or alpha / sqrt(rank) with rsLoRA."""
     alpha: Any = settings.get("lora_alpha")
     patterns = settings.get("alpha_pattern") or {}
     for key, value in patterns.items() if isinstance(patterns, dict) else ():
         try:
             matches = re.match(rf"(?:.*\.)?(?:{key})$", module)
         except re.error:
-            raise FormatError(f"{path}: alpha_pattern {key!r} is no regular expression") from None
+            raise FormatError(f"{path}: alpha_pattern {key!r} is not a regular expression") from None
         if matches:
             alpha = value
             break
@@ -239,7 +243,7 @@ class _Scaled:
     scale: float
 
     def stored(self, alpha: float, turned: bool) -> Factors:
-        """The factors of the matrix as the checkpoint stores it, for readers that scale with alpha / rank."""
+        """Return the factors for the stored orientation of the matrix; readers scale them by alpha / rank."""
         factor = self.scale * self.a.shape[0] / alpha
         b = self.b if abs(factor - 1) < 1e-6 else self.b * np.float32(factor)
         return Factors(self.a.T, b.T) if turned else Factors(b, self.a)
@@ -250,7 +254,7 @@ def _whole_kv_b(name: str) -> str:
 
 
 def _follow(rows: NewRows, stored: Mapping[str, Factors], directory: Path) -> tuple[Floats, Floats]:
-    """a and b for a new tensor, from the pieces that it is made of."""
+    """Return a and b of a new tensor, derived from the pieces that it consists of."""
     if rows.value is not None or any(isinstance(piece, Constant) for piece in rows.pieces):
         raise UnsupportedError(
             f"{directory}: {rows.name} is computed from the base model, which an adapter cannot follow"
@@ -276,7 +280,7 @@ def _piece(piece: Any, stored: Mapping[str, Factors], directory: Path) -> Factor
         order = piece.order if piece.order is not None else np.arange(piece.first, piece.first + piece.n_rows)
         right = factors.right if piece.columns is None else factors.right[:, piece.columns]
         return Factors(factors.left[order], right)
-    # what a function makes of a matrix is seen from what it makes of the numbers of its elements
+    # apply the function to element numbers: the result shows where it moves each row and column
     width = factors.right.shape[1]
     numbers = np.arange(piece.first * width, piece.last * width, dtype=np.int64).reshape(-1, width)
     at_row, at_column = np.divmod(piece.make(numbers), width)

@@ -1,8 +1,9 @@
-"""A model under conversion: its GGUF keys, its new tensors, and the rules that make them of those of the checkpoint.
+"""A model under conversion: its GGUF keys, its new tensors, and the rules that make them from those of the checkpoint.
 
-An architecture is a record with a table. A name of the table is that of a tensor without `model.` and without
-`.weight`/`.bias` (or with it, which comes first); `*` is the number of the block, `#` that of the expert. What it maps
-to is a GGUF name, or a rule: a function that gets the tensor and adds what becomes of it.
+An architecture is a record. Names of tensors come from the gguf package (`names.py`); the record's table holds what
+differs from it. A key of the table is a tensor name in general form, without `.weight`/`.bias` or with it (which takes
+precedence); `*` is the number of the block, `#` that of the expert. A value is a GGUF name, or a rule: a function that
+receives the tensor and adds the new ones.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from ikcli.convert.config import Config
+from ikcli.convert.names import general_name, gguf_names
 from ikcli.convert.pieces import TYPES_OF, Constant, Floats, Matrix, NewRows, Order, Piece, TensorRows, Value, n_rows_of
 from ikcli.convert.quantized import Dequantized
 from ikcli.convert.source import Array, CheckpointSource
@@ -27,7 +29,7 @@ _F32_PARTS = ("_norm.weight", "ssm_conv1d")
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A tensor of the checkpoint that a rule is for."""
+    """A tensor of the checkpoint that a rule applies to."""
 
     name: str
     shape: tuple[int, ...]
@@ -36,9 +38,9 @@ class Found:
     expert: int
 
     def matrix(self) -> tuple[int, int]:
-        """(rows, width); FormatError if it is no matrix."""
+        """Return (rows, width), or raise a FormatError unless it is a matrix."""
         if len(self.shape) != 2:
-            raise FormatError(f"tensor {self.name} has the shape {list(self.shape)}, which is no matrix")
+            raise FormatError(f"tensor {self.name} has the shape {list(self.shape)}, not that of a matrix")
         return self.shape[0], self.shape[1]
 
 
@@ -50,24 +52,26 @@ Table = dict[str, "str | Rule"]
 class Architecture:
     """How models of some classes become a GGUF architecture.
 
-    `keys` writes the metadata, `table` says what becomes of tensors, `finish` adds what no tensor is behind. Tensors
-    that match `drop` are left out. `harmless` are keys of config.json without consequence in this architecture.
+    `keys` writes the metadata, `table` holds the tensors that gguf does not place, `finish` adds tensors that have no
+    counterpart in the checkpoint. Tensors that match `drop` are left out. `harmless` lists keys of config.json that do
+    not affect the result.
     """
 
     name: str
     classes: tuple[str, ...]
     keys: Callable[[Build], None]
-    table: Table
+    table: Table = field(default_factory=dict)
     finish: Callable[[Build], None] = lambda m: None
     drop: str = ""
     harmless: frozenset[str] = frozenset()
     strip: str = ""  # a prefix of names, beside `model.`
-    further: bool = True  # False: blocks behind the last one, which predict further tokens, are left out
+    further: bool = True  # False: blocks after the last one, which predict further tokens, are left out
+    names: str = ""  # the architecture of gguf whose tensor names it shares, where gguf does not have it or lacks names
 
 
 @dataclass(slots=True)
 class Build:
-    """Keys and tensors that were made so far."""
+    """Keys and tensors made so far."""
 
     config: Config
     source: CheckpointSource
@@ -77,29 +81,29 @@ class Build:
     experts: dict[str, dict[int, Found]] = field(default_factory=dict)
     dropped: list[str] = field(default_factory=list)
     keep_mxfp4: bool = False
-    notes: list[str] = field(default_factory=list)  # what the user should know
+    notes: list[str] = field(default_factory=list)  # reported to the user
 
     @property
     def n_layer(self) -> int:
-        """Layers of the model, without those for further tokens."""
+        """Return the number of layers, without those for further tokens."""
         return self.config.integer("num_hidden_layers", "n_layers", "n_layer", "num_layers", least=1)
 
     @property
     def n_further(self) -> int:
-        """Layers for further tokens."""
+        """Return the number of layers for further tokens."""
         return int(self.metadata.get(f"{self.arch}.block_count", self.n_layer)) - self.n_layer
 
     def key(self, name: str, value: Any) -> None:
-        """A key of the architecture; None: none."""
+        """Write a key of the architecture, unless the value is None."""
         if value is not None:
             self.metadata[f"{self.arch}.{name}"] = value
 
     def has(self, pattern: str) -> bool:
-        """Whether a tensor of the checkpoint matches."""
+        """Return whether a tensor of the checkpoint matches."""
         return any(re.search(pattern, name) for name in self.source.names)
 
     def add(self, name: str, pieces: Sequence[Piece], shape: tuple[int, ...] = (), value: Value | None = None) -> None:
-        """A new tensor of these rows; `shape` in GGUF order where it is not (row length, rows)."""
+        """Add a tensor of these rows; `shape` in GGUF order if it is not (row length, rows)."""
         if name in self.tensors:
             raise FormatError(f"{self.config.path.parent}: two tensors become {name}")
         shape = shape or (pieces[0].width, sum(p.n_rows for p in pieces))
@@ -108,11 +112,11 @@ class Build:
         self.tensors[name] = NewRows(name, shape, self._type(name, shape, pieces, value), pieces, value)
 
     def packed(self, name: str) -> str | None:
-        """The name under which a tensor can be read as MXFP4 blocks, if it can and these are kept."""
+        """Return the name under which a tensor is read as MXFP4 blocks, or None if it has none or they are not kept."""
         return self.source.packed(name) if self.keep_mxfp4 and isinstance(self.source, Dequantized) else None
 
     def _packed(self, pieces: Sequence[Piece]) -> Sequence[Piece]:
-        """The same rows as blocks, if all of them can be read so."""
+        """Return the same rows as MXFP4 blocks if all of them can be read as such, else the rows as they are."""
         found: list[Piece] = []
         for p in pieces:
             if not isinstance(p, TensorRows) or p.columns is not None:
@@ -124,7 +128,7 @@ class Build:
         return found
 
     def constant(self, name: str, values: Floats) -> None:
-        """A new tensor with values that were computed."""
+        """Add a tensor of computed values."""
         self.tensors[name] = NewRows(name, (values.size,), GGMLType.F32, (Constant(values),))
 
     def _type(self, name: str, shape: tuple[int, ...], pieces: Sequence[Piece], value: Value | None) -> GGMLType:
@@ -141,7 +145,10 @@ class Build:
         return kinds.pop()
 
     def plain(self, found: Found, name: str, shape: tuple[int, ...] | None = None, **how: Any) -> None:
-        """A tensor as it is, or with `order` of rows, `columns` in rows, `value` of numbers; a vector is one row."""
+        """Add a tensor as it is, or with `order` of its rows, `columns` within rows, or `value` applied to its numbers.
+
+        A vector counts as one row.
+        """
         shape = found.shape if shape is None else shape
         value, order, columns = how.get("value"), how.get("order"), how.get("columns")
         if len(shape) < 2:
@@ -154,7 +161,7 @@ class Build:
         self.add(name, (piece,), tuple(reversed(shape)), value)
 
     def part(self, found: Found, name: str, first: int, last: int) -> None:
-        """Rows [first, last) of a matrix, or elements of a vector."""
+        """Add rows [first, last) of a matrix, or elements of a vector."""
         if len(found.shape) == 1:
             self.plain(found, name, (last - first,), order=np.arange(first, last))
         else:
@@ -162,13 +169,13 @@ class Build:
 
 
 def place(name: str, found: Found) -> str:
-    """A GGUF name of the table, with the number of the block and the suffix of the tensor."""
+    """Return a GGUF name of the table with the block number and the suffix of the tensor."""
     full = name.replace("*", str(found.block))
     return full if full.endswith((".weight", ".bias", "!")) else full + found.suffix
 
 
 def to(name: str, **how: Any) -> Rule:
-    """The tensor under this name; `order` and `columns` may be functions of the build and the number of rows."""
+    """Return a rule that renames; `order` and `columns` may be functions of the build and the number of rows."""
 
     def rule(m: Build, found: Found) -> None:
         made = dict(how)
@@ -181,12 +188,12 @@ def to(name: str, **how: Any) -> Rule:
 
 
 def drop(m: Build, found: Found) -> None:
-    """Not part of the result."""
+    """Leave the tensor out."""
     m.dropped.append(found.name)
 
 
 def expert(name: str) -> Rule:
-    """One matrix per expert, together a tensor of all."""
+    """Return a rule that collects the matrix of one expert for a tensor of all."""
 
     def rule(m: Build, found: Found) -> None:
         m.experts.setdefault(place(name, found), {})[found.expert] = found
@@ -195,7 +202,7 @@ def expert(name: str) -> Rule:
 
 
 def stack_experts(m: Build) -> None:
-    """The tensors of all experts, when all matrices are known."""
+    """Add the tensors of experts, once the matrices of all are known."""
     for name, parts in m.experts.items():
         missing = next((i for i in range(len(parts)) if i not in parts), None)
         shapes = {p.shape for p in parts.values()}
@@ -212,7 +219,7 @@ def stack_experts(m: Build) -> None:
 
 
 def split(*names: str, at: Callable[[Build, int], Sequence[int]] | None = None) -> Rule:
-    """Rows of one matrix (or elements of a vector) for several tensors: equal parts, or these numbers of rows."""
+    """Return a rule that splits rows (or elements of a vector) into equal parts, or parts of `at` rows."""
 
     def rule(m: Build, found: Found) -> None:
         n = found.shape[0]
@@ -228,9 +235,10 @@ def split(*names: str, at: Callable[[Build, int], Sequence[int]] | None = None) 
 
 
 def fused_experts(*names: str, transposed: bool = False, interleaved: bool = False) -> Rule:
-    """(experts, rows, width) for several tensors: parts of the rows of each expert, or every n-th row.
+    """Return a rule for (experts, rows, width): each name gets a part of the rows of every expert.
 
-    `transposed`: (experts, width, rows). Biases (experts, rows) are vectors per expert.
+    The parts follow each other, or alternate row by row if `interleaved`. `transposed`: (experts, width, rows).
+    Biases have the shape (experts, rows).
     """
 
     def rule(m: Build, found: Found) -> None:
@@ -251,7 +259,7 @@ def fused_experts(*names: str, transposed: bool = False, interleaved: bool = Fal
             pick = slice(i, n_rows, parts) if interleaved else slice(i * n, (i + 1) * n)
             pieces: list[Piece] = []
             for e in range(n_expert):
-                if blocks is not None:  # packed they are not transposed
+                if blocks is not None:  # packed blocks are not transposed
                     order = e * n_rows + np.arange(n_rows)[pick]
                     pieces.append(TensorRows(blocks, n, width, 0, order))
                 elif transposed:
@@ -268,13 +276,23 @@ def _turned(pick: slice) -> Callable[[Array], Array]:
     return lambda rows: np.ascontiguousarray(rows.T[pick])
 
 
+def plus_one(x: Floats) -> Floats:
+    """Return the weights of norms that are stored as differences from 1."""
+    return x + np.float32(1)
+
+
+def minus_exp(x: Floats) -> Floats:
+    """Return the decay of heads, of which the checkpoint has the logarithm."""
+    return -np.exp(x)
+
+
 def in_pairs(heads: Order) -> Order:
-    """Rows by head, where the two of a rotated pair are half a head apart, in an order in which they are adjacent."""
+    """Return rows by head so that rotated pairs, half a head apart in `heads`, become adjacent."""
     return heads.reshape(len(heads), 2, -1).swapaxes(1, 2).reshape(-1)
 
 
 def rotated_pairs(heads: str = "num_attention_heads", *other: str) -> Callable[[Build, int], Order]:
-    """Order of rows in which the two of a rotated pair are adjacent, of rows where they are half a head apart."""
+    """Return an order of rows that makes rotated pairs adjacent; checkpoints have them half a head apart."""
 
     def order(m: Build, n: int) -> Order:
         n_head = m.config.integer(heads, *other, default=m.config.integer("num_attention_heads"), least=1)
@@ -285,8 +303,25 @@ def rotated_pairs(heads: str = "num_attention_heads", *other: str) -> Callable[[
     return order
 
 
+PAIRS: Table = {
+    "layers.*.self_attn.q_proj": to("blk.*.attn_q", order=rotated_pairs()),
+    "layers.*.self_attn.k_proj": to("blk.*.attn_k", order=rotated_pairs("num_key_value_heads")),
+}
+"""Rows of queries and keys, in the order of a rotation of adjacent columns."""
+
+_EVERYWHERE: Table = {
+    f"layers.*.{part}.experts.{name}": fused_experts(*places)
+    for part in ("mlp", "block_sparse_moe")
+    for name, places in (
+        ("gate_up_proj", ("blk.*.ffn_gate_exps.weight", "blk.*.ffn_up_exps.weight")),
+        ("down_proj", ("blk.*.ffn_down_exps.weight",)),
+    )
+}
+"""Experts of all architectures that are stored as tensors of three dimensions."""
+
+
 def convert_tensors(m: Build, architecture: Architecture) -> None:
-    """Every tensor of the checkpoint gets its place, and those that no tensor is behind are added."""
+    """Place all tensors of the checkpoint, add computed ones, and sort them by block."""
     place_tensors(m, architecture)
     architecture.finish(m)
     blocks = re.compile(r"blk\.(\d+)\.")
@@ -295,9 +330,9 @@ def convert_tensors(m: Build, architecture: Architecture) -> None:
 
 
 def place_tensors(m: Build, architecture: Architecture) -> None:
-    """Every tensor of the checkpoint gets its place; UnsupportedError for one that has none."""
+    """Place all tensors of the checkpoint, or raise an UnsupportedError for one without a place."""
     for name in m.source.names:
-        if architecture.drop and re.search(architecture.drop, name):
+        if name.endswith(".inv_freq") or (architecture.drop and re.search(architecture.drop, name)):
             m.dropped.append(name)
             continue
         rule, found = _find(m, architecture, name)
@@ -314,21 +349,19 @@ def place_tensors(m: Build, architecture: Architecture) -> None:
 
 
 def _find(m: Build, architecture: Architecture, name: str) -> tuple[str | Rule | None, Found]:
-    short = name
-    for prefix in (architecture.strip, "model.", "language_model.", "model."):
-        short = short.removeprefix(prefix)
-    block, expert_no = -1, -1
-    words = short.split(".")
-    for i, word in enumerate(words):
-        if word.isdecimal():
-            if block < 0:
-                block, words[i] = int(word), "*"
-            else:
-                expert_no, words[i] = int(word), "#"
-    general = ".".join(words)
+    """Return the rule for a tensor: of the architecture, of all architectures, or the name that gguf has for it."""
+    general, block, expert_no = general_name(name, architecture.strip)
     suffix = next((s for s in (".weight", ".bias") if general.endswith(s)), "")
+    bare = general.removesuffix(suffix)
     found = Found(name, m.source.shape(name) or (1,), suffix, block, expert_no)
-    rule = architecture.table.get(general)
-    if rule is None and suffix:
-        rule = architecture.table.get(general.removesuffix(suffix))
-    return rule, found
+    for table in (architecture.table, _EVERYWHERE):
+        rule = table.get(general) or table.get(bare)
+        if rule is not None:
+            return rule, found
+    known = gguf_names(architecture.names or architecture.name, architecture.strip)
+    place = known.get(bare.replace(".#", ""))
+    if place is None:
+        return None, found
+    if expert_no >= 0:
+        return expert(place), found
+    return place if suffix else f"{place}.weight", found

@@ -1,4 +1,4 @@
-"""Chat templates of a checkpoint, wherever its publisher put them, as GGUF keys."""
+"""Collect the chat templates of a checkpoint from all files that may hold them, as GGUF keys."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _KEY = "tokenizer.chat_template"
 
 
 def chat_template_keys(files: TokenizerFiles) -> dict[str, Any]:
-    """`tokenizer.chat_template` and the named ones. A file of its own goes before tokenizer_config.json."""
+    """Return `tokenizer.chat_template` and the named templates. A template file overrides tokenizer_config.json."""
     found: dict[str, str] = _listed(files, files.settings.get("chat_template"), "tokenizer_config.json")
     alone = optional_object(files.directory / "chat_template.json")
     found |= _listed(files, alone.get("chat_template"), "chat_template.json")
@@ -50,7 +50,7 @@ def _of_file(path: Path, name: str) -> dict[str, str]:
 
 
 def _listed(files: TokenizerFiles, value: object, file: str) -> dict[str, str]:
-    """Templates of a value: one text, or a list of objects with a name and a template."""
+    """Return templates by name from a value: one text, or a list of objects with name and template."""
     if value is None:
         return {}
     if isinstance(value, str):

@@ -1,7 +1,7 @@
-"""config.json: values with the defaults of transformers, and what was not understood.
+"""Read config.json with the defaults of transformers, and report keys that were not understood.
 
-`data/config_defaults.json` has, per `model_type`, the default of every key (null: derived from others) and other
-names of keys. A key that no one asked for, and whose value is not the default, is an error: it may change the result.
+`data/config_defaults.json` holds, per `model_type`, the default of every key (null: derived from others) and
+aliases of keys. A key that no conversion read and that is not at its default is an error: it may change the result.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _HARMLESS = """
     multimodal_projector_bias
 """
 HARMLESS = frozenset(_HARMLESS.split())
-"""About training, generation, tokens, precision, other libraries and other modalities: not how weights are used."""
+"""Keys about training, generation, tokens, precision, other libraries and modalities; none affects the weights."""
 
 
 @lru_cache(maxsize=1)
@@ -53,7 +53,7 @@ def known_defaults() -> dict[str, Any]:
 
 
 class Config:
-    """The keys of a text model; of a model with other modalities those of its text part."""
+    """The keys of a text model, or of the text part of a multimodal model."""
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / "config.json"
@@ -70,7 +70,7 @@ class Config:
 
     @property
     def classes(self) -> list[str]:
-        """`architectures`; FormatError if it is no list of names."""
+        """Return `architectures`, or raise a FormatError unless it is a list of names."""
         found = self.raw.get("architectures") or self.values.get("architectures")
         if not isinstance(found, list) or not found or not all(isinstance(c, str) for c in found):
             raise FormatError(f"{self.path}: architectures should name the class of the model")
@@ -80,16 +80,16 @@ class Config:
         return FormatError(f"{self.path}: key {key} {why}")
 
     def refuse(self, key: str, known: str) -> UnsupportedError:
-        """For a value that no conversion is known for."""
+        """Return an error for a value that cannot be converted; `known` describes values that can."""
         return UnsupportedError(f"{self.path}: key {key} is {_short(self.values.get(key))}; known is {known}")
 
     def __contains__(self, key: str) -> bool:
         return self.values.get(key) is not None
 
     def get(self, *keys: str, default: Any = None) -> Any:
-        """The first of these keys that has a value, else the default of transformers, else `default`.
+        """Return the first of these keys that has a value, else the default of transformers, else `default`.
 
-        A key that is null has no value, and not the default of transformers either.
+        A key that is null counts as absent, without the default of transformers.
         """
         self.used.update(keys)
         found = next((self.values[key] for key in keys if self.values.get(key) is not None), None)
@@ -98,16 +98,16 @@ class Config:
         return default if found is None else found
 
     def ignore(self, *keys: str) -> None:
-        """Keys that are understood, and that nothing needs to know."""
+        """Mark keys as understood that the conversion does not need."""
         self.used.update(keys)
 
     def given(self, key: str) -> Any:
-        """The value in the file itself, or None."""
+        """Return the value in the file itself, or None."""
         self.used.add(key)
         return self.values.get(key)
 
     def integer(self, *keys: str, default: int | None = None, least: int = 0) -> int:
-        """A whole number of at least `least`; with no default anywhere FormatError."""
+        """Return a whole number of at least `least`; raise a FormatError if there is neither a value nor a default."""
         value = self.get(*keys, default=default)
         if value is None:
             raise self.fail(keys[0], "is missing")
@@ -118,7 +118,7 @@ class Config:
         return value
 
     def number(self, *keys: str, default: float | None = None) -> float:
-        """A finite number."""
+        """Return a finite number."""
         value = self.get(*keys, default=default)
         if value is None:
             raise self.fail(keys[0], "is missing")
@@ -133,21 +133,21 @@ class Config:
         return value
 
     def items(self, *keys: str) -> list[Any] | None:
-        """A list, or None."""
+        """Return a list, or None."""
         value = self.get(*keys)
         if value is not None and not isinstance(value, list):
             raise self.fail(keys[0], f"should be a list, but is {_short(value)}")
         return value
 
     def inner(self, key: str) -> dict[str, Any]:
-        """An object of values, or an empty one."""
+        """Return an object, or an empty one if the key is absent."""
         value = self.get(key, default={})
         if not isinstance(value, dict):
             raise self.fail(key, f"should be an object, but is {_short(value)}")
         return value
 
     def inner_number(self, key: str, name: str, default: float) -> float:
-        """A finite number in such an object."""
+        """Return a finite number in such an object."""
         value = self.inner(key).get(name)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
@@ -155,20 +155,20 @@ class Config:
         return float(value)
 
     def inner_integer(self, key: str, name: str, default: int) -> int:
-        """A whole number above 0 in such an object."""
+        """Return a whole number above 0 in such an object."""
         value = self.inner_number(key, name, default)
         if not value.is_integer() or not 0 < value < 1 << 31:
             raise self.fail(key, f"has {name} {_short(value)}, which should be a whole number above 0")
         return int(value)
 
     def expect(self, key: str, *known: Any) -> None:
-        """UnsupportedError unless the key is absent or has one of these values."""
+        """Raise an UnsupportedError unless the key is absent or has one of these values."""
         value = self.get(key)
         if value is not None and value not in known:
             raise self.refuse(key, ", ".join(json.dumps(k) for k in known))
 
     def not_understood(self, harmless: frozenset[str] = frozenset()) -> list[str]:
-        """Keys that nobody asked for and that say something."""
+        """Return the keys that were not read and differ from their defaults."""
         found: list[str] = []
         for key, value in self.values.items():
             if key in self.used or key in HARMLESS or key in harmless or key.startswith("_"):
@@ -180,7 +180,7 @@ class Config:
 
 
 _SAME_TYPE = {"kimi_k2": "deepseek_v3", "ernie4_5_moe_vl": "ernie4_5_moe", "mimo_v2": "mimo_v2_flash"}
-"""Other names of a model_type."""
+"""Aliases of model_type values."""
 
 
 def _text_part(raw: dict[str, Any]) -> dict[str, Any]:
@@ -206,7 +206,7 @@ _TEXT_TYPES = {
     "muse_glimmer": "muse_glimmer_text",
     "kimi_k25": "deepseek_v3",
 }
-"""model_type of a model with other modalities -> that of its text part, where that does not say."""
+"""model_type of a multimodal model -> that of its text part, for configurations that do not state it."""
 
 
 def _short(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""A checkpoint seen as a GGUF file: everything that reads tensors of a file can read one that was never written."""
+"""Present a checkpoint as a GGUF file, so that code which reads model files can read it without conversion on disk."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ikcli.gguf.values import Typed, infer_item_type, infer_type
 
 @dataclass(slots=True)
 class CheckpointFile(GGUFFile):
-    """Tensors of a checkpoint under their GGUF names, read and rearranged when they are asked for."""
+    """Tensors of a checkpoint under their GGUF names, read and rearranged on demand."""
 
     source: CheckpointSource | None = field(default=None, repr=False)
     rows: dict[str, NewRows] = field(default_factory=dict, repr=False)
@@ -40,17 +40,17 @@ class CheckpointFile(GGUFFile):
         return raw[start - first * size : stop - first * size]
 
     def set_key(self, key: str, value: int) -> None:
-        """A key that depends on how the file is written."""
+        """Set a key that depends on how the file is written."""
         self.metadata[key], self.value_types[key] = value, infer_type(value, key)
 
     def release(self, name: str, start: int = 0, stop: int | None = None) -> None:
-        """Nothing is mapped."""
+        """Do nothing: no file is mapped."""
 
 
 def checkpoint_file(
     paths: list[Path], source: CheckpointSource, tensors: Mapping[str, NewRows], metadata: Mapping[str, Any]
 ) -> CheckpointFile:
-    """The file that `tensors` and `metadata` (plain values or `Typed`) would make."""
+    """Return the file with these `tensors` and `metadata` (plain values or `Typed`)."""
     typed = {k: v if isinstance(v, Typed) else Typed(v, infer_type(v, k)) for k, v in metadata.items()}
     arrays = {k: v for k, v in typed.items() if v.type == GGUFValueType.ARRAY}
     infos = {

@@ -1,4 +1,4 @@
-"""Floats of 8 and 4 bits as float32, by tables of all their values; arrays kept while rows of them are wanted."""
+"""Decode floats of 8 and 4 bits with tables of all their values; keep arrays while their rows are read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _table(n_exponent: int, n_mantissa: int, bias: int) -> Floats:
 
 
 def _e4m3() -> Floats:
-    values = _table(4, 3, 7)  # without infinities; all bits set is no number
+    values = _table(4, 3, 7)  # without infinities; all bits set is NaN
     values[[0x7F, 0xFF]] = np.nan
     return values
 
@@ -43,14 +43,14 @@ def _e8m0() -> Floats:
 
 
 FLOAT8: dict[str, Floats] = {"F8_E4M3": _e4m3(), "F8_E5M2": _e5m2(), "F8_E8M0": _e8m0()}
-"""Values of all codes, by the name that safetensors gives the type."""
+"""Values of all codes, by the type's name in safetensors."""
 
 E2M1 = _table(2, 1, 1)
-"""Values of the 16 codes of 4-bit floats."""
+"""Values of the 16 codes of 4-bit floats (E2M1)."""
 
 
 def decode(values: Array, dtype: str) -> Floats:
-    """Values as float32, of any type that a checkpoint has."""
+    """Return values of any checkpoint type as float32."""
     if dtype in FLOAT8:
         return FLOAT8[dtype][values]
     if dtype == "BF16":
@@ -59,7 +59,7 @@ def decode(values: Array, dtype: str) -> Floats:
 
 
 class Recent:
-    """The last few arrays that had to be read or computed as a whole, for whichever thread wants rows of them."""
+    """A cache of the last few arrays that had to be read or computed as a whole, shared by threads."""
 
     def __init__(self, most: int = 8) -> None:
         self._most = most
@@ -67,7 +67,7 @@ class Recent:
         self._kept: dict[Hashable, Array] = {}
 
     def get(self, key: Hashable, make: Callable[[], Array]) -> Array:
-        """The array of this key, made if it is none of the last ones."""
+        """Return the array of this key; compute it if it is not cached."""
         with self._lock:
             found = self._kept.pop(key, None)
             if found is None:
@@ -79,5 +79,5 @@ class Recent:
 
 
 def read_floats(source: CheckpointSource, name: str) -> Floats:
-    """All values of a (small) tensor as float32."""
+    """Return all values of a small tensor as float32."""
     return decode(source.read(name), source.dtype(name))

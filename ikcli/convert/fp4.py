@@ -1,7 +1,7 @@
-"""Weights of 4-bit floats (E2M1), two to a byte with the first one low, and a scale per block of a row.
+"""Read weights of 4-bit floats (E2M1): two per byte, the first in the low half, with a scale per block of a row.
 
-NVFP4: blocks of 16 with E4M3 scales and one factor per tensor, that values are multiplied with (`weight_scale_2`) or
-divided by (`weight_global_scale`). MXFP4: blocks of 32 with powers of two. GGUF's MXFP4 block is the scale and 16
+NVFP4: blocks of 16 with E4M3 scales and one factor per tensor, which multiplies (`weight_scale_2`) or divides
+(`weight_global_scale`) the values. MXFP4: blocks of 32 with powers of two. GGUF's MXFP4 block is the scale and 16
 bytes, of which byte j has element j low and element j + 16 high; the codes of elements and scales are the same.
 """
 
@@ -22,7 +22,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def _unpack(data: Bytes) -> Bytes:
-    """Codes of rows of bytes, two to a byte."""
+    """Return the codes in rows of bytes, two per byte."""
     codes = np.empty((*data.shape[:-1], 2 * data.shape[-1]), np.uint8)
     codes[..., 0::2] = data & 15
     codes[..., 1::2] = data >> 4
@@ -30,7 +30,7 @@ def _unpack(data: Bytes) -> Bytes:
 
 
 def _to_gguf(data: Bytes, scales: Bytes) -> Bytes:
-    """Rows of MXFP4 blocks as GGUF has them, of rows of bytes and rows of scales."""
+    """Return rows of GGUF's MXFP4 blocks from rows of bytes and rows of scales."""
     n, n_blocks = scales.shape
     codes = _unpack(data).reshape(n, n_blocks, 32)
     out = np.empty((n, n_blocks, 17), np.uint8)
@@ -41,7 +41,7 @@ def _to_gguf(data: Bytes, scales: Bytes) -> Bytes:
 
 @dataclass(slots=True)
 class MxFp4Rows:
-    """Rows of a weight as GGUF's blocks; `shape` counts elements."""
+    """Rows of a weight as GGUF's MXFP4 blocks; `shape` counts elements."""
 
     source: CheckpointSource
     blocks: str
@@ -49,11 +49,11 @@ class MxFp4Rows:
     shape: tuple[int, ...]
 
     def rows(self, first: int, last: int) -> Bytes:
-        """Rows [first, last): 17 bytes for every 32 elements."""
+        """Return rows [first, last): 17 bytes for every 32 elements."""
         n_blocks = self.shape[-1] // 32
         per_row = math.prod(self.source.shape(self.blocks)) // math.prod(self.shape[:-1])
         per_read = self.source.shape(self.blocks)[-1]
-        reads = per_row // per_read  # gpt-oss has a dimension for the blocks of a row, others have none
+        reads = per_row // per_read  # only gpt-oss has a dimension for the blocks of a row
         data = self.source.rows(self.blocks, first * reads, last * reads).reshape(last - first, per_row)
         return _to_gguf(data, self.source.rows(self.scales, first, last).reshape(last - first, n_blocks))
 
@@ -85,7 +85,7 @@ class Fp4:
             self.packed = MxFp4Rows(self.source, self.weight, self.scale, self.shape)
 
     def rows(self, first: int, last: int) -> Floats:
-        """Rows [first, last) of the weight as a matrix."""
+        """Return rows [first, last) of the weight as a matrix."""
         values = E2M1[_unpack(self.source.rows(self.weight, first, last))]
         dtype = "F8_E8M0" if self._power else self.source.dtype(self.scale)
         scales = decode(self.source.rows(self.scale, first, last), dtype)
@@ -97,7 +97,7 @@ class Fp4:
         return (values.reshape(n, n_blocks, -1) * scales[:, :, None]).reshape(n, -1)
 
     def _factor(self, name: str, first: int, last: int) -> Floats:
-        """The factor of every row: one for all, or one per matrix."""
+        """Return the factor of every row: one for all, or one per matrix."""
         factor = read_floats(self.source, name).reshape(-1)
         if factor.size == 1:
             return factor.reshape(1, 1)
@@ -122,14 +122,14 @@ class MxFp4Experts:
         stored, grid = self.source.shape(self.blocks), self.source.shape(self.scales)
         if len(stored) != 4 or stored[3] != 16 or grid != stored[:3] or self.source.dtype(self.blocks) != "U8":
             raise FormatError(
-                f"tensor {self.blocks} of {list(stored)} and its scales of {list(grid)} are no blocks of 32 of experts"
+                f"tensor {self.blocks} of {list(stored)} and its scales of {list(grid)} are not blocks of 32 of experts"
             )
         n_expert, n_out, n_blocks, _ = stored
         self.shape = (n_expert, n_blocks * 32, n_out)
         self.packed = MxFp4Rows(self.source, self.blocks, self.scales, (n_expert, n_out, n_blocks * 32))
 
     def rows(self, first: int, last: int) -> Floats:
-        """Rows [first, last) of the weight as a matrix; an expert is decoded as a whole and kept for the next rows."""
+        """Return rows [first, last) of the weight as a matrix; a whole expert is decoded and kept for the next rows."""
         n_in = self.shape[1]
         out = np.empty((last - first, self.shape[2]), np.float32)
         for expert in range(first // n_in, -(-last // n_in)):

@@ -1,4 +1,4 @@
-"""Text and JSON files of a checkpoint, read and checked."""
+"""Read and check the text and JSON files of a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ikcli.errors import FormatError, IkError
 
 
 def read_text(path: Path) -> str | None:
-    """The text of a file; None if there is none. IkError if it cannot be read."""
+    """Return the text of a file, or None if it does not exist; raise an IkError if it cannot be read."""
     return text_files.read_text(path, error=FormatError) if path.is_file() else None
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
-    """A JSON object; None if there is no such file."""
+    """Return a JSON object, or None if the file does not exist."""
     text = read_text(path)
     if text is None:
         return None
@@ -30,7 +30,7 @@ def read_object(path: Path) -> dict[str, Any] | None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object in a file that must be there."""
+    """Return the JSON object of a file that must exist."""
     found = read_object(path)
     if found is None:
         raise IkError(f"{path}: no such file; a checkpoint directory has one")

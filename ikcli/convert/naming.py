@@ -1,4 +1,4 @@
-"""Descriptive keys (`general.name`, `general.size_label`, ...) and the default file name, by the rules of gguf-py."""
+"""Derive descriptive keys (`general.name`, `general.size_label`, ...) and the default file name with gguf-py."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ SizedTensors = Iterable[tuple[str, tuple[int, ...]]]
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """Keys of a model and the name that its file has if the user gives none."""
+    """Descriptive keys of a model, and the default name of its file."""
 
     keys: dict[str, Typed]
     stem: str
 
     def file_name(self, type_name: str) -> str:
-        """`Name-7B-Instruct-Q4_K_M.gguf`."""
+        """Return a name such as `Name-7B-Instruct-Q4_K_M.gguf`."""
         return f"{self.stem}-{type_name.upper()}.gguf" if type_name else f"{self.stem}-vocab.gguf"
 
 
 def describe(
     directory: Path, tensors: SizedTensors, model_name: str | None = None, metadata: Path | None = None
 ) -> Description:
-    """From the names of directory and model card, the sizes of tensors, and a JSON file with keys that override."""
+    """Describe a model by its directory name, model card and tensor sizes; a JSON file of keys overrides them."""
     import gguf
 
     overrides = read_json(metadata) if metadata is not None else {}
     unknown = sorted(k for k in overrides if not k.startswith("general."))
     if unknown:
-        raise UsageError(f"--metadata {metadata}: {unknown[0]} is no key of general.*")
+        raise UsageError(f"--metadata {metadata}: {unknown[0]} is not a key of general.*")
     total, shared, per_expert, n_expert = _parameters(tensors)
     directory = directory.resolve()
     found = _described(directory, total)
@@ -59,7 +59,7 @@ def describe(
         )
         found.set_gguf_meta_model(writer)
     except (TypeError, ValueError, AttributeError) as problem:  # only values of --metadata are not checked yet
-        raise FormatError(f"{metadata}: a value of the metadata is of no use: {problem}") from None
+        raise FormatError(f"{metadata}: a metadata value cannot be used: {problem}") from None
     stem = re.sub(r"[/\\\0-\x1f]", "-", stem)
     keys = {k: _typed(v) for k, v in writer.kv_data[0].items() if k != "general.architecture"}
     return Description(keys, stem)
@@ -91,7 +91,7 @@ def _typed(value: Any) -> Typed:
 
 
 def _parameters(tensors: SizedTensors) -> tuple[int, int, int, int]:
-    """(all, those without experts, those of one expert, experts)."""
+    """Return the numbers of all parameters, of those outside experts, of those of one expert, and of experts."""
     total = shared = per_expert = 0
     counts: list[int] = []
     for name, shape in tensors:
@@ -106,7 +106,7 @@ def _parameters(tensors: SizedTensors) -> tuple[int, int, int, int]:
 
 
 def fill_name(name: str, type_name: str) -> str:
-    """`{ftype}` and `{FTYPE}` (or outtype) in a file name."""
+    """Fill in `{ftype}` and `{FTYPE}` (or outtype) in a file name."""
     for key in ("ftype", "outtype"):
         name = name.replace(f"{{{key}}}", type_name.lower()).replace(f"{{{key.upper()}}}", type_name.upper())
     return name

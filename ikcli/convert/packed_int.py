@@ -1,6 +1,6 @@
-"""Weights of few bits packed into words of 32, the first value lowest: compressed-tensors, GPTQ and AWQ.
+"""Read weights of few bits, packed into 32-bit words with the first value lowest: compressed-tensors, GPTQ and AWQ.
 
-compressed-tensors packs along rows (output features), so rows are read as they are wanted. GPTQ packs along inputs and
+compressed-tensors packs along rows (output features), so rows are read on demand. GPTQ packs along inputs and
 AWQ along outputs of the transposed weight, so the packed words of one weight are held while its rows are read.
 """
 
@@ -23,9 +23,9 @@ Index = npt.NDArray[np.int64]
 
 
 def unpack(words: Array, bits: int, count: int, stream: bool = False) -> Codes:
-    """The first `count` values of every row of words.
+    """Return the first `count` values of every row of words.
 
-    A word holds as many values as fit whole; in a stream values go on in the next word.
+    A word holds as many whole values as fit; in a stream, values continue in the next word.
     """
     unsigned = words.astype(np.int64) & 0xFFFFFFFF
     mask = (1 << bits) - 1
@@ -41,7 +41,7 @@ def unpack(words: Array, bits: int, count: int, stream: bool = False) -> Codes:
 
 
 def _groups(source: CheckpointSource, name: str | None, width: int, n_groups: int, other: str) -> Index:
-    """The group of every input."""
+    """Return the group of every input."""
     if name is not None:
         found = source.read(name).astype(np.int64).reshape(-1)
         if found.size != width or found.min() < -1 or found.max() >= n_groups:
@@ -55,9 +55,10 @@ def _groups(source: CheckpointSource, name: str | None, width: int, n_groups: in
 
 @dataclass(slots=True)
 class PackedRows:
-    """compressed-tensors' pack-quantized: codes are the integers plus half their range, zero points too.
+    """The pack-quantized format of compressed-tensors: codes and zero points are integers plus half their range.
 
-    Older files put as many values into a word as fit whole, newer ones go on in the next; the number of words tells.
+    In older files a word holds as many whole values as fit; in newer ones values continue in the next word. The number
+    of words tells which.
     """
 
     source: CheckpointSource
@@ -93,18 +94,18 @@ class PackedRows:
                 )
 
     def _columns(self) -> Index:
-        """The group of every input."""
+        """Return the group of every input."""
         return _groups(self.source, self.g_idx, self.shape[-1], self._n_groups, self.scale)
 
     def _zeros(self) -> Codes:
-        """Codes of the zero points of every row, which are packed along rows."""
+        """Return the codes of the zero points of every row; they are packed along rows."""
         assert self.zero is not None
         packed = np.ascontiguousarray(self.source.read(self.zero).swapaxes(-1, -2))
         zeros = unpack(packed, self._bits, self.shape[-2], self._stream)
         return np.ascontiguousarray(zeros.swapaxes(-1, -2)).reshape(-1, self._n_groups)
 
     def _layout(self, width: int, n_words: int) -> tuple[int, bool]:
-        """Bits of a value, and whether values go on in the next word."""
+        """Return the bits of a value, and whether values continue in the next word."""
         for bits in sorted(self.allowed):
             if not 1 <= bits <= 8:
                 continue
@@ -112,12 +113,12 @@ class PackedRows:
             if n_words in (dense, whole) and (dense != whole or 32 % bits == 0):
                 return bits, n_words == dense and 32 % bits != 0
         raise UnsupportedError(
-            f"quant_method 'compressed-tensors': num_bits of tensor {self.weight} cannot be told: "
+            f"quant_method 'compressed-tensors': num_bits of tensor {self.weight} is ambiguous: "
             f"{sorted(self.allowed)} in config_groups, {n_words} words for {width} inputs"
         )
 
     def rows(self, first: int, last: int) -> Floats:
-        """Rows [first, last) of the weight."""
+        """Return rows [first, last) of the weight."""
         codes = unpack(self.source.rows(self.weight, first, last), self._bits, self.shape[-1], self._stream)
         columns = self._columns()
         if self.zero is None:
@@ -135,7 +136,7 @@ class PackedRows:
 
 @dataclass(slots=True)
 class _Columns:
-    """What GPTQ and AWQ share: scales and zeros of (group, output), words whose rows are inputs."""
+    """The common part of GPTQ and AWQ: scales and zeros of shape (group, output), and words whose rows are inputs."""
 
     source: CheckpointSource
     name: str
@@ -148,7 +149,7 @@ class _Columns:
         self.shape = self._layout()
 
     def _layout(self) -> tuple[int, int]:
-        """Check the parts; outputs and inputs of the weight."""
+        """Check the parts; return outputs and inputs of the weight."""
         raise NotImplementedError
 
     def _grid(self) -> tuple[int, int]:
@@ -170,20 +171,20 @@ class _Columns:
         return value
 
     def _columns(self, n_in: int) -> Index:
-        """The group of every input."""
+        """Return the group of every input."""
         n_groups = self.source.shape(self.parts["scales"])[0]
         return _groups(self.source, self.parts.get("g_idx"), n_in, n_groups, self.parts["scales"])
 
     def _words(self) -> Array:
-        """The packed words; whoever wants all rows wants them one after the other."""
+        """Return the packed words, kept in memory because the rows of a weight are read one after the other."""
         return self.recent.get(self.name, lambda: self.source.read(self.name))
 
     def _zeros(self, unpacked: Callable[[Array], Codes]) -> Codes:
-        """Zero points of (group, output)."""
+        """Return the zero points (group, output)."""
         return self.recent.get(self.parts["qzeros"], lambda: unpacked(self.source.read(self.parts["qzeros"])))
 
     def _values(self, codes: Codes, zeros: Codes, first: int, last: int) -> Floats:
-        """Values of rows [first, last), of their codes and the zeros of all."""
+        """Return the values of rows [first, last), given their codes and the zero points of all rows."""
         columns = self._columns(self.shape[1])
         scales = self.recent.get(self.parts["scales"], lambda: read_floats(self.source, self.parts["scales"]))
         scales = scales[:, first:last].T
@@ -211,7 +212,7 @@ class Gptq(_Columns):
         return n_out, n_in
 
     def rows(self, first: int, last: int) -> Floats:
-        """Rows [first, last) of the weight, which are columns of the words."""
+        """Return rows [first, last) of the weight, which are columns of the words."""
         n_out, n_in = self.shape
         words = np.ascontiguousarray(self._words()[:, first:last].T)
         codes = unpack(words, self._bits, n_in, stream=True)
@@ -220,7 +221,7 @@ class Gptq(_Columns):
 
 
 _AWQ_PLACE = np.array([0, 4, 1, 5, 2, 6, 3, 7])
-"""Place in its word of each of 8 outputs."""
+"""The place of each of 8 outputs in its word."""
 
 
 class Awq(_Columns):
@@ -239,7 +240,7 @@ class Awq(_Columns):
         return n_out, n_in
 
     def rows(self, first: int, last: int) -> Floats:
-        """Rows [first, last) of the weight, which are columns of the words."""
+        """Return rows [first, last) of the weight, which are columns of the words."""
         low, high = first // 8, -(-last // 8)
         kept = slice(first - 8 * low, last - 8 * low)
         codes = self._outputs(self._words()[:, low:high])[:, kept].T

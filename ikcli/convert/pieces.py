@@ -1,7 +1,7 @@
-"""What rows of a new tensor are made of: rows of tensors of the checkpoint, chosen, rearranged or computed.
+"""Pieces of new tensors: rows of checkpoint tensors, chosen, rearranged or computed.
 
-A tensor is read in slabs of rows, so memory does not depend on its size. Where values cannot be read row by row (a
-transposed matrix), the piece is one matrix (an expert, a head) that is held while its rows are wanted.
+Tensors are read in slabs of rows, so memory does not depend on their size. Where values cannot be read row by row (a
+transposed matrix), the piece is one matrix (an expert, a head), which is kept while its rows are read.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ Order = npt.NDArray[np.int64]
 Value = Callable[[Floats], Floats]
 
 TYPES_OF = {"F32": GGMLType.F32, "F16": GGMLType.F16, "BF16": GGMLType.BF16, "F64": GGMLType.F32}
-"""dtype of a checkpoint -> type that holds the same values (doubles are rounded)."""
-TYPES_OF["MXFP4"] = GGMLType.MXFP4  # of a dequantized source that is asked for the blocks themselves
+"""dtype of a checkpoint -> tensor type that holds the same values (doubles are rounded)."""
+TYPES_OF["MXFP4"] = GGMLType.MXFP4  # from a dequantized source asked for the blocks themselves
 
 
 @dataclass(frozen=True, slots=True)
 class TensorRows:
-    """Rows of one tensor seen as a matrix: from `first` on, or those of `order`; `columns` rearranges each of them."""
+    """Rows of a tensor seen as a matrix: from `first` on, or those in `order`; `columns` rearranges each row."""
 
     name: str
     n_rows: int
@@ -39,7 +39,7 @@ class TensorRows:
     columns: Order | None = field(default=None, compare=False)
 
     def read(self, source: CheckpointSource, first: int, last: int) -> Array:
-        """Rows [first, last) of the piece, as stored."""
+        """Return rows [first, last) of the piece, as stored."""
         if self.order is None:
             rows = source.rows(self.name, self.first + first, self.first + last)
         else:
@@ -48,7 +48,7 @@ class TensorRows:
 
 
 def _rows_of(source: CheckpointSource, name: str, order: Order) -> Array:
-    """Rows in any order: of what lies together all are read at once, of what does not run after run."""
+    """Read rows in any order: with one read if they lie close together, else run by run."""
     low, high = int(order.min()), int(order.max()) + 1
     if high - low <= 4 * len(order) + 64:
         return source.rows(name, low, high)[order - low]
@@ -59,7 +59,7 @@ def _rows_of(source: CheckpointSource, name: str, order: Order) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """What `make` returns for rows [first, last) of a tensor: a matrix that is made as a whole."""
+    """A matrix that is computed as a whole: `make` of rows [first, last) of a tensor."""
 
     name: str
     n_rows: int
@@ -69,17 +69,17 @@ class Matrix:
     make: Callable[[Array], Array] = field(compare=False)
 
     def read(self, source: CheckpointSource, first: int, last: int) -> Array:
-        """Rows [first, last) of the piece, as stored."""
+        """Return rows [first, last) of the piece, as stored."""
         return _MADE.get(self, source)[first:last]
 
 
 def turn(rows: Array) -> Array:
-    """A matrix the other way round."""
+    """Return the transposed matrix."""
     return np.ascontiguousarray(rows.T)
 
 
 class _Made:
-    """The last two matrices that were made, whoever wants rows of them."""
+    """A cache of the last two computed matrices, shared by threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -101,7 +101,7 @@ _MADE = _Made()
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """Values that the conversion computes itself (factors of rotations)."""
+    """Values computed by the conversion (factors of rotations)."""
 
     values: Floats
 
@@ -114,7 +114,7 @@ class Constant:
         return self.values.size
 
     def read(self, source: CheckpointSource, first: int, last: int) -> Array:
-        """The row."""
+        """Return the row."""
         return self.values.reshape(1, -1)[first:last]
 
 
@@ -123,7 +123,7 @@ Piece = TensorRows | Matrix | Constant
 
 @dataclass(frozen=True, slots=True)
 class NewRows:
-    """A tensor to be: its GGUF shape (row length first), the type that it is read as, and the pieces of its rows."""
+    """A tensor to be written: GGUF shape (row length first), the type it is read as, and the pieces of its rows."""
 
     name: str
     shape: tuple[int, ...]
@@ -136,7 +136,7 @@ class NewRows:
         return tensor_n_bytes(self.type, self.shape)
 
     def read(self, source: CheckpointSource, first: int, last: int) -> Array:
-        """Rows [first, last) in the tensor's type: (last - first, ne0)."""
+        """Return rows [first, last) in the tensor's type: (last - first, ne0)."""
         found: list[Array] = []
         start = 0
         for piece in self.pieces:
@@ -153,18 +153,18 @@ class NewRows:
         values = as_float32(rows, dtype)
         if self.value is not None:
             values = self.value(values)
-            if dtype == "F16":  # computed in the precision of the checkpoint
+            if dtype == "F16":  # round to the precision of the checkpoint
                 values = values.astype("<f2").astype("<f4")
         return np.ascontiguousarray(values, "<f4")
 
 
 def as_float32(rows: Array, dtype: str) -> Floats:
-    """Values of a checkpoint as float32."""
+    """Return values of a checkpoint as float32."""
     if dtype == "BF16":
         return (rows.astype("<u4") << 16).view("<f4")
     return rows.astype("<f4")
 
 
 def n_rows_of(shape: Sequence[int]) -> int:
-    """Rows of a tensor of a checkpoint, seen as a matrix."""
+    """Return the number of rows of a checkpoint tensor, seen as a matrix."""
     return math.prod(shape[:-1])

@@ -1,10 +1,9 @@
-"""Which `tokenizer.ggml.pre` a checkpoint's pre-tokenizer is: told by what it does, not by how it is written.
+"""Identify the `tokenizer.ggml.pre` of a checkpoint by the behaviour of its pre-tokenizer, not by its definition.
 
-The words that the checkpoint's own pre-tokenizer makes of a text are compared with those of every rule that this
-project knows. All of `PLAIN` must agree; `MARKED` only chooses among rules that do, because rules take combining marks
-and cased letters beyond ASCII as GGUF's readers take them, which is not always as published. Where no rule gives the
-same words, the ids that the vocabulary makes of them are compared (a vocabulary without tokens of two digits does not
-care how digits are cut).
+The words into which the checkpoint's own pre-tokenizer cuts a text are compared with those of every known rule. All of
+`PLAIN` must agree. `MARKED` only chooses among the rules that do, because rules treat combining marks and cased letters
+beyond ASCII as readers of GGUF do, which may differ from the published tokenizer. If no rule gives the same words, the
+resulting ids are compared (a vocabulary without tokens of two digits does not depend on how digits are cut).
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ PLAIN = (
     "trailing   ",
     "tabs\t\tand\tmore \t x",
 )
-"""Texts whose words, with those of the next two, tell all rules apart."""
+"""Texts whose words, with those of the next two, distinguish all rules."""
 
 CASES = "camelCase HTTPServer XMLHttp iPhone McDonald ABC abcDEF getURLFor TestABCs aB CamelCASE's IT'S"
 DIGITS = "x1y22z333 0x1F n1234 v2 7th A1b2 word1word2 我想1314151天 ٣٤٥٦ ½"
@@ -40,7 +39,7 @@ DEVIATING: Mapping[str, tuple[str, ...]] = {
     "tiny_aya": (CASES, DIGITS),
     "superbpe": (DIGITS,),
 }
-"""Texts that GGUF's readers cut otherwise than the published tokenizers for which they have the rule."""
+"""Texts that readers of GGUF cut differently from the published tokenizers of the same rule."""
 
 MARKED = (
     "e\u0301cole नमस्ते กำลัง a\u0308b",
@@ -58,7 +57,7 @@ _PREFERRED = {
     "gpt-4o": "gpt-4o",
     "bailingmoe": "bailingmoe",
 }
-"""The name of a rule that is understood most widely; other rules have a name of their own or take their first."""
+"""The most widely understood name of a rule; other rules take the first of their names."""
 
 _BY_ARCHITECTURE = {
     "bailingmoe2": "bailingmoe2",
@@ -82,14 +81,14 @@ _BY_ARCHITECTURE = {
     "refact": "refact",
     "stablelm": "stablelm2",
 }
-"""Names by which models of an architecture are published, where their rule is the one found."""
+"""Names under which models of an architecture are published, if the rule found is theirs."""
 
 _SAME = {"bailingmoe": "qwen2"}
-"""Rules that are written differently and cut all texts alike; the second one is the better known."""
+"""Rules with different definitions that cut all texts alike; the second is better known."""
 
 
 def words_of_rule(rule: str, text: str) -> list[str]:
-    """The words that one of our rules makes of a text."""
+    """Return the words into which a rule of ours cuts a text."""
     pieces = [text]
     for cut in cuts(rule):
         pieces = [part for piece in pieces for part in cut(piece)]
@@ -97,21 +96,21 @@ def words_of_rule(rule: str, text: str) -> list[str]:
 
 
 def words_of_checkpoint(pre_tokenizer: Any, text: str) -> list[str]:
-    """The words that the pre-tokenizer of a `tokenizer.json` makes, in the byte alphabet."""
+    """Return the words into which the pre-tokenizer of a `tokenizer.json` cuts a text, in the byte alphabet."""
     if pre_tokenizer is None:
         return [byte_encode(text)]
     return [word for word, _ in pre_tokenizer.pre_tokenize_str(text) if word]
 
 
 def rules() -> list[str]:
-    """Rules that are candidates: all but those that no published byte-level tokenizer has."""
+    """Return the candidates: all rules but those that no published byte-level tokenizer has."""
     return sorted({p.rule for p in PRE_TOKENIZERS.values()} - {"default", "gemma4"})
 
 
 def recognise(fast: Any, architecture: str, ignore_merges: bool, source: str) -> str:
-    """The name for the pre-tokenizer of `fast`, the tokenizer of a `tokenizer.json`.
+    """Return the name of the pre-tokenizer of `fast`, the tokenizer of a `tokenizer.json`.
 
-    UnsupportedError if no rule does what the pre-tokenizer does, or if several do.
+    Raise an UnsupportedError if no rule behaves like it, or several do.
     """
     wanted = {text: words_of_checkpoint(fast.pre_tokenizer, text) for text in (*PLAIN, CASES, DIGITS, *MARKED)}
 
@@ -141,7 +140,7 @@ def recognise(fast: Any, architecture: str, ignore_merges: bool, source: str) ->
 
 
 def _by_ids(fast: Any, wanted: Mapping[str, list[str]]) -> list[str]:
-    """Rules whose words the model makes the same tokens of."""
+    """Return the rules whose words lead to the same ids."""
 
     def ids(words: list[str]) -> list[int]:
         return [token.id for word in words for token in fast.model.tokenize(word)]
@@ -159,7 +158,7 @@ def _one_of_equals(found: list[str], architecture: str) -> list[str]:
 
 
 def _name(rule: str, architecture: str, ignore_merges: bool) -> str:
-    """The name to write for a rule."""
+    """Return the name to write for a rule."""
 
     def fits(name: str) -> bool:
         pre = PRE_TOKENIZERS.get(name)

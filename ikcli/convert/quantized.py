@@ -1,4 +1,4 @@
-"""Quantized checkpoints as a source of plain tensors, which are computed slab by slab as they are read.
+"""Present a quantized checkpoint as a source of plain tensors, dequantized slab by slab when they are read.
 
 | quant_method | what is read | file |
 |---|---|---|
@@ -6,8 +6,8 @@
 | modelopt, compressed-tensors (nvfp4-, mxfp4-pack-quantized), mxfp4 | floats of 4 bits in blocks | `fp4.py` |
 | compressed-tensors (pack-quantized), gptq, awq | integers packed into words | `packed_int.py` |
 
-Which tensors are quantized is told by the tensors that are there; the method says how they are read. All values come
-as float32 with the logical name, shape and orientation of the weight.
+The tensors of a checkpoint show which weights are quantized; the method tells how to read them. All values are
+float32, under the logical name and with the shape and orientation of the weight.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from ikcli.convert.source import Array, CheckpointSource
 from ikcli.errors import FormatError, UnsupportedError
 
 PACKED = ".mxfp4"
-"""What the name of a weight's own bits ends with."""
+"""Endings of the names of quantized bits."""
 
-# What runs of a quantized model use besides weights, and a GGUF file has no place for.
+# Tensors that runtimes of quantized models use besides weights; GGUF has no place for them.
 _UNUSED = (
     ".input_scale",
     ".input_scale_ub",
@@ -62,25 +62,25 @@ _LEFT_OVER = (
 
 
 class Logical(Protocol):
-    """A weight that is computed when it is read."""
+    """A weight that is dequantized when it is read."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Outermost dimension first."""
+        """Return the shape, outermost dimension first."""
         ...
 
     def rows(self, first: int, last: int) -> Floats:
-        """Rows [first, last) of the weight as a matrix."""
+        """Return rows [first, last) of the weight as a matrix."""
         ...
 
 
 class Dequantized:
-    """A source in which quantized weights are plain ones of type F32, under their logical names.
+    """A source that presents quantized weights as tensors of type F32 under their logical names.
 
-    `packed(name)` is the name of a tensor of this source, not listed in `names`, whose rows are the same weight as
-    GGUF's MXFP4 blocks (dtype MXFP4, rows of bytes as uint8; rows are outputs, as GGUF has them), or None. The experts
-    of gpt-oss are (expert, input, output) under their name, as in checkpoints that are not quantized, and (expert,
-    output, input) packed, gate and up taking turns.
+    `packed(name)` returns the name of a tensor of this source, not listed in `names`, that holds the same weight as
+    GGUF's MXFP4 blocks (dtype MXFP4, rows of uint8; rows are outputs, as in GGUF), or None. The experts of gpt-oss are
+    (expert, input, output) under their name, as in checkpoints without quantization, but (expert, output, input) when
+    packed, with rows of gate and up alternating.
     """
 
     def __init__(self, source: CheckpointSource, made: Mapping[str, tuple[str, Logical]], dropped: set[str]) -> None:
@@ -96,44 +96,45 @@ class Dequantized:
 
     @property
     def names(self) -> Sequence[str]:
-        """Logical names, in the order of the files."""
+        """Return the logical names, in the order of the files."""
         return self._names
 
     def packed(self, name: str) -> str | None:
-        """The name under which a weight can be read as MXFP4 blocks, bit by bit; None if it is none."""
+        """Return the name under which a weight is read as MXFP4 blocks, bit for bit, or None if it is not MXFP4."""
         return name + PACKED if name + PACKED in self._packed else None
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The logical shape."""
+        """Return the logical shape."""
         found = self._packed.get(name) or self._made.get(name)
         return self._source.shape(name) if found is None else found.shape
 
     def dtype(self, name: str) -> str:
-        """F32 for what is computed, MXFP4 for what `packed` names."""
+        """Return F32 for dequantized weights, MXFP4 for names from `packed`."""
         return "MXFP4" if name in self._packed else "F32" if name in self._made else self._source.dtype(name)
 
     def read(self, name: str) -> Array:
-        """All values."""
+        """Return all values."""
         if name not in self._made:
             return self._source.read(name)
         weight = self._made[name]
         return weight.rows(0, math.prod(weight.shape[:-1])).reshape(weight.shape)
 
     def rows(self, name: str, first: int, last: int) -> Array:
-        """Rows [first, last) of the tensor as a matrix."""
+        """Return rows [first, last) of the tensor as a matrix."""
         if name in self._packed:
             return self._packed[name].rows(first, last)
         return self._made[name].rows(first, last) if name in self._made else self._source.rows(name, first, last)
 
 
 def dequantized(source: CheckpointSource, config: Mapping[str, Any]) -> CheckpointSource:
-    """The source itself, or one that reads its quantized weights as plain ones.
+    """Return the source itself, or one that dequantizes its weights.
 
-    UnsupportedError names the method and the key or tensor that is not understood, FormatError one that does not fit.
+    Raise an UnsupportedError that names the method and the key or tensor that is not understood, or a FormatError for
+    one that does not fit.
     """
     settings = _settings(config)
     if settings is None and any(name.endswith(".weight_scale_2") for name in source.names):
-        settings = {"quant_method": "modelopt"}  # its settings may be in a file of their own
+        settings = {"quant_method": "modelopt"}  # its settings may be in a separate file
     if settings is None:
         tell = next(
             (n for n in source.names if source.dtype(n) in FLOAT8 or n.endswith((".qweight", ".weight_packed"))), None
@@ -178,7 +179,7 @@ def _settings(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 Found = Iterator[tuple[str, str, Logical, Sequence[str]]]
-"""Logical name, the tensor whose place it takes, the weight, and other tensors that are part of it."""
+"""Logical name, the tensor whose place it takes, the weight, and other tensors that belong to it."""
 
 
 def _block(settings: Mapping[str, Any]) -> tuple[int, ...] | None:
@@ -212,7 +213,7 @@ def _weights_of(group: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _scaled(source: CheckpointSource, settings: Mapping[str, Any]) -> Found:
-    """Every weight of 8 bits that has a scale beside it."""
+    """Find all 8-bit weights with a scale beside them."""
     there, block = set(source.names), _block(settings)
     for name in source.names:
         if source.dtype(name) not in (*FLOAT8, "I8"):
@@ -229,7 +230,7 @@ def _scaled(source: CheckpointSource, settings: Mapping[str, Any]) -> Found:
 
 
 def _four_bits(source: CheckpointSource) -> Found:
-    """Weights of 4-bit floats: `weight` (modelopt) or `weight_packed` (compressed-tensors) of bytes."""
+    """Find weights of 4-bit floats: bytes in `weight` (modelopt) or `weight_packed` (compressed-tensors)."""
     there = set(source.names)
     for name in source.names:
         if source.dtype(name) != "U8" or not name.endswith((".weight", ".weight_packed")):

@@ -1,4 +1,4 @@
-"""The rotation of a checkpoint, under the names of three generations of config.json, and the GGUF keys for it."""
+"""Read the rotation of a checkpoint, under any of its three sets of names in config.json, and write the GGUF keys."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SAME = {"su": "longrope", "mrope": "default", "deepseek_yarn": "yarn", "none": 
 
 @dataclass(frozen=True, slots=True)
 class RopeSettings:
-    """One rotation: its type, base, share of a head that it rotates, and the other values."""
+    """A rotation: its type, its base, the share of a head that it rotates, and other values."""
 
     type: str
     theta: float
@@ -45,7 +45,7 @@ class RopeSettings:
         return float(value)
 
     def positive(self, key: str, default: float | None = None) -> float:
-        """A number above 0."""
+        """Return a number above 0."""
         value = self.number(key, default)
         if value <= 0:
             raise UnsupportedError(f"config.json: rope parameter {key} should be above 0, but is {value}")
@@ -53,7 +53,7 @@ class RopeSettings:
 
 
 def read_rope(config: Config, kind: str = "full_attention") -> RopeSettings:
-    """The rotation of layers of this kind; UnsupportedError for a type or value that is not known."""
+    """Return the rotation of layers of a kind; raise an UnsupportedError for an unknown type or value."""
     new = config.given("rope_parameters")
     found: dict[str, Any] = dict(_of_kind(config.defaults.get("rope_parameters") or {}, kind))
     if isinstance(new, dict):
@@ -91,7 +91,7 @@ _OLD_NAMES = {
 
 
 def _of_kind(parameters: dict[str, Any], kind: str) -> dict[str, Any]:
-    """Parameters may differ between kinds of layers; then they are one level deeper."""
+    """Return the parameters of a kind of layers; they are nested if the kinds differ."""
     nested = {k: v for k, v in parameters.items() if isinstance(v, dict)}
     if not nested:
         return parameters
@@ -99,28 +99,30 @@ def _of_kind(parameters: dict[str, Any], kind: str) -> dict[str, Any]:
 
 
 def put_rope(m: Build, rope: RopeSettings) -> None:
-    """Base and scaling."""
+    """Write the keys of base and scaling."""
     m.key("rope.freq_base", rope.theta)
     if rope.type == "linear":
         m.key("rope.scaling.type", "linear")
         m.key("rope.scaling.factor", rope.number("factor"))
     elif rope.type == "yarn":
         put_yarn(m, rope)
-    elif rope.type == "dynamic":  # the plain rotation up to the context of the model
+    elif rope.type == "dynamic":  # a plain rotation up to the model's context
         if "alpha" in rope.values:
             raise UnsupportedError(f"{m.config.path}: rope parameter alpha is not known for {m.arch}")
-        m.notes.append("rope_type dynamic stretches contexts beyond that of the model; the file does not")
+        m.notes.append("rope_type dynamic extends the context beyond that of the model; the file does not")
 
 
 def put_yarn(m: Build, rope: RopeSettings) -> None:
-    """YaRN: what the checkpoint says, and nothing of what it leaves open."""
+    """Write the keys of YaRN that the checkpoint states, and no defaults."""
     m.key("rope.scaling.type", "yarn")
     m.key("rope.scaling.factor", rope.number("factor"))
     original = rope.positive("original_max_position_embeddings", m.config.integer("max_position_embeddings", least=1))
     m.key("rope.scaling.original_context_length", int(original))
     if rope.values.get("truncate") is False:
         m.key("rope.scaling.yarn_truncate", False)
-        m.notes.append("YaRN without rounding (truncate false) is read from a key that only ik knows; others round")
+        m.notes.append(
+            "YaRN without rounding (truncate false) is stored in a key that only ik reads; other programs round"
+        )
     for key, name in (
         ("extrapolation_factor", "yarn_ext_factor"),
         ("attention_factor", "yarn_attn_factor"),
@@ -133,14 +135,14 @@ def put_yarn(m: Build, rope: RopeSettings) -> None:
 
 
 def llama3_factors(m: Build, rope: RopeSettings, n_rot: int) -> Floats:
-    """Frequencies are divided by these: those of long wavelengths by `factor`, between the bands something between."""
+    """Return the divisors of frequencies: `factor` for long wavelengths, 1 for short ones, interpolated between."""
     factor = np.float32(rope.positive("factor", 8.0))
     low, high = np.float32(rope.positive("low_freq_factor", 1.0)), np.float32(rope.positive("high_freq_factor", 4.0))
     one, context = np.float32(1), np.float32(rope.positive("original_max_position_embeddings", 8192))
     exponents = np.arange(0, n_rot, 2, dtype=np.float32) / np.float32(n_rot)
     frequencies = one / np.power(rope.theta, exponents, dtype=np.float64).astype(np.float32)
     factors: list[np.float32] = []
-    for wavelength in one / frequencies * np.float32(2 * math.pi):  # quotients as torch has them, by reciprocals
+    for wavelength in one / frequencies * np.float32(2 * math.pi):  # multiply by reciprocals, as torch does
         if wavelength < context / high:
             factors.append(one)
         elif wavelength > context / low:

@@ -1,4 +1,4 @@
-"""Weights of 8 bits (floats or integers) times a scale: one, one per row, per group of a row, or per block."""
+"""Read weights of 8 bits (floats or integers) times a scale per tensor, row, group of a row, or block."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _Index = npt.NDArray[np.int64]
 
 @dataclass(slots=True)
 class Scaled:
-    """`weight` times `scale`; a zero point, where there is one, has the shape of the scale and is taken off first."""
+    """`weight` times `scale`. A zero point, if present, has the shape of the scale and is subtracted first."""
 
     source: CheckpointSource
     weight: str
@@ -34,7 +34,7 @@ class Scaled:
             raise FormatError(f"tensor {self.weight} is a scalar with a scale")
         grid = self.source.shape(self.scale)
         if len(grid) < len(self.shape):
-            # one value per tensor, per expert, or per row: leading dimensions are those of the weight
+            # one value per tensor, expert or row: leading dimensions are those of the weight
             grid = grid + (1,) * (len(self.shape) - len(grid)) if math.prod(grid) > 1 else (1,) * len(self.shape)
         if len(grid) != len(self.shape):
             raise self._misfit()
@@ -44,7 +44,7 @@ class Scaled:
         self._steps = tuple(self._step(i, n, parts) for i, (n, parts) in enumerate(zip(self.shape, grid, strict=True)))
 
     def _step(self, i: int, n: int, parts: int) -> int:
-        """Elements along a dimension that share a scale."""
+        """Return the number of elements along a dimension that share a scale."""
         if parts in (1, n):
             return n if parts == 1 else 1
         from_end = i - len(self.shape)
@@ -63,15 +63,15 @@ class Scaled:
         )
 
     def rows(self, first: int, last: int) -> Floats:
-        """Rows [first, last) of the weight as a matrix."""
+        """Return rows [first, last) of the weight as a matrix."""
         values = decode(self.source.rows(self.weight, first, last), self.source.dtype(self.weight))
         if self.zero is not None:
             values = values - self._spread(self.zero, first, last)
         return values * self._spread(self.scale, first, last)
 
     def _spread(self, name: str, first: int, last: int) -> Floats:
-        """A value per element of the rows."""
-        # a byte beside floats of 8 bits is a power of two
+        """Return one value per element of the rows."""
+        # beside 8-bit floats, a byte is a power of two
         dtype = "F8_E8M0" if self.source.dtype(name) == "U8" and name == self.scale else self.source.dtype(name)
         if self.source.shape(name) == self._grid and self._grid[:-1] == self.shape[:-1]:
             chosen = decode(self.source.rows(name, first, last), dtype)

@@ -1,4 +1,4 @@
-"""What a checkpoint for sentence-transformers says beside the model: how states become a vector."""
+"""Read the pooling of a sentence-transformers checkpoint: how token states become one vector."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NAMES = {"mean": 1, "cls": 2, "lasttoken": 3}
 
 
 def pooling_type(directory: Path) -> int | None:
-    """Number of the pooling that `modules.json` leads to; None without one."""
+    """Return the number of the pooling type to which `modules.json` leads, or None without one."""
     path = directory / "modules.json"
     text = read_text(path)
     if text is None:
@@ -23,11 +23,11 @@ def pooling_type(directory: Path) -> int | None:
         modules = [m for m in json.loads(text) if str(m["type"]).endswith(".Pooling")]
         folders = [str(m["path"]) for m in modules]
     except (ValueError, RecursionError, KeyError, TypeError):
-        raise FormatError(f"{path}: is no list of modules with type and path") from None
+        raise FormatError(f"{path}: is not a list of modules with type and path") from None
     if not folders:
         return None
     if any(part in ("..", "") for part in Path(folders[0]).parts) or Path(folders[0]).is_absolute():
-        raise FormatError(f"{path}: {folders[0]!r} is no folder of this directory")
+        raise FormatError(f"{path}: {folders[0]!r} is not a subdirectory of this directory")
     return _of_config(directory / folders[0] / "config.json")
 
 

@@ -1,7 +1,7 @@
-"""Tensors of a checkpoint: what a conversion reads from, and the safetensors files of a directory.
+"""Sources of checkpoint tensors: the protocol that conversions read from, and the safetensors files of a directory.
 
-A safetensors file is the size of its header (u64), the header (JSON: name -> dtype, shape, offsets) and the data.
-Nothing in a header is trusted. Data is read with `pread` into memory of the caller: no mapping fills up the process.
+A safetensors file consists of the size of its header (u64), the header (JSON: name -> dtype, shape, offsets) and the
+data. Headers are not trusted. Data is read with `pread` into the caller's memory, so no mapping grows the process.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MAX_DIMS = 8
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 
-# dtype of a header -> how its values are handed on; what NumPy does not know comes as unsigned integers of its size.
+# dtype of a header -> NumPy type; types that NumPy lacks are returned as unsigned integers of the same size.
 NUMPY_TYPES: dict[str, str] = {
     "F64": "<f8",
     "F32": "<f4",
@@ -56,23 +56,23 @@ class CheckpointSource(Protocol):
 
     @property
     def names(self) -> Sequence[str]:
-        """All tensors, in the order of the files."""
+        """Return the names of all tensors, in the order of the files."""
         ...
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape; () for a scalar."""
+        """Return the shape; () for a scalar."""
         ...
 
     def dtype(self, name: str) -> str:
-        """The type as safetensors calls it: BF16, F16, F32, F8_E4M3, I32, U8, ..."""
+        """Return the type under its name in safetensors: BF16, F16, F32, F8_E4M3, I32, U8, ..."""
         ...
 
     def read(self, name: str) -> Array:
-        """All values (a copy): BF16 as uint16, 8-bit floats as uint8."""
+        """Return a copy of all values: BF16 as uint16, 8-bit floats as uint8."""
         ...
 
     def rows(self, name: str, first: int, last: int) -> Array:
-        """Rows [first, last) of the tensor as a matrix whose rows are the last dimension: (last - first, shape[-1])."""
+        """Return rows [first, last) of the tensor as a matrix (last - first, shape[-1])."""
         ...
 
 
@@ -85,7 +85,7 @@ class _Entry:
 
 
 class SafetensorsSource:
-    """The safetensors files of a directory: `model.safetensors`, the shards of its index, all there are, or `files`."""
+    """The safetensors files of a directory: the shards of its index, `model.safetensors`, all others, or `files`."""
 
     def __init__(self, directory: Path, files: Sequence[Path] | None = None) -> None:
         self.paths = _files(directory) if files is None else list(files)
@@ -123,7 +123,7 @@ class SafetensorsSource:
         return self._read(name, first * width, last * width).reshape(last - first, width)
 
     def _read(self, name: str, first: int, last: int) -> Array:
-        """Elements [first, last)."""
+        """Return elements [first, last)."""
         entry = self._entries[name]
         out = np.empty(last - first, NUMPY_TYPES[entry.dtype])
         view = out.view(np.uint8)
@@ -146,7 +146,7 @@ def _close(handles: list[int]) -> None:
 
 
 def _files(directory: Path) -> list[Path]:
-    """The files with tensors; an IkError says what else is there."""
+    """Return the files with tensors; raise an IkError that names other weight files in the directory."""
     if not directory.is_dir():
         raise IkError(f"{directory}: {'is not a directory' if directory.exists() else 'no such directory'}")
     index = directory / _INDEX
@@ -154,7 +154,8 @@ def _files(directory: Path) -> list[Path]:
         names = list(dict.fromkeys(_weight_map(index).values()))
         missing = [name for name in names if not (directory / name).is_file()]
         if missing:
-            raise FormatError(f"{directory}: {_INDEX} {len(missing)} files are missing, {missing[0]} first")
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise FormatError(f"{directory}: files of {_INDEX} are missing: {missing[0]}{more}")
         return [directory / name for name in sorted(names)]
     if (directory / _SINGLE).is_file():
         return [directory / _SINGLE]
@@ -194,10 +195,12 @@ def _read_header(path: Path, handle: int, number: int) -> dict[str, _Entry]:
     size = os.fstat(handle).st_size
     head = os.pread(handle, 8, 0)
     if len(head) < 8:
-        raise FormatError(f"{path}: is no safetensors file, it has {size} bytes")
+        raise FormatError(f"{path}: is not a safetensors file: it has {size} bytes")
     n_header = int(struct.unpack("<Q", head)[0])
     if n_header > min(_MAX_HEADER, size - 8):
-        raise FormatError(f"{path}: is no safetensors file or truncated: a header of {n_header} bytes, {size} in all")
+        raise FormatError(
+            f"{path}: is truncated or not a safetensors file: a header of {n_header} bytes, {size} in all"
+        )
     try:
         header = json.loads(os.pread(handle, n_header, 8).decode("utf-8"))
     except (ValueError, RecursionError):
@@ -225,7 +228,7 @@ def _whole(value: object) -> bool:
 
 
 def _checked(path: Path, name: str, info: object, n_data: int) -> tuple[str, tuple[int, ...], int, int]:
-    """dtype, shape and offsets of one record, or a FormatError that names the tensor."""
+    """Return dtype, shape and offsets of a record, or raise a FormatError that names the tensor."""
     if not isinstance(info, dict):
         raise FormatError(f"{path}: tensor {name}: the record is not a JSON object")
     dtype, shape, offsets = info.get("dtype"), info.get("shape"), info.get("data_offsets")

@@ -1,4 +1,4 @@
-"""Tokens with a role, and what is added before and after a text, of a checkpoint as GGUF keys."""
+"""Write the GGUF keys of tokens with a role, and of tokens added before and after a text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _KEYS = {
     "bos": "bos_token_id",
     "eos": "eos_token_id",
     "unk": "unknown_token_id",
-    "sep": "seperator_token_id",  # spelt so in every file
+    "sep": "seperator_token_id",  # the spelling of all GGUF files
     "pad": "padding_token_id",
     "cls": "cls_token_id",
     "mask": "mask_token_id",
@@ -32,9 +32,9 @@ _NAMED = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 _GLM = {"bos": "[gMASK]", "eot": "<|user|>", "unk": "<|endoftext|>", "eom": "<|observation|>"}
 _BY_ARCHITECTURE = {"glm4": _GLM, "glm4moe": _GLM, "chatglm": _GLM}
-"""Roles that the files of some families leave open."""
+"""Roles that the files of some families do not state."""
 
-# Texts that mark places to fill in; readers know them too, a file that says so does not depend on that.
+# Fill-in-the-middle tokens; readers know these texts too, but a file that states them does not depend on it.
 _FILL_IN = {
     "fim_pre": ("<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin｜>", "<PRE>", "▁<PRE>"),
     "fim_suf": ("<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<｜fim▁hole｜>", "<SUF>", "▁<SUF>"),
@@ -48,7 +48,7 @@ _FILL_IN = {
 def special_keys(
     files: TokenizerFiles, table: Table, architecture: str, defaults: Mapping[str, int] | None = None
 ) -> dict[str, Any]:
-    """Keys of ids and of what is added; `defaults` are ids of another file of the checkpoint."""
+    """Return the keys of special ids and of added tokens; `defaults` are ids from another file of the checkpoint."""
     find = {text: i for i, text in enumerate(table.texts)}
     find |= {token.text: i for i, token in files.added.items() if i < len(table.texts)}
     ids = {role: find[text] for role, text in _BY_ARCHITECTURE.get(architecture, {}).items() if text in find}
@@ -81,7 +81,7 @@ def special_keys(
 
 
 def _from_configs(files: TokenizerFiles, ids: dict[str, int], n_tokens: int) -> list[int]:
-    """Ids that the configs of model and generation give as numbers; returns all that end a text."""
+    """Set ids that config.json and generation_config.json give as numbers; return all that end a text."""
     text = files.config.get("text_config")
     generation = optional_object(files.directory / "generation_config.json")
     ends: list[int] = []
@@ -103,7 +103,7 @@ def _from_configs(files: TokenizerFiles, ids: dict[str, int], n_tokens: int) -> 
 
 
 def _further_ends(ids: dict[str, int], ends: list[int], table: Table) -> None:
-    """Roles for ends that readers do not know by their texts."""
+    """Assign roles to end tokens that readers do not recognise by their texts."""
     for i in dict.fromkeys(ends):
         free = next((role for role in ("eot", "eom") if role not in ids), None)
         if free is not None and i not in ids.values() and table.texts[i] not in EOG_TEXTS.split(" "):
@@ -111,7 +111,7 @@ def _further_ends(ids: dict[str, int], ends: list[int], table: Table) -> None:
 
 
 def _added_around(files: TokenizerFiles, ids: dict[str, int]) -> dict[str, bool]:
-    """What the checkpoint's tokenizer puts around a text: found by encoding one. It may also tell bos and eos."""
+    """Encode a text to find the tokens that the checkpoint's tokenizer adds; they may reveal bos and eos."""
     if files.fast is None:
         return {}
     try:

@@ -1,4 +1,4 @@
-"""A SentencePiece model file (`tokenizer.model`), which is one protobuf message, read without its library.
+"""Read a SentencePiece model file (`tokenizer.model`), one protobuf message, without the sentencepiece library.
 
 ModelProto: 1 pieces (1 text, 2 score, 3 type), 2 trainer (3 model type, 40-43 ids of unk, bos, eos, pad), 3 normalizer
 (2 compiled character map, 3 dummy prefix, 4 extra white space removed). Types of pieces are those of GGUF.
@@ -19,7 +19,7 @@ _WIDTH = {1: 8, 5: 4}
 
 @dataclass(slots=True)
 class SpmFile:
-    """What a conversion needs of the file."""
+    """The parts of the file that a conversion needs."""
 
     pieces: list[tuple[str, float, int]] = field(default_factory=list)
     unigram: bool = True
@@ -30,7 +30,7 @@ class SpmFile:
 
 
 def read_spm(path: Path) -> SpmFile:
-    """Read the file; FormatError if it is no SentencePiece model."""
+    """Read the file; raise a FormatError unless it is a SentencePiece model."""
     try:
         if path.stat().st_size > _MAX_BYTES:
             raise FormatError(f"{path}: is too large for a SentencePiece model")
@@ -82,7 +82,7 @@ def _piece(data: memoryview) -> tuple[str, float, int]:
 
 
 def _fields(data: memoryview) -> Iterator[tuple[int, int | memoryview]]:
-    """Numbers and values of the fields of a message: integers, or the bytes of all other kinds."""
+    """Yield the numbers and values of a message's fields: integers, or bytes for all other kinds."""
     at = 0
     while at < len(data):
         key, at = _varint(data, at)

@@ -1,4 +1,4 @@
-"""Byte-level BPE from a tiktoken file: lines of a token in base64 and its rank; the merges follow from the ranks."""
+"""Read byte-level BPE from a tiktoken file: lines of a base64 token and its rank, from which the merges follow."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MAX_TOKEN = 4096
 
 
 def read_tiktoken(path: Path) -> tuple[dict[int, str], list[str]]:
-    """Tokens by id in the byte alphabet, and merges as GGUF has them."""
+    """Return tokens by id in the byte alphabet, and merges in GGUF's form."""
     ranks: dict[bytes, int] = {}
     for number, line in enumerate((read_text(path) or "").splitlines(), 1):
         if not line.strip():
@@ -25,7 +25,7 @@ def read_tiktoken(path: Path) -> tuple[dict[int, str], list[str]]:
         except (IndexError, ValueError, binascii.Error):
             raise FormatError(f"{path}: line {number} is not a token in base64 and its rank") from None
         if not token or len(token) > _MAX_TOKEN or not 0 <= rank < 1 << 27 or token in ranks:
-            raise FormatError(f"{path}: line {number}: a token or rank that cannot be, or one that was there before")
+            raise FormatError(f"{path}: line {number}: an impossible token or rank, or one that occurred before")
         ranks[token] = rank
     if not ranks or len(set(ranks.values())) != len(ranks):
         raise FormatError(f"{path}: is empty or gives two tokens the same rank")
@@ -42,7 +42,7 @@ def _shown(token: bytes) -> str:
 
 
 def _last_merge(ranks: dict[bytes, int], token: bytes, rank: int, path: Path) -> tuple[bytes, bytes]:
-    """The two tokens that merges of lower rank leave of this one."""
+    """Return the two tokens that merges of lower rank reduce this one to."""
     parts = [token[i : i + 1] for i in range(len(token))]
     while len(parts) > 2:
         best = min(range(len(parts) - 1), key=lambda i: ranks.get(parts[i] + parts[i + 1], rank))

@@ -1,4 +1,4 @@
-"""The tokenizer files of a checkpoint: JSON read and checked, added tokens, and the size that the config gives."""
+"""Read and check the tokenizer files of a checkpoint: JSON, added tokens, and the vocabulary size of the config."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ikcli.log import warn
 
 @dataclass(frozen=True, slots=True)
 class AddedToken:
-    """A token that is looked for in the text itself."""
+    """A token that is matched in the text itself."""
 
     text: str
     special: bool
 
     @property
     def control(self) -> bool:
-        """True if GGUF should call it a control token: some that are ought to be, though not marked as special."""
+        """Return whether GGUF should have it as a control token; some are not marked as special but should be."""
         text = self.text
         looks = (text.startswith("<|") and text.endswith("|>")) or (text.startswith("<｜") and text.endswith("｜>"))
         unused = text.startswith("<unused") and text.endswith(">")
@@ -31,7 +31,7 @@ class AddedToken:
 
 
 class TokenizerFiles:
-    """What a directory says of its tokenizer."""
+    """The tokenizer files of a directory."""
 
     def __init__(self, directory: Path, config: Mapping[str, Any]) -> None:
         self.directory = directory
@@ -42,7 +42,7 @@ class TokenizerFiles:
 
     @cached_property
     def model(self) -> dict[str, Any]:
-        """`model` of tokenizer.json; empty without that file."""
+        """Return `model` of tokenizer.json; empty without that file."""
         model = (self.json or {}).get("model", {})
         if not isinstance(model, dict):
             raise FormatError(f"{self.directory / 'tokenizer.json'}: model is not an object")
@@ -50,7 +50,7 @@ class TokenizerFiles:
 
     @cached_property
     def fast(self) -> Any:
-        """The tokenizer that tokenizer.json describes; None without that file."""
+        """Return the tokenizer of tokenizer.json, or None without that file."""
         if self.json is None:
             return None
         from tokenizers import Tokenizer
@@ -58,14 +58,14 @@ class TokenizerFiles:
         path = self.directory / "tokenizer.json"
         try:
             return Tokenizer.from_file(str(path))
-        except BaseException as problem:  # the library raises bare Exception, and of its own panics a BaseException
+        except BaseException as problem:  # the library raises bare Exception, and BaseException for panics
             if isinstance(problem, KeyboardInterrupt | SystemExit | MemoryError):
                 raise
             raise FormatError(f"{path}: {problem}") from None
 
     @cached_property
     def size(self) -> int | None:
-        """Tokens that the model has embeddings for, by its config; None if it does not say."""
+        """Return the number of tokens with embeddings by config.json, or None if it does not say."""
         text = self.config.get("text_config")
         for config in (text if isinstance(text, dict) else {}, self.config):
             for key in ("vocab_size", "padded_vocab_size"):
@@ -78,7 +78,7 @@ class TokenizerFiles:
 
     @cached_property
     def added(self) -> dict[int, AddedToken]:
-        """Added tokens by id, of all files that name some; a file's word goes before that of the next."""
+        """Return added tokens by id from all files that name some; earlier files take precedence."""
         found: dict[int, AddedToken] = {}
         texts: set[str] = set()
         for name, tokens in (
@@ -120,7 +120,7 @@ class TokenizerFiles:
 
     @cached_property
     def named_tokens(self) -> dict[str, str]:
-        """Texts of tokens with a role (`bos`, `eos`, ...), of tokenizer_config.json or special_tokens_map.json."""
+        """Return texts of tokens with a role (`bos`, ...) from tokenizer_config.json or special_tokens_map.json."""
         found: dict[str, str] = {}
         for table in (self.settings, optional_object(self.directory / "special_tokens_map.json")):
             for key, entry in table.items():
@@ -132,7 +132,7 @@ class TokenizerFiles:
 
 @dataclass(slots=True)
 class Table:
-    """Tokens by id as they are collected: text, score and GGUF's type."""
+    """Tokens by id while they are collected: text, score and GGUF's type."""
 
     texts: list[str]
     scores: list[float]
@@ -145,7 +145,7 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 def make_table(
     files: TokenizerFiles, tokens: Mapping[int, tuple[str, float, int]], added_score: float = -1000.0
 ) -> Table:
-    """Tokens 0 to the size of the config: those given, added tokens on top, and `[PAD...]` for what is missing."""
+    """Return tokens 0 to the size of the config: the given ones, added tokens over them, and `[PAD...]` in gaps."""
     last = max(tokens, default=-1)
     size = files.size if files.size is not None else max([last, *files.added]) + 1
     if last >= size:
@@ -162,7 +162,7 @@ def make_table(
             continue
         if table.types[i] == UNKNOWN and table.texts[i] == token.text:
             continue
-        # readers look for these in text with its spaces as they are
+        # readers match these in text with plain spaces
         text = token.text if token.control else token.text.replace("\u2581", " ")
         if known.get(text, i) != i:
             text = token.text

@@ -1,4 +1,4 @@
-"""A checkpoint as a model file: keys and tensors, checked against what runs it, and the job that writes it."""
+"""Convert a checkpoint to a model file: make keys and tensors, check them against the model code, plan the writing."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ if TYPE_CHECKING:
     from ikcli.quant.target import TargetOptions
 
 _UNREAD = r"\.indexer\.|^rope_f|_(k|v|kv)_b\.weight$|_gate_up_exps\.weight$|^output\.weight$|^cls\."
-"""Tensors that are read elsewhere, or kept for other programs."""
-AUTO = {GGMLType.BF16: 32, GGMLType.F16: 1, GGMLType.F32: 1}  # file types; of float32 files f16 is made
+"""Tensors that are read elsewhere in ik, or kept for other programs."""
+AUTO = {GGMLType.BF16: 32, GGMLType.F16: 1, GGMLType.F32: 1}  # file types; float32 checkpoints become f16
 MXFP4 = 38
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointOptions:
-    """How a checkpoint is read and described."""
+    """Options for reading and describing a checkpoint."""
 
     model_name: str | None = None
     metadata: Path | None = None
     pre: str | None = None
     ignored_keys: tuple[str, ...] = ()
-    keep_mxfp4: bool = False  # weights that are MXFP4 blocks stay what they are
+    keep_mxfp4: bool = False  # keep weights that are MXFP4 blocks
 
 
 @dataclass(frozen=True, slots=True)
 class OpenCheckpoint:
-    """A directory as a model: the file that it would be, and what was left out."""
+    """A checkpoint as the model file it would become, and the tensors that were left out."""
 
     file: CheckpointFile
     description: Description
@@ -58,12 +58,12 @@ class OpenCheckpoint:
 
     @property
     def has_mxfp4(self) -> bool:
-        """Whether weights are kept as MXFP4 blocks."""
+        """Return whether weights are kept as MXFP4 blocks."""
         return any(t.type == GGMLType.MXFP4 for t in self.file.tensors.values())
 
     @property
     def auto_type(self) -> int:
-        """File type of the first matrix."""
+        """Return the file type of the first matrix."""
         if self.has_mxfp4:
             return MXFP4
         matrix = next((t for t in self.file.tensors.values() if len(t.shape) > 1), None)
@@ -71,7 +71,7 @@ class OpenCheckpoint:
 
 
 def open_checkpoint(directory: Path, options: CheckpointOptions | None = None) -> OpenCheckpoint:
-    """Everything of a checkpoint but the data; an error names the key or tensor that is not understood."""
+    """Open a checkpoint without reading its data; errors name the key or tensor that is not understood."""
     options = options or CheckpointOptions()
     config = Config(directory)
     architecture = architecture_of(config)
@@ -97,14 +97,15 @@ def open_checkpoint(directory: Path, options: CheckpointOptions | None = None) -
     if pooling is not None:
         m.key("pooling_type", pooling)
     keys = {"general.architecture": architecture.name, "general.type": "model", **description.keys}
-    written = {"general.file_type": 0, "general.quantization_version": QUANTIZATION_VERSION}  # in their usual places
+    # in their usual place; the file type is known when the file is written
+    written = {"general.file_type": 0, "general.quantization_version": QUANTIZATION_VERSION}
     file = checkpoint_file(files.paths, source, m.tensors, keys | m.metadata | written | vocabulary)
     _check(file, directory)
     return OpenCheckpoint(file, description, tuple(m.dropped), tuple(m.notes))
 
 
 def _check(file: CheckpointFile, directory: Path) -> None:
-    """FormatError for a tensor that is missing or has another shape than the keys say, or that no one would read."""
+    """Raise a FormatError for a tensor that is missing, has an unexpected shape, or would never be read."""
     hp = HParams.from_gguf(file.metadata, file.tensors, str(directory))
     specs = find(hp.arch).tensor_shapes(hp)
     check_tensors(specs, file.tensors, str(directory))
@@ -125,7 +126,7 @@ def plan_convert(
     max_bytes: int = 0,
     advance: Callable[[float], None] = lambda n_bytes: None,
 ) -> ToolPlan:
-    """Types of all tensors, as `ik quantize` chooses them for the file in the checkpoint's own types, and the job."""
+    """Choose the types of all tensors, as `ik quantize` does for a file in the checkpoint's types, and plan the job."""
     file = checkpoint.file
 
     def opened() -> CheckpointFile:
@@ -141,7 +142,7 @@ def plan_convert(
 
 
 def write_vocabulary(checkpoint: OpenCheckpoint, output: Path, overrides: Sequence[str] = ()) -> Path:
-    """A file with all keys and no tensor."""
+    """Write a file with all keys and no tensors."""
     file = checkpoint.file
     apply_overrides(file.metadata, file.value_types, file.item_types, overrides, str(file.paths[0]))
     check_output([output], file.paths)

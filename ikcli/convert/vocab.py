@@ -1,4 +1,4 @@
-"""The vocabulary of a checkpoint as the `tokenizer.*` keys of a GGUF file.
+"""Convert the vocabulary of a checkpoint to the `tokenizer.*` keys of a GGUF file.
 
 | files | `tokenizer.ggml.model` |
 |---|---|
@@ -7,7 +7,7 @@
 | `tokenizer.json` or `tokenizer.model` with a unigram model | `t5` |
 | `tokenizer.json`: WordPiece | `bert` |
 
-What `tokenizer.json` gives for a few texts is compared with what the keys give; a difference is told.
+The ids of a few texts by `tokenizer.json` and by the keys are compared; a difference is a warning.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ Keys = dict[str, Any]
 
 
 def read_vocabulary(directory: Path, config: Mapping[str, Any], architecture: str, pre: str | None = None) -> Keys:
-    """All `tokenizer.*` keys for the checkpoint in `directory`.
+    """Return all `tokenizer.*` keys for the checkpoint in `directory`.
 
-    `config` is its config.json, `architecture` the GGUF one. `pre` names the pre-tokenizer of a byte-level BPE instead
-    of the one recognised. UnsupportedError if the tokenizer is of no known kind or its pre-tokenizer is not recognised.
+    `config` is its config.json, `architecture` the GGUF one. `pre` overrides the recognised pre-tokenizer of byte-level
+    BPE. Raise an UnsupportedError for an unknown kind of tokenizer or an unrecognised pre-tokenizer.
     """
     if pre is not None and pre not in PRE_TOKENIZERS:
         raise UnsupportedError(f"--pre {pre}: no such pre-tokenizer; known are {', '.join(sorted(PRE_TOKENIZERS))}")
@@ -76,14 +76,14 @@ def read_vocabulary(directory: Path, config: Mapping[str, Any], architecture: st
     elif kind == "BPE":
         keys = _characters(files, architecture)
     elif kind is not None:
-        raise UnsupportedError(f"{directory / 'tokenizer.json'}: a model of type {kind!r} has no form in GGUF")
+        raise UnsupportedError(f"{directory / 'tokenizer.json'}: a model of type {kind!r} cannot be expressed in GGUF")
     else:
         keys = _without_json(files, architecture, pre)
     return keys | chat_template_keys(files)
 
 
 def _same_tokens(files: TokenizerFiles, spm: SpmFile) -> bool:
-    """False if tokenizer.json, which is what the model was used with, has other ids than the SentencePiece model."""
+    """Return False if tokenizer.json, which the model was used with, has other ids than the SentencePiece model."""
     if not files.model:
         return True
     vocabulary = _json_vocabulary(files)
@@ -115,11 +115,11 @@ def _json_vocabulary(files: TokenizerFiles) -> dict[str, int]:
 
 
 def _json_merges(files: TokenizerFiles) -> list[str]:
-    """Merges with a space between their parts, of which older files have one text and newer ones a pair."""
+    """Return merges with a space between their parts; older files store one text, newer ones a pair."""
     path = files.directory / "tokenizer.json"
     for key in ("continuing_subword_prefix", "end_of_word_suffix"):
         if files.model.get(key):
-            raise UnsupportedError(f"{path}: BPE with {key} {files.model[key]!r} has no form in GGUF")
+            raise UnsupportedError(f"{path}: BPE with {key} {files.model[key]!r} cannot be expressed in GGUF")
     merges = files.model.get("merges")
     if not isinstance(merges, list):
         raise FormatError(f"{path}: model.merges is missing")
@@ -128,7 +128,7 @@ def _json_merges(files: TokenizerFiles) -> list[str]:
         parts = merge.split(" ") if isinstance(merge, str) else merge
         if not isinstance(parts, list) or len(parts) != 2 or not all(isinstance(p, str) and p for p in parts):
             raise FormatError(f"{path}: model.merges entry {i} is not a pair of tokens: {merge!r}")
-        # GGUF separates the two by a space, so one inside is written as the byte alphabet writes it
+        # GGUF separates the parts by a space, so a space inside is written in the byte alphabet
         out.append(" ".join(part.replace(" ", "\u0120") for part in parts))
     return out
 
@@ -150,7 +150,7 @@ def _word_piece(files: TokenizerFiles, architecture: str) -> Keys:
     prefix = files.model.get("continuing_subword_prefix", "##")
     if prefix != "##":
         raise UnsupportedError(
-            f"{files.directory / 'tokenizer.json'}: WordPiece with the prefix {prefix!r} has no form in GGUF"
+            f"{files.directory / 'tokenizer.json'}: WordPiece with the prefix {prefix!r} cannot be expressed in GGUF"
         )
     unknown = files.model.get("unk_token")
     table = make_table(
@@ -166,14 +166,14 @@ def _word_piece(files: TokenizerFiles, architecture: str) -> Keys:
 
 
 def _phantom(text: str) -> str:
-    """Pieces inside a word lose their mark, and those that begin one get the mark of a space."""
+    """Remove the mark of pieces inside a word, and mark pieces that begin one with a space."""
     if text.startswith("[") and text.endswith("]"):
         return text
     return text[2:] if text.startswith("##") else "\u2581" + text
 
 
 def _characters(files: TokenizerFiles, architecture: str) -> Keys:
-    """BPE of characters, which readers of a SentencePiece vocabulary do by score: the earlier a merge, the higher."""
+    """Convert BPE of characters to scores of a SentencePiece vocabulary: earlier merges score higher."""
     vocabulary = _json_vocabulary(files)
     ranks: dict[str, int] = {}
     for rank, merge in enumerate(_json_merges(files)):
@@ -195,7 +195,7 @@ def _spm_type(text: str, unknown: str | None) -> int:
 
 
 def _has_space_prefix(files: TokenizerFiles) -> bool:
-    """Whether a text gets a space in front: found by encoding one."""
+    """Return whether a text gets a leading space, found by encoding one."""
     return bool("".join(files.fast.encode("a", add_special_tokens=False).tokens).startswith("\u2581"))
 
 
@@ -276,7 +276,7 @@ def _t5_keys(table: Table, special: Keys, prefix: bool, extra: bool, charsmap: b
 
 
 def _without_json(files: TokenizerFiles, architecture: str, pre: str | None) -> Keys:
-    """A byte-level BPE of older or other files, which do not say how words are cut."""
+    """Read byte-level BPE from older or other files, which do not say how words are cut."""
     directory = files.directory
     tiktoken = next((name for name in _TIKTOKEN_FILES if (directory / name).is_file()), None)
     if tiktoken is not None:
@@ -306,12 +306,12 @@ def _without_json(files: TokenizerFiles, architecture: str, pre: str | None) -> 
 
 
 def plain_values(keys: Mapping[str, Any]) -> Keys:
-    """The keys as a reader of the file sees them."""
+    """Return the keys as a reader of the file sees them."""
     return {key: value.value if isinstance(value, Typed) else value for key, value in keys.items()}
 
 
 def _differences(files: TokenizerFiles, keys: Keys, texts: Sequence[str]) -> list[str]:
-    """Those of the texts that the keys cut into other tokens than tokenizer.json."""
+    """Return the texts that the keys cut into other tokens than tokenizer.json."""
     tokenizer = Tokenizer.from_metadata(plain_values(keys), files.source)
     found = []
     for text in texts:

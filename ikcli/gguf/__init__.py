@@ -1,1 +1,1 @@
-"""GGUF files: reader, writer, names."""
+"""Read and write GGUF files; tensor types and metadata values."""

@@ -1,6 +1,7 @@
-"""GGUF and ggml numbers: value types, ids of tensor types (`types.py` says what they are), file types and their labels.
+"""Numbers of GGUF and ggml: value types, tensor type ids (described in `types.py`), file types and their labels.
 
-Answers to `enum ggml_type` and `llama_model_ftype_name` of ik_llama.cpp.
+Corresponds to `enum ggml_type` and `llama_model_ftype_name` of ik_llama.cpp. `gguf.constants` of gguf-py is not used:
+it lacks the types of ik_llama.cpp, and importing it would slow the start of every command.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ FILE_TYPE_GUESSED = 1024  # bit that marks a file type derived from the tensors
 
 
 class GGUFValueType(IntEnum):
-    """Metadata value types."""
+    """Types of metadata values."""
 
     UINT8 = 0
     INT8 = 1
@@ -167,7 +168,7 @@ class GGMLType(IntEnum):
 
 
 def new_type_id(number: int, name: str) -> GGMLType:
-    """The id of a tensor type of another package, the same one when asked again; ValueError if the number is taken."""
+    """Return the id of a tensor type of another package, always the same; raise a ValueError if the number is taken."""
     if number in GGMLType.__members__.values():
         raise ValueError(f"tensor type id {number} is that of {GGMLType(number).name}")
     if number not in _ADDED:
@@ -179,7 +180,7 @@ def new_type_id(number: int, name: str) -> GGMLType:
 
 @dataclass(frozen=True, slots=True)
 class FileType:
-    """One `general.file_type`: its number, the names the quantize command accepts, label and default tensor type."""
+    """A `general.file_type`: number, names that the quantize command accepts, label and default tensor type."""
 
     number: int
     names: tuple[str, ...]
@@ -277,7 +278,7 @@ FILE_TYPES: dict[int, FileType] = {f.number: f for f in _FILE_TYPES}
 
 
 def file_type_label(number: int) -> str:
-    """Label of a `general.file_type` number, e.g. `IQ2_K_R4 - 2.375 bpw`, with ` (guessed)` when bit 1024 is set."""
+    """Return the label of a `general.file_type`, e.g. `IQ2_K_R4 - 2.375 bpw`; bit 1024 adds ` (guessed)`."""
     if number & FILE_TYPE_GUESSED:
         return file_type_label(number & ~FILE_TYPE_GUESSED) + " (guessed)"
     known = FILE_TYPES.get(number)

@@ -18,17 +18,17 @@ _U32 = struct.Struct("<I")
 
 
 class TruncatedError(FormatError):
-    """The file ends too early: it is damaged, or only its first part is there."""
+    """The file ends too early: it is damaged, or only its beginning exists."""
 
 
 def shown(name: str) -> str:
-    """A key or tensor name that is safe and short enough for a message."""
+    """Return a key or tensor name in a form that is safe and short enough for a message."""
     text = name if name.isprintable() and name else ascii(name)
     return text if len(text) <= 100 else text[:97] + "..."
 
 
 class Cursor:
-    """Reads little-endian values from a memory map or bytes; `where` arguments say what was being read."""
+    """A reader of little-endian values in a memory map or bytes; `where` arguments name the item for messages."""
 
     def __init__(self, buffer: mmap.mmap | bytes, size: int, path: str) -> None:
         self.buffer = buffer
@@ -57,7 +57,7 @@ class Cursor:
         return int(_U64.unpack(self.take(8, where))[0])
 
     def check_count(self, count: int, min_bytes: int, what: str) -> None:
-        """Refuse a count of items that cannot fit in the rest of the file."""
+        """Refuse a count of items that cannot fit into the rest of the file."""
         if count * min_bytes > self.size - self.pos:
             left = self.size - self.pos
             self.fail_short(f"the header announces {count} {what}, more than fit in the remaining {left} bytes")
@@ -85,7 +85,7 @@ class Cursor:
         return struct.unpack(code, self.take(struct.calcsize(code), where))[0]
 
     def array(self, where: str, depth: int = 1) -> tuple[GGUFValueType, Any]:
-        """Element type and value: ndarray for numbers, list for strings and for arrays of arrays."""
+        """Return element type and value: an ndarray for numbers, a list for strings and for arrays of arrays."""
         if depth > MAX_ARRAY_DEPTH:
             self.fail(f"{where} nests arrays more than {MAX_ARRAY_DEPTH} deep")
         item_type = self.value_type(where)
@@ -104,7 +104,7 @@ class Cursor:
         return item_type, raw.view(dtype).copy()
 
     def _strings(self, count: int, where: str) -> list[str]:
-        """A tight loop: token lists and merges run to hundreds of thousands of strings."""
+        """Read strings in a tight loop, as token lists and merges have hundreds of thousands."""
         buffer, size, pos, length = self.buffer, self.size, self.pos, _U64.unpack_from
         out: list[str] = []
         append = out.append

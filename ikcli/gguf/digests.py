@@ -1,4 +1,4 @@
-"""Digests of models and other files: the SHA-256 of all bytes, or of what tells two models apart."""
+"""Compute digests of models and other files: the SHA-256 of all bytes, or of what tells two models apart."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ _PIECE = 1 << 16
 
 
 def of_model(file: GGUFFile) -> str:
-    """Of the header and samples of every tensor: files of hundreds of GB are not read whole."""
+    """Return a digest of the header and of samples of every tensor; files of hundreds of GB are not read whole."""
     hashed = hashlib.sha256(repr(sorted((n, t.type, t.shape) for n, t in file.tensors.items())).encode())
     for name in sorted(file.tensors):
         data = file.data(name)
         hashed.update(data[:_PIECE].tobytes())
         hashed.update(data[-_PIECE:].tobytes())
-        file.release(name)  # a stage of a model looks at all tensors and uses only its own
+        file.release(name)  # a pipeline stage samples all tensors but keeps only its own in memory
     return hashed.hexdigest()
 
 
 def of_file(path: Path) -> str:
-    """Of all bytes."""
+    """Return a digest of all bytes."""
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -33,7 +33,7 @@ def of_file(path: Path) -> str:
 
 
 def of_input(path: Path) -> str:
-    """Of what a server reads: a model with all that its header says, or any other file."""
+    """Return a digest of a file that a server reads: of a model its header and samples, of other files all bytes."""
     try:
         with path.open("rb") as file:
             if file.read(len(GGUF_MAGIC)) != GGUF_MAGIC:

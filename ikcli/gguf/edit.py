@@ -1,7 +1,7 @@
-"""Changing metadata of a GGUF file, in place where the header keeps its room, else into a new file.
+"""Change the metadata of a GGUF file: in place if the header still fits, else in a new file.
 
-Tensor data begins at the next multiple of the alignment after the header, so the header may grow or shrink only within
-that padding; a reader has no other way to find the data.
+Tensor data begins at the next multiple of the alignment after the header, and readers find it by nothing else. So the
+header may grow or shrink only within that padding.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _SHAPES = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What happens to one key; None: absent before or after."""
+    """The change of one key; None means absent before or after."""
 
     key: str
     old: Typed | None
@@ -52,7 +52,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Edited:
-    """The files that were written; `in_place` if only their header was."""
+    """The files that were written; `in_place` if only headers changed."""
 
     paths: tuple[Path, ...]
     changes: tuple[Change, ...]
@@ -63,7 +63,7 @@ def plan_changes(
     file: GGUFFile, sets: Sequence[str] = (), set_files: Sequence[str] = (), deletes: Sequence[str] = (),
     force: bool = False,
 ) -> list[Change]:  # fmt: skip
-    """What `--set`, `--set-file` and `--delete` ask for; UsageError that quotes what is wrong with them."""
+    """Parse `--set`, `--set-file` and `--delete`; raise a UsageError that quotes the faulty text."""
     old = file.typed_metadata()
     new: dict[str, Typed | None] = {}
     for option, key, value in [
@@ -121,7 +121,7 @@ def _parse(text: str, old: dict[str, Typed]) -> tuple[str, Typed]:
 
 
 def _resolve(name: str, known: GGUFValueType | None, items: Sequence[Any]) -> GGUFValueType:
-    """`int` and `float` are the type that the key has, else the usual one that holds the values."""
+    """Resolve `int` and `float` to the present type of the key, else to the usual type that holds the values."""
     if name == "int":
         if known in INTEGER_TYPES:
             assert known is not None
@@ -147,7 +147,7 @@ def _int(value: Any) -> int:
 
 
 def _value(value: Any, type: GGUFValueType) -> Any:
-    """A text or JSON value as one of the type."""
+    """Convert a text or JSON value to the type."""
     if type == V.STRING:
         if not isinstance(value, str):
             raise ValueError(f"{value} is not a text")
@@ -185,7 +185,7 @@ def _from_file(text: str, old: dict[str, Typed]) -> tuple[str, Typed]:
 
 
 def changed_metadata(metadata: dict[str, Typed], changes: Sequence[Change]) -> dict[str, Typed]:
-    """The metadata after the changes; keys that stay keep their place."""
+    """Return the metadata after the changes; remaining keys keep their order."""
     out = dict(metadata)
     for change in changes:
         if change.new is None:
@@ -196,8 +196,9 @@ def changed_metadata(metadata: dict[str, Typed], changes: Sequence[Change]) -> d
 
 
 def edit_in_place(path: str | Path, changes: Sequence[Change]) -> Edited:
-    """Write a new header over the old one (of a split model: of its first part); UnsupportedError if it needs more or
-    less room than there is."""
+    """Write a new header over the old one, in the first part of a split model.
+
+    Raise an UnsupportedError if it does not fit exactly."""
     part = read_part(path)
     name = part.paths[0]
     if any(change.key == _ALIGNMENT for change in changes):
@@ -230,7 +231,7 @@ def edit_in_place(path: str | Path, changes: Sequence[Change]) -> Edited:
 
 
 def _overwrite(out: Any, header: bytes) -> None:
-    """Write only from the first byte that changes to the last one."""
+    """Write only the bytes from the first change to the last."""
     old = out.read(len(header))
     differ = np.flatnonzero(np.frombuffer(old, np.uint8) != np.frombuffer(header, np.uint8)[: len(old)])
     if len(old) < len(header):
@@ -249,7 +250,7 @@ def edit_into(
     changes: Sequence[Change],
     advance: Callable[[float], None] = lambda n_bytes: None,
 ) -> Edited:
-    """Copy the model with changed metadata; a split one into as many parts, named after `output`."""
+    """Copy the model with changed metadata; a split model into the same number of parts, named after `output`."""
     file, out = open_gguf(path), Path(output)
     metadata = changed_metadata(file.typed_metadata(), changes)
     alignment = metadata.get(_ALIGNMENT)

@@ -1,7 +1,7 @@
-"""Digests of tensor data, tensor by tensor and over all of them, with the names and bytes of gguf-hash.
+"""Compute digests of tensor data, per tensor and over the model, with the names and bytes of gguf-hash.
 
-Metadata, names and shapes are not part of them. `uuid` is a version 5 identifier made of the data in a name space of
-its own; it exists for a whole model only. A split model has the digests of the same model in one file.
+They do not cover metadata, names and shapes. `uuid` is a version 5 UUID of the data in its own name space; it exists
+for whole models only. A split model has the same digests as the model in one file.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _STRIPE = 32
 
 
 class Hasher(Protocol):
-    """What hashlib's objects do."""
+    """The interface of hashlib objects."""
 
     def update(self, data: memoryview, /) -> None: ...
     def hexdigest(self) -> str: ...
 
 
 class Xxh64:
-    """XXH64 with seed 0; stripes of 32 bytes go to a compiled kernel, the rest is done here."""
+    """XXH64 with seed 0. A compiled kernel consumes stripes of 32 bytes; the rest is done here."""
 
     def __init__(self) -> None:
         self._lanes = np.array([(_P1 + _P2) & _MASK, _P2, 0, -_P1 & _MASK], np.uint64)
@@ -106,7 +106,7 @@ def _kernel() -> Callable[..., int]:
 
 
 class _Uuid5:
-    """SHA-1 over name space and data, as a version 5 UUID."""
+    """A version 5 UUID: SHA-1 over name space and data."""
 
     def __init__(self) -> None:
         self._sha1 = hashlib.sha1(_UUID_NAMESPACE.bytes)
@@ -128,7 +128,7 @@ _MAKERS: dict[str, Callable[[], Hasher]] = {
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """One digest; `tensor` is empty for that of the whole model."""
+    """A digest; `tensor` is empty for the whole model."""
 
     kind: str
     digest: str
@@ -136,12 +136,12 @@ class Digest:
 
 
 def parse_hashes(text: str, option: str = "--hash") -> tuple[str, ...]:
-    """`sha256,uuid` or `all` (which is all but uuid, as in gguf-hash); UsageError for other names."""
+    """Parse a list such as `sha256,uuid`, or `all` (all but uuid, as in gguf-hash); other names are a UsageError."""
     names = [name.strip().lower() for name in text.split(",") if name.strip()]
     if names == ["all"]:
         return HASHES[:-1]
     if not names or (bad := [name for name in names if name not in HASHES]):
-        raise UsageError(f'{option}: "{bad[0] if names else text}" is no digest; use {", ".join(HASHES)} or all')
+        raise UsageError(f'{option}: "{bad[0] if names else text}" is not a digest; use {", ".join(HASHES)} or all')
     return tuple(name for name in HASHES if name in names)
 
 
@@ -152,7 +152,7 @@ def hash_tensors(
     per_tensor: bool = True,
     advance: Callable[[float], None] = lambda n_bytes: None,
 ) -> Iterator[Digest]:
-    """The digests of every tensor in file order, then those of the model. The data is read once."""
+    """Yield the digests of every tensor in file order, then those of the model. The data is read once."""
     totals = {kind: _MAKERS[kind]() for kind in kinds}
     for t in file.tensors.values():
         own = {kind: _MAKERS[kind]() for kind in kinds if per_tensor and kind != "uuid"}
@@ -169,25 +169,25 @@ def hash_tensors(
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Digests that were written before: (kind, tensor or "" for the model) -> digest."""
+    """Digests written earlier: (kind, tensor or "" for the model) -> digest."""
 
     path: Path
     digests: dict[tuple[str, str], str]
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The strongest digest there is, which is what a check computes when it is not told."""
+        """Return the strongest kind of digest present, the default of a check."""
         found = {kind for kind, _ in self.digests}
         return tuple(kind for kind in ("sha256", "sha1", "xxh64", "uuid") if kind in found)[:1]
 
     def verdict(self, found: Digest) -> str:
-        """`ok`, `mismatch` or `not found`."""
+        """Compare a digest: return `ok`, `mismatch` or `not found`."""
         expected = self.digests.get((found.kind, found.tensor))
         return "not found" if expected is None else "ok" if expected == found.digest else "mismatch"
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Lines `KIND DIGEST FILE[:TENSOR]` of any file name, as gguf-hash and `ik inspect --hash` print them."""
+    """Read lines `KIND DIGEST FILE[:TENSOR]`, as gguf-hash and `ik inspect --hash` print them; FILE does not matter."""
     lines = read_text(path, error=FormatError).splitlines()
     digests: dict[tuple[str, str], str] = {}
     for line in lines:
@@ -201,7 +201,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def _tensor_of(name: str) -> str:
-    """The tensor in `model.gguf:blk.0.attn_q.weight`; folders and drives may have colons, too."""
+    """Return the tensor of `model.gguf:blk.0.attn_q.weight`; directories and drives may contain colons, too."""
     _, mark, tensor = name.rpartition(".gguf:")
     if not mark:
         tensor = name.rpartition(":")[2] if ":" in name else ""

@@ -1,4 +1,4 @@
-"""`--override-kv KEY=TYPE:VALUE`: parsing, validation against the file, application to its metadata."""
+"""Parse `--override-kv KEY=TYPE:VALUE`, check it against a file and apply it to the metadata."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _EXAMPLE = "expected KEY=TYPE:VALUE with TYPE int, float, bool or str, e.g. deep
 
 
 def parse_override(text: str) -> tuple[str, int | float | bool | str]:
-    """`KEY=TYPE:VALUE` -> (key, value); UsageError quoting the text when malformed."""
+    """Return (key, value) of `KEY=TYPE:VALUE`; raise a UsageError that quotes a malformed text."""
     key, eq, rest = text.strip().partition("=")
     kind, colon, value = rest.partition(":")
     if not key or not eq or not colon:
@@ -45,17 +45,17 @@ def apply_overrides(
     overrides: Sequence[str],
     path: str,
 ) -> None:
-    """Set the overridden keys in place; a value that cannot stand for the key's type in the file is a UsageError."""
+    """Set the overridden keys in place; raise a UsageError for a value that the key's type in the file cannot hold."""
     for text in overrides:
         key, value = parse_override(text)
         old = value_types.get(key)
         if old == GGUFValueType.ARRAY:
-            old = item_types.pop(key)  # a scalar then stands for every layer
+            old = item_types.pop(key)  # a scalar then applies to every layer
         value_types[key], metadata[key] = _fit(value, old, text, path)
 
 
 def _fit(value: int | float | bool | str, old: GGUFValueType | None, text: str, path: str) -> tuple[GGUFValueType, Any]:
-    """Value and stored type: the type in the file where there is one, else the usual type of the value."""
+    """Return value and stored type: the type in the file if the key exists, else the usual type of the value."""
     if isinstance(value, bool):
         fits, new = old in (None, GGUFValueType.BOOL), GGUFValueType.BOOL
     elif isinstance(value, int):

@@ -1,7 +1,7 @@
-"""Writing a GGUF file whose tensors come in any order, in pieces: every byte has its place from the beginning.
+"""Write a GGUF file from pieces of tensors in any order; the place of every byte is known from the start.
 
-The bytes are those of `GGUFWriter`. They go to a file beside the target, which is renamed when complete. It is removed
-when anything goes wrong, unless it is to be kept for a later run that goes on with it.
+The result is that of `GGUFWriter`. Bytes go to a file beside the target, which is renamed when complete. It is removed
+on an error, unless it is kept for a later run that continues it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class PlacedFile:
-    """One file; `keep`: its parts outlive an error, in `partial`."""
+    """A file in progress. With `keep`, what was written survives an error, in `partial`."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class PlacedFile:
         self._file: BinaryIO | None = None
 
     def holds(self, path: Path) -> bool:
-        """Whether a file begins and ends where this one does."""
+        """Return whether a file has the header and the size of this one."""
         try:
             with path.open("rb") as file:
                 return path.stat().st_size == self.size and file.read(len(self.header)) == self.header
@@ -48,7 +48,7 @@ class PlacedFile:
             return False
 
     def crc32(self, path: Path, name: str, start: int, n_bytes: int) -> int:
-        """Of bytes of a tensor in a file of this layout."""
+        """Return the CRC-32 of a part of a tensor in a file of this layout."""
         found, left = 0, n_bytes
         with path.open("rb") as file:
             file.seek(self._at[name] + start)
@@ -57,7 +57,7 @@ class PlacedFile:
         return found
 
     def begin(self) -> None:
-        """Open the file, as it is if it was begun by an earlier run."""
+        """Open the file; keep its contents if an earlier run began it."""
         try:
             if self._keep and self.holds(self.partial):
                 self._file = self.partial.open("r+b")
@@ -69,7 +69,7 @@ class PlacedFile:
             raise self._cannot(error) from None
 
     def write(self, name: str, start: int, data: Bytes) -> None:
-        """Bytes of a tensor from its byte `start` on."""
+        """Write bytes of a tensor from its byte `start` on."""
         assert self._file is not None
         raw = np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
         try:
@@ -79,7 +79,7 @@ class PlacedFile:
             raise self._cannot(error) from None
 
     def sync(self) -> None:
-        """Have everything on the disk."""
+        """Flush everything to the disk."""
         assert self._file is not None
         try:
             self._file.flush()
@@ -88,7 +88,7 @@ class PlacedFile:
             raise self._cannot(error) from None
 
     def finish(self) -> None:
-        """All is written: take the final name."""
+        """Give the complete file its final name."""
         self.sync()
         assert self._file is not None
         self._file.close()
@@ -99,10 +99,10 @@ class PlacedFile:
             raise self._cannot(error) from None
 
     def close(self) -> None:
-        """After an error; nothing if it is finished."""
+        """Clean up after an error; do nothing if the file is finished."""
         if self._file is None:
             return
-        with suppress(OSError):  # what is still buffered may not fit either
+        with suppress(OSError):  # flushing the rest may fail for the same reason
             self._file.close()
         self._file = None
         if not self._keep:

@@ -4,6 +4,10 @@ Layout: magic, u32 version, u64 n_tensors, u64 n_kv; key-value pairs (string, u3
 (name, u32 n_dims, u64 ne[n_dims], u32 type, u64 offset); padding to `general.alignment`; tensor data.
 Strings are u64 length + bytes. Every count is checked against the bytes that remain before anything is allocated,
 so a truncated or hostile file ends in a FormatError. Text is decoded with `surrogateescape`: bytes survive.
+
+`GGUFReader` of gguf-py is not used: it trusts counts and offsets of the file, wants the whole file (a header suffices
+here to plan a download), reads one part of a split model, and makes arrays of every string, which takes a hundred
+times longer for a vocabulary of 150,000 tokens.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ _MAX_SPLITS = 65535
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor of a file; `shape` in GGUF order (ne0 is the row length), `offset` absolute in its file."""
+    """A tensor of a file; `shape` in GGUF order (ne0 is the row length), `offset` from the start of its file."""
 
     name: str
     shape: tuple[int, ...]
@@ -46,7 +50,7 @@ class TensorInfo:
 
 @dataclass(slots=True)
 class GGUFFile:
-    """A model: metadata of the first part, tensors of all parts, zero-copy access to their bytes."""
+    """A model: metadata of the first part, tensors of all parts, and zero-copy access to their bytes."""
 
     paths: list[Path]
     version: int
@@ -56,17 +60,17 @@ class GGUFFile:
     tensors: dict[str, TensorInfo]
     alignment: int
     _maps: list[npt.NDArray[np.uint8]] = field(repr=False, default_factory=list)
-    missing_parts: list[Path] = field(default_factory=list)  # of a split file opened by its header only
-    n_announced: int = -1  # tensors of all parts, as a split file says
+    missing_parts: list[Path] = field(default_factory=list)  # of a split model opened by its header only
+    n_announced: int = -1  # tensors of all parts, as a split model states
     data_start: int = 0  # where tensor data begins in the first part
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Metadata value of `key`, or `default`."""
+        """Return the metadata value of `key`, or `default`."""
         return self.metadata.get(key, default)
 
     @property
     def arch(self) -> str:
-        """`general.architecture`; FormatError if absent or not a string."""
+        """Return `general.architecture`; raise a FormatError if it is absent or not a string."""
         arch = self.metadata.get("general.architecture")
         if not isinstance(arch, str):
             raise FormatError(f"{self.paths[0]}: no general.architecture; this is not a model file")
@@ -74,16 +78,16 @@ class GGUFFile:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of all tensors."""
+        """Return the size of all tensors in bytes."""
         return sum(t.n_bytes for t in self.tensors.values())
 
     @property
     def n_elements(self) -> int:
-        """Weights in all tensors."""
+        """Return the number of weights in all tensors."""
         return sum(t.n_elements for t in self.tensors.values())
 
     def data(self, name: str) -> npt.NDArray[np.uint8]:
-        """Read-only 1-D view of the bytes of a tensor in the memory map; FormatError if there is no such tensor."""
+        """Return a read-only 1-D view of a tensor's bytes in the memory map; an unknown name is a FormatError."""
         t = self.tensors.get(name)
         if t is None:
             raise FormatError(f"{self.paths[0]}: no tensor named {shown(name)}")
@@ -92,17 +96,16 @@ class GGUFFile:
         return self._maps[t.file_index][t.offset : t.offset + t.n_bytes]
 
     def part(self, name: str, start: int, stop: int) -> npt.NDArray[np.uint8]:
-        """Bytes [start, stop) of a tensor; of a model that is no file yet they are made now."""
+        """Return bytes [start, stop) of a tensor; subclasses without a file compute them."""
         return self.data(name)[start:stop]
 
     def has_data(self, name: str) -> bool:
-        """Whether the bytes of a tensor are there; only files opened by their header may lack some."""
+        """Return whether a tensor's bytes are present; only files opened by their header may lack some."""
         t = self.tensors[name]
         return t.file_index < len(self._maps) and t.offset + t.n_bytes <= len(self._maps[t.file_index])
 
     def release(self, name: str, start: int = 0, stop: int | None = None) -> None:
-        """Let the system take back the memory pages that lie inside bytes start..stop of a tensor; they are read again
-        from the file when needed."""
+        """Release the memory pages within bytes start..stop of a tensor; the system reads them again on demand."""
         t = self.tensors[name]
         buffer = self._maps[t.file_index].base
         buffer = buffer.obj if isinstance(buffer, memoryview) else buffer
@@ -112,20 +115,20 @@ class GGUFFile:
             buffer.madvise(mmap.MADV_DONTNEED, first, last - first)
 
     def typed(self, key: str) -> Typed:
-        """Value of `key` with its GGUF type, for copying into another file."""
+        """Return the value of `key` with its GGUF type, for copying into another file."""
         return Typed(self.metadata[key], self.value_types[key], self.item_types.get(key))
 
     def typed_metadata(self) -> dict[str, Typed]:
-        """All key-value pairs with their GGUF types, in file order."""
+        """Return all key-value pairs with their GGUF types, in file order."""
         return {key: self.typed(key) for key in self.metadata}
 
 
 def open_gguf(path: str | Path, overrides: Sequence[str] = (), *, header_only: bool = False) -> GGUFFile:
-    """Open a GGUF file, or all parts of a split one given its first part.
+    """Open a GGUF file, or all parts of a split model given its first part.
 
-    `overrides` are `KEY=TYPE:VALUE` strings (TYPE int, float, bool or str; UsageError if malformed). `header_only`: the
-    tensor data may be cut off, and parts other than the first may be missing (`missing_parts`).
-    Anything wrong with the file is a FormatError that names the file and, where there is one, the key or tensor.
+    `overrides` are `KEY=TYPE:VALUE` strings (TYPE int, float, bool or str; UsageError if malformed). With
+    `header_only`, tensor data may be cut off, and parts other than the first may be missing (`missing_parts`).
+    Raise a FormatError for a faulty file; it names the file and, if possible, the key or tensor.
     """
     first = Path(path)
     file = _read_part(first, 0, header_only)
@@ -140,7 +143,7 @@ def open_gguf(path: str | Path, overrides: Sequence[str] = (), *, header_only: b
 
 
 def read_part(path: str | Path, *, header_only: bool = False) -> GGUFFile:
-    """Open one part of a split file by itself; FormatError if it is damaged, TruncatedError if cut off."""
+    """Open one part of a split model; raise a FormatError if it is damaged, a TruncatedError if it is cut off."""
     return _read_part(Path(path), 0, header_only)
 
 
@@ -282,7 +285,7 @@ def _place_tensors(
     file_index: int,
     header_only: bool,
 ) -> dict[str, TensorInfo]:
-    """Turn raw infos into TensorInfo with absolute offsets; refuse what does not fit, is unaligned or overlaps."""
+    """Make TensorInfo with absolute offsets; refuse tensors that do not fit, are unaligned, or overlap."""
     tensors: dict[str, TensorInfo] = {}
     for name, (shape, type, offset) in infos.items():
         where = f"tensor {shown(name)}"

@@ -1,6 +1,6 @@
-"""Splitting a GGUF file into parts and merging parts into one file; tensor bytes are copied as they are.
+"""Split a GGUF file into parts and merge parts into one file; tensor bytes are copied unchanged.
 
-Answers to llama-gguf-split: parts are named `OUT-00001-of-0000N.gguf`, the first one carries all metadata.
+Corresponds to llama-gguf-split: parts are named `OUT-00001-of-0000N.gguf`, the first one carries all metadata.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _CHUNK_BYTES = 32 << 20
 
 @dataclass(frozen=True, slots=True)
 class PartSummary:
-    """What one part holds."""
+    """The contents of one part."""
 
     path: Path
     n_tensors: int
@@ -37,7 +37,7 @@ def split(
     dry_run: bool = False,
     advance: Callable[[float], None] = lambda n: None,
 ) -> list[PartSummary]:
-    """Write the model as parts of at most `max_tensors` tensors or `max_bytes` bytes (0: no limit)."""
+    """Write the model in parts of at most `max_tensors` tensors or `max_bytes` bytes (0: no limit)."""
     file = open_gguf(source)
     specs = tensor_specs(file)
     counts = plan_splits(specs, max_tensors, max_bytes, no_tensor_first)
@@ -52,7 +52,7 @@ def split(
         keys = {k: v for k, v in file.typed_metadata().items() if k not in SPLIT_KEYS}
         with GGUFWriter(out, keys, specs, alignment=file.alignment, splits=counts) as writer:
             copy_tensors(file, writer, advance)
-        if len(counts) == 1:  # the writer calls a single part by the plain name
+        if len(counts) == 1:  # the writer gives a single part the plain name
             out.replace(parts[0].path)
     return parts
 
@@ -60,7 +60,7 @@ def split(
 def merge(
     source: str, output: str, dry_run: bool = False, advance: Callable[[float], None] = lambda n: None
 ) -> list[PartSummary]:
-    """Write all parts of the model whose first part is `source` as one file that must not exist yet."""
+    """Merge the model whose first part is `source` into one file, which must not exist yet."""
     file = open_gguf(source)
     specs = tensor_specs(file)
     out = Path(output)
@@ -75,12 +75,12 @@ def merge(
 
 
 def tensor_specs(file: GGUFFile) -> list[NewTensor]:
-    """The tensors of a model as they are announced to a writer."""
+    """Return the tensors of a model in the form that a writer expects."""
     return [NewTensor(t.name, t.shape, t.type) for t in file.tensors.values()]
 
 
 def refuse_inputs(file: GGUFFile, outputs: list[Path]) -> None:
-    """UsageError if an output is one of the input files; makes missing folders."""
+    """Raise a UsageError if an output is one of the input files; create missing directories."""
     inputs = {p.resolve() for p in file.paths}
     for path in outputs:
         if path.resolve() in inputs:
@@ -89,7 +89,7 @@ def refuse_inputs(file: GGUFFile, outputs: list[Path]) -> None:
 
 
 def copy_tensors(file: GGUFFile, writer: GGUFWriter, advance: Callable[[float], None]) -> None:
-    """Write all tensors as they are."""
+    """Copy all tensors unchanged."""
     for t in file.tensors.values():
         writer.write_tensor(t.name, _pieces(file, t.name, t.n_bytes, advance))
 

@@ -1,4 +1,4 @@
-"""How much of a model file each tensor type takes."""
+"""Count the tensors and bytes of each tensor type in a model file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ikcli.gguf.reader import TensorInfo
 
 @dataclass(frozen=True, slots=True)
 class TypeCount:
-    """How much of a model is of one tensor type."""
+    """The share of a model that has one tensor type."""
 
     type: GGMLType
     n_tensors: int
@@ -20,7 +20,7 @@ class TypeCount:
 
 
 def count_types(tensors: Sequence[TensorInfo]) -> list[TypeCount]:
-    """Histogram of tensor types in order of first appearance."""
+    """Return a histogram of tensor types, in order of first appearance."""
     totals: dict[GGMLType, list[int]] = {}
     for t in tensors:
         total = totals.setdefault(t.type, [0, 0, 0])

@@ -1,14 +1,14 @@
-"""The tensor types: one record each (`type_record.py`), by family.
+"""The table of tensor types: one record each (`type_record.py`), by family.
 
 A row of `ne0` elements takes `row_meta_size + type_size * ne0 / block_size` bytes; rows follow without padding.
-I2_S alone has no row structure: `ne/4` bytes for the whole tensor, then 32 bytes that hold one scale.
-Answers to `type_traits[]` and `interleaved_properties` of ik_llama.cpp. In interleaved types (`_R4`, `_R8`, `_R16`) the
-sizes are the share of one row; the physical unit is R rows at once.
+Only I2_S has no row structure: `ne/4` bytes for the whole tensor, then 32 bytes that hold one scale.
+Corresponds to `type_traits[]` and `interleaved_properties` of ik_llama.cpp. In interleaved types (`_R4`, `_R8`, `_R16`)
+the sizes are the share of one row; the physical unit is R rows at once.
 
-A family knows where the functions of its types are; a record of it has what is said of this type, else of the family.
-`pair` makes two records, of a type and of its interleaved twin.
+A family tells where the functions of its types are; a record has its own settings, else those of its family.
+`pair` makes two records: of a type and of its interleaved twin.
 
-A type of another package: `new_type_id` makes its number, `add_type` enters its record.
+For a type of another package, `new_type_id` makes its number and `add_type` enters its record.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ _RECORDS: tuple[TensorType, ...] = (
              cuda=((0, 128), (128, 64), (192, 16), (208, 2)), fallback=T.Q8_0, candidate="all"),
     *_K.pair(T.IQ4_XS, T.IQ4_XS_R8, "iq4_xs", 256, 136, tile="s32", scales=(0,), cuda=((8, 128), (0, 8)),
              fallback=T.IQ4_NL, candidate="all", decode="ikcli.quant.decode_iquants:iq4_xs"),
-    # --- points of a grid of 8 or 4 values, signs apart ---------------------------------------------------------------
+    # --- points of a grid of 8 or 4 values, separate signs ------------------------------------------------------------
     *_GRIDS.pair(T.IQ2_XXS, T.IQ2_XXS_R4, "iq2_xxs", 256, 66, tile="s32", scales=(0,), grid="IQ2_XXS",
                  cuda=((2, 64), (0, 2)), needs_imatrix=True, candidate="all"),
     *_GRIDS.pair(T.IQ2_XS, T.IQ2_XS_R4, "iq2_xs", 256, 74, tile="s16", scales=(0,), grid="IQ2_XS",
@@ -104,7 +104,7 @@ _RECORDS: tuple[TensorType, ...] = (
     _GRIDS_R4.type(T.IQ1_M_R4, "iq1_m_r4", 32, 7, stand_in=T.IQ1_M, tile="s16",
                    layout="ikcli.quant.interleave:iq1_m_r4", cpu=f"{_KERNELS}.formats_r4_grid:IQ1_M",
                    cuda=((0, 4), (4, 2), (6, 1)), cuda_name="iq1_m_r"),
-    # --- entries of a table that is not linear, one of two for each sub-block; KS, KSS, KL: a scale per row -----------
+    # --- entries of a nonlinear table, one of two for each sub-block; KS, KSS, KL: a scale per row --------------------
     *_IQK.pair(T.IQ2_K, T.IQ2_K_R4, "iq2_k", 256, 76, tile="s16", scales=(0,), cuda=((12, 64), (4, 8), (0, 4)),
                fallback=T.IQ4_NL),
     *_IQK.pair(T.IQ3_K, T.IQ3_K_R4, "iq3_k", 256, 110, tile="s16", scales=(0,),
@@ -135,12 +135,12 @@ _RECORDS: tuple[TensorType, ...] = (
     TensorType(T.I2_S, "i2_s", 128, 32, 0, 32, kind="ternary", decode="ikcli.quant.decode_bitnet:i2_s"),
     _TERNARY.type(T.IQ1_BN, "iq1_bn", 64, 13, row_meta_size=2, cuda=((0, 12), (12, 1))),
     *_TERNARY.pair(T.IQ2_BN, T.IQ2_BN_R4, "iq2_bn", 64, 16, row_meta_size=4, cuda=((0, 16),)),
-    # --- bytes; Q8_KV: per row a scale f32 and the sum of the codes i32, which its twin leaves out --------------------
+    # --- bytes; Q8_KV: per row a scale f32 and the sum of the codes i32, which its twin omits -------------------------
     _Q8_KV,
     interleaved(_Q8_KV, T.Q8_KV_R8, f"{_KERNELS}.formats_r4:Q8_KV", name="q8_KV_r8", row_meta_size=4),
     _BYTES_R.type(T.Q8_K_R8, "q8_k_r8", 256, 258, rows=8, layout="ikcli.quant.interleave:q8_k_r8"),
     _BYTES_R.type(T.Q8_K_R16, "q8_k_r16", 256, 258, rows=16, layout="ikcli.quant.interleave:q8_k_r16"),
-    # --- buffers of activations of the reference: they have numbers but do not belong in model files ------------------
+    # --- activation buffers of the reference: numbered, but not for model files ---------------------------------------
     *(TensorType(t, name, block_size, type_size, row_meta_size, kind="activation")
       for t, name, block_size, type_size, row_meta_size in (
           (T.Q8_1, "q8_1", 32, 36, 0), (T.Q8_K, "q8_K", 256, 296, 0), (T.Q8_0_X4, "q8_0_x4", 32, 34, 0),
@@ -152,7 +152,7 @@ TYPES: dict[GGMLType, TensorType] = {found.type: found for found in sorted(_RECO
 
 
 def add_type(record: TensorType) -> TensorType:
-    """Enter a type of another package; ValueError if its number or its name is taken."""
+    """Enter a type of another package; raise a ValueError if its number or name is taken."""
     taken = next((t for t in TYPES.values() if t.type == record.type or t.name.lower() == record.name.lower()), None)
     if taken is not None:
         raise ValueError(f"tensor type {record.name} ({int(record.type)}): {taken.name} is {int(taken.type)}")
@@ -161,7 +161,7 @@ def add_type(record: TensorType) -> TensorType:
 
 
 def row_n_bytes(type: GGMLType, ne0: int) -> int:
-    """Bytes of one row of `ne0` elements; `ne0` must be a multiple of the block size (ValueError)."""
+    """Return the bytes of a row of `ne0` elements; raise a ValueError unless that is a multiple of the block size."""
     t = TYPES[type]
     if ne0 % t.block_size:
         raise ValueError(f"row length {ne0} is not a multiple of {t.block_size}, the block size of {t.name}")
@@ -169,7 +169,7 @@ def row_n_bytes(type: GGMLType, ne0: int) -> int:
 
 
 def tensor_n_bytes(type: GGMLType, shape: tuple[int, ...]) -> int:
-    """Bytes of a tensor of `shape` = (ne0, ne1, ...); same error as `row_n_bytes`."""
+    """Return the bytes of a tensor of `shape` = (ne0, ne1, ...); raise as `row_n_bytes` does."""
     n_bytes = row_n_bytes(type, shape[0])
     for ne in shape[1:]:
         n_bytes *= ne

@@ -1,7 +1,7 @@
-"""A file that a run may leave unfinished: another run that would write the same goes on behind the last whole tensor.
+"""Keep a file that a run leaves unfinished, so that another run of the same job continues after the last whole tensor.
 
-`.NAME.part` has the bytes. `.NAME.part.tensors` has a line with what they are to become (a digest), then one per whole
-tensor: its check sum. What is kept is what the sums are right for, so it does not matter how the run ended.
+`.NAME.part` holds the bytes. `.NAME.part.tensors` holds a line that identifies the job (a digest), then the checksum of
+each whole tensor. Only tensors with a matching checksum are kept, so it does not matter how the run ended.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ _CHUNK = 16 << 20
 
 
 def part_path(final: Path) -> Path:
-    """Where the bytes are until the file is whole."""
+    """Return the path of the bytes until the file is complete."""
     return final.with_name(f".{final.name}.part")
 
 
 class Unfinished:
-    """The part of one file and the list of its whole tensors."""
+    """The unfinished part of a file and the list of its whole tensors."""
 
     def __init__(self, final: Path) -> None:
         self.part = part_path(final)
-        self.n_whole = 0  # tensors that are there already
-        self.discarded = False  # something was there, and was to become another file
+        self.n_whole = 0  # tensors written by an earlier run
+        self.discarded = False  # the part of another job was there
         self._final = final
         self._listed = self.part.with_name(f"{self.part.name}.tensors")
         self._list: TextIO | None = None
         self._sum = 0
 
     def open(self, digest: str, header: bytes, sizes: Sequence[int]) -> BinaryIO:
-        """The part, open behind the header and the whole tensors; `sizes` are their bytes with padding.
+        """Open the part after the header and the whole tensors; `sizes` are the tensors' bytes with padding.
 
-        IkError if another run has it open. OSError as from `open`.
+        Raise an IkError if another run has it open, an OSError as `open` does.
         """
         self._list = self._listed.open("a+", encoding="ascii", errors="replace")
         self._lock()
@@ -74,7 +74,7 @@ class Unfinished:
                 ) from None
 
     def _verified(self, file: BinaryIO, header: bytes, tensors: Sequence[tuple[int, str]]) -> int:
-        """Where the whole tensors end; 0 if not even the header is right."""
+        """Return the offset after the whole tensors, or 0 if the header does not match."""
         if file.read(len(header)) != header:
             return 0
         end = len(header)
@@ -89,11 +89,11 @@ class Unfinished:
         return end
 
     def update(self, raw: bytes | memoryview) -> None:
-        """Bytes of the tensor that is being written, padding included."""
+        """Add bytes of the tensor being written, padding included."""
         self._sum = zlib.crc32(raw, self._sum)
 
     def tensor_is_whole(self, file: BinaryIO) -> None:
-        """All bytes of the tensor were written to `file`."""
+        """Record that all bytes of the tensor were written to `file`."""
         assert self._list is not None
         file.flush()
         self._list.write(f"{self._sum:08x}\n")
@@ -101,7 +101,7 @@ class Unfinished:
         self._sum = 0
 
     def close(self, keep: bool) -> None:
-        """Close the list; unless all is kept for another run, both files are removed (the part may have its name)."""
+        """Close the list; remove both files unless they are kept for another run (the part may be renamed already)."""
         if not keep:
             self.part.unlink(missing_ok=True)
             self._listed.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""A metadata value together with its GGUF type, and the rule that guesses the type of a plain Python value."""
+"""Metadata values with their GGUF types, and the inference of types of plain Python values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TYPE_OF_DTYPE: dict[np.dtype[Any], GGUFValueType] = {np.dtype(c): t for t, (c, 
 
 @dataclass(frozen=True, slots=True)
 class Typed:
-    """`value` to be stored as `type`; `item_type` is the element type of an ARRAY (None: guessed from the value)."""
+    """A `value` to be stored as `type`; `item_type` is the element type of an ARRAY (None: inferred from the value)."""
 
     value: Any
     type: GGUFValueType
@@ -23,7 +23,7 @@ class Typed:
 
 
 def infer_type(value: Any, key: str) -> GGUFValueType:
-    """GGUF type of a plain value: bool, u32/i32/u64/i64 by range, f32, string or array; FormatError if none fits."""
+    """Return the GGUF type of a plain value: bool, u32/i32/u64/i64 by range, f32, string or array."""
     if isinstance(value, bool | np.bool_):
         return GGUFValueType.BOOL
     if isinstance(value, np.generic):
@@ -44,7 +44,7 @@ def infer_type(value: Any, key: str) -> GGUFValueType:
 
 
 def infer_item_type(value: Any, key: str) -> GGUFValueType:
-    """Element type of an array value: from the dtype of an ndarray, else from the first element."""
+    """Return the element type of an array: from the dtype of an ndarray, else from the first element."""
     if isinstance(value, np.ndarray):
         found = _TYPE_OF_DTYPE.get(value.dtype.newbyteorder("<"))
         if found is None:

@@ -1,9 +1,9 @@
-"""Streaming writer of GGUF files, whole or split, little-endian.
+"""Write GGUF files, whole or split, little-endian, as a stream.
 
-Tensor data is written in the order announced, to temporary files beside the target that are renamed when complete
-and removed when anything goes wrong: a reader never sees half a file. With a `key` an interrupted file is kept, and
-another writer with this key goes on (`unfinished.py`). In a split, part 1 carries all metadata and
-every part carries `split.no` (u16), `split.count` (u16) and `split.tensors.count` (i32), as gguf-split writes them.
+Tensor data is written in the announced order to temporary files beside the target. They are renamed when complete and
+removed on an error, so a reader never sees half a file. With a `key` an interrupted file is kept, and another writer
+with this key continues it (`unfinished.py`). In a split model, part 1 carries all metadata, and every part carries
+`split.no` (u16), `split.count` (u16) and `split.tensors.count` (i32), as gguf-split writes them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SPLIT_KEYS = ("split.no", "split.count", "split.tensors.count")
 
 @dataclass(frozen=True, slots=True)
 class NewTensor:
-    """Name, GGUF-order shape (ne0, ne1, ...) and type of a tensor to be written."""
+    """Name, shape in GGUF order (ne0, ne1, ...) and type of a tensor to be written."""
 
     name: str
     shape: tuple[int, ...]
@@ -48,7 +48,7 @@ class NewTensor:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of the tensor; FormatError if the row length does not suit the type."""
+        """Return the bytes of the tensor; raise a FormatError if the row length does not suit the type."""
         try:
             return tensor_n_bytes(self.type, self.shape)
         except ValueError as e:
@@ -58,7 +58,7 @@ class NewTensor:
 def plan_splits(
     tensors: Sequence[NewTensor], max_tensors: int = 0, max_bytes: int = 0, no_tensor_first: bool = False
 ) -> list[int]:
-    """Number of tensors per part when no part may exceed a tensor count or a size in bytes (0 = no limit)."""
+    """Return the number of tensors of each part, given limits of tensors and bytes per part (0 = no limit)."""
     parts: list[int] = [0, 0] if no_tensor_first else [0]
     size = 0
     for t in tensors:
@@ -72,16 +72,16 @@ def plan_splits(
 
 
 def split_path(path: Path, no: int, count: int) -> Path:
-    """File name of part `no` (from 0): `model.gguf` -> `model-00001-of-0000N.gguf`."""
+    """Return the file name of part `no` (from 0): `model.gguf` -> `model-00001-of-0000N.gguf`."""
     return path.with_name(f"{path.name.removesuffix('.gguf')}-{no + 1:05d}-of-{count:05d}.gguf")
 
 
 class GGUFWriter:
-    """Writes one model; use as a context manager, call `write_tensor` once per tensor in order.
+    """A writer of one model: a context manager in which `write_tensor` is called once per tensor, in order.
 
     `metadata` values are plain (types inferred) or `Typed`. `splits` is the number of tensors of each part
-    (see `plan_splits`); more than one part makes a split file. `key` stands for everything that the data comes from:
-    with one, the first `n_whole` tensors may be there already when the context begins.
+    (see `plan_splits`); more than one part makes a split model. `key` identifies the sources of the data: with one, the
+    first `n_whole` tensors may exist already when the context begins.
     """
 
     def __init__(
@@ -105,26 +105,26 @@ class GGUFWriter:
             self._metadata["general.alignment"] = Typed(alignment, GGUFValueType.UINT32)
         self._next = 0
         self._file: BinaryIO | None = None
-        self._done: list[tuple[Path, Path]] = []  # temporary and final name of every part begun
-        self._remaining = 0  # tensors to come in the current part
-        self._written = 0  # bytes of the tensor begun
+        self._done: list[tuple[Path, Path]] = []  # temporary and final name of every started part
+        self._remaining = 0  # remaining tensors of the current part
+        self._written = 0  # written bytes of the current tensor
         self._closed = False
         self._key = key
         self._unfinished = Unfinished(self.path) if key is not None and len(self._parts) == 1 else None
 
     @property
     def n_whole(self) -> int:
-        """Tensors that an interrupted writer with this key left whole: the next one to be written is behind them."""
+        """Return the number of whole tensors left by an interrupted writer with this key; writing continues there."""
         return self._unfinished.n_whole if self._unfinished is not None else 0
 
     @property
     def discarded(self) -> bool:
-        """Whether an interrupted writer with another key left something, which is gone."""
+        """Return whether leftovers of an interrupted writer with another key were discarded."""
         return self._unfinished is not None and self._unfinished.discarded
 
     @property
     def paths(self) -> list[Path]:
-        """Final names of the files."""
+        """Return the final names of the files."""
         n = len(self._parts)
         return [self.path] if n == 1 else [split_path(self.path, i, n) for i in range(n)]
 
@@ -147,7 +147,7 @@ class GGUFWriter:
             raise FormatError(f"{self.path}: keys and tensor names must not be empty")
 
     def write_tensor(self, name: str, data: npt.NDArray[Any] | bytes | Iterable[npt.NDArray[Any] | bytes]) -> None:
-        """Write the bytes of the next tensor: one array, bytes, or chunks of either in order."""
+        """Write the next tensor: one array, bytes, or chunks of either in order."""
         self.begin_tensor(name)
         for chunk in (data,) if isinstance(data, np.ndarray | bytes) else data:
             self.append(chunk)
@@ -165,13 +165,13 @@ class GGUFWriter:
         self._written = 0
 
     def append(self, chunk: npt.NDArray[Any] | bytes) -> None:
-        """More bytes of the tensor begun."""
+        """Write more bytes of the current tensor."""
         raw = chunk if isinstance(chunk, bytes) else np.ascontiguousarray(chunk).reshape(-1).view(np.uint8).data
         self._put_data(raw)
         self._written += len(raw)
 
     def end_tensor(self) -> None:
-        """FormatError if the tensor begun did not get all of its bytes."""
+        """End the current tensor; raise a FormatError if bytes are missing."""
         spec = self.tensors[self._next]
         if self._written != spec.n_bytes:
             of_type = f"tensor {spec.name} ({TYPES[spec.type].name})"
@@ -187,7 +187,7 @@ class GGUFWriter:
         self._remaining -= 1
 
     def close(self) -> None:
-        """Finish: every announced tensor must have been written; then the files appear under their final names."""
+        """Check that every announced tensor was written, then give the files their final names."""
         if self._closed:
             return
         if self._next != len(self.tensors):
@@ -210,9 +210,9 @@ class GGUFWriter:
         self._closed = True
 
     def abort(self, interrupted: bool = False) -> None:
-        """Drop what was written so far; where there is a key, not if the run was interrupted."""
+        """Discard what was written so far; with a key, keep it if the run was interrupted."""
         if self._file is not None:
-            with suppress(OSError):  # what is still buffered may not fit either
+            with suppress(OSError):  # flushing the rest may fail for the same reason
                 self._file.close()
             self._file = None
         if self._unfinished is not None:
@@ -260,7 +260,7 @@ class GGUFWriter:
             raise self._failure(e) from None
 
     def _next_part(self) -> None:
-        """Close the current part and open the next one that has tensors, writing empty ones on the way."""
+        """Close the current part and open the next one with tensors; write empty parts on the way."""
         while True:
             self._finish_part()
             no = len(self._done)
@@ -285,7 +285,7 @@ class GGUFWriter:
             self._file = None
 
     def layout(self) -> tuple[bytes, dict[str, int], int]:
-        """Of a model in one file: what comes before the data, where the bytes of each tensor are, and the size."""
+        """Return, for a model in one file, the bytes before the data, the offset of each tensor, and the size."""
         header, at = self._header(0, self.tensors), {}
         size = len(header)
         for t in self.tensors:
@@ -316,7 +316,7 @@ class GGUFWriter:
 def header_bytes(
     metadata: Mapping[str, Any], tensors: Iterable[tuple[str, tuple[int, ...], GGMLType, int]], version: int
 ) -> bytes:
-    """Everything before the padding in front of the data; tensors are (name, shape, type, offset in the data)."""
+    """Return the header without the padding before the data; tensors are (name, shape, type, offset in the data)."""
     placed = list(tensors)
     out = [GGUF_MAGIC, struct.pack("<IQQ", version, len(placed), len(metadata))]
     for key, value in metadata.items():
@@ -332,7 +332,7 @@ def _string(text: str | bytes) -> bytes:
 
 
 def _value(value: Any, key: str) -> bytes:
-    """Type number and bytes of one metadata value."""
+    """Return the type number and the bytes of a metadata value."""
     typed = value if isinstance(value, Typed) else Typed(value, infer_type(value, key))
     if typed.type == GGUFValueType.ARRAY:
         return struct.pack("<I", typed.type) + _array(typed.value, typed.item_type, key)

@@ -1,1 +1,1 @@
-"""Models by name: repositories of a Hugging Face hub and URLs, downloaded into a cache, listed and removed there."""
+"""Get models by name, from repositories of a Hugging Face hub or from URLs; cache, list and remove them."""

@@ -1,4 +1,4 @@
-"""Where downloaded models are: the cache of huggingface_hub, shared with its other users, and one for URLs.
+"""The caches of downloaded models: that of huggingface_hub, shared with its other users, and one for URLs.
 
 The hub's layout: `models--user--repo/` with `blobs/DIGEST`, `snapshots/COMMIT/PATH` (links to blobs) and `refs/main`.
 """
@@ -21,7 +21,7 @@ from ikcli.native.kernel_cache import cache_root
 
 @dataclass(frozen=True, slots=True)
 class CachedModel:
-    """A model that is there: `name` is what -hf or --model-url takes, `path` its (first) file."""
+    """A cached model: `name` is the argument of -hf or --model-url, `path` its (first) file."""
 
     name: str
     quant: str
@@ -33,58 +33,58 @@ class CachedModel:
 
 
 def hub_dir() -> Path:
-    """The hub's cache."""
+    """Return the directory of the hub's cache."""
     from huggingface_hub import constants
 
     return Path(constants.HF_HUB_CACHE)
 
 
 def url_dir() -> Path:
-    """Folder of models that were downloaded from URLs."""
+    """Return the directory of models downloaded from URLs."""
     own = os.environ.get("LLAMA_CACHE")
     return Path(own) if own else cache_root().parent / "models"
 
 
 def headers_dir() -> Path:
-    """Folder of headers of models that have not been downloaded."""
+    """Return the directory of headers of models that have not been downloaded."""
     return cache_root().parent / "headers"
 
 
 def url_path(url: str) -> Path:
-    """Where the file of a URL is stored: by host and path, so that parts lie next to each other."""
+    """Return the path for the file of a URL: by host and path, so that parts are next to each other."""
     parts = urlsplit(url)
     steps = [step for step in parts.path.split("/") if step not in ("", ".", "..")]
     return url_dir().joinpath(parts.netloc.rpartition("@")[2].replace(":", "_"), *steps)
 
 
 def repo_dir(repo: str) -> Path:
-    """Folder of a repository in the hub's cache."""
+    """Return the directory of a repository in the hub's cache."""
     return hub_dir() / f"models--{repo.replace('/', '--')}"
 
 
 def blob_path(repo: str, file: RemoteFile) -> Path:
-    """Where the content of a file is stored."""
+    """Return the path of a file's content."""
     return repo_dir(repo) / "blobs" / file.digest
 
 
 def snapshot_path(repo: str, commit: str, path: str) -> Path:
-    """Where a file is under its own name."""
+    """Return the path of a file under its own name."""
     return repo_dir(repo) / "snapshots" / commit / path
 
 
 def link(repo: str, commit: str, file: RemoteFile) -> Path:
-    """Give a downloaded file its name, and the commit the name main."""
+    """Link a downloaded file under its name, and record the commit as main."""
     blob, named = blob_path(repo, file), snapshot_path(repo, commit, file.path)
     if not named.exists():
         named.parent.mkdir(parents=True, exist_ok=True)
-        named.unlink(missing_ok=True)  # a link to nothing
+        named.unlink(missing_ok=True)  # a dangling link
         try:
             named.symlink_to(os.path.relpath(blob, named.parent))
-        except OSError:  # Windows without the right to make links
+        except OSError:  # Windows without permission to create links
             blob.replace(named)
     ref = repo_dir(repo) / "refs" / "main"
     if newest_commit(repo) != commit:
-        with suppress(OSError):  # a cache that can only be read may hold all that is needed
+        with suppress(OSError):  # a read-only cache may hold all that is needed
             ref.parent.mkdir(parents=True, exist_ok=True)
             with written_whole(ref) as temporary:
                 temporary.write_text(commit, encoding="utf-8")
@@ -92,7 +92,7 @@ def link(repo: str, commit: str, file: RemoteFile) -> Path:
 
 
 def newest_commit(repo: str) -> str:
-    """The commit that main was at when something was last downloaded; empty if nothing was."""
+    """Return the commit of main at the last download, or an empty text."""
     try:
         return (repo_dir(repo) / "refs" / "main").read_text(encoding="utf-8").strip()
     except OSError:
@@ -100,7 +100,7 @@ def newest_commit(repo: str) -> str:
 
 
 def cached_files(repo: str, commit: str) -> Iterator[RemoteFile]:
-    """Files of a repository that are there."""
+    """Return the cached files of a repository."""
     root = repo_dir(repo) / "snapshots" / commit
     for path in sorted(root.rglob("*")) if commit else ():
         if path.is_file():
@@ -108,12 +108,12 @@ def cached_files(repo: str, commit: str) -> Iterator[RemoteFile]:
 
 
 def list_models() -> list[CachedModel]:
-    """All models that are there, those of the hub first."""
+    """Return all cached models, those of the hub first."""
     return [*hub_models(), *_url_models()]
 
 
 def hub_models() -> Iterator[CachedModel]:
-    """The models of the hub's cache."""
+    """Return the models in the hub's cache."""
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
@@ -158,7 +158,7 @@ def _url_models() -> Iterator[CachedModel]:
 
 @dataclass(frozen=True, slots=True)
 class Removal:
-    """What `remove` would delete."""
+    """The files and directories that `remove` would delete."""
 
     names: tuple[str, ...]
     n_bytes: int
@@ -167,7 +167,7 @@ class Removal:
 
 
 def plan_removal(name: str) -> Removal:
-    """What goes away with `user/repo:quant`, with a whole `user/repo`, or with a model of a URL; IkError if nothing."""
+    """Return the files of `user/repo:quant`, a whole `user/repo`, or a URL; raise an IkError if there are none."""
     models = list_models()
     repo = parse_ref(name).repo if _looks_like_repo(name) else ""
     whole = bool(repo) and name == repo
@@ -204,7 +204,7 @@ def _headers(repo: str) -> list[Path]:
 
 
 def _partial(name: str, repo: str) -> list[Path]:
-    """Interrupted downloads: of a repository, or of a URL."""
+    """Return interrupted downloads of a repository or a URL."""
     if repo and name == repo:
         return [p for p in (repo_dir(repo),) if p.is_dir()]
     target = url_path(name)
@@ -217,7 +217,7 @@ def _size(paths: Iterable[Path]) -> int:
 
 
 def remove(removal: Removal) -> None:
-    """Delete it, and with the last name of a content the content."""
+    """Delete the files; delete a content together with its last name."""
     if removal.revisions:
         from huggingface_hub import scan_cache_dir
 
@@ -234,13 +234,13 @@ def remove(removal: Removal) -> None:
 
 
 def _is_named(blob: Path) -> bool:
-    """Whether a snapshot still has a link to this content."""
+    """Return whether a snapshot still links to this content."""
     snapshots = blob.parent.parent / "snapshots"
     return any(link.is_symlink() and link.resolve() == blob for link in snapshots.rglob("*"))
 
 
 def _drop_empty(folder: Path) -> None:
-    """Remove folders that nothing is left in, up to the caches themselves."""
+    """Remove empty directories, up to the caches themselves."""
     stop = {hub_dir(), url_dir()}
     while folder not in stop and folder.is_dir() and not any(folder.iterdir()):
         folder.rmdir()

@@ -1,4 +1,4 @@
-"""What a repository has to offer: its quants with their headers, read over the network piece by piece."""
+"""List the quants of a repository with their headers, read over the network piece by piece."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ikcli.hub.pull import Access, header_files, is_cached
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """One quant: `header` is a file with its header for plans (None if it has none: `reason`)."""
+    """A quant: `header` is a file with its header for plans, or None with a `reason`."""
 
     quant: Quant
     header: Path | None
@@ -25,7 +25,7 @@ class Offer:
 
 
 def offers(repo: str, access: Access, folder: Path) -> Iterator[Offer]:
-    """The quants of a repository, smallest first; headers are put in `folder`."""
+    """Yield the quants of a repository, smallest first; store headers in `folder`."""
     if client.is_offline(access.offline):
         raise client.NetworkError(f"what {repo} has can only be asked online; ik list shows what is in the cache")
     info = client.repo_info(repo, access.token)

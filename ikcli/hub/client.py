@@ -1,7 +1,7 @@
-"""Requests to a hub: what is in a repository, pieces of files. What goes wrong is an IkError with a way out.
+"""Send requests to a hub: list repositories, read pieces of files. Failures are IkErrors that suggest a remedy.
 
 `huggingface_hub` provides endpoint, token, cache location and HTTP client, all by its own environment variables. It is
-imported with the first use only.
+imported on first use.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from ikcli.hub.names import RemoteFile
 
 TIMEOUT = 20.0
 ATTEMPTS = 5
-PAUSE = 0.5  # seconds before the second attempt, doubled with each
+PAUSE = 0.5  # seconds before the second attempt, doubled after each
 T = TypeVar("T")
 _DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _AGAIN = (408, 429, 500, 502, 503, 504)
 
 
 class HubError(IkError):
-    """A hub that cannot be asked, or does not give what is wanted."""
+    """The hub cannot be reached, or refuses a request."""
 
 
 class NetworkError(HubError):
-    """No answer from the hub: what is in the cache is all there is."""
+    """The hub does not answer, so only the cache is left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,21 +44,21 @@ class RepoInfo:
 
 
 def endpoint() -> str:
-    """Address of the hub."""
+    """Return the address of the hub."""
     from huggingface_hub import constants
 
     return str(constants.ENDPOINT)
 
 
 def is_offline(asked: bool) -> bool:
-    """Whether to use the cache alone."""
+    """Return whether to use only the cache."""
     from huggingface_hub import constants
 
     return asked or bool(constants.HF_HUB_OFFLINE)
 
 
 def headers(token: str, url: str) -> dict[str, str]:
-    """Request headers; the hub's own token goes to the hub only, a token that was given to the host that was named."""
+    """Return request headers. The user's hub token goes to the hub only, a given token only to the named host."""
     from huggingface_hub.utils import build_hf_headers
 
     own = urlsplit(url).netloc == urlsplit(endpoint()).netloc
@@ -67,12 +67,12 @@ def headers(token: str, url: str) -> dict[str, str]:
 
 
 def file_url(repo: str, commit: str, path: str) -> str:
-    """Where the content of a file is."""
+    """Return the URL of a file's content."""
     return f"{endpoint()}/{repo}/resolve/{commit}/{quote(path)}"
 
 
 def repo_info(repo: str, token: str = "", attempts: int = ATTEMPTS, revision: str = "") -> RepoInfo:
-    """Files of a repository at the head of a branch, by default the main one."""
+    """List the files of a repository at the head of a branch, by default main."""
     from huggingface_hub import HfApi
 
     api = HfApi(endpoint=endpoint(), library_name="ik")
@@ -94,12 +94,12 @@ def repo_info(repo: str, token: str = "", attempts: int = ATTEMPTS, revision: st
 
 
 def _is_outside(path: str) -> bool:
-    """Whether a path would leave the folder it is put in."""
+    """Return whether a path would leave the directory it is put in."""
     return path.startswith("/") or "\\" in path or ".." in path.split("/")
 
 
 def read_range(url: str, start: int, stop: int, what: str, token: str = "") -> bytes:
-    """Bytes start..stop of a file, fewer at its end."""
+    """Return bytes start..stop of a file, fewer at its end."""
 
     def ask() -> bytes:
         with stream(url, token, start, stop) as response:
@@ -120,7 +120,7 @@ def read_range(url: str, start: int, stop: int, what: str, token: str = "") -> b
 
 
 def begin_of(url: str, token: str = "") -> tuple[bytes, int]:
-    """The first four bytes of a file, and its size (-1 if the server does not say)."""
+    """Return the first four bytes of a file and its size (-1 if the server does not state it)."""
 
     def ask() -> tuple[bytes, int]:
         with stream(url, token, 0, 4) as response:
@@ -134,9 +134,9 @@ def begin_of(url: str, token: str = "") -> tuple[bytes, int]:
 
 @contextmanager
 def stream(url: str, token: str, start: int = 0, stop: int = 0, tag: str = "") -> Iterator[Any]:
-    """The response to a request for the bytes start..stop (0: to the end); 416 is not an error.
+    """Return the response to a request for bytes start..stop (0: to the end); 416 is not an error.
 
-    `tag`: the ETag that the file has to have still, else it is sent as a whole.
+    If the file no longer has the ETag `tag`, the server sends all of it.
     """
     from huggingface_hub.utils import get_session, hf_raise_for_status
 
@@ -152,7 +152,7 @@ def stream(url: str, token: str, start: int = 0, stop: int = 0, tag: str = "") -
 
 
 def call(ask: Callable[[], T], what: str, token: str = "", attempts: int = ATTEMPTS) -> T:
-    """The result of a request that is repeated where that may help; `what` is the repository or URL in messages."""
+    """Return the result of a request; repeat it if that may help. `what` names the repository or URL in messages."""
     for attempt in range(attempts):
         try:
             return ask()
@@ -166,31 +166,31 @@ def call(ask: Callable[[], T], what: str, token: str = "", attempts: int = ATTEM
 
 
 def network_error() -> type[Exception]:
-    """What the HTTP client raises where there is no answer; which client that is depends on the version of the hub."""
+    """Return the exceptions for a missing answer; they depend on the HTTP client of the huggingface_hub version."""
     from huggingface_hub.errors import HfHubHTTPError
 
     return HfHubHTTPError.__mro__[1]
 
 
 def status_of(problem: BaseException) -> int:
-    """HTTP status in an error, 0 if it has none."""
+    """Return the HTTP status of an error, or 0."""
     return int(getattr(getattr(problem, "response", None), "status_code", 0) or 0)
 
 
 def is_passing(problem: BaseException) -> bool:
-    """Whether it may help to try once more."""
+    """Return whether another attempt may help."""
     status = status_of(problem)
     return status in _AGAIN if status else isinstance(problem, network_error())
 
 
 def pause(attempt: int) -> None:
-    """Wait before the next attempt (the first is 0), and say so once."""
+    """Wait before the next attempt (the first is 0), and report it once."""
     log.notice_once("the server does not answer, or not to the end: trying again")
     time.sleep(PAUSE * 2**attempt)
 
 
 def explained(problem: Exception, what: str, token: str) -> IkError:
-    """An error of the hub or of the network as one sentence."""
+    """Return an error of the hub or the network as one sentence."""
     from huggingface_hub.errors import (
         EntryNotFoundError,
         GatedRepoError,

@@ -1,8 +1,8 @@
-"""Download one file over HTTP: resume it where it was cut, repeat requests when the line fails, check it at the end.
+"""Download a file over HTTP: resume it, retry when the connection fails, check it at the end.
 
-The bytes so far are in NAME.incomplete, which stays when a download stops. `hf_hub_download` is not used for this: it
-deletes the part that has arrived when a download stops, fetches up to 10 MiB again after every cut, and compares no
-digest. Xet writes a file in many places at once, so what has arrived is not a beginning to go on from.
+Bytes arrive in NAME.incomplete, which stays when a download stops. `hf_hub_download` is not used for this: it deletes
+the part that has arrived when a download stops, fetches up to 10 MiB again after every cut, and compares no digest. Xet
+writes a file in many places at once, so a part of it cannot be resumed.
 """
 
 from __future__ import annotations
@@ -23,18 +23,17 @@ from ikcli.gguf import digests
 from ikcli.hub import client
 from ikcli.log import shown_size
 
-_PIECE = 16 << 30  # bytes of one request: content delivery networks limit the size of an answer
+_PIECE = 16 << 30  # bytes per request, as content delivery networks limit the size of a response
 _KEPT_FREE = 64 << 20
 
 
 class ChecksumError(IkError):
-    """What arrived is not what the hub has."""
+    """The downloaded bytes differ from the file of the hub."""
 
 
 @dataclass(frozen=True, slots=True)
 class Download:
-    """Where the bytes of a file come from; `size` -1 and `digest` "" if the server has not said. `what` is its name in
-    messages: a repository, or a URL."""
+    """The source of a file; unknown `size` is -1, unknown `digest` "". `what` (a repository or URL) is for messages."""
 
     url: str
     what: str
@@ -44,18 +43,18 @@ class Download:
 
 
 def incomplete_path(target: Path) -> Path:
-    """Where the part is that has arrived."""
+    """Return the path of the part that has arrived."""
     return target.with_name(target.name + ".incomplete")
 
 
 def kept_bytes(target: Path) -> int:
-    """How much of a file has arrived."""
+    """Return the number of bytes that have arrived."""
     part = incomplete_path(target)
     return part.stat().st_size if part.is_file() else 0
 
 
 def check_space(folder: Path, needed: int) -> None:
-    """IkError if the disk of `folder` has not enough room for `needed` more bytes."""
+    """Raise an IkError if the disk of `folder` lacks room for `needed` more bytes."""
     existing = next(p for p in (folder, *folder.parents) if p.exists())
     free = shutil.disk_usage(existing).free
     if needed > 0 and needed + _KEPT_FREE > free:
@@ -66,10 +65,10 @@ def check_space(folder: Path, needed: int) -> None:
 
 
 def download(source: Download, target: Path, advance: Callable[[float], None] = lambda n: None) -> None:
-    """Write the file to `target`, under another name until it is whole and its digest is right.
+    """Download the file to `target`, under another name until it is complete and its digest is right.
 
-    `advance` gets the bytes that arrive, also those that were there already. NetworkError if the line fails for good:
-    then what has arrived is kept.
+    `advance` is told the number of bytes that arrive, also of those from earlier runs. Raise a NetworkError if the
+    connection fails for good; bytes that have arrived are kept.
     """
     part = incomplete_path(target)
     with disk_errors(target, source.what):
@@ -87,7 +86,7 @@ def download(source: Download, target: Path, advance: Callable[[float], None] = 
 
 @contextmanager
 def disk_errors(target: Path, what: str) -> Iterator[None]:
-    """Say what a disk that is full or cannot be written means for a download."""
+    """Turn errors of a full or read-only disk into an IkError about the download."""
     try:
         yield
     except OSError as problem:
@@ -105,7 +104,7 @@ def disk_errors(target: Path, what: str) -> Iterator[None]:
 
 
 def _fill(source: Download, part: Path, out: Any, advance: Callable[[float], None]) -> None:
-    """Append to the part until it has all bytes."""
+    """Append to the part until it is complete."""
     done = out.seek(0, os.SEEK_END)
     if 0 <= source.size < done:
         done = _restart(out)
@@ -136,19 +135,19 @@ def _fill(source: Download, part: Path, out: Any, advance: Callable[[float], Non
 def _one_request(
     source: Download, part: Path, out: Any, done: int, advance: Callable[[float], None]
 ) -> tuple[int, bool]:
-    """Append what one request gives; (bytes there are now, whether that is known to be all)."""
+    """Append the bytes of one request; return the size of the part and whether it is known to be complete."""
     stop = min(source.size, done + _PIECE) if source.size >= 0 else 0
-    tag_file = part.with_name(part.name + ".etag")  # of which version the part is, where there is no digest to tell
+    tag_file = part.with_name(part.name + ".etag")  # the version of the part, for files without a digest
     tag = tag_file.read_text(encoding="utf-8") if done and not source.digest and tag_file.is_file() else ""
     piece = stop if done or source.size > _PIECE else 0
     with client.stream(source.url, source.token, done, piece, tag) as response:
-        if response.status_code == 416:  # nothing behind what is there already
+        if response.status_code == 416:  # the part has all bytes
             total = re.search(r"/(\d+)$", response.headers.get("Content-Range", ""))
             if total is not None and int(total[1]) == done:
                 return done, True
             advance(-done)
             return _restart(out), False
-        if done and response.status_code != 206:  # the whole file again
+        if done and response.status_code != 206:  # the server sends the whole file again
             advance(-done)
             done = _restart(out)
         if not source.digest and not done:
@@ -163,7 +162,7 @@ def _one_request(
     if source.size < 0:
         return done, expected in (-1, done)
     if done > source.size:
-        return done, True  # the check refuses it
+        return done, True  # the final check refuses it
     return done, done == source.size
 
 
@@ -183,7 +182,7 @@ def _stopped(problem: IkError, part: Path) -> IkError:
 
 
 def _check(source: Download, part: Path) -> None:
-    """Refuse a file whose size or digest is not the one the hub has; what is wrong is removed."""
+    """Refuse a file whose size or digest differs from the hub's, and remove it."""
     size = part.stat().st_size
     wrong = f"it has {size} bytes, not {source.size}" if source.size not in (-1, size) else ""
     if not wrong and source.digest and file_digest(part, source.digest) != source.digest:
@@ -197,7 +196,7 @@ def _check(source: Download, part: Path) -> None:
 
 
 def file_digest(path: Path, like: str) -> str:
-    """The SHA-256 of a file, or the id of its git blob if `like` has the length of one."""
+    """Return the SHA-256 of a file, or its git blob id if `like` has the length of one."""
     if len(like) == 64:
         return digests.of_file(path)
     with path.open("rb") as file:

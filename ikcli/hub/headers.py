@@ -1,8 +1,8 @@
-"""The header of a model that is on a server: ranges that grow until the reader has all it needs, no more.
+"""Read the header of a model on a server in growing ranges, no further than the reader needs.
 
-Most of a header is the vocabulary, which files of one repository share. With the header of one of them at hand, arrays
-that begin with the same bytes are taken from there and not read again; the sizes of the tensors must then come out as
-the size of the file, or the header is read as a whole.
+Most of a header is the vocabulary, which files of one repository share. Given the header of one of them, arrays that
+begin with the same bytes are copied from it instead of downloaded. If tensor sizes then do not add up to the size of
+the file, the whole header is read.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from ikcli.gguf.cursor import Cursor, TruncatedError
 from ikcli.gguf.reader import GGUFFile, read_part
 
 Read = Callable[[int, int], bytes]
-"""`read(start, stop)`: bytes of the file."""
+"""`read(start, stop)` returns bytes of the file."""
 
 MAX_HEADER = 256 << 20
 _FIRST = 256 << 10
-_SHARED = 64 << 10  # smaller arrays are not worth looking for
-_ALIKE = 4096  # bytes that have to be the same
+_SHARED = 64 << 10  # smaller arrays are not worth a search
+_ALIKE = 4096  # bytes that must match
 
 
 def fetch_header(read: Read, size: int, target: Path, shared: Mapping[str, bytes] | None = None) -> GGUFFile:
-    """Write the header of a file of `size` bytes to `target` and open it; FormatError if it has none.
+    """Write the header of a file of `size` bytes to `target` and open it; raise a FormatError if it has none.
 
-    `shared`: what `shared_arrays` found in the header of another file of the repository.
+    `shared` is the result of `shared_arrays` for the header of another file of the repository.
     """
     data = _with_shared(read, size, shared) if shared else None
     if data is not None:
@@ -39,7 +39,7 @@ def fetch_header(read: Read, size: int, target: Path, shared: Mapping[str, bytes
 
 
 def shared_arrays(header: Path) -> dict[str, bytes]:
-    """Large arrays of a header by key, as they are in the file."""
+    """Return the bytes of a header's large arrays by key."""
     data = header.read_bytes()
     scan = _Scan(data)
     scan.run()
@@ -60,21 +60,24 @@ def _whole(read: Read, size: int, target: Path) -> GGUFFile:
         except TruncatedError:
             if done >= limit or not piece:
                 raise
-        step = done  # twice as much
+        step = done  # twice as many bytes
 
 
 class _Scan:
-    """Walks a header that may be cut off; `pos` is where the first item begins that is not whole."""
+    """A walk through a header that may be cut off; `pos` is the start of the first incomplete item."""
 
     def __init__(self, data: bytes) -> None:
         cur = Cursor(data, len(data), "header")
         cur.take(8, "the magic")
         self.n_tensors, self.n_kv = cur.u64("the tensor count"), cur.u64("the key count")
         self.data, self.pos = data, cur.pos
-        self.values: list[tuple[str, int, int]] = []  # key, start and stop of the values that are whole
+        self.values: list[tuple[str, int, int]] = []  # key, start and stop of complete values
 
     def run(self) -> tuple[str, int] | None:
-        """Go on as far as the data reach: key and start of the value they end in (no key: elsewhere), or None."""
+        """Advance to the end of the data; return None if the header is complete.
+
+        Otherwise return the key and the start of the value that is cut off; the key is empty if the cut is elsewhere.
+        """
         cur = Cursor(self.data, len(self.data), "header")
         cur.pos = self.pos
         key, start = "", 0
@@ -99,13 +102,13 @@ class _Scan:
         return None
 
     def pass_value(self, key: str, start: int, stop: int) -> None:
-        """The value of a key is whole and ends here."""
+        """Record that the value of a key is complete and ends here."""
         self.values.append((key, start, stop))
         self.n_kv, self.pos = self.n_kv - 1, stop
 
 
 def _with_shared(read: Read, size: int, shared: Mapping[str, bytes]) -> bytes | None:
-    """The bytes of a header, with arrays out of `shared` where they begin alike; None if this does not work out."""
+    """Return the bytes of a header, with matching arrays from `shared`, or None if this fails."""
     try:
         scan = _Scan(read(0, min(_FIRST, size)))
         while (cut := scan.run()) is not None:
@@ -119,11 +122,11 @@ def _with_shared(read: Read, size: int, shared: Mapping[str, bytes]) -> bytes | 
                 return None
             scan.data += piece
     except FormatError:
-        return None  # read as a whole it says what is wrong
+        return None  # reading the whole header gives the exact error
     return scan.data
 
 
 def _data_ends(file: GGUFFile, size: int) -> bool:
-    """Whether the tensors of a part end where the file does."""
+    """Return whether the tensors of a part end where the file ends."""
     end = max((t.offset + t.n_bytes for t in file.tensors.values()), default=0)
     return end <= size < end + file.alignment

@@ -1,4 +1,4 @@
-"""Names of models: `user/repo[:quant]`, the quants among the files of a repository, and which of them is meant."""
+"""Parse names of models (`user/repo[:quant]`), find the quants of a repository and the one that is meant."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NO_MODELS = ("mmproj", "imatrix")
 
 @dataclass(frozen=True, slots=True)
 class ModelRef:
-    """What the user asks for: a repository, and a quant or a file of it (else the default)."""
+    """A model name: a repository, and optionally a quant or a file of it."""
 
     repo: str
     quant: str = ""
@@ -34,7 +34,7 @@ class ModelRef:
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """A file of a repository: `digest` is its SHA-256, or without large file storage the id of its git blob."""
+    """A file of a repository: `digest` is its SHA-256, or its git blob id outside large file storage."""
 
     path: str
     size: int
@@ -43,19 +43,19 @@ class RemoteFile:
 
 @dataclass(frozen=True, slots=True)
 class Quant:
-    """A model file with all its parts, under a name that only it has in its repository."""
+    """A model file with all its parts, under a name that is unique in its repository."""
 
     name: str
     files: tuple[RemoteFile, ...]
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of all parts."""
+        """Return the bytes of all parts."""
         return sum(file.size for file in self.files)
 
 
 def parse_ref(text: str, file: str = "") -> ModelRef:
-    """`user/repo[:quant]`; UsageError for anything else."""
+    """Parse `user/repo[:quant]`; raise a UsageError for anything else."""
     found = _NAME.fullmatch(text.strip())
     if found is None or ".." in text:
         raise UsageError(f'"{text}" is not user/repo or user/repo:quant, for example bartowski/SmolLM2-GGUF:Q4_K_M')
@@ -65,13 +65,13 @@ def parse_ref(text: str, file: str = "") -> ModelRef:
 
 
 def is_model(path: str) -> bool:
-    """Whether a file of a repository holds a language model, by its name."""
+    """Return whether a file holds a language model, judging by its name."""
     name = PurePosixPath(path).name.lower()
     return name.endswith(".gguf") and not any(word in name for word in _NO_MODELS)
 
 
 def part_of(path: str) -> tuple[str, int, int]:
-    """(name without part numbers and extension, number of the part from 1, how many)."""
+    """Return the name without part numbers and extension, the number of the part (from 1), and the number of parts."""
     found = _PART.fullmatch(path)
     if found is None:
         return path[: -len(".gguf")] if path.lower().endswith(".gguf") else path, 1, 1
@@ -79,7 +79,7 @@ def part_of(path: str) -> tuple[str, int, int]:
 
 
 def part_names(path: str) -> list[str]:
-    """Names of all parts of a model, given any of them."""
+    """Return the names of all parts of a model, given any of them."""
     prefix, _, count = part_of(path)
     return (
         [path]
@@ -89,7 +89,7 @@ def part_names(path: str) -> list[str]:
 
 
 def quants_of(files: Iterable[RemoteFile]) -> list[Quant]:
-    """The models among the files of a repository in their order, parts together, projectors and matrices left out."""
+    """Return the models of a repository in file order, with their parts; skip projectors and importance matrices."""
     groups: dict[tuple[str, int], list[RemoteFile]] = {}
     for file in files:
         if is_model(file.path):
@@ -103,7 +103,7 @@ def quants_of(files: Iterable[RemoteFile]) -> list[Quant]:
 
 
 def _unique_names(prefixes: Sequence[str]) -> list[str]:
-    """The (last) type in the file name; where several have the same, the folder, the stem, or the whole path."""
+    """Return the last type in the file name; if several share it, the directory, the stem, or the whole path."""
     choices = [
         [_type_name(p), PurePosixPath(p).parent.name or PurePosixPath(p).name, PurePosixPath(p).name, p]
         for p in prefixes
@@ -125,7 +125,7 @@ def _type_name(prefix: str) -> str:
 
 
 def choose(ref: ModelRef, quants: Sequence[Quant]) -> Quant:
-    """The quant that is meant: the one named, or Q4_K_M, or the first. IkError names the nearest and lists all."""
+    """Return the named quant, else Q4_K_M, else the first; raise an IkError that names the nearest and lists all."""
     if not quants:
         raise IkError(
             f"{ref.repo} has no GGUF model; if it has safetensors, ik pull --checkpoint {ref.repo} fetches them for "
@@ -149,7 +149,7 @@ def choose(ref: ModelRef, quants: Sequence[Quant]) -> Quant:
 
 
 def _by_name(wanted: str, quants: Sequence[Quant]) -> Quant | None:
-    """The quant of this name, or one whose name or file ends in it."""
+    """Return the quant of this name, or one whose name or file ends in it."""
     low = wanted.lower()
     for quant in quants:
         if quant.name.lower() == low:

@@ -1,4 +1,4 @@
-"""Get a model by name: from the cache, else downloaded; or its header alone; or a checkpoint for conversion."""
+"""Get a model by name, from the cache or by download; or only its header; or a checkpoint for conversion."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ikcli.hub.headers import fetch_header
 from ikcli.hub.names import ModelRef, Quant, RemoteFile, choose, part_names, quants_of
 
 Progress = Callable[[str, float, float], AbstractContextManager[Callable[[float], None]]]
-"""`progress(title, total bytes, bytes that are there already)`: a context that yields `advance(bytes)`."""
+"""`progress(title, total bytes, present bytes)` is a context that yields `advance(bytes)`."""
 
 _CHECKPOINT = (
     *("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "preprocessor_config.json"),
@@ -32,13 +32,13 @@ _NOT_CHECKPOINT = ("consolidated*", "*.bin", "*.pt", "*.pth")
 
 
 def no_progress(title: str, total: float, done: float) -> AbstractContextManager[Callable[[float], None]]:
-    """Say nothing."""
+    """Report no progress."""
     return nullcontext(lambda n: None)
 
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """A model that is there: `path` is its first file; `n_new` bytes had to be downloaded."""
+    """A model on this disk: `path` is its first file; `n_new` bytes were downloaded."""
 
     name: str
     path: Path
@@ -50,20 +50,20 @@ class Pulled:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """How the hub is used: with which token, or the cache alone."""
+    """How to use the hub: with which token, or only its cache."""
 
     token: str = ""
     offline: bool = False
 
 
 def find(ref: ModelRef, access: Access) -> tuple[client.RepoInfo, Quant, str]:
-    """The repository, the quant that is meant, and a notice if the hub could not be asked and the cache has it."""
+    """Return the repository, the quant that is meant, and a notice if only the cache could be asked."""
     if client.is_offline(access.offline):
         return _in_cache(
             ref, f"{ref} is not in the cache ({cache.hub_dir()}); run once without --offline: ik pull {ref}"
         )
     try:
-        # what is there is not waited for long: this is the way of every run without network
+        # do not wait long for cached models: every run without network comes here
         info = client.repo_info(ref.repo, access.token, 2 if cache.newest_commit(ref.repo) else client.ATTEMPTS)
     except client.NetworkError as problem:
         info, quant, _ = _in_cache(ref, str(problem))
@@ -81,7 +81,7 @@ def _in_cache(ref: ModelRef, otherwise: str) -> tuple[client.RepoInfo, Quant, st
 
 
 def pull(ref: ModelRef, access: Access, progress: Progress = no_progress) -> Pulled:
-    """All files of a quant, those that are missing downloaded."""
+    """Return all files of a quant; download missing ones."""
     info, quant, notice = find(ref, access)
     return pull_found(info, quant, access, progress, notice)
 
@@ -89,13 +89,13 @@ def pull(ref: ModelRef, access: Access, progress: Progress = no_progress) -> Pul
 def pull_found(
     info: client.RepoInfo, quant: Quant, access: Access, progress: Progress = no_progress, notice: str = ""
 ) -> Pulled:
-    """All files of a quant that `find` has found."""
+    """Return all files of a quant found by `find`; download missing ones."""
     files, n_new = _fetch(info, quant.files, access, progress)
     return Pulled(f"{info.repo}:{quant.name}", files[0], files, quant.n_bytes, n_new, notice)
 
 
 def pull_checkpoint(repo: str, access: Access, progress: Progress = no_progress) -> Pulled:
-    """Weights, config and tokenizer of a checkpoint; `path` is the folder they are in."""
+    """Download weights, config and tokenizer of a checkpoint; `path` of the result is their directory."""
     if client.is_offline(access.offline):
         commit = cache.newest_commit(repo)
         info = client.RepoInfo(repo, commit, tuple(cache.cached_files(repo, commit)))
@@ -120,7 +120,7 @@ def _of_checkpoint(path: str) -> bool:
 def _fetch(
     info: client.RepoInfo, files: Sequence[RemoteFile], access: Access, progress: Progress
 ) -> tuple[tuple[Path, ...], int]:
-    """Download what is missing and give everything its name; the paths, and how many bytes came."""
+    """Download missing files and link all under their names; return the paths and the downloaded bytes."""
     missing = [f for f in files if not is_there(info, f)]
     kept = {f.path: min(kept_bytes(cache.blob_path(info.repo, f)), f.size) for f in missing}
     n_new = sum(f.size for f in missing) - sum(kept.values())
@@ -141,7 +141,7 @@ def _fetch(
 
 @contextmanager
 def _alone(lock: Path, what: str) -> Iterator[None]:
-    """While another program downloads the same file, wait for it."""
+    """Wait while another program downloads the same file."""
     from huggingface_hub.utils import WeakFileLock
 
     with disk_errors(lock, what):
@@ -151,26 +151,26 @@ def _alone(lock: Path, what: str) -> Iterator[None]:
 
 
 def is_there(info: client.RepoInfo, file: RemoteFile) -> bool:
-    """Whether a file of a repository is in the cache."""
+    """Return whether a file of a repository is in the cache."""
     if cache.blob_path(info.repo, file).is_file():
         return True
     return cache.snapshot_path(info.repo, info.commit, file.path).is_file()
 
 
 def is_cached(info: client.RepoInfo, quant: Quant) -> bool:
-    """Whether all parts of a quant are there."""
+    """Return whether all parts of a quant are in the cache."""
     return all(is_there(info, file) for file in quant.files)
 
 
 def ref_of_url(url: str) -> ModelRef | None:
-    """The file of a repository that a URL is about, if it is one of the hub in use."""
+    """Return the repository file of a URL, if it belongs to the hub in use."""
     own, parts = urlsplit(client.endpoint()), urlsplit(url)
     found = re.fullmatch(r"/([^/]+/[^/]+)/(?:resolve|blob)/main/(.+)", unquote(parts.path))
     return ModelRef(found[1], "", found[2]) if found and parts.netloc == own.netloc else None
 
 
 def check_url(url: str) -> str:
-    """The URL without fragment; UsageError if it is none of a GGUF file."""
+    """Return the URL without fragment; raise a UsageError unless it is that of a GGUF file."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.netloc or not parts.path.lower().endswith(".gguf"):
         raise UsageError(f'--model-url: "{url}" is not the http or https address of a .gguf file')
@@ -178,7 +178,7 @@ def check_url(url: str) -> str:
 
 
 def pull_url(url: str, access: Access, progress: Progress = no_progress) -> Pulled:
-    """The model of a URL with all its parts; one that is there already is taken as it is."""
+    """Return the model of a URL with all its parts; use a cached one as it is."""
     url = check_url(url)
     if (ref := ref_of_url(url)) is not None:
         return pull(ref, access, progress)
@@ -201,7 +201,7 @@ def pull_url(url: str, access: Access, progress: Progress = no_progress) -> Pull
 
 
 def _checked_size(url: str, access: Access) -> int:
-    """The size of the file of a URL; IkError if it does not begin like a GGUF file."""
+    """Return the size of the file of a URL; raise an IkError if it does not begin like a GGUF file."""
     magic, size = client.begin_of(url, access.token)
     if magic != GGUF_MAGIC:
         raise IkError(f"{url} is not a GGUF file (it starts with {magic!r})")
@@ -209,9 +209,9 @@ def _checked_size(url: str, access: Access) -> int:
 
 
 def pull_header(ref: ModelRef, access: Access) -> tuple[Path, str]:
-    """A file with the header of a model (its first part; the others lie beside it) for plans, and a notice.
+    """Return a file with the header of a model for plans (the first part, with others beside it), and a notice.
 
-    A model that is in the cache as a whole is used itself.
+    If the whole model is in the cache, return the model itself.
     """
     if client.is_offline(access.offline) and (kept := _kept_header(ref)) is not None:
         return kept, ""
@@ -223,7 +223,7 @@ def pull_header(ref: ModelRef, access: Access) -> tuple[Path, str]:
 
 
 def _kept_header(ref: ModelRef) -> Path | None:
-    """A header that was read before, of a model that is not in the cache."""
+    """Return a header read by an earlier run, of a model that is not in the cache."""
     folder = cache.headers_dir() / cache.repo_dir(ref.repo).name
     commits = sorted(folder.iterdir(), key=lambda p: -p.stat().st_mtime) if folder.is_dir() else []
     for commit in commits:
@@ -238,7 +238,7 @@ def _kept_header(ref: ModelRef) -> Path | None:
 def header_files(
     info: client.RepoInfo, quant: Quant, folder: Path, access: Access, shared: dict[str, bytes] | None = None
 ) -> list[Path]:
-    """The headers of all parts of a model in `folder`, read unless they are there."""
+    """Return the headers of all parts of a model in `folder`; read missing ones."""
     paths = []
     for file in quant.files:
         path = folder / file.path
@@ -264,7 +264,7 @@ def _read_header(
 
 
 def pull_url_header(url: str, access: Access) -> Path:
-    """A file with the header of the model of a URL; the model itself if it is there."""
+    """Return a file with the header of the model of a URL, or the model itself if it is cached."""
     url = check_url(url)
     if (ref := ref_of_url(url)) is not None:
         return pull_header(ref, access)[0]

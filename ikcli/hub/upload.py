@@ -1,7 +1,7 @@
-"""A folder to a repository: what is there already stays, files are sent one after the other, one commit shows them all.
+"""Upload a directory to a repository: send files one after the other, skip those it has, publish all with one commit.
 
-The content of large files is sent before anything refers to it, so a run that ends early leaves the repository as it
-was, and the next one goes on behind the files (with hf_xet, the pieces of files) that had arrived.
+The content of large files is sent before anything refers to it. So a run that ends early leaves the repository
+unchanged, and the next one continues after the files (with hf_xet, the pieces of files) that arrived.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from ikcli.hub.client import (
 from ikcli.hub.download import file_digest
 from ikcli.hub.names import parse_ref
 
-_SMALL = 16 << 20  # larger files are always in large file storage, known by their SHA-256
+_SMALL = 16 << 20  # larger files are always in large file storage, identified by their SHA-256
 
 
 @dataclass(frozen=True, slots=True)
 class UploadOptions:
-    """Where to: `revision` is a branch, made if it is not there, or refs/pr/N; `create_pr` opens a pull request."""
+    """The target: `revision` is a branch, created if missing, or refs/pr/N; `create_pr` opens a pull request."""
 
     repo: str
     token: str = ""
@@ -46,7 +46,7 @@ class UploadOptions:
 
 @dataclass(frozen=True, slots=True)
 class Uploaded:
-    """What was done: files sent and files that were there, and the addresses of the commit and the pull request."""
+    """The result: sent and skipped files, and the addresses of the commit and the pull request."""
 
     repo: str
     sent: tuple[str, ...]
@@ -56,7 +56,7 @@ class Uploaded:
 
 
 def check_upload(options: UploadOptions) -> str:
-    """The account that the token belongs to; an IkError for what would make every upload fail."""
+    """Return the account of the token; raise an IkError for anything that would make every upload fail."""
     if options.create_pr and options.revision:
         raise UsageError("--create-pr opens a pull request to the main branch; drop it or --revision")
     ref = parse_ref(options.repo)
@@ -80,9 +80,9 @@ def upload(
     options: UploadOptions,
     on_file: Callable[[str, int], None] = lambda name, n_bytes: None,
 ) -> Uploaded:
-    """Send the files of `digests` (name in the folder -> SHA-256) that the repository does not have.
+    """Send the files of `digests` (name in the directory -> SHA-256) that the repository lacks.
 
-    `on_file` is told of each whose content has arrived. Files of the repository that the folder lacks are left alone.
+    `on_file` is called for each file whose content has arrived. Files only in the repository are left alone.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
     from huggingface_hub.utils import disable_progress_bars
@@ -105,7 +105,7 @@ def upload(
     if not additions:
         return Uploaded(options.repo, (), kept, f"{endpoint()}/{options.repo}", "")
     message = options.message or f"Upload {folder.absolute().name}"
-    # Not repeated by itself: an answer may be lost on its way, and a second commit would be a second pull request.
+    # Never repeated automatically: if the answer was lost, a second commit would open a second pull request.
     made = _ask(
         lambda: api.create_commit(options.repo, additions, commit_message=message, **where), options, attempts=1
     )
@@ -118,7 +118,7 @@ def upload(
 
 
 def _prepare(api: Any, options: UploadOptions) -> None:
-    """See that repository and branch exist."""
+    """Create the repository and the branch if they do not exist."""
     token = options.token or None
     if not _ask(lambda: api.repo_exists(options.repo, token=token), options):
         private = options.private or None
@@ -134,14 +134,14 @@ def _remote(options: UploadOptions, revision: str) -> Any:
 
 
 def _is_there(path: Path, sha256: str, remote: str) -> bool:
-    """Whether the digest of the repository is that of a file: SHA-256, or the id of its git blob."""
+    """Return whether the repository's digest is that of a file: SHA-256, or its git blob id."""
     if len(remote) == len(sha256):
         return remote == sha256
     return bool(remote) and path.stat().st_size <= _SMALL and file_digest(path, remote) == remote
 
 
 def _ask(ask: Callable[[], Any], options: UploadOptions, what: str = "", attempts: int = ATTEMPTS) -> Any:
-    """The result of a request, repeated where that may help; `what` is the file in messages."""
+    """Return the result of a request; repeat it if that may help. `what` names the file in messages."""
     return _explained(
         lambda: call(lambda: _bare(ask), options.repo, options.token, attempts),
         options,
@@ -150,7 +150,7 @@ def _ask(ask: Callable[[], Any], options: UploadOptions, what: str = "", attempt
 
 
 def _bare(ask: Callable[[], Any]) -> Any:
-    """Without the error that the library wraps around that of a request for a file."""
+    """Make a request and raise its error without the library's wrapper."""
     try:
         return ask()
     except RuntimeError as problem:
@@ -160,7 +160,7 @@ def _bare(ask: Callable[[], Any]) -> Any:
 
 
 def _explained(ask: Callable[[], Any], options: UploadOptions, what: str) -> Any:
-    """Errors of writing in the words of writing."""
+    """Describe errors of uploads in terms of uploads."""
     host = endpoint()
     try:
         return ask()

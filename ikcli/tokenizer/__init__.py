@@ -1,6 +1,6 @@
-"""GGUF vocabularies to token ids and back (`Tokenizer`, `StreamDecoder`).
+"""Convert text to token ids and back with GGUF vocabularies (`Tokenizer`, `StreamDecoder`).
 
-Importing this package loads neither the `tokenizers` library nor Jinja2; both come in when first needed.
+Importing this package loads neither the `tokenizers` library nor Jinja2; both are imported on first use.
 """
 
 from __future__ import annotations

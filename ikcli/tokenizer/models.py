@@ -1,8 +1,8 @@
-"""The three ways of cutting a text fragment into tokens: SPM merges by score, byte-level BPE by rank, WordPiece.
+"""The three models that cut a text fragment into tokens: SPM merges by score, byte-level BPE by rank, WordPiece.
 
-Each model is exact with respect to src/llama-vocab.cpp, WordPiece to BERT's own code where the two differ. They are
-fast through one idea: a fragment falls apart into short pieces that cannot influence each other, and pieces repeat, so
-their ids are remembered.
+Results equal those of src/llama-vocab.cpp; WordPiece follows BERT's own code where the two differ. One idea makes the
+models fast: a fragment consists of short pieces that cannot influence each other, and pieces repeat, so their ids are
+cached.
 BPE merges run in the `tokenizers` library (imported on first use). SPM merges by score need ties between equal scores
 and between different splits of one token decided by position, which merge ranks cannot express; they run here.
 """
@@ -21,18 +21,18 @@ from ikcli.tokenizer.vocab import Vocab
 _REMEMBERED_LENGTH = 48
 _REMEMBERED_PIECES = 1 << 17
 _ESCAPED_SPACE = "\u2581"
-_LONGEST_WORD = 1 + 100  # characters that BERT's own code cuts
+_LONGEST_WORD = 1 + 100  # further characters that BERT's own code separates
 
 
 class FragmentModel(Protocol):
-    """Encodes a piece of text that holds no special tokens."""
+    """An encoder of text without special tokens."""
 
     def encode(self, text: str, out: list[int]) -> None:
         """Append the ids of `text` (canonical, see `unicode.canonical`) to `out`."""
 
 
 def make_model(vocab: Vocab) -> FragmentModel:
-    """The model for `vocab.kind`, which is not "none"."""
+    """Return the model for `vocab.kind`, which must not be "none"."""
     if vocab.kind == "spm":
         return SpmModel(vocab)
     return BpeModel(vocab) if vocab.kind == "bpe" else WpmModel(vocab)
@@ -45,7 +45,7 @@ def _unknown(vocab: Vocab, what: str) -> int:
 
 
 class SpmModel:
-    """SentencePiece: join the adjacent pair whose text is the token of highest score, leftmost first, until none is."""
+    """SentencePiece: repeatedly join the adjacent pair whose text is the token of highest score, leftmost first."""
 
     def __init__(self, vocab: Vocab) -> None:
         self._vocab = vocab
@@ -55,7 +55,7 @@ class SpmModel:
         self._byte_keys: dict[bytes, int] = {}
 
     def encode(self, text: str, out: list[int]) -> None:
-        """Append the ids of `text`, whose spaces are escaped here."""
+        """Escape spaces in `text` and append its ids."""
         text = text.replace(" ", _ESCAPED_SPACE)
         if not uni.is_utf8(text):
             out += self._merge_bytes(uni.to_bytes(text))
@@ -70,7 +70,7 @@ class SpmModel:
             out += ids
 
     def _pieces(self, text: str) -> Iterable[str]:
-        """Cut between characters that stand next to each other in no token: no merge can cross there."""
+        """Cut between characters that are adjacent in no token, because no merge can cross there."""
         joins, start = self._joins, 0
         for i in range(1, len(text)):
             if text[i - 1 : i + 1] not in joins:
@@ -85,7 +85,7 @@ class SpmModel:
         return self._ids(merge_by_score(list(piece), self._find, self._vocab.scores, ""))
 
     def _merge_bytes(self, data: bytes) -> list[int]:
-        """Text that is not UTF-8: symbols are as long as their first byte says, whatever follows."""
+        """Cut text that is not UTF-8 into symbols of the length that their first byte announces."""
         if not self._byte_keys:
             self._byte_keys = {uni.to_bytes(text): i for text, i in self._find.items()}
         lengths = [1] * 12 + [2, 2, 3, 4]
@@ -107,7 +107,7 @@ class SpmModel:
         return out
 
     def _spell(self, symbol: bytes, out: list[int]) -> None:
-        """Byte tokens `<0xNN>`, else one-byte tokens, else the unknown token once."""
+        """Append byte tokens `<0xNN>`, else one-byte tokens, else the unknown token once."""
         ids = []
         for byte in symbol:
             found = self._find.get(f"<0x{byte:02X}>")
@@ -121,7 +121,7 @@ class SpmModel:
 
 
 def merge_by_score(symbols: list[Any], find: dict[Any, int], scores: list[float], empty: Any) -> list[Any]:
-    """Merge adjacent `symbols` (all str or all bytes, `empty` of the same kind) by token score; changes the list."""
+    """Merge adjacent `symbols` in place by token score; they are all str or all bytes, like `empty`."""
     n = len(symbols)
     prev = list(range(-1, n - 1))
     after = [*range(1, n), -1]
@@ -138,7 +138,7 @@ def merge_by_score(symbols: list[Any], find: dict[Any, int], scores: list[float]
         _, left, right, size = heapq.heappop(queue)
         a, b = symbols[left], symbols[right]
         if not a or not b or len(a) + len(b) != size:
-            continue  # one of them has been merged since
+            continue  # one of the two was merged in the meantime
         symbols[left] = a + b
         symbols[right] = empty
         following = after[left] = after[right]
@@ -151,7 +151,7 @@ def merge_by_score(symbols: list[Any], find: dict[Any, int], scores: list[float]
 
 
 class BpeModel:
-    """Byte-level BPE: the pre-tokenizer cuts words, merges join their characters by rank, leftmost first."""
+    """Byte-level BPE: the pre-tokenizer cuts text into words, merges join their characters by rank, leftmost first."""
 
     def __init__(self, vocab: Vocab) -> None:
         self._vocab = vocab
@@ -160,7 +160,7 @@ class BpeModel:
         self._memos: list[dict[str, tuple[int, ...]]] = [{} for _ in range(len(self._cuts) + 1)]
         self._raw = vocab.pre.rule == "gemma4"  # merges over plain characters instead of bytes
         self._bpe: Any = None
-        self._extra: list[str] = []  # texts in merges that are no tokens, by id - n_vocab
+        self._extra: list[str] = []  # texts in merges that are not tokens, by id - n_vocab
         self._alphabet: frozenset[str] = frozenset()
 
     def encode(self, text: str, out: list[int]) -> None:
@@ -218,7 +218,7 @@ class BpeModel:
         return out
 
     def _spell(self, text: str, out: list[int]) -> None:
-        """A text that is no token: its bytes as tokens, as far as the vocabulary has them."""
+        """Append the byte tokens of a text that is not a token, as far as the vocabulary has them."""
         for byte in text.encode("utf-8", "surrogatepass"):
             name = f"<0x{byte:02X}>" if self._raw else bytes([byte]).decode("utf-8", "surrogateescape")
             found = self._find.get(name)
@@ -244,7 +244,7 @@ def _plain(text: str) -> bool:
 
 
 class WpmModel:
-    """WordPiece: words of base letters in lower case, cut greedily into the longest tokens."""
+    """WordPiece: words in lower case without accents, cut greedily into the longest tokens."""
 
     def __init__(self, vocab: Vocab) -> None:
         self._vocab = vocab
@@ -253,7 +253,7 @@ class WpmModel:
         self._memo: dict[str, tuple[int, ...]] = {}
 
     def encode(self, text: str, out: list[int]) -> None:
-        """Append the ids of `text`; a word that the tokens cannot cover becomes the unknown token."""
+        """Append the ids of `text`; a word that tokens cannot cover becomes the unknown token."""
         for word in words(uni.code_points(text)):
             ids = self._memo.get(word)
             if ids is None:
@@ -279,7 +279,7 @@ class WpmModel:
 
 
 def words(text: str) -> list[str]:
-    """BERT's basic tokenizer: accents and controls dropped, lower case, punctuation and ideographs on their own."""
+    """BERT's basic tokenizer: drop accents and controls, lower the case, separate punctuation and ideographs."""
     out: list[str] = []
     word = ""
     for char in text:
@@ -301,13 +301,13 @@ _IDEOGRAPHS = (
     (0xF900, 0xFAFF),
     (0x20000, 0x2A6DF),
     (0x2A700, 0x2B81F),
-    (0x2B920, 0x2CEAF),  # as in BERT's own code, which skips 2B820-2B91F
+    (0x2B920, 0x2CEAF),  # as in BERT's own code, which omits 2B820-2B91F
     (0x2F800, 0x2FA1F),
 )
 
 
 class _Basic(dict[str, tuple[str, str]]):
-    """Character -> (letter, single, space or drop; its base in lower case), filled as characters turn up."""
+    """Character -> (letter, single, space or drop; its lower-case base), filled on first use."""
 
     def __missing__(self, char: str) -> tuple[str, str]:
         base = uni.without_accents(char)

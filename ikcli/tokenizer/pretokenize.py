@@ -1,10 +1,10 @@
-r"""Pre-tokenizers: the rules, named by `tokenizer.ggml.pre`, that cut text into words before byte-level BPE merges.
+r"""Pre-tokenizers: rules, named by `tokenizer.ggml.pre`, that cut text into words before byte-level BPE merges.
 
-A rule is a sequence of cuts; each cut splits every segment left by the one before into matches and the gaps between
-them. Patterns run on a view of the text with one character per code point (see `unicode`): in `_categories` patterns
-`\p{X}` and `\s` may appear inside brackets only and beyond ASCII stand for placeholders.
-Rules and flags answer to src/llama-vocab.cpp and src/unicode.cpp, including where those differ from the published
-tokenizers: beyond ASCII, cased letters count as both cases, `~` is no symbol, and marks are not letters.
+A rule is a sequence of cuts. Each cut splits every segment of the previous one into matches and the gaps between them.
+Patterns run on a view of the text with one character per code point (see `unicode`). In `_categories` patterns, `\p{X}`
+and `\s` may appear only inside brackets, and beyond ASCII they represent placeholders.
+Rules and flags follow src/llama-vocab.cpp and src/unicode.cpp, also where these differ from the published tokenizers:
+beyond ASCII, cased letters count as both cases, `~` is not a symbol, and marks are not letters.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CLASSES = {
 }
 
 Cut = Callable[[str], list[str]]
-"""Splits one segment of text into the non-empty pieces that make it up."""
+"""A function that splits a segment of text into non-empty pieces."""
 
 
 def _pieces(text: str, view: str, pattern: re.Pattern[str]) -> list[str]:
@@ -70,7 +70,7 @@ _DIGITS = re.compile(r"[0-9]+")
 
 
 def _thousands_after_text(text: str) -> list[str]:
-    """Numbers in threes counted from their end; text before a number stays with its first group."""
+    """Cut numbers into groups of three from their end; text before a number stays with its first group."""
     pieces, end = [], 0
     for match in _NUMBERS.finditer(uni.category_view(text)):
         start, stop = match.span()
@@ -83,7 +83,7 @@ def _thousands_after_text(text: str) -> list[str]:
 
 
 def _thousands(text: str) -> list[str]:
-    """Runs of three or more ASCII digits in threes counted from their end."""
+    """Cut runs of three or more ASCII digits into groups of three from their end."""
     pieces, end = [], 0
     for match in _DIGITS.finditer(text):
         start, stop = match.span()
@@ -230,17 +230,17 @@ _RULES: dict[str, Callable[[], list[Cut]]] = {
 
 @cache
 def cuts(rule: str) -> tuple[Cut, ...]:
-    """The cuts of a rule, compiled on first use."""
+    """Return the cuts of a rule, compiled on first use."""
     return tuple(_RULES[rule]())
 
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """What a name in `tokenizer.ggml.pre` stands for: the rule and the vocabulary flags that come with it."""
+    """The meaning of a name in `tokenizer.ggml.pre`: a rule and the vocabulary flags that come with it."""
 
     name: str
     rule: str
-    ignore_merges: bool = False  # a word that is a token is taken whole
+    ignore_merges: bool = False  # a word that is a token is not cut further
     add_bos: bool = False
     no_bos: bool = False  # no default BOS id
 
@@ -284,4 +284,4 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     **_named("kimi-k2", "kimi-k2"),
     **_named("afmoe", "afmoe"),
 }
-"""Every known value of `tokenizer.ggml.pre`."""
+"""All known values of `tokenizer.ggml.pre`."""

@@ -1,6 +1,6 @@
-"""Text to token ids and back: special tokens, BOS and EOS rules, pieces, streaming detokenization.
+"""Convert text to token ids and back: special tokens, BOS and EOS rules, pieces, streaming detokenization.
 
-`Tokenizer` puts together a checked `Vocab` and the model for its kind (src/llama-vocab.cpp: tokenize, token_to_piece,
+`Tokenizer` combines a checked `Vocab` with the model for its kind (src/llama-vocab.cpp: tokenize, token_to_piece,
 detokenize). Text is `str`; bytes that are not UTF-8 come in as surrogate escapes and go out as U+FFFD.
 """
 
@@ -27,70 +27,73 @@ class Tokenizer:
     def __init__(self, vocab: Vocab) -> None:
         self.vocab = vocab
         self._pieces: dict[int, bytes] = {}
-        self.whole: tuple[dict[int, str], dict[int, str]] = {}, {}  # of `StreamDecoder`; second: special tokens, too
+        self.whole: tuple[dict[int, str], dict[int, str]] = (
+            {},
+            {},
+        )  # of `StreamDecoder`; the second includes special tokens
 
     @classmethod
     def from_metadata(cls, metadata: Mapping[str, Any], source: str) -> Tokenizer:
         """Make the tokenizer that GGUF metadata describe.
 
-        `source` names the file in messages. FormatError if keys are missing or inconsistent, UnsupportedError for
-        a tokenizer or pre-tokenizer that is not known.
+        `source` names the file in messages. Raise a FormatError if keys are missing or inconsistent, an
+        UnsupportedError for an unknown tokenizer or pre-tokenizer.
         """
         return cls(load_vocab(metadata, source))
 
     @property
     def kind(self) -> str:
-        """`spm`, `bpe`, `wpm`, or `none` for a model without vocabulary."""
+        """Return `spm`, `bpe`, `wpm`, or `none` for a model without vocabulary."""
         return self.vocab.kind
 
     @property
     def n_vocab(self) -> int:
-        """Number of tokens."""
+        """Return the number of tokens."""
         return self.vocab.n_vocab
 
     @property
     def special_ids(self) -> SpecialIds:
-        """Ids by role: bos, eos, eot, eom, unk, sep, pad, cls, mask and the fill-in-the-middle tokens."""
+        """Return ids by role: bos, eos, eot, eom, unk, sep, pad, cls, mask and the fill-in-the-middle tokens."""
         return self.vocab.ids
 
     @property
     def bos_id(self) -> int | None:
-        """Beginning-of-sequence token."""
+        """Return the beginning-of-sequence token."""
         return self.vocab.ids.bos
 
     @property
     def eos_id(self) -> int | None:
-        """End-of-sequence token."""
+        """Return the end-of-sequence token."""
         return self.vocab.ids.eos
 
     @property
     def eog_ids(self) -> frozenset[int]:
-        """All tokens that end a generation."""
+        """Return all tokens that end a generation."""
         return self.vocab.eog_ids
 
     @property
     def add_bos(self) -> bool:
-        """True if the model expects BOS before the text; WordPiece always does."""
+        """Return whether the model expects BOS before the text; WordPiece always does."""
         return self.vocab.add_bos or self.kind == "wpm"
 
     @property
     def add_eos(self) -> bool:
-        """True if the model expects EOS after the text; WordPiece always does (SEP)."""
+        """Return whether the model expects EOS after the text; WordPiece always does (SEP)."""
         return self.vocab.add_eos or self.kind == "wpm"
 
     @cached_property
     def newline_id(self) -> int | None:
-        """First token of a line feed."""
+        """Return the first token of a line feed."""
         ids = self.encode("\n", add_special=False) if self.kind == "bpe" else []
         if self.kind == "spm":
             ids = [i for t in ("<0x0A>", "\n") if (i := self.vocab.token_to_id.get(t)) is not None]
         return ids[0] if ids else self.vocab.ids.pad
 
     def encode(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
-        """Token ids of `text`.
+        """Return the token ids of `text`.
 
-        `add_special` adds BOS/EOS (SEP for WordPiece) where the model wants them. `parse_special` recognizes the texts
-        of control tokens; user-defined tokens are recognized always.
+        `add_special` adds BOS/EOS (SEP for WordPiece) if the model expects them. `parse_special` recognizes the texts
+        of control tokens; user-defined tokens are always recognized.
         """
         vocab = self.vocab
         model = self._model
@@ -113,14 +116,14 @@ class Tokenizer:
         return out
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
-        """Text of `ids` without the space that encoding put in front; broken UTF-8 becomes U+FFFD.
+        """Return the text of `ids` without the leading space of encoding; broken UTF-8 becomes U+FFFD.
 
         `skip_special` leaves out control and unknown tokens.
         """
         return self.decode_bytes(ids, skip_special=skip_special).decode("utf-8", "replace")
 
     def decode_bytes(self, ids: Iterable[int], *, skip_special: bool = False) -> bytes:
-        """As `decode`, but the bytes as they are."""
+        """Return the bytes of `decode`, unchanged."""
         pieces = []
         strip = self.vocab.add_space_prefix
         for i in ids:
@@ -132,7 +135,7 @@ class Tokenizer:
         return b"".join(pieces)
 
     def token_bytes(self, token: int, special: bool = True) -> bytes:
-        """Bytes that a token stands for; empty for control and unknown tokens unless `special`."""
+        """Return the bytes of a token; empty for control and unknown tokens unless `special`."""
         if not 0 <= token < len(self.vocab.tokens):
             raise IkError(f"{self.vocab.source}: token id {token} is outside the vocabulary of {self.n_vocab} tokens")
         if not special and self.vocab.attrs[token] & _HIDDEN:
@@ -143,11 +146,11 @@ class Tokenizer:
         return piece
 
     def token_text(self, token: int) -> str:
-        """A token as shown to people: its piece, broken UTF-8 as U+FFFD."""
+        """Return a token for display: its piece, with broken UTF-8 as U+FFFD."""
         return self.token_bytes(token).decode("utf-8", "replace")
 
     def is_control(self, token: int) -> bool:
-        """True if the token is a control token."""
+        """Return whether the token is a control token."""
         return bool(self.vocab.attrs[token] & Attr.CONTROL)
 
     @cached_property
@@ -174,7 +177,7 @@ class Tokenizer:
         return {text[:2] for text, _, _ in self._specials}
 
     def _fragments(self, text: str, parse_special: bool) -> Iterator[int | str]:
-        """Cut out special tokens, longest text first, each from left to right; the rest stays text."""
+        """Cut out special tokens, longest text first, each from left to right; keep the rest as text."""
         if not text:
             return iter(())
         fragments: list[int | str] = [text]
@@ -226,7 +229,7 @@ def _cut_out(fragments: list[int | str], text: str, token: int, attr: int) -> It
 
 
 def _byte_decode(text: str) -> bytes:
-    """Bytes of a token in the byte alphabet; characters outside it are named."""
+    """Return the bytes of a token in the byte alphabet; name characters outside it."""
     try:
         return bytes([uni.CHAR_TO_BYTE[c] for c in text])
     except KeyError:
@@ -243,18 +246,18 @@ def _byte_decode(text: str) -> bytes:
 
 
 class StreamDecoder:
-    """Turns ids into text as they come; text is given out only once its UTF-8 is complete."""
+    """A decoder of a stream of ids; it returns text only when its UTF-8 is complete."""
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True, strip_prefix: bool = False) -> None:
-        """`strip_prefix`: drop the space that encoding puts in front of a text (off when continuing a prompt)."""
+        """`strip_prefix` drops the leading space of encoding (off when continuing a prompt)."""
         self._tokenizer = tokenizer
         self._special = not skip_special
         self._strip = strip_prefix and tokenizer.vocab.add_space_prefix
-        self._whole = tokenizer.whole[self._special]  # texts of tokens that are whole characters
+        self._whole = tokenizer.whole[self._special]  # texts of tokens that consist of whole characters
         self._utf8 = utf_8.IncrementalDecoder("replace")
 
     def feed(self, token: int) -> str:
-        """Text completed by `token`, perhaps empty."""
+        """Return the text completed by `token`, which may be empty."""
         begins = not self._utf8.buffer and not self._strip
         if begins and (known := self._whole.get(token)) is not None:
             return known
@@ -268,7 +271,7 @@ class StreamDecoder:
         return text
 
     def flush(self) -> str:
-        """What is left at the end: an incomplete character becomes U+FFFD. The decoder can be used again."""
+        """Return the rest at the end, an incomplete character as U+FFFD. The decoder can be used again."""
         text = self._utf8.decode(b"", final=True)
         self._utf8.reset()
         return text

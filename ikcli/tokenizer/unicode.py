@@ -1,8 +1,8 @@
-"""Characters as the tokenizers see them: general categories, white space, lower case, byte alphabet, lenient UTF-8.
+"""Unicode helpers of the tokenizers: general categories, white space, lower case, byte alphabet, lenient UTF-8.
 
-Regex pre-tokenizers work on a *category view* of the text: ASCII stays, any other character becomes one placeholder
-for its general category, so that one small ASCII-like pattern covers all of Unicode (src/unicode.cpp).
-Categories are those of Unicode 15.1 on every Python version that knows at most that many characters.
+Regex pre-tokenizers work on a *category view* of the text: ASCII stays, and any other character becomes a placeholder
+for its general category, so that a small ASCII pattern covers all of Unicode (src/unicode.cpp).
+Categories are those of Unicode 15.1 on all Python versions that do not know a later one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ WHITESPACE = frozenset(
 
 NUMBER, LETTER, PUNCTUATION, MARK, SYMBOL, OTHER = "\u00d1", "\u00d2", "\u00d3", "\u00d4", "\u00d5", "\u00d0"
 HAN_LETTER, HAN_OTHER = "\u00d6", "\u00d7"
-SPACE = "\x0b"  # stands for all white space beyond ASCII
+SPACE = "\x0b"  # represents all white space beyond ASCII
 
 _PLACEHOLDER = {"N": NUMBER, "L": LETTER, "P": PUNCTUATION, "M": MARK, "S": SYMBOL}
 
@@ -29,7 +29,7 @@ _HAN = (
     (0x2F800, 0x2FA1F),
 )
 
-# Characters that Unicode 15.0 and 15.1 added to 14.0, as "first-last" in hex, by major category.
+# Characters added by Unicode 15.0 and 15.1, as "first-last" in hex, by major category.
 _ADDED = {
     "L": "11240 11F02 11F04-11F10 11F12-11F33 1342F 13441-13446 1B132 1B155 1DF25-1DF2A 1E030-1E06D 1E4D0-1E4EB"
     " 1123F 2B739 2EBF0-2EE5D 31350-323AF",
@@ -55,7 +55,7 @@ _ADDED_CATEGORY = _added()
 
 
 def category(cpt: int) -> str:
-    """Major category of a code point: N, L, Z, M, P, S or C; empty if unassigned."""
+    """Return the major category of a code point: N, L, Z, M, P, S or C; empty if unassigned."""
     added = _ADDED_CATEGORY.get(cpt)
     if added is not None:
         return added
@@ -64,24 +64,24 @@ def category(cpt: int) -> str:
 
 
 def is_han(cpt: int) -> bool:
-    """True in the CJK ideograph blocks, assigned or not."""
+    """Return whether a code point is in a CJK ideograph block, assigned or not."""
     return cpt >= 0x3400 and any(first <= cpt <= last for first, last in _HAN)
 
 
 def lower(char: str) -> str:
-    """One-to-one lower case of one character (UnicodeData simple mapping)."""
+    """Return the lower case of a character (the simple mapping of UnicodeData)."""
     return "i" if char == "\u0130" else char.lower()
 
 
 def without_accents(char: str) -> str:
-    """The canonical decomposition of a character without its accents (Mn): nothing of an accent itself."""
+    """Return the canonical decomposition of a character without accents (Mn); empty for an accent."""
     if char < "\u00c0":
         return char
     return "".join(c for c in unicodedata.normalize("NFD", char) if unicodedata.category(c) != "Mn")
 
 
 class _View(dict[int, str]):
-    """Translation table that fills itself: code point -> placeholder; ASCII maps to itself."""
+    """A translation table, filled on demand: code point -> placeholder; ASCII maps to itself."""
 
     def __init__(self, han: bool) -> None:
         super().__init__()
@@ -106,17 +106,17 @@ _SPACES = {cpt: SPACE for cpt in WHITESPACE if cpt >= 0x80}
 
 
 def category_view(text: str) -> str:
-    """`text` with every character beyond ASCII replaced by the placeholder of its category; same length."""
+    """Replace every character beyond ASCII with the placeholder of its category; the length stays."""
     return text if text.isascii() else text.translate(_CATEGORY_VIEW)
 
 
 def han_view(text: str) -> str:
-    """As `category_view`, with ideographs apart from other letters."""
+    """Return `category_view` with a separate placeholder for ideographs."""
     return text if text.isascii() else text.translate(_HAN_VIEW)
 
 
 def space_view(text: str) -> str:
-    """`text` with white space beyond ASCII replaced by one ASCII white space; same length."""
+    """Replace white space beyond ASCII with one ASCII white space; the length stays."""
     return text if text.isascii() else text.translate(_SPACES)
 
 
@@ -127,18 +127,18 @@ def _byte_alphabet() -> list[str]:
 
 
 BYTE_TO_CHAR = _byte_alphabet()
-"""GPT-2 byte alphabet: a printable character for each byte value."""
+"""Return the GPT-2 byte alphabet: a printable character for each byte value."""
 CHAR_TO_BYTE = {char: byte for byte, char in enumerate(BYTE_TO_CHAR)}
 _BYTE_TABLE = dict(enumerate(BYTE_TO_CHAR))
 
 
 def byte_encode(text: str) -> str:
-    """The UTF-8 bytes of `text` in the GPT-2 byte alphabet."""
+    """Return the UTF-8 bytes of `text` in the GPT-2 byte alphabet."""
     return text.encode("utf-8", "surrogatepass").decode("latin-1").translate(_BYTE_TABLE)
 
 
 def is_utf8(text: str) -> bool:
-    """True if `text` has a UTF-8 form, that is, holds no surrogates."""
+    """Return whether `text` can be encoded as UTF-8, that is, contains no surrogates."""
     if text.isascii():
         return True
     try:
@@ -149,12 +149,12 @@ def is_utf8(text: str) -> bool:
 
 
 def canonical(text: str) -> str:
-    """`text` with its undecodable bytes as surrogate escapes and nothing else in the surrogate range."""
+    """Return `text` with undecodable bytes as surrogate escapes and no other surrogates."""
     return text if is_utf8(text) else to_bytes(text).decode("utf-8", "surrogateescape")
 
 
 def to_bytes(text: str) -> bytes:
-    """UTF-8 of `text`; surrogate escapes become the bytes they stand for, other surrogates three bytes each."""
+    """Encode as UTF-8; surrogate escapes become their bytes, other surrogates three bytes each."""
     try:
         return text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:
@@ -169,7 +169,7 @@ _SEQUENCE = re.compile(
 
 
 def decode_lenient(data: bytes) -> str:
-    """Decode by sequence length alone: overlong forms and surrogates pass, every other bad byte becomes U+FFFD."""
+    """Decode by sequence length alone: overlong forms and surrogates pass, other bad bytes become U+FFFD."""
     out = []
     for match in _SEQUENCE.finditer(data):
         seq = match.group()
@@ -186,5 +186,5 @@ def decode_lenient(data: bytes) -> str:
 
 
 def code_points(text: str) -> str:
-    """Canonical text as the sequence of code points the byte-level tokenizers read."""
+    """Return canonical text as the code points that byte-level tokenizers read."""
     return text if is_utf8(text) else decode_lenient(to_bytes(text))

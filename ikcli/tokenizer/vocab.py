@@ -1,7 +1,7 @@
-"""The vocabulary in GGUF metadata: token texts, scores, attributes, merges, special ids and flags, all checked.
+"""Read and check the vocabulary of GGUF metadata: token texts, scores, attributes, merges, special ids and flags.
 
-Keys `tokenizer.ggml.*`; token types 1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte. Defaults, token
-names that mark ends of generation and fixes for known model files answer to src/llama-vocab.cpp.
+The keys are `tokenizer.ggml.*`; token types are 1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte.
+Defaults, names of tokens that end a generation, and fixes for known model files follow src/llama-vocab.cpp.
 Token texts are `str`; bytes that are not UTF-8 are surrogate escapes.
 """
 
@@ -54,7 +54,7 @@ _ID_KEYS = {
     "eot": ("eot_token_id",),
     "eom": ("eom_token_id",),
     "unk": ("unknown_token_id",),
-    "sep": ("seperator_token_id",),  # spelt so in every file
+    "sep": ("seperator_token_id",),  # the spelling of all GGUF files
     "pad": ("padding_token_id",),
     "cls": ("cls_token_id",),
     "mask": ("mask_token_id",),
@@ -66,7 +66,7 @@ _ID_KEYS = {
     "fim_sep": ("fim_sep_token_id",),
 }
 
-# Texts that give a token a role where the metadata does not; the first one present wins.
+# Texts that give a token a role if the metadata does not; the first one present wins.
 _ROLE_TEXTS = {
     "eot": "<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> <|end_of_text|> <EOT> _<EOT> [EOT]"
     " <｜end▁of▁sentence｜> <end_of_utterance>",
@@ -90,7 +90,7 @@ _ALWAYS_SHOWN = "<|channel|> <|message|> <|start|> <|constrain|>"
 
 @dataclass(slots=True)
 class SpecialIds:
-    """Ids of tokens with a role; None where the model has no such token."""
+    """Ids of tokens with a role; None if the model lacks the token."""
 
     bos: int | None = None
     eos: int | None = None
@@ -141,7 +141,7 @@ class Vocab:
 
 @dataclass(frozen=True, slots=True)
 class _Metadata:
-    """Typed access to the keys; every complaint names the file and the key."""
+    """Typed access to the keys; errors name the file and the key."""
 
     values: Mapping[str, Any]
     source: str
@@ -203,7 +203,7 @@ class _Metadata:
 def load_vocab(metadata: Mapping[str, Any], source: str) -> Vocab:
     """Read and check the vocabulary of a model.
 
-    FormatError if it is missing or inconsistent, UnsupportedError for a tokenizer or pre-tokenizer that is not known.
+    Raise a FormatError if it is missing or inconsistent, an UnsupportedError for an unknown tokenizer or pre-tokenizer.
     """
     meta = _Metadata(metadata, source)
     model = meta.text(PREFIX + "model")
@@ -322,12 +322,12 @@ def _special_ids(meta: _Metadata, model: str, pre: PreTokenizer, n_tokens: int) 
 
 
 def _present(vocab: Vocab, texts: str) -> list[int]:
-    """Ids of those of the blank-separated `texts` that are tokens, in that order."""
+    """Return the ids of those blank-separated `texts` that are tokens, in that order."""
     return [vocab.token_to_id[text] for text in texts.split(" ") if text in vocab.token_to_id]
 
 
 def _detect_roles(vocab: Vocab) -> None:
-    """Give roles by token text where the metadata leaves them open."""
+    """Assign roles by token text if the metadata does not state them."""
     for role, texts in _ROLE_TEXTS.items():
         if getattr(vocab.ids, role) is not None:
             continue
@@ -337,7 +337,7 @@ def _detect_roles(vocab: Vocab) -> None:
 
 
 def _end_tokens(vocab: Vocab) -> set[int]:
-    """Ids that end a generation; also corrects the attributes of tokens that look like control tokens."""
+    """Return ids that end a generation; also correct the attributes of tokens that look like control tokens."""
     ids, attrs = vocab.ids, vocab.attrs
     for text, i in vocab.token_to_id.items():
         if attrs[i] & Attr.CONTROL and "unused" in text:
@@ -365,14 +365,14 @@ def _drop_end(vocab: Vocab, ends: set[int], text: str, attr: Attr) -> None:
 
 
 def special_tokens(vocab: Vocab) -> list[int]:
-    """Ids that are looked for in the text itself, longest text (in bytes) first."""
+    """Return ids that are matched in the text itself, longest text (in bytes) first."""
     wanted = Attr.CONTROL | Attr.USER_DEFINED | Attr.UNKNOWN
     found = [i for i, attr in enumerate(vocab.attrs) if attr & wanted]
     return sorted(found, key=lambda i: -len(vocab.tokens[i].encode("utf-8", "surrogateescape")))
 
 
 def _strip_attributes(vocab: Vocab, meta: _Metadata) -> None:
-    """White space next to some special tokens of known models is theirs; GGUF does not say so, names do."""
+    """Let special tokens of known models absorb adjacent white space; GGUF lacks that, so the models go by name."""
     pre, arch = meta.text(PREFIX + "pre"), meta.text("general.architecture")
     name = meta.text("general.name").lower()
     find, attrs = vocab.token_to_id.get, vocab.attrs

@@ -1,57 +1,42 @@
-"""The architectures that checkpoints can be converted to: which classes of transformers they are."""
+"""The architectures that checkpoints can be converted to, by the class names of config.json."""
 
 from __future__ import annotations
 
 from functools import lru_cache
+from importlib import import_module
 
-from ikcli.convert.archs import (
-    bert,
-    deepseek,
-    deltanet,
-    dense,
-    gemma,
-    glm,
-    hub_code,
-    layernorm,
-    llama,
-    mamba,
-    mixed,
-    mixed2,
-    moe,
-    moe2,
-    older,
-    qwen,
-)
 from ikcli.convert.build import Architecture
 from ikcli.convert.config import Config
 from ikcli.errors import UnsupportedError
 
+_FAMILIES = (
+    "arctic baichuan bert bloom cohere dbrx deepseek dots ernie exaone falcon gemma glm gpt2 gpt_oss gptneox "
+    "granite grok hunyuan internlm kimi laguna ling llama llama4 mamba mellum mimo minimax mpt muse nemotron olmo "
+    "phi plamo qwen qwen3_next refact stablelm starcoder step"
+)
+"""The files of this folder, each with the records of a model family."""
+
 ARCHITECTURES: tuple[Architecture, ...] = tuple(
-    found
-    for module in (
-        *(llama, qwen, deltanet, gemma, glm, moe, deepseek, dense, layernorm, moe2, older, mixed),
-        *(hub_code, mixed2, mamba, bert),
-    )
-    for found in module.ARCHITECTURES
+    found for family in _FAMILIES.split() for found in import_module(f"{__name__}.{family}").ARCHITECTURES
 )
 
 
 @lru_cache(maxsize=1)
 def by_class() -> dict[str, Architecture]:
-    """Name in `architectures` of config.json -> how it is converted."""
+    """Return the records by class name, as in `architectures` of config.json."""
     return {name: a for a in ARCHITECTURES for name in a.classes}
 
 
 _BY_TYPE = {"exaone": "ExaoneForCausalLM", "mistral4": "Mistral4ForCausalLM"}
-"""model_type of which the class does not tell: EXAONE 3 has that of Llama, Mistral 4 that of all that see."""
+"""Models that only model_type identifies: EXAONE 3 has the class of Llama, Mistral 4 that of all vision models."""
 
 
 _ELSEWHERE = {"Grok1ForCausalLM": "Grok 2 (tensors in pieces for eight devices)"}
-"""Classes that are known and not converted."""
+"""Known classes without a conversion."""
 
 
 def architecture_of(config: Config) -> Architecture:
-    """The architecture of a checkpoint; UnsupportedError names what is known."""
+    """Return the architecture of a checkpoint, or raise an UnsupportedError that lists the known classes."""
     if config.model_type in _BY_TYPE:
         return by_class()[_BY_TYPE[config.model_type]]
     for name in config.classes:
@@ -59,8 +44,8 @@ def architecture_of(config: Config) -> Architecture:
             return by_class()[name]
         if name in _ELSEWHERE:
             raise UnsupportedError(
-                f"{config.path}: {_ELSEWHERE[name]} has no conversion here; a file made by convert_hf_to_gguf.py of "
-                "llama.cpp runs"
+                f"{config.path}: {_ELSEWHERE[name]} cannot be converted by ik; files made by convert_hf_to_gguf.py "
+                "of llama.cpp run"
             )
     known = ", ".join(sorted(by_class()))
     raise UnsupportedError(f"{config.path}: architectures is {', '.join(config.classes)}; known are {known}")

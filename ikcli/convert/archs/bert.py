@@ -1,12 +1,12 @@
-"""Encoders of texts: BERT (RoBERTa and DistilBERT, too), nomic-bert, jina-bert-v2, and the rerankers made of them."""
+"""Encoders: BERT (also RoBERTa and DistilBERT), nomic-bert, jina-bert-v2, and the rerankers made from them."""
 
 from __future__ import annotations
 
-from ikcli.convert.build import Architecture, Build, Found, Table, drop, split, to
-from ikcli.convert.common import activation, layer_eps, rope, sizes
+from ikcli.convert import build as b
+from ikcli.convert import keys as k
 
-_RANK = 4  # of pooling types
-_TRAINED = 2048  # positions of nomic-bert, whatever the checkpoint says
+_RANK = 4  # the pooling type of rerankers
+_TRAINED = 2048  # context of nomic-bert in training; checkpoints state a longer one
 _HARMLESS = frozenset(
     [
         "directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers", "output_past",
@@ -18,37 +18,37 @@ _HARMLESS = frozenset(
 )  # fmt: skip
 
 
-def _encoder(m: Build) -> None:
-    sizes(m)
-    layer_eps(m, 1e-12)
+def _encoder(m: b.Build) -> None:
+    k.sizes(m)
+    k.layer_eps(m, 1e-12)
     m.key("attention.causal", False)
     m.metadata["tokenizer.ggml.token_type_count"] = m.config.integer("type_vocab_size", default=2)
     m.config.ignore("vocab_size", "tie_word_embeddings")
 
 
-def _bert(m: Build) -> None:
-    activation(m, "gelu")
+def _bert(m: b.Build) -> None:
+    k.activation(m, "gelu")
     _encoder(m)
     m.config.expect("position_embedding_type", "absolute")
 
 
-def _roberta(m: Build) -> None:
-    """The first positions belong to padding."""
+def _roberta(m: b.Build) -> None:
+    """Write the keys of BERT without the first positions, which belong to padding."""
     _bert(m)
     m.key("context_length", m.config.integer("max_position_embeddings") - _padding(m))
 
 
-def _padding(m: Build) -> int:
+def _padding(m: b.Build) -> int:
     return m.config.integer("pad_token_id", default=1) + 1
 
 
-def _behind_padding(m: Build, found: Found) -> None:
+def _behind_padding(m: b.Build, found: b.Found) -> None:
     m.part(found, "position_embd.weight", _padding(m), found.shape[0])
 
 
-def _distilbert(m: Build) -> None:
+def _distilbert(m: b.Build) -> None:
     c = m.config
-    activation(m, "gelu", keys=("activation",))
+    k.activation(m, "gelu", keys=("activation",))
     m.key("block_count", m.n_layer)
     m.key("context_length", c.integer("max_position_embeddings"))
     m.key("embedding_length", c.integer("dim", "hidden_size", least=1))
@@ -60,17 +60,17 @@ def _distilbert(m: Build) -> None:
     c.ignore("vocab_size", "tie_word_embeddings", "tie_weights_")
 
 
-def _jina(m: Build) -> None:
-    activation(m, "gelu")
+def _jina(m: b.Build) -> None:
+    k.activation(m, "gelu")
     _encoder(m)
     m.config.expect("position_embedding_type", "alibi")
     m.config.expect("feed_forward_type", "geglu")
 
 
-def _nomic(m: Build) -> None:
+def _nomic(m: b.Build) -> None:
     c = m.config
-    activation(m, "silu", "swish")
-    activation(m, "swiglu", keys=("activation_function",))
+    k.activation(m, "silu", "swish")
+    k.activation(m, "swiglu", keys=("activation_function",))
     _encoder(m)
     for key, known in (
         *(("causal", False), ("prenorm", False), ("qkv_proj_bias", False), ("mlp_fc1_bias", False)),
@@ -83,129 +83,89 @@ def _nomic(m: Build) -> None:
     if "rotary_emb_base" in c:
         m.key("rope.freq_base", c.number("rotary_emb_base"))
     else:
-        rope(m)
+        k.rope(m)
     c.ignore("head_dim")
-    for key in ("max_trained_positions", "rotary_scaling_factor"):  # beyond the positions it was trained with
+    for key in ("max_trained_positions", "rotary_scaling_factor"):  # they concern positions beyond training
         c.given(key)
 
 
-def _one_matrix(m: Build) -> None:
-    """q, k and v of checkpoints in the form of transformers become one matrix, as in others."""
+def _one_matrix(m: b.Build) -> None:
+    """Join separate q, k and v of transformers checkpoints, as the other checkpoints have them in one matrix."""
     for il in range(m.n_layer):
         names = [f"blk.{il}.attn_{part}.weight" for part in "qkv"]
         if all(name in m.tensors for name in names):
             m.add(f"blk.{il}.attn_qkv.weight", [p for name in names for p in m.tensors.pop(name).pieces])
 
 
-def _ranks(m: Build) -> None:
-    """How a reranker makes scores, and what they are called."""
+def _ranks(m: b.Build) -> None:
+    """Write the pooling type of rerankers and the labels of their scores."""
     m.key("pooling_type", _RANK)
     labels = m.config.inner("id2label")
-    names = [str(labels[key]) for key in sorted(labels, key=int)] if all(str(k).isdecimal() for k in labels) else []
+    names = [str(labels[key]) for key in sorted(labels, key=int)] if all(str(key).isdecimal() for key in labels) else []
     if names and names != ["LABEL_0"]:
         m.key("classifier.output_labels", names)
 
 
-_EMBEDDINGS: Table = {
-    "embeddings.word_embeddings": "token_embd",
-    "embeddings.token_type_embeddings": "token_types",
-    "embeddings.position_embeddings": "position_embd",
-    "embeddings.position_ids": drop,
-    "embeddings.LayerNorm": "token_embd_norm",
-    "pooler.dense": drop,
+_EMBEDDINGS: b.Table = {
+    "embeddings.position_ids": b.drop,
+    "pooler.dense": b.drop,
 }
-_ATTENTION: Table = {
-    "encoder.layer.*.attention.self.query": "blk.*.attn_q",
-    "encoder.layer.*.attention.self.key": "blk.*.attn_k",
-    "encoder.layer.*.attention.self.value": "blk.*.attn_v",
-    "encoder.layer.*.attention.output.dense": "blk.*.attn_output",
-    "encoder.layer.*.attention.output.LayerNorm": "blk.*.attn_output_norm",
-}
-BERT: Table = _EMBEDDINGS | _ATTENTION | {
-    "encoder.layer.*.intermediate.dense": "blk.*.ffn_up",
-    "encoder.layer.*.output.dense": "blk.*.ffn_down",
-    "encoder.layer.*.output.LayerNorm": "blk.*.layer_output_norm",
-}  # fmt: skip
-BERT |= {
-    f"{name}.{old}": to(f"{place}.{new}")
-    for name, place in BERT.items()
-    if name.endswith("LayerNorm") and isinstance(place, str)
+BERT: b.Table = _EMBEDDINGS | {
+    f"{name}.LayerNorm.{old}": f"{place}.{new}"
+    for name, place in (
+        ("embeddings", "token_embd_norm"),
+        ("encoder.layer.*.attention.output", "blk.*.attn_output_norm"),
+        ("encoder.layer.*.output", "blk.*.layer_output_norm"),
+    )
     for old, new in (("gamma", "weight"), ("beta", "bias"))
 }
-ROBERTA: Table = BERT | {"embeddings.position_embeddings": _behind_padding}
-DISTILBERT: Table = _EMBEDDINGS | {
-    "transformer.layer.*.attention.q_lin": "blk.*.attn_q",
-    "transformer.layer.*.attention.k_lin": "blk.*.attn_k",
-    "transformer.layer.*.attention.v_lin": "blk.*.attn_v",
-    "transformer.layer.*.attention.out_lin": "blk.*.attn_output",
-    "transformer.layer.*.sa_layer_norm": "blk.*.attn_output_norm",
-    "transformer.layer.*.ffn.lin1": "blk.*.ffn_up",
-    "transformer.layer.*.ffn.lin2": "blk.*.ffn_down",
-    "transformer.layer.*.output_layer_norm": "blk.*.layer_output_norm",
-}
-JINA: Table = _EMBEDDINGS | _ATTENTION | {
-    "encoder.layer.*.attention.self.layer_norm_q": "blk.*.attn_q_norm",
-    "encoder.layer.*.attention.self.layer_norm_k": "blk.*.attn_k_norm",
-    "encoder.layer.*.layer_norm_1": "blk.*.attn_norm_2",
-    "encoder.layer.*.layer_norm_2": "blk.*.layer_output_norm",
-    "encoder.layer.*.mlp.layernorm": "blk.*.layer_output_norm",
-    "encoder.layer.*.mlp.gated_layers": split("blk.*.ffn_gate", "blk.*.ffn_up"),
-    "encoder.layer.*.mlp.up_gated_layer": split("blk.*.ffn_up", "blk.*.ffn_gate"),
-    "encoder.layer.*.mlp.wo": "blk.*.ffn_down",
-    "encoder.layer.*.mlp.down_layer": "blk.*.ffn_down",
+"""Old checkpoints call weight and bias of norms gamma and beta."""
+ROBERTA: b.Table = BERT | {"embeddings.position_embeddings": _behind_padding}
+JINA: b.Table = _EMBEDDINGS | {
+    "encoder.layer.*.mlp.gated_layers": b.split("blk.*.ffn_gate", "blk.*.ffn_up"),
+    "encoder.layer.*.mlp.up_gated_layer": b.split("blk.*.ffn_up", "blk.*.ffn_gate"),
 }  # fmt: skip
-NOMIC: Table = _EMBEDDINGS | {
-    "emb_ln": "token_embd_norm",
-    "encoder.layers.*.attn.Wqkv": "blk.*.attn_qkv",
-    "encoder.layers.*.attn.out_proj": "blk.*.attn_output",
-    "encoder.layers.*.norm1": "blk.*.attn_output_norm",
-    "encoder.layers.*.mlp.fc11": "blk.*.ffn_up",
-    "encoder.layers.*.mlp.fc12": "blk.*.ffn_gate",
-    "encoder.layers.*.mlp.fc2": "blk.*.ffn_down",
-    "encoder.layers.*.norm2": "blk.*.layer_output_norm",
+NOMIC: b.Table = _EMBEDDINGS | {
     "layers.*.self_attn.q_proj": "blk.*.attn_q",
     "layers.*.self_attn.k_proj": "blk.*.attn_k",
     "layers.*.self_attn.v_proj": "blk.*.attn_v",
-    "layers.*.self_attn.o_proj": "blk.*.attn_output",
     "layers.*.post_attention_layernorm": "blk.*.attn_output_norm",
-    "layers.*.mlp.up_proj": "blk.*.ffn_up",
-    "layers.*.mlp.gate_proj": "blk.*.ffn_gate",
-    "layers.*.mlp.down_proj": "blk.*.ffn_down",
     "layers.*.post_mlp_layernorm": "blk.*.layer_output_norm",
 }
-_RANKING: Table = {"pooler.dense": "cls", "classifier": "cls.output"}
-_HEAD: Table = {"classifier.dense": "cls", "classifier.out_proj": "cls.output"}
-_MASKED = r"^cls\.(predictions|seq_relationship)\."  # of pre-training
+_RANKING: b.Table = {"pooler.dense": "cls", "classifier": "cls.output"}
+_HEAD: b.Table = {"classifier.dense": "cls", "classifier.out_proj": "cls.output"}
+_MASKED = r"^cls\.(predictions|seq_relationship)\."  # heads of pre-training
+
 
 ARCHITECTURES = (
-    Architecture(
+    b.Architecture(
         "bert", ("BertModel", "BertForMaskedLM", "BertForPreTraining"), _bert, BERT, drop=_MASKED, harmless=_HARMLESS,
         strip="bert.",
     ),
-    Architecture(
+    b.Architecture(
         "bert", ("BertForSequenceClassification",), _bert, BERT | _RANKING, _ranks, harmless=_HARMLESS, strip="bert."
     ),
-    Architecture(
+    b.Architecture(
         "bert", ("RobertaModel", "RobertaForMaskedLM"), _roberta, ROBERTA, drop=r"^lm_head\.", harmless=_HARMLESS,
         strip="roberta.",
     ),
-    Architecture(
+    b.Architecture(
         "bert", ("RobertaForSequenceClassification",), _roberta, ROBERTA | _HEAD, _ranks, harmless=_HARMLESS,
         strip="roberta.",
     ),
-    Architecture(
-        "bert", ("DistilBertModel", "DistilBertForMaskedLM"), _distilbert, DISTILBERT, drop=r"^vocab_",
+    b.Architecture(
+        "bert", ("DistilBertModel", "DistilBertForMaskedLM"), _distilbert, _EMBEDDINGS, drop=r"^vocab_",
         harmless=_HARMLESS | {"qa_dropout", "seq_classif_dropout"}, strip="distilbert.",
     ),
-    Architecture(
+    b.Architecture(
         "jina-bert-v2", ("JinaBertModel", "JinaBertForMaskedLM"), _jina, JINA, drop=_MASKED, harmless=_HARMLESS,
         strip="bert.",
     ),
-    Architecture(
+    b.Architecture(
         "jina-bert-v2", ("JinaBertForSequenceClassification",), _jina, JINA | _RANKING, _ranks, harmless=_HARMLESS,
         strip="bert.",
     ),
-    Architecture(
+    b.Architecture(
         "nomic-bert", ("NomicBertModel", "NomicBertForMaskedLM", "NomicBertForPreTraining"), _nomic, NOMIC, _one_matrix,
         drop=_MASKED, harmless=_HARMLESS, strip="bert.",
     ),

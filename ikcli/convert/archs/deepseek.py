@@ -2,23 +2,8 @@
 
 from __future__ import annotations
 
-from ikcli.convert.archs.glm import NEXT_TOKENS, n_further
-from ikcli.convert.archs.llama import PAIRS
-from ikcli.convert.build import Architecture, Build, Found, Rule, Table, fused_experts
-from ikcli.convert.common import (
-    CHOICE_BIAS,
-    LLAMA,
-    SILU,
-    activation,
-    expert_names,
-    experts,
-    no_window,
-    rms_eps,
-    rope,
-    shared_expert_names,
-    sizes,
-    tied,
-)
+from ikcli.convert import build as b
+from ikcli.convert import keys as k
 from ikcli.convert.pieces import Matrix, Piece, TensorRows, turn
 from ikcli.convert.rope import RopeSettings, read_rope
 from ikcli.errors import FormatError
@@ -26,8 +11,8 @@ from ikcli.errors import FormatError
 _SEES = r"vision_tower|mm_projector|multi_modal_projector|vision_encoder|patch_merger"
 
 
-def split_kv_b(m: Build, found: Found) -> None:
-    """Per head rows for keys and rows for values: keys are turned, so that they multiply queries."""
+def split_kv_b(m: b.Build, found: b.Found) -> None:
+    """Split the rows of each head into keys and values; transpose keys, so that they multiply queries."""
     c = m.config
     n_head, nope, v = (c.integer(key, least=1) for key in ("num_attention_heads", "qk_nope_head_dim", "v_head_dim"))
     rows, rank = found.matrix()
@@ -43,29 +28,24 @@ def split_kv_b(m: Build, found: Found) -> None:
     m.add(f"blk.{found.block}.attn_v_b.weight", values, (rank, v, n_head))
 
 
-MLA: dict[str, str | Rule] = {
-    "layers.*.self_attn.q_a_proj": "blk.*.attn_q_a",
-    "layers.*.self_attn.q_a_layernorm": "blk.*.attn_q_a_norm",
-    "layers.*.self_attn.q_b_proj": "blk.*.attn_q_b",
-    "layers.*.self_attn.kv_a_proj_with_mqa": "blk.*.attn_kv_a_mqa",
-    "layers.*.self_attn.kv_a_layernorm": "blk.*.attn_kv_a_norm",
-    "layers.*.self_attn.kv_b_proj": split_kv_b,
+NEXT_TOKENS: b.Table = {
+    "layers.*.eh_proj": "blk.*.nextn.eh_proj",
+    "layers.*.enorm": "blk.*.nextn.enorm",
+    "layers.*.hnorm": "blk.*.nextn.hnorm",
+    "layers.*.embed_tokens": "blk.*.nextn.embed_tokens",
+    "layers.*.shared_head.head": "blk.*.nextn.shared_head_head",
+    "layers.*.shared_head.norm": "blk.*.nextn.shared_head_norm",
 }
-INDEXER: dict[str, str | Rule] = {
-    "layers.*.self_attn.indexer.k_norm": "blk.*.indexer.k_norm",
-    "layers.*.self_attn.indexer.weights_proj": "blk.*.indexer.proj",
-    "layers.*.self_attn.indexer.wk": "blk.*.indexer.attn_k",
-    "layers.*.self_attn.indexer.wq_b": "blk.*.indexer.attn_q_b",
-}
-_EXPERTS: Table = expert_names() | shared_expert_names() | {"layers.*.mlp.gate.e_score_correction_bias": CHOICE_BIAS}
-DEEPSEEK2: Table = LLAMA | MLA | _EXPERTS | NEXT_TOKENS
-MISTRAL4: Table = DEEPSEEK2 | {
-    "layers.*.mlp.experts.gate_up_proj": fused_experts("blk.*.ffn_gate_up_exps.weight"),
+"""Layers that predict further tokens; gguf lacks their names for deepseek2."""
+MLA: b.Table = {"layers.*.self_attn.kv_b_proj": split_kv_b}
+DEEPSEEK2: b.Table = MLA | NEXT_TOKENS
+MISTRAL4: b.Table = MLA | {
+    "layers.*.mlp.experts.gate_up_proj": b.fused_experts("blk.*.ffn_gate_up_exps.weight"),
 }
 
 
-def mla_keys(m: Build) -> None:
-    """Ranks and the widths of heads, of latent keys and of heads as they are."""
+def mla_keys(m: b.Build) -> None:
+    """Write ranks and head sizes, of the latent (MQA) form and of the original heads (`_mla`)."""
     c = m.config
     rank, rotated = c.integer("kv_lora_rank", least=1), c.integer("qk_rope_head_dim", least=2)
     if c.get("q_lora_rank") is not None:
@@ -80,9 +60,9 @@ def mla_keys(m: Build) -> None:
     c.ignore("qk_head_dim", "head_dim", "num_key_value_heads", "vocab_size", "attention_bias")
 
 
-def scaled_rope(m: Build) -> RopeSettings:
-    """YaRN with the factor on K*Q, which goes by `mscale_all_dim`."""
-    found = rope(m)
+def scaled_rope(m: b.Build) -> RopeSettings:
+    """Write the rotation; with YaRN also the factor on K*Q, which follows from `mscale_all_dim`."""
+    found = k.rope(m)
     if found.type == "yarn":
         scale, whole = found.number("mscale", 1.0), found.number("mscale_all_dim", 0.0)
         if whole and scale != whole:
@@ -94,23 +74,11 @@ def scaled_rope(m: Build) -> RopeSettings:
     return found
 
 
-def dense_lead(m: Build, key: str = "first_k_dense_replace", usual: int = 0) -> int:
-    """Layers without experts, which come first."""
-    kinds = m.config.items("mlp_layer_types")
-    if kinds is None:
-        return m.config.integer(key, default=usual)
-    m.config.given(key)
-    lead = kinds.index("sparse") if "sparse" in kinds else len(kinds)
-    if len(kinds) != m.n_layer or set(kinds[lead:]) - {"sparse"} or set(kinds[:lead]) - {"dense"}:
-        raise m.config.refuse("mlp_layer_types", "dense in the first layers, then sparse")
-    return lead
-
-
-def routing(m: Build, *, gating: int, first: str = "first_k_dense_replace") -> None:
-    """Experts, their groups, and how they are chosen."""
+def routing(m: b.Build, *, gating: int, first: str = "first_k_dense_replace") -> None:
+    """Write the keys of experts: counts, groups, weights and gating function."""
     c = m.config
-    m.key("leading_dense_block_count", dense_lead(m, first, int(m.config.model_type == "glm4_moe_lite")))
-    experts(m, "n_routed_experts", "num_experts")
+    m.key("leading_dense_block_count", k.dense_lead(m, first, int(m.config.model_type == "glm4_moe_lite")))
+    k.experts(m, "n_routed_experts", "num_experts")
     m.key("expert_shared_count", c.integer("n_shared_experts", "num_shared_experts", default=0))
     m.key("expert_weights_scale", c.number("routed_scaling_factor", default=1.0))
     m.key("expert_weights_norm", c.flag("norm_topk_prob"))
@@ -123,12 +91,12 @@ def routing(m: Build, *, gating: int, first: str = "first_k_dense_replace") -> N
     c.expect("scoring_func", "sigmoid" if gating == 2 else "softmax")
 
 
-def _deepseek2(m: Build) -> None:
+def _deepseek2(m: b.Build) -> None:
     c = m.config
-    activation(m, *SILU)
-    sizes(m, n_further=n_further(m, "num_nextn_predict_layers", "num_mtp_layers"))
+    k.activation(m, *k.SILU)
+    k.sizes(m, n_further=k.n_further(m, "num_nextn_predict_layers", "num_mtp_layers"))
     scaled_rope(m)
-    rms_eps(m)
+    k.rms_eps(m)
     mla_keys(m)
     has_bias = m.has(r"e_score_correction_bias$")
     sigmoid = has_bias or c.given("scoring_func") == "sigmoid"
@@ -140,42 +108,42 @@ def _deepseek2(m: Build) -> None:
         m.key("nextn_predict_layers", m.n_further)
 
 
-def _indexer(m: Build) -> None:
+def _indexer(m: b.Build) -> None:
     _deepseek2(m)
     c = m.config
     m.key("attention.indexer.head_count", c.integer("index_n_heads", least=1))
     m.key("attention.indexer.key_length", c.integer("index_head_dim", least=1))
     m.key("attention.indexer.top_k", c.integer("index_topk", least=1))
     c.ignore("layer_types", "indexer_rope_interleave", "indexer_types")
-    m.notes.append(f"attention of {m.arch} is over all positions; the indexer is kept, and not used")
+    m.notes.append(f"attention of {m.arch} covers all positions; the indexer is kept but not used")
 
 
-def _mistral4(m: Build) -> None:
+def _mistral4(m: b.Build) -> None:
     c = m.config
-    activation(m, *SILU)
-    sizes(m)
+    k.activation(m, *k.SILU)
+    k.sizes(m)
     found = scaled_rope(m)
-    rms_eps(m)
+    k.rms_eps(m)
     mla_keys(m)
     routing(m, gating=1)
     c.expect("rope_interleave", True)
     m.key("vocab_size", c.integer("vocab_size"))
     m.key("attention.temperature_scale", found.number("llama_4_scaling_beta", 0.0))
     c.ignore("sliding_window")
-    no_window(m)
+    k.no_window(m)
 
 
-def _deepseek(m: Build) -> None:
+def _deepseek(m: b.Build) -> None:
     c = m.config
-    activation(m, *SILU)
-    sizes(m)
-    rope(m)
-    rms_eps(m)
+    k.activation(m, *k.SILU)
+    k.sizes(m)
+    k.rope(m)
+    k.rms_eps(m)
     m.key("vocab_size", c.integer("vocab_size"))
     width = c.integer("hidden_size") // c.integer("num_attention_heads")
     m.key("rope.dimension_count", c.integer("head_dim", default=width))
     m.key("leading_dense_block_count", c.integer("first_k_dense_replace", default=0))
-    experts(m, "n_routed_experts")
+    k.experts(m, "n_routed_experts")
     m.key("expert_shared_count", c.integer("n_shared_experts", default=0))
     m.key("expert_weights_scale", 1.0)
     if c.flag("norm_topk_prob"):
@@ -185,21 +153,25 @@ def _deepseek(m: Build) -> None:
     c.expect("attention_bias", False)
 
 
-def _finish(m: Build) -> None:
+def _finish(m: b.Build) -> None:
     read_rope(m.config)
-    tied(m)
+    k.tied(m)
 
 
 _HARMLESS = frozenset({"num_mtp_layers", "mtp_loss_coef", "quantization"})
+
+
 ARCHITECTURES = (
-    Architecture("deepseek", ("DeepseekForCausalLM",), _deepseek, LLAMA | PAIRS | _EXPERTS, tied),
-    Architecture(
+    b.Architecture("deepseek", ("DeepseekForCausalLM",), _deepseek, b.PAIRS, k.tied),
+    b.Architecture(
         "deepseek2",
         ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "KimiK2ForCausalLM", "KimiK25ForConditionalGeneration",
          "Glm4MoeLiteForCausalLM"),
         _deepseek2, DEEPSEEK2, _finish, _SEES, _HARMLESS,
     ),
-    Architecture("deepseek32", ("DeepseekV32ForCausalLM",), _indexer, DEEPSEEK2 | INDEXER, _finish, "", _HARMLESS),
-    Architecture("glm-dsa", ("GlmMoeDsaForCausalLM",), _indexer, DEEPSEEK2 | INDEXER, _finish, "", _HARMLESS),
-    Architecture("mistral4", ("Mistral4ForCausalLM",), _mistral4, MISTRAL4, _finish, _SEES, _HARMLESS),
+    b.Architecture("deepseek32", ("DeepseekV32ForCausalLM",), _indexer, MLA, _finish, "", _HARMLESS, names="glm-dsa"),
+    b.Architecture("glm-dsa", ("GlmMoeDsaForCausalLM",), _indexer, MLA, _finish, "", _HARMLESS),
+    b.Architecture(
+        "mistral4", ("Mistral4ForCausalLM",), _mistral4, MISTRAL4, _finish, _SEES, _HARMLESS, names="deepseek2"
+    ),
 )  # fmt: skip

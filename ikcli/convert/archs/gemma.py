@@ -6,76 +6,48 @@ from typing import Any
 
 import numpy as np
 
-from ikcli.convert.archs.deltanet import plus_one
-from ikcli.convert.build import Architecture, Build, Rule, Table, fused_experts, to
-from ikcli.convert.common import (
-    GELU_TANH,
-    HEAD_NORMS,
-    LLAMA,
-    activation,
-    head_dim,
-    rms_eps,
-    rope,
-    sizes,
-    tied,
-    windows,
-)
+from ikcli.convert import build as b
+from ikcli.convert import keys as k
 from ikcli.convert.rope import read_rope
 
-_EARLY_NORMS: dict[str, str | Rule] = {
-    "norm": to("output_norm", value=plus_one),
-    "layers.*.input_layernorm": to("blk.*.attn_norm", value=plus_one),
-    "layers.*.post_attention_layernorm": to("blk.*.ffn_norm", value=plus_one),
+_EARLY_NORMS: b.Table = {
+    "norm": b.to("output_norm", value=b.plus_one),
+    "layers.*.input_layernorm": b.to("blk.*.attn_norm", value=b.plus_one),
+    "layers.*.post_attention_layernorm": b.to("blk.*.ffn_norm", value=b.plus_one),
 }
-GEMMA: Table = LLAMA | _EARLY_NORMS
-GEMMA2: Table = GEMMA | {
-    "layers.*.post_attention_layernorm": to("blk.*.post_attention_norm", value=plus_one),
-    "layers.*.pre_feedforward_layernorm": to("blk.*.ffn_norm", value=plus_one),
-    "layers.*.post_feedforward_layernorm": to("blk.*.post_ffw_norm", value=plus_one),
+GEMMA: b.Table = _EARLY_NORMS | {"lm_head": "output"}  # gguf lacks it; dropped if the embeddings are tied
+GEMMA2: b.Table = GEMMA | {
+    "layers.*.post_attention_layernorm": b.to("blk.*.post_attention_norm", value=b.plus_one),
+    "layers.*.pre_feedforward_layernorm": b.to("blk.*.ffn_norm", value=b.plus_one),
+    "layers.*.post_feedforward_layernorm": b.to("blk.*.post_ffw_norm", value=b.plus_one),
 }
-GEMMA3: Table = GEMMA2 | {
-    "layers.*.self_attn.q_norm": to("blk.*.attn_q_norm", value=plus_one),
-    "layers.*.self_attn.k_norm": to("blk.*.attn_k_norm", value=plus_one),
+GEMMA3: b.Table = GEMMA2 | {
+    "layers.*.self_attn.q_norm": b.to("blk.*.attn_q_norm", value=b.plus_one),
+    "layers.*.self_attn.k_norm": b.to("blk.*.attn_k_norm", value=b.plus_one),
 }
-GEMMA4: Table = LLAMA | HEAD_NORMS | {
-    "layers.*.post_attention_layernorm": "blk.*.post_attention_norm",
-    "layers.*.pre_feedforward_layernorm": "blk.*.ffn_norm",
-    "layers.*.post_feedforward_layernorm": "blk.*.post_ffw_norm",
-    "layers.*.layer_scalar": to("blk.*.layer_output_scale.weight"),
-    "embed_tokens_per_layer": "per_layer_token_embd",
-    "per_layer_model_projection": "per_layer_model_proj",
-    "per_layer_projection_norm": "per_layer_proj_norm",
-    "layers.*.per_layer_input_gate": "blk.*.inp_gate",
-    "layers.*.per_layer_projection": "blk.*.proj",
-    "layers.*.post_per_layer_input_norm": "blk.*.post_norm",
-    "layers.*.router.proj": "blk.*.ffn_gate_inp",
-    "layers.*.router.scale": to("blk.*.ffn_gate_inp.scale!"),
-    "layers.*.router.per_expert_scale": to("blk.*.ffn_down_exps.scale!"),
-    "layers.*.experts.gate_up_proj": fused_experts("blk.*.ffn_gate_up_exps.weight"),
-    "layers.*.experts.down_proj": fused_experts("blk.*.ffn_down_exps.weight"),
-    "layers.*.pre_feedforward_layernorm_2": "blk.*.pre_ffw_norm_2",
-    "layers.*.post_feedforward_layernorm_1": "blk.*.post_ffw_norm_1",
-    "layers.*.post_feedforward_layernorm_2": "blk.*.post_ffw_norm_2",
+GEMMA4: b.Table = {
+    "layers.*.router.scale": b.to("blk.*.ffn_gate_inp.scale!"),
+    "layers.*.router.per_expert_scale": b.to("blk.*.ffn_down_exps.scale!"),
 }  # fmt: skip
 _SEES = r"vision_tower|multi_modal_projector|audio_tower|embed_vision|embed_audio|vision_embedder|rotary_emb"
 
 
-def _base(m: Build) -> None:
-    activation(m, *GELU_TANH)
-    sizes(m)
-    rms_eps(m)
-    head_dim(m)
+def _base(m: b.Build) -> None:
+    k.activation(m, *k.GELU_TANH)
+    k.sizes(m)
+    k.rms_eps(m)
+    k.head_dim(m)
     m.config.ignore("attention_bias", "vocab_size", "use_bidirectional_attention")
     m.config.expect("use_bidirectional_attention", False, "vision")
 
 
-def _gemma(m: Build) -> None:
+def _gemma(m: b.Build) -> None:
     _base(m)
-    rope(m)
+    k.rope(m)
 
 
-def _scale(m: Build) -> None:
-    """Queries are scaled by the size of heads, in the models of 27B by another one that the architecture knows."""
+def _scale(m: b.Build) -> None:
+    """Refuse any other scale of queries than the architecture has: by head size, in 27B models by width per head."""
     c = m.config
     n_layer, heads = c.integer("num_hidden_layers"), c.integer("num_attention_heads")
     big = (m.arch, n_layer) in (("gemma2", 46), ("gemma3", 62))
@@ -84,40 +56,40 @@ def _scale(m: Build) -> None:
         raise c.refuse("query_pre_attn_scalar", str(expected))
 
 
-def _gemma2(m: Build) -> None:
+def _gemma2(m: b.Build) -> None:
     _base(m)
     c = m.config
-    rope(m)
+    k.rope(m)
     m.key("attn_logit_softcapping", c.number("attn_logit_softcapping", default=0.0))
     m.key("final_logit_softcapping", c.number("final_logit_softcapping", default=0.0))
     m.key("attention.sliding_window", c.integer("sliding_window", least=1))
     c.expect("sliding_window_size", c.integer("sliding_window"))
-    windows(m, 2)
+    k.windows(m, 2)
     _scale(m)
 
 
-def _gemma3(m: Build) -> None:
+def _gemma3(m: b.Build) -> None:
     _base(m)
     c = m.config
-    rope(m)
+    k.rope(m)
     m.key("rope.freq_base_swa", _local_base(m))
     if c.get("final_logit_softcapping") is not None:
         m.key("final_logit_softcapping", c.number("final_logit_softcapping"))
     c.expect("attn_logit_softcapping", None)
     m.key("attention.sliding_window", c.integer("sliding_window", least=1))
-    windows(m, c.integer("sliding_window_pattern", "_sliding_window_pattern", default=6, least=1), 6)
+    k.windows(m, c.integer("sliding_window_pattern", "_sliding_window_pattern", default=6, least=1), 6)
     _scale(m)
 
 
-def _local_base(m: Build) -> float:
+def _local_base(m: b.Build) -> float:
     local = m.config.given("rope_local_base_freq")
     return (
         m.config.number("rope_local_base_freq") if local is not None else read_rope(m.config, "sliding_attention").theta
     )
 
 
-def _special(m: Build) -> dict[str, int]:
-    """What layers with full attention have of their own: columns of a head, key heads."""
+def _special(m: b.Build) -> dict[str, int]:
+    """Return the settings of layers with full attention that differ: head_dim and num_key_value_heads."""
     c = m.config
     special: Any = c.get("per_layer_config") or {}
     kinds = c.items("layer_types") or []
@@ -136,11 +108,11 @@ def _special(m: Build) -> dict[str, int]:
     return own
 
 
-def _gemma4(m: Build) -> None:
+def _gemma4(m: b.Build) -> None:
     c = m.config
-    activation(m, *GELU_TANH)
-    sizes(m)
-    rms_eps(m)
+    k.activation(m, *k.GELU_TANH)
+    k.sizes(m)
+    k.rms_eps(m)
     c.ignore("attention_bias", "vocab_size", "vocab_size_per_layer_input", "attention_k_eq_v", "enable_moe_block")
     c.expect("use_bidirectional_attention", False, "vision")
     special, local = _special(m), c.integer("head_dim", least=1)
@@ -149,7 +121,7 @@ def _gemma4(m: Build) -> None:
     kinds = c.items("layer_types") or [
         "full_attention" if (i + 1) % 6 == 0 else "sliding_attention" for i in range(n_layer)
     ]
-    is_window = windows(m, 0, kinds=kinds)
+    is_window = k.windows(m, 0, kinds=kinds)
     if "num_key_value_heads" in special:
         heads = c.integer("num_key_value_heads"), special["num_key_value_heads"]
         m.key("attention.head_count_kv", [heads[0] if w else heads[1] for w in is_window])
@@ -171,31 +143,31 @@ def _gemma4(m: Build) -> None:
     for name, width in (("", full), ("_swa", local)):
         m.key(f"attention.key_length{name}", width)
         m.key(f"attention.value_length{name}", width)
-    rope, own = read_rope(c), read_rope(c, "sliding_attention")
-    if (rope.type, own.type) != ("proportional", "default"):
+    full_rope, own = read_rope(c), read_rope(c, "sliding_attention")
+    if (full_rope.type, own.type) != ("proportional", "default"):
         raise c.refuse("rope_parameters", "proportional in layers without a window, default in the others")
-    m.key("rope.freq_base", rope.theta)
+    m.key("rope.freq_base", full_rope.theta)
     m.key("rope.freq_base_swa", own.theta)
     m.key("rope.dimension_count", full)
     m.key("rope.dimension_count_swa", int(local * own.partial))
 
 
-def _finish4(m: Build) -> None:
-    """Of heads of layers without a window only a part is rotated: the others turn by next to nothing."""
-    tied(m, True)
+def _finish4(m: b.Build) -> None:
+    """Add factors that leave most of each head unrotated in layers without a window (a factor of 1e30)."""
+    k.tied(m, True)
     full = m.metadata["gemma4.attention.key_length"]
     n = int(full * read_rope(m.config).partial / 2)
     m.constant("rope_freqs.weight", np.array([1.0] * n + [1e30] * (full // 2 - n), np.float32))
 
 
 ARCHITECTURES = (
-    Architecture("gemma", ("GemmaForCausalLM",), _gemma, GEMMA, lambda m: tied(m, True)),
-    Architecture("gemma2", ("Gemma2ForCausalLM",), _gemma2, GEMMA2, lambda m: tied(m, True)),
-    Architecture(
-        "gemma3", ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"), _gemma3, GEMMA3, lambda m: tied(m, True),
+    b.Architecture("gemma", ("GemmaForCausalLM",), _gemma, GEMMA, k.tied_by_default),
+    b.Architecture("gemma2", ("Gemma2ForCausalLM",), _gemma2, GEMMA2, k.tied_by_default),
+    b.Architecture(
+        "gemma3", ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"), _gemma3, GEMMA3, k.tied_by_default,
         _SEES, frozenset({"mm_tokens_per_image"}),
     ),
-    Architecture(
+    b.Architecture(
         "gemma4", ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"), _gemma4, GEMMA4, _finish4, _SEES
     ),
 )  # fmt: skip

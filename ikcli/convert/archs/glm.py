@@ -1,72 +1,55 @@
-"""GLM-4 (0414) and GLM-4.5 to 4.7."""
+"""ChatGLM, GLM-4 (0414) and GLM-4.5 to 4.7."""
 
 from __future__ import annotations
 
-from ikcli.convert.build import Architecture, Build, Rule, Table
-from ikcli.convert.common import (
-    CHOICE_BIAS,
-    HEAD_NORMS,
-    LLAMA,
-    SILU,
-    activation,
-    expert_names,
-    experts,
-    head_dim,
-    rms_eps,
-    rope,
-    shared_expert_names,
-    sizes,
-    tied,
-)
-
-GLM4: Table = LLAMA | {
-    "layers.*.mlp.gate_up_proj": "blk.*.ffn_up",
-    "layers.*.post_self_attn_layernorm": "blk.*.post_attention_norm",
-    "layers.*.post_mlp_layernorm": "blk.*.post_ffw_norm",
-}
-NEXT_TOKENS: dict[str, str | Rule] = {
-    "layers.*.eh_proj": "blk.*.nextn.eh_proj",
-    "layers.*.enorm": "blk.*.nextn.enorm",
-    "layers.*.hnorm": "blk.*.nextn.hnorm",
-    "layers.*.embed_tokens": "blk.*.nextn.embed_tokens",
-    "layers.*.shared_head.head": "blk.*.nextn.shared_head_head",
-    "layers.*.shared_head.norm": "blk.*.nextn.shared_head_norm",
-}
-"""Layers that predict further tokens come after the others."""
-GLM4MOE: Table = LLAMA | HEAD_NORMS | expert_names() | shared_expert_names() | NEXT_TOKENS | {
-    "layers.*.post_attention_layernorm": "blk.*.post_attention_norm",
-    "layers.*.mlp.gate.e_score_correction_bias": CHOICE_BIAS,
-}  # fmt: skip
+from ikcli.convert import build as b
+from ikcli.convert import keys as k
 
 
-def n_further(m: Build, *keys: str) -> int:
-    """Layers for further tokens that the checkpoint has."""
-    announced = m.config.integer(*keys, default=0)
-    first = m.config.integer("num_hidden_layers")
-    return announced if m.has(rf"layers\.{first}\.") else 0
+def _chatglm(m: b.Build) -> None:
+    c = m.config
+    n_head = c.integer("num_attention_heads", least=1)
+    multi = c.flag("multi_query_attention")
+    m.key("block_count", m.n_layer)
+    m.key("context_length", c.integer("seq_length", least=1))
+    m.key("embedding_length", k.embd(m))
+    m.key("feed_forward_length", c.integer("ffn_hidden_size", default=4 * k.embd(m)))
+    m.key("attention.head_count", n_head)
+    m.key("attention.head_count_kv", c.integer("multi_query_group_num", least=1) if multi else n_head)
+    m.key("attention.layer_norm_rms_epsilon", c.number("layernorm_epsilon", default=1e-5))
+    width = c.integer("kv_channels", default=k.embd(m) // n_head)
+    m.key("rope.dimension_count", width // 2)
+    m.key("rope.freq_base", 10000.0 * c.number("rope_ratio", default=1.0))
+    c.expect("rmsnorm", True)
+    c.expect("apply_residual_connection_post_layernorm", False)
+    c.expect("post_layer_norm", True)
+    c.expect("original_rope", True)
+    c.ignore("add_bias_linear", "add_qkv_bias", "padded_vocab_size", "vocab_size", "multi_query_group_num")
+    c.ignore("bias_dropout_fusion", "fp32_residual_connection", "apply_query_key_layer_scaling", "pre_seq_len")
+    c.ignore("prefix_projection", "quantization_bit")
 
 
-def _rotation(m: Build) -> None:
-    partial = rope(m).partial
-    m.key("rope.dimension_count", int(head_dim(m) * partial))
+def _rotation(m: b.Build) -> None:
+    partial = k.rope(m).partial
+    m.key("rope.dimension_count", int(k.head_dim(m) * partial))
 
 
-def _glm4(m: Build) -> None:
-    activation(m, *SILU)
-    sizes(m)
-    rms_eps(m)
+def _glm4(m: b.Build) -> None:
+    k.activation(m, *k.SILU)
+    k.sizes(m)
+    k.rms_eps(m)
     _rotation(m)
     m.config.ignore("attention_bias", "vocab_size")
 
 
-def _glm4moe(m: Build) -> None:
+def _glm4moe(m: b.Build) -> None:
     c = m.config
-    activation(m, *SILU)
-    further = n_further(m, "num_nextn_predict_layers", "num_mtp_layers")
-    sizes(m, n_further=further)
-    rms_eps(m)
+    k.activation(m, *k.SILU)
+    further = k.n_further(m, "num_nextn_predict_layers", "num_mtp_layers")
+    k.sizes(m, n_further=further)
+    k.rms_eps(m)
     _rotation(m)
-    experts(m, "n_routed_experts")
+    k.experts(m, "n_routed_experts")
     m.key("expert_group_count", c.integer("n_group", default=1))
     m.key("expert_group_used_count", c.integer("topk_group", default=1))
     m.key("expert_shared_count", c.integer("n_shared_experts", least=0))
@@ -80,6 +63,9 @@ def _glm4moe(m: Build) -> None:
 
 
 ARCHITECTURES = (
-    Architecture("glm4", ("Glm4ForCausalLM",), _glm4, GLM4, tied),
-    Architecture("glm4moe", ("Glm4MoeForCausalLM",), _glm4moe, GLM4MOE, tied),
-)
+    b.Architecture(
+        "chatglm", ("ChatGLMModel", "ChatGLMForConditionalGeneration"), _chatglm, finish=k.tied, strip="transformer."
+    ),
+    b.Architecture("glm4", ("Glm4ForCausalLM",), _glm4, finish=k.tied),
+    b.Architecture("glm4moe", ("Glm4MoeForCausalLM",), _glm4moe, finish=k.tied),
+)  # fmt: skip

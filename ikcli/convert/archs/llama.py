@@ -1,62 +1,43 @@
-"""Llama and its kin: Mistral, Mixtral."""
+"""Llama and models that differ from it in settings: Mistral, Mixtral, SmolLM3, MiniCPM, XVERSE, Orion, Seed-OSS."""
 
 from __future__ import annotations
 
-from ikcli.convert.build import Architecture, Build, Table, rotated_pairs, to
-from ikcli.convert.common import (
-    LLAMA,
-    SILU,
-    activation,
-    expert_names,
-    experts,
-    head_dim,
-    no_window,
-    put_llama3,
-    rms_eps,
-    rope,
-    sizes,
-    tied,
-)
+import math
+
+from ikcli.convert import build as b
+from ikcli.convert import keys as k
 from ikcli.convert.rope import read_rope
 
-PAIRS: Table = {
-    "layers.*.self_attn.q_proj": to("blk.*.attn_q", order=rotated_pairs()),
-    "layers.*.self_attn.k_proj": to("blk.*.attn_k", order=rotated_pairs("num_key_value_heads")),
-}
-"""Rows of queries and keys, ordered for a rotation of adjacent columns."""
 
-TABLE: Table = LLAMA | PAIRS | expert_names() | expert_names("block_sparse_moe", names="w1 w3 w2")
-
-
-def llama_keys(m: Build) -> None:
-    """All but experts."""
-    activation(m, *SILU)
-    sizes(m)
-    rope(m)
-    rms_eps(m)
-    width = head_dim(m)
+def llama_keys(m: b.Build) -> None:
+    """Write all keys but those of experts."""
+    k.activation(m, *k.SILU)
+    k.sizes(m)
+    k.rope(m)
+    k.rms_eps(m)
+    width = k.head_dim(m)
     m.key("vocab_size", m.config.integer("vocab_size", least=1))
     m.key("rope.dimension_count", width)
 
 
-def _keys(m: Build) -> None:
+def _keys(m: b.Build) -> None:
     c = m.config
     llama_keys(m)
     if c.get("num_local_experts"):
-        experts(m, "num_local_experts", width=False)
-    no_window(m)
+        k.experts(m, "num_local_experts", width=False)
+    k.no_window(m)
     c.ignore("attention_bias", "mlp_bias")
 
 
-def _mistral3(m: Build) -> None:
-    """Queries beyond the original context are scaled by position in Ministral 3."""
+def _mistral3(m: b.Build) -> None:
+    """Write the keys of Ministral 3, which scales queries beyond the original context by position."""
     c = m.config
     llama_keys(m)
-    no_window(m)
+    k.no_window(m)
     found = read_rope(c)
     if found.type == "yarn":
         scale, whole = found.number("mscale", 0.0), found.number("mscale_all_dim", 0.0)
-        if scale and whole:  # what the file says is taken for mscale_all_dim beside an mscale of 1
+        if scale and whole:  # readers take the key for mscale_all_dim, with an mscale of 1
             if scale not in (1.0, whole):
                 raise c.fail(
                     "rope_parameters",
@@ -67,16 +48,57 @@ def _mistral3(m: Build) -> None:
         m.key("attention.temperature_scale", found.number("llama_4_scaling_beta"))
 
 
-def finish(m: Build) -> None:
-    """Factors of the rotation, and the matrix of the output."""
-    put_llama3(m, m.metadata[f"{m.arch}.rope.dimension_count"])
-    tied(m)
+def _smollm3(m: b.Build) -> None:
+    c = m.config
+    llama_keys(m)
+    k.no_window(m)
+    rotated = c.items("no_rope_layers")
+    every = c.integer("no_rope_layer_interval", default=4)
+    expected = [int((i + 1) % 4 != 0) for i in range(m.n_layer)]
+    found = rotated if rotated is not None else [int((i + 1) % every != 0) for i in range(m.n_layer)]
+    if found != expected:
+        raise c.refuse("no_rope_layers", "every fourth layer without rotation")
+    k.biases(m)
+
+
+def _minicpm(m: b.Build) -> None:
+    c = m.config
+    llama_keys(m)
+    m.key("embedding_scale", c.number("scale_emb", default=1.0))
+    m.key("residual_scale", c.number("scale_depth", default=1.0) / math.sqrt(m.n_layer))
+    m.key("logit_scale", k.embd(m) / c.number("dim_model_base", default=1.0))
+    c.ignore("attention_bias", "rope_interleaved")
+
+
+def _xverse(m: b.Build) -> None:
+    llama_keys(m)
+    m.config.ignore("max_tokenizer_truncation", "model_max_length")
+
+
+def _orion(m: b.Build) -> None:
+    c = m.config
+    k.activation(m, *k.SILU)
+    k.sizes(m)
+    k.rope(m)
+    m.key("attention.layer_norm_epsilon", c.number("rms_norm_eps"))
+    c.ignore("vocab_size", "attention_bias")
+
+
+def finish(m: b.Build) -> None:
+    """Add the factors of Llama 3 rotations and settle the output matrix."""
+    k.put_llama3(m, m.metadata[f"{m.arch}.rope.dimension_count"])
+    k.tied(m)
 
 
 ARCHITECTURES = (
-    Architecture("llama", ("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM"), _keys, TABLE, finish),
-    Architecture(
-        "mistral3", ("Ministral3ForCausalLM", "Mistral3ForConditionalGeneration"), _mistral3, TABLE, finish,
+    b.Architecture("llama", ("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM"), _keys, b.PAIRS, finish),
+    b.Architecture(
+        "mistral3", ("Ministral3ForCausalLM", "Mistral3ForConditionalGeneration"), _mistral3, b.PAIRS, finish,
         r"vision_tower|multi_modal_projector|vision_encoder|patch_merger",
     ),
+    b.Architecture("smollm3", ("SmolLM3ForCausalLM",), _smollm3, b.PAIRS, finish),
+    b.Architecture("minicpm", ("MiniCPMForCausalLM",), _minicpm, b.PAIRS, finish),
+    b.Architecture("xverse", ("XverseForCausalLM",), _xverse, b.PAIRS, k.tied),
+    b.Architecture("orion", ("OrionForCausalLM",), _orion, finish=k.tied),
+    b.Architecture("seed_oss", ("SeedOssForCausalLM",), k.plain, finish=k.tied),
 )  # fmt: skip

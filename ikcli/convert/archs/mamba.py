@@ -4,42 +4,32 @@ from __future__ import annotations
 
 import math
 
-from ikcli.convert.archs.deltanet import minus_exp
-from ikcli.convert.build import Architecture, Build, Found, Table, to
-from ikcli.convert.common import SILU, activation, tied
+from ikcli.convert import build as b
+from ikcli.convert import keys as k
 
-_CONTEXT = 1 << 20  # as llama.cpp writes; there is no limit
+_CONTEXT = 1 << 20  # as llama.cpp writes; the model has no limit
 
 
-def _conv(m: Build, found: Found) -> None:
-    """The taps of a column, without the dimension of 1."""
+def _conv(m: b.Build, found: b.Found) -> None:
+    """Store the taps of the convolution without the dimension of 1."""
     name = f"blk.{found.block}.ssm_conv1d{found.suffix}"
     m.plain(found, name, (found.shape[0], found.shape[-1]) if found.suffix == ".weight" else None)
 
 
-MAMBA: Table = {
-    "embeddings": "token_embd",
-    "embedding": "token_embd",
-    "norm_f": "output_norm",
-    "lm_head": "output",
-    "layers.*.norm": "blk.*.attn_norm",
-    "layers.*.mixer.in_proj": "blk.*.ssm_in",
+MAMBA: b.Table = {
     "layers.*.mixer.conv1d": _conv,
-    "layers.*.mixer.x_proj": "blk.*.ssm_x",
-    "layers.*.mixer.dt_proj": "blk.*.ssm_dt",
-    "layers.*.mixer.A_log": to("blk.*.ssm_a", value=minus_exp),
-    "layers.*.mixer.D": to("blk.*.ssm_d"),
-    "layers.*.mixer.out_proj": "blk.*.ssm_out",
+    "layers.*.mixer.A_log": b.to("blk.*.ssm_a", value=b.minus_exp),
+    "layers.*.mixer.D": b.to("blk.*.ssm_d"),
 }
 
 
-def _keys(m: Build) -> None:
-    """Keys of transformers, or those of the authors' package."""
+def _keys(m: b.Build) -> None:
+    """Write the keys, from the names of transformers or of the authors' package."""
     c = m.config
     own = c.get("ssm_cfg")
     if own:
         raise c.refuse("ssm_cfg", "empty")
-    activation(m, *SILU)
+    k.activation(m, *k.SILU)
     width = c.integer("hidden_size", "d_model", least=1)
     m.key("block_count", m.n_layer)
     m.key("context_length", _CONTEXT)
@@ -55,16 +45,12 @@ def _keys(m: Build) -> None:
     m.key("ssm.dt_b_c_rms", normed)
     eps = c.number("layer_norm_epsilon", "rms_norm_eps", default=1e-5)
     if normed and (own_eps := c.number("mixer_rms_eps", default=1e-6)) != eps:
-        m.key("ssm.dt_b_c_rms_epsilon", own_eps)  # others take that of the layers
+        m.key("ssm.dt_b_c_rms_epsilon", own_eps)  # other programs use the epsilon of the layers
     m.key("attention.layer_norm_rms_epsilon", eps)
     c.expect("use_bias", False)
     c.expect("use_conv_bias", True)
     c.expect("rms_norm", True)
     c.ignore("vocab_size", "expand", "d_inner", "pad_vocab_size_multiple")
-
-
-def _finish(m: Build) -> None:
-    tied(m, True)
 
 
 _HARMLESS = frozenset(
@@ -74,9 +60,11 @@ _HARMLESS = frozenset(
         "fused_add_norm",
     }
 )  # fmt: skip
+
+
 ARCHITECTURES = (
-    Architecture(
-        "mamba", ("MambaForCausalLM", "MambaLMHeadModel", "FalconMambaForCausalLM"), _keys, MAMBA, _finish,
+    b.Architecture(
+        "mamba", ("MambaForCausalLM", "MambaLMHeadModel", "FalconMambaForCausalLM"), _keys, MAMBA, k.tied_by_default,
         harmless=_HARMLESS, strip="backbone.",
     ),
 )  # fmt: skip

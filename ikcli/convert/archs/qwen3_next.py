@@ -1,4 +1,4 @@
-"""Qwen3-Next and Qwen3.5: layers with a gated delta net between those with attention."""
+"""Qwen3-Next and Qwen3.5: layers with a gated delta net between layers with attention."""
 
 from __future__ import annotations
 
@@ -6,24 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from ikcli.convert.archs.qwen import SHARED, base_keys, every_layer, sections
-from ikcli.convert.build import Architecture, Build, Found, Rule, Table, to
-from ikcli.convert.common import HEAD_NORMS, LLAMA, expert_names, experts, tied
-from ikcli.convert.pieces import Floats, Order, TensorRows
+from ikcli.convert import build as b
+from ikcli.convert import keys as k
+from ikcli.convert.archs.qwen import base_keys, every_layer, sections
+from ikcli.convert.pieces import Order, TensorRows
 
 
-def plus_one(x: Floats) -> Floats:
-    """Norms whose weights are kept as differences from 1."""
-    return x + np.float32(1)
-
-
-def minus_exp(x: Floats) -> Floats:
-    """The decay of a head, of its logarithm."""
-    return -np.exp(x)
-
-
-def _heads(m: Build) -> tuple[int, int, int, int]:
-    """(key heads, their columns, value heads, their columns)."""
+def _heads(m: b.Build) -> tuple[int, int, int, int]:
+    """Return the number of key heads and their columns, then the same of value heads."""
     c = m.config
     n_k, d_k = c.integer("linear_num_key_heads", least=1), c.integer("linear_key_head_dim", least=1)
     n_v, d_v = c.integer("linear_num_value_heads", least=1), c.integer("linear_value_head_dim", least=1)
@@ -32,8 +22,8 @@ def _heads(m: Build) -> tuple[int, int, int, int]:
     return n_k, d_k, n_v, d_v
 
 
-def recurrent_keys(m: Build) -> None:
-    """Sizes of the delta net, and which layers have one."""
+def recurrent_keys(m: b.Build) -> None:
+    """Write the sizes of the delta net and the layers that have one."""
     c = m.config
     n_k, d_k, n_v, d_v = _heads(m)
     m.key("ssm.conv_kernel", c.integer("linear_conv_kernel_dim", least=2))
@@ -54,41 +44,41 @@ def recurrent_keys(m: Build) -> None:
     m.key("full_attention_interval", interval)
 
 
-def _rotation(m: Build) -> None:
+def _rotation(m: b.Build) -> None:
     from ikcli.convert.rope import read_rope
 
     partial = read_rope(m.config).partial
     m.key("rope.dimension_count", int(m.config.integer("head_dim") * partial))
 
 
-def _next_keys(m: Build) -> None:
+def _next_keys(m: b.Build) -> None:
     base_keys(m)
     every_layer(m)
-    experts(m)
+    k.experts(m)
     m.key("expert_shared_feed_forward_length", m.config.integer("shared_expert_intermediate_size"))
     m.config.expect("norm_topk_prob", True)
     recurrent_keys(m)
     _rotation(m)
 
 
-def _dense_keys(m: Build) -> None:
+def _dense_keys(m: b.Build) -> None:
     base_keys(m)
     sections(m)
     recurrent_keys(m)
     _rotation(m)
 
 
-def _moe_keys(m: Build) -> None:
+def _moe_keys(m: b.Build) -> None:
     base_keys(m, n_ff=m.config.given("intermediate_size") is not None)
     sections(m)
-    experts(m)
+    k.experts(m)
     m.key("expert_shared_feed_forward_length", m.config.integer("shared_expert_intermediate_size"))
     recurrent_keys(m)
     _rotation(m)
 
 
-def _split_qkvz(m: Build, found: Found) -> None:
-    """Per key head: its query, key, the values and the gates of its value heads."""
+def _split_qkvz(m: b.Build, found: b.Found) -> None:
+    """Split (query, key, values, gates) of each key head into attn_qkv and attn_gate."""
     n_k, d_k, n_v, d_v = _heads(m)
     per = n_v // n_k * d_v
     if found.shape[0] != n_k * (2 * d_k + 2 * per):
@@ -105,9 +95,12 @@ def _split_qkvz(m: Build, found: Found) -> None:
 
 
 def _value_heads(width: int = 0) -> Any:
-    """Order of value heads: first those that come first at each key head; a head has `width` rows (0: its columns)."""
+    """Return an order of value heads: the first of each key head, then the second of each, and so on.
 
-    def order(m: Build, n: int) -> Order:
+    A head has `width` rows (0: its columns).
+    """
+
+    def order(m: b.Build, n: int) -> Order:
         n_k, _, n_v, d_v = _heads(m)
         per = width or d_v
         lead = n - n_v * per  # rows of queries and keys come first
@@ -119,51 +112,49 @@ def _value_heads(width: int = 0) -> Any:
     return order
 
 
-def _conv(reorder: bool) -> Rule:
-    def rule(m: Build, found: Found) -> None:
+def _conv(reorder: bool) -> b.Rule:
+    def rule(m: b.Build, found: b.Found) -> None:
         order = _value_heads()(m, found.shape[0]) if reorder else None
         m.plain(found, f"blk.{found.block}.ssm_conv1d.weight", (found.shape[0], found.shape[-1]), order=order)
 
     return rule
 
 
-_NORMS: dict[str, str | Rule] = {
-    "norm": to("output_norm", value=plus_one),
-    "layers.*.input_layernorm": to("blk.*.attn_norm", value=plus_one),
-    "layers.*.post_attention_layernorm": to("blk.*.post_attention_norm", value=plus_one),
-    "layers.*.self_attn.q_norm": to("blk.*.attn_q_norm", value=plus_one),
-    "layers.*.self_attn.k_norm": to("blk.*.attn_k_norm", value=plus_one),
+_NORMS: b.Table = {
+    "norm": b.to("output_norm", value=b.plus_one),
+    "layers.*.input_layernorm": b.to("blk.*.attn_norm", value=b.plus_one),
+    "layers.*.post_attention_layernorm": b.to("blk.*.post_attention_norm", value=b.plus_one),
+    "layers.*.self_attn.q_norm": b.to("blk.*.attn_q_norm", value=b.plus_one),
+    "layers.*.self_attn.k_norm": b.to("blk.*.attn_k_norm", value=b.plus_one),
 }
-_COMMON: Table = LLAMA | HEAD_NORMS | _NORMS | {"layers.*.linear_attn.norm": "blk.*.ssm_norm"}
-NEXT: Table = _COMMON | expert_names() | SHARED | {
-    "layers.*.linear_attn.A_log": to("blk.*.ssm_a", value=minus_exp),
-    "layers.*.linear_attn.dt_bias": to("blk.*.ssm_dt.bias"),
+NEXT: b.Table = _NORMS | {
+    "layers.*.linear_attn.A_log": b.to("blk.*.ssm_a", value=b.minus_exp),
+    "layers.*.linear_attn.dt_bias": b.to("blk.*.ssm_dt.bias"),
     "layers.*.linear_attn.conv1d": _conv(False),
-    "layers.*.linear_attn.in_proj_ba": "blk.*.ssm_ba",
     "layers.*.linear_attn.in_proj_qkvz": _split_qkvz,
-    "layers.*.linear_attn.out_proj": "blk.*.ssm_out",
 }  # fmt: skip
-QWEN35: Table = _COMMON | {
-    "layers.*.linear_attn.A_log": to("blk.*.ssm_a", value=minus_exp, order=_value_heads(1)),
-    "layers.*.linear_attn.dt_bias": to("blk.*.ssm_dt.bias", order=_value_heads(1)),
+QWEN35: b.Table = _NORMS | {
+    "layers.*.linear_attn.A_log": b.to("blk.*.ssm_a", value=b.minus_exp, order=_value_heads(1)),
+    "layers.*.linear_attn.dt_bias": b.to("blk.*.ssm_dt.bias", order=_value_heads(1)),
     "layers.*.linear_attn.conv1d": _conv(True),
-    "layers.*.linear_attn.in_proj_a": to("blk.*.ssm_alpha", order=_value_heads(1)),
-    "layers.*.linear_attn.in_proj_b": to("blk.*.ssm_beta", order=_value_heads(1)),
-    "layers.*.linear_attn.in_proj_qkv": to("blk.*.attn_qkv", order=_value_heads()),
-    "layers.*.linear_attn.in_proj_z": to("blk.*.attn_gate", order=_value_heads()),
-    "layers.*.linear_attn.out_proj": to("blk.*.ssm_out", columns=_value_heads()),
+    "layers.*.linear_attn.in_proj_a": b.to("blk.*.ssm_alpha", order=_value_heads(1)),
+    "layers.*.linear_attn.in_proj_b": b.to("blk.*.ssm_beta", order=_value_heads(1)),
+    "layers.*.linear_attn.in_proj_qkv": b.to("blk.*.attn_qkv", order=_value_heads()),
+    "layers.*.linear_attn.in_proj_z": b.to("blk.*.attn_gate", order=_value_heads()),
+    "layers.*.linear_attn.out_proj": b.to("blk.*.ssm_out", columns=_value_heads()),
 }
 _DROP = r"^mtp\.|(^|\.)visual\."
 
+
 ARCHITECTURES = (
-    Architecture("qwen3next", ("Qwen3NextForCausalLM",), _next_keys, NEXT, tied, _DROP),
-    Architecture(
-        "qwen35", ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"), _dense_keys, QWEN35, tied, _DROP,
+    b.Architecture("qwen3next", ("Qwen3NextForCausalLM",), _next_keys, NEXT, k.tied, _DROP),
+    b.Architecture(
+        "qwen35", ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"), _dense_keys, QWEN35, k.tied, _DROP,
         frozenset({"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "attn_output_gate", "mamba_ssm_dtype"}),
     ),
-    Architecture(
+    b.Architecture(
         "qwen35moe", ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"), _moe_keys,
-        QWEN35 | expert_names() | SHARED, tied, _DROP,
+        QWEN35, k.tied, _DROP,
         frozenset({"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "attn_output_gate", "mamba_ssm_dtype"}),
     ),
 )  # fmt: skip

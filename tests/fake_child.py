@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from ikcli.server.router.child import LoadError
-from ikcli.server.router.entries import ModelEntry
+from ikcli.server.front.models_entries import ModelEntry
+from ikcli.server.front.process import LoadError
 
 
 class FakeChild:

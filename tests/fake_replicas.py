@@ -11,11 +11,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
+from ikcli.server.front.process import LoadError
+from ikcli.server.front.replicas import ReplicaSupervisor
+from ikcli.server.front.replicas_app import ReplicasState, build_app
+from ikcli.server.front.upstream import Upstream
 from ikcli.server.http.logs import ServerLog
-from ikcli.server.replicas.app import ReplicasState, build_app
-from ikcli.server.replicas.crew import Crew
-from ikcli.server.router.child import LoadError
-from ikcli.server.router.upstream import Upstream
 from ikcli.settings.run import RunConfig
 from ikcli.settings.server import ServerConfig
 
@@ -109,41 +109,46 @@ async def says_who(process: FakeProcess, method: str, path: str, body: bytes, wr
 
 
 class Bench:
-    """A front with fake replicas of two slots each, for which `handler` answers, or with those of `places`."""
+    """A front with fake replicas of two slots each, for which `handler` answers, or with those of `placement`."""
 
     def __init__(
-        self, n: int = 2, handler: Handler = says_who, broken: tuple[int, ...] = (), places: Any = None, **server: Any
+        self,
+        n: int = 2,
+        handler: Handler = says_who,
+        broken: tuple[int, ...] = (),
+        placement: Any = None,
+        **server: Any,
     ) -> None:
         self.handler, self.broken, self.journal = handler, set(broken), list[str]()
         self._folder = ""  # of sockets, while it runs
         self.log = io.StringIO()
         config = RunConfig(command="serve", n_parallel=2, server=ServerConfig(**({"alias": "m"} | server)))
         log = ServerLog(out=self.log)
-        make, more = (places.make, {"renew": places.renew}) if places else (self._make, {})
-        self.crew = Crew(n, 2, make, log, patience=float(config.server.timeout), **more)
+        make, more = (placement.make, {"renew": placement.renew}) if placement else (self._make, {})
+        self.supervisor = ReplicaSupervisor(n, 2, make, log, patience=float(config.server.timeout), **more)
         keys = ("admin",) if server.get("api_key") else ()
-        self.state = ReplicasState(config, self.crew, keys, log)
+        self.state = ReplicasState(config, self.supervisor, keys, log)
         self.app = build_app(self.state)
 
     def _make(self, index: int, n: int) -> FakeProcess:
         return FakeProcess(index, n, self._folder, self)
 
     def process(self, index: int) -> FakeProcess:
-        found = self.crew.replicas[index].process
+        found = self.supervisor.replicas[index].process
         assert isinstance(found, FakeProcess)
         return found
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Bench]:
         with tempfile.TemporaryDirectory() as self._folder:
-            task = asyncio.ensure_future(self.crew.run())
+            task = asyncio.ensure_future(self.supervisor.run())
             try:
-                await self.until(lambda: all(one.usable or one.n_ended for one in self.crew.replicas))
+                await self.until(lambda: all(one.usable or one.n_ended for one in self.supervisor.replicas))
                 yield self
             finally:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
-                await self.crew.close()
+                await self.supervisor.close()
         assert "internal error" not in self.log.getvalue(), self.log.getvalue()
 
     async def until(self, condition: Callable[[], bool]) -> None:

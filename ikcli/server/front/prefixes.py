@@ -37,7 +37,7 @@ def _pieces(fields: Mapping[str, Any]) -> Iterator[str]:
             yield item if isinstance(item, str) else dump(item) + "\n"
 
 
-class Held:
+class PrefixIndex:
     """The blocks that a replica has computed; what was not asked for longest goes first, ends before beginnings."""
 
     def __init__(self, most: int = _MOST) -> None:

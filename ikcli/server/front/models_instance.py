@@ -6,18 +6,19 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from ikcli.server.front.child import Child
+from ikcli.server.front.models_entries import ModelEntry
+from ikcli.server.front.supervisor import DOWN, DRAINING, READY, STARTING, Member
 from ikcli.server.http.errors import ApiError
-from ikcli.server.router.child import Child
-from ikcli.server.router.entries import ModelEntry
 
-UNLOADED, LOADING, LOADED, UNLOADING = "unloaded", "loading", "loaded", "unloading"
-SLEEPING = "sleeping"
+UNLOADED, SLEEPING = "unloaded", "sleeping"
+_STATUS = {DOWN: UNLOADED, STARTING: "loading", READY: "loaded", DRAINING: "unloading"}
 KEPT = (b"/props", b"/v1/props", b"/metrics")
 """What a model that sleeps is asked for without waking it: the answers from before it fell asleep."""
 
 
 @dataclass(eq=False)
-class Instance:
+class Instance(Member):
     """A model and its process, if it has one.
 
     `ttl`: seconds that it stays without a request, None: for ever. `holds_memory` from the moment that there is room.
@@ -26,28 +27,24 @@ class Instance:
     """
 
     entry: ModelEntry
-    state: str = UNLOADED
-    child: Child | None = None
+    process: Child | None = field(default=None, kw_only=True)
     holds_memory: bool = False
-    n_running: int = 0
-    used: float = 0.0
     ttl: float | None = None
     failure: ApiError | None = None
     exit_code: int | None = None
-    n_loads: int = 0
     asleep: bool = False
     info: dict[str, Any] = field(default_factory=dict)
     kept: dict[bytes, tuple[int, bytes]] = field(default_factory=dict)
 
     @property
     def status(self) -> str:
-        """The state as lists say it."""
-        return SLEEPING if self.asleep and self.state == UNLOADED else self.state
+        """The state in the words of llama-server's lists."""
+        return SLEEPING if self.asleep and self.state == DOWN else _STATUS[self.state]
 
 
 def states(instances: Iterable[Instance]) -> dict[str, int]:
     """How many models are in which state."""
-    found = dict.fromkeys((UNLOADED, LOADING, LOADED, UNLOADING, SLEEPING), 0)
+    found = dict.fromkeys((*_STATUS.values(), SLEEPING), 0)
     for one in instances:
         found[one.status] += 1
     return found

@@ -8,24 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from urllib.parse import quote
 
-from fastapi import FastAPI
-from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from ikcli.server.front.upstream import Exchange, Upstream, UpstreamError
 from ikcli.server.http import jsontext
 from ikcli.server.http.errors import ApiError
 from ikcli.server.http.logs import ServerLog
-from ikcli.server.http.routes import ROUTERS
 from ikcli.server.http.shapes.common import random_id
 from ikcli.server.http.usage import REQUEST_ID
 from ikcli.server.http.users import ACCOUNT, Account
-from ikcli.server.router.upstream import Exchange, Upstream, UpstreamError
 
 _NOT_PASSED = frozenset({b"authorization", b"x-api-key", b"origin", b"accept-encoding", REQUEST_ID})
 _NOT_RETURNED = frozenset({b"server", b"date", b"vary"})
@@ -34,9 +31,6 @@ _WITHOUT_BODY = frozenset({204, 304})
 _PLAIN = "/:@!$&'()*+,;=~"  # what a path may hold as it is
 _ASK = 20  # times that the use of a request is asked for whose client is gone
 
-Endpoint = Callable[[Request], Awaitable[Response]]
-Route = tuple[str, tuple[str, ...], Endpoint]
-"""Method, paths, endpoint."""
 Lease = Callable[[], AbstractAsyncContextManager[Upstream]]
 """The process that a request is given to now, which stays until the end of the block."""
 
@@ -130,19 +124,6 @@ class Forwarded(Response):
                 used = jsontext.parse(found)
                 self._account.add(used["prompt_tokens"], used["completion_tokens"])
                 return
-
-
-def add_routes(app: FastAPI, own: Iterable[Route], endpoint: Endpoint) -> None:
-    """The front's own endpoints and, for those of a server of one model, `endpoint`.
-
-    What nobody knows, as the icon of a page, is not asked for.
-    """
-    for method, paths, answers in own:
-        for path in paths:
-            app.add_api_route(path, answers, methods=[method], response_model=None)
-    for route in (route for router in ROUTERS for route in router.routes if isinstance(route, APIRoute)):
-        if route.include_in_schema:
-            app.add_api_route(route.path, endpoint, methods=[*(route.methods or ())], response_model=None)
 
 
 def target_of(request: Request) -> bytes:

@@ -8,25 +8,37 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ikcli.server.front.child import Child
+from ikcli.server.front.models_entries import ModelEntry, ModelsFile
+from ikcli.server.front.models_events import Events
+from ikcli.server.front.models_instance import KEPT, SLEEPING, UNLOADED, Instance
+from ikcli.server.front.process import LoadError
+from ikcli.server.front.supervisor import DOWN, DRAINING, READY, STARTING, Supervisor
 from ikcli.server.http.errors import ApiError, bad_request
 from ikcli.server.http.logs import ServerLog
-from ikcli.server.router.changing import Changing
-from ikcli.server.router.child import Child, LoadError
-from ikcli.server.router.entries import ModelEntry, ModelsFile
-from ikcli.server.router.events import Events
-from ikcli.server.router.instance import KEPT, LOADED, LOADING, SLEEPING, UNLOADED, UNLOADING, Instance
 
 ChildMaker = Callable[[ModelEntry, Path], Child]
 
 
-class Manager(Changing):
+@dataclass(frozen=True, slots=True)
+class ModelUse:
+    """What a request does with a model. `counts`: the model is not the one to evict next.
+
+    Without `loads` a model that is not there is an error; one that sleeps counts as there.
+    """
+
+    model: str
+    counts: bool = True
+    loads: bool = True
+
+
+class ModelSupervisor(Supervisor[Instance, ModelUse]):
     """See the module. `folder` is for the sockets."""
 
     def __init__(self, file: ModelsFile, make_child: ChildMaker, folder: Path, log: ServerLog) -> None:
@@ -37,35 +49,25 @@ class Manager(Changing):
         super().__init__(log, "router")
         self._make_child, self._folder = make_child, folder
         self._room = asyncio.Lock()
-        self._closing = False
         self._n_children = 0
 
     # --- use --------------------------------------------------------------------------------------------------------
-    @asynccontextmanager
-    async def lease(self, name: str, *, counts: bool = True, loads: bool = True) -> AsyncIterator[Child]:
-        """The process of a model, loaded if it is not, that stays until the end of the block; ApiError if it fails.
-
-        `counts`: this is a use, so the model is not the one to unload next. Without `loads` a model that is not there
-        is an error; one that sleeps counts as there.
-        """
-        while (instance := self.instance(name)).state != LOADED:
-            await self._until(lambda: instance.state != UNLOADING)
-            if not loads and instance.status == UNLOADED:
+    async def _pick(self, hint: ModelUse) -> Instance:
+        """Load the model if it is not; ApiError if that fails."""
+        name = hint.model
+        while (instance := self.instance(name)).state != READY:
+            await self._until(lambda: instance.state != DRAINING)
+            if not hint.loads and instance.status == UNLOADED:
                 raise bad_request(
                     f"model {name} is not loaded; load it with POST /models/load, or add ?autoload=true to the request"
                 )
             await self.load(name)
-        assert instance.child is not None
-        instance.n_running += 1
-        if counts:
-            instance.used = time.monotonic()
-        try:
-            yield instance.child
-        finally:
-            instance.n_running -= 1
-            if counts:
-                instance.used = time.monotonic()
-            await self._notify()
+        return instance
+
+    def _touch(self, one: Instance, hint: ModelUse, *, begins: bool) -> None:
+        """Both are a use: a long answer is not older than a short one that ends with it."""
+        if hint.counts:
+            one.used = time.monotonic()
 
     def instance(self, name: str) -> Instance:
         """A model by its name; ApiError 404 if it has gone."""
@@ -80,14 +82,14 @@ class Manager(Changing):
     async def load(self, name: str) -> None:
         """Load a model and those that belong to it, if they are not; ApiError saying why that cannot be."""
         instance = self.instance(name)
-        await self._until(lambda: instance.state != UNLOADING)
+        await self._until(lambda: instance.state != DRAINING)
         self._check_open()
         for one in self._with_partners(self.instance(name)):
-            if one.state == UNLOADED:
-                one.state, one.failure = LOADING, None
+            if one.state == DOWN:
+                one.state, one.failure = STARTING, None
                 self._tell(one)
                 self._spawn(self._load(one))
-        await self._until(lambda: instance.state != LOADING)
+        await self._until(lambda: instance.state != STARTING)
         if instance.failure is not None:
             raise instance.failure
 
@@ -107,7 +109,7 @@ class Manager(Changing):
         names = self.file.partners(instance.entry.name, together=True)
         return [instance, *(self.instances[name] for name in names)]
 
-    def _all(self) -> list[Instance]:
+    def members(self) -> list[Instance]:
         """Also those that have gone from the list and are still ending."""
         return [*self.instances.values(), *self._leaving]
 
@@ -163,10 +165,10 @@ class Manager(Changing):
                 await self._make_room(instance)
                 instance.holds_memory = True
             self._check_open()
-            instance.n_loads += 1
+            instance.n_starts += 1
             self._n_children += 1
             child = self._make_child(instance.entry, self._folder / f"{name_of_file(name)}-{self._n_children}.sock")
-            instance.child = child
+            instance.process = child
             await child.load()
             instance.info = await child.described()
         except (LoadError, OSError) as e:
@@ -176,12 +178,12 @@ class Manager(Changing):
             await self._failed(instance, e)
             return
         except BaseException:
-            if instance.child is not None:
-                instance.child.kill()
-                await instance.child.stop()
+            if instance.process is not None:
+                instance.process.kill()
+                await instance.process.stop()
             await self._failed(instance, ApiError(503, "The server is shutting down"))
             raise
-        instance.state, instance.used, instance.ttl = LOADED, time.monotonic(), instance.entry.ttl or None
+        instance.state, instance.used, instance.ttl = READY, time.monotonic(), instance.entry.ttl or None
         woken, instance.asleep, instance.kept = instance.asleep, False, {}
         self._tell(instance, **({} if woken or not instance.info else {"info": instance.info["model"]}))
         self._log.info("router", "model loaded", model=name)
@@ -189,8 +191,8 @@ class Manager(Changing):
         await self._notify()
 
     async def _failed(self, instance: Instance, error: ApiError) -> None:
-        instance.exit_code = instance.child.exit_code if instance.child is not None else None
-        instance.state, instance.child, instance.holds_memory, instance.failure = UNLOADED, None, False, error
+        instance.exit_code = instance.process.exit_code if instance.process is not None else None
+        instance.state, instance.process, instance.holds_memory, instance.failure = DOWN, None, False, error
         instance.asleep, instance.kept = False, {}
         self._tell(instance)
         self._log.error("router", "model not loaded", model=instance.entry.name, error=error.message)
@@ -199,7 +201,7 @@ class Manager(Changing):
     async def _watch(self, instance: Instance, child: Child) -> None:
         """A process that ends by itself takes nothing with it: its model is loaded again when it is asked for."""
         await child.wait()
-        if instance.child is child and instance.state == LOADED:
+        if instance.process is child and instance.state == READY:
             await self._failed(instance, ApiError(502, f"model {instance.entry.name}: {child.last_words()}"))
 
     async def _make_room(self, instance: Instance) -> None:
@@ -208,7 +210,7 @@ class Manager(Changing):
         belonging = self._with_partners(instance)
         while True:
             self._check_open()
-            holding = [one for one in self._all() if one.holds_memory and one not in belonging]
+            holding = [one for one in self.members() if one.holds_memory and one not in belonging]
             many = self.file.max and len(holding) + len(belonging) > self.file.max
             if not excluded.intersection(holding) and not many and not self.short(instance):
                 return
@@ -217,7 +219,7 @@ class Manager(Changing):
                 if not any(one.holds_memory for one in belonging):  # alone it is tried: the plan is careful
                     return
                 raise ApiError(503, f"model {instance.entry.name}: there is no room beside the rest of its group")
-            loaded = [one for one in wanted if one.state == LOADED]
+            loaded = [one for one in wanted if one.state == READY]
             if loaded:
                 oldest = min(loaded, key=lambda one: (one.n_running > 0, one.used))
                 await self._unload_all(self._with_partners(oldest))
@@ -228,17 +230,17 @@ class Manager(Changing):
         """Bytes by device that are missing for a model beside those that are loaded."""
         found = {}
         for device, limit in self.file.budget.items():
-            taken = sum(one.entry.need.get(device, 0) for one in self._all() if one.holds_memory)
+            taken = sum(one.entry.need.get(device, 0) for one in self.members() if one.holds_memory)
             missing = taken + instance.entry.need.get(device, 0) - limit
             if instance.entry.need.get(device, 0) and missing > 0:
                 found[device] = missing
         return found
 
     async def _unload(self, instance: Instance) -> None:
-        await self._until(lambda: instance.state != LOADING)
-        child = instance.child
-        if instance.state == LOADED and child is not None:
-            instance.state = UNLOADING
+        await self._until(lambda: instance.state != STARTING)
+        child = instance.process
+        if instance.state == READY and child is not None:
+            instance.state = DRAINING
             self._log.info("router", "unloading model", model=instance.entry.name)
             try:
                 async with asyncio.timeout(instance.entry.stop_timeout):
@@ -247,13 +249,13 @@ class Manager(Changing):
                 self._log.warn("router", "requests are cut off: stop-timeout", model=instance.entry.name)
                 child.kill()
             await self._stop(instance)
-        await self._until(lambda: instance.state != UNLOADING)
+        await self._until(lambda: instance.state != DRAINING)
 
     async def _stop(self, instance: Instance) -> None:
-        child = instance.child
+        child = instance.process
         if child is not None:
             await child.stop()
-        instance.state, instance.child, instance.holds_memory = UNLOADED, None, False
+        instance.state, instance.process, instance.holds_memory = DOWN, None, False
         self._tell(instance)
         await self._notify()
 
@@ -273,7 +275,7 @@ class Manager(Changing):
             await asyncio.sleep(0.25)
             for instance in self.instances.values():
                 belonging = self._with_partners(instance)
-                if instance.state != LOADED or not all(map(self._expired, belonging)):
+                if instance.state != READY or not all(map(self._expired, belonging)):
                     continue
                 self._log.info("router", "model was not used for its ttl", model=instance.entry.name)
                 kept = [await self._last_answers(one) for one in belonging]
@@ -284,35 +286,21 @@ class Manager(Changing):
 
     async def _last_answers(self, instance: Instance) -> dict[bytes, tuple[int, bytes]]:
         """What is kept of a model that is about to sleep; nothing of one that is only to be unloaded."""
-        child, entry = instance.child, instance.entry
-        if child is None or instance.state != LOADED or not entry.sleeps or instance.ttl != entry.ttl:
+        child, entry = instance.process, instance.entry
+        if child is None or instance.state != READY or not entry.sleeps or instance.ttl != entry.ttl:
             return {}
         return {target: found for target in KEPT if (found := await child.answer(target))}
 
     def _expired(self, instance: Instance) -> bool:
         ttl = instance.ttl
-        if instance.state != LOADED:
-            return instance.state == UNLOADED
+        if instance.state != READY:
+            return instance.state == DOWN
         return ttl is not None and not instance.n_running and time.monotonic() - instance.used >= ttl
 
     async def close(self) -> None:
         """End all processes."""
-        self._closing = True
-        await self._end_work()
-        await asyncio.gather(*(self._stop(one) for one in self._running()))
-
-    def kill(self) -> None:
-        """End all processes at once."""
-        for one in self._running():
-            assert one.child is not None
-            one.child.kill()
-
-    def _running(self) -> list[Instance]:
-        return [one for one in self._all() if one.child is not None]
-
-    def _check_open(self) -> None:
-        if self._closing:
-            raise ApiError(503, "The server is shutting down")
+        await super().close()
+        await asyncio.gather(*(self._stop(one) for one in self.members() if one.process is not None))
 
 
 def _any_changed(before: list[tuple[Instance, str]]) -> bool:

@@ -10,28 +10,29 @@ from starlette.responses import Response
 
 from ikcli.errors import IkError
 from ikcli.hub.cache import plan_removal, remove
+from ikcli.server.front import models_lists as lists
+from ikcli.server.front.app import Route
+from ikcli.server.front.models_downloads import ModelDownload
+from ikcli.server.front.models_entries import CACHE, ModelEntry
+from ikcli.server.front.models_instance import UNLOADED
+from ikcli.server.front.models_state import ModelsState, check_user, find, flag
+from ikcli.server.front.supervisor import READY
+from ikcli.server.front.threads import in_thread
 from ikcli.server.http import fields as f
 from ikcli.server.http import sse
 from ikcli.server.http.answer import json_response
 from ikcli.server.http.body import read_object
 from ikcli.server.http.errors import ApiError, bad_request
 from ikcli.server.http.users import ACCOUNT
-from ikcli.server.router import lists
-from ikcli.server.router.changing import in_thread
-from ikcli.server.router.downloads import Download
-from ikcli.server.router.entries import CACHE, ModelEntry
-from ikcli.server.router.forward import Route
-from ikcli.server.router.instance import LOADED, UNLOADED
-from ikcli.server.router.state import RouterState, check_user, find, flag
 
 _LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
-class Admin:
+class ModelsAdmin:
     """The endpoints."""
 
-    def __init__(self, state: RouterState) -> None:
-        self._state, self._manager = state, state.manager
+    def __init__(self, state: ModelsState) -> None:
+        self._state, self._models = state, state.supervisor
 
     def routes(self) -> list[Route]:
         """What it answers itself."""
@@ -48,7 +49,7 @@ class Admin:
         """All models with their states; with ?reload=1 after a look at where they come from."""
         if flag(request, "reload", False):
             await self._state.refresh()
-        found = self._manager.instances
+        found = self._models.instances
         data = [lists.entry(one, self._state.started) for one in found.values()]
         coming = [one for one in self._state.downloads.running.values() if one.name not in found]
         data += [lists.coming(one.name, one.progress(), self._state.started) for one in coming]
@@ -60,15 +61,15 @@ class Admin:
     async def events(self, request: Request) -> Response:
         """What happens to models, as it happens."""
         ping = max(self._state.config.server.sse_ping_interval, 0)
-        events = self._manager.events.listen(request.receive, ping)
+        events = self._models.events.listen(request.receive, ping)
         return sse.EventStream(events, lambda: None, self._state.config.server.timeout)
 
     async def load(self, request: Request) -> Response:
         """Load `model`, and answer when it is loaded."""
         entry = self._known(request, await self._name(request))
-        if self._manager.instances[entry.name].state == LOADED:
+        if self._models.instances[entry.name].state == READY:
             raise bad_request(f"model {entry.name} is loaded already")
-        await self._manager.load(entry.name)
+        await self._models.load(entry.name)
         return json_response({"success": True})
 
     async def unload(self, request: Request) -> Response:
@@ -79,21 +80,21 @@ class Admin:
             self._cancel(request, coming)
             return json_response({"success": True})
         entry = self._known(request, name)
-        if self._manager.instances[entry.name].status == UNLOADED:
+        if self._models.instances[entry.name].status == UNLOADED:
             raise bad_request(f"model {entry.name} is not loaded")
-        await self._manager.unload(entry.name)
+        await self._models.unload(entry.name)
         return json_response({"success": True})
 
     async def download(self, request: Request) -> Response:
         """Begin to download `model`, `user/repo:quant`."""
         name = await self._name(request)
         self._check_owner(request)
-        if self._manager.file.find(name) is not None:
+        if self._models.file.find(name) is not None:
             raise bad_request(f"model {name} is there already")
         await self._state.downloads.start(name)
         return json_response({"success": True})
 
-    def _cancel(self, request: Request, coming: Download) -> None:
+    def _cancel(self, request: Request, coming: ModelDownload) -> None:
         self._check_owner(request)
         self._state.downloads.cancel(coming)
 
@@ -106,14 +107,14 @@ class Admin:
         entry = self._known(request, name)
         if entry.source != CACHE:
             raise bad_request(f"model {entry.name} is not one of the cache, and only those can be deleted")
-        for other in self._manager.file.entries.values():
+        for other in self._models.file.entries.values():
             if other.name != entry.name and other.config.model == entry.config.model:
                 raise bad_request(
                     f"the file of {entry.name} is that of {other.name}, too, which is not one of the cache"
                 )
         try:
             removal = await in_thread(lambda: plan_removal(str(entry.config.model)))
-            await self._manager.remove(entry.name)
+            await self._models.remove(entry.name)
             await in_thread(lambda: remove(removal))
         except (IkError, OSError) as e:
             await self._state.refresh()
@@ -135,7 +136,7 @@ class Admin:
 
     def _check_owner(self, request: Request) -> None:
         """ApiError if this is not for the request to decide: for users with limits, and pages of who knows whom."""
-        if not self._manager.file.downloads:
+        if not self._models.file.downloads:
             raise bad_request("this server does not serve the models of the cache; start it with --models-cache")
         if request.scope.get(ACCOUNT) is not None:
             raise ApiError(403, "a user may not change which models there are; it takes a key of --api-key")

@@ -19,25 +19,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ikcli.server.front.process import LoadError, Process, print_line
 from ikcli.server.http import jsontext
-from ikcli.server.router.upstream import Upstream
 
 _POLL = 0.03  # seconds between two looks at a process that loads
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
-def print_line(line: str, error: bool) -> None:
-    """A line of the log of a process, where it would have written it."""
-    with contextlib.suppress(OSError):  # nobody reads the log: the process goes on nevertheless
-        print(line, file=sys.stderr if error else sys.stdout, flush=True)
-
-
-class LoadError(Exception):
-    """The model could not be loaded; the text is what its process said last."""
-
-
-class Child(Upstream):
+class Child(Process):
     """See the module. `grace`: seconds that its requests get when it is stopped."""
 
     def __init__(
@@ -79,11 +69,11 @@ class Child(Upstream):
 
     @property
     def where(self) -> str:
-        """What people can find it by."""
+        """See Process."""
         return f"process {self.pid}"
 
     async def load(self) -> None:
-        """Start it and wait until its model is loaded; LoadError if that fails."""
+        """See Process."""
         with contextlib.ExitStack() as stack:
             argv = [*self._argv, *self._key_options(stack)]
             if isinstance(self.address, str):
@@ -156,12 +146,12 @@ class Child(Upstream):
         return {"model": found["data"][0], "catalogue": found["models"]}
 
     async def wait(self) -> None:
-        """Wait until the process has ended."""
+        """See Process."""
         assert self._process is not None
         await self._process.wait()
 
     async def stop(self) -> None:
-        """End it: requests that run may finish within the grace time."""
+        """See Process."""
         process = self._process
         if process is None:
             return
@@ -178,7 +168,7 @@ class Child(Upstream):
                 Path(self.address).unlink()
 
     def kill(self) -> None:
-        """End it at once."""
+        """See Process."""
         self._signal(signal.SIGKILL)
 
     def _signal(self, number: signal.Signals) -> None:

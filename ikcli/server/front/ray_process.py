@@ -9,15 +9,14 @@ from typing import Any
 
 from ikcli import __version__
 from ikcli.fleet.ray_cluster import last_line
-from ikcli.server.router.child import LoadError, print_line
-from ikcli.server.router.upstream import Upstream
+from ikcli.server.front.process import LoadError, Process, print_line
 
 _PATIENCE = 60.0  # seconds after which it is told that no node has room
 _MORE, _KILLED = 10.0, 3.0  # seconds that a node gets to end a process, beyond its grace; if that is to be at once
 
 
-class RayProcess(Upstream):
-    """A Process whose actor `begin` makes; `no_room` is called if Ray does not place it for a while."""
+class RayProcess(Process):
+    """A process whose actor `begin` makes; `no_room` is called if Ray does not place it for a while."""
 
     def __init__(
         self, ray: Any, begin: Callable[[], Any], *, key: str, grace: float, no_room: Callable[[], None]
@@ -34,7 +33,7 @@ class RayProcess(Upstream):
 
     @property
     def where(self) -> str:
-        """What people can find it by."""
+        """See Process."""
         if not self._node:
             return "no node yet"
         return f"node {self._node}, process {self._pid}" if self._pid else f"node {self._node}"

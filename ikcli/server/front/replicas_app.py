@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from types import SimpleNamespace
 from typing import Any
@@ -19,25 +18,26 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from ikcli.server.http import jsontext, static
+from ikcli.server.front.app import Route, check_metrics, front_app
+from ikcli.server.front.forward import Forwarded
+from ikcli.server.front.metrics import metrics_text
+from ikcli.server.front.prefixes import blocks_of
+from ikcli.server.front.replica import Replica, RoutingHint
+from ikcli.server.front.replicas import ReplicaSupervisor
+from ikcli.server.front.replicas_metrics import families
+from ikcli.server.front.state import FrontState
+from ikcli.server.front.upstream import UpstreamError
+from ikcli.server.http import jsontext
 from ikcli.server.http.answer import json_response
-from ikcli.server.http.app import JSON, new_app
+from ikcli.server.http.app import JSON
 from ikcli.server.http.body import read_body
-from ikcli.server.http.errors import ApiError, bad_request, unsupported
-from ikcli.server.http.gateway import Gateway
-from ikcli.server.http.logs import ServerLog
+from ikcli.server.http.errors import ApiError, bad_request
 from ikcli.server.http.metrics import CONTENT_TYPE
 from ikcli.server.http.page_settings import page_settings
 from ikcli.server.http.routes.info import models_json
 from ikcli.server.http.routes.ollama_models import entry
 from ikcli.server.http.state import ServerState, names_of
-from ikcli.server.http.users import ACCOUNT, Users
-from ikcli.server.replicas.counters import metrics_text
-from ikcli.server.replicas.crew import Ask, Crew, Replica
-from ikcli.server.replicas.prefixes import blocks_of
-from ikcli.server.router.forward import Forwarded, Route, add_routes
-from ikcli.server.router.upstream import UpstreamError
-from ikcli.settings.run import RunConfig
+from ikcli.server.http.users import ACCOUNT
 
 _TRIES = 3  # replicas that a request is given to: one that ends them all must not go on for ever
 _GENERATING = frozenset(
@@ -54,51 +54,36 @@ _FOR_ALL = (
 
 
 @dataclass
-class ReplicasState:
-    """What all requests share; see http.state.Front."""
-
-    config: RunConfig
-    crew: Crew
-    keys: tuple[str, ...] = ()
-    log: ServerLog = field(default_factory=ServerLog)
-    users: Users = field(default_factory=Users)
-    started: int = field(default_factory=lambda: int(time.time()))
+class ReplicasState(FrontState[ReplicaSupervisor]):
+    """What all requests share."""
 
     @property
     def ready(self) -> bool:
         """Whether a replica has been ready; from then on requests wait for one."""
-        return self.crew.opened
+        return self.supervisor.opened
 
     @property
     def failed(self) -> bool:
         """Whether the model cannot be loaded."""
-        return bool(self.crew.failure)
+        return bool(self.supervisor.failure)
 
     @cached_property
     def names(self) -> tuple[str, ...]:
         """All names of the model."""
         return names_of(self.config)
 
-    @property
-    def timeout(self) -> float:
-        """Seconds for reading a request."""
-        return float(self.config.server.timeout)
-
 
 def build_app(state: ReplicasState) -> ASGIApp:
     """The application of a server with replicas."""
-    app = new_app()
-    own = _Own(state)
-    add_routes(app, own.routes(), own.forward)
-    files = static.add_routes(app, state.config.server)
-    return Gateway(app, state, state.log, files)
+    routes = ReplicasRoutes(state)
+    return front_app(state, routes.routes(), routes.forward)
 
 
-class _Own:
-    """The endpoints."""
+class ReplicasRoutes:
+    """The endpoints that the front answers itself, and the one that passes a request on to a replica."""
 
     def __init__(self, state: ReplicasState) -> None:
-        self._state, self._crew, self._server = state, state.crew, state.config.server
+        self._state, self._replicas, self._server = state, state.supervisor, state.config.server
 
     def routes(self) -> list[Route]:
         """What it answers itself."""
@@ -129,17 +114,17 @@ class _Own:
         if isinstance(slot, int) and not isinstance(slot, bool) and slot >= 0:
             wanted = self._owner(slot, "id_slot is {}, but the slots are 0 to {}")
         blocks = blocks_of(fields) if request.scope["path"] in _GENERATING else ()
-        return self._forwarded(request, body, Ask(blocks, wanted))
+        return self._forwarded(request, body, RoutingHint(blocks, wanted))
 
-    def _forwarded(self, request: Request, body: bytes, ask: Ask) -> Response:
-        what = "the replica" if ask.replica is None else f"replica {ask.replica}"
-        return Forwarded(request, body, partial(self._crew.lease, ask), self._state.log, what, _TRIES)
+    def _forwarded(self, request: Request, body: bytes, hint: RoutingHint) -> Response:
+        what = "the replica" if hint.replica is None else f"replica {hint.replica}"
+        return Forwarded(request, body, partial(self._replicas.lease, hint), self._state.log, what, _TRIES)
 
     def _owner(self, slot: int, problem: str) -> int:
         """The replica that has a slot."""
         n_slots = self._state.config.n_parallel
-        if slot >= n_slots * len(self._crew.replicas):
-            raise bad_request(problem.format(slot, n_slots * len(self._crew.replicas) - 1))
+        if slot >= n_slots * len(self._replicas.replicas):
+            raise bad_request(problem.format(slot, n_slots * len(self._replicas.replicas) - 1))
         return slot // n_slots
 
     async def slot_action(self, request: Request) -> Response:
@@ -147,12 +132,12 @@ class _Own:
         text = request.path_params["id_slot"]
         number = int(text) if re.fullmatch(r"[0-9]{1,9}", text) else 1 << 60
         owner = self._owner(number, "Invalid slot ID: the slots are 0 to {1}")
-        return self._forwarded(request, await read_body(request, self._state.timeout), Ask((), owner))
+        return self._forwarded(request, await read_body(request, self._state.timeout), RoutingHint((), owner))
 
     # --- to all of them -----------------------------------------------------------------------------------------------
     async def _ask_all(self, method: str, target: bytes, body: bytes = b"") -> list[tuple[Replica, int, bytes]]:
         """Replica, status and body of those that answer; ApiError 503 if none does."""
-        ready = self._crew.ready()
+        ready = self._replicas.ready()
         answers = await asyncio.gather(
             *(one.process.ask(method, target, body) for one in ready), return_exceptions=True
         )
@@ -205,7 +190,7 @@ class _Own:
         """Deleting or renaming: whoever has the file."""
         target, body = request.scope["path"].encode(), await read_body(request, self._state.timeout)
         found = None
-        for one in self._crew.ready():
+        for one in self._replicas.ready():
             try:
                 found = await one.process.ask("POST", target, body)
             except UpstreamError:
@@ -230,15 +215,15 @@ class _Own:
         for _, status, answer in found:
             if status != 200:
                 return Response(answer, status, media_type=JSON)
-        self._crew.remember(target, body)
+        self._replicas.remember(target, body)
         return Response(found[0][2], media_type=JSON)
 
     # --- about all of them --------------------------------------------------------------------------------------------
     async def health(self, request: Request) -> Response:
         """Asks no replica, so it never waits, but for the slots if they are wanted."""
-        replicas = self._crew.replicas
-        total = sum(one.n_slots for one in self._crew.ready())
-        busy = sum(min(one.n_running, one.n_slots) for one in self._crew.ready())
+        replicas = self._replicas.replicas
+        total = sum(one.n_slots for one in self._replicas.ready())
+        busy = sum(min(one.n_running, one.n_slots) for one in self._replicas.ready())
         out: dict[str, Any] = {"status": "ok", "slots_idle": total - busy, "slots_processing": busy}
         out["replicas"] = dict(Counter(one.state for one in replicas))
         if "include_slots" in request.query_params and self._server.slots:
@@ -251,8 +236,8 @@ class _Own:
 
     async def models(self, request: Request) -> Response:
         """The model; while it loads what is known from its name."""
-        if self._crew.ready():
-            return self._forwarded(request, b"", Ask())
+        if self._replicas.ready():
+            return self._forwarded(request, b"", RoutingHint())
         state = ServerState(self._state.config, SimpleNamespace(state="loading"), started=self._state.started)
         if request.scope["path"] == "/api/tags":
             return json_response({"models": [entry(state)]})
@@ -263,28 +248,27 @@ class _Own:
         _, status, body = (await self._ask_all("GET", b"/props"))[0]
         if status != 200:
             return Response(body, status, media_type=JSON)
-        replicas = self._crew.replicas
+        replicas = self._replicas.replicas
         more: dict[str, Any] = {"total_slots": sum(one.n_slots for one in replicas), "replicas": len(replicas)}
         more["ui_settings"] = page_settings(self._server)[0]
         return json_response(jsontext.parse(body) | more)
 
     async def metrics(self, request: Request) -> Response:
         """Counters of all together, of each, and of users."""
-        if not self._server.metrics:
-            raise unsupported("This server does not support metrics endpoint. Start it with `--metrics`")
-        await asyncio.gather(*(one.counters.read(one.process) for one in self._crew.ready()))
+        check_metrics(self._state)
+        await asyncio.gather(*(one.counters.read(one.process) for one in self._replicas.ready()))
         headers = {"Process-Start-Time-Unix": str(self._state.started), "Content-Type": CONTENT_TYPE}
-        return Response(metrics_text(self._crew.replicas, self._state.users), headers=headers)
+        return Response(metrics_text(families(self._replicas.replicas), self._state.users), headers=headers)
 
     async def replicas(self, request: Request) -> Response:
         """How each is doing."""
-        return json_response([_about(one) for one in self._crew.replicas])
+        return json_response([_about(one) for one in self._replicas.replicas])
 
     async def restart(self, request: Request) -> Response:
         """Restart one after the other, and answer when all are back. It takes a key that is no user's."""
         if request.scope.get(ACCOUNT) is not None or not self._state.keys:
             raise ApiError(403, "this needs a key of --api-key or --api-key-file; without, send the server SIGHUP")
-        await asyncio.shield(asyncio.ensure_future(self._crew.restart()))
+        await asyncio.shield(asyncio.ensure_future(self._replicas.restart()))
         return json_response({"success": True})
 
 

@@ -18,8 +18,9 @@ from ikcli import __version__
 from ikcli.errors import IkError
 from ikcli.fleet.ray_cluster import this_address
 from ikcli.gguf import digests as digest
-from ikcli.server.replicas.places import GPUS, plain_environment
-from ikcli.server.router.child import Child, LoadError
+from ikcli.server.front.child import Child
+from ikcli.server.front.environment import GPUS, plain_environment
+from ikcli.server.front.process import LoadError
 
 _PAUSE = 0.05  # seconds in which lines of the log gather
 _MOST_LINES = 10_000
@@ -30,7 +31,7 @@ News = tuple[list[tuple[str, bool]], str | None]
 
 
 @dataclass(frozen=True, slots=True)
-class NodeStart:
+class ReplicaLaunch:
     """How the process of a replica is started. `inputs`: what it reads, with digests; `grace`: see Child.
 
     `own_gpus`: it may use those alone that Ray gave it.
@@ -44,7 +45,7 @@ class NodeStart:
     prefix: bool
     own_gpus: bool
 
-    def __call__(self) -> NodeStart:
+    def __call__(self) -> ReplicaLaunch:
         """Compare the files; IkError if one is another than when the front began, or began a rolling restart."""
         for path, wanted in self.inputs:
             if digest.of_input(path) != wanted:
@@ -65,10 +66,10 @@ class NodeStart:
         )  # fmt: skip
 
 
-class NodeServer:
-    """The actor that keeps the process. `start` gives a NodeStart, after fetching what the node lacks."""
+class ReplicaActor:
+    """The actor that keeps the process. `start` gives a ReplicaLaunch, after fetching what the node lacks."""
 
-    def __init__(self, start: Callable[[], NodeStart]) -> None:
+    def __init__(self, start: Callable[[], ReplicaLaunch]) -> None:
         self._start = start
         self._child: Child | None = None
         self._watch: asyncio.Future[None] | None = None

@@ -17,10 +17,10 @@ from ikcli.errors import IkError
 from ikcli.fleet.files import Fetching, FileServer, Needed, needed_of
 from ikcli.fleet.ray_cluster import LOCAL, SHARE, RayCluster, this_address
 from ikcli.gguf import digests as digest
+from ikcli.server.front.launch import LaunchSpec
+from ikcli.server.front.ray_node import ReplicaActor, ReplicaLaunch
+from ikcli.server.front.ray_process import RayProcess
 from ikcli.server.http.logs import ServerLog
-from ikcli.server.replicas.node import NodeServer, NodeStart
-from ikcli.server.replicas.places import Recipe
-from ikcli.server.replicas.ray_process import RayProcess
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +32,13 @@ class _Files:
     first: int = 0
 
 
-class RayPlaces:
-    """See the module. On a cluster options of threads are for each replica; `local` is as Here."""
+class RayPlacement:
+    """See the module. On a cluster options of threads are for each replica; `local` is as LocalPlacement."""
 
-    def __init__(self, recipe: Recipe, log: ServerLog) -> None:
-        config = recipe.config
+    def __init__(self, spec: LaunchSpec, log: ServerLog) -> None:
+        config = spec.config
         assert config.fleet.ray is not None
-        self._recipe, self._log, self._server = recipe, log, config.server
+        self._spec, self._log, self._server = spec, log, config.server
         self._local = self.one_first = config.fleet.ray == LOCAL
         n, threads = config.server.replicas, max(config.n_threads, config.n_threads_batch)
         self._cpus = max(1, threads // n) if self._local else threads
@@ -49,7 +49,7 @@ class RayPlaces:
         self._stack = ExitStack()
 
     def open(self) -> None:
-        """See Places: connects, and hands files out from now on. IkError if no node is large enough."""
+        """See Placement: connects, and hands files out from now on. IkError if no node is large enough."""
         with ExitStack() as stack:
             # lines of JSON stay alone
             self._ray = stack.enter_context(self._cluster.connected(relay=self._server.log_format != "json"))
@@ -71,8 +71,8 @@ class RayPlaces:
             raise IkError(f"--replica-gpus {gpus}: no node of Ray has so many GPUs for {self._cpus} processors")
 
     def renew(self) -> None:
-        """See Places: the files are those of now, which are handed out under their new digests."""
-        inputs = tuple((path, digest.of_input(path)) for path in dict.fromkeys(self._recipe.inputs))
+        """See Placement: the files are those of now, which are handed out under their new digests."""
+        inputs = tuple((path, digest.of_input(path)) for path in dict.fromkeys(self._spec.inputs))
         if inputs == self._files.inputs:
             return
         needed = tuple(needed_of(inputs)) if not self._local else ()
@@ -80,14 +80,14 @@ class RayPlaces:
         self._files = _Files(inputs, needed, first)
 
     def make(self, index: int, n: int) -> RayProcess:
-        """See Places."""
-        config, found = self._recipe.config, self._files
+        """See Placement."""
+        config, found = self._spec.config, self._files
         options = (
-            self._recipe.shared(index)
+            self._spec.shared(index)
             if self._local
-            else self._recipe.options(index, config.n_threads, config.n_threads_batch)
+            else self._spec.options(index, config.n_threads, config.n_threads_batch)
         )
-        start: Any = NodeStart(
+        start: Any = ReplicaLaunch(
             f"replica {index}", tuple(options), found.inputs, self._key, float(self._server.shutdown_timeout),
             self._server.log_format != "json", bool(self._server.replica_gpus),
         )  # fmt: skip
@@ -107,7 +107,7 @@ class RayPlaces:
             num_gpus=self._server.replica_gpus,
             resources={node: SHARE} if node else {},
             scheduling_strategy="SPREAD",
-        )(NodeServer)
+        )(ReplicaActor)
         return remote.remote(start)
 
     def _no_room(self, index: int) -> None:
@@ -116,5 +116,5 @@ class RayPlaces:
         self._log.warn("replicas", "no node of Ray has room for the replica now; it waits", replica=index, needs=needs)
 
     def close(self) -> None:
-        """See Places."""
+        """See Placement."""
         self._stack.close()

@@ -8,20 +8,16 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Gauge, generate_latest
-from prometheus_client.core import Metric
+from prometheus_client.core import GaugeMetricFamily, Metric
 
 from ikcli.chat.formats import ChatFormat
 from ikcli.errors import IkError
-from ikcli.server.http.metrics import CONTENT_TYPE, PREFIX
+from ikcli.server.front.models import ModelSupervisor
+from ikcli.server.front.models_entries import CACHE, ModelEntry
+from ikcli.server.front.models_instance import Instance
+from ikcli.server.front.supervisor import DRAINING, READY
+from ikcli.server.http.metrics import PREFIX
 from ikcli.server.http.routes.ollama_models import details, model_info
-from ikcli.server.http.users import Users
-from ikcli.server.router.entries import CACHE, ModelEntry
-from ikcli.server.router.instance import LOADED, UNLOADING, Instance
-from ikcli.server.router.manager import Manager
-
-METRICS_TYPE = CONTENT_TYPE
-
 
 _TEXT = {"input_modalities": ["text"], "output_modalities": ["text"]}
 
@@ -112,33 +108,19 @@ def running(one: Instance, started: int) -> dict[str, Any]:
     return tag(one, started) | more | context | {"size": sum(one.entry.need.values())}
 
 
-def metrics_text(manager: Manager, users: Users) -> bytes:
-    """What the models take and do; counters of a model itself are at /metrics?model=NAME while it is loaded."""
-    registry = CollectorRegistry(auto_describe=False)
-    made = {
-        name: Gauge(PREFIX + name, text, ["model"], registry=registry)
-        for name, text in (
-            ("model_loaded", "1 while the model is loaded."),
-            ("model_loads", "How often the model was loaded."),
-            ("model_requests_processing", "Requests that run."),
-        )
-    }
-    memory = Gauge(PREFIX + "model_bytes", "Planned memory.", ["model", "device"], registry=registry)
-    for name, one in manager.instances.items():
-        made["model_loaded"].labels(name).set(one.state in (LOADED, UNLOADING))
-        made["model_loads"].labels(name).set(one.n_loads)
-        made["model_requests_processing"].labels(name).set(one.n_running)
+def families(models: ModelSupervisor) -> Iterator[Metric]:
+    """Return what the models take and do, for Prometheus."""
+    for name, text, value in (
+        ("model_loaded", "1 while the model is loaded.", lambda one: one.state in (READY, DRAINING)),
+        ("model_loads", "How often the model was loaded.", lambda one: one.n_starts),
+        ("model_requests_processing", "Requests that run.", lambda one: one.n_running),
+    ):
+        family = GaugeMetricFamily(PREFIX + name, text, labels=["model"])
+        for model, one in models.instances.items():
+            family.add_metric([model], float(value(one)))
+        yield family
+    memory = GaugeMetricFamily(PREFIX + "model_bytes", "Planned memory.", labels=["model", "device"])
+    for model, one in models.instances.items():
         for device, n_bytes in one.entry.need.items():
-            memory.labels(name, device).set(n_bytes)
-    if users:
-        registry.register(_OfUsers(users))
-    return generate_latest(registry)
-
-
-class _OfUsers:
-    def __init__(self, users: Users) -> None:
-        self._users = users
-
-    def collect(self) -> Iterator[Metric]:
-        """Counters by user."""
-        return self._users.collect(PREFIX)
+            memory.add_metric([model, device], n_bytes)
+    yield memory

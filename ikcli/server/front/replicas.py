@@ -1,106 +1,34 @@
-"""The replicas: started, watched, restarted, chosen for requests.
+"""Several replicas of one model: kept alive, watched, restarted, chosen for requests.
 
-Everything runs on one event loop. A replica that ends, or does not answer, is started again, at once the first time and
-after growing pauses then. A request goes to the replica that holds most of its beginning, unless all slots there are
-busy; then, or if none holds much of it, to the one with the fewest requests.
+A replica that ends, or does not answer, is started again, at once the first time and after growing pauses then.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
 
 from ikcli.errors import IkError
+from ikcli.server.front.process import LoadError, Process
+from ikcli.server.front.replica import Replica, RoutingHint, choose
+from ikcli.server.front.supervisor import DOWN, DRAINING, READY, STARTING, Supervisor
+from ikcli.server.front.upstream import UpstreamError
 from ikcli.server.http.errors import ApiError
 from ikcli.server.http.logs import ServerLog
-from ikcli.server.replicas.counters import Counters
-from ikcli.server.replicas.prefixes import Blocks, Held
-from ikcli.server.router.changing import Changing
-from ikcli.server.router.child import LoadError
-from ikcli.server.router.upstream import Upstream, UpstreamError
 
-STARTING, READY, DRAINING, DOWN = "starting", "ready", "draining", "down"
 _CHECK, _PATIENCE, _MISSES = 2.0, 10.0, 3  # a replica is checked so often, may take so long, and miss so many
 _LONGEST_PAUSE, _SETTLED = 60.0, 30.0  # seconds
 
 
-class Process(Protocol):
-    """What runs a replica, an Upstream: a Child, or one on a node of Ray. It is used once."""
-
-    @property
-    def where(self) -> str: ...
-
-    async def ask(self, method: str, target: bytes, body: bytes = b"", timeout: float = 10.0) -> tuple[int, bytes]: ...
-
-    async def healthy(self, timeout: float = 10.0) -> bool: ...
-
-    def cut(self) -> None: ...
-
-    async def load(self) -> None: ...
-
-    async def wait(self) -> None: ...
-
-    async def stop(self) -> None: ...
-
-    def kill(self) -> None: ...
-
-    def last_words(self) -> str: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """What a request wants of its replica: much of its beginning there, or a slot of that one."""
-
-    blocks: Blocks = ()
-    replica: int | None = None
-
-
-@dataclass(eq=False)
-class Replica:
-    """`doubtful`: it failed a request and has not answered a check since. `error` is why it ended last."""
-
-    index: int
-    n_slots: int
-    state: str = STARTING
-    process: Any = None
-    doubtful: bool = False
-    n_running: int = 0
-    used: int = 0
-    n_starts: int = 0
-    n_ended: int = 0
-    n_unanswered: int = 0
-    error: str = ""
-    held: Held = field(default_factory=Held)
-    counters: Counters = field(default_factory=Counters)
-    restart: asyncio.Event = field(default_factory=asyncio.Event)
-
-    @property
-    def usable(self) -> bool:
-        """Whether requests may go there."""
-        return self.state == READY and not self.doubtful
-
-
-def choose(replicas: Sequence[Replica], blocks: Blocks, least: float) -> Replica:
-    """The replica for a request; `least` is the share of it that must be there to matter. See the module."""
-    shared = {one: one.held.shared(blocks) for one in replicas}
-    most = max(shared.values())
-    if most and most >= least * len(blocks):
-        holding = [one for one in replicas if shared[one] == most and one.n_running < one.n_slots]
-        if holding:
-            return min(holding, key=lambda one: (one.n_running, one.used))
-    return min(replicas, key=lambda one: (one.n_running, -shared[one], one.used))
-
-
-class Crew(Changing):
+class ReplicaSupervisor(Supervisor[Replica, RoutingHint]):
     """See the module. `make(index, n)` gives the process of a replica that is started for the n-th time.
 
     `least`: see `choose`. `patience`: seconds that a request waits for a replica, and requests get when theirs is to
     be restarted. `one_first`: the others start when the first has, so they find what it compiled. `renew` is called
-    before all are restarted; see Places.
+    before all are restarted; see Placement.
     """
 
     def __init__(
@@ -125,43 +53,40 @@ class Crew(Changing):
         self._make, self._least, self._patience = make, least, patience
         self._one_first, self._renew = one_first, renew
         self._clock = itertools.count(1)
-        self._closing = self._rolling = False
+        self._rolling = False
 
     # --- requests ---------------------------------------------------------------------------------------------------
-    @asynccontextmanager
-    async def lease(self, ask: Ask) -> AsyncIterator[Upstream]:
-        """The process for a request, which stays until the end of the block; ApiError 503 if there is none in time."""
-        one = await self._pick(ask)
-        process = one.process
-        one.n_running += 1
-        one.used = next(self._clock)
-        one.held.add(ask.blocks)
-        try:
-            yield process
-        except UpstreamError:
-            one.n_unanswered += 1
-            if one.process is process and one.state == READY:
-                one.doubtful = True
-                self._spawn(self._check(one))
-            raise
-        finally:
-            one.n_running -= 1
-            await self._notify()
+    def members(self) -> list[Replica]:
+        """See Supervisor."""
+        return self.replicas
 
-    async def _pick(self, ask: Ask) -> Replica:
+    def _touch(self, one: Replica, hint: RoutingHint, *, begins: bool) -> None:
+        """The beginning of a request counts: from then on its prefix is there."""
+        if begins:
+            one.used = next(self._clock)
+            one.held.add(hint.blocks)
+
+    def _unanswered(self, one: Replica, process: Any) -> None:
+        """Ask the replica how it is before it gets the next request."""
+        one.n_unanswered += 1
+        if one.process is process and one.state == READY:
+            one.doubtful = True
+            self._spawn(self._check(one))
+
+    async def _pick(self, hint: RoutingHint) -> Replica:
+        """Wait until there is a replica; ApiError 503 if there is none in time."""
         try:
             async with asyncio.timeout(self._patience or None):
-                await self._until(lambda: self._closing or bool(self._usable(ask)))
+                await self._until(lambda: self._closing or bool(self._usable(hint)))
         except TimeoutError:
             errors = [one.error for one in self.replicas if one.error]
             why = f": {errors[-1]}" if errors else ""
             raise ApiError(503, f"no replica became ready within {self._patience:g} seconds{why}") from None
-        if self._closing:
-            raise ApiError(503, "The server is shutting down")
-        return choose(self._usable(ask), ask.blocks, self._least)
+        self._check_open()
+        return choose(self._usable(hint), hint.blocks, self._least)
 
-    def _usable(self, ask: Ask) -> list[Replica]:
-        wanted = self.replicas if ask.replica is None else [self.replicas[ask.replica]]
+    def _usable(self, hint: RoutingHint) -> list[Replica]:
+        wanted = self.replicas if hint.replica is None else [self.replicas[hint.replica]]
         return [one for one in wanted if one.usable]
 
     def ready(self) -> list[Replica]:
@@ -289,8 +214,7 @@ class Crew(Changing):
         await self._until(
             lambda: (one.n_starts > n_starts and one.state == READY) or one.n_ended > n_ended or self._closing
         )
-        if self._closing:
-            raise ApiError(503, "The server is shutting down")
+        self._check_open()
         if one.n_ended > n_ended:
             raise ApiError(500, f"replica {one.index} did not come back, the rest stays as it is: {one.error}")
 
@@ -303,15 +227,3 @@ class Crew(Changing):
             await self.restart()
         except ApiError as e:
             self._log.error("replicas", "rolling restart ended", error=e.message)
-
-    async def close(self) -> None:
-        """End all."""
-        self._closing = True
-        await self._notify()
-        await self._end_work()
-
-    def kill(self) -> None:
-        """End all processes at once."""
-        for one in self.replicas:
-            if one.process is not None and one.state != DOWN:
-                one.process.kill()

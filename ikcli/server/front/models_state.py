@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,39 +11,29 @@ from starlette.requests import Request
 
 from ikcli.errors import IkError
 from ikcli.hub.pull import Access
+from ikcli.server.front.models import ModelSupervisor
+from ikcli.server.front.models_downloads import Downloads
+from ikcli.server.front.models_entries import ModelEntry, ModelsFile
+from ikcli.server.front.state import FrontState
+from ikcli.server.front.threads import in_thread
 from ikcli.server.http.errors import ApiError, bad_request
-from ikcli.server.http.logs import ServerLog
-from ikcli.server.http.users import ACCOUNT, Users
-from ikcli.server.router.changing import in_thread
-from ikcli.server.router.downloads import Downloads
-from ikcli.server.router.entries import ModelEntry, ModelsFile
-from ikcli.server.router.manager import Manager
-from ikcli.settings.run import RunConfig
+from ikcli.server.http.users import ACCOUNT
 from ikcli.settings.values import OFF, ON
 
 
 @dataclass
-class RouterState:
+class ModelsState(FrontState[ModelSupervisor]):
     """`read` reads the list of models again. `single`: there is one model, which sleeps when it is idle."""
 
-    config: RunConfig
-    manager: Manager
-    keys: tuple[str, ...] = ()
-    log: ServerLog = field(default_factory=ServerLog)
-    users: Users = field(default_factory=Users)
     read: Callable[[], ModelsFile] | None = None
     single: bool = False
-    names: tuple[str, ...] = ()
-    started: int = field(default_factory=lambda: int(time.time()))
-    ready: bool = True
-    failed: bool = False
     _reading: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @cached_property
     def downloads(self) -> Downloads:
         """Models that are being downloaded."""
         access = Access(self.config.hub.token, self.config.hub.offline)
-        return Downloads(access, self.manager.events, self.refresh, self.log)
+        return Downloads(access, self.supervisor.events, self.refresh, self.log)
 
     async def refresh(self) -> None:
         """Take the list of models as it is now; ApiError 500 if it cannot be read, and then all stays as it was."""
@@ -55,23 +44,23 @@ class RouterState:
                 file = await in_thread(self.read)
             except IkError as e:
                 raise ApiError(500, f"the list of models stays as it was: {e}") from None
-            self.manager.update(file)
+            self.supervisor.update(file)
 
     def default(self) -> ModelEntry:
         """The model of requests that name none; ApiError 404 if there is none at all."""
-        entry = self.manager.file.default
+        entry = self.supervisor.file.default
         if entry is None:
             raise ApiError(404, "this server has no model yet; POST /models downloads one")
         return entry
 
 
-def find(state: RouterState, name: str) -> ModelEntry:
+def find(state: ModelsState, name: str) -> ModelEntry:
     """The model of this name; ApiError if there is none (404), or it is on its way (503)."""
-    entry = state.manager.file.find(name)
+    entry = state.supervisor.file.find(name)
     if entry is None:
         if state.downloads.find(name) is not None:
             raise ApiError(503, f"model {name[:100]} is being downloaded")
-        known = ", ".join(state.manager.file.entries) or "none yet; POST /models downloads one"
+        known = ", ".join(state.supervisor.file.entries) or "none yet; POST /models downloads one"
         raise ApiError(404, f"model '{name[:100]}' not found; this server has {known}")
     return entry
 

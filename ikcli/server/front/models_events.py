@@ -8,8 +8,8 @@ from typing import Any
 
 from starlette.types import Receive
 
+from ikcli.server.front.forward import disconnected
 from ikcli.server.http import sse
-from ikcli.server.router.forward import disconnected
 
 _MOST = 10_000
 """Events that wait for a listener; one that takes none is let go."""

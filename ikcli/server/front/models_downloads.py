@@ -6,17 +6,17 @@ import asyncio
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from ikcli.errors import IkError
 from ikcli.hub import client
 from ikcli.hub.names import Quant, parse_ref
 from ikcli.hub.pull import Access, find, is_cached, is_there, pull_found
+from ikcli.server.front.models_events import Events
+from ikcli.server.front.threads import in_thread, on_loop
 from ikcli.server.http.errors import bad_request
 from ikcli.server.http.logs import ServerLog
-from ikcli.server.router.changing import in_thread
-from ikcli.server.router.events import Events
 
 _EVERY = 0.2  # seconds between two events about one download
 
@@ -26,7 +26,7 @@ class _Cancelled(Exception):
 
 
 @dataclass(eq=False)
-class Download:
+class ModelDownload:
     """One model: bytes that are there and bytes in all by the URL of each file; `asked` is the name that was sent."""
 
     name: str
@@ -44,12 +44,12 @@ class Downloads:
     """See the module. `arrived` puts a model that is there on the list."""
 
     def __init__(self, access: Access, events: Events, arrived: Callable[[], Awaitable[None]], log: ServerLog) -> None:
-        self.running: dict[str, Download] = {}
+        self.running: dict[str, ModelDownload] = {}
         self._access, self._events, self._arrived, self._log = access, events, arrived, log
         self._ending: set[asyncio.Task[None]] = set()
         self._starting = asyncio.Lock()
 
-    def find(self, name: str) -> Download | None:
+    def find(self, name: str) -> ModelDownload | None:
         """The download of a model, by its whole name or the one that was asked for."""
         return next((one for one in self.running.values() if name in (one.name, one.asked)), None)
 
@@ -67,7 +67,7 @@ class Downloads:
             if is_cached(info, quant):
                 await self._arrived()
                 raise bad_request(f"{name} has been downloaded already")
-            one = Download(name, asked)
+            one = ModelDownload(name, asked)
             for file in quant.files:
                 done = file.size if is_there(info, file) else 0
                 one.files[client.file_url(info.repo, info.commit, file.path)] = {"done": done, "total": file.size}
@@ -76,12 +76,12 @@ class Downloads:
         loop = asyncio.get_running_loop()
         threading.Thread(target=self._work, args=(one, info, quant, loop), daemon=True).start()
 
-    def cancel(self, one: Download) -> None:
+    def cancel(self, one: ModelDownload) -> None:
         """End a download; what has arrived is kept for the next one."""
         one.cancelled = True
 
     # --- in the thread of a download ----------------------------------------------------------------------------------
-    def _work(self, one: Download, info: client.RepoInfo, quant: Quant, loop: asyncio.AbstractEventLoop) -> None:
+    def _work(self, one: ModelDownload, info: client.RepoInfo, quant: Quant, loop: asyncio.AbstractEventLoop) -> None:
         urls = {
             file.path.rpartition("/")[2]: client.file_url(info.repo, info.commit, file.path) for file in quant.files
         }
@@ -97,7 +97,7 @@ class Downloads:
                 file["done"] += int(n)
                 if time.monotonic() - one.told >= _EVERY:
                     one.told = time.monotonic()
-                    self._on(loop, lambda: self._events.send(one.name, "download_progress", one.progress()))
+                    on_loop(loop, lambda: self._events.send(one.name, "download_progress", one.progress()))
 
             yield advance
 
@@ -110,20 +110,15 @@ class Downloads:
             error = str(e)
         except BaseException as e:
             error = f"internal error: {type(e).__name__}: {e}"
-        self._on(loop, lambda: self._end(one, error))
-
-    @staticmethod
-    def _on(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
-        with suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(call)
+        on_loop(loop, lambda: self._end(one, error))
 
     # --- on the loop --------------------------------------------------------------------------------------------------
-    def _end(self, one: Download, error: str) -> None:
+    def _end(self, one: ModelDownload, error: str) -> None:
         task = asyncio.ensure_future(self._ended(one, error))
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
 
-    async def _ended(self, one: Download, error: str) -> None:
+    async def _ended(self, one: ModelDownload, error: str) -> None:
         del self.running[one.name]
         if not error:
             try:

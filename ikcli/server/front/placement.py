@@ -1,0 +1,81 @@
+"""Where replicas run: here on processes of this machine that share its processors, memory and GPUs."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from ikcli.errors import UsageError
+from ikcli.hostinfo import shares
+from ikcli.server.front.child import Child
+from ikcli.server.front.environment import GPUS, plain_environment
+from ikcli.server.front.launch import LaunchSpec
+from ikcli.server.front.process import Process
+
+
+class Placement(Protocol):
+    """A way to run replicas."""
+
+    one_first: bool
+
+    def open(self) -> None:
+        """IkError if that cannot be; UnsupportedError if it needs what is not installed."""
+
+    def make(self, index: int, n: int) -> Process:
+        """The process of a replica that is started for the n-th time."""
+
+    def renew(self) -> None:
+        """All are to be started anew, with the files as they are now; IkError if that cannot be."""
+
+    def close(self) -> None:
+        """When all processes have ended."""
+
+
+class LocalPlacement:
+    """Processes of this machine. Options of threads are for all together; so is the default of --cache-ram."""
+
+    one_first = True
+
+    def __init__(self, spec: LaunchSpec) -> None:
+        self._spec, config = spec, spec.config
+        n = config.server.replicas
+        self._cpus = shares(n) if hasattr(os, "sched_setaffinity") else [frozenset()] * n
+        self._gpus = gpu_shares(n, config.server.replica_gpus, os.environ)
+        self._options = [spec.shared(index) for index in range(n)]
+
+    def open(self) -> None:
+        """Make the folder of their sockets, which only this user can enter."""
+        self._folder = tempfile.TemporaryDirectory(prefix="ik-")
+
+    def make(self, index: int, n: int) -> Child:
+        """See Placement."""
+        server = self._spec.config.server
+        environment = plain_environment()
+        if self._gpus:
+            environment[GPUS] = self._gpus[index]
+        return Child(
+            f"replica {index}", self._options[index], Path(self._folder.name) / f"{index}-{n}.sock",
+            grace=float(server.shutdown_timeout), prefix=server.log_format != "json", cpus=self._cpus[index],
+            environment=environment,
+        )  # fmt: skip
+
+    def renew(self) -> None:
+        """Every process reads the files anew."""
+
+    def close(self) -> None:
+        """Remove the folder."""
+        self._folder.cleanup()
+
+
+def gpu_shares(n: int, each: int, environment: Mapping[str, str]) -> Sequence[str]:
+    """Which GPUs every replica sees, none if they all see all; UsageError if there are not enough that are visible."""
+    if not each:
+        return ()
+    visible = environment.get(GPUS)
+    names = [str(i) for i in range(n * each)] if visible is None else [text for text in visible.split(",") if text]
+    if len(names) < n * each:
+        raise UsageError(f"--replica-gpus {each} times {n} replicas are more GPUs than {GPUS}={visible} has")
+    return [",".join(names[i * each : (i + 1) * each]) for i in range(n)]

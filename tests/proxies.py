@@ -35,7 +35,7 @@ from ikcli.settings.server import ServerConfig
 
 FRONTS = ("router", "replicas")
 SERVERS = ("plain", *FRONTS)
-WAIT = 20.0
+WAIT = 60.0
 TEXT = b'{"content": "Hello"}'
 TOKENS = {"tokens": [259]}
 Script = Callable[["Asked", asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]

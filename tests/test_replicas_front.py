@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_replicas import Answer, Bench, FakeProcess, chat, chunk, head, run, says_who, whole
+from fake_processes import Answer, Bench, FakeProcess, chat, chunk, head, says_who, whole
+from proxies import run
 
 from ikcli.server.front import replicas as replicas_module
 from ikcli.server.front.prefixes import blocks_of

@@ -12,8 +12,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fake_processes import Answer, Bench
 from fake_ray import FakeRay, Node, RayError
-from fake_replicas import Answer, Bench, run
+from proxies import run
 from quant_models import write_model
 
 from ikcli.cli.front_options import paths_passed_on

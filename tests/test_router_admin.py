@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import io
 import threading
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from fake_child import FakeChild
 from fake_hub import FakeHub
+from fake_processes import FakeChild
 from hub_fixtures import hub, server  # noqa: F401  (fixtures)
 from hub_models import model_bytes, part_bytes
+from proxies import run
 
 from ikcli.cli.model_list import Sources
 from ikcli.cli.parser import parse
@@ -74,14 +74,6 @@ class Front:
         while not (found := [told for told in self.told if told[1] == event]):
             await asyncio.sleep(0.01)
         return found[-1]
-
-
-def run(work: Callable[[], Awaitable[None]]) -> None:
-    async def limited() -> None:
-        async with asyncio.timeout(60):
-            await work()
-
-    asyncio.run(limited())
 
 
 def test_the_list_says_what_a_model_is(demo: FakeHub) -> None:

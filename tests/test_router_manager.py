@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_child import FakeChild
+from fake_processes import FakeChild
+from proxies import run
 
 from ikcli.server.front.models import ModelSupervisor, ModelUse
 from ikcli.server.front.models_entries import Group, ModelEntry, ModelsFile
@@ -53,14 +54,6 @@ class Bench:
 
     def loaded(self) -> str:
         return "".join(name for name, one in self.supervisor.instances.items() if one.state == READY)
-
-
-def run(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    async def limited() -> None:
-        async with asyncio.timeout(20):
-            await work()
-
-    asyncio.run(limited())
 
 
 def test_the_least_recently_used_model_goes() -> None:

@@ -1,7 +1,10 @@
-"""A client of the processes that serve models: one HTTP request over a socket, the answer as it is made.
+"""The HTTP client of a front: one request to a process over a socket, the answer as it arrives.
 
-Headers of one connection stay there: those of RFC 9110 (7.6.1), and those that `Connection` names. Trailers are
-dropped, as what receives them would have to know what they mean. Interim answers (1xx) are not the answer.
+It is written here because httpx needs about four times the CPU time for a chunk of a stream: 217 against 57
+microseconds, measured with 2,000 chunks over a Unix socket on a busy two-core machine. That is time of every token.
+
+Hop-by-hop headers stay on their connection: those of RFC 9110 (7.6.1), and those that `Connection` names. Trailers are
+dropped, as the receiver would have to know what they mean. Interim answers (1xx) are not the answer.
 """
 
 from __future__ import annotations

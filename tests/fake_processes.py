@@ -1,4 +1,4 @@
-"""Replicas that are no processes, a front over them, and clients that read what it answers."""
+"""Stand-ins for processes behind a front: of models and of replicas, a front over these, and clients that read."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import io
 import json
 import os
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+from ikcli.server.front.models_entries import ModelEntry
 from ikcli.server.front.process import LoadError
 from ikcli.server.front.replicas import ReplicaSupervisor
 from ikcli.server.front.replicas_app import ReplicasState, build_app
@@ -19,7 +20,6 @@ from ikcli.server.http.logs import ServerLog
 from ikcli.settings.run import RunConfig
 from ikcli.settings.server import ServerConfig
 
-WAIT = 20.0
 Handler = Callable[["FakeProcess", str, str, bytes, asyncio.StreamWriter], Awaitable[None]]
 
 
@@ -36,6 +36,49 @@ async def whole(writer: asyncio.StreamWriter, value: Any, status: int = 200) -> 
     data = value if isinstance(value, bytes) else json.dumps(value).encode()
     writer.write(head(status, len(data)) + data)
     await writer.drain()
+
+
+class FakeChild:
+    """The process of a model, without a server; `broken`: the names of models that cannot be loaded."""
+
+    broken: frozenset[str] = frozenset()
+
+    def __init__(self, entry: ModelEntry, journal: list[str]) -> None:
+        self.name, self.journal = entry.name, journal
+        self.exit_code: int | None = None
+        self.socket = ""
+        self._ended = asyncio.Event()
+
+    async def load(self) -> None:
+        self.journal.append(f"+{self.name}")
+        await asyncio.sleep(0.01)
+        if self.name in self.broken:
+            self.exit_code = 1
+            raise LoadError("the file is broken")
+
+    async def wait(self) -> None:
+        await self._ended.wait()
+
+    async def stop(self) -> None:
+        self.journal.append(f"-{self.name}")
+        self.exit_code = 0
+        self._ended.set()
+
+    def kill(self) -> None:
+        self.die()
+
+    def die(self) -> None:
+        self.exit_code = -9
+        self._ended.set()
+
+    def last_words(self) -> str:
+        return "its process ended by signal SIGKILL"
+
+    async def described(self) -> dict[str, Any]:
+        return {"model": {"meta": {"name": self.name}}}
+
+    async def answer(self, target: bytes) -> tuple[int, bytes]:
+        return 200, b'{"is_sleeping": false}'
 
 
 class FakeProcess(Upstream):
@@ -213,14 +256,6 @@ class Answer:
 
     def json(self) -> Any:
         return json.loads(self.body)
-
-
-def run(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    async def limited() -> None:
-        async with asyncio.timeout(WAIT):
-            await work()
-
-    asyncio.run(limited())
 
 
 def chat(text: str, *more: str) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""`ik serve` as a process on a socket of its own: started, watched, stopped.
+"""Run `ik serve` as a child process with a separate socket.
 
-It has a session of its own, so Ctrl-C reaches it through this program only, which lets running requests finish. On
-Linux it is told to stop when this program ends in whatever way, so none is left behind.
+The child has its own session: Ctrl-C reaches it only through this program, which lets running requests finish. On Linux
+the kernel sends it SIGTERM when this program ends for any reason, so no child is left behind.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 class Child(Process):
-    """See the module. `grace`: seconds that its requests get when it is stopped."""
+    """A local process. `grace`: seconds that running requests get when it is stopped."""
 
     def __init__(
         self,
@@ -59,12 +59,12 @@ class Child(Process):
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs."""
+        """The exit code; None while it runs."""
         return None if self._process is None else self._process.returncode
 
     @property
     def pid(self) -> int | None:
-        """None before it was started."""
+        """The process ID; None before the start."""
         return None if self._process is None else self._process.pid
 
     @property
@@ -87,7 +87,7 @@ class Child(Process):
             await self._until_ready()
 
     def _key_options(self, stack: contextlib.ExitStack) -> list[str]:
-        """The key is in a file while the process starts: everybody sees its arguments."""
+        """Pass the key in a file that exists while the process starts: its arguments are visible to every user."""
         if not self.key:
             return []
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ik-"))  # only its user can enter it
@@ -114,7 +114,7 @@ class Child(Process):
         ]
 
     def _prepare(self) -> None:
-        """In the process before it starts: its processors, and SIGTERM when its parent ends."""
+        """Set the CPU affinity, and SIGTERM on the death of the parent, in the child before it executes."""
         if _libc is not None:
             _libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
         if self._cpus:
@@ -129,7 +129,7 @@ class Child(Process):
             await asyncio.sleep(_POLL)
 
     def last_words(self) -> str:
-        """Why it ended, as far as it said so."""
+        """Return why it ended: its last error, else its exit code."""
         errors = [line for line in self._said if line.startswith("error: ")]
         if errors:
             return errors[-1].removeprefix("error: ")
@@ -138,7 +138,7 @@ class Child(Process):
         return f"its process ended {ended}"
 
     async def described(self) -> dict[str, Any]:
-        """What it says of itself in /v1/models: `model` and, for agents that look for it, `catalogue`."""
+        """Return its own entry of /v1/models (`model`) and, for agents that look for it, `catalogue`."""
         status, body = await self.answer(b"/v1/models") or (0, b"")
         if status != 200:
             return {}
@@ -177,7 +177,7 @@ class Child(Process):
                 self._process.send_signal(number)
 
     async def _relay(self, stream: asyncio.StreamReader, error: bool) -> None:
-        """Pass its lines on; they may have any length."""
+        """Pass its log lines on; they may have any length."""
         rest = b""
         while data := await stream.read(1 << 16):
             *lines, rest = (rest + data).split(b"\n")

@@ -1,4 +1,4 @@
-"""What the processes behind a port are told by their front, and what they are not told: keys of clients above all."""
+"""The options and the environment that a front gives its processes. Client keys and options of the port stay out."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ OF_THE_FRONT = frozenset(
                  "cors_origins", "reuse_port", "cors_methods", "cors_headers", "cors_credentials", "ui_config",
                  "ui_config_file")
 ) | {"log_file"}  # fmt: skip
-"""Fields that are about the port in front, not about the processes behind it."""
+"""Options of the port in front, which do not concern the processes behind it."""
 
 
 def options_behind(server: ServerConfig) -> list[str]:
-    """Return options of every process: what the front does is switched off there."""
+    """Return the options of every process; they switch off what the front does itself."""
     return [
         f"--log-format={server.log_format}",
         "--no-webui",
@@ -32,11 +32,11 @@ def options_behind(server: ServerConfig) -> list[str]:
 
 
 def environment_behind(prefix: str) -> dict[str, str]:
-    """This program's environment without variables of `OF_THE_FRONT`, and without those that begin with `prefix`."""
+    """Return the environment without the variables of `OF_THE_FRONT` and without those that begin with `prefix`."""
     ours = {name for bound in iter_options(RunConfig) if bound.path in OF_THE_FRONT for name in bound.option.variables}
     return {name: text for name, text in os.environ.items() if name not in ours and not name.startswith(prefix)}
 
 
 def plain_environment() -> dict[str, str]:
-    """Return that of this process without options, which replicas get as arguments, and without keys of clients."""
+    """Return the environment without options (replicas get them as arguments) and without client keys."""
     return environment_behind(_OPTIONS)

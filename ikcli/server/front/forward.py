@@ -1,7 +1,7 @@
-"""Passing a request on to a process that answers it, and the answer back as it comes.
+"""Forward a request to a process, and stream the answer back.
 
-A client that goes away ends its request there, too. A request whose process fails before the answer has begun can be
-given to another process; what has begun is cut, so that the client sees that something is missing.
+When a client disconnects, its request ends in the process, too. If a process fails before the answer has begun, the
+request can go to another one. An answer that has begun is cut, so that the client notices.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from ikcli.server.http.users import ACCOUNT, Account
 _NOT_PASSED = frozenset({b"authorization", b"x-api-key", b"origin", b"accept-encoding", REQUEST_ID})
 _NOT_RETURNED = frozenset({b"server", b"date", b"vary"})
 _WITHOUT_BODY = frozenset({204, 304})
-"""Of these statuses a length says nothing about what follows."""
+"""Statuses whose answers have no body, whatever their length says."""
 _PLAIN = "/:@!$&'()*+,;=~"  # what a path may hold as it is
 _ASK = 20  # times that the use of a request is asked for whose client is gone
 
 Lease = Callable[[], AbstractAsyncContextManager[Upstream]]
-"""The process that a request is given to now, which stays until the end of the block."""
+"""Lends the process for a request until the end of the block."""
 
 
 class Forwarded(Response):
-    """The answer of another process. `what` is asked, as errors say; `tries`: how many processes at most.
+    """The answer of another process. `what`: its name in errors; `tries`: how many processes are asked at most.
 
-    With several tries status 503 is a process that ends.
+    With several tries, status 503 counts as a failure: the process is shutting down.
     """
 
     def __init__(self, request: Request, body: bytes, lease: Lease, log: ServerLog, what: str, tries: int = 1) -> None:
@@ -102,7 +102,7 @@ class Forwarded(Response):
                 await self._count(upstream)
 
     async def _start(self, answer: Exchange, send: Send) -> None:
-        """Send the head when there is something behind it: until then another process can answer."""
+        """Send the head once there is a body: until then another process can answer."""
         if not self._started:
             self._started = True
             dropped = _NOT_RETURNED | ({b"content-length"} if answer.status in _WITHOUT_BODY else set())
@@ -110,7 +110,7 @@ class Forwarded(Response):
             await send({"type": "http.response.start", "status": answer.status, "headers": kept})
 
     async def _count(self, upstream: Upstream) -> None:
-        """Ask the process what the request took, which it knows at the end; not yet, if a client is gone."""
+        """Ask the process for the token counts of the request; if the client left, it may not know them yet."""
         if self._account is None or not self._ok:
             return
         for attempt in range(1 if self._ended else _ASK):
@@ -127,12 +127,12 @@ class Forwarded(Response):
 
 
 def target_of(request: Request) -> bytes:
-    """What a request asks for, as its first line says it; not by way of its `Host`, which is the client's."""
+    """Return the request target of the first line; the client's `Host` has no part in it."""
     query: bytes = request.scope.get("query_string", b"")
     return quote(request.scope["path"], safe=_PLAIN).encode() + (b"?" + query if query else b"")
 
 
 async def disconnected(receive: Receive) -> None:
-    """Wait until the client is gone."""
+    """Wait until the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -1,4 +1,4 @@
-"""How replicas are started: the options that each gets."""
+"""How a replica is launched: the options that each one gets."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ikcli.settings.run import RunConfig
 
 @dataclass(frozen=True, slots=True)
 class LaunchSpec:
-    """How replicas are started. `argv`: the options of all; `config`: what they and those of the front mean.
+    """How replicas are launched. `argv`: the options of all; `config`: their values, with those of the front.
 
-    Paths in `argv` are absolute, and words of their own; `inputs` are those that are read. `given`: the options that
-    were given.
+    Paths in `argv` are absolute and separate words; `inputs` are those that are read. `given`: the options on the
+    command line.
     """
 
     config: RunConfig
@@ -25,7 +25,7 @@ class LaunchSpec:
     given: frozenset[str] = frozenset()
 
     def options(self, index: int, n_threads: int, n_threads_batch: int) -> list[str]:
-        """The options of one."""
+        """Return the options of one replica."""
         return [
             *self.argv,
             f"--threads={n_threads}",
@@ -35,7 +35,7 @@ class LaunchSpec:
         ]
 
     def shared(self, index: int) -> list[str]:
-        """The options of one that shares this machine with the others: its threads and its part of the RAM."""
+        """Return the options of a replica that shares the threads and the RAM of this machine with the others."""
         config, n = self.config, self.config.server.replicas
         options = self.options(index, max(1, config.n_threads // n), max(1, config.n_threads_batch // n))
         if "server.cache_ram" not in self.given:

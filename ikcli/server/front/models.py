@@ -1,7 +1,7 @@
-"""Which models are loaded: on demand, within the budget, least recently used ones first out.
+"""Several models: load on demand within the memory budget, evict the least recently used.
 
-Everything runs on one event loop. A model is unloaded when its running requests are done; requests that come meanwhile
-wait and have it loaded again. Loading happens once, however many requests wait for it.
+A model is unloaded when its running requests are done. Requests that arrive meanwhile wait, and load it again. However
+many requests wait for a model, it is loaded once.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ ChildMaker = Callable[[ModelEntry, Path], Child]
 
 @dataclass(frozen=True, slots=True)
 class ModelUse:
-    """What a request does with a model. `counts`: the model is not the one to evict next.
+    """Which model a request uses. `counts`: this makes the model the most recently used one.
 
-    Without `loads` a model that is not there is an error; one that sleeps counts as there.
+    Without `loads`, a model that is not loaded is an error; a sleeping one is woken.
     """
 
     model: str
@@ -39,7 +39,7 @@ class ModelUse:
 
 
 class ModelSupervisor(Supervisor[Instance, ModelUse]):
-    """See the module. `folder` is for the sockets."""
+    """Supervises one process per loaded model. `folder`: the directory of the sockets."""
 
     def __init__(self, file: ModelsFile, make_child: ChildMaker, folder: Path, log: ServerLog) -> None:
         self.file = file
@@ -65,22 +65,22 @@ class ModelSupervisor(Supervisor[Instance, ModelUse]):
         return instance
 
     def _touch(self, one: Instance, hint: ModelUse, *, begins: bool) -> None:
-        """Both are a use: a long answer is not older than a short one that ends with it."""
+        """Count both ends of a request: a model that has just finished a long answer was used just now."""
         if hint.counts:
             one.used = time.monotonic()
 
     def instance(self, name: str) -> Instance:
-        """A model by its name; ApiError 404 if it has gone."""
+        """Return a model by its name; ApiError 404 if it was removed."""
         if name not in self.instances:
             raise ApiError(404, f"model '{name[:100]}' is not served any more")
         return self.instances[name]
 
     def keep(self, name: str, seconds: float) -> None:
-        """How long a model stays from now on without a request, while it is loaded; below zero: for ever."""
+        """Set how long an idle model stays loaded this time; negative: for ever."""
         self.instance(name).ttl = seconds if seconds >= 0 else None
 
     async def load(self, name: str) -> None:
-        """Load a model and those that belong to it, if they are not; ApiError saying why that cannot be."""
+        """Load a model and the rest of its group, if they are not loaded; ApiError if that fails."""
         instance = self.instance(name)
         await self._until(lambda: instance.state != DRAINING)
         self._check_open()
@@ -94,7 +94,7 @@ class ModelSupervisor(Supervisor[Instance, ModelUse]):
             raise instance.failure
 
     async def unload(self, name: str) -> None:
-        """Unload a model and those that belong to it, when their requests are done."""
+        """Unload a model and the rest of its group when their requests are done."""
         instances = self._with_partners(self.instance(name))
         await self._unload_all(instances)
         for one in instances:
@@ -110,11 +110,11 @@ class ModelSupervisor(Supervisor[Instance, ModelUse]):
         return [instance, *(self.instances[name] for name in names)]
 
     def members(self) -> list[Instance]:
-        """Also those that have gone from the list and are still ending."""
+        """See Supervisor; includes models that were removed from the list and are still ending."""
         return [*self.instances.values(), *self._leaving]
 
     def _tell(self, instance: Instance, **more: Any) -> None:
-        """Tell who listens about a change of state."""
+        """Send listeners the new status."""
         data: dict[str, Any] = {"status": instance.status, **more}
         if instance.failure is not None:
             data |= {"failed": True, "error": instance.failure.message, "exit_code": instance.exit_code}
@@ -122,7 +122,7 @@ class ModelSupervisor(Supervisor[Instance, ModelUse]):
 
     # --- changes of the list ------------------------------------------------------------------------------------------
     def update(self, file: ModelsFile) -> None:
-        """Take another list: what is new appears; what has gone or is another model now is unloaded."""
+        """Replace the list of models; unload those that were removed or changed."""
         before, self.file = self.instances, file
         self.instances = {}
         for name, entry in file.entries.items():
@@ -142,7 +142,7 @@ class ModelSupervisor(Supervisor[Instance, ModelUse]):
         self.events.send("*", "models_reload")
 
     async def remove(self, name: str) -> None:
-        """Take one model off the list; it has ended when this returns."""
+        """Remove a model from the list, and wait until its process has ended."""
         one = self.instances[name]
         self.file = replace(self.file, entries={key: e for key, e in self.file.entries.items() if key != name})
         self.instances = {key: other for key, other in self.instances.items() if key != name}
@@ -151,7 +151,7 @@ class ModelSupervisor(Supervisor[Instance, ModelUse]):
         self.events.send(name, "model_remove")
 
     async def _leave(self, instance: Instance) -> None:
-        """Until it has ended it is one of all, so that nothing can leave its process behind."""
+        """Keep it a member until it has ended, so that its process cannot be left behind."""
         await self._unload(instance)
         self._leaving.remove(instance)
         await self._notify()
@@ -165,11 +165,9 @@ class ModelSupervisor(Supervisor[Instance, ModelUse]):
                 await self._make_room(instance)
                 instance.holds_memory = True
             self._check_open()
-            instance.n_starts += 1
             self._n_children += 1
             child = self._make_child(instance.entry, self._folder / f"{name_of_file(name)}-{self._n_children}.sock")
-            instance.process = child
-            await child.load()
+            await self._start(instance, child)
             instance.info = await child.described()
         except (LoadError, OSError) as e:
             await self._failed(instance, ApiError(500, f"model {name} could not be loaded: {e}"))
@@ -199,13 +197,13 @@ class ModelSupervisor(Supervisor[Instance, ModelUse]):
         await self._notify()
 
     async def _watch(self, instance: Instance, child: Child) -> None:
-        """A process that ends by itself takes nothing with it: its model is loaded again when it is asked for."""
+        """Note when a process ends unexpectedly: the next request loads its model again."""
         await child.wait()
         if instance.process is child and instance.state == READY:
             await self._failed(instance, ApiError(502, f"model {instance.entry.name}: {child.last_words()}"))
 
     async def _make_room(self, instance: Instance) -> None:
-        """Unload what excludes this model, then the least recently used ones until there is room and not too many."""
+        """Unload models that exclude this one, then the least recently used, until memory and the maximum allow it."""
         excluded = {self.instances[name] for name in self.file.partners(instance.entry.name, together=False)}
         belonging = self._with_partners(instance)
         while True:
@@ -227,7 +225,7 @@ class ModelSupervisor(Supervisor[Instance, ModelUse]):
                 await self._until(partial(_any_changed, [(one, one.state) for one in wanted]))
 
     def short(self, instance: Instance) -> dict[str, int]:
-        """Bytes by device that are missing for a model beside those that are loaded."""
+        """Return, by device, the bytes that a model needs beyond what the loaded ones leave free."""
         found = {}
         for device, limit in self.file.budget.items():
             taken = sum(one.entry.need.get(device, 0) for one in self.members() if one.holds_memory)
@@ -261,16 +259,16 @@ class ModelSupervisor(Supervisor[Instance, ModelUse]):
 
     # --- the life of all ---------------------------------------------------------------------------------------------
     async def run(self) -> None:
-        """Load what is to be there from the start, and unload what is not used."""
+        """Preload models, and unload idle ones."""
         await asyncio.gather(self.preload(), self.watch_ttl())
 
     async def preload(self) -> None:
-        """Load what is to be there from the start; failures are logged."""
+        """Load the models with `preload`; failures are logged."""
         wanted = [name for name, entry in self.file.entries.items() if entry.preload]
         await asyncio.gather(*(self.load(name) for name in wanted), return_exceptions=True)
 
     async def watch_ttl(self) -> None:
-        """Unload what was not used for its time, together with what belongs to it."""
+        """Unload models that were idle for their TTL, with the rest of their group."""
         while True:
             await asyncio.sleep(0.25)
             for instance in self.instances.values():
@@ -285,7 +283,7 @@ class ModelSupervisor(Supervisor[Instance, ModelUse]):
                     await self._unload_all(belonging)
 
     async def _last_answers(self, instance: Instance) -> dict[bytes, tuple[int, bytes]]:
-        """What is kept of a model that is about to sleep; nothing of one that is only to be unloaded."""
+        """Return the answers to keep of a model that falls asleep; none if it is only unloaded."""
         child, entry = instance.process, instance.entry
         if child is None or instance.state != READY or not entry.sleeps or instance.ttl != entry.ttl:
             return {}
@@ -298,7 +296,7 @@ class ModelSupervisor(Supervisor[Instance, ModelUse]):
         return ttl is not None and not instance.n_running and time.monotonic() - instance.used >= ttl
 
     async def close(self) -> None:
-        """End all processes."""
+        """See Supervisor."""
         await super().close()
         await asyncio.gather(*(self._stop(one) for one in self.members() if one.process is not None))
 
@@ -308,5 +306,5 @@ def _any_changed(before: list[tuple[Instance, str]]) -> bool:
 
 
 def name_of_file(name: str) -> str:
-    """A short plain name for files of a model."""
+    """Return a short plain name for files of a model."""
     return "".join(c if c.isascii() and c.isalnum() else "-" for c in name)[:20]

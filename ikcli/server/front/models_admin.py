@@ -1,4 +1,4 @@
-"""Which models there are: the list, loading and unloading, downloading and deleting, and events about all of it."""
+"""Endpoints that manage models: list, load, unload, download, delete, and a stream of events."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 class ModelsAdmin:
-    """The endpoints."""
+    """The management endpoints."""
 
     def __init__(self, state: ModelsState) -> None:
         self._state, self._models = state, state.supervisor
 
     def routes(self) -> list[Route]:
-        """What it answers itself."""
+        """Return its routes."""
         return [
             ("GET", ("/models", "/v1/models"), self.models),
             ("POST", ("/models",), self.download),
@@ -46,7 +46,7 @@ class ModelsAdmin:
         ]
 
     async def models(self, request: Request) -> Response:
-        """All models with their states; with ?reload=1 after a look at where they come from."""
+        """List all models with their states; `?reload=1` reads their sources again first."""
         if flag(request, "reload", False):
             await self._state.refresh()
         found = self._models.instances
@@ -59,13 +59,13 @@ class ModelsAdmin:
         return json_response(out)
 
     async def events(self, request: Request) -> Response:
-        """What happens to models, as it happens."""
+        """Stream events about models."""
         ping = max(self._state.config.server.sse_ping_interval, 0)
         events = self._models.events.listen(request.receive, ping)
         return sse.EventStream(events, lambda: None, self._state.config.server.timeout)
 
     async def load(self, request: Request) -> Response:
-        """Load `model`, and answer when it is loaded."""
+        """Load `model`; the answer comes when it is loaded."""
         entry = self._known(request, await self._name(request))
         if self._models.instances[entry.name].state == READY:
             raise bad_request(f"model {entry.name} is loaded already")
@@ -73,7 +73,7 @@ class ModelsAdmin:
         return json_response({"success": True})
 
     async def unload(self, request: Request) -> Response:
-        """Unload `model` when its requests are done, and answer then; of one that is being downloaded, end that."""
+        """Unload `model` when its requests are done, then answer; cancel it if it is being downloaded."""
         name = await self._name(request)
         coming = self._state.downloads.find(name)
         if coming is not None:
@@ -86,7 +86,7 @@ class ModelsAdmin:
         return json_response({"success": True})
 
     async def download(self, request: Request) -> Response:
-        """Begin to download `model`, `user/repo:quant`."""
+        """Start to download `model`, `user/repo:quant`."""
         name = await self._name(request)
         self._check_owner(request)
         if self._models.file.find(name) is not None:
@@ -99,7 +99,7 @@ class ModelsAdmin:
         self._state.downloads.cancel(coming)
 
     async def delete(self, request: Request) -> Response:
-        """Delete the model `?model=` from the cache; none from elsewhere."""
+        """Delete `?model=` from the cache; models from elsewhere cannot be deleted."""
         self._check_owner(request)
         name = request.query_params.get("model")
         if not name:
@@ -135,7 +135,7 @@ class ModelsAdmin:
         return entry
 
     def _check_owner(self, request: Request) -> None:
-        """ApiError if this is not for the request to decide: for users with limits, and pages of who knows whom."""
+        """Check that the client may change which models there are; ApiError for users with limits and foreign pages."""
         if not self._models.file.downloads:
             raise bad_request("this server does not serve the models of the cache; start it with --models-cache")
         if request.scope.get(ACCOUNT) is not None:

@@ -1,7 +1,7 @@
-"""The application in front of several models: their list, loading and unloading; everything else goes to a model.
+"""The application in front of several models: it lists and manages them, and forwards everything else to one.
 
-The model is that of the body's `model`, or of `?model=`, or the first of the file. A single model that sleeps when
-it is idle is asked whatever requests name.
+The body's `model` names the model, or `?model=`; otherwise it is the first of the list. A single model that sleeps when
+it is idle gets all requests, whatever they name.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ModelsRoutes:
         self._state, self._models = state, state.supervisor
 
     def routes(self) -> list[Route]:
-        """Return what it answers itself."""
+        """Return its routes."""
         return [
             ("GET", ("/health", "/v1/health"), self.health),
             ("GET", ("/api/tags",), self.tags),
@@ -62,7 +62,7 @@ class ModelsRoutes:
 
     # --- about all of them --------------------------------------------------------------------------------------------
     async def health(self, request: Request) -> Response:
-        """How many models are in which state; it waits for none. One model alone answers itself while it is there."""
+        """Count models by state, without waiting. A single model answers itself while it is loaded."""
         if self._state.single and (one := self._state.default()) is not None:
             instance = self._models.instances[one.name]
             if instance.state == READY:
@@ -72,17 +72,17 @@ class ModelsRoutes:
         return json_response({"status": "ok", "models": states(self._models.instances.values())})
 
     async def tags(self, request: Request) -> Response:
-        """All models (Ollama)."""
+        """List all models (Ollama)."""
         found = self._models.instances.values()
         return json_response({"models": [lists.tag(one, self._state.started) for one in found]})
 
     async def running(self, request: Request) -> Response:
-        """The loaded models (Ollama)."""
+        """List loaded models (Ollama)."""
         found = [one for one in self._models.instances.values() if one.state == READY]
         return json_response({"models": [lists.running(one, self._state.started) for one in found]})
 
     async def show(self, request: Request) -> Response:
-        """About a model (Ollama), which is not loaded for that."""
+        """Describe a model (Ollama) without loading it."""
         body = await read_body(request, self._state.timeout)
         entry, _ = asked_model(self._state, request, body)
         check_user(request, entry)
@@ -91,11 +91,11 @@ class ModelsRoutes:
         return json_response(await asyncio.to_thread(lists.shown, entry, self._state.started))
 
     async def version(self, request: Request) -> Response:
-        """Version and build."""
+        """Return version and build."""
         return json_response({"version": __version__, "build_info": FINGERPRINT})
 
     async def metrics(self, request: Request) -> Response:
-        """Counters of the front; those of a model itself with `?model=` while it is loaded."""
+        """Return the metrics of the front; with `?model=`, those of a loaded model."""
         check_metrics(self._state)
         if "model" in request.query_params or self._state.single:
             return await self.forward(request)
@@ -104,7 +104,7 @@ class ModelsRoutes:
 
     # --- to one of them -----------------------------------------------------------------------------------------------
     async def forward(self, request: Request) -> Response:
-        """To the model that the request is for; one that sleeps is not woken by questions that it has answered."""
+        """Forward to the model of the request; a sleeping one is not woken for what it has already answered."""
         path: str = request.scope["path"]
         body = await read_body(request, self._state.timeout)
         entry, fields = asked_model(self._state, request, body)
@@ -116,7 +116,7 @@ class ModelsRoutes:
         return self._forwarded(entry, request, body, keep)
 
     def _forwarded(self, entry: ModelEntry, request: Request, body: bytes, keep: float | None) -> Forwarded:
-        """`keep`: seconds that the model stays afterwards, as Ollama's `keep_alive` says."""
+        """Forward to a model; `keep`: seconds that it stays loaded afterwards (Ollama's `keep_alive`)."""
         loads = flag(request, "autoload", self._state.single or self._state.config.server.models_autoload)
         use = ModelUse(entry.name, counts=request.method != "GET", loads=loads)
 
@@ -131,7 +131,7 @@ class ModelsRoutes:
 
 
 def _asleep(instance: Instance, path: str) -> Response:
-    """What a model answered before it fell asleep."""
+    """Return what a model answered before it fell asleep."""
     status, body = instance.kept[path.encode()]
     if path == "/metrics":
         return Response(body, status, headers={"Content-Type": CONTENT_TYPE})
@@ -142,7 +142,7 @@ def _asleep(instance: Instance, path: str) -> Response:
 
 
 def asked_model(state: ModelsState, request: Request, body: bytes) -> tuple[ModelEntry, dict[str, Any]]:
-    """The model that a request is for, and its fields; ApiError if there is none, or the body cannot be read."""
+    """Return the model of a request, and the fields of its body; ApiError if it is unknown or the body is not JSON."""
     name: Any = request.query_params.get("model")
     value: Any = None
     if body.strip():

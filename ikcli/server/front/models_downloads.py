@@ -1,4 +1,4 @@
-"""Models that are being downloaded into the hub's cache while the server runs, each by a thread of its own."""
+"""Download models into the hub's cache while the server runs, each in its own thread."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _EVERY = 0.2  # seconds between two events about one download
 
 
 class _Cancelled(Exception):
-    """Somebody does not want it any more."""
+    """The download was cancelled."""
 
 
 @dataclass(eq=False)
 class ModelDownload:
-    """One model: bytes that are there and bytes in all by the URL of each file; `asked` is the name that was sent."""
+    """The download of one model. `files`: bytes done and in total, by URL; `asked`: the name in the request."""
 
     name: str
     asked: str
@@ -36,12 +36,12 @@ class ModelDownload:
     told: float = 0.0
 
     def progress(self) -> dict[str, dict[str, int]]:
-        """What has arrived."""
+        """Return the progress of each file."""
         return {url: dict(file) for url, file in self.files.items()}
 
 
 class Downloads:
-    """See the module. `arrived` puts a model that is there on the list."""
+    """All downloads. `arrived` adds a finished model to the list."""
 
     def __init__(self, access: Access, events: Events, arrived: Callable[[], Awaitable[None]], log: ServerLog) -> None:
         self.running: dict[str, ModelDownload] = {}
@@ -50,11 +50,11 @@ class Downloads:
         self._starting = asyncio.Lock()
 
     def find(self, name: str) -> ModelDownload | None:
-        """The download of a model, by its whole name or the one that was asked for."""
+        """Return the download of a model by its full name or the requested one."""
         return next((one for one in self.running.values() if name in (one.name, one.asked)), None)
 
     async def start(self, asked: str) -> None:
-        """Begin; ApiError 400 if the hub has no such model, or it is there."""
+        """Start a download; ApiError 400 if the hub has no such model, or it is already here."""
         async with self._starting:
             try:
                 ref = parse_ref(asked)
@@ -77,7 +77,7 @@ class Downloads:
         threading.Thread(target=self._work, args=(one, info, quant, loop), daemon=True).start()
 
     def cancel(self, one: ModelDownload) -> None:
-        """End a download; what has arrived is kept for the next one."""
+        """Cancel a download; the next one resumes it."""
         one.cancelled = True
 
     # --- in the thread of a download ----------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What a file of models says: the models, their options and needs, groups, and the memory that they share."""
+"""The list of models: each with its options and memory, groups of models, and the memory that they share."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 from ikcli.settings.run import RunConfig
 
 FILE, PRESET, FOLDER, CACHE = "file", "preset", "folder", "cache"
-"""What names a model: a file of ours, a preset file, the folder that it is in, or the cache of the hub."""
+"""Where an entry comes from: a models file, a preset file, a folder, or the cache of the hub."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What lists say of a model, from its header; `n_ctx` tokens of a slot."""
+    """Facts of a model's header for lists; `n_ctx`: tokens of a slot."""
 
     arch: str = ""
     n_params: int = 0
@@ -52,17 +52,17 @@ class ModelEntry:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The name and the aliases."""
+        """Its name and aliases."""
         return (self.name, *self.aliases)
 
     def like(self, other: ModelEntry) -> bool:
-        """Whether a process of the one can go on as that of the other."""
+        """Return whether a process of the one can go on as that of the other."""
         return (self.names, self.argv, self.stamp) == (other.names, other.argv, other.stamp)
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Members are loaded and unloaded together, or only one of them at a time."""
+    """Models that are loaded and unloaded together, or of which only one is loaded at a time."""
 
     name: str
     members: tuple[str, ...]
@@ -85,17 +85,17 @@ class ModelsFile:
 
     @property
     def default(self) -> ModelEntry | None:
-        """The model of requests that name none: the first one, if there are any."""
+        """The model of requests that name none: the first, if there is one."""
         return next(iter(self.entries.values()), None)
 
     def find(self, name: str) -> ModelEntry | None:
-        """The model with this name or alias; `NAME:latest` is NAME."""
+        """Return the model with this name or alias; `NAME:latest` is NAME."""
         for entry in self.entries.values():
             if name in entry.names:
                 return entry
         return self.find(name.removesuffix(":latest")) if name.endswith(":latest") else None
 
     def partners(self, name: str, *, together: bool) -> tuple[str, ...]:
-        """The other members of the groups of one kind that a model is in."""
+        """Return the other members of a model's groups of one kind."""
         groups = (group.members for group in self.groups if group.together == together and name in group.members)
         return tuple(dict.fromkeys(member for members in groups for member in members if member != name))

@@ -1,4 +1,4 @@
-"""What happens to models, as server-sent events for whoever listens."""
+"""Server-sent events about models."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from ikcli.server.front.forward import disconnected
 from ikcli.server.http import sse
 
 _MOST = 10_000
-"""Events that wait for a listener; one that takes none is let go."""
+"""Events that may wait for a listener; a slower one is disconnected."""
 
 
 class Events:
-    """All listeners."""
+    """Sends events to all listeners."""
 
     def __init__(self) -> None:
         self._listeners: set[asyncio.Queue[bytes]] = set()
 
     def send(self, model: str, event: str, data: Any = None) -> None:
-        """Tell all listeners; `*` is all models."""
+        """Send an event to all listeners; `*` is all models."""
         value = {"model": model, "event": event} | ({} if data is None else {"data": data})
         for queue in list(self._listeners):
             self._put(queue, sse.data(value))
 
     def _put(self, queue: asyncio.Queue[bytes], chunk: bytes) -> None:
-        """An empty chunk is the end."""
+        """Queue a chunk; an empty one ends the stream."""
         if queue.qsize() >= _MOST:
             chunk = b""
         if not chunk:
@@ -41,7 +41,7 @@ class Events:
             self._put(queue, b"")
 
     async def listen(self, receive: Receive, ping: float) -> AsyncIterator[bytes]:
-        """Events as they come, until the client is gone; after `ping` seconds of silence (0: never) a comment."""
+        """Yield events until the client disconnects; after `ping` idle seconds (0: never), a comment."""
         queue: asyncio.Queue[bytes] = asyncio.Queue()
         self._listeners.add(queue)
         gone = asyncio.ensure_future(disconnected(receive))

@@ -1,4 +1,4 @@
-"""A model of a server of several, and the process that it has while it is loaded."""
+"""A model of the list, and its process while it is loaded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ikcli.server.http.errors import ApiError
 UNLOADED, SLEEPING = "unloaded", "sleeping"
 _STATUS = {DOWN: UNLOADED, STARTING: "loading", READY: "loaded", DRAINING: "unloading"}
 KEPT = (b"/props", b"/v1/props", b"/metrics")
-"""What a model that sleeps is asked for without waking it: the answers from before it fell asleep."""
+"""Paths that a sleeping model answers without waking, with its answers from before."""
 
 
 @dataclass(eq=False)
@@ -38,12 +38,12 @@ class Instance(Member):
 
     @property
     def status(self) -> str:
-        """The state in the words of llama-server's lists."""
+        """The state in the words of llama-server's model list."""
         return SLEEPING if self.asleep and self.state == DOWN else _STATUS[self.state]
 
 
 def states(instances: Iterable[Instance]) -> dict[str, int]:
-    """How many models are in which state."""
+    """Count models by status."""
     found = dict.fromkeys((*_STATUS.values(), SLEEPING), 0)
     for one in instances:
         found[one.status] += 1

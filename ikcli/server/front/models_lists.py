@@ -23,9 +23,9 @@ _TEXT = {"input_modalities": ["text"], "output_modalities": ["text"]}
 
 
 def entry(one: Instance, started: int) -> dict[str, Any]:
-    """An entry of /models: `status.value` is unloaded, loading, loaded, unloading or sleeping.
+    """Return an entry of /models: `status.value` is unloaded, loading, loaded, unloading or sleeping.
 
-    With what the model itself has said, once it was loaded.
+    Once the model was loaded, the entry has its own fields, too.
     """
     status: dict[str, Any] = {"value": one.status, "args": list(one.entry.argv), "preload": one.entry.preload}
     if one.failure is not None:
@@ -47,7 +47,7 @@ def entry(one: Instance, started: int) -> dict[str, Any]:
 
 
 def coming(name: str, progress: dict[str, dict[str, int]], started: int) -> dict[str, Any]:
-    """The entry of a model that is being downloaded."""
+    """Return the entry of a model that is being downloaded."""
     return {
         "id": name,
         "object": "model",
@@ -62,7 +62,7 @@ def coming(name: str, progress: dict[str, dict[str, int]], started: int) -> dict
 
 
 def tag(one: Instance, started: int) -> dict[str, Any]:
-    """An entry of /api/tags."""
+    """Return an entry of /api/tags."""
     facts = one.entry.facts
     return {
         "name": one.entry.name,
@@ -75,10 +75,10 @@ def tag(one: Instance, started: int) -> dict[str, Any]:
 
 
 def shown(entry: ModelEntry, started: int) -> dict[str, Any]:
-    """/api/show of a model that is not loaded."""
+    """Return /api/show of a model that is not loaded."""
     facts = entry.facts
     found = ["completion"] if facts.generates else []
-    with suppress(IkError):  # a template that nobody can read, which is no matter before the model is used
+    with suppress(IkError):  # a broken template does not matter before the model is used
         format = ChatFormat.for_model(facts.template or None, jinja=entry.config.server.jinja)
         more = ["tools"] * format.capabilities.tools + ["thinking"] * format.supports_thinking
         found += more if found else []
@@ -99,7 +99,7 @@ def _time(seconds: float) -> str:
 
 
 def running(one: Instance, started: int) -> dict[str, Any]:
-    """An entry of /api/ps."""
+    """Return an entry of /api/ps."""
     left = min(max((one.ttl or 0.0) - (time.monotonic() - one.used), 0.0), 1e9)
     expires = _time(time.time() + left)
     gpu = sum(n for device, n in one.entry.need.items() if device != "CPU")
@@ -109,7 +109,7 @@ def running(one: Instance, started: int) -> dict[str, Any]:
 
 
 def families(models: ModelSupervisor) -> Iterator[Metric]:
-    """Return what the models take and do, for Prometheus."""
+    """Return loads, requests and planned memory by model, for Prometheus."""
     for name, text, value in (
         ("model_loaded", "1 while the model is loaded.", lambda one: one.state in (READY, DRAINING)),
         ("model_loads", "How often the model was loaded.", lambda one: one.n_starts),

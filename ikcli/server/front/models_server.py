@@ -1,4 +1,4 @@
-"""Running a server of several models."""
+"""Run a server of several models."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ikcli.server.http.errors import ApiError
 from ikcli.settings.run import RunConfig
 
 _OF_SEVERAL = "LLAMA_ARG_MODELS_"
-"""Begins the variables by which a process would be a server of several models itself."""
+"""Prefix of the variables that would make a process a server of several models itself."""
 
 
 def serve_models(

@@ -1,4 +1,4 @@
-"""What all requests to a server of several models share, and which model one is for."""
+"""The state that all requests to a server of several models share."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ikcli.settings.values import OFF, ON
 
 @dataclass
 class ModelsState(FrontState[ModelSupervisor]):
-    """`read` reads the list of models again. `single`: there is one model, which sleeps when it is idle."""
+    """See FrontState. `read` reads the list of models again; `single`: there is one model, which sleeps when idle."""
 
     read: Callable[[], ModelsFile] | None = None
     single: bool = False
@@ -31,12 +31,12 @@ class ModelsState(FrontState[ModelSupervisor]):
 
     @cached_property
     def downloads(self) -> Downloads:
-        """Models that are being downloaded."""
+        """The downloads that run."""
         access = Access(self.config.hub.token, self.config.hub.offline)
         return Downloads(access, self.supervisor.events, self.refresh, self.log)
 
     async def refresh(self) -> None:
-        """Take the list of models as it is now; ApiError 500 if it cannot be read, and then all stays as it was."""
+        """Read the list of models again; ApiError 500 if it cannot be read, and the old list stays."""
         if self.read is None:
             return
         async with self._reading:
@@ -47,7 +47,7 @@ class ModelsState(FrontState[ModelSupervisor]):
             self.supervisor.update(file)
 
     def default(self) -> ModelEntry:
-        """The model of requests that name none; ApiError 404 if there is none at all."""
+        """Return the model of requests that name none; ApiError 404 if the list is empty."""
         entry = self.supervisor.file.default
         if entry is None:
             raise ApiError(404, "this server has no model yet; POST /models downloads one")
@@ -55,7 +55,7 @@ class ModelsState(FrontState[ModelSupervisor]):
 
 
 def find(state: ModelsState, name: str) -> ModelEntry:
-    """The model of this name; ApiError if there is none (404), or it is on its way (503)."""
+    """Return the model with this name; ApiError 404 if unknown, 503 while it is being downloaded."""
     entry = state.supervisor.file.find(name)
     if entry is None:
         if state.downloads.find(name) is not None:
@@ -66,14 +66,14 @@ def find(state: ModelsState, name: str) -> ModelEntry:
 
 
 def check_user(request: Request, entry: ModelEntry) -> None:
-    """ApiError 403 if the user of a request may not use a model."""
+    """Check that the user of a request may use a model; ApiError 403 if not."""
     account = request.scope.get(ACCOUNT)
     if account is not None:
         account.check_model(entry.names)
 
 
 def flag(request: Request, name: str, default: bool) -> bool:
-    """A parameter of the address that is true or false."""
+    """Return a boolean query parameter."""
     text = request.query_params.get(name, "").lower()
     if text and text not in ON | OFF:
         raise bad_request(f"{name} must be true or false, not {text[:20]}")

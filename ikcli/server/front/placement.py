@@ -1,4 +1,4 @@
-"""Where replicas run: here on processes of this machine that share its processors, memory and GPUs."""
+"""The placement of replicas, and the local one: child processes that share CPUs, memory and GPUs of this machine."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from ikcli.server.front.process import Process
 
 
 class Placement(Protocol):
-    """A way to run replicas."""
+    """Decides where replicas run."""
 
     one_first: bool
 
     def open(self) -> None:
-        """IkError if that cannot be; UnsupportedError if it needs what is not installed."""
+        """Prepare; IkError if replicas cannot run there, UnsupportedError if a package is missing."""
 
     def make(self, index: int, n: int) -> Process:
-        """The process of a replica that is started for the n-th time."""
+        """Return the process for the n-th start of a replica."""
 
     def renew(self) -> None:
-        """All are to be started anew, with the files as they are now; IkError if that cannot be."""
+        """Take the files as they are now for a restart of all replicas; IkError if they cannot be read."""
 
     def close(self) -> None:
-        """When all processes have ended."""
+        """Clean up after all processes have ended."""
 
 
 class LocalPlacement:
-    """Processes of this machine. Options of threads are for all together; so is the default of --cache-ram."""
+    """Local child processes. They share what the thread options and the default of --cache-ram say."""
 
     one_first = True
 
@@ -47,7 +47,7 @@ class LocalPlacement:
         self._options = [spec.shared(index) for index in range(n)]
 
     def open(self) -> None:
-        """Make the folder of their sockets, which only this user can enter."""
+        """Create the directory of their sockets, which only this user can enter."""
         self._folder = tempfile.TemporaryDirectory(prefix="ik-")
 
     def make(self, index: int, n: int) -> Child:
@@ -63,15 +63,15 @@ class LocalPlacement:
         )  # fmt: skip
 
     def renew(self) -> None:
-        """Every process reads the files anew."""
+        """Nothing to do: every process reads the files again."""
 
     def close(self) -> None:
-        """Remove the folder."""
+        """Remove the directory."""
         self._folder.cleanup()
 
 
 def gpu_shares(n: int, each: int, environment: Mapping[str, str]) -> Sequence[str]:
-    """Which GPUs every replica sees, none if they all see all; UsageError if there are not enough that are visible."""
+    """Return the GPUs of every replica, none if all see all; UsageError if too few are visible."""
     if not each:
         return ()
     visible = environment.get(GPUS)

@@ -1,7 +1,7 @@
-"""Which replica holds the beginning of a request: hashes of what each was asked, cut into blocks of text.
+"""Find the replica that holds the prefix of a request, by hashes of text blocks of earlier requests.
 
-The hash of a block covers all blocks before it, so a request shares as many blocks with an earlier one as their texts
-have in common from the start. The answers are not looked at: the next request of a conversation brings them along.
+The hash of a block covers all blocks before it, so two requests share as many blocks as their texts have in common from
+the start. Answers are not hashed: the next request of a conversation contains them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from ikcli.server.http.jsontext import dump
 
 BLOCK = 128
-"""Characters; what is left at the end is no block."""
+"""Characters of a block; a shorter rest is ignored."""
 _MOST = 1 << 15  # blocks of a replica, a million tokens: about what slots and prompts in RAM hold
 _FIELDS = ("lora", "tools", "system", "instructions", "messages", "input", "prompt", "input_extra", "input_prefix")
 
@@ -21,7 +21,7 @@ Blocks = tuple[int, ...]
 
 
 def blocks_of(fields: Mapping[str, Any]) -> Blocks:
-    """The blocks of what a request has computed, in the order in which templates put it."""
+    """Return the blocks of a request's prompt, in the order of chat templates."""
     text = "".join(_pieces(fields))
     out, before = [], 0
     for i in range(0, len(text) - BLOCK + 1, BLOCK):
@@ -38,21 +38,21 @@ def _pieces(fields: Mapping[str, Any]) -> Iterator[str]:
 
 
 class PrefixIndex:
-    """The blocks that a replica has computed; what was not asked for longest goes first, ends before beginnings."""
+    """The blocks that a replica has computed. The least recently requested go first, ends before beginnings."""
 
     def __init__(self, most: int = _MOST) -> None:
         self._most = most
         self._blocks: OrderedDict[int, None] = OrderedDict()
 
     def shared(self, blocks: Blocks) -> int:
-        """How many blocks of a request are here, from the first on."""
+        """Return the number of leading blocks of a request that are here."""
         for n, block in enumerate(blocks):
             if block not in self._blocks:
                 return n
         return len(blocks)
 
     def add(self, blocks: Blocks) -> None:
-        """A request goes here."""
+        """Add the blocks of a request that goes here."""
         for block in reversed(blocks):
             self._blocks[block] = None
             self._blocks.move_to_end(block)
@@ -60,5 +60,5 @@ class PrefixIndex:
             self._blocks.popitem(last=False)
 
     def clear(self) -> None:
-        """The process is another one now."""
+        """Forget all blocks: the process was replaced."""
         self._blocks.clear()

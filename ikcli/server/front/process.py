@@ -1,4 +1,4 @@
-"""What a supervisor manages: a process that serves a model at an address, local or on a node of a cluster."""
+"""A process that a supervisor manages: it serves a model at an address, here or on a node of a cluster."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class LoadError(Exception):
 
 
 class Process(Upstream, ABC):
-    """An upstream with a life of its own. It is used once: a restart makes another one."""
+    """An upstream that is started and stopped. It is used once: a restart makes a new one."""
 
     @property
     @abstractmethod
     def where(self) -> str:
-        """What people can find it by."""
+        """Where it runs, for people who look for it."""
 
     @abstractmethod
     async def load(self) -> None:

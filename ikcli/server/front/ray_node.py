@@ -1,7 +1,7 @@
-"""What runs on a node of Ray: `ik serve` as a process there, on the node's address, and the one who keeps it.
+"""The actor on a node of Ray that runs `ik serve` as a child process at the node's address.
 
-The front asks the keeper to load, to tell what is new, and to stop; requests go to the process itself. Errors are
-values here: Ray would wrap them in its own.
+The front asks the actor to load, to report news and to stop; requests go directly to the process. Errors are returned
+as values: Ray would wrap exceptions in its own.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _MOST_LINES = 10_000
 _CHECK = 1.0  # seconds
 
 News = tuple[list[tuple[str, bool]], str | None]
-"""New lines of the log and whether each is of stderr, and why the process has ended, None while it has not."""
+"""New log lines, each with whether it is of stderr, and why the process has ended (None: it runs)."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLaunch:
-    """How the process of a replica is started. `inputs`: what it reads, with digests; `grace`: see Child.
+    """How a replica is launched on a node. `inputs`: files that it reads, with digests; `grace`: see Child.
 
-    `own_gpus`: it may use those alone that Ray gave it.
+    `own_gpus`: it may use only the GPUs that Ray assigned.
     """
 
     name: str
@@ -46,7 +46,7 @@ class ReplicaLaunch:
     own_gpus: bool
 
     def __call__(self) -> ReplicaLaunch:
-        """Compare the files; IkError if one is another than when the front began, or began a rolling restart."""
+        """Check the files; IkError if one has changed since the front started, or started a rolling restart."""
         for path, wanted in self.inputs:
             if digest.of_input(path) != wanted:
                 raise IkError(
@@ -56,7 +56,7 @@ class ReplicaLaunch:
         return self
 
     def child(self, say: Callable[[str, bool], None]) -> Child:
-        """The process, not started yet."""
+        """Return the process, not started yet."""
         environment = plain_environment()
         if not self.own_gpus and environment.get(GPUS) == "":  # Ray hides them all from who reserves none
             del environment[GPUS]
@@ -67,7 +67,7 @@ class ReplicaLaunch:
 
 
 class ReplicaActor:
-    """The actor that keeps the process. `start` gives a ReplicaLaunch, after fetching what the node lacks."""
+    """The actor. `start` returns a ReplicaLaunch after fetching the files that the node lacks."""
 
     def __init__(self, start: Callable[[], ReplicaLaunch]) -> None:
         self._start = start
@@ -79,12 +79,12 @@ class ReplicaActor:
         self._ended: str | None = None
 
     async def node(self) -> dict[str, str]:
-        """Its version and address."""
+        """Return the node's version of ik and its address."""
         self._node_watch = self._node_watch or asyncio.ensure_future(self._end_with_node())
         return {"version": __version__, "address": this_address()}
 
     async def load(self) -> dict[str, Any]:
-        """Start the process and wait until its model is loaded: its address and number, or what is the problem."""
+        """Start the process, wait until its model is loaded, and return address and process ID, or the problem."""
         try:
             start = await asyncio.to_thread(self._start)
             self._child = start.child(self._say)
@@ -95,7 +95,7 @@ class ReplicaActor:
         return {"address": self._child.address, "pid": self._child.pid}
 
     async def _end_with_node(self) -> None:
-        """End when the program does that is the node (our parent): Ray leaves actors behind that wait for something."""
+        """End when the node's own process (our parent) does: Ray leaves actors behind that wait for something."""
         parent = os.getppid()
         while os.getppid() == parent:
             await asyncio.sleep(_CHECK)
@@ -113,7 +113,7 @@ class ReplicaActor:
         self._new.set()
 
     async def news(self) -> News:
-        """What is new, as soon as there is something."""
+        """Return news as soon as there is some."""
         await self._new.wait()
         if self._ended is None:
             await asyncio.sleep(_PAUSE)
@@ -123,7 +123,7 @@ class ReplicaActor:
         return lines, self._ended
 
     async def stop(self) -> None:
-        """End the process: requests that run may finish within the grace time."""
+        """End the process; running requests may finish within the grace time."""
         if self._child is not None:
             await self._child.stop()
         if self._watch is not None:

@@ -1,7 +1,7 @@
-"""Replicas on nodes of Ray: each in an actor that reserves its processors, spread over the nodes.
+"""The placement of replicas on nodes of Ray: one actor each, which reserves its CPUs, spread over the nodes.
 
-The files of the options are found at the same paths or fetched once per node, and compared when a process starts. Who
-has the key of the run reaches the processes; nobody else has it.
+Nodes have the files of the options at the same paths or fetch them once; digests are compared when a process starts.
+The processes accept requests only with the key of the run, which the front alone knows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ikcli.server.http.logs import ServerLog
 
 @dataclass(frozen=True, slots=True)
 class _Files:
-    """What processes read from now on; `first` is the number of the first file at the file server."""
+    """The files that new processes read; `first`: the number of the first one at the file server."""
 
     inputs: tuple[tuple[Path, str], ...]
     needed: tuple[Needed, ...]
@@ -33,7 +33,7 @@ class _Files:
 
 
 class RayPlacement:
-    """See the module. On a cluster options of threads are for each replica; `local` is as LocalPlacement."""
+    """See the module. On a cluster, thread options apply to each replica; with `local`, see LocalPlacement."""
 
     def __init__(self, spec: LaunchSpec, log: ServerLog) -> None:
         config = spec.config
@@ -49,7 +49,7 @@ class RayPlacement:
         self._stack = ExitStack()
 
     def open(self) -> None:
-        """See Placement: connects, and hands files out from now on. IkError if no node is large enough."""
+        """Connect, and start to serve files; IkError if no node is large enough."""
         with ExitStack() as stack:
             # lines of JSON stay alone
             self._ray = stack.enter_context(self._cluster.connected(relay=self._server.log_format != "json"))
@@ -60,7 +60,7 @@ class RayPlacement:
             self._stack = stack.pop_all()
 
     def _check_room(self, nodes: list[dict[str, float]]) -> None:
-        """IkError if a replica fits nowhere."""
+        """Check that a replica fits on some node; IkError if not."""
         gpus = self._server.replica_gpus
         most = max((node.get("CPU", 0) for node in nodes), default=0)
         if most < self._cpus:
@@ -71,7 +71,7 @@ class RayPlacement:
             raise IkError(f"--replica-gpus {gpus}: no node of Ray has so many GPUs for {self._cpus} processors")
 
     def renew(self) -> None:
-        """See Placement: the files are those of now, which are handed out under their new digests."""
+        """Read the digests of the files again, and serve changed ones under the new digests."""
         inputs = tuple((path, digest.of_input(path)) for path in dict.fromkeys(self._spec.inputs))
         if inputs == self._files.inputs:
             return
@@ -100,7 +100,7 @@ class RayPlacement:
         )  # fmt: skip
 
     def _begin(self, start: Any) -> Any:
-        """An actor, which Ray places as soon as there is room for it."""
+        """Create an actor, which Ray places as soon as a node has room."""
         node = self._cluster.node
         remote = self._ray.remote(
             num_cpus=self._cpus,

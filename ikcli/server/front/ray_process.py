@@ -1,4 +1,4 @@
-"""The front's side of a replica on a node of Ray: an actor to keep it, and its own address for requests."""
+"""The front's side of a replica on a node of Ray: an actor runs it, requests go directly to its address."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MORE, _KILLED = 10.0, 3.0  # seconds that a node gets to end a process, beyond 
 
 
 class RayProcess(Process):
-    """A process whose actor `begin` makes; `no_room` is called if Ray does not place it for a while."""
+    """A process behind the actor that `begin` creates. `no_room` is called while Ray has no node for it."""
 
     def __init__(
         self, ray: Any, begin: Callable[[], Any], *, key: str, grace: float, no_room: Callable[[], None]
@@ -78,7 +78,7 @@ class RayProcess(Process):
             ) from None
 
     async def _follow(self) -> None:
-        """Pass its log on, and see it end."""
+        """Pass its log on until it ends."""
         try:
             ended = None
             while ended is None:
@@ -117,12 +117,12 @@ class RayProcess(Process):
         self._end("it was stopped")
 
     def _release(self) -> None:
-        """End the actor; where it is only out of reach, it would keep its place."""
+        """Kill the actor: one that is merely unreachable would keep its reservation."""
         with contextlib.suppress(self._ray.exceptions.RayError, ValueError):
             self._ray.kill(self._actor)
 
     def kill(self) -> None:
-        """See Process; whether its node is still there or not."""
+        """See Process; its node may be gone."""
         self._killed = True
         if self._node:
             with contextlib.suppress(self._ray.exceptions.RayError):

@@ -1,7 +1,7 @@
-"""A replica, and which one a request goes to.
+"""A replica, and the choice of one for a request.
 
-A request goes to the replica that holds most of its beginning, unless all slots there are busy; then, or if none holds
-much of it, to the one with the fewest requests.
+A request goes to the replica that holds the longest prefix of it, unless all slots there are busy. Then, or if no
+replica holds enough of it, it goes to the one with the fewest requests.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ikcli.server.front.supervisor import READY, STARTING, Member
 
 @dataclass(frozen=True, slots=True)
 class RoutingHint:
-    """What a request wants of its replica: much of its beginning there, or a slot of that one."""
+    """What routes a request: the blocks of its prefix, or the replica of the slot that it names."""
 
     blocks: Blocks = ()
     replica: int | None = None
@@ -43,12 +43,12 @@ class Replica(Member):
 
     @property
     def usable(self) -> bool:
-        """Whether requests may go there."""
+        """Whether it takes requests."""
         return self.state == READY and not self.doubtful
 
 
 def choose(replicas: Sequence[Replica], blocks: Blocks, least: float) -> Replica:
-    """The replica for a request; `least` is the share of it that must be there to matter. See the module."""
+    """Return the replica for a request. `least`: the share of its blocks that a replica must hold to be preferred."""
     shared = {one: one.held.shared(blocks) for one in replicas}
     most = max(shared.values())
     if most and most >= least * len(blocks):

@@ -1,6 +1,6 @@
-"""Several replicas of one model: kept alive, watched, restarted, chosen for requests.
+"""Several replicas of one model: keep them alive, check their health, restart them in turn, choose one by prefix.
 
-A replica that ends, or does not answer, is started again, at once the first time and after growing pauses then.
+A replica that ends or stops answering is started again: at once the first time, then after growing pauses.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from ikcli.errors import IkError
 from ikcli.server.front.process import LoadError, Process
 from ikcli.server.front.replica import Replica, RoutingHint, choose
-from ikcli.server.front.supervisor import DOWN, DRAINING, READY, STARTING, Supervisor
+from ikcli.server.front.supervisor import DOWN, DRAINING, READY, Supervisor
 from ikcli.server.front.upstream import UpstreamError
 from ikcli.server.http.errors import ApiError
 from ikcli.server.http.logs import ServerLog
@@ -24,11 +24,11 @@ _LONGEST_PAUSE, _SETTLED = 60.0, 30.0  # seconds
 
 
 class ReplicaSupervisor(Supervisor[Replica, RoutingHint]):
-    """See the module. `make(index, n)` gives the process of a replica that is started for the n-th time.
+    """Supervises replicas. `make(index, n)` returns the process for the n-th start of a replica.
 
-    `least`: see `choose`. `patience`: seconds that a request waits for a replica, and requests get when theirs is to
-    be restarted. `one_first`: the others start when the first has, so they find what it compiled. `renew` is called
-    before all are restarted; see Placement.
+    `least`: see `choose`. `patience`: seconds that a request waits for a replica, and that running requests get before
+    a restart. `one_first`: the others start after the first, so that they find the kernels that it compiled. `renew`
+    is called before a restart of all; see Placement.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class ReplicaSupervisor(Supervisor[Replica, RoutingHint]):
         self.failure = ""
         self.on_failure: Callable[[], None] = lambda: None
         self.settings: list[tuple[bytes, bytes]] = []
-        """Paths and bodies, posted to every process that starts: what was set for all."""
+        """Paths and bodies of settings for all replicas, posted to every process that starts."""
         self._make, self._least, self._patience = make, least, patience
         self._one_first, self._renew = one_first, renew
         self._clock = itertools.count(1)
@@ -61,20 +61,20 @@ class ReplicaSupervisor(Supervisor[Replica, RoutingHint]):
         return self.replicas
 
     def _touch(self, one: Replica, hint: RoutingHint, *, begins: bool) -> None:
-        """The beginning of a request counts: from then on its prefix is there."""
+        """Count the beginning of a request: from then on the replica holds its prefix."""
         if begins:
             one.used = next(self._clock)
             one.held.add(hint.blocks)
 
     def _unanswered(self, one: Replica, process: Any) -> None:
-        """Ask the replica how it is before it gets the next request."""
+        """Check the replica's health before it gets the next request."""
         one.n_unanswered += 1
         if one.process is process and one.state == READY:
             one.doubtful = True
             self._spawn(self._check(one))
 
     async def _pick(self, hint: RoutingHint) -> Replica:
-        """Wait until there is a replica; ApiError 503 if there is none in time."""
+        """Wait for a usable replica and choose one; ApiError 503 after `patience`."""
         try:
             async with asyncio.timeout(self._patience or None):
                 await self._until(lambda: self._closing or bool(self._usable(hint)))
@@ -90,7 +90,7 @@ class ReplicaSupervisor(Supervisor[Replica, RoutingHint]):
         return [one for one in wanted if one.usable]
 
     def ready(self) -> list[Replica]:
-        """Replicas that answer."""
+        """Return the replicas that answer."""
         return [one for one in self.replicas if one.state in (READY, DRAINING)]
 
     # --- lives ------------------------------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ class ReplicaSupervisor(Supervisor[Replica, RoutingHint]):
                 await asyncio.sleep(min(2.0 ** (one.n_ended - 2), _LONGEST_PAUSE))
 
     def remember(self, path: bytes, body: bytes) -> None:
-        """What was set for all; of what sets everything anew only the last."""
+        """Remember a setting for all replicas; one that sets everything of its path replaces earlier ones."""
         if path.startswith(b"/control-vectors/"):  # in their order: ids depend on what was loaded before
             if (path, body) not in self.settings[-1:]:
                 self.settings.append((path, body))
@@ -134,15 +134,14 @@ class ReplicaSupervisor(Supervisor[Replica, RoutingHint]):
             self.settings = [*(one for one in self.settings if one[0] != path), (path, body)]
 
     async def _one_life(self, one: Replica) -> str:
-        """From the start of a process to its end; why it ended, nothing if it was told to."""
+        """Run a process from start to end; return why it ended, nothing if it was told to."""
         process = self._make(one.index, one.n_starts)
-        one.process, one.state, one.doubtful = process, STARTING, False
-        one.n_starts += 1
+        one.doubtful = False
         one.restart.clear()
         one.held.clear()
         self._log.info("replicas", "starting replica", replica=one.index)
         try:
-            await process.load()
+            await self._start(one, process)
             for path, body in self.settings:
                 await process.ask("POST", path, body)
             one.state, self.opened = READY, True
@@ -178,7 +177,7 @@ class ReplicaSupervisor(Supervisor[Replica, RoutingHint]):
                     await task
 
     async def _check(self, one: Replica) -> None:
-        """Ask a replica whether it is well; one that does not answer several times in a row is ended."""
+        """Check a replica's health; kill it if it does not answer several times in a row."""
         process = one.process
         for _ in range(_MISSES):  # with pauses: one that was told to end by others may finish its requests
             if await process.healthy(timeout=_PATIENCE):
@@ -219,7 +218,7 @@ class ReplicaSupervisor(Supervisor[Replica, RoutingHint]):
             raise ApiError(500, f"replica {one.index} did not come back, the rest stays as it is: {one.error}")
 
     def restart_in_background(self) -> None:
-        """The same without waiting; what goes wrong is in the log."""
+        """Restart without waiting; failures are logged."""
         self._spawn(self._restart_logged())
 
     async def _restart_logged(self) -> None:

@@ -1,6 +1,6 @@
-"""The application in front of the replicas: what is about all of them together; everything else goes to one.
+"""The application in front of replicas: it answers for all of them together, and forwards everything else to one.
 
-Slots are numbered on from replica to replica, so the number of a slot, in a path or as `id_slot`, names its replica.
+Slots are numbered across replicas, so the number of a slot, in a path or as `id_slot`, identifies its replica.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ _GENERATING = frozenset(
         "/v1/responses", "/v1/messages", "/infill", "/api/chat", "/api/generate",
     )
 )  # fmt: skip
-"""Paths whose requests leave something in the cache of a slot."""
+"""Paths whose requests fill the cache of a slot."""
 _FOR_ALL = (
     "/lora-adapters", "/props", "/control-vectors/load", "/control-vectors/unload", "/control-vectors/apply",
 )  # fmt: skip
-"""Paths whose POST requests set something, which all replicas have to do."""
+"""Paths whose POST requests change a setting of all replicas."""
 
 
 @dataclass
 class ReplicasState(FrontState[ReplicaSupervisor]):
-    """What all requests share."""
+    """See FrontState."""
 
     @property
     def ready(self) -> bool:
-        """Whether a replica has been ready; from then on requests wait for one."""
+        """Whether some replica has been ready; from then on requests wait for one."""
         return self.supervisor.opened
 
     @property
@@ -74,7 +74,7 @@ class ReplicasState(FrontState[ReplicaSupervisor]):
 
 
 def build_app(state: ReplicasState) -> ASGIApp:
-    """The application of a server with replicas."""
+    """Build the application of a server with replicas."""
     routes = ReplicasRoutes(state)
     return front_app(state, routes.routes(), routes.forward)
 
@@ -86,7 +86,7 @@ class ReplicasRoutes:
         self._state, self._replicas, self._server = state, state.supervisor, state.config.server
 
     def routes(self) -> list[Route]:
-        """What it answers itself."""
+        """Return its routes."""
         return [
             ("GET", ("/health", "/v1/health"), self.health),
             ("GET", ("/models", "/v1/models", "/api/tags"), self.models),
@@ -106,7 +106,7 @@ class ReplicasRoutes:
 
     # --- to one of them -----------------------------------------------------------------------------------------------
     async def forward(self, request: Request) -> Response:
-        """To the replica that suits the request best."""
+        """Forward to the replica that suits the request best."""
         body = await read_body(request, self._state.timeout)
         fields = _fields(body)
         slot = fields.get("id_slot")
@@ -121,14 +121,14 @@ class ReplicasRoutes:
         return Forwarded(request, body, partial(self._replicas.lease, hint), self._state.log, what, _TRIES)
 
     def _owner(self, slot: int, problem: str) -> int:
-        """The replica that has a slot."""
+        """Return the replica that has a slot."""
         n_slots = self._state.config.n_parallel
         if slot >= n_slots * len(self._replicas.replicas):
             raise bad_request(problem.format(slot, n_slots * len(self._replicas.replicas) - 1))
         return slot // n_slots
 
     async def slot_action(self, request: Request) -> Response:
-        """Saving, restoring or erasing, by the replica that has the slot."""
+        """Save, restore or erase a slot, in the replica that has it."""
         text = request.path_params["id_slot"]
         number = int(text) if re.fullmatch(r"[0-9]{1,9}", text) else 1 << 60
         owner = self._owner(number, "Invalid slot ID: the slots are 0 to {1}")
@@ -136,7 +136,7 @@ class ReplicasRoutes:
 
     # --- to all of them -----------------------------------------------------------------------------------------------
     async def _ask_all(self, method: str, target: bytes, body: bytes = b"") -> list[tuple[Replica, int, bytes]]:
-        """Replica, status and body of those that answer; ApiError 503 if none does."""
+        """Ask all replicas; return replica, status and body of those that answer; ApiError 503 if none does."""
         ready = self._replicas.ready()
         answers = await asyncio.gather(
             *(one.process.ask(method, target, body) for one in ready), return_exceptions=True
@@ -152,7 +152,7 @@ class ReplicasRoutes:
         return found
 
     async def _lists(self, target: bytes) -> list[tuple[Replica, list[Any]]] | Response:
-        """The list of every replica, or an answer that is none."""
+        """Return the list of every replica, or the first error response."""
         found = await self._ask_all("GET", target)
         for _, status, body in found:
             if status != 200:
@@ -160,7 +160,7 @@ class ReplicasRoutes:
         return [(one, jsontext.parse(body)) for one, _, body in found]
 
     async def slots(self, request: Request) -> Response:
-        """Those of all replicas that answer; with `?fail_on_no_slot=1` status 503 if none is free."""
+        """List the slots of all replicas; with `?fail_on_no_slot=1`, status 503 if none is free."""
         found = await self._lists(b"/slots")
         if isinstance(found, Response):
             return found
@@ -172,14 +172,14 @@ class ReplicasRoutes:
         return json_response(slots)
 
     async def held(self, request: Request) -> Response:
-        """What the caches of all slots hold."""
+        """List the cache contents of all slots."""
         found = await self._lists(b"/slots/list")
         if isinstance(found, Response):
             return found
         return json_response([slot | {"replica": one.index} for one, items in found for slot in items])
 
     async def saved(self, request: Request) -> Response:
-        """The saved slots of all folders, which are one on this machine."""
+        """List the saved slots of all directories; local replicas share one."""
         found = await self._lists(b"/list")
         if isinstance(found, Response):
             return found
@@ -187,7 +187,7 @@ class ReplicasRoutes:
         return json_response([by_name[name] for name in sorted(by_name)])
 
     async def change_saved(self, request: Request) -> Response:
-        """Deleting or renaming: whoever has the file."""
+        """Delete or rename a saved slot, in the first replica that has the file."""
         target, body = request.scope["path"].encode(), await read_body(request, self._state.timeout)
         found = None
         for one in self._replicas.ready():
@@ -202,14 +202,14 @@ class ReplicasRoutes:
         return Response(found[1], found[0], media_type=JSON)
 
     async def control(self, request: Request) -> Response:
-        """Whoever writes the answer with this id."""
+        """Control the answer with this ID, in the replica that generates it."""
         target, body = request.scope["path"].encode(), await read_body(request, self._state.timeout)
         found = await self._ask_all("POST", target, body)
         _, status, answer = next((one for one in found if _did_it(one[2])), found[0])
         return Response(answer, status, media_type=JSON)
 
     async def set_for_all(self, request: Request) -> Response:
-        """Every replica does it, and those that start later, too."""
+        """Apply a setting to all replicas, and to those that start later."""
         target, body = request.scope["path"].encode(), await read_body(request, self._state.timeout)
         found = await self._ask_all("POST", target, body)
         for _, status, answer in found:
@@ -220,7 +220,7 @@ class ReplicasRoutes:
 
     # --- about all of them --------------------------------------------------------------------------------------------
     async def health(self, request: Request) -> Response:
-        """Asks no replica, so it never waits, but for the slots if they are wanted."""
+        """Count slots and replicas without asking a replica, unless the slots themselves are requested."""
         replicas = self._replicas.replicas
         total = sum(one.n_slots for one in self._replicas.ready())
         busy = sum(min(one.n_running, one.n_slots) for one in self._replicas.ready())
@@ -235,7 +235,7 @@ class ReplicasRoutes:
         return json_response(out)
 
     async def models(self, request: Request) -> Response:
-        """The model; while it loads what is known from its name."""
+        """Describe the model; while it loads, from its options."""
         if self._replicas.ready():
             return self._forwarded(request, b"", RoutingHint())
         state = ServerState(self._state.config, SimpleNamespace(state="loading"), started=self._state.started)
@@ -244,7 +244,7 @@ class ReplicasRoutes:
         return json_response(models_json(state))
 
     async def props(self, request: Request) -> Response:
-        """Those of a replica, with the slots of all."""
+        """Return the properties of one replica, with the slot count of all."""
         _, status, body = (await self._ask_all("GET", b"/props"))[0]
         if status != 200:
             return Response(body, status, media_type=JSON)
@@ -254,18 +254,18 @@ class ReplicasRoutes:
         return json_response(jsontext.parse(body) | more)
 
     async def metrics(self, request: Request) -> Response:
-        """Counters of all together, of each, and of users."""
+        """Return metrics of all replicas together, of each, and of users."""
         check_metrics(self._state)
         await asyncio.gather(*(one.counters.read(one.process) for one in self._replicas.ready()))
         headers = {"Process-Start-Time-Unix": str(self._state.started), "Content-Type": CONTENT_TYPE}
         return Response(metrics_text(families(self._replicas.replicas), self._state.users), headers=headers)
 
     async def replicas(self, request: Request) -> Response:
-        """How each is doing."""
+        """Report on each replica."""
         return json_response([_about(one) for one in self._replicas.replicas])
 
     async def restart(self, request: Request) -> Response:
-        """Restart one after the other, and answer when all are back. It takes a key that is no user's."""
+        """Restart one replica after the other, and answer when all are back. This needs a server key, not a user's."""
         if request.scope.get(ACCOUNT) is not None or not self._state.keys:
             raise ApiError(403, "this needs a key of --api-key or --api-key-file; without, send the server SIGHUP")
         await asyncio.shield(asyncio.ensure_future(self._replicas.restart()))
@@ -273,7 +273,7 @@ class ReplicasRoutes:
 
 
 def _fields(body: bytes) -> Mapping[str, Any]:
-    """The fields of a JSON object; what is wrong with others the replica says."""
+    """Return the fields of a JSON object; the replica reports errors of other bodies."""
     try:
         value = jsontext.parse(body) if body.strip() else {}
     except ValueError:

@@ -1,4 +1,4 @@
-"""What replicas count. One that is started again counts from nothing; here its counters go on."""
+"""Counters of replicas, which continue when a replica is restarted and counts from zero."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Key = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A number with its name, without the prefix; `position` in a draft, for those that are counted so."""
+    """A sample of a metric; its name has no prefix. `position`: that in a draft, if it has one."""
 
     name: str
     text: str
@@ -25,19 +25,19 @@ class Sample:
 
     @property
     def key(self) -> tuple[str, str]:
-        """What tells it from others."""
+        """Its key."""
         return self.name, self.position
 
 
 class ReplicaCounters:
-    """The numbers of a replica."""
+    """The metrics of a replica over all its processes."""
 
     def __init__(self) -> None:
         self._before: dict[Key, float] = {}
         self._now: dict[Key, Sample] = {}
 
     async def read(self, process: Upstream) -> None:
-        """Ask the process; one that does not answer leaves what it said last."""
+        """Read the metrics of the process; the last values stay if it does not answer."""
         try:
             status, body = await process.ask("GET", b"/metrics")
             if status == 200:
@@ -46,14 +46,14 @@ class ReplicaCounters:
             return
 
     def begin_anew(self) -> None:
-        """Another process begins to count."""
+        """Continue with a new process, which counts from zero."""
         for value in self._now.values():
             if value.counts:
                 self._before[value.key] = self._before.get(value.key, 0.0) + value.value
         self._now = {key: replace(value, value=0.0) for key, value in self._now.items() if value.counts}
 
     def values(self) -> dict[Key, Sample]:
-        """The numbers; counters are those of all processes so far."""
+        """Return the samples; counters include all earlier processes."""
         before = self._before
         return {
             key: replace(one, value=one.value + before.get(key, 0.0)) if one.counts else one
@@ -62,7 +62,7 @@ class ReplicaCounters:
 
 
 def _parse(text: str) -> Iterator[Sample]:
-    """The numbers without labels but the position in a draft; those of users are counted in front."""
+    """Yield samples without labels other than the draft position; the front counts users itself."""
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             if not sample.labels.keys() - {POSITION} and family.type in ("counter", "gauge"):

@@ -1,6 +1,6 @@
-"""Metrics of replicas for Prometheus: of each, and of all together.
+"""Metrics of replicas for Prometheus.
 
-The plain names have what all replicas did together, as from one server; those with `replica_` what each did.
+Plain names are those of one server and cover all replicas; names with `replica_` have a value for each.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MAX = frozenset({"n_tokens_max"})
 
 
 def families(replicas: Sequence[Replica]) -> Iterator[Metric]:
-    """Return what was read of all, and what is known of them here."""
+    """Return the metrics read from replicas, and those that the front keeps about them."""
     found = {one.index: one.counters.values() for one in replicas}
     keys = dict.fromkeys(key for values in found.values() for key in values)
     yield from _by_position(found)
@@ -41,7 +41,7 @@ def families(replicas: Sequence[Replica]) -> Iterator[Metric]:
 
 
 def _by_position(found: Mapping[int, Mapping[Key, Sample]]) -> Iterator[Metric]:
-    """What drafts have brought at each position, all replicas together."""
+    """Return accepted draft tokens by position, over all replicas."""
     accepted: Counter[int] = Counter()
     for values in found.values():
         for (_, position), one in values.items():
@@ -52,7 +52,7 @@ def _by_position(found: Mapping[int, Mapping[Key, Sample]]) -> Iterator[Metric]:
 
 
 def _family(about: Sample, values: dict[str, float]) -> Metric:
-    """By replica, or under the plain name if the key is empty."""
+    """Return a family by replica, or under the plain name if the key is empty."""
     make = CounterMetricFamily if about.counts else GaugeMetricFamily
     if "" in values:
         return make(PREFIX + about.name, about.text, value=values[""])

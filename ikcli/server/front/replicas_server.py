@@ -1,4 +1,4 @@
-"""Running a server of several replicas of one model."""
+"""Run a server of several replicas of one model."""
 
 from __future__ import annotations
 

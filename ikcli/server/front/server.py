@@ -1,4 +1,4 @@
-"""Running a server in front of processes: its socket, signals, and the life of its supervisor."""
+"""Run a server in front of processes: its socket, signals, and its supervisor."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ikcli.settings.run import RunConfig
 
 @dataclass(frozen=True)
 class FrontOptions:
-    """What is read before there is a socket: wrong options end the program then."""
+    """Log, keys, users and certificate, which are read before the socket is opened."""
 
     config: RunConfig
     log: ServerLog
@@ -33,16 +33,16 @@ class FrontOptions:
 
     @classmethod
     def of(cls, config: RunConfig) -> FrontOptions:
-        """Read them; IkError if something is wrong."""
+        """Read them; IkError if a file or an option is wrong."""
         server = config.server
         log = ServerLog(json=server.log_format == "json", verbose=config.verbose or config.verbosity > 0)
         return cls(config, log, read_keys(server), read_users(server.keys), tls_of(config))
 
 
 class FrontServer(SignalServer):
-    """Runs the supervisor while it listens; the second signal ends all processes at once.
+    """Runs the supervisor while it listens; a second signal kills all processes.
 
-    `problem`: why nothing can be served, which ends the server.
+    `problem`: why the server ended by itself.
     """
 
     def __init__(self, options: FrontOptions, app: ASGIApp, supervisor: Supervisor[Any, Any]) -> None:
@@ -52,10 +52,10 @@ class FrontServer(SignalServer):
         self.problem = ""
 
     def begin(self) -> None:
-        """Called on the loop."""
+        """Start what needs the event loop."""
 
     async def run(self, listener: socket.socket) -> None:  # type: ignore[override]
-        """Serve, and end all processes afterwards."""
+        """Serve, then end all processes."""
         self.loop = asyncio.get_running_loop()
         self.begin()
         work = asyncio.ensure_future(self._supervisor.run())

@@ -1,4 +1,4 @@
-"""What all requests to a front share."""
+"""The state that all requests to a front share."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class FrontState(Generic[S]):
 
     @property
     def ready(self) -> bool:
-        """Whether requests are taken."""
+        """Whether the server takes requests."""
         return True
 
     @property
     def failed(self) -> bool:
-        """Whether nothing can be served any more."""
+        """Whether the server can never take requests."""
         return False
 
     @property

@@ -1,4 +1,4 @@
-"""The supervisor of processes that answer requests: started, lent to requests, watched, ended.
+"""The supervisor of the processes that answer requests.
 
 Everything runs on one event loop. Which process a request gets, and when processes start and end, is a policy:
 `models.py` for several models, `replicas.py` for several replicas of one.
@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from ikcli.server.front.process import Process
 from ikcli.server.front.upstream import Upstream, UpstreamError
 from ikcli.server.http.errors import ApiError
 from ikcli.server.http.logs import ServerLog
@@ -84,6 +85,12 @@ class Supervisor(ABC, Generic[M, Hint]):
             await self._notify()
 
     # --- the lives of processes ---------------------------------------------------------------------------------------
+    async def _start(self, one: M, process: Process) -> None:
+        """Start a process in its place, and wait until its model is loaded; LoadError if that fails."""
+        one.process, one.state = process, STARTING
+        one.n_starts += 1
+        await process.load()
+
     async def close(self) -> None:
         """End all processes when their requests are done."""
         self._closing = True

@@ -30,33 +30,33 @@ _HOP_BY_HOP = frozenset(
     )
 )  # fmt: skip
 _MADE_HERE = frozenset({b"host", b"content-length", b"expect"})
-"""Headers of a request that are about its body or its receiver: here the body is whole, so nothing is waited for."""
+"""Request headers that this client sets itself; `expect` is dropped, as the body is complete."""
 
 
 def end_to_end(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """Headers, with lowercase names, that are not about one connection."""
+    """Return the end-to-end headers, with lowercase names."""
     lowered = [(name.lower(), value) for name, value in headers]
     named = {word.strip().lower() for name, value in lowered if name == b"connection" for word in value.split(b",")}
     return [(name, value) for name, value in lowered if name not in _HOP_BY_HOP and name not in named]
 
 
 class UpstreamError(Exception):
-    """The process has ended, or its answer is none."""
+    """The process has ended, or its answer is not HTTP."""
 
 
 class Upstream:
-    """Where requests go. `key`: what they have to carry there, if anything."""
+    """A server that requests go to. `key`: its API key, if it needs one."""
 
     def __init__(self, address: Address, key: str = "") -> None:
         self.address, self.key = address, key
         self.open: set[Exchange] = set()
 
     def last_words(self) -> str:
-        """Why it does not answer, as far as that is known."""
+        """Return why it does not answer, as far as that is known."""
         return "it does not answer"
 
     async def healthy(self, timeout: float = 10.0) -> bool:
-        """Whether it says that its model is loaded."""
+        """Return whether it reports that its model is loaded."""
         try:
             status, _ = await self.ask("GET", b"/health", timeout=timeout)
         except UpstreamError:
@@ -64,19 +64,19 @@ class Upstream:
         return status == 200
 
     async def answer(self, target: bytes) -> tuple[int, bytes] | None:
-        """Status and body of a GET; None if it does not answer."""
+        """Return status and body of a GET; None if it does not answer."""
         try:
             return await self.ask("GET", target)
         except UpstreamError:
             return None
 
     def cut(self) -> None:
-        """End what is open: on a machine that is gone nobody closes connections."""
+        """Abort all exchanges: a machine that is gone does not close its connections."""
         for exchange in list(self.open):
             exchange.abort()
 
     async def ask(self, method: str, target: bytes, body: bytes = b"", timeout: float = 10.0) -> tuple[int, bytes]:
-        """Status and body of a short answer; UpstreamError if there is none in time."""
+        """Return status and body of a short answer; UpstreamError after `timeout` seconds."""
         try:
             async with asyncio.timeout(timeout or None), Exchange(self, method, target, (), body) as answer:
                 return answer.status, await answer.body()
@@ -85,9 +85,9 @@ class Upstream:
 
 
 class Exchange:
-    """One request and its answer; `async with` sends the one and reads the head of the other.
+    """One request and its answer; `async with` sends the request and reads the head of the answer.
 
-    It reads while it still sends: a process may answer, and close, before it has read the whole request.
+    It reads while it sends: a process may answer, and close, before it has read the whole request.
     """
 
     def __init__(self, to: Upstream, method: str, target: bytes, headers: Headers = (), body: bytes = b"") -> None:
@@ -112,7 +112,7 @@ class Exchange:
 
     @property
     def is_stream(self) -> bool:
-        """Whether the answer comes as it is made."""
+        """Whether the answer is streamed."""
         return not any(name == b"content-length" for name, _ in self.headers)
 
     async def __aenter__(self) -> Exchange:
@@ -163,7 +163,7 @@ class Exchange:
         await self._close()
 
     async def _close(self) -> None:
-        """What still computes there stops, as its client is gone."""
+        """Close the connection, which stops a computation that still runs."""
         self._to.open.discard(self)
         self._listen(False)
         try:
@@ -175,14 +175,14 @@ class Exchange:
                 self._socket.close()
 
     def abort(self) -> None:
-        """Let it fail, as when the connection ends."""
+        """Fail as if the connection had ended."""
         self._aborted = True
         if self._socket is not None:
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
 
     def _listen(self, on: bool) -> None:
-        """Have `_receive` called when something has come, or no longer."""
+        """Start or stop calling `_receive` when data arrives."""
         if on != self._listens and self._socket is not None:
             self._listens, loop = on, asyncio.get_running_loop()
             if on:
@@ -215,7 +215,7 @@ class Exchange:
             self._waiter.set_result(None)
 
     async def _more(self) -> None:
-        """Wait until something has come; UpstreamError if nothing will."""
+        """Wait for data; UpstreamError if none will arrive."""
         if self._problem is None:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
@@ -226,7 +226,7 @@ class Exchange:
             raise self._problem
 
     async def chunks(self) -> AsyncIterator[bytes]:
-        """The body; UpstreamError if it ends too early."""
+        """Yield the body; UpstreamError if it ends too early."""
         while True:
             parts, self._parts, self._n_waiting = self._parts, [], 0
             if parts:
@@ -238,17 +238,17 @@ class Exchange:
                 await self._more()
 
     async def body(self) -> bytes:
-        """The whole body."""
+        """Return the whole body."""
         return b"".join([part async for part in self.chunks()])
 
     # called by the parser
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header of the answer, or one of those behind its body."""
+        """Take a header; trailers are dropped."""
         if not self._has_head:
             self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
-        """The head is whole."""
+        """Note that the head is complete."""
         if self._has_head:
             return
         status = self._parser.get_status_code()
@@ -261,11 +261,11 @@ class Exchange:
             self.headers = []
 
     def on_body(self, data: bytes) -> None:
-        """A part of the body."""
+        """Take a part of the body."""
         if not self._complete:
             self._parts.append(data)
             self._n_waiting += len(data)
 
     def on_message_complete(self) -> None:
-        """The answer is whole, if it was not an interim one."""
+        """Note that the answer is complete, unless it was interim."""
         self._complete = self._has_head

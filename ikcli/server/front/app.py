@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from fastapi.routing import APIRoute
-from starlette.requests import Request
-from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from ikcli.server.front.state import FrontState
 from ikcli.server.http import static
 from ikcli.server.http.app import new_app
 from ikcli.server.http.errors import unsupported
-from ikcli.server.http.gateway import Gateway
+from ikcli.server.http.gateway import Endpoint, Gateway
 from ikcli.server.http.routes import ROUTERS
 
-Endpoint = Callable[[Request], Awaitable[Response]]
 Route = tuple[str, tuple[str, ...], Endpoint]
 """Method, paths, endpoint."""
 

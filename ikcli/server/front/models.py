@@ -19,7 +19,7 @@ from ikcli.server.front.models_entries import ModelEntry, ModelsFile
 from ikcli.server.front.models_events import Events
 from ikcli.server.front.models_instance import KEPT, SLEEPING, UNLOADED, Instance
 from ikcli.server.front.process import LoadError
-from ikcli.server.front.supervisor import DOWN, DRAINING, READY, STARTING, Supervisor
+from ikcli.server.front.supervisor import DOWN, DRAINING, READY, STARTING, ProcessSupervisor
 from ikcli.server.http.errors import ApiError, bad_request
 from ikcli.server.http.logs import ServerLog
 
@@ -38,7 +38,7 @@ class ModelUse:
     loads: bool = True
 
 
-class ModelSupervisor(Supervisor[Instance, ModelUse]):
+class ModelSupervisor(ProcessSupervisor[Instance, ModelUse]):
     """Supervises one process per loaded model. `folder`: the directory of the sockets."""
 
     def __init__(self, file: ModelsFile, make_child: ChildMaker, folder: Path, log: ServerLog) -> None:
@@ -110,7 +110,7 @@ class ModelSupervisor(Supervisor[Instance, ModelUse]):
         return [instance, *(self.instances[name] for name in names)]
 
     def members(self) -> list[Instance]:
-        """See Supervisor; includes models that were removed from the list and are still ending."""
+        """See ProcessSupervisor; includes models that were removed from the list and are still ending."""
         return [*self.instances.values(), *self._leaving]
 
     def _tell(self, instance: Instance, **more: Any) -> None:
@@ -296,7 +296,7 @@ class ModelSupervisor(Supervisor[Instance, ModelUse]):
         return ttl is not None and not instance.n_running and time.monotonic() - instance.used >= ttl
 
     async def close(self) -> None:
-        """See Supervisor."""
+        """See ProcessSupervisor."""
         await super().close()
         await asyncio.gather(*(self._stop(one) for one in self.members() if one.process is not None))
 

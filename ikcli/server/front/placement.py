@@ -16,7 +16,7 @@ from ikcli.server.front.launch import LaunchSpec
 from ikcli.server.front.process import Process
 
 
-class Placement(Protocol):
+class ReplicaPlacement(Protocol):
     """Decides where replicas run."""
 
     one_first: bool
@@ -51,7 +51,7 @@ class LocalPlacement:
         self._folder = tempfile.TemporaryDirectory(prefix="ik-")
 
     def make(self, index: int, n: int) -> Child:
-        """See Placement."""
+        """See ReplicaPlacement."""
         server = self._spec.config.server
         environment = plain_environment()
         if self._gpus:

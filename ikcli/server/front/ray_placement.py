@@ -80,7 +80,7 @@ class RayPlacement:
         self._files = _Files(inputs, needed, first)
 
     def make(self, index: int, n: int) -> RayProcess:
-        """See Placement."""
+        """See ReplicaPlacement."""
         config, found = self._spec.config, self._files
         options = (
             self._spec.shared(index)
@@ -116,5 +116,5 @@ class RayPlacement:
         self._log.warn("replicas", "no node of Ray has room for the replica now; it waits", replica=index, needs=needs)
 
     def close(self) -> None:
-        """See Placement."""
+        """See ReplicaPlacement."""
         self._stack.close()

@@ -14,7 +14,7 @@ from typing import Any
 from ikcli.errors import IkError
 from ikcli.server.front.process import LoadError, Process
 from ikcli.server.front.replica import Replica, RoutingHint, choose
-from ikcli.server.front.supervisor import DOWN, DRAINING, READY, Supervisor
+from ikcli.server.front.supervisor import DOWN, DRAINING, READY, ProcessSupervisor
 from ikcli.server.front.upstream import UpstreamError
 from ikcli.server.http.errors import ApiError
 from ikcli.server.http.logs import ServerLog
@@ -23,12 +23,12 @@ _CHECK, _PATIENCE, _MISSES = 2.0, 10.0, 3  # a replica is checked so often, may 
 _LONGEST_PAUSE, _SETTLED = 60.0, 30.0  # seconds
 
 
-class ReplicaSupervisor(Supervisor[Replica, RoutingHint]):
+class ReplicaSupervisor(ProcessSupervisor[Replica, RoutingHint]):
     """Supervises replicas. `make(index, n)` returns the process for the n-th start of a replica.
 
     `least`: see `choose`. `patience`: seconds that a request waits for a replica, and that running requests get before
     a restart. `one_first`: the others start after the first, so that they find the kernels that it compiled. `renew`
-    is called before a restart of all; see Placement.
+    is called before a restart of all; see ReplicaPlacement.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class ReplicaSupervisor(Supervisor[Replica, RoutingHint]):
 
     # --- requests ---------------------------------------------------------------------------------------------------
     def members(self) -> list[Replica]:
-        """See Supervisor."""
+        """See ProcessSupervisor."""
         return self.replicas
 
     def _touch(self, one: Replica, hint: RoutingHint, *, begins: bool) -> None:

@@ -14,7 +14,7 @@ Key = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class MetricSample:
     """A sample of a metric; its name has no prefix. `position`: that in a draft, if it has one."""
 
     name: str
@@ -34,7 +34,7 @@ class ReplicaCounters:
 
     def __init__(self) -> None:
         self._before: dict[Key, float] = {}
-        self._now: dict[Key, Sample] = {}
+        self._now: dict[Key, MetricSample] = {}
 
     async def read(self, process: Upstream) -> None:
         """Read the metrics of the process; the last values stay if it does not answer."""
@@ -52,7 +52,7 @@ class ReplicaCounters:
                 self._before[value.key] = self._before.get(value.key, 0.0) + value.value
         self._now = {key: replace(value, value=0.0) for key, value in self._now.items() if value.counts}
 
-    def values(self) -> dict[Key, Sample]:
+    def values(self) -> dict[Key, MetricSample]:
         """Return the samples; counters include all earlier processes."""
         before = self._before
         return {
@@ -61,10 +61,10 @@ class ReplicaCounters:
         }
 
 
-def _parse(text: str) -> Iterator[Sample]:
+def _parse(text: str) -> Iterator[MetricSample]:
     """Yield samples without labels other than the draft position; the front counts users itself."""
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             if not sample.labels.keys() - {POSITION} and family.type in ("counter", "gauge"):
                 name, position = family.name.removeprefix(PREFIX), sample.labels.get(POSITION, "")
-                yield Sample(name, family.documentation, family.type == "counter", sample.value, position)
+                yield MetricSample(name, family.documentation, family.type == "counter", sample.value, position)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from ikcli.server.front.replica import Replica
-from ikcli.server.front.replicas_counters import Key, Sample
+from ikcli.server.front.replicas_counters import Key, MetricSample
 from ikcli.server.http.metrics import PREFIX, per_position
 
 _MEAN = frozenset({"kv_cache_usage_ratio", "n_busy_slots_per_decode"})
@@ -37,10 +37,10 @@ def families(replicas: Sequence[Replica]) -> Iterator[Metric]:
         ("requests_unanswered", "Requests whose answer the replica did not end.", True, "n_unanswered"),
     ):
         values = {str(one.index): float(getattr(one, attribute)) for one in replicas}
-        yield _family(Sample(name, text, counts, 0.0), values)
+        yield _family(MetricSample(name, text, counts, 0.0), values)
 
 
-def _by_position(found: Mapping[int, Mapping[Key, Sample]]) -> Iterator[Metric]:
+def _by_position(found: Mapping[int, Mapping[Key, MetricSample]]) -> Iterator[Metric]:
     """Return accepted draft tokens by position, over all replicas."""
     accepted: Counter[int] = Counter()
     for values in found.values():
@@ -51,7 +51,7 @@ def _by_position(found: Mapping[int, Mapping[Key, Sample]]) -> Iterator[Metric]:
         yield per_position(accepted)
 
 
-def _family(about: Sample, values: dict[str, float]) -> Metric:
+def _family(about: MetricSample, values: dict[str, float]) -> Metric:
     """Return a family by replica, or under the plain name if the key is empty."""
     make = CounterMetricFamily if about.counts else GaugeMetricFamily
     if "" in values:

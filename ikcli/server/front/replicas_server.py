@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ikcli.server.front.launch import LaunchSpec
-from ikcli.server.front.placement import LocalPlacement, Placement
+from ikcli.server.front.placement import LocalPlacement, ReplicaPlacement
 from ikcli.server.front.replicas import ReplicaSupervisor
 from ikcli.server.front.replicas_app import ReplicasState, build_app
 from ikcli.server.front.server import FrontOptions, FrontServer, serve_front
@@ -40,7 +40,7 @@ def serve_replicas(spec: LaunchSpec) -> int:
     return serve_front(options, opened)
 
 
-def placement_of(spec: LaunchSpec, log: ServerLog) -> Placement:
+def placement_of(spec: LaunchSpec, log: ServerLog) -> ReplicaPlacement:
     """Return the placement that the options name."""
     if spec.config.fleet.ray is not None:
         from ikcli.server.front.ray_placement import RayPlacement

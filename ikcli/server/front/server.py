@@ -13,7 +13,7 @@ from typing import Any
 
 from starlette.types import ASGIApp
 
-from ikcli.server.front.supervisor import Supervisor
+from ikcli.server.front.supervisor import ProcessSupervisor
 from ikcli.server.http.auth import read_keys
 from ikcli.server.http.logs import ServerLog
 from ikcli.server.http.server import SignalServer, announce, close, ignore_signals, listen, settings_of, tls_of
@@ -45,7 +45,7 @@ class FrontServer(SignalServer):
     `problem`: why the server ended by itself.
     """
 
-    def __init__(self, options: FrontOptions, app: ASGIApp, supervisor: Supervisor[Any, Any]) -> None:
+    def __init__(self, options: FrontOptions, app: ASGIApp, supervisor: ProcessSupervisor[Any, Any]) -> None:
         super().__init__(settings_of(options.config, app, options.tls))
         self._supervisor = supervisor
         self.loop: asyncio.AbstractEventLoop

@@ -6,12 +6,12 @@ import time
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from ikcli.server.front.supervisor import Supervisor
+from ikcli.server.front.supervisor import ProcessSupervisor
 from ikcli.server.http.logs import ServerLog
 from ikcli.server.http.users import Users
 from ikcli.settings.run import RunConfig
 
-S = TypeVar("S", bound=Supervisor)
+S = TypeVar("S", bound=ProcessSupervisor)
 
 
 @dataclass

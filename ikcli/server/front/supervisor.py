@@ -37,7 +37,7 @@ Hint = TypeVar("Hint")
 """What a request says about the process that it wants."""
 
 
-class Supervisor(ABC, Generic[M, Hint]):
+class ProcessSupervisor(ABC, Generic[M, Hint]):
     """See the module. `area` is the supervisor's name in the log."""
 
     def __init__(self, log: ServerLog, area: str) -> None:

@@ -158,7 +158,7 @@ def test_counters_go_on_when_a_replica_is_started_again() -> None:
         'replica_up{replica="1"} 1.0', 'user_requests_total{user="anna"} 0.0',
     ):  # fmt: skip
         assert f"llamacpp:{line}\n" in text, line
-    replicas[0].counters.begin_anew()
+    replicas[0].counters.carry_over()
     text = metrics_text(families(replicas), Users()).decode()
     assert "llamacpp:tokens_predicted_total 13.0\n" in text and "llamacpp:requests_processing 2.0\n" in text
     asyncio.run(read(replicas[0], tokens_predicted_total=2))
@@ -171,7 +171,7 @@ def test_counters_of_drafts_by_position() -> None:
         said = Said(spec_decode_num_drafts_total=6)
         said.text += generate(values)
         asyncio.run(one.counters.read(said))
-    replicas[0].counters.begin_anew()
+    replicas[0].counters.carry_over()
     text = metrics_text(families(replicas), Users()).decode()
     assert 'llamacpp:spec_decode_num_accepted_tokens_per_pos_total{position="0"} 6.0\n' in text
     assert 'llamacpp:spec_decode_num_accepted_tokens_per_pos_total{position="1"} 2.0\n' in text

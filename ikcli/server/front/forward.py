@@ -29,7 +29,7 @@ _NOT_RETURNED = frozenset({b"server", b"date", b"vary"})
 _WITHOUT_BODY = frozenset({204, 304})
 """Statuses whose answers have no body, whatever their length says."""
 _PLAIN = "/:@!$&'()*+,;=~"  # what a path may hold as it is
-_ASK = 20  # times that the use of a request is asked for whose client is gone
+_ASK = 20  # attempts to read the use of a request after its client left
 
 Lease = Callable[[], AbstractAsyncContextManager[Upstream]]
 """Lends the process for a request until the end of the block."""

@@ -216,7 +216,7 @@ class ModelSupervisor(ProcessSupervisor[Instance, ModelUse]):
             if not wanted:
                 if not any(one.holds_memory for one in belonging):  # alone it is tried: the plan is careful
                     return
-                raise ApiError(503, f"model {instance.entry.name}: there is no room beside the rest of its group")
+                raise ApiError(503, f"model {instance.entry.name}: it does not fit beside the rest of its group")
             loaded = [one for one in wanted if one.state == READY]
             if loaded:
                 oldest = min(loaded, key=lambda one: (one.n_running > 0, one.used))

@@ -58,7 +58,7 @@ class ReplicaLaunch:
     def child(self, say: Callable[[str, bool], None]) -> Child:
         """Return the process, not started yet."""
         environment = plain_environment()
-        if not self.own_gpus and environment.get(GPUS) == "":  # Ray hides them all from who reserves none
+        if not self.own_gpus and environment.get(GPUS) == "":  # Ray hides all GPUs from actors that reserve none
             del environment[GPUS]
         return Child(
             self.name, self.options, this_address(), grace=self.grace, prefix=self.prefix, key=self.key,

@@ -154,7 +154,7 @@ class ReplicaSupervisor(ProcessSupervisor[Replica, RoutingHint]):
             one.state = DOWN
             process.cut()
             await process.stop()
-            one.counters.begin_anew()
+            one.counters.carry_over()
             await self._notify()
 
     async def _until_over(self, one: Replica, process: Process) -> str:

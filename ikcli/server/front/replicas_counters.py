@@ -45,7 +45,7 @@ class ReplicaCounters:
         except (UpstreamError, ValueError):
             return
 
-    def begin_anew(self) -> None:
+    def carry_over(self) -> None:
         """Continue with a new process, which counts from zero."""
         for value in self._now.values():
             if value.counts:

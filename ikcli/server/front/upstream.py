@@ -21,7 +21,7 @@ Headers = Sequence[tuple[bytes, bytes]]
 Address = str | tuple[str, int]
 """The path of a Unix socket, or host and port."""
 _CHUNK = 1 << 16
-_MOST = 1 << 18  # bytes that wait for who reads the answer; then the process waits, too
+_MOST = 1 << 18  # bytes that may wait for the reader; beyond that the process has to wait, too
 _CONNECT = 10.0  # seconds
 _HOP_BY_HOP = frozenset(
     (

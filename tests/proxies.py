@@ -16,26 +16,26 @@ from typing import Any
 import uvicorn
 from fake_engine import FakeEngine, fake_tokenizer
 
+from ikcli.server.front.models import ModelSupervisor
+from ikcli.server.front.models_app import build_app as app_of_router
+from ikcli.server.front.models_entries import ModelEntry, ModelsFile
+from ikcli.server.front.models_state import ModelsState
+from ikcli.server.front.replicas import ReplicaSupervisor
+from ikcli.server.front.replicas_app import ReplicasState
+from ikcli.server.front.replicas_app import build_app as app_of_replicas
+from ikcli.server.front.upstream import Upstream
 from ikcli.server.http.app import build_app
 from ikcli.server.http.auth import read_keys
 from ikcli.server.http.logs import ServerLog
 from ikcli.server.http.server import listen, settings_of
 from ikcli.server.http.state import ServerState
 from ikcli.server.http.users import Users
-from ikcli.server.replicas.app import ReplicasState
-from ikcli.server.replicas.app import build_app as app_of_replicas
-from ikcli.server.replicas.crew import Crew
-from ikcli.server.router.app import build_app as app_of_router
-from ikcli.server.router.entries import ModelEntry, ModelsFile
-from ikcli.server.router.manager import Manager
-from ikcli.server.router.state import RouterState
-from ikcli.server.router.upstream import Upstream
 from ikcli.settings.run import RunConfig
 from ikcli.settings.server import ServerConfig
 
 FRONTS = ("router", "replicas")
 SERVERS = ("plain", *FRONTS)
-WAIT = 20.0
+WAIT = 60.0
 TEXT = b'{"content": "Hello"}'
 TOKENS = {"tokens": [259]}
 Script = Callable[["Asked", asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -206,18 +206,18 @@ async def serving(
             app = build_app(state)
         elif kind == "router":
             entries = {"m": ModelEntry("m", (), replace(config, server=ServerConfig()), {"CPU": 1})}
-            manager = Manager(ModelsFile(Path("f"), entries, (), {"CPU": 9}, 0), child, folder, logger)
-            stack.push_async_callback(manager.close)
-            state = RouterState(config, manager, keys, logger, users)
+            supervisor = ModelSupervisor(ModelsFile(Path("f"), entries, (), {"CPU": 9}, 0), child, folder, logger)
+            stack.push_async_callback(supervisor.close)
+            state = ModelsState(config, supervisor, keys, logger, users)
             app = app_of_router(state)
         else:
-            crew = Crew(1, 2, child, logger, patience=5)
-            work = asyncio.ensure_future(crew.run())
-            stack.push_async_callback(crew.close)
+            supervisor = ReplicaSupervisor(1, 2, child, logger, patience=5)
+            work = asyncio.ensure_future(supervisor.run())
+            stack.push_async_callback(supervisor.close)
             stack.callback(work.cancel)
-            state = ReplicasState(config, crew, keys, logger, users)
+            state = ReplicasState(config, supervisor, keys, logger, users)
             app = app_of_replicas(state)
-            while not crew.opened:
+            while not supervisor.opened:
                 await asyncio.sleep(0.001)
         listener = listen("127.0.0.1", 0)
         stack.push_async_callback(await _serve(config, app, listener))

@@ -17,15 +17,15 @@ from starlette.datastructures import Headers
 
 from ikcli.cli.parser import parse
 from ikcli.errors import UsageError
+from ikcli.server.front import ray_node as node
+from ikcli.server.front.child import Child
+from ikcli.server.front.environment import OF_THE_FRONT
+from ikcli.server.front.models_entries import ModelEntry
+from ikcli.server.front.models_server import child_of
+from ikcli.server.front.placement import LaunchSpec, LocalPlacement
+from ikcli.server.front.ray_node import ReplicaLaunch
 from ikcli.server.http import auth
 from ikcli.server.http.users import User, Users
-from ikcli.server.replicas import node
-from ikcli.server.replicas.node import NodeStart
-from ikcli.server.replicas.places import Here, Recipe
-from ikcli.server.router.child import Child
-from ikcli.server.router.entries import ModelEntry
-from ikcli.server.router.environment import OF_THE_FRONT
-from ikcli.server.router.server import _child
 from ikcli.settings.run import RunConfig
 from ikcli.settings.server import ServerConfig
 
@@ -318,19 +318,19 @@ SECRETS = {
 
 
 def _of_router(config: RunConfig, tmp_path: Path) -> Any:
-    return _child(config, ModelEntry("m", ("--ctx-size=256",), config, {"CPU": 1}), tmp_path / "s")
+    return child_of(config, ModelEntry("m", ("--ctx-size=256",), config, {"CPU": 1}), tmp_path / "s")
 
 
 def _of_replicas(config: RunConfig, tmp_path: Path) -> Any:
-    places = Here(Recipe(config, ("--ctx-size=256",)))
-    places.open()
-    child = places.make(0, 0)
-    places.close()
+    placement = LocalPlacement(LaunchSpec(config, ("--ctx-size=256",)))
+    placement.open()
+    child = placement.make(0, 0)
+    placement.close()
     return child
 
 
 def _of_a_node(config: RunConfig, tmp_path: Path) -> Any:
-    return NodeStart("replica 0", ("--ctx-size=256",), (), "inner", 5, True, False).child(lambda line, error: None)
+    return ReplicaLaunch("replica 0", ("--ctx-size=256",), (), "inner", 5, True, False).child(lambda line, error: None)
 
 
 @pytest.mark.parametrize("make", [_of_router, _of_replicas, _of_a_node])

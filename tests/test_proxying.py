@@ -23,7 +23,7 @@ from proxies import (
     writes,
 )
 
-from ikcli.server.router.upstream import Exchange, UpstreamError, end_to_end
+from ikcli.server.front.upstream import Exchange, UpstreamError, end_to_end
 
 front = pytest.mark.parametrize("kind", FRONTS)
 

@@ -12,12 +12,15 @@ from ikcli.cli.front_options import passed_on
 from ikcli.cli.parser import parse
 from ikcli.errors import UsageError
 from ikcli.hostinfo import shares
+from ikcli.server.front.metrics import metrics_text
+from ikcli.server.front.placement import gpu_shares
+from ikcli.server.front.prefixes import BLOCK, PrefixIndex, blocks_of
+from ikcli.server.front.replica import Replica, choose
+from ikcli.server.front.replicas_counters import ReplicaCounters
+from ikcli.server.front.replicas_metrics import families
+from ikcli.server.front.supervisor import READY
 from ikcli.server.http.metrics import PER_POSITION
 from ikcli.server.http.users import User, Users
-from ikcli.server.replicas.counters import Counters, metrics_text
-from ikcli.server.replicas.crew import READY, Replica, choose
-from ikcli.server.replicas.places import gpu_shares
-from ikcli.server.replicas.prefixes import BLOCK, Held, blocks_of
 
 
 def chat(*texts: str, **fields: Any) -> dict[str, Any]:
@@ -38,7 +41,7 @@ def test_a_longer_request_shares_all_blocks_of_its_beginning() -> None:
 
 
 def test_what_is_held_is_forgotten_from_its_end() -> None:
-    held = Held(most=6)
+    held = PrefixIndex(most=6)
     a, b, c = (1, 2, 3), (4, 5, 6), (1, 2, 7)
     held.add(a)
     held.add(b)
@@ -53,41 +56,43 @@ def test_what_is_held_is_forgotten_from_its_end() -> None:
 
 def test_blocks_of_different_beginnings_are_different() -> None:
     """Though their texts are the same: what was computed for them is not."""
-    held = Held()
+    held = PrefixIndex()
     for first, then in ("ab", "cd"):
         held.add(blocks_of({"prompt": first * BLOCK + then * BLOCK}))
     found = {text: held.shared(blocks_of({"prompt": text[0] * BLOCK + text[1] * BLOCK})) for text in ("ab", "ad", "bd")}
     assert found == {"ab": 2, "ad": 1, "bd": 0}
 
 
-def crew_of(*running: int) -> list[Replica]:
-    return [Replica(i, 2, READY, n_running=n) for i, n in enumerate(running)]
+def replicas_of(*running: int) -> list[Replica]:
+    return [Replica(i, 2, state=READY, n_running=n) for i, n in enumerate(running)]
 
 
 def test_the_replica_that_holds_most_unless_it_is_busy() -> None:
     blocks = tuple(range(10))
-    crew = crew_of(1, 0, 0)
-    assert choose(crew, blocks, 0.5) is crew[1]
-    crew[1].used = 5
-    assert choose(crew, (), 0.5) is crew[2]
-    crew[0].held.add(blocks[:6])
-    crew[2].held.add(blocks[:5])
-    assert choose(crew, blocks, 0.5) is crew[0]
-    assert choose(crew, blocks, 0.9) is crew[2], "too little to wait behind another one, but better than nothing"
-    crew[0].n_running = 2
-    assert choose(crew, blocks, 0.5) is crew[2]
-    crew[0].n_running, crew[1].n_running, crew[2].n_running = 2, 5, 4
-    assert choose(crew, blocks, 0.5) is crew[0], "all are busy"
-    crew = crew_of(1, 0)
-    crew[0].held.add(blocks[:5])
-    assert choose(crew, blocks, 0.5) is crew[0], "just enough"
-    assert choose(crew, blocks, 0.51) is crew[1]
-    crew[0].n_running = 2
-    assert choose(crew, blocks, 0.5) is crew[1], "both slots are busy"
-    crew = crew_of(1, 0)
-    for one in crew:
+    replicas = replicas_of(1, 0, 0)
+    assert choose(replicas, blocks, 0.5) is replicas[1]
+    replicas[1].used = 5
+    assert choose(replicas, (), 0.5) is replicas[2]
+    replicas[0].held.add(blocks[:6])
+    replicas[2].held.add(blocks[:5])
+    assert choose(replicas, blocks, 0.5) is replicas[0]
+    assert choose(replicas, blocks, 0.9) is replicas[2], (
+        "too little to wait behind another one, but better than nothing"
+    )
+    replicas[0].n_running = 2
+    assert choose(replicas, blocks, 0.5) is replicas[2]
+    replicas[0].n_running, replicas[1].n_running, replicas[2].n_running = 2, 5, 4
+    assert choose(replicas, blocks, 0.5) is replicas[0], "all are busy"
+    replicas = replicas_of(1, 0)
+    replicas[0].held.add(blocks[:5])
+    assert choose(replicas, blocks, 0.5) is replicas[0], "just enough"
+    assert choose(replicas, blocks, 0.51) is replicas[1]
+    replicas[0].n_running = 2
+    assert choose(replicas, blocks, 0.5) is replicas[1], "both slots are busy"
+    replicas = replicas_of(1, 0)
+    for one in replicas:
         one.held.add(blocks)
-    assert choose(crew, blocks, 0.5) is crew[1], "both hold it"
+    assert choose(replicas, blocks, 0.5) is replicas[1], "both hold it"
 
 
 def topology(root: Path, cores: list[tuple[int, int]]) -> None:
@@ -136,7 +141,7 @@ class Said:
 
 
 def test_counters_go_on_when_a_replica_is_started_again() -> None:
-    replicas = crew_of(0, 0)
+    replicas = replicas_of(0, 0)
 
     async def read(one: Replica, **values: float) -> None:
         await one.counters.read(Said(**values))
@@ -146,28 +151,28 @@ def test_counters_go_on_when_a_replica_is_started_again() -> None:
     asyncio.run(
         read(replicas[1], tokens_predicted_total=3, n_tokens_max=9, kv_cache_usage_ratio=0, requests_processing=2)
     )
-    text = metrics_text(replicas, Users([User("anna", b"")])).decode()
+    text = metrics_text(families(replicas), Users([User("anna", b"")])).decode()
     for line in (
         "tokens_predicted_total 13.0", 'replica_tokens_predicted_total{replica="0"} 10.0', "n_tokens_max 9.0",
         "kv_cache_usage_ratio 0.25", "requests_processing 3.0", 'replica_requests_processing{replica="1"} 2.0',
         'replica_up{replica="1"} 1.0', 'user_requests_total{user="anna"} 0.0',
     ):  # fmt: skip
         assert f"llamacpp:{line}\n" in text, line
-    replicas[0].counters.begin_anew()
-    text = metrics_text(replicas, Users()).decode()
+    replicas[0].counters.carry_over()
+    text = metrics_text(families(replicas), Users()).decode()
     assert "llamacpp:tokens_predicted_total 13.0\n" in text and "llamacpp:requests_processing 2.0\n" in text
     asyncio.run(read(replicas[0], tokens_predicted_total=2))
-    assert "llamacpp:tokens_predicted_total 15.0\n" in metrics_text(replicas, Users()).decode()
+    assert "llamacpp:tokens_predicted_total 15.0\n" in metrics_text(families(replicas), Users()).decode()
 
 
 def test_counters_of_drafts_by_position() -> None:
-    replicas = crew_of(0, 0)
+    replicas = replicas_of(0, 0)
     for one, values in zip(replicas, ({0: 5, 1: 2}, {0: 1}), strict=True):
         said = Said(spec_decode_num_drafts_total=6)
         said.text += generate(values)
         asyncio.run(one.counters.read(said))
-    replicas[0].counters.begin_anew()
-    text = metrics_text(replicas, Users()).decode()
+    replicas[0].counters.carry_over()
+    text = metrics_text(families(replicas), Users()).decode()
     assert 'llamacpp:spec_decode_num_accepted_tokens_per_pos_total{position="0"} 6.0\n' in text
     assert 'llamacpp:spec_decode_num_accepted_tokens_per_pos_total{position="1"} 2.0\n' in text
 
@@ -179,7 +184,7 @@ def generate(accepted: dict[int, float]) -> str:
 
 
 def test_counters_of_a_process_that_says_nothing() -> None:
-    counters = Counters()
+    counters = ReplicaCounters()
     process = Said()
     process.text = "no metrics"
 

@@ -9,18 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_replicas import Answer, Bench, FakeProcess, chat, chunk, head, run, says_who, whole
+from fake_processes import Answer, Bench, FakeProcess, chat, chunk, head, says_who, whole
+from proxies import run
 
+from ikcli.server.front import replicas as replicas_module
+from ikcli.server.front.prefixes import blocks_of
+from ikcli.server.front.replica import Replica
+from ikcli.server.front.supervisor import DOWN, READY
+from ikcli.server.front.upstream import Exchange, UpstreamError
 from ikcli.server.http.users import Users, _user
-from ikcli.server.replicas import crew as crew_module
-from ikcli.server.replicas.crew import DOWN, READY, Replica
-from ikcli.server.replicas.prefixes import blocks_of
-from ikcli.server.router.upstream import Exchange, UpstreamError
 
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crew_module, "_LONGEST_PAUSE", 0.05)
+    monkeypatch.setattr(replicas_module, "_LONGEST_PAUSE", 0.05)
 
 
 def test_conversations_stay_where_they_began() -> None:
@@ -43,7 +45,7 @@ def test_another_process_holds_nothing() -> None:
     async def work() -> None:
         async with Bench().running() as b:
             body = chat("a" * 500)
-            owner = b.crew.replicas[await b.who("/v1/chat/completions", body)]
+            owner = b.supervisor.replicas[await b.who("/v1/chat/completions", body)]
             assert owner.held.shared(blocks_of(body)) == len(blocks_of(body)) > 2
             b.process(owner.index).kill()
             await b.until(lambda: owner.n_starts == 2 and owner.usable)
@@ -63,18 +65,20 @@ def test_a_busy_replica_is_spared() -> None:
         async with Bench(handler=handler).running() as b:
             assert (await b.ask("/health?fail_on_no_slot=1")).json()["slots_idle"] == 4
             asked = [Answer(b.app, "/completion", {"prompt": "p" * 500}) for _ in range(4)]
-            await b.until(lambda: sum(one.n_running for one in b.crew.replicas) == 4)
-            assert [one.n_running for one in b.crew.replicas] == [2, 2], "both slots of the holder, then the other"
+            await b.until(lambda: sum(one.n_running for one in b.supervisor.replicas) == 4)
+            assert [one.n_running for one in b.supervisor.replicas] == [2, 2], (
+                "both slots of the holder, then the other"
+            )
             health = (await b.ask("/health")).json()
             assert health["slots_idle"] == 0 and health["replicas"] == {"ready": 2}
             assert (await b.ask("/health?fail_on_no_slot=1")).status == 503
             asked.append(Answer(b.app, "/completion", {"prompt": "p" * 500}))
-            await b.until(lambda: sum(one.n_running for one in b.crew.replicas) == 5)
+            await b.until(lambda: sum(one.n_running for one in b.supervisor.replicas) == 5)
             health = (await b.ask("/health")).json()
             assert (health["slots_idle"], health["slots_processing"]) == (0, 4), "one waits"
             gate.set()
             await asyncio.gather(*(one.work for one in asked))
-            assert [one.n_running for one in b.crew.replicas] == [0, 0]
+            assert [one.n_running for one in b.supervisor.replicas] == [0, 0]
 
     run(work)
 
@@ -139,8 +143,8 @@ def test_what_has_not_begun_is_answered_by_another_one(stream: bool) -> None:
         async with Bench(handler=handler).running() as b:
             first = b.process(0)
             assert await b.who("/completion", {"prompt": "p", "stream": stream}) == 1
-            assert len(first.asked) == 1 and b.crew.replicas[0].n_unanswered == 1
-            await b.until(lambda: b.crew.replicas[0].usable)
+            assert len(first.asked) == 1 and b.supervisor.replicas[0].n_unanswered == 1
+            await b.until(lambda: b.supervisor.replicas[0].usable)
             assert b.journal == ["+0", "+1", "-0", "+0"] and b.process(0) is not first
 
     run(work)
@@ -157,7 +161,7 @@ def test_what_has_begun_is_cut() -> None:
         async with Bench(handler=handler).running() as b:
             answer = await b.ask("/completion", {"prompt": "p", "stream": True})
             assert answer.body == b"one" and not answer.ended
-            assert sum(one.n_unanswered for one in b.crew.replicas) == 1
+            assert sum(one.n_unanswered for one in b.supervisor.replicas) == 1
 
     run(work)
 
@@ -170,8 +174,8 @@ def test_a_request_that_ends_all_replicas_is_given_up() -> None:
         async with Bench(handler=handler).running() as b:
             answer = await b.ask("/completion", {"prompt": "p"})
             assert answer.status == 502 and "it was killed" in answer.json()["error"]["message"]
-            assert sum(one.n_unanswered for one in b.crew.replicas) == 3
-            await b.until(lambda: all(one.usable for one in b.crew.replicas))
+            assert sum(one.n_unanswered for one in b.supervisor.replicas) == 3
+            await b.until(lambda: all(one.usable for one in b.supervisor.replicas))
 
     run(work)
 
@@ -197,12 +201,12 @@ def test_departing_clients_end_their_requests() -> None:
         async with Bench(1, handler=handler).running() as b:
             for body in ({"prompt": "p"}, {"prompt": "p", "stream": True}):
                 answer = Answer(b.app, "/completion", body)
-                await b.until(lambda: b.crew.replicas[0].n_running == 1 and bool(b.process(0).asked))
+                await b.until(lambda: b.supervisor.replicas[0].n_running == 1 and bool(b.process(0).asked))
                 await asyncio.sleep(0.02)
                 answer.leave()
                 await answer.work
                 await b.until(lambda body=body: b.process(0).gone[-1:] == [json.dumps(body).encode()])  # type: ignore[misc]
-                assert b.crew.replicas[0].n_running == 0 and b.crew.replicas[0].usable
+                assert b.supervisor.replicas[0].n_running == 0 and b.supervisor.replicas[0].usable
 
     run(work)
 
@@ -222,26 +226,26 @@ def test_one_that_failed_a_request_is_asked_how_it_is_before_the_next() -> None:
         async with Bench(handler=handler).running() as b:
             b.process(0).healthy_now = False
             pinned = Answer(b.app, "/completion", {"prompt": "p", "id_slot": 0})
-            await b.until(lambda: bool(b.process(0).asked) and b.crew.replicas[0].n_unanswered > 0)
+            await b.until(lambda: bool(b.process(0).asked) and b.supervisor.replicas[0].n_unanswered > 0)
             for _ in range(3):
                 assert await b.who("/completion", {"prompt": "p"}) == 1
             assert len(b.process(0).asked) == 1 and not pinned.work.done()
             drops, b.process(0).healthy_now = False, True
-            await b.crew._check(b.crew.replicas[0])
+            await b.supervisor._check(b.supervisor.replicas[0])
             await pinned.work
-            assert pinned.json() == {"replica": 0} and b.crew.replicas[0].usable and b.journal == ["+0", "+1"]
+            assert pinned.json() == {"replica": 0} and b.supervisor.replicas[0].usable and b.journal == ["+0", "+1"]
 
     run(work)
 
 
 def test_one_that_does_not_answer_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crew_module, "_CHECK", 0.02)
+    monkeypatch.setattr(replicas_module, "_CHECK", 0.02)
 
     async def work() -> None:
         async with Bench().running() as b:
             first = b.process(0)
             first.healthy_now = False
-            await b.until(lambda: b.crew.replicas[0].process is not first and b.crew.replicas[0].usable)
+            await b.until(lambda: b.supervisor.replicas[0].process is not first and b.supervisor.replicas[0].usable)
             assert "does not answer" in b.log.getvalue() and "-0" in b.journal and "-1" not in b.journal
 
     run(work)
@@ -293,9 +297,9 @@ def test_rolling_restart() -> None:
             for name, body in vectors:
                 await b.ask(f"/control-vectors/{name}", body, key="admin")
             running = Answer(b.app, "/completion", {"prompt": "wait", "id_slot": 0}, key="admin")
-            await b.until(lambda: b.crew.replicas[0].n_running == 1)
+            await b.until(lambda: b.supervisor.replicas[0].n_running == 1)
             restarted = Answer(b.app, "/replicas/restart", {}, key="admin")
-            await b.until(lambda: b.crew.replicas[0].state == "draining")
+            await b.until(lambda: b.supervisor.replicas[0].state == "draining")
             assert (await b.ask("/replicas/restart", {}, key="admin")).status == 409
             for _ in range(3):
                 assert (await b.ask("/completion", {"prompt": "p"}, key="admin")).json() == {"replica": 1}
@@ -327,7 +331,7 @@ def test_a_rolling_restart_ends_at_the_first_that_does_not_come_back() -> None:
             for _ in range(2):
                 assert (await b.ask("/completion", {"prompt": "p"}, key="admin")).json() == {"replica": 1}
             b.broken = set()
-            await b.until(lambda: b.crew.replicas[0].usable)
+            await b.until(lambda: b.supervisor.replicas[0].usable)
 
     run(work)
 
@@ -367,27 +371,27 @@ def test_a_model_that_cannot_be_loaded_ends_the_server() -> None:
     async def work() -> None:
         b = Bench(broken=(0, 1))
         ended = asyncio.Event()
-        b.crew.on_failure = ended.set
+        b.supervisor.on_failure = ended.set
         async with b.running():
             await ended.wait()
-            assert b.crew.failure == "the file is broken" and b.journal[:2] == ["+0", "-0"]
+            assert b.supervisor.failure == "the file is broken" and b.journal[:2] == ["+0", "-0"]
             assert (await b.ask("/completion", {"prompt": "p"})).status == 500
 
     run(work)
 
 
 def test_one_that_cannot_start_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crew_module, "_LONGEST_PAUSE", 0.01)
+    monkeypatch.setattr(replicas_module, "_LONGEST_PAUSE", 0.01)
 
     async def work() -> None:
         async with Bench(broken=(1,)).running() as b:
-            await b.until(lambda: b.crew.replicas[1].n_ended > 2)
-            assert b.crew.replicas[1].state in (DOWN, "starting") and b.crew.replicas[0].state == READY
+            await b.until(lambda: b.supervisor.replicas[1].n_ended > 2)
+            assert b.supervisor.replicas[1].state in (DOWN, "starting") and b.supervisor.replicas[0].state == READY
             assert await b.who("/completion", {"prompt": "p"}) == 0
             shown = (await b.ask("/replicas")).json()[1]
-            assert shown["error"] == "the file is broken" and not b.crew.failure
+            assert shown["error"] == "the file is broken" and not b.supervisor.failure
             b.broken = set()
-            await b.until(lambda: b.crew.replicas[1].usable)
+            await b.until(lambda: b.supervisor.replicas[1].usable)
 
     run(work)
 
@@ -395,7 +399,7 @@ def test_one_that_cannot_start_is_tried_again(monkeypatch: pytest.MonkeyPatch) -
 def test_requests_wait_for_a_replica_but_not_for_ever() -> None:
     async def work() -> None:
         async with Bench(1).running() as b:
-            replica: Replica = b.crew.replicas[0]
+            replica: Replica = b.supervisor.replicas[0]
             b.broken = {0}
             b.process(0).kill()
             waiting = Answer(b.app, "/completion", {"prompt": "p"})

@@ -12,8 +12,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fake_processes import Answer, Bench
 from fake_ray import FakeRay, Node, RayError
-from fake_replicas import Answer, Bench, run
+from proxies import run
 from quant_models import write_model
 
 from ikcli.cli.front_options import paths_passed_on
@@ -22,13 +23,13 @@ from ikcli.errors import IkError, UnsupportedError
 from ikcli.fleet import files, ray_cluster
 from ikcli.gguf import digests as digest
 from ikcli.gguf.reader import open_gguf
+from ikcli.server.front import ray_node as node_module
+from ikcli.server.front import ray_process
+from ikcli.server.front import replicas as replicas_module
+from ikcli.server.front.placement import LaunchSpec
+from ikcli.server.front.ray_node import ReplicaLaunch
+from ikcli.server.front.ray_placement import RayPlacement
 from ikcli.server.http.logs import ServerLog
-from ikcli.server.replicas import crew as crew_module
-from ikcli.server.replicas import node as node_module
-from ikcli.server.replicas import ray_process
-from ikcli.server.replicas.node import NodeStart
-from ikcli.server.replicas.places import Recipe
-from ikcli.server.replicas.ray_places import RayPlaces
 from ikcli.settings.fleet import BatchConfig
 from ikcli.settings.run import RunConfig
 from ikcli.settings.server import ServerConfig
@@ -47,37 +48,37 @@ class Cluster:
             server=ServerConfig(alias="m", replicas=n, shutdown_timeout=1, **server),
             fleet=BatchConfig(ray=ray, ray_node=next((node.kind for node in nodes if node.kind), "")),
         )  # fmt: skip
-        recipe = Recipe(config, ("--model", str(model)), (model,))
+        spec = LaunchSpec(config, ("--model", str(model)), (model,))
         self.log = ServerLog(out=None)
-        self.places = RayPlaces(recipe, self.log)
+        self.placement = RayPlacement(spec, self.log)
         self.n = n
 
     def run(self, work: Callable[[Bench], Coroutine[Any, Any, None]]) -> None:
         async def inside() -> None:
-            bench = Bench(self.n, places=self.places, api_key="admin")
+            bench = Bench(self.n, placement=self.placement, api_key="admin")
             async with bench.running():
                 await work(bench)
 
-        self.places.open()
+        self.placement.open()
         try:
             run(inside)
         finally:
-            self.places.close()
+            self.placement.close()
         assert not any(node.actors for node in self.ray.machines), "all are stopped"
 
 
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stub]:
     """Makes clusters; replicas are stubs that say what their model file holds."""
-    plain = NodeStart.child
+    plain = ReplicaLaunch.child
 
-    def child(start: NodeStart, say: Any) -> Any:
+    def child(start: ReplicaLaunch, say: Any) -> Any:
         found = plain(start, say)
         found._argv = [sys.executable, str(STUB), *found._argv[4:]]
         return found
 
-    monkeypatch.setattr(NodeStart, "child", child)
-    monkeypatch.setattr(crew_module, "_LONGEST_PAUSE", 0.05)
+    monkeypatch.setattr(ReplicaLaunch, "child", child)
+    monkeypatch.setattr(replicas_module, "_LONGEST_PAUSE", 0.05)
     monkeypatch.setenv("IK_CACHE_DIR", str(tmp_path / "cache"))
     model = tmp_path / "model.txt"
     model.write_text("one")
@@ -112,12 +113,12 @@ def test_one_on_every_node(cluster: Stub, capsys: pytest.CaptureFixture[str], mo
         assert [answer["first"] for answer in found] == [0, 2] and found[0]["model"] == "one"
         where = [f"node 127.0.0.1, process {answer['pid']}" for answer in found]
         assert [shown["where"] for shown in await about(b)] == where
-        key = b.crew.replicas[0].process.key
+        key = b.supervisor.replicas[0].process.key
         assert len(key) > 30
         for pid in (answer["pid"] for answer in found):
             assert key.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
             assert b"LLAMA_ARG" not in Path(f"/proc/{pid}/environ").read_bytes()
-        address = b.crew.replicas[0].process.address
+        address = b.supervisor.replicas[0].process.address
         reader, writer = await asyncio.open_connection(*address)
         writer.write(b"POST /completion HTTP/1.1\r\nauthorization: Bearer admin\r\ncontent-length: 0\r\n\r\n")
         assert b" 401 " in await reader.readline()
@@ -137,21 +138,21 @@ def test_a_node_dies(cluster: Stub) -> None:
     one = cluster(*nodes)
 
     async def work(b: Bench) -> None:
-        node = next(n for n in nodes if n.actors and n.actors[0] is b.crew.replicas[0].process._actor)
+        node = next(n for n in nodes if n.actors and n.actors[0] is b.supervisor.replicas[0].process._actor)
         streamed = Answer(b.app, "/completion", {"prompt": "stream", "id_slot": 0}, key="admin")
         await b.until(lambda: bool(streamed.pieces))
         waiting = Answer(b.app, "/tokenize", {"content": "wait"}, key="admin")
-        await b.until(lambda: sum(r.n_running for r in b.crew.replicas) == 2)
-        on_it = b.crew.replicas[0].n_running == 2
+        await b.until(lambda: sum(r.n_running for r in b.supervisor.replicas) == 2)
+        on_it = b.supervisor.replicas[0].n_running == 2
         one.ray.end(node)
         await streamed.work
         assert streamed.body == b"one" and not streamed.ended
         if on_it:
-            await b.until(lambda: b.crew.replicas[1].n_running == 1)
+            await b.until(lambda: b.supervisor.replicas[1].n_running == 1)
         waiting.leave()
         await waiting.work
         assert (await ask(b))["first"] == 2
-        await b.until(lambda: b.crew.replicas[0].usable)
+        await b.until(lambda: b.supervisor.replicas[0].usable)
         shown = (await about(b))[0]
         assert "its node is lost: The actor's node was terminated." in shown["error"] and shown["starts"] == 2
         assert (await ask(b, {"prompt": "p", "id_slot": 0}))["first"] == 0 and len(nodes[2].actors) == 1
@@ -166,9 +167,9 @@ def test_what_has_not_begun_is_asked_again(cluster: Stub) -> None:
     async def work(b: Bench) -> None:
         before = (await ask(b))["pid"]
         waiting = Answer(b.app, "/completion", {"prompt": "wait"}, key="admin")
-        await b.until(lambda: b.crew.replicas[0].n_running == 1)
+        await b.until(lambda: b.supervisor.replicas[0].n_running == 1)
         os.kill(before, signal.SIGKILL)
-        await b.until(lambda: b.crew.replicas[0].n_starts == 2 and b.crew.replicas[0].n_running == 1)
+        await b.until(lambda: b.supervisor.replicas[0].n_starts == 2 and b.supervisor.replicas[0].n_running == 1)
         waiting.leave()
         await waiting.work
         shown = (await about(b))[0]
@@ -183,26 +184,26 @@ def test_no_room(cluster: Stub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     monkeypatch.setattr(ray_process, "_PATIENCE", 0.02)
     one = cluster(Node(1))
 
-    one.places.open()
+    one.placement.open()
 
     async def inside() -> None:
-        b = Bench(2, places=one.places, api_key="admin")
-        task = asyncio.ensure_future(b.crew.run())
-        await b.until(lambda: b.crew.opened)
+        b = Bench(2, placement=one.placement, api_key="admin")
+        task = asyncio.ensure_future(b.supervisor.run())
+        await b.until(lambda: b.supervisor.opened)
         assert (await ask(b))["first"] in (0, 2)
         await asyncio.sleep(0.05)
         shown = [shown for shown in await about(b) if shown["state"] == "starting"]
         assert [one["where"] for one in shown] == ["no node yet"]
         one.ray.machines.append(Node(1))
-        await b.until(lambda: all(r.usable for r in b.crew.replicas))
+        await b.until(lambda: all(r.usable for r in b.supervisor.replicas))
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        await b.crew.close()
+        await b.supervisor.close()
 
     try:
         run(inside)
     finally:
-        one.places.close()
+        one.placement.close()
     said = capsys.readouterr().out
     assert "no node of Ray has room for the replica now; it waits" in said and 'needs="1 processors"' in said
 
@@ -215,7 +216,7 @@ def test_a_replaced_model_is_noticed(cluster: Stub) -> None:
         pid = (await ask(b, {"prompt": "p", "id_slot": 0}))["pid"]
         one.model.write_text("two")
         os.kill(pid, signal.SIGKILL)
-        await b.until(lambda: b.crew.replicas[0].n_ended > 1)
+        await b.until(lambda: b.supervisor.replicas[0].n_ended > 1)
         assert "is another file than that of the server: to serve a new one restart all" in (await about(b))[0]["error"]
         assert (await ask(b))["model"] == "one"
         await ask(b, {}, "/replicas/restart")
@@ -234,12 +235,12 @@ def test_a_node_without_the_model_fetches_it(cluster: Stub, tmp_path: Path, monk
     source, absent = one.model, tmp_path / "other" / "model.txt"
     plain = files.needed_of
     monkeypatch.setattr(
-        "ikcli.server.replicas.ray_places.needed_of",
+        "ikcli.server.front.ray_placement.needed_of",
         lambda found: [files.Needed((absent,), n.sizes, n.digest, n.sources) for n in plain(found)],
     )
-    begin = one.places._begin
+    begin = one.placement._begin
     monkeypatch.setattr(
-        one.places, "_begin", lambda start: begin(files.moved(start, {source: absent}))
+        one.placement, "_begin", lambda start: begin(files.moved(start, {source: absent}))
     )  # the node knows the path, but has no such file
 
     async def work(b: Bench) -> None:
@@ -270,15 +271,15 @@ def test_nodes_that_cannot_serve_end_the_server(cluster: Stub, how: str, monkeyp
         one.model.write_text("broken")
 
     async def work(b: Bench) -> None:
-        await b.until(lambda: bool(b.crew.failure))
-        assert wanted in b.crew.failure
+        await b.until(lambda: bool(b.supervisor.failure))
+        assert wanted in b.supervisor.failure
 
     one.run(work)
 
 
 def test_one_that_does_not_answer_is_replaced(cluster: Stub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crew_module, "_CHECK", 0.02)
-    monkeypatch.setattr(crew_module, "_PATIENCE", 0.1)
+    monkeypatch.setattr(replicas_module, "_CHECK", 0.02)
+    monkeypatch.setattr(replicas_module, "_PATIENCE", 0.1)
     one = cluster(Node(1), n=1)
 
     async def work(b: Bench) -> None:
@@ -297,29 +298,29 @@ def test_places_that_are_too_small(cluster: Stub) -> None:
     ):
         one = cluster(*nodes, **options)
         with pytest.raises(IkError, match=message):
-            one.places.open()
+            one.placement.open()
         assert not one.ray.on
     one = cluster(Node(2, kind="fast"))
     one.ray.machines[0].kind = "slow"
     with pytest.raises(IkError, match="--ray-node fast: no node of Ray has this resource, they offer slow"):
-        one.places.open()
+        one.placement.open()
 
 
 def test_ray_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_cluster, "importlib", SimpleNamespace(util=SimpleNamespace(find_spec=lambda name: None)))
     with pytest.raises(UnsupportedError, match=r'not installed: pip install "ikcli\[ray\]"'):
-        Cluster(tmp_path / "m", ()).places.open()
+        Cluster(tmp_path / "m", ()).placement.open()
 
 
 def test_on_this_machine_they_share_its_threads(cluster: Stub) -> None:
     one = cluster(Node(2), ray="local", cache_ram=64)
-    one.places.open()
+    one.placement.open()
     try:
-        options = one.places._recipe.shared(1)
+        options = one.placement._spec.shared(1)
         assert "--threads=1" in options and any(word.startswith("--cache-ram=") for word in options)
-        assert one.places.one_first and one.places._file_server is None and one.places._cpus == 1
+        assert one.placement.one_first and one.placement._file_server is None and one.placement._cpus == 1
     finally:
-        one.places.close()
+        one.placement.close()
 
 
 def test_paths_hold_on_other_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,25 +5,25 @@ from __future__ import annotations
 import asyncio
 import io
 import threading
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from fake_child import FakeChild
 from fake_hub import FakeHub
+from fake_processes import FakeChild
 from hub_fixtures import hub, server  # noqa: F401  (fixtures)
 from hub_models import model_bytes, part_bytes
+from proxies import run
 
 from ikcli.cli.model_list import Sources
 from ikcli.cli.parser import parse
+from ikcli.server.front.models import ModelSupervisor
+from ikcli.server.front.models_app import build_app
+from ikcli.server.front.models_state import ModelsState
 from ikcli.server.http.auth import read_keys
 from ikcli.server.http.logs import ServerLog
 from ikcli.server.http.users import read_users
-from ikcli.server.router.app import build_app
-from ikcli.server.router.manager import Manager
-from ikcli.server.router.state import RouterState
 from ikcli.settings.run import default_model
 
 USERS = '[anna]\nkey = "a"\n'
@@ -51,10 +51,10 @@ class Front:
         def child(entry: Any, socket: Path) -> FakeChild:
             return FakeChild(entry, self.journal)
 
-        self.manager = Manager(self.sources.read(), child, Path(), log)  # type: ignore[arg-type]
-        self.manager.events.send = lambda *told: self.told.append((*told, None)[:3])  # type: ignore[method-assign]
+        self.supervisor = ModelSupervisor(self.sources.read(), child, Path(), log)  # type: ignore[arg-type]
+        self.supervisor.events.send = lambda *told: self.told.append((*told, None)[:3])  # type: ignore[method-assign]
         keys, users = read_keys(config.server), read_users(config.server.keys)
-        self.state = RouterState(config, self.manager, keys, log, users, self.sources.read)
+        self.state = ModelsState(config, self.supervisor, keys, log, users, read=self.sources.read)
         transport = httpx.ASGITransport(app=build_app(self.state))
         self.client = httpx.AsyncClient(transport=transport, base_url="http://test", timeout=60)
 
@@ -76,14 +76,6 @@ class Front:
         return found[-1]
 
 
-def run(work: Callable[[], Awaitable[None]]) -> None:
-    async def limited() -> None:
-        async with asyncio.timeout(60):
-            await work()
-
-    asyncio.run(limited())
-
-
 def test_the_list_says_what_a_model_is(demo: FakeHub) -> None:
     async def work() -> None:
         front = Front()
@@ -96,7 +88,7 @@ def test_the_list_says_what_a_model_is(demo: FakeHub) -> None:
         assert one["meta"] == {"name": "a"} and one["status"]["value"] == "loaded"
         statuses = [(model, data["status"]) for model, event, data in front.told if event == "model_status"]
         assert statuses == [("a", "loading"), ("a", "loaded")] and front.told[-1][2]["info"]["meta"] == {"name": "a"}
-        await front.manager.close()
+        await front.supervisor.close()
 
     run(work)
 
@@ -121,7 +113,7 @@ def test_sources_are_looked_at_again(demo: FakeHub) -> None:
         answer = await front.error(500, "GET", "/models?reload=1")
         assert answer.startswith("the list of models stays as it was: --models-dir models: cannot read models")
         assert "reload must be true or false" in await front.error(400, "GET", "/models?reload=maybe")
-        await front.manager.close()
+        await front.supervisor.close()
 
     run(work)
 
@@ -136,10 +128,10 @@ def test_models_are_loaded_by_themselves_or_not(demo: FakeHub) -> None:
             400, "POST", "/completion?autoload=2", {"model": "a"}
         )
         assert not front.journal
-        await front.manager.close()
+        await front.supervisor.close()
         front = Front()
         assert "is not loaded" in await front.error(400, "POST", "/completion?autoload=0", {"model": "a"})
-        await front.manager.close()
+        await front.supervisor.close()
 
     run(work)
 
@@ -164,7 +156,7 @@ def test_a_model_is_downloaded_served_and_deleted(demo: FakeHub) -> None:
             400, "POST", "/models", {"model": "user/parts:Q4_0"}
         )
         await front.ask("POST", "/models/load", {"model": model})
-        path = front.manager.instances[model].entry.config.model
+        path = front.supervisor.instances[model].entry.config.model
         assert path is not None and path.is_file()
         assert "only those can be deleted" in await front.error(400, "DELETE", "/models?model=a")
         assert (await front.ask("DELETE", f"/models?model={model}")).json() == {"success": True}
@@ -172,7 +164,7 @@ def test_a_model_is_downloaded_served_and_deleted(demo: FakeHub) -> None:
         assert front.journal == [f"+{model}", f"-{model}"] and (model, "model_remove", None) in front.told
         assert "not found" in await front.error(404, "DELETE", f"/models?model={model}")
         assert "?model=NAME is required" in await front.error(400, "DELETE", "/models")
-        await front.manager.close()
+        await front.supervisor.close()
 
     run(work)
 
@@ -198,7 +190,7 @@ def test_downloads_that_cannot_begin_or_end(demo: FakeHub, monkeypatch: pytest.M
         await front.wait("download_finished")
         assert await front.list() == {"a": "unloaded"}
         assert "has been downloaded already" in await front.error(400, "POST", "/models", {"model": "user/repo:Q8_0"})
-        await front.manager.close()
+        await front.supervisor.close()
 
     run(work)
 
@@ -239,7 +231,7 @@ def test_a_download_is_cancelled(demo: FakeHub, monkeypatch: pytest.MonkeyPatch)
         await front.ask("POST", "/models", name)
         await front.wait("download_finished")
         assert (await front.list())["user/repo:Q4_0"] == "unloaded"
-        await front.manager.close()
+        await front.supervisor.close()
 
     run(work)
 
@@ -262,17 +254,17 @@ def test_who_may_change_which_models_there_are(demo: FakeHub, tmp_path: Path) ->
         assert (await front.ask("GET", "/models")).status_code == 200
         evil = {"authorization": "Bearer k", "origin": "https://evil.example"}
         assert "only those can be deleted" in await front.error(400, "DELETE", "/models?model=a", **evil)
-        await front.manager.close()
+        await front.supervisor.close()
         front = Front()
         for method, path, body in calls:
             answer = await front.error(403, method, path, body, origin="https://evil.example")
             assert answer == "web pages of evil.example may do this only if the server has an --api-key"
         for origin in ("http://localhost:3000", "http://test"):
             assert "only those can" in await front.error(400, "DELETE", "/models?model=a", origin=origin)
-        await front.manager.close()
+        await front.supervisor.close()
         front = Front("--no-models-cache")
         for method, path, body in calls:
             assert "start it with --models-cache" in await front.error(400, method, path, body)
-        await front.manager.close()
+        await front.supervisor.close()
 
     run(work)

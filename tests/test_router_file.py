@@ -14,7 +14,7 @@ from ikcli.cli.model_list import Sources
 from ikcli.cli.parser import parse
 from ikcli.engine.plan.planner import Planner
 from ikcli.errors import UsageError
-from ikcli.server.router.entries import ModelsFile
+from ikcli.server.front.models_entries import ModelsFile
 from ikcli.settings.hub import HubConfig
 from ikcli.settings.run import default_model
 

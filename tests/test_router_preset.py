@@ -14,7 +14,7 @@ from ikcli.cli.models_preset import read_preset
 from ikcli.cli.parser import parse
 from ikcli.errors import UsageError
 from ikcli.hub.names import RemoteFile
-from ikcli.server.router.entries import ModelEntry, ModelsFile
+from ikcli.server.front.models_entries import ModelEntry, ModelsFile
 from ikcli.settings.run import default_model
 
 COMMIT = "0" * 40

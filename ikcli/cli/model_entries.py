@@ -24,8 +24,8 @@ from ikcli.errors import UsageError
 from ikcli.gguf.constants import file_type_label
 from ikcli.hub.client import NetworkError
 from ikcli.hub.names import part_names
-from ikcli.server.router.entries import FILE, ModelEntry, ModelFacts
-from ikcli.server.router.environment import OF_THE_FRONT
+from ikcli.server.front.environment import OF_THE_FRONT
+from ikcli.server.front.models_entries import FILE, ModelEntry, ModelFacts
 from ikcli.settings.hub import HubConfig
 from ikcli.settings.run import RunConfig, default_model
 
@@ -44,7 +44,7 @@ fits one server only."""
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class ModelSpec:
     """A model as its source names it: `where` is that place in messages, `options` its sets of options.
 
     `path`: its file where the options name none. `ttl`: seconds without a request, if they do not say so either.
@@ -75,23 +75,23 @@ class EntryMaker:
     downloads: bool = True
     _read: dict[object, tuple[RunConfig, dict[str, int], ModelFacts]] = field(default_factory=dict)
 
-    def entry(self, wish: Wish) -> ModelEntry:
+    def entry(self, spec: ModelSpec) -> ModelEntry:
         """The entry of a model; IkError saying what is wrong with its options or its file."""
-        if not wish.name or any("," in text for text in (wish.name, *wish.aliases)):
+        if not spec.name or any("," in text for text in (spec.name, *spec.aliases)):
             raise UsageError("names of models must not be empty and have no commas")
-        argv = layered("serve", *wish.options, self.line)
+        argv = layered("serve", *spec.options, self.line)
         parsed = parse("serve", argv)
         idle = parsed.config.server.sleep_idle_seconds
         sleeps = "server.sleep_idle_seconds" in parsed.given
-        model = self._file(parsed.config.model or wish.path, parsed.config.hub)
+        model = self._file(parsed.config.model or spec.path, parsed.config.hub)
         argv = [*layered("serve", argv, without=_is_done), f"--model={model}"]
         if "server.cache_ram" not in parsed.given and not self.alone:
             argv.append(f"--cache-ram={_CACHE_RAM}")
         stamp = stamp_of(model)
         config, need, facts = self._known(argv, stamp)
         return ModelEntry(
-            wish.name, tuple(argv), config, need, wish.aliases, wish.preload,
-            max(idle, 0) if sleeps else wish.ttl, facts, wish.source, wish.tags, wish.stop_timeout, sleeps and idle > 0,
+            spec.name, tuple(argv), config, need, spec.aliases, spec.preload,
+            max(idle, 0) if sleeps else spec.ttl, facts, spec.source, spec.tags, spec.stop_timeout, sleeps and idle > 0,
             stamp,
         )  # fmt: skip
 

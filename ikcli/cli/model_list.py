@@ -8,14 +8,14 @@ from pathlib import Path
 
 from ikcli import log
 from ikcli.cli.front_options import passed_on
-from ikcli.cli.model_entries import OF_ALL_MODELS, EntryMaker, Wish, check_front, clash, machine_budget
+from ikcli.cli.model_entries import OF_ALL_MODELS, EntryMaker, ModelSpec, check_front, clash, machine_budget
 from ikcli.cli.models_folder import folder_models
 from ikcli.cli.models_preset import ALL, Preset, Section, read_preset
 from ikcli.cli.models_toml import check_room, read_table
 from ikcli.cli.parser import Parsed
 from ikcli.errors import IkError, UsageError
 from ikcli.hub.names import DEFAULT_QUANT, parse_ref
-from ikcli.server.router.entries import CACHE, FOLDER, PRESET, ModelEntry, ModelsFile
+from ikcli.server.front.models_entries import CACHE, FOLDER, PRESET, ModelEntry, ModelsFile
 
 _MAX = 4
 """Models that are loaded at a time unless something says otherwise, as in llama.cpp."""
@@ -57,7 +57,7 @@ class Sources:
         assert self._server.models is not None
         file = read_table(self._server.models, self._maker)
         cached = self._cached() if self.with_cache else {}
-        more = {name: Wish(name, name, path=path, source=CACHE) for name, path in cached.items()}
+        more = {name: ModelSpec(name, name, path=path, source=CACHE) for name, path in cached.items()}
         entries = {entry.name: entry for entry in self._usable(more) if file.find(entry.name) is None}
         return replace(file, entries={**file.entries, **entries})
 
@@ -79,12 +79,12 @@ class Sources:
         hidden = {self._hidden(preset, section, cached) for section in preset.sections.values()}
         hidden |= {alias for entry in entries.values() if entry.source == CACHE for alias in entry.aliases}
         for source, models in ((FOLDER, folder), (CACHE, cached)):
-            wishes = {
-                name: self._wish(preset, Section(name), source, path)
+            specs = {
+                name: self._spec(preset, Section(name), source, path)
                 for name, path in models.items()
                 if name not in entries and not (source == CACHE and name in hidden)
             }
-            entries |= {entry.name: entry for entry in self._usable(wishes)}
+            entries |= {entry.name: entry for entry in self._usable(specs)}
         if (twice := clash(entries.values())) is not None:
             one, name, other = twice
             raise UsageError(f"the model {one.name} has the name {name}, which is that of {other.name} already")
@@ -101,10 +101,10 @@ class Sources:
         named = [str(path) for path in (server.models_preset, server.models_dir) if path is not None]
         return " and ".join(named + ["the cache"] * self.with_cache)
 
-    def _wish(self, preset: Preset, section: Section, source: str, path: Path | None) -> Wish:
+    def _spec(self, preset: Preset, section: Section, source: str, path: Path | None) -> ModelSpec:
         """What a section says, and [*] where it says nothing."""
         defaults = preset.defaults
-        return Wish(
+        return ModelSpec(
             section.name,
             preset.where(section.name) if section.name in preset.sections else section.name,
             (defaults.options, section.options),
@@ -122,12 +122,12 @@ class Sources:
         """The model of a section; None if it has yet to be downloaded."""
         where, name = preset.where(section.name), section.name
         if section.names_model:
-            wish = self._wish(preset, section, PRESET, None)
+            spec = self._spec(preset, section, PRESET, None)
         elif name in folder:
-            wish = self._wish(preset, section, FOLDER, folder[name])
+            spec = self._spec(preset, section, FOLDER, folder[name])
         elif (key := _in_cache(name, cached)) is not None:
-            wish = self._wish(preset, section, CACHE, cached[key])
-            wish = wish if key == name else replace(wish, aliases=(*wish.aliases, key))
+            spec = self._spec(preset, section, CACHE, cached[key])
+            spec = spec if key == name else replace(spec, aliases=(*spec.aliases, key))
         elif self.with_cache and _is_ref(name):
             log.notice_once(f"{where} is not in the cache; it is served when POST /models or ik pull has downloaded it")
             return None
@@ -136,7 +136,7 @@ class Sources:
                 f"{where} needs model = FILE or hf-repo = USER/REPO:QUANT; no other source has such a model"
             )
         try:
-            return self._maker.entry(wish)
+            return self._maker.entry(spec)
         except IkError as e:
             raise UsageError(f"{where}: {e}") from None
 
@@ -145,13 +145,13 @@ class Sources:
         dedup = section.dedup if section.dedup is not None else preset.defaults.dedup
         return _in_cache(section.repo, cached) if dedup and section.repo else None
 
-    def _usable(self, wishes: Mapping[str, Wish]) -> Iterator[ModelEntry]:
+    def _usable(self, specs: Mapping[str, ModelSpec]) -> Iterator[ModelEntry]:
         """Entries of files that nobody has named one by one: those that cannot be used are left out."""
-        for wish in wishes.values():
+        for spec in specs.values():
             try:
-                yield self._maker.entry(wish)
+                yield self._maker.entry(spec)
             except IkError as problem:
-                log.notice_once(f"the model {wish.name} is left out: {problem}")
+                log.notice_once(f"the model {spec.name} is left out: {problem}")
 
     def _cached(self) -> dict[str, Path]:
         from ikcli.hub.cache import hub_models

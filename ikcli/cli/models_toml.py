@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from ikcli.cli.argv import canonical_name, toml_option
-from ikcli.cli.model_entries import OF_ALL_MODELS, OF_REPLICAS, EntryMaker, Wish, clash, machine_budget
+from ikcli.cli.model_entries import OF_ALL_MODELS, OF_REPLICAS, EntryMaker, ModelSpec, clash, machine_budget
 from ikcli.cli.parser import names_of, parse
 from ikcli.engine.plan.devices import find_machine
 from ikcli.engine.plan.placement import CPU
 from ikcli.errors import IkError, UsageError
-from ikcli.server.router.entries import Group, ModelEntry, ModelsFile
+from ikcli.server.front.models_entries import Group, ModelEntry, ModelsFile
 from ikcli.settings.values import parse_size, toml_table
 from ikcli.suggest import nearest
 
@@ -102,7 +102,9 @@ def _entry(path: Path, name: str, table: Any, defaults: list[str], ttl: float, m
         raise UsageError(f"{path}: {where}.preload must be true or false")
     own_ttl = _seconds(path, f"{where}.ttl", table["ttl"]) if "ttl" in table else ttl
     try:
-        return maker.entry(Wish(name, where, (defaults, options), aliases=tuple(aliases), preload=preload, ttl=own_ttl))
+        return maker.entry(
+            ModelSpec(name, where, (defaults, options), aliases=tuple(aliases), preload=preload, ttl=own_ttl)
+        )
     except IkError as e:
         raise UsageError(f"{path}: {where}: {e}") from None
 

@@ -24,9 +24,9 @@ def run(run: ModelRun) -> int:
 
 def _run_replicas(run: ModelRun) -> int:
     from ikcli.cli.front_options import PATHS, passed_on, paths_passed_on
-    from ikcli.server.replicas.places import Recipe
-    from ikcli.server.replicas.server import serve_replicas
-    from ikcli.server.router.environment import OF_THE_FRONT
+    from ikcli.server.front.environment import OF_THE_FRONT
+    from ikcli.server.front.launch import LaunchSpec
+    from ikcli.server.front.replicas_server import serve_replicas
 
     config = run.config
 
@@ -37,19 +37,19 @@ def _run_replicas(run: ModelRun) -> int:
 
     paths, inputs = paths_passed_on("serve", config)
     argv = (*passed_on("serve", run.argv, without), *paths)
-    return serve_replicas(Recipe(config, argv, tuple(inputs), run.given))
+    return serve_replicas(LaunchSpec(config, argv, tuple(inputs), run.given))
 
 
 def _run_sleeping(run: ModelRun) -> int:
     """One model in a process that ends when it is idle, behind a port that stays."""
     from ikcli.cli.front_options import passed_on
-    from ikcli.cli.model_entries import OF_ALL_MODELS, EntryMaker, Wish
+    from ikcli.cli.model_entries import OF_ALL_MODELS, EntryMaker, ModelSpec
+    from ikcli.server.front.models_entries import ModelsFile
+    from ikcli.server.front.models_server import serve_models
     from ikcli.server.http.chat import check_options
     from ikcli.server.http.params import defaults_of
     from ikcli.server.http.server import check_folders
     from ikcli.server.http.state import names_of
-    from ikcli.server.router.entries import ModelsFile
-    from ikcli.server.router.server import serve_models
 
     defaults_of(run.config)  # wrong options end the program before anything is loaded
     check_options(run.config)
@@ -61,15 +61,15 @@ def _run_sleeping(run: ModelRun) -> int:
 
     line = passed_on("serve", run.argv, without, environment=False)
     name, *aliases = names_of(run.config)
-    wish = Wish(name, name, path=run.config.model, aliases=tuple(aliases), preload=True)
-    entry = EntryMaker(line, alone=True).entry(wish)
+    spec = ModelSpec(name, name, path=run.config.model, aliases=tuple(aliases), preload=True)
+    entry = EntryMaker(line, alone=True).entry(spec)
     return serve_models(run.config, ModelsFile(entry.config.model or Path(), {name: entry}), single=True)
 
 
 def run_models(parsed: Parsed) -> int:
     """Serve the models of a file, a folder or the cache; returns the exit code."""
     from ikcli.cli.model_list import Sources
-    from ikcli.server.router.server import serve_models
+    from ikcli.server.front.models_server import serve_models
 
     sources = Sources(parsed)
     return serve_models(parsed.config, sources.read(), sources.read)

@@ -1,0 +1,70 @@
+"""Counters of replicas, which continue when a replica is restarted and counts from zero."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from ikcli.server.front.upstream import Upstream, UpstreamError
+from ikcli.server.http.metrics import POSITION, PREFIX
+
+Key = tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class MetricSample:
+    """A sample of a metric; its name has no prefix. `position`: that in a draft, if it has one."""
+
+    name: str
+    text: str
+    counts: bool
+    value: float
+    position: str = ""
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Its key."""
+        return self.name, self.position
+
+
+class ReplicaCounters:
+    """The metrics of a replica over all its processes."""
+
+    def __init__(self) -> None:
+        self._before: dict[Key, float] = {}
+        self._now: dict[Key, MetricSample] = {}
+
+    async def read(self, process: Upstream) -> None:
+        """Read the metrics of the process; the last values stay if it does not answer."""
+        try:
+            status, body = await process.ask("GET", b"/metrics")
+            if status == 200:
+                self._now = {value.key: value for value in _parse(body.decode("utf-8", "replace"))}
+        except (UpstreamError, ValueError):
+            return
+
+    def carry_over(self) -> None:
+        """Continue with a new process, which counts from zero."""
+        for value in self._now.values():
+            if value.counts:
+                self._before[value.key] = self._before.get(value.key, 0.0) + value.value
+        self._now = {key: replace(value, value=0.0) for key, value in self._now.items() if value.counts}
+
+    def values(self) -> dict[Key, MetricSample]:
+        """Return the samples; counters include all earlier processes."""
+        before = self._before
+        return {
+            key: replace(one, value=one.value + before.get(key, 0.0)) if one.counts else one
+            for key, one in self._now.items()
+        }
+
+
+def _parse(text: str) -> Iterator[MetricSample]:
+    """Yield samples without labels other than the draft position; the front counts users itself."""
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if not sample.labels.keys() - {POSITION} and family.type in ("counter", "gauge"):
+                name, position = family.name.removeprefix(PREFIX), sample.labels.get(POSITION, "")
+                yield MetricSample(name, family.documentation, family.type == "counter", sample.value, position)

@@ -1,0 +1,68 @@
+"""Metrics of replicas for Prometheus.
+
+Plain names are those of one server and cover all replicas; names with `replica_` have a value for each.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from ikcli.server.front.replica import Replica
+from ikcli.server.front.replicas_counters import Key, MetricSample
+from ikcli.server.http.metrics import PREFIX, per_position
+
+_MEAN = frozenset({"kv_cache_usage_ratio", "n_busy_slots_per_decode"})
+_MAX = frozenset({"n_tokens_max"})
+
+
+def families(replicas: Sequence[Replica]) -> Iterator[Metric]:
+    """Return the metrics read from replicas, and those that the front keeps about them."""
+    found = {one.index: one.counters.values() for one in replicas}
+    keys = dict.fromkeys(key for values in found.values() for key in values)
+    yield from _by_position(found)
+    for name, position in keys:
+        if position:
+            continue
+        each = {index: values[name, ""] for index, values in found.items() if (name, "") in values}
+        first = next(iter(each.values()))
+        yield _family(first, {"": _together(name, [value.value for value in each.values()])})
+        yield _family(first, {str(index): value.value for index, value in each.items()})
+    for name, text, counts, attribute in (
+        ("up", "1 while requests may go to the replica.", False, "usable"),
+        ("router_requests_processing", "Requests given to the replica.", False, "n_running"),
+        ("starts", "How often the replica was started.", True, "n_starts"),
+        ("requests_unanswered", "Requests whose answer the replica did not end.", True, "n_unanswered"),
+    ):
+        values = {str(one.index): float(getattr(one, attribute)) for one in replicas}
+        yield _family(MetricSample(name, text, counts, 0.0), values)
+
+
+def _by_position(found: Mapping[int, Mapping[Key, MetricSample]]) -> Iterator[Metric]:
+    """Return accepted draft tokens by position, over all replicas."""
+    accepted: Counter[int] = Counter()
+    for values in found.values():
+        for (_, position), one in values.items():
+            if position:
+                accepted[int(position)] += int(one.value)
+    if accepted:
+        yield per_position(accepted)
+
+
+def _family(about: MetricSample, values: dict[str, float]) -> Metric:
+    """Return a family by replica, or under the plain name if the key is empty."""
+    make = CounterMetricFamily if about.counts else GaugeMetricFamily
+    if "" in values:
+        return make(PREFIX + about.name, about.text, value=values[""])
+    family = make(PREFIX + "replica_" + about.name, about.text, labels=["replica"])
+    for label, value in values.items():
+        family.add_metric([label], value)
+    return family
+
+
+def _together(name: str, values: Sequence[float]) -> float:
+    if name in _MAX:
+        return max(values)
+    return sum(values) / len(values) if name in _MEAN else sum(values)

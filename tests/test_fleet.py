@@ -17,7 +17,7 @@ from ikcli.fleet import executor as executors
 from ikcli.fleet.choose import executor, threads_each
 from ikcli.fleet.executor import ByKind, Executor, LocalExecutor, ProcessExecutor, Queue
 from ikcli.fleet.journal import Journal, read
-from ikcli.fleet.ordered import in_order
+from ikcli.fleet.units import map_units
 from ikcli.settings.fleet import FleetConfig
 
 HEAD = {"kind": "test", "n": 3}
@@ -127,7 +127,7 @@ def test_results_come_in_order_and_what_is_known_is_not_done_again(tmp_path: Pat
     journal = Journal(tmp_path / "j.jsonl", HEAD)
     journal.add("unit 1", {"value": -1})
     work = Backwards()
-    found = [record["value"] for record in in_order(work, Squares(tmp_path), units, journal)]
+    found = [record["value"] for record in map_units(Squares(tmp_path), units, journal, work)]
     assert found == [0, -1, 20, 30, 40] and work.done == [4, 3, 2, 0] and work.closed
     journal.close()
     assert {k: r["value"] for k, r in read(tmp_path / "j.jsonl")[0].records.items()} == {
@@ -137,7 +137,7 @@ def test_results_come_in_order_and_what_is_known_is_not_done_again(tmp_path: Pat
 
 def test_who_stops_asking_ends_the_work(tmp_path: Path) -> None:
     work = Backwards()
-    results = in_order(work, Squares(tmp_path), [("a", 1), ("b", 2)], Journal(None, HEAD))
+    results = map_units(Squares(tmp_path), [("a", 1), ("b", 2)], Journal(None, HEAD), work)
     assert next(results) == {"value": 10} and not work.closed
     results.close()  # type: ignore[attr-defined]
     assert work.closed

@@ -30,6 +30,11 @@ def executor_of(fleet: FleetConfig, n_threads: int) -> Executor:
     return executor(fleet.n_workers, fleet.ray, n_threads, fleet.ray_node)
 
 
+def runs_here(fleet: FleetConfig) -> bool:
+    """Return whether the process of the command does the work itself."""
+    return fleet.ray is None and fleet.n_workers == 1
+
+
 def threads_each(n_threads: int, fleet: FleetConfig) -> int:
     """Threads of a worker: those of this machine are shared, those of the nodes of a cluster are not."""
     n_workers = fleet.n_workers if fleet.ray in (None, "local") else 1

@@ -21,11 +21,12 @@ from ikcli.log import warn
 class Journal:
     """Records by key. `add` keeps them in the file; without a path they are kept in memory only."""
 
-    def __init__(self, path: Path | None, head: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path | str | None, head: Mapping[str, Any]) -> None:
         """Make the file, or read one of the same work.
 
         UsageError naming the first difference if it is of other work, IkError if it cannot be written.
         """
+        path = Path(path) if path else None
         self.path, self.head = path, dict(head)
         self.records: dict[str, dict[str, Any]] = {}
         self._file: IO[bytes] | None = None
@@ -124,6 +125,16 @@ class Journal:
         self._file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
         self._file.flush()
         os.fsync(self._file.fileno())
+
+    def forget(self, key: str) -> None:
+        """Drop a record, so that its unit is done again; the next record of that key replaces it in the file."""
+        self.records.pop(key, None)
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Close the files."""

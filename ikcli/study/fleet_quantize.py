@@ -11,10 +11,11 @@ import hashlib
 import math
 import zlib
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,9 @@ import ikcli
 from ikcli.errors import UsageError
 from ikcli.fleet.choose import executor_of, threads_each
 from ikcli.fleet.journal import Journal
-from ikcli.fleet.model import absolute, check_files, digests, files_of
+from ikcli.fleet.model import absolute, digests, model_inputs
+from ikcli.fleet.units import map_units
+from ikcli.fleet.worker import InputFile, UnitFunction
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.placed import PlacedFile
 from ikcli.gguf.reader import GGUFFile, open_gguf
@@ -72,54 +75,36 @@ class EncodeUnit:
 
 
 @dataclass(frozen=True, slots=True)
-class QuantizeWorkerOptions:
-    """`data`: options that say how tensors are encoded; `digests` of the model and their files are compared."""
+class QuantizeSetup:
+    """The model, and the options that say how the tensors of each kind of result are encoded."""
 
     source: Path
     data: tuple[ToolOptions, ...]
     n_threads: int
-    digests: tuple[str, ...]
-
-    @property
-    def files(self) -> list[tuple[Path, str]]:
-        """What a node must have."""
-        return files_of(self.source, self.data, self.digests)
-
-    def __call__(self) -> QuantizeWorker:
-        """Make the worker."""
-        return QuantizeWorker(self)
 
 
-class QuantizeWorker:
-    """Encodes rows of a model that it maps from its own disk."""
+@contextmanager
+def open_encoder(setup: QuantizeSetup) -> Iterator[Callable[[EncodeUnit], list[Bytes]]]:
+    """Map the model and yield the function that encodes rows: their new bytes for every choice of a unit."""
+    file = open_gguf(setup.source, setup.data[0].overrides)
+    jobs, readers = [_job(file, o) for o in setup.data], Readers()
 
-    def __init__(self, options: QuantizeWorkerOptions) -> None:
-        """Open the files; IkError if one is another than that of the command."""
-        self._file = open_gguf(options.source, options.data[0].overrides)
-        check_files(self._file, options.data, options.digests)
-        self._jobs = [_job(self._file, o) for o in options.data]
-        self._n_threads, self._readers = options.n_threads, Readers()
-        self._pool = ThreadPoolExecutor(options.n_threads)
-        self._choices: tuple[tuple[int, TypeChoice], ...] = ()
-        self._targets: list[Target] = []
+    @lru_cache(maxsize=1)  # the targets of a tensor are kept, as factoring its covariance takes a while
+    def targets_of(choices: tuple[tuple[int, TypeChoice], ...]) -> list[Target]:
+        return [Target(jobs[data], choice) for data, choice in choices]
 
-    def do(self, unit: EncodeUnit) -> list[Bytes]:
-        """New bytes of the rows for every choice."""
-        if unit.choices != self._choices:  # those of a tensor are kept, as factoring second moments takes a while
-            self._targets = [Target(self._jobs[data], choice) for data, choice in unit.choices]
-            self._choices = unit.choices
-        work = TensorEncoder(self._file, self._targets, self._n_threads, self._readers)
+    def encode(unit: EncodeUnit) -> list[Bytes]:
+        work = TensorEncoder(file, targets_of(unit.choices), setup.n_threads, readers)
         if work.info.type == GGMLType.I2_S:  # one scale for the whole tensor
-            pieces, start = work.pieces(), 0
+            todo, start = work.pieces(), 0
         else:
-            pieces = work.pieces_of(unit.matrix, unit.first, unit.stop)
+            todo = work.pieces_of(unit.matrix, unit.first, unit.stop)
             start = unit.first * row_size(work.info.type, work.info.shape[0])
-        found = list(work.run(self._pool, lambda n_bytes: None, pieces, start))
+        found = list(work.run(pool, lambda n_bytes: None, todo, start))
         return [np.concatenate([piece[i] for piece in found]) for i in range(len(unit.choices))]
 
-    def close(self) -> None:
-        """End the threads."""
-        self._pool.shutdown()
+    with ThreadPoolExecutor(setup.n_threads) as pool:
+        yield encode
 
 
 def _job(file: GGUFFile, options: ToolOptions) -> QuantizeJob:
@@ -178,11 +163,9 @@ def run(
     for path in paths:
         prepare_folder([path])
     kinds = [absolute(o) for o in kinds]
-    sums = digests(model, kinds)
-    with closing(
-        Journal(Path(fleet.journal) if fleet.journal else None, _head(model, outputs, kinds, sums))
-    ) as journal:
-        _Run(model, outputs, journal, hooks).run(kinds, sums, fleet)
+    inputs = model_inputs(model.paths[0], model, kinds)
+    with Journal(fleet.journal, _head(model, outputs, kinds, digests(inputs))) as journal:
+        _Run(model, outputs, journal, hooks).run(kinds, inputs, fleet)
     return paths
 
 
@@ -209,21 +192,23 @@ class _Run:
         largest = max(self._choices, key=len)
         self._names = list(dict.fromkeys(name for choices in (largest, *self._choices) for name in choices))
 
-    def run(self, kinds: Sequence[ToolOptions], sums: tuple[str, ...], fleet: BatchConfig) -> None:
+    def run(self, kinds: Sequence[ToolOptions], inputs: tuple[InputFile | None, ...], fleet: BatchConfig) -> None:
         """Do what is not done."""
         n_threads = threads_each(kinds[0].n_threads, fleet)
         units = [unit for name in self._names for unit in self._units(name)]
         for o in self._outputs:
             self._find_known(o, units)
         todo = [u for u in units if not self._is_done(u)]
+        for u in todo:
+            self._journal.forget(u.key)
         if len(todo) < len(units):
             log(f"quantize: {len(units) - len(todo)} of {len(units)} pieces are there already")
         for u in units if len(todo) < len(units) else []:
             self._hooks.advance(0 if u in todo else self._n_bytes(u))
         writing = [o for o in self._outputs if not o.finished]
         check_rooms([(o.part.path, o.file.size) for o in writing if o.known is None])
-        source, work = self._model.paths[0].absolute(), executor_of(fleet, n_threads)
-        factory = QuantizeWorkerOptions(source, tuple(kinds), n_threads, sums)
+        setup = QuantizeSetup(self._model.paths[0].absolute(), tuple(kinds), n_threads)
+        worker, executor = UnitFunction(open_encoder, setup, inputs), executor_of(fleet, n_threads)
         left = Counter(u.name for u in todo)
         with ExitStack() as stack:
             for o in writing:
@@ -234,9 +219,15 @@ class _Run:
                     self._copy(u)
                     self._told(u, left)
             encoded = [u for u in todo if u.choices]
-            for i, found in work.run(factory, encoded):
-                self._place(encoded[i], found)
+
+            def place(i: int, found: Sequence[Bytes]) -> dict[str, Any]:
+                record = self._place(encoded[i], found)
                 self._told(encoded[i], left)
+                return record
+
+            named = [(u.key, u) for u in encoded]
+            for _ in map_units(worker, named, self._journal, executor, keep=place):
+                pass  # every result was written as soon as it was there
             for o in writing:
                 o.file.finish()
 
@@ -317,17 +308,18 @@ class _Run:
             for file in places:
                 file.write(unit.name, at, piece)
             at += len(piece)
-        self._keep(unit, [crc], places)
+        self._journal.add(unit.key, self._kept([crc], places))
 
-    def _place(self, unit: EncodeUnit, found: Sequence[Bytes]) -> None:
+    def _place(self, unit: EncodeUnit, found: Sequence[Bytes]) -> dict[str, Any]:
         places = [(o.file, i, start) for o, i, start, _ in self._places(unit) if not o.finished]
         for file, i, start in places:
             file.write(unit.name, start, found[i])
-        self._keep(unit, [zlib.crc32(np.ascontiguousarray(data).data) for data in found], [file for file, *_ in places])
+        crc32 = [zlib.crc32(np.ascontiguousarray(data).data) for data in found]
+        return self._kept(crc32, [file for file, *_ in places])
 
-    def _keep(self, unit: EncodeUnit, crc32: list[int], files: Sequence[PlacedFile]) -> None:
-        """The journal says that a unit is there when it is on the disk."""
+    def _kept(self, crc32: list[int], files: Sequence[PlacedFile]) -> dict[str, Any]:
+        """Return the record of a unit; with a journal its bytes reach the disk before the record does."""
         if self._journal.path is not None:
             for file in files:
                 file.sync()
-            self._journal.add(unit.key, {"crc32": crc32})
+        return {"crc32": crc32}

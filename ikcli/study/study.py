@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ import ikcli
 from ikcli.errors import FormatError
 from ikcli.fleet.executor import Executor
 from ikcli.fleet.journal import Journal, read
+from ikcli.fleet.model import digests
+from ikcli.fleet.units import map_units
+from ikcli.fleet.worker import UnitFunction, input_file, input_model
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import open_gguf
 from ikcli.gguf.types import TYPES
@@ -22,14 +26,14 @@ from ikcli.quant.imatrix_file import read_imatrix
 from ikcli.rules import pattern_notes
 from ikcli.study.resident import ResidentOptions, used_tensors
 from ikcli.study.units import Left, StudyUnit, Work, is_matrix, make_units, work_of
-from ikcli.study.worker import Measured, StudyWorkerOptions, digests
+from ikcli.study.worker import Measured, StudySetup, open_study
 
 KIND = "ik study"
 
 
 @dataclass(frozen=True, slots=True)
 class StudyOptions:
-    """What to measure. `resident` says on what; see `make_units` and `StudyWorkerOptions` for the rest."""
+    """What to measure. `resident` says on what; see `make_units` and `measure` for the rest."""
 
     resident: ResidentOptions
     types: tuple[GGMLType, ...]
@@ -110,35 +114,39 @@ def run_study(
         exclude=options.exclude,
         imatrix=imatrix,
     )
-    sums = digests(file, resident.text, options.imatrix)
+    inputs = (
+        input_model(resident.model, resident.overrides, file),
+        input_file(resident.text),
+        input_file(options.imatrix) if options.imatrix else None,
+    )
+    model_digest, text_digest, imatrix_digest = digests(inputs)
     head = {
         "kind": KIND,
         "version": ikcli.__version__,
         "model": resident.model.name,
-        "model_digest": sums[0],
-        "text_digest": sums[1],
-        "imatrix_digest": sums[2],
+        "model_digest": model_digest,
+        "text_digest": text_digest,
+        "imatrix_digest": imatrix_digest,
         "n_ctx": resident.n_ctx,
         "chunks": resident.chunks,
         "precision": options.precision,
         "override_kv": list(resident.overrides),
         "unused": [name for name in file.tensors if is_matrix(file, name) and name not in used],
     }
-    journal = Journal(options.journal, head)
-    try:
-        todo = [u for u in units if u.key not in journal]
-        on_plan(StudyPlan(units, left, len(units) - len(todo), work_of(todo, file)))
-        there = replace(resident, model=resident.model.absolute(), text=resident.text.absolute())
-        weights = options.imatrix.absolute() if options.imatrix else None
-        factory = StudyWorkerOptions(there, weights, options.precision, sums)
-        started = time.perf_counter()
-        for done, (i, found) in enumerate(executor.run(factory, todo), start=1):
-            journal.add(todo[i].key, _record(todo[i], found))
-            on_unit(StudyProgress(todo[i], found, done, len(todo), time.perf_counter() - started))
-        wanted = {u.key for u in units}
-        return Study(units, {k: _measured(r) for k, r in journal.records.items() if k in wanted}, left, head)
-    finally:
-        journal.close()
+    there = replace(resident, model=resident.model.absolute(), text=resident.text.absolute())
+    weights = options.imatrix.absolute() if options.imatrix else None
+    worker = UnitFunction(open_study, StudySetup(there, weights, options.precision), inputs)
+    with Journal(options.journal, head) as journal:
+        todo = {u.key for u in units if u.key not in journal}
+        on_plan(StudyPlan(units, left, len(units) - len(todo), work_of([u for u in units if u.key in todo], file)))
+        started, n_done = time.perf_counter(), count(1)
+
+        def keep(i: int, found: Measured) -> dict[str, Any]:
+            on_unit(StudyProgress(units[i], found, next(n_done), len(todo), time.perf_counter() - started))
+            return _record(units[i], found)
+
+        records = map_units(worker, [(u.key, u) for u in units], journal, executor, keep=keep)
+        return Study(units, {u.key: _measured(r) for u, r in zip(units, records, strict=True)}, left, head)
 
 
 def _record(unit: StudyUnit, found: Measured) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """`ik bench` on the nodes of a cluster: a unit is a combination of settings on a kind of node.
 
-A worker of a kind takes one whole unit of the resource that names it, so a node that offers one measures one thing at a
-time. What is measured once stays in the journal.
+A worker takes one whole unit of the resource that names its kind, so a node that offers one runs one measurement at a
+time. Measurements are kept in the journal.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def open_bench(models: tuple[InputFile, ...]) -> Iterator[Callable[[BenchUnit], 
 
 
 def _changed(asked: RunConfig, found: RunConfig) -> dict[str, Any]:
-    """Settings that the session decided, as JSON has them."""
+    """Return the settings that the session decided, as JSON values."""
     out = {}
     for f in fields(RunConfig):
         value = getattr(found, f.name)
@@ -72,7 +72,7 @@ def _changed(asked: RunConfig, found: RunConfig) -> dict[str, Any]:
 def run(
     config: RunConfig, alternatives: Mapping[str, tuple[Any, ...]], given: Collection[str]
 ) -> Iterator[BenchResult]:
-    """Every test of every combination on every kind of node, in this order."""
+    """Yield every test of every combination on every kind of node, in this order."""
     fleet, tests = config.fleet, bench_tests(config)
     assert fleet.ray is not None
     kinds = [name.strip() for name in fleet.ray_node.split(",") if name.strip()] or [""]
@@ -101,7 +101,7 @@ def run(
 
 
 def _name(kind: str, unit: BenchUnit, model_digest: str) -> str:
-    """By all settings."""
+    """Name a unit by a digest of all its settings."""
     settings = hashlib.sha256(f"{unit.config!r} {model_digest} {unit.own_threads}".encode()).hexdigest()
     return f"{kind} {settings[:32]}"
 

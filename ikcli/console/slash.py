@@ -1,4 +1,4 @@
-"""The commands of a conversation: `/help` lists them. One function per command, its docstring is its help."""
+"""Slash commands of a conversation; `/help` lists them. One function per command, whose docstring is its help."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ikcli.text_files import read_text
 
 
 class Leave(Exception):
-    """The user wants to go."""
+    """The user wants to leave."""
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """`form` is what may follow the name; `files`: it is a file."""
+    """`form` describes what may follow the name; `files`: it is a file."""
 
     name: str
     run: Callable[[Dialogue, str], None]
@@ -54,19 +54,19 @@ def _command(name: str, form: str = "", *, files: bool = False) -> Callable[[Any
 
 
 def run(dialogue: Dialogue, line: str) -> None:
-    """Carry out a line that begins with /; IkError if it is none or fails."""
+    """Run a line that begins with /; IkError if the command is unknown or fails."""
     from difflib import get_close_matches
 
     name, _, rest = line.strip().partition(" ")
     name = _ALIASES.get(name, name)
     if name not in COMMANDS:
         near = get_close_matches(name, COMMANDS, 1)
-        raise IkError(f"there is no command {name}; {f'did you mean {near[0]}?' if near else '/help lists them'}")
+        raise IkError(f"unknown command {name}; {f'did you mean {near[0]}?' if near else '/help lists them'}")
     COMMANDS[name].run(dialogue, rest.strip())
 
 
 def completions(dialogue: Dialogue, before: str) -> Iterator[tuple[str, int, str]]:
-    """What can follow the text before the cursor: commands, names of settings, files."""
+    """Return completions of the text before the cursor: commands, names of settings, files."""
     if not before.startswith("/") or "\n" in before:
         return
     name, blank, rest = before.partition(" ")
@@ -119,7 +119,7 @@ def _regen(dialogue: Dialogue, rest: str) -> None:
     """answer the last message again"""
     before, undone = list(dialogue.conversation.messages), dialogue.conversation.undone
     if not dialogue.conversation.drop_answer():
-        raise IkError("there is no message to answer yet")
+        raise IkError("no message to answer yet")
     if not dialogue.answer():
         dialogue.conversation.messages, dialogue.conversation.undone = before, undone
 
@@ -131,7 +131,7 @@ def _edit(dialogue: Dialogue, rest: str) -> None:
         raise IkError("/edit needs the new text here")
     before = dialogue.conversation.undo()
     if before is None:
-        raise IkError("there is no message to change yet")
+        raise IkError("no message to change yet")
     if rest:
         dialogue.say(rest)
     else:
@@ -178,7 +178,7 @@ def _settings(dialogue: Dialogue, rest: str) -> None:
     elif text:
         if name not in SETTINGS:
             hint = "it is set with -c when the program starts" if name == "n_ctx" else "/settings lists them"
-            raise IkError(f"there is no setting {name} to change; {hint}")
+            raise IkError(f"{name} is not a setting that can be changed; {hint}")
         new = {name: _value(text)}
         dialogue.conversation.source.check(new)
         fields.update(new)
@@ -187,12 +187,12 @@ def _settings(dialogue: Dialogue, rest: str) -> None:
             dialogue.note(f"  {key:<24} {json.dumps(value, ensure_ascii=False)}{' *' if key in fields else ''}")
     if name and not text and name not in dialogue.settings():
         if name not in SETTINGS:
-            raise IkError(f"there is no setting {name}; /settings lists them")
+            raise IkError(f"{name} is not a setting; /settings lists them")
         dialogue.note(f"  {name} is not set")
 
 
 def _save_settings(dialogue: Dialogue, path: Path) -> None:
-    """All that applies: what was set, and the defaults of the model where conversations do not have others."""
+    """Save all effective settings: those that were set, and the model's defaults that conversations do not override."""
     fields = dialogue.conversation.fields
     image = {
         name: value
@@ -209,7 +209,7 @@ def _load_settings(dialogue: Dialogue, path: Path) -> None:
 
 
 def _value(text: str) -> Any:
-    """JSON, or the text itself."""
+    """Parse JSON, or return the text itself."""
     try:
         return json.loads(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""What commands share whose workers run a model: its header here, the same file and the same settings there."""
+"""Helpers for commands whose workers run a model: its header here, its files and settings on the nodes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ikcli.settings.run import RunConfig
 from ikcli.tokenizer import Tokenizer
 
 _OF_NO_EFFECT = ("hub.", "prompt.", "fleet.", "perplexity.", "imatrix.", "upstream.")
-"""Groups of settings that change no value of a window, or what is compared by itself."""
+"""Groups of settings that change no value of a window, or that are compared separately."""
 
 _RUN_ONLY = frozenset(
     (
@@ -27,7 +27,7 @@ _RUN_ONLY = frozenset(
         *("n_threads_batch", "numa", "seed", "verbose", "verbosity", "profile", "strict"),
     )
 )
-"""Other settings that change no value, or are compared by themselves."""
+"""Other settings that change no value, or that are compared separately."""
 
 
 class HeaderSession:
@@ -38,15 +38,15 @@ class HeaderSession:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """Of the model."""
+        """The tokenizer of the model."""
         return Tokenizer.from_metadata(self.file.metadata, str(self.file.paths[0]))
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing, as no resources are held."""
 
 
 def config_each(config: RunConfig, header: HeaderSession) -> RunConfig:
-    """The settings of one worker."""
+    """Return the settings of one worker."""
     return replace(
         config,
         model=(config.model or header.file.paths[0]).absolute(),
@@ -80,13 +80,13 @@ def digests(inputs: Sequence[InputFile | None]) -> tuple[str, ...]:
 
 
 def absolute(options: ToolOptions) -> ToolOptions:
-    """The same files for workers, which run in other folders."""
+    """Return the options with absolute paths, since workers run in other directories."""
     imatrix, covariance = (str(Path(p).absolute()) if p else None for p in (options.imatrix, options.covariance))
     return replace(options, imatrix=imatrix, covariance=covariance)
 
 
 def settings(config: RunConfig) -> dict[str, Any]:
-    """Options that were changed and change values, by name."""
+    """Return the options that differ from their defaults and change values, by name."""
     out: dict[str, Any] = {}
     for bound in iter_options(RunConfig):
         at: Any = config

@@ -1,7 +1,7 @@
-"""An importance matrix by several processes or machines: groups of chunks are measured anywhere and added in order.
+"""An importance matrix by workers: groups of chunks are measured anywhere, and their sums are added in order.
 
-A unit is a group of windows that one process would sum before adding it to the rest, so the matrix is the same bit for
-bit. Workers send all sums of a group, 8 bytes per column of every matrix (and of every expert).
+A unit is a group of windows that one process would sum before adding it to the rest, so the matrix is bit-identical.
+Workers send all sums of a group: 8 bytes per column of every matrix (and of every expert).
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from ikcli.measure.perplexity import bos_of
 from ikcli.measure.protocol import TokenIds
 from ikcli.settings.run import RunConfig
 
-_AHEAD = 2  # units per worker that may wait to be added
+_AHEAD = 2  # units per worker that may wait until earlier ones are added
 
 
 @dataclass(frozen=True, slots=True)
 class ImatrixSetup:
-    """Sessions for windows; `quiet` suppresses log lines while the model is loaded."""
+    """Settings of sessions for windows; `quiet`: log nothing while loading."""
 
     config: RunConfig
     params: ImatrixParams
@@ -61,13 +61,13 @@ def open_measurer(setup: ImatrixSetup) -> Iterator[Callable[[TokenIds], dict[str
 
 
 def check(config: RunConfig) -> None:
-    """UsageError for what workers cannot do."""
+    """Raise UsageError for options that workers do not support."""
     if not config.fleet.wanted:
         return
     if config.imatrix.covariance is not None:
         raise UsageError(
-            "--covariance needs one process, as second moments are too much to send; give parts of the text to several "
-            "runs (--from-chunk, --chunks) and merge what they write with --in-file"
+            "--covariance needs one process, as second moments are too large to send; give parts of the text to "
+            "several runs (--from-chunk, --chunks) and merge what they write with --in-file"
         )
     if config.profile:
         raise UsageError("--profile measures one process; leave out --workers, --ray and --journal")
@@ -82,7 +82,7 @@ def collect(
     on_chunk: Callable[[ChunkDone], None] | None = None,
     on_sums: Callable[[int, Sums], None] | None = None,
 ) -> ImatrixResult:
-    """As `imatrix.collect`, by the workers of the options; groups in the journal are taken from there."""
+    """Collect like `matrix.collect`, by the workers of the options; groups in the journal are not measured again."""
     table, fleet = windows(tokens, params), config.fleet
     each = config_each(config, header)
     assert each.model is not None
@@ -110,6 +110,6 @@ def collect(
 
 
 def _name(table: TokenIds, group: range) -> str:
-    """By place and tokens, as a journal goes on with more --chunks of the same text."""
+    """Name a group by place and digest, so that more --chunks of the same text resume a journal."""
     found = hashlib.sha256(np.ascontiguousarray(table[group.start : group.stop]).tobytes()).hexdigest()
     return f"{group.start + 1}-{group.stop} {found[:16]}"

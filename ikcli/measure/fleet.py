@@ -1,7 +1,7 @@
-"""Windows of a text that workers evaluate: perplexity and KL divergence in several processes or on several machines.
+"""Perplexity and KL divergence by workers: windows of a text are evaluated in several processes or on several machines.
 
-A unit is a group of windows that one process would decode side by side, so every value is the same bit for bit. Tokens
-go to the workers; per scored position they send one value back (nll), or with a base file five (`Positions`).
+A unit is a group of windows that one process would decode side by side, so every value is bit-identical. Workers
+receive tokens; per scored position they return one value (nll), or five with a base file (`Positions`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ikcli.settings.run import RunConfig
 
 @dataclass(frozen=True, slots=True)
 class WindowSetup:
-    """Sessions for windows of n_ctx tokens; `base` is a base file, `quiet` suppresses log lines while loading."""
+    """Settings of sessions for windows of n_ctx tokens. `base`: a base file; `quiet`: log nothing while loading."""
 
     config: RunConfig
     n_ctx: int
@@ -46,7 +46,7 @@ class WindowSetup:
 
 @contextmanager
 def open_windows(setup: WindowSetup) -> Iterator[Callable[[tuple[int, Windows]], dict[str, Any]]]:
-    """Load the model and yield the function that evaluates a group of windows, the first of which is unit[0]."""
+    """Load the model and yield the function that evaluates a group of windows, given with the index of the first."""
     config = setup.config
     base = BaseReader(setup.base) if setup.base is not None else None
     n_threads = max(1, config.n_threads_batch or config.n_threads)
@@ -100,7 +100,7 @@ def base_digest(path: Path) -> str:
 
 
 def check(config: RunConfig) -> None:
-    """UsageError for what workers cannot do."""
+    """Raise UsageError for options that workers do not support."""
     options = config.perplexity
     if not config.fleet.wanted:
         return
@@ -118,7 +118,7 @@ def check(config: RunConfig) -> None:
 def measure(
     config: RunConfig, header: HeaderSession, windows: Windows, *, stride: int = 0, base: BaseReader | None = None
 ) -> Iterator[WindowValues]:
-    """Values of all windows in order, by the workers of the options; those in the journal are taken from there."""
+    """Yield the values of all windows in order, computed by the workers of the options or taken from the journal."""
     fleet, n_ctx = config.fleet, windows.n_ctx
     each = config_each(config, header)
     assert each.model is not None
@@ -143,12 +143,12 @@ def measure(
 
 
 def _all_tokens(windows: Windows, base: BaseReader | None) -> bytes:
-    """The first window only, as more --chunks of the same text go on with a journal; every unit has its own digest."""
+    """Return the first window: more --chunks of the same text resume a journal, and units have their own digests."""
     return np.ascontiguousarray(windows.tokens[0] if base is None else base.tokens[0]).tobytes()
 
 
 def _units(windows: Windows) -> Iterator[tuple[str, tuple[int, Windows]]]:
-    """Groups that are decoded together, by the numbers and the tokens of their windows."""
+    """Yield groups of windows that are decoded together, named by the indices and a digest of their windows."""
     for first in range(0, windows.n_chunk, windows.n_seq):
         tokens = np.ascontiguousarray(windows.tokens[first : first + windows.n_seq])
         name = hashlib.sha256(tokens.tobytes()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""Calibration by several processes or machines; a unit is a trial: tensors with other types, run over the text."""
+"""Calibration by workers: a unit is a trial, which assigns other types to tensors and is run over the text."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def open_calibration(setup: CalibrateSetup) -> Iterator[Callable[[Trial], dict[s
 
 
 class FleetCalibrator:
-    """As `Calibrator`, by the workers of the options. The journal is that of the command with `.calibrate` after it."""
+    """A `Calibrator` that uses the workers of the options; the journal is that of the command plus `.calibrate`."""
 
     def __init__(self, options: ResidentOptions, data: ToolOptions, fleet: BatchConfig) -> None:
         self._options, self._data, self._fleet = options, data, fleet
 
     def measure(self, trials: Sequence[Trial], encoding: Encoding) -> list[float]:
-        """Mean KL divergence of every trial; workers make the same `encoding` of the same files."""
+        """Return the mean KL divergence of every trial; workers build the same `encoding` from the same files."""
         o, fleet = self._options, self._fleet
         n_threads = threads_each(o.n_threads, fleet)
         each = replace(o, model=o.model.absolute(), text=o.text.absolute(), n_threads=n_threads)
@@ -83,6 +83,6 @@ class FleetCalibrator:
 
 
 def _name(trial: Trial) -> str:
-    """By what is in it."""
+    """Name a trial by a digest of its tensors and types."""
     text = repr(sorted((name, TYPES[type].name) for name, type in trial.items()))
     return f"{len(trial)} tensors {hashlib.sha256(text.encode()).hexdigest()[:32]}"

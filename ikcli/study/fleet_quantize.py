@@ -1,8 +1,8 @@
-"""Quantizing by several processes or machines: rows are encoded anywhere and written to their place by one process.
+"""Quantization by workers: rows are encoded anywhere and written to their place by one process.
 
-A unit is a run of rows of one tensor, for all results that change it; which rows go together does not change a byte.
-Tensors that stay as they are are copied here. With a journal, what is encoded stays in the unfinished file of a result,
-and the journal says which units are there, with checksums.
+A unit is a run of rows of one tensor, encoded for all results that change it; how rows are grouped does not change a
+byte. Tensors that keep their type are copied by the command. With a journal, encoded data stays in the unfinished file
+of a result, and the journal lists the units that are in it, with checksums.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ from ikcli.quant.recipes import TypeChoice
 from ikcli.quant.tool import ToolOptions, encoding_of
 from ikcli.settings.fleet import BatchConfig
 
-_UNIT = 1 << 24  # weights; seconds of work for a thread
+_UNIT = 1 << 24  # weights: seconds of work for a thread
 
 
 @dataclass(frozen=True, slots=True)
 class EncodeUnit:
-    """Rows first..stop (of one matrix) of the tensor `name`: what becomes of it, each with the index of its data.
+    """Rows first..stop (of one matrix) of the tensor `name`, and the choices of a type with indices of their data.
 
-    Without choices the tensor is copied where it stays as it is.
+    Without choices, the tensor is copied to the results where it keeps its type.
     """
 
     name: str
@@ -70,7 +70,7 @@ class EncodeUnit:
 
     @property
     def key(self) -> str:
-        """For the journal."""
+        """The name in the journal."""
         return f"{self.name} {self.first}-{self.stop}" if self.choices else f"{self.name} copied"
 
 
@@ -108,14 +108,14 @@ def open_encoder(setup: QuantizeSetup) -> Iterator[Callable[[EncodeUnit], list[B
 
 
 def _job(file: GGUFFile, options: ToolOptions) -> QuantizeJob:
-    """Of no tensor: what `Target` reads of a job."""
+    """Return a job without tensors, which has what `Target` reads."""
     found = encoding_of(file, options)
     return QuantizeJob(file, Path(), (), {}, found.imatrix, found.covariance, encode_options=found.options)
 
 
 @dataclass(slots=True)
 class _Output:
-    """A file to be written, and the index of its data. `known`: the file that an earlier run left or finished."""
+    """An output file with the index of its data. `known`: the file that an earlier run left unfinished or finished."""
 
     part: OutputPart
     data: int
@@ -134,10 +134,10 @@ def run(
     fleet: BatchConfig,
     progress: JobProgress | None = None,
 ) -> list[Path]:
-    """Write the files of all jobs, which are of one model, and return the paths of those that were not skipped.
+    """Write the files of all jobs, which share one model, and return the paths of those that were not skipped.
 
     `options[i]` are those that job i was planned with. IkError as from `quantizer.run`; with a journal the unfinished
-    files stay, and the same call goes on.
+    files stay, and the same call resumes.
     """
     hooks, model = progress or JobProgress(), jobs[0].job.file
     data: dict[Hashable, int] = {}
@@ -172,7 +172,7 @@ def run(
 def _head(
     model: GGUFFile, outputs: Sequence[_Output], kinds: Sequence[ToolOptions], sums: Sequence[str]
 ) -> dict[str, Any]:
-    """What must be the same for a run to go on; the header of a file says all about its tensors."""
+    """Describe the work that a journal can resume; the header of an output file covers all its tensors."""
     return {
         "kind": "ik quantize",
         "version": ikcli.__version__,
@@ -184,7 +184,7 @@ def _head(
 
 
 class _Run:
-    """One call of `run` whose outputs are known."""
+    """One call of `run` with known outputs."""
 
     def __init__(self, model: GGUFFile, outputs: Sequence[_Output], journal: Journal, hooks: JobProgress) -> None:
         self._model, self._outputs, self._journal, self._hooks = model, outputs, journal, hooks
@@ -193,7 +193,7 @@ class _Run:
         self._names = list(dict.fromkeys(name for choices in (largest, *self._choices) for name in choices))
 
     def run(self, kinds: Sequence[ToolOptions], inputs: tuple[InputFile | None, ...], fleet: BatchConfig) -> None:
-        """Do what is not done."""
+        """Do what is not done yet."""
         n_threads = threads_each(kinds[0].n_threads, fleet)
         units = [unit for name in self._names for unit in self._units(name)]
         for o in self._outputs:
@@ -239,7 +239,7 @@ class _Run:
         self._hooks.advance(self._n_bytes(unit))
 
     def _n_bytes(self, unit: EncodeUnit) -> int:
-        """Bytes of the input that are done with a unit; a copy beside other results is done with those."""
+        """Return the bytes of input that a unit completes; a copy counts only if no other result encodes the tensor."""
         t = self._model.tensors[unit.source]
         if unit.choices:
             return (unit.stop - unit.first) * row_size(t.type, t.shape[0])
@@ -266,7 +266,7 @@ class _Run:
                 yield EncodeUnit(name, source, matrix, first, stop, choices)
 
     def _places(self, unit: EncodeUnit) -> Iterator[tuple[_Output, int, int, int]]:
-        """(output, index of the choice or 0, first byte, bytes) wherever the result of a unit goes."""
+        """Yield (output, index of the choice or 0, first byte, bytes) for every place the result of a unit goes to."""
         kinds = [(data, c.new) for data, c in unit.choices]
         for o, choices in zip(self._outputs, self._choices, strict=True):
             c = choices.get(unit.name)

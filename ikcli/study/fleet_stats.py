@@ -1,6 +1,6 @@
-"""The error table of types by several processes or machines; a unit is a tensor in a type.
+"""The error table of types by workers: a unit is a tensor in a type.
 
-Sums over the rows of a tensor are added in the order of the rows, so every number is that of one process.
+Sums over the rows of a tensor are added in row order, so every number equals that of one process.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def open_stats(setup: StatsSetup) -> Iterator[Callable[[tuple[str, GGMLType]], d
 
 
 def measure_model(file: GGUFFile, params: StatsParams, imatrix: str | None, fleet: BatchConfig) -> Iterator[StatsRow]:
-    """As `quantize_stats.measure_model`, by the workers of the options; what the journal holds is taken from there."""
+    """Measure like `quantize_stats.measure_model`, by the workers of the options, except what the journal holds."""
     tensors = measured_tensors(file, params)
     units = [(t, type) for t in tensors for type in params.types if fits(type, t.shape)]
     data, n_threads = ToolOptions(imatrix=imatrix), threads_each(params.n_threads, fleet)

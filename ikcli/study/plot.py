@@ -1,4 +1,4 @@
-"""A study in a plot: divergence of every group of tensors, a colour per type."""
+"""Plot a study: the divergence of every group of tensors, one colour per type."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ikcli.study.study import Study
 
 
 def draw(study: Study, path: Path) -> None:
-    """Write the plot; the suffix says in which form. See `ikcli.bench.sweep_plot.check_output` for errors."""
+    """Write the plot in the format of the suffix; raises like `ikcli.bench.sweep_plot.check_output`."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

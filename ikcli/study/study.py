@@ -1,4 +1,4 @@
-"""A study from beginning to end: units, executor, journal; and what can be read from its journal."""
+"""Run a study, units through an executor into a journal, and read results from its journal."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ KIND = "ik study"
 
 @dataclass(frozen=True, slots=True)
 class StudyOptions:
-    """What to measure. `resident` says on what; see `make_units` and `measure` for the rest."""
+    """What to measure and on which model and text (`resident`); see `make_units` and `measure` for the rest."""
 
     resident: ResidentOptions
     types: tuple[GGMLType, ...]
@@ -47,7 +47,7 @@ class StudyOptions:
 
 @dataclass(frozen=True, slots=True)
 class StudyPlan:
-    """Units, what is left out, how many units are known already, and the work of the others."""
+    """Units, what is left out, how many units the journal holds, and the work of the others."""
 
     units: list[StudyUnit]
     left: list[Left]
@@ -57,7 +57,7 @@ class StudyPlan:
 
 @dataclass(frozen=True, slots=True)
 class StudyProgress:
-    """A unit that was measured: its place among those to do, and the seconds since the study began."""
+    """A measured unit, its number among those to do, and the seconds since the study began."""
 
     unit: StudyUnit
     found: Measured
@@ -76,15 +76,15 @@ class Study:
     head: dict[str, Any] = field(default_factory=dict)
 
     def titles(self) -> list[str]:
-        """Groups of tensors, in order."""
+        """Return the groups of tensors, in order."""
         return list(dict.fromkeys(u.title for u in self.units))
 
     def types(self) -> list[GGMLType]:
-        """Types, the smallest first."""
+        """Return the types, smallest first."""
         return sorted({u.type for u in self.units}, key=lambda t: (TYPES[t].bpw, t))
 
     def get(self, title: str, type: GGMLType) -> Measured | None:
-        """One result."""
+        """Return one result."""
         return self.found.get(StudyUnit(title, (), type).key)
 
 
@@ -94,9 +94,9 @@ def run_study(
     on_plan: Callable[[StudyPlan], None] = lambda plan: None,
     on_unit: Callable[[StudyProgress], None] = lambda progress: None,
 ) -> Study:
-    """Measure all units that the journal does not have; errors of the model, the text and the journal are raised first.
+    """Measure all units that the journal lacks; errors of the model, the text and the journal are raised first.
 
-    `on_plan` is told before the model is loaded.
+    `on_plan` is called before the model is loaded, `on_unit` as each unit ends.
     """
     resident = options.resident
     file = open_gguf(resident.model, resident.overrides)
@@ -158,7 +158,7 @@ def _measured(record: dict[str, Any]) -> Measured:
 
 
 def read_study(path: Path) -> Study:
-    """The study of a journal; FormatError if it is none."""
+    """Read the study in a journal; FormatError if it is not one of ik study."""
     journal, _ = read(path)
     if journal.head.get("kind") != KIND:
         raise FormatError(f"{path}: is not a journal of ik study")
@@ -176,7 +176,7 @@ def read_study(path: Path) -> Study:
 
 
 def table_lines(study: Study) -> list[str]:
-    """A Markdown table: a row per group of tensors, a column per type, KL divergence ± standard error."""
+    """Return a Markdown table: a row per group of tensors, a column per type, KL divergence ± standard error."""
     types = study.types()
     names = [TYPES[t].name for t in types]
     rows = [["tensors", *names]]
@@ -209,12 +209,12 @@ def _sum(study: Study, type: GGMLType) -> str:
 
 
 def json_text(study: Study) -> str:
-    """Everything as one JSON object."""
+    """Return the whole study as one JSON object."""
     results = [_record(u, study.found[u.key]) for u in study.units if u.key in study.found]
     return json.dumps({"study": study.head, "results": results}, ensure_ascii=False, indent=2)
 
 
 def types_named(texts: Sequence[str]) -> tuple[GGMLType, ...]:
-    """Types of comma-separated names."""
+    """Parse comma-separated names of types."""
     names = [name.strip() for text in texts for name in text.split(",") if name.strip()]
     return tuple(dict.fromkeys(format_by_name(name).type for name in names))

@@ -22,7 +22,7 @@ _LEAST_CHUNKS = 2
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Mean KL divergence in nats per token with its standard error, and what it was measured on."""
+    """Mean KL divergence in nats per token with its standard error, and the tokens and chunks it was measured on."""
 
     kld: float
     error: float
@@ -30,7 +30,7 @@ class Measured:
     n_chunks: int
 
     def record(self) -> dict[str, Any]:
-        """For the journal."""
+        """Return the record for the journal."""
         return {"kld": self.kld, "error": self.error, "n_tokens": self.n_tokens, "n_chunks": self.n_chunks}
 
 

@@ -112,7 +112,7 @@ class RemoteModel:
             except (OSError, ValueError, http.client.HTTPException):
                 found = None
         if not isinstance(found, dict):
-            raise _Missing(f"{self.url}{path}: the answer is not that of a model server")
+            raise _Missing(f"{self.url}{path}: the response is not from a model server")
         return found
 
 
@@ -151,11 +151,11 @@ class RemoteStream:
                     yield delta
         except (OSError, ValueError, AttributeError, http.client.HTTPException) as e:
             if not self._cancelled:
-                raise IkError(f"{self._model.url}: the connection broke off: {_reason(e)}") from None
+                raise IkError(f"{self._model.url}: the connection was lost: {_reason(e)}") from None
         finally:
             connection.close()
         if not self._stop and not self._cancelled:
-            raise IkError(f"{self._model.url}: the answer broke off; see the log of the server")
+            raise IkError(f"{self._model.url}: the answer ended early; see the log of the server")
         message = self._gather.message
         self.answer = Answer(
             self._stop or "cancelled", self._word, self._truncated, self._counts, message.content, tuple(self._tokens),

@@ -41,7 +41,7 @@ _OF_CHATS = ("chat_template_kwargs", "enable_thinking", "parallel_tool_calls", "
 _NOT_TO_SET = ("stream", "stream_options", "n_cmpl", "id_slot", "return_tokens", "return_progress", "response_fields",
                "sse_ping_interval", "timings_per_token")  # fmt: skip
 SETTINGS = tuple(sorted({*_OF_CHATS, *(f.name for f in FIELDS if not f.effect)} - {*_NOT_TO_SET}))
-"""Fields of a request that a person may set."""
+"""Fields of a request that a user may set."""
 _ALIASES = {"/quit": "/exit", "/bye": "/exit", "/?": "/help", "/retry": "/regen"}
 
 
@@ -246,11 +246,11 @@ def _think(dialogue: Dialogue, rest: str) -> None:
         dialogue.renderer.thinking = SHOWN if rest == "on" else FOLDED
         dialogue.note(f"thoughts are {dialogue.renderer.thinking}")
     elif rest:
-        raise IkError("/think is followed by on, off or nothing")
+        raise IkError("/think takes on, off or nothing")
     else:
         thoughts = dialogue.conversation.thoughts
         if not thoughts:
-            raise IkError("the last answer came without thoughts")
+            raise IkError("the last answer has no thoughts")
         dialogue.renderer.dim(thoughts)
 
 

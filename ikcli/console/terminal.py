@@ -24,7 +24,7 @@ class TerminalInput(Protocol):
     """A source of inputs."""
 
     edits: bool
-    """Whether a person can change a text that is offered."""
+    """Whether the user can edit a text that is offered."""
 
     def read(self, prompt: str, default: str = "") -> str:
         """Return the next input; `default` is offered for editing."""
@@ -39,7 +39,7 @@ class PlainInput:
 
     def read(self, prompt: str, default: str = "") -> str:
         if self._echo:
-            sys.stderr.write(prompt)  # stdout has the text of the model alone
+            sys.stderr.write(prompt)  # stdout is for the text of the model
             sys.stderr.flush()
         lines: list[str] = []
         while True:

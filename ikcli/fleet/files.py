@@ -208,7 +208,10 @@ def _fetch(file: Needed, index: int, url: str, token: str, folder: Path) -> Path
     there = sum(path.stat().st_size for path in begun.iterdir())
     name, need = file.paths[0].name, total - there
     if need > free:
-        raise IkError(f"{begun.parent}: {name} needs {shown_size(need)}, {shown_size(free)} are free")
+        raise IkError(
+            f"{begun.parent}: {name} needs {shown_size(need)}, {shown_size(free)} are free; "
+            "make room, or set IK_CACHE_DIR to a folder on a larger disk"
+        )
     log(f"fetching {file.paths[0].name}, {shown_size(total)}, into {folder}")
     for part, (path, size) in enumerate(zip(file.paths, file.sizes, strict=True)):
         with (begun / path.name).open("ab") as out:
@@ -241,8 +244,8 @@ def _piece(url: str, token: str, path: str) -> bytes:
             problem = str(error) or type(error).__name__
             continue
         if answer.status != http.HTTPStatus.OK:
-            raise IkError(f"the machine of the command does not hand out {path} (status {answer.status})")
+            raise IkError(f"the machine of the command does not serve {path} (status {answer.status})")
         if hashlib.sha256(data).hexdigest() == answer.headers.get(_SHA256):
             return data
-        problem = "it came damaged"
+        problem = "it arrived damaged"
     raise IkError(f"a file cannot be fetched from {url}, the machine of the command: {problem}; is the port open?")

@@ -158,7 +158,7 @@ def read(path: Path) -> tuple[Journal, int]:
         except (ValueError, RecursionError):
             found = None
         if not isinstance(found, dict) or (i > 0 and not isinstance(found.get("key"), str)):
-            raise FormatError(f"{path}: line {i + 1} is not of a journal")
+            raise FormatError(f"{path}: line {i + 1} is not a line of a journal")
         lines.append(found)
     if not lines:
         raise FormatError(f"{path}: is not a journal")

@@ -25,7 +25,10 @@ class InputFile:
     def check(self) -> None:
         """Raise IkError if the file at this path is not the one that the command reads."""
         if self.digest_of(self.path) != self.digest:
-            raise IkError(f"{self.path} on this node is another file than that of the command")
+            raise IkError(
+                f"{self.path} on this node is another file than that of the command; "
+                "put the same file there, or remove it so that it is fetched"
+            )
 
 
 def input_file(path: Path, digest_of: Callable[[Path], str] = digest.of_file) -> InputFile:

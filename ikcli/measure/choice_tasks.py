@@ -129,7 +129,7 @@ def read_multiple_choice(data: bytes, source: str, n_tasks: int) -> list[Questio
         raise FormatError(f"{source}: there are no tasks in this file")
     positions = [reader.number() for _ in range(min(n, len(data) // 4))]
     if len(positions) < n:
-        raise FormatError(f"{source}: the file is cut off, or no file of multiple-choice tasks")
+        raise FormatError(f"{source}: the file is truncated, or not a file of multiple-choice tasks")
     if 0 < n_tasks < n:
         return [_Bytes(data, source, at).task() for at in _subset(positions, n_tasks)]
     return [reader.task() for _ in range(n)]
@@ -143,7 +143,7 @@ class _Bytes:
 
     def take(self, n: int) -> bytes:
         if n > len(self.data) - self.at:
-            raise FormatError(f"{self.source}: the file is cut off, or no file of multiple-choice tasks")
+            raise FormatError(f"{self.source}: the file is truncated, or not a file of multiple-choice tasks")
         self.at += n
         return self.data[self.at - n : self.at]
 

@@ -175,7 +175,7 @@ def _place(source: Path, target: Path, link: bool) -> None:
             os.link(source.resolve(), target)
             return
         except OSError as problem:
-            raise IkError(f"{source}: no hard link of it can be made ({problem.strerror}); drop --link") from None
+            raise IkError(f"{source}: cannot make a hard link to it ({problem.strerror}); drop --link") from None
     shutil.copyfile(source, target)
 
 

@@ -161,7 +161,7 @@ def read_study(path: Path) -> Study:
     """Read the study in a journal; FormatError if it is not one of ik study."""
     journal, _ = read(path)
     if journal.head.get("kind") != KIND:
-        raise FormatError(f"{path}: is not a journal of ik study")
+        raise FormatError(f"{path}: is not a journal of ik study; name the file that `ik study -o` wrote")
     units, found = [], {}
     for key, record in journal.records.items():
         try:

@@ -30,7 +30,7 @@ class RayExecutor:
         self.n_workers = n_workers
 
     def run(self, factory: Factory, units: Sequence[Any], ahead: int | None = None) -> Generator[tuple[int, Any]]:
-        """Yield results; see Executor. IkError if there is no cluster at the address."""
+        """Yield results; see Executor. IkError if no cluster answers at the address."""
         if not units:
             return
         with self.connected() as ray, self._shared(factory) as factory:

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from typing import Any
 from ikcli.fleet.choose import executor
 from ikcli.fleet.executor import Executor, LocalExecutor, ProcessExecutor
 from ikcli.fleet.journal import Journal
-from ikcli.fleet.ordered import in_order
+from ikcli.fleet.units import map_units
 from ikcli.settings.run import default_model, default_text
 
 _TICK = 0.01  # seconds
@@ -224,8 +224,8 @@ def cost(work: Executor, size: int, n: int, room: Path) -> float:
     """Seconds per task, without the start of workers."""
     path = room / "cost.jsonl"
     units = [(str(i), i) for i in range(n + work.n_workers)]
-    with closing(Journal(path, {"kind": "cost"})) as journal, _removed(path):
-        found = in_order(work, Empty(size), units, journal, ahead=4 * work.n_workers)
+    with Journal(path, {"kind": "cost"}) as journal, _removed(path):
+        found = map_units(Empty(size), units, journal, work, ahead=4 * work.n_workers)
         for _ in range(work.n_workers):
             next(found)
         started = time.perf_counter()

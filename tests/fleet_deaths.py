@@ -8,11 +8,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from ikcli.fleet.worker import UnitFunction
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,15 @@ def change_workers(monkeypatch: pytest.MonkeyPatch, module: Any, change: Callabl
     """Have `module` work with changed factories of workers."""
     plain = module.executor_of
     monkeypatch.setattr(module, "executor_of", lambda *args: Around(plain(*args), change))
+
+
+def other_input(factory: UnitFunction, i: int) -> UnitFunction:
+    """As if the command had read another file as its input number i."""
+    inputs = list(factory.inputs)
+    file = inputs[i]
+    assert file is not None
+    inputs[i] = replace(file, digest="0" * 64)
+    return replace(factory, inputs=tuple(inputs))
 
 
 def kill_driver(words: Sequence[str], journal: Path, n_done: int = 2) -> int:

@@ -103,7 +103,7 @@ def test_sides() -> None:
     ("texts", "problem"),
     [
         (["-a", "-a"], 'two sides are called "-a"'),
-        (["x=no/such/program"], "there is no program no/such/program"),
+        (["x=no/such/program"], "program no/such/program was not found"),
         (["x='"], "cannot be split into words"),
         (["ik"], "names no command of ik"),
     ],

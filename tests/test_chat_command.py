@@ -86,7 +86,7 @@ def test_single_turn_and_conversation_in_a_pipe(chat) -> None:
     assert code == 0 and out.startswith("Return the value") and out.endswith("\n") and out.count("\n") == 1
     code, both, err = chat(*BASE, "-cnv", "-n", "24", stdin="Hello there\n/undo\nHello there\n/nonsense\n/exit\nmore\n")
     assert (code, both) == (0, out + out)
-    assert "there is no command /nonsense" in err
+    assert "unknown command /nonsense" in err
     err = chat(*BASE, "-st", "-n", "24", stdin="Hello there")[2]
     other = chat(*BASE, "-st", "-n", "24", "-sys", "You are a pirate.", stdin="Hello there")[2]
     assert n_prompt(other) > n_prompt(err) + 5
@@ -171,7 +171,7 @@ def test_wrong_prompt_caches(chat, tmp_path: Path) -> None:
     file = tmp_path / "prompt.bin"
     file.write_bytes(b"nonsense" * 20)
     nowhere = tmp_path / "a" / "b"
-    for name, word in ((file, "is not a saved slot"), (tmp_path, "is a folder"), (nowhere, "there is no folder")):
+    for name, word in ((file, "is not a saved slot"), (tmp_path, "is a folder"), (nowhere, "does not exist")):
         code, out, err = chat(*BASE, "-p", "x", "--prompt-cache", str(name))
         assert code in (1, 2) and out == "" and word in err and "Traceback" not in err
     assert file.read_bytes() == b"nonsense" * 20
@@ -200,7 +200,7 @@ def test_wrong_prompt_caches(chat, tmp_path: Path) -> None:
         (("-p", "x", "--url", "ftp://host"), "is not the address of a server"),
         (("-p", "x", "--url", "http://127.0.0.1:1"), "is the server running?"),
         (("-p", "x", "--url", "http://127.0.0.1:99999"), "port"),
-        (("-p", "x", "--url", "http://127.0.0.1:1", "-m", "a.gguf"), "-m is about a model in this program"),
+        (("-p", "x", "--url", "http://127.0.0.1:1", "-m", "a.gguf"), "-m applies to a model in this process"),
         (("-p", "x", "--in-prefx", "y"), "did you mean --in-prefix"),
     ],
 )

@@ -160,7 +160,7 @@ def test_settings(capsys: pytest.CaptureFixture[str]) -> None:
     then = ("hi", "/settings temp default", "/settings", "ho")
     _, _, _, err = talk(script, *(f"/settings {line}" for line in lines), *then)
     wrong = capsys.readouterr().err.splitlines()
-    expected = ("top_k must be", "no setting nonsense", "set with -c", "no setting stream")
+    expected = ("top_k must be", "nonsense is not a setting", "set with -c", "stream is not a setting")
     assert [e in line for e, line in zip(expected, wrong, strict=True)] == [True] * 4
     set_ones = {name: script.bodies[0][name] for name in ("temperature", "top_k", "stop")}
     assert set_ones == {"temperature": 0, "top_k": 7, "stop": ["a"]}
@@ -182,8 +182,15 @@ def test_settings_of_a_file_that_are_wrong_change_nothing(tmp_path: Path, capsys
     repl, _, _, _ = talk(Script(), f"/tools {tools}", "/settings top_k 3", *lines, *more)
     err = capsys.readouterr().err.splitlines()
     expected = (
-        *("top_k must be", "no setting nonsense", "has no settings", "is not JSON", "has no settings", "/tools off"),
-        *("no setting messages", "cannot read", "save needs the name", "load needs the name", "cannot write"),
+        *("top_k must be", "nonsense is not a setting", "has no settings", "is not JSON", "has no settings"),
+        *(
+            "/tools off",
+            "messages is not a setting",
+            "cannot read",
+            "save needs the name",
+            "load needs the name",
+            "cannot write",
+        ),
     )
     assert [e in line for e, line in zip(expected, err, strict=True)] == [True] * len(expected)
     assert repl.conversation.fields == {"top_k": 3}

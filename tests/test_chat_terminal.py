@@ -32,7 +32,7 @@ def test_conversation_save_load_undo_and_history(tmp_path: Path) -> None:
         t.say(f"/load {file}")
         t.expect("loaded 2 messages")
         t.say("/sav x")
-        t.expect("there is no command /sav; did you mean /save")
+        t.expect("unknown command /sav; did you mean /save")
         t.say("\x1b[A\x1b[A\x1b[A")  # up, past /sav and /load: /undo
         t.expect("forgotten; 0 messages left")
         t.wait_asked()

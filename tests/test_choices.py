@@ -85,7 +85,7 @@ def test_multiple_choice_file() -> None:
     assert found[1].right == frozenset({0, 2}) and found[2].variants == (" f",)
     assert read_multiple_choice(data, "mc.bin", 2) == [found[1], found[2]]
     for bad in (b"", data[:-9], b"text that is no such file at all", struct.pack("<I", 2**31) + data):
-        with pytest.raises(FormatError, match=r"mc\.bin: the file is cut off"):
+        with pytest.raises(FormatError, match=r"mc\.bin: the file is truncated"):
             read_multiple_choice(bad, "mc.bin", 0)
     for tasks, message in ([], "there are no tasks"), ([("q", ["a", ""], [1, 0])], "byte 8 has an empty"):
         with pytest.raises(FormatError, match=message):

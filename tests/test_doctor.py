@@ -17,7 +17,7 @@ from ikcli.doctor import roofline as doctor_measure
 from ikcli.doctor.advice import machine_advice, model_advice
 from ikcli.doctor.machine import KernelCache, MachineMemory, NumaNode, Processor, Roots, kernel_cache, kernel_choice
 from ikcli.doctor.model import ModelReport, TokenCost, model_report, speeds, token_cost
-from ikcli.doctor.roofline import GpuRoof, Roofs
+from ikcli.doctor.roofline import GpuPeaks, Peaks
 from ikcli.engine.plan.startup import prepare
 from ikcli.gguf.reader import open_gguf
 from ikcli.main import main
@@ -28,7 +28,7 @@ GIB = 2**30
 CPU = Processor("x", "avx512", (), (), 16, 16, 16, None, 16, ("performance",), "acpi-cpufreq")
 MEMORY = MachineMemory(64 * GIB, 60 * GIB, None, -1, 0, "madvise", (NumaNode(0, 16, 64 * GIB),), False)
 CACHE = KernelCache("/c", True, 10, 1000, 0, 0, GIB)
-ROOFS = Roofs(16, {"f32": 1e12, "bf16": 2e12, "i16": 2e12, "i8": 4e12}, 20e9, 100e9, {})
+ROOFS = Peaks(16, {"f32": 1e12, "bf16": 2e12, "i16": 2e12, "i8": 4e12}, 20e9, 100e9, {})
 COST = TokenCost({"CPU": 10**9}, {"CPU": {"i8": 4e9}}, {"CPU": 4 * 10**9}, {"CPU": 1000.0}, {})
 
 
@@ -167,7 +167,7 @@ def test_what_limits() -> None:
 def test_devices_whose_roofs_are_not_known() -> None:
     cost = replace(COST, weights={"CPU": 10**9, "CUDA0": 10**9})
     assert [s.tokens_per_s for s in speeds(cost, ROOFS, 512, 0)] == [None, None, None]
-    with_gpu = replace(ROOFS, gpus=(GpuRoof("CUDA0", 1e12, 25e9),))
+    with_gpu = replace(ROOFS, gpus=(GpuPeaks("CUDA0", 1e12, 25e9),))
     _, empty, _ = speeds(cost, with_gpu, 512, 0)
     assert empty.tokens_per_s == pytest.approx(1 / (0.01 + 0.001))
     assert empty.limit == "memory bandwidth (91 % of the time)"

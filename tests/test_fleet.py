@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import signal
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +19,13 @@ import pytest
 from ikcli.errors import FormatError, IkError, UnsupportedError, UsageError
 from ikcli.fleet import executor as executors
 from ikcli.fleet.choose import executor, threads_each
-from ikcli.fleet.executor import ByKind, Executor, LocalExecutor, ProcessExecutor, Queue
+from ikcli.fleet.executor import ByKind, Executor, Factory, LocalExecutor, ProcessExecutor, Queue
+from ikcli.fleet.files import moved
 from ikcli.fleet.journal import Journal, read
-from ikcli.fleet.ordered import in_order
+from ikcli.fleet.ray_actor import DiedError, Holder, RayActor
+from ikcli.fleet.units import map_units
+from ikcli.fleet.worker import UnitFunction, input_file
+from ikcli.gguf import digests as digest
 from ikcli.settings.fleet import FleetConfig
 
 HEAD = {"kind": "test", "n": 3}
@@ -127,7 +135,7 @@ def test_results_come_in_order_and_what_is_known_is_not_done_again(tmp_path: Pat
     journal = Journal(tmp_path / "j.jsonl", HEAD)
     journal.add("unit 1", {"value": -1})
     work = Backwards()
-    found = [record["value"] for record in in_order(work, Squares(tmp_path), units, journal)]
+    found = [record["value"] for record in map_units(Squares(tmp_path), units, journal, work)]
     assert found == [0, -1, 20, 30, 40] and work.done == [4, 3, 2, 0] and work.closed
     journal.close()
     assert {k: r["value"] for k, r in read(tmp_path / "j.jsonl")[0].records.items()} == {
@@ -137,10 +145,29 @@ def test_results_come_in_order_and_what_is_known_is_not_done_again(tmp_path: Pat
 
 def test_who_stops_asking_ends_the_work(tmp_path: Path) -> None:
     work = Backwards()
-    results = in_order(work, Squares(tmp_path), [("a", 1), ("b", 2)], Journal(None, HEAD))
+    results = map_units(Squares(tmp_path), [("a", 1), ("b", 2)], Journal(None, HEAD), work)
     assert next(results) == {"value": 10} and not work.closed
     results.close()  # type: ignore[attr-defined]
     assert work.closed
+
+
+def test_records_are_kept_as_units_end_and_forgotten_units_are_done_again(tmp_path: Path) -> None:
+    """`keep` sees every result at once; records come in order."""
+    units, path, seen = [(f"unit {i}", i) for i in range(3)], tmp_path / "j.jsonl", []
+
+    def keep(i: int, result: Any) -> dict[str, Any]:
+        seen.append((i, result["value"]))
+        return {"kept": result["value"] + 1}
+
+    with Journal(path, HEAD) as journal:
+        records = list(map_units(Squares(tmp_path), units, journal, Backwards(), keep=keep))
+    assert seen == [(2, 20), (1, 10), (0, 0)] and [r["kept"] for r in records] == [1, 11, 21]
+    work = Backwards()
+    with Journal(str(path), HEAD) as journal:
+        journal.forget("unit 1")
+        journal.forget("never there")
+        assert list(map_units(Squares(tmp_path), units, journal, work, keep=lambda i, r: {"kept": 7}))[1] == {"kept": 7}
+    assert work.done == [1] and read(path)[0].records["unit 1"] == {"kept": 7}
 
 
 def test_no_unit_begins_too_far_ahead_of_the_first_that_is_not_done() -> None:
@@ -224,7 +251,41 @@ class Squares:
         """Nothing is held."""
 
 
-def results(work: Executor, factory: Squares, units: list[Any]) -> list[Any]:
+@dataclass(frozen=True)
+class Scale:
+    """What `scaling` needs: a file with a factor, and one that says when it is closed."""
+
+    factor: Path
+    closed: Path
+
+
+@contextmanager
+def scaling(setup: Scale) -> Iterator[Callable[[int], int]]:
+    factor = int(setup.factor.read_text())
+    yield lambda unit: factor * unit
+    setup.closed.touch()
+
+
+def test_a_function_is_opened_where_it_runs_after_its_files_were_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("factor").write_text("3")
+    setup = Scale(tmp_path / "factor", tmp_path / "closed")
+    inputs = (input_file(Path("factor")), None, input_file(tmp_path / "factor"))
+    function = UnitFunction(scaling, setup, inputs)
+    assert function.files == [(tmp_path / "factor", digest.of_file(setup.factor))]
+    assert not setup.closed.exists()
+    assert results(LocalExecutor(), pickle.loads(pickle.dumps(function)), [1, 2]) == [3, 6] and setup.closed.exists()
+    other = moved(function, {setup.factor: tmp_path / "elsewhere"})
+    (tmp_path / "elsewhere").write_text("3")
+    assert results(LocalExecutor(), other, [5]) == [15]
+    (tmp_path / "elsewhere").write_text("4")
+    with pytest.raises(IkError, match="elsewhere on this node is another file than that of the command"):
+        other()
+
+
+def results(work: Executor, factory: Factory, units: list[Any]) -> list[Any]:
     found = dict(work.run(factory, units))
     return [found[i] for i in range(len(units))]
 
@@ -256,3 +317,69 @@ def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UnsupportedError, match=r"ikcli\[ray\]"):
         results(executor(2, "local", 1), Squares(tmp_path), UNITS)
+
+
+# --- actors -----------------------------------------------------------------------------------------------------------
+def test_the_object_of_an_actor(tmp_path: Path) -> None:
+    """Errors of ours are values, those of programming are not, and calls say why there is no object."""
+    holder = Holder()
+    holder.placed()
+    assert holder.call("do", 3) == (None, "its actor holds nothing yet")
+    assert holder.make(Squares(tmp_path, broken=True)) == (None, "this worker cannot begin")
+    assert holder.call("do", 3) == (None, "this worker cannot begin")
+    assert holder.make(Squares(tmp_path)) == (None, "")
+    assert holder.call("do", 3) == (9, "") and holder.call("do", -3) == (None, "-3 is negative")
+    with pytest.raises(TypeError):
+        holder.call("do", None)
+
+
+class Ray:
+    """As much of Ray as an actor uses, in this process; a reference is a function. `lost`: the node died."""
+
+    class exceptions:
+        RayError = type("RayError", (Exception,), {})
+        RayTaskError = type("RayTaskError", (RayError,), {})
+
+    def __init__(self) -> None:
+        self.lost, self.killed = False, 0
+
+    def remote(self, **options: Any) -> Any:
+        assert options == {"num_cpus": 2}
+
+        def handle(kind: type) -> Any:
+            made = kind()
+            methods = {
+                name: SimpleNamespace(remote=partial(partial, getattr(made, name)))
+                for name in ("placed", "make", "call")
+            }
+            return SimpleNamespace(**methods)
+
+        return lambda kind: SimpleNamespace(remote=lambda: handle(kind))
+
+    def get(self, ref: Any) -> Any:
+        if self.lost:
+            raise self.exceptions.RayError("a long story\n  the node died\n")
+        try:
+            return ref()
+        except (TypeError, ZeroDivisionError) as error:
+            raise self.exceptions.RayTaskError(str(error)) from error
+
+    def kill(self, actor: Any) -> None:
+        self.killed += 1
+        raise self.exceptions.RayError("it is gone")
+
+
+def test_outcomes_of_an_actor(tmp_path: Path) -> None:
+    ray = Ray()
+    actor = RayActor(ray, Squares(tmp_path), num_cpus=2)
+    assert actor.outcome(actor.begun) == (None, "") and actor.outcome(actor.call("do", 4)) == (16, "")
+    with pytest.raises(Ray.exceptions.RayTaskError):
+        actor.outcome(actor.call("do", None))
+    bad = RayActor(ray, lambda: 1 // 0, num_cpus=2)
+    with pytest.raises(DiedError, match="division"):
+        bad.outcome(bad.begun)
+    ray.lost = True
+    with pytest.raises(DiedError, match=r"^the node died$"):
+        actor.outcome(actor.call("do", 4))
+    actor.kill()
+    assert ray.killed == 1

@@ -149,7 +149,7 @@ def test_damaged_pieces_and_changed_files(
     (path,) = fetch(needed[1], 1, server.url, server.token)
     assert path.read_bytes() == needed[1].sources[0].read_bytes()
     damaged[:] = [1] * 9
-    with pytest.raises(IkError, match="it came damaged"):
+    with pytest.raises(IkError, match="it arrived damaged"):
         fetch(needed[0], 0, server.url, server.token)
     damaged.clear()
     with pytest.raises(IkError, match="became shorter"):

@@ -28,7 +28,7 @@ from ikcli.gguf import digests as digest
 from ikcli.gguf.reader import open_gguf
 from ikcli.imatrix import fleet as fleet_imatrix
 from ikcli.main import main
-from ikcli.measure import fleet_windows
+from ikcli.measure import fleet as fleet_windows
 from ikcli.native.kernel_cache import cache_root
 from ikcli.settings.run import default_model, default_text
 from ikcli.study import fleet_calibrate, fleet_quantize, fleet_stats

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from factories import tiny_model
-from fleet_deaths import Deadly, change_workers, kill_driver
+from fleet_deaths import Deadly, change_workers, kill_driver, other_input
 from gguf_files import write_model
 
 from ikcli.errors import FormatError
-from ikcli.gguf import digests as digest
-from ikcli.gguf.reader import open_gguf
 from ikcli.imatrix import fleet as fleet_imatrix
-from ikcli.imatrix.fleet import ImatrixWorkerOptions
+from ikcli.imatrix.fleet import ImatrixSetup, open_measurer
 from ikcli.imatrix.matrix import ImatrixParams, groups
 from ikcli.imatrix.sums import StreamSums, Sums
 from ikcli.main import main
@@ -71,13 +68,12 @@ def test_experts_by_any_number_of_threads(tmp_path: Path) -> None:
     model = tiny_model("qwen3moe", expert_count=8, expert_used_count=3, expert_feed_forward_length=48)
     path = write_model(model, tmp_path / "moe.gguf")
     rows = np.random.default_rng(3).integers(0, 96, (9, 16)).astype(np.int32)
-    params, model_digest = ImatrixParams(n_ctx=16, ppl=False), digest.of_model(open_gguf(path))
+    params = ImatrixParams(n_ctx=16, ppl=False)
     found = []
     for n in (1, 2):
         config = RunConfig(command="imatrix", model=path, n_ctx=16, n_threads=n, n_threads_batch=n, warmup=False)
-        worker = ImatrixWorkerOptions(config, params, None, model_digest, quiet=True)()
-        found.append([worker.do(rows[i : i + 4])["data"] for i in range(0, 9, 4)])
-        worker.close()
+        with open_measurer(ImatrixSetup(config, params, None, quiet=True)) as sums:
+            found.append([sums(rows[i : i + 4])["data"] for i in range(0, 9, 4)])
     assert found[0] == found[1]
 
 
@@ -118,7 +114,7 @@ def test_wrong_input_ends_in_a_sentence(
 
 
 def test_workers_refuse_another_model(run: list[str], tmp_path: Path, capsys: Capture, monkeypatch: Any) -> None:
-    change_workers(monkeypatch, fleet_imatrix, lambda f: replace(f, model_digest="0" * 64))
+    change_workers(monkeypatch, fleet_imatrix, lambda f: other_input(f, 0))
     assert main([*run, "--workers", "2", "-o", str(tmp_path / "i.dat")]) == 1
     assert "another file than that of the command" in capsys.readouterr().err
 

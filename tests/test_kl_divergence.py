@@ -16,7 +16,7 @@ from ikcli.commands import perplexity as command
 from ikcli.commands._kl_divergence import CHUNK_HEADER, chunk_line, statistics
 from ikcli.engine.run.batch import Batch
 from ikcli.errors import FormatError, IkError, NonFiniteError, UsageError
-from ikcli.measure import fleet_windows
+from ikcli.measure import fleet as fleet_windows
 from ikcli.measure.chunks import evaluate
 from ikcli.measure.kl_divergence import (
     KlChunk,

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fleet_deaths import Deadly, change_workers, kill_driver
+from fleet_deaths import Deadly, change_workers, kill_driver, other_input
 
 from ikcli.commands import _kl_divergence
 from ikcli.commands import perplexity as perplexity_command
 from ikcli.main import main
-from ikcli.measure import fleet_windows
+from ikcli.measure import fleet as fleet_windows
 from ikcli.settings.run import default_text
 
 
@@ -117,6 +116,6 @@ def test_wrong_input_ends_in_a_sentence(words: list[str], message: str, run: lis
 
 
 def test_workers_refuse_other_files(run: list[str], capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    change_workers(monkeypatch, fleet_windows, lambda f: replace(f, model_digest="0" * 64))
+    change_workers(monkeypatch, fleet_windows, lambda f: other_input(f, 0))
     assert main([*run, "--workers", "2"]) == 1
     assert "another file than that of the command" in capsys.readouterr().err

@@ -185,9 +185,9 @@ def test_refusals(capsys: pytest.CaptureFixture[str], tmp_path: Path, source: Pa
         ([quants[0], "--out", tmp_path / "none.log" / "x"], "takes no files"),
         ([quants[0], f"Q8_0={quants[1]}", "--out", new], "are both called Q8_0"),
         ([tmp_path / "missing.gguf", "--out", new], "missing.gguf"),
-        ([f"a/b={quants[0]}", "--out", new], '"a/b" is no label'),
+        ([f"a/b={quants[0]}", "--out", new], '"a/b" cannot be a label'),
         ([f"={quants[0]}", "--out", new], "is not of the form LABEL=FILE"),
-        ([quants[0], "--imatrix", tmp_path / "no.dat", "--out", new], "no.dat is no file"),
+        ([quants[0], "--imatrix", tmp_path / "no.dat", "--out", new], "no.dat is not a file"),
         ([quants[0], "--results", tmp_path / "none.log", "--out", new], "no results in 1 lines"),
         (
             [quants[0], "--split-max-size", "5X", "--out", new],
@@ -206,7 +206,7 @@ def test_results_of_nobody_are_named(capsys: pytest.CaptureFixture[str], tmp_pat
     log_file.write_text(KLD.format(file="other.gguf", kld=0.1, ppl=11))
     argv = ["publish", quants[0], "--out", tmp_path / "out"]
     code, _, err = run(capsys, *argv, "--results", log_file)
-    assert code == 0 and "results of other, which is none of the quants" in err
+    assert code == 0 and "results of other, which is not one of the quants" in err
     shutil.rmtree(tmp_path / "out")
     assert run(capsys, *argv, "--results", f"Q8_0={log_file}")[0] == 0
     assert "| 11 ± 0.411262 | 0.1 ± 0.000904 |" in (tmp_path / "out" / "README.md").read_text()

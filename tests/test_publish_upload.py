@@ -224,7 +224,7 @@ def test_errors_of_the_hub_are_sentences(hub: UploadHub, ik: Ik, command: list[s
     bare = tmp_path / "bare"
     bare.mkdir()
     code, _, err = ik("publish", "--out", str(bare), "--upload", REPO)
-    assert code == 1 and "no folder that ik publish has made" in err
+    assert code == 1 and "it was not made by ik publish" in err
     hub.add(REPO, {})
     code, _, err = ik(*command, "--private")
     assert code == 0 and "is public; --private counts" in err

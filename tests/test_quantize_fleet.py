@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from fleet_deaths import Deadly, change_workers, kill_driver
+from fleet_deaths import Deadly, change_workers, kill_driver, other_input
 from quant_models import SHAPES, write_model
 
 from ikcli import log
@@ -145,7 +144,7 @@ def test_a_driver_that_is_killed(tmp_path: Path) -> None:
 
 
 def test_without_a_journal_nothing_is_left(source: Path, tmp_path: Path, capsys: Capture, monkeypatch: Any) -> None:
-    change_workers(monkeypatch, fleet_quantize, lambda f: replace(f, digests=("0", *f.digests[1:])))
+    change_workers(monkeypatch, fleet_quantize, lambda f: other_input(f, 0))
     before = sorted(tmp_path.iterdir())
     assert main(["quantize", "--workers", "2", str(source), str(tmp_path / "out.gguf"), "Q4_0"]) == 1
     assert "another file than that of the command" in capsys.readouterr().err

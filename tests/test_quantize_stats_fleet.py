@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import quant_models
-from fleet_deaths import Deadly, change_workers, kill_driver
+from fleet_deaths import Deadly, change_workers, kill_driver, other_input
 
 from ikcli.main import main
 from ikcli.quant.imatrix_file import Imatrix, ImatrixEntry, write_gguf
@@ -66,7 +65,7 @@ def test_a_driver_that_is_killed(run: list[str], tmp_path: Path, capsys: Capture
 
 
 def test_workers_refuse_other_files(run: list[str], capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    change_workers(monkeypatch, fleet_stats, lambda f: replace(f, digests=(f.digests[0], "0", "")))
+    change_workers(monkeypatch, fleet_stats, lambda f: other_input(f, 1))
     assert main([*run, "--workers", "2"]) == 1
     assert "i.gguf on this node is another file than that of the command" in capsys.readouterr().err
 
@@ -102,6 +101,6 @@ def test_calibration_by_workers(
 
 
 def test_calibration_refuses_another_text(calibrate: list[str], capsys: Capture, monkeypatch: Any) -> None:
-    change_workers(monkeypatch, fleet_calibrate, lambda f: replace(f, text_digest="0"))
+    change_workers(monkeypatch, fleet_calibrate, lambda f: other_input(f, -1))
     assert main([*calibrate, "--workers", "2", str(default_model()), "unused.gguf"]) == 1
     assert "text.txt on this node is another file than that of the command" in capsys.readouterr().err

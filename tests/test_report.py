@@ -207,7 +207,7 @@ def test_a_file_without_results_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="No such file"):
         read_results([("", tmp_path / "none")])
     (tmp_path / "model.gguf").write_bytes(default_model().read_bytes())
-    with pytest.raises(FormatError, match=r"model\.gguf: is no text"):
+    with pytest.raises(FormatError, match=r"model\.gguf: is not a text"):
         read_results([("", tmp_path / "model.gguf")])
 
 

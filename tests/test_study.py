@@ -11,6 +11,7 @@ import pytest
 
 from ikcli.errors import IkError, UsageError
 from ikcli.fleet.executor import LocalExecutor, ProcessExecutor
+from ikcli.fleet.worker import UnitFunction, input_file, input_model
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import open_gguf
 from ikcli.gguf.writer import GGUFWriter, NewTensor
@@ -21,7 +22,7 @@ from ikcli.settings.run import default_model, default_text
 from ikcli.study.resident import Resident, ResidentOptions, used_tensors
 from ikcli.study.study import StudyOptions, StudyPlan, read_study, run_study, table_lines
 from ikcli.study.units import StudyUnit, make_units, work_of
-from ikcli.study.worker import StudyWorkerOptions, digests
+from ikcli.study.worker import StudySetup, measure, open_study
 
 T = GGMLType
 TYPES = (T.IQ3_K, T.Q6_K)
@@ -125,22 +126,17 @@ def test_processes_and_journals_give_the_same(options: StudyOptions, tmp_path: P
 
 
 def test_a_unit_computes_from_its_layer_on(text: Path) -> None:
-    worker = StudyWorkerOptions(
-        ResidentOptions(default_model(), text, chunks=2, n_ctx=128),
-        None,
-        0.0,
-        digests(open_gguf(default_model()), text, None),
-    )()
-    runner = worker.resident._runner
+    resident = Resident(ResidentOptions(default_model(), text, chunks=2, n_ctx=128))
+    runner = resident._runner
     shares = []
     for name in ("token_embd", "blk.0.attn_output", "blk.1.attn_output", "blk.2.attn_output", "output"):
         runner.n_ops = [0, 0]
-        worker.do(StudyUnit(name, (f"{name}.weight",), T.IQ3_K))
+        measure(resident, Encoding(), 0.0, StudyUnit(name, (f"{name}.weight",), T.IQ3_K))
         done, whole = runner.n_ops
         shares.append(done / whole)
     layers = [op.node.il for op in runner._kept[0].program.ops]
     begins = [layers.index(il) / len(layers) for il in range(3)]
-    worker.close()
+    resident.close()
     assert shares[0] == 1 and shares[1] == pytest.approx(1 - begins[0], abs=0.01)
     assert [1 - s for s in shares[2:4]] == pytest.approx(begins[1:], abs=0.01)
     assert shares[4] < 0.1
@@ -177,9 +173,9 @@ def test_a_trial_is_the_divergence_of_the_file_that_it_stands_for(text: Path, tm
 def test_workers_refuse_other_files(options: StudyOptions, tmp_path: Path) -> None:
     other = tmp_path / "other.txt"
     other.write_text("Other words. " * 400)
-    sums = digests(open_gguf(default_model()), other, None)
-    with pytest.raises(IkError, match="is another file than that of the study"):
-        StudyWorkerOptions(options.resident, None, 0.0, sums)()
+    inputs = (input_model(default_model()), replace(input_file(other), path=options.resident.text))
+    with pytest.raises(IkError, match="is another file than that of the command"):
+        UnitFunction(open_study, StudySetup(options.resident, None, 0.0), inputs)()
 
 
 # --- types for a size -------------------------------------------------------------------------------------------------

@@ -1,1 +1,1 @@
-"""Speed: sweep-bench, bench, batched-bench, comparisons in turns, and what a measurement ran on."""
+"""Measure speed: sweep-bench, bench, batched-bench, interleaved comparisons, and what a measurement ran on."""

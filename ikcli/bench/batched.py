@@ -1,7 +1,7 @@
-"""batched-bench: speed of B sequences side by side, for all combinations of prompt length, generated tokens and B.
+"""batched-bench: speed of B parallel sequences, for all combinations of prompt length, generated tokens and B.
 
-Per test, from an empty cache: the prompts of all sequences (with a shared prompt: of one, whose cache rows are then
-copied to the others), then TG steps that compute one token of every sequence. Output answers to llama-batched-bench.
+Each test starts from an empty cache: the prompts of all sequences (or one shared prompt, whose cache rows are copied to
+the others), then TG steps that compute one token of every sequence. Output corresponds to llama-batched-bench.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WARMUP_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class BatchedRow:
-    """One measured test; seconds, and tokens of all sequences per second."""
+    """One measured test; times in seconds, speeds in tokens of all sequences per second."""
 
     test: BatchedTest
     t_pp: float
@@ -54,7 +54,7 @@ def _rate(n: int, seconds: float) -> float:
 def run(
     session: Session, tests: Iterable[BatchedTest], *, seed: int = 1, on_row: Callable[[BatchedRow], None] | None = None
 ) -> list[BatchedRow]:
-    """Measure the tests, which fit the cache of the session; on_row gets each row as soon as it is measured."""
+    """Run the tests, which fit the cache of the session; on_row gets each row as soon as it is measured."""
     rng = np.random.default_rng(seed)
     rows = []
     for test in tests:
@@ -71,7 +71,7 @@ def run(
 
 
 def warm_up(session: Session) -> None:
-    """A short prompt and a step of generation, then an empty cache."""
+    """Decode a short prompt and a generation step, then empty the cache."""
     session.sequences.divide(1)
     n = max(1, min(WARMUP_TOKENS, session.n_ctx - 1))
     session.decode(Batch.single(np.zeros(n, np.int32)))
@@ -79,7 +79,7 @@ def warm_up(session: Session) -> None:
 
 
 def _prompts(session: Session, test: BatchedTest, rng: np.random.Generator) -> None:
-    """Fill the cache of every sequence, in logical batches; logits of the very last token only."""
+    """Fill the cache of every sequence in logical batches, with logits of the very last token only."""
     if not test.pp:
         return
     n_seq = 1 if test.shared else test.pl
@@ -100,7 +100,7 @@ def _prompts(session: Session, test: BatchedTest, rng: np.random.Generator) -> N
 
 
 def _step(session: Session, test: BatchedTest, pos: int, rng: np.random.Generator) -> None:
-    """One token of every sequence, as many at a time as a logical batch holds."""
+    """Compute one token of every sequence, as many at a time as a logical batch holds."""
     batch = Batch(
         rng.integers(0, session.n_vocab, test.pl, dtype=np.int32),
         np.full(test.pl, pos, np.int32),

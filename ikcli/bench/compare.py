@@ -1,8 +1,8 @@
-"""Sides of a comparison measured in turns, programs or settings, until their ratio is known well enough.
+"""Compare programs or settings in interleaved rounds until their speed ratio is known well enough.
 
-Every round runs each side once, in an order that is drawn anew and turned around in the next round. The sides of a
-round are compared with each other, so what changes slowly on the machine falls out: the result is the mean of the
-logarithms of these ratios with the interval of Student's t.
+Every round runs each side once, in a random order that the next round reverses. Sides are compared within a round, so
+slow changes of the machine cancel out. The result is the mean of the logarithms of these ratios, with a Student's t
+interval.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ikcli.errors import IkError, UsageError
 from ikcli.report.read import read_output
 from ikcli.report.results import Results
 
-LEAST_ROUNDS = 3  # before which no interval is believed
+LEAST_ROUNDS = 3  # rounds before an interval is trusted
 _NAME = re.compile(r"([\w.+-]+)=(?=\S)")
 # two-sided 95 % quantiles of Student's t for 1, 2, ... degrees of freedom
 _T95 = (
@@ -36,7 +36,7 @@ _T95 = (
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One of what is compared: a name and the whole command."""
+    """One side of a comparison: a name and the whole command."""
 
     name: str
     command: tuple[str, ...]
@@ -44,7 +44,7 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class SideRun:
-    """One run of a side: tokens per second by test, and what else the machine did."""
+    """One run of a side: tokens per second by test, and other activity of the machine."""
 
     side: Side
     speeds: dict[str, float]
@@ -53,7 +53,7 @@ class SideRun:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """Speed of a side over that of the first one in a test: geometric mean and 95 % interval, and all speeds."""
+    """The speed of a side relative to the first one in a test: geometric mean, 95 % interval, and all speeds."""
 
     test: str
     side: str
@@ -72,13 +72,13 @@ class Ratio:
 
 @dataclass(slots=True)
 class BenchComparison:
-    """The sides and all rounds that are complete."""
+    """The sides and all complete rounds."""
 
     sides: Sequence[Side]
     rounds: list[dict[str, SideRun]] = field(default_factory=list)
 
     def ratios(self) -> list[Ratio]:
-        """Every side but the first in every test that all sides have."""
+        """Return the ratio of every side except the first in every test that all sides have."""
         base, *others = self.sides
         out: list[Ratio] = []
         for test in self.tests():
@@ -94,19 +94,19 @@ class BenchComparison:
         return out
 
     def tests(self) -> list[str]:
-        """Tests of all runs, in the order of the first one."""
+        """Return the tests of all runs, in the order of the first one."""
         runs = [run.speeds for r in self.rounds for run in r.values()]
         return [test for test in (runs[0] if runs else {}) if all(test in speeds for speeds in runs)]
 
     def left_out(self) -> list[str]:
-        """Tests that only some runs have."""
+        """Return the tests that only some runs have."""
         known = set(self.tests())
         runs = [run.speeds for r in self.rounds for run in r.values()]
         return list(dict.fromkeys(test for speeds in runs for test in speeds if test not in known))
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and half of its 95 % interval; infinite for a single value."""
+    """Return the mean and half of its 95 % interval; infinite for a single value."""
     mean = statistics.fmean(values)
     n = len(values)
     if n < 2:
@@ -117,9 +117,9 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def parse_sides(texts: Sequence[str], common: Sequence[str]) -> list[Side]:
-    """`[NAME=]OPTIONS` of this program's bench, or `[NAME=]COMMAND`: a program with options; both get the common ones.
+    """Parse `[NAME=]OPTIONS` of this program's bench, or `[NAME=]COMMAND`; both get the common options.
 
-    With one side, the common options alone are the other, first one.
+    If there is one side, the common options alone are the other, first one.
     """
     sides = [_side(text, common) for text in (["", *texts] if len(texts) == 1 else texts)]
     names = [side.name for side in sides]
@@ -153,7 +153,7 @@ def _side(text: str, common: Sequence[str]) -> Side:
 def _program(word: str, text: str) -> str:
     found = shutil.which(word)
     if found is None:
-        raise UsageError(f'--compare: "{text}": there is no program {word}')
+        raise UsageError(f'--compare: "{text}": program {word} was not found')
     return found
 
 
@@ -174,7 +174,7 @@ def run_side(side: Side) -> SideRun:
 
 
 def speeds_of(results: Results) -> dict[str, float]:
-    """Tokens per second by test: those of bench by their names, of sweep-bench and batched-bench by their rows."""
+    """Return tokens per second by test: tests of bench by name, of sweep-bench and batched-bench by row."""
     out = {row.test: row.speed for row in results.bench}
     for run in results.speeds:
         for r in run.table.rows:
@@ -189,7 +189,7 @@ def compare(
     sides: Sequence[Side], rounds: int, precision: float, *, warmup: bool = True, seed: int | None = None,
     run: Callable[[Side], SideRun] = run_side,
 ) -> Iterator[BenchComparison]:  # fmt: skip
-    """The comparison after every round; ends when all intervals are narrow enough or after `rounds`."""
+    """Yield the comparison after every round, until all intervals are narrow enough or after `rounds`."""
     rng = random.Random(seed)
     found = BenchComparison(sides)
     for side in sides if warmup else ():
@@ -214,5 +214,5 @@ def _tests(run: SideRun) -> str:
 
 
 def n_cpus() -> int:
-    """All processors of the machine, which /proc/stat counts."""
+    """Return the number of processors of the machine, as counted by /proc/stat."""
     return os.cpu_count() or 1

@@ -1,6 +1,6 @@
-"""What else this machine did while something was measured: processors busy with other work or stolen, and the clock.
+"""Detect other activity of this machine during a measurement: busy or stolen processors, and the clock.
 
-From /proc of Linux; elsewhere nothing is known and nothing is said.
+Reads /proc on Linux; on other systems nothing is known or reported.
 """
 
 from __future__ import annotations
@@ -13,14 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _PROC = Path("/proc")
-_OTHERS, _STOLEN, _CLOCK = 0.05, 0.01, 0.05  # shares of all processors and of the clock that are worth a warning
+_OTHERS, _STOLEN, _CLOCK = 0.05, 0.01, 0.05  # shares of all processors and of the clock that deserve a warning
 _STEP_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class Disturbance:
-    """Over a time: processors that other programs kept busy, processors that a hypervisor took, clock in MHz of the
-    fastest processor, load average at the end; None where the system does not tell."""
+    """Average activity over a period; None where the system does not tell.
+
+    Processors kept busy by other programs, processors taken by a hypervisor, clock in MHz of the fastest processor,
+    load average at the end.
+    """
 
     others: float | None = None
     stolen: float | None = None
@@ -29,7 +32,7 @@ class Disturbance:
 
 
 class Watch:
-    """Watches while it is entered; `found` afterwards. What this process and its finished children did is its own."""
+    """Watches while entered; `found` afterwards. Work of this process and its finished children does not count."""
 
     def __init__(self, proc: Path = _PROC) -> None:
         self.found = Disturbance()
@@ -68,7 +71,7 @@ def _own_seconds() -> float:
 
 
 def _stat(proc: Path) -> tuple[float, float] | None:
-    """Seconds that all processors together were busy, and stolen."""
+    """Return the seconds that all processors together were busy, and stolen."""
     try:
         words = (proc / "stat").read_text().splitlines()[0].split()
         user, nice, system, _, _, irq, softirq, steal = (int(w) for w in words[1:9])
@@ -86,7 +89,7 @@ def _load(proc: Path) -> float | None:
 
 
 def clock_mhz(proc: Path = _PROC) -> float | None:
-    """Clock of the fastest processor now."""
+    """Return the current clock of the fastest processor."""
     try:
         lines = (proc / "cpuinfo").read_text(errors="replace").splitlines()
         return max(float(line.partition(":")[2]) for line in lines if line.lower().startswith("cpu mhz"))
@@ -95,7 +98,7 @@ def clock_mhz(proc: Path = _PROC) -> float | None:
 
 
 def warnings_of(found: list[Disturbance], n_cpus: int) -> list[str]:
-    """What is worth a warning in a series of measurements that should be alike."""
+    """Return warnings about a series of measurements that should be alike."""
     out: list[str] = []
     others = [d.others for d in found if d.others is not None]
     if others and max(others) > max(_OTHERS * n_cpus, 0.1):

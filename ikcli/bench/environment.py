@@ -1,6 +1,6 @@
-"""What a measurement ran on: processor, memory, system, program versions, model file. Plain JSON values.
+"""Describe what a measurement ran on: processor, memory, system, program versions, model file. Plain JSON values.
 
-Read from /proc on Linux and from the platform module elsewhere; what the system does not tell is None.
+Reads /proc on Linux and the platform module elsewhere; None where the system does not tell.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PACKAGES = ("numpy", "numba", "llvmlite")
 
 
 def describe(session: object) -> dict[str, Any]:
-    """`hardware`, `software` and `model_file` (None for a session that has no file)."""
+    """Return `hardware`, `software` and `model_file` (None for a session without a file)."""
     file = getattr(getattr(session, "model", None), "file", None)
     return {
         "hardware": hardware(),
@@ -35,7 +35,7 @@ def describe(session: object) -> dict[str, Any]:
 
 
 def hardware() -> dict[str, Any]:
-    """CPU name, cores this process may use, instruction set the kernels are compiled for, bytes of memory."""
+    """Return CPU name, cores usable by this process, the instruction set of the kernels, and bytes of memory."""
     from ikcli.native import isa
 
     return {
@@ -50,7 +50,7 @@ def hardware() -> dict[str, Any]:
 
 
 def software() -> dict[str, str | None]:
-    """Operating system and the versions of ik, Python and the packages that compute."""
+    """Return the operating system and the versions of ik, Python and the packages that compute."""
     versions: dict[str, str | None] = {
         "os": platform.platform(),
         "ik": ikcli.__version__,
@@ -65,7 +65,7 @@ def software() -> dict[str, str | None]:
 
 
 def model_file(file: GGUFFile) -> dict[str, Any]:
-    """Name, architecture, bytes and weights of all tensors, number of tensors per type in the order of type ids."""
+    """Return name, architecture, bytes and weights of all tensors, and tensor counts by type in order of type ids."""
     counts = Counter(tensor.type for tensor in file.tensors.values())
     return {
         "file": file.paths[0].name,
@@ -79,7 +79,7 @@ def model_file(file: GGUFFile) -> dict[str, Any]:
 
 
 def cpu_name(path: Path = _CPUINFO) -> str | None:
-    """The processor as it calls itself."""
+    """Return the name that the processor reports."""
     try:
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             key, _, value = line.partition(":")
@@ -91,7 +91,7 @@ def cpu_name(path: Path = _CPUINFO) -> str | None:
 
 
 def memory_bytes(path: Path = _MEMINFO) -> int | None:
-    """Installed memory."""
+    """Return the bytes of installed memory."""
     try:
         for line in path.read_text().splitlines():
             if line.startswith("MemTotal:"):

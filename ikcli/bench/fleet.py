@@ -1,16 +1,15 @@
 """`ik bench` on the nodes of a cluster: a unit is a combination of settings on a kind of node.
 
-A worker of a kind takes one whole unit of the resource that names it, so a node that offers one measures one thing at a
-time. What is measured once stays in the journal.
+A worker takes one whole unit of the resource that names its kind, so a node that offers one runs one measurement at a
+time. Measurements are kept in the journal.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
 import ikcli
@@ -19,11 +18,9 @@ from ikcli.bench.tests import BenchModel, BenchResult, combinations, measured
 from ikcli.engine.plan.bench_cases import BenchTest, bench_tests
 from ikcli.fleet.executor import ByKind
 from ikcli.fleet.journal import Journal
-from ikcli.fleet.model import check_model
-from ikcli.fleet.ordered import in_order
 from ikcli.fleet.ray_executor import RayExecutor
-from ikcli.gguf import digests as digest
-from ikcli.gguf.reader import open_gguf
+from ikcli.fleet.units import map_units
+from ikcli.fleet.worker import InputFile, UnitFunction, input_model
 from ikcli.hostinfo import physical_cores
 from ikcli.log import hushed
 from ikcli.settings.run import RunConfig, default_model
@@ -33,28 +30,20 @@ _PLAIN = (bool, int, float, str, type(None))
 
 @dataclass(frozen=True, slots=True)
 class BenchUnit:
-    """Settings to measure, with the model `model` of the worker; `own_threads`: as many as the node has processors."""
+    """Settings to measure with model number `model`; `own_threads`: use as many as the node has physical cores."""
 
     config: RunConfig
     model: int
     own_threads: bool
 
 
-@dataclass(frozen=True, slots=True)
-class BenchWorker:
-    """Makes a session for every unit. It is its own factory; `files` are models with their digests."""
+@contextmanager
+def open_bench(models: tuple[InputFile, ...]) -> Iterator[Callable[[BenchUnit], dict[str, Any]]]:
+    """Yield the function that measures all tests of a combination, in a new session for every unit."""
 
-    files: tuple[tuple[Path, str], ...]
-
-    def __call__(self) -> BenchWorker:
-        """Nothing is shared by units."""
-        return self
-
-    def do(self, unit: BenchUnit) -> dict[str, Any]:
-        """Measure all tests of a combination."""
-        model, model_digest = self.files[unit.model]
-        config = replace(unit.config, model=model)
-        check_model(config, model_digest)
+    def measure(unit: BenchUnit) -> dict[str, Any]:
+        models[unit.model].check()
+        config = replace(unit.config, model=models[unit.model].path)
         if unit.own_threads:
             config = replace(config, n_threads=physical_cores(), n_threads_batch=physical_cores())
         with hushed():
@@ -66,12 +55,11 @@ class BenchWorker:
             "tests": [{"started": r.started, "samples_ns": list(r.samples_ns)} for r in results],
         }
 
-    def close(self) -> None:
-        """Nothing is held."""
+    yield measure
 
 
 def _changed(asked: RunConfig, found: RunConfig) -> dict[str, Any]:
-    """Settings that the session decided, as JSON has them."""
+    """Return the settings that the session decided, as JSON values."""
     out = {}
     for f in fields(RunConfig):
         value = getattr(found, f.name)
@@ -84,7 +72,7 @@ def _changed(asked: RunConfig, found: RunConfig) -> dict[str, Any]:
 def run(
     config: RunConfig, alternatives: Mapping[str, tuple[Any, ...]], given: Collection[str]
 ) -> Iterator[BenchResult]:
-    """Every test of every combination on every kind of node, in this order."""
+    """Yield every test of every combination on every kind of node, in this order."""
     fleet, tests = config.fleet, bench_tests(config)
     assert fleet.ray is not None
     kinds = [name.strip() for name in fleet.ray_node.split(",") if name.strip()] or [""]
@@ -93,7 +81,7 @@ def run(
         replace(c, model=(c.model or default_model()).absolute()) for c in combinations(config, alternatives, given)
     ]
     models = list(dict.fromkeys((c.model or default_model(), c.override_kv) for c in chosen))
-    files = tuple((path, digest.of_model(open_gguf(path, overrides))) for path, overrides in models)
+    files = tuple(input_model(path, overrides) for path, overrides in models)
     order = [models.index((c.model or default_model(), c.override_kv)) for c in chosen]
     cpus = 1 if own_threads else max(max(c.n_threads, c.n_threads_batch) for c in chosen)
     works = {kind: RayExecutor(fleet.ray, fleet.ray_workers, cpus, kind, share=1) for kind in kinds}
@@ -105,18 +93,15 @@ def run(
         "repetitions": config.bench.repetitions,
         "warmup": config.bench.warmup,
     }
-    with ExitStack() as stack:
-        journal = stack.enter_context(closing(Journal(Path(fleet.journal) if fleet.journal else None, head)))
-        stack.enter_context(works[kinds[0]].connected())
-        named = [(_name(kind, unit, files[unit.model][1]), (kind, unit)) for kind, unit in units]
-        for (kind, unit), record in zip(
-            units, in_order(ByKind(works), BenchWorker(files), named, journal), strict=True
-        ):
+    named = [(_name(kind, unit, files[unit.model].digest), (kind, unit)) for kind, unit in units]
+    worker = UnitFunction(open_bench, files, files)
+    with Journal(fleet.journal, head) as journal, works[kinds[0]].connected():
+        for (kind, unit), record in zip(units, map_units(worker, named, journal, ByKind(works)), strict=True):
             yield from _results(kind, unit.config, tests, record)
 
 
 def _name(kind: str, unit: BenchUnit, model_digest: str) -> str:
-    """By all settings."""
+    """Name a unit by a digest of all its settings."""
     settings = hashlib.sha256(f"{unit.config!r} {model_digest} {unit.own_threads}".encode()).hexdigest()
     return f"{kind} {settings[:32]}"
 

@@ -1,4 +1,4 @@
-"""Memory use of this process, read from the system without third-party packages."""
+"""Read the memory use of this process from the system, without third-party packages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _STATUS = Path("/proc/self/status")
 
 
 def rss_hwm_mib() -> float | None:
-    """Highest resident memory so far in MiB, None if the system does not tell."""
+    """Return the peak resident memory in MiB, None if the system does not tell."""
     try:
         for line in _STATUS.read_text().splitlines():
             if line.startswith("VmHWM:"):
@@ -25,5 +25,5 @@ def rss_hwm_mib() -> float | None:
 
 
 def no_vram() -> float | None:
-    """The answer on machines without a GPU."""
+    """Return None: machines without a GPU have no VRAM to report."""
     return None

@@ -1,7 +1,7 @@
 """sweep-bench: prompt and generation speed at growing depths of the cache, one row per n_ubatch tokens.
 
-Per row, both at depth N_KV: time TG single-token decodes, forget them, then time one prompt batch of PP tokens. That
-batch (or an untimed one) fills the cache for the next row. Output answers to ik_llama.cpp's sweep-bench.
+Per row, both at depth N_KV: time TG single-token decodes, remove them, then time one prompt batch of PP tokens. That
+batch (or an untimed one) fills the cache for the next row. Output corresponds to ik_llama.cpp's sweep-bench.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class SweepParams:
 
 @dataclass(frozen=True, slots=True)
 class SweepRow:
-    """One measured depth; seconds per pass, tokens per second; memory in MiB, None where unknown or not asked for."""
+    """One measured depth: seconds per pass, tokens per second, memory in MiB (None where unknown or not requested)."""
 
     pp: int
     tg: int
@@ -59,7 +59,7 @@ class SweepRow:
 
 
 def depths(params: SweepParams, n_ctx: int) -> list[int]:
-    """Depths to measure: windows that would pass n_ctx are left out."""
+    """Return the depths to measure, leaving out windows that would exceed n_ctx."""
     need = max(params.pp, params.tg)
     last = min(n_ctx - need, params.max_depth or n_ctx)
     return list(range(params.start_depth, last + 1, params.step * params.stride))
@@ -87,7 +87,7 @@ def run(
 
 
 class _Sweep:
-    """The cache of sequence 0 and how many of its positions are valid."""
+    """The cache of sequence 0 and the number of its valid positions."""
 
     def __init__(self, session: SessionLike, params: SweepParams) -> None:
         self._session = session
@@ -96,7 +96,7 @@ class _Sweep:
         self._rng = np.random.default_rng(params.seed)
 
     def warm_up(self) -> None:
-        """One BOS token, then (so that the first row is not slow) a prompt and a few single tokens; leaves it empty."""
+        """Decode BOS, then a prompt and a few tokens (the first row would be slow otherwise), and empty the cache."""
         params, session = self._params, self._session
         if params.warmup:
             bos = session.tokenizer.bos_id
@@ -109,7 +109,7 @@ class _Sweep:
         self._filled = 0
 
     def measure(self, depth: int, repetitions: int) -> tuple[float, float]:
-        """Seconds for PP and TG at a depth, means over the repetitions."""
+        """Return seconds for PP and TG at a depth, averaged over the repetitions."""
         params = self._params
         self._fill(depth)
         self._session.checkpoint(0)
@@ -137,7 +137,7 @@ class _Sweep:
 
     def _forget(self, depth: int) -> None:
         kept = self._session.truncate(0, depth)
-        if kept < depth:  # states go back to checkpoints only
+        if kept < depth:  # recurrent states can only be rolled back to checkpoints
             self._decode(self._tokens(depth - kept), kept)
 
     def _generate(self, depth: int, n: int) -> None:
@@ -145,7 +145,7 @@ class _Sweep:
             self._session.decode(Batch.single([token], depth + i))
 
     def _decode(self, tokens: TokenIds, pos0: int) -> None:
-        """Tokens at pos0..., in batches; logits of the last one only."""
+        """Decode tokens at pos0..., in batches, with logits of the last one only."""
         step = self._session.n_batch
         for start in range(0, len(tokens), step):
             last = start + step >= len(tokens)
@@ -154,7 +154,7 @@ class _Sweep:
 
 
 def params_of(config: RunConfig, n_ubatch: int) -> SweepParams:
-    """What the options say for a session with this physical batch."""
+    """Return the parameters of the options for a session with this physical batch."""
     sweep = config.sweep
     return SweepParams(
         pp=sweep.pp or n_ubatch,

@@ -1,7 +1,7 @@
-"""Plots of sweep-bench runs: tokens per second over the depth of the cache (N_KV), prompts and generation apart.
+"""Plot sweep-bench runs: tokens per second over the depth of the cache (N_KV), with panels for prompts and generation.
 
 Rows of the same label and depth are averaged and drawn with their standard deviation. Matplotlib is an optional
-dependency and is imported when something is drawn; its Agg canvas needs no display.
+dependency, imported when something is drawn; its Agg canvas needs no display.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Series:
 
 
 def group(runs: Iterable[tuple[str, Sequence[SpeedRow]]]) -> list[Series]:
-    """One series per label in order of appearance; the rows of runs with the same label come together."""
+    """Return one series per label in order of appearance; runs with the same label are merged."""
     rows: dict[str, list[SpeedRow]] = {}
     for label, found in runs:
         rows.setdefault(label, []).extend(found)
@@ -74,7 +74,7 @@ def _points(values: Iterable[tuple[int, float | None]]) -> tuple[Point, ...]:
 
 
 def ticks(deepest: int) -> list[int]:
-    """At most MAX_TICKS multiples of a power of two from 0 on that cover the depths."""
+    """Return at most MAX_TICKS multiples of a power of two, from 0 on, that cover the depths."""
     step = 1
     while deepest // step >= MAX_TICKS:
         step *= 2
@@ -82,7 +82,7 @@ def ticks(deepest: int) -> list[int]:
 
 
 def check_output(path: Path) -> None:
-    """Raise before anything is measured if `path` cannot become a plot: suffix, folder or library missing."""
+    """Raise before anything is measured if `path` cannot become a plot: wrong suffix, missing folder or library."""
     if path.suffix.lower() not in SUFFIXES:
         raise UsageError(f"{path}: a plot needs a file name that ends in .png, .svg or .pdf")
     if not path.parent.is_dir():

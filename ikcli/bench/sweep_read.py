@@ -1,7 +1,7 @@
-"""Rows of sweep-bench out of any text: bare tables, whole logs, quoted mail, wrapped consoles, jsonl.
+"""Find rows of sweep-bench in any text: bare tables, whole logs, quoted mail, wrapped consoles, jsonl.
 
-Columns are found by the names in the table's header, so tables of batched-bench (column B; N_KV is the sum of tokens
-there) are told apart. Wrapped lines are put together again, decimal commas are read, text between rows is skipped.
+Columns are found by the names in the table's header, which distinguishes tables of batched-bench (column B; there N_KV
+is the sum of tokens). Wrapped lines are joined, decimal commas are read, text between rows is skipped.
 """
 
 from __future__ import annotations
@@ -53,29 +53,29 @@ class SpeedTable:
 
 
 def read_file(path: Path) -> list[SpeedTable]:
-    """The tables of a file; OSError passes."""
+    """Return the tables of a file; lets OSError pass."""
     return read_lines(file_lines(path))[0]
 
 
 def read_text(text: str) -> list[SpeedTable]:
-    """The tables of a text in their order, those without rows left out."""
+    """Return the tables of a text in order, without those that have no rows."""
     return read_lines(clean_lines(text))[0]
 
 
 def file_lines(path: Path) -> list[str]:
-    """Clean lines of a file in UTF-8, or in UTF-16 with a byte order mark; other bytes are replaced. OSError passes."""
+    """Return clean lines of a file in UTF-8, or UTF-16 with a byte order mark; replace bad bytes, let OSError pass."""
     data = path.read_bytes()
     encoding = "utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
     return clean_lines(data.decode(encoding, errors="replace"))
 
 
 def clean_lines(text: str) -> list[str]:
-    """Lines without colours, quotation marks of mail, and blanks around."""
+    """Return lines without colours, quotation marks of mail, and surrounding blanks."""
     return [_QUOTE.sub("", _ANSI.sub("", line)).strip() for line in text.splitlines()]
 
 
 def read_lines(lines: list[str]) -> tuple[list[SpeedTable], set[int]]:
-    """The tables in clean lines, and the indices of the lines that belong to them."""
+    """Return the tables in clean lines, and the indices of the lines that belong to them."""
     reader = _Reader(lines)
     return [table for table in reader.tables if table.rows], reader.used
 
@@ -119,7 +119,7 @@ class _Reader:
         return used
 
     def _header(self, at: int) -> int:
-        """Start a table if the names of one are here, however they are wrapped."""
+        """Start a table if a header begins here, however it is wrapped."""
         columns: tuple[str, ...] = ()
         joined, used = "", 0
         for count, piece in enumerate(self._lines[at : at + _MAX_PIECES], start=1):
@@ -223,7 +223,7 @@ def _names(line: str) -> tuple[str, ...]:
 
 
 def _may_grow(names: tuple[str, ...], joined: str) -> bool:
-    """True if these may be the first columns of a wrapped header; its last name may be cut."""
+    """Return whether these may be the first columns of a wrapped header; its last name may be cut."""
     *whole, last = names
     if joined.endswith("|"):
         return set(names) <= _KNOWN
@@ -231,7 +231,7 @@ def _may_grow(names: tuple[str, ...], joined: str) -> bool:
 
 
 def _number(cell: str) -> float | None:
-    """`133.95`, `133,95`, `1.133,95`; None for anything else."""
+    """Parse `133.95`, `133,95`, `1.133,95`; None for anything else."""
     text = cell.replace(" ", "")
     if "," in text:
         comma_last = text.rfind(",") > text.rfind(".")

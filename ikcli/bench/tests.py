@@ -1,7 +1,7 @@
-"""bench: speed of given tests (ppP, tgN, ppP+tgN, tgN@ppP) for all combinations of settings, as llama-bench has it.
+"""bench: speed of given tests (ppP, tgN, ppP+tgN, tgN@ppP) for all combinations of settings, like llama-bench.
 
-Every option of the run may list alternatives; each combination gets a session of its own, sized for the largest test.
-A test is repeated `-r` times from an empty cache or at a depth; results are mean and sample standard deviation of
+Every option of the run may list alternatives. Each combination gets a separate session, sized for the largest test. A
+test is repeated `-r` times from an empty cache or at a depth; results are the mean and the sample standard deviation of
 tokens per second.
 """
 
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BenchModel:
-    """What a result says about its model: path, name like `deepseek2 16B IQ4_NL`, bytes and number of weights.
+    """The model of a result: path, name like `deepseek2 16B IQ4_NL`, bytes and number of weights.
 
-    `gpus`: names of the GPUs it was on.
+    `gpus`: names of the GPUs it ran on.
     """
 
     filename: str
@@ -46,7 +46,7 @@ class BenchModel:
 
     @classmethod
     def of(cls, model: Model, gpus: tuple[str, ...] = ()) -> BenchModel:
-        """From an opened model."""
+        """Describe an opened model."""
         file = model.file
         ftype = file.get("general.file_type")
         kind = file_type_label(int(ftype)) if ftype is not None else "unknown type"
@@ -55,7 +55,7 @@ class BenchModel:
 
 
 def params_label(n: int) -> str:
-    """Number of weights as models are called: `16B`, `6.7B`, `492M`."""
+    """Format a number of weights as in model names: `16B`, `6.7B`, `492M`."""
     for scale, unit in ((1e9, "B"), (1e6, "M")):
         if n >= scale:
             x = n / scale
@@ -65,7 +65,7 @@ def params_label(n: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class BenchResult:
-    """Nanoseconds of every repetition of a test under these settings; on which kind of node and CPU, if not here."""
+    """Nanoseconds of every repetition of a test under these settings; `node` and `cpu` if it ran elsewhere."""
 
     test: BenchTest
     config: RunConfig
@@ -82,7 +82,7 @@ class BenchResult:
 
 
 def mean_and_deviation(values: Collection[float]) -> tuple[float, float]:
-    """Mean, and the standard deviation of a sample (0 for a single value)."""
+    """Return the mean and the sample standard deviation (0 for a single value)."""
     n = len(values)
     mean = sum(values) / n
     return mean, math.sqrt(sum((v - mean) ** 2 for v in values) / (n - 1)) if n > 1 else 0.0
@@ -91,7 +91,7 @@ def mean_and_deviation(values: Collection[float]) -> tuple[float, float]:
 def combinations(
     config: RunConfig, alternatives: Mapping[str, tuple[Any, ...]], given: Collection[str]
 ) -> Iterator[RunConfig]:
-    """One config per combination of the listed values, threads varying fastest; -t alone is for prompts too."""
+    """Return one config per combination of the listed values, threads varying fastest; -t alone is for prompts too."""
     listed = {f.name: alternatives[f.name] for f in fields(config) if f.name in alternatives}
     threads = {name: listed.pop(name) for name in ("n_threads", "n_threads_batch") if name in listed}
     for values in product(*listed.values()):
@@ -110,7 +110,7 @@ def combinations(
 def measure(
     session: SessionLike, test: BenchTest, repetitions: int, warmup: bool, rng: np.random.Generator
 ) -> list[int]:
-    """Nanoseconds of every repetition."""
+    """Return the nanoseconds of every repetition."""
     before = rng.integers(0, session.n_vocab, test.n_depth, dtype=np.int32)
     if test.n_depth:
         session.clear()
@@ -134,7 +134,7 @@ def measure(
 
 
 def _back_to(session: SessionLike, before: npt.NDArray[np.int32]) -> None:
-    """The cache holds these tokens only; computed again where the sequence cannot be cut."""
+    """Keep only these tokens in the cache; recompute them where the sequence cannot be truncated."""
     if not len(before):
         session.clear()
         return
@@ -162,7 +162,7 @@ def run(
     given: Collection[str],
     planner: Planner | None = None,
 ) -> Iterator[BenchResult]:
-    """Every test of every combination, as soon as it is measured; `given` are the fields that the user set."""
+    """Yield every test of every combination as soon as it is measured; `given` are the fields that the user set."""
     tests = bench_tests(config)
     for chosen in combinations(config, alternatives, given):
         same = (chosen.model, chosen.override_kv) == (config.model, config.override_kv)

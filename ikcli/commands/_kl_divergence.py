@@ -13,7 +13,8 @@ from ikcli.commands._chunk_lines import eta_text
 from ikcli.errors import FormatError, UsageError
 from ikcli.fleet.model import HeaderSession
 from ikcli.log import log, warn
-from ikcli.measure import fleet_windows, kl_divergence
+from ikcli.measure import fleet as fleet_windows
+from ikcli.measure import kl_divergence
 from ikcli.measure.kl_divergence import KlChunk, KlParams, KlResult, windows_of
 from ikcli.measure.kld_file import BaseReader
 from ikcli.measure.perplexity import bos_of, open_session

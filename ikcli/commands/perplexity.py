@@ -12,7 +12,8 @@ from ikcli.commands._chunk_lines import eta_text, final_line
 from ikcli.errors import IkError, NonFiniteError, UsageError
 from ikcli.fleet.model import HeaderSession
 from ikcli.log import log, warn
-from ikcli.measure import fleet_windows, perplexity
+from ikcli.measure import fleet as fleet_windows
+from ikcli.measure import perplexity
 from ikcli.measure.chunks import Windows
 from ikcli.measure.kld_file import BaseWriter
 from ikcli.measure.perplexity import ChunkScore, PerplexityParams, PerplexityResult, bos_of, open_session, params_of

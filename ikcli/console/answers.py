@@ -1,7 +1,7 @@
-"""What a console asks of a model and what it gets: bodies of the HTTP API go in, pieces of an answer come out.
+"""The interface between a console and a model: bodies of the HTTP API go in, pieces of an answer come out.
 
-An engine in this process (`local`) and a server (`remote`) are asked in the same words, so that a conversation does not
-know which it talks to.
+An engine in this process (`local`) and a server (`remote`) take the same requests, so a conversation does not know
+which of them it uses.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Body = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class AnswerCounts:
-    """Tokens and milliseconds of one answer, or of several. `n_past` of `n_ctx` cells are used after it."""
+    """Tokens and milliseconds of one answer, or of several. `n_past` of `n_ctx` cells are in use after it."""
 
     n_cached: int = 0
     n_prompt: int = 0
@@ -32,7 +32,7 @@ class AnswerCounts:
     n_ctx: int = 0
 
     def plus(self, other: AnswerCounts) -> AnswerCounts:
-        """Sums; what is used now is that of `other`."""
+        """Add up; the cells in use are those of `other`."""
         sums = {
             name: getattr(self, name) + getattr(other, name)
             for name in ("n_cached", "n_prompt", "prompt_ms", "n_predicted", "predicted_ms", "n_drafted", "n_accepted")
@@ -40,12 +40,12 @@ class AnswerCounts:
         return replace(other, **sums)
 
     def beyond(self, prepared: AnswerCounts) -> AnswerCounts:
-        """These of an answer whose prompt was computed before: together with `prepared`, its tokens count once."""
+        """Correct for a prompt that was computed before the answer: with `prepared`, its tokens count once."""
         return prepared.plus(replace(self, n_prompt=0, n_cached=0)) if prepared.n_prompt else self
 
     @classmethod
     def of_json(cls, timings: Mapping[str, Any]) -> AnswerCounts:
-        """From the `timings` of an answer of the API."""
+        """Parse the `timings` of an answer of the API."""
 
         def count(name: str) -> int:
             return int(timings.get(name) or 0)
@@ -61,7 +61,7 @@ class AnswerCounts:
 class Answer:
     """How an answer ended. `stop`: eos, limit, word (then `word` is the text), or cancelled.
 
-    `text` and `tokens` are those of a continued text, `message` that of a conversation.
+    `text` and `tokens` belong to a continued text, `message` to a conversation.
     """
 
     stop: str
@@ -74,45 +74,45 @@ class Answer:
 
 
 class AnswerStream(Protocol):
-    """An answer on its way: iterate it to its end, then look at `answer`."""
+    """An answer being generated: iterate it to its end, then read `answer`."""
 
     answer: Answer
 
     def __iter__(self) -> Iterator[ChatDelta]:
-        """The pieces; IkError if the model cannot answer."""
+        """Yield the pieces; IkError if the model cannot answer."""
 
     def cancel(self) -> None:
-        """End it with what has come so far; may be called by a signal handler within the iteration."""
+        """End the answer with what has arrived; may be called by a signal handler during the iteration."""
 
 
 class AnswerSource(Protocol):
-    """A model to talk to."""
+    """A model that answers requests."""
 
     name: str
     load_ms: float
 
     @property
     def has_template(self) -> bool:
-        """Whether the model says how a conversation is written."""
+        """Whether the model has a chat template."""
 
     def complete(self, body: Body) -> AnswerStream:
-        """Continue the `prompt` of a body of /completion. The first piece is empty: the prompt is taken."""
+        """Continue the `prompt` of a body of /completion. The first piece is empty: the prompt was accepted."""
 
     def chat(self, body: Body) -> AnswerStream:
         """Answer the `messages` of a body of /v1/chat/completions."""
 
     def check(self, body: Body) -> None:
-        """IkError if a field of a body is wrong, as far as that can be known without asking for an answer."""
+        """Raise IkError if a field of a body is wrong, as far as can be known without requesting an answer."""
 
     def settings(self) -> dict[str, Any]:
-        """What applies to requests that say nothing, by field."""
+        """Return the default of each request field."""
 
     def close(self) -> None:
-        """Free what the model takes."""
+        """Release the resources of the model."""
 
 
 class PromptCache(Protocol):
-    """A file with what was computed of a prompt."""
+    """A file with the computed state of a prompt."""
 
     def prepare(self, body: Body, *, chat: bool) -> AnswerCounts:
         """Compute the prompt of the first request and write the file, if it is to be written then."""
@@ -122,7 +122,7 @@ class PromptCache(Protocol):
 
 
 class Gather:
-    """Puts pieces of an answer together, for answers that are cut off."""
+    """Joins pieces of an answer, for answers that are cut off."""
 
     def __init__(self) -> None:
         self._content: list[str] = []
@@ -130,7 +130,7 @@ class Gather:
         self._calls: list[ToolCall] = []
 
     def add(self, delta: ChatDelta) -> None:
-        """One more piece."""
+        """Add a piece."""
         self._content.append(delta.content)
         self._reasoning.append(delta.reasoning)
         if delta.index >= 0:
@@ -146,14 +146,14 @@ class Gather:
 
     @property
     def message(self) -> ChatMessage:
-        """All of it."""
+        """Return the whole message."""
         return ChatMessage("".join(self._content), "".join(self._reasoning), tuple(self._calls))
 
 
 def cache_path_problem(path: Path, *, read_only: bool) -> str:
-    """Why a prompt cache cannot be this file; empty if it can, as far as can be known before a model is loaded."""
+    """Return why this file cannot be a prompt cache, as far as known before a model is loaded; else an empty string."""
     if path.is_dir():
         return f"--prompt-cache {path} is a folder; name a file"
     if not read_only and not path.parent.is_dir():
-        return f"--prompt-cache {path}: there is no folder {path.parent}; make it or name another file"
+        return f"--prompt-cache {path}: the folder {path.parent} does not exist; make it or name another file"
     return ""

@@ -1,6 +1,6 @@
-"""A text that the model continues, without a template: once, or in turns with a person (`-i`).
+"""A text that the model continues without a template: once, or in turns with a user (`-i`).
 
-The text is kept as what the model saw: pieces of text and token ids, as /completion takes them.
+The text is kept as the model saw it: pieces of text and token ids, as /completion accepts them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ikcli.console.terminal import TerminalInput, interruptible
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """How a person takes part: `first`: before the model; texts around every input; BOS before it, if not None."""
+    """How the user takes part. `first`: before the model; texts around every input; BOS before it, if not None."""
 
     first: bool = False
     prefix: str = ""
@@ -25,7 +25,7 @@ class Turns:
 
 
 class Continuation:
-    """See the module. `reverse` are the texts at which the model stops."""
+    """A text under continuation. `reverse` holds the texts at which the model stops."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class Continuation:
         *,
         display: bool = True,
     ) -> None:
-        """`display`: print the prompt in front of what follows."""
+        """Start a text; `display`: print the prompt before the continuation."""
         self.total = AnswerCounts()
         self._source, self._reverse, self._cache = source, reverse, cache
         self._parts: list[str | int] = [prompt]
@@ -44,7 +44,7 @@ class Continuation:
         self._last = self._shown[-1:] or "\n"
 
     def once(self) -> Answer:
-        """Continue and print; a stop text is printed, too."""
+        """Continue and print, including a stop text."""
         body: Body = {"prompt": self._prompt(), "stop": list(self._reverse)}
         prepared = self._cache.prepare(body, chat=False) if self._cache is not None else AnswerCounts()
         stream = self._source.complete(body)
@@ -52,7 +52,7 @@ class Continuation:
             self._print(stream)
         answer = stream.answer
         self.total = self.total.plus(answer.counts.beyond(prepared))
-        if answer.stop == "word":  # the last token may reach into the stop text, so this is kept as text
+        if answer.stop == "word":  # kept as text, since the last token may overlap the stop text
             put(answer.word)
             self._last = answer.word
             self._parts.append(answer.text + answer.word)
@@ -61,7 +61,7 @@ class Continuation:
         return answer
 
     def _prompt(self) -> str | list[str | int]:
-        """What the model sees: one text, or texts and tokens; an array of texts alone would be several prompts."""
+        """Return the model's input: one text, or texts and tokens; an array of texts would mean several prompts."""
         parts: list[str | int] = []
         for part in self._parts:
             if isinstance(part, str) and parts and isinstance(parts[-1], str):
@@ -87,7 +87,7 @@ class Continuation:
             waiting = True
 
     def _take_input(self, input: TerminalInput, turns: Turns) -> bool:
-        """Put what the person says behind the text; nothing if it is empty."""
+        """Append the user's input to the text; nothing if it is empty."""
         interrupted = False
         while True:
             try:
@@ -113,12 +113,12 @@ class Continuation:
             self._last = "\n"
 
     def _show_prompt(self) -> None:
-        """The prompt, once, and not before the model has taken it."""
+        """Print the prompt once, after the model has accepted it."""
         shown, self._shown = self._shown, ""
         put(shown)
 
     def _print(self, deltas: Iterable[ChatDelta]) -> None:
-        """The prompt and what follows; nothing where the model refuses."""
+        """Print the prompt and what follows; nothing if the model refuses."""
         for delta in deltas:
             self._show_prompt()
             put(delta.content)

@@ -1,4 +1,4 @@
-"""A conversation: its messages and settings, and what becomes of them when an answer comes or is taken back."""
+"""A conversation: its messages and settings, and the changes to them when an answer arrives or is undone."""
 
 from __future__ import annotations
 
@@ -30,30 +30,30 @@ class Conversation:
     undone: list[ToolCall] = field(default_factory=list)
 
     def body(self) -> Body:
-        """The request for the next answer."""
+        """Return the request for the next answer."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         tools = {"tools": self.tools} if self.tools else {}
         return {**self.fields, **tools, "messages": [*system, *self.messages]}
 
     # --- growing ----------------------------------------------------------------------------------------------------
     def say(self, text: str) -> None:
-        """The user's next message."""
+        """Add the user's next message."""
         self.messages.append({"role": "user", "content": text})
 
     def give_result(self, text: str) -> None:
-        """The result of the first call that waits for one."""
+        """Add the result of the first call that waits for one."""
         call = self.undone.pop(0)
         message = {"role": "tool", "name": call.name, "content": text}
         self.messages.append(message | ({"tool_call_id": call.id} if call.id else {}))
 
     def ask(self) -> AnswerStream:
-        """Let the model answer; hand the answer to `take`."""
+        """Request an answer; pass it to `take`."""
         body = self.body()
         self.prepared = self.cache.prepare(body, chat=True) if self.cache is not None else AnswerCounts()
         return self.source.chat(body)
 
     def take(self, answer: Answer) -> None:
-        """Keep an answer, also one that was cut off; one without a word is none."""
+        """Keep an answer, including one that was cut off, unless it is empty."""
         self.last = answer
         self.total = self.total.plus(answer.counts.beyond(self.prepared))
         message = answer.message
@@ -70,7 +70,7 @@ class Conversation:
 
     # --- going back -------------------------------------------------------------------------------------------------
     def drop_answer(self) -> bool:
-        """Forget what came after the last message of the user; False if there is none."""
+        """Remove what came after the user's last message; False if nothing did."""
         at = self._last_user()
         if at < 0:
             return False
@@ -79,7 +79,7 @@ class Conversation:
         return True
 
     def undo(self) -> str | None:
-        """Forget the last message of the user and what came after it; returns it, None if there is none."""
+        """Remove and return the user's last message, with what came after it; None if there is none."""
         at = self._last_user()
         if at < 0:
             return None
@@ -89,7 +89,7 @@ class Conversation:
         return text
 
     def clear(self) -> None:
-        """Begin anew; system prompt, settings and tools stay."""
+        """Start a new conversation; system prompt, settings and tools stay."""
         self.messages, self.undone, self.last = [], [], None
 
     def _last_user(self) -> int:
@@ -97,6 +97,6 @@ class Conversation:
 
     @property
     def thoughts(self) -> str:
-        """What the model thought before its last answer."""
+        """Return the reasoning before the model's last answer."""
         said = [m for m in self.messages if m.get("role") == "assistant"]
         return str(said[-1].get("reasoning_content") or "") if said else ""

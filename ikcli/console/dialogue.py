@@ -1,4 +1,4 @@
-"""A conversation on a terminal: what slash commands and the input loop act on."""
+"""A conversation in a terminal, as used by slash commands and the input loop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ikcli.log import error
 
 
 class Dialogue:
-    """A conversation on a terminal. An error is printed, and the conversation goes on."""
+    """A conversation in a terminal. Errors are printed, and the conversation goes on."""
 
     def __init__(self, conversation: Conversation, input: TerminalInput, renderer: Renderer) -> None:
         self.conversation, self.renderer = conversation, renderer
@@ -26,26 +26,26 @@ class Dialogue:
         return self._input.edits
 
     def note(self, text: str) -> None:
-        """Tell the person something."""
+        """Tell the user something."""
         self.renderer.note(text)
 
     def offer(self, text: str) -> None:
-        """Let the next input begin with this."""
+        """Prefill the next input with this text."""
         self._offer = text
 
     def settings(self) -> dict[str, Any]:
-        """What applies to the next answer."""
+        """Return the settings of the next answer."""
         return self.conversation.source.settings() | self.conversation.fields
 
     def say(self, text: str) -> None:
-        """A message of the user, and its answer; without one it is taken back."""
+        """Add a user message and get its answer; if there is none, remove the message."""
         self.conversation.say(text)
         if not self.answer():
             self.conversation.undo()
             self._offer = text if self.edits else ""
 
     def answer(self) -> bool:
-        """Let the model answer; False, and the person is told why, if it cannot."""
+        """Get an answer from the model; print why and return False if that fails."""
         try:
             stream = self.conversation.ask()
             with interruptible(stream.cancel):

@@ -33,10 +33,10 @@ _TEMPLATE = "tokenizer.chat_template"
 
 
 class LocalModel:
-    """See the module. `load` first; it takes as long as the model needs."""
+    """An `AnswerSource` on an engine in this process. Call `load` first, which blocks until the model is loaded."""
 
     def __init__(self, config: RunConfig, planner: Planner | None = None) -> None:
-        """UsageError or IkError for options that make no sense; nothing is loaded yet."""
+        """Check the options without loading; UsageError or IkError if they are inconsistent."""
         self.name = config.model.name if config.model is not None else "model"
         self.load_ms = 0.0
         self._config = config
@@ -53,7 +53,7 @@ class LocalModel:
         return bool(server.chat_template or server.chat_template_file or self._metadata.get(_TEMPLATE))
 
     def load(self) -> None:
-        """Load the model; its IkError if that fails. An interrupt ends the program at once."""
+        """Load the model; raises the engine's IkError. An interrupt ends the program at once."""
         start = time.perf_counter()
         self._engine.start()
         while not self._engine.wait_loaded(0.2):
@@ -77,25 +77,25 @@ class LocalModel:
         return LocalStream(self._engine, request, make_parser())
 
     def check(self, body: Body) -> None:
-        """IkError if a field is wrong."""
+        """Raise IkError if a field is wrong."""
         with _as_ik_errors():
             _, options = parse(body, self._state.defaults, self._state.limits)
             if body.get("grammar") or body.get("json_schema") is not None:
                 asyncio.run(constraint_of(self._state, options))
 
     def settings(self) -> dict[str, Any]:
-        """What applies to requests that say nothing."""
+        """Return the default of each request field."""
         sampling, options = parse({}, self._state.defaults, self._state.limits)
         return settings(sampling, options, self._engine.model.n_ctx_slot, self.name)
 
     def tokens(self, text: str) -> list[tuple[int, str]]:
-        """Tokens of a prompt with their texts."""
+        """Return the tokens of a prompt with their texts."""
         tokenizer = self._engine.tokenizer
         return [(i, tokenizer.token_text(i)) for i in tokenizer.encode(text)]
 
     @property
     def bos(self) -> int | None:
-        """The token that texts begin with."""
+        """The token that starts a text."""
         return self._engine.tokenizer.bos_id
 
     def _text_request(self, body: Body) -> GenerationRequest:
@@ -114,12 +114,12 @@ class LocalModel:
         return self._made(requests[0], body), prepared.make_parser
 
     def _made(self, request: GenerationRequest, body: Body) -> GenerationRequest:
-        """What a server does not grant: texts without end."""
+        """Build a generation, allowing what a server does not: texts without end."""
         return replace(request, n_predict=INT32) if request.n_predict == -1 and "prompt" in body else request
 
     # --- the cache of the prompt ------------------------------------------------------------------------------------
     def evaluate(self, body: Body, *, chat: bool) -> AnswerCounts:
-        """Compute the prompt of a body and nothing else."""
+        """Compute the prompt of a body without generating."""
         request = self._chat_request(body)[0] if chat else self._text_request(body)
         stream = LocalStream(self._engine, replace(request, n_predict=0, constraint=None))
         try:
@@ -131,11 +131,11 @@ class LocalModel:
         return stream.answer.counts
 
     def save_cache(self, path: Path) -> int:
-        """Write what is computed to a file; the number of tokens."""
+        """Write the computed state to a file and return its number of tokens."""
         return self._cache_action("save", path)
 
     def restore_cache(self, path: Path) -> int:
-        """Read such a file; the number of tokens."""
+        """Read such a file and return its number of tokens."""
         return self._cache_action("restore", path)
 
     def _cache_action(self, action: str, path: Path) -> int:
@@ -163,23 +163,23 @@ class LocalStream:
         self._submitted = True
 
     def _take(self, event: Event) -> None:
-        """From the engine's thread, or from `submit` if the request is refused at once."""
+        """Take an event, from the engine's thread, or from `submit` if the request is refused at once."""
         if isinstance(event, Failure) and not self._submitted:
             self._refused = event.message
         self._events.put(event)
 
     def cancel(self) -> None:
-        """See Stream."""
+        """End the answer; see AnswerStream."""
         self._cancelled = True
         self._ticket.cancel()
         self._events.put(None)
 
     def __iter__(self) -> Iterator[ChatDelta]:
         if self._parser is None:
-            yield ChatDelta()  # the prompt is taken
+            yield ChatDelta()  # the prompt was accepted
         while True:
             events = [self._events.get()]
-            while not self._events.empty():  # whoever shows it may be slower than the model
+            while not self._events.empty():  # the consumer may be slower than the model
                 events.append(self._events.get())
             if self._cancelled:
                 yield from self._flush()
@@ -229,7 +229,7 @@ def _counts(t: RequestTimings) -> AnswerCounts:
 
 
 class _as_ik_errors:
-    """Refusals of the API as errors of this program."""
+    """Turn refusals of the API into errors of this program."""
 
     def __enter__(self) -> None:
         return None
@@ -240,17 +240,17 @@ class _as_ik_errors:
 
 
 class FileCache:
-    """`--prompt-cache`: see answers.PromptCache."""
+    """The file of `--prompt-cache`; see answers.PromptCache."""
 
     def __init__(self, model: LocalModel, path: Path, *, all_of_it: bool, read_only: bool) -> None:
-        """Read the file if it is there; IkError if it does not fit the model."""
+        """Read the file if it exists; IkError if it does not fit the model."""
         self._model, self._path, self._all, self._read_only = model, path, all_of_it, read_only
         exists = path.exists() and path.stat().st_size > 0
         self.n_tokens = model.restore_cache(path) if exists else 0
         self._first = True
 
     def prepare(self, body: Body, *, chat: bool) -> AnswerCounts:
-        """Compute the first prompt and write it, unless the file has all of it."""
+        """Compute the first prompt and write it, unless the file already holds all of it."""
         if not self._first or self._all or self._read_only:
             return AnswerCounts()
         self._first = False
@@ -260,6 +260,6 @@ class FileCache:
         return counts
 
     def finish(self) -> None:
-        """Write all that was said."""
+        """Write the whole text."""
         if self._all and not self._read_only:
             self._model.save_cache(self._path)

@@ -1,4 +1,4 @@
-"""Text on its way out, at once."""
+"""Write text and flush at once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ikcli.errors import IkError
 
 
 def put(text: str, stream: TextIO | None = None) -> None:
-    """Write to stdout or another stream; IkError if it takes no more, as on a full disk."""
+    """Write to stdout or another stream; IkError if that fails, for example on a full disk."""
     stream = stream or sys.stdout
     try:
         stream.write(text)
@@ -19,6 +19,6 @@ def put(text: str, stream: TextIO | None = None) -> None:
     except BrokenPipeError:
         raise
     except OSError as e:
-        with contextlib.suppress(OSError, ValueError):  # what is left in its buffer must not fail again at the end
+        with contextlib.suppress(OSError, ValueError):  # the rest of its buffer must not fail again at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         raise IkError(f"cannot write the text: {e.strerror or e}") from None

@@ -25,14 +25,14 @@ _STOPS = {"stop": "eos", "length": "limit", "tool_calls": "eos"}
 
 
 class _Missing(IkError):
-    """A server that does not have what was asked for, and may do without."""
+    """The server lacks an optional endpoint."""
 
 
 class RemoteModel:
-    """See the module."""
+    """An `AnswerSource` on a running server."""
 
     def __init__(self, url: str, api_key: str = "", fields: Mapping[str, Any] | None = None) -> None:
-        """`fields` go into every request: what the command line says. IkError if no such server answers."""
+        """Connect to a server; `fields` from the command line go into every request. IkError if none answers."""
         parts = urlsplit(url if "://" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise UsageError(f"--url {url} is not the address of a server; write it as http://127.0.0.1:8080")
@@ -56,7 +56,7 @@ class RemoteModel:
 
     @property
     def has_template(self) -> bool:
-        """A server answers conversations, whatever its template is."""
+        """True: a server answers conversations with whatever template it has."""
         return True
 
     def complete(self, body: Body) -> RemoteStream:
@@ -69,7 +69,7 @@ class RemoteModel:
         return RemoteStream(self, "/v1/chat/completions", self._fields | body | more)
 
     def check(self, body: Body) -> None:
-        """IkError if a field has a wrong type or is out of its range; the server says the rest."""
+        """Raise IkError if a field has a wrong type or is out of range; the server checks the rest."""
         try:
             for field in FIELDS:
                 read_field(field, body)
@@ -77,24 +77,24 @@ class RemoteModel:
             raise IkError(e.message) from None
 
     def settings(self) -> dict[str, Any]:
-        """The server's defaults, as far as it tells, with what the command line says."""
+        """Return the server's defaults, as far as it reports them, with the options of the command line."""
         found = self._props.get("default_generation_settings")
         params = found.get("params", found) if isinstance(found, dict) else {}
         n_ctx = {"n_ctx": found["n_ctx"]} if isinstance(found, dict) and "n_ctx" in found else {}
         return {**n_ctx, **(params if isinstance(params, dict) else {}), **self._fields}
 
     def close(self) -> None:
-        """Nothing is kept open."""
+        """Do nothing, as no connection is kept open."""
 
     # --- HTTP -------------------------------------------------------------------------------------------------------
     def open(self, method: str, path: str, body: Body | None = None) -> tuple[_Connection, http.client.HTTPResponse]:
-        """A connection and its answer; IkError if there is none or it is a refusal."""
+        """Open a connection and return it with its response; IkError if there is none or it is a refusal."""
         make = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
         connection = make(self._host, self._port, timeout=_CONNECT_SECONDS)
         data = None if body is None else json.dumps(body).encode("utf-8", "replace")
         try:
             connection.connect()
-            connection.sock.settimeout(None)  # a long prompt takes its time
+            connection.sock.settimeout(None)  # a long prompt takes a while
             connection.request(method, self._prefix + path, data, self._headers)
             response = connection.getresponse()
         except (OSError, http.client.HTTPException) as e:
@@ -115,7 +115,7 @@ class RemoteModel:
             except (OSError, ValueError, http.client.HTTPException):
                 found = None
         if not isinstance(found, dict):
-            raise _Missing(f"{self.url}{path}: the answer is not that of a model server")
+            raise _Missing(f"{self.url}{path}: the response is not from a model server")
         return found
 
 
@@ -136,7 +136,7 @@ class RemoteStream:
         self._stop, self._word, self._truncated = "", "", False
 
     def cancel(self) -> None:
-        """See Stream: the server sees that its client is gone, and this side reads the end of the stream."""
+        """End the answer; the server notices that its client is gone, and this side reads the end of the stream."""
         self._cancelled = True
         if self._socket is not None:
             with contextlib.suppress(OSError):
@@ -147,18 +147,18 @@ class RemoteStream:
         self._socket = connection.sock or _socket_of(response)
         try:
             if self._path == "/completion":
-                yield ChatDelta()  # the prompt is taken
+                yield ChatDelta()  # the prompt was accepted
             for event in _events(response):
                 for delta in self._read(event):
                     self._gather.add(delta)
                     yield delta
         except (OSError, ValueError, AttributeError, http.client.HTTPException) as e:
             if not self._cancelled:
-                raise IkError(f"{self._model.url}: the connection broke off: {_reason(e)}") from None
+                raise IkError(f"{self._model.url}: the connection was lost: {_reason(e)}") from None
         finally:
             connection.close()
         if not self._stop and not self._cancelled:
-            raise IkError(f"{self._model.url}: the answer broke off; see the log of the server")
+            raise IkError(f"{self._model.url}: the answer ended early; see the log of the server")
         message = self._gather.message
         self.answer = Answer(
             self._stop or "cancelled", self._word, self._truncated, self._counts, message.content, tuple(self._tokens),
@@ -200,7 +200,7 @@ def _deltas(delta: Mapping[str, Any]) -> Iterator[ChatDelta]:
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
-    """The JSON objects of a stream up to its end."""
+    """Yield the JSON objects of a stream up to its end."""
     for line in response:
         if not line.startswith((b"data:", b"error:")):
             continue
@@ -213,7 +213,7 @@ def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
 
 
 def _socket_of(response: http.client.HTTPResponse) -> socket.socket | None:
-    """The socket below an answer after which the connection is closed; http.client has let go of it."""
+    """Return the socket of a response after which the connection is closed; http.client has dropped it."""
     raw = getattr(getattr(response, "fp", None), "raw", None)
     found = getattr(raw, "_sock", None)
     return found if isinstance(found, socket.socket) else None

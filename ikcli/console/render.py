@@ -1,7 +1,7 @@
-"""Answers as they come: plain text for pipes, Markdown for terminals.
+"""Print answers as they arrive: plain text for pipes, Markdown for terminals.
 
-Markdown is laid out block by block: what is finished stays on the screen, only the block that still grows is drawn
-anew. Plain output has the answer on stdout and what the model thinks on stderr.
+Markdown is rendered block by block: finished blocks stay on the screen, and only the block that still grows is redrawn.
+Plain output has the answer on stdout and the model's reasoning on stderr.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ class Renderer(Protocol):
     thinking: str
 
     def show(self, deltas: Iterable[ChatDelta]) -> None:
-        """An answer to its end."""
+        """Show an answer to its end."""
 
     def note(self, text: str) -> None:
-        """A line of this program."""
+        """Print a line of this program."""
 
     def dim(self, text: str) -> None:
-        """Text of lesser weight."""
+        """Print text of lesser weight."""
 
 
 def call_line(name: str, arguments: str) -> str:
-    """`name(city="Paris", days=3)`; what is no JSON object is shown as it is."""
+    """Format a tool call as `name(city="Paris", days=3)`; arguments that are not a JSON object are shown unchanged."""
     try:
         values = json.loads(arguments or "{}")
     except (ValueError, RecursionError):
@@ -51,7 +51,7 @@ def call_line(name: str, arguments: str) -> str:
 
 
 def end_note(answer: Answer) -> str:
-    """Why an answer is not whole; empty if it is."""
+    """Return why an answer is incomplete; empty if it is complete."""
     if answer.stop == "cancelled":
         return "stopped"
     if answer.stop == "limit":
@@ -61,7 +61,7 @@ def end_note(answer: Answer) -> str:
 
 
 class _Calls:
-    """Tool calls, which are shown when they are complete."""
+    """Collects tool calls, which are shown when they are complete."""
 
     def __init__(self) -> None:
         self._open: list[list[str]] = []
@@ -77,7 +77,7 @@ class _Calls:
 
 
 class PlainRenderer:
-    """Text as it is."""
+    """Prints text unchanged."""
 
     def __init__(self, out: TextIO | None = None, err: TextIO | None = None) -> None:
         self.thinking = SHOWN
@@ -115,7 +115,7 @@ class PlainRenderer:
 
 
 class Fancy:
-    """Markdown on a terminal; thoughts dimmed, and folded to one line when they are over."""
+    """Renders Markdown in a terminal; reasoning is dimmed, and folded to one line once complete."""
 
     def __init__(self, console: Console | None = None) -> None:
         from rich.console import Console
@@ -225,7 +225,7 @@ def _markdown(text: str) -> Markdown:
 
 
 def hard_breaks(text: str) -> str:
-    """Markdown whose line ends are kept, as models mean them: a poem is no paragraph."""
+    """Return Markdown with line breaks preserved, as models intend them: a poem must not become a paragraph."""
     lines, fence = text.split("\n"), ""
     for i, line in enumerate(lines):
         mark = line.lstrip()[:3]
@@ -237,9 +237,9 @@ def hard_breaks(text: str) -> str:
 
 
 def finished_blocks(text: str) -> tuple[str, str]:
-    """(Markdown blocks that cannot change any more, the block that still grows): split at blank lines outside fences.
+    """Split Markdown at blank lines outside fences into complete blocks and the block that still grows.
 
-    A list goes on over blank lines, so it stays together with what is indented below it.
+    A list continues over blank lines, so it stays together with what is indented below it.
     """
     at, fence, position = 0, "", 0
     lines = text.splitlines(keepends=True)
@@ -257,5 +257,5 @@ def finished_blocks(text: str) -> tuple[str, str]:
 
 
 def _begins_block(line: str) -> bool:
-    """Whether a line after a blank one surely belongs to another block than a list before it."""
+    """Return whether a line after a blank one certainly begins another block than a list before it."""
     return bool(line.strip()) and not line[0].isspace() and not line[0].isdigit() and line[0] not in "-*+"

@@ -14,7 +14,7 @@ class Repl(Dialogue):
     """The input loop of a dialogue."""
 
     def run(self) -> None:
-        """Until the person leaves."""
+        """Run until the user leaves."""
         while True:
             try:
                 text = self._read()
@@ -25,7 +25,7 @@ class Repl(Dialogue):
                 error(str(e))
 
     def _read(self) -> str:
-        """The next input; two Ctrl-C in a row are the end."""
+        """Return the next input; two consecutive Ctrl-C end it."""
         while True:
             prompt = f"result of {self.conversation.undone[0].name}> " if self.conversation.undone else _PROMPT
             offer, self._offer = self._offer, ""

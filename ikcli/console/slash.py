@@ -1,4 +1,4 @@
-"""The commands of a conversation: `/help` lists them. One function per command, its docstring is its help."""
+"""Slash commands of a conversation; `/help` lists them. One function per command, whose docstring is its help."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from ikcli.text_files import read_text
 
 
 class Leave(Exception):
-    """The user wants to go."""
+    """The user wants to leave."""
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """`form` is what may follow the name; `files`: it is a file."""
+    """`form` describes what may follow the name; `files`: it is a file."""
 
     name: str
     run: Callable[[Dialogue, str], None]
@@ -42,7 +42,7 @@ _OF_CHATS = ("chat_template_kwargs", "enable_thinking", "parallel_tool_calls", "
 _NOT_TO_SET = ("stream", "stream_options", "n_cmpl", "id_slot", "return_tokens", "return_progress", "response_fields",
                "sse_ping_interval", "timings_per_token")  # fmt: skip
 SETTINGS = tuple(sorted({*_OF_CHATS, *(f.name for f in FIELDS if not f.effect)} - {*_NOT_TO_SET}))
-"""Fields of a request that a person may set."""
+"""Fields of a request that a user may set."""
 _ALIASES = {"/quit": "/exit", "/bye": "/exit", "/?": "/help", "/retry": "/regen"}
 
 
@@ -55,17 +55,17 @@ def _command(name: str, form: str = "", *, files: bool = False) -> Callable[[Any
 
 
 def run(dialogue: Dialogue, line: str) -> None:
-    """Carry out a line that begins with /; IkError if it is none or fails."""
+    """Run a line that begins with /; IkError if the command is unknown or fails."""
     name, _, rest = line.strip().partition(" ")
     name = _ALIASES.get(name, name)
     if name not in COMMANDS:
         near = nearest(name, COMMANDS)
-        raise IkError(f"there is no command {name}; {f'did you mean {near}?' if near else '/help lists them'}")
+        raise IkError(f"unknown command {name}; {f'did you mean {near}?' if near else '/help lists them'}")
     COMMANDS[name].run(dialogue, rest.strip())
 
 
 def completions(dialogue: Dialogue, before: str) -> Iterator[tuple[str, int, str]]:
-    """What can follow the text before the cursor: commands, names of settings, files."""
+    """Return completions of the text before the cursor: commands, names of settings, files."""
     if not before.startswith("/") or "\n" in before:
         return
     name, blank, rest = before.partition(" ")
@@ -118,7 +118,7 @@ def _regen(dialogue: Dialogue, rest: str) -> None:
     """answer the last message again"""
     before, undone = list(dialogue.conversation.messages), dialogue.conversation.undone
     if not dialogue.conversation.drop_answer():
-        raise IkError("there is no message to answer yet")
+        raise IkError("no message to answer yet")
     if not dialogue.answer():
         dialogue.conversation.messages, dialogue.conversation.undone = before, undone
 
@@ -130,7 +130,7 @@ def _edit(dialogue: Dialogue, rest: str) -> None:
         raise IkError("/edit needs the new text here")
     before = dialogue.conversation.undo()
     if before is None:
-        raise IkError("there is no message to change yet")
+        raise IkError("no message to change yet")
     if rest:
         dialogue.say(rest)
     else:
@@ -177,7 +177,7 @@ def _settings(dialogue: Dialogue, rest: str) -> None:
     elif text:
         if name not in SETTINGS:
             hint = "it is set with -c when the program starts" if name == "n_ctx" else "/settings lists them"
-            raise IkError(f"there is no setting {name} to change; {hint}")
+            raise IkError(f"{name} is not a setting that can be changed; {hint}")
         new = {name: _value(text)}
         dialogue.conversation.source.check(new)
         fields.update(new)
@@ -186,12 +186,12 @@ def _settings(dialogue: Dialogue, rest: str) -> None:
             dialogue.note(f"  {key:<24} {json.dumps(value, ensure_ascii=False)}{' *' if key in fields else ''}")
     if name and not text and name not in dialogue.settings():
         if name not in SETTINGS:
-            raise IkError(f"there is no setting {name}; /settings lists them")
+            raise IkError(f"{name} is not a setting; /settings lists them")
         dialogue.note(f"  {name} is not set")
 
 
 def _save_settings(dialogue: Dialogue, path: Path) -> None:
-    """All that applies: what was set, and the defaults of the model where conversations do not have others."""
+    """Save all effective settings: those that were set, and the model's defaults that conversations do not override."""
     fields = dialogue.conversation.fields
     image = {
         name: value
@@ -208,7 +208,7 @@ def _load_settings(dialogue: Dialogue, path: Path) -> None:
 
 
 def _value(text: str) -> Any:
-    """JSON, or the text itself."""
+    """Parse JSON, or return the text itself."""
     try:
         return json.loads(text)
     except ValueError:
@@ -245,11 +245,11 @@ def _think(dialogue: Dialogue, rest: str) -> None:
         dialogue.renderer.thinking = SHOWN if rest == "on" else FOLDED
         dialogue.note(f"thoughts are {dialogue.renderer.thinking}")
     elif rest:
-        raise IkError("/think is followed by on, off or nothing")
+        raise IkError("/think takes on, off or nothing")
     else:
         thoughts = dialogue.conversation.thoughts
         if not thoughts:
-            raise IkError("the last answer came without thoughts")
+            raise IkError("the last answer has no thoughts")
         dialogue.renderer.dim(thoughts)
 
 

@@ -1,4 +1,4 @@
-"""How a run of the console begins: what is asked for, in which way, and with which input and output."""
+"""How a run of the console starts: the request, the mode, and the input and output."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ikcli.text_files import as_measured, read_measured, read_text
 
 
 def unescaped(config: RunConfig) -> RunConfig:
-    """The settings with escapes in their texts read, unless --no-escape forbids that."""
+    """Return the settings with escapes in their texts processed, unless --no-escape forbids that."""
     prompt, chat, escape = config.prompt, config.chat, config.prompt.escape
     reverse = tuple(_unescaped(text, escape) for text in prompt.reverse_prompt)
     prefix, suffix = _unescaped(chat.in_prefix, escape), _unescaped(chat.in_suffix, escape)
@@ -31,7 +31,7 @@ def unescaped(config: RunConfig) -> RunConfig:
 
 
 def given_prompt(config: RunConfig, given: Collection[str]) -> str | None:
-    """The text of -p or -f; None if there is none. The line end at the end of a file is left out."""
+    """Return the text of -p or -f, None if there is none; the newline at the end of a file is dropped."""
     if config.prompt.file is not None:
         text = read_measured(config.prompt.file, "; name a readable file with -f").decode("utf-8", "surrogateescape")
         return _unescaped(text.removesuffix("\n"), config.prompt.escape)
@@ -39,19 +39,19 @@ def given_prompt(config: RunConfig, given: Collection[str]) -> str | None:
 
 
 def piped_text() -> str:
-    """All of standard input, without its last line end."""
+    """Return all of standard input, without its last newline."""
     return as_measured(sys.stdin.buffer.read(), "standard input").decode("utf-8", "replace").removesuffix("\n")
 
 
 def system_prompt(config: RunConfig) -> str:
-    """The text of -sys or -sysf."""
+    """Return the text of -sys or -sysf."""
     if config.chat.system_file is not None:
         return read_text(config.chat.system_file, "--system-prompt-file", IkError).removesuffix("\n")
     return config.chat.system
 
 
 def is_conversation(config: RunConfig, source: AnswerSource, prompt: str | None, *, terminal: bool) -> bool:
-    """Whether to talk in turns with the template; UsageError for options that exclude each other."""
+    """Return whether to talk in turns with the template; UsageError for options that exclude each other."""
     chat = config.chat
     if chat.conversation is False:
         if chat.single_turn:
@@ -67,14 +67,14 @@ def is_conversation(config: RunConfig, source: AnswerSource, prompt: str | None,
 
 
 def takes_turns(config: RunConfig) -> bool:
-    """Whether a person takes turns without a template. Texts around inputs ask for that, too, as in llama-cli."""
+    """Return whether a user takes turns without a template, which texts around inputs also request, as in llama-cli."""
     chat = config.chat
     own_form = bool(chat.conversation and (chat.in_prefix or chat.in_suffix))
     return chat.interactive or chat.interactive_first or own_form
 
 
 def check_options(config: RunConfig, given: Collection[str]) -> None:
-    """UsageError for options that cannot work, before a model is loaded."""
+    """Raise UsageError for options that cannot work, before a model is loaded."""
     chat, prompt = config.chat, config.prompt
     if prompt.prompt and prompt.file is not None:
         raise UsageError("-p and -f both give the prompt; leave one of them out")
@@ -86,7 +86,7 @@ def check_options(config: RunConfig, given: Collection[str]) -> None:
             raise UsageError(problem)
     elif chat.prompt_cache_all or chat.prompt_cache_ro:
         name = "--prompt-cache-all" if chat.prompt_cache_all else "--prompt-cache-ro"
-        raise UsageError(f"{name} needs the file that it is about: --prompt-cache FILE")
+        raise UsageError(f"{name} needs the file that it applies to: --prompt-cache FILE")
     if chat.url:
         local = {
             "model": "-m",
@@ -98,11 +98,11 @@ def check_options(config: RunConfig, given: Collection[str]) -> None:
         }
         for path, name in local.items():
             if path in given:
-                raise UsageError(f"{name} is about a model in this program and cannot be used with --url")
+                raise UsageError(f"{name} applies to a model in this process and cannot be used with --url")
 
 
 def request_fields(config: RunConfig, given: Collection[str]) -> dict[str, Any]:
-    """The options that were given, as fields of a request to a server."""
+    """Return the given options as fields of a request to a server."""
     defaults = defaults_of(config)
     renamed = {"temperature": "temp", "tfs_z": "tfs", "typical_p": "typical", "dry_sequence_breakers": ""}
     out: dict[str, Any] = {}
@@ -150,7 +150,7 @@ _SENT_OF_SERVER = ("api_key", "banned_string_file", "banned_n", "reasoning", "re
 
 
 def unused_with_url(given: Collection[str]) -> list[str]:
-    """The options that were given and that only a model in this process could follow."""
+    """Return the given options that only a model in this process could follow."""
     names = {bound.path: bound.option.names[0] for bound in iter_options(RunConfig)}
     used = {*_SENT, *(f"server.{name}" for name in _SENT_OF_SERVER)}
     groups = ("chat.", "prompt.", "sampling.")

@@ -1,6 +1,6 @@
-"""Lines from a person: with editing, history and completion in a terminal (prompt_toolkit), else as they come.
+"""Read lines from a user: in a terminal with editing, history and completion (prompt_toolkit), else as they come.
 
-Both raise EOFError at the end of input and KeyboardInterrupt for Ctrl-C.
+Both readers raise EOFError at the end of input and KeyboardInterrupt for Ctrl-C.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ Complete = Callable[[str], Iterable[tuple[str, int, str]]]
 
 
 class TerminalInput(Protocol):
-    """Where inputs come from."""
+    """A source of inputs."""
 
     edits: bool
-    """Whether a person can change a text that is offered."""
+    """Whether the user can edit a text that is offered."""
 
     def read(self, prompt: str, default: str = "") -> str:
-        """The next input; `default` is offered for editing."""
+        """Return the next input; `default` is offered for editing."""
 
 
 class PlainInput:
-    """Lines of standard input. A backslash at the end goes on with the next line; `multiline`: until one ends in /."""
+    """Reads lines of standard input. A backslash at the end continues the line; `multiline`: until a line ends in /."""
 
     def __init__(self, *, multiline: bool = False, echo_prompt: bool = True) -> None:
         self.edits = False
@@ -39,7 +39,7 @@ class PlainInput:
 
     def read(self, prompt: str, default: str = "") -> str:
         if self._echo:
-            sys.stderr.write(prompt)  # stdout has the text of the model alone
+            sys.stderr.write(prompt)  # stdout is for the text of the model
             sys.stderr.flush()
         lines: list[str] = []
         while True:
@@ -57,7 +57,7 @@ class PlainInput:
 
 
 class LineEditor:
-    """prompt_toolkit: Enter sends, Alt-Enter or Ctrl-J begins a new line; with `multiline` the other way round."""
+    """Reads with prompt_toolkit: Enter sends, Alt-Enter or Ctrl-J starts a new line; reversed with `multiline`."""
 
     def __init__(self, complete: Complete, *, multiline: bool = False, color: bool = True) -> None:
         from prompt_toolkit import PromptSession
@@ -85,13 +85,13 @@ class LineEditor:
 
 
 def history_path() -> Path:
-    """Where inputs are remembered, as the XDG base directories have it."""
+    """Return the history file, following the XDG base directories."""
     state = os.environ.get("XDG_STATE_HOME", "")
     return (Path(state) if state else Path.home() / ".local" / "state") / "ik" / "chat-history"
 
 
 def _history(path: Path) -> Any:
-    """In the file, or in memory where it cannot be written."""
+    """Return a history in the file, or in memory if it cannot be written."""
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
     try:
@@ -101,7 +101,7 @@ def _history(path: Path) -> Any:
         return InMemoryHistory()
 
     class Forgiving(FileHistory):
-        """A full disk loses history, not the conversation."""
+        """Ignores a full disk, which loses history but not the conversation."""
 
         def store_string(self, string: str) -> None:
             with suppress(OSError):
@@ -146,7 +146,7 @@ def _completer(complete: Complete) -> Any:
 
 @contextmanager
 def interruptible(stop: Callable[[], None]) -> Iterator[None]:
-    """Ctrl-C calls `stop` meanwhile, and does nothing else. Keys are not shown, which would disturb the answer."""
+    """Make Ctrl-C call `stop` and nothing else; typed keys are not echoed, which would disturb the answer."""
     before = signal.signal(signal.SIGINT, lambda number, frame: stop())
     try:
         with _without_echo():
@@ -157,14 +157,14 @@ def interruptible(stop: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def _without_echo() -> Iterator[None]:
-    """A terminal, if that is where input comes from, that keeps keys for the next input and does not show them."""
+    """Yield the terminal, if input comes from one, with keys kept for the next input and not shown."""
     if sys.platform == "win32" or not sys.stdin.isatty():
         yield
         return
     import termios
 
     fd = sys.stdin.fileno()
-    if os.tcgetpgrp(fd) != os.getpgrp():  # in the background, where a change of the terminal stops the program
+    if os.tcgetpgrp(fd) != os.getpgrp():  # a background process that changes the terminal is stopped
         yield
         return
     before = termios.tcgetattr(fd)

@@ -1,4 +1,4 @@
-"""Conversations as files: JSON with the messages in OpenAI's form, so that other programs can read and make them."""
+"""Conversations as JSON files with messages in OpenAI's form, which other programs can read and write."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LARGEST = 256 << 20
 
 
 def save(conversation: Conversation, path: Path) -> None:
-    """Write a conversation; IkError if that fails, and then a file that was there is still whole."""
+    """Write a conversation; if that fails, raise IkError and leave an existing file intact."""
     system = [{"role": "system", "content": conversation.system}] if conversation.system else []
     out = {
         "model": conversation.source.name,
@@ -34,14 +34,14 @@ def save_settings(settings: dict[str, Any], model: str, path: Path) -> None:
 
 
 def load_settings(conversation: Conversation, path: Path, known: Collection[str]) -> dict[str, Any]:
-    """The settings in such a file, in that of a conversation, or that are a file's only content, checked."""
+    """Read and check settings from such a file, from a conversation, or from a file that holds nothing else."""
     found = read_json(path)
     fields = found.get("settings", found) if isinstance(found, dict) else found
     if not isinstance(fields, dict):
         raise FormatError(f"{path} has no settings: they are an object, by the names that /settings lists")
     strange = next((name for name in fields if name not in known), None)
     if strange is not None:
-        raise FormatError(f"{path}: there is no setting {strange} to change; /settings lists them")
+        raise FormatError(f"{path}: {strange} is not a setting that can be changed; /settings lists them")
     if fields.get("grammar") and conversation.tools:
         raise IkError(f"{path} has a grammar, which excludes tools; /tools off first")
     _check(conversation, fields, path)
@@ -56,7 +56,7 @@ def _check(conversation: Conversation, fields: dict[str, Any], path: Path) -> No
 
 
 def write_json(path: Path, out: Any) -> None:
-    """IkError if that fails, and then a file that was there is still whole."""
+    """Write a JSON file; if that fails, raise IkError and leave an existing file intact."""
     text = json.dumps(out, ensure_ascii=False, indent=2) + "\n"
     try:
         with written_whole(path, private=True) as temporary:
@@ -66,11 +66,11 @@ def write_json(path: Path, out: Any) -> None:
 
 
 def load(conversation: Conversation, path: Path) -> None:
-    """Put what a file holds in place of a conversation; one that cannot be read changes nothing."""
+    """Replace a conversation by the content of a file; a file that cannot be read changes nothing."""
     found = read_json(path)
     data: dict[str, Any] = {"messages": found} if isinstance(found, list) else found
     if not isinstance(data, dict) or "messages" not in data:
-        raise FormatError(f"{path} is no conversation: it has no list of messages")
+        raise FormatError(f"{path} is not a conversation: it has no list of messages")
     messages, tools, fields = data["messages"], data.get("tools") or [], data.get("settings") or {}
     try:
         if messages:
@@ -79,7 +79,7 @@ def load(conversation: Conversation, path: Path) -> None:
     except IkError as e:
         raise FormatError(f"{path}: {e}") from None
     if not isinstance(messages, list) or not isinstance(fields, dict):
-        raise FormatError(f"{path} is no conversation: messages are a list, settings an object")
+        raise FormatError(f"{path} is not a conversation: messages must be a list, settings an object")
     _check(conversation, fields, path)
     system = messages[0] if messages and messages[0]["role"] == "system" else None
     conversation.clear()
@@ -89,7 +89,7 @@ def load(conversation: Conversation, path: Path) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """What a JSON file holds; an error that names it."""
+    """Return the content of a JSON file; errors name it."""
     try:
         if path.stat().st_size > _LARGEST:
             raise FormatError(f"{path} is larger than {_LARGEST >> 20} MiB")

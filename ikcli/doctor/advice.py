@@ -1,4 +1,4 @@
-"""What to change on a machine, or which flags to give, each with its reason. Pure functions over what was found."""
+"""Suggest changes of a machine or flags of ik, each with its reason. Pure functions over the facts found."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ikcli.doctor.machine import KernelCache, MachineMemory, Processor
 from ikcli.doctor.model import ModelReport
-from ikcli.doctor.roofline import Roofs
+from ikcli.doctor.roofline import Peaks
 from ikcli.log import shown_size
 
 _GIB = 2**30
@@ -16,14 +16,14 @@ _HARDWARE_DRIVERS = ("intel_pstate", "amd-pstate", "amd-pstate-epp", "amd_pstate
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What to do (flags of ik, or a command of the system), and why."""
+    """An action (flags of ik, or a system command) and its reason."""
 
     what: str
     why: str
 
 
-def machine_advice(cpu: Processor, memory: MachineMemory, cache: KernelCache, roofs: Roofs | None) -> list[Advice]:
-    """About the machine alone."""
+def machine_advice(cpu: Processor, memory: MachineMemory, cache: KernelCache, peaks: Peaks | None) -> list[Advice]:
+    """Return advice about the machine alone."""
     out: list[Advice] = []
     if cpu.quota is not None and cpu.quota < cpu.physical:
         out.append(
@@ -36,7 +36,7 @@ def machine_advice(cpu: Processor, memory: MachineMemory, cache: KernelCache, ro
             Advice(
                 f"-t {cpu.threads}",
                 f"{cpu.visible} logical CPUs share {cpu.physical} cores; a second thread per core adds nothing to "
-                "products from registers and to memory. This is the default already",
+                "compute or memory throughput. This is the default already",
             )
         )
     bad = [g for g in cpu.governors if g not in _PLAIN_CPU]
@@ -60,7 +60,7 @@ def machine_advice(cpu: Processor, memory: MachineMemory, cache: KernelCache, ro
             )
         )
     if memory.swap_used and memory.total and memory.swap_used > memory.total // 100:
-        out.append(Advice("free memory before a run", f"{_size(memory.swap_used)} lie in swap"))
+        out.append(Advice("free memory before a run", f"{_size(memory.swap_used)} are in swap"))
     if not cache.writable:
         out.append(
             Advice("IK_CACHE_DIR=FOLDER", f"{cache.path} cannot be written: every run compiles its kernels again")
@@ -69,19 +69,22 @@ def machine_advice(cpu: Processor, memory: MachineMemory, cache: KernelCache, ro
         out.append(
             Advice("make clean-cache", f"{_size(cache.stale_bytes)} of kernels are of other versions or processors")
         )
-    if roofs is not None and roofs.threads > 1 and roofs.read_all < 1.15 * roofs.read_one and roofs.threads > 4:
+    if peaks is not None and peaks.threads > 1 and peaks.read_all < 1.15 * peaks.read_one and peaks.threads > 4:
         out.append(
             Advice(
                 "check the memory modules and other programs",
-                f"{roofs.threads} threads read hardly faster than one ({roofs.read_all / 1e9:.0f} GB/s): "
-                "few channels, or somebody else uses them",
+                f"{peaks.threads} threads read hardly faster than one ({peaks.read_all / 1e9:.0f} GB/s): "
+                "there are few memory channels, or other programs use them",
             )
         )
     return out
 
 
 def model_advice(model: ModelReport, memory: MachineMemory, n_repackable: int, mapped: bool) -> list[Advice]:
-    """About a model; `n_repackable`: bytes of weights that -rtr would interleave, `mapped`: weights lie in the file."""
+    """Return advice about a model.
+
+    `n_repackable`: bytes of weights that -rtr would interleave; `mapped`: weights are mapped from the file.
+    """
     out: list[Advice] = []
     limit = min(x for x in (memory.available, memory.limit, 1 << 60) if x is not None)
     short = [d for d, free in model.free.items() if model.needs.get(d, 0) > free]
@@ -109,9 +112,7 @@ def model_advice(model: ModelReport, memory: MachineMemory, n_repackable: int, m
             )
         )
     if mapped and memory.huge_pages in ("always", "madvise") and _GIB < model.n_bytes < limit * 0.9:
-        out.append(
-            Advice("-thp --no-mmap", "huge pages spare look-ups of addresses; weights must be read into RAM for that")
-        )
+        out.append(Advice("-thp --no-mmap", "huge pages save TLB misses; they need weights read into RAM, not mapped"))
     cache = sum(model.cost.cache.values()) * model.n_ctx
     weights = sum(model.cost.weights.values())
     if cache > weights / 2:
@@ -124,7 +125,10 @@ def model_advice(model: ModelReport, memory: MachineMemory, n_repackable: int, m
     prompt = next((s for s in model.speeds if s.limit.startswith("memory bandwidth: a larger -ub")), None)
     if prompt is not None:
         out.append(
-            Advice(f"-ub {2 * model.n_ubatch} or more", "prompts wait for weights: more tokens share one reading")
+            Advice(
+                f"-ub {2 * model.n_ubatch} or more",
+                "prompts wait for weights: more tokens share one pass over them",
+            )
         )
     return out
 

@@ -1,4 +1,4 @@
-"""The whole examination: facts, measured roofs, GPUs, kernel cache, a model if there is one, and advice."""
+"""The whole examination: facts, measured rooflines, GPUs, kernel cache, an optional model, and advice."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ikcli.doctor.advice import Advice, machine_advice, model_advice
 from ikcli.doctor.inventory import Gpu, take_inventory
 from ikcli.doctor.machine import KernelCache, MachineMemory, Processor, kernel_cache, memory, processor
 from ikcli.doctor.model import ModelReport, model_report
-from ikcli.doctor.roofline import Roofs, measure
+from ikcli.doctor.roofline import Peaks, measure
 from ikcli.engine.plan.planner import Planner
 from ikcli.settings.run import RunConfig
 
@@ -26,7 +26,7 @@ class Examination:
     gpus: tuple[Gpu, ...]
     no_gpu: str | None
     cache: KernelCache
-    roofs: Roofs | None
+    roofs: Peaks | None
     model: ModelReport | None
     notices: tuple[str, ...]
     advice: tuple[Advice, ...]
@@ -41,10 +41,12 @@ def examine(
     quick: bool = False,
     tell: Callable[[str], None] = lambda what: None,
 ) -> Examination:
-    """Look at the machine, measure it unless `quick`, and plan a run of `model`; `tell` hears what takes its time."""
+    """Inspect the machine, measure it unless `quick`, plan a run of `model`; `tell` gets messages before slow steps."""
     cpu, ram, cache, inventory = processor(), memory(), kernel_cache(), take_inventory()
     threads = n_threads or cpu.threads
-    planned = _plan(model, n_ctx, n_ubatch, threads) if model is not None else None  # a bad file is said at once
+    planned = (
+        _plan(model, n_ctx, n_ubatch, threads) if model is not None else None
+    )  # before measuring, to report a bad file
     roofs = None
     if not quick:
         tell(f"measuring products and memory with {threads} threads")

@@ -1,4 +1,4 @@
-"""What a run can use on this machine: processors, RAM, GPUs with their free memory."""
+"""The resources of this machine that a run can use: processors, RAM, GPUs with their free memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ikcli.hostinfo import cpu_flags, physical_cores, visible_cpus
 
 @dataclass(frozen=True, slots=True)
 class Cpu:
-    """Processors that this process may use; no name where the system does not say."""
+    """Processors that this process may use; the name is empty where the system does not tell."""
 
     name: str | None
     physical_cores: int
@@ -25,7 +25,7 @@ class Cpu:
 
 @dataclass(frozen=True, slots=True)
 class Ram:
-    """Bytes, None for what the system does not say."""
+    """Bytes, None where the system does not tell."""
 
     total: int | None
     available: int | None
@@ -33,7 +33,7 @@ class Ram:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU; sizes in bytes. `problem` says why it cannot be used, then nothing is known to be free."""
+    """A GPU; sizes in bytes. `problem` says why it cannot be used; its free memory is then unknown."""
 
     name: str
     model: str
@@ -49,7 +49,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """All of it; `no_gpu` is the reason why there is none."""
+    """All resources; `no_gpu` is the reason why there is no GPU."""
 
     cpu: Cpu
     ram: Ram
@@ -58,7 +58,7 @@ class Inventory:
 
 
 def take_inventory() -> Inventory:
-    """Ask the system and the driver."""
+    """Query the system and the driver."""
     nodes = max(len(read_nodes()), 1)
     cpu = Cpu(cpu_name(), physical_cores(), len(visible_cpus()), nodes, cpu_flags())
     try:

@@ -1,6 +1,6 @@
-"""Facts about this machine that decide how fast a model runs: processors, memory, limits, pages, clocks, kernel cache.
+"""Facts that decide how fast a model runs here: processors, memory, limits, pages, clocks, kernel cache.
 
-Files of Linux; what a system does not tell is None. Nothing is measured here.
+They are read from files of Linux; None where a system does not tell. Nothing is measured here.
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ _FEATURES = ("f16c", "fma", "avx2", "avxvnni", "avx512f", "avx512vnni", "avx512v
 
 @dataclass(frozen=True, slots=True)
 class Processor:
-    """What computes: `kernels` says which instructions do what. Counts: logical CPUs of the machine, those this process
-    may use, physical cores among them, and what a cgroup allows."""
+    """The processor; `kernels` tells which instructions are used for what.
+
+    Counts: logical CPUs of the machine, those this process may use, physical cores among them, and the limit of a
+    cgroup.
+    """
 
     name: str | None
     target: str
@@ -53,7 +56,7 @@ class NumaNode:
 
 @dataclass(frozen=True, slots=True)
 class MachineMemory:
-    """Bytes; `limit` is that of a cgroup, `locked` what may be locked (-1: no limit)."""
+    """Bytes; `limit` is that of a cgroup, `locked` how much may be locked (-1: no limit)."""
 
     total: int | None
     available: int | None
@@ -67,7 +70,7 @@ class MachineMemory:
 
 @dataclass(frozen=True, slots=True)
 class KernelCache:
-    """Compiled kernels: of this target, and files of other ones (other processors, versions or sources)."""
+    """Compiled kernels: those of this target, and files of others (other processors, versions or sources)."""
 
     path: str
     writable: bool
@@ -80,7 +83,7 @@ class KernelCache:
 
 @dataclass(frozen=True, slots=True)
 class Roots:
-    """Where the system tells about itself."""
+    """Where the system exposes its state."""
 
     sys: Path = Path("/sys")
     proc: Path = Path("/proc")
@@ -91,7 +94,7 @@ class Roots:
 
 
 def processor(roots: Roots | None = None) -> Processor:
-    """Name, instructions and what they are used for, numbers of cores, clock policy."""
+    """Return name, instructions and their use, numbers of cores, and clock policy."""
     from ikcli.native import isa
 
     roots = roots or Roots()
@@ -113,7 +116,7 @@ def processor(roots: Roots | None = None) -> Processor:
 
 
 def kernel_choice(target: str, features: frozenset[str]) -> list[tuple[str, str]]:
-    """(what, with which instructions) for the products that take the time."""
+    """Return (operation, instructions) for the matrix products, which take most of the time."""
     if {"avx512vnni"} <= features:
         integers = "AVX-512 VNNI, 64 bytes at a time"
     elif "avxvnni" in features:
@@ -144,7 +147,7 @@ def _governors(root: Path, cpus: set[int]) -> tuple[tuple[str, ...], str | None]
 
 
 def memory(roots: Roots | None = None) -> MachineMemory:
-    """Sizes, limits, pages and nodes."""
+    """Return sizes, limits, pages and nodes."""
     roots = roots or Roots()
     info = _meminfo(roots.proc / "meminfo")
     limit = _cgroup_memory(roots.cgroup)
@@ -172,7 +175,7 @@ def _nodes(root: Path) -> list[NumaNode]:
 
 
 def _meminfo(path: Path, skip: int = 0) -> Mapping[str, int]:
-    """Bytes by name; lines of nodes begin with `Node 0`."""
+    """Return bytes by name; lines of nodes begin with `Node 0`."""
     out: dict[str, int] = {}
     try:
         for line in path.read_text().splitlines():
@@ -202,7 +205,7 @@ def _balancing(path: Path) -> bool | None:
 
 
 def kernel_cache() -> KernelCache:
-    """Where compiled kernels are kept, and what lies there."""
+    """Return where compiled kernels are kept, and what is there."""
     from ikcli.native.kernel_cache import cache_dir, cache_root
 
     here, root = cache_dir(), cache_root()
@@ -218,7 +221,7 @@ def kernel_cache() -> KernelCache:
 
 
 def _contents(folder: Path) -> tuple[int, int]:
-    """Kernels and their bytes on disk; names of one file count once."""
+    """Return the number of kernels and their bytes on disk; hard links of one file count once."""
     sizes: dict[tuple[int, int], int] = {}
     try:
         for entry in os.scandir(folder):
@@ -231,7 +234,7 @@ def _contents(folder: Path) -> tuple[int, int]:
 
 
 def l3_bytes(root: Path = Path("/sys/devices/system/cpu")) -> int:
-    """Bytes of all last-level caches together, 0 where the system does not say."""
+    """Return the bytes of all last-level caches together, 0 where the system does not tell."""
     seen: dict[frozenset[int], int] = {}
     for cpu in visible_cpus():
         folder = root / f"cpu{cpu}" / "cache" / "index3"

@@ -1,7 +1,7 @@
-"""What the roofs of a machine allow a model: at most so many tokens per second, and what limits them.
+"""What the rooflines of a machine allow for a model: the maximum tokens per second, and the limiting resource.
 
-Generation reads every weight that a token uses, and what is cached of its sequence. Prompts multiply; a micro-batch
-reads the weights once for all its tokens. Attention is counted as reading the cache, its products are not counted.
+Generation reads every weight that a token uses, and the cache of its sequence. Prompts are limited by arithmetic; a
+micro-batch reads the weights once for all its tokens. Attention counts as reading the cache; its products are ignored.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ikcli.backends.cpu.lower import activation_kind
-from ikcli.doctor.roofline import Roofs
+from ikcli.doctor.roofline import Peaks
 from ikcli.engine.plan.placement import CPU
 from ikcli.engine.plan.planner import Planner, RunPlan
 from ikcli.gguf.types import TYPES
@@ -24,8 +24,11 @@ _EMBEDDINGS = ("token_embd.weight", "per_layer_token_embd.weight")
 
 @dataclass(frozen=True, slots=True)
 class TokenCost:
-    """Per token and device: bytes of weights read when generating, multiplications and additions by kind of product,
-    and of weights that a large micro-batch reads in all. `cache`: bytes per cached position, `state` per token."""
+    """The cost per token and device: bytes of weights read in generation, and multiply-adds by kind of product.
+
+    Also the bytes of weights that a large micro-batch reads in all; `cache`: bytes per cached position; `state`: per
+    token.
+    """
 
     weights: Mapping[str, int]
     products: Mapping[str, Mapping[str, float]]
@@ -36,7 +39,7 @@ class TokenCost:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Tokens per second at most, and what limits; None where a roof of a device is not known."""
+    """The maximum tokens per second, and the limiting resource; None where a peak of a device is unknown."""
 
     name: str
     tokens_per_s: float | None
@@ -45,7 +48,7 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class ModelReport:
-    """A planned run of the model: what it needs and what the roofs allow."""
+    """A planned run of the model: what it needs and what the rooflines allow."""
 
     path: str
     arch: str
@@ -62,8 +65,8 @@ class ModelReport:
     speeds: tuple[Speed, ...]
 
 
-def model_report(planner: Planner, config: RunConfig, roofs: Roofs | None) -> ModelReport:
-    """Plan the run and set it against the roofs (None: not measured, no speeds)."""
+def model_report(planner: Planner, config: RunConfig, peaks: Peaks | None) -> ModelReport:
+    """Plan the run and compare it with the rooflines (None: not measured, so no speeds)."""
     plan = planner.plan(config)
     cost = token_cost(planner, plan)
     file, types = planner.file, defaultdict[str, int](int)
@@ -84,12 +87,12 @@ def model_report(planner: Planner, config: RunConfig, roofs: Roofs | None) -> Mo
         free=plan.memory.free,
         fits=plan.memory.fits(),
         cost=cost,
-        speeds=tuple(speeds(cost, roofs, n_ubatch, n_ctx)) if roofs is not None else (),
+        speeds=tuple(speeds(cost, peaks, n_ubatch, n_ctx)) if peaks is not None else (),
     )
 
 
 def token_cost(planner: Planner, plan: RunPlan) -> TokenCost:
-    """What one token costs by the placement of the plan."""
+    """Return the cost of one token with the placement of the plan."""
     hp, tensors = planner.hp, planner.file.tensors
     weights, batch = defaultdict[str, int](int), defaultdict[str, int](int)
     products: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
@@ -116,62 +119,62 @@ def token_cost(planner: Planner, plan: RunPlan) -> TokenCost:
 
 
 def _share(hp: HParams, name: str) -> float:
-    """The part of a tensor that one token uses: of experts, those that are chosen."""
+    """Return the part of a tensor that one token uses: of experts, the chosen ones."""
     return hp.n_expert_used / hp.n_expert if "_exps." in name and hp.n_expert else 1.0
 
 
-def speeds(cost: TokenCost, roofs: Roofs, n_ubatch: int, n_ctx: int) -> list[Speed]:
-    """Prompts at an empty cache, generation at an empty and at a full one."""
+def speeds(cost: TokenCost, peaks: Peaks, n_ubatch: int, n_ctx: int) -> list[Speed]:
+    """Return the speed of prompts at an empty cache, and of generation at an empty and at a full one."""
     return [
-        _prompt(cost, roofs, n_ubatch),
-        _generation(cost, roofs, 0, "generation, empty cache"),
-        _generation(cost, roofs, n_ctx, f"generation, {n_ctx} tokens cached"),
+        _prompt(cost, peaks, n_ubatch),
+        _generation(cost, peaks, 0, "generation, empty cache"),
+        _generation(cost, peaks, n_ctx, f"generation, {n_ctx} tokens cached"),
     ]
 
 
-def _bandwidth(roofs: Roofs, device: str) -> float | None:
+def _bandwidth(peaks: Peaks, device: str) -> float | None:
     if device == CPU:
-        return roofs.read_all
-    return next((gpu.memory for gpu in roofs.gpus if gpu.name == device), None)
+        return peaks.read_all
+    return next((gpu.memory for gpu in peaks.gpus if gpu.name == device), None)
 
 
-def _generation(cost: TokenCost, roofs: Roofs, depth: int, name: str) -> Speed:
+def _generation(cost: TokenCost, peaks: Peaks, depth: int, name: str) -> Speed:
     seconds: dict[str, float] = {}
     for device in {*cost.weights, *cost.cache, *cost.state}:
-        bandwidth = _bandwidth(roofs, device)
+        bandwidth = _bandwidth(peaks, device)
         n_bytes = cost.weights.get(device, 0) + depth * cost.cache.get(device, 0.0) + cost.state.get(device, 0)
         if not n_bytes:
             continue
         if bandwidth is None:
             return Speed(name, None, f"the bandwidth of {device} was not measured")
         seconds[f"memory of {device}" if device != CPU else "memory bandwidth"] = n_bytes / bandwidth
-    computing = _computing(cost, roofs, 1)
+    computing = _computing(cost, peaks, 1)
     if computing is not None and sum(seconds.values()) < computing:
         return Speed(name, 1 / computing, "products")
     return _result(name, seconds, 1)
 
 
-def _computing(cost: TokenCost, roofs: Roofs, n_tokens: int) -> float | None:
-    """Seconds of the products on the CPU; of GPUs nothing is known."""
+def _computing(cost: TokenCost, peaks: Peaks, n_tokens: int) -> float | None:
+    """Return the seconds of the products on the CPU; for GPUs no peak is known."""
     total = 0.0
     for kind, n in cost.products.get(CPU, {}).items():
-        peak = roofs.products.get(kind) or roofs.products.get("f32", 0.0)
+        peak = peaks.products.get(kind) or peaks.products.get("f32", 0.0)
         if not peak:
             return None
         total += n_tokens * n / peak
     return total
 
 
-def _prompt(cost: TokenCost, roofs: Roofs, n_ubatch: int) -> Speed:
+def _prompt(cost: TokenCost, peaks: Peaks, n_ubatch: int) -> Speed:
     name = f"prompt, micro-batches of {n_ubatch}"
     if any(device != CPU for device in cost.weights):
         return Speed(name, None, "products of GPUs are not measured")
-    computing = _computing(cost, roofs, n_ubatch) or 0.0
-    reading = cost.batch_weights.get(CPU, 0) / roofs.read_all
+    computing = _computing(cost, peaks, n_ubatch) or 0.0
+    reading = cost.batch_weights.get(CPU, 0) / peaks.read_all
     if reading > computing:
         return Speed(name, n_ubatch / reading, "memory bandwidth: a larger -ub reads the weights less often")
     kinds = cost.products.get(CPU, {})
-    main = max(kinds, key=lambda kind: kinds[kind] / (roofs.products.get(kind) or 1.0), default="")
+    main = max(kinds, key=lambda kind: kinds[kind] / (peaks.products.get(kind) or 1.0), default="")
     return Speed(name, n_ubatch / computing if computing else None, f"products of {main}" if main else "nothing known")
 
 

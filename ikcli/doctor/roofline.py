@@ -1,4 +1,4 @@
-"""Roofs of this machine, measured in a few seconds: products per second, bandwidth of memory, of nodes, of GPUs."""
+"""Measure the rooflines of this machine in a few seconds: multiply-adds, memory bandwidth, also of nodes and GPUs."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _GPU_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class GpuRoof:
-    """Bytes per second: reads and writes together of a copy in its memory, and what PCIe brings in."""
+class GpuPeaks:
+    """Bytes per second: reads plus writes of a copy within its memory, and transfers in over PCIe."""
 
     name: str
     memory: float
@@ -29,38 +29,41 @@ class GpuRoof:
 
 
 @dataclass(frozen=True, slots=True)
-class Roofs:
-    """Per second: products (multiplications and additions) by kind, bytes read by one thread, by all, and by all the
-    threads of a node from its memory. `problems`: what could not be measured."""
+class Peaks:
+    """Peaks per second: multiply-adds by kind of product, and bytes read from memory.
+
+    Bytes read by one thread, by all threads, and by all threads of a node from its memory. `problems`: failed
+    measurements.
+    """
 
     threads: int
     products: dict[str, float]
     read_one: float
     read_all: float
     read_nodes: dict[int, float]
-    gpus: tuple[GpuRoof, ...] = ()
+    gpus: tuple[GpuPeaks, ...] = ()
     problems: tuple[str, ...] = ()
 
 
-def measure(threads: int) -> Roofs:
-    """All of it; `threads`: how many compute."""
+def measure(threads: int) -> Peaks:
+    """Measure everything with `threads` threads."""
     size = _buffer_bytes()
     with Watch() as watch:
-        roofs = _processor_roofs(threads, size)
+        peaks = _processor_peaks(threads, size)
     gpus, problems = _gpus()
     disturbed = [f"these are too low: {text}" for text in warnings_of([watch.found], os.cpu_count() or 1)]
-    return replace(roofs, gpus=gpus, problems=(*disturbed, *problems))
+    return replace(peaks, gpus=gpus, problems=(*disturbed, *problems))
 
 
-def _processor_roofs(threads: int, size: int) -> Roofs:
+def _processor_peaks(threads: int, size: int) -> Peaks:
     products = {kind: product_peak(kind, threads, repeat=_PRODUCT_RUNS) for kind in OPS}
     one = read_peak(1, size, repeat=_READ_RUNS)
     everything = read_peak(threads, size, repeat=_READ_RUNS) if threads > 1 else one
-    return Roofs(threads, products, one, max(one, everything), _per_node(size))
+    return Peaks(threads, products, one, max(one, everything), _per_node(size))
 
 
 def _buffer_bytes() -> int:
-    """More than caches hold, less than what would disturb."""
+    """Return a size that exceeds the caches and does not disturb other programs."""
     available = available_memory() or 1 << 33
     return max(min(4 * l3_bytes(), _MOST, available // 4), _LEAST)
 
@@ -73,28 +76,28 @@ def _per_node(size: int) -> dict[int, float]:
     return {n: read_peak(len(cpus), size, [cpus] * len(cpus), repeat=_READ_RUNS) for n, cpus in nodes.items()}
 
 
-def _gpus() -> tuple[tuple[GpuRoof, ...], tuple[str, ...]]:
+def _gpus() -> tuple[tuple[GpuPeaks, ...], tuple[str, ...]]:
     try:
         infos = [info for info in driver.devices() if info.cc >= driver.MIN_CC]
     except CudaError:
-        return (), ()  # the inventory says why
-    roofs: list[GpuRoof] = []
+        return (), ()  # the inventory tells why
+    peaks: list[GpuPeaks] = []
     problems: list[str] = []
     for info in infos:
         name = f"CUDA{info.index}"
         try:
             device = driver.open_device(info.index)
             try:
-                roofs.append(measure_gpu(name, device))
+                peaks.append(measure_gpu(name, device))
             finally:
                 device.close()
         except CudaError as problem:
             problems.append(f"{name}: not measured: {problem}")
-    return tuple(roofs), tuple(problems)
+    return tuple(peaks), tuple(problems)
 
 
-def measure_gpu(name: str, device: Device) -> GpuRoof:
-    """Copies within a GPU's memory, and from pinned memory of the host."""
+def measure_gpu(name: str, device: Device) -> GpuPeaks:
+    """Time copies within a GPU's memory, and from pinned memory of the host."""
     free, _ = device.memory()
     n = min(_GPU_BYTES, free // 4) // 256 * 256
     source, target, host = device.alloc(n, "doctor"), device.alloc(n, "doctor"), device.pinned(n, "doctor")
@@ -112,7 +115,7 @@ def measure_gpu(name: str, device: Device) -> GpuRoof:
                 device.record(stream, stop)
                 device.synchronize(stream)
                 best[what] = min(best[what], device.elapsed(start, stop) / 1e3)
-        return GpuRoof(name, 2 * n / max(best["copy"], 1e-9), n / max(best["upload"], 1e-9))
+        return GpuPeaks(name, 2 * n / max(best["copy"], 1e-9), n / max(best["upload"], 1e-9))
     finally:
         for event in (start, stop):
             device.free_event(event)

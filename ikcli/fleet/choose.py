@@ -10,9 +10,9 @@ from ikcli.settings.fleet import FleetConfig
 
 
 def executor(n_workers: int, ray: str | None, n_threads: int, node: str = "") -> Executor:
-    """The executor of `--workers N`, `--ray ADDRESS` and `--ray-node TYPE`; workers have `n_threads` threads each.
+    """Return the executor of `--workers N`, `--ray ADDRESS` and `--ray-node TYPE`; each worker has `n_threads` threads.
 
-    UnsupportedError if Ray is asked for and is not installed.
+    UnsupportedError if Ray is requested and not installed.
     """
     if ray is not None:
         from ikcli.fleet.ray_executor import RayExecutor
@@ -24,13 +24,18 @@ def executor(n_workers: int, ray: str | None, n_threads: int, node: str = "") ->
 
 
 def executor_of(fleet: FleetConfig, n_threads: int) -> Executor:
-    """The executor that the options ask for; a worker has `n_threads` threads."""
+    """Return the executor that the options request; each worker has `n_threads` threads."""
     if "," in fleet.ray_node:
         raise UsageError(f"--ray-node {fleet.ray_node}: only ik bench takes several; name one")
     return executor(fleet.n_workers, fleet.ray, n_threads, fleet.ray_node)
 
 
+def runs_here(fleet: FleetConfig) -> bool:
+    """Return whether the process of the command does the work itself."""
+    return fleet.ray is None and fleet.n_workers == 1
+
+
 def threads_each(n_threads: int, fleet: FleetConfig) -> int:
-    """Threads of a worker: those of this machine are shared, those of the nodes of a cluster are not."""
+    """Return the threads per worker. Workers share the threads of this machine, but not those of cluster nodes."""
     n_workers = fleet.n_workers if fleet.ray in (None, "local") else 1
     return max(1, (n_threads or os.cpu_count() or 1) // n_workers)

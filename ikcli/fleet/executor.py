@@ -1,7 +1,7 @@
-"""Where units of work are done: in this process, in several on this machine, or in Ray actors on many machines.
+"""Executors of units of work: in this process, in several processes on this machine, or in Ray actors on many machines.
 
-A worker is made by a factory once per place and does one unit at a time. All executors give the same results; only the
-order in which units end differs. A unit whose worker died is done again by a new one.
+A factory makes one worker per process, which does one unit at a time. All executors give the same results; only the
+order in which units end differs. If a worker dies, another one repeats its unit.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from ikcli.errors import IkError
 from ikcli.log import warn
 
 TRIES = 3
-"""How often a unit is begun whose worker dies."""
+"""How often a unit is tried before workers that die on it end the run."""
 
 
 class UnitWorker(Protocol):
-    """Does units; made on the machine and in the process where it works."""
+    """A worker that does units, on the machine and in the process where it was made."""
 
     def do(self, unit: Any) -> Any:
-        """The result of a unit. IkError ends the whole work."""
+        """Return the result of a unit; IkError ends the whole run."""
 
     def close(self) -> None:
-        """Release what it holds."""
+        """Release what the worker holds."""
 
 
 class Factory(Protocol):
@@ -41,24 +41,25 @@ class Factory(Protocol):
 
 
 class Executor(Protocol):
-    """A way to do units."""
+    """A way to run units."""
 
     n_workers: int
 
     def run(self, factory: Factory, units: Sequence[Any], ahead: int | None = None) -> Generator[tuple[int, Any]]:
-        """(index, result) of every unit as they end; `ahead`: how far beyond the first that is not done others begin.
+        """Yield (index, result) of every unit as units end.
 
-        Where results are large and wanted in order, it bounds how many wait for their turn.
+        `ahead` limits how many units beyond the first unfinished one may begin. Where results are large and wanted in
+        order, it bounds how many of them wait.
         """
 
 
 class LocalExecutor:
-    """In this process, one unit after the other."""
+    """Runs units one after the other in this process."""
 
     n_workers = 1
 
     def run(self, factory: Factory, units: Sequence[Any], ahead: int | None = None) -> Generator[tuple[int, Any]]:
-        """See Executor."""
+        """Yield results; see Executor."""
         if not units:
             return
         worker = factory()
@@ -76,13 +77,13 @@ _worker: UnitWorker | None = None
 def _begin(factory: Factory) -> None:
     global _factory
     _factory = factory
-    # Ctrl-C reaches all processes of a terminal, and the first one reports it
+    # Ctrl-C reaches all processes of the terminal; only the command reports it
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
 def _end_with_parent() -> None:
-    """A pool does not notice that the process that made it was killed; its workers would stay."""
+    """End this process when its parent dies: a pool does not notice a killed parent, and its workers would stay."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait_for([parent.sentinel])
@@ -91,20 +92,20 @@ def _end_with_parent() -> None:
 
 def _do(unit: Any) -> Any:
     global _worker
-    if _worker is None:  # not in _begin, as pools print and lose the errors of initializers
+    if _worker is None:  # not in _begin, because a pool prints and loses the errors of initializers
         assert _factory is not None
         _worker = _factory()
     return _worker.do(unit)
 
 
 class ProcessExecutor:
-    """In several processes on this machine, each with a worker of its own."""
+    """Runs units in several processes on this machine, with one worker each."""
 
     def __init__(self, n_workers: int) -> None:
         self.n_workers = n_workers
 
     def run(self, factory: Factory, units: Sequence[Any], ahead: int | None = None) -> Generator[tuple[int, Any]]:
-        """See Executor."""
+        """Yield results; see Executor."""
         places = [_Place(factory) for _ in range(min(self.n_workers, len(units)))]
         try:
             yield from _spread(places, Queue(len(units), ahead), lambda place, i: place.submit(units[i]))
@@ -114,7 +115,7 @@ class ProcessExecutor:
 
 
 class _Place:
-    """One process; after it died, the next unit gets a new one."""
+    """A slot for one process; if the process died, the next unit starts another one."""
 
     def __init__(self, factory: Factory) -> None:
         self._factory = factory
@@ -136,7 +137,7 @@ class _Place:
 
 
 class Queue:
-    """The numbers of units that are still to do, in order; those of dead workers come again."""
+    """Indices of the units still to do, in order. Units of dead workers are put back."""
 
     def __init__(self, n_units: int, ahead: int | None = None) -> None:
         self._todo, self._tries = list(range(n_units))[::-1], [0] * n_units
@@ -147,24 +148,24 @@ class Queue:
 
     @property
     def ready(self) -> bool:
-        """Whether one may begin."""
+        """Whether a unit may begin."""
         return bool(self._todo) and (self._ahead is None or self._todo[-1] < self._first + self._ahead)
 
     def begin(self) -> int:
-        """The next one."""
+        """Take the next unit and return its index."""
         i = self._todo.pop()
         self._tries[i] += 1
         return i
 
     def done(self, i: int) -> None:
-        """It has a result."""
+        """Mark a unit as finished."""
         self._done.add(i)
         while self._first in self._done:
             self._done.remove(self._first)
             self._first += 1
 
     def again(self, i: int, what: str) -> None:
-        """Put one back whose worker died; IkError if that happens again and again."""
+        """Put back a unit whose worker died; IkError if that has happened TRIES times."""
         if self._tries[i] >= TRIES:
             raise IkError(f"{what} {TRIES} times at unit {i + 1}; see the messages above, or try fewer workers")
         warn(f"{what}; its unit is done again")
@@ -174,7 +175,7 @@ class Queue:
 def _spread(
     places: Sequence[_Place], queue: Queue, submit: Callable[[_Place, int], Future[Any]]
 ) -> Iterator[tuple[int, Any]]:
-    """One unit per place at a time, in order; units of dead places again."""
+    """Give each place one unit at a time, in order, and repeat the units of places that died."""
     idle = list(places)
     busy: dict[Future[Any], tuple[_Place, int]] = {}
 
@@ -194,19 +195,19 @@ def _spread(
                 queue.done(i)
             except BrokenProcessPool:
                 queue.again(i, "the process of a worker died")
-        fill()  # before the results are used, which takes a while
+        fill()  # before yielding, because the caller takes a while to use the results
         yield from found
 
 
 class ByKind:
-    """Units that are (kind, unit): each is done by the executor of its kind, all kinds at the same time."""
+    """Runs units given as (kind, unit) on the executor of their kind; all kinds run at the same time."""
 
     def __init__(self, works: Mapping[str, Executor]) -> None:
         self._works = works
         self.n_workers = sum(work.n_workers for work in works.values())
 
     def run(self, factory: Factory, units: Sequence[Any], ahead: int | None = None) -> Generator[tuple[int, Any]]:
-        """See Executor."""
+        """Yield results; see Executor."""
         found: queue.SimpleQueue[tuple[int, Any] | BaseException | None] = queue.SimpleQueue()
         stop = threading.Event()
 
@@ -218,7 +219,7 @@ class ByKind:
                     if stop.is_set():
                         break
                 found.put(None)
-            except BaseException as error:  # raised again by who waits
+            except BaseException as error:  # raised again in the thread that waits
                 found.put(error)
 
         threads = [threading.Thread(target=work, args=(kind,), daemon=True) for kind in self._works]

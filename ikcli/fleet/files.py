@@ -1,7 +1,8 @@
 """Files that a node lacks, fetched from the machine of the command: once per node, in pieces with checksums.
 
-A worker's factory tells what it needs (`files`). What is not at the same path of a node goes to its cache, under its
-digest, where later runs find it. The server hands out these files alone, and only to who has the token of the run.
+A worker's factory lists the files it needs (`files`). A file that is missing at the same path on a node goes to the
+node's cache under its digest, where later runs find it. The server hands out only these files, and only to clients that
+present the token of the run.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _TRIES, _TIMEOUT = 3, 120
 
 @dataclass(frozen=True, slots=True)
 class Needed:
-    """A file, or all parts of a model, under the paths of the command; `sources` is where that has them."""
+    """A file, or all parts of a model, by the paths of the command; `sources` is where the command finds them."""
 
     paths: tuple[Path, ...]
     sizes: tuple[int, ...]
@@ -45,12 +46,12 @@ class Needed:
 
 
 def needed_by(factory: Any) -> list[Needed]:
-    """What a factory says in `files`: pairs of a path and a digest."""
+    """Return the files that a factory lists in `files`: pairs of a path and a digest."""
     return needed_of(getattr(factory, "files", ()))
 
 
 def needed_of(found: Sequence[tuple[Path, str]]) -> list[Needed]:
-    """These files, of models all parts."""
+    """Describe files given as (path, digest), with all parts of split models."""
     out = []
     for path, digest in found:
         sources = parts_of(path)
@@ -60,7 +61,7 @@ def needed_of(found: Sequence[tuple[Path, str]]) -> list[Needed]:
 
 
 def parts_of(path: Path) -> tuple[Path, ...]:
-    """All parts of a model, or the file itself."""
+    """Return all parts of a model, or the file itself."""
     with path.open("rb") as file:
         is_model = file.read(4) == GGUF_MAGIC
     return tuple(open_gguf(path).paths) if is_model else (path,)
@@ -68,7 +69,7 @@ def parts_of(path: Path) -> tuple[Path, ...]:
 
 # --- where the command runs -------------------------------------------------------------------------------------------
 class FileServer:
-    """Hands out pieces of the files, while it is a context."""
+    """Serves pieces of the files while entered as a context."""
 
     def __init__(self, host: str, needed: Sequence[Needed]) -> None:
         self.token = secrets.token_urlsafe(32)
@@ -79,7 +80,7 @@ class FileServer:
         self.url = f"http://{host}:{self._server.server_port}"
 
     def add(self, needed: Sequence[Needed]) -> int:
-        """Hand out these files, too; the number of the first."""
+        """Serve more files and return the index of the first of them."""
         first = len(self._sources)
         self._sources += [one.sources for one in needed]
         return first
@@ -94,10 +95,10 @@ class FileServer:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """GET /FILE/PART/OFFSET: a piece from there on."""
+    """Answers GET /FILE/PART/OFFSET with the piece that starts there."""
 
     protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # head and piece are two writes; the second would wait for the first to arrive
+    disable_nagle_algorithm = True  # header and piece are two writes; the second would wait for the first to arrive
     token = ""
     sources: Sequence[Sequence[Path]] = ()
 
@@ -123,19 +124,20 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(data)))
         self.send_header(_SHA256, hashlib.sha256(data).hexdigest())
         self.end_headers()
-        with contextlib.suppress(OSError):  # who asked is gone
+        with contextlib.suppress(OSError):  # the client is gone
             self.wfile.write(data)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 # --- where a worker runs ----------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Fetching:
-    """Makes the workers of a factory, with the files of the node it is on.
+    """Wraps a factory so that missing files are fetched on the node before the worker is made.
 
-    `first`: the number of the first file at the server. `check`: makes the digests, if what was fetched is compared.
+    `first`: index of the first file at the server. `check`: computes the digest of a fetched file, if it is to be
+    verified.
     """
 
     factory: Callable[[], Any]
@@ -146,7 +148,7 @@ class Fetching:
     check: Callable[[Path], str] | None = None
 
     def __call__(self) -> Any:
-        """Fetch what is missing, make the worker."""
+        """Fetch what is missing and make the worker."""
         places: dict[Path, Path] = {}
         for index, file in enumerate(self.needed, self.first):
             if not all(path.is_file() for path in file.paths):
@@ -155,7 +157,7 @@ class Fetching:
 
 
 def moved(value: Any, places: dict[Path, Path]) -> Any:
-    """A record with other paths in place of those in `places`, wherever they are in it, also as text."""
+    """Return a value with the paths in `places` replaced wherever they occur: as paths, as text, in nested records."""
     if isinstance(value, Path):
         return places.get(value, value)
     if isinstance(value, str):
@@ -171,9 +173,9 @@ def moved(value: Any, places: dict[Path, Path]) -> Any:
 
 
 def fetch(file: Needed, index: int, url: str, token: str, check: Callable[[Path], str] | None = None) -> list[Path]:
-    """The files in the cache of this node; those that are not there yet are fetched, by one worker at a time.
+    """Return the paths of a file in the cache of this node; one worker at a time fetches what is missing.
 
-    `check` makes the digest of what was fetched; IkError if it is another one.
+    `check` computes the digest of what was fetched; IkError if it differs.
     """
     folder = cache_root().parent / "fleet" / file.digest[:32]
     found = [folder / path.name for path in file.paths]
@@ -199,14 +201,17 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _fetch(file: Needed, index: int, url: str, token: str, folder: Path) -> Path:
-    """The folder with what was fetched, which becomes `folder`."""
+    """Download into a partial folder and return it; the caller renames it to `folder`."""
     begun = folder.with_suffix(".part")
     begun.mkdir(exist_ok=True)
     free, total = shutil.disk_usage(begun).free, sum(file.sizes)
     there = sum(path.stat().st_size for path in begun.iterdir())
     name, need = file.paths[0].name, total - there
     if need > free:
-        raise IkError(f"{begun.parent}: {name} needs {shown_size(need)}, {shown_size(free)} are free")
+        raise IkError(
+            f"{begun.parent}: {name} needs {shown_size(need)}, {shown_size(free)} are free; "
+            "make room, or set IK_CACHE_DIR to a folder on a larger disk"
+        )
     log(f"fetching {file.paths[0].name}, {shown_size(total)}, into {folder}")
     for part, (path, size) in enumerate(zip(file.paths, file.sizes, strict=True)):
         with (begun / path.name).open("ab") as out:
@@ -226,7 +231,7 @@ def _fetch(file: Needed, index: int, url: str, token: str, folder: Path) -> Path
 
 
 def _piece(url: str, token: str, path: str) -> bytes:
-    """One piece, asked for again if it comes damaged or not at all."""
+    """Return one piece; retry if it arrives damaged or not at all."""
     problem = ""
     for _ in range(_TRIES):
         try:
@@ -239,8 +244,8 @@ def _piece(url: str, token: str, path: str) -> bytes:
             problem = str(error) or type(error).__name__
             continue
         if answer.status != http.HTTPStatus.OK:
-            raise IkError(f"the machine of the command does not hand out {path} (status {answer.status})")
+            raise IkError(f"the machine of the command does not serve {path} (status {answer.status})")
         if hashlib.sha256(data).hexdigest() == answer.headers.get(_SHA256):
             return data
-        problem = "it came damaged"
+        problem = "it arrived damaged"
     raise IkError(f"a file cannot be fetched from {url}, the machine of the command: {problem}; is the port open?")

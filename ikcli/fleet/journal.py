@@ -1,8 +1,8 @@
-"""A journal of work in units: JSON lines, the first of which says what the work is. A run goes on where one ended.
+"""A journal of units of work: JSON lines, of which the first describes the work. A later run resumes where one ended.
 
-A line is written and flushed to disk when its unit is done, so whatever ends a run costs the units in work only. A last
-line that was cut off is dropped. Bytes of a record (under `data`) are kept in a second file, `<journal>.data`, and the
-line says where; a record whose bytes are not there as they were is dropped, too.
+A line is written and flushed to disk when its unit ends, so an interrupted run loses only the units in progress. A
+truncated last line is dropped. The bytes of a record (under `data`) go to a second file, `<journal>.data`, and the line
+stores their position; a record whose bytes are missing or damaged is dropped too.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from ikcli.log import warn
 
 
 class Journal:
-    """Records by key. `add` keeps them in the file; without a path they are kept in memory only."""
+    """Records by key; `add` appends them to the file. Without a path they are kept in memory only."""
 
-    def __init__(self, path: Path | None, head: Mapping[str, Any]) -> None:
-        """Make the file, or read one of the same work.
+    def __init__(self, path: Path | str | None, head: Mapping[str, Any]) -> None:
+        """Create the file, or read an existing journal of the same work.
 
-        UsageError naming the first difference if it is of other work, IkError if it cannot be written.
+        UsageError naming the first difference if it belongs to other work, IkError if it cannot be written.
         """
+        path = Path(path) if path else None
         self.path, self.head = path, dict(head)
         self.records: dict[str, dict[str, Any]] = {}
         self._file: IO[bytes] | None = None
@@ -51,14 +52,14 @@ class Journal:
             if mine.get(key) != head.get(key):
                 raise UsageError(
                     f"{path}: is a journal of other work: {key} is {head.get(key)!r} there and {mine.get(key)!r} now; "
-                    "name another file, or remove this one to begin anew"
+                    "name another file, or remove this one to start over"
                 )
 
     def __contains__(self, key: str) -> bool:
         return key in self.records
 
     def add(self, key: str, record: Mapping[str, Any]) -> None:
-        """Keep the record of a unit."""
+        """Store the record of a unit."""
         kept = dict(record)
         if self._file is not None and self.path is not None:
             try:
@@ -70,7 +71,7 @@ class Journal:
         self.records[key] = kept
 
     def take(self, key: str) -> dict[str, Any]:
-        """The record of a unit, with its bytes; those that are in memory alone are given away."""
+        """Return the record of a unit with its bytes; bytes that are only in memory are returned once."""
         found = self.records[key]
         data = found.get("data")
         if isinstance(data, bytes):
@@ -81,7 +82,7 @@ class Journal:
 
     @property
     def data_path(self) -> Path:
-        """Where the bytes of records are."""
+        """The file with the bytes of records."""
         assert self.path is not None
         return self.path.with_name(f"{self.path.name}.data")
 
@@ -102,11 +103,11 @@ class Journal:
         except OSError as error:
             raise IkError(f"cannot read {self.data_path}: {error.strerror or error}") from None
         if len(data) != place["size"] or zlib.crc32(data) != place["crc32"]:
-            raise FormatError(f"{self.data_path}: is damaged; remove it and {self.path} to begin anew")
+            raise FormatError(f"{self.data_path}: is damaged; remove it and {self.path} to start over")
         return data
 
     def _drop_lost(self) -> None:
-        """Forget records whose bytes are not what they were."""
+        """Drop records whose bytes are missing or damaged."""
         places = {key: record["data"] for key, record in self.records.items() if "data" in record}
         lost = []
         for key, place in places.items():
@@ -125,6 +126,16 @@ class Journal:
         self._file.flush()
         os.fsync(self._file.fileno())
 
+    def forget(self, key: str) -> None:
+        """Drop a record so that its unit is done again; the next record with that key replaces it in the file."""
+        self.records.pop(key, None)
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
         """Close the files."""
         for file in (self._file, self._data):
@@ -134,7 +145,7 @@ class Journal:
 
 
 def read(path: Path) -> tuple[Journal, int]:
-    """What is in a journal, and where its last whole line ends; FormatError naming the line that is none."""
+    """Return what a journal holds and where its last complete line ends; FormatError names a line that does not fit."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -147,7 +158,7 @@ def read(path: Path) -> tuple[Journal, int]:
         except (ValueError, RecursionError):
             found = None
         if not isinstance(found, dict) or (i > 0 and not isinstance(found.get("key"), str)):
-            raise FormatError(f"{path}: line {i + 1} is not of a journal")
+            raise FormatError(f"{path}: line {i + 1} is not a line of a journal")
         lines.append(found)
     if not lines:
         raise FormatError(f"{path}: is not a journal")

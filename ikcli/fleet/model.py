@@ -1,4 +1,4 @@
-"""What commands share whose workers run a model: its header here, the same file and the same settings there."""
+"""Helpers for commands whose workers run a model: its header here, its files and settings on the nodes."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from typing import Any
 
 import ikcli
 from ikcli.engine.plan.planner import Planner
-from ikcli.errors import IkError
 from ikcli.fleet.choose import threads_each
-from ikcli.gguf import digests as digest
-from ikcli.gguf.reader import GGUFFile, open_gguf
+from ikcli.fleet.worker import InputFile, input_file, input_model
+from ikcli.gguf.reader import GGUFFile
 from ikcli.quant.tool import ToolOptions
 from ikcli.settings.option import iter_options
 from ikcli.settings.run import RunConfig
 from ikcli.tokenizer import Tokenizer
 
 _OF_NO_EFFECT = ("hub.", "prompt.", "fleet.", "perplexity.", "imatrix.", "upstream.")
-"""Groups of settings that change no value of a window, or what is compared by itself."""
+"""Groups of settings that change no value of a window, or that are compared separately."""
 
 _RUN_ONLY = frozenset(
     (
@@ -28,7 +27,7 @@ _RUN_ONLY = frozenset(
         *("n_threads_batch", "numa", "seed", "verbose", "verbosity", "profile", "strict"),
     )
 )
-"""Other settings that change no value, or are compared by themselves."""
+"""Other settings that change no value, or that are compared separately."""
 
 
 class HeaderSession:
@@ -39,15 +38,15 @@ class HeaderSession:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """Of the model."""
+        """The tokenizer of the model."""
         return Tokenizer.from_metadata(self.file.metadata, str(self.file.paths[0]))
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing, as no resources are held."""
 
 
 def config_each(config: RunConfig, header: HeaderSession) -> RunConfig:
-    """The settings of one worker."""
+    """Return the settings of one worker."""
     return replace(
         config,
         model=(config.model or header.file.paths[0]).absolute(),
@@ -56,50 +55,38 @@ def config_each(config: RunConfig, header: HeaderSession) -> RunConfig:
     )
 
 
-def of_model(header: HeaderSession, model_digest: str) -> dict[str, Any]:
-    """For the head of a journal."""
-    return {"version": ikcli.__version__, "model": header.file.paths[0].name, "model_digest": model_digest}
+def threads_of(config: RunConfig) -> int:
+    """Return the threads that a worker with these settings keeps busy at most."""
+    return max(config.n_threads, config.n_threads_batch)
 
 
-def check_model(config: RunConfig, model_digest: str) -> None:
-    """IkError if the model here is another one than that of the command."""
-    assert config.model is not None
-    if digest.of_model(open_gguf(config.model, config.override_kv)) != model_digest:
-        raise IkError(f"{config.model} on this node is another file than that of the command")
+def of_model(header: HeaderSession, model: InputFile) -> dict[str, Any]:
+    """Return the part of a journal's head that identifies the model."""
+    return {"version": ikcli.__version__, "model": header.file.paths[0].name, "model_digest": model.digest}
 
 
-def digests(file: GGUFFile, data: Sequence[ToolOptions]) -> tuple[str, ...]:
-    """Of the model, and the importance matrix and the second moments of every data."""
-    out = [digest.of_model(file)]
+def model_inputs(model: Path, file: GGUFFile, data: Sequence[ToolOptions]) -> tuple[InputFile | None, ...]:
+    """Describe the model, then the importance matrix and the input covariances of every data."""
+    out: list[InputFile | None] = [input_model(model, data[0].overrides, file)]
     for o in data:
-        out.append(digest.of_file(Path(o.imatrix)) if o.imatrix is not None else "")
-        out.append(digest.of_model(open_gguf(o.covariance)) if o.covariance is not None else "")
+        out.append(input_file(Path(o.imatrix)) if o.imatrix is not None else None)
+        out.append(input_model(Path(o.covariance)) if o.covariance is not None else None)
     return tuple(out)
 
 
-def files_of(model: Path, data: Sequence[ToolOptions], wanted: Sequence[str]) -> list[tuple[Path, str]]:
-    """These files with their digests, each once."""
-    paths = [str(model), *(p for o in data for p in (o.imatrix, o.covariance))]
-    return list({Path(p): (Path(p), found) for p, found in zip(paths, wanted, strict=True) if p is not None}.values())
+def digests(inputs: Sequence[InputFile | None]) -> tuple[str, ...]:
+    """Return the digests for the head of a journal; an input that is not given has an empty one."""
+    return tuple(file.digest if file is not None else "" for file in inputs)
 
 
 def absolute(options: ToolOptions) -> ToolOptions:
-    """The same files for workers, which run in other folders."""
+    """Return the options with absolute paths, since workers run in other directories."""
     imatrix, covariance = (str(Path(p).absolute()) if p else None for p in (options.imatrix, options.covariance))
     return replace(options, imatrix=imatrix, covariance=covariance)
 
 
-def check_files(file: GGUFFile, data: Sequence[ToolOptions], wanted: tuple[str, ...]) -> None:
-    """IkError if one of these files is another than that of the command."""
-    found = digests(file, data)
-    paths = [file.paths[0], *(p for o in data for p in (o.imatrix, o.covariance))]
-    for path, mine, theirs in zip(paths, found, wanted, strict=True):
-        if mine != theirs:
-            raise IkError(f"{path} on this node is another file than that of the command")
-
-
 def settings(config: RunConfig) -> dict[str, Any]:
-    """Options that were changed and change values, by name."""
+    """Return the options that differ from their defaults and change values, by name."""
     out: dict[str, Any] = {}
     for bound in iter_options(RunConfig):
         at: Any = config

@@ -1,4 +1,4 @@
-"""Ray itself: found, connected to, asked about its nodes. It is imported by this file alone, when it is asked for."""
+"""Ray itself: import it on demand, connect to a cluster, ask about its nodes. Only this file imports Ray."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from typing import Any
 from ikcli.errors import IkError, UnsupportedError
 
 LOCAL = "local"
-"""The address that starts Ray on this machine for the time of a run."""
+"""The address that starts Ray on this machine for the duration of a run."""
 SHARE = 0.001
-"""Of a resource that only names a kind of node."""
+"""The amount to request of a resource that only labels a kind of node."""
 PATIENCE = 60
-"""Seconds after which who waits for a place on a node is told why."""
+"""Seconds of waiting for a place on a node after which the user is told why."""
 _KNOCK = 10  # seconds
 _PLAIN = ("CPU", "GPU", "memory", "object_store_memory")
 
 
 def import_ray() -> Any:
-    """The module; UnsupportedError if it is not installed."""
+    """Return the module; UnsupportedError if it is not installed."""
     if importlib.util.find_spec("ray") is None:
         raise UnsupportedError('--ray needs Ray, which is not installed: pip install "ikcli[ray]"')
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_worker_niceness", "0")  # of --ray local: work that is waited for, as without Ray
+    os.environ.setdefault("RAY_worker_niceness", "0")  # --ray local is foreground work, as without Ray
     import ray
     from ray._private import worker
 
-    # what Ray says about its nodes goes to stdout, where results are
+    # Ray prints messages about its nodes to stdout, which is for results
     plain = getattr(worker, "print_to_stdstream", None)
     if plain is not None and not isinstance(plain, _ToStderr):
         worker.print_to_stdstream = _ToStderr(plain)
@@ -39,7 +39,7 @@ def import_ray() -> Any:
 
 
 class _ToStderr:
-    """What prints the lines of others, with all of them on stderr."""
+    """Forwards lines of workers to Ray's printer, all of them on stderr."""
 
     def __init__(self, plain: Any) -> None:
         self._plain = plain
@@ -49,9 +49,9 @@ class _ToStderr:
 
 
 class RayCluster:
-    """A cluster (`address`), or Ray on this machine (`local`), which then offers so many processors.
+    """A cluster at `address`, or Ray on this machine (`local`), which then offers `n_cpus` processors.
 
-    `node`: a resource that the nodes to work on offer; all if empty.
+    `node`: a resource that the nodes to work on must offer; empty: all nodes.
     """
 
     def __init__(self, address: str, n_cpus: int, node: str = "") -> None:
@@ -60,7 +60,7 @@ class RayCluster:
 
     @contextmanager
     def connected(self, *, relay: bool = True) -> Iterator[Any]:
-        """Ray, connected to the cluster, which it may be already; `relay`: what its workers print comes to stderr."""
+        """Connect to the cluster unless Ray is connected, and yield Ray; `relay`: show workers' output on stderr."""
         ray = import_ray()
         mine = not ray.is_initialized()
         if mine:
@@ -86,14 +86,14 @@ class RayCluster:
             raise IkError(f"--ray {self.address}: no cluster answers there: {reason}") from None
 
     def _knock(self) -> None:
-        """OSError if nobody listens at the address, for which Ray itself waits many minutes."""
+        """Raise OSError if nothing listens at the address; Ray itself would wait many minutes."""
         address = os.environ.get("RAY_ADDRESS", "") if self.address == "auto" else self.address
         host, found, port = address.rpartition("://")[2].rpartition(":")
         if found and port.isdigit():
             socket.create_connection((host.strip("[]"), int(port)), _KNOCK).close()
 
     def nodes(self) -> list[dict[str, float]]:
-        """What each node offers that there may be work on; IkError if no node is of the kind that is asked for."""
+        """Return the resources of each usable node; IkError if no node is of the requested kind."""
         ray = import_ray()
         found = [n["Resources"] for n in ray.nodes() if n["Alive"]]
         if not self.node:
@@ -103,17 +103,17 @@ class RayCluster:
             there = f"they offer {', '.join(offered)}" if offered else "they offer none"
             raise IkError(
                 f"--ray-node {self.node}: no node of Ray has this resource, {there}; "
-                f"""begin a node with ray start --resources '{{"{self.node}": 1}}'"""
+                f"""start a node with ray start --resources '{{"{self.node}": 1}}'"""
             )
         return [one for one in found if self.node in one]
 
 
 def this_address() -> str:
-    """Where other nodes reach this machine, as Ray found out."""
+    """Return the address at which other nodes reach this machine, as determined by Ray."""
     return str(import_ray().util.get_node_ip_address())
 
 
 def last_line(error: Exception) -> str:
-    """Why an actor died: what Ray says last, after its story."""
+    """Return why an actor died: the last line of what Ray says."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__

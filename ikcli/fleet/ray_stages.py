@@ -1,6 +1,6 @@
-"""Stages of a model in Ray actors: each on a node that has room for it, the last one where the command is if it fits.
+"""Pipeline stages in Ray actors: each on a node with room for it, the last one on the command's node if it fits there.
 
-Ray starts and watches the processes; activations go over the connections of `ikcli/engine/pipeline`, never through Ray.
+Ray starts and watches the processes. Activations go over the connections of `ikcli/engine/pipeline`, never through Ray.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,17 +18,18 @@ from ikcli.engine.pipeline.place import Pipeline
 from ikcli.engine.pipeline.process import work
 from ikcli.errors import IkError
 from ikcli.fleet import files
+from ikcli.fleet.ray_actor import DiedError, RayActor
 from ikcli.fleet.ray_cluster import LOCAL, PATIENCE, RayCluster, import_ray, last_line, this_address
 from ikcli.log import shown_size, warn
 from ikcli.settings.fleet import BatchConfig
 from ikcli.settings.run import RunConfig
 
-_END = 5.0  # seconds that stages get to end by themselves
+_END = 5.0  # seconds that stages get to end on their own
 
 
 @dataclass(frozen=True, slots=True)
 class RayNode:
-    """A node of Ray: its name for placements, its address, its memory in bytes, and whether the command runs on it."""
+    """A node of Ray: its id, address and memory in bytes, and whether the command runs on it."""
 
     id: str
     host: str
@@ -37,9 +38,9 @@ class RayNode:
 
 
 def slots(nodes: Iterable[RayNode], n: int) -> list[tuple[float, RayNode]]:
-    """Places for n stages, large ones first: the memory of each and its node.
+    """Return places for n stages as (memory in bytes, node), largest first.
 
-    On the n nodes with most memory; if there are fewer, several stages share those that have most for each.
+    They are on the n nodes with most memory. If there are fewer nodes, those with most memory per stage hold several.
     """
     count = dict.fromkeys(sorted(nodes, key=lambda node: (-node.memory, node.id))[:n], 1)
     while sum(count.values()) < n:
@@ -49,10 +50,10 @@ def slots(nodes: Iterable[RayNode], n: int) -> list[tuple[float, RayNode]]:
 
 
 def place(parts: Sequence[float], nodes: Iterable[RayNode]) -> list[RayNode]:
-    """The node of every stage of these bytes: large ones where most memory is.
+    """Return the node of every stage, given the bytes of each: large stages go where most memory is.
 
-    The last stage sends rows of the whole vocabulary to the command, so it changes places with one that is there, if
-    both fit.
+    The last stage sends rows of the whole vocabulary to the command. It therefore swaps places with a stage that is on
+    the command's node, if both fit.
     """
     order = sorted(range(len(parts)), key=lambda i: -parts[i])
     places = dict(zip(order, slots(nodes, len(parts)), strict=True))
@@ -86,40 +87,32 @@ def _nodes() -> list[RayNode]:
     return found
 
 
-class _Actor:
-    """A process that can be a stage."""
-
-    def begun(self) -> None:
-        """Answers once it is there."""
-
-    def work(self, make: Any) -> None:
-        """Be a stage until the chain ends."""
-        make()
-
-
 @dataclass(frozen=True, slots=True)
 class _Stage:
-    """Runs a stage, with the model where its node has it (see `files`)."""
+    """A stage that an actor runs, with the model where its node has it (see `files`)."""
 
     options: StageOptions
 
     @property
     def files(self) -> tuple[tuple[Path, str], ...]:
-        """What a node must have."""
+        """The files a node must have."""
         assert self.options.config.model is not None
         return ((self.options.config.model, self.options.digest),)
 
-    def __call__(self) -> None:
+    def __call__(self) -> _Stage:
+        return self
+
+    def work(self) -> None:
+        """Run the stage until the pipeline ends."""
         work(self.options)
 
 
 class RaySupervisor:
-    """See `ikcli.engine.pipeline.supervisor.Supervisor`."""
+    """The supervisor of stages that are Ray actors; see `ikcli.engine.pipeline.supervisor.Supervisor`."""
 
     def __init__(self, address: str, parts: Sequence[int], n_threads: int) -> None:
         """Join the cluster and find places for stages of these bytes."""
-        self._actors: list[Any] = []
-        self._begun: list[Any] = []
+        self._actors: list[RayActor] = []
         self._ends: list[Any] = []
         with ExitStack() as stack:
             stack.enter_context(RayCluster(address, len(parts) * n_threads).connected())
@@ -137,7 +130,7 @@ class RaySupervisor:
         self._warn_at = math.inf
 
     def begin(self, stages: Sequence[StageOptions]) -> None:
-        """See Supervisor."""
+        """Start the stages; see Supervisor."""
         self._warn_at = time.monotonic() + PATIENCE
         on_this_machine = stages[0].config.fleet.ray == LOCAL
         needed = [] if on_this_machine else files.needed_by(_Stage(stages[0]))
@@ -150,34 +143,33 @@ class RaySupervisor:
             if needed:
                 make = files.Fetching(make, tuple(needed), server.url, server.token)
             strategy = place_on(node.id, soft=False)
-            actor = self._ray.remote(num_cpus=n_threads, scheduling_strategy=strategy)(_Actor).remote()
+            actor = RayActor(self._ray, make, num_cpus=n_threads, scheduling_strategy=strategy)
             self._actors.append(actor)
-            self._begun.append(actor.begun.remote())
-            self._ends.append(actor.work.remote(make))
+            self._ends.append(actor.call("work"))
 
     def died(self, index: int) -> str:
-        """See Supervisor."""
+        """Return why a stage ended; see Supervisor."""
         if time.monotonic() > self._warn_at:
             self._warn_at = math.inf
-            _, waiting = self._ray.wait(self._begun, num_returns=len(self._begun), timeout=0)
-            for i in (self._begun.index(ref) for ref in waiting):
-                warn(f"stage {i + 1} has not begun: {self._places[i].host} has no free processors for it (-t)")
+            placed = [actor.placed for actor in self._actors]
+            _, waiting = self._ray.wait(placed, num_returns=len(placed), timeout=0)
+            for i in (placed.index(ref) for ref in waiting):
+                warn(f"stage {i + 1} has not started: {self._places[i].host} has no free processors for it (-t)")
         ready, _ = self._ray.wait([self._ends[index]], timeout=0)
         if not ready:
             return ""
         try:
-            self._ray.get(ready[0])
-        except self._ray.exceptions.RayError as error:
-            return f"its process ended: {last_line(error).partition('. ')[0]}"
-        return "its process ended"
+            _, problem = self._actors[index].outcome(ready[0])
+        except (DiedError, self._ray.exceptions.RayError) as error:
+            problem = last_line(error).partition(". ")[0]
+        return f"its process ended: {problem}" if problem else "its process ended"
 
     def close(self) -> None:
-        """See Supervisor."""
+        """End the stages and leave the cluster; see Supervisor."""
         if self._ends:
             self._ray.wait(self._ends, num_returns=len(self._ends), timeout=_END)
         for actor in self._actors:
-            with suppress(self._ray.exceptions.RayError):
-                self._ray.kill(actor)
+            actor.kill()
         self._closing.close()
 
 

@@ -1,1 +1,1 @@
-"""Importance matrices and second moments of activations, collected while a model reads a text."""
+"""Importance matrices and activation second moments, collected while a model reads a text."""

@@ -1,10 +1,11 @@
-"""Sums of squares of what every weight matrix is multiplied with, gathered while a session decodes.
+"""Accumulate activation second moments, the sums of squares of the inputs of every weight matrix, while a session
+decodes.
 
 A session's observer sees the output of every node right after it was computed. The inputs of matrix products are
-outputs of earlier nodes, so streams hang on those nodes: one stream per distinct input, shared by all weights that read
-it (q, k, v; up and gate). Experts: the route node tells which rows go to which expert; the input of the down
-projection is sorted by expert already. MLA: k_b and v_b have one row of sums per head; the normed latent also serves
-kv_b, which the absorbed form never multiplies with. Answers to examples/imatrix of ik_llama.cpp.
+outputs of earlier nodes, so streams are attached to those nodes: one stream per distinct input, shared by all weights
+that read it (q, k, v; up and gate). Experts: the route node tells which rows go to which expert; the input of the down
+projection is already sorted by expert. MLA: k_b and v_b have one row of sums per head; the normed latent also serves
+kv_b, which the absorbed form never multiplies with. Corresponds to examples/imatrix of ik_llama.cpp.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ I32 = npt.NDArray[np.int32]
 
 @dataclass(eq=False, slots=True)
 class InputStream:
-    """One input of weight matrices: `names` read it, `sums` (n_mat, ne0) and `counts` (n_mat,) grow.
+    """One input of the weight matrices `names`; accumulates `sums` (n_mat, ne0) and `counts` (n_mat,).
 
-    With a `route`, matrices are experts; `by_expert` inputs come sorted by expert. `heads` picks columns per head.
+    With a `route`, matrices are experts; `by_expert` inputs are sorted by expert. `heads` selects columns per head.
     """
 
     names: list[str]
@@ -40,7 +41,7 @@ class InputStream:
     route: Node | None = None
     by_expert: bool = False
     heads: HeadSlice | None = None
-    products: Products | None = None  # of second moments
+    products: Products | None = None  # bytes of input covariances
 
     def add(self, x: F32, ids: I32 | None) -> None:
         """Add the rows of x; `ids` (rows, n_used) are the experts of each token, -1 for dropped slots."""
@@ -72,7 +73,7 @@ class InputStream:
         else:
             squares = np.square(x)
             rows_of = np.broadcast_to(np.arange(len(x))[:, None], ids.shape)[ids >= 0]
-            for e in np.flatnonzero(counts):  # no matrix product, whose sums depend on the number of threads
+            for e in np.flatnonzero(counts):  # a matrix product would depend on the number of threads
                 rows = rows_of[chosen == e]
                 self.sums[e] += squares[rows].sum(axis=0, dtype=np.float64)
                 if self.products is not None:
@@ -118,11 +119,11 @@ class Collector:
                 self._held[node] = x.copy()
 
     def all_streams(self) -> Iterable[InputStream]:
-        """Every stream once."""
+        """Return every stream once."""
         return (s for found in self.streams.values() for s in found)
 
     def take(self) -> Sums:
-        """The sums since the last call; new ones begin at zero. Second moments go on."""
+        """Return the sums since the last call and restart them at zero. Input covariances keep accumulating."""
         found = Sums()
         for s in self.all_streams():
             found.streams.append(StreamSums(tuple(s.names), s.sums, s.counts, s.route is not None))
@@ -130,17 +131,17 @@ class Collector:
         return found
 
     def product_sizes(self, limit: int) -> list[int]:
-        """Bytes that the second moments of every input take, with at most `limit` for each where blocks allow."""
+        """Return the bytes for the covariance of every input, each at most `limit` where blocks of columns allow it."""
         return [4 * n * ne0 * block_size(n, ne0, limit) for n, ne0 in (s.sums.shape for s in self.all_streams())]
 
     def measure_products(self, limit: int) -> None:
-        """Gather second moments as well."""
+        """Accumulate input covariances as well."""
         for s in self.all_streams():
             n_mat, ne0 = s.sums.shape
             s.products = Products.empty(n_mat, ne0, block_size(n_mat, ne0, limit))
 
     def moments(self) -> list[tuple[list[str], Moments]]:
-        """Second moments so far, with the weights they belong to; inputs that were never seen are left out."""
+        """Return the covariances so far with the weights they belong to; inputs that were never seen are left out."""
         found = ((s.names, s.products.moments()) for s in self.all_streams() if s.products is not None)
         return [(names, m) for names, m in found if m.counts.any()]
 
@@ -149,7 +150,7 @@ _OUTPUTS = ("output.weight", "token_embd.weight")
 
 
 def watch(graphs: Iterable[Graph], *, output_name: str | None = None) -> Collector:
-    """A collector for all matrices in these graphs but the output, and for the tensor `output_name`."""
+    """Return a collector for all matrices in these graphs except the output, and for the tensor `output_name`."""
     out = Collector()
     for graph in graphs:
         for node in graph.nodes:
@@ -175,7 +176,7 @@ def _watch_node(out: Collector, node: Node, output_name: str | None) -> None:
             feeds.append(source)
     elif isinstance(op, MulMatHeads):
         _attach(out, source, names, first.ne2, first.ne0, heads=op.x)
-    elif source.rows.symbol is not Rows.KV:  # cached rows come again with every micro-batch
+    elif source.rows.symbol is not Rows.KV:  # cached rows would be counted again with every micro-batch
         _attach(out, source, names, 1, first.ne0)
 
 

@@ -1,8 +1,8 @@
-"""Two importance matrices side by side (`ik imatrix --compare`): how much would the choice between them change?
+"""Compare two importance matrices (`ik imatrix --compare`): how much does the choice between them matter?
 
-Per tensor, over the mean squares of all columns: the cosine of the two, the largest ratio of a column to the same one
-in the other file, and the length of their difference over that of the longer one. Weights matter up to a factor, so
-the cosine tells most. Experts without data in one of the files are counted and left out of the rest.
+Per tensor, over the mean squares of all columns: their cosine, the largest ratio between corresponding columns, and the
+length of the difference relative to the longer one. Weights matter only up to a factor, so the cosine tells most.
+Experts without data in one of the files are counted and left out of the other values.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ F64 = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class MatrixComparison:
-    """One tensor in both files; `n` columns compared, `n_left_out` of `n_matrices` lack data in a file.
+    """One tensor in both files; `n` columns were compared, `n_left_out` of `n_matrices` lack data in a file.
 
-    `cosine` is that of all columns, `least_cosine` that of the matrix (expert, head) that differs most; `ratio` >= 1,
-    infinite where a column is 0 in one file only. All are NaN where nothing could be compared.
+    `cosine` covers all columns, `least_cosine` the matrix (expert, head) that differs most; `ratio` >= 1 is infinite
+    where a column is 0 in only one file. All are NaN where nothing could be compared.
     """
 
     name: str
@@ -39,7 +39,7 @@ class MatrixComparison:
 
 @dataclass(frozen=True, slots=True)
 class ComparedFiles:
-    """Tensors in both files, worst first; names in one of them only; (name, values, values) where sizes differ."""
+    """Tensors in both files, worst first; names in only one of them; (name, values, values) where sizes differ."""
 
     tensors: list[MatrixComparison]
     only: tuple[list[str], list[str]]
@@ -63,7 +63,7 @@ def _compare(name: str, a: ImatrixEntry, b: ImatrixEntry, n_experts: int) -> Mat
     known = max(len(a.counts), len(b.counts))
     n_mat = known if known > 1 else n_experts
     if not {len(a.counts), len(b.counts)} <= {1, n_mat}:
-        n_mat = 1  # grouped in different ways; the columns are the same
+        n_mat = 1  # the files group matrices differently; the columns are the same
     rows: list[F64] = []
     absent = np.zeros(n_mat, bool)
     for entry in (a, b):
@@ -88,7 +88,7 @@ def _compare(name: str, a: ImatrixEntry, b: ImatrixEntry, n_experts: int) -> Mat
 
 
 def _cosines(x: F64, y: F64) -> F64:
-    """Of each row; 1 for two rows of zeros, 0 for one."""
+    """Return the cosine of each row: 1 for two rows of zeros, 0 if only one is zero."""
     norms = np.linalg.norm(x, axis=1) * np.linalg.norm(y, axis=1)
     dots = (x * y).sum(axis=1)
     neither = ~x.any(axis=1) & ~y.any(axis=1)
@@ -103,7 +103,7 @@ def _largest_ratio(x: F64, y: F64) -> float:
 
 
 def comparison_lines(a: Imatrix, b: Imatrix) -> list[str]:
-    """Summary, table as Markdown, and what only one file has."""
+    """Return a summary, a Markdown table, and what only one file has."""
     found = compare(a, b)
     lines = [
         f"{which}: {m.path}, {len(m.entries)} entries, {m.n_chunks} chunks, data: {', '.join(m.datasets) or 'unknown'}"

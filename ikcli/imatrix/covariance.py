@@ -1,7 +1,8 @@
-"""Second moments of what weight matrices are multiplied with, gathered by the streams of `imatrix_collect`.
+"""Input covariances of weight matrices, the Hessian proxy of GPTQ, accumulated by the streams of `collect`.
 
-Sums are kept in float32: of the products of one micro-batch after the other, all of which have the size of the sum or
-less. A relative error of 1e-6 is far below what a text of another kind changes, and below the damping of the search.
+An entry is the second moment E[x_i x_j] of the activations. Sums are float32: products of successive micro-batches are
+added, each no larger than the sum. A relative error of 1e-6 is far below the difference that another kind of text
+makes, and below the damping of the search.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _LEAST_BLOCK = 32
 
 
 def block_size(n_mat: int, ne0: int, limit: int) -> int:
-    """Largest block of columns with which n_mat matrices take at most `limit` bytes: ne0, or 32 and more.
+    """Return the largest block of columns with which n_mat matrices take at most `limit` bytes: ne0, or at least 32.
 
     Super-blocks of 256 lie within blocks, or blocks within super-blocks.
     """
@@ -33,7 +34,7 @@ def block_size(n_mat: int, ne0: int, limit: int) -> int:
 
 @dataclass(eq=False, slots=True)
 class Products:
-    """Growing sums for the matrices of one stream; arrays as in `Moments`."""
+    """The growing sums for the matrices of one stream; arrays as in `Moments`."""
 
     products: F32
     sums: F32
@@ -44,7 +45,7 @@ class Products:
         return Products(np.zeros((n_mat, ne0, block), np.float32), np.zeros((n_mat, ne0), np.float32), np.zeros(n_mat))
 
     def add(self, matrix: int, x: F32) -> None:
-        """Rows x (n, ne0) that one matrix was multiplied with."""
+        """Add rows x (n, ne0) that were multiplied with one matrix."""
         size = self.products.shape[2]
         for first in range(0, x.shape[1], size):
             part = x[:, first : first + size]
@@ -57,7 +58,7 @@ class Products:
 
 
 def check_memory(sizes: Iterable[int], available: int | None) -> int:
-    """Bytes of all sums; UsageError if they do not fit into RAM."""
+    """Return the bytes of all sums; UsageError if they do not fit into RAM."""
     total = sum(sizes)
     if available is not None and total > available:
         raise UsageError(

@@ -1,8 +1,8 @@
-"""Importance matrix of a model on a text: mean squared input of every weight column (`ik imatrix`).
+"""Importance matrix of a model on a text: the mean squared input of every weight column (`ik imatrix`).
 
-Consecutive windows of -c tokens (default 512) go through the model one by one; all rows count, also in the last layer.
-Models with latent attention run in the absorbed form (-mla 1), where both attn_k_b and attn_v_b are multiplied with.
-Files and running values answer to examples/imatrix of ik_llama.cpp.
+Consecutive windows of -c tokens (default 512) go through the model one by one; all rows count, in the last layer too.
+Models with latent attention run in the absorbed form (-mla 1), which multiplies with both attn_k_b and attn_v_b. Files
+and running values correspond to examples/imatrix of ik_llama.cpp.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from ikcli.settings.run import RunConfig
 if TYPE_CHECKING:
     from ikcli.engine.run.session import Session
 
-_GROUP = 4  # windows; less would be more to send, more would leave less to divide
+_GROUP = 4  # windows; fewer would mean more data to send, more would leave fewer units to distribute
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +53,14 @@ class ImatrixParams:
     ppl: bool = True
     output_name: str | None = None
     n_threads: int = 1
-    covariance_limit: int = 0  # bytes per input; 0: no second moments
+    covariance_limit: int = 0  # bytes per input; 0: no input covariances
     similarity: bool = False
     stops: tuple[int, ...] = ()  # sums are known after every multiple of these, for files in between
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkDone:
-    """After window `index` (from 0): running perplexity (NaN without ppl) and the seconds of its decode."""
+    """State after window `index` (from 0): running perplexity (NaN without ppl) and the seconds of its decode."""
 
     index: int
     ppl: float
@@ -69,7 +69,7 @@ class ChunkDone:
 
 @dataclass(frozen=True, slots=True)
 class ImatrixResult:
-    """The collected matrix (counts in rows), the perplexity if asked for, and experts no token chose, by weight."""
+    """The collected matrix (counts in rows), the perplexity if requested, and the unchosen experts by weight."""
 
     imatrix: Imatrix
     perplexity: PerplexityResult | None
@@ -79,7 +79,7 @@ class ImatrixResult:
 
 
 def params_of(config: RunConfig) -> ImatrixParams:
-    """What the options say; without -c the window has 512 tokens."""
+    """Return the parameters of the options; without -c the window has 512 tokens."""
     options = config.imatrix
     return ImatrixParams(
         n_ctx=config.n_ctx or DEFAULT_WINDOW,
@@ -95,7 +95,7 @@ def params_of(config: RunConfig) -> ImatrixParams:
 
 
 def windows(tokens: TokenIds, params: ImatrixParams) -> TokenIds:
-    """Tokens (n_chunk, n_ctx) of the windows to use; IkError if the text is too short for one."""
+    """Return the tokens (n_chunk, n_ctx) of the windows to use; IkError if the text is too short for one."""
     if params.n_ctx < 4:
         raise UsageError(f"-c {params.n_ctx} is too small; give at least 4 tokens, for example -c 512")
     if params.chunks == 0:
@@ -114,13 +114,13 @@ def windows(tokens: TokenIds, params: ImatrixParams) -> TokenIds:
 
 
 def groups(n_chunk: int, params: ImatrixParams) -> list[range]:
-    """Windows that are summed together: those of one process and those of a worker, so that all sums are the same."""
+    """Return the groups of windows that are summed together, the same for one process and for workers."""
     ends = {n_chunk, *range(_GROUP, n_chunk, _GROUP), *(n for stop in params.stops for n in range(stop, n_chunk, stop))}
     return [range(a, b) for a, b in pairwise([0, *sorted(ends)])]
 
 
 class Gathered:
-    """What is known of the windows so far, told in the order of the text."""
+    """Collects results of windows in the order of the text."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class Gathered:
         self._running, self._total, self._n = RunningNll(), Sums(), 0
 
     def window(self, nll: F64, pass_seconds: float) -> None:
-        """The next window and its scores (none without ppl)."""
+        """Take the scores of the next window (none without ppl)."""
         if self._params.ppl:
             self._running.add(nll)
         self._n += 1
@@ -141,13 +141,13 @@ class Gathered:
             self._on_chunk(ChunkDone(self._n - 1, ppl, pass_seconds))
 
     def sums(self, found: Sums) -> None:
-        """Those of a group whose windows were told."""
+        """Add the sums of a group whose windows have been taken."""
         self._total.add(found)
         if self._on_sums is not None:
             self._on_sums(self._n, self._total)
 
     def result(self) -> ImatrixResult:
-        """When all are told."""
+        """Return the result once all windows have been taken."""
         n_ctx, r = self._params.n_ctx, self._running
         ppl = PerplexityResult(r.ppl, r.ppl * r.mean_error, r.mean, self._n, n_ctx, r.count, ())
         total = self._total
@@ -156,7 +156,7 @@ class Gathered:
 
 
 class Measurer:
-    """Collects in a session, window by window; NonFiniteError names the input of a weight that is not finite."""
+    """Collects window by window in a session; NonFiniteError names the input of a weight that is not finite."""
 
     def __init__(self, session: Session, params: ImatrixParams, bos: int | None) -> None:
         self._session, self._params, self._bos = session, params, bos
@@ -169,7 +169,7 @@ class Measurer:
         self._similarity(node, value)
 
     def window(self, row: TokenIds) -> tuple[F64, float]:
-        """Decode one window: its scores (none without ppl) and the seconds."""
+        """Decode one window and return its scores (none without ppl) and the seconds."""
         started = time.perf_counter()
         if self._session.outputs.logits:
             nll = _pass(self._session, row, self._bos, self._params)
@@ -178,13 +178,13 @@ class Measurer:
         return nll, time.perf_counter() - started
 
     def take(self) -> Sums:
-        """Sums since the last call."""
+        """Return the sums since the last call."""
         found = self.collector.take()
         found.similarity, self._similarity.sums = self._similarity.sums, {}
         return found
 
     def close(self) -> None:
-        """Leave the session alone."""
+        """Detach from the session."""
         self._session.observer = None
 
 
@@ -196,7 +196,7 @@ def collect(
     on_chunk: Callable[[ChunkDone], None] | None = None,
     on_sums: Callable[[int, Sums], None] | None = None,
 ) -> ImatrixResult:
-    """Importance matrix of int32 tokens; on_chunk is called after every window, on_sums where sums of all are known.
+    """Compute the importance matrix of int32 tokens; on_chunk follows every window, on_sums every complete sum.
 
     NonFiniteError names the input of a weight that is not finite.
     """
@@ -219,7 +219,7 @@ def collect(
 
 
 def _read(session: Session, row: TokenIds) -> F64:
-    """An encoder reads one window as a text, between the tokens that it expects around one; there are no scores."""
+    """Encode one window as a text, between the tokens that the encoder expects around one; there are no scores."""
     tokenizer, fed = session.tokenizer, row.copy()
     ids = tokenizer.special_ids
     if tokenizer.add_bos and ids.bos is not None:
@@ -253,7 +253,7 @@ def _pass(session: SessionLike, row: TokenIds, bos: int | None, params: ImatrixP
 
 # --- files ------------------------------------------------------------------------------------------------------------
 def is_gguf_name(path: Path, output_format: str = "auto") -> bool:
-    """Whether a matrix written to `path` is GGUF: by option (`dat`, `gguf`), else by suffix."""
+    """Return whether a matrix written to `path` is GGUF: by option (`dat`, `gguf`), else by suffix."""
     return path.suffix.lower() == ".gguf" if output_format == "auto" else output_format == "gguf"
 
 
@@ -266,7 +266,7 @@ def save(imatrix: Imatrix, path: Path, *, as_gguf: bool) -> None:
 
 
 def in_calls(imatrix: Imatrix) -> Imatrix:
-    """The same means with the number of chunks as count everywhere, as the `.dat` format means it."""
+    """Return the same means with the number of chunks as every count, as in the `.dat` format."""
     calls = max(1, imatrix.n_chunks)
     entries = {
         name: ImatrixEntry(
@@ -284,15 +284,15 @@ def load(path: Path, like: Imatrix | None = None) -> Imatrix:
 
 
 def is_legacy(path: Path) -> bool:
-    """Whether a matrix is in the `.dat` format."""
+    """Return whether a matrix is in the `.dat` format."""
     with path.open("rb") as f:
         return f.read(4) != GGUF_MAGIC
 
 
 def in_rows(found: Imatrix, like: Imatrix | None = None) -> Imatrix:
-    """A matrix of a `.dat` file, which counts chunks, with counts in rows.
+    """Convert a matrix of a `.dat` file, which counts chunks, to counts in rows.
 
-    `like` is a matrix of the same model that tells how many rows a chunk brings to each entry (experts see few).
+    `like` is a matrix of the same model that tells how many rows a chunk contributes to each entry (experts see few).
     """
     entries = {}
     for name, e in found.entries.items():

@@ -1,8 +1,8 @@
-"""Random tokens in place of a text: what they say about the inputs of matrices needs no data (`--covariance self`).
+"""Activation covariances from random tokens instead of a text (`--covariance self`): they need no data.
 
-How the inputs of a matrix go together is mostly a matter of the weights that made them. Second moments from tokens
-drawn evenly from the vocabulary serve error feedback nearly as well as those from a text; only the mean squares, which
-decide what matters most, are better taken from one, with an importance matrix.
+The correlations within the input of a matrix are mostly determined by the weights before it. Covariances from tokens
+drawn uniformly from the vocabulary serve GPTQ/LDLQ error feedback nearly as well as those from a text. Only the mean
+squares, which matter most, are better taken from a text, with an importance matrix.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from ikcli.tokenizer.tokenizer import Tokenizer
 from ikcli.tokenizer.vocab import Attr
 
 _OUTPUT = "output.weight"
-_PLENTY = 1 << 20  # rows, as if all experts would see some
+_PLENTY = 1 << 20  # rows, as if every expert saw some
 
 
 def random_tokens(tokenizer: Tokenizer, n: int) -> TokenIds:
-    """n ids (int32), drawn evenly from the normal tokens of a vocabulary; the same ones every time."""
+    """Draw n ids (int32) uniformly from the normal tokens of a vocabulary, the same ones every time."""
     vocab = tokenizer.vocab
     normal = np.flatnonzero([a & Attr.NORMAL != 0 for a in vocab.attrs]).astype(np.int32)
     if not len(normal):
@@ -56,9 +56,9 @@ def _settings(model: Path, out: Path, n_threads: int, overrides: tuple[str, ...]
 
 
 def planned(model: Path, overrides: tuple[str, ...]) -> tuple[int, Imatrix]:
-    """What `write_self_covariance` would need and serve, without reading weights; its errors.
+    """Return what `write_self_covariance` would need and cover, without reading weights; raise its errors.
 
-    Memory in bytes, moments aside, and a matrix that has the entries to come, all of them 1.
+    Memory is in bytes, covariances excluded; the matrix has the entries to come, all of them 1.
     """
     config, sizes = imatrix_session(_settings(model, model, 1, overrides))
     planner = Planner.of_file(config, header_only=True)
@@ -73,9 +73,9 @@ def planned(model: Path, overrides: tuple[str, ...]) -> tuple[int, Imatrix]:
 
 
 def write_self_covariance(model: Path, out: Path, n_tokens: int, n_threads: int, overrides: tuple[str, ...]) -> None:
-    """Run a model on random tokens and write the second moments of its inputs to `out`; on the CPU.
+    """Run a model on random tokens on the CPU and write the covariances of its inputs to `out`.
 
-    UnsupportedError if the architecture does not run, IkError if the model or its moments do not fit into memory.
+    UnsupportedError if the architecture does not run, IkError if the model or its covariances do not fit into memory.
     """
     config = _settings(model, out, n_threads, overrides)
     settings, sizes = imatrix_session(config)

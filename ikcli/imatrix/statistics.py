@@ -2,7 +2,7 @@
 
 Table columns: sum of mean squares, least, largest, mean, standard deviation; share of columns above 1e-5; entropy of
 the normalised values in bits, and in percent of its maximum; share of columns whose z-score is above 1; cosine with the
-same tensor of the block before. Answers to `--show-statistics` and `--layer-similarity` of the imatrix tools.
+same tensor of the previous block. Corresponds to `--show-statistics` and `--layer-similarity` of the imatrix tools.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class TensorStatistics:
 
     @property
     def relative_entropy(self) -> float:
-        """Entropy over that of equal values, 0..1."""
+        """The entropy relative to that of equal values, 0..1."""
         return self.entropy / np.log2(self.n) if self.n > 1 else 1.0
 
 
 def statistics(imatrix: Imatrix) -> list[TensorStatistics]:
-    """Statistics of every entry, largest total first."""
+    """Return statistics of every entry, largest total first."""
     found = {name: entry.values.astype(np.float64) for name, entry in imatrix.entries.items()}
     rows = [_statistics(name, v, _before(name, found)) for name, v in found.items()]
     return sorted(rows, key=lambda r: (-r.total, r.name))
@@ -81,7 +81,7 @@ def _statistics(name: str, v: F64, before: F64 | None) -> TensorStatistics:
 
 
 def statistics_lines(imatrix: Imatrix) -> list[str]:
-    """The table as Markdown."""
+    """Return the table as Markdown."""
     lines = [
         f"{len(imatrix.entries)} entries, {imatrix.n_chunks} chunks, data: {', '.join(imatrix.datasets) or 'unknown'}",
         "",
@@ -99,7 +99,7 @@ def statistics_lines(imatrix: Imatrix) -> list[str]:
 
 @dataclass(slots=True)
 class LayerSimilarity:
-    """Observer: mean cosine between normed inputs before and after a layer, its attention, its feed-forward part."""
+    """Observer: mean cosine of the normed inputs before and after a layer, its attention and its feed-forward part."""
 
     sums: dict[tuple[str, int], tuple[float, int]] = field(default_factory=dict)
     _attn: npt.NDArray[np.float32] | None = None
@@ -130,11 +130,11 @@ class LayerSimilarity:
         self.sums[kind, il] = total + float(cosines.sum()), n + len(cosines)
 
     def means(self) -> dict[tuple[str, int], float]:
-        """Mean cosine by (kind, layer)."""
+        """Return the mean cosine by (kind, layer)."""
         return {key: total / n for key, (total, n) in self.sums.items()}
 
     def lines(self) -> list[str]:
-        """Layers sorted by how much they change their input, most first."""
+        """Return lines with the layers, those that change their input most first."""
         lines: list[str] = []
         means = self.means()
         for kind in ("layer", "attention", "feed-forward"):

@@ -1,7 +1,7 @@
-"""Sums of a part of the text that an importance matrix is made of, and how parts become one.
+"""Sums over a part of the text, which add up to an importance matrix.
 
-The matrix of a text is the sum of the sums of groups of chunks, added in the order of the text, whoever computed them:
-so one process and many machines give the same bits.
+The matrix of a text is the sum over groups of chunks, added in the order of the text no matter where they were
+computed. One process and many machines therefore give the same bits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ F64 = npt.NDArray[np.float64]
 
 @dataclass(slots=True)
 class StreamSums:
-    """Of one input that the weights `names` read: `sums` of squares (n_mat, ne0), `counts` of rows (n_mat,)."""
+    """One input that the weights `names` read: `sums` of squares (n_mat, ne0), `counts` of rows (n_mat,)."""
 
     names: tuple[str, ...]
     sums: F64
@@ -31,13 +31,13 @@ class StreamSums:
 
 @dataclass(slots=True)
 class Sums:
-    """Of all inputs, in the order of the graph; `similarity` as in `LayerSimilarity.sums`."""
+    """The sums of all inputs, in the order of the graph; `similarity` as in `LayerSimilarity.sums`."""
 
     streams: list[StreamSums] = field(default_factory=list)
     similarity: dict[tuple[str, int], tuple[float, int]] = field(default_factory=dict)
 
     def add(self, other: Sums) -> None:
-        """Add those of the next part of the text, which is used up."""
+        """Add the sums of the next part of the text; `more` must not be used afterwards."""
         if not self.streams:
             self.streams, self.similarity = other.streams, other.similarity
             return
@@ -51,7 +51,7 @@ class Sums:
             self.similarity[key] = before[0] + total, before[1] + n
 
     def imatrix(self, n_chunks: int, chunk_size: int, datasets: tuple[str, ...] = ()) -> Imatrix:
-        """The matrix, counts in rows; weights that saw nothing at all are left out."""
+        """Return the matrix with counts in rows; weights without any data are left out."""
         out = Imatrix(datasets=datasets, n_chunks=n_chunks, chunk_size=chunk_size)
         for s in self.streams:
             if s.counts.any():
@@ -61,7 +61,7 @@ class Sums:
         return out
 
     def unseen_experts(self) -> dict[str, list[int]]:
-        """Weight -> its experts that no token chose, for weights where there are such."""
+        """Return, by weight, the experts that no token chose, if there are any."""
         return {
             name: np.flatnonzero(s.counts == 0).tolist()
             for s in self.streams
@@ -70,7 +70,7 @@ class Sums:
         }
 
     def to_bytes(self) -> bytes:
-        """All bits, to send and to keep."""
+        """Serialize without loss, to send and to store."""
         head = {
             "streams": [[s.names, s.sums.shape, s.experts] for s in self.streams],
             "similarity": [[*key, *value] for key, value in self.similarity.items()],
@@ -81,7 +81,7 @@ class Sums:
 
     @staticmethod
     def from_bytes(data: bytes) -> Sums:
-        """What `to_bytes` made."""
+        """Restore the result of `to_bytes`."""
         (n_head,) = struct.unpack_from("<Q", data)
         head, at = json.loads(data[8 : 8 + n_head]), 8 + n_head
         out = Sums(similarity={(kind, il): (total, n) for kind, il, total, n in head["similarity"]})

@@ -1,1 +1,1 @@
-"""Quality of a model: perplexity, KL divergence, choice tasks, embeddings."""
+"""Measure the quality of a model: perplexity, KL divergence, choice tasks, embeddings."""

@@ -1,9 +1,9 @@
 """Task files of HellaSwag, Winogrande and multiple-choice tests, in the formats of llama.cpp's `perplexity`.
 
-HellaSwag: six lines per task (context, index of the right ending, four endings). Winogrande: CSV lines
-`index,sentence with _,choice 1,choice 2,1 or 2`. Multiple choice: a binary file, u32 number of tasks, u32 position of
-each; a task is its question and two lists of answers with labels, of which the first is used (one label is 1).
-Subsets are chosen with the same random numbers as there.
+HellaSwag: six lines per task (context, index of the right ending, four endings). Winogrande: CSV lines `index,sentence
+with _,choice 1,choice 2,1 or 2`. Multiple choice: a binary file with the u32 number of tasks and the u32 position of
+each; a task is its question and two lists of labelled answers, of which the first is used (the right answer has label
+1). Subsets are drawn with llama.cpp's random numbers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MIN_TRAILING = 3  # Winogrande: with more tokens behind the choice, the choice i
 
 @dataclass(frozen=True, slots=True)
 class TaskChoice:
-    """A text whose tokens first..stop-1 are scored."""
+    """A text of which tokens first..stop-1 are scored."""
 
     tokens: TokenIds
     first: int
@@ -36,7 +36,7 @@ class TaskChoice:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceTask:
-    """Texts to choose from; `right` are the indices of the right ones."""
+    """Texts to choose from; `right` holds the indices of the right ones."""
 
     choices: tuple[TaskChoice, ...]
     right: frozenset[int]
@@ -44,7 +44,7 @@ class ChoiceTask:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A task before it is tokenized: common beginning, what follows in each case, and a common end."""
+    """A task before tokenization: common beginning, the choices, and a common end."""
 
     begin: str
     variants: tuple[str, ...]
@@ -53,7 +53,7 @@ class Question:
 
 
 class _Random:
-    """mt19937 with seed 1, as C++ has it."""
+    """C++'s mt19937 with seed 1."""
 
     def __init__(self) -> None:
         self._numbers = np.random.RandomState(1)
@@ -62,20 +62,20 @@ class _Random:
         return int(self._numbers.randint(0, 2**32, dtype=np.uint32))
 
     def below(self, n: int) -> int:
-        """`uniform_int_distribution(0, n - 1)` of libstdc++: the upper half of a product, low ones rejected."""
+        """Draw as libstdc++'s `uniform_int_distribution(0, n - 1)`: the upper half of a product, rejecting low ones."""
         while True:
             product = self._next() * n
             if product % 2**32 >= 2**32 % n:
                 return product >> 32
 
     def scaled(self, n: int) -> int:
-        """A float32 fraction of n."""
+        """Return a float32 fraction of n."""
         fraction = np.float32(2.0**-32) * np.float32(self._next())
         return min(int(fraction * np.float32(n)), n - 1)
 
 
 def read_hellaswag(text: str, source: str, n_tasks: int) -> list[Question]:
-    """At most n_tasks tasks in random order."""
+    """Return at most n_tasks tasks in random order."""
     lines = text.split("\n")
     if len(lines) % 6:
         raise FormatError(
@@ -94,7 +94,7 @@ def read_hellaswag(text: str, source: str, n_tasks: int) -> list[Question]:
 
 
 def read_winogrande(text: str, source: str, n_tasks: int) -> list[Question]:
-    """All tasks in order, or n_tasks (above 0) of them in random order."""
+    """Return all tasks in order, or n_tasks (if above 0) of them in random order."""
     found = [_winogrande(row, source, i + 1) for i, row in enumerate(csv.reader(text.split("\n"))) if row]
     return _subset(found, n_tasks)
 
@@ -109,7 +109,7 @@ def _winogrande(row: list[str], source: str, line: int) -> Question:
 
 
 def _subset(found: list[T], n_tasks: int) -> list[T]:
-    """n_tasks (above 0) in random order, or all as they are."""
+    """Return n_tasks (if above 0) of the items in random order, or all as they are."""
     if not 0 < n_tasks < len(found):
         return found
     random, chosen = _Random(), []
@@ -122,14 +122,14 @@ def _subset(found: list[T], n_tasks: int) -> list[T]:
 
 
 def read_multiple_choice(data: bytes, source: str, n_tasks: int) -> list[Question]:
-    """All tasks in order, or n_tasks (above 0) of them in random order."""
+    """Return all tasks in order, or n_tasks (if above 0) of them in random order."""
     reader = _Bytes(data, source)
     n = reader.number()
     if not n:
         raise FormatError(f"{source}: there are no tasks in this file")
     positions = [reader.number() for _ in range(min(n, len(data) // 4))]
     if len(positions) < n:
-        raise FormatError(f"{source}: the file is cut off, or no file of multiple-choice tasks")
+        raise FormatError(f"{source}: the file is truncated, or not a file of multiple-choice tasks")
     if 0 < n_tasks < n:
         return [_Bytes(data, source, at).task() for at in _subset(positions, n_tasks)]
     return [reader.task() for _ in range(n)]
@@ -143,7 +143,7 @@ class _Bytes:
 
     def take(self, n: int) -> bytes:
         if n > len(self.data) - self.at:
-            raise FormatError(f"{self.source}: the file is cut off, or no file of multiple-choice tasks")
+            raise FormatError(f"{self.source}: the file is truncated, or not a file of multiple-choice tasks")
         self.at += n
         return self.data[self.at - n : self.at]
 
@@ -170,9 +170,9 @@ class _Bytes:
 
 
 def tokenized(question: Question, encode: Encode) -> ChoiceTask:
-    """The tokens of every text. Scored is what follows the tokens that all have in common.
+    """Tokenize the texts of a task. Tokens after the common prefix of all texts are scored.
 
-    With an end (Winogrande), scored is what follows the choice if that is long enough, and not the last token.
+    With a common end (Winogrande), the tokens after the choice are scored if there are enough of them, except the last.
     """
     texts = [question.begin + variant + question.end for variant in question.variants]
     tokens = [np.asarray(encode(text), np.int32) for text in texts]

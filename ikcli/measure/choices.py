@@ -1,6 +1,6 @@
-"""HellaSwag, Winogrande, multiple choice: how often the right one of several texts is the most likely one per token.
+"""HellaSwag, Winogrande, multiple choice: how often the right text has the highest log-probability per token.
 
-The algorithm answers to llama.cpp's `perplexity` tool.
+The algorithm corresponds to llama.cpp's `perplexity` tool.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TaskScore:
-    """Mean log-probability per scored token of every choice, and the best one."""
+    """The mean log-probability per scored token of every choice, and the index of the best choice."""
 
     log_probs: tuple[float, ...]
     best: int
@@ -35,7 +35,7 @@ class TaskScore:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceResult:
-    """Share of tasks whose best choice is right, with its standard error, and the share that guessing gives."""
+    """The share of tasks whose best choice is right, its standard error, and the share expected from guessing."""
 
     tasks: tuple[TaskScore, ...]
     n_correct: int
@@ -52,7 +52,7 @@ def run(
     n_threads: int = 1,
     on_task: Callable[[int, TaskScore], None] | None = None,
 ) -> ChoiceResult:
-    """Score all tasks; on_task gets each in order. `last_wins`: of equally likely choices the last is taken.
+    """Score all tasks and report each to on_task in order. `last_wins`: among equally likely choices take the last.
 
     IkError names a task that does not fit the context, NonFiniteError one whose logits are not finite.
     """
@@ -83,12 +83,12 @@ def run(
 
 
 def share_error(p: float, n: int) -> float:
-    """Standard error of a share p of n."""
+    """Return the standard error of a share p of n."""
     return math.sqrt(p * (1 - p) / (n - 1)) if n > 1 else math.nan
 
 
 def _log_probs(session: SessionLike, choices: Sequence[TaskChoice], n_threads: int) -> Iterator[float]:
-    """Mean log-probability of each, as many side by side as sequences and batch allow."""
+    """Return the mean log-probability of each choice, decoding as many side by side as sequences and batch allow."""
     group: list[TaskChoice] = []
     for choice in choices:
         n_tokens = sum(len(c.tokens) for c in group) + len(choice.tokens)
@@ -101,7 +101,7 @@ def _log_probs(session: SessionLike, choices: Sequence[TaskChoice], n_threads: i
 
 
 def _score(session: SessionLike, group: Sequence[TaskChoice], n_threads: int) -> list[float]:
-    lengths = [len(c.tokens) - 1 for c in group]  # nothing follows the last token
+    lengths = [len(c.tokens) - 1 for c in group]  # the last token predicts nothing
     pos = np.concatenate([np.arange(n, dtype=np.int32) for n in lengths])
     seq = np.repeat(np.arange(len(group), dtype=np.int32), lengths)
     wanted = np.concatenate([(np.arange(n) >= c.first - 1) & (np.arange(n) < c.stop - 1) for n, c in zip(
@@ -115,7 +115,7 @@ def _score(session: SessionLike, group: Sequence[TaskChoice], n_threads: int) ->
 
 
 def open_session(config: RunConfig, planner: Planner | None = None) -> SessionLike:
-    """A session for texts of at most -c tokens."""
+    """Open a session for texts of at most -c tokens."""
     from ikcli.engine.run.opening import open_session
 
     settings, sizes = choices_session(config)

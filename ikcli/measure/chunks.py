@@ -1,7 +1,7 @@
-"""Run windows of a text through a session and hand over the logits of the scored positions.
+"""Run windows of a text through a session and pass on the logits of the scored positions.
 
-Windows of `n_ctx` tokens go side by side, n_batch // n_ctx sequences per decode; a window longer than the batch is
-decoded in pieces and its logits are passed on piece by piece, so memory stays bounded by one batch.
+Windows of `n_ctx` tokens are decoded side by side, n_batch // n_ctx sequences per decode. A window longer than the
+batch is decoded in pieces whose logits are passed on one by one, so memory stays bounded by one batch.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Windows:
 
     @property
     def n_scored(self) -> int:
-        """Scored tokens per window."""
+        """The number of scored tokens per window."""
         return self.last - self.first + 1
 
 
@@ -51,19 +51,19 @@ class ChunkScorer(Protocol):
     """Receives what `evaluate` computes, windows in order."""
 
     def score(self, chunk: int, row: int, logits: FloatRows, targets: TokenIds) -> None:
-        """Logits of the scored positions row, row+1, ... of a window and the tokens they should predict."""
+        """Take the logits of the scored positions row, row+1, ... of a window and the tokens they should predict."""
 
     def finish(self, chunk: int, pass_seconds: float) -> None:
-        """All positions of the window were scored; its decode took pass_seconds."""
+        """Finish a window whose positions were all scored; its decode took pass_seconds."""
 
     def failed(self, chunk: int, error: NonFiniteError) -> None:
-        """The session met a non-finite value in this window."""
+        """Note that the session met a non-finite value in this window."""
 
 
 def chunk_windows(
     tokens: TokenIds, n_ctx: int, n_batch: int, *, max_chunks: int = -1, bos: int | None = None
 ) -> Windows:
-    """Consecutive windows whose second half is scored: positions n_ctx/2 .. n_ctx-2."""
+    """Return consecutive windows whose second half is scored: positions n_ctx/2 .. n_ctx-2."""
     n_chunk = len(tokens) // n_ctx
     if max_chunks >= 0:
         n_chunk = min(n_chunk, max_chunks)
@@ -72,7 +72,7 @@ def chunk_windows(
 
 
 def strided_windows(tokens: TokenIds, n_ctx: int, n_batch: int, stride: int, *, max_chunks: int = -1) -> Windows:
-    """Windows starting `stride` tokens apart, the last `stride` predictions of each are scored; no BOS is inserted."""
+    """Return windows `stride` tokens apart; the last `stride` predictions of each are scored and no BOS is inserted."""
     n_chunk = max(0, -(-(len(tokens) - n_ctx) // stride))
     if max_chunks >= 0:
         n_chunk = min(n_chunk, max_chunks)
@@ -81,7 +81,7 @@ def strided_windows(tokens: TokenIds, n_ctx: int, n_batch: int, stride: int, *, 
 
 
 def evaluate(session: SessionLike, windows: Windows, scorer: ChunkScorer) -> None:
-    """Decode all windows and report to the scorer; a decode that fails is repeated window by window to find the one."""
+    """Decode all windows and report to the scorer; if a decode fails, repeat it window by window to find the cause."""
     for start in range(0, windows.n_chunk, windows.n_seq):
         group = range(start, min(start + windows.n_seq, windows.n_chunk))
         try:
@@ -94,7 +94,7 @@ def evaluate(session: SessionLike, windows: Windows, scorer: ChunkScorer) -> Non
 
 
 class _DecodeFailed(Exception):
-    """Non-finite value inside the session, as opposed to one found by the scorer."""
+    """A non-finite value inside the session, as opposed to one found by the scorer."""
 
     def __init__(self, error: NonFiniteError) -> None:
         super().__init__(str(error))
@@ -150,7 +150,7 @@ def _hand_over(windows: Windows, group: range, pos0: int, pos1: int, logits: Flo
 
 @dataclass(frozen=True, slots=True)
 class WindowValues:
-    """Values (n, n_scored) of a window, or why there are none."""
+    """The values (n, n_scored) of a window, or why there are none."""
 
     chunk: int
     pass_seconds: float

@@ -1,4 +1,4 @@
-"""Vectors of texts: the work of `ik embed`."""
+"""Compute embedding vectors of texts, for `ik embed`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FloatRows = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class TextVectors:
-    """`rows`: of every text its vector, without pooling one row per token, scores of the labels with rank."""
+    """`rows` holds one vector per text; without pooling one row per token, with rank the scores of the labels."""
 
     pooling: Pooling
     rows: tuple[FloatRows, ...]
@@ -32,12 +32,12 @@ class TextVectors:
 
     @property
     def all_rows(self) -> FloatRows:
-        """The rows of all texts, one behind the other."""
+        """The rows of all texts, concatenated."""
         return np.concatenate(self.rows)
 
 
 def split_texts(text: str, separator: str) -> list[str]:
-    """Texts between separators; UsageError for a text that is empty."""
+    """Split at separators; UsageError for a text that is empty."""
     if not separator:
         return [text]
     texts = text.split(separator)
@@ -50,14 +50,14 @@ def split_texts(text: str, separator: str) -> list[str]:
 
 
 def measure(config: RunConfig, texts: Sequence[str], planner: Planner) -> TextVectors:
-    """Open the model with as much context as the longest text needs (or -c), and embed."""
+    """Open the model with as much context as the longest text needs (or -c), and embed the texts."""
     pooling = pooling_of(config.embed.pooling, planner.file.metadata, planner.hp.arch, Pooling.NONE)
     source = str(planner.file.paths[0])
     tokenizer = Tokenizer.from_metadata(planner.file.metadata, source)
     tokens = [tokenizer.encode(text) for text in texts]
     for i, ids in enumerate(tokens):
         if not ids:
-            raise IkError(f"text {i + 1} of {len(texts)} has no tokens; the model adds none of its own")
+            raise IkError(f"text {i + 1} of {len(texts)} has no tokens, and the model adds none")
         if config.n_ctx and len(ids) > config.n_ctx:
             raise UsageError(f"text {i + 1} has {len(ids)} tokens, more than -c {config.n_ctx}; raise -c")
         if 0 < planner.hp.n_positions < len(ids):

@@ -1,7 +1,7 @@
-"""KL divergence of a model from stored log-probabilities of another (usually less quantized) one.
+"""KL divergence of a model from the stored log-probabilities of another, usually less quantized one.
 
 Statistics per scored position: D(base || model), change of the probability of the right token, agreement of the most
-likely token, as llama.cpp's `perplexity --kl-divergence` has them.
+likely token, as in llama.cpp's `perplexity --kl-divergence`.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ class Positions:
 
     @classmethod
     def empty(cls, n: int) -> Positions:
-        """Room for n positions, not set."""
+        """Allocate n positions without initializing them."""
         return cls(np.empty(n), np.empty(n), np.empty(n), np.empty(n), np.zeros(n, dtype=bool))
 
     def slice(self, start: int, stop: int) -> Positions:
-        """Views of positions start..stop-1."""
+        """Return views of positions start..stop-1."""
         s = np.s_[start:stop]
         return Positions(self.nll[s], self.nll_base[s], self.kld[s], self.p_diff[s], self.same_top[s])
 
 
 @dataclass(frozen=True, slots=True)
 class KlSummary:
-    """Each value with its standard error. Shares and probabilities are fractions, not percent."""
+    """Each value with its standard error. Shares and probabilities are fractions, not percentages."""
 
     count: int
     ppl: tuple[float, float]
@@ -77,7 +77,7 @@ class KlSummary:
 
 @dataclass(frozen=True, slots=True)
 class KlParams:
-    """n_batch in tokens; several chunks are decoded side by side when they fit."""
+    """Sizes; n_batch in tokens. Several chunks are decoded side by side if they fit."""
 
     n_batch: int = 2048
     chunks: int = -1
@@ -87,7 +87,7 @@ class KlParams:
 
 @dataclass(frozen=True, slots=True)
 class KlChunk:
-    """Running summary after chunk `index` (from 0); None for a chunk that was left out."""
+    """The running summary after chunk `index` (from 0); None for a chunk that was left out."""
 
     index: int
     summary: KlSummary | None
@@ -96,7 +96,7 @@ class KlChunk:
 
 @dataclass(frozen=True, slots=True)
 class KlResult:
-    """Summary over all chunks and the values per position it was made from."""
+    """The summary over all chunks and the values per position from which it was computed."""
 
     summary: KlSummary
     positions: Positions
@@ -133,7 +133,7 @@ def _compare_block(logits: FloatRows, base: U16, targets: TokenIds, out: Positio
     p_base *= log_base
     kld = p_base.sum(axis=1, dtype=np.float64)
     if np.isnan(kld).any():
-        # a token the base hardly ever picks may have an infinite logit here: 0 * inf must not count
+        # a token that the base hardly ever picks may have an infinite logit here: 0 * inf must not count
         sums = np.nansum(p_base, axis=1, dtype=np.float64)
         kld = np.where(np.isfinite(log_norm), sums, np.nan)
     out.kld[:] = kld
@@ -142,7 +142,7 @@ def _compare_block(logits: FloatRows, base: U16, targets: TokenIds, out: Positio
 
 
 def summarise(p: Positions) -> KlSummary:
-    """Means, ratios and their errors over scored positions."""
+    """Compute means, ratios and their errors over scored positions."""
     log_ppl, log_ppl_error = mean_and_error(p.nll)
     log_base, log_base_error = mean_and_error(p.nll_base)
     ppl, ppl_base = safe_exp(log_ppl), safe_exp(log_base)
@@ -169,7 +169,7 @@ def summarise(p: Positions) -> KlSummary:
 
 
 class _Scorer:
-    """Collects the compared positions of all chunks that are finite."""
+    """Collects the compared positions of all chunks with finite values."""
 
     def __init__(
         self, base: BaseReader, windows: Windows, params: KlParams, on_chunk: Callable[[KlChunk], None] | None
@@ -223,7 +223,7 @@ def _copy(source: Positions, target: Positions) -> None:
 
 
 def windows_of(base: BaseReader, params: KlParams, bos: int | None) -> Windows:
-    """The chunks of the base file as windows to evaluate."""
+    """Return the chunks of the base file as windows to evaluate."""
     n_ctx = base.n_ctx
     tokens = base.tokens if params.chunks < 0 else base.tokens[: params.chunks]
     return Windows(tokens, n_ctx // 2, n_ctx - 2, params.n_batch, max(1, params.n_batch // n_ctx), bos)
@@ -234,7 +234,7 @@ def run(
 ) -> KlResult:
     """Evaluate the tokens stored in the base file and compare; on_chunk gets running summaries.
 
-    Raises FormatError if the vocabulary differs, NonFiniteError as `perplexity.run` does.
+    Raises FormatError if the vocabulary differs, and NonFiniteError like `perplexity.run`.
     """
     check_vocabulary(base, session.n_vocab)
     windows = windows_of(base, params, bos_of(session))
@@ -250,7 +250,7 @@ def gather(
     params: KlParams,
     on_chunk: Callable[[KlChunk], None] | None = None,
 ) -> KlResult:
-    """What `run` returns, from the values of all chunks in order."""
+    """Build the result of `run` from the values of all chunks in order."""
     scorer = _Scorer(base, windows, params, on_chunk)
     for window in found:
         if window.values is None:
@@ -263,7 +263,7 @@ def gather(
 
 
 def check_vocabulary(base: BaseReader, n_vocab: int) -> None:
-    """FormatError if the base file was made with a model of another vocabulary."""
+    """Raise FormatError if the base file was made with a model of another vocabulary."""
     if base.n_vocab != n_vocab:
         raise FormatError(
             f"{base.path} was made with a vocabulary of {base.n_vocab} tokens, this model has {n_vocab}; "

@@ -2,7 +2,7 @@
 
 Little endian: `_logits_`, int32 n_ctx, n_vocab, n_chunk; int32 tokens (n_chunk, n_ctx); then per chunk n_ctx-1-n_ctx/2
 rows of uint16 (4 + n_vocab rounded up to even): float32 scale, float32 minimum, then q with log p = scale*q + minimum.
-Same layout and rounding as llama.cpp's perplexity tool, so files can be exchanged.
+Layout and rounding are those of llama.cpp's perplexity tool, so files can be exchanged.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ U16 = npt.NDArray[np.uint16]
 
 
 def row_width(n_vocab: int) -> int:
-    """uint16 values per row."""
+    """Return the uint16 values per row."""
     return ROW_HEAD + 2 * ((n_vocab + 1) // 2)
 
 
 def rows_per_chunk(n_ctx: int) -> int:
-    """Scored positions per chunk: n_ctx/2 .. n_ctx-2."""
+    """Return the number of scored positions per chunk: n_ctx/2 .. n_ctx-2."""
     return n_ctx - 1 - n_ctx // 2
 
 
 def encode_rows(logits: FloatRows, n_threads: int = 1) -> U16:
-    """Rows of the file (n, row_width) for logits (n, n_vocab)."""
+    """Encode logits (n, n_vocab) as rows of the file (n, row_width)."""
     n_rows, n_vocab = logits.shape
     out = np.zeros((n_rows, row_width(n_vocab)), dtype=np.uint16)
 
@@ -67,13 +67,13 @@ def _encode_block(logits: FloatRows, out: U16) -> None:
 
 
 def split_rows(rows: U16, n_vocab: int) -> tuple[FloatRows, FloatRows, U16]:
-    """Scale (n,), minimum (n,) and quantised log-probabilities (n, n_vocab) of encoded rows, as views."""
+    """Return the scale (n,), minimum (n,) and quantized log-probabilities (n, n_vocab) of encoded rows, as views."""
     head = np.ascontiguousarray(rows[:, :ROW_HEAD]).view("<f4")
     return head[:, 0], head[:, 1], rows[:, ROW_HEAD : ROW_HEAD + n_vocab]
 
 
 class BaseWriter:
-    """Writes a base file chunk by chunk under a temporary name; it gets its own name when everything was written."""
+    """Writes a base file chunk by chunk under a temporary name and renames it when it is complete."""
 
     def __init__(self, path: Path, tokens: TokenIds, n_vocab: int, n_threads: int = 1) -> None:
         self._path = path
@@ -165,7 +165,7 @@ class BaseReader:
         return tokens.reshape(self.n_chunk, self.n_ctx)
 
     def rows(self, chunk: int, row: int = 0, count: int | None = None) -> U16:
-        """Encoded rows row..row+count-1 of a chunk (all without count); raises FormatError if they are not numbers."""
+        """Return encoded rows row..row+count-1 of a chunk (without count: all); FormatError for NaN or infinity."""
         per_chunk, width = rows_per_chunk(self.n_ctx), row_width(self.n_vocab)
         count = per_chunk - row if count is None else count
         offset = self._rows_at + (chunk * per_chunk + row) * width * 2

@@ -1,6 +1,6 @@
 """Perplexity of a text: exp of the mean negative log-likelihood of the second half of each window.
 
-The algorithm answers to llama.cpp's `perplexity` tool (with --ppl-stride: its strided variant), so that values are
+The algorithm corresponds to llama.cpp's `perplexity` tool (with --ppl-stride: its strided variant), so that values are
 comparable.
 """
 
@@ -39,7 +39,7 @@ class PerplexityParams:
 
 @dataclass(frozen=True, slots=True)
 class ChunkScore:
-    """Running values after a chunk (`index` from 0, first token of the text at `start`); NaN for a chunk left out."""
+    """Running values after chunk `index` (from 0), whose text starts at token `start`; NaN for a chunk left out."""
 
     index: int
     start: int
@@ -51,7 +51,7 @@ class ChunkScore:
 
 @dataclass(frozen=True, slots=True)
 class PerplexityResult:
-    """Final value and its standard error, over n_tokens scored tokens; `chunks` holds the running values."""
+    """The final value and its standard error over n_tokens scored tokens; `chunks` holds the running values."""
 
     ppl: float
     error: float
@@ -66,7 +66,7 @@ RowObserver = Callable[[int, int, FloatRows, TokenIds], None]
 
 
 def plan(tokens: TokenIds, params: PerplexityParams, bos: int | None) -> Windows:
-    """The windows that `run` evaluates; raises UsageError for sizes that cannot be scored, IkError for a short text."""
+    """Return the windows that `run` evaluates; UsageError for sizes that cannot be scored, IkError for a short text."""
     if params.n_ctx < 4:
         raise UsageError(
             f"-c {params.n_ctx} is too small to score anything; give at least 4 tokens, for example -c 512"
@@ -86,7 +86,7 @@ def plan(tokens: TokenIds, params: PerplexityParams, bos: int | None) -> Windows
 
 
 def bos_of(session: HasTokenizer) -> int | None:
-    """The token that starts every window, if the model uses one."""
+    """Return the token that starts every window, if the model uses one."""
     return session.tokenizer.bos_id if session.tokenizer.add_bos else None
 
 
@@ -98,7 +98,7 @@ def run(
     on_chunk: Callable[[ChunkScore], None] | None = None,
     on_rows: RowObserver | None = None,
 ) -> PerplexityResult:
-    """Perplexity of int32 tokens; on_chunk gets running values, on_rows the logits of every scored position.
+    """Compute the perplexity of int32 tokens; on_chunk gets running values, on_rows the logits of scored positions.
 
     Raises NonFiniteError at the first chunk that is not finite, unless params.fail_on_nan is off: then such chunks are
     left out of the estimate.
@@ -115,7 +115,7 @@ def gather(
     params: PerplexityParams,
     on_chunk: Callable[[ChunkScore], None] | None = None,
 ) -> PerplexityResult:
-    """What `run` returns, from the values of all windows in order."""
+    """Build the result of `run` from the values of all windows in order."""
     scorer = _Scorer(params, windows, on_chunk, None)
     for window in found:
         if window.values is None:
@@ -126,7 +126,7 @@ def gather(
 
 
 def chunk_error(chunk: int, cause: NonFiniteError | None = None) -> NonFiniteError:
-    """The error that names a chunk (from 1) and the way to find the reason."""
+    """Return the error that names a chunk (from 1) and the way to find the cause."""
     detail = f" ({cause})" if cause else ""
     return NonFiniteError(
         f"chunk {chunk + 1} gives logits that are not finite{detail}; run again with --check-tensors to find bad "
@@ -173,7 +173,7 @@ class _Scorer:
         self._report(chunk, self.running.ppl, self.running.mean, self.running.mean_error, pass_seconds)
 
     def result(self) -> PerplexityResult:
-        """Of what was scored."""
+        """Return the result over what was scored."""
         running = self.running
         return PerplexityResult(
             ppl=running.ppl,
@@ -203,7 +203,7 @@ class _Scorer:
 
 
 def params_of(config: RunConfig) -> PerplexityParams:
-    """What the options say; without -c the window has 512 tokens."""
+    """Return the parameters of the options; without -c the window has 512 tokens."""
     options = config.perplexity
     return PerplexityParams(
         n_ctx=config.n_ctx or DEFAULT_WINDOW,
@@ -218,7 +218,7 @@ def params_of(config: RunConfig) -> PerplexityParams:
 def open_session(
     config: RunConfig, n_ctx: int, n_batch: int, *, stride: int = 0, planner: Planner | None = None
 ) -> SessionLike:
-    """A session for max(1, n_batch // n_ctx) windows side by side; with a stride one sequence gets all the cells."""
+    """Open a session for max(1, n_batch // n_ctx) parallel windows; with a stride one sequence gets all cells."""
     from ikcli.engine.run.opening import open_session
 
     settings, sizes = windows_session(replace(config, n_batch=n_batch), n_ctx, stride)

@@ -1,6 +1,6 @@
-"""What the measurements need from a session: tokens in, logits out, forget part of the cache.
+"""Protocols of the session that measurements use: tokens in, logits out, drop part of the cache.
 
-The engine's session satisfies this; tests use small stand-ins with known logits.
+The engine's session satisfies them; tests use small stand-ins with known logits.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ TokenIds = npt.NDArray[np.int32]
 
 
 class TokenizerLike(Protocol):
-    """Text to token ids."""
+    """Converts text to token ids."""
 
     @property
     def bos_id(self) -> int | None:
-        """Id of the begin-of-text token."""
+        """The id of the begin-of-text token."""
 
     @property
     def add_bos(self) -> bool:
         """True if texts of this model start with the begin-of-text token."""
 
     def encode(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
-        """Token ids of a text."""
+        """Return the token ids of a text."""
 
 
 class HasTokenizer(Protocol):
-    """What texts become tokens with."""
+    """Has the tokenizer of a model."""
 
     @property
     def tokenizer(self) -> TokenizerLike: ...
@@ -63,16 +63,16 @@ class SessionLike(Protocol):
     def tokenizer(self) -> TokenizerLike: ...
 
     def decode(self, batch: Batch) -> FloatRows:
-        """Logits (n_outputs, n_vocab) of the wanted tokens in batch order, valid until the next call."""
+        """Return logits (n_outputs, n_vocab) of the requested tokens in batch order, valid until the next call."""
 
     def clear(self) -> None:
-        """Forget all sequences."""
+        """Remove all sequences from the cache."""
 
     def truncate(self, seq: int, n: int) -> int:
-        """Forget positions of a sequence from n on as far as possible; returns how many are left."""
+        """Remove positions from n on of a sequence as far as possible and return how many positions are left."""
 
     def checkpoint(self, seq: int) -> None:
-        """Remember where a sequence is, to return there."""
+        """Save the current state of a sequence, to roll back to it."""
 
     def close(self) -> None:
         """Release the model."""

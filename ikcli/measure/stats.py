@@ -1,6 +1,6 @@
 """Arithmetic of the measurements: log-softmax over large vocabularies, means with errors, quantiles.
 
-Rows are processed in blocks that stay in the cache, in threads (NumPy releases the GIL); sums are in float64.
+Rows are processed in blocks that fit the cache, in threads (NumPy releases the GIL); sums are in float64.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def for_row_blocks(work: Callable[[slice], None], n_rows: int, n_cols: int, n_th
 
 
 def log_sum_exp(logits: F32) -> tuple[F32, F64]:
-    """Maximum (n,) and log(sum(exp(x - maximum))) (n,) of each row of (n, n_vocab) logits."""
+    """Return the maximum (n,) and log(sum(exp(x - maximum))) (n,) of each row of (n, n_vocab) logits."""
     top = logits.max(axis=1)
     work = logits - top[:, None]
     np.exp(work, out=work)
@@ -48,12 +48,12 @@ def log_sum_exp(logits: F32) -> tuple[F32, F64]:
 
 
 def pick(logits: F32, targets: npt.NDArray[np.int32]) -> F64:
-    """The logit of targets[i] in row i, as float64."""
+    """Return the logit of targets[i] in row i, as float64."""
     return logits[np.arange(len(targets)), targets].astype(np.float64)
 
 
 def token_nll(logits: F32, targets: npt.NDArray[np.int32], n_threads: int = 1) -> F64:
-    """Negative log-likelihood (n,) of targets[i] under row i of (n, n_vocab) logits; NaN or inf where not finite."""
+    """Return the negative log-likelihood (n,) of targets[i] in row i of (n, n_vocab) logits, NaN or inf included."""
     nll = np.empty(len(targets), dtype=np.float64)
 
     def work(rows: slice) -> None:
@@ -65,7 +65,7 @@ def token_nll(logits: F32, targets: npt.NDArray[np.int32], n_threads: int = 1) -
 
 
 def safe_exp(value: float) -> float:
-    """exp(value) that overflows to infinity."""
+    """Return exp(value), infinity on overflow."""
     try:
         return math.exp(value)
     except OverflowError:
@@ -73,7 +73,7 @@ def safe_exp(value: float) -> float:
 
 
 class RunningNll:
-    """Sums of the scored tokens so far; `ppl` is exp of their mean."""
+    """Sums over the scored tokens so far; `ppl` is exp of their mean."""
 
     def __init__(self) -> None:
         self.total = 0.0
@@ -88,17 +88,17 @@ class RunningNll:
 
     @property
     def mean(self) -> float:
-        """Mean negative log-likelihood; NaN without tokens."""
+        """The mean negative log-likelihood; NaN without tokens."""
         return self.total / self.count if self.count else math.nan
 
     @property
     def ppl(self) -> float:
-        """Perplexity."""
+        """The perplexity."""
         return safe_exp(self.mean)
 
     @property
     def mean_error(self) -> float:
-        """Standard error of the mean; 0 where the variance is not positive."""
+        """The standard error of the mean; 0 where the variance is not positive."""
         if self.count < 2:
             return 0.0
         variance = self.total2 / self.count - self.mean * self.mean
@@ -106,7 +106,7 @@ class RunningNll:
 
 
 def mean_and_error(values: F64) -> tuple[float, float]:
-    """Mean and its standard error; the error is 0 for 10 values or fewer."""
+    """Return the mean and its standard error; the error is 0 for 10 values or fewer."""
     if len(values) == 0:
         return 0.0, 0.0
     mean = float(values.mean())
@@ -117,17 +117,17 @@ def mean_and_error(values: F64) -> tuple[float, float]:
 
 
 def covariance_of_means(a: F64, b: F64) -> float:
-    """Covariance of the means of two paired samples; 0 below 10 pairs."""
+    """Return the covariance of the means of two paired samples; 0 below 10 pairs."""
     if len(a) < MIN_COUNT_FOR_ERROR:
         return 0.0
     return float(((a - a.mean()) * (b - b.mean())).mean()) / (len(a) - 1)
 
 
 def error_of_difference(error_a: float, error_b: float, covariance: float) -> float:
-    """Standard error of a - b for correlated a and b."""
+    """Return the standard error of a - b for correlated a and b."""
     return math.sqrt(max(0.0, error_a * error_a + error_b * error_b - 2.0 * covariance))
 
 
 def share_error(share: float, count: int) -> float:
-    """Standard error of a share of `count` trials."""
+    """Return the standard error of a share of `count` trials."""
     return math.sqrt(share * (1.0 - share) / (count - 1)) if count > 1 else 0.0

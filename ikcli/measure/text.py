@@ -1,4 +1,4 @@
-"""The text of a measurement: from a file, from the command line, or the bundled one; escapes as in llama.cpp tools."""
+"""Read the text of a measurement: from a file, from the command line, or bundled; escapes as in llama.cpp tools."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def unescape(text: bytes) -> bytes:
 
 
 def load_text(config: RunConfig) -> str:
-    """The text named by -bf or -f or given by -p, else the bundled one; one final newline of a file is dropped.
+    """Return the text named by -bf or -f or given by -p, else the bundled one; drop one final newline of a file.
 
     Bytes that are not UTF-8 become surrogate escapes, which the tokenizer reads as bytes.
     """
@@ -47,12 +47,12 @@ def load_text(config: RunConfig) -> str:
 
 
 def raw_text(config: RunConfig) -> bytes:
-    """The bytes of the file named by -bf or -f, as they are or as they were before they were compressed."""
+    """Return the bytes of the file named by -bf or -f, decompressed if it is compressed."""
     return read_bytes(config.prompt.binary_file or config.prompt.file or default_text(), _HINT)
 
 
 def text_name(config: RunConfig) -> str:
-    """What messages call the text: the file or the prompt."""
+    """Return the name of the text for messages: the file or the prompt."""
     file = config.prompt.binary_file or config.prompt.file
     if file is not None:
         return str(file)
@@ -60,9 +60,9 @@ def text_name(config: RunConfig) -> str:
 
 
 def tokenize(session: HasTokenizer, text: str, who: str = "perplexity", *, parse_special: bool = False) -> TokenIds:
-    """Token ids int32 of the text, begin-of-text included where the model wants it; logs the time taken.
+    """Return int32 token ids of the text, with begin-of-text if the model uses it; log the time taken.
 
-    With `parse_special` names of control tokens in the text are these tokens.
+    With `parse_special` names of control tokens in the text become those tokens.
     """
     log(f"{who}: tokenizing the input ..")
     started = time.perf_counter()

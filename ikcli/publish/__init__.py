@@ -1,1 +1,1 @@
-"""Folders for a hub: files, checksums, a model card."""
+"""Prepare folders for a hub: files, checksums, a model card."""

@@ -1,4 +1,4 @@
-"""SHA256SUMS of a folder: written when it is made, and brought up to date where files were changed or added later."""
+"""SHA256SUMS of a folder: written with it, and updated when files are changed or added later."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ SUMS, MADE_OF = "SHA256SUMS", ".ik-publish"
 
 
 def write_sums(folder: Path) -> None:
-    """Digests of all files, for `sha256sum -c`; those with a dot before their name do not count."""
+    """Write the digests of all files for `sha256sum -c`, except names that begin with a dot."""
     _write(folder, {name: digests.of_file(folder / name) for name in _names(folder)})
 
 
 def current_sums(folder: Path) -> dict[str, str]:
-    """Name -> SHA-256 of every file, SHA256SUMS among them; files that are newer than it are read again.
+    """Return name -> SHA-256 of every file including SHA256SUMS; files newer than it are hashed again.
 
-    FormatError if a file is missing, IkError if the digests cannot be brought up to date.
+    FormatError if a file is missing, IkError if the digests cannot be updated.
     """
     sums = folder / SUMS
     try:
         lines, since = read_text(sums, error=FormatError).splitlines(), sums.stat().st_mtime_ns
     except (OSError, FormatError):
-        raise FormatError(f"{folder} has no {SUMS}: it is no folder that ik publish has made") from None
+        raise FormatError(f"{folder} has no {SUMS}: it was not made by ik publish") from None
     known: dict[str, str] = {}
     for line in lines:
         found = re.fullmatch(r"([0-9a-f]{64})  (.+)", line)

@@ -1,7 +1,7 @@
-"""A folder for a hub out of quants of one model: files named and split, digests, recipes, results, a model card.
+"""Make a folder for a hub from quants of one model: named and split files, digests, recipes, results, a model card.
 
-Everything is checked and measured first; the folder is made under a temporary name and renamed when it is whole.
-What it was made of is kept in it as a digest, so that a run that goes on knows the folder of the one before.
+Everything is checked and measured first; the folder is made under a temporary name and renamed when it is complete. It
+contains a digest of its inputs, by which a later run recognizes the folder of an earlier one.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _FACTS = ("PPL", "Mean KLD")
 
 
 def plan_publish(options: PublishOptions) -> PublishPlan:
-    """What the folder will hold; IkError for models that do not belong together, names that clash, unusable files."""
+    """Plan the folder; IkError for models that do not belong together, names that clash, unusable files."""
     out = options.out
     is_made = options.reuse and _is_made(options)
     if not is_made and out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -45,13 +45,13 @@ def plan_publish(options: PublishOptions) -> PublishPlan:
         raise UsageError(
             f"--out {out} is there already{way and ', made of other files or options'}; name a new or empty folder{way}"
         )
-    if out.absolute().resolve() == Path.cwd().resolve():  # it is replaced, and a shell would stay in the old one
+    if out.absolute().resolve() == Path.cwd().resolve():  # replaced, and a shell would stay in the old one
         raise UsageError(f"--out {out} is the current folder; name another one")
     if not os.access(existing_folder(out), os.W_OK | os.X_OK) or not existing_folder(out).is_dir():
         raise UsageError(f"--out {out}: {existing_folder(out)} takes no files; choose another folder")
     for path in (options.imatrix, *options.sources):
         if path is not None and not path.is_file():
-            raise UsageError(f"{path} is no file")
+            raise UsageError(f"{path} is not a file")
     files = [open_gguf(path) for _, path in options.models]
     first = files[0]
     for file in files[1:]:
@@ -65,7 +65,7 @@ def plan_publish(options: PublishOptions) -> PublishPlan:
     ]
     for i, label in enumerate(labels):
         if not re.fullmatch(r"[\w.+-]+", label):
-            raise UsageError(f'"{label}" is no label for a file name; use letters, digits, - and _')
+            raise UsageError(f'"{label}" cannot be a label in a file name; use letters, digits, - and _')
         if label in labels[:i]:
             raise UsageError(
                 f"{options.models[labels.index(label)][1]} and {options.models[i][1]} are both called {label}; "
@@ -90,7 +90,7 @@ def plan_publish(options: PublishOptions) -> PublishPlan:
 
 
 def publish(plan: PublishPlan, advance: Callable[[float], None] = lambda n_bytes: None) -> Published:
-    """Make the folder; `advance` gets the bytes of models as they are copied. Nothing is left of a run that fails."""
+    """Make the folder; `advance` gets the bytes of models as they are copied. A failed run leaves nothing behind."""
     options, out = plan.options, plan.options.out.absolute()
     if plan.is_made:
         return plan.made
@@ -142,7 +142,7 @@ def _fill(folder: Path, plan: PublishPlan, made: Published, advance: Callable[[f
 
 
 def _is_made(options: PublishOptions) -> bool:
-    """Whether the folder is whole and was made by these options of these files, as they are now."""
+    """Return whether the folder is complete and was made with these options from the current files."""
     try:
         return (options.out / MADE_OF).read_text(encoding="utf-8").strip() == _fingerprint(options)
     except (OSError, UnicodeDecodeError):
@@ -150,7 +150,7 @@ def _is_made(options: PublishOptions) -> bool:
 
 
 def _fingerprint(options: PublishOptions) -> str:
-    """Digest of the options, and of names, sizes and times of the files."""
+    """Hash the options, and names, sizes and times of the files."""
     files = [*(p for _, p in options.models), *(p for _, p in options.results), *options.sources]
     files += [options.imatrix] if options.imatrix is not None else []
     parts = [part for path in files for part in _parts_of(path)]
@@ -161,7 +161,7 @@ def _fingerprint(options: PublishOptions) -> str:
 
 
 def _parts_of(path: Path) -> list[Path]:
-    """All parts of a split model, else the file itself."""
+    """Return all parts of a split model, else the file itself."""
     found = re.fullmatch(r"(.*-)\d{5}(-of-\d{5}\.gguf)", path.name)
     return sorted(path.parent.glob(f"{glob.escape(found[1])}?????{found[2]}")) if found else [path]
 
@@ -172,12 +172,12 @@ def _place(source: Path, target: Path, link: bool) -> None:
             os.link(source.resolve(), target)
             return
         except OSError as problem:
-            raise IkError(f"{source}: no hard link of it can be made ({problem.strerror}); drop --link") from None
+            raise IkError(f"{source}: cannot make a hard link to it ({problem.strerror}); drop --link") from None
     shutil.copyfile(source, target)
 
 
 def recipe_of_file(file: GGUFFile) -> list[str]:
-    """Rules for `--custom-q @FILE` that give every tensor of a model the type it has in this file."""
+    """Return rules for `--custom-q @FILE` that give every tensor of a model its type in this file."""
     plain = RecipeOptions(_F16, ignore_imatrix_rules=True)
     choices = choose_types(list(file.tensors.values()), file.metadata, plain)
     types = {c.name: file.tensors[c.name].type for c in choices if not c.reason.startswith("kept")}
@@ -188,7 +188,7 @@ def recipe_of_file(file: GGUFFile) -> list[str]:
 def _qualities(
     options: PublishOptions, name: str, labels: Sequence[str], stems: Sequence[str]
 ) -> list[dict[str, tuple[float, float | None]]]:
-    """What was measured of each quant, found by its label or the name of its file; the last of several counts."""
+    """Return the measurements of each quant, found by its label or file name; of several the last counts."""
     found: list[dict[str, tuple[float, float | None]]] = [{} for _ in labels]
     if not options.results:
         return found
@@ -198,7 +198,7 @@ def _qualities(
     for q in results.qualities:
         mine = [i for i, label in enumerate(labels) if q.label in (label, f"{name}-{label}", stems[i])]
         if not mine:
-            log.warn(f"{q.source}:{q.line}: results of {q.label}, which is none of the quants; LABEL=FILE says which")
+            log.warn(f"{q.source}:{q.line}: results of {q.label}, which is not one of the quants; use LABEL=FILE")
         for i in mine:
             found[i].update({key: q.values[key] for key in _FACTS if key in q.values})
     return found
@@ -209,7 +209,7 @@ def _shapes(file: GGUFFile) -> dict[str, tuple[int, ...]]:
 
 
 def _type_of(file: GGUFFile) -> str:
-    """Name of the file type; of a file without one the type that most weights have."""
+    """Return the name of the file type; without one, the type of most weights."""
     number = file.get("general.file_type")
     if isinstance(number, int):
         known = FILE_TYPES.get(number & ~FILE_TYPE_GUESSED)
@@ -222,7 +222,7 @@ def _type_of(file: GGUFFile) -> str:
 
 
 def _file_name(text: str) -> str:
-    """`My Model 7B` as `My-Model-7B`."""
+    """Turn `My Model 7B` into `My-Model-7B`."""
     return re.sub(r"[^\w.+]+", "-", text).strip("-.")
 
 
@@ -232,7 +232,7 @@ def _common_name(stem: str, type: str) -> str:
 
 
 def _label(stem: str, name: str, file: GGUFFile) -> str:
-    """What the file name has after the name of the model, or from its file type on; else the file type."""
+    """Return what follows the model's name in the file name, or its part from the file type on; else the file type."""
     if stem.lower().startswith(name.lower() + "-"):
         return stem[len(name) + 1 :]
     type = _type_of(file)
@@ -247,7 +247,7 @@ def _paths(stem: str, n_parts: int) -> tuple[str, ...]:
 
 
 def _base_model(file: GGUFFile) -> str:
-    """`user/repo` of the model itself, where metadata tell it; `general.base_model` is what that was made of."""
+    """Return `user/repo` of the model itself if metadata name it; `general.base_model` is what it was derived from."""
     for key in ("general.source.huggingface.repository", "general.repo_url", "general.source.repo_url"):
         m = re.fullmatch(r"(?:https?://huggingface\.co/)?([\w.-]+/[\w.-]+?)/?", str(file.get(key) or ""))
         if m:

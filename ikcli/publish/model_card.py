@@ -1,4 +1,4 @@
-"""README.md of a published folder: front matter for the hub, a table of the quants, a plot, where they come from."""
+"""README.md of a published folder: front matter for the hub, a table of the quants, a plot, and sources."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ circle { fill: #0b62c4; }</style><rect width="100%" height="100%" fill="#ffffff"
 
 
 def quality_plot(quants: Sequence[PublishedQuant]) -> str:
-    """SVG of KL divergence (else perplexity) over size, as a file of its own; empty for fewer than two results."""
+    """Return the SVG of KL divergence (else perplexity) over size; empty for fewer than two results."""
     for key, title in (("Mean KLD", "mean KL divergence"), ("PPL", "perplexity")):
         found = sorted((q for q in quants if key in q.quality), key=lambda q: q.n_bytes)
         if len(found) < 2:
@@ -47,7 +47,7 @@ def quality_plot(quants: Sequence[PublishedQuant]) -> str:
 
 
 def card(made: Published, plot_file: str = "") -> str:
-    """The whole text."""
+    """Return the whole text."""
     lines = [*_front_matter(made), "", f"# {made.name}, GGUF", ""]
     if made.base_model:
         lines += [f"Quants of [{made.base_model}](https://huggingface.co/{made.base_model}).", ""]
@@ -82,7 +82,7 @@ def _front_matter(made: Published) -> list[str]:
 
 
 def _scalar(text: str) -> str:
-    """A YAML string; JSON's form of it is one."""
+    """Return a YAML string; JSON's form of it is one."""
     return json.dumps(text, ensure_ascii=False)
 
 
@@ -109,5 +109,5 @@ def _with_error(pair: tuple[float, float | None] | None) -> str:
 
 
 def _number(value: float) -> str:
-    """Six digits, never with an exponent where a KL divergence is small."""
+    """Format with six digits, never with an exponent where a KL divergence is small."""
     return f"{value:.6g}" if abs(value) >= 1e-3 or value == 0 else f"{value:.6f}"

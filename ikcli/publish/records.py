@@ -1,4 +1,4 @@
-"""What a published folder is made of: options, files, quants and their measured quality."""
+"""Records of a published folder: options, files, quants and their measured quality."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from ikcli.gguf.reader import GGUFFile
 
 @dataclass(frozen=True, slots=True)
 class PublishOptions:
-    """What the user says about the models: `models` and `results` are (label or "", file).
+    """The user's options; `models` and `results` are (label or "", file).
 
-    `reuse`: a folder that is there already is taken if the same files and options made it.
+    `reuse`: accept an existing folder if it was made from the same files and options.
     """
 
     models: Sequence[tuple[str, Path]]
@@ -32,7 +32,7 @@ class PublishOptions:
 
 @dataclass(frozen=True, slots=True)
 class PublishedQuant:
-    """A quant: its label, its files in the folder, type, sizes, and what was measured as name -> (value, error)."""
+    """A quant: its label, its files in the folder, type, sizes, and measurements as name -> (value, error)."""
 
     label: str
     paths: tuple[str, ...]
@@ -45,7 +45,7 @@ class PublishedQuant:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """The folder, or what it would be; `sources` are (name, SHA-256) of the files the quants were made of."""
+    """The folder, made or planned; `sources` are (name, SHA-256) of the files the quants were made from."""
 
     out: Path
     name: str

@@ -1,1 +1,1 @@
-"""Results and logs of many runs, read and drawn on one page of HTML."""
+"""Read results and logs of many runs and draw them on one HTML page."""

@@ -1,6 +1,6 @@
-"""One page of HTML of all results: plots, sortable tables, what everything ran on, and what could not be read.
+"""One HTML page of all results: plots, sortable tables, what everything ran on, and what could not be read.
 
-The page is complete in itself: style, script and plots are inside, nothing is loaded from anywhere.
+The page is self-contained: style, script and plots are inline, and nothing is loaded from elsewhere.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MANY_DOTS, _MANY_ROWS, _LONG = 40, 24, 60
 
 
 def page(results: Results, title: str) -> str:
-    """The page as text."""
+    """Return the page as text."""
     sweeps = [s for s in results.speeds if s.table.kind == "sweep"]
     batched = [s for s in results.speeds if s.table.kind == "batched"]
     sections = [
@@ -171,7 +171,7 @@ def _bench(rows: Sequence[BenchRow]) -> str:
 
 
 def _compared(found: Sequence[Compared]) -> str:
-    """Intervals around 1, to be seen at a glance, and the numbers."""
+    """Draw intervals around 1, and list the numbers."""
     highs = [c.high if c.high is not None else c.ratio for c in found]
     low, high = min(0.98, *(c.low or c.ratio for c in found)), max(1.02, *highs)
     low, high = low - 0.05 * (high - low), high + 0.05 * (high - low)
@@ -214,7 +214,7 @@ def _bench_title(name: str, r: BenchRow) -> str:
 
 
 def pareto(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Indices of points that no other beats in both numbers (smaller is better), in the order of the first number."""
+    """Return indices of points that no other beats in both numbers (smaller is better), ordered by the first number."""
     best = float("inf")
     out: list[int] = []
     for i in sorted(range(len(points)), key=lambda i: points[i]):
@@ -255,7 +255,7 @@ def _quality(found: Sequence[Quality]) -> str:
 
 
 def _unit(found: Sequence[Result]) -> tuple[str, int]:
-    """GiB, or MiB where all models are small."""
+    """Return GiB, or MiB where all models are small."""
     return (
         ("GiB", _GIB)
         if max((r.environment.model_bytes or 0 for r in found), default=0) >= _GIB
@@ -267,7 +267,7 @@ def _front_figure(
     title: str, x_label: str, members: Sequence[tuple[int, str, float, tuple[float, float | None]]],
     front: Sequence[int], log: bool,
 ) -> str:  # fmt: skip
-    """Points with their names, and the line of those that no other beats."""
+    """Draw points with their names, and a line through the Pareto front."""
     dots = {
         i: Dot(x, y, f"{name}\n{x:.3f}: {y:.6g}" + (f" ± {error:.3g}" if error else ""), error or 0.0,
                name if len(members) <= _MANY_DOTS else "")
@@ -341,7 +341,7 @@ def _figures(figures: Sequence[str]) -> str:
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[Any]], folded: bool = False) -> str:
-    """A sortable table; a cell is text, a number, or (number to sort by, text)."""
+    """Return a sortable table; a cell is text, a number, or (number to sort by, text)."""
     numeric = [any(_is_number(row[i]) for row in rows) for i in range(len(header))]
     head = "".join(
         f'<th{" class=num" if n else ""} aria-sort="none"><button type="button">{_e(name)}</button></th>'

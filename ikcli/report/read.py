@@ -1,8 +1,8 @@
-"""Results out of files and logs, ours and the reference's: speeds, qualities, errors of types, and what they ran on.
+"""Read results from files and logs, ours and ik_llama.cpp's: speed, quality, errors of types, and environments.
 
-Tables of sweep-bench and batched-bench are found by `sweep_read`; what else a line can hold is here. A line that looks
-like a result and cannot be read is a `Problem`; text between results is skipped. Logs name the model that they loaded,
-jsonl-full and the records of bench what they ran on.
+Tables of sweep-bench and batched-bench are found by `sweep_read`; other lines are parsed here. A line that looks like a
+result and cannot be parsed is a `Problem`; text between results is skipped. Logs name the model that they loaded;
+jsonl-full and the records of bench describe what they ran on.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def read_results(sources: list[tuple[str, Path]], sizes: Mapping[str, int] | Non
         except OSError as problem:
             raise FormatError(f"{path}: cannot be read ({problem.strerror or problem})") from None
         if any("\0" in line for line in lines):
-            raise FormatError(f"{path}: is no text; name a log, a table or jsonl")
+            raise FormatError(f"{path}: is not a text file; name a log, a table or jsonl")
         before = len(out.all()) + len(out.problems)
         _Source(out, label, path, lines, sizes or {}).read()
         if len(out.all()) + len(out.problems) == before:
@@ -73,14 +73,14 @@ def read_results(sources: list[tuple[str, Path]], sizes: Mapping[str, int] | Non
 
 
 def read_output(text: str, name: str) -> Results:
-    """The results of a text that is no file; `name` stands for it."""
+    """Return the results in a text that is not a file; `name` stands for it."""
     out = Results()
     _Source(out, "", Path(name), clean_lines(text), {}).read()
     return out
 
 
 class _Source:
-    """Walks over the lines of one file that belong to no table of speeds."""
+    """Walks over the lines of one file that do not belong to a table of speeds."""
 
     def __init__(self, out: Results, label: str, path: Path, lines: list[str], sizes: Mapping[str, int]) -> None:
         self._out, self._label, self._path, self._lines, self._sizes = out, label, path, lines, sizes
@@ -109,7 +109,7 @@ class _Source:
             self._finish_statistics()
 
     def _line(self, at: int, line: str) -> int:
-        """Read one line; the index of the last line that belongs to it."""
+        """Read one line and return the index of the last line that belongs to it."""
         for take in (self._log, self._quality, self._bench_table, self._csv_line, self._type_line):
             if take(at, line):
                 return at
@@ -208,7 +208,7 @@ class _Source:
         )
 
     def _bench_record(self, at: int, record: Mapping[str, Any]) -> None:
-        """A result as json, jsonl or CSV has it."""
+        """Take a result of bench as it stands in json, jsonl or CSV."""
         speed, deviation = _finite(record["avg_ts"]), float(record.get("stddev_ts") or 0)
         n_prompt, n_gen, n_depth = (int(record.get(key) or 0) for key in ("n_prompt", "n_gen", "n_depth"))
         test = str(record.get("test") or BenchTest(n_prompt, n_gen, n_depth=n_depth).label)
@@ -259,7 +259,7 @@ class _Source:
         return True
 
     def _json(self, at: int, line: str) -> int:
-        """A JSON value that begins here, over as many lines as it needs."""
+        """Return the JSON value that begins here, over as many lines as it needs."""
         text, last = line, at
         try:
             value = json.loads(text)
@@ -359,7 +359,7 @@ class _Source:
         )  # fmt: skip
 
     def _type_line(self, at: int, line: str) -> bool:
-        """A line of the reference's quantize-stats, which does not tell bits per weight."""
+        """Take a line of llama.cpp's quantize-stats, which does not give bits per weight."""
         found = _TYPE_LINE.match(line)
         if found is None:
             return False
@@ -388,13 +388,13 @@ def _finite(value: Any) -> float:
 
 
 def _settings_text(record: Mapping[str, Any]) -> str:
-    """Settings that are not the plainest ones, in a few words."""
+    """Describe the notable settings in a few words, leaving out their usual values."""
     found = {k: record[k] for k in _SETTINGS if k in record and record[k] not in _USUAL}
     return ", ".join(f"{k} {int(v) if isinstance(v, bool) else v}" for k, v in found.items())
 
 
 def _config_facts(config: Mapping[str, Any]) -> tuple[dict[str, str], int | None]:
-    """What the first line of jsonl-full tells."""
+    """Return facts from the first line of jsonl-full."""
     hardware, software, file = (config.get(k) or {} for k in ("hardware", "software", "model_file"))
     facts = {
         "model": str(config.get("model") or file.get("file") or ""),

@@ -1,4 +1,4 @@
-"""Results of measurements as `ik report` knows them, whatever program wrote them in whatever form."""
+"""Results of measurements as `ik report` uses them, independent of the program and format they come from."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ikcli.bench.sweep_read import SpeedTable
 
 @dataclass(frozen=True, slots=True)
 class RunEnvironment:
-    """What a result ran on, as far as its source tells; `facts` are for people (machine, program, model, ...)."""
+    """What a result ran on, as far as its source tells; `facts` are for readers (machine, program, model, ...)."""
 
     facts: Mapping[str, str] = field(default_factory=dict)
     model_bytes: int | None = None
@@ -18,8 +18,10 @@ class RunEnvironment:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Common to all results: name in plots and tables (`named`: given by the user, so that results of one name are
-    measurements of one thing), where it was found, what it ran on."""
+    """The fields common to all results: name in plots and tables, where it was found, what it ran on.
+
+    `named`: the user gave the name, so that results of one name are measurements of one thing.
+    """
 
     label: str
     source: str
@@ -47,7 +49,7 @@ class BenchRow(Result):
 
 @dataclass(frozen=True, slots=True)
 class Compared(Result):
-    """A result of `ik bench --compare`: speed of a side over that of another, with its 95 % interval."""
+    """A result of `ik bench --compare`: the speed of a side relative to another, with its 95 % interval."""
 
     test: str
     side: str
@@ -71,7 +73,7 @@ class Quality(Result):
 
 @dataclass(frozen=True, slots=True)
 class TypeErrors(Result):
-    """Error of a tensor type on a tensor, or on all of them (`tensor` empty); `relative` is RMSE over RMS."""
+    """The error of a type on a tensor, or on all of them (`tensor` empty); `relative` is RMSE over RMS."""
 
     type: str
     tensor: str
@@ -83,7 +85,7 @@ class TypeErrors(Result):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A line that looks like a result and cannot be read."""
+    """A line that looks like a result and cannot be parsed."""
 
     source: str
     line: int
@@ -103,5 +105,5 @@ class Results:
     problems: list[Problem] = field(default_factory=list)
 
     def all(self) -> list[Result]:
-        """All results of all kinds."""
+        """Return all results of all kinds."""
         return [*self.speeds, *self.bench, *self.compared, *self.qualities, *self.types]

@@ -1,6 +1,6 @@
-"""Plots as SVG text for a page: lines and points with axes, whose colours the page decides by its theme.
+"""Plots as SVG text for a page: lines and points with axes; the theme of the page sets the colours.
 
-Classes: `s0` ... `s7` colour a series, `d0` ... `d3` dash it. Every point has a title that is shown when pointed at.
+Classes: `s0` ... `s7` colour a series, `d0` ... `d3` dash it. Every point has a title that is shown on hover.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 COLORS, DASHES = 8, 4
 _WIDTH, _HEIGHT = 620, 340
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 16, 14, 46
-_DECADES = 30.0  # a range of values from which on an axis is logarithmic, where that is allowed
+_DECADES = 30.0  # minimum ratio of the values for a logarithmic axis, where one is allowed
 
 
 @dataclass(frozen=True, slots=True)
 class Dot:
-    """A point: `spread` is drawn as a bar on both sides, `text` beside it, `title` is shown when pointed at."""
+    """A point: `spread` is drawn as an error bar, `text` beside it, `title` on hover."""
 
     x: float
     y: float
@@ -29,7 +29,7 @@ class Dot:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Points of one colour (`index`), joined by a line or not."""
+    """Points of one colour (`index`), optionally joined by a line."""
 
     label: str
     dots: Sequence[Dot]
@@ -39,12 +39,12 @@ class Curve:
 
 
 def series_class(index: int) -> str:
-    """The classes of a series: eight colours, then the same ones dashed."""
+    """Return the classes of a series: eight colours, then the same ones dashed."""
     return f"s{index % COLORS} d{index // COLORS % DASHES}"
 
 
 def nice_ticks(low: float, high: float, most: int = 6) -> list[float]:
-    """Round numbers from at or below `low` to at or above `high`."""
+    """Return round numbers from at or below `low` to at or above `high`."""
     span = max(high - low, abs(high) * 1e-9, 1e-12)
     step = 10.0 ** math.floor(math.log10(span / most))
     step = next(step * m for m in (1, 2, 2.5, 5, 10, 20) if span / (step * m) <= most)
@@ -53,7 +53,7 @@ def nice_ticks(low: float, high: float, most: int = 6) -> list[float]:
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Powers of ten, with 2 and 5 between them where they are few."""
+    """Return powers of ten, with 2 and 5 between them where they are few."""
     first, last = math.floor(math.log10(low) + 1e-9), math.ceil(math.log10(high) - 1e-9)
     parts = (1, 2, 5) if last - first <= 3 else (1,)
     ticks = [p * 10.0**e for e in range(first, last + 1) for p in parts if p * 10.0**e <= 10.0**last * 1.0001]
@@ -63,7 +63,7 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 
 def number(value: float) -> str:
-    """A short number: `12.5k`, `0.003`, `1e-06`."""
+    """Format a number briefly: `12.5k`, `0.003`, `1e-06`."""
     size = abs(value)
     if size >= 1e5 or (size >= 1e4 and value % 1000 == 0):
         return f"{value / 1000:g}k"
@@ -74,7 +74,7 @@ def plot(
     curves: Sequence[Curve], x_label: str, y_label: str, *, x_ticks: Sequence[float] = (), log: bool = False,
     zero: bool = True,
 ) -> str:  # fmt: skip
-    """One plot; `log`: a logarithmic y axis if the values range far; `zero`: else it begins at 0."""
+    """Return one plot; `log`: a logarithmic y axis if values range widely; `zero`: otherwise the axis begins at 0."""
     dots = [dot for curve in curves for dot in curve.dots]
     ys = [v for d in dots for v in (d.y - d.spread, d.y + d.spread)]
     log = log and min(d.y for d in dots) > 0 and max(d.y for d in dots) / min(d.y for d in dots) >= _DECADES
@@ -114,7 +114,7 @@ def plot(
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """Values to places."""
+    """Maps values to positions."""
 
     x0: float
     x1: float
@@ -153,7 +153,7 @@ def _curve(curve: Curve, frame: _Frame, placed: list[tuple[float, float, float]]
 
 
 def _text(text: str, x: float, y: float, placed: list[tuple[float, float, float]]) -> str:
-    """A name beside a point, where no other one is."""
+    """Place a name beside a point, where it does not cover another one."""
     width = 6.6 * len(text)
     right = x + 8 + width < _WIDTH
     left = x + 8 if right else x - 8 - width

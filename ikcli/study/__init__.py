@@ -1,1 +1,1 @@
-"""What types cost the tensors of a model: error tables, calibration, studies of the resident model."""
+"""Measure what quantization types cost the tensors of a model: error tables, calibration, studies."""

@@ -1,4 +1,4 @@
-"""What `ik quantize --calibrate` measures: the KL divergence that quantizing groups of tensors causes on a text."""
+"""Measure the KL divergence on a text that quantizing groups of tensors causes, for `ik quantize --calibrate`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ikcli.study.resident import Resident, ResidentOptions
 
 
 class Calibrator:
-    """Measures trials; `measure` is what `ikcli.quant.calibration` wants as `Measure`."""
+    """Measures trials on a resident model; `measure` is a `Measure` of `ikcli.quant.calibration`."""
 
     def __init__(self, options: ResidentOptions) -> None:
         self.options = options
         self._resident: Resident | None = None
 
     def measure(self, trials: Sequence[Mapping[str, GGMLType]], encoding: Encoding) -> list[float]:
-        """Mean KL divergence of every trial (tensor name -> type) from the unchanged model, in nats per token."""
+        """Return the mean KL divergence of every trial (tensor -> type) from the unchanged model, in nats per token."""
         if self._resident is None:
             self._resident = Resident(self.options, "calibrate")
             self._announce(self._resident, len(trials))
@@ -37,10 +37,10 @@ class Calibrator:
             f"calibrate: {n_trials} passes over {windows.n_chunk} chunks of {windows.n_ctx} tokens, at most "
             f"{seconds:.2f} seconds per pass - ETA {seconds * n_trials / 60:.1f} minutes, and the time to encode the "
             f"weights; {found.base_bytes / 2**20:.0f} MiB hold the predictions of the unchanged model, "
-            f"{found.prefix_bytes / 2**20:.0f} MiB what its layers leave behind"
+            f"{found.prefix_bytes / 2**20:.0f} MiB the outputs of its layers"
         )
 
 
 def mean_divergence(resident: Resident, trial: Mapping[str, GGMLType], encoding: Encoding) -> float:
-    """Over all scored positions, in nats."""
+    """Return the mean over all scored positions, in nats."""
     return float(np.mean(np.concatenate(list(resident.trial(trial, encoding)))))

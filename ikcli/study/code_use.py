@@ -1,6 +1,6 @@
-"""How an encoder uses a format: counts of codes, of sub-block multipliers and minimums, of exponents of float scales.
+"""Count how an encoder uses a format: codes, multipliers and minimums of sub-blocks, exponents of float scales.
 
-What to look for: multipliers crowded near zero (a few outliers set the scale of whole super-blocks), sub-blocks with
+Signs of a poor fit: multipliers crowded near zero (a few outliers set the scale of whole super-blocks), sub-blocks with
 multiplier zero, multipliers at the end of their range, codes that hardly occur, f16 scales in the subnormal range.
 """
 
@@ -23,7 +23,7 @@ from ikcli.quant.validate import block_scale_offsets
 
 Counts = npt.NDArray[np.int64]
 MOST_COUNTS = 2048  # longer tables of codes are reported in bins
-_LEAST_PER_CODE = 8  # fewer samples per code make the entropy look too small
+_LEAST_PER_CODE = 8  # with fewer samples per code the entropy is underestimated
 _EXPONENTS = (-150, 128)
 _F16_SUBNORMAL = np.float32(2.0**-14)
 _BARS = "▁▂▃▄▅▆▇█"
@@ -33,7 +33,8 @@ _BARS = "▁▂▃▄▅▆▇█"
 class CodeUse:
     """Counts of one type: codes (n_codes,), multipliers and minimums from their least value on, sub-blocks shifted.
 
-    `exponents` counts the float scales by floor(log2) from -150 on; zero and f16 subnormal ones are counted apart.
+    `exponents` counts the float scales by floor(log2) from -150 on; zero and f16 subnormal scales are counted
+    separately.
     """
 
     space: CodeSpace
@@ -61,7 +62,7 @@ class CodeUse:
 
     @property
     def entropy(self) -> float | None:
-        """Bits of information in one stored code; None if too few codes were seen to tell."""
+        """The information in bits of one stored code; None if too few codes were seen."""
         n = int(self.codes.sum())
         if n < _LEAST_PER_CODE * self.space.n_codes:
             return None
@@ -70,17 +71,17 @@ class CodeUse:
 
     @property
     def code_bits(self) -> float:
-        """Bits of one code if all were equally frequent."""
+        """The bits of one code if all were equally frequent."""
         return float(np.log2(self.space.n_codes))
 
     @property
     def unused(self) -> int:
-        """Codes that never occur."""
+        """The number of codes that never occur."""
         return int((self.codes == 0).sum())
 
     @property
     def zero(self) -> float | None:
-        """Share of sub-blocks with multiplier zero; None where the type has no integer multipliers or none of zero."""
+        """The share of sub-blocks with multiplier zero; None if the type has no integer multipliers or none of zero."""
         if self.multipliers is None or self.space.multipliers is None:
             return None
         low, high = self.space.multipliers
@@ -88,7 +89,7 @@ class CodeUse:
 
     @property
     def top(self) -> float | None:
-        """Share of sub-blocks whose multiplier is at an end of its range (zero does not count as one)."""
+        """The share of sub-blocks whose multiplier is at an end of its range (zero does not count as one)."""
         if self.multipliers is None or self.space.multipliers is None:
             return None
         low, _ = self.space.multipliers
@@ -97,13 +98,13 @@ class CodeUse:
 
     @property
     def negative(self) -> float | None:
-        """Share of sub-blocks with a negative multiplier; None where there are none."""
+        """The share of sub-blocks with a negative multiplier; None where there are none."""
         if self.multipliers is None or self.space.multipliers is None or self.space.multipliers[0] >= 0:
             return None
         return _share(self.multipliers[: -self.space.multipliers[0]].sum(), self.multipliers)
 
     def magnitudes(self, n_bins: int = 8) -> Counts | None:
-        """Sub-blocks by |multiplier| in equal parts of 0..largest; None without multipliers."""
+        """Count sub-blocks by |multiplier| in equal parts of 0..largest; None without multipliers."""
         if self.multipliers is None or self.space.multipliers is None:
             return None
         low, high = self.space.multipliers
@@ -123,7 +124,7 @@ def _share(part: Any, counts: Counts) -> float:
 
 
 def count_codes(encoded: npt.NDArray[np.uint8], type: GGMLType, ne0: int) -> CodeUse | None:
-    """Counts over encoded rows of `ne0` elements; None for types without `code_space`."""
+    """Count over encoded rows of `ne0` elements; None for types without `code_space`."""
     space, fmt = code_space(type), TYPES[type]
     if space is None:
         return None
@@ -153,7 +154,7 @@ def _histogram(values: npt.NDArray[Any] | None, span: tuple[int, int] | None) ->
 def _count_scales(
     rows: npt.NDArray[np.uint8], blocks: npt.NDArray[np.uint8], type: GGMLType
 ) -> tuple[Counts, int, int]:
-    """Float scales by exponent, zero ones, and those that f16 holds with fewer than 11 bits."""
+    """Count float scales by exponent, zero scales, and scales that f16 holds with fewer than 11 bits."""
     fmt, offsets = TYPES[type], block_scale_offsets(type)
     if type == GGMLType.MXFP4:
         counts = np.bincount(blocks[:, 0], minlength=256)
@@ -178,7 +179,7 @@ def _count_scales(
 
 
 def bars(counts: npt.NDArray[Any]) -> str:
-    """One character per count, relative to the largest; a dot for nothing at all."""
+    """Return one character per count, relative to the largest; a dot for zero."""
     top = float(counts.max(initial=0))
     if top == 0:
         return "·" * len(counts)
@@ -187,7 +188,7 @@ def bars(counts: npt.NDArray[Any]) -> str:
 
 
 def folded(counts: Counts, n_bins: int) -> Counts:
-    """Sums of equal runs of neighbours, at most n_bins of them."""
+    """Sum equal runs of neighbours into at most n_bins bins."""
     per = -(-len(counts) // n_bins)
     padded = np.zeros(-(-len(counts) // per) * per, np.int64)
     padded[: len(counts)] = counts
@@ -195,7 +196,7 @@ def folded(counts: Counts, n_bins: int) -> Counts:
 
 
 def as_json(use: CodeUse) -> dict[str, Any]:
-    """All counts; codes are summed in bins of `per_count` where a type has more than 2048."""
+    """Return all counts; codes are summed in bins of `per_count` where a type has more than 2048."""
     codes = folded(use.codes, MOST_COUNTS)
     out: dict[str, Any] = {
         "codes": {

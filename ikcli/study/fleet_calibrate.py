@@ -1,21 +1,19 @@
-"""Calibration by several processes or machines; a unit is a trial: tensors with other types, run over the text."""
+"""Calibration by workers: a unit is a trial, which assigns other types to tensors and is run over the text."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import ikcli
-from ikcli.errors import IkError
 from ikcli.fleet.choose import executor_of, threads_each
 from ikcli.fleet.journal import Journal
-from ikcli.fleet.model import absolute, check_files, digests, files_of
-from ikcli.fleet.ordered import in_order
-from ikcli.gguf import digests as digest
+from ikcli.fleet.model import absolute, digests, model_inputs
+from ikcli.fleet.units import map_units
+from ikcli.fleet.worker import UnitFunction, input_file
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import open_gguf
 from ikcli.gguf.types import TYPES
@@ -30,87 +28,61 @@ Trial = Mapping[str, GGMLType]
 
 
 @dataclass(frozen=True, slots=True)
-class CalibrateWorkerOptions:
-    """`digests` of the model, its files of importance and the text are compared where the worker runs."""
+class CalibrateSetup:
+    """The model that stays resident, and the options that say how tensors are encoded."""
 
     resident: ResidentOptions
     data: ToolOptions
-    digests: tuple[str, ...]
-    text_digest: str
-
-    @property
-    def files(self) -> list[tuple[Path, str]]:
-        """What a node must have."""
-        o = self.resident
-        return [*files_of(o.model, [self.data], self.digests), (o.text, self.text_digest)]
-
-    def __call__(self) -> CalibrateWorker:
-        """Make the worker."""
-        return CalibrateWorker(self)
 
 
-class CalibrateWorker:
-    """A resident model."""
-
-    def __init__(self, options: CalibrateWorkerOptions) -> None:
-        """Load the model; IkError if a file is another than that of the command."""
-        o = options.resident
-        file = open_gguf(o.model, o.overrides)
-        check_files(file, [options.data], options.digests)
-        if digest.of_file(o.text) != options.text_digest:
-            raise IkError(f"{o.text} on this node is another file than that of the command")
-        self._encoding = encoding_of(file, options.data)
-        with hushed():
-            self._resident = Resident(o, "calibrate")
-
-    def do(self, trial: Trial) -> dict[str, Any]:
-        """Measure one."""
-        return {"kld": mean_divergence(self._resident, trial, self._encoding)}
-
-    def close(self) -> None:
-        """Release the model."""
-        self._resident.close()
+@contextmanager
+def open_calibration(setup: CalibrateSetup) -> Iterator[Callable[[Trial], dict[str, Any]]]:
+    """Load the model and yield the function that measures a trial."""
+    o = setup.resident
+    encoding = encoding_of(open_gguf(o.model, o.overrides), setup.data)
+    with hushed():
+        resident = Resident(o, "calibrate")
+    with closing(resident):
+        yield lambda trial: {"kld": mean_divergence(resident, trial, encoding)}
 
 
 class FleetCalibrator:
-    """As `Calibrator`, by the workers of the options. The journal is that of the command with `.calibrate` after it."""
+    """A `Calibrator` that uses the workers of the options; the journal is that of the command plus `.calibrate`."""
 
     def __init__(self, options: ResidentOptions, data: ToolOptions, fleet: BatchConfig) -> None:
         self._options, self._data, self._fleet = options, data, fleet
 
     def measure(self, trials: Sequence[Trial], encoding: Encoding) -> list[float]:
-        """Mean KL divergence of every trial; workers make the same `encoding` of the same files."""
+        """Return the mean KL divergence of every trial; workers build the same `encoding` from the same files."""
         o, fleet = self._options, self._fleet
         n_threads = threads_each(o.n_threads, fleet)
         each = replace(o, model=o.model.absolute(), text=o.text.absolute(), n_threads=n_threads)
-        sums, text_digest = digests(open_gguf(o.model, o.overrides), [self._data]), digest.of_file(o.text)
-        factory = CalibrateWorkerOptions(each, absolute(self._data), sums, text_digest)
+        file = open_gguf(o.model, o.overrides)
+        inputs = (*model_inputs(o.model, file, [replace(self._data, overrides=o.overrides)]), input_file(o.text))
+        worker = UnitFunction(open_calibration, CalibrateSetup(each, absolute(self._data)), inputs)
         head = {
             "kind": "ik quantize --calibrate",
             "version": ikcli.__version__,
             "model": o.model.name,
-            "digests": [*sums, text_digest],
+            "digests": list(digests(inputs)),
             "n_ctx": o.n_ctx,
             "chunks": o.chunks,
             "override_kv": list(o.overrides),
             "encode": repr((self._data.include_weights, self._data.exclude_weights, self._data.encode)),
         }
-        path = Path(f"{fleet.journal}.calibrate") if fleet.journal else None
-        work = executor_of(fleet, n_threads)
-        log(f"calibrate: {len(trials)} trials, {min(work.n_workers, len(trials))} workers")
+        path = f"{fleet.journal}.calibrate" if fleet.journal else None
+        executor = executor_of(fleet, n_threads)
+        log(f"calibrate: {len(trials)} trials, {min(executor.n_workers, len(trials))} workers")
         out = []
-        with (
-            closing(Journal(path, head)) as journal,
-            progress("calibrating", len(trials), lines=True) as advance,
-        ):
-            units = [(_name(trial), dict(trial)) for trial in trials]
-            for record in in_order(work, factory, units, journal):
+        units = [(_name(trial), dict(trial)) for trial in trials]
+        with Journal(path, head) as journal, progress("calibrating", len(trials), lines=True) as advance:
+            for record in map_units(worker, units, journal, executor):
                 out.append(float(record["kld"]))
                 advance(1)
         return out
 
 
 def _name(trial: Trial) -> str:
-    """By what is in it."""
+    """Name a trial by a digest of its tensors and types."""
     text = repr(sorted((name, TYPES[type].name) for name, type in trial.items()))
     return f"{len(trial)} tensors {hashlib.sha256(text.encode()).hexdigest()[:32]}"

@@ -1,8 +1,8 @@
-"""Quantizing by several processes or machines: rows are encoded anywhere and written to their place by one process.
+"""Quantization by workers: rows are encoded anywhere and written to their place by one process.
 
-A unit is a run of rows of one tensor, for all results that change it; which rows go together does not change a byte.
-Tensors that stay as they are are copied here. With a journal, what is encoded stays in the unfinished file of a result,
-and the journal says which units are there, with checksums.
+A unit is a run of rows of one tensor, encoded for all results that change it; how rows are grouped does not change a
+byte. Tensors that keep their type are copied by the command. With a journal, encoded data stays in the unfinished file
+of a result, and the journal lists the units that are in it, with checksums.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ import hashlib
 import math
 import zlib
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,9 @@ import ikcli
 from ikcli.errors import UsageError
 from ikcli.fleet.choose import executor_of, threads_each
 from ikcli.fleet.journal import Journal
-from ikcli.fleet.model import absolute, check_files, digests, files_of
+from ikcli.fleet.model import absolute, digests, model_inputs
+from ikcli.fleet.units import map_units
+from ikcli.fleet.worker import InputFile, UnitFunction
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.placed import PlacedFile
 from ikcli.gguf.reader import GGUFFile, open_gguf
@@ -48,14 +51,14 @@ from ikcli.quant.recipes import TypeChoice
 from ikcli.quant.tool import ToolOptions, encoding_of
 from ikcli.settings.fleet import BatchConfig
 
-_UNIT = 1 << 24  # weights; seconds of work for a thread
+_UNIT = 1 << 24  # weights: seconds of work for a thread
 
 
 @dataclass(frozen=True, slots=True)
 class EncodeUnit:
-    """Rows first..stop (of one matrix) of the tensor `name`: what becomes of it, each with the index of its data.
+    """Rows first..stop (of one matrix) of the tensor `name`, and the choices of a type with indices of their data.
 
-    Without choices the tensor is copied where it stays as it is.
+    Without choices, the tensor is copied to the results where it keeps its type.
     """
 
     name: str
@@ -67,70 +70,52 @@ class EncodeUnit:
 
     @property
     def key(self) -> str:
-        """For the journal."""
+        """The name in the journal."""
         return f"{self.name} {self.first}-{self.stop}" if self.choices else f"{self.name} copied"
 
 
 @dataclass(frozen=True, slots=True)
-class QuantizeWorkerOptions:
-    """`data`: options that say how tensors are encoded; `digests` of the model and their files are compared."""
+class QuantizeSetup:
+    """The model, and the options that say how the tensors of each kind of result are encoded."""
 
     source: Path
     data: tuple[ToolOptions, ...]
     n_threads: int
-    digests: tuple[str, ...]
-
-    @property
-    def files(self) -> list[tuple[Path, str]]:
-        """What a node must have."""
-        return files_of(self.source, self.data, self.digests)
-
-    def __call__(self) -> QuantizeWorker:
-        """Make the worker."""
-        return QuantizeWorker(self)
 
 
-class QuantizeWorker:
-    """Encodes rows of a model that it maps from its own disk."""
+@contextmanager
+def open_encoder(setup: QuantizeSetup) -> Iterator[Callable[[EncodeUnit], list[Bytes]]]:
+    """Map the model and yield the function that encodes rows: their new bytes for every choice of a unit."""
+    file = open_gguf(setup.source, setup.data[0].overrides)
+    jobs, readers = [_job(file, o) for o in setup.data], Readers()
 
-    def __init__(self, options: QuantizeWorkerOptions) -> None:
-        """Open the files; IkError if one is another than that of the command."""
-        self._file = open_gguf(options.source, options.data[0].overrides)
-        check_files(self._file, options.data, options.digests)
-        self._jobs = [_job(self._file, o) for o in options.data]
-        self._n_threads, self._readers = options.n_threads, Readers()
-        self._pool = ThreadPoolExecutor(options.n_threads)
-        self._choices: tuple[tuple[int, TypeChoice], ...] = ()
-        self._targets: list[Target] = []
+    @lru_cache(maxsize=1)  # the targets of a tensor are kept, as factoring its covariance takes a while
+    def targets_of(choices: tuple[tuple[int, TypeChoice], ...]) -> list[Target]:
+        return [Target(jobs[data], choice) for data, choice in choices]
 
-    def do(self, unit: EncodeUnit) -> list[Bytes]:
-        """New bytes of the rows for every choice."""
-        if unit.choices != self._choices:  # those of a tensor are kept, as factoring second moments takes a while
-            self._targets = [Target(self._jobs[data], choice) for data, choice in unit.choices]
-            self._choices = unit.choices
-        work = TensorEncoder(self._file, self._targets, self._n_threads, self._readers)
+    def encode(unit: EncodeUnit) -> list[Bytes]:
+        work = TensorEncoder(file, targets_of(unit.choices), setup.n_threads, readers)
         if work.info.type == GGMLType.I2_S:  # one scale for the whole tensor
-            pieces, start = work.pieces(), 0
+            todo, start = work.pieces(), 0
         else:
-            pieces = work.pieces_of(unit.matrix, unit.first, unit.stop)
+            todo = work.pieces_of(unit.matrix, unit.first, unit.stop)
             start = unit.first * row_size(work.info.type, work.info.shape[0])
-        found = list(work.run(self._pool, lambda n_bytes: None, pieces, start))
+        found = list(work.run(pool, lambda n_bytes: None, todo, start))
         return [np.concatenate([piece[i] for piece in found]) for i in range(len(unit.choices))]
 
-    def close(self) -> None:
-        """End the threads."""
-        self._pool.shutdown()
+    with ThreadPoolExecutor(setup.n_threads) as pool:
+        yield encode
 
 
 def _job(file: GGUFFile, options: ToolOptions) -> QuantizeJob:
-    """Of no tensor: what `Target` reads of a job."""
+    """Return a job without tensors, which has what `Target` reads."""
     found = encoding_of(file, options)
     return QuantizeJob(file, Path(), (), {}, found.imatrix, found.covariance, encode_options=found.options)
 
 
 @dataclass(slots=True)
 class _Output:
-    """A file to be written, and the index of its data. `known`: the file that an earlier run left or finished."""
+    """An output file with the index of its data. `known`: the file that an earlier run left unfinished or finished."""
 
     part: OutputPart
     data: int
@@ -149,10 +134,10 @@ def run(
     fleet: BatchConfig,
     progress: JobProgress | None = None,
 ) -> list[Path]:
-    """Write the files of all jobs, which are of one model, and return the paths of those that were not skipped.
+    """Write the files of all jobs, which share one model, and return the paths of those that were not skipped.
 
     `options[i]` are those that job i was planned with. IkError as from `quantizer.run`; with a journal the unfinished
-    files stay, and the same call goes on.
+    files stay, and the same call resumes.
     """
     hooks, model = progress or JobProgress(), jobs[0].job.file
     data: dict[Hashable, int] = {}
@@ -178,18 +163,16 @@ def run(
     for path in paths:
         prepare_folder([path])
     kinds = [absolute(o) for o in kinds]
-    sums = digests(model, kinds)
-    with closing(
-        Journal(Path(fleet.journal) if fleet.journal else None, _head(model, outputs, kinds, sums))
-    ) as journal:
-        _Run(model, outputs, journal, hooks).run(kinds, sums, fleet)
+    inputs = model_inputs(model.paths[0], model, kinds)
+    with Journal(fleet.journal, _head(model, outputs, kinds, digests(inputs))) as journal:
+        _Run(model, outputs, journal, hooks).run(kinds, inputs, fleet)
     return paths
 
 
 def _head(
     model: GGUFFile, outputs: Sequence[_Output], kinds: Sequence[ToolOptions], sums: Sequence[str]
 ) -> dict[str, Any]:
-    """What must be the same for a run to go on; the header of a file says all about its tensors."""
+    """Describe the work that a journal can resume; the header of an output file covers all its tensors."""
     return {
         "kind": "ik quantize",
         "version": ikcli.__version__,
@@ -201,7 +184,7 @@ def _head(
 
 
 class _Run:
-    """One call of `run` whose outputs are known."""
+    """One call of `run` with known outputs."""
 
     def __init__(self, model: GGUFFile, outputs: Sequence[_Output], journal: Journal, hooks: JobProgress) -> None:
         self._model, self._outputs, self._journal, self._hooks = model, outputs, journal, hooks
@@ -209,21 +192,23 @@ class _Run:
         largest = max(self._choices, key=len)
         self._names = list(dict.fromkeys(name for choices in (largest, *self._choices) for name in choices))
 
-    def run(self, kinds: Sequence[ToolOptions], sums: tuple[str, ...], fleet: BatchConfig) -> None:
-        """Do what is not done."""
+    def run(self, kinds: Sequence[ToolOptions], inputs: tuple[InputFile | None, ...], fleet: BatchConfig) -> None:
+        """Do what is not done yet."""
         n_threads = threads_each(kinds[0].n_threads, fleet)
         units = [unit for name in self._names for unit in self._units(name)]
         for o in self._outputs:
             self._find_known(o, units)
         todo = [u for u in units if not self._is_done(u)]
+        for u in todo:
+            self._journal.forget(u.key)
         if len(todo) < len(units):
             log(f"quantize: {len(units) - len(todo)} of {len(units)} pieces are there already")
         for u in units if len(todo) < len(units) else []:
             self._hooks.advance(0 if u in todo else self._n_bytes(u))
         writing = [o for o in self._outputs if not o.finished]
         check_rooms([(o.part.path, o.file.size) for o in writing if o.known is None])
-        source, work = self._model.paths[0].absolute(), executor_of(fleet, n_threads)
-        factory = QuantizeWorkerOptions(source, tuple(kinds), n_threads, sums)
+        setup = QuantizeSetup(self._model.paths[0].absolute(), tuple(kinds), n_threads)
+        worker, executor = UnitFunction(open_encoder, setup, inputs), executor_of(fleet, n_threads)
         left = Counter(u.name for u in todo)
         with ExitStack() as stack:
             for o in writing:
@@ -234,9 +219,15 @@ class _Run:
                     self._copy(u)
                     self._told(u, left)
             encoded = [u for u in todo if u.choices]
-            for i, found in work.run(factory, encoded):
-                self._place(encoded[i], found)
+
+            def place(i: int, found: Sequence[Bytes]) -> dict[str, Any]:
+                record = self._place(encoded[i], found)
                 self._told(encoded[i], left)
+                return record
+
+            named = [(u.key, u) for u in encoded]
+            for _ in map_units(worker, named, self._journal, executor, keep=place):
+                pass  # every result was written as soon as it was there
             for o in writing:
                 o.file.finish()
 
@@ -248,7 +239,7 @@ class _Run:
         self._hooks.advance(self._n_bytes(unit))
 
     def _n_bytes(self, unit: EncodeUnit) -> int:
-        """Bytes of the input that are done with a unit; a copy beside other results is done with those."""
+        """Return the bytes of input that a unit completes; a copy counts only if no other result encodes the tensor."""
         t = self._model.tensors[unit.source]
         if unit.choices:
             return (unit.stop - unit.first) * row_size(t.type, t.shape[0])
@@ -275,7 +266,7 @@ class _Run:
                 yield EncodeUnit(name, source, matrix, first, stop, choices)
 
     def _places(self, unit: EncodeUnit) -> Iterator[tuple[_Output, int, int, int]]:
-        """(output, index of the choice or 0, first byte, bytes) wherever the result of a unit goes."""
+        """Yield (output, index of the choice or 0, first byte, bytes) for every place the result of a unit goes to."""
         kinds = [(data, c.new) for data, c in unit.choices]
         for o, choices in zip(self._outputs, self._choices, strict=True):
             c = choices.get(unit.name)
@@ -317,17 +308,18 @@ class _Run:
             for file in places:
                 file.write(unit.name, at, piece)
             at += len(piece)
-        self._keep(unit, [crc], places)
+        self._journal.add(unit.key, self._kept([crc], places))
 
-    def _place(self, unit: EncodeUnit, found: Sequence[Bytes]) -> None:
+    def _place(self, unit: EncodeUnit, found: Sequence[Bytes]) -> dict[str, Any]:
         places = [(o.file, i, start) for o, i, start, _ in self._places(unit) if not o.finished]
         for file, i, start in places:
             file.write(unit.name, start, found[i])
-        self._keep(unit, [zlib.crc32(np.ascontiguousarray(data).data) for data in found], [file for file, *_ in places])
+        crc32 = [zlib.crc32(np.ascontiguousarray(data).data) for data in found]
+        return self._kept(crc32, [file for file, *_ in places])
 
-    def _keep(self, unit: EncodeUnit, crc32: list[int], files: Sequence[PlacedFile]) -> None:
-        """The journal says that a unit is there when it is on the disk."""
+    def _kept(self, crc32: list[int], files: Sequence[PlacedFile]) -> dict[str, Any]:
+        """Return the record of a unit; with a journal its bytes reach the disk before the record does."""
         if self._journal.path is not None:
             for file in files:
                 file.sync()
-            self._journal.add(unit.key, {"crc32": crc32})
+        return {"crc32": crc32}

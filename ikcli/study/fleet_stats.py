@@ -1,13 +1,13 @@
-"""The error table of types by several processes or machines; a unit is a tensor in a type.
+"""The error table of types by workers: a unit is a tensor in a type.
 
-Sums over the rows of a tensor are added in the order of the rows, so every number is that of one process.
+Sums over the rows of a tensor are added in row order, so every number equals that of one process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from itertools import islice
 from pathlib import Path
@@ -18,8 +18,9 @@ import numpy as np
 import ikcli
 from ikcli.fleet.choose import executor_of, threads_each
 from ikcli.fleet.journal import Journal
-from ikcli.fleet.model import check_files, digests, files_of
-from ikcli.fleet.ordered import in_order
+from ikcli.fleet.model import absolute, digests, model_inputs
+from ikcli.fleet.units import map_units
+from ikcli.fleet.worker import UnitFunction
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import GGUFFile, open_gguf
 from ikcli.gguf.types import TYPES
@@ -44,45 +45,30 @@ from ikcli.study.quantize_stats import (
 
 
 @dataclass(frozen=True, slots=True)
-class StatsWorkerOptions:
-    """`digests` of the model and the importance matrix are compared where the worker runs."""
+class StatsSetup:
+    """The files, and at most how many rows of a matrix are measured (0: all)."""
 
     model: Path
     imatrix: str | None
     rows: int
     n_threads: int
-    digests: tuple[str, ...]
-
-    @property
-    def files(self) -> list[tuple[Path, str]]:
-        """What a node must have."""
-        return files_of(self.model, [ToolOptions(imatrix=self.imatrix)], self.digests)
-
-    def __call__(self) -> StatsWorker:
-        """Make the worker."""
-        return StatsWorker(self)
 
 
-class StatsWorker:
-    """Measures tensors of a model that it maps from its own disk."""
+@contextmanager
+def open_stats(setup: StatsSetup) -> Iterator[Callable[[tuple[str, GGMLType]], dict[str, Any]]]:
+    """Map the model and yield the function that measures the errors and codes of a tensor in a type."""
+    file = open_gguf(setup.model)
+    imatrix = read_imatrix(setup.imatrix) if setup.imatrix else None
 
-    def __init__(self, options: StatsWorkerOptions) -> None:
-        """Open the files; IkError if one is another than that of the command."""
-        self._file, self._options = open_gguf(options.model), options
-        check_files(self._file, [ToolOptions(imatrix=options.imatrix)], options.digests)
-        self._imatrix = read_imatrix(options.imatrix) if options.imatrix else None
-        self._pool = ThreadPoolExecutor(options.n_threads)
-
-    def do(self, unit: tuple[str, GGMLType]) -> dict[str, Any]:
-        """Errors and counts of a tensor in a type."""
+    def errors_of(unit: tuple[str, GGMLType]) -> dict[str, Any]:
         name, type = unit
-        t = self._file.tensors[name]
-        weights = self._imatrix.weights(name, t.shape) if self._imatrix is not None else None
+        t = file.tensors[name]
+        weights = imatrix.weights(name, t.shape) if imatrix is not None else None
         errors, use, n_measured = Errors(), None, 0
-        todo = pieces(self._file, t, weights, self._options.rows)
-        while some := list(islice(todo, self._options.n_threads)):
+        todo = pieces(file, t, weights, setup.rows)
+        while some := list(islice(todo, setup.n_threads)):
             n_measured += sum(len(piece.values) for piece in some)
-            for more, its_use in self._pool.map(lambda piece: measure_piece(piece, type), some):
+            for more, its_use in pool.map(lambda piece: measure_piece(piece, type), some):
                 errors, use = errors + more, added(use, its_use)
         return {
             "n_measured": n_measured,
@@ -91,35 +77,29 @@ class StatsWorker:
             "weights": bool(weights is not None),
         }
 
-    def close(self) -> None:
-        """End the threads."""
-        self._pool.shutdown()
+    with ThreadPoolExecutor(setup.n_threads) as pool:
+        yield errors_of
 
 
 def measure_model(file: GGUFFile, params: StatsParams, imatrix: str | None, fleet: BatchConfig) -> Iterator[StatsRow]:
-    """As `quantize_stats.measure_model`, by the workers of the options; what the journal holds is taken from there."""
+    """Measure like `quantize_stats.measure_model`, by the workers of the options, except what the journal holds."""
     tensors = measured_tensors(file, params)
     units = [(t, type) for t in tensors for type in params.types if fits(type, t.shape)]
-    sums = digests(file, [ToolOptions(imatrix=imatrix)])
-    imatrix = str(Path(imatrix).absolute()) if imatrix else None
-    n_threads = threads_each(params.n_threads, fleet)
-    factory = StatsWorkerOptions(file.paths[0].absolute(), imatrix, params.rows, n_threads, sums)
+    data, n_threads = ToolOptions(imatrix=imatrix), threads_each(params.n_threads, fleet)
+    inputs = model_inputs(file.paths[0], file, [data])
+    setup = StatsSetup(file.paths[0].absolute(), absolute(data).imatrix, params.rows, n_threads)
+    worker, executor = UnitFunction(open_stats, setup, inputs), executor_of(fleet, n_threads)
     head = {
         "kind": "ik quantize-stats",
         "version": ikcli.__version__,
         "model": file.paths[0].name,
-        "digests": list(sums),
+        "digests": list(digests(inputs)),
         "rows": params.rows,
     }
     named = [(f"{t.name} {TYPES[type].name}", (t.name, type)) for t, type in units]
     rows: list[StatsRow] = []
-    with (
-        closing(Journal(Path(fleet.journal) if fleet.journal else None, head)) as journal,
-        progress("measuring", len(units)) as advance,
-    ):
-        for (t, type), record in zip(
-            units, in_order(executor_of(fleet, n_threads), factory, named, journal), strict=True
-        ):
+    with Journal(fleet.journal, head) as journal, progress("measuring", len(units)) as advance:
+        for (t, type), record in zip(units, map_units(worker, named, journal, executor), strict=True):
             use = _use_of(record["use"], type)
             rows.append(stats_row(t, type, record["n_measured"], Errors(*record["errors"]), use, record["weights"]))
             advance(1)

@@ -1,4 +1,4 @@
-"""A study in a plot: divergence of every group of tensors, a colour per type."""
+"""Plot a study: the divergence of every group of tensors, one colour per type."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ikcli.study.study import Study
 
 
 def draw(study: Study, path: Path) -> None:
-    """Write the plot; the suffix says in which form. See `sweep_plot.check_output` for errors."""
+    """Write the plot in the format of the suffix; raises like `ikcli.bench.sweep_plot.check_output`."""
     titles = study.titles()
     figure = new_figure(path, 9, 1.5 + 0.22 * len(titles))
     axes = figure.subplots()

@@ -1,8 +1,8 @@
 """Error table of storage types on the tensors of a model (`ik quantize-stats`).
 
-One row per tensor and type, then one per type over all tensors: bits per weight, RMSE, error relative to the RMS of
-the values, the same weighted by an importance matrix, largest error, and how the encoder uses scales and codes. Rows
-are read in pieces, so memory does not depend on the model. Answers to examples/quantize-stats of llama.cpp.
+One row per tensor and type, then one per type over all tensors: bits per weight, RMSE, error relative to the RMS of the
+values, the same weighted by an importance matrix, largest error, and how the encoder uses scales and codes. Rows are
+read in pieces, so memory does not depend on the model. Corresponds to examples/quantize-stats of llama.cpp.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ class StatsRow:
 
 
 def all_types() -> tuple[GGMLType, ...]:
-    """Plain types that can be written and read, by size."""
+    """Return the plain types that can be written and read, by size."""
     found = [TYPES[t] for t in available_types() & decodable_types() - {T.F32}]  # which is exact
     plain = (t for t in found if t.rows == 1 and t.kind != "ternary")  # which is for ternary weights only
     return tuple(t.type for t in sorted(plain, key=lambda t: (t.bpw, t.name)))
 
 
 def measured_tensors(file: GGUFFile, params: StatsParams) -> list[TensorInfo]:
-    """Matrices that may be quantized and that the options select; UsageError if none is left."""
+    """Return the matrices that may be quantized and that the options select; UsageError if there are none."""
     for option, patterns in (("--include", params.include), ("--exclude", params.exclude)):
         for pattern in patterns:
             compile_pattern(pattern, option, pattern)
@@ -78,7 +78,7 @@ def measured_tensors(file: GGUFFile, params: StatsParams) -> list[TensorInfo]:
         t
         for t in file.tensors.values()
         if len(t.shape) > 1 and t.name.endswith("weight") and t.type in decodable_types()
-        if "ffn_gate_inp" not in t.name or params.include  # routers stay as they are
+        if "ffn_gate_inp" not in t.name or params.include  # routers are not quantized
         if not params.include or any(re.search(p, t.name) for p in params.include)
         if not any(re.search(p, t.name) for p in params.exclude)
     ]
@@ -88,17 +88,17 @@ def measured_tensors(file: GGUFFile, params: StatsParams) -> list[TensorInfo]:
 
 
 def fits(type: GGMLType, shape: tuple[int, ...]) -> bool:
-    """Whether rows of this shape suit the type, and their number its group height."""
+    """Return whether rows of this shape suit the type, and their number its group height."""
     return shape[0] % TYPES[type].block_size == 0 and shape[1] % _group(type) == 0
 
 
 def _group(type: GGMLType) -> int:
-    """Rows encoded together; a regrouped type is measured as its plain one."""
+    """Return the number of rows encoded together; a regrouped type is measured as its plain one."""
     return 1 if TYPES[type].base is not None else TYPES[type].rows
 
 
 def notes(tensors: Sequence[TensorInfo], params: StatsParams) -> list[str]:
-    """What the reader of the table must know: sampling, and tensors that a type does not fit."""
+    """Return notes for the reader of the table: sampling, and tensors that a type does not fit."""
     sampled = [t for t in tensors if params.rows and math.prod(t.shape[1:]) > params.rows]
     lines: list[str] = []
     if sampled:
@@ -118,10 +118,10 @@ def notes(tensors: Sequence[TensorInfo], params: StatsParams) -> list[str]:
 
 
 def row_runs(shape: tuple[int, ...], n_rows: int, seed: int = 0) -> list[tuple[int, int, int]]:
-    """Runs (matrix, first row, end row) of adjacent rows: all, or about `n_rows` of them spread over all matrices.
+    """Return runs (matrix, first row, end row) of adjacent rows: all, or about `n_rows` spread over all matrices.
 
-    Rows count over the whole tensor. A run starts at a multiple of 16 of its matrix and has at most 16 rows, or where
-    all rows are taken, as many as make a piece.
+    Rows count over the whole tensor. A run starts at a multiple of 16 of its matrix and has at most 16 rows; where all
+    rows are taken, it has as many as make a piece.
     """
     ne1, total = shape[1], math.prod(shape[1:])
     step = max(1, _PIECE_ELEMENTS // shape[0] // BLOCK_ROWS) * BLOCK_ROWS
@@ -133,7 +133,7 @@ def row_runs(shape: tuple[int, ...], n_rows: int, seed: int = 0) -> list[tuple[i
     wanted = -(-n_rows // BLOCK_ROWS)
     if everything or wanted >= len(runs):
         return runs
-    # one run from each of `wanted` equal parts, so that blocks, heads and experts are all met
+    # one run from each of `wanted` equal parts, so that all blocks, heads and experts are sampled
     edges = np.linspace(0, len(runs), wanted + 1)
     shift = np.random.default_rng(seed).random(wanted)
     picked = np.floor(edges[:-1] + shift * np.diff(edges)).astype(int)
@@ -141,7 +141,7 @@ def row_runs(shape: tuple[int, ...], n_rows: int, seed: int = 0) -> list[tuple[i
 
 
 def pieces(file: GGUFFile, t: TensorInfo, weights: Floats | None, n_rows: int = 0) -> Iterator[RowSample]:
-    """The rows of `row_runs`, decoded one run after the other; NonFiniteError names tensor and row."""
+    """Yield the rows of `row_runs`, decoded run by run; NonFiniteError names tensor and row."""
     data, ne0 = file.data(t.name), t.shape[0]
     whole = dequantize(data, t.type, t.shape).reshape(-1, ne0) if t.type == T.I2_S else None
     for m, first, stop in row_runs(t.shape, n_rows):
@@ -163,14 +163,14 @@ def pieces(file: GGUFFile, t: TensorInfo, weights: Floats | None, n_rows: int = 
 
 
 def measure_piece(piece: RowSample, type: GGMLType) -> tuple[Errors, CodeUse | None]:
-    """Errors of one piece encoded as `type`, and the counts of its codes."""
+    """Return the errors of one piece encoded as `type`, and the counts of its codes."""
     plain = TYPES[type].base or type
     encoded = quantize_rows(piece.values, plain, piece.weights)
     return errors_of(piece, encoded, plain), count_codes(encoded, plain, piece.values.shape[1])
 
 
 def measure_model(file: GGUFFile, params: StatsParams, imatrix: Imatrix | None = None) -> Iterator[StatsRow]:
-    """Rows per tensor and type in file order as they are ready, then the sums over all tensors of each type."""
+    """Yield rows per tensor and type in file order as they are ready, then the sums over all tensors of each type."""
     done: list[StatsRow] = []
     with ThreadPoolExecutor(max(1, params.n_threads)) as pool:
         for t in measured_tensors(file, params):
@@ -182,7 +182,7 @@ def measure_model(file: GGUFFile, params: StatsParams, imatrix: Imatrix | None =
 
 
 def totals(rows: Sequence[StatsRow], params: StatsParams) -> Iterator[StatsRow]:
-    """The sums over all tensors of each type."""
+    """Yield the sums over all tensors of each type."""
     for type in params.types:
         mine = [row for row in rows if row.type == TYPES[type].name]
         if mine:
@@ -192,7 +192,7 @@ def totals(rows: Sequence[StatsRow], params: StatsParams) -> Iterator[StatsRow]:
 def _measure_tensor(
     pool: ThreadPoolExecutor, file: GGUFFile, t: TensorInfo, params: StatsParams, weights: Floats | None
 ) -> list[StatsRow]:
-    """One row for every type that fits; types are encoded side by side."""
+    """Return one row for every type that fits; types are encoded in parallel."""
     types = [type for type in params.types if fits(type, t.shape)]
     sums: dict[GGMLType, tuple[Errors, CodeUse | None]] = {}
     n_measured = 0
@@ -210,7 +210,7 @@ def _measure_tensor(
 def stats_row(
     t: TensorInfo, type: GGMLType, n_measured: int, errors: Errors, use: CodeUse | None, has_weights: bool
 ) -> StatsRow:
-    """The row of a tensor and a type."""
+    """Return the row of a tensor and a type."""
     bpw = 8 * tensor_size(type, t.shape) / t.n_elements
     n_rows = math.prod(t.shape[1:])
     return StatsRow(t.name, TYPES[type].name, bpw, t.n_elements, n_rows, n_measured, errors, has_weights, use)
@@ -255,7 +255,7 @@ LEGEND = (
 
 
 def markdown_line(row: StatsRow) -> str:
-    """One line of the Markdown table; `weighted` is empty without importance weights."""
+    """Return one line of the Markdown table; `weighted` is empty without importance weights."""
     e, use = row.errors, row.use
     weighted = f"{e.weighted:.4%}" if row.has_weights else ""
     rows = f"{row.n_measured_rows}/{row.n_rows}" if row.n_measured_rows < row.n_rows else f"{row.n_rows}"
@@ -282,7 +282,7 @@ def _percent(share: float | None) -> str:
 
 
 def json_line(row: StatsRow) -> str:
-    """One JSON object; `tensor` is null in the rows over all tensors. `use` holds the full counts."""
+    """Return one JSON object; `tensor` is null in the rows over all tensors. `use` holds the full counts."""
     e = row.errors
     return json.dumps(
         {

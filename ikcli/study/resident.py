@@ -1,7 +1,7 @@
-"""A model that stays in memory while single tensors take other values, and what that does to its predictions.
+"""A model that stays in memory while single tensors are replaced, and the effect on its predictions.
 
-Serves `ik study` and `ik quantize --calibrate`. The text is run once unchanged; a trial replaces some tensors, is
-computed from the first of them on (`engine/replay.py`), and is compared with the unchanged model position by position.
+Serves `ik study` and `ik quantize --calibrate`. The text is run once unchanged. A trial replaces some tensors, computes
+from the first of them on (`engine/run/replay.py`), and is compared with the unchanged model position by position.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ PREFIX_BYTES = 2 << 30
 
 @dataclass(frozen=True, slots=True)
 class ResidentOptions:
-    """What to run: the model, a text file, windows of n_ctx tokens, of which at most `chunks` (-1: all).
+    """The model, a text file, and windows of n_ctx tokens, of which at most `chunks` are run (-1: all).
 
-    `prefix_bytes`: memory for what layers leave behind, so that later ones can be computed again alone.
+    `prefix_bytes`: memory for the outputs of layers, so that later layers can be recomputed alone.
     """
 
     model: Path
@@ -52,10 +52,10 @@ class ResidentOptions:
 
 
 class _EndsAtNaN:
-    """What scorers here do beside scoring: a value that is not finite ends the work."""
+    """Common part of the scorers: a value that is not finite ends the work."""
 
     def finish(self, chunk: int, pass_seconds: float) -> None:
-        """Nothing to do per window."""
+        """Do nothing per window."""
 
     def failed(self, chunk: int, error: NonFiniteError) -> None:
         raise error
@@ -65,7 +65,7 @@ class _EndsAtNaN:
 class _Base(_EndsAtNaN):
     """Collects the log-probabilities of the unchanged model, 16 bits each.
 
-    `own` is the divergence of the model from them, which their rounding causes; it is taken off what trials show.
+    `own` is the divergence of the model from them caused by this rounding; it is subtracted from that of trials.
     """
 
     n_threads: int
@@ -80,7 +80,7 @@ class _Base(_EndsAtNaN):
 
 @dataclass
 class _Trial(_EndsAtNaN):
-    """Compares with the base."""
+    """Compares a trial with the base."""
 
     base: _Base
     at: int
@@ -107,7 +107,7 @@ def _config(o: ResidentOptions) -> RunConfig:
 
 
 def used_tensors(options: ResidentOptions) -> frozenset[str]:
-    """Tensors of the file that a run computes with, from its header; models may carry others (NextN layers)."""
+    """Return the tensors that a run computes with, from the file's header; models may carry others (NextN layers)."""
     config = _config(options)
     prepared = Planner.of_file(config).prepare(config, Sizes(options.n_ctx))
     sources = prepared.model.derived_from()
@@ -115,7 +115,7 @@ def used_tensors(options: ResidentOptions) -> frozenset[str]:
 
 
 class Resident:
-    """The unchanged model in memory, and trials on it. On the CPU."""
+    """The unchanged model in memory on the CPU, and trials on it."""
 
     def __init__(self, options: ResidentOptions, who: str = "study") -> None:
         """Load the model and run the text; IkError for a text that is too short."""
@@ -128,7 +128,7 @@ class Resident:
             raise IkError(f"{o.text}: {len(tokens)} tokens are too few, {o.n_ctx} are one chunk; use a longer text")
         self.windows = chunk_windows(tokens, o.n_ctx, o.n_ctx, max_chunks=o.chunks, bos=bos_of(session))
         session.load()
-        evaluate(session, self._window(0), _Base(o.n_threads))  # makes room for all outputs of a window
+        evaluate(session, self._window(0), _Base(o.n_threads))  # allocates all outputs of a window
         self._base = _Base(o.n_threads)
         self._runner = ReplayRunner(o.n_threads, o.prefix_bytes)
         self.session = session.again(self._runner)
@@ -142,21 +142,21 @@ class Resident:
 
     @property
     def base_bytes(self) -> int:
-        """Memory of the log-probabilities of the unchanged model."""
+        """The memory of the log-probabilities of the unchanged model."""
         return sum(rows.nbytes for rows in self._base.rows)
 
     @property
     def prefix_bytes(self) -> int:
-        """Memory of what layers leave behind."""
+        """The memory of the layer outputs."""
         return self._runner.n_bytes
 
     def _window(self, i: int) -> Windows:
         return replace(self.windows, tokens=self.windows.tokens[i : i + 1])
 
     def trial(self, types: Mapping[str, GGMLType], encoding: Encoding) -> Iterator[F64]:
-        """KL divergence (nats) at the scored positions of one window after the other, with tensors rounded to `types`.
+        """Yield the KL divergence (nats) at the scored positions of each window, with tensors rounded to `types`.
 
-        What is not asked for is not computed. FormatError if an importance matrix belongs to another model.
+        Windows that are not requested are not computed. FormatError if an importance matrix belongs to another model.
         """
         model, held = self.session.model, {}
         for name, type in types.items():

@@ -1,7 +1,7 @@
-"""Tensors of a model with the values that another type would leave of them, in their own type and place.
+"""Replace tensors of a model by their values after a round trip through another type, in their own type and place.
 
-Everything else of the model stays where the file is mapped, so a trial takes the memory of its tensors and runs the
-same kernels as the base. What is measured is the damage by the weights alone, without that of quantized activations.
+The rest of the model stays mapped from the file, so a trial takes only the memory of its tensors and runs the same
+kernels as the base. It measures the damage by the weights alone, without that of quantized activations.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from ikcli.quant.encoders import available_types, quantize_rows
 from ikcli.quant.encoding import TensorEncoding
 
 Bytes = npt.NDArray[np.uint8]
-_PIECE = 1 << 20  # weights in work per thread
+_PIECE = 1 << 20  # weights per thread at a time
 
 
 @dataclass(slots=True)
 class Replaced(GGUFFile):
-    """A model file of which some tensors have other bytes, in the same type and shape."""
+    """A model file in which some tensors have other bytes, in the same type and shape."""
 
     held: dict[str, Bytes] | None = None
 
     def data(self, name: str) -> Bytes:
-        """Bytes of the replacement, else of the file."""
+        """Return the bytes of the replacement, else of the file."""
         found = self.held.get(name) if self.held else None
         return GGUFFile.data(self, name) if found is None else found
 
     @classmethod
     def of(cls, file: GGUFFile, held: dict[str, Bytes]) -> Replaced:
-        """The model `file` with the bytes of `held` in place of its own."""
+        """Return the model `file` with the bytes of `held` in place of those in the file."""
         return cls(**{f.name: getattr(file, f.name) for f in fields(GGUFFile)}, held=held)
 
 
 def rounded(file: GGUFFile, t: TensorInfo, type: GGMLType, encoding: TensorEncoding, n_threads: int = 1) -> Bytes:
-    """Bytes in the type of `t` of its values after a round trip through `type`.
+    """Return the values of `t` after a round trip through `type`, as bytes in the type of `t`.
 
     UnsupportedError if tensors of that type cannot be read and written.
     """

@@ -1,4 +1,4 @@
-"""A study from beginning to end: units, executor, journal; and what can be read from its journal."""
+"""Run a study, units through an executor into a journal, and read results from its journal."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ import ikcli
 from ikcli.errors import FormatError
 from ikcli.fleet.executor import Executor
 from ikcli.fleet.journal import Journal, read
+from ikcli.fleet.model import digests
+from ikcli.fleet.units import map_units
+from ikcli.fleet.worker import UnitFunction, input_file, input_model
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import open_gguf
 from ikcli.gguf.types import TYPES
@@ -22,14 +26,14 @@ from ikcli.quant.imatrix_file import read_imatrix
 from ikcli.rules import pattern_notes
 from ikcli.study.resident import ResidentOptions, used_tensors
 from ikcli.study.units import Left, StudyUnit, Work, is_matrix, make_units, work_of
-from ikcli.study.worker import Measured, StudyWorkerOptions, digests
+from ikcli.study.worker import Measured, StudySetup, open_study
 
 KIND = "ik study"
 
 
 @dataclass(frozen=True, slots=True)
 class StudyOptions:
-    """What to measure. `resident` says on what; see `make_units` and `StudyWorkerOptions` for the rest."""
+    """What to measure and on which model and text (`resident`); see `make_units` and `measure` for the rest."""
 
     resident: ResidentOptions
     types: tuple[GGMLType, ...]
@@ -43,7 +47,7 @@ class StudyOptions:
 
 @dataclass(frozen=True, slots=True)
 class StudyPlan:
-    """Units, what is left out, how many units are known already, and the work of the others."""
+    """Units, what is left out, how many units the journal holds, and the work of the others."""
 
     units: list[StudyUnit]
     left: list[Left]
@@ -53,7 +57,7 @@ class StudyPlan:
 
 @dataclass(frozen=True, slots=True)
 class StudyProgress:
-    """A unit that was measured: its place among those to do, and the seconds since the study began."""
+    """A measured unit, its number among those to do, and the seconds since the study began."""
 
     unit: StudyUnit
     found: Measured
@@ -72,15 +76,15 @@ class Study:
     head: dict[str, Any] = field(default_factory=dict)
 
     def titles(self) -> list[str]:
-        """Groups of tensors, in order."""
+        """Return the groups of tensors, in order."""
         return list(dict.fromkeys(u.title for u in self.units))
 
     def types(self) -> list[GGMLType]:
-        """Types, the smallest first."""
+        """Return the types, smallest first."""
         return sorted({u.type for u in self.units}, key=lambda t: (TYPES[t].bpw, t))
 
     def get(self, title: str, type: GGMLType) -> Measured | None:
-        """One result."""
+        """Return one result."""
         return self.found.get(StudyUnit(title, (), type).key)
 
 
@@ -90,9 +94,9 @@ def run_study(
     on_plan: Callable[[StudyPlan], None] = lambda plan: None,
     on_unit: Callable[[StudyProgress], None] = lambda progress: None,
 ) -> Study:
-    """Measure all units that the journal does not have; errors of the model, the text and the journal are raised first.
+    """Measure all units that the journal lacks; errors of the model, the text and the journal are raised first.
 
-    `on_plan` is told before the model is loaded.
+    `on_plan` is called before the model is loaded, `on_unit` as each unit ends.
     """
     resident = options.resident
     file = open_gguf(resident.model, resident.overrides)
@@ -110,35 +114,39 @@ def run_study(
         exclude=options.exclude,
         imatrix=imatrix,
     )
-    sums = digests(file, resident.text, options.imatrix)
+    inputs = (
+        input_model(resident.model, resident.overrides, file),
+        input_file(resident.text),
+        input_file(options.imatrix) if options.imatrix else None,
+    )
+    model_digest, text_digest, imatrix_digest = digests(inputs)
     head = {
         "kind": KIND,
         "version": ikcli.__version__,
         "model": resident.model.name,
-        "model_digest": sums[0],
-        "text_digest": sums[1],
-        "imatrix_digest": sums[2],
+        "model_digest": model_digest,
+        "text_digest": text_digest,
+        "imatrix_digest": imatrix_digest,
         "n_ctx": resident.n_ctx,
         "chunks": resident.chunks,
         "precision": options.precision,
         "override_kv": list(resident.overrides),
         "unused": [name for name in file.tensors if is_matrix(file, name) and name not in used],
     }
-    journal = Journal(options.journal, head)
-    try:
-        todo = [u for u in units if u.key not in journal]
-        on_plan(StudyPlan(units, left, len(units) - len(todo), work_of(todo, file)))
-        there = replace(resident, model=resident.model.absolute(), text=resident.text.absolute())
-        weights = options.imatrix.absolute() if options.imatrix else None
-        factory = StudyWorkerOptions(there, weights, options.precision, sums)
-        started = time.perf_counter()
-        for done, (i, found) in enumerate(executor.run(factory, todo), start=1):
-            journal.add(todo[i].key, _record(todo[i], found))
-            on_unit(StudyProgress(todo[i], found, done, len(todo), time.perf_counter() - started))
-        wanted = {u.key for u in units}
-        return Study(units, {k: _measured(r) for k, r in journal.records.items() if k in wanted}, left, head)
-    finally:
-        journal.close()
+    there = replace(resident, model=resident.model.absolute(), text=resident.text.absolute())
+    weights = options.imatrix.absolute() if options.imatrix else None
+    worker = UnitFunction(open_study, StudySetup(there, weights, options.precision), inputs)
+    with Journal(options.journal, head) as journal:
+        todo = {u.key for u in units if u.key not in journal}
+        on_plan(StudyPlan(units, left, len(units) - len(todo), work_of([u for u in units if u.key in todo], file)))
+        started, n_done = time.perf_counter(), count(1)
+
+        def keep(i: int, found: Measured) -> dict[str, Any]:
+            on_unit(StudyProgress(units[i], found, next(n_done), len(todo), time.perf_counter() - started))
+            return _record(units[i], found)
+
+        records = map_units(worker, [(u.key, u) for u in units], journal, executor, keep=keep)
+        return Study(units, {u.key: _measured(r) for u, r in zip(units, records, strict=True)}, left, head)
 
 
 def _record(unit: StudyUnit, found: Measured) -> dict[str, Any]:
@@ -150,10 +158,10 @@ def _measured(record: dict[str, Any]) -> Measured:
 
 
 def read_study(path: Path) -> Study:
-    """The study of a journal; FormatError if it is none."""
+    """Read the study in a journal; FormatError if it is not one of ik study."""
     journal, _ = read(path)
     if journal.head.get("kind") != KIND:
-        raise FormatError(f"{path}: is not a journal of ik study")
+        raise FormatError(f"{path}: is not a journal of ik study; name the file that `ik study -o` wrote")
     units, found = [], {}
     for key, record in journal.records.items():
         try:
@@ -168,7 +176,7 @@ def read_study(path: Path) -> Study:
 
 
 def table_lines(study: Study) -> list[str]:
-    """A Markdown table: a row per group of tensors, a column per type, KL divergence ± standard error."""
+    """Return a Markdown table: a row per group of tensors, a column per type, KL divergence ± standard error."""
     types = study.types()
     names = [TYPES[t].name for t in types]
     rows = [["tensors", *names]]
@@ -201,12 +209,12 @@ def _sum(study: Study, type: GGMLType) -> str:
 
 
 def json_text(study: Study) -> str:
-    """Everything as one JSON object."""
+    """Return the whole study as one JSON object."""
     results = [_record(u, study.found[u.key]) for u in study.units if u.key in study.found]
     return json.dumps({"study": study.head, "results": results}, ensure_ascii=False, indent=2)
 
 
 def types_named(texts: Sequence[str]) -> tuple[GGMLType, ...]:
-    """Types of comma-separated names."""
+    """Parse comma-separated names of types."""
     names = [name.strip() for text in texts for name in text.split(",") if name.strip()]
     return tuple(dict.fromkeys(format_by_name(name).type for name in names))

@@ -1,4 +1,4 @@
-"""What a study measures: groups of tensors, each with each type."""
+"""Units of a study: groups of tensors, each combined with each type."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ikcli.rules import compile_pattern
 
 @dataclass(frozen=True, slots=True)
 class StudyUnit:
-    """One measurement: these tensors in this type, all others as they are."""
+    """One measurement: these tensors in this type, all others unchanged."""
 
     title: str
     tensors: tuple[str, ...]
@@ -26,13 +26,13 @@ class StudyUnit:
 
     @property
     def key(self) -> str:
-        """Its name in the journal."""
+        """The name in the journal."""
         return f"{self.title} {TYPES[self.type].name}"
 
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """Tensors that cannot be measured in a type, or in any (None), and why."""
+    """Tensors that cannot be measured in a type, or in any (None), and the reason."""
 
     type: GGMLType | None
     tensors: tuple[str, ...]
@@ -41,8 +41,10 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What measurements take: whole passes over the text at most (a pass that begins at half of the layers is half a
-    pass), weights to encode, and most bytes of tensors that are held at a time."""
+    """The cost of measurements: passes over the text, weights to encode, and the most bytes of tensors held at a time.
+
+    Passes are an upper bound; a pass that begins halfway through the layers is half a pass.
+    """
 
     passes: float
     n_weights: int
@@ -50,7 +52,7 @@ class Work:
 
 
 def work_of(units: Sequence[StudyUnit], file: GGUFFile) -> Work:
-    """The work of these measurements."""
+    """Compute the work of these measurements."""
     n_layer = 1 + max((_block(name) for name in file.tensors), default=-1)
     passes, n_weights, most = 0.0, 0, 0
     for unit in units:
@@ -67,7 +69,7 @@ def _block(name: str) -> int:
 
 
 def _outside(name: str, n_layer: int) -> int:
-    """Where a tensor outside of the blocks is used: the output matrix behind them, others before."""
+    """Return the layer at which a tensor outside of the blocks is used: the output matrix after them, others before."""
     return n_layer if name.startswith("output") else 0
 
 
@@ -81,11 +83,11 @@ def make_units(
     exclude: Sequence[str] = (),
     imatrix: Imatrix | None = None,
 ) -> tuple[list[StudyUnit], list[Left]]:
-    """Units in the order of the file, and what had to be left out; UsageError if nothing is left.
+    """Return units in file order, and what had to be left out; UsageError if nothing is left.
 
-    `used`: tensors that the model computes with; the others of the file would cost nothing, whatever they are.
-    By `tensor`, up and gate experts of a block stay together, as fused kernels want them; by `role`, the tensors of one
-    name in all blocks; by `block`, all tensors of one.
+    `used`: the tensors that the model computes with; changing others has no effect. By `tensor`, up and gate experts of
+    a block stay together, as fused kernels require; by `role`, the tensors of one name in all blocks; by `block`, all
+    tensors of one.
     """
     known, names = set(used), [n for n in file.tensors if is_matrix(file, n)]
     wanted = [compile_pattern(p, "--tensors", p).search for p in include]
@@ -102,7 +104,7 @@ def make_units(
     for type in types:
         least, unfit = TYPES[type], tuple(n for n in names if not fits(type, file.tensors[n].shape))
         if unfit:
-            left.append(Left(type, unfit, f"their rows are no multiple of {least.block_size}"))
+            left.append(Left(type, unfit, f"their rows are not a multiple of {least.block_size}"))
         bare = () if not least.needs_imatrix else tuple(n for n in names if not _weighted(imatrix, file, n))
         if bare:
             left.append(Left(type, bare, "the type needs an importance matrix that covers them (--imatrix)"))
@@ -115,7 +117,7 @@ def make_units(
 
 
 def is_matrix(file: GGUFFile, name: str) -> bool:
-    """Whether a tensor is one that quantizers change: weights with two dimensions and more, no router."""
+    """Return whether quantizers change a tensor: weights with at least two dimensions, except routers."""
     t = file.tensors[name]
     return name.endswith(".weight") and len(t.shape) > 1 and "ffn_gate_inp" not in name and "_norm" not in name
 

@@ -1,15 +1,15 @@
-"""Windows of a text that workers evaluate: perplexity and KL divergence in several processes or on several machines.
+"""Perplexity and KL divergence by workers: windows of a text are evaluated in several processes or on several machines.
 
-A unit is a group of windows that one process would decode side by side, so every value is the same bit for bit. Tokens
-go to the workers; per scored position they send one value back (nll), or with a base file five (`Positions`).
+A unit is a group of windows that one process would decode side by side, so every value is bit-identical. Workers
+receive tokens; per scored position they return one value (nll), or five with a base file (`Positions`).
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,12 @@ from typing import Any
 import numpy as np
 
 from ikcli.engine.plan.sizes import DEFAULT_WINDOW
-from ikcli.errors import IkError, NonFiniteError, UsageError
-from ikcli.fleet.choose import executor_of
-from ikcli.fleet.executor import LocalExecutor
+from ikcli.errors import NonFiniteError, UsageError
+from ikcli.fleet.choose import executor_of, runs_here
 from ikcli.fleet.journal import Journal
-from ikcli.fleet.model import HeaderSession, check_model, config_each, of_model, settings
-from ikcli.fleet.ordered import in_order
-from ikcli.gguf import digests as digest
+from ikcli.fleet.model import HeaderSession, config_each, of_model, settings, threads_of
+from ikcli.fleet.units import map_units
+from ikcli.fleet.worker import UnitFunction, input_file, input_model
 from ikcli.log import hushed
 from ikcli.measure.chunks import Windows, WindowValues, evaluate
 from ikcli.measure.kl_divergence import compare_rows
@@ -35,52 +34,32 @@ from ikcli.settings.run import RunConfig
 
 
 @dataclass(frozen=True, slots=True)
-class WindowWorkerOptions:
-    """Sessions for windows of n_ctx tokens. Digests are compared where the worker runs; `base` is a base file."""
+class WindowSetup:
+    """Settings of sessions for windows of n_ctx tokens. `base`: a base file; `quiet`: log nothing while loading."""
 
     config: RunConfig
     n_ctx: int
     stride: int
-    model_digest: str
     base: Path | None
-    base_digest: str
     quiet: bool
 
-    @property
-    def files(self) -> list[tuple[Path, str]]:
-        """What a node must have."""
-        assert self.config.model is not None
-        return [(self.config.model, self.model_digest), *([(self.base, self.base_digest)] if self.base else [])]
 
-    def __call__(self) -> WindowWorker:
-        """Make the worker."""
-        return WindowWorker(self)
+@contextmanager
+def open_windows(setup: WindowSetup) -> Iterator[Callable[[tuple[int, Windows]], dict[str, Any]]]:
+    """Load the model and yield the function that evaluates a group of windows, given with the index of the first."""
+    config = setup.config
+    base = BaseReader(setup.base) if setup.base is not None else None
+    n_threads = max(1, config.n_threads_batch or config.n_threads)
+    with hushed(setup.quiet):
+        session = open_session(config, setup.n_ctx, config.n_batch, stride=setup.stride)
 
-
-class WindowWorker:
-    """Holds a session of its own."""
-
-    def __init__(self, options: WindowWorkerOptions) -> None:
-        """Load the model; IkError if a file here is another one than that of the command."""
-        config = options.config
-        check_model(config, options.model_digest)
-        self._base = BaseReader(options.base) if options.base is not None else None
-        if self._base is not None and base_digest(self._base) != options.base_digest:
-            raise IkError(f"{options.base} on this node is another file than that of the command")
-        self._n_threads = max(1, config.n_threads_batch or config.n_threads)
-        with hushed(options.quiet):
-            self._session = open_session(config, options.n_ctx, config.n_batch, stride=options.stride)
-
-    def do(self, unit: tuple[int, Windows]) -> dict[str, Any]:
-        """Evaluate a group of windows, the first of which is number unit[0]."""
-        first, windows = unit
-        found = _Values(first, windows, self._base, self._n_threads)
-        evaluate(self._session, windows, found)
+    def values(unit: tuple[int, Windows]) -> dict[str, Any]:
+        found = _Values(*unit, base, n_threads)
+        evaluate(session, unit[1], found)
         return {"windows": found.windows}
 
-    def close(self) -> None:
-        """Release the model."""
-        self._session.close()
+    with closing(session):
+        yield values
 
 
 class _Values:
@@ -110,8 +89,9 @@ class _Values:
         self.windows.append({"seconds": 0.0, "problem": str(error)})
 
 
-def base_digest(base: BaseReader) -> str:
-    """Of the sizes, the tokens, and the first and last row of predictions: the file may be large."""
+def base_digest(path: Path) -> str:
+    """Hash the sizes, the tokens, and the first and last row of predictions: a base file may be large."""
+    base = BaseReader(path)
     hashed = hashlib.sha256(f"{base.n_ctx} {base.n_vocab} {base.n_chunk}".encode())
     hashed.update(base.tokens.tobytes())
     hashed.update(base.rows(0, 0, 1).tobytes())
@@ -120,7 +100,7 @@ def base_digest(base: BaseReader) -> str:
 
 
 def check(config: RunConfig) -> None:
-    """UsageError for what workers cannot do."""
+    """Raise UsageError for options that workers do not support."""
     options = config.perplexity
     if not config.fleet.wanted:
         return
@@ -138,38 +118,37 @@ def check(config: RunConfig) -> None:
 def measure(
     config: RunConfig, header: HeaderSession, windows: Windows, *, stride: int = 0, base: BaseReader | None = None
 ) -> Iterator[WindowValues]:
-    """Values of all windows in order, by the workers of the options; those in the journal are taken from there."""
-    fleet = config.fleet
+    """Yield the values of all windows in order, computed by the workers of the options or taken from the journal."""
+    fleet, n_ctx = config.fleet, windows.n_ctx
     each = config_each(config, header)
-    work = executor_of(fleet, max(each.n_threads, each.n_threads_batch))
-    n_ctx = windows.n_ctx
-    model_digest, digest_of_base = digest.of_model(header.file), base_digest(base) if base is not None else ""
-    base_path = base.path.absolute() if base is not None else None
-    quiet = not isinstance(work, LocalExecutor)
+    assert each.model is not None
+    model = input_model(each.model, config.override_kv, header.file)
+    base_file = input_file(base.path, base_digest) if base is not None else None
     session_ctx = (config.n_ctx or DEFAULT_WINDOW) if stride else n_ctx  # a strided window fills the context
-    factory = WindowWorkerOptions(each, session_ctx, stride, model_digest, base_path, digest_of_base, quiet)
+    setup = WindowSetup(each, session_ctx, stride, base_file.path if base_file else None, not runs_here(fleet))
     head = {
         "kind": "ik perplexity --kl-divergence" if base is not None else "ik perplexity",
-        **of_model(header, model_digest),
+        **of_model(header, model),
         "text_digest": hashlib.sha256(_all_tokens(windows, base)).hexdigest(),
-        "base_digest": digest_of_base,
+        "base_digest": base_file.digest if base_file is not None else "",
         "n_ctx": n_ctx,
         "stride": stride,
         **settings(config),
     }
-    with closing(Journal(Path(fleet.journal) if fleet.journal else None, head)) as journal:
-        units = list(_units(windows))
-        for (_, (first, group)), record in zip(units, in_order(work, factory, units, journal), strict=True):
+    worker, executor = UnitFunction(open_windows, setup, (model, base_file)), executor_of(fleet, threads_of(each))
+    units = list(_units(windows))
+    with Journal(fleet.journal, head) as journal:
+        for (_, (first, group)), record in zip(units, map_units(worker, units, journal, executor), strict=True):
             yield from _read(record, first, group, 1 if base is None else 5)
 
 
 def _all_tokens(windows: Windows, base: BaseReader | None) -> bytes:
-    """The first window only, as more --chunks of the same text go on with a journal; every unit has its own digest."""
+    """Return the first window: more --chunks of the same text resume a journal, and units have their own digests."""
     return np.ascontiguousarray(windows.tokens[0] if base is None else base.tokens[0]).tobytes()
 
 
 def _units(windows: Windows) -> Iterator[tuple[str, tuple[int, Windows]]]:
-    """Groups that are decoded together, by the numbers and the tokens of their windows."""
+    """Yield groups of windows that are decoded together, named by the indices and a digest of their windows."""
     for first in range(0, windows.n_chunk, windows.n_seq):
         tokens = np.ascontiguousarray(windows.tokens[first : first + windows.n_seq])
         name = hashlib.sha256(tokens.tobytes()).hexdigest()[:16]

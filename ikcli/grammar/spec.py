@@ -28,10 +28,12 @@ class Marker:
 
 
 @dataclass(frozen=True, slots=True)
-class Regex:
-    """Text that matches a regular expression as a whole (no anchors, no look-around)."""
+class Chars:
+    """From `least` to `most` characters of `ranges`: each a character, or the first and the last of a range ("az")."""
 
-    pattern: str
+    ranges: tuple[str, ...]
+    least: int = 1
+    most: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,7 @@ class Until:
 class Sequence:
     """The parts one after the other; no parts: nothing.
 
-    `whole`: literals, markers and regular expressions that are read in one go. What follows an `Until` with followers
+    `whole`: literals, markers and characters that are read in one go. What follows an `Until` with followers
     has to be, up to where it is told from more of the text.
     """
 
@@ -102,7 +104,7 @@ class Repeat:
     between: Node | None = None
 
 
-Node = Literal | Marker | Regex | Schema | Until | Sequence | Choice | Repeat
+Node = Literal | Marker | Chars | Schema | Until | Sequence | Choice | Repeat
 
 
 def parts_of(tree: Node) -> tuple[Node, ...]:

@@ -9,12 +9,13 @@ from typing import Any, Protocol
 
 from ikcli.chat.messages import Tool
 from ikcli.chat.reader import Reader, Wait
-from ikcli.grammar.spec import Choice, Literal, Marker, Node, Regex, Repeat, Schema, Until
+from ikcli.grammar.spec import Chars, Choice, Literal, Marker, Node, Repeat, Schema, Until
 from ikcli.grammar.spec import Sequence as Seq
 
-SPACE = Regex(r"[ \t\r\n]{0,8}")
+SPACE = Chars((" ", "\t", "\r", "\n"), 0, 8)
 """White space a model may put between a marker and a value."""
-BLANK = Regex(" ?")
+BLANK = Chars((" ",), 0, 1)
+CALL_ID = Chars(("az", "AZ", "09"), 9, 9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,15 +144,16 @@ def finish_text(reader: Reader) -> Generator[None, None, str]:
 
 __all__ = [
     "BLANK",
+    "CALL_ID",
     "SPACE",
     "CallSink",
+    "Chars",
     "Choice",
     "Family",
     "Literal",
     "Marker",
     "Node",
     "Reasoning",
-    "Regex",
     "Repeat",
     "Schema",
     "TextSink",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from ikcli.chat.families.base import Family, Reasoning
+from ikcli.chat.families.base import Chars, Family, Reasoning
 from ikcli.chat.families.gemma import GemmaCalls
 from ikcli.chat.families.generic import Generic
 from ikcli.chat.families.harmony import Harmony
@@ -21,7 +21,7 @@ from ikcli.chat.families.xml_calls import (
     XmlCalls,
 )
 
-_COMMAND_R7B = Keys("tool_name", "parameters", "tool_call_id", "[0-9]{1,3}", id_first=True)
+_COMMAND_R7B = Keys("tool_name", "parameters", "tool_call_id", Chars(("09",), 1, 3), id_first=True)
 
 _REASONING = (
     Reasoning("<|START_THINKING|>", "<|END_THINKING|>", empty=True),

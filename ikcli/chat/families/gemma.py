@@ -14,11 +14,11 @@ from typing import Any
 from ikcli.chat.families.base import (
     SPACE,
     CallSink,
+    Chars,
     Family,
     Literal,
     Marker,
     Node,
-    Regex,
     Repeat,
     Schema,
     Until,
@@ -35,7 +35,7 @@ from ikcli.grammar.spec import Gap, Pattern
 _QUOTE = '<|"|>'
 _MOST_DEPTH = 100
 _FREE_DEPTH = 3  # of values whose schema says nothing
-_KEY = Regex(r"[A-Za-z_][A-Za-z0-9_.\-]{0,63}")
+_KEY = seq(Chars(("AZ", "az", "_")), Chars(("AZ", "az", "09", "_", ".", "-"), 0, 63))
 _KINDS = ("string", "number", "integer", "boolean", "null", "array", "object")
 _VALUES = (_QUOTE, *"{[-0123456789tfn")  # what values begin with
 

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 
 from ikcli.chat.families.base import (
     BLANK,
+    CALL_ID,
     SPACE,
     CallSink,
+    Chars,
     Family,
     Marker,
     Node,
-    Regex,
     Repeat,
     any_of,
     arguments_schema,
@@ -42,7 +43,7 @@ class Keys:
     name: str = "name"
     arguments: str = "arguments"
     id: str = ""
-    id_pattern: str = "[a-zA-Z0-9]{9}"
+    id_text: Node = CALL_ID
     id_first: bool = False
 
 
@@ -146,9 +147,8 @@ class Llama3(Family):
         options = []
         for tool in tools:
             name = seq(any_of((seq('"name":'), seq('"function":'))), BLANK, quoted(tool.name) + ",", BLANK)
-            options.append(
-                seq("{", BLANK, kind, name, '"parameters":', BLANK, arguments_schema(tool), Regex("[ \\n]?"), "}")
-            )
+            parameters = seq('"parameters":', BLANK, arguments_schema(tool), Chars((" ", "\n"), 0, 1))
+            options.append(seq("{", BLANK, kind, name, parameters, "}"))
         call = any_of(options)
         return any_of((call, seq(Marker("<|python_tag|>"), call))) if self.openings else call
 
@@ -199,7 +199,7 @@ def object_tree(tool: Tool, keys: Keys) -> Node:
     arguments = seq(f'"{keys.arguments}":', BLANK, arguments_schema(tool))
     parts: list[Node] = [name, arguments]
     if keys.id:
-        id = seq(f'"{keys.id}":', BLANK, '"', Regex(keys.id_pattern), '"')
+        id = seq(f'"{keys.id}":', BLANK, '"', keys.id_text, '"')
         parts.insert(0 if keys.id_first else 2, id)
     inner: list[Node | str] = ["{", SPACE]
     for i, part in enumerate(parts):

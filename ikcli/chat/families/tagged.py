@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ikcli.chat.families.base import (
+    CALL_ID,
     SPACE,
     CallSink,
+    Chars,
     Family,
     Marker,
     Node,
-    Regex,
     Repeat,
     TextSink,
     Until,
@@ -105,7 +106,8 @@ class KimiK2(Family):
     def tree(self, tools: Sequence[Tool], parallel: bool) -> Node:
         """Calls with arguments that each tool's schema accepts."""
         options = (
-            seq(f"functions.{t.name}:", Regex("[0-9]{1,4}"), Marker(self.ARGUMENTS), arguments_schema(t)) for t in tools
+            seq(f"functions.{t.name}:", Chars(("09",), 1, 4), Marker(self.ARGUMENTS), arguments_schema(t))
+            for t in tools
         )
         call = seq(Marker(self.CALL), any_of(options), Marker(self.CALL_END))
         return seq(Repeat(Marker(self.BEGIN), 0, 1), calls_of(call, parallel), Repeat(Marker(self.END), 0, 1))
@@ -148,7 +150,7 @@ class MistralArgs(Family):
 
     def tree(self, tools: Sequence[Tool], parallel: bool) -> Node:
         """Calls with arguments that each tool's schema accepts."""
-        id: tuple[Node, ...] = (Repeat(seq(Marker("[CALL_ID]"), Regex("[a-zA-Z0-9]{9}")), 0, 1),) * self._call_id
+        id: tuple[Node, ...] = (Repeat(seq(Marker("[CALL_ID]"), CALL_ID), 0, 1),) * self._call_id
         call = any_of(seq(t.name, *id, Marker("[ARGS]"), arguments_schema(t)) for t in tools)
         return calls_of(seq(Marker("[TOOL_CALLS]"), call), parallel)
 

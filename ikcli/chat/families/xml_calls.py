@@ -16,10 +16,10 @@ from typing import Any
 from ikcli.chat.families.base import (
     SPACE,
     CallSink,
+    Chars,
     Family,
     Marker,
     Node,
-    Regex,
     Repeat,
     Schema,
     Until,
@@ -134,7 +134,7 @@ class XmlCalls(Family):
         head: tuple[Node | str, ...] = (whole(SPACE, *self._key(key)),)
         opening: tuple[Node | str, ...] = (SPACE, Marker(t.value_open)) if t.value_open else ()
         lead = (t.value_lead,) if t.value_lead else ()
-        close = (Regex(r"[ \n]{0,4}"), Marker(t.value_close))
+        close = (Chars((" ", "\n"), 0, 4), Marker(t.value_close))
         json_value = seq(Schema(with_definitions(schema, root), lenient=True), *close)
         if t.attribute:
             texts = both(values, Values(frozenset({"string"})))

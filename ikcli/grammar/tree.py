@@ -1,4 +1,4 @@
-"""The trees that chats ask for (spec.py) as rules: markers become control tokens where the vocabulary has them."""
+"""Turn the trees of chats (spec.py) into rules; markers become control tokens where the vocabulary has them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ JsonOf = Callable[[spec.Schema], str]
 
 @dataclass(frozen=True, slots=True)
 class _Use:
-    """What all nodes of a tree are made with.
+    """State shared by all nodes of a tree.
 
-    `kept` has the free texts that were made: large expressions, which many arguments share.
+    `kept` caches free texts: large expressions that many arguments share.
     """
 
     special: Special
@@ -55,7 +55,7 @@ def _node(tree: spec.Node, use: _Use) -> Node:
 
 
 def _until(tree: spec.Until, use: _Use) -> Node:
-    """Text and its end; with followers in pieces up to each `end`, of which only the last has one behind it.
+    """Build text and its end; with followers, in pieces up to each `end`, of which only the last has a follower.
 
     Small lexemes: as one regular expression this takes the grammar library millions of states.
     """
@@ -93,7 +93,7 @@ def _text(
 
 
 def _whole(tree: spec.Sequence, use: _Use) -> Node:
-    """One lexeme; or, where the vocabulary has markers as tokens, these and lexemes between them."""
+    """Build one lexeme or, where markers are tokens of the vocabulary, these and lexemes between them."""
     texts = [_node(spec.Literal(p.text) if isinstance(p, spec.Marker) else p, use) for p in tree.parts]
     plain: Node = nodes.Whole(_flat(texts))
     tokens = [use.special(p.text) if isinstance(p, spec.Marker) else None for p in tree.parts]
@@ -111,7 +111,7 @@ def _whole(tree: spec.Sequence, use: _Use) -> Node:
 
 
 def _flat(items: list[Node]) -> Node:
-    """Sequences within a sequence are part of it: neighbours can then share a lexeme."""
+    """Flatten nested sequences, so that neighbours can share a lexeme."""
     flat: list[Node] = []
     for item in items:
         flat += item.items if isinstance(item, Seq) else [item]

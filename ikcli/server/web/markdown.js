@@ -26,7 +26,7 @@ md.inline.ruler.before("autolink", "line_break", (state, silent) => {
   state.pos += found[0].length;
   return true;
 });
-// CommonMark takes the marks in **「a」**b for text, because a letter follows; such scripts have no spaces there.
+// CommonMark would show the marks of **「a」**b, since a letter follows. Scripts without spaces need emphasis there.
 md.inline.State = class extends md.inline.State {
   scanDelims(start, canSplitWord) {
     const found = super.scanDelims(start, canSplitWord);
@@ -48,7 +48,7 @@ export function safeUrl(text) {
   }
 }
 
-// Shows `text` in `container`; blocks that did not change since the last call stay as they are.
+// Show `text` in `container`; blocks that did not change since the last call stay as they are.
 export function renderMarkdown(container, text) {
   const sources = splitBlocks(text);
   const old = container.blockSources || [];
@@ -59,7 +59,7 @@ export function renderMarkdown(container, text) {
   container.blockSources = sources;
 }
 
-// The source of every outermost block; each makes one element.
+// Return the source of every outermost block; each makes one element.
 function splitBlocks(text) {
   const lines = alignItems(text.replace(/\r\n?/g, "\n").split("\n"));
   const tokens = [];
@@ -150,7 +150,7 @@ function anchor(url, ...children) {
   return h("a", { href: url, target: "_blank", rel: "noopener noreferrer nofollow" }, ...children);
 }
 
-// "[ ] " and "[x] " at the beginning of an item are boxes.
+// Turn "[ ] " and "[x] " at the beginning of an item into a checkbox.
 function markTask(item, text) {
   const found = /^\[([ xX])\] /.exec(text?.content ?? "");
   if (!found) return;

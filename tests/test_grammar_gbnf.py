@@ -271,8 +271,8 @@ def test_a_literal_regular_grammar_is_one_lexeme() -> None:
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("", "there is no rule root"),
-        ('main ::= "a"', r"no rule root \(rules are main\)"),
+        ("", "rule root is missing"),
+        ('main ::= "a"', r"rule root is missing \(it has main\)"),
         ('root ::= "a" b', "refers to b, which is not defined"),
         ('root "a"', "line 1, column 6: expected ::="),
         ('root ::= "a"\n\n  x ::= ]', "line 3, column 9: expected the end of rule x, not ']'"),

@@ -77,7 +77,7 @@ def part_text(part: Any, path: str, role: str) -> str:
     found = list(_found(part))
     lost = next((medium for medium, _ in found if medium), "")
     if role not in ("assistant", "tool", "function") and (lost or not found):
-        problem = f"{lost} input is not supported: this model reads text only, not" if lost else "there is no text in"
+        problem = f"{lost} input is not supported: this model reads text only, not" if lost else "found no text in"
         raise RequestError(f"{path}.type", f'{problem} "{kind[:64]}"')
     plain = isinstance(part.get("text"), str)
     if role != "assistant" and not lost and not plain and (not found or _holds_numbers(part)):

@@ -92,11 +92,11 @@ class ChatFormat:
         elif named is None and not jinja:
             name = builtin.recognise(template_source)
             if name is None:
-                raise UnsupportedError("the chat template is of no built-in format: leave out --no-jinja to use it")
+                raise UnsupportedError("the chat template matches no built-in format: leave out --no-jinja to use it")
             named = builtin.TEMPLATES[name]
         elif named is None and re.fullmatch(r"[\w.-]{1,40}", template_source.strip()):
             known = ", ".join(sorted(builtin.TEMPLATES))
-            raise FormatError(f'there is no built-in chat template "{template_source.strip()}"; there are {known}')
+            raise FormatError(f'unknown chat template "{template_source.strip()}"; built-in ones: {known}')
         source = named if named is not None else template_source or ""
         options: dict[str, Any] = {"bos": bos, "eos": eos, "add_bos": add_bos, "add_eos": add_eos, "tokens": tokens}
         options["jinja"] = jinja

@@ -136,7 +136,7 @@ def _tool_choice(value: Any, tools: tuple[Tool, ...]) -> tuple[tuple[Tool, ...],
     if value.get("type", "function") != "function" or name is None:
         raise RequestError("tool_choice", 'expected {"type": "function", "function": {"name": ...}}')
     if name not in {tool.name for tool in tools}:
-        raise RequestError("tool_choice.function.name", f'there is no function "{name[:64]}" in tools')
+        raise RequestError("tool_choice.function.name", f'tools has no function "{name[:64]}"')
     return tools, "required", name
 
 

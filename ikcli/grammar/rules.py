@@ -40,7 +40,7 @@ def check_rules(rules: Rules, root: str) -> None:
     """Raise GrammarError if a rule is missing, the grammar is too large, or `root` can never end."""
     if root not in rules:
         known = ", ".join(list(rules)[:5])
-        raise GrammarError(f"grammar: there is no rule {root}" + (f" (rules are {known})" if known else ""))
+        raise GrammarError(f"grammar: rule {root} is missing" + (f" (it has {known})" if known else ""))
     n_nodes = 0
     for name, body in rules.items():
         for node in walk(body):

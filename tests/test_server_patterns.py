@@ -46,6 +46,7 @@ def test_as_re(parts: list[tuple[str, str]], text: str) -> None:
         (r"[.]\.[a[]b[]x]\u4e2d", "aaa[b]中 ..[b]中", 8),
         ("[[:digit:].]z.", "az\n 1z\n.z!", 7),
         (r"a\.\\.", r"axx a.\!", 4),
+        ("[a[].x", "a\rx [zx", 4),
         ("(a|b)*c*?", "xyzc", 3),
     ],
 )

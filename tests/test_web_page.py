@@ -337,7 +337,7 @@ MARKDOWN = (
     ("[![p](https://e.org/p.png)](https://e.org/q)", "<p>L{Image: p|https://e.org/q}</p>"),
     ("e.org www.e.org mailto:a@e.org a@e.org ftp://e.org <a@e.org>",
      "<p>e.org www.e.org mailto:a@e.org a@e.org ftp://e.org &lt;a@e.org&gt;</p>"),
-    ("[a]: /b\n[a]", "<p>[a]: /b<br>[a]</p>"),
+    ("[a]: https://e.org\n[a]", "<p>[a]: L{https://e.org|https://e.org/}<br>[a]</p>"),
     ("~~~py x\na\n  b\n~~~\nc", "C{py|a\n  b}<p>c</p>"),
     ("```\nnot closed\n# x", "C{code|not closed\n# x}"),
     ("- a\n  ```\n  b\n  ```", "<ul><li>aC{code|b}</li></ul>"),
@@ -351,6 +351,7 @@ RENDER = """async ([texts, step]) => {
     const box = document.createElement("div");
     for (let n = step || text.length; n < text.length; n += step) renderMarkdown(box, text.slice(0, n));
     renderMarkdown(box, text);
+    if (box.querySelector("a a")) return "a link within a link";
     for (const code of box.querySelectorAll(".code")) {
       code.replaceWith(`C{${code.querySelector("span").textContent}|${code.querySelector("pre").textContent}}`);
     }

@@ -72,7 +72,23 @@ def test_patterns_that_would_take_for_ever_elsewhere() -> None:
 
 
 @pytest.mark.parametrize(
-    "pattern", ["(", "(?=a)", r"(a)\1", "a{5000}", "(?i:a)", "a++", r"\p", "(" * 5000, r"\C", r"\Qa", "\ud800"]
+    "pattern",
+    [
+        "(",
+        "(?=a)",
+        r"(a)\1",
+        "a{5000}",
+        "(?i:a)",
+        "a++",
+        r"\p",
+        "(" * 5000,
+        "(" * 900,
+        "a" * 1001,
+        "(a{9}){200}{9}",
+        r"\C",
+        r"\Qa",
+        "\ud800",
+    ],
 )
 def test_patterns_that_are_refused(pattern: str) -> None:
     with pytest.raises(PatternError):

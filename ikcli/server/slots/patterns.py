@@ -11,6 +11,8 @@ import re
 
 import re2
 
+MAX_LENGTH = 1000
+"""Characters of a pattern; as many tokens are held back for it."""
 _MAX_MEMORY = 1 << 20
 """Bytes that RE2 may use per pattern, for the program and for the states it keeps."""
 _NOT_LINEAR = ("invalid perl operator", "invalid escape sequence")
@@ -33,6 +35,8 @@ class Pattern:
 
     def __init__(self, text: str, *, ignore_case: bool = False) -> None:
         """Compile `text`; PatternError if RE2 cannot."""
+        if len(text) > MAX_LENGTH:
+            raise PatternError(f"is longer than {MAX_LENGTH} characters")
         self.text = text
         options = re2.Options()
         options.case_sensitive = not ignore_case

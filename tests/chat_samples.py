@@ -17,7 +17,7 @@ from ikcli.chat.families.python_calls import PythonCalls
 from ikcli.chat.families.tagged import DeepSeek, FunctionTag, KimiK2, MistralArgs, Recipients
 from ikcli.chat.families.xml_calls import DEEPSEEK_V3_2, GLM_4_5, MINIMAX, QWEN3_CODER, SEED_OSS, XmlCalls
 from ikcli.chat.messages import Tool
-from ikcli.grammar.spec import Choice, Literal, Marker, Node, Regex, Repeat, Schema, Sequence, Until
+from ikcli.grammar.spec import Chars, Choice, Literal, Marker, Node, Repeat, Schema, Sequence, Until
 
 WEATHER = Tool(
     "get_weather",
@@ -49,7 +49,7 @@ HERMES = JsonCalls("Hermes", "<tool_call>", "</tool_call>")
 NEMO = JsonCalls("Nemo", "[TOOL_CALLS]", array=True, keys=Keys(id="id"))
 R7B = JsonCalls(
     "R7B", "<|START_ACTION|>", "<|END_ACTION|>", array=True,
-    keys=Keys("tool_name", "parameters", "tool_call_id", "[0-9]{1,3}", id_first=True),
+    keys=Keys("tool_name", "parameters", "tool_call_id", Chars(("09",), 1, 3), id_first=True),
 )  # fmt: skip
 R7B.dropped = ("<|START_RESPONSE|>", "<|END_RESPONSE|>")
 PARIS = ("get_weather", {"city": "Paris"})
@@ -173,10 +173,8 @@ def draw(node: Node, rng: random.Random) -> str:
         return between.join(draw(node.part, rng) for _ in range(n))
     if isinstance(node, Until):
         return "plain text" + node.end
-    if isinstance(node, Regex):
-        return {"[0-9]{1,4}": "7", "[0-9]{1,3}": "3", "[a-zA-Z0-9]{9}": "a1B2c3D4e"}.get(
-            node.pattern, rng.choice(["", " "])
-        )
+    if isinstance(node, Chars):
+        return "".join(rng.choice(rng.choice(node.ranges)) for _ in range(rng.randint(node.least, min(node.most, 9))))
     assert isinstance(node, Schema)
     return json.dumps(value_of(node.schema, rng), ensure_ascii=False)
 

@@ -50,6 +50,7 @@ LIBRARIES = {
     "jinja2": ("chat",),
     "yaml": ("convert",),
     "llguidance": ("grammar",),
+    "re2": ("server.slots.patterns",),
     "fastapi": ("server",),
     "starlette": ("server",),
     "uvicorn": ("server",),

@@ -271,8 +271,8 @@ def test_a_literal_regular_grammar_is_one_lexeme() -> None:
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("", "there is no rule root"),
-        ('main ::= "a"', r"no rule root \(rules are main\)"),
+        ("", "rule root is missing"),
+        ('main ::= "a"', r"rule root is missing \(it has main\)"),
         ('root ::= "a" b', "refers to b, which is not defined"),
         ('root "a"', "line 1, column 6: expected ::="),
         ('root ::= "a"\n\n  x ::= ]', "line 3, column 9: expected the end of rule x, not ']'"),
@@ -283,8 +283,8 @@ def test_a_literal_regular_grammar_is_one_lexeme() -> None:
         ("root ::= [z-a]", "the range z-a is the wrong way round"),
         (r'root ::= "\q"', r"unknown escape \\q"),
         (r'root ::= "\x4"', "needs 2 hexadecimal digits"),
-        (r'root ::= "\uD800"', "U\\+D800 is no character"),
-        (r'root ::= "\U00110000"', "is no character"),
+        (r'root ::= "\uD800"', "U\\+D800 is not a character"),
+        (r'root ::= "\U00110000"', "is not a character"),
         ('root ::= ("a"', "never closed"),
         ('root ::= ("a" ]', "expected \\) but found"),
         ('root ::= "a")', "expected the end"),

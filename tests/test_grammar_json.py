@@ -16,13 +16,13 @@ from test_grammar_gbnf import EOS, GRAMMARS, TOKENIZER, TOOL, allowed
 from ikcli.grammar import GrammarError
 from ikcli.grammar.grammars import ConstraintMaker, Grammars
 from ikcli.grammar.spec import (
+    Chars,
     Choice,
     GrammarKind,
     GrammarSpec,
     Literal,
     Marker,
     Node,
-    Regex,
     Repeat,
     Schema,
     Sequence,
@@ -256,7 +256,7 @@ def tree(node: Node, **options: Any) -> ConstraintMaker:
 CALL = Sequence(
     (
         Literal("<call>"),
-        Regex(r"[ \n]{0,2}"),
+        Chars((" ", "\n"), 0, 2),
         Choice((Sequence((Literal('{"n":1,"a":'), Schema({"type": "integer"}))), Literal('{"n":2'))),
         Literal("}"),
         Literal("</call>"),
@@ -270,7 +270,8 @@ def test_trees() -> None:
         assert EOS in allowed(start(maker, text).mask())
     with pytest.raises(GrammarError):
         start(maker, '<call>{"n":1,"a":"x"}')
-    thinking = tree(Sequence((Repeat(Sequence((Literal("<t>"), Until("</t>"))), 0, 1), Regex(r"\s?"), Literal("yes"))))
+    thought = Sequence((Literal("<t>"), Until("</t>")))
+    thinking = tree(Sequence((Repeat(thought, 0, 1), Chars((" ",), 0, 1), Literal("yes"))))
     for text in ("yes", "<t>a < b </ t></t>yes", "<t></t> yes"):
         assert allowed(start(thinking, text).mask()) == {EOS}
     until = tree(Until("aba"))
@@ -297,21 +298,15 @@ def test_markers_may_be_control_tokens() -> None:
     assert allowed(until.mask()) == {ord("e")}
 
 
-@pytest.mark.parametrize("pattern", [r"a{2,3}", r"[^a]\d?", r"(ab|c)*\.", r"\w+\s", r"(?s:.)x", r".", r"[\D]"])
-def test_patterns_as_in_python(pattern: str) -> None:
-    maker = tree(Regex(pattern))
-    for text in ("aa", "aaaa", "b1", "ab", "ababc.", ".", "ab_1 ", "\nx", "\n", "x", "1"):
-        try:
-            ends = EOS in allowed(start(maker, text).mask())
-        except GrammarError:
-            ends = False
-        assert ends == (re.fullmatch(pattern, text, re.ASCII) is not None), (pattern, text)
-
-
-@pytest.mark.parametrize("pattern", ["(", "^a", r"\bx", r"(a)\1", "(?=a)b"])
-def test_patterns_that_are_refused(pattern: str) -> None:
-    with pytest.raises(GrammarError, match="pattern"):
-        tree(Regex(pattern))
+def test_characters() -> None:
+    odd = ("09", "-", "]", "^", "\\", "é")
+    maker = tree(Sequence((Chars(("az", "_")), Chars(odd, 0, 3), Chars((" ", "\n"), 2, 2))))
+    for text in ("a \n", "_0-]  ", "z^\\é\n ", "m9  "):
+        assert EOS in allowed(start(maker, text).mask())
+    for text in ("A", "`", "a/", "a1234", "a1 x", "a1   "):
+        with pytest.raises(GrammarError):
+            start(maker, text)
+    assert EOS not in allowed(start(maker, "a1 ").mask())
 
 
 def test_lazy_grammars_wait_for_their_trigger() -> None:

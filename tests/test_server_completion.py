@@ -313,7 +313,7 @@ def test_banned_texts_and_patterns() -> None:
     assert (bans.n_tokens, bans.bias, bans.n_held, bans.most_rewinds, bans.counts) == (-1, -5.0, 6, 9, False)
     assert sent(client, banned_bias=-999, banned_regex=[]).bans == Bans()
     for wrong, words in (
-        ({"banned_regex": ["(a"]}, 'banned_regex: "(a" is not a regular expression'),
+        ({"banned_regex": ["(a"]}, 'banned_regex: "(a" is not a regular expression of RE2: missing )'),
         ({"banned_regex_case_insensitive": ["(a)\\1"]}, "a back reference"),
         ({"banned_regex": 5}, "banned_regex must be"),
         ({"banned_strings": ["a"] * 1000, "banned_regex": ["b"] * 25}, "at most 1024"),

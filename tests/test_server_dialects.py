@@ -153,7 +153,7 @@ def test_anthropic_history_of_the_assistant(blocks: list[Any], turn: str) -> Non
             {"type": "document", "source": {"type": "content", "content": [text("a"), PNG]}},
             "image input is not supported",
         ),
-        ({"type": "of_the_future", "n": 1}, "there is no text in"),
+        ({"type": "of_the_future", "n": 1}, "found no text in"),
     ],
 )
 def test_what_a_user_would_miss_is_an_error(block: dict[str, Any], problem: str) -> None:

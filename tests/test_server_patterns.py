@@ -40,6 +40,14 @@ def test_as_re(parts: list[tuple[str, str]], text: str) -> None:
         (r"a|bc|d{3}", "xxddd", 2),
         ("x*", "aaa", -1),
         ("é+", "caféé", 3),
+        ("a.b", "a\rb a\u2028b a\nb a\u00a0b", 12),
+        (r"a\sb[\s,]c", "acb a\u00a0b\u3000c", 4),
+        (r"[^\S\n]b[\Sx]", "b! \nb! \u2003b\u2003 \u2003b!", 11),
+        (r"[.]\.[a[]b[]x]\u4e2d", "aaa[b]中 ..[b]中", 8),
+        ("[[:digit:].]z.", "az\n 1z\n.z!", 7),
+        (r"a\.\\.", r"axx a.\!", 4),
+        ("[a[].x", "a\rx [zx", 4),
+        ("(a|b)*c*?", "xyzc", 3),
     ],
 )
 def test_places_and_alternatives(pattern: str, text: str, expected: int) -> None:
@@ -64,7 +72,23 @@ def test_patterns_that_would_take_for_ever_elsewhere() -> None:
 
 
 @pytest.mark.parametrize(
-    "pattern", ["(", "(?=a)", r"(a)\1", "a{5000}", "(?i:a)", "a++", "[[:alpha:]]", r"\p", "(" * 5000]
+    "pattern",
+    [
+        "(",
+        "(?=a)",
+        r"(a)\1",
+        "a{5000}",
+        "(?i:a)",
+        "a++",
+        r"\p",
+        "(" * 5000,
+        "(" * 900,
+        "a" * 1001,
+        "(a{9}){200}{9}",
+        r"\C",
+        r"\Qa",
+        "\ud800",
+    ],
 )
 def test_patterns_that_are_refused(pattern: str) -> None:
     with pytest.raises(PatternError):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from importlib import resources
+from pathlib import Path
 
+import pytest
 from server_client import Client
 
 FILES = tuple(resources.files("ikcli.server").joinpath("web").iterdir())
@@ -36,6 +39,18 @@ def test_page_needs_no_key_and_no_other_host() -> None:
         text = item.read_text(encoding="utf-8").replace("http://www.w3.org/2000/svg", "")
         assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|\beval\(|https?://\w+\.\w", text)
         assert not re.search(r"<[^>]*\son\w+=|<[^>]*\sstyle=|<script>|<style", text)
+
+
+def test_vendored_parser_is_the_one_that_the_notice_names() -> None:
+    notice = Path(__file__).resolve().parents[1] / "NOTICE"
+    if not notice.exists():
+        pytest.skip("the notice is not where the tests are run")
+    text = " ".join(notice.read_text(encoding="utf-8").split())
+    found = re.search(r"npm package (markdown-it [\d.]+), unchanged: sha256 ([0-9a-f]{64}) ", text)
+    assert found is not None
+    web, data = resources.files("ikcli.server").joinpath("web"), resources.files("ikcli").joinpath("data")
+    assert hashlib.sha256(web.joinpath("markdown-it.js").read_bytes()).hexdigest() == found[2]
+    assert found[1] in data.joinpath("LICENSE-markdown-it.txt").read_text(encoding="utf-8")
 
 
 def test_page_under_a_prefix() -> None:

@@ -1,4 +1,4 @@
-"""Chats: templates to prompts, generated text back to content, reasoning and tool calls.
+"""Render chats to prompts, and parse generated text back to content, reasoning and tool calls.
 
 `ChatFormat.for_model(template)` renders a `ChatRequest` (`parse_request(body)`) to a `ChatPrompt`: text, constraint and
 a `ChatParser` that reads the answer as it is generated.

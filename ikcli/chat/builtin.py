@@ -1,18 +1,18 @@
-"""Chat templates by name (`--chat-template zephyr`), and which of them stands for a template that is not interpreted.
+"""Provide chat templates by name (`--chat-template zephyr`), also in place of a template that is not interpreted.
 
-Written after the formats that the models' publishers document; they know roles and text, no tools.
+They follow the formats that model publishers document, with roles and text but without tools.
 """
 
 from __future__ import annotations
 
 
 def _same(each: str, start: str = "", first: str = "") -> str:
-    """Every message in the same form, then `start` for the answer."""
+    """Write every message in the same form, then `start` for the answer."""
     return f"{first}{{% for m in messages %}}{each}{{% endfor %}}{{% if add_generation_prompt %}}{start}{{% endif %}}"
 
 
 def _by_role(system: str, user: str, assistant: str, start: str = "", first: str = "") -> str:
-    """A form for each role; roles other than system and assistant count as the user."""
+    """Write each role in its own form; roles other than system and assistant count as the user."""
     each = (
         f"{{% if m.role == 'system' %}}{system}{{% elif m.role == 'assistant' %}}{assistant}"
         f"{{% else %}}{user}{{% endif %}}"
@@ -21,7 +21,7 @@ def _by_role(system: str, user: str, assistant: str, start: str = "", first: str
 
 
 def _system_first(user: str, assistant: str, start: str = "", *, trim: bool = False) -> str:
-    """No role for the system prompt: it goes before the next message of the user."""
+    """Write the system prompt in front of the next user message, for formats without a system role."""
     keep = "m.content|trim" if trim else "m.content"
     each = (
         f"{{% if m.role == 'system' %}}{{% set ns.system = {keep} %}}{{% elif m.role == 'assistant' %}}{assistant}"
@@ -35,7 +35,7 @@ _INSIDE = "{% set ns = namespace(inside=false) %}"
 
 
 def _llama2(system: str, bos: str = "", content: str = "m.content") -> str:
-    """`[INST] ... [/INST] answer</s>`; the system prompt stands within the first instruction."""
+    """Write `[INST] ... [/INST] answer</s>`, with the system prompt inside the first instruction."""
     open_turn = f"{{% if not ns.inside %}}{bos}[INST] {{% set ns.inside = true %}}{{% endif %}}"
     system = system.replace("CONTENT", content)
     each = (
@@ -46,7 +46,7 @@ def _llama2(system: str, bos: str = "", content: str = "m.content") -> str:
 
 
 def _mistral(lead: str, trail: str, *, trim: bool = False) -> str:
-    """The first Mistral formats: system text within the instruction, `lead` before the markers, `trail` after."""
+    """Write the first Mistral formats: system text inside the instruction, `lead` before the markers, `trail` after."""
     answer = "m.content|trim" if trim else "m.content"
     each = (
         f"{{% if not ns.inside %}}{{{{ '{lead}[INST]{trail}' }}}}{{% set ns.inside = true %}}{{% endif %}}"
@@ -228,7 +228,7 @@ ALIASES = {
     "exaone4": "exaone3",
 }
 
-# Texts that tell a template's format; the first line whose texts are all there wins.
+# Texts that identify the format of a template; the first line whose texts all occur wins.
 _SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("phi4", ("<|im_start|>", "<|im_sep|>")),
     ("chatml", ("<|im_start|>",)),
@@ -278,10 +278,10 @@ _SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 def by_name(name: str) -> str | None:
-    """The template called `name`, or None."""
+    """Return the template called `name`, or None."""
     return TEMPLATES.get(ALIASES.get(name, name))
 
 
 def recognise(source: str) -> str | None:
-    """The name of the template whose format `source` has, or None."""
+    """Return the name of the template whose format `source` has, or None."""
     return next((name for name, signs in _SIGNS if all(sign in source for sign in signs)), None)

@@ -1,4 +1,4 @@
-"""What a chat template can do, found by rendering small conversations and looking for their texts in the prompt."""
+"""Probe what a chat template can do: render small conversations and look for their texts in the prompt."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Capabilities:
     reasoning_effort: bool = False
 
     def to_props(self) -> dict[str, bool]:
-        """The names that `/props` uses."""
+        """Return the capabilities under the names that `/props` uses."""
         names = (
             "string_content", "typed_content", "tools", "tool_calls", "parallel_tool_calls", "system_role",
             "preserve_reasoning", "reasoning_effort", "object_arguments",
@@ -97,13 +97,13 @@ def probe(template: ChatTemplate, bos: str, eos: str) -> Capabilities:
 
 
 def effort_variables(variables: Mapping[str, Any]) -> dict[str, Any]:
-    """The other name that templates have for the effort of reasoning."""
+    """Return the reasoning effort under the other name that templates use."""
     effort = variables.get("reasoning_effort")
     return {} if effort is None else {"reasoning_strength": effort}
 
 
 def preserve_variables(variables: Mapping[str, Any]) -> dict[str, bool]:
-    """What templates call it that thoughts of earlier turns stay, if `preserve_reasoning` says whether they do."""
+    """Return the template variables that keep or drop the reasoning of earlier turns, as `preserve_reasoning` asks."""
     keep = variables.get("preserve_reasoning")
     if not isinstance(keep, bool):
         return {}
@@ -126,7 +126,7 @@ def _with_call(
 
 
 def _calls_appear(prompt: str) -> bool:
-    """True if the call is there with its argument, neither as Python prints it nor quoted twice."""
+    """Return True if the prompt has the call and its argument as JSON, not as a Python repr and not quoted twice."""
     at = prompt.rfind(_VALUE)
     if at < 0 or (prompt.count(_NAME) < 2 and f"'{_KEY}'" in prompt):
         return False
@@ -135,7 +135,7 @@ def _calls_appear(prompt: str) -> bool:
 
 
 def call_shape(template: ChatTemplate, bos: str, eos: str, *, objects: bool) -> tuple[str, str] | None:
-    """Prompts that differ by one tool call (without, with), to see how an unknown template writes it."""
+    """Render a prompt without and with one tool call, which shows how an unknown template writes calls."""
     arguments: Any = {_KEY: _VALUE} if objects else json.dumps({_KEY: _VALUE})
     messages = _with_call(arguments)[:2]
     plain = [_USER, {"role": "assistant", "content": ""}]

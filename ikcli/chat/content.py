@@ -1,9 +1,9 @@
-"""What becomes of the content of messages, by what a part holds and not by a list of types.
+"""Read the content of messages by what a part holds, not by a list of types.
 
-Clients replay their history, with parts of services and versions that nobody here knows. Text is taken wherever it is.
-An image and the like, which this model cannot read, is an error in what users write, so that they do not wait for an
-answer about it, and a note that the model sees in the history of the assistant and in the results of tools, where an
-error would end the conversation. Parts of the assistant that hold nothing to read are left out.
+Clients replay their history, with parts from services and versions that this server does not know. Text is taken from
+wherever it stands. An image or other input that the model cannot read is an error in a user's message, so that users
+do not wait for an answer about it. In the history of the assistant and in tool results an error would end the
+conversation, so the model sees a note instead. Parts of the assistant that hold nothing readable are dropped.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MEDIA = {"image": "image", "images": "image", "screenshot": "image", "audio": "
 _NO_TEXT = re.compile(
     r"(.*_)?(type|id)|status|role|index|data|signature|encrypted.*|cache_control|caller|annotations|citations|logprobs"
 )
-"""Keys whose values say nothing to a reader."""
+"""Keys whose values carry no readable text."""
 _KEYS_OF_TEXT = ("text", "content")
 
 
@@ -36,7 +36,7 @@ class RequestError(IkError):
 
 
 def describe(value: Any) -> str:
-    """A JSON value's kind, for messages."""
+    """Name the kind of a JSON value, for messages."""
     if value is None:
         return "null"
     for kind, name in ((bool, "a boolean"), (str, "a string"), (Mapping, "an object"), (list, "a list")):
@@ -46,14 +46,14 @@ def describe(value: Any) -> str:
 
 
 def check_unicode(text: str, path: str) -> str:
-    """The text itself; RequestError if it cannot be encoded."""
+    """Return `text`; raise RequestError if it cannot be encoded."""
     if not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):
         raise RequestError(path, "the text is not valid Unicode (half of a surrogate pair)")
     return text
 
 
 def text_field(value: Mapping[str, Any], key: str, path: str, *, required: bool = False) -> str:
-    """A text of an object, empty if it is missing or null; RequestError naming it."""
+    """Return a text field of an object, empty if missing or null; raise RequestError for anything else."""
     found = value.get(key)
     if found is None and not required:
         return ""
@@ -64,7 +64,7 @@ def text_field(value: Mapping[str, Any], key: str, path: str, *, required: bool 
 
 
 def part_text(part: Any, path: str, role: str) -> str:
-    """What a part of a message says; empty where it says nothing. RequestError if `role` would miss what is lost."""
+    """Return the text of a content part, or ""; raise RequestError if a user's part holds nothing readable."""
     if isinstance(part, str):
         return check_unicode(part, path)
     if not isinstance(part, Mapping):
@@ -77,7 +77,7 @@ def part_text(part: Any, path: str, role: str) -> str:
     found = list(_found(part))
     lost = next((medium for medium, _ in found if medium), "")
     if role not in ("assistant", "tool", "function") and (lost or not found):
-        problem = f"{lost} input is not supported: this model reads text only, not" if lost else "there is no text in"
+        problem = f"{lost} input is not supported: this model reads text only, not" if lost else "found no text in"
         raise RequestError(f"{path}.type", f'{problem} "{kind[:64]}"')
     plain = isinstance(part.get("text"), str)
     if role != "assistant" and not lost and not plain and (not found or _holds_numbers(part)):
@@ -89,18 +89,18 @@ def part_text(part: Any, path: str, role: str) -> str:
 
 
 def is_thought(part: Any) -> bool:
-    """Whether a part is what the assistant thought, which is no content."""
+    """Return whether a part is the assistant's reasoning rather than content."""
     kind = part.get("type") if isinstance(part, Mapping) else None
     return isinstance(kind, str) and bool({"thinking", "reasoning"} & set(_words(kind)))
 
 
 def thought_text(part: Mapping[str, Any]) -> str:
-    """What can be read of a thought; those that a service encrypted are empty."""
+    """Return the readable text of a reasoning part; encrypted ones give ""."""
     return "".join(text for medium, text in _found(part) if not medium)
 
 
 def result_text(value: Any, path: str) -> str:
-    """The result of a tool: a text, a part, or parts; others as JSON."""
+    """Return a tool's result as text: a text, a part or parts; anything else becomes JSON."""
     if value is None:
         return ""
     if isinstance(value, str):
@@ -119,29 +119,29 @@ def _result_part(part: Any, path: str) -> str:
 
 
 def as_error(text: str) -> str:
-    """A result that the client marks as an error; the model has no other way to see the mark."""
+    """Label a result that the client marks as an error; the model cannot see the mark otherwise."""
     return text if text[:8].lstrip("[<").lower().startswith("error") else f"Error: {text}".rstrip(": ")
 
 
 def readable(value: Any) -> str:
-    """All that can be read of a value, notes of what cannot included."""
+    """Return all readable text of a value, with notes in place of the rest."""
     return "\n".join(note(medium) if medium else text for medium, text in _found(value))
 
 
 def note(medium: str) -> str:
-    """What the model sees in place of what it cannot read."""
+    """Return the note that stands in for input the model cannot read."""
     return f"[{medium} left out: this model reads text only]"
 
 
 def arguments_text(value: Any) -> str:
-    """Arguments of a call as JSON text; text stays as it is, whatever the model wrote."""
+    """Return the arguments of a call as JSON text; text stays as the model wrote it."""
     if value is None or (isinstance(value, str) and not value.strip()):
         return "{}"
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def json_value(text: str) -> object:
-    """The value of JSON text; the text itself if it is none."""
+    """Parse JSON text; return the text itself if it is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -149,7 +149,7 @@ def json_value(text: str) -> object:
 
 
 def _found(value: Any) -> Iterator[tuple[str, str]]:
-    """What a value holds in order: ("", text), or (medium, "") for what cannot be read."""
+    """Yield what a value holds, in order: ("", text), or (medium, "") for unreadable input."""
     if isinstance(value, str):
         if value:
             yield "", value
@@ -170,7 +170,7 @@ def _found(value: Any) -> Iterator[tuple[str, str]]:
 
 
 def _texts(value: Any) -> Iterator[tuple[str, str]]:
-    """The texts of what may be a file: those that are called so, and sources that are text."""
+    """Yield the texts of a possible file: fields named as text, and sources that are text."""
     if isinstance(value, list):
         for item in value:
             yield from _found(item) if isinstance(item, Mapping) and _medium(item.get("type")) else _texts(item)
@@ -185,7 +185,7 @@ def _texts(value: Any) -> Iterator[tuple[str, str]]:
 
 
 def _holds_numbers(value: Any) -> bool:
-    """Whether a value says more than its texts."""
+    """Return whether a value holds more than its texts."""
     if isinstance(value, Mapping):
         return any(_holds_numbers(item) for key, item in value.items() if not _NO_TEXT.fullmatch(str(key)))
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""The chat format of a model: its template, what it can do, and how its family writes thinking and tool calls.
+"""Define the chat format of a model: its template, what it can do, and how it writes reasoning and tool calls.
 
 Templates that do not know tools get them in the system prompt and answer in JSON (`families.generic`); templates
 without a system role get the system prompt in front of the first message.
@@ -81,7 +81,7 @@ class ChatFormat:
         tool_source: str | None = None,
         jinja: bool = True,
     ) -> ChatFormat:
-        """The format of a template or of the name of a built-in one; None: ChatML, with a `notice`.
+        """Return the format of a template or of a built-in one by name; None: ChatML, with a `notice`.
 
         Without `jinja` a template stands for the built-in one of its format; UnsupportedError if there is none.
         """
@@ -92,11 +92,11 @@ class ChatFormat:
         elif named is None and not jinja:
             name = builtin.recognise(template_source)
             if name is None:
-                raise UnsupportedError("the chat template is of no built-in format: leave out --no-jinja to use it")
+                raise UnsupportedError("the chat template matches no built-in format: leave out --no-jinja to use it")
             named = builtin.TEMPLATES[name]
         elif named is None and re.fullmatch(r"[\w.-]{1,40}", template_source.strip()):
             known = ", ".join(sorted(builtin.TEMPLATES))
-            raise FormatError(f'there is no built-in chat template "{template_source.strip()}"; there are {known}')
+            raise FormatError(f'unknown chat template "{template_source.strip()}"; built-in ones: {known}')
         source = named if named is not None else template_source or ""
         options: dict[str, Any] = {"bos": bos, "eos": eos, "add_bos": add_bos, "add_eos": add_eos, "tokens": tokens}
         options["jinja"] = jinja
@@ -104,20 +104,20 @@ class ChatFormat:
 
     @property
     def family(self) -> Family:
-        """How the answers of this model write tool calls."""
+        """The family of tool call formats that this model's answers use."""
         return self._family
 
     def format_example(self, template_kwargs: Mapping[str, Any] | None = None) -> str:
-        """A short conversation as the model sees it, for the log."""
+        """Render a short conversation as the model sees it, for the log."""
         request = ChatRequest(_EXAMPLE, template_kwargs=template_kwargs or {})
         return self.render(request).prompt
 
     def check(self) -> None:
-        """Render a message; IkError if the template cannot."""
+        """Render a message; raise IkError if the template cannot."""
         self.render(ChatRequest((Message("user", "test"),)))
 
     def render(self, request: ChatRequest) -> ChatPrompt:
-        """The prompt for `request`, with what is needed to hold and to read the answer.
+        """Render the prompt for `request`, with the constraint on the answer and how to parse it.
 
         RequestError if the template refuses the conversation or this format cannot do what is asked.
         """
@@ -166,7 +166,7 @@ class ChatFormat:
         return self._family if self._family.dropped else None
 
     def _prepare(self, request: ChatRequest, family: Family | None) -> tuple[list[dict[str, Any]], list[Any] | None]:
-        """Messages and tools as the template takes them."""
+        """Convert messages and tools to what the template takes."""
         messages: list[Message] = list(request.messages)
         can = self._tool_capabilities if request.tools else self.capabilities
         tools = [tool.to_openai() for tool in request.callable_tools] if request.calls_tools else None
@@ -227,7 +227,7 @@ class ChatFormat:
             "enable_thinking": request.thinking,
         }
         if request.enable_thinking is not None and "enable_thinking" not in self.source:
-            variables["thinking"] = request.enable_thinking  # what some templates call it
+            variables["thinking"] = request.enable_thinking  # the name in some templates
         variables |= {k: v for k, v in request.template_kwargs.items() if k not in ("messages", "tools", "self")}
         variables = effort_variables(variables) | preserve_variables(variables) | variables
         try:
@@ -245,7 +245,7 @@ class ChatFormat:
     # thinking
 
     def _thinking(self, request: ChatRequest, prompt: str) -> tuple[str, Thinking]:
-        """The prompt, its thinking closed if there is to be none, and how the answer may begin."""
+        """Return the prompt, with its reasoning closed if none is wanted, and how the answer may begin."""
         if isinstance(self._family, Harmony):
             return prompt, Thinking(Harmony.reasoning, False, request.thinking)
         tags = self.reasoning
@@ -262,7 +262,7 @@ class ChatFormat:
         return (thinking.tags.open, thinking.tags.close) if thinking.tags else ()
 
     def _continue(self, prompt: str, thinking: Thinking, last: Message, family: Family | None) -> tuple[str, Thinking]:
-        """The prompt with the beginning of the answer."""
+        """Append the beginning of the answer to the prompt."""
         text = "".join(last.parts) if last.parts is not None else last.content
         if isinstance(family, Harmony):
             return f"{prompt}<|channel|>final<|message|>{text}", Thinking(None, False, False)
@@ -275,7 +275,7 @@ class ChatFormat:
 
 
 def _arguments(text: str, can: Capabilities) -> Any:
-    """Arguments of a call as the template takes them: an object, or JSON text.
+    """Return the arguments of a call as the template takes them: an object, or JSON text.
 
     What the model wrote may be neither, cut off by a limit or with a list for arguments. The client replays it, so it
     stays as it is where the template takes text, too, and elsewhere is the only member of an object.
@@ -289,13 +289,13 @@ def _arguments(text: str, can: Capabilities) -> Any:
 
 
 def _without_old_thoughts(messages: list[Message]) -> list[Message]:
-    """Without the thoughts before the last user turn; those behind it belong to the turn that goes on."""
+    """Drop the reasoning before the last user turn; what comes after belongs to the current turn."""
     last = max((i for i, message in enumerate(messages) if message.role == "user"), default=0)
     return [replace(message, reasoning="") if i < last else message for i, message in enumerate(messages)]
 
 
 def _without_system(messages: list[Message]) -> list[Message]:
-    """The leading system prompt in front of the next message; later ones as the user's words."""
+    """Put the leading system prompt in front of the next message; later ones become user messages."""
     if messages and messages[0].role == "system" and len(messages) > 1:
         first, second = messages[:2]
         joined = f"{first.content}\n{second.content}" if second.content else first.content

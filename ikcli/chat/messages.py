@@ -1,4 +1,4 @@
-"""Chat requests in OpenAI's form: checked, with the path of what is wrong, and normalised for templates.
+"""Check chat requests in OpenAI's form, naming the path of an error, and normalise them for templates.
 
 Roles are passed on as they are (`developer` becomes `system` when a template is rendered); content is text or a list of
 text parts; arguments of tool calls stay JSON text until a template wants them as an object.
@@ -36,7 +36,7 @@ class ToolCall:
     complete: bool = True
 
     def to_openai(self) -> dict[str, Any]:
-        """The entry of `tool_calls`."""
+        """Return the entry of `tool_calls`."""
         return {"type": "function", "id": self.id, "function": {"name": self.name, "arguments": self.arguments}}
 
 
@@ -62,13 +62,13 @@ class Tool:
     parameters: Mapping[str, Any] = field(default_factory=dict)
 
     def to_openai(self) -> dict[str, Any]:
-        """The entry of `tools` as templates expect it."""
+        """Return the entry of `tools` as templates expect it."""
         function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
         return {"type": "function", "function": function}
 
 
 def parse_messages(value: Any, path: str = "messages") -> tuple[Message, ...]:
-    """The messages of a request; RequestError naming the path of the first mistake."""
+    """Parse the messages of a request; raise RequestError naming the path of the first mistake."""
     if not isinstance(value, list):
         raise RequestError(path, f"expected a list of messages, got {describe(value)}")
     if not value:
@@ -78,7 +78,7 @@ def parse_messages(value: Any, path: str = "messages") -> tuple[Message, ...]:
 
 
 def _with_tool_names(messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    """Tool results without a name get that of the call they answer; some templates need it."""
+    """Give tool results without a name that of their call; some templates need it."""
     names: dict[str, str] = {}
     out = []
     for message in messages:
@@ -115,7 +115,7 @@ def _message(value: Any, path: str) -> Message:
 def _content(
     value: Mapping[str, Any], path: str, *, role: str, optional: bool, has_calls: bool
 ) -> tuple[str, tuple[str, ...] | None, str]:
-    """The text, its parts if there are several, and thoughts among them."""
+    """Return the text, its parts if there are several, and the reasoning among them."""
     content = value.get("content")
     if content is None:
         if instead := _instead_of_content(value) if role == "assistant" else "":
@@ -140,7 +140,7 @@ def _content(
 
 
 def _instead_of_content(value: Mapping[str, Any]) -> str:
-    """What the assistant said where it wrote no content: a refusal, or something spoken."""
+    """Return what stands in for missing content of the assistant: a refusal or a transcript."""
     refusal, audio = value.get("refusal"), value.get("audio")
     if isinstance(refusal, str) and refusal:
         return refusal
@@ -159,7 +159,7 @@ def _tool_calls(value: Any, path: str) -> tuple[ToolCall, ...]:
 
 
 def _tool_call(call: Any, path: str) -> ToolCall:
-    """A call of any type: what it asks for stands under the name of the type."""
+    """Parse a call of any type; its details stand under the name of the type."""
     if not isinstance(call, Mapping):
         raise RequestError(path, f"expected an object, got {describe(call)}")
     kind, id = text_field(call, "type", path) or "function", text_field(call, "id", path)
@@ -181,7 +181,7 @@ def _function(value: Any, path: str, id: str) -> ToolCall:
 
 
 def parse_tools(value: Any, path: str = "tools") -> tuple[Tool, ...]:
-    """The functions of a request; RequestError naming the path of the first mistake."""
+    """Parse the functions of a request; raise RequestError naming the path of the first mistake."""
     if value is None:
         return ()
     if not isinstance(value, list):

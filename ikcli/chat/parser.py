@@ -1,8 +1,8 @@
-"""Generated text to content, reasoning and tool calls, while it arrives.
+"""Parse generated text to content, reasoning and tool calls while it arrives.
 
-What a client gets piece by piece, put together, is the final message, however the text was cut. Text that may be the
-start of a marker is held back; a tool call that breaks its format becomes content. With `live` (the sampler is held to
-the format) arguments are passed on as they come; without, a call is passed on when it is complete.
+The pieces that a client gets add up to the final message, however the text was cut. Text that may start a marker is
+held back; a tool call that breaks its format becomes content. With `live` (a grammar enforces the format) arguments are
+streamed as they come; otherwise a call is passed on when it is complete.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ID_CHARS = string.ascii_letters + string.digits
 
 
 def new_call_id(length: int = 32) -> str:
-    """A random identifier of letters and digits."""
+    """Return a random identifier of letters and digits."""
     return "".join(secrets.choice(_ID_CHARS) for _ in range(length))
 
 
@@ -39,7 +39,7 @@ class ChatDelta:
     arguments: str = ""
 
     def to_openai(self) -> dict[str, Any]:
-        """The `delta` of a streamed chunk."""
+        """Return the `delta` of a streamed chunk."""
         if self.index >= 0:
             function: dict[str, Any] = {"name": self.name} if self.name else {}
             function["arguments"] = self.arguments
@@ -59,7 +59,7 @@ class ChatMessage:
     tool_calls: tuple[ToolCall, ...] = ()
 
     def to_openai(self) -> dict[str, Any]:
-        """The `message` of a choice; content is null beside tool calls if there is none."""
+        """Return the `message` of a choice; without text beside tool calls its content is null."""
         out: dict[str, Any] = {"role": "assistant", "content": self.content}
         if self.tool_calls:
             out["content"] = self.content or None
@@ -94,7 +94,7 @@ class ChatParser:
     """Reads one answer. Feed it text, then `flush`; `message` is what the deltas so far add up to."""
 
     def __init__(self, settings: ParserSettings, new_id: Callable[[], str] | None = None) -> None:
-        """`new_id` names calls that the model gave no id."""
+        """Parse one answer; `new_id` makes ids for calls without one."""
         self.tools: Mapping[str, Mapping[str, Any]] = settings.tools or {}
         self.raw_reasoning = settings.reasoning_format == "none"
         self._settings = settings
@@ -105,27 +105,27 @@ class ChatParser:
         self._calls: list[_Call] = []
         self._deltas: list[ChatDelta] = []
         self._held: list[tuple[str, str, str]] | None = None
-        """Events of a section that may still turn out not to be a call; None: events take effect at once."""
+        """Events of a section that may still turn out not to be a call; None applies events at once."""
         self._open_section = False
         self._run: Wait | None = self._message()
         self._step()
 
-    # the outside
+    # called by the server
 
     def feed(self, text: str) -> list[ChatDelta]:
-        """The deltas that are certain after `text`."""
+        """Take `text` and return the deltas that are now certain."""
         if not text:
             return []
         self._reader.feed(text)
         return self._step()
 
     def flush(self) -> list[ChatDelta]:
-        """The deltas that were held back: no text follows."""
+        """End the text and return the deltas that were held back."""
         self._reader.ended = True
         return self._step()
 
     def finish(self) -> ChatMessage:
-        """The whole message (flushes first, dropping the last deltas if `flush` was not called)."""
+        """Return the whole message; flushes first, dropping the last deltas if `flush` was not called."""
         self.flush()
         return self.message
 
@@ -135,17 +135,17 @@ class ChatParser:
         calls = tuple(ToolCall(c.name, "".join(c.arguments), c.id, c.complete) for c in self._calls)
         return ChatMessage("".join(self._content), "".join(self._reasoning), calls)
 
-    # what families report (TextSink)
+    # called by families (TextSink)
 
     def content(self, text: str) -> None:
-        """More of the answer."""
+        """Append text to the answer."""
         self._commit()
         if text:
             self._content.append(text)
             self._deltas.append(ChatDelta(content=text))
 
     def thought(self, text: str) -> None:
-        """More of the reasoning."""
+        """Append text to the reasoning."""
         if self._settings.reasoning_format == "none":
             self.content(text)
             return
@@ -158,22 +158,22 @@ class ChatParser:
                 self._deltas.append(ChatDelta(content=text))
 
     def begin_call(self, name: str, id: str = "") -> None:
-        """A call of `name` begins."""
+        """Begin a call of `name`."""
         self._event("begin", name, id)
 
     def arguments(self, text: str) -> None:
-        """More JSON text of its arguments."""
+        """Append JSON text to the arguments of the call."""
         self._event("arguments", text, "")
         if self._settings.live:
             self._commit()
 
     def end_call(self) -> None:
-        """The call is complete."""
+        """End the call."""
         self._event("end", "", "")
         self._commit()
 
     def mark(self) -> None:
-        """What follows does not put what was read in question."""
+        """Commit what was read: nothing that follows can revoke it."""
         if self._open_section:
             self._commit()
             self._held = []
@@ -198,7 +198,7 @@ class ChatParser:
         self._open_section, self._held, self._reader.keep = False, None, -1
         self._after_calls = len(self._calls) > calls
 
-    # inside
+    # reading
 
     _opening = ""
     _after_calls = False
@@ -285,7 +285,7 @@ class ChatParser:
             else:
                 self.content(space)
         while True:
-            if self._after_calls:  # line breaks between calls are no content
+            if self._after_calls:  # line breaks between calls are not content
                 yield from reader.spaces()
             found = yield from reader.until((*family.openings, *dropped), self.content, strip=True)
             if found is None:
@@ -295,7 +295,7 @@ class ChatParser:
 
 
 def _merged(deltas: list[ChatDelta]) -> list[ChatDelta]:
-    """Neighbours of one kind as one delta."""
+    """Merge neighbouring deltas of the same kind."""
     out: list[ChatDelta] = []
     for delta in deltas:
         last = out[-1] if out else None

@@ -1,4 +1,4 @@
-"""What becomes of a chat request: the prompt, the constraint on the answer, and how to read the answer."""
+"""Turn a chat request into a prompt, a constraint on the answer, and settings to parse the answer with."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ChatPrompt:
         return self.settings.thinking_forced_open
 
     def parser(self, new_id: Callable[[], str] | None = None) -> ChatParser:
-        """A parser for one answer."""
+        """Return a parser for one answer."""
         return ChatParser(self.settings, new_id)
 
 
@@ -48,7 +48,7 @@ class Thinking:
 
 
 def answer_grammar(request: ChatRequest, family: Family | None, thinking: Thinking) -> GrammarSpec | None:
-    """The constraint on the answer, or None if it is free."""
+    """Return the constraint on the answer, or None without one."""
     after = thinking.tags.close if thinking.open and thinking.tags else ""
     if request.grammar:
         return GrammarSpec(GrammarKind.GBNF, source=request.grammar, after=after)
@@ -108,7 +108,7 @@ def _thinking_first(tree: Node, thinking: Thinking) -> Node:
 
 
 def parser_settings(request: ChatRequest, family: Family | None, thinking: Thinking, *, live: bool) -> ParserSettings:
-    """How to read the answer to `request`."""
+    """Return the settings to parse the answer to `request` with."""
     tools = {tool.name: tool.parameters for tool in request.callable_tools} if request.calls_tools else None
     settings = ParserSettings(
         family=family,

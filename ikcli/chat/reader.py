@@ -1,7 +1,7 @@
-"""Reading generated text that arrives in pieces: generators that pause where the text ends and go on with more.
+"""Read generated text that arrives in pieces, with generators that pause where the text ends and resume with more.
 
-What they return and pass to sinks, put together, depends on the whole text only, never on where the pieces were cut.
-`Malformed` says that the text is not what a format prescribes; the parser then takes it as plain content.
+What they return and pass to sinks depends only on the whole text, never on where the pieces were cut.
+`Malformed` means that the text breaks its format; the parser then takes it as plain content.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Reader:
         self.pos = 0
         self.ended = False
         self.stripped = ""
-        """White space that the last `until` with `strip` dropped."""
+        """White space dropped by the last `until` with `strip`."""
         self.keep = -1
-        """Position from which text is kept for going back; -1: what is read may be dropped."""
+        """Position from which text is kept for going back; -1 keeps none."""
 
     def feed(self, text: str) -> None:
         """Append `text`."""
@@ -48,7 +48,7 @@ class Reader:
         self.text += text
 
     def at_end(self) -> Generator[None, None, bool]:
-        """True if the text ends here for good."""
+        """Return True if the text ends here and no more will come."""
         while self.pos >= len(self.text) and not self.ended:
             yield
         return self.pos >= len(self.text)
@@ -72,7 +72,7 @@ class Reader:
         return found is not None
 
     def literal(self, text: str) -> Wait:
-        """Read `text`, which has to come next; at the end of all text a beginning of it is read too."""
+        """Read `text`, which has to come next; at the end of all text a prefix of it is enough."""
         if not (yield from self.closing(text)):
             raise Malformed(text)
 
@@ -121,7 +121,7 @@ class Reader:
             yield
 
     def safe_end(self, ends: tuple[str, ...], start: int) -> int:
-        """The position from which on one of `ends` may have begun, at `start` or behind it."""
+        """Return the first position from `start` on at which one of `ends` may have begun."""
         size = len(self.text)
         safe = size
         for end in ends:
@@ -132,14 +132,14 @@ class Reader:
         return max(safe, start)
 
     def collect(self, ends: tuple[str, ...]) -> Generator[None, None, str]:
-        """The text before one of `ends`, which is read too; Malformed if none comes."""
+        """Read up to and including one of `ends` and return the text before it; Malformed if none comes."""
         parts: list[str] = []
         if (yield from self.until(ends, parts.append)) is None:
             raise Malformed(ends[0])
         return "".join(parts)
 
     def name(self, ends: str, limit: int = 256) -> Generator[None, None, str]:
-        """The characters before one of those in `ends` (not read): a function or parameter name."""
+        """Read a function or parameter name: the characters before one of `ends`, which is left unread."""
         out = ""
         while not (yield from self.at_end()):
             char = self.text[self.pos]
@@ -154,7 +154,7 @@ class Reader:
         return out
 
     def peek(self) -> Generator[None, None, str]:
-        """The next character, or "" at the end."""
+        """Return the next character without reading it, or "" at the end."""
         return "" if (yield from self.at_end()) else self.text[self.pos]
 
     # JSON
@@ -215,13 +215,13 @@ class Reader:
         yield from self._json_string(lambda _, meaning: sink(meaning) if meaning else None)
 
     def string(self) -> Generator[None, None, str]:
-        """The text that the next JSON string stands for."""
+        """Read a JSON string and return the text it stands for."""
         parts: list[str] = []
         yield from self.json_string(parts.append)
         return "".join(parts)
 
     def key(self) -> Generator[None, None, str]:
-        """A JSON string and the colon behind it, with all white space around them."""
+        """Read a JSON string and the colon after it, with white space around them; return the string."""
         yield from self.spaces()
         found = yield from self.string()
         yield from self.spaces()
@@ -250,7 +250,7 @@ class Reader:
         raise Malformed("string")
 
     def _escape(self) -> Generator[None, None, str]:
-        """The next escape sequence, with its second half if it is a surrogate pair."""
+        """Read the next escape sequence, both halves of a surrogate pair."""
         raw = yield from self._take(2)
         if raw[1] in _ESCAPES:
             return raw

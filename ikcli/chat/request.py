@@ -1,4 +1,4 @@
-"""The chat part of a request in OpenAI's form: messages, tools, the wanted form of the answer, template variables."""
+"""Parse the chat part of a request in OpenAI's form: messages, tools, the answer format, template variables."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ikcli.chat.parser import REASONING_FORMATS, ReasoningFormat
 
 ToolChoice = Literal["auto", "none", "required"]
 EFFORT = re.compile(r"[A-Za-z0-9_.-]{1,32}")
-"""A level of reasoning: which there are only the template knows."""
+"""A level of reasoning; only the template knows which exist."""
 TEMPLATE_DEFAULT = "default"
-"""The effort that leaves it to the template."""
+"""The effort that leaves the level to the template."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatDefaults:
-    """What the server's options say where a request says nothing."""
+    """Defaults from the server's options for what a request leaves open."""
 
     reasoning_format: ReasoningFormat = "auto"
     enable_thinking: bool = True
@@ -34,8 +34,8 @@ class ChatDefaults:
 class ChatRequest:
     """A checked request. `function`: the only function to call (`tool_choice` is then "required").
 
-    `json_schema`: what the answer has to be (None: text); `grammar`: the same as GBNF. `prefill`: the last message is
-    the beginning of the answer. `enable_thinking` None: the request does not say. `skip_parsing`: all of the answer is
+    `json_schema` constrains the answer (None: text), `grammar` does so as GBNF. `prefill`: the last message is the
+    beginning of the answer. `enable_thinking` None: the request leaves it open. `skip_parsing`: the whole answer is
     content.
     """
 
@@ -71,7 +71,7 @@ class ChatRequest:
 
 
 def parse_request(body: Mapping[str, Any], defaults: ChatDefaults | None = None) -> ChatRequest:
-    """The chat fields of `body` (others are ignored); RequestError naming the field of the first mistake."""
+    """Parse the chat fields of `body`, ignoring others; raise RequestError naming the first bad field."""
     defaults = defaults or ChatDefaults()
     if "messages" not in body:
         raise RequestError("messages", "is required")
@@ -119,7 +119,7 @@ def _string(body: Mapping[str, Any], key: str) -> str:
 
 
 def _tool_choice(value: Any, tools: tuple[Tool, ...]) -> tuple[tuple[Tool, ...], ToolChoice, str]:
-    """The tools that may be called, whether one must be, and which."""
+    """Return the tools that may be called, whether one must be, and which."""
     if value is None or value == "auto":
         return tools, "auto", ""
     if value == "none":
@@ -136,7 +136,7 @@ def _tool_choice(value: Any, tools: tuple[Tool, ...]) -> tuple[tuple[Tool, ...],
     if value.get("type", "function") != "function" or name is None:
         raise RequestError("tool_choice", 'expected {"type": "function", "function": {"name": ...}}')
     if name not in {tool.name for tool in tools}:
-        raise RequestError("tool_choice.function.name", f'there is no function "{name[:64]}" in tools')
+        raise RequestError("tool_choice.function.name", f'tools has no function "{name[:64]}"')
     return tools, "required", name
 
 
@@ -147,7 +147,7 @@ def _chosen_name(value: Any) -> str | None:
 
 
 def _allowed(value: Any, tools: tuple[Tool, ...]) -> tuple[tuple[Tool, ...], ToolChoice, str]:
-    """A choice among some of the tools; the model is shown no others."""
+    """Return the allowed tools; the model is not shown the others."""
     path = "tool_choice.allowed_tools"
     if not isinstance(value, Mapping):
         raise RequestError(path, f"expected an object, got {describe(value)}")
@@ -164,7 +164,7 @@ def _allowed(value: Any, tools: tuple[Tool, ...]) -> tuple[tuple[Tool, ...], Too
 
 
 def _answer_form(body: Mapping[str, Any]) -> tuple[Mapping[str, Any] | bool | None, str]:
-    """The JSON schema and the grammar of the answer; at most one of them."""
+    """Return the JSON schema and the grammar of the answer; at most one of them is set."""
     schema = _schema(body.get("json_schema"), "json_schema")
     grammar = _string(body, "grammar")
     if schema is not None and grammar:
@@ -203,7 +203,7 @@ def _schema(value: Any, path: str) -> Mapping[str, Any] | bool | None:
 
 
 def _template_kwargs(body: Mapping[str, Any], defaults: ChatDefaults) -> tuple[dict[str, Any], bool | None]:
-    """Template variables, and whether to think if the request says so."""
+    """Return template variables, and whether to reason if the request says so."""
     own = body.get("chat_template_kwargs")
     if own is not None and not isinstance(own, Mapping):
         raise RequestError("chat_template_kwargs", f"expected an object, got {describe(own)}")

@@ -1,8 +1,11 @@
-"""The Jinja2 environment for templates from strangers' files: no way to Python objects, bounded time and memory.
+"""Run untrusted Jinja2 templates without access to Python objects and within bounded time and memory.
 
-Jinja2's immutable sandbox keeps templates from code; what it lacks is a limit. Here every loop step and macro call is
-counted, every text or list that an operation makes is charged to a budget before or as it is made, and the processor
-time of a rendering is limited. Steps are inserted into the parsed template, operations are checked where they happen.
+Jinja2's immutable sandbox blocks access to code but sets no limits. This environment counts every loop step and macro
+call, charges every text or list to a budget before it is made or as it is made, and limits the processor time of a
+rendering. Steps are inserted into the parsed template; operations are checked where they happen.
+
+A deadline could not replace this: one operation such as `'a' * 10**10` fills the memory before another thread or a
+trace function runs. A process with a memory limit could, but Windows has no RLIMIT_AS and macOS does not enforce it.
 """
 
 from __future__ import annotations
@@ -28,26 +31,26 @@ MAX_OUTPUT = 16 << 20
 MAX_STEPS = 1_000_000
 """Loop steps and macro calls of one rendering; items of a value."""
 MAX_TOTAL = 48 << 20
-"""Characters (or bytes of lists) that all operations of one rendering may make, beside `PER_CHARACTER` of the chat."""
+"""Characters (or bytes of lists) that one rendering may make, in addition to `PER_CHARACTER` of the chat."""
 PER_CHARACTER = 32
 ITEM = 32
-"""What an item of a list counts in characters."""
+"""Cost of a list item, in characters."""
 MAX_SECONDS = 1.0
 """Processor time of one rendering."""
 MAX_ITEMS = 300_000
 """Items of a nested value."""
 MAX_NUMBER = 100_000
-"""Widths, counts and the like."""
+"""Largest width or count."""
 
 _local = threading.local()
 _NUMBERS = re.compile(r"[0-9]+")
 
 
 class RenderBudget:
-    """What one rendering may still use. Entered as a context: it is the thread's budget then."""
+    """What one rendering may still use; as a context manager it becomes the budget of the thread."""
 
     def __init__(self, characters: int = 0) -> None:
-        """For a chat of so many characters."""
+        """Start a budget for a chat of this many characters."""
         self._steps = MAX_STEPS
         self._units = MAX_TOTAL + PER_CHARACTER * characters
         self._calls = 0
@@ -62,14 +65,14 @@ class RenderBudget:
         _local.budget = self._outer
 
     def step(self, n: int, units: int) -> None:
-        """Charge `n` steps that may write `units` characters."""
+        """Charge `n` steps that may write `units` characters; raise IkError if that exceeds the budget."""
         self._steps -= n
         if self._steps < 0:
             raise IkError(f"the chat template loops more than {MAX_STEPS} times")
         self.spend(units)
 
     def spend(self, units: int) -> None:
-        """Charge a value of `units` characters or items."""
+        """Charge a value of `units` characters or items; raise IkError if that exceeds the budget or the time."""
         if units > MAX_OUTPUT:
             raise IkError(f"the chat template asks for a value of {units} units")
         self._units -= units
@@ -83,12 +86,12 @@ class RenderBudget:
 def _budget() -> RenderBudget:
     found = getattr(_local, "budget", None)
     if found is None:
-        raise IkError("a chat template is at work outside a rendering")
+        raise IkError("a chat template runs outside a rendering")
     return found
 
 
 def weigh(value: Any) -> Any:
-    """Charge what an operation made, and return it."""
+    """Charge the result of an operation to the budget and return it."""
     if isinstance(value, str | bytes):
         if len(value) > 64:
             _budget().spend(len(value))
@@ -100,14 +103,14 @@ def weigh(value: Any) -> Any:
 
 
 def weigh_nested(value: Any) -> Any:
-    """Like `weigh` where values may be put into one another, or are written out with all that is in them."""
+    """Charge a value that may nest others, with everything in it, and return it."""
     if isinstance(value, list | tuple | dict | set | frozenset):
         _size(value)
     return weigh(value)
 
 
 def _size(value: Any) -> int:
-    """Characters and items of nested containers, shared ones as often as they appear."""
+    """Count characters and items of nested containers; shared ones count as often as they appear."""
     total, items, todo = 0, 0, [value]
     while todo:
         item = todo.pop()
@@ -130,7 +133,7 @@ class Range:
     """`range` with bounds; its items are counted where they are looped over."""
 
     def __call__(self, *args: int) -> range:
-        """The range, if it is not too long."""
+        """Return the range; raise IkError if it is too long."""
         steps = range(*args)
         if max(abs(steps.stop - steps.start), abs(steps.step)) > MAX_STEPS:
             raise IkError(f"the chat template loops more than {MAX_STEPS} times")
@@ -138,7 +141,7 @@ class Range:
         return steps
 
 
-# before an operation: what would it make?
+# checks before an operation of what it would make
 
 
 def _check_operation(operator: str, left: Any, right: Any) -> None:
@@ -168,7 +171,7 @@ def _check_format(text: Any, *values: Any) -> None:
     _budget().spend(widths)
     for value in values:
         weigh_nested(value)
-    # a value may be asked for many times
+    # a format may name the same value many times
     fields = text.count("%") + text.count("{")
     _budget().spend(len(text) + fields * max([len(str(v)) for v in values] or [0]))
 
@@ -186,7 +189,7 @@ def _check_replace(text: Any, old: Any = "", new: Any = "", *rest: Any) -> None:
 
 
 def _check_join(separator: Any, items: Any) -> Any:
-    """`items` as a list, if joining them makes no huge text."""
+    """Return `items` as a list after charging the text that joining them makes."""
     if not isinstance(items, list | tuple | str | dict):
         items = list(items)
     _check_items(items)
@@ -215,7 +218,7 @@ _FORBIDDEN = frozenset(
 
 
 def _check_method(method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """The arguments for a built-in method of a text, list or number, if calling it is harmless."""
+    """Check a call of a built-in method of a text, list or number; return its arguments."""
     method = getattr(method, "__wrapped__", method)  # the sandbox wraps `format`
     owner, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
     if not isinstance(owner, str | bytes | int | float | list | tuple | dict):
@@ -245,42 +248,16 @@ def _check_method(method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 # filters
 
 
-_OF_TEXTS = frozenset(
-    [
-        "trim",
-        "upper",
-        "lower",
-        "capitalize",
-        "title",
-        "replace",
-        "escape",
-        "e",
-        "forceescape",
-        "urlencode",
-        "string",
-        "safe",
-        "length",
-        "count",
-        "default",
-        "d",
-        "indent",
-        "truncate",
-        "first",
-        "last",
-        "format",
-        "center",
-        "wordcount",
-        "int",
-        "float",
-        "tojson",
-        "attr",
-        "reverse",
-    ]
-)
+_OF_TEXTS = frozenset([
+    "trim", "upper", "lower", "capitalize", "title", "replace", "escape", "e", "forceescape", "urlencode", "string",
+    "safe", "length", "count", "default", "d", "indent", "truncate", "first", "last", "format", "center", "wordcount",
+    "int", "float", "tojson", "attr", "reverse",
+])  # fmt: skip
+"""Filters that keep a text whole; the others split it into characters, so long texts are refused there."""
 
 
 def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter of Jinja2's with its arguments and result charged."""
+    """Wrap a Jinja2 filter so that its arguments and its result are checked and charged."""
     first = 1 if getattr(function, "jinja_pass_arg", None) is not None else 0
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -350,7 +327,7 @@ class _Generation(Extension):
     tags = {"generation"}  # noqa: RUF012 (declared so by Jinja2)
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """The statements between the tags."""
+        """Parse the statements between the tags."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.Scope(body, lineno=line)
@@ -367,18 +344,18 @@ class Environment(ImmutableSandboxedEnvironment):
         return tree
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Nothing that starts with an underscore, nothing internal, no changes but to the template's own lists."""
+        """Refuse underscores, internals and mutation, except `append` and `pop` of lists."""
         if isinstance(obj, list) and attr in ("append", "pop"):
             return True
         return super().is_safe_attribute(obj, attr, value)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """An arithmetic operation whose result is bounded."""
+        """Compute an arithmetic operation after checking the size of its result."""
         _check_operation(operator, left, right)
         return weigh_nested(super().call_binop(context, operator, left, right))
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """A call whose result is bounded."""
+        """Call after checking the arguments, and charge the result."""
         if getattr(__obj, "__self__", None) is __self:
             return __obj(*args)
         given = {name: value for name, value in kwargs.items() if name not in ("_loop_vars", "_block_vars")}
@@ -387,12 +364,12 @@ class Environment(ImmutableSandboxedEnvironment):
         return charge(super().call(__context, __obj, *args, **kwargs))
 
     def tick(self, units: int) -> str:
-        """One step of a loop or macro whose fixed text has `units` characters."""
+        """Charge one step of a loop or macro whose fixed text has `units` characters."""
         _budget().step(1, units)
         return ""
 
     def concatenate(self, *values: Any) -> str:
-        """The operator `~`."""
+        """Apply the operator `~`."""
         for value in values:
             if not isinstance(value, str):
                 weigh_nested(value)
@@ -401,7 +378,7 @@ class Environment(ImmutableSandboxedEnvironment):
         return "".join(texts)
 
     def built(self, value: Any) -> Any:
-        """A list or mapping that the template writes."""
+        """Charge a list or mapping that the template writes, and return it."""
         return weigh_nested(value)
 
 
@@ -441,7 +418,7 @@ def _replaced(node: nodes.Node) -> nodes.Node:
 
 @cache
 def environment() -> Environment:
-    """The environment that all templates share."""
+    """Return the environment that all templates share."""
     found = Environment(
         trim_blocks=True,
         lstrip_blocks=True,

@@ -1,7 +1,7 @@
-"""Chat templates: `tokenizer.chat_template` rendered by Jinja2 in a sandbox, as model publishers expect it.
+"""Render chat templates (`tokenizer.chat_template`) with Jinja2 in a sandbox, as model publishers expect.
 
 Blocks are trimmed, `break`/`continue` work, `tojson` does not escape HTML, `raise_exception` and `strftime_now` exist.
-A template comes from a stranger's file: it cannot reach Python objects, and its time and memory are limited
+A template comes from an untrusted file: it cannot reach Python objects, and its time and memory are limited
 (`ikcli.chat.sandbox`).
 """
 
@@ -22,7 +22,7 @@ class ChatTemplate:
     """A compiled chat template."""
 
     def __init__(self, source: str) -> None:
-        """Compile `source`; FormatError with the line if it is not a valid template."""
+        """Compile `source`; raise FormatError with the line if it is not a valid template."""
         from jinja2 import TemplateError, TemplateSyntaxError
 
         from ikcli.chat.sandbox import environment
@@ -48,10 +48,10 @@ class ChatTemplate:
         eos_token: str = "",
         **variables: Any,
     ) -> str:
-        """The prompt for `messages` (`role`, `content`, ...); other `variables` are passed on to the template.
+        """Render the prompt for `messages` (`role`, `content`, ...); other `variables` go to the template.
 
-        As in transformers' `apply_chat_template`, `tools` and `documents` are always defined, and none without any.
-        IkError if the template fails, calls `raise_exception`, or asks for too much.
+        As in transformers' `apply_chat_template`, `tools` and `documents` are always defined, as none if absent.
+        Raise IkError if the template fails, calls `raise_exception`, or exceeds a limit.
         """
         from ikcli.chat.sandbox import Range, RenderBudget
 
@@ -74,7 +74,7 @@ class ChatTemplate:
             raise
         except RecursionError:
             raise IkError("the chat template fails: it calls itself without end") from None
-        except Exception as e:  # whatever a stranger's template provokes
+        except Exception as e:  # an untrusted template can raise anything
             raise IkError(f"the chat template fails: {e or type(e).__name__}") from None
 
 

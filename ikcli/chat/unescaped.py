@@ -1,6 +1,6 @@
-"""Reading text in which nothing is escaped: its closing text ends it only where what follows may follow.
+"""Read text without escapes: its closing text ends it only if what comes next may follow.
 
-`Until` says what that is, for the reader here and for the grammar alike.
+`Until` defines what may follow, for this reader and for the grammar alike.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def text_until(
 
 
 def value_until(reader: Reader, until: Until, whole: Callable[[str], bool]) -> Generator[None, None, str | None]:
-    """The text up to the first end with a `whole` value before it, else up to the first end; None if none comes."""
+    """Read up to the first end with a `whole` value before it, else up to the first end; None if none comes."""
     search = _Search((until,))
     first = ""
     while True:
@@ -68,7 +68,7 @@ def value_until(reader: Reader, until: Until, whole: Callable[[str], bool]) -> G
 
 
 class _Search:
-    """Looks for the end of a text that begins at the reader's position."""
+    """Searches for the end of a text that begins at the reader's position."""
 
     def __init__(self, untils: tuple[Until, ...]) -> None:
         self._followers = {until.end: until.followers for until in untils}
@@ -78,10 +78,10 @@ class _Search:
         self.end = ""
         """The end that was found."""
         self.certain = 0
-        """So many characters after the position are text."""
+        """How many characters after the position are certainly text."""
 
     def step(self, reader: Reader) -> int | None:
-        """Where the end is; None if it is not there yet (what is `certain` has grown then)."""
+        """Return the position of the end, or None (with `certain` advanced) if it has not come yet."""
         while True:
             start = reader.pos + self.certain
             found = [(at, mark) for mark in self._marks if (at := reader.text.find(mark, start)) >= 0]
@@ -104,12 +104,12 @@ class _Search:
             self.certain = to - reader.pos
 
     def _possible(self, end: str) -> tuple[Pattern, ...]:
-        """What may follow `end` here: within an example only what ends all text."""
+        """Return what may follow `end` here: within an example only what ends all text."""
         patterns = self._followers[end]
         return tuple(pattern for pattern in patterns if pattern[-1] is Gap.END) if self._inside else patterns
 
     def _opened(self, reader: Reader, at: int) -> int:
-        """Where to go on after what may open an example of a call."""
+        """Return where to go on after the possible start of an example call."""
         assert self._nested is not None
         to = _NO if self._inside else _match(self._nested[0], reader.text, at, reader.ended)
         if to == _NO:
@@ -118,7 +118,7 @@ class _Search:
         return to
 
     def _closed(self, reader: Reader, at: int, after: int) -> int:
-        """Where to go on after a closing text that is part of the text."""
+        """Return where to go on after a closing text that belongs to the value."""
         if not self._inside:
             return after
         assert self._nested is not None
@@ -130,7 +130,7 @@ class _Search:
 
 
 def _any_matches(patterns: tuple[Pattern, ...], text: str, at: int, ended: bool) -> bool | None:
-    """Whether one of `patterns` is there at `at`; None if the text is too short to know. No patterns: always."""
+    """Return whether one of `patterns` (none: always) matches at `at`; None if the text is too short to tell."""
     if not patterns:
         return True
     found = [_match(pattern, text, at, ended) for pattern in patterns]
@@ -140,7 +140,7 @@ def _any_matches(patterns: tuple[Pattern, ...], text: str, at: int, ended: bool)
 
 
 def _match(pattern: Pattern, text: str, at: int, ended: bool) -> int:
-    """Where `pattern` ends that begins at `at`; `_NO`, or `_WAIT` if more text is needed to know.
+    """Match `pattern` at `at` and return its end; `_NO`, or `_WAIT` if more text is needed to tell.
 
     At the end of all text it may be cut off.
     """

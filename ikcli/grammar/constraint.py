@@ -1,4 +1,4 @@
-"""Grammars at work during a generation: masks over the vocabulary, tokens accepted, steps taken back."""
+"""Apply a grammar during a generation: compute masks over the vocabulary, accept tokens, roll back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ikcli.grammar.vocabulary import Vocabulary
 
 
 class Digits:
-    """Counts the digits at the end of JSON text, outside of its strings; `most` should be enough for a number."""
+    """Counts the digits at the end of JSON text, outside strings; a number should end after `most` of them."""
 
     def __init__(self, vocabulary: Vocabulary, most: int = MOST_DIGITS) -> None:
         self._vocabulary = vocabulary
@@ -23,7 +23,7 @@ class Digits:
         self._states = [(False, False, 0)]  # per token: within a string, after a backslash, digits in a row
 
     def feed(self, data: bytes) -> None:
-        """Go on with the bytes of a token."""
+        """Advance by the bytes of a token."""
         within, escaped, n = self._states[-1]
         for byte in data:
             if within:
@@ -37,21 +37,21 @@ class Digits:
         del self._states[max(len(self._states) - n, 1) :]
 
     def limit(self, mask: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
-        """`mask` without further digits where there are enough and the number may end."""
+        """Return `mask` without digits where the number has enough of them and may end."""
         if self._states[-1][2] < self._most:
             return mask
         ended = mask & ~self._vocabulary.digits
         return ended if ended.any() else mask
 
     def copy(self) -> Digits:
-        """The same state."""
+        """Return a copy of the state."""
         other = Digits(self._vocabulary, self._most)
         other._states = list(self._states)
         return other
 
 
 class GrammarConstraint:
-    """A grammar that holds from the first token on. With `digits` (it is JSON) its numbers come to an end."""
+    """A grammar that applies from the first token on. With `digits` (JSON only) its numbers are bounded."""
 
     def __init__(self, matcher: LLMatcher, vocabulary: Vocabulary, digits: Digits | None = None) -> None:
         self._matcher = matcher
@@ -59,14 +59,14 @@ class GrammarConstraint:
         self._digits = digits
 
     def mask(self) -> npt.NDArray[np.uint32]:
-        """Bit i of the packed mask (ceil(n_vocab / 32),) is set if token i may follow; a new array each time."""
+        """Return a new packed mask (ceil(n_vocab / 32),) whose bit i is set if token i may follow."""
         mask = np.zeros((self._vocabulary.n_vocab + 31) // 32, np.uint32)
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         self._check()
         return mask if self._digits is None else self._digits.limit(mask)
 
     def accept(self, token: int) -> None:
-        """Advance by a token; GrammarError if the mask did not allow it."""
+        """Advance by a token; raise GrammarError if the mask did not allow it."""
         if not self._matcher.consume_token(token):
             self._check()
         if self._digits is not None:
@@ -94,7 +94,7 @@ class GrammarConstraint:
             self._digits.rollback(n)
 
     def copy(self) -> GrammarConstraint:
-        """A constraint in the same state that goes its own way."""
+        """Return an independent constraint in the same state."""
         digits = None if self._digits is None else self._digits.copy()
         return GrammarConstraint(self._matcher.deep_copy(), self._vocabulary, digits)
 
@@ -104,9 +104,9 @@ class GrammarConstraint:
 
 
 class LazyConstraint:
-    """Free text until the triggers of a spec come up; from there on its grammar, the trigger included.
+    """Free text until a trigger of the spec appears; from there on the grammar, trigger included.
 
-    Where the text so far does not fit the grammar after all, it goes on as free text.
+    If the text so far does not fit the grammar after all, it stays free.
     """
 
     def __init__(self, spec: GrammarSpec, matcher: LLMatcher, vocabulary: Vocabulary) -> None:
@@ -126,15 +126,15 @@ class LazyConstraint:
         self._free = 0
 
     def _whole(self) -> GrammarConstraint:
-        """The grammar at its beginning."""
+        """Return the grammar at its start."""
         return GrammarConstraint(self._start.deep_copy(), self._vocabulary, digits_of(self._spec, self._vocabulary))
 
     def mask(self) -> npt.NDArray[np.uint32] | None:
-        """As of the grammar; None as long as every token may follow."""
+        """Return the mask of the grammar; None as long as every token may follow."""
         return None if self._inner is None else self._inner.mask()
 
     def accept(self, token: int) -> None:
-        """Advance by a token; GrammarError if the mask did not allow it."""
+        """Advance by a token; raise GrammarError if the mask did not allow it."""
         self._tokens.append(token)
         if self._inner is not None:
             self._inner.accept(token)
@@ -168,14 +168,14 @@ class LazyConstraint:
             self.accept(token)
 
     def copy(self) -> LazyConstraint:
-        """A constraint in the same state that goes its own way."""
+        """Return an independent constraint in the same state."""
         other = LazyConstraint(self._spec, self._start, self._vocabulary)
         for token in self._tokens:
             other.accept(token)
         return other
 
     def _started(self, text: str) -> GrammarConstraint | None:
-        """The grammar after `text`, the end of what was generated, or None if the grammar does not allow that."""
+        """Return the grammar advanced by `text`, the latest output; None if it does not accept it."""
         inner = self._whole()
         at, n = len(self._texts), 0
         while n < len(text):
@@ -194,7 +194,7 @@ class LazyConstraint:
 
 
 def digits_of(spec: GrammarSpec, vocabulary: Vocabulary) -> Digits | None:
-    """The count for a grammar whose strings are all JSON: a schema, or a tree without free text."""
+    """Return the digit counter for a grammar of JSON only: a schema, or a tree without free text."""
     if spec.kind is GrammarKind.JSON_SCHEMA:
         return Digits(vocabulary, most_digits(spec.schema))
     if spec.tree is None:
@@ -211,7 +211,7 @@ def digits_of(spec: GrammarSpec, vocabulary: Vocabulary) -> Digits | None:
 
 
 def first_line(message: str) -> str:
-    """A message of the grammar library without the state it appends."""
+    """Return a message of the grammar library without the state that it appends."""
     return message.split("\n<state>")[0].strip().splitlines()[0] if message.strip() else "unknown error"
 
 

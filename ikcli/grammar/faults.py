@@ -1,6 +1,6 @@
-"""What makes a schema one that cannot be followed: the keyword, found by leaving parts out.
+"""Find the keyword for which a schema cannot be enforced, by leaving parts out.
 
-Either the grammar library does not compile it, or no value that it describes has an end.
+Either the grammar library does not compile the schema, or every value that it describes is infinite.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from ikcli.grammar.pointers import NOTHING, Path, at_path, pointer, reference
 from ikcli.grammar.schema import MAPS, subschemas
 
 ProblemOf = Callable[[Mapping[str, Any]], str]
-"""Why a prepared schema cannot be followed, or an empty text."""
+"""Tells why a prepared schema cannot be enforced, or gives an empty text."""
 
 MOST_TRIES = 1500
 _SUSPECTS = (
@@ -21,7 +21,7 @@ _SUSPECTS = (
     "patternProperties", "allOf", "anyOf", "oneOf", "additionalProperties", "prefixItems", "items", "properties",
     "type",
 )  # fmt: skip
-"""In the order in which they are suspected."""
+"""Keywords in the order in which they are suspected."""
 
 
 class TooManyError(Exception):
@@ -29,7 +29,7 @@ class TooManyError(Exception):
 
 
 class Fault(NamedTuple):
-    """A keyword, or a whole schema (`is_schema`), that is in the way, and why."""
+    """A keyword, or a whole schema (`is_schema`), that has to go, and why."""
 
     path: Path
     is_schema: bool
@@ -37,7 +37,7 @@ class Fault(NamedTuple):
 
 
 class Faults:
-    """Searches one prepared schema, which it changes: what is found is taken out of it."""
+    """Searches one prepared schema and removes what it finds."""
 
     def __init__(self, schema: dict[str, Any], problem_of: ProblemOf) -> None:
         self._schema = schema
@@ -47,7 +47,7 @@ class Faults:
         self._good: set[Path] = set()  # places of schemas that compile
 
     def take_out(self) -> Iterator[Fault]:
-        """What is in the way, one by one; each is gone when it comes, and at the end the schema compiles."""
+        """Yield what has to go, one by one, already removed; at the end the schema compiles."""
         while reason := self._problem(()):
             fault = self._search((), reason, frozenset())
             if not fault.path:
@@ -56,7 +56,7 @@ class Faults:
             yield fault
 
     def _search(self, path: Path, reason: str, above: frozenset[Path]) -> Fault:
-        """What to blame for the problem of the schema at `path`."""
+        """Find the keyword to blame for the problem of the schema at `path`."""
         schema = at_path(self._schema, path)
         if not isinstance(schema, dict):
             return Fault(path, True, reason)
@@ -72,7 +72,7 @@ class Faults:
                 return self._search(child, problem, above)
             else:
                 failing.append((child, problem))
-        # A part that no value fulfils may be meant (a branch, an optional property): is all well without it?
+        # A part that no value satisfies may be intended (a branch, an optional property): does the rest compile?
         for child, problem in failing:
             if not self._problem(path, Fault(child, True, "")):
                 return self._search(child, problem, above)
@@ -87,7 +87,7 @@ class Faults:
 
     def _children(self, path: Path, schema: Mapping[str, Any]) -> Iterator[Path]:
         for inner, one in subschemas(schema):
-            closes = one is False and len(inner) == 1  # nothing further may be there
+            closes = one is False and len(inner) == 1  # no further members are allowed
             if inner[0] not in ("$defs", "definitions") and not closes:
                 yield (*path, *inner)
         target = _target(schema)
@@ -95,7 +95,7 @@ class Faults:
             yield target
 
     def _problem(self, path: Path, without: Fault | None = None) -> str:
-        """Why the schema at `path` does not compile."""
+        """Return why the schema at `path` does not compile, or ""."""
         self._left -= self._cost
         if self._left < 0:
             raise TooManyError
@@ -110,7 +110,7 @@ class Faults:
 
 
 def has_end(root: Mapping[str, Any]) -> bool:
-    """False if whatever fulfils a prepared schema would have to contain itself."""
+    """Return False if every value of a prepared schema would have to contain itself."""
     targets = {target for part in _all(root) if (target := _target(part)) is not None}
     ended: set[Path] = set()
     while new := {place for place in targets - ended if _ends(at_path(root, place), ended)}:
@@ -119,9 +119,9 @@ def has_end(root: Mapping[str, Any]) -> bool:
 
 
 def _ends(schema: Any, ended: set[Path]) -> bool:
-    """Whether some value is complete without what is beyond the references that are not in `ended`."""
+    """Return whether some value is finite using only references in `ended`."""
     if not isinstance(schema, dict):
-        return True  # of what is false the library tells
+        return True  # the library reports `false` itself
     if "$ref" in schema and _target(schema) not in ended:
         return False
     if not all(_ends(part, ended) for part in schema.get("allOf", ())):
@@ -148,7 +148,7 @@ def _array_ends(schema: Mapping[str, Any], ended: set[Path]) -> bool:
 
 
 def _target(schema: Any) -> Path | None:
-    """The place that a schema refers to."""
+    """Return the path that a schema refers to."""
     target = schema.get("$ref") if isinstance(schema, dict) else None
     if not isinstance(target, str):
         return None
@@ -160,7 +160,7 @@ def _is_impossible(problem: str) -> bool:
 
 
 def _take_out(root: Any, path: Path, is_schema: bool) -> None:
-    """Without a keyword; instead of a schema one that all values fulfil."""
+    """Remove a keyword; replace a schema by one that accepts everything."""
     holder = at_path(root, path[:-1])
     if is_schema:
         holder[int(path[-1]) if isinstance(holder, list) else path[-1]] = True
@@ -169,7 +169,7 @@ def _take_out(root: Any, path: Path, is_schema: bool) -> None:
 
 
 def _copied_along(part: Any, path: Path) -> Any:
-    """A copy in which what is at `path` can be changed."""
+    """Copy the schema along `path`, so that what is there can be changed."""
     copy: Any = part.copy()
     if path:
         index: Any = int(path[0]) if isinstance(part, list) else path[0]
@@ -178,7 +178,7 @@ def _copied_along(part: Any, path: Path) -> Any:
 
 
 def _moved(part: Any, under: str, names: bool = False) -> Any:
-    """A schema (or with `names` an object of them) whose references are right when it is at `#/under`."""
+    """Rewrite the references of a schema (with `names`: of an object of them) for its place at `#/under`."""
     if isinstance(part, list):
         return [_moved(item, under) for item in part]
     if not isinstance(part, dict):
@@ -195,7 +195,7 @@ def _moved(part: Any, under: str, names: bool = False) -> Any:
 
 
 def _all(schema: Any) -> Iterator[Any]:
-    """A prepared schema and all that is in it, the targets of references outside of `$defs` included."""
+    """Yield a prepared schema and everything in it, including reference targets outside `$defs`."""
     waiting = [schema]
     while waiting:
         top = waiting.pop()

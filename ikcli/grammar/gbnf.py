@@ -1,9 +1,9 @@
-"""GBNF, llama.cpp's grammar notation, to rules (grammars/README.md of llama.cpp).
+"""Parse GBNF, llama.cpp's grammar notation, to rules (grammars/README.md of llama.cpp).
 
     name ::= alternative | alternative      sequences, (groups), "text", [a-z], [^a-z], . and <[token id]>, <token>
     item* item+ item? item{m} item{m,} item{m,n}                            # comment
 
-A rule ends at the end of its line, but for groups and `|`.
+A rule ends with its line, except inside groups and next to `|`.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ _HEX_DIGITS = frozenset("0123456789abcdefABCDEF")
 _HEX_ESCAPES = {"x": 2, "u": 4, "U": 8}
 
 TokenOf = Callable[[str], int | None]
-"""Id of the token that a text like `<|end|>` is, or None."""
+"""Gives the id of the token with a text like `<|end|>`, or None."""
 
 
 def parse_gbnf(text: str, token_of: TokenOf | None = None, n_vocab: int = 0) -> Rules:
-    """Rules by name; GrammarError with line and column for whatever is wrong with the notation."""
+    """Parse rules by name; raise GrammarError with line and column for an error in the notation."""
     if len(text) > MAX_CHARACTERS:
         raise GrammarError(f"the grammar is {len(text)} characters long; at most {MAX_CHARACTERS} are accepted")
     return _Parser(text, token_of or (lambda _: None), n_vocab).rules()
 
 
 def place(text: str, position: int) -> str:
-    """`line 3, column 7` of a position in a text."""
+    """Format a position in a text as `line 3, column 7`."""
     line = text.count("\n", 0, position) + 1
     return f"line {line}, column {position - text.rfind(chr(10), 0, position)}"
 
@@ -193,7 +193,7 @@ class _Parser:
             self._at += len(digits)
             code = int(digits, 16)
         if code > LAST_CODE_POINT or 0xD800 <= code <= 0xDFFF:
-            raise self._error(f"U+{code:04X} is no character", start)
+            raise self._error(f"U+{code:04X} is not a character", start)
         return code
 
     def _repetition(self, item: Node) -> Node:

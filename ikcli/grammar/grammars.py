@@ -1,4 +1,4 @@
-"""Compiling grammars and schemas for one vocabulary. Everything that may be wrong with them comes up here."""
+"""Compile grammars and schemas for one vocabulary; all their errors are raised here."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _PLACE = re.compile(r"^(?:at \d+\(\d+\): )?(?:failed to compile JSON schema: )?"
 
 
 class Grammars:
-    """Grammars of one tokenizer; thread-safe. Compiled ones are kept, so that asking again costs nothing."""
+    """Compiles and caches grammars for one tokenizer; thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, report: Callable[[str], None] = notice_once) -> None:
-        """`report` is told once what was left out of the schemas of tools."""
+        """Compile for one tokenizer; `report` hears once what was left out of the schemas of tools."""
         self._tokenizer = tokenizer
         self._report = report
         self._lock = Lock()
@@ -44,25 +44,25 @@ class Grammars:
         self._told: list[str] = []
 
     def compile(self, spec: GrammarSpec) -> ConstraintMaker:
-        """A maker of constraints for `spec`, each for one generation. GrammarError if the grammar is wrong.
+        """Compile `spec` to a maker of constraints, one per generation; raise GrammarError if it is wrong.
 
         Takes milliseconds, up to a few seconds for a hostile grammar: not for the thread of the engine.
         """
         return self._maker(spec, "root")
 
     def gbnf(self, text: str, root: str = "root", *, triggers: tuple[str, ...] = ()) -> ConstraintMaker:
-        """A GBNF grammar, or llguidance's notation if the text begins with %llguidance.
+        """Compile a GBNF grammar, or llguidance's notation if the text begins with %llguidance.
 
         With `triggers` the text is free until one of them comes up; the grammar then accepts it and what follows.
         """
         return self._maker(GrammarSpec(GrammarKind.GBNF, source=text, lazy=bool(triggers), triggers=triggers), root)
 
     def json_schema(self, schema: Any, *, triggers: tuple[str, ...] = ()) -> ConstraintMaker:
-        """JSON values that a schema (parsed JSON) accepts."""
+        """Compile a JSON schema (parsed JSON)."""
         return self.compile(GrammarSpec(GrammarKind.JSON_SCHEMA, schema=schema, lazy=bool(triggers), triggers=triggers))
 
     def json_object(self) -> ConstraintMaker:
-        """Any JSON object."""
+        """Compile a grammar for any JSON object."""
         return self.json_schema({"type": "object"})
 
     def prepare(self) -> Vocabulary:
@@ -108,7 +108,7 @@ class Grammars:
         return matcher
 
     def _tell(self, lines: list[str]) -> None:
-        """Report lines that were not among the last ones."""
+        """Report the lines that were not reported recently."""
         with self._lock:
             new = [line for line in dict.fromkeys(lines) if line not in self._told]
             self._told = [*self._told, *new][-_MOST_TOLD:]
@@ -128,14 +128,14 @@ class Grammars:
         return to_lark(parse_gbnf(spec.source, vocabulary.token_of, vocabulary.n_vocab), root)
 
     def _prepared(self, schema: Schema, left: list[str], all_end: list[bool]) -> str:
-        """The schema for the library, as far as can be seen without compiling it."""
+        """Prepare the schema for the library, as far as possible without compiling it."""
         prepared, gone = prepare_schema(schema.schema, lenient=schema.lenient)
         left += [_line(schema, one) for one in gone]
         all_end.append(has_end(prepared))
         return serialized(prepared)
 
     def _mended(self, schema: Schema, left: list[str], problem: str) -> str:
-        """A schema that compiles; KeywordError with the place of what does not, if nothing may be left out."""
+        """Return a schema that compiles; without leniency raise KeywordError with the place of what does not."""
         prepared, gone = prepare_schema(schema.schema, lenient=schema.lenient)
         try:
             for fault in Faults(prepared, self._problem).take_out():
@@ -178,7 +178,7 @@ class Grammars:
 
 
 def _reason(error: GrammarError) -> str:
-    """Why a schema does not compile, without the place in the text that was made of it."""
+    """Return why a schema does not compile, without the position in the generated text."""
     return _PLACE.sub("", str(error).removeprefix("grammar: "))
 
 

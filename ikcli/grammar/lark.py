@@ -1,4 +1,4 @@
-"""Rules to llguidance's Lark-like notation: terminals in upper case are lexemes, rules in lower case are above them."""
+"""Write rules in llguidance's Lark-like notation: upper-case terminals are lexemes, lower-case rules are above them."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from ikcli.grammar.nodes import (
 from ikcli.grammar.rules import check_rules, simplify, without_dead_ends
 from ikcli.grammar.spec import Pattern
 
-# No text forces tokens: any way of spelling it is as good, as for llama.cpp.
+# No text forces tokens: every tokenization of it is allowed, as in llama.cpp.
 HEADER = '%llguidance {"no_forcing": true}\n'
 
 
 def to_lark(rules: Rules, root: str) -> str:
-    """The grammar as text for llguidance; GrammarError if rules are missing, too large or endless."""
+    """Write the grammar for llguidance; raise GrammarError if rules are missing, too large or endless."""
     check_rules(rules, root)
     rules, regular = simplify(without_dead_ends(rules, root), root)
     plan = Plan(rules, regular, root)
@@ -72,7 +72,7 @@ class _Writer:
         raise GrammarError("grammar: a part of it cannot be written for the grammar library")
 
     def _lexeme(self, lexeme: Lexeme) -> str:
-        """A terminal; one that matches nothing too is optional and matches something."""
+        """Name the terminal of a lexeme; one that may be empty becomes an optional non-empty terminal."""
         known = self._lexemes.get(lexeme.index)
         if known is None:
             known = self._lexemes[lexeme.index] = self._new_lexeme(lexeme)
@@ -117,7 +117,7 @@ class _Writer:
 
 
 def _until(node: UntilNode) -> str:
-    """Text that ends with the first match of the end, as an expression."""
+    """Write an expression for text that ends with the first match of the end."""
     ends = _any_pattern((node.end, *node.others))
     parts = [f"(/(?s:.*)/ {_any_pattern((node.end,))})", f"(~(/(?s:.*)/ {ends} /(?s:.+)/))"]
     if node.unless:

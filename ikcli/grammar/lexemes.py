@@ -1,9 +1,9 @@
-"""Which parts of a grammar become lexemes: regular expressions that the lexer matches as long as it can.
+"""Choose which parts of a grammar become lexemes: regular expressions that the lexer matches as far as it can.
 
-llguidance's lexer is greedy, GBNF is not: in `[a-z]* "x"` as two lexemes the first would swallow every x. A lexeme is
-safe if no text that it matches can go on, within it or within another lexeme possible at that place, with a character
-that may follow it. `Plan.settle` splits the parts for which that is not so, down to single characters if need be.
-A greedy lexer never accepts a wrong text, so where the analysis gives up the worst is a grammar that allows less.
+llguidance's lexer is greedy, GBNF is not: with `[a-z]* "x"` as two lexemes, the first would swallow every x. A lexeme
+is safe if no character that may follow it can also extend its text, within it or within another lexeme possible there.
+`Plan.settle` splits the unsafe ones, down to single characters if necessary.
+A greedy lexer never accepts a wrong text, so if the analysis gives up, the worst result is a grammar that allows less.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Plan:
                     self.opened.add(lexeme.node.name)
 
     def nullable(self, node: Node) -> bool:
-        """True if a regular part matches the empty text."""
+        """Return True if a regular part matches the empty text."""
         if isinstance(node, RuleRef):
             if node.name not in self._nullable:
                 self._nullable[node.name] = self.nullable(self.rules[node.name])
@@ -117,7 +117,7 @@ class Plan:
                         waiting.append(top.name)
 
     def _is_regular(self, node: Node) -> bool:
-        """Whether the node can be part of a lexeme; text that followers could end is always a lexeme of its own."""
+        """Return whether a node can be part of a lexeme; text that followers can end is always its own lexeme."""
         return not any(
             isinstance(n, Token | Json)
             or (isinstance(n, UntilNode) and (n.unless or n.others))
@@ -143,7 +143,7 @@ class Plan:
         return Part("leaf", node=node)
 
     def _sequence(self, node: Seq) -> tuple[Above, ...]:
-        """Neighbouring regular items become one lexeme."""
+        """Join neighbouring regular items into one lexeme."""
         parts: list[Above] = []
         at = 0
         while at < len(node.items):
@@ -160,7 +160,7 @@ class Plan:
         return tuple(parts)
 
     def _alternatives(self, node: Alt) -> tuple[Above, ...]:
-        """Regular alternatives become one lexeme."""
+        """Join regular alternatives into one lexeme."""
         key = (id(node), "alternatives")
         joined = [item for item in node.items if self._is_regular(item) and id(item) not in self.split]
         if len(joined) < 2 or key in self.split or id(node) in self.split:
@@ -170,7 +170,7 @@ class Plan:
         return (self._lexeme(Alt(tuple(joined)), key), *others)
 
     def _lexeme(self, node: Node, key: object) -> Lexeme:
-        """The lexeme of a part; a part that stands in several places is one lexeme."""
+        """Return the lexeme of a part; a part used in several places is one lexeme."""
         lexeme = self._by_key.get(key)
         if lexeme is None:
             lexeme = self._by_key[key] = Lexeme(node, len(self.lexemes), key)
@@ -179,7 +179,7 @@ class Plan:
 
 
 class _Analysis:
-    """Lexemes that a longer match could take away what follows them."""
+    """Finds lexemes whose longer match would swallow what follows them."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -202,11 +202,11 @@ class _Analysis:
         self._json_mask = self._mask(_JSON_STARTS)
 
     def unsafe(self) -> list[Lexeme]:
-        """Lexemes to split; none if all is safe, or if there are too many states to know."""
+        """Return the lexemes to split; none if all are safe or the analysis has too many states."""
         if self._too_large:
             return []
         self._find_followers()
-        # Places are sets of lexemes that are possible together: at the start, and after each set of matches.
+        # A place is a set of lexemes possible together: at the start, and after each set of matches.
         places = [self._first_of(self._plan.productions[self._plan.root])[0], *self._after_leaves]
         seen = set(places)
         found: dict[int, Lexeme] = {}
@@ -250,7 +250,7 @@ class _Analysis:
                             break
 
     def _steps(self, out: frozenset[int]) -> list[tuple[frozenset[int], frozenset[int]]]:
-        """Positions possible after each class of characters, and the lexemes that this character completes."""
+        """Return the positions possible after each class of characters, and the lexemes that it completes."""
         blocks: list[int] = []
         covered = 0
         for mask in {self._masks[p] for p in out}:
@@ -268,7 +268,7 @@ class _Analysis:
         return _union([self._masks[position] for position in positions])
 
     def _find_edges(self) -> list[int]:
-        """Code points at which some character set begins or just has ended; between two all are alike."""
+        """Return the code points at which a character set begins or has just ended; between two, all are alike."""
         edges = {0}
         names: set[str] = set()
         stack: list[Node] = [lexeme.node for lexeme in self._plan.lexemes] + [_JSON_STARTS]
@@ -294,7 +294,7 @@ class _Analysis:
         return mask
 
     def _positions(self, node: Node, owner: int) -> tuple[set[int], set[int], bool]:
-        """Glushkov's construction: first and last positions, and whether nothing matches too."""
+        """Build Glushkov's automaton: first and last positions, and whether the empty text matches."""
         if len(self._masks) > _MAX_POSITIONS:
             self._too_large = True
             return set(), set(), True
@@ -333,7 +333,7 @@ class _Analysis:
         return first, last, empty
 
     def _repeated(self, node: RepeatNode, owner: int) -> tuple[set[int], set[int], bool]:
-        """Counts up to a few are written out; longer ones count as endless, which can only add conflicts."""
+        """Write small counts out; treat longer ones as endless, which can only add conflicts."""
         if node.high == 0:
             return set(), set(), True
         if node.high is not None and node.high <= _LONGEST_COUNTED:
@@ -345,7 +345,7 @@ class _Analysis:
         return first, last, empty or node.low == 0
 
     def _first_of(self, part: Above) -> tuple[int, bool]:
-        """Lexemes (bits) that may come first, and whether nothing may come."""
+        """Return the lexemes (bits) that may come first, and whether the part may be empty."""
         if isinstance(part, Lexeme):
             return 1 << part.index, self._plan.nullable(part.node)
         if part.kind == "rule":
@@ -367,7 +367,7 @@ class _Analysis:
         return first, empty
 
     def _find_followers(self) -> None:
-        """Fixed points of what may come first and what may follow."""
+        """Compute the fixed points of what may come first and what may follow."""
         changed = True
         while changed:
             changed = False

@@ -15,7 +15,7 @@ _SURROGATES = (0xD800, 0xDFFF)
 
 
 class GrammarError(UsageError):
-    """A grammar or schema that cannot be used; says where and why."""
+    """A grammar or schema that cannot be used; the text says where and why."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,21 +50,21 @@ class Token:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Seq:
-    """One after the other; none at all is the empty text."""
+    """Items one after the other; without items, the empty text."""
 
     items: tuple[Node, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Alt:
-    """One of several."""
+    """One of several items."""
 
     items: tuple[Node, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RepeatNode:
-    """From `low` to `high` times; None is without end."""
+    """An item from `low` to `high` times; None is unbounded."""
 
     item: Node
     low: int
@@ -73,9 +73,9 @@ class RepeatNode:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UntilNode:
-    """Any text up to and including the first `end`, or one of `others`, if that is the `end`.
+    """Any text up to and including the first `end`, with none of `others` before it.
 
-    None that begins with one of `unless`.
+    Text that begins with one of `unless` does not match.
     """
 
     end: Pattern
@@ -85,7 +85,7 @@ class UntilNode:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Whole:
-    """A regular part that stays in one lexeme."""
+    """A regular part that stays one lexeme."""
 
     item: Node
 
@@ -104,19 +104,19 @@ EMPTY = Seq(())
 
 
 def children(node: Node) -> tuple[Node, ...]:
-    """The parts of a node."""
+    """Return the parts of a node."""
     if isinstance(node, Seq | Alt):
         return node.items
     return (node.item,) if isinstance(node, RepeatNode | Whole) else ()
 
 
 def seq(*items: Node) -> Node:
-    """A sequence; one item is itself."""
+    """Return a sequence, or the item itself if there is only one."""
     return items[0] if len(items) == 1 else Seq(items)
 
 
 def alt(*items: Node) -> Node:
-    """Alternatives; one item is itself."""
+    """Return alternatives, or the item itself if there is only one."""
     return items[0] if len(items) == 1 else Alt(items)
 
 

@@ -1,8 +1,8 @@
-"""Numbers in schemas. llguidance reads them as float64 and, for integers, works with 64 bits with a sign.
+"""Check numbers in schemas: llguidance reads them as float64 and computes integers with signed 64 bits.
 
-So a bound beyond 2**53 may not be held exactly: it is moved outwards to the next one that is, never inwards.
-An upper bound of integers from 2**63 on limits their digits only. Every other number that would mean something else
-(llguidance saturates, and some numbers end it) is refused here.
+A bound beyond 2**53 may not be representable: it moves outwards to the next one that is, never inwards.
+An integer upper bound of 2**63 or more limits only the number of digits. Every other number that would change meaning
+(llguidance saturates, and some numbers crash it) is refused here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from decimal import Decimal
 from typing import Any
 
 MOST_DIGITS = 16
-"""Digits in a row that a number in JSON gets before it should end, as in llama-server; more if its schema has more."""
+"""Digits in a row that a JSON number may have, as in llama-server; more if its schema has more."""
 
 _EXACT, _END = 2**53, 2**63
 _FORMATS = {"int64": 19, "uint64": 20}
@@ -24,17 +24,17 @@ BOUNDS = UPPER | {"minimum", "exclusiveMinimum"}
 
 
 class UnusableError(ValueError):
-    """A value that a keyword cannot have; says why."""
+    """A value that a keyword cannot take; the text says why."""
 
 
 def shown(value: Any) -> str:
-    """A value of a schema, for people."""
+    """Format a value of a schema for messages."""
     text = json.dumps(value, ensure_ascii=False, default=repr)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def bound(key: str, value: Any, types: Any) -> int | float | bool | None:
-    """A bound as llguidance can hold it, for numbers of these `types`; None if there is nothing to hold."""
+    """Return a bound that llguidance can hold, for numbers of these `types`; None without one."""
     if isinstance(value, bool) and key.startswith("exclusive"):
         return value  # draft 4
     value = checked_number(value)
@@ -60,7 +60,7 @@ def bound(key: str, value: Any, types: Any) -> int | float | bool | None:
 
 
 def checked_number(value: Any) -> int | float:
-    """`value` if it is a finite number."""
+    """Return `value`; raise UnusableError if it is not a finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise UnusableError(f"must be a number, not {shown(value)}")
     if isinstance(value, float) and not math.isfinite(value):
@@ -69,7 +69,7 @@ def checked_number(value: Any) -> int | float:
 
 
 def check_literals(value: Any) -> None:
-    """Refuse a JSON value with numbers that would come out as others."""
+    """Refuse a JSON value with numbers that would change."""
     for number in _numbers(value):
         checked_number(number)
         if isinstance(number, int) and number != _written(number):
@@ -77,7 +77,7 @@ def check_literals(value: Any) -> None:
 
 
 def _written(number: int) -> int | None:
-    """What llguidance writes for a whole number."""
+    """Return the text that llguidance writes for a whole number."""
     if -_END <= number < _END:
         held = min(int(float(number)), _END - 1)
         return None if held <= -_END else held
@@ -85,7 +85,7 @@ def _written(number: int) -> int | None:
 
 
 def most_digits(schema: Any) -> int:
-    """Digits in a row that numbers under a schema may need."""
+    """Return how many digits in a row numbers under a schema may need."""
     most = MOST_DIGITS
     for part in _parts(schema):
         if isinstance(part, Mapping) and isinstance(part.get("format"), str):
@@ -101,7 +101,7 @@ def _numbers(value: Any) -> list[int | float]:
 
 
 def _parts(value: Any) -> list[Any]:
-    """A JSON value and all that is in it."""
+    """Return a JSON value and everything in it."""
     found, waiting = [], [value]
     while waiting:
         part = waiting.pop()

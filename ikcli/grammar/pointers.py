@@ -1,4 +1,4 @@
-"""Places within a JSON document: paths, JSON pointers (RFC 6901) and anchors."""
+"""Address places in a JSON document: paths, JSON pointers (RFC 6901) and anchors."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from urllib.parse import quote, unquote
 Path = tuple[str, ...]
 
 NOTHING = object()
-"""At a place that a document does not have."""
+"""The value at a path that a document does not have."""
 
 
 def pointer(text: str) -> Path:
-    """The parts of a JSON pointer `#/...`."""
+    """Split a JSON pointer `#/...` into its parts."""
     return tuple(p.replace("~1", "/").replace("~0", "~") for p in unquote(text[2:]).split("/"))
 
 
 def reference(path: Sequence[str]) -> str:
-    """The `$ref` to a path."""
+    """Return the `$ref` to a path."""
     return "#" + "".join("/" + quote(p.replace("~", "~0").replace("/", "~1"), safe="~$!*'()+,;=:@&") for p in path)
 
 
 def anchored(root: Any, name: str) -> Path | None:
-    """Where the schema with an `$anchor` is."""
+    """Return the path of the schema with an `$anchor`."""
     waiting: list[tuple[Path, Any]] = [((), root)]
     while waiting:
         path, part = waiting.pop()
@@ -37,12 +37,12 @@ def anchored(root: Any, name: str) -> Path | None:
 
 
 def pointer_text(path: Sequence[str]) -> str:
-    """A place in a schema, for people."""
+    """Format a path in a schema for messages."""
     return "#" + "".join("/" + part for part in path)[:300]
 
 
 def at_path(schema: Any, path: Path) -> Any:
-    """The part of a schema at a path, or NOTHING."""
+    """Return the part of a schema at a path, or NOTHING."""
     for part in path:
         if isinstance(schema, Mapping) and part in schema:
             schema = schema[part]
@@ -59,7 +59,7 @@ def put_at(result: Any, path: Path, original: Any, schema: Any) -> None:
         index: Any = int(part) if isinstance(result, list) else part
         original = original[int(part)] if isinstance(original, list) else original[part]
         if not isinstance(result, dict | list):
-            return  # what it was in has been left out
+            return  # its parent was left out
         if after is None:
             result[index] = schema
             return

@@ -1,7 +1,7 @@
-"""Checks and simplification of rules: what is undefined, endless or too deep; which rules are regular.
+"""Check and simplify rules: find what is undefined, endless or too deep, and which rules are regular.
 
-A rule is regular if a regular expression can stand for it: no recursion is left in what it refers to. Recursion at
-one end only (`ws ::= ([ \\t] ws)?`) becomes a repetition first.
+A rule is regular if a regular expression can replace it: nothing that it refers to is recursive. Recursion at one end
+only (`ws ::= ([ \\t] ws)?`) becomes a repetition first.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_DEPTH = 150
 
 
 def walk(node: Node) -> Iterator[Node]:
-    """A node and all that is in it."""
+    """Yield a node and everything in it."""
     stack = [node]
     while stack:
         top = stack.pop()
@@ -37,10 +37,10 @@ def walk(node: Node) -> Iterator[Node]:
 
 
 def check_rules(rules: Rules, root: str) -> None:
-    """GrammarError if a rule is missing, the whole is too large, or `root` can never end."""
+    """Raise GrammarError if a rule is missing, the grammar is too large, or `root` can never end."""
     if root not in rules:
         known = ", ".join(list(rules)[:5])
-        raise GrammarError(f"grammar: there is no rule {root}" + (f" (rules are {known})" if known else ""))
+        raise GrammarError(f"grammar: rule {root} is missing" + (f" (it has {known})" if known else ""))
     n_nodes = 0
     for name, body in rules.items():
         for node in walk(body):
@@ -52,7 +52,7 @@ def check_rules(rules: Rules, root: str) -> None:
 
 
 def without_dead_ends(rules: Rules, root: str) -> Rules:
-    """Rules without the alternatives that no text could ever complete; GrammarError if nothing is left."""
+    """Drop the alternatives that no text can complete; raise GrammarError if nothing is left."""
     productive = _productive(rules)
     if root not in productive:
         raise GrammarError(f"grammar: rule {root} refers to itself on every path, so no text could ever be complete")
@@ -80,7 +80,7 @@ def without_dead_ends(rules: Rules, root: str) -> Rules:
 
 
 def simplify(rules: Rules, root: str) -> tuple[Rules, frozenset[str]]:
-    """Rules that `root` needs, recursion at one end made repetition, and the names of the regular ones."""
+    """Keep the rules that `root` needs, turn one-sided recursion into repetition, and name the regular ones."""
     components = _components(rules, root)
     done: Rules = {}
     regular: set[str] = set()
@@ -104,7 +104,7 @@ def simplify(rules: Rules, root: str) -> tuple[Rules, frozenset[str]]:
 
 
 def _depth(body: Node, depth: dict[str, int]) -> int:
-    """Levels of a body together with the rules below it whose depth is known."""
+    """Return the depth of a body together with the rules below it whose depth is known."""
     deepest = 0
     stack = [(body, 1)]
     while stack:
@@ -140,7 +140,7 @@ def _productive(rules: Rules) -> set[str]:
 
 
 def _components(rules: Rules, root: str) -> list[list[str]]:
-    """Strongly connected rules reachable from `root`, those referred to first (Tarjan, without recursion)."""
+    """Return the strongly connected rules reachable from `root`, dependencies first (iterative Tarjan)."""
     refs = {name: [n.name for n in walk(body) if isinstance(n, RuleRef)] for name, body in rules.items()}
     order: dict[str, int] = {}
     low: dict[str, int] = {}
@@ -179,7 +179,7 @@ def _refers(node: Node, name: str) -> bool:
 
 
 def _without_recursion(name: str, body: Node) -> Node:
-    """`x ::= a x | b` as `a* b`, `x ::= x a | b` as `b a*`; the body itself if recursion is elsewhere too."""
+    """Rewrite `x ::= a x | b` as `a* b` and `x ::= x a | b` as `b a*`; other recursion stays."""
     if not _refers(body, name):
         return body
     for at_end in (True, False):
@@ -194,7 +194,7 @@ def _without_recursion(name: str, body: Node) -> Node:
 
 
 def _split(name: str, node: Node, at_end: bool) -> tuple[list[Node], list[Node]] | None:
-    """What stands before (after) `name` in the alternatives that have it at their end (start), and the others."""
+    """Split alternatives: what precedes (follows) `name` where it ends (starts) one, and the others."""
     if isinstance(node, RuleRef) and node.name == name:
         return [], []
     if not _refers(node, name):

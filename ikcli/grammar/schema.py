@@ -1,9 +1,9 @@
-"""JSON schemas made ready for llguidance: keywords it would have to ignore are refused, with their place.
+"""Prepare JSON schemas for llguidance; keywords that it would ignore are refused, with their place.
 
-For tools (`lenient`) they are left out one by one: a tool can be called whatever its author wrote about its arguments.
-Keywords that no draft of JSON Schema defines, and `format`s it does not know, only annotate and are left out.
-An object with `properties` has no others unless `additionalProperties` says so: what llama-server does, and what keeps
-small models from making up names without end.
+For tools (`lenient`) such keywords are dropped one by one, so that a tool stays callable whatever its schema holds.
+Keywords that no draft of JSON Schema defines, and unknown `format`s, only annotate and are dropped.
+An object with `properties` has no others unless `additionalProperties` allows them. llama-server does the same, and it
+keeps small models from inventing names without end.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ikcli.grammar.pointers import NOTHING, Path, anchored, at_path, pointer, po
 MAX_DEPTH = 100
 MAX_SCHEMAS = 100_000
 WHITE_SPACE = r" |\n{1,2}[ \t]{0,20}"
-"""Between the parts of a JSON value: none, a blank, or a line end and some indentation. Never without end."""
+"""White space between the parts of a JSON value: none, a blank, or a line end and some indentation. Always bounded."""
 
 _ONE = frozenset({"additionalProperties", "additionalItems"})
 _LIST = frozenset({"anyOf", "oneOf", "allOf", "prefixItems"})
@@ -77,7 +77,7 @@ _PATTERNS = {
     "time": f"^{_TIME}$",
     "date-time": f"^[0-9]{{4}}-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])T{_TIME}$",
 }
-"""Formats whose text could go on for ever (fractions of seconds)."""
+"""Formats whose text is unbounded (fractions of seconds)."""
 _OPENING = frozenset({"additionalProperties", "patternProperties", "$ref", "allOf", "anyOf", "oneOf"})
 _COUNTS = frozenset({"minItems", "maxItems", "minProperties", "maxProperties", "minLength", "maxLength"})
 
@@ -91,7 +91,7 @@ class Left:
 
 
 class KeywordError(GrammarError):
-    """A keyword that cannot be followed."""
+    """A keyword that cannot be enforced."""
 
     def __init__(self, path: Path, reason: str) -> None:
         self.left = Left(pointer_text(path), reason)
@@ -99,7 +99,7 @@ class KeywordError(GrammarError):
 
 
 def prepare_schema(schema: Any, *, lenient: bool = False) -> tuple[dict[str, Any], list[Left]]:
-    """The schema as llguidance takes it, and what was left out of it; KeywordError if it cannot be followed.
+    """Prepare a schema for llguidance and list what was left out; raise KeywordError if it cannot be enforced.
 
     `schema` is a parsed JSON value. oneOf counts as anyOf. `lenient`: what cannot be followed is left out.
     """
@@ -121,19 +121,19 @@ def prepare_schema(schema: Any, *, lenient: bool = False) -> tuple[dict[str, Any
 
 
 def unconstrained(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """What is left of a schema of which nothing can be followed: its type."""
+    """Reduce a schema that cannot be enforced to its type."""
     kind = schema.get("type")
     return {"type": kind} if isinstance(kind, str) and kind in _TYPES else {}
 
 
 def serialized(prepared: Mapping[str, Any]) -> str:
-    """A prepared schema as text, with the options of llguidance."""
+    """Serialize a prepared schema with the options of llguidance."""
     options = {"whitespace_pattern": WHITE_SPACE, "lenient": False, "coerce_one_of": True}
     return json.dumps({**prepared, "x-guidance": options})
 
 
 def subschemas(schema: Any) -> Iterator[tuple[Path, Any]]:
-    """The schemas directly within a prepared one, with their paths."""
+    """Yield the schemas directly within a prepared one, with their paths."""
     if not isinstance(schema, Mapping):
         return
     for key, value in schema.items():
@@ -153,14 +153,14 @@ class _Preparer:
         self._kept_whole: list[Path] = []
         self._combined = _referred_by_all_of(root)
         self._has_draft = "json-schema.org/draft-0" in str(root.get("$schema", ""))
-        self._impossible: Path = ()  # where it was found that no value fulfils a schema
+        self._impossible: Path = ()  # path of a schema that no value satisfies
 
     def run(self) -> dict[str, Any]:
         result = self._schema(self._root, (), 0)
         if result is False:
             raise self._error(self._impossible, "no value fulfils it")
         assert isinstance(result, dict)
-        # Targets of references outside of $defs and the like are not schemas to `_schema`: add them where they are.
+        # `_schema` does not visit reference targets outside $defs and the like: add them in place.
         done: set[Path] = set()
         while self._kept_whole:
             path = self._kept_whole.pop()
@@ -172,7 +172,7 @@ class _Preparer:
         return result
 
     def _schema(self, schema: Any, path: Path, depth: int) -> Any:
-        """The prepared schema: an object, or False if it is clear that no value fulfils it."""
+        """Prepare a schema: return an object, or False if no value can satisfy it."""
         self._n += 1
         if depth > MAX_DEPTH:
             raise self._error(path[:3], f"the schema is nested more than {MAX_DEPTH} deep")
@@ -216,7 +216,7 @@ class _Preparer:
         where: Path,
         depth: int,
     ) -> bool:
-        """Add a keyword to `result`; False if no value fulfils it."""
+        """Add a keyword to `result`; return False if no value can satisfy it."""
         if key == "not":
             always = _truth(value)
             if always is None:
@@ -246,11 +246,11 @@ class _Preparer:
         elif key in _PLAIN:
             result[key] = self._plain(key, value, where)
         elif key == "$schema" and isinstance(value, str) and "json-schema.org/draft-0" in value:
-            result[key] = value  # drafts 4 to 7 read some keywords in another way
+            result[key] = value  # drafts 4 to 7 read some keywords differently
         return True
 
     def _child(self, schema: Any, path: Path, depth: int) -> Any:
-        """One of several schemas: what is no schema at all is left out alone."""
+        """Prepare one of several schemas; a value that is not a schema is left out on its own."""
         try:
             return self._schema(schema, path, depth)
         except KeywordError as e:
@@ -263,7 +263,7 @@ class _Preparer:
         self._left.append(error.left)
 
     def _merged(self, schema: Mapping[str, Any], depth: int = 0) -> dict[str, Any] | None:
-        """One object for an allOf whose parts only name properties; None if this is nothing like that."""
+        """Merge an allOf whose parts only name properties into one object; None if it has other parts."""
         parts = schema.get("allOf", [])
         if depth > 8 or not isinstance(parts, list) or (depth == 0 and not parts):
             return None
@@ -280,7 +280,7 @@ class _Preparer:
         return out | {key: own[key] for key in ("$defs", "definitions", "$schema") if depth == 0 and key in own}
 
     def _plain_object(self, part: Any, depth: int) -> Mapping[str, Any] | None:
-        """A schema that only names properties, found through references."""
+        """Follow references to a schema that only names properties."""
         self._n += 1
         if self._n > MAX_SCHEMAS:
             raise GrammarError(f"json_schema: it has more than {MAX_SCHEMAS} parts")
@@ -303,7 +303,7 @@ class _Preparer:
         return part if known and plain else None
 
     def _is_closed(self, schema: Mapping[str, Any], path: Path) -> bool:
-        """Whether only the named properties may be there. Not for parts of an allOf: others may name further ones."""
+        """Return whether only the named properties are allowed; not for parts of an allOf, whose siblings add some."""
         names = schema.get("properties")
         if names is None or schema.get("type", "object") != "object" or _OPENING & schema.keys():
             return False
@@ -369,7 +369,7 @@ class _Preparer:
 
 
 def _add_format(result: dict[str, Any], name: Any) -> None:
-    """Formats as patterns where the library's have no end, beside a pattern of the schema; unknown ones annotate."""
+    """Replace unbounded formats by patterns, beside the schema's own; unknown formats only annotate."""
     if not isinstance(name, str):
         return
     if name in _PATTERNS:
@@ -384,7 +384,7 @@ def _add_format(result: dict[str, Any], name: Any) -> None:
 
 
 def _close_tuple(result: dict[str, Any], has_draft: bool) -> None:
-    """A list of item schemas stands for exactly these items, unless the schema says more."""
+    """Make a list of item schemas stand for exactly these items, unless the schema says more."""
     if isinstance(result.get("items"), list) and not has_draft:
         result["prefixItems"] = result.pop("items")
         if "additionalItems" in result:
@@ -395,7 +395,7 @@ def _close_tuple(result: dict[str, Any], has_draft: bool) -> None:
 
 
 def _referred_by_all_of(root: Any) -> frozenset[Path]:
-    """Places in the schema that an allOf refers to."""
+    """Return the paths that an allOf refers to."""
     found: set[Path] = set()
     todo = [root]
     while todo:
@@ -413,7 +413,7 @@ def _referred_by_all_of(root: Any) -> frozenset[Path]:
 
 
 def _truth(schema: Any) -> bool | None:
-    """Whether all values fulfil a schema (True) or none (False), if that is plain to see."""
+    """Return True if all values satisfy a schema, False if none does, None if that is not obvious."""
     if isinstance(schema, bool):
         return schema
     if not isinstance(schema, Mapping):

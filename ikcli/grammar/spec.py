@@ -1,8 +1,8 @@
-"""What a chat asks of the sampler: a small tree of literals, JSON values and repeats, and when it starts to hold.
+"""Describe the constraint that a chat puts on the sampler: a tree of literals, JSON values and repeats, and its start.
 
-The tree is built per template family by `ikcli.chat`; `ikcli.grammar` turns it into a mask over the vocabulary.
-A grammar is lazy if text may come first: it then holds from the first trigger text on, the trigger included.
-Nothing here knows a vocabulary; markers are texts that may or may not be one control token of it.
+`ikcli.chat` builds the tree per template family; `ikcli.grammar` turns it into a mask over the vocabulary.
+A lazy grammar lets text come first: it applies from the first trigger text on, trigger included.
+The tree does not depend on a vocabulary; a marker is a text that may be one control token of it.
 """
 
 from __future__ import annotations
@@ -28,10 +28,12 @@ class Marker:
 
 
 @dataclass(frozen=True, slots=True)
-class Regex:
-    """Text that matches a regular expression as a whole (no anchors, no look-around)."""
+class Chars:
+    """From `least` to `most` characters of `ranges`: each a character, or the first and the last of a range ("az")."""
 
-    pattern: str
+    ranges: tuple[str, ...]
+    least: int = 1
+    most: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,7 @@ class Schema:
 
 
 class Gap(enum.Enum):
-    """What a pattern of texts has between them."""
+    """What may stand between the texts of a pattern."""
 
     SPACES = r"[ \t\r\n]*"
     NAME = r"[^ \t\r\n\"<>]+"
@@ -64,8 +66,8 @@ Pattern = tuple[str | Gap, ...]
 class Until:
     """Any text up to and including the first `end` (a marker).
 
-    With `followers`, up to the first `end` that one of them follows: elsewhere it is part of the text. So are all that
-    stand between the two patterns of `nested`: an example of a call within a text.
+    With `followers`, up to the first `end` that one of them follows; any other `end` is part of the text. So is every
+    `end` between the two patterns of `nested`, which enclose an example of a call within a text.
     """
 
     end: str
@@ -77,8 +79,8 @@ class Until:
 class Sequence:
     """The parts one after the other; no parts: nothing.
 
-    `whole`: literals, markers and regular expressions that are read in one go. What follows an `Until` with followers
-    has to be, up to where it is told from more of the text.
+    `whole`: literals, markers and characters that form one lexeme. What follows an `Until` with followers has to be
+    whole up to the point that distinguishes it from more text.
     """
 
     parts: tuple[Node, ...]
@@ -102,11 +104,11 @@ class Repeat:
     between: Node | None = None
 
 
-Node = Literal | Marker | Regex | Schema | Until | Sequence | Choice | Repeat
+Node = Literal | Marker | Chars | Schema | Until | Sequence | Choice | Repeat
 
 
 def parts_of(tree: Node) -> tuple[Node, ...]:
-    """The nodes directly within a node."""
+    """Return the nodes directly within a node."""
     if isinstance(tree, Sequence):
         return tree.parts
     if isinstance(tree, Choice):
@@ -117,7 +119,7 @@ def parts_of(tree: Node) -> tuple[Node, ...]:
 
 
 class GrammarKind(enum.Enum):
-    """Where a grammar comes from."""
+    """The source of a grammar."""
 
     TREE = "tree"
     JSON_SCHEMA = "json_schema"
@@ -146,10 +148,10 @@ class GrammarSpec:
 
 
 class TriggerWatcher:
-    """Reads generated text and tells from which text on the grammar of a spec holds."""
+    """Watches generated text for the point from which the grammar of a spec applies."""
 
     def __init__(self, spec: GrammarSpec) -> None:
-        """Watch for the start of `spec`; a spec that is neither lazy nor has `after` holds at once."""
+        """Watch for the start of `spec`; without `lazy` and `after` it applies at once."""
         self._spec = spec
         self._text = ""
         self._waits_for = spec.after
@@ -158,7 +160,7 @@ class TriggerWatcher:
         self.active = not spec.lazy and not spec.after
 
     def feed(self, text: str) -> str | None:
-        """The text the grammar has to accept, if `text` made it start (possibly ""); None while all is free."""
+        """Return the text that the grammar has to accept once `text` starts it (possibly ""), otherwise None."""
         if self.active:
             raise RuntimeError("the grammar holds already")
         self._text += text

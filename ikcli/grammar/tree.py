@@ -1,20 +1,14 @@
-"""The trees that chats ask for (spec.py) as rules: markers become control tokens where the vocabulary has them."""
+"""Turn the trees of chats (spec.py) into rules; markers become control tokens where the vocabulary has them."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from re import _constants as _sre  # type: ignore[attr-defined]
-from re import _parser  # type: ignore[attr-defined]
 
 from ikcli.grammar import nodes, spec
-from ikcli.grammar.nodes import EMPTY, Chars, GrammarError, Lit, Node, Rules, Seq, alt, char_ranges, seq
+from ikcli.grammar.nodes import EMPTY, Chars, Lit, Node, Rules, Seq, alt, char_ranges, seq
 
 _ANY = Chars(char_ranges([], negated=True))
-_NOT_NEWLINE = Chars(char_ranges([(10, 10)], negated=True))
-_DIGITS, _SPACES = [(48, 57)], [(9, 13), (32, 32)]
-_WORD = [(48, 57), (65, 90), (95, 95), (97, 122)]
 
 Special = Callable[[str], int | None]
 JsonOf = Callable[[spec.Schema], str]
@@ -22,9 +16,9 @@ JsonOf = Callable[[spec.Schema], str]
 
 @dataclass(frozen=True, slots=True)
 class _Use:
-    """What all nodes of a tree are made with.
+    """State shared by all nodes of a tree.
 
-    `kept` has the free texts that were made: large expressions, which many arguments share.
+    `kept` caches free texts: large expressions that many arguments share.
     """
 
     special: Special
@@ -46,8 +40,9 @@ def _node(tree: spec.Node, use: _Use) -> Node:
     if isinstance(tree, spec.Marker):
         token = use.special(tree.text)
         return Lit(tree.text) if token is None else alt(nodes.Token(token), Lit(tree.text))
-    if isinstance(tree, spec.Regex):
-        return regex_node(tree.pattern)
+    if isinstance(tree, spec.Chars):
+        chars = Chars(char_ranges([(ord(r[0]), ord(r[-1])) for r in tree.ranges], negated=False))
+        return chars if tree.least == tree.most == 1 else nodes.RepeatNode(chars, tree.least, tree.most)
     if isinstance(tree, spec.Schema):
         return nodes.Json(use.json_of(tree))
     if isinstance(tree, spec.Until):
@@ -60,7 +55,7 @@ def _node(tree: spec.Node, use: _Use) -> Node:
 
 
 def _until(tree: spec.Until, use: _Use) -> Node:
-    """Text and its end; with followers in pieces up to each `end`, of which only the last has one behind it.
+    """Build text and its end; with followers, in pieces up to each `end`, of which only the last has a follower.
 
     Small lexemes: as one regular expression this takes the grammar library millions of states.
     """
@@ -98,7 +93,7 @@ def _text(
 
 
 def _whole(tree: spec.Sequence, use: _Use) -> Node:
-    """One lexeme; or, where the vocabulary has markers as tokens, these and lexemes between them."""
+    """Build one lexeme or, where markers are tokens of the vocabulary, these and lexemes between them."""
     texts = [_node(spec.Literal(p.text) if isinstance(p, spec.Marker) else p, use) for p in tree.parts]
     plain: Node = nodes.Whole(_flat(texts))
     tokens = [use.special(p.text) if isinstance(p, spec.Marker) else None for p in tree.parts]
@@ -116,7 +111,7 @@ def _whole(tree: spec.Sequence, use: _Use) -> Node:
 
 
 def _flat(items: list[Node]) -> Node:
-    """Sequences within a sequence are part of it: neighbours can then share a lexeme."""
+    """Flatten nested sequences, so that neighbours can share a lexeme."""
     flat: list[Node] = []
     for item in items:
         flat += item.items if isinstance(item, Seq) else [item]
@@ -136,55 +131,3 @@ def _repeat(tree: spec.Repeat, use: _Use) -> Node:
     )
     some = seq(part, more)
     return some if tree.least > 0 else nodes.RepeatNode(some, 0, 1)
-
-
-def regex_node(pattern: str) -> Node:
-    """A regular expression as nodes; GrammarError for look-around, anchors, back references and syntax errors."""
-    try:
-        parsed = _parser.parse(pattern)
-        return _sub(parsed, pattern, bool(parsed.state.flags & re.DOTALL))
-    except (re.error, OverflowError, RecursionError) as e:
-        raise GrammarError(f"grammar: the pattern {pattern[:80]!r} is not valid: {e}") from None
-
-
-def _sub(parsed: object, pattern: str, dot_all: bool) -> Node:
-    items: list[Node] = []
-    for op, value in parsed:  # type: ignore[attr-defined]
-        if op is _sre.LITERAL:
-            items.append(Lit(chr(value)))
-        elif op is _sre.NOT_LITERAL:
-            items.append(Chars(char_ranges([(value, value)], negated=True)))
-        elif op is _sre.ANY:
-            items.append(_ANY if dot_all else _NOT_NEWLINE)
-        elif op is _sre.IN:
-            items.append(_char_class(value, pattern))
-        elif op in (_sre.MAX_REPEAT, _sre.MIN_REPEAT):
-            low, high, inner = value
-            items.append(nodes.RepeatNode(_sub(inner, pattern, dot_all), low, None if high is _sre.MAXREPEAT else high))
-        elif op is _sre.SUBPATTERN:
-            add, remove = value[1], value[2]
-            items.append(_sub(value[3], pattern, bool(add & re.DOTALL) or (dot_all and not remove & re.DOTALL)))
-        elif op is _sre.BRANCH:
-            items.append(alt(*(_sub(branch, pattern, dot_all) for branch in value[1])))
-        else:
-            raise GrammarError(f"grammar: the pattern {pattern[:80]!r} uses {str(op).lower()}, which is not supported")
-    return seq(*items)
-
-
-def _char_class(value: object, pattern: str) -> Node:
-    pairs: list[tuple[int, int]] = []
-    negated = False
-    for op, item in value:  # type: ignore[attr-defined]
-        if op is _sre.NEGATE:
-            negated = True
-        elif op is _sre.LITERAL:
-            pairs.append((item, item))
-        elif op is _sre.RANGE:
-            pairs.append(item)
-        else:
-            name = str(item).removeprefix("CATEGORY_")
-            known = {"DIGIT": _DIGITS, "SPACE": _SPACES, "WORD": _WORD}.get(name.removeprefix("NOT_"))
-            if known is None:
-                raise GrammarError(f"grammar: the pattern {pattern[:80]!r} uses {name}, which is not supported")
-            pairs += char_ranges(known, negated=name.startswith("NOT_"))
-    return Chars(char_ranges(pairs, negated))

@@ -13,7 +13,7 @@ _NO_TEXT = Attr.CONTROL | Attr.UNKNOWN | Attr.UNUSED
 
 
 class Vocabulary:
-    """What the grammar library and markers need of a tokenizer; made once per model, in a second or two."""
+    """The tokenizer data that the grammar library and markers need; built once per model, in a second or two."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -36,15 +36,15 @@ class Vocabulary:
         self.native = LLTokenizer(self, n_vocab=self.n_vocab, eos_token=self.eog_ids)  # type: ignore[arg-type]
 
     def __call__(self, text: bytes | str) -> list[int]:
-        # Part of the library's interface; with nothing forced (lark.HEADER) it has no use for it.
+        # Part of the library's interface, but unused since no tokens are forced (lark.HEADER).
         return self.native.greedy_tokenize(text.decode("utf-8", "replace") if isinstance(text, bytes) else text)
 
     def special(self, text: str) -> int | None:
-        """Id of the control token with this text."""
+        """Return the id of the control token with this text, or None."""
         return self._by_text.get(text)
 
     def token_of(self, text: str) -> int | None:
-        """Id of the token with this text, special or not, if there is one."""
+        """Return the id of the token with this text, special or not, or None."""
         found = self._by_text.get(text)
         if found is None and text in self._tokenizer.vocab.token_to_id:
             found = self._tokenizer.vocab.token_to_id[text]

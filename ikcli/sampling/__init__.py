@@ -1,4 +1,4 @@
-"""Choosing the next token from logits: parameters, samplers and their order, penalties, probabilities."""
+"""Choose the next token from logits: parameters, samplers and their order, penalties, probabilities."""
 
 from ikcli.sampling.candidates import NoTokenError
 from ikcli.sampling.params import DEFAULT_SAMPLERS, SamplerParams, check_params, sampler_names

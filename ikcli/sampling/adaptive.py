@@ -1,7 +1,7 @@
-"""Adaptive-p: prefer tokens whose probability is near a target that moves against the recent average.
+"""Sample with adaptive-p: prefer tokens whose probability is near a target that moves against the recent average.
 
-Answers to llama_sample_adaptive_p (src/llama-sampling.cpp): after the other samplers, each candidate's logit becomes
-a function of the distance of its probability to the target, quadratic near it and linear far away.
+Corresponds to llama_sample_adaptive_p (src/llama-sampling.cpp): after the other samplers, the logit of each candidate
+becomes a function of the distance of its probability to the target, quadratic near it and linear far away.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Adaptive:
         return c
 
     def draw(self, c: Candidates, rng: np.random.Generator) -> tuple[int, Candidates]:
-        """Draw a token; gives it and the candidates with their new logits."""
+        """Draw a token; return it and the candidates with their new logits."""
         probs = c.probabilities()
         total, weight = self._sums[-1]
         target = min(max(2 * self._target - total / weight, 0.0), 1.0)
@@ -49,7 +49,7 @@ class Adaptive:
         return token, shaped
 
     def accept(self, token: int) -> None:
-        """Take the probability of an accepted token into the average if it is the drawn one."""
+        """Add the probability of an accepted token to the average if it is the drawn one."""
         total, weight = self._sums[-1]
         if self._drawn is not None and self._drawn[0] == token and self._drawn[1] > 0:
             total, weight = self._decay * total + self._drawn[1], self._decay * weight + 1

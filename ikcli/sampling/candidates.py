@@ -1,4 +1,4 @@
-"""The tokens still in the running: either the whole vocabulary or a selection, with their logits.
+"""Represent the candidate tokens: the whole vocabulary or a selection, with their logits.
 
 A whole vocabulary is float32 (n_vocab,), -inf marks tokens that are out. A selection is float64 with ids and holds no
 -inf. Filters take one and return one; they never change the arrays they were given.
@@ -32,14 +32,14 @@ class Candidates(NamedTuple):
     descending: bool = False
 
     def take(self, index: npt.NDArray[np.integer] | slice, *, descending: bool) -> Candidates:
-        """The candidates at `index` as a selection."""
+        """Return the candidates at `index` as a selection."""
         if self.ids is not None:
             return Candidates(self.ids[index], self.logits[index], descending)
         ids = np.arange(len(self.logits))[index] if isinstance(index, slice) else index
         return Candidates(ids.astype(np.int64, copy=False), self.logits[index].astype(np.float64), descending)
 
     def head(self, k: int) -> Candidates:
-        """The `k` best ones, best first; lower ids first among equals."""
+        """Return the `k` best candidates, best first; lower ids first among equals."""
         if self.descending:
             return (
                 Candidates(self.ids, self.logits[:k], True)
@@ -49,22 +49,22 @@ class Candidates(NamedTuple):
         return self.take(top_indices(self.logits, k), descending=True)
 
     def best_first(self) -> Candidates:
-        """All of them, best first."""
+        """Return all candidates, best first."""
         return self if self.descending else self.head(len(self.logits))
 
     def token(self, index: int) -> int:
-        """Id of the candidate at `index`."""
+        """Return the id of the candidate at `index`."""
         return index if self.ids is None else int(self.ids[index])
 
     def probabilities(self) -> Floats:
-        """Softmax of the logits (len,)."""
+        """Return the softmax of the logits (len,)."""
         top = self.logits[0] if self.descending else self.logits.max()
         p = np.exp(self.logits - top)
         return p / p.sum()
 
 
 def top_indices(logits: Floats, k: int) -> npt.NDArray[np.intp]:
-    """Indices of the `k` largest finite logits, largest first, lower indices first among equals."""
+    """Return the indices of the `k` largest finite logits, largest first, lower indices first among equals."""
     n = len(logits)
     groups = n // _GROUP
     bound = -np.inf
@@ -82,10 +82,10 @@ def top_indices(logits: Floats, k: int) -> npt.NDArray[np.intp]:
 
 
 def ascending(values: Floats) -> npt.NDArray[np.integer]:
-    """Indices that sort `values`, lower indices first among equals."""
+    """Return the indices that sort `values`, lower indices first among equals."""
     if values.dtype != np.float32 or len(values) < 1024:
         return np.argsort(values, kind="stable")
-    # One integer per element, that orders like the float and then by index: sorting those is vectorized.
+    # One integer per element that orders by value, then by index: NumPy sorts integers vectorized.
     bits = (values + np.float32(0)).view(np.uint32)  # -0 becomes 0
     flip = np.where(bits >> 31, np.uint32(0xFFFFFFFF), np.uint32(0x80000000))
     keys = (bits ^ flip).astype(np.uint64) << np.uint64(32) | np.arange(len(values), dtype=np.uint64)
@@ -94,10 +94,10 @@ def ascending(values: Floats) -> npt.NDArray[np.integer]:
 
 
 def draw(weights: Floats, rng: np.random.Generator) -> int:
-    """Index drawn with probabilities in proportion to `weights`."""
+    """Draw an index with probability proportional to `weights`."""
     start = 0
     if len(weights) > 2 * _BLOCK * _BLOCK:
-        # A running sum over all of them takes long: find the block first.
+        # A cumulative sum over everything is slow: find the block first.
         blocks = np.add.reduceat(weights, np.arange(0, len(weights), _BLOCK), dtype=np.float64)
         start = _draw(blocks, rng) * _BLOCK
         weights = weights[start : start + _BLOCK]
@@ -112,7 +112,7 @@ def _draw(weights: Floats, rng: np.random.Generator) -> int:
 
 
 def allowed_only(logits: Floats, mask: npt.NDArray[np.uint32]) -> Candidates:
-    """The candidates whose bit in the packed `mask` (ceil(n_vocab / 32),) is set."""
+    """Keep the candidates whose bit in the packed `mask` (ceil(n_vocab / 32),) is set."""
     n = len(logits)
     bits = np.unpackbits(mask.view(np.uint8), bitorder="little", count=min(n, mask.size * 32)).view(np.bool_)
     if len(bits) < n:

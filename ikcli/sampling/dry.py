@@ -1,4 +1,4 @@
-"""DRY: an exponential penalty for tokens that would extend a repetition of earlier text (p-e-w, llama.cpp PR 9702).
+"""Apply DRY, an exponential penalty for tokens that would extend a repetition (p-e-w, llama.cpp PR 9702).
 
 A token that followed an earlier occurrence of the last L tokens (L >= allowed length) loses
 multiplier * base ** (L - allowed length). Sequence breakers end a repetition: L never reaches back over one.
@@ -27,14 +27,14 @@ _FEW = 16
 
 
 def dry_active(params: SamplerParams) -> bool:
-    """True if the parameters switch DRY on."""
+    """Return True if the parameters switch DRY on."""
     return params.dry_multiplier != 0 and params.dry_base >= 1 and params.dry_penalty_last_n != 0
 
 
 def find_breakers(
     texts: Iterable[str], pieces: list[str], encode: Callable[[str], list[int]]
 ) -> dict[int, tuple[tuple[int, ...], ...]]:
-    """Token sequences in which the breaker `texts` can come up; `pieces` are the texts of all tokens.
+    """Find the token sequences that can spell the breaker `texts`; `pieces` are the texts of all tokens.
 
     A token that contains a breaker is one by itself; a token that ends in the start of a breaker is one together with
     the tokens of the rest.
@@ -84,7 +84,7 @@ class Dry:
         return Candidates(c.ids, logits)
 
     def repeats(self, history: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Tokens that would extend a repetition, and the longest length each would extend."""
+        """Return the tokens that would extend a repetition, and the longest length each would extend."""
         p = self._params
         window = history[-p.dry_penalty_last_n :] if p.dry_penalty_last_n > 0 else history
         none = np.empty(0, np.int64)
@@ -103,7 +103,7 @@ class Dry:
         return distinct, longest
 
     def _since_breaker(self, window: npt.NDArray[np.int64]) -> int:
-        """Number of tokens after the last sequence breaker."""
+        """Count the tokens after the last sequence breaker."""
         n = len(window)
         clipped = np.clip(window, 0, len(self._is_head) - 1)
         for at in np.flatnonzero(self._is_head[clipped])[::-1]:
@@ -121,7 +121,7 @@ class Dry:
 def _earlier_matches(
     window: npt.NDArray[np.int64], limit: int, least: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Positions where an earlier copy of the last tokens ends, and its length (`least` .. `limit`)."""
+    """Return where earlier copies of the last tokens end, and their lengths (`least` .. `limit`)."""
     n = len(window)
     ends = np.flatnonzero(window[:-1] == window[-1])
     length = 1
@@ -145,7 +145,7 @@ def _earlier_matches(
 
 
 def _match_length(window: npt.NDArray[np.int64], end: int, limit: int) -> int:
-    """How many tokens up to `end` equal the last ones of `window`, at most `limit`."""
+    """Count the tokens up to `end` that equal the last ones of `window`, at most `limit`."""
     n = min(end + 1, limit)
     differs = np.flatnonzero(window[end + 1 - n : end + 1] != window[len(window) - n :])
     return n - 1 - int(differs[-1]) if len(differs) else n

@@ -1,4 +1,4 @@
-"""Samplers that cut candidates or reshape their logits; definitions as in src/llama-sampling.cpp.
+"""Cut candidates or reshape their logits; definitions as in src/llama-sampling.cpp.
 
 Sources: top-p arXiv:1904.09751, locally typical arXiv:2202.00666, top-n-sigma arXiv:2411.07641, min-p
 arXiv:2407.01082, tail free (T. Cloud), XTC (p-e-w, text-generation-webui #6335).
@@ -15,12 +15,12 @@ COLDEST = 1e-6
 
 
 def top_k(c: Candidates, k: int, min_keep: int = 1) -> Candidates:
-    """Keep the `k` most likely ones; `k` <= 0 keeps all."""
+    """Keep the `k` most likely candidates; `k` <= 0 keeps all."""
     return c.head(max(k, min_keep)) if k > 0 else c
 
 
 def top_p(c: Candidates, p: float, min_keep: int = 1) -> Candidates:
-    """Keep the most likely ones up to a total probability of `p`."""
+    """Keep the most likely candidates up to a total probability of `p`."""
     if p >= 1:
         return c
     if c.ids is None and not c.descending:
@@ -33,7 +33,7 @@ def top_p(c: Candidates, p: float, min_keep: int = 1) -> Candidates:
 
 
 def min_p(c: Candidates, p: float, min_keep: int = 1) -> Candidates:
-    """Keep those that are at least `p` times as likely as the best one."""
+    """Keep the candidates that are at least `p` times as likely as the best one."""
     if p <= 0:
         return c
     bound = (c.logits[0] if c.descending else c.logits.max()) + np.log(min(p, 1.0))
@@ -44,7 +44,7 @@ def min_p(c: Candidates, p: float, min_keep: int = 1) -> Candidates:
 
 
 def tfs_z(c: Candidates, z: float, min_keep: int = 1) -> Candidates:
-    """Tail free sampling: cut where the curvature of the sorted probabilities adds up to more than `z`."""
+    """Cut the tail where the summed curvature of the sorted probabilities exceeds `z` (tail free sampling)."""
     if z >= 1:
         return c
     c = c.best_first()
@@ -58,7 +58,7 @@ def tfs_z(c: Candidates, z: float, min_keep: int = 1) -> Candidates:
 
 
 def typical_p(c: Candidates, p: float, min_keep: int = 1) -> Candidates:
-    """Keep those whose surprise is nearest to the entropy, up to a total probability of `p`."""
+    """Keep the candidates whose surprise is nearest to the entropy, up to a total probability of `p`."""
     if p >= 1:
         return c
     probs = c.probabilities()
@@ -70,7 +70,7 @@ def typical_p(c: Candidates, p: float, min_keep: int = 1) -> Candidates:
 
 
 def top_n_sigma(c: Candidates, n: float) -> Candidates:
-    """Keep those within `n` standard deviations of the largest logit; off for fewer than four candidates."""
+    """Keep the candidates within `n` standard deviations of the largest logit; needs at least four."""
     if n <= 0:
         return c
     finite = c.logits if c.ids is not None else c.logits[c.logits > -np.inf]
@@ -81,7 +81,7 @@ def top_n_sigma(c: Candidates, n: float) -> Candidates:
 
 
 def xtc(c: Candidates, threshold: float, min_keep: int = 1) -> Candidates:
-    """Drop all of the candidates that reach `threshold` but the least likely of them."""
+    """Drop all candidates that reach `threshold` except the least likely of them."""
     if threshold > 0.5:
         return c
     c = c.best_first()
@@ -95,7 +95,7 @@ def temperature(c: Candidates, t: float) -> Candidates:
     """Divide the logits by `t` > 0."""
     if t == 1:
         return c
-    # Relative to the best one, so that a tiny temperature cannot overflow to inf - inf.
+    # Relative to the best logit, so that a tiny temperature cannot overflow to inf - inf.
     logits = c.logits - (c.logits[0] if c.descending else c.logits.max())
     return Candidates(c.ids, np.divide(logits, max(t, COLDEST), out=logits), c.descending)
 
@@ -117,7 +117,7 @@ def _count_up_to(cumulated: np.ndarray, p: float, min_keep: int) -> int:
 
 
 def _top_p_of_few(c: Candidates, p: float, n: int, min_keep: int) -> Candidates | None:
-    """Top-p over the `n` best of a whole vocabulary, or None if they do not reach `p`: sorting all takes long."""
+    """Apply top-p to the `n` best of a whole vocabulary, since sorting all is slow; None if they do not reach `p`."""
     largest = c.logits.max()
     total = float(np.exp(c.logits - largest).sum())
     few = c.head(n)

@@ -25,7 +25,7 @@ class Mirostat:
         self._drawn: tuple[int, float] | None = None
 
     def draw(self, c: Candidates, rng: np.random.Generator) -> tuple[int, Candidates]:
-        """Draw a token; gives it and the candidates that were left."""
+        """Draw a token; return it and the candidates that were left."""
         weights = np.exp(c.logits - c.logits.max())
         probs = weights / weights.sum()
         if self._version == 1:
@@ -42,7 +42,7 @@ class Mirostat:
         return token, kept
 
     def accept(self, token: int) -> None:
-        """Learn from the surprise of an accepted token if it is the drawn one."""
+        """Update mu from the surprise of an accepted token if it is the drawn one."""
         mu = self._mu[-1]
         if self._drawn is not None and self._drawn[0] == token:
             mu -= self._eta * (self._drawn[1] - self._tau)
@@ -55,7 +55,7 @@ class Mirostat:
         self._drawn = None
 
     def _count(self, probs: np.ndarray, n_vocab: int) -> int:
-        """Mirostat 1: how many candidates to keep, from the exponent of a Zipf law fitted to the best ones."""
+        """Compute how many candidates Mirostat 1 keeps, from a Zipf exponent fitted to the best ones."""
         best = probs[:_MOST_LIKELY]
         best = best[best > 0]
         if len(best) < 2:

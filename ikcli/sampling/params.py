@@ -39,7 +39,7 @@ _LETTERS = {
 }
 _OTHER_NAMES = {"nucleus": "top_p", "typical": "typical_p", "typ": "typical_p", "typ_p": "typical_p", "tfs": "tfs_z"}
 _OTHER_NAMES |= {"temp": "temperature", "penalty": "penalties"}
-# Set in other ways here or of no use outside their program: `dist` is always last, `infill` is not a filter.
+# Names without a sampler here: `dist` always comes last, `infill` is not a filter.
 _IGNORED = frozenset({"dist", "infill"})
 _ENDLESS_SEED = 0xFFFFFFFF
 
@@ -118,7 +118,7 @@ def check_params(params: SamplerParams) -> None:
 
 
 def sampler_names(names: str | Iterable[str]) -> tuple[str, ...]:
-    """Sampler names in order from a list of names (llama-server's spellings) or a string of letters.
+    """Parse sampler names, in order, from a list of names (llama-server's spellings) or a string of letters.
 
     UsageError for a name or letter that is not known.
     """

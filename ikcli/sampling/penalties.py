@@ -1,4 +1,4 @@
-"""Repeat, presence and frequency penalties over a window of earlier tokens, from counts kept per distinct token."""
+"""Apply repeat, presence and frequency penalties over a window of earlier tokens, from counts per distinct token."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy.typing as npt
 from ikcli.sampling.candidates import Candidates, Floats
 from ikcli.sampling.params import SamplerParams
 
-_LARGEST = float(np.finfo(np.float32).max)  # penalties make no logit infinite
+_LARGEST = float(np.finfo(np.float32).max)  # keeps penalties from making a logit infinite
 
 
 class History:
@@ -50,7 +50,7 @@ class History:
 
 
 def penalizes(params: SamplerParams) -> bool:
-    """True if any of the three penalties does something."""
+    """Return True if any of the three penalties is active."""
     neutral = params.repeat_penalty == 1 and params.presence_penalty == 0 and params.frequency_penalty == 0
     return params.repeat_last_n != 0 and not neutral
 
@@ -65,7 +65,7 @@ class Penalties:
         self.rebuild(History())
 
     def rebuild(self, history: History) -> None:
-        """Count again from `history`."""
+        """Recount from `history`."""
         n = self._params.repeat_last_n
         ids, counts = np.unique(history.tokens[-n:] if n > 0 else history.tokens, return_counts=True)
         known = (ids >= 0) & (ids < self._n_vocab)
@@ -76,14 +76,14 @@ class Penalties:
         self._used = len(self._ids)
 
     def appended(self, history: History) -> None:
-        """Take in the newest token of `history`, and let go of the one that leaves the window."""
+        """Count the newest token of `history` and drop the one that leaves the window."""
         n, tokens = self._params.repeat_last_n, history.tokens
         self._count(int(tokens[-1]), 1)
         if 0 < n < len(tokens):
             self._count(int(tokens[-n - 1]), -1)
 
     def apply(self, c: Candidates) -> Candidates:
-        """Penalize the candidates that the window holds."""
+        """Penalize the candidates that occur in the window."""
         held = self._counts[: self._used] > 0
         ids, counts = self._ids[: self._used][held], self._counts[: self._used][held]
         if c.ids is None:
@@ -117,7 +117,7 @@ class Penalties:
 
 
 def find(ids: npt.NDArray[np.int64], among: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Index into `ids` of each element of `among`, -1 where it is not there."""
+    """Return the index into `ids` of each element of `among`, -1 where it is missing."""
     if not len(ids):
         return np.full(len(among), -1, np.int64)
     order = np.argsort(ids)

@@ -1,7 +1,7 @@
-"""Choosing tokens for one generation: biases, grammar mask, samplers in order, the draw, and its probabilities.
+"""Choose tokens for one generation: biases, grammar mask, samplers in order, the draw, and its probabilities.
 
 The order is llama-server's (common/sampling.cpp), except that a grammar's mask comes first, so that tokens are drawn
-from the constrained distribution. `sample` does not change any state but the random numbers; `accept` does.
+from the constrained distribution. `sample` changes only the random state; `accept` changes the rest.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _LARGEST_BIAS = 1e6
 class Sampled(NamedTuple):
     """A chosen token, its log-probability (natural logarithm) and the `n_probs` most likely tokens with theirs.
 
-    Without `n_probs` the log-probability is not computed either, but NaN: it takes as long as choosing.
-    Before sampling: of the model's logits. With `post_sampling_probs`: of the candidates that the draw was from.
+    Without `n_probs` the log-probability is NaN, because computing it takes as long as choosing.
+    It refers to the model's logits or, with `post_sampling_probs`, to the candidates that were drawn from.
     """
 
     id: int
@@ -82,7 +82,7 @@ class Sampler:
         banned: Collection[int] = (),
         ban_bias: float = -math.inf,
     ) -> Sampled:
-        """Choose a token. `logits` (n_vocab,) stay as they are; `mask` as of a grammar: bit i allows token i.
+        """Choose a token. `logits` (n_vocab,) are not changed; bit i of the grammar's `mask` allows token i.
 
         `ban_bias` is added to the logits of banned tokens.
 
@@ -107,7 +107,7 @@ class Sampler:
         return _before_sampling(token, logits, largest, self.params.n_probs)
 
     def accept(self, token: int) -> None:
-        """Take a token into the history that penalties, DRY, mirostat and adaptive-p look at."""
+        """Append a token to the history that penalties, DRY, mirostat and adaptive-p use."""
         self._history.append(token)
         if self._penalties is not None:
             self._penalties.appended(self._history)
@@ -117,7 +117,7 @@ class Sampler:
             self._adaptive.accept(token)
 
     def rollback(self, n: int) -> None:
-        """Undo the last `n` accepted tokens; random numbers go on."""
+        """Undo the last `n` accepted tokens; the random state is kept."""
         n = min(n, len(self._history) - self._n_prompt)
         if n <= 0:
             return
@@ -148,7 +148,7 @@ class Sampler:
         return np.random.Generator(np.random.PCG64(self._seed))
 
     def _draw(self, chain: ShortChain, logits: npt.NDArray[np.float32]) -> int:
-        """A token of the whole vocabulary, or -1. Biases are added for a moment: most of a copy would not change."""
+        """Draw from the whole vocabulary, or return -1. Biases are added in place and undone, which saves a copy."""
         ids = self._bias_ids
         if not len(ids):
             return chain.sample_all(logits, self._rng)
@@ -206,7 +206,7 @@ class Sampler:
         return c.token(draw(np.exp(c.logits - c.logits.max()), self._rng)), c
 
     def _make_steps(self) -> list[Step]:
-        """The active samplers as functions; greedy and mirostat leave out those that only cut the tail."""
+        """Return the active samplers as functions; greedy and mirostat skip those that only cut the tail."""
         p = self.params
         names = p.samplers
         if self._greedy or self._mirostat is not None:
@@ -252,7 +252,7 @@ class Sampler:
 
 
 def token_logprobs(logits: npt.NDArray[np.float32], token: int, n_top: int) -> Sampled:
-    """Log-probability of a given `token`, and of the `n_top` most likely ones, under `logits` (n_vocab,)."""
+    """Return the log-probability of `token` and of the `n_top` most likely tokens under `logits` (n_vocab,)."""
     return _before_sampling(token, logits, float(logits.max()), n_top)
 
 
@@ -267,7 +267,7 @@ def _before_sampling(token: int, logits: npt.NDArray[np.float32], largest: float
 
 
 def _after_sampling(token: int, final: Candidates, logits: npt.NDArray[np.float32], n_probs: int) -> Sampled:
-    """Probabilities among the final candidates; the list is filled up with tokens that had none left."""
+    """Return probabilities among the final candidates, padded with tokens that were cut."""
     best = final.head(min(n_probs, len(final.logits)))
     total = float(np.exp(final.logits - final.logits.max()).sum())
     logprobs = best.logits - best.logits[0] - math.log(total)
@@ -288,7 +288,7 @@ def _logprob_in(c: Candidates, token: int, total: float) -> float:
 
 
 def _biases(params: SamplerParams, vocab: SamplerVocab) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    """Ids and what is added to their logits; ids outside the vocabulary have no effect, as in llama-server."""
+    """Return biased ids and their biases; ids outside the vocabulary have no effect, as in llama-server."""
     sums: dict[int, float] = {}
     for token, bias in params.logit_bias:
         if 0 <= token < vocab.n_vocab:

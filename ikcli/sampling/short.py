@@ -1,7 +1,7 @@
-"""The usual chain, top-k first and then only top-p, min-p and temperature, without arrays.
+"""Run the usual chain (top-k, then only top-p, min-p and temperature) without arrays.
 
-A few dozen candidates are so few that calling NumPy for each step costs more than the step. Results are those of
-`filters`, and as there one random number is used per draw. From a whole vocabulary one kernel draws (native/top_k.py).
+With a few dozen candidates, a NumPy call costs more than the step it computes. Results equal those of `filters`, with
+one random number per draw. One kernel draws from a whole vocabulary (native/top_k.py).
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ class ShortChain:
         self._kernel = draw_function()
 
     def sample(self, c: Candidates, rng: np.random.Generator) -> int:
-        """Draw a token; there is one that can be drawn."""
+        """Draw a token; at least one must have a finite logit."""
         best = c.head(self._k)
         assert best.ids is not None
         return int(best.ids[self._draw(best.logits.tolist(), rng)])
 
     def sample_all(self, logits: npt.NDArray[np.float32], rng: np.random.Generator) -> int:
-        """Draw from a whole vocabulary; -1 if it is no writable, packed float32 or holds NaN, +Inf or only -Inf."""
+        """Draw from a whole vocabulary; -1 unless it is writable, contiguous float32 without NaN, +Inf or only -Inf."""
         if not (logits.flags.carray and logits.dtype == np.float32):
             return -1
         self._state[0] = rng.random()
         return self._kernel(address_of(logits), len(logits), *self._fixed)
 
     def _draw(self, logits: list[float], rng: np.random.Generator) -> int:
-        """Index into logits that are in descending order."""
+        """Draw an index into logits in descending order."""
         largest = logits[0]
-        # Relative to the best one. Filters only cut the end, so that it stays the first.
+        # Relative to the best logit, which stays first because filters only cut the end.
         logits = [x - largest for x in logits]
         for name, value in self._steps:
             if name == "temperature":
@@ -84,13 +84,13 @@ class ShortChain:
 
 
 def address_of(array: npt.NDArray[Any]) -> int:
-    """Where the numbers of a writable array are (half the work of `ctypes.data`)."""
+    """Return the address of a writable array's data, in half the time of `ctypes.data`."""
     return addressof(c_char.from_buffer(array))  # type: ignore[arg-type]
 
 
 @cache
 def draw_function() -> Callable[..., int]:
-    """The kernel `make_draw` of native/top_k.py; compiled at first use, and then for ever."""
+    """Return the kernel `make_draw` of native/top_k.py, compiled at first use and cached on disk."""
     key = KernelKey("ikcli.native.top_k", "make_draw")
     shared_library().require([key])
     return native_function(shared_library()[key], 8, keep_gil=True)
@@ -101,7 +101,7 @@ def _negative(x: float) -> float:
 
 
 def short_chain(params: SamplerParams) -> ShortChain | None:
-    """The chain of these parameters; None if it holds anything else or its candidates themselves are asked for."""
+    """Return the chain of these parameters; None if it has other samplers or its candidates are wanted."""
     p = params
     values = {
         "top_k": (p.top_k > 0, float(p.top_k)),

@@ -1,4 +1,4 @@
-"""What samplers need to know about a vocabulary, made once per model."""
+"""Collect what samplers need to know about a vocabulary, once per model."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class SamplerVocab:
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Tokenizer, n_vocab: int | None = None) -> SamplerVocab:
-        """The view of a model's tokenizer; `n_vocab` if the model's output is wider than the vocabulary."""
+        """Build from a tokenizer; give `n_vocab` if the model's output is wider than the vocabulary."""
         newline = tokenizer.newline_id if tokenizer.kind != "none" else None
         breakers = BreakerTable(tokenizer) if tokenizer.kind != "none" else _no_breakers
         return cls(n_vocab or tokenizer.n_vocab, newline, tokenizer.eog_ids, breakers)
 
 
 class BreakerTable:
-    """Token sequences of sequence breakers, remembered: looking through a vocabulary takes tens of milliseconds."""
+    """A cache of breaker token sequences: searching a vocabulary takes tens of milliseconds."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -43,7 +43,7 @@ class BreakerTable:
         self._lock = Lock()
 
     def __call__(self, texts: tuple[str, ...]) -> Breakers:
-        """First token -> the tokens that complete a breaker after it."""
+        """Return a table: first token -> the tokens that complete a breaker after it."""
         merged: dict[int, tuple[tuple[int, ...], ...]] = {}
         for text in texts:
             for token, tails in self._one(text).items():

@@ -1,4 +1,4 @@
-"""What every template family has to know: which text opens its tool calls, how to read them, how to constrain them."""
+"""Define what every template family implements: the text that opens tool calls, how to read and constrain them."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from typing import Any, Protocol
 
 from ikcli.chat.messages import Tool
 from ikcli.chat.reader import Reader, Wait
-from ikcli.grammar.spec import Choice, Literal, Marker, Node, Regex, Repeat, Schema, Until
+from ikcli.grammar.spec import Chars, Choice, Literal, Marker, Node, Repeat, Schema, Until
 from ikcli.grammar.spec import Sequence as Seq
 
-SPACE = Regex(r"[ \t\r\n]{0,8}")
+SPACE = Chars((" ", "\t", "\r", "\n"), 0, 8)
 """White space a model may put between a marker and a value."""
-BLANK = Regex(" ?")
+BLANK = Chars((" ",), 0, 1)
+CALL_ID = Chars(("az", "AZ", "09"), 9, 9)
 
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """The texts around a model's thinking; `empty`: models take an empty pair of them for "no thoughts"."""
+    """The texts around a model's reasoning; `empty`: an empty pair of them means "no reasoning"."""
 
     open: str
     close: str
@@ -27,32 +28,32 @@ class Reasoning:
 
 
 class CallSink(Protocol):
-    """Takes what a family reads; everything since the last `mark` may still turn out not to be a call."""
+    """Receives what a family reads; everything since the last `mark` may still turn out not to be a call."""
 
     tools: Mapping[str, Mapping[str, Any]]
     """Parameter schemas of the request's functions by name."""
 
     def begin_call(self, name: str, id: str = "") -> None:
-        """A call of `name` begins."""
+        """Begin a call of `name`."""
 
     def arguments(self, text: str) -> None:
-        """More JSON text of its arguments."""
+        """Append JSON text to the arguments of the call."""
 
     def end_call(self) -> None:
-        """The call is complete."""
+        """End the call."""
 
     def mark(self) -> None:
-        """What follows does not put what was read in question."""
+        """Commit what was read: nothing that follows can revoke it."""
 
     def content(self, text: str) -> None:
-        """More of the answer."""
+        """Append text to the answer."""
 
 
 class TextSink(CallSink, Protocol):
-    """Takes all parts of a message."""
+    """Receives all parts of a message."""
 
     def thought(self, text: str) -> None:
-        """More of the reasoning."""
+        """Append text to the reasoning."""
 
     raw_reasoning: bool
     """True if reasoning stays in the content, with the texts around it."""
@@ -84,15 +85,15 @@ class Family:
         raise NotImplementedError
 
     def tree(self, tools: Sequence[Tool], parallel: bool) -> Node:
-        """One or more calls, the opening included."""
+        """Return the tree of one or more calls, the opening included."""
         raise NotImplementedError
 
     def triggers(self, tools: Sequence[Tool]) -> tuple[str, ...]:
-        """Texts that begin what `tree` accepts, anywhere in the answer."""
+        """Return the texts that begin what `tree` accepts, anywhere in the answer."""
         return self.openings[:1]
 
     def start_triggers(self, tools: Sequence[Tool]) -> tuple[str, ...]:
-        """Texts that begin what `tree` accepts where the answer begins."""
+        """Return the texts that begin what `tree` accepts at the start of the answer."""
         return self.lazy_start
 
     def message(self, out: TextSink, reader: Reader) -> Wait:
@@ -101,7 +102,7 @@ class Family:
 
 
 def arguments_schema(tool: Tool) -> Schema:
-    """The schema of a call's arguments: always an object."""
+    """Return the schema of a call's arguments, always an object."""
     parameters = dict(tool.parameters)
     if not {"type", "$ref", "anyOf", "oneOf", "allOf"} & parameters.keys():
         parameters["type"] = "object"
@@ -109,33 +110,33 @@ def arguments_schema(tool: Tool) -> Schema:
 
 
 def seq(*parts: Node | str) -> Node:
-    """The parts in order; texts are literals."""
+    """Return the parts as a sequence; texts become literals."""
     return Seq(tuple(Literal(p) if isinstance(p, str) else p for p in parts))
 
 
 def whole(*parts: Node | str) -> Node:
-    """The parts in order, read in one go (`Sequence.whole`)."""
+    """Return the parts as a sequence that is read in one go (`Sequence.whole`)."""
     return Seq(tuple(Literal(p) if isinstance(p, str) else p for p in parts), whole=True)
 
 
 def any_of(options: Iterable[Node]) -> Node:
-    """One of the options."""
+    """Return a choice of the options."""
     found = tuple(options)
     return found[0] if len(found) == 1 else Choice(found)
 
 
 def calls_of(call: Node, parallel: bool, between: Node | None = None) -> Node:
-    """One call, or several if calls may be parallel."""
+    """Return a tree of one call, or of several if calls may be parallel."""
     return Repeat(call, 1, None, between) if parallel else call
 
 
 def quoted(text: str) -> str:
-    """`text` as a JSON string."""
+    """Return `text` as a JSON string."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def finish_text(reader: Reader) -> Generator[None, None, str]:
-    """All the text that is still to come."""
+    """Read all remaining text."""
     parts: list[str] = []
     yield from reader.until((), parts.append)
     return "".join(parts)
@@ -143,15 +144,16 @@ def finish_text(reader: Reader) -> Generator[None, None, str]:
 
 __all__ = [
     "BLANK",
+    "CALL_ID",
     "SPACE",
     "CallSink",
+    "Chars",
     "Choice",
     "Family",
     "Literal",
     "Marker",
     "Node",
     "Reasoning",
-    "Regex",
     "Repeat",
     "Schema",
     "TextSink",

@@ -1,10 +1,10 @@
-"""Which family a chat template belongs to: by the markers in its source, or by how it writes a probe call."""
+"""Detect the family of a chat template by the markers in its source, or by how it writes a probe call."""
 
 from __future__ import annotations
 
 import re
 
-from ikcli.chat.families.base import Family, Reasoning
+from ikcli.chat.families.base import Chars, Family, Reasoning
 from ikcli.chat.families.gemma import GemmaCalls
 from ikcli.chat.families.generic import Generic
 from ikcli.chat.families.harmony import Harmony
@@ -21,7 +21,7 @@ from ikcli.chat.families.xml_calls import (
     XmlCalls,
 )
 
-_COMMAND_R7B = Keys("tool_name", "parameters", "tool_call_id", "[0-9]{1,3}", id_first=True)
+_COMMAND_R7B = Keys("tool_name", "parameters", "tool_call_id", Chars(("09",), 1, 3), id_first=True)
 
 _REASONING = (
     Reasoning("<|START_THINKING|>", "<|END_THINKING|>", empty=True),
@@ -35,7 +35,7 @@ _REASONING = (
 
 
 def reasoning_of(source: str) -> tuple[Reasoning, bool]:
-    """The texts around a template's thinking, and whether the template knows them (else the usual ones)."""
+    """Return the texts around reasoning, and whether the template has them (otherwise the usual ones)."""
     for tags in _REASONING:
         if tags.open in source or tags.close in source:
             return tags, True
@@ -43,7 +43,7 @@ def reasoning_of(source: str) -> tuple[Reasoning, bool]:
 
 
 def family_of(source: str) -> Family | None:
-    """The family that the template's markers tell, or None."""
+    """Return the family that the markers in the template identify, or None."""
 
     def has(*texts: str) -> bool:
         return all(text in source for text in texts)
@@ -74,7 +74,7 @@ def family_of(source: str) -> Family | None:
 
 
 def _tagged(source: str) -> Family | None:
-    """Families with tags around each call."""
+    """Return the family of a template that puts tags around each call, or None."""
 
     def has(*texts: str) -> bool:
         return all(text in source for text in texts)
@@ -106,7 +106,7 @@ def _tagged(source: str) -> Family | None:
 
 
 def _plain(source: str) -> Family | None:
-    """Families without tags of their own."""
+    """Return the family of a template without tags of its own, or None."""
 
     def has(*texts: str) -> bool:
         return all(text in source for text in texts)
@@ -130,7 +130,7 @@ _MARK = re.compile(r"(?:</?[^<>\s]{2,40}>|\[/?[A-Z_]{3,30}\])")
 
 
 def family_by_shape(plain: str, with_call: str) -> Family | None:
-    """The family of a template that writes a call as JSON between markers of its own; None if it does not."""
+    """Return the family of a template that writes calls as JSON between its own markers, or None."""
     n = 0
     while n < min(len(plain), len(with_call)) and plain[n] == with_call[n]:
         n += 1

@@ -14,11 +14,11 @@ from typing import Any
 from ikcli.chat.families.base import (
     SPACE,
     CallSink,
+    Chars,
     Family,
     Literal,
     Marker,
     Node,
-    Regex,
     Repeat,
     Schema,
     Until,
@@ -34,8 +34,8 @@ from ikcli.grammar.spec import Gap, Pattern
 
 _QUOTE = '<|"|>'
 _MOST_DEPTH = 100
-_FREE_DEPTH = 3  # of values whose schema says nothing
-_KEY = Regex(r"[A-Za-z_][A-Za-z0-9_.\-]{0,63}")
+_FREE_DEPTH = 3  # of values without a schema
+_KEY = seq(Chars(("AZ", "az", "_")), Chars(("AZ", "az", "09", "_", ".", "-"), 0, 63))
 _KINDS = ("string", "number", "integer", "boolean", "null", "array", "object")
 _VALUES = (_QUOTE, *"{[-0123456789tfn")  # what values begin with
 
@@ -50,7 +50,7 @@ class GemmaCalls(Family):
     stops = ("<|tool_response>",)
 
     def tree(self, tools: Sequence[Tool], parallel: bool) -> Node:
-        """Calls whose arguments follow the parameters' schemas."""
+        """Return the tree of calls whose arguments follow the schemas of the parameters."""
         call = any_of(seq(f"call:{tool.name}", _object_tree(tool.parameters, tool.parameters, 0)) for tool in tools)
         return calls_of(seq(Marker(self.OPEN), call, Marker(self.CLOSE)), parallel)
 
@@ -71,7 +71,7 @@ class GemmaCalls(Family):
 
 # --- reading ----------------------------------------------------------------------------------------------------------
 def _read_value(sink: Sink, reader: Reader, depth: int, text: Until) -> Wait:
-    """Read one value and pass it on as JSON; `text` is how texts end there."""
+    """Read one value and pass it on as JSON; `text` says how texts end there."""
     if depth > _MOST_DEPTH:
         raise Malformed("depth")
     if (yield from reader.optional(_QUOTE)):
@@ -112,7 +112,7 @@ def _read_members(sink: Sink, reader: Reader, depth: int, opening: str) -> Wait:
 
 
 def _followers(opening: str, depth: int) -> tuple[Pattern, ...]:
-    """What may stand behind a text that is a member of a list or object."""
+    """Return what may follow a text inside a list or object."""
     outside: tuple[str | Gap, ...] = (",", "}", "]") if depth else (GemmaCalls.CLOSE, Gap.END)
     if opening == "[":
         more: list[Pattern] = [(Gap.SPACES, ",", Gap.SPACES, value) for value in _VALUES]
@@ -123,7 +123,7 @@ def _followers(opening: str, depth: int) -> tuple[Pattern, ...]:
 
 
 def _read_key(reader: Reader) -> Any:
-    """A key, bare or in quotes, and the colon behind it."""
+    """Read a key, bare or in quotes, and the colon after it."""
     if (yield from reader.optional(_QUOTE)):
         key = yield from reader.collect((_QUOTE,))
         yield from reader.spaces()
@@ -143,7 +143,7 @@ def _escaped(text: str) -> str:
 
 # --- constraints ------------------------------------------------------------------------------------------------------
 def _object_tree(schema: Mapping[str, Any], root: Mapping[str, Any], depth: int) -> Node:
-    """An object of the properties that its schema names, in alphabetical order."""
+    """Return the tree of an object with the properties that its schema names, in alphabetical order."""
     found = parameters_of(schema, root)
     members = [
         (seq(f"{key}:", _value_tree(value, root, depth + 1)), key in found.required)
@@ -188,7 +188,7 @@ def _typed_tree(kind: str, schema: Mapping[str, Any], root: Mapping[str, Any], d
 
 
 def _free_tree(depth: int) -> Node:
-    """Any value, with lists and objects inside each other up to a depth."""
+    """Return the tree of any value, with lists and objects nested up to a depth."""
     scalars = (_text_tree(), *(Schema({"type": kind}) for kind in ("number", "boolean", "null")))
     if depth >= _FREE_DEPTH:
         return any_of(scalars)
@@ -215,7 +215,7 @@ def _constant_tree(value: Any) -> Node:
 
 
 def _resolved(schema: Any, root: Mapping[str, Any]) -> Any:
-    """What a reference within the parameters stands for."""
+    """Resolve a reference within the parameters."""
     for _ in range(8):
         reference = schema.get("$ref") if isinstance(schema, Mapping) else None
         if not isinstance(reference, str):

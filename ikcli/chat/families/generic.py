@@ -1,6 +1,6 @@
-"""Tools for templates that know none: the tools stand in the system prompt, the whole answer is one JSON object.
+"""Give tools to templates without them: the system prompt lists the tools, and the answer is one JSON object.
 
-`{"response": ...}` answers, `{"tool_call": {...}}` or `{"tool_calls": [...]}` calls; the sampler is held to it.
+`{"response": ...}` answers, `{"tool_call": {...}}` or `{"tool_calls": [...]}` calls; a grammar enforces the format.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Generic(Family):
     openings = ("{",)
 
     def tree(self, tools: Sequence[Tool], parallel: bool) -> Node:
-        """An object that calls."""
+        """Return the tree of an object that calls."""
         call = any_of(object_tree(tool, Keys()) for tool in tools)
         if not parallel:
             return seq("{", SPACE, '"tool_call":', BLANK, call, SPACE, "}")
@@ -34,7 +34,7 @@ class Generic(Family):
         return seq("{", SPACE, '"tool_calls":', BLANK, calls, SPACE, "}")
 
     def answer_tree(self, answer: Schema | None) -> Node:
-        """An object that answers: with text, or with what the request's own schema accepts."""
+        """Return the tree of an object that answers, with text or with what the schema of the request accepts."""
         return seq("{", SPACE, '"response":', BLANK, answer or Schema({"type": "string"}), SPACE, "}")
 
     def message(self, out: TextSink, reader: Reader) -> Wait:
@@ -72,7 +72,7 @@ class Generic(Family):
 def explain_tools(
     messages: Sequence[Message], tools: Sequence[Tool], *, must_call: bool, parallel: bool
 ) -> list[Message]:
-    """`messages` with the tools and the form of the answer in the system prompt, calls and results written out."""
+    """Put the tools and the answer format into the system prompt, and write calls and results out as text."""
     call = '{"name": "function", "arguments": {"parameter": "value"}}'
     form = f'{{"tool_calls": [{call}]}}' if parallel else f'{{"tool_call": {call}}}'
     text = f"Reply with JSON only. To call: {form}"
@@ -82,7 +82,7 @@ def explain_tools(
 
 
 def written_out(message: Message) -> Message:
-    """`message` without roles and fields that only templates with tools know."""
+    """Return `message` without the roles and fields that only templates with tools know."""
     if message.role == "tool":
         result = {"tool": message.name, "result": message.content} if message.name else {"result": message.content}
         text = json.dumps({"tool_response": result}, ensure_ascii=False)
@@ -96,7 +96,7 @@ def written_out(message: Message) -> Message:
 
 
 def list_tools(messages: Sequence[Message], tools: Sequence[Tool], how: str = "") -> list[Message]:
-    """`messages` with the tools in the system prompt, for templates that write calls but no list of tools."""
+    """Put the tools into the system prompt, for templates that write calls but not the list of tools."""
     listing = "\n".join(signature(tool) for tool in tools)
     text = f"You can call these functions:\n{listing}"
     text += f"\n\n{how}" if how else ""

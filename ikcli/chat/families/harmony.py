@@ -52,7 +52,7 @@ class Harmony(Family):
     reasoning = Reasoning("<|channel|>analysis<|message|>", "<|end|>")
 
     def tree(self, tools: Sequence[Tool], parallel: bool) -> Node:
-        """One call from its recipient on, which stands in the role or in the channel."""
+        """Return the tree of one call from its recipient on, which stands in the role or in the channel."""
         options = (seq(t.name, self._header(), MESSAGE, arguments_schema(t)) for t in tools)
         return seq(" to=functions.", any_of(options))
 
@@ -60,17 +60,17 @@ class Harmony(Family):
         return seq(Repeat(seq(CHANNEL, any_of((seq("commentary"), seq("analysis")))), 0, 1), _CONSTRAINT)
 
     def required_tree(self, tools: Sequence[Tool], parallel: bool) -> Node:
-        """A message that calls a function, thinking first if it likes."""
+        """Return the tree of a message that calls a function, with optional reasoning first."""
         options = (seq(t.name, _CONSTRAINT, MESSAGE, arguments_schema(t)) for t in tools)
         call = seq(CHANNEL, "commentary to=functions.", any_of(options))
         return seq(Repeat(_THINKING, 0, 1), call)
 
     def answer_tree(self, answer: Schema) -> Node:
-        """A final message that the schema accepts, thinking first if it likes."""
+        """Return the tree of a final message that the schema accepts, with optional reasoning first."""
         return seq(Repeat(_THINKING, 0, 1), CHANNEL, "final", _CONSTRAINT, MESSAGE, answer)
 
     def message(self, out: TextSink, reader: Reader) -> Wait:
-        """Messages by channel; text without any header is content."""
+        """Read messages by channel; text without a header is content."""
         begin = yield from reader.one_of(("<|channel|>", " to=", "<|message|>", "<|start|>"))
         if begin is None:
             yield from reader.until((), out.content)

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 
 from ikcli.chat.families.base import (
     BLANK,
+    CALL_ID,
     SPACE,
     CallSink,
+    Chars,
     Family,
     Marker,
     Node,
-    Regex,
     Repeat,
     any_of,
     arguments_schema,
@@ -42,7 +43,7 @@ class Keys:
     name: str = "name"
     arguments: str = "arguments"
     id: str = ""
-    id_pattern: str = "[a-zA-Z0-9]{9}"
+    id_text: Node = CALL_ID
     id_first: bool = False
 
 
@@ -59,7 +60,7 @@ class JsonCalls(Family):
         keys: Keys | None = None,
         also: tuple[str, ...] = (),
     ) -> None:
-        """`also` are other openings that are understood."""
+        """Read calls after `open` and after the other openings in `also`."""
         self.name = name
         self.openings = (open, *also)
         self.markers = tuple(m for m in (open, close, *also) if m)
@@ -67,7 +68,7 @@ class JsonCalls(Family):
         self._keys = keys or Keys()
 
     def tree(self, tools: Sequence[Tool], parallel: bool) -> Node:
-        """Calls with arguments that each tool's schema accepts."""
+        """Return the tree of calls whose arguments each tool's schema accepts."""
         call = any_of(object_tree(tool, self._keys) for tool in tools)
         close: tuple[Node | str, ...] = (SPACE, Marker(self._close)) if self._close else ()
         if self._array:
@@ -100,7 +101,7 @@ class NameKeyCalls(Family):
         self._open, self._close = open, close
 
     def tree(self, tools: Sequence[Tool], parallel: bool) -> Node:
-        """Calls with arguments that each tool's schema accepts."""
+        """Return the tree of calls whose arguments each tool's schema accepts."""
         call = any_of(seq("{" + quoted(t.name) + ":", BLANK, arguments_schema(t), "}") for t in tools)
         calls = calls_of(call, parallel, seq(",", BLANK))
         return seq(Marker(self._open), "[", calls, "]", Marker(self._close))
@@ -133,22 +134,21 @@ class Llama3(Family):
     start_openings = ("{",)
 
     def __init__(self, *, builtin_tools: bool) -> None:
-        """`builtin_tools`: the template knows `<|python_tag|>`."""
+        """Read `<|python_tag|>` too if the template has `builtin_tools`."""
         if builtin_tools:
             self.openings = self.markers = ("<|python_tag|>",)
             self.stops = ("<|eom_id|>",)
-        # spellings up to the first key: an answer in JSON that is no call stays free
+        # spellings up to the first key, so that an answer in JSON that is not a call stays free
         self.lazy_start = ('{"name":', '{"type":"function"', '{"type": "function"', '{"function":', '{ "name":')
 
     def tree(self, tools: Sequence[Tool], parallel: bool) -> Node:
-        """One call (the model writes no second one)."""
+        """Return the tree of one call; the model never writes a second one."""
         kind = Repeat(seq('"type":', BLANK, '"function",', BLANK), 0, 1)
         options = []
         for tool in tools:
             name = seq(any_of((seq('"name":'), seq('"function":'))), BLANK, quoted(tool.name) + ",", BLANK)
-            options.append(
-                seq("{", BLANK, kind, name, '"parameters":', BLANK, arguments_schema(tool), Regex("[ \\n]?"), "}")
-            )
+            parameters = seq('"parameters":', BLANK, arguments_schema(tool), Chars((" ", "\n"), 0, 1))
+            options.append(seq("{", BLANK, kind, name, parameters, "}"))
         call = any_of(options)
         return any_of((call, seq(Marker("<|python_tag|>"), call))) if self.openings else call
 
@@ -194,12 +194,12 @@ def _python_tag(out: CallSink, reader: Reader) -> Wait:
 
 
 def object_tree(tool: Tool, keys: Keys) -> Node:
-    """The object of one call."""
+    """Return the tree of one call's object."""
     name = seq(f'"{keys.name}":', BLANK, quoted(tool.name))
     arguments = seq(f'"{keys.arguments}":', BLANK, arguments_schema(tool))
     parts: list[Node] = [name, arguments]
     if keys.id:
-        id = seq(f'"{keys.id}":', BLANK, '"', Regex(keys.id_pattern), '"')
+        id = seq(f'"{keys.id}":', BLANK, '"', keys.id_text, '"')
         parts.insert(0 if keys.id_first else 2, id)
     inner: list[Node | str] = ["{", SPACE]
     for i, part in enumerate(parts):
@@ -221,7 +221,7 @@ def read_list(out: CallSink, reader: Reader) -> Wait:
 
 
 def read_object(out: CallSink, reader: Reader, *, known_only: bool = False) -> Wait:
-    """Read one call's object, its keys in any order; the arguments are passed on at once if the name came first."""
+    """Read one call's object, keys in any order; stream the arguments if the name came first."""
     yield from reader.literal("{")
     name, id, early = "", "", ""
     begun = False
@@ -263,7 +263,7 @@ def read_object(out: CallSink, reader: Reader, *, known_only: bool = False) -> W
 
 
 def _nested(reader: Reader) -> Generator[None, None, tuple[str, str]]:
-    """Name and arguments of `{"name": ..., "arguments": ...}` inside OpenAI's own form."""
+    """Read name and arguments of `{"name": ..., "arguments": ...}` nested in OpenAI's own form."""
     parts: list[str] = []
     yield from reader.json_value(parts.append)
     value = json.loads("".join(parts))

@@ -39,7 +39,7 @@ class PythonCalls(Family):
     markers = (OPEN, CLOSE)
 
     def tree(self, tools: Sequence[Tool], parallel: bool) -> Node:
-        """Calls whose keyword arguments are JSON values that the parameters' schemas accept."""
+        """Return the tree of calls whose keyword arguments are JSON values that the schemas accept."""
         call = any_of(_call_tree(tool) for tool in tools)
         calls = calls_of(call, parallel, seq(",", SPACE))
         return seq(Marker(self.OPEN), "[", calls, "]", Marker(self.CLOSE))
@@ -81,7 +81,7 @@ def _call_tree(tool: Tool) -> Node:
 
 
 def _parse(text: str) -> list[tuple[str, str]] | None:
-    """Names and arguments; None if this is not Python yet."""
+    """Parse names and arguments; return None if the text is not complete Python yet."""
     if len(text) > _MAX_TEXT:
         raise Malformed("length")
     text = text.strip()

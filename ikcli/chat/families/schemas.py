@@ -1,6 +1,6 @@
-"""What a parameter's schema comes to: its references and combinations resolved, the types and texts that it allows.
+"""Resolve the references and combinations of a parameter's schema to the types and texts that it allows.
 
-Formats that write texts without quotes have to know, before a value is written or read, whether it is text or JSON.
+Formats that write text without quotes must know whether a value is text or JSON before it is written or read.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _MOST_STEPS = 24
 _MOST_DEPTH = 200  # schemas are refused long before
 _REST = frozenset({"$defs", "definitions"})
 _LEADS = frozenset({"$ref", "allOf", "anyOf", "oneOf", "const", "enum"})
-# Keywords that speak of one type only; a schema without `type` that has them means this type.
+# Keywords that concern one type only; a schema with them but without `type` implies this type.
 _OF_TYPE = {
     "string": frozenset({"pattern", "format", "minLength", "maxLength"}),
     "object": frozenset({"properties", "patternProperties", "additionalProperties", "required"}),
@@ -41,7 +41,7 @@ class Values:
 
     @property
     def untyped(self) -> bool:
-        """True if the schema does not say what a value is."""
+        """True if the schema does not constrain the type of a value."""
         return self.types == _ALL and self.listed is None
 
     @property
@@ -50,13 +50,13 @@ class Values:
         return "string" in self.types
 
     def allows(self, value: Any) -> bool:
-        """True if `value` has one of the types."""
+        """Return True if `value` has one of the types."""
         kind = type_of(value)
         return kind in self.types or (kind == "number" and value == int(value) and "integer" in self.types)
 
 
 def type_of(value: Any) -> str:
-    """The JSON type of a parsed value; whole numbers are integers."""
+    """Return the JSON type of a parsed value; whole numbers are integers."""
     if value is None:
         return "null"
     for kind, name in ((bool, "boolean"), (int, "integer"), (float, "number"), (str, "string"), (Mapping, "object")):
@@ -66,19 +66,19 @@ def type_of(value: Any) -> str:
 
 
 def values_of(schema: Any, root: Mapping[str, Any]) -> Values:
-    """What `schema`, a part of `root`, allows."""
+    """Return the values that `schema`, a part of `root`, allows."""
     return _values(schema, root, _MOST_STEPS, {})
 
 
 def _values(schema: Any, root: Mapping[str, Any], steps: int, known: dict[int, Values]) -> Values:
-    """`known`: what was found of each schema, so that references take no more time than there are schemas."""
+    """Return the values of `schema`; `known` caches them per schema, so that references stay linear."""
     if schema is False:
         return Values(frozenset(), ())
     if not isinstance(schema, Mapping) or steps <= 0:
         return Values()
     if id(schema) in known:
         return known[id(schema)]
-    known[id(schema)] = Values()  # as long as it refers to itself
+    known[id(schema)] = Values()  # for references to itself
     found = _own(schema)
     parts = schema.get("allOf")
     others = [_values(part, root, steps - 1, known) for part in (parts if isinstance(parts, list) else [])]
@@ -95,7 +95,7 @@ def _values(schema: Any, root: Mapping[str, Any], steps: int, known: dict[int, V
 
 
 def _own(schema: Mapping[str, Any]) -> Values:
-    """What the keywords of a schema itself say, without those that lead to other schemas."""
+    """Return the values that a schema's own keywords allow, leaving out those that refer to other schemas."""
     kinds = schema.get("type")
     names = [kind for kind in (kinds if isinstance(kinds, list) else [kinds]) if isinstance(kind, str)]
     types = frozenset(names) & _ALL
@@ -121,7 +121,7 @@ def _listing(values: list[Any]) -> Values:
 
 
 def both(a: Values, b: Values) -> Values:
-    """What both allow."""
+    """Return the values that both allow."""
     types = a.types & b.types
     if a.listed is None and b.listed is None:
         return Values(types)
@@ -139,7 +139,7 @@ def _either(options: list[Values]) -> Values:
 
 
 def parameters_of(schema: Mapping[str, Any], root: Mapping[str, Any] | None = None) -> Parameters:
-    """The parameters that a schema (a part of `root`) names, also through references and combinations."""
+    """Return the parameters that a schema in `root` names, through references and combinations too."""
     return _parameters(schema, schema if root is None else root, _MOST_STEPS, {})
 
 
@@ -172,7 +172,7 @@ def _parameters(schema: Any, root: Mapping[str, Any], steps: int, known: dict[in
 
 
 def referred(reference: str, root: Mapping[str, Any]) -> Any:
-    """The part of `root` that a `$ref` stands for; {} (anything) if there is none."""
+    """Return the part of `root` that a `$ref` points to; {} (anything) if it does not exist."""
     if not reference.startswith("#"):
         return {}
     found: Any = root
@@ -187,7 +187,7 @@ def referred(reference: str, root: Mapping[str, Any]) -> Any:
 
 
 def with_definitions(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any] | bool:
-    """A parameter's schema as a document of its own, with what it refers to in the whole."""
+    """Return a parameter's schema as a standalone document, with the definitions it refers to."""
     if not isinstance(schema, Mapping):
         return schema if isinstance(schema, bool) else {}
     definitions = {key: root[key] for key in _REST if key in root and key not in schema}
@@ -211,7 +211,7 @@ def _references(part: Any) -> list[str]:
 
 
 def _moved(part: Any, depth: int = 0) -> Any:
-    """`part` with references into the whole pointing to where `with_definitions` puts it."""
+    """Rewrite the references in `part` to point where `with_definitions` puts their targets."""
     if isinstance(part, list) and depth <= _MOST_DEPTH:
         return [_moved(one, depth + 1) for one in part]
     if not isinstance(part, Mapping) or depth > _MOST_DEPTH:

@@ -1,9 +1,9 @@
-"""Functions as signatures: what a JSON schema says, in a fraction of its tokens.
+"""Write functions as signatures, which say what a JSON schema says in a fraction of its tokens.
 
     get_weather(city: string, unit?: "celsius" | "fahrenheit"): Weather of a city
     - city: with its country
 
-The sampler is held to the schema itself, so what a signature leaves out (patterns, bounds) cannot go wrong.
+The grammar enforces the schema itself, so details that a signature leaves out (patterns, bounds) still hold.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _KINDS = ("string", "number", "integer", "boolean", "array", "object", "null")
 
 
 def signature(tool: Tool) -> str:
-    """The function with its parameters, and a line for each that is described."""
+    """Return the function with its parameters, and a line for each described one."""
     writer = _Writer(tool.parameters)
     head = f"{tool.name}({writer.members(tool.parameters, 0)})"
     head += f": {tool.description.strip()}" if tool.description.strip() else ""
@@ -29,7 +29,7 @@ def signature(tool: Tool) -> str:
 
 
 class _Writer:
-    """Writes a schema's parts. What refers to itself is written out so far and no further."""
+    """Writes the parts of a schema; recursive ones are written out to a limited depth."""
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
@@ -65,7 +65,7 @@ class _Writer:
         return f"{{{members}}}" if members else kind
 
     def notes(self, schema: Any, path: str, depth: int) -> Iterator[str]:
-        """What descriptions and defaults say, parameter by parameter."""
+        """Yield descriptions and defaults, parameter by parameter."""
         for name, own in parameters_of(schema, self._root).properties.items():
             self._left -= 1
             if depth > _MOST_DEPTH or self._left < 0:

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ikcli.chat.families.base import (
+    CALL_ID,
     SPACE,
     CallSink,
+    Chars,
     Family,
     Marker,
     Node,
-    Regex,
     Repeat,
     TextSink,
     Until,
@@ -40,12 +41,12 @@ class DeepSeek(Family):
     markers = (BEGIN, END, CALL, CALL_END, SEP)
 
     def __init__(self, *, fenced: bool) -> None:
-        """`fenced`: the arguments stand in a JSON code block."""
+        """Read arguments from a JSON code block if `fenced`."""
         self.name = "DeepSeek R1" if fenced else "DeepSeek V3.1"
         self._fenced = fenced
 
     def tree(self, tools: Sequence[Tool], parallel: bool) -> Node:
-        """Calls with arguments that each tool's schema accepts."""
+        """Return the tree of calls whose arguments each tool's schema accepts."""
         options = []
         for tool in tools:
             arguments = arguments_schema(tool)
@@ -103,15 +104,16 @@ class KimiK2(Family):
     markers = (BEGIN, END, CALL, ARGUMENTS, CALL_END)
 
     def tree(self, tools: Sequence[Tool], parallel: bool) -> Node:
-        """Calls with arguments that each tool's schema accepts."""
+        """Return the tree of calls whose arguments each tool's schema accepts."""
         options = (
-            seq(f"functions.{t.name}:", Regex("[0-9]{1,4}"), Marker(self.ARGUMENTS), arguments_schema(t)) for t in tools
+            seq(f"functions.{t.name}:", Chars(("09",), 1, 4), Marker(self.ARGUMENTS), arguments_schema(t))
+            for t in tools
         )
         call = seq(Marker(self.CALL), any_of(options), Marker(self.CALL_END))
         return seq(Repeat(Marker(self.BEGIN), 0, 1), calls_of(call, parallel), Repeat(Marker(self.END), 0, 1))
 
     def triggers(self, tools: Sequence[Tool]) -> tuple[str, ...]:
-        """The section or, without it, the call."""
+        """Return the opening of the section and, for calls without a section, that of a call."""
         return self.openings
 
     def calls(self, out: CallSink, reader: Reader, opening: str) -> Wait:
@@ -143,12 +145,12 @@ class MistralArgs(Family):
     markers = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "[THINK]", "[/THINK]")
 
     def __init__(self, *, call_id: bool) -> None:
-        """`call_id`: the template writes `[CALL_ID]`."""
+        """Expect `[CALL_ID]` after a name if `call_id`."""
         self._call_id = call_id
 
     def tree(self, tools: Sequence[Tool], parallel: bool) -> Node:
-        """Calls with arguments that each tool's schema accepts."""
-        id: tuple[Node, ...] = (Repeat(seq(Marker("[CALL_ID]"), Regex("[a-zA-Z0-9]{9}")), 0, 1),) * self._call_id
+        """Return the tree of calls whose arguments each tool's schema accepts."""
+        id: tuple[Node, ...] = (Repeat(seq(Marker("[CALL_ID]"), CALL_ID), 0, 1),) * self._call_id
         call = any_of(seq(t.name, *id, Marker("[ARGS]"), arguments_schema(t)) for t in tools)
         return calls_of(seq(Marker("[TOOL_CALLS]"), call), parallel)
 
@@ -181,7 +183,7 @@ class FunctionTag(Family):
     markers = ("<|python_tag|>",)
 
     def tree(self, tools: Sequence[Tool], parallel: bool) -> Node:
-        """Calls with arguments that each tool's schema accepts."""
+        """Return the tree of calls whose arguments each tool's schema accepts."""
         call = any_of(seq(f"<function={t.name}>", arguments_schema(t), "</function>") for t in tools)
         return calls_of(call, parallel, SPACE)
 
@@ -205,20 +207,20 @@ class Recipients(Family):
     own_message = True
 
     def tree(self, tools: Sequence[Tool], parallel: bool) -> Node:
-        """Calls; the first has no opening of its own."""
+        """Return the tree of calls; the first has no opening of its own."""
         call = any_of(seq(t.name + "\n", arguments_schema(t)) for t in tools)
         return seq(call, Repeat(seq(">>>", call))) if parallel else call
 
     def triggers(self, tools: Sequence[Tool]) -> tuple[str, ...]:
-        """None: a later call is free."""
+        """Return no texts: calls after the first are not constrained."""
         return ()
 
     def start_triggers(self, tools: Sequence[Tool]) -> tuple[str, ...]:
-        """The functions' names."""
+        """Return the names of the functions."""
         return tuple(f"{tool.name}\n" for tool in tools)
 
     def message(self, out: TextSink, reader: Reader) -> Wait:
-        """Content after `all`, calls after names; other text is content."""
+        """Read content after `all` and calls after names; other text is content."""
         known = tuple(f"{name}\n" for name in ("all", *out.tools))
         following = Until(">>>", tuple((name,) for name in known))  # elsewhere it is text
         recipient, before = (yield from reader.one_of(known)), ""

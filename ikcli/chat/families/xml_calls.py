@@ -16,10 +16,10 @@ from typing import Any
 from ikcli.chat.families.base import (
     SPACE,
     CallSink,
+    Chars,
     Family,
     Marker,
     Node,
-    Regex,
     Repeat,
     Schema,
     Until,
@@ -103,7 +103,7 @@ class XmlCalls(Family):
     # what the grammar allows
 
     def tree(self, tools: Sequence[Tool], parallel: bool) -> Node:
-        """Calls; text arguments are free up to their closing tag, others follow their schema."""
+        """Return the tree of calls; text arguments run up to their closing tag, others follow their schema."""
         t = self._tags
         names = [tool.name for tool in tools]
         arguments = [self._arguments_tree(tool) for tool in tools]
@@ -134,7 +134,7 @@ class XmlCalls(Family):
         head: tuple[Node | str, ...] = (whole(SPACE, *self._key(key)),)
         opening: tuple[Node | str, ...] = (SPACE, Marker(t.value_open)) if t.value_open else ()
         lead = (t.value_lead,) if t.value_lead else ()
-        close = (Regex(r"[ \n]{0,4}"), Marker(t.value_close))
+        close = (Chars((" ", "\n"), 0, 4), Marker(t.value_close))
         json_value = seq(Schema(with_definitions(schema, root), lenient=True), *close)
         if t.attribute:
             texts = both(values, Values(frozenset({"string"})))
@@ -146,7 +146,7 @@ class XmlCalls(Family):
         return seq(*head, *opening, *lead, value)
 
     def _text_tree(self, values: Values, text: Until) -> Node:
-        """A text, one of those that are listed, or null as text."""
+        """Return the tree of a text, of one of the listed texts, or of null as text."""
         t = self._tags
         if values.listed is None:
             return text
@@ -155,14 +155,14 @@ class XmlCalls(Family):
         return seq(any_of(seq(one) for one in dict.fromkeys(shown)), *lead, Marker(t.value_close))
 
     def _key(self, key: str) -> tuple[Marker | str, ...]:
-        """The tags around a parameter's name."""
+        """Return the tags around a parameter's name."""
         t = self._tags
         if not t.value_open:
             return (t.key_open + key + t.key_end,)
         return Marker(t.key_open), key, Marker(t.key_end)
 
     def _text(self, to_come: Sequence[str] | None, *, wrapped: bool = True) -> Until:
-        """What ends a text argument, if these parameters (None: any) may still come."""
+        """Return what ends a text argument when these parameters (None: any) may still follow."""
         t = self._tags
         keys: list[Pattern] = [(Gap.SPACES, t.key_open, Gap.NAME, t.key_end)]
         if to_come is not None:
@@ -258,7 +258,7 @@ def _read_text(out: CallSink, reader: Reader, until: Until, lines: bool, *, null
 
 
 def _read_raw(reader: Reader, until: Until, values: Values) -> Generator[None, None, str]:
-    """The text of a value that may be JSON; a closing tag within one of its strings does not end it."""
+    """Read a value that may be JSON; a closing tag inside one of its strings does not end it."""
     if values.text and not values.untyped:
         parts: list[str] = []
         if not (yield from text_until(reader, until, parts.append)):
@@ -271,12 +271,12 @@ def _read_raw(reader: Reader, until: Until, values: Values) -> Generator[None, N
 
 
 def _is_value(raw: str) -> bool:
-    """False if `raw` begins like a JSON value with texts in it, but does not end like one."""
+    """Return False if `raw` begins like a JSON list, object or string but does not end like one."""
     return not raw.lstrip().startswith(("{", "[", '"')) or _parsed(raw) is not _NOTHING
 
 
 def _json_or_text(raw: str, values: Values) -> str:
-    """`raw` as JSON if it is JSON of one of the types beside text, else as a JSON string."""
+    """Return `raw` as JSON if it has one of the types beside text, otherwise as a JSON string."""
     value = _parsed(raw)
     if value is _NOTHING or (values.text and not values.untyped and not _is_other(value, values)):
         value = raw
@@ -288,7 +288,7 @@ def _is_other(value: Any, values: Values) -> bool:
 
 
 def _parsed(raw: str) -> Any:
-    """What `raw` is as JSON or as Python prints it (some templates do); _NOTHING if it is neither."""
+    """Parse `raw` as JSON or as a Python literal (some templates print these); _NOTHING if it is neither."""
     try:
         value = json.loads(raw)
     except (ValueError, RecursionError):

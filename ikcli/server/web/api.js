@@ -1,4 +1,4 @@
-// Talking to the server: addresses relative to the page, errors as sentences, server-sent events.
+// Talk to the server: URLs relative to the page, errors as sentences, server-sent events.
 
 import { readKey } from "./store.js";
 
@@ -61,7 +61,7 @@ export async function isUp() {
   }
 }
 
-// Sends a chat request and yields the chunks of its answer.
+// Send a chat request and yield the chunks of its answer.
 export async function* streamChat(body, signal) {
   const response = await request("v1/chat/completions", { method: "POST", body: JSON.stringify(body), signal });
   let done = false;
@@ -77,7 +77,7 @@ export async function* streamChat(body, signal) {
   if (!done) throw new ServerError("The connection ended before the answer was complete.");
 }
 
-// The data of server-sent events in a stream of bytes.
+// Yield the data of server-sent events from a stream of bytes.
 export async function* readEvents(stream) {
   const reader = stream.getReader();
   const decoder = new TextDecoder();

@@ -1,4 +1,4 @@
-// The page: what is shown, and what happens when.
+// The page: its state, what it shows, and how it reacts to events.
 
 import { getJson, isUp, postJson, ServerError, streamChat } from "./api.js";
 import { byId, download, grow, h, icon } from "./dom.js";
@@ -8,7 +8,7 @@ import { ask, showList } from "./sidebar.js";
 import * as store from "./store.js";
 import { addNode, choose, exportText, importText, newConversation, path, titleOf, toMessages } from "./tree.js";
 
-const SAVE_MS = 1500; // between two savings of an answer that is coming
+const SAVE_MS = 1500; // between two saves while an answer arrives
 const RETRY_MS = 2000;
 
 const state = {
@@ -140,7 +140,7 @@ async function importFile(file) {
 
 // Answers
 
-// Ends what a conversation is waiting for, at once.
+// Abort the pending request of a conversation at once.
 function halt(conversation) {
   const run = state.runs.get(conversation.id);
   if (!run) return;
@@ -164,7 +164,7 @@ const actions = {
     state.current.leaf = node.parent;
     answer(state.current);
   },
-  // The model is to end its reasoning; whether it did is seen in what comes.
+  // Ask the model to end its reasoning; the stream shows whether it does.
   answerNow() {
     const run = state.runs.get(state.current.id);
     if (run?.id) postJson("v1/chat/completions/control", { id: run.id, action: "reasoning_end" }).catch((error) => showBanner(error.message));
@@ -272,7 +272,7 @@ function takeCall(node, part) {
   call.arguments += part.function?.arguments ?? "";
 }
 
-// Redraws at most once per frame, and less often where drawing takes long.
+// Redraw at most once per frame, less often if drawing is slow.
 function refresh(conversation, run) {
   if (run.dirty) return;
   run.dirty = true;
@@ -330,7 +330,7 @@ function askForKey() {
   showBanner("The server wants an API key.", h("button", { type: "button", on: { click: () => dialog.open("set-key") } }, "Enter the key"));
 }
 
-// A conversation that has not begun takes the system prompt of the settings.
+// A new conversation takes the system prompt from the settings.
 function showSystem() {
   if (state.current.leaf || state.conversations.includes(state.current)) return;
   state.current.system = settings().system || "";
@@ -361,7 +361,7 @@ function nextTheme() {
   showTheme();
 }
 
-const touch = window.matchMedia("(hover: none) and (pointer: coarse)"); // Enter begins a new line there
+const touch = window.matchMedia("(hover: none) and (pointer: coarse)"); // Enter inserts a line break there
 const narrow = window.matchMedia("(max-width: 47.99rem)");
 
 function openMenu() {
@@ -443,7 +443,7 @@ async function start() {
   state.conversations = await store.loadConversations();
   for (const conversation of state.conversations) {
     for (const node of Object.values(conversation.nodes)) {
-      if (node.pending) node.stopped = true; // the page was closed meanwhile
+      if (node.pending) node.stopped = true; // the page was closed before the answer ended
       delete node.pending;
     }
   }

@@ -1,4 +1,4 @@
-// Making elements. Text only ever becomes text nodes.
+// Create elements; text only ever becomes text nodes.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -23,7 +23,7 @@ const ICONS = {
   right: "M9.5 6l6 6-6 6",
 };
 
-// An element: `on` holds listeners, `data` dataset entries, null and false attributes are left out.
+// Create an element: `on` holds listeners, `data` dataset entries; null and false attributes are skipped.
 export function h(tag, options = {}, ...children) {
   const node = document.createElement(tag);
   for (const [name, value] of Object.entries(options)) {
@@ -46,7 +46,7 @@ export function icon(name) {
   return svg;
 }
 
-// A button that shows an icon; the label is read aloud and shown as a tooltip.
+// Create a button with an icon; the label is its accessible name and its tooltip.
 export function iconButton(name, label, listener, more = {}) {
   return h("button", { type: "button", class: "icon", "aria-label": label, title: label, on: { click: listener }, ...more },
     icon(name));
@@ -54,7 +54,7 @@ export function iconButton(name, label, listener, more = {}) {
 
 export const byId = (id) => document.getElementById(id);
 
-// Copies text; plain http to another machine has no clipboard API, so there is an older way besides.
+// Copy text. Plain http to another machine has no clipboard API, so fall back on execCommand.
 export async function copyText(text) {
   try {
     await navigator.clipboard.writeText(text);
@@ -70,7 +70,7 @@ export async function copyText(text) {
   }
 }
 
-// A copy button that confirms with a check mark.
+// Create a copy button that confirms with a check mark.
 export function copyButton(label, getText) {
   const button = iconButton("copy", label, async () => {
     const done = await copyText(getText());

@@ -1,4 +1,4 @@
-// Colours for code: strings, comments, numbers and words that most languages share. One pass, no backtracking.
+// Colour code: strings, comments, numbers and keywords that most languages share, in one pass without backtracking.
 
 const WORDS = new Set(("abstract and as assert async await begin bool boolean break byte case catch char class const "
   + "constexpr continue crate def default defer del delete do done double elif else elseif elsif end enum esac except "
@@ -27,7 +27,7 @@ function pattern(lang) {
   return new RegExp(`(${comment})|(${STRING})|(${NUMBER})|(${NAME})`, "gu");
 }
 
-// Fills `target` with the code, coloured if the language is named.
+// Fill `target` with the code, coloured if its language is named.
 export function highlight(target, code, lang) {
   if (PLAIN.has(lang) || code.length > MAX) {
     target.append(code);

@@ -1,4 +1,4 @@
-// How messages look. `actions` does what their buttons ask for.
+// Show messages; `actions` implements their buttons.
 
 import { copyButton, grow, h, iconButton } from "./dom.js";
 import { buildCode, renderMarkdown } from "./markdown.js";
@@ -6,7 +6,7 @@ import { children } from "./tree.js";
 
 const NAMES = { user: "You", assistant: "Model", tool: "Tool result" };
 
-// One message. The parts that change while an answer comes are updated in place by `update`.
+// One message; `update` changes in place what differs while an answer arrives.
 export class MessageView {
   constructor(conversation, node, actions) {
     this.conversation = conversation;
@@ -113,7 +113,7 @@ export class MessageView {
       iconButton("right", "Version after", go(1), { disabled: at === family.length - 1 }));
   }
 
-  // A text field in place of the message. A user's message is sent again, an answer is only changed.
+  // Edit in a text field: a user's message is sent again, an answer is only changed.
   edit() {
     if (this.form) return;
     const { node } = this;
@@ -155,7 +155,7 @@ function callView(call) {
   try {
     text = JSON.stringify(JSON.parse(text), null, 2);
   } catch {
-    // not complete yet, or not JSON: shown as it is
+    // incomplete or not JSON: show it unchanged
   }
   return h("div", { class: "call" }, h("p", {}, "Calls ", h("code", {}, call.name || "…")), buildCode(text, "json"));
 }

@@ -1,4 +1,4 @@
-// The settings dialog: one table of fields. An empty field is not sent, so the server's own setting holds.
+// The settings dialog, from one table of fields. An empty field is not sent, so the server's default applies.
 
 import { byId, h, icon } from "./dom.js";
 import { keyRemembered, readKey, readSettings, writeKey, writeSettings } from "./store.js";
@@ -43,7 +43,7 @@ const GROUPS = [
 ];
 const FIELDS = GROUPS.flatMap((group) => group.fields);
 
-// Fields of a request that the settings ask for.
+// Return the request fields for these settings.
 export function requestFields(settings) {
   const out = {};
   for (const { name, kind, local } of FIELDS) {
@@ -84,8 +84,8 @@ function shown(name, value) {
   return String(Number.isInteger(value) ? value : Number(value.toPrecision(6)));
 }
 
-// Builds the dialog; `onSave` is called after changes. `defaults()` are the settings of the server, `preset()` what it
-// wants of the page: an empty field is kept only where it takes the place of such a wish.
+// Build the dialog; `onSave` is called after changes. `defaults()` are the server's settings, `preset()` those it gives
+// to the page: an empty field is saved only if it overrides one of these.
 export class SettingsDialog {
   constructor(defaults, preset, onSave) {
     this.defaults = defaults;

@@ -1,9 +1,9 @@
-// The list of conversations, and the small dialog that asks for a name or a confirmation.
+// The list of conversations, and the dialog that asks for a name or a confirmation.
 
 import { byId, h, iconButton } from "./dom.js";
 import { titleOf } from "./tree.js";
 
-// Asks; resolves to the text (or true), or to null if the answer is no.
+// Ask; resolve to the text (or true), or to null if the user declines.
 export function ask({ title, text = "", value = null, yes = "OK", danger = false }) {
   const dialog = byId("ask");
   byId("ask-title").textContent = title;
@@ -34,7 +34,7 @@ export function ask({ title, text = "", value = null, yes = "OK", danger = false
   });
 }
 
-// Fills the list; `actions` opens, renames, exports and deletes.
+// Fill the list; `actions` opens, renames, exports and deletes.
 export function showList(conversations, current, running, actions) {
   const items = [...conversations].sort((a, b) => b.updated - a.updated).map((item) => {
     const title = titleOf(item);

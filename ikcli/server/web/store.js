@@ -1,5 +1,5 @@
 // What the browser keeps: conversations in IndexedDB (one record each, so that two tabs do not overwrite each other's),
-// settings in localStorage. Where storage is switched off everything works until the page is closed.
+// settings in localStorage. Without storage everything works until the page is closed.
 
 const NAME = "conversations";
 
@@ -51,7 +51,7 @@ function write(storage, key, value) {
     if (value === null) window[storage].removeItem(`ik.${key}`);
     else window[storage].setItem(`ik.${key}`, value);
   } catch {
-    // storage is full or switched off: the value lasts as long as the page
+    // storage is full or disabled: the value lasts as long as the page
   }
 }
 
@@ -69,7 +69,7 @@ export function readSettings() {
 
 export const writeSettings = (settings) => writeText("settings", JSON.stringify(settings));
 
-// The key lasts as long as the tab unless it is to be remembered.
+// The key lasts as long as the tab unless the user wants it remembered.
 export const readKey = () => read("sessionStorage", "key") ?? readText("key") ?? "";
 
 export function writeKey(key, remember) {

@@ -16,7 +16,7 @@ export function addNode(conversation, parent, fields) {
   return node;
 }
 
-// Messages from the first one to `leaf`.
+// Return the messages from the first to `leaf`.
 export function path(conversation, leaf = conversation.leaf) {
   const out = [];
   for (let node = conversation.nodes[leaf]; node; node = conversation.nodes[node.parent]) out.push(node);
@@ -27,7 +27,7 @@ export function children(conversation, parent) {
   return Object.values(conversation.nodes).filter((node) => node.parent === parent);
 }
 
-// Shows the branch through `id`, down to its latest message.
+// Select the branch through `id`, down to its latest message.
 export function choose(conversation, id) {
   for (let below = children(conversation, id); below.length; below = children(conversation, id)) id = below.at(-1).id;
   conversation.leaf = id;
@@ -40,14 +40,14 @@ export function titleOf(conversation) {
   return text.length > 60 ? `${text.slice(0, 59)}…` : text || "New conversation";
 }
 
-// What a request sends for a branch.
+// Return the messages that a request sends for a branch.
 export function toMessages(conversation, leaf) {
   const out = conversation.system.trim() ? [{ role: "system", content: conversation.system }] : [];
   for (const node of path(conversation, leaf)) {
     if (node.role === "tool") {
       out.push({ role: "tool", tool_call_id: node.callId, content: node.content });
     } else if (node.role === "user") {
-      // an answer that failed is left out: two questions in a row become one, as many templates want it
+      // skip a failed answer: two questions in a row become one, as many templates require
       if (out.at(-1)?.role === "user") out.at(-1).content += `\n\n${node.content}`;
       else out.push({ role: "user", content: node.content });
     } else {
@@ -62,7 +62,7 @@ export function toMessages(conversation, leaf) {
   return out;
 }
 
-// False for calls that were cut off.
+// Return false for calls that were cut off.
 function isWhole(call) {
   try {
     JSON.parse(call.arguments);
@@ -80,7 +80,7 @@ export function exportText(conversations) {
   return JSON.stringify({ format: "ik-conversations", version: 1, conversations }, null, 1);
 }
 
-// Conversations of an exported file, with new ids; throws an Error that says what is wrong.
+// Return the conversations of an exported file, with new ids; throw an Error that says what is wrong.
 export function importText(text) {
   let data;
   try {

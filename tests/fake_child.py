@@ -1,4 +1,4 @@
-"""A process of a model that is none, for tests of what loads and unloads it."""
+"""A stand-in for the process of a model, for tests of loading and unloading."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replicas that are no processes, a front over them, and clients that read what it answers."""
+"""Stand-ins for replicas, a front over them, and clients that read its answers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Regular expressions of clients, matched in linear time: no pattern and no text makes a search slow.
 
-The syntax is that of `re`, which reads nearly all that ECMAScript patterns hold; look-around and back references are
-refused, as nothing linear can follow them. What is found is where the leftmost match that is not empty begins.
+The syntax is that of `re`, which reads nearly all ECMAScript patterns. Look-around and back references are refused, as
+no linear algorithm supports them. A search finds where the leftmost non-empty match begins.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Pattern:
 
     def __init__(self, text: str, *, ignore_case: bool = False) -> None:
         self.text, self._ignore_case = text, ignore_case
-        # Per state: a test of the next character, or of the place between two characters, or neither; and the next.
+        # Per state: a test of the next character, of the place between two characters, or neither; and the next state.
         self._tests: list[Test | None] = []
         self._places: list[Callable[[str, str], bool] | None] = []
         self._next: list[list[int]] = []
@@ -41,7 +41,7 @@ class Pattern:
         self._next[end].append(self._accept)
 
     def search(self, text: str, before: str = "") -> int:
-        """Index of the leftmost match that is not empty, -1 without; `before`: the character in front of the text."""
+        """Return the index of the leftmost non-empty match, or -1; `before`: the character in front of the text."""
         found: int | None = None
         active: dict[int, int] = {}  # state -> where its match began
         for i in range(len(text) + 1):
@@ -66,7 +66,7 @@ class Pattern:
         return -1 if found is None else found
 
     def _closure(self, active: dict[int, int], last: str, following: str) -> dict[int, int]:
-        """All states that are reached without a further character, with the earliest begin."""
+        """Return all states that are reached without a further character, with the earliest begin."""
         reached: dict[int, int] = {}
         stack = sorted(active.items(), key=lambda item: item[1], reverse=True)
         while stack:

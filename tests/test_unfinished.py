@@ -112,7 +112,7 @@ def test_other_settings_begin_anew(
     capsys.readouterr()
     assert main(argv) == 0
     text = capsys.readouterr().err
-    assert "of other inputs or settings and is dropped" in text and written(text)[0] == 1
+    assert "had other inputs or settings; its output is dropped" in text and written(text)[0] == 1
     assert main(command("convert", checkpoint, model, whole, "q5_K")) == 0
     assert out.read_bytes() == whole.read_bytes()
 

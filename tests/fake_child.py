@@ -1,4 +1,4 @@
-"""A stand-in for the process of a model, for tests of loading and unloading."""
+"""A process of a model that is none, for tests of what loads and unloads it."""
 
 from __future__ import annotations
 

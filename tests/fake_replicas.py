@@ -1,4 +1,4 @@
-"""Stand-ins for replicas, a front over them, and clients that read its answers."""
+"""Replicas that are no processes, a front over them, and clients that read what it answers."""
 
 from __future__ import annotations
 

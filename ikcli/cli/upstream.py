@@ -163,4 +163,4 @@ REFUSED: dict[str, str] = {
         _PRESET,
     ),
 }
-"""The reason, and what to use instead."""
+"""Why, and the way out."""

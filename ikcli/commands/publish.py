@@ -44,7 +44,7 @@ def run(config: PublishConfig) -> int:
 
 
 def _make(config: PublishConfig) -> Published:
-    """Make the folder, or open the existing one."""
+    """The folder, made or found."""
     from ikcli.gguf.split import parse_size
     from ikcli.publish.folder import plan_publish, publish
     from ikcli.publish.records import PublishOptions

@@ -81,8 +81,8 @@ class QuantizeConfig:
         help="file of --custom-q rules, separated by blanks or line ends; they follow those of --custom-q")
 
     target_size: str | None = opt(None, "--target-size", "str", form="SIZE", example="--target-size 12GiB",
-        help="choose the types so that all tensors together have at most SIZE (12GiB, 900M) with the least damage; "
-        "gpu=SIZE,cpu=SIZE sets separate budgets for both sides. TYPE may be missing; --custom-q rules and "
+        help="choose the types so that all tensors together have at most SIZE (12GiB, 900M) and the damage is least; "
+        "gpu=SIZE,cpu=SIZE gives both sides a budget of their own. TYPE may be missing; --custom-q rules and "
         "--*-type options still decide about their tensors")
     target_bpw: str | None = opt(None, "--target-bpw", "str", form="F", example="--target-bpw 3.6",
         help="same as --target-size, in bits per weight (3.6 or gpu=5.5,cpu=2.7)")
@@ -205,7 +205,7 @@ class ConvertConfig:
         help="same as --target-size, in bits per weight")
 
     split_max_size: str | None = opt(None, "--split-max-size", "str", form="N(M|G)", example="--split-max-size 2G",
-        help="most bytes of tensors per file")
+        help="bytes of tensors per file at most")
     split_max_tensors: int = opt(0, "--split-max-tensors", "int", form="N", example="--split-max-tensors 128",
         minimum=0, help="most tensors per file; 0 = no limit")
     resume: bool = opt(False, "--resume --partial-requant", "switch",

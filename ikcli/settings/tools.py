@@ -25,10 +25,10 @@ class GgufSplitConfig:
     split: bool = opt(False, "--split", "switch", help="split IN into OUT-00001-of-0000N.gguf ... (the default)")
     merge: bool = opt(False, "--merge", "switch", help="merge all parts of IN, given its first part, into the file OUT")
     max_tensors: int | None = opt(None, "--split-max-tensors", "int", form="N", example="--split-max-tensors 128",
-        minimum=1, help="most tensors per part; default 128")
+        minimum=1, help="tensors per part at most, default 128")
     max_size: str | None = opt(None, "--split-max-size", "str", form="N(M|G)", example="--split-max-size 2G",
-        help="most bytes of tensors per part")
-    no_tensor_first: bool = opt(False, "--no-tensor-first-split", "switch", help="first part: metadata only")
+        help="bytes of tensors per part at most")
+    no_tensor_first: bool = opt(False, "--no-tensor-first-split", "switch", help="the first part holds metadata only")
     dry_run: bool = opt(False, "--dry-run", "switch", help="print the parts and write nothing")
 
 
@@ -71,9 +71,9 @@ class PublishConfig:
     base_model: str = opt("", "--base-model", "str", form="USER/REPO", example="--base-model Qwen/Qwen3-8B",
         help="the model that was quantized, for the card; default: from the metadata")
     license: str = opt("", "--license", "str", form="ID", example="--license apache-2.0",
-        help="license for the card; default: general.license")
+        help="for the card; default general.license")
     split_max_size: str | None = opt(None, "--split-max-size", "str", form="N(M|G)", example="--split-max-size 50G",
-        help="split larger models into parts of at most this many bytes, in one folder each")
+        help="split larger models into parts of so many bytes at most, in a folder each")
     imatrix: Path | None = opt(None, "--imatrix", "path", form="FILE", example="--imatrix imatrix.gguf",
         help="importance matrix to copy into the folder")
     results: tuple[str, ...] = opt((), "--results", "custom", form="[LABEL=]FILE", example="--results Q4_K_M=q4.log",

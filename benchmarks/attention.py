@@ -62,7 +62,7 @@ class Case:
 
 
 def build(case: Case, flash: bool = True) -> tuple[Harness, Node, list[tuple[Node, int]]]:
-    """(harness, result, leaves and their columns)."""
+    """Return (harness, result, leaves and their columns)."""
     run = Harness(case.n_tokens, case.n_kv, RULES)
     g, n = run.graph, case.n_head
     g.il = 0
@@ -90,7 +90,7 @@ def build(case: Case, flash: bool = True) -> tuple[Harness, Node, list[tuple[Nod
 
 
 def measure(case: Case, threads: int, repeat: int, clock: Callable[[], float], flash: bool = True) -> float:
-    """Best time of one attention node, in seconds."""
+    """Return the best time of one attention node, in seconds."""
     rng = np.random.default_rng(0)
     run, out, leaves = build(case, flash)
     run.compile(out, threads, {"sinks": np.zeros(case.n_head, np.float32)})
@@ -150,7 +150,7 @@ def main() -> None:
     parser.add_argument("--filter", default="")
     parser.add_argument("--full", action="store_true", help="without flash attention")
     args = parser.parse_args()
-    # With one thread the processor time counts, so that other work on the machine disturbs less.
+    # With one thread processor time counts, so that other work on the machine disturbs less.
     clock = time.thread_time if args.threads == 1 else time.perf_counter
     top = product_peak("f32", args.threads, clock)
     print(f"FMA peak, {args.threads} threads: {top / 1e9:.0f} GFLOP/s")

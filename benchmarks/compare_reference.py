@@ -28,13 +28,13 @@ PROGRAM = "llama-sweep-bench"
 
 
 def parse_table(text: str) -> dict[int, Row]:
-    """Speeds by depth from a log with a sweep-bench table; other lines are skipped."""
+    """Return speeds by depth from a log with a sweep-bench table; other lines are skipped."""
     rows = [row for table in read_text(text) if table.kind == "sweep" for row in table.rows]
     return {r.n_kv: (r.speed_pp, r.speed_tg) for r in rows if r.speed_pp is not None and r.speed_tg is not None}
 
 
 def run_once(command: list[str], timeout: float) -> dict[int, Row]:
-    """Run a program and read its table, whichever stream it is on; exits with the log's end if there is none."""
+    """Run a program and read its table from either stream; exit with the log's end if there is none."""
     # the reference leaves a log file in its working folder
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -51,7 +51,7 @@ def run_once(command: list[str], timeout: float) -> dict[int, Row]:
 
 
 def medians(runs: list[dict[int, Row]]) -> dict[int, Row]:
-    """Median speeds per depth over repeated runs."""
+    """Return median speeds per depth over repeated runs."""
     values: dict[int, list[Row]] = defaultdict(list)
     for run in runs:
         for depth, row in run.items():
@@ -63,9 +63,9 @@ def medians(runs: list[dict[int, Row]]) -> dict[int, Row]:
 
 
 def table_rows(model: str, ours: dict[int, Row], reference: dict[int, Row]) -> list[str]:
-    """Markdown rows for the depths both programs measured; ratios above 1 mean that ik is faster.
+    """Return Markdown rows for the depths both programs measured; ratios above 1 mean that ik is faster.
 
-    Without any of the reference, all of ours.
+    Without results of the reference, return all of ours.
     """
     lines = []
     for depth in sorted(ours.keys() & reference.keys() if reference else ours):
@@ -78,7 +78,7 @@ def table_rows(model: str, ours: dict[int, Row], reference: dict[int, Row]) -> l
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
-    """Command line; what follows `--` is in `extra`."""
+    """Parse the command line; `extra` holds the words after `--`."""
     extra: list[str] = []
     if "--" in argv:
         split = argv.index("--")

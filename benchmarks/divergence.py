@@ -35,7 +35,7 @@ TYPES = [
 
 
 def judges(arguments: argparse.Namespace) -> list[Judge]:
-    """The bundled model with the halves of its text, then those of --model."""
+    """Return the bundled model with the halves of its text, then those of --model."""
     found = []
     if not arguments.no_demo:
         calibration, judge = halves(default_text().read_text(encoding="utf-8"))
@@ -47,7 +47,7 @@ def judges(arguments: argparse.Namespace) -> list[Judge]:
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
-    """Command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("types", nargs="*", metavar="TYPE", help="tensor types (default: all up to 8 bits per weight)")
@@ -56,10 +56,10 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add("--calib", type=Path, action="append", default=[], metavar="TEXT", help="text for the importance matrix")
     add("--no-demo", action="store_true", help="without the bundled model")
     add("--reference", type=Path, help="folder with llama-quantize; without it ik alone is measured")
-    add("--modes", nargs="+", choices=MODES, default=list(MODES), help="what the quantizers are given (default: all)")
+    add("--modes", nargs="+", choices=MODES, default=list(MODES), help="inputs of the quantizers (default: all)")
     add("--quantize-options", default="", metavar="OPTIONS", help="further options of ik quantize, in quotes")
     add("--json", type=Path, metavar="FILE", help="append the results to this file, one JSON object per line")
-    add("--resume", action="store_true", help="do not repeat what the file of --json holds")
+    add("--resume", action="store_true", help="skip records that the file of --json has")
     add("--cache", type=Path, metavar="DIR", help="keep the reference's results here, and take them from here")
     add("--chunks", type=int, default=-1, help="windows to evaluate (default: all)")
     add("-t", "--threads", type=int, default=physical_cores())
@@ -76,7 +76,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 
 
 def evaluate(bench: Bench, arguments: argparse.Namespace) -> list[Record]:
-    """Records of one model in the order of the types, printed as they come."""
+    """Return the records of one model in the order of the types, printed as they come."""
     done = {r.key: r for r in read(arguments.json)} if arguments.resume else {}
     found = []
     for type_ in arguments.types:

@@ -27,7 +27,7 @@ from ikcli.quant.covariance_file import write_covariance
 from ikcli.quant.formats import tensor_size
 
 PROGRAM = "llama-quantize"
-# Both programs have rules of their own for these two tensors, also with --pure.
+# Both programs have special rules for these two tensors, also with --pure.
 SAME_TYPES = ("--pure", "--token-embedding-type", "q8_0", "--output-tensor-type", "q8_0")
 _SHAPE = (4096, 4096)
 _IMATRIX, _COVARIANCE, _RANDOM = "imatrix.dat", "covariance.gguf", "random.gguf"
@@ -61,33 +61,33 @@ class Programs(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """A file's result, and its divergence position by position."""
+    """The result for a file, and its divergence position by position."""
 
     side: Side
     kld: npt.NDArray[np.float64]
 
 
 def file_type(type_: str) -> str | None:
-    """Name of the first file type that makes tensors of a type with --pure, for example IQ2_M for IQ2_S."""
+    """Return the name of the first file type that makes tensors of a type with --pure, for example IQ2_M for IQ2_S."""
     return next((f.names[0] for f in FILE_TYPES.values() if f.names and f.type.name == type_), None)
 
 
 def bpw(type_: str) -> float:
-    """Bits per weight in rows of 4096, headers of rows included."""
+    """Return bits per weight in rows of 4096, headers of rows included."""
     type = next(f.type for f in FILE_TYPES.values() if f.type.name == type_)
     return 8 * tensor_size(type, _SHAPE) / (_SHAPE[0] * _SHAPE[1])
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[io.StringIO]:
-    """What ik would print goes to the buffer."""
+    """Redirect the output of ik to the buffer."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
         yield out
 
 
 def quantize_here(arguments: list[str]) -> None:
-    """`ik quantize` without a new process, so that kernels are loaded once; its last line if it fails."""
+    """Run `ik quantize` in this process, so that kernels are loaded once; return its last line if it fails."""
     with quiet() as out:
         code = ik(["quantize", *arguments])
     if code:
@@ -95,26 +95,26 @@ def quantize_here(arguments: list[str]) -> None:
 
 
 def quantize_there(program: Path, arguments: list[str]) -> None:
-    """The reference's llama-quantize; it aborts where it insists on an importance matrix."""
+    """Run the reference's llama-quantize, which aborts if it requires an importance matrix."""
     done = subprocess.run([program, *arguments], capture_output=True, text=True, errors="replace", check=False)
     if done.returncode:
         raise ReferenceFailed(f"{PROGRAM}: exit code {done.returncode}")
 
 
 def different_types(a: GGUFFile, b: GGUFFile) -> list[str]:
-    """Tensors that two files do not hold in the same type."""
+    """Return the tensors that two files hold in different types."""
     names = sorted(a.tensors.keys() | b.tensors.keys())
     kinds = [[f.tensors[n].type.name if n in f.tensors else "none" for f in (a, b)] for n in names]
     return [f"{name} {ours}/{theirs}" for name, (ours, theirs) in zip(names, kinds, strict=True) if ours != theirs]
 
 
 def same_data(a: GGUFFile, b: GGUFFile) -> bool:
-    """Whether all tensors are equal byte by byte."""
+    """Return whether all tensors are equal byte by byte."""
     return a.tensors.keys() == b.tensors.keys() and all(np.array_equal(a.data(n), b.data(n)) for n in a.tensors)
 
 
 def evaluate(path: Path, base: BaseReader, settings: Settings, seconds: float) -> Measured:
-    """Compare a file, which took so long to write, with the base."""
+    """Compare a file, which took this long to write, with the base."""
     with quiet():
         found = compare(path, base, settings)
     s = found.summary
@@ -123,7 +123,7 @@ def evaluate(path: Path, base: BaseReader, settings: Settings, seconds: float) -
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What all measurements on a model share."""
+    """The shared inputs of all measurements on a model."""
 
     judge: Judge
     folder: Path
@@ -133,7 +133,7 @@ class Bench:
     base_ppl: float
 
     def key(self, type_: str, mode: str) -> tuple[object, ...]:
-        """Key of the record that `measure` would return."""
+        """Return the key of the record that `measure` would return."""
         s = self.settings
         return (self.judge.name, type_, mode, f"{self.base_ppl:.5g}", s.n_ctx, s.chunks, self.programs.options)
 
@@ -151,7 +151,7 @@ class Bench:
         return evaluate(path, self.base, self.settings, seconds)
 
     def _theirs(self, path: Path, type_: str, mode: str, like: Path, ours: Measured) -> tuple[Measured, str]:
-        """The reference's file, evaluated only if it differs from ours, and what is to be said about it."""
+        """Return the result of the reference's file, evaluated only if it differs from ours, and a note on it."""
         assert self.programs.reference is not None
         start = time.perf_counter()
         quantize_there(self.programs.reference / PROGRAM, self._arguments(path, type_, mode))
@@ -164,7 +164,7 @@ class Bench:
         return evaluate(path, self.base, self.settings, seconds), note
 
     def _cached(self, path: Path, type_: str, mode: str, like: Path, ours: Measured) -> tuple[Measured, str]:
-        """`_theirs`, from the cache if it is there: it does not depend on ik's encoders."""
+        """Return `_theirs` from the cache if it is there: it does not depend on ik's encoders."""
         if self.programs.cache is None:
             return self._theirs(path, type_, mode, like, ours)
         given = NOTHING if mode == NOTHING else IMATRIX
@@ -179,7 +179,7 @@ class Bench:
         return found, note
 
     def measure(self, type_: str, mode: str) -> Record:
-        """Quantize with both programs and evaluate; Failed if ik refuses."""
+        """Quantize with both programs and evaluate; raise Failed if ik refuses."""
         a, b = self.folder / "ours.gguf", self.folder / "reference.gguf"
         theirs, note = None, ""
         try:
@@ -200,7 +200,7 @@ class Bench:
 
 
 def open_bench(judge: Judge, folder: Path, settings: Settings, programs: Programs, modes: Sequence[str]) -> Bench:
-    """Collect the importance matrix, and second moments if they are wanted, and evaluate the model as it is."""
+    """Collect the importance matrix, and second moments if requested, and evaluate the unchanged model."""
     limit = _COVARIANCE_LIMIT if COVARIANCE in modes else 0
     with quiet():
         found = importance(judge.model, judge.calibration, settings, limit)

@@ -1,4 +1,4 @@
-"""Records of benchmarks/divergence.py: what is measured per type, their Markdown rows, and what they say together."""
+"""Records of benchmarks/divergence.py: the measurements per type, their Markdown rows, and their summary."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HEADER = (
 SUMMARY_HEADER = "| model | with | up to 4.5 bpw | 2-bit types | all | worst type |\n|---|---|---:|---:|---:|---|"
 
 
-# What the quantizers are given: an importance matrix, nothing, or ik second moments of the text, or of random tokens
+# Inputs of the quantizers: an importance matrix, nothing, or ik second moments of the text, or of random tokens
 # beside the importance matrix (the other program has the importance matrix then).
 MODES = IMATRIX, NOTHING, COVARIANCE, SELF = "imatrix", "nothing", "covariance", "self"
 
@@ -36,7 +36,8 @@ class Side:
 class Record:
     """A type on a model; without `reference` the other program refused. `ratio`: ours / reference, below 1 is better.
 
-    `base` (perplexity of the unquantized model), `n_ctx`, `chunks`: what was evaluated; `options`: of `ik quantize`.
+    `base` (perplexity of the unquantized model), `n_ctx` and `chunks` describe the evaluation; `options` are those of
+    `ik quantize`.
     """
 
     model: str
@@ -55,12 +56,12 @@ class Record:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What the record is about: one is enough."""
+        """Return the key of the record, which is unique."""
         return (self.model, self.type, self.mode, f"{self.base:.5g}", self.n_ctx, self.chunks, self.options)
 
 
 def read(path: Path | None) -> list[Record]:
-    """Records of a JSON lines file; none if there is no file."""
+    """Read the records of a JSON lines file; return none if the file does not exist."""
     if path is None or not path.is_file():
         return []
     found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
@@ -71,7 +72,7 @@ def read(path: Path | None) -> list[Record]:
 
 
 def line(record: Record) -> str:
-    """The record as a line of JSON."""
+    """Return the record as a line of JSON."""
     return json.dumps(asdict(record), ensure_ascii=False) + "\n"
 
 
@@ -84,7 +85,7 @@ def _same(side: Side | None) -> str:
 
 
 def row(r: Record) -> str:
-    """The record as a row of the table."""
+    """Return the record as a row of the table."""
     ratio = "" if r.ratio is None else f"{r.ratio:.4f} ± {r.ratio_error:.4f}"
     cells = [r.model, r.type, f"{r.bpw:.2f}", r.mode, _kld(r.ours), _kld(r.reference), ratio]
     cells += [f"{s.ppl:.4f}" if s else "" for s in (r.ours, r.reference)]
@@ -92,9 +93,10 @@ def row(r: Record) -> str:
 
 
 def ratio_of_means(ours: Sequence[float], reference: Sequence[float]) -> tuple[float, float] | tuple[None, None]:
-    """mean(ours) / mean(reference) over the same positions, with its standard error; None if a mean is not positive.
+    """Return mean(ours) / mean(reference) over the same positions, with its standard error.
 
-    The error is that of paired values: what both find hard at a position cancels.
+    None if a mean is not positive. The error is that of paired values: difficulties that both have at a position
+    cancel.
     """
     n = len(ours)
     a, b = math.fsum(ours) / n, math.fsum(reference) / n
@@ -105,7 +107,7 @@ def ratio_of_means(ours: Sequence[float], reference: Sequence[float]) -> tuple[f
 
 
 def geometric_mean(records: Iterable[Record]) -> tuple[float, float, int]:
-    """Geometric mean of the ratios, its standard error as far as the evaluated text goes, and their number."""
+    """Return the geometric mean of the ratios, its standard error due to the evaluated text, and their number."""
     pairs = [(math.log(r.ratio), (r.ratio_error or 0.0) / r.ratio) for r in records if r.ratio]
     if not pairs:
         return math.nan, math.nan, 0
@@ -127,7 +129,7 @@ def _summary_row(model: str, mode: str, records: Sequence[Record]) -> str:
 
 
 def summary(records: Sequence[Record]) -> list[str]:
-    """Rows with the geometric means (number of types) per model and over all, for each mode."""
+    """Return rows with the geometric means (number of types) per model and over all, for each mode."""
     rows = []
     models = list(dict.fromkeys(r.model for r in records))
     for model in [*models, *(["all"] if len(models) > 1 else [])]:

@@ -42,14 +42,14 @@ _TIMES = re.compile(r"quantize time =\s*([\d.]+) ms|wrote \d+ files? in ([\d.]+)
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Seconds of one run: the whole program, and what it says quantizing took (NaN if it does not say)."""
+    """Seconds of one run: the whole program, and the quantizing time that it reports (NaN if it reports none)."""
 
     command: float
     quantize: float
 
 
 def file_types() -> dict[str, str]:
-    """Tensor type -> name of the first file type that makes all tensors of it with --pure."""
+    """Return tensor type -> name of the first file type that makes all tensors of it with --pure."""
     found: dict[str, str] = {}
     for f in FILE_TYPES.values():
         if f.names and f.type in available_types() and f.type not in _PLAIN:
@@ -58,7 +58,7 @@ def file_types() -> dict[str, str]:
 
 
 def weights(n_rows: int, ternary: bool, rng: np.random.Generator) -> Iterator[npt.NDArray[np.float16]]:
-    """Chunks of rows: a spread of row scales, one weight in a thousand ten times as large; or -s, 0 and s."""
+    """Yield chunks of rows: a spread of row scales, one weight in a thousand ten times as large; or -s, 0 and s."""
     for start in range(0, n_rows, _CHUNK_ROWS):
         shape = (min(_CHUNK_ROWS, n_rows - start), NE0)
         if ternary:
@@ -71,7 +71,7 @@ def weights(n_rows: int, ternary: bool, rng: np.random.Generator) -> Iterator[np
 
 
 def write_model(path: Path, n_weights: int, ternary: bool = False) -> None:
-    """A llama model with nothing but one tensor."""
+    """Write a llama model with a single tensor."""
     n_rows = max(16, n_weights // NE0 // 16 * 16)
     keys: dict[str, Any] = {
         "block_count": 1,
@@ -90,7 +90,7 @@ def write_model(path: Path, n_weights: int, ternary: bool = False) -> None:
 
 
 def write_imatrix(path: Path) -> None:
-    """Importance of the columns: chi-squared like mean squares of activations, some columns far above the others."""
+    """Write an importance of the columns: chi-squared like mean squares of activations, some columns far larger."""
     rng = np.random.default_rng(1)
     values = rng.chisquare(2, NE0) * np.where(rng.random(NE0) < 0.01, 50, 1)
     entry = ImatrixEntry(values.astype(np.float32)[None, :], np.ones(1, np.float32))
@@ -98,7 +98,7 @@ def write_imatrix(path: Path) -> None:
 
 
 def run_once(command: list[str], output: Path, timeout: float) -> Times:
-    """Run a program and time it; exits with the log's end if it fails or writes nothing."""
+    """Run a program and time it; exit with the log's end if it fails or writes nothing."""
     output.unlink(missing_ok=True)
     start = time.perf_counter()
     try:
@@ -120,12 +120,12 @@ def run_once(command: list[str], output: Path, timeout: float) -> Times:
 
 
 def medians(runs: list[Times]) -> Times:
-    """Medians of both times."""
+    """Return medians of both times."""
     return Times(statistics.median(r.command for r in runs), statistics.median(r.quantize for r in runs))
 
 
 def table_row(name: str, n_weights: int, ours: Times, reference: Times) -> str:
-    """One Markdown row; ratios above 1 mean that ik is faster."""
+    """Return one Markdown row; ratios above 1 mean that ik is faster."""
     return (
         f"| {name} | {n_weights / 1e6:.1f} | {ours.command:.2f} | {reference.command:.2f} "
         f"| {reference.command / ours.command:.2f} | {ours.quantize:.2f} | {reference.quantize:.2f} "
@@ -134,7 +134,7 @@ def table_row(name: str, n_weights: int, ours: Times, reference: Times) -> str:
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
-    """Command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("types", nargs="*", metavar="TYPE", help="tensor types (default: all that both can write)")
     parser.add_argument("--reference", type=Path, required=True, help=f"folder with {PROGRAM}")
@@ -151,7 +151,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 
 
 def input_model(folder: Path, n_weights: int, ternary: bool) -> Path:
-    """Path of a model, written unless it is there."""
+    """Return the path of a model, which is written unless it exists."""
     path = folder / f"{'ternary' if ternary else 'normal'}-{n_weights}.gguf"
     if not path.exists():
         write_model(path, n_weights, ternary)
@@ -159,7 +159,7 @@ def input_model(folder: Path, n_weights: int, ternary: bool) -> Path:
 
 
 def compare(name: str, file_type: str, folder: Path, arguments: argparse.Namespace) -> str:
-    """Run both programs in turns and return the row of a type."""
+    """Alternate between both programs and return the row of a type."""
     n_weights = int(arguments.millions * 1e6)
     model = input_model(folder, n_weights, GGMLType[name] in _TERNARY)
     options = ["--pure"]

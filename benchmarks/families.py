@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Speed of model families next to ik_llama.cpp: makes random models, quantizes them, and compares them as
-`compare_reference.py` does, at N_KV 0 and at one depth.
+"""Compare the speed of model families with ik_llama.cpp, at N_KV 0 and at one depth.
 
-Models have the widths, heads and sizes of experts of real ones, but few blocks (`tools/make_random_model.py`).
-Files that are in the folder already are used as they are. Options after `--` are given to both programs.
+Makes random models, quantizes them, and compares them as `compare_reference.py` does.
+
+Models have the widths, heads and sizes of experts of real ones, but few blocks (`tools/make_random_model.py`). Files
+that are already in the folder are used. Options after `--` are given to both programs.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ TYPES = ("Q4_K_M", "IQ4_K")
 
 
 def split_extra(argv: list[str]) -> tuple[list[str], list[str]]:
-    """Options before and after `--`."""
+    """Split options at `--`."""
     at = argv.index("--") if "--" in argv else len(argv)
     return argv[:at], argv[at + 1 :]
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
-    """Command line without what follows `--`."""
+    """Parse the command line before `--`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("families", nargs="*", metavar="FAMILY", help=f"of {', '.join(FAMILIES)} (default: all)")
     parser.add_argument("--reference", type=Path, required=True, help="folder with llama-sweep-bench")
@@ -50,14 +51,14 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     found = parser.parse_args(argv)
     unknown = sorted(set(found.families) - set(FAMILIES))
     if unknown:
-        parser.error(f"no such family: {', '.join(unknown)}; known are {', '.join(FAMILIES)}")
+        parser.error(f"unknown family: {', '.join(unknown)}; known are {', '.join(FAMILIES)}")
     if found.depth % found.ubatch_size:
-        parser.error(f"--depth {found.depth} is no multiple of -ub {found.ubatch_size}")
+        parser.error(f"--depth {found.depth} is not a multiple of -ub {found.ubatch_size}")
     return found
 
 
 def run(command: list[str]) -> None:
-    """Run a step; its own words go to stderr."""
+    """Run a step; its own output goes to stderr."""
     print(shlex.join(command), file=sys.stderr)
     done = subprocess.run(command, stdout=sys.stderr, check=False)
     if done.returncode:
@@ -65,7 +66,7 @@ def run(command: list[str]) -> None:
 
 
 def make(family: str, types: list[str], options: argparse.Namespace) -> list[Path]:
-    """The quantized models of a family; q8_0 is in between, whose rounding does not matter to speed."""
+    """Make the quantized models of a family by way of q8_0, whose rounding does not affect speed."""
     sizes = [(f"--{key}", value) for key in ("layers", "experts", "vocab") if (value := getattr(options, key))]
     stem = "-".join([family, *(f"{key[2]}{value}" for key, value in sizes)])
     found = [options.folder / f"{stem}-{type_}.gguf" for type_ in types]

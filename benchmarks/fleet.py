@@ -39,7 +39,7 @@ _TYPES = "q4_K,iq2_k,iq3_k,iq4_k,iq5_k,iq6_k,iq4_ks,iq2_kt"
 
 # --- commands ---------------------------------------------------------------------------------------------------------
 def text(room: Path, n: int) -> str:
-    """A file with n characters of the bundled text, again and again."""
+    """Write a file with n characters of the bundled text, repeated."""
     path, whole = room / f"text-{n}.txt", default_text().read_text("utf-8")
     path.write_text((whole * (1 + n // len(whole)))[:n], "utf-8")
     return str(path)
@@ -110,13 +110,13 @@ def ik(words: Sequence[str]) -> None:
 
 # --- shares of a core -------------------------------------------------------------------------------------------------
 def cpu_seconds(pid: int) -> float:
-    """Of a process, all threads together."""
+    """Return the CPU seconds of a process, all threads together."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / _TICKS
 
 
 def workers_of(pid: int) -> list[int]:
-    """Processes that a command has begun; the tracker of resources among them does next to nothing."""
+    """Return the processes that a command has started; the resource tracker among them does next to nothing."""
     found: list[int] = []
     for task in Path(f"/proc/{pid}/task").iterdir():
         found += [int(child) for child in (task / "children").read_text().split()]
@@ -132,7 +132,7 @@ class Governor:
     _stopped: set[int] = field(default_factory=set)
 
     def tick(self, pids: Sequence[int]) -> None:
-        """Stop those that have used their share, let the others go on."""
+        """Stop the processes that have used their share, and continue the others."""
         now = time.monotonic()
         for pid in pids:
             with suppress(OSError):  # it has just ended
@@ -144,7 +144,7 @@ class Governor:
                     (self._stopped.add if over else self._stopped.discard)(pid)
 
     def release(self) -> None:
-        """Let all go on."""
+        """Continue all processes."""
         for pid in self._stopped:
             with suppress(OSError):
                 os.kill(pid, signal.SIGCONT)
@@ -206,7 +206,7 @@ def measure(words: Sequence[str], n_workers: int, share: float, room: Path) -> M
 # --- cost of a task ---------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Empty:
-    """Workers that give back some bytes at once."""
+    """Workers that return some bytes at once."""
 
     size: int
 
@@ -217,11 +217,11 @@ class Empty:
         return {"data": bytes(self.size)}
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resource is held."""
 
 
 def cost(work: Executor, size: int, n: int, room: Path) -> float:
-    """Seconds per task, without the start of workers."""
+    """Return the seconds per task, without the start of workers."""
     path = room / "cost.jsonl"
     units = [(str(i), i) for i in range(n + work.n_workers)]
     with Journal(path, {"kind": "cost"}) as journal, _removed(path):
@@ -258,7 +258,7 @@ def main() -> None:
     args = parser.parse_args()
     unknown = [name for name in args.commands if name not in {*COMMANDS, _COSTS}]
     if unknown:
-        parser.error(f"{unknown[0]}: no such command")
+        parser.error(f"{unknown[0]}: unknown command")
     with tempfile.TemporaryDirectory() as name:
         room = Path(name)
         commands = [command for command in args.commands or COMMANDS if command != _COSTS]

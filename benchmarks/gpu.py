@@ -47,15 +47,15 @@ GB = 1e9
 
 @dataclass
 class Bench:
-    """The device, its ceilings, and what was found."""
+    """The device, its peaks, and the results."""
 
     device: Device
     tiny: bool
     seconds: float  # per case, about
-    independent: bool = False  # attention of few tokens as in generation
+    independent: bool = False  # batch-invariant attention of few tokens, as in generation
     cells: int = 0  # of caches, at least; 0: as many as positions
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(1))
-    copy_bandwidth: float = 4.3e12  # bytes/s, replaced by what `roof` measures
+    copy_bandwidth: float = 4.3e12  # bytes/s, replaced by the measured peak of `roof`
     peak: dict[str, float] = field(default_factory=lambda: {"f16": 7.9e14, "s8": 1.58e15})  # flop/s
     records: list[dict[str, Any]] = field(default_factory=list)
 
@@ -71,12 +71,12 @@ class Bench:
         print(f"{subject:10} {case:44} {text}", flush=True)
 
     def alloc(self, n_bytes: int) -> int:
-        """Memory until the end of the subject."""
+        """Allocate memory until the end of the subject."""
         self.held.append(self.device.alloc(n_bytes, "compute"))
         return int(self.held[-1].address)
 
     def upload(self, data: Array, n_bytes: int = 0) -> int:
-        """An array on the device, repeated until it fills `n_bytes`."""
+        """Put an array on the device, repeated until it fills `n_bytes`."""
         n_bytes = max(n_bytes, data.nbytes)
         address = self.alloc(n_bytes)
         self.put(address, data, n_bytes)
@@ -100,7 +100,7 @@ class Bench:
         self.held = []
 
     def time(self, launches: list[Launch]) -> float:
-        """Seconds of the launches as one captured graph."""
+        """Return the seconds of the launches as one captured graph."""
         device, stream = self.device, self.stream
 
         def queue() -> None:
@@ -132,7 +132,7 @@ class Bench:
 
 # --- driver ----------------------------------------------------------------------------------------------------------
 def load(b: Bench) -> None:
-    """Every packaged kernel loads; milliseconds of the driver's compiler per file (once per machine)."""
+    """Load every packaged kernel; report milliseconds of the driver's compiler per file (once per machine)."""
     package, total = Package.installed(), 0.0
     for file in package.files:
         names = [k.name for k in package.kernels.values() if k.file == file]
@@ -145,7 +145,7 @@ def load(b: Bench) -> None:
 
 
 def basic(b: Bench) -> None:
-    """Kernels, copies, events and graphs do what they should."""
+    """Check that kernels, copies, events and graphs work."""
     device, stream = b.device, b.stream
     n = 1000 if b.tiny else 1 << 24
     x = b.alloc(4 * n)
@@ -187,7 +187,7 @@ def basic(b: Bench) -> None:
 
 
 def roof(b: Bench) -> None:
-    """Read and copy bandwidth, tensor core and dp4a peaks."""
+    """Measure read and copy bandwidth, tensor core and dp4a peaks."""
     n_bytes = 1 << 16 if b.tiny else 2 << 30
     x, y = b.upload(b.rng.integers(0, 256, min(n_bytes, 1 << 26), np.uint8), n_bytes), b.alloc(n_bytes)
     n_sm = 2 if b.tiny else b.device.info.n_sm
@@ -220,7 +220,7 @@ def roof(b: Bench) -> None:
 
 
 def launches(b: Bench) -> None:
-    """Microseconds per launch: eager from Python, and per kernel inside of a graph."""
+    """Measure microseconds per launch: eager from Python, and per kernel inside of a graph."""
     device, stream = b.device, b.stream
     x, n = b.alloc(4096), 20 if b.tiny else 1000
     launch = Launch("util_fill", (1, 1, 1), 256, 0, (x, 256, np.float32(1)))
@@ -236,7 +236,7 @@ def launches(b: Bench) -> None:
 
 
 def handover(b: Bench) -> None:
-    """Host -> device -> kernel -> host, spinning on an event: microseconds per round trip."""
+    """Measure host -> device -> kernel -> host, spinning on an event: microseconds per round trip."""
     device, stream = b.device, b.stream
     event = device.event()
     for kib in (8, 16, 32, 64):
@@ -265,7 +265,7 @@ def handover(b: Bench) -> None:
 
 # --- kernels through their lowering rules ----------------------------------------------------------------------------
 class Case:
-    """A graph of equal nodes over different memory, lowered as a session would."""
+    """A graph of equal nodes over different memory, lowered as in a session."""
 
     def __init__(self, b: Bench, n_tokens: int, n_kv: int) -> None:
         self.b, self.graph, self.n_tokens, self.n_kv = b, Graph(), n_tokens, n_kv
@@ -275,7 +275,7 @@ class Case:
         self.caches: dict[Cache, int] = {}
 
     def input(self, name: str, cols: int, rows: Rows = Rows.TOKENS) -> Node:
-        """A leaf of random values."""
+        """Return a leaf of random values."""
         from leaves import leaf
 
         node = leaf(self.graph, name, cols, rows)
@@ -283,7 +283,7 @@ class Case:
         return node
 
     def cache(self, kind: str, cols: int, type_: GGMLType) -> Cache:
-        """A cache of random rows for the current layer."""
+        """Return a cache of random rows for the current layer."""
         from cuda_attention import random_rows
 
         cache = self.graph.cache(kind, cols, type_)
@@ -295,13 +295,13 @@ class Case:
         return cache
 
     def state(self, kind: str, cols: int) -> Cache:
-        """The state of one sequence for the current layer."""
+        """Return the state of one sequence for the current layer."""
         cache = self.graph.state(kind, cols)
         self.caches[cache] = self.b.upload(self.b.rng.standard_normal(cols).astype(np.float32))
         return cache
 
     def weight(self, name: str, type_: GGMLType, shape: tuple[int, ...]) -> Weight:
-        """Random rows of a type, 64 different ones."""
+        """Return random rows of a type, 64 different ones."""
         from weight_bytes import stored
 
         w, few = Weight(name, type_, shape), Weight(name, type_, (shape[0], 64))
@@ -312,7 +312,7 @@ class Case:
         return w
 
     def launches(self, results: list[Node]) -> tuple[GpuProgram, list[Launch]]:
-        """The launches of one step of all tokens after the cells before them."""
+        """Return the launches of one step of all tokens after the cells before them."""
         b, n, n_kv = self.b, self.n_tokens, self.n_kv
         most = {Rows.TOKENS: n, Rows.OUTPUTS: n, Rows.KV: self.n_cells}
         low = GpuLowering(most, self.n_cells, DeviceLimits.of(b.device.info), independent=b.independent)
@@ -340,7 +340,7 @@ class Case:
     def measure(
         self, subject: str, name: str, results: list[Node], n_bytes: float, flop: float, peak: str = "f16"
     ) -> None:
-        """Time per node; `n_bytes` and `flop` of one."""
+        """Report the time per node; `n_bytes` and `flop` are those of one."""
         b = self.b
         _, launches = self.launches(results)
         seconds = b.time(launches) / len(results)
@@ -351,12 +351,12 @@ class Case:
 
 
 def _copies(b: Bench, n_bytes: float) -> int:
-    """How many equal nodes make the data larger than twice the L2 cache."""
+    """Return how many equal nodes make the data larger than twice the L2 cache."""
     return 1 if b.tiny else max(1, min(16, int(2 * b.device.info.l2_bytes / n_bytes) + 1))
 
 
 def attention_mla(b: Bench) -> None:
-    """Absorbed MLA, 576/512, one new token and a few."""
+    """Measure absorbed MLA, 576/512, with one new token and a few."""
     lengths = (96,) if b.tiny else (4096, 16384, 32768, 65536, 131072)
     for n_head in (16, 128):
         for type_ in (T.F16, T.Q8_0):
@@ -380,7 +380,7 @@ def attention_mla(b: Bench) -> None:
 
 
 def attention_gqa(b: Bench) -> None:
-    """Grouped heads, one new token."""
+    """Measure grouped heads with one new token."""
     for width, group in ((64, 8), (128, 4), (128, 8), (128, 12), (256, 8)):
         for type_ in (T.F16, T.Q8_0):
             for n_kv in (96,) if b.tiny else (4096, 32768, 131072):
@@ -402,7 +402,10 @@ def attention_gqa(b: Bench) -> None:
 
 
 def attention_window(b: Bench) -> None:
-    """Grouped heads, one new token, with and without a window: with one, the time must not grow with the context."""
+    """Measure grouped heads with one new token, with and without a window.
+
+    With a window, the time must not grow with the context.
+    """
     width, group, n_head_kv = 128, 4, 1 if b.tiny else 8
     for type_ in (T.F16, T.Q8_0):
         for window in (0, 32) if b.tiny else (0, 1024, 4096):
@@ -425,7 +428,7 @@ def attention_window(b: Bench) -> None:
 
 
 def attention_prefill(b: Bench) -> None:
-    """Prompts: 192/128 (expanded MLA, 16 heads) and grouped heads of 128."""
+    """Measure prompts: 192/128 (expanded MLA, 16 heads) and grouped heads of 128."""
     sizes = ((40, 8),) if b.tiny else ((512, 0), (2048, 0), (4096, 0), (2048, 16384), (2048, 65536))
     for n_tokens, depth in sizes:
         n_kv = n_tokens + depth
@@ -455,7 +458,7 @@ def attention_prefill(b: Bench) -> None:
 
 
 def delta_rule(b: Bench) -> None:
-    """Recurrent layers: 32 heads of 128 x 128, with a decay per head and per key column; a token, and prompts."""
+    """Measure recurrent layers: 32 heads of 128 x 128, a decay per head and per key column; a token, and prompts."""
     n_head, d = (2, 32) if b.tiny else (32, 128)
     for by_column in (False, True):
         for n_tokens in (1, 130) if b.tiny else (1, 512, 2048):
@@ -495,17 +498,17 @@ def _products(b: Bench, name: str, types: tuple[T, ...], tokens: tuple[int, ...]
 
 
 def matvec(b: Bench) -> None:
-    """Products with 1 to 8 rows."""
+    """Measure products with 1 to 8 rows."""
     _products(b, "matvec", MATVEC[:2] if b.tiny else MATVEC, (1, 3) if b.tiny else (1, 2, 4, 8))
 
 
 def matmul(b: Bench) -> None:
-    """Products with 16 to 4096 rows."""
+    """Measure products with 16 to 4096 rows."""
     _products(b, "matmul", MATMUL[:2] if b.tiny else MATMUL, (16,) if b.tiny else (16, 64, 256, 512, 2048, 4096))
 
 
 class subject:
-    """Frees what a case allocated; a case that fails is reported, the rest goes on."""
+    """Free the allocations of a case; report a case that fails and continue with the rest."""
 
     def __init__(self, b: Bench) -> None:
         self.b = b
@@ -531,7 +534,7 @@ SUBJECTS: dict[str, Callable[[Bench], None]] = {
 
 
 def chosen(text: str) -> Iterator[str]:
-    """Subjects of a comma list; `attention` is all three."""
+    """Return the subjects of a comma list; `attention` means all three."""
     for name in text.split(","):
         yield from ("mla", "gqa", "prefill") if name == "attention" else (name,)
 
@@ -549,7 +552,7 @@ def main(argv: list[str] | None = None, device: Device | None = None) -> int:
     args = parser.parse_args(argv)
     names = list(chosen(args.only))
     if unknown := [name for name in names if name not in SUBJECTS]:
-        parser.error(f"unknown subject {unknown[0]}; there are {', '.join(SUBJECTS)}, attention")
+        parser.error(f"unknown subject {unknown[0]}; known are {', '.join(SUBJECTS)}, attention")
     if device is None:
         reason = driver.why_none()
         if reason is not None:

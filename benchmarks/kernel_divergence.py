@@ -25,7 +25,7 @@ FIELDS = ("Mean PPL(Q)", "Mean KLD", "Median KLD", "99.0% KLD", "Same top p")
 
 
 def run(command: list[str], folder: Path) -> str:
-    """Output of a program; exits with its end if it failed."""
+    """Return the output of a program; exit with its end if it failed."""
     done = subprocess.run(
         command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", check=False
     )
@@ -36,7 +36,7 @@ def run(command: list[str], folder: Path) -> str:
 
 
 def parse(text: str) -> list[float]:
-    """The statistics named in FIELDS, in their order."""
+    """Return the statistics named in FIELDS, in their order."""
     found = {}
     for line in text.splitlines():
         name, _, value = line.partition(":")
@@ -49,9 +49,9 @@ def parse(text: str) -> list[float]:
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
-    """Command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("types", nargs="*", metavar="TYPE", help="default: what models are usually quantized to")
+    parser.add_argument("types", nargs="*", metavar="TYPE", help="default: the most common types")
     parser.add_argument("-m", "--model", type=Path, required=True, help="GGUF file, not quantized")
     parser.add_argument("-f", "--file", type=Path, required=True, help="text to evaluate")
     parser.add_argument("--imatrix", type=Path, help="importance matrix for ik quantize, of another text")

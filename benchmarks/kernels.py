@@ -41,7 +41,7 @@ from ikcli.gguf.types import TYPES
 from ikcli.quant.formats import format_by_name, row_size
 
 COLUMNS, ROWS_PER_RUN = 4096, 1280
-# ggml types of activations, and who makes them
+# ggml types of activations, and the function that makes them
 Q8_K, Q8_2_X4, Q8_K32 = (15, "quantize_row_q8_K"), (99, "quantize_row_q8_2_x4"), (148, "quantize_row_q8_K32")
 OTHERS = """
 q4_0 q4_1 q5_0 q5_1 q6_0 q8_0 q4_K q5_K q6_K iq4_nl mxfp4 iq1_kt iq2_kt iq3_kt iq4_kt
@@ -59,18 +59,18 @@ Run = Callable[[], object]
 
 
 def aligned(n_bytes: int) -> Bytes:
-    """Zeros at a multiple of 64, with as much after them as kernels read ahead."""
+    """Return zeros at a multiple of 64, followed by as many as kernels read ahead."""
     data = np.zeros(n_bytes + 64 + 16384, np.uint8)
     return data[-data.ctypes.data % 64 :]
 
 
 def calls(n_rows: int) -> int:
-    """How often a run multiplies."""
+    """Return how often a run multiplies."""
     return max(1, ROWS_PER_RUN // n_rows)
 
 
 def of_ik(name: str, weights: Bytes, n_rows: int, x: npt.NDArray[np.float32]) -> Run:
-    """Products of n_rows with activation rows x."""
+    """Return products of n_rows with activation rows x, by ik."""
     fmt, n_calls = weight_format(stored_name(format_by_name(name).type)), calls(n_rows)
     dots, stride, rows = few_dots(fmt), 4 * COLUMNS, fmt.rows
     group = rows * row_size(format_by_name(name).type, COLUMNS)
@@ -94,7 +94,7 @@ def of_ik(name: str, weights: Bytes, n_rows: int, x: npt.NDArray[np.float32]) ->
 def of_reference(
     library: ctypes.CDLL, name: str, weights: Bytes, n_rows: int, x: npt.NDArray[np.float32]
 ) -> Run | None:
-    """As `of_ik`; None if the library has no such kernel."""
+    """Return the same products by the reference; None if the library has no such kernel."""
     number, quantizer = ACTIVATIONS.get(name, Q8_K)
     stride = 4 * COLUMNS
     quantized, out = aligned(len(x) * stride), np.zeros((len(x), n_rows), np.float32)
@@ -123,7 +123,10 @@ def of_reference(
 
 
 def nanoseconds(run: Run, n_rows: int, n_tokens: int) -> float:
-    """Per 256 columns of a row and token: the shortest of five runs, or one run if it comes from memory."""
+    """Return nanoseconds per 256 columns of a row and token.
+
+    This is the shortest of five runs, or one run if it comes from memory.
+    """
     times = []
     for _ in range(5 if calls(n_rows) > 1 else 1):
         start = time.perf_counter()

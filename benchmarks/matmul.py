@@ -37,7 +37,7 @@ CHECK_ROWS = 64
 
 
 def best(run: Callable[[], None], repeat: int) -> float:
-    """Shortest of `repeat` runs, in seconds."""
+    """Return the shortest of `repeat` runs, in seconds."""
     times = []
     for _ in range(repeat):
         start = time.perf_counter()
@@ -47,7 +47,7 @@ def best(run: Callable[[], None], repeat: int) -> float:
 
 
 def measure(type_: GGMLType, n_rows: int, k: int, n_tokens: int, n_threads: int, repeat: int) -> tuple[float, float]:
-    """(seconds, relative error) of one product."""
+    """Return (seconds, relative error) of one product."""
     data = stored(type_, n_rows, k)
     harness = Harness(n_tokens, 64, RULES)
     x = harness.input("x", k)
@@ -67,7 +67,7 @@ def measure(type_: GGMLType, n_rows: int, k: int, n_tokens: int, n_threads: int,
 
 
 def peak_of(type_: GGMLType, peaks: dict[str, float]) -> float:
-    """The peak of the products that a type is computed with: of bytes, but for float types."""
+    """Return the peak of the products that a type is computed with: bytes, except for float types."""
     return peaks[activation_kind(type_).replace("q8", "i8")]
 
 

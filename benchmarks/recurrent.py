@@ -68,7 +68,7 @@ CASES = [
 
 
 def measure(case: Case, threads: int, repeat: int, clock: Callable[[], float]) -> float:
-    """Best time of the op, in seconds; sequences are under way."""
+    """Return the best time of the op in seconds; the sequences have cached positions."""
     n = case.n_tokens * case.n_seq
     run = Harness(n, 8, RULES, n_seq=case.n_seq)
     leaves = {name: run.input(name, cols) for name, cols in case.graph.inputs.items()}
@@ -95,7 +95,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=7)
     parser.add_argument("--filter", default="")
     args = parser.parse_args()
-    # With one thread the processor time counts, so that other work on the machine disturbs less.
+    # With one thread processor time counts, so that other work on the machine disturbs less.
     clock = time.thread_time if args.threads == 1 else time.perf_counter
     top = product_peak("f32", args.threads, clock)
     print(f"FMA peak, {args.threads} threads: {top / 1e9:.0f} GFLOP/s")

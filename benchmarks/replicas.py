@@ -42,13 +42,13 @@ PARTS = ("latency", "throughput", "killed")
 
 
 def ask(port: int, path: str) -> list[dict[str, str]]:
-    """What a server answers."""
+    """Return the answer of a server."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=60) as answer:
         return list(json.load(answer))
 
 
 def pids(port: int) -> list[int]:
-    """The processes of replicas, once all are ready, or that of a server without a front."""
+    """Return the processes of replicas, once all are ready, or that of a server without a front."""
     while True:
         try:
             found = ask(port, "/replicas")
@@ -61,7 +61,7 @@ def pids(port: int) -> list[int]:
 
 @contextmanager
 def serving(arguments: Namespace, n: int, ray: str | None) -> Iterator[int]:
-    """A front with n replicas of a thread each, or one server without a front (n = 0); gives the port."""
+    """Run a front with n replicas of a thread each, or one server without a front (n = 0); yield the port."""
     each = Namespace(**vars(arguments))
     each.threads = n if ray in (None, "local") and n else 1
     each.extra = [*(["--replicas", str(n)] if n else []), *(["--ray", ray] if ray and n else []), "--temp", "0"]
@@ -72,7 +72,7 @@ def serving(arguments: Namespace, n: int, ray: str | None) -> Iterator[int]:
 
 @contextmanager
 def on_processors(cpus: Collection[int]) -> Iterator[None]:
-    """What is begun now runs on these processors alone, if any."""
+    """Run processes that start in this context on these CPUs alone, if any are given."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cpus or before)
     try:
@@ -83,7 +83,7 @@ def on_processors(cpus: Collection[int]) -> Iterator[None]:
 
 @contextmanager
 def governed(processes: Sequence[int], share: float) -> Iterator[None]:
-    """Every process has a share of a core."""
+    """Keep every process to a share of a core."""
     done, governor = Event(), Governor(share)
 
     def work() -> None:
@@ -104,8 +104,10 @@ def governed(processes: Sequence[int], share: float) -> Iterator[None]:
 
 # --- latency ----------------------------------------------------------------------------------------------------------
 def figures(answers: Sequence[Answer]) -> tuple[float, float, float]:
-    """Medians in microseconds: of the time per token after the first, to the first, and of all around the computation,
-    per token."""
+    """Return medians in microseconds: per token after the first, to the first token, and outside of the computation.
+
+    The last is per token.
+    """
     per_token = [(a.events[-1] - a.events[0]) / max(1, len(a.events) - 1) for a in answers]
     first = [a.events[0] - a.sent for a in answers]
     around = [(a.end - a.sent - a.engine_ms / 1e3) / max(1, a.n_tokens) for a in answers]
@@ -113,7 +115,7 @@ def figures(answers: Sequence[Answer]) -> tuple[float, float, float]:
 
 
 def latency(arguments: Namespace) -> None:
-    """One client; all servers wait for it all the time."""
+    """Measure with one client; all servers wait for it all the time."""
     with ExitStack() as stack:
         with on_processors(shares(2)[0]):
             ports = {"direct": stack.enter_context(serving(arguments, 0, None))}
@@ -138,7 +140,7 @@ def latency(arguments: Namespace) -> None:
 
 # --- throughput -------------------------------------------------------------------------------------------------------
 def throughput(arguments: Namespace) -> None:
-    """Tokens per second, all slots of all replicas busy."""
+    """Return tokens per second with all slots of all replicas busy."""
     print(f"\n| replicas of {arguments.share:g} cores | clients | tokens/s | ratio | p95 of first token ms |")
     print("|---:|---:|---:|---:|---:|")
     base = 0.0
@@ -157,7 +159,7 @@ def throughput(arguments: Namespace) -> None:
 
 # --- one dies ---------------------------------------------------------------------------------------------------------
 def killed(arguments: Namespace) -> None:
-    """Requests that are lost when a replica dies, and how long it is away."""
+    """Report the requests that are lost when a replica dies, and how long it is away."""
     with serving(arguments, 2, arguments.ray) as port:
         processes = pids(port)
         n = 3 * arguments.requests
@@ -169,7 +171,7 @@ def killed(arguments: Namespace) -> None:
 
 
 async def _killed(port: int, requests: Sequence[bytes], victim: int) -> tuple[int, int, int, float]:
-    """Whole answers, those lost before and after their first token, seconds until all replicas are ready again."""
+    """Return complete answers, those lost before and after their first token, and the seconds until all are ready."""
     loop, waiting, done = asyncio.get_running_loop(), iter(requests), [0, 0, 0]
     killed_at, back = [0.0], asyncio.Event()
 
@@ -215,7 +217,7 @@ def main() -> None:
     arguments.replicas = [int(n) for n in arguments.replicas.split(",")]
     unknown = [part for part in arguments.parts if part not in PARTS]
     if unknown:
-        parser.error(f"{unknown[0]}: no such part")
+        parser.error(f"{unknown[0]}: unknown part")
     for part in arguments.parts or PARTS:
         globals()[part](arguments)
 

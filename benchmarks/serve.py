@@ -48,7 +48,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What one load gave; times in milliseconds, the last two in microseconds per token."""
+    """The figures of one load; times in milliseconds, the last two in microseconds per token."""
 
     tokens_per_second: float
     ttft_p50: float
@@ -60,7 +60,7 @@ class Result:
 
 
 class Stream(asyncio.Protocol):
-    """The client's side of one request; does little more than to note when events arrive."""
+    """The client's side of one request, which does little more than to note when events arrive."""
 
     def __init__(self, request: bytes) -> None:
         self.done: asyncio.Future[Answer | str] = asyncio.get_running_loop().create_future()
@@ -97,22 +97,22 @@ class Stream(asyncio.Protocol):
 
 
 def finish(answer: Answer, data: bytes) -> None:
-    """Read the last event of a stream, which carries no text of its own; ValueError if the stream is not whole."""
+    """Read the last event of a stream, which carries no new text; raise ValueError if the stream is not complete."""
     if not data.startswith(b"HTTP/1.1 200") or not data.endswith(_END):
         raise ValueError("status or end")
-    # the last event may span several chunks of the transfer encoding, whose frames are taken out here
+    # the last event may span several chunks of the transfer encoding, whose frames are removed here
     body = dechunk(data.partition(b"\r\n\r\n")[2])
     last = json.loads(body[body.rindex(_EVENT) + 6 :])
     timings = last["timings"]
     answer.n_tokens = int(last["tokens_predicted"])
     answer.engine_ms = float(timings["prompt_ms"]) + float(timings["predicted_ms"])
-    # llama-server sends the end as an event of its own, after the one of the last token
+    # llama-server sends the end as a separate event, after the one of the last token
     if len(answer.events) > 1:
         answer.events.pop()
 
 
 def dechunk(body: bytes) -> bytes:
-    """The content of a body in chunked transfer encoding."""
+    """Return the content of a body in chunked transfer encoding."""
     out = []
     at = 0
     while True:
@@ -125,7 +125,7 @@ def dechunk(body: bytes) -> bytes:
 
 
 def make_requests(n: int, arguments: argparse.Namespace, seed: int) -> list[bytes]:
-    """Requests with prompts of random tokens; the same ones for the same seed."""
+    """Make requests with prompts of random tokens; the same seed makes the same ones."""
     rng = random.Random(seed)
     out = []
     for i in range(n):
@@ -146,9 +146,9 @@ def make_requests(n: int, arguments: argparse.Namespace, seed: int) -> list[byte
 
 
 async def load(port: int, requests: Sequence[bytes], n_clients: int) -> tuple[list[Answer], float]:
-    """(answers, seconds): every client takes the next request when its last one is done.
+    """Return (answers, seconds): every client takes the next request when its last one is done.
 
-    Answers that break off are told on stderr and not counted; it is an error if a tenth or more do.
+    Answers that break off are reported on stderr and not counted; it is an error if a tenth or more do.
     """
     loop = asyncio.get_running_loop()
     waiting = iter(requests)
@@ -176,7 +176,7 @@ async def load(port: int, requests: Sequence[bytes], n_clients: int) -> tuple[li
 
 
 def summary(answers: Sequence[Answer], seconds: float, cpu: float) -> Result:
-    """Figures of one load."""
+    """Return the figures of one load."""
     n_tokens = sum(a.n_tokens for a in answers)
     ttft = [1e3 * (a.events[0] - a.sent) for a in answers]
     itl = [1e3 * (b - a) for x in answers for a, b in zip(x.events, x.events[1:], strict=False)] or [0.0]
@@ -188,14 +188,14 @@ def summary(answers: Sequence[Answer], seconds: float, cpu: float) -> Result:
 
 
 def percentile(values: Sequence[float], p: float) -> float:
-    """The smallest value that at least p percent do not exceed."""
+    """Return the smallest value that at least p percent do not exceed."""
     ordered = sorted(values)
     return ordered[max(0, -(-len(ordered) * int(p) // 100) - 1)]
 
 
 @contextlib.contextmanager
 def server(command: list[str], model: Path, arguments: argparse.Namespace, n_slots: int) -> Iterator[int]:
-    """A running server; gives its port. Exits with the end of its log if it does not start."""
+    """Run a server and yield its port; exit with the end of its log if it does not start."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     n_ctx = n_slots * (arguments.n_prompt + arguments.n_gen + _SPARE)
@@ -218,7 +218,7 @@ def server(command: list[str], model: Path, arguments: argparse.Namespace, n_slo
 
 
 def wait_ready(process: subprocess.Popen[bytes], port: int, log: Path, timeout: float) -> None:
-    """Ask for /health until it says that the model is there."""
+    """Poll /health until the model is loaded."""
     end = time.monotonic() + timeout
     while time.monotonic() < end and process.poll() is None:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 5) as sock:
@@ -231,7 +231,7 @@ def wait_ready(process: subprocess.Popen[bytes], port: int, log: Path, timeout: 
 
 
 def measure(port: int, arguments: argparse.Namespace, n_clients: int, seed: int) -> Result:
-    """One load after one that is not counted."""
+    """Measure one load after one that is not counted."""
     warm = make_requests(min(n_clients, 4), arguments, seed + 500)
     asyncio.run(load(port, warm, len(warm)))
     requests = make_requests(max(arguments.requests, n_clients), arguments, seed)
@@ -243,7 +243,7 @@ def measure(port: int, arguments: argparse.Namespace, n_clients: int, seed: int)
 def run_all(
     programs: dict[str, list[str]], arguments: argparse.Namespace, n_slots: int
 ) -> dict[tuple[str, int], list[Result]]:
-    """Results of every program and number of clients, one per repetition; each begins with new servers."""
+    """Return results of every program and number of clients, one per repetition; each begins with new servers."""
     runs: dict[tuple[str, int], list[Result]] = defaultdict(list)
     for repetition in range(arguments.repetitions):
         names = list(programs) if repetition % 2 else list(reversed(programs))
@@ -262,18 +262,18 @@ def run_all(
 
 
 def medians(results: Sequence[Result]) -> Result:
-    """Median of every figure."""
+    """Return the median of every figure."""
     return Result(*(statistics.median(getattr(r, name) for r in results) for name in Result.__dataclass_fields__))
 
 
 def throughput_ratio(results: Sequence[Result], others: Sequence[Result]) -> float:
-    """Median over runs that were made beside each other."""
+    """Return the median over runs that were made beside each other."""
     pairs = zip(results, others, strict=True)
     return statistics.median(a.tokens_per_second / b.tokens_per_second for a, b in pairs)
 
 
 def table_row(name: str, n_slots: int, n_clients: int, r: Result, ratio: float | None) -> str:
-    """One line of the table."""
+    """Return one line of the table."""
     around = f"{r.around:.0f}" if n_clients <= n_slots else ""
     cells = [name, str(n_slots), str(n_clients), f"{r.tokens_per_second:.0f}", "" if ratio is None else f"{ratio:.2f}"]
     cells += [f"{x:.1f}" for x in (r.ttft_p50, r.ttft_p95)] + [f"{x:.2f}" for x in (r.itl_p50, r.itl_p95)]
@@ -281,7 +281,7 @@ def table_row(name: str, n_slots: int, n_clients: int, r: Result, ratio: float |
 
 
 def numbers(text: str) -> list[int]:
-    """Positive integers between commas."""
+    """Parse positive integers between commas."""
     found = [int(x) for x in text.split(",")]
     if not found or min(found) < 1:
         raise ValueError(text)
@@ -289,7 +289,7 @@ def numbers(text: str) -> list[int]:
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
-    """Command line; what follows `--` is in `extra`."""
+    """Parse the command line; `extra` holds the words after `--`."""
     extra: list[str] = []
     if "--" in argv:
         split = argv.index("--")
@@ -306,7 +306,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("-p", "--n-prompt", type=int, default=64, help="tokens (default: %(default)s)")
     parser.add_argument("-n", "--n-gen", type=int, default=64, help="tokens (default: %(default)s)")
     parser.add_argument("--temp", type=float, help="temperature; 0 is greedy (default: the servers' sampling)")
-    parser.add_argument("--requests", type=int, default=32, help="at least so many per load (default: %(default)s)")
+    parser.add_argument("--requests", type=int, default=32, help="at least this many per load (default: %(default)s)")
     parser.add_argument("--n-vocab", type=int, default=2000, help="prompt tokens are below this (default: %(default)s)")
     parser.add_argument("-r", "--repetitions", type=int, default=3, help="runs of each server (default: %(default)s)")
     parser.add_argument("--timeout", type=float, default=120, help="seconds to start a server (default: %(default)s)")

@@ -40,7 +40,7 @@ from typing import Any
 
 import numpy as np
 
-from ikcli.engine.pipeline.driver import StagedRunner
+from ikcli.engine.pipeline.driver import PipelineRunner
 from ikcli.engine.pipeline.wire import LostLinkError, MessageKind, StageListener, connect
 from ikcli.engine.plan.planner import Planner
 from ikcli.engine.run.batch import Batch
@@ -58,7 +58,7 @@ _SPAWN = multiprocessing.get_context("spawn")
 
 # --- slower cores -----------------------------------------------------------------------------------------------------
 class Gate:
-    """Lets each of some processes run in its part of every period; a context."""
+    """A context that lets each of some processes run in its part of every period."""
 
     def __init__(self, pids: Sequence[int], share: float) -> None:
         self._pids, self._share = list(pids), share
@@ -85,7 +85,7 @@ class Gate:
                     time.sleep(wait)
                 with suppress(ProcessLookupError):
                     os.kill(pid, number)
-            begin = max(begin + _PERIOD, time.perf_counter() - _PERIOD)  # what came too late is not made up for
+            begin = max(begin + _PERIOD, time.perf_counter() - _PERIOD)  # lost time is not made up for
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
@@ -98,7 +98,7 @@ class Gate:
 
 # --- a slower network -------------------------------------------------------------------------------------------------
 class Proxies:
-    """A process that stands between others; a context."""
+    """A context with a process that stands between others as a proxy."""
 
     def __init__(self, delay: float, mbit: float) -> None:
         self._pipe, self._theirs = _SPAWN.Pipe()
@@ -110,7 +110,7 @@ class Proxies:
         return self
 
     def before(self, address: tuple[str, int]) -> tuple[str, int]:
-        """Where to connect to in place of an address."""
+        """Return the address to connect to in place of another."""
         self._pipe.send(address)
         return "127.0.0.1", self._pipe.recv()
 
@@ -134,7 +134,7 @@ def _connect(server: socket.socket, address: tuple[str, int], delay: float, mbit
     for source, goal in ((near, far), (far, near)):
         for sock in (source, goal):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        way: queue.Queue[tuple[float, bytes]] = queue.Queue(64)  # as much as is on the way in buffers
+        way: queue.Queue[tuple[float, bytes]] = queue.Queue(64)  # as much as buffers hold on the way
         threading.Thread(target=_take, args=(source, way, delay, mbit), daemon=True).start()
         threading.Thread(target=_give, args=(goal, way), daemon=True).start()
 
@@ -164,10 +164,10 @@ def _give(goal: socket.socket, way: queue.Queue[tuple[float, bytes]]) -> None:
             goal.sendall(data)
 
 
-# --- what is measured -------------------------------------------------------------------------------------------------
+# --- measurements -----------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Setting:
-    """A run: how many stages, how far from each other, what is asked of them, and how often."""
+    """A run: the number of stages, the delay between them, the workload, and the repetitions."""
 
     model: Path
     n_stages: int
@@ -194,7 +194,7 @@ class Found:
 
 
 def config_of(setting: Setting) -> RunConfig:
-    """With one thread for each process."""
+    """Return settings with one thread for each process."""
     n = setting.n_stages
     config = RunConfig(command="bench", model=setting.model, n_ctx=setting.n_prompt, warmup=False, n_threads=n)
     config = replace(config, n_threads_batch=n, n_ubatch=setting.n_ubatch, n_batch=max(setting.n_prompt, 512))
@@ -202,18 +202,18 @@ def config_of(setting: Setting) -> RunConfig:
 
 
 def work(setting: Setting, pipe: Connection) -> None:
-    """In a process of its own: measure, with a word to who holds the gate before and after."""
+    """Measure in a separate process; tell the holder of the gate before and after."""
     with hushed(True):
         config = config_of(setting)
         n_ctx = setting.n_sequences * max(setting.n_prompt, 2 * setting.n_tokens)
         session = Session.plan(config, n_ctx=n_ctx, n_seq_max=setting.n_sequences, n_step=setting.n_sequences)
         runner = session.runner
         with Proxies(setting.delay, setting.mbit) as proxies, closing(session):
-            if isinstance(runner, StagedRunner) and (setting.delay or setting.mbit):
+            if isinstance(runner, PipelineRunner) and (setting.delay or setting.mbit):
                 n = setting.n_stages
                 runner.route = lambda index, address: address if index == n else proxies.before(address)
             session.load()
-            pids = runner.pids if isinstance(runner, StagedRunner) else [os.getpid()]
+            pids = runner.pids if isinstance(runner, PipelineRunner) else [os.getpid()]
             cores = sorted(os.sched_getaffinity(0))
             for i, pid in enumerate(pids):
                 for task in Path(f"/proc/{pid}/task").iterdir():
@@ -228,7 +228,7 @@ def work(setting: Setting, pipe: Connection) -> None:
                 speeds[name] = statistics.median(found) if held else max(found)
                 pipe.send(None)
                 pipe.recv()
-            parts = [m for name, m in session.memory().items() if isinstance(runner, StagedRunner) == (name != "CPU")]
+            parts = [m for name, m in session.memory().items() if isinstance(runner, PipelineRunner) == (name != "CPU")]
             weights = [m["weights"] for m in parts]
             in_memory = [resident(pid, setting.model) for pid in pids]
             crossing = max(runner.crossing_bytes(list(session.programs.values()))) if len(pids) > 1 else 0
@@ -245,30 +245,30 @@ def _one(session: Session, setting: Setting) -> float:
     ids = _ids(session, setting.n_tokens).tolist()
     started = time.perf_counter()
     for i, token in enumerate(ids):
-        session.launch_each([token], [i], [0])
-        session.land()
+        session.submit_each([token], [i], [0])
+        session.collect()
     return setting.n_tokens / (time.perf_counter() - started)
 
 
 def _several(session: Session, setting: Setting) -> float:
-    """As the server does: each group's next token is launched when its last one has landed."""
+    """Generate as the server does: submit each group's next token when its last one is collected."""
     session.clear()
     seqs = np.array_split(np.arange(setting.n_sequences), setting.n_groups)
     ids = _ids(session, setting.n_tokens).tolist()
     n_each = setting.n_tokens
     started = time.perf_counter()
-    under_way: list[int] = []
+    in_flight: list[int] = []
     at = [0] * len(seqs)
     todo = len(seqs) * n_each
     depth = session.runner.depth
     while todo:
         for group, own in enumerate(seqs):
-            if group not in under_way and at[group] < n_each and len(under_way) < depth:
+            if group not in in_flight and at[group] < n_each and len(in_flight) < depth:
                 n = len(own)
-                session.launch_each([ids[at[group]]] * n, [at[group]] * n, own.tolist())
-                under_way.append(group)
-        session.land()
-        at[under_way.pop(0)] += 1
+                session.submit_each([ids[at[group]]] * n, [at[group]] * n, own.tolist())
+                in_flight.append(group)
+        session.collect()
+        at[in_flight.pop(0)] += 1
         todo -= 1
     return setting.n_sequences * n_each / (time.perf_counter() - started)
 
@@ -282,7 +282,7 @@ def _prompt(session: Session, setting: Setting) -> float:
 
 
 def resident(pid: int, path: Path) -> int:
-    """Bytes of a mapped file that are in the memory of a process."""
+    """Return the bytes of a mapped file that are in the memory of a process."""
     found, inside = 0, False
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
         first = line.split(maxsplit=1)[0]
@@ -294,7 +294,7 @@ def resident(pid: int, path: Path) -> int:
 
 
 def measure(setting: Setting) -> Found:
-    """Run a setting in a process of its own, with its stages at their gate."""
+    """Run a setting in a separate process, with its stages at their gate."""
     ours, theirs = _SPAWN.Pipe()
     process = _SPAWN.Process(target=work, args=(setting, theirs))
     process.start()
@@ -314,7 +314,7 @@ def measure(setting: Setting) -> Found:
 
 # --- the ideal --------------------------------------------------------------------------------------------------------
 def ideals(setting: Setting, found: Found, alone: dict[str, float], wire: dict[int, float]) -> dict[str, float]:
-    """Tokens per second of stages that lose nothing; `wire`: seconds of a hop by its rows. See the module."""
+    """Return tokens per second of stages without losses; `wire`: seconds of a hop by its rows. See the module."""
     n, largest = setting.n_stages, found.largest
 
     def hops(rows: int) -> float:
@@ -332,9 +332,9 @@ def ideals(setting: Setting, found: Found, alone: dict[str, float], wire: dict[i
 
 
 def predict(generation: float, prompts: float, wire: dict[int, float]) -> list[list[str]]:
-    """Rows of a table for DeepSeek 671B on machines of which one with memory for all of it would have these speeds.
+    """Return table rows for DeepSeek 671B on machines for which one with memory for all of it would have these speeds.
 
-    Eight sequences count as if a machine gained nothing from several at once, which for experts is nearly so.
+    Eight sequences count as if a machine gained nothing from several at once, which is nearly so for experts.
     """
     out = []
     for n in (2, 4):
@@ -374,7 +374,7 @@ def _echoing() -> Any:
 
 
 def hop_seconds(n_bytes: Sequence[int], n: int = 300) -> list[float]:
-    """Median seconds of a message of these bytes from one process to another: half of there and back."""
+    """Return median seconds of a message of these bytes from one process to another: half of a round trip."""
     out = []
     with _echoing() as link:
         for size in n_bytes:
@@ -390,7 +390,7 @@ def hop_seconds(n_bytes: Sequence[int], n: int = 300) -> list[float]:
 
 # --- output -----------------------------------------------------------------------------------------------------------
 def random_model(room: Path) -> Path:
-    """Six layers of a llama of 2048, so that two and three stages are alike."""
+    """Make a llama of width 2048 with six layers, so that two and three stages are alike."""
     path = room / "model.gguf"
     tool = Path(__file__).resolve().parents[1] / "tools" / "make_random_model.py"
     words = ["--preset", "llama", "--type", "Q8_0", "--layers", "6", "--vocab", "4096", "-o", str(path)]
@@ -399,12 +399,12 @@ def random_model(room: Path) -> Path:
 
 
 def numbers(text: str) -> list[float]:
-    """`0,0.2,1`."""
+    """Parse `0,0.2,1`."""
     return [float(word) for word in text.split(",")]
 
 
 def report(args: argparse.Namespace, model: Path) -> None:
-    """Measure all settings; Markdown tables, and a line of JSON for each row."""
+    """Measure all settings; print Markdown tables, and a line of JSON for each row."""
     n_embd = Planner.of_file(RunConfig(model=model)).hp.n_embd
     most = max(int(n) for n in numbers(args.stages))
     base = Setting(

@@ -35,13 +35,13 @@ WAYS = ("preset", "estimate", "study", "calibrated")
 
 
 def third(text: str) -> tuple[str, str]:
-    """The first third, and the rest."""
+    """Return the first third, and the rest."""
     at = text.find("\n\n", len(text) // 3) + 2
     return text[:at], text[at:]
 
 
 def run(*words: object) -> None:
-    """A command of ik that has to work."""
+    """Run a command of ik that must succeed."""
     with quiet() as said:
         code = ik([str(w) for w in words])
     if code:
@@ -49,7 +49,7 @@ def run(*words: object) -> None:
 
 
 def options_of(way: str, size: int, arguments: argparse.Namespace, work: Path) -> list[object]:
-    """What `ik quantize` is told beside the importance matrix."""
+    """Return the options of `ik quantize` beside the importance matrix."""
     target: list[object] = ["--target-size", f"{size}B"]
     if way == "study":
         target += ["--study", work / "study.jsonl"]
@@ -59,7 +59,7 @@ def options_of(way: str, size: int, arguments: argparse.Namespace, work: Path) -
 
 
 def rows(arguments: argparse.Namespace, work: Path) -> Iterator[dict[str, object]]:
-    """Results, one size after the other."""
+    """Yield results, one size after the other."""
     model, threads = arguments.model, arguments.threads
     seen, unseen = third(arguments.file.read_text(encoding="utf-8"))
     (work / "seen.txt").write_text(seen, encoding="utf-8")
@@ -96,7 +96,7 @@ def rows(arguments: argparse.Namespace, work: Path) -> Iterator[dict[str, object
 
 
 def row(preset: str, bpw: float, found: dict[str, npt.NDArray[np.float64]]) -> dict[str, object]:
-    """Means with errors, and ratios to the study's."""
+    """Return means with errors, and ratios to the study's."""
     out: dict[str, object] = {"size_of": preset, "bpw": bpw}
     for way, kld in found.items():
         out[way] = float(kld.mean()), float(kld.std(ddof=1) / np.sqrt(len(kld)))
@@ -107,7 +107,7 @@ def row(preset: str, bpw: float, found: dict[str, npt.NDArray[np.float64]]) -> d
 
 
 def cell(value: object) -> str:
-    """A value with its error where it has one."""
+    """Format a value, with its error where it has one."""
     if isinstance(value, tuple):
         return (
             f"{value[0]:.5f} ± {value[1]:.5f}"
@@ -143,7 +143,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--chunks", type=int, default=12, help="windows that study and calibration see (default 12)")
     add("--eval-chunks", type=int, default=30, help="windows to evaluate on (default 30, -1: all)")
     add("-t", "--threads", type=int, default=physical_cores())
-    add("--work", type=Path, help="keep imatrix, study and base here; the study goes on where it was stopped")
+    add("--work", type=Path, help="keep imatrix, study and base here; the study continues where it was stopped")
     add("--json", type=Path, help="append the results to this file, one JSON object per line")
     arguments = parser.parse_args(argv)
     with TemporaryDirectory() as temporary:

@@ -1,8 +1,7 @@
-"""The commit that this program is of, where that is known: recorded in a build, or read from the checkout.
+"""The commit of this program, where it is known: recorded in a build, or read from the checkout.
 
-No program is run, and only a repository whose root is that of this project counts, so that a package inside another
-project's repository, or an environment in a home directory under version control, claims no commit. The build imports
-this file by itself (`setup.py`).
+No program is run. Only a repository whose root is that of this project counts, so a package inside another repository,
+or an environment in a versioned home directory, reports no commit. The build imports this file separately (`setup.py`).
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def of_checkout(root: Path) -> str:
 
 
 def _resolved(folder: Path, ref: str) -> str:
-    """The commit of a branch, which has a file of its own or a line among the packed ones."""
+    """Return the commit of a branch, from its file or from the packed refs."""
     common = folder / "commondir"
     shared = folder / common.read_text(encoding="utf-8").strip() if common.is_file() else folder
     for place in (folder, shared):

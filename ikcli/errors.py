@@ -1,10 +1,10 @@
-"""The one exception hierarchy: every message is a sentence for the user, every class carries its exit code."""
+"""The exception hierarchy: every message is a sentence for the user, and every class has an exit code."""
 
 from __future__ import annotations
 
 
 class IkError(Exception):
-    """A failure the user can understand and act on. Commands print `error: <message>` and exit with `exit_code`."""
+    """A failure that the user can understand and fix. Commands print `error: <message>` and exit with `exit_code`."""
 
     exit_code = 1
 
@@ -16,7 +16,7 @@ class UsageError(IkError):
 
 
 class FormatError(IkError):
-    """A file is not what it claims to be: truncated, hostile, of an unknown version or type. Names the file."""
+    """A file does not have the claimed format: truncated, hostile, or of an unknown version or type. Names the file."""
 
 
 class UnsupportedError(IkError):

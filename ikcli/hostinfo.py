@@ -1,4 +1,4 @@
-"""How many CPUs this process may use and what they can: physical cores in its affinity mask and quota, never SMT.
+"""The CPUs of this process and their instruction sets: physical cores in its affinity mask and quota, never SMT.
 
 Reads /sys/devices/system/cpu/*/topology and the cgroup files of Linux; elsewhere it falls back to the logical count.
 """
@@ -16,14 +16,14 @@ _CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 
 def visible_cpus() -> set[int]:
-    """Logical CPUs in the affinity mask of this process."""
+    """Return the logical CPUs in the affinity mask of this process."""
     if hasattr(os, "sched_getaffinity"):
         return set(os.sched_getaffinity(0))
     return set(range(os.cpu_count() or 1))
 
 
 def cgroup_limit(root: Path = _CGROUP_ROOT) -> int | None:
-    """CPUs the cgroup quota allows, rounded up, or None without a limit (v2 `cpu.max`, v1 `cpu.cfs_*`)."""
+    """Return the CPUs of the cgroup quota, rounded up, or None without a limit (v2 `cpu.max`, v1 `cpu.cfs_*`)."""
     try:
         quota, period = (root / "cpu.max").read_text().split()[:2]
     except (OSError, ValueError):
@@ -38,7 +38,7 @@ def cgroup_limit(root: Path = _CGROUP_ROOT) -> int | None:
 
 
 def count_physical(cpus: set[int], root: Path = _CPU_ROOT) -> int:
-    """Distinct (package, core) pairs among the logical `cpus`."""
+    """Return the number of distinct (package, core) pairs among the logical `cpus`."""
     cores: set[tuple[str, str]] = set()
     for cpu in cpus:
         topology = root / f"cpu{cpu}" / "topology"
@@ -51,9 +51,9 @@ def count_physical(cpus: set[int], root: Path = _CPU_ROOT) -> int:
 
 
 def shares(n: int, cpus: set[int] | None = None, root: Path = _CPU_ROOT) -> list[frozenset[int]]:
-    """The CPUs that this process may use, dealt out to n others: whole cores, neighbours together.
+    """Divide the CPUs of this process between n others: whole cores, neighbours together.
 
-    Nothing for any of them if there are fewer cores than processes.
+    If there are fewer cores than processes, none of them gets a share.
     """
     cores: dict[tuple[int, int], set[int]] = {}
     for cpu in visible_cpus() if cpus is None else cpus:
@@ -72,14 +72,14 @@ def shares(n: int, cpus: set[int] | None = None, root: Path = _CPU_ROOT) -> list
 
 @functools.cache
 def physical_cores() -> int:
-    """Physical cores this process can use, at least 1: the default of `-t`."""
+    """Return the physical cores that this process can use, at least 1: the default of `-t`."""
     cores = count_physical(visible_cpus())
     limit = cgroup_limit()
     return max(1, min(cores, limit) if limit is not None else cores)
 
 
 def cpu_flags(path: str = "/proc/cpuinfo") -> list[str]:
-    """Instruction sets that matter for the kernels, as Linux names them; empty elsewhere."""
+    """Return the instruction sets that matter for the kernels, by their Linux names; empty elsewhere."""
     wanted = ("f16c", "fma", "avx2", "avx_vnni", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "asimddp", "i8mm")
     try:
         with open(path, encoding="utf-8") as file:

@@ -1,6 +1,6 @@
 """Messages for people, on stderr: never wrapped, always flushed, UTF-8 with replacement. Results go to stdout.
 
-`progress()` draws a bar only when stderr is a terminal; Rich is imported at that moment and never earlier.
+`progress()` draws a bar only when stderr is a terminal; Rich is imported only then.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _copies: list[TextIO] = []  # the file of --log-file
 
 
 def utf8_streams() -> None:
-    """Make stdout and stderr write UTF-8 and replace what cannot be encoded, whatever the locale says."""
+    """Make stdout and stderr write UTF-8 and replace what cannot be encoded, whatever the locale is."""
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
@@ -29,11 +29,11 @@ def utf8_streams() -> None:
 
 
 class ReaderGone(BrokenPipeError):
-    """Nobody reads stdout any more. Without an errno, which is a reason to end with code 1 to Typer."""
+    """The reader of stdout has gone. It has no errno, since Typer ends with code 1 on one."""
 
 
 class _Pipe(io.FileIO):
-    """Stdout as a pipe whose reader may go (`| head`): then what is still written is dropped, or the run ends."""
+    """Stdout as a pipe whose reader may leave (`| head`): further output is dropped, or the run ends."""
 
     def __init__(self, goes_on: bool) -> None:
         super().__init__(sys.stdout.fileno(), "wb", closefd=False)
@@ -50,7 +50,10 @@ class _Pipe(io.FileIO):
 
 
 def outlive_reader(goes_on: bool) -> None:
-    """What becomes of a run if stdout is a pipe and its reader goes: it goes on in silence, or ReaderGone is raised."""
+    """Choose what happens if stdout is a pipe and its reader leaves.
+
+    The run continues silently, or ReaderGone is raised.
+    """
     old = sys.stdout
     if not isinstance(old, io.TextIOWrapper) or old is not sys.__stdout__ or old.isatty():
         return
@@ -68,14 +71,14 @@ def _write(stream: TextIO, text: str) -> None:
 
 
 def copy(text: str) -> None:
-    """A line for the log file, if there is one."""
+    """Copy a line to the log file, if there is one."""
     for file in _copies:
         file.write(text + "\n")
         file.flush()
 
 
 def copy_to(path: Path | None) -> None:
-    """From now on append all messages to this file, too; to none without a path."""
+    """Also append all messages to this file from now on; without a path, to none."""
     while _copies:
         _copies.pop().close()
     if path is not None:
@@ -86,14 +89,14 @@ def copy_to(path: Path | None) -> None:
 
 
 def log(message: str = "") -> None:
-    """One log line on stderr."""
+    """Print one log line on stderr."""
     if not _hushes:
         _write(sys.stderr, message)
 
 
 @contextmanager
 def hushed(quiet: bool = True) -> Iterator[None]:
-    """Print no log lines meanwhile, only warnings and errors; without `quiet` nothing changes."""
+    """Print no log lines in this context, only warnings and errors; without `quiet` nothing changes."""
     if quiet:
         _hushes.append(None)
     try:
@@ -104,17 +107,17 @@ def hushed(quiet: bool = True) -> Iterator[None]:
 
 
 def warn(message: str) -> None:
-    """`warning: ...` on stderr."""
+    """Print `warning: ...` on stderr."""
     _write(sys.stderr, f"warning: {message}")
 
 
 def error(message: str) -> None:
-    """`error: ...` on stderr."""
+    """Print `error: ...` on stderr."""
     _write(sys.stderr, f"error: {message}")
 
 
 def notice_once(message: str) -> None:
-    """A log line that is printed the first time only, however often it is reported."""
+    """Print a log line the first time only, however often it is reported."""
     if message not in _noticed:
         _noticed.add(message)
         log(message)
@@ -129,9 +132,9 @@ def forget_notices() -> None:
 def progress(
     title: str, total: float, in_bytes: bool = False, lines: bool = False
 ) -> Iterator[Callable[[float], None]]:
-    """A progress bar on a terminal; yields `advance(amount)`. `in_bytes` adds size and rate.
+    """Show a progress bar on a terminal; yield `advance(amount)`. `in_bytes` adds size and rate.
 
-    Elsewhere nothing, or with `lines` a line for every tenth.
+    Elsewhere print nothing, or with `lines` a line for every tenth.
     """
     if not sys.stderr.isatty():
         yield _tenths(title, total) if lines else lambda amount: None
@@ -148,7 +151,7 @@ def progress(
 
 
 def _tenths(title: str, total: float) -> Callable[[float], None]:
-    """`advance` that logs `title: 30%` whenever a further tenth is done."""
+    """Return an `advance` that logs `title: 30%` whenever another tenth is done."""
     done, said = 0.0, 0
 
     def advance(amount: float) -> None:
@@ -163,7 +166,7 @@ def _tenths(title: str, total: float) -> Callable[[float], None]:
 
 
 def shown_size(n: float, digits: int = 2, least: int = 1) -> str:
-    """`4.58 GiB`, or MiB, KiB, bytes where that is less than one; `least` are the bytes of the smallest unit."""
+    """Return `4.58 GiB`, or MiB, KiB, bytes for less than one; `least` is the number of bytes of the smallest unit."""
     for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if n >= unit or unit == least:
             return f"{n / unit:.{digits}f} {name}"

@@ -1,4 +1,4 @@
-"""The `ik` program: picks the command, sets up the streams, turns errors into one line and an exit code.
+"""The `ik` program: it picks the command, sets up the streams, and turns errors into one line and an exit code.
 
 `ik --help` and `ik COMMAND --help` are answered before anything heavy is imported.
 """
@@ -21,7 +21,7 @@ _LLAMA_NAMES = {"cli": "chat", "server": "serve", "main": "chat"}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point of `ik` (and of `llama-NAME` links to it). Returns the exit code."""
+    """Run `ik` (or a `llama-NAME` link to it) and return the exit code."""
     log.utf8_streams()
     log.forget_notices()
     arguments = _with_program_name(list(sys.argv[1:] if argv is None else argv), sys.argv[0])
@@ -48,7 +48,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _is_run(argv: list[str]) -> bool:
-    """Whether this runs a model, which ends with whoever reads. The rest is short, or not done for what it prints."""
+    """Return whether this command runs a model, and so should end with its reader.
+
+    Other commands are short, or are not run for their output.
+    """
     from ikcli.cli.table import BY_NAME
 
     info = BY_NAME.get(argv[0]) if argv else None
@@ -57,7 +60,7 @@ def _is_run(argv: list[str]) -> bool:
 
 
 def _with_program_name(argv: list[str], program: str) -> list[str]:
-    """`llama-perplexity ARGS` is `ik perplexity ARGS`."""
+    """Translate `llama-perplexity ARGS` to `ik perplexity ARGS`."""
     name = Path(program).stem if program.lower().endswith(".exe") else Path(program).name
     if not name.startswith("llama-"):
         return argv
@@ -88,7 +91,7 @@ def _dispatch(argv: list[str]) -> int:
 
 
 def _has_options_only(name: str) -> bool:
-    """Whether this is a command without a page in the manual."""
+    """Return whether this command has no page in the manual."""
     from ikcli.cli.table import BY_NAME
     from ikcli.manual import pages
 

@@ -1,4 +1,4 @@
-"""The pages of docs/: data of an installed package, files of the checkout in a source tree."""
+"""The pages of docs/: data of an installed package, or files of the checkout."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _PACKAGE = Path(__file__).resolve().parent
 
 
 def pages() -> dict[str, Path]:
-    """Topic -> page, by name."""
+    """Return the pages by topic, sorted by name."""
     folders = (_PACKAGE / "docs", _PACKAGE.parent / "docs")
     folder = next((f for f in folders if (f / "parameters.md").is_file()), None)
     found = {path.stem: path for path in folder.glob("*.md")} if folder is not None else {}
@@ -16,6 +16,6 @@ def pages() -> dict[str, Path]:
 
 
 def title(page: Path) -> str:
-    """The first heading of a page."""
+    """Return the first heading of a page."""
     with page.open(encoding="utf-8") as file:
         return next((line.lstrip("#").strip() for line in file if line.startswith("#")), page.stem)

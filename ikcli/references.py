@@ -1,6 +1,6 @@
-"""Functions and classes named by text, `module:attribute`, and imported when they are first used.
+"""Functions and classes named by text, `module:attribute`, and imported on first use.
 
-Tables that all layers read (tensor types) name things of later layers, and of other packages, in this way.
+Tables that all layers read (tensor types) refer in this way to definitions in later layers and in other packages.
 """
 
 from __future__ import annotations
@@ -12,6 +12,6 @@ from typing import Any
 
 @cache
 def load(reference: str) -> Any:
-    """What `module:attribute` names."""
+    """Import what `module:attribute` names."""
     module, _, name = reference.partition(":")
     return getattr(importlib.import_module(module), name)

@@ -1,7 +1,7 @@
-r"""Regular expressions on tensor names, as -ot, --custom-q and --repack-pattern take them: checks and hints.
+r"""Regular expressions on tensor names for -ot, --custom-q and --repack-pattern: checks and hints.
 
-An expression is searched unanchored and case-sensitive in the full tensor name. The hints cover what users got wrong
-most: `[0-10]` digit classes, `\.*` for `.*`, expressions that match nothing.
+An expression searches (unanchored, case-sensitive) the full tensor name. The hints cover the most common mistakes:
+`[0-10]` digit classes, `\.*` for `.*`, expressions that match nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ikcli.suggest import near_names
 
 
 def compile_pattern(pattern: str, option: str, text: str) -> re.Pattern[str]:
-    """The compiled expression; an invalid one is a UsageError that marks the position."""
+    """Compile an expression; raise UsageError that marks the position of an error."""
     try:
         return re.compile(pattern)
     except re.error as problem:
@@ -25,7 +25,7 @@ def compile_pattern(pattern: str, option: str, text: str) -> re.Pattern[str]:
 
 
 def pattern_warnings(pattern: str, text: str, matched: Sequence[str]) -> list[str]:
-    r"""Warn about `[0-10]`-like digit classes and `\.*`, with the blocks that really match."""
+    r"""Warn about `[0-10]`-like digit classes and `\.*`, with the blocks that they really match."""
     warnings: list[str] = []
     where = layer_text(matched) or "nothing"
     for found in re.findall(r"\[[^\]]*\d-\d\d[^\]]*\]", pattern):
@@ -43,27 +43,27 @@ def pattern_warnings(pattern: str, text: str, matched: Sequence[str]) -> list[st
 
 
 def unmatched(problems: Sequence[str], option: str, strict: bool = False) -> list[str]:
-    """Return what to tell about rules of an option that match nothing; with `strict` raise it as a UsageError."""
+    """Return warnings about rules of an option that match nothing; with `strict` raise them as a UsageError."""
     if problems and strict:
         raise UsageError(f"{option}: " + "; ".join(problems))
     return [f"{option}: {problem}" for problem in problems]
 
 
 def pattern_notes(patterns: Iterable[str], option: str, names: Sequence[str], strict: bool = False) -> list[str]:
-    """Return what to tell about expressions of an option that match none of the names, as `unmatched` does."""
+    """Return warnings about expressions of an option that match none of the names, as `unmatched` does."""
     searches = {pattern: compile_pattern(pattern, option, pattern).search for pattern in patterns}
     empty = [pattern for pattern, search in searches.items() if not any(search(name) for name in names)]
     return unmatched([f'"{pattern}" {no_match(pattern, names)}' for pattern in empty], option, strict)
 
 
 def no_match(pattern: str, names: Sequence[str], what: str = "tensor of this model") -> str:
-    """Say that a pattern matches no name, and which ones are near."""
+    """Say that a pattern matches no name, and which names are near."""
     near = near_misses(pattern, names)
     return f"matches no {what}" + (f"; nearest: {', '.join(near)}" if near else "")
 
 
 def near_misses(pattern: str, names: Sequence[str], limit: int = 3) -> list[str]:
-    """Hints for a pattern without match: repaired patterns that do match, else similar parts of tensor names."""
+    """Return hints for a pattern without a match: repaired patterns that match, else similar parts of tensor names."""
     hints: list[str] = []
     for repaired in (pattern.replace(r"\.*", ".*"), f"(?i){pattern}"):
         if repaired == pattern:
@@ -81,7 +81,7 @@ def near_misses(pattern: str, names: Sequence[str], limit: int = 3) -> list[str]
 
 
 def layer_text(names: Iterable[str]) -> str:
-    """`blocks 3-5, 7` from tensor names; empty if none belongs to a block."""
+    """Return `blocks 3-5, 7` from tensor names, or an empty text if none belongs to a block."""
     blocks = sorted({int(m[1]) for name in names if (m := re.match(r"blk\.(\d+)\.", name))})
     if not blocks:
         return ""

@@ -1,7 +1,7 @@
-"""The one reader of text files that people write: settings, rules, keys, prompts, templates, and texts to measure.
+"""The reader of all text files that people write: settings, rules, keys, prompts, templates, and texts to measure.
 
-Editors and shells save the same text in several ways. A byte order mark is left out, UTF-16 with such a mark (as
-PowerShell's `>` writes it) is decoded, and lines end with a line feed, whatever ended them in the file.
+Editors and shells save the same text in several ways. A byte order mark is dropped, UTF-16 with such a mark (as
+PowerShell's `>` writes it) is decoded, and all line ends become line feeds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PROBE = 1 << 16
 _UTF16 = {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
 _UTF32 = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32"}
 _PACKED = {b"\x1f\x8b": ("gzip", "gzip"), b"BZh": ("bzip2", "bz2"), b"\xfd7zXZ\0": ("xz", "lzma")}
-"""First bytes of compressed files that are unpacked: name, and the module that does it, imported when it is needed."""
+"""First bytes of compressed files that are unpacked: the name, and the module that does it, imported when needed."""
 _ELSEWHERE = {
     b"\x28\xb5\x2f\xfd": ("compressed with zstd", "unpack it with zstd -d"),
     b"\x04\x22\x4d\x18": ("compressed with lz4", "unpack it with lz4 -d"),
@@ -35,7 +35,7 @@ _ELSEWHERE = {
 
 
 def read_text(path: Path, what: str = "", error: type[IkError] = UsageError, otherwise: str = "not a text file") -> str:
-    """Read the text of a file; raise `error`, which begins with `what` it is for, if that fails."""
+    """Read the text of a file; if that fails, raise `error` with a message that begins with `what` it is for."""
     start = f"{what}: " if what else ""
     try:
         return decode(_read(path, LARGEST))
@@ -46,7 +46,7 @@ def read_text(path: Path, what: str = "", error: type[IkError] = UsageError, oth
 
 
 def read_bytes(path: Path, hint: str = "") -> bytes:
-    """Read the bytes of a text that is measured or answered, unpacking a compressed one; IkError for other kinds.
+    """Read the bytes of a text to measure or to answer, unpacking a compressed one; raise IkError for other kinds.
 
     `hint` ends the message about a file that cannot be read.
     """
@@ -60,13 +60,13 @@ def read_bytes(path: Path, hint: str = "") -> bytes:
 def read_measured(path: Path, hint: str = "") -> bytes:
     """Read as `read_bytes` does, in UTF-8 without a byte order mark, with line feeds as line ends.
 
-    Bytes that are not UTF-8 stay as they are, with a warning.
+    Bytes that are not UTF-8 are kept, with a warning.
     """
     return as_measured(read_bytes(path, hint), path)
 
 
 def as_measured(data: bytes, path: Path | str) -> bytes:
-    """Return bytes read elsewhere as `read_measured` returns those of a file; messages call them `path`."""
+    """Treat bytes that were read elsewhere as `read_measured` treats those of a file; messages call them `path`."""
     if mark := next((mark for mark in (*_UTF32, *_UTF16) if data.startswith(mark)), None):
         try:
             data = data.decode((_UTF32 | _UTF16)[mark]).encode("utf-8")
@@ -80,7 +80,7 @@ def as_measured(data: bytes, path: Path | str) -> bytes:
 
 
 def decode(data: bytes) -> str:
-    """Return the bytes of a text file as text; ValueError that says what they are instead."""
+    """Decode the bytes of a text file; raise ValueError that names their actual kind otherwise."""
     coding = next((c for mark, c in (_UTF32 | _UTF16).items() if data.startswith(mark)), "")
     kind = next((kind for magic, kind in _kinds().items() if data.startswith(magic)), "")
     if kind:
@@ -91,7 +91,7 @@ def decode(data: bytes) -> str:
         name = "UTF-16 or UTF-32, as which it begins," if coding else "UTF-8 text"
         raise ValueError(f"it is not {name} (byte {problem.start}); save it as UTF-8") from None
     if "\0" in text:
-        raise ValueError("it has bytes of zeros, as UTF-16 without a byte order mark has; save it as UTF-8")
+        raise ValueError("it has NUL bytes, like UTF-16 without a byte order mark; save it as UTF-8")
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
@@ -101,7 +101,7 @@ def _kinds() -> dict[bytes, str]:
 
 
 def _read(path: Path, largest: int) -> bytes:
-    """The bytes of a file, or of a pipe."""
+    """Read the bytes of a file, or of a pipe."""
     with path.open("rb") as file:
         data = file.read(largest + 1)
     if len(data) > largest:
@@ -110,13 +110,13 @@ def _read(path: Path, largest: int) -> bytes:
 
 
 def _unpacked(path: Path, data: bytes) -> bytes:
-    """What is in a compressed file, recognized by its first bytes; IkError for kinds that cannot be read."""
+    """Unpack a compressed file, recognized by its first bytes; raise IkError for kinds that cannot be read."""
     for magic, (name, module) in _PACKED.items():
         if data.startswith(magic):
             try:
                 with importlib.import_module(module).open(io.BytesIO(data)) as stream:
                     data = stream.read(_LARGEST_TEXT + 1)
-            except Exception as problem:  # each of these modules has errors of its own for damaged files
+            except Exception as problem:  # each of these modules raises its own errors for damaged files
                 raise FormatError(f"{path}: begins like a file of {name}, but cannot be unpacked: {problem}") from None
             if len(data) > _LARGEST_TEXT:
                 raise FormatError(f"{path}: unpacks to more than {_LARGEST_TEXT >> 30} GiB; split the text")
@@ -130,7 +130,7 @@ def _unpacked(path: Path, data: bytes) -> bytes:
 
 
 def is_text(path: Path) -> bool:
-    """Whether a file begins like a text that can be measured: UTF-8 without NUL, a byte order mark, or compressed."""
+    """Return whether a file begins like a text to measure: UTF-8 without NUL, a byte order mark, or compressed."""
     with path.open("rb") as file:
         head = file.read(_PROBE)
     if head.startswith((*_PACKED, *_UTF16, *_UTF32)):
@@ -143,9 +143,9 @@ def is_text(path: Path) -> bool:
 
 
 def warn_of_binary(path: Path | str, data: bytes) -> None:
-    """Say that a file is hardly a text, where its bytes are used as they are."""
+    """Warn that a file is hardly a text, if its bytes are used unchanged."""
     if b"\0" in data:
-        warn(f"{path} has bytes of zeros and is hardly a text; it is read as it is")
+        warn(f"{path} has NUL bytes and is probably not a text; it is read unchanged")
         return
     try:
         data.decode("utf-8")

@@ -1,4 +1,4 @@
-"""What test_cuda_driver.py runs in processes of their own, with tests/fake_cuda.c as the driver."""
+"""Scenarios that test_cuda_driver.py runs in separate processes, with tests/fake_cuda.c as the driver."""
 
 from __future__ import annotations
 

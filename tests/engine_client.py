@@ -20,8 +20,8 @@ from ikcli.sampling.params import SamplerParams
 from ikcli.server.slots.engine import Engine, Ticket
 from ikcli.server.slots.log import silent
 from ikcli.server.slots.messages import Delta, Event, Failure, Final, GenerationRequest
+from ikcli.server.slots.pipeline_worker import worker_of
 from ikcli.server.slots.slot import Slot, Task
-from ikcli.server.slots.staged_worker import worker_of
 from ikcli.settings.run import RunConfig
 from ikcli.settings.server import ServerConfig
 

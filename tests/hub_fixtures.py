@@ -1,4 +1,4 @@
-"""Fixtures for tests that download: a hub of their own and empty caches."""
+"""Fixtures for tests that download: a separate hub and empty caches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stages in threads of the test's own process: nothing is imported or compiled anew."""
+"""Stages in threads of the test's own process: nothing is imported or compiled again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a replica is to its front, without a model: a process that is started as `ik serve` is, and answers who it is.
+"""A replica without a model: a process that is started like `ik serve` and says which one answered.
 
 Bodies choose: `wait` never ends, `stream` begins and never ends, `die` ends the process without an answer.
 """

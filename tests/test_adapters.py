@@ -332,8 +332,8 @@ def test_control_vectors_that_do_not_fit(tmp_path: Path) -> None:
     for directions, type_, message in (
         ({"direction.1": np.zeros(32)}, GGMLType.F32, "should hold 64 float32 values"),
         ({"direction.1": np.zeros(64)}, GGMLType.F16, "should hold 64 float32 values"),
-        ({"direction.0": np.zeros(64)}, GGMLType.F32, "is no direction.N with N from 1 on"),
-        ({"vector.1": np.zeros(64)}, GGMLType.F32, "is no direction.N"),
+        ({"direction.0": np.zeros(64)}, GGMLType.F32, "is not named direction.N with N from 1 on"),
+        ({"vector.1": np.zeros(64)}, GGMLType.F32, "is not named direction.N"),
         ({"direction.1": np.full(64, np.nan)}, GGMLType.F32, "tensor 'direction.1' holds NaN or Inf"),
     ):
         path = write_control_vector(tmp_path / "v.gguf", directions, type_)
@@ -355,7 +355,7 @@ def test_command_line() -> None:
         ("--lora-scaled a.gguf", "is not a file and a scale; expected --lora-scaled FILE SCALE"),
         ("--lora-scaled a.gguf much", "is not a file and a scale"),
         ("--lora-scaled a.gguf -c 5", "is not a file and a scale"),
-        ("--control-vector-layer-range 9 3", "is no range"),
+        ("--control-vector-layer-range 9 3", "is not a range"),
         ("--control-vector-layer-range 9", "is not two whole numbers"),
     ):
         with pytest.raises(UsageError, match=message):

@@ -60,13 +60,13 @@ def test_other_commands_accept_and_list_the_options() -> None:
 @pytest.mark.parametrize("shared", [False, True])
 def test_every_sequence_gets_a_prompt_and_its_tokens(session, shared) -> None:
     seen = []
-    original = session.launch, session.step
+    original = session.submit, session.step
     try:
-        session.launch = lambda batch: seen.append(batch) or original[0](batch)
+        session.submit = lambda batch: seen.append(batch) or original[0](batch)
         session.step = lambda batch: seen.append(batch) or original[1](batch)
         (row,) = run(session, [BatchedTest(20, 3, 4, shared)])
     finally:
-        session.launch, session.step = original
+        session.submit, session.step = original
     generated = [b for b in seen if len(b) == 4 and b.logits.all()]
     assert [b.pos.tolist() for b in generated] == [[20 + i] * 4 for i in range(3)]
     assert all(b.seq.tolist() == [0, 1, 2, 3] for b in generated)

@@ -1,4 +1,4 @@
-"""Bench on kinds of nodes: the grid, forms of output, going on with a journal. Ray itself is in test_fleet_ray.py."""
+"""Bench on kinds of nodes: the grid, forms of output, continuing from a journal. Ray itself is in test_fleet_ray.py."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def test_models_are_made_once_and_compared(
 
 
 @pytest.mark.parametrize(
-    ("given", "message"), [(["llama5"], "no such family: llama5"), (["-ub", "500"], "no multiple")]
+    ("given", "message"), [(["llama5"], "unknown family: llama5"), (["-ub", "500"], "not a multiple")]
 )
 def test_what_cannot_be_is_said(
     script: ModuleType, given: list[str], message: str, capsys: pytest.CaptureFixture[str]

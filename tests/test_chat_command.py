@@ -187,7 +187,7 @@ def test_wrong_prompt_caches(chat, tmp_path: Path) -> None:
         (("-sysf", "none.txt", "-st", "-p", "x"), "cannot read none.txt"),
         (("-sys", "a", "-sysf", "b"), "-sys and -sysf"),
         (("-sys", "a", "-p", "x"), "-sys belongs to a conversation"),
-        ((), "there is no prompt"),
+        ((), "no prompt is given"),
         (("-st",), "-st answers one prompt"),
         (("-st", "-no-cnv", "-p", "x"), "-no-cnv"),
         (("-p", "x", "--prompt-cache-all"), "--prompt-cache FILE"),

@@ -1,4 +1,4 @@
-"""What a kernel is made of: edits that leave its code alone, and such that do not."""
+"""What a kernel is made of: edits that keep its code, and edits that do not."""
 
 from __future__ import annotations
 

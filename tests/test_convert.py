@@ -365,7 +365,7 @@ def test_supported_models_are_listed(capsys: pytest.CaptureFixture[str]) -> None
         (["{dir}", "--outtype", "iq4_kk"], 2, "did you mean IQ4_K"),
         (["{dir}", "--outtype", "copy"], 2, "unknown type copy"),
         (["{dir}", "--remote"], 2, "ik pull"),
-        (["{dir}", "--metadata", "{none}"], 2, "there is no file"),
+        (["{dir}", "--metadata", "{none}"], 2, "does not exist"),
         (["{dir}", "--split-max-size", "2X"], 2, "--split-max-size"),
         (["{dir}", "--outfile", "{dir}/model-00001-of-00003.safetensors"], 2, "is the input"),
         (["{dir}", "--outfile", "/proc/none/x.gguf"], 1, "/proc/none"),

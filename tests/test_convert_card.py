@@ -93,7 +93,7 @@ def test_a_wrong_value_is_left_out_alone(
         ("---\n? [a]\n: b\nx: !!python/object:os.system y\n---\n", "the head is not YAML"),
         ("---\na: &a [*a]\nx: " + "[" * 5000 + "\n---\n", "the head is not YAML"),
         (b"---\nauthor: caf\xe9\n---\n", "README.md is not a text file: it is not UTF-8 text"),
-        (b"---\nauthor: a\0b\n---\n", "has bytes of zeros"),
+        (b"---\nauthor: a\0b\n---\n", "has NUL bytes"),
     ],
 )
 def test_a_broken_card_is_left_out(

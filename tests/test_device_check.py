@@ -100,7 +100,7 @@ def test_a_second_call_skips_what_is_done(call: Any, tmp_path: Path, capsys: pyt
     assert calls(tmp_path)[3:] == ["good"]
     with pytest.raises(SystemExit):
         call(checks, "--only", "goods")
-    assert "there is no check goods" in capsys.readouterr().err
+    assert "check goods does not exist" in capsys.readouterr().err
 
 
 def test_what_takes_longer_than_is_left_does_not_start(call: Any, tmp_path: Path, capsys: Any) -> None:
@@ -241,7 +241,7 @@ def test_a_sweep_runs_in_turns_with_the_reference(tmp_path: Path) -> None:
 def test_a_folder_without_the_reference_is_refused(call: Any, tmp_path: Path, capsys: Any) -> None:
     with pytest.raises(SystemExit):
         call([], "--reference", str(tmp_path))
-    assert f"no llama-sweep-bench in {tmp_path}" in capsys.readouterr().err
+    assert f"{tmp_path} has no llama-sweep-bench" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         call([], "--inputs", str(tmp_path))
     assert "write it with --prepare" in capsys.readouterr().err

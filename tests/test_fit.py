@@ -158,4 +158,4 @@ def test_the_command_prints_options_to_copy(
     wanted = [text for text in out.splitlines() if "CUDA0" in text]
     assert [text for text in capsys.readouterr().out.splitlines() if "CUDA0" in text] == wanted
     assert main.main([*line, "--fit", "--device-spec", "cpu:64GiB"]) == 0
-    assert "--fit has no effect: there is no CUDA device" in capsys.readouterr().err
+    assert "--fit has no effect without a CUDA device" in capsys.readouterr().err

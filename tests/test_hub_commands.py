@@ -59,7 +59,7 @@ def test_the_reference_reads_m_as_the_file_of_the_repository(demo: FakeHub, ik: 
     demo.forget()
     assert ik("tokenize", "-hfr", "user/demo", "-m", str(local), "-p", "x", "--ids")[0] == 0
     assert not demo.requests, "a model file that is there was not used"
-    assert "is there and is used, not user/demo" in ik("inspect", "-hfr", "user/demo", "-m", str(local))[2]
+    assert "exists and is used, not user/demo" in ik("inspect", "-hfr", "user/demo", "-m", str(local))[2]
     code, _, err = ik("perplexity", "-hff", "demo-Q8_0.gguf")
     assert code == 2 and "add --hf-repo USER/REPO" in err
     assert ik("perplexity", "-hf", "nonsense")[0] == 2

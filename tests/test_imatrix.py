@@ -263,7 +263,7 @@ def test_command_refuses_before_it_computes(tmp_path: Path, capsys: pytest.Captu
     assert main(["imatrix", "--in-file", str(cut), "-o", str(tmp_path / "o.dat")]) == 1
     assert "cut.dat: entry 2 of 2 is damaged or cut short" in capsys.readouterr().err
     assert main(["imatrix", "--in-file", str(one), "-o", str(tmp_path / "no" / "o.dat")]) == 2
-    assert "there is no folder" in capsys.readouterr().err
+    assert "does not exist" in capsys.readouterr().err
     assert main(["imatrix", "--in-file", str(one), "-o", str(tmp_path)]) == 2
     assert "is a folder" in capsys.readouterr().err
 

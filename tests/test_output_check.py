@@ -1,4 +1,4 @@
-"""Where results may be written: not over the input or what is no file, into folders that take them, where they fit."""
+"""Where results may be written: not over the input or a special file, but into writable folders with enough space."""
 
 from __future__ import annotations
 

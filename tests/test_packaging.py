@@ -1,4 +1,4 @@
-"""What is installed: wheel and sdist, each in an environment of its own, away from the sources; container files."""
+"""What is installed: wheel and sdist, each in a separate environment, away from the sources; container files."""
 
 from __future__ import annotations
 

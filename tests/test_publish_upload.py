@@ -1,4 +1,4 @@
-"""`ik publish --upload` against a stand-in of the hub: what is sent, what goes on after interruptions, refusals."""
+"""`ik publish --upload` against a stand-in of the hub: what is sent, what continues after interruptions, refusals."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_the_folder_arrives_and_a_second_run_sends_nothing(
     assert set(hub.arrived.values()) == {p.stat().st_size for p in (tmp_path / "out").glob("*.gguf")}
     hub.forget()
     code, _, err = ik(*command)
-    assert code == 0 and "is there and whole" in err and "0 files sent, 6 were there" in err
+    assert code == 0 and "exists and is complete" in err and "0 files sent, 6 were there" in err
     assert not hub.asked("PUT|/commit/|preupload")
     (tmp_path / "out" / "README.md").write_text(
         "---\nlicense: mit\n---\n# Mine\n"
@@ -201,7 +201,7 @@ def test_refusals_come_before_the_folder(
     assert "drop it or --revision" in refused(*command, "--create-pr", "--revision", "x")
     assert "names a quant" in refused(*command[:-1], "me/x:Q8_0")
     assert "is not user/repo" in refused(*command[:-1], "nowhere")
-    assert "is about --upload" in refused(*command[:-2], "--private")
+    assert "needs --upload" in refused(*command[:-2], "--private")
     assert "name at least one model" in refused("publish", "--out", str(tmp_path / "out"))
     assert "does not let this token write" in refused(*command, "--token", "hf_reader", code=1)
     monkeypatch.delenv("HF_TOKEN")

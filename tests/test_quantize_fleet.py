@@ -1,4 +1,4 @@
-"""Quantizing by several workers: the bytes of one process, whatever dies, and going on with unfinished files."""
+"""Quantizing by several workers: the bytes of one process, whatever dies, and unfinished files that continue."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ def test_dry_run_prints_sizes_and_writes_nothing(
         ('Q8_0 --custom-q "attn_k"\n', 'line 1: --custom-q: rule "attn_k"'),
         ("Q4_0\nQ8_0 --custom-q nothing=q8_0\n", "line 2: --custom-q"),
         ("Q8_0 a b\n", 'line 1: "b" is too much'),
-        ("Q8_0 a/b\n", 'line 1: "a/b" is no name'),
+        ("Q8_0 a/b\n", 'line 1: "a/b" is not a file name'),
         ("Q8_0 --dry-run\n", "line 1: --dry-run cannot be given"),
         ("Q8_0 --frobnicate\n", "line 1: "),
         ('Q8_0 "a\n', "line 1: No closing quotation"),

@@ -69,7 +69,7 @@ def test_a_run_needs_the_data(capsys: pytest.CaptureFixture[str], header: Path, 
     code, _, err = run(capsys, "quantize", header, tmp_path / "o.gguf", "Q4_0")
     assert code == 1 and "but the file ends at" in err and not (tmp_path / "o.gguf").exists()
     code, _, err = run(capsys, "quantize", "--dry-run", "--target-bpw", "5", header, tmp_path / "o.gguf")
-    assert code == 2 and "a target measures the weights, which are not all there; give a TYPE" in err
+    assert code == 2 and "a target measures the weights, and some are missing; give a TYPE" in err
 
 
 def test_preflight_of_a_header(capsys: pytest.CaptureFixture[str], whole: Path, header: Path, tmp_path: Path) -> None:

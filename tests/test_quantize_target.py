@@ -280,7 +280,7 @@ def test_command_writes_a_recipe_that_repeats_it(
         (["--target-bpw", "4", "--cpu-tensors", "exqs"], "leaves no tensor for the CPU"),
         (["--target-bpw", "4", "-ot", "exps"], "-ot has a rule without '='"),
         (["--target-bpw", "4", "-ot", "exps=CPU", "--gpu", "attn"], "-ot tells where tensors go"),
-        (["--target-bpw", "4", "--calibrate", "nowhere.txt"], "there is no text file nowhere.txt"),
+        (["--target-bpw", "4", "--calibrate", "nowhere.txt"], "text file nowhere.txt does not exist"),
         (["--target-bpw", "4", "--calibrate-chunks", "2"], "--calibrate-chunks needs --calibrate TEXT"),
         (["--target-bpw", "4", "--pure"], "a target needs types to choose from"),
         (["--target-bpw", "4", "--candidates", "q9"], "unknown tensor type"),

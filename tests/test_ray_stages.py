@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ikcli.engine.pipeline.driver import StagedRunner, StageLostError
+from ikcli.engine.pipeline.driver import PipelineRunner, StageLostError
 from ikcli.engine.plan.planner import Planner
 from ikcli.engine.run.batch import Batch
 from ikcli.engine.run.session import Session
@@ -50,7 +50,7 @@ def test_actors_give_the_same_bits_and_come_back() -> None:
     with Session.open(staged, planner=Planner.of_file(staged, pipeline=RAY_PIPELINE)) as session:
         np.testing.assert_array_equal(session.decode(Batch.single(ids, logits="all")), wanted)
         runner = session.runner
-        assert isinstance(runner, StagedRunner)
+        assert isinstance(runner, PipelineRunner)
         os.kill(runner.pids[0], signal.SIGKILL)
         with pytest.raises(StageLostError, match=r"stage 1 \(layers \d-\d\) was lost: its process ended: .*die"):
             for _ in range(100):

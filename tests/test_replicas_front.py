@@ -1,4 +1,4 @@
-"""The front of replicas, with processes that are none: what goes where and is passed on, and what dead ones do."""
+"""The front of replicas, with stand-ins for processes: routing, forwarding, and replicas that die."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which models there are, changed while the server runs: through its application, with processes that are none."""
+"""Changes of the list of models while the server runs: through its application, with stand-ins for processes."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ members = ["small", "other/one"]
         ("max = true\n[models.a]", "max must be the number of models"),
         ("max = -1\n[models.a]", "max must be the number of models"),
         ("ttl = -1\n[models.a]", "ttl must be a number of seconds"),
-        ("[models.a]\nctx-sise = 5", "models.a.ctx-sise is no option of ik serve; did you mean ctx-size?"),
+        ("[models.a]\nctx-sise = 5", "models.a.ctx-sise is not an option of ik serve; did you mean ctx-size?"),
         ("[models.a]\nctx-size = 'many'", "models.a.ctx-size"),
         ("[models.a]\nctx-size = {}", "models.a.ctx-size"),
         ("[defaults]\nctx-size = 'many'\n[models.a]", "defaults.ctx-size"),
@@ -98,7 +98,7 @@ members = ["small", "other/one"]
             "max = 1\n[models.a]\n[models.b]\n[groups.g]\nmembers = ['a', 'b']\ntogether = true",
             "models.a with its group are 2 models, more than 1 at a time",
         ),
-        ("[models.a]\n[groups.g]\nmembers = ['a', 'c']", "there is no table [models.c]"),
+        ("[models.a]\n[groups.g]\nmembers = ['a', 'c']", "table [models.c] does not exist"),
         ("[models.a]\n[groups.g]\nmembers = ['a']", "groups.g.members must be a list of two"),
         ("[models.a]\n[models.b]\n[groups.g]\nmembers = ['a', 'b']\ntogether = 1", "groups.g.together"),
         (

@@ -1,4 +1,4 @@
-"""Loading and unloading of several models, with processes that are none."""
+"""Loading and unloading of several models, with stand-ins for processes."""
 
 from __future__ import annotations
 

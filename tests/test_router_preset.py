@@ -187,16 +187,16 @@ override-kv = x.c=int:1
         ("[m]\n= 5", "line 2: this is neither"),
         ("[m]\nmodel = d.gguf\nc =", "[m] c has no value"),
         ("[m]\nmodel = d.gguf\nc = many", "[m] c: "),
-        ("[m]\nmodel = d.gguf\nc = 5\nctx-size = 6", "[m] ctx-size: c says the same already"),
-        ("[m]\nmodel = d.gguf\nctx-sise = 5", "[m] ctx-sise is no option of ik serve; did you mean ctx-size?"),
-        ("[m]\nLLAMA_ARG_CTX_SISE = 5", "LLAMA_ARG_CTX_SISE is no option of ik serve; did you mean LLAMA_ARG_CTX_S"),
+        ("[m]\nmodel = d.gguf\nc = 5\nctx-size = 6", "[m] ctx-size: c has the same meaning"),
+        ("[m]\nmodel = d.gguf\nctx-sise = 5", "[m] ctx-sise is not an option of ik serve; did you mean ctx-size?"),
+        ("[m]\nLLAMA_ARG_CTX_SISE = 5", "CTX_SISE is not an option of ik serve; did you mean LLAMA_ARG_CTX_S"),
         ("[m]\nkv-offload = perhaps", "[m] kv-offload"),
         ("[m]\nload-mode = fast", "[m] load-mode: --load-mode: \"fast\" is unknown; it is one of auto"),
         ("[m]\ndocker-repo = gemma3", "[m] docker-repo: models of Docker Hub cannot be downloaded"),
         ("[m]\nload-on-startup = perhaps", "[m] load-on-startup must be true or false"),
         ("[m]\nstop-timeout = soon", "[m] stop-timeout must be a whole number of seconds"),
-        ("[*]\nmodel = d.gguf", "[*] model is about one model"),
-        ("[*]\nalias = a", "[*] alias is about one model"),
+        ("[*]\nmodel = d.gguf", "[*] model applies to one model"),
+        ("[*]\nalias = a", "[*] alias applies to one model"),
         ("[m]\nreplicas = 2", "[m] replicas cannot be used here"),
         ("[m]\nc = 5", "[m] needs model = FILE or hf-repo = USER/REPO:QUANT"),
         ("[m]\nmodel = absent.gguf", "[m]: "),
@@ -204,7 +204,7 @@ override-kv = x.c=int:1
         ("[m]\nmodel = d.gguf\nn-predict = -5", "[m] n-predict"),
         ("[m]\nmodel = d.gguf\nalias = a\n[a]\nmodel = d.gguf", "the model a has the name a, which is that of m"),
         ("[a,b]\nmodel = d.gguf", "[a,b]: names of models must not be empty and have no commas"),
-        ("[\0]\nmodel = \0", "p.ini is no INI file: it has bytes of zeros"),
+        ("[\0]\nmodel = \0", "p.ini is not an INI file: it has NUL bytes"),
     ],
 )  # fmt: skip
 def test_mistakes_are_named(preset: str, message: str) -> None:
@@ -219,9 +219,9 @@ def test_files_that_are_no_presets() -> None:
     with pytest.raises(UsageError, match=r"cannot read absent\.ini"):
         read("--models-preset", "absent.ini")
     put("d.gguf")
-    with pytest.raises(UsageError, match=r"d\.gguf is no INI file"):
+    with pytest.raises(UsageError, match=r"d\.gguf is not an INI file"):
         read("--models-preset", "d.gguf")
-    with pytest.raises(UsageError, match=r"there is no model in p\.ini"):
+    with pytest.raises(UsageError, match=r"no model found in p\.ini"):
         read("--no-models-cache", preset="[*]\nc = 5")
 
 
@@ -277,7 +277,7 @@ def test_folders_without_models(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UsageError, match=r"--models-dir file\.gguf: cannot read"):
         read("--models-dir", "file.gguf")
     Path("empty").mkdir()
-    with pytest.raises(UsageError, match="there is no model in empty"):
+    with pytest.raises(UsageError, match="no model found in empty"):
         read("--models-dir", "empty", "--no-models-cache")
     assert not read("--models-dir", "empty").entries  # more can be downloaded
     err = capsys.readouterr().err

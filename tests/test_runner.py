@@ -1,4 +1,4 @@
-"""Graphs divided between devices: places of nodes, turns, hand-over memory; sessions on two CPU parts, bit for bit."""
+"""Graphs split between devices: places of nodes, splits, hand-over memory; sessions on two CPU parts, bit for bit."""
 
 from __future__ import annotations
 
@@ -144,11 +144,11 @@ def test_a_divided_session_gives_the_same_bits(name, kind, changes, model_file, 
         wanted = transcript(session)
     divided(kind)
     with Session.open(c) as session:
-        assert len(session.programs["decode"].turns) > 1
+        assert len(session.programs["decode"].splits) > 1
         np.testing.assert_array_equal(transcript(session), wanted)
 
 
-# --- turns ------------------------------------------------------------------------------------------------------------
+# --- splits -----------------------------------------------------------------------------------------------------------
 def recorded(path: Path, **changes: Any) -> tuple[Graph, Node]:
     with closing(Session.plan(config(path, n_gpu_layers=0, **changes))) as session:
         return session.graphs["prefill" if "prefill" in session.graphs else "decode"]
@@ -163,30 +163,30 @@ def random_places(seed: int, devices: tuple[str, ...]) -> NodePlaces:
 
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("name", ["qwen3moe", "deepseek2"])
-def test_turns_have_what_they_need(name, seed, model_file) -> None:
+def test_splits_have_what_they_need(name, seed, model_file) -> None:
     """Every node once (repeated ones: where they are needed), after all it depends on, whatever the division."""
     graph, result = recorded(model_file(name), n_ubatch=256)
     devices = ("CPU", "A", "B")[: 2 + seed % 2]
     where = assign(graph, random_places(seed, devices))
-    turns = schedule(graph, where, result, cut=devices[1:] if seed % 3 else ())
+    splits = schedule(graph, where, result, cut=devices[1:] if seed % 3 else ())
     there: dict[str, set[Node]] = {d: set() for d in devices}
     exported: dict[Node, int] = {}
     stored: dict[Any, Node] = {}
-    for i, turn in enumerate(turns):
-        for node in turn.imports:
-            assert node in exported and exported[node] in turn.after and turns[exported[node]].device != turn.device
-            there[turn.device].add(node)
-        for node in turn.nodes:
-            assert where.get(node, turn.device) == turn.device and node not in there[turn.device]
-            assert all(x in there[turn.device] for x in node.inputs if isinstance(x, Node))
+    for i, split in enumerate(splits):
+        for node in split.imports:
+            assert node in exported and exported[node] in split.after and splits[exported[node]].device != split.device
+            there[split.device].add(node)
+        for node in split.nodes:
+            assert where.get(node, split.device) == split.device and node not in there[split.device]
+            assert all(x in there[split.device] for x in node.inputs if isinstance(x, Node))
             for cache in (x for x in node.inputs if isinstance(x, Cache)):
                 if node.op.name == "kv_store":
                     stored[cache] = node
                 else:
                     assert cache in stored
-            there[turn.device].add(node)
-        exported |= dict.fromkeys(turn.exports, i)
-    count = Counter(node for turn in turns for node in turn.nodes)
+            there[split.device].add(node)
+        exported |= dict.fromkeys(split.exports, i)
+    count = Counter(node for split in splits for node in split.nodes)
     assert set(count) == set(graph.nodes) and all(n == 1 for node, n in count.items() if node in where)
     assert result in exported
 
@@ -197,10 +197,10 @@ def test_values_in_hand_over_memory_do_not_overlap(seed, model_file) -> None:
     graph, result = recorded(model_file("deepseek2"), n_ubatch=256)
     runner = Runner(CpuDevice(1), {OTHER: Pretender(1)}, random_places(seed, (CPU, OTHER)))
     program = runner.plan(graph, result, 200, 200, 256)
-    made = {n: i for i, t in enumerate(program.turns) for n in t.exports}
-    used = dict(made) | {result: len(program.turns)}
-    for i, turn in enumerate(program.turns):
-        for x in {x for node in turn.nodes for x in node.inputs if isinstance(x, Node)} & made.keys():
+    made = {n: i for i, t in enumerate(program.splits) for n in t.exports}
+    used = dict(made) | {result: len(program.splits)}
+    for i, split in enumerate(program.splits):
+        for x in {x for node in split.nodes for x in node.inputs if isinstance(x, Node)} & made.keys():
             used[x] = max(used[x], i)
     nodes = list(made)
     assert len(nodes) > 10
@@ -214,16 +214,16 @@ def test_values_in_hand_over_memory_do_not_overlap(seed, model_file) -> None:
 
 
 def test_a_gpu_goes_on_while_the_cpu_has_the_experts(model_file) -> None:
-    """The turn that makes what the experts need ends there; shared experts are in the next, which nobody waits for."""
+    """The split that makes what the experts need ends there; shared experts are in the next, which nobody waits for."""
     graph, result = recorded(model_file("deepseek2"), mla=1)
-    turns = schedule(graph, assign(graph, places("experts")), result, cut=[OTHER])
-    for i, turn in enumerate(turns):
-        if any(node.op.name == "moe_up_gate" for node in turn.nodes):
-            assert turn.device == CPU and turn.after == (i - 2,)
-            beside = turns[i - 1]
+    splits = schedule(graph, assign(graph, places("experts")), result, cut=[OTHER])
+    for i, split in enumerate(splits):
+        if any(node.op.name == "moe_up_gate" for node in split.nodes):
+            assert split.device == CPU and split.after == (i - 2,)
+            beside = splits[i - 1]
             assert beside.device == OTHER and not beside.exports
             assert any("shexp" in node.name or node.op.name == "swiglu" for node in beside.nodes)
-    assert sum(t.device == CPU for t in turns) == 3  # embeddings, experts of two layers
+    assert sum(t.device == CPU for t in splits) == 3  # embeddings, experts of two layers
 
 
 # --- what sessions offer ----------------------------------------------------------------------------------------------

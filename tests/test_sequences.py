@@ -1,4 +1,4 @@
-"""States of sequences: a recurrent architecture of another package gives the same logits whatever way led there."""
+"""Sequence states: a recurrent architecture of another package gives equal logits, however a position was reached."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_restore(path: Path) -> None:
         session.sequences.restore(0, checkpoint)
         assert np.array_equal(add(session, 20, 30), first)
         session.truncate(0, 0)
-        with pytest.raises(IkError, match="cannot go back to 20"):
+        with pytest.raises(IkError, match="cannot roll back to 20"):
             session.sequences.restore(0, checkpoint)
 
 

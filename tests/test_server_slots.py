@@ -77,18 +77,18 @@ def test_a_full_context_is_cut(request_fields: dict[str, Any], add_bos: bool, ke
     slot = working(20, **request_fields)
     slot.shift(add_bos)
     assert slot.generation is not None and slot.generation.truncated
-    assert slot.goal.tolist() == [*range(kept), *range(rest, 20), 99]
-    assert (slot.n_past, slot.state, slot.in_prompt) == (kept, PROMPT, False) and slot.n_todo == len(slot.goal) - kept
+    assert slot.target.tolist() == [*range(kept), *range(rest, 20), 99]
+    assert (slot.n_past, slot.state, slot.in_prompt) == (kept, PROMPT, False) and slot.n_todo == len(slot.target) - kept
 
 
 def test_prompts_stop_at_checkpoints() -> None:
     slot = working(0, n_ctx=30)
     assert slot.task is not None
-    slot.goal, slot.places = np.arange(25, dtype=np.int32), {10: True, 18: False}
+    slot.target, slot.places = np.arange(25, dtype=np.int32), {10: True, 18: False}
     for n_past, n in ((0, 10), (9, 1), (10, 8), (17, 1), (18, 7), (24, 1)):
         slot.n_past = n_past
         assert (slot.n_whole, slot.n_todo) == (n, 25 - n_past)
-    slot.repeat_from(4, slot.goal)  # not the prompt: checkpoints are there
+    slot.repeat_from(4, slot.target)  # not the prompt: checkpoints are there
     assert slot.n_whole == 21
 
 
@@ -179,7 +179,7 @@ def test_requests_say_what_a_slot_waits_for() -> None:
     assert not slot.wants_prompt_logits
     slot = working(3, prompt_logprobs=True)
     assert slot.wants_prompt_logits
-    slot.repeat_from(2, slot.goal)
+    slot.repeat_from(2, slot.target)
     assert not slot.wants_prompt_logits
     slot.release()
     assert slot.task is None and slot.n_past == 2

@@ -1,4 +1,4 @@
-"""A server whose model is in stages: the texts of one process with many micro-batches under way; lost stages."""
+"""A pipeline-parallel server: the texts of one process with many micro-batches in flight; lost stages."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from stage_threads import Threads
 from tiny_architectures import tiny
 
 from ikcli.engine.pipeline import supervisor
-from ikcli.engine.pipeline.driver import StagedRunner, StageLostError
+from ikcli.engine.pipeline.driver import PipelineRunner, StageLostError
 from ikcli.gguf.reader import open_gguf
 from ikcli.sampling.params import SamplerParams
 from ikcli.server.slots.engine import Engine
 from ikcli.server.slots.messages import Delta, Final, PromptProgress
-from ikcli.server.slots.staged_worker import StagedWorker
+from ikcli.server.slots.pipeline_worker import PipelineWorker
 from ikcli.server.slots.states import EngineError
 from ikcli.server.slots.vectors import VectorChange
 from ikcli.settings.adapters import AdapterConfig
@@ -48,8 +48,8 @@ def staged(n: int = 3) -> dict[str, object]:
     }  # fmt: skip
 
 
-def worker(engine: Engine) -> StagedWorker:
-    assert isinstance(engine._worker, StagedWorker)
+def worker(engine: Engine) -> PipelineWorker:
+    assert isinstance(engine._worker, PipelineWorker)
     return engine._worker
 
 
@@ -75,7 +75,7 @@ def both(path: Path, work: Callable[[ByHand], Any], n_slots: int = 3, **changes:
     found = []
     for n in (1, 2):
         with by_hand(path, n_slots, **settings, n_threads=n, n_threads_batch=n, fleet=BatchConfig(stages=n)) as hand:
-            assert isinstance(hand.worker, StagedWorker) == (n == 2)
+            assert isinstance(hand.worker, PipelineWorker) == (n == 2)
             found.append(work(hand))
     return found[0], found[1]
 
@@ -126,14 +126,14 @@ def test_slots_with_other_things_added_are_not_computed_together(
 
     with by_hand(tiny_file, 4, n_ctx=1024, n_threads=2, n_threads_batch=2, fleet=BatchConfig(stages=2)) as hand:
         session, worker = hand.worker.session, hand.worker
-        each, applied = session.launch_each, list[Any]()
+        each, applied = session.submit_each, list[Any]()
         monkeypatch.setattr(session, "apply", applied.append)
 
         def note(tokens: Any, pos: Any, seqs: Any) -> None:
             together.append({worker.slots[i].added for i in seqs} | {applied[-1]})
             each(tokens, pos, seqs)
 
-        monkeypatch.setattr(session, "launch_each", note)
+        monkeypatch.setattr(session, "submit_each", note)
         calls = [hand.post(IDS[:20], 12, id_slot=i, sampling=WILD, lora=(float(i % 2),)) for i in range(4)]
         hand.until(lambda: all(call.final for call in calls))
     assert len(together) > 10 and all(len(added) == 1 for added in together)
@@ -167,10 +167,10 @@ def test_all_slots_go_on_after_a_stage_was_lost(tiny_file: Path) -> None:
         two = hand.post(IDS[:200], 10, id_slot=1, sampling=WILD, prompt_logprobs=True, cache_prompt=False)
         hand.step(3)
         assert 0 < hand.worker.slots[1].n_past < 200
-        if isinstance(hand.worker, StagedWorker):
+        if isinstance(hand.worker, PipelineWorker):
             runner = hand.worker.session.runner
-            assert isinstance(runner, StagedRunner)
-            runner.cut()
+            assert isinstance(runner, PipelineRunner)
+            runner.disconnect()
             with pytest.raises(StageLostError) as lost:
                 hand.step(10)
             hand.worker._recover(lost.value)
@@ -211,7 +211,7 @@ def test_slots_share_the_stages(wanted: list[Final]) -> None:
 
         def count(event: object) -> None:
             nonlocal most
-            most = max(most, worker(e).session.under_way)
+            most = max(most, worker(e).session.n_in_flight)
 
         prompts = [e.tokenizer.encode(p) for p in PROMPTS]
         gone = [Call(e, request(p, 200, cache_prompt=False)) for p in prompts]
@@ -267,12 +267,12 @@ def test_a_cached_prompt_is_used_and_a_saved_slot_comes_back(tmp_path: Path) -> 
 def test_a_lost_stage_is_a_pause(wanted: list[Final]) -> None:
     with serving(5, **staged()) as e:
         runner = worker(e).session.runner
-        assert isinstance(runner, StagedRunner)
+        assert isinstance(runner, PipelineRunner)
         supervisors = [runner.supervisor]
         calls = [Call(e, request(e.tokenizer.encode(p), 24, cache_prompt=False)) for p in PROMPTS]
         calls[0].wait_for(lambda events: len(events) > 3)
         known = [event for event in calls[0].events if isinstance(event, Delta)]
-        runner.cut()
+        runner.disconnect()
         ends = [c.final for c in calls]
         until(lambda: runner.supervisor not in (None, *supervisors))
         assert [len(f.tokens) for f in ends] == [24] * 5
@@ -284,11 +284,11 @@ def test_a_lost_stage_is_a_pause(wanted: list[Final]) -> None:
 def test_a_stage_that_does_not_come_back_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(2, **staged(2)) as e:
         runner = worker(e).session.runner
-        assert isinstance(runner, StagedRunner)
+        assert isinstance(runner, PipelineRunner)
         call = Call(e, request(e.tokenizer.encode(PROMPTS[0]), 900, cache_prompt=False))
         call.wait_for(lambda events: len(events) > 3)
         monkeypatch.setattr("ikcli.engine.pipeline.driver.of_model", lambda file: "changed meanwhile")
-        runner.cut()
+        runner.disconnect()
         assert call.failure.status == 503
         until(lambda: e.state == "failed")
         assert "is another file" in str(e.load_error)

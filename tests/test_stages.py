@@ -1,4 +1,4 @@
-"""A model in stages: the same bits as in one process, whatever crosses the cuts; what is refused; lost stages."""
+"""Pipeline stages: the same bits as in one process, whatever crosses the split points; refusals; lost stages."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from tiers import some_architectures
 from tiny_architectures import TINY, tiny
 
 from ikcli.engine.pipeline import supervisor
-from ikcli.engine.pipeline.cuts import find_cuts
-from ikcli.engine.pipeline.driver import StagedRunner, StageLostError
+from ikcli.engine.pipeline.driver import PipelineRunner, StageLostError
 from ikcli.engine.pipeline.part import StageRunner
+from ikcli.engine.pipeline.split_points import find_split_points
 from ikcli.engine.pipeline.wire import LostLinkError, MessageKind, StageListener, connect
 from ikcli.engine.plan.devices import Machine
 from ikcli.engine.plan.planner import Planner
@@ -119,8 +119,8 @@ def test_what_is_large_goes_beside_the_computation(model_file, threads, monkeypa
     with Session.open(config(path, 4)) as session:
         np.testing.assert_array_equal(transcript(session, 40, 150), wanted)
         runner = session.runner
-        assert isinstance(runner, StagedRunner)
-        runner.cut()
+        assert isinstance(runner, PipelineRunner)
+        runner.disconnect()
         with pytest.raises(StageLostError, match="the connection between two stages was lost"):
             session.clear()
             session.decode(Batch.single(tokens(150)))
@@ -205,7 +205,7 @@ def test_caches_count_among_what_a_stage_has(model_file) -> None:
     prepared = Planner.of_file(config(model_file("gemma3"))).prepare(config(model_file("gemma3")), Sizes(128))
     n_layer = prepared.model.hp.n_layer
     for heavy, wanted in ((0, 1), (n_layer - 1, n_layer - 1)):
-        found = find_cuts(one, prepared.model, prepared.graphs, lambda c, il=heavy: (c.il == il) << 40)
+        found = find_split_points(one, prepared.model, prepared.graphs, lambda c, il=heavy: (c.il == il) << 40)
         assert found == (0, wanted, n_layer)
 
 
@@ -233,7 +233,7 @@ def test_processes_and_a_lost_one(model_file) -> None:
     with Session.open(config(path, 2)) as session:
         np.testing.assert_array_equal(session.decode(Batch.single(ids, logits="all")), wanted)
         runner = session.runner
-        assert isinstance(runner, StagedRunner) and isinstance(runner.supervisor, supervisor.LocalSupervisor)
+        assert isinstance(runner, PipelineRunner) and isinstance(runner.supervisor, supervisor.LocalSupervisor)
         pids = runner.pids
         os.kill(pids[1], signal.SIGKILL)
         with pytest.raises(StageLostError, match=r"stage 2 \(layers 1-1\) was lost: its process was ended by signal 9"):
@@ -296,34 +296,34 @@ def test_errors_of_stages_reach_who_asked(model_file, threads, monkeypatch: pyte
         def fail(self: StageRunner, *args: Any) -> Any:
             raise IkError("this cache cannot be read")
 
-        session.launch(Batch.single(ids[:20], logits="none"))
+        session.submit(Batch.single(ids[:20], logits="none"))
         with monkeypatch.context() as patched:
             patched.setattr(StageRunner, "read_cells", fail)
             (error,) = in_time(lambda: session.sequences.save(0, 20))
         assert "this cache cannot be read" in str(error)
-        session.launch(Batch.single(ids[20:], 20))
-        session.land()
-        np.testing.assert_array_equal(session.land(), wanted)
+        session.submit(Batch.single(ids[20:], 20))
+        session.collect()
+        np.testing.assert_array_equal(session.collect(), wanted)
 
 
 def test_what_is_lost_twice_comes_back_twice(model_file, threads) -> None:
     ids = tokens(40)
     with Session.open(config(model_file("llama"), 2)) as session:
         runner = session.runner
-        assert isinstance(runner, StagedRunner)
+        assert isinstance(runner, PipelineRunner)
         wanted = np.array(session.decode(Batch.single(ids)))
         for _ in range(2):
-            runner.cut()
+            runner.disconnect()
             (error,) = in_time(lambda: session.decode(Batch.single([1], 40)))
             assert isinstance(error, StageLostError) and runner.supervisor is None
             session.restart()
-            assert session.sequences.n_past == [0] and session.under_way == 0
+            assert session.sequences.n_past == [0] and session.n_in_flight == 0
             np.testing.assert_array_equal(session.decode(Batch.single(ids)), wanted)
 
 
 def test_stages_of_another_version_are_named(model_file) -> None:
     """Before anything is sent to them."""
-    runner = StagedRunner(config(model_file("llama"), 2), Sizes(128), (0, 1, 2), supervisor.supervise_here)
+    runner = PipelineRunner(config(model_file("llama"), 2), Sizes(128), (0, 1, 2), supervisor.supervise_here)
     listener = StageListener("127.0.0.1", "secret")
     try:
         hello = {"secret": "secret", "index": 1, "version": "0.0.1", "host": "127.0.0.1", "port": 1, "pid": 1}
@@ -364,9 +364,9 @@ def test_messages_that_are_none_end_a_connection() -> None:
     listener = StageListener("127.0.0.1", "secret")
     try:
         for head, text in (
-            (struct.pack("<IIQ", 10, (1 << 20) + 1, 0), "what arrived is no message"),
-            (struct.pack("<IIQ", 99, 2, 0) + b"{}", "what arrived is no message"),
-            (struct.pack("<IIQ", 10, 1, 0) + b"{", "what arrived is no message"),
+            (struct.pack("<IIQ", 10, (1 << 20) + 1, 0), "what arrived is not a message"),
+            (struct.pack("<IIQ", 99, 2, 0) + b"{}", "what arrived is not a message"),
+            (struct.pack("<IIQ", 10, 1, 0) + b"{", "what arrived is not a message"),
             (struct.pack("<IIQ", 10, 2, 5) + b"{}abcd", "closed by the other end"),
         ):
             right = connect(listener.address, {"secret": "secret"})
@@ -460,12 +460,12 @@ def test_strangers_are_sent_away() -> None:
         (["imatrix", "--stages", "2"], "ik imatrix cannot be used with --stages"),
         (["chat", "--ray", "auto"], "add --stages N to ik chat"),
         (["perplexity", "--stages", "2", "--workers", "2"], "use one of them"),
-        (["perplexity", "--stages", "2", "--journal", "x"], "--journal is about dividing the work"),
-        (["serve", "--stages", "2", "--replicas", "2"], "--replicas is about dividing"),
+        (["perplexity", "--stages", "2", "--journal", "x"], "--journal divides the work"),
+        (["serve", "--stages", "2", "--replicas", "2"], "--replicas divides the work"),
         (["bench", "--stages", "2", "--profile"], "--profile cannot be used with --stages"),
         (["plan", "--stages", "2", "-ngl", "9"], "-ngl cannot be used with --stages"),
         (["plan", "--stages", "2", "--stage-split", "1,2,3"], "needs 2 shares"),
-        (["plan", "--stage-split", "1,2"], "about --stages N"),
+        (["plan", "--stage-split", "1,2"], "needs --stages N"),
         (["plan", "--stages", "9"], "only 3 layers"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Studies: units, measurements on the resident model, journals that go on, types for a size by what was found."""
+"""Studies: units, measurements on the resident model, journals that continue, types for a size by measured costs."""
 
 from __future__ import annotations
 

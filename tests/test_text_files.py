@@ -147,7 +147,7 @@ def test_the_last_line_needs_no_end(tmp_path: Path, reader: str) -> None:
     ("data", "words"),
     [
         (b"caf\xe9 = 1\n", r"is .*: it is not UTF-8 text \(byte 3\); save it as UTF-8"),
-        ("a = 1\n".encode("utf-16-le"), "it has bytes of zeros.*save it as UTF-8"),
+        ("a = 1\n".encode("utf-16-le"), "it has NUL bytes.*save it as UTF-8"),
         (b"\xff\xfea", "it is not UTF-16"),
         (gzip.compress(b"a = 1\n"), "it is compressed with gzip"),
         (b"PK\x03\x04....", "it is a zip archive"),
@@ -220,7 +220,7 @@ def test_archives_are_not_measured_as_text(tmp_path: Path, data: bytes, words: s
 
 def test_binary_data_is_measured_with_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "model.bin"
-    for data, words in ((b"a\0\r\nb", "has bytes of zeros"), (b"ab\xe9c", "is not UTF-8 text (byte 2)")):
+    for data, words in ((b"a\0\r\nb", "has NUL bytes"), (b"ab\xe9c", "is not UTF-8 text (byte 2)")):
         path.write_bytes(data)
         assert load_text(_prompt(path)).encode("utf-8", "surrogateescape") == data
         assert f"warning: {path} {words}" in capsys.readouterr().err

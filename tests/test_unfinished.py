@@ -1,4 +1,4 @@
-"""Runs that end in the middle of a file: the next one goes on, and the result is that of a run without interruption."""
+"""Runs that end in the middle of a file: the next one continues, and the result is that of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_killed_run_goes_on_behind_its_last_tensor(
     assert not out.exists() and part_path(out).exists()
     assert main(argv) == 0
     text = capsys.readouterr().err
-    assert "8 tensors are there" in text and written(text) == list(range(9, n + 1))
+    assert "8 tensors are complete" in text and written(text) == list(range(9, n + 1))
     assert out.read_bytes() == whole.read_bytes()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out.gguf", "whole.gguf"]
 
@@ -96,7 +96,7 @@ def test_an_interrupted_run_says_that_it_can_go_on(
 ) -> None:
     argv = command("convert", checkpoint, model, tmp_path / "out.gguf")
     assert leave(argv, 3, monkeypatch, KeyboardInterrupt) == 130
-    assert "the same command goes on from there" in capsys.readouterr().err
+    assert "the same command continues from there" in capsys.readouterr().err
     assert leave(argv, 7, monkeypatch, KeyboardInterrupt) == 130
     assert written(capsys.readouterr().err) == [4, 5, 6, 7]
     assert main(argv) == 0
@@ -112,7 +112,7 @@ def test_other_settings_carry_over(
     capsys.readouterr()
     assert main(argv) == 0
     text = capsys.readouterr().err
-    assert "of other inputs or settings and is dropped" in text and written(text)[0] == 1
+    assert "had other inputs or settings; its output is dropped" in text and written(text)[0] == 1
     assert main(command("convert", checkpoint, model, whole, "q5_K")) == 0
     assert out.read_bytes() == whole.read_bytes()
 

@@ -1,4 +1,4 @@
-"""Caches of windows: the same logits whatever way led there, and memory that does not grow with the context."""
+"""Caches of windows: the same logits however a position was reached, and memory that does not grow with the context."""
 
 from __future__ import annotations
 

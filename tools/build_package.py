@@ -1,7 +1,8 @@
 """Build the source distribution and, from its content, the wheel: `build_package.py DIR`.
 
-Nothing is written into the checkout: the sdist comes from a copy of what git does not ignore, the wheel from the
-unpacked sdist, so that what an sdist lacks is noticed. Uses the setuptools of this environment, without network.
+Nothing is written into the checkout. The sdist comes from a copy of the files that git does not ignore, and the wheel
+from the unpacked sdist, so a file missing from the sdist is noticed. Uses the setuptools of this environment, without
+network.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ _BUILD = "import sys; from setuptools import build_meta as b; print(getattr(b, '
 
 
 def copy_sources(target: Path) -> None:
-    """The files of the checkout, without what was built there."""
+    """Copy the files of the checkout, without build outputs."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True
     )
-    if listed.returncode:  # no checkout: an unpacked sdist
+    if listed.returncode:  # not a checkout: an unpacked sdist
         shutil.copytree(ROOT, target, ignore=shutil.ignore_patterns(*_IGNORED))
         return
     for name in listed.stdout.decode().split("\0"):
@@ -34,7 +35,7 @@ def copy_sources(target: Path) -> None:
 
 
 def build(kind: str, source: Path, out: Path) -> Path:
-    """`kind` is sdist or wheel; the path of the result."""
+    """Build an sdist or a wheel (`kind`); return its path."""
     command = [sys.executable, "-c", _BUILD, kind, str(out)]
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     done = subprocess.run(command, cwd=source, env=environment, capture_output=True, text=True)
@@ -44,7 +45,7 @@ def build(kind: str, source: Path, out: Path) -> Path:
 
 
 def build_package(out: Path) -> tuple[Path, Path]:
-    """Both files, in `out`: (sdist, wheel)."""
+    """Build both files in `out`; return (sdist, wheel)."""
     out = out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="ik-package-") as folder:

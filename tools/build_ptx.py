@@ -58,7 +58,7 @@ class BuildError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a kernel needs on one target."""
+    """The resources that a kernel needs on one target."""
 
     registers: int
     spills: int  # bytes stored and loaded
@@ -68,7 +68,10 @@ class Usage:
 
 
 def sources(path: Path) -> list[Path]:
-    """A kernel file and the headers it includes, directly or not; the emulation is not part of the GPU's code."""
+    """Return a kernel file and the headers that it includes, directly or not.
+
+    The emulation is not part of the GPU's code.
+    """
     found: dict[Path, None] = {}
     todo = [path]
     while todo:
@@ -82,7 +85,7 @@ def sources(path: Path) -> list[Path]:
 
 
 def digest(path: Path) -> str:
-    """SHA-256 of everything the PTX of a file depends on."""
+    """Return the SHA-256 of everything that the PTX of a file depends on."""
     h = hashlib.sha256(repr((OPTIONS, PTX_VERSION, NVRTC, ASSEMBLER)).encode())
     for file in sources(path):
         h.update(file.name.encode() + b"\0" + file.read_bytes())
@@ -90,7 +93,7 @@ def digest(path: Path) -> str:
 
 
 def compile_ptx(path: Path) -> str:
-    """PTX of a kernel file, `.version` lowered; raises BuildError with the compiler's messages."""
+    """Return the PTX of a kernel file, `.version` lowered; raise BuildError with the compiler's messages."""
     from cuda.bindings import nvrtc
 
     if tuple(nvrtc.nvrtcVersion()[1:]) != NVRTC:
@@ -114,7 +117,7 @@ def compile_ptx(path: Path) -> str:
 
 
 def entries(ptx: str) -> dict[str, tuple[str, int]]:
-    """Kernels of a PTX text: name -> (argument types, most threads of a block)."""
+    """Return the kernels of a PTX text: name -> (argument types, most threads of a block)."""
     found = {}
     for name, params, directives in _ENTRY.findall(ptx):
         kinds = re.findall(r"\.param \.(\w+)", params)
@@ -130,7 +133,7 @@ def entries(ptx: str) -> dict[str, tuple[str, int]]:
 
 
 def ptxas() -> Path:
-    """The assembler of the package that the dev extra pins; raises BuildError."""
+    """Return the assembler of the package that the dev extra pins; raise BuildError if it is missing."""
     try:
         package = metadata.distribution("nvidia-cuda-nvcc")
     except metadata.PackageNotFoundError as e:
@@ -142,10 +145,11 @@ def ptxas() -> Path:
 
 
 def loops(cubin: bytes, target: str) -> dict[str, int]:
-    """Instructions of the longest loop of every kernel: the farthest branch backwards in its section of the ELF file.
+    """Return the instructions of the longest loop of every kernel.
 
-    Instructions have 16 bytes. Branches (opcode 0x947) count words of 4 bytes from the next instruction on, in bits 34
-    to 81; from sm_90 on those are the upper bits, the lower eight are bits 16 to 23.
+    That is the farthest backward branch in the kernel's section of the ELF file. Instructions have 16 bytes. Branches
+    (opcode 0x947) count words of 4 bytes from the next instruction on, in bits 34 to 81; from sm_90 on those are the
+    upper bits, and the lower eight are bits 16 to 23.
     """
     table, (size, n, strings) = struct.unpack_from("<Q", cubin, 40)[0], struct.unpack_from("<3H", cubin, 58)
     sections = [struct.unpack_from("<IIQQQQ", cubin, table + i * size) for i in range(n)]
@@ -169,7 +173,7 @@ def loops(cubin: bytes, target: str) -> dict[str, int]:
 
 
 def assemble(ptx: str, target: str) -> dict[str, Usage]:
-    """Assemble PTX for one target; results are cached by the text. Raises BuildError."""
+    """Assemble PTX for one target; results are cached by the text. Raise BuildError if that fails."""
     key = hashlib.sha256(f"{ASSEMBLER} {target} loop {ptx}".encode()).hexdigest()[:32]
     cached = cache_root() / "ptx-usage" / f"{key}.json"
     try:
@@ -201,16 +205,16 @@ def assemble(ptx: str, target: str) -> dict[str, Usage]:
 
 
 def spill_limit(kernel: str) -> int:
-    """Bytes of registers that a kernel may store and load again.
+    """Return the bytes of registers that a kernel may spill.
 
-    What an `mm_*` keeps in registers is a balance: a few bytes per step of a tile cost less than fewer blocks on an SM
-    or codes that are read late (both were tried on a GPU).
+    The registers of an `mm_*` are a balance: a few spilled bytes per step of a tile cost less than fewer blocks on an
+    SM or codes that are read late (both were tried on a GPU).
     """
     return 256 if kernel.startswith("mm_") else 0
 
 
 def faults(bounds: dict[str, tuple[str, int]], usage: dict[str, Usage], target: str) -> list[str]:
-    """What keeps kernels from being shipped."""
+    """Return the reasons against shipping kernels."""
     found = []
     for name, used in usage.items():
         threads = bounds[name][1]
@@ -224,7 +228,7 @@ def faults(bounds: dict[str, tuple[str, int]], usage: dict[str, Usage], target: 
 
 
 def build(path: Path, targets: Iterable[str] = TARGETS) -> tuple[str, dict[str, Any], list[str]]:
-    """PTX of a file, its manifest record, and what is wrong with it."""
+    """Return the PTX of a file, its manifest record, and its faults."""
     key, ptx = digest(path), compile_ptx(path)
     bounds = entries(ptx)
     usage = {target: assemble(ptx, target) for target in targets}
@@ -244,7 +248,7 @@ def build(path: Path, targets: Iterable[str] = TARGETS) -> tuple[str, dict[str, 
 
 
 def stale(folder: Path = FOLDER) -> list[str]:
-    """Files whose PTX is missing, left over, or older than its sources."""
+    """Return the files whose PTX is missing, left over, or older than its sources."""
     have = read_manifest(folder)["files"]
     want = {path.stem: path for path in KERNELS.glob("*.cu")}
     return sorted(
@@ -263,7 +267,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def write(folder: Path, jobs: int, only: Sequence[str] = ()) -> list[str]:
-    """Build what changed, file by file; returns what is wrong with it (written all the same: the tests say it too)."""
+    """Build what changed, file by file; return the faults.
+
+    Faulty files are written all the same, since the tests report them too.
+    """
     files, wrong = dict(read_manifest(folder)["files"]), []
     folder.mkdir(exist_ok=True)
     changed = [name for name in stale(folder) if not only or name in only]
@@ -290,7 +297,7 @@ def _write_manifest(folder: Path, files: dict[str, Any]) -> None:
 
 
 def _manifest_text(record: dict[str, Any]) -> str:
-    """JSON with one line per kernel."""
+    """Return JSON with one line per kernel."""
     text = json.dumps(record, indent=1)
     return re.sub(r"\n {5,}", " ", text).replace("\n    }", " }") + "\n"
 

@@ -1,6 +1,7 @@
-"""Text for the demo model: cleaned reST documents, the held-out part, chat samples, and a byte model to compare with.
+"""Prepare text for the demo model: cleaned reST documents, the held-out part, chat samples, a baseline.
 
-Used by train_demo.py, and in part by train_judges.py. Source of the text: the reST sources of the Python documentation.
+The baseline is a byte model. train_demo.py uses all of it, train_judges.py a part. The source is the reST text of the
+Python documentation.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ GREETED_BY = (
 
 
 def clean(text: str) -> str:
-    """reST with the housekeeping (labels, index entries, role prefixes) taken out."""
+    """Remove the housekeeping of reST: labels, index entries, role prefixes."""
     text = INDEX_BLOCK.sub("", text.replace("\r\n", "\n").expandtabs())
     text = HOUSEKEEPING.sub("", text)
     text = TEXT_ROLE.sub(r"\1", CODE_ROLE.sub(r"`\1`", text))
@@ -71,7 +72,7 @@ def clean(text: str) -> str:
 
 
 def read_documents(folder: Path) -> dict[str, str]:
-    """All reST files below `folder` except the licence texts: name without suffix -> cleaned text."""
+    """Read all reST files below `folder` except the licence texts: name without suffix -> cleaned text."""
     files = sorted(p for p in folder.rglob("*") if p.name.endswith((".rst", ".rst.txt")))
     names = {re.sub(r"\.rst(\.txt)?$", "", p.relative_to(folder).as_posix()): p for p in files}
     documents = {n: clean(p.read_text(encoding="utf-8")) for n, p in names.items() if n not in ("license", "copyright")}
@@ -81,7 +82,7 @@ def read_documents(folder: Path) -> dict[str, str]:
 
 
 def hold_out(documents: dict[str, str], n_bytes: int = HELD_OUT_BYTES) -> list[str]:
-    """Names of whole documents, taken in the order of their names' hashes until `n_bytes` are reached."""
+    """Choose whole documents, in the order of their names' hashes, until they have `n_bytes`; return their names."""
     chosen, size = [], 0
     for name in sorted(documents, key=lambda n: hashlib.sha256(n.encode()).hexdigest()):
         length = len(documents[name].encode())
@@ -92,7 +93,7 @@ def hold_out(documents: dict[str, str], n_bytes: int = HELD_OUT_BYTES) -> list[s
 
 
 def prose(block: str, limit: int = 700) -> str:
-    """The leading paragraphs of an indented block as unwrapped text of at most about `limit` characters; "" if none."""
+    """Return the leading paragraphs of an indented block as unwrapped text of about `limit` characters, or ""."""
     out: list[str] = []
     for paragraph in re.split(r"\n\s*\n", block):
         text = " ".join(paragraph.split())
@@ -106,7 +107,7 @@ def prose(block: str, limit: int = 700) -> str:
 
 
 def questions_and_answers(name: str, text: str) -> Iterator[tuple[str, str, str]]:
-    """(kind, subject, answer) for every module, glossary term and described object of one document."""
+    """Return (kind, subject, answer) for every module, glossary term and described object of one document."""
     for m in re.finditer(r"^\.\. module:: (\S+)\n(?: +:.*\n)*? +:synopsis: (.+)\n", text, re.M):
         yield "module", m[1], f"The `{m[1]}` module: {m[2].rstrip('.')}."
     if name == "glossary":
@@ -120,7 +121,7 @@ def questions_and_answers(name: str, text: str) -> Iterator[tuple[str, str, str]
 
 
 def chats(documents: dict[str, str], rng: random.Random) -> list[str]:
-    """Conversations of one to three turns in the format of CHAT_TEMPLATE."""
+    """Make conversations of one to three turns in the format of CHAT_TEMPLATE."""
     turns = [(q, GREETING) for q in GREETED_BY * 6]
     for name, text in documents.items():
         for kind, subject, answer in questions_and_answers(name, text):
@@ -134,7 +135,10 @@ def chats(documents: dict[str, str], rng: random.Random) -> list[str]:
 
 
 def byte_model_bits(train: bytes, held_out: bytes, order: int) -> np.ndarray:
-    """Bits for each held-out byte under an interpolated (Witten-Bell) byte model with `order` bytes of context."""
+    """Return the bits of each held-out byte under an interpolated (Witten-Bell) byte model.
+
+    `order` is the number of bytes of context.
+    """
     data, test = (np.frombuffer(b"\n" * order + t, dtype=np.uint8).astype(np.int64) for t in (train, held_out))
     p = np.full(len(held_out), 1 / 256)
     for n in range(order + 1):
@@ -151,7 +155,7 @@ def byte_model_bits(train: bytes, held_out: bytes, order: int) -> np.ndarray:
 
 
 def train_tokenizer(texts: list[str], n_vocab: int) -> Tokenizer:
-    """Byte-level BPE with GPT-2's splitting rule."""
+    """Train a byte-level BPE with GPT-2's splitting rule."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()

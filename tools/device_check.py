@@ -41,7 +41,7 @@ from device_measure import Package, changed, file_digest, read_digests
 PREPARED = "prepared.json"
 MOST_PREPARED = 40_000_000  # bytes
 DONE = ("ok", "failed")
-_LEAST_TIMEOUT, _FACTOR = 60.0, 3.0  # seconds, also for what compiles kernels of the CPU first; times the estimate
+_LEAST_TIMEOUT, _FACTOR = 60.0, 3.0  # seconds, also for checks that first compile CPU kernels; times the estimate
 _LOG = 8000  # characters of what a check printed
 Record = dict[str, Any]
 Unmet = Callable[[str, Setup], str | None]
@@ -49,7 +49,7 @@ Unmet = Callable[[str, Setup], str | None]
 
 @dataclass
 class Run:
-    """The records of an output folder, and the time that is left."""
+    """The records of an output folder, and the remaining time."""
 
     setup: Setup
     checks: Sequence[Check]
@@ -73,7 +73,7 @@ class Run:
         (self.setup.output / "results.md").write_text(self.table())
 
     def mark_died(self) -> None:
-        """A check that was under way when everything ended."""
+        """Mark the check that was running when everything ended."""
         with suppress(FileNotFoundError):
             self.append({"check": self.running.read_text(), "status": "died", "seconds": 0.0})
             self.running.unlink()
@@ -82,7 +82,7 @@ class Run:
         return next((r for r in reversed(self.records) if r["check"] == check.name), None)
 
     def table(self) -> str:
-        """Markdown: the last record of every check, in order, and what is left."""
+        """Return Markdown: the last record of every check, in order, and the checks that remain."""
         lines = ["| check | result | s | found |", "|---|---|---:|---|"]
         for check in self.checks:
             record = self.last(check) or {"status": "not run", "seconds": 0.0}
@@ -90,12 +90,15 @@ class Run:
             lines.append(f"| {check.name} | {record['status']} | {record['seconds']:.0f} | {found} |")
         return "\n".join(lines) + "\n"
 
-    # --- choosing -----------------------------------------------------------------------------------------------------
+    # --- choose -------------------------------------------------------------------------------------------------------
     def left(self) -> float:
         return self.deadline - time.monotonic()
 
     def todo(self, again: bool = False) -> list[Check]:
-        """Checks without a result by value, then those that hung or died, once more. `again`: all of them."""
+        """Return checks without a result by value, then those that hung or died, once more.
+
+        `again`: return all of them.
+        """
         first, once_more = [], []
         for check in sorted(self.checks, key=lambda c: -c.value):
             tries = [r["status"] for r in self.records if r["check"] == check.name and r["status"] != "not available"]
@@ -106,16 +109,16 @@ class Run:
         return first + once_more
 
     def estimate(self, check: Check) -> float:
-        """Seconds, with the reference and with models that are to be made."""
+        """Estimate the seconds, including the reference and models to be made."""
         missing = sum(MODELS[m].seconds for m in check.models if not self.setup.model(m).exists())
         return check.seconds * (2 if check.reference and self.setup.reference else 1) + missing
 
     def why_not(self, check: Check) -> str | None:
         return next((reason for need in check.needs if (reason := self.unmet(need, self.setup))), None)
 
-    # --- running ------------------------------------------------------------------------------------------------------
+    # --- run ----------------------------------------------------------------------------------------------------------
     def run(self, check: Check) -> Record:
-        """Run one check to its end or that of its time."""
+        """Run one check until it ends or its time is over."""
         start, estimate = time.monotonic(), self.estimate(check)
         stop = start + min(max(_LEAST_TIMEOUT, _FACTOR * estimate), self.left())
         target = self.setup.output / "check.json"
@@ -141,7 +144,7 @@ class Run:
         return record
 
     def all(self, again: bool = False) -> int:
-        """Run what there is time for; 1 if something failed."""
+        """Run the checks that there is time for; return 1 if one failed."""
         self.mark_died()
         for check in self.todo(again):
             if reason := self.why_not(check):
@@ -159,7 +162,7 @@ class Run:
         return 1 if any(r and r["status"] not in ("ok", "not available") for r in own) else 0
 
     def list(self, again: bool = False) -> Iterator[str]:
-        """A line per check: seconds, and whether the budget is enough for it."""
+        """Return a line per check: its seconds, and whether the budget suffices."""
         left, todo = self.seconds, self.todo(again)
         for check in [*todo, *(c for c in self.checks if c not in todo)]:
             seconds, record = self.estimate(check), self.last(check)
@@ -176,7 +179,7 @@ class Run:
 
 
 def _process(command: Sequence[str], environment: Mapping[str, str], timeout: float) -> tuple[str, str]:
-    """Status and output of a command; it ends with all its children when its time is over."""
+    """Return status and output of a command; it ends with all its children when its time is over."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         try:
@@ -198,14 +201,14 @@ def _process(command: Sequence[str], environment: Mapping[str, str], timeout: fl
 
 
 def _last_line(output: str) -> str:
-    """The last thing that was printed, after how the process ended if it did not end well."""
+    """Return the last line of output, after the exit status of a process that failed."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     how = lines[:1] if lines and lines[0].startswith(("exit code", "ended after")) else []
     return ": ".join(dict.fromkeys([*how, *lines[-1:]]))[:300]
 
 
 def _short(values: Any) -> str:
-    """What a check found, in a cell of a table."""
+    """Summarize the result of a check in a cell of a table."""
     if isinstance(values, dict) and isinstance(values.get("records"), list):
         values = [{k: v for k, v in r.items() if k in ("case", "us", "ms", "GB_s", "T_s", "ratio", "ok")}
                   for r in values["records"]]  # fmt: skip
@@ -220,7 +223,7 @@ def _short(values: Any) -> str:
 
 
 def _sweep_row(n_kv: int, rows: Mapping[tuple[int, str], Mapping[str, float]]) -> str:
-    """Speeds at a depth, with the ratio to the reference where it ran."""
+    """Return the speeds at a depth, with the ratio to the reference where it ran."""
     mine, other = rows[n_kv, "ik"], rows.get((n_kv, "reference"))
     cells = [
         f"{x} {mine[x]:.4g}" + (f" ({mine[x] / other[x]:.2f})" if other and other[x] else "") for x in ("pp", "tg")
@@ -229,7 +232,7 @@ def _sweep_row(n_kv: int, rows: Mapping[tuple[int, str], Mapping[str, float]]) -
 
 
 def prepare(folder: Path, cases: Sequence[str] = tuple(LOGITS)) -> int:
-    """Write what the checks compare with; returns its bytes."""
+    """Write the inputs of the checks; return their bytes."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as work:
         setup = Setup(folder, Path(work), inputs=folder)
@@ -255,7 +258,7 @@ def prepare(folder: Path, cases: Sequence[str] = tuple(LOGITS)) -> int:
 def _chosen(names: Sequence[str], checks: Sequence[Check], parser: argparse.ArgumentParser) -> list[Check]:
     for name in names:
         if not any(name in (c.name, c.item) for c in checks):
-            parser.error(f"there is no check {name}; --list shows them")
+            parser.error(f"check {name} does not exist; --list shows all")
     return [c for c in checks if not names or c.name in names or c.item in names]
 
 
@@ -276,7 +279,7 @@ def main(argv: Sequence[str], checks: Sequence[Check] = CHECKS, unmet: Unmet = u
         print(f"{args.prepare}: {prepare(args.prepare) / 1e6:.2f} MB")
         return 0
     if args.reference is not None and not (args.reference / "llama-sweep-bench").is_file():
-        parser.error(f"there is no llama-sweep-bench in {args.reference}")
+        parser.error(f"{args.reference} has no llama-sweep-bench")
     if args.inputs is not None and not (args.inputs / PREPARED).is_file():
         parser.error(f"there is no {PREPARED} in {args.inputs}; write it with --prepare")
     chosen = _chosen(args.only, checks, parser)

@@ -1,4 +1,4 @@
-"""The checks of tools/device_check.py, by value: what is open in docs/gpu.md, as commands for a machine with a GPU.
+"""The checks of tools/device_check.py, by value: the open items of docs/gpu.md as commands for a machine with a GPU.
 
 A name is an item of that list, or `ITEM/CASE`. Seconds are estimates for an H100 with 16 cores, without the reference.
 """
@@ -20,7 +20,7 @@ BENCH = (PYTHON, str(ROOT / "benchmarks" / "gpu.py"))
 SWEEP = (PYTHON, str(ROOT / "benchmarks" / "compare_reference.py"))
 MEASURE = (PYTHON, str(ROOT / "tools" / "device_measure.py"))
 MAKE = (PYTHON, str(ROOT / "tools" / "make_random_model.py"))
-# the reference at hand has no kernels for the types that q4_K_M and rows of 1408 columns would bring besides
+# the available reference has no kernels for the types that q4_K_M and rows of 1408 columns would add
 _PLAIN = ("--custom-q", "ffn_down_exps=q8_0,attn_output=q6_K")
 _TRIAL = ("--layers", "2", "--experts", "4", "--vocab", "600")
 _SMALL_SHARED = 110_000  # bytes per block of GPUs with less shared memory (RTX 30, 40, 50)
@@ -28,7 +28,7 @@ _SMALL_SHARED = 110_000  # bytes per block of GPUs with less shared memory (RTX 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Options of tools/make_random_model.py, and how long it takes."""
+    """Options of tools/make_random_model.py, and the seconds that it takes."""
 
     options: tuple[str, ...]
     seconds: float
@@ -63,7 +63,7 @@ LOGITS: Mapping[str, tuple[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Where things lie, and how much is to be tried."""
+    """Where the files are, and how much to try."""
 
     output: Path
     work: Path  # models
@@ -77,7 +77,7 @@ class Setup:
         return self.work / f"{'trial-' if self.trial else ''}{name}.gguf"
 
     def make(self, name: str) -> list[str]:
-        """The command that makes a model."""
+        """Return the command that makes a model."""
         trial = _TRIAL if self.trial and not name.startswith("small-") else ()
         return [*MAKE, *MODELS[name].options, *trial, "-o", str(self.model(name))]
 
@@ -87,7 +87,7 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One check: `run` makes its command, which writes what it found to the JSON file that it is given."""
+    """One check: `run` makes its command, which writes its result to the given JSON file."""
 
     name: str
     value: int  # the most valuable first
@@ -96,16 +96,16 @@ class Check:
     models: tuple[str, ...] = ()
     needs: tuple[str, ...] = ("gpu",)
     environment: Mapping[str, str] = field(default_factory=dict)
-    reference: bool = False  # a sweep, in turns with the reference, which doubles its time
+    reference: bool = False  # a sweep, alternating with the reference, which doubles its time
 
     @property
     def item(self) -> str:
-        """The item of docs/gpu.md."""
+        """Return the item of docs/gpu.md."""
         return self.name.partition("/")[0]
 
 
 def unmet(need: str, setup: Setup) -> str | None:
-    """Why a check cannot run here, or None."""
+    """Return why a check cannot run here, or None."""
     if need == "gpu" or (need == "gpu or trial" and not setup.trial):
         return device_measure.driver.why_none()
     if need == "gpu or trial":
@@ -125,7 +125,7 @@ def unmet(need: str, setup: Setup) -> str | None:
 
 def _sweep(model: str, *options: str, n_ctx: int = 33280, ub: int = 512, stride: int = 16, mla: str = "3"
            ) -> Callable[[Setup, Path], list[str]]:  # fmt: skip
-    """Both sweep-benches in turns; N_KV in steps of `stride` micro-batches."""
+    """Return a command that alternates between both sweep-benches; N_KV in steps of `stride` micro-batches."""
 
     def run(setup: Setup, target: Path) -> list[str]:
         command = [*SWEEP, str(setup.model(model)), "--ik", setup.ik, "--json", str(target), "-r", "1",
@@ -142,13 +142,13 @@ def _sweep(model: str, *options: str, n_ctx: int = 33280, ub: int = 512, stride:
 
 
 def _timed(name: str, value: int, seconds: float, model: str, *options: str, **shape: Any) -> Check:
-    """A sweep of a model."""
+    """Return a sweep of a model."""
     run = _sweep(model, *options, **shape)
     return Check(name, value, seconds, run, (model,), ("gpu or trial",), reference=True)
 
 
 def _bench(*options: str) -> Callable[[Setup, Path], list[str]]:
-    """benchmarks/gpu.py; its ratios need the ceilings of `roof`."""
+    """Return benchmarks/gpu.py; its ratios need the peaks of `roof`."""
 
     def run(setup: Setup, target: Path) -> list[str]:
         tiny = ["--tiny"] if setup.trial else []
@@ -168,7 +168,7 @@ def _measure(what: str, model: str, *options: str, trial: Sequence[str] = ("-c",
 
 
 def logits_command(what: str, case: str, setup: Setup, target: Path, layers: int) -> list[str]:
-    """Logits of a case, to be written (`expect`) or compared."""
+    """Return the command that writes (`expect`) or compares the logits of a case."""
     model, options = LOGITS[case]
     return [*MEASURE, what, "--json", str(target), "--expected", str(setup.expected(case)), "--", "-m",
             str(setup.model(model)), "-c", "64", "-ngl", str(layers), *options]  # fmt: skip
@@ -182,7 +182,7 @@ def _logits(case: str) -> Check:
 
 
 def _tests(name: str, seconds: float) -> Check:
-    """Tests of kernels that changed since they passed on a GPU."""
+    """Return the tests of kernels that changed since they passed on a GPU."""
 
     def run(setup: Setup, target: Path) -> list[str]:
         return [*MEASURE, "tests", "--file", name, "--json", str(target), "--digests", str(setup.digests)]

@@ -45,7 +45,7 @@ from ikcli.settings.run import RunConfig  # noqa: E402
 
 MIB = 2**20
 DIGESTS = ROOT / "tools" / "device_digests.json"
-# tests run on the GPU; plugins of pytest that happen to be installed are left out, for warnings are errors
+# tests run on the GPU; installed pytest plugins are disabled, since warnings are errors
 ON_GPU = {"IK_TEST_GPU": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 N_PROMPT, N_STEPS = 20, 3  # tokens whose logits are compared: of one prompt, and one by one
 # Standard deviations of the logits: the largest error of a row, median and worst, with activations of 8 bits.
@@ -54,7 +54,7 @@ Found = dict[str, Any]
 
 
 def settings(options: Sequence[str]) -> RunConfig:
-    """Settings of a run."""
+    """Return the settings of a run."""
     return parse("sweep-bench", [*options, "--no-warmup"]).config
 
 
@@ -67,10 +67,10 @@ def _gpus(session: Session) -> dict[str, Any]:
 
 
 def _gpu(session: Session) -> Any:
-    """The GPU of a session; UsageError without one."""
+    """Return the GPU of a session; raise UsageError without one."""
     found = _gpus(session)
     if not found:
-        raise UsageError("the run uses no GPU: is there one, and is -ngl above 0?")
+        raise UsageError("the run uses no GPU; check ik devices, and that -ngl is above 0")
     return next(iter(found.values()))
 
 
@@ -79,7 +79,7 @@ _SIZES = (*range(1, 9), 16, 32, 64, 128, 256, 512)
 
 
 def memory(config: RunConfig, probe: Device, sizes: Sequence[int] = _SIZES) -> tuple[Found, bool]:
-    """Run steps of many sizes and depths, as a server would; what the driver has taken beyond our allocations."""
+    """Run steps of many sizes and depths, as a server would; measure what the driver takes beyond our allocations."""
     before = probe.memory()[0]
     with closing(Session.open(config)) as session:
         session.decode(Batch.single(_tokens(session, 1)))
@@ -106,9 +106,9 @@ def memory(config: RunConfig, probe: Device, sizes: Sequence[int] = _SIZES) -> t
     return found, graphs > 0 and taken <= RESERVE_BYTES
 
 
-# --- turns -----------------------------------------------------------------------------------------------------------
+# --- splits ----------------------------------------------------------------------------------------------------------
 class _Clocked:
-    """A device of a runner whose calls are timed; `beside` notes which of its turns were over when another ended."""
+    """A device of a runner whose calls are timed; `beside` notes which of its splits were over when another ended."""
 
     def __init__(self, part: Any, seconds: dict[str, float], after: Callable[[int], None]) -> None:
         self._part, self._seconds, self._after = part, seconds, after
@@ -138,18 +138,18 @@ class _Clocked:
 
 
 def _beside(program: Any) -> dict[int, tuple[str, int]]:
-    """For turns of the CPU the turn of a GPU that was queued last and that they do not wait for."""
+    """Return for splits of the CPU the last queued split of a GPU that they do not wait for."""
     found, last = {}, -1
-    for i, turn in enumerate(program.turns):
-        if turn.device != CPU:
+    for i, split in enumerate(program.splits):
+        if split.device != CPU:
             last = i
-        elif last >= 0 and last not in turn.after:
-            found[program.numbers[i]] = program.turns[last].device, program.numbers[last]
+        elif last >= 0 and last not in split.after:
+            found[program.numbers[i]] = program.splits[last].device, program.numbers[last]
     return found
 
 
 def turns(config: RunConfig, n: int = 64) -> tuple[Found, bool]:
-    """Times of `n` tokens; a round trip is a turn of the CPU between two of a GPU."""
+    """Time `n` tokens; a round trip is a split of the CPU between two of a GPU."""
     with closing(Session.open(config)) as session:
         gpu = _gpu(session)
         ids = _tokens(session, n + 40)
@@ -157,7 +157,7 @@ def turns(config: RunConfig, n: int = 64) -> tuple[Found, bool]:
         for i in range(32, 40):
             session.decode(Batch.single(ids[i : i + 1], i))
         runner, program = session.runner, session._last[0]
-        trips = sum(t.device == CPU and i > 0 for i, t in enumerate(program.turns))
+        trips = sum(t.device == CPU and i > 0 for i, t in enumerate(program.splits))
         kernels = defaultdict[str, float](float)
         for _ in range(3):
             for op in runner.timed(program, config.n_threads, session.step_block, False):
@@ -189,7 +189,7 @@ def turns(config: RunConfig, n: int = 64) -> tuple[Found, bool]:
 
 # --- streamed weights ------------------------------------------------------------------------------------------------
 def bus(device: Device, n_bytes: int = CHUNK_BYTES, times: int = 8) -> float:
-    """Bytes per second from pinned memory to the device."""
+    """Return the bytes per second from pinned memory to the device."""
     pinned, memory, stream = device.pinned(n_bytes, "bus"), device.alloc(n_bytes, "bus"), device.stream()
     best = 0.0
     for _ in range(3):
@@ -205,7 +205,7 @@ def bus(device: Device, n_bytes: int = CHUNK_BYTES, times: int = 8) -> float:
 
 
 def stream(config: RunConfig, runs: int = 3) -> tuple[Found, bool]:
-    """A prompt of one micro-batch, with weights pinned where they are and copied through buffers."""
+    """Compute a prompt of one micro-batch, with weights pinned in place and with copies through buffers."""
     found: Found = {}
     pin = Transfer.pin
     for pinned in (True, False):
@@ -241,12 +241,12 @@ def stream(config: RunConfig, runs: int = 3) -> tuple[Found, bool]:
 
 # --- logits ----------------------------------------------------------------------------------------------------------
 def compared_tokens(n_vocab: int) -> Any:
-    """The same tokens whenever logits are compared."""
+    """Return the tokens for comparisons of logits, always the same ones."""
     return np.random.default_rng(11).integers(3, n_vocab, N_PROMPT + N_STEPS).astype(np.int32)
 
 
 def expect(model: Path, mla: int) -> Any:
-    """Logits of NumPy: all of a prompt, and of single tokens."""
+    """Compute logits with NumPy: of a whole prompt, and of single tokens."""
     session = ReferenceSession(model, GraphConfig(n_ctx=64, n_ubatch=64, mla=mla))
     ids = compared_tokens(session.hp.n_vocab)
     rows = [np.array(session.decode(Batch.single(ids[:N_PROMPT], logits="all")))]
@@ -255,7 +255,7 @@ def expect(model: Path, mla: int) -> Any:
 
 
 def logits(config: RunConfig, wanted: Any) -> tuple[Found, bool]:
-    """The same with a session, and how far it is from that."""
+    """Compute the same logits with a session, and their distance."""
     with closing(Session.open(config)) as session:
         devices = [part.name for part in _gpus(session).values()]
         ids = compared_tokens(session.n_vocab)
@@ -266,7 +266,7 @@ def logits(config: RunConfig, wanted: Any) -> tuple[Found, bool]:
 
 
 def difference(values: Any, wanted: Any) -> tuple[Found, bool]:
-    """How far logits are from those that they should be."""
+    """Return the distance of logits from the expected ones."""
     if values.shape != wanted.shape:
         return {"shape": list(values.shape), "expected_shape": list(wanted.shape)}, False
     error = np.abs(values - wanted).max(axis=1) / wanted.std()
@@ -276,7 +276,7 @@ def difference(values: Any, wanted: Any) -> tuple[Found, bool]:
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file."""
+    """Return the SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -293,24 +293,26 @@ _COVERED_BY = {  # files of kernels by the beginning of their names: the tests t
 
 
 def covering(file: str) -> tuple[str, ...]:
-    """Tests that run the kernels of a file, by the longest beginning of its name; those of `util` and `roof` are run by
-    benchmarks/gpu.py."""
+    """Return the tests that run the kernels of a file, by the longest beginning of its name.
+
+    benchmarks/gpu.py runs those of `util` and `roof`.
+    """
     return next((_COVERED_BY[k] for k in sorted(_COVERED_BY, key=len, reverse=True) if file.startswith(k)), ())
 
 
 def test_files() -> list[str]:
-    """All tests that run kernels on a GPU."""
+    """Return all tests that run kernels on a GPU."""
     return sorted({test for tests in _COVERED_BY.values() for test in tests})
 
 
 def read_digests(path: Path = DIGESTS) -> dict[str, dict[str, str]]:
-    """By file of tests: digests of the sources of its kernels, as they were when it last passed on a GPU."""
+    """Return by file of tests the digests of its kernel sources at the time when it last passed on a GPU."""
     found: dict[str, dict[str, str]] = json.loads(path.read_text())["tests"]
     return found
 
 
 def changed(files: Mapping[str, str] | None = None, path: Path = DIGESTS) -> dict[str, tuple[str, ...]]:
-    """Tests whose kernels changed since they last passed on a GPU, with the files of those kernels."""
+    """Return tests whose kernels changed since they last passed on a GPU, with the files of those kernels."""
     known = read_digests(path)
     by_test: dict[str, list[str]] = {}
     for name, digest in (Package.installed().files if files is None else files).items():
@@ -321,7 +323,7 @@ def changed(files: Mapping[str, str] | None = None, path: Path = DIGESTS) -> dic
 
 
 def passed(test: str, device: str, path: Path = DIGESTS) -> None:
-    """Record that a file of tests passed on a GPU, with the kernels of today."""
+    """Record that a file of tests passed on a GPU with the present kernels."""
     record = json.loads(path.read_text())
     record["tests"][test] = {
         name: digest for name, digest in Package.installed().files.items() if test in covering(name)

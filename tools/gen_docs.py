@@ -34,7 +34,7 @@ USERS = {letter: command for command, letter in COMMAND_LETTERS.items() if lette
 
 
 def page() -> str:
-    """Every option with spellings, value, default, commands and meaning."""
+    """Return every option with spellings, value, default, commands and meaning."""
     lines = [HEAD]
     for topic, title in TOPIC_TITLES:
         members = [bound for bound in all_options() if bound.option.topic == topic]
@@ -48,7 +48,7 @@ def page() -> str:
 
 
 def _other_spellings() -> list[str]:
-    """What is written in another way here, refused, or ignored."""
+    """Return the options that are written differently here, refused, or ignored."""
     meanings = {name: _instead(entry) for name, entry in INSTEAD.items()}
     meanings |= {name: f"`ik {command}`" for name, command in OTHER_COMMANDS.items()}
     meanings |= {name: f"an error: {why}" for name, why in REFUSED.items()}
@@ -68,11 +68,11 @@ def _instead(entry: Instead) -> str:
 
 
 def _code(words: tuple[str, ...]) -> str:
-    return f"`{' '.join(words)}`".replace("{}", "VALUE") if words else "as it is anyway"
+    return f"`{' '.join(words)}`".replace("{}", "VALUE") if words else "already the behaviour"
 
 
 def _table(extra: str, rows: list[list[str]]) -> list[str]:
-    """Rows under their headings; `extra` is the one before the last."""
+    """Return rows under their headings; `extra` is the column before the last."""
     titles = ["option", "value", "default", *([extra] if extra else []), "meaning"]
     return [f"| {' | '.join(titles)} |", "|" + "---|" * len(titles), *(f"| {' | '.join(row)} |" for row in rows), ""]
 

@@ -31,7 +31,7 @@ LEFT = 3
 
 
 def _keep(new: Iterator[Record]) -> None:
-    """Store records as they come; what the model runs log is dropped."""
+    """Store records as they come; drop the logs of the model runs."""
     while True:
         with contextlib.redirect_stderr(io.StringIO()):
             record = next(new, None)
@@ -50,7 +50,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--restart", action="store_true", help="begin a new round of speeds")
     parser.add_argument("--seconds", type=float, help="stop measuring after about so long")
-    parser.add_argument("--missing", action="store_true", help="measure only the quality of what has no record yet")
+    parser.add_argument("--missing", action="store_true", help="measure only quality without a record")
     parser.add_argument("--work", type=Path, help="folder that keeps the random model between runs")
     parser.add_argument("--names", nargs="*", default=[], help="types or presets; default all")
     return parser.parse_args()

@@ -20,7 +20,10 @@ NOT_PROGRAMS = {"test", "tests", "idle_test", "encodings", "pydoc_data", "site-p
 
 
 def read_sources(folder: Path | None = None) -> dict[str, str]:
-    """Python files below `folder` (default: the running interpreter's standard library): relative name -> text."""
+    """Read the Python files below `folder`: relative name -> text.
+
+    The default folder is the running interpreter's standard library.
+    """
     folder = folder or Path(sysconfig.get_path("stdlib"))
     out: dict[str, str] = {}
     for path in sorted(folder.rglob("*.py")):
@@ -62,7 +65,7 @@ class JudgeText:
 
 
 def tokenize(texts: Split, n_vocab: int, n_piece: int) -> JudgeText:
-    """Train the tokenizer and encode; lists have n_piece tokens, so that a batch is of many documents."""
+    """Train the tokenizer and encode; lists have n_piece tokens, so that a batch mixes many documents."""
     tokenizer = train_tokenizer(list(texts.training.values()), n_vocab)
     encoded = tokenizer.encode_batch([BOS + t + EOS for t in texts.training.values()])
     training = np.concatenate([np.array(e.ids, dtype=np.int64) for e in encoded])

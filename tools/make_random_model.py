@@ -45,7 +45,7 @@ _CHUNK_ELEMENTS = 1 << 23
 class Preset:
     """A model by its architecture and keys, with fewer layers than the real one.
 
-    `optional`: endings of the tensors it has beside those that the architecture needs.
+    `optional`: suffixes of the tensors that it has beside those that the architecture needs.
     """
 
     arch: str
@@ -54,7 +54,7 @@ class Preset:
     n_vocab: int = 32000
 
     def changed(self, layers: int | None, vocab: int | None, experts: int | None) -> Preset:
-        """With another number of layers, tokens, or routed experts where there are any."""
+        """Return the preset with another number of layers, tokens, or routed experts if it has any."""
         keys = dict(self.keys)
         if layers:
             keys["block_count"] = layers
@@ -77,7 +77,7 @@ def _experts(n: int, used: int, ff: int, **more: Any) -> Keys:
 
 
 def _delta_net(keys: int, values: int) -> Keys:
-    """Heads of 128 columns."""
+    """Return the keys of delta-net heads of 128 columns."""
     return {
         "rope.dimension_count": 64, "rope.dimension_sections": np.array([11, 11, 10, 0], np.int32),
         "ssm.conv_kernel": 4, "ssm.state_size": 128, "ssm.group_count": keys, "ssm.time_step_rank": values,
@@ -157,7 +157,7 @@ PRESETS = {
 
 
 def vocabulary(n_vocab: int) -> dict[str, Any]:
-    """Tokenizer keys of an SPM-like vocabulary with byte fallback."""
+    """Return the tokenizer keys of an SPM-like vocabulary with byte fallback."""
     special = ["<unk>", "<s>", "</s>"]
     bytes_ = [f"<0x{b:02X}>" for b in range(256)]
     chars = ["\u2581", *(chr(c) for c in range(33, 127))]
@@ -184,7 +184,7 @@ def vocabulary(n_vocab: int) -> dict[str, Any]:
 
 
 def metadata(p: Preset, file_type: int) -> dict[str, Any]:
-    """All key-value pairs of the model."""
+    """Return all key-value pairs of the model."""
     general = {
         "general.architecture": p.arch,
         "general.name": f"random {p.arch}",
@@ -195,7 +195,7 @@ def metadata(p: Preset, file_type: int) -> dict[str, Any]:
 
 
 def shapes(p: Preset) -> dict[str, tuple[int, ...]]:
-    """Tensor names and GGUF-order shapes: what the architecture needs and what the preset adds."""
+    """Return tensor names and GGUF-order shapes: those that the architecture needs and those that the preset adds."""
     hp = HParams.from_gguf(metadata(p, 1), {}, p.arch)
     wanted = ("output.weight", *p.optional)
     return {
@@ -206,7 +206,10 @@ def shapes(p: Preset) -> dict[str, tuple[int, ...]]:
 
 
 def tensor_type(name: str, shape: tuple[int, ...], type: GGMLType) -> GGMLType:
-    """F32 for vectors, biases, routers and convolutions, else `type` or its fallback where rows cannot be divided."""
+    """Return F32 for vectors, biases, routers and convolutions, else `type`.
+
+    If the rows do not divide, return the fallback of `type`.
+    """
     if len(shape) == 1 or name.endswith(("bias", "ssm_a")) or "ffn_gate_inp" in name or "conv1d" in name:
         return GGMLType.F32
     if shape[0] % TYPES[type].block_size == 0:
@@ -232,7 +235,7 @@ def _fill_sub_scales(blocks: npt.NDArray[np.uint8], type: GGMLType, rng: np.rand
 
 
 def random_blocks(fmt: TensorType, n: int, d: float, rng: np.random.Generator) -> npt.NDArray[np.uint8]:
-    """n blocks with random codes and block scale d * U(0.75, 1.25), of either sign where encoders use both."""
+    """Return n blocks with random codes and block scale d * U(0.75, 1.25), of either sign where encoders use both."""
     blocks = np.frombuffer(bytearray(rng.bytes(n * fmt.type_size)), np.uint8).reshape(n, fmt.type_size)
     _fill_sub_scales(blocks, fmt.type, rng)
     scale = (rng.random(n, np.float32) * np.float32(0.5) + np.float32(0.75)) * np.float32(d)
@@ -246,7 +249,7 @@ def random_blocks(fmt: TensorType, n: int, d: float, rng: np.random.Generator) -
 
 
 def random_rows(fmt: TensorType, n: int, k: int, d: float, rng: np.random.Generator) -> npt.NDArray[np.uint8]:
-    """n rows of k random codes, with row scale d * U(0.75, 1.25) of either sign."""
+    """Return n rows of k random codes, with row scale d * U(0.75, 1.25) of either sign."""
     row_bytes = row_size(fmt.type, k)
     rows = np.frombuffer(bytearray(rng.bytes(n * row_bytes)), np.uint8).reshape(n, row_bytes)
     scale = rng.uniform(0.75, 1.25, (n, 1)) * rng.choice([-d, d], (n, 1))
@@ -256,7 +259,7 @@ def random_rows(fmt: TensorType, n: int, k: int, d: float, rng: np.random.Genera
 
 @cache
 def _unit_rms(type: GGMLType) -> float:
-    """Root mean square of the weights of random blocks, or rows, with d = 1."""
+    """Return the root mean square of the weights of random blocks, or rows, with d = 1."""
     fmt, rng = TYPES[type], np.random.default_rng(0)
     if fmt.row_meta_size:
         values = dequantize(random_rows(fmt, 64, 2048, 1.0, rng), type, (2048, 64))
@@ -266,7 +269,7 @@ def _unit_rms(type: GGMLType) -> float:
 
 
 def tensor_data(spec: NewTensor, rng: np.random.Generator) -> Iterator[npt.NDArray[np.uint8]]:
-    """Chunks of the bytes of one tensor."""
+    """Yield the bytes of one tensor in chunks."""
     n = int(np.prod(spec.shape, dtype=np.int64))
     fmt, k = TYPES[spec.type], spec.shape[0]
     per_chunk = max(1, _CHUNK_ELEMENTS // k) * k
@@ -276,7 +279,7 @@ def tensor_data(spec: NewTensor, rng: np.random.Generator) -> Iterator[npt.NDArr
             values = rng.standard_normal(count, np.float32) * np.float32(STD)
             if spec.name.endswith("norm.weight"):
                 values += np.float32(1)
-            elif spec.name.endswith("ssm_a"):  # below 0, so that states fade
+            elif spec.name.endswith("ssm_a"):  # below 0, so that states decay
                 values -= np.float32(1)
             yield quantize(values, spec.type)
             continue
@@ -288,14 +291,14 @@ def tensor_data(spec: NewTensor, rng: np.random.Generator) -> Iterator[npt.NDArr
 
 
 def _can_be_filled(type: TensorType) -> bool:
-    """Whether nothing but scales of blocks or of rows is to be chosen with care."""
+    """Return whether only scales of blocks or of rows have to be chosen with care."""
     row_scale = type.kind == "codes" and type.row_meta_size in (2, 4)
     return type.rows == 1 and (type.kind == "float" or row_scale or bool(type.scales))
 
 
 @cache
 def check_type(name: str) -> GGMLType:
-    """A type this script can fill with random weights, by name."""
+    """Return a type by name that this script can fill with random weights."""
     fmt = format_by_name(name)
     usable = [t for t in TYPES.values() if t.type in decodable_types() and _can_be_filled(t)]
     if fmt not in usable:
@@ -305,7 +308,7 @@ def check_type(name: str) -> GGMLType:
 
 
 def tensors_of(p: Preset, name: str, custom: Sequence[str] = ()) -> tuple[int, list[NewTensor]]:
-    """The file type and all tensors, of a type or as `ik quantize` mixes types for a preset such as Q4_K_M."""
+    """Return the file type and all tensors, of one type or as `ik quantize` mixes types for a preset such as Q4_K_M."""
     found = shapes(p)
     preset = next((f.number for f in FILE_TYPES.values() if name.upper() in f.names), None)
     is_type = any(name.lower() == t.name.lower() for t in TYPES.values())

@@ -22,7 +22,7 @@ from ikcli.settings.run import RunConfig
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Tokens per window, threads, and how many windows are evaluated (-1: all)."""
+    """Tokens per window, threads, and the number of windows to evaluate (-1: all)."""
 
     n_ctx: int
     n_threads: int
@@ -30,7 +30,7 @@ class Settings:
 
 
 def halves(text: str) -> tuple[str, str]:
-    """The text cut after the first paragraph that ends past its middle."""
+    """Cut the text after the first paragraph that ends past its middle."""
     middle = text.find("\n\n", len(text) // 2) + 2
     return text[:middle], text[middle:]
 
@@ -59,7 +59,7 @@ def importance(model: Path, text: str, s: Settings, covariance_limit: int = 0) -
 
 
 def store_base(model: Path, text: str, path: Path, s: Settings) -> perplexity.PerplexityResult:
-    """Evaluate the model as it is and keep its log-probabilities in `path`."""
+    """Evaluate the unchanged model and keep its log-probabilities in `path`."""
     params = perplexity.PerplexityParams(n_ctx=s.n_ctx, chunks=s.chunks, n_threads=s.n_threads)
     with closing(perplexity.open_session(_config(model, s), s.n_ctx, params.n_batch)) as session:
         tokens = _tokens(session, text)
@@ -69,7 +69,7 @@ def store_base(model: Path, text: str, path: Path, s: Settings) -> perplexity.Pe
 
 
 def compare(model: Path, base: BaseReader, s: Settings) -> kl_divergence.KlResult:
-    """Divergence of a file from the base."""
+    """Return the divergence of a file from the base."""
     params = kl_divergence.KlParams(n_threads=s.n_threads)
     with closing(perplexity.open_session(_config(model, s), s.n_ctx, params.n_batch)) as session:
         return kl_divergence.run(session, base, params)

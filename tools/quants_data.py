@@ -1,8 +1,8 @@
 """Records behind docs/quants.md, one JSON object per line of docs/quants.jsonl, and the names that the page lists.
 
-`about` (part quality or speed): what was measured on what. `quality`: one type or preset, with or without importance
-matrix. `speed`: one type on one model, next to F16 in the same run. `encode`: speed of the encoder of a plain type.
-`divergence`: KL divergence of one type on one model over that of the reference's file.
+`about` (part quality or speed): the setting of the measurements. `quality`: one type or preset, with or without
+importance matrix. `speed`: one type on one model, next to F16 in the same run. `encode`: speed of the encoder of a
+plain type. `divergence`: KL divergence of one type on one model over that of the reference's file.
 """
 
 from __future__ import annotations
@@ -30,48 +30,48 @@ MODEL_NAMES = {"demo": "demo model", "random": "larger model"}
 
 
 def bpw(type: GGMLType) -> float:
-    """Bits per weight in rows of 4096, headers of rows included."""
+    """Return bits per weight in rows of 4096, headers of rows included."""
     return 8 * tensor_size(type, _BPW_SHAPE) / (_BPW_SHAPE[0] * _BPW_SHAPE[1])
 
 
 def table_types() -> list[GGMLType]:
-    """Types with values of their own, by size: plain ones and those that exist only interleaved."""
+    """Return types with values of their own, by size: plain ones and those that exist only interleaved."""
     own = [t for t in available_types() & decodable_types() if TYPES[t].stand_in is not None]
     return sorted({*all_types(), *own}, key=lambda t: (bpw(t), TYPES[t].name.lower()))
 
 
 def twin(type: GGMLType) -> GGMLType | None:
-    """The interleaved type with the same values."""
+    """Return the interleaved type with the same values."""
     found = interleaved_type(type)
     return found if found is not None and found in available_types() else None
 
 
 def speed_types() -> list[GGMLType]:
-    """All types whose speed is measured, interleaved forms after their plain ones."""
+    """Return all types whose speed is measured, interleaved forms after their plain ones."""
     return [t for plain in table_types() for t in (plain, twin(plain)) if t is not None]
 
 
 def presets() -> dict[str, int]:
-    """Names and numbers of the file types that may mix types."""
+    """Return names and numbers of the file types that may mix types."""
     found = [f for f in FILE_TYPES.values() if f.names and TYPES[f.type].rows == 1 and TYPES[f.type].kind == "codes"]
     # of names for one number the last is the full one, as in Q4_K and Q4_K_M
     return {f.names[-1]: f.number for f in found if f.type in all_types()}
 
 
 def read_records(path: Path = DATA) -> list[Record]:
-    """All records, or none if there is no file yet."""
+    """Read all records; return none if the file does not exist."""
     if not path.is_file():
         return []
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
 
 
 def record_key(record: Record) -> tuple[str, ...]:
-    """What a record is about: a later one with the same key replaces it."""
+    """Return the key of a record: a later one with the same key replaces it."""
     return tuple(str(record.get(key, "")) for key in _KEYS)
 
 
 def merged(records: Iterable[Record], new: Iterable[Record]) -> list[Record]:
-    """Records by key, later ones winning, in a fixed order."""
+    """Return records by key, later ones winning, in a fixed order."""
     by_key = {record_key(r): r for r in [*records, *new]}
     return [by_key[key] for key in sorted(by_key)]
 
@@ -85,5 +85,5 @@ def write_records(records: Iterable[Record], path: Path = DATA) -> None:
 
 
 def rounded(value: float, digits: int = 5) -> float:
-    """Significant digits, so that the file stays readable."""
+    """Round to significant digits, so that the file stays readable."""
     return float(f"{value:.{digits}g}")

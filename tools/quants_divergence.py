@@ -24,7 +24,7 @@ _SMALL, _TWO = 4.5, (2.0, 2.75)
 
 
 def records_of(path: Path) -> list[Record]:
-    """Records for docs/quants.jsonl from a file of `benchmarks/divergence.py --json`."""
+    """Return records for docs/quants.jsonl from a file of `benchmarks/divergence.py --json`."""
     names = {t.name: TYPES[t].name for t in GGMLType}
     out: list[Record] = []
     for line in path.read_text(encoding="utf-8").splitlines():
@@ -47,18 +47,18 @@ def _cell(value: float | None) -> str:
 
 
 def ratios(records: Sequence[Record]) -> dict[tuple[str, str, str], float]:
-    """Ratio by type, mode and model, where both programs wrote a file."""
+    """Return the ratio by type, mode and model, where both programs wrote a file."""
     return {(r["name"], r["mode"], r["model"]): r["ratio"] for r in records if "ratio" in r}
 
 
 def columns(records: Sequence[Record]) -> list[tuple[str, str]]:
-    """(mode, model) of every column; without model the mean over models."""
+    """Return (mode, model) of every column; without model the mean over models."""
     models = sorted({r["model"] for r in records}, key=lambda m: (m != "demo", m != "stories", m))
     return [(mode, m) for mode in MODES for m in (*(models if mode in _ALL_MODELS else ()), "")]
 
 
 def table_rows(records: Sequence[Record]) -> list[list[str]]:
-    """A row per type, then geometric means over types up to 4.5 bits per weight, of 2-bit types and of all."""
+    """Return a row per type, then geometric means over types up to 4.5 bits per weight, of 2-bit types and of all."""
     found, wanted = ratios(records), columns(records)
     types = [t for t in table_types() if any(name == TYPES[t].name for name, _, _ in found)]
 
@@ -80,6 +80,6 @@ def table_rows(records: Sequence[Record]) -> list[list[str]]:
 
 
 def header(records: Sequence[Record]) -> list[str]:
-    """Titles of the columns."""
+    """Return the titles of the columns."""
     marks = {"imatrix": "", "nothing": " ⁰", "self": " ˢ", "covariance": " ᶜ"}
     return ["type", "bpw", *((model or "mean") + marks[mode] for mode, model in columns(records))]

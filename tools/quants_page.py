@@ -1,4 +1,4 @@
-"""docs/quants.md from the records of docs/quants.jsonl: tables and the sentences that hold numbers.
+"""Write docs/quants.md from the records of docs/quants.jsonl: tables, and the sentences with numbers.
 
 The rest of the text is in quants_page.md, where `{{name}}` stands for one of these parts. Nothing is measured here.
 """
@@ -25,7 +25,7 @@ _BUDGETS = (2.0, 2.25, 2.5, 2.75, 3.25, 3.5, 4.1, 4.3, 4.5, 5.5, 6.7, 8.6)
 
 
 class _Records:
-    """Records by what they are about."""
+    """Records by subject."""
 
     def __init__(self, records: Sequence[Record]) -> None:
         self._by_key = {record_key(r): r for r in records}
@@ -48,7 +48,7 @@ class _Records:
 
 
 def page(records: Sequence[Record]) -> str:
-    """The whole document."""
+    """Return the whole document."""
     found = _Records(records)
     fields = {
         "measured": _what_was_measured(found),
@@ -74,7 +74,7 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence
 
 
 def _number(value: float) -> str:
-    """Three significant digits for values from 0.01 on."""
+    """Format with three significant digits for values from 0.01 on."""
     if value < 0.001:
         return "0" if value == 0 else "<0.001"
     return f"{value:.{max(0, 2 - math.floor(math.log10(max(value, 0.01))))}f}"
@@ -94,7 +94,7 @@ def _ratio(r: Record | None, key: str) -> str:
 
 
 def _speed_cells(found: _Records, type: GGMLType, model: str) -> list[str]:
-    """PP and TG of the type, then name, PP and TG of its interleaved form."""
+    """Return PP and TG of the type, then name, PP and TG of its interleaved form."""
     r, other = found.speed(type, model), twin(type)
     cells = [_ratio(r, "pp_ratio"), _ratio(r, "tg_ratio")]
     if other is None:
@@ -125,7 +125,7 @@ def _types_table(found: _Records) -> str:
 
 
 def _best_table(found: _Records) -> str:
-    """For every budget the type with the least divergence with and without importance matrix."""
+    """Return for every budget the type with the least divergence with and without importance matrix."""
     rows: list[list[str]] = []
     for high in _BUDGETS:
         fitting = [t for t in table_types() if bpw(t) <= high and TYPES[t].rows == 1]

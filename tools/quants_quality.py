@@ -1,7 +1,8 @@
 """Quality of types and presets on the bundled demo model: perplexity, KL divergence, same top token, RMSE.
 
-The first half of the bundled text makes the importance matrix, the second half is evaluated; the base is the model as
-bundled. A type takes every matrix that is quantized at all, a preset chooses as `ik quantize` does.
+The first half of the bundled text makes the importance matrix, and the second half is evaluated. The base is the
+unchanged bundled model. A type applies to every matrix that is quantized at all; a preset chooses as `ik quantize`
+does.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _Q8_0 = 7  # file type of rules: any quantized one does
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What all measurements share: the model, its importance matrix, the base probabilities, a folder for files."""
+    """The inputs that all measurements share: the model, its importance matrix, base probabilities, a folder."""
 
     file: GGUFFile
     imatrix: Imatrix
@@ -50,7 +51,7 @@ class Bench:
 
 
 def prepare(folder: Path) -> tuple[Bench, Record]:
-    """Collect the importance matrix, store the base probabilities; the record says what was measured."""
+    """Collect the importance matrix and store the base probabilities; the record describes the setting."""
     n, model, path = physical_cores(), default_model(), folder / "base.kld"
     learn, judge = halves(default_text().read_text(encoding="utf-8"))
     found = importance(model, learn, Settings(N_CTX, n))
@@ -76,20 +77,20 @@ def prepare(folder: Path) -> tuple[Bench, Record]:
 
 
 def type_choices(bench: Bench, type: GGMLType, imatrix: Imatrix | None) -> list[TypeChoice]:
-    """Every matrix that may be quantized gets the type (the plain one where rows are read singly)."""
+    """Choose the type (the plain one where rows are read singly) for every matrix that may be quantized."""
     rule = CustomRule(".", type, "")
     options = RecipeOptions(file_type=_Q8_0, custom=(rule,), ignore_imatrix_rules=True)
     return choose_types(list(bench.file.tensors.values()), bench.file.metadata, options, imatrix)
 
 
 def preset_choices(bench: Bench, number: int, imatrix: Imatrix | None) -> list[TypeChoice]:
-    """The choices of a preset, also of those that are refused without importance matrix."""
+    """Return the choices of a preset, including presets that are refused without importance matrix."""
     options = RecipeOptions(file_type=number, ignore_imatrix_rules=True)
     return choose_types(list(bench.file.tensors.values()), bench.file.metadata, options, imatrix)
 
 
 def mix(choices: Sequence[TypeChoice]) -> dict[str, float]:
-    """Share of the quantized weights per type, the largest first."""
+    """Return the share of the quantized weights per type, the largest first."""
     counts: Counter[str] = Counter()
     for c in choices:
         if not c.reason.startswith("kept"):
@@ -109,7 +110,10 @@ def _relative_rmse(before: GGUFFile, after: GGUFFile, choices: Sequence[TypeChoi
 
 
 def measure(bench: Bench, choices: Sequence[TypeChoice], imatrix: Imatrix | None) -> Record:
-    """Write the model and compare it with the base; the record without its name. The same data is evaluated once."""
+    """Write the model and compare it with the base; return the record without its name.
+
+    The same data is evaluated once.
+    """
     started = time.perf_counter()
     path = bench.folder / "model.gguf"
     run(
@@ -152,7 +156,7 @@ def measure(bench: Bench, choices: Sequence[TypeChoice], imatrix: Imatrix | None
 
 
 def cases(names: Sequence[str] = ()) -> Iterator[Case]:
-    """All types, then all presets, or those named in lower case; each without and with importance matrix."""
+    """Return all types, then all presets, or those named in lower case; each without and with importance matrix."""
     types = [Case(TYPES[t].name, False, int(t), with_it) for t in table_types() for with_it in (False, True)]
     mixes = [Case(name, True, number, with_it) for name, number in presets().items() for with_it in (False, True)]
     return (case for case in (*types, *mixes) if not names or case.name.lower() in names)
@@ -173,7 +177,7 @@ class Case(NamedTuple):
 
 
 def all_quality(todo: Sequence[Case], seconds: float | None = None) -> Iterator[Record]:
-    """Records of the cases as they are ready, until about so many seconds are over."""
+    """Yield records of the cases as they are ready, until this many seconds are over."""
     stop_at = time.monotonic() + seconds if seconds is not None else float("inf")
     with tempfile.TemporaryDirectory() as folder:
         bench, about = prepare(Path(folder))

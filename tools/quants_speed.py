@@ -1,8 +1,8 @@
-"""Speed of types: prompts and generation next to F16 in turns, and the encoders, in pieces that can be stopped.
+"""Speed of types: prompts and generation alternating with F16, and the encoders, in pieces that can be stopped.
 
-Two models: the bundled demo model, whose weights fit into the caches of a processor, and a llama-like one with random
-weights (about 300 MB in F16), whose weights do not. The random one is made by tools/make_random_model.py; for the other
-types its first rows are quantized and repeated, which changes nothing for speed.
+There are two models: the bundled demo model, whose weights fit into the caches of a processor, and a llama-like one
+with random weights (about 300 MB in F16), whose weights do not. tools/make_random_model.py makes the random one. For
+the other types its first rows are quantized and repeated, which does not affect speed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _GEOMETRY = ("--preset", "llama", "--layers", "3", "--vocab", "4096")
 
 
 class _Model(NamedTuple):
-    """How one model is measured: generated tokens per run, runs in turns."""
+    """How one model is measured: generated tokens per run, alternating runs."""
 
     tg: int
     runs: int
@@ -64,7 +64,7 @@ class Task(NamedTuple):
 
 
 class SpeedRound:
-    """What is left of a round of measurements, and the F16 sessions it is compared with."""
+    """The remaining tasks of a round of measurements, and the F16 sessions to compare with."""
 
     def __init__(self, names: Sequence[str], work: Path | None, restart: bool, seconds: float | None) -> None:
         self.folder = work or Path(tempfile.gettempdir()) / "ik-quants-doc"
@@ -84,7 +84,7 @@ class SpeedRound:
         self.todo = [t for t in tasks() if (not names or t.name.lower() in names) and is_left(t)]
 
     def run(self) -> Iterator[Record]:
-        """Records until the time is over; a new round first compiles all kernels, so that nothing else is timed."""
+        """Yield records until the time is over; a new round first compiles all kernels, which is not timed."""
         if self.restart:
             yield self._about()
             for type in speed_types():
@@ -119,7 +119,7 @@ class SpeedRound:
 
     # --- models -------------------------------------------------------------------------------------------------------
     def _f16(self, model: str) -> Path:
-        """The F16 file of a model; `tiny` is the random one with a single layer."""
+        """Return the F16 file of a model; `tiny` is the random one with a single layer."""
         path = self.folder / f"{model}-f16.gguf"
         if not path.is_file():
             if model == "demo":
@@ -150,7 +150,7 @@ class SpeedRound:
 
     # --- timing -------------------------------------------------------------------------------------------------------
     def _compare(self, type: GGMLType, model: str) -> Record:
-        """Medians of the ratios of pairs of runs that follow each other."""
+        """Return medians of the ratios of pairs of runs that follow each other."""
         if model not in self._base:
             self._base[model] = Session.open(self._config(self._f16(model)))
         base, how = self._base[model], MODELS[model]
@@ -178,7 +178,7 @@ class SpeedRound:
 
 
 def tasks() -> list[Task]:
-    """Everything a round measures: encoders of types with values of their own, then both models with all types."""
+    """Return the tasks of a round: encoders of types with values of their own, then both models with all types."""
     encoders = [Task("encode", TYPES[t].name, "") for t in table_types()]
     return encoders + [Task("speed", TYPES[t].name, m) for m in MODELS for t in speed_types()]
 
@@ -189,7 +189,7 @@ def _head(task: Task) -> Record:
 
 
 def _convert(file: GGUFFile, path: Path, type: GGMLType, tile_rows: int = 0) -> None:
-    """Write the model with all matrices but routers and vectors as `type`; with tile_rows only so many are encoded."""
+    """Write the model with all matrices except routers as `type`; with tile_rows only that many are encoded."""
     assert TYPES[type].kind != "ternary"
     specs = [NewTensor(t.name, t.shape, _new_type(t, type)) for t in file.tensors.values()]
     with GGUFWriter(path, file.typed_metadata(), specs) as writer:
@@ -214,7 +214,7 @@ def _new_type(t: TensorInfo, type: GGMLType) -> GGMLType:
 
 
 def _encode(type: GGMLType, n_threads: int) -> Record:
-    """Millions of weights per second, without and with importance weights: median of three runs of about 0.3 s."""
+    """Return millions of weights per second, without and with importance: median of three runs of about 0.3 s."""
     rng = np.random.default_rng(0)
     weights = rng.random(_ENCODE_ROW, np.float32) + np.float32(0.1)
     block = rng.standard_normal((_ENCODE_MOST, _ENCODE_ROW), np.float32) * np.float32(0.02)

@@ -84,10 +84,10 @@ class Attention(nn.Module):
 
     @torch.no_grad()
     def look_back(self, common: Tensor, offsets: tuple[int | None, ...], n_pairs: int = 12, gain: float = 6.0) -> None:
-        """Let head h begin by attending to offsets[h] tokens back, None: anywhere.
+        """Initialize head h to attend to offsets[h] tokens back, None: anywhere.
 
-        Small models spend most of a short training before they find such heads. `common`, shared by all embeddings,
-        is the constant that a purely positional score needs; only the fastest rotations tell neighbours apart.
+        Small models otherwise spend most of a short training on finding such heads. `common`, shared by all embeddings,
+        is the constant that a purely positional score needs; only the fastest rotations distinguish neighbours.
         """
         cfg, scale = self.cfg, 2**0.5 * gain / len(common) ** 0.5
         query = F.normalize(self.attn_q_a @ common, dim=0) * scale
@@ -170,7 +170,7 @@ def report(label: str, model: Model, corpus: Corpus) -> None:
 
 
 def tensors(model: Model) -> Iterator[tuple[str, Tensor]]:
-    """(GGUF tensor name, value) in file order."""
+    """Yield (GGUF tensor name, value) in file order."""
     yield "token_embd", model.token_embd
     for il, (attn, norm, ffn) in enumerate(zip(model.attn, model.ffn_norm, model.ffn, strict=True)):
         yield from ((f"blk.{il}.{name}", value) for name, value in attn.named_parameters())
@@ -186,7 +186,7 @@ def tensors(model: Model) -> Iterator[tuple[str, Tensor]]:
 
 
 def write_metadata(w: gguf.GGUFWriter, cfg: Config, tokenizer_json: dict) -> None:
-    """Hyper-parameters and vocabulary."""
+    """Write hyper-parameters and vocabulary."""
     w.add_name("ik demo")
     w.add_description("Small DeepSeek-V2-architecture model trained on the Python documentation (text: PSF-2.0)")
     w.add_license("MIT")
@@ -217,7 +217,7 @@ def write_metadata(w: gguf.GGUFWriter, cfg: Config, tokenizer_json: dict) -> Non
 
 
 def write_gguf(path: Path, model: Model, tokenizer_json: dict) -> None:
-    """The model as GGUF."""
+    """Write the model as GGUF."""
     w = gguf.GGUFWriter(path, "deepseek2")
     write_metadata(w, model.cfg, tokenizer_json)
     write_tensors(w, tensors(model))

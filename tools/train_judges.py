@@ -30,7 +30,7 @@ from training_blocks import Mlp, Moe, attend, linear, rms_norm, rope, rope_halve
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Hyper-parameters, named as in the GGUF metadata, and how many training steps of how many windows."""
+    """Hyper-parameters, named as in the GGUF metadata, and the number and length of training steps."""
 
     arch: str
     about: str
@@ -51,7 +51,7 @@ class Config:
 
     @property
     def residual_gain(self) -> float:
-        """Factor on what is added to the residual stream, so that its size does not grow with depth."""
+        """Return the factor on additions to the residual stream, so that its size does not grow with depth."""
         return (2 * self.n_layer) ** -0.5
 
 
@@ -125,7 +125,7 @@ class Model(Trainable):
 
 
 def tensors(model: Model) -> Iterator[tuple[str, Tensor]]:
-    """(GGUF tensor name, value) in file order."""
+    """Yield (GGUF tensor name, value) in file order."""
     yield "token_embd", model.token_embd
     for il, (attn, norm, ffn) in enumerate(zip(model.attn, model.ffn_norm, model.ffn, strict=True)):
         yield from ((f"blk.{il}.{name}", value) for name, value in attn.named_parameters())
@@ -139,7 +139,7 @@ def tensors(model: Model) -> Iterator[tuple[str, Tensor]]:
 
 
 def write_gguf(path: Path, model: Model, text: JudgeText) -> None:
-    """The model as GGUF."""
+    """Write the model as GGUF."""
     w, cfg = gguf.GGUFWriter(path, model.cfg.arch), model.cfg
     w.add_name(path.stem)
     w.add_description(f"Small model to judge encoders with, trained on {cfg.about}")

@@ -22,18 +22,18 @@ from training_blocks import Moe
 
 
 class Trainable(nn.Module):
-    """What this module asks of a model."""
+    """The interface of a model that this module trains."""
 
     n_ctx_train: int
     token_embd: nn.Parameter
 
     def experts(self) -> list[Moe]:
-        """The blocks of experts, in order."""
+        """Return the blocks of experts, in order."""
         return [m for m in self.modules() if isinstance(m, Moe)]
 
 
 class Batches:
-    """Endless windows over the token lists: every pass is a new shuffle, lists follow each other without a gap."""
+    """Endless windows over the token lists: every pass is a new shuffle, and lists follow each other without a gap."""
 
     def __init__(self, items: list[np.ndarray], rng: np.random.Generator) -> None:
         self.items, self.rng = items, rng
@@ -47,7 +47,7 @@ class Batches:
         self.rest = np.concatenate([self.rest, *(self.items[i] for i in head)])
 
     def take(self, batch: int, length: int) -> tuple[Tensor, Tensor]:
-        """(inputs, targets), each (batch, length)."""
+        """Return (inputs, targets), each (batch, length)."""
         need = batch * length
         while len(self.rest) <= need:
             self.refill()
@@ -58,13 +58,13 @@ class Batches:
 
 
 def schedule(step: int, steps: int) -> float:
-    """Factor on the learning rates: a rise over at most 50 steps, 1, and over the last 40 % a linear fall to 0.02."""
+    """Return the learning rate factor: a rise over at most 50 steps, 1, then a linear fall to 0.02 (last 40 %)."""
     warmup = max(min(steps // 10, 50), 1)
     return min((step + 1) / warmup, max(min(1.0, 2.5 * (steps - step) / steps), 0.02))
 
 
 def orthogonal(x: Tensor) -> Tensor:
-    """Each matrix of (n, rows, cols) with its singular values moved near 1, by five Newton-Schulz steps."""
+    """Return each matrix of (n, rows, cols) with singular values near 1, by five Newton-Schulz steps."""
     wide = x.shape[-2] <= x.shape[-1]
     x = (x if wide else x.mT).bfloat16()
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
@@ -96,9 +96,9 @@ class Muon:
 
 
 def train(model: Trainable, items: list[np.ndarray], args: argparse.Namespace) -> None:
-    """Windows of --length tokens, then for the last eighth windows of n_ctx_train.
+    """Train on windows of --length tokens, then for the last eighth on windows of n_ctx_train.
 
-    Muon for the matrices of the blocks; AdamW for the embedding, output, routers and norms.
+    Muon optimizes the matrices of the blocks; AdamW the embedding, output, routers and norms.
     """
     inner = {n for n, p in model.named_parameters() if n.startswith(("attn.", "ffn.")) and p.ndim > 1}
     inner -= {n for n in inner if n.endswith("router")}
@@ -129,7 +129,7 @@ def train(model: Trainable, items: list[np.ndarray], args: argparse.Namespace) -
 
 @torch.no_grad()
 def evaluate(model: Trainable, tokens: np.ndarray, window: int = 512) -> tuple[np.ndarray, np.ndarray]:
-    """(indices of the scored tokens, their bits): the second half of each window, as llama-perplexity scores it."""
+    """Return (indices of the scored tokens, their bits): the second half of each window, as in llama-perplexity."""
     count, half = len(tokens) // window, window // 2
     index, bits = [], []
     for m in model.experts():
@@ -153,14 +153,14 @@ def is_bf16(name: str, value: Tensor) -> bool:
 
 @torch.no_grad()
 def round_as_stored(tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Round the matrices to what the file will hold."""
+    """Round the matrices to the values that the file will hold."""
     for name, value in tensors:
         if is_bf16(name, value):
             value.data = value.data.bfloat16().float()
 
 
 def write_vocabulary(w: gguf.GGUFWriter, tokenizer_json: dict[str, Any]) -> None:
-    """Tokens, merges, special tokens and chat template."""
+    """Write tokens, merges, special tokens and chat template."""
     vocab = sorted(tokenizer_json["vocab"], key=tokenizer_json["vocab"].__getitem__)
     w.add_tokenizer_model("gpt2")
     w.add_tokenizer_pre("gpt-2")
@@ -189,7 +189,7 @@ def write_tensors(w: gguf.GGUFWriter, tensors: Iterable[tuple[str, Tensor]]) -> 
 
 
 def training_options(parser: argparse.ArgumentParser) -> None:
-    """Options that `train` reads beside steps, batch and length."""
+    """Add the options that `train` reads beside steps, batch and length."""
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--lr", type=float, default=2e-3, help="peak rate of AdamW; the embedding's is five times that")
     parser.add_argument("--muon-lr", type=float, default=0.02, help="peak rate of Muon")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 def linear(n_in: int, n_out: int, *lead: int, gain: float = 1.0) -> nn.Parameter:
-    """A weight of shape (*lead, n_out, n_in), GGUF's row order."""
+    """Return a weight of shape (*lead, n_out, n_in), GGUF's row order."""
     return nn.Parameter(torch.randn(*lead, n_out, n_in) * (gain / math.sqrt(n_in)))
 
 
@@ -20,7 +20,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rope_tables(n_rot: int, n_ctx: int, freq_base: float) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, each (n_ctx, n_rot / 2)."""
+    """Return cosines and sines, each (n_ctx, n_rot / 2)."""
     inverse = freq_base ** (-torch.arange(0, n_rot, 2).double() / n_rot)
     angle = torch.arange(n_ctx).double()[:, None] * inverse
     return angle.cos().float(), angle.sin().float()
@@ -39,9 +39,9 @@ def rope_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention of (batch, head, time, width) to (batch, time, heads * width of v).
+    """Compute causal attention of (batch, head, time, width) to (batch, time, heads * width of v).
 
-    Spelled out: on a CPU these products are faster than the fused kernel.
+    The products are written out, as on a CPU they are faster than the fused kernel.
     """
     batch, _, time, width = q.shape
     future = torch.full((time, time), -math.inf).triu(1)
@@ -64,7 +64,7 @@ class Mlp(nn.Module):
 class Moe(nn.Module):
     """Softmax router, the best n_used experts weighted by their probabilities, plus a shared expert if it has a width.
 
-    `norm`: the weights of the chosen experts are divided by their sum.
+    `norm`: divide the weights of the chosen experts by their sum.
     """
 
     def __init__(

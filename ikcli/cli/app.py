@@ -45,7 +45,7 @@ class Commands(TyperGroup):
 
 
 class DeclaredCommand(TyperCommand):
-    """A command whose options are declared as fields of a config: parsed, explained and completed from there."""
+    """A command whose options are fields of a config; parser, help and completion all use these fields."""
 
     @property
     def info(self) -> CommandInfo:
@@ -53,7 +53,7 @@ class DeclaredCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.obj = list(args)
-        if ctx.resilient_parsing:  # completion asks what comes after these
+        if ctx.resilient_parsing:  # completion asks for the words that follow these
             return []
         parsed = parse(self.info.name, args)
         if parsed.info == "help":
@@ -88,7 +88,10 @@ class Completion:
 
 
 def completions(command: str, words: list[str], incomplete: str) -> Iterator[Completion]:
-    """What can follow `words`: the choices of the option before, or options; the shell offers files if nothing can."""
+    """Return what can follow `words`: the choices of the preceding option, or options.
+
+    If there are none, the shell offers files.
+    """
     known = names_of(command).get(canonical_name(words[-1])) if words else None
     if known is not None and known[0].option.takes_value:
         yield from (Completion(c) for c in known[0].option.choices if c.startswith(incomplete))
@@ -105,7 +108,7 @@ def completions(command: str, words: list[str], incomplete: str) -> Iterator[Com
 
 
 def report(parsed: Parsed) -> None:
-    """Print what the parser has to say."""
+    """Print the messages of the parser."""
     for warning in parsed.warnings:
         log.warn(warning)
     if parsed.ignored:
@@ -117,7 +120,7 @@ def report(parsed: Parsed) -> None:
 
 
 def checked(parsed: Parsed) -> Startup:
-    """The run after the checks against the model file, the demo model without one; prints notices and warnings."""
+    """Check a run against its model file (the demo model without one); print notices and warnings."""
     from ikcli.cli.model import find_draft, find_model
     from ikcli.engine.plan.startup import prepare
     from ikcli.settings.run import default_model
@@ -125,7 +128,7 @@ def checked(parsed: Parsed) -> Startup:
     config = parsed.config
     model = find_model(config.model, config.hub, header_only=config.only_plans)
     config = find_draft(config)
-    # the token has done its work, and settings are printed with results
+    # the token has been used, and settings are printed with results
     config = replace(config, model=model or default_model(), hub=replace(config.hub, token=""))
     startup = prepare(config, parsed.given, _pipeline(config))
     for notice in startup.notices:
@@ -169,9 +172,9 @@ def _module(ctx: typer.Context) -> Any:
 
 
 def make_app(names: Iterable[str] = BY_NAME, *, completion: bool = False) -> typer.Typer:
-    """The application with these commands, and with the options that install shell completion or without.
+    """Make the application with these commands, with or without the options that install shell completion.
 
-    A command takes a millisecond, any option 40 ms of imports; so it has no help option either, `main` answers it.
+    A command takes a millisecond, and any option 40 ms of imports. So it has no help option either; `main` handles it.
     """
     app = typer.Typer(cls=Commands, add_completion=completion, pretty_exceptions_enable=False, add_help_option=False)
     app.callback(invoke_without_command=True)(_root)

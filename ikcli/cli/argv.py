@@ -1,7 +1,7 @@
-"""From raw arguments to clean tokens: pasted separators, options from files, the spelling of a name.
+"""Clean raw arguments: split pasted separators, read options from files, normalize the spelling of names.
 
-`@FILE` holds one option per line, `--config FILE` is TOML with long option names as keys; both yield the same tokens
-as a command line would, so there is one parser for all three.
+`@FILE` holds one option per line. `--config FILE` is TOML with long option names as keys. Both yield the same tokens as
+a command line, so one parser handles all three.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _CONTINUATIONS = frozenset({"`", "\\", "^"})
 
 @dataclass(slots=True)
 class Tokens:
-    """Arguments of the command line and of the option files it names, with what had to be cleaned up."""
+    """Arguments of the command line and of the option files it names, with notes on what was cleaned up."""
 
     line: list[str] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
@@ -36,7 +36,7 @@ def read_tokens(
 ) -> Tokens:
     """Split glued arguments and read `@FILE` and `--config FILE`.
 
-    `takes_value(name)` tells options with a value; `names` are the known ones, True if the value may be any text.
+    `takes_value(name)` is true for options with a value. `names` are the known ones, True if the value may be any text.
     """
     tokens = Tokens()
     rest = _unglue(argv, tokens.warnings, names)
@@ -57,14 +57,17 @@ def read_tokens(
 
 
 def canonical_name(token: str) -> str:
-    """The option name in a token: after `--`, `_` equals `-`; `=VALUE` is cut off."""
+    """Return the option name in a token: after `--`, `_` equals `-`; `=VALUE` is removed."""
     if not token.startswith("--"):
         return token
     return "--" + token[2:].partition("=")[0].replace("_", "-")
 
 
 def looks_like_option(token: str) -> bool:
-    """True for `-x`, `--name` and `--name=value`; false for `-`, `-1`, `-1,0` and text that starts with a dash."""
+    """Return whether a token looks like an option: `-x`, `--name` and `--name=value` do.
+
+    `-`, `-1`, `-1,0` and text that starts with a dash do not.
+    """
     return _OPTION.fullmatch(token) is not None
 
 
@@ -92,13 +95,16 @@ def _unglue(argv: Sequence[str], warnings: list[str], names: Mapping[str, bool])
 
 
 def read_lines(path: Path) -> list[str]:
-    """Lines of a text file without `#` comments (at the start of a line or after a blank) and empty lines."""
+    """Return the lines of a text file without empty lines and `#` comments (at a line start or after a blank)."""
     lines = (re.sub(r"(^|\s)#.*", "", line).strip() for line in read_text(path).splitlines())
     return [line for line in lines if line]
 
 
 def read_option_file(path: Path) -> list[str]:
-    """Tokens of an `@FILE`: `NAME [VALUE]` per line; the value is the rest of the line, quotes around it dropped."""
+    """Return the tokens of an `@FILE` with `NAME [VALUE]` on each line.
+
+    The value is the rest of the line, without quotes around it.
+    """
     tokens: list[str] = []
     for line in read_lines(path):
         name, *value = line.split(None, 1)
@@ -111,7 +117,7 @@ def read_option_file(path: Path) -> list[str]:
 
 
 def read_toml(path: Path, command: str) -> list[str]:
-    """Tokens of a TOML file; a table named like a command holds options of that command only."""
+    """Return the tokens of a TOML file; a table named like a command holds options of that command only."""
     table = toml_table(path)
     tokens: list[str] = []
     commands = [info.name for info in COMMANDS]
@@ -127,7 +133,7 @@ def read_toml(path: Path, command: str) -> list[str]:
 
 
 def toml_option(path: Path, key: str, value: Any) -> list[str]:
-    """Tokens of one key of a TOML file."""
+    """Return the tokens of one key of a TOML file."""
     name = f"--{key.replace('_', '-')}"
     if isinstance(value, bool):
         return [f"{name}={'on' if value else 'off'}"]

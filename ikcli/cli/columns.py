@@ -1,4 +1,4 @@
-"""Tables and values for the terminal: never wrapped or coloured where nobody looks, safe to print in any case."""
+"""Print tables and values on the terminal: plain text if stdout is not a terminal, and safe to print in any case."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ MAX_ITEMS = 8
 
 
 def format_size(n_bytes: int) -> str:
-    """`226.003 GiB`, or MiB below one GiB."""
+    """Return `226.003 GiB`, or MiB below one GiB."""
     return shown_size(n_bytes, 3, least=2**20)
 
 
 def printable(text: str) -> str:
-    """Control characters and undecodable bytes as escapes, so that any file can be printed anywhere."""
+    """Escape control characters and undecodable bytes, so that any file can be printed anywhere."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text)
 
 
 def short(value: Any) -> str:
-    """A metadata value in a few words."""
+    """Shorten a metadata value to a few words."""
     if isinstance(value, np.ndarray | list):
         items = ", ".join(short(v) for v in value[:MAX_ITEMS])
         return f"[{items}{', ...' if len(value) > MAX_ITEMS else ''}]"
@@ -37,7 +37,7 @@ def short(value: Any) -> str:
 
 
 def json_scalar(value: Any) -> Any:
-    """A metadata value as JSON has it: first elements of arrays, NaN and infinities as text."""
+    """Convert a metadata value to JSON: first elements of arrays, NaN and infinities as text."""
     if isinstance(value, list):
         return [json_scalar(v) for v in value[:MAX_ITEMS]]
     if isinstance(value, np.ndarray | np.generic):
@@ -48,7 +48,7 @@ def json_scalar(value: Any) -> Any:
 
 
 def print_table(title: str, header: tuple[str, ...], rows: Sequence[tuple[str, ...]], align: str) -> None:
-    """A rich table on a terminal; elsewhere plain columns that are never wrapped or coloured."""
+    """Print a rich table on a terminal, otherwise plain columns that are never wrapped or coloured."""
     if sys.stdout.isatty():
         from rich.console import Console
         from rich.table import Table

@@ -8,7 +8,7 @@ SHELLS = ("bash", "zsh", "fish", "powershell", "pwsh")
 
 
 def run(argv: list[str]) -> int:
-    """Print the script that completes `ik`, or put it where the shell reads it when it starts."""
+    """Print the completion script of `ik`, or install it where the shell reads it at its start."""
     from typer.completion import get_completion_script, install
 
     option = argv[0]
@@ -16,7 +16,7 @@ def run(argv: list[str]) -> int:
         raise UsageError(f"{option} takes the name of one shell: {', '.join(SHELLS)}")
     shell = argv[1].lower() if len(argv) == 2 else _this_shell()
     if shell not in SHELLS:
-        what = f"{shell or 'this'} is no shell that can be completed for" if len(argv) == 2 else "cannot tell the shell"
+        what = f"no completion for {shell or 'this shell'}" if len(argv) == 2 else "cannot tell the shell"
         raise UsageError(f"{what}; name one: ik {option} {'|'.join(SHELLS)}")
     if option == "--show-completion":
         print(get_completion_script(prog_name="ik", complete_var="_IK_COMPLETE", shell=shell))

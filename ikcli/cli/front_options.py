@@ -1,4 +1,4 @@
-"""Options of a server in front of others: which are its own, and how the rest is passed on."""
+"""Options of a server in front of others: those of the front itself, and how to pass on the rest."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ PATHS = _INPUTS | {
 def passed_on(
     command: str, argv: Sequence[str], without: Callable[[str], bool], *, environment: bool = True
 ) -> list[str]:
-    """The options of a command line, of the files that it names and of the environment, for another process.
+    """Return the options of a command line, of its option files and of the environment, for another process.
 
-    `without` says of a field whether its option is left out; so are those that the command ignores. Without
-    `environment` what only a variable says is left to the process, which sees the same ones.
+    `without` tells whether to leave out the option of a field; options that the command ignores are also left out.
+    Without `environment`, the process itself reads the variables, as it sees the same ones.
     """
     names = _texts(command)
     tokens = read_tokens(argv, command, functools.partial(takes_value, command), names)
@@ -47,9 +47,9 @@ def passed_on(
 
 
 def layered(command: str, *sets: Sequence[str], without: Callable[[str], bool] = lambda path: False) -> list[str]:
-    """The options of several sets as one: what a set says of a field replaces what those before it say.
+    """Merge several sets of options: the value of a field in a later set replaces earlier ones.
 
-    `without` says of a field whether it is left out.
+    `without` tells whether to leave out a field.
     """
     names = _texts(command)
     layers: list[list[str]] = []
@@ -62,12 +62,12 @@ def layered(command: str, *sets: Sequence[str], without: Callable[[str], bool] =
 
 
 def _texts(command: str) -> dict[str, bool]:
-    """The names of options, and whether their value may be any text."""
+    """Return the names of options, and whether their value may be any text."""
     return {name: bound.option.text for name, (bound, _) in names_of(command).items()}
 
 
 def paths_passed_on(command: str, config: RunConfig) -> tuple[list[str], list[Path]]:
-    """The options with paths for a process in another folder, every path a word of its own; the files that are read."""
+    """Return the options for a process in another folder, with every path as a separate word, and the files to read."""
     words: list[str] = []
     inputs: list[Path] = []
     for bound in all_options(command):
@@ -90,5 +90,5 @@ def _tokens(given: Given, names: Mapping[str, bool]) -> list[str]:
     if given.text is None:
         return [name]
     if given.bound.option.text and canonical_name(given.text) not in names:
-        return [name, given.text]  # separators in a text stay what they are
+        return [name, given.text]  # separators in a text stay unchanged
     return [f"{name}={given.text}"]

@@ -1,4 +1,4 @@
-"""Help texts, made from the option declarations: at most 100 columns, no import beyond the config.
+"""Write help texts from the option declarations: at most 100 columns, no import beyond the config.
 
 `ik --help` lists the commands by task and no options.
 """
@@ -54,7 +54,7 @@ _NOTES = {
 
 
 def _notes(command: str) -> tuple[str, ...]:
-    """Paragraphs about a command, some of them taken from the code that does its work."""
+    """Return paragraphs about a command, some of them taken from the code that does its work."""
     notes = _NOTES.get(command, ())
     if command == "quantize-stats":
         from ikcli.study.quantize_stats import LEGEND
@@ -64,7 +64,7 @@ def _notes(command: str) -> tuple[str, ...]:
 
 
 def _types(command: str) -> list[str]:
-    """What a TYPE can be, one in a line, so that a search for a property finds names."""
+    """List the values of TYPE, one in a line, so that a search for a property finds names."""
     if command not in ("quantize", "repack"):
         return []
     from ikcli.quant.type_help import type_lines
@@ -73,7 +73,7 @@ def _types(command: str) -> list[str]:
 
 
 def version_line() -> str:
-    """`ik 0.1.0 (commit 1f0c2d9e8b7a)`, without the commit where it is not known."""
+    """Return `ik 0.1.0 (commit 1f0c2d9e8b7a)`, without the commit where it is not known."""
     from ikcli.commit import commit
 
     found = commit()
@@ -81,7 +81,7 @@ def version_line() -> str:
 
 
 def main_help() -> str:
-    """Text of `ik --help`."""
+    """Return the text of `ik --help`."""
     lines = ["usage: ik COMMAND [OPTIONS]", "", "Run, quantize and measure large language models from GGUF files.", ""]
     for title, members in GROUPS:
         lines += [f"{title}:", *(_command_line(info) for info in members), ""]
@@ -98,7 +98,10 @@ def _command_line(info: CommandInfo) -> str:
 
 
 def command_help(info: CommandInfo) -> str:
-    """Text of `ik COMMAND --help`: options of a model run by topic, those of other commands as they are declared."""
+    """Return the text of `ik COMMAND --help`.
+
+    Options of a model run are grouped by topic; those of other commands keep the order of their declaration.
+    """
     from ikcli.cli.parser import all_options, usage
 
     lines = [f"usage: {usage(info.name)}", "", f"{_sentence(info.summary)}", ""]
@@ -128,7 +131,7 @@ def _sentence(summary: str) -> str:
 
 
 def option_lines(bound: BoundOption) -> list[str]:
-    """The help entry of one option."""
+    """Return the help entry of one option."""
     option = bound.option
     form = option.form or ("[on|off]" if option.kind == "optswitch" else "")
     head = ", ".join((*option.names, *option.negative)) + (f" {form}" if form else "")
@@ -142,7 +145,7 @@ def option_lines(bound: BoundOption) -> list[str]:
 
 
 def default_text(bound: BoundOption) -> str:
-    """The default as a user would type it; empty if there is none worth printing."""
+    """Return the default as a user would type it, or an empty text if there is none to print."""
     value: Any = bound.default
     if bound.path in ("n_threads", "n_threads_batch"):
         return "auto" if bound.path == "n_threads" else ""

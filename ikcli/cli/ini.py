@@ -1,4 +1,4 @@
-"""INI files: sections of `key = value`; a comment begins with `;` or `#` at the start of a line or after a blank."""
+"""Read INI files: sections of `key = value`; a comment begins with `;` or `#` at a line start or after a blank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _COMMENT = re.compile(r"(^|\s)[;#].*")
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One line. Quotes around a value are not part of it."""
+    """One line; the value has no quotes around it."""
 
     name: str
     value: str
@@ -22,10 +22,13 @@ class Key:
 
 
 def read_ini(path: Path) -> dict[str, list[Key]]:
-    """Keys by section in the order of the file; "" has those before the first one. UsageError naming the line."""
+    """Return keys by section in the order of the file; raise UsageError that names the line.
+
+    "" holds the keys before the first section.
+    """
     sections: dict[str, list[Key]] = {"": []}
     keys = sections[""]
-    for number, raw in enumerate(read_text(path, otherwise="no INI file").split("\n"), 1):
+    for number, raw in enumerate(read_text(path, otherwise="not an INI file").split("\n"), 1):
         line = _COMMENT.sub("", raw).strip()
         if line.startswith("["):
             name = line[1:-1].strip()

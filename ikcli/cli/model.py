@@ -1,4 +1,4 @@
-"""The model that a command is about: a file, or one from a hub or a URL, which is downloaded if it is not there."""
+"""Find the model of a command: a file, or a model from a hub or a URL, which is downloaded if necessary."""
 
 from __future__ import annotations
 
@@ -19,13 +19,16 @@ T = TypeVar("T")
 
 
 def find_model(model: str | Path | None, hub: HubConfig, *, header_only: bool = False) -> Path | None:
-    """Path of the model that the options name, None if they name none. `header_only`: its data may be missing."""
+    """Return the path of the model that the options name, or None if they name none.
+
+    `header_only`: its data may be missing.
+    """
     if hub.file and not hub.repo:
         raise UsageError("--hf-file names a file of a repository; add --hf-repo USER/REPO")
     if not (hub.repo or hub.url):
         return Path(model) if model is not None else None
     if model is not None and Path(model).is_file():
-        log.notice_once(f"{model} is there and is used, not {hub.repo or hub.url}")
+        log.notice_once(f"{model} exists and is used, not {hub.repo or hub.url}")
         return Path(model)
     from ikcli.hub.names import parse_ref
     from ikcli.hub.pull import Access, pull, pull_header, pull_url, pull_url_header
@@ -48,7 +51,7 @@ def find_model(model: str | Path | None, hub: HubConfig, *, header_only: bool = 
 
 
 def find_draft(config: RunConfig) -> RunConfig:
-    """The settings with the file of the draft model that they name by repository."""
+    """Return the settings with the file of the draft model that they name by repository."""
     server = config.server
     if not server.hf_repo_draft:
         return config
@@ -57,14 +60,14 @@ def find_draft(config: RunConfig) -> RunConfig:
 
 
 def bar(title: str, total: float, done: float) -> AbstractContextManager[Callable[[float], None]]:
-    """The progress of a download on stderr."""
+    """Return a progress bar on stderr for a download."""
     size = log.shown_size(total) if total >= 0 else "unknown size"
     log.log(f"downloading {title}, {size}" + (f", of which {log.shown_size(done)} are there already" if done else ""))
     return log.progress(title, total, in_bytes=True, lines=True)
 
 
 def finish(download: Callable[[], T]) -> T:
-    """The result of a download; says what is kept if it is stopped from the keyboard."""
+    """Return the result of a download; if the user interrupts it, report what is kept."""
     try:
         return download()
     except KeyboardInterrupt as stop:

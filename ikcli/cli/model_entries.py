@@ -1,7 +1,7 @@
-"""What `ik serve` keeps of each of several models, made of its options whatever source names it.
+"""Make the entries of `ik serve` with several models from their options, whatever source names them.
 
-Options come in sets: those of all models of a file, of one model, of the command line. One of a later set replaces
-what earlier sets say of the same field.
+Options come in sets: those of all models of a file, those of one model, those of the command line. A field in a later
+set replaces that of earlier sets.
 """
 
 from __future__ import annotations
@@ -113,24 +113,27 @@ class EntryMaker:
 
 
 def _is_done(path: str) -> bool:
-    """Whether an option has done its work when the process of a model starts; tokens of hubs end here, too."""
+    """Return whether an option is done before the process of a model starts; this includes tokens of hubs."""
     return path in _ENDS_HERE or path in NAMES_A_MODEL or path.startswith("hub.")
 
 
 def stamp_of(model: Path) -> tuple[object, ...]:
-    """By what a file that was replaced is known, all its parts included."""
+    """Return the values by which a replaced file is recognized, including all of its parts."""
     found: list[object] = []
     for name in part_names(str(model)):
         try:
             stat = Path(name).stat()
-        except OSError:  # whoever opens it says so
+        except OSError:  # the process that opens it reports the error
             continue
         found.append((name, stat.st_ino, stat.st_size, stat.st_mtime_ns))
     return tuple(found)
 
 
 def _need(parsed: Parsed) -> tuple[dict[str, int], ModelFacts]:
-    """Bytes by device, as `ik plan` tells them, with the prompt cache and what a GPU takes beside its parts; facts."""
+    """Return bytes by device as `ik plan` computes them, and the facts about a model.
+
+    The bytes include the prompt cache and the reserve of a GPU.
+    """
     startup = prepare(parsed.config, parsed.given)
     planner, config = startup.planner, startup.config
     memory = planner.plan(config).memory
@@ -153,14 +156,14 @@ def _need(parsed: Parsed) -> tuple[dict[str, int], ModelFacts]:
 
 
 def machine_budget(config: RunConfig) -> dict[str, int]:
-    """Bytes by device that this machine has for all models together, where it says so."""
+    """Return the bytes by device that this machine has for all models together, where they are known."""
     machine = find_machine(config, exact=False)
     budget = {gpu.name: gpu.free for gpu in machine.gpus}
     return budget if machine.ram is None else budget | {CPU: machine.ram}
 
 
 def clash(entries: Iterable[ModelEntry]) -> tuple[ModelEntry, str, ModelEntry] | None:
-    """The first model that has a name which is another one's already: (it, the name, the other)."""
+    """Return the first model with a name that another model already has: (model, name, other model)."""
     owner: dict[str, ModelEntry] = {}
     for entry in entries:
         for name in entry.names:
@@ -171,12 +174,12 @@ def clash(entries: Iterable[ModelEntry]) -> tuple[ModelEntry, str, ModelEntry] |
 
 
 def option_name(path: str) -> str:
-    """The spelling of the option of a field."""
+    """Return the spelling of the option of a field."""
     return next(bound.option.primary for bound, _ in names_of("serve").values() if bound.path == path)
 
 
 def check_front(parsed: Parsed) -> None:
-    """UsageError for options of the command line that cannot be those of several models."""
+    """Raise UsageError for options of the command line that cannot apply to several models."""
     server = parsed.config.server
     others = {"--models-preset": server.models_preset, "--models-dir": server.models_dir}
     beside = [name for name, value in others.items() if value is not None]
@@ -192,6 +195,6 @@ def check_front(parsed: Parsed) -> None:
 
 
 def _named(paths: Sequence[str]) -> str:
-    """Options by their spelling, and the variable that sets one."""
+    """Return options by their spelling, and by the variable that sets them."""
     set_by = {bound.path: name for bound, name, _ in variables("serve", all_options("serve"))}
     return " ".join(option_name(path) + (f" ({set_by[path]})" if path in set_by else "") for path in paths)

@@ -1,4 +1,4 @@
-"""The models of `ik serve` with several: of a TOML file, or of a preset file, a folder and the hub's cache together."""
+"""The models of `ik serve` with several: from a TOML file, or from a preset file, a folder and the hub's cache."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from ikcli.hub.names import DEFAULT_QUANT, parse_ref
 from ikcli.server.front.models_entries import CACHE, FOLDER, PRESET, ModelEntry, ModelsFile
 
 _MAX = 4
-"""Models that are loaded at a time unless something says otherwise, as in llama.cpp."""
+"""The most models loaded at a time by default, as in llama.cpp."""
 
 
 class Sources:
-    """Where the models come from; `read` can be called again when something has changed there."""
+    """Where the models come from; call `read` again when something has changed there."""
 
     def __init__(self, parsed: Parsed) -> None:
         check_front(parsed)
@@ -34,15 +34,15 @@ class Sources:
         self.with_cache = server.models is None if server.models_cache is None else server.models_cache
 
     def read(self) -> ModelsFile:
-        """All models, checked against their files; UsageError naming what is wrong and where."""
+        """Return all models, checked against their files; raise UsageError that names the problem and its place."""
         file = self._of_table() if self._server.models is not None else self._of_others()
-        self._budget = self._budget or file.budget  # models that are loaded have their part of what is free later
+        self._budget = self._budget or file.budget  # models that are loaded later take their part of the free memory
         limit = self._server.models_max
         file = replace(file, budget=self._budget, max=file.max if limit is None else limit, downloads=self.with_cache)
         check_room(file)
         if self._maker.downloads:
             self._check_start(file)
-        self._maker.downloads = False  # whoever has the list read again is waiting for it
+        self._maker.downloads = False  # a caller that reads the list again is waiting for it
         return file
 
     def _check_start(self, file: ModelsFile) -> None:
@@ -89,9 +89,9 @@ class Sources:
             one, name, other = twice
             raise UsageError(f"the model {one.name} has the name {name}, which is that of {other.name} already")
         if not entries and not self.with_cache:
-            raise UsageError(f"there is no model in {self._places()}")
+            raise UsageError(f"no model found in {self._places()}")
         if not entries:
-            log.notice_once(f"there is no model in {self._places()} yet; POST /models or ik pull downloads one")
+            log.notice_once(f"no model found in {self._places()} yet; POST /models or ik pull downloads one")
         return ModelsFile(
             server.models_preset or server.models_dir or Path(), entries, (), machine_budget(self._config), _MAX
         )
@@ -119,7 +119,7 @@ class Sources:
     def _of_section(
         self, preset: Preset, section: Section, cached: Mapping[str, Path], folder: Mapping[str, Path]
     ) -> ModelEntry | None:
-        """The model of a section; None if it has yet to be downloaded."""
+        """Return the model of a section, or None if it has to be downloaded first."""
         where, name = preset.where(section.name), section.name
         if section.names_model:
             spec = self._spec(preset, section, PRESET, None)
@@ -141,7 +141,7 @@ class Sources:
             raise UsageError(f"{where}: {e}") from None
 
     def _hidden(self, preset: Preset, section: Section, cached: Mapping[str, Path]) -> str | None:
-        """The model of the cache that a section with hf-repo stands for, if that is not to be there twice."""
+        """Return the cached model that a section with hf-repo replaces, unless both are wanted."""
         dedup = section.dedup if section.dedup is not None else preset.defaults.dedup
         return _in_cache(section.repo, cached) if dedup and section.repo else None
 
@@ -167,7 +167,7 @@ def _is_ref(name: str) -> bool:
 
 
 def _in_cache(name: str, cached: Mapping[str, Path]) -> str | None:
-    """The cached model that `user/repo[:quant]` means."""
+    """Return the cached model that `user/repo[:quant]` means."""
     if not _is_ref(name):
         return None
     ref = parse_ref(name)

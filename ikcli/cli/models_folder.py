@@ -11,7 +11,7 @@ from ikcli.hub.names import part_of
 
 
 def folder_models(folder: Path) -> dict[str, Path]:
-    """(First) files of models by name; UsageError if the folder cannot be read."""
+    """Return the (first) files of models by name; raise UsageError if the folder cannot be read."""
     found: dict[str, Path] = {}
     try:
         members = sorted(folder.iterdir(), key=lambda path: path.name)
@@ -30,7 +30,7 @@ def folder_models(folder: Path) -> dict[str, Path]:
 
 
 def _models(paths: list[Path]) -> Iterator[tuple[str, Path]]:
-    """Name and (first) file of every model among files."""
+    """Yield name and (first) file of every model among files."""
     for path in paths:
         low = path.name.lower()
         if not low.endswith(".gguf") or low.startswith(("mmproj", ".")) or not path.is_file():

@@ -1,7 +1,7 @@
 """The INI file of `ik serve --models-preset`: preset files of llama.cpp. Errors name file, section and key.
 
-`[*]` holds options of all models, every other section those of one. Keys are names of options without dashes, long or
-short, or of their variables (LLAMA_ARG_...), and a few that are no options.
+`[*]` holds options of all models, every other section those of one. Keys are option names without dashes, long or
+short, or their variables (LLAMA_ARG_...), and a few keys that are not options.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _OWN = ("load-on-startup", "stop-timeout", "dedup-cache-models", "tags")
 
 @dataclass
 class Section:
-    """What a section says; None: nothing."""
+    """The content of a section; None: not set."""
 
     name: str
     options: list[str] = field(default_factory=list)
@@ -49,12 +49,12 @@ class Preset:
     sections: dict[str, Section]
 
     def where(self, name: str) -> str:
-        """A section in messages."""
+        """Name a section in messages."""
         return f"{self.path}: [{name}]"
 
 
 def read_preset(path: Path) -> Preset:
-    """What a preset file says; UsageError for what nobody can mean, and a notice of what has no meaning here."""
+    """Read a preset file; raise UsageError for nonsense, and print a notice of keys without effect here."""
     ini = read_ini(path)
     for key in ini.pop(""):
         if key.name != "version":
@@ -71,7 +71,7 @@ def read_preset(path: Path) -> Preset:
 
 
 class _Reader:
-    """`of_front` and `without` are keys that are ignored."""
+    """Reads sections; `of_front` and `without` are keys that are ignored."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -81,7 +81,7 @@ class _Reader:
         self.without: list[str] = []
 
     def section(self, name: str, keys: Sequence[Key]) -> Section:
-        """One section."""
+        """Read one section."""
         section = Section(name)
         seen: dict[str, str] = {}
         for key in keys:
@@ -94,14 +94,14 @@ class _Reader:
             else:
                 path = self._option(section, where, key)
             if path and path in seen:
-                raise UsageError(f"{where}: {seen[path]} says the same already; drop one of them")
+                raise UsageError(f"{where}: {seen[path]} has the same meaning; drop one of them")
             bound = next((b for b in all_options("serve") if b.path == path), None)
             if path and (bound is None or not bound.option.repeat):
                 seen[path] = key.name
         return section
 
     def _own(self, section: Section, where: str, key: Key) -> None:
-        """A key that is no option."""
+        """Set a key that does not name an option."""
         if key.name == "tags":
             section.tags = _list(key.value)
         elif key.name == "stop-timeout":
@@ -114,7 +114,7 @@ class _Reader:
             section.dedup = _state(where, key.value)
 
     def _option(self, section: Section, where: str, key: Key) -> str:
-        """Take an option; the field that it sets, empty if it is ignored."""
+        """Take an option; return the field that it sets, or an empty text if it is ignored."""
         name, value = self._name(where, key), key.value
         if name in self._opposites(key):
             value = {True: "off", False: "on"}[_state(where, value)]
@@ -140,7 +140,7 @@ class _Reader:
             self.without.append(key.name)
             return ""
         if section.name == ALL and bound.path in NAMES_A_MODEL | {"server.alias"}:
-            raise UsageError(f"{where} is about one model; write it into the section of that model")
+            raise UsageError(f"{where} applies to one model; write it into the section of that model")
         if bound.path == "server.alias":
             section.aliases = _list(key.value)
             return bound.path
@@ -156,11 +156,11 @@ class _Reader:
         return [canonical_name(f"--{key.name}"), f"-{key.name}"]
 
     def _opposites(self, key: Key) -> list[str]:
-        """What says the opposite where there is no other word for it: --no-kv-offload of kv-offload."""
+        """Return the negative spellings of a key, for example --no-kv-offload of kv-offload."""
         return [f"--no-{name[2:]}" for name in self._spellings(key) if name.startswith("--")]
 
     def _name(self, where: str, key: Key) -> str:
-        """The spelling that the parser knows; empty for an option of other programs that is ignored."""
+        """Return the spelling that the parser knows, or an empty text for an ignored option of other programs."""
         tried = [*self._spellings(key), *self._opposites(key)]
         for name in tried:
             if name in self._names or name in INSTEAD or name in REFUSED:
@@ -172,11 +172,11 @@ class _Reader:
             names = [*self._variables]
         near = nearest(key.name, names)
         hint = f"did you mean {near}?" if near else "see ik serve --help"
-        raise UsageError(f"{where} is no option of ik serve; {hint}")
+        raise UsageError(f"{where} is not an option of ik serve; {hint}")
 
 
 def _checked(where: str, tokens: list[str]) -> list[str]:
-    """Tokens that `ik serve` takes."""
+    """Check tokens with the parser of `ik serve`."""
     try:
         parse("serve", tokens)
     except UsageError as e:

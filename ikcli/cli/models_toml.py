@@ -1,8 +1,8 @@
-"""The TOML file of `ik serve --models`: checked as a whole before anything is loaded, errors name file and key.
+"""The TOML file of `ik serve --models`: checked as a whole before anything is loaded; errors name file and key.
 
-`[models.NAME]` holds options of `ik serve` by their long names, and `aliases`, `preload` and `ttl`; `[defaults]` the
-same options for all models; `[groups.NAME]` members and `together`; `memory`, `gpu-memory`, `max` and `ttl` are at the
-top.
+`[models.NAME]` holds options of `ik serve` by their long names, and `aliases`, `preload` and `ttl`. `[defaults]` holds
+the same options for all models, `[groups.NAME]` has members and `together`. `memory`, `gpu-memory`, `max` and `ttl` are
+at the top.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _INSTEAD = {
 
 
 def read_table(path: Path, maker: EntryMaker) -> ModelsFile:
-    """The models of a file, checked against their files; UsageError naming the file and the key."""
+    """Return the models of a file, checked against their files; raise UsageError that names the file and the key."""
     table = toml_table(path)
     _known(path, table, _TOP, "")
     models = _table(path, table, "models")
@@ -65,7 +65,7 @@ def _table(path: Path, table: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def _options(path: Path, where: str, table: Mapping[str, Any]) -> list[str]:
-    """Tokens of the options in a table."""
+    """Return the tokens of the options in a table."""
     names = names_of("serve")
     tokens: list[str] = []
     for key, value in table.items():
@@ -73,7 +73,7 @@ def _options(path: Path, where: str, table: Mapping[str, Any]) -> list[str]:
         if found is None:
             near = nearest(f"--{key}", [name for name in names if name.startswith("--")])
             hint = f"did you mean {near.removeprefix('--')}?" if near else "see ik serve --help"
-            raise UsageError(f"{path}: {where}.{key} is no option of ik serve; {hint}")
+            raise UsageError(f"{path}: {where}.{key} is not an option of ik serve; {hint}")
         if found[0].path in OF_ALL_MODELS:
             raise UsageError(f"{path}: {where}.{key} is for all models together; give it on the command line")
         if found[0].path in OF_REPLICAS:
@@ -127,7 +127,7 @@ def _groups(path: Path, table: Mapping[str, Any], entries: Mapping[str, ModelEnt
             raise UsageError(f"{path}: {where}.members must be a list of two models or more")
         for member in members:
             if member not in entries:
-                raise UsageError(f"{path}: {where}.members: there is no table [models.{member}]")
+                raise UsageError(f"{path}: {where}.members: table [models.{member}] does not exist")
         if not isinstance(together, bool):
             raise UsageError(f"{path}: {where}.together must be true or false")
         groups.append(Group(name, tuple(members), together))
@@ -140,7 +140,7 @@ def _groups(path: Path, table: Mapping[str, Any], entries: Mapping[str, ModelEnt
 
 
 def _budget(path: Path, table: Mapping[str, Any], first: ModelEntry) -> tuple[dict[str, int], dict[str, str]]:
-    """What is given, else what the machine has; the key by device that gives it."""
+    """Return the given budget, else that of the machine, and the key by device that sets it."""
     limited: dict[str, str] = {}
     budget = machine_budget(first.config)
     for key, devices in (("memory", (CPU,)), ("gpu-memory", find_machine(first.config, exact=False).names)):
@@ -156,7 +156,7 @@ def _budget(path: Path, table: Mapping[str, Any], first: ModelEntry) -> tuple[di
 
 
 def check_room(file: ModelsFile) -> None:
-    """UsageError for a model that, with those that are loaded together with it, can never have room."""
+    """Raise UsageError for a model that can never fit together with the models of its group."""
     for name, entry in file.entries.items():
         belonging = [entry, *(file.entries[one] for one in file.partners(name, together=True))]
         beside = " with its group" if len(belonging) > 1 else ""

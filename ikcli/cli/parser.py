@@ -1,8 +1,8 @@
-"""The parser of all commands: arguments -> the config of the command, plus what was ignored and why.
+"""The parser of all commands: arguments -> the config of the command, with notes on what was ignored and why.
 
-Names are whole names (`-ngl` is never `-n -g -l`), the last scalar wins, lists accumulate in command-line order. A
-command that runs a model accepts the options of its siblings. Options are declared in `ikcli.settings`
-(`run` for commands that run a model, `tools` for the others).
+Names are whole names (`-ngl` is never `-n -g -l`), the last scalar wins, and lists accumulate in command-line order. A
+command that runs a model accepts the options of its siblings. Options are declared in `ikcli.settings` (`run` for
+commands that run a model, `tools` for the others).
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ HELP_NAMES = frozenset({"-h", "--help", "--usage"})
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """Result of a parse: `config` is a RunConfig, or what TOOLS has for the command.
+    """The result of a parse: `config` is a RunConfig, or the type that TOOLS has for the command.
 
-    `info` is "help", "version" or another command if that is asked for; `alternatives` are the value lists of bench;
+    `info` is "help", "version" or another command if the user asks for it. `alternatives` are the value lists of bench.
     `given` are the fields that the user set.
     """
 
@@ -49,7 +49,7 @@ class Parsed:
 
 @dataclass(frozen=True, slots=True)
 class ModelRun:
-    """What a command that runs a model gets: settings checked against the model file, and the planner that opened it.
+    """The input of a command that runs a model: checked settings, and the planner that opened the model file.
 
     `alternatives`, `given` and `argv` (the words of the command line) are those of Parsed.
     """
@@ -73,17 +73,17 @@ class Given:
 
 @functools.cache
 def all_options(command: str = "") -> tuple[BoundOption, ...]:
-    """Every option that a command accepts; without one, of those that run a model."""
+    """Return every option that a command accepts; without a command, those of a model run."""
     return tuple(iter_options(config_type(command)))
 
 
 def runs_model(command: str) -> bool:
-    """Whether a command has the options of a model run; those of the others are declared in TOOLS."""
+    """Return whether a command has the options of a model run; those of other commands are declared in TOOLS."""
     return command not in BY_NAME or BY_NAME[command].runs_model
 
 
 def config_type(command: str) -> type:
-    """What the options of a command are declared in; the other declarations are not even imported."""
+    """Return the config type of a command; the declarations of others are not imported."""
     if runs_model(command):
         from ikcli.settings.run import RunConfig
 
@@ -94,7 +94,7 @@ def config_type(command: str) -> type:
 
 
 def usage(command: str) -> str:
-    """`ik gguf-split [options] IN OUT`."""
+    """Return the usage line, for example `ik gguf-split [options] IN OUT`."""
     if runs_model(command):
         return f"ik {command} [OPTIONS]"
     takes = arguments_of(config_type(command))
@@ -103,7 +103,7 @@ def usage(command: str) -> str:
 
 @functools.cache
 def names_of(command: str) -> dict[str, tuple[BoundOption, bool]]:
-    """Spelling -> (option, negative) for a command; where two options share a spelling, its own one wins."""
+    """Return spelling -> (option, negative) for a command; of options with the same spelling the command's own wins."""
     table: dict[str, tuple[BoundOption, bool]] = {}
     options = all_options(command)
     own = [bound for bound in options if bound.option.used_by(command)]
@@ -116,7 +116,7 @@ def names_of(command: str) -> dict[str, tuple[BoundOption, bool]]:
 
 
 def takes_value(command: str, name: str) -> bool:
-    """Whether the token after `name` belongs to it."""
+    """Return whether the token after `name` belongs to it."""
     known = names_of(command).get(name)
     if known is not None or not runs_model(command):
         return known is not None and known[0].option.takes_value
@@ -124,7 +124,7 @@ def takes_value(command: str, name: str) -> bool:
 
 
 def parse(command: str, argv: Sequence[str]) -> Parsed:
-    """Parse the arguments after the command name; raises UsageError with one sentence."""
+    """Parse the arguments after the command name; raise UsageError with one sentence."""
     names = {name: bound.option.text for name, (bound, _) in names_of(command).items()}
     tokens = read_tokens(argv, command, functools.partial(takes_value, command), names)
     line = Scanner(command, tokens.line)
@@ -153,7 +153,7 @@ def parse(command: str, argv: Sequence[str]) -> Parsed:
 
 
 class Scanner:
-    """Walks the tokens once and decides which of them are values."""
+    """Walk the tokens once and decide which of them are values."""
 
     def __init__(self, command: str, tokens: Sequence[str]) -> None:
         self.command = command
@@ -201,7 +201,7 @@ class Scanner:
             )
 
     def _split(self, token: str) -> tuple[str, str | None]:
-        """Name and attached value; `-ot=...` is split too, but only after a known name."""
+        """Split a token into name and attached value; `-ot=...` is split too, but only after a known name."""
         name = canonical_name(token)
         if name.startswith("--"):
             return name, token.partition("=")[2] if "=" in token else None
@@ -241,7 +241,7 @@ class Scanner:
 
 
 def _parses(option: Option, text: str) -> bool:
-    """Whether this is a whole value already."""
+    """Return whether this is already a whole value."""
     try:
         return option.parse is not None and option.parse(text) is not None
     except ValueError:
@@ -249,7 +249,10 @@ def _parses(option: Option, text: str) -> bool:
 
 
 def _collect(command: str, files: list[Given], line: list[Given]) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
-    """Values by field path. Scalars: files, then the line (last wins). Lists: the line first, as first matches win."""
+    """Return values by field path.
+
+    Scalars: files, then the line (the last wins). Lists: the line first, as first matches win.
+    """
     values: dict[str, Any] = {}
     alternatives: dict[str, tuple[Any, ...]] = {}
     for given in files + line:
@@ -271,7 +274,7 @@ def _collect(command: str, files: list[Given], line: list[Given]) -> tuple[dict[
 
 
 def _values_of(command: str, given: Given) -> tuple[Any, ...]:
-    """The value, or in bench the alternatives of a comma list."""
+    """Return the values, in bench the alternatives of a comma list."""
     if given.text is None:
         return (not given.negative,)
     if given.negative:

@@ -1,4 +1,4 @@
-"""Which commands exist, where they live and what they do, without importing any of them."""
+"""The commands, their files and one-line descriptions, without importing any of them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ GROUPS: tuple[tuple[str, tuple[CommandInfo, ...]], ...] = (
         CommandInfo("version", "print the version, and with -v the environment"),
     )),
 )  # fmt: skip
-"""Commands by task, in the order of `ik --help`: what a newcomer wants comes first."""
+"""Commands by task, in the order of `ik --help`: those that newcomers want come first."""
 
 COMMANDS = tuple(info for _, members in GROUPS for info in members)
 

@@ -1,7 +1,8 @@
-"""Options of llama.cpp and ik_llama.cpp that have another name here, or none.
+"""Options of llama.cpp and ik_llama.cpp that have another name here, or no counterpart.
 
-`IGNORED` are accepted and reported as "not supported, ignored", so that a pasted command line runs. `INSTEAD` are
-written with the options of this program that mean the same. Ignoring `REFUSED` ones would run something else.
+`IGNORED` ones are accepted and reported as "not supported, ignored", so that a pasted command line runs. `INSTEAD` ones
+are translated to options of this program with the same meaning. `REFUSED` ones cannot be ignored: something else would
+run.
 """
 
 from __future__ import annotations
@@ -61,12 +62,15 @@ _TWO_VALUES = "--spec-replace"
 IGNORED: dict[str, int] = {
     name: count for count, names in enumerate((_NO_VALUE, _ONE_VALUE, _TWO_VALUES)) for name in names.split()
 }
-"""How many values each takes."""
+"""The number of values that each takes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Instead:
-    """What is written here: `words`, `{}` being the value; or by value, where it decides. No words: as it is anyway."""
+    """The translation of an option.
+
+    `words`, where `{}` is the value, or words by value where the value decides. No words: this is the behaviour anyway.
+    """
 
     words: tuple[str, ...] = ()
     by_value: Mapping[str, tuple[str, ...]] | None = None
@@ -81,7 +85,7 @@ def _words(text: str) -> Instead:
 
 
 def _drafter(type: str, keys: Mapping[str, str]) -> dict[str, Instead]:
-    """`--spec-ngram-simple-size-n 12` and the like, by type and key of `--spec-set`."""
+    """Translate `--spec-ngram-simple-size-n 12` and the like, by type and key of `--spec-set`."""
     return {f"--spec-{type}-{name}": _words(f"--spec-set {type}:{key}={{}}") for name, key in keys.items()}
 
 
@@ -118,9 +122,9 @@ INSTEAD: dict[str, Instead] = {
 
 
 def words_instead(name: str, attached: str | None, rest: Sequence[str], *, lists: bool) -> list[str]:
-    """What is read instead of a name of `INSTEAD`, its attached value and the words that follow it.
+    """Return the words to read in place of a name of `INSTEAD`, its attached value and the words that follow it.
 
-    With `lists` (bench) a switch may be followed by 0 or 1.
+    With `lists` (bench), 0 or 1 may follow a switch.
     """
     instead, text, after = INSTEAD[name], attached, list(rest)
     if text is None and after and (instead.takes_value or (lists and after[0] in ("0", "1"))):
@@ -142,7 +146,7 @@ VARIABLES: dict[str, str] = {
 """Environment variables of options of this table, and of negative spellings."""
 
 OTHER_COMMANDS = {"--list-devices": "devices", "-cl": "list", "--cache-list": "list"}
-"""Options that ask for something else than a run, and the command that answers."""
+"""Options that ask for something other than a run, and the command that does it."""
 
 _PRESETS = """
 --embd-gemma-default --fim-qwen-1.5b-default --fim-qwen-3b-default --fim-qwen-7b-default --fim-qwen-7b-spec

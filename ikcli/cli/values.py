@@ -1,4 +1,4 @@
-"""Option text to value, with errors that name the flag, the value, the expected form and one example."""
+"""Convert option text to values; errors name the flag, the value, the expected form and one example."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ SWITCH_VALUES = frozenset({"on", "off", "auto", "0", "1", "true", "false"})
 
 
 def is_switch_value(text: str, lists: bool = False) -> bool:
-    """True if `text` can be the value of an optional-value switch; `lists` also allows `0,1`."""
+    """Return whether `text` can be the value of an optional-value switch; `lists` also allows `0,1`."""
     pieces = text.lower().split(",") if lists else [text.lower()]
     return all(piece in SWITCH_VALUES for piece in pieces)
 
 
 def switch_state(text: str, default: Any) -> bool:
-    """on/off text as a bool; `auto` is the default of the option. ValueError for anything else."""
+    """Convert on/off text to a bool; `auto` is the default of the option. Raise ValueError for anything else."""
     word = text.lower()
     if word in ON:
         return True
@@ -35,7 +35,7 @@ def switch_state(text: str, default: Any) -> bool:
 
 
 def convert(bound: BoundOption, name: str, text: str) -> Any:
-    """The value of one option; raises UsageError naming flag, value, form and an example."""
+    """Return the value of one option; raise UsageError naming flag, value, form and an example."""
     option = bound.option
     try:
         if option.parse is not None and text.startswith("@") and bound.path == "override_tensor":
@@ -50,12 +50,12 @@ def convert(bound: BoundOption, name: str, text: str) -> Any:
 
 
 def missing_value(option: Option, name: str) -> UsageError:
-    """The error for an option at the end of the line or followed by another option."""
+    """Return the error for an option at the end of the line or followed by another option."""
     return UsageError(f"{name} needs a value{expected(option)}")
 
 
 def expected(option: Option) -> str:
-    """`; expected -c N, for example: -c 32768`."""
+    """Return `; expected -c N, for example: -c 32768`."""
     form = option.form or ("on|off" if option.kind == "optswitch" else "")
     example = f", for example: {option.example}" if option.example else ""
     return f"; expected {option.names[0]} {form}".rstrip() + example
@@ -120,7 +120,7 @@ def _choice(option: Option, text: str) -> str:
 
 
 def labelled_file(text: str) -> tuple[str, Path]:
-    """`LABEL=FILE` or a file; a file whose name has a `=` is meant as it is."""
+    """Split `LABEL=FILE`; a file whose name contains a `=` is meant literally if it exists."""
     label, equals, name = text.partition("=")
     if not equals or Path(text).exists():
         return "", Path(text)
@@ -130,7 +130,7 @@ def labelled_file(text: str) -> tuple[str, Path]:
 
 
 def value_warnings(given: Iterable[tuple[BoundOption, str, str]]) -> list[str]:
-    """What looks like a mistake in values, of (option, name as typed, value)."""
+    """Return warnings about likely mistakes in values, given (option, name as typed, value)."""
     warnings: list[str] = []
     for bound, name, text in given:
         if " -" in text and not bound.option.text:

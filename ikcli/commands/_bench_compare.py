@@ -1,4 +1,4 @@
-"""`ik bench --compare SIDE`: sides in turns; a table or records on stdout, how it goes on stderr."""
+"""`ik bench --compare SIDE`: alternate between sides; a table or records on stdout, progress on stderr."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OWN = {f"bench.{name}" for name in ("compare", "rounds", "precision", "output",
 
 
 def run(run: ModelRun) -> int:
-    """Measure in turns and print ratios; 130 after Ctrl-C, with the rounds so far."""
+    """Alternate between the sides and print ratios; return 130 after Ctrl-C, with the rounds so far."""
     options = run.config.bench
     if options.output not in ("md", "json", "jsonl") or options.output_err:
         raise UsageError("--compare writes its result with -o md, json or jsonl, and has no -oe")
@@ -47,7 +47,7 @@ def run(run: ModelRun) -> int:
 
 
 def common_options(argv: Sequence[str], n_sides: int) -> list[str]:
-    """The words of the command line without the options of the comparison itself."""
+    """Return the words of the command line without the options of the comparison itself."""
     names, rest, out = names_of("bench"), list(argv), []
     while rest:
         token = rest.pop(0)
@@ -86,7 +86,7 @@ def _warnings(found: BenchComparison) -> list[str]:
 
 
 def records(found: BenchComparison, model: str) -> list[dict[str, Any]]:
-    """One record per ratio, as `-o json` and jsonl print them and `ik report` reads them."""
+    """Return one record per ratio, in the form that `-o json` and jsonl print and `ik report` reads."""
     commands: dict[str, Side] = {side.name: side for side in found.sides}
     commit, number = build()
     return [

@@ -38,7 +38,7 @@ FIELDS = (
 
 
 def build() -> tuple[str, int]:
-    """Version as text and as a number that grows."""
+    """Return the version as text and as a number that grows."""
     numbers = [int(part) for part in ikcli.__version__.split(".")[:3] if part.isdigit()]
     return f"ik-{ikcli.__version__}", sum(n * 100 ** (2 - i) for i, n in enumerate(numbers))
 
@@ -53,7 +53,7 @@ def _setting(config: RunConfig, name: str) -> str:
 
 
 def values(result: BenchResult) -> dict[str, Any]:
-    """The fields of a result; numbers, bools and texts."""
+    """Return the fields of a result as numbers, bools and texts."""
     c, t, m = result.config, result.test, result.model
     commit, number = build()
     avg_ns, stddev_ns = mean_and_deviation(result.samples_ns)
@@ -76,20 +76,20 @@ def values(result: BenchResult) -> dict[str, Any]:
 
 
 class Writer:
-    """Header, one result at a time, footer; flushed after each."""
+    """Writes header, results one at a time, and footer; flushed after each."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
 
     def header(self, config: RunConfig, alternatives: Mapping[str, tuple[Any, ...]]) -> None:
-        """What precedes the results."""
+        """Write what precedes the results."""
 
     def result(self, result: BenchResult) -> None:
-        """One result."""
+        """Write one result."""
         raise NotImplementedError
 
     def footer(self) -> None:
-        """What follows the results."""
+        """Write what follows the results."""
 
     def _write(self, text: str) -> None:
         self._out.write(text)
@@ -97,7 +97,7 @@ class Writer:
 
 
 class MarkdownWriter(Writer):
-    """A table with columns for the settings that are not the defaults."""
+    """A table with columns for the settings that differ from the defaults."""
 
     def header(self, config: RunConfig, alternatives: Mapping[str, tuple[Any, ...]]) -> None:
         defaults = {f.name: f.default for f in dataclasses.fields(config)}
@@ -134,7 +134,7 @@ class MarkdownWriter(Writer):
 
 
 def _text(value: Any) -> str:
-    """A value as CSV and SQL have it."""
+    """Format a value for CSV and SQL."""
     return f"{value:f}" if isinstance(value, float) else str(int(value) if isinstance(value, bool) else value)
 
 
@@ -178,7 +178,7 @@ def _with_samples(result: BenchResult) -> dict[str, Any]:
 
 
 class SqlWriter(Writer):
-    """Statements that make a table `test` and fill it."""
+    """Statements that create a table `test` and fill it."""
 
     def header(self, config: RunConfig, alternatives: Mapping[str, tuple[Any, ...]]) -> None:
         self._pending = True
@@ -198,5 +198,5 @@ _WRITERS = {"md": MarkdownWriter, "csv": CsvWriter, "json": JsonWriter, "jsonl":
 
 
 def make_writer(form: str, out: TextIO) -> Writer:
-    """The writer of an output form (`-o`)."""
+    """Return the writer of an output format (`-o`)."""
     return _WRITERS[form](out)

@@ -27,7 +27,7 @@ MIN_COUNT_FOR_FINAL = 100  # tasks from which Winogrande has a final line
 
 
 def run(run: ModelRun) -> int:
-    """Score and print; 130 after Ctrl-C."""
+    """Score and print; return 130 after Ctrl-C."""
     config = run.config
     kind = kind_of(config)
     questions = _read(config, kind)
@@ -43,7 +43,7 @@ def run(run: ModelRun) -> int:
 
 
 def kind_of(config: RunConfig) -> str:
-    """Which test; UsageError if there are several, or nothing to read it from."""
+    """Return the kind of test; raise UsageError if there are several, or no tasks to read."""
     p = config.perplexity
     given = {"--hellaswag": p.hellaswag, "--winogrande": p.winogrande, "--multiple-choice": p.multiple_choice}
     given["--kl-divergence"] = p.kl_divergence
@@ -64,7 +64,7 @@ def _read(config: RunConfig, kind: str) -> list[Question]:
     else:
         questions = read_hellaswag(load_text(config), source, p.hellaswag_tasks)
     if not questions:
-        raise IkError(f"{source}: there are no tasks to score")
+        raise IkError(f"{source}: the file has no tasks to score")
     return questions
 
 

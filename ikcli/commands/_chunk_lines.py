@@ -1,4 +1,4 @@
-"""Lines about a text that is evaluated in chunks, which perplexity, KL divergence and imatrix share."""
+"""Lines about a text that is evaluated in chunks, shared by perplexity, KL divergence and imatrix."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from ikcli.measure.perplexity import PerplexityResult
 
 
 def eta_text(pass_seconds: float, n_chunk: int, n_seq: int) -> str:
-    """`14.92 seconds per pass - ETA 34.85 minutes`, with hours above one hour."""
+    """Return `14.92 seconds per pass - ETA 34.85 minutes`, with hours above one hour."""
     seconds = int(pass_seconds * n_chunk / n_seq)
     hours, rest = divmod(seconds, 3600)
     return f"{pass_seconds:.2f} seconds per pass - ETA {f'{hours} hours ' if hours else ''}{rest / 60.0:.2f} minutes"
 
 
 def final_line(result: PerplexityResult) -> str:
-    """The line that log readers look for."""
+    """Return the line that log readers look for."""
     if not result.error > 0:
         return "Unexpected negative standard deviation of log(prob)"
     return (

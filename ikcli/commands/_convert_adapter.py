@@ -1,4 +1,4 @@
-"""`ik convert DIR` of a directory with a low-rank adapter of PEFT."""
+"""`ik convert DIR` for a directory with a PEFT low-rank adapter."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _OF_ADAPTERS = ("args", "outfile", "outtype", "model_name", "base", "dry_run", "
 
 
 def run_adapter(config: ConvertConfig, directory: Path) -> int:
-    """Convert the adapter, and unless it is a dry run write it."""
+    """Convert the adapter, and write it unless this is a dry run."""
     from ikcli.convert.adapter import FILE_TYPES, open_adapter, write_adapter
     from ikcli.convert.naming import fill_name
 

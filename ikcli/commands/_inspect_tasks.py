@@ -1,4 +1,4 @@
-"""What `ik inspect` does besides describing: `--diff`, `--match`, `--hash` and `--check`, changes of metadata."""
+"""The tasks of `ik inspect` besides describing a file: `--diff`, `--match`, `--hash`, `--check`, metadata changes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MIB = 2**20
 
 
 def diff(config: InspectConfig, paths: list[Path]) -> int:
-    """`ik inspect --diff A B`."""
+    """Run `ik inspect --diff A B`."""
     from ikcli.quant.model_diff import compare
 
     if len(paths) != 2:
@@ -86,7 +86,7 @@ def diff(config: InspectConfig, paths: list[Path]) -> int:
 
 
 def _types_that_differ(a: GGUFFile, b: GGUFFile) -> list[tuple[str, TypeCount | None, TypeCount | None]]:
-    """Types of which the two models have different amounts."""
+    """Return the types of which the two models have different amounts."""
     left, right = ({c.type: c for c in count_types(list(file.tensors.values()))} for file in (a, b))
     both = dict.fromkeys((*left, *right))
     return [(TYPES[t].name, left.get(t), right.get(t)) for t in both if left.get(t) != right.get(t)]
@@ -104,7 +104,7 @@ def _json_count(count: TypeCount | None) -> dict[str, int] | None:
 
 
 def match(config: InspectConfig, paths: list[Path]) -> int:
-    """`ik inspect --match RULE`."""
+    """Run `ik inspect --match RULE`."""
     from ikcli.engine.plan.rule_match import TYPES_OF, match_report
 
     file = open_gguf(paths[0])
@@ -157,7 +157,7 @@ def _fate(t: Any, target: str, rules: list[str]) -> str:
 
 
 def digests(config: InspectConfig, paths: list[Path]) -> int:
-    """`ik inspect --hash KIND` and `--check FILE`."""
+    """Run `ik inspect --hash KIND` and `--check FILE`."""
     from ikcli.gguf.hashes import hash_tensors, parse_hashes, read_manifest
 
     manifest = read_manifest(config.check) if config.check is not None else None
@@ -188,7 +188,7 @@ def digests(config: InspectConfig, paths: list[Path]) -> int:
 
 
 def edit(config: InspectConfig, paths: list[Path]) -> int:
-    """`ik inspect --set KEY=TYPE:VALUE`, `--set-file`, `--delete`, into a new file or in place."""
+    """Run `ik inspect --set KEY=TYPE:VALUE`, `--set-file` or `--delete`, into a new file or in place."""
     from ikcli.gguf.edit import edit_in_place, edit_into, plan_changes
 
     if not (config.args or config.model):

@@ -34,7 +34,7 @@ _P_LOW = (25.0, 10.0, 5.0, 1.0, 0.1)
 
 
 def run(run: ModelRun) -> int:
-    """Compare and print; 130 after Ctrl-C."""
+    """Compare and print; return 130 after Ctrl-C."""
     config = run.config
     path = config.perplexity.logits_file
     if path is None:
@@ -87,7 +87,7 @@ def _divided(run: ModelRun, base: BaseReader, params: KlParams, show: Callable[[
 
 
 def chunk_line(chunk: KlChunk) -> str:
-    """Running values after a chunk, with a newline."""
+    """Return the running values after a chunk, with a newline."""
     s = chunk.summary
     if s is None:
         return f"{chunk.index + 1:4d}    {np.nan:9.4f}\n"
@@ -102,7 +102,7 @@ def chunk_line(chunk: KlChunk) -> str:
 
 
 def statistics(result: KlResult) -> str:
-    """The three blocks that follow the table."""
+    """Return the three blocks that follow the table."""
     return "\n".join([*_perplexity_lines(result), "", *_kld_lines(result), "", *_probability_lines(result), ""])
 
 

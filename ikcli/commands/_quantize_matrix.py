@@ -42,7 +42,7 @@ _FLOAT_SUFFIX = re.compile(r"[-._](f16|bf16|f32|fp16|fp32)$", re.I)
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One quant of the list: its place, the name its file has, the file type, and all options that count for it."""
+    """One quant of the list: its place, the name in its file name, the file type, and all options that apply to it."""
 
     where: str
     name: str
@@ -52,7 +52,7 @@ class Line:
 
 
 def read_list(path: Path, config: QuantizeConfig) -> list[Line]:
-    """The lines of a list; UsageError that names file and line. Options of a line replace those of `config`."""
+    """Read the lines of a list, whose options replace those of `config`; raise UsageError naming file and line."""
     lines: list[Line] = []
     for number, raw in enumerate(read_text(path, "--matrix").splitlines(), 1):
         where = f"{path}, line {number}"
@@ -69,7 +69,7 @@ def read_list(path: Path, config: QuantizeConfig) -> list[Line]:
 
 
 class _At:
-    """Names the line in every error."""
+    """Name the line in every error."""
 
     def __init__(self, where: str) -> None:
         self.where = where
@@ -100,13 +100,13 @@ def _line(where: str, words: list[str], config: QuantizeConfig) -> Line:
         raise UsageError(f'"{mine.args[2]}" is too much; a line is TYPE [NAME] [options]')
     name = mine.args[1] if len(mine.args) > 1 else found[1]
     if not re.fullmatch(r"[\w.+-]+", name):
-        raise UsageError(f'"{name}" is no name for a file; use letters, digits, - and _')
+        raise UsageError(f'"{name}" is not a file name; use letters, digits, - and _')
     given = {key: getattr(mine, key) for key in parsed.given if key != "args"}
     return Line(where, name, *found, replace(config, **given))
 
 
 def output_path(source: str, output: str, name: str) -> Path:
-    """The file of one quant: a folder gets `MODEL-NAME.gguf`; in a pattern `{name}` (or `{type}`) is replaced."""
+    """Return the file of one quant: `MODEL-NAME.gguf` in a folder, or a pattern with `{name}` or `{type}` replaced."""
     if "{name}" in output or "{type}" in output:
         return Path(output.replace("{name}", name).replace("{type}", name))
     if output.endswith(".gguf"):
@@ -118,7 +118,7 @@ def output_path(source: str, output: str, name: str) -> Path:
 def plans_of(
     config: QuantizeConfig, lines: list[Line], options: list[ToolOptions], source: str, output: str
 ) -> list[ToolPlan]:
-    """A plan per line with its options, all of one opened model; errors name the line."""
+    """Return a plan per line with its options, all for one opened model; errors name the line."""
     from ikcli.gguf.reader import open_gguf
     from ikcli.quant.tool import plan_of
 
@@ -146,7 +146,7 @@ def plans_of(
 
 
 def run(config: QuantizeConfig) -> int:
-    """Plan all quants, print sizes, and unless it is a dry run write them."""
+    """Plan all quants, print their sizes, and write them unless this is a dry run."""
     default = QuantizeConfig()
     for key in _NOT_HERE:
         if getattr(config, key) != getattr(default, key):
@@ -179,7 +179,7 @@ def _run(config: QuantizeConfig, lines: list[Line], options: list[ToolOptions], 
 
 
 def _data_key(config: QuantizeConfig) -> tuple[object, ...]:
-    """Lines that have this in common encode a tensor alike if its type is the same."""
+    """Return the key that lines share if they encode a tensor alike whenever its type is the same."""
     c = config
     return (c.imatrix, c.covariance, c.include_weights, c.exclude_weights, c.symmetric_q40, c.slow_iq2ks,
             c.least_squares)  # fmt: skip
@@ -208,7 +208,7 @@ def _write(jobs: list[MatrixJob], source: str, options: list[ToolOptions], fleet
 
 
 def size_lines(lines: list[Line], plans: list[ToolPlan]) -> list[str]:
-    """One line per file with bytes, GiB and bits per weight, and the sum."""
+    """Return one line per file with bytes, GiB and bits per weight, and the sum."""
     width = max(len(str(plan.job.output)) for plan in plans)
     out = [
         f"{plan.job.output!s:<{width}}  {line.type_name:<10}  {plan.new_bytes:>14} bytes = "

@@ -1,4 +1,4 @@
-"""What `ik quantize` prints: the types it chose, a dry run, the progress of a job."""
+"""The output of `ik quantize`: the chosen types, a dry run, the progress of a job."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FEW_BITS = 5.0
 
 
 def would_gain(plan: ToolPlan) -> bool:
-    """Whether most of the result is in types of less than 5 bits that error feedback can write."""
+    """Return whether most of the result is in types of less than 5 bits that support error feedback."""
     from ikcli.quant.feedback import supports
 
     changed = [c for c in plan.job.choices if c.changes and supports(c.new)]
@@ -58,7 +58,7 @@ def report_plan(request: Request, plan: ToolPlan) -> None:
 
 
 def report_plan_notes(plan: ToolPlan, where: str = "") -> None:
-    """What the user should know before the result is written."""
+    """Report what the user should know before the result is written."""
     for note in plan.notes:
         log.warn(where + note)
     if plan.n_fallback:
@@ -67,12 +67,12 @@ def report_plan_notes(plan: ToolPlan, where: str = "") -> None:
 
 
 def shape_text(shape: tuple[int, ...]) -> str:
-    """`4096 x 128 x 8`."""
+    """Return `4096 x 128 x 8`."""
     return " x ".join(str(ne) for ne in shape)
 
 
 def dry_run_lines(plan: ToolPlan) -> list[str]:
-    """Table of all tensors and a line with the totals."""
+    """Return a table of all tensors and a line with the totals."""
     rows = [("tensor", "shape", "old", "new", "MiB", "reason")]
     for c in plan.job.choices:
         size = f"{c.n_bytes / 2**20:.3f}"
@@ -88,7 +88,7 @@ def dry_run_lines(plan: ToolPlan) -> list[str]:
 
 
 def totals(plan: ToolPlan) -> str:
-    """Number of tensors, bytes, GiB and bits per weight of the result, and of the input."""
+    """Return the number of tensors, bytes, GiB and bits per weight of the result, and of the input."""
     old_bpw = 8 * plan.old_bytes / plan.job.file.n_elements
     return (
         f"total: {len(plan.job.choices)} tensors, {plan.new_bytes} bytes = {plan.new_bytes / 2**30:.3f} GiB "
@@ -118,10 +118,10 @@ def write(request: Request, plan: ToolPlan) -> None:
         log.log(f"{path} exists and is complete, skipping it")
 
     def resumed(path: Path, n: int) -> None:
-        log.log(f"{path}: {n} tensors are there from a run that was interrupted; going on behind them")
+        log.log(f"{path}: {n} tensors are complete from an interrupted run; continuing after them")
 
     def discarded(path: Path) -> None:
-        log.log(f"{path}: what an interrupted run left was of other inputs or settings and is dropped; starting anew")
+        log.log(f"{path}: an interrupted run had other inputs or settings; its output is dropped, starting again")
 
     started = time.monotonic()
     try:
@@ -136,7 +136,7 @@ def write(request: Request, plan: ToolPlan) -> None:
                 paths = run_job(job, hooks)
     except KeyboardInterrupt:
         if not request.fleet.wanted or request.fleet.journal:
-            log.log("interrupted; what is whole is kept, and the same command goes on from there")
+            log.log("interrupted; complete tensors are kept, and the same command continues from there")
         raise
     seconds = time.monotonic() - started
     log.log(totals(plan))

@@ -1,4 +1,4 @@
-"""What `ik quantize` is asked for: the model it reads, recipes and options for the quantizer, defaults."""
+"""Interpret the command line of `ik quantize`: the input model, recipes and options for the quantizer, defaults."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
     from ikcli.quant.target import TargetOptions
     from ikcli.quant.tool import ToolOptions
 
-_HEADER_SHARE = 16  # a file with less of its data than one part in so many is a header, not a download that broke off
+_HEADER_SHARE = 16  # a file with less than this share of its data is a header, not an interrupted download
 
 
 def with_model(config: QuantizeConfig) -> QuantizeConfig:
-    """Put the model that -hf or -mu names before the arguments; a plan downloads its header alone."""
+    """Put the model that -hf or -mu names before the arguments; a plan downloads only its header."""
     path = find_model(None, config.hub, header_only=config.dry_run or config.preflight)
     return config if path is None else replace(config, args=(str(path), *config.args))
 
 
 def open_planned(path: str, overrides: Sequence[str]) -> tuple[GGUFFile, list[str]]:
-    """Open a model of which the header is enough, with what to tell about parts and data that are not there."""
+    """Open a model of which the header is enough; return notices on missing parts and data."""
     from ikcli.engine.plan.missing_parts import assume_missing, missing_data
     from ikcli.gguf.reader import open_gguf
     from ikcli.models import HParams
@@ -48,7 +48,7 @@ def open_planned(path: str, overrides: Sequence[str]) -> tuple[GGUFFile, list[st
 
 
 def open_checked(path: str, overrides: Sequence[str]) -> tuple[GGUFFile, list[str]]:
-    """Open a model that must be whole, or a header or first part alone; IkError for a download that broke off."""
+    """Open a complete model, or a header or first part alone; raise IkError for an interrupted download."""
     from ikcli.gguf.reader import open_gguf
 
     try:
@@ -86,7 +86,7 @@ class Request:
 
 
 def request_of(config: QuantizeConfig) -> Request:
-    """What a command line asks for; UsageError if that cannot be understood."""
+    """Return the request of a command line; raise UsageError if it makes no sense."""
     from ikcli.quant.recipes import RecipeOptions
 
     mode = "unrepack" if config.unrepack else "repack" if config.repack else "quantize"
@@ -119,7 +119,7 @@ def request_of(config: QuantizeConfig) -> Request:
 
 
 def _target(config: QuantizeConfig, mode: str, name: str, source: str, n_threads: int) -> TargetOptions | None:
-    """The size to choose types for; UsageError for options that need one or exclude it."""
+    """Return the size to choose types for; raise UsageError for options that need a target or exclude one."""
 
     def measure(text: Path, chunks: int) -> Measure:
         from ikcli.study.calibrate import Calibrator
@@ -139,7 +139,7 @@ def _target(config: QuantizeConfig, mode: str, name: str, source: str, n_threads
 
 
 def _positional(config: QuantizeConfig, mode: str) -> tuple[str, str, int, str, int]:
-    """(input, output, file type, its name, threads) from `in [out] TYPE [nthreads]`; repacking needs no TYPE."""
+    """Return (input, output, file type, its name, threads) from `in [out] TYPE [nthreads]`; repacking needs no TYPE."""
     from ikcli.quant.tool import parse_file_type
 
     words = list(config.args)

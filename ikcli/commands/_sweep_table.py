@@ -21,7 +21,7 @@ _MEMORY_COLUMNS = (("RSS HWM", 10), ("VRAM delta", 10))
 
 @dataclass(frozen=True, slots=True)
 class RunInfo:
-    """Sizes the session really has."""
+    """The actual sizes of the session."""
 
     n_kv_max: int
     n_batch: int
@@ -46,7 +46,7 @@ class SweepPrinter:
         }
 
     def header(self, config: Callable[[], Mapping[str, Any]] | None = None) -> None:
-        """What precedes the rows; `config` tells what jsonl-full records, by default the settings."""
+        """Print what precedes the rows; `config` replaces the settings that jsonl-full records."""
         if self._format == "jsonl-full":
             recorded = config() if config is not None else settings_dict(self._config)
             write_line(json.dumps({"config": {**recorded, **self._settings}}))
@@ -55,7 +55,7 @@ class SweepPrinter:
         write_head(self._settings, _COLUMNS + (_MEMORY_COLUMNS if self._memory else ()))
 
     def row(self, row: SweepRow) -> None:
-        """One measured depth."""
+        """Print one measured depth."""
         write_line(self._json(row) if self._format.startswith("jsonl") else self._table(row))
 
     def _table(self, row: SweepRow) -> str:
@@ -79,7 +79,7 @@ class SweepPrinter:
 
 
 def write_head(settings: Mapping[str, Any], columns: Sequence[tuple[str, int]]) -> None:
-    """Settings, and names of columns with their widths."""
+    """Write settings, and names of columns with their widths."""
     write_line("")
     write_line("main: " + ", ".join(f"{name} = {value}" for name, value in settings.items()))
     write_line("")
@@ -88,7 +88,7 @@ def write_head(settings: Mapping[str, Any], columns: Sequence[tuple[str, int]]) 
 
 
 def write_line(line: str) -> None:
-    """At once, as whoever reads stdout may be waiting."""
+    """Write a line at once, as the reader of stdout may be waiting."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 
@@ -98,12 +98,12 @@ def _mib(value: float | None, digits: int, missing: str) -> str:
 
 
 def settings_dict(config: RunConfig) -> dict[str, Any]:
-    """Every setting as JSON values, groups nested."""
+    """Return every setting as JSON values, groups nested."""
     return {f.name: _plain(getattr(config, f.name)) for f in dataclasses.fields(config)}
 
 
 def _plain(value: Any) -> Any:
-    """A setting as a JSON value."""
+    """Return a setting as a JSON value."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""What the options of `ik quantize` mean that choose types for a size: `--target-size` and what goes with it."""
+"""The options of `ik quantize` that choose types for a size: `--target-size` and the options that belong to it."""
 
 from __future__ import annotations
 
@@ -24,22 +24,23 @@ _NAMES = {bound.path: bound.option.names[0] for bound in iter_options(QuantizeCo
 
 
 def _given(config: QuantizeConfig, fields: Sequence[str]) -> list[str]:
-    """Those of the options that the user wrote."""
+    """Return those of the options that the user wrote."""
     values = {field: getattr(config, field) for field in fields}
     return [field for field, value in values.items() if value is not None and value is not False and value != ()]
 
 
 def has_target(config: QuantizeConfig) -> bool:
-    """Whether types are to be chosen for a size."""
+    """Return whether types are chosen for a size."""
     return bool(_given(config, _BUDGETS))
 
 
 def target_options(
     config: QuantizeConfig, keeps_file_type: bool, measure: Callable[[Path, int], Measure]
 ) -> TargetOptions | None:
-    """The size to choose types for, None without one; UsageError for options that need one or exclude each other.
+    """Return the size to choose types for, or None.
 
-    `measure` makes the function that calibrates, from the text file and the number of chunks.
+    Raise UsageError for options that need a target or exclude each other. `measure` makes the function that calibrates,
+    from the text file and the number of chunks.
     """
     from ikcli.quant.formats import format_by_name
     from ikcli.quant.target import TargetOptions
@@ -57,9 +58,9 @@ def target_options(
     if chunks == 0:
         raise UsageError("--calibrate-chunks 0 leaves nothing to run; give a number above 0, or -1 for all")
     if text is not None and not Path(text).is_file():
-        raise UsageError(f"--calibrate: there is no text file {text}")
+        raise UsageError(f"--calibrate: text file {text} does not exist")
     if config.study is not None and text is not None:
-        raise UsageError("--study and --calibrate exclude each other: both say what quantizing a tensor costs")
+        raise UsageError("--study and --calibrate exclude each other: both give the cost of quantizing a tensor")
     return TargetOptions(
         total=total,
         gpu=gpu,
@@ -77,7 +78,7 @@ def target_options(
 
 
 def _study(path: Path) -> Studied:
-    """What a journal of `ik study` says."""
+    """Return the costs in a journal of `ik study`."""
     from ikcli.quant.calibration import MeasuredGroup, Studied
     from ikcli.study.study import read_study
 
@@ -91,7 +92,7 @@ def _study(path: Path) -> Studied:
 
 
 def _budgets(config: QuantizeConfig) -> tuple[SizeBudget, SizeBudget | None, SizeBudget | None]:
-    """(total, GPU, CPU)."""
+    """Return (total, GPU, CPU)."""
     from ikcli.quant.target import SizeBudget
 
     size, bpw = config.target_size, config.target_bpw
@@ -139,7 +140,7 @@ def _amount(option: str, text: str) -> SizeBudget:
 
 
 def _placement(config: QuantizeConfig, budgets: set[str]) -> CpuShare:
-    """Which tensors stay on the CPU: rules of -ot, or --gpu-tensors before --cpu-tensors."""
+    """Return the rules for tensors on the CPU: those of -ot, or --gpu-tensors before --cpu-tensors."""
     from ikcli.engine.plan.tensor_rules import parse_rule
     from ikcli.quant.target import CPU, GPU, CpuShare
     from ikcli.rules import compile_pattern
@@ -181,7 +182,10 @@ def _patterns(texts: Sequence[str]) -> list[str]:
 
 
 def check_sides(target: TargetOptions, names: Sequence[str], strict: bool = False) -> list[str]:
-    """What to tell about rules that match nothing; UsageError if a side that has a rule or a budget gets no tensor."""
+    """Return warnings about rules that match nothing.
+
+    Raise UsageError if a side with a rule or a budget gets no tensor.
+    """
     from ikcli.rules import pattern_notes
 
     notes = [

@@ -23,7 +23,7 @@ _COLUMNS = (("PP", 6), ("TG", 6), ("B", 4), ("N_KV", 6), ("T_PP s", 8), ("S_PP t
 
 
 def run(run: ModelRun) -> int:
-    """Measure and print; 130 after Ctrl-C."""
+    """Measure and print; return 130 after Ctrl-C."""
     tests = batched_tests(run.config)
     for t in tests.left_out:
         warn(f"PP {t.pp}, TG {t.tg}, B {t.pl} needs {t.n_kv} tokens, -c has {tests.n_kv_max}: left out")
@@ -59,7 +59,7 @@ class BatchedPrinter:
         }
 
     def header(self, config: Callable[[], Mapping[str, Any]] = dict) -> None:
-        """What precedes the rows: names of columns, or with jsonl-full what `config` tells."""
+        """Print what precedes the rows: names of columns, or with jsonl-full the settings of `config`."""
         if self._full:
             write_line(json.dumps({"config": config()}))
         if self._json:
@@ -67,7 +67,7 @@ class BatchedPrinter:
         write_head(self._settings, _COLUMNS)
 
     def row(self, row: BatchedRow) -> None:
-        """One measured test."""
+        """Print one measured test."""
         t = row.test
         if not self._json:
             write_line(

@@ -14,7 +14,7 @@ from ikcli.errors import UsageError
 
 
 def run(run: ModelRun) -> int:
-    """Measure and print; 130 after Ctrl-C."""
+    """Measure and print; return 130 after Ctrl-C."""
     options = run.config.bench
     if options.compare:
         if run.config.fleet.ray is not None:
@@ -30,7 +30,7 @@ def run(run: ModelRun) -> int:
         raise UsageError("--ray-node and --journal are for measuring on nodes of Ray; add --ray ADDRESS")
     if fleet.ray is not None and run.config.profile:
         raise UsageError("--profile measures this process; leave out --ray")
-    bench_tests(run.config)  # complain before a header is printed
+    bench_tests(run.config)  # raise errors before a header is printed
     writers = [make_writer(options.output, sys.stdout)]
     if options.output_err:
         writers.append(make_writer(options.output_err, sys.stderr))
@@ -49,7 +49,7 @@ def run(run: ModelRun) -> int:
 
 
 def _results(run: ModelRun) -> Iterator[BenchResult]:
-    """Measured here, or on nodes of Ray."""
+    """Yield results that are measured here, or on nodes of Ray."""
     if run.config.fleet.ray is None or run.config.fleet.stages > 1:
         return bench.run(run.config, run.alternatives, run.given, run.planner)
     from ikcli.bench import fleet as fleet_bench

@@ -24,14 +24,14 @@ from ikcli.settings.run import RunConfig
 
 
 def run(run: ModelRun) -> int:
-    """With a model in this process; returns the exit code."""
+    """Chat with a model in this process; return the exit code."""
     start.check_options(run.config, run.given)
     config = start.unescaped(run.config)
     return _Run(config, run.given).with_model(LocalModel(config, run.planner))
 
 
 def run_remote(parsed: Parsed) -> int:
-    """With a running server; returns the exit code."""
+    """Chat with a running server; return the exit code."""
     from ikcli.console.remote import RemoteModel  # HTTP takes its time to import
 
     start.check_options(parsed.config, parsed.given)
@@ -44,13 +44,13 @@ def run_remote(parsed: Parsed) -> int:
 
 
 def _close(model: LocalModel) -> None:
-    """Without the engine's own timings: those of the answers are printed."""
+    """Close the engine without logging its own timings: those of the answers are printed."""
     with hushed():
         model.close()
 
 
 class _Run:
-    """One run: where its input comes from, what it does, what it says at the end."""
+    """One run: its input, its mode, its final report."""
 
     def __init__(self, config: RunConfig, given: Collection[str]) -> None:
         self._config, self._chat = config, config.chat
@@ -65,7 +65,7 @@ class _Run:
         self._total = AnswerCounts()
 
     def with_model(self, model: LocalModel) -> int:
-        """Load the model, then go on."""
+        """Load the model, then continue."""
         talks = self._check(model)
         with hushed(talks and not self._plain and not self._config.verbose):
             model.load()
@@ -90,7 +90,7 @@ class _Run:
         return code
 
     def with_source(self, source: AnswerSource, cache: PromptCache | None = None, bos: int | None = None) -> int:
-        """Talk or continue; then the timings on stderr."""
+        """Talk or continue a text; then print the timings on stderr."""
         talks = self._check(source)
         try:
             if talks:
@@ -100,14 +100,14 @@ class _Run:
             self._print_timings(source)
 
     def _check(self, source: AnswerSource) -> bool:
-        """Whether this is a conversation; UsageError if something is missing for what it is."""
+        """Return whether this is a conversation; raise UsageError if something required is missing."""
         terminal = self._in_tty and self._out_tty
         talks = start.is_conversation(self._config, source, self._prompt, terminal=terminal)
         if talks and self._chat.single_turn and not self._prompt:
             raise UsageError("-st answers one prompt: give it with -p, -f or through a pipe")
         if not talks and self._prompt is None and not start.takes_turns(self._config):
             lacks = "" if source.has_template else "the model has no chat template, and "
-            raise UsageError(f"{lacks}there is no prompt: give it with -p, -f or through a pipe, or use -i")
+            raise UsageError(f"{lacks}no prompt is given: pass it with -p, -f or through a pipe, or use -i")
         if not talks and self._system:
             raise UsageError("-sys belongs to a conversation; add -cnv or -st, or put the text into the prompt")
         return talks

@@ -33,8 +33,8 @@ _Q8_0 = 7  # file type to start from when a target is given without a type
 
 
 def run(config: ConvertConfig) -> int:
-    """Open the checkpoint, choose types, and unless it is a dry run write the result."""
-    # Rows are spread over threads here, and BLAS must be told before NumPy is imported.
+    """Open the checkpoint, choose types, and write the result unless this is a dry run."""
+    # Rows are spread over threads here, and BLAS must know that before NumPy is imported.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     if config.remote:
         raise UsageError("--remote: ik convert reads directories; ik pull NAME fetches a model from the hub first")
@@ -67,7 +67,7 @@ def _print_classes() -> int:
 
 
 def _keeps_mxfp4(config: ConvertConfig) -> bool:
-    """Blocks stay what they are where no other type is asked for."""
+    """Return whether MXFP4 blocks keep their type, which they do unless another type is requested."""
     target = config.target_size is not None or config.target_bpw is not None
     return not target and (config.outtype or "auto").lower() in ("auto", "mxfp4")
 
@@ -76,7 +76,7 @@ def _check(config: ConvertConfig, directory: Path) -> None:
     if directory.is_file():
         raise UsageError(f"{directory} is a file; name the directory with config.json and the safetensors files")
     if config.metadata is not None and not config.metadata.is_file():
-        raise UsageError(f"--metadata: there is no file {config.metadata}")
+        raise UsageError(f"--metadata: file {config.metadata} does not exist")
     if config.vocab_only and (config.split_max_size or config.split_max_tensors):
         raise UsageError("--vocab-only writes no tensors, so there is nothing to split")
 
@@ -162,7 +162,7 @@ def _model(config: ConvertConfig, found: OpenCheckpoint) -> int:
 
 
 def _nothing(n_bytes: float) -> None:
-    """No progress."""
+    """Report no progress."""
 
 
 def _no_measure(text: Path, chunks: int) -> Callable[..., Any]:
@@ -170,7 +170,7 @@ def _no_measure(text: Path, chunks: int) -> Callable[..., Any]:
 
 
 def _type(config: ConvertConfig, settings: QuantizeConfig, found: OpenCheckpoint) -> tuple[int, str]:
-    """File type and its name; without one that of the checkpoint, for a target that of most bytes."""
+    """Return the file type and its name; by default the checkpoint's type, for a target the type of most bytes."""
     from ikcli.gguf.constants import FILE_TYPES
     from ikcli.quant.tool import file_type_names, parse_file_type
 

@@ -1,4 +1,4 @@
-"""`ik devices`: the processors, RAM and GPUs a run can use, and why there is no GPU where there is none."""
+"""`ik devices`: the processors, RAM and GPUs a run can use, and the reason if no GPU can be used."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CELLS = 256  # of the session of a self-test
 
 
 def run(config: DevicesConfig) -> int:
-    """Print the devices of this machine and their free memory, or what a self-test found."""
+    """Print the devices of this machine and their free memory, or the result of a self-test."""
     if config.self_test:
         return _self_test(config)
     found = take_inventory()
@@ -38,7 +38,7 @@ def _self_test(config: DevicesConfig) -> int:
 
 
 def lines(found: Inventory) -> list[str]:
-    """The text output: one or two lines per device."""
+    """Return the text output: one or two lines per device."""
     cpu, ram = found.cpu, found.ram
     nodes = "" if cpu.numa_nodes == 1 else f", {cpu.numa_nodes} NUMA nodes"
     text = [

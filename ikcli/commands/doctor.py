@@ -21,7 +21,7 @@ _WIDTH = 100  # of reasons
 
 
 def run(config: DoctorConfig) -> int:
-    """Examine and print; exit code 1 if a model does not fit."""
+    """Examine and print; return exit code 1 if a model does not fit."""
     model = find_model(config.model, config.hub, header_only=True)
     if model is not None and not model.is_file():
         raise UsageError(f"-m {model}: {'is a folder; name a file in it' if model.is_dir() else 'no such file'}")
@@ -38,7 +38,7 @@ def run(config: DoctorConfig) -> int:
 
 
 def lines(found: Examination) -> Iterator[str]:
-    """The report: `name  value` lines in blocks."""
+    """Return the report: `name  value` lines in blocks."""
     versions = ", ".join(f"{name} {version}" for name, version in found.software.items() if name != "os" and version)
     yield _line("software", versions)
     yield _line("system", found.software.get("os") or "unknown")
@@ -79,7 +79,7 @@ def _processor(found: Examination) -> Iterator[str]:
     yield _line("instructions", f"{cpu.target}: {' '.join(cpu.features)}")
     for i, (what, how) in enumerate(cpu.kernels):
         yield _line("kernels" if i == 0 else "", f"{what}: {how}")
-    governors = ", ".join(cpu.governors) or "not told by this system"
+    governors = ", ".join(cpu.governors) or "not reported by this system"
     yield _line("governor", governors + (f" ({cpu.driver})" if cpu.driver else ""))
 
 

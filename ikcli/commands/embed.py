@@ -13,11 +13,11 @@ from ikcli.log import log
 from ikcli.measure.embeddings import FloatRows, TextVectors, measure, split_texts
 from ikcli.measure.text import load_text, unescape
 
-_FEW, _ENDS = 16, 3  # numbers that are shown of one vector among several, and at both ends of a token's row
+_FEW, _ENDS = 16, 3  # numbers shown of one vector among several, and at both ends of a token's row
 
 
 def run(run: ModelRun) -> int:
-    """Embed and print; 130 after Ctrl-C."""
+    """Embed and print; return 130 after Ctrl-C."""
     config = run.config
     if not config.prompt.prompt and config.prompt.file is None:
         raise UsageError("embed needs a text: -p TEXT or -f FILE")
@@ -38,7 +38,7 @@ def run(run: ModelRun) -> int:
 
 
 def written(found: TextVectors, texts: Sequence[str], form: str, normalize: int) -> Iterator[str]:
-    """What is printed."""
+    """Return the printed text."""
     rows = found.all_rows
     if form == "raw":
         yield from (" ".join(f"{x:.7g}" for x in row) + "\n" for row in rows)

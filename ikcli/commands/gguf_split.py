@@ -13,7 +13,7 @@ _MAX_TENSORS = 128
 
 
 def run(config: GgufSplitConfig) -> int:
-    """Split or merge as the options say and print the parts."""
+    """Split or merge as the options ask, and print the parts."""
     if config.split and config.merge:
         raise UsageError("--split and --merge exclude each other")
     if len(config.args) != 2:

@@ -14,7 +14,7 @@ from ikcli.suggest import nearest
 
 
 def run(config: HelpConfig) -> int:
-    """Print the page of a topic: rendered on a terminal, elsewhere as it is."""
+    """Print the page of a topic, rendered on a terminal, otherwise as its source."""
     topics = pages()
     if not config.args:
         print(main_help())

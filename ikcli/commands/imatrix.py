@@ -87,7 +87,7 @@ def run(run: ModelRun) -> int:
 
 
 def _moments(config: RunConfig) -> list[Path]:
-    """Files of second moments among those of --in-file."""
+    """Return the files of second moments among those of --in-file."""
     return [path for path in config.imatrix.in_file if path.is_file() and is_covariance(path)]
 
 
@@ -107,14 +107,14 @@ def _merge_moments(config: RunConfig, moments: Sequence[Path]) -> None:
 
 
 def _check_output(path: Path, option: str = "-o") -> None:
-    """Complain before hours of work that the result could not be written."""
+    """Check that the result can be written, before hours of work."""
     if path.is_dir() or not path.absolute().parent.is_dir():
-        why = "is a folder" if path.is_dir() else f"cannot be written: there is no folder {path.absolute().parent}"
+        why = "is a folder" if path.is_dir() else f"folder {path.absolute().parent} does not exist"
         raise UsageError(f"{option} {path}: {why}")
 
 
 def _merged(found: Sequence[Imatrix]) -> Imatrix:
-    """All matrices as one, with a warning if some of them lack entries of others."""
+    """Merge all matrices, with a warning if some of them lack entries of others."""
     merged = merge(found)
     for m in found:
         missing = [name for name in merged.entries if name not in m.entries]
@@ -127,7 +127,7 @@ def _merged(found: Sequence[Imatrix]) -> Imatrix:
 
 
 def _inputs(config: RunConfig) -> tuple[RunConfig, list[Path]]:
-    """Files of --in-file: importance matrices to go on from; one that is none is the text, as with -f."""
+    """Return the files of --in-file: importance matrices to continue from; any other file is the text, as with -f."""
     found = list(config.imatrix.in_file)
     texts = [path for path in found if path.is_file() and is_text(path)]
     if texts and config.prompt.file is None and not config.prompt.prompt:
@@ -137,7 +137,7 @@ def _inputs(config: RunConfig) -> tuple[RunConfig, list[Path]]:
     if texts:
         raise UsageError(f"--in-file {texts[0]}: not an importance matrix, and the text is given already")
     for path in found:
-        read_imatrix(path)  # complain before the model is loaded
+        read_imatrix(path)  # raise errors before the model is loaded
     return config, found
 
 
@@ -193,7 +193,7 @@ def _collect_text(config: RunConfig, earlier: Sequence[Path], planner: Planner) 
 
 
 def _opened(config: RunConfig, planner: Planner) -> Session | HeaderSession:
-    """A session, or where workers have theirs, what must be known to give them work."""
+    """Open a session, or if workers have sessions, return what is needed to give them work."""
     if config.fleet.wanted:
         return HeaderSession(planner)
     settings, sizes = imatrix_session(config)
@@ -212,7 +212,7 @@ def _report_unseen(result: ImatrixResult) -> None:
 
 
 class _Printer:
-    """Running perplexity on stdout, estimated time on stderr, and the file every few chunks."""
+    """Prints running perplexity on stdout and estimated time on stderr, and writes the file every few chunks."""
 
     def __init__(self, config: RunConfig, n_chunk: int, write: Callable[[Imatrix, Path], None], name: str) -> None:
         self.options, self.n_chunk, self.write = config.imatrix, n_chunk, write
@@ -227,7 +227,7 @@ class _Printer:
             sys.stdout.flush()
 
     def save(self, n: int, found: Sums) -> None:
-        """Write the files that are wanted after n chunks."""
+        """Write the files that are due after n chunks."""
         every = self.options.save_frequency
         for wanted, path in (
             (n % self.options.output_frequency == 0 and n < self.n_chunk, self.options.output),

@@ -1,6 +1,6 @@
-"""`ik inspect`: what is in a GGUF file, read from its header alone: sizes, metadata, types, tensors.
+"""`ik inspect`: the contents of a GGUF file from its header alone: sizes, metadata, types, tensors.
 
-What reads or changes more is in `_inspect_tasks.py`.
+`_inspect_tasks.py` has the tasks that read or change more.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MIB = 2**20
 
 
 def format_count(n: int) -> str:
-    """`672.050 B` with the prefix that fits: T, B, M or K."""
+    """Return `672.050 B` with the prefix that fits: T, B, M or K."""
     for limit, prefix in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
         if n >= limit:
             return f"{n / limit:.3f} {prefix}"
@@ -32,7 +32,7 @@ def format_count(n: int) -> str:
 
 
 def run(config: InspectConfig) -> int:
-    """Print a description of a model (of a split: its first part), as text or as one JSON object."""
+    """Print a description of a model (for a split, of its first part), as text or as one JSON object."""
     task = _task(config)
     if task:
         return int(getattr(importlib.import_module("ikcli.commands._inspect_tasks"), task)(config, _paths(config)))
@@ -60,7 +60,10 @@ def _paths(config: InspectConfig, *, header_only: bool = False) -> list[Path]:
 
 
 def _task(config: InspectConfig) -> str:
-    """The one thing that is asked for besides a description; UsageError for two of them, or options without theirs."""
+    """Return the one requested task besides a description.
+
+    Raise UsageError for two tasks, or options without their task.
+    """
     wanted = {
         "diff": config.diff,
         "match": bool(config.match),
@@ -83,7 +86,7 @@ def _task(config: InspectConfig) -> str:
 
 
 def summary(file: GGUFFile) -> dict[str, str]:
-    """The headline figures as printable text."""
+    """Return the headline figures as printable text."""
     tensors = list(file.tensors.values())
     parts = f" ({len(file.paths)} parts)" if len(file.paths) > 1 else ""
     out = {
@@ -111,7 +114,7 @@ def summary(file: GGUFFile) -> dict[str, str]:
 
 
 def describe(file: GGUFFile, *, tensors: bool) -> dict[str, Any]:
-    """Everything `run` prints as plain JSON values; long arrays are cut to their first elements."""
+    """Return everything that `run` prints as plain JSON values; of long arrays only the first elements."""
     out: dict[str, Any] = {
         "paths": [str(p) for p in file.paths],
         "version": file.version,
@@ -150,7 +153,7 @@ def describe(file: GGUFFile, *, tensors: bool) -> dict[str, Any]:
 
 
 def metadata_rows(file: GGUFFile) -> list[tuple[str, ...]]:
-    """(key, type, shortened value) of every key."""
+    """Return (key, type, shortened value) of every key."""
     rows: list[tuple[str, ...]] = []
     for key, value in file.metadata.items():
         kind = file.value_types[key].name.lower()
@@ -161,7 +164,7 @@ def metadata_rows(file: GGUFFile) -> list[tuple[str, ...]]:
 
 
 def type_rows(file: GGUFFile) -> list[tuple[str, ...]]:
-    """(type, tensors, weights, MiB, bits per weight, who reads it)."""
+    """Return (type, tensors, weights, MiB, bits per weight, programs that read it)."""
     rows: list[tuple[str, ...]] = []
     for c in count_types(list(file.tensors.values())):
         readers = "standard" if TYPES[c.type].standard else "ik only"
@@ -172,7 +175,7 @@ def type_rows(file: GGUFFile) -> list[tuple[str, ...]]:
 
 
 def tensor_rows(file: GGUFFile) -> list[tuple[str, ...]]:
-    """(name, type, shape, MiB, part) in file order."""
+    """Return (name, type, shape, MiB, part) in file order."""
     return [
         (
             printable(t.name),

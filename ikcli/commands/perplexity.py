@@ -23,7 +23,7 @@ from ikcli.settings.run import RunConfig
 
 
 def run(run: ModelRun) -> int:
-    """Evaluate and print; 130 after Ctrl-C."""
+    """Evaluate and print; return 130 after Ctrl-C."""
     config = run.config
     fleet_windows.check(config)
     if config.perplexity.scores_choices:
@@ -70,7 +70,7 @@ def _run_on_text(run: ModelRun, params: PerplexityParams, text: str) -> None:
 
 
 def _opened(run: ModelRun, params: PerplexityParams) -> SessionLike | HeaderSession:
-    """A session, or where workers have theirs, what must be known to give them work."""
+    """Open a session, or if workers have sessions, return what is needed to give them work."""
     if not run.config.fleet.wanted:
         return open_session(run.config, params.n_ctx, params.n_batch, stride=params.stride, planner=run.planner)
     return HeaderSession(run.planner, run.planner.plan(run.config).graph_config.n_ctx if params.stride else 0)

@@ -1,4 +1,4 @@
-"""`ik plan` and `--dry-run`: placement and memory of a run, everything before its weights are read."""
+"""`ik plan` and `--dry-run`: placement and memory of a run, up to reading its weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ikcli.log import warn
 
 
 def run(run: ModelRun) -> int:
-    """Print the plan; exit code 1 if the run does not fit."""
+    """Print the plan; return exit code 1 if the run does not fit."""
     planner = run.planner
     with contextlib.redirect_stderr(sys.stdout):  # the lines of the loader are part of the result here
         model_lines(planner.file, planner.hp, run.config)

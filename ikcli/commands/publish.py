@@ -1,4 +1,4 @@
-"""`ik publish [LABEL=]MODEL... --out DIR [--upload USER/REPO]`: quants of a model as a folder, and to a hub."""
+"""`ik publish [LABEL=]MODEL... --out DIR [--upload USER/REPO]`: put quants of a model into a folder, and on a hub."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from ikcli.hub.upload import Uploaded, UploadOptions
     from ikcli.publish.records import Published
 
-_WORTH_A_LINE = 10 << 20  # bytes; smaller files go with the commit
+_WORTH_A_LINE = 10 << 20  # bytes; smaller files are sent with the commit
 
 
 def run(config: PublishConfig) -> int:
-    """Check everything, print what there will be, make and send it unless it is a dry run."""
+    """Check everything, print the files, then make and upload the folder unless this is a dry run."""
     if not config.args and not config.upload:
         raise UsageError(f"name at least one model; usage: {usage('publish')}")
     if config.out is None:
@@ -71,7 +71,7 @@ def _make(config: PublishConfig) -> Published:
     if not made.license:
         log.warn("the license is not known; name it with --license, for example apache-2.0")
     if plan.is_made:
-        log.log(f"publish: {config.out} is there and whole")
+        log.log(f"publish: {config.out} exists and is complete")
     elif not config.dry_run:
         with log.progress("publish", sum(q.n_bytes for q in made.quants), in_bytes=True) as advance:
             made = publish(plan, advance)
@@ -79,7 +79,7 @@ def _make(config: PublishConfig) -> Published:
 
 
 def _target(config: PublishConfig) -> UploadOptions | None:
-    """Where to upload to, checked with the hub; None without --upload."""
+    """Return the upload target, checked with the hub; None without --upload."""
     if not config.upload:
         for given, name in (
             (config.private, "--private"),
@@ -87,7 +87,7 @@ def _target(config: PublishConfig) -> UploadOptions | None:
             (config.revision, "--revision"),
         ):
             if given:
-                raise UsageError(f"{name} is about --upload USER/REPO, which is missing")
+                raise UsageError(f"{name} needs --upload USER/REPO, which is missing")
         return None
     from ikcli.hub.upload import UploadOptions, check_upload
 

@@ -1,4 +1,4 @@
-"""`ik pull`: a model from a hub or a URL into the cache, or what a repository has to offer."""
+"""`ik pull`: download a model from a hub or a URL into the cache, or list the quants of a repository."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _described(found: Pulled) -> dict[str, Any]:
 
 
 def _list(ref: ModelRef, access: Access, config: PullConfig) -> int:
-    """The quants of a repository; plain columns, or one JSON object."""
+    """List the quants of a repository as plain columns, or as one JSON object."""
     rows = []
     waiting = log.progress(f"planning {ref.repo}", -1)
     with tempfile.TemporaryDirectory(prefix="ik-headers-") as folder, waiting as advance:
@@ -87,7 +87,7 @@ def _cells(offer: Offer, verdict: Verdict | None) -> tuple[str, ...]:
 
 
 def verdict_text(verdict: Verdict) -> str:
-    """`fits`, `fits with --fit`, or what is lacking, or why nobody knows."""
+    """Return `fits`, `fits with --fit`, what is lacking, or why the result is unknown."""
     if verdict.fits is None:
         return verdict.reason
     needs = ", ".join(

@@ -1,6 +1,6 @@
-"""`ik quantize [options] in.gguf [out.gguf] TYPE [nthreads]`: the reference's command line around quant.tool.
+"""`ik quantize [options] in.gguf [out.gguf] TYPE [nthreads]`: the reference's command line for `quant.tool`.
 
-Answers to examples/quantize of ik_llama.cpp; with `--repack` or `--unrepack` rows are regrouped and nothing else.
+Corresponds to examples/quantize of ik_llama.cpp. With `--repack` or `--unrepack` it only regroups rows.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 
 def run(config: QuantizeConfig) -> int:
-    """Plan, report, and unless it is a dry run write the result."""
-    # Rows are spread over threads here, and BLAS must be told before NumPy is imported.
+    """Plan, report, and write the result unless this is a dry run."""
+    # Rows are spread over threads here, and BLAS must know that before NumPy is imported.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     config = with_model(config)
     if config.matrix:
@@ -84,7 +84,7 @@ def _run(request: Request) -> int:
 
 
 def _opened(request: Request) -> Callable[[], GGUFFile]:
-    """Open the model when that is asked for, once; for a dry run its header is enough."""
+    """Open the model on first use, once; its header is enough for a dry run."""
 
     @functools.cache
     def file() -> GGUFFile:
@@ -94,7 +94,7 @@ def _opened(request: Request) -> Callable[[], GGUFFile]:
         for note in notes:
             log.log(note)
         if request.target is not None and not all(map(found.has_data, found.tensors)):
-            raise UsageError(f"{request.input}: a target measures the weights, which are not all there; give a TYPE")
+            raise UsageError(f"{request.input}: a target measures the weights, and some are missing; give a TYPE")
         return found
 
     from ikcli.gguf.reader import open_gguf
@@ -103,7 +103,7 @@ def _opened(request: Request) -> Callable[[], GGUFFile]:
 
 
 def _preflight(request: Request) -> int:
-    """Print the report; 1 if the run would fail."""
+    """Print the report; return 1 if the run would fail."""
     from ikcli.engine.plan.devices import available_memory
     from ikcli.quant.preflight import PlannedJob, preflight
 
@@ -120,7 +120,7 @@ def _preflight(request: Request) -> int:
 
 
 def _check_output(request: Request) -> None:
-    """Complain before types are measured that the result could not be written."""
+    """Check that the result can be written, before types are measured."""
     from ikcli.gguf.reader import open_gguf
     from ikcli.quant.output_check import check_output, output_paths
 
@@ -129,7 +129,7 @@ def _check_output(request: Request) -> None:
 
 
 def _report_recipe(request: Request, plan: ToolPlan) -> None:
-    """The recipe, into the file that was asked for; that of a target is printed otherwise."""
+    """Write the recipe to the requested file; print that of a target otherwise."""
     if not request.write_recipe and plan.target is None:
         return
     from ikcli.quant.target_report import recipe_text
@@ -147,7 +147,7 @@ def _report_recipe(request: Request, plan: ToolPlan) -> None:
 
 @contextmanager
 def _measuring(request: Request, opened: Callable[[], GGUFFile]) -> Iterator[Callable[[float], None]]:
-    """A progress bar while candidate types are measured."""
+    """Show a progress bar while candidate types are measured."""
     if request.target is None:
         yield lambda n_bytes: None
         return

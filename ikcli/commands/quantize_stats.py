@@ -1,4 +1,4 @@
-"""`ik quantize-stats`: the error table of ikcli.study.quantize_stats."""
+"""`ik quantize-stats`: print the error table of ikcli.study.quantize_stats."""
 
 from __future__ import annotations
 

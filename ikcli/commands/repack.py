@@ -1,4 +1,4 @@
-"""`ik repack in.gguf [out.gguf]`: short form of `ik quantize --repack`, and back with `--unrepack`."""
+"""`ik repack in.gguf [out.gguf]`: short for `ik quantize --repack`, and with `--unrepack` the inverse."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from ikcli.settings.quantize import QuantizeConfig
 
 
 def run(config: QuantizeConfig) -> int:
-    """Regroup rows and nothing else."""
+    """Regroup rows and change nothing else."""
     return quantize.run(config if config.unrepack else replace(config, repack=True))

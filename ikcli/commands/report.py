@@ -1,4 +1,4 @@
-"""`ik report [LABEL=]FILE...`: results and logs of many runs on one page of HTML."""
+"""`ik report [LABEL=]FILE...`: put results and logs of many runs on one HTML page."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ikcli.settings.values import parse_size
 
 
 def run(config: ReportConfig) -> int:
-    """Read everything, name what cannot be read, write the page."""
+    """Read everything, name the files that cannot be read, write the page."""
     if not config.args:
         raise UsageError(f"name at least one file; usage: {usage('report')}")
     output = config.output

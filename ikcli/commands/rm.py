@@ -1,4 +1,4 @@
-"""`ik rm`: downloaded models out of the cache, after a question on a terminal."""
+"""`ik rm`: remove downloaded models from the cache, after a question on a terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ikcli.settings.tools import RemoveConfig
 
 
 def run(config: RemoveConfig) -> int:
-    """Remove what the names stand for: `user/repo:quant`, a whole `user/repo`, a URL, or the path of `ik list`."""
+    """Remove models by name: `user/repo:quant`, a whole `user/repo`, a URL, or the path of `ik list`."""
     if not config.args:
         raise UsageError("rm: name a model as ik list does: ik rm user/repo:quant")
     removals = [plan_removal(name) for name in config.args]
@@ -27,7 +27,7 @@ def run(config: RemoveConfig) -> int:
 
 def _confirmed(removals: list[Removal]) -> bool:
     if not sys.stdin.isatty():
-        raise UsageError("rm asks before it removes, and there is no terminal to ask on; add -y")
+        raise UsageError("rm asks before it removes, which needs a terminal; add -y")
     names = ", ".join(name for removal in removals for name in removal.names)
     log.log(f"remove {names} ({shown_size(sum(removal.n_bytes for removal in removals))})? [y/N]")
     return sys.stdin.readline().strip().lower() in ("y", "yes")

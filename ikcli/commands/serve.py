@@ -10,7 +10,7 @@ from ikcli.settings.rules import check_server, serves_replicas
 
 
 def run(run: ModelRun) -> int:
-    """Serve; returns the exit code."""
+    """Serve; return the exit code."""
     for notice in check_server(run.config, run.given):
         log.notice_once(notice)
     if serves_replicas(run.config):
@@ -31,7 +31,7 @@ def _run_replicas(run: ModelRun) -> int:
     config = run.config
 
     def without(path: str) -> bool:
-        """What the front does, and models, which are files by now."""
+        """Return whether the front handles a field; models are files by now."""
         ours = OF_THE_FRONT | PATHS | {"n_threads", "n_threads_batch", "server.hf_repo_draft"}
         return path in ours or path.startswith(("hub.", "fleet.", "server.replica"))
 
@@ -41,7 +41,7 @@ def _run_replicas(run: ModelRun) -> int:
 
 
 def _run_sleeping(run: ModelRun) -> int:
-    """One model in a process that ends when it is idle, behind a port that stays."""
+    """Run one model in a process that ends when idle, behind a port that stays open."""
     from ikcli.cli.front_options import passed_on
     from ikcli.cli.model_entries import OF_ALL_MODELS, EntryMaker, ModelSpec
     from ikcli.server.front.models_entries import ModelsFile
@@ -56,7 +56,7 @@ def _run_sleeping(run: ModelRun) -> int:
     check_folders(run.config)
 
     def without(path: str) -> bool:
-        """What the front does, and the model, which is a file by now."""
+        """Return whether the front handles a field, or it names the model, which is a file by now."""
         return path in OF_ALL_MODELS or path == "model" or path.startswith("hub.")
 
     line = passed_on("serve", run.argv, without, environment=False)
@@ -67,7 +67,7 @@ def _run_sleeping(run: ModelRun) -> int:
 
 
 def run_models(parsed: Parsed) -> int:
-    """Serve the models of a file, a folder or the cache; returns the exit code."""
+    """Serve the models of a file, a folder or the cache; return the exit code."""
     from ikcli.cli.model_list import Sources
     from ikcli.server.front.models_server import serve_models
 

@@ -1,4 +1,4 @@
-"""`ik study`: the KL divergence that each tensor costs in each type, in a table, a journal and a plot."""
+"""`ik study`: measure the KL divergence that each tensor costs in each type; print, keep and plot the results."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SHOWN = 3  # tensors named in a warning
 
 
 def run(config: StudyConfig) -> int:
-    """Measure, or with --show print what a journal holds."""
+    """Measure, or with --show print the results of a journal."""
     plot = Path(config.plot) if config.plot else None
     if plot is not None:
         check_output(plot)

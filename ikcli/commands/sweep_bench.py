@@ -20,7 +20,7 @@ from ikcli.settings.run import RunConfig
 
 
 def run(run: ModelRun) -> int:
-    """Measure and print; 130 after Ctrl-C, with the rows so far."""
+    """Measure and print; return 130 after Ctrl-C, with the rows so far."""
     config, sweep = run.config, run.config.sweep
     if sweep.pp < 0 or sweep.start_depth < 0 or sweep.max_depth < 0:
         raise UsageError("--pp, --start-depth and --max-depth take token counts of 0 or more, for example --pp 512")
@@ -39,9 +39,9 @@ def run(run: ModelRun) -> int:
 
 
 def _measure(session: SessionLike, config: RunConfig, rows: list[SweepRow]) -> None:
-    """Print header and rows, and keep the rows, so that an interrupted run has them too."""
+    """Print header and rows, and keep the rows, so that an interrupted run also has them."""
     params = params_of(config, session.n_ubatch)
-    # the session knows the settings that were left to the model file
+    # the session has the settings that were left to the model file
     resolved = getattr(session, "config", config)
     printer = SweepPrinter(config, RunInfo(session.n_ctx, session.n_batch, session.n_ubatch))
     printer.header(lambda: {**settings_dict(resolved), **describe(session)})
@@ -55,7 +55,7 @@ def _measure(session: SessionLike, config: RunConfig, rows: list[SweepRow]) -> N
         rows.append(row)
         printer.row(row)
 
-    # a session with a GPU tells how much of its memory it took; others have nothing to tell
+    # a session with a GPU reports the GPU memory it took; others report nothing
     sweep_bench.run(session, params, on_row=on_row, vram_used_mib=getattr(session, "vram_used_mib", memory.no_vram))
 
 

@@ -40,7 +40,7 @@ def _output(name: str | None, default: str) -> Path:
 
 
 def _sweep_tables(path: Path) -> list[SpeedTable]:
-    """The tables of a file that can be drawn; FormatError if there is none."""
+    """Return the tables of a file that can be drawn; raise FormatError if there are none."""
     found = read_file(path)
     tables = [table for table in found if table.kind == "sweep"]
     batched = len(found) - len(tables)
@@ -57,7 +57,10 @@ def _sweep_tables(path: Path) -> list[SpeedTable]:
 
 
 def _default_labels(runs: Sequence[tuple[Path, list[SpeedTable]]]) -> list[str]:
-    """File names without suffix, as much of the path as tells files apart, and #N where a file has several tables."""
+    """Return default labels: file names without suffix and as much of the path as is unique.
+
+    A file with several tables also gets #N.
+    """
     names = [path.stem for path, _ in runs]
     if len(set(names)) < len(names):
         names = [str(path) for path, _ in runs]
@@ -69,7 +72,7 @@ def _default_labels(runs: Sequence[tuple[Path, list[SpeedTable]]]) -> list[str]:
 
 
 def _given_labels(runs: Sequence[tuple[Path, list[SpeedTable]]], labels: list[str]) -> list[str]:
-    """One label per table; a label per file brings the tables of that file together."""
+    """Return one label per table; with a label per file, its tables share that label."""
     counts = [len(tables) for _, tables in runs]
     if not all(labels):
         raise UsageError("--labels: a name is empty; example: --labels before,after")

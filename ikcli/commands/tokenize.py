@@ -1,6 +1,6 @@
 """`ik tokenize`: the ids, or ids and pieces, of a text, in the format of llama-tokenize (examples/tokenize).
 
-Text is taken as it is, without interpreting backslashes. Without BOS (the model adds none, or `--no-bos`) no EOS is
+The text is used unchanged; backslashes are not interpreted. Without BOS (the model adds none, or `--no-bos`) no EOS is
 added either.
 """
 
@@ -23,10 +23,10 @@ from ikcli.tokenizer import Tokenizer
 def run(config: TokenizeConfig) -> int:
     """Tokenize a prompt, a file or standard input and print the result.
 
-    UsageError unless exactly one text is given; IkError if a file cannot be read.
+    Raise UsageError unless exactly one text is given; raise IkError if a file cannot be read.
     """
     quiet = contextlib.redirect_stderr(io.StringIO()) if config.log_disable else contextlib.nullcontext()
-    with quiet:  # errors are reported by the caller, after this
+    with quiet:  # the caller reports errors after this
         _print_tokens(config)
     return 0
 

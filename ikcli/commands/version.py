@@ -1,4 +1,4 @@
-"""`ik version` and `--version`: what is installed; with -v also the environment it runs in."""
+"""`ik version` and `--version`: print the version; with -v also the environment it runs in."""
 
 from __future__ import annotations
 

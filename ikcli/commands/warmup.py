@@ -1,4 +1,4 @@
-"""`ik warmup`: compile the kernels a model needs, so that the first run starts at once."""
+"""`ik warmup`: compile the kernels of a model, so that its first run starts at once."""
 
 from __future__ import annotations
 

@@ -36,9 +36,9 @@ class SweepConfig:
     memory: bool = _sweep_bench(False, "--sweep-memory", "switch", example="--sweep-memory",
         help="add columns with the highest memory use")
     output_format: str = _sweep_bench("md", "--output-format", "choice", form="md|table|jsonl|jsonl-full",
-        example="--output-format jsonl", choices=("md", "table", "jsonl", "jsonl-full"), help="form of the table")
+        example="--output-format jsonl", choices=("md", "table", "jsonl", "jsonl-full"), help="output format")
     plot: Path | None = _sweep_bench(None, "--plot", "path", form="FILE", example="--plot speed.png",
-        help="draw PP and TG over N_KV into this file at the end (.png, .svg, .pdf)")
+        help="plot PP and TG over N_KV into this file at the end (.png, .svg, .pdf)")
     max_depth: int = _sweep_bench(0, "--max-depth", "int", form="N", example="--max-depth 8192", minimum=0,
         help="last depth to measure; 0 = whole context")
     start_depth: int = _sweep_bench(0, "--start-depth", "int", form="N", example="--start-depth 4096", minimum=0,
@@ -49,7 +49,7 @@ class SweepConfig:
 
 @dataclass(frozen=True, slots=True)
 class BatchedBenchConfig:
-    """batched-bench: speed of several sequences at once; all combinations of the lists are measured."""
+    """batched-bench: speed of several sequences at once; it measures all combinations of the lists."""
 
     npp: tuple[int, ...] = _batched_bench((512,), "-npp", "custom", form="N[,N...]", example="-npp 128,256,512",
         parse=parse_int_list, help="prompt lengths")
@@ -58,10 +58,10 @@ class BatchedBenchConfig:
     npl: tuple[int, ...] = _batched_bench((1, 2, 4, 8, 16, 32), "-npl", "custom", form="N[,N...]",
         example="-npl 1,2,4,8,16,32", parse=parse_int_list, help="numbers of sequences")
     shared_prompt: bool = opt(False, "-pps", "switch", topic="batched-bench", commands="D", example="-pps",
-        help="all sequences share one prompt, which is computed once")
+        help="share one prompt between all sequences and compute it once")
     output_format: str = opt("md", "--output-format", "choice", topic="batched-bench", commands="D",
         form="md|table|jsonl|jsonl-full", example="--output-format jsonl",
-        choices=("md", "table", "jsonl", "jsonl-full"), help="form of the table")
+        choices=("md", "table", "jsonl", "jsonl-full"), help="output format")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,18 +81,18 @@ class BenchConfig:
     repetitions: int = _bench(5, "-r --repetitions", "int", form="N", example="-r 5", help="repetitions of each test")
     warmup: bool = _bench(True, "-w --warmup", "optswitch", example="-w 0", help="warm up before each test")
     output: str = _bench("md", "-o --output", "choice", form="csv|json|jsonl|md|sql", example="-o json",
-        choices=("csv", "json", "jsonl", "md", "sql"), help="form of the results")
+        choices=("csv", "json", "jsonl", "md", "sql"), help="output format")
     output_err: str = _bench("", "-oe --output-err", "choice", form="csv|json|jsonl|md|sql", example="-oe md",
-        choices=("csv", "json", "jsonl", "md", "sql"), help="form of a second copy of the results on stderr")
+        choices=("csv", "json", "jsonl", "md", "sql"), help="output format of a second copy of the results on stderr")
     threads_gen_batch: tuple[tuple[int, int], ...] = _bench((), "-tgb --threads-gen-batch", "custom",
         form="G,B[;G,B...]", example="-tgb 4,16", parse=parse_thread_pairs,
         help="pairs of generation and prompt threads")
     compare: tuple[str, ...] = _bench((), "--compare", "custom", form="[NAME=]SIDE",
         example='--compare "-rtr 0" --compare "-rtr 1"', parse=parse_text_item, repeat=True, text=True,
-        help="measure sides in turns and print ratios to the first one: options for ik bench, or a command (ik "
-        "sweep-bench, /path/llama-bench); all other options are for every side. One side alone is compared with "
-        "these (repeatable)")
+        help="alternate between sides and print ratios to the first one. A side is options for ik bench or a command "
+        "(ik sweep-bench, /path/llama-bench); all other options apply to every side. A single side is compared with "
+        "them (repeatable)")
     rounds: int = _bench(10, "--rounds", "int", form="N", example="--rounds 20", minimum=2,
-        help="with --compare: runs of every side at most")
+        help="with --compare: most runs of every side")
     precision: float = _bench(1.0, "--precision", "float", form="PERCENT", example="--precision 0.5", minimum=0,
         help="with --compare: stop when half of every 95 % interval is below this many percent")

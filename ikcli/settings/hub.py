@@ -15,18 +15,18 @@ _model = partial(opt, topic="model", bench_list=False)
 
 @dataclass(frozen=True, slots=True)
 class HubConfig:
-    """A model by name, downloaded once into the cache."""
+    """A model by name, which is downloaded once into the cache."""
 
     repo: str = _model("", "-hf -hfr --hf-repo", "str", form="USER/REPO[:QUANT]", example="-hf user/repo:Q4_K_M",
         env="LLAMA_ARG_HF_REPO",
-        help="model from a Hugging Face repository; without QUANT Q4_K_M, or else its first one. With -m FILE (that "
-        "is not there) or --hf-file that file of it")
+        help="model from a Hugging Face repository; without QUANT its Q4_K_M, or else its first quant. --hf-file or "
+        "-m FILE (if FILE does not exist) names a file of it")
     file: str = _model("", "-hff --hf-file", "str", form="FILE", example="-hf user/repo -hff model-Q4_K_M.gguf",
-        env="LLAMA_ARG_HF_FILE", help="the file of --hf-repo to use; of a split model any part")
+        env="LLAMA_ARG_HF_FILE", help="file of --hf-repo to use; any part of a split model")
     token: str = _model("", "-hft --hf-token", "str", form="TOKEN", example="-hft hf_...",
         help="access token for private and gated repositories; default HF_TOKEN, or that of hf auth login")
     url: str = _model("", "-mu --model-url", "str", form="URL", example="-mu https://example.org/model.gguf",
         env="LLAMA_ARG_MODEL_URL",
-        help="model from this address, downloaded once; of a split model the address of the first part")
+        help="model from this address, downloaded once; for a split model the address of its first part")
     offline: bool = opt(False, "--offline", "switch", topic="model", example="--offline", env="LLAMA_ARG_OFFLINE",
-        help="use what has been downloaded and ask no server (also HF_HUB_OFFLINE=1)")
+        help="use downloaded files and contact no server (also HF_HUB_OFFLINE=1)")

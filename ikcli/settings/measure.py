@@ -41,7 +41,7 @@ class PerplexityConfig:
     winogrande_tasks: int = _perplexity(0, "--winogrande-tasks", "int", form="N", example="--winogrande-tasks 500",
         minimum=0, help="number of Winogrande tasks to use; 0 = all")
     multiple_choice: bool = _perplexity(False, "--multiple-choice", "switch", example="--multiple-choice",
-        help="share of right answers to the multiple-choice tasks in -f FILE (binary, as made for llama.cpp: ARC, "
+        help="share of correct answers to the multiple-choice tasks in -f FILE (binary, as made for llama.cpp: ARC, "
         "MMLU, TruthfulQA)")
     multiple_choice_tasks: int = _perplexity(0, "--multiple-choice-tasks", "int", form="N",
         example="--multiple-choice-tasks 500", minimum=0, help="number of multiple-choice tasks to use; 0 = all")
@@ -50,7 +50,7 @@ class PerplexityConfig:
 
     @property
     def scores_choices(self) -> bool:
-        """Whether choices are scored instead of a text."""
+        """Return whether choices are scored instead of a text."""
         return self.hellaswag or self.winogrande or self.multiple_choice
 
 
@@ -65,11 +65,11 @@ class ImatrixConfig:
     save_frequency: int = _imatrix(0, "--save-frequency", "int", form="N", example="--save-frequency 50",
         help="keep a copy every N chunks; 0 = never")
     process_output: bool = _imatrix(False, "--process-output", "switch", example="--process-output",
-        help="measure the output tensor too")
+        help="also measure the output tensor")
     output_tensor_name: str = _imatrix("output.weight", "--output-tensor-name", "str", form="NAME",
         example="--output-tensor-name output.weight", help="name of the output tensor")
     ppl: bool = _imatrix(True, "--ppl", "switch", negative="--no-ppl", example="--no-ppl",
-        help="compute perplexity on the way")
+        help="also compute perplexity")
     from_chunk: int = _imatrix(0, "--chunk --from-chunk", "int", form="N", example="--from-chunk 10", minimum=0,
         help="first chunk to use")
     layer_similarity: bool = _imatrix(False, "-lsim --layer-similarity", "switch", example="-lsim",
@@ -78,20 +78,20 @@ class ImatrixConfig:
         help="do not store file and data set names")
     in_file: tuple[Path, ...] = _imatrix((), "--in-file", "custom", form="FILE", example="--in-file part.dat",
         parse=lambda text: (Path(text),), repeat=True, bench_list=False,
-        help="importance matrix to go on from; several are merged, and without -f or -p that is all. A file that is "
-        "none is the text")
+        help="importance matrix to continue from; several are merged, and without -f or -p nothing else is done. "
+        "Any other file is taken as the text")
     output_format: str = _imatrix("auto", "--output-format", "choice", form="auto|dat|gguf",
         example="--output-format gguf", choices=("auto", "dat", "gguf"),
-        help="format of the file; auto: gguf if its name ends so")
+        help="format of the file; auto: gguf if its name ends in .gguf")
     covariance: Path | None = _imatrix(None, "--covariance", "path", form="FILE",
         example="--covariance covariance.gguf",
-        help="write second moments of all inputs too, for ik quantize --covariance; GGUF")
+        help="also write second moments of all inputs, for ik quantize --covariance; GGUF")
     random_tokens: int = _imatrix(0, "--random-tokens", "int", form="N", example="--random-tokens 16384", minimum=0,
-        help="instead of a text, N tokens drawn evenly from the vocabulary: for --covariance they serve nearly as "
-        "well; mean squares are better taken from a text")
+        help="use N tokens drawn uniformly from the vocabulary instead of a text: nearly as good for "
+        "--covariance; mean squares are better with a text")
     covariance_limit: int = _imatrix(512, "--covariance-limit", "int", form="MIB", example="--covariance-limit 2048",
         minimum=1,
-        help="MiB per input (of all experts of a layer); what would take more is measured in blocks of columns")
+        help="MiB per input (of all experts of a layer); larger inputs are measured in blocks of columns")
     show_statistics: bool = _imatrix(False, "--show-statistics", "switch", example="--show-statistics",
         help="print a table about the importance matrices of --in-file and stop")
     compare: bool = _imatrix(False, "--compare", "switch", example="--compare",

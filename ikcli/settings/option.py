@@ -1,7 +1,7 @@
-"""What an option is: the record every flag is declared with, once, as metadata of a config field.
+"""Option records: every flag is declared once, as metadata of a config field.
 
-A config field made by `opt()` knows its spellings, value form, topic, the commands that use it, help and an example.
-Parser, "ignored here" notice, suggestions, `--help`, completion and docs/parameters.md are all read from these records.
+A config field made by `opt()` has its spellings, value form, topic, commands, help and an example. Parser, "ignored
+here" notice, suggestions, `--help`, completion and docs/parameters.md all come from these records.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Option:
     `names` set the field (a switch to True), `negative` spellings take no value and set it to False.
     `form` is the text of the value in help and errors; `parse` converts a custom value and raises ValueError.
     `repeat` options collect their values in command-line order; `noop` says why an accepted option does nothing.
-    The value of a `text` option may begin with a dash. `env` names environment variables that set it, too.
-    `n_values` words make one value, joined by blanks. `joined`: letters of commands for which the values of one that is
-    repeated are one text, with commas.
+    The value of a `text` option may begin with a dash. `env` names environment variables that also set it.
+    `n_values` words make one value, joined by blanks. `joined`: letters of commands that join the values of a
+    repeated option to one text, with commas.
     """
 
     names: tuple[str, ...]
@@ -64,30 +64,30 @@ class Option:
 
     @property
     def takes_value(self) -> bool:
-        """True if the token after the name always belongs to the option."""
+        """Return whether the token after the name always belongs to the option."""
         return self.kind not in ("switch", "optswitch")
 
     def used_by(self, command: str) -> bool:
-        """True if `command` acts on this option (otherwise it is accepted and listed as ignored).
+        """Return whether `command` acts on this option (otherwise it is accepted and listed as ignored).
 
-        Commands without a letter have declarations of their own and act on all of them.
+        Commands without a letter have separate declarations and act on all of them.
         """
         return COMMAND_LETTERS.get(command, "") in self.commands
 
     @property
     def variables(self) -> tuple[str, ...]:
-        """The environment variables that set it; the first that is set counts."""
+        """Return the environment variables of the option; the first one that is set counts."""
         return tuple(self.env.split())
 
     @property
     def primary(self) -> str:
-        """The name used in messages: the first long spelling, or the first one."""
+        """Return the name used in messages: the first long spelling, or the first one."""
         return next((name for name in self.names if name.startswith("--")), self.names[0])
 
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """What a command takes besides options: its form in the usage line, and how many (None: any number)."""
+    """The arguments of a command besides options: their form in the usage line, and how many (None: any number)."""
 
     form: str
     most: int | None = None
@@ -113,7 +113,7 @@ def opt(
     negative: str = "",
     **extra: Any,
 ) -> Any:
-    """A dataclass field carrying an Option; `names` and `negative` are blank-separated spellings."""
+    """Return a dataclass field with an Option; `names` and `negative` are blank-separated spellings."""
     option = Option(tuple(names.split()), kind, help, topic, negative=tuple(negative.split()), **extra)
     metadata = {"option": option}
     if factory is not None:
@@ -122,18 +122,18 @@ def opt(
 
 
 def arguments(form: str, most: int | None = None) -> Any:
-    """The dataclass field (a tuple of texts, called `args`) for what is no option."""
+    """Return the dataclass field for arguments that are not options: a tuple of texts, called `args`."""
     return field(default=(), metadata={"arguments": Arguments(form, most)})
 
 
 def arguments_of(config_type: type) -> Arguments | None:
-    """What a command with this config takes besides options; None if nothing."""
+    """Return the arguments of a command with this config besides options; None if it takes none."""
     found = [item.metadata["arguments"] for item in dataclasses.fields(config_type) if "arguments" in item.metadata]
     return found[0] if found else None
 
 
 def iter_options(config_type: type, prefix: str = "") -> Iterator[BoundOption]:
-    """All options of a config dataclass in declaration order, nested groups included."""
+    """Yield all options of a config dataclass in declaration order, nested groups included."""
     for item in dataclasses.fields(config_type):
         option = item.metadata.get("option")
         if option is not None:
@@ -144,5 +144,5 @@ def iter_options(config_type: type, prefix: str = "") -> Iterator[BoundOption]:
 
 
 def group(config_type: type) -> Any:
-    """A dataclass field holding a nested group of options."""
+    """Return a dataclass field with a nested group of options."""
     return field(default_factory=config_type, metadata={"group": config_type})

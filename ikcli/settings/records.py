@@ -1,4 +1,4 @@
-"""Values of options that have a structure of their own: devices, scaled files, kinds of speculation."""
+"""Structured values of options: devices, scaled files, kinds of speculative decoding."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class DeviceSpec:
 
 @dataclass(frozen=True, slots=True)
 class ScaledFile:
-    """A file and how strongly what it holds is applied."""
+    """A file and the scale with which its content is applied."""
 
     path: Path
     scale: float
@@ -25,7 +25,7 @@ class ScaledFile:
 
 @dataclass(frozen=True, slots=True)
 class SpecStage:
-    """One `--spec-type`: who drafts, how many tokens (n_min..n_max), and how it looks for them; None = its default.
+    """One `--spec-type`: the drafter, its number of tokens (n_min..n_max) and its settings; None = its default.
 
     `p_min`: least probability of a drafted token (draft model). n-gram types look for the last `size_n` tokens and
     draft what followed them, up to `size_m` tokens, if they occurred `min_hits` times.

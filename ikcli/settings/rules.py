@@ -1,4 +1,4 @@
-"""Rules between options, of which no model need be known: defaults, limits, and combinations that cannot work."""
+"""Rules between options that need no model: defaults, limits, and combinations that cannot work."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _OF_SEVERAL = ("server.models_autoload", "server.models_max")
 
 
 def complete(config: RunConfig, given: Collection[str]) -> RunConfig:
-    """Fill in defaults that depend on the command or on other options; UsageError for what cannot work.
+    """Fill in defaults that depend on the command or on other options; raise UsageError for what cannot work.
 
-    `given` are the options (field paths) that were written.
+    `given` are the options (field paths) that the user wrote.
     """
     if tuple(name.lower() for name in config.device) == ("none",):
         config = replace(config, device=(), n_gpu_layers=0)
@@ -45,18 +45,18 @@ def default_threads(cpus: frozenset[int]) -> int:
 
 
 def padded_ctx(n_ctx: int, flash_attn: bool) -> int:
-    """Cells the KV cache gets for `n_ctx` tokens: a multiple of 256 with flash attention, of 32 without."""
+    """Return the cells of a KV cache for `n_ctx` tokens: a multiple of 256 with flash attention, of 32 without."""
     step = 256 if flash_attn else 32
     return -(-n_ctx // step) * step
 
 
 def sequences_per_batch(config: RunConfig) -> int:
-    """Chunks that perplexity and imatrix evaluate side by side: max(1, n_batch/n_ctx)."""
+    """Return the chunks that perplexity and imatrix evaluate side by side: max(1, n_batch/n_ctx)."""
     return max(1, config.n_batch // config.n_ctx) if config.n_ctx > 0 else 1
 
 
 def resolve(config: RunConfig, n_ctx_train: int = 0) -> tuple[RunConfig, list[str]]:
-    """Apply the rules between settings; returns the config to run with and the warnings, one sentence each.
+    """Apply the rules between settings; return the config to run with and the warnings, one sentence each.
 
     `n_ctx_train` (from the model file) replaces `-c 0`; without it the batch is not limited by the context.
     """
@@ -107,28 +107,31 @@ def _mmap_notices(config: RunConfig) -> list[str]:
 
 
 def check_devices(config: RunConfig) -> None:
-    """Raise UsageError for devices that are described but not there, unless the run is only planned."""
+    """Raise UsageError for described devices, unless the run is only planned."""
     if config.device_spec and not config.only_plans:
         raise UsageError("--device-spec describes devices for planning; add --dry-run, or use ik plan")
 
 
 def check_stages(config: RunConfig, given: Collection[str] = ()) -> RunConfig:
-    """Return the settings of a run in pipeline stages, which compute on CPUs; UsageError for what they cannot do."""
+    """Return the settings of a run in pipeline stages, which compute on CPUs.
+
+    Raise UsageError for options that do not work with stages.
+    """
     fleet = config.fleet
     if fleet.stages == 1:
         if fleet.stage_split:
-            raise UsageError("--stage-split is about --stages N; add it")
+            raise UsageError("--stage-split needs --stages N; add it")
         if fleet.ray is not None and config.command in _WHOLE:
-            raise UsageError(f"--ray is for a model over several machines here: add --stages N to ik {config.command}")
+            raise UsageError(f"--ray here splits a model over several machines: add --stages N to ik {config.command}")
         return config
     if config.command not in _STAGED:
-        raise UsageError(f"ik {config.command} cannot be used with --stages: it looks into the layers of one process")
+        raise UsageError(f"ik {config.command} cannot be used with --stages: it needs the layers in one process")
     units = [option for name, option in _UNITS.items() if name in given]
     if units:
-        raise UsageError(f"--stages divides the model, {units[0]} is about dividing the work; use one of them")
+        raise UsageError(f"--stages divides the model, {units[0]} divides the work; use one of them")
     for name, switch in (("profile", "--profile"), ("self_test", "--self-test")):
         if getattr(config, name):
-            raise UsageError(f"{switch} cannot be used with --stages: it looks into the layers of one process")
+            raise UsageError(f"{switch} cannot be used with --stages: it needs the layers in one process")
     wrong = [option for name, option in _PLACEMENT.items() if name in given and getattr(config, name)]
     if wrong:
         raise UsageError(f"{wrong[0]} cannot be used with --stages, which compute on CPUs; leave one of them out")
@@ -136,20 +139,20 @@ def check_stages(config: RunConfig, given: Collection[str] = ()) -> RunConfig:
 
 
 def check_server(config: RunConfig, given: Collection[str]) -> list[str]:
-    """Return notices about the options of a server of one model; UsageError for what excludes each other."""
+    """Return notices about the options of a server of one model; raise UsageError for conflicts between them."""
     server, fleet = config.server, config.fleet
     if fleet.ray_node and fleet.ray is None:
         raise UsageError("--ray-node names nodes of Ray; add --ray ADDRESS")
     if serves_replicas(config):
         if server.sleep_idle_seconds > 0:
-            raise UsageError("--sleep-idle-seconds cannot be used with replicas, which are there all the time; drop it")
+            raise UsageError("--sleep-idle-seconds cannot be used with replicas, which stay loaded; drop it")
         if "," in fleet.ray_node:
             raise UsageError(f"--ray-node {fleet.ray_node}: only ik bench takes several; name one")
         if server.first_slot:
             raise UsageError("--first-slot cannot be used with --replicas, which number their slots themselves")
         return []
     if server.replica_gpus:
-        raise UsageError("--replica-gpus is for --replicas; a single server uses what CUDA_VISIBLE_DEVICES names")
+        raise UsageError("--replica-gpus is for --replicas; a single server uses the GPUs of CUDA_VISIBLE_DEVICES")
     names = [path.removeprefix("server.").replace("_", "-") for path in _OF_SEVERAL if path in given]
     return [f"--{name} has no effect with one model" for name in names]
 

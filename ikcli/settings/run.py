@@ -1,7 +1,7 @@
-"""Every runtime setting of a model run, declared once: field, spellings, value form, help and the commands using it.
+"""The settings of a model run, each declared once: field, spellings, value form, help and the commands that use it.
 
-`RunConfig` is what all model-running commands receive; options of one command only live in the groups (`sweep`,
-`bench`, ...). `resolve()` applies the rules between settings and returns them with its warnings.
+All commands that run a model receive a `RunConfig`. Options of a single command are in the groups (`sweep`, `bench`,
+...). `resolve()` applies the rules between settings and returns them with its warnings.
 """
 
 # ruff: noqa: RUF009  (`opt` makes dataclass fields)
@@ -58,17 +58,16 @@ DATA_DIR = Path(__file__).resolve().parents[1] / "data"
 
 @dataclass(frozen=True, slots=True)
 class RunConfig:
-    """Settings of one run. Sizes in tokens, `amb` in MiB; 0 for `n_ctx` means the context length of the model."""
+    """Settings of one run. Sizes are in tokens, `amb` in MiB; `n_ctx` 0 means the context length of the model."""
     command: str = ""
     model: Path | None = _model(None, "-m --model", "path", form="FILE", example="-m model.gguf", bench_list=False,
-        env="LLAMA_ARG_MODEL", help="GGUF file; of a split model the first shard. Default: the bundled demo model")
+        env="LLAMA_ARG_MODEL", help="GGUF file, or the first shard of a split model. Default: the bundled demo model")
     mmap: bool = _model(True, "--mmap -mmp", "optswitch", negative="--no-mmap", example="-mmp 0", env="LLAMA_ARG_MMAP",
         help="map the file into memory instead of reading it; --no-mmap reads it into RAM")
     mlock: bool = _model(False, "--mlock", "switch", example="--mlock", env="LLAMA_ARG_MLOCK",
         help="lock the weights in RAM (the system limits how much: ulimit -l)")
     thp: bool = _model(False, "-thp --transparent-huge-pages", "optswitch", example="-thp",
-        help="ask for transparent huge pages (Linux) for the cache, for buffers, and with --no-mmap or -rtr for "
-        "weights")
+        help="request transparent huge pages (Linux) for the cache, buffers, and with --no-mmap or -rtr for weights")
     run_time_repack: bool = _model(False, "-rtr --run-time-repack", "optswitch", example="-rtr",
         help="repack weights in host memory to interleaved types while loading; turns mmap off. Beside a GPU it costs "
         "prompt speed: interleaved types in RAM are not copied to it, so their prompt work stays on the CPU")
@@ -80,22 +79,22 @@ class RunConfig:
     dry_run: bool = _model(False, "-dr --dry-run", "switch", example="--dry-run",
         help="stop before reading weights and print the memory plan")
     self_test: bool = _model(False, "--self-test", "switch", example="--self-test",
-        help="before the run, compare the ops of the first layers on the devices that compute them with NumPy; name "
-        "the first one that is wrong")
+        help="before the run, compare the ops of the first layers on their devices with NumPy, and name the first "
+        "wrong one")
     warmup: bool = _model(True, "--warmup", "optswitch", negative="--no-warmup", example="--no-warmup",
         help="run once before measuring or answering")
 
     n_ctx: int = _context(0, "-c --ctx-size", "int", form="N", example="-c 32768", minimum=0, env="LLAMA_ARG_CTX_SIZE",
-        help="context size in tokens; 0 = as stated in the model file")
+        help="context size in tokens; 0 = as in the model file")
     n_batch: int = _context(2048, "-b --batch-size", "int", form="N", example="-b 2048", minimum=1,
-        env="LLAMA_ARG_BATCH", help="logical batch: most tokens handed over at once")
+        env="LLAMA_ARG_BATCH", help="logical batch: most tokens submitted at once")
     n_ubatch: int = _context(512, "-ub --ubatch-size", "int", form="N", example="-ub 512", minimum=1,
         env="LLAMA_ARG_UBATCH", help="physical batch: tokens computed at once")
     n_parallel: int = _context(1, "-np --parallel", "custom", form="N", example="-np 4", commands="SL",
         parse=parse_parallel, env="LLAMA_ARG_N_PARALLEL", help="number of slots; each gets ctx/N tokens")
     n_predict: int = _context(-1, "-n --predict --n-predict", "int", form="N", example="-n 128", commands="CSW",
         minimum=-2, env="LLAMA_ARG_N_PREDICT",
-        help="tokens to generate, for serve the most a request gets; -1 = no limit, -2 = until the context is full; in "
+        help="tokens to generate, for serve the most per request; -1 = no limit, -2 = until the context is full; in "
         "sweep-bench the TG tokens of a row (default ubatch/4)")
     type_k: str = _context("f16", "-ctk --cache-type-k", "type", form="TYPE", example="-ctk q8_0", choices=KV_TYPES,
         env="LLAMA_ARG_CACHE_TYPE_K", help="type of the K cache")
@@ -110,8 +109,8 @@ class RunConfig:
         help="rotate V before it is quantised; no effect when MLA keeps one latent row")
     swa_full: bool = _context(False, "--swa-full", "switch", negative="--swa-compress", example="--swa-full",
         env="LLAMA_ARG_SWA_FULL",
-        help="keep all positions in the caches of window layers, not only those that are still seen: more memory, and "
-        "a sequence can be cut anywhere")
+        help="keep all positions in the caches of window layers, not only the visible ones: this takes more memory, "
+        "and a sequence can roll back to any position")
     no_kv_offload: bool = _context(False, "-nkvo --no-kv-offload", "optswitch", negative="-kvo --kv-offload",
         example="-nkvo", help="keep the KV cache in host memory and attend to it on the CPU")
 
@@ -119,7 +118,7 @@ class RunConfig:
         factory=physical_cores, env="LLAMA_ARG_THREADS",
         help="threads for generation; auto = physical cores visible to this process")
     n_threads_batch: int = _compute(0, "-tb --threads-batch", "custom", form="N", example="-tb 32", parse=parse_threads,
-        factory=physical_cores, help="threads for prompts; default as -t")
+        factory=physical_cores, help="threads for prompts; default: same as -t")
     numa: str | None = _compute(None, "--numa", "custom", form="distribute|isolate|numactl",
         example="--numa distribute", parse=parse_numa, env="LLAMA_ARG_NUMA",
         help="distribute: spread threads over the nodes; isolate: stay on the starting node; numactl: obey an outer "
@@ -128,9 +127,9 @@ class RunConfig:
         parse=parse_cpu_mask, bench_list=False,
         help="CPUs that threads may use, as bits of a hexadecimal number; 0 = all")
     cpu_range: tuple[int, ...] = _compute((), "-Cr --cpu-range", "custom", form="LO-HI[,...]", example="-Cr 0-7",
-        parse=parse_cpu_list, bench_list=False, help="CPUs that threads may use, beside those of --cpu-mask")
+        parse=parse_cpu_list, bench_list=False, help="CPUs that threads may use, in addition to --cpu-mask")
     cpu_strict: bool = _compute(False, "--cpu-strict", "optswitch", example="--cpu-strict 1",
-        help="one CPU for every thread, instead of any of those")
+        help="pin every thread to one CPU, instead of any of those")
     flash_attn: bool = _compute(True, "-fa --flash-attn", "optswitch", negative="-no-fa --no-fa --no-flash-attn",
         example="-fa on", env="LLAMA_ARG_FLASH_ATTN", help="flash attention")
     mla: int = _compute(3, "-mla --mla-use --mla-attn", "choice", form="0|1|2|3", example="-mla 3",
@@ -146,7 +145,7 @@ class RunConfig:
 
     n_gpu_layers: int | None = _placement(None, "-ngl --gpu-layers --n-gpu-layers", "custom", form="N|all|auto",
         example="-ngl 99", parse=parse_layers, env="LLAMA_ARG_N_GPU_LAYERS",
-        help="last N blocks on the GPU; N above the block count adds the output, all (or -1) is everything. Token "
+        help="last N blocks on the GPU; N above the block count adds the output; all (or -1) is everything. Token "
         "embeddings always stay in host memory. Default (auto): all if there is a GPU")
     override_tensor: tuple[str, ...] = _placement((), "-ot --override-tensor", "custom", form="RE=BUF[,RE=BUF...]",
         example='-ot "exps=CPU"', parse=parse_rules, repeat=True, bench_list=False, env="LLAMA_ARG_OVERRIDE_TENSOR",
@@ -160,7 +159,7 @@ class RunConfig:
         env="LLAMA_ARG_N_CPU_FFN", help="dense feed-forward weights of blocks 0..N-1 on the CPU")
     tensor_split: tuple[float, ...] = _placement((), "-ts --tensor-split", "custom", form="F,F,... or F/F/...",
         example="-ts 3,1", parse=parse_split, bench_list=False, env="LLAMA_ARG_TENSOR_SPLIT",
-        help="share of the blocks each GPU gets; default by free memory")
+        help="share of the blocks for each GPU; default: by free memory")
     split_mode: str = _placement("layer", "-sm --split-mode", "choice", form="none|layer", example="-sm layer",
         choices=("none", "layer", "row", "tensor", "graph", "attn"), env="LLAMA_ARG_SPLIT_MODE",
         help="none: one GPU; layer: whole blocks per GPU")
@@ -168,7 +167,7 @@ class RunConfig:
         env="LLAMA_ARG_MAIN_GPU", help="the GPU of -sm none")
     device: tuple[str, ...] = _placement((), "-dev --device", "custom", form="CUDA0,CUDA1", example="-dev CUDA0",
         parse=parse_devices, bench_list=False, env="LLAMA_ARG_DEVICE",
-        help="GPUs to use and to accept in -ot; none = no GPU; default all visible ones")
+        help="GPUs to use and to accept in -ot; none = no GPU; default: all visible ones")
     device_spec: tuple[DeviceSpec, ...] = _placement((), "--device-spec", "custom", form="cuda:24GiB[,...]",
         example="--device-spec 2*cuda:24GiB,cpu:256GiB", parse=parse_device_spec, bench_list=False,
         help="plan for these devices instead of those of this machine: [N*]cuda:SIZE[:cc=X.Y] for GPUs, cpu:SIZE for "
@@ -187,18 +186,18 @@ class RunConfig:
         example="--fit-margin 1024", parse=parse_margin, env="LLAMA_ARG_FIT_TARGET",
         help="memory that --fit leaves free on every GPU; of several values the largest")
     strict: bool = _placement(False, "--strict", "switch", example="--strict",
-        help="placement rules that match nothing are errors; otherwise there is a warning that names them")
+        help="treat placement rules that match nothing as errors; otherwise a warning names them")
 
     seed: int = _general(-1, "-s --seed", "int", form="N", example="-s 1234", help="random seed; -1 = random")
     verbose: bool = _general(False, "-v --verbose --log-verbose", "switch", example="-v",
         help="log every tensor placement and more")
     verbosity: int = _general(0, "--verbosity", "int", form="N", example="--verbosity 1",
-        help="log level; above 0 as -v")
+        help="log level; above 0 is the same as -v")
     log_file: Path | None = _general(None, "--log-file", "path", form="FILE", example="--log-file ik.log",
-        bench_list=False, env="LLAMA_ARG_LOG_FILE", help="append all messages to this file, too")
+        bench_list=False, env="LLAMA_ARG_LOG_FILE", help="also append all messages to this file")
     profile: bool = _general(False, "--profile", "switch", commands="SCWBPIDE", example="--profile",
-        help="at the end print a table of operations and kernels with their time, GB/s of weights and GOP/s; the run "
-        "itself is a little slower")
+        help="print a table of operations and kernels at the end, with time, GB/s of weights and GOP/s; the run is a "
+        "little slower")
 
     hub: HubConfig = group(HubConfig)
     adapters: AdapterConfig = group(AdapterConfig)
@@ -218,17 +217,17 @@ class RunConfig:
 
     @property
     def only_plans(self) -> bool:
-        """Whether the run ends before it reads weights."""
+        """Return whether the run ends before it reads weights."""
         return self.dry_run or self.command == "plan"
 
     @property
     def cpus(self) -> frozenset[int]:
-        """CPUs that threads are to use; empty for any."""
+        """Return the CPUs that threads may use; empty for any."""
         return frozenset(self.cpu_mask + self.cpu_range)
 
 
 def default_model() -> Path:
-    """The bundled demo model, used when `-m` is missing."""
+    """Return the bundled demo model, used when `-m` is missing."""
     path = DATA_DIR / "demo.gguf"
     if not path.is_file():
         raise UsageError("no model given and this installation has no demo model; name a GGUF file with -m FILE")
@@ -236,7 +235,7 @@ def default_model() -> Path:
 
 
 def default_text() -> Path:
-    """The bundled text for `perplexity` without `-f`."""
+    """Return the bundled text for `perplexity` without `-f`."""
     path = DATA_DIR / "demo.txt"
     if not path.is_file():
         raise UsageError("no text given and this installation has no demo text; name a text file with -f FILE")

@@ -20,7 +20,7 @@ _sampling = partial(opt, topic="sampling", commands="SC")
 
 @dataclass(frozen=True, slots=True)
 class SamplingConfig:
-    """How the next token is chosen (serve, chat)."""
+    """The choice of the next token (serve, chat)."""
 
     temp: float = _sampling(0.8, "--temp --temperature", "float", form="T", example="--temp 0.6", minimum=0,
         env="LLAMA_ARG_TEMPERATURE", help="temperature; 0 = always the most likely token")
@@ -68,7 +68,7 @@ class SamplingConfig:
         example="--dry-penalty-last-n 1024", minimum=-1, help="tokens DRY looks back at; 0 = off, -1 = whole context")
     dry_sequence_breakers: tuple[str, ...] = _sampling((), "--dry-sequence-breaker", "custom", form="TEXT",
         example='--dry-sequence-breaker ";"', parse=parse_text_item, repeat=True,
-        help="text over which DRY sees no repetition, instead of the usual ones; none = no such text; repeatable")
+        help="text that ends a repetition for DRY, replacing the default ones; none = no such text; repeatable")
     adaptive_target: float = _sampling(-1.0, "--adaptive-target", "float", form="P", example="--adaptive-target 0.5",
         help="prefer tokens near this probability; below 0 = off")
     adaptive_decay: float = _sampling(0.9, "--adaptive-decay", "float", form="D", example="--adaptive-decay 0.9",
@@ -90,7 +90,7 @@ class SamplingConfig:
     sampler_seq: str = _sampling("", "--sampling-seq --sampler-seq", "str", form="LETTERS",
         example="--sampling-seq edskypmxt", help="samplers in order, one letter each")
     ignore_eos: bool = _sampling(False, "--ignore-eos", "switch", example="--ignore-eos",
-        help="go on after the end-of-text token")
+        help="continue after the end-of-text token")
     lookup_cache_dynamic: Path | None = _sampling(None, "-lcd --lookup-cache-dynamic", "path", form="FILE",
         example="-lcd ngrams.bin",
         help="n-gram file for lookup decoding, updated while running; not a KV cache dump (see --slot-save-path)")

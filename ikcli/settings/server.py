@@ -31,15 +31,15 @@ class ServerConfig:
         help="model name in the API, or several, separated by commas; default the file name")
     host: str = _server("127.0.0.1", "--host", "str", form="ADDR[,ADDR...]", example="--host 0.0.0.0",
         env="LLAMA_ARG_HOST",
-        help="address to listen on: a name or number, a path that ends in .sock, or fd:N, a listening socket that the "
-        "program was started with; several separated by commas (:: is then IPv6 alone)")
+        help="address to listen on: a name or number, a path that ends in .sock, or fd:N, an inherited socket; "
+        "several separated by commas (:: is then IPv6 only)")
     port: int = _server(8080, "--port", "int", form="N", example="--port 8080", minimum=0, env="LLAMA_ARG_PORT",
         help="port to listen on")
     api_key: str = _server("", "--api-key", "str", commands="SC", form="KEY", example="--api-key secret",
         env="LLAMA_API_KEY",
         joined="S",
-        help="key that requests must carry, several separated by commas or repeated; in chat the key that is sent to "
-        "the server of --url")
+        help="key that requests must carry; several separated by commas or repeated. In chat: the key sent to the "
+        "server of --url")
     api_key_file: Path | None = _server(None, "--api-key-file", "path", form="FILE", example="--api-key-file keys.txt",
         env="LLAMA_ARG_API_KEY_FILE", help="file with one key per line")
     keys: Path | None = _server(None, "--keys", "path", form="FILE", example="--keys keys.toml",
@@ -49,7 +49,7 @@ class ServerConfig:
         "(docs/serve-models.md)")
     models_preset: Path | None = _server(None, "--models-preset", "path", form="FILE",
         example="--models-preset presets.ini", env="LLAMA_ARG_MODELS_PRESET",
-        help="as --models, of a preset file of llama.cpp: INI, a section per model (docs/serve-models.md)")
+        help="same as --models, but with a preset file of llama.cpp: INI, a section per model (docs/serve-models.md)")
     models_dir: Path | None = _server(None, "--models-dir", "path", form="DIR", example="--models-dir models",
         env="LLAMA_ARG_MODELS_DIR",
         help="serve the GGUF files of a folder behind one port, each by its name without .gguf")
@@ -59,20 +59,20 @@ class ServerConfig:
         "/models downloads more. Default: with --models-dir and --models-preset")
     models_max: int | None = _server(None, "--models-max", "int", form="N", example="--models-max 2", minimum=0,
         env="LLAMA_ARG_MODELS_MAX",
-        help="models that are loaded at a time, the least recently used one goes; 0 = as many as fit into memory. "
+        help="most models loaded at a time; the least recently used one is unloaded. 0 = as many as fit into memory. "
         "Default: 4, with --models 0")
     models_autoload: bool = _server(True, "--models-autoload", "switch", negative="--no-models-autoload",
         example="--no-models-autoload", env="LLAMA_ARG_MODELS_AUTOLOAD",
         help="load a model when a request asks for it; a request's ?autoload=true or false overrides it")
     sleep_idle_seconds: int = _server(-1, "--sleep-idle-seconds", "int", form="S", example="--sleep-idle-seconds 600",
         minimum=-1,
-        help="give the memory of a model back after so many seconds without a request; the next one loads it again. "
+        help="release the memory of a model after this many seconds without a request; the next one loads it again. "
         "-1 or 0 = never")
     replicas: int = _server(1, "--replicas", "int", form="N", example="--replicas 4", minimum=1,
-        help="serve the model by so many processes behind one port: on this machine, where they share processors and "
-        "what -t says, or on Ray (--ray). A request goes where its beginning was computed (docs/fleet.md)")
+        help="serve the model with this many processes behind one port: on this machine, where they share CPUs and "
+        "the threads of -t, or on Ray (--ray). Requests are routed by cached prefix (docs/fleet.md)")
     replica_gpus: int = _server(0, "--replica-gpus", "int", form="N", example="--replica-gpus 1", minimum=0,
-        help="GPUs of each replica: dealt out on this machine, reserved on Ray; 0 = every replica sees all")
+        help="GPUs of each replica: assigned on this machine, reserved on Ray; 0 = every replica sees all")
     timeout: int = _server(600, "-to --timeout", "int", form="S", example="--timeout 600", minimum=0,
         env="LLAMA_ARG_TIMEOUT", help="read and write timeout in seconds")
     threads_http: int = _server(-1, "--threads-http", "int", form="N", example="--threads-http 4",
@@ -86,59 +86,59 @@ class ServerConfig:
     log_format: str = _server("text", "--log-format", "choice", form="text|json", example="--log-format json",
         choices=("text", "json"), help="format of the server log")
     first_slot: int = _server(0, "--first-slot", "int", form="N", example="--first-slot 4", minimum=0,
-        help="number of the first slot in requests and answers; servers behind one port have different ones")
+        help="number of the first slot in requests and answers; servers behind one port use different numbers")
     slot_save_path: Path | None = _server(None, "--slot-save-path", "path", form="DIR",
         example="--slot-save-path slots", env="LLAMA_ARG_SLOT_SAVE_PATH", help="folder for saved slots")
     sessions: Path | None = _server(None, "--sessions", "path", form="DIR", example="--sessions sessions",
-        help="keep conversations in this folder, so that they go on after a restart without being computed again")
+        help="keep conversations in this folder, so that they continue after a restart without being computed again")
     sessions_limit: int = _server(8192, "--sessions-limit", "int", form="MIB", example="--sessions-limit 20000",
-        minimum=1, help="MiB that the folder of --sessions may hold; what was not used for longest goes first")
+        minimum=1, help="MiB that the folder of --sessions may hold; the least recently used files are removed first")
     slot_prompt_similarity: float = _server(0.5, "-sps --slot-prompt-similarity", "float", form="F", example="-sps 0.5",
         help="how much of a prompt must match to reuse a slot; 0 = off")
     ctx_checkpoints: int = _server(32, "-ctx-ckpt --ctx-checkpoints -ctxcp --swa-checkpoints", "int", commands="SC",
         form="N", example="-ctx-ckpt 16", minimum=0, env="LLAMA_ARG_CTX_CHECKPOINTS",
-        help="checkpoints kept per slot, to go back to when the end of a prompt changes; for models with windows or "
-        "recurrent layers, others can go back anywhere. 0 = none")
+        help="checkpoints kept per slot, to roll back to when the end of a prompt changes; for models with windows or "
+        "recurrent layers, others can roll back to any position. 0 = none")
     ctx_checkpoints_interval: int = _server(512,
         "-ctx-ckpt-i --ctx-checkpoints-interval -cpent --checkpoint-every-n-tokens -cms --checkpoint-min-step", "int",
         commands="SC", form="N", example="-ctx-ckpt-i 1024",
         help="tokens of a prompt between two checkpoints; 0 = only at turns and at the end")
     ctx_checkpoints_tolerance: int = _server(5, "-ctx-ckpt-t --ctx-checkpoints-tolerance", "int", commands="SC",
         form="N", example="-ctx-ckpt-t 8",
-        help="tokens before the end of a prompt where a checkpoint is made; 0 = none")
+        help="make a checkpoint this many tokens before the end of a prompt; 0 = none")
     ctx_checkpoints_eviction: str = _server("auto", "-ctx-ckpt-e --ctx-checkpoints-eviction", "choice", commands="SC",
         form="NAME", example="-ctx-ckpt-e fifo", choices=("auto", "variance", "fifo"),
-        help="which checkpoint goes when there are too many: the oldest (fifo), or the one that leaves the smallest "
-        "gap (variance)")
+        help="which checkpoint to drop when there are too many: the oldest (fifo), or the one that leaves the "
+        "smallest gap (variance)")
     cache_ram: int | None = _server(None, "-cram --cache-ram", "int", commands="SC", form="MIB", example="-cram 2048",
         minimum=-1, env="LLAMA_ARG_CACHE_RAM",
-        help="RAM for prompts that had to leave their slot; 0 = off, -1 = no limit. Default: a quarter of the free "
+        help="RAM for prompts whose slot was given away; 0 = off, -1 = no limit. Default: a quarter of the free "
         "memory, at most 8192")
     spec_type: tuple[SpecStage, ...] = _speculation((), "--spec-type", "custom", form="TYPE[:K=V,...]",
         example="--spec-type ngram-simple:n_max=7", parse=parse_spec_type, repeat=True, bench_list=False,
         env="LLAMA_ARG_SPEC_TYPE",
-        help="who guesses tokens ahead, with keys n_max, n_min, p_min, ngram_size_n, ngram_size_m, ngram_min_hits; "
-        "the text stays the same. Repeatable: later ones are asked when earlier ones have no guess")
+        help="speculative decoding: the drafter, with keys n_max, n_min, p_min, ngram_size_n, ngram_size_m, "
+        "ngram_min_hits; the text stays the same. Repeatable: later ones draft if earlier ones have no draft")
     spec_set: tuple[SpecSetting, ...] = _speculation((), "--spec-set", "custom", form="TYPE:K=V",
         example="--spec-set ngram-mod:n_max=32", parse=parse_spec_setting, repeat=True, bench_list=False,
-        help="setting of a --spec-type that does not name it; ngram stands for all types of that name. Repeatable")
+        help="setting for a --spec-type that does not set it; ngram stands for all n-gram types. Repeatable")
     model_draft: Path | None = _speculation(None, "-md --model-draft --spec-draft-model", "path", form="FILE",
         example="-md draft.gguf", bench_list=False, env="LLAMA_ARG_SPEC_DRAFT_MODEL LLAMA_ARG_MODEL_DRAFT",
-        help="small model of the same vocabulary that guesses tokens ahead")
+        help="draft model: a small model of the same vocabulary, for speculative decoding")
     hf_repo_draft: str = _speculation("", "-hfd -hfrd --hf-repo-draft --spec-draft-hf", "str", form="USER/REPO[:QUANT]",
         example="-hfd user/small:Q8_0", bench_list=False, env="LLAMA_ARG_HFD_REPO LLAMA_ARG_SPEC_DRAFT_HF_REPO",
-        help="the model of -md from a Hugging Face repository, as -hf")
+        help="draft model from a Hugging Face repository, in the form of -hf")
     draft_max: int = _speculation(16, "--draft-max --draft --draft-n --spec-draft-n-max", "int", form="N",
         example="--draft-max 7", minimum=0, env="LLAMA_ARG_SPEC_DRAFT_N_MAX LLAMA_ARG_DRAFT_MAX",
-        help="most tokens guessed at once")
+        help="most tokens of a draft")
     draft_min: int = _speculation(0, "--draft-min --draft-n-min --spec-draft-n-min", "int", form="N",
         example="--draft-min 2", minimum=0, env="LLAMA_ARG_SPEC_DRAFT_N_MIN LLAMA_ARG_DRAFT_MIN",
-        help="fewest tokens a guess must have")
+        help="fewest tokens of a draft")
     draft_p_min: float = _speculation(0.75, "--draft-p-min --spec-draft-p-min", "float", form="P",
         example="--draft-p-min 0.5", minimum=0, env="LLAMA_ARG_SPEC_DRAFT_P_MIN",
-        help="a draft model stops guessing below this probability")
+        help="probability below which a draft model stops drafting")
     draft_ctx: int = _speculation(0, "-cd --ctx-size-draft", "int", form="N", example="-cd 4096", minimum=0,
-        help="context of the draft model; 0 = as the model's")
+        help="context of the draft model; 0 = same as the model")
     draft_type_k: str = _speculation("f16", "-ctkd --cache-type-k-draft --spec-draft-type-k", "str", form="TYPE",
         example="-ctkd q8_0", env="LLAMA_ARG_SPEC_DRAFT_CACHE_TYPE_K", help="type of the draft model's K cache")
     draft_type_v: str = _speculation("f16", "-ctvd --cache-type-v-draft --spec-draft-type-v", "str", form="TYPE",
@@ -148,9 +148,9 @@ class ServerConfig:
         help="blocks of the draft model on the GPU")
     banned_string_file: Path | None = opt(None, "--banned-string-file", "path", topic="sampling", commands="SC",
         form="FILE", example="--banned-string-file slop.txt",
-        help="texts that no answer may contain, one per line; a request's banned_strings replace them")
+        help="texts that no output may contain, one per line; a request's banned_strings replace them")
     banned_n: int = opt(1, "--banned-n", "int", topic="sampling", commands="SC", form="N", example="--banned-n 1",
-        minimum=-1, help="tokens of a banned text that are banned where it began; -1 = all, 0 = none")
+        minimum=-1, help="tokens of a banned text to ban at the place where it began; -1 = all, 0 = none")
     cont_batching: bool = _server(True, "-cb --cont-batching", "switch", negative="-nocb --no-cont-batching",
         example="-cb", env="LLAMA_ARG_CONT_BATCHING", help="serve several slots in one batch")
     context_shift: bool = _server(True, "--context-shift", "optswitch", commands="SC", negative="--no-context-shift",
@@ -165,9 +165,9 @@ class ServerConfig:
         help="allow POST /props")
     embeddings: bool = _server(False, "--embeddings --embedding", "switch", example="--embeddings",
         env="LLAMA_ARG_EMBEDDINGS",
-        help="only embed: the output matrix is not loaded and nothing is generated. Without it a server does both")
+        help="only embed: the output matrix is not loaded and nothing is generated. Otherwise a server does both")
     reranking: bool = _server(False, "--reranking --rerank", "switch", example="--reranking", env="LLAMA_ARG_RERANKING",
-        help="only rank documents (a model with a classification head): as --embeddings --pooling rank")
+        help="only rank documents (needs a classification head): same as --embeddings --pooling rank")
     webui: str = _server("auto", "--webui", "str", form="NAME", example="--webui none",
         help="web page at /; none = no page")
     ui: bool = _server(True, "--ui", "switch", negative="--no-webui --no-ui", example="--no-webui", env="LLAMA_ARG_UI",
@@ -179,26 +179,26 @@ class ServerConfig:
     ssl_cert_file: Path | None = _server(None, "--ssl-cert-file", "path", form="FILE",
         example="--ssl-cert-file cert.pem", env="LLAMA_ARG_SSL_CERT_FILE", help="certificate (PEM)")
     shutdown_timeout: int = _server(5, "--shutdown-timeout", "int", form="S", example="--shutdown-timeout 30",
-        minimum=0, help="seconds that running requests get after SIGTERM; a second signal stops at once")
+        minimum=0, help="seconds for running requests to finish after SIGTERM; a second signal stops at once")
     cors_origins: str = _server("*", "--cors-origins", "str", form="LIST", example="--cors-origins localhost",
         env="LLAMA_ARG_CORS_ORIGINS",
-        help="origins that browsers may call from, separated by commas; localhost = pages of this machine")
+        help="origins that browsers may call from, separated by commas; localhost = pages on this machine")
     sse_ping_interval: int = _server(30, "--sse-ping-interval", "int", form="S", example="--sse-ping-interval 10",
         minimum=-1, env="LLAMA_ARG_SSE_PING_INTERVAL",
-        help="seconds of silence after which a stream gets a comment; -1 = never")
+        help="seconds without output after which a stream sends a comment; -1 = never")
     cache_prompt: bool = _server(True, "--cache-prompt", "switch", commands="SC", negative="--no-cache-prompt",
         example="--no-cache-prompt", env="LLAMA_ARG_CACHE_PROMPT",
-        help="reuse the part of a prompt that a slot holds already, unless the request says otherwise")
+        help="reuse the cached part of a prompt, unless the request turns this off")
     cache_reuse: int = _server(0, "--cache-reuse", "int", form="N", example="--cache-reuse 256", minimum=0,
         env="LLAMA_ARG_CACHE_REUSE", help="accepted; prompts are reused from their start only")
     reasoning_format: str = _server("auto", "--reasoning-format", "choice", commands="SC",
         form="none|deepseek|deepseek-legacy|auto", example="--reasoning-format none",
         choices=("none", "deepseek", "deepseek-legacy", "auto"), env="LLAMA_ARG_THINK",
-        help="where thoughts go: none leaves them in the text, deepseek puts them in reasoning_content, "
+        help="where to put reasoning: none leaves it in the text, deepseek moves it to reasoning_content, "
         "deepseek-legacy does both")
     reasoning: str = _server("auto", "-rea --reasoning", "choice", commands="SC", form="on|off|auto",
         example="--reasoning off", choices=("on", "off", "auto"), env="LLAMA_ARG_REASONING",
-        help="let the model think: on, off, or as its template does")
+        help="let the model think: on, off, or auto, as its template decides")
     reasoning_budget: int = _server(-1, "--reasoning-budget --reasoning-tokens", "int", commands="SC", form="N",
         example="--reasoning-budget 512", minimum=-1, env="LLAMA_ARG_THINK_BUDGET",
         help="tokens of thinking; 0 = none, -1 = unlimited")
@@ -210,53 +210,53 @@ class ServerConfig:
         help="variables for the chat template, as a JSON object")
     prefill_assistant: bool = _server(True, "--prefill-assistant", "switch", commands="SC",
         negative="--no-prefill-assistant", example="--no-prefill-assistant", env="LLAMA_ARG_PREFILL_ASSISTANT",
-        help="a last message of the assistant is continued instead of answered")
+        help="continue a last message of the assistant instead of answering it")
     jinja: bool = _server(True, "--jinja", "optswitch", commands="SC", negative="--no-jinja", example="--jinja",
         help="use the Jinja template of the model")
     skip_chat_parsing: bool = _server(False, "--skip-chat-parsing", "switch", negative="--no-skip-chat-parsing",
         example="--skip-chat-parsing", env="LLAMA_ARG_SKIP_CHAT_PARSING",
-        help="all that the model writes is content: thoughts and calls of tools are left in it")
+        help="return all output as content, including reasoning and tool calls")
     reasoning_effort: str = _server("default", "--reasoning-effort", "str", commands="SC", form="LEVEL",
         example="--reasoning-effort low", env="LLAMA_ARG_REASONING_EFFORT",
         help="how much the model thinks: none, or a level that its template knows, such as low, medium or high; "
-        "default = as its template says")
+        "default = as its template decides")
     reasoning_preserve: bool | None = _server(None, "--reasoning-preserve", "switch", commands="SC",
         negative="--no-reasoning-preserve", example="--reasoning-preserve", env="LLAMA_ARG_REASONING_PRESERVE",
-        help="keep thoughts of earlier turns in the prompt, or leave them out, where the template can. Default: as "
-        "the template does")
+        help="keep the reasoning of earlier turns in the prompt, or drop it, if the template supports that. Default: "
+        "as the template does")
     tags: str = _server("", "--tags", "str", form="LIST", example="--tags chat,small", env="LLAMA_ARG_TAGS",
         help="tags of the model in /v1/models, separated by commas; they change nothing")
     spm_infill: bool = _server(False, "--spm-infill", "switch", example="--spm-infill",
-        help="prompts of /infill begin with the suffix, as some models want it")
+        help="begin prompts of /infill with the suffix, as some models expect")
     log_prompts_dir: Path | None = _server(None, "--log-prompts-dir", "path", form="DIR",
         example="--log-prompts-dir prompts",
-        help="write every prompt into a file of this folder, to look for mistakes; it is made for its owner alone")
+        help="write every prompt to a file in this folder, for debugging; only its owner can read it")
     reuse_port: bool = _server(False, "--reuse-port", "switch", example="--reuse-port", env="LLAMA_ARG_REUSE_PORT",
-        help="several servers may listen on the port; the system shares connections out")
+        help="let several servers listen on the port; the system distributes connections")
     cors_methods: str = _server("", "--cors-methods", "str", form="LIST", example='--cors-methods "GET, POST"',
         env="LLAMA_ARG_CORS_METHODS",
         help="methods that browsers may use from other origins; default GET, POST, and with several models DELETE")
     cors_headers: str = _server("*", "--cors-headers", "str", form="LIST",
         example='--cors-headers "Content-Type, Authorization"', env="LLAMA_ARG_CORS_HEADERS",
-        help="headers that browsers may send from other origins; * = those that they ask for")
+        help="headers that browsers may send from other origins; * = those that they request")
     cors_credentials: bool = _server(True, "--cors-credentials", "switch", negative="--no-cors-credentials",
         example="--no-cors-credentials", env="LLAMA_ARG_CORS_CREDENTIALS",
-        help="browsers may send credentials from other origins")
+        help="let browsers send credentials from other origins")
     ui_config: str = _server("", "--ui-config --webui-config", "str", form="JSON",
         example="--ui-config '{\"temperature\": 0.2}'", env="LLAMA_ARG_UI_CONFIG",
-        help="settings that the web page begins with, as a JSON object (docs/serve.md)")
+        help="initial settings of the web page, as a JSON object (docs/serve.md)")
     ui_config_file: Path | None = _server(None, "--ui-config-file --webui-config-file", "path", form="FILE",
         example="--ui-config-file page.json", env="LLAMA_ARG_UI_CONFIG_FILE",
         help="file with the settings of --ui-config")
 
     @property
     def only_embeds(self) -> bool:
-        """Whether nothing is generated."""
+        """Return whether the server generates no text."""
         return self.embeddings or self.reranking
 
     @property
     def several_models(self) -> bool:
-        """Whether models are named by a file, a folder or the cache, and not by -m."""
+        """Return whether a file, a folder or the cache names the models, and not -m."""
         return (
             self.models is not None
             or self.models_preset is not None

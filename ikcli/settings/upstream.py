@@ -1,4 +1,4 @@
-"""Flags of the C++ programs that need no counterpart here: accepted, with a notice."""
+"""Flags of the C++ programs without a counterpart here: accepted, with a notice."""
 
 # fmt: off
 

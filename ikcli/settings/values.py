@@ -1,6 +1,7 @@
-"""Converters from option text to values, for the options whose value has a structure of its own.
+"""Convert option texts to structured values.
 
-Each returns the value or raises ValueError with half a sentence saying what is wrong; the parser adds flag and example.
+Each function returns the value or raises ValueError with half a sentence on the problem; the parser adds flag and
+example.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ OFF = frozenset({"off", "0", "false", "no", "disabled"})
 
 
 def parse_threads(text: str) -> int:
-    """A thread count of at least 1; `auto` (or -1) is 0, replaced by the number of physical cores."""
+    """Parse a thread count of at least 1; `auto` (or -1) is 0, replaced by the number of physical cores."""
     if text.lower() in ("auto", "-1"):
         return 0
     try:
@@ -39,7 +40,7 @@ def parse_threads(text: str) -> int:
 
 
 def parse_parallel(text: str) -> int:
-    """A number of slots; -1 (as many as the program likes) is 1, which leaves it the whole context."""
+    """Parse a number of slots; -1 (the program decides) is 1, which gives the slot the whole context."""
     count = 1 if text == "-1" else _whole(text)
     if count < 1:
         raise ValueError("is less than 1")
@@ -47,7 +48,7 @@ def parse_parallel(text: str) -> int:
 
 
 def parse_layers(text: str) -> int | None:
-    """A number of blocks; all is -1, auto is None."""
+    """Parse a number of blocks; all is -1, auto is None."""
     word = text.lower()
     if word in ("auto", "all"):
         return None if word == "auto" else -1
@@ -58,7 +59,7 @@ def parse_layers(text: str) -> int | None:
 
 
 def parse_margin(text: str) -> int:
-    """MiB; one value for all GPUs, or one for each, of which the largest counts."""
+    """Parse MiB: one value for all GPUs, or one for each, of which the largest counts."""
     margin = max(_whole(piece) for piece in text.split(","))
     if margin < 0:
         raise ValueError("is less than 0")
@@ -66,13 +67,13 @@ def parse_margin(text: str) -> int:
 
 
 def parse_devices(text: str) -> tuple[str, ...]:
-    """Names of devices, separated by commas or slashes; `none` alone is no GPU."""
+    """Parse names of devices, separated by commas or slashes; `none` alone is no GPU."""
     names = tuple(name.strip() for name in re.split("[,/]", text) if name.strip())
     return names
 
 
 def parse_cpu_mask(text: str) -> tuple[int, ...]:
-    """CPUs of a hexadecimal mask; none for 0."""
+    """Return the CPUs of a hexadecimal mask; none for 0."""
     try:
         mask = int(text, 16)
     except ValueError:
@@ -83,7 +84,7 @@ def parse_cpu_mask(text: str) -> tuple[int, ...]:
 
 
 def parse_cpu_list(text: str) -> tuple[int, ...]:
-    """CPUs of `0-3,8`."""
+    """Return the CPUs of a list such as `0-3,8`."""
     cpus: set[int] = set()
     for piece in text.split(","):
         first, dash, last = piece.strip().partition("-")
@@ -102,7 +103,7 @@ def _whole(text: str) -> int:
 
 
 def parse_numa(text: str) -> str:
-    """One of NUMA_MODES; an empty value means distribute."""
+    """Parse one of NUMA_MODES; an empty value means distribute."""
     mode = text.strip().lower() or "distribute"
     if mode not in NUMA_MODES:
         raise ValueError(f"is not one of {', '.join(NUMA_MODES)}")
@@ -110,7 +111,7 @@ def parse_numa(text: str) -> str:
 
 
 def parse_ser(text: str) -> tuple[int, float] | None:
-    """`Kmin,t` as (Kmin, t); a Kmin of 0 or less switches it off (None)."""
+    """Parse `Kmin,t` as (Kmin, t); a Kmin of 0 or less switches it off (None)."""
     parts = text.split(",")
     try:
         if len(parts) != 2:
@@ -130,7 +131,7 @@ def parse_ser(text: str) -> tuple[int, float] | None:
 
 
 def parse_split(text: str) -> tuple[float, ...]:
-    """Device shares separated by `,` or `/` (or `;`), e.g. `3,1`."""
+    """Parse device shares separated by `,` or `/` (or `;`), e.g. `3,1`."""
     pieces = text.replace("/", ",").replace(";", ",").split(",")
     try:
         shares = tuple(float(piece) for piece in pieces if piece.strip())
@@ -144,7 +145,7 @@ def parse_split(text: str) -> tuple[float, ...]:
 
 
 def parse_rules(text: str) -> tuple[str, ...]:
-    """`RE=BUF[,RE=BUF...]` as one string per rule; blanks and newlines around rules are dropped."""
+    """Parse `RE=BUF[,RE=BUF...]` to one string per rule; blanks and newlines around rules are dropped."""
     rules = tuple(piece.strip() for piece in text.split(",") if piece.strip())
     if not rules:
         raise ValueError("contains no rule")
@@ -161,7 +162,7 @@ _NEXT_KEY = re.compile(r",(?=[^=,\s]+=(?:int|float|bool|str):)")
 
 
 def parse_override_kv(text: str) -> tuple[str, ...]:
-    """`KEY=TYPE:VALUE[,KEY=TYPE:VALUE...]`, checked for a known TYPE and a value that fits it."""
+    """Check `KEY=TYPE:VALUE[,KEY=TYPE:VALUE...]` for a known TYPE and a value that fits it."""
     pieces = _NEXT_KEY.split(text)
     for piece in pieces:
         _check_override(piece)
@@ -187,7 +188,7 @@ def _check_override(text: str) -> None:
 
 
 def parse_offload_policy(text: str) -> tuple[tuple[str, bool], ...]:
-    """`a,b[,a,b...]` with a = operation name or 2025 number, b = 0 or 1; `NAME=off` works too."""
+    """Parse `a,b[,a,b...]` with a = operation name or 2025 number, b = 0 or 1; `NAME=off` works too."""
     pairs: list[tuple[str, bool]] = []
     pieces = [piece.strip() for piece in text.split(",")]
     index = 0
@@ -273,7 +274,7 @@ def parse_device_spec(text: str) -> tuple[DeviceSpec, ...]:
 
 
 def parse_pair(text: str) -> tuple[int, int]:
-    """Two whole numbers `P,N`."""
+    """Parse two whole numbers `P,N`."""
     try:
         first, second = (int(piece) for piece in text.split(","))
     except ValueError:
@@ -282,12 +283,12 @@ def parse_pair(text: str) -> tuple[int, int]:
 
 
 def parse_pairs(text: str) -> tuple[tuple[int, int], ...]:
-    """One `P,N` for an option that may be repeated."""
+    """Parse one `P,N` of an option that may be repeated."""
     return (parse_pair(text),)
 
 
 def parse_thread_pairs(text: str) -> tuple[tuple[int, int], ...]:
-    """`g,b[;g,b]`: pairs of generation and batch threads."""
+    """Parse `g,b[;g,b]`: pairs of generation and batch threads."""
     return tuple(parse_pair(piece) for piece in text.split(";") if piece.strip())
 
 
@@ -296,7 +297,7 @@ _MOST_IN_RANGE = 10_000
 
 
 def parse_int_list(text: str) -> tuple[int, ...]:
-    """Whole numbers separated by commas; `1-4`, `0-8192+2048` and `512-8192*2` are ranges with both ends."""
+    """Parse whole numbers separated by commas; `1-4`, `0-8192+2048` and `512-8192*2` are ranges with both ends."""
     numbers: list[int] = []
     for piece in text.split(","):
         found = _RANGE.fullmatch(piece.strip())
@@ -321,7 +322,7 @@ def _range(first: int, last: int, operator: str, step: int) -> list[int]:
 
 
 def parse_text_item(text: str) -> tuple[str, ...]:
-    """One text value of an option that may be repeated."""
+    """Return one text value of an option that may be repeated."""
     return (text,)
 
 
@@ -338,7 +339,7 @@ _NEXT_FILE = re.compile(r"(?<=:)([^:,]+),")
 
 
 def parse_scaled_file(text: str) -> tuple[ScaledFile, ...]:
-    """`FILE SCALE`, or `FILE:SCALE[,FILE:SCALE...]`, of an option that may be repeated."""
+    """Parse `FILE SCALE`, or `FILE:SCALE[,FILE:SCALE...]`, of an option that may be repeated."""
     pieces = _NEXT_FILE.sub("\\1\n", text).split("\n")
     return tuple(_scaled_file(piece) for piece in pieces)
 
@@ -356,13 +357,13 @@ def _scaled_file(text: str) -> ScaledFile:
 
 
 def parse_layer_range(text: str) -> tuple[int, int]:
-    """`FIRST LAST`, two numbers of layers."""
+    """Parse `FIRST LAST`, two layer numbers."""
     try:
         first, last = (int(piece) for piece in text.replace(",", " ").split())
     except ValueError:
         raise ValueError("is not two whole numbers") from None
     if not 0 <= first <= last:
-        raise ValueError("is no range: the first layer comes first, and none is below 0")
+        raise ValueError("is not a range: the first layer comes first, and none is below 0")
     return first, last
 
 
@@ -388,7 +389,7 @@ _SPEC_KEYS = {
 
 
 def parse_spec_type(text: str) -> tuple[SpecStage, ...]:
-    """`TYPE[:key=value,...]`; several types may be joined by commas where no keys follow."""
+    """Parse `TYPE[:key=value,...]`; several types may be joined by commas if no keys follow."""
     _, _, keys = text.partition(":")
     types = [_SPEC_NAMES.get(t, t) for t in _spec_types(text) if t not in NOT_DRAFTING]
     unknown = [t for t in types if t not in SPEC_TYPES]
@@ -402,7 +403,7 @@ def parse_spec_type(text: str) -> tuple[SpecStage, ...]:
 
 
 def not_drafting(text: str) -> list[str]:
-    """The types in a `--spec-type` that are left out, because only other programs have them."""
+    """Return the types in a `--spec-type` that are ignored, because only other programs have them."""
     return [t for t in _spec_types(text) if t in NOT_DRAFTING]
 
 
@@ -411,7 +412,7 @@ def _spec_types(text: str) -> list[str]:
 
 
 def parse_spec_setting(text: str) -> tuple[SpecSetting, ...]:
-    """`TYPE:key=value[,key=value...]`."""
+    """Parse `TYPE:key=value[,key=value...]`."""
     name, colon, keys = text.partition(":")
     type = name.strip().lower()
     if type not in (*SPEC_TYPES, "ngram") or not colon or not keys:
@@ -420,7 +421,7 @@ def parse_spec_setting(text: str) -> tuple[SpecSetting, ...]:
 
 
 def _spec_key(item: str) -> tuple[str, float]:
-    """The field of a SpecStage and its value, from `key=value`."""
+    """Return the field of a SpecStage and its value, from `key=value`."""
     key, _, value = (piece.strip() for piece in item.partition("="))
     if key not in _SPEC_KEYS:
         raise ValueError(f"has the key {key}; use {', '.join(_SPEC_KEYS)}")

@@ -1,4 +1,7 @@
-"""The process of a stage: its options come through stdin, and when that is closed the one who wrote them is gone."""
+"""Run the process of a stage.
+
+Its options come through stdin. When stdin closes, the process that wrote them has ended.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ def _end_with_parent() -> None:
 
 
 def main() -> None:
-    """Be a stage."""
+    """Run a stage."""
     # Ctrl-C reaches all processes of a terminal, and the first one reports it
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     options = pickle.load(sys.stdin.buffer)

@@ -1,7 +1,7 @@
-"""The runner of a session whose model is in stages: plans them, starts them, feeds the chain and takes its results.
+"""The runner of a pipeline-parallel session: it plans the stages, starts them, feeds the chain and collects results.
 
-The driver holds no weights and no cache. Results come back in the order in which micro-batches were begun, so that as
-many can be under way as keep all stages busy.
+The driver holds no weights and no cache. Results arrive in the order in which micro-batches were submitted, so enough
+of them can be in flight to keep all stages busy.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ from ikcli.settings.run import RunConfig
 
 STAGE = "stage "
 _LOADING = 24 * 3600.0
-_PATIENCE = 15.0  # seconds in which a stage that lost its neighbour says so
+_PATIENCE = 15.0  # seconds in which a stage that lost its neighbour reports it
 
 Address = tuple[str, int]
 Supervise = Callable[[RunConfig, Sequence[int]], Supervisor]
 
 
 class StageLostError(IkError):
-    """A stage ended; the session can be started again, and then has nothing cached."""
+    """A stage ended; the session can be started again with empty sequences."""
 
 
 def stage_name(index: int) -> str:
-    """Name of a stage among the devices of a plan."""
+    """Return the name of a stage among the devices of a plan."""
     return f"{STAGE}{index + 1}"
 
 
 @dataclass(slots=True)
-class _Flight:
-    """A micro-batch under way, which can be computed again node by node."""
+class _MicroBatch:
+    """A micro-batch in flight, which can be computed again node by node."""
 
     program: int
     threads: int
@@ -63,28 +63,30 @@ class _Flight:
     block: bytes
 
 
-class StagedRunner(Runner):
-    """See the module."""
+class PipelineRunner(Runner):
+    """Run a model as a pipeline of stages; see the module."""
 
-    def __init__(self, config: RunConfig, sizes: Sizes, cuts: Sequence[int], supervise: Supervise) -> None:
+    def __init__(self, config: RunConfig, sizes: Sizes, split_points: Sequence[int], supervise: Supervise) -> None:
         n_threads = max(config.n_threads, config.n_threads_batch)
         super().__init__(CpuDevice(n_threads))
-        self._config, self._sizes, self.cuts, self._supervise = config, sizes, tuple(cuts), supervise
-        self.stages = [StageRunner(CpuDevice(n_threads), cuts, i) for i in range(len(cuts) - 1)]
+        self._config, self._sizes, self.split_points, self._supervise = config, sizes, tuple(split_points), supervise
+        self.stages = [StageRunner(CpuDevice(n_threads), split_points, i) for i in range(len(split_points) - 1)]
         self.route: Callable[[int, Address], Address] = lambda index, address: address
-        """Where the stage (or, behind the last one, the driver) is reached that listens there: for proxies."""
+        """The address under which stage `index` (or, after the last one, the driver) is reached; tests put proxies
+        here.
+        """
         self._model: Model | None = None
         self.supervisor: Supervisor | None = None
         self.pids: list[int] = []
-        """Processes of the stages, each on its machine."""
+        """The processes of the stages, each on its machine."""
         self._links: list[Link] = []
         self._onward: Link | None = None
         self._incoming: Link | None = None
         self._receiver: threading.Thread | None = None
         self._results: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._cells: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._flights: deque[_Flight] = deque()
-        self._landed: _Flight | None = None
+        self._in_flight: deque[_MicroBatch] = deque()
+        self._collected: _MicroBatch | None = None
         self._lost = ""
         self._numbers: dict[int, int] = {}  # id of a program -> its number in every stage
         self._n_outputs = self._n_planned = 0
@@ -100,32 +102,40 @@ class StagedRunner(Runner):
         n_seq: int = 1,
         n_window: int = 0,
         *,
-        independent: bool = False,
+        batch_invariant: bool = False,
         offload: bool = True,
     ) -> DividedProgram:
-        """The programs of all stages, planned as they plan them."""
+        """Plan the programs of all stages in the same way as the stages do."""
         self._n_cells, self._n_seq, self._n_window = n_cells, n_seq, n_window
-        if not independent:
+        if not batch_invariant:
             self._n_planned = max(self._n_planned, n_outputs)
         planned = [
             stage.plan(
-                graph, result, n_tokens, n_outputs, n_cells, n_seq, n_window, independent=independent, offload=offload
+                graph,
+                result,
+                n_tokens,
+                n_outputs,
+                n_cells,
+                n_seq,
+                n_window,
+                batch_invariant=batch_invariant,
+                offload=offload,
             )
             for stage in self.stages
         ]
-        turns = [p.turns[0] for p in planned]
+        splits = [p.splits[0] for p in planned]
         parts = {stage_name(i): p for i, p in enumerate(planned)}
-        return DividedProgram(graph, result, turns, [0] * len(turns), parts, {}, 0)
+        return DividedProgram(graph, result, splits, [0] * len(splits), parts, {}, 0)
 
     def memory(self, programs: Sequence[DividedProgram], model: Model) -> dict[str, dict[str, int]]:
-        """Bytes by stage and part."""
+        """Return the bytes by stage and part."""
         found = {CPU: {"weights": 0, "KV": 0, "compute": 0}}
         for i, stage in enumerate(self.stages):
             found[stage_name(i)] = stage.memory([p.parts[stage_name(i)] for p in programs], model)[CPU]
         return found
 
     def crossing_bytes(self, programs: Sequence[DividedProgram]) -> list[int]:
-        """Bytes per token that every stage but the last sends on, in the program with most."""
+        """Return the bytes per token that every stage but the last sends on, in the program that sends most."""
         graphs = {id(p.graph): p.graph for p in programs}.values()
         return [
             max(sum(4 * n.cols * n.rows.factor for n in stage.part(graph).leaving) for graph in graphs)
@@ -133,21 +143,21 @@ class StagedRunner(Runner):
         ]
 
     def notes(self, programs: Sequence[DividedProgram]) -> list[str]:
-        """What is where, and what goes between."""
-        where = [f"layers {a}-{b - 1}" for a, b in zip(self.cuts, self.cuts[1:], strict=False)]
+        """Describe the layers of every stage and the bytes between them for the log."""
+        where = [f"layers {a}-{b - 1}" for a, b in zip(self.split_points, self.split_points[1:], strict=False)]
         sizes = self.crossing_bytes(programs)
         return [f"stages: {', '.join(where)}; {'/'.join(map(str, sizes))} bytes per token between them"]
 
     def weight_names(self, programs: Sequence[DividedProgram]) -> dict[str, list[str]]:
-        """The driver needs none."""
+        """Return no names: the driver needs no weights."""
         return {}
 
     def n_missing(self, programs: Sequence[DividedProgram]) -> int:
-        """Kernels to compile for the stages of this machine; other machines have caches of their own."""
+        """Return the number of kernels to compile for stages on this machine; other machines have their own caches."""
         return self.cpu.n_missing(self._lowered(programs))
 
     def prepare(self, programs: Sequence[DividedProgram], progress: Callable[[int, int], None] | None = None) -> None:
-        """Compile once what all stages of this machine use."""
+        """Compile the kernels that stages of this machine share, once."""
         if self._lowered(programs):
             self.cpu.prepare(self._lowered(programs), progress)
 
@@ -167,7 +177,9 @@ class StagedRunner(Runner):
             with closing(StageListener(found.host, secret)) as listener:
                 found.begin(
                     [
-                        StageOptions(config, self._sizes, self.cuts, i, digest, listener.address, secret, found.host)
+                        StageOptions(
+                            config, self._sizes, self.split_points, i, digest, listener.address, secret, found.host
+                        )
                         for i in range(len(self.stages))
                     ]
                 )
@@ -176,7 +188,7 @@ class StagedRunner(Runner):
         except BaseException:
             self._end()
             raise
-        self._n_outputs = min(self._sizes.n_seq, self._config.n_ubatch)  # what stages plan for at first
+        self._n_outputs = min(self._sizes.n_seq, self._config.n_ubatch)  # outputs that stages plan for at first
         self._lost = ""
 
     def _parts_bytes(self, programs: Sequence[DividedProgram]) -> list[int]:
@@ -184,7 +196,7 @@ class StagedRunner(Runner):
         return [sum(p.values()) for name, p in self.memory(programs, self._model).items() if name != CPU]
 
     def _gather(self, listener: StageListener) -> list[Address]:
-        """Links to all stages, and where they listen, when all have loaded."""
+        """Wait until all stages have loaded; keep their links and return the addresses they listen on."""
         n = len(self.stages)
         links: dict[int, Link] = {}
         addresses: dict[int, Address] = {}
@@ -194,7 +206,7 @@ class StagedRunner(Runner):
             found = listener.accept(1.0)
             if found is not None:
                 link, words = found
-                self._links.append(link)  # closed whatever comes of it
+                self._links.append(link)  # closed in any case
                 if words.get("version") != ikcli.__version__:
                     raise IkError(
                         f"stage {words['index'] + 1} runs ik {words.get('version')}, and this is {ikcli.__version__}; "
@@ -202,7 +214,7 @@ class StagedRunner(Runner):
                     )
                 links[words["index"]], addresses[words["index"]] = link, (words["host"], words["port"])
                 pids[words["index"]] = words["pid"]
-            else:  # a stage that ended may have said why before
+            else:  # a stage that ended may have reported why before
                 self._check_alive(i for i in range(n) if i not in links)
             if time.monotonic() > until:
                 raise IkError("not all stages have started")
@@ -224,7 +236,7 @@ class StagedRunner(Runner):
                 raise IkError(f"{self._describe(i)} did not start: {why}")
 
     def _connect(self, listener: StageListener, addresses: list[Address], secret: str) -> None:
-        """Close the chain."""
+        """Connect the stages to a chain."""
         from ikcli.engine.pipeline.wire import connect
 
         after = [*addresses[1:], listener.address]
@@ -245,7 +257,7 @@ class StagedRunner(Runner):
 
     @staticmethod
     def _receive(link: Link, results: queue.SimpleQueue[Any], cells: queue.SimpleQueue[Any]) -> None:
-        """Sort what comes out of the chain; None: it is broken."""
+        """Sort the messages that leave the chain into results and cells; None means that the chain broke."""
         try:
             while True:
                 kind, words, data = link.receive(keep=True)
@@ -260,7 +272,7 @@ class StagedRunner(Runner):
         link.close()
 
     def _describe(self, index: int) -> str:
-        return f"stage {index + 1} (layers {self.cuts[index]}-{self.cuts[index + 1] - 1})"
+        return f"stage {index + 1} (layers {self.split_points[index]}-{self.split_points[index + 1] - 1})"
 
     def _why(self, index: int) -> str:
         assert self.supervisor is not None
@@ -271,10 +283,10 @@ class StagedRunner(Runner):
         return "its machine or the network to it does not answer"
 
     def _broken(self) -> StageLostError:
-        """What is known of a chain that broke: a stage that lost a neighbour says so before it ends."""
+        """Return the error for a broken chain: a stage that lost a neighbour reports it before it ends."""
         if not self._lost:
             silent = []
-            self.cut()  # those that wait for work see that the chain has ended
+            self.disconnect()  # stages that wait for work see that the chain has ended
             for i, link in enumerate(self._links):
                 try:
                     link.receive(timeout=_PATIENCE)
@@ -293,8 +305,8 @@ class StagedRunner(Runner):
         self._end()
         super().close()
 
-    def cut(self) -> None:
-        """End the chain as a lost network would."""
+    def disconnect(self) -> None:
+        """Break the chain as a lost network would."""
         if self._onward is not None:
             self._onward.close()
 
@@ -310,27 +322,27 @@ class StagedRunner(Runner):
             self._incoming.close()
             self._receiver.join()
             self._receiver = None
-        self._flights.clear()
+        self._in_flight.clear()
         self._results, self._cells = queue.SimpleQueue(), queue.SimpleQueue()
 
     # --- memory of stages ---------------------------------------------------------------------------------------------
     def make_caches(self, programs: Sequence[DividedProgram]) -> None:
-        """Stages have made theirs."""
+        """Do nothing: stages make their own caches."""
 
     def bind(self, programs: Sequence[DividedProgram], state: StepBlock) -> None:
-        """Number the programs; have stages plan for more logits if that was done here."""
+        """Number the programs; make the stages plan for more logits if that was done here."""
         self._numbers = {id(p): i for i, p in enumerate(programs)}
         if self._n_planned > self._n_outputs:
             self._n_outputs = self._n_planned
             self._send(MessageKind.OUTPUTS, {"n": self._n_outputs})
 
     def update_weights(self, model: Model, names: Sequence[str]) -> None:
-        """Other scales of adapters, and of control vectors that all stages know."""
+        """Send new scales of adapters and of control vectors, which all stages have."""
         added = model.adapters.added
         self._send(MessageKind.SCALES, {"scales": list(added.scales), "vectors": [list(use) for use in added.vectors]})
 
     def read_cells(self, cache: Cache, first: int, n: int) -> Bytes:
-        """Rows of a cache tensor, from the stage that holds it."""
+        """Read rows of a cache tensor from the stage that holds it."""
         self._send(MessageKind.READ, {"kind": cache.kind, "il": cache.il, "first": first, "n": n})
         kind, words, data = self._take(self._cells)
         if kind is not MessageKind.CELLS:
@@ -338,18 +350,18 @@ class StagedRunner(Runner):
         return np.frombuffer(data, np.uint8).reshape(words["shape"])
 
     def write_cells(self, cache: Cache, first: int, rows: Bytes) -> None:
-        """See `Runner.write_cells`."""
+        """Write rows of a cache tensor in the stage that holds it."""
         words = {"kind": cache.kind, "il": cache.il, "first": first, "shape": rows.shape}
         self._send(MessageKind.WRITE, words, [np.ascontiguousarray(rows)])
 
     def move_cells(self, cache: Cache, source: int, first: int, n: int) -> None:
-        """Where they are; only this request goes over the network."""
+        """Move rows within the stage that holds them; only the request goes over the network."""
         self._send(MessageKind.MOVE, {"kind": cache.kind, "il": cache.il, "source": source, "first": first, "n": n})
 
     # --- running ------------------------------------------------------------------------------------------------------
     @property
     def depth(self) -> int:
-        """One micro-batch in every stage, and one on its way."""
+        """Return one micro-batch for every stage, and one that is on its way."""
         return len(self.stages) + 1
 
     def _send(self, kind: MessageKind, words: dict[str, Any], payload: Sequence[Any] = ()) -> None:
@@ -372,43 +384,43 @@ class StagedRunner(Runner):
         return kind, words, data
 
     def run(self, program: DividedProgram, n_threads: int, state: StepBlock) -> None:
-        """Send a micro-batch into the chain; the step block may be filled anew when this returns."""
+        """Send a micro-batch into the chain; the step block may be overwritten when this returns."""
         from ikcli.graph import Rows
 
         outputs = state.rows[Rows.OUTPUTS]
         block = b"".join(a.tobytes() for a in state.packed())
-        flight = _Flight(self._numbers[id(program)], n_threads, outputs, block)
-        self._begin(flight, look=False)
-        self._flights.append(flight)
+        batch = _MicroBatch(self._numbers[id(program)], n_threads, outputs, block)
+        self._begin(batch, look=False)
+        self._in_flight.append(batch)
 
-    def _begin(self, flight: _Flight, *, look: bool) -> None:
+    def _begin(self, batch: _MicroBatch, *, look: bool) -> None:
         words = {
-            "program": flight.program, "threads": flight.threads, "outputs": flight.outputs,
-            "compact": flight.program < len(self._numbers) - 1, "look": look,
+            "program": batch.program, "threads": batch.threads, "outputs": batch.outputs,
+            "compact": batch.program < len(self._numbers) - 1, "look": look,
         }  # fmt: skip
-        self._send(MessageKind.RUN, words, [flight.block])
+        self._send(MessageKind.RUN, words, [batch.block])
 
     def result(self, program: DividedProgram, n_rows: int) -> npt.NDArray[np.float32]:
-        """Wait for the oldest one."""
-        if not self._flights:
+        """Wait for the result of the oldest micro-batch."""
+        if not self._in_flight:
             raise StageLostError(self._lost)
-        self._landed = self._flights.popleft()
+        self._collected = self._in_flight.popleft()
         _, _, data = self._take(self._results)
         return np.frombuffer(data, np.float32).reshape(n_rows, program.result.cols)
 
     def explain(self, program: DividedProgram, n_threads: int, state: StepBlock, observer: Observer) -> None:
-        """Have it computed again by the stages, which look for what is not finite themselves."""
-        assert self._landed is not None
-        self._begin(self._landed, look=True)
-        while self._flights:  # those that were begun after it
-            self._flights.popleft()
+        """Make the stages compute the last micro-batch again and look for values that are not finite."""
+        assert self._collected is not None
+        self._begin(self._collected, look=True)
+        while self._in_flight:  # micro-batches that were submitted after it
+            self._in_flight.popleft()
             self._take(self._results)
         self._take(self._results)
 
     def run_observed(self, program: DividedProgram, n_threads: int, state: StepBlock, observer: Observer) -> None:
-        """Values of nodes stay where they are."""
+        """Raise UnsupportedError: values of nodes stay in the stages."""
         raise UnsupportedError("values inside of a model are not seen with --stages; leave it out")
 
     def timed(self, program: DividedProgram, n_threads: int, state: StepBlock, show: bool) -> Iterator[TimedOp]:
-        """Stages are not timed op by op."""
+        """Raise UnsupportedError: stages are not timed op by op."""
         raise UnsupportedError("--profile cannot be used with --stages; leave one of them out")

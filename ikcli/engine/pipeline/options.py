@@ -1,4 +1,4 @@
-"""The place of a stage in the pipeline, as the driver tells it to the process of the stage."""
+"""The options of a stage, which the driver sends to its process."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from ikcli.engine.plan.sizes import Sizes
 from ikcli.settings.run import RunConfig
 
 LARGE = 1 << 18
-"""Bytes of a micro-batch from which on it is sent and received beside the computation."""
+"""Bytes from which a micro-batch is sent and received while another one is computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageOptions:
-    """A stage: the settings of the run and its place in it, where the driver listens, and the secret of the run."""
+    """A stage: the settings of the run, its place in the pipeline, the driver's address, and the secret of the run."""
 
     config: RunConfig
     sizes: Sizes
-    cuts: tuple[int, ...]
+    split_points: tuple[int, ...]
     index: int
     digest: str
     driver: tuple[str, int]
     secret: str
-    host: str  # where it listens itself
+    host: str  # the host on which it listens

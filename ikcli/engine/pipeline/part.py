@@ -1,4 +1,4 @@
-"""The runner of one stage: programs of its layers on the CPU, with memory for what arrives and leaves."""
+"""The runner of one stage: programs of its layers on the CPU, with memory for values that arrive and leave."""
 
 from __future__ import annotations
 
@@ -11,25 +11,28 @@ from ikcli.graph import Cache, Graph, Node, Rows
 from ikcli.graph.split import NodePlaces, Turn
 from ikcli.graph.stages import LayerGraph, StagePart
 
-_SLACK = 512  # bytes behind every value, which kernels may read
+_SLACK = 512  # bytes after every value that kernels may read
 
 
 class StageRunner(Runner):
-    """See the module. `cuts`: the first layer of every stage, then the number of layers."""
+    """Run the layers of one stage.
 
-    def __init__(self, cpu: CpuDevice, cuts: Sequence[int], index: int) -> None:
+    `split_points` holds the first layer of every stage, then the number of layers.
+    """
+
+    def __init__(self, cpu: CpuDevice, split_points: Sequence[int], index: int) -> None:
         super().__init__(cpu)
-        self.cuts, self.index = tuple(cuts), index
+        self.split_points, self.index = tuple(split_points), index
         self._parts: dict[int, StagePart] = {}  # by id of the graph
 
     @property
     def is_last(self) -> bool:
-        return self.index == len(self.cuts) - 2
+        return self.index == len(self.split_points) - 2
 
     def part(self, graph: Graph) -> StagePart:
-        """What this stage does of a graph."""
+        """Return the part of a graph that this stage computes."""
         if id(graph) not in self._parts:
-            self._parts[id(graph)] = LayerGraph(graph).part(self.cuts, self.index)
+            self._parts[id(graph)] = LayerGraph(graph).part(self.split_points, self.index)
         return self._parts[id(graph)]
 
     def _plan(
@@ -37,7 +40,7 @@ class StageRunner(Runner):
         graph: Graph,
         result: Node,
         rows: Mapping[Rows, int],
-        independent: bool,
+        batch_invariant: bool,
         places: NodePlaces,
         streamed: frozenset[str],
     ) -> DividedProgram:
@@ -47,22 +50,22 @@ class StageRunner(Runner):
         imports = [x for x in part.arriving if x in used]
         exports = [x for x in part.leaving if x in made]
         kept = result if self.is_last else None
-        turn = Turn(CPU, list(part.nodes), imports, exports)
-        whole = self.cpu.plan([turn], rows, self._n_cells, independent, result=kept)
+        split = Turn(CPU, list(part.nodes), imports, exports)
+        whole = self.cpu.plan([split], rows, self._n_cells, batch_invariant, result=kept)
         memory: dict[Node, tuple[int, int]] = {}
         at = 0
         for node in (*imports, *exports):
             size = -(-(rows[node.rows.symbol] * node.rows.factor * node.cols * 4 + _SLACK) // 64) * 64
             memory[node] = (at, size)
             at += size
-        return DividedProgram(graph, result, [turn], [0], {CPU: whole}, memory, at)
+        return DividedProgram(graph, result, [split], [0], {CPU: whole}, memory, at)
 
     @property
     def own_caches(self) -> list[Cache]:
-        """Those that were made."""
+        """Return the cache tensors that this stage has made."""
         return list(self._caches[CPU])
 
     def cache_tensors(self, programs: Sequence[DividedProgram]) -> dict[str, list[Cache]]:
-        """Those of the layers of this stage."""
-        found = {c: None for p in programs for turn in p.turns for node in turn.nodes for c in node.caches()}
+        """Return the cache tensors of the layers of this stage."""
+        found = {c: None for p in programs for split in p.splits for node in split.nodes for c in node.caches()}
         return {CPU: list(found)}

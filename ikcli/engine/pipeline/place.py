@@ -1,13 +1,13 @@
-"""How a model is divided into pipeline stages: their runner, their shares, their memory."""
+"""Divide a model into pipeline stages: their runner, their shares, their memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from ikcli.engine.pipeline.cuts import find_cuts
-from ikcli.engine.pipeline.driver import STAGE, StagedRunner, Supervise
+from ikcli.engine.pipeline.driver import STAGE, PipelineRunner, Supervise
 from ikcli.engine.pipeline.part import StageRunner
+from ikcli.engine.pipeline.split_points import find_split_points
 from ikcli.engine.pipeline.supervisor import supervise_here
 from ikcli.engine.plan.devices import Machine
 from ikcli.engine.plan.programs import Graphs
@@ -22,16 +22,16 @@ from ikcli.settings.run import RunConfig
 
 
 def share_evenly(fleet: BatchConfig) -> tuple[float, ...]:
-    """Return the shares of stages on equal machines: none are needed."""
+    """Return no shares: stages on equal machines need none."""
     return ()
 
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """How the stages of a model are started. The default are processes of this machine.
+    """How the stages of a model are started; by default as processes of this machine.
 
-    `supervise(config, bytes of each stage)` starts them, `shares` says how much of the model each gets. In the process
-    of a stage, `stage` has the split points of the model and the number of the stage.
+    `supervise(config, bytes of each stage)` starts them. `shares` returns how much of the model each one gets. In the
+    process of a stage, `stage` holds the split points of the model and the index of the stage.
     """
 
     supervise: Supervise = supervise_here
@@ -49,17 +49,19 @@ class Pipeline:
             config = replace(
                 config, n_threads=max(1, config.n_threads // n), n_threads_batch=max(1, config.n_threads_batch // n)
             )
-        cuts = find_cuts(config, model, graphs, lambda c: cache_bytes(c, c.rows(cfg.n_ctx, cfg.n_seq, cfg.n_window)))
-        return StagedRunner(config, sizes, cuts, self.supervise), config
+        split_points = find_split_points(
+            config, model, graphs, lambda c: cache_bytes(c, c.rows(cfg.n_ctx, cfg.n_seq, cfg.n_window))
+        )
+        return PipelineRunner(config, sizes, split_points, self.supervise), config
 
 
 LOCAL = Pipeline()
 
 
 def stage_memory(config: RunConfig, machine: Machine, parts: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
-    """Return the RAM of each stage: that of a described machine, or what the others leave of this one.
+    """Return the RAM of each stage: that of a described machine, or what the other stages leave on this one.
 
-    Empty for a cluster, of which nothing is known.
+    Return an empty dict for a cluster, whose memory is unknown.
     """
     sizes = {name: sum(p.values()) for name, p in parts.items() if name.startswith(STAGE)}
     if machine.ram is None or not (machine.described or config.fleet.ray in (None, "local")):

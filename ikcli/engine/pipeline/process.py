@@ -1,7 +1,8 @@
-"""A stage at work: loads its layers, then computes what arrives and sends on what leaves, until it is told to stop.
+"""Run one stage: load its layers, then compute what arrives and send on what leaves, until told to stop.
 
-Stages form a chain that begins and ends at the driver. All that has to happen in order goes along it: micro-batches,
-rows of caches that are read, written or moved, adapters. Whoever is not meant sends a message on.
+Stages form a chain that begins and ends at the driver. Everything that must happen in order goes along the chain:
+micro-batches, adapters, and rows of caches to read, write or move. A stage that a message does not concern passes it
+on.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ Message = tuple[MessageKind, dict[str, Any], memoryview]
 
 
 def work(options: StageOptions) -> None:
-    """Be a stage until the chain ends. Errors while loading are told to the driver."""
+    """Run a stage until the chain ends; report errors while loading to the driver."""
     listener = StageListener(options.host, options.secret)
     host, port = listener.address
     hello = {"secret": options.secret, "index": options.index, "version": ikcli.__version__}
@@ -57,11 +58,11 @@ def work(options: StageOptions) -> None:
             with closing(onward):
                 stage.serve(_neighbour(listener), onward)
         except LostLinkError:
-            control.send(MessageKind.FAILED, {"error": "a neighbour was lost"})  # not this one
+            control.send(MessageKind.FAILED, {"error": "a neighbour was lost"})  # not in this stage
         finally:
             stage.close()
     except LostLinkError:
-        pass  # the driver is gone
+        pass  # the driver has ended
     finally:
         control.close()
         listener.close()
@@ -81,7 +82,7 @@ class _Stage:
         config = options.config
         assert config.model is not None
         with hushed(True):
-            planner = Planner.of_file(config, pipeline=Pipeline(stage=(options.cuts, options.index)))
+            planner = Planner.of_file(config, pipeline=Pipeline(stage=(options.split_points, options.index)))
             if of_model(planner.file) != options.digest:
                 raise IkError(f"{config.model} on this node is another file than that of the command")
             self._session = Session(planner.prepare(config, options.sizes))
@@ -97,9 +98,10 @@ class _Stage:
         return list(self._session.programs.values())
 
     def serve(self, arriving: Link, onward: Link) -> None:
-        """Until STOP has been sent on. While rows of a prompt are computed, the next ones arrive and the last ones go.
+        """Compute and pass on messages until STOP has been sent on.
 
-        Small messages are received and sent by this thread, which is quicker.
+        While one piece of a prompt is computed, the next one is received and the last one sent. This thread receives
+        and sends small messages itself, which is quicker.
         """
         coming: Future[Message] | None = None
         going: Future[None] | None = None
@@ -121,18 +123,18 @@ class _Stage:
                     return
 
     def _answered(self, kind: MessageKind, words: dict[str, Any], data: memoryview) -> Any:
-        """The message to send on, or None; errors are messages."""
+        """Return the message to send on, or None; errors become messages."""
         try:
             return self._answer(kind, words, data)
         except IkError as error:
             what = "NonFiniteError" if isinstance(error, NonFiniteError) else "IkError"
             return MessageKind.ERROR, {"of": kind.value, "error": str(error), "class": what}, ()
-        except Exception as error:  # an error of ours, told to the driver rather than a lost stage
+        except Exception as error:  # a bug here: tell the driver, rather than appear as a lost stage
             text = f"internal error in stage {self._runner.index + 1}: {type(error).__name__}: {error}"
             return MessageKind.ERROR, {"of": kind.value, "error": text, "class": "IkError"}, ()
 
     def _answer(self, kind: MessageKind, words: dict[str, Any], data: memoryview) -> Any:
-        """The message to send on, or None."""
+        """Return the message to send on, or None."""
         onward = (kind, words, (data,))
         if kind is MessageKind.RUN:
             return self._run(words, data)

@@ -14,23 +14,26 @@ from ikcli.settings.run import RunConfig
 
 
 class Supervisor(Protocol):
-    """Starts the stages of a model, and knows why one ended."""
+    """Starts the stages of a model and reports why one ended."""
 
     host: str
-    """Where the command listens for them."""
+    """The host on which the command listens for the stages."""
 
     def begin(self, stages: Sequence[StageOptions]) -> None:
-        """Start them; `close` is to be called whatever comes of it."""
+        """Start the stages; the caller must call `close` in any case."""
 
     def died(self, index: int) -> str:
-        """Why a stage has ended; empty while it is there."""
+        """Return why a stage has ended, or an empty text while it runs."""
 
     def close(self) -> None:
-        """End all, those that do not by themselves after some seconds."""
+        """End all stages; kill those that do not end within some seconds."""
 
 
 class LocalSupervisor:
-    """Processes on this machine. They end with the process that made them, which closes their stdin."""
+    """Runs stages as processes on this machine.
+
+    They end with the process that started them, which closes their stdin.
+    """
 
     host = "127.0.0.1"
 
@@ -38,24 +41,24 @@ class LocalSupervisor:
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def begin(self, stages: Sequence[StageOptions]) -> None:
-        """See Supervisor."""
+        """Start a process for each stage."""
         command = [sys.executable, "-m", "ikcli.engine.pipeline"]
         self._processes += [subprocess.Popen(command, stdin=subprocess.PIPE) for _ in stages]
         for process, options in zip(self._processes, stages, strict=True):
             assert process.stdin is not None
-            with suppress(OSError):  # then it has ended, which is seen later
+            with suppress(OSError):  # the process has ended, which `died` reports later
                 process.stdin.write(pickle.dumps(options))
                 process.stdin.flush()
 
     def died(self, index: int) -> str:
-        """See Supervisor."""
+        """Return why the process of a stage has ended, or an empty text while it runs."""
         code = self._processes[index].poll()
         if code is None:
             return ""
         return f"its process was ended by signal {-code}" if code < 0 else f"its process ended with code {code}"
 
     def close(self) -> None:
-        """See Supervisor."""
+        """Wait for all processes to end, and kill those that do not within 5 seconds."""
         for process in self._processes:
             try:
                 process.wait(5)

@@ -1,6 +1,6 @@
-"""Messages between stages over TCP: a kind, a few words as JSON, and bytes. Nothing that arrives is ever executed.
+"""Messages between stages over TCP: a kind, a few fields as JSON, and bytes. Nothing that arrives is ever executed.
 
-Whoever connects says the secret of the run first; other connections are closed.
+A client first sends the secret of the run; other connections are closed.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ import numpy.typing as npt
 
 from ikcli.errors import IkError
 
-_HEAD = struct.Struct("<IIQ")  # kind, bytes of the words, bytes of the payload
+_HEAD = struct.Struct("<IIQ")  # kind, bytes of the fields, bytes of the payload
 _MOST_WORDS = 1 << 20
-_PATIENCE = 20  # seconds until a connection that answers nothing counts as lost
+_PATIENCE = 20  # seconds until a connection without replies counts as lost
 
 Buffer = bytes | memoryview | npt.NDArray[Any]
 
 
 class LostLinkError(IkError):
-    """The other end of a connection is gone."""
+    """The other end of a connection has gone."""
 
 
 class MessageKind(IntEnum):
-    """What a message is. The first ones are sent once, beside the chain."""
+    """The kind of a message. The first ones are sent once, outside of the chain."""
 
     HELLO = 1
     NEXT = 2
     READY = 3
-    FAILED = 4  # an error while loading, or that a neighbour was lost
+    FAILED = 4  # an error while loading, or the loss of a neighbour
     RUN = 10
     RESULT = 11
     READ = 12
@@ -50,7 +50,7 @@ class MessageKind(IntEnum):
 
 
 class Link:
-    """A connection. What `receive` returns as payload is valid until the next call."""
+    """A connection. The payload that `receive` returns is valid until the next call."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -66,7 +66,7 @@ class Link:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _PATIENCE)
 
     def send(self, kind: MessageKind, words: dict[str, Any], payload: Sequence[Buffer] = ()) -> None:
-        """LostLinkError if the other end is gone."""
+        """Send a message; raise LostLinkError if the other end has gone."""
         text = json.dumps(words).encode()
         parts = [v.cast("B") for v in map(_view, payload) if v.nbytes]
         head = _HEAD.pack(kind, len(text), sum(p.nbytes for p in parts)) + text
@@ -86,14 +86,17 @@ class Link:
     def receive(
         self, *, keep: bool = False, timeout: float | None = None
     ) -> tuple[MessageKind, dict[str, Any], memoryview]:
-        """The next message; `keep`: the payload is in memory of its own. LostLinkError if the other end is gone."""
+        """Return the next message; raise LostLinkError if the other end has gone.
+
+        `keep`: put the payload into memory of its own.
+        """
         try:
             if timeout is not None:
                 self._sock.settimeout(timeout)
             self._fill(memoryview(self._head))
             kind, n_words, n_bytes = _HEAD.unpack(self._head)
             if n_words > _MOST_WORDS:
-                raise LostLinkError("a connection was closed: what arrived is no message")
+                raise LostLinkError("a connection was closed: what arrived is not a message")
             text = bytearray(n_words)
             self._fill(memoryview(text))
             if keep:
@@ -107,7 +110,7 @@ class Link:
         except OSError as error:
             raise LostLinkError(f"a connection was lost: {error.strerror or error}") from None
         except (ValueError, RecursionError):
-            raise LostLinkError("a connection was closed: what arrived is no message") from None
+            raise LostLinkError("a connection was closed: what arrived is not a message") from None
 
     def _fill(self, view: memoryview) -> None:
         at = 0
@@ -119,11 +122,11 @@ class Link:
 
     @property
     def host(self) -> str:
-        """Address of this end."""
+        """Return the address of this end."""
         return str(self._sock.getsockname()[0])
 
     def close(self) -> None:
-        """Whoever waits on it in another thread is told so."""
+        """Close the connection; a thread that waits on it gets an error."""
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
@@ -134,7 +137,7 @@ def _view(data: Buffer) -> memoryview:
 
 
 class StageListener:
-    """Takes connections of those who know the secret."""
+    """Accepts connections from clients that know the secret."""
 
     def __init__(self, host: str, secret: str) -> None:
         self._secret = secret
@@ -146,13 +149,13 @@ class StageListener:
         return str(host), int(port)
 
     def accept(self, timeout: float) -> tuple[Link, dict[str, Any]] | None:
-        """A connection and what its hello says; None after `timeout` seconds, or if it was a stranger's."""
+        """Return a connection and its hello; None after `timeout` seconds, or if the client did not know the secret."""
         self._sock.settimeout(timeout)
         try:
             sock, _ = self._sock.accept()
         except TimeoutError:
             return None
-        sock.settimeout(5)  # a stranger who is silent holds nobody up
+        sock.settimeout(5)  # a silent stranger blocks nobody
         head = bytearray(_HEAD.size)
         try:
             if not _fill(sock, head):
@@ -182,7 +185,7 @@ def _fill(sock: socket.socket, buffer: bytearray) -> bool:
 
 
 def connect(address: tuple[str, int], hello: dict[str, Any]) -> Link:
-    """A connection to a listener; IkError if it cannot be reached."""
+    """Connect to a listener; raise IkError if it cannot be reached."""
     try:
         sock = socket.create_connection(address, timeout=30)
     except OSError as error:

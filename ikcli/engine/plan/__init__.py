@@ -1,1 +1,1 @@
-"""From a GGUF header to a plan: sizes, placement, graphs, programs, bytes per device. Reads no weight."""
+"""Turn a GGUF header into a plan: sizes, placement, graphs, programs, bytes per device. No weight is read."""

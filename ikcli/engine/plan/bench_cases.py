@@ -1,4 +1,7 @@
-"""What `ik bench` and `ik batched-bench` measure, from their options: the cases, by which their sessions are sized."""
+"""Derive the cases of `ik bench` and `ik batched-bench` from their options.
+
+The sizes of their sessions follow from these cases.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,9 @@ from ikcli.settings.run import RunConfig
 
 @dataclass(frozen=True, slots=True)
 class BenchTest:
-    """n_prompt tokens at once, then n_gen single ones; with `after_prompt` only the latter are timed.
+    """A run of n_prompt tokens at once, then n_gen single tokens.
 
-    `n_depth` tokens are in the cache before.
+    The cache holds `n_depth` tokens before. With `after_prompt` only the generated tokens are timed.
     """
 
     n_prompt: int
@@ -30,17 +33,20 @@ class BenchTest:
 
     @property
     def n_cells(self) -> int:
-        """Tokens in the cache at the end."""
+        """Return the number of cached tokens at the end."""
         return self.n_depth + self.n_prompt + self.n_gen
 
     @property
     def n_timed(self) -> int:
-        """Tokens that the measured time is for."""
+        """Return the number of tokens that the measured time covers."""
         return self.n_gen + (0 if self.after_prompt else self.n_prompt)
 
 
 def bench_tests(config: RunConfig) -> list[BenchTest]:
-    """The tests by depth, then prompt lengths, generation lengths, -pg, -gp; lengths of 0 are left out."""
+    """Return the tests, ordered by depth, then prompt lengths, generation lengths, -pg and -gp.
+
+    Lengths of 0 are left out.
+    """
     b = config.bench
     pairs = [*b.pg, *b.gp]
     if min((*b.n_prompt, *b.n_gen, *b.n_depth, *(n for pair in pairs for n in pair)), default=0) < 0:
@@ -57,7 +63,10 @@ def bench_tests(config: RunConfig) -> list[BenchTest]:
 
 @dataclass(frozen=True, slots=True)
 class BatchedTest:
-    """`pl` sequences of `pp` prompt tokens, each generating `tg` tokens; `shared`: they have one prompt."""
+    """A run of `pl` sequences with `pp` prompt tokens each, which generate `tg` tokens each.
+
+    `shared`: all sequences have the same prompt.
+    """
 
     pp: int
     tg: int
@@ -66,23 +75,23 @@ class BatchedTest:
 
     @property
     def n_kv(self) -> int:
-        """Tokens in the cache at the end, a shared prompt counted once."""
+        """Return the number of cached tokens at the end; a shared prompt counts once."""
         return self.pp + self.pl * self.tg if self.shared else self.n_cells
 
     @property
     def n_cells(self) -> int:
-        """Cells the sequences occupy: each has its own copy of a shared prompt."""
+        """Return the number of cells that the sequences occupy; each has its own copy of a shared prompt."""
         return self.pl * (self.pp + self.tg)
 
     @property
     def n_prompt(self) -> int:
-        """Prompt tokens that are computed."""
+        """Return the number of prompt tokens that are computed."""
         return self.pp if self.shared else self.pl * self.pp
 
 
 @dataclass(frozen=True, slots=True)
 class BatchedTests:
-    """The tests that `-c` has room for, and those it has not; n_kv_max: tokens there is room for."""
+    """The tests that fit the context of `-c`, and those that do not; n_kv_max is that context in tokens."""
 
     fitting: tuple[BatchedTest, ...]
     left_out: tuple[BatchedTest, ...]
@@ -90,7 +99,7 @@ class BatchedTests:
 
 
 def batched_tests(config: RunConfig) -> BatchedTests:
-    """All combinations in the order of the lists: prompt length, generated tokens, sequences."""
+    """Return all combinations of the lists in their order: prompt length, generated tokens, sequences."""
     b = config.batched
     if min((*b.npp, *b.ntg), default=0) < 0 or min(b.npl, default=0) < 1:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""What a GPU needs for its turns of a run, planned without the GPU: only facts about it are looked at."""
+"""Plan the splits of a GPU without the GPU: planning needs only its attributes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CARDS = {
 
 
 class _PaperDevice:
-    """A device of which only the facts are known; enough for planning."""
+    """A device of which only the attributes are known, which is enough for planning."""
 
     def __init__(self, info: DeviceInfo) -> None:
         self.info = info
@@ -34,12 +34,12 @@ class _PaperDevice:
 
 
 def described_info(gpu: GpuFacts) -> DeviceInfo:
-    """Facts about a described GPU: those of the newest known card that is not newer than its compute capability."""
+    """Return the attributes of a described GPU: those of the newest known card up to its compute capability."""
     cc = gpu.capability or DEFAULT_CAPABILITY
     n_sm, shared, l2 = _CARDS[max((known for known in _CARDS if known <= cc), default=min(_CARDS))]
     return DeviceInfo(int(gpu.name.removeprefix("CUDA")), gpu.name, cc, n_sm, gpu.total, shared, l2, (13, 0))
 
 
 def planning_device(gpu: GpuFacts) -> GpuDevice:
-    """A GPU of a session that can plan, but not run."""
+    """Return the GPU of a session that can plan but not run."""
     return GpuDevice(cast(CudaDevice, _PaperDevice(gpu.info or described_info(gpu))))

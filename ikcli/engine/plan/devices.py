@@ -1,7 +1,7 @@
 """The memory a run can use: GPUs and RAM of this machine, or those that `--device-spec` describes.
 
-`free` is what buffers of the run may take. A described GPU loses `CONTEXT_BYTES` for the driver's context and our
-kernels; on a real one the driver says what is free once the context exists.
+`free` is the memory available to the buffers of the run. `CONTEXT_BYTES` are subtracted for a described GPU: the
+driver's context and our kernels take them. A real GPU reports its free memory once the context exists.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ _MEMINFO = Path("/proc/meminfo")
 
 @dataclass(frozen=True, slots=True)
 class GpuFacts:
-    """A GPU: `CUDA<i>`, bytes in all and free; `info` of a real one, compute capability of a described one if given."""
+    """A GPU: its name `CUDA<i>`, and its total and free bytes.
+
+    `info` belongs to a real GPU; a described GPU may have a compute capability.
+    """
 
     name: str
     total: int
@@ -34,7 +37,7 @@ class GpuFacts:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """GPUs in order and the RAM that programs can get (None where the system does not say)."""
+    """The GPUs in order and the RAM available to programs (None where the system does not report it)."""
 
     gpus: tuple[GpuFacts, ...] = ()
     ram: int | None = None
@@ -50,9 +53,9 @@ class Machine:
 
 
 def find_machine(config: RunConfig, *, exact: bool) -> Machine:
-    """The machine to plan for: the one `--device-spec` describes, else this one.
+    """Return the machine to plan for: the one that `--device-spec` describes, else this one.
 
-    `exact`: ask what is free on GPUs, for which each has to be opened; otherwise take all of their memory as free.
+    `exact`: ask every GPU for its free memory, which opens it. Otherwise all of its memory counts as free.
     """
     if config.device_spec:
         return described_machine(config.device_spec, available_memory())
@@ -74,7 +77,7 @@ def _opened(config: RunConfig) -> tuple[GpuFacts, ...]:
 
 
 def opened_gpus(devices: Mapping[str, CudaDevice]) -> tuple[GpuFacts, ...]:
-    """What opened GPUs say of their memory."""
+    """Return the memory that opened GPUs report."""
     found = []
     for name, device in devices.items():
         free, total = device.memory()
@@ -97,7 +100,7 @@ def _listed(config: RunConfig) -> tuple[GpuFacts, ...]:
 
 
 def described_machine(specs: tuple[DeviceSpec, ...], ram: int | None) -> Machine:
-    """The machine of a `--device-spec`; `ram` is used where it does not name the host memory."""
+    """Return the machine that a `--device-spec` describes; `ram` applies if the spec names no host memory."""
     gpus = [spec for spec in specs if spec.kind == "cuda"]
     host = [spec.n_bytes for spec in specs if spec.kind == "cpu"]
     devices = tuple(
@@ -108,7 +111,7 @@ def described_machine(specs: tuple[DeviceSpec, ...], ram: int | None) -> Machine
 
 
 def available_memory(path: Path = _MEMINFO) -> int | None:
-    """Bytes of RAM available to new programs, or None where the system does not say."""
+    """Return the bytes of RAM available to new programs, or None where the system does not report them."""
     try:
         lines = path.read_text(encoding="ascii").splitlines()
     except OSError:

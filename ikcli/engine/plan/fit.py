@@ -1,9 +1,10 @@
-"""`--fit`: options with which as many tensors as possible lie in GPU memory, and a margin stays free on every GPU.
+"""Choose options for `--fit`: as many tensors as possible in GPU memory, with a free margin on every GPU.
 
-If everything fits, everything goes to the GPUs. Otherwise the routed experts of the first blocks stay on the CPU, as
-few as possible; blocks are dealt out to the GPUs in order, each filled up before the next, unless `-ts` says how. What
-is left on a GPU then takes up and gate, or down, of one more block. If even attention and dense parts do not fit, the
-first blocks stay on the CPU as a whole. Candidates are compared by exact bytes; the one chosen is planned in full.
+If everything fits, everything goes to the GPUs. Otherwise the routed experts of as few first blocks as possible stay on
+the CPU. Blocks are assigned to the GPUs in order, and each GPU is filled before the next, unless `-ts` gives shares.
+The space left on a GPU then takes up and gate, or down, of one more block. If even attention and dense parts do not
+fit, the first blocks stay on the CPU entirely. Candidates are compared by exact bytes; the chosen one is planned in
+full.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from ikcli.settings.run import RunConfig
 
 _BLOCK = re.compile(r"blk\.(\d+)\.")
 _ROUNDS = 6
-_FIRST_GUESS = 1 << 30  # bytes of work memory, before the first plan says it
+_FIRST_GUESS = 1 << 30  # bytes of work memory, until the first plan gives the exact number
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Settings that fit, the options that give them, and the plan."""
+    """Settings that fit, the options that produce them, and the plan."""
 
     config: RunConfig
     options: str
@@ -35,7 +36,7 @@ class Fit:
 
 @dataclass(frozen=True, slots=True)
 class _Costs:
-    """Bytes on a GPU: per block without and of its routed experts, of the output, and what is placed already."""
+    """Bytes on a GPU: per block without its routed experts, of these experts, of the output, and already placed."""
 
     block: list[int]
     up_gate: list[int]
@@ -49,7 +50,7 @@ class _Costs:
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """Blocks per GPU (the output counts for the last one used), blocks whose experts stay on the CPU, extra rules."""
+    """Blocks per GPU (the output counts for the last GPU in use), blocks with experts on the CPU, and extra rules."""
 
     n_gpu_layers: int
     counts: tuple[int, ...]
@@ -59,7 +60,7 @@ class _Choice:
 
 @dataclass(frozen=True, slots=True)
 class _Dealt:
-    """Blocks dealt out to GPUs: how many each has, the GPU of every block (-1 = CPU), bytes left on each."""
+    """An assignment of blocks: blocks per GPU, the GPU of every block (-1 = CPU), and bytes left on each GPU."""
 
     n_gpu_layers: int
     counts: tuple[int, ...]
@@ -69,9 +70,10 @@ class _Dealt:
 
 
 def fit(planner: Planner, config: RunConfig, margin: int | None = None) -> Fit:
-    """Choose `-ngl`, `-ts` and `--n-cpu-moe`; IkError if the GPUs cannot even hold one block.
+    """Choose `-ngl`, `-ts` and `--n-cpu-moe`; raise IkError if the GPUs cannot hold even one block.
 
-    `margin` in bytes, by default that of `--fit-margin`. Given `-ot` rules are kept, `-ngl` is the most, `-ts` stays.
+    `margin` is in bytes, by default that of `--fit-margin`. Given `-ot` rules and `-ts` are kept; `-ngl` is an upper
+    bound.
     """
     margin = max(config.fit_margin * MIB if margin is None else margin, RESERVE_BYTES)
     config = replace(config, fit=False)
@@ -103,7 +105,7 @@ def _most_layers(planner: Planner, config: RunConfig) -> int:
 
 
 def _ngl_text(planner: Planner, config: RunConfig) -> int:
-    """The habit is to write 99 for all."""
+    """Return the text of `-ngl`: by convention 99 means all blocks."""
     ngl = config.n_gpu_layers or 0
     return max(ngl, 99) if ngl > planner.hp.n_layer else ngl
 
@@ -131,7 +133,7 @@ def _costs(planner: Planner, config: RunConfig) -> _Costs:
 
 
 def _choose(planner: Planner, config: RunConfig, reserve: Mapping[str, int]) -> _Choice:
-    """The best choice by arithmetic."""
+    """Choose the best candidate by arithmetic."""
     costs = _costs(planner, config)
     names = planner.place(config).devices
     free = dict(zip(planner.machine.names, planner.machine.free, strict=True))
@@ -147,7 +149,7 @@ def _choose(planner: Planner, config: RunConfig, reserve: Mapping[str, int]) -> 
 
 
 def _deals(costs: _Costs, room: Sequence[int], most: int) -> Iterator[_Dealt | None]:
-    """From best to worst: experts of more and more blocks on the CPU, then whole blocks."""
+    """Yield assignments from best to worst: experts of more and more blocks on the CPU, then whole blocks."""
     n_layer = len(costs.block)
     yield _deal(costs, room, most, 0)
     for il in range(n_layer):
@@ -158,7 +160,7 @@ def _deals(costs: _Costs, room: Sequence[int], most: int) -> Iterator[_Dealt | N
 
 
 def _deal(costs: _Costs, room: Sequence[int], ngl: int, n_cpu: int) -> _Dealt | None:
-    """Fill the GPUs in order; the experts of blocks before `n_cpu` stay on the CPU. None if it does not fit."""
+    """Fill the GPUs in order, with the experts of blocks before `n_cpu` on the CPU; None if that does not fit."""
     n_layer, gpu = len(costs.block), 0
     home, left = [-1] * n_layer, list(room)
     items = [(il, costs.block[il] + (costs.experts(il) if il >= n_cpu else 0)) for il in range(n_layer)]
@@ -178,7 +180,7 @@ def _deal(costs: _Costs, room: Sequence[int], ngl: int, n_cpu: int) -> _Dealt | 
 
 
 def _deal_by_shares(costs: _Costs, room: Sequence[int], ngl: int, shares: Sequence[float]) -> _Dealt | None:
-    """Blocks as `-ts` or `-sm none` says; on every GPU the experts of its last blocks, as many as fit."""
+    """Assign blocks as `-ts` or `-sm none` asks; every GPU holds the experts of as many of its last blocks as fit."""
     split = split_layers(len(costs.block), ngl, shares)
     left = list(room)
     for il, gpu in enumerate(split.blocks):
@@ -200,7 +202,7 @@ def _deal_by_shares(costs: _Costs, room: Sequence[int], ngl: int, shares: Sequen
 
 
 def _fill(costs: _Costs, dealt: _Dealt, names: Sequence[str]) -> _Choice:
-    """What is left on a GPU takes up and gate, or down, of the last of its blocks whose experts are on the CPU."""
+    """Fill the space left on a GPU with up and gate, or down, of its last block whose experts are on the CPU."""
     rules: list[str] = []
     for gpu, name in enumerate(names):
         block = max((il for il in dealt.on_cpu if dealt.home[il] == gpu), default=-1)
@@ -212,7 +214,7 @@ def _fill(costs: _Costs, dealt: _Dealt, names: Sequence[str]) -> _Choice:
 
 
 def _apply(planner: Planner, config: RunConfig, choice: _Choice) -> RunConfig:
-    """The settings of a choice."""
+    """Return the settings of a choice."""
     rules, n_cpu = list(choice.rules), max(choice.on_cpu, default=-1) + 1
     moe = {int(name.split(".")[1]) for name in planner.file.tensors if "_exps." in name}
     if set(choice.on_cpu) != {il for il in moe if il < n_cpu and il >= planner.hp.n_layer - choice.n_gpu_layers}:
@@ -229,7 +231,7 @@ def _apply(planner: Planner, config: RunConfig, choice: _Choice) -> RunConfig:
 
 
 def _options(planner: Planner, before: RunConfig, after: RunConfig) -> str:
-    """The options that turn the settings before into those after."""
+    """Return the options that turn the settings `before` into those `after`."""
     parts = [f"-ngl {_ngl_text(planner, after)}"]
     if after.tensor_split != before.tensor_split:
         parts.append(f"-ts {','.join(f'{share:g}' for share in after.tensor_split)}")

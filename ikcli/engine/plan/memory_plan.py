@@ -1,6 +1,6 @@
-"""What `ik plan` says: the log lines of a run that is not started, and a verdict per device with what would help.
+"""Print `ik plan`: the log lines of a run that is not started, and a verdict per device with suggestions.
 
-Every proposal is planned in full before it is made; nothing is estimated but the context of a described GPU.
+Every suggestion is planned in full before it is made. Only the context of a described GPU is an estimate.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MIN_UBATCH = 128
 
 
 def plan_lines(planner: Planner, plan: RunPlan) -> list[str]:
-    """Settings, buffers by device and totals, as a run logs them."""
+    """Return settings, buffers by device and totals in the form that a run logs them."""
     model, config = planner.model(plan.config), plan.config
     lines = session_log.setup_lines(config, model, plan.graph_config, config.n_batch)
     if plan.placement.devices:
@@ -55,7 +55,7 @@ def _machine_lines(machine: Machine) -> list[str]:
 
 
 def verdict_lines(planner: Planner, plan: RunPlan) -> list[str]:
-    """What is on the GPU in words, then for every device whether it has enough memory, and what to change if not."""
+    """Describe what is on the GPU, then say for every device whether its memory suffices, and what to change if not."""
     sentence = placement_sentence(plan.placement.buffer_of)
     lines = [sentence] if sentence else []
     memory = plan.memory
@@ -66,7 +66,7 @@ def verdict_lines(planner: Planner, plan: RunPlan) -> list[str]:
 
 
 def _prompt_lines(planner: Planner, plan: RunPlan) -> list[str]:
-    """Where prompts are computed that need experts in RAM."""
+    """Say where prompts that need experts in RAM are computed."""
     config, hp, model = plan.config, planner.hp, planner.model(plan.config, plan.placement)
     in_ram = [name for name, buffer in plan.placement.buffer_of.items() if "_exps." in name and buffer == CPU]
     if not plan.placement.devices or not in_ram or config.n_gpu_layers == 0:
@@ -93,10 +93,10 @@ def _device_line(memory: MemoryPlan, device: str) -> str:
 
 
 def _help(planner: Planner, plan: RunPlan) -> list[str]:
-    """Changes of options with which everything fits."""
+    """Suggest changes of options with which everything fits."""
     found: list[str] = []
     for text in islice(proposals(planner, plan), _MAX_PROPOSALS):
-        if text.removeprefix("-ngl 99 ") not in found:  # --fit may come to the same
+        if text.removeprefix("-ngl 99 ") not in found:  # --fit may propose the same
             found.append(text)
     if found:
         return [f"would fit with {', or with '.join(found)}"]
@@ -104,7 +104,7 @@ def _help(planner: Planner, plan: RunPlan) -> list[str]:
 
 
 def proposals(planner: Planner, plan: RunPlan) -> Iterator[str]:
-    """Options, each of which alone makes the run fit, the most harmless first."""
+    """Return options, each of which alone makes the run fit, the least harmful first."""
     if not plan.memory.gpus_fit():
         yield from _fewer_experts(planner, plan)
     yield from _smaller_batch(planner, plan)
@@ -119,7 +119,7 @@ def _fits(planner: Planner, plan: RunPlan, **changes: Any) -> bool:
 
 
 def _fewer_experts(planner: Planner, plan: RunPlan) -> Iterator[str]:
-    """The fewest first blocks whose experts have to go to the CPU."""
+    """Find the fewest first blocks whose experts have to move to the CPU."""
     short = {device: plan.memory.short(device) for device in plan.placement.devices}
     moved: dict[int, dict[str, int]] = {}
     for name, n_bytes in planner.gpu_weights(plan.config).items():
@@ -136,7 +136,7 @@ def _fewer_experts(planner: Planner, plan: RunPlan) -> Iterator[str]:
 
 
 def _smaller_batch(planner: Planner, plan: RunPlan) -> Iterator[str]:
-    """Half the physical batch, a quarter, ..."""
+    """Try half the physical batch, a quarter, and so on."""
     n = plan.config.n_ubatch // 2
     while n >= _MIN_UBATCH:
         if _fits(planner, plan, n_ubatch=n):
@@ -152,7 +152,7 @@ def _smaller_cache_type(planner: Planner, plan: RunPlan) -> Iterator[str]:
 
 
 def _smaller_types(planner: Planner, config: RunConfig) -> tuple[str, dict[str, Any]] | None:
-    """Options of a cache of half the size, where there is one."""
+    """Return the options of a cache of half the size, where there is one."""
     if config.type_k not in FLOAT_TYPES or not config.flash_attn:
         return None
     if planner.hp.kv_lora_rank and config.mla:
@@ -161,7 +161,7 @@ def _smaller_types(planner: Planner, config: RunConfig) -> tuple[str, dict[str, 
 
 
 def _smaller_context(planner: Planner, plan: RunPlan) -> Iterator[str]:
-    """The largest context, by secants: sizes grow almost in proportion to it."""
+    """Find the largest context by secants: sizes grow almost in proportion to it."""
     best, too_large = 0, plan.config.n_ctx
     for _ in range(_MAX_STEPS):
         n_ctx = _guess(planner, plan, best, too_large) // _CELLS * _CELLS
@@ -176,7 +176,7 @@ def _smaller_context(planner: Planner, plan: RunPlan) -> Iterator[str]:
 
 
 def _guess(planner: Planner, plan: RunPlan, fits: int, too_large: int) -> int:
-    """A context between one that fits (or 0) and one that does not, by the bytes that are missing there."""
+    """Interpolate between a context that fits (or 0) and one that does not, by the bytes that each lacks."""
     memory = planner.plan(replace(plan.config, n_ctx=too_large)).memory
     least = planner.plan(replace(plan.config, n_ctx=max(fits, _CELLS))).memory
     steps = [1.0]
@@ -189,7 +189,7 @@ def _guess(planner: Planner, plan: RunPlan, fits: int, too_large: int) -> int:
 
 
 def _by_fit(planner: Planner, plan: RunPlan) -> Iterator[str]:
-    """What `--fit` would choose."""
+    """Return the choice of `--fit`."""
     given = replace(plan.config, n_cpu_moe=0, n_gpu_layers=None, tensor_split=())
     try:
         found = fit(planner, given, margin=0)

@@ -1,7 +1,7 @@
-"""Planning with some parts of a split file: the tensors of the others follow from the architecture.
+"""Plan with some parts of a split file missing: the architecture supplies the tensors of the others.
 
-Their names and shapes are known; a type is taken from the same tensor of the nearest block that is there. This is an
-assumption (files mix types), so it is said, and made for plans only.
+Their names and shapes are known. Their types are copied from the same tensor of the nearest block that is present. This
+is an assumption, as files mix types; it is reported, and only plans make it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
 
 
 def assume_missing(file: GGUFFile, hp: HParams) -> list[str]:
-    """Add the tensors of missing parts to `file`, without data; returns what to tell the user."""
+    """Add the tensors of missing parts to `file` without data; return the notices for the user."""
     if not file.missing_parts:
         return []
     seen = _types_by_role(file)
@@ -51,7 +51,7 @@ def assume_missing(file: GGUFFile, hp: HParams) -> list[str]:
 
 
 def missing_data(file: GGUFFile) -> list[str]:
-    """What a file lacks that was opened by its header."""
+    """Say which data is missing from a file that was opened by its header."""
     lacking = [t for t in file.tensors.values() if not file.has_data(t.name)]
     if not lacking:
         return []
@@ -63,7 +63,7 @@ def missing_data(file: GGUFFile) -> list[str]:
 
 
 def _role(name: str) -> tuple[int, str]:
-    """Block (-1: none) and the name inside it."""
+    """Split a name into its block (-1: none) and the name inside the block."""
     found = _BLOCK.fullmatch(name)
     return (int(found[1]), found[2]) if found else (-1, name)
 
@@ -77,7 +77,7 @@ def _types_by_role(file: GGUFFile) -> dict[str, dict[int, GGMLType]]:
 
 
 def _type_like(seen: dict[str, dict[int, GGMLType]], il: int, role: str, shape: tuple[int, ...]) -> GGMLType:
-    """The type of the same tensor in the nearest block, else the most frequent one that suits the rows."""
+    """Return the type of the same tensor in the nearest block, else the most frequent type that suits the row size."""
     if role in seen:
         return seen[role][min(seen[role], key=lambda other: abs(other - il))]
     if len(shape) == 1 or role.startswith("ffn_gate_inp"):

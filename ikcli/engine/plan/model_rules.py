@@ -1,4 +1,4 @@
-"""Rules between options and the model they are for."""
+"""Rules between options and the model they apply to."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from ikcli.models import HParams
 from ikcli.settings.run import RunConfig
 
 _WITHOUT_NEXT_TOKEN = ("embed", "imatrix", "plan", "serve", "warmup")
-"""Commands that can do something with a model without a next token."""
+"""The commands that can use a model without next-token prediction."""
 
 
 def settle_encoder(
     config: RunConfig, hp: HParams, machine: Machine, given: Collection[str], notices: list[str]
 ) -> RunConfig:
-    """Return the settings with which an encoder is run, and add notices; UnsupportedError if it cannot be.
+    """Return the settings for running an encoder, and add notices; raise UnsupportedError if a command cannot run one.
 
-    A text is read at once, so without -ub a micro-batch is as large as a batch. A server only embeds, and one slot is
-    enough, as texts of all requests share micro-batches. An importance matrix comes without perplexity.
+    An encoder reads a text in one micro-batch, so without -ub a micro-batch is as large as a batch. A server only
+    embeds, and one slot is enough, as texts of all requests share micro-batches. An importance matrix is collected
+    without perplexity.
     """
     if hp.causal:
         return config
@@ -53,7 +54,7 @@ def settle_encoder(
 
 
 def settle_mla(config: RunConfig, hp: HParams, given: Collection[str], notices: list[str]) -> RunConfig:
-    """Return the settings with `-mla` off for models without latent attention; add notices on what has no effect."""
+    """Turn `-mla` off for models without latent attention; add notices on options without effect."""
     if hp.kv_lora_rank:
         if config.v_hadamard and config.mla:
             notices.append(f"-vhad has no effect with -mla {config.mla}, which keeps no V cache of heads; use -khad")
@@ -64,7 +65,7 @@ def settle_mla(config: RunConfig, hp: HParams, given: Collection[str], notices: 
 
 
 def check_ser(config: RunConfig, n_expert: int, n_expert_used: int) -> tuple[RunConfig, list[str]]:
-    """Drop a `-ser` that changes nothing, with a warning that says how many experts are used."""
+    """Drop a `-ser` that changes nothing, with a warning that gives the number of experts in use."""
     if config.ser is None or (n_expert and config.ser[0] < n_expert_used):
         return config, []
     why = (

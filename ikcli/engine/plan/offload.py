@@ -1,4 +1,4 @@
-"""Where nodes are computed: by the placement of tensors, and by `-op` for products with weights in RAM."""
+"""Decide where nodes are computed: by tensor placement, and by `-op` for products with weights in RAM."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OUTPUT, EMBEDDING = "output.weight", "token_embd.weight"
 
 
 def offload_of(config: RunConfig, model: Model, placement: Placement) -> Offload | None:
-    """From how many tokens on products with weights of blocks in RAM are computed on a GPU (`-op`)."""
+    """Return the token counts from which a GPU computes products with block weights in RAM (`-op`)."""
     hp, allowed = model.hp, dict.fromkeys(_POLICIES, True)
     for name, on in config.offload_policy:
         allowed |= dict.fromkeys(allowed, on) if name == "ALL" else {name: on}
@@ -40,7 +40,7 @@ def offload_of(config: RunConfig, model: Model, placement: Placement) -> Offload
 
 
 def interleaved_lines(config: RunConfig, model: Model, placement: Placement) -> list[str]:
-    """What interleaved weights in RAM cost beside a GPU: prompts multiply them on the CPU."""
+    """Say what interleaved weights in RAM cost beside a GPU: the CPU multiplies them for prompts."""
     names = [
         name
         for name, buffer in placement.buffer_of.items()
@@ -57,12 +57,15 @@ def interleaved_lines(config: RunConfig, model: Model, placement: Placement) -> 
 
 
 def _streamable(w: Weight) -> bool:
-    """Whether rows of this type are rearranged on the device: on the CPU that would take longer than the product."""
+    """Return whether the device rearranges rows of this type; on the CPU that would take longer than the product."""
     return bool(TYPES[w.type].cuda) and is_plain(w)
 
 
 def places_of(placement: Placement) -> NodePlaces:
-    """Devices of nodes. A model without an output matrix multiplies with its embeddings where the output would be."""
+    """Return the devices of nodes.
+
+    A model without an output matrix multiplies with its embeddings on the device of the output.
+    """
     places = placement.places()
     output = placement.split.output
 

@@ -1,7 +1,7 @@
-"""Which device holds which tensor: `-ngl`, `-ts`, `-mg`, `-sm` for whole blocks, then `-ot` and the expert options.
+"""Assign tensors to devices: `-ngl`, `-ts`, `-mg` and `-sm` for whole blocks, then `-ot` and the expert options.
 
-Pure functions over tensor names; devices are named `CUDA0`, `CUDA1`, ... and everything else lives on `CPU`. The block
-arithmetic is float32, as in llama.cpp, so that splits agree to the block.
+All functions are pure and work on tensor names. GPUs are named `CUDA0`, `CUDA1`, ...; everything else is on `CPU`. The
+block arithmetic is float32, as in llama.cpp, so that splits agree to the block.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from ikcli.settings.run import RunConfig
 
 CPU = "CPU"
 MAX_RULE_LINES = 20
-WITH_OUTPUT = ("output", "per_layer_model_proj", "per_layer_proj_norm")  # outside of blocks; others stay in RAM
+WITH_OUTPUT = ("output", "per_layer_model_proj", "per_layer_proj_norm")  # outside of blocks; other tensors stay in RAM
 _BLOCK = re.compile(r"blk\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSplit:
-    """Device index of every block and of the output (-1 = CPU)."""
+    """The device index of every block and of the output (-1 = CPU)."""
 
     blocks: tuple[int, ...]
     output: int
 
     def count(self, device: int) -> int:
-        """Number of blocks on a device."""
+        """Return the number of blocks on a device."""
         return self.blocks.count(device)
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where every tensor goes, how the rules were used, and what to tell the user.
+    """The device of every tensor, how the rules were used, and the notices for the user.
 
-    `home` is the device of every block, which also does what belongs to no weight; `cache` that of its KV cache, which
-    is the CPU with `-nkvo`; `devices` are the GPUs in use.
+    `home` is the device of every block, which also computes nodes without weights. `cache` is the device of its KV
+    cache, which is the CPU with `-nkvo`. `devices` are the GPUs in use.
     """
 
     buffer_of: dict[str, str]
@@ -60,7 +60,7 @@ class Placement:
     cache: tuple[str, ...] = ()
 
     def places(self) -> NodePlaces:
-        """For dividing graphs between devices: what belongs to no block is done on the CPU."""
+        """Return the devices for dividing graphs; the CPU computes what belongs to no block."""
         return NodePlaces(
             weight=lambda node, weight: self.buffer_of[weight.name],
             cache=lambda il: self.cache[il],
@@ -71,7 +71,7 @@ class Placement:
 def split_layers(n_layer: int, n_gpu_layers: int, shares: Sequence[float]) -> LayerSplit:
     """Assign the last `n_gpu_layers` blocks to devices in proportion to `shares`; the output follows if ngl > n_layer.
 
-    A negative `n_gpu_layers` means all. Without devices (`shares` empty) everything is on the CPU.
+    A negative `n_gpu_layers` means all blocks. Without devices (`shares` empty) everything is on the CPU.
     """
     if n_gpu_layers < 0:
         n_gpu_layers = n_layer + 1
@@ -91,12 +91,15 @@ def split_layers(n_layer: int, n_gpu_layers: int, shares: Sequence[float]) -> La
 
 
 def device_shares(config: RunConfig, n_devices: int, free_bytes: Sequence[int] = ()) -> tuple[float, ...]:
-    """Share of each device: `-sm none` puts all on `-mg`, `-ts` as given, else by free memory (equal if unknown)."""
+    """Return the share of each device.
+
+    `-sm none` puts everything on `-mg`; `-ts` gives the shares; otherwise they follow free memory (equal if unknown).
+    """
     if n_devices == 0:
         return ()
     if config.split_mode == "none":
         if config.main_gpu >= n_devices:
-            raise UsageError(f"-mg {config.main_gpu}: there is no such GPU; the last one is {n_devices - 1}")
+            raise UsageError(f"-mg {config.main_gpu}: this GPU does not exist; the last one is {n_devices - 1}")
         return tuple(float(index == config.main_gpu) for index in range(n_devices))
     if config.tensor_split:
         if len(config.tensor_split) > n_devices:
@@ -117,10 +120,10 @@ def place(
     n_bytes: Mapping[str, int] | None = None,
     sources: Mapping[str, str] | None = None,
 ) -> Placement:
-    """Place all tensors of a model. `devices` are the GPUs present (`CUDA0`, ...), `free_bytes` their free memory.
+    """Place all tensors of a model on the GPUs `devices` (`CUDA0`, ...), which have `free_bytes` of free memory.
 
-    `sources` names the tensors that are derived from others (which must be in `names` too): unless a rule says
-    otherwise they live where their source lives.
+    `sources` names the tensors that are derived from others, which must be in `names` too. A derived tensor is on the
+    device of its source unless a rule says otherwise.
     """
     present, free = usable_devices(config, devices, free_bytes)
     rules = [parse_rule(text, (CPU, *present) if present else None) for text in config.override_tensor]
@@ -142,16 +145,16 @@ def place(
 
 
 def usable_devices(config: RunConfig, devices: Sequence[str], free_bytes: Sequence[int]) -> tuple[list[str], list[int]]:
-    """The GPUs that `-dev` leaves, and their free memory; UsageError for one that is not there."""
+    """Return the GPUs that `-dev` selects and their free memory; raise UsageError for a GPU that does not exist."""
     unknown = [name for name in config.device if name not in devices]
     if devices and unknown:
-        raise UsageError(f"-dev {','.join(config.device)}: there is no {unknown[0]}; present are {', '.join(devices)}")
+        raise UsageError(f"-dev {','.join(config.device)}: {unknown[0]} is missing; present are {', '.join(devices)}")
     kept = [index for index, name in enumerate(devices) if not config.device or name in config.device]
     return [devices[index] for index in kept], [free_bytes[index] for index in kept if index < len(free_bytes)]
 
 
 def _idle_devices(config: RunConfig, present: Sequence[str]) -> list[str]:
-    """A hint where rules name some of several GPUs, and others none (three rules `=CUDA0` on three GPUs)."""
+    """Hint at idle GPUs: rules name some of several GPUs and not others (three rules `=CUDA0` on three GPUs)."""
     named = {rule.rpartition("=")[2].strip() for rule in config.override_tensor} - {CPU}
     idle = [name for name in present if name not in named]
     if not named or not idle or config.tensor_split:
@@ -161,7 +164,7 @@ def _idle_devices(config: RunConfig, present: Sequence[str]) -> list[str]:
 
 
 def _rule_notices(matches: RuleMatches, config: RunConfig, n_bytes: Mapping[str, int] | None) -> list[str]:
-    """The rule table, cut after MAX_RULE_LINES rules; with -v all of it and a line per tensor that a rule moved."""
+    """Return the first MAX_RULE_LINES rules; with -v all of them and a line per tensor that a rule moved."""
     lines = rule_lines(matches, dict(n_bytes) if n_bytes is not None else None)
     if not (config.verbose or config.verbosity > 0):
         more = len(lines) - MAX_RULE_LINES
@@ -182,7 +185,7 @@ def _buffer_by_split(name: str, split: LayerSplit, devices: Sequence[str]) -> st
 
 
 def no_device_notice(config: RunConfig) -> str:
-    """One line for GPU options on a machine without a usable GPU; empty if none was given."""
+    """Return one line for GPU options on a machine without a usable GPU; empty if there are no such options."""
     parts: list[str] = []
     if config.n_gpu_layers is not None and config.n_gpu_layers != 0:
         parts.append(f"-ngl {config.n_gpu_layers}")
@@ -201,7 +204,7 @@ def no_device_notice(config: RunConfig) -> str:
 
 
 def offload_lines(n_layer: int, n_gpu_layers: int) -> list[str]:
-    """The log lines on offloaded layers for the raw `-ngl` value."""
+    """Return the log lines on offloaded layers for the `-ngl` value as given."""
     ngl = n_layer + 1 if n_gpu_layers < 0 else n_gpu_layers
     lines = [f"llm_load_tensors: offloading {min(ngl, n_layer)} repeating layers to GPU"]
     if ngl > n_layer:
@@ -211,7 +214,7 @@ def offload_lines(n_layer: int, n_gpu_layers: int) -> list[str]:
 
 
 def placement_sentence(buffer_of: Mapping[str, str]) -> str:
-    """`attention 61/61 layers, shared experts 58/58, routed experts 0/58 on GPU`; absent groups are left out."""
+    """Return `attention 61/61 layers, shared experts 58/58, routed experts 0/58 on GPU` without absent groups."""
     groups = (("attention", "layers", ".attn_"), ("shared experts", "", "_shexp."), ("routed experts", "", "_exps."))
     parts: list[str] = []
     for title, unit, mark in groups:
@@ -226,5 +229,5 @@ def placement_sentence(buffer_of: Mapping[str, str]) -> str:
 
 
 def offload_threshold(min_batch: int, n_expert: int, n_expert_used: int) -> float:
-    """Tokens in a ubatch from which expert operations on host-resident weights may run on the GPU."""
+    """Return the ubatch tokens from which expert operations on weights in RAM may run on the GPU."""
     return min_batch * n_expert / n_expert_used if n_expert_used else float(min_batch)

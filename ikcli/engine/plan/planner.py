@@ -1,8 +1,8 @@
-"""Plans of one model on one machine for any settings: placement, bytes per device and part, from the header alone.
+"""Plan one model on one machine for any settings: placement, and bytes per device and part, from the header alone.
 
-`prepare` records the graphs, divides them between the devices and lowers them; a session loads and runs what it
-returns, so weights, cache and work buffers of a plan are those that are allocated. For plans alone GPUs need not be
-there: a planner that is given no devices describes them by the facts known about them.
+`prepare` records the graphs, divides them between the devices and lowers them. A session loads and runs the result, so
+the weights, cache and work buffers of a plan are those that are allocated. A plan needs no GPUs: without opened devices
+the planner describes them by their known attributes.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes by device and part; `free` has the bytes each device can give, where they are known.
+    """Bytes by device and part.
 
-    `n_ctx` is the context the cache is made for.
+    `free` holds the bytes that each device can provide, where they are known. `n_ctx` is the context size of the cache.
     """
 
     parts: dict[str, dict[str, int]]
@@ -56,13 +56,13 @@ class MemoryPlan:
     free: dict[str, int]
 
     def total(self, device: str) -> int:
-        """All bytes on a device."""
+        """Return all bytes on a device."""
         return sum(self.parts[device].values())
 
     def short(self, device: str, margin: int = 0) -> int:
-        """Bytes a device lacks (0 if it has enough, or if nobody knows what it has).
+        """Return the bytes that a device lacks: 0 if it has enough or if its memory is unknown.
 
-        What a GPU needs beside all parts, for kernels and captured graphs, is within its margin.
+        The margin of a GPU covers what it needs beside all parts, for kernels and captured graphs.
         """
         if device not in self.free:
             return 0
@@ -71,17 +71,17 @@ class MemoryPlan:
         return max(self.total(device) + margin - self.free[device], 0)
 
     def fits(self, margin: int = 0) -> bool:
-        """Whether every device has enough, and every GPU `margin` bytes more."""
+        """Return whether every device has enough memory, and every GPU `margin` bytes more."""
         return not any(self.short(device, margin if device != CPU else 0) for device in self.parts)
 
     def gpus_fit(self, margin: int = 0) -> bool:
-        """As `fits`, without the CPU."""
+        """Return the same as `fits` for the GPUs alone."""
         return not any(self.short(device, margin) for device in self.parts if device != CPU)
 
 
 @dataclass(frozen=True, slots=True)
 class RunPlan:
-    """A planned run: the settings it has, where its tensors go, and what it needs."""
+    """A planned run: its settings, the placement of its tensors, and the memory it needs."""
 
     config: RunConfig
     sizes: Sizes
@@ -94,14 +94,14 @@ class RunPlan:
     n_splits: int
 
     def on_gpus(self) -> int:
-        """Bytes of weights in GPU memory."""
+        """Return the bytes of weights in GPU memory."""
         devices = self.placement.devices
         return sum(parts["weights"] for device, parts in self.memory.parts.items() if device in devices)
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedRun:
-    """A planned run with all that a session needs to load it."""
+    """A planned run with everything that a session needs to load it."""
 
     plan: RunPlan
     model: Model
@@ -111,7 +111,10 @@ class PreparedRun:
 
 
 class Planner:
-    """See the module. `file` may lack tensor data; `devices`: the GPUs themselves, opened."""
+    """Plan runs of one model; see the module.
+
+    `file` may lack tensor data. `devices` are opened GPUs.
+    """
 
     def __init__(
         self,
@@ -135,22 +138,22 @@ class Planner:
     def of_file(cls, config: RunConfig, *, header_only: bool = False, pipeline: Pipeline = LOCAL) -> Planner:
         """Open the model of `config`, for the CPU alone; with `header_only` its tensor data may be missing."""
         file = open_gguf(config.model or default_model(), config.override_kv, header_only=header_only)
-        models.find(file.arch, str(file.paths[0]))  # before keys, which unknown ones may lack
+        models.find(file.arch, str(file.paths[0]))  # before keys, which unknown architectures may lack
         hp = HParams.from_gguf(file.metadata, file.tensors, str(file.paths[0]), config.rope)
         return cls(file, hp, Machine(()), None, Adapters.open(config.adapters, file.tensors, hp), pipeline)
 
     def on(self, machine: Machine, devices: Mapping[str, RunDevice] | None = None) -> Planner:
-        """For the same model with other devices."""
+        """Return a planner of the same model with other devices."""
         return Planner(self.file, self.hp, machine, devices, self.adapters, self.pipeline)
 
     def plan(self, config: RunConfig) -> RunPlan:
-        """The plan of the session that a command opens; nothing is printed."""
+        """Return the plan of the session that a command opens; nothing is printed."""
         if config not in self._plans:
             self._plans[config] = self.prepare(*session_of(config)).plan
         return self._plans[config]
 
     def prepare(self, config: RunConfig, sizes: Sizes) -> PreparedRun:
-        """Plan a session: its memory, and the graphs and programs it runs. -c 0 is the context of the model."""
+        """Plan a session: its memory, graphs and programs. `-c 0` means the context of the model."""
         config, warnings = resolve(config, self.hp.n_ctx_train)
         sizes = sizes if sizes.n_ctx else replace(sizes, n_ctx=config.n_ctx)
         cfg, placement = self._graph_config(config, sizes), self.place(config)
@@ -169,7 +172,7 @@ class Planner:
         parts = memory_of(runner, programs, model, output_bytes(cfg, self.hp, n_outputs))
         n_nodes = max(len(graph.nodes) for graph, _ in graphs.values())
         memory = MemoryPlan(parts, cfg.n_ctx, self._free(parts) | stage_memory(config, self.machine, parts))
-        n_splits = runner.n_turns(list(programs.values()))
+        n_splits = runner.n_splits(list(programs.values()))
         caches = {
             c: cache_bytes(c, runner.cache_rows(c)) for graph, _ in graphs.values() for c in graph.caches.values()
         }
@@ -177,11 +180,11 @@ class Planner:
         return PreparedRun(plan, model, graphs, runner, programs)
 
     def fits(self, config: RunConfig) -> bool:
-        """Whether a run fits all devices; quick where weights and cache alone are too large."""
+        """Return whether a run fits all devices; this is quick where weights and cache alone are too large."""
         return self.may_fit(config) and self.plan(config).memory.fits()
 
     def may_fit(self, config: RunConfig, margin: int = 0, *, gpus_only: bool = False) -> bool:
-        """Whether at least weights and cache fit, with a margin on GPUs."""
+        """Return whether weights and cache alone fit, with a margin on GPUs."""
         parts = self.static_bytes(config)
         free = self._free(parts)
         return not any(
@@ -191,7 +194,7 @@ class Planner:
         )
 
     def static_bytes(self, config: RunConfig) -> dict[str, int]:
-        """Bytes of weights and cache by device."""
+        """Return the bytes of weights and cache by device."""
         placement = self.place(config)
         model = self.model(config, placement)
         parts = dict.fromkeys((CPU, *placement.devices), 0)
@@ -210,11 +213,11 @@ class Planner:
         return {name: free[name] for name in devices if name in free}
 
     def warnings(self, config: RunConfig) -> tuple[str, ...]:
-        """What a session would warn about."""
+        """Return what a session would warn about."""
         return self.plan(config).warnings
 
     def model(self, config: RunConfig, placement: Placement | None = None) -> Model:
-        """The model as these settings use it; with a placement, `-rtr` leaves alone what is on GPUs."""
+        """Return the model as these settings use it; with a placement, `-rtr` skips the tensors on GPUs."""
         cfg = graph_config(config, 512)
         repack, n_threads = config.run_time_repack, max(config.n_threads, config.n_threads_batch)
         buffers = placement.buffer_of if placement is not None and repack else {}
@@ -228,7 +231,7 @@ class Planner:
         return self._models[key]
 
     def place(self, config: RunConfig) -> Placement:
-        """Where the tensors go, derived ones included."""
+        """Place the tensors, derived ones included."""
         model = self.model(config)
         names = list(model.specs)
         return place(
@@ -242,7 +245,7 @@ class Planner:
         )
 
     def gpu_weights(self, config: RunConfig) -> dict[str, int]:
-        """Bytes on a GPU of every weight the run uses."""
+        """Return the bytes on a GPU of every weight that the run uses."""
         config, cfg = self._shape(config)
         model = self.model(config)
         names = {name for graph, _ in self._record(cfg, model).values() for name in graph.weights}
@@ -250,7 +253,7 @@ class Planner:
         return {name: gpu.weight_bytes(model, [name]) if gpu else model.n_bytes([name]) for name in names}
 
     def gpu_cache(self, config: RunConfig) -> dict[int, int]:
-        """Bytes on a GPU of the cache of every block."""
+        """Return the bytes on a GPU of the cache of every block."""
         config, cfg = self._shape(config)
         graphs = self._record(cfg, self.model(config)).values()
         sizes: dict[int, int] = {}
@@ -261,7 +264,7 @@ class Planner:
         return sizes
 
     def _shape(self, config: RunConfig) -> tuple[RunConfig, GraphConfig]:
-        """Settings of the session that the command opens, and of its graphs."""
+        """Return the settings of the session that the command opens, and of its graphs."""
         config, sizes = session_of(config)
         config, _ = resolve(config, self.hp.n_ctx_train)
         sizes = sizes if sizes.n_ctx else replace(sizes, n_ctx=config.n_ctx)
@@ -279,7 +282,7 @@ class Planner:
 
 
 def make_runner(n_threads: int, gpus: Mapping[str, RunDevice], placement: Placement, offload: Offload | None) -> Runner:
-    """The CPU, and the GPUs that hold anything."""
+    """Make a runner of the CPU and the GPUs that hold anything."""
     cpu = CpuDevice(n_threads)
     return Runner(cpu, gpus, places_of(placement), offload) if gpus else Runner(cpu)
 
@@ -287,7 +290,7 @@ def make_runner(n_threads: int, gpus: Mapping[str, RunDevice], placement: Placem
 def plan_programs(
     runner: Runner, graphs: Graphs, cfg: GraphConfig, n_outputs: int, n_step: int
 ) -> dict[str, DividedProgram]:
-    """The programs of a session by name; nothing is allocated."""
+    """Plan the programs of a session and return them by name; nothing is allocated."""
     return {
         name: runner.plan(
             *graphs[run.kind],
@@ -296,7 +299,7 @@ def plan_programs(
             cfg.n_ctx,
             cfg.n_seq,
             cfg.n_window,
-            independent=run.independent,
+            batch_invariant=run.batch_invariant,
             offload=run.offload,
         )
         for name, run in runs(graphs, cfg.n_ubatch, n_outputs, step_tokens(n_step)).items()
@@ -306,14 +309,14 @@ def plan_programs(
 def memory_of(
     runner: Runner, programs: Mapping[str, DividedProgram], model: Model, n_output_bytes: int
 ) -> dict[str, dict[str, int]]:
-    """Bytes by device (CPU first) and part."""
+    """Return the bytes by device (CPU first) and part."""
     sizes = runner.memory(list(programs.values()), model)
     output = {CPU: n_output_bytes}
     return {device: parts | {"output": output.get(device, 0)} for device, parts in sizes.items()}
 
 
 def _values(model: Model, name: str) -> npt.NDArray[np.float32]:
-    """Values of a tensor; ones where the file has only its header, as no size depends on them."""
+    """Return the values of a tensor, or ones where the file has only its header: no size depends on them."""
     if model.file.has_data(name):
         return model.values(name)
     return np.ones(model.file.tensors[name].shape[::-1], np.float32)

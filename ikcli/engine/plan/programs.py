@@ -1,8 +1,8 @@
-"""The graphs of a session and the programs made of them, from settings alone: what sessions run and plans weigh.
+"""Name the graphs of a session and the programs made of them, from settings alone. Sessions run them, plans size them.
 
-There is a graph for generation and, where the two differ (MLA), one for prompts. Every graph becomes a program, that of
-generation also a second one for a few tokens of several sequences, whose results do not depend on each other. For
-embeddings graphs end at the last norm, before the output matrix; their programs can give a row for every token.
+There is one graph for generation and, where the two differ (MLA), one for prompts. Every graph becomes a program. The
+generation graph also becomes a second, batch-invariant program for a few tokens of several sequences. For embeddings,
+graphs end at the last norm, before the output matrix, and their programs can return a row for every token.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FLOAT_TYPES = ("f32", "f16", "bf16")
 CACHE_TYPES = tuple(format_by_name(name).type for name in KV_TYPES)
 
 Graphs = Mapping[str, tuple[Graph, Node]]
-"""Graph and result by kind: decode, perhaps prefill, and these with `EMBEDS` behind."""
+"""Graph and result by kind: decode, perhaps prefill, and these with the suffix `EMBEDS`."""
 
 EMBEDS = "-embd"
 HIDDEN = "result_norm"  # the node whose rows are embeddings
@@ -31,22 +31,25 @@ HIDDEN = "result_norm"  # the node whose rows are embeddings
 
 @dataclass(frozen=True, slots=True)
 class ProgramSpec:
-    """One program: the kind of its graph, most tokens and outputs; `offload`: with variants that use weights in RAM on
-    GPUs."""
+    """One program: the kind of its graph, its most tokens and outputs.
+
+    `offload`: it has variants that copy weights in RAM to GPUs.
+    """
 
     kind: str
     n_tokens: int
     n_outputs: int
-    independent: bool = False
+    batch_invariant: bool = False
     offload: bool = True
 
 
 def graph_config(
     config: RunConfig, n_cells: int, n_seq: int = 1, window: int = 0, outputs: Outputs = Outputs.LOGITS
 ) -> GraphConfig:
-    """What the graphs of a model depend on; a micro-batch has no more tokens than the cache has cells.
+    """Return the settings that the graphs of a model depend on.
 
-    `window`: positions that its window layers see.
+    A micro-batch has no more tokens than the cache has cells. `window`: positions that the window layers of the model
+    see.
     """
     n_ubatch = min(config.n_ubatch, n_cells)
     return GraphConfig(
@@ -68,7 +71,10 @@ def graph_config(
 
 
 def _rotates_k(config: RunConfig) -> bool:
-    """-khad, by default on where a block of keys has few levels: outliers of some columns would take them all."""
+    """Return whether K is rotated (-khad).
+
+    By default it is where a block of keys has few levels, all of which the outliers of some columns would take.
+    """
     if config.k_hadamard is not None:
         return config.k_hadamard
     return format_by_name(config.type_k).bpw < 8
@@ -88,7 +94,7 @@ def check_caches(cfg: GraphConfig, config: RunConfig, model: Model) -> None:
 
 
 def check_cache_types(config: RunConfig, mla: int) -> None:
-    """UsageError for cache types that the attention mode cannot use; `mla` is 0 for models without MLA."""
+    """Raise UsageError for cache types that the attention mode cannot use; `mla` is 0 for models without MLA."""
     if config.flash_attn or config.type_v in FLOAT_TYPES or mla >= 2:
         return
     if mla == 1:
@@ -100,7 +106,7 @@ def check_cache_types(config: RunConfig, mla: int) -> None:
 
 
 def record_graphs(model: Model, weights: Weights, cfg: GraphConfig) -> Graphs:
-    """The generation graph, and a prompt graph where the two differ."""
+    """Record the generation graph, and a prompt graph where the two differ."""
     hp = model.hp
     kinds = {"decode": replace(cfg, expand=False)}
     if hp.kv_lora_rank and cfg.mla >= 2 and cfg.flash_attn and cfg.n_ubatch >= EXPAND_MIN_TOKENS:
@@ -123,14 +129,14 @@ def record_graphs(model: Model, weights: Weights, cfg: GraphConfig) -> Graphs:
 
 
 def step_tokens(n_step: int) -> int:
-    """Tokens of the program for single tokens, where `n_step` of them come at once (0: one)."""
+    """Return the tokens of the generation program if up to `n_step` of them come at once (0: one)."""
     return max(n_step, INDEPENDENT_ROWS) if n_step else 1
 
 
 def runs(graphs: Graphs, n_ubatch: int, n_outputs: int, n_step: int) -> dict[str, ProgramSpec]:
-    """The programs by name; `n_step`: tokens of that for single tokens.
+    """Return the programs by name; the generation program takes `n_step` tokens.
 
-    Beside logits embeddings have no variants: each takes seconds to plan for large models.
+    Embeddings beside logits have no variants: each takes seconds to plan for large models.
     """
     found = {}
     for kind in graphs:
@@ -141,11 +147,11 @@ def runs(graphs: Graphs, n_ubatch: int, n_outputs: int, n_step: int) -> dict[str
         else:
             found[kind] = ProgramSpec(kind, n_tokens, min(n_outputs, n_tokens))
     if "decode" in graphs:
-        found["step"] = ProgramSpec("decode", n_step, n_step, independent=True)
+        found["step"] = ProgramSpec("decode", n_step, n_step, batch_invariant=True)
     return found
 
 
 def output_bytes(cfg: GraphConfig, hp: HParams, n_outputs: int) -> int:
-    """What is kept for the caller: logits of so many tokens, embeddings of a micro-batch."""
+    """Return the bytes kept for the caller: logits of so many tokens, embeddings of a micro-batch."""
     n = n_outputs * hp.n_vocab if cfg.outputs.logits else 0
     return 4 * (n + cfg.n_ubatch * hp.n_embd if cfg.outputs.embeddings else n)

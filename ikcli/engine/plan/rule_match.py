@@ -1,6 +1,6 @@
-"""What rules on tensor names would take of a model: `-ot RE=BUF`, `--custom-q RE=TYPE`, or a bare expression.
+"""Show which tensors of a model rules match: `-ot RE=BUF`, `--custom-q RE=TYPE`, or a bare expression.
 
-The rules compete with each other in their order, so they are of one kind. Parsers and choice are those of the options.
+The rules compete in their order, so all of them are of one kind. The options' own parsers and matching are used.
 """
 
 from __future__ import annotations
@@ -18,13 +18,16 @@ from ikcli.rules import compile_pattern, no_match, pattern_warnings
 from ikcli.settings.values import parse_rules
 
 PLACEMENT, TYPES_OF, BARE = "-ot", "--custom-q", "expression"
-_Q8_0 = 7  # a file type for which custom rules decide; what it gives to other tensors is not asked for
+_Q8_0 = 7  # a file type for which custom rules decide; the types it gives to other tensors do not matter
 
 
 @dataclass(frozen=True, slots=True)
 class MatchedTensor:
-    """A tensor that a rule finds. `taken_by` is the earlier rule that has it (index in the report); `kept`: a custom
-    rule has it, but quantize leaves such a tensor as it is; `new` is what it becomes by this rule."""
+    """A tensor that a rule matches.
+
+    `taken_by` is the earlier rule that wins it (index in the report). `kept`: a custom rule wins it, but quantize
+    leaves such a tensor unchanged. `new` is what the rule makes of it.
+    """
 
     name: str
     type: GGMLType
@@ -41,7 +44,7 @@ class MatchedTensor:
 
 @dataclass(frozen=True, slots=True)
 class RuleMatch:
-    """One rule of a kind and all tensors it finds."""
+    """One rule and all tensors that it matches."""
 
     text: str
     kind: str
@@ -50,7 +53,7 @@ class RuleMatch:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes as stored of what the rule gets."""
+        """Return the bytes, as stored, of the tensors that the rule wins."""
         return sum(t.n_bytes for t in self.tensors if t.won)
 
     @property
@@ -61,14 +64,14 @@ class RuleMatch:
 
 @dataclass(frozen=True, slots=True)
 class MatchReport:
-    """All rules in their order, and what is odd about them."""
+    """All rules in their order, and warnings about them."""
 
     rules: tuple[RuleMatch, ...]
     warnings: tuple[str, ...]
 
 
 def match_report(file: GGUFFile, texts: Sequence[str]) -> MatchReport:
-    """Apply the rules of all texts to the tensors of a model; UsageError for a bad rule or one that finds nothing."""
+    """Apply the rules of all texts to the tensors of a model; UsageError for a bad rule or one without a match."""
     rules = [rule for text in texts for rule in _split(text)]
     kinds = {_kind(rule): rule for rule in rules}
     if len(kinds) > 1:
@@ -148,7 +151,7 @@ def _bare(file: GGUFFile, texts: list[str]) -> tuple[list[RuleMatch], list[str]]
 
 
 def _taken(first: dict[str, int], name: str, index: int) -> int | None:
-    """The rule that had the tensor before this one."""
+    """Return the rule that won the tensor before this one."""
     winner = first.setdefault(name, index)
     return None if winner == index else winner
 

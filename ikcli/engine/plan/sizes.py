@@ -1,4 +1,4 @@
-"""What a command asks of its session: cells, sequences, tokens of a step. The one place where this is computed."""
+"""Compute what a command asks of its session: cells, sequences, tokens of a step. No other place computes this."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from ikcli.settings.rules import padded_ctx
 from ikcli.settings.run import RunConfig
 
 SPARE = 256  # cells of a window layer beside those that are seen and those of a micro-batch
-LEAST_CHOICES = 4  # texts of HellaSwag and its like side by side
+LEAST_CHOICES = 4  # texts of HellaSwag and similar tasks side by side
 DEFAULT_WINDOW = 512  # tokens of a window of perplexity and imatrix without -c
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Tokens that the cache has room for, the sequences that share it evenly, most tokens of a step (0: one).
+    """The tokens that the cache has room for, the sequences that share it evenly, and the most tokens of a step (0:
+    one).
 
-    `outputs`: what is computed of tokens.
+    `outputs`: what is computed for the tokens.
     """
 
     n_ctx: int
@@ -27,19 +28,22 @@ class Sizes:
     outputs: Outputs = Outputs.LOGITS
 
     def cells(self, flash_attn: bool) -> int:
-        """Cells of the cache: padded for the kernels, then to a multiple of the sequences."""
+        """Return the cells of the cache: padded for the kernels, then to a multiple of the sequences."""
         cells = padded_ctx(self.n_ctx, flash_attn)
         return cells + -cells % self.n_seq
 
 
 def window_cells(window: int, n_ubatch: int, n_ctx: int) -> int:
-    """Cells of a sequence of n_ctx positions in layers that see `window` of them; 0: all, as nothing would be saved."""
+    """Return the cells of a sequence of n_ctx positions in layers that see `window` of them.
+
+    0 means all cells, where a smaller cache would save nothing.
+    """
     cells = -(-(window + n_ubatch + SPARE) // SPARE) * SPARE
     return cells if window > 0 and cells < n_ctx else 0
 
 
 def session_of(config: RunConfig) -> tuple[RunConfig, Sizes]:
-    """Settings and sizes of the session that the command opens."""
+    """Return settings and sizes of the session that the command opens."""
     if config.command == "perplexity" and config.perplexity.scores_choices:
         return choices_session(config)
     if config.command == "perplexity":
@@ -53,7 +57,7 @@ def session_of(config: RunConfig) -> tuple[RunConfig, Sizes]:
     if config.command == "embed":
         return config, Sizes(config.n_ctx or config.n_ubatch, outputs=Outputs.EMBEDDINGS)
     if config.command == "serve" or (config.command in ("plan", "warmup") and config.n_parallel > 1):
-        outputs = Outputs.EMBEDDINGS if config.server.only_embeds else Outputs.BOTH  # whoever generates embeds as well
+        outputs = Outputs.EMBEDDINGS if config.server.only_embeds else Outputs.BOTH  # also when generating
         return config, Sizes(config.n_ctx, config.n_parallel, config.n_parallel, outputs)
     if config.command == "chat":
         return config, Sizes(config.n_ctx, 1, 1)
@@ -61,34 +65,43 @@ def session_of(config: RunConfig) -> tuple[RunConfig, Sizes]:
 
 
 def bench_session(config: RunConfig) -> tuple[RunConfig, Sizes]:
-    """For the longest test; every test warms up by itself."""
+    """Size the session for the longest test; every test warms up separately."""
     n_ctx = max(t.n_cells for t in bench_tests(config))
     return replace(config, n_ctx=n_ctx, warmup=False), Sizes(n_ctx)
 
 
 def batched_session(config: RunConfig) -> tuple[RunConfig, Sizes]:
-    """For the test with most cells and that with most sequences; a sequence is no longer than the longest."""
+    """Size the session for the test with most cells and the test with most sequences.
+
+    A sequence is at most as long as the longest one of the tests.
+    """
     tests = batched_tests(config).fitting
     cells, n_seq = max(t.n_cells for t in tests), max(t.pl for t in tests)
     return replace(config, n_ctx=max(1, *(t.pp + t.tg for t in tests))), Sizes(max(cells, 1), n_seq, n_seq)
 
 
 def windows_session(config: RunConfig, n_ctx: int, stride: int = 0) -> tuple[RunConfig, Sizes]:
-    """For windows of n_ctx tokens, as many side by side as a batch holds; with a stride one gets all the cells."""
+    """Size the session for windows of n_ctx tokens, as many side by side as a batch holds.
+
+    With a stride, one window gets all cells.
+    """
     n_seq = max(1, config.n_batch // n_ctx)
     config = replace(config, n_ctx=n_ctx, n_batch=min(config.n_batch, n_seq * n_ctx))
     return config, Sizes(n_seq * n_ctx + stride // 2, 1 if stride else n_seq)
 
 
 def choices_session(config: RunConfig) -> tuple[RunConfig, Sizes]:
-    """For texts of at most n_ctx tokens: four side by side, or as many as a batch holds."""
+    """Size the session for texts of at most n_ctx tokens: four side by side, or as many as a batch holds."""
     n_ctx = config.n_ctx or DEFAULT_WINDOW
     n_seq = max(LEAST_CHOICES, config.n_batch // n_ctx)
     return replace(config, n_ctx=n_ctx, n_batch=min(config.n_batch, n_seq * n_ctx)), Sizes(n_seq * n_ctx, n_seq)
 
 
 def imatrix_session(config: RunConfig) -> tuple[RunConfig, Sizes]:
-    """One window at a time; with MLA in the mode that multiplies with every matrix of the file."""
+    """Size the session for one window at a time.
+
+    With MLA it uses the mode that multiplies with every matrix of the file.
+    """
     n_ctx = config.n_ctx or DEFAULT_WINDOW
     outputs = Outputs.alone(config.server.only_embeds)
     return replace(config, n_ctx=n_ctx, n_batch=min(config.n_batch, n_ctx), mla=1), Sizes(n_ctx, outputs=outputs)

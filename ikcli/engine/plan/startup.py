@@ -1,6 +1,6 @@
-"""What every run settles before weights are loaded: sizes against the model, cache types, expert options, placement.
+"""Settle what every run needs before weights are loaded: sizes, cache types, expert options, placement.
 
-Reads the header of the model file only. Refuses combinations that cannot work, naming one that does.
+Only the header of the model file is read. Combinations that cannot work are refused with the name of one that does.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ikcli.settings.run import RunConfig
 
 @dataclass(frozen=True, slots=True)
 class Startup:
-    """A checked run: its settings (`-mla` switched off where the model has none), the opened model, what to print.
+    """A checked run: its settings (`-mla` off if the model has no latent attention), the opened model, and the notices.
 
     The session applies `resolve()` itself, so the settings are still those of the user.
     """
@@ -34,7 +34,7 @@ class Startup:
 def prepare(config: RunConfig, given: Collection[str] = (), pipeline: Pipeline = LOCAL) -> Startup:
     """Check `config` against its model.
 
-    `given` are the options (field paths) the user wrote; `pipeline` starts the stages of `--stages`.
+    `given` are the options (field paths) that the user wrote. `pipeline` starts the stages of `--stages`.
     """
     assert config.model is not None
     check_devices(config)
@@ -55,7 +55,7 @@ def prepare(config: RunConfig, given: Collection[str] = (), pipeline: Pipeline =
 
 
 def _shared_out(config: RunConfig, pipeline: Pipeline) -> RunConfig:
-    """The share of the model that each stage on a cluster gets, unless it was given."""
+    """Set the share of the model that each stage on a cluster gets, unless the user gave it."""
     fleet = config.fleet
     if fleet.stages == 1 or fleet.ray in (None, "local") or fleet.stage_split:
         return config
@@ -63,9 +63,9 @@ def _shared_out(config: RunConfig, pipeline: Pipeline) -> RunConfig:
 
 
 def _fit(planner: Planner, config: RunConfig) -> tuple[RunConfig, list[str]]:
-    """The settings that `--fit` chooses, and what it says."""
+    """Return the settings that `--fit` chooses, and its notices."""
     if not planner.machine.gpus:
-        return replace(config, fit=False), ["--fit has no effect: there is no CUDA device"]
+        return replace(config, fit=False), ["--fit has no effect without a CUDA device"]
     from ikcli.engine.plan.fit import fit
 
     found = fit(planner, config)

@@ -1,7 +1,7 @@
-r"""Tensor placement rules (`-ot RE=BUF`): parsing, first-match-wins matching on tensor names, and what to warn about.
+r"""Tensor placement rules (`-ot RE=BUF`): parse them, match them on tensor names, warn about mistakes.
 
 A rule searches (unanchored, case-sensitive) the full tensor name; of all rules that match, the first decides. The
-warnings cover what users got wrong most: shadowed rules, `[0-10]` digit classes, `\.*` for `.*`, rules without match.
+warnings cover the most common mistakes: shadowed rules, `[0-10]` digit classes, `\.*` for `.*`, rules without a match.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _CUDA = re.compile(r"CUDA\d+")
 
 @dataclass(frozen=True, slots=True)
 class TensorRule:
-    """One `RE=BUF` pair; `option` is where it came from."""
+    """One `RE=BUF` pair; `option` names the option it came from."""
 
     pattern: str
     buffer: str
@@ -34,7 +34,7 @@ class TensorRule:
 
 @dataclass(frozen=True, slots=True)
 class RuleUse:
-    """What one rule did: tensors it matched, those it won, and how many it lost to which rule (index from 0)."""
+    """The use of one rule: tensors it matched, tensors it won, and how many it lost to which rule (index from 0)."""
 
     rule: TensorRule
     matched: tuple[str, ...]
@@ -44,14 +44,14 @@ class RuleUse:
 
 @dataclass(frozen=True, slots=True)
 class RuleMatches:
-    """All rules applied to all tensor names; `buffer_of` holds the tensors that some rule placed, in model order."""
+    """All rules applied to all tensor names; `buffer_of` holds the tensors that a rule placed, in model order."""
 
     uses: tuple[RuleUse, ...]
     buffer_of: dict[str, str]
 
 
 def parse_rule(text: str, buffers: Sequence[str] | None = None, option: str = "-ot") -> TensorRule:
-    """One rule. `buffers` are the valid buffer names; None accepts `CPU` and any `CUDA<i>`."""
+    """Parse one rule. `buffers` are the valid buffer names; None accepts `CPU` and any `CUDA<i>`."""
     pattern, equals, buffer = text.partition("=")
     pattern, buffer = pattern.strip(), buffer.strip()
     if not equals or not pattern or not buffer:
@@ -70,12 +70,15 @@ def _valid_buffer(buffer: str, buffers: Sequence[str] | None) -> bool:
 
 
 def is_buffer(text: str) -> bool:
-    """Whether this can be the name of a buffer: `CPU` or `CUDA<i>`."""
+    """Return whether this can be the name of a buffer: `CPU` or `CUDA<i>`."""
     return text == "CPU" or _CUDA.fullmatch(text) is not None
 
 
 def cpu_rules(cpu_moe: bool, n_cpu_moe: int, n_cpu_ffn: int) -> list[TensorRule]:
-    """The rules of `--cpu-moe`, `--n-cpu-moe N` and `--n-cpu-ffn N` (blocks 0..N-1), which follow all `-ot` rules."""
+    """Return the rules of `--cpu-moe`, `--n-cpu-moe N` and `--n-cpu-ffn N` (blocks 0..N-1).
+
+    They follow all `-ot` rules.
+    """
     rules: list[TensorRule] = []
     for n, weights, option in ((n_cpu_moe, EXPERTS, "--n-cpu-moe"), (n_cpu_ffn, DENSE, "--n-cpu-ffn")):
         if n > 0:
@@ -100,7 +103,7 @@ def match_rules(rules: Sequence[TensorRule], names: Sequence[str]) -> RuleMatche
 
 
 def rule_lines(matches: RuleMatches, n_bytes: dict[str, int] | None = None) -> list[str]:
-    """One line per rule: matches, wins, MiB moved, and the rules that took the rest."""
+    """Return one line per rule: matches, wins, MiB moved, and the rules that took the rest."""
     return [_use_line(matches, index, n_bytes) for index in range(len(matches.uses))]
 
 
@@ -119,7 +122,7 @@ def _use_line(matches: RuleMatches, index: int, n_bytes: dict[str, int] | None) 
 
 
 def check_rules(matches: RuleMatches, names: Sequence[str], strict: bool = False) -> list[str]:
-    """Warnings about rules; with `strict` UsageError if one matches nothing."""
+    """Return warnings about rules; with `strict`, raise UsageError if one matches nothing."""
     warnings: list[str] = []
     for index, use in enumerate(matches.uses):
         warnings += pattern_warnings(use.rule.pattern, use.rule.text, use.matched)

@@ -1,4 +1,4 @@
-"""Whether a model would fit this machine, from its header alone: one run planned as `ik plan` does, and `--fit`."""
+"""Judge from its header alone whether a model fits this machine: one run planned as `ik plan` and `--fit` do it."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from ikcli.settings.run import RunConfig
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`fits` is None if the model cannot be planned (`reason` says why); `options` are those it fits with, if any are
-    needed. Bytes by device.
+    """Whether the model fits: None if it cannot be planned, with `reason`.
+
+    `options` are those it fits with, if it needs any. Sizes are bytes by device.
     """
 
     fits: bool | None
     options: str
     needed: dict[str, int]
     free: dict[str, int]
-    bpw: float  # bits per weight, 0 if nobody knows
+    bpw: float  # bits per weight, 0 if unknown
     n_ctx: int
     reason: str = ""
 
 
 def judge(path: Path, n_ctx: int) -> Verdict:
-    """Plan a run of `n_ctx` tokens (at most those the model was trained with) on this machine."""
+    """Plan a run of `n_ctx` tokens (at most the training context of the model) on this machine."""
     config = RunConfig(command="plan", model=path, n_ctx=n_ctx)
     file = open_gguf(path, header_only=True)
     bpw = 8 * file.n_bytes / file.n_elements if file.tensors else 0.0

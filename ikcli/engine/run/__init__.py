@@ -1,1 +1,1 @@
-"""A planned run: devices, runner, session, sequences, embeddings."""
+"""Execute a planned run: devices, runner, session, sequences, embeddings."""

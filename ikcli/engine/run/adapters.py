@@ -1,8 +1,8 @@
-"""What is added to a model: low-rank adapters (`--lora`), their files and checks; control vectors; weights for both.
+"""Additions to a model: low-rank adapters (`--lora`) and control vectors, with their files, checks and weights.
 
-An adapter adds scale * alpha / rank * b @ a to a matrix. The base matrix stays as it is: `Graph.mul_mat` records the
-three products beside that of the base. The factor is a diagonal matrix of its own, so it can change while the model
-runs (`Adapters.apply`). Ranks are padded with zeros to what kernels like.
+An adapter adds scale * alpha / rank * b @ a to a matrix. The base matrix stays unchanged: `Graph.mul_mat` records the
+three products beside that of the base. The factor is a separate diagonal matrix, so it can change while the model runs
+(`Adapters.apply`). Ranks are padded with zeros to sizes that suit the kernels.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Spec:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """One adapter file: targets (names of matrices) with their ranks."""
+    """One adapter file: its targets (names of matrices) with their ranks."""
 
     path: Path
     file: GGUFFile
@@ -51,7 +51,7 @@ class Adapter:
 
     @classmethod
     def open(cls, path: Path, tensors: Mapping[str, TensorLike], hp: HParams) -> Adapter:
-        """Read the header and check it against the model; FormatError says what does not fit."""
+        """Read the header and check it against the model; raise FormatError for what does not fit."""
         file = open_gguf(path)
         for key, wanted in (("general.type", "adapter"), ("adapter.type", "lora")):
             if file.metadata.get(key) != wanted:
@@ -73,7 +73,10 @@ class Adapter:
         return cls(path, file, float(alpha), targets)
 
     def values(self, target: str, part: str) -> F32:
-        """Values of a or b, (matrices,) rows, columns, with padded rank; FormatError if they are not finite."""
+        """Return the values of a or b: (matrices,) rows, columns, with padded rank.
+
+        Raise FormatError if any is not finite.
+        """
         name = f"{target}.{part}"
         t = self.file.tensors[name]
         values = dequantize(self.file.data(name), t.type, tuple(t.shape))
@@ -85,7 +88,7 @@ class Adapter:
 
 
 def _rank(path: Path, target: str, own: Mapping[str, TensorLike], tensors: Mapping[str, TensorLike]) -> int:
-    """Rank of a pair of tensors, which must fit the matrix of the model."""
+    """Return the rank of a pair of tensors, which must fit the matrix of the model."""
     a, b, w = own.get(f"{target}.lora_a"), own.get(f"{target}.lora_b"), tensors.get(target)
     if a is None or b is None:
         raise FormatError(f"{path}: '{target}' has only one of .lora_a and .lora_b; the adapter is incomplete")
@@ -111,13 +114,16 @@ def _dims(shape: Sequence[int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """How much of what: the scale of each adapter, and the control vectors in use. What is cached belongs to it."""
+    """The additions in use: the scale of each adapter, and the control vectors.
+
+    Cached positions are valid for these only.
+    """
 
     scales: tuple[float, ...] = ()
     vectors: tuple[VectorUse, ...] = ()
 
     def of_request(self, scales: tuple[float, ...] | None) -> Added:
-        """The same with the scales of adapters that a request names, if it does."""
+        """Return the same additions with the scales of adapters that a request names, if it names any."""
         return self if scales is None else replace(self, scales=scales)
 
 
@@ -126,7 +132,7 @@ NOTHING = Added()
 
 @dataclass(slots=True)
 class Adapters:
-    """All that can be added to a model, and what is `added` now."""
+    """Everything that can be added to a model, and what is `added` now."""
 
     adapters: tuple[Adapter, ...] = ()
     vectors: ControlVectors = field(default_factory=ControlVectors)
@@ -134,7 +140,7 @@ class Adapters:
 
     @classmethod
     def open(cls, config: AdapterConfig, tensors: Mapping[str, TensorLike], hp: HParams) -> Adapters:
-        """The files of the command line, checked against the model."""
+        """Open the files of the command line and check them against the model."""
         given = [(path, 1.0) for path in config.lora] + [(s.path, s.scale) for s in config.lora_scaled]
         adapters = tuple(Adapter.open(path, tensors, hp) for path, _ in given)
         scales = tuple(0.0 if config.lora_init_without_apply else scale for _, scale in given)
@@ -145,7 +151,7 @@ class Adapters:
         return bool(self.adapters or self.vectors.layers)
 
     def specs(self) -> dict[str, Spec]:
-        """Weights that graphs use besides those of the model."""
+        """Return the weights that graphs use besides those of the model."""
         found = {_direction(il): Spec(GGMLType.F32, (self.vectors.n_embd,)) for il in self.vectors.layers}
         for i, adapter in enumerate(self.adapters):
             for target, rank in adapter.ranks.items():
@@ -157,12 +163,12 @@ class Adapters:
         return found
 
     def sources(self) -> dict[str, str]:
-        """The tensor of the model beside which an adapter's weight lives; directions live where their block does."""
+        """Return the model tensor with which each adapter weight is placed; directions are placed with their block."""
         pairs = ((t, p, i) for i, a in enumerate(self.adapters) for t in a.ranks for p in ("a", "b", "scale"))
         return {_part(target, part, i): target for target, part, i in pairs}
 
     def make(self, name: str) -> npt.NDArray[np.generic]:
-        """A weight of `specs`, as it is now."""
+        """Make a weight of `specs` with its present values."""
         if name.endswith(".direction"):
             return self.vectors.direction(int(name.split(".")[1]), self.added.vectors)
         target, part, number = name.rsplit(".", 2)
@@ -176,7 +182,7 @@ class Adapters:
         return np.ascontiguousarray(quantize(np.ascontiguousarray(adapter.values(target, part)), type_))
 
     def graph(self) -> Graph:
-        """An empty graph whose products and layers get what is added here."""
+        """Return an empty graph whose products and layers get these additions."""
         specs = self.specs()
 
         def weight(name: str) -> Weight:
@@ -190,7 +196,7 @@ class Adapters:
         return Graph(low_rank=low_rank, directions={il: weight(_direction(il)) for il in self.vectors.layers})
 
     def check_used(self, graphs: Iterable[Graph]) -> None:
-        """UnsupportedError if a graph has no place for an adapter or a direction."""
+        """Raise UnsupportedError if a graph has no place for an adapter or a direction."""
         for graph in graphs:
             for i, adapter in enumerate(self.adapters):
                 missing = [t for t in adapter.ranks if _part(t, "a", i) not in graph.weights]
@@ -205,7 +211,7 @@ class Adapters:
                 raise UnsupportedError("control vectors are not supported for this architecture")
 
     def apply(self, added: Added) -> list[str]:
-        """Add other things; returns the names of the weights that who holds them has to make again."""
+        """Change the additions; return the names of the weights whose holders have to make them again."""
         if len(added.scales) != len(self.adapters):
             raise UsageError(f"{len(added.scales)} scales for {len(self.adapters)} adapters")
         changed: list[str] = []
@@ -226,5 +232,5 @@ def _direction(il: int) -> str:
 
 
 def _used(type_: GGMLType) -> GGMLType:
-    """Quantized adapters are used as float32."""
+    """Return the type in use: quantized adapters are used as float32."""
     return type_ if type_ in _KEPT else GGMLType.F32

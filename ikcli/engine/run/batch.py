@@ -26,7 +26,7 @@ class Batch:
 
     @classmethod
     def single(cls, tokens: Any, pos0: int = 0, seq: int = 0, *, logits: str = "last") -> Batch:
-        """Consecutive tokens of one sequence from position pos0; logits: "last", "all" or "none"."""
+        """Make a batch of consecutive tokens of one sequence from position pos0; logits: "last", "all" or "none"."""
         t = np.ascontiguousarray(tokens, dtype=np.int32)
         want = np.full(len(t), logits == "all")
         if logits == "last":
@@ -35,6 +35,6 @@ class Batch:
         return cls(t, pos, np.full(len(t), seq, dtype=np.int32), want)
 
     def slice(self, start: int, stop: int) -> Batch:
-        """Tokens start..stop-1."""
+        """Return tokens start..stop-1."""
         s = np.s_[start:stop]
         return Batch(self.tokens[s], self.pos[s], self.seq[s], self.logits[s])

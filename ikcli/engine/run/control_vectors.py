@@ -1,7 +1,7 @@
 """Control vectors: files of directions, and what the ones in use add to the outputs of layers.
 
-Directions of all of them are one sum per layer, a weight of the graph; so others can be used while the model runs, in
-the layers that the graph has a sum for (`ControlVectors.layers`).
+All directions in use form one sum per layer, which is a weight of the graph. Other vectors can therefore be used while
+the model runs, in the layers for which the graph has a sum (`ControlVectors.layers`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ F32 = npt.NDArray[np.float32]
 
 
 class VectorUse(NamedTuple):
-    """A control vector, by a digest of its directions, with a scale, in layers first to last."""
+    """A control vector, named by a digest of its directions, with a scale, in layers first to last."""
 
     digest: str
     scale: float
@@ -44,13 +44,13 @@ class ControlVector:
 
     @classmethod
     def open(cls, path: Path, hp: HParams) -> ControlVector:
-        """Read a file; FormatError if it is no control vector of a model like this one."""
+        """Read a file; raise FormatError unless it is a control vector for a model like this one."""
         file, found = open_gguf(path), {}
         for name, t in file.tensors.items():
             word, _, number = name.partition(".")
             if word != "direction" or not number.isdigit() or int(number) == 0:
                 raise FormatError(
-                    f"{path}: tensor '{name}' is no direction.N with N from 1 on; this is no control vector"
+                    f"{path}: tensor '{name}' is not named direction.N with N from 1 on; this is not a control vector"
                 )
             if t.type != GGMLType.F32 or tuple(t.shape) != (hp.n_embd,):
                 shape = " x ".join(map(str, t.shape))
@@ -62,7 +62,7 @@ class ControlVector:
                 if not np.isfinite(found[int(number)]).all():
                     raise FormatError(f"{path}: tensor '{name}' holds NaN or Inf")
         if not file.tensors:
-            raise FormatError(f"{path}: there is no direction.N in this file; this is no control vector")
+            raise FormatError(f"{path}: the file has no tensor direction.N; this is not a control vector")
         digest = hashlib.sha256()
         for il in sorted(found):
             digest.update(f"{il} ".encode() + found[il].tobytes())
@@ -71,7 +71,7 @@ class ControlVector:
 
 @dataclass(slots=True)
 class ControlVectors:
-    """`known` vectors by digest, `given` on the command line, and the `layers` that can have any."""
+    """`known` vectors by digest, those `given` on the command line, and the `layers` that can have any."""
 
     known: dict[str, ControlVector] = field(default_factory=dict)
     given: tuple[tuple[Path, VectorUse], ...] = ()
@@ -80,7 +80,7 @@ class ControlVectors:
 
     @classmethod
     def open(cls, config: AdapterConfig, hp: HParams) -> ControlVectors:
-        """Those of the command line; with a folder for more of them all layers have a sum."""
+        """Open the files of the command line; with a folder for more of them, all layers have a sum."""
         given = [(path, 1.0) for path in config.control_vector]
         given += [(s.path, s.scale) for s in config.control_vector_scaled]
         first, last = config.control_vector_layer_range or (1, hp.n_layer)
@@ -95,7 +95,7 @@ class ControlVectors:
         return cls(known, tuple(uses), tuple(layers), hp.n_embd)
 
     def direction(self, il: int, uses: Iterable[VectorUse]) -> F32:
-        """What these uses add to the output of a layer."""
+        """Return what these uses add to the output of a layer."""
         total = np.zeros(self.n_embd, np.float32)
         for use in uses:
             direction = self.known[use.digest].directions.get(il)
@@ -105,5 +105,5 @@ class ControlVectors:
 
 
 def in_use(uses: Iterable[VectorUse]) -> tuple[VectorUse, ...]:
-    """Those that change something, in an order of their own."""
+    """Return the uses that change something, in a fixed order."""
     return tuple(sorted(use for use in uses if use.scale != 0))

@@ -1,7 +1,7 @@
-"""The CPU as a device: lowers the turns that fall to it into one program, and executes them one by one.
+"""The CPU as a device: lower its splits into one program, and execute them one by one.
 
-One arena serves all programs of a session, which never run at the same time. What the CPU gets from other devices and
-what it gives lies in hand-over memory itself, so nothing is copied.
+One arena serves all programs of a session, which never run at the same time. The CPU reads values of other devices in
+hand-over memory and writes its own there, so nothing is copied.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _LIGHT_TOKENS = 8
 
 
 @dataclass(slots=True)
-class CpuTurns:
-    """A CPU program, the ops of each of its turns, and which turns are light."""
+class CpuSplits:
+    """A CPU program, the ops of each of its splits, and which splits are light."""
 
     program: CpuProgram
     spans: list[tuple[int, int]]
@@ -46,7 +46,10 @@ class CpuTurns:
 
 
 class CpuDevice:
-    """See the module. `cpus`: where each thread may run; to be set before the first step."""
+    """Run splits on the CPU; see the module.
+
+    `cpus`: where each thread may run; set it before the first step.
+    """
 
     name = CPU
     asynchronous = False
@@ -65,73 +68,73 @@ class CpuDevice:
     # --- planning -----------------------------------------------------------------------------------------------------
     def plan(
         self,
-        turns: Sequence[Turn],
+        splits: Sequence[Turn],
         rows: Mapping[Rows, int],
         n_cells: int,
-        independent: bool,
+        batch_invariant: bool,
         streamed: Collection[str] = (),
         window_cells: int = 0,
         result: Node | None = None,
-    ) -> CpuTurns:
-        """Lower the turns one after the other; nothing is allocated. `result`: a value that stays in work memory.
+    ) -> CpuSplits:
+        """Lower the splits one after the other; nothing is allocated.
 
-        `independent`: for generation; up to INDEPENDENT_ROWS tokens, results of a token are bit for bit the same
-        whatever else is in the micro-batch.
+        `result`: a value that stays in work memory. `batch_invariant`: for generation; up to INDEPENDENT_ROWS tokens,
+        the results of a token are bit for bit the same whatever else is in the micro-batch.
         """
         del streamed, window_cells  # nothing is copied; rows in RAM are found by their bytes alone
-        low = CpuLowering(rows, self.n_threads, n_cells, independent)
+        low = CpuLowering(rows, self.n_threads, n_cells, batch_invariant)
         spans: list[tuple[int, int]] = []
-        for turn in turns:
+        for split in splits:
             first = len(low.ops)
-            RULES.check(turn.nodes)
-            for node in turn.nodes:
+            RULES.check(split.nodes)
+            for node in split.nodes:
                 low.begin(node)
                 RULES.lower(low, node)
             spans.append((first, len(low.ops)))
-            for node in (*turn.imports, *turn.exports):
+            for node in (*split.imports, *split.exports):
                 if node is not result:
                     low.place_outside(node)
-        light = [all(node.op.light for node in turn.nodes) for turn in turns]
-        return CpuTurns(CpuProgram(low, result), spans, light)
+        light = [all(node.op.light for node in split.nodes) for split in splits]
+        return CpuSplits(CpuProgram(low, result), spans, light)
 
-    def compute_bytes(self, programs: Sequence[CpuTurns]) -> int:
-        """The arena, which programs share."""
+    def compute_bytes(self, programs: Sequence[CpuSplits]) -> int:
+        """Return the size of the arena, which programs share."""
         return max((p.arena_bytes for p in programs), default=0)
 
-    def prepare(self, programs: Sequence[CpuTurns], progress: Callable[[int, int], None] | None = None) -> None:
-        """Load the kernels of the programs, compiling what the cache lacks."""
+    def prepare(self, programs: Sequence[CpuSplits], progress: Callable[[int, int], None] | None = None) -> None:
+        """Load the kernels of the programs, compiling those that the cache lacks."""
         self._library.require(_kernels(programs), progress)
 
-    def n_missing(self, programs: Sequence[CpuTurns]) -> int:
-        """Kernels that have to be compiled first."""
+    def n_missing(self, programs: Sequence[CpuSplits]) -> int:
+        """Return the number of kernels that have to be compiled first."""
         return sum(not is_cached(k) for k in _kernels(programs))
 
     # --- memory -------------------------------------------------------------------------------------------------------
     def check_memory(self, sizes: Mapping[str, int]) -> None:
-        """The system grants memory lazily: nothing to check."""
+        """Do nothing: the system grants memory lazily."""
 
     def load_weights(self, model: Model, names: Sequence[str], mmap: bool) -> Mapping[str, int]:
-        """Map or read the weights."""
+        """Map or read the weights and return their addresses."""
         return model.load(names, mmap=mmap)
 
     def update_weights(self, model: Model, names: Sequence[str]) -> None:
-        """They are used where they are."""
+        """Do nothing: weights are used where they are."""
 
     def weight_bytes(self, model: Model, names: Sequence[str]) -> int:
-        """Their bytes, as used."""
+        """Return the bytes of these weights, as used."""
         return model.n_bytes(names)
 
     def cache_bytes(self, cache: Cache, n_rows: int) -> int:
-        """Bytes of a cache tensor."""
+        """Return the bytes of a cache tensor."""
         return cache_bytes(cache, n_rows)
 
     def make_caches(self, rows: Mapping[Cache, int]) -> Mapping[Cache, int]:
-        """Zeroed cache tensors in RAM."""
+        """Make zeroed cache tensors in RAM and return their addresses."""
         self.caches = {c: aligned_zeros(cache_bytes(c, n)) for c, n in rows.items()}
         return {c: int(a.ctypes.data) for c, a in self.caches.items()}
 
     def read_cells(self, cache: Cache, n_rows: int, first: int, n: int) -> Bytes:
-        """The cells themselves."""
+        """Return the cells themselves, as a view."""
         return cells_view(cache, self.caches[cache], n_rows, first, n)
 
     def write_cells(self, cache: Cache, n_rows: int, first: int, rows: Bytes) -> None:
@@ -141,13 +144,16 @@ class CpuDevice:
 
     def bind(
         self,
-        programs: Sequence[CpuTurns],
+        programs: Sequence[CpuSplits],
         state: StepBlock,
         weights: Mapping[str, int],
         caches: Mapping[Cache, int],
         handover: Sequence[Mapping[Node, Bytes]],
     ) -> None:
-        """Give the programs memory and addresses; `handover`: memory of values that other devices make or read."""
+        """Give the programs memory and addresses.
+
+        `handover`: memory of values that other devices make or read.
+        """
         n_bytes = self.compute_bytes(programs)
         if len(self.arena) < n_bytes:
             self.arena = aligned_zeros(n_bytes)
@@ -156,18 +162,18 @@ class CpuDevice:
             p.program.bind(self._library, state.address, self.arena, weights, caches, places)
 
     # --- running ------------------------------------------------------------------------------------------------------
-    def begin(self, program: CpuTurns, state: StepBlock) -> None:
-        """A new micro-batch."""
+    def begin(self, program: CpuSplits, state: StepBlock) -> None:
+        """Begin a micro-batch."""
         self._few = state.rows[Rows.TOKENS] <= _LIGHT_TOKENS
 
-    def run(self, program: CpuTurns, turn: int, n_threads: int) -> None:
-        """Execute one turn."""
-        first, stop = program.spans[turn]
+    def run(self, program: CpuSplits, split: int, n_threads: int) -> None:
+        """Execute one split."""
+        first, stop = program.spans[split]
         if stop > first:
-            self.run_ops(program.program, first, stop, 1 if self._few and program.light[turn] else n_threads)
+            self.run_ops(program.program, first, stop, 1 if self._few and program.light[split] else n_threads)
 
     def run_ops(self, program: CpuProgram, first: int, stop: int, n_threads: int) -> None:
-        """Execute a part of a bound program."""
+        """Execute a part of a bound program; raise IkError if a kernel fails."""
         if self._team is None:
             self._team = Team(self._library, self.n_threads, self.cpus)
         failed = self._team.run(program.address + 8 * ENTRY_WORDS * first, stop - first, n_threads)
@@ -175,14 +181,14 @@ class CpuDevice:
             op = program.ops[first + failed - 1]
             raise IkError(f"internal error: kernel {op.kernel.text} failed in node {op.node.name}")
 
-    def wait(self, program: CpuTurns, turn: int) -> None:
-        """Nothing is under way."""
+    def wait(self, program: CpuSplits, split: int) -> None:
+        """Do nothing: a split is done when `run` returns."""
 
     def finish(self) -> None:
-        """Nothing is under way."""
+        """Do nothing: a split is done when `run` returns."""
 
-    def result(self, program: CpuTurns, node: Node, n_rows: int) -> npt.NDArray[np.float32]:
-        """The value that was planned to stay, in work memory that the next step writes again."""
+    def result(self, program: CpuSplits, node: Node, n_rows: int) -> npt.NDArray[np.float32]:
+        """Return the value that was planned to stay, in work memory that the next step overwrites."""
         key = program.program, node, n_rows
         found = self._results.get(key)
         if found is None:
@@ -190,18 +196,18 @@ class CpuDevice:
         return found
 
     def values(
-        self, program: CpuTurns, turn: int, n_threads: int, state: StepBlock
+        self, program: CpuSplits, split: int, n_threads: int, state: StepBlock
     ) -> Iterator[tuple[Node, npt.NDArray[np.generic]]]:
-        """Execute a turn node by node; yields every output."""
-        for node, first, stop in self._spans(program, turn):
+        """Execute a split node by node and yield every output."""
+        for node, first, stop in self._spans(program, split):
             self.run_ops(program.program, first, stop, n_threads)
             if program.program.has_output(node):
                 yield node, self._value(program.program, node, state)
 
-    def timed(self, program: CpuTurns, turn: int, n_threads: int, state: StepBlock, show: bool) -> Iterator[TimedOp]:
-        """Execute a turn op by op under a clock."""
+    def timed(self, program: CpuSplits, split: int, n_threads: int, state: StepBlock, show: bool) -> Iterator[TimedOp]:
+        """Execute a split op by op under a clock."""
         inner = program.program
-        for node, first, stop in self._spans(program, turn):
+        for node, first, stop in self._spans(program, split):
             for i in range(first, stop):
                 begin = time.perf_counter()
                 self.run_ops(inner, i, i + 1, n_threads)
@@ -215,15 +221,15 @@ class CpuDevice:
                 yield TimedOp(node, kernel.text, seconds, n_bytes, n_ops, value)
 
     @staticmethod
-    def _spans(program: CpuTurns, turn: int) -> Iterator[tuple[Node, int, int]]:
-        begin, end = program.spans[turn]
+    def _spans(program: CpuSplits, split: int) -> Iterator[tuple[Node, int, int]]:
+        begin, end = program.spans[split]
         return (span for span in program.program.node_ops() if begin <= span[1] < end)
 
     def _value(self, program: CpuProgram, node: Node, state: StepBlock) -> npt.NDArray[np.generic]:
         return program.view(self.arena, node, state.rows[node.rows.symbol] * node.rows.factor)
 
     def _expert_rows(self, program: CpuProgram, plan: Node) -> tuple[int, int]:
-        """Experts that were chosen, and rows they got."""
+        """Return the number of chosen experts and their rows."""
         ends = program.raw(self.arena, plan, 8, sort_of(plan).n_expert + 1)
         return int((np.diff(ends) > 0).sum()), int(ends[-1])
 
@@ -237,5 +243,5 @@ class CpuDevice:
         self.caches.clear()
 
 
-def _kernels(programs: Sequence[CpuTurns]) -> list[KernelKey]:
+def _kernels(programs: Sequence[CpuSplits]) -> list[KernelKey]:
     return list(dict.fromkeys([LAUNCH, WORKER, *(k for p in programs for k in p.program.kernels)]))

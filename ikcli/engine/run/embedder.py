@@ -1,7 +1,7 @@
-"""Texts to vectors: whole texts side by side in one micro-batch, long ones piece by piece.
+"""Turn texts into vectors: whole texts side by side in one micro-batch, long ones piece by piece.
 
-All of it happens in the room of one sequence, so a server embeds with a slot that nobody uses, and a micro-batch holds
-as many texts as `-ub` has room for, however few sequences there are.
+All of them use the cells of one sequence. A server therefore embeds in any free slot, and a micro-batch holds as many
+texts as `-ub` has room for, however few sequences there are.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Tokens = npt.NDArray[np.int32]
 
 
 def check_embeds(session: Session) -> None:
-    """UnsupportedError if a session has no embeddings."""
+    """Raise UnsupportedError if a session has no embeddings."""
     if "decode" + EMBEDS not in session.programs:
         wanted = session.outputs.embeddings
         why = f"embeddings of {session.model.hp.arch} models are not supported" if wanted else ""
@@ -35,18 +35,18 @@ def check_embeds(session: Session) -> None:
 
 
 def side_by_side(session: Session) -> bool:
-    """Whether texts can be computed side by side: recurrent layers have one state for a sequence."""
+    """Return whether texts can be computed side by side: recurrent layers have one state per sequence."""
     return not session.sequences.kind.has_states
 
 
 def states(
     session: Session, seq: int, texts: Sequence[Tokens], out_ids: npt.NDArray[np.int64], n_done: int = 0
 ) -> FloatRows:
-    """The last normed state of these rows of texts that are computed at once, in the room of a sequence.
+    """Return the last normed state of these rows of texts that are computed at once, in the cells of a sequence.
 
-    The first text goes on behind its `n_done` tokens, which the sequence holds; the others are whole, stand behind it
-    (in caches of windows likewise) and are gone afterwards. At most `n_ubatch` tokens; the next micro-batch overwrites
-    the rows.
+    The first text continues after its `n_done` tokens, which the sequence holds. The others are whole, follow it in the
+    cells (and in caches of windows), and are gone afterwards. They have at most `n_ubatch` tokens; the next micro-batch
+    overwrites the rows.
     """
     check_embeds(session)
     if len(texts) > 1 and not side_by_side(session):
@@ -80,27 +80,27 @@ class _Text:
 
 
 class Embedder:
-    """See the module. `seq`: the sequence whose room is used; nothing is left of what it held."""
+    """Embed texts in the cells of the sequence `seq`, whose previous content is lost; see the module."""
 
     def __init__(self, session: Session, pooling: Pooling, seq: int = 0, head: RankHead | None = None) -> None:
-        """`head`: that of the model, where it is known already."""
+        """Create an embedder. `head`: the classification head of the model, if it is known already."""
         self.session, self.pooling, self.seq = session, pooling, seq
         self.head = (head or RankHead.of(session.model)) if pooling is Pooling.RANK else None
         self._waiting: deque[_Text] = deque()
-        self._alone = 0  # micro-batches of one text, after one of several that failed
+        self._alone = 0  # micro-batches of one text, after a failure of one with several texts
         self.failed: Any = None  # key of the text for which `step` raised
 
     @property
     def n_tokens(self) -> int:
-        """Tokens that are not done."""
+        """Return the number of tokens that are not done."""
         return sum(text.n_left for text in self._waiting)
 
     def __len__(self) -> int:
-        """Texts that are not done."""
+        """Return the number of texts that are not done."""
         return len(self._waiting)
 
     def add(self, key: Any, tokens: Sequence[int] | Tokens) -> None:
-        """A text to be embedded; UsageError if it is empty or too long."""
+        """Add a text; raise UsageError if it is empty or too long."""
         ids, most = np.ascontiguousarray(tokens, np.int32), self.session.longest_text
         if not len(ids):
             raise UsageError("a text without tokens has no embedding")
@@ -112,13 +112,13 @@ class Embedder:
         self._waiting.append(_Text(key, ids, PoolState(self.pooling, len(ids), causal=self.session.model.hp.causal)))
 
     def drop(self, unwanted: Callable[[Any], bool]) -> None:
-        """Forget texts by their keys."""
+        """Drop texts by their keys."""
         self._waiting = deque(t for t in self._waiting if not unwanted(t.key))
 
     def step(self) -> list[tuple[Any, FloatRows]]:
-        """Compute one micro-batch; key and rows of every text that is done now, in the order in which they came.
+        """Compute one micro-batch; return key and rows of every text that is now done, in order of arrival.
 
-        What goes wrong with several texts is tried with each alone, so that only the guilty one fails.
+        If a micro-batch of several texts fails, each is tried alone, so that only the text at fault fails.
         """
         if not self._waiting:
             return []
@@ -152,7 +152,7 @@ class Embedder:
         return finished
 
     def _choose(self) -> list[_Text]:
-        """The next piece of the first text, and as many whole texts behind it as there is room for."""
+        """Choose the next piece of the first text, and as many whole texts after it as fit."""
         first, session = self._waiting[0], self.session
         chosen, room = [first], session.n_ubatch - first.n_left
         self._alone -= 1
@@ -168,7 +168,7 @@ class Embedder:
 
 
 def embed(session: Session, texts: Sequence[Sequence[int]], pooling: Pooling, normalize: int = 2) -> list[FloatRows]:
-    """Rows of every text: one vector, without pooling one per token, scores of labels where the model ranks."""
+    """Return the rows of every text: one vector; one per token without pooling; scores of labels if the model ranks."""
     embedder = Embedder(session, pooling)
     for i, tokens in enumerate(texts):
         embedder.add(i, tokens)

@@ -1,7 +1,7 @@
-"""A GPU of a session: its share of the weights and of the KV cache in device memory.
+"""A GPU of a session, with its share of the weights and of the KV cache in device memory.
 
-Weights go there straight from the file (`backends/cuda/transfer.py`). Cache cells are taken out and put back in the
-layout they have in RAM.
+Weights are copied there straight from the file (`backends/cuda/transfer.py`). Cache cells are read and written in the
+layout that they have in RAM.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _ALIGN = 256
 
 
 def weight_of(model: Model, name: str) -> Weight:
-    """A whole tensor of a model, as used."""
+    """Return a whole tensor of a model, as used."""
     spec = model.specs[name]
     return Weight(name, spec.type, tuple(spec.shape))
 
 
 class GpuDevice(CudaBackend):
-    """See the module."""
+    """Run splits on a GPU; see the module."""
 
     def __init__(self, device: Device) -> None:
         super().__init__(device)
@@ -44,11 +44,11 @@ class GpuDevice(CudaBackend):
 
     @property
     def name(self) -> str:
-        """As the driver calls the GPU."""
+        """Return the driver's name of the GPU."""
         return self.limits.name
 
     def prepare(self, programs: Sequence[CudaProgram], progress: object = None) -> None:
-        """Load the kernels, which the driver compiles when it sees them for the first time on a machine."""
+        """Load the kernels, which the driver compiles when it first sees them on a machine."""
         kernels = self.kernels(programs)
         with progress_bar("loading GPU kernels", len(kernels)) as advance:
             for name, shared in kernels.items():
@@ -56,7 +56,7 @@ class GpuDevice(CudaBackend):
                 advance(1)
 
     def check_memory(self, sizes: Mapping[str, int]) -> None:
-        """OutOfMemory, with a table of what is wanted, before anything is copied."""
+        """Raise OutOfMemory, with a table of the memory needed, before anything is copied."""
         free, total = self.device.memory()
         wanted = {**sizes, "kernels and captured graphs": RESERVE_BYTES}
         if sum(sizes.values()) and sum(wanted.values()) > free:
@@ -64,11 +64,11 @@ class GpuDevice(CudaBackend):
 
     # --- weights ----------------------------------------------------------------------------------------------------
     def weight_bytes(self, model: Model, names: Sequence[str]) -> int:
-        """Bytes of the weights on the device."""
+        """Return the bytes of the weights on the device."""
         return sum(_aligned(upload.device_bytes(weight_of(model, name))) for name in names)
 
     def load_weights(self, model: Model, names: Sequence[str], mmap: bool) -> Mapping[str, int]:
-        """Copy the weights to the device, straight from the file where they are used as they are there."""
+        """Copy the weights to the device, straight from the file where their layout is the same."""
         self.host_bytes = model.bytes_of
         total = self.weight_bytes(model, names)
         if not total:
@@ -89,7 +89,7 @@ class GpuDevice(CudaBackend):
         return addresses
 
     def update_weights(self, model: Model, names: Sequence[str]) -> None:
-        """Copy weights again that are on the device; for small ones."""
+        """Copy changed weights to the device again; meant for small ones."""
         arrays = []
         for name in names:
             if name in self._addresses:
@@ -101,11 +101,11 @@ class GpuDevice(CudaBackend):
 
     # --- cache ------------------------------------------------------------------------------------------------------
     def cache_bytes(self, cache: Cache, n_rows: int) -> int:
-        """Bytes of a cache tensor on the device."""
+        """Return the bytes of a cache tensor on the device."""
         return kv_layout.cache_bytes(cache, n_rows)
 
     def make_caches(self, rows: Mapping[Cache, int]) -> Mapping[Cache, int]:
-        """Zeroed cache tensors in one allocation."""
+        """Make zeroed cache tensors in one allocation."""
         sizes = [_aligned(self.cache_bytes(c, n)) for c, n in rows.items()]
         if not rows:
             return {}
@@ -117,7 +117,7 @@ class GpuDevice(CudaBackend):
         return self._cells
 
     def read_cells(self, cache: Cache, n_rows: int, first: int, n: int) -> Bytes:
-        """A copy of cells, see `RunDevice`."""
+        """Return a copy of cells; see `RunDevice`."""
         pieces = [
             (np.empty((n, plane.row_bytes), np.uint8), self._cells[cache] + plane.offset + first * plane.row_bytes)
             for plane in kv_layout.planes(cache, n_rows)
@@ -129,7 +129,7 @@ class GpuDevice(CudaBackend):
         return kv_layout.from_device(cache, [array for array, _ in pieces])
 
     def write_cells(self, cache: Cache, n_rows: int, first: int, rows: Bytes) -> None:
-        """Replace cells, see `RunDevice`."""
+        """Replace cells; see `RunDevice`."""
         parts = kv_layout.to_device(cache, rows)
         for plane, array in zip(kv_layout.planes(cache, n_rows), parts, strict=True):
             if array.size:
@@ -137,9 +137,11 @@ class GpuDevice(CudaBackend):
                 self.device.upload(self._stream, address, array)
         self.device.synchronize(self._stream)
 
-    def timed(self, program: CudaProgram, turn: int, n_threads: int, state: StepBlock, show: bool) -> Iterator[TimedOp]:
-        """Run a turn launch by launch, each between two events."""
-        span, inner, device = program.spans[turn], program.program, self.device
+    def timed(
+        self, program: CudaProgram, split: int, n_threads: int, state: StepBlock, show: bool
+    ) -> Iterator[TimedOp]:
+        """Run a split launch by launch, each between two events."""
+        span, inner, device = program.spans[split], program.program, self.device
         before, after = device.event(timing=True), device.event(timing=True)
         try:
             self.take_in(program, span)
@@ -158,13 +160,13 @@ class GpuDevice(CudaBackend):
                 if show and inner.has_output(node):
                     yield TimedOp(node, "shown", 0.0, 0, 0, self._value(inner, node, _rows(node, state)))
             self.give_out(program, span)
-            device.record(self._stream, program.events[turn])
+            device.record(self._stream, program.events[split])
         finally:
             device.free_event(before)
             device.free_event(after)
 
     def _work(self, program: GpuProgram, op: GpuLaunch, state: StepBlock) -> tuple[int, int]:
-        """See `work_of`, for launches that read the weights."""
+        """Return `work_of` for launches that read the weights."""
         names = {w.name for w in op.node.weights()}
         if not any(isinstance(arg, Ref) and arg.target in names for arg in op.args):
             return 0, 0
@@ -177,7 +179,7 @@ class GpuDevice(CudaBackend):
         return int(np.count_nonzero(experts != -1)), rows
 
     def close(self) -> None:
-        """Free everything; once."""
+        """Free everything; later calls do nothing."""
         if self._closed:
             return
         self._closed = True

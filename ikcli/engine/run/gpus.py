@@ -1,4 +1,4 @@
-"""The GPUs of this machine: which there are, which the settings want, and how a session opens them."""
+"""The GPUs of this machine: find them, choose those that the settings want, and open them for a session."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from ikcli.log import warn
 from ikcli.settings.run import RunConfig
 
 _NODES = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/proc/driver/nvidia/version"))
-"""One of them is there where there is a driver (the second in WSL)."""
+"""One of these exists if there is a driver (the second in WSL)."""
 
 
 def driver_present() -> bool:
-    """Whether the kernel has a GPU driver; nothing is loaded to find out."""
+    """Return whether the kernel has a GPU driver, without loading anything."""
     return any(path.exists() for path in _NODES)
 
 
 def wanted(config: RunConfig) -> bool:
-    """Whether a GPU would be used if there is one."""
+    """Return whether a GPU would be used if there is one."""
     return config.n_gpu_layers != 0 or any(not rule.strip().endswith(f"={CPU}") for rule in config.override_tensor)
 
 
 def _asked(config: RunConfig) -> bool:
-    """Whether the user wrote an option that is about GPUs."""
+    """Return whether the user gave an option about GPUs."""
     rules = any(not rule.strip().endswith(f"={CPU}") for rule in config.override_tensor)
     return bool(config.n_gpu_layers or rules or config.device or config.tensor_split)
 
 
 def open_devices(config: RunConfig) -> dict[str, Device]:
-    """The GPUs of this machine that the settings allow, by name, opened; empty without any.
+    """Open the GPUs of this machine that the settings allow; return them by name, or nothing if there are none.
 
-    Nobody who did not ask for a GPU hears why there is none.
+    Only a user who asked for a GPU is told why there is none.
     """
     if not _asked(config) and not driver_present():
         return {}
@@ -56,7 +56,7 @@ def open_devices(config: RunConfig) -> dict[str, Device]:
 
 
 def hand_over(runner: Runner, devices: Mapping[str, Device]) -> None:
-    """Close the GPUs that a runner does not use, and let the others hand values over through pinned memory."""
+    """Close the GPUs that a runner does not use, and let the others pass values through pinned memory."""
     for name, device in devices.items():
         if name not in runner.parts:
             device.close()
@@ -66,7 +66,7 @@ def hand_over(runner: Runner, devices: Mapping[str, Device]) -> None:
 
 
 class _PinnedMemory:
-    """Hand-over memory: one piece at a time, the last one is given back first."""
+    """Allocates hand-over memory: one piece at a time; a new piece frees the last one."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -80,7 +80,7 @@ class _PinnedMemory:
 
 
 def run_device(device: Device) -> RunDevice:
-    """A GPU as the runner uses it."""
+    """Return a GPU in the form that the runner uses."""
     from ikcli.engine.run.gpu_device import GpuDevice
 
     return GpuDevice(device)

@@ -1,6 +1,6 @@
-"""`-thp` and `--mlock`: huge pages for memory of our own, weights that stay in RAM. Both are requests to the system.
+"""`-thp` and `--mlock`: huge pages for our own memory, and weights locked in RAM.
 
-Neither ever fails a run: what the system refuses is said once, with the way to get it.
+Both are requests to the system and never fail a run: a refusal is reported once, with the way to get the permission.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ SystemCall = Callable[[int, int], int]
 
 
 def inner_pages(memory: Range, page: int = mmap.PAGESIZE) -> Range | None:
-    """The whole pages inside a range, None if there is none."""
+    """Return the whole pages inside a range, or None if there are none."""
     address, n_bytes = memory
     first, stop = -(-address // page) * page, (address + n_bytes) // page * page
     return (first, stop - first) if stop > first else None
 
 
 def outer_pages(ranges: Iterable[Range], page: int = mmap.PAGESIZE) -> list[Range]:
-    """The pages that ranges touch, adjacent and overlapping ones joined."""
+    """Return the pages that ranges touch; adjacent and overlapping ones are joined."""
     joined: list[list[int]] = []
     for address, n_bytes in sorted(r for r in ranges if r[1] > 0):
         first, stop = address // page * page, -(-(address + n_bytes) // page) * page
@@ -48,7 +48,7 @@ def outer_pages(ranges: Iterable[Range], page: int = mmap.PAGESIZE) -> list[Rang
 
 
 def thp_state(path: Path = _THP) -> str:
-    """The system's choice (`always`, `madvise`, `never`), empty where there is none."""
+    """Return the system's setting (`always`, `madvise`, `never`), or an empty text where it has none."""
     try:
         text = path.read_text()
     except OSError:
@@ -57,7 +57,7 @@ def thp_state(path: Path = _THP) -> str:
 
 
 def use_huge_pages(buffers: Iterable[Range], weights: Iterable[Range], mapped: bool, state: str) -> list[str]:
-    """Ask for huge pages for empty buffers and for weights in RAM; returns warnings. `mapped`: some weights are."""
+    """Request huge pages for empty buffers and weights in RAM; return warnings. `mapped`: some weights are mapped."""
     if state not in ("always", "madvise"):
         why = "this system has no transparent huge pages" if not state else "they are switched off on this system"
         return [f"-thp has no effect: {why}"]
@@ -65,7 +65,7 @@ def use_huge_pages(buffers: Iterable[Range], weights: Iterable[Range], mapped: b
         _madvise(memory, _MADV_HUGEPAGE)
     for memory in weights:
         _madvise(memory, _MADV_HUGEPAGE)
-        _madvise(memory, _MADV_COLLAPSE)  # they are filled already; older kernels do it later by themselves
+        _madvise(memory, _MADV_COLLAPSE)  # they are filled already; older kernels collapse them later by themselves
     if mapped:
         return ["-thp: weights mapped from the file keep small pages; --no-mmap reads them into RAM with huge ones"]
     return []
@@ -79,7 +79,7 @@ def _madvise(memory: Range, advice: int) -> None:
 
 
 def lock_weights(ranges: Iterable[Range], lock: SystemCall | None = None, limit: int | None = None) -> list[str]:
-    """Lock the pages of weights in RAM; returns a warning if not all of them could be."""
+    """Lock the pages of weights in RAM; return a warning if not all of them could be locked."""
     lock = lock or _mlock
     pages = outer_pages(ranges)
     total, done = sum(n for _, n in pages), 0
@@ -97,7 +97,7 @@ def lock_weights(ranges: Iterable[Range], lock: SystemCall | None = None, limit:
 
 
 def memlock_limit() -> int:
-    """Bytes this process may lock, -1 without a limit or where it is not known."""
+    """Return the bytes this process may lock, or -1 without a limit or where the limit is unknown."""
     try:
         import resource
     except ImportError:
@@ -107,7 +107,7 @@ def memlock_limit() -> int:
 
 
 def _mlock(address: int, n_bytes: int) -> int:
-    """0 or the error number."""
+    """Call mlock; return 0 or the error number."""
     libc = _libc()
     if libc is None:
         import errno
@@ -123,7 +123,7 @@ def _libc() -> ctypes.CDLL | None:
 
 
 def place(config: RunConfig, model: Model, runner: Runner, cpus: list[frozenset[int]] | None) -> list[str]:
-    """Huge pages, first touch and locking, as far as they were asked for; no buffer was used yet. Returns warnings."""
+    """Apply huge pages, first touch and locking as requested, before any buffer is used; return warnings."""
     notes: list[str] = []
     buffers = runner.host_buffers
     if config.thp:

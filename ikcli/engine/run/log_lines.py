@@ -1,7 +1,7 @@
-"""The log lines about a loaded model and its context, and the arithmetic behind them. Plain data in, text out.
+"""Format the log lines about a loaded model and its context, with the arithmetic behind them. Plain data in, text out.
 
-Sizes are bytes; MiB and GiB are powers of two, "B" parameters 1e9. The line forms are those that log readers written
-for llama.cpp expect (src/llama.cpp: llm_load_print_meta, llama_new_context_with_model).
+Sizes are bytes; MiB and GiB are powers of two, "B" parameters 1e9. The lines have the form that log readers written for
+llama.cpp expect (src/llama.cpp: llm_load_print_meta, llama_new_context_with_model).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NON_REPEATING = ("token_embd.weight", "output.weight", "output_norm.weight")
 
 @dataclass(frozen=True, slots=True)
 class TensorRow:
-    """What the report needs of a tensor: shape in ggml order (ne0 first), type name, bytes."""
+    """The attributes of a tensor that the report needs: shape in ggml order (ne0 first), type name, bytes."""
 
     name: str
     shape: tuple[int, ...]
@@ -50,7 +50,7 @@ class KVSize:
 
 
 def kv_size(caches: Mapping[Cache, int]) -> KVSize:
-    """The bytes of cache tensors by what they hold."""
+    """Return the bytes of cache tensors by content."""
     sizes: dict[str, int] = {}
     for cache, n_bytes in caches.items():
         kind = "state" if cache.per is Per.SEQUENCE else cache.kind
@@ -60,7 +60,7 @@ def kv_size(caches: Mapping[Cache, int]) -> KVSize:
 
 
 def kv_lines(size: KVSize, n_ctx: int, type_k: str, type_v: str, buffers: Mapping[str, int]) -> list[str]:
-    """`KV buffer size` per device and the `KV self size` line with n_ctx beside it."""
+    """Return `KV buffer size` per device and the `KV self size` line, which also shows n_ctx."""
     lines = [f"llama_kv_cache_init: {name:>10} KV buffer size = {_mib(n)} MiB" for name, n in buffers.items()]
     head = f"llama_new_context_with_model: KV self size  = {size.total / MIB:7.2f} MiB, "
     if size.latent:
@@ -74,7 +74,7 @@ def kv_lines(size: KVSize, n_ctx: int, type_k: str, type_v: str, buffers: Mappin
 
 
 def type_histogram(tensors: Sequence[TensorRow]) -> dict[str, int]:
-    """Number of tensors per type, in the order of the type ids."""
+    """Return the number of tensors per type, in the order of the type ids."""
     counts: dict[str, int] = {}
     for tensor in tensors:
         counts[tensor.type_name] = counts.get(tensor.type_name, 0) + 1
@@ -82,14 +82,14 @@ def type_histogram(tensors: Sequence[TensorRow]) -> dict[str, int]:
 
 
 def type_lines(tensors: Sequence[TensorRow]) -> list[str]:
-    """`- type` lines of the loader."""
+    """Return the `- type` lines of the loader."""
     return [
         f"llama_model_loader: - type {name:>4}: {count:4d} tensors" for name, count in type_histogram(tensors).items()
     ]
 
 
 def loaded_line(n_kv: int, n_tensors: int, path: str, version: int = 3) -> str:
-    """The loader's line with counts, path and file version."""
+    """Return the loader's line with counts, path and file version."""
     label = f"GGUF V{version}{' (latest)' if version == 3 else ''}"
     return (
         f"llama_model_loader: loaded meta data with {n_kv} key-value pairs and {n_tensors} tensors "
@@ -98,7 +98,7 @@ def loaded_line(n_kv: int, n_tensors: int, path: str, version: int = 3) -> str:
 
 
 def kv_pair_lines(pairs: Sequence[tuple[str, str, str]]) -> list[str]:
-    """`- kv` lines from (key, type text, value text); long values are cut at 40 characters."""
+    """Return `- kv` lines from (key, type text, value text); long values are cut at 40 characters."""
     lines: list[str] = []
     for index, (key, type_text, value) in enumerate(pairs):
         text = value.replace("\n", "\\n")
@@ -108,7 +108,7 @@ def kv_pair_lines(pairs: Sequence[tuple[str, str, str]]) -> list[str]:
 
 
 def count_text(n_elements: int) -> str:
-    """Parameter count as the loader prints it: `672.050 B`, `15.706 M`."""
+    """Return a parameter count as the loader prints it: `672.050 B`, `15.706 M`."""
     for limit, scale, unit in ((1e12, 1e-12, "T"), (1e9, 1e-9, "B"), (1e6, 1e-6, "M")):
         if n_elements >= limit:
             return f"{n_elements * scale:.3f} {unit}"
@@ -116,12 +116,12 @@ def count_text(n_elements: int) -> str:
 
 
 def size_text(n_bytes: int, n_elements: int) -> str:
-    """`226.003 GiB (2.889 BPW)`; MiB below one GiB."""
+    """Return `226.003 GiB (2.889 BPW)`; sizes below one GiB are in MiB."""
     return f"{shown_size(n_bytes, 3, least=2**20)} ({n_bytes * 8.0 / max(1, n_elements):.3f} BPW)"
 
 
 def model_size_lines(tensors: Sequence[TensorRow], ftype: str = "") -> list[str]:
-    """Lines on file type, parameters, size and repeating layers of a model."""
+    """Return the lines on file type, parameters, size and repeating layers of a model."""
     lines = [f"llm_load_print_meta: model ftype      = {ftype}"] if ftype else []
     n_bytes, n_elements = _totals(tensors)
     lines.append(f"llm_load_print_meta: model params     = {count_text(n_elements)}")
@@ -143,24 +143,24 @@ def _mib(n_bytes: int) -> str:
 
 
 def weight_buffer_lines(buffers: Mapping[str, int]) -> list[str]:
-    """Weight bytes per device (exact tensor bytes, synthesised tensors included)."""
+    """Return the weight bytes per device (exact tensor bytes, synthesised tensors included)."""
     return [f"llm_load_tensors: {name:>10} buffer size = {_mib(n)} MiB" for name, n in buffers.items()]
 
 
 def context_lines(settings: Mapping[str, object]) -> list[str]:
-    """One line per context setting, in the given order (`n_ctx`, `n_batch`, ..., `ser`)."""
+    """Return one line per context setting, in the given order (`n_ctx`, `n_batch`, ..., `ser`)."""
     return [f"llama_new_context_with_model: {key:<10} = {value}" for key, value in settings.items()]
 
 
 def ser_text(ser: tuple[int, float] | None) -> str:
-    """`6, 1`, or `-1, 0` when off."""
+    """Return `6, 1`, or `-1, 0` when off."""
     return f"{ser[0]}, {ser[1]:g}" if ser else "-1, 0"
 
 
 def compute_lines(
     output: Mapping[str, int], compute: Mapping[str, int], n_nodes: int, n_splits: int, n_copies: int = 1
 ) -> list[str]:
-    """Output and compute buffers per device, then graph nodes and splits."""
+    """Return output and compute buffers per device, then graph nodes and splits."""
     head = "llama_new_context_with_model:"
     lines = [f"{head} {name:>10}  output buffer size = {_mib(n)} MiB" for name, n in output.items()]
     lines += [f"{head} {name:>10} compute buffer size = {_mib(n)} MiB" for name, n in compute.items()]
@@ -171,7 +171,7 @@ def compute_lines(
 
 
 def total_lines(parts: Mapping[str, Mapping[str, int]], free: Mapping[str, int] | None = None) -> list[str]:
-    """`TOTAL` per device: the sum of its parts, spelled out, and what is left if the free memory is known."""
+    """Return `TOTAL` per device: its parts, their sum, and the rest if the free memory is known."""
     lines: list[str] = []
     for device, sizes in parts.items():
         total = sum(sizes.values())

@@ -1,7 +1,7 @@
 """A model in host memory: the opened file, its hyper-parameters, and the address of every weight.
 
-With mmap, weights are used where the file is mapped; without, they are copied into RAM. Small tensors that kernels want
-in float32 (norms, biases) are converted, and tensors that the attention mode needs but the file lacks are derived.
+With mmap, weights are used where the file is mapped; without it, they are copied into RAM. Small tensors that kernels
+want in float32 (norms, biases) are converted, and tensors that the attention mode needs but the file lacks are derived.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Model:
     file: GGUFFile
     hp: HParams
     module: ModelModule
-    specs: dict[str, TensorLike]  # what graphs see: tensors of the file, as used, and derived ones
+    specs: dict[str, TensorLike]  # tensors for graphs: those of the file, as used, and derived ones
     derived: dict[str, DerivedSpec]
     repacked: dict[str, Repacked] = field(default_factory=dict)  # -rtr: regrouped by `load`
     n_threads: int = 1  # of repacking
@@ -48,9 +48,9 @@ class Model:
 
     @property
     def is_exact(self) -> bool:
-        """Whether to round nothing before the first choice of experts (`Graph.exact`): in f16 files.
+        """Return whether nothing is rounded before the first choice of experts (`Graph.exact`), as in f16 files.
 
-        With other matrices in the first block, activations are rounded more than anything else.
+        With other matrices in the first block, the rounding of activations dominates every other error.
         """
         first = (t for name, t in self.specs.items() if name.startswith("blk.0."))
         return self.hp.n_expert > 0 and any(t.type is GGMLType.F16 and len(t.shape) > 1 for t in first)
@@ -66,9 +66,9 @@ class Model:
         repack: bool = False,
         n_threads: int = 1,
     ) -> Model:
-        """Check the tensors of an opened file; no weight is touched.
+        """Check the tensors of an opened file and create the model; no weight is touched.
 
-        `hp`: instead of those of the file. `adapters`: what is added.
+        `hp` replaces the hyper-parameters of the file. `adapters`: what is added.
         """
         source = str(file.paths[0])
         if "general.architecture" not in file.metadata:
@@ -84,13 +84,13 @@ class Model:
         return cls(file, hp, module, specs, derived, repacked, n_threads, adapters)
 
     def keep_plain(self, names: Iterable[str]) -> None:
-        """Use these tensors as the file has them, whatever `-rtr` says; before graphs are recorded."""
+        """Exclude these tensors from `-rtr`; call it before graphs are recorded."""
         for name in self.repacked.keys() & set(names):
             del self.repacked[name]
             self.specs[name] = _as_used(self.file.tensors[name])
 
     def derived_from(self) -> dict[str, str]:
-        """The tensor of the file that each derived one is made of (k_b and v_b of kv_b, kv_b of k_b) or added to."""
+        """Return the source of each derived tensor: made of it (k_b and v_b of kv_b, kv_b of k_b) or added to it."""
         sources = self.adapters.sources()
         for name in self.derived:
             block, _, part = name.rpartition(".attn_")
@@ -98,26 +98,26 @@ class Model:
         return sources
 
     def bytes_of(self, name: str) -> Bytes:
-        """Bytes of a tensor as used: mapped from the file where they are there, else made."""
+        """Return the bytes of a tensor as used: mapped from the file where the file has them, else made."""
         if name in self._held:
             return self._held[name].reshape(-1).view(np.uint8)
         return self.file.data(name) if self._is_mapped(name, True) else self._make(name).reshape(-1).view(np.uint8)
 
     def weights(self) -> Weights:
-        """Weights for recording graphs."""
+        """Return the weights for recording graphs."""
         return Weights(self.specs, self.source, self.values)
 
     def values(self, name: str) -> npt.NDArray[np.float32]:
-        """A tensor of the file as float32."""
+        """Return a tensor of the file as float32."""
         t = self.file.tensors[name]
         return dequantize(self.file.data(name), t.type, tuple(t.shape))
 
     def n_bytes(self, names: Iterable[str]) -> int:
-        """Bytes of these tensors, as used."""
+        """Return the bytes of these tensors, as used."""
         return sum(tensor_n_bytes(self.specs[n].type, self.specs[n].shape) for n in names)
 
     def load(self, names: Iterable[str], *, mmap: bool) -> dict[str, int]:
-        """Addresses of the named weights; copies and derives what has to be."""
+        """Return the addresses of the named weights; copy and derive them where necessary."""
         wanted = list(names)
         copied = [n for n in wanted if not self._is_mapped(n, mmap)]
         with progress("loading", self.n_bytes(copied)) as advance:
@@ -129,7 +129,7 @@ class Model:
         return {n: self._address(n) for n in wanted}
 
     def apply(self, added: Added) -> list[str]:
-        """Change adapters and control vectors, in memory too; returns the names of the changed weights."""
+        """Change adapters and control vectors, also in memory; return the names of the changed weights."""
         names = self.adapters.apply(added)
         for name in names:
             if name in self._held:
@@ -137,7 +137,7 @@ class Model:
         return names
 
     def memory(self, addresses: Mapping[str, int]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """(address, bytes) of loaded weights: those in memory of our own, those mapped from the file."""
+        """Return (address, bytes) of loaded weights: those in our own memory, and those mapped from the file."""
         held: list[tuple[int, int]] = []
         mapped: list[tuple[int, int]] = []
         for name, address in addresses.items():
@@ -190,7 +190,7 @@ class _Used:
 
 
 def _as_used(t: TensorLike) -> TensorLike:
-    """Vectors (norms, biases) are used as float32."""
+    """Return how a tensor is used: vectors (norms, biases) are used as float32."""
     if len(t.shape) == 1 and t.type != GGMLType.F32:
         return _Used(GGMLType.F32, t.shape)
     return t

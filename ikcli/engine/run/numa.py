@@ -1,7 +1,7 @@
-"""`--numa` and `--cpu-range`: which CPUs a thread of the team may use; touching memory first where it will be used.
+"""`--numa` and `--cpu-range`: choose the CPUs of each thread, and touch memory first on the node that uses it.
 
-Linux places a page on the node of the thread that touches it first. Nodes are read from /sys/devices/system/node;
-where there is one node, or the system has none, nothing is pinned and nothing is touched.
+Linux places a page on the node of the thread that first touches it. Nodes are read from /sys/devices/system/node. With
+a single node, or without that folder, nothing is pinned and nothing is touched.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Cpus = frozenset[int]
 
 
 def parse_cpulist(text: str) -> Cpus:
-    """CPUs of a list like `0-3,8,10-11`; ValueError if it is none."""
+    """Parse a CPU list such as `0-3,8,10-11`; raise ValueError for anything else."""
     cpus: set[int] = set()
     for piece in filter(None, text.strip().split(",")):
         first, dash, last = piece.partition("-")
@@ -40,7 +40,10 @@ def parse_cpulist(text: str) -> Cpus:
 
 
 def read_nodes(root: Path = _NODE_ROOT) -> dict[int, Cpus]:
-    """Node number -> its CPUs; nodes without CPUs (memory only) are left out; empty where the system tells nothing."""
+    """Return the CPUs of each node.
+
+    Nodes without CPUs (memory only) are left out. The result is empty where the system does not report nodes.
+    """
     nodes: dict[int, Cpus] = {}
     for path in root.glob("node[0-9]*") if root.is_dir() else ():
         if re.fullmatch(r"node\d+", path.name):
@@ -54,7 +57,7 @@ def read_nodes(root: Path = _NODE_ROOT) -> dict[int, Cpus]:
 
 
 def current_cpu(stat: Path = _STAT) -> int | None:
-    """The CPU this process last ran on."""
+    """Return the CPU this process last ran on."""
     try:
         return int(stat.read_text().rpartition(")")[2].split()[_PROCESSOR_FIELD])
     except (OSError, ValueError, IndexError):
@@ -64,10 +67,10 @@ def current_cpu(stat: Path = _STAT) -> int | None:
 def thread_cpus(
     mode: str, n_threads: int, nodes: Mapping[int, Cpus], allowed: Iterable[int], here: int | None
 ) -> list[Cpus] | None:
-    """CPUs for each thread, None to pin nothing.
+    """Return the CPUs of each thread, or None to pin nothing.
 
-    distribute: threads take turns over the nodes; isolate: all on the node of CPU `here`; numactl: as the process is.
-    Only CPUs of `allowed` are used, and nodes without any do not count.
+    distribute: threads alternate between the nodes; isolate: all on the node of CPU `here`; numactl: as set for the
+    process. Only CPUs in `allowed` are used, and nodes without any do not count.
     """
     visible = frozenset(allowed)
     usable = [cpus & visible for cpus in nodes.values() if cpus & visible]
@@ -80,7 +83,7 @@ def thread_cpus(
 
 
 def plan_threads(config: RunConfig, n_threads: int) -> tuple[list[Cpus] | None, list[str]]:
-    """CPUs for each thread on this machine, None to pin nothing; and what the user should know."""
+    """Return the CPUs of each thread on this machine (None to pin nothing), and notices for the user."""
     mode, asked, strict = config.numa, config.cpus, config.cpu_strict
     if mode is None and not asked and not strict:
         return None, []
@@ -99,7 +102,7 @@ def plan_threads(config: RunConfig, n_threads: int) -> tuple[list[Cpus] | None, 
 
 
 def _one_each(cpus: Sequence[Cpus]) -> list[Cpus]:
-    """One CPU of those of every thread, each used once before any is used twice."""
+    """Choose one CPU for every thread from its set; each is used once before any is used twice."""
     used: Counter[int] = Counter()
     chosen = []
     for own in cpus:
@@ -128,7 +131,7 @@ def _balancing(path: Path = _BALANCING) -> bool:
 
 
 def touch(buffers: Sequence[npt.NDArray[np.uint8]], cpus: Sequence[Cpus]) -> None:
-    """Write zeros to every buffer, stripes of 2 MiB in turn by a thread per entry of `cpus`, each on its CPUs."""
+    """Write zeros to every buffer: stripes of 2 MiB, in turn by a thread per entry of `cpus`, each on its CPUs."""
     n = len(cpus)
 
     def work(ith: int) -> None:

@@ -18,9 +18,9 @@ FloatRows = npt.NDArray[np.float32]
 
 
 class Pooling(IntEnum):
-    """How the states of a text become one vector; numbers are those of `{arch}.pooling_type`."""
+    """How the states of a text become one vector; the numbers are those of `{arch}.pooling_type`."""
 
-    NONE = 0  # they do not: a row per token
+    NONE = 0  # a row per token
     MEAN = 1
     CLS = 2  # the first token
     LAST = 3
@@ -28,12 +28,12 @@ class Pooling(IntEnum):
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
-        """As `--pooling` has them."""
+        """Return the names that `--pooling` accepts."""
         return tuple(p.name.lower() for p in cls)
 
 
 def pooling_of(name: str, metadata: Mapping[str, Any], arch: str, otherwise: Pooling) -> Pooling:
-    """What `--pooling` says (empty: nothing), else the model file, else `otherwise`."""
+    """Return the pooling of `--pooling` (empty: not given), else that of the model file, else `otherwise`."""
     if name:
         return Pooling[name.upper()]
     stored = metadata.get(f"{arch}.pooling_type")
@@ -45,7 +45,7 @@ def pooling_of(name: str, metadata: Mapping[str, Any], arch: str, otherwise: Poo
 
 
 def served_pooling(config: RunConfig, metadata: Mapping[str, Any], arch: str) -> Pooling:
-    """How a server makes vectors of texts: where neither options nor the model say, by the last token."""
+    """Return the pooling of a server: by the last token where neither options nor the model name one."""
     return pooling_of("rank" if config.server.reranking else config.embed.pooling, metadata, arch, Pooling.LAST)
 
 
@@ -53,7 +53,7 @@ class PoolState:
     """Collects the states of one text, piece by piece."""
 
     def __init__(self, pooling: Pooling, n_tokens: int, *, causal: bool = True) -> None:
-        """`causal`: whether only the last token has seen all of them."""
+        """Create an empty state. `causal`: only the last token has seen the whole text."""
         first = pooling is Pooling.CLS or (pooling is Pooling.RANK and not causal)
         self._pooling, self._n, self._at = pooling, n_tokens, 0 if first else n_tokens - 1
         self._seen = 0
@@ -61,14 +61,14 @@ class PoolState:
         self._sum: npt.NDArray[np.float64] | None = None
 
     def wanted(self, n: int) -> range:
-        """Which of the next n tokens' states are needed."""
+        """Return which of the next n tokens' states are needed."""
         if self._pooling in (Pooling.NONE, Pooling.MEAN):
             return range(n)
         at = self._at - self._seen
         return range(at, at + 1) if 0 <= at < n else range(0)
 
     def add(self, n: int, rows: FloatRows) -> None:
-        """The states of those tokens of the next n that were wanted."""
+        """Add the states of those of the next n tokens that were wanted."""
         self._seen += n
         if self._pooling is Pooling.MEAN:
             total = rows.sum(axis=0, dtype=np.float64)
@@ -78,18 +78,21 @@ class PoolState:
 
     @property
     def done(self) -> bool:
-        """Whether all tokens were seen."""
+        """Return whether all tokens were seen."""
         return self._seen >= self._n
 
     def result(self) -> FloatRows:
-        """Rows of the text: one, without pooling one per token."""
+        """Return the rows of the text: one, or without pooling one per token."""
         if self._sum is not None:
             return (self._sum / self._n).astype(np.float32)[None]
         return np.concatenate(self._parts)
 
 
 def normalized(rows: FloatRows, kind: int) -> FloatRows:
-    """Every row divided by its norm, `--embd-normalize`: -1 nothing, 0 largest value to 32760, p the p-norm."""
+    """Divide every row by its norm, as `--embd-normalize` asks.
+
+    -1: leave rows unchanged; 0: scale the largest value to 32760; p: divide by the p-norm.
+    """
     if kind < 0:
         return rows
     size = np.abs(rows.astype(np.float64))
@@ -102,7 +105,7 @@ def normalized(rows: FloatRows, kind: int) -> FloatRows:
 
 
 def similarities(rows: FloatRows) -> FloatRows:
-    """Cosine of every two rows; of two rows of zeros 1, of one 0."""
+    """Return the cosine of every pair of rows; 1 for two rows of zeros, 0 for a single row of zeros."""
     unit = normalized(rows, 2).astype(np.float64)
     empty = ~rows.any(axis=-1)
     return (unit @ unit.T + np.outer(empty, empty)).astype(np.float32)
@@ -110,8 +113,10 @@ def similarities(rows: FloatRows) -> FloatRows:
 
 @dataclass(frozen=True, slots=True)
 class RankHead:
-    """The classification head of a model that ranks: an optional dense layer with tanh, then a row per label, which
-    some models do not have."""
+    """The classification head of a model that ranks.
+
+    It is an optional dense layer with tanh, then a row per label if the model has labels.
+    """
 
     output: FloatRows | None
     output_bias: FloatRows | None
@@ -121,7 +126,7 @@ class RankHead:
 
     @classmethod
     def of(cls, model: Model) -> RankHead:
-        """UnsupportedError if the model has none."""
+        """Return the head of a model; raise UnsupportedError if it has none."""
         names = [name for name in ("cls.weight", "cls.output.weight") if name in model.file.tensors]
         if not names:
             raise UnsupportedError(
@@ -144,7 +149,7 @@ class RankHead:
         return cls(output, *head, normalize=model.hp.arch.startswith("qwen3") and several)
 
     def __call__(self, rows: FloatRows) -> FloatRows:
-        """(rows, labels): the first label is the score."""
+        """Return (rows, labels) of scores; the first label is the score."""
         if self.dense is not None:
             rows = np.tanh(rows @ self.dense.T + (0 if self.dense_bias is None else self.dense_bias))
         if self.output is None:

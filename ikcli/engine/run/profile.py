@@ -1,9 +1,9 @@
-"""`--profile`: where the time goes. Programs are run op by op under a clock, and a table is made of it at the end.
+"""`--profile`: show where the time goes. Programs run op by op under a clock, and the times become a table at the end.
 
-Without the option nothing of this is imported and the executor is the same. With it every op is a job of its own, so
-a token takes a few microseconds per op longer. Per group of ops (phase, place in the layer, kernel): calls, seconds,
-bytes of weights read, and multiplications and additions of matrix products. Bytes are those a kernel has to touch: of
-experts only the ones that were chosen.
+Without the option nothing of this is imported and the executor is unchanged. With it every op is a separate job, so a
+token takes a few microseconds per op longer. The table shows for each group of ops (phase, place in the layer, kernel)
+calls, seconds, bytes of weights read, and the multiplications and additions of matrix products. Bytes are those that a
+kernel must touch: of experts only the chosen ones.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ikcli.engine.run.run_device import Observer
 from ikcli.engine.run.runner import DividedProgram, Runner
 from ikcli.graph import Node, Rows
 
-_MIN_SHARE = 0.001  # groups below are summed up in one line
+_MIN_SHARE = 0.001  # smaller groups are summed up in one line
 _HEAD = f"{'op':<34} {'kernel':<34} {'count':>8} {'ms':>10} {'share':>6} {'us each':>9} {'GB/s':>7} {'GOP/s':>8}"
 
 
@@ -31,7 +31,7 @@ class OpSums:
     n_ops: int = 0
 
     def add(self, other: OpSums) -> None:
-        """Count the calls of another group too."""
+        """Add the calls of another group."""
         self.count += other.count
         self.seconds += other.seconds
         self.n_bytes += other.n_bytes
@@ -56,7 +56,7 @@ class Profile:
         self.clear()
 
     def clear(self) -> None:
-        """Forget what was measured (after warming up)."""
+        """Drop all measurements (after warming up)."""
         self.phases = {"prompt": Phase(), "generation": Phase()}
 
     def run(
@@ -85,12 +85,12 @@ class Profile:
         phase.seconds += time.perf_counter() - started - outside
 
     def lines(self) -> list[str]:
-        """The tables, slowest groups first; none if nothing was computed."""
+        """Return the tables, slowest groups first; none if nothing was computed."""
         return [line for name, phase in self.phases.items() if phase.n_passes for line in _table(name, phase)]
 
 
 def _place(node: Node) -> str:
-    """Name of a node without the layer, and its op where the name does not tell it."""
+    """Return the name of a node without its layer, and its op where the name does not imply it."""
     name = re.sub(r"[-.]\d+(?=[-.]|$)", "", node.name)
     return name if node.op.name in name else f"{name} ({node.op.name})"
 

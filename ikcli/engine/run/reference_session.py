@@ -1,4 +1,4 @@
-"""A session on the NumPy reference backend: model file in, logits out. Slow and exact, what others are held against."""
+"""A session on the NumPy reference backend: model file in, logits out. Slow and exact, the baseline of the tests."""
 
 from __future__ import annotations
 
@@ -76,16 +76,19 @@ class ReferenceSession:
         self._n_past = [0] * n_seq_max
 
     def decode(self, batch: Batch) -> npt.NDArray[np.float32]:
-        """Logits (n_out, n_vocab) of the tokens that asked for them, in batch order."""
+        """Return the logits (n_out, n_vocab) of the tokens that asked for them, in batch order."""
         parts = [self._run(batch.slice(i, i + self.cfg.n_ubatch)) for i in range(0, len(batch), self.cfg.n_ubatch)]
         return np.concatenate(parts) if parts else np.empty((0, self.hp.n_vocab), np.float32)
 
     def clear(self) -> None:
-        """Forget all sequences."""
+        """Drop all sequences."""
         self._n_past = [0] * len(self._n_past)
 
     def truncate(self, seq: int, n: int) -> None:
-        """Forget positions from n on; states stay those of the last position, so this is for models without any."""
+        """Drop positions from n on.
+
+        States stay those of the last position, so this is for models without states.
+        """
         self._n_past[seq] = min(self._n_past[seq], n)
 
     def _run(self, batch: Batch) -> npt.NDArray[np.float32]:

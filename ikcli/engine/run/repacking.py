@@ -1,8 +1,8 @@
-"""`-rtr`: weights regrouped into row-interleaved types while they are loaded; the file stays as it is.
+"""`-rtr`: regroup weights into row-interleaved types while they are loaded; the file stays unchanged.
 
 Every matrix with an interleaved twin takes part, except tables whose rows are looked up one by one and matrices that
-are used in slices that would cut groups. Layouts and rules: `quant/repack.py`. As in ik_llama.cpp, f16 becomes bf16_r16
-where the CPU multiplies bfloat16; it is rounded here, not cut off.
+are used in slices that would cut groups. `quant/repack.py` has layouts and rules. As in ik_llama.cpp, f16 becomes
+bf16_r16 where the CPU multiplies bfloat16; here it is rounded, not truncated.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Repacked:
 
 
 def repacked_specs(tensors: Mapping[str, TensorLike], hp: HParams) -> dict[str, Repacked]:
-    """The tensors that -rtr regroups, with their new types."""
+    """Return the tensors that -rtr regroups, with their new types."""
     specs, lossy = {}, rounds_activations()
     for name, t in tensors.items():
         target = repacked_type(t.type, lossy=lossy)
@@ -51,7 +51,7 @@ def repacked_specs(tensors: Mapping[str, TensorLike], hp: HParams) -> dict[str, 
 
 
 def _is_whole(name: str, hp: HParams, rows: int) -> bool:
-    """Whether a tensor is a matrix used in whole groups; kv_b is used by heads."""
+    """Return whether a tensor is a matrix used in whole groups; kv_b is used by heads."""
     if name.endswith("attn_kv_b.weight"):
         return (hp.head_dim_k - hp.n_rot + hp.head_dim_v) % rows == 0
     return name.endswith(".weight")
@@ -60,7 +60,7 @@ def _is_whole(name: str, hp: HParams, rows: int) -> bool:
 def repack_tensors(
     file: GGUFFile, specs: Mapping[str, Repacked], n_threads: int, advance: Callable[[float], None]
 ) -> dict[str, Bytes]:
-    """Bytes of the named tensors in their new types; logs how many and how fast."""
+    """Return the bytes of the named tensors in their new types; log how many there are and how long it took."""
     start = time.perf_counter()
     made, work, n_rounded = {}, [], 0
     for name, spec in specs.items():

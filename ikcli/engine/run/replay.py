@@ -1,7 +1,7 @@
-"""Passes over the same micro-batches with some weights changed: computed from the first change on only.
+"""Repeat passes over the same micro-batches with some weights changed, computing only from the first change on.
 
-A recorded pass keeps, at the beginning of layers, what ops before it leave in work memory for later ones: the residual
-stream and little else. A repeated pass takes it from there. Results are the same bits as those of a whole pass.
+At the beginning of layers, a recorded pass keeps the values in work memory that later ops read: the residual stream and
+little else. A repeated pass starts from them. Its results are the same bits as those of a whole pass.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ikcli.engine.run.runner import DividedProgram, Runner
 
 @dataclass(slots=True)
 class _Kept:
-    """What a run of a program left at each kept cut: places in the arena and their bytes."""
+    """The values that a run of a program left at each kept cut: places in the arena and their bytes."""
 
     program: CpuProgram
     cuts: list[tuple[int, list[tuple[int, int]]]]
@@ -26,7 +26,10 @@ class _Kept:
 
 
 class ReplayRunner(Runner):
-    """A runner on the CPU that can record a pass and repeat it. `limit`: bytes to keep, all runs together."""
+    """A runner on the CPU that can record a pass and repeat it.
+
+    `limit`: bytes to keep for all runs together.
+    """
 
     def __init__(self, n_threads: int, limit: int) -> None:
         super().__init__(CpuDevice(n_threads))
@@ -38,11 +41,11 @@ class ReplayRunner(Runner):
         self._changed: frozenset[str] = frozenset()
         self._first: dict[int, int] = {}
         self._bound: tuple[Sequence[DividedProgram], StepBlock] | None = None
-        self.n_ops = [0, 0]  # computed, and those of whole passes
+        self.n_ops = [0, 0]  # ops that were computed, and those of whole passes
 
     @property
     def n_bytes(self) -> int:
-        """Bytes kept."""
+        """Return the bytes kept."""
         return sum(v.nbytes for kept in self._kept for values in kept.values for v in values)
 
     def record(self, n_runs: int) -> None:
@@ -50,7 +53,7 @@ class ReplayRunner(Runner):
         self._kept, self._known_cuts, self._recording, self._at = [], {}, n_runs, 0
 
     def change(self, addresses: Mapping[str, int]) -> None:
-        """Begin a pass in which these weights are elsewhere, and all others as in the recorded one."""
+        """Begin a pass in which these weights have new addresses, and all others those of the recorded one."""
         assert self._bound is not None
         programs, state = self._bound
         own = self._weights[CPU]
@@ -61,12 +64,12 @@ class ReplayRunner(Runner):
         self._at = 0
 
     def bind(self, programs: Sequence[DividedProgram], state: StepBlock) -> None:
-        """As that of every runner."""
+        """Bind programs as any runner does."""
         self._bound = programs, state
         super().bind(programs, state)
 
     def run(self, program: DividedProgram, n_threads: int, state: StepBlock) -> None:
-        """Execute a program: all of it while recording, else from the last kept cut before a changed weight on."""
+        """Execute a program: all of it while recording, else from the last kept cut before a changed weight."""
         whole = program.parts[CPU].program
         if self._at < self._recording and len(self._kept) == self._at:
             self._kept.append(self._record(whole, n_threads))
@@ -102,7 +105,10 @@ class ReplayRunner(Runner):
         self.cpu.run_ops(program, start, len(program.ops), n_threads)
 
     def _cuts(self, program: CpuProgram) -> list[tuple[int, list[tuple[int, int]]]]:
-        """Beginnings of layers to keep values at: as many as the limit allows, evenly, the last one first of all."""
+        """Return the layer starts at which to keep values.
+
+        There are as many as the limit allows, evenly spaced, the last one first.
+        """
         layers = [op.node.il for op in program.ops]
         starts = [i for i in range(1, len(layers)) if layers[i] != layers[i - 1]]
         places = zip(starts, program.carried(starts), strict=True)

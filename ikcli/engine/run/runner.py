@@ -1,10 +1,10 @@
-"""What a session computes with: programs divided between the CPU and other devices, or on the CPU alone.
+"""The runner of a session: programs divided between the CPU and other devices, or on the CPU alone.
 
-A recorded graph is divided into turns (`graph/split.py`). Every device lowers its turns into one program with one
-arena, so values stay where they are between turns; what goes from one device to another passes through hand-over
-memory (pinned), whose places are reused by liveness. The host walks the turns: it starts those of GPUs and goes on,
-executes those of the CPU, and waits only for what a turn needs. On the CPU alone there is one turn, which is one call
-of the executor, and nothing is handed over.
+A recorded graph is divided into splits (`graph/split.py`). Every device lowers its splits into one program with one
+arena, so values stay in place between splits. Values pass from one device to another through hand-over memory (pinned),
+whose places are reused by liveness. The host walks the splits: it starts those of GPUs and goes on, executes those of
+the CPU, and waits only for the inputs of a split. On the CPU alone there is one split, which is one call of the
+executor, and nothing is handed over.
 """
 
 from __future__ import annotations
@@ -18,57 +18,57 @@ import numpy.typing as npt
 
 from ikcli.backends.memory import aligned_zeros
 from ikcli.backends.step_block import StepBlock
-from ikcli.engine.run.cpu_device import CpuDevice, CpuTurns
+from ikcli.engine.run.cpu_device import CpuDevice, CpuSplits
 from ikcli.engine.run.model import Model
 from ikcli.engine.run.run_device import CPU, Bytes, Observer, RunDevice
 from ikcli.engine.run.timed_ops import TimedOp
 from ikcli.graph import Cache, Graph, Lifetime, Node, Rows, Weight, assign_offsets
 from ikcli.graph.split import NodePlaces, Turn, assign, schedule
 
-_SLACK = 512  # bytes behind every value in hand-over memory, which kernels may read
+_SLACK = 512  # bytes after every value in hand-over memory that kernels may read
 
 
 @dataclass(slots=True)
 class DividedProgram:
-    """A graph divided between devices: turns in order, each with its number on its device."""
+    """A graph divided between devices: splits in order, each with its number on its device."""
 
     graph: Graph
     result: Node
-    turns: list[Turn]
+    splits: list[Turn]
     numbers: list[int]
     parts: dict[str, Any]
     places: dict[Node, tuple[int, int]]  # hand-over memory: (first byte, bytes)
     handover_bytes: int
     memory: dict[Node, Bytes] = field(default_factory=dict)
     streamed: frozenset[str] = frozenset()  # weights in RAM that GPUs use in this program
-    variants: list[tuple[int, DividedProgram]] = field(default_factory=list)  # for so many tokens and more
+    variants: list[tuple[int, DividedProgram]] = field(default_factory=list)  # for this many tokens and more
     chosen: DividedProgram | None = None  # the variant of the last step
     alone: bool = field(init=False)  # the CPU computes all of it
 
     def __post_init__(self) -> None:
-        self.alone = len(self.turns) == 1 and self.turns[0].device == CPU
+        self.alone = len(self.splits) == 1 and self.splits[0].device == CPU
 
     def variant(self, n_tokens: int) -> DividedProgram:
-        """The program for a micro-batch."""
+        """Return the program for a micro-batch of n_tokens."""
         return next((p for least, p in reversed(self.variants) if n_tokens >= least), self)
 
     @property
     def all(self) -> list[DividedProgram]:
-        """With its variants."""
+        """Return this program and its variants."""
         return [self, *(p for _, p in self.variants)]
 
     @property
     def arena_bytes(self) -> int:
-        """Work memory on the CPU, without hand-over."""
+        """Return the work memory on the CPU, without hand-over memory."""
         return self.parts[CPU].arena_bytes if CPU in self.parts else 0
 
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """When products with weights in RAM are computed on a GPU, to which the weights are copied in every step.
+    """When a GPU computes products with weights in RAM, which are copied to it in every step.
 
-    `device(node, weight, n_tokens)` is the GPU for micro-batches of so many tokens, or None; `thresholds` are the
-    numbers of tokens at which its answers change.
+    `device(node, weight, n_tokens)` returns the GPU for micro-batches of n_tokens, or None. `thresholds` are the token
+    counts at which its result changes.
     """
 
     thresholds: tuple[int, ...]
@@ -76,12 +76,12 @@ class Offload:
 
 
 def all_on_cpu() -> NodePlaces:
-    """Everything is computed where there is nothing else."""
+    """Return places that put everything on the CPU."""
     return NodePlaces(lambda node, weight: CPU, lambda il: CPU, lambda il: CPU)
 
 
 class Runner:
-    """The CPU, perhaps with other devices, of one session."""
+    """Runs the programs of one session on the CPU and perhaps other devices."""
 
     def __init__(
         self,
@@ -109,19 +109,19 @@ class Runner:
         n_seq: int = 1,
         n_window: int = 0,
         *,
-        independent: bool = False,
+        batch_invariant: bool = False,
         offload: bool = True,
     ) -> DividedProgram:
-        """Divide and lower a graph for up to so many rows; nothing is allocated. See `CpuDevice.plan`.
+        """Divide and lower a graph for at most this many rows; nothing is allocated. See `CpuDevice.plan`.
 
-        `offload`: with variants for many tokens. All programs of a runner share caches of `n_cells` cells, and for each
+        `offload`: add variants for many tokens. All programs of a runner share caches of `n_cells` cells, and for each
         of `n_seq` sequences states and `n_window` cells of windows.
         """
         rows = {Rows.TOKENS: n_tokens, Rows.OUTPUTS: n_outputs, Rows.KV: n_cells}
         self._n_cells, self._n_seq, self._n_window = n_cells, n_seq, n_window
-        program = self._plan(graph, result, rows, independent, self._places, frozenset())
+        program = self._plan(graph, result, rows, batch_invariant, self._places, frozenset())
         streamed = program.streamed
-        for least in self._offload.thresholds if self._offload and offload and not independent else ():
+        for least in self._offload.thresholds if self._offload and offload and not batch_invariant else ():
             places, names = self._offloaded(graph, least)
             if least <= n_tokens and names != streamed:
                 program.variants.append((least, self._plan(graph, result, rows, False, places, names)))
@@ -129,7 +129,7 @@ class Runner:
         return program
 
     def _offloaded(self, graph: Graph, n_tokens: int) -> tuple[NodePlaces, frozenset[str]]:
-        """Places for micro-batches of so many tokens, and the names of the weights that are copied."""
+        """Return the places for micro-batches of n_tokens, and the names of the weights that are copied."""
         assert self._offload is not None
         weight, device = self._places.weight, self._offload.device
 
@@ -146,68 +146,71 @@ class Runner:
         graph: Graph,
         result: Node,
         rows: Mapping[Rows, int],
-        independent: bool,
+        batch_invariant: bool,
         places: NodePlaces,
         streamed: frozenset[str],
     ) -> DividedProgram:
         cut = [name for name, part in self.parts.items() if part.asynchronous]
-        turns = schedule(graph, assign(graph, places), result, cut=cut)
-        if len(turns) == 1 and turns[0].device == CPU:
-            whole = self.cpu.plan(turns, rows, self._n_cells, independent, result=result)
-            return DividedProgram(graph, result, turns, [0], {CPU: whole}, {}, 0, streamed=streamed)
+        splits = schedule(graph, assign(graph, places), result, cut=cut)
+        if len(splits) == 1 and splits[0].device == CPU:
+            whole = self.cpu.plan(splits, rows, self._n_cells, batch_invariant, result=result)
+            return DividedProgram(graph, result, splits, [0], {CPU: whole}, {}, 0, streamed=streamed)
         counts = dict.fromkeys(self.parts, 0)
         numbers = []
-        for turn in turns:
-            numbers.append(counts[turn.device])
-            counts[turn.device] += 1
+        for split in splits:
+            numbers.append(counts[split.device])
+            counts[split.device] += 1
         parts = {
             name: part.plan(
-                [t for t in turns if t.device == name],
+                [t for t in splits if t.device == name],
                 rows,
                 self._n_cells,
-                independent,
+                batch_invariant,
                 streamed,
                 self._n_seq * self._n_window,
             )
             for name, part in self.parts.items()
             if counts[name]
         }
-        handover, n_bytes = _handover_places(turns, rows, result, self.parts)
-        return DividedProgram(graph, result, turns, numbers, parts, handover, n_bytes, streamed=streamed)
+        handover, n_bytes = _handover_places(splits, rows, result, self.parts)
+        return DividedProgram(graph, result, splits, numbers, parts, handover, n_bytes, streamed=streamed)
 
     def prepare(self, programs: Sequence[DividedProgram], progress: Callable[[int, int], None] | None = None) -> None:
-        """Load the kernels of all devices, compiling what the cache lacks; `progress` is told of those of the CPU."""
+        """Load the kernels of all devices, compiling those that the cache lacks.
+
+        `progress` covers the kernels of the CPU.
+        """
         for name, part in self.parts.items():
             part.prepare([p.parts[name] for p in _with_variants(programs) if name in p.parts], progress)
 
     def n_missing(self, programs: Sequence[DividedProgram]) -> int:
-        """Kernels that have to be compiled first."""
+        """Return the number of kernels that have to be compiled first."""
         return self.cpu.n_missing(_cpu_programs(programs))
 
     def weight_names(self, programs: Sequence[DividedProgram]) -> dict[str, list[str]]:
-        """Names of the weights each device needs, in the order of their use."""
+        """Return the names of the weights that each device needs, in the order of their use."""
         names: dict[str, dict[str, None]] = {name: {} for name in self.parts}
         for p in _with_variants(programs):
-            for turn in p.turns:
-                used = (w.name for node in turn.nodes for w in node.weights())
-                names[turn.device].update(dict.fromkeys(n for n in used if turn.device == CPU or n not in p.streamed))
+            for split in p.splits:
+                used = (w.name for node in split.nodes for w in node.weights())
+                names[split.device].update(dict.fromkeys(n for n in used if split.device == CPU or n not in p.streamed))
         return {device: list(found) for device, found in names.items()}
 
     def cache_device(self, cache: Cache) -> str:
-        """The device that holds a cache tensor."""
+        """Return the device that holds a cache tensor."""
         return self._places.cache(cache.il)
 
     def cache_tensors(self, programs: Sequence[DividedProgram]) -> dict[str, list[Cache]]:
-        """The cache tensors of each device."""
+        """Return the cache tensors of each device."""
         caches = {c: None for p in programs for c in p.graph.caches.values()}
         return {name: [c for c in caches if self.cache_device(c) == name] for name in self.parts}
 
     def cache_rows(self, cache: Cache) -> int:
-        """Rows of a cache tensor."""
+        """Return the rows of a cache tensor."""
         return cache.rows(self._n_cells, self._n_seq, self._n_window)
 
     def memory(self, programs: Sequence[DividedProgram], model: Model) -> dict[str, dict[str, int]]:
-        """Bytes by device and part: weights, KV, compute (on the CPU with hand-over memory)."""
+        """Return bytes by device and part: weights, KV, compute (on the CPU with hand-over memory)."""
         weights, caches = self.weight_names(programs), self.cache_tensors(programs)
         sizes = {}
         for name, part in self.parts.items():
@@ -220,29 +223,29 @@ class Runner:
 
     @property
     def gpus(self) -> tuple[str, ...]:
-        """Names of the other devices."""
+        """Return the names of the other devices."""
         return tuple(part.name for part in self.parts.values() if part.asynchronous)
 
-    def n_turns(self, programs: Sequence[DividedProgram]) -> int:
-        """Turns of the program with most."""
-        return max(len(p.turns) for p in programs)
+    def n_splits(self, programs: Sequence[DividedProgram]) -> int:
+        """Return the splits of the program that has most."""
+        return max(len(p.splits) for p in programs)
 
     def notes(self, programs: Sequence[DividedProgram]) -> list[str]:
-        """What the log says of where the model is."""
+        """Return log lines on the placement of the model."""
         return []
 
     @property
     def host_weights(self) -> Mapping[str, int]:
-        """Addresses of the weights in RAM."""
+        """Return the addresses of the weights in RAM."""
         return self._weights.get(CPU, {})
 
     @property
     def host_buffers(self) -> list[Bytes]:
-        """Memory in RAM that nothing has used yet when it is bound."""
+        """Return memory in RAM that is still untouched when it is bound."""
         return [*self.cpu.caches.values(), self.cpu.arena]
 
     def load(self, programs: Sequence[DividedProgram], model: Model, mmap: bool) -> None:
-        """Weights on every device, if all of them have enough memory for what is still to come."""
+        """Load the weights on every device, if all devices have enough memory for everything that follows."""
         for name, sizes in self.memory(programs, model).items():
             self.parts[name].check_memory(sizes)
         for name, names in self.weight_names(programs).items():
@@ -254,16 +257,16 @@ class Runner:
             part.update_weights(model, names)
 
     def make_caches(self, programs: Sequence[DividedProgram]) -> None:
-        """Cache tensors on every device."""
+        """Make the cache tensors on every device."""
         for name, caches in self.cache_tensors(programs).items():
             self._caches[name] = self.parts[name].make_caches({c: self.cache_rows(c) for c in caches})
 
     def read_cells(self, cache: Cache, first: int, n: int) -> Bytes:
-        """Rows of a cache tensor, wherever it is; see `RunDevice.read_cells`."""
+        """Return rows of a cache tensor on any device; see `RunDevice.read_cells`."""
         return self.parts[self.cache_device(cache)].read_cells(cache, self.cache_rows(cache), first, n)
 
     def write_cells(self, cache: Cache, first: int, rows: Bytes) -> None:
-        """See `RunDevice.write_cells`."""
+        """Replace rows of a cache tensor; see `RunDevice.write_cells`."""
         self.parts[self.cache_device(cache)].write_cells(cache, self.cache_rows(cache), first, rows)
 
     def move_cells(self, cache: Cache, source: int, first: int, n: int) -> None:
@@ -284,7 +287,7 @@ class Runner:
                       [p.memory for p in own])  # fmt: skip
 
     def run(self, program: DividedProgram, n_threads: int, state: StepBlock) -> None:
-        """Execute a bound program; when it returns, all devices are done."""
+        """Execute a bound program; all devices are done when it returns."""
         if program.variants:
             program = self._choose(program, state)
         if program.alone:
@@ -294,9 +297,9 @@ class Runner:
         parts = self.parts
         for name, part in program.parts.items():
             parts[name].begin(part, state)
-        for turn, number in zip(program.turns, program.numbers, strict=True):
-            self._wait_for(program, turn)
-            parts[turn.device].run(program.parts[turn.device], number, n_threads)
+        for split, number in zip(program.splits, program.numbers, strict=True):
+            self._wait_for(program, split)
+            parts[split.device].run(program.parts[split.device], number, n_threads)
         for name in program.parts:
             parts[name].finish()
 
@@ -307,26 +310,29 @@ class Runner:
         program.chosen = program.variant(state.rows[Rows.TOKENS])
         return program.chosen
 
-    def _wait_for(self, program: DividedProgram, turn: Turn) -> None:
-        for i in turn.after:
-            name = program.turns[i].device
+    def _wait_for(self, program: DividedProgram, split: Turn) -> None:
+        for i in split.after:
+            name = program.splits[i].device
             self.parts[name].wait(program.parts[name], program.numbers[i])
 
     @property
     def depth(self) -> int:
-        """Micro-batches that can be under way at once: `run` so many times, then `result`, that of the oldest first."""
+        """Return how many micro-batches can be in flight.
+
+        Call `run` this often, then `result`, which returns that of the oldest first.
+        """
         return 1
 
     def run_observed(self, program: DividedProgram, n_threads: int, state: StepBlock, observer: Observer) -> None:
-        """Execute node by node, showing every output to the observer once, right after it was computed."""
+        """Execute node by node; the observer sees every output once, right after it was computed."""
         seen: set[Node] = set()
         program = self._choose(program, state)
         for name, part in program.parts.items():
             self.parts[name].begin(part, state)
-        for turn, number in zip(program.turns, program.numbers, strict=True):
-            self._wait_for(program, turn)
-            values = self.parts[turn.device].values
-            for node, value in values(program.parts[turn.device], number, n_threads, state):
+        for split, number in zip(program.splits, program.numbers, strict=True):
+            self._wait_for(program, split)
+            values = self.parts[split.device].values
+            for node, value in values(program.parts[split.device], number, n_threads, state):
                 if node not in seen:
                     seen.add(node)
                     observer(node, value)
@@ -334,7 +340,7 @@ class Runner:
             self.parts[name].finish()
 
     def explain(self, program: DividedProgram, n_threads: int, state: StepBlock, observer: Observer) -> None:
-        """Compute the last micro-batch that was finished once more, showing every node to an observer that raises."""
+        """Compute the last finished micro-batch again and show every node to an observer that raises."""
         self.run_observed(program, n_threads, state, observer)
 
     def timed(self, program: DividedProgram, n_threads: int, state: StepBlock, show: bool) -> Iterator[TimedOp]:
@@ -342,14 +348,14 @@ class Runner:
         program = self._choose(program, state)
         for name, part in program.parts.items():
             self.parts[name].begin(part, state)
-        for turn, number in zip(program.turns, program.numbers, strict=True):
-            self._wait_for(program, turn)
-            yield from self.parts[turn.device].timed(program.parts[turn.device], number, n_threads, state, show)
+        for split, number in zip(program.splits, program.numbers, strict=True):
+            self._wait_for(program, split)
+            yield from self.parts[split.device].timed(program.parts[split.device], number, n_threads, state, show)
         for name in program.parts:
             self.parts[name].finish()
 
     def result(self, program: DividedProgram, n_rows: int) -> npt.NDArray[np.float32]:
-        """The program's value, in memory that the next run writes again."""
+        """Return the program's value, in memory that the next run overwrites."""
         ran = program.chosen or program
         if ran.alone:
             return self.cpu.result(ran.parts[CPU], ran.result, n_rows)
@@ -363,7 +369,7 @@ class Runner:
         self._handover = aligned_zeros(0)
 
 
-def _cpu_programs(programs: Sequence[DividedProgram]) -> list[CpuTurns]:
+def _cpu_programs(programs: Sequence[DividedProgram]) -> list[CpuSplits]:
     return [p.parts[CPU] for p in _with_variants(programs) if CPU in p.parts]
 
 
@@ -372,26 +378,26 @@ def _with_variants(programs: Sequence[DividedProgram]) -> list[DividedProgram]:
 
 
 def _handover_places(
-    turns: Sequence[Turn], rows: Mapping[Rows, int], result: Node, parts: Mapping[str, RunDevice]
+    splits: Sequence[Turn], rows: Mapping[Rows, int], result: Node, parts: Mapping[str, RunDevice]
 ) -> tuple[dict[Node, tuple[int, int]], int]:
-    """(first byte, bytes) of every value that crosses devices, and the size of the memory.
+    """Return (first byte, bytes) of every value that crosses devices, and the size of the memory.
 
-    A copy to a GPU may be under way until the host has waited for that turn of the GPU or a later one.
+    A copy to a GPU may be in flight until the host has waited for that split of the GPU or a later one.
     """
-    end = len(turns)
+    end = len(splits)
     waited = [
-        end if parts[t.device].asynchronous else i for i, t in enumerate(turns)
-    ]  # turn before which a copy is over
-    for device in {t.device for t in turns if parts[t.device].asynchronous}:
-        own = [i for i, t in enumerate(turns) if t.device == device]
+        end if parts[t.device].asynchronous else i for i, t in enumerate(splits)
+    ]  # the split before which a copy is complete
+    for device in {t.device for t in splits if parts[t.device].asynchronous}:
+        own = [i for i, t in enumerate(splits) if t.device == device]
         for j in range(end - 1, -1, -1):
-            known = max((i for i in turns[j].after if turns[i].device == device), default=-1)
+            known = max((i for i in splits[j].after if splits[i].device == device), default=-1)
             for i in own:
                 if i <= known:
                     waited[i] = j
-    first = {n: i for i, t in enumerate(turns) for n in t.exports}
+    first = {n: i for i, t in enumerate(splits) for n in t.exports}
     last = dict(first)
-    for i, t in enumerate(turns):
+    for i, t in enumerate(splits):
         for node in t.imports:
             last[node] = max(last[node], waited[i])
         for x in (x for node in t.nodes for x in node.nodes()):

@@ -1,4 +1,4 @@
-"""What is kept of a sequence apart from its cache: checkpoints to go back to, whole sequences outside of a session."""
+"""Sequence state outside of the cache: checkpoints to roll back to, and whole sequences outside of a session."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class CacheKind:
-    """What tells how far sequences can go back: whether there are states, and what windows see (0: all positions)."""
+    """What limits a rollback: whether the model has states, and the window of its layers (0: all positions)."""
 
     has_states: bool = False
     window: int = 0
 
     @property
     def is_free(self) -> bool:
-        """Whether a sequence can be cut anywhere."""
+        """Return whether a sequence can be truncated at any position."""
         return not self.has_states and not self.window
 
     def first_needed(self, n: int) -> int:
-        """The first position that the windows of position n see; n itself where there are none."""
+        """Return the first position that the windows of position n see; n itself without windows."""
         return max(0, n - self.window + 1) if self.window else n
 
     def reach(self, n: int, first: int, checkpoints: Iterable[Checkpoint]) -> int:
-        """The most positions, up to n, that a sequence can go back to whose windows begin at `first`."""
+        """Return the most positions, up to n, that a rollback can keep if the windows begin at `first`."""
         if n <= 0 or self.is_free or (not self.has_states and first <= self.first_needed(n)):
             return max(n, 0)
         return nearest(checkpoints, n)
@@ -36,15 +36,16 @@ class CacheKind:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What a sequence of n_tokens positions needs beside its cells to be continued.
+    """The state that a sequence of n_tokens positions needs beside its cells to be continued.
 
-    One part per tensor of windows, the rows of positions first..n_tokens-1, then one per tensor of states, (1, bytes).
+    `parts`: one per tensor of windows, the rows of positions first..n_tokens-1; then one per tensor of states, (1,
+    bytes).
     """
 
     n_tokens: int
     parts: tuple[Bytes, ...] = ()
     first: int = 0
-    likely: bool = False  # that a text goes on from here
+    likely: bool = False  # that a text continues from here
 
     @property
     def n_bytes(self) -> int:
@@ -55,8 +56,8 @@ class Checkpoint:
 class SavedSequence:
     """Positions 0..n_tokens-1 of a sequence as plain arrays that fit every session of the same `layout`.
 
-    One part per tensor of cells: (n_tokens, row bytes), or (columns, n_tokens * element bytes) of a transposed one;
-    then one per tensor of windows: rows of the positions first..n_tokens-1.
+    `parts`: one per tensor of cells, (n_tokens, row bytes), or (columns, n_tokens * element bytes) of a transposed one;
+    then one per tensor of windows, the rows of positions first..n_tokens-1.
     """
 
     n_tokens: int
@@ -66,7 +67,7 @@ class SavedSequence:
     first: int = 0
 
     def reach(self, n: int) -> int:
-        """The most positions, up to n, that a sequence can have after `load`."""
+        """Return the most positions, up to n, that a sequence can have after `load`."""
         return self.kind.reach(min(n, self.n_tokens), self.first, self.checkpoints)
 
     @property
@@ -75,5 +76,5 @@ class SavedSequence:
 
 
 def nearest(known: Iterable[Checkpoint], n: int) -> int:
-    """Positions of the last checkpoint up to n; 0: the beginning."""
+    """Return the positions of the last checkpoint up to n; 0 is the beginning."""
     return max((c.n_tokens for c in known if c.n_tokens <= n), default=0)

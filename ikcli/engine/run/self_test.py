@@ -1,9 +1,9 @@
-"""`--self-test`: is what the devices of a run compute right? Every op of the first layers against NumPy.
+"""`--self-test`: compare every op of the first layers on every device with NumPy.
 
-A known prompt and one more token run node by node. What a device makes of an op is held against the op's own meaning,
-computed in NumPy from the inputs that were seen: so an error is found where it arises, and the op and the device are
-named, not everything after it. A value that was not copied to a device, or is an old one, shows at the first op that
-reads it there.
+A known prompt and one more token run node by node. The output of an op is compared with the op's own definition,
+computed in NumPy from the inputs that were observed. An error is therefore found where it arises: the message names the
+op and the device, not everything after it. A value that was not copied to a device, or is stale, shows at the first op
+that reads it there.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PRODUCT_ERROR, ATTENTION_ERROR, OTHER_ERROR = 0.05, 0.02, 0.005
 
 
 class SelfTestError(IkError):
-    """A device computes something else than the op says."""
+    """A device computed a wrong result."""
 
 
 @dataclass(slots=True)
@@ -50,7 +50,7 @@ class OpCheck:
 
     @property
     def ok(self) -> bool:
-        """Whether the worst one is within the bound; NaN is not."""
+        """Return whether the worst error is within the bound; NaN is not."""
         return self.worst <= self.bound
 
     def __str__(self) -> str:
@@ -78,7 +78,7 @@ class Checker:
         return dequantize(model.bytes_of(name), spec.type, tuple(spec.shape))
 
     def decode(self, ids: Sequence[int], pos: int) -> None:
-        """A micro-batch, seen node by node."""
+        """Compute a micro-batch, observed node by node."""
         session, tokens = self.session, np.array(ids, np.int32)
         at = np.arange(pos, pos + len(ids))
         segments = (Segment(0, len(ids), 0, pos),)
@@ -97,10 +97,10 @@ class Checker:
 
     def __call__(self, node: Node, value: Array) -> None:
         run, seen = self._run, np.array(value)
-        if node not in self._places:  # what runs is chosen when it starts
+        if node not in self._places:  # the variant is chosen when the run starts
             programs = [p.chosen or p for p in self.session.programs.values()]
-            self._places = {n: (t.device, p.graph) for p in programs for t in p.turns for n in t.nodes}
-        if node.op.is_table:  # laid out as its device likes; wrong ones show in what is computed with them
+            self._places = {n: (t.device, p.graph) for p in programs for t in p.splits for n in t.nodes}
+        if node.op.is_table:  # laid out as its device prefers; wrong ones show in the ops that read them
             seen = self._meaning(node)
         elif node.il < N_LAYERS:
             self._store(self._places[node][1], node)
@@ -116,7 +116,7 @@ class Checker:
         return found
 
     def _store(self, graph: Graph, reader: Node) -> None:
-        """Let the oracle have what was stored before `reader`."""
+        """Store in the oracle what was stored before `reader`."""
         caches = set(reader.caches())
         for node in graph.nodes[: reader.index] if caches else ():
             if node.op.stores and node not in self._stored and caches & set(node.caches()):
@@ -135,14 +135,14 @@ class Checker:
 
 
 def bound_of(node: Node) -> float:
-    """The largest relative error of a node."""
+    """Return the largest relative error that a node may have."""
     if isinstance(node.op, PRODUCTS):
         return PRODUCT_ERROR
     return ATTENTION_ERROR if isinstance(node.op, Attention) else OTHER_ERROR
 
 
 def relative_error(found: Array, wanted: Array) -> float:
-    """In the 2-norm; 0 where both are."""
+    """Return the relative error in the 2-norm; 0 if both values are 0."""
     a, b = found.astype(np.float64), wanted.astype(np.float64)
     if a.shape != b.shape:
         return float("inf")
@@ -151,13 +151,13 @@ def relative_error(found: Array, wanted: Array) -> float:
 
 
 def check(session: Session) -> list[OpCheck]:
-    """Compare; the families by device and op. SelfTestError names the first op that is wrong, and its device."""
+    """Compare, and return the checks by device and op; raise SelfTestError with the first wrong op and its device."""
     ids = [(7919 * i + 3) % session.n_vocab for i in range(N_TOKENS + 1)]
     checker = Checker(session)
     session.clear()
     try:
         checker.decode(ids[:N_TOKENS], 0)
-        if session.model.hp.causal:  # others read whole texts only
+        if session.model.hp.causal:  # encoders read whole texts only
             checker.decode(ids[N_TOKENS:], N_TOKENS)
     except NonFiniteError:
         if checker.first_wrong is None:  # the model's own

@@ -1,10 +1,12 @@
-"""What a session holds of its sequences: cached positions and states, and how to go back, take out, put in and copy.
+"""The sequence states of a session: cached positions, windows, recurrent states; roll back, save, load, copy.
 
-Cache tensors are of three kinds. Cells, one per position: sequence s owns cells s*n_ctx .. (s+1)*n_ctx-1, and it can be
-cut at any position. Windows: a sequence has room for n_window positions, the last ones; when it is full, those that are
-still seen move to its front, so that the position of a row always tells its place (`window_cell`). States, one row per
-sequence (recurrent layers): there is only that of the last position. With windows or states a sequence can go back as
-far as its windows reach, to its checkpoints, or to its beginning, where states are zero whatever is stored.
+Cache tensors are of three kinds. Cells, one per position: sequence s owns cells s*n_ctx .. (s+1)*n_ctx-1 and can be
+truncated at any position. Windows: a sequence has room for its last n_window positions. When it is full, the positions
+that are still visible move to its front, so the position of a row always determines its cell (`window_cell`). States,
+one row per sequence (recurrent layers): only the state of the last position exists.
+
+A sequence with windows or states can roll back as far as its windows reach, to a checkpoint, or to its beginning, where
+states are zero whatever is stored.
 """
 
 from __future__ import annotations
@@ -19,15 +21,15 @@ from ikcli.gguf.types import TYPES, row_n_bytes
 from ikcli.graph import Cache, Per
 
 _LIKELY = 8
-SPARE = 64  # positions before a window that stay, so that rejected drafts and the like cost nothing
+SPARE = 64  # positions kept before a window, so that rejected drafts and short rollbacks cost nothing
 
 
 @dataclass(frozen=True, slots=True)
 class Keeping:
-    """Which checkpoints of a sequence are kept: at most so many, of so many bytes (but always the last one).
+    """Which checkpoints of a sequence are kept: at most `most`, of at most `n_bytes` (but always the last one).
 
-    Where one has to go, that is the oldest, or with `spread` the one whose neighbours are closest to each other; those
-    from which a text is likely to go on are worth a gap several times as wide.
+    The oldest is dropped first. With `spread` it is the one whose neighbours are closest to each other; checkpoints
+    from which a text is likely to continue count as if their gap were several times as wide.
     """
 
     most: int = 8
@@ -35,7 +37,7 @@ class Keeping:
     spread: bool = False
 
     def trim(self, known: list[Checkpoint]) -> None:
-        """Drop what is too much."""
+        """Drop checkpoints beyond the limits."""
         while len(known) > 1 and (len(known) > self.most or sum(c.n_bytes for c in known) > self.n_bytes):
             del known[self._least(known)]
 
@@ -47,7 +49,10 @@ class Keeping:
 
 
 class Sequences:
-    """See the module. `n_past`: cached positions of each sequence; the session that computes moves them on."""
+    """The sequences of a session; see the module.
+
+    `n_past`: cached positions of each sequence; the session advances them.
+    """
 
     def __init__(
         self,
@@ -59,14 +64,17 @@ class Sequences:
         window: int = 0,
         n_window: int = 0,
     ) -> None:
-        """`rotated`: what is done to rows before they are stored, part of the layout. `window`: positions that a query
-        sees in window layers, `n_window`: cells of a sequence there."""
+        """Create empty sequences.
+
+        `rotated`: the rotation of rows before they are stored, which is part of the layout. `window`: positions that a
+        query sees in window layers. `n_window`: cells of a sequence there.
+        """
         ordered = sorted(caches, key=lambda c: (c.il, c.kind))
         self._runner, self._n_cells, self._n_rows, self._rotated = runner, n_cells, n_seq, rotated
         self._cells = [c for c in ordered if c.per is Per.CELL]
         self._windows = [c for c in ordered if c.per is Per.WINDOW]
         self._states = [c for c in ordered if c.per is Per.SEQUENCE]
-        self.has_windows = bool(self._windows)  # `make_room` has to be called before positions are added
+        self.has_windows = bool(self._windows)  # call `make_room` before positions are added
         self.kind = CacheKind(bool(self._states), window if self._windows else 0)
         self._n_window = n_window
         self.keeping = Keeping()
@@ -78,7 +86,7 @@ class Sequences:
 
     # --- how many, how long -----------------------------------------------------------------------------------------
     def divide(self, n_seq: int) -> None:
-        """Forget everything and divide the cache evenly between n_seq sequences from now on."""
+        """Drop all sequences and divide the cache evenly between n_seq sequences from now on."""
         most = self._n_cells if self.kind.is_free else self._n_rows
         if not 1 <= n_seq <= most:
             what = "cache of" if self.kind.is_free else "states and windows are for"
@@ -87,14 +95,14 @@ class Sequences:
         self.clear()
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Drop all sequences."""
         self.n_past = [0] * self.n_seq
         self._first = [0] * self.n_seq
         self._checkpoints = [[] for _ in range(self.n_seq)]
         self._passing = [-1] * self.n_seq
 
     def check_next(self, seq: int, pos: int, n: int, *, follow: bool = True) -> None:
-        """IkError unless n tokens (which `follow` one another) can be added to a sequence at this position."""
+        """Raise IkError unless n tokens (which `follow` one another) can be added to a sequence at this position."""
         if not 0 <= seq < self.n_seq:
             raise IkError(f"sequence {seq} does not exist; the session was made for {self.n_seq}")
         if pos != self.n_past[seq] or not follow:
@@ -103,7 +111,7 @@ class Sequences:
             raise IkError(f"sequence {seq}: {pos + n} tokens do not fit its context of {self.n_ctx}; raise -c")
 
     def check_each(self, seqs: Sequence[int], pos: Sequence[int]) -> None:
-        """`check_next` for one token of each of these sequences, at once where nothing is wrong."""
+        """Check one token of each of these sequences as `check_next` does, in one comparison where all are right."""
         if len(seqs) == 1:
             self.check_next(seqs[0], pos[0], 1)
             return
@@ -116,18 +124,21 @@ class Sequences:
 
     # --- windows ----------------------------------------------------------------------------------------------------
     def window_cell(self, seq: int) -> int:
-        """The cell of position 0 of a sequence in tensors of windows; below zero, or of another, once it is gone."""
+        """Return the cell of position 0 of a sequence in tensors of windows.
+
+        Once that position has left the window, the number is negative or a cell of another sequence.
+        """
         return seq * self._n_window - self._first[seq]
 
     def room(self, seq: int, n: int) -> int:
-        """`make_room` where there are windows; where position 0 is in them, 0 without."""
+        """Make room and return the cell of position 0 in the windows; 0 without windows."""
         if not self._windows:
             return 0
         self.make_room(seq, n)
         return self.window_cell(seq)
 
     def make_room(self, seq: int, n: int) -> None:
-        """Before n positions are added: move what windows still see to the front, if there is no room behind it."""
+        """Make room for n positions: move what windows still see to the front if the space after it is too small."""
         past, first = self.n_past[seq], self._first[seq]
         if past + n - first <= self._n_window:
             return
@@ -138,19 +149,19 @@ class Sequences:
             self._runner.move_cells(cache, at + kept - first, at, past - kept)
         self._first[seq] = kept
 
-    # --- going back -------------------------------------------------------------------------------------------------
+    # --- rollback ---------------------------------------------------------------------------------------------------
     def reach(self, seq: int, n: int) -> int:
-        """The most positions, up to n, that `truncate` can keep."""
+        """Return the most positions, up to n, that `truncate` can keep."""
         self._check(seq)
         if n >= self.n_past[seq]:
             return self.n_past[seq]
         return self.kind.reach(n, self._first[seq], self._checkpoints[seq])
 
     def truncate(self, seq: int, n: int) -> int:
-        """Forget positions from n on; returns how many are left.
+        """Drop positions from n on; return how many are left.
 
-        That is n where a sequence can be cut there, else the nearest checkpoint before: the caller computes what is
-        between again.
+        That is n where the sequence can be truncated there, otherwise the nearest checkpoint before it: the caller
+        computes the positions between again.
         """
         kept = self.reach(seq, n)
         if kept < self.n_past[seq]:
@@ -159,10 +170,10 @@ class Sequences:
         return kept
 
     def checkpoint(self, seq: int, *, passing: bool = False, likely: bool = False) -> Checkpoint:
-        """Remember where a sequence is, so that `truncate` can return there.
+        """Save the present state of a sequence, so that `truncate` can roll back to it.
 
-        Costs nothing where a sequence can be cut anywhere. `keeping` says which ones stay; a `passing` one (before a
-        guess, say) is replaced by the next passing one. `likely`: see `Checkpoint`.
+        This costs nothing where a sequence can be truncated anywhere. `keeping` decides which checkpoints stay. A
+        `passing` one (before a draft, say) is replaced by the next passing one. `likely`: see `Checkpoint`.
         """
         self._check(seq)
         n, known = self.n_past[seq], self._checkpoints[seq]
@@ -179,14 +190,14 @@ class Sequences:
         return known[-1]
 
     def restore(self, seq: int, checkpoint: Checkpoint) -> None:
-        """Bring a sequence back to where it was; IkError if it was shorter since then."""
+        """Roll a sequence back to a checkpoint; raise IkError if it has been shorter since then."""
         if self.reach(seq, checkpoint.n_tokens) != checkpoint.n_tokens:
-            raise IkError(f"sequence {seq} cannot go back to {checkpoint.n_tokens} positions: this part was forgotten")
+            raise IkError(f"sequence {seq} cannot roll back to {checkpoint.n_tokens} positions: they were dropped")
         self.truncate(seq, checkpoint.n_tokens)
 
-    # --- elsewhere --------------------------------------------------------------------------------------------------
+    # --- save, load, copy -------------------------------------------------------------------------------------------
     def layout(self) -> list[str]:
-        """One line per tensor: equal lists mean that saved sequences can be exchanged."""
+        """Return one line per tensor: equal lists mean that saved sequences can be exchanged."""
         cells = [
             f"{c.kind}-{c.il} {c.cols} {TYPES[c.type].name} {'transposed' if c.transposed else 'rows'} {self._rotated}"
             for c in self._cells
@@ -198,7 +209,7 @@ class Sequences:
         return cells + [f"{c.kind}-{c.il} {c.cols} {TYPES[c.type].name} state" for c in self._states]
 
     def shapes(self, n_tokens: int, first: int = 0) -> list[tuple[int, int]]:
-        """Shapes of the parts of n positions, those of windows from `first` on."""
+        """Return the shapes of the parts of n positions, those of windows from `first` on."""
         cells = [
             (c.cols, n_tokens * _element(c)) if c.transposed else (n_tokens, row_n_bytes(c.type, c.cols))
             for c in self._cells
@@ -206,7 +217,7 @@ class Sequences:
         return cells + self._window_shapes(n_tokens - first)
 
     def checkpoint_shapes(self, n_tokens: int, first: int) -> list[tuple[int, int]]:
-        """Shapes of the parts of a checkpoint."""
+        """Return the shapes of the parts of a checkpoint."""
         states = [(1, row_n_bytes(c.type, c.cols)) for c in self._states]
         return self._window_shapes(n_tokens - first) + states
 
@@ -214,7 +225,7 @@ class Sequences:
         return [(n, row_n_bytes(c.type, c.cols)) for c in self._windows]
 
     def save(self, seq: int, n_tokens: int) -> SavedSequence:
-        """A copy of the first n_tokens positions of a sequence."""
+        """Return a copy of the first n_tokens positions of a sequence."""
         self._check(seq, n_tokens)
         first = min(self._first[seq], n_tokens)
         parts = [self._read(c, seq, 0, n_tokens).copy() for c in self._cells]
@@ -222,7 +233,7 @@ class Sequences:
         return SavedSequence(n_tokens, tuple(parts), self._known(seq, n_tokens), self.kind, first)
 
     def load(self, seq: int, saved: SavedSequence, n_tokens: int | None = None) -> int:
-        """Replace a sequence by the first n_tokens (default all) of a saved one; returns how many it then has."""
+        """Replace a sequence by the first n_tokens (default all) of a saved one; return how many it then has."""
         n = saved.n_tokens if n_tokens is None else n_tokens
         self._check(seq)
         if not 0 <= n <= min(saved.n_tokens, self.n_ctx):
@@ -237,9 +248,9 @@ class Sequences:
         return self._arrive(seq, n, saved.checkpoints, rows, saved.first)
 
     def copy(self, src: int, dst: int, first: int, n_tokens: int) -> int:
-        """Give `dst` the positions of `src` up to n_tokens; returns how many it then has.
+        """Copy the positions of `src` up to n_tokens to `dst`; return how many it then has.
 
-        What comes before `first` must be equal in both already.
+        Positions before `first` must be equal in both already.
         """
         self._check(src, n_tokens)
         known, own = self._known(src, n_tokens), self.reach(dst, first)
@@ -251,14 +262,14 @@ class Sequences:
         return self._arrive(dst, n_tokens, known, self._window_rows(src, begin, n_tokens), begin)
 
     def _known(self, seq: int, n: int) -> tuple[Checkpoint, ...]:
-        """Checkpoints among the first n positions, with states that of the present too."""
+        """Return the checkpoints among the first n positions; with states, that of the present too."""
         known = [c for c in self._checkpoints[seq] if c.n_tokens <= n]
         if self._states and n and n == self.n_past[seq] and (not known or known[-1].n_tokens < n):
             known.append(self._present(seq))
         return tuple(known)
 
     def _arrive(self, seq: int, n: int, known: Sequence[Checkpoint], rows: Sequence[Bytes], first: int) -> int:
-        """A sequence now has n cells, these checkpoints, and these rows of windows from position `first` on."""
+        """Set a sequence to n cells, these checkpoints, and these rows of windows from position `first` on."""
         self._checkpoints[seq] = [c for c in known if c.n_tokens <= n]
         self.keeping.trim(self._checkpoints[seq])
         self._passing[seq] = -1
@@ -270,14 +281,14 @@ class Sequences:
 
     # --- memory -----------------------------------------------------------------------------------------------------
     def _present(self, seq: int, likely: bool = False) -> Checkpoint:
-        """A checkpoint of where a sequence is."""
+        """Return a checkpoint of the present state of a sequence."""
         n = self.n_past[seq]
         first = max(self.kind.first_needed(n), self._first[seq]) if self._windows else 0
         states = [self._runner.read_cells(c, seq, 1).copy() for c in self._states]
         return Checkpoint(n, (*self._window_rows(seq, first, n), *states), first, likely)
 
     def _continue_at(self, seq: int, n: int) -> None:
-        """Make n, which is in reach, the length of a sequence."""
+        """Make n, which must be within reach, the length of a sequence."""
         if n and (self._states or not self._first[seq] <= self.kind.first_needed(n)):
             found = next(c for c in reversed(self._checkpoints[seq]) if c.n_tokens == n)
             windows = found.parts[: len(self._windows)]
@@ -289,12 +300,12 @@ class Sequences:
         self.n_past[seq] = n
 
     def _window_rows(self, seq: int, first: int, end: int) -> list[Bytes]:
-        """A copy of the positions first..end-1 in all tensors of windows."""
+        """Return a copy of the positions first..end-1 in all tensors of windows."""
         at = self.window_cell(seq) + first
         return [self._runner.read_cells(c, at, end - first).copy() for c in self._windows]
 
     def _put_windows(self, seq: int, rows: Sequence[Bytes], first: int) -> None:
-        """Let the windows of a sequence be these rows, from position `first` on; as many of the last ones as fit."""
+        """Replace the windows of a sequence by these rows, from position `first` on; of too many rows keep the last."""
         if not self._windows:
             return
         skip = max(len(rows[0]) - self._n_window, 0)
@@ -303,14 +314,14 @@ class Sequences:
         self._first[seq] = first + skip
 
     def _read(self, cache: Cache, seq: int, first: int, n: int) -> Bytes:
-        """Positions of a sequence, only to be read before the next computation."""
+        """Return positions of a sequence, to be read before the next computation only."""
         return self._runner.read_cells(cache, seq * self.n_ctx + first, n)
 
     def _write(self, cache: Cache, seq: int, first: int, rows: Bytes) -> None:
         self._runner.write_cells(cache, seq * self.n_ctx + first, rows)
 
     def _check(self, seq: int, n: int = 0) -> None:
-        """IkError unless the sequence exists and has n positions."""
+        """Raise IkError unless the sequence exists and has n positions."""
         if not 0 <= seq < self.n_seq:
             raise IkError(f"sequence {seq} does not exist; the session was made for {self.n_seq}")
         if not 0 <= n <= self.n_past[seq]:

@@ -1,7 +1,6 @@
 """A session: one model, one KV cache, programs for prompts and for generation; tokens in, logits or embeddings out.
 
-What is cached of which sequence, and how to go back, is in `sequences`. Programs are recorded once; a micro-batch only
-fills the step block.
+`sequences` manages sequence states and rollback. Programs are recorded once; a micro-batch only fills the step block.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ FloatRows = npt.NDArray[np.float32]
 
 
 class Session:
-    """See the module; made by `open`."""
+    """Runs one model; make it with `open`. See the module."""
 
     def __init__(self, prepared: PreparedRun) -> None:
         plan = self.run_plan = prepared.plan
@@ -67,10 +66,10 @@ class Session:
         self.timings = Timings()
         self.profile = session_log.new_profile() if self.config.profile else None
         self._n_outputs = min(plan.sizes.n_seq, self.n_ubatch)
-        self._flights: deque[tuple[DividedProgram, int, int]] = deque()  # program, threads, outputs
+        self._in_flight: deque[tuple[DividedProgram, int, int]] = deque()  # program, threads, outputs
         self._last: tuple[DividedProgram, int]  # program and threads of the last micro-batch
 
-    # --- making -----------------------------------------------------------------------------------------------------
+    # --- open -------------------------------------------------------------------------------------------------------
     @classmethod
     def open(
         cls,
@@ -84,8 +83,8 @@ class Session:
     ) -> Session:
         """Load the model of `config` and print the load and context logs; n_ctx overrides the context size.
 
-        `n_step` tokens are given to one call of `step` at most (0: one). `outputs`: whether for embeddings.
-        `planner`: of the same model, already opened.
+        `n_step`: the most tokens of one call of `step` (0: one). `outputs`: logits, embeddings or both. `planner`: an
+        open planner of the same model.
         """
         session = cls.plan(config, n_ctx=n_ctx, n_seq_max=n_seq_max, n_step=n_step, outputs=outputs, planner=planner)
         session.load()
@@ -104,7 +103,7 @@ class Session:
         outputs: Outputs = Outputs.LOGITS,
         planner: Planner | None = None,
     ) -> Session:
-        """Everything up to reading weights: sizes are known, nothing is allocated. Prints the logs."""
+        """Plan the session up to reading weights: sizes are known, nothing is allocated. Print the logs."""
         planner = planner or Planner.of_file(config)
         devices = gpus.open_devices(config) if gpus.wanted(config) else {}
         if devices or planner.machine.gpus:
@@ -120,7 +119,7 @@ class Session:
         return session
 
     def again(self, runner: Runner) -> Session:
-        """A second session of the model with the same settings, which computes with `runner`."""
+        """Return a second session of the model with the same settings, which computes with `runner`."""
         model = self.model
         graphs = record_graphs(model, model.weights(), self.graph_config)
         programs = plan_programs(runner, graphs, self.graph_config, self._n_outputs, self.run_plan.sizes.n_step)
@@ -149,56 +148,56 @@ class Session:
         self.timings.t_load = time.perf_counter() - start
 
     def restart(self) -> None:
-        """Load the model again where its memory was lost (a stage of it); nothing is cached then."""
-        self._flights.clear()
+        """Load the model again after a stage lost its memory; all sequences are empty then."""
+        self._in_flight.clear()
         self.sequences.clear()
         self.runner.load(list(self.programs.values()), self.model, self.config.mmap)
         self.runner.bind(list(self.programs.values()), self.step_block)
 
     def compile(self) -> None:
-        """Get the kernels; compiles what the cache lacks, with a progress bar."""
+        """Load the kernels; compile those that the cache lacks, with a progress bar."""
         programs = list(self.programs.values())
         with progress("compiling kernels", self.runner.n_missing(programs)) as advance:
             self.runner.prepare(programs, lambda done, total: advance(1))
 
     def cache_bytes(self) -> Mapping[Cache, int]:
-        """Bytes of every cache tensor, as in RAM."""
+        """Return the bytes of every cache tensor in the layout of RAM."""
         return self.run_plan.caches
 
     def memory(self) -> dict[str, dict[str, int]]:
-        """Bytes by device (CPU first) and part: weights, KV, compute, output."""
+        """Return bytes by device (CPU first) and part: weights, KV, compute, output."""
         return memory_of(self.runner, self.programs, self.model, self.output_bytes)
 
     @property
     def longest_text(self) -> int:
-        """Most tokens of a text to embed."""
+        """Return the most tokens of a text to embed."""
         return longest_text(self.model.hp, self.n_ctx_seq, self.n_ubatch)
 
     @property
     def gpus(self) -> tuple[str, ...]:
-        """Names of the GPUs in use."""
+        """Return the names of the GPUs in use."""
         return self.runner.gpus
 
     @property
     def output_bytes(self) -> int:
-        """Logits and embeddings kept for the caller."""
+        """Return the bytes of logits and embeddings kept for the caller."""
         return output_bytes(self.graph_config, self.model.hp, self._n_outputs)
 
     @property
     def compute_bytes(self) -> int:
-        """Work buffers in RAM, shared by the programs."""
+        """Return the bytes of work buffers in RAM, which the programs share."""
         return max(p.arena_bytes for p in self.programs.values())
 
     # --- use --------------------------------------------------------------------------------------------------------
     @property
     def tokenizer(self) -> Tokenizer:
-        """Tokenizer of the model, made on first use."""
+        """Return the tokenizer of the model, made on first use."""
         if self._tokenizer is None:
             self._tokenizer = Tokenizer.from_metadata(self.model.file.metadata, self.model.source)
         return self._tokenizer
 
     def warm_up(self) -> None:
-        """One token, then an empty cache: pages weights in and wakes the threads."""
+        """Compute one token, then empty the cache: this pages weights in and wakes the threads."""
         bos = self.model.file.get("tokenizer.ggml.bos_token_id", 0)
         first = Batch.single([bos if 0 <= int(bos) < self.n_vocab else 0])
         if self.outputs.logits:
@@ -211,49 +210,52 @@ class Session:
             self.profile.clear()
 
     def decode(self, batch: Batch) -> FloatRows:
-        """Logits (n_outputs, n_vocab) of the wanted tokens in batch order; valid until the next call."""
+        """Return the logits (n_outputs, n_vocab) of the wanted tokens in batch order.
+
+        They are valid until the next call.
+        """
         start = time.perf_counter()
         if len(batch) == 1:
-            self.launch(batch)
-            parts = [self._checked(self.land())]  # in the work memory itself, which the next micro-batch writes again
+            self.submit(batch)
+            parts = [self._checked(self.collect())]  # in the work memory itself, which the next micro-batch overwrites
         else:
             parts = self._decode_all(batch)
         self.timings.add(len(batch), time.perf_counter() - start)
         return parts[0] if len(parts) == 1 else np.concatenate([np.empty((0, self.n_vocab), np.float32), *parts])
 
     def _decode_all(self, batch: Batch) -> list[FloatRows]:
-        """Micro-batch after micro-batch, as many under way at once as the runner can have."""
+        """Compute micro-batch after micro-batch, with as many in flight as the runner allows."""
         parts: list[FloatRows] = []
         try:
             for i in range(0, len(batch), self.n_ubatch):
-                if self.under_way == self.runner.depth:
-                    parts.append(self._checked(self.land()).copy())
-                self.launch(batch.slice(i, i + self.n_ubatch))
-            while self.under_way:
-                parts.append(self._checked(self.land()).copy())
+                if self.n_in_flight == self.runner.depth:
+                    parts.append(self._checked(self.collect()).copy())
+                self.submit(batch.slice(i, i + self.n_ubatch))
+            while self.n_in_flight:
+                parts.append(self._checked(self.collect()).copy())
         finally:
             self.abandon()
         return parts
 
     def abandon(self) -> None:
-        """Wait for all micro-batches under way, and forget their logits."""
-        while self._flights:
+        """Wait for all micro-batches in flight and drop their logits."""
+        while self._in_flight:
             with suppress(IkError):
-                self.land()
+                self.collect()
 
     def _checked(self, logits: FloatRows) -> FloatRows:
-        # A sum is not finite if a term is not; it can overflow by itself, so look closer before complaining.
+        # A sum is not finite if a term is not; it can also overflow by itself, so look closer before raising.
         if not math.isfinite(np.add.reduce(logits, axis=None)) and not np.isfinite(logits).all():
             self._explain_non_finite(*self._last)
         return logits
 
     @property
-    def under_way(self) -> int:
-        """Micro-batches that were launched and have not landed; there can be `runner.depth`."""
-        return len(self._flights)
+    def n_in_flight(self) -> int:
+        """Return the number of micro-batches that were submitted and not collected; at most `runner.depth`."""
+        return len(self._in_flight)
 
-    def launch(self, batch: Batch) -> None:
-        """Begin a micro-batch; `land` gives its logits, those of the oldest one first."""
+    def submit(self, batch: Batch) -> None:
+        """Submit a micro-batch; `collect` returns its logits, those of the oldest one first."""
         if not self.outputs.logits:
             raise IkError("the session was opened for embeddings and has no logits")
         n = len(batch)
@@ -275,7 +277,7 @@ class Session:
         n_outputs: int,
         beside: Callable[[], None] | None = None,
     ) -> None:
-        """Launch one token of each of these sequences by the program for generation."""
+        """Submit one token of each of these sequences with the program for generation."""
         if not 0 <= min(tokens) <= max(tokens) < self.n_vocab:
             raise IkError(f"a token id is outside the vocabulary of {self.n_vocab}")
         sequences = self.sequences
@@ -296,24 +298,24 @@ class Session:
             self.runner.run(program, n_threads, self.step_block)
         else:
             self.runner.run_observed(program, n_threads, self.step_block, self.observer)
-        self._flights.append((program, n_threads, n_outputs))
+        self._in_flight.append((program, n_threads, n_outputs))
 
-    def land(self) -> FloatRows:
-        """Logits of the oldest micro-batch under way; they are overwritten by the next one."""
-        program, n_threads, n_outputs = self._flights.popleft()
+    def collect(self) -> FloatRows:
+        """Return the logits of the oldest micro-batch in flight; the next one overwrites them."""
+        program, n_threads, n_outputs = self._in_flight.popleft()
         self._last = program, n_threads
         return self.runner.result(program, n_outputs)
 
     def run_segments(
         self, kind: str, tokens: npt.NDArray[np.int32], out_ids: npt.NDArray[np.int64], segments: Sequence[Segment]
     ) -> FloatRows:
-        """The program `kind` for a micro-batch that is laid out already; rows are overwritten by the next one."""
+        """Run the program `kind` for a micro-batch with given segments; the next one overwrites the rows."""
         start = time.perf_counter()
         self._check_ids(tokens)
         pos = np.concatenate([np.arange(s.pos, s.n_kv, dtype=np.int32) for s in segments])
         self.step_block.set(tokens, pos, out_ids, segments)
         self._start(self.programs[kind], self.config.n_threads_batch, len(out_ids))
-        found = self.land()
+        found = self.collect()
         self.timings.add(len(tokens), time.perf_counter() - start)
         return self._checked(found)
 
@@ -345,28 +347,29 @@ class Session:
         self.runner.bind(list(self.programs.values()), self.step_block)
 
     def _explain_non_finite(self, program: DividedProgram, n_threads: int) -> None:
-        """Run the micro-batch once more, node by node, and name the first one that is not finite."""
+        """Run the micro-batch again, node by node, and name the first one that is not finite."""
         self.runner.explain(program, n_threads, self.step_block, look_for_non_finite(self.model.source))
         raise NonFiniteError(f"{self.model.source}: the result is NaN or Inf, but not when computed again node by node")
 
     def compute(self, batch: Batch) -> FloatRows:
-        """Logits of one micro-batch, which the caller checks for NaN; they are overwritten by the next one."""
+        """Return the logits of one micro-batch, which the caller checks for NaN; the next one overwrites them."""
         start = time.perf_counter()
-        self.launch(batch)
-        logits = self.land()
+        self.submit(batch)
+        logits = self.collect()
         self.timings.add(len(batch), time.perf_counter() - start)
         return logits
 
     def step(self, batch: Batch) -> FloatRows:
-        """As `compute`, for generation: logits of all (at most n_step) tokens.
+        """Return the logits of all (at most n_step) tokens with the program for generation; otherwise as `compute`.
 
-        Up to `n_exact` tokens, those of a token do not depend on what else is in the batch, to the last bit.
+        Up to `n_exact` tokens the results are batch-invariant: those of a token do not depend on the rest of the batch,
+        to the last bit.
         """
         start = time.perf_counter()
         out_ids = np.arange(len(batch))
         self.step_block.set(batch.tokens, batch.pos, out_ids, self._segments(batch))
         self._start(self.programs["step"], self.config.n_threads, len(batch))
-        logits = self.land()
+        logits = self.collect()
         self.timings.add(1, time.perf_counter() - start)
         return logits
 
@@ -377,62 +380,64 @@ class Session:
         seqs: Sequence[int],
         beside: Callable[[], None] | None = None,
     ) -> FloatRows:
-        """As `step` for one token of each of these sequences (each named once), with less to describe.
+        """Return the logits of one token of each of these sequences (each named once).
 
-        `beside` is called when all is ready to be computed: what it wakes runs beside the computation.
+        This takes less work to describe than `step`. `beside` is called when everything is ready to be computed: work
+        that it wakes runs beside the computation.
         """
         start = time.perf_counter()
         self._next(tokens, pos, seqs, len(tokens), beside)
-        logits = self.land()
+        logits = self.collect()
         self.timings.add(1, time.perf_counter() - start)
         return logits
 
-    def launch_each(self, tokens: Sequence[int], pos: Sequence[int], seqs: Sequence[int]) -> None:
-        """As `step_each`, to be followed by `land`."""
+    def submit_each(self, tokens: Sequence[int], pos: Sequence[int], seqs: Sequence[int]) -> None:
+        """Submit one token of each of these sequences, as `step_each` does; `collect` returns the logits."""
         self._next(tokens, pos, seqs, len(tokens))
 
     def generate(self, batch: Batch) -> FloatRows:
-        """Logits of all tokens of a batch with one token per sequence.
+        """Return the logits of all tokens of a batch with one token per sequence.
 
-        By the program for generation where it is large enough: measured from 1 to 32 sequences, it is never slower.
+        It uses the program for generation where that is large enough: measured from 1 to 32 sequences, it is never
+        slower.
         """
         return self.step(batch) if len(batch) <= self.n_step else self.decode(batch)
 
     @property
     def n_exact(self) -> int:
-        """Tokens of a `step` up to which results do not depend on their number."""
+        """Return the number of tokens up to which `step` is batch-invariant."""
         return INDEPENDENT_ROWS
 
     @property
     def n_seq_max(self) -> int:
-        """Sequences that share the cache."""
+        """Return the number of sequences that share the cache."""
         return self.sequences.n_seq
 
     @property
     def n_ctx_seq(self) -> int:
-        """Positions a sequence has room for."""
+        """Return the number of positions that a sequence has room for."""
         return self.sequences.n_ctx
 
     def clear(self) -> None:
-        """Forget all sequences."""
+        """Drop all sequences."""
         self.sequences.clear()
 
     def apply(self, added: Added) -> None:
-        """Add adapters with these scales, and these control vectors, from now on."""
+        """Use adapters with these scales, and these control vectors, from now on."""
         present = self.model.adapters.added
         if added is not present and added != present:
             self.runner.update_weights(self.model, self.model.apply(added))
 
     def truncate(self, seq: int, n: int) -> int:
-        """Forget positions from n on as far as possible; returns how many are left. See `Sequences.truncate`."""
+        """Drop positions from n on as far as possible; return how many are left. See `Sequences.truncate`."""
         return self.sequences.truncate(seq, n)
 
     def checkpoint(self, seq: int, *, likely: bool = False) -> None:
-        """Remember where a sequence is, to return there. See `Sequences.checkpoint`."""
+        """Save the present state of a sequence for a rollback. See `Sequences.checkpoint`."""
         self.sequences.checkpoint(seq, likely=likely)
 
     def close(self) -> None:
-        """Stop the threads and release memory; logs what was computed in which time."""
+        """Stop the threads, release memory, and log tokens and times."""
         for line in [*session_log.timing_lines(self.timings), *(self.profile.lines() if self.profile else [])]:
             log(line)
         self.timings, self.profile = Timings(), None

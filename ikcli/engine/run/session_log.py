@@ -1,4 +1,4 @@
-"""The lines a session logs while it opens a model and sets up its context (texts and arithmetic: `report.py`)."""
+"""The lines that a session logs while it opens a model and sets up its context; `log_lines.py` formats them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Timings:
-    """Seconds and tokens since the session was opened: batches of several tokens are prompts, others generation."""
+    """Seconds and tokens since the session was opened.
+
+    Batches of several tokens count as prompts, others as generation.
+    """
 
     t_load: float = 0.0
     t_prompt: float = 0.0
@@ -45,7 +48,7 @@ class Timings:
 
 
 def model_lines(file: GGUFFile, hp: HParams, config: RunConfig) -> None:
-    """Loader lines: what the file is and holds."""
+    """Return the loader's lines on the file and its contents."""
     if len(file.paths) > 1:
         log(f"llama_model_loader: additional {len(file.paths) - 1} GGUFs metadata loaded.")
     log(report.loaded_line(len(file.metadata), len(file.tensors), str(file.paths[0]), file.version))
@@ -92,14 +95,14 @@ def context_lines(prepared: PreparedRun) -> None:
 
 
 def new_profile() -> Profile:
-    """What fills the table of `--profile`; without the option nothing of it is imported."""
+    """Return a new collector for the table of `--profile`; without the option nothing of it is imported."""
     from ikcli.engine.run.profile import Profile
 
     return Profile()
 
 
 def streamed_lines(programs: Sequence[DividedProgram], model: Model) -> list[str]:
-    """From how many tokens on which weights in RAM are used on GPUs."""
+    """Return lines on the token counts from which GPUs use weights in RAM."""
     found = {least: p.streamed for program in programs for least, p in program.variants}
     return [
         f"offload: from {least} tokens on {len(names)} weights in RAM ({model.n_bytes(names) / 2**20:.2f} MiB) are "
@@ -109,7 +112,7 @@ def streamed_lines(programs: Sequence[DividedProgram], model: Model) -> list[str
 
 
 def setup_lines(config: RunConfig, model: Model, cfg: GraphConfig, n_batch: int) -> list[str]:
-    """What is derived for the attention mode, and the settings of the context."""
+    """Return lines on tensors derived for the attention mode and on the settings of the context."""
     hp, lines = model.hp, []
     if model.derived:
         n_bytes = sum(tensor_n_bytes(d.type, d.shape) for d in model.derived.values())
@@ -142,7 +145,7 @@ def buffer_lines(
     n_splits: int = 1,
     free: Mapping[str, int] | None = None,
 ) -> list[str]:
-    """Bytes of `caches`, and by device and part (`weights`, `KV`, `compute`, `output`), then a total per device."""
+    """Return the bytes of `caches`, of each device and part (`weights`, `KV`, `compute`, `output`), and totals."""
 
     def by_device(part: str) -> dict[str, int]:
         return {device: sizes[part] for device, sizes in parts.items() if sizes.get(part)}
@@ -154,7 +157,7 @@ def buffer_lines(
 
 
 def timing_lines(t: Timings) -> list[str]:
-    """`llama_print_timings` lines, none if nothing was computed."""
+    """Return the `llama_print_timings` lines; none if nothing was computed."""
     if not t.n_prompt and not t.n_eval:
         return []
     head = "llama_print_timings:"
@@ -167,11 +170,11 @@ def timing_lines(t: Timings) -> list[str]:
 
 
 def rate(ms: float, n: int) -> tuple[float, float]:
-    """Milliseconds per token and tokens per second, 0 where nothing was computed."""
+    """Return milliseconds per token and tokens per second; 0 where nothing was computed."""
     return (ms / n, 1e3 * n / ms) if n and ms > 0 else (0.0, 0.0)
 
 
 def rate_text(ms: float, n: int, unit: str) -> str:
-    """How long `n` tokens took, in the form of llama.cpp's timing lines."""
+    """Return the time of `n` tokens in the form of llama.cpp's timing lines."""
     per_token, per_second = rate(ms, n)
     return f"{ms:10.2f} ms / {n:5d} {unit} ({per_token:8.2f} ms per token, {per_second:8.2f} tokens per second)"

@@ -1,6 +1,6 @@
-"""Ops under a clock, for `--profile`: what each took, which weights it read and how much it multiplied.
+"""Ops under a clock, for `--profile`: the time, weights read, and multiplications of each.
 
-Bytes are those a kernel has to touch: of experts only the ones that were chosen.
+Bytes are those that a kernel must touch: of experts only the chosen ones.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ikcli.quant.formats import row_size
 class TimedOp:
     """One kernel call of `node` under a clock; `n_bytes` of weights it read, `n_ops` multiplications and additions.
 
-    `value` is the node's output, with its last op, if it was asked for.
+    `value` is the node's output, with its last op, if it was requested.
     """
 
     node: Node
@@ -34,9 +34,9 @@ class TimedOp:
 
 
 def work_of(node: Node, state: StepBlock, experts: Callable[[Node], tuple[int, int]]) -> tuple[int, int]:
-    """Bytes of weights that a node's kernel reads, and its multiplications and additions if it is a matrix product.
+    """Return the bytes of weights that a node's kernel reads, and its multiplications and additions if it is a product.
 
-    `experts(plan)`: experts that were chosen, and rows they got.
+    `experts(plan)` returns the number of chosen experts and their rows.
     """
     op = node.op
     if isinstance(op, Embed):

@@ -1,1 +1,1 @@
-"""Slots over one session: continuous batching, prompt reuse, cancellation. Knows nothing of HTTP."""
+"""Slots over one session: continuous batching, prompt reuse, cancellation. It knows nothing about HTTP."""

@@ -1,8 +1,8 @@
-"""Where checkpoints are made while a prompt is computed, for models whose sequences cannot be cut anywhere.
+"""Choose where to make checkpoints in a prompt, for models whose sequences cannot be truncated at any position.
 
-An agent changes the end of a long prompt and wants the rest not to be computed again: that takes a checkpoint before
-what changes. Places are the turns that the HTTP side knows of (behind the system prompt, before the last user turn),
-every `interval` tokens, a few tokens before the end, and the end.
+An agent changes the end of a long prompt and expects the rest to be reused. That takes a checkpoint before the change.
+Checkpoints are made at the turns that the HTTP side knows of (after the system prompt, before the last user turn),
+every `interval` tokens, a few tokens before the end, and at the end.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from ikcli.settings.server import ServerConfig
 
 
 def keeping(config: ServerConfig, n_bytes: int) -> Keeping:
-    """How many checkpoints a slot keeps, which may take so many bytes."""
+    """Return the limits on checkpoints of a slot, which may take this many bytes."""
     spread = config.ctx_checkpoints_eviction != "fifo"
     return Keeping(most=config.ctx_checkpoints, n_bytes=n_bytes, spread=spread)
 
 
 def places(config: ServerConfig, n_past: int, n_prompt: int, turns: Sequence[int]) -> dict[int, bool]:
-    """Numbers of tokens after which a checkpoint is made, in ascending order, of a prompt with n_past cached tokens.
+    """Return the token counts after which a checkpoint is made, ascending, for a prompt with n_past cached tokens.
 
-    The value tells whether a text is likely to go on from there, so not of those that are only `interval` apart.
+    The value says whether a text is likely to continue from there; this does not hold for those that are only
+    `interval` apart.
     """
     if not config.ctx_checkpoints:
         return {}

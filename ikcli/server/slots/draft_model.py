@@ -1,4 +1,4 @@
-"""Guessing tokens with a small model of the same vocabulary (`-md`), for all slots that want a guess at once."""
+"""Draft tokens with a small model of the same vocabulary (`-md`), for all slots that want a draft at once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Tokens = npt.NDArray[np.int32]
 
 @dataclass(slots=True)
 class DraftContinuation:
-    """A text to be continued by at most n_max tokens, each at least as probable as p_min."""
+    """A text to continue by at most n_max tokens, each at least as probable as p_min."""
 
     seq: int
     text: Tokens
@@ -32,7 +32,7 @@ class DraftContinuation:
 
 
 class DraftModel:
-    """A session of its own whose sequences follow those of the slots."""
+    """A separate session whose sequences follow those of the slots."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -40,13 +40,13 @@ class DraftModel:
 
     @classmethod
     def open(cls, config: RunConfig, target: Session) -> DraftModel:
-        """Load the draft model of `config`; UsageError if its vocabulary is another one."""
+        """Load the draft model of `config`; raise UsageError if its vocabulary differs."""
         s = config.server
         n_ctx = s.draft_ctx or target.n_ctx
         changed = replace(config, model=s.model_draft, type_k=s.draft_type_k, type_v=s.draft_type_v)
         changed = replace(
             changed, override_kv=(), rope=RopeConfig(), adapters=AdapterConfig(), fleet=BatchConfig()
-        )  # those are about the other file
+        )  # these belong to the other file
         session = open_session(changed, n_ctx=n_ctx, n_seq_max=target.n_seq_max, n_step=target.n_seq_max)
         tokens, theirs = (x.model.file.get("tokenizer.ggml.tokens") for x in (session, target))
         if session.n_vocab != target.n_vocab or list(tokens or ()) != list(theirs or ()):
@@ -55,7 +55,7 @@ class DraftModel:
         return cls(session)
 
     def draft(self, wanted: Sequence[DraftContinuation]) -> None:
-        """Fill `found` of every text; one whose beginning is not computed yet gets on by one ubatch and waits."""
+        """Fill `found` of every text; a text that is not computed yet advances by one ubatch and waits."""
         active = [w for w in wanted if w.n_max > 0 and self._catch_up(w)]
         tokens = {w.seq: int(w.text[-1]) for w in active}
         while active:
@@ -73,7 +73,7 @@ class DraftModel:
             active = going
 
     def _catch_up(self, w: DraftContinuation) -> bool:
-        """Compute the text but for its last token; False if that takes another time or does not fit."""
+        """Compute the text except its last token; return False if that takes another call or does not fit."""
         session = self.session
         if len(w.text) + w.n_max > session.n_ctx_seq:
             return False

@@ -1,6 +1,7 @@
-"""Requests for embeddings: texts of all of them share micro-batches, in the room of a slot that nobody uses.
+"""Embedding requests: the texts of all requests share micro-batches, in the cells of a free slot.
 
-What the slot held goes to the prompt cache first. Between two micro-batches slots that generate take their tokens.
+The content of that slot first moves to the prompt cache. Slots that generate take their tokens between two
+micro-batches.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ FloatRows = npt.NDArray[np.float32]
 
 @dataclass(slots=True, eq=False)
 class EmbeddingTask:
-    """A request on its way; `rows` by text, as they are done."""
+    """An embedding request in progress; `rows` by text, as they are done."""
 
     id: int
     request: EmbeddingRequest
@@ -41,14 +42,14 @@ class EmbeddingTask:
 
     @property
     def n_tokens(self) -> int:
-        """Tokens of all texts."""
+        """Return the number of tokens of all texts."""
         return sum(map(len, self.request.texts))
 
 
 class Embeddings:
-    """See the module; used by the engine's thread only, but for `check`.
+    """The embedding requests of a server; see the module. Only the engine's thread uses it, except `check`.
 
-    `waiting`: requests that wait. `slot`: whose room is used, as long as there is a micro-batch to compute.
+    `waiting`: queued requests. `slot`: the slot in use, as long as there is a micro-batch to compute.
     """
 
     def __init__(
@@ -59,10 +60,10 @@ class Embeddings:
         send: Callable[[EmbeddingTask, Event], None],
         log: Logger,
     ) -> None:
-        """`count` is told tokens and seconds of every micro-batch."""
+        """Create an empty queue. `count` gets tokens and seconds of every micro-batch."""
         self._session, self._reuse, self._count, self._send, self._log = session, reuse, count, send, log
         self.pooling = served_pooling(session.config, session.model.file.metadata, session.model.hp.arch)
-        self.problem = ""  # why there are no embeddings
+        self.problem = ""  # why embeddings are not available
         self._head: RankHead | None = None
         try:
             check_embeds(session)
@@ -79,11 +80,11 @@ class Embeddings:
 
     @property
     def name(self) -> str:
-        """Name of the pooling; empty if there are no embeddings."""
+        """Return the name of the pooling; it is empty if embeddings are not available."""
         return "" if self.problem else self.pooling.name.lower()
 
     def check(self, request: EmbeddingRequest, n_ctx: int, n_vocab: int) -> Failure | None:
-        """Why a request cannot be served."""
+        """Return why a request cannot be served, or None."""
         if self.problem:
             return Failure(501, "not_supported_error", self.problem)
         for i, tokens in enumerate(request.texts):
@@ -103,7 +104,7 @@ class Embeddings:
         self.waiting.append(task)
 
     def drop_cancelled(self) -> None:
-        """Forget requests that nobody waits for any more."""
+        """Drop cancelled requests."""
         if any(t.cancelled for t in self.waiting):
             self.waiting = deque(t for t in self.waiting if not t.cancelled)
         for task in [t for t in self._running if t.cancelled]:
@@ -116,7 +117,7 @@ class Embeddings:
 
     # --- work -------------------------------------------------------------------------------------------------------
     def launch(self, free: Sequence[Slot], added: Added, before: int | None) -> None:
-        """Take the slot that loses least; the last one only if the generation `before` all others came later.
+        """Take the slot that loses least; take the last free one only if `before` (a queued generation) is younger.
 
         `added`: for requests that name no scales of adapters.
         """
@@ -133,7 +134,7 @@ class Embeddings:
         self._join(added)
 
     def _join(self, added: Added) -> None:
-        """Add the texts of waiting requests, as far as they want the same adapters."""
+        """Add the texts of waiting requests that use the same adapters."""
         assert self.slot is not None and self._embedder is not None
         while self.waiting and added.of_request(self.waiting[0].request.lora) == self.slot.added:
             task = self.waiting.popleft()
@@ -143,7 +144,7 @@ class Embeddings:
                 self._embedder.add((task, i), tokens)
 
     def step(self, added: Added, *, join: bool) -> None:
-        """Compute a micro-batch; `join`: requests that came since `launch` take part."""
+        """Compute a micro-batch; with `join`, requests that came since `launch` take part."""
         assert self.slot is not None and self._embedder is not None
         if join:
             self._join(added)
@@ -180,7 +181,7 @@ class Embeddings:
         self._send(task, failure)
 
     def close(self, failure: Failure) -> None:
-        """Answer everything that is still open."""
+        """Fail all open requests."""
         for task in (*self._running, *self.waiting):
             self._send(task, failure)
         self._running.clear()

@@ -1,7 +1,7 @@
-"""The engine: slots over one session in a thread of its own. Requests come in from any thread, events go out of it.
+"""The engine: slots over one session in a separate thread. Requests come in from any thread; events leave from its own.
 
-Between two micro-batches the thread looks at its inbox, so that cancelling, queueing and slot actions wait for one at
-most. The work of a step is in `worker.py`; this file is what other threads see.
+The thread checks its inbox between two micro-batches, so cancelling, queueing and slot actions wait for one at most.
+`worker.py` does the work of a step; this file is the interface for other threads.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from ikcli.errors import IkError
 from ikcli.server.slots.embeddings import EmbeddingTask
 from ikcli.server.slots.log import Logger, silent
 from ikcli.server.slots.messages import EmbeddingRequest, Event, Failure, GenerationRequest
+from ikcli.server.slots.pipeline_worker import worker_of
 from ikcli.server.slots.slot import Task
-from ikcli.server.slots.staged_worker import worker_of
 from ikcli.server.slots.states import EngineError, EngineMetrics, ModelInfo, SlotActionResult, SlotState
 from ikcli.server.slots.vectors import ServedVectors
 from ikcli.server.slots.worker import Action, Worker
@@ -41,13 +41,16 @@ class Ticket:
         return self._task.id
 
     def cancel(self) -> None:
-        """Stop the request: no more events, its slot is free at the next step. Any thread, any number of times."""
+        """Stop the request: no more events, and its slot is free at the next step.
+
+        Any thread may call this any number of times.
+        """
         self._task.cancelled = True
         self._wake()
 
 
 class Engine:
-    """See the module. `state`: loading, ready, failed (see `load_error`), stopped."""
+    """Serve requests over one session; see the module. `state`: loading, ready, failed (see `load_error`), stopped."""
 
     def __init__(
         self, config: RunConfig, *, n_slots: int, logger: Logger = silent, planner: Planner | None = None
@@ -69,7 +72,7 @@ class Engine:
         self._thread.start()
 
     def wait_loaded(self, timeout: float | None = None) -> bool:
-        """Wait until the model is loaded or cannot be; True if it is."""
+        """Wait until the model is loaded or has failed to load; return whether it is loaded."""
         self._loaded.wait(timeout)
         return self.state == "ready"
 
@@ -94,7 +97,7 @@ class Engine:
         self._loaded.set()
 
     def shutdown(self, *, drain: bool) -> None:
-        """Stop the thread: after all requests are done (drain), or now, when open requests fail with 503.
+        """Stop the thread: after all requests are done (`drain`), or now; then open requests fail with 503.
 
         A second call without `drain` cuts a draining one short.
         """
@@ -110,7 +113,7 @@ class Engine:
     def submit(self, request: GenerationRequest | EmbeddingRequest, on_event: Callable[[Event], None]) -> Ticket:
         """Queue a request; `on_event` is called from the engine's thread and must return at once.
 
-        What cannot be served is answered by a Failure, never by an exception.
+        A request that cannot be served gets a Failure event, never an exception.
         """
         with self._lock:
             task: Task | EmbeddingTask
@@ -138,7 +141,7 @@ class Engine:
         return Failure(503, "unavailable_error", "Loading model")
 
     def slot_action(self, id_slot: int, action: str, path: Path | None = None) -> Future[SlotActionResult]:
-        """save, restore (both with `path`) or erase a slot, once it is idle. Failures are `EngineError`s."""
+        """Save, restore (both with `path`) or erase a slot once it is idle; failures raise EngineError."""
         future: Future[SlotActionResult] = Future()
         worker = self._worker
         if self.state != "ready" or worker is None or self._closing:
@@ -154,11 +157,14 @@ class Engine:
 
     @property
     def scales(self) -> tuple[float, ...]:
-        """Scales of the adapters for requests that name none; EngineError 503 before the model is ready."""
+        """Return the scales of the adapters for requests that name none.
+
+        Raise EngineError 503 before the model is ready.
+        """
         return self._ready().added.scales
 
     def set_scales(self, scales: tuple[float, ...]) -> None:
-        """Other ones, for requests that begin from now on."""
+        """Set the scales for requests that begin from now on."""
         worker = self._ready()
         if len(scales) != len(worker.added.scales):
             raise _invalid(f"{len(scales)} scales of adapters for {len(worker.added.scales)} adapters")
@@ -166,30 +172,30 @@ class Engine:
 
     @property
     def vectors(self) -> ServedVectors:
-        """The control vectors; EngineError 503 before the model is ready."""
+        """Return the control vectors; raise EngineError 503 before the model is ready."""
         return self._ready().vectors
 
-    # --- what is going on -------------------------------------------------------------------------------------------
+    # --- state --------------------------------------------------------------------------------------------------------
     @property
     def model(self) -> ModelInfo:
-        """The loaded model; EngineError 503 before it is ready."""
+        """Return the loaded model; raise EngineError 503 before it is ready."""
         return self._ready().model
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer; EngineError 503 before it is ready."""
+        """Return the model's tokenizer; raise EngineError 503 before it is ready."""
         return self._ready().tokenizer
 
     def slots(self) -> list[SlotState]:
-        """What every slot is doing; empty before the model is ready."""
+        """Return the state of every slot; empty before the model is ready."""
         return [s.snapshot() for s in self._worker.slots] if self._worker is not None else []
 
     def cached_tokens(self) -> list[tuple[int, ...]]:
-        """The tokens in the cache of every slot; empty before the model is ready."""
+        """Return the tokens in the cache of every slot; empty before the model is ready."""
         return [tuple(s.cached.tolist()) for s in self._worker.slots] if self._worker is not None else []
 
     def metrics(self, *, reset: bool = False) -> EngineMetrics:
-        """Counters and gauges; `reset` starts the averages of the last time again."""
+        """Return counters and gauges; `reset` starts the averages again."""
         return self._worker.metrics(reset=reset) if self._worker is not None else EngineMetrics()
 
     def _ready(self) -> Worker:

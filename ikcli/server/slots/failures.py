@@ -1,4 +1,4 @@
-"""What clients are told of errors, and logits that are none."""
+"""Translate errors into failures for clients, and check that logits are finite."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def invalid(message: str) -> Failure:
 
 
 def failure_of(error: Exception) -> Failure:
-    """The failure that an exception means."""
+    """Return the failure that corresponds to an exception."""
     if isinstance(error, NoTokenError | UsageError):
         return invalid(str(error))
     if isinstance(error, IkError):
@@ -30,7 +30,7 @@ def engine_error(error: Exception) -> EngineError:
 
 
 def check_finite(row: npt.NDArray[np.float32]) -> None:
-    """The sum of a row may overflow by itself, so this looks at every logit."""
+    """Raise NonFiniteError unless every logit is finite; their sum alone may overflow."""
     if not np.isfinite(row).all():
         raise NonFiniteError(
             "the model's output is not finite (NaN or Inf among the logits); --check-tensors tells whether the file "

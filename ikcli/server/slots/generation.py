@@ -1,4 +1,4 @@
-"""One request while it is being served: sampler, constraint, text, limits, timings. Made anew for every request."""
+"""One request while it is served: sampler, constraint, text, limits, timings. Every request gets a new one."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ FloatRow = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What all generations of an engine share.
+    """The settings that all generations of an engine share.
 
-    `n_ctx`: tokens a slot holds; `n_total`: most tokens of prompt and output where a request sets no limit.
+    `n_ctx`: tokens that a slot holds. `n_total`: most tokens of prompt and output where a request sets no limit.
     """
 
     n_ctx: int
@@ -43,7 +43,7 @@ class Setting:
 
 
 def as_info(sampled: Sampled) -> TokenInfo:
-    """A sampler's answer as a message."""
+    """Convert a sampler's result into a message."""
     top = tuple(Candidate(i, p) for i, p in sampled.top) if sampled.top else ()
     return TokenInfo(sampled.id, sampled.logprob, top)
 
@@ -68,14 +68,14 @@ class Generation:
         self.accepted_by_position: Counter[int] = Counter()
         self.bans_texts = bool(request.bans)
         self._bans: dict[int, set[int]] = {}  # index of a generated token -> tokens that led to a banned text
-        self._n_rewinds = 0  # since the output last got further
+        self._n_rewinds = 0  # since the output last advanced
         self._furthest = -1  # token at which a banned text began
         self.t_start = self._t_now = time.perf_counter()
         self.t_prompt_done = 0.0
 
     # --- choosing ---------------------------------------------------------------------------------------------------
     def choose(self, logits: FloatRow) -> TokenInfo:
-        """The next token."""
+        """Choose the next token."""
         if not self._bans and self.constraint is None:
             return as_info(self.sampler.sample(logits))
         banned = self._bans.get(len(self.output.tokens), ())
@@ -83,7 +83,7 @@ class Generation:
         return as_info(self.sampler.sample(logits, mask, banned, self.request.bans.bias))
 
     def push(self, token: TokenInfo) -> bool:
-        """Take a chosen token; False if the generation ends with it (see `stop_type`)."""
+        """Append a chosen token; return False if the generation ends with it (see `stop_type`)."""
         self._t_now = time.perf_counter()
         self._was_truncated = self.truncated
         self.sampler.accept(token.id)
@@ -117,25 +117,25 @@ class Generation:
         return False
 
     def stop_for_context(self) -> None:
-        """The slot is full and may not be shifted."""
+        """End the generation: the slot is full and may not be shifted."""
         self.truncated = True
         self.stop_type = "limit"
 
     @property
     def may_shift(self) -> bool:
-        """Whether old tokens may be dropped when the slot is full."""
+        """Return whether old tokens may be dropped when the slot is full."""
         request = self.request
         return self._setting.context_shift and not request.within_context and request.n_predict != -2
 
     @property
     def n_remain(self) -> int:
-        """Tokens that may follow, -1 without limit."""
+        """Return the number of tokens that may follow, -1 without a limit."""
         n = self.request.n_predict
         return -1 if n < 0 else max(n - self.output.n_total, 0)
 
     # --- banned texts -----------------------------------------------------------------------------------------------
     def rewind_banned(self) -> int:
-        """Take back a banned text if the output holds one; returns how many tokens were removed."""
+        """Remove a banned text if the output holds one; return the number of removed tokens."""
         n = self.output.find_banned()
         if n is None:
             return 0
@@ -162,7 +162,7 @@ class Generation:
 
     # --- events -----------------------------------------------------------------------------------------------------
     def prompt_done(self) -> float:
-        """Note the end of the prompt; returns the seconds it took."""
+        """Note the end of the prompt; return the seconds it took."""
         self.t_prompt_done = self._t_now = time.perf_counter()
         return self.t_prompt_done - self.t_start
 
@@ -171,7 +171,7 @@ class Generation:
         return self._t_now - self.t_prompt_done if self.t_prompt_done else 0.0
 
     def timings(self, n_past: int) -> RequestTimings:
-        """Counts and times so far."""
+        """Return counts and times so far."""
         done = self.t_prompt_done
         end, seconds = (done, self._t_now - done) if done else (time.perf_counter(), 0.0)
         return RequestTimings(
@@ -180,17 +180,17 @@ class Generation:
         )  # fmt: skip
 
     def progress(self, n_processed: int) -> PromptProgress:
-        """How far the prompt is."""
+        """Return the progress of the prompt."""
         ms = 1e3 * (time.perf_counter() - self.t_start)
         return PromptProgress(len(self.request.prompt), self.n_cached, n_processed, ms)
 
     def delta(self, n_past: int) -> Delta | None:
-        """New certain text, if any."""
+        """Return new text that is certain, if there is any."""
         text, tokens = self.output.take()
         return Delta(text, tokens, self.timings(n_past), self.id_slot) if text else None
 
     def final(self, n_past: int) -> Final:
-        """The end."""
+        """Return the final event."""
         timings = self.timings(n_past)
         text, tokens = self.output.take(everything=True)
         out = self.output

@@ -11,14 +11,14 @@ Logger = Callable[[str, str, str, Mapping[str, object]], None]  # level (INFO, W
 
 
 def silent(level: str, function: str, message: str, fields: Mapping[str, object]) -> None:
-    """Logs nothing."""
+    """Log nothing."""
 
 
 def log_timings(log: Logger, ids: Mapping[str, object], t: RequestTimings, **more: object) -> None:
     """Log the end of a request: the total with `more`, then prompt and generation with their rates.
 
-    Texts and fields are those of llama-server, which its users quote and their programs read; the total comes first, so
-    that the two lines with the rates stand together at the end.
+    Texts and fields are those of llama-server, which users quote and programs parse. The total comes first, so that the
+    two lines with the rates stand together at the end.
     """
     total = t.prompt_ms + t.predicted_ms
     log("INFO", "print_timings", f"          total time = {total:10.2f} ms", {
@@ -33,7 +33,7 @@ def log_timings(log: Logger, ids: Mapping[str, object], t: RequestTimings, **mor
 
 
 def log_prompt_time(log: Logger, ids: Mapping[str, object], n: int, ms: float, **more: object) -> None:
-    """Log how long `n` tokens of a prompt took."""
+    """Log the time that `n` tokens of a prompt took."""
     log("INFO", "print_timings", f"prompt eval time     = {rate_text(ms, n, 'tokens')}", {
         **ids, "t_prompt_processing": round(ms, 3), "n_prompt_tokens_processed": n, **_rates(ms, n), **more,
     })  # fmt: skip

@@ -1,6 +1,6 @@
-"""What the HTTP side and the engine say to each other: a request goes in, events come out until a final one.
+"""The messages between the HTTP side and the engine: a request goes in, events come out until a final one.
 
-What is made for every token is a NamedTuple, which takes a fraction of the time of a frozen dataclass.
+Messages that are made for every token are NamedTuples, which take a fraction of the time of a frozen dataclass.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ class Constraint(Protocol):
     """State of a grammar during one generation (see ikcli.grammar)."""
 
     def mask(self) -> npt.NDArray[np.uint32] | None:
-        """Bit i of the packed mask (ceil(n_vocab / 32),) is set if token i may follow; None: every token may."""
+        """Return a packed mask (ceil(n_vocab / 32),): bit i is set if token i may follow; None: every token may."""
 
     def accept(self, token: int) -> None:
         """Advance by a token that `mask` allowed."""
 
     @property
     def finished(self) -> bool:
-        """True if nothing but the end of generation may follow."""
+        """Return whether only the end of generation may follow."""
 
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """Draft lengths of one request; None leaves the server's setting."""
+    """Draft lengths of one request; None keeps the server's setting."""
 
     n_max: int | None = None
     n_min: int | None = None
@@ -44,11 +44,11 @@ class Speculation:
 
 @dataclass(frozen=True, slots=True)
 class Bans:
-    """Texts that may not appear: the generation goes back to where one begins and chooses another token there.
+    """Texts that may not appear: the generation rolls back to where one begins and chooses another token there.
 
-    `n_tokens` of the banned text (-1: all of it) get the bias there. `buffer`: tokens held back for patterns, 0: as
+    `n_tokens` of the banned text (-1: all of it) get the bias there. `buffer`: tokens held back for patterns; 0: as
     many as the longest pattern has characters. `max_rewinds` in a row: -1 for 20 or twice the number of bans, 0 for no
-    limit. `counts`: tokens taken back count as generated.
+    limit. `counts`: removed tokens count as generated.
     """
 
     strings: tuple[str, ...] = ()
@@ -64,14 +64,14 @@ class Bans:
 
     @property
     def n_held(self) -> int:
-        """Tokens that are held back."""
+        """Return the number of tokens that are held back."""
         if not self.patterns:
             return 0
         return (self.buffer or max(len(p.text) for p in self.patterns) + 1) - 1
 
     @property
     def most_rewinds(self) -> float:
-        """How often in a row the generation goes back."""
+        """Return how often in a row the generation may roll back."""
         if self.max_rewinds < 0:
             return max(20, 2 * (len(self.strings) + len(self.patterns)))
         return self.max_rewinds or math.inf
@@ -81,11 +81,11 @@ class Bans:
 class GenerationRequest:
     """One generation from token ids; the HTTP side has checked every field against the model.
 
-    `n_predict`: -1 endless, -2 until the slot is full, 0 evaluates the prompt only; `within_context`: the slot is
-    never shifted, whatever `n_predict` says. `stop` texts end the generation and are not part of the
-    text. `t_max_predict_ms` counts from the first token and acts at line ends. `n_indent`: least indentation of a line.
+    `n_predict`: -1 for no limit, -2 until the slot is full, 0 evaluates the prompt only. `within_context`: the slot is
+    never shifted, whatever `n_predict` is. `stop` texts end the generation and are not part of the text.
+    `t_max_predict_ms` counts from the first token and applies at line ends. `n_indent`: least indentation of a line.
     `prompt_logprobs` asks for the log-probability of every prompt token (echo). `keep_special` renders control tokens.
-    `lora`: scales of the adapters, None: those of the server.
+    `lora`: scales of the adapters; None: those of the server.
     """
 
     prompt: tuple[int, ...]
@@ -112,7 +112,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingRequest:
-    """Texts as token ids, of each of which the vector, or the score, is wanted; `lora` as in `GenerationRequest`."""
+    """Texts as token ids, each to be turned into a vector or a score; `lora` as in `GenerationRequest`."""
 
     texts: tuple[tuple[int, ...], ...]
     lora: tuple[float, ...] | None = None
@@ -127,7 +127,7 @@ class Candidate:
 
 
 class TokenInfo(NamedTuple):
-    """A generated token; `top` are the `n_probs` most likely ones, best first. Without `n_probs` logprob is NaN."""
+    """A generated token; `top` are the `n_probs` most likely ones, best first. Without `n_probs`, logprob is NaN."""
 
     id: int
     logprob: float
@@ -135,7 +135,7 @@ class TokenInfo(NamedTuple):
 
 
 class RequestTimings(NamedTuple):
-    """Milliseconds and counts of one request; `cache_n` prompt tokens were not computed again."""
+    """Milliseconds and counts of one request; `cache_n` prompt tokens came from the cache."""
 
     cache_n: int = 0
     prompt_n: int = 0
@@ -169,7 +169,7 @@ class Delta(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Final:
-    """The end of a generation. `text` and `tokens` are the whole output; `tail` what no Delta has carried yet."""
+    """The end of a generation. `text` and `tokens` are the whole output, `tail` the part that no Delta carried."""
 
     text: str
     tokens: tuple[TokenInfo, ...]
@@ -185,7 +185,7 @@ class Final:
 
 @dataclass(frozen=True, slots=True)
 class Embedded:
-    """Rows of every text: one, without pooling one per token; of a model that ranks the scores of the labels."""
+    """Rows of every text: one, or one per token without pooling; scores of the labels for a model that ranks."""
 
     rows: tuple[npt.NDArray[np.float32], ...]
     timings: RequestTimings
@@ -193,7 +193,7 @@ class Embedded:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The request could not go on: an OpenAI-style error `type`, the HTTP status and a sentence."""
+    """The request failed: an OpenAI-style error `type`, the HTTP status and a sentence."""
 
     status: int
     type: str

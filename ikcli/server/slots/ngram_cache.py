@@ -1,7 +1,8 @@
-"""ngram-cache: counts of what follows one to four tokens, in the text, in a dynamic and in a static file.
+"""ngram-cache: counts of the tokens that follow one to four tokens, in the text and in two files.
 
-Files (`-lcs`, `-lcd`) have llama.cpp's layout: per n-gram four int32 tokens (-1 where it is shorter), int32 number of
-continuations, then int32 token and int32 count of each. A static file holds n-grams of two tokens.
+The files, a dynamic one (`-lcd`) and a static one (`-lcs`), have llama.cpp's layout: per n-gram four int32 tokens (-1
+where it is shorter), the int32 number of continuations, then the int32 token and int32 count of each. A static file
+holds n-grams of two tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _FILE_LIMITS = ((4, 75), (3, 66), (2, 66), (2, 66))
 
 
 def read_counts(path: Path) -> Counts:
-    """The n-grams of a file; FormatError if it is cut off or holds impossible numbers."""
+    """Read the n-grams of a file; raise FormatError if it is truncated or holds impossible numbers."""
     try:
         words = np.frombuffer(path.read_bytes()[: path.stat().st_size // 4 * 4], dtype="<i4").tolist()
         odd = path.stat().st_size % 4
@@ -46,7 +47,7 @@ def read_counts(path: Path) -> Counts:
 
 
 def write_counts(counts: Counts, path: Path) -> None:
-    """Write a file, whole or not at all."""
+    """Write a file, completely or not at all."""
     words: list[int] = []
     for gram, follow in counts.items():
         words += (*gram, *[-1] * (LONGEST - len(gram)), len(follow))
@@ -68,7 +69,7 @@ def merge(into: Counts, counts: Counts) -> None:
 
 
 class NgramCache:
-    """Drafter of one text; `dynamic` and `static` are shared by all texts and only read here."""
+    """Drafts tokens for one text; all texts share `dynamic` and `static`, which are only read here."""
 
     def __init__(self, dynamic: Counts, static: Counts) -> None:
         self._dynamic, self._static = dynamic, static
@@ -96,7 +97,7 @@ class NgramCache:
         self._seen = len(text)
 
     def _next(self, end: Sequence[int]) -> int:
-        """The token that probably follows, or -1: first by the text itself, then by the files."""
+        """Return the token that probably follows, or -1: first by the text itself, then by the files."""
         static = self._static.get(tuple(end[-STATIC:]), {})
         for counts, limits in ((self.counts, _TEXT_LIMITS), (self._dynamic, _FILE_LIMITS)):
             for gram in _longest_first(end):
@@ -112,7 +113,7 @@ def _longest_first(end: Sequence[int]) -> Iterator[Gram]:
 
 
 def _frequent(follow: dict[int, int], static: dict[int, int], least: int, percent: int) -> int:
-    """The most frequent continuation (weighted by the static counts), or -1 if it is not frequent enough."""
+    """Return the most frequent continuation (weighted by the static counts), or -1 if it is not frequent enough."""
     if not follow:
         return -1
     token = max(follow, key=lambda t: follow[t] * static.get(t, 1))

@@ -1,7 +1,7 @@
-"""Guessing tokens from tokens alone: what followed the last few tokens when they occurred before.
+"""Draft tokens from earlier text: the tokens that followed earlier occurrences of the last few tokens.
 
-Each drafter is given the tokens of one text, prompt and answer, and keeps an index that grows with it. A wrong guess
-costs a little time and never changes the text.
+Each drafter gets the tokens of one text, prompt and output, and keeps an index that grows with it. A wrong draft costs
+a little time and never changes the text.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ _MOST_VALUES = 4  # continuations remembered per key by ngram-map-k4v
 
 
 class Drafter(Protocol):
-    """Drafts for one text."""
+    """Drafts tokens for one text."""
 
     def draft(self, text: Sequence[int], n_max: int) -> list[int]:
-        """Up to n_max tokens that may follow."""
+        """Return up to n_max tokens that may follow."""
 
 
 @dataclass(slots=True)
 class _Index:
-    """Positions after every n-gram of a growing text, latest last."""
+    """Positions after every n-gram of a growing text, the latest last."""
 
     n: int
     most: int
@@ -31,7 +31,7 @@ class _Index:
     seen: int = 0
 
     def grow(self, text: Sequence[int]) -> None:
-        """Index what is new; the last n-gram of the text has nothing after it yet."""
+        """Index new tokens; no token follows the last n-gram of the text yet."""
         if len(text) < self.seen:
             self.after.clear()
             self.seen = 0
@@ -44,12 +44,12 @@ class _Index:
         self.seen = len(text)
 
     def find(self, text: Sequence[int]) -> list[int]:
-        """Positions after earlier occurrences of the text's last n-gram."""
+        """Return the positions after earlier occurrences of the text's last n-gram."""
         return self.after.get(tuple(text[-self.n :]), []) if len(text) >= self.n else []
 
 
 class NgramMap:
-    """ngram-simple, ngram-map-k: what followed the latest occurrence, if there were `min_hits`."""
+    """ngram-simple, ngram-map-k: draft what followed the latest occurrence, if there were `min_hits`."""
 
     def __init__(self, size_n: int, size_m: int, min_hits: int) -> None:
         self._index = _Index(size_n, max(min_hits, 1))
@@ -64,7 +64,7 @@ class NgramMap:
 
 
 class NgramMapValues:
-    """ngram-map-k4v: the most frequent of the latest continuations, if it beats the others together."""
+    """ngram-map-k4v: draft the most frequent of the latest continuations, if it beats all others together."""
 
     def __init__(self, size_n: int, size_m: int, min_hits: int) -> None:
         self._index = _Index(size_n, 4 * _MOST_VALUES)
@@ -84,7 +84,7 @@ class NgramMapValues:
 
 
 class Pool:
-    """ngram-mod's memory: n-gram -> next token, shared by all texts of the server; bounded."""
+    """The memory of ngram-mod: n-gram -> next token, shared by all texts of the server; bounded."""
 
     def __init__(self, n: int, most: int = 1 << 20) -> None:
         self.n, self.most = n, most
@@ -97,7 +97,7 @@ class Pool:
 
 
 class NgramPool:
-    """ngram-mod: follows a pool token by token."""
+    """ngram-mod: follow a pool token by token."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool, self._seen = pool, 0
@@ -116,7 +116,7 @@ class NgramPool:
 
 
 class Suffix:
-    """suffix: the longest earlier match of the end of the text decides; the longer it is, the more is drafted."""
+    """suffix: the longest earlier match of the end of the text decides; a longer match drafts more."""
 
     def __init__(self, least: int, most: int) -> None:
         self._index, self._most = _Index(least, 64), most
@@ -130,7 +130,7 @@ class Suffix:
         return list(text[at : at + min(n_max, length)])
 
     def _match(self, text: Sequence[int], place: int) -> int:
-        """Equal tokens before `place` and before the end."""
+        """Return the number of equal tokens before `place` and before the end."""
         n = self._index.n
         while n < min(self._most, place) and text[place - n - 1] == text[len(text) - n - 1]:
             n += 1

@@ -1,4 +1,4 @@
-"""The text of one generation as it grows: complete characters only, stop texts, banned texts, what may be sent.
+"""The growing text of one generation: complete characters, stop texts, banned texts, and the text ready to send.
 
 Text is sent once it can no longer become part of a stop text or of a banned text. Positions are characters of the whole
 text; `starts[i]` is where the text of token i begins.
@@ -28,13 +28,13 @@ class Output:
         self._bans, self._banned = bans, tuple(_fold(b) for b in bans.strings if b)
         self._holds = bool(self._stop or bans)  # whether text may have to wait
         self._allowed = 0  # position up to which banned texts are let through
-        self._sent: list[str] = []  # text given out, in pieces
+        self._sent: list[str] = []  # sent text, in pieces
         self._held = ""  # text after that
         self._n_sent = 0  # characters of _sent
         self._n_sent_tokens = 0
         self.tokens: list[TokenInfo] = []
         self.starts: list[int] = []
-        self.n_total = 0  # tokens ever added, also those that a stop text took away again
+        self.n_total = 0  # all tokens ever added, including those that a stop text removed
         self.stopping_word = ""
         self.has_new_line = False
         self._line_start = 0  # position after the last line end
@@ -50,7 +50,7 @@ class Output:
         return piece
 
     def check_stop(self) -> bool:
-        """Cut the text at the first stop text, if there is one; also notes line ends."""
+        """Truncate the text at the first stop text, if there is one; also note line ends."""
         held = self._held
         found = [(i, s) for s in self._stop if (i := held.find(s)) >= 0] if self._stop else []
         if found:
@@ -67,7 +67,10 @@ class Output:
         del self.tokens[n:], self.starts[n:]
 
     def line_indent(self, new_text: str, n_indent: int) -> bool:
-        """False (and the line is dropped) if the line that `new_text` goes on has text indented by less than this."""
+        """Check the indentation of the line that `new_text` continues.
+
+        If the text of the line is indented by less than this, drop the line and return False.
+        """
         text = self.text
         start = self._line_start
         line = text[start:]
@@ -82,7 +85,7 @@ class Output:
 
     # --- banned texts -----------------------------------------------------------------------------------------------
     def find_banned(self) -> int | None:
-        """Index of the token with which a banned text begins, or None."""
+        """Return the index of the token with which a banned text begins, or None."""
         if not self._bans:
             return None
         skip = max(self._allowed - self._n_sent, 0)
@@ -96,11 +99,11 @@ class Output:
         return max(bisect_right(self.starts, self._n_sent + min(at)) - 1, self._n_sent_tokens)
 
     def allow_banned(self) -> None:
-        """Give up on what there is: it is sent as it is."""
+        """Let the present banned texts through unchanged."""
         self._allowed = self._n_sent + len(self._held)
 
     def rewind(self, n_tokens: int) -> None:
-        """Forget every token from this one on; they have not been sent."""
+        """Drop every token from this one on; they have not been sent."""
         kept = self.tokens[:n_tokens]
         if not self._bans.counts:
             self.n_total -= len(self.tokens) - len(kept)
@@ -110,11 +113,11 @@ class Output:
         del self.tokens[n_tokens:], self.starts[n_tokens:]
         self.stopping_word = ""
         self.has_new_line = "\n" in text
-        self._line_start = 0  # found again when it is needed
+        self._line_start = 0  # computed again when it is needed
 
-    # --- giving out -------------------------------------------------------------------------------------------------
+    # --- sending ------------------------------------------------------------------------------------------------------
     def take(self, *, everything: bool = False) -> tuple[str, tuple[TokenInfo, ...]]:
-        """Text that is certain, and its tokens; at the end of the generation all of it."""
+        """Return text that is certain, and its tokens; at the end of the generation all of it."""
         held, n_tokens = self._held, len(self.tokens)
         n = len(held)
         if not everything:
@@ -132,17 +135,17 @@ class Output:
 
     @property
     def text(self) -> str:
-        """Everything so far, sent or not, without an incomplete character at the end."""
+        """Return all text so far, sent or not, without an incomplete character at the end."""
         return "".join(self._sent) + self._held
 
     def _n_uncertain(self) -> int:
-        """Characters at the end that could begin a stop text or a banned text."""
+        """Return the number of characters at the end that could begin a stop text or a banned text."""
         held = self._held
         n = max((_n_partial(held, s) for s in self._stop), default=0)
         if self._banned:
             held = _fold(held)
             n_banned = max(_n_partial(held, b) for b in self._banned)
-            if n_banned:  # with the whole token in which it begins, which may have to go
+            if n_banned:  # with the whole token in which it begins, which may have to be removed
                 end = self._n_sent + len(held)
                 n = max(n, end - self.starts[bisect_right(self.starts, end - n_banned) - 1])
         if n_tokens := min(self._bans.n_held, len(self.starts)):
@@ -151,7 +154,7 @@ class Output:
 
 
 def _n_partial(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a beginning of `stop`."""
+    """Return the length of the longest end of `text` that is a beginning of `stop`."""
     for n in range(min(len(stop) - 1, len(text)), 0, -1):
         if text.endswith(stop[:n]):
             return n
@@ -159,6 +162,6 @@ def _n_partial(text: str, stop: str) -> int:
 
 
 def _fold(text: str) -> str:
-    """Lower case, character by character, so that positions stay."""
+    """Lower the case character by character, so that positions stay the same."""
     lower = text.lower()
     return lower if len(lower) == len(text) else "".join(x if len(x := c.lower()) == 1 else c for c in text)

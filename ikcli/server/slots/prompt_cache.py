@@ -1,6 +1,6 @@
-"""Prompts whose slot was given to another conversation: their cache rows wait in RAM until they are wanted again.
+"""A cache in RAM for prompts whose slot was given to another conversation.
 
-Least recently used entries go first when the limit is reached. An entry that is the beginning of a newer one is
+Least recently used entries are dropped first when the limit is reached. An entry that is a prefix of a newer one is
 redundant and removed.
 """
 
@@ -21,14 +21,14 @@ _MOST_MIB, _SHARE = 8192, 4
 
 
 def default_limit(mib: int | None, free: int | None) -> int:
-    """Bytes for stored prompts: `mib` as given, by default a quarter of the free memory but at most 8 GiB."""
+    """Return the bytes for stored prompts: `mib` if given, else a quarter of the free memory but at most 8 GiB."""
     if mib is None:
         return min(_MOST_MIB << 20, (free or 0) // _SHARE)
     return mib << 20 if mib >= 0 else 1 << 62
 
 
 def common_prefix(a: Tokens, b: Tokens) -> int:
-    """Number of equal tokens at the start of both."""
+    """Return the number of equal tokens at the start of both."""
     n = min(len(a), len(b))
     different = (a[:n] != b[:n]).nonzero()[0]
     return int(different[0]) if different.size else n
@@ -36,14 +36,14 @@ def common_prefix(a: Tokens, b: Tokens) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """The first len(tokens) cached positions of what was a slot; computed with what was `added`."""
+    """The first len(tokens) cached positions of a former slot, computed with the additions `added`."""
 
     tokens: Tokens
     saved: SavedSequence
     added: Added = NOTHING
 
     def shared(self, tokens: Tokens, added: Added = NOTHING) -> int:
-        """Tokens of a text that need not be computed with this entry."""
+        """Return the number of tokens of a text that this entry saves."""
         if added != self.added:
             return 0
         return self.saved.reach(common_prefix(self.tokens, tokens))
@@ -68,11 +68,11 @@ class PromptCache:
         return sum(e.n_bytes for e in self._entries)
 
     def has(self, tokens: Tokens, added: Added = NOTHING) -> bool:
-        """Whether an entry begins with all of these tokens."""
+        """Return whether an entry begins with all of these tokens."""
         return any(e.shared(tokens, added) == len(tokens) for e in self._entries)
 
     def put(self, entry: Entry) -> bool:
-        """Keep an entry, making room; False if it alone is larger than the limit."""
+        """Store an entry, making room; return False if it alone is larger than the limit."""
         if entry.n_bytes > self.limit:
             return False
         self._entries = [e for e in self._entries if entry.shared(e.tokens, e.added) < len(e.tokens)]
@@ -82,7 +82,7 @@ class PromptCache:
         return True
 
     def best(self, prompt: Tokens, more_than: int, added: Added = NOTHING) -> tuple[Entry, int] | None:
-        """The entry that shares most tokens with the prompt, and how many: more than `more_than`, or None."""
+        """Return the entry that shares most tokens with the prompt and their number (above `more_than`), or None."""
         found: tuple[Entry, int] | None = None
         for entry in self._entries:
             n = entry.shared(prompt, added)

@@ -1,4 +1,4 @@
-"""What need not be computed again: the tokens that slots hold, prompts that wait in RAM, conversations on disk."""
+"""Reuse computed tokens: those that slots hold, prompts cached in RAM, conversations on disk."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ikcli.server.slots.prompt_cache import Entry, PromptCache, Tokens, common_p
 from ikcli.server.slots.sessions import Sessions
 from ikcli.server.slots.slot import IDLE, Slot
 
-KEEP_AT_LEAST = 16  # tokens that are worth keeping when another prompt takes their place, or fetching again
-_ON_DISK = 32  # tokens that are worth a file
-_QUIET = 20.0  # seconds after which a conversation that was not gone on with is written
+KEEP_AT_LEAST = 16  # tokens worth keeping when another prompt takes their place, or fetching again
+_ON_DISK = 32  # tokens worth a file
+_QUIET = 20.0  # seconds after which an idle conversation is written
 
 
 class Reuse:
-    """See the module; used by the engine's thread only."""
+    """Keeps and restores sequence states; see the module. Only the engine's thread uses it."""
 
     def __init__(self, session: Session, slots: Sequence[Slot], log: Logger, quiet: float = _QUIET) -> None:
         config = session.config.server
@@ -28,10 +28,10 @@ class Reuse:
         self.sessions: Sessions | None = None
         if config.sessions is not None:
             self.sessions = Sessions(session, config.sessions, config.sessions_limit << 20, slots[0].n_ctx, log)
-        self._due: dict[int, float] = {}  # when the cache of a slot is written, by its number
+        self._due: dict[int, float] = {}  # when the cache of a slot is written, by slot number
 
     def replace(self, slot: Slot, n: int) -> int:
-        """Keep what the slot is about to lose, all but its first n tokens."""
+        """Keep the content that the slot is about to lose, all except its first n tokens."""
         if slot.n_past - n < KEEP_AT_LEAST:
             return n
         unsaved = self._due.pop(slot.id, None) is not None and slot.n_past >= _ON_DISK
@@ -48,7 +48,7 @@ class Reuse:
         return Entry(slot.cached.copy(), self._session.sequences.save(slot.id, slot.n_past), slot.added)
 
     def fetch(self, slot: Slot, prompt: Tokens, added: Added) -> int:
-        """Have the slot hold as much of the prompt as is known; returns how many tokens that are.
+        """Give the slot as much of the prompt as is stored anywhere; return the number of those tokens.
 
         The last token of a prompt is always computed, for its logits.
         """
@@ -84,12 +84,12 @@ class Reuse:
 
     # --- sessions on disk -------------------------------------------------------------------------------------------
     def finished(self, slot: Slot) -> None:
-        """A request of the slot is done; what it holds is written when it stays so for a while."""
+        """Note that a request of the slot is done; its content is written when it stays unchanged for a while."""
         if self.sessions is not None and slot.n_past >= _ON_DISK:
             self._due[slot.id] = time.monotonic() + self._quiet
 
     def write_quiet(self) -> float | None:
-        """Write what was not gone on with for a while; returns the seconds until there may be more, None: for ever."""
+        """Write conversations that were idle for a while; return the seconds until there may be more, None: never."""
         if not self._due or self.sessions is None:
             return None
         now = time.monotonic()
@@ -105,7 +105,7 @@ class Reuse:
         return max(min(waiting) - now, 0) if waiting else None
 
     def close(self) -> None:
-        """Write what all slots hold, and wait for it."""
+        """Write the content of all slots, and wait for it."""
         if self.sessions is None:
             return
         for slot in self._slots:

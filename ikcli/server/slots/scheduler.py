@@ -1,8 +1,9 @@
-"""What one step computes: first a token (or a draft) of every generating slot, then pieces of waiting prompts.
+"""Schedule one step: first a token (or a draft) of every generating slot, then pieces of waiting prompts.
 
-A piece of a prompt is a micro-batch of its own and its bounds depend on that prompt alone, so neither the text of a
-generation nor the cache of a prompt depends on what other slots do. Between two generated tokens of a slot at most one
-ubatch of prompt tokens is computed, shared between prompts in turn: the one that was served longest ago comes first.
+A piece of a prompt is a separate micro-batch, and its bounds depend on that prompt alone. Neither the text of a
+generation nor the cache of a prompt therefore depends on other slots. Between two generated tokens of a slot at most
+one ubatch of prompt tokens is computed, shared between prompts in turn: the one that was served longest ago comes
+first.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Piece(Generic[T]):
 
 
 def prompt_pieces(waiting: Iterable[T], n_ubatch: int) -> list[Piece[T]]:
-    """Pieces to compute in this step, at most n_ubatch tokens in total; the caller keeps `t_served` up to date."""
+    """Return the pieces to compute in this step, at most n_ubatch tokens in total; the caller updates `t_served`."""
     pieces: list[Piece[T]] = []
     budget = n_ubatch
     for slot in sorted(waiting, key=lambda s: s.t_served):

@@ -1,9 +1,9 @@
-"""Conversations on disk: the caches of slots as files (see `slot_file`), found again by the tokens that they hold.
+"""Conversations on disk: the caches of slots as files (see `slot_file`), found again by their tokens.
 
-A file belongs to a model, its cache layout and the settings that change what is cached; others in the folder are left
-alone, but count for its limit. Files are written by a thread of their own from copies, so computing goes on meanwhile.
-One whose text goes on in a newer one is removed; when all together are above the limit, those that were not used for
-longest are, whichever server they are of.
+A file belongs to a model, its cache layout and the settings that change what is cached. Other files in the folder stay
+untouched but count for its limit. A separate thread writes files from copies, so computing continues meanwhile. A file
+is removed when a newer one continues its text. Above the limit, the least recently used files are removed, whichever
+server wrote them.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _MOST_WAITING = 4  # copies that wait to be written
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A file; `entry` has what is needed to tell what it is good for, without the cache itself."""
+    """A file; `entry` has everything needed to judge its use, without the cache itself."""
 
     path: Path
     entry: Entry
 
 
 def make_folder(folder: Path) -> None:
-    """Make the folder if it is not there; UsageError if files cannot be written into it."""
+    """Create the folder if it does not exist; raise UsageError if files cannot be written into it."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -49,10 +49,10 @@ def make_folder(folder: Path) -> None:
 
 
 class Sessions:
-    """See the module. All but the writing happens in the engine's thread."""
+    """The saved conversations of a session; see the module. All but the writing runs in the engine's thread."""
 
     def __init__(self, session: Session, folder: Path, limit: int, n_ctx: int, log: Logger) -> None:
-        """`limit` in bytes; `n_ctx` tokens that a slot takes."""
+        """List the files. `limit` in bytes; `n_ctx` tokens that a slot takes."""
         make_folder(folder)
         self._session, self._folder, self._limit, self._n_ctx, self._log = session, folder, limit, n_ctx, log
         self._about = {
@@ -86,14 +86,17 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._stored)
 
-    # --- finding ----------------------------------------------------------------------------------------------------
+    # --- find -------------------------------------------------------------------------------------------------------
     def has(self, tokens: Tokens, added: Added) -> bool:
-        """Whether a file begins with all of these tokens."""
+        """Return whether a file begins with all of these tokens."""
         with self._lock:
             return any(one.entry.shared(tokens, added) == len(tokens) for one in self._stored)
 
     def best(self, prompt: Tokens, more_than: int, added: Added) -> tuple[SavedSequence, Tokens, int] | None:
-        """What shares most tokens with the prompt, more than `more_than`: the sequence, its tokens, how many."""
+        """Return the stored sequence that shares most tokens with the prompt, more than `more_than`.
+
+        The result has the sequence, its tokens and the number of shared tokens.
+        """
         while True:
             with self._lock:
                 found = max(self._stored, key=lambda one: one.entry.shared(prompt, added), default=None)
@@ -102,7 +105,7 @@ class Sessions:
                 return None
             try:
                 tokens, saved, _ = slot_file.load(self._session, found.path, self._n_ctx, added)
-            except EngineError as e:  # it does not come again
+            except EngineError as e:  # a file that failed is not tried again
                 self._forget(found)
                 if "damaged" in e.message:
                     found.path.unlink(missing_ok=True)
@@ -117,9 +120,9 @@ class Sessions:
         with self._lock:
             self._stored = [one for one in self._stored if one.path != stored.path]
 
-    # --- keeping ----------------------------------------------------------------------------------------------------
+    # --- store ------------------------------------------------------------------------------------------------------
     def keep(self, entry: Entry, *, wait: bool = False) -> bool:
-        """Have an entry written; False if too many wait for that already, unless this may `wait`."""
+        """Queue an entry for writing; return False if too many wait for that already, unless this may `wait`."""
         shell = SavedSequence(
             entry.saved.n_tokens, (), tuple(Checkpoint(c.n_tokens, (), c.first) for c in entry.saved.checkpoints),
             entry.saved.kind, entry.saved.first,
@@ -134,7 +137,7 @@ class Sessions:
         return True
 
     def close(self) -> None:
-        """Wait until all is written."""
+        """Wait until everything is written."""
         self._jobs.put(None)
         self._writer.join()
 
@@ -153,7 +156,7 @@ class Sessions:
             self._make_room(stored.path)
 
     def _add(self, stored: Stored) -> None:
-        """List a file instead of those whose text it goes on with."""
+        """List a file in place of those whose text it continues."""
         entry = stored.entry
         with self._lock:
             others = [one for one in self._stored if one.path != stored.path]
@@ -164,7 +167,7 @@ class Sessions:
                 one.path.unlink()
 
     def _make_room(self, newest: Path) -> None:
-        """Remove what was not used for longest until all files are within the limit."""
+        """Remove the least recently used files until all are within the limit."""
         files = []
         for path in self._folder.glob(f"*{SUFFIX}"):
             with contextlib.suppress(OSError):
@@ -181,7 +184,7 @@ class Sessions:
 
 
 def _settings(session: Session) -> str:
-    """Identifies the settings beside the layout that change what is cached."""
+    """Identify the settings beside the layout that change what is cached."""
     config = session.config
     text = repr((config.rope, config.override_kv, config.ser))
     return hashlib.sha256(text.encode()).hexdigest()[:16]

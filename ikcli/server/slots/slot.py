@@ -1,8 +1,8 @@
-"""One slot: which tokens its part of the cache holds, and the request it works on.
+"""One slot: the tokens that its part of the cache holds, and the request it works on.
 
-A slot in state "prompt" computes `goal` up to its end and then takes a token; in state "generation" it computes `last`,
-the token taken last. A new prompt, a shifted context and a rewound generation are all just goals. In state "embedding"
-its part of the cache is lent to texts that are embedded.
+A slot in state "prompt" computes its `target` tokens up to their end and then chooses a token. In state "generation" it
+computes `last`, the token chosen last. A new prompt, a shifted context and a rewound generation all just set new target
+tokens. In state "embedding" its part of the cache is lent to texts that are embedded.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LEAST_ROOM = 4  # tokens of a slot that n_keep cannot claim
 
 @dataclass(slots=True, eq=False)
 class Task:
-    """A request on its way."""
+    """A generation request in progress."""
 
     id: int
     request: GenerationRequest
@@ -42,29 +42,29 @@ class Task:
 
 
 class Slot:
-    """See the module."""
+    """One slot of the engine; see the module."""
 
     def __init__(self, id: int, n_ctx: int) -> None:
         self.id, self.n_ctx = id, n_ctx
         self.state = IDLE
         self._cached = np.zeros(n_ctx, np.int32)
         self.n_past = 0
-        self.added = NOTHING  # with which the cache was computed
+        self.added = NOTHING  # the additions with which the cache was computed
         self.task: Task | None = None
         self.generation: Generation | None = None
-        self.goal: Tokens = self._cached[:0]
+        self.target: Tokens = self._cached[:0]
         self.last = -1
         self.draft: Sequence[int] = ()
-        self.places: Mapping[int, bool] = {}  # where checkpoints of the goal are made: see `checkpoints.places`
-        self.in_prompt = False  # the goal is the request's prompt, not a repetition
-        self.t_served = 0  # step in which the prompt was worked on
+        self.places: Mapping[int, bool] = {}  # where to make checkpoints in the target tokens: see `checkpoints.places`
+        self.in_prompt = False  # the target tokens are the request's prompt, not a repetition
+        self.t_served = 0  # the step that last computed a piece of the prompt
         self.t_used = -1.0
         self.id_task = -1
 
     # --- cache ------------------------------------------------------------------------------------------------------
     @property
     def cached(self) -> Tokens:
-        """Tokens in the cache."""
+        """Return the tokens in the cache."""
         return self._cached[: self.n_past]
 
     def append(self, tokens: Tokens) -> None:
@@ -73,21 +73,21 @@ class Slot:
         self.n_past += len(tokens)
 
     def push(self, token: int) -> None:
-        """Note one."""
+        """Note one token that was just computed."""
         self._cached[self.n_past] = token
         self.n_past += 1
 
     def adopt(self, tokens: Tokens) -> None:
-        """The cache holds these tokens now."""
+        """Note that the cache now holds these tokens."""
         self._cached[: len(tokens)] = tokens
         self.n_past = len(tokens)
 
     def text_tokens(self) -> Tokens:
-        """The cached tokens and the one taken last."""
+        """Return the cached tokens and the token chosen last."""
         return np.append(self.cached, np.int32(self.last))
 
     def similarity(self, prompt: Tokens) -> float:
-        """Share of the prompt that is cached here."""
+        """Return the share of the prompt that is cached here."""
         return common_prefix(self.cached, prompt) / len(prompt) if self.n_past and len(prompt) else 0.0
 
     # --- work -------------------------------------------------------------------------------------------------------
@@ -95,17 +95,17 @@ class Slot:
         """Start a request whose first n_cached tokens are in the cache; `places`: see `checkpoints.places`."""
         self.places = places
         self.task, self.generation, self.id_task = task, generation, task.id
-        self.n_past, self.goal, self.state, self.in_prompt = n_cached, task.prompt, PROMPT, True
+        self.n_past, self.target, self.state, self.in_prompt = n_cached, task.prompt, PROMPT, True
         self.draft = ()
         generation.n_cached = n_cached
         generation.n_prompt_computed = len(task.prompt) - n_cached
 
-    def repeat_from(self, n_past: int, goal: Tokens) -> None:
-        """Compute `goal` from position n_past on before the next token is taken."""
-        self.n_past, self.goal, self.state, self.in_prompt = n_past, goal, PROMPT, False
+    def repeat_from(self, n_past: int, target: Tokens) -> None:
+        """Compute the `target` tokens from position n_past on before the next token is chosen."""
+        self.n_past, self.target, self.state, self.in_prompt = n_past, target, PROMPT, False
 
     def shift(self, add_bos: bool) -> None:
-        """Make room: keep n_keep tokens, drop the n_discard next (half of the rest by default), repeat what follows."""
+        """Make room: keep n_keep tokens, drop the next n_discard (half of the rest by default), recompute the rest."""
         assert self.generation is not None
         request = self.generation.request
         n_keep = len(request.prompt) if request.n_keep < 0 else request.n_keep + int(add_bos)
@@ -117,29 +117,29 @@ class Slot:
         self.repeat_from(n_keep, np.concatenate(kept))
 
     def release(self) -> None:
-        """Be free; the cache stays."""
+        """Free the slot; the cache stays."""
         self.state, self.task, self.t_used = IDLE, None, time.monotonic()
         self.draft = ()
 
     @property
     def n_todo(self) -> int:
-        """Tokens of the goal that are not cached yet."""
-        return len(self.goal) - self.n_past
+        """Return the number of target tokens that are not cached yet."""
+        return len(self.target) - self.n_past
 
     @property
     def n_whole(self) -> int:
-        """Tokens of the goal up to its end or the next checkpoint."""
+        """Return the number of target tokens up to their end or the next checkpoint."""
         end = next((n for n in self.places if n > self.n_past), 0) if self.in_prompt else 0
         return end - self.n_past if end else self.n_todo
 
     @property
     def wants_prompt_logits(self) -> bool:
-        """Whether every prompt token's log-probability was asked for."""
+        """Return whether the request asked for the log-probability of every prompt token."""
         return self.in_prompt and self.generation is not None and self.generation.request.prompt_logprobs
 
     # --- snapshot ---------------------------------------------------------------------------------------------------
     def snapshot(self) -> SlotState:
-        """What the slot is doing; may be called from any thread."""
+        """Return the state of the slot; any thread may call this."""
         g, state, n_past = self.generation, self.state, self.n_past
         busy = state != IDLE
         if g is None:
@@ -153,7 +153,7 @@ class Slot:
 
 
 def alike(slots: Sequence[Slot]) -> list[Sequence[Slot]]:
-    """Slots in groups to which the same is added; mostly one group, which costs no comparison of what is added."""
+    """Group slots that use the same additions; there is mostly one group, which costs no comparison."""
     if len(set(map(id, map(_ADDED, slots)))) == 1:
         return [slots]
     return [[s for s in slots if s.added == added] for added in dict.fromkeys(s.added for s in slots)]

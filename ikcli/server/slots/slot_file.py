@@ -1,10 +1,10 @@
 """Files that hold the cache of one slot: tokens and cache rows, for `/slots/N?action=save|restore`.
 
-Layout, little-endian: magic `ik-slot\\n`, u32 version, u32 length of the header, the header (JSON: model fingerprint,
+Layout, little-endian: magic `ik-slot\n`, u32 version, u32 length of the header, the header (JSON: model fingerprint,
 cache layout, number of tokens and first position of windows, of the sequence and of every checkpoint), int32 tokens,
 the rows of every cache tensor in the order of `Sequences.layout`, for every checkpoint the rows of windows and the
 states of the sequence there, and the SHA-256 of everything before it. A file is written under a temporary name and
-renamed, so it is whole or not there.
+renamed, so it is either complete or absent.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ MAGIC, VERSION = b"ik-slot\n", 1
 _HEAD = struct.Struct("<8sII")
 _DIGEST_BYTES = 32
 _MOST_HEADER = 1 << 24
-_SAMPLE = 256  # bytes of every tensor that the fingerprint looks at
+_SAMPLE = 256  # bytes of every tensor that the fingerprint covers
 
 Tokens = npt.NDArray[np.int32]
 Part = bytes | npt.NDArray[np.uint8]
 
 
 def fingerprint(session: Session) -> str:
-    """Identifies a model by its tensors' names, types, shapes and first bytes, with those of its adapters."""
+    """Return a fingerprint of a model: its tensors' names, types, shapes and first bytes, and those of its adapters."""
     digest = hashlib.sha256()
     adapters = session.model.adapters
     for file in (session.model.file, *(a.file for a in adapters.adapters)):
@@ -50,7 +50,7 @@ def fingerprint(session: Session) -> str:
 
 
 def save(session: Session, seq: int, tokens: Tokens, path: Path, added: Added = NOTHING) -> int:
-    """Write a sequence whose cache holds these tokens; returns the size of the file."""
+    """Write a sequence whose cache holds these tokens; return the size of the file."""
     about = {"model": fingerprint(session), "layout": session.sequences.layout()}
     return write(encode(session, tokens, session.sequences.save(seq, len(tokens)), added, about), path)
 
@@ -58,7 +58,7 @@ def save(session: Session, seq: int, tokens: Tokens, path: Path, added: Added = 
 def encode(
     session: Session, tokens: Tokens, saved: SavedSequence, added: Added, about: Mapping[str, Any]
 ) -> list[Part]:
-    """What a file consists of; `about` has the model's fingerprint and the layout, and may have more."""
+    """Return the content of a file; `about` has the model's fingerprint and the layout, and may have more."""
     about = {**about, "n_tokens": len(tokens)}
     if added != NOTHING:
         about["added"] = (added.scales, added.vectors)
@@ -70,7 +70,10 @@ def encode(
 
 
 def write(parts: Iterable[Part], path: Path) -> int:
-    """Write a file of `encode`; returns its size. EngineError 500 if that fails, and then there is none."""
+    """Write the content that `encode` returned; return its size.
+
+    Raise EngineError 500 if that fails; then no file exists.
+    """
     digest = hashlib.sha256()
     try:
         with written_whole(path, private=True) as temporary, temporary.open("wb") as f:
@@ -88,13 +91,13 @@ def write(parts: Iterable[Part], path: Path) -> int:
 
 
 def load(session: Session, path: Path, n_ctx: int, added: Added = NOTHING) -> tuple[Tokens, SavedSequence, int]:
-    """(tokens, sequence, size) of a file of the same model and cache settings; EngineError 400 or 404 otherwise."""
+    """Read (tokens, sequence, size) from a file of the same model and cache settings; raise EngineError 400 or 404."""
     try:
         data = np.fromfile(path, dtype=np.uint8) if path.is_file() else None
     except OSError as e:
         raise EngineError(400, "invalid_request_error", f"cannot read {path.name}: {e.strerror or e}") from None
     if data is None:
-        raise EngineError(404, "not_found_error", f"there is no saved slot {path.name}")
+        raise EngineError(404, "not_found_error", f"saved slot {path.name} does not exist")
     header, at = _header(data, path.name)
     _check_header(session, header, path.name)
     if header["added"] != added:
@@ -126,13 +129,13 @@ def load(session: Session, path: Path, n_ctx: int, added: Added = NOTHING) -> tu
 
 
 def peek(path: Path) -> tuple[int, ...] | None:
-    """The tokens of a saved slot of any model; None if the file is none. Only its beginning is read."""
+    """Return the tokens of a saved slot of any model, or None for another file; read only its beginning."""
     found = head(path)
     return None if found is None else tuple(found[1].tolist())
 
 
 def head(path: Path) -> tuple[dict[str, Any], Tokens] | None:
-    """The header and the tokens of a saved slot of any model; None if the file is none."""
+    """Return the header and the tokens of a saved slot of any model, or None for another file."""
     try:
         with path.open("rb") as f:
             start = np.frombuffer(f.read(_HEAD.size), np.uint8)
@@ -147,7 +150,7 @@ def head(path: Path) -> tuple[dict[str, Any], Tokens] | None:
 
 
 def _header(data: npt.NDArray[np.uint8], name: str) -> tuple[dict[str, Any], int]:
-    """(header, offset of what follows)."""
+    """Return (header, offset of the bytes after it)."""
     if len(data) < _HEAD.size + _DIGEST_BYTES or data[:8].tobytes() != MAGIC:
         raise _bad(name, "is not a saved slot")
     _, version, n_header = _HEAD.unpack(data[: _HEAD.size].tobytes())

@@ -1,7 +1,7 @@
-"""Guesses of the next tokens, checked by the model several at a time.
+"""Speculative decoding: draft the next tokens, and let the model check several at a time.
 
-A guessed token is kept only if the sampler takes it from the model's own logits as well, so the text is the same
-with and without. A micro-batch is kept so small that its results do not depend on its size (`Session.n_exact` rows).
+A drafted token is kept only if the sampler also chooses it from the model's own logits, so the text is the same with
+and without drafts. A micro-batch is kept so small that its results are batch-invariant (`Session.n_exact` rows).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SUFFIX_LEAST, _SUFFIX_MOST = 5, 64
 
 
 def stages(session: Session) -> tuple[SpecStage, ...]:
-    """What the options ask for; `-md`, `-lcs` and `-lcd` imply their type."""
+    """Return the stages that the options ask for; `-md`, `-lcs` and `-lcd` imply their type."""
     config, sampling = session.config.server, session.config.sampling
     given = [_with_settings(s, config.spec_set) for s in config.spec_type if s.type != "none"]
     if config.spec_type and not given:
@@ -42,7 +42,7 @@ def stages(session: Session) -> tuple[SpecStage, ...]:
 
 
 def _with_settings(stage: SpecStage, settings: Sequence[SpecSetting]) -> SpecStage:
-    """The stage with what `--spec-set` says of its type where it says nothing itself."""
+    """Fill in the `--spec-set` values of the stage's type where the stage has none."""
     for s in settings:
         if (stage.type == s.type or stage.type.startswith(f"{s.type}-")) and getattr(stage, s.field) is None:
             stage = replace(stage, **{s.field: s.value})  # type: ignore[arg-type]
@@ -50,7 +50,7 @@ def _with_settings(stage: SpecStage, settings: Sequence[SpecSetting]) -> SpecSta
 
 
 class Speculator:
-    """Drafts for slots; made once per engine."""
+    """Drafts tokens for the slots of one engine."""
 
     def __init__(self, session: Session, log: Logger) -> None:
         self._stages = stages(session)
@@ -62,7 +62,7 @@ class Speculator:
         self._static: Counts = read_counts(static) if static else {}
         self._dynamic: Counts = read_counts(dynamic) if dynamic and dynamic.exists() else {}
         self._pools: dict[int, ngrams.Pool] = {}
-        self._drafters: dict[int, tuple[object, list[ngrams.Drafter | None]]] = {}  # slot -> its generation's
+        self._drafters: dict[int, tuple[object, list[ngrams.Drafter | None]]] = {}  # slot -> its drafters
         has_model = any(s.type == "draft" for s in self._stages)
         self._model = DraftModel.open(session.config, session) if has_model else None
         if self._stages:
@@ -72,7 +72,7 @@ class Speculator:
         return bool(self._stages)
 
     def propose(self, slots: Sequence[Slot]) -> None:
-        """Set the drafts of generating slots; together with the tokens they continue, at most `n_exact` rows."""
+        """Set the drafts of generating slots: at most `n_exact` rows together with the tokens they continue."""
         free = self._n_exact - len(slots)
         for left, slot in zip(range(len(slots), 0, -1), slots, strict=True):
             slot.draft = ()
@@ -113,7 +113,7 @@ class Speculator:
         return wanted.found
 
     def _drafter(self, slot: Slot, index: int) -> ngrams.Drafter | None:
-        """The drafter of a stage, made anew for every generation."""
+        """Return a new drafter of a stage; every generation gets its own."""
         owner, drafters = self._drafters.get(slot.id, (None, []))
         if owner is not slot.generation:
             drafters = [None if s.type == "draft" else self._make(s) for s in self._stages]
@@ -143,7 +143,7 @@ class Speculator:
                 merge(self._dynamic, drafter.counts)
 
     def close(self) -> None:
-        """Write what was learned, release the draft model."""
+        """Write what was learned, and release the draft model."""
         if self._model is not None:
             self._model.close()
         if self._dynamic_path is not None and self._dynamic:
@@ -151,5 +151,5 @@ class Speculator:
 
 
 def _first(*values: T | None) -> T:
-    """The first value that is given."""
+    """Return the first value that is not None."""
     return next(v for v in values if v is not None)

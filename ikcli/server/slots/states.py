@@ -1,4 +1,4 @@
-"""What the engine tells about itself: the model, its slots, counters; snapshots that never wait for the engine."""
+"""Snapshots of the engine for other threads: the model, its slots, counters. They never wait for the engine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class EngineError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """The loaded model. `n_ctx` cells are shared by the slots, each of which takes `n_ctx_slot` tokens."""
+    """The loaded model. The slots share `n_ctx` cells, and each takes `n_ctx_slot` tokens."""
 
     path: str
     alias: str
@@ -41,16 +41,16 @@ class ModelInfo:
     n_slots: int
     vocab_type: int  # llama.cpp's number: 0 none, 1 SPM, 2 BPE, 3 WPM
     metadata: Mapping[str, Any] = field(repr=False)
-    needs_checkpoints: bool = False  # sequences cannot be cut anywhere
+    needs_checkpoints: bool = False  # sequences cannot be truncated at any position
     adapters: tuple[str, ...] = ()  # files of low-rank adapters
     size_gpu: int = 0  # bytes of all kinds on GPUs
     generates: bool = True
-    pooling: str = "last"  # how vectors are made of texts; "rank": there are scores instead; empty: none are
+    pooling: str = "last"  # the pooling of vectors; "rank": scores instead; empty: no embeddings
 
 
 @dataclass(frozen=True, slots=True)
 class SlotState:
-    """One slot at one moment; `request` is the last one it was given."""
+    """One slot at one moment; `request` is its last one."""
 
     id: int
     id_task: int
@@ -74,7 +74,7 @@ class SlotState:
 
 @dataclass(frozen=True, slots=True)
 class SlotActionResult:
-    """Outcome of saving, restoring or erasing a slot."""
+    """The outcome of saving, restoring or erasing a slot."""
 
     id_slot: int
     n_tokens: int
@@ -115,7 +115,7 @@ class EngineMetrics:
 
 @dataclass(slots=True)
 class Counters:
-    """What the engine thread counts; `recent_*` start again whenever they are read with a reset."""
+    """The counters of the engine's thread; a read with reset starts `recent_*` again."""
 
     prompt_tokens: int = 0
     prompt_seconds: float = 0.0
@@ -156,7 +156,7 @@ class Counters:
 
 
 def per_second(count: tuple[int, float]) -> float:
-    """Rate of (tokens, seconds)."""
+    """Return the rate of (tokens, seconds)."""
     return count[0] / count[1] if count[1] > 0 else 0.0
 
 
@@ -164,7 +164,7 @@ _VOCAB_TYPES = {"none": 0, "spm": 1, "bpe": 2, "wpm": 3}
 
 
 def model_info(session: Session, n_ctx_slot: int, pooling: str = "") -> ModelInfo:
-    """What clients may want to know about the model."""
+    """Return the attributes of the model that clients may need."""
     model, hp, memory = session.model, session.model.hp, session.run_plan.memory
     tensors = model.file.tensors.values()
     ftype = model.file.get("general.file_type")

@@ -1,6 +1,6 @@
-"""Control vectors of a server, listed, loaded, unloaded and scaled while it runs, by threads other than the engine's.
+"""Control vectors of a server: list, load, unload and scale them while it runs, from threads other than the engine's.
 
-Requests that begin from then on get what is applied; those that run keep what they began with.
+Requests that begin afterwards use the new setting; requests in progress keep theirs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ikcli.server.slots.states import EngineError
 
 @dataclass(frozen=True, slots=True)
 class LoadedVector:
-    """A control vector of the list: what it is called, how much of it is used, and where."""
+    """A control vector of the list: its name, scale and layers."""
 
     name: str
     use: VectorUse
@@ -26,7 +26,7 @@ class LoadedVector:
 
 @dataclass(frozen=True, slots=True)
 class VectorChange:
-    """Another scale of the vector with this number, and perhaps other layers."""
+    """A new scale of the vector with this number, and perhaps new layers."""
 
     number: int
     scale: float
@@ -35,7 +35,7 @@ class VectorChange:
 
 
 class ServedVectors:
-    """See the module. `changed` is told what is used when that changes."""
+    """The control vectors of a server; see the module. `changed` is called with the vectors in use when they change."""
 
     def __init__(
         self, vectors: ControlVectors, hp: HParams, *, staged: bool, changed: Callable[[tuple[VectorUse, ...]], None]
@@ -45,7 +45,10 @@ class ServedVectors:
         self.items = tuple(LoadedVector(str(path), use) for path, use in vectors.given)
 
     def load(self, name: str, path: Path, scale: float, first: int | None, last: int | None) -> int:
-        """Have a file in the list, once; returns its number. EngineError 400 if it is no fitting control vector."""
+        """Add a file to the list, once; return its number.
+
+        Raise EngineError 400 if it is not a matching control vector.
+        """
         use = VectorUse("", scale, 1 if first is None else first, self._hp.n_layer if last is None else last)
         with self._lock:
             names = [item.name for item in self.items]
@@ -65,13 +68,16 @@ class ServedVectors:
             return len(names)
 
     def unload(self, number: int) -> None:
-        """Take a vector off the list; those behind it count one less. EngineError 400 if there is none."""
+        """Remove a vector; the numbers of later ones decrease by one.
+
+        Raise EngineError 400 if the number does not exist.
+        """
         with self._lock:
             self._check(number)
             self._take(self.items[:number] + self.items[number + 1 :])
 
     def apply(self, changes: Sequence[VectorChange]) -> None:
-        """Set scales; vectors that are not named get 0. EngineError 400 for numbers that do not exist."""
+        """Set scales; vectors that are not named get 0. Raise EngineError 400 for numbers that do not exist."""
         with self._lock:
             items = [LoadedVector(item.name, item.use._replace(scale=0.0)) for item in self.items]
             for change in changes:

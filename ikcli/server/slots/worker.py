@@ -1,7 +1,7 @@
-"""The engine's thread: gives requests to slots, computes micro-batches, takes tokens, sends events.
+"""The engine's thread: it assigns requests to slots, computes micro-batches, chooses tokens and sends events.
 
-A request that fails takes no other with it: what one slot computes depends on no other slot, and an exception in a
-micro-batch of several slots makes each of them try alone.
+A request that fails takes no other with it: results of a slot depend on no other slot, and after an exception in a
+micro-batch of several slots each of them is tried alone.
 """
 
 from __future__ import annotations
@@ -65,7 +65,10 @@ class Action:
 
 
 class Worker:
-    """See the module; `post`, `wake`, `stop`, `check` and `metrics` are for other threads."""
+    """Serve requests until stopped; see the module.
+
+    Other threads call `post`, `wake`, `stop`, `check` and `metrics`.
+    """
 
     def __init__(self, session: Session, log: Logger) -> None:
         self.session, self._log = session, log
@@ -75,7 +78,7 @@ class Worker:
         n_ctx = min(session.longest_text, hp.n_ctx_train)
         self.slots = [Slot(i, n_ctx) for i in range(session.n_seq_max)]
         self.model: ModelInfo = model_info(session, n_ctx)
-        draw_function()  # compiled now, and not when the first request comes
+        draw_function()  # compiled now rather than when the first request comes
         vocab = SamplerVocab.from_tokenizer(self.tokenizer, session.n_vocab)
         adapters = session.model.adapters
         self.added = adapters.added  # for requests that name no scales
@@ -111,7 +114,7 @@ class Worker:
 
     # --- from other threads -----------------------------------------------------------------------------------------
     def post(self, item: Task | EmbeddingTask | Action) -> None:
-        """Hand something to the engine's thread."""
+        """Hand an item to the engine's thread."""
         self._inbox.append(item)
         self._awake.set()
 
@@ -119,7 +122,7 @@ class Worker:
         self._awake.set()
 
     def set_scales(self, scales: tuple[float, ...]) -> None:
-        """Scales of adapters for requests that begin from now on and name none."""
+        """Set the scales of adapters for requests that begin from now on and name none."""
         with self._changing:
             self.added = replace(self.added, scales=scales)
 
@@ -133,7 +136,7 @@ class Worker:
         self._awake.set()
 
     def check(self, request: GenerationRequest | EmbeddingRequest) -> Failure | None:
-        """Why a request cannot be served, without looking at the slots."""
+        """Return why a request cannot be served, without looking at the slots, or None."""
         n_ctx = self.model.n_ctx_slot
         if isinstance(request, EmbeddingRequest):
             return self._embeddings.check(request, n_ctx, self.model.n_vocab)
@@ -161,7 +164,7 @@ class Worker:
         return f"Start it without `{'--reranking' if self.config.reranking else '--embeddings'}`"
 
     def metrics(self, *, reset: bool) -> EngineMetrics:
-        """Counters and gauges."""
+        """Return counters and gauges."""
         c, session, prompts = self.counters, self.session, self._reuse.prompts
         busy = sum(s.state != IDLE for s in self.slots)
         n_waiting = len(self._queue) + len(self._embeddings.waiting)
@@ -179,7 +182,7 @@ class Worker:
     def run(self) -> None:
         """Serve until stopped."""
         while True:
-            if self._awake.is_set() or self._actions:  # whoever posts, cancels or stops sets it
+            if self._awake.is_set() or self._actions:  # post, cancel and stop set it
                 self._awake.clear()
                 self._receive()
             if self._stopping == "now":
@@ -200,7 +203,7 @@ class Worker:
         self._close()
 
     def _receive(self) -> None:
-        """Take what was posted; drop what was cancelled."""
+        """Take posted items; drop cancelled requests."""
         while self._inbox:
             item = self._inbox.popleft()
             if isinstance(item, Task):
@@ -227,7 +230,7 @@ class Worker:
         self._actions = waiting
 
     def _close(self) -> None:
-        """Answer everything that is still open."""
+        """Fail all open requests."""
         failure = Failure(503, "unavailable_error", "The server is shutting down")
         self._receive()
         for slot in self.slots:
@@ -245,11 +248,11 @@ class Worker:
         self._speculator.close()
 
     def _send(self, task: Task | EmbeddingTask, event: Event) -> None:
-        """Deliver an event when the next computation starts: listeners then run beside it, not between two tokens."""
+        """Queue an event until the next computation starts: listeners then run beside it, not between two tokens."""
         self._outbox.append((task, event))
 
     def _deliver(self) -> None:
-        """Send what is waiting; a listener that fails has cancelled."""
+        """Deliver queued events; a listener that raises cancels its request."""
         for task, event in self._outbox:
             if task.cancelled:
                 continue
@@ -261,7 +264,7 @@ class Worker:
                 self._log("WARN", "send", "listener failed", {"id_task": task.id, "error": f"{type(e).__name__}: {e}"})
         self._outbox.clear()
 
-    # --- giving requests to slots -----------------------------------------------------------------------------------
+    # --- assign requests to slots -------------------------------------------------------------------------------------
     def _launch(self) -> None:
         """Start queued requests in order of arrival; one that waits for a certain slot lets others pass."""
         if not self._queue and not self._embeddings.waiting:
@@ -292,7 +295,7 @@ class Worker:
         self._queue = waiting
 
     def _choose_slot(self, task: Task, free: set[int]) -> Slot | None:
-        """The slot that was asked for, or the one with the most similar prompt, or the one unused for longest."""
+        """Return the slot that was asked for, the one with the most similar prompt, or the least recently used one."""
         wanted = task.request.id_slot
         if wanted >= 0:
             return self.slots[wanted] if wanted in free else None
@@ -327,7 +330,7 @@ class Worker:
 
     # --- one step ---------------------------------------------------------------------------------------------------
     def step(self) -> None:
-        """A token of every generating slot, then at most one ubatch of prompts."""
+        """Compute a token of every generating slot, then at most one ubatch of prompts."""
         self._step_number += 1
         generating = [s for s in self.slots if s.state == GENERATION]
         for slots in alike(generating):
@@ -341,7 +344,7 @@ class Worker:
             self._embeddings.step(self.added, join=not self._queue)
 
     def _generate(self, slots: Sequence[Slot]) -> None:
-        """A token of each of these slots, to which the same is added."""
+        """Compute a token of each of these slots, which use the same additions."""
         full = [s for s in slots if s.n_past >= s.n_ctx]
         for s in full:
             self._shift(s)
@@ -376,16 +379,16 @@ class Worker:
             at += n
 
     def _compute_alone(self, slots: Sequence[Slot], error: Exception) -> None:
-        """After a failure: every slot by itself, so that only the guilty one suffers."""
+        """Compute every slot alone after a failure, so that only the one at fault fails."""
         for s in slots:
             s.draft = ()
             if len(slots) == 1:
                 self._fail(s, error)
-            elif self._go_back(s):
+            elif self._roll_back(s):
                 self._generate([s])
 
-    def _go_back(self, slot: Slot) -> bool:
-        """Forget what was computed beyond the slot's tokens; False if some of those have to be computed again."""
+    def _roll_back(self, slot: Slot) -> bool:
+        """Roll back to the slot's tokens; return False if some of those have to be computed again."""
         kept = self.session.truncate(slot.id, slot.n_past)
         if kept < slot.n_past:
             slot.repeat_from(kept, slot.text_tokens())
@@ -411,10 +414,10 @@ class Worker:
             g.accepted_by_position[i] += 1
             slot.push(slot.last)
         if draft:
-            self._go_back(slot)
+            self._roll_back(slot)
 
     def _take(self, slot: Slot, g: Generation, logits: npt.NDArray[np.float32]) -> bool:
-        """Choose the next token and send what is certain; False if the slot does not go on generating."""
+        """Choose the next token and send what is certain; return False if the slot stops generating."""
         token = g.choose(logits)
         goes_on = g.push(token)
         slot.last = token.id
@@ -452,7 +455,7 @@ class Worker:
     def _advance_prompt(self, slot: Slot, n: int) -> None:
         g = slot.generation
         assert g is not None and slot.task is not None
-        tokens = slot.goal[slot.n_past : slot.n_past + n]
+        tokens = slot.target[slot.n_past : slot.n_past + n]
         is_last = slot.n_todo == n
         wanted = "all" if slot.wants_prompt_logits else "last" if is_last else "none"
         self._deliver()
@@ -472,7 +475,7 @@ class Worker:
             self._prompt_done(slot, g, logits[-1])
 
     def _prompt_logprobs(self, g: Generation, logits: FloatRows, first: int) -> None:
-        """Log-probabilities of the tokens after the positions from `first` on."""
+        """Collect the log-probabilities of the tokens after the positions from `first` on."""
         n_top = g.request.sampling.n_probs
         for i, row in enumerate(logits, first + 1):
             if i < len(g.request.prompt):
@@ -508,7 +511,7 @@ class Worker:
         self._count(1, n)
 
     def _count(self, n_busy: int, n_tokens: int) -> None:
-        """Count a micro-batch of so many slots, after which one of them holds this many tokens."""
+        """Count a micro-batch of this many slots, after which one of them holds this many tokens."""
         c = self.counters
         c.n_decode += 1
         c.n_busy_slots += n_busy
@@ -516,7 +519,7 @@ class Worker:
 
     # --- failures ---------------------------------------------------------------------------------------------------
     def _guarded(self, slot: Slot, work: Callable[[*Arguments], None], *args: *Arguments) -> None:
-        """Run the work of one slot; a failure ends its request only."""
+        """Run the work of one slot; a failure ends only its request."""
         try:
             work(*args)
         except StageLostError:
@@ -525,7 +528,7 @@ class Worker:
             self._fail(slot, e)
 
     def _fail(self, slot: Slot, error: Exception) -> None:
-        """End a request with an error; what its slot had cached is not trusted any more."""
+        """End a request with an error and drop the cache of its slot, which may be wrong."""
         failure = failure_of(error)
         task, slot.n_past = slot.task, 0
         self.session.truncate(slot.id, 0)
@@ -568,12 +571,12 @@ class Worker:
 
 
 def _next_tokens(slots: Sequence[Slot]) -> tuple[list[int], list[int], list[int]]:
-    """Tokens, positions and sequences."""
+    """Return tokens, positions and sequences."""
     return [s.last for s in slots], [s.n_past for s in slots], [s.id for s in slots]
 
 
 def _batch(slots: Sequence[Slot]) -> Batch:
-    """The last token of every slot and what is guessed to follow; all logits wanted."""
+    """Return a batch with the last token of every slot and its draft; all logits are wanted."""
     tokens: list[int] = []
     pos: list[int] = []
     seq: list[int] = []

@@ -1,10 +1,10 @@
-"""The engine's thread for a model in stages: as many micro-batches under way as keep all stages busy.
+"""The engine's thread for a pipeline-parallel model: it keeps enough micro-batches in flight to keep all stages busy.
 
-Generating slots are divided into as many groups as there are stages, and while one group's token is taken the others
-are computed; pieces of prompts follow one another without waiting. Everything goes along one chain, so what is done to
-a sequence (going back, saving, other adapters) comes after what was launched before, and only the tokens of
-a slot that is under way are not known yet. If a stage is lost, the model is loaded again and every slot computes its
-text again from the beginning; requests notice a pause.
+Generating slots are divided into as many groups as there are stages. While the token of one group is chosen, the others
+are computed. Pieces of prompts follow one another without waiting. Everything goes along one chain, so changes of a
+sequence (rollback, saving, other adapters) take effect after what was submitted before; only the tokens of slots in
+flight are not known yet. If a stage is lost, the model is loaded again and every slot computes its text again from the
+beginning; clients notice a pause.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ikcli.engine.pipeline.driver import StagedRunner, StageLostError
+from ikcli.engine.pipeline.driver import PipelineRunner, StageLostError
 from ikcli.engine.run.batch import Batch
 from ikcli.engine.run.session import Session
 from ikcli.errors import IkError
@@ -27,33 +27,33 @@ from ikcli.server.slots.slot import GENERATION, IDLE, PROMPT, Slot, Task
 from ikcli.server.slots.worker import Worker
 
 FloatRows = npt.NDArray[np.float32]
-_TRIES = 3  # to load the model again
+_TRIES = 3  # attempts to load the model again
 
 
 @dataclass(slots=True)
-class _Flight:
-    """A micro-batch under way: of which requests, and what is done with its logits."""
+class _MicroBatch:
+    """A micro-batch in flight: its requests, and the function that handles its logits."""
 
     tasks: Sequence[tuple[Slot, Task]]
-    land: Callable[[FloatRows], None]
+    collected: Callable[[FloatRows], None]
 
 
 def worker_of(session: Session, log: Logger) -> Worker:
-    """The one that fits the session."""
-    return StagedWorker(session, log) if isinstance(session.runner, StagedRunner) else Worker(session, log)
+    """Return a worker that suits the session."""
+    return PipelineWorker(session, log) if isinstance(session.runner, PipelineRunner) else Worker(session, log)
 
 
-class StagedWorker(Worker):
-    """See the module."""
+class PipelineWorker(Worker):
+    """Serve requests with a pipeline of stages; see the module."""
 
     def __init__(self, session: Session, log: Logger) -> None:
         super().__init__(session, log)
-        self._flights: deque[_Flight] = deque()
-        self._waiting: set[int] = set()  # slots whose next token is under way
+        self._in_flight: deque[_MicroBatch] = deque()
+        self._waiting: set[int] = set()  # slots whose next token is in flight
         self._prompt_next = False
 
     def run(self) -> None:
-        """Serve until stopped, whatever is lost."""
+        """Serve until stopped, even if stages are lost."""
         while True:
             try:
                 super().run()
@@ -62,19 +62,25 @@ class StagedWorker(Worker):
                 self._recover(error)
 
     def step(self) -> None:
-        """Launch what can be, then take what lands first. With drafts, which are made from tokens, one at a time."""
+        """Submit what is ready, then collect the oldest micro-batch.
+
+        With drafts, which are made from tokens, one micro-batch is in flight at a time.
+        """
         if self._speculator:
             super().step()
             return
         self._step_number += 1
-        while self.session.under_way < self.session.runner.depth and self._launch_one():
+        while self.session.n_in_flight < self.session.runner.depth and self._submit_one():
             pass
-        if self._flights:
-            self._land()
+        if self._in_flight:
+            self._collect()
 
-    # --- launching --------------------------------------------------------------------------------------------------
-    def _launch_one(self) -> bool:
-        """A group of generating slots or a piece of a prompt, in turn where there are both; False if there is none."""
+    # --- submit -----------------------------------------------------------------------------------------------------
+    def _submit_one(self) -> bool:
+        """Submit a group of generating slots or a piece of a prompt; return False if there is neither.
+
+        It alternates between the two if there are both.
+        """
         generating = [s for s in self.slots if s.state == GENERATION]
         ready = [s for s in generating if s.id not in self._waiting]
         prompts_wait = bool(generating) and not self.config.cont_batching
@@ -86,7 +92,7 @@ class StagedWorker(Worker):
         pieces = prompt_pieces(waiting, self.session.n_ubatch)
         if pieces and (self._prompt_next or not ready):
             self._prompt_next = False
-            self._guarded(pieces[0].slot, self._launch_piece, pieces[0])
+            self._guarded(pieces[0].slot, self._submit_piece, pieces[0])
             return True
         if not ready:
             return False
@@ -97,15 +103,15 @@ class StagedWorker(Worker):
         alike = [s for s in ready if s not in full and s.added == ready[-1].added]
         n_stages = self.session.runner.depth - 1
         if alike:
-            self._launch_tokens(alike[: -(-len(generating) // n_stages)])
+            self._submit_tokens(alike[: -(-len(generating) // n_stages)])
         return True
 
-    def _launch_tokens(self, slots: Sequence[Slot]) -> None:
-        """The next token of each."""
+    def _submit_tokens(self, slots: Sequence[Slot]) -> None:
+        """Submit the next token of each slot."""
         self._deliver()
         try:
             self.session.apply(slots[0].added)
-            self.session.launch_each([s.last for s in slots], [s.n_past for s in slots], [s.id for s in slots])
+            self.session.submit_each([s.last for s in slots], [s.n_past for s in slots], [s.id for s in slots])
         except StageLostError:
             raise
         except IkError as error:
@@ -114,7 +120,7 @@ class StagedWorker(Worker):
             return
         tasks = self._note(slots)
 
-        def land(logits: FloatRows) -> None:
+        def collected(logits: FloatRows) -> None:
             self._count(len(tasks), max(s.n_past + 1 for s, _ in tasks))
             sums = np.add.reduce(logits, axis=1).tolist()
             for i, (s, task) in enumerate(tasks):
@@ -122,31 +128,34 @@ class StagedWorker(Worker):
                     self._waiting.discard(s.id)
                     self._guarded(s, self._advance, s, logits, sums, i)
 
-        self._flights.append(_Flight(tasks, land))
+        self._in_flight.append(_MicroBatch(tasks, collected))
 
     def _note(self, slots: Sequence[Slot]) -> list[tuple[Slot, Task]]:
         tasks = [(s, s.task) for s in slots if s.task is not None]
         self._waiting.update(s.id for s, _ in tasks)
         return tasks
 
-    def _launch_piece(self, piece: Piece[Slot]) -> None:
-        """A piece of a prompt. Its tokens count as cached from here on: the next piece may follow at once."""
+    def _submit_piece(self, piece: Piece[Slot]) -> None:
+        """Submit a piece of a prompt.
+
+        Its tokens count as cached from now on: the next piece may follow at once.
+        """
         slot, n = piece.slot, piece.n_tokens
         g, task = slot.generation, slot.task
         assert g is not None and task is not None
         first = slot.n_past
-        tokens = slot.goal[first : first + n]
+        tokens = slot.target[first : first + n]
         is_last, in_prompt = slot.n_todo == n, slot.in_prompt
         wanted = "all" if slot.wants_prompt_logits else "last" if is_last else "none"
         self._deliver()
         self.session.apply(slot.added)
-        self.session.launch(Batch.single(tokens, first, slot.id, logits=wanted))
+        self.session.submit(Batch.single(tokens, first, slot.id, logits=wanted))
         slot.append(tokens)
         slot.t_served = self._step_number
         if is_last:
             self._waiting.add(slot.id)
 
-        def land(logits: FloatRows) -> None:
+        def collected(logits: FloatRows) -> None:
             self._count(1, first + n)
             if slot.task is not task:
                 return
@@ -163,24 +172,24 @@ class StagedWorker(Worker):
                 check_finite(logits[-1])
                 self._prompt_done(slot, g, logits[-1])
 
-        self._flights.append(_Flight([(slot, task)], land))
+        self._in_flight.append(_MicroBatch([(slot, task)], collected))
         if in_prompt and slot.n_past in slot.places:
             self.session.checkpoint(slot.id, likely=slot.places[slot.n_past])
 
-    # --- landing ----------------------------------------------------------------------------------------------------
-    def _land(self) -> None:
-        """Take the logits of the oldest micro-batch; those of requests that are gone are dropped."""
-        flight = self._flights.popleft()
+    # --- collect ----------------------------------------------------------------------------------------------------
+    def _collect(self) -> None:
+        """Collect the logits of the oldest micro-batch; drop those of requests that have ended."""
+        oldest = self._in_flight.popleft()
         try:
-            logits = self.session.land()
+            logits = self.session.collect()
         except StageLostError:
             raise
         except IkError as error:
-            for s, task in flight.tasks:
+            for s, task in oldest.tasks:
                 if s.task is task:
                     self._fail(s, error)
             return
-        flight.land(logits)
+        oldest.collected(logits)
 
     def _fail(self, slot: Slot, error: Exception) -> None:
         self._waiting.discard(slot.id)
@@ -192,8 +201,8 @@ class StagedWorker(Worker):
 
     # --- a lost stage -----------------------------------------------------------------------------------------------
     def _recover(self, error: StageLostError) -> None:
-        """Load the model again; IkError if that cannot be done."""
-        self._flights.clear()
+        """Load the model again; raise IkError if that fails."""
+        self._in_flight.clear()
         self._waiting.clear()
         for tried in range(_TRIES):
             self._log("ERR", "update_slots", f"{error}; the model is loaded again", {"try": tried + 1})

@@ -1,4 +1,4 @@
-"""Where a model is cut into stages, by what its layers take of memory."""
+"""Choose the layers at which a model is split into stages, by the memory of its layers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,14 @@ from ikcli.graph.stages import LayerGraph, best_cuts
 from ikcli.settings.run import RunConfig
 
 
-def find_cuts(config: RunConfig, model: Model, graphs: Graphs, cache_bytes: Callable[[Cache], int]) -> tuple[int, ...]:
-    """The first layer of every stage, then the number of layers: stages of bytes in proportion to `--stage-split`."""
+def find_split_points(
+    config: RunConfig, model: Model, graphs: Graphs, cache_bytes: Callable[[Cache], int]
+) -> tuple[int, ...]:
+    """Return the first layer of every stage, then the number of layers.
+
+    The bytes of the stages are in proportion to `--stage-split`. Raise UsageError or UnsupportedError if there are too
+    many stages.
+    """
     n, split = config.fleet.stages, config.fleet.stage_split
     if split and (len(split) != n or min(split) <= 0):
         raise UsageError(f"--stage-split needs {n} shares above 0, one for each of the --stages {n}")
@@ -43,7 +49,7 @@ def find_cuts(config: RunConfig, model: Model, graphs: Graphs, cache_bytes: Call
 
 
 def _ranges(numbers: Collection[int]) -> str:
-    """`1-13, 15`."""
+    """Format numbers as `1-13, 15`."""
     out: list[list[int]] = []
     for i in sorted(numbers):
         if out and out[-1][1] == i - 1:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,8 @@ from ikcli.chat.parser import ChatParser, ParserSettings
 from ikcli.cli.parser import parse
 from ikcli.errors import UsageError
 from ikcli.sampling.params import DEFAULT_SAMPLERS, SamplerParams
-from ikcli.server.http.bans import bans_of
-from ikcli.server.http.params import Options, defaults_of
+from ikcli.server.http.params import defaults_of
+from ikcli.server.http.schema import GenerationBody, names_of
 from ikcli.server.http.shapes.chat import ChatShape
 from ikcli.server.http.shapes.common import Naming
 from ikcli.server.http.shapes.native import NativeShape
@@ -61,7 +60,7 @@ def test_plain_events_are_those_of_any_request() -> None:
         event = Delta(text, vocab, RequestTimings(cache_n=3, prompt_n=4, predicted_n=5), 2)
         made = []
         for per_token in (False, True):
-            options = replace(Options(), timings_per_token=per_token)
+            options = GenerationBody(timings_per_token=per_token)
             data = NativeShape(names, options, None, ["x"], [{}]).delta(1, event)
             assert data.startswith(b"data: ") and data.endswith(b"}\n\n")
             made.append(json.loads(data[6:]))
@@ -75,7 +74,7 @@ def test_plain_chunks_are_those_of_any_request() -> None:
         event = Delta(text, (), RequestTimings(cache_n=3, prompt_n=4, predicted_n=5), 2)
         made = []
         for per_token in (False, True):
-            options = replace(Options(), timings_per_token=per_token)
+            options = GenerationBody(timings_per_token=per_token)
             shape = ChatShape(names, options, None, lambda: ChatParser(ParserSettings()))
             events = [shape.delta(i, event) for i in (0, 1, 1)]
             made.append([json.loads(e[6:]) for data in events for e in data.split(b"\n\n") if e])
@@ -201,11 +200,43 @@ def test_wrong_fields_are_named(fields: dict[str, Any], name: str) -> None:
     assert not client.engine.requests
 
 
-def test_null_means_the_default() -> None:
-    from ikcli.server.http.fields import FIELDS
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"top_k": "40"}, 'top_k must be an integer, not "40"'),
+        ({"top_k": 1.5}, "top_k must be an integer, not 1.5"),
+        ({"top_k": True}, "top_k must be an integer, not true"),
+        ({"n": 65}, "n must be from 1 to 64, not 65"),
+        ({"max_tokens": -3}, "max_tokens must be from -2 to 2147483647, not -3"),
+        ({"adaptive_decay": 1}, "adaptive_decay must be from 0 to 0.99, not 1"),
+        ({"adaptive_target": 1.5}, "adaptive_target must be at most 1, not 1.5"),
+        ({"n_probs": -1}, "n_probs must be at least 0, not -1"),
+        ({"n_probs": 10**6}, "n_probs must be at most 264, the size of the vocabulary"),
+        ({"repeat_penalty": 0}, "repeat_penalty must be greater than 0, not 0"),
+        ({"temperature": [1]}, "temperature must be a number, not an array"),
+        ({"temperature": False}, "temperature must be a number, not false"),
+        ({"temperature": 10**400}, "temperature must be a finite number"),
+        ({"temperature": 1e39}, "temperature must be a finite number"),
+        ({"speculative.n_max": -1}, "speculative.n_max must be from 0 to 2147483647, not -1"),
+        ({"speculative.p_min": "x" * 50}, f'speculative.p_min must be a number, not "{"x" * 40}"...'),
+        ({"stream": "yes"}, 'stream must be true or false, not "yes"'),
+        ({"grammar": {}}, "grammar must be a string, not an object"),
+        ({"stop": 5}, "stop must be a string or an array of strings, not 5"),
+        ({"stop": ["a", {}]}, "stop[1] must be a string, not an object"),
+        ({"json_schema": "{}"}, 'json_schema must be an object, not "{}"'),
+        ({"stream_options": 1}, "stream_options must be an object, not 1"),
+        ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage must be true or false, not 1"),
+    ],
+)
+def test_sentences_about_wrong_fields(fields: dict[str, Any], sentence: str) -> None:
+    for route in ("/completion", "/v1/completions"):
+        response = Client().post(route, {"prompt": "a", **fields})
+        assert response.status_code == 400 and response.json()["error"]["message"] == sentence
 
+
+def test_null_means_the_default() -> None:
     client = Client()
-    names = {name: None for field in FIELDS for name in (field.name, *field.aliases)}
+    names = {name: None for field in GenerationBody.model_fields for name in names_of(field)}
     nulls = sent(client, **names, best_of=None, echo=None, suffix=None, logprobs=None)
     plain = sent(client)
     assert nulls == plain
@@ -327,17 +358,17 @@ def test_bans_of_the_command_line(tmp_path: Path) -> None:
     path = tmp_path / "slop.txt"
     path.write_text('"a tapestry"\n\nshivers\n')
     config = parse("serve", ["--banned-string-file", str(path), "--banned-n", "2"]).config
-    server = defaults_of(config).bans
-    assert server == Bans(("a tapestry", "shivers"), n_tokens=2)
-    assert bans_of({}, server) == server
-    assert bans_of({"banned_strings": ("x",)}, server) == Bans(("x",), n_tokens=2)
+    server = Client(banned_string_file=path, banned_n=2)
+    assert sent(server).bans == Bans(("a tapestry", "shivers"), n_tokens=2)
+    assert sent(server, banned_strings=["x"]).bans == Bans(("x",), n_tokens=2)
     path.unlink()
     with pytest.raises(UsageError, match="--banned-string-file: cannot read"):
         defaults_of(config)
 
 
 def test_server_limit_and_defaults() -> None:
-    config = RunConfig(command="serve", n_predict=3, seed=9, sampling=SamplingConfig(temp=0.3, samplers="top_k;temp"))
+    sampling = SamplingConfig(temperature=0.3, samplers="top_k;temp")
+    config = RunConfig(command="serve", n_predict=3, seed=9, sampling=sampling)
     client = Client(config=config)
     assert sent(client).n_predict == 3 and sent(client, n_predict=10).n_predict == 3
     assert sent(client, n_predict=2).n_predict == 2
@@ -383,7 +414,7 @@ def test_wrong_options_are_named() -> None:
         with pytest.raises(UsageError, match=name):
             defaults_of(RunConfig(sampling=sampling))
     given = SamplingConfig(logit_bias=("5+1.5", "6-2"), dry_sequence_breakers=("none",))
-    assert defaults_of(RunConfig(sampling=given)).sampling.logit_bias == ((5, 1.5), (6, -2.0))
+    assert defaults_of(RunConfig(sampling=given)).logit_bias == ((5, 1.5), (6, -2.0))
 
 
 def test_openai_answer() -> None:

@@ -33,10 +33,10 @@ async def messages(request: Request) -> Response:
     """Anthropic's messages with their events."""
     state = server(request)
     body = await read_object(request)
-    options, prepared, requests = await one_generation_of(state, convert.to_chat(body))
+    fields, prepared, requests = await one_generation_of(state, convert.to_chat(body))
     names = naming(state.alias, body.get("model"), "msg_")
     shape = AnthropicShape(names, prepared.make_parser)
-    return await answer_chat(request, state, requests, shape, options, names.id, prepared.control)
+    return await answer_chat(request, state, requests, shape, fields, names.id, prepared.control)
 
 
 @router.post("/v1/messages/count_tokens", openapi_extra=_BODY, summary="Tokens of a conversation (Anthropic)")

@@ -14,9 +14,9 @@ from ikcli.server.http.chat import PreparedChat, prepare
 from ikcli.server.http.errors import bad_request
 from ikcli.server.http.generations import generations_of, with_defaults
 from ikcli.server.http.openapi import generation_body, object_body
-from ikcli.server.http.params import parse
 from ikcli.server.http.routes.completion import probabilities
 from ikcli.server.http.routes.context import read_object, server
+from ikcli.server.http.schema import GenerationBody
 from ikcli.server.http.shapes.chat import ChatShape
 from ikcli.server.http.shapes.common import naming
 from ikcli.server.http.state import ServerState
@@ -56,11 +56,11 @@ async def chat_completions(request: Request) -> Response:
     """OpenAI's chat completion, with tools, JSON schemas and all fields of /completion."""
     state = server(request)
     body = await read_object(request)
-    options, prepared, requests, n_top = await generations_of(state, body)
-    writer = probabilities(state, requests[0].sampling, n_top)
+    fields, prepared, requests, n_top = await generations_of(state, body)
+    writer = probabilities(state, fields, n_top)
     names = naming(state.alias, body.get("model"), "chatcmpl-")
-    shape = ChatShape(names, options, writer, prepared.make_parser)
-    return await answer_chat(request, state, requests, shape, options, names.id, prepared.control)
+    shape = ChatShape(names, fields, writer, prepared.make_parser)
+    return await answer_chat(request, state, requests, shape, fields, names.id, prepared.control)
 
 
 @router.post("/v1/chat/completions/control", openapi_extra=_CONTROL, summary="End the thinking of a running answer")
@@ -97,5 +97,5 @@ async def input_tokens(request: Request) -> Response:
 
 
 async def _only_prompt(state: ServerState, body: dict[str, Any]) -> PreparedChat:
-    parse(body, state.defaults, state.limits)
+    GenerationBody.of(body, state.defaults, state.limits)
     return await prepare(state, with_defaults(state, body))

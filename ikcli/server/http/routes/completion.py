@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ikcli.sampling.params import SamplerParams
 from ikcli.server.http import fields as f
 from ikcli.server.http import infill
 from ikcli.server.http.answer import answer
@@ -18,9 +16,10 @@ from ikcli.server.http.constraints import constraint_of
 from ikcli.server.http.errors import bad_request
 from ikcli.server.http.generations import requests_of
 from ikcli.server.http.openapi import generation_body
-from ikcli.server.http.params import Options, parse, settings
+from ikcli.server.http.params import settings
 from ikcli.server.http.prompts import Prompt, read_prompts
 from ikcli.server.http.routes.context import read_object, server
+from ikcli.server.http.schema import GenerationBody
 from ikcli.server.http.shapes.common import Probabilities, naming
 from ikcli.server.http.shapes.completion import CompletionShape, Echo
 from ikcli.server.http.shapes.native import NativeShape
@@ -36,24 +35,23 @@ async def answer_native(
     top = body.get("logprobs")
     if top is not None and body.get("n_probs") is None:
         body = body | {"n_probs": (1 if top else 0) if isinstance(top, bool) else top}
-    sampling, options = parse(body, state.defaults, state.limits)
-    constraint = await constraint_of(state, options)
-    generations = requests_of(prompts, options.n_cmpl, sampling, options, constraint=constraint)
-    shown = [prompt.text for prompt in prompts for _ in range(options.n_cmpl)]
-    n_ctx = state.engine.model.n_ctx_slot
-    used = [settings(item.sampling, options, n_ctx, state.alias) for item in generations]
+    fields = GenerationBody.of(body, state.defaults, state.limits)
+    constraint = await constraint_of(state, fields)
+    generations = requests_of(state, fields, prompts, fields.n_cmpl, constraint=constraint)
+    shown = [prompt.text for prompt in prompts for _ in range(fields.n_cmpl)]
+    used = [settings(item, fields, state.engine.model.n_ctx_slot, state.alias) for item in generations]
     shape = NativeShape(
-        naming(state.alias, body.get("model"), "cmpl-"), options, probabilities(state, sampling), shown, used,
+        naming(state.alias, body.get("model"), "cmpl-"), fields, probabilities(state, fields), shown, used,
         state.config.server.first_slot,
     )  # fmt: skip
-    return await answer(request, state, generations, shape, stream=options.stream, ping=options.sse_ping_interval)
+    return await answer(request, state, generations, shape, stream=fields.stream, ping=fields.sse_ping_interval)
 
 
-def probabilities(state: ServerState, sampling: SamplerParams, top: int | None = None) -> Probabilities | None:
+def probabilities(state: ServerState, fields: GenerationBody, top: int | None = None) -> Probabilities | None:
     """The writer of token probabilities, if the request wants them."""
-    if sampling.n_probs <= 0:
+    if fields.n_probs <= 0:
         return None
-    return Probabilities(state.engine.tokenizer, post=sampling.post_sampling_probs, top=top)
+    return Probabilities(state.engine.tokenizer, post=fields.post_sampling_probs, top=top)
 
 
 @router.post("/completion", openapi_extra=generation_body("prompt"), summary="Continue a text")
@@ -76,24 +74,24 @@ async def completion_openai(request: Request) -> Response:
     n_top = _logprobs(body)
     if n_top is not None and body.get("n_probs") is None:
         body["n_probs"] = max(n_top, 1)
-    sampling, options = parse(body, state.defaults, state.limits)
-    best = _best_of(body, options)
+    fields = GenerationBody.of(body, state.defaults, state.limits)
+    best = _best_of(body, fields)
     echo = body.get("echo") is not None and f.boolean(body["echo"], "echo")
-    if best > options.n_cmpl and sampling.n_probs == 0:
-        sampling = replace(sampling, n_probs=1)
+    if best > fields.n_cmpl and fields.n_probs == 0:
+        fields = fields.model_copy(update={"n_probs": 1})
     prompts = await _prompts(state, body)
-    constraint = await constraint_of(state, options)
+    constraint = await constraint_of(state, fields)
     wants = n_top is not None or body.get("n_probs") is not None
     more = {"constraint": constraint, "prompt_logprobs": echo and wants}
-    generations = requests_of(prompts, best, sampling, options, **more)
+    generations = requests_of(state, fields, prompts, best, **more)
     names = naming(state.alias, body.get("model"), "cmpl-")
     shown = None
     if echo:
         repeated = [prompt for prompt in prompts for _ in range(best)]
         shown = Echo([p.text for p in repeated], [p.tokens[p.n_added :] for p in repeated])
-    writer = probabilities(state, sampling, n_top) if wants else None
-    shape = CompletionShape(names, options, writer, shown, best)
-    return await answer(request, state, generations, shape, stream=options.stream, ping=options.sse_ping_interval)
+    writer = probabilities(state, fields, n_top) if wants else None
+    shape = CompletionShape(names, fields, writer, shown, best)
+    return await answer(request, state, generations, shape, stream=fields.stream, ping=fields.sse_ping_interval)
 
 
 def _logprobs(body: dict[str, Any]) -> int | None:
@@ -109,14 +107,14 @@ def _logprobs(body: dict[str, Any]) -> int | None:
     return number
 
 
-def _best_of(body: dict[str, Any], options: Options) -> int:
+def _best_of(body: dict[str, Any], fields: GenerationBody) -> int:
     value = body.get("best_of")
     if value is None:
-        return options.n_cmpl
+        return fields.n_cmpl
     best = f.checked(value, "int", "best_of", 1, 64)
-    if best < options.n_cmpl:
-        raise bad_request(f"best_of must be at least n, which is {options.n_cmpl}")
-    if best > options.n_cmpl and options.stream:
+    if best < fields.n_cmpl:
+        raise bad_request(f"best_of must be at least n, which is {fields.n_cmpl}")
+    if best > fields.n_cmpl and fields.stream:
         raise bad_request("best_of cannot be used with stream")
     return int(best)
 

@@ -35,10 +35,10 @@ async def responses(request: Request) -> Response:
     """OpenAI's Responses API with its events."""
     state = server(request)
     body = await read_object(request)
-    options, prepared, requests = await one_generation_of(state, convert.to_chat(body))
+    fields, prepared, requests = await one_generation_of(state, convert.to_chat(body))
     names = naming(state.alias, body.get("model"), "resp_")
-    shape = ResponsesShape(names, options, convert.echoed(body), ClientTools(body), prepared.make_parser)
-    return await answer_chat(request, state, requests, shape, options, names.id, prepared.control)
+    shape = ResponsesShape(names, fields, convert.echoed(body), ClientTools(body), prepared.make_parser)
+    return await answer_chat(request, state, requests, shape, fields, names.id, prepared.control)
 
 
 @router.post("/v1/responses/input_tokens", openapi_extra=_BODY, summary="Tokens of a conversation")

@@ -10,8 +10,8 @@ from starlette.responses import Response
 
 from ikcli.server.http import fields as f
 from ikcli.server.http.answer import json_response
+from ikcli.server.http.limits import token_id
 from ikcli.server.http.openapi import object_body
-from ikcli.server.http.params import token_id
 from ikcli.server.http.prompts import encode
 from ikcli.server.http.routes.context import read_object, server
 

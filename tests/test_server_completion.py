@@ -17,8 +17,9 @@ from ikcli.chat.parser import ChatParser, ParserSettings
 from ikcli.cli.parser import parse
 from ikcli.errors import UsageError
 from ikcli.sampling.params import DEFAULT_SAMPLERS, SamplerParams
+from ikcli.server.http.generation_body import GenerationBody
 from ikcli.server.http.params import defaults_of
-from ikcli.server.http.schema import GenerationBody, names_of
+from ikcli.server.http.schema import names_of
 from ikcli.server.http.shapes.chat import ChatShape
 from ikcli.server.http.shapes.common import Naming
 from ikcli.server.http.shapes.native import NativeShape
@@ -236,7 +237,7 @@ def test_sentences_about_wrong_fields(fields: dict[str, Any], sentence: str) -> 
 
 def test_null_means_the_default() -> None:
     client = Client()
-    names = {name: None for field in GenerationBody.model_fields for name in names_of(field)}
+    names = {name: None for field in GenerationBody.model_fields for name in names_of(GenerationBody, field)}
     nulls = sent(client, **names, best_of=None, echo=None, suffix=None, logprobs=None)
     plain = sent(client)
     assert nulls == plain

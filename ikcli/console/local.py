@@ -16,10 +16,10 @@ from ikcli.errors import IkError
 from ikcli.server.http.chat import check_options
 from ikcli.server.http.constraints import constraint_of
 from ikcli.server.http.errors import ApiError
+from ikcli.server.http.generation_body import GenerationBody
 from ikcli.server.http.generations import generations_of, request_of, requests_of
 from ikcli.server.http.params import settings
 from ikcli.server.http.prompts import read_prompts
-from ikcli.server.http.schema import GenerationBody
 from ikcli.server.http.state import ServerState
 from ikcli.server.slots.engine import Engine, Ticket
 from ikcli.server.slots.messages import Delta, Event, Failure, Final, GenerationRequest, RequestTimings
@@ -111,7 +111,7 @@ class LocalModel:
 
     def _chat_request(self, body: Body) -> tuple[GenerationRequest, Callable[[], ChatParser]]:
         with _as_ik_errors():
-            _, prepared, requests, _ = asyncio.run(generations_of(self._state, body))
+            _, prepared, requests = asyncio.run(generations_of(self._state, body))
         return self._made(requests[0], body), prepared.make_parser
 
     def _made(self, request: GenerationRequest, body: Body) -> GenerationRequest:

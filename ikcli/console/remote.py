@@ -15,7 +15,7 @@ from ikcli.chat.parser import ChatDelta
 from ikcli.console.answers import Answer, AnswerCounts, Body, Gather
 from ikcli.errors import IkError, UsageError
 from ikcli.server.http.errors import ApiError
-from ikcli.server.http.schema import GenerationBody
+from ikcli.server.http.generation_body import GenerationBody
 
 _CONNECT_SECONDS = 10
 _STOPS = {"stop": "eos", "length": "limit", "tool_calls": "eos"}

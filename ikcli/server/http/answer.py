@@ -12,8 +12,8 @@ from ikcli.server.http import sse
 from ikcli.server.http.bridge import Disconnected, Job
 from ikcli.server.http.budget import ReasoningControl
 from ikcli.server.http.errors import ApiError
+from ikcli.server.http.generation_body import GenerationBody
 from ikcli.server.http.jsontext import dump_bytes
-from ikcli.server.http.schema import GenerationBody
 from ikcli.server.http.shapes.common import Shape
 from ikcli.server.http.state import ServerState, is_behind
 from ikcli.server.http.usage import REQUEST_ID, Entry

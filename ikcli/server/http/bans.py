@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 from ikcli.server.http.errors import bad_request
-from ikcli.server.http.schema import NEVER, GenerationBody
+from ikcli.server.http.generation_body import NEVER, GenerationBody
 from ikcli.server.slots.messages import Bans
 from ikcli.server.slots.patterns import Pattern, PatternError
 from ikcli.settings.run import RunConfig

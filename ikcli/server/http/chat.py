@@ -15,7 +15,7 @@ from ikcli.chat.prompt import ChatPrompt
 from ikcli.chat.request import ChatRequest
 from ikcli.errors import IkError
 from ikcli.grammar.spec import GrammarSpec
-from ikcli.server.http import fields as f
+from ikcli.server.http.bodies import ChatBody
 from ikcli.server.http.budget import ReasoningBudget, ReasoningControl
 from ikcli.server.http.constraints import ConstraintMaker
 from ikcli.server.http.errors import bad_request
@@ -27,10 +27,7 @@ from ikcli.server.http.templates import chat_defaults, template_option
 from ikcli.server.slots.messages import Constraint
 from ikcli.server.slots.prompt_cache import common_prefix
 from ikcli.settings.run import RunConfig
-from ikcli.settings.sampling import INT32
 from ikcli.tokenizer import Tokenizer
-
-_BUDGETS = ("reasoning_budget_tokens", "thinking_budget_tokens", "reasoning_budget")
 
 
 def check_options(config: RunConfig) -> None:
@@ -97,11 +94,8 @@ class PreparedChat:
         )
 
 
-async def prepare(state: ServerState, body: Mapping[str, Any]) -> PreparedChat:
+async def prepare(state: ServerState, body: Mapping[str, Any], fields: ChatBody) -> PreparedChat:
     """The prompt, constraint and parser of a conversation; ApiError 400 naming what is wrong."""
-    budget = _budget(body, state.config.server.reasoning_budget)
-    message = body.get("reasoning_budget_message")
-    controlled = body.get("reasoning_control") is not None and f.boolean(body["reasoning_control"], "reasoning_control")
     try:
         request, chat = await asyncio.to_thread(state.chat.read, body)
     except IkError as e:
@@ -112,11 +106,12 @@ async def prepare(state: ServerState, body: Mapping[str, Any]) -> PreparedChat:
         raise bad_request("messages: the chat template made an empty prompt of them")
     known = tokenizer.vocab.token_to_id
     keep = any(text in known and tokenizer.is_control(known[text]) for text in chat.preserved_tokens)
-    words = state.config.server.reasoning_budget_message
-    if message is not None:
-        words = f.text(message, "reasoning_budget_message")
+    server = state.config.server
+    budget = server.reasoning_budget if fields.reasoning_budget_tokens is None else fields.reasoning_budget_tokens
+    message = fields.reasoning_budget_message
+    words = server.reasoning_budget_message if message is None else message
     turns = await _turns(state, request, tokens) if state.engine.model.needs_checkpoints else ()
-    control = ReasoningControl() if controlled and chat.settings.reasoning is not None else None
+    control = ReasoningControl() if fields.reasoning_control and chat.settings.reasoning is not None else None
     return PreparedChat(chat, tokens, keep, budget, words, turns, control)
 
 
@@ -127,10 +122,3 @@ async def _turns(state: ServerState, request: ChatRequest, tokens: Sequence[int]
         other = await encode(state.engine.tokenizer, text, add_special=True)
         found.add(common_prefix(np.array(other), np.array(tokens)))
     return tuple(sorted(found - {0}))
-
-
-def _budget(body: Mapping[str, Any], default: int) -> int:
-    for name in _BUDGETS:
-        if body.get(name) is not None:
-            return int(f.checked(body[name], "int", name, -1, INT32))
-    return default

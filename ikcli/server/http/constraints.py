@@ -8,7 +8,7 @@ from collections.abc import Callable
 from ikcli.errors import IkError
 from ikcli.grammar.spec import GrammarKind, GrammarSpec
 from ikcli.server.http.errors import bad_request
-from ikcli.server.http.schema import GenerationBody
+from ikcli.server.http.generation_body import GenerationBody
 from ikcli.server.http.state import ServerState
 from ikcli.server.slots.messages import Constraint
 

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ikcli.server.http import fields as f
 from ikcli.server.http.bans import bans_of
+from ikcli.server.http.bodies import ChatBody
 from ikcli.server.http.chat import PreparedChat, prepare
 from ikcli.server.http.constraints import compiled
 from ikcli.server.http.errors import bad_request
+from ikcli.server.http.generation_body import GenerationBody
 from ikcli.server.http.prompts import Prompt
-from ikcli.server.http.schema import GenerationBody
 from ikcli.server.http.state import ServerState
 from ikcli.server.slots.messages import GenerationRequest, Speculation
 
@@ -58,13 +58,10 @@ def request_of(state: ServerState, fields: GenerationBody, **more: Any) -> Gener
 
 async def generations_of(
     state: ServerState, body: dict[str, Any]
-) -> tuple[GenerationBody, PreparedChat, list[GenerationRequest], int | None]:
-    """The fields, the prepared chat, the engine requests, and how many top log-probabilities to return."""
-    n_top = top_logprobs(body)
-    if n_top is not None and body.get("n_probs") is None:
-        body = body | {"n_probs": max(n_top, 1)}
-    fields = GenerationBody.of(body, state.defaults, state.limits)
-    prepared = await prepare(state, with_defaults(state, body))
+) -> tuple[ChatBody, PreparedChat, list[GenerationRequest]]:
+    """The fields, the prepared chat, and the engine requests."""
+    fields = ChatBody.of(body, state.defaults, state.limits)
+    prepared = await prepare(state, with_defaults(state, body), fields)
     constraint = None if prepared.spec is None else await compiled(state, prepared.spec)
     more = {
         "stop": tuple(dict.fromkeys((*fields.stop, *prepared.stops))),
@@ -73,28 +70,17 @@ async def generations_of(
         "turns": prepared.turns,
     }
     prompt = Prompt(prepared.tokens, prepared.text)
-    return fields, prepared, requests_of(state, fields, [prompt], fields.n_cmpl, **more), n_top
+    return fields, prepared, requests_of(state, fields, [prompt], fields.n_cmpl, **more)
 
 
 async def one_generation_of(
     state: ServerState, body: dict[str, Any]
-) -> tuple[GenerationBody, PreparedChat, list[GenerationRequest]]:
+) -> tuple[ChatBody, PreparedChat, list[GenerationRequest]]:
     """`generations_of` for an API whose requests have one answer."""
-    fields, prepared, requests, _ = await generations_of(state, body)
+    fields, prepared, requests = await generations_of(state, body)
     if fields.n_cmpl != 1:
         raise bad_request("n must be 1")
     return fields, prepared, requests
-
-
-def top_logprobs(body: dict[str, Any]) -> int | None:
-    """How many tokens `logprobs` and `top_logprobs` ask for besides the chosen one; None if not asked."""
-    wanted, top = body.get("logprobs"), body.get("top_logprobs")
-    if wanted is None or wanted is False:
-        if top:
-            raise bad_request("top_logprobs requires logprobs to be set to true")
-        return None
-    f.boolean(wanted, "logprobs")
-    return 20 if top is None else int(f.checked(top, "int", "top_logprobs", 0, 1000))
 
 
 def with_defaults(state: ServerState, body: dict[str, Any]) -> dict[str, Any]:

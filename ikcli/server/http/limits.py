@@ -30,6 +30,12 @@ class Limits:
             raise bad_request(f"id_slot is {number}, but the slots are {self.first_slot} to {last}")
         return index
 
+    def n_probs(self, number: int) -> int:
+        """A number of tokens; ApiError 400 if there are not as many."""
+        if number > self.n_vocab:
+            raise bad_request(f"n_probs must be at most {self.n_vocab}, the size of the vocabulary")
+        return number
+
 
 def token_id(value: Any, name: str, n_vocab: int) -> int:
     """A token id of the vocabulary; ApiError 400 otherwise."""

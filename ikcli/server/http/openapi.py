@@ -8,20 +8,8 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.responses import HTMLResponse, Response
 
-from ikcli.server.http.schema import field_schemas
+from ikcli.server.http.schema import Body, schema_of
 
-_PROMPT = {
-    "description": "text, token ids, both mixed, {prompt_string}, or an array of these",
-    "anyOf": [{"type": "string"}, {"type": "array", "items": {}}, {"type": "object"}],
-}
-_MESSAGES = {
-    "type": "array",
-    "items": {
-        "type": "object",
-        "properties": {"role": {"type": "string"}, "content": {}},
-        "required": ["role"],
-    },
-}
 ERROR = {
     "type": "object",
     "required": ["error"],
@@ -37,22 +25,13 @@ ERROR = {
         }
     },
 }
-_SPECIAL: dict[str, dict[str, Any]] = {
-    "prompt": _PROMPT,
-    "messages": _MESSAGES,
-    "input": {"description": "text or an array of messages and items"},
-    "input_prefix": {"type": "string"},
-    "input_suffix": {"type": "string"},
-}
 
 
-def generation_body(*required: str, extra: dict[str, Any] | None = None) -> dict[str, Any]:
-    """`openapi_extra` of an endpoint that takes the generation fields besides the `required` ones."""
-    own = {name: _SPECIAL.get(name, {}) for name in required} | (extra or {})
-    properties = field_schemas() | own
-    body = object_body({"type": "object", "required": list(required), "properties": properties})
+def generation_body(body: type[Body]) -> dict[str, Any]:
+    """`openapi_extra` of an endpoint that generates."""
     answers = {"application/json": {"schema": {}}, "text/event-stream": {"schema": {"type": "string"}}}
-    return body | {"responses": {"200": {"description": "the answer, or with stream its events", "content": answers}}}
+    responses = {"200": {"description": "the answer, or with stream its events", "content": answers}}
+    return object_body(schema_of(body)) | {"responses": responses}
 
 
 def object_body(schema: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from ikcli.errors import UsageError
 from ikcli.sampling.params import check_params, sampler_names
 from ikcli.server.http.adapters import scales_json
 from ikcli.server.http.bans import server_bans
-from ikcli.server.http.schema import GenerationBody
+from ikcli.server.http.generation_body import GenerationBody
 from ikcli.server.slots.messages import GenerationRequest
 from ikcli.settings.run import RunConfig
 from ikcli.settings.sampling import SamplingValues, sampling_values

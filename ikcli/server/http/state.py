@@ -11,13 +11,13 @@ from typing import Any, Protocol
 from ikcli.errors import UsageError
 from ikcli.server.http.bridge import Bridge
 from ikcli.server.http.errors import ApiError
+from ikcli.server.http.generation_body import GenerationBody
 from ikcli.server.http.limits import Limits
 from ikcli.server.http.logs import ServerLog
 from ikcli.server.http.page_settings import page_settings
 from ikcli.server.http.params import defaults_of
 from ikcli.server.http.prompt_files import PromptFiles
 from ikcli.server.http.running import Running
-from ikcli.server.http.schema import GenerationBody
 from ikcli.server.http.usage import Ledger
 from ikcli.server.http.users import Users
 from ikcli.settings.run import RunConfig

@@ -16,6 +16,7 @@ from ikcli.server.http import infill, sse
 from ikcli.server.http.answer import answer, json_response
 from ikcli.server.http.constraints import constraint_of
 from ikcli.server.http.errors import bad_request
+from ikcli.server.http.generation_body import GenerationBody
 from ikcli.server.http.generations import generations_of, requests_of
 from ikcli.server.http.limits import token_id
 from ikcli.server.http.openapi import object_body
@@ -23,7 +24,6 @@ from ikcli.server.http.prompts import Prompt, read_prompts
 from ikcli.server.http.routes.completion import probabilities
 from ikcli.server.http.routes.context import read_object, server
 from ikcli.server.http.routes.ollama_models import asked_model
-from ikcli.server.http.schema import GenerationBody
 from ikcli.server.http.shapes.ollama import OllamaShape, loaded
 from ikcli.server.http.state import ServerState
 from ikcli.server.slots.messages import GenerationRequest
@@ -67,7 +67,7 @@ async def chat(request: Request) -> Response:
     if not converted["messages"]:
         return json_response(loaded(model, True))
     _check_thinking(state, body, model)
-    fields, prepared, requests, _ = await generations_of(state, converted)
+    fields, prepared, requests = await generations_of(state, converted)
     writer = probabilities(state, fields, convert.n_top(body))
     shape = OllamaShape(model, prepared.make_parser, writer)
     return await answer(request, state, requests, shape, stream=fields.stream, media_type=sse.JSON_LINES)
@@ -110,7 +110,7 @@ async def _raw(
 
 async def _turn(state: ServerState, body: Mapping[str, Any], model: str) -> tuple[OllamaShape, list[GenerationRequest]]:
     _check_thinking(state, body, model)
-    fields, prepared, requests, _ = await generations_of(state, convert.to_turn(body))
+    fields, prepared, requests = await generations_of(state, convert.to_turn(body))
     prompt = Prompt(prepared.tokens, prepared.text)
     if body.get("context"):
         before = f.array(body["context"], "context")

@@ -14,11 +14,11 @@ from starlette.responses import Response
 from ikcli.server.http import fields as f
 from ikcli.server.http.answer import json_response
 from ikcli.server.http.errors import ApiError, bad_request, unsupported
+from ikcli.server.http.generation_body import GenerationBody
 from ikcli.server.http.generations import request_of
 from ikcli.server.http.openapi import object_body
 from ikcli.server.http.params import settings
 from ikcli.server.http.routes.context import read_object, server, server_with_slots
-from ikcli.server.http.schema import GenerationBody
 from ikcli.server.http.shapes.common import timings_json
 from ikcli.server.http.state import ServerState
 from ikcli.server.slots.states import EngineError, SlotActionResult, SlotState

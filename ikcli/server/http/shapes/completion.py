@@ -11,7 +11,7 @@ from typing import Any
 
 from ikcli.server.http import sse
 from ikcli.server.http.errors import ApiError
-from ikcli.server.http.schema import GenerationBody
+from ikcli.server.http.generation_body import GenerationBody
 from ikcli.server.http.shapes.common import (
     FINGERPRINT,
     Naming,

@@ -7,8 +7,8 @@ from typing import Any
 
 from ikcli.server.http import sse
 from ikcli.server.http.errors import ApiError
+from ikcli.server.http.generation_body import GenerationBody
 from ikcli.server.http.jsontext import quote
-from ikcli.server.http.schema import GenerationBody
 from ikcli.server.http.shapes.common import Naming, Probabilities, n_prompt, progress_json, timings_json
 from ikcli.server.slots.messages import Delta, Final, PromptProgress
 

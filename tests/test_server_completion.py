@@ -25,7 +25,7 @@ from ikcli.server.http.shapes.common import Naming
 from ikcli.server.http.shapes.native import NativeShape
 from ikcli.server.slots.messages import Bans, Delta, Failure, GenerationRequest, RequestTimings, TokenInfo
 from ikcli.settings.run import RunConfig
-from ikcli.settings.sampling import SamplingConfig
+from ikcli.settings.sampling import SamplingConfig, sampling_values
 
 TEXT = "Hello, wörld!"
 
@@ -267,6 +267,33 @@ def test_fields_reach_the_engine() -> None:
         assert getattr(request, name) == (tuple(value) if isinstance(value, list) else value), name
     request = sent(client, **{"speculative.n_max": 4, "speculative.n_min": 1, "speculative.p_min": 0.5})
     assert (request.speculation.n_max, request.speculation.n_min, request.speculation.p_min) == (4, 1, 0.5)
+
+
+def test_every_sampling_value_of_the_command_line_is_a_default() -> None:
+    values: dict[str, Any] = {}
+    for item, _ in sampling_values():
+        values[item.name] = not item.default if isinstance(item.default, bool) else item.default + 1
+    client = Client(config=RunConfig(command="serve", sampling=SamplingConfig(**values)))
+    request, shown = sent(client), client.get("/props").json()["default_generation_settings"]
+    assert {name: getattr(request.sampling, name) for name in values} == values
+    assert {name: shown[name] for name in values} == values
+
+
+def test_the_document_has_names_and_limits() -> None:
+    paths = Client().get("/openapi.json").json()["paths"]
+    content = paths["/v1/completions"]["post"]["requestBody"]["content"]
+    schema = content["application/json"]["schema"]
+    found = schema["properties"]
+    null = {"type": "null"}
+    assert schema["required"] == ["prompt"] and null not in found["prompt"]["anyOf"]
+    assert found["n"]["anyOf"] == [{"type": "integer", "minimum": 1, "maximum": 64}, null]
+    assert found["n"] == found["n_cmpl"] and found["max_tokens"] == found["n_predict"]
+    assert found["repeat_penalty"]["anyOf"] == [{"type": "number", "exclusiveMinimum": 0}, null]
+    assert found["speculative.p_min"]["anyOf"] == [{"type": "number", "minimum": 0, "maximum": 1}, null]
+    texts = {"type": "array", "items": {"type": "string"}}
+    assert found["stop"]["anyOf"] == [{"type": "string"}, texts, null]
+    assert all(value["description"] for value in found.values())
+    assert found.keys() >= {name for field in GenerationBody.model_fields for name in names_of(GenerationBody, field)}
 
 
 def test_requests_do_not_leak_into_each_other() -> None:

@@ -105,8 +105,9 @@ def properties_of(body: type[Body]) -> dict[str, dict[str, Any]]:
         names = names_of(body, name)
         schema = {key: value for key, value in properties[names[0]].items() if key not in ("title", "default")}
         about = {"description": schema.pop("description")} if "description" in schema else {}
-        if schema and not item.is_required() and {"type": "null"} not in schema.get("anyOf", ()):
-            schema = {"anyOf": [schema, {"type": "null"}]}
+        if schema and not item.is_required():
+            kinds = [kind for kind in schema.get("anyOf", [schema]) if kind != {"type": "null"}]
+            schema = {"anyOf": [*kinds, {"type": "null"}]}
         found |= dict.fromkeys(names, schema | about)
     return found
 

@@ -115,7 +115,8 @@ def properties_of(body: type[Body]) -> dict[str, dict[str, Any]]:
 def schema_of(body: type[Body]) -> dict[str, Any]:
     """The JSON schema of a request."""
     required = [name for name, item in body.model_fields.items() if item.is_required()]
-    return {"type": "object", "required": required, "properties": properties_of(body)}
+    found = {"type": "object", "properties": properties_of(body)}
+    return found | ({"required": required} if required else {})
 
 
 _EXPECTED = {

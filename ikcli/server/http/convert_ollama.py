@@ -47,7 +47,7 @@ def generation_fields(body: Mapping[str, Any]) -> dict[str, Any]:
 
 def n_top(body: Mapping[str, Any]) -> int | None:
     """How many alternatives `logprobs` and `top_logprobs` ask for; None without logprobs."""
-    top = int(f.checked(body.get("top_logprobs") or 0, "int", "top_logprobs", 0, MAX_TOP))
+    top = f.integer(body.get("top_logprobs") or 0, "top_logprobs", 0, MAX_TOP)
     wanted = body.get("logprobs")
     return top if wanted is not None and f.boolean(wanted, "logprobs") else None
 

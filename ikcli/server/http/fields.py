@@ -3,27 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any
 
 from ikcli.server.http.errors import bad_request
-
-Kind = Literal["bool", "int", "float", "text", "texts", "json"]
-
-
-def checked(value: Any, kind: Kind, name: str, low: float | None = None, high: float | None = None) -> Any:
-    """`value` as `kind`; ApiError 400 with the field's name if its type or range is wrong."""
-    if kind == "json":
-        return value
-    if kind == "bool":
-        return boolean(value, name)
-    if kind == "text":
-        return text(value, name)
-    if kind == "texts":
-        return texts(value, name)
-    number = integer(value, name) if kind == "int" else real(value, name)
-    if (low is not None and number < low) or (high is not None and number > high):
-        raise bad_request(f"{name} must be {range_text(low, high)}, not {shown(value)}")
-    return number
 
 
 def boolean(value: Any, name: str) -> bool:
@@ -33,14 +15,16 @@ def boolean(value: Any, name: str) -> bool:
     return value
 
 
-def integer(value: Any, name: str) -> int:
-    """A JSON number without fraction."""
+def integer(value: Any, name: str, low: float | None = None, high: float | None = None) -> int:
+    """A JSON number without fraction, within limits."""
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**63:
-        return int(value)
+        value = int(value)
     if isinstance(value, bool) or not isinstance(value, int):
         raise bad_request(f"{name} must be an integer, not {shown(value)}")
     if not -(2**63) <= value < 2**64:
         raise bad_request(f"{name} is out of range")
+    if (low is not None and value < low) or (high is not None and value > high):
+        raise bad_request(f"{name} must be {range_text(low, high)}, not {shown(value)}")
     return value
 
 

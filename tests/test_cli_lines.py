@@ -93,7 +93,7 @@ def test_ignored_options_are_listed_once_in_order() -> None:
 
 def test_server_values() -> None:
     config = read("serve", LINES["serve-4"]).config
-    assert (config.sampling.temp, config.sampling.top_k, config.sampling.min_p) == (0.5, 0, 0.1)
+    assert (config.sampling.temperature, config.sampling.top_k, config.sampling.min_p) == (0.5, 0, 0.1)
     assert (config.server.host, config.server.port) == ("0.0.0.0", 8080)
     assert str(config.sampling.lookup_cache_dynamic) == "F"
     assert read("serve", LINES["serve-6"]).config.server.jinja is True

@@ -205,7 +205,7 @@ def test_options_are_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert not any("secret" in token or "99" in token for token in found)
     monkeypatch.delenv("LLAMA_ARG_CTX_SIZE")
     config = parse("serve", found).config
-    assert (config.n_parallel, config.n_ctx, config.sampling.temp, config.n_ubatch) == (3, 1024, 0.25, 64)
+    assert (config.n_parallel, config.n_ctx, config.sampling.temperature, config.n_ubatch) == (3, 1024, 0.25, 64)
     assert config.server.chat_template == template and config.server.context_shift is False and not config.server.jinja
     assert config.prompt.reverse_prompt == ("-x",) and config.server.port == 8080
     monkeypatch.setenv("LLAMA_ARG_CTX_SIZE", "1024")

@@ -199,7 +199,7 @@ def test_users_and_keys(tmp_path: Path) -> None:
         (("--replicas", "0"), 2, "--replicas"),
         (("--replicas", "2", "--first-slot", "1"), 2, "--first-slot cannot be used with --replicas"),
         (("--replica-gpus", "1"), 2, "--replica-gpus is for --replicas"),
-        (("--replicas", "2", "--slot-save-path", "nowhere"), 2, "nowhere is no folder"),
+        (("--replicas", "2", "--slot-save-path", "nowhere"), 2, "nowhere is not a directory"),
         (("--replicas", "2", "--host", "256.1.1.1"), 1, "--host 256.1.1.1"),
         (("--replicas", "2", "-m", "absent.gguf"), 1, "absent.gguf"),
         (("--replicas", "2", "--models", "m.toml"), 2, "--replicas cannot be used with several models"),

@@ -168,11 +168,11 @@ model = d.gguf
 override-kv = x.c=int:1
 """
     m, n = read("-c", "1024", "--temp", "0.5", "--port", "1", preset=preset).entries.values()
-    assert [(e.config.n_ctx, e.config.n_threads, e.config.sampling.temp) for e in (m, n)] == [(1024, 1, 0.5)] * 2
+    assert [(e.config.n_ctx, e.config.n_threads, e.config.sampling.temperature) for e in (m, n)] == [(1024, 1, 0.5)] * 2
     assert m.config.override_kv == ("x.a=int:1", "x.b=int:1") and n.config.override_kv == ("x.c=int:1",)
     assert not any("port" in word for word in m.argv)
     m, n = read(preset=preset).entries.values()
-    assert (m.config.n_ctx, n.config.n_ctx, m.config.sampling.temp) == (512, 256, 0.1)
+    assert (m.config.n_ctx, n.config.n_ctx, m.config.sampling.temperature) == (512, 256, 0.1)
 
 
 @pytest.mark.parametrize(

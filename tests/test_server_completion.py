@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,15 @@ from ikcli.chat.parser import ChatParser, ParserSettings
 from ikcli.cli.parser import parse
 from ikcli.errors import UsageError
 from ikcli.sampling.params import DEFAULT_SAMPLERS, SamplerParams
-from ikcli.server.http.bans import bans_of
-from ikcli.server.http.params import Options, defaults_of
+from ikcli.server.http.generation_body import GenerationBody
+from ikcli.server.http.params import defaults_of
+from ikcli.server.http.schema import names_of
 from ikcli.server.http.shapes.chat import ChatShape
 from ikcli.server.http.shapes.common import Naming
 from ikcli.server.http.shapes.native import NativeShape
 from ikcli.server.slots.messages import Bans, Delta, Failure, GenerationRequest, RequestTimings, TokenInfo
 from ikcli.settings.run import RunConfig
-from ikcli.settings.sampling import SamplingConfig
+from ikcli.settings.sampling import SamplingConfig, sampling_values
 
 TEXT = "Hello, wörld!"
 
@@ -61,7 +61,7 @@ def test_plain_events_are_those_of_any_request() -> None:
         event = Delta(text, vocab, RequestTimings(cache_n=3, prompt_n=4, predicted_n=5), 2)
         made = []
         for per_token in (False, True):
-            options = replace(Options(), timings_per_token=per_token)
+            options = GenerationBody(timings_per_token=per_token)
             data = NativeShape(names, options, None, ["x"], [{}]).delta(1, event)
             assert data.startswith(b"data: ") and data.endswith(b"}\n\n")
             made.append(json.loads(data[6:]))
@@ -75,7 +75,7 @@ def test_plain_chunks_are_those_of_any_request() -> None:
         event = Delta(text, (), RequestTimings(cache_n=3, prompt_n=4, predicted_n=5), 2)
         made = []
         for per_token in (False, True):
-            options = replace(Options(), timings_per_token=per_token)
+            options = GenerationBody(timings_per_token=per_token)
             shape = ChatShape(names, options, None, lambda: ChatParser(ParserSettings()))
             events = [shape.delta(i, event) for i in (0, 1, 1)]
             made.append([json.loads(e[6:]) for data in events for e in data.split(b"\n\n") if e])
@@ -201,11 +201,43 @@ def test_wrong_fields_are_named(fields: dict[str, Any], name: str) -> None:
     assert not client.engine.requests
 
 
-def test_null_means_the_default() -> None:
-    from ikcli.server.http.fields import FIELDS
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"top_k": "40"}, 'top_k must be an integer, not "40"'),
+        ({"top_k": 1.5}, "top_k must be an integer, not 1.5"),
+        ({"top_k": True}, "top_k must be an integer, not true"),
+        ({"n": 65}, "n must be from 1 to 64, not 65"),
+        ({"max_tokens": -3}, "max_tokens must be from -2 to 2147483647, not -3"),
+        ({"adaptive_decay": 1}, "adaptive_decay must be from 0 to 0.99, not 1"),
+        ({"adaptive_target": 1.5}, "adaptive_target must be at most 1, not 1.5"),
+        ({"n_probs": -1}, "n_probs must be at least 0, not -1"),
+        ({"n_probs": 10**6}, "n_probs must be at most 264, the size of the vocabulary"),
+        ({"repeat_penalty": 0}, "repeat_penalty must be greater than 0, not 0"),
+        ({"temperature": [1]}, "temperature must be a number, not an array"),
+        ({"temperature": False}, "temperature must be a number, not false"),
+        ({"temperature": 10**400}, "temperature must be a finite number"),
+        ({"temperature": 1e39}, "temperature must be a finite number"),
+        ({"speculative.n_max": -1}, "speculative.n_max must be from 0 to 2147483647, not -1"),
+        ({"speculative.p_min": "x" * 50}, f'speculative.p_min must be a number, not "{"x" * 40}"...'),
+        ({"stream": "yes"}, 'stream must be true or false, not "yes"'),
+        ({"grammar": {}}, "grammar must be a string, not an object"),
+        ({"stop": 5}, "stop must be a string or an array of strings, not 5"),
+        ({"stop": ["a", {}]}, "stop[1] must be a string, not an object"),
+        ({"json_schema": "{}"}, 'json_schema must be an object, not "{}"'),
+        ({"stream_options": 1}, "stream_options must be an object, not 1"),
+        ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage must be true or false, not 1"),
+    ],
+)
+def test_sentences_about_wrong_fields(fields: dict[str, Any], sentence: str) -> None:
+    for route in ("/completion", "/v1/completions"):
+        response = Client().post(route, {"prompt": "a", **fields})
+        assert response.status_code == 400 and response.json()["error"]["message"] == sentence
 
+
+def test_null_means_the_default() -> None:
     client = Client()
-    names = {name: None for field in FIELDS for name in (field.name, *field.aliases)}
+    names = {name: None for field in GenerationBody.model_fields for name in names_of(GenerationBody, field)}
     nulls = sent(client, **names, best_of=None, echo=None, suffix=None, logprobs=None)
     plain = sent(client)
     assert nulls == plain
@@ -235,6 +267,33 @@ def test_fields_reach_the_engine() -> None:
         assert getattr(request, name) == (tuple(value) if isinstance(value, list) else value), name
     request = sent(client, **{"speculative.n_max": 4, "speculative.n_min": 1, "speculative.p_min": 0.5})
     assert (request.speculation.n_max, request.speculation.n_min, request.speculation.p_min) == (4, 1, 0.5)
+
+
+def test_every_sampling_value_of_the_command_line_is_a_default() -> None:
+    values: dict[str, Any] = {}
+    for item, _ in sampling_values():
+        values[item.name] = not item.default if isinstance(item.default, bool) else item.default + 1
+    client = Client(config=RunConfig(command="serve", sampling=SamplingConfig(**values)))
+    request, shown = sent(client), client.get("/props").json()["default_generation_settings"]
+    assert {name: getattr(request.sampling, name) for name in values} == values
+    assert {name: shown[name] for name in values} == values
+
+
+def test_the_document_has_names_and_limits() -> None:
+    paths = Client().get("/openapi.json").json()["paths"]
+    content = paths["/v1/completions"]["post"]["requestBody"]["content"]
+    schema = content["application/json"]["schema"]
+    found = schema["properties"]
+    null = {"type": "null"}
+    assert schema["required"] == ["prompt"] and null not in found["prompt"]["anyOf"]
+    assert found["n"]["anyOf"] == [{"type": "integer", "minimum": 1, "maximum": 64}, null]
+    assert found["n"] == found["n_cmpl"] and found["max_tokens"] == found["n_predict"]
+    assert found["repeat_penalty"]["anyOf"] == [{"type": "number", "exclusiveMinimum": 0}, null]
+    assert found["speculative.p_min"]["anyOf"] == [{"type": "number", "minimum": 0, "maximum": 1}, null]
+    texts = {"type": "array", "items": {"type": "string"}}
+    assert found["stop"]["anyOf"] == [{"type": "string"}, texts, null]
+    assert all(value["description"] for value in found.values())
+    assert found.keys() >= {name for field in GenerationBody.model_fields for name in names_of(GenerationBody, field)}
 
 
 def test_requests_do_not_leak_into_each_other() -> None:
@@ -327,17 +386,17 @@ def test_bans_of_the_command_line(tmp_path: Path) -> None:
     path = tmp_path / "slop.txt"
     path.write_text('"a tapestry"\n\nshivers\n')
     config = parse("serve", ["--banned-string-file", str(path), "--banned-n", "2"]).config
-    server = defaults_of(config).bans
-    assert server == Bans(("a tapestry", "shivers"), n_tokens=2)
-    assert bans_of({}, server) == server
-    assert bans_of({"banned_strings": ("x",)}, server) == Bans(("x",), n_tokens=2)
+    server = Client(banned_string_file=path, banned_n=2)
+    assert sent(server).bans == Bans(("a tapestry", "shivers"), n_tokens=2)
+    assert sent(server, banned_strings=["x"]).bans == Bans(("x",), n_tokens=2)
     path.unlink()
     with pytest.raises(UsageError, match="--banned-string-file: cannot read"):
         defaults_of(config)
 
 
 def test_server_limit_and_defaults() -> None:
-    config = RunConfig(command="serve", n_predict=3, seed=9, sampling=SamplingConfig(temp=0.3, samplers="top_k;temp"))
+    sampling = SamplingConfig(temperature=0.3, samplers="top_k;temp")
+    config = RunConfig(command="serve", n_predict=3, seed=9, sampling=sampling)
     client = Client(config=config)
     assert sent(client).n_predict == 3 and sent(client, n_predict=10).n_predict == 3
     assert sent(client, n_predict=2).n_predict == 2
@@ -383,7 +442,7 @@ def test_wrong_options_are_named() -> None:
         with pytest.raises(UsageError, match=name):
             defaults_of(RunConfig(sampling=sampling))
     given = SamplingConfig(logit_bias=("5+1.5", "6-2"), dry_sequence_breakers=("none",))
-    assert defaults_of(RunConfig(sampling=given)).sampling.logit_bias == ((5, 1.5), (6, -2.0))
+    assert defaults_of(RunConfig(sampling=given)).logit_bias == ((5, 1.5), (6, -2.0))
 
 
 def test_openai_answer() -> None:

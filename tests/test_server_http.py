@@ -192,7 +192,7 @@ def test_static_folder(tmp_path: Path) -> None:
 
 
 def test_missing_static_folder(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no such folder"):
+    with pytest.raises(UsageError, match="the directory does not exist"):
         Client(path=tmp_path / "absent").get("/")
 
 

@@ -29,9 +29,9 @@ from ikcli.measure.choice_tasks import read_winogrande
 from ikcli.measure.text import load_text, raw_text
 from ikcli.server.http.auth import read_keys
 from ikcli.server.http.bans import server_bans
-from ikcli.server.http.chat import template_option
 from ikcli.server.http.page_settings import page_settings
 from ikcli.server.http.params import option_text
+from ikcli.server.http.templates import template_option
 from ikcli.server.http.users import read_users
 from ikcli.settings.run import RunConfig
 from ikcli.settings.tools import QuantizeConfig
@@ -78,7 +78,7 @@ READERS: dict[str, tuple[str, Callable[[Path], object], object]] = {
     ),
     "--banned-string-file": (
         "one\ntwo é\n",
-        lambda path: server_bans(_server(banned_string_file=path)).strings,
+        lambda path: server_bans(_server(banned_string_file=path)),
         ("one", "two é"),
     ),
     "--grammar-file": (

@@ -16,15 +16,16 @@ from ikcli.errors import IkError
 from ikcli.server.http.chat import check_options
 from ikcli.server.http.constraints import constraint_of
 from ikcli.server.http.errors import ApiError
-from ikcli.server.http.fields import INT32
-from ikcli.server.http.generations import generations_of, requests_of
-from ikcli.server.http.params import parse, settings
+from ikcli.server.http.generation_body import GenerationBody
+from ikcli.server.http.generations import generations_of, request_of, requests_of
+from ikcli.server.http.params import settings
 from ikcli.server.http.prompts import read_prompts
 from ikcli.server.http.state import ServerState
 from ikcli.server.slots.engine import Engine, Ticket
 from ikcli.server.slots.messages import Delta, Event, Failure, Final, GenerationRequest, RequestTimings
 from ikcli.server.slots.states import EngineError
 from ikcli.settings.run import RunConfig
+from ikcli.settings.sampling import INT32
 
 if TYPE_CHECKING:
     from ikcli.engine.plan.planner import Planner
@@ -79,14 +80,14 @@ class LocalModel:
     def check(self, body: Body) -> None:
         """Raise IkError if a field is wrong."""
         with _as_ik_errors():
-            _, options = parse(body, self._state.defaults, self._state.limits)
+            fields = GenerationBody.of(body, self._state.defaults, self._state.limits)
             if body.get("grammar") or body.get("json_schema") is not None:
-                asyncio.run(constraint_of(self._state, options))
+                asyncio.run(constraint_of(self._state, fields))
 
     def settings(self) -> dict[str, Any]:
         """Return the default of each request field."""
-        sampling, options = parse({}, self._state.defaults, self._state.limits)
-        return settings(sampling, options, self._engine.model.n_ctx_slot, self.name)
+        fields = self._state.defaults
+        return settings(request_of(self._state, fields), fields, self._engine.model.n_ctx_slot, self.name)
 
     def tokens(self, text: str) -> list[tuple[int, str]]:
         """Return the tokens of a prompt with their texts."""
@@ -103,14 +104,14 @@ class LocalModel:
 
     async def _text_requests(self, body: Body) -> GenerationRequest:
         with _as_ik_errors():
-            sampling, options = parse(body, self._state.defaults, self._state.limits)
+            fields = GenerationBody.of(body, self._state.defaults, self._state.limits)
             prompts, _ = await read_prompts(body.get("prompt"), self._state.limits)
-            constraint = await constraint_of(self._state, options)
-        return requests_of(prompts, 1, sampling, options, constraint=constraint)[0]
+            constraint = await constraint_of(self._state, fields)
+        return requests_of(self._state, fields, prompts, 1, constraint=constraint)[0]
 
     def _chat_request(self, body: Body) -> tuple[GenerationRequest, Callable[[], ChatParser]]:
         with _as_ik_errors():
-            _, prepared, requests, _ = asyncio.run(generations_of(self._state, body))
+            _, prepared, requests = asyncio.run(generations_of(self._state, body))
         return self._made(requests[0], body), prepared.make_parser
 
     def _made(self, request: GenerationRequest, body: Body) -> GenerationRequest:

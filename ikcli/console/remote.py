@@ -18,7 +18,7 @@ from ikcli.chat.parser import ChatDelta
 from ikcli.console.answers import Answer, AnswerCounts, Body, Gather
 from ikcli.errors import IkError, UsageError
 from ikcli.server.http.errors import ApiError
-from ikcli.server.http.fields import FIELDS, read_field
+from ikcli.server.http.generation_body import GenerationBody
 
 _CONNECT_SECONDS = 10
 _STOPS = {"stop": "eos", "length": "limit", "tool_calls": "eos"}
@@ -71,8 +71,7 @@ class RemoteModel:
     def check(self, body: Body) -> None:
         """Raise IkError if a field has a wrong type or is out of range; the server checks the rest."""
         try:
-            for field in FIELDS:
-                read_field(field, body)
+            GenerationBody.checked(body)
         except ApiError as e:
             raise IkError(e.message) from None
 

@@ -13,7 +13,8 @@ from ikcli.console import transcript
 from ikcli.console.dialogue import Dialogue
 from ikcli.console.render import FOLDED, SHOWN
 from ikcli.errors import IkError
-from ikcli.server.http.fields import FIELDS
+from ikcli.server.http.generation_body import WITHOUT_EFFECT, GenerationBody
+from ikcli.server.http.schema import names_of
 from ikcli.suggest import nearest
 from ikcli.text_files import read_text
 
@@ -41,7 +42,8 @@ _OF_CHATS = ("chat_template_kwargs", "enable_thinking", "parallel_tool_calls", "
              "reasoning_effort", "reasoning_format", "response_format", "tool_choice")  # fmt: skip
 _NOT_TO_SET = ("stream", "stream_options", "n_cmpl", "id_slot", "return_tokens", "return_progress", "response_fields",
                "sse_ping_interval", "timings_per_token")  # fmt: skip
-SETTINGS = tuple(sorted({*_OF_CHATS, *(f.name for f in FIELDS if not f.effect)} - {*_NOT_TO_SET}))
+_OF_REQUESTS = {names_of(GenerationBody, name)[0] for name in GenerationBody.model_fields}
+SETTINGS = tuple(sorted({*_OF_CHATS, *_OF_REQUESTS} - {*_NOT_TO_SET, *WITHOUT_EFFECT}))
 """Fields of a request that a user may set."""
 _ALIASES = {"/quit": "/exit", "/bye": "/exit", "/?": "/help", "/retry": "/regen"}
 

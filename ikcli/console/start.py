@@ -11,8 +11,8 @@ from ikcli.console.answers import AnswerSource, cache_path_problem
 from ikcli.errors import IkError, UsageError
 from ikcli.measure.text import unescape
 from ikcli.sampling.params import SamplerParams
-from ikcli.server.http.chat import chat_defaults
 from ikcli.server.http.params import defaults_of
+from ikcli.server.http.templates import chat_defaults
 from ikcli.settings.option import iter_options
 from ikcli.settings.run import RunConfig
 from ikcli.text_files import as_measured, read_measured, read_text
@@ -104,18 +104,17 @@ def check_options(config: RunConfig, given: Collection[str]) -> None:
 def request_fields(config: RunConfig, given: Collection[str]) -> dict[str, Any]:
     """Return the given options as fields of a request to a server."""
     defaults = defaults_of(config)
-    renamed = {"temperature": "temp", "tfs_z": "tfs", "typical_p": "typical", "dry_sequence_breakers": ""}
     out: dict[str, Any] = {}
     for field in fields(SamplerParams):
-        option = renamed.get(field.name) or field.name
-        if f"sampling.{option}" in given:
-            out[field.name] = getattr(defaults.sampling, field.name)
+        if f"sampling.{field.name}" in given:
+            value = getattr(defaults, field.name)
+            out[field.name] = list(value) if isinstance(value, tuple) else value
     if "seed" in given:
         out["seed"] = config.seed
-    if "sampling.samplers" in given or "sampling.sampler_seq" in given:
-        out["samplers"] = list(defaults.sampling.samplers)
+    if "sampling.sampler_seq" in given:
+        out["samplers"] = list(defaults.samplers)
     if "sampling.logit_bias" in given:
-        out["logit_bias"] = [[token, bias] for token, bias in defaults.sampling.logit_bias]
+        out["logit_bias"] = [[token, bias] for token, bias in defaults.logit_bias]
     if "n_predict" in given:
         out["n_predict"] = config.n_predict
     if "prompt.keep" in given:
@@ -126,8 +125,8 @@ def request_fields(config: RunConfig, given: Collection[str]) -> dict[str, Any]:
         out["grammar"] = defaults.grammar
     if defaults.json_schema is not None:
         out["json_schema"] = defaults.json_schema
-    if defaults.bans:
-        out |= {"banned_strings": list(defaults.bans.strings), "banned_n": defaults.bans.n_tokens}
+    if defaults.banned_strings:
+        out |= {"banned_strings": list(defaults.banned_strings), "banned_n": defaults.banned_n}
     if "server.reasoning" in given and config.server.reasoning != "auto":
         out["enable_thinking"] = config.server.reasoning == "on"
     if "server.reasoning_budget" in given:

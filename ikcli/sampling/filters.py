@@ -6,12 +6,31 @@ arXiv:2407.01082, tail free (T. Cloud), XTC (p-e-w, text-generation-webui #6335)
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
 
 from ikcli.sampling.candidates import Candidates, ascending
+from ikcli.sampling.params import SamplerParams
 
+Step = Callable[[Candidates], Candidates]
 _FEW = (256, 4096)
 COLDEST = 1e-6
+
+
+def active_filters(p: SamplerParams) -> dict[str, Step]:
+    """The filters that these parameters switch on, by the names of their samplers."""
+    keep = max(1, p.min_keep)
+    filters: dict[str, tuple[bool, Step]] = {
+        "top_k": (p.top_k > 0, partial(top_k, k=p.top_k, min_keep=keep)),
+        "top_p": (p.top_p < 1, partial(top_p, p=p.top_p, min_keep=keep)),
+        "min_p": (p.min_p > 0, partial(min_p, p=p.min_p, min_keep=keep)),
+        "tfs_z": (p.tfs_z < 1, partial(tfs_z, z=p.tfs_z, min_keep=keep)),
+        "typical_p": (p.typical_p < 1, partial(typical_p, p=p.typical_p, min_keep=keep)),
+        "top_n_sigma": (p.top_n_sigma > 0, partial(top_n_sigma, n=p.top_n_sigma)),
+    }
+    return {name: step for name, (active, step) in filters.items() if active}
 
 
 def top_k(c: Candidates, k: int, min_keep: int = 1) -> Candidates:

@@ -7,7 +7,7 @@ from the constrained distribution. `sample` changes only the random state; `acce
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -19,13 +19,13 @@ from ikcli.sampling import filters
 from ikcli.sampling.adaptive import Adaptive
 from ikcli.sampling.candidates import Candidates, NoTokenError, allowed_only, draw, top_indices
 from ikcli.sampling.dry import Dry, dry_active
+from ikcli.sampling.filters import Step, active_filters
 from ikcli.sampling.mirostat import Mirostat
 from ikcli.sampling.params import SamplerParams, check_params
 from ikcli.sampling.penalties import History, Penalties, penalizes
 from ikcli.sampling.short import ShortChain, short_chain
 from ikcli.sampling.vocab import SamplerVocab
 
-Step = Callable[[Candidates], Candidates]
 _LARGEST_BIAS = 1e6
 
 
@@ -61,6 +61,7 @@ class Sampler:
         self._adaptive = Adaptive(params) if random and not params.mirostat and params.adaptive_target >= 0 else None
         self._seed = np.random.SeedSequence().entropy if params.random_seed else params.seed
         self._rng = self._new_rng()
+        self._filters = active_filters(params)
         self._steps = tuple(self._make_steps())
         self._short = None if self._greedy or self._mirostat or self._adaptive else short_chain(params)
         self._plain = self._short if params.n_probs <= 0 else None
@@ -220,7 +221,7 @@ class Sampler:
         return steps
 
     def _make_step(self, name: str) -> Step | None:
-        p, keep = self.params, max(1, self.params.min_keep)
+        p = self.params
         if name == "penalties":
             return self._penalties.apply if self._penalties is not None else None
         if name == "dry":
@@ -233,16 +234,7 @@ class Sampler:
             return partial(filters.temperature, t=p.temperature) if p.temperature != 1 else None
         if name == "xtc":
             return self._xtc if p.xtc_probability > 0 and p.xtc_threshold <= 0.5 else None
-        makers: dict[str, tuple[bool, Step]] = {
-            "top_k": (p.top_k > 0, partial(filters.top_k, k=p.top_k, min_keep=keep)),
-            "top_p": (p.top_p < 1, partial(filters.top_p, p=p.top_p, min_keep=keep)),
-            "min_p": (p.min_p > 0, partial(filters.min_p, p=p.min_p, min_keep=keep)),
-            "tfs_z": (p.tfs_z < 1, partial(filters.tfs_z, z=p.tfs_z, min_keep=keep)),
-            "typical_p": (p.typical_p < 1, partial(filters.typical_p, p=p.typical_p, min_keep=keep)),
-            "top_n_sigma": (p.top_n_sigma > 0, partial(filters.top_n_sigma, n=p.top_n_sigma)),
-        }
-        active, step = makers.get(name, (False, None))
-        return step if active else None
+        return self._filters.get(name)
 
     def _xtc(self, c: Candidates) -> Candidates:
         p = self.params

@@ -21,13 +21,12 @@ from ikcli.native.kernel_cache import KernelKey
 from ikcli.native.kernel_library import native_function, shared_library
 from ikcli.sampling.candidates import Candidates
 from ikcli.sampling.dry import dry_active
-from ikcli.sampling.filters import COLDEST
+from ikcli.sampling.filters import COLDEST, active_filters
 from ikcli.sampling.params import SamplerParams
 from ikcli.sampling.penalties import penalizes
 
 _MOST = 256
 _CODES = {"temperature": 0, "top_p": 1, "min_p": 2}  # of native/top_k.py
-_NAMES = frozenset({"top_p", "min_p", "temperature"})
 
 
 class ShortChain:
@@ -102,23 +101,22 @@ def _negative(x: float) -> float:
 
 def short_chain(params: SamplerParams) -> ShortChain | None:
     """Return the chain of these parameters; None if it has other samplers or its candidates are wanted."""
-    p = params
-    values = {
-        "top_k": (p.top_k > 0, float(p.top_k)),
-        "top_p": (p.top_p < 1, p.top_p),
-        "min_p": (p.min_p > 0, math.log(min(p.min_p, 1.0)) if p.min_p > 0 else 0.0),
-        "temperature": (p.temperature != 1 or p.dynatemp_range > 0, max(p.temperature, COLDEST)),
-        "tfs_z": (p.tfs_z < 1, p.tfs_z),
-        "typical_p": (p.typical_p < 1, p.typical_p),
-        "top_n_sigma": (p.top_n_sigma > 0, p.top_n_sigma),
-        "xtc": (p.xtc_probability > 0 and p.xtc_threshold <= 0.5, 0.0),
-        "penalties": (penalizes(p), 0.0),
-        "dry": (dry_active(p), 0.0),
+    p, filters = params, active_filters(params)
+    others = {
+        "temperature": p.temperature != 1 or p.dynatemp_range > 0,
+        "xtc": p.xtc_probability > 0 and p.xtc_threshold <= 0.5,
+        "penalties": penalizes(p),
+        "dry": dry_active(p),
     }
-    active = [(name, values[name][1]) for name in p.samplers if values.get(name, (False, 0.0))[0]]
-    if not active or active[0][0] != "top_k" or not {name for name, _ in active[1:]} <= _NAMES:
+    active = [name for name in p.samplers if name in filters or others.get(name)]
+    if not active or active[0] != "top_k" or not _CODES.keys() >= set(active[1:]):
         return None
     k = max(p.top_k, p.min_keep, 1)
     if k > _MOST or p.dynatemp_range > 0 or (p.n_probs and p.post_sampling_probs):
         return None
-    return ShortChain(k, active[1:], max(1, p.min_keep))
+    values = {
+        "temperature": max(p.temperature, COLDEST),
+        "top_p": p.top_p,
+        "min_p": math.log(min(p.min_p, 1.0)) if p.min_p > 0 else 0.0,
+    }
+    return ShortChain(k, [(name, values[name]) for name in active[1:]], max(1, p.min_keep))

@@ -12,8 +12,8 @@ from ikcli.server.http import sse
 from ikcli.server.http.bridge import Disconnected, Job
 from ikcli.server.http.budget import ReasoningControl
 from ikcli.server.http.errors import ApiError
+from ikcli.server.http.generation_body import GenerationBody
 from ikcli.server.http.jsontext import dump_bytes
-from ikcli.server.http.params import Options
 from ikcli.server.http.shapes.common import Shape
 from ikcli.server.http.state import ServerState, is_behind
 from ikcli.server.http.usage import REQUEST_ID, Entry
@@ -88,14 +88,14 @@ async def answer_chat(
     state: ServerState,
     generations: Sequence[GenerationRequest],
     shape: Shape,
-    options: Options,
+    fields: GenerationBody,
     id: str,
     control: ReasoningControl | None,
 ) -> Response:
     """`answer` to a conversation, whose thinking can be ended from elsewhere by its `id`."""
     leave = state.running.enter(id, control)
     return await answer(
-        request, state, generations, shape, stream=options.stream, ping=options.sse_ping_interval, at_end=leave
+        request, state, generations, shape, stream=fields.stream, ping=fields.sse_ping_interval, at_end=leave
     )
 
 

@@ -73,7 +73,7 @@ async def _internal_error(request: Request, error: Exception) -> Response:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    if error.status_code in (404, 405):  # as in llama-server, a wrong method is no endpoint either
+    if error.status_code in (404, 405):  # as in llama-server, a wrong method is an unknown endpoint
         api = ApiError(404, "File Not Found")
     else:
         api = ApiError(error.status_code, str(error.detail))

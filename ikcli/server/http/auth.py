@@ -56,5 +56,5 @@ def private_file(path: Path | None, option: str) -> str | None:
     if path is None:
         return None
     if not path.is_file():
-        raise UsageError(f"{option} {path}: there is no such file")
+        raise UsageError(f"{option} {path}: the file does not exist")
     return str(path)

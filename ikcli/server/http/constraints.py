@@ -8,25 +8,25 @@ from collections.abc import Callable
 from ikcli.errors import IkError
 from ikcli.grammar.spec import GrammarKind, GrammarSpec
 from ikcli.server.http.errors import bad_request
-from ikcli.server.http.params import Options
+from ikcli.server.http.generation_body import GenerationBody
 from ikcli.server.http.state import ServerState
 from ikcli.server.slots.messages import Constraint
 
 ConstraintMaker = Callable[[], Constraint]
 
 
-def spec_of(options: Options) -> GrammarSpec | None:
+def spec_of(fields: GenerationBody) -> GrammarSpec | None:
     """What `grammar` or `json_schema` of a request ask for."""
-    if options.grammar:
-        return GrammarSpec(GrammarKind.GBNF, source=options.grammar)
-    if options.json_schema is not None:
-        return GrammarSpec(GrammarKind.JSON_SCHEMA, schema=options.json_schema)
+    if fields.grammar:
+        return GrammarSpec(GrammarKind.GBNF, source=fields.grammar)
+    if fields.json_schema is not None:
+        return GrammarSpec(GrammarKind.JSON_SCHEMA, schema=fields.json_schema)
     return None
 
 
-async def constraint_of(state: ServerState, options: Options) -> ConstraintMaker | None:
+async def constraint_of(state: ServerState, fields: GenerationBody) -> ConstraintMaker | None:
     """The constraint of a request without a chat; ApiError 400 if grammar or schema are wrong."""
-    spec = spec_of(options)
+    spec = spec_of(fields)
     return None if spec is None else await compiled(state, spec)
 
 

@@ -50,7 +50,7 @@ def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
         _add(turns, f.table(message, f"messages[{i}]"), f"messages[{i}]")
     out["messages"] = turns.messages
     limit = body.get("max_tokens")
-    out["max_tokens"] = DEFAULT_MAX_TOKENS if limit is None else f.checked(limit, "int", "max_tokens", -2)
+    out["max_tokens"] = DEFAULT_MAX_TOKENS if limit is None else f.integer(limit, "max_tokens", -2)
     if body.get("stop_sequences") is not None:
         out["stop"] = list(f.texts(body["stop_sequences"], "stop_sequences"))
     if body.get("tools") is not None:
@@ -178,5 +178,5 @@ def _thinking(thinking: Mapping[str, Any]) -> dict[str, Any]:
     if kind != "enabled":
         raise bad_request(f"thinking.type must be enabled, adaptive or disabled, not {f.shown(kind)}")
     budget = thinking.get("budget_tokens")
-    tokens = 10000 if budget is None else f.checked(budget, "int", "thinking.budget_tokens", 0)
+    tokens = 10000 if budget is None else f.integer(budget, "thinking.budget_tokens", 0)
     return {"enable_thinking": True, "thinking_budget_tokens": tokens}

@@ -12,13 +12,15 @@ from typing import Any
 from ikcli.chat.content import arguments_text, note
 from ikcli.server.http import fields as f
 from ikcli.server.http.errors import bad_request
+from ikcli.settings.sampling import sampling_values
 
 _RENAMED = {
     "num_predict": "n_predict",
     "num_keep": "n_keep",
     "penalize_newline": "penalize_nl",
     "stop": "stop",
-} | {item.name: item.name for item in f.FIELDS if item.sampling and item.name not in ("n_probs", "post_sampling_probs")}
+    "seed": "seed",
+} | {item.name: item.name for item, _ in sampling_values() if item.name not in ("n_probs", "post_sampling_probs")}
 _EFFORTS = ("low", "medium", "high", "max")
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _PART = re.compile(r"([0-9]{1,18}(?:\.[0-9]{0,18})?)(ns|us|µs|ms|s|m|h)")
@@ -45,7 +47,7 @@ def generation_fields(body: Mapping[str, Any]) -> dict[str, Any]:
 
 def n_top(body: Mapping[str, Any]) -> int | None:
     """How many alternatives `logprobs` and `top_logprobs` ask for; None without logprobs."""
-    top = int(f.checked(body.get("top_logprobs") or 0, "int", "top_logprobs", 0, MAX_TOP))
+    top = f.integer(body.get("top_logprobs") or 0, "top_logprobs", 0, MAX_TOP)
     wanted = body.get("logprobs")
     return top if wanted is not None and f.boolean(wanted, "logprobs") else None
 

@@ -65,7 +65,7 @@ def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
             raise bad_request("input[0].type: neither this item nor one behind it says anything to the model")
     out["messages"] = turns.messages
     if body.get("max_output_tokens") is not None:
-        out["max_tokens"] = f.checked(body["max_output_tokens"], "int", "max_output_tokens", -2)
+        out["max_tokens"] = f.integer(body["max_output_tokens"], "max_output_tokens", -2)
     if chat_tools := tools.chat():
         out["tools"] = chat_tools
     out |= tools.choice(body.get("tool_choice"))

@@ -6,92 +6,81 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ikcli.sampling.params import SamplerParams
-from ikcli.server.http import fields as f
+from ikcli.server.http.bans import bans_of
+from ikcli.server.http.bodies import ChatBody
 from ikcli.server.http.chat import PreparedChat, prepare
 from ikcli.server.http.constraints import compiled
 from ikcli.server.http.errors import bad_request
-from ikcli.server.http.params import Options, parse
+from ikcli.server.http.generation_body import GenerationBody
 from ikcli.server.http.prompts import Prompt
 from ikcli.server.http.state import ServerState
-from ikcli.server.slots.messages import GenerationRequest
+from ikcli.server.slots.messages import GenerationRequest, Speculation
 
 MAX_GENERATIONS = 1024
 """Generations that one request may start."""
+_SAME = ("stop", "cache_prompt", "id_slot", "n_keep", "n_discard", "n_indent", "lora")
 
 
 def requests_of(
-    prompts: Sequence[Prompt], per_prompt: int, sampling: SamplerParams, options: Options, **more: Any
+    state: ServerState, fields: GenerationBody, prompts: Sequence[Prompt], per_prompt: int, **more: Any
 ) -> list[GenerationRequest]:
     """One engine request per prompt and answer; the answers to one prompt take seeds in a row."""
     if len(prompts) * per_prompt > MAX_GENERATIONS:
         raise bad_request(f"the request asks for more than {MAX_GENERATIONS} answers")
-    base: dict[str, Any] = {
-        "n_predict": options.n_predict,
-        "within_context": options.within_context,
-        "stop": options.stop,
-        "cache_prompt": options.cache_prompt,
-        "id_slot": options.id_slot,
-        "n_keep": options.n_keep,
-        "n_discard": options.n_discard,
-        "n_indent": options.n_indent,
-        "t_max_predict_ms": options.t_max_predict_ms,
-        "bans": options.bans,
-        "lora": options.lora,
-        "speculation": options.speculation,
-        "keep_special": options.keep_special,
-        "report_progress": options.return_progress and options.stream,
-    }
+    first = request_of(state, fields, **more)
+    sampling = first.sampling
     samplings = [sampling]
     for i in range(1, per_prompt):
         samplings.append(sampling if sampling.random_seed else replace(sampling, seed=(sampling.seed + i) % 0xFFFFFFFF))
-    return [
-        GenerationRequest(prompt=prompt.tokens, sampling=one, **(base | more))
-        for prompt in prompts
-        for one in samplings
-    ]
+    return [replace(first, prompt=prompt.tokens, sampling=one) for prompt in prompts for one in samplings]
+
+
+def request_of(state: ServerState, fields: GenerationBody, **more: Any) -> GenerationRequest:
+    """What the engine is asked for, without a prompt; `more` goes before what the fields say.
+
+    The request's limit is never above the server's (-n). -2, until the context is full, is below -1, no limit.
+    """
+    limits = (fields.n_predict, state.defaults.n_predict)
+    same = {name: getattr(fields, name) for name in _SAME}
+    values: dict[str, Any] = {"keep_special": state.config.chat.special} | same | more
+    return GenerationRequest(
+        prompt=(),
+        sampling=fields.sampler_params(),
+        n_predict=min([n for n in limits if n >= 0] or limits),
+        within_context=-2 in limits,
+        t_max_predict_ms=max(fields.t_max_predict_ms, 0),
+        bans=bans_of(fields),
+        speculation=Speculation(fields.speculative_n_max, fields.speculative_n_min, fields.speculative_p_min),
+        report_progress=fields.return_progress and fields.stream,
+        **values,
+    )
 
 
 async def generations_of(
     state: ServerState, body: dict[str, Any]
-) -> tuple[Options, PreparedChat, list[GenerationRequest], int | None]:
-    """Options, the prepared chat, the engine requests, and how many top log-probabilities to return."""
-    n_top = top_logprobs(body)
-    if n_top is not None and body.get("n_probs") is None:
-        body = body | {"n_probs": max(n_top, 1)}
-    sampling, options = parse(body, state.defaults, state.limits)
-    prepared = await prepare(state, with_defaults(state, body))
+) -> tuple[ChatBody, PreparedChat, list[GenerationRequest]]:
+    """The fields, the prepared chat, and the engine requests."""
+    fields = ChatBody.of(body, state.defaults, state.limits)
+    prepared = await prepare(state, with_defaults(state, body), fields)
     constraint = None if prepared.spec is None else await compiled(state, prepared.spec)
-    stop = tuple(dict.fromkeys((*options.stop, *prepared.stops)))
-    prompt = Prompt(prepared.tokens, prepared.text)
     more = {
+        "stop": tuple(dict.fromkeys((*fields.stop, *prepared.stops))),
         "constraint": prepared.limited(state.engine.tokenizer, constraint),
-        "keep_special": prepared.keep_special or options.keep_special,
+        "keep_special": prepared.keep_special or state.config.chat.special,
         "turns": prepared.turns,
     }
-    requests = requests_of([prompt], options.n_cmpl, sampling, replace(options, stop=stop), **more)
-    return options, prepared, requests, n_top
+    prompt = Prompt(prepared.tokens, prepared.text)
+    return fields, prepared, requests_of(state, fields, [prompt], fields.n_cmpl, **more)
 
 
 async def one_generation_of(
     state: ServerState, body: dict[str, Any]
-) -> tuple[Options, PreparedChat, list[GenerationRequest]]:
+) -> tuple[ChatBody, PreparedChat, list[GenerationRequest]]:
     """`generations_of` for an API whose requests have one answer."""
-    options, prepared, requests, _ = await generations_of(state, body)
-    if options.n_cmpl != 1:
+    fields, prepared, requests = await generations_of(state, body)
+    if fields.n_cmpl != 1:
         raise bad_request("n must be 1")
-    return options, prepared, requests
-
-
-def top_logprobs(body: dict[str, Any]) -> int | None:
-    """How many tokens `logprobs` and `top_logprobs` ask for besides the chosen one; None if not asked."""
-    wanted, top = body.get("logprobs"), body.get("top_logprobs")
-    if wanted is None or wanted is False:
-        if top:
-            raise bad_request("top_logprobs requires logprobs to be set to true")
-        return None
-    f.boolean(wanted, "logprobs")
-    return 20 if top is None else int(f.checked(top, "int", "top_logprobs", 0, 1000))
+    return fields, prepared, requests
 
 
 def with_defaults(state: ServerState, body: dict[str, Any]) -> dict[str, Any]:

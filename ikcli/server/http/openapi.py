@@ -1,4 +1,4 @@
-"""The OpenAPI document, made from the table of fields, and a page at /docs that shows it without other hosts."""
+"""The OpenAPI document, made from the model of requests, and a page at /docs that shows it without other hosts."""
 
 from __future__ import annotations
 
@@ -8,28 +8,8 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.responses import HTMLResponse, Response
 
-from ikcli.server.http.fields import FIELDS, Field
+from ikcli.server.http.schema import Body, schema_of
 
-_TYPES: dict[str, dict[str, Any]] = {
-    "bool": {"type": "boolean"},
-    "int": {"type": "integer"},
-    "float": {"type": "number"},
-    "text": {"type": "string"},
-    "texts": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]},
-    "json": {},
-}
-_PROMPT = {
-    "description": "text, token ids, both mixed, {prompt_string}, or an array of these",
-    "anyOf": [{"type": "string"}, {"type": "array", "items": {}}, {"type": "object"}],
-}
-_MESSAGES = {
-    "type": "array",
-    "items": {
-        "type": "object",
-        "properties": {"role": {"type": "string"}, "content": {}},
-        "required": ["role"],
-    },
-}
 ERROR = {
     "type": "object",
     "required": ["error"],
@@ -45,36 +25,13 @@ ERROR = {
         }
     },
 }
-_SPECIAL: dict[str, dict[str, Any]] = {
-    "prompt": _PROMPT,
-    "messages": _MESSAGES,
-    "input": {"description": "text or an array of messages and items"},
-    "input_prefix": {"type": "string"},
-    "input_suffix": {"type": "string"},
-}
 
 
-def field_schema(field: Field) -> dict[str, Any]:
-    """JSON schema of a field; null means the default everywhere."""
-    schema = dict(field.schema if field.schema is not None else _TYPES[field.kind])
-    if field.low is not None:
-        schema["minimum"] = field.low
-    if field.high is not None:
-        schema["maximum"] = field.high
-    out = {"anyOf": [schema, {"type": "null"}]} if schema else {}
-    return out | {"description": field.help}
-
-
-def generation_body(*required: str, extra: dict[str, Any] | None = None) -> dict[str, Any]:
-    """`openapi_extra` of an endpoint that takes the generation fields besides the `required` ones."""
-    properties: dict[str, Any] = {name: _SPECIAL.get(name, {}) for name in required}
-    properties |= extra or {}
-    for field in FIELDS:
-        for name in (field.name, *field.aliases):
-            properties.setdefault(name, field_schema(field))
-    body = object_body({"type": "object", "required": list(required), "properties": properties})
+def generation_body(body: type[Body]) -> dict[str, Any]:
+    """`openapi_extra` of an endpoint that generates."""
     answers = {"application/json": {"schema": {}}, "text/event-stream": {"schema": {"type": "string"}}}
-    return body | {"responses": {"200": {"description": "the answer, or with stream its events", "content": answers}}}
+    responses = {"200": {"description": "the answer, or with stream its events", "content": answers}}
+    return object_body(schema_of(body)) | {"responses": responses}
 
 
 def object_body(schema: dict[str, Any]) -> dict[str, Any]:

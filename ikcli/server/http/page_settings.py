@@ -7,13 +7,10 @@ from typing import Any
 
 from ikcli.errors import UsageError
 from ikcli.server.http.params import option_text
+from ikcli.settings.sampling import sampling_values
 from ikcli.settings.server import ServerConfig
 
-_NUMBERS = (
-    "max_tokens", "reasoning_budget_tokens", "temperature", "top_k", "top_p", "min_p", "typical_p", "seed",
-    "repeat_penalty", "repeat_last_n", "presence_penalty", "frequency_penalty", "dry_multiplier", "dry_base",
-    "dry_allowed_length", "top_n_sigma", "xtc_probability", "xtc_threshold", "dynatemp_range",
-)  # fmt: skip
+_NUMBERS = ("max_tokens", "reasoning_budget_tokens", "seed", *(f.name for f, about in sampling_values() if about.page))
 _TEXTS = ("system", "reasoning", "samplers", "stop", "extra")
 _SAME = {"systemMessage": "system", "typ_p": "typical_p", "custom": "extra", "customJson": "extra"}
 FILE = "ui-config.json"

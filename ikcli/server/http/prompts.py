@@ -13,7 +13,7 @@ from typing import Any
 from ikcli.errors import IkError
 from ikcli.server.http import fields as f
 from ikcli.server.http.errors import bad_request
-from ikcli.server.http.params import Limits, token_id
+from ikcli.server.http.limits import Limits, token_id
 from ikcli.tokenizer import Tokenizer
 
 MAX_PROMPTS = 256

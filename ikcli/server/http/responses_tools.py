@@ -172,7 +172,7 @@ class ClientTools:
         tool = next(self._chosen(value, "tool_choice"), None)
         if tool is None:
             what = value.get("name") or value.get("type")
-            raise bad_request(f"tool_choice: there is no tool {f.shown(what)} of the client in tools{self._without()}")
+            raise bad_request(f"tool_choice: tools has no client tool {f.shown(what)}{self._without()}")
         return {"tool_choice": {"type": "function", "function": {"name": tool.qualified}}}
 
     def _chosen(self, entry: Any, path: str) -> Iterator[ClientTool]:

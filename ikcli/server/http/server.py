@@ -69,7 +69,7 @@ def check_folders(config: RunConfig) -> None:
     folders["--control-vector-path"] = config.adapters.control_vector_path
     for option, folder in folders.items():
         if folder is not None and not folder.is_dir():
-            raise UsageError(f"{option} {folder} is no folder; make it or name another one")
+            raise UsageError(f"{option} {folder} is not a directory; create it or name another one")
 
 
 def tls_of(config: RunConfig) -> dict[str, Any]:
@@ -167,7 +167,7 @@ def _passed(host: str) -> Listener:
             sock.detach()
             raise ValueError
     except (OSError, ValueError, OverflowError):
-        raise UsageError(f"--host {host}: this is no listening socket of whoever started this program") from None
+        raise UsageError(f"--host {host}: this file descriptor is not a listening socket") from None
     return sock
 
 

@@ -18,7 +18,7 @@ PING = b":\n\n"
 
 
 def line(value: Any) -> bytes:
-    """One line of a stream of JSON lines, which is no stream of events: Ollama's."""
+    """Return one line of a stream of JSON lines, which Ollama uses instead of events."""
     return dump_bytes(value) + b"\n"
 
 

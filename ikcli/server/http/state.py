@@ -11,9 +11,11 @@ from typing import Any, Protocol
 from ikcli.errors import UsageError
 from ikcli.server.http.bridge import Bridge
 from ikcli.server.http.errors import ApiError
+from ikcli.server.http.generation_body import GenerationBody
+from ikcli.server.http.limits import Limits
 from ikcli.server.http.logs import ServerLog
 from ikcli.server.http.page_settings import page_settings
-from ikcli.server.http.params import Defaults, Limits, defaults_of
+from ikcli.server.http.params import defaults_of
 from ikcli.server.http.prompt_files import PromptFiles
 from ikcli.server.http.running import Running
 from ikcli.server.http.usage import Ledger
@@ -21,7 +23,7 @@ from ikcli.server.http.users import Users
 from ikcli.settings.run import RunConfig
 
 PASSED = "fd:"
-"""Begins the `host` that is a listening socket of whoever started this program, by its number."""
+"""Prefix of a `host` that names a listening socket, by the file descriptor inherited from the parent process."""
 
 
 class Front(Protocol):
@@ -74,7 +76,7 @@ class ServerState:
         return Ledger()
 
     @cached_property
-    def defaults(self) -> Defaults:
+    def defaults(self) -> GenerationBody:
         """What requests get for fields they do not set."""
         return defaults_of(self.config)
 
@@ -110,7 +112,7 @@ class ServerState:
     @cached_property
     def chat(self) -> Any:
         """The chat template; the model must be loaded."""
-        from ikcli.server.http.chat import ChatService
+        from ikcli.server.http.templates import ChatService
 
         return ChatService(self.config, self.engine.tokenizer, self.engine.model.metadata)
 

@@ -53,7 +53,7 @@ def media_type(name: str) -> str:
 def _add_folder(app: FastAPI, folder: Path) -> None:
     root = folder.resolve()
     if not root.is_dir():
-        raise UsageError(f"--path {folder}: there is no such folder")
+        raise UsageError(f"--path {folder}: the directory does not exist")
 
     async def serve(request: Request) -> Response:
         return FileResponse(found := find(root, request.url.path), media_type=media_type(found.name))

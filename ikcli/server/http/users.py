@@ -216,5 +216,5 @@ def _limit(path: Path, name: str, table: Mapping[str, Any], key: str) -> int:
     if value is None:
         return 0
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UsageError(f"{path}: {name}.{key} must be a whole number from 1; without it there is no limit")
+        raise UsageError(f"{path}: {name}.{key} must be a whole number from 1; without it nothing is limited")
     return value

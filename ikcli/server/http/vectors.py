@@ -23,6 +23,7 @@ from ikcli.server.http.jsontext import dump_bytes
 from ikcli.server.http.prompts import read_prompts
 from ikcli.server.http.state import ServerState
 from ikcli.server.slots.messages import Embedded, EmbeddingRequest
+from ikcli.settings.sampling import INT32
 
 MAX_TEXTS = 2048
 """Texts of one request, as many as OpenAI takes."""
@@ -55,9 +56,9 @@ def read_options(state: ServerState, body: Mapping[str, Any]) -> VectorOptions:
     dimensions, normalize = 0, state.config.embed.normalize
     n_embd = state.engine.model.n_embd
     if body.get("dimensions") is not None:
-        dimensions = int(f.checked(body["dimensions"], "int", "dimensions", 1, n_embd))
+        dimensions = f.integer(body["dimensions"], "dimensions", 1, n_embd)
     if body.get("embd_normalize") is not None:
-        normalize = int(f.checked(body["embd_normalize"], "int", "embd_normalize", -1, f.INT32))
+        normalize = f.integer(body["embd_normalize"], "embd_normalize", -1, INT32)
     return VectorOptions(dimensions, normalize)
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from ikcli.server.http import convert_anthropic as convert
 from ikcli.server.http.answer import answer_chat, json_response
+from ikcli.server.http.bodies import AnthropicBody
 from ikcli.server.http.generations import generations_of, one_generation_of
 from ikcli.server.http.openapi import generation_body
 from ikcli.server.http.routes.context import read_object, server
@@ -18,14 +17,7 @@ from ikcli.server.http.shapes.common import naming
 
 router = APIRouter(tags=["chat"])
 
-_EXTRA: dict[str, Any] = {
-    "system": {"description": "text or text blocks"},
-    "stop_sequences": {"type": ["array", "null"], "items": {"type": "string"}},
-    "tools": {"type": ["array", "null"], "items": {"type": "object"}},
-    "tool_choice": {"type": ["object", "null"]},
-    "thinking": {"type": ["object", "null"]},
-}
-_BODY = generation_body("messages", extra=_EXTRA)
+_BODY = generation_body(AnthropicBody)
 
 
 @router.post("/v1/messages", openapi_extra=_BODY, summary="Answer a conversation (Anthropic)")
@@ -33,15 +25,15 @@ async def messages(request: Request) -> Response:
     """Anthropic's messages with their events."""
     state = server(request)
     body = await read_object(request)
-    options, prepared, requests = await one_generation_of(state, convert.to_chat(body))
+    fields, prepared, requests = await one_generation_of(state, convert.to_chat(body))
     names = naming(state.alias, body.get("model"), "msg_")
     shape = AnthropicShape(names, prepared.make_parser)
-    return await answer_chat(request, state, requests, shape, options, names.id, prepared.control)
+    return await answer_chat(request, state, requests, shape, fields, names.id, prepared.control)
 
 
 @router.post("/v1/messages/count_tokens", openapi_extra=_BODY, summary="Tokens of a conversation (Anthropic)")
 async def count_tokens(request: Request) -> Response:
     """`{"input_tokens": n}`."""
     state = server(request)
-    _, prepared, _, _ = await generations_of(state, convert.to_chat(await read_object(request)))
+    _, prepared, _ = await generations_of(state, convert.to_chat(await read_object(request)))
     return json_response({"input_tokens": len(prepared.tokens)})

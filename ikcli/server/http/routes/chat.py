@@ -10,11 +10,11 @@ from starlette.responses import Response
 
 from ikcli.server.http import fields as f
 from ikcli.server.http.answer import answer_chat, json_response
+from ikcli.server.http.bodies import ChatBody
 from ikcli.server.http.chat import PreparedChat, prepare
 from ikcli.server.http.errors import bad_request
 from ikcli.server.http.generations import generations_of, with_defaults
 from ikcli.server.http.openapi import generation_body, object_body
-from ikcli.server.http.params import parse
 from ikcli.server.http.routes.completion import probabilities
 from ikcli.server.http.routes.context import read_object, server
 from ikcli.server.http.shapes.chat import ChatShape
@@ -23,24 +23,7 @@ from ikcli.server.http.state import ServerState
 
 router = APIRouter(tags=["chat"])
 
-_BODY = generation_body(
-    "messages",
-    extra={
-        "tools": {"type": ["array", "null"], "items": {"type": "object"}},
-        "tool_choice": {"description": "auto, none, required, or a function"},
-        "parallel_tool_calls": {"type": ["boolean", "null"]},
-        "response_format": {"description": "text, json_object (with schema) or json_schema"},
-        "chat_template_kwargs": {"type": ["object", "null"], "description": "variables for the chat template"},
-        "reasoning_format": {"type": ["string", "null"]},
-        "reasoning_effort": {"type": ["string", "null"]},
-        "reasoning_budget_tokens": {"type": ["integer", "null"]},
-        "reasoning_control": {"type": ["boolean", "null"], "description": "thinking may be ended: .../control"},
-        "add_generation_prompt": {"type": ["boolean", "null"]},
-        "logprobs": {"type": ["boolean", "null"]},
-        "top_logprobs": {"type": ["integer", "null"]},
-    },
-)
-
+_BODY = generation_body(ChatBody)
 _CONTROL = object_body(
     {
         "type": "object",
@@ -56,11 +39,11 @@ async def chat_completions(request: Request) -> Response:
     """OpenAI's chat completion, with tools, JSON schemas and all fields of /completion."""
     state = server(request)
     body = await read_object(request)
-    options, prepared, requests, n_top = await generations_of(state, body)
-    writer = probabilities(state, requests[0].sampling, n_top)
+    fields, prepared, requests = await generations_of(state, body)
+    writer = probabilities(state, fields, fields.n_top)
     names = naming(state.alias, body.get("model"), "chatcmpl-")
-    shape = ChatShape(names, options, writer, prepared.make_parser)
-    return await answer_chat(request, state, requests, shape, options, names.id, prepared.control)
+    shape = ChatShape(names, fields, writer, prepared.make_parser)
+    return await answer_chat(request, state, requests, shape, fields, names.id, prepared.control)
 
 
 @router.post("/v1/chat/completions/control", openapi_extra=_CONTROL, summary="End the thinking of a running answer")
@@ -97,5 +80,5 @@ async def input_tokens(request: Request) -> Response:
 
 
 async def _only_prompt(state: ServerState, body: dict[str, Any]) -> PreparedChat:
-    parse(body, state.defaults, state.limits)
-    return await prepare(state, with_defaults(state, body))
+    fields = ChatBody.of(body, state.defaults, state.limits)
+    return await prepare(state, with_defaults(state, body), fields)

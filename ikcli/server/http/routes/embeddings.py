@@ -28,6 +28,7 @@ from ikcli.server.http.vectors import (
     vectors,
     with_array,
 )
+from ikcli.settings.sampling import INT32
 
 router = APIRouter(tags=["embeddings"])
 
@@ -118,7 +119,7 @@ async def rerank(request: Request) -> Response:
     tei = body.get("documents") is None and body.get("texts") is not None
     texts = documents.read_documents(body, "texts" if tei else "documents")
     top_n = body.get("top_n")
-    n = len(texts) if top_n is None else int(f.checked(top_n, "int", "top_n", 1, f.INT32))
+    n = len(texts) if top_n is None else f.integer(top_n, "top_n", 1, INT32)
     flag = "return_text" if tei else "return_documents"
     with_text = body.get(flag) is not None and f.boolean(body[flag], flag)
     found = await vectors(request, state, body, await documents.prompts(state, query, texts))

@@ -13,9 +13,8 @@ from ikcli.server.http import metrics
 from ikcli.server.http.answer import json_response
 from ikcli.server.http.errors import ApiError, unsupported
 from ikcli.server.http.openapi import object_body
-from ikcli.server.http.params import settings
 from ikcli.server.http.routes.context import read_object, server
-from ikcli.server.http.routes.slots import default_options, slots_json
+from ikcli.server.http.routes.slots import default_settings, slots_json
 from ikcli.server.http.shapes.common import FINGERPRINT
 from ikcli.server.http.state import ServerState
 
@@ -130,7 +129,7 @@ async def props(request: Request) -> Response:
     """Model, context, chat template and the settings requests get by default."""
     state = server(request)
     model, tokenizer = state.engine.model, state.engine.tokenizer
-    params = settings(state.defaults.sampling, default_options(state), model.n_ctx_slot, state.alias)
+    params = default_settings(state, model.n_ctx_slot)
     next_token = {"has_next_token": True, "has_new_line": False, "n_remain": -1, "n_decoded": 0, "stopping_word": ""}
     defaults = params | {
         "id": 0,

@@ -16,9 +16,10 @@ from ikcli.server.http import infill, sse
 from ikcli.server.http.answer import answer, json_response
 from ikcli.server.http.constraints import constraint_of
 from ikcli.server.http.errors import bad_request
+from ikcli.server.http.generation_body import GenerationBody
 from ikcli.server.http.generations import generations_of, requests_of
+from ikcli.server.http.limits import token_id
 from ikcli.server.http.openapi import object_body
-from ikcli.server.http.params import parse, token_id
 from ikcli.server.http.prompts import Prompt, read_prompts
 from ikcli.server.http.routes.completion import probabilities
 from ikcli.server.http.routes.context import read_object, server
@@ -66,10 +67,10 @@ async def chat(request: Request) -> Response:
     if not converted["messages"]:
         return json_response(loaded(model, True))
     _check_thinking(state, body, model)
-    options, prepared, requests, _ = await generations_of(state, converted)
-    writer = probabilities(state, requests[0].sampling, convert.n_top(body))
+    fields, prepared, requests = await generations_of(state, converted)
+    writer = probabilities(state, fields, convert.n_top(body))
     shape = OllamaShape(model, prepared.make_parser, writer)
-    return await answer(request, state, requests, shape, stream=options.stream, media_type=sse.JSON_LINES)
+    return await answer(request, state, requests, shape, stream=fields.stream, media_type=sse.JSON_LINES)
 
 
 @router.post("/api/generate", openapi_extra=_body(["model"], _GENERATE), summary="Continue or answer a text (Ollama)")
@@ -95,21 +96,21 @@ async def generate(request: Request) -> Response:
 async def _raw(
     state: ServerState, body: Mapping[str, Any], fields: dict[str, Any], model: str
 ) -> tuple[OllamaShape, list[GenerationRequest]]:
-    sampling, options = parse(fields, state.defaults, state.limits)
+    given = GenerationBody.of(fields, state.defaults, state.limits)
     text, suffix = f.text(body.get("prompt") or "", "prompt"), f.text(body.get("suffix") or "", "suffix")
     if suffix:
         prompt = await infill.prompt_of(state, {"input_prefix": text, "input_suffix": suffix})
     else:
         prompt = (await read_prompts(text, state.limits))[0][0]
-    constraint = await constraint_of(state, options)
-    writer = probabilities(state, sampling, convert.n_top(body))
-    requests = requests_of([prompt], 1, sampling, options, constraint=constraint)
+    constraint = await constraint_of(state, given)
+    writer = probabilities(state, given, convert.n_top(body))
+    requests = requests_of(state, given, [prompt], 1, constraint=constraint)
     return OllamaShape(model, None, writer, ()), requests
 
 
 async def _turn(state: ServerState, body: Mapping[str, Any], model: str) -> tuple[OllamaShape, list[GenerationRequest]]:
     _check_thinking(state, body, model)
-    _, prepared, requests, _ = await generations_of(state, convert.to_turn(body))
+    fields, prepared, requests = await generations_of(state, convert.to_turn(body))
     prompt = Prompt(prepared.tokens, prepared.text)
     if body.get("context"):
         before = f.array(body["context"], "context")
@@ -119,7 +120,7 @@ async def _turn(state: ServerState, body: Mapping[str, Any], model: str) -> tupl
             tokens = tokens[1:]
         prompt = Prompt(ids + tokens, prompt.text)
         requests = [replace(one, prompt=prompt.tokens, turns=()) for one in requests]
-    writer = probabilities(state, requests[0].sampling, convert.n_top(body))
+    writer = probabilities(state, fields, convert.n_top(body))
     return OllamaShape(model, prepared.make_parser, writer, prompt.tokens), requests
 
 

@@ -155,7 +155,7 @@ async def pull(request: Request) -> Response:
 @router.post("/api/push", openapi_extra=_NAME, summary="Publish a model (Ollama)")
 @router.delete("/api/delete", openapi_extra=_NAME, summary="Delete a model (Ollama)")
 async def manage(request: Request) -> Response:
-    """501: models are files of whoever starts the server."""
+    """Answer 501: models are files named when the server starts."""
     await read_json(request)
     what = request.url.path.rpartition("/")[2]
     raise unsupported(f"This server does not {what} models; its models are GGUF files, named when it is started")

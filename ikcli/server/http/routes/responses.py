@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from ikcli.server.http import convert_responses as convert
 from ikcli.server.http.answer import answer_chat, json_response
+from ikcli.server.http.bodies import ResponsesBody
 from ikcli.server.http.generations import generations_of, one_generation_of
 from ikcli.server.http.openapi import generation_body
 from ikcli.server.http.responses_tools import ClientTools
@@ -19,14 +18,7 @@ from ikcli.server.http.shapes.responses import ResponsesShape
 
 router = APIRouter(tags=["chat"])
 
-_EXTRA: dict[str, Any] = {
-    "instructions": {"type": ["string", "null"]},
-    "max_output_tokens": {"type": ["integer", "null"]},
-    "tools": {"type": ["array", "null"], "items": {"type": "object"}},
-    "text": {"type": ["object", "null"]},
-    "reasoning": {"type": ["object", "null"]},
-}
-_BODY = generation_body("input", extra=_EXTRA)
+_BODY = generation_body(ResponsesBody)
 
 
 @router.post("/v1/responses", openapi_extra=_BODY, summary="Answer a conversation (OpenAI Responses)")
@@ -35,10 +27,10 @@ async def responses(request: Request) -> Response:
     """OpenAI's Responses API with its events."""
     state = server(request)
     body = await read_object(request)
-    options, prepared, requests = await one_generation_of(state, convert.to_chat(body))
+    fields, prepared, requests = await one_generation_of(state, convert.to_chat(body))
     names = naming(state.alias, body.get("model"), "resp_")
-    shape = ResponsesShape(names, options, convert.echoed(body), ClientTools(body), prepared.make_parser)
-    return await answer_chat(request, state, requests, shape, options, names.id, prepared.control)
+    shape = ResponsesShape(names, fields, convert.echoed(body), ClientTools(body), prepared.make_parser)
+    return await answer_chat(request, state, requests, shape, fields, names.id, prepared.control)
 
 
 @router.post("/v1/responses/input_tokens", openapi_extra=_BODY, summary="Tokens of a conversation")
@@ -46,5 +38,5 @@ async def responses(request: Request) -> Response:
 async def input_tokens(request: Request) -> Response:
     """How many tokens the prompt has."""
     state = server(request)
-    _, prepared, _, _ = await generations_of(state, convert.to_chat(await read_object(request)))
+    _, prepared, _ = await generations_of(state, convert.to_chat(await read_object(request)))
     return json_response({"object": "response.input_tokens", "input_tokens": len(prepared.tokens)})

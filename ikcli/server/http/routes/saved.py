@@ -47,7 +47,7 @@ async def saved(request: Request) -> Response:
 
 @router.post("/delete_prompt", openapi_extra=_DELETE, summary="Delete a saved slot")
 async def delete(request: Request) -> Response:
-    """Delete `filename` in --slot-save-path; 404 if it is no saved slot."""
+    """Delete `filename` in --slot-save-path; 404 if it is not a saved slot."""
     folder = _folder(server(request))
     name = file_name((await read_object(request)).get("filename"))
     await asyncio.to_thread(_existing(folder, name).unlink)
@@ -77,7 +77,7 @@ def _folder(state: ServerState) -> Path:
 def _existing(folder: Path, name: str) -> Path:
     path = folder / name
     if path.is_symlink() or not path.is_file() or slot_file.peek(path) is None:
-        raise ApiError(404, f"there is no saved slot {name}")
+        raise ApiError(404, f"saved slot {name} does not exist")
     return path
 
 

@@ -14,8 +14,10 @@ from starlette.responses import Response
 from ikcli.server.http import fields as f
 from ikcli.server.http.answer import json_response
 from ikcli.server.http.errors import ApiError, bad_request, unsupported
+from ikcli.server.http.generation_body import GenerationBody
+from ikcli.server.http.generations import request_of
 from ikcli.server.http.openapi import object_body
-from ikcli.server.http.params import Options, settings
+from ikcli.server.http.params import settings
 from ikcli.server.http.routes.context import read_object, server, server_with_slots
 from ikcli.server.http.shapes.common import timings_json
 from ikcli.server.http.state import ServerState
@@ -68,31 +70,14 @@ def _slot(state: ServerState, slot: SlotState) -> dict[str, Any]:
     }
     request = slot.request
     if request is None:
-        return settings(state.defaults.sampling, default_options(state), slot.n_ctx, state.alias) | head
-    options = Options(
-        n_predict=request.n_predict,
-        stop=request.stop,
-        n_keep=request.n_keep,
-        n_discard=request.n_discard,
-        n_indent=request.n_indent,
-        cache_prompt=request.cache_prompt,
-        speculation=request.speculation,
-    )
-    params = settings(request.sampling, options, slot.n_ctx, state.alias)
+        return default_settings(state, slot.n_ctx) | head
+    params = settings(request, GenerationBody(), slot.n_ctx, state.alias)
     return params | head | {"params": params}
 
 
-def default_options(state: ServerState) -> Options:
-    """What a request without fields gets."""
-    defaults = state.defaults
-    return Options(
-        n_predict=defaults.n_predict,
-        n_keep=defaults.n_keep,
-        cache_prompt=defaults.cache_prompt,
-        stop=defaults.stop,
-        grammar=defaults.grammar,
-        json_schema=defaults.json_schema,
-    )
+def default_settings(state: ServerState, n_ctx: int) -> dict[str, Any]:
+    """The settings of a request without fields."""
+    return settings(request_of(state, state.defaults), state.defaults, n_ctx, state.alias)
 
 
 @router.post("/slots/{id_slot}", openapi_extra=_ACTION, summary="Save, restore or erase a slot's cache")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -10,41 +10,36 @@ from starlette.responses import Response
 
 from ikcli.server.http import fields as f
 from ikcli.server.http.answer import json_response
+from ikcli.server.http.limits import token_id
 from ikcli.server.http.openapi import object_body
-from ikcli.server.http.params import token_id
 from ikcli.server.http.prompts import encode
 from ikcli.server.http.routes.context import read_object, server
+from ikcli.server.http.schema import Body, Flag, field, schema_of, shown_as
 
 router = APIRouter(tags=["tokens"])
 
-_TOKENIZE = object_body(
-    {
-        "type": "object",
-        "properties": {
-            "content": {"description": "text, or an array of texts and token ids"},
-            "add_special": {"type": "boolean", "description": "add BOS/EOS where the model wants them; default false"},
-            "parse_special": {"type": "boolean", "description": "recognize control tokens; default true"},
-            "with_pieces": {"type": "boolean", "description": "ids together with their text; default false"},
-        },
-    }
-)
-_DETOKENIZE = object_body({"type": "object", "properties": {"tokens": {"type": "array", "items": {"type": "integer"}}}})
+
+class TokenizeBody(Body, frozen=True):
+    """/tokenize."""
+
+    content: Annotated[Any, shown_as()] = field(None, "text, or an array of texts and token ids")
+    add_special: Flag = field(False, "add BOS/EOS where the model wants them; default false")
+    parse_special: Flag = field(True, "recognize control tokens; default true")
+    with_pieces: Flag = field(False, "ids together with their text; default false")
 
 
-def _flag(body: dict[str, Any], name: str, default: bool) -> bool:
-    value = body.get(name)
-    return default if value is None else f.boolean(value, name)
+class DetokenizeBody(Body, frozen=True):
+    """/detokenize."""
+
+    tokens: Annotated[Any, shown_as(type="array", items={"type": "integer"})] = field([], "token ids")
 
 
-@router.post("/tokenize", openapi_extra=_TOKENIZE, summary="Text to token ids")
+@router.post("/tokenize", openapi_extra=object_body(schema_of(TokenizeBody)), summary="Text to token ids")
 async def tokenize(request: Request) -> Response:
     """`{"tokens": [...]}`; pieces that are no text alone come as lists of bytes."""
     state = server(request)
-    body = await read_object(request)
-    add_special, parse_special = _flag(body, "add_special", False), _flag(body, "parse_special", True)
-    with_pieces = _flag(body, "with_pieces", False)
-    tokenizer = state.engine.tokenizer
-    content = body.get("content")
+    body = TokenizeBody.checked(await read_object(request))
+    tokenizer, content = state.engine.tokenizer, body.content
     parts: list[Any] = [] if content is None else content if isinstance(content, list) else [content]
     tokens: list[int] = []
     for i, part in enumerate(parts):
@@ -53,8 +48,10 @@ async def tokenize(request: Request) -> Response:
             tokens.append(token_id(part, name, state.limits.n_vocab))
         else:
             text = f.text(part, name)
-            tokens += await encode(tokenizer, text, add_special=add_special and i == 0, parse_special=parse_special)
-    if with_pieces:
+            tokens += await encode(
+                tokenizer, text, add_special=body.add_special and i == 0, parse_special=body.parse_special
+            )
+    if body.with_pieces:
         return json_response({"tokens": [{"id": t, "piece": _piece(tokenizer.token_bytes(t))} for t in tokens]})
     return json_response({"tokens": tokens})
 
@@ -66,12 +63,12 @@ def _piece(data: bytes) -> str | list[int]:
         return list(data)
 
 
-@router.post("/detokenize", openapi_extra=_DETOKENIZE, summary="Token ids to text")
+@router.post("/detokenize", openapi_extra=object_body(schema_of(DetokenizeBody)), summary="Token ids to text")
 async def detokenize(request: Request) -> Response:
     """`{"content": "..."}`."""
     state = server(request)
-    body = await read_object(request)
-    items = f.array(body["tokens"], "tokens") if body.get("tokens") is not None else []
+    body = DetokenizeBody.checked(await read_object(request))
+    items = f.array(body.tokens, "tokens")
     tokens = [token_id(item, f"tokens[{i}]", state.limits.n_vocab) for i, item in enumerate(items)]
     data = b"".join(state.engine.tokenizer.token_bytes(token) for token in tokens)
     return json_response({"content": data.decode("utf-8", "replace")})

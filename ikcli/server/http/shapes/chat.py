@@ -8,8 +8,8 @@ from typing import Any
 from ikcli.chat.parser import ChatDelta
 from ikcli.server.http import sse
 from ikcli.server.http.errors import ApiError
+from ikcli.server.http.generation_body import GenerationBody
 from ikcli.server.http.jsontext import quote
-from ikcli.server.http.params import Options
 from ikcli.server.http.shapes.common import (
     FINGERPRINT,
     Naming,
@@ -29,23 +29,23 @@ class ChatShape:
     """`make_parser` is called once per answer."""
 
     def __init__(
-        self, names: Naming, options: Options, probabilities: Probabilities | None, make_parser: ParserMaker
+        self, names: Naming, fields: GenerationBody, probabilities: Probabilities | None, make_parser: ParserMaker
     ) -> None:
         self._names = names
-        self._options = options
+        self._fields = fields
         self._probabilities = probabilities
         self._make_parser = make_parser
         self._incoming: dict[int, Incoming] = {}
         self._timings: dict[int, RequestTimings] = {}
         self._tokens: dict[int, list[TokenInfo]] = {}
-        self._plain = probabilities is None and not options.timings_per_token
+        self._plain = probabilities is None and not fields.timings_per_token
         self._around: dict[int, tuple[bytes, bytes]] = {}  # what is before and after the content of an answer's chunks
 
     def begin(self) -> bytes:
         return b""
 
     def end(self) -> bytes:
-        if not self._options.include_usage:
+        if not self._fields.stream_options.include_usage:
             return sse.DONE
         out = self._chunk([]) | {"usage": usage_json(self._timings.values())}
         return sse.data(out | self._last_timings()) + sse.DONE
@@ -82,7 +82,7 @@ class ChatShape:
             if last and self._probabilities is not None:
                 choice["logprobs"] = {"content": self._probabilities.tokens(self._tokens.pop(index))}
             chunk = self._chunk([choice])
-            if last and self._options.timings_per_token:
+            if last and self._fields.timings_per_token:
                 chunk["timings"] = timings_json(event.timings)
             out.append(sse.data(chunk))
         return b"".join(out)
@@ -105,7 +105,7 @@ class ChatShape:
         if self._tokens.get(index) and self._probabilities is not None:
             choice["logprobs"] = {"content": self._probabilities.tokens(self._tokens.pop(index))}
         out = self._chunk([choice])
-        if not self._options.include_usage:
+        if not self._fields.stream_options.include_usage:
             out["timings"] = timings_json(event.timings)
         return head + sse.data(out)
 

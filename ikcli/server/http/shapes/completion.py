@@ -11,7 +11,7 @@ from typing import Any
 
 from ikcli.server.http import sse
 from ikcli.server.http.errors import ApiError
-from ikcli.server.http.params import Options
+from ikcli.server.http.generation_body import GenerationBody
 from ikcli.server.http.shapes.common import (
     FINGERPRINT,
     Naming,
@@ -33,13 +33,13 @@ class Echo:
 
 
 class CompletionShape:
-    """`best`: of every run of so many generations only the `options.n_cmpl` most likely ones are returned."""
+    """`best`: of every run of so many generations only the `fields.n_cmpl` most likely ones are returned."""
 
     def __init__(
-        self, names: Naming, options: Options, probabilities: Probabilities | None, echo: Echo | None, best: int
+        self, names: Naming, fields: GenerationBody, probabilities: Probabilities | None, echo: Echo | None, best: int
     ) -> None:
         self._names = names
-        self._options = options
+        self._fields = fields
         self._probabilities = probabilities
         self._echo = echo
         self._best = best
@@ -51,7 +51,7 @@ class CompletionShape:
         return b""
 
     def end(self) -> bytes:
-        if not self._options.include_usage:
+        if not self._fields.stream_options.include_usage:
             return sse.DONE
         out = self._chunk([]) | {"usage": usage_json(self._timings.values())}
         return sse.data(out) + sse.DONE
@@ -71,7 +71,7 @@ class CompletionShape:
             "finish_reason": None,
         }
         out = self._chunk([choice])
-        if self._options.timings_per_token:
+        if self._fields.timings_per_token:
             out["timings"] = timings_json(event.timings)
         return front + sse.data(out)
 
@@ -105,7 +105,7 @@ class CompletionShape:
         return out
 
     def _choose(self, finals: Sequence[Final]) -> list[int]:
-        keep = self._options.n_cmpl
+        keep = self._fields.n_cmpl
         if self._best <= keep:
             return list(range(len(finals)))
         chosen = []

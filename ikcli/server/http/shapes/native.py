@@ -7,8 +7,8 @@ from typing import Any
 
 from ikcli.server.http import sse
 from ikcli.server.http.errors import ApiError
+from ikcli.server.http.generation_body import GenerationBody
 from ikcli.server.http.jsontext import quote
-from ikcli.server.http.params import Options
 from ikcli.server.http.shapes.common import Naming, Probabilities, n_prompt, progress_json, timings_json
 from ikcli.server.slots.messages import Delta, Final, PromptProgress
 
@@ -19,19 +19,19 @@ class NativeShape:
     def __init__(
         self,
         names: Naming,
-        options: Options,
+        fields: GenerationBody,
         probabilities: Probabilities | None,
         prompts: Sequence[str],
         settings: Sequence[dict[str, Any]],
         first_slot: int = 0,
     ) -> None:
         self._names = names
-        self._options = options
+        self._fields = fields
         self._probabilities = probabilities
         self._prompts = prompts
         self._settings = settings
         self._first = first_slot
-        self._plain = probabilities is None and not options.timings_per_token
+        self._plain = probabilities is None and not fields.timings_per_token
 
     def begin(self) -> bytes:
         return b""
@@ -62,7 +62,7 @@ class NativeShape:
             "tokens_evaluated": n_prompt(event.timings),
             "multimodal": False,
         }
-        if self._options.timings_per_token:
+        if self._fields.timings_per_token:
             out["timings"] = timings_json(event.timings)
         if self._probabilities is not None:
             out["completion_probabilities"] = self._probabilities.native(event.tokens)
@@ -78,7 +78,7 @@ class NativeShape:
     def whole(self, finals: Sequence[Final]) -> Any:
         out = []
         for index, event in enumerate(finals):
-            tokens = [token.id for token in event.tokens] if self._options.return_tokens else []
+            tokens = [token.id for token in event.tokens] if self._fields.return_tokens else []
             out.append(self._selected(self._final(index, event, content=event.text, tokens=tokens)))
         return out[0] if len(out) == 1 else out
 
@@ -111,10 +111,10 @@ class NativeShape:
 
     def _selected(self, answer: dict[str, Any]) -> dict[str, Any]:
         """Only the fields of `response_fields`, under their paths; missing ones are left out."""
-        if not self._options.response_fields:
+        if not self._fields.response_fields:
             return answer
         out = {}
-        for path in self._options.response_fields:
+        for path in self._fields.response_fields:
             value: Any = answer
             for key in path.split("/"):
                 if not isinstance(value, dict) or key not in value:

@@ -13,7 +13,7 @@ from typing import Any
 from ikcli.chat.parser import ChatDelta
 from ikcli.server.http import sse
 from ikcli.server.http.errors import ApiError
-from ikcli.server.http.params import Options
+from ikcli.server.http.generation_body import GenerationBody
 from ikcli.server.http.responses_tools import ClientTool, ClientTools
 from ikcli.server.http.shapes.chat import reason
 from ikcli.server.http.shapes.common import Naming, n_prompt, progress_json, random_id, timings_json
@@ -27,13 +27,13 @@ class ResponsesShape:
     def __init__(
         self,
         names: Naming,
-        options: Options,
+        fields: GenerationBody,
         echoed: Mapping[str, Any],
         tools: ClientTools,
         make_parser: ParserMaker,
     ) -> None:
         self._names = names
-        self._options = options
+        self._fields = fields
         self._echoed = dict(echoed)
         self._incoming = Incoming(make_parser())
         self._number = 0
@@ -65,7 +65,7 @@ class ResponsesShape:
         return self._event("response.in_progress", response=response, prompt_progress=progress_json(event))
 
     def delta(self, index: int, event: Delta) -> bytes:
-        self._extra = {"timings": timings_json(event.timings)} if self._options.timings_per_token else {}
+        self._extra = {"timings": timings_json(event.timings)} if self._fields.timings_per_token else {}
         out = self._deltas(self._incoming.delta(event))
         self._extra = {}
         return out

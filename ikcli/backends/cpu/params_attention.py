@@ -49,7 +49,7 @@ class AttentionPart(Record):
 
 
 class AttentionParams(Params):
-    """What all kernels of attention share. A task is some tokens and the heads of a unit, which share a KV head."""
+    """Parameters of all attention kernels. A task is some tokens and the heads of a unit, which share a KV head."""
 
     out: Address
     out_stride: int
@@ -91,7 +91,7 @@ class FlashParams(AttentionParams):
 
 
 class FullParams(AttentionParams):
-    """... whose scores are stored."""
+    """Parameters of attention with stored scores."""
 
     score_rows: int  # per head
     scores: Address

@@ -171,7 +171,7 @@ _FIRST_FFN = ("blk.0.ffn_down", "blk.0.ffn_gate", "blk.0.ffn_up")
 def _low_bits(
     v: tuple[T, T, T], qk: T, first_ffn: T, qkv: T, shexp: T, down: T, out: tuple[T, T]
 ) -> tuple[TensorKind, ...]:
-    """The plan shared by IQ1_S_R4, IQ1_M_R4 and IQ2_KT."""
+    """Return the plan shared by IQ1_S_R4, IQ1_M_R4 and IQ2_KT."""
     return (
         TensorKind(
             ("attn_v.weight",),

@@ -117,7 +117,7 @@ class TargetPlan:
 
 
 def parse_size(text: str, option: str = "--target-size") -> int:
-    """Bytes of `12GiB`, `900M` or `1.5GB` (K, M, G and KiB, ... are powers of 1024, KB, MB, GB of 1000)."""
+    """Return the bytes of `12GiB`, `900M` or `1.5GB` (K, M, G and KiB, ... are powers of 1024, KB, MB, GB of 1000)."""
     m = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([KMGT]?)(i?B|B)?\s*", text, re.IGNORECASE)
     if m is None or float(m[1]) <= 0:
         raise UsageError(f'{option}: "{text}" is not a size; write for example 12GiB, 900M or 1.5GB')

@@ -215,7 +215,7 @@ def _mla(low: GpuLowering, node: Node, op: Attention) -> None:
         kind += "s"  # three stages and more
 
     def rows_of(c: Counts) -> int:
-        """Rows of a tile: 32 if a segment has more than 16 on average."""
+        """Return the rows of a tile: 32 if a segment has more than 16 on average."""
         return 32 if _up(c.n_tokens * heads, max(1, min(c.n_segments, c.n_tokens))) > 16 else 16
 
     def shapes(c: Counts) -> Shape:
@@ -300,7 +300,7 @@ def _heads(low: GpuLowering, node: Node, op: Attention, tiled: _Tiled) -> None:
     wide = tiled.k_width < 256 and 2 * (prefill_shared(128, tiled.k_width, v.width) + 1024) <= on_sm
 
     def rows_of(c: Counts) -> int:
-        """Rows of a tile of prefill kernels: half as many where that fills more of the GPU."""
+        """Return the rows of a tile of prefill kernels: half as many where that fills more of the GPU."""
         per_segment = _up(c.n_tokens * group, max(1, min(c.n_segments, c.n_tokens)))
         return 64 if per_segment <= 64 or op.n_head_kv * count_tiles(c, group, 128) <= low.device.n_sm else 128
 

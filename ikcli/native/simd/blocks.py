@@ -24,7 +24,7 @@ def _c(builder, x):
 
 @intrinsic
 def bits_to_lanes(typingctx, bits, value):
-    """`value` (a constant) in every lane whose bit of the low 16 bits is set, else 0 (i32x16)."""
+    """Return `value` (a constant) in every lane whose bit of the low 16 bits is set, else 0 (i32x16)."""
     if not isinstance(value, types.IntegerLiteral):
         return None
     x = value.literal_value

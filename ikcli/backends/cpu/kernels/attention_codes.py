@@ -116,9 +116,9 @@ def _scaled_codes(builder, block, share):
 
 
 def _make_store_codes(in_k, in_v):
-    """store_codes(x, y, n_blocks, x_shares, y_shares, k, k_chunk, v, v_chunk): blocks >= 1 of two rows as K, V or both.
+    """Return store_codes(x, y, n_blocks, x_shares, y_shares, k, k_chunk, v, v_chunk).
 
-    Shares are i32 of which the lower half counts.
+    It stores blocks >= 1 of two rows as K, V or both. Shares are i32 of which the lower half counts.
     """
     low, high = ([i + 16 * h + 32 * j for i in range(16) for j in range(2)] for h in range(2))
 

@@ -47,7 +47,7 @@ def _plain(kind):
 
     @inline
     def unpack_tile(w, row_bytes, n, k0, kc, tile):
-        """n <= _ROWS rows of columns k0 .. k0+kc-1; missing rows repeat the last one."""
+        """Return n <= _ROWS rows of columns k0 .. k0+kc-1; missing rows repeat the last one."""
         w += size * k0
         full = kc & ~15
         for r in range(0, _ROWS, 16):
@@ -69,7 +69,7 @@ def _bf16():
 
     @inline
     def unpack_tile(w, row_bytes, n, k0, kc, tile):
-        """Pairs of columns k0 .. k0+kc-1 of n <= _ROWS rows; missing rows repeat the last one."""
+        """Return pairs of columns k0 .. k0+kc-1 of n <= _ROWS rows; missing rows repeat the last one."""
         w += 2 * k0
         full = kc & ~31
         for r in range(0, _ROWS, 16):

@@ -221,7 +221,10 @@ class GroupFormat(WeightFormat):
 
     @property
     def bias(self):
-        """code - bias is a value (symmetric modes); 0, for signed bytes, or a power of two. See `RowFormat.bias`."""
+        """Return the bias: code - bias is a value (symmetric modes).
+
+        It is 0, for signed bytes, or a power of two. See `RowFormat.bias`.
+        """
         return 0 if isa.current().plain_avx2 else 128
 
     def header(self, e, w):

@@ -109,8 +109,8 @@ class HParams:
     attn_softcap: float = 0.0
     final_softcap: float = 0.0
     value_scale: float = 1.0
-    n_layer_kv: int = 0  # layers that have keys and values of their own, where others use these; 0: all
-    n_embd_per_layer: int = 0  # width of embeddings that layers have of their own
+    n_layer_kv: int = 0  # layers with their own keys and values, which the others use; 0: all
+    n_embd_per_layer: int = 0  # width of the layers' own embeddings
     temperature_length: int = 0  # 0: the original context
     temperature_shift: int = 0
     swiglu_limit: float = 0.0  # of experts; 0: none

@@ -16,7 +16,7 @@ Doubles = npt.NDArray[np.float64]
 # Added to the diagonal for directions that the text happened not to visit: so much of itself, and of its median (not of
 # the mean: a few channels of large models carry thousands of times the energy of the others).
 _DAMPING, _LEAST = 0.03, 0.003
-_PLACE = 32  # columns chosen anew together; every type has whole groups and scales in them
+_PLACE = 32  # columns chosen again together; every type has whole groups and scales in them
 
 
 class ColumnGroup(NamedTuple):

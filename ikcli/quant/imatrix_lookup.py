@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float32]
-DRAW = 32.0  # rows that the mean of the layer counts as; 1000 rows of its own leave it 3 %
+DRAW = 32.0  # rows that the mean of the layer counts as; 1000 rows of an expert leave it 3 %
 
 # Tensor of a block -> others with the same input, in order of preference; as the reference looks them up.
 _AS_THE_REFERENCE = {

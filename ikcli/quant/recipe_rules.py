@@ -23,7 +23,7 @@ class Situation:
     gqa: int  # query heads per KV head of block 0, 0 without KV heads
     n_expert: int
     has_imatrix: bool
-    has_output: bool  # the model has an output.weight of its own
+    has_output: bool  # the model has a separate output.weight
     falcon: bool
     is_70b: bool
     large_vocab: bool  # an 8B or 70B model with a vocabulary of 128 thousand or more

@@ -345,7 +345,7 @@ def _measure_all(
 ) -> tuple[dict[str, dict[GGMLType, float]], dict[str, float], float | None]:
     """Measure squared relative errors by tensor and type.
 
-    Also returns the energies that `sensitivities` wants, and the energy of embedding rows.
+    Also returns the energies that `sensitivities` needs, and the energy of embedding rows.
     """
     table: dict[str, dict[GGMLType, float]] = {}
     energies: dict[str, float] = {}

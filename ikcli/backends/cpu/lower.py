@@ -112,7 +112,7 @@ def activation_kind(type_: GGMLType) -> str:
 def _kind_of_rows(low: CpuLowering, w: Weight, rows: RowSpec, exact: bool = False) -> str:
     """Return `activation_kind`, without integers for generation rows, which are always few."""
     kind = activation_kind(w.type)
-    few = low.independent and low.rows(rows) <= low.few_rows
+    few = low.batch_invariant and low.rows(rows) <= low.few_rows
     return "f32" if kind == "i16" and (exact or few) else kind
 
 

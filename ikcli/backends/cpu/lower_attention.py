@@ -242,7 +242,7 @@ def lower_flash_attn(low: CpuLowering, node: Node, op: FlashAttn) -> None:
         raise UnsupportedError("flash attention reads V row by row: the V cache cannot be transposed")
     sources = _Sources.of(low, node, op)
     heads = _unit_heads(group)
-    block = 1 if low.independent else max(1, MAX_ROWS // heads)
+    block = 1 if low.batch_invariant else max(1, MAX_ROWS // heads)
     n_rows, units = min(block, low.max_rows[Rows.TOKENS]) * heads, n_head // heads
     k_chunks, v_chunks = _chunks(*k), _chunks(v)
     stream = n_rows == heads <= _most_streamed(sources.k_types, k, v)
@@ -272,7 +272,7 @@ def lower_flash_attn(low: CpuLowering, node: Node, op: FlashAttn) -> None:
     slot_bytes = 2 * STAT_BYTES + 64 * v_chunks * rows
     scratch = low.buffer(low.n_threads * scratch_bytes)
     n_slots = SPLITS_PER_THREAD * low.n_threads * per_task
-    slots = low.buffer(max(n_slots, units) * low.max_rows[Rows.TOKENS] * slot_bytes if low.independent
+    slots = low.buffer(max(n_slots, units) * low.max_rows[Rows.TOKENS] * slot_bytes if low.batch_invariant
                        else n_slots * slot_bytes)  # fmt: skip
     slopes = low.constant(np.asarray(op.slopes, np.float32).tobytes()) if op.slopes else 0
     params = FlashParams(
@@ -282,7 +282,7 @@ def lower_flash_attn(low: CpuLowering, node: Node, op: FlashAttn) -> None:
         chunk=op.chunk or _NO_WINDOW, sinks=low.weight(op.sinks) if op.sinks else 0, slopes=slopes, cap=op.softcap,
         q=sources.q, k=sources.k, v=sources.v, v_chunk=max(view, 0), o_at=o_at, stats_at=stats_at, slots=slots,
         slot_bytes=slot_bytes, q_unit=q_unit, o_unit=o_unit, units_per_task=per_task, min_split=_MIN_SPLIT[few],
-        independent=int(low.independent),
+        batch_invariant=int(low.batch_invariant),
     )  # fmt: skip
     types = (sources.k_types, "view" if view >= 0 else sources.v_type)
     if stream:

@@ -21,7 +21,7 @@ from ikcli.graph import Cache, Graph, Node, RowSpec, Weight
 from ikcli.native.kernel_cache import KernelKey
 from ikcli.native.kernel_library import KernelLibrary
 
-INDEPENDENT_ROWS = 8  # rows up to which an `independent` program keeps its promise
+INDEPENDENT_ROWS = 8  # most rows for which a program can be batch-invariant
 FEW_ROWS = 4  # a row of weights is decoded once for as many
 ENTRY_WORDS = 4  # of the table that kernels/executor.py walks
 
@@ -46,7 +46,7 @@ class CpuLowering(Buffers):
 
     n_threads: int
     n_cells: int  # cells of the KV cache over all sequences
-    independent: bool = False  # see CpuDevice.plan
+    batch_invariant: bool = False  # see CpuDevice.plan
     ops: list[KernelCall] = field(default_factory=list)
     constants: dict[int, np.ndarray] = field(default_factory=dict)
     outside: dict[int, Node] = field(default_factory=dict)  # buffers that are not part of the arena
@@ -54,7 +54,7 @@ class CpuLowering(Buffers):
     @property
     def few_rows(self) -> int:
         """Return the most activation rows for which a product reads weights without unpacking them."""
-        return INDEPENDENT_ROWS if self.independent else FEW_ROWS
+        return INDEPENDENT_ROWS if self.batch_invariant else FEW_ROWS
 
     def buffer(self, n_bytes: int) -> Ref:
         """Return temporary memory, alive from the first to the last op that names it."""

@@ -178,4 +178,4 @@ def _also_when(low: GpuLowering, at: Ref, when: When | None) -> None:
             wanted.readers.append(when)
             low._shared[key] = Ref(i)
             return
-    raise AssertionError("activation rows that nobody makes")
+    raise AssertionError("no launch makes these activation rows")

@@ -70,7 +70,7 @@ class SplitPlan:
         limits = [n for n in (op.window, op.chunk) if n]
         plan = cls(op.n_head, op.n_head_kv, op.v.width, low.device.n_sm, longest, min([*limits, longest]),
                    bool(limits), 0, 1 << 62)  # fmt: skip
-        if low.independent:
+        if low.batch_invariant:
             one = Counts(1, 1, longest, 1, longest)
             plan = replace(plan, most=max(1, plan._filling(one, shapes(one))))
         rows = 0

@@ -25,7 +25,7 @@ from ikcli.graph import Cache, Node, Per, Rows, RowSpec, Weight
 ALIGN = 256  # bytes between buffers of the arena
 STATE = -1  # Ref target: the step block
 RULE_MODULES = ("rules_layers", "rules_recurrent", "attention", "rules_matmul")
-N_EXACT = 8  # counts up to here are buckets of their own
+N_EXACT = 8  # counts up to here have separate buckets
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,12 +144,12 @@ class GpuLowering(Buffers):
     n_cells: int  # cells of the KV cache over all sequences
     device: DeviceLimits
     window_cells: int = 0  # of the caches of windows
-    independent: bool = False  # up to N_EXACT tokens, results of one must not depend on the others
+    batch_invariant: bool = False  # up to N_EXACT tokens, the result of one must not depend on the others
     ops: list[GpuLaunch] = field(default_factory=list)
     constants: dict[int, bytes] = field(default_factory=dict)
     pinned: dict[int, tuple[int, int]] = field(default_factory=dict)  # buffer -> ops between which it must live too
     streamed: dict[str, int] = field(default_factory=dict)  # weights that come from the host in every step: buffers
-    turn_start: int = 0  # first op of the current turn: ops before it may not be moved
+    turn_start: int = 0  # first op of the current split: ops before it may not be moved
 
     @property
     def state(self) -> Ref:

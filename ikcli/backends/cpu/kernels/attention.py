@@ -10,7 +10,7 @@ Corresponds to ggml's flash_attn_ext; the recurrence is Milakov & Gimelshein 201
 
 import numpy as np
 
-from ikcli.backends.cpu.kernels.attention_sight import (
+from ikcli.backends.cpu.kernels.attention_mask import (
     limits,
     load_cap,
     make_capped,

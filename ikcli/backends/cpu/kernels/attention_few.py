@@ -12,7 +12,7 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from ikcli.backends.cpu.kernels.attention import make_stage_k, make_stage_v, stage_q
-from ikcli.backends.cpu.kernels.attention_sight import load_cap, make_capped, make_start_rows, make_weakened_row
+from ikcli.backends.cpu.kernels.attention_mask import load_cap, make_capped, make_start_rows, make_weakened_row
 from ikcli.backends.cpu.kernels.attention_tasks import (
     CORRECTION,
     FIRST,

@@ -9,7 +9,7 @@ meanings below.
 import numpy as np
 
 from ikcli.backends.cpu.kernels.attention import make_stage_k, stage_q
-from ikcli.backends.cpu.kernels.attention_sight import load_cap, make_capped
+from ikcli.backends.cpu.kernels.attention_mask import load_cap, make_capped
 from ikcli.backends.cpu.kernels.attention_tasks import (
     LOWEST,
     find_task,

@@ -9,7 +9,7 @@ f32.
 
 from ikcli.backends.cpu.kernels.attention import make_flash, make_weight, pack_q, update_rows
 from ikcli.backends.cpu.kernels.attention_codes import make_stage_codes
-from ikcli.backends.cpu.kernels.attention_sight import (
+from ikcli.backends.cpu.kernels.attention_mask import (
     limits,
     load_cap,
     make_capped,

@@ -66,7 +66,7 @@ def n_splits(params, n_base, nth):
     """Return the parts that every task is split into: the same in all kernels of one run."""
     if nth == 1 or n_base == 0:
         return 1
-    if params.independent:  # batch-invariant: split as if the token were alone
+    if params.batch_invariant:  # batch-invariant: split as if the token were alone
         n_base = params.units
     return max(1, SPLITS_PER_THREAD * nth * params.units_per_task // n_base)
 

@@ -41,7 +41,7 @@ def relax(spins):
 def run_part(sync, program, i, part, n_threads):
     """Execute one part of op i; the first part of an op clears the work counter of the op before it."""
     if part == 0 and i > 0:
-        # Not by the op itself at its end: only now are all of its parts done, so nobody reads the counter any more.
+        # Not by the op itself at its end: only now are all of its parts done, so no thread reads the counter any more.
         atomic_store(atomic_load(program + ENTRY * (i - 1) + 8) - WORK, 0)
     entry = program + ENTRY * i
     status = call_kernel(atomic_load(entry), atomic_load(entry + 8), part, n_threads)

@@ -244,7 +244,7 @@ class GroupFormat(WeightFormat):
     def scales(self, e, w, row):
         """Yield f32x16 vectors of the scales without `d`: by block, by row; modes *16: by block, by half, by row.
 
-        They are asked for one by one, between the codes, so that memory is read in order.
+        The caller takes them one by one, between the codes, so that memory is read in order.
         """
         raise NotImplementedError
 

@@ -315,7 +315,7 @@ class Case:
         """Return the launches of one step of all tokens after the cells before them."""
         b, n, n_kv = self.b, self.n_tokens, self.n_kv
         most = {Rows.TOKENS: n, Rows.OUTPUTS: n, Rows.KV: self.n_cells}
-        low = GpuLowering(most, self.n_cells, DeviceLimits.of(b.device.info), independent=b.independent)
+        low = GpuLowering(most, self.n_cells, DeviceLimits.of(b.device.info), batch_invariant=b.independent)
         from leaves import Leaf
 
         rules = all_rules().replaced({Leaf: lambda low, node, op: low.keep(node, 0, 0)})

@@ -49,7 +49,7 @@ class ProductRun(GraphRun):
 
     def lowering(self, n_tokens: int, n_outputs: int) -> GpuLowering:
         most = {Rows.TOKENS: n_tokens + self.spare, Rows.OUTPUTS: max(n_outputs, 1), Rows.KV: n_tokens + self.spare}
-        return GpuLowering(most, n_tokens + self.spare, self.limits, independent=self.independent)
+        return GpuLowering(most, n_tokens + self.spare, self.limits, batch_invariant=self.independent)
 
 
 def rounded(x: Array) -> Array:

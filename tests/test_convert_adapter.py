@@ -293,7 +293,7 @@ def test_targets_that_take_no_file(
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     assert main([*known, str(pipe)]) == 2
-    assert "is no ordinary file" in capsys.readouterr().err
+    assert "is not a regular file" in capsys.readouterr().err
     assert pipe.is_fifo()
     assert main([*known, str(directory / "adapter_model.safetensors")]) == 2
     assert "is the input" in capsys.readouterr().err

@@ -94,7 +94,7 @@ def test_sessions_run_through_driver_and_package() -> None:
 def test_wrong_calls_are_refused() -> None:
     assert [line[:75] for line in run_scenario("wrong_calls").splitlines()] == [
         "TypeError kernel util_fill takes (int, int, float32), got (int, int32, float32)"[:75],
-        "IkError internal error: there is no compiled kernel no_such_kernel",
+        "IkError internal error: kernel no_such_kernel is not in the package",
         "CudaError kernel util_fill needs 1048576 bytes of shared memory; Fake GPU 0 has 232448"[:75],
         "CudaError Fake GPU 0: cuMemsetD8Async failed: an error of the stand-in (CUDA_ERROR, 1)"[:75],
         "ValueError upload of an array that is not contiguous",

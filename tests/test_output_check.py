@@ -39,8 +39,8 @@ def test_what_cannot_be_written_over(tmp_path: Path) -> None:
         (source, "is the input"),
         (link, "is the input"),
         (tmp_path, "is a folder"),
-        (pipe, "is no ordinary file"),
-        (below, "is no folder"),
+        (pipe, "is not a regular file"),
+        (below, "is not a directory"),
     ):
         with pytest.raises(UsageError, match=words):
             check_output([tmp_path / "fine.gguf", path], [source])

@@ -185,7 +185,7 @@ def test_outputs_that_cannot_be_written(
 
     assert "is the input" in problem(model_file) and "is a folder" in problem(tmp_path)
     (tmp_path / "file").write_bytes(b"")
-    assert "is no folder" in problem(tmp_path / "file" / "o.gguf")
+    assert "is not a directory" in problem(tmp_path / "file" / "o.gguf")
     with monkeypatch.context() as m:
         m.setattr(os, "access", lambda *args: False)
         assert "is write-protected" in problem(tmp_path / "o.gguf")

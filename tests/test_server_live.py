@@ -255,7 +255,8 @@ def test_a_socket_of_whoever_starts_the_server(tmp_path: Path) -> None:
             done = subprocess.run(
                 [*command, host], capture_output=True, text=True, timeout=WAIT, pass_fds=[file.fileno()]
             )
-            assert done.returncode == 2 and f"--host {host}: this file descriptor is not a listening socket" in done.stderr, done.stderr
+            problem = f"--host {host}: this file descriptor is not a listening socket"
+            assert done.returncode == 2 and problem in done.stderr, done.stderr
             assert "Traceback" not in done.stderr
 
 

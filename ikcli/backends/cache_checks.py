@@ -1,4 +1,4 @@
-"""What all backends ask of a cache of blocks, in terms of the options that chose its type."""
+"""Check the requirements of all backends on a block-quantized cache, worded in the options that chose its type."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ikcli.graph import Cache
 
 
 def check_columns(cache: Cache, *columns: int) -> None:
-    """UnsupportedError for columns that are read elsewhere than at halves of a block of 32."""
+    """Raise UnsupportedError for columns that are not read at halves of a block of 32."""
     if TYPES[cache.type].block_size > 1 and any(c % 16 for c in columns):
         raise UnsupportedError(
             f"a {_what(cache)} cache of type {TYPES[cache.type].name} needs head sizes that are multiples of 16; use "
@@ -17,7 +17,7 @@ def check_columns(cache: Cache, *columns: int) -> None:
 
 
 def check_store(cache: Cache, cols: int, cache_offset: int) -> None:
-    """UnsupportedError unless whole blocks are written, and the whole row where it has one scale."""
+    """Raise UnsupportedError unless whole blocks are written, and the whole row where it has one scale."""
     traits = TYPES[cache.type]
     if cols % traits.block_size or cache_offset % traits.block_size or cache.cols % traits.block_size:
         raise UnsupportedError(

@@ -1,4 +1,4 @@
-"""What lowering a graph is made of on every device: buffers of one arena, places in them, and how long they are needed.
+"""Lower a graph on any device: buffers of one arena, references to them, and their lifetimes.
 
 A backend's `Lowering` adds its own ops and its own memory outside the arena; its `Program` resolves every `Ref`.
 """
@@ -15,8 +15,10 @@ from ikcli.graph import Cache, Lifetime, Node, Rows, RowSpec, assign_offsets
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """`offset` bytes into a buffer (index; negative ones have a meaning for the backend), a weight (name) or a cache
-    tensor."""
+    """`offset` bytes into a buffer, a weight (by name) or a cache tensor.
+
+    A buffer is given by index; backends define the meaning of negative ones.
+    """
 
     target: int | str | Cache
     offset: int = 0
@@ -27,7 +29,7 @@ class Ref:
 
 @dataclass(slots=True)
 class Buffers:
-    """The part of a lowering that hands out buffers, sized for `max_rows` rows per symbol."""
+    """The part of a lowering that allocates buffers, sized for `max_rows` rows per symbol."""
 
     max_rows: Mapping[Rows, int]
     sizes: list[int] = field(default_factory=list, init=False)
@@ -37,25 +39,25 @@ class Buffers:
 
     @abstractmethod
     def buffer(self, n_bytes: int) -> Ref:
-        """Temporary memory, alive from the first to the last op that names it."""
+        """Return temporary memory, alive from the first to the last op that names it."""
 
     def new_buffer(self, size: int) -> int:
-        """Index of a new buffer of exactly `size` bytes."""
+        """Return the index of a new buffer of exactly `size` bytes."""
         self.sizes.append(size)
         return len(self.sizes) - 1
 
     def rows(self, spec: RowSpec) -> int:
-        """The most rows a value of this spec can have."""
+        """Return the most rows that a value of this spec can have."""
         return self.max_rows[spec.symbol] * spec.factor
 
     def shared(self, key: Any, make: Callable[[], Ref]) -> Ref:
-        """A derived buffer made once per key (quantized activations of one input, for instance)."""
+        """Return a derived buffer that is made once per key (quantized activations of one input, for instance)."""
         if key not in self._shared:
             self._shared[key] = make()
         return self._shared[key]
 
     def out(self, node: Node, n_bytes: int = 0) -> Ref:
-        """The output buffer of a node (default size: rows x columns of 4 bytes)."""
+        """Return the output buffer of a node (default size: rows x columns of 4 bytes)."""
         if node not in self._node_buffers:
             self._node_buffers[node] = buffer_index(self.buffer(n_bytes or self.rows(node.rows) * node.cols * 4))
         return Ref(self._node_buffers[node])
@@ -66,19 +68,20 @@ class Buffers:
         return Ref(self._node_buffers[node])
 
     def has_out(self, node: Node) -> bool:
-        """Whether a node has a buffer."""
+        """Return whether a node has a buffer."""
         return node in self._node_buffers
 
     def begin(self, node: Node) -> None:
-        """Ops emitted from here on belong to this node."""
+        """Attribute the ops emitted from here on to this node."""
         self._current = node
 
     def place(
         self, ops: Sequence[Iterable[object]], kept: Mapping[int, tuple[int, int]], elsewhere: Collection[int]
     ) -> tuple[list[int], int]:
-        """Offsets of the buffers in one arena, and its bytes. `ops`: what each op names.
+        """Place the buffers in one arena; return their offsets and the bytes of the arena.
 
-        `kept` buffers live at least from one op to another as well; those `elsewhere` take no room.
+        `ops`: the buffers that each op names. `kept` buffers also live from one given op to another; those `elsewhere`
+        take no room.
         """
         first, last = [len(ops)] * len(self.sizes), [-1] * len(self.sizes)
         for i, words in enumerate(ops):
@@ -98,6 +101,6 @@ class Buffers:
 
 
 def buffer_index(ref: Ref) -> int:
-    """The buffer a Ref points into."""
+    """Return the index of the buffer that a Ref points into."""
     assert isinstance(ref.target, int)
     return ref.target

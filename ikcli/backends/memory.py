@@ -1,4 +1,4 @@
-"""Host memory whose address suits vector loads."""
+"""Host memory that is aligned for vector loads."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 def aligned_zeros(n_bytes: int, align: int = 64) -> np.ndarray:
-    """uint8 zeros whose address is a multiple of `align`."""
+    """Return uint8 zeros whose address is a multiple of `align`."""
     raw = np.zeros(n_bytes + align, dtype=np.uint8)
     start = -raw.ctypes.data % align
     return raw[start : start + n_bytes]

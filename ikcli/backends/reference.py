@@ -1,7 +1,7 @@
-"""NumPy executor of recorded graphs: every op, float32 or float64 arithmetic, no speed tricks. The oracle.
+"""Execute recorded graphs in NumPy: every op, float32 or float64 arithmetic, no speed tricks. The oracle of the tests.
 
-Cache tensors are kept as float32 that went through the cache type, so that what is read is what a real cache would
-give back. Unwritten cells are NaN. Cells: sequence s owns s*n_ctx_seq .. (s+1)*n_ctx_seq-1, one per position.
+Cache tensors are kept as float32 that went through the cache type, so reads return what a real cache would give back.
+Unwritten cells are NaN. Sequence s owns cells s*n_ctx_seq .. (s+1)*n_ctx_seq-1, one per position.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _FLOATS = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
 
 
 def through_type(x: npt.NDArray[np.float32], type_: GGMLType) -> npt.NDArray[np.float32]:
-    """The values after storage as `type_`; UnsupportedError for a type that is no cache type."""
+    """Return the values after storage as `type_`; raise UnsupportedError if caches cannot have that type."""
     if type_ in QUANTIZED_CACHE_TYPES:
         return through_blocks(x, type_)
     if type_ not in _FLOATS:
@@ -38,15 +38,15 @@ def through_type(x: npt.NDArray[np.float32], type_: GGMLType) -> npt.NDArray[np.
 
 
 class CacheStore:
-    """The cache tensors of a session, (rows, cols) each; transposition is a matter of layout and ignored here."""
+    """The cache tensors of a session, (rows, cols) each; transposition only changes the layout and is ignored here."""
 
     def __init__(self, n_cells: int, n_seq: int = 1, n_window: int = 0) -> None:
-        """`n_window`: cells of windows of a sequence."""
+        """Allocate the store; `n_window` is the number of window cells per sequence."""
         self.n_cells, self.n_seq, self.n_window = n_cells, n_seq, n_window
         self._rows: dict[tuple[str, int], npt.NDArray[np.float32]] = {}
 
     def rows(self, cache: Cache) -> npt.NDArray[np.float32]:
-        """All rows of a cache tensor."""
+        """Return all rows of a cache tensor."""
         key = (cache.kind, cache.il)
         if key not in self._rows:
             self._rows[key] = np.full((self._n_rows(cache), cache.cols), np.nan, np.float32)
@@ -75,7 +75,7 @@ class ReferenceExecutor:
     _weights: dict[str, Array] = field(init=False, default_factory=dict)
 
     def run(self, graph: Graph, state: MicroBatch) -> Array:
-        """Execute all nodes; returns the value of the last one."""
+        """Execute all nodes and return the value of the last one."""
         self.state = state
         self._values = {}
         last_use = _last_uses(graph)
@@ -97,18 +97,18 @@ class ReferenceExecutor:
         return n[node.rows.symbol] * node.rows.factor
 
     def value(self, node: Node) -> Array:
-        """The value of a node that was executed before."""
+        """Return the value of a node that was executed before."""
         return self._values[node.index]
 
     def weight(self, w: Weight) -> Array:
-        """A weight in NumPy order, (matrices, rows, row length), reduced to the dimensions and rows asked for."""
+        """Return a weight in NumPy order, (matrices, rows, row length), reduced to the rows asked for."""
         if w.name not in self._weights:
             self._weights[w.name] = self.load(w.name).astype(self.dtype, copy=False)
         values = self._weights[w.name].reshape(w.shape[::-1])
         return values if w.n_rows < 0 else values[w.row0 : w.row0 + w.n_rows]
 
     def cached(self, cache: Cache) -> Array:
-        """All rows of a cache tensor."""
+        """Return all rows of a cache tensor."""
         return self.caches.rows(cache)
 
     def store(self, cache: Cache, x: Array, offset: int) -> None:
@@ -118,5 +118,5 @@ class ReferenceExecutor:
 
 
 def _last_uses(graph: Graph) -> Mapping[int, int]:
-    """Index of the last node that reads each node."""
+    """Return for every node the index of the last node that reads it."""
     return {x.index: node.index for node in graph.nodes for x in node.nodes()}

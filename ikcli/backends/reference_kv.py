@@ -1,8 +1,8 @@
-"""What quantized KV cache rows give back, in NumPy: the run-time quantizers of the CPU backend written once more.
+"""Quantize and dequantize KV cache rows in NumPy, independently of the CPU backend's run-time quantizers.
 
-Blocks of 32 with a half-float scale (and minimum in the _1 types); q8_KV has one float32 scale per row. The small
-types try a few scales around the extreme value, round the codes for each and keep the one whose least-squares scale
-explains most, then refine it once. Unlike the quantizers of weights, these take no importance and few steps.
+Blocks of 32 have a half-float scale (and minimum in the _1 types); q8_KV has one float32 scale per row. The small types
+try a few scales around the extreme value, round the codes for each, keep the one whose least-squares scale explains
+most, then refine it once. Unlike the quantizers of weights, these use no importance weights and few steps.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _half(x: Floats) -> Floats:
 
 
 def _divide(a: Floats | np.float32, b: Floats) -> Floats:
-    """a / b, 0 where b is 0."""
+    """Return a / b, or 0 where b is 0."""
     return np.divide(a, b, out=np.zeros(b.shape, np.float32), where=b != 0)
 
 
@@ -36,7 +36,7 @@ def _column(values: Floats) -> Floats:
 
 
 def _int8(x: Floats) -> Floats:
-    """Blocks with one scale of 8-bit codes."""
+    """Quantize blocks to 8-bit codes under one scale."""
     largest = np.abs(x).max(axis=1)
     codes = np.rint(x * _column(_divide(np.float32(127), largest)))
     return codes * _column(_half(largest / np.float32(127)))
@@ -57,7 +57,7 @@ def _iq4(x: Floats) -> Floats:
 
 
 def _scaled(levels: Callable[[Floats], Floats], lowest: float, highest: float) -> Callable[[Floats], Floats]:
-    """One scale per block."""
+    """Return a quantizer with one scale per block."""
 
     def through(x: Floats) -> Floats:
         high, low = x.max(axis=1), x.min(axis=1)
@@ -82,7 +82,7 @@ def _scaled(levels: Callable[[Floats], Floats], lowest: float, highest: float) -
 
 
 def _ranged(highest: int) -> Callable[[Floats], Floats]:
-    """Scale and minimum per block."""
+    """Return a quantizer with scale and minimum per block."""
     top = np.float32(highest)
 
     def codes_of(x: Floats, low: Floats, inverse: Floats) -> Floats:
@@ -128,7 +128,7 @@ QUANTIZED_CACHE_TYPES = (*_BLOCKS, GGMLType.Q8_KV)
 
 
 def through_blocks(x: Floats, type_: GGMLType) -> Floats:
-    """Rows of float32 after storage as one of QUANTIZED_CACHE_TYPES."""
+    """Return rows of float32 after storage as one of QUANTIZED_CACHE_TYPES."""
     if type_ == GGMLType.Q8_KV:
         return _int8_rows(x)
     return _BLOCKS[type_](x.reshape(-1, 32)).reshape(x.shape)

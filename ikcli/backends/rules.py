@@ -1,8 +1,8 @@
-"""Which ops a backend can do, and with which settings: the table of its lowering rules.
+"""The table of a backend's lowering rules: which ops it supports, and with which settings.
 
-A rule names the fields of the op that it takes into account. Whatever it does not name must have its default value, and
-fields with listed values one of those; all else is refused before anything is lowered. So a field that an op is given
-for one backend is never ignored silently by another.
+A rule names the fields of the op that it takes into account. A field that it does not name must have its default value,
+and a field with listed values one of those. Everything else is refused before anything is lowered, so a field that was
+added to an op for one backend is never ignored silently by another.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ RuleFunction = Callable[[L, Node, Any], None]
 
 @dataclass(frozen=True, slots=True)
 class LoweringRule(Generic[L]):
-    """How an op is lowered: `lower(lowering, node, op)`, the fields it knows, the values of those it knows in part, and
-    what all fields are if nothing is said."""
+    """How an op is lowered: `lower(lowering, node, op)`.
+
+    It lists the fields it knows, the values of those it knows in part, and the defaults of all fields.
+    """
 
     lower: RuleFunction[L]
     known: frozenset[str]
@@ -30,7 +32,7 @@ class LoweringRule(Generic[L]):
 
 
 class Rules(Generic[L]):
-    """The rules of one backend, by op; `device` and `way_out` are words of its messages."""
+    """The rules of one backend, by op; `device` and `way_out` appear in its error messages."""
 
     def __init__(self, device: str, way_out: str) -> None:
         self.device, self.way_out = device, way_out
@@ -39,9 +41,9 @@ class Rules(Generic[L]):
     def add(
         self, op: type[Op], known: str = "", **values: Collection[Any]
     ) -> Callable[[RuleFunction[L]], RuleFunction[L]]:
-        """Decorator: the rule of an op. `known`: fields it takes into account, `values`: those with some values only.
+        """Decorate the rule of an op; an op has one rule, and the last one wins.
 
-        An op has one rule; the last one given counts.
+        `known`: fields that the rule takes into account. `values`: fields of which it supports some values only.
         """
         names = frozenset(known.split()) | values.keys()
         unknown = names - {f.name for f in fields(op)}
@@ -56,7 +58,7 @@ class Rules(Generic[L]):
         return register
 
     def replaced(self, rules: Mapping[type[Op], RuleFunction[L]]) -> Rules[L]:
-        """A copy in which ops have other rules, which take everything as it is."""
+        """Return a copy in which some ops have other rules, which accept all settings."""
         copy: Rules[L] = Rules(self.device, self.way_out)
         copy._rules = dict(self._rules)
         for op, function in rules.items():
@@ -67,7 +69,7 @@ class Rules(Generic[L]):
         return op in self._rules
 
     def check(self, nodes: Iterable[Node]) -> None:
-        """UnsupportedError for the first node that this backend cannot compute, naming op, field and device."""
+        """Raise UnsupportedError for the first node that this backend cannot compute, naming op, field and device."""
         for node in nodes:
             rule = self._rules.get(type(node.op))
             if rule is None:
@@ -80,10 +82,10 @@ class Rules(Generic[L]):
                     )
 
     def lower(self, lowering: L, node: Node) -> None:
-        """Lower one node, which was checked."""
+        """Lower one node that has been checked."""
         self._rules[type(node.op)].lower(lowering, node, node.op)
 
 
 def _defaults(op: type[Op]) -> list[tuple[str, Any]]:
-    """Names of an op's fields with their defaults (MISSING where there is none)."""
+    """Return the names of an op's fields with their defaults (MISSING for none)."""
     return [(f.name, f.default_factory() if f.default_factory is not MISSING else f.default) for f in fields(op)]

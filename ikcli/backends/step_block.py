@@ -1,9 +1,9 @@
-"""The step block: what changes from micro-batch to micro-batch, at fixed addresses that programs know.
+"""The step block: the data that changes with every micro-batch, at fixed addresses that programs know.
 
-16 words, then arrays. Words 0..3 are the numbers of tokens, outputs, cached positions and segments, words 4..12 the
+16 words, then arrays. Words 0..3 are the numbers of tokens, outputs, cached positions and segments. Words 4..12 are the
 addresses of: tokens and positions (int32), cells and output rows (int64), segments (SEG_WORDS each), cells of all
-cached positions, sequences of the segments, and for caches of windows the cells of the tokens and the (perhaps only
-imagined) cell of position 0 of every segment (int64). Kernels read it by the names of backends/cpu/kernels/common.py,
+cached positions, sequences of the segments, and for window caches the cells of the tokens and the (possibly virtual)
+cell of position 0 of every segment (int64). Kernels read it by the names in backends/cpu/kernels/common.py,
 state_rows.py and cell_places.py, and backends/cuda/kernels/common.cuh and states.cuh.
 """
 
@@ -30,12 +30,12 @@ _pack_counts: Callable[..., None] = Struct("4q").pack_into
 
 @cache
 def _packers(n: int) -> tuple[Callable[..., None], Callable[..., None], Callable[..., None]]:
-    """Writers of n int32, n int64 and n segments: a few numbers are stored faster than by NumPy."""
+    """Return writers of n int32, n int64 and n segments, which store a few numbers faster than NumPy does."""
     return Struct(f"{n}i").pack_into, Struct(f"{n}q").pack_into, Struct(f"{SEG_WORDS * n}q").pack_into
 
 
 class StepBlock:
-    """See the module: sized for the largest micro-batch."""
+    """The step block of a session, sized for the largest micro-batch; see the module."""
 
     def __init__(self, n_tokens: int, n_cells: int) -> None:
         self._words = aligned_zeros(8 * 16).view(np.int64)
@@ -60,7 +60,7 @@ class StepBlock:
 
     @property
     def rows(self) -> dict[Rows, int]:
-        """Numbers of rows; made when they are asked for, which the CPU alone never does."""
+        """Return the numbers of rows; computed on demand, which the CPU alone never needs."""
         if self._rows is None:
             n, n_outputs, n_kv = self._words[:3].tolist()
             self._rows = {Rows.TOKENS: n, Rows.OUTPUTS: n_outputs, Rows.KV: n_kv}
@@ -73,7 +73,7 @@ class StepBlock:
         out_ids: npt.NDArray[np.int64],
         segments: Sequence[Segment],
     ) -> None:
-        """Describe a micro-batch."""
+        """Write a micro-batch."""
         n, n_kv = len(tokens), 0
         self._tokens[:n], self._pos[:n] = tokens, pos
         self._out_ids[: len(out_ids)] = out_ids
@@ -97,9 +97,9 @@ class StepBlock:
         n_outputs: int,
         windows: Sequence[int] = (),
     ) -> None:
-        """Describe a micro-batch of one token each of these sequences of n_ctx cells; `windows`: see `Segment`.
+        """Write a micro-batch of one token for each of these sequences of n_ctx cells; `windows`: see `Segment`.
 
-        For programs for generation: those never read the cache as compact rows, so `kv_cells` stays as it is.
+        Only for generation programs: those never read the cache as compact rows, so `kv_cells` stays as it is.
         """
         n, n_kv = len(tokens), 0
         ints, longs, segments = _packers(n)
@@ -124,13 +124,13 @@ class StepBlock:
         self._rows = None
 
     def packed(self) -> list[npt.NDArray[np.generic]]:
-        """What `unpack` of another block makes the same micro-batch of; views, without the cells of all positions."""
+        """Return views from which `unpack` restores the micro-batch, without the cells of all positions."""
         words, *arrays = self.arrays()
         del arrays[_KV_CELLS]  # they follow from the segments
         return [words[:4], *arrays]
 
     def unpack(self, data: memoryview, *, compact: bool) -> int:
-        """Take over a micro-batch; returns the bytes read. `compact`: a program reads the cache as compact rows."""
+        """Copy a packed micro-batch and return the bytes read. `compact`: a program reads the cache as compact rows."""
         n, n_out, n_kv, n_segments = (int(x) for x in np.frombuffer(data, np.int64, 4))
         self._words[:4] = n, n_out, n_kv, n_segments
         self.n_segments = n_segments
@@ -147,7 +147,7 @@ class StepBlock:
         return at
 
     def arrays(self) -> tuple[npt.NDArray[np.generic], ...]:
-        """The words, then what their addresses point to, as far as this micro-batch uses it."""
+        """Return the words, then the arrays they point to, as far as this micro-batch uses them."""
         n, n_out, n_kv, n_segments = (int(x) for x in self._words[:4])
         return (self._words, self._tokens[:n], self._pos[:n], self._cells[:n], self._out_ids[:n_out],
                 self._segments[:n_segments], self._kv_cells[:n_kv], self._seqs[:n_segments],

@@ -1,4 +1,4 @@
-"""What kernels of all backends ask of the type of a weight."""
+"""Check the requirements of all backends on the type of a weight."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from ikcli.graph import Weight
 
 
 def check_f32(w: Weight, what: str) -> None:
-    """UnsupportedError for a weight that kernels read as float32 only; `what`: such weights, in words."""
+    """Raise UnsupportedError for a weight that kernels read only as float32; `what` describes such weights."""
     if w.type is not GGMLType.F32:
         raise UnsupportedError(f"{w.name} is {TYPES[w.type].name}; {what} have to be f32")

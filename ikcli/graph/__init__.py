@@ -1,4 +1,4 @@
-"""Recorded graphs: model code records nodes once, backends execute them for every batch."""
+"""Recorded graphs: model code records nodes once, and backends execute them for every batch."""
 
 from ikcli.graph.core import Cache, HeadSlice, Node, Op, Per, Place, Rows, RowSpec, Weight, power_of_two_parts
 from ikcli.graph.plan import Lifetime, assign_offsets

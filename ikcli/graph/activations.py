@@ -1,4 +1,4 @@
-"""Activation functions, alone and with a gate, and what ops record about them."""
+"""Activation functions, alone and with a gate, and the records of them in ops."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ QUICK_SLOPE = 1.702
 
 
 def sigmoid(x: Array) -> Array:
-    """1 / (1 + exp(-x)), without overflow."""
+    """Return 1 / (1 + exp(-x)), without overflow."""
     e = np.exp(-np.abs(x))
     return np.where(x >= 0, 1 / (1 + e), e / (1 + e))
 
 
 def silu(x: Array) -> Array:
-    """x * sigmoid(x)."""
+    """Return x * sigmoid(x)."""
     return x * sigmoid(x)
 
 
 def gelu(x: Array) -> Array:
-    """GELU by way of tanh: x/2 * (1 + tanh(u)) is x * sigmoid(2u)."""
+    """Return the tanh approximation of GELU: x/2 * (1 + tanh(u)), which is x * sigmoid(2u)."""
     with np.errstate(over="ignore"):
         return x * sigmoid(GELU_SLOPE * x * (1 + GELU_CUBE * x * x))
 
 
 def gelu_erf(x: Array) -> Array:
-    """GELU itself: x/2 * (1 + erf(x / sqrt(2)))."""
+    """Return the exact GELU: x/2 * (1 + erf(x / sqrt(2)))."""
     half = np.array([math.erfc(-v / math.sqrt(2)) / 2 for v in x.ravel().tolist()], x.dtype)
     return x * half.reshape(x.shape)
 
 
 def gelu_quick(x: Array) -> Array:
-    """x * sigmoid(1.702 x)."""
+    """Return x * sigmoid(1.702 x)."""
     return x * sigmoid(QUICK_SLOPE * x)
 
 
 def relu(x: Array) -> Array:
-    """The larger of x and 0."""
+    """Return the larger of x and 0."""
     return np.maximum(x, 0)
 
 
 def relu_sqr(x: Array) -> Array:
-    """The square of relu."""
+    """Return the square of relu."""
     return relu(x) * relu(x)
 
 
@@ -64,8 +64,8 @@ GATED = ("silu", "gelu", "gelu_quick", "relu", "relu_sqr", "swiglu_oai", "gelu_e
 class Glu:
     """How gate and up become one value: f(gate) * up.
 
-    A limit above 0 holds f(gate) at most there, and up between -limit and limit. "swiglu_oai" is
-    gate * sigmoid(alpha * gate) * (up + 1), where gate itself is held at most there.
+    A limit above 0 caps f(gate) from above and clamps up to -limit..limit. "swiglu_oai" is gate * sigmoid(alpha * gate)
+    * (up + 1), where gate itself is capped.
     """
 
     kind: str = "silu"
@@ -78,11 +78,11 @@ class Glu:
 
     @property
     def plain(self) -> bool:
-        """Whether this is silu(gate) * up."""
+        """Return whether this is silu(gate) * up."""
         return self.kind == "silu" and not self.limit
 
     def __call__(self, gate: Array, up: Array) -> Array:
-        """The value."""
+        """Return the value."""
         if self.limit:
             up = np.clip(up, -self.limit, self.limit)
         if self.kind == "swiglu_oai":

@@ -1,9 +1,9 @@
-"""What graphs are made of: row counts, weights, cache tensors, nodes, and the base class of operations.
+"""The parts of a graph: row counts, weights, cache tensors, nodes, and the base class of operations.
 
-Values are 2-D, row-major, contiguous float32 (i32 for routing tables). The number of rows is symbolic, so that one
-recorded graph serves every batch up to the size it was planned for:
+Values are 2-D, row-major, contiguous float32 (i32 for routing tables). The number of rows is symbolic, so one recorded
+graph serves every batch up to the size it was planned for:
 
-    Rows.TOKENS    rows of the micro-batch            Rows.OUTPUTS   rows whose logits were asked for
+    Rows.TOKENS    rows of the micro-batch            Rows.OUTPUTS   rows whose logits were requested
     Rows.KV        all cached positions of the sequences in the micro-batch, in segment order ("compact" rows)
 
 times an integer factor (`n_expert_used` for rows sorted by expert).
@@ -25,7 +25,7 @@ Array = npt.NDArray[Any]
 
 
 class Rows(Enum):
-    """What one row of a value stands for."""
+    """The meaning of one row of a value."""
 
     TOKENS = "n_tokens"
     OUTPUTS = "n_outputs"
@@ -59,22 +59,22 @@ class Weight:
 
     @property
     def ne1(self) -> int:
-        """Rows of one matrix."""
+        """Return the rows of one matrix."""
         full = self.shape[1] if len(self.shape) > 1 else 1
         return full if self.n_rows < 0 else self.n_rows
 
     @property
     def ne2(self) -> int:
-        """Matrices (experts, heads)."""
+        """Return the number of matrices (experts, heads)."""
         return self.shape[2] if len(self.shape) > 2 else 1
 
     def rows(self, row0: int, n_rows: int) -> Weight:
-        """The matrix of rows row0 .. row0+n_rows-1."""
+        """Return rows row0 .. row0+n_rows-1 of the matrix."""
         return Weight(self.name, self.type, self.shape, self.row0 + row0, n_rows)
 
 
 class Per(Enum):
-    """What a row of a cache tensor belongs to."""
+    """The owner of one row of a cache tensor."""
 
     CELL = "a position of a sequence"
     WINDOW = "one of the last positions of a sequence: cells that are used again once no query sees them any more"
@@ -93,12 +93,12 @@ class Cache:
     per: Per = Per.CELL
 
     def rows(self, n_cells: int, n_seq: int, n_window: int = 0) -> int:
-        """Rows of the tensor in a session of so many cells, sequences, and cells of windows per sequence."""
+        """Return the rows of the tensor in a session with these cells, sequences, and window cells per sequence."""
         return {Per.CELL: n_cells, Per.WINDOW: n_seq * n_window, Per.SEQUENCE: n_seq}[self.per]
 
 
 class Place(Enum):
-    """Which device computes an op whose operands are on several; ops with a cache are computed where that is."""
+    """The device that computes an op whose operands are on several; ops with a cache run where the cache is."""
 
     WEIGHT = "where its weights are"
     INPUTS = "where its inputs are, or at the layer's home where these are on several devices"
@@ -110,7 +110,7 @@ class Place(Enum):
 class Op:
     """An operation: operands (nodes, weights, caches, head slices, tuples of these), then settings.
 
-    A subclass is a frozen dataclass that gives its ggml name, what is true of it (below), the size of its value and
+    A subclass is a frozen dataclass. It gives its ggml name, its attributes (below), the size of its value and
     `compute`, its meaning in NumPy, against which backends are tested. Operands are the fields that hold such values.
     """
 
@@ -118,21 +118,21 @@ class Op:
     place: ClassVar[Place] = Place.INPUTS
     policy: ClassVar[str] = ""  # what -op calls it; only ops with a name are computed on a GPU with weights in RAM
     light: ClassVar[bool] = False  # moves so little for a few tokens that one thread does it
-    is_table: ClassVar[bool] = False  # the value is no row of numbers: ids, plans
+    is_table: ClassVar[bool] = False  # the value holds ids or plans, not rows of numbers
     stores: ClassVar[bool] = False  # writes its cache; others read it
     dtype: ClassVar[str] = "f32"
 
     @property
     def shape(self) -> tuple[RowSpec, int]:
-        """Rows and columns of the value; 0 columns: there is none."""
+        """Return rows and columns of the value; 0 columns: no value."""
         raise NotImplementedError
 
     def compute(self, run: Run) -> Array:
-        """The value, (rows, cols), in the arithmetic of `run`."""
+        """Return the value, (rows, cols), in the arithmetic of `run`."""
         raise NotImplementedError
 
     def operands(self) -> Iterator[Node | Weight | Cache]:
-        """Operands in the order of the fields, head slices as what they are slices of."""
+        """Yield the operands in the order of the fields; a head slice yields its source."""
         for f in fields(self):
             yield from _operands(getattr(self, f.name))
 
@@ -176,19 +176,19 @@ class Node:
 
     @property
     def dtype(self) -> str:
-        """Type of the elements."""
+        """Return the type of the elements."""
         return self.op.dtype
 
     def nodes(self) -> Iterator[Node]:
-        """Values it reads."""
+        """Yield the values it reads."""
         return (x for x in self.inputs if isinstance(x, Node))
 
     def weights(self) -> Iterator[Weight]:
-        """Tensors of the model it reads."""
+        """Yield the tensors of the model it reads."""
         return (x for x in self.inputs if isinstance(x, Weight))
 
     def caches(self) -> Iterator[Cache]:
-        """Cache tensors it reads or writes."""
+        """Yield the cache tensors it reads or writes."""
         return (x for x in self.inputs if isinstance(x, Cache))
 
     def __repr__(self) -> str:
@@ -206,30 +206,30 @@ class HeadSlice:
 
     @property
     def node(self) -> Node:
-        """The source, which must be a node."""
+        """Return the source, which must be a node."""
         assert isinstance(self.source, Node)
         return self.source
 
 
 class Run(Protocol):
-    """What `Op.compute` works with: values computed so far, weights, caches, the micro-batch."""
+    """The state that `Op.compute` works with: values computed so far, weights, caches, the micro-batch."""
 
     dtype: type
     state: MicroBatch
 
     def value(self, node: Node) -> Array:
-        """The value of a node that was computed before."""
+        """Return the value of a node that was computed before."""
 
     def weight(self, w: Weight) -> Array:
-        """A weight, (matrices, rows, row length), without leading dimensions of 1."""
+        """Return a weight, (matrices, rows, row length), without leading dimensions of 1."""
 
     def cached(self, cache: Cache) -> Array:
-        """All rows of a cache tensor, (cells, cols); of states (sequences, cols), which ops write to in place."""
+        """Return all rows of a cache tensor, (cells, cols); of states (sequences, cols), which ops write in place."""
 
     def store(self, cache: Cache, x: Array, offset: int) -> None:
         """Write a row per token of the micro-batch, from column `offset` on."""
 
 
 def power_of_two_parts(n: int) -> tuple[int, ...]:
-    """n as a sum of distinct powers of two, largest first."""
+    """Return n as a sum of distinct powers of two, largest first."""
     return tuple(1 << i for i in reversed(range(n.bit_length())) if n >> i & 1)

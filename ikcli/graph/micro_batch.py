@@ -1,4 +1,4 @@
-"""One micro-batch: which tokens of which sequences, and where their past lies in the cache."""
+"""One micro-batch: its tokens, their sequences, and where the past of each lies in the cache."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class Segment:
     """The part of one sequence in a micro-batch: tokens start..start+n_tokens-1 at positions pos.. of the sequence.
 
     The sequence's cells start at `cell`, its states are in row `seq`; after the micro-batch it has n_kv = pos +
-    n_tokens cached positions. In caches of windows position p is in cell `window_cell` + p, as far as it is kept:
-    `window_cell` is below zero where the first positions are gone.
+    n_tokens cached positions. In window caches, position p is in cell `window_cell` + p as long as it is kept;
+    `window_cell` is negative where the first positions have been dropped.
     """
 
     start: int
@@ -31,7 +31,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Tokens, their positions and cells, by row; `outputs` are the rows whose logits are wanted."""
+    """Tokens, their positions and cells, by row; `outputs` are the rows whose logits are requested."""
 
     tokens: npt.NDArray[np.int32]
     pos: npt.NDArray[np.int32]
@@ -41,12 +41,12 @@ class MicroBatch:
 
     @property
     def kv_cells(self) -> npt.NDArray[np.int64]:
-        """The cells of all cached positions of the sequences, in segment order."""
+        """Return the cells of all cached positions of the sequences, in segment order."""
         return np.concatenate([np.arange(s.cell, s.cell + s.n_kv) for s in self.segments])
 
     @property
     def window_cells(self) -> npt.NDArray[np.int64]:
-        """The cell of every token in caches of windows."""
+        """Return the cell of every token in window caches."""
         cells: npt.NDArray[np.int64] = self.pos.astype(np.int64)
         for s in self.segments:
             cells[s.start : s.start + s.n_tokens] += s.window_cell

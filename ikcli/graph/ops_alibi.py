@@ -15,10 +15,11 @@ MOST_POSITIONS = (BLOCK - 2) * BASE * BASE
 
 @dataclass(frozen=True, slots=True)
 class Alibi(Op):
-    """`width` columns per head, zeros but for the last BLOCK of them, by position p (below MOST_POSITIONS).
+    """`width` columns per head, zeros but for the last BLOCK of them, which encode position p (below MOST_POSITIONS).
 
-    With slopes, queries: per head 0, slope, then 127 * slope. Without, keys, of one head: 127, p % 127, then columns
-    of up to 127 that add up to p // 127. The 127 gives a block of 8 bits the scale 1, the queries' 0 takes it out.
+    With slopes, these are queries: per head 0, slope, then 127 * slope. Without, they are keys of one head: 127, p %
+    127, then columns of up to 127 that add up to p // 127. The 127 gives a block of 8 bits the scale 1; the queries' 0
+    removes it from the product.
     """
 
     name = "alibi"

@@ -15,7 +15,7 @@ from ikcli.graph.ops_rows import head_columns, softmax
 class KvStore(Op):
     """Write columns [offset, offset + n_cols) of x into the cells of the micro-batch, from column `cache_offset` on.
 
-    Transposed caches get whole columns of cells. There is no output.
+    Transposed caches get whole columns of cells. The node has no output.
     """
 
     name = "kv_store"
@@ -60,16 +60,16 @@ class Attention(Op):
     """Attention within each sequence, causal unless `both`: [rows, n_head*v.width].
 
     Query head h uses key/value head h // (n_head // n_head_kv). The parts of q and of k are concatenated in order and
-    have equal widths in total. Sources that are caches are read at the sequence's cells, sources that are nodes with
-    Rows.KV at compact rows.
+    have equal total widths. Sources that are caches are read at the sequence's cells; sources that are nodes with
+    Rows.KV are read at compact rows.
 
     `window`: a query at position p sees the positions > p - window (0: all). `chunk`: it sees those from p - p % chunk
-    on (0: all). `sinks`: a logit per head that takes part in the soft-max and has no value. `softcap`: scores, scaled,
-    become softcap * tanh(score / softcap) (0: they stay). `wide`: rows of q and of k must not be rounded by one scale,
-    as their columns differ much in size, or as nothing is to be rounded here (`Graph.exact`).
+    on (0: all). `sinks`: a logit per head that takes part in the soft-max and has no value. `softcap`: scaled scores
+    become softcap * tanh(score / softcap) (0: off). `wide`: rows of q and of k must not be rounded with one scale,
+    because their columns differ much in size or because nothing may be rounded here (`Graph.exact`).
 
-    `both`: queries see what is behind them, too. Sequences are then whole and begin in the micro-batch, so sources that
-    are nodes have a row per token. `slopes`: scores lose slope times distance, a slope per head (none: they do not).
+    `both`: queries also see later positions. Sequences are then whole and begin in the micro-batch, so sources that are
+    nodes have a row per token. `slopes`: scores lose slope times distance, one slope per head (none: off).
     """
 
     q: tuple[HeadSlice, ...]
@@ -96,7 +96,7 @@ class Attention(Op):
 
     @property
     def group(self) -> int:
-        """Query heads of a key head."""
+        """Return the number of query heads per key head."""
         return self.n_head // self.n_head_kv
 
     @property
@@ -104,7 +104,7 @@ class Attention(Op):
         return self.q[0].node.rows, self.n_head * self.v.width
 
     def first_seen(self, pos: int) -> int:
-        """The first position that a query at `pos` sees."""
+        """Return the first position that a query at `pos` sees."""
         return max(pos - self.window + 1 if self.window else 0, pos - pos % self.chunk if self.chunk else 0, 0)
 
     def compute(self, run: Run) -> Array:
@@ -135,7 +135,10 @@ class Attention(Op):
 
 
 def _positions(run: Run, part: HeadSlice, s: Segment, kv0: int, at: Array, n_head: int) -> Array:
-    """Keys or values of a segment's positions `at`: its cells of a cache, or rows kv0.. of a node over all segments."""
+    """Return keys or values of a segment's positions `at`.
+
+    They are its cells of a cache, or rows kv0.. of a node over all segments.
+    """
     if isinstance(part.source, Cache):
         first = s.window_cell if part.source.per is Per.WINDOW else s.cell
         rows: Array = run.cached(part.source)[first + at].astype(run.dtype)

@@ -1,4 +1,4 @@
-"""Operations of single architectures: factors, gates, activations, norms of other kinds."""
+"""Operations of single architectures: factors, gates, activations, other norms."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class SoftCap(SameSize):
 
 @dataclass(frozen=True, slots=True)
 class Gate(SameSize):
-    """x times sigmoid(gate), whose columns are for equal parts of a row: one for all, one per head, one each.
+    """x times sigmoid(gate); a gate has one column for a whole row, one per head or one per column of x.
 
     `kind` "softplus": times ln(1 + exp(gate)).
     """
@@ -87,7 +87,7 @@ class PosScale(SameSize):
 
 @dataclass(frozen=True, slots=True)
 class Clamp(SameSize):
-    """x held between -limit and limit."""
+    """x clamped to -limit..limit."""
 
     name = "clamp"
     light = True
@@ -102,7 +102,7 @@ class Clamp(SameSize):
 
 @dataclass(frozen=True, slots=True)
 class Activate(SameSize):
-    """An activation function of every element (`activations.UNARY`)."""
+    """An activation function applied to every element (`activations.UNARY`)."""
 
     name = "unary"
 
@@ -119,10 +119,10 @@ class Activate(SameSize):
 
 @dataclass(frozen=True, slots=True)
 class Norm(SameSize):
-    """Norm of groups of `width` columns of x, times w, plus b (each absent, of one group, or of all of a row).
+    """Norm of groups of `width` columns of x, times w, plus b (each absent, of one group, or of the whole row).
 
-    "layer": deviation from the mean over the standard deviation; "rms": over the root mean square; "l2": over the root
-    of the sum of squares. eps is added under the root; of "l2" it is the least that is divided by.
+    "layer": deviation from the mean over the standard deviation. "rms": x over the root mean square. "l2": x over the
+    root of the sum of squares. eps is added under the root; for "l2" it is the smallest divisor.
     """
 
     name = "norm"

@@ -1,4 +1,4 @@
-"""Operations of mixtures of experts: choosing experts, grouping rows by expert, products, the weighted sum.
+"""Operations of mixtures of experts: routing, grouping rows by expert, products, the weighted sum.
 
 The table of `moe_sort` is (pair, expert) per sorted position, pair = row * n_used + slot, dropped slots last with
 expert -1. `moe_route` holds float32 weights and the bits of int32 ids side by side.
@@ -21,7 +21,7 @@ class MoeRoute(Op):
 
     gating "softmax" or "sigmoid" gives probabilities; `bias` is added for the selection only. With n_group > 1 only
     experts of the n_group_used groups with the largest sum of their two best scores are eligible. ser = (min
-    experts, threshold): see `-ser`. Weights are normalised over the kept experts if `norm`, then times `scale`.
+    experts, threshold): see `-ser`. Weights are normalised over the kept experts if `norm`, then multiplied by `scale`.
     """
 
     name = "moe_route"
@@ -39,7 +39,7 @@ class MoeRoute(Op):
 
     @property
     def n_expert(self) -> int:
-        """Experts to choose from."""
+        """Return the number of experts to choose from."""
         return self.logits.cols
 
     @property
@@ -80,7 +80,7 @@ class MoeSort(Op):
 
     @property
     def n_used(self) -> int:
-        """Slots of a row."""
+        """Return the number of slots of a row."""
         return route_of(self.route).n_used
 
     @property
@@ -96,26 +96,26 @@ class MoeSort(Op):
 
 
 def route_of(route: Node) -> MoeRoute:
-    """The op of a node that chooses experts."""
+    """Return the op of a node that chooses experts."""
     assert isinstance(route.op, MoeRoute)
     return route.op
 
 
 def sort_of(plan: Node) -> MoeSort:
-    """The op of a node that groups rows by expert."""
+    """Return the op of a node that groups rows by expert."""
     assert isinstance(plan.op, MoeSort)
     return plan.op
 
 
 class Planned:
-    """Of ops on rows in the order of a plan."""
+    """Base of ops on rows in the order of a plan."""
 
     __slots__ = ()
     plan: Node
 
     @property
     def sort(self) -> MoeSort:
-        """What the plan was made by."""
+        """Return the op that made the plan."""
         return sort_of(self.plan)
 
 
@@ -128,7 +128,7 @@ class ExpertProduct(Planned, Product):
 
     @property
     def route(self) -> MoeRoute:
-        """What chose the experts."""
+        """Return the op that chose the experts."""
         return route_of(self.sort.route)
 
 
@@ -211,7 +211,7 @@ class AddId(Planned, SameSize):
 
 @dataclass(frozen=True, slots=True)
 class ScaleId(Planned, SameSize):
-    """Every sorted row times a number: `by` is a weight with a number per expert, or what chose the experts (a route).
+    """Every sorted row times a number: `by` is a weight with a number per expert, or the route that chose the experts.
 
     Rows of dropped slots stay as they are.
     """
@@ -237,7 +237,7 @@ class ScaleId(Planned, SameSize):
 class MoeSum(Planned, Op):
     """Weighted sum of the selected experts' rows, back in token order: [rows, y.cols]. Dropped slots add zero.
 
-    Not `weighted`: all weights are 1.
+    Without `weighted`, all weights are 1.
     """
 
     name = "moe_sum"
@@ -265,7 +265,7 @@ class MoeSum(Planned, Op):
 
 # --- arithmetic -------------------------------------------------------------------------------------------------------
 def best_groups(selection: Array, n_group: int, n_group_used: int) -> Array:
-    """Selection scores with -inf outside the groups whose two best scores have the largest sums."""
+    """Return selection scores with -inf outside the groups whose two best scores have the largest sums."""
     grouped = selection.reshape(len(selection), n_group, -1)
     score = np.sort(grouped, axis=2)[:, :, -2:].sum(axis=2)
     chosen = np.argsort(-score, axis=1, kind="stable")[:, :n_group_used]
@@ -275,17 +275,17 @@ def best_groups(selection: Array, n_group: int, n_group_used: int) -> Array:
 
 
 def route_parts(route: Array, n_used: int) -> tuple[Array, Array]:
-    """Weights and ids, (rows, n_used) each."""
+    """Return weights and ids, (rows, n_used) each."""
     return route[:, :n_used], np.ascontiguousarray(route[:, n_used:]).view(np.int32)
 
 
 def sorted_rows(x: Array, plan: Array) -> Array:
-    """Rows of x in the order of the plan."""
+    """Return the rows of x in the order of the plan."""
     return x[plan[:, 0] // (len(plan) // len(x))]
 
 
 def by_expert(w: Array, x: Array, plan: Array) -> Array:
-    """Every sorted row times the matrix of its expert; zero for dropped slots."""
+    """Multiply every sorted row by the matrix of its expert; dropped slots give zero."""
     out = np.zeros((len(x), w.shape[1]), x.dtype)
     for e in np.unique(plan[:, 1]):
         if e >= 0:

@@ -1,6 +1,7 @@
-"""Operations of recurrent layers: a short convolution, the gated delta rule, the selective scan, what is around them.
+"""Operations of recurrent layers: short convolution, gated delta rule, selective scan, and what surrounds them.
 
-States (`Graph.state`) hold what a sequence leaves behind; it begins with zeros, whatever is stored.
+States (`Graph.state`) carry a sequence from one micro-batch to the next. A sequence begins with zeros, whatever is
+stored.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ STATE_BLOCK = 16  # adjacent columns (of v) in a state of the delta rule and of 
 
 @dataclass(frozen=True, slots=True)
 class ShortConv(Op):
-    """silu of a causal convolution over the tokens of a sequence, each column by itself; parts come side by side.
+    """silu of a causal convolution over the tokens of a sequence, each column separately; parts come side by side.
 
-    Weights have (taps, columns) or (taps, 1, columns), the last tap is for the token itself. There may be a bias for
-    each part. The state holds the last taps - 1 rows of all parts, the oldest first.
+    Weights have (taps, columns) or (taps, 1, columns); the last tap is for the token itself. Each part may have a bias.
+    The state holds the last taps - 1 rows of all parts, the oldest first.
     """
 
     name = "short_conv"
@@ -34,7 +35,7 @@ class ShortConv(Op):
 
     def __post_init__(self) -> None:
         if self.biases and [b.ne0 for b in self.biases] != [x.cols for x in self.parts]:
-            raise ValueError("there is no bias for each part")
+            raise ValueError("every part needs a bias")
         for x, w in zip(self.parts, self.weights, strict=True):
             if columns_of(w) != x.cols or w.ne0 != self.n_taps:
                 raise ValueError(f"{w.name} does not fit {x.cols} columns and {self.n_taps} taps")
@@ -64,7 +65,7 @@ class ShortConv(Op):
 
 
 def columns_of(w: Weight) -> int:
-    """Rows of a weight, whatever its dimensions."""
+    """Return the rows of a weight, whatever its dimensions."""
     return int(np.prod(w.shape[1:]))
 
 
@@ -98,9 +99,10 @@ class L2Norm(Op):
 
 @dataclass(frozen=True, slots=True)
 class Decay(SameSize):
-    """What is left of a state after a token, between 0 and 1: exp(a * softplus(x + dt)), with `a` (below 0) per head.
+    """The fraction of a state that remains after a token, 0..1: exp(a * softplus(x + dt)).
 
-    With a lower bound (below 0; the "safe gate" of KDA): exp(bound * sigmoid(a * (x + dt))), with `a` above 0.
+    `a` is negative, one number per head. With a negative lower bound (the "safe gate" of KDA) it is exp(bound *
+    sigmoid(a * (x + dt))), with positive `a`.
     """
 
     name = "decay"
@@ -163,7 +165,7 @@ class DeltaNet(Op):
 
     @property
     def by_column(self) -> bool:
-        """Whether every column of k has a decay of its own."""
+        """Return whether every column of k has its own decay."""
         return self.decay.cols > self.n_head
 
     @property
@@ -198,7 +200,7 @@ class SelectiveScan(SameSize):
 
         step = softplus(dt + dt_bias);  h = exp(step * a) * h + step * x * b;  y = h . c + d * x
 
-    a (n_state, columns) is below 0; b and c are of the token, the same for all columns. The state holds blocks of 16
+    a (n_state, columns) is negative; b and c belong to the token and serve all columns. The state holds blocks of 16
     columns: n_state rows of the first block, then of the next.
     """
 

@@ -35,8 +35,9 @@ class Embed(Op):
 
 @dataclass(frozen=True, slots=True)
 class EmbedTypes(Op):
-    """Rows of an embedding for the part of its text that a token is in: row 0, and behind the first token `sep` of the
-    text row 1 (-1: there are no parts). Texts are whole.
+    """Rows of an embedding for the part of the text that a token is in.
+
+    Row 0 up to the first token `sep` of the text, then row 1 (`sep` -1: one part only). Texts are whole.
     """
 
     name = "embed_types"
@@ -61,7 +62,7 @@ class EmbedTypes(Op):
 
 @dataclass(frozen=True, slots=True)
 class GetRows(Op):
-    """The rows of x (one per token) whose logits were asked for."""
+    """The rows of x (one per token) whose logits were requested."""
 
     name = "get_rows"
     light = True
@@ -99,7 +100,7 @@ class RmsNorm(Op):
 
     @property
     def width(self) -> int:
-        """Columns that are normed together."""
+        """Return the number of columns that are normed together."""
         return self.w.ne0
 
     def compute(self, run: Run) -> Array:
@@ -111,7 +112,7 @@ class RmsNorm(Op):
 
 
 class Product(Op):
-    """A product of rows with matrices of the model; `by_expert`: rows choose their matrices."""
+    """A product of rows with matrices of the model; with `by_expert` rows choose their matrices."""
 
     __slots__ = ()
     place = Place.WEIGHT
@@ -119,17 +120,17 @@ class Product(Op):
 
     @property
     def matrices(self) -> tuple[Weight, ...]:
-        """The weights that rows of `source` are multiplied with."""
+        """Return the weights that rows of `source` are multiplied with."""
         raise NotImplementedError
 
     @property
     def source(self) -> Node:
-        """What is multiplied."""
+        """Return the left operand."""
         raise NotImplementedError
 
     @property
     def n_matrices(self) -> int:
-        """Matrices of a weight that every row is multiplied with."""
+        """Return the number of matrices of a weight that every row is multiplied with."""
         return 1
 
 
@@ -157,7 +158,7 @@ class OneMatrix(Product):
 class MulMat(OneMatrix):
     """x @ w.T: [rows, ne0] -> [rows, ne1].
 
-    `exact`: with a float w as float32 computes it, however many the rows; see `Graph.exact`.
+    `exact`: compute with a float w in float32, however many the rows; see `Graph.exact`.
     """
 
     name = "mul_mat"
@@ -301,7 +302,7 @@ class RopeTable(Op):
 
 @dataclass(frozen=True, slots=True)
 class Rope(SameSize):
-    """Rotate as many columns of every head as the table has, from `offset` on; the other columns are copied.
+    """Rotate as many columns of every head as the table has, from `offset` on; copy the other columns.
 
     Pairs are (2i, 2i+1), or (i, i + n_rot/2) for neox.
     """
@@ -321,7 +322,7 @@ class Rope(SameSize):
 
     @property
     def n_rot(self) -> int:
-        """Columns that are rotated."""
+        """Return the number of rotated columns."""
         return self.table.cols
 
     def compute(self, run: Run) -> Array:
@@ -370,13 +371,13 @@ class Hadamard(SameSize):
 
 # --- arithmetic -------------------------------------------------------------------------------------------------------
 def softmax(x: Array) -> Array:
-    """Softmax of every row."""
+    """Return the softmax of every row."""
     e = np.exp(x - x.max(axis=-1, keepdims=True))
     return e / e.sum(axis=-1, keepdims=True)
 
 
 def walsh(n: int) -> Array:
-    """The orthonormal Walsh-Hadamard matrix of order n, a power of two."""
+    """Return the orthonormal Walsh-Hadamard matrix of order n, a power of two."""
     h = np.ones((1, 1))
     while len(h) < n:
         h = np.block([[h, h], [h, -h]]) / np.sqrt(2)
@@ -384,6 +385,6 @@ def walsh(n: int) -> Array:
 
 
 def head_columns(x: Array, part: HeadSlice, n_head: int) -> Array:
-    """(rows, n_head, width): the columns of a head slice."""
+    """Return the columns of a head slice: (rows, n_head, width)."""
     columns = part.offset + part.head_stride * np.arange(n_head)[:, None] + np.arange(part.width)
     return x[:, columns]

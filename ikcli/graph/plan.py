@@ -1,4 +1,4 @@
-"""Buffer reuse: values whose lifetimes do not overlap share memory."""
+"""Plan memory: buffers whose lifetimes do not overlap share an arena."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Lifetime:
 
 
 def assign_offsets(lifetimes: Sequence[Lifetime]) -> tuple[list[int], int]:
-    """Offsets into one arena such that buffers alive at the same step never overlap; returns (offsets, arena bytes).
+    """Place buffers in one arena so that those alive at the same step never overlap; return (offsets, arena bytes).
 
     Greedy by size, lowest free gap first: the same strategy as most inference runtimes' static planners.
     """

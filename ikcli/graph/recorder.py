@@ -1,7 +1,7 @@
-"""The recorder that model code talks to: every call records one node instead of computing.
+"""The recorder that model code calls: every method records one node instead of computing.
 
-Model code is plain Python that reads like the architecture. Methods check what they are given as the records of the
-ops do (`ops_*.py`), which also say what each op means.
+Model code is plain Python that reads like the architecture. The methods check their arguments as the op records do
+(`ops_*.py`), which also define each op.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ikcli.graph.ops_rows import (
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """What an adapter adds to a matrix w: b @ scale @ a, with a (ne0, rank), scale (rank, rank), b (rank, ne1)."""
+    """The term b @ scale @ a that an adapter adds to a matrix w: a (ne0, rank), scale (rank, rank), b (rank, ne1)."""
 
     a: Weight
     scale: Weight
@@ -44,11 +44,11 @@ class LowRank:
 
 @dataclass(slots=True)
 class Graph:
-    """Recorder. Node names carry the layer (`ffn_out-3`); `nodes` is in execution order.
+    """Recorder of one graph. Node names carry the layer (`ffn_out-3`); `nodes` is in execution order.
 
-    `low_rank`: what is added to products with the weights of these names. `directions`: what is added to the outputs of
-    these layers. `exact`: whether products and attention are recorded as such, which the first choice of experts ends:
-    what is rounded before it may change a choice that is close to a tie, and with it all that follows.
+    `low_rank`: terms added to products with the weights of these names. `directions`: vectors added to the outputs of
+    these layers. `exact`: products and attention are recorded as exact, until the first choice of experts. A value
+    rounded before that choice may change it where it is close to a tie, and with it everything that follows.
     """
 
     nodes: list[Node] = field(default_factory=list)
@@ -60,7 +60,7 @@ class Graph:
     exact: bool = False
 
     def record(self, op: Op, name: str) -> Node:
-        """The node of an op; for ops of other packages as well."""
+        """Record an op, also one of another package, and return its node."""
         node = Node(op, name if self.il < 0 else f"{name}-{self.il}", self.il, len(self.nodes))
         for w in node.weights():
             self.weights[w.name] = replace(w, row0=0, n_rows=-1)  # the whole tensor
@@ -68,7 +68,7 @@ class Graph:
         return node
 
     def until(self, last: Node) -> Graph:
-        """What was recorded up to a node, with the weights and caches of that."""
+        """Return the graph up to a node, with the weights and caches that it needs."""
         nodes = self.nodes[: last.index + 1]
         found = Graph(nodes, low_rank=self.low_rank, directions=self.directions)
         found.weights = {w.name: self.weights[w.name] for node in nodes for w in node.weights()}
@@ -78,30 +78,30 @@ class Graph:
     def cache(
         self, kind: str, cols: int, type_: GGMLType, transposed: bool = False, per: Per = Per.CELL, il: int = -1
     ) -> Cache:
-        """The cache tensor `kind` of the current layer, or of layer `il`."""
+        """Return the cache tensor `kind` of the current layer, or of layer `il`."""
         il = self.il if il < 0 else il
         return self.caches.setdefault((kind, il), Cache(kind, il, cols, type_, transposed, per))
 
     def state(self, kind: str, cols: int) -> Cache:
-        """The state `kind` of the current layer: a float32 row of `cols` columns per sequence."""
+        """Return the state `kind` of the current layer: a float32 row of `cols` columns per sequence."""
         c = Cache(kind, self.il, cols, GGMLType.F32, per=Per.SEQUENCE)
         return self.caches.setdefault((kind, self.il), c)
 
     # --- rows ---------------------------------------------------------------------------------------------------------
     def embed(self, w: Weight, name: str = "inp_embd", *, by_position: bool = False) -> Node:
-        """Rows of an embedding for the micro-batch's tokens, or for their positions."""
+        """Look up rows of an embedding for the micro-batch's tokens, or for their positions."""
         return self.record(Embed(w, by_position), name)
 
     def embed_types(self, w: Weight, sep: int, name: str = "type_embd") -> Node:
-        """Rows of an embedding for the parts of texts that tokens are in; see `EmbedTypes`."""
+        """Look up rows of an embedding for the parts of texts that tokens are in; see `EmbedTypes`."""
         return self.record(EmbedTypes(w, sep), name)
 
     def rms_norm(self, x: Node, w: Weight, eps: float, name: str, *, offset: int = 0, cols: int = 0) -> Node:
-        """RMS norm of columns [offset, offset+cols) in groups of w.ne0 columns (cols 0 = to the end of the row)."""
+        """Apply RMS norm to columns [offset, offset+cols) in groups of w.ne0 (cols 0: the rest of the row)."""
         return self.record(RmsNorm(x, w, eps, offset, cols or x.cols - offset), name)
 
     def mul_mat(self, w: Weight, x: Node, name: str) -> Node:
-        """x @ w.T: [rows, ne0] -> [rows, ne1]; with what adapters add to w."""
+        """Compute x @ w.T, [rows, ne0] -> [rows, ne1], plus what adapters add to w."""
         parts = self.low_rank.get(w.name, ())
         out = self.record(MulMat(w, x, self.exact), f"{name}_base" if parts else name)
         for i, part in enumerate(parts):
@@ -113,24 +113,24 @@ class Graph:
         return out
 
     def mul_mat_heads(self, w: Weight, x: HeadSlice, name: str) -> Node:
-        """Per head h: x[:, h] @ w[h].T with w (ne0 = x.width, ne1, n_head) -> [rows, n_head*ne1]."""
+        """Compute x[:, h] @ w[h].T per head h, w (ne0 = x.width, ne1, n_head) -> [rows, n_head*ne1]."""
         return self.record(MulMatHeads(w, x, self.exact), name)
 
     def add(self, x: Node, y: Node | Weight, name: str) -> Node:
-        """Element-wise sum; a weight (bias) is added to every row."""
+        """Add element-wise; a weight (bias) is added to every row."""
         return self.record(Add(x, y), name)
 
     def layer_out(self, x: Node) -> Node:
-        """The output of a layer, with the direction that a control vector adds."""
+        """Mark the output of a layer and add the direction of a control vector."""
         direction = self.directions.get(self.il)
         return x if direction is None else self.record(Add(x, direction), "l_out_steered")
 
     def swiglu(self, gate: Node, up: Node, name: str, act: Glu = SILU) -> Node:
-        """silu(gate) * up, or what `act` says."""
+        """Compute silu(gate) * up, or the function that `act` names."""
         return self.record(SwiGlu(gate, up, act), name)
 
     def activate(self, x: Node, kind: str, name: str) -> Node:
-        """An activation function of every element: "silu", "gelu", "gelu_erf", "gelu_quick", "relu", "relu_sqr"."""
+        """Apply an activation to every element: "silu", "gelu", "gelu_erf", "gelu_quick", "relu", "relu_sqr"."""
         return self.record(Activate(x, kind), name)
 
     def norm(
@@ -144,44 +144,44 @@ class Graph:
         kind: str = "layer",
         width: int = 0,
     ) -> Node:
-        """Norm of groups of `width` columns (0: of whole rows), with or without weights; see `Norm`."""
+        """Norm groups of `width` columns (0: whole rows), with or without weights; see `Norm`."""
         return self.record(Norm(x, w, b, kind, eps, width or x.cols), name)
 
     def scale(self, x: Node, factor: float, name: str) -> Node:
-        """x times a number; x itself if that is 1."""
+        """Multiply x by a number; return x itself if it is 1."""
         return x if factor == 1 else self.record(Scale(x, factor), name)
 
     def clamp(self, x: Node, limit: float, name: str) -> Node:
-        """x held between -limit and limit; x itself if that is 0."""
+        """Clamp x to -limit..limit; return x itself if the limit is 0."""
         return self.record(Clamp(x, limit), name) if limit else x
 
     def pos_scale(self, x: Node, scale: float, length: int, name: str, *, shift: int = 0) -> Node:
-        """x times a factor that grows with the position; see `PosScale`."""
+        """Multiply x by a factor that grows with the position; see `PosScale`."""
         return self.record(PosScale(x, scale, length, shift), name)
 
     def gate(self, x: Node, gate: Node, name: str, kind: str = "sigmoid") -> Node:
-        """x times sigmoid(gate) or softplus(gate), whose columns are for equal parts of a row."""
+        """Multiply x by sigmoid(gate) or softplus(gate), whose columns each cover an equal part of a row."""
         return self.record(Gate(x, gate, kind), name)
 
     def softcap(self, x: Node, cap: float, name: str) -> Node:
-        """cap * tanh(x / cap); x itself if the cap is 0."""
+        """Compute cap * tanh(x / cap); return x itself if the cap is 0."""
         return self.record(SoftCap(x, cap), name) if cap else x
 
     def concat(self, parts: Sequence[Node], name: str) -> Node:
-        """Columns of the parts side by side."""
+        """Concatenate the columns of the parts."""
         return parts[0] if len(parts) == 1 else self.record(Concat(tuple(parts)), name)
 
     def concat_heads(self, parts: Sequence[HeadSlice], n_head: int, name: str) -> Node:
-        """Per head, the parts side by side: [rows, n_head * sum(part widths)]. Sources are nodes of equal rows."""
+        """Concatenate the parts per head: [rows, n_head * sum(part widths)]. Sources are nodes of equal rows."""
         return self.record(ConcatHeads(tuple(parts), n_head), name)
 
     def select_outputs(self, x: Node, name: str) -> Node:
-        """The rows of x (one per token) whose logits were asked for."""
+        """Select the rows of x (one per token) whose logits were requested."""
         return self.record(GetRows(x), name)
 
     # --- heads and cache ----------------------------------------------------------------------------------------------
     def rope_table(self, inv_freq: Sequence[float], mscale: float, name: str = "rope_table") -> Node:
-        """cos, sin (interleaved per pair) of position * inv_freq, times mscale: [n_tokens, 2*len(inv_freq)]."""
+        """Compute cos, sin (interleaved per pair) of position * inv_freq, times mscale: [n_tokens, 2*len(inv_freq)]."""
         return self.record(RopeTable(tuple(float(f) for f in inv_freq), mscale), name)
 
     def rope(
@@ -193,9 +193,10 @@ class Graph:
     def hadamard(
         self, x: Node, n_head: int, head_dim: int, name: str, *, offset: int = 0, blocks: Sequence[int] = ()
     ) -> Node:
-        """Walsh-Hadamard transform of every head, in blocks of powers of two from column `offset` of a head on.
+        """Apply the Walsh-Hadamard transform to every head, in blocks of powers of two.
 
-        Without blocks the rest of the head is divided into the largest powers of two that fit: 192 = 128 + 64.
+        The blocks start at column `offset` of a head. Without blocks the rest of the head is divided into the largest
+        powers of two that fit: 192 = 128 + 64.
         """
         sizes = tuple(blocks) or power_of_two_parts(head_dim - offset)
         return self.record(Hadamard(x, n_head, head_dim, offset, sizes), name)
@@ -210,7 +211,7 @@ class Graph:
         return self.record(KvStore(cache, x, offset, cols or x.cols - offset, cache_offset), name)
 
     def kv_rows(self, cache: Cache, offset: int, cols: int, name: str) -> Node:
-        """Cached columns of every position of the micro-batch's sequences, as float32: [n_kv, cols]."""
+        """Read cached columns of every position of the micro-batch's sequences, as float32: [n_kv, cols]."""
         return self.record(KvRows(cache, offset, cols), name)
 
     def attention(
@@ -233,7 +234,7 @@ class Graph:
         both: bool = False,
         slopes: tuple[float, ...] = (),
     ) -> Node:
-        """Attention within each sequence: [rows, n_head*v.width]; see `Attention`.
+        """Attend within each sequence: [rows, n_head*v.width]; see `Attention`.
 
         flash=False materialises K*Q, `heads_per_step` heads at a time (0 = all).
         """
@@ -265,7 +266,7 @@ class Graph:
         return self.record(MoeSort(route, n_expert), name)
 
     def mul_mat_id(self, w: Weight, x: Node, plan: Node, name: str, *, sorted_in: bool = False) -> Node:
-        """Expert matmul in sorted order: x is per token [rows, ne0], or `sorted_in` already [rows*n_used, ne0]."""
+        """Multiply rows by their experts, in sorted order: x is [rows, ne0], or `sorted_in` [rows*n_used, ne0]."""
         parts = self.low_rank.get(w.name, ())
         out = self.record(MulMatId(w, x, plan, sorted_in), f"{name}_base" if parts else name)
         for i, part in enumerate(parts):
@@ -276,22 +277,22 @@ class Graph:
         return out
 
     def moe_up_gate(self, up: Weight, gate: Weight, x: Node, plan: Node, name: str, act: Glu = SILU) -> Node:
-        """silu(x @ gate.T) * (x @ up.T), or what `act` says, per selected expert, in sorted order (`-fmoe`)."""
+        """Compute silu(x @ gate.T) * (x @ up.T), or `act`, per selected expert, in sorted order (`-fmoe`)."""
         if up.name in self.low_rank or gate.name in self.low_rank:
             up_x = self.mul_mat_id(up, x, plan, f"{name}_up")
             return self.swiglu(self.mul_mat_id(gate, x, plan, f"{name}_gate"), up_x, name, act)
         return self.record(MoeUpGate(up, gate, x, plan, act), name)
 
     def add_id(self, x: Node, w: Weight, plan: Node, name: str) -> Node:
-        """Rows in sorted order, each plus the row of w that is its expert's."""
+        """Add to every sorted row the row of w that is its expert's."""
         return self.record(AddId(x, w, plan), name)
 
     def scale_id(self, x: Node, by: Weight | Node, plan: Node, name: str) -> Node:
-        """Rows in sorted order, each times a number of its expert, or times the weight that its route gives it."""
+        """Multiply every sorted row by a number of its expert, or by the weight that its route gives it."""
         return self.record(ScaleId(x, by, plan), name)
 
     def moe_sum(self, y: Node, route: Node, plan: Node, name: str, *, weighted: bool = True) -> Node:
-        """Weighted sum of the selected experts' rows, back in token order: [rows, y.cols]. Dropped slots add zero."""
+        """Sum the selected experts' rows, weighted, back in token order: [rows, y.cols]. Dropped slots add zero."""
         return self.record(MoeSum(y, route, plan, weighted), name)
 
     # --- recurrent layers ---------------------------------------------------------------------------------------------
@@ -304,15 +305,15 @@ class Graph:
         *,
         biases: Sequence[Weight] = (),
     ) -> Node:
-        """silu of a causal convolution of a few taps, each column by itself; parts come side by side."""
+        """Apply silu to a causal convolution of a few taps, each column separately; parts come side by side."""
         return self.record(ShortConv(state, tuple(parts), tuple(weights), tuple(biases)), name)
 
     def l2_norm(self, x: Node, width: int, eps: float, name: str, *, offset: int = 0, cols: int = 0) -> Node:
-        """Columns [offset, offset+cols) in groups of `width` over their length (cols 0 = to the end of the row)."""
+        """Divide groups of `width` columns of [offset, offset+cols) by their length (cols 0: the rest)."""
         return self.record(L2Norm(x, offset, cols or x.cols - offset, width, eps), name)
 
     def decay(self, x: Node, dt: Weight, a: Weight, name: str, *, bound: float = 0.0) -> Node:
-        """What is left of a state after a token; see `Decay`."""
+        """Compute the fraction of a state that remains after a token; see `Decay`."""
         return self.record(Decay(x, dt, a, bound), name)
 
     def delta_net(
@@ -330,7 +331,7 @@ class Graph:
         scale: float,
         tiled: bool = False,
     ) -> Node:
-        """The gated delta rule: [rows, n_head*v.width]; see `DeltaNet`."""
+        """Apply the gated delta rule: [rows, n_head*v.width]; see `DeltaNet`."""
         return self.record(DeltaNet(state, q, k, v, decay, beta, n_head, n_head_k, scale, tiled), name)
 
     def selective_scan(
@@ -346,9 +347,9 @@ class Graph:
         d: Weight,
         dt_bias: Weight,
     ) -> Node:
-        """Mamba's scan: [rows, x.cols]; see `SelectiveScan`."""
+        """Apply Mamba's scan: [rows, x.cols]; see `SelectiveScan`."""
         return self.record(SelectiveScan(state, x, dt, b, c, a, d, dt_bias), name)
 
     def gated_norm(self, x: Node, w: Weight, gate: Node, eps: float, name: str, *, activation: str = "silu") -> Node:
-        """RMS norm in groups of w.ne0 columns, times silu (or sigmoid) of the gate."""
+        """Apply RMS norm in groups of w.ne0 columns, times silu (or sigmoid) of the gate."""
         return self.record(GatedNorm(x, w, gate, eps, activation), name)

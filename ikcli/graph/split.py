@@ -1,9 +1,10 @@
-"""A graph on several devices: which device computes a node, and in which order the devices take turns.
+"""Split a graph between devices: which device computes a node, and in which order the devices run.
 
 Nodes with weights are computed where the weights are, cache and attention where the cache is, and the rest where its
 inputs are: `Op.place`. Small values that every device can make for itself are made on each that needs them. A schedule
-is a list of `Turn`s, each a run of nodes of one device that depends on earlier turns only. What another device waits
-for comes first: a turn is cut behind it, so that the rest runs while the other device works.
+is a list of splits (`Turn`; ggml: graph splits). A split is a run of nodes of one device that depends on earlier splits
+only. Values that another device waits for come first: a split is cut behind them, so that the rest runs while the other
+device works.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ikcli.graph.recorder import Graph
 
 @dataclass(frozen=True, slots=True)
 class NodePlaces:
-    """Device of a weight as an op uses it, of a layer's cache, and of what a layer adds up (-1: outside of layers)."""
+    """Devices of weights as ops use them, of a layer's cache, and of a layer's sums (-1: outside of layers)."""
 
     weight: Callable[[Node, Weight], str]
     cache: Callable[[int], str]
@@ -26,17 +27,17 @@ class NodePlaces:
 
 @dataclass(slots=True)
 class Turn:
-    """Nodes one device computes in a row; `imports` come from other devices before, `exports` go out afterwards."""
+    """A split: nodes that one device computes in a row; `imports` arrive before them, `exports` leave afterwards."""
 
     device: str
     nodes: list[Node]
     imports: list[Node] = field(default_factory=list)
     exports: list[Node] = field(default_factory=list)
-    after: tuple[int, ...] = ()  # turns of other devices that have to be done
+    after: tuple[int, ...] = ()  # indices of splits on other devices that must be done first
 
 
 def assign(graph: Graph, places: NodePlaces) -> dict[Node, str]:
-    """Device of every node but the repeated ones."""
+    """Return the device of every node except the repeated ones."""
     device: dict[Node, str] = {}
     for node in graph.nodes:
         if node.op.place is not Place.EVERYWHERE:
@@ -67,7 +68,10 @@ class _Task:
 
 
 def schedule(graph: Graph, device: dict[Node, str], result: Node, *, cut: Iterable[str] = ()) -> list[Turn]:
-    """Turns for a graph whose nodes were assigned; `cut`: devices that work on while others wait for what they made."""
+    """Order the nodes of an assigned graph into splits.
+
+    `cut`: devices that continue while others wait for their values.
+    """
     tasks = _tasks(graph, device)
     cutting = set(cut)
     left = list(tasks)
@@ -86,7 +90,7 @@ def schedule(graph: Graph, device: dict[Node, str], result: Node, *, cut: Iterab
 
 
 def _tasks(graph: Graph, device: dict[Node, str]) -> list[_Task]:
-    """One task per node, of repeated nodes one per device that needs them, in the order of the graph."""
+    """Return one task per node (repeated nodes: one per device that needs them), in the order of the graph."""
     users: dict[Node, set[str]] = {}
     for node in reversed(graph.nodes):
         own = {device[node]} if node in device else users.get(node, set())
@@ -112,7 +116,7 @@ def _tasks(graph: Graph, device: dict[Node, str]) -> list[_Task]:
 
 
 def _take(left: Sequence[_Task], device: str, done: set[tuple[Node, str]]) -> tuple[list[_Task], list[_Task]]:
-    """All tasks of the device that can run now, one after the other, and the others."""
+    """Return all tasks of the device that can run now, one after the other, and the others."""
     ready = set(done)
     taken: list[_Task] = []
     rest: list[_Task] = []
@@ -126,7 +130,7 @@ def _take(left: Sequence[_Task], device: str, done: set[tuple[Node, str]]) -> tu
 
 
 def _divide(taken: list[_Task], left: Sequence[_Task], device: str) -> list[list[_Task]]:
-    """What other devices need of these tasks, with all that leads to it, then what can wait."""
+    """Return the tasks that other devices depend on, with their own inputs, then the tasks that can wait."""
     own = {t.node: t for t in taken}
     wanted = [own[n] for t in left if t.device != device for n, where in t.needs if where == device and n in own]
     first: set[Node] = set()
@@ -140,7 +144,7 @@ def _divide(taken: list[_Task], left: Sequence[_Task], device: str) -> list[list
 
 
 def _connect(turns: list[Turn], device: dict[Node, str], result: Node) -> None:
-    """Fill in what goes from one turn to another."""
+    """Fill in the values that pass from one split to another."""
     made = {(n, t.device): i for i, t in enumerate(turns) for n in t.nodes}
     imported: set[tuple[Node, str]] = set()
     for turn in turns:

@@ -1,8 +1,8 @@
-"""A graph cut into stages of consecutive layers: what each computes, what crosses a cut, and where cuts cannot be.
+"""Cut a graph into pipeline stages of consecutive layers.
 
-What belongs to no layer is computed with the first layer if it comes before all layers, else with the last one. A cut
-before layer c is impossible where a layer before c needs a value or the cache of a layer from c on; that of a layer
-which reads the cache of an earlier one is as well, since a cache is in one stage only.
+Nodes that belong to no layer are computed with the first layer if they come before all layers, else with the last one.
+A cut before layer c is impossible where a layer before c needs a value or the cache of a layer from c on. It is also
+impossible where a layer reads the cache of an earlier one across the cut, since a cache is in one stage only.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ikcli.graph.recorder import Graph
 
 @dataclass(frozen=True, slots=True)
 class StagePart:
-    """What a stage computes, in order; values that arrive (used here or later), and those that go on."""
+    """The nodes of a stage, in order; values that arrive (used here or later), and values that go on."""
 
     nodes: tuple[Node, ...]
     arriving: tuple[Node, ...]
@@ -40,15 +40,15 @@ class LayerGraph:
             self._layer[node] = cache.il if cache is not None else node.il if node.il >= 0 else outside
 
     def layer(self, node: Node) -> int:
-        """The layer with which a node is computed (not of one that every stage makes for itself)."""
+        """Return the layer with which a node is computed (not for a node that every stage makes for itself)."""
         return self._layer[node]
 
     def owned(self) -> Iterator[tuple[Node, int]]:
-        """Nodes that are computed once, with their layers."""
+        """Yield the nodes that are computed once, with their layers."""
         return iter(self._layer.items())
 
     def _sources(self, node: Node) -> Iterator[Node]:
-        """Values of other nodes that it needs, directly or through what every stage makes for itself."""
+        """Yield the values that it needs, directly or through nodes that every stage repeats."""
         for x in node.nodes():
             if x in self._everywhere:
                 yield from self._sources(x)
@@ -56,7 +56,7 @@ class LayerGraph:
                 yield x
 
     def impossible_cuts(self) -> frozenset[int]:
-        """Layers before which the graph cannot be cut."""
+        """Return the layers before which the graph cannot be cut."""
         bad: set[int] = set()
         for node, il in self._layer.items():
             newest = max((self._layer[x] for x in self._sources(node)), default=il)
@@ -64,12 +64,12 @@ class LayerGraph:
         return frozenset(bad)
 
     def crossing(self, cut: int) -> tuple[Node, ...]:
-        """Values made before layer `cut` and used from there on, in the order of the graph."""
+        """Return the values made before layer `cut` and used from there on, in the order of the graph."""
         used = {x for node, il in self._layer.items() if il >= cut for x in self._sources(node) if self._layer[x] < cut}
         return tuple(node for node in self._graph.nodes if node in used)
 
     def part(self, cuts: Sequence[int], index: int) -> StagePart:
-        """A stage; `cuts` are the first layers of all stages, then the number of layers."""
+        """Return a stage; `cuts` are the first layers of all stages, then the number of layers."""
         begin, end = cuts[index], cuts[index + 1]
         wanted: set[Node] = set()
         for node in reversed(self._graph.nodes):
@@ -91,9 +91,10 @@ class LayerGraph:
 def best_cuts(
     sizes: Sequence[int], first: int, last: int, shares: Sequence[float], impossible: frozenset[int]
 ) -> tuple[int, ...] | None:
-    """Cuts whose largest stage, in proportion to its share, is smallest; None if there are not as many.
+    """Choose the cuts whose largest stage, in proportion to its share, is smallest.
 
-    `sizes`: bytes by layer; `first` and `last`: what the first and the last stage have beside their layers.
+    `sizes`: bytes by layer. `first` and `last`: bytes of the first and the last stage beside their layers. Returns None
+    if there are too few possible cuts.
     """
     n, k = len(sizes), len(shares)
     total = [0]

@@ -1,7 +1,7 @@
 """Model architectures: one module each, found by the architecture name of the file and imported on first use.
 
-Contract of a module: `tensor_shapes(hp) -> TensorSpecs` and `build(g, hp, w, cfg) -> Node` (the logits; of encoders the
-last states).
+A module defines `tensor_shapes(hp) -> TensorSpecs` and `build(g, hp, w, cfg) -> Node`, which returns the logits, or the
+last states of an encoder.
 """
 
 from __future__ import annotations
@@ -115,17 +115,17 @@ __all__ = [
 
 
 class ModelModule(Protocol):
-    """What an architecture's module offers."""
+    """The interface of an architecture's module."""
 
     def tensor_shapes(self, hp: HParams) -> TensorSpecs:
-        """Expected tensors of the file."""
+        """Return the expected tensors of the file."""
 
     def build(self, g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
-        """Record the graph; returns the logits of the output rows, of encoders (`hp.causal` is false) their states."""
+        """Record the graph and return the logits of the output rows, or their states if `hp.causal` is false."""
 
 
 def find(arch: str, source: str = "the model") -> ModelModule:
-    """The module of an architecture; UnsupportedError lists the known ones."""
+    """Return the module of an architecture; raise UnsupportedError that lists the known ones."""
     if arch not in ARCHITECTURES:
         raise UnsupportedError(f"{source}: architecture '{arch}' is not supported; known: {', '.join(ARCHITECTURES)}")
     return cast(ModelModule, importlib.import_module(ARCHITECTURES[arch]))

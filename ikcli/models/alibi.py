@@ -1,8 +1,8 @@
-"""Attention weakened by distance (ALiBi): K*Q of head h plus slope_h times the position of the key.
+"""Attention with linear biases (ALiBi): K*Q of head h plus slope_h times the position of the key.
 
-What a query's own position would take away is the same for all keys, so softmax does not see it. The sum is made part
-of the product: keys get columns with whole numbers up to 127 that say the position, queries such with the slope of
-their head. Both come through rounding to f16, bf16 or blocks of 8 bits unchanged (`Alibi`).
+The query's own position would subtract the same number for all keys, so softmax cancels it. The sum is made part of the
+product: keys get columns of whole numbers up to 127 that encode the position, and queries get matching columns with the
+slope of their head. Both survive rounding to f16, bf16 or blocks of 8 bits unchanged (`Alibi`).
 """
 
 from __future__ import annotations
@@ -19,24 +19,27 @@ _EXACT = (GGMLType.F32, GGMLType.F16, GGMLType.BF16, GGMLType.Q8_0)
 
 
 def slopes(n_head: int, max_bias: float) -> tuple[float, ...]:
-    """Powers of 2**(-max_bias / n) for n heads, the largest power of two; then every other power between these."""
+    """Return the slopes of n heads: powers of 2**(-max_bias / n), n being the largest power of two.
+
+    Further heads get every other power between these.
+    """
     n = 1 << n_head.bit_length() - 1
     first = [2.0 ** (-max_bias * (h + 1) / n) for h in range(n)]
     return tuple(first + [2.0 ** (-max_bias * (2 * h + 1) / (2 * n)) for h in range(n_head - n)])
 
 
 def width(hp: HParams) -> int:
-    """Columns of a head of queries and keys."""
+    """Return the columns of a head of queries and keys."""
     return hp.head_dim_k + _more(hp)
 
 
 def _more(hp: HParams) -> int:
-    """Columns added to a head, so that the last ones are a block."""
+    """Return the columns to add to a head so that the last ones are a whole block."""
     return BLOCK + -hp.head_dim_k % BLOCK
 
 
 def queries(g: Graph, hp: HParams, cfg: GraphConfig, q: Node, scale: float) -> Node:
-    """Query heads with their slopes, over the scale of K*Q."""
+    """Return query heads with their slopes, over the scale of K*Q."""
     if cfg.type_k not in _EXACT:
         raise UnsupportedError(
             f"{hp.source}: attention weakened by distance needs keys of f32, f16, bf16 or q8_0, not "
@@ -49,7 +52,7 @@ def queries(g: Graph, hp: HParams, cfg: GraphConfig, q: Node, scale: float) -> N
 
 
 def keys(g: Graph, hp: HParams, k: Node) -> Node:
-    """Key heads with their position."""
+    """Return key heads with their position."""
     more = g.record(Alibi(_more(hp)), "alibi_keys")
     d = hp.head_dim_k
     return g.concat_heads([HeadSlice(k, 0, d, d), HeadSlice(more, 0, _more(hp), 0)], hp.n_head_kv, "Kcur_alibi")

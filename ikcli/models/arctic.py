@@ -1,4 +1,4 @@
-"""Arctic: a dense feed-forward part after attention, and beside both experts on the residual before them."""
+"""Arctic: a dense feed-forward part after attention, and experts in parallel on the residual before both."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ikcli.models.tensors import TensorSpec, TensorSpecs, Weights
 
 
 def tensor_shapes(hp: HParams) -> TensorSpecs:
-    """Expected tensors of the file."""
+    """Return the expected tensors of the file."""
     specs = expected.base_specs(hp)
     for il in range(hp.n_layer):
         specs |= expected.attention_specs(hp, il, bias=None)
@@ -21,7 +21,7 @@ def tensor_shapes(hp: HParams) -> TensorSpecs:
 
 
 def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
-    """Record the graph; returns the logits of the output rows."""
+    """Record the graph and return the logits of the output rows."""
     tables = blocks.rope_tables(g, hp, w, cfg)
 
     x = g.embed(w["token_embd.weight"])

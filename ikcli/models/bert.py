@@ -1,8 +1,8 @@
-"""BERT and its kind, encoders of texts: attention in both directions, norms after each part, no next token.
+"""BERT and its relatives, text encoders: bidirectional attention, norms after each part, no next token.
 
-BERT embeds positions; nomic-bert rotates, with one matrix for q, k and v and SwiGLU; jina-bert-v2 weakens attention by
-distance on both sides, with GEGLU, and in some models norms of q and k and a second norm after attention. Models that
-rank tell query and document apart by embeddings of token types.
+BERT embeds positions. nomic-bert uses RoPE, one matrix for q, k and v, and SwiGLU. jina-bert-v2 uses ALiBi in both
+directions and GEGLU, and in some models norms of q and k and a second norm after attention. Rerankers tell query and
+document apart by embeddings of token types.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _GATED = {"nomic-bert": SILU, "jina-bert-v2": Glu("gelu_erf")}
 
 
 def tensor_shapes(hp: HParams) -> TensorSpecs:
-    """Expected tensors of the file."""
+    """Return the expected tensors of the file."""
     wide = TensorSpec((hp.n_embd,))
     specs = {"token_embd.weight": TensorSpec((hp.n_embd, hp.n_vocab)), "token_embd_norm.weight": wide}
     specs["token_types.weight"] = TensorSpec((hp.n_embd, hp.n_token_types), required=False)
@@ -42,7 +42,7 @@ def tensor_shapes(hp: HParams) -> TensorSpecs:
 
 
 def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
-    """Record the graph; returns the states of the output rows."""
+    """Record the graph and return the states of the output rows."""
     if cfg.outputs.logits:
         raise hp.no_next_token()
     x = g.embed(w["token_embd.weight"])

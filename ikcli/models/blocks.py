@@ -30,10 +30,10 @@ def transformer(
     *,
     norm_embeddings: bool = False,
 ) -> Node:
-    """Pre-norm residual layers and the output head; `ffn_norm` names the norm of the feed-forward part.
+    """Record pre-norm residual layers and the output head; `ffn_norm` names the norm of the feed-forward part.
 
-    `norm_embeddings`: they are normed, without weights. After the last attention only the rows whose logits were asked
-    for go on.
+    `norm_embeddings`: norm the embeddings, without weights. After the last attention only the rows whose logits were
+    requested go on.
     """
     x = embedded(g, hp, w)
     if norm_embeddings:
@@ -61,7 +61,7 @@ def parallel_transformer(
     attn_norm: str = "attn_norm",
     ffn_norm: str = "attn_norm",
 ) -> Node:
-    """Layers in which attention and feed-forward part both work on (norms of) the residual, and the output head."""
+    """Record layers in which attention and feed-forward part both read (norms of) the residual, and the output head."""
     x = embedded(g, hp, w)
     for il in range(hp.n_layer):
         g.il = il
@@ -78,7 +78,7 @@ def parallel_transformer(
 
 
 def embedded(g: Graph, hp: HParams, w: Weights) -> Node:
-    """What goes into the first layer."""
+    """Return the input of the first layer."""
     x = g.scale(g.embed(w["token_embd.weight"]), hp.embedding_scale, "inp_scaled")
     if "token_embd_norm.weight" in w:
         x = norm(g, hp, x, w["token_embd_norm.weight"], "inp_norm", w.get("token_embd_norm.bias"))
@@ -87,18 +87,18 @@ def embedded(g: Graph, hp: HParams, w: Weights) -> Node:
 
 
 def normed(g: Graph, hp: HParams, x: Node, layer: LayerWeights, which: str, name: str = "") -> Node:
-    """x after a norm of the layer, or x where the layer has none of that name."""
+    """Apply a norm of the layer to x, or return x where the layer has none of that name."""
     w = layer.get(which)
     return x if w is None else norm(g, hp, x, w, name or which, layer.get(f"{which}_bias"))
 
 
 def norm(g: Graph, hp: HParams, x: Node, w: Weight, name: str, bias: Weight | None = None) -> Node:
-    """The norm of the model's kind, of whole rows."""
+    """Apply the norm of the model's kind to whole rows."""
     return g.rms_norm(x, w, hp.eps, name) if hp.norm == "rms" else g.norm(x, w, hp.eps, name, b=bias)
 
 
 def output(g: Graph, hp: HParams, w: Weights, x: Node) -> Node:
-    """The last norm, and the logits."""
+    """Apply the last norm and compute the logits."""
     x = norm(g, hp, x, w["output_norm.weight"], "result_norm", w.get("output_norm.bias"))
     head = w.get("output.weight") or w["token_embd.weight"]
     plain = hp.logit_scale == 1 and not hp.final_softcap
@@ -108,7 +108,7 @@ def output(g: Graph, hp: HParams, w: Weights, x: Node) -> Node:
 
 
 def rope_tables(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> tuple[Node | None, ...]:
-    """The rotation table of every layer (None: it does not rotate); layers that rotate alike share one."""
+    """Return the RoPE table of every layer (None: no rotation); layers that rotate alike share one."""
     tables: dict[tuple[RopeParams, int], Node] = {}
     layers = [(own.rope, own.n_rot) for own in map(hp.at, range(hp.n_layer))]
     for rope, n_rot in layers:
@@ -121,14 +121,14 @@ def rope_tables(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> tuple[No
 
 
 def _factors(w: Weights, rope: RopeParams, cfg: GraphConfig) -> str:
-    """The tensor of factors on frequencies; those of LongRoPE depend on the context that sequences have room for."""
+    """Return the name of the tensor with frequency factors; LongRoPE's choice depends on the context of a sequence."""
     names = ["rope_freqs"]
     names.append("rope_factors_long" if cfg.n_ctx // cfg.n_seq > rope.n_ctx_orig else "rope_factors_short")
     return next((f"{name}.weight" for name in names if f"{name}.weight" in w), "")
 
 
 def linear(g: Graph, w: Weight, bias: Weight | None, x: Node, name: str) -> Node:
-    """Matrix product and optional bias."""
+    """Multiply by a matrix and add an optional bias."""
     if bias is None:
         return g.mul_mat(w, x, name)
     return g.add(g.mul_mat(w, x, f"{name}_mm"), bias, name)
@@ -148,11 +148,11 @@ def self_attention(
     gating: str = "sigmoid",
     gated: bool = False,
 ) -> Node:
-    """Grouped-query attention with rotated q and k, optional biases and optional norms of q and k heads.
+    """Record grouped-query attention with RoPE on q and k, optional biases and optional norms of q and k heads.
 
-    No `table`: without rotation. `norm_last`: q and k are normed after the rotation; `norm_heads`: then, by head and
-    without weights. `gated`: every query head of the projection is followed by as many columns of a gate on its result.
-    See `attend` for the rest.
+    Without `table` nothing is rotated. `norm_last`: q and k are normed after the rotation. `norm_heads`: norm heads
+    after the rotation, without weights. `gated`: every query head of the projection is followed by as many columns of a
+    gate on its result. See `attend` for the rest.
     """
     hp = hp.at(layer.il)
     fused = _query_and_gate(g, hp, x, layer) if gated else _fused_projections(g, hp, x, layer)
@@ -173,13 +173,13 @@ def self_attention(
 
 
 def attention_block(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig, *, neox: bool, rotates: bool = True) -> Block:
-    """`self_attention` of any layer, rotated as `hp` says of the layer, or not at all."""
+    """Return `self_attention` for any layer, rotated where `hp` says so."""
     tables = rope_tables(g, hp, w, cfg) if rotates else (None,) * hp.n_layer
     return lambda x, layer: self_attention(g, hp, cfg, x, layer, tables[layer.il], neox=neox)
 
 
 def normed_after(g: Graph, block: Block, which: str, eps: float, name: str) -> Block:
-    """A block and behind it an RMS norm of the layer, with the weights `which`."""
+    """Return a block followed by an RMS norm of the layer, with the weights `which`."""
     return lambda x, layer: g.rms_norm(block(x, layer), getattr(layer, which), eps, name)
 
 
@@ -196,11 +196,10 @@ def attend(
     gating: str = "sigmoid",
     gate: Node | None = None,
 ) -> Node:
-    """Attention of projected heads, with what the layer has of windows, sinks and a gate on x (or `gate`); the output
-    projection.
+    """Record attention of projected heads and the output projection.
 
-    k and v are stored first; without `kv` those that layer `kv_layer` stored are read. Encoders store nothing: their
-    texts are whole.
+    Applies the layer's windows, sinks and gate on x (or `gate`). k and v are stored first; without `kv`, those that
+    layer `kv_layer` stored are read. Encoders store nothing: their texts are whole.
     """
     if not hp.causal:
         assert kv is not None
@@ -247,7 +246,7 @@ def attend(
 
 
 def _attend_all(g: Graph, hp: HParams, q: Node, k: Node, v: Node) -> Node:
-    """Attention in both directions, over the keys and values of the micro-batch."""
+    """Attend in both directions, over the keys and values of the micro-batch."""
     d, d_v = hp.head_dim_k, hp.head_dim_v
     return g.attention(
         [HeadSlice(q, 0, d, d)],
@@ -264,7 +263,7 @@ def _attend_all(g: Graph, hp: HParams, q: Node, k: Node, v: Node) -> Node:
 
 
 def _query_and_gate(g: Graph, hp: HParams, x: Node, layer: LayerWeights) -> dict[str, Node]:
-    """Both parts of a projection whose heads are [query | gate]."""
+    """Return both parts of a projection whose heads are [query | gate]."""
     cur, d = g.mul_mat(layer.attn_q, x, "Qcur_full"), hp.head_dim_k
     names = {"q": "Qcur_proj", "gate": "gate"}
     return {part: g.concat_heads([HeadSlice(cur, i * d, d, 2 * d)], hp.n_head, name)
@@ -272,19 +271,19 @@ def _query_and_gate(g: Graph, hp: HParams, x: Node, layer: LayerWeights) -> dict
 
 
 def attention_matrix(hp: HParams, layer: LayerWeights, which: str) -> Weight:
-    """The matrix of q, k or v: of its own, or rows of that of all three."""
+    """Return the matrix of q, k or v: a separate tensor, or its rows of the fused one."""
     own = layer.get(f"attn_{which}")
     return layer.attn_qkv.rows(*_fused_rows(hp)[which]) if own is None else own
 
 
 def _fused_rows(hp: HParams) -> dict[str, tuple[int, int]]:
-    """First row and rows of q, k and v in one matrix."""
+    """Return first row and number of rows of q, k and v in the fused matrix."""
     n_q, n_k = hp.n_head * hp.head_dim_k, hp.n_head_kv * hp.head_dim_k
     return {"q": (0, n_q), "k": (n_q, n_k), "v": (n_q + n_k, hp.n_head_kv * hp.head_dim_v)}
 
 
 def _fused_projections(g: Graph, hp: HParams, x: Node, layer: LayerWeights) -> dict[str, Node]:
-    """q, k and v, where they are made together and have a bias or a limit; nothing elsewhere."""
+    """Return q, k and v where they are computed together and have a bias or a limit; empty elsewhere."""
     w, bias = layer.get("attn_qkv"), layer.get("attn_qkv_bias")
     if w is None or (bias is None and not hp.clamp_kqv):
         return {}
@@ -304,7 +303,7 @@ def _project(
     norm_last: bool,
     cur: Node | None = None,
 ) -> Node:
-    """q or k: projection (or what was made of it), norm of each head (or of all) if the model has one, rotation."""
+    """Project q or k (or take `cur`), norm each head (or all) if the model does, and rotate."""
     if cur is None:
         bias = layer.get(f"attn_{which}_bias")
         cur = linear(g, attention_matrix(hp, layer, which), bias, x, f"{which.upper()}cur_proj")
@@ -323,7 +322,7 @@ def rotated(
     neox: bool,
     norm_last: bool = False,
 ) -> Node:
-    """Heads of q or k, normed if the model does, and rotated."""
+    """Norm heads of q or k if the model does, and rotate them."""
     name = f"{which.upper()}cur"
     norm = layer.get(f"attn_{which}_norm")
     if norm is not None and not norm_last:
@@ -336,12 +335,12 @@ def rotated(
 
 
 def _head_norm(g: Graph, hp: HParams, x: Node, w: Weight, name: str, bias: Weight | None = None) -> Node:
-    """The norm of the model's kind, of groups of columns: heads, or all of them."""
+    """Apply the norm of the model's kind to groups of columns: heads, or all of them."""
     return g.rms_norm(x, w, hp.eps, name) if hp.norm == "rms" else g.norm(x, w, hp.eps, name, b=bias, width=w.ne0)
 
 
 def heads_per_step(cfg: GraphConfig, n_head: int) -> int:
-    """Heads whose K*Q is materialised at once under `-amb` without flash attention; 0 = all."""
+    """Return the heads whose K*Q is materialised at once under `-amb` without flash attention; 0 = all."""
     mib = cfg.n_ctx * n_head * cfg.n_ubatch * 4 >> 20
     if cfg.flash_attn or cfg.amb <= 0 or mib <= cfg.amb:
         return 0
@@ -358,9 +357,9 @@ def feed_forward(
     act: Glu = SILU,
     dense_act: Glu | None = None,
 ) -> Node:
-    """The feed-forward part of a block: dense, or routed experts with shared ones (perhaps gated) beside them.
+    """Record the feed-forward part of a block: dense, or routed experts beside shared ones (possibly gated).
 
-    `act` is that of experts, and of dense and shared parts unless these have another, `dense_act`.
+    `act` applies to experts, and to dense and shared parts unless `dense_act` is given.
     """
     dense_act = dense_act or act
     if not hp.has_experts(layer.il):
@@ -378,14 +377,14 @@ def feed_forward(
 
 
 def limited_feed_forward(g: Graph, hp: HParams, cfg: GraphConfig, x: Node, layer: LayerWeights) -> Node:
-    """`feed_forward` with the limits that the layer has for its experts and for what is beside them."""
+    """Record `feed_forward` with the layer's limits for its experts and for the parts beside them."""
     own = hp.at(layer.il)
     limits = own.swiglu_limit, own.swiglu_limit_shared
     return feed_forward(g, hp, cfg, x, layer, *(Glu(limit=limit) for limit in limits))
 
 
 def dense_ffn(g: Graph, x: Node, layer: LayerWeights, name: str = "ffn_out", suffix: str = "", act: Glu = SILU) -> Node:
-    """down(silu(gate x) * up x), or what `act` says; suffix "_shexp" for the shared expert."""
+    """Record down(silu(gate x) * up x), or `act`; suffix "_shexp" for the shared expert."""
     up = linear(g, getattr(layer, f"ffn_up{suffix}"), layer.get(f"ffn_up{suffix}_bias"), x, f"ffn_up{suffix}")
     gate = linear(g, getattr(layer, f"ffn_gate{suffix}"), layer.get(f"ffn_gate{suffix}_bias"), x, f"ffn_gate{suffix}")
     par = g.swiglu(gate, up, f"ffn_gate_par{suffix}", act)
@@ -393,7 +392,7 @@ def dense_ffn(g: Graph, x: Node, layer: LayerWeights, name: str = "ffn_out", suf
 
 
 def fused_dense_ffn(g: Graph, hp: HParams, x: Node, layer: LayerWeights, name: str = "ffn_out") -> Node:
-    """As `dense_ffn`, with one matrix for gate and up."""
+    """Record `dense_ffn` with one matrix for gate and up."""
     n_ff = hp.at(layer.il).n_ff
     gate = g.mul_mat(layer.ffn_up.rows(0, n_ff), x, "ffn_gate")
     up = g.mul_mat(layer.ffn_up.rows(n_ff, n_ff), x, "ffn_up")
@@ -401,7 +400,7 @@ def fused_dense_ffn(g: Graph, hp: HParams, x: Node, layer: LayerWeights, name: s
 
 
 def mlp(g: Graph, x: Node, layer: LayerWeights, kind: str = "gelu", name: str = "ffn_out") -> Node:
-    """A feed-forward part without gate: down(act(up x))."""
+    """Record a feed-forward part without gate: down(act(up x))."""
     up = linear(g, layer.ffn_up, layer.get("ffn_up_bias"), x, "ffn_up")
     return linear(g, layer.ffn_down, layer.get("ffn_down_bias"), g.activate(up, kind, f"ffn_{kind}"), name)
 
@@ -416,7 +415,7 @@ def moe_ffn(
     act: Glu = SILU,
     logits: Node | None = None,
 ) -> Node:
-    """Routed experts: choose (by `logits`, if these are not of x), group tokens by expert, compute, add up weighted."""
+    """Record routed experts: choose by `logits` (default: of x), group tokens by expert, compute, add up weighted."""
     if logits is None:
         logits = linear(g, layer.ffn_gate_inp, layer.get("ffn_gate_inp_bias"), x, "ffn_moe_logits")
     # Group-limited routing belongs to sigmoid gating (DeepSeek-V3); older files select over all experts.
@@ -446,7 +445,7 @@ def moe_ffn(
 def _experts_up_gate(
     g: Graph, cfg: GraphConfig, x: Node, layer: LayerWeights, plan: Node, act: Glu, weights: Node | None
 ) -> Node:
-    """What goes into the last matrix of every chosen expert; x is scaled by the `weights` of the experts, if given."""
+    """Return the input of the last matrix of every chosen expert; `weights`, if given, scale x by expert."""
     up, gate = layer.get("ffn_up_exps"), layer.get("ffn_gate_exps")
     if up is None or gate is None:
         both = g.mul_mat_id(layer.ffn_gate_up_exps, x, plan, "ffn_moe_gate_up")
@@ -465,11 +464,11 @@ def _experts_up_gate(
 
 
 def columns(g: Graph, x: Node, first: int, n: int, name: str) -> Node:
-    """n columns of x, from `first` on."""
+    """Return n columns of x, from `first` on."""
     return g.concat_heads([HeadSlice(x, first, n, 0)], 1, name)
 
 
 def _expert_bias(g: Graph, layer: LayerWeights, which: str, x: Node, plan: Node) -> Node:
-    """Sorted rows plus the bias of their experts, if there is one."""
+    """Add the bias of their experts to sorted rows, if there is one."""
     bias = layer.get(f"ffn_{which}_exps_bias")
     return x if bias is None else g.add_id(x, bias, plan, f"ffn_moe_{which}_biased")

@@ -1,6 +1,6 @@
-"""Cohere2 (Command-R7B, Command A), dense and with experts: attention and feed-forward part side by side.
+"""Cohere2 (Command-R7B, Command A), dense and with experts: attention and feed-forward part in parallel.
 
-Layers with windows rotate, others do not, but for dense ones at the beginning of a model with experts.
+Layers with windows use RoPE, others do not, except for dense ones at the beginning of a model with experts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ikcli.models.tensors import LayerWeights, TensorSpecs, Weights
 
 
 def tensor_shapes(hp: HParams) -> TensorSpecs:
-    """Expected tensors of the file."""
+    """Return the expected tensors of the file."""
     specs = expected.base_specs(hp)
     for il in range(hp.n_layer):
         specs |= expected.attention_specs(hp, il, bias=None, ffn_norm=None)
@@ -22,7 +22,7 @@ def tensor_shapes(hp: HParams) -> TensorSpecs:
 
 
 def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
-    """Record the graph; returns the logits of the output rows."""
+    """Record the graph and return the logits of the output rows."""
     attn = blocks.attention_block(g, hp, w, cfg, neox=False)
 
     def ffn(x: Node, layer: LayerWeights) -> Node:

@@ -1,4 +1,4 @@
-"""Command-R: attention and feed-forward part side by side after one norm around the mean; norms of heads in R+.
+"""Command-R: attention and feed-forward part in parallel after one LayerNorm; norms of heads in R+.
 
 PLaMo 13B: the same with RMS norms.
 """
@@ -15,7 +15,7 @@ from ikcli.models.tensors import TensorSpecs, Weights
 
 
 def tensor_shapes(hp: HParams) -> TensorSpecs:
-    """Expected tensors of the file."""
+    """Return the expected tensors of the file."""
     specs = expected.base_specs(hp)
     for il in range(hp.n_layer):
         specs |= expected.attention_specs(hp, il, bias=None, ffn_norm=None)
@@ -25,7 +25,7 @@ def tensor_shapes(hp: HParams) -> TensorSpecs:
 
 
 def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
-    """Record the graph; returns the logits of the output rows."""
+    """Record the graph and return the logits of the output rows."""
     attn = blocks.attention_block(g, hp, w, cfg, neox=False)
     ffn = partial(blocks.dense_ffn, g)
     return blocks.parallel_transformer(g, hp, w, attn, ffn)

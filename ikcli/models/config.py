@@ -1,4 +1,4 @@
-"""What a recorded graph depends on besides the model: attention mode, cache types, sizes."""
+"""Settings of a recorded graph besides the model: attention mode, cache types, sizes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ikcli.gguf.constants import GGMLType
 
 
 class Outputs(Enum):
-    """What a session computes of the tokens it is asked about."""
+    """The outputs of a session: logits, embeddings or both."""
 
     LOGITS = "logits"
     EMBEDDINGS = "embeddings"  # the last normed state; the output matrix is not even loaded
@@ -17,17 +17,17 @@ class Outputs(Enum):
 
     @classmethod
     def alone(cls, embeddings: bool) -> Outputs:
-        """Embeddings, or logits."""
+        """Return embeddings alone, or logits alone."""
         return cls.EMBEDDINGS if embeddings else cls.LOGITS
 
     @property
     def logits(self) -> bool:
-        """Whether there are logits."""
+        """Return whether there are logits."""
         return self is not Outputs.EMBEDDINGS
 
     @property
     def embeddings(self) -> bool:
-        """Whether there are embeddings."""
+        """Return whether there are embeddings."""
         return self is not Outputs.LOGITS
 
 

@@ -2,7 +2,7 @@
 
 Three file layouts hold the same model (`attn_kv_b`, or `attn_k_b` + `attn_v_b`, or all three); `mla.derive` makes
 what a mode needs and the file lacks. A cache row of mla 1..3 is the rotated key (n_rot) followed by the latent.
-Query heads are [nope | rope], kv_b rows of one head [k_nope | v]. Answers to `build_deepseek2` of ik_llama.cpp.
+Query heads are [nope | rope], kv_b rows of one head [k_nope | v]. Corresponds to `build_deepseek2` of ik_llama.cpp.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
 
 
 def tensor_shapes(hp: HParams) -> TensorSpecs:
-    """Expected tensors of the file; which of kv_b, k_b, v_b are there is up to `mla.derive`."""
+    """Return the expected tensors of the file; `mla.derive` decides which of kv_b, k_b, v_b must be there."""
     specs = expected.base_specs(hp)
     for il in range(hp.n_layer):
         specs |= expected.in_block(il, attention_specs(hp))
@@ -28,7 +28,7 @@ def tensor_shapes(hp: HParams) -> TensorSpecs:
 
 
 def attention_specs(hp: HParams) -> TensorSpecs:
-    """Norms and projections of a block with latent attention."""
+    """Return norms and projections of a block with latent attention."""
     nope, rank, n_head, v = hp.head_dim_k - hp.n_rot, hp.kv_lora_rank, hp.n_head, hp.head_dim_v
     specs = {
         "attn_norm.weight": TensorSpec((hp.n_embd,)),
@@ -50,7 +50,7 @@ def attention_specs(hp: HParams) -> TensorSpecs:
 
 
 def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
-    """Record the graph; returns the logits of the output rows."""
+    """Record the graph and return the logits of the output rows."""
     table = rope_table(g, hp)
 
     def attn(x: Node, layer: LayerWeights) -> Node:
@@ -63,7 +63,7 @@ def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
 
 
 def attention(g: Graph, hp: HParams, cfg: GraphConfig, x: Node, layer: LayerWeights, table: Node | None) -> Node:
-    """Latent attention up to the output projection; no `table`: without rotation."""
+    """Record latent attention up to the output projection; without `table` nothing is rotated."""
     q = _query(g, hp, x, layer, table)
     k_rope, latent = _latent(g, hp, x, layer, table)
     attend = _full_attention if cfg.mla == 0 else _latent_attention
@@ -71,20 +71,20 @@ def attention(g: Graph, hp: HParams, cfg: GraphConfig, x: Node, layer: LayerWeig
 
 
 def attention_scale(hp: HParams) -> float:
-    """Scale of K*Q: YaRN raises it by the square of 1 + log_multiplier * ln(factor)."""
+    """Return the scale of K*Q, which YaRN raises by the square of 1 + log_multiplier * ln(factor)."""
     mscale = hp.rope.attn_factor * yarn_log(hp.rope, hp.rope.log_mul)
     return mscale * mscale / math.sqrt(hp.head_dim_k)
 
 
 def rope_table(g: Graph, hp: HParams) -> Node:
-    """Rotation table shared by all layers."""
+    """Return the RoPE table shared by all layers."""
     # The scale above replaces YaRN's magnitude factor, which is divided out of cosine and sine again.
     mscale = magnitude(hp.rope, 1.0 / yarn_log(hp.rope))
     return g.rope_table(inverse_frequencies(hp.rope, hp.n_rot).tolist(), mscale)
 
 
 def _query(g: Graph, hp: HParams, x: Node, layer: LayerWeights, table: Node | None) -> Node:
-    """Query heads [nope | rotated]."""
+    """Return query heads [nope | rotated]."""
     if hp.q_lora_rank:
         q_a = g.rms_norm(g.mul_mat(layer.attn_q_a, x, "q_a"), layer.attn_q_a_norm, hp.eps, "q_a_norm")
         q = g.mul_mat(layer.attn_q_b, q_a, "q")
@@ -99,7 +99,7 @@ def _query(g: Graph, hp: HParams, x: Node, layer: LayerWeights, table: Node | No
 
 
 def _latent(g: Graph, hp: HParams, x: Node, layer: LayerWeights, table: Node | None) -> tuple[HeadSlice, Node]:
-    """The rotated key shared by all heads, and the normed latent."""
+    """Return the rotated key shared by all heads, and the normed latent."""
     rank = hp.kv_lora_rank
     kv_a = g.mul_mat(layer.attn_kv_a_mqa, x, "kv_rope_compressed")
     latent = g.rms_norm(kv_a, layer.attn_kv_a_norm, hp.eps, "kv_compressed", cols=rank)
@@ -110,7 +110,7 @@ def _latent(g: Graph, hp: HParams, x: Node, layer: LayerWeights, table: Node | N
 def _full_attention(
     g: Graph, hp: HParams, cfg: GraphConfig, q: Node, k_rope: HeadSlice, latent: Node, layer: LayerWeights
 ) -> Node:
-    """mla 0: per-head keys and values of every position are cached."""
+    """Record mla 0, which caches per-head keys and values of every position."""
     dk, dv, nope = hp.head_dim_k, hp.head_dim_v, hp.head_dim_k - hp.n_rot
     kv = g.mul_mat(layer.attn_kv_b, latent, "kv")
     k = g.concat_heads([HeadSlice(kv, 0, nope, nope + dv), k_rope], hp.n_head, "k_states")
@@ -141,9 +141,9 @@ def _full_attention(
 def _latent_attention(
     g: Graph, hp: HParams, cfg: GraphConfig, q: Node, k_rope: HeadSlice, latent: Node, layer: LayerWeights
 ) -> Node:
-    """mla 1..3: only rotated key and latent are cached.
+    """Record mla 1..3, which cache only rotated key and latent.
 
-    k_hadamard transforms both parts of the row: queries follow, and what is read as V is transformed back.
+    k_hadamard transforms both parts of the row: queries follow, and the part read as V is transformed back.
     """
     cache = g.cache("kv", hp.kv_row, cfg.type_k)
     row = g.concat_heads([k_rope, HeadSlice(latent, 0, hp.kv_lora_rank, 0)], 1, "kvr")
@@ -165,7 +165,7 @@ def _latent_attention(
 def _absorbed(
     g: Graph, hp: HParams, cfg: GraphConfig, q: Node, layer: LayerWeights, k: HeadSlice, v: HeadSlice
 ) -> Node:
-    """Queries go into the latent space, where all heads share one key and value; results come back through v_b."""
+    """Move queries into the latent space, where all heads share one key and value, and return results through v_b."""
     nope, rank = hp.head_dim_k - hp.n_rot, hp.kv_lora_rank
     k_b = replace(layer.attn_k_b, shape=(nope, rank, hp.n_head))
     v_b = replace(layer.attn_v_b, shape=(rank, hp.head_dim_v, hp.n_head))
@@ -190,7 +190,7 @@ def _absorbed(
 
 
 def _expanded(g: Graph, hp: HParams, cfg: GraphConfig, q: Node, layer: LayerWeights) -> Node:
-    """Prompt path of mla 2 and 3: keys and values of all positions from the latent, some heads at a time."""
+    """Record the prompt path of mla 2 and 3: expand K and V of all positions from the latent, some heads at a time."""
     cache = g.cache("kv", hp.kv_row, cfg.type_k)
     dk, dv, nope = hp.head_dim_k, hp.head_dim_v, hp.head_dim_k - hp.n_rot
     latent = g.kv_rows(cache, hp.n_rot, hp.kv_lora_rank, "kv_cache_nope")
@@ -215,7 +215,7 @@ def _expanded(g: Graph, hp: HParams, cfg: GraphConfig, q: Node, layer: LayerWeig
 
 
 def heads_per_expansion(hp: HParams, cfg: GraphConfig) -> int:
-    """Heads expanded at once under `-amb`: all, or n_head over its smallest divisor that fits, or one."""
+    """Return the heads to expand at once under `-amb`: all, or n_head over its smallest divisor that fits, or one."""
     mib = hp.n_head * (hp.head_dim_k - hp.n_rot + hp.head_dim_v) * cfg.n_ctx * 4 >> 20
     if cfg.amb <= 0 or mib <= cfg.amb:
         return hp.n_head

@@ -1,6 +1,6 @@
 """The block of recurrent layers: short convolution, gated delta rule, gated norm (Qwen3-Next; KDA of Kimi, Ling).
 
-Their states are two tensors per layer, "conv" and "delta". Answers to `llama-delta-net.cpp` and `llama-kda.cpp` of
+A layer has two state tensors, "conv" and "delta". Corresponds to `llama-delta-net.cpp` and `llama-kda.cpp` of
 ik_llama.cpp.
 """
 
@@ -18,7 +18,7 @@ L2_EPS = 1e-6  # whatever the epsilon of the other norms
 
 
 def gated_delta_net(g: Graph, hp: HParams, x: Node, layer: LayerWeights) -> Node:
-    """Qwen's block: a decay per head; q and k have fewer heads than v."""
+    """Record Qwen's block: a decay per head; q and k have fewer heads than v."""
     qkv, z = _qkv_and_gate(g, hp, x, layer)
     beta, alpha = _beta_and_alpha(g, hp, x, layer)
     decay = g.decay(alpha, layer.ssm_dt_bias, layer.tensor("ssm_a"), "decay")
@@ -28,7 +28,7 @@ def gated_delta_net(g: Graph, hp: HParams, x: Node, layer: LayerWeights) -> Node
 
 
 def kda(g: Graph, hp: HParams, x: Node, layer: LayerWeights) -> Node:
-    """Kimi's block: a decay per column of a key; decay and gate may be products of two matrices."""
+    """Record Kimi's block: a decay per column of a key; decay and gate may be low-rank products of two matrices."""
     parts = [g.mul_mat(getattr(layer, f"attn_{which}"), x, which) for which in "qkv"]
     convs = [getattr(layer, f"ssm_conv1d_{which}") for which in "qkv"]
     raw, gate = _through(g, x, layer, "ssm_f", "decay_raw"), _through(g, x, layer, "ssm_g", "z")
@@ -39,7 +39,7 @@ def kda(g: Graph, hp: HParams, x: Node, layer: LayerWeights) -> Node:
 
 
 def _through(g: Graph, x: Node, layer: LayerWeights, name: str, result: str) -> Node:
-    """x times one matrix (`name` or `name_a`), or `name_a` and `name_b`."""
+    """Multiply x by one matrix (`name` or `name_a`), or by `name_a` and `name_b`."""
     second = layer.get(f"{name}_b")
     if second is not None:
         return g.mul_mat(second, g.mul_mat(getattr(layer, f"{name}_a"), x, f"{result}_a"), result)
@@ -49,7 +49,7 @@ def _through(g: Graph, x: Node, layer: LayerWeights, name: str, result: str) -> 
 def delta_rule(
     g: Graph, hp: HParams, parts: Sequence[Node], convs: Sequence[Weight], decay: Node, beta: Node, *, tiled: bool
 ) -> Node:
-    """Convolution of the rows [q | k | v], norms of query and key heads, delta rule: [rows, value width]."""
+    """Record the convolution of rows [q | k | v], norms of q and k heads, and the delta rule: [rows, value width]."""
     dk, keys, cols = hp.ssm_d_state, hp.ssm_d_state * hp.ssm_n_group, sum(p.cols for p in parts)
     state = g.state("conv", (hp.ssm_d_conv - 1) * cols)
     mixed = g.short_conv(state, parts, convs, "conv_output_silu")
@@ -71,7 +71,7 @@ def delta_rule(
 
 
 def _qkv_and_gate(g: Graph, hp: HParams, x: Node, layer: LayerWeights) -> tuple[Node, Node]:
-    """Rows [q | k | v] and the gate of the output; older files keep all four in one matrix, key head by key head."""
+    """Return rows [q | k | v] and the output gate; older files keep all four in one matrix, key head by key head."""
     fused = layer.get("ssm_in")
     if fused is None:
         return g.mul_mat(layer.attn_qkv, x, "qkv_mixed"), g.mul_mat(layer.attn_gate, x, "z")
@@ -84,7 +84,7 @@ def _qkv_and_gate(g: Graph, hp: HParams, x: Node, layer: LayerWeights) -> tuple[
 
 
 def _beta_and_alpha(g: Graph, hp: HParams, x: Node, layer: LayerWeights) -> tuple[Node, Node]:
-    """What beta and the decay are made of, one column per head of v."""
+    """Return the inputs of beta and the decay, one column per head of v."""
     fused = layer.get("ssm_ba")
     if fused is None:
         return g.mul_mat(layer.ssm_beta, x, "beta"), g.mul_mat(layer.ssm_alpha, x, "alpha")
@@ -97,7 +97,7 @@ def _beta_and_alpha(g: Graph, hp: HParams, x: Node, layer: LayerWeights) -> tupl
 
 
 def gated_delta_net_specs(hp: HParams, il: int, ffn_norm: str) -> TensorSpecs:
-    """What `gated_delta_net` needs; which of the two layouts is there is seen when the graph is recorded."""
+    """Return the tensors of `gated_delta_net`; recording the graph decides between the two layouts."""
     keys, values, heads = hp.ssm_d_state * hp.ssm_n_group, hp.ssm_d_inner, hp.ssm_dt_rank
     optional = {
         "attn_qkv.weight": (hp.n_embd, 2 * keys + values),
@@ -124,7 +124,7 @@ def gated_delta_net_specs(hp: HParams, il: int, ffn_norm: str) -> TensorSpecs:
 
 
 def kda_specs(hp: HParams, il: int) -> TensorSpecs:
-    """What `kda` needs."""
+    """Return the tensors of `kda`."""
     width, n_head, rank = hp.ssm_d_inner, hp.ssm_dt_rank, hp.ssm_d_state
     specs = {
         f"ssm_conv1d_{which}.weight": TensorSpec((hp.ssm_d_conv, 1, width), also=((hp.ssm_d_conv, width),))

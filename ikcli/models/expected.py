@@ -1,4 +1,4 @@
-"""Tensors that the blocks of `blocks.py` need: shapes by name, for `tensor_shapes` of the architectures."""
+"""Expected tensors of the blocks in `blocks.py`: shapes by name, for `tensor_shapes` of the architectures."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from ikcli.models.tensors import TensorSpec, TensorSpecs
 
 
 def base_specs(hp: HParams) -> TensorSpecs:
-    """Tensors outside the blocks."""
+    """Return the tensors outside the blocks."""
     return {
         "token_embd.weight": TensorSpec((hp.n_embd, hp.n_vocab)),
         "output_norm.weight": TensorSpec((hp.n_embd,)),
@@ -24,7 +24,7 @@ def attention_specs(
     ffn_norm: str | None = "ffn_norm",
     fused: bool | None = None,
 ) -> TensorSpecs:
-    """Norms and projections of one block; bias, qk_norm None = they are optional.
+    """Return norms and projections of one block; `bias` or `qk_norm` None: they are optional.
 
     `fused`: q, k and v are one matrix; None: one or three, as converters of llama.cpp write either.
     """
@@ -55,13 +55,13 @@ def attention_specs(
 
 
 def post_norm_specs(hp: HParams, il: int) -> TensorSpecs:
-    """Norms behind attention and feed-forward part."""
+    """Return the norms after attention and feed-forward part."""
     norm = TensorSpec((hp.n_embd,))
     return in_block(il, {"post_attention_norm.weight": norm, "post_ffw_norm.weight": norm})
 
 
 def norms_of_all_heads(hp: HParams, il: int, *, each: bool = False, required: bool = True) -> TensorSpecs:
-    """Norms of q and k with weights for all heads: of all columns together or, `each`, of every head by itself."""
+    """Return norms of q and k over the columns of all heads together or, `each`, of every head separately."""
     hp = hp.at(il)
     heads, d = {"q": hp.n_head, "k": hp.n_head_kv}, hp.head_dim_k
     shapes = {f"attn_{x}_norm.weight": (d, n) if each else (n * d,) for x, n in heads.items()}
@@ -69,7 +69,7 @@ def norms_of_all_heads(hp: HParams, il: int, *, each: bool = False, required: bo
 
 
 def feed_forward_specs(hp: HParams, il: int) -> TensorSpecs:
-    """What `feed_forward` needs."""
+    """Return the tensors of `feed_forward`."""
     hp = hp.at(il)
     if not hp.has_experts(il):
         return dense_specs(hp, il, hp.n_ff)
@@ -79,7 +79,7 @@ def feed_forward_specs(hp: HParams, il: int) -> TensorSpecs:
 
 
 def dense_specs(hp: HParams, il: int, n_ff: int, suffix: str = "") -> TensorSpecs:
-    """A dense feed-forward block."""
+    """Return a dense feed-forward block."""
     specs = {
         f"ffn_gate{suffix}.weight": TensorSpec((hp.n_embd, n_ff)),
         f"ffn_up{suffix}.weight": TensorSpec((hp.n_embd, n_ff)),
@@ -92,7 +92,7 @@ def dense_specs(hp: HParams, il: int, n_ff: int, suffix: str = "") -> TensorSpec
 
 
 def fused_dense_specs(hp: HParams, il: int) -> TensorSpecs:
-    """A dense feed-forward block with one matrix for gate and up."""
+    """Return a dense feed-forward block with one matrix for gate and up."""
     n_ff = hp.at(il).n_ff
     specs = {
         "ffn_up.weight": TensorSpec((hp.n_embd, 2 * n_ff)),
@@ -102,7 +102,7 @@ def fused_dense_specs(hp: HParams, il: int) -> TensorSpecs:
 
 
 def mlp_specs(hp: HParams, il: int) -> TensorSpecs:
-    """A dense feed-forward block without gate."""
+    """Return a dense feed-forward block without gate."""
     n_ff = hp.at(il).n_ff
     return in_block(
         il, {"ffn_up.weight": TensorSpec((hp.n_embd, n_ff)), "ffn_down.weight": TensorSpec((n_ff, hp.n_embd))}
@@ -110,7 +110,7 @@ def mlp_specs(hp: HParams, il: int) -> TensorSpecs:
 
 
 def bias_specs(specs: TensorSpecs, names: str, required: bool = True) -> TensorSpecs:
-    """Biases of the tensors whose names (without `blk.<il>.`) are listed, where there are such."""
+    """Return biases of the listed tensors (names without `blk.<il>.`) that are among `specs`."""
     listed = names.split()
     return {
         name.removesuffix("weight") + "bias": TensorSpec((spec.shape[-1],), required and spec.required)
@@ -120,7 +120,7 @@ def bias_specs(specs: TensorSpecs, names: str, required: bool = True) -> TensorS
 
 
 def expert_specs(hp: HParams, il: int, n_ff: int) -> TensorSpecs:
-    """Router and routed experts, whose gate and up may be one tensor."""
+    """Return router and routed experts, whose gate and up may be one tensor."""
     half, both = (hp.n_embd, n_ff, hp.n_expert), f"blk.{il}.ffn_gate_up_exps.weight"
     specs = {
         "ffn_gate_inp.weight": TensorSpec((hp.n_embd, hp.n_expert)),
@@ -138,5 +138,5 @@ def expert_specs(hp: HParams, il: int, n_ff: int) -> TensorSpecs:
 
 
 def in_block(il: int, specs: TensorSpecs) -> TensorSpecs:
-    """Names with the prefix of block il."""
+    """Prefix names with block il."""
     return {f"blk.{il}.{name}": spec for name, spec in specs.items()}

@@ -1,4 +1,4 @@
-"""Falcon: attention and feed-forward part side by side, one norm for both (7B) or one each (40B), GELU."""
+"""Falcon: attention and feed-forward part in parallel, one norm for both (7B) or one each (40B), GELU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ikcli.models.tensors import TensorSpec, TensorSpecs, Weights
 
 
 def tensor_shapes(hp: HParams) -> TensorSpecs:
-    """Expected tensors of the file."""
+    """Return the expected tensors of the file."""
     specs = expected.base_specs(hp)
     for il in range(hp.n_layer):
         specs |= expected.attention_specs(hp, il, bias=None, fused=True, ffn_norm=None)
@@ -24,7 +24,7 @@ def tensor_shapes(hp: HParams) -> TensorSpecs:
 
 
 def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
-    """Record the graph; returns the logits of the output rows."""
+    """Record the graph and return the logits of the output rows."""
     attn = blocks.attention_block(g, hp, w, cfg, neox=True)
     ffn = partial(blocks.mlp, g)
     attn_norm = "attn_norm_2" if "blk.0.attn_norm_2.weight" in w else "attn_norm"

@@ -15,7 +15,7 @@ GELU = Glu("gelu")
 
 
 def tensor_shapes(hp: HParams) -> TensorSpecs:
-    """Expected tensors of the file."""
+    """Return the expected tensors of the file."""
     specs = expected.base_specs(hp)
     for il in range(hp.n_layer):
         specs |= expected.attention_specs(hp, il, bias=None, qk_norm=hp.arch == "gemma3")
@@ -25,7 +25,7 @@ def tensor_shapes(hp: HParams) -> TensorSpecs:
 
 
 def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
-    """Record the graph; returns the logits of the output rows."""
+    """Record the graph and return the logits of the output rows."""
     attn = blocks.attention_block(g, hp, w, cfg, neox=True)
     attn = blocks.normed_after(g, attn, "post_attention_norm", hp.eps, "post_attn_norm")
     ffn = blocks.normed_after(g, partial(blocks.dense_ffn, g, act=GELU), "post_ffw_norm", hp.eps, "post_ffw_norm")

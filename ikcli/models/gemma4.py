@@ -1,7 +1,7 @@
 """Gemma 4: layers with and without windows differ in heads; the last ones use keys and values of earlier ones.
 
-Values are normed without weights (and are the keys before their norm, where there is no matrix for them). Layers may
-have embeddings of their own, a scale, and experts beside the dense part.
+Values are normed without weights. Where a layer has no value matrix, its values are the keys before their norm. Layers
+may have their own embeddings, a scale, and experts beside the dense part.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ GELU = Glu("gelu")
 
 
 def tensor_shapes(hp: HParams) -> TensorSpecs:
-    """Expected tensors of the file."""
+    """Return the expected tensors of the file."""
     n_own = hp.n_embd_per_layer
     specs = expected.base_specs(hp)
     n_rot = max((own.n_rot for own in map(hp.at, range(hp.n_layer)) if not own.window), default=hp.n_rot)
@@ -68,7 +68,7 @@ def _expert_specs(hp: HParams, il: int) -> TensorSpecs:
 
 
 def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
-    """Record the graph; returns the logits of the output rows."""
+    """Record the graph and return the logits of the output rows."""
     tables = blocks.rope_tables(g, hp, w, cfg)
     x = g.scale(g.embed(w["token_embd.weight"]), hp.embedding_scale, "inp_scaled")
     own = _own_embeddings(g, hp, w, x) if hp.n_embd_per_layer else None
@@ -105,7 +105,7 @@ def _attention(g: Graph, hp: HParams, cfg: GraphConfig, x: Node, layer: LayerWei
 
 
 def kv_layer(hp: HParams, il: int) -> int:
-    """The layer whose keys and values layer il uses: the last one of its kind that has any."""
+    """Return the layer whose keys and values layer il uses: the last one of its kind that has any."""
     own = hp.at(il)
     found = next((i for i in reversed(range(min(hp.n_layer_kv, il + 1))) if hp.at(i).window == own.window), None)
     if found is None or hp.at(found).n_head_kv != own.n_head_kv:
@@ -117,7 +117,7 @@ def kv_layer(hp: HParams, il: int) -> int:
 
 
 def _feed_forward(g: Graph, hp: HParams, cfg: GraphConfig, x: Node, layer: LayerWeights) -> Node:
-    """The dense part, and experts beside it, which have norms of their own."""
+    """Record the dense part, and beside it experts with separate norms."""
     normed = g.rms_norm(x, layer.ffn_norm, hp.eps, "ffn_norm")
     if not hp.has_experts(layer.il):
         return blocks.dense_ffn(g, normed, layer, act=GELU)
@@ -133,7 +133,7 @@ def _feed_forward(g: Graph, hp: HParams, cfg: GraphConfig, x: Node, layer: Layer
 
 
 def _own_embeddings(g: Graph, hp: HParams, w: Weights, x: Node) -> Node:
-    """Embeddings of all layers side by side: of the token, and a projection of what layers begin with."""
+    """Return the embeddings of all layers side by side: the token's, plus a projection of the first input."""
     own = g.embed(w["per_layer_token_embd.weight"], "inp_per_layer_embd")
     own = g.scale(own, math.sqrt(hp.n_embd_per_layer), "inp_per_layer_scaled")
     proj = g.mul_mat(w["per_layer_model_proj.weight"], x, "per_layer_proj")
@@ -143,7 +143,7 @@ def _own_embeddings(g: Graph, hp: HParams, w: Weights, x: Node) -> Node:
 
 
 def _own_part(g: Graph, hp: HParams, x: Node, own: Node, layer: LayerWeights) -> Node:
-    """What a layer makes of its own embeddings."""
+    """Record the contribution of a layer's own embeddings."""
     n = hp.n_embd_per_layer
     part = blocks.columns(g, own, layer.il * n, n, "inp_this_layer")
     if layer.il == hp.n_layer - 1:

@@ -1,4 +1,4 @@
-"""GLM-4 (0414): norms before and after attention and feed-forward part, whose gate and up are one matrix."""
+"""GLM-4 (0414): norms before and after attention and feed-forward part, with a fused gate and up matrix."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ikcli.models.tensors import TensorSpecs, Weights
 
 
 def tensor_shapes(hp: HParams) -> TensorSpecs:
-    """Expected tensors of the file."""
+    """Return the expected tensors of the file."""
     specs = expected.base_specs(hp)
     for il in range(hp.n_layer):
         specs |= expected.attention_specs(hp, il, bias=None)
@@ -22,7 +22,7 @@ def tensor_shapes(hp: HParams) -> TensorSpecs:
 
 
 def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
-    """Record the graph; returns the logits of the output rows."""
+    """Record the graph and return the logits of the output rows."""
     attn = blocks.attention_block(g, hp, w, cfg, neox=False)
     attn = blocks.normed_after(g, attn, "post_attention_norm", hp.eps, "post_attn_norm")
     ffn = blocks.normed_after(g, partial(blocks.fused_dense_ffn, g, hp), "post_ffw_norm", hp.eps, "post_ffw_norm")

@@ -1,8 +1,8 @@
-"""GPT-2 and models of its kind: norms around the mean, a feed-forward part without gate, biases nearly everywhere.
+"""GPT-2 and its relatives: LayerNorm, a feed-forward part without gate, biases nearly everywhere.
 
-BLOOM (a norm after the embeddings) and MPT (perhaps norms of all query and key heads), which weaken attention by
-distance; StarCoder (one key head), StarCoder2 (rotation, in some sizes a window), CodeShell (rotation), Nemotron
-(partial rotation, squared ReLU). GPT-2 and StarCoder add embeddings of positions.
+BLOOM (a norm after the embeddings) and MPT (in some models norms of all query and key heads) use ALiBi. Others are
+StarCoder (one key head), StarCoder2 (RoPE, in some sizes a window), CodeShell (RoPE) and Nemotron (partial RoPE,
+squared ReLU). GPT-2 and StarCoder add embeddings of positions.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FUSED = ("bloom", "codeshell", "gpt2", "mpt", "starcoder")  # one matrix for q, 
 
 
 def tensor_shapes(hp: HParams) -> TensorSpecs:
-    """Expected tensors of the file."""
+    """Return the expected tensors of the file."""
     specs = expected.base_specs(hp)
     if hp.arch in POSITIONS:
         specs["position_embd.weight"] = TensorSpec((hp.n_embd, hp.n_ctx_train))
@@ -43,7 +43,7 @@ def tensor_shapes(hp: HParams) -> TensorSpecs:
 
 
 def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
-    """Record the graph; returns the logits of the output rows."""
+    """Record the graph and return the logits of the output rows."""
     if "position_embd.weight" in w and cfg.n_ctx // cfg.n_seq >= hp.n_ctx_train + PADDING:
         raise UnsupportedError(
             f"{hp.source}: the model knows {hp.n_ctx_train} positions; use -c {hp.n_ctx_train} per sequence at most"

@@ -15,7 +15,7 @@ ACTIVATION = Glu("swiglu_oai", limit=7.0)
 
 
 def tensor_shapes(hp: HParams) -> TensorSpecs:
-    """Expected tensors of the file."""
+    """Return the expected tensors of the file."""
     specs = expected.base_specs(hp)
     for il in range(hp.n_layer):
         specs |= expected.attention_specs(hp, il, bias=None, ffn_norm="post_attention_norm")
@@ -25,7 +25,7 @@ def tensor_shapes(hp: HParams) -> TensorSpecs:
 
 
 def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
-    """Record the graph; returns the logits of the output rows."""
+    """Record the graph and return the logits of the output rows."""
     attn = blocks.attention_block(g, hp, w, cfg, neox=True)
     ffn = partial(blocks.feed_forward, g, hp, cfg, act=ACTIVATION)
     return blocks.transformer(g, hp, w, attn, ffn, "post_attention_norm")

@@ -1,4 +1,4 @@
-"""GPT-NeoX, Pythia: one matrix for q, k and v, biases, GELU; parts with a norm each, side by side or in turn."""
+"""GPT-NeoX, Pythia: fused q, k and v, biases, GELU; two parts with separate norms, in parallel or in sequence."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ikcli.models.tensors import TensorSpecs, Weights
 
 
 def tensor_shapes(hp: HParams) -> TensorSpecs:
-    """Expected tensors of the file."""
+    """Return the expected tensors of the file."""
     specs = expected.base_specs(hp)
     for il in range(hp.n_layer):
         specs |= expected.attention_specs(hp, il, bias=None, fused=True)
@@ -23,7 +23,7 @@ def tensor_shapes(hp: HParams) -> TensorSpecs:
 
 
 def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
-    """Record the graph; returns the logits of the output rows."""
+    """Record the graph and return the logits of the output rows."""
     attn = blocks.attention_block(g, hp, w, cfg, neox=True)
     ffn = partial(blocks.mlp, g)
     if hp.parallel:

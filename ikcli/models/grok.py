@@ -1,4 +1,4 @@
-"""Grok 1 and 2: soft caps, norms before and after each part, experts with GELU, in Grok 2 a dense part beside them."""
+"""Grok 1 and 2: soft caps, norms before and after each part, experts with GELU; Grok 2 adds a dense part."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GELU = Glu("gelu")
 
 
 def tensor_shapes(hp: HParams) -> TensorSpecs:
-    """Expected tensors of the file."""
+    """Return the expected tensors of the file."""
     specs = expected.base_specs(hp)
     for il in range(hp.n_layer):
         specs |= expected.attention_specs(hp, il, bias=None)
@@ -30,7 +30,7 @@ def tensor_shapes(hp: HParams) -> TensorSpecs:
 
 
 def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
-    """Record the graph; returns the logits of the output rows."""
+    """Record the graph and return the logits of the output rows."""
     attn = blocks.attention_block(g, hp, w, cfg, neox=True)
     attn = blocks.normed_after(g, attn, "attn_output_norm", hp.eps, "attn_out_norm")
 

@@ -1,8 +1,9 @@
-"""Hyper-parameters of a model, from architecture keys (`<arch>.block_count`, ...).
+"""Read the hyper-parameters of a model from architecture keys (`<arch>.block_count`, ...).
 
-Names are ggml's. Answers to `llm_load_hparams` of ik_llama.cpp. `rope.py` reads the keys of the rotation, `windows.py`
-those of layers with windows, `recurrent.py` those of recurrent layers, and nobody else any; of an architecture that is
-not in `windows.py` they are not read, as there: attention is over the whole sequence.
+Names are ggml's. Corresponds to `llm_load_hparams` of ik_llama.cpp. `rope.py` reads the keys of the rotation,
+`windows.py` those of layers with windows, `recurrent.py` those of recurrent layers; no other module reads keys. Window
+keys of an architecture that `windows.py` does not list are ignored, as in the reference: attention then covers the
+whole sequence.
 """
 
 from __future__ import annotations
@@ -62,10 +63,10 @@ _SOFTCAPS = {
 
 @dataclass(frozen=True, slots=True)
 class HParams:
-    """Numbers that define a model of one architecture; fields an architecture does not use are 0.
+    """The numbers that define a model of one architecture; fields that an architecture does not use are 0.
 
-    Where layers differ, `per_layer` has the values of all layers by field name, `at` is what one layer sees, and the
-    field itself is the largest of them.
+    Where layers differ, `per_layer` holds the values of all layers by field name, `at` returns the values of one layer,
+    and the field itself is the largest of them.
     """
 
     arch: str
@@ -108,8 +109,8 @@ class HParams:
     attn_softcap: float = 0.0
     final_softcap: float = 0.0
     value_scale: float = 1.0
-    n_layer_kv: int = 0  # layers that have keys and values of their own, where others use these; 0: all
-    n_embd_per_layer: int = 0  # width of embeddings that layers have of their own
+    n_layer_kv: int = 0  # layers with their own keys and values, which the others use; 0: all
+    n_embd_per_layer: int = 0  # width of the layers' own embeddings
     temperature_length: int = 0  # 0: the original context
     temperature_shift: int = 0
     swiglu_limit: float = 0.0  # of experts; 0: none
@@ -136,9 +137,9 @@ class HParams:
     def from_gguf(
         cls, metadata: Mapping[str, Any], tensors: Mapping[str, HasShape], source: str, rope: RopeConfig | None = None
     ) -> HParams:
-        """Read and check the keys of the file `source`; FormatError names a missing or wrong key.
+        """Read and check the keys of the file `source`; raise FormatError that names a missing or wrong key.
 
-        `rope`: what the command line says about rotations.
+        `rope`: the rotation options of the command line.
         """
         arch = metadata.get("general.architecture")
         if not isinstance(arch, str):
@@ -194,22 +195,22 @@ class HParams:
         return hp
 
     def has_experts(self, il: int) -> bool:
-        """Whether the feed-forward part of block il is made of experts."""
+        """Return whether the feed-forward part of block il consists of experts."""
         moe = self.n_expert > 0 and il >= self.n_layer_dense_lead and (il + 1) % self.moe_step == 0
         return moe and self.at(il).is_moe
 
     def is_recurrent(self, il: int) -> bool:
-        """Whether block il keeps a state instead of a cache."""
+        """Return whether block il keeps a state instead of a cache."""
         return il in self.recurrent_layers
 
     def at(self, il: int) -> HParams:
-        """The numbers of layer il."""
+        """Return the numbers of layer il."""
         if not self.per_layer:
             return self
         return replace(self, per_layer={}, **{name: values[il] for name, values in self.per_layer.items()})
 
     def no_next_token(self) -> UnsupportedError:
-        """What is said of an encoder where a next token is needed."""
+        """Return the error for an encoder where a next token is needed."""
         return UnsupportedError(
             f"{self.source}: {self.arch} models read texts in both directions and have no next token; use ik embed, or "
             "ik serve"
@@ -217,12 +218,12 @@ class HParams:
 
     @property
     def kv_row(self) -> int:
-        """Width of an MLA cache row: rotated key values, then the latent."""
+        """Return the width of an MLA cache row: rotated key values, then the latent."""
         return self.n_rot + self.kv_lora_rank
 
 
 def _norms(keys: Keys) -> dict[str, Any]:
-    """Kind and epsilon of the norms; Cohere's models with experts have either kind, Refact where the file says so."""
+    """Return kind and epsilon of the norms; Cohere's models with experts have either kind, Refact the file's."""
     layer = keys.arch in _LAYER_NORM or (keys.arch == "cohere2_moe" and not keys.number(_RMS_KEY, 0.0))
     layer = layer or (keys.arch == "refact" and _LAYER_KEY in keys)
     key = _LAYER_KEY if layer else _RMS_KEY
@@ -245,14 +246,14 @@ def _n_vocab(keys: Keys, tensors: Mapping[str, HasShape]) -> int:
 
 
 def _by_layer(values: dict[str, Any]) -> dict[str, Any]:
-    """Tuples of numbers, one per layer, become `per_layer` and their largest one."""
+    """Turn tuples of numbers, one per layer, into `per_layer` and their largest value."""
     values = {name: _uniform(value) for name, value in values.items()}
     layered = {name: value for name, value in values.items() if isinstance(value, tuple)}
     return values | {name: max(value) for name, value in layered.items()} | {"per_layer": layered}
 
 
 def _uniform(value: Any) -> Any:
-    """One value for a tuple of equal ones."""
+    """Reduce a tuple of equal values to one of them."""
     return value[0] if isinstance(value, tuple) and len(set(value)) == 1 else value
 
 
@@ -310,7 +311,7 @@ def _experts(keys: Keys, arch: str, tensors: Mapping[str, HasShape]) -> dict[str
 
 
 def _widths(keys: Keys, tensors: Mapping[str, HasShape]) -> dict[str, int]:
-    """Rows of expert matrices, if the keys do not tell; of shared experts they may tell wrong (ERNIE 4.5, Hunyuan)."""
+    """Return the rows of expert matrices that keys lack; for shared experts keys may be wrong (ERNIE 4.5, Hunyuan)."""
     found = {}
     for field_name, name in (("n_ff_exp", "ffn_down_exps.weight"), ("n_ff_shexp", "ffn_down_shexp.weight")):
         width = next((t.shape[0] for key, t in tensors.items() if key.endswith(name)), 0)
@@ -320,7 +321,7 @@ def _widths(keys: Keys, tensors: Mapping[str, HasShape]) -> dict[str, int]:
 
 
 def _scores(keys: Keys, values: dict[str, Any]) -> dict[str, Any]:
-    """Factors and soft caps around attention and logits."""
+    """Return factors and soft caps around attention and logits."""
     arch, n_embd = values["arch"], values["n_embd"]
     found: dict[str, Any] = {}
     if arch in _SOFTCAPS:
@@ -348,7 +349,7 @@ def _scores(keys: Keys, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_older_models(keys: Keys, values: dict[str, Any]) -> dict[str, Any]:
-    """What single architectures read, or have without saying so."""
+    """Return what single architectures read, or have without a key for it."""
     arch, n_layer, n_embd = values["arch"], values["n_layer"], values["n_embd"]
     if arch == "qwen":
         return {"n_ff": max(by_layer(values["n_ff"], 1)) // 2}
@@ -372,7 +373,7 @@ def _of_older_models(keys: Keys, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _encoder(keys: Keys, values: dict[str, Any], tensors: Mapping[str, HasShape]) -> dict[str, Any]:
-    """Direction, positions, and parts of texts; models that rank tell query and document apart."""
+    """Return direction, positions and text parts; rerankers tell query and document apart."""
     if keys.raw("attention.causal", False):
         raise UnsupportedError(f"{keys.source}: {keys.name('attention.causal')} is true; only encoders are supported")
     types = tensors.get("token_types.weight")
@@ -389,7 +390,7 @@ def _encoder(keys: Keys, values: dict[str, Any], tensors: Mapping[str, HasShape]
 
 
 def _temperature(keys: Keys, values: dict[str, Any]) -> dict[str, Any]:
-    """Llama 4: queries of layers without rotation are scaled by position; files do not say how."""
+    """Return the position scale of Llama 4's queries in layers without RoPE; files do not store it."""
     scale = keys.number("attention.temperature_scale", 0.1, most=1e6)
     length = keys.integer("attention.temperature_length", 8192, least=1)
     scales = tuple(0.0 if n_rot else scale for n_rot in by_layer(values["n_rot"], values["n_layer"]))
@@ -397,7 +398,7 @@ def _temperature(keys: Keys, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _swiglu_limits(keys: Keys, n_layer: int) -> dict[str, tuple[float, ...]]:
-    """Step-3.5, Ling 3: what the parts of gated feed-forward layers are held to, under either of two names."""
+    """Return the limits of gated feed-forward layers (Step-3.5, Ling 3), stored under either of two names."""
     names = {"swiglu_limit": ("limits", "clamp_exp"), "swiglu_limit_shared": ("limits_shared", "clamp_shexp")}
     found = {}
     for field_name, (first, second) in names.items():
@@ -408,14 +409,14 @@ def _swiglu_limits(keys: Keys, n_layer: int) -> dict[str, tuple[float, ...]]:
 
 
 def _multipliers(keys: Keys) -> dict[str, float]:
-    """Granite: factors on embeddings, branches, K*Q; logits are divided."""
+    """Return Granite's factors on embeddings, branches and K*Q; logits are divided by theirs."""
     divisor = keys.number("logit_scale", 1.0, most=1e9) or 1.0
     factors = {name: keys.number(name, 1.0, most=1e9) or 1.0 for name in ("embedding_scale", "residual_scale")}
     return factors | {"logit_scale": 1 / divisor, "attention_scale": keys.number("attention.scale", 0.0, most=1e9)}
 
 
 def _mla(keys: Keys, values: dict[str, Any]) -> dict[str, Any]:
-    """DeepSeek2: lora ranks, and the head sizes of files that describe the absorbed form (576/512, one kv head)."""
+    """Return DeepSeek2's lora ranks, and head sizes for files in the absorbed form (576/512, one kv head)."""
     rank = keys.integer("attention.kv_lora_rank", least=1)
     fixed: dict[str, Any] = {
         "kv_lora_rank": rank,

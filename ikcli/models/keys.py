@@ -1,4 +1,4 @@
-"""Typed access to the architecture keys of a file (`<arch>.block_count`, ...): what is read is checked."""
+"""Read and check the architecture keys of a file (`<arch>.block_count`, ...)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SPELLINGS = {"cohere2moe": "cohere2_moe"}
 
 
 class HasShape(Protocol):
-    """The part of a tensor description that hyper-parameters look at."""
+    """The part of a tensor description that hyper-parameters need."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -25,7 +25,7 @@ class HasShape(Protocol):
 class Keys:
     """Typed access to `<arch>.<key>` with messages that name file and key.
 
-    `arch` is our name of the architecture that the file may spell otherwise.
+    `arch` is our name of the architecture; the file may spell it differently.
     """
 
     def __init__(self, metadata: Mapping[str, Any], spelling: str, source: str) -> None:
@@ -48,7 +48,7 @@ class Keys:
         return value.item() if hasattr(value, "item") and getattr(value, "ndim", 0) == 0 else value
 
     def integer(self, key: str, default: int | None = None, *, least: int = 0, most: int = MAX_SIZE) -> int:
-        """A whole number within bounds; `default` None = required."""
+        """Return a whole number within bounds; `default` None: the key is required."""
         value = self.raw(key, default)
         if isinstance(value, bool) or not isinstance(value, int):
             raise self.fail(key, f"should be a whole number, but is {short(value)}")
@@ -57,7 +57,7 @@ class Keys:
         return value
 
     def number(self, key: str, default: float | None = None, *, most: float = 1e30) -> float:
-        """A finite number of at most this magnitude."""
+        """Return a finite number of at most this magnitude."""
         value = self.raw(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise self.fail(key, f"should be a finite number, but is {short(value)}")
@@ -66,7 +66,7 @@ class Keys:
         return float(value)
 
     def per_layer(self, key: str, default: int | None = None, *, n_layer: int, least: int = 0) -> int | tuple[int, ...]:
-        """A number, or one per layer where layers differ."""
+        """Return a number, or one per layer where layers differ."""
         items = self.items(key, n_layer)
         if items is None:
             return self.integer(key, default, least=least)
@@ -78,7 +78,7 @@ class Keys:
         return items if len(set(items)) > 1 else items[0]
 
     def numbers(self, key: str, default: float | None = None, *, n_layer: int) -> tuple[float, ...]:
-        """A finite number per layer."""
+        """Return a finite number per layer."""
         items = self.items(key, n_layer)
         if items is None:
             return (self.number(key, default),) * n_layer
@@ -87,7 +87,7 @@ class Keys:
         return tuple(map(float, items))
 
     def items(self, key: str, n_layer: int) -> tuple[Any, ...] | None:
-        """The values of a list, a value per layer; it may go on for layers that are not part of the run."""
+        """Return the values of a list, one per layer; the list may be longer, for layers that the run leaves out."""
         value = self.metadata.get(self.name(key))
         if value is None or not hasattr(value, "__len__") or isinstance(value, str):
             return None
@@ -103,5 +103,5 @@ def short(value: Any) -> str:
 
 
 def by_layer(value: int | tuple[int, ...], n_layer: int) -> tuple[int, ...]:
-    """A value for every layer."""
+    """Return a value for every layer."""
     return value if isinstance(value, tuple) else (value,) * n_layer

@@ -1,6 +1,6 @@
 """Kimi Linear, Ling 3 (bailingmoe3): recurrent layers with a decay per column (KDA), others with latent attention.
 
-Kimi does not rotate; Ling rotates, and gates the result of attention per head. Experts as DeepSeek-V3 has them.
+Kimi uses no RoPE. Ling uses RoPE and gates the attention result per head. Experts are those of DeepSeek-V3.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
 
 
 def tensor_shapes(hp: HParams) -> TensorSpecs:
-    """Expected tensors of the file."""
+    """Return the expected tensors of the file."""
     specs = expected.base_specs(hp)
     for il in range(hp.n_layer):
         if hp.is_recurrent(il):
@@ -31,7 +31,7 @@ def tensor_shapes(hp: HParams) -> TensorSpecs:
 
 
 def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
-    """Record the graph; returns the logits of the output rows."""
+    """Record the graph and return the logits of the output rows."""
     table = None if hp.arch == "kimi-linear" else deepseek2.rope_table(g, hp)
 
     def attn(x: Node, layer: LayerWeights) -> Node:

@@ -1,7 +1,7 @@
 """Llama 1-3, Mistral, and Mixtral (experts): RMS norm, rotated pairs (2i, 2i+1), SwiGLU.
 
-Tied output if `output.weight` is absent; optional biases; `rope_freqs.weight` holds Llama 3 frequency factors.
-Also InternLM 2, XVERSE, Baichuan and Refact (with ALiBi in place of a rotation: Refact, Baichuan 13B), MiniCPM
+The output is tied if `output.weight` is absent. Biases are optional; `rope_freqs.weight` holds Llama 3 frequency
+factors. Also InternLM 2, XVERSE, Baichuan and Refact (ALiBi instead of RoPE in Refact and Baichuan 13B), MiniCPM
 (factors: `HParams`) and, with rotated halves, EXAONE 3.
 """
 
@@ -17,7 +17,7 @@ from ikcli.models.tensors import TensorSpec, TensorSpecs, Weights
 
 
 def tensor_shapes(hp: HParams) -> TensorSpecs:
-    """Expected tensors of the file."""
+    """Return the expected tensors of the file."""
     specs = expected.base_specs(hp)
     specs["rope_freqs.weight"] = TensorSpec((hp.n_rot // 2,), required=False)
     for il in range(hp.n_layer):
@@ -30,7 +30,7 @@ def tensor_shapes(hp: HParams) -> TensorSpecs:
 
 
 def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
-    """Record the graph; returns the logits of the output rows."""
+    """Record the graph and return the logits of the output rows."""
     attn = blocks.attention_block(g, hp, w, cfg, neox=hp.arch == "exaone", rotates=not hp.max_alibi_bias)
     ffn = partial(blocks.moe_ffn, g, hp, cfg) if hp.n_expert else partial(blocks.dense_ffn, g)
     return blocks.transformer(g, hp, w, attn, ffn)

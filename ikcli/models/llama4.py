@@ -1,7 +1,7 @@
-"""Llama 4: layers that see a chunk of positions, and rotate, and every fourth one that sees all, and does not.
+"""Llama 4: layers with RoPE that see a chunk of positions; every fourth one sees all positions without RoPE (NoPE).
 
-Heads are normed without weights after the rotation (but in Maverick, which has 128 experts); experts are chosen by
-sigmoid, whose value scales what goes into them.
+Heads are normed without weights after the rotation (except in Maverick, which has 128 experts). A sigmoid chooses
+experts, and its value scales their input.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
 
 
 def tensor_shapes(hp: HParams) -> TensorSpecs:
-    """Expected tensors of the file."""
+    """Return the expected tensors of the file."""
     specs = expected.base_specs(hp)
     specs["rope_freqs.weight"] = TensorSpec((hp.n_rot // 2,), required=False)
     for il in range(hp.n_layer):
@@ -24,7 +24,7 @@ def tensor_shapes(hp: HParams) -> TensorSpecs:
 
 
 def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
-    """Record the graph; returns the logits of the output rows."""
+    """Record the graph and return the logits of the output rows."""
     tables = blocks.rope_tables(g, hp, w, cfg)
 
     def attn(x: Node, layer: LayerWeights) -> Node:

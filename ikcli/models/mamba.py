@@ -10,7 +10,7 @@ from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
 
 
 def tensor_shapes(hp: HParams) -> TensorSpecs:
-    """Expected tensors of the file."""
+    """Return the expected tensors of the file."""
     width, n_state, rank = hp.ssm_d_inner, hp.ssm_d_state, hp.ssm_dt_rank
     block = {
         "attn_norm.weight": (hp.n_embd,),
@@ -31,7 +31,7 @@ def tensor_shapes(hp: HParams) -> TensorSpecs:
 
 
 def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
-    """Record the graph; returns the logits of the output rows."""
+    """Record the graph and return the logits of the output rows."""
     x = blocks.embedded(g, hp, w)
     for il in range(hp.n_layer):
         g.il = il
@@ -45,7 +45,7 @@ def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
 
 
 def mixer(g: Graph, hp: HParams, x: Node, layer: LayerWeights) -> Node:
-    """The block; its states are two tensors per layer, "conv" and "scan"."""
+    """Record the block; its states are two tensors per layer, "conv" and "scan"."""
     width, n_state, rank = hp.ssm_d_inner, hp.ssm_d_state, hp.ssm_dt_rank
     inner = g.mul_mat(layer.ssm_in.rows(0, width), x, "ssm_inner")
     gate = g.mul_mat(layer.ssm_in.rows(width, width), x, "ssm_gate")

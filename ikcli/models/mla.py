@@ -1,9 +1,9 @@
-"""Tensors of multi-head latent attention that a mode needs and the file lacks.
+"""Derive tensors of multi-head latent attention that a mode needs and the file lacks.
 
-kv_b has n_head * (nope + v) rows of `rank` values: per head the rows of k_nope, then those of v.
-k_b is, per head, k_nope transposed (`rank` rows of nope values); v_b is the v rows. Types: k_b keeps a float type and
-is q8_0 otherwise; v_b is a copy of kv_b's rows, bytes untouched; kv_b keeps a float type that both parts share and is
-q8_0 otherwise. Answers to `llm_prepare_mla` of ik_llama.cpp.
+kv_b has n_head * (nope + v) rows of `rank` values: per head the rows of k_nope, then those of v. k_b is, per head,
+k_nope transposed (`rank` rows of nope values); v_b is the v rows. Types: k_b keeps a float type and is q8_0 otherwise;
+v_b is a copy of kv_b's rows, bytes untouched; kv_b keeps a float type that both parts share and is q8_0 otherwise.
+Corresponds to `llm_prepare_mla` of ik_llama.cpp.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class DerivedSpec:
 
 
 def derived_specs(tensors: Mapping[str, TensorLike], hp: HParams, cfg: GraphConfig) -> dict[str, DerivedSpec]:
-    """What `derive` will make, without touching data; FormatError if a layer has neither form of the projection."""
+    """Return what `derive` will make, without reading data; raise FormatError if a layer has neither form."""
     specs: dict[str, DerivedSpec] = {}
     if hp.arch not in MLA:
         return specs
@@ -71,13 +71,13 @@ def derived_specs(tensors: Mapping[str, TensorLike], hp: HParams, cfg: GraphConf
 def derive(
     file: TensorFile, hp: HParams, cfg: GraphConfig
 ) -> dict[str, tuple[GGMLType, tuple[int, ...], npt.NDArray[np.uint8]]]:
-    """Type, shape (GGUF order) and bytes of every missing tensor that `cfg` needs."""
+    """Return type, shape (GGUF order) and bytes of every missing tensor that `cfg` needs."""
     specs = derived_specs(file.tensors, hp, cfg)
     return {name: (s.type, s.shape, derive_one(file, hp, name, s)) for name, s in specs.items()}
 
 
 def derive_one(file: TensorFile, hp: HParams, name: str, spec: DerivedSpec) -> npt.NDArray[np.uint8]:
-    """Bytes of one tensor named by `derived_specs`; temporaries are a few times one layer's projection in float32."""
+    """Return the bytes of one derived tensor; temporaries are a few times one layer's projection in float32."""
     il = int(name.split(".")[1])
     part = name.split(".")[2].removeprefix("attn_")
     if part == "v_b":
@@ -96,7 +96,7 @@ def _name(il: int, part: str) -> str:
 
 
 def _plain(type_: GGMLType) -> GGMLType:
-    """The type without interleaving, where there is one."""
+    """Return the plain twin of an interleaved type, or the type itself."""
     return TYPES[type_].plain
 
 
@@ -106,7 +106,7 @@ def _values(file: TensorFile, name: str) -> npt.NDArray[np.float32]:
 
 
 def _value_rows(file: TensorFile, hp: HParams, name: str) -> npt.NDArray[np.uint8]:
-    """The bytes of the v rows of every head of kv_b."""
+    """Return the bytes of the v rows of every head of kv_b."""
     t = file.tensors[name]
     nope, dv = hp.head_dim_k - hp.n_rot, hp.head_dim_v
     group = TYPES[t.type].rows

@@ -1,4 +1,4 @@
-"""Muse Glimmer: normed embeddings, norms before and after each part, gated attention; layers with windows rotate."""
+"""Muse Glimmer: normed embeddings, norms before and after each part, gated attention; layers with windows use RoPE."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ POST_NORM_EPS = 1e-8
 
 
 def tensor_shapes(hp: HParams) -> TensorSpecs:
-    """Expected tensors of the file."""
+    """Return the expected tensors of the file."""
     specs = expected.base_specs(hp)
     for il in range(hp.n_layer):
         own = hp.at(il)
@@ -26,7 +26,7 @@ def tensor_shapes(hp: HParams) -> TensorSpecs:
 
 
 def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
-    """Record the graph; returns the logits of the output rows."""
+    """Record the graph and return the logits of the output rows."""
     attn = blocks.attention_block(g, hp, w, cfg, neox=False)
     attn = blocks.normed_after(g, attn, "post_attention_norm", POST_NORM_EPS, "attn_post_norm")
     ffn = blocks.normed_after(g, partial(blocks.dense_ffn, g), "post_ffw_norm", POST_NORM_EPS, "ffn_post_norm")

@@ -1,4 +1,4 @@
-"""OLMo 1: norms around the mean without weights; q, k and v may be held within a limit."""
+"""OLMo 1: LayerNorm without weights; q, k and v may be clamped."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ikcli.models.tensors import TensorSpecs, Weights
 
 
 def tensor_shapes(hp: HParams) -> TensorSpecs:
-    """Expected tensors of the file."""
+    """Return the expected tensors of the file."""
     specs = expected.base_specs(hp)
     for il in range(hp.n_layer):
         specs |= expected.attention_specs(hp, il, bias=None) | expected.dense_specs(hp, il, hp.n_ff)
@@ -18,7 +18,7 @@ def tensor_shapes(hp: HParams) -> TensorSpecs:
 
 
 def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
-    """Record the graph; returns the logits of the output rows."""
+    """Record the graph and return the logits of the output rows."""
     tables = blocks.rope_tables(g, hp, w, cfg)
     x = blocks.embedded(g, hp, w)
     for il in range(hp.n_layer):

@@ -1,7 +1,7 @@
 """OLMo 2 and 3: norms only after attention and feed-forward part, norms over all query and over all key heads.
 
-OLMo 3 has windows in three of four layers. So has the larger EXAONE 4, where only these rotate; its heads are normed
-one by one.
+OLMo 3 has windows in three of four layers. So has the larger EXAONE 4, where only these layers use RoPE and heads are
+normed one by one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ikcli.models.tensors import TensorSpec, TensorSpecs, Weights
 
 
 def tensor_shapes(hp: HParams) -> TensorSpecs:
-    """Expected tensors of the file."""
+    """Return the expected tensors of the file."""
     specs, one_by_one = expected.base_specs(hp), hp.arch == "exaone4"
     specs["rope_freqs.weight"] = TensorSpec((hp.n_rot // 2,), required=False)
     for il in range(hp.n_layer):
@@ -30,7 +30,7 @@ def tensor_shapes(hp: HParams) -> TensorSpecs:
 
 
 def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
-    """Record the graph; returns the logits of the output rows."""
+    """Record the graph and return the logits of the output rows."""
     attn = blocks.attention_block(g, hp, w, cfg, neox=True)
     attn = blocks.normed_after(g, attn, "post_attention_norm", hp.eps, "attn_post_norm")
     ffn = blocks.normed_after(g, partial(blocks.dense_ffn, g), "post_ffw_norm", hp.eps, "ffn_post_norm")

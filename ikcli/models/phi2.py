@@ -1,4 +1,4 @@
-"""Phi-1, Phi-1.5, Phi-2: attention and feed-forward part side by side, biases everywhere, also of the logits, GELU."""
+"""Phi-1, Phi-1.5, Phi-2: attention and feed-forward part in parallel, biases everywhere, also of the logits, GELU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ikcli.models.tensors import TensorSpecs, Weights
 
 
 def tensor_shapes(hp: HParams) -> TensorSpecs:
-    """Expected tensors of the file."""
+    """Return the expected tensors of the file."""
     specs = expected.base_specs(hp)
     for il in range(hp.n_layer):
         specs |= expected.attention_specs(hp, il, bias=None, ffn_norm=None)
@@ -23,7 +23,7 @@ def tensor_shapes(hp: HParams) -> TensorSpecs:
 
 
 def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
-    """Record the graph; returns the logits of the output rows."""
+    """Record the graph and return the logits of the output rows."""
     attn = blocks.attention_block(g, hp, w, cfg, neox=True)
     ffn = partial(blocks.mlp, g)
     return blocks.parallel_transformer(g, hp, w, attn, ffn)

@@ -1,4 +1,4 @@
-"""Plain transformers: blocks of self-attention and a feed-forward part or experts, told apart by settings alone."""
+"""Plain transformers: blocks of self-attention and a feed-forward part or experts, which differ only in settings."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ More = Callable[[HParams, int], TensorSpecs]
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """Settings of an architecture; what the metadata of a file say (heads, windows, experts, factors) is in `HParams`.
+    """Settings of an architecture; what a file's metadata say (heads, windows, experts, factors) is in `HParams`.
 
     `bias`, `qk_norm`, `fused`, `ffn_norm`: see `expected.attention_specs`. `neox`, `norm_last`: see
-    `blocks.self_attention`. `act`: of all feed-forward parts. `one_up`: one matrix for gate and up. `still`: every so
-    many blocks one without rotation. `more`: further tensors of block il.
+    `blocks.self_attention`. `act`: the activation of all feed-forward parts. `fused_gate_up`: one matrix for gate and
+    up. `nope_interval`: every n-th block has no RoPE (NoPE; 0: none). `more`: further tensors of block il.
     """
 
     bias: bool | None = None
@@ -32,8 +32,8 @@ class Plain:
     neox: bool = True
     norm_last: bool = False
     act: Glu = SILU
-    one_up: bool = False
-    still: int = 0
+    fused_gate_up: bool = False
+    nope_interval: int = 0
     more: More = lambda hp, il: {}
 
 
@@ -60,7 +60,7 @@ _NORMED = Plain(bias=False, qk_norm=True)
 
 TABLE: dict[str, Plain] = {
     "bailingmoe2": Plain(qk_norm=True, fused=True),
-    "chatglm": Plain(fused=True, neox=False, one_up=True),
+    "chatglm": Plain(fused=True, neox=False, fused_gate_up=True),
     "dbrx": Plain(fused=True, ffn_norm="attn_output_norm"),
     "deepseek": _PAIRS,
     "dots1": _NORMED,
@@ -75,7 +75,7 @@ TABLE: dict[str, Plain] = {
     "mimo2": Plain(more=_sinks),
     "minimax-m2": Plain(bias=False, more=expected.norms_of_all_heads),
     "minimax-m3": Plain(qk_norm=True, act=ACTIVATION),  # attention is over all positions, the indexer is not used
-    "phi3": Plain(one_up=True, more=_long_rope),
+    "phi3": Plain(fused_gate_up=True, more=_long_rope),
     "qwen": Plain(fused=True, more=_qkv_bias),
     "qwen2": Plain(bias=True),
     "qwen2moe": Plain(bias=True, more=_shared_gate),
@@ -85,30 +85,32 @@ TABLE: dict[str, Plain] = {
     "qwen3vl": _NORMED,
     "qwen3vlmoe": _NORMED,
     "seed_oss": Plain(ffn_norm="post_attention_norm"),
-    "smollm3": Plain(neox=False, still=4),
+    "smollm3": Plain(neox=False, nope_interval=4),
 }
 """By the architecture name of the file; what each is called elsewhere: docs/models.md."""
 
 
 def tensor_shapes(hp: HParams) -> TensorSpecs:
-    """Expected tensors of the file."""
+    """Return the expected tensors of the file."""
     p, specs = TABLE[hp.arch], expected.base_specs(hp)
     for il in range(hp.n_layer):
         specs |= expected.attention_specs(hp, il, bias=p.bias, qk_norm=p.qk_norm, ffn_norm=p.ffn_norm, fused=p.fused)
-        specs |= expected.fused_dense_specs(hp, il) if p.one_up else expected.feed_forward_specs(hp, il)
+        specs |= expected.fused_dense_specs(hp, il) if p.fused_gate_up else expected.feed_forward_specs(hp, il)
         specs |= p.more(hp, il)
     return specs
 
 
 def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
-    """Record the graph; returns the logits of the output rows."""
+    """Record the graph and return the logits of the output rows."""
     p, tables = TABLE[hp.arch], blocks.rope_tables(g, hp, w, cfg)
 
     def attn(x: Node, layer: LayerWeights) -> Node:
-        rotation = None if p.still and (layer.il + 1) % p.still == 0 else tables[layer.il]
+        rotation = None if p.nope_interval and (layer.il + 1) % p.nope_interval == 0 else tables[layer.il]
         return blocks.self_attention(g, hp, cfg, x, layer, rotation, neox=p.neox, norm_last=p.norm_last)
 
     def ffn(x: Node, layer: LayerWeights) -> Node:
-        return blocks.fused_dense_ffn(g, hp, x, layer) if p.one_up else blocks.feed_forward(g, hp, cfg, x, layer, p.act)
+        if p.fused_gate_up:
+            return blocks.fused_dense_ffn(g, hp, x, layer)
+        return blocks.feed_forward(g, hp, cfg, x, layer, p.act)
 
     return blocks.transformer(g, hp, w, attn, ffn, p.ffn_norm)

@@ -1,7 +1,7 @@
 """Qwen3-Next, Qwen3.5, Qwen3.6 (dense, experts): three layers with a gated delta net to one with gated attention.
 
 Weights of norms are stored as they are multiplied (1 + w of the trained ones). Experts: softmax, renormalised, and a
-shared one with a gate of its own.
+gated shared one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ FFN_NORM = "post_attention_norm"
 
 
 def tensor_shapes(hp: HParams) -> TensorSpecs:
-    """Expected tensors of the file."""
+    """Return the expected tensors of the file."""
     specs = expected.base_specs(hp)
     for il in range(hp.n_layer):
         if hp.is_recurrent(il):
@@ -31,7 +31,7 @@ def tensor_shapes(hp: HParams) -> TensorSpecs:
 
 
 def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
-    """Record the graph; returns the logits of the output rows."""
+    """Record the graph and return the logits of the output rows."""
     tables = blocks.rope_tables(g, hp, w, cfg)
 
     def attn(x: Node, layer: LayerWeights) -> Node:

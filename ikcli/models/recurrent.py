@@ -1,4 +1,4 @@
-"""Recurrent layers: which ones they are, and their sizes, from the keys of the file."""
+"""Read the keys of recurrent layers: which layers they are, and their sizes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_TAPS, MAX_COLUMNS, MAX_WIDTH = 16, 256, 1 << 20
 
 
 def read_recurrent(keys: Keys, values: dict[str, Any], tensors: Mapping[str, HasShape]) -> dict[str, Any]:
-    """What recurrent layers have, by field of `HParams`."""
+    """Return the attributes of recurrent layers, by field of `HParams`."""
     if keys.arch in KDA:
         return _kda(keys, values, tensors)
     if keys.arch in SCAN:
@@ -24,7 +24,7 @@ def read_recurrent(keys: Keys, values: dict[str, Any], tensors: Mapping[str, Has
 
 
 def _delta_net(keys: Keys, n_layer: int) -> dict[str, Any]:
-    """Recurrent are the layers of a list, or all but every n-th."""
+    """Return Qwen's recurrent layers: those of a list, or all but every n-th."""
     sizes = {
         "ssm_d_conv": keys.integer("ssm.conv_kernel", least=2, most=MAX_TAPS),
         "ssm_d_state": keys.integer("ssm.state_size", least=1),
@@ -40,7 +40,7 @@ def _delta_net(keys: Keys, n_layer: int) -> dict[str, Any]:
 
 
 def _kda(keys: Keys, values: dict[str, Any], tensors: Mapping[str, HasShape]) -> dict[str, Any]:
-    """Recurrent are the layers without key heads."""
+    """Return Kimi's recurrent layers: those without key heads."""
     n_layer, n_head, width = values["n_layer"], values["n_head"], keys.integer("kda.head_dim", least=1)
     key_heads = _list(keys, "attention.head_count_kv", n_layer)
     found: dict[str, Any] = {
@@ -73,7 +73,7 @@ def _scan(keys: Keys, n_layer: int, eps: float) -> dict[str, Any]:
 
 
 def _ling(keys: Keys, values: dict[str, Any], tensors: Mapping[str, HasShape]) -> dict[str, Any]:
-    """What bailingmoe3 says in a way of its own; some files have a low-rank query and do not say so."""
+    """Return bailingmoe3's own keys; some files have a low-rank query and do not say so."""
     if not keys.raw("kda.safe_gate", True):
         raise UnsupportedError(f"{keys.source}: {keys.name('kda.safe_gate')} is false; only the safe gate is supported")
     bound = keys.number("kda.gate_lower_bound", most=1e3)

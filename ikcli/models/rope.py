@@ -1,7 +1,7 @@
-"""Rotation frequencies: plain, linear scaling, YaRN, and per-frequency factors (`rope_freqs.weight` of Llama 3).
+"""Compute RoPE frequencies: plain, linear scaling, YaRN, and per-frequency factors (`rope_freqs.weight` of Llama 3).
 
-YaRN (arXiv:2309.00071) blends interpolated and original frequencies between two correction dimensions.
-Answers to `rope_yarn` of ggml: its magnitude factor 1 + 0.1*ln(factor) multiplies cosine and sine.
+YaRN (arXiv:2309.00071) blends interpolated and original frequencies between two correction dimensions. Corresponds to
+`rope_yarn` of ggml: its magnitude factor 1 + 0.1*ln(factor) multiplies cosine and sine.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ LONG_ROPE = ("phi3",)  # with factors for short and for long contexts
 
 @dataclass(frozen=True, slots=True, order=True)
 class RopeParams:
-    """Rotary embedding: base, scaling ("none", "linear", "yarn") and its factor (1 = unscaled).
+    """RoPE settings: base, scaling ("none", "linear", "yarn") and its factor (1 = unscaled).
 
-    `factors`: frequencies are divided by those of the file, where it has any. `ext_factor`: how much YaRN blends, and
-    `truncate`: between whole pairs (gpt-oss: not).
+    `factors`: divide the frequencies by those of the file, where it has any. `ext_factor`: YaRN's blending strength.
+    `truncate`: blend between whole pairs (gpt-oss does not).
     """
 
     freq_base: float = 10000.0
@@ -44,7 +44,7 @@ class RopeParams:
 def inverse_frequencies(
     rope: RopeParams, n_rot: int, factors: npt.NDArray[np.float32] | None = None
 ) -> npt.NDArray[np.float64]:
-    """Angle per position of each of the n_rot/2 pairs; `factors` divide the frequencies."""
+    """Return the angle per position of each of the n_rot/2 pairs; `factors` divide the frequencies."""
     i = np.arange(n_rot // 2, dtype=np.float64)
     original = rope.freq_base ** (-2.0 * i / n_rot)
     if factors is not None:
@@ -58,7 +58,7 @@ def inverse_frequencies(
 
 
 def correction_dims(rope: RopeParams, n_rot: int) -> tuple[float, float]:
-    """First and last pair between which YaRN blends."""
+    """Return the first and last pair between which YaRN blends."""
 
     def dim(n_rotations: float) -> float:
         return n_rot * math.log(rope.n_ctx_orig / (n_rotations * 2 * math.pi)) / (2 * math.log(rope.freq_base))
@@ -70,21 +70,21 @@ def correction_dims(rope: RopeParams, n_rot: int) -> tuple[float, float]:
 
 
 def magnitude(rope: RopeParams, attn_factor: float) -> float:
-    """What cosine and sine are multiplied by."""
+    """Return the factor on cosine and sine."""
     return attn_factor * (yarn_log(rope) if rope.scaling == "yarn" and rope.ext_factor else 1.0)
 
 
 def yarn_log(rope: RopeParams, multiplier: float = 0.1) -> float:
-    """1 + multiplier * ln(factor)."""
+    """Return 1 + multiplier * ln(factor)."""
     return 1.0 + multiplier * math.log(rope.factor)
 
 
 def read_rope(
     keys: Keys, tensors: Mapping[str, HasShape], n_ctx_train: int, given: Mapping[str, Any] | None = None
 ) -> RopeParams:
-    """The keys of the rotation of all layers (of those without a window, where the two differ).
+    """Read the RoPE keys for all layers (for those without a window, where the two differ).
 
-    `given`: what the command line says instead (`rope_options`).
+    `given`: the command line's values, which win (`rope_options`).
     """
     given = given or {}
     long = "rope_factors_long.weight" in tensors
@@ -126,9 +126,10 @@ def read_rope(
 
 
 def _attn_factor(keys: Keys, scaling: str, factor: float) -> float:
-    """What goes beside YaRN's own factor on cosine and sine.
+    """Return the factor on cosine and sine beside YaRN's own one.
 
-    Converters write what a checkpoint says of the whole (`attention_factor`, often the usual value), or 1 for nothing.
+    Converters write the `attention_factor` of a checkpoint, which is the whole factor and often the usual value, or 1
+    if there is none.
     """
     whole = keys.number("rope.scaling.yarn_attn_factor", 1.0, most=1e6)
     return whole / (1.0 + 0.1 * math.log(factor)) if scaling == "yarn" and whole != 1 and factor > 1 else whole

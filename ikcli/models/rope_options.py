@@ -1,4 +1,4 @@
-"""`--rope-*` and `--yarn-*`: what a command line says about rotations goes before what the model file says."""
+"""`--rope-*` and `--yarn-*`: rotation settings of the command line override those of the model file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ikcli.settings.adapters import RopeConfig
 
 
 def overrides(rope: RopeConfig) -> Mapping[str, Any]:
-    """The given ones: scaling, factor, freq_base, n_ctx_orig, ext_factor, attn_factor, beta_fast, beta_slow."""
+    """Return the given ones: scaling, factor, freq_base, n_ctx_orig, ext_factor, attn_factor, beta_fast, beta_slow."""
     if rope.scale and rope.freq_scale and abs(rope.scale * rope.freq_scale - 1) > 1e-6:
         raise UsageError(
             f"--rope-scale {rope.scale:g} and --rope-freq-scale {rope.freq_scale:g} contradict each other: one is 1 "

@@ -1,5 +1,7 @@
-"""StableLM 1 to 2: norms around the mean, partial rotary; parts side by side in layers without a norm of their own for
-the second, norms of heads (12B). Orion: rotated pairs (2i, 2i+1)."""
+"""StableLM 1 to 2: LayerNorm, partial RoPE, norms of heads (12B); Orion: rotated pairs (2i, 2i+1).
+
+A layer without a norm for the feed-forward part computes attention and feed-forward part in parallel.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from ikcli.models.tensors import TensorSpec, TensorSpecs, Weights
 
 
 def tensor_shapes(hp: HParams) -> TensorSpecs:
-    """Expected tensors of the file."""
+    """Return the expected tensors of the file."""
     specs = expected.base_specs(hp)
     for il in range(hp.n_layer):
         specs |= expected.attention_specs(hp, il, bias=None)
@@ -27,7 +29,7 @@ def tensor_shapes(hp: HParams) -> TensorSpecs:
 
 
 def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
-    """Record the graph; returns the logits of the output rows."""
+    """Record the graph and return the logits of the output rows."""
     attn = blocks.attention_block(g, hp, w, cfg, neox=hp.arch == "stablelm")
     ffn = partial(blocks.dense_ffn, g)
     if "blk.0.ffn_norm.weight" not in w:

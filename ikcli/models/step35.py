@@ -12,7 +12,7 @@ from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
 
 
 def tensor_shapes(hp: HParams) -> TensorSpecs:
-    """Expected tensors of the file."""
+    """Return the expected tensors of the file."""
     specs = expected.base_specs(hp)
     specs["rope_freqs.weight"] = TensorSpec((hp.n_rot // 2,), required=False)
     for il in range(hp.n_layer):
@@ -25,7 +25,7 @@ def tensor_shapes(hp: HParams) -> TensorSpecs:
 
 
 def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
-    """Record the graph; returns the logits of the output rows."""
+    """Record the graph and return the logits of the output rows."""
     tables = blocks.rope_tables(g, hp, w, cfg)
     gating = "softplus" if hp.arch == "laguna" else "sigmoid"
 

@@ -32,7 +32,7 @@ class TensorLike(Protocol):
 class TensorSpec:
     """An expected tensor: its shape, other accepted shapes of the same bytes, and whether it may be absent.
 
-    `unless`: the tensor that holds the same where this one is absent.
+    `unless`: another tensor with the same content, which replaces this one.
     """
 
     shape: tuple[int, ...]
@@ -45,7 +45,7 @@ TensorSpecs = dict[str, TensorSpec]
 
 
 def check_tensors(specs: TensorSpecs, tensors: Mapping[str, TensorLike], source: str) -> None:
-    """FormatError for a required tensor that is absent or a tensor of another shape."""
+    """Raise FormatError for a required tensor that is absent or a tensor of another shape."""
     for name, spec in specs.items():
         tensor = tensors.get(name)
         if tensor is None:
@@ -60,7 +60,7 @@ def check_tensors(specs: TensorSpecs, tensors: Mapping[str, TensorLike], source:
 
 
 def _check_split_experts(name: str, tensors: Mapping[str, TensorLike], source: str) -> None:
-    """UnsupportedError if the missing tensor of all experts is there as one tensor per expert (files of 2023)."""
+    """Raise UnsupportedError if the file has one tensor per expert (files of 2023) instead of a joined one."""
     one = name.replace("_exps.", ".0.")
     if "_exps." in name and one in tensors:
         raise UnsupportedError(
@@ -70,7 +70,7 @@ def _check_split_experts(name: str, tensors: Mapping[str, TensorLike], source: s
 
 
 def _same(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
-    """Equal up to trailing ones."""
+    """Return whether shapes are equal up to trailing ones."""
     n = max(len(a), len(b))
     return a + (1,) * (n - len(a)) == b + (1,) * (n - len(b))
 
@@ -80,7 +80,7 @@ def _dims(shape: tuple[int, ...]) -> str:
 
 
 class Weights:
-    """Tensors by name, as graph weights; `data` gives small ones as numbers."""
+    """Graph weights by name; `data` returns small ones as numbers."""
 
     def __init__(
         self,
@@ -96,25 +96,25 @@ class Weights:
         return name in self._tensors
 
     def get(self, name: str) -> Weight | None:
-        """The tensor, or None."""
+        """Return the tensor, or None."""
         t = self._tensors.get(name)
         return None if t is None else Weight(name, t.type, tuple(t.shape))
 
     def __getitem__(self, name: str) -> Weight:
-        """The tensor; FormatError if absent."""
+        """Return the tensor; raise FormatError if it is absent."""
         weight = self.get(name)
         if weight is None:
             raise FormatError(f"{self._source}: tensor '{name}' is missing; the file is incomplete")
         return weight
 
     def data(self, name: str) -> npt.NDArray[np.float32]:
-        """Values of a tensor as float32, shape in NumPy order."""
+        """Return the values of a tensor as float32, shape in NumPy order."""
         if self._data is None:
             raise FormatError(f"{self._source}: the values of '{name}' are needed, but no data was opened")
         return np.asarray(self._data(self[name].name), dtype=np.float32)
 
     def layer(self, il: int) -> LayerWeights:
-        """Access to the tensors `blk.<il>.*`."""
+        """Return the tensors `blk.<il>.*`."""
         return LayerWeights(self, il)
 
 
@@ -138,9 +138,9 @@ class LayerWeights:
         return self._weights[self._name(attr)]
 
     def get(self, attr: str) -> Weight | None:
-        """The tensor, or None."""
+        """Return the tensor, or None."""
         return self._weights.get(self._name(attr))
 
     def tensor(self, name: str) -> Weight:
-        """A tensor whose name has no ending."""
+        """Return a tensor whose name has no ending."""
         return self._weights[f"blk.{self.il}.{name}"]

@@ -1,7 +1,7 @@
-"""Layers with windows: which ones they are, and what else is different in them (rotation, heads).
+"""Read the keys of layers with windows: which layers they are, and how their rotation and heads differ.
 
-`attention.sliding_window_pattern` is a list, one flag per layer, or a period: of so many layers the last one sees all
-positions (of some architectures the first one). Where a file has neither, the architecture decides.
+`attention.sliding_window_pattern` is a list, one flag per layer, or a period: of that many layers the last one sees all
+positions (in some architectures the first one). Where a file has neither, the architecture decides.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CHUNK = 8192  # of llama4, whose files do not say
 
 
 def read_windows(keys: Keys, values: dict[str, Any]) -> dict[str, Any]:
-    """What layers with windows have of their own, by field of `HParams`; tuples hold a value per layer."""
+    """Return the attributes of layers with windows, by field of `HParams`; tuples hold a value per layer."""
     arch, n_layer = values["arch"], values["n_layer"]
     if arch not in PERIODS and arch not in LISTED:
         return {}
@@ -43,7 +43,7 @@ def read_windows(keys: Keys, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _size(keys: Keys, values: dict[str, Any]) -> int:
-    """Positions of a window; 0: there are none."""
+    """Return the positions of a window; 0 without windows."""
     key, arch = "attention.sliding_window", values["arch"]
     if arch == "llama4":
         return CHUNK if keys.integer(key, CHUNK) else 0
@@ -74,7 +74,7 @@ def _pattern(keys: Keys, values: dict[str, Any]) -> tuple[bool, ...]:
 def _rotation(
     keys: Keys, values: dict[str, Any], is_window: Sequence[bool], head_dim_k: Sequence[int]
 ) -> dict[str, Any]:
-    """Rotation of each layer, and columns of a head that it rotates (0: none)."""
+    """Return the rotation of each layer, and the rotated columns of a head (0: none)."""
     arch, n_layer, rope = values["arch"], values["n_layer"], values["rope"]
     assert isinstance(rope, RopeParams)
     default = 10000.0 if arch == "gemma3" else rope.freq_base

@@ -1,1 +1,1 @@
-"""Numba as a compiler: SIMD vocabulary, object-code cache, run without Numba."""
+"""Numba as a compiler: SIMD vocabulary, object-code cache, and runs without Numba."""

@@ -1,8 +1,8 @@
-"""What a kernel is made of: a digest of the definitions that its factory reaches, whatever else changed in their files.
+"""Compute a digest of the definitions that a kernel's factory reaches, whatever else changed in their files.
 
-The definitions are those of our own modules, as syntax trees without positions, comments and documentation. Statements
-of a module that are no definition (loops that fill tables, registrations) count wherever anything of it is reached, and
-so do functions with decorators of which more than a result is to be expected.
+The definitions are those of our own modules, as syntax trees without positions, comments and docstrings. Statements of
+a module that define no name (loops that fill tables, registrations) count wherever anything of the module is reached.
+So do functions with decorators that may do more than return a result.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Module:
 
 
 def code_digest(module: str, name: str, source_of: SourceOf) -> str:
-    """Digest of everything that the definition `name` of a module is made of; `source_of` finds modules' files."""
+    """Return the digest of everything that the definition `name` of a module uses; `source_of` finds modules' files."""
     packages = frozenset({module.split(".")[0], "ikcli"})
     todo, seen, texts = [(module, name)], set[tuple[str, str]](), set[str]()
     while todo:
@@ -75,7 +75,7 @@ def code_digest(module: str, name: str, source_of: SourceOf) -> str:
 
 @cache
 def _source(module: str, packages: frozenset[str], source_of: SourceOf) -> _Module | None:
-    """A module of one of the packages."""
+    """Return a module of one of the packages, or None."""
     path = source_of(module) if module.split(".")[0] in packages else None
     return _module(path) if path is not None and path.is_file() else None
 
@@ -89,7 +89,7 @@ def _dumped(statement: ast.stmt, module: str) -> str:
 def _reached(
     statement: ast.stmt, module: str, packages: frozenset[str], source_of: SourceOf
 ) -> frozenset[tuple[str, str]]:
-    """(module, name) of all that a statement of a module mentions."""
+    """Return (module, name) of everything that a statement of a module mentions."""
     found = _source(module, packages, source_of)
     assert found is not None
     reached, qualified = set[tuple[str, str]](), set[int]()
@@ -117,14 +117,14 @@ def _module(path: Path) -> _Module:
 
 
 def _imports(statement: ast.Import | ast.ImportFrom) -> dict[str, tuple[str, str]]:
-    """What an import binds: (module, name there), or (module, all of it)."""
+    """Return the names that an import binds: (module, name there), or (module, all of it)."""
     if isinstance(statement, ast.Import):
         return {alias.asname or alias.name.split(".")[0]: (alias.name, _ALL) for alias in statement.names}
     return {alias.asname or alias.name: (statement.module or "", alias.name) for alias in statement.names}
 
 
 def _bound_names(statement: ast.stmt) -> list[str] | None:
-    """Names that a definition binds; None for any other statement."""
+    """Return the names that a definition binds; None for any other statement."""
     if isinstance(statement, ast.FunctionDef | ast.ClassDef):
         plain = all(_text(d) in _PLAIN for d in statement.decorator_list)
         return [statement.name] if plain else None

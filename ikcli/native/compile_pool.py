@@ -1,9 +1,9 @@
-"""Compiles missing kernels into the cache, in as many worker processes as there are CPUs for this one.
+"""Compile missing kernels into the cache, in as many worker processes as this process has CPUs.
 
-Every kernel is compiled once, whoever asks: who compiles holds a lock on a byte of one file of the cache folder, chosen
-by the kernel's name, and the system gives it up when a process dies. Workers get the next kernel when they are done
-with one, first those like it: what kernels share is compiled once by a worker. They end with the call, unless
-`keep_workers` was called: importing Numba takes as long as compiling a kernel.
+Every kernel is compiled once, even if several processes need it: the one that compiles holds a lock on a byte of one
+file of the cache folder, chosen by the kernel's name, and the system releases it when a process dies. A worker that
+finishes a kernel gets the next one, preferably a similar one, since a worker compiles what kernels share only once.
+Workers end with the call, unless `keep_workers` was called: importing Numba takes as long as compiling a kernel.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _most: int | None = None
 
 
 def keep_workers(most: int | None = None) -> None:
-    """From now on workers stay until this process ends; for programs that ask for kernels many times.
+    """Keep workers until this process ends, for programs that ask for kernels many times.
 
-    `most`: how many there are, for one of several such programs; as many as CPUs without it.
+    `most`: the number of workers, for one of several such programs; default: the number of CPUs.
     """
     global _kept, _most
     _most = most
@@ -80,7 +80,7 @@ def compile_kernels(keys: Sequence[KernelKey], progress: Progress | None = None)
 
 
 def _claim(lock: IO[bytes], key: KernelKey) -> bool:
-    """Whether no other process compiles this kernel; then none will until `_release`."""
+    """Return whether no other process compiles this kernel; then none will until `_release`."""
     if fcntl is None:
         return True
     try:
@@ -110,7 +110,7 @@ class _Worker:
         )
 
     def give(self, key: KernelKey) -> None:
-        """Have a kernel compiled; a line of output tells when."""
+        """Send a kernel to compile; the worker prints a line when it is done."""
         assert self.process.stdin is not None
         try:
             self.process.stdin.write(f"{key.line}\n".encode())
@@ -118,13 +118,13 @@ class _Worker:
             raise self.failure() from None
 
     def failure(self) -> IkError:
-        """What it says after it ended before its time."""
+        """Return the error of a worker that ended prematurely."""
         self.process.wait()
         self._errors.seek(0)
         return IkError(f"compiling kernels failed: {self._errors.read().decode(errors='replace').strip()[-2000:]}")
 
     def end(self) -> None:
-        """Let it finish and wait for it."""
+        """Let the worker finish and wait for it."""
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.close()
         self.process.stdout.close()
@@ -134,7 +134,7 @@ class _Worker:
 
 @contextmanager
 def _workers(directory: Path, n: int) -> Iterator[list[_Worker]]:
-    """At most n workers for this folder and target."""
+    """Yield at most n workers for this folder and target."""
     env = dict(os.environ, PYTHONPATH=os.pathsep.join([str(PACKAGE_DIR.parent), os.environ.get("PYTHONPATH", "")]))
     target = isa.current()
     if target.feature_string or target is not isa.host():
@@ -162,7 +162,7 @@ def _end_kept() -> None:
 
 
 def _compile(directory: Path, keys: Sequence[KernelKey], finished: Callable[[], None]) -> None:
-    """Compile kernels that nobody else compiles."""
+    """Compile the kernels that no other process compiles."""
     if not keys:
         return
     n_cpu = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
@@ -188,13 +188,13 @@ def _compile(directory: Path, keys: Sequence[KernelKey], finished: Callable[[], 
 
 
 def _shares(keys: Sequence[KernelKey], n: int) -> list[deque[KernelKey]]:
-    """The kernels of n workers, like ones together."""
+    """Return the kernels of n workers, similar ones together."""
     alike = sorted(keys, key=lambda key: key.line)
     return [deque(alike[len(alike) * i // n : len(alike) * (i + 1) // n]) for i in range(n)]
 
 
 def _make_writable(directory: Path) -> None:
-    """Create the cache folder; IkError if it cannot be written to."""
+    """Create the cache folder; raise IkError if it cannot be written to."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         probe = directory / f".probe.{os.getpid()}"

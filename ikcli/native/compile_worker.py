@@ -1,6 +1,6 @@
-"""Compiles kernels to object files: `python -m ikcli.native.compile_worker FOLDER`, one kernel per input line.
+"""Compile kernels to object files: `python -m ikcli.native.compile_worker FOLDER`, one kernel per input line.
 
-The code is compiled by Numba without its Python wrappers, so that the object file needs nothing of Numba at run time:
+Numba compiles the code without its Python wrappers, so that the object file needs nothing of Numba at run time:
 int32 status = f(retptr, excptr, int64 ...). Each finished kernel is announced by a line on stdout.
 """
 
@@ -17,7 +17,7 @@ from ikcli.native.kernel_cache import KernelKey, keep_code, pack_entry
 
 
 def compile_one(key: KernelKey) -> bytes:
-    """Contents of the cache file of one kernel."""
+    """Return the contents of the cache file of one kernel."""
     from ikcli.native.jit import compile_to_object
 
     module = importlib.import_module(key.full_module)
@@ -26,7 +26,7 @@ def compile_one(key: KernelKey) -> bytes:
 
 
 def _described(made: Any) -> tuple[Any, Any, bool]:
-    """A factory returns a function of three int64 or (function, arguments, whether it returns int64)."""
+    """Normalize a factory's result: a function of three int64 or (function, arguments, whether it returns int64)."""
     return made if isinstance(made, tuple) else (made, 3, False)
 
 

@@ -1,8 +1,8 @@
-"""Instruction sets: what this CPU has, and which code the kernels are compiled for.
+"""Detect instruction sets, and choose the one that kernels are compiled for.
 
-An instruction the target lacks does not raise: LLVM aborts the process. So kernels ask here first. `IK_CPU_ISA`
-forces a lower level, which is how one machine tests the code of another: `avx512vnni` (AVX-512 without what came after
-VNNI: no VBMI, GFNI, BF16), `avx2`, `avxvnni`, `portable`.
+An instruction that the target lacks does not raise: LLVM aborts the process. So kernels ask here first. `IK_CPU_ISA`
+forces a lower level, so that one machine can test the code of another: `avx512vnni` (AVX-512 without later extensions:
+no VBMI, GFNI, BF16), `avx2`, `avxvnni`, `portable`.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class ISA:
 
     @property
     def plain_avx2(self) -> bool:
-        """Whether bytes are multiplied in several instructions of AVX2."""
+        """Return whether bytes are multiplied in several instructions of AVX2."""
         return "avx2" in self.features and not {"avxvnni", "avx512vnni"} & self.features
 
 
 @functools.cache
 def host() -> ISA:
-    """The running machine."""
+    """Return the running machine."""
     import llvmlite.binding as llvm
 
     flags = llvm.get_host_cpu_features()
@@ -61,7 +61,7 @@ def host() -> ISA:
 
 @functools.cache
 def current() -> ISA:
-    """The target kernels are compiled for: the host, or what IK_CPU_ISA asks for."""
+    """Return the target kernels are compiled for: the host, or the level in IK_CPU_ISA."""
     wanted = os.environ.get("IK_CPU_ISA", "")
     here = host()
     if not wanted or wanted == here.name:

@@ -1,4 +1,4 @@
-"""Numba as an ahead-of-time compiler: plain functions of integers to object code.
+"""Use Numba as an ahead-of-time compiler: plain functions of integers to object code.
 
 Only the compile worker imports this. `inline` marks device functions (used inside kernels, never called from Python).
 """
@@ -15,15 +15,16 @@ from numba.core.registry import cpu_target
 
 
 def inline(function: Callable[..., Any]) -> Any:
-    """A device function: compiled into every kernel that calls it."""
+    """Mark a device function, compiled into every kernel that calls it."""
     return njit(function, nogil=True, error_model="numpy", boundscheck=False, no_cpython_wrapper=True,
                 no_cfunc_wrapper=True)  # fmt: skip
 
 
 def merge(function: Callable[..., Any]) -> Any:
-    """A device function whose statements become part of every caller, for large bodies called from one or two places.
+    """Mark a device function whose statements become part of every caller.
 
-    Numba puts them there, before it finds types; LLVM sees one function, and makes somewhat smaller kernels.
+    This suits large bodies called from one or two places. Numba inserts them before type inference. LLVM then sees one
+    function and makes somewhat smaller kernels.
     """
     return njit(function, nogil=True, error_model="numpy", boundscheck=False, inline="always")
 
@@ -31,9 +32,9 @@ def merge(function: Callable[..., Any]) -> Any:
 class _Library(codegen.JITCodeLibrary):
     """Code of a device function, which kernels link, or of a kernel, which is emitted; nothing runs in this process.
 
-    Numba would link to each device function all that it calls, optimize it, make machine code of it, and do all of that
-    again in each that calls it: more than half of the time that a kernel takes. Here a kernel links each function once,
-    and is optimized whole.
+    Numba would link to each device function all functions that it calls, optimize it and generate its machine code, and
+    do this again in each caller: more than half of the time that a kernel takes. Here a kernel links each function once
+    and is optimized as a whole.
     """
 
     is_kernel = False
@@ -50,8 +51,10 @@ class _Library(codegen.JITCodeLibrary):
             self._finalized = True
 
     def _called(self) -> list[_Library]:
-        """Libraries of all that it calls, directly or not, every caller before what it calls: LLVM leaves out what
-        nothing has named yet."""
+        """Return the libraries of all functions that it calls, directly or not, every caller before its callees.
+
+        LLVM drops functions that nothing has named yet; hence the order.
+        """
         seen: set[_Library] = set()
         callees_first: list[_Library] = []
 
@@ -87,9 +90,9 @@ class _Codegen(codegen.JITCPUCodegen):
 
 
 def compile_to_object(function: Any, args: int | tuple[types.Type, ...], returns: bool) -> tuple[str, bytes]:
-    """(symbol, ELF/Mach-O/COFF object) of `function(int64, ...) -> None | int64`, self-contained but for libm/libc.
+    """Compile `function(int64, ...) -> None | int64`; return (symbol, ELF/Mach-O/COFF object).
 
-    `args`: how many int64, or types that are passed as such.
+    The object depends on nothing but libm and libc. `args`: the number of int64, or types that are passed as such.
     """
     flags = compiler.Flags()
     flags.no_cpython_wrapper = True

@@ -1,16 +1,16 @@
-"""Compiled kernels on disk: which file a kernel has, and whether it is there.
+"""Keep compiled kernels on disk: find a kernel's file, and tell whether it exists.
 
-A kernel is named by a `KernelKey`: module under `kernels/`, factory function, arguments. Numba compiles the factory's
-result in worker processes (`compile_pool.py`, `compile_worker.py`); what is kept is the object file, which LLVM's JIT
-linker loads in about half a millisecond (`kernel_library.py`). So only the first run ever pays for Numba: its import
-(0.5 s, 100 MB) and the compilation.
+A kernel is named by a `KernelKey`: module under `kernels/`, factory function, arguments. Worker processes compile the
+factory's result with Numba (`compile_pool.py`, `compile_worker.py`). The object file is kept; LLVM's JIT linker loads
+it in about half a millisecond (`kernel_library.py`). So only the first run ever pays for Numba: its import (0.5 s, 100
+MB) and the compilation.
 
 The folder is named by the target CPU and the versions of Python, Numba and llvmlite, the file by a digest of the
 kernel's module and of every module of ours that it imports: an edited kernel or helper can never be served stale. That
-is quick to compute, but an edit of one helper gives all kernels new names. So every file has a second name, made of the
-definitions that the kernel reaches (`code_digest.py`): before a kernel is compiled it is looked for under that one.
-LLVM ends the process when it is given a damaged object file, so every file starts with a line of magic, SHA-256 of the
-code, and symbol; a file that does not fit its line is compiled again.
+digest is quick to compute, but an edit of one helper gives all kernels new names. So every file has a second name, made
+of the definitions that the kernel reaches (`code_digest.py`); before a kernel is compiled it is looked up under that
+name. LLVM ends the process when it is given a damaged object file, so every file starts with a line of magic, SHA-256
+of the code, and symbol; a file that does not match its line is compiled again.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ class KernelKey:
 
     @property
     def text(self) -> str:
-        """For people: of an argument that describes something, only its name."""
+        """Return the key for people: an argument that describes something shows only its name."""
         return f"{self.module}.{self.factory}({','.join(_short(a) for a in self.args)})"
 
     @property
     def line(self) -> str:
-        """All of it, without a line break."""
+        """Return the whole key without a line break."""
         return " ".join([self.module, self.factory, *(repr(a) for a in self.args)])
 
     @classmethod
     def of_line(cls, line: str) -> KernelKey:
-        """The key of which `line` was made; no argument has a space."""
+        """Return the key from which `line` was made; arguments contain no spaces."""
         module, factory, *args = line.split()
         return cls(module, factory, tuple(ast.literal_eval(a) for a in args))
 
@@ -75,7 +75,7 @@ class KernelKey:
 
     @property
     def code_name(self) -> str:
-        """The second name, which takes much longer to find."""
+        """Return the second name, which takes much longer to compute."""
         from ikcli.native.code_digest import code_digest
 
         definitions = (*self._definitions, ("ikcli.native.jit", "*"))
@@ -88,7 +88,7 @@ class KernelKey:
 
     @property
     def _definitions(self) -> list[tuple[str, str]]:
-        """(module, name) of the factory and of what arguments name."""
+        """Return (module, name) of the factory and of the definitions that arguments name."""
         named = [found for a in self.args for found in _REFERENCE.findall(str(a))]
         return [(self.full_module, self.factory), *named]
 
@@ -99,7 +99,7 @@ def _short(argument: int | str) -> str:
 
 @functools.cache
 def source_digest(module: str) -> str:
-    """Digest of a module's source and of everything of ours that it imports, directly or not."""
+    """Return a digest of a module's source and of every module of ours that it imports, directly or not."""
     todo, seen = [module, "ikcli.native.jit"], set[str]()
     h = hashlib.sha256()
     while todo:
@@ -116,7 +116,7 @@ def source_digest(module: str) -> str:
 
 @functools.cache
 def _source(module: str) -> tuple[str | None, tuple[str, ...]]:
-    """A module's source, None if there is none, and what it imports of ours."""
+    """Return a module's source (None without one), and the modules of ours that it imports."""
     path = _source_file(module)
     if not path.is_file():
         return None, ()
@@ -129,7 +129,7 @@ def _source(module: str) -> tuple[str | None, tuple[str, ...]]:
 
 
 def _source_file(module: str) -> Path:
-    """Where a module's source is, or would be; a module of another package is one that was imported from a file."""
+    """Return the path of a module's source, whether it exists or not; modules of other packages must be imported."""
     if module.split(".")[0] == "ikcli":
         return PACKAGE_DIR.joinpath(*module.split(".")[1:]).with_suffix(".py")
     spec = importlib.util.find_spec(module)
@@ -137,7 +137,7 @@ def _source_file(module: str) -> Path:
 
 
 def cache_root() -> Path:
-    """`IK_CACHE_DIR`, else the user's cache folder."""
+    """Return `IK_CACHE_DIR`, else the user's cache folder."""
     if custom := os.environ.get("IK_CACHE_DIR"):
         return Path(custom) / "kernels"
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
@@ -146,7 +146,7 @@ def cache_root() -> Path:
 
 @functools.cache
 def cache_dir() -> Path:
-    """Folder for this target and these versions of the compiler."""
+    """Return the folder for this target and these versions of the compiler."""
     target = isa.current()
     versions = [_version(p) for p in ("numba", "llvmlite")]
     text = "\0".join([*versions, sys.version, target.cpu, ",".join(sorted(target.features))])
@@ -154,7 +154,7 @@ def cache_dir() -> Path:
 
 
 def _version(package: str) -> str:
-    """Version of an installed package from its `_version.py` (a few ms of every run less than by its metadata)."""
+    """Return a package's version from its `_version.py`, which saves a few ms per run compared with its metadata."""
     spec = importlib.util.find_spec(package)
     with suppress(OSError):
         text = Path(spec.origin).with_name("_version.py").read_text(encoding="utf-8") if spec and spec.origin else ""
@@ -167,23 +167,23 @@ def _version(package: str) -> str:
 
 
 def is_cached(key: KernelKey) -> bool:
-    """Whether the kernel has been compiled already."""
+    """Return whether the kernel has been compiled already."""
     return read_entry(cache_dir() / key.file_name) is not None
 
 
 def adopt(directory: Path, key: KernelKey) -> bool:
-    """Whether a kernel of the same code has been compiled under another name, which this one then gets too."""
+    """Return whether a kernel of the same code exists under another name, and give it this one too."""
     path = directory / key.code_name
     return read_entry(path) is not None and _give_name(path, directory / key.file_name)
 
 
 def keep_code(directory: Path, key: KernelKey) -> None:
-    """Give a kernel that was just compiled its second name."""
+    """Give a newly compiled kernel its second name."""
     _give_name(directory / key.file_name, directory / key.code_name)
 
 
 def _give_name(path: Path, name: Path) -> bool:
-    """Another name for a file, or a copy where the file system has no links."""
+    """Link a file under another name, or copy it where the file system has no links."""
     temporary = name.with_name(f".{name.name}.{os.getpid()}")
     try:
         temporary.unlink(missing_ok=True)
@@ -199,12 +199,12 @@ def _give_name(path: Path, name: Path) -> bool:
 
 
 def pack_entry(symbol: str, code: bytes) -> bytes:
-    """Contents of a cache file."""
+    """Return the contents of a cache file."""
     return f"{_MAGIC} {hashlib.sha256(code).hexdigest()} {symbol}\n".encode() + code
 
 
 def read_entry(path: Path) -> tuple[str, bytes] | None:
-    """(symbol, object code) of a cache file; None if there is none or it is damaged."""
+    """Return (symbol, object code) of a cache file; None if it is absent or damaged."""
     try:
         head, _, code = path.read_bytes().partition(b"\n")
     except OSError:

@@ -55,14 +55,14 @@ class KernelLibrary:
 
 @functools.cache
 def shared_library() -> KernelLibrary:
-    """The library of this process: sessions that come and go load every kernel once."""
+    """Return the library of this process, so that successive sessions load every kernel once."""
     return KernelLibrary()
 
 
 def native_function(address: int, n_args: int, *, keep_gil: bool = False) -> Callable[..., int]:
-    """A compiled function of int64 arguments as a Python callable; returns its status.
+    """Return a compiled function of int64 arguments as a Python callable that returns its status.
 
-    It releases the GIL, which takes as long to get back as another thread likes; `keep_gil`: for a few microseconds.
+    It releases the GIL, and another thread may delay taking it back; `keep_gil`: for calls of a few microseconds.
     """
     make = ctypes.PYFUNCTYPE if keep_gil else ctypes.CFUNCTYPE
     prototype = make(ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * n_args)

@@ -1,7 +1,7 @@
-"""Kernels for samplers: the k largest of many numbers, best first, and a draw from what filters leave of them.
+"""Kernels for samplers: find the k largest of many numbers, best first, and draw from those that filters leave.
 
-Groups of 64 numbers are compared with the k-th best so far by four instructions; what passes is put in its place.
-The filters and the draw are those of ikcli/sampling, in float64.
+Groups of 64 numbers are compared with the k-th best so far by four instructions; a number that passes is inserted in
+its place. The filters and the draw are those of ikcli/sampling, in float64.
 """
 
 import math
@@ -30,7 +30,7 @@ _GROUP = 64
 
 @intrinsic
 def _any_above(typingctx, address, bound):
-    """1 if one of 64 floats is above the bound or NaN."""
+    """Return 1 if one of 64 floats is above the bound or NaN."""
 
     def codegen(context, builder, sig, args):
         address, bound = args
@@ -51,7 +51,7 @@ def _any_above(typingctx, address, bound):
 
 @inline
 def largest(numbers, n, k, ids, values):
-    """ids[k], values[k] of the largest ones; returns how many were found, -1 if there is a NaN."""
+    """Write ids[k], values[k] of the largest numbers; return how many were found, -1 if there is a NaN."""
     found = np.int64(0)
     bound = np.float32(-np.inf)
     first = np.int64(0)
@@ -82,7 +82,7 @@ def largest(numbers, n, k, ids, values):
 
 @inline
 def sum_of_exp(logits, n):
-    """Sum of e**logit, with what rounding lost added at the end."""
+    """Return the sum of e**logit, with the rounding error added at the end."""
     total, lost = 0.0, 0.0
     for i in range(n):
         x = math.exp(ld_f64(logits + 8 * i))
@@ -94,7 +94,7 @@ def sum_of_exp(logits, n):
 
 @inline
 def n_top_p(logits, n, p):
-    """How many of the best ones have together the share p."""
+    """Return how many of the best numbers together have the share p."""
     bound, total = p * sum_of_exp(logits, n), 0.0
     for i in range(n):
         total += math.exp(ld_f64(logits + 8 * i))
@@ -105,7 +105,7 @@ def n_top_p(logits, n, p):
 
 @inline
 def n_min_p(logits, n, least):
-    """How many are at least this."""
+    """Return how many numbers are at least this."""
     kept = 0
     while kept < n and ld_f64(logits + 8 * kept) >= least:
         kept += 1
@@ -114,7 +114,7 @@ def n_min_p(logits, n, least):
 
 @inline
 def pick(logits, n, u):
-    """Index drawn in proportion to e**logit by a random number u in [0, 1)."""
+    """Return an index drawn in proportion to e**logit by a random number u in [0, 1)."""
     total = 0.0
     for i in range(n):
         total += math.exp(ld_f64(logits + 8 * i))
@@ -127,7 +127,7 @@ def pick(logits, n, u):
 
 
 def make_top_k():
-    """top_k(numbers f32[n], n, k, ids i64[k], values f32[k]) -> how many were found; -1 if there is a NaN.
+    """Return top_k(numbers f32[n], n, k, ids i64[k], values f32[k]) -> how many were found; -1 if there is a NaN.
 
     -inf is never found; equal numbers keep their order.
     """
@@ -139,10 +139,10 @@ def make_top_k():
 
 
 def make_draw():
-    """draw(numbers f32[n], n, k, ids i64[k], values f32[k], state f64[2 + 2*n_steps + k], n_steps, min_keep) -> id.
+    """Return draw(numbers f32[n], n, k, ids i64[k], values f32[k], state f64[2 + 2*n_steps + k], n_steps, min_keep).
 
-    state: u in [0, 1), 0, (step, value) of every step, work space. Steps: 0 divide by, 1 top-p, 2 logit at least.
-    -1 if there is a NaN or inf, or nothing but -inf.
+    It returns the drawn id, or -1 if there is a NaN or inf, or nothing but -inf. state: u in [0, 1), 0, (step, value)
+    of every step, work space. Steps: 0 divide by, 1 top-p, 2 logit at least.
     """
 
     def draw(numbers, n, k, ids, values, state, n_steps, min_keep):

@@ -1,4 +1,4 @@
-"""The inner loop of XXH64 as a kernel: whole stripes of 32 bytes. What precedes and follows is in gguf/hashes.py."""
+"""Kernel of XXH64's inner loop over whole stripes of 32 bytes; gguf/hashes.py handles the rest."""
 
 import numpy as np
 
@@ -16,7 +16,7 @@ def _round(lane, address):
 
 
 def make_stripes():
-    """stripes(data, n, lanes u64[4]): the lanes after n more stripes of 32 bytes each."""
+    """Return stripes(data, n, lanes u64[4]), which updates the lanes with n more stripes of 32 bytes each."""
 
     def stripes(data, n, lanes):
         a, b = np.uint64(ld_i64(lanes)), np.uint64(ld_i64(lanes + 8))

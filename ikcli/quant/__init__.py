@@ -1,1 +1,1 @@
-"""What tensor bytes mean: formats, decoding, encoding."""
+"""Tensor types: how their bytes are decoded, encoded, repacked and measured."""

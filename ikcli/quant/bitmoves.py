@@ -1,8 +1,8 @@
-"""Rearranging the bits of byte records: a list of bit moves, compiled to a few NumPy operations on all records.
+"""Rearrange the bits of byte records: compile a list of bit moves into a few NumPy operations on all records.
 
-Every destination byte is the OR of a few source bytes, each shifted and masked. Neighbouring bytes that move alike
-are handled as one lane of 4 or 2 bytes, the rest byte by byte. The shifted copies of the source are made first (cheap),
-so that each term is one gather and one mask. Interleaved tensor types are the use of it.
+Every destination byte is the OR of a few source bytes, each shifted and masked. Neighbouring bytes that move alike are
+handled as one lane of 4 or 2 bytes, the rest byte by byte. The shifted copies of the source are made first, which is
+cheap and leaves one gather and one mask per term. Row-interleaved tensor types are repacked this way.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class BitMoves:
     passes: tuple[_Pass, ...]
 
     def apply(self, src: Bytes) -> Bytes:
-        """(n, n_src) contiguous bytes -> (n, n_dst); destination bits that nothing moves to are 0."""
+        """Rearrange contiguous records (n, n_src) into (n, n_dst); destination bits without a source are 0."""
         out = np.zeros((len(src), self.n_dst), np.uint8)
         for p in self.passes:
             p.run(src, out)
@@ -81,12 +81,12 @@ def compile_moves(dst: npt.NDArray[np.integer], src: npt.NDArray[np.integer], n_
 
 
 def count_lanes(dst: npt.NDArray[np.integer], src: npt.NDArray[np.integer], n_dst: int) -> int:
-    """How many destination lanes of the widest kind move as one, a measure of how fast the compiled moves are."""
+    """Count the destination lanes of the widest kind that move as one; more of them means faster compiled moves."""
     return len(_lanes(dict(enumerate(byte_terms(dst, src, n_dst))), _WIDTHS[0], n_dst))
 
 
 def byte_terms(dst: npt.NDArray[np.integer], src: npt.NDArray[np.integer], n_dst: int) -> list[tuple[Term, ...]]:
-    """Per destination byte the (source byte, left shift, mask) of its parts, in the order of their lowest bits."""
+    """Return the (source byte, left shift, mask) terms of every destination byte, ordered by their lowest bits."""
     masks: list[dict[tuple[int, int], int]] = [{} for _ in range(n_dst)]
     order = np.argsort(dst)
     for d, s in zip(dst[order].tolist(), src[order].tolist(), strict=True):
@@ -96,7 +96,7 @@ def byte_terms(dst: npt.NDArray[np.integer], src: npt.NDArray[np.integer], n_dst
 
 
 def _lanes(left: dict[int, tuple[Term, ...]], width: int, n_dst: int) -> dict[int, tuple[Term, ...]]:
-    """Destination lanes of `width` bytes that move as one, with their terms in source lanes."""
+    """Return the destination lanes of `width` bytes that move as one, with their terms in source lanes."""
     found = {}
     for i in range(n_dst // width):
         parts = [left.get(width * i + j, ()) for j in range(width)]
@@ -133,7 +133,7 @@ def _compile_pass(width: int, units: dict[int, tuple[Term, ...]]) -> _Pass:
 
 
 def _runs(units: dict[int, tuple[Term, ...]]) -> list[list[int]]:
-    """Neighbouring lanes with about as many terms."""
+    """Group neighbouring lanes that have about the same number of terms."""
     runs: list[list[int]] = []
     for lane, terms in units.items():
         if runs and lane == runs[-1][-1] + 1 and abs(len(terms) - len(units[runs[-1][0]])) <= 1:

@@ -1,9 +1,9 @@
-"""Sensitivities from divergences that were measured while only one group of tensors was quantized.
+"""Measure sensitivities: the KL divergence of a model in which a single group of tensors is quantized.
 
-A group holds the tensors of one role in adjacent blocks. Each is tried with types below and above what the estimate
-chooses for it; what a squared relative error costs is interpolated between these points on logarithmic axes, where
-small errors make a line of slope 1. Inside a group the estimated sensitivities tell how it is divided. `Measure` runs
-the model; whoever wants calibration supplies it.
+A group holds the tensors of one role in adjacent blocks. Each group is tried with types below and above the one that
+the estimate chooses. Between these points, the cost of a squared relative error is interpolated on logarithmic axes,
+where small errors make a line of slope 1. Inside a group the estimated sensitivities divide the damage. The caller
+supplies `Measure`, which runs the model.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ CURVATURE = 8.0
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """Damage of a tensor by its squared relative error: `weight` times the curve through `points` (error, value).
+    """Damage of a tensor as a function of its squared relative error: `weight` times the curve through `points`.
 
-    Without points the curve is that of the estimate, close to the error itself.
+    A point is (squared error, divergence). Without points the curve is that of the estimate, close to the error itself.
     """
 
     weight: float
     points: tuple[tuple[float, float], ...] = ()
 
     def of(self, error2: float) -> float:
-        """Estimated KL divergence."""
+        """Return the estimated KL divergence at a squared relative error."""
         if error2 <= 0:
             return 0.0
         if not self.points:
@@ -59,7 +59,7 @@ class Damage:
 
 @dataclass(frozen=True, slots=True)
 class TrialGroup:
-    """Tensors that share a coefficient, and the trials to find it: (type per tensor) for each."""
+    """Tensors that share a coefficient, and the trials that measure it: a type per tensor for each trial."""
 
     title: str
     names: tuple[str, ...]
@@ -68,7 +68,7 @@ class TrialGroup:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredGroup:
-    """Tensors that were quantized together and nothing else, and the KL divergence of each type."""
+    """Tensors that were quantized together while all others stayed as they are, with the KL divergence of each type."""
 
     names: tuple[str, ...]
     points: tuple[tuple[GGMLType, float], ...]
@@ -76,21 +76,22 @@ class MeasuredGroup:
 
 @dataclass(frozen=True, slots=True)
 class Studied:
-    """What a study found, and the tensors of the file that the model does not use."""
+    """The results of a study, and the tensors of the file that the model does not use."""
 
     groups: tuple[MeasuredGroup, ...]
     unused: frozenset[str] = frozenset()
 
 
 def role(name: str) -> str:
-    """Name without the block number; fused experts (up and gate) have one role."""
+    """Return a tensor name without its block number; fused experts (up and gate) have one role."""
     return re.sub(r"^blk\.\d+\.", "", name).replace("ffn_gate_exps", "ffn_up_exps")
 
 
 def make_groups(table: Table, bpw: Mapping[str, float], most: int = 64) -> list[TrialGroup]:
-    """Groups of the tensors in `table`, about `most` at most (one per role at least), and their trials.
+    """Group the tensors in `table` and choose the trials of each group.
 
-    `bpw`: bits per weight that each tensor is expected to get; trials are around their mean.
+    `most` is the approximate number of groups; there is at least one per role. `bpw` holds the bits per weight that
+    each tensor is expected to get; trials are placed around their mean.
     """
     blocks = sorted({int(m[1]) for name in table if (m := re.match(r"blk\.(\d+)\.", name))})
     roles = {role(name) for name in table}
@@ -119,7 +120,7 @@ def _nearest(errors: Mapping[GGMLType, float], bpw: float) -> GGMLType:
 
 
 def fit(group: TrialGroup, klds: Sequence[float], table: Table, prior: Mapping[str, float]) -> dict[str, Damage]:
-    """Damage of every tensor of a group from the divergence of each of its trials."""
+    """Return the damage of every tensor of a group, fitted to the divergence of each of its trials."""
     total = sum(prior[n] for n in group.names)
     points: dict[float, float] = {}
     for kld, trial in zip(klds, group.trials, strict=True):
@@ -140,7 +141,7 @@ def calibrate(
     encoding: Encoding,
     most: int = 64,
 ) -> dict[str, Damage]:
-    """Damage of every tensor in `table`, measured by groups near the expected bits per weight."""
+    """Measure the damage of every tensor in `table` by groups, near the expected bits per weight."""
     groups = make_groups(table, bpw, most)
     klds = iter(measure([trial for g in groups for trial in g.trials], encoding))
     out: dict[str, Damage] = {}
@@ -150,7 +151,7 @@ def calibrate(
 
 
 def from_study(study: Sequence[MeasuredGroup], table: Table, prior: Mapping[str, float]) -> dict[str, Damage]:
-    """Damage of the tensors in `table` that a study measured, in types that the table has for all of their group."""
+    """Return the damage of the tensors that a study measured, for types that the table has for their whole group."""
     out: dict[str, Damage] = {}
     for group in study:
         names = tuple(n for n in group.names if n in table)

@@ -1,7 +1,7 @@
-"""Integer fields of encoded rows: code of every weight (or group), multiplier, minimum and table choice of sub-blocks.
+"""Read the integer fields of encoded rows: codes, multipliers, minimums and table choices of sub-blocks.
 
-The decoders of `ikcli.quant.decode_*` turn the same fields into values; here they are only counted, so signs that are
-stored apart from a code are left out. Block layouts are given in those modules.
+The decoders in `ikcli.quant.decode_*` turn the same fields into values and document the block layouts. Here the fields
+are only counted, so signs that are stored apart from their code are left out.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ _SHIFTS_2BIT = np.array([0, 2, 4, 6], np.uint8)
 
 @dataclass(frozen=True, slots=True)
 class CodeSpace:
-    """`n_codes` codes, each for `group` weights; least and largest multiplier and minimum, None where there are none.
+    """The ranges of a type's fields: `n_codes` codes, each for `group` weights; bounds of multipliers and minimums.
 
-    `shifts` tells whether every sub-block picks one of two value tables. `in_order`: whether the bits of a code are
-    bits of the block, in some order, and make a value with the scales of its sub-block (IQ2_KL: two values).
+    Bounds are None where a type has no such field. `shifts`: every sub-block picks one of two value tables. `in_order`:
+    the bits of a code are bits of the block, in some order, and make a value with the scales of its sub-block
+    (IQ2_KL: two values).
     """
 
     n_codes: int
@@ -58,29 +59,29 @@ Reader = Callable[[Bytes], Fields]
 
 
 class CodeFields(NamedTuple):
-    """What `TensorType.codes` names: the fields of a type, and how blocks (n, type_size) are read."""
+    """The value of `TensorType.codes`: the fields of a type, and how to read them from blocks (n, type_size)."""
 
     space: CodeSpace
     read: Reader
 
 
 def _codes(*space: Any, **more: Any) -> Callable[[Reader], CodeFields]:
-    """Of a function that reads blocks, with the arguments of its CodeSpace."""
+    """Decorate a function that reads blocks with the arguments of its CodeSpace."""
     return lambda read: CodeFields(CodeSpace(*space, **more), read)
 
 
 def _bits(raw: Bytes) -> Bytes:
-    """(n, k) bytes -> (n, 8k) bits, least significant first."""
+    """Unpack bytes (n, k) into bits (n, 8k), least significant first."""
     return np.unpackbits(raw, axis=1, bitorder="little")
 
 
 def _pairs(raw: Bytes) -> Bytes:
-    """(n, k) bytes -> (n, 4k) numbers of two bits, least significant first."""
+    """Unpack bytes (n, k) into 2-bit numbers (n, 4k), least significant first."""
     return (raw[:, :, None] >> _SHIFTS_2BIT & np.uint8(3)).reshape(len(raw), -1)
 
 
 def _signed(low: Bytes, high: Bytes, offset: int) -> Integers:
-    """Four low bits and the bits above them -> signed multipliers."""
+    """Join four low bits with the bits above them into signed multipliers."""
     return (low | high << 4).astype(np.int16) - np.int16(offset)
 
 
@@ -305,13 +306,13 @@ def iq4_kt(b: Bytes) -> Fields:
 
 
 def code_space(type: GGMLType) -> CodeSpace | None:
-    """The fields of a type, or None for float types, ternary ones and formats that exist only interleaved."""
+    """Return the fields of a type; None for float types, ternary types and formats that exist only interleaved."""
     found = _find(type)
     return found.space if found is not None else None
 
 
 def read_fields(blocks: Bytes, type: GGMLType) -> Fields:
-    """Fields of blocks (n, type_size) without row headers, of a type with a `code_space`."""
+    """Read the fields of blocks (n, type_size), without row headers, of a type that has a `code_space`."""
     found = _find(type)
     assert found is not None
     return found.read(blocks)
@@ -325,16 +326,17 @@ def _find(type: GGMLType) -> CodeFields | None:
 
 # --- replacing codes --------------------------------------------------------------------------------------------------
 def is_replaceable(type: GGMLType) -> bool:
-    """Whether `replace_codes` knows how."""
+    """Return whether `replace_codes` supports a type."""
     space = code_space(type)
     return space is not None and space.in_order and space.group <= 2
 
 
 @cache
 def _code_bits(type: GGMLType) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.int64]]:
-    """Where bit b of code i lies in a block: bit numbers (n_codes, bits), and the codes of a block of zeros.
+    """Return the bit numbers (n_codes, bits) of every code in a block, and the codes of an all-zero block.
 
-    Found by reading blocks of one set bit each; only for types whose codes are bits in another order.
+    Each bit is located by reading a block in which it alone is set. This works only for types whose codes are the bits
+    of the block in another order.
     """
     n_bits = 8 * TYPES[type].type_size
     probes = np.packbits(np.eye(n_bits + 1, n_bits, dtype=np.uint8), axis=1, bitorder="little")
@@ -350,9 +352,10 @@ def _code_bits(type: GGMLType) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.int
 
 
 def replace_codes(blocks: Bytes, type: GGMLType, codes: Integers) -> Bytes:
-    """Blocks (n, type_size) with other codes (n, a), counted as in `Fields`; everything else stays.
+    """Return blocks (n, type_size) with other codes (n, a), counted as in `Fields`; all other fields stay.
 
-    UnsupportedError for types whose codes depend on each other (IQ4_KSS) or are not all of what a value is made of.
+    Raises UnsupportedError for types whose codes depend on each other (IQ4_KSS) or do not determine the value with the
+    scales alone.
     """
     if not is_replaceable(type):
         raise UnsupportedError(f"codes of {TYPES[type].name} cannot be replaced one by one")

@@ -1,7 +1,7 @@
-"""Custom rules of `ik quantize` (`--custom-q RE=TYPE,...`): reading them, and what each of them did to a model.
+"""Parse the custom rules of `ik quantize` (`--custom-q RE=TYPE,...`) and report what each did to a model.
 
-Texts are split at `,` and line breaks, pairs at the first `=`; blanks around them and lines that start with `#` mean
-nothing. The first rule whose expression is found in the tensor name wins.
+Texts are split at `,` and line breaks, pairs at the first `=`. Surrounding blanks and lines that start with `#` are
+ignored. The first rule whose expression matches part of the tensor name wins.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ OPTION = "--custom-q"
 
 
 def parse_custom_rules(texts: Sequence[str]) -> tuple[CustomRule, ...]:
-    """Rules of all texts in order; UsageError that quotes the rule if it has no `=`, a bad expression or type."""
+    """Parse the rules of all texts, in order.
+
+    Raises UsageError that quotes a rule without `=`, with a bad expression or an unknown type.
+    """
     rules: list[CustomRule] = []
     for text in texts:
         lines = (re.sub(r"(^|\s)#.*", "", line) for line in text.splitlines())
@@ -46,7 +49,7 @@ def _parse(text: str) -> CustomRule:
 
 @dataclass(frozen=True, slots=True)
 class CustomRuleUse:
-    """Tensors one rule matched, those it decided, those that stay as they are, and wins of other rules by index."""
+    """The tensors that a rule matched, decided and left as they are, and how many it lost to other rules, by index."""
 
     rule: CustomRule
     matched: tuple[str, ...]
@@ -57,7 +60,7 @@ class CustomRuleUse:
 
 
 def rule_uses(rules: Sequence[CustomRule], choices: Sequence[TypeChoice]) -> list[CustomRuleUse]:
-    """What every rule matched and decided among the choices made with these rules."""
+    """Return what every rule matched and decided in `choices`, which were made with these rules."""
     first: dict[str, int] = {}
     uses: list[CustomRuleUse] = []
     for index, rule in enumerate(rules):
@@ -80,7 +83,7 @@ def rule_uses(rules: Sequence[CustomRule], choices: Sequence[TypeChoice]) -> lis
 
 
 def rule_table(uses: Sequence[CustomRuleUse]) -> list[str]:
-    """Lines of a table: rule, type, tensors matched and decided, MiB, where, and what the others went to."""
+    """Format a table: rule, type, tensors matched and decided, MiB, where, and what the others went to."""
     lines = ["| rule | type | matched | decided | MiB | expression |", "|---:|:---|---:|---:|---:|:---|"]
     for index, use in enumerate(uses):
         lines.append(
@@ -91,7 +94,7 @@ def rule_table(uses: Sequence[CustomRuleUse]) -> list[str]:
 
 
 def check_uses(uses: Sequence[CustomRuleUse], names: Sequence[str], strict: bool = False) -> list[str]:
-    """Notes and warnings about rules; with `strict` UsageError if a rule matches no tensor."""
+    """Return notes and warnings about rules; with `strict` raise UsageError if a rule matches no tensor."""
     notes = unmatched([_no_match(use.rule, names) for use in uses if not use.matched], OPTION, strict)
     for index, use in enumerate(uses):
         notes += pattern_warnings(use.rule.pattern, use.rule.text, use.matched)

@@ -1,9 +1,9 @@
-"""Exact dequantizers in NumPy: bytes of a tensor in, float32 out. Slow, readable, the oracle for every kernel.
+"""Dequantize tensors in NumPy, exactly: bytes in, float32 out. Slow and readable; the oracle of every kernel.
 
 The record of a type names its decoder (`TensorType.decode`), which takes rows of bytes (n_rows, row bytes) and returns
-(n_rows, ne0) float32. `block_decoder` makes one of a function on blocks (n, type_size) -> (n, block_size), which is all
-that types without row headers need; `row_scale_decoder` hands the scale of the row over with the blocks.
-Rows of interleaved types are separated first.
+float32 (n_rows, ne0). Types without row headers only need a function on blocks, (n, type_size) -> (n, block_size),
+which `block_decoder` turns into a decoder. `row_scale_decoder` also passes the scale of the row. Rows of interleaved
+types are separated first.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CHUNK_ELEMENTS = 1 << 18  # bounds the temporaries, which take some ten times t
 
 
 def block_decoder(fn: Callable[[Bytes], Floats]) -> Decoder:
-    """A decoder of a function on blocks: (n, type_size) -> (n, block_size)."""
+    """Make a decoder from a function on blocks: (n, type_size) -> (n, block_size)."""
 
     def decode(rows: Bytes, type: TensorType, ne0: int) -> Floats:
         return fn(rows.reshape(-1, type.type_size)).reshape(-1, ne0)
@@ -38,7 +38,7 @@ def block_decoder(fn: Callable[[Bytes], Floats]) -> Decoder:
 
 
 def row_scale_decoder(fn: Callable[[Floats, Bytes], Floats]) -> Decoder:
-    """A decoder of a function on blocks under a row scale: scales (n, 1), blocks (n, type_size) -> (n, block_size)."""
+    """Make a decoder from a function of row scales (n, 1) and blocks (n, type_size) -> (n, block_size)."""
 
     def decode(rows: Bytes, type: TensorType, ne0: int) -> Floats:
         blocks = np.ascontiguousarray(rows[:, type.row_meta_size :]).reshape(-1, type.type_size)
@@ -49,13 +49,13 @@ def row_scale_decoder(fn: Callable[[Floats, Bytes], Floats]) -> Decoder:
 
 
 def row_scales(rows: Bytes, row_meta_size: int) -> Floats:
-    """The scales that rows of bytes start with, f16 in a header of 2 bytes and f32 in a longer one: (n_rows,)."""
+    """Read the scale at the start of every row, (n_rows,): f16 in a header of 2 bytes, f32 in a longer one."""
     size = min(row_meta_size, 4)
     return np.ascontiguousarray(rows[:, :size]).view(f"<f{size}").reshape(-1).astype(np.float32)
 
 
 def tensor_decoder(fn: Callable[[Bytes], Floats]) -> Decoder:
-    """A decoder of a function on whole tensors, for types without row structure: bytes -> (n_elements,)."""
+    """Make a decoder from a function on whole tensors, for types without rows: bytes -> (n_elements,)."""
 
     def decode(rows: Bytes, type: TensorType, ne0: int) -> Floats:
         return fn(rows.reshape(-1))
@@ -64,7 +64,7 @@ def tensor_decoder(fn: Callable[[Bytes], Floats]) -> Decoder:
 
 
 def decodable_types() -> frozenset[GGMLType]:
-    """Types that `dequantize` can decode."""
+    """Return the types that `dequantize` supports."""
     return frozenset(t.type for t in TYPES.values() if TYPES[t.plain].decode)
 
 

@@ -1,10 +1,10 @@
-"""Decoders of ternary and one-bit types and of Q8_KV.
+"""Decode ternary types, one-bit types and Q8_KV.
 
 IQ1_BN  row: d f16; blocks of 64: ql[12] extra, five base-3 digits per byte     IQ2_BN  row: d f32; 64: qs[16]
 Q8_KV   row: d f32, sum of all codes i32; then one i8 per element               Q1_0_G128  128: d f16, 16 bytes of bits
-I2_S    the whole tensor: 128 elements in 32 bytes, last one f32 scale in 32 bytes (BitNet files of Microsoft)
+I2_S    the whole tensor: 128 elements in 32 bytes, then one f32 scale in 32 bytes (BitNet files of Microsoft)
 A ternary code q means d * (q - 1). The row decoders of the reference leave out the row scale of IQ1_BN and IQ2_BN;
-here it is applied, as in its matrix products. Answers to iqk_quantize.cpp.
+here it is applied, as in its matrix products. Corresponds to iqk_quantize.cpp.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Decoders of the float types."""
+"""Decode the float types."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Decoders of row-interleaved types that have no plain type, for the rows that `repack.unrepack_rows` separates.
+"""Decode row-interleaved types without a plain twin, after `repack.unrepack_rows` has separated their rows.
 
 Q8_K_R8, Q8_K_R16: f16 scale and 256 codes per block; the codes of R16 are stored with 128 added. IQ1_S_R4, IQ1_M_R4:
-f16 scale per row; 32 columns: grid indices, 3-bit or two 4-bit scales.
+f16 scale per row; per 32 columns grid indices and a 3-bit scale or two 4-bit scales.
 """
 
 from __future__ import annotations

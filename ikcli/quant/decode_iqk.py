@@ -1,4 +1,4 @@
-"""Decoders of the IQ*_K family (one f16 scale per 256) and of the KS, KSS, KL types (one scale per row).
+"""Decode the IQ*_K family (one f16 scale per 256) and the KS, KSS and KL types (one scale per row).
 
 A code picks an entry of a non-linear table; every sub-block of 16 (K) or 32 has an integer multiplier and one bit
 that picks the base or the shifted row of the table: x = (d * multiplier) * table[bit][code], in this order.
@@ -7,8 +7,8 @@ IQ4_K d extra scales_h[4] scales_l[8] qs[128]              IQ5_K as IQ4_K, then 
 IQ6_K d extra scales i8[16] qs[128] qh[64]                 IQ2_KS extra scales[4] qs[64]
 IQ3_KS extra scales[4] qs[64] qh[32]                       IQ4_KS scales[8] qs[128]   IQ5_KS as IQ4_KS, then qh[32]
 IQ4_KSS u16[64]: four code pairs and a scale bit each      IQ2_KL scales_h u16 scales_l[4] qs[64] qh[16]
-Answers to iqk_quantize.cpp. IQ6_K is decoded with the rounded table, as matrix products of the reference do; its
-row decoder evaluates the cubic that the table was rounded from and differs by up to half a step of the table.
+Corresponds to iqk_quantize.cpp. IQ6_K is decoded with the rounded table, as in matrix products of the reference. The
+reference's row decoder evaluates the cubic behind the table and differs by up to half a step of the table.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _SHIFTS_2BIT = np.array([0, 2, 4, 6], np.uint8)
 
 
 def _values(table: Floats, shifted: npt.NDArray[np.generic], codes: npt.NDArray[np.integer]) -> Floats:
-    """Table values (n, 256) of codes (n, 256) with a row choice of 0 or 1 per sub-block (n, k)."""
+    """Look up codes (n, 256) in a value table whose row (0 or 1) is given per sub-block (n, k); returns (n, 256)."""
     n_codes = table.shape[1]
     row = np.repeat(shifted.astype(np.uint8), codes.shape[1] // shifted.shape[1], axis=1)
     return table.reshape(-1)[codes + row * np.uint8(n_codes)]
 
 
 def _scaled(d: Floats, multipliers: npt.NDArray[np.generic], values: Floats) -> Floats:
-    """(d * multiplier) * value with multipliers (n, k) per sub-block."""
+    """Return (d * multiplier) * value with multipliers (n, k) per sub-block."""
     dl = d * f32(multipliers)
     return np.repeat(dl, values.shape[1] // dl.shape[1], axis=1) * values
 
@@ -43,7 +43,7 @@ def _bits(blocks: Bytes, start: int, stop: int) -> Bytes:
 
 
 def _signed_6bit(scales_l: Bytes, scales_h: Bytes) -> npt.NDArray[np.int8]:
-    """Low nibbles [8] and 2-bit tops [4] of sixteen scales -> multipliers -32..31."""
+    """Join the low nibbles [8] and 2-bit tops [4] of sixteen scales into multipliers -32..31."""
     high = (scales_h[:, :, None] >> _SHIFTS_2BIT & np.uint8(3)).reshape(-1, 16)
     return (interleave_nibbles(scales_l) | high << 4).astype(np.int8) - np.int8(32)
 
@@ -76,7 +76,7 @@ def iq5_k(blocks: Bytes) -> Floats:
 
 
 def iq6_k_of(blocks: Bytes, table: Floats) -> Floats:
-    """IQ6_K blocks (n, 212) -> (n, 256) with the values of `table` (2, 64)."""
+    """Decode IQ6_K blocks (n, 212) into (n, 256) with the values of `table` (2, 64)."""
     codes = codes_4bit(blocks[:, 20:148]) | codes_2bit(blocks[:, 148:212]) << 4
     return _scaled(f16_at(blocks, 0), blocks[:, 4:20].view(np.int8), _values(table, _bits(blocks, 2, 4), codes))
 
@@ -87,7 +87,7 @@ def iq6_k(blocks: Bytes) -> Floats:
 
 
 def _scales_5bit(scales: Bytes, high: Bytes) -> npt.NDArray[np.int8]:
-    """Eight 4-bit fields in order and their fifth bits -> multipliers -16..15."""
+    """Join eight 4-bit fields with their fifth bits into multipliers -16..15."""
     return (scales | high << 4).astype(np.int8) - np.int8(16)
 
 
@@ -105,7 +105,7 @@ def iq3_ks(d: Floats, blocks: Bytes) -> Floats:
 
 
 def _odd_scales(scales: Bytes) -> npt.NDArray[np.int16]:
-    """Scale bytes -> odd multipliers -127..127; bit 0 belongs to the table choice."""
+    """Turn scale bytes into odd multipliers -127..127; bit 0 belongs to the table choice."""
     return (scales & 254).astype(np.int16) - np.int16(127)
 
 

@@ -1,10 +1,10 @@
-"""Decoders of the i-quants: 4-bit non-linear and grids of 8 or 4 magnitudes with separate signs, blocks of 256.
+"""Decode the i-quants: 4-bit non-linear types, and grids of 8 or 4 magnitudes with separate signs, in blocks of 256.
 
 IQ4_XS   d scales_h u16 scales_l[4] qs[128]        MXFP4  e qs[16], blocks of 32
 IQ2_XXS  d (grid index[4], signs and scale u32)[8] IQ2_XS d (index and signs u16)[32] scales[8]
 IQ2_S    d qs[32] signs[32] qh[8] scales[8]        IQ3_XXS d qs[64] (signs and scale u32)[8]
 IQ3_S    d qs[64] qh[8] signs[32] scales[4]        IQ1_S  d qs[32] qh u16[8]
-IQ1_M    qs[32] qh[16] scales[8] (d in their top nibbles)      Answers to ggml-quants.c.
+IQ1_M    qs[32] qh[16] scales[8] (d in their top nibbles)      Corresponds to ggml-quants.c.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ _SIGN_SHIFTS = np.array([0, 7, 14, 21], np.uint32)
 
 
 def words_at(blocks: Bytes, start: int, stop: int, code: str) -> npt.NDArray[np.unsignedinteger]:
-    """Bytes start..stop of every block as little-endian integers of NumPy code `code`."""
+    """Read bytes start..stop of every block as little-endian integers of NumPy code `code`."""
     return np.ascontiguousarray(blocks[:, start:stop]).view(code)
 
 
 def interleave_nibbles(packed: Bytes) -> Bytes:
-    """(n, k) bytes -> (n, 2k): low nibble of byte 0, high nibble of byte 0, low nibble of byte 1, ..."""
+    """Unpack bytes (n, k) into (n, 2k): low nibble of byte 0, high nibble of byte 0, low nibble of byte 1, ..."""
     return np.stack((packed & 15, packed >> 4), axis=2).reshape(len(packed), -1)
 
 
 def codes_nl(qs: Bytes) -> Bytes:
-    """(n, 128) bytes -> (n, 256): 16 bytes per sub-block of 32, low nibbles first."""
+    """Unpack bytes (n, 128) into codes (n, 256): 16 bytes per sub-block of 32, low nibbles first."""
     return nibbles(qs.reshape(-1, 16)).reshape(len(qs), -1)
 
 
@@ -49,13 +49,16 @@ def iq4_xs(blocks: Bytes) -> Floats:
 
 
 def _signed(scales: Floats, magnitudes: Floats, signs: Bytes) -> Floats:
-    """Scale per group of 8 (n, 32), grid values (n, ...) and sign bytes (n, 32) -> (n, 256)."""
+    """Multiply scales (n, 32) per group of 8, grid values (n, ...) and signs from bytes (n, 32); returns (n, 256)."""
     n = len(scales)
     return (scales[:, :, None] * magnitudes.reshape(n, 32, 8) * sign_table()[signs]).reshape(n, 256)
 
 
 def _scale_and_signs(words: npt.NDArray[np.unsignedinteger]) -> tuple[Floats, Bytes]:
-    """u32 per sub-block (four 7-bit sign codes, 4-bit scale) -> scale per group and sign bytes, both (n, 32)."""
+    """Split the u32 of every sub-block into scales per group and sign bytes, both (n, 32).
+
+    It holds four 7-bit sign codes and a 4-bit scale.
+    """
     codes = (words[:, :, None] >> _SIGN_SHIFTS).reshape(len(words), 32)
     return np.repeat(f32(words >> 28), 4, axis=1), sign_bytes(codes)
 
@@ -70,7 +73,7 @@ def iq2_xxs(blocks: Bytes) -> Floats:
 
 
 def _scale_per_16(blocks: Bytes, start: int) -> Floats:
-    """4-bit scales of sub-blocks of 16 from 8 bytes -> d * (0.5 + scale) / 4 per group of 8, (n, 32)."""
+    """Return d * (0.5 + scale) / 4 per group of 8, (n, 32), from 8 bytes of 4-bit scales of sub-blocks of 16."""
     ls = f32(interleave_nibbles(blocks[:, start : start + 8]))
     return np.repeat(f16_at(blocks, 0) * (np.float32(0.5) + ls) * np.float32(0.25), 2, axis=1)
 
@@ -104,7 +107,7 @@ def iq3_s(blocks: Bytes) -> Floats:
 
 
 def ternary(scales: Floats, index: npt.NDArray[np.integer], negative: npt.NDArray[np.generic]) -> Floats:
-    """Scale, grid index and sign of the offset per group of 8, all (n, k) -> (n, 8k)."""
+    """Decode groups of 8 from their scale, grid index and sign of the offset, all (n, k); returns (n, 8k)."""
     delta = np.where(negative != 0, -IQ1_DELTA, IQ1_DELTA)
     values = grid("IQ1_S")[index] + delta[:, :, None]
     return (scales[:, :, None] * values).reshape(len(scales), -1)

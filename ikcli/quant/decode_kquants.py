@@ -1,8 +1,8 @@
-"""Decoders of the k-quants: super-blocks of 256 with one f16 scale (and minimum) over sub-blocks of 16 or 32.
+"""Decode the k-quants: super-blocks of 256 with one f16 scale (and minimum) over sub-blocks of 16 or 32.
 
 Q2_K   scales[16] qs[64] d dmin          Q3_K  hmask[32] qs[64] scales[12] d
 Q4_K   d dmin scales[12] qs[128]         Q5_K  d dmin scales[12] qh[32] qs[128]
-Q6_K   ql[128] qh[64] scales[16] d       Answers to ggml-quants.c, https://github.com/ggerganov/llama.cpp/pull/1684.
+Q6_K   ql[128] qh[64] scales[16] d       Corresponds to ggml-quants.c, https://github.com/ggerganov/llama.cpp/pull/1684.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ _SHIFTS_1BIT = np.arange(8, dtype=np.uint8)[:, None]
 
 
 def codes_2bit(qs: Bytes) -> Bytes:
-    """(n, 64) bytes -> (n, 256): each half of 128 is four 2-bit planes over the same 32 bytes."""
+    """Unpack bytes (n, 64) into codes (n, 256): each half of 128 is four 2-bit planes over the same 32 bytes."""
     n = len(qs)
     return (qs.reshape(n, 2, 1, 32) >> _SHIFTS_2BIT & np.uint8(3)).reshape(n, 256)
 
 
 def codes_4bit(qs: Bytes) -> Bytes:
-    """(n, 128) bytes -> (n, 256): 32 low nibbles, then the 32 high nibbles of the same bytes."""
+    """Unpack bytes (n, 128) into codes (n, 256): 32 low nibbles, then the 32 high nibbles of the same bytes."""
     n = len(qs)
     return (qs.reshape(n, 4, 1, 32) >> _SHIFTS_4BIT & np.uint8(15)).reshape(n, 256)
 
 
 def codes_1bit(qh: Bytes) -> Bytes:
-    """(n, 32) bytes -> (n, 256): bit b of every byte belongs to sub-block b of 32."""
+    """Unpack bytes (n, 32) into bits (n, 256): bit b of every byte belongs to sub-block b of 32."""
     n = len(qh)
     return (qh.reshape(n, 1, 32) >> _SHIFTS_1BIT & np.uint8(1)).reshape(n, 256)
 
 
 def scales_6bit(scales: Bytes) -> tuple[Bytes, Bytes]:
-    """The 12 packed bytes of Q4_K and Q5_K -> eight 6-bit scales and eight 6-bit minimums, both (n, 8)."""
+    """Unpack the 12 bytes of Q4_K and Q5_K into eight 6-bit scales and eight 6-bit minimums, both (n, 8)."""
     a, b, c = scales[:, 0:4], scales[:, 4:8], scales[:, 8:12]
     sc = np.concatenate((a & 63, c & 15 | a >> 6 << 4), axis=1)
     mn = np.concatenate((b & 63, c >> 4 | b >> 6 << 4), axis=1)
@@ -45,7 +45,7 @@ def scales_6bit(scales: Bytes) -> tuple[Bytes, Bytes]:
 
 
 def scales_q3_k(scales: Bytes) -> npt.NDArray[np.int8]:
-    """The 12 packed bytes of Q3_K -> sixteen signed multipliers -32..31, (n, 16)."""
+    """Unpack the 12 bytes of Q3_K into sixteen signed multipliers -32..31, (n, 16)."""
     low = np.concatenate((scales[:, :8] & 15, scales[:, :8] >> 4), axis=1)
     high = (scales[:, None, 8:12] >> _SHIFTS_2BIT & np.uint8(3)).reshape(-1, 16)
     return (low | high << 4).astype(np.int8) - np.int8(32)

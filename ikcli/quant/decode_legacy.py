@@ -1,7 +1,8 @@
-"""Decoders of blocks of 32.
+"""Decode the legacy types, blocks of 32.
 
-Blocks start with an f16 scale `d` (then an f16 minimum `m` in the _1 types); `qs[16]` holds two 4-bit codes per byte,
-low nibbles are elements 0..15, high nibbles 16..31; a fifth and sixth bit come from `qh`. Answers to ggml-quants.c.
+A block starts with an f16 scale `d`, followed by an f16 minimum `m` in the _1 types. `qs[16]` holds two 4-bit codes per
+byte: low nibbles are elements 0..15, high nibbles 16..31. A fifth and sixth bit come from `qh`. Corresponds to
+ggml-quants.c.
 """
 
 from __future__ import annotations
@@ -14,17 +15,17 @@ from ikcli.quant.tables import IQ4_NL_VALUES
 
 
 def f16_at(blocks: Bytes, offset: int) -> Floats:
-    """The f16 field at a byte offset of every block, as (n, 1) float32."""
+    """Read the f16 field at a byte offset of every block, as (n, 1) float32."""
     return np.ascontiguousarray(blocks[:, offset : offset + 2]).view("<f2").astype(np.float32)
 
 
 def nibbles(qs: Bytes) -> Bytes:
-    """(n, k) bytes -> (n, 2k) codes: all low nibbles, then all high nibbles."""
+    """Unpack bytes (n, k) into codes (n, 2k): all low nibbles, then all high nibbles."""
     return np.concatenate((qs & 15, qs >> 4), axis=1)
 
 
 def _bits32(qh: Bytes) -> Bytes:
-    """(n, 4) bytes -> (n, 32) bits, least significant first."""
+    """Unpack bytes (n, 4) into bits (n, 32), least significant first."""
     return np.unpackbits(qh, axis=1, bitorder="little")
 
 

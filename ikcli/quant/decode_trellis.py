@@ -1,10 +1,10 @@
-"""Decoders of the trellis types: an index per group of 8 (4 in IQ4_KT) weights seeds a generator of integer values.
+"""Decode the trellis types: an index per group of 8 weights (4 in IQ4_KT) seeds a generator of integer values.
 
 Rows start with one f32 scale; sub-blocks of 32 have a multiplier: x = (d * multiplier) * value.
 IQ1_KT sh[8] ql[32] qh[16], 13-bit index                   IQ2_KT scales[4] ql u16[32]
 IQ3_KT scales[4] ql u16[32] qh[32], |value| and sign bits  IQ4_KT shb u32[8] ql[64] qh[32], 15-bit index
-Answers to iqk_quantize.cpp. This is the scale as stored: `TensorType.matmul_scale` tells of which types the
-reference multiplies by a further constant in matrix products.
+Corresponds to iqk_quantize.cpp. The scale is the stored one. In matrix products the reference multiplies some types by
+a further constant, `TensorType.matmul_scale`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ikcli.quant.tables import IQ4_VALUES, TRELLIS_OFFSET, TRELLIS_OFFSET_HIGH, 
 
 
 def _scaled(d: Floats, multipliers: Floats, values: Floats) -> Floats:
-    """Row scale (n, 1), multipliers (n, 8) and values (n, groups, size) -> (n, 256)."""
+    """Multiply row scales (n, 1), multipliers (n, 8) and values (n, groups, size); returns (n, 256)."""
     return np.repeat(d * multipliers, 32, axis=1) * values.reshape(-1, 256)
 
 

@@ -1,6 +1,6 @@
-"""Closed-form encoders in NumPy: F32, F16, BF16, Q8_0 and Q4_0, byte for byte as the reference writes them.
+"""Encode F32, F16, BF16, Q8_0 and Q4_0 in NumPy, byte for byte as the reference writes them.
 
-`TensorType.encode_numpy` names the function: blocks (n, block_size) float32 -> (n, type_size) uint8. Answers to
+`TensorType.encode_numpy` names the function: float32 blocks (n, block_size) -> (n, type_size) uint8. Corresponds to
 quantize_row_*_ref of ggml.
 """
 
@@ -25,7 +25,7 @@ _CHUNK_ELEMENTS = 1 << 20
 
 
 def quantize(values: npt.NDArray[np.float32], type: GGMLType) -> Bytes:
-    """Encode (..., ne0) float32 into the 1-D bytes of a tensor; UnsupportedError for a type without encoder."""
+    """Encode (..., ne0) float32 into the 1-D bytes of a tensor; raise UnsupportedError for a type without encoder."""
     fmt = TYPES[type]
     if not fmt.encode_numpy:
         raise UnsupportedError(f"tensors of type {fmt.name} cannot be encoded by this build")

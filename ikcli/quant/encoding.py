@@ -1,6 +1,6 @@
-"""How the rows of a tensor are encoded: with its importance weights, and error feedback where there are second moments.
+"""Encode the rows of a tensor with its importance weights, and with error feedback where there are second moments.
 
-One place for `ik quantize`, for what `--target-size` tries, and for calibration, so that all see the same rows.
+`ik quantize`, the trials of `--target-size` and calibration all encode here, so they see the same rows.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ Floats = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """What is known about the inputs of a model's matrices, and options of the encoders."""
+    """The known statistics of the inputs of a model's matrices, and the options of the encoders."""
 
     imatrix: Imatrix | None = None
     covariance: Covariance | None = None
     options: EncodeOptions = field(default_factory=EncodeOptions)
 
     def of(self, name: str, shape: tuple[int, ...]) -> TensorEncoding:
-        """That of one tensor; FormatError if the files belong to another model."""
+        """Return the encoding of one tensor; raise FormatError if the files belong to another model."""
         return TensorEncoding(self, name, shape)
 
 
 class TensorEncoding:
-    """Encodes rows of one tensor; any number of threads may do so at a time."""
+    """Encodes rows of one tensor; safe to use from any number of threads at a time."""
 
     def __init__(self, encoding: Encoding, name: str, shape: tuple[int, ...]) -> None:
         imatrix = encoding.imatrix
@@ -49,13 +49,13 @@ class TensorEncoding:
         self._metric: Metric | None = None
 
     def weights_of(self, matrix: int) -> Floats | None:
-        """Importance weights (ne0,) of one matrix."""
+        """Return the importance weights (ne0,) of one matrix."""
         if self.weights is None:
             return None
         return np.ascontiguousarray(self.weights[matrix % len(self.weights)], np.float32)
 
     def metric(self, matrix: int) -> Metric | None:
-        """Second moments of the inputs of one matrix, if there are any."""
+        """Return the second moments of the inputs of one matrix, or None without any."""
         if self._covariance is None:
             return None
         with self._lock:
@@ -67,11 +67,14 @@ class TensorEncoding:
             return self._metric
 
     def feeds_back(self, type: GGMLType) -> bool:
-        """Whether rows of this type are written with error feedback."""
+        """Return whether rows of this type are written with error feedback."""
         return self._covariance is not None and supports(type)
 
     def encode(self, values: Floats, type: GGMLType, matrix: int) -> Bytes:
-        """Adjacent rows (n_rows, ne0) of one matrix as n_rows * row size bytes; NonFiniteError as `quantize_rows`."""
+        """Encode adjacent rows (n_rows, ne0) of one matrix into n_rows * row size bytes.
+
+        Raises NonFiniteError as `quantize_rows` does.
+        """
         metric = self.metric(matrix) if self.feeds_back(type) else None
         if metric is None:
             return quantize_rows(values, type, self.weights_of(matrix), options=self._options)

@@ -1,7 +1,7 @@
-"""Codes of rows of each family of types, as error feedback chooses them (`ikcli.quant.feedback`).
+"""Choose codes of rows for each family of types, as GPTQ/LDLQ error feedback needs them (`ikcli.quant.feedback`).
 
-Scales are found first, for as many columns as share them; codes are then chosen under these scales, as often as asked.
-The families: tables of values per 16 columns, IQ4_KSS whose codes depend on each other, grid points, trellis rows.
+Scales are found first, for as many columns as share them. Codes are then chosen under these scales, as often as asked.
+The families are: value tables per 16 columns, IQ4_KSS (whose codes depend on each other), grid points, trellis rows.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _GRIDS: dict[GGMLType, tuple[str, tuple[int, ...]]] = {  # kernels: factory and 
 
 
 class Step(NamedTuple):
-    """A search among columns [first, last): how errors are passed on within them (n, n), weights of squares (n,)."""
+    """A search among columns [first, last): a matrix (n, n) that passes errors on, and weights of squares (n,)."""
 
     first: int
     last: int
@@ -52,25 +52,28 @@ class Step(NamedTuple):
 
 
 class FeedbackCodes(Protocol):
-    """Codes and scales of rows (n_rows, ne0); `unit` columns, or a divisor of 256, get their scales at a time."""
+    """Codes and scales of rows (n_rows, ne0); `unit` columns (a divisor of 256) get their scales at a time."""
 
     unit: int
 
     def scale(self, step: Step, targets: Floats) -> None:
-        """Find the scales of a unit as the plain encoder does; nothing where rows have scales of their own."""
+        """Find the scales of a unit as the plain encoder does; do nothing where a scale belongs to the whole row."""
 
     def search(self, step: Step, x: Floats, targets: Floats) -> tuple[Chosen, Floats]:
-        """Codes for targets (n_rows, n), which change, and their errors, x less what they stand for (n_rows, n)."""
+        """Choose codes for targets (n_rows, n), which are changed in place.
+
+        Returns the codes and their errors (n_rows, n): x minus the decoded values.
+        """
 
     def keep(self, step: Step, chosen: Chosen, rows: npt.NDArray[np.bool_] | slice) -> None:
-        """Take what `search` found for these rows."""
+        """Store what `search` found for these rows."""
 
     def pack(self) -> Bytes:
-        """The n_rows * row size bytes."""
+        """Return the n_rows * row size bytes."""
 
 
 def group_size(type: GGMLType) -> int:
-    """Columns that are chosen together; 0 for types without search."""
+    """Return the number of columns that are chosen together; 0 for types without search."""
     if type in _GRIDS:
         return 4 if type == T.IQ3_S else 8
     if type in trellis.SEARCHES:
@@ -80,9 +83,9 @@ def group_size(type: GGMLType) -> int:
 
 
 def column_order(type: GGMLType, ne0: int) -> npt.NDArray[np.intp] | None:
-    """The order in which columns are gone through, and given to `new_codes`; None: as they stand.
+    """Return the order in which columns are searched and passed to `new_codes`; None for file order.
 
-    Four codes of IQ4_KSS that depend on each other are two neighbours and those 16 columns further.
+    Four codes of IQ4_KSS that depend on each other are two neighbours and the two columns 16 further.
     """
     if type != T.IQ4_KSS:
         return None
@@ -90,7 +93,7 @@ def column_order(type: GGMLType, ne0: int) -> npt.NDArray[np.intp] | None:
 
 
 def new_codes(values: Floats, type: GGMLType, weights: Floats) -> FeedbackCodes:
-    """Codes of rows (n_rows, ne0) of a type with a `group_size`; `weights` (ne0,) are those of scales per row."""
+    """Create the codes of rows (n_rows, ne0) of a type with a `group_size`; `weights` (ne0,) serve row scales."""
     if type in _GRIDS:
         return _Points(values, type)
     if type in trellis.SEARCHES:
@@ -106,7 +109,7 @@ def _address(array: npt.NDArray[Any]) -> int:
 
 # --- values of their own ----------------------------------------------------------------------------------------------
 class _Tables:
-    """Codes the values of which are tabled: tables (n_rows, ne0 / 16, columns per code, codes), codes (n_rows, any)."""
+    """Codes with tabled values: tables (n_rows, ne0 / 16, columns per code, codes), codes (n_rows, any)."""
 
     unit = 256
     _kernel: tuple[str, tuple[int, ...]]
@@ -137,7 +140,7 @@ class _Tables:
 
 
 class _BlockTables(_Tables):
-    """Types whose scales are in the blocks."""
+    """Types whose scales are stored in the blocks."""
 
     def __init__(self, values: Floats, type: GGMLType) -> None:
         space, (n_rows, ne0) = code_space(type), values.shape
@@ -159,7 +162,7 @@ class _BlockTables(_Tables):
 
 
 class _RowTables(_Tables):
-    """Types with a scale per row, encoded once before."""
+    """Types with a scale per row, which are encoded once before the search."""
 
     def __init__(self, values: Floats, type: GGMLType, weights: Floats) -> None:
         self._type = type
@@ -174,9 +177,9 @@ class _RowTables(_Tables):
 
 
 class _EvenCodes(_Tables):
-    """IQ4_KSS: four codes with an even number of bits at a time, under scales as without feedback.
+    """IQ4_KSS: four codes with an even number of bits at a time, under the scales of the plain encoder.
 
-    Columns come, and codes are kept, in the order of `column_order`.
+    Columns arrive, and codes are kept, in the order of `column_order`.
     """
 
     _kernel = ("make_parity", ())
@@ -199,7 +202,7 @@ class _EvenCodes(_Tables):
 
 
 def _with_codes(rows: Bytes, type: GGMLType, codes: npt.NDArray[np.int32]) -> Bytes:
-    """Rows (n_rows, row size) with these codes (n_rows, any) instead of their own."""
+    """Return rows (n_rows, row size) with their codes replaced by (n_rows, any)."""
     fmt, out = TYPES[type], rows.copy()
     blocks = np.ascontiguousarray(rows[:, fmt.row_meta_size :]).reshape(-1, fmt.type_size)
     new = replace_codes(blocks, type, codes.reshape(len(blocks), -1))
@@ -208,9 +211,9 @@ def _with_codes(rows: Bytes, type: GGMLType, codes: npt.NDArray[np.int32]) -> By
 
 
 def value_tables(rows: Bytes, type: GGMLType, ne0: int) -> Floats:
-    """What every code would stand for in these rows: (n_rows, ne0 / 16, columns per code, codes), at least 16 codes.
+    """Return the value of every code in these rows: (n_rows, ne0 / 16, columns per code, codes), at least 16 codes.
 
-    Decoded from rows in which the columns under one scale hold one code after the other.
+    Decodes copies of the rows in which the columns under one scale hold one code after the other.
     """
     fmt, space = TYPES[type], code_space(type)
     assert space is not None
@@ -282,7 +285,7 @@ class _Points:
 
 # --- trellis ----------------------------------------------------------------------------------------------------------
 class _TrellisRows:
-    """Rows of the trellis' tables; row scale, multipliers and choice of table as without feedback."""
+    """Trellis rows under the row scale, multipliers and table choice of the plain encoder."""
 
     unit = 256
 

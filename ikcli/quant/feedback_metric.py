@@ -1,4 +1,4 @@
-"""Second moments of a matrix' inputs in the forms that error feedback needs (`ikcli.quant.feedback`)."""
+"""Prepare the second moments of a matrix's inputs in the forms that GPTQ/LDLQ error feedback needs."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Doubles = npt.NDArray[np.float64]
 # Added to the diagonal for directions that the text happened not to visit: so much of itself, and of its median (not of
 # the mean: a few channels of large models carry thousands of times the energy of the others).
 _DAMPING, _LEAST = 0.03, 0.003
-_PLACE = 32  # columns chosen anew together; every type has whole groups and scales in them
+_PLACE = 32  # columns chosen again together; every type has whole groups and scales in them
 
 
 class ColumnGroup(NamedTuple):
-    """Columns that are chosen anew, with their part of H (n, n) and its inverse."""
+    """Columns that are chosen again together, with their part of H (n, n) and its inverse."""
 
     step: Step
     moments: Floats
@@ -28,10 +28,10 @@ class ColumnGroup(NamedTuple):
 
 
 class Metric:
-    """Second moments of the inputs of one matrix, and what the search needs of them: blocks on a diagonal."""
+    """Second moments of the inputs of one matrix as blocks on a diagonal, with what the search derives from them."""
 
     def __init__(self, moments: Floats, damping: float = _DAMPING) -> None:
-        """`moments` (n, B, B), or (ne0, ne0) for a single block, are symmetric and positive semi-definite.
+        """Take symmetric, positive semi-definite `moments` (n, B, B), or (ne0, ne0) for a single block.
 
         Columns without input count as the median.
         """
@@ -51,7 +51,7 @@ class Metric:
         self._lock = threading.Lock()
 
     def reordered(self, order: npt.NDArray[np.intp]) -> Metric:
-        """The metric of the columns in another order, which keeps to the blocks (one of them is kept)."""
+        """Return the metric of the columns in another order, which stays inside blocks; the last result is kept."""
         with self._lock:
             if self._reordered is None:
                 inside = order.reshape(-1, self.block) - np.arange(0, order.size, self.block)[:, None]
@@ -60,7 +60,7 @@ class Metric:
             return self._reordered
 
     def feedback(self, size: int) -> tuple[Floats, Floats]:
-        """For codes of `size` columns: the matrices (n, B, B) errors are passed on by, weights (ne0,) of squares."""
+        """Return matrices (n, B, B) that pass errors on, and weights (ne0,), for codes of `size` columns."""
         with self._lock:
             if size not in self._feedback:
                 found = [feedback_of(root, size) for root in self.roots]
@@ -69,23 +69,26 @@ class Metric:
         return self._feedback[size]
 
     def places(self, size: int) -> list[ColumnGroup]:
-        """The columns in short runs, each as if all others were settled, for codes of `size` columns."""
+        """Return the columns in short runs, each as if all others were settled, for codes of `size` columns."""
         with self._lock:
             if size not in self._places:
                 self._places[size] = [self._place(at, size) for at in range(0, len(self.added), _PLACE)]
         return self._places[size]
 
     def products(self, rows: Floats) -> Floats:
-        """Rows (n_rows, ne0) times the moments."""
+        """Multiply rows (n_rows, ne0) by the moments."""
         parts = rows.reshape(len(rows), -1, self.block).transpose(1, 0, 2) @ self.moments
         return parts.transpose(1, 0, 2).reshape(rows.shape)
 
     def slopes(self, errors: Floats) -> Floats:
-        """Rows (n_rows, ne0) times H, the damped moments."""
+        """Multiply rows (n_rows, ne0) by H, the damped moments."""
         return self.products(errors) + errors * self.added.astype(np.float32)
 
     def times(self, errors: Floats, columns: slice, into: slice) -> Floats:
-        """Errors (n_rows, k) of k columns of a block times their rows of H, for the columns `into`, which hold them."""
+        """Multiply errors (n_rows, k) of k columns of a block by their rows of H, for the columns `into`.
+
+        `into` contains the k columns.
+        """
         start = columns.start // self.block * self.block
         rows, wanted = (slice(s.start - start, s.stop - start) for s in (columns, into))
         out: Floats = errors @ self.moments[columns.start // self.block, rows, wanted]
@@ -95,7 +98,7 @@ class Metric:
         return out
 
     def block_of(self, column: int) -> slice:
-        """The columns of the block that a column is in."""
+        """Return the columns of the block that contains a column."""
         start = column // self.block * self.block
         return slice(start, start + self.block)
 
@@ -112,13 +115,13 @@ class Metric:
 
 
 def upper_root(h: Doubles) -> Doubles:
-    """R, upper triangular, with R R^T = h."""
+    """Return the upper triangular R with R R^T = h."""
     lower = np.linalg.cholesky(h[::-1, ::-1])
     return np.ascontiguousarray(lower[::-1, ::-1])
 
 
 def feedback_of(root: Doubles, size: int) -> tuple[Floats, Floats]:
-    """(B, B) and (B,): what `Metric.feedback` returns of one block, weights in the units of H."""
+    """Return what `Metric.feedback` returns for one block: (B, B) and (B,), with weights in the units of H."""
     n = len(root)
     blocks = root.reshape(n // size, size, n // size, size)
     corner = np.stack([blocks[k, :, k] for k in range(n // size)])

@@ -1,4 +1,4 @@
-"""The search of error feedback: columns in order, then again a few at a time (see `ikcli.quant.feedback`)."""
+"""Search codes with GPTQ/LDLQ error feedback (`ikcli.quant.feedback`): all columns in order, then a few at a time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ENOUGH = 0.02  # of the rows change their codes in some place: further passes w
 
 
 def choose(values: Floats, type: GGMLType, metric: Metric) -> Bytes:
-    """Rows (n_rows, ne0), columns in the order of the metric, as bytes of a type with a `group_size`."""
+    """Encode rows (n_rows, ne0), columns in the order of the metric, into the bytes of a type with a `group_size`."""
     size = group_size(type)
     codes = new_codes(values, type, metric.feedback(size)[1])
     errors = _in_order(codes, values, metric, size)
@@ -27,7 +27,7 @@ def choose(values: Floats, type: GGMLType, metric: Metric) -> Bytes:
 
 
 def _in_order(codes: FeedbackCodes, values: Floats, metric: Metric, size: int) -> Floats:
-    """Choose all codes, each error made up for by later columns; the errors."""
+    """Choose all codes in order, each error made up for by later columns; return the errors."""
     errors, targets = np.empty_like(values), values.copy()
     passed, weights = metric.feedback(size)
     ne0 = values.shape[1]
@@ -45,7 +45,7 @@ def _in_order(codes: FeedbackCodes, values: Floats, metric: Metric, size: int) -
 
 
 def _again(codes: FeedbackCodes, values: Floats, errors: Floats, metric: Metric, places: list[ColumnGroup]) -> None:
-    """Choose the codes of a few columns anew, given all others before and behind them, where that lessens e H e^T."""
+    """Choose the codes of a few columns again, given all other columns, where that lowers e H e^T."""
     slopes = metric.slopes(errors)
     for _ in range(_PASSES):
         changed = 0
@@ -70,7 +70,7 @@ def _renew(
     place: ColumnGroup,
     columns: slice,
 ) -> int:
-    """Choose codes of one place; its errors and the slopes of `columns` follow. How many rows are better now."""
+    """Choose the codes of one place, update its errors and the slopes of `columns`; return how many rows improved."""
     at, h = slice(place.step.first, place.step.last), place.moments
     here = slice(at.start - columns.start, at.stop - columns.start)
     mine = errors[:, at]

@@ -1,7 +1,7 @@
-"""Tensor types by number or name, and the bytes of rows and tensors, with errors for what a user asked for.
+"""Look up tensor types by number or name, and compute the bytes of rows and tensors.
 
-What is known of a type is in its record (`ikcli.gguf.types`); byte layouts are documented where they are decoded
-(`decode_*.py`).
+Errors are worded for a type that a user asked for. The record of a type is in `ikcli.gguf.types`; its byte layout is
+documented in its decoder (`decode_*.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ikcli.suggest import near_names
 
 
 def get_format(type: GGMLType | int) -> TensorType:
-    """The record of a type id; an unknown id is a UsageError."""
+    """Return the record of a type id; raise UsageError for an unknown id."""
     try:
         return TYPES[GGMLType(type)]
     except ValueError:
@@ -21,7 +21,7 @@ def get_format(type: GGMLType | int) -> TensorType:
 
 
 def format_by_name(name: str) -> TensorType:
-    """The record of a storage type by name in any case; UsageError with the nearest names when unknown."""
+    """Return the record of a storage type by name in any case; raise UsageError with the nearest names when unknown."""
     asked, known = name.strip().lower(), {t.name.lower(): t for t in TYPES.values() if t.storage}
     if asked in known:
         return known[asked]
@@ -34,7 +34,7 @@ def format_by_name(name: str) -> TensorType:
 
 
 def row_size(type: GGMLType, ne0: int) -> int:
-    """Bytes of one row of `ne0` elements; UsageError if `ne0` is not a multiple of the block size."""
+    """Return the bytes of one row of `ne0` elements; raise UsageError if `ne0` is not a multiple of the block size."""
     try:
         return row_n_bytes(type, ne0)
     except ValueError as e:
@@ -42,7 +42,7 @@ def row_size(type: GGMLType, ne0: int) -> int:
 
 
 def tensor_size(type: GGMLType, shape: tuple[int, ...]) -> int:
-    """Bytes of a tensor of `shape` = (ne0, ne1, ...); same errors as `row_size`."""
+    """Return the bytes of a tensor of `shape` = (ne0, ne1, ...); same errors as `row_size`."""
     try:
         return tensor_n_bytes(type, shape)
     except ValueError as e:
@@ -50,5 +50,5 @@ def tensor_size(type: GGMLType, shape: tuple[int, ...]) -> int:
 
 
 def interleaved_type(type: GGMLType) -> GGMLType | None:
-    """The row-interleaved twin of a plain type, or None."""
+    """Return the row-interleaved twin of a plain type, or None."""
     return next((t for t, f in TYPES.items() if f.base == type), None)

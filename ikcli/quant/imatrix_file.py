@@ -1,9 +1,9 @@
-"""Importance matrices: mean squared activations per input column, and per expert where a tensor has experts.
+"""Read, write and merge importance matrices: mean squared activations per input column (and expert).
 
 Legacy `.dat` (little-endian): i32 n_entries; per entry i32 name length, name, i32 n_calls, i32 n_values, f32 sums; then
 optionally i32 number of chunks, i32 length and name of the dataset. GGUF: `general.type` = "imatrix",
 `imatrix.datasets`, `imatrix.chunk_count`, `imatrix.chunk_size`, and per entry tensors `<name>.in_sum2` (ne0, n_mat) and
-`<name>.counts` (1, n_mat), F32. Answers to examples/imatrix of ik_llama.cpp and tools/imatrix of llama.cpp.
+`<name>.counts` (1, n_mat), F32. Corresponds to examples/imatrix of ik_llama.cpp and tools/imatrix of llama.cpp.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _MIN_ENTRY_BYTES = 4 + 4 + 4 + 4
 
 @dataclass(frozen=True, slots=True)
 class ImatrixEntry:
-    """Sums of squares and the number of rows behind them; `sums` (n_mat, ne0), `counts` (n_mat,), both float32."""
+    """Sums of squares `sums` (n_mat, ne0) and the number of rows behind them `counts` (n_mat,), both float32."""
 
     sums: Floats
     counts: Floats
 
     @property
     def values(self) -> Floats:
-        """Mean squares, flat (n_mat * ne0,); a matrix that saw no input counts as 1 everywhere."""
+        """Return the mean squares, flat (n_mat * ne0,); a matrix that saw no input counts as 1 everywhere."""
         counts = self.counts[:, None]
         seen = counts > 0
         return np.where(seen, self.sums / np.where(seen, counts, np.float32(1)), np.float32(1)).reshape(-1)
@@ -55,7 +55,7 @@ class ImatrixEntry:
 
 @dataclass(slots=True)
 class Imatrix:
-    """Entries by tensor name, with where they came from."""
+    """Entries by tensor name, and their origin."""
 
     entries: dict[str, ImatrixEntry] = field(default_factory=dict)
     datasets: tuple[str, ...] = ()
@@ -66,7 +66,7 @@ class Imatrix:
     borrowed: dict[str, str] = field(default_factory=dict)  # tensor -> entry of another block, of the same size
 
     def find(self, name: str, shape: tuple[int, ...] | None = None) -> str | None:
-        """The entry that serves a tensor: its own, or that of a tensor which sees the same input; None without one.
+        """Return the entry that serves a tensor: its own, else that of a tensor with the same input, else None.
 
         With `shape`, entries of another size are passed over where the reference would not look for them. A tensor
         whose own entry was filtered out is served as the reference does it.
@@ -81,9 +81,9 @@ class Imatrix:
         return self.borrowed.get(name)
 
     def fits(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Whether an entry serves a tensor of this shape; FormatError if it has another size.
+        """Return whether an entry serves a tensor of this shape; raise FormatError if its size differs.
 
-        For the token embedding such an entry is ignored.
+        For the token embedding an entry of another size is ignored.
         """
         found = self.find(name, shape)
         if found is None:
@@ -99,7 +99,7 @@ class Imatrix:
         )
 
     def weights(self, name: str, shape: tuple[int, ...]) -> Floats | None:
-        """Weights (n_mat, ne0) for a tensor, or None without entry; FormatError if the entry has another size.
+        """Return the weights (n_mat, ne0) of a tensor, or None without entry; raise FormatError if the size differs.
 
         Experts with few rows are drawn towards the mean of their layer (`imatrix_lookup`).
         """
@@ -117,7 +117,7 @@ class Imatrix:
         return np.broadcast_to(entry.values.reshape(-1, shape[0]).mean(axis=0), (n_mat, shape[0]))
 
     def filtered(self, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> Imatrix:
-        """Only entries whose name contains one of `include` (if any) and none of `exclude`."""
+        """Keep only entries whose name contains one of `include` (if any) and none of `exclude`."""
         keep = {
             name: entry
             for name, entry in self.entries.items()
@@ -136,7 +136,7 @@ def _n_values(shape: tuple[int, ...]) -> int:
 
 
 def _joins_heads(name: str, found: str, size: int, shape: tuple[int, ...]) -> bool:
-    """Whether one of entry and tensor has a row of values per head of latent attention, and the other a single row."""
+    """Return whether entry or tensor has a row per head of latent attention while the other has a single row."""
     mla = found != name or name.endswith((".attn_k_b.weight", ".attn_v_b.weight"))
     return mla and "attn_" in name and size % shape[0] == 0 and 1 in (_n_matrices(shape), size // shape[0])
 
@@ -144,7 +144,7 @@ def _joins_heads(name: str, found: str, size: int, shape: tuple[int, ...]) -> bo
 def read_imatrix(path: str | Path) -> Imatrix:
     """Read a legacy or GGUF file, told apart by the magic.
 
-    FormatError if it is damaged or no importance matrix, NonFiniteError if a value is NaN or Inf.
+    Raises FormatError if it is damaged or not an importance matrix, NonFiniteError if a value is NaN or Inf.
     """
     path = Path(path)
     try:
@@ -162,7 +162,7 @@ def read_imatrix(path: str | Path) -> Imatrix:
 
 
 class _Bytes:
-    """Reads from the bytes of a legacy file; running out of them is a FormatError."""
+    """Reads the bytes of a legacy file; raises FormatError at a premature end."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -227,7 +227,7 @@ def _matrix(file: GGUFFile, name: str) -> Floats:
 
 
 def write_legacy(imatrix: Imatrix, path: str | Path) -> None:
-    """Write the `.dat` format; counts of several matrices become one, the sums are scaled to it."""
+    """Write the `.dat` format; it has one count per entry, to which the sums of several matrices are scaled."""
     out = [struct.pack("<i", len(imatrix.entries))]
     for name, entry in imatrix.entries.items():
         n_calls = max(1, round(float(entry.counts.max())))
@@ -268,7 +268,7 @@ def write_gguf(imatrix: Imatrix, path: str | Path) -> None:
 
 
 def merge(matrices: Sequence[Imatrix]) -> Imatrix:
-    """One matrix as if collected over all inputs; FormatError if entries of one name differ in size."""
+    """Merge matrices as if one run had seen all inputs; raise FormatError if entries of one name differ in size."""
     out = Imatrix(
         datasets=tuple(dict.fromkeys(d for m in matrices for d in m.datasets)),
         n_chunks=sum(m.n_chunks for m in matrices),
@@ -297,7 +297,7 @@ def _add(a: ImatrixEntry, b: ImatrixEntry, name: str, path: str, n_experts: int)
 
 
 def split_matrices(entry: ImatrixEntry, n_mat: int) -> ImatrixEntry:
-    """An entry with a count for each of n_mat matrices: that of all, or 0 for those without data."""
+    """Give an entry one count per matrix (n_mat): the common count, or 0 for matrices without data."""
     if len(entry.counts) == n_mat:
         return entry
     empty = without_data(entry.sums, entry.counts, n_mat)

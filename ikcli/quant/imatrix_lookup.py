@@ -1,8 +1,8 @@
-"""Which weight matrices see the same input, and weights for experts that the text reached rarely or not at all.
+"""Find weight matrices that share an input, and weights for experts that the text reached rarely or not at all.
 
 An expert with `count` rows gets own * (1 - w) + layer * w, w = DRAW / (count + DRAW), where `layer` is the mean of the
-tensor's experts weighted by their rows. That is the estimate of least error if the mean square of a column, taken from
-one row, varies as much as DRAW times the columns of experts do around those of their layer.
+tensor's experts weighted by their rows. This is the least-error estimate if the mean square of a column, taken from one
+row, varies DRAW times as much as the columns of experts vary around those of their layer.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float32]
-DRAW = 32.0  # rows that the mean of the layer counts as; 1000 rows of its own leave it 3 %
+DRAW = 32.0  # rows that the mean of the layer counts as; 1000 rows of an expert leave it 3 %
 
 # Tensor of a block -> others with the same input, in order of preference; as the reference looks them up.
 _AS_THE_REFERENCE = {
@@ -42,12 +42,12 @@ _EXPERTS = re.compile(r"exps\.weight$")
 
 
 def relatives(name: str) -> tuple[str, ...]:
-    """Tensors whose input is the same, in order of preference."""
+    """Return the tensors that have the same input, in order of preference."""
     return (*reference_relatives(name), *_look_up(name, _MORE))
 
 
 def reference_relatives(name: str) -> tuple[str, ...]:
-    """Those among `relatives` that the reference looks up too."""
+    """Return those `relatives` that the reference looks up too."""
     return _look_up(name, _AS_THE_REFERENCE)
 
 
@@ -57,7 +57,7 @@ def _look_up(name: str, table: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
 
 
 def count_experts(name: str, sizes: Mapping[str, int]) -> int:
-    """Experts of a tensor, told from the numbers of values of all entries; 1 if it has none or they cannot be told."""
+    """Infer the number of experts of a tensor from the sizes of all entries; 1 if it has none or they do not tell."""
     if not is_experts(name):
         return 1
     block = name.removesuffix(".weight").rpartition(".")[0]
@@ -71,15 +71,15 @@ def count_experts(name: str, sizes: Mapping[str, int]) -> int:
 
 
 def is_experts(name: str) -> bool:
-    """Whether a tensor holds one matrix per routed expert."""
+    """Return whether a tensor holds one matrix per routed expert."""
     return _EXPERTS.search(name) is not None
 
 
 def without_data(sums: Floats, counts: Floats, n_mat: int) -> npt.NDArray[np.bool_]:
-    """(n_mat,) whether a matrix saw no row.
+    """Return for every matrix whether it saw no row, (n_mat,).
 
-    With one count for all matrices (`.dat` files) those are meant whose columns are all equal: programs write 1 there,
-    or leave the sums at 0, while measured columns differ.
+    Where all matrices share one count (`.dat` files), a matrix whose columns are all equal counts as one without data:
+    programs write 1 there, or leave the sums at 0, while measured columns differ.
     """
     if len(counts) == n_mat:
         return np.asarray(counts <= 0)
@@ -89,12 +89,12 @@ def without_data(sums: Floats, counts: Floats, n_mat: int) -> npt.NDArray[np.boo
 
 
 def layer_share(counts: Floats) -> Floats:
-    """What the mean of the layer contributes to matrices with so many rows, 0..1."""
+    """Return the share 0..1 that the mean of the layer contributes to matrices with these row counts."""
     return np.asarray(DRAW / (np.maximum(counts, 0) + DRAW), np.float32)
 
 
 def layer_mean(sums: Floats, counts: Floats, n_mat: int) -> Floats:
-    """Mean squares (ne0,) of all matrices with data, weighted by rows where these are known; 1 without any data."""
+    """Return the mean squares (ne0,) of all matrices with data, weighted by known row counts; 1 without any data."""
     rows, empty = sums.reshape(n_mat, -1), without_data(sums, counts, n_mat)
     if empty.all():
         return np.ones(rows.shape[1], np.float32)
@@ -103,9 +103,9 @@ def layer_mean(sums: Floats, counts: Floats, n_mat: int) -> Floats:
 
 
 def expert_weights(sums: Floats, counts: Floats, n_mat: int) -> Floats:
-    """Weights (n_mat, ne0) of experts, drawn towards the mean of their layer.
+    """Return weights (n_mat, ne0) of experts, drawn towards the mean of their layer.
 
-    Where one count stands for all experts nothing tells which of them saw few rows; only those without data change.
+    Where one count stands for all experts, the experts with few rows are unknown; only those without data change.
     """
     rows, empty = sums.reshape(n_mat, -1), without_data(sums, counts, n_mat)
     mean = layer_mean(sums, counts, n_mat)

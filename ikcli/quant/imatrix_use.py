@@ -1,9 +1,9 @@
-"""How an importance matrix serves the tensors of a model: sizes, experts with few rows, blocks that never ran.
+"""Apply an importance matrix to the tensors of a model: sizes, experts with few rows, blocks that never ran.
 
 Blocks of multi-token prediction (MTP, NextN) do not run while a matrix is collected. Their tensors borrow the entry of
-the tensor of the same name and shape in the last ordinary block that has one. The residual stream that feeds most of
-them changes little from block to block; experts borrow the mean over those of that block, because experts of two blocks
-have nothing but their numbers in common. `nextn.*` has no counterpart and stays without.
+the tensor of the same name and shape in the last ordinary block that has one: the residual stream that feeds most of
+them changes little from block to block. Experts borrow the mean over the experts of that block, because experts of two
+blocks have only their numbers in common. `nextn.*` tensors have no counterpart and stay without data.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
 
 @dataclass(frozen=True, slots=True)
 class ExpertData:
-    """What is known about the experts of one tensor: how many saw no row, or few rows (least and median of all).
+    """How many experts of one tensor saw no row, or few rows, with the least and the median number of rows.
 
     Rows are None where one count stands for all experts (`.dat` files).
     """
@@ -41,7 +41,7 @@ class ExpertData:
 
 
 def mtp_blocks(names: Iterable[str], metadata: Mapping[str, Any]) -> frozenset[int]:
-    """Blocks of multi-token prediction: those with `nextn` tensors, else the last ones, as the metadata says."""
+    """Return the MTP blocks: those with `nextn` tensors, else the last ones, as the metadata says."""
     found = {int(m[1]): m[2] for name in names if (m := _BLOCK.match(name))}
     named = {int(m[1]) for name in names if (m := _BLOCK.match(name)) and m[2].startswith("nextn.")}
     arch = metadata.get("general.architecture", "")
@@ -52,7 +52,7 @@ def mtp_blocks(names: Iterable[str], metadata: Mapping[str, Any]) -> frozenset[i
 
 
 def why_missing(name: str, names: Container[str], mtp: Iterable[int]) -> str:
-    """Why an importance matrix has nothing for a tensor of a model with these names and MTP blocks."""
+    """Explain why an importance matrix has no data for a tensor of a model with these names and MTP blocks."""
     if any(name.startswith(f"blk.{il}.") for il in mtp):
         return "MTP (never runs while collecting)"
     if name == "output.weight" or (name == "token_embd.weight" and "output.weight" not in names):
@@ -65,7 +65,7 @@ def why_missing(name: str, names: Container[str], mtp: Iterable[int]) -> str:
 
 
 def with_borrowed(imatrix: Imatrix, tensors: Mapping[str, TensorInfo], metadata: Mapping[str, Any]) -> Imatrix:
-    """The matrix, with entries of the last ordinary blocks for tensors of MTP blocks that have none."""
+    """Return the matrix with entries of the last ordinary blocks for tensors of MTP blocks that have none."""
     blocks = mtp_blocks(tensors, metadata)
     ordinary = sorted({int(m[1]) for n in tensors if (m := _BLOCK.match(n))} - blocks, reverse=True)
     borrowed: dict[str, str] = {}
@@ -86,7 +86,7 @@ def with_borrowed(imatrix: Imatrix, tensors: Mapping[str, TensorInfo], metadata:
 
 
 def weighted_choices(choices: Sequence[TypeChoice]) -> list[TypeChoice]:
-    """Those whose result depends on importance weights: quantized now, and not only regrouped."""
+    """Return the choices whose result depends on importance weights: quantized in this run, not only regrouped."""
     return [
         c
         for c in choices
@@ -95,14 +95,14 @@ def weighted_choices(choices: Sequence[TypeChoice]) -> list[TypeChoice]:
 
 
 def check_sizes(imatrix: Imatrix, choices: Sequence[TypeChoice]) -> None:
-    """FormatError for the first tensor to be changed whose entry has another size."""
+    """Raise FormatError for the first tensor to be changed whose entry has another size."""
     for c in choices:
         if c.changes:
             imatrix.fits(c.source or c.name, c.shape)
 
 
 def expert_data(imatrix: Imatrix, choices: Sequence[TypeChoice]) -> list[ExpertData]:
-    """Expert tensors to be quantized with weights of their own, in the order of `choices`."""
+    """Return the data of expert tensors that are quantized with their own weights, in the order of `choices`."""
     found: list[ExpertData] = []
     for c in weighted_choices(choices):
         n = c.shape[2] if len(c.shape) > 2 else 1
@@ -123,7 +123,10 @@ def expert_data(imatrix: Imatrix, choices: Sequence[TypeChoice]) -> list[ExpertD
 
 
 def expert_lines(data: Sequence[ExpertData], verbose: bool = False) -> list[str]:
-    """What becomes of experts without or with few data: one line, `verbose` one more per tensor; none if all have."""
+    """Describe what becomes of experts with few or no data.
+
+    One line, plus one per tensor if `verbose`; empty if all experts have data.
+    """
     scarce = [d for d in data if d.n_empty or d.n_few]
     if not scarce:
         return []
@@ -146,7 +149,7 @@ def _few_text(d: ExpertData) -> str:
 
 
 def borrowed_lines(imatrix: Imatrix, choices: Sequence[TypeChoice], metadata: Mapping[str, Any]) -> list[str]:
-    """Which tensors of MTP blocks borrow data of another block, and which have none at all."""
+    """Describe which tensors of MTP blocks borrow data of another block, and which have none at all."""
     blocks = mtp_blocks([c.name for c in choices], metadata)
     mine = [c for c in weighted_choices(choices) if (m := _BLOCK.match(c.name)) and int(m[1]) in blocks]
     lines: list[str] = []
@@ -165,7 +168,7 @@ def borrowed_lines(imatrix: Imatrix, choices: Sequence[TypeChoice], metadata: Ma
 
 
 def name_patterns(names: Iterable[str]) -> list[str]:
-    """Names with the blocks of equal ones joined: `blk.{0..2,5}.attn_k_b.weight`; others stay as they are."""
+    """Join the block numbers of equal names: `blk.{0..2,5}.attn_k_b.weight`; other names stay as they are."""
     blocks: dict[str, list[int]] = {}
     for name in names:
         m = _BLOCK.match(name)

@@ -1,11 +1,11 @@
-"""Bit layouts of the row-interleaved types: for every field where its bits are in a plain block and in a group.
+"""Describe the bit layouts of the row-interleaved types: the bits of every field in a plain block and in a group.
 
 A group is R consecutive rows: first their headers in row order, then one interleaved unit per block position. Fields
-are described by pairs of bit addresses, (items, width) in the plain block and (R, items, width) in the unit; `k` is
-the row in the group. An index r in a sub-block of 32 splits into r = 16a + 8h + 4c + i = 16a + 4s + i, so that runs
-of four elements stay together. Types without a plain twin get one here: the same fields, one row at a time.
-`TensorType.layout` names a function that returns the fields, or a `InterleavedUnit` if there is more to say.
-Answers to the repack functions of iqk_quantize.cpp, https://github.com/ikawrakow/ik_llama.cpp/pull/134.
+are pairs of bit addresses, (items, width) in the plain block and (R, items, width) in the unit; `k` is the row in the
+group. An index r in a sub-block of 32 splits into r = 16a + 8h + 4c + i = 16a + 4s + i, so that runs of four elements
+stay together. Types without a plain twin get one here: the same fields, one row at a time. `TensorType.layout` names a
+function that returns the fields, or an `InterleavedUnit` where fields alone are not enough. Corresponds to the repack
+functions of iqk_quantize.cpp, https://github.com/ikawrakow/ik_llama.cpp/pull/134.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class SignCodes:
-    """Where 7-bit sign codes are stored: bytes start..stop of a block as integers of `dtype`, every `step`-th."""
+    """Place of 7-bit sign codes: bytes start..stop of a block as integers of `dtype`, every `step`-th."""
 
     start: int
     stop: int
@@ -42,7 +42,7 @@ class SignCodes:
             words ^= words << words.dtype.type(n) & self.mask(n)
 
     def unscramble(self, blocks: Bytes) -> None:
-        """The inverse of `scramble`."""
+        """Invert `scramble`."""
         words = self._words(blocks)
         words ^= words << words.dtype.type(1) & self.mask(1)
 
@@ -50,7 +50,7 @@ class SignCodes:
         return blocks[..., self.start : self.stop].view(self.dtype)[..., self.step - 1 :: self.step]
 
     def mask(self, n: int) -> np.unsignedinteger:
-        """The bits of all codes of an integer that have a bit of their code `n` below."""
+        """Return the bits of all codes of an integer that have another bit of their code `n` places below."""
         return np.dtype(self.dtype).type(sum((127 >> n << n) << shift for shift in self.shifts))
 
 
@@ -65,7 +65,7 @@ class Layout:
     signs: SignCodes | None = None
 
     def moves(self, stride: int = 0, lead: int = 0) -> tuple[Bits, Bits]:
-        """Bit addresses in the unit and in R plain blocks that start at `lead` of `stride` bytes (default: dense)."""
+        """Return bit addresses in the unit and in R plain blocks at `lead` of `stride` bytes (default: dense)."""
         offsets = ((stride or self.n_bytes) * np.arange(self.rows) + lead)[:, None, None] * 8
         unit = [np.broadcast_to(grouped, (self.rows, *plain.shape)).reshape(-1) for plain, grouped in self.fields]
         rows = [(plain + offsets).reshape(-1) for plain, _ in self.fields]
@@ -73,7 +73,7 @@ class Layout:
 
 
 class InterleavedUnit(NamedTuple):
-    """The fields of a type, its sign codes, and how many plain blocks are one unit."""
+    """The fields of a type, its sign codes, and how many plain blocks form one unit."""
 
     fields: Fields
     signs: SignCodes | None = None
@@ -82,7 +82,7 @@ class InterleavedUnit(NamedTuple):
 
 @cache
 def layout_of(text: str) -> Layout:
-    """The layout described by `reference,rows,elements,bytes`: of a group, and of a plain block."""
+    """Return the layout for `reference,rows,elements,bytes`: rows of a group, elements and bytes of a plain block."""
     reference, *numbers = text.split(",")
     rows, n_elements, n_bytes = map(int, numbers)
     found = load(reference)()
@@ -91,7 +91,7 @@ def layout_of(text: str) -> Layout:
 
 
 def _bits(byte: npt.ArrayLike, first: npt.ArrayLike = 0, width: int = 8) -> Bits:
-    """Addresses of `width` bits from bit `first` of `byte`, broadcast over items: (..., width)."""
+    """Return the addresses of `width` bits from bit `first` of `byte`, broadcast over items: (..., width)."""
     return (np.asarray(byte) * 8 + np.asarray(first))[..., None] + np.arange(width)
 
 
@@ -100,48 +100,48 @@ def _k(rows: int = 4) -> Bits:
 
 
 def _f16(plain: int, at: int, rows: int = 4) -> Field:
-    """A 16-bit field per row."""
+    """Describe a 16-bit field per row."""
     return _bits([plain], 0, 16), _bits(at + 2 * _k(rows), 0, 16)
 
 
 def _bytes(plain: int, at: int, n: int, rows: int = 4) -> Field:
-    """`n` bytes; byte j of all rows is together."""
+    """Describe `n` bytes; byte j of all rows is together."""
     j = np.arange(n)
     return _bits(plain + j), _bits(at + rows * j + _k(rows))
 
 
 def _runs(plain: int, at: int, n: int, rows: int, run: int = 4) -> Field:
-    """`n` bytes in runs of `run` bytes; run j of all rows is together."""
+    """Describe `n` bytes in runs of `run` bytes; run j of all rows is together."""
     j = np.arange(n)
     return _bits(plain + j), _bits(at + run * rows * (j // run) + run * _k(rows) + j % run)
 
 
 def _p4(e: Bits, at: int) -> Bits:
-    """Nibbles: 64 bytes per 32 columns, elements r and r + 8 share a byte."""
+    """Return the addresses of nibbles: 64 bytes per 32 columns, elements r and r + 8 share a byte."""
     b, r = e // 32, e % 32
     return _bits(at + 64 * b + 32 * (r // 4 % 2) + 16 * (r // 16) + 4 * _k() + r % 4, 4 * (r // 8 % 2), 4)
 
 
 def _low16(plain: int, at: int, n: int = 256) -> Field:
-    """4-bit codes of plain sub-blocks of 16 bytes: low nibbles are the first 16 elements."""
+    """Describe 4-bit codes of plain sub-blocks of 16 bytes: low nibbles are the first 16 elements."""
     e = np.arange(n)
     return _bits(plain + 16 * (e // 32) + e % 16, 4 * (e % 32 // 16), 4), _p4(e, at)
 
 
 def _low32(plain: int, at: int) -> Field:
-    """4-bit codes of plain pairs of sub-blocks: low nibbles are the first sub-block."""
+    """Describe 4-bit codes of plain pairs of sub-blocks: low nibbles are the first sub-block."""
     e = np.arange(256)
     return _bits(plain + 32 * (e // 64) + e % 32, 4 * (e // 32 % 2), 4), _p4(e, at)
 
 
 def _low_q6_k(plain: int, at: int) -> Field:
-    """4-bit codes of halves of 128: low nibbles are the first 64 elements."""
+    """Describe 4-bit codes of halves of 128: low nibbles are the first 64 elements."""
     e = np.arange(256)
     return _bits(plain + 64 * (e // 128) + e % 64, 4 * (e % 128 // 64), 4), _p4(e, at)
 
 
 def _two_bits(plain: int, at: int, *, as_q6_k: bool = False) -> Field:
-    """2-bit codes: a byte of the unit holds s = 0..3 of one run, in the order h + 2c for Q6_K."""
+    """Describe 2-bit codes: a byte of the unit holds s = 0..3 of one run, in the order h + 2c for Q6_K."""
     e = np.arange(256)
     b, r = e // 32, e % 32
     s = 2 * (r // 4 % 2) + r // 8 % 2 if as_q6_k else r // 4 % 4
@@ -150,7 +150,7 @@ def _two_bits(plain: int, at: int, *, as_q6_k: bool = False) -> Field:
 
 
 def _one_bit(plain: int, at: int, a: int, h: int, c: int) -> Field:
-    """Single bits: 16 bytes per sub-block; (a, h, c) are the weights of the parts of r in the bit position."""
+    """Describe single bits: 16 bytes per sub-block; (a, h, c) are the weights of the parts of r in the bit position."""
     e = np.arange(256)
     b, r = e // 32, e % 32
     position = a * (r // 16) + h * (r // 8 % 2) + c * (r // 4 % 2)
@@ -158,7 +158,7 @@ def _one_bit(plain: int, at: int, a: int, h: int, c: int) -> Field:
 
 
 def _scale_parts(low: Bits, high: Bits, at_low: int, at_high: int, rows: int = 4) -> tuple[Field, Field]:
-    """Scales of 4 + 2 bits given their plain addresses (n, 4) and (n, 2), numbered rows * j + k in the unit."""
+    """Describe 4 + 2 bit scales at the plain addresses (n, 4) and (n, 2), numbered rows * j + k in the unit."""
     number = rows * np.arange(len(low)) + _k(rows)
     return (
         (low, _bits(at_low + number % 32, 4 * (number // 32), 4)),
@@ -167,27 +167,27 @@ def _scale_parts(low: Bits, high: Bits, at_low: int, at_high: int, rows: int = 4
 
 
 def _nibble_scales(plain: int, at: int) -> Field:
-    """Sixteen 4-bit scales."""
+    """Describe sixteen 4-bit scales."""
     j = np.arange(16)
     number = 4 * j + _k()
     return _bits(plain + j // 2, 4 * (j % 2), 4), _bits(at + number % 32, 4 * (number // 32), 4)
 
 
 def _flags(plain: int, at: int) -> Field:
-    """One bit per sub-block of 16 (table choice, sign of the scale)."""
+    """Describe one bit per sub-block of 16 (table choice, sign of the scale)."""
     j = np.arange(16)
     return _bits(plain, j, 1), _bits(at + 4 * (j % 2) + _k(), j // 2, 1)
 
 
 def _iqk_scales() -> Fields:
-    """d, table choice and 6-bit scales of IQ4_K and IQ5_K."""
+    """Describe d, table choice and 6-bit scales of IQ4_K and IQ5_K."""
     j = np.arange(16)
     low, high = _bits(8 + j // 2, 4 * (j % 2), 4), _bits(4 + j // 4, 2 * (j % 4), 2)
     return _f16(0, 0), _flags(2, 8), *_scale_parts(low, high, 32, 16)
 
 
 def _q4_k_scales() -> Fields:
-    """d, dmin, eight 6-bit scales and eight 6-bit minimums of Q4_K and Q5_K."""
+    """Describe d, dmin, eight 6-bit scales and eight 6-bit minimums of Q4_K and Q5_K."""
     j = np.arange(8)
     first = j < 4
     sc_low = _bits(np.where(first, 4 + j, 8 + j), 0, 4)
@@ -242,7 +242,7 @@ def iq2_bn_r4() -> Fields:
 
 
 def _signs_and_scales(word: Bits) -> tuple[Field, Field]:
-    """Sign codes and scales of IQ2_XXS and IQ3_XXS: the u32 at byte `word` of each sub-block (8,)."""
+    """Describe sign codes and scales of IQ2_XXS and IQ3_XXS: the u32 at byte `word` of each sub-block (8,)."""
     group = np.arange(32)
     byte, i = 8 + 16 * (group // 4) + 4 * _k() + group % 4, group % 4
     start = word[group // 4]
@@ -345,7 +345,7 @@ def bf16_r16() -> InterleavedUnit:
     return InterleavedUnit((_runs(0, 0, 4, 16),), n_blocks=2)
 
 
-# Formats of their own, with the plain block that `decode_interleaved` reads: d qs[256]; qs[4] qh u16; qs[4] qh[2] s
+# Formats without a plain twin, and the block that `decode_interleaved` reads: d qs[256]; qs[4] qh u16; qs[4] qh[2] s
 def q8_k_r8() -> Fields:
     return _f16(0, 0, 8), _runs(2, 16, 256, 8)
 

@@ -1,4 +1,4 @@
-"""What a quantize job is: the tensors and their types, where they go, and how it is observed."""
+"""Describe a quantize job: the tensors and their types, the files to write, and the hooks of a running job."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ikcli.quant.recipes import TypeChoice
 
 @dataclass(frozen=True, slots=True)
 class QuantizeJob:
-    """What to write where; `output` is a file, or with `keep_split` the name before `-00001-of-0000N.gguf`."""
+    """The tensors to write; `output` is a file, or with `keep_split` the name before `-00001-of-0000N.gguf`."""
 
     file: GGUFFile
     output: Path
@@ -36,7 +36,7 @@ class QuantizeJob:
 
 @dataclass(frozen=True, slots=True)
 class OutputPart:
-    """One file to be written."""
+    """One output file."""
 
     path: Path
     metadata: dict[str, Typed]
@@ -54,7 +54,7 @@ class OutputPart:
 class JobProgress:
     """Hooks of a running job: `tensor(number, choice)` before each tensor, `skipped(path)`, `advance(input bytes)`.
 
-    `resumed(path, n)`: n tensors are there already; `discarded(path)`: what is there was to become another result.
+    `resumed(path, n)`: n tensors are there already. `discarded(path)`: a partial file of another result was dropped.
     """
 
     tensor: Callable[[int, TypeChoice], None] = lambda number, choice: None

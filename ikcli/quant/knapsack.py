@@ -1,8 +1,9 @@
-"""Which option to take for every item so that the sum of damages is small and the bytes fit a budget.
+"""Choose one option per item so that the sum of damages is small and the bytes fit a budget.
 
-Starting from the smallest options, the upgrade that removes most damage per byte is taken until nothing fits: steps run
-along the lower convex hull of each item's (bytes, damage) points, which solves the relaxed problem exactly and so gives
-a lower bound. What is left is spent on single steps, and in small problems on exchanges of two.
+Starting from the smallest options, the solver takes the upgrade that removes the most damage per byte until nothing
+fits. Steps run along the lower convex hull of each item's (bytes, damage) points, which solves the relaxed problem
+exactly and so gives a lower bound. The rest of the budget goes to single steps, and in small problems to exchanges of
+two options.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _MOST_EXCHANGED = 1000  # options of all items together; above that single steps
 
 @dataclass(frozen=True, slots=True)
 class TypeOption:
-    """One type for an item: its bytes and damage."""
+    """One type for an item: its bytes and its damage."""
 
     type: GGMLType
     n_bytes: int
@@ -30,7 +31,7 @@ class TypeOption:
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """One option per item, in order; no choice that fits has less damage in all than `bound`."""
+    """One option per item, in order; no choice within the budget has less total damage than `bound`."""
 
     picked: tuple[TypeOption, ...]
     bound: float
@@ -45,7 +46,10 @@ class Solution:
 
 
 def hull(options: Sequence[TypeOption]) -> list[TypeOption]:
-    """Lower convex hull of (bytes, damage), smallest first: every step removes less damage per byte than the last."""
+    """Return the lower convex hull of (bytes, damage), smallest first.
+
+    Every step removes less damage per byte than the one before.
+    """
     out: list[TypeOption] = []
     for o in sorted(options, key=lambda o: (o.n_bytes, o.damage)):
         if out and o.damage >= out[-1].damage:
@@ -59,12 +63,12 @@ def hull(options: Sequence[TypeOption]) -> list[TypeOption]:
 
 
 def _slope(a: TypeOption, b: TypeOption) -> float:
-    """Damage removed per byte added."""
+    """Return the damage removed per byte added."""
     return (a.damage - b.damage) / (b.n_bytes - a.n_bytes) if b.n_bytes > a.n_bytes else math.inf
 
 
 def solve(curves: Sequence[Sequence[TypeOption]], budget: int) -> Solution:
-    """One option per curve with little damage in all; the smallest of all must fit `budget` bytes."""
+    """Choose one option per curve with little total damage; the smallest options must fit `budget` bytes."""
     hulls = [hull(curve) for curve in curves]
     at = [0] * len(hulls)
     left = budget - sum(h[0].n_bytes for h in hulls)
@@ -90,7 +94,7 @@ def solve(curves: Sequence[Sequence[TypeOption]], budget: int) -> Solution:
 
 
 def _exchange(picked: list[TypeOption], curves: Sequence[Sequence[TypeOption]], budget: int) -> None:
-    """Small problems, where steps are coarse: change two items at once while that helps."""
+    """Change two items at once while that helps; for small problems, where steps are coarse."""
     moves = [(i, o) for i, curve in enumerate(curves) for o in curve]
     item = np.array([i for i, _ in moves])
     for _ in range(len(moves)):
@@ -107,7 +111,7 @@ def _exchange(picked: list[TypeOption], curves: Sequence[Sequence[TypeOption]], 
 
 
 def _spend(picked: list[TypeOption], curves: Sequence[Sequence[TypeOption]], left: int) -> list[TypeOption]:
-    """Use what is left over on single upgrades, the most useful first."""
+    """Spend the remaining bytes on single upgrades, the most useful first."""
     while True:
         best, gain = None, 0.0
         for i, curve in enumerate(curves):

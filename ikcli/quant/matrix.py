@@ -1,6 +1,6 @@
-"""Many results of one model in one pass: every tensor is read once and encoded for all jobs; equal codes only once.
+"""Write many quants of one model in one pass: read every tensor once, and encode equal requests of several jobs once.
 
-Each job writes one file under a temporary name, renamed when whole, with the bytes that `quantizer.run` would write.
+Each job writes one file under a temporary name, renamed when complete, with the bytes that `quantizer.run` would write.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class _Output:
     next: int = 0
 
     def choice(self, name: str) -> TypeChoice | None:
-        """What is made of the tensor, if it is the next one of this file."""
+        """Return the choice for the tensor if it is the next one of this file."""
         if self.next < len(self.part.choices) and self.part.choices[self.next].name == name:
             return self.part.choices[self.next]
         return None
 
 
 def check_rooms(needs: Sequence[tuple[Path, int]]) -> None:
-    """IkError if a file system has less room than the files (path, bytes) need that go there."""
+    """Raise IkError if a file system has less free space than the files (path, bytes) that go there need."""
     folders: dict[int, tuple[Path, int]] = {}
     for path, n_bytes in needs:
         folder = existing_folder(path)
@@ -65,9 +65,9 @@ def check_rooms(needs: Sequence[tuple[Path, int]]) -> None:
 
 
 def run_matrix(jobs: Sequence[MatrixJob], progress: JobProgress | None = None) -> list[Path]:
-    """Write the files of all jobs, which are of one model, and return the paths of those that were not skipped.
+    """Write the files of all jobs, which share one model, and return the paths of those that were not skipped.
 
-    `progress` gets the tensors and bytes of the model, not of each job. IkError as from `quantizer.run`.
+    `progress` gets the tensors and bytes of the model, not of each job. Raises the errors of `quantizer.run`.
     """
     hooks = progress or JobProgress()
     file = jobs[0].job.file
@@ -111,7 +111,10 @@ def _prepare(paths: Sequence[Path]) -> None:
 
 
 def _names(parts: Sequence[OutputPart]) -> list[str]:
-    """The tensors of all files in their order; files may have fewer (no copy of the output), never others between."""
+    """Return the tensors of all files in order.
+
+    A file may lack some of them (no copy of the output), but never has others between.
+    """
     return [c.name for c in max(parts, key=lambda part: len(part.choices)).choices]
 
 
@@ -150,7 +153,7 @@ def _pieces(
     readers: Readers,
     advance: Callable[[float], None],
 ) -> Iterator[list[Bytes]]:
-    """The new bytes of each target, piece by piece."""
+    """Yield the new bytes of each target, piece by piece."""
     if all(not t.choice.changes for t in targets):
         for piece in copied(job.file, targets[0].info.name, advance):
             yield [piece]

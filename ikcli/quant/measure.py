@@ -1,8 +1,8 @@
-"""Error of a storage type on (samples of) the rows of a tensor: encode, decode, compare.
+"""Measure the error of a storage type on (samples of) the rows of a tensor: encode, decode, compare.
 
 A sample is a set of runs of at most 16 adjacent rows, drawn with a fixed seed evenly over all matrices (experts).
-Weighted errors use the mean squared input of every column: they estimate the squared error of the product.
-Interleaved types hold the values of their plain types, which are measured instead.
+Weighted errors use the mean squared input of every column: they estimate the squared error of the product. For an
+interleaved type its plain twin, which has the same values, is measured.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class RowSample:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Rows of one tensor; `n_rows` is how many the tensor has."""
+    """Sampled rows of one tensor; `n_rows` is the number of rows that the tensor has."""
 
     name: str
     shape: tuple[int, ...]
@@ -53,7 +53,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Errors:
-    """Sums over elements in float64; the weighted ones are those of all columns equal where there are no weights."""
+    """Sums over elements in float64; without weights, the weighted sums treat all columns alike."""
 
     n: int = 0
     sum2: float = 0.0
@@ -74,22 +74,22 @@ class Errors:
 
     @property
     def rmse(self) -> float:
-        """Root of the mean squared error, in units of the weights."""
+        """Return the root of the mean squared error, in units of the weights."""
         return math.sqrt(self.sum2 / self.n) if self.n else 0.0
 
     @property
     def relative(self) -> float:
-        """RMSE over the RMS of the values."""
+        """Return the RMSE over the RMS of the values."""
         return math.sqrt(self.sum2 / self.value2) if self.value2 > 0 else 0.0
 
     @property
     def weighted(self) -> float:
-        """As `relative`, every column weighted by its importance: the relative error of the product's output."""
+        """Return `relative` with columns weighted by importance: the relative error of the product's output."""
         return math.sqrt(self.weighted2 / self.weighted_value2) if self.weighted_value2 > 0 else 0.0
 
 
 def sample_tensor(file: GGUFFile, t: TensorInfo, weights: Floats | None, n_rows: int = 0, seed: int = 0) -> Sample:
-    """About `n_rows` rows (0 = all) of a tensor, decoded, with `weights` (n_mat, ne0) as of `Imatrix.weights`."""
+    """Decode about `n_rows` rows (0 = all) of a tensor; `weights` (n_mat, ne0) as from `Imatrix.weights`."""
     ne0, total = t.shape[0], math.prod(t.shape[1:])
     ne1 = t.shape[1] if len(t.shape) > 1 else 1
     runs = [
@@ -119,7 +119,7 @@ def sample_tensor(file: GGUFFile, t: TensorInfo, weights: Floats | None, n_rows:
 
 
 def _joined(runs: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Adjacent runs of one matrix as one."""
+    """Join adjacent runs of one matrix."""
     out: list[tuple[int, int, int]] = []
     for m, first, stop in runs:
         if out and out[-1][0] == m and out[-1][2] == first:
@@ -130,25 +130,28 @@ def _joined(runs: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
 
 
 def fits(type: GGMLType, shape: tuple[int, ...]) -> bool:
-    """Whether rows of this shape suit the type."""
+    """Return whether rows of this shape suit the type."""
     return shape[0] % TYPES[type].block_size == 0
 
 
 def measure(sample: Sample, type: GGMLType) -> Errors:
-    """Errors of the sampled rows stored as `type`; the encoder sees the same importance weights as a real run."""
+    """Return the errors of the sampled rows stored as `type`; the encoder sees the importance weights of a real run."""
     plain = plain_twin(type)[0]
     return sum((errors_of(p, quantize_rows(p.values, plain, p.weights), plain) for p in sample.pieces), Errors())
 
 
 def measure_piece(piece: RowSample, type: GGMLType, encoding: TensorEncoding) -> Errors:
-    """Errors of one piece, stored as a real run does; with second moments the weighted ones are those of products."""
+    """Return the errors of one piece, stored as in a real run.
+
+    With second moments the weighted errors are those of products.
+    """
     plain = plain_twin(type)[0]
     encoded = encoding.encode(piece.values, plain, piece.matrix)
     return errors_of(piece, encoded, plain, encoding.metric(piece.matrix))
 
 
 def errors_of(piece: RowSample, encoded: npt.NDArray[np.uint8], type: GGMLType, metric: Metric | None = None) -> Errors:
-    """Errors of a piece that was stored as the bytes `encoded` of a type."""
+    """Return the errors of a piece that was stored as the bytes `encoded` of a type."""
     x = piece.values
     error = dequantize(encoded, type, (x.shape[1], len(x))).reshape(x.shape) - x
     by_column = np.square(error).sum(axis=0, dtype=np.float64)
@@ -168,5 +171,5 @@ def errors_of(piece: RowSample, encoded: npt.NDArray[np.uint8], type: GGMLType, 
 
 
 def _products(rows: Floats, metric: Metric) -> float:
-    """Sum of the mean squared products of rows (n, ne0) with the inputs."""
+    """Return the sum of the mean squared products of rows (n, ne0) with the inputs."""
     return float(np.einsum("ij,ij->", metric.products(rows), rows, dtype=np.float64))

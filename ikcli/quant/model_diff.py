@@ -1,4 +1,4 @@
-"""What differs between two models: metadata, tensors, types, and the numbers themselves, decoded piece by piece."""
+"""Compare two models: metadata, tensors, types, and the decoded values, piece by piece."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ _ROWS = 16  # a multiple of the rows that any interleaved type groups
 
 @dataclass(frozen=True, slots=True)
 class KeyDiff:
-    """A key whose value or type differs; None: not in that model. `where` is the first element that differs and how
-    many do, for arrays of one length."""
+    """A key whose value or type differs; None: absent from that model.
+
+    `where`: for arrays of one length, the first element that differs and the number of those that do.
+    """
 
     key: str
     a: Typed | None
@@ -33,8 +35,11 @@ class KeyDiff:
 
 @dataclass(frozen=True, slots=True)
 class TensorDiff:
-    """One tensor of both models that differs. The errors are None if the shapes differ or a type cannot be decoded
-    (`problem`); `relative` is the norm of the difference over the norm of the first model's tensor."""
+    """A tensor of both models that differs.
+
+    The errors are None if the shapes differ or a type cannot be decoded (`problem`). `relative` is the norm of the
+    difference over the norm of the first model's tensor.
+    """
 
     name: str
     a: TensorInfo
@@ -74,7 +79,7 @@ class _Sums:
     n_bad: int = 0
 
     def add(self, a: Any, b: Any, first: int) -> None:
-        """Numbers from the flat index `first` on; where both are the same NaN or infinity nothing differs."""
+        """Add numbers from the flat index `first` on; equal NaNs or infinities do not differ."""
         differs = ~((a == b) | (np.isnan(a) & np.isnan(b)))
         self.n_different += int(np.count_nonzero(differs))
         finite = np.isfinite(a) & np.isfinite(b)
@@ -108,7 +113,7 @@ def compare(a: GGUFFile, b: GGUFFile, advance: Callable[[float], None] = lambda 
 
 
 def compare_metadata(a: GGUFFile, b: GGUFFile) -> list[KeyDiff]:
-    """Keys that differ: those of the first model in its order, then new ones."""
+    """Return the keys that differ: those of the first model in its order, then new ones."""
     left, right = a.typed_metadata(), b.typed_metadata()
     out: list[KeyDiff] = []
     for key in dict.fromkeys((*left, *right)):
@@ -134,7 +139,7 @@ def _where(x: Any, y: Any) -> tuple[int, int] | None:
 
 
 def compare_tensor(a: GGUFFile, b: GGUFFile, name: str) -> TensorDiff | None:
-    """The difference of one tensor, None if type, shape and bytes are the same."""
+    """Return the difference of one tensor; None if type, shape and bytes are the same."""
     x, y = a.tensors[name], b.tensors[name]
     if x.shape != y.shape:
         return TensorDiff(name, x, y, problem="the shapes differ")

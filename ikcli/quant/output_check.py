@@ -1,4 +1,4 @@
-"""Whether the files of a result can be written: not over the input, into a folder that takes them, with enough room."""
+"""Check that output files can be written: not over the input, into a writable folder, with enough free space."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ikcli.log import shown_size
 
 
 def output_paths(output: Path, n_parts: int, keep_split: bool) -> list[Path]:
-    """The files of a result: `output`, or with `keep_split` one per part of the input."""
+    """Return the files of a result: `output`, or with `keep_split` one per part of the input."""
     if not keep_split:
         return [output]
     return [split_path(output, no, max(1, n_parts)) for no in range(max(1, n_parts))]
 
 
 def existing_folder(path: Path) -> Path:
-    """The folder of a file, or the nearest one above it that is there already."""
+    """Return the folder of a file, or its nearest existing parent."""
     folder = path.absolute().parent
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
@@ -28,7 +28,7 @@ def existing_folder(path: Path) -> Path:
 
 
 def check_output(paths: Sequence[Path], inputs: Sequence[Path]) -> None:
-    """UsageError if a file is one of the input or a folder, or if its folder cannot be made or written to."""
+    """Raise UsageError if a file is an input or a directory, or if its folder cannot be created or written to."""
     taken = {p.resolve() for p in inputs}
     for path in paths:
         if path.resolve() in taken:
@@ -36,16 +36,16 @@ def check_output(paths: Sequence[Path], inputs: Sequence[Path]) -> None:
         if path.is_dir():
             raise UsageError(f"{path} is a folder; name a file in it")
         if path.exists() and not path.is_file():
-            raise UsageError(f"{path} is no ordinary file; name another output file")
+            raise UsageError(f"{path} is not a regular file; name another output file")
         folder = existing_folder(path)
         if not folder.is_dir():
-            raise UsageError(f"{path} cannot be written: {folder} is no folder")
+            raise UsageError(f"{path} cannot be written: {folder} is not a directory")
         if not os.access(folder, os.W_OK | os.X_OK):
             raise UsageError(f"{path} cannot be written: the folder {folder} is write-protected; choose another one")
 
 
 def check_room(folder: Path, need: int) -> int:
-    """Free bytes of the file system of a folder; IkError if that is less than `need`."""
+    """Return the free bytes of the file system of a folder; raise IkError if there are fewer than `need`."""
     free = shutil.disk_usage(folder).free
     if need > free:
         raise IkError(f"{folder}: the result needs {shown_size(need)}, {shown_size(free)} are free")

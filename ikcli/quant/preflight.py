@@ -1,7 +1,7 @@
-"""Checks of a quantize run before it begins, in seconds: would it end well, and with weights for every tensor?
+"""Check a quantize run before it begins, in seconds: will it succeed, and with weights for every tensor?
 
 `preflight` opens everything, chooses the types and collects all problems instead of stopping at the first one. Nothing
-is written and no weights are read. The text of a report is made here too (`Report.lines`).
+is written and no weights are read. `Report.lines` formats the report.
 """
 
 from __future__ import annotations
@@ -68,14 +68,14 @@ class Report:
 
     @property
     def failed(self) -> bool:
-        """Whether something would fail or be refused."""
+        """Return whether something would fail or be refused."""
         return any(f.level == FAIL for f in self.findings)
 
     def add(self, check: str, level: str, text: str) -> None:
         self.findings.append(Finding(check, level, text))
 
     def attempt(self, check: str, action: Callable[[], str | None]) -> bool:
-        """Add the text `action` returns, or the IkError it raises as FAIL; nothing if there is no text."""
+        """Add the text that `action` returns, unless it is empty, or the IkError that it raises as FAIL."""
         try:
             text = action()
         except IkError as problem:
@@ -86,7 +86,7 @@ class Report:
         return True
 
     def lines(self) -> list[str]:
-        """The report as Markdown."""
+        """Format the report as Markdown."""
         out = _table(("check", "result", "what"), [(f.check, f.level, f.text) for f in self.findings])
         for title, header, rows in self.tables:
             out += ["", f"{title}:", "", *_table(header, rows)]
@@ -104,10 +104,10 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class PlannedJob:
-    """What would be run; `mode` is quantize, repack or unrepack, `patterns` choose tensors to repack.
+    """The run to check; `mode` is quantize, repack or unrepack, `patterns` choose tensors to repack.
 
-    `opened` gives the model, and notes about what of it is not there. `runs` tells what it takes to run the model first
-    and the data that gives, and raises if it cannot be run.
+    `opened` returns the model, and notes about absent parts of it. `runs` describes what running the model first takes
+    and which data that yields; it raises if the model cannot run.
     """
 
     mode: str
@@ -121,7 +121,7 @@ class PlannedJob:
 
 
 def preflight(task: PlannedJob, available: int | None = None) -> Report:
-    """Report about a run; `available` are the bytes of RAM that are free (None: not known)."""
+    """Report on a run; `available` is the number of free bytes of RAM (None: unknown)."""
     report = Report()
     found: list[GGUFFile] = []
     report.attempt("input", lambda: _open(report, task, found))
@@ -159,7 +159,7 @@ def _open(report: Report, task: PlannedJob, found: list[GGUFFile]) -> str:
 def _data(
     report: Report, options: ToolOptions, runs: Callable[[], tuple[str, Imatrix]] | None
 ) -> tuple[Imatrix | None, Covariance | None, bool]:
-    """Importance data; the last value tells whether all files that were asked for could be read."""
+    """Load the importance data; the last value says whether all requested files could be read."""
     covariances: list[Covariance] = []
     matrices: list[Imatrix] = []
     ok = True
@@ -211,7 +211,7 @@ def _output_paths(report: Report, task: PlannedJob, file: GGUFFile) -> None:
 
 
 def _choices(report: Report, task: PlannedJob, file: GGUFFile, imatrix: Imatrix | None) -> list[TypeChoice]:
-    """Types of all tensors, refused ones included; empty if they cannot be chosen."""
+    """Choose the types of all tensors, refused ones included; empty if they cannot be chosen."""
     tensors, recipe = list(file.tensors.values()), task.recipe
     made: list[TypeChoice] = []
     if task.mode != "quantize":
@@ -252,7 +252,7 @@ def _choices(report: Report, task: PlannedJob, file: GGUFFile, imatrix: Imatrix 
 
 
 def _rules(report: Report, task: PlannedJob, choices: Sequence[TypeChoice], names: Sequence[str]) -> None:
-    """Custom rules one by one; those that match nothing are named, which `strict` makes problems."""
+    """List the custom rules one by one and name those that match nothing, which `strict` makes problems."""
     recipe = task.recipe
     if not recipe.custom or not choices:
         return
@@ -272,7 +272,7 @@ def _rules(report: Report, task: PlannedJob, choices: Sequence[TypeChoice], name
 def _sizes(
     report: Report, imatrix: Imatrix | None, covariance: Covariance | None, choices: Sequence[TypeChoice]
 ) -> None:
-    """Every entry of another size than its tensor counts as one problem, told by the first."""
+    """Check entry sizes; all entries of another size than their tensor count as one problem, told by the first."""
     problems: dict[str, list[str]] = {}
     for c in choices:
         name = c.source or c.name
@@ -299,7 +299,7 @@ def _sizes(
 def _missing(
     report: Report, task: PlannedJob, file: GGUFFile, imatrix: Imatrix | None, choices: Sequence[TypeChoice]
 ) -> None:
-    """Tensors to be quantized that have no importance data of their own, grouped by type and what comes of it."""
+    """List tensors to be quantized without importance data of their own, grouped by type and consequence."""
     blocks = mtp_blocks(file.tensors, file.metadata)
     groups: dict[tuple[str, str, str], list[str]] = {}
     for c in weighted_choices(choices):
@@ -333,7 +333,7 @@ def _missing(
 
 
 def _experts(report: Report, data: Sequence[ExpertData]) -> None:
-    """Experts with no or few rows, one row of the table per kind of tensor."""
+    """List experts with few or no rows, one table row per kind of tensor."""
     if not data:
         return
     kinds: dict[str, list[ExpertData]] = {}
@@ -362,7 +362,7 @@ def _experts(report: Report, data: Sequence[ExpertData]) -> None:
 
 # --- resources --------------------------------------------------------------------------------------------------------
 def _room(report: Report, task: PlannedJob, file: GGUFFile, choices: Sequence[TypeChoice]) -> None:
-    """Room on the disk for the result, less parts that are there already."""
+    """Check the free disk space for the result, less parts that are there already."""
 
     def room() -> str:
         if not choices:
@@ -387,7 +387,7 @@ def _memory(
     choices: Sequence[TypeChoice],
     available: int | None,
 ) -> None:
-    """A rough upper bound of the RAM that the run takes, compared with what is free."""
+    """Compare a rough upper bound of the RAM of the run with what is free."""
     need = _BASE_RAM + max(1, task.options.n_threads) * _RAM_PER_THREAD
     if imatrix is not None:
         sizes = {id(e): e.sums.nbytes for e in imatrix.entries.values()}

@@ -1,9 +1,9 @@
-"""The quantize job: reads a model tensor by tensor from its memory map, encodes it in pieces, streams it to new files.
+"""Run a quantize job: read a model tensor by tensor from its memory map, encode it in pieces, stream it to new files.
 
-A piece is a run of rows of one matrix: decoded to float32, encoded and handed to the writer in order while others are
-in work, so memory depends on the number of threads, not on the model. Pages of the input are given back as they are
-used up. Every file is written under a temporary name and renamed when complete; a run that was killed or interrupted
-goes on behind the last tensor that is whole. Answers to llama_model_quantize.
+A piece is a run of rows of one matrix. It is decoded to float32, encoded and handed to the writer in order while other
+pieces are in work, so memory depends on the number of threads, not on the model. Input pages are released once used.
+Every file is written under a temporary name and renamed when complete; an interrupted run resumes after the last
+complete tensor. Corresponds to llama_model_quantize.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _MAX_KEY_TEXT = 127
 def output_metadata(
     file: GGUFFile, file_type: int | None, imatrix: Imatrix | None = None, hide_imatrix: bool = False
 ) -> dict[str, Typed]:
-    """Keys of the result: those of the input without split keys, versions, and the importance matrix used."""
+    """Return the keys of the result: those of the input without split keys, versions, the importance matrix."""
     keys = {key: value for key, value in file.typed_metadata().items() if key not in SPLIT_KEYS}
     keys["general.quantization_version"] = Typed(QUANTIZATION_VERSION, GGUFValueType.UINT32)
     if imatrix is not None:
@@ -80,7 +80,7 @@ def _imatrix_keys(imatrix: Imatrix, hide: bool) -> dict[str, Typed]:
 
 
 def output_parts(job: QuantizeJob) -> list[OutputPart]:
-    """The files of the result: one, `splits`, or with `keep_split` as many as the input, with its tensors in each."""
+    """Return the files of the result: one, `splits`, or with `keep_split` those of the input with their tensors."""
     count = len(job.splits or job.file.paths)
     paths = output_paths(job.output, count, job.keep_split or len(job.splits) > 1)
     if len(paths) == 1:
@@ -101,7 +101,7 @@ def output_parts(job: QuantizeJob) -> list[OutputPart]:
 
 
 def check(job: QuantizeJob) -> None:
-    """Refuse what cannot work before anything is written: types without code, repeated quantization, ternary types."""
+    """Refuse types without code, repeated quantization and unfit ternary types before anything is written."""
     changing = [c for c in job.choices if c.changes and not _regroups(c)]
     for c in changing:
         if c.new not in available_types():
@@ -120,7 +120,7 @@ def check(job: QuantizeJob) -> None:
 
 
 def check_requantize(changing: Sequence[TypeChoice], allowed: bool) -> None:
-    """UsageError if tensors would be quantized again without permission."""
+    """Raise UsageError if tensors would be quantized again without permission."""
     again = [c for c in changing if TYPES[c.old].is_quantized]
     if again and not allowed:
         raise UsageError(
@@ -130,12 +130,12 @@ def check_requantize(changing: Sequence[TypeChoice], allowed: bool) -> None:
 
 
 def _regroups(c: TypeChoice) -> bool:
-    """True if old and new hold the same blocks in another order of rows."""
+    """Return whether old and new type hold the same blocks in another order of rows."""
     return c.old == TYPES[c.new].base or c.new == TYPES[c.old].base
 
 
 def _is_ternary(file: GGUFFile, c: TypeChoice) -> bool:
-    """Whether sampled rows hold only zero and plus or minus one magnitude."""
+    """Return whether sampled rows hold only zero and plus or minus one magnitude."""
     if TYPES[c.old].is_quantized or TYPES[c.old].is_interleaved:
         return TYPES[c.old].kind == "ternary"
     n_rows = math.prod(c.shape[1:])
@@ -150,7 +150,7 @@ def _is_ternary(file: GGUFFile, c: TypeChoice) -> bool:
 def run(job: QuantizeJob, progress: JobProgress | None = None) -> list[Path]:
     """Write all files of the job that are not skipped and return their paths.
 
-    IkError if a file of the input would be overwritten or the disk is too small; errors of data name the tensor.
+    Raises IkError if an input file would be overwritten or the disk is too small; errors of data name the tensor.
     """
     check(job)
     hooks = progress or JobProgress()
@@ -189,7 +189,7 @@ def _input_bytes(job: QuantizeJob, c: TypeChoice) -> int:
 
 
 def part_is_done(part: OutputPart) -> bool:
-    """Whether a file is there already with exactly these tensors; UsageError if it is there with others."""
+    """Return whether a file with exactly these tensors exists; raise UsageError if it exists with others."""
     if not part.path.exists():
         return False
     try:
@@ -205,7 +205,7 @@ def part_is_done(part: OutputPart) -> bool:
 
 
 def prepare_folder(paths: Sequence[Path]) -> None:
-    """Make the folder of files to be written, and drop what killed runs left of them there."""
+    """Create the folder of the output files, and delete what killed runs left of them there."""
     folder = paths[0].parent
     folder.mkdir(parents=True, exist_ok=True)
     for path in paths:
@@ -228,7 +228,7 @@ def _is_alive(pid: int) -> bool:
 def _chunks(
     job: QuantizeJob, c: TypeChoice, pool: ThreadPoolExecutor, readers: Readers, advance: Callable[[float], None]
 ) -> Iterator[Bytes]:
-    """The bytes of the new tensor in order; input pages are released as they are used up."""
+    """Yield the bytes of the new tensor in order; input pages are released once used."""
     if not c.changes:
         yield from copied(job.file, c.source or c.name, advance)
         return
@@ -238,7 +238,7 @@ def _chunks(
 
 
 def copied(file: GGUFFile, name: str, advance: Callable[[float], None]) -> Iterator[Bytes]:
-    """The bytes of a tensor as they are, checked for NaN and Inf; pages are released as they are used up."""
+    """Yield the unchanged bytes of a tensor, checked for NaN and Inf; pages are released once used."""
     t = file.tensors[name]
     for start in range(0, t.n_bytes, _COPY_BYTES):
         piece = file.part(t.name, start, min(start + _COPY_BYTES, t.n_bytes))
@@ -260,7 +260,7 @@ def _check_copied(piece: Bytes, t: TensorInfo, start: int) -> None:
 def _in_order(
     pool: ThreadPoolExecutor, work: Callable[..., Any], items: Iterator[tuple[Any, ...]], window: int
 ) -> Iterator[Any]:
-    """Results of work(*item) in order, with at most `window` items in work or waiting."""
+    """Yield the results of work(*item) in order, with at most `window` items in work or waiting."""
     pending: deque[Future[Any]] = deque()
     try:
         for item in items:
@@ -285,7 +285,7 @@ class Readers(threading.local):
 
 
 class Target:
-    """What one job makes of a tensor; any number of threads may use it at a time."""
+    """One job's version of a tensor; safe to use from any number of threads."""
 
     def __init__(self, job: QuantizeJob, choice: TypeChoice) -> None:
         self.choice = choice
@@ -295,14 +295,14 @@ class Target:
 
     @property
     def needs_values(self) -> bool:
-        """Whether it is made of float32 values, not of the old bytes."""
+        """Return whether the target is made from float32 values, not from the old bytes."""
         return self.choice.changes and not self.regroups
 
     def feeds_back(self) -> bool:
         return self._encoding.feeds_back(self.choice.new)
 
     def rows(self, values: npt.NDArray[np.float32], first: int, matrix: int) -> Bytes:
-        """New bytes of adjacent rows of a matrix; `first` is the number of the first one."""
+        """Return the new bytes of adjacent rows of a matrix; `first` is the number of the first one."""
         try:
             return self._encoding.encode(values, self.choice.new, matrix)
         except NonFiniteError:
@@ -310,7 +310,7 @@ class Target:
             raise NonFiniteError(f"tensor {self.info.name} holds NaN or Inf in row {bad}") from None
 
     def moved(self, raw: Bytes, start: int) -> Bytes:
-        """New bytes where they are old ones: as they are (`start` is where they begin), or with rows regrouped."""
+        """Return new bytes made from old ones: unchanged (they begin at byte `start`), or with rows regrouped."""
         c = self.choice
         if not self.regroups:
             _check_copied(raw, self.info, start)
@@ -322,7 +322,7 @@ class Target:
         return unrepack_rows(raw, c.old, c.shape[0]).reshape(-1)
 
     def check(self, out: Bytes, first: int, stop: int) -> None:
-        """Scales that left the range of their type."""
+        """Refuse scales outside the range of their type."""
         c, ne0 = self.choice, self.info.shape[0]
         made = TensorInfo(c.name, (ne0, stop - first), c.new, len(out), ne0 * (stop - first), 0)
         bad = first_non_finite(out, made)
@@ -342,7 +342,7 @@ class TensorEncoder:
         self.group = math.lcm(TYPES[self.info.type].rows, *(TYPES[t.choice.new].rows for t in targets))
 
     def _rows(self, n_elements: int) -> int:
-        """Number of rows with about so many elements, in whole groups."""
+        """Return the number of rows with about this many elements, in whole groups."""
         return max(1, n_elements // self.info.shape[0] // self.group) * self.group
 
     def run(
@@ -352,9 +352,9 @@ class TensorEncoder:
         pieces: Iterator[tuple[int, int, int]] | None = None,
         start: int = 0,
     ) -> Iterator[list[Bytes]]:
-        """New bytes of each target, piece by piece in order; input pages are released as they are used up.
+        """Yield the new bytes of each target, piece by piece in order; input pages are released once used.
 
-        Of all pieces, or of those given, which are adjacent and begin at the input byte `start`.
+        Takes all pieces, or the given ones, which are adjacent and begin at the input byte `start`.
         """
         released = start
         for stop, encoded in _in_order(pool, self.encode, pieces or self.pieces(), 2 * self.n_threads + 1):
@@ -364,7 +364,7 @@ class TensorEncoder:
             released = stop
 
     def pieces(self) -> Iterator[tuple[int, int, int]]:
-        """(matrix, first row, end row) covering all rows; rows are counted over the whole tensor."""
+        """Yield (matrix, first row, end row) covering all rows; rows are counted over the whole tensor."""
         n_rows = math.prod(self.info.shape[1:])
         ne1 = self.info.shape[1] if len(self.info.shape) > 1 else 1
         if self.info.type == GGMLType.I2_S:
@@ -376,14 +376,14 @@ class TensorEncoder:
     def pieces_of(
         self, matrix: int, first: int, stop: int, n_elements: int | None = None
     ) -> Iterator[tuple[int, int, int]]:
-        """The same for adjacent rows of a matrix, by about so many elements, else as many as suit the threads."""
+        """Yield `pieces` of adjacent rows of a matrix, of about `n_elements` or a size that suits the threads."""
         wanted = min(_MAX_PIECE, max(_MIN_PIECE, _IN_WORK // max(1, 2 * self.n_threads)))
         step = self._rows(n_elements or wanted)
         for row in range(first, stop, step):
             yield matrix, row, min(row + step, stop)
 
     def encode(self, matrix: int, first: int, stop: int) -> tuple[int, list[Bytes]]:
-        """(end of the input bytes, new bytes of each target) of one piece."""
+        """Encode one piece; return the end of its input bytes and the new bytes of each target."""
         old, ne0 = self.info.type, self.info.shape[0]
         if old == GGMLType.I2_S:
             data = self.file.data(self.info.name)

@@ -1,8 +1,8 @@
-"""Tables behind the presets of `ik quantize`: which type each kind of tensor gets for each file type.
+"""Tables behind the presets of `ik quantize`: the type of each kind of tensor for each file type.
 
-`PLANS` lists groups of parts. The first group that knows the file type is used; in it the first part whose name pattern
-occurs in the tensor name decides, and in that part the first rule that applies. A tensor that nothing applies to keeps
-the default type of its file type. Answers to `llama_tensor_get_type` of ik_llama.cpp (src/llama-quantize.cpp).
+`PLANS` lists groups of parts. The first group that knows the file type is used. In it, the first part whose name
+pattern occurs in the tensor name decides, and in that part the first rule that applies. A tensor without a rule keeps
+the default type of its file type. Corresponds to `llama_tensor_get_type` of ik_llama.cpp (src/llama-quantize.cpp).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _NUMBERS = {name: f.number for f in FILE_TYPES.values() for name in f.names}
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """What a rule may look at: the model, the tensor's place in it and the type chosen so far."""
+    """The facts that a rule may use: the model, the tensor's place in it and the type chosen so far."""
 
     gqa: int  # query heads per KV head of block 0, 0 without KV heads
     n_expert: int
     has_imatrix: bool
-    has_output: bool  # the model has an output.weight of its own
+    has_output: bool  # the model has a separate output.weight
     falcon: bool
     is_70b: bool
     large_vocab: bool  # an 8B or 70B model with a vocabulary of 128 thousand or more
@@ -35,17 +35,17 @@ class Situation:
 
     @property
     def early(self) -> bool:
-        """In the first eighth of the blocks."""
+        """Return whether the block is in the first eighth of the blocks."""
         return self.i < self.n // 8
 
     @property
     def more_bits(self) -> bool:
-        """In the first or last eighth, or every third block in between."""
+        """Return whether the block is in the first or last eighth, or every third block in between."""
         return self.early or self.i >= 7 * self.n // 8 or (self.i - self.n // 8) % 3 == 2
 
     @property
     def middle(self) -> bool:
-        """Between the first and the last eighth."""
+        """Return whether the block is between the first and the last eighth."""
         return self.n // 8 <= self.i < 7 * self.n // 8
 
 
@@ -59,7 +59,7 @@ def _always(s: Situation) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TypeRule:
-    """For these file types (None: all) and if the condition holds, the type, or a map from the present one."""
+    """A rule for these file types (None: all): if its condition holds, use the type, or map the present one."""
 
     file_types: frozenset[int] | None
     target: Target  # None: keep the present type
@@ -76,7 +76,7 @@ class TypeRule:
 
 @dataclass(frozen=True, slots=True)
 class TensorKind:
-    """Tensors whose name contains one of `names`; `flag` is the option that beats the rules, `counts` the counter."""
+    """Tensors whose name contains one of `names`; `flag`: the overriding option, `counts`: the counter."""
 
     names: tuple[str, ...]
     rules: tuple[TypeRule, ...]
@@ -95,12 +95,12 @@ class KindGroup:
 
 
 def numbers(names: str) -> frozenset[int]:
-    """File type numbers of blank-separated names."""
+    """Return the file type numbers of blank-separated names."""
     return frozenset(_NUMBERS[name] for name in names.split())
 
 
 def on(file_types: str, target: Target, when: Condition = _always) -> TypeRule:
-    """A rule for the named file types; an empty text means all."""
+    """Return a rule for the named file types; an empty text means all."""
     return TypeRule(numbers(file_types) if file_types else None, target, when)
 
 
@@ -171,7 +171,7 @@ _FIRST_FFN = ("blk.0.ffn_down", "blk.0.ffn_gate", "blk.0.ffn_up")
 def _low_bits(
     v: tuple[T, T, T], qk: T, first_ffn: T, qkv: T, shexp: T, down: T, out: tuple[T, T]
 ) -> tuple[TensorKind, ...]:
-    """The plan shared by IQ1_S_R4, IQ1_M_R4 and IQ2_KT."""
+    """Return the plan shared by IQ1_S_R4, IQ1_M_R4 and IQ2_KT."""
     return (
         TensorKind(
             ("attn_v.weight",),

@@ -1,8 +1,8 @@
-"""Which type every tensor of a model gets: file type, its mix, custom rules, row fallbacks, options for single tensors.
+"""Choose the type of every tensor of a model: file type, its mix, custom rules, fallbacks, options for single tensors.
 
-Order per tensor: type of the file type; its mix (`recipe_rules`); first matching custom rule; stand-in for rows that do
-not fit; options that name one tensor; plain types where interleaved ones cannot be. Pure functions, nothing is read but
-names, shapes and metadata. Answers to src/llama-quantize.cpp of ik_llama.cpp.
+The order per tensor is: type of the file type; its mix (`recipe_rules`); first matching custom rule; fallback for rows
+that do not fit; options that name one tensor; plain types where interleaved ones cannot be. The functions are pure and
+use only names, shapes and metadata. Corresponds to src/llama-quantize.cpp of ik_llama.cpp.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class CustomRule:
 
 @dataclass(frozen=True, slots=True)
 class RecipeOptions:
-    """What the command line says about types; `file_type` is a `general.file_type` number with a name."""
+    """The command line's choice of types; `file_type` is a `general.file_type` number with a name."""
 
     file_type: int
     copy: bool = False
@@ -82,13 +82,13 @@ class RecipeOptions:
 
     @property
     def uses_rules(self) -> bool:
-        """Mixes and custom rules apply (not for float types, copies and --pure)."""
+        """Return whether mixes and custom rules apply (not for float types, copies and --pure)."""
         return not self.pure and not self.copy and TYPES[self.default_type].kind != "float"
 
 
 @dataclass(frozen=True, slots=True)
 class TypeChoice:
-    """What becomes of one tensor; `rule` is the index of the custom rule that decided, `source` the tensor to read."""
+    """The fate of one tensor; `rule` is the index of the custom rule that decided, `source` the tensor to read."""
 
     name: str
     shape: tuple[int, ...]
@@ -101,7 +101,7 @@ class TypeChoice:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of the result."""
+        """Return the bytes of the result."""
         return tensor_size(self.new, self.shape)
 
     @property
@@ -148,9 +148,9 @@ def choose_types(
     options: RecipeOptions,
     imatrix: Imatrix | None = None,
 ) -> list[TypeChoice]:
-    """The choice for every tensor in file order, an extra output tensor after its original.
+    """Choose the type of every tensor, in file order, with an extra output tensor after its original.
 
-    IkError if importance weights are needed and missing, UsageError if a type does not suit a tensor.
+    Raises IkError if importance weights are needed and missing, UsageError if a type does not suit a tensor.
     """
     check_file_type(options, imatrix)
     model = _facts(tensors, metadata, imatrix)
@@ -169,7 +169,7 @@ def choose_types(
 
 
 def check_file_type(options: RecipeOptions, imatrix: Imatrix | None) -> None:
-    """IkError for the file types that are useless without an importance matrix."""
+    """Raise IkError for the file types that are useless without an importance matrix."""
     if imatrix is None and options.file_type in NEEDS_IMATRIX and not (options.ignore_imatrix_rules or options.copy):
         raise IkError(
             f"Please do not use {FILE_TYPES[options.file_type].names[0]} quantization without an importance matrix; "
@@ -216,7 +216,7 @@ def _facts(tensors: Sequence[TensorInfo], metadata: Mapping[str, Any], imatrix: 
 
 
 def _kept_because(t: TensorInfo, options: RecipeOptions) -> str:
-    """Why a tensor is copied as it is, or an empty text if it may be quantized."""
+    """Explain why a tensor is copied as it is; empty if it may be quantized."""
     last = max((i for i, ne in enumerate(t.shape) if ne > 1), default=0)
     if options.copy:
         return "copy"
@@ -299,7 +299,7 @@ def _apply(part: TensorKind, t: TensorInfo, default: GGMLType, model: _Model, op
 
 
 def _fit_rows(type: GGMLType, t: TensorInfo) -> GGMLType:
-    """The type, or what stands in for it when the rows are not a multiple of its blocks."""
+    """Return the type, or its fallback when the rows are not a multiple of its blocks."""
     ne0 = t.shape[0]
     if TYPES[type].kind == "ternary" and ne0 % 64:
         raise UsageError(f"tensor {t.name} has rows of {ne0} elements; {TYPES[type].name} needs a multiple of 64")
@@ -327,21 +327,21 @@ def _tensor_flag(name: str, options: RecipeOptions) -> tuple[GGMLType, str] | No
 
 
 def plain_twin(type: GGMLType) -> tuple[GGMLType, int]:
-    """What stands in for an interleaved type where rows cannot be grouped, and its group height; (type, 1) if plain."""
+    """Return the fallback of an interleaved type where rows cannot be grouped, and its height; (type, 1) if plain."""
     fmt = TYPES[type]
     plain = fmt.base if fmt.stand_in is None else fmt.stand_in
     return (plain, fmt.rows) if plain is not None else (type, 1)
 
 
 def _plain_where_needed(type: GGMLType, name: str, shape: tuple[int, ...]) -> GGMLType:
-    """Embeddings are read row by row, and groups must not straddle matrices."""
+    """Avoid interleaved types for embeddings, which are read row by row, and for groups that straddle matrices."""
     plain, rows = plain_twin(type)
     n_rows = shape[1] if len(shape) > 1 else 1
     return plain if name in ("token_embd.weight", "per_layer_token_embd.weight") or n_rows % rows else type
 
 
 def _lacks_mla_weights(t: TensorInfo, new: GGMLType, imatrix: Imatrix | None) -> bool:
-    """attn_k_b and attn_v_b are absent from matrices made without MLA."""
+    """Return whether a matrix made without MLA lacks this tensor (attn_k_b or attn_v_b)."""
     if imatrix is None or not t.name.endswith(("attn_k_b.weight", "attn_v_b.weight")):
         return False
     narrower = TYPES[new].is_quantized and TYPES[new].bpw < TYPES[T.Q8_0].bpw
@@ -349,7 +349,7 @@ def _lacks_mla_weights(t: TensorInfo, new: GGMLType, imatrix: Imatrix | None) ->
 
 
 def refused_without_weights(choice: TypeChoice, options: RecipeOptions, imatrix: Imatrix | None) -> bool:
-    """Whether a tensor would get a very low-bit type without importance weights, which is refused."""
+    """Return whether a very low-bit type is refused because the tensor has no importance weights."""
     needs = TYPES[choice.new].needs_imatrix or (choice.new == T.Q2_K and options.file_type == _Q2_K_S)
     exempt = choice.name in ("token_embd.weight", "output.weight") or options.ignore_imatrix_rules
     if not needs or exempt or not choice.changes:
@@ -358,7 +358,7 @@ def refused_without_weights(choice: TypeChoice, options: RecipeOptions, imatrix:
 
 
 def _check_weights(choice: TypeChoice, options: RecipeOptions, imatrix: Imatrix | None) -> None:
-    """IkError for a very low-bit tensor without importance weights."""
+    """Raise IkError for a very low-bit tensor without importance weights."""
     if refused_without_weights(choice, options, imatrix):
         raise IkError(
             f"{TYPES[choice.new].name} for tensor {choice.name} needs importance weights, and "

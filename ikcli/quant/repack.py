@@ -1,8 +1,8 @@
-"""Regrouping rows: plain types to their row-interleaved twins and back, byte for byte.
+"""Regroup rows: plain types to their row-interleaved twins and back, byte for byte.
 
-R consecutive rows of a matrix become one group of the same size (8 bytes less per row header in Q8_KV_R8). Groups are
-independent, so any range of whole groups can be repacked alone, in any thread. Layouts are in `interleave`.
-Answers to iqk_repack_tensor and to `llama-quantize --repack`.
+R consecutive rows of a matrix become one group of the same size (8 bytes less per row header in Q8_KV_R8). Groups do
+not depend on each other, so any range of whole groups can be repacked in any thread. Layouts are in `interleave`.
+Corresponds to iqk_repack_tensor and to `llama-quantize --repack`.
 """
 
 from __future__ import annotations
@@ -35,21 +35,23 @@ REPACKED_FILE_TYPES: dict[int, int] = {
 
 
 def repacked_file_type(number: int) -> int:
-    """The `general.file_type` of a model of file type `number` after repacking; the guessed bit is kept."""
+    """Return the `general.file_type` after repacking a model of file type `number`; the guessed bit is kept."""
     guessed = number & FILE_TYPE_GUESSED
     return REPACKED_FILE_TYPES.get(number ^ guessed, number ^ guessed) | guessed
 
 
 def repacked_type(type: GGMLType, *, lossy: bool = False) -> GGMLType | None:
-    """The interleaved twin of a plain type, or None; F16 becomes BF16_R16 only if `lossy` conversions are allowed."""
+    """Return the interleaved twin of a plain type, or None; F16 becomes BF16_R16 only if `lossy` is allowed."""
     if type == GGMLType.F16:
         return GGMLType.BF16_R16 if lossy else None
     return interleaved_type(type)
 
 
 def can_repack(type: GGMLType, shape: tuple[int, ...], name: str = "", *, lossy: bool = False) -> bool:
-    """True if a tensor of `shape` (ne0, ne1, ...) can be repacked: it has a twin, whole groups per matrix, and a name
-    whose rows are not looked up one by one."""
+    """Return whether a tensor of `shape` (ne0, ne1, ...) can be repacked.
+
+    It needs a type with a twin, whole groups per matrix, and a name whose rows are not looked up one by one.
+    """
     target = repacked_type(type, lossy=lossy)
     if target is None or name in _NEVER or len(shape) < 2:
         return False
@@ -59,7 +61,7 @@ def can_repack(type: GGMLType, shape: tuple[int, ...], name: str = "", *, lossy:
 def repack(
     data: npt.NDArray[np.uint8], type: GGMLType, shape: tuple[int, ...], *, lossy: bool = False
 ) -> tuple[Bytes, GGMLType]:
-    """The bytes of a plain tensor of `shape` (ne0, ne1, ...) regrouped, and their type.
+    """Return the regrouped bytes of a plain tensor of `shape` (ne0, ne1, ...), and their type.
 
     Raises UnsupportedError for a type without twin or rows that do not fill groups, FormatError for a wrong size.
     """
@@ -79,7 +81,7 @@ def repack(
 
 
 def unrepack(data: npt.NDArray[np.uint8], type: GGMLType, shape: tuple[int, ...]) -> tuple[Bytes, GGMLType]:
-    """The bytes of an interleaved tensor as its plain type, the inverse of `repack`, and that type.
+    """Return the bytes of an interleaved tensor as its plain type, and that type; the inverse of `repack`.
 
     Raises UnsupportedError for types without a plain twin, FormatError if the size does not fit the shape.
     """
@@ -90,7 +92,7 @@ def unrepack(data: npt.NDArray[np.uint8], type: GGMLType, shape: tuple[int, ...]
 
 
 def layout(type: GGMLType) -> Layout:
-    """The bit layout of an interleaved type."""
+    """Return the bit layout of an interleaved type."""
     return layout_of(_layout_text(type))
 
 
@@ -100,9 +102,9 @@ def _layout_text(type: GGMLType) -> str:
 
 
 def repack_rows(rows: npt.NDArray[np.uint8], type: GGMLType, ne0: int, *, compiled: bool | None = None) -> Bytes:
-    """Rows of bytes of the plain twin of the interleaved `type`, in whole groups -> (n_rows, row bytes of `type`).
+    """Repack rows of bytes of the plain twin, in whole groups, into (n_rows, row bytes of `type`).
 
-    The rows of the result are equal shares of the groups. FormatError if the rows do not fill groups.
+    The rows of the result are equal shares of the groups. Raises FormatError if the rows do not fill groups.
     """
     base = _base(type)
     rows = rows.reshape(-1, row_size(base, ne0))
@@ -114,8 +116,11 @@ def repack_rows(rows: npt.NDArray[np.uint8], type: GGMLType, ne0: int, *, compil
 def repack_into(
     out: Bytes, rows: npt.NDArray[np.uint8], type: GGMLType, ne0: int, *, compiled: bool | None = None
 ) -> None:
-    """As `repack_rows`, into `out`. Large parts go through a compiled kernel, which does not hold the GIL; `compiled`
-    says so where the rows are a small part of something large."""
+    """Do `repack_rows` into `out`.
+
+    Large parts go through a compiled kernel, which releases the GIL; `compiled` asks for it where the rows are a small
+    part of something large.
+    """
     base = _base(type)
     if compiled is None:
         compiled = rows.nbytes >= _COMPILED_BYTES
@@ -124,7 +129,7 @@ def repack_into(
 
 
 def bf16_of_f16(rows: Bytes) -> Bytes:
-    """Rows of f16 (a multiple of 16 values) rounded to nearest even bf16."""
+    """Round rows of f16 (a multiple of 16 values) to the nearest even bf16."""
     from ikcli.native.kernel_cache import KernelKey
     from ikcli.quant.encoders.native_call import run
 
@@ -162,8 +167,10 @@ def _move_compiled(out: Bytes, rows: Bytes, type: GGMLType, base: GGMLType) -> N
 
 
 def unrepack_rows(rows: npt.NDArray[np.uint8], type: GGMLType, ne0: int) -> Bytes:
-    """Groups of an interleaved type as (n_rows, row bytes) -> rows of the plain twin, or of the fields of one row
-    for types of their own (see `interleave`)."""
+    """Separate groups of an interleaved type, given as (n_rows, row bytes), into rows of the plain twin.
+
+    Types without a plain twin give the fields of one row instead (see `interleave`).
+    """
     rows = np.ascontiguousarray(rows).reshape(-1, row_size(type, ne0))
     form = _form(type)
     header = TYPES[type].row_meta_size
@@ -182,7 +189,7 @@ def unrepack_rows(rows: npt.NDArray[np.uint8], type: GGMLType, ne0: int) -> Byte
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """A layout with its moves compiled in both directions; plain blocks sit at `lead` of `stride` bytes meanwhile."""
+    """A layout with its moves compiled in both directions; meanwhile plain blocks sit at `lead` of `stride` bytes."""
 
     layout: Layout
     stride: int
@@ -203,7 +210,7 @@ class _Form:
         return self.layout.n_bytes
 
     def interleave(self, body: Bytes) -> Bytes:
-        """Blocks of whole groups of rows, (n_rows, bytes) -> units (n, R * n_bytes) in file order."""
+        """Turn the blocks of whole groups of rows, (n_rows, bytes), into units (n, R * n_bytes) in file order."""
         blocks = body.reshape(-1, self.rows, body.shape[1] // self.n_bytes, self.n_bytes)
         n_groups, _, n_units, _ = blocks.shape
         padded = np.empty((n_groups, n_units, self.rows, self.stride), np.uint8)
@@ -214,7 +221,7 @@ class _Form:
         return self.forward.apply(padded.reshape(n_groups * n_units, -1))
 
     def separate(self, units: Bytes) -> Bytes:
-        """The units of groups, (n_groups, bytes) -> blocks of rows, (n_rows, bytes)."""
+        """Turn the units of groups, (n_groups, bytes), into blocks of rows, (n_rows, bytes)."""
         n_units = units.shape[1] // (self.rows * self.n_bytes)
         dense = np.ascontiguousarray(units).reshape(len(units) * n_units, -1)
         padded = self.backward.apply(dense).reshape(len(units), n_units, self.rows, self.stride)
@@ -247,7 +254,7 @@ def _stride(found: Layout, lead: int) -> int:
 
 
 def _parts(rows: Bytes, type: GGMLType, ne0: int) -> list[slice]:
-    """Slices of whole groups of a size that suits the cache."""
+    """Return slices of whole groups of a size that suits the cache."""
     n = TYPES[type].rows
     if len(rows) % n or ne0 % layout(type).n_elements:
         raise FormatError(f"{TYPES[type].name} takes {n} rows at a time, not {len(rows)} rows of {ne0} elements")
@@ -265,6 +272,6 @@ def _as_rows(data: npt.NDArray[np.uint8], type: GGMLType, shape: tuple[int, ...]
 
 
 def _truncated_to_bf16(rows: Bytes) -> Bytes:
-    """F16 -> BF16 without rounding, as the reference converts on the way to BF16_R16."""
+    """Truncate F16 to BF16 without rounding, as the reference does on the way to BF16_R16."""
     bits = rows.view("<f2").astype(np.float32).view(np.uint32)
     return (bits >> 16).astype("<u2").view(np.uint8)

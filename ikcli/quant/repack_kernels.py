@@ -1,7 +1,7 @@
-"""Compiled repacking: the bit moves of one interleaved unit as straight-line code.
+"""Compile the repacking kernels: the bit moves of one interleaved unit as straight-line code.
 
-Every run of destination bytes whose parts come from neighbouring source bytes in the same way is one integer of 8, 4, 2
-or 1 bytes: loads, shifts, masks, one store. Layouts: `interleave.py`; the same moves in NumPy: `repack.py`.
+A run of destination bytes whose parts come from neighbouring source bytes in the same way becomes one integer of 8, 4,
+2 or 1 bytes: loads, shifts, masks, one store. Layouts are in `interleave.py`, the same moves in NumPy in `repack.py`.
 """
 
 # mypy: ignore-errors
@@ -23,7 +23,7 @@ _I64 = ir.IntType(64)
 
 
 def _runs(found):
-    """(first byte, width, terms of the first byte) of the runs of destination bytes."""
+    """Yield (first byte, width, terms of the first byte) of the runs of destination bytes."""
     n = found.rows * found.n_bytes
     terms = byte_terms(*found.moves(_APART), n)
     i = 0
@@ -40,7 +40,7 @@ def _follows(first, other, distance):
 
 
 def _part(builder, src, stride, term, width):
-    """One term of a destination integer."""
+    """Emit one term of a destination integer."""
     byte, shift, mask = term
     t = ir.IntType(8 * width)
     at = builder.add(src, builder.mul(stride, ir.Constant(_I64, byte // _APART)))
@@ -78,7 +78,7 @@ def _scramble(builder, block, signs):
 
 
 def _unit_mover(found):
-    """move(src, stride, dst): one unit from blocks `stride` bytes apart."""
+    """Return move(src, stride, dst), which makes one unit from blocks `stride` bytes apart."""
 
     @intrinsic
     def move(typingctx, src, stride, dst):
@@ -108,7 +108,7 @@ def _unit_mover(found):
 
 
 def make_bf16_of_f16():
-    """bf16_of_f16(src, dst, n): n half floats, a multiple of 16, rounded to nearest even bfloat16."""
+    """Return bf16_of_f16(src, dst, n): round n half floats, a multiple of 16, to the nearest even bfloat16."""
 
     def bf16_of_f16(src, dst, n):
         for i in range(0, n, 16):
@@ -118,7 +118,7 @@ def make_bf16_of_f16():
 
 
 def make_repack(layout):
-    """repack(src, bytes of a row, of its header, dst, bytes of a row's header there, units per row, number of groups).
+    """Return repack(src, row bytes, header bytes, dst, its header bytes, units per row, number of groups).
 
     Rows are adjacent in both; the first bytes of a header are kept. `layout`: as for `layout_of`.
     """

@@ -1,4 +1,4 @@
-"""What a result comes from, as a text: a run that was interrupted may only go on where it is the same."""
+"""Describe the origin of a result as a text: an interrupted run may only resume where it is the same."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ _CODE = ("convert", "quant")
 
 
 def run_key(job: QuantizeJob) -> str:
-    """Input files (by size and time), settings of the encoders, and their code; types and keys are in the header."""
+    """Return the key: input files (by size and time), settings of the encoders, and their code.
+
+    Types and keys are in the header of the result.
+    """
     parts = [_code(), repr(job.encode_options), *map(_stamp, job.file.paths)]
     parts += [f"{c.name} {c.source} {c.old.name}" for c in job.choices]
     if job.imatrix is not None:
@@ -29,7 +32,7 @@ def run_key(job: QuantizeJob) -> str:
 
 
 def left_bytes(final: Path) -> int:
-    """What an interrupted run left of this file: it takes room that the result will take."""
+    """Return the bytes that an interrupted run left of this file; the result will replace them."""
     try:
         return part_path(final).stat().st_size
     except OSError:
@@ -46,7 +49,7 @@ def _stamp(path: Path) -> str:
 
 @lru_cache(maxsize=1)
 def _code() -> str:
-    """A digest of the code that makes the bytes."""
+    """Return a digest of the code that makes the bytes."""
     digest = hashlib.sha256()
     for name in _CODE:
         for path in _sources(Path(str(files("ikcli").joinpath(name)))):

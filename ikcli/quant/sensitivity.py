@@ -1,12 +1,12 @@
-"""How much a relative error of each weight matrix hurts, estimated without running the model.
+"""Estimate, without running the model, how much a relative error of each weight matrix hurts.
 
 The unit is the squared relative error of the logits; small errors of different matrices add up. The output matrix makes
-the logits, so its own error counts fully, and so does that of the token embedding, which is the first residual stream.
-A matrix inside a branch (attention, feed-forward) counts with the share that the branch has in the energy of the stream
-right after joining it: blocks normalise the stream, so relative errors are what they pass on. Energies come from the
-weights and the mean squared inputs of an importance matrix; without one all branches count as equally strong. The few
+the logits, so its own error counts fully. So does that of the token embedding, which is the first residual stream. A
+matrix inside a branch (attention, feed-forward) counts with the share that the branch has in the energy of the stream
+right after joining it, because blocks normalise the stream and so pass relative errors on. Energies come from the
+weights and the mean squared inputs of an importance matrix; without one, all branches count as equally strong. The few
 constants are the same for all models; their round values were checked on two small ones only. Measured sensitivities
-(`calibration`) take the place of these estimates where they are wanted.
+(`calibration`) replace these estimates on request.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ QUERY, KEY = "attn_q.weight", "attn_k.weight"
 
 
 def branch_of(name: str) -> str:
-    """Branch of a tensor of a block; empty for other tensors."""
+    """Return the branch of a tensor of a block; empty for other tensors."""
     if not name.startswith("blk."):
         return ""
     if "_exps" in name:
@@ -48,10 +48,10 @@ def branch_of(name: str) -> str:
 def sensitivities(
     names: list[str], metadata: Mapping[str, Any], energies: Mapping[str, float], stream: float | None = None
 ) -> dict[str, float]:
-    """Estimated KL divergence per squared relative error, by tensor name.
+    """Estimate the KL divergence per squared relative error, by tensor name.
 
     `energies`: mean squared norm of the output of the branch ends that have importance weights, per input row (of one
-    expert, for experts), and mean squared element of the output of Q and K; `stream`: mean squared norm of a row of the
+    expert, for experts), and mean squared element of the output of Q and K. `stream`: mean squared norm of a row of the
     token embedding.
     """
     share = shares(names, metadata, energies, stream)
@@ -73,7 +73,10 @@ def sensitivities(
 
 
 def _score(block: str, names: list[str], energies: Mapping[str, float]) -> float:
-    """Mean squared attention score of a block (`blk.N.`), 1 where it is unknown: its elements' squares multiply."""
+    """Return the mean squared attention score of a block (`blk.N.`), 1 where it is unknown.
+
+    It is the product of the mean squared elements of Q and K, within `_SCORE_LIMITS`.
+    """
     q, k = energies.get(block + QUERY), energies.get(block + KEY)
     if q is None or k is None or block + "attn_q_norm.weight" in names:
         return 1.0
@@ -83,7 +86,7 @@ def _score(block: str, names: list[str], energies: Mapping[str, float]) -> float
 def shares(
     names: list[str], metadata: Mapping[str, Any], energies: Mapping[str, float], stream: float | None
 ) -> dict[tuple[int, str], float]:
-    """Share of the branches' outputs in the residual stream after they joined it, by (block, branch).
+    """Return the share of every branch in the residual stream right after it joined, by (block, branch).
 
     A branch without energy counts as strong as the mean of those that have one, or as the embedding if none has.
     """
@@ -105,10 +108,10 @@ def shares(
 
 
 def _mixed(name: str, metadata: Mapping[str, Any]) -> float:
-    """Sum of the squared router weights that mix the outputs of experts; 1 for other branches.
+    """Return the sum of the squared router weights that mix the outputs of experts; 1 for other branches.
 
-    Router weights that are not normalised add up to something between n_used/n_expert and 1; the geometric mean stands
-    for it.
+    Router weights that are not normalised add up to something between n_used/n_expert and 1; the geometric mean of the
+    two is used.
     """
     if branch_of(name) != "ffn_exps":
         return 1.0

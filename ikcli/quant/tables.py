@@ -1,8 +1,9 @@
 """Codebooks: short value tables of the non-linear types, grids of the i-quants, the trellis generator.
 
-Index of a table entry = code stored in the file. Tables of the IQ*_K and KS types are pairs (base row, shifted row);
-the shifted row is the base row plus a constant. The grids come from the `gguf` package, which is imported on first
-use. Answers to the tables of ggml-common.h and to the trellis of https://github.com/ikawrakow/ik_llama.cpp/pull/113.
+The index of a table entry is the code stored in the file. Tables of the IQ*_K and KS types are pairs (base row, shifted
+row); the shifted row is the base row plus a constant. The grids come from the `gguf` package, which is imported on
+first use. Corresponds to the tables of ggml-common.h and to the trellis of
+https://github.com/ikawrakow/ik_llama.cpp/pull/113.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ _TRELLIS_FACTOR = 0xCBAC1FED
 
 @cache
 def grid(name: str) -> Floats:
-    """Grid of IQ2_XXS, IQ2_XS, IQ2_S (n, 8), IQ3_XXS, IQ3_S (n, 4), IQ1_S or IQ1_M (2048, 8); read-only."""
+    """Return the grid of IQ2_XXS, IQ2_XS, IQ2_S (n, 8), IQ3_XXS, IQ3_S (n, 4), IQ1_S or IQ1_M (2048, 8); read-only."""
     from gguf import quants
 
     source: Any = getattr(quants, "IQ1_S" if name == "IQ1_M" else name)
@@ -69,13 +70,13 @@ def grid(name: str) -> Floats:
 
 @cache
 def sign_table() -> Floats:
-    """(256, 8) of +1 and -1: bit j of a sign byte set makes element j negative."""
+    """Return (256, 8) of +1 and -1: bit j of a sign byte set makes element j negative."""
     bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
     return _frozen(1 - 2 * bits.astype(np.float32))
 
 
 def sign_bytes(codes: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
-    """7-bit sign codes -> sign bytes: the eighth bit makes the number of minus signs even."""
+    """Turn 7-bit sign codes into sign bytes: the eighth bit makes the number of minus signs even."""
     low: npt.NDArray[np.uint8] = (codes & 127).astype(np.uint8)
     parity = low ^ low >> np.uint8(4)
     parity ^= parity >> np.uint8(2)
@@ -85,7 +86,7 @@ def sign_bytes(codes: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
 
 @cache
 def trellis(n_values: int, offset: int = TRELLIS_OFFSET, n_rows: int = 65536) -> Floats:
-    """(n_rows, n_values) outputs of the generator: row i holds the values of trellis index i; read-only."""
+    """Return (n_rows, n_values) outputs of the generator; row i holds the values of trellis index i; read-only."""
     state = np.arange(n_rows, dtype=np.uint32) + np.uint32(offset)
     out = np.empty((n_rows, n_values), np.float32)
     for i in range(n_values):

@@ -1,9 +1,9 @@
-"""Types for a given size: the least estimated damage whose bytes fit (`--target-size`, `--target-bpw`).
+"""Choose types for a given size: the least estimated damage whose bytes fit (`--target-size`, `--target-bpw`).
 
 Each tensor's candidate types are tried on sampled rows, which gives squared relative errors, weighted by the importance
 matrix. Their damage is estimated (`sensitivity`) or measured (`calibration`), and `knapsack` chooses. Tensors that stay
-on the CPU choose among types with a row-interleaved twin, the others among all; both sides may have a budget of their
-own. Up and gate experts of a block are one item, because fused experts want equal types.
+on the CPU choose among types with a row-interleaved twin, all others among all types; the two sides may have separate
+budgets. Up and gate experts of a block are one item, because fused experts need equal types.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ CPU, GPU = "cpu", "gpu"
 
 @dataclass(frozen=True, slots=True)
 class CpuShare:
-    """Which tensors stay on the CPU. `named`: sides the user spoke of; if any, the rest is known to be on a GPU.
+    """Which tensors stay on the CPU.
 
-    `patterns`: what the user gave for them, by option.
+    `named`: the sides that the user named; if there are any, the rest is known to be on a GPU. `patterns`: the user's
+    patterns, by option.
     """
 
     on_cpu: Callable[[str], bool] = lambda name: "exps" in name
@@ -56,7 +57,7 @@ class SizeBudget:
     bpw: float = 0.0
 
     def of(self, n_elements: int) -> int:
-        """Bytes for that many weights."""
+        """Return the bytes for that many weights."""
         return self.n_bytes or int(self.bpw * n_elements / 8)
 
 
@@ -64,7 +65,7 @@ class SizeBudget:
 class TargetOptions:
     """Budget of all tensors together, or of `gpu` and `cpu` apart; `rows` per tensor are measured (0 = all).
 
-    `repackable`: all tensors get types with an interleaved twin; `r4`: those on the CPU get the twin itself.
+    `repackable`: all tensors get types with an interleaved twin. `r4`: those on the CPU get the twin itself.
     `keeps_file_type`: the file type was given and is recorded, whatever types the tensors get.
     """
 
@@ -84,7 +85,7 @@ class TargetOptions:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """What was chosen for one tensor: squared relative error and estimated damage of its type."""
+    """The choice for one tensor: its type, with squared relative error and estimated damage."""
 
     type: GGMLType
     side: str
@@ -109,13 +110,15 @@ class TargetPlan:
 
     @property
     def types(self) -> dict[str, GGMLType]:
-        """Type by tensor name."""
+        """Return the type of every tensor by name."""
         return {name: c.type for name, c in self.chosen.items()}
 
 
 def default_candidates(*, on_gpu: bool) -> tuple[GGMLType, ...]:
-    """Good types of every size, the smallest first, with kernels that are fast enough everywhere; for tensors known to
-    be on a GPU also types that are quick there only (and slow to encode)."""
+    """Return good types of every size, the smallest first, whose kernels are fast enough everywhere.
+
+    For tensors known to be on a GPU the list adds types that are fast only there (and slow to encode).
+    """
     found = [t for t in TYPES.values() if t.candidate == "all" or (on_gpu and t.candidate == "gpu")]
     return tuple(t.type for t in sorted(found, key=lambda t: (t.bpw, -t.type)))
 
@@ -123,7 +126,7 @@ def default_candidates(*, on_gpu: bool) -> tuple[GGMLType, ...]:
 def candidates_for(
     options: TargetOptions, name: str, shape: tuple[int, ...], old: GGMLType, imatrix: Imatrix | None
 ) -> list[GGMLType]:
-    """Types a tensor may get: those that suit its rows, are not larger than what it is, and do not lack weights."""
+    """Return the types a tensor may get: they suit its rows, are not larger than its own, and do not lack weights."""
     cpu = options.placement.on_cpu(name)
     wanted = options.candidates or default_candidates(on_gpu=bool(options.placement.named) and not cpu)
     can = available_types() & decodable_types()
@@ -146,7 +149,7 @@ def plan_target(
     n_threads: int = 1,
     advance: Callable[[float], None] = lambda amount: None,
 ) -> TargetPlan:
-    """Types for all choices that are not `fixed`; UsageError if even the smallest types do not fit a budget."""
+    """Choose types for all choices that are not `fixed`; raise UsageError if even the smallest do not fit a budget."""
     free = [c for c in choices if not fixed(c)]
     table, energies, stream = _measure_all(file, free, options, encoding, n_threads, advance)
     prior = sensitivities([c.name for c in choices], file.metadata, energies, stream)
@@ -173,7 +176,7 @@ def plan_target(
 def _studied(
     study: Studied, table: Mapping[str, Mapping[GGMLType, float]], prior: Mapping[str, float]
 ) -> dict[str, Damage]:
-    """Measured damages; UsageError if the study says nothing about these tensors."""
+    """Return measured damages; raise UsageError if the study does not cover these tensors."""
     found = from_study(study.groups, table, prior)
     if not found:
         raise UsageError(
@@ -199,7 +202,7 @@ def _side_budgets(
     choices: Sequence[TypeChoice],
     fixed: Callable[[TypeChoice], bool],
 ) -> dict[str, int]:
-    """What the budgets leave for tensors that are not fixed."""
+    """Return the bytes that the budgets leave for tensors that are not fixed."""
     place = options.placement.side
     kept = {s: sum(c.n_bytes for c in choices if fixed(c) and s in ("", place(c.name))) for s in budgets}
     return {side: budget - kept[side] for side, budget in budgets.items()}
@@ -215,7 +218,7 @@ class _Problem:
     table: Mapping[str, Mapping[GGMLType, float]]
 
     def solve(self, damages: Mapping[str, Damage]) -> tuple[dict[str, Chosen], float]:
-        """The choice by tensor name, and the lower bound of its damage."""
+        """Return the choice by tensor name, and the lower bound of its damage."""
         chosen: dict[str, Chosen] = {}
         bound = 0.0
         place = self.options.placement
@@ -228,7 +231,7 @@ class _Problem:
 
 
 def _budgets(options: TargetOptions, choices: Sequence[TypeChoice]) -> dict[str, int]:
-    """Bytes by side; one entry with an empty name for a common budget."""
+    """Return the bytes by side; one entry with an empty name for a common budget."""
     elements = {CPU: 0, GPU: 0}
     for c in choices:
         n = 1
@@ -249,7 +252,7 @@ def _budgets(options: TargetOptions, choices: Sequence[TypeChoice]) -> dict[str,
 
 
 def budget_bytes(options: TargetOptions, choices: Sequence[TypeChoice]) -> int:
-    """Bytes that all tensors together may take."""
+    """Return the bytes that all tensors together may take."""
     return sum(_budgets(options, choices).values())
 
 
@@ -262,7 +265,7 @@ def _check(
     table: Mapping[str, Mapping[GGMLType, float]],
     weighted: bool,
 ) -> None:
-    """UsageError if a budget is below the smallest types."""
+    """Raise UsageError if a budget is below the smallest types."""
     for side, budget in budgets.items():
         mine = [c for c in choices if side in ("", options.placement.side(c.name))]
         least = sum(c.n_bytes for c in mine if fixed(c))
@@ -278,7 +281,7 @@ def _check(
 
 
 def _items(free: Sequence[TypeChoice], placement: CpuShare) -> list[list[TypeChoice]]:
-    """Tensors that get one type together."""
+    """Group the tensors that get one type together."""
     items: dict[tuple[str, str], list[TypeChoice]] = {}
     for c in free:
         key = c.name.replace("ffn_gate_exps", "ffn_up_exps"), placement.side(c.name)
@@ -329,7 +332,10 @@ def _measure_all(
     n_threads: int,
     advance: Callable[[float], None],
 ) -> tuple[dict[str, dict[GGMLType, float]], dict[str, float], float | None]:
-    """Squared relative errors by tensor and type, energies as `sensitivities` wants them, energy of embedding rows."""
+    """Measure squared relative errors by tensor and type.
+
+    Also returns the energies that `sensitivities` needs, and the energy of embedding rows.
+    """
     table: dict[str, dict[GGMLType, float]] = {}
     energies: dict[str, float] = {}
     stream: float | None = None

@@ -1,4 +1,4 @@
-"""What `--target-size` tells the user: a recipe for `--custom-q @FILE` with comments, and a table of the choices."""
+"""Report on `--target-size`: a recipe for `--custom-q @FILE` with comments, and a table of the choices."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from ikcli.quant.target import TargetPlan
 
 
 def recipe_groups(types: Mapping[str, GGMLType]) -> dict[str, list[str]]:
-    """`RE=TYPE` rules for --custom-q that give these types -> tensors; blocks of one kind and type share a rule."""
+    """Return `RE=TYPE` rules for --custom-q that give these types, each with its tensors.
+
+    Blocks of one kind and type share a rule.
+    """
     groups: dict[tuple[str, GGMLType], list[str]] = {}
     for name, type in types.items():
         m = re.fullmatch(r"blk\.(\d+)\.(.*)", name)
@@ -30,12 +33,12 @@ def recipe_groups(types: Mapping[str, GGMLType]) -> dict[str, list[str]]:
 
 
 def recipe_rules(types: Mapping[str, GGMLType]) -> list[str]:
-    """The rules alone."""
+    """Return the rules alone."""
     return list(recipe_groups(types))
 
 
 def prediction_lines(plan: TargetPlan) -> list[str]:
-    """Predicted damage, how far it can be from the best choice, and the measured one if there is."""
+    """Return the predicted damage, how far it can be from the best choice, and the measured one if there is any."""
     gap = 100 * (plan.damage / plan.bound - 1) if plan.bound > 0 else 0.0
     how = "measured by groups" if plan.measured is not None else "estimated from the weights, right to a factor of 3"
     lines = [
@@ -48,7 +51,7 @@ def prediction_lines(plan: TargetPlan) -> list[str]:
 
 
 def recipe_text(choices: Sequence[TypeChoice], plan: TargetPlan | None) -> list[str]:
-    """Lines for `--custom-q @FILE` that give every tensor the type it has in these choices."""
+    """Return lines for `--custom-q @FILE` that give every tensor the type it has in these choices."""
     n_bytes, n_elements = sum(c.n_bytes for c in choices), sum(math.prod(c.shape) for c in choices)
     lines = [f"# {n_bytes} bytes, {8 * n_bytes / max(1, n_elements):.4f} bits per weight"]
     if plan is not None:
@@ -66,7 +69,7 @@ def recipe_text(choices: Sequence[TypeChoice], plan: TargetPlan | None) -> list[
 
 
 def choice_table(choices: Sequence[TypeChoice], plan: TargetPlan) -> list[str]:
-    """A Markdown table, one line per kind of tensor and type: side, blocks, bits, MiB, error, share of damage."""
+    """Format a Markdown table by kind and type: side, blocks, bits, MiB, error, share of damage."""
     groups: dict[tuple[str, str, GGMLType], list[TypeChoice]] = {}
     for c in choices:
         if c.name in plan.chosen:
@@ -89,7 +92,7 @@ def choice_table(choices: Sequence[TypeChoice], plan: TargetPlan) -> list[str]:
 
 
 def _blocks(names: Sequence[str]) -> str:
-    """`0-3,5`; empty for tensors outside the blocks."""
+    """Format block numbers as `0-3,5`; empty for tensors outside the blocks."""
     blocks = sorted({int(m[1]) for n in names if (m := re.match(r"blk\.(\d+)\.", n))})
     out: list[list[int]] = []
     for b in blocks:
@@ -101,7 +104,7 @@ def _blocks(names: Sequence[str]) -> str:
 
 
 def nearest_file_type(types: Mapping[str, GGMLType], sizes: Mapping[str, int]) -> int:
-    """The file type whose tensors' type holds the most of these bytes."""
+    """Return the file type whose tensor type holds the most of these bytes."""
     totals: dict[GGMLType, int] = {}
     for name, type in types.items():
         totals[type] = totals.get(type, 0) + sizes[name]

@@ -1,4 +1,4 @@
-"""What `ik quantize` and `ik repack` do with a request: open, choose types, check, and the job that writes the result.
+"""Prepare the jobs of `ik quantize` and `ik repack`: open the model, choose types, check them, build the job.
 
 Everything here happens before a weight is read; `quantizer.run` does the rest.
 """
@@ -53,7 +53,7 @@ class ToolOptions:
 
 @dataclass(frozen=True, slots=True)
 class ToolPlan:
-    """A job ready to run, and what to tell the user before it does."""
+    """A job ready to run, and the notes that the user gets before it does."""
 
     job: QuantizeJob
     notes: tuple[str, ...] = ()
@@ -71,7 +71,7 @@ class ToolPlan:
 
     @property
     def bpw(self) -> float:
-        """Bits per weight of the result, all tensors included."""
+        """Return the bits per weight of the result, all tensors included."""
         return 8 * self.new_bytes / self.job.file.n_elements
 
     @property
@@ -80,7 +80,7 @@ class ToolPlan:
 
 
 def parse_file_type(text: str) -> tuple[int, str] | None:
-    """Number and name of a TYPE given by name in any case or by number; None if there is no such type. COPY is 0."""
+    """Return number and name of a TYPE given by name in any case or by number; None if it is unknown. COPY is 0."""
     name = text.strip().upper()
     if name == "COPY":
         return 0, name
@@ -91,7 +91,7 @@ def parse_file_type(text: str) -> tuple[int, str] | None:
 
 
 def file_type_names() -> list[str]:
-    """All names of file types in the order of their numbers, then COPY."""
+    """Return all names of file types in the order of their numbers, then COPY."""
     return [name for f in FILE_TYPES.values() for name in f.names] + ["COPY"]
 
 
@@ -118,7 +118,7 @@ def plan_of(
     target: TargetOptions | None = None,
     advance: Callable[[float], None] = lambda n_bytes: None,
 ) -> ToolPlan:
-    """`plan_quantize` of a model that `opened` returns."""
+    """Do `plan_quantize` for a model that `opened` returns."""
     covariance = open_covariance(options.covariance) if options.covariance is not None else None
     given = read_weights(options, covariance)
     weight_notes = check_weight_rules(given, options)
@@ -152,7 +152,7 @@ def plan_of(
 
 
 def _check_data(imatrix: Imatrix | None, covariance: Covariance | None, choices: Sequence[TypeChoice]) -> None:
-    """FormatError before anything is read or measured, if files of importance belong to another model."""
+    """Raise FormatError, before anything is read or measured, if importance files belong to another model."""
     if imatrix is not None:
         check_sizes(imatrix, choices)
     for c in choices if covariance is not None else ():
@@ -163,7 +163,7 @@ def _check_data(imatrix: Imatrix | None, covariance: Covariance | None, choices:
 def _check_before_measuring(
     recipe: RecipeOptions, choices: Sequence[TypeChoice], names: Sequence[str], options: ToolOptions
 ) -> None:
-    """UsageError for what a run would be refused for after its types were measured."""
+    """Raise UsageError for anything that the run would refuse after its types were measured."""
     if recipe.uses_rules:
         check_uses(rule_uses(recipe.custom, choices), names, options.strict)
     free = [c for c in choices if not is_fixed(c)]
@@ -171,7 +171,7 @@ def _check_before_measuring(
 
 
 def is_fixed(c: TypeChoice) -> bool:
-    """Whether a rule or an option decided, so that no type is chosen for a target size."""
+    """Return whether a rule or an option decided, so that no type is chosen for a target size."""
     return c.rule is not None or bool(c.source) or c.reason.startswith(("kept", "--"))
 
 
@@ -184,7 +184,7 @@ def _choose_for_target(
     encoding: Encoding,
     advance: Callable[[float], None],
 ) -> tuple[RecipeOptions, list[TypeChoice], TargetPlan]:
-    """Choices for the size of `target`; without a TYPE the file type is the one most bytes have."""
+    """Choose types for the size of `target`; without a TYPE the file type is the one with the most bytes."""
     from ikcli.quant.target import plan_target
     from ikcli.quant.target_report import nearest_file_type, recipe_rules
 
@@ -202,7 +202,7 @@ def _choose_for_target(
 
 
 def load_imatrix(options: ToolOptions, covariance: Covariance | None) -> Imatrix | None:
-    """The entries to use of the importance matrix; None without any."""
+    """Return the importance matrix without the entries that options exclude; None without any."""
     return _chosen(read_weights(options, covariance), options)
 
 
@@ -212,14 +212,14 @@ def _chosen(given: Imatrix | None, options: ToolOptions) -> Imatrix | None:
 
 
 def read_weights(options: ToolOptions, covariance: Covariance | None) -> Imatrix | None:
-    """The importance matrix: that of the file, else the mean squares among the second moments."""
+    """Return the importance matrix: that of the file, else the mean squares among the second moments."""
     if options.imatrix is not None:
         return read_imatrix(options.imatrix)
     return covariance.imatrix() if covariance is not None else options.assumed
 
 
 def check_weight_rules(given: Imatrix | None, options: ToolOptions) -> list[str]:
-    """Notes about texts of --include-weights and --exclude-weights that are in the name of no entry."""
+    """Return notes about --include-weights and --exclude-weights that match the name of no entry."""
     notes: list[str] = []
     both = {"--include-weights": options.include_weights, "--exclude-weights": options.exclude_weights}
     names = list(given.entries) if given is not None else []
@@ -234,7 +234,7 @@ def check_weight_rules(given: Imatrix | None, options: ToolOptions) -> list[str]
 
 
 def encoding_of(file: GGUFFile, options: ToolOptions) -> Encoding:
-    """How the tensors of a model are encoded with these options."""
+    """Return how the tensors of a model are encoded with these options."""
     covariance = open_covariance(options.covariance) if options.covariance is not None else None
     imatrix = load_imatrix(options, covariance)
     if imatrix is not None:
@@ -266,7 +266,7 @@ def make_job(
     imatrix: Imatrix | None = None,
     covariance: Covariance | None = None,
 ) -> QuantizeJob:
-    """The job that writes `choices` with these options."""
+    """Create the job that writes `choices` with these options."""
     return QuantizeJob(
         file=file,
         output=Path(output),
@@ -284,9 +284,9 @@ def make_job(
 
 
 def plan_repack(path: str, output: str, patterns: Sequence[str], unrepack: bool, options: ToolOptions) -> ToolPlan:
-    """Regroup every tensor that has a twin and matches one of `patterns` (none: all); the rest is copied.
+    """Plan to regroup every tensor that has a twin and matches one of `patterns` (none: all) and to copy the rest.
 
-    With `strict` UsageError if a pattern matches no tensor.
+    With `strict`, raises UsageError if a pattern matches no tensor.
     """
     return plan_repack_of(open_gguf(path, options.overrides), output, patterns, unrepack, options)
 
@@ -294,7 +294,7 @@ def plan_repack(path: str, output: str, patterns: Sequence[str], unrepack: bool,
 def plan_repack_of(
     file: GGUFFile, output: str, patterns: Sequence[str], unrepack: bool, options: ToolOptions
 ) -> ToolPlan:
-    """`plan_repack` of an open model."""
+    """Do `plan_repack` for an open model."""
     from ikcli.quant.repack import repacked_file_type
 
     tensors = list(file.tensors.values())
@@ -337,7 +337,7 @@ def _repacked(t: TensorInfo, patterns: Sequence[str], unrepack: bool) -> TypeCho
 
 
 def _unpacked_file_type(number: int) -> int:
-    """The plain file type; of several that repack alike the one without a mix (Q4_K_S for Q4_K_R4)."""
+    """Return the plain file type; of several that repack alike, the one without a mix (Q4_K_S for Q4_K_R4)."""
     from ikcli.quant.repack import repacked_file_type
 
     return next((n for n in FILE_TYPES if n != number and repacked_file_type(n) == number), number)

@@ -1,4 +1,4 @@
-"""A line about each TYPE of `ik quantize`, in the words that users of the reference look for."""
+"""Describe each TYPE of `ik quantize` in one line, in the words that users of the reference look for."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NON_LINEAR = {GGMLType.IQ4_NL, GGMLType.IQ4_XS}
 
 
 def type_lines() -> list[str]:
-    """`IQ4_K        4.5 bpw non-linear quantization`, a line per name in the order of the file types."""
+    """Return lines such as `IQ4_K        4.5 bpw non-linear quantization`, in the order of the file types."""
     lines = [f"  {name:<12} {_about(f, name)}" for f in FILE_TYPES.values() for name in f.names]
     return [*lines, f"  {'COPY':<12} only copy tensors, no quantization"]
 
@@ -44,5 +44,5 @@ def _about(f: FileType, name: str) -> str:
 
 
 def _bpw(value: float) -> str:
-    """`4.0`, `2.0625`."""
+    """Format bits per weight: `4.0`, `2.0625`."""
     return f"{value:.1f}" if round(value, 1) == value else f"{value:g}"

@@ -1,6 +1,6 @@
-"""Scan of tensor bytes for NaN and Inf: every value of the float types, every stored scale of the others.
+"""Scan tensor bytes for NaN and Inf: every value of the float types, every stored scale of the others.
 
-Only scales can be non-finite in a quantized block, so a scan reads a few bytes per block, in chunks.
+In a quantized block only scales can be non-finite, so a scan reads a few bytes per block, in chunks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class NonFinite(NamedTuple):
 
 
 def block_scale_offsets(type: GGMLType) -> tuple[int, ...]:
-    """Byte offsets of the f16 scales in a block of a plain type (d, then m or dmin); empty if it has none there."""
+    """Return the byte offsets of the f16 scales in a block of a plain type (d, then m or dmin); empty without any."""
     return TYPES[type].scales if TYPES[type].rows == 1 else ()
 
 
@@ -45,7 +45,7 @@ def check_tensors(file: GGUFFile, names: Iterable[str] | None = None) -> Iterato
 
 
 def check_finite(file: GGUFFile, names: Iterable[str]) -> None:
-    """NonFiniteError that names the tensors, among those of the file, which hold NaN or Inf."""
+    """Raise NonFiniteError that names the given tensors, among those of the file, which hold NaN or Inf."""
     bad = list(check_tensors(file, sorted(n for n in names if n in file.tensors)))
     if bad:
         where = ", ".join(f"{b.name} (element {b.element})" for b in bad[:5])
@@ -53,7 +53,7 @@ def check_finite(file: GGUFFile, names: Iterable[str]) -> None:
 
 
 def first_non_finite(data: npt.NDArray[np.uint8], t: TensorInfo) -> int | None:
-    """Index of the first element whose value or scale is NaN or Inf, or None."""
+    """Return the index of the first element whose value or scale is NaN or Inf, or None."""
     fmt = TYPES[t.type]
     base = fmt.base or fmt.type
     if base in (_T.F32, _T.F16, _T.BF16, _T.F64):
@@ -73,7 +73,10 @@ def first_non_finite(data: npt.NDArray[np.uint8], t: TensorInfo) -> int | None:
 
 
 def _first_bad_float(data: npt.NDArray[np.uint8], base: GGMLType) -> int | None:
-    """The exponent bits alone decide; an offset that is not aligned needs a copy, hence the chunks."""
+    """Return the index of the first NaN or Inf, told by the exponent bits alone, or None.
+
+    An unaligned offset needs a copy; hence the chunks.
+    """
     code, mask = {
         _T.F32: ("<u4", 0x7F800000),
         _T.F16: ("<u2", 0x7C00),
@@ -90,7 +93,7 @@ def _first_bad_float(data: npt.NDArray[np.uint8], base: GGMLType) -> int | None:
 
 
 def _deinterleaved(stored: int, fmt: TensorType, ne0: int) -> int:
-    """Element index of a stored value of bf16_r16: pairs of columns of R rows follow each other."""
+    """Return the element index of a stored value of bf16_r16, where pairs of columns of R rows follow each other."""
     group, rest = divmod(stored, fmt.rows * ne0)
     pair, rest = divmod(rest, 2 * fmt.rows)
     row, column = rest // 2, 2 * pair + rest % 2
@@ -98,7 +101,7 @@ def _deinterleaved(stored: int, fmt: TensorType, ne0: int) -> int:
 
 
 def _bad_groups(groups: npt.NDArray[np.uint8], fmt: TensorType) -> tuple[int, int] | None:
-    """(group, element inside the group) of the first bad scale among groups of `fmt.rows` rows."""
+    """Return (group, element inside the group) of the first bad scale among groups of `fmt.rows` rows."""
     header = fmt.row_meta_size * fmt.rows
     if header:
         bad = ~np.isfinite(_row_scales(groups[:, :header], fmt))
@@ -120,7 +123,7 @@ def _bad_groups(groups: npt.NDArray[np.uint8], fmt: TensorType) -> tuple[int, in
 
 
 def _row_scales(header: npt.NDArray[np.uint8], fmt: TensorType) -> npt.NDArray[np.floating]:
-    """Row headers start with the scale: f16 when 2 bytes long, f32 otherwise. (groups, rows)."""
+    """Read the scales (groups, rows) at the start of row headers: f16 in a header of 2 bytes, f32 otherwise."""
     headers = np.ascontiguousarray(header).reshape(-1, fmt.row_meta_size)
     if fmt.row_meta_size == 2:
         return headers.view("<f2").reshape(-1)
@@ -128,7 +131,7 @@ def _row_scales(header: npt.NDArray[np.uint8], fmt: TensorType) -> npt.NDArray[n
 
 
 def _block_scales(blocks: npt.NDArray[np.uint8], fmt: TensorType) -> npt.NDArray[np.floating] | None:
-    """Scales as (groups, blocks, fields, rows), or None if blocks of this type hold none; exponent 255 is NaN."""
+    """Return scales as (groups, blocks, fields, rows), or None if blocks hold none; an exponent of 255 is NaN."""
     if fmt.type == _T.IQ1_M:
         nibbles = np.ascontiguousarray(blocks[..., 48:56]).view("<u2") >> 12
         bits = (nibbles << np.array([0, 4, 8, 12], np.uint16)).sum(axis=-1, dtype=np.uint16)

@@ -1,1 +1,1 @@
-"""The CPU backend: SIMD vocabulary, kernels, the object-code cache, programs and the thread team."""
+"""The CPU backend: lowering rules, kernels, programs and the thread team."""

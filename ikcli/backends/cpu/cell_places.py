@@ -1,4 +1,4 @@
-"""Where attention finds the row of a position, in numbers that kernels and lowering share."""
+"""Number the ways in which attention finds the row of a position; kernels and lowering share these numbers."""
 
 # Of a K or V part: cells of the sequence, compact rows of the micro-batch, cells of a cache of windows.
 IN_CELLS, IN_ROWS, IN_WINDOW = range(3)

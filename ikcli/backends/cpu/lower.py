@@ -1,4 +1,4 @@
-"""Lowering rules: graph nodes to kernel calls (attention has its own file, `lower_attention.py`).
+"""Lower graph nodes to kernel calls (attention is in `lower_attention.py`).
 
 Numba is never imported here: the sizes that kernels and lowering must agree on are small functions of this module.
 """
@@ -89,7 +89,7 @@ FLOAT_TILE_BYTES = 512 * 32 * 4
 
 
 def stored_name(type_: GGMLType, tensor: str = "a tensor") -> str:
-    """Name under which the kernels know a weight's type (`kernels/formats.py`); UnsupportedError names the tensor."""
+    """Return the kernels' name of a weight's type (`kernels/formats.py`), or raise UnsupportedError."""
     t = TYPES[type_]
     if t.cpu:
         numbers = (t.block_size, t.type_size, t.row_meta_size, t.rows)
@@ -101,7 +101,7 @@ def stored_name(type_: GGMLType, tensor: str = "a tensor") -> str:
 
 
 def activation_kind(type_: GGMLType) -> str:
-    """How the kernels of a weight type want activation rows (`kernels/activations.py`)."""
+    """Return the form in which the kernels of a weight type read activation rows (`kernels/activations.py`)."""
     if type_ in (GGMLType.BF16, GGMLType.BF16_R16) and rounds_activations():
         return "bf16"
     if type_ is GGMLType.F16 and makes_integers():
@@ -110,14 +110,14 @@ def activation_kind(type_: GGMLType) -> str:
 
 
 def _kind_of_rows(low: CpuLowering, w: Weight, rows: RowSpec, exact: bool = False) -> str:
-    """activation_kind, but that rows for generation, which will never be many, need no integers."""
+    """Return `activation_kind`, without integers for generation rows, which are always few."""
     kind = activation_kind(w.type)
-    few = low.independent and low.rows(rows) <= low.few_rows
+    few = low.batch_invariant and low.rows(rows) <= low.few_rows
     return "f32" if kind == "i16" and (exact or few) else kind
 
 
 def kind_row_bytes(kind: str, k: int) -> int:
-    """Bytes of an activation row of k values."""
+    """Return the bytes of an activation row of k values."""
     if kind == "f32":
         return 4 * k
     if kind == "q8":
@@ -128,12 +128,12 @@ def kind_row_bytes(kind: str, k: int) -> int:
 
 
 def activation_row_bytes(k: int) -> int:
-    """Bytes of a quantized activation row (kernels/activations.py)."""
+    """Return the bytes of a quantized activation row (kernels/activations.py)."""
     return -(-(k + 28 * (k // 32)) // 64) * 64 + -(-k // 256) * (256 + 64 * isa.current().plain_avx2)
 
 
 def plan_bytes(n_pairs: int, n_expert: int) -> int:
-    """Bytes of a moe_sort plan (kernels/moe.py)."""
+    """Return the bytes of a moe_sort plan (kernels/moe.py)."""
     return 8 * (2 + 2 * n_expert + 2 * n_pairs)
 
 
@@ -217,7 +217,7 @@ def _swiglu(low: CpuLowering, node: Node, op: SwiGlu) -> None:
 
 
 def _glu_args(act: Glu) -> tuple[str, int]:
-    """Of kernels that depend on the kind of gated activation."""
+    """Return the factory arguments of kernels that depend on the kind of gated activation."""
     return act.kind, int(act.limit > 0)
 
 
@@ -304,7 +304,7 @@ class InputRows:
 
 
 def _activations(low: CpuLowering, w: Weight, x: HeadSlice, heads: int, exact: bool = False) -> InputRows:
-    """The input as the weight's kernel wants it: float rows as they are, or converted once per distinct input."""
+    """Return the input as the weight's kernel reads it: rows as they are, or converted once per input."""
     src = x.node
     kind = _kind_of_rows(low, w, src.rows, exact)
     if kind == "f32":
@@ -328,7 +328,10 @@ def _matmul(factory: str, w: Weight, *kinds: int | str) -> KernelKey:
 
 
 def _product(low: CpuLowering, node: Node, w: Weight, at: Ref, a: InputRows) -> Product:
-    """What all products with rows from `at` on are told; UnsupportedError for a type without kernels or cut groups."""
+    """Return the parameters common to all products with rows from `at` on.
+
+    Raises UnsupportedError for a type without kernels or for cut groups.
+    """
     stored_name(w.type, w.name)  # else an error
     t, rows = TYPES[w.type], TYPES[w.type].rows
     if w.row0 % rows or w.ne1 % rows:
@@ -388,7 +391,7 @@ def _moe_sort(low: CpuLowering, node: Node, op: MoeSort) -> None:
 
 
 def _sorted_activations(low: CpuLowering, w: Weight, op: ExpertProduct) -> InputRows:
-    """Input rows in expert order."""
+    """Return the input rows in expert order."""
     x, plan, n_expert, n_used = op.source, op.plan, op.sort.n_expert, op.sort.n_used
     kind = _kind_of_rows(low, w, x.rows)
     if op.sorted_in:
@@ -408,7 +411,7 @@ def _sorted_activations(low: CpuLowering, w: Weight, op: ExpertProduct) -> Input
 
 
 def _by_expert(low: CpuLowering, node: Node, op: ExpertProduct, w: Weight) -> tuple[Product, Experts]:
-    """What products by expert are told."""
+    """Return the parameters of a product by expert."""
     row = row_size(w.type, w.ne0)
     product = _product(low, node, w, low.weight(w), _sorted_activations(low, w, op))
     return product, Experts(n_expert=w.ne2, w_expert=row * w.ne1, offsets=low.out(op.plan) + 8)

@@ -1,7 +1,7 @@
-"""Lowering of the KV cache and attention ops: hadamard, kv_store, kv_rows, flash_attn, attn.
+"""Lower the KV cache and attention ops: hadamard, kv_store, kv_rows, flash_attn, attn.
 
-Scratch is one region per thread; what attention without flash materialises is an ordinary buffer, so that it shows in
-the memory report.
+Scratch is one region per thread. The scores that attention without flash materialises are an ordinary buffer, so that
+the memory report shows them.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _type_name(type_: GGMLType) -> str:
 
 @RULES.add(Hadamard, "x n_head head_dim offset blocks")
 def lower_hadamard(low: CpuLowering, node: Node, op: Hadamard) -> None:
-    """Rotation of heads in power-of-two blocks."""
+    """Lower the rotation of heads in power-of-two blocks."""
     params = HadamardParams(x=low.out(op.x), out=low.out(node), heads=op.n_head, dim=op.head_dim, offset=op.offset,
                             n_blocks=len(op.blocks), sizes=tuple(op.blocks))  # fmt: skip
     low.emit(KernelKey("hadamard", "make_hadamard"), node.rows, params, row_bytes=16 * node.cols)
@@ -65,7 +65,7 @@ def lower_hadamard(low: CpuLowering, node: Node, op: Hadamard) -> None:
 
 @RULES.add(KvStore, "cache x offset n_cols cache_offset")
 def lower_kv_store(low: CpuLowering, node: Node, op: KvStore) -> None:
-    """Write columns of a value into the cache."""
+    """Lower the store of columns of a value into the cache."""
     cache, x, cols, cache_offset = op.cache, op.x, op.n_cols, op.cache_offset
     type_ = _type_name(cache.type)
     source = low.out(x) + 4 * op.offset
@@ -93,7 +93,7 @@ def lower_kv_store(low: CpuLowering, node: Node, op: KvStore) -> None:
 
 @RULES.add(KvRows, "cache offset n_cols")
 def lower_kv_rows(low: CpuLowering, node: Node, op: KvRows) -> None:
-    """Cached columns as compact f32 rows."""
+    """Lower the read of cached columns as compact f32 rows."""
     cache = op.cache
     if cache.per is Per.WINDOW:
         raise UnsupportedError(f"{node.name}: the CPU backend reads windows of a cache in attention only")
@@ -108,7 +108,7 @@ _ABSENT = AttentionPart(at=0, row_bytes=0, offset=0, head_stride=0, width=0, pla
 
 
 def _part(low: CpuLowering, x: HeadSlice | None) -> tuple[str, AttentionPart]:
-    """(element type, parameters) of a part."""
+    """Return (element type, parameters) of a part."""
     if x is None:
         return "", _ABSENT
     if isinstance(x.source, Node):
@@ -126,18 +126,20 @@ def _part(low: CpuLowering, x: HeadSlice | None) -> tuple[str, AttentionPart]:
 
 
 def _chunks(*parts: HeadSlice) -> int:
-    """Columns in units of 16, every part padded."""
+    """Return the columns in units of 16, every part padded."""
     return sum(-(-p.width // 16) for p in parts)
 
 
 def _unit_heads(group: int, limit: int = MAX_ROWS) -> int:
-    """Heads that one task handles: a divisor of the heads that share a KV head."""
+    """Return the heads that one task handles: a divisor of the heads that share a KV head."""
     return max(d for d in range(1, min(group, limit) + 1) if group % d == 0)
 
 
 def _view_chunk(k: tuple[HeadSlice, ...], v: HeadSlice, pairs: bool) -> int:
-    """First chunk of the K tile where V lies, or -1 if V is not a part of K's row, or one that tiles of pairs share:
-    the end, behind other columns, in chunks of 32."""
+    """Return the first chunk of the K tile in which V lies, or -1 if V is not a part of K's row.
+
+    Tiles of pairs can share V only if it is the end of the row, behind other columns, in chunks of 32.
+    """
     shift = v.offset - k[0].offset
     inside = shift >= 0 and shift % 16 == 0 and shift + v.width <= k[0].width
     same = len(k) == 1 and k[0].source is v.source and k[0].head_stride == v.head_stride
@@ -148,8 +150,10 @@ def _view_chunk(k: tuple[HeadSlice, ...], v: HeadSlice, pairs: bool) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Sources:
-    """What q, k and v of an attention node are made of: element types and parts, and what the node asks for beyond
-    causal attention: letters (kernels/attention_tasks.py)."""
+    """The sources of q, k and v of an attention node: element types and parts.
+
+    Also holds the features beyond causal attention, as letters (kernels/attention_tasks.py).
+    """
 
     k_types: str
     v_type: str
@@ -175,7 +179,7 @@ class _Sources:
         return cls("+".join(filter(None, (t0, t1))), v_type, more, (q0, q1), (k0, k1), v_part)
 
     def key(self, module: str, factory: str, *args: int | str, letters: str = "wscbd") -> KernelKey:
-        """A kernel, made for those of these letters that the node needs."""
+        """Return the key of a kernel, specialized for those of these letters that the node needs."""
         more = "".join(x for x in self.more if x in letters)
         return KernelKey(module, factory, (*args, more) if more else args)
 
@@ -184,7 +188,7 @@ _STREAMED = {"f32": 16, "f16": 16, "bf16": 16, "q8_0": 32}  # columns of a step:
 
 
 def _is_streamed(*parts: HeadSlice) -> bool:
-    """Whether K and V are rows of caches that the kernel for one token reads where they lie."""
+    """Return whether K and V are rows of caches that the kernel for one token reads in place."""
     for p in parts:
         step = _STREAMED.get(_type_name(p.source.type)) if isinstance(p.source, Cache) else None
         if step is None or any(c % step for c in (p.offset, p.width, p.head_stride)):
@@ -193,16 +197,16 @@ def _is_streamed(*parts: HeadSlice) -> bool:
 
 
 def _fits_integers(k: Sequence[HeadSlice], v: HeadSlice) -> bool:
-    """Whether kernels/attention_pairs.py loses nothing worth mentioning: no cache holds more than f16 does.
+    """Return whether kernels/attention_pairs.py loses nothing significant: no cache holds more than f16 does.
 
-    Rows computed from the cache, in f32, are as precise as what they are computed from.
+    Rows computed from the cache, in f32, are as precise as the cache itself.
     """
     types = {p.source.type for p in (*k, v) if isinstance(p.source, Cache)}
     return isa.current().name == "avx512" and bool(types) and GGMLType.F32 not in types
 
 
 def _staging(sources: _Sources, k: Sequence[HeadSlice], v: HeadSlice) -> str:
-    """How kernels/attention_pairs.py takes rows: "codes" of q8_0, "direct" of 16-bit floats, else by way of "f32"."""
+    """Return how kernels/attention_pairs.py reads rows: "codes" of q8_0, "direct" 16-bit floats, or through "f32"."""
     columns = [c for p in (*k, v) for c in (p.offset, p.width, p.head_stride)]
     types = {sources.k_types, sources.v_type}
     if types == {"q8_0"} and not any(c % 32 for c in columns):
@@ -211,7 +215,7 @@ def _staging(sources: _Sources, k: Sequence[HeadSlice], v: HeadSlice) -> str:
 
 
 def _most_streamed(k_type: str, k: Sequence[HeadSlice], v: HeadSlice) -> int:
-    """Heads per KV head up to which the kernel for one token is used."""
+    """Return the most heads per KV head for which the kernel for one token is used."""
     if len(k) > 1 or not _is_streamed(*k, v):
         return 0
     wide = isa.current().name == "avx512" and k_type != "q8_0" and not _fits_integers(k, v)
@@ -219,7 +223,10 @@ def _most_streamed(k_type: str, k: Sequence[HeadSlice], v: HeadSlice) -> int:
 
 
 def _regions(*sizes: int) -> tuple[list[int], int]:
-    """(offsets, total) of regions one after the other; the total keeps threads off each other's cache lines."""
+    """Return (offsets, total) of regions placed one after the other.
+
+    The total is rounded up to keep threads off each other's cache lines.
+    """
     at = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
     return at[:-1], -(-max(at[-1], 4096) // 128) * 128 + 64
 
@@ -229,13 +236,13 @@ _FIELDS = "q k v n_head n_head_kv scale window chunk sinks softcap wide"
 
 @RULES.add(FlashAttn, _FIELDS + " both slopes")
 def lower_flash_attn(low: CpuLowering, node: Node, op: FlashAttn) -> None:
-    """Flash attention: one pass, then merging of the parts of split tasks."""
+    """Lower flash attention: one pass, then merge the parts of split tasks."""
     k, v, n_head, group = op.k, op.v, op.n_head, op.group
     if isinstance(v.source, Cache) and v.source.transposed:
         raise UnsupportedError("flash attention reads V row by row: the V cache cannot be transposed")
     sources = _Sources.of(low, node, op)
     heads = _unit_heads(group)
-    block = 1 if low.independent else max(1, MAX_ROWS // heads)
+    block = 1 if low.batch_invariant else max(1, MAX_ROWS // heads)
     n_rows, units = min(block, low.max_rows[Rows.TOKENS]) * heads, n_head // heads
     k_chunks, v_chunks = _chunks(*k), _chunks(v)
     stream = n_rows == heads <= _most_streamed(sources.k_types, k, v)
@@ -265,7 +272,7 @@ def lower_flash_attn(low: CpuLowering, node: Node, op: FlashAttn) -> None:
     slot_bytes = 2 * STAT_BYTES + 64 * v_chunks * rows
     scratch = low.buffer(low.n_threads * scratch_bytes)
     n_slots = SPLITS_PER_THREAD * low.n_threads * per_task
-    slots = low.buffer(max(n_slots, units) * low.max_rows[Rows.TOKENS] * slot_bytes if low.independent
+    slots = low.buffer(max(n_slots, units) * low.max_rows[Rows.TOKENS] * slot_bytes if low.batch_invariant
                        else n_slots * slot_bytes)  # fmt: skip
     slopes = low.constant(np.asarray(op.slopes, np.float32).tobytes()) if op.slopes else 0
     params = FlashParams(
@@ -275,7 +282,7 @@ def lower_flash_attn(low: CpuLowering, node: Node, op: FlashAttn) -> None:
         chunk=op.chunk or _NO_WINDOW, sinks=low.weight(op.sinks) if op.sinks else 0, slopes=slopes, cap=op.softcap,
         q=sources.q, k=sources.k, v=sources.v, v_chunk=max(view, 0), o_at=o_at, stats_at=stats_at, slots=slots,
         slot_bytes=slot_bytes, q_unit=q_unit, o_unit=o_unit, units_per_task=per_task, min_split=_MIN_SPLIT[few],
-        independent=int(low.independent),
+        batch_invariant=int(low.batch_invariant),
     )  # fmt: skip
     types = (sources.k_types, "view" if view >= 0 else sources.v_type)
     if stream:
@@ -296,7 +303,7 @@ def lower_flash_attn(low: CpuLowering, node: Node, op: FlashAttn) -> None:
 
 @RULES.add(Attn, _FIELDS + " heads_per_step")
 def lower_attn(low: CpuLowering, node: Node, op: Attn) -> None:
-    """Attention with stored scores, some heads at a time: K*Q, soft-max, times V."""
+    """Lower attention with stored scores, some heads at a time: K*Q, soft-max, times V."""
     n_head = op.n_head
     step = op.heads_per_step or n_head
     scores_cols = -(-low.max_rows[Rows.KV] // 16) * 16
@@ -307,7 +314,7 @@ def lower_attn(low: CpuLowering, node: Node, op: Attn) -> None:
 
 
 def _attn_step(low: CpuLowering, node: Node, op: Attn, first: int, n_heads: int, scores: Ref, scores_cols: int) -> None:
-    """The heads [first, first + n_heads)."""
+    """Lower the heads [first, first + n_heads)."""
     v, group, sources = op.v, op.group, _Sources.of(low, node, op)
     heads = _unit_heads(math.gcd(group, n_heads, first or group))
     block = max(1, MAX_ROWS // heads)

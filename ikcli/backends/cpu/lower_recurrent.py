@@ -1,4 +1,4 @@
-"""Lowering of recurrent layers: short convolution, norms, decays, the delta rule, the selective scan."""
+"""Lower recurrent layers: short convolution, norms, decays, the delta rule, the selective scan."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ikcli.native.kernel_cache import KernelKey
 
 
 def delta_scratch_bytes(dk: int) -> int:
-    """Bytes per thread of the delta rule's scratch (kernels/delta_net.py)."""
+    """Return the bytes per thread of the delta rule's scratch (kernels/delta_net.py)."""
     rows, block = 64 * DELTA_CHUNK, 64 * dk
     return (
         2 * dk // 16 * rows + DELTA_CHUNK // 16 * (block + 2 * rows) + 2 * rows + 8 * dk + 4 * DELTA_CHUNK + 2 * 16 * 64

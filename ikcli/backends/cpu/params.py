@@ -1,12 +1,13 @@
-"""Parameters of CPU kernels by name: a record is declared once, lowering fills it, the kernel reads it.
+"""Declare the parameters of CPU kernels by name: lowering fills a record, the kernel reads it.
 
     class ScaleParams(Params):      low.emit(key, node.rows, ScaleParams(x=low.out(op.x), factor=op.factor))
         x: Address
         factor: F32                 @kernel(ScaleParams)
                                     def scale(params, ith, nth): ... params.x ... params.factor ...
 
-In memory a record is int64 words in the order of its fields, those of its base classes first; a field that is a record
-takes as many words as that. Numba is not needed here; `kernels/records.py` is what kernels add.
+In memory a record is a sequence of int64 words in the order of its fields, those of its base classes first. A field
+that is a record takes as many words as that record. This module needs no Numba; `kernels/records.py` adds the kernels'
+side.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _RECORDS: dict[str, type[Record]] = {}
 
 
 class ParamField(NamedTuple):
-    """A field's first word, and how it is stored: a number, `words`, or one or several records."""
+    """A field: its first word, and how it is stored: a number, `words`, or one or several records."""
 
     at: int
     kind: str | type[Record]
@@ -38,7 +39,7 @@ class ParamField(NamedTuple):
 
 @dataclass_transform(kw_only_default=True)
 class Record:
-    """Words with names. Every field is given by name; a wrong one is refused when the record is made."""
+    """Words with names. Every field is given by name; creating the record refuses an unknown one."""
 
     fields: ClassVar[dict[str, ParamField]] = {}
     n_words: ClassVar[int] = 0
@@ -70,8 +71,11 @@ HEAD = {"state": ParamField(0, "i64"), "row_count": ParamField(1, "i64"), "row_f
 
 
 class Params(Record):
-    """Parameters of a kernel. The words before them are filled for all kernels: the address of the state block, which
-    of its words counts the rows, and by what that is to be multiplied."""
+    """Parameters of a kernel.
+
+    The words before them are filled for all kernels: the address of the state block, the index of its word that counts
+    the rows, and the factor on that count.
+    """
 
     fields: ClassVar[dict[str, ParamField]] = HEAD
     n_words: ClassVar[int] = len(HEAD)
@@ -96,12 +100,12 @@ def _stored(value: Any, kind: str | type[Record]) -> list[Word]:
 
 
 def f32_bits(x: float) -> int:
-    """A float32 as the low half of a word."""
+    """Return a float32 as the low half of a word."""
     bits: int = struct.unpack("<I", struct.pack("<f", x))[0]
     return bits
 
 
 def f64_bits(x: float) -> int:
-    """A float64 as a word."""
+    """Return a float64 as a word."""
     bits: int = struct.unpack("<q", struct.pack("<d", x))[0]
     return bits

@@ -49,7 +49,7 @@ class AttentionPart(Record):
 
 
 class AttentionParams(Params):
-    """What all kernels of attention share. A task is some tokens and the heads of a unit, which share a KV head."""
+    """Parameters of all attention kernels. A task is some tokens and the heads of a unit, which share a KV head."""
 
     out: Address
     out_stride: int
@@ -87,11 +87,11 @@ class FlashParams(AttentionParams):
     o_unit: int
     units_per_task: int
     min_split: int  # fewest positions of a part of a task
-    independent: int  # 1: how a task is split does not depend on the other tasks
+    batch_invariant: int  # 1: how a task is split does not depend on the other tasks
 
 
 class FullParams(AttentionParams):
-    """... whose scores are stored."""
+    """Parameters of attention with stored scores."""
 
     score_rows: int  # per head
     scores: Address

@@ -28,7 +28,7 @@ class EmbedPositionsParams(EmbedParams):
 
 
 class MapParams(Params):
-    """Row by row, or value by value."""
+    """Parameters of a map over rows or values."""
 
     x: Address
     out: Address

@@ -6,7 +6,7 @@ from ikcli.backends.cpu.params import F32, Address, Params, Record
 
 
 class ConvertParams(Params):
-    """Columns of heads to rows as a weight's kernel wants them."""
+    """Parameters of the conversion of head columns to the rows that a weight's kernel reads."""
 
     x: Address
     stride: int
@@ -19,7 +19,7 @@ class ConvertParams(Params):
 
 
 class GatherParams(Params):
-    """... rows in expert order."""
+    """Parameters of the same conversion for rows in expert order."""
 
     x: Address
     stride: int
@@ -49,7 +49,7 @@ class Product(Record):
 
 
 class MulMatParams(Params):
-    """Dense and per-head. Output row t, head h, weight row r: out + t * out_stride + h * out_head + 4 * r."""
+    """Dense and per-head products. Output row t, head h, weight row r: out + t * out_stride + h * out_head + 4 * r."""
 
     product: Product
     heads: int

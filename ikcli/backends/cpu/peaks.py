@@ -1,7 +1,7 @@
-"""What this machine can do at best, measured: products from registers and reading of memory.
+"""Measure the peaks (roofline) of this machine: products from registers and reads from memory.
 
-The kernels are those of `kernels/peaks.py`. Threads wait for each other, then all run; the fastest of several runs
-counts, from the first start to the last end.
+The kernels are in `kernels/peaks.py`. Threads wait for each other, then all run. The fastest of several runs counts,
+from the first start to the last end.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ Clock = Callable[[], float]
 
 
 def product_peak(kind: str, threads: int, clock: Clock = time.perf_counter, repeat: int = 20) -> float:
-    """Multiplications and additions per second of all threads; kind: one of OPS. 0 if the CPU lacks them."""
+    """Measure multiplications and additions per second of all threads; 0 if the CPU lacks the instruction.
+
+    `kind`: one of OPS.
+    """
     if not _NEEDS.get(kind, set()) <= isa.current().features:
         return 0.0
     scratch = np.zeros(SCRATCH_BYTES * threads, np.uint8)
@@ -40,9 +43,9 @@ def product_peak(kind: str, threads: int, clock: Clock = time.perf_counter, repe
 
 
 def read_peak(threads: int, n_bytes: int = 1 << 29, cpus: Sequence[frozenset[int]] = (), repeat: int = 7) -> float:
-    """Bytes per second that all threads read from memory; `cpus`: those every thread stays on.
+    """Measure the bytes per second that all threads read from memory; `cpus`: the CPUs that each thread is pinned to.
 
-    Each thread fills the part that it reads, so that it is on its own node.
+    Each thread fills the part that it reads, so that the part is on the thread's own NUMA node.
     """
     n_bytes = n_bytes // SCRATCH_BYTES * SCRATCH_BYTES
     data, scratch = np.empty(n_bytes, np.uint8), np.zeros(SCRATCH_BYTES * threads, np.uint8)
@@ -55,7 +58,7 @@ def _shortest(
     key: KernelKey, params: Params, threads: int, repeat: int, clock: Clock,
     cpus: Sequence[frozenset[int]] = (), data: npt.NDArray[np.uint8] | None = None,
 ) -> float:  # fmt: skip
-    """Seconds of the fastest run."""
+    """Return the seconds of the fastest run."""
     shared_library().require([key])
     kernel = native_function(shared_library()[key], 3)
     words = np.array([*[0] * len(HEAD), *params.words], np.int64)

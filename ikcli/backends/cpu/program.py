@@ -1,8 +1,8 @@
-"""Programs: a graph lowered to kernel calls over one arena.
+"""Build programs: a graph lowered to kernel calls over one arena.
 
-Lowering turns every node into one or more `KernelCall`s whose parameter words may be `Ref`s: places in a buffer, a
-weight or a cache tensor that get their address only when the program is bound to memory. Between lowering and binding
-everything is known that a memory report needs, and nothing has been allocated.
+Lowering turns every node into one or more `KernelCall`s. Their parameter words may be `Ref`s: places in a buffer, a
+weight or a cache tensor that get an address only when the program is bound to memory. Between lowering and binding,
+everything that a memory report needs is known, and nothing has been allocated.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from ikcli.graph import Cache, Graph, Node, RowSpec, Weight
 from ikcli.native.kernel_cache import KernelKey
 from ikcli.native.kernel_library import KernelLibrary
 
-INDEPENDENT_ROWS = 8  # rows up to which an `independent` program keeps its promise
+INDEPENDENT_ROWS = 8  # most rows for which a program can be batch-invariant
 FEW_ROWS = 4  # a row of weights is decoded once for as many
 ENTRY_WORDS = 4  # of the table that kernels/executor.py walks
 
 
 @dataclass(slots=True)
 class KernelCall:
-    """One kernel call: `node` is the recorded node it belongs to.
+    """One kernel call; `node` is the recorded node it belongs to.
 
-    `row_bytes`: what a row moves, if so little that a few rows are left to one thread; 0 = always divided.
+    `row_bytes`: the bytes that a row moves, if they are so few that one thread should take several rows; 0 = always
+    divide.
     """
 
     kernel: KernelKey
@@ -41,37 +42,37 @@ class KernelCall:
 
 @dataclass(slots=True)
 class CpuLowering(Buffers):
-    """What lowering functions write to."""
+    """The target of lowering functions."""
 
     n_threads: int
     n_cells: int  # cells of the KV cache over all sequences
-    independent: bool = False  # see CpuDevice.plan
+    batch_invariant: bool = False  # see CpuDevice.plan
     ops: list[KernelCall] = field(default_factory=list)
     constants: dict[int, np.ndarray] = field(default_factory=dict)
     outside: dict[int, Node] = field(default_factory=dict)  # buffers that are not part of the arena
 
     @property
     def few_rows(self) -> int:
-        """Up to this many activation rows a matrix product reads weights without unpacking them for all rows."""
-        return INDEPENDENT_ROWS if self.independent else FEW_ROWS
+        """Return the most activation rows for which a product reads weights without unpacking them."""
+        return INDEPENDENT_ROWS if self.batch_invariant else FEW_ROWS
 
     def buffer(self, n_bytes: int) -> Ref:
-        """Temporary memory, alive from the first to the last op that names it."""
+        """Return temporary memory, alive from the first to the last op that names it."""
         return Ref(self.new_buffer(max(n_bytes, 64)))
 
     def constant(self, data: bytes) -> Ref:
-        """Read-only data that lives as long as the program."""
+        """Return read-only data that lives as long as the program."""
         ref = self.buffer(0)
         copy = self.constants[buffer_index(ref)] = aligned_zeros(len(data))
         copy[:] = np.frombuffer(data, dtype=np.uint8)
         return ref
 
     def place_outside(self, node: Node) -> None:
-        """Keep a node's value in memory that `CpuProgram.bind` is told: it comes from or goes to another device."""
+        """Keep a node's value in memory that is passed to `CpuProgram.bind`: it crosses to or from another device."""
         self.outside[buffer_index(self.out(node))] = node
 
     def weight(self, w: Weight, row_bytes: int = 0) -> Ref:
-        """The weight's data, at its first row."""
+        """Return the weight's data, at its first row."""
         return Ref(w.name, w.row0 * row_bytes)
 
     def emit(self, kernel: KernelKey, rows: RowSpec, params: Params, row_bytes: int = 0) -> None:
@@ -85,7 +86,7 @@ class CpuProgram:
     """A lowered graph, later bound to memory and kernels."""
 
     def __init__(self, lowering: CpuLowering, result: Node | None) -> None:
-        """`result` is read after the last op."""
+        """Take over a lowering; `result` is read after the last op."""
         self.ops = lowering.ops
         self._result = result
         self._lowering = lowering
@@ -96,13 +97,13 @@ class CpuProgram:
 
     @property
     def result(self) -> Node:
-        """The node whose value is the program's."""
+        """Return the node whose value is the program's."""
         assert self._result is not None
         return self._result
 
     @property
     def kernels(self) -> list[KernelKey]:
-        """Every kernel the program calls."""
+        """Return every kernel that the program calls."""
         return list(dict.fromkeys(op.kernel for op in self.ops))
 
     def _plan(self) -> tuple[list[int], int]:
@@ -151,24 +152,24 @@ class CpuProgram:
         return caches[w.target] + w.offset
 
     def view(self, arena: np.ndarray, node: Node, n_rows: int) -> np.ndarray:
-        """The node's output as (n_rows, cols) float32 (or int32); valid right after its last op has run."""
+        """Return the node's output as (n_rows, cols) float32 (or int32); valid right after its last op has run."""
         memory, at = self._place(arena, node)
         data = memory[at : at + 4 * n_rows * node.cols]
         return data.view(np.float32 if node.dtype == "f32" else np.int32).reshape(n_rows, node.cols)
 
     def raw(self, arena: np.ndarray, node: Node, at: int, n: int) -> np.ndarray:
-        """n int64 words from byte `at` of the node's output on."""
+        """Return n int64 words from byte `at` of the node's output on."""
         memory, start = self._place(arena, node)
         return memory[start + at : start + at + 8 * n].view(np.int64)
 
     def _place(self, arena: np.ndarray, node: Node) -> tuple[np.ndarray, int]:
-        """(memory, first byte) of a node's output."""
+        """Return (memory, first byte) of a node's output."""
         buffer = self._lowering._node_buffers[node]
         outside = self._outside.get(buffer)
         return (arena, self._offsets[buffer]) if outside is None else (outside, 0)
 
     def node_ops(self) -> list[tuple[Node, int, int]]:
-        """(node, first op, one past its last op) in execution order, nodes without ops left out."""
+        """Return (node, first op, one past its last op) in execution order, without nodes that have no ops."""
         spans: list[tuple[Node, int, int]] = []
         for i, op in enumerate(self.ops):
             if spans and spans[-1][0] is op.node:
@@ -178,14 +179,14 @@ class CpuProgram:
         return spans
 
     def first_use(self, names: Collection[str]) -> int:
-        """Index of the first op that names one of these weights; the number of ops if none does."""
+        """Return the index of the first op that names one of these weights; the number of ops if none does."""
         found = (i for i, op in enumerate(self.ops) for w in op.words if isinstance(w, Ref) and w.target in names)
         return next(found, len(self.ops))
 
     def carried(self, cuts: Sequence[int]) -> list[list[tuple[int, int]] | None]:
-        """For each cut: places in the arena (first byte, bytes) that ops from there on read from ops before it.
+        """Return for each cut the places in the arena (first byte, bytes) that later ops read and earlier ops wrote.
 
-        None where a cache tensor is used on both sides: what it holds is not in the arena.
+        None where both sides use the same cache tensor, whose content is not in the arena.
         """
         first: dict[int | Cache, int] = {}
         last: dict[int | Cache, int] = {}
@@ -206,7 +207,7 @@ class CpuProgram:
         return out
 
     def has_output(self, node: Node) -> bool:
-        """Whether the node has a buffer of its own."""
+        """Return whether the node has a separate buffer."""
         return node in self._lowering._node_buffers and node.cols > 0
 
 

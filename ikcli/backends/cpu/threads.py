@@ -1,7 +1,7 @@
-"""The thread team: Python threads that live inside compiled code (without the GIL) while there is work.
+"""The thread team: Python threads that stay inside compiled code (without the GIL) while there is work.
 
-The calling thread is number 0. Workers wait for a new epoch with a short spin, then yield; after about a millisecond of
-nothing they return to Python and sleep on an event, so an idle session costs no CPU.
+The calling thread is number 0. Workers wait for a new epoch with a short spin, then yield. After about a millisecond
+without work they return to Python and sleep on an event, so an idle session costs no CPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Team:
     """`size` threads including the caller's; `run` executes a program with up to n of them."""
 
     def __init__(self, library: KernelLibrary, size: int, cpus: Sequence[frozenset[int]] | None = None) -> None:
-        """`cpus`: where each thread may run, the caller's first; None leaves that to the system."""
+        """Start the workers; `cpus`: the CPUs of each thread, the caller's first; None: any."""
         library.require([LAUNCH, WORKER])
         self.size = size
         self._launch = native_function(library[LAUNCH], 4)
@@ -62,7 +62,7 @@ class Team:
             self._sleeping[ith] = False
 
     def run(self, program: int, n_ops: int, n_threads: int) -> int:
-        """Execute n_ops ops of the program at this address; 0, or 1 + the index of an op that failed."""
+        """Execute n_ops ops of the program at this address; return 0, or 1 + the index of an op that failed."""
         n = min(n_threads, self.size)
         if n > 1:
             self._announced += 1
@@ -72,7 +72,7 @@ class Team:
         return self._launch(self._sync, program, n_ops, n)
 
     def close(self) -> None:
-        """End the workers."""
+        """Stop the workers."""
         self._words[_STOP] = 1
         for ith in range(1, self.size):
             self._parked[ith].set()

@@ -1,4 +1,6 @@
-"""Which tile a weight type unpacks into (shared by lowering, which must not import Numba, and by the kernels).
+"""Describe the dequantized tile (packed panel) of each weight type, for kernels and lowering.
+
+This module must not import Numba, because lowering uses it.
 
 A tile holds 16 (TILE_ROWS) rows. Per 32 columns: a header of float32 vectors (one value per row), then 8 x 64 bytes,
 group j holding bytes 4j..4j+3 of each row as unsigned codes. Modes:
@@ -31,58 +33,62 @@ LAYOUT = {"s32": (64, 576), "m32": (128, 640), "s16": (128, 640), "m16": (256, 7
 
 
 def most_code(fmt: Any, mode: str) -> int:
-    """The largest code of a row or group format, or the largest magnitude of its values where these have signs."""
+    """Return the largest code of a row or group format, or the largest magnitude if its values are signed."""
     if mode[0] == "m":
         return MOST_WITH_MINIMUM
     return fmt.most_magnitude() or (2 * fmt.bias - 1 if fmt.bias else 128)
 
 
 def tile_bias(fmt: Any) -> int:
-    """What is added to a value of a symmetric mode in a tile: little where products of small codes are cheaper."""
+    """Return the bias on values of a symmetric mode in a tile: small where products of small codes are cheaper."""
     return fmt.bias if isa.current().plain_avx2 and 0 < fmt.bias <= _SMALL_BIAS else 128
 
 
 def first_sum() -> int:
-    """What integer sums of a tile begin with, so that as float32 their bits are FIRST_SUM_F32 more than they are; or 0.
+    """Return the start value of a tile's integer sums, or 0.
 
-    Then no conversion is needed: FIRST_SUM_F32 goes with the product by the scale. It pays where that is one
-    instruction of few ports, and where the start of a sum needs no other change.
+    With that start, the bits of a sum read as float32 are the sum plus FIRST_SUM_F32, so no conversion is needed: the
+    product by the scale subtracts FIRST_SUM_F32 again. This pays where a conversion is one instruction of few ports,
+    and where the start of a sum needs no other change.
     """
     return 0 if isa.current().plain_avx2 else _SPACING_1
 
 
 def tile_bytes(mode: str, k: int) -> int:
-    """Bytes of a tile of k columns; unpacking writes whole steps of 256."""
+    """Return the bytes of a tile of k columns; unpacking writes whole steps of 256."""
     return -(-k // 256) * tile_bytes_per_step(mode)
 
 
 def tile_bytes_per_step(mode: str) -> int:
-    """Bytes of 256 columns of a tile."""
+    """Return the bytes of 256 columns of a tile."""
     return 8 * LAYOUT[mode][1]
 
 
 def multiplies_tiles_together() -> bool:
-    """Whether this machine has registers for TILES_TOGETHER tiles at once."""
+    """Return whether this machine has registers for TILES_TOGETHER tiles at once."""
     return "avx512vnni" in isa.current().features
 
 
 def rows_at_once() -> int:
-    """Rows of activations that a tile is multiplied with at a time: as many sums as registers hold."""
+    """Return the activation rows that a tile is multiplied with at a time: as many sums as registers hold."""
     return 8 if "avx512f" in isa.current().features else 4
 
 
 def rounds_activations() -> bool:
-    """Whether rows of bfloat16 are multiplied with activations of bfloat16."""
+    """Return whether bfloat16 rows are multiplied with activations rounded to bfloat16."""
     return "avx512bf16" in isa.current().features
 
 
 def makes_integers() -> bool:
-    """Whether rows of f16 and their activations become 16-bit integers, twice as many per product as float32."""
+    """Return whether rows of f16 and their activations become 16-bit integers.
+
+    An instruction then multiplies twice as many of them as of float32.
+    """
     return "avx512vnni" in isa.current().features
 
 
 def tiles_per_thread(mode: str, k: int) -> int:
-    """How many tiles of k columns a thread unpacks at a time."""
+    """Return the tiles of k columns that a thread unpacks at a time."""
     if not multiplies_tiles_together():
         return 1
     return next(n for n in TILE_COUNTS if n == 1 or n * tile_bytes(mode, k) <= _CACHE)

@@ -1,1 +1,1 @@
-"""CUDA backend: kernels are CUDA C++ sources shipped as PTX, run through cuda-python (driver.py), nothing at import."""
+"""The CUDA backend: CUDA C++ kernels shipped as PTX and run through cuda-python (driver.py); no imports here."""

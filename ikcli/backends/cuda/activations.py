@@ -1,6 +1,6 @@
-"""Activation rows: values converted once per input and kind for the matrix products that read them.
+"""Convert activation rows once per input and kind for the matrix products that read them.
 
-The launch that computes a value also writes its converted rows where it can (norms, swiglu); else a conversion is
+The launch that computes a value also writes its converted rows where it can (norms, swiglu); otherwise a conversion is
 launched. Layouts: `layouts.py`; kernels: `kernels/layer_rows.cu`, `layer_common.cuh`.
 """
 
@@ -24,12 +24,12 @@ WANT_Q8, WANT_BF16 = 1, 2  # layer_common.cuh
 
 
 def parts_of(n: int, per_block: int) -> int:
-    """Blocks for n items."""
+    """Return the number of blocks for n items."""
     return -(-n // per_block)
 
 
 def row_grid(spec: RowSpec, parts: int = 1) -> Grid:
-    """One block per row and part of a row: rows first, only that dimension of a grid may exceed 65535."""
+    """Return one block per row and part of a row; rows come first, since only that dimension may exceed 65535."""
     return lambda c: (c.rows(spec), parts, 1)
 
 
@@ -44,7 +44,7 @@ class Activations:
 
 @dataclass(slots=True)
 class Wanted:
-    """When converted rows are needed: if any of their readers runs. None: always."""
+    """Condition for converted rows: one of their readers runs. None: always."""
 
     readers: list[When | None] = field(default_factory=list)
 
@@ -54,7 +54,7 @@ class Wanted:
 
 @dataclass(slots=True)
 class Formats:
-    """The argument by which a kernel learns which rows to make beside its float32 result."""
+    """The argument that tells a kernel which rows to make beside its float32 result."""
 
     q8: Wanted | None = None
     bf16: Wanted | None = None
@@ -65,25 +65,25 @@ class Formats:
 
 
 def format_args() -> tuple[Arg, ...]:
-    """FORMATS of a kernel that can make activation rows: none wanted yet."""
+    """Return FORMATS of a kernel that can make activation rows: none wanted yet."""
     return 0, 0, 0, 0, Formats()
 
 
 def formats_of(op: GpuLaunch) -> Formats | None:
-    """Of a launch that can make activation rows, which it makes."""
+    """Return the formats of a launch that can make activation rows, else None."""
     formats = op.arg("wanted") if "wanted" in (places(op.kernel) or ()) else None
     assert formats is None or isinstance(formats, Formats)
     return formats
 
 
 def makes_formats(op: GpuLaunch) -> bool:
-    """Whether a launch makes activation rows."""
+    """Return whether a launch makes activation rows."""
     formats = formats_of(op)
     return formats is not None and (formats.q8 is not None or formats.bf16 is not None)
 
 
 def producer(low: GpuLowering, node: Node, first: int = 0) -> int:
-    """Index of the last op, not before `first`, that computes a node; -1 if there is none."""
+    """Return the index of the last op, not before `first`, that computes a node; -1 without one."""
     for i in range(len(low.ops) - 1, first - 1, -1):
         if low.ops[i].node is node or node in low.ops[i].also:
             return i
@@ -97,14 +97,15 @@ _ROW_BYTES: dict[str, Callable[[int], int]] = {
 
 
 def kind_row_bytes(kind: str, k: int) -> int:
-    """Bytes of an activation row of k values, by kind."""
+    """Return the bytes of an activation row of k values, by kind."""
     return _ROW_BYTES[kind](k)
 
 
 def activations(low: GpuLowering, x: HeadSlice, heads: int, kind: str, when: When | None = None) -> Activations:
-    """Rows of a node as `kind`, made once: columns offset + h*head_stride .. +width of every row, for each head.
+    """Return the rows of a node as `kind`, converted once.
 
-    `when`: the condition under which the caller's launch runs; the rows exist only then. q8 needs widths of n*32.
+    A row has columns offset + h*head_stride .. +width for each head h. `when`: the condition under which the caller's
+    launch runs; the rows exist only then. q8 needs widths of n*32.
     """
     src = x.node
     if kind == "q8" and x.width % 32:
@@ -135,7 +136,7 @@ def _convert(low: GpuLowering, x: HeadSlice, heads: int, kind: str, out: Ref, ro
 
 
 def _by_producer(low: GpuLowering, x: HeadSlice, heads: int, kind: str, out: Ref, row: int, when: When | None) -> bool:
-    """Let the launch that computes the value write the rows too."""
+    """Let the launch that computes the value write the rows too; return whether it can."""
     at = producer(low, x.node)
     if at < 0 or kind not in ("q8", "bf16") or x.width % 32 or low.ops[at].when is not None:
         return False
@@ -155,14 +156,14 @@ def _by_producer(low: GpuLowering, x: HeadSlice, heads: int, kind: str, out: Ref
 
 
 def _unrotated(op: GpuLaunch, x: HeadSlice, heads: int) -> bool:
-    """Whether these are the columns before the rotated ones of all queries of a layer_latent launch."""
+    """Return whether these are the columns before the rotated ones of all queries of a layer_latent launch."""
     if op.arg("b") != 0 or op.arg("w") != 0:
         return False
     return (x.offset, x.width, x.head_stride, heads) == (0, *op.named("offset dim heads"))
 
 
 def _also_when(low: GpuLowering, at: Ref, when: When | None) -> None:
-    """Rows that exist already have one more reader."""
+    """Register one more reader of rows that exist already."""
     key = ("made by op", at)  # where it was found last: a cache expanded head by head is read thousands of times
     hint = low._shared.get(key)
     last = hint.target if hint is not None and isinstance(hint.target, int) else len(low.ops)
@@ -177,4 +178,4 @@ def _also_when(low: GpuLowering, at: Ref, when: When | None) -> None:
             wanted.readers.append(when)
             low._shared[key] = Ref(i)
             return
-    raise AssertionError("activation rows that nobody makes")
+    raise AssertionError("no launch makes these activation rows")

@@ -1,4 +1,4 @@
-"""Lowering of the KV cache and attention ops for the GPU: kv_store, kv_rows, flash_attn, attn; choice of kernels.
+"""Lower the KV cache and attention ops for the GPU (kv_store, kv_rows, flash_attn, attn) and choose their kernels.
 
 Four kinds of attention kernels (kernels/attn_*.cu), chosen by shape and, at capture, by the counts of the bucket:
     mla       absorbed MLA: keys are rows of 576 columns, values their last 512
@@ -63,7 +63,7 @@ def _place(source: Node | Cache) -> np.int32:
 # --- the cache --------------------------------------------------------------------------------------------------------
 @RULES.add(KvStore, "cache x offset n_cols cache_offset")
 def kv_store(low: GpuLowering, node: Node, op: KvStore) -> None:
-    """Write columns of a value into the cells of the micro-batch."""
+    """Lower the store of columns of a value into the cells of the micro-batch."""
     cache, x, offset, cols, cache_offset = op.cache, op.x, op.offset, op.n_cols, op.cache_offset
     type_, traits = kernel_type(cache.type), TYPES[cache.type]
     source = low.out(x) + 4 * offset
@@ -91,7 +91,7 @@ def kv_store(low: GpuLowering, node: Node, op: KvStore) -> None:
 
 @RULES.add(KvRows, "cache offset n_cols")
 def kv_rows(low: GpuLowering, node: Node, op: KvRows) -> None:
-    """Cached columns as compact f32 rows."""
+    """Lower the read of cached columns as compact f32 rows."""
     check_columns(op.cache, op.offset, node.cols)
     if op.cache.per is Per.WINDOW:
         raise UnsupportedError(f"{node.name}: a cache of windows does not have all positions; add --swa-full")
@@ -101,8 +101,10 @@ def kv_rows(low: GpuLowering, node: Node, op: KvRows) -> None:
 def _emit_rows(
     low: GpuLowering, source: Cache | Node, offset: int, cols: int, to: str, out: Ref, when: When | None, view: View
 ) -> None:
-    """Columns offset.. of every cached position that queries see, from a cache or from compact rows of a node, as rows
-    of type `to`."""
+    """Emit a conversion to rows of type `to`: columns offset.. of every cached position that queries see.
+
+    The source is a cache or compact rows of a node.
+    """
     if isinstance(source, Node):
         at, type_, blocks, row, col = low.out(source), KERNEL_TYPES[GGMLType.F32], 0, 4 * source.cols, 4
     else:
@@ -120,7 +122,7 @@ def _emit_rows(
 @RULES.add(FlashAttn, "q k v n_head n_head_kv scale window chunk sinks softcap wide")
 @RULES.add(Attn, "q k v n_head n_head_kv scale heads_per_step window chunk sinks softcap wide")
 def attention(low: GpuLowering, node: Node, op: Attention) -> None:
-    """Causal attention within each segment."""
+    """Lower attention within each segment."""
     for part in (*op.k, op.v):
         if isinstance(part.source, Cache):
             check_columns(part.source, part.offset, part.width, part.head_stride)
@@ -149,12 +151,12 @@ def _is_absorbed(op: Attention) -> bool:
 
 
 def _in_fours(q: tuple[HeadSlice, ...]) -> bool:
-    """Whether kernels can read queries in vectors of four."""
+    """Return whether kernels can read queries in vectors of four."""
     return not any(x % 4 for p in q for x in (p.offset, p.head_stride, p.node.cols))
 
 
 def _same_latent(op: Attention) -> bool:
-    """Whether V is the transposed copy of what K rows hold in the same type: then the rows do for both."""
+    """Return whether V is the transposed copy of K's rows in the same type, so that one copy serves both."""
     k, v = op.k[0].source, op.v
     return (
         isinstance(v.source, Cache)
@@ -166,7 +168,7 @@ def _same_latent(op: Attention) -> bool:
 
 
 def _cut(parts: tuple[HeadSlice, ...], at: int) -> tuple[HeadSlice, HeadSlice] | None:
-    """A head as two slices, the first of `at` columns; None if a slice would have to be made of two."""
+    """Cut a head into two slices, the first of `at` columns; None if a slice would need two sources."""
     first = parts[0]
     if len(parts) == 2 and first.width == at:
         return first, parts[1]
@@ -176,17 +178,17 @@ def _cut(parts: tuple[HeadSlice, ...], at: int) -> tuple[HeadSlice, HeadSlice] |
 
 
 def _query(low: GpuLowering, part: HeadSlice) -> tuple[Arg, Arg, Arg]:
-    """Address, elements per token and per head of a query slice."""
+    """Return address, elements per token and per head of a query slice."""
     return low.out(part.node) + 4 * part.offset, part.node.cols, np.int32(part.head_stride)
 
 
 def _scale(op: Attention) -> np.float32:
-    """For scores in base 2."""
+    """Return the scale of scores in base 2."""
     return np.float32(np.float32(op.scale) * _LOG2E)
 
 
 def _view(low: GpuLowering, op: Attention) -> tuple[Arg, Arg, Arg, Arg]:
-    """What queries see and what happens to scores: window, chunk, sinks, softcap."""
+    """Return the arguments for the attention mask and the scores: window, chunk, sinks, softcap."""
     return np.int32(op.window), np.int32(op.chunk), _sinks(low, op), np.float32(op.softcap)
 
 
@@ -199,7 +201,7 @@ _MLA_KINDS = {GGMLType.F32: "f16", GGMLType.F16: "f16", GGMLType.BF16: "bf16", G
 
 
 def mla_shared(kind: str, rows: int) -> int:
-    """Shared memory of `attn_mla_<kind>_r<rows>`: MlaLayout of kernels/attn_mla.cuh."""
+    """Return the shared memory of `attn_mla_<kind>_r<rows>`: MlaLayout of kernels/attn_mla.cuh."""
     stages = {"any": 1, "q8": 4, "f16": 2, "bf16": 2}.get(kind, 4 if rows == 16 else 3)
     at = stages * MLA_BLOCK * (MLA_K + 18 * 2 if kind == "q8" else MLA_K * 2)
     return at + 4 * rows * MLA_BLOCK * 4 + rows * (MLA_BLOCK + 8) * 2 + rows * 4 + 16
@@ -213,7 +215,7 @@ def _mla(low: GpuLowering, node: Node, op: Attention) -> None:
         kind += "s"  # three stages and more
 
     def rows_of(c: Counts) -> int:
-        """Rows of a tile: 32 if a segment has more than 16 on average."""
+        """Return the rows of a tile: 32 if a segment has more than 16 on average."""
         return 32 if _up(c.n_tokens * heads, max(1, min(c.n_segments, c.n_tokens))) > 16 else 16
 
     def shapes(c: Counts) -> Shape:
@@ -248,7 +250,7 @@ def _same(rows_of: Callable[[Counts], int], rows: int, c: Counts) -> bool:
 # ... grouped heads
 @dataclass(frozen=True, slots=True)
 class _Tiled:
-    """A node that prefill kernels can do: slices of q and k cut where the kernel's two parts meet."""
+    """A node that prefill kernels support: slices of q and k cut where the kernel's two parts meet."""
 
     q: tuple[HeadSlice, HeadSlice | None]
     k: tuple[HeadSlice, HeadSlice | None]
@@ -272,17 +274,17 @@ def _tiled(op: Attention) -> _Tiled | None:
 
 
 def decode_shared(k_width: int, v_width: int) -> int:
-    """Shared memory of decode kernels: DecodeLayout of kernels/attn_decode.cuh."""
+    """Return the shared memory of decode kernels: DecodeLayout of kernels/attn_decode.cuh."""
     return (80 * (k_width + 8) + 64 * (v_width + 8)) * 2
 
 
 def prefill_block(k_width: int, wide: bool = False) -> int:
-    """Positions per step of prefill kernels; `wide` ones have two tiles in shared memory."""
+    """Return the positions per step of prefill kernels; `wide` ones have two tiles in shared memory."""
     return 32 if wide or k_width == 256 else 64
 
 
 def prefill_shared(rows: int, k_width: int, v_width: int) -> int:
-    """Shared memory of prefill kernels: PrefillLayout of kernels/attn_prefill.cuh."""
+    """Return the shared memory of prefill kernels: PrefillLayout of kernels/attn_prefill.cuh."""
     block = prefill_block(k_width)
     return ((rows + block) * (k_width + 8) + block * (v_width + 8)) * 2
 
@@ -292,13 +294,13 @@ def _heads(low: GpuLowering, node: Node, op: Attention, tiled: _Tiled) -> None:
     on_sm = low.device.shared_per_sm
 
     def few(c: Counts) -> bool:
-        """Whether decode kernels do it: at most one tile of 16 rows per segment on average, or few tokens."""
+        """Return whether decode kernels apply: at most one tile of 16 rows per segment on average, or few tokens."""
         return tiled.direct and (c.n_tokens <= N_EXACT or c.n_tokens * group <= 16 * min(c.n_segments, c.n_tokens))
 
     wide = tiled.k_width < 256 and 2 * (prefill_shared(128, tiled.k_width, v.width) + 1024) <= on_sm
 
     def rows_of(c: Counts) -> int:
-        """Rows of a tile of prefill kernels: half as many where that fills more of the GPU."""
+        """Return the rows of a tile of prefill kernels: half as many where that fills more of the GPU."""
         per_segment = _up(c.n_tokens * group, max(1, min(c.n_segments, c.n_tokens)))
         return 64 if per_segment <= 64 or op.n_head_kv * count_tiles(c, group, 128) <= low.device.n_sm else 128
 
@@ -326,7 +328,7 @@ _DECODE_KINDS = {GGMLType.F16: "f16", GGMLType.BF16: "bf16", GGMLType.Q8_0: "q8"
 
 
 def _decode_kind(op: Attention) -> str:
-    """K and V of one of the usual types have kernels of their own."""
+    """Return the kind of decode kernel; the usual types of K and V have specialized ones."""
     types = {p.source.type if isinstance(p.source, Cache) else GGMLType.F32 for p in (op.k[0], op.v)}
     return _DECODE_KINDS.get(types.pop(), "any") if len(types) == 1 else "any"
 
@@ -343,7 +345,7 @@ def _decode(low: GpuLowering, op: Attention, tiled: _Tiled, parts: Parts, when: 
 
 
 def _rows_of_any(low: GpuLowering, part: HeadSlice) -> tuple[Arg, ...]:
-    """Address, blocks (elements) per row, type, first column, columns per head, place, cells."""
+    """Return address, blocks (elements) per row, type, first column, columns per head, place, cells."""
     source = part.source
     if isinstance(source, Node):
         at, per_row, type_ = low.out(source), source.cols, KERNEL_TYPES[GGMLType.F32]
@@ -357,7 +359,7 @@ def _rows_of_any(low: GpuLowering, part: HeadSlice) -> tuple[Arg, ...]:
 def _prefill(
     low: GpuLowering, op: Attention, tiled: _Tiled, parts: Parts, rows: int, wide: bool, when: When, few: When
 ) -> None:
-    """`wide`: 32 rows per warp instead of 16."""
+    """Emit a prefill kernel; `wide`: 32 rows per warp instead of 16."""
     v, n_head, n_head_kv = op.v, op.n_head, op.n_head_kv
     slices = [*(p for p in tiled.k if p is not None), v]
     bf16 = any(isinstance(p.source, Cache) and p.source.type == GGMLType.BF16 for p in slices)
@@ -374,7 +376,7 @@ def _prefill(
 
 @dataclass(frozen=True, slots=True)
 class _Rows16:
-    """Keys and values as 16-bit rows: caches of that type as they are, everything else converted once per source."""
+    """Keys and values as 16-bit rows: caches of that type in place, everything else converted once per source."""
 
     low: GpuLowering
     slices: list[HeadSlice]
@@ -384,7 +386,7 @@ class _Rows16:
     view: View
 
     def args(self, part: HeadSlice) -> tuple[Arg, ...]:
-        """Address, bytes per row and per head, compact."""
+        """Return address, bytes per row and per head, compact."""
         source = part.source
         if isinstance(source, Cache) and TYPES[source.type].name == self.to:
             return (self.low.cache(source) + 2 * part.offset, 2 * source.cols, np.int32(2 * part.head_stride),
@@ -394,7 +396,7 @@ class _Rows16:
         return out + 2 * (part.offset - first), 2 * (stop - first), np.int32(2 * part.head_stride), np.int32(IN_ROWS)
 
     def _columns(self, source: Node | Cache) -> tuple[int, int]:
-        """Range of columns that slices of this source have."""
+        """Return the range of columns that slices of this source cover."""
         mine = [p for p in self.slices if p.source is source or p.source == source]
         ends = [p.offset + (self.n_head_kv - 1) * p.head_stride + p.width for p in mine]
         return min(p.offset for p in mine), max(ends)
@@ -403,7 +405,7 @@ class _Rows16:
 def _compact(
     low: GpuLowering, source: Node | Cache, first: int, cols: int, to: str, when: When | None, view: View
 ) -> Ref:
-    """Columns of every cached position as rows of f16, bf16 or f32, made once for all nodes that want them."""
+    """Return columns of every cached position as f16, bf16 or f32 rows, converted once for all nodes."""
 
     def make() -> Ref:
         out = low.buffer((4 if to == "f32" else 2) * cols * low.max_rows[Rows.KV])
@@ -434,7 +436,7 @@ def _any(low: GpuLowering, node: Node, op: Attention) -> None:
 
 
 def _rows_f32(low: GpuLowering, part: HeadSlice, n_head_kv: int, view: View) -> tuple[Arg, ...]:
-    """Address, elements per row and per head of compact f32 rows."""
+    """Return address, elements per row and per head of compact f32 rows."""
     if isinstance(part.source, Node):
         return low.out(part.source) + 4 * part.offset, part.source.cols, np.int32(part.head_stride)
     cols = (n_head_kv - 1) * part.head_stride + part.width

@@ -1,7 +1,7 @@
-"""How attention is divided between blocks of the GPU: tiles of query rows, parts of the cached positions.
+"""Divide attention between blocks of the GPU: tiles of query rows, parts of the cached positions.
 
-A node that is too small to fill the GPU with its query rows is computed in parts over ranges of positions, whose
-un-normalised sums and (maximum, denominator) pairs attn_combine merges (kernels/attn_tiles.cuh, attn_mla.cu).
+A node with too few query rows to fill the GPU is computed in parts over ranges of positions. attn_combine merges their
+un-normalised sums and (maximum, denominator) pairs (kernels/attn_tiles.cuh, attn_mla.cu).
 """
 
 from __future__ import annotations
@@ -24,14 +24,18 @@ def _up(n: int, by: int) -> int:
 
 
 def count_tiles(c: Counts, group: int, rows: int, of_segment: int = 1) -> int:
-    """Upper bound of the tiles of `rows` (token, head) rows; a tile holds rows of one segment, or of one of 2."""
+    """Return an upper bound of the tiles of `rows` (token, head) rows.
+
+    A tile holds rows of one segment, or of one of 2.
+    """
     segments = min(of_segment * max(c.n_segments, 1), c.n_tokens)
     return min(c.n_tokens * _up(group, rows), (c.n_tokens * group + segments * (rows - 1)) // rows)
 
 
 class Shape(NamedTuple):
-    """Of a kernel: rows of a tile, positions of a block, blocks an SM can hold, and the least blocks of a part unless
-    parts are fixed.
+    """The shape of a kernel: rows of a tile, positions of a block, blocks per SM.
+
+    Also the least blocks of a part, unless parts are fixed.
     """
 
     rows: int
@@ -44,9 +48,9 @@ class Shape(NamedTuple):
 class SplitPlan:
     """Division of cached positions into parts for one attention node.
 
-    Parts of equal size fill the GPU once. In programs whose rows must not depend on each other, up to N_EXACT tokens
-    have parts whose size depends on the position of a token alone (kernels: `part_size`): as many, `most`, as fill the
-    GPU for one token. So they follow what the cache holds, not what it could hold.
+    Parts of equal size fill the GPU once. In batch-invariant programs, up to N_EXACT tokens have parts whose size
+    depends on the position of a token alone (kernels: `part_size`): as many, `most`, as fill the GPU for one token. So
+    they follow the cached positions, not the capacity of the cache.
     """
 
     n_head: int
@@ -61,12 +65,12 @@ class SplitPlan:
 
     @classmethod
     def of(cls, low: GpuLowering, op: Attention, shapes: Callable[[Counts], Shape]) -> SplitPlan:
-        """`shapes`: that of the kernel for these counts."""
+        """Return the plan for a node; `shapes`: the shape of the kernel for given counts."""
         longest, most = low.max_rows[Rows.KV], low.max_rows[Rows.TOKENS]
         limits = [n for n in (op.window, op.chunk) if n]
         plan = cls(op.n_head, op.n_head_kv, op.v.width, low.device.n_sm, longest, min([*limits, longest]),
                    bool(limits), 0, 1 << 62)  # fmt: skip
-        if low.independent:
+        if low.batch_invariant:
             one = Counts(1, 1, longest, 1, longest)
             plan = replace(plan, most=max(1, plan._filling(one, shapes(one))))
         rows = 0
@@ -78,16 +82,19 @@ class SplitPlan:
         return replace(plan, most_rows=rows)
 
     def fixed(self, c: Counts) -> int:
-        """The most parts whose sizes depend on positions alone, 0 for parts of equal size."""
+        """Return the most parts whose sizes depend on positions alone, 0 for parts of equal size."""
         return self.most if c.n_tokens <= N_EXACT else 0
 
     def _filling(self, c: Counts, shape: Shape) -> int:
-        """Parts that fill the GPU once."""
+        """Return the number of parts that fills the GPU once."""
         blocks = self.n_head_kv * count_tiles(c, self.n_head // self.n_head_kv, shape.rows)
         return self.n_sm * shape.per_sm // max(blocks, 1)
 
     def parts(self, c: Counts, shape: Shape) -> int:
-        """Parts for these counts. Fixed ones of moving windows: the same number always, two more for their ends."""
+        """Return the parts for these counts.
+
+        Fixed parts of moving windows are always the same number, plus two for their ends.
+        """
         longest = min(c.longest or c.n_kv, self.n_cells)
         if fixed := self.fixed(c):
             if fixed == 1:
@@ -100,7 +107,7 @@ class SplitPlan:
 
 
 def _token_buckets(most: int) -> Iterator[int]:
-    """Numbers of tokens that a program may be launched for."""
+    """Yield the numbers of tokens that a program may be launched for."""
     n = 1
     while n < most:
         yield n
@@ -110,7 +117,7 @@ def _token_buckets(most: int) -> Iterator[int]:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The results of parts, and what attention kernels are told about them (`args`: out, parts, stats)."""
+    """The results of parts, and the arguments of attention kernels about them (`args`: out, parts, stats)."""
 
     plan: SplitPlan
     shapes: Callable[[Counts], Shape]
@@ -129,16 +136,16 @@ class Parts:
         return self.out, self.sums, self.stats
 
     def tiles(self, c: Counts, rows: int) -> int:
-        """Tiles of `rows` rows for these counts: tokens of a segment may have fixed parts of two sizes."""
+        """Return the tiles of `rows` rows for these counts; tokens of a segment may have fixed parts of two sizes."""
         return count_tiles(c, self.plan.n_head // self.plan.n_head_kv, rows, 2 if self.plan.fixed(c) else 1)
 
     def count(self, c: Counts) -> int:
-        """Parts for these counts."""
+        """Return the parts for these counts."""
         return self.plan.parts(c, self.shapes(c))
 
     @property
     def args(self) -> tuple[Arg, Arg]:
-        """Number of parts, most fixed ones."""
+        """Return the number of parts, and the most fixed ones."""
         return (lambda c: np.int32(self.count(c))), (lambda c: np.int32(self.plan.fixed(c) if self.count(c) > 1 else 0))
 
     def combine(self, low: GpuLowering, sinks: Arg = 0) -> None:

@@ -1,8 +1,9 @@
-"""One GPU of a session: plans its turns, gives programs memory, launches them, keeps captured graphs.
+"""Run the splits of one GPU: plan them, give programs memory, launch them, keep captured graphs.
 
-Everything of a step is queued on one stream: the step block, then per turn what comes from other devices, the launches,
-and what goes to other devices. The first step of a bucket (`Counts.bucket`) runs launch by launch; from the second on
-every turn is one captured graph. Nothing is allocated in a step.
+A split (`Turn`) is a run of nodes that one device computes before another device goes on. Everything of a step is
+queued on one stream: the step block, then per split the values from other devices, the launches, and the values for
+other devices. The first step of a bucket (`Counts.bucket`) runs launch by launch; from the second on every split is one
+captured graph. A step allocates nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _HEAD = 128  # bytes of the step block's words
 
 @dataclass(slots=True)
 class Span:
-    """Ops first..stop-1 of one turn, values that come in before and go out after."""
+    """Ops first..stop-1 of one split, values that come in before it and go out after it."""
 
     first: int
     stop: int
@@ -44,7 +45,7 @@ class Span:
 
 @dataclass(slots=True, eq=False)
 class CudaProgram:
-    """The turns of one device, lowered."""
+    """The splits of one device, lowered."""
 
     program: GpuProgram
     spans: list[Span]
@@ -62,17 +63,17 @@ class CudaProgram:
 
     @property
     def most_buckets(self) -> int:
-        """Buckets whose graphs are kept."""
+        """Return the number of buckets whose graphs are kept."""
         fitting = min(MAX_GRAPHS // len(self.spans), MAX_GRAPH_LAUNCHES // max(len(self.program.ops), 1))
         return max(min(MAX_BUCKETS, fitting), 2)
 
     def has_output(self, node: Node) -> bool:
-        """Whether the node's value can be shown."""
+        """Return whether the node's value can be shown."""
         return self.program.has_output(node)
 
 
 class CudaBackend:
-    """See the module. `rules` are those of all ops unless given."""
+    """One GPU of a session. `rules` default to those of all ops."""
 
     asynchronous = True
     in_place = False
@@ -103,7 +104,7 @@ class CudaBackend:
         streamed: Collection[str] = (),
         window_cells: int = 0,
     ) -> CudaProgram:
-        """Lower the turns one after the other; nothing is allocated. `streamed`: weights that stay on the host."""
+        """Lower the splits one after the other without allocating. `streamed`: weights that stay on the host."""
         rules = self._rules if self._rules is not None else all_rules()
         low = GpuLowering(rows, n_cells, self.limits, window_cells, independent)
         spans: list[Span] = []
@@ -128,13 +129,13 @@ class CudaBackend:
         return CudaProgram(GpuProgram(low), spans, dict(rows), reads, largest)
 
     def step_bytes(self, programs: Sequence[CudaProgram]) -> int:
-        """Bytes of the step block of these programs."""
+        """Return the bytes of the step block of these programs."""
         n = max(p.most[Rows.TOKENS] for p in programs)
         kv = max((p.most[Rows.KV] for p in programs if p.reads_kv_rows), default=0)
         return _HEAD + n * (4 + 4 + 8 + 8 + 8 * SEG_WORDS + 8 + 8 + 8) + 8 * kv + 9 * 16
 
     def compute_bytes(self, programs: Sequence[CudaProgram]) -> int:
-        """Device memory of these programs: work memory they share, constants, the step block."""
+        """Return the device memory of these programs: shared work memory, constants, the step block."""
         if not programs:
             return 0
         arena = max(p.arena_bytes for p in programs)
@@ -174,7 +175,7 @@ class CudaBackend:
         device.prepare(self.kernels(programs))
 
     def _streamed(self, programs: Sequence[CudaProgram]) -> Iterator[Bytes]:
-        """Weights that come from the host in a step, those that are in the same place whenever they are asked for."""
+        """Yield the streamed weights that are at the same host address in every step."""
         for name in {w.name for p in programs for span in p.spans for _, ws in span.loads for w in ws}:
             assert self.host_bytes is not None
             data = self.host_bytes(name)
@@ -200,7 +201,7 @@ class CudaBackend:
 
     @staticmethod
     def kernels(programs: Sequence[CudaProgram]) -> dict[str, int]:
-        """Every kernel with the most shared memory it may ask for."""
+        """Return every kernel with the most shared memory it may ask for."""
         most: dict[str, int] = {}
         for p in programs:
             sizes = list(_some_counts(p.most))
@@ -229,19 +230,19 @@ class CudaBackend:
         self._free, self._ready = None, None
 
     def close(self) -> None:
-        """Free what `bind` made."""
+        """Free the memory that `bind` allocated."""
         self._release()
 
     # --- running ----------------------------------------------------------------------------------------------------
     def begin(self, program: CudaProgram, state: StepBlock) -> None:
-        """A new micro-batch: its step block goes to the device."""
+        """Begin a micro-batch: send its step block to the device."""
         self._counts = _counts(state).bucket(program.most)
         assert self._step is not None
         used = self._pack(program, state)
         self.device.upload(self._stream, self._step_address, self._step.array[:used])
 
     def _pack(self, program: CudaProgram, state: StepBlock) -> int:
-        """Write the step block into pinned memory, arrays one after the other; returns the bytes used."""
+        """Write the step block into pinned memory, arrays one after the other; return the bytes used."""
         assert self._step is not None
         words, *arrays = state.arrays()
         memory = self._step.array
@@ -258,7 +259,7 @@ class CudaBackend:
         return at
 
     def run(self, program: CudaProgram, turn: int, n_threads: int) -> None:
-        """Queue one turn."""
+        """Queue one split."""
         device, span, counts = self.device, program.spans[turn], self._counts
         graphs = program.graphs.get(counts)
         capture = self._capture and not program.largest_load and counts not in program.eager
@@ -280,7 +281,7 @@ class CudaBackend:
         device.record(self._stream, program.events[turn])
 
     def _give_up_graphs(self, program: CudaProgram, counts: Counts) -> None:
-        """Free all graphs; steps of this bucket are launched one by one from now on."""
+        """Free all graphs and launch steps of this bucket one by one from now on."""
         program.eager.add(counts)
         for p in self._programs:
             self._drop_graphs(p, 0)
@@ -290,7 +291,7 @@ class CudaBackend:
         )
 
     def _queue(self, program: CudaProgram, span: Span) -> None:
-        """Imports, launches and exports of a turn."""
+        """Queue imports, launches and exports of a split."""
         self.take_in(program, span)
         at = span.first
         for i, weights in span.loads:
@@ -306,7 +307,7 @@ class CudaBackend:
             self.device.launch(self._stream, launch)
 
     def _load(self, program: CudaProgram, weights: Sequence[Weight]) -> None:
-        """Queue copies of weights from the host, as soon as `_free` is done; what is queued later waits for them."""
+        """Queue copies of weights from the host as soon as `_free` is done; later work on the stream waits for them."""
         assert self._transfer is not None and self.host_bytes is not None
         self.device.wait(self._transfer.stream, self._free)
         for w in weights:
@@ -315,24 +316,24 @@ class CudaBackend:
         self.device.wait(self._stream, self._ready)
 
     def load_for(self, program: CudaProgram, span: Span, first: int, stop: int) -> None:
-        """The same for the ops first..stop-1, without overlap."""
+        """Queue the copies for the ops first..stop-1, without overlap."""
         for i, weights in span.loads:
             if first <= i < stop:
                 self.device.record(self._stream, self._free)
                 self._load(program, weights)
 
     def take_in(self, program: CudaProgram, span: Span) -> None:
-        """Queue the copies from hand-over memory before a turn."""
+        """Queue the copies from hand-over memory before a split."""
         for node in span.imports:
             self.device.upload(self._stream, program.program.node_address(node), self._part(program, node))
 
     def give_out(self, program: CudaProgram, span: Span) -> None:
-        """Queue the copies into hand-over memory after a turn."""
+        """Queue the copies into hand-over memory after a split."""
         for node in span.exports:
             self.device.download(self._stream, self._part(program, node), program.program.node_address(node))
 
     def _part(self, program: CudaProgram, node: Node) -> Bytes:
-        """A node's rows of this bucket in hand-over memory."""
+        """Return a node's rows of this bucket in hand-over memory."""
         return program.places[node][: 4 * self._counts.rows(node.rows) * node.cols]
 
     def _drop_graphs(self, program: CudaProgram, keep: int) -> None:
@@ -344,19 +345,19 @@ class CudaBackend:
                 self.device.free_graph(graph)
 
     def wait(self, program: CudaProgram, turn: int) -> None:
-        """Return when a turn that was queued is done; other Python threads may run meanwhile."""
+        """Wait until a queued split is done; other Python threads may run meanwhile."""
         event, done = program.events[turn], self.device.done
         while not done(event):
             time.sleep(0)
 
     def finish(self) -> None:
-        """Return when everything queued is done."""
+        """Wait until everything queued is done."""
         self.device.synchronize(self._stream)
 
     def values(
         self, program: CudaProgram, turn: int, n_threads: int, state: StepBlock
     ) -> Iterator[tuple[Node, npt.NDArray[np.generic]]]:
-        """Run a turn node by node; yields copies of the outputs."""
+        """Run a split node by node and yield copies of the outputs."""
         span, inner, device = program.spans[turn], program.program, self.device
         self.take_in(program, span)
         for node, first, stop in inner.node_ops():
@@ -378,7 +379,10 @@ class CudaBackend:
 
 
 def _loads(low: GpuLowering, first: int, weights: Sequence[Weight]) -> tuple[tuple[int, tuple[Weight, ...]], ...]:
-    """Weights of a turn by the op before which they have to be there; the copy starts at the group before."""
+    """Return the weights of a split by the op before which they must be there.
+
+    The copy starts at the group before.
+    """
     groups: dict[int, dict[str, Weight]] = {}
     for w in weights:
         use = low.first_use(low.streamed[w.name])
@@ -400,7 +404,7 @@ def _counts(state: StepBlock) -> Counts:
 
 
 def _some_counts(most: Mapping[Rows, int]) -> Iterator[Counts]:
-    """Buckets that can occur, for the extremes of what depends on them."""
+    """Yield buckets that can occur, for the extremes of values that depend on them."""
     for n in sorted({*range(1, 9), *(1 << i for i in range(4, 24)), most[Rows.TOKENS]}):
         if n > most[Rows.TOKENS]:
             return

@@ -1,7 +1,7 @@
-"""What the backend asks of a device: `driver.CudaDevice` on a GPU; the tests have an emulated and a recording one.
+"""The interface of a device: `driver.CudaDevice` on a GPU; the tests have an emulated and a recording one.
 
-Addresses are plain integers. Copies, fills and launches are queued on a stream and done when it, or an event recorded
-after them, says so: until then the host touches none of the arrays involved.
+Addresses are plain integers. Copies, fills and launches are queued on a stream. They are done when the stream, or an
+event recorded after them, is done; until then the host must not touch the arrays involved.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class DeviceInfo:
-    """Facts that kernels and plans are chosen by; sizes in bytes."""
+    """Facts that kernels and plans depend on; sizes in bytes."""
 
     index: int
     name: str
@@ -74,11 +74,11 @@ class CudaError(IkError):
 
 
 class DriverMissing(CudaError):
-    """No NVIDIA driver, or no package to call it with."""
+    """The NVIDIA driver, or the package to call it with, is missing."""
 
 
 class NoDevice(CudaError):
-    """A driver, but no GPU that this process may use."""
+    """The driver finds no GPU that this process may use."""
 
 
 class DriverTooOld(CudaError):
@@ -90,11 +90,11 @@ class DeviceTooOld(CudaError):
 
 
 class LaunchFailed(CudaError):
-    """A kernel failed; the message has the launches before it."""
+    """A kernel failed; the message lists the launches before it."""
 
 
 class NoGraphMemory(CudaError):
-    """There is no memory for one more captured graph; nothing of it was run."""
+    """Memory ran out for one more captured graph; none of it was run."""
 
 
 _HELP = {  # first word of an owner: what makes it smaller
@@ -106,7 +106,7 @@ _HELP = {  # first word of an owner: what makes it smaller
 
 
 class OutOfMemory(CudaError):
-    """An allocation did not fit; the message says what has the memory and how to need less."""
+    """An allocation did not fit; the message lists the owners of the memory and ways to need less."""
 
     def __init__(self, name: str, owner: str, asked: int, free: int, total: int, owners: dict[str, int]) -> None:
         gib = 2.0**30
@@ -132,7 +132,7 @@ class Device(Protocol):
     def info(self) -> DeviceInfo: ...
 
     def alloc(self, n_bytes: int, owner: str) -> DeviceMemory:
-        """Uninitialised memory, aligned to 256 bytes; raises OutOfMemory."""
+        """Return uninitialised memory, aligned to 256 bytes; raise OutOfMemory."""
 
     def free(self, memory: DeviceMemory) -> None: ...
 
@@ -141,23 +141,23 @@ class Device(Protocol):
     def free_pinned(self, memory: Pinned) -> None: ...
 
     def register(self, address: int, n_bytes: int) -> bool:
-        """Let copies from these whole pages of the host, which are not written, go without staging; False: refused."""
+        """Let copies from these read-only whole pages of the host go without staging; return False if refused."""
 
     def unregister(self, address: int) -> None: ...
 
     def memory(self) -> tuple[int, int]:
-        """Free and total bytes of the device."""
+        """Return free and total bytes of the device."""
 
     def owners(self) -> dict[str, int]:
-        """Bytes allocated by owner."""
+        """Return the bytes allocated by owner."""
 
     def stream(self) -> Stream: ...
 
     def free_stream(self, stream: Stream) -> None:
-        """Nothing may be queued on it any more."""
+        """Free a stream, on which nothing may be queued afterwards."""
 
     def event(self, timing: bool = False) -> Event:
-        """`timing`: it will be asked for `elapsed`."""
+        """Create an event; `timing`: `elapsed` will be called on it."""
 
     def free_event(self, event: Event) -> None: ...
 
@@ -176,23 +176,23 @@ class Device(Protocol):
     def launch(self, stream: Stream, launch: Launch) -> None: ...
 
     def record(self, stream: Stream, event: Event) -> None:
-        """The event is done when everything queued so far is."""
+        """Record an event, which is done when everything queued so far is."""
 
     def wait(self, stream: Stream, event: Event) -> None:
-        """What is queued on the stream from now on starts after the event."""
+        """Make work queued on the stream from now on start after the event."""
 
     def done(self, event: Event) -> bool: ...
 
     def elapsed(self, start: Event, stop: Event) -> float:
-        """Milliseconds between two events that are done."""
+        """Return the milliseconds between two events that are done."""
 
     def synchronize(self, stream: Stream | None = None) -> None:
-        """Wait for a stream, or for everything; failures of queued work are raised here."""
+        """Wait for a stream, or for everything; raise failures of queued work."""
 
     def capture(self, stream: Stream, work: Callable[[], None]) -> Graph:
         """Record what `work` queues on the stream, without running it. Memory used by it must outlive the graph.
 
-        NoGraphMemory: there is no memory left for it.
+        Raises NoGraphMemory when memory for it runs out.
         """
 
     def replay(self, stream: Stream, graph: Graph) -> None:
@@ -201,7 +201,7 @@ class Device(Protocol):
     def free_graph(self, graph: Graph) -> None: ...
 
     def prepare(self, kernels: dict[str, int]) -> None:
-        """Load kernels by name, each with the most dynamic shared memory it will be launched with."""
+        """Load kernels by name, each with the most dynamic shared memory of its launches."""
 
     def close(self) -> None:
         """Free everything."""

@@ -1,7 +1,7 @@
-"""NVIDIA GPUs through their driver (`cuda.bindings`): the only module that imports cuda.*, and only when asked to.
+"""Call NVIDIA GPUs through their driver (`cuda.bindings`): the only module that imports cuda.*, and only on demand.
 
-What fails is said in one sentence: no package, no driver, no device, too old, out of memory with a table of who has it,
-a failed kernel with the launches before it. Kernels run asynchronously, so a failure shows at a later call;
+Every failure is reported in one sentence: no package, no driver, no device, too old, out of memory with a table of
+owners, a failed kernel with the launches before it. Kernels run asynchronously, so a failure shows at a later call;
 IK_CUDA_SYNC=1 waits after every launch and blames the right one. CUDA_VISIBLE_DEVICES hides devices, as everywhere.
 """
 
@@ -47,7 +47,7 @@ __all__ = ["CudaDevice", "Device", "Launch", "devices", "open_device", "why_none
 MIN_CC = (8, 0)
 _OLDEST = (12, 0)  # CUDA version of drivers that some supported version of cuda-bindings works with
 _RING = 32  # launches remembered for the message of a failure
-_MUCH_SHARED = 16 << 10  # bytes of dynamic shared memory from which a kernel wants all that an SM has
+_MUCH_SHARED = 16 << 10  # bytes of dynamic shared memory from which a kernel gets all that an SM has
 _OUT_OF_MEMORY, _NO_DEVICE, _NOT_READY = 2, 100, 600
 _NO_KERNEL = {209: "no code for this GPU", 218: "invalid PTX", 222: "PTX newer than the driver"}
 _STICKY = range(700, 722)  # the context is lost
@@ -58,7 +58,7 @@ _current = threading.local()  # .device: the one this thread's context is of
 
 @functools.cache
 def _bindings() -> Any:
-    """cuda.bindings.driver, initialised; raises DriverMissing, NoDevice or DriverTooOld."""
+    """Return cuda.bindings.driver, initialised; raise DriverMissing, NoDevice or DriverTooOld."""
     try:
         from cuda.bindings import driver
     except ImportError as e:
@@ -96,7 +96,7 @@ def _driver_version(driver: Any) -> tuple[int, int]:
 
 
 def _error_text(driver: Any, code: int) -> str:
-    """Name and description of a driver error."""
+    """Return name and description of a driver error."""
     try:
         result = driver.CUresult(code)
         name, text = driver.cuGetErrorName(result)[1], driver.cuGetErrorString(result)[1]
@@ -127,7 +127,7 @@ def _info(driver: Any, index: int) -> DeviceInfo:
 
 
 def _ok(driver: Any, result: tuple[Any, ...]) -> Any:
-    """The value of a call that does not depend on queued work; raises CudaError."""
+    """Return the value of a call that does not depend on queued work; raise CudaError."""
     code = int(result[0])
     if code:
         raise CudaError(f"the NVIDIA driver failed: {_error_text(driver, code)}")
@@ -142,7 +142,7 @@ def _launch_text(launch: Launch | str) -> str:
 
 
 def devices() -> list[DeviceInfo]:
-    """All GPUs this process may use, too old ones among them; raises DriverMissing, NoDevice, DriverTooOld."""
+    """Return all GPUs this process may use, including too old ones; raise DriverMissing, NoDevice, DriverTooOld."""
     driver = _bindings()
     found = [_info(driver, i) for i in range(int(_ok(driver, driver.cuDeviceGetCount())))]
     if not found:
@@ -151,7 +151,7 @@ def devices() -> list[DeviceInfo]:
 
 
 def why_none() -> str | None:
-    """One sentence on why no GPU can be used, or None if one can."""
+    """Explain in one sentence why no GPU can be used; None if one can."""
     try:
         found = devices()
         if not any(d.cc >= MIN_CC for d in found):
@@ -170,7 +170,7 @@ def _check_cc(info: DeviceInfo) -> None:
 
 
 def open_device(index: int = 0) -> CudaDevice:
-    """The GPU of that number; raises CudaError with the reason if it cannot be used."""
+    """Return the GPU of that number; raise CudaError with the reason if it cannot be used."""
     found = devices()
     if not 0 <= index < len(found):
         raise NoDevice(f"there is no GPU {index}; the driver shows {len(found)}")
@@ -180,7 +180,7 @@ def open_device(index: int = 0) -> CudaDevice:
 
 @dataclass(slots=True)
 class _Kernel:
-    """A loaded function, with reused memory for its arguments: the driver copies them during the launch call."""
+    """A loaded function with reused memory for its arguments, which the driver copies during the launch call."""
 
     handle: Any
     facts: KernelFacts
@@ -206,7 +206,7 @@ class _Kernel:
 
 @dataclass(slots=True)
 class _State:
-    """What has to be given back."""
+    """The resources to give back."""
 
     memory: dict[int, DeviceMemory] = field(default_factory=dict)
     pinned: dict[int, Pinned] = field(default_factory=dict)
@@ -245,7 +245,7 @@ class CudaDevice:
             _current.device = self
 
     def _call(self, function: Any, *args: Any) -> Any:
-        """Result of a driver function; raises what its error means."""
+        """Return the result of a driver function; raise what its error means."""
         self._enter()
         try:
             result = function(*args)
@@ -257,7 +257,7 @@ class CudaDevice:
         return result[1] if len(result) > 1 else None
 
     def _queue(self, function: Any, *args: Any) -> None:
-        """Call, or keep for later: with IK_CUDA_SYNC a graph is a list of calls, so that each can be waited for."""
+        """Call now, or keep for later: with IK_CUDA_SYNC a graph is a list of calls, so that each can be waited for."""
         if self._recorded is not None:
             self._recorded.append(functools.partial(self._call, function, *args))
         else:
@@ -400,7 +400,7 @@ class CudaDevice:
             self._kernel(name, shared)
 
     def _kernel(self, name: str, shared: int) -> _Kernel:
-        """The loaded kernel, opted in to that much dynamic shared memory."""
+        """Return the loaded kernel, opted in to that much dynamic shared memory."""
         kernel = self._kernels.get(name)
         if kernel is None:
             facts = self._package.kernel(name)

@@ -1,9 +1,9 @@
-"""Where the bytes of KV cache rows lie in device memory, and the way from and to the rows of the host.
+"""Lay out KV cache rows in device memory, and convert from and to the rows of the host.
 
 f32, f16 and bf16 tensors lie as on the host. Quantized ones are planar over the whole tensor (kernels/kv_formats.cuh):
 all codes first, then all high bits, then all scales, each [cell][block][bytes], so that codes are aligned to 16 bytes
-and a row of any head can be read in whole vectors. The number of bytes is the same as on the host.
-A tensor is a list of planes with one row per cell; a transposed one has a plane per column.
+and a row of any head can be read in whole vectors. The number of bytes is the same as on the host. A tensor is a list
+of planes with one row per cell; a transposed one has a plane per column.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ KERNEL_TYPES: dict[GGMLType, int] = {format_by_name(name).type: i for i, name in
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """Part of every cell's row: `row_bytes` per cell, adjacent from `offset` bytes into the tensor on."""
+    """Part of every cell's row: `row_bytes` per cell, adjacent, from `offset` bytes into the tensor on."""
 
     offset: int
     row_bytes: int
 
 
 def kernel_type(type_: GGMLType) -> int:
-    """The kernels' number of a cache type; UnsupportedError for a type that is no cache type."""
+    """Return the kernels' number of a cache type; raise UnsupportedError if caches cannot have that type."""
     if type_ not in KERNEL_TYPES:
         names = ", ".join(TYPES[t].name for t in KERNEL_TYPES)
         raise UnsupportedError(f"the CUDA backend has no KV cache of type {TYPES[type_].name}; use one of {names}")
@@ -44,14 +44,14 @@ def kernel_type(type_: GGMLType) -> int:
 
 
 def cache_bytes(cache: Cache, n_cells: int) -> int:
-    """Bytes of a tensor, equal to the host's."""
+    """Return the bytes of a tensor, equal to the host's."""
     if cache.transposed:
         return cache.cols * row_n_bytes(cache.type, n_cells)
     return n_cells * row_n_bytes(cache.type, cache.cols)
 
 
 def planes(cache: Cache, n_cells: int) -> tuple[Plane, ...]:
-    """The planes of a tensor of `n_cells` cells."""
+    """Return the planes of a tensor of `n_cells` cells."""
     kernel_type(cache.type)
     traits = TYPES[cache.type]
     if cache.transposed:
@@ -64,7 +64,10 @@ def planes(cache: Cache, n_cells: int) -> tuple[Plane, ...]:
 
 
 def to_device(cache: Cache, rows: Bytes) -> list[Bytes]:
-    """Host rows (n, bytes of a row) as one array (n, row_bytes) per plane; transposed: host columns (cols, n bytes)."""
+    """Turn host rows (n, bytes of a row) into an array (n, row_bytes) per plane.
+
+    Transposed tensors come as host columns (cols, n bytes).
+    """
     if cache.transposed:
         size = TYPES[cache.type].type_size
         return [np.ascontiguousarray(column).reshape(-1, size) for column in rows]
@@ -79,7 +82,7 @@ def to_device(cache: Cache, rows: Bytes) -> list[Bytes]:
 
 
 def from_device(cache: Cache, parts: Sequence[Bytes]) -> Bytes:
-    """The inverse of `to_device`."""
+    """Invert `to_device`."""
     n = len(parts[0])
     if cache.transposed:
         return np.stack([p.reshape(-1) for p in parts])

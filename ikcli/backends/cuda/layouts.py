@@ -13,7 +13,7 @@ Plan of `moe_sort` (`kernels/layer_moe.cu`), int32, sections 16-byte aligned; pa
     offsets   first sorted row of each expert, then their number without dropped ones: n_expert + 1 words
     counts    sorted rows without dropped ones, tiles of at most TILES[0] rows, tiles of at most TILES[1] rows, 0
     tiles[i]  (expert, first sorted row, rows, 0) per tile: every expert's rows, cut into tiles of TILES[i] rows
-The first section is the value of the node itself, as `reference_ops` has it.
+The first section is the value of the node itself, as its `compute` returns it.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ def _aligned(n_bytes: int) -> int:
 
 
 def q8_row_bytes(k: int) -> int:
-    """Bytes of a quantized activation row of k values, k a multiple of 32."""
+    """Return the bytes of a quantized activation row of k values, k a multiple of 32."""
     return _aligned(k + 12 * (k // 32))
 
 
 def half_row_bytes(k: int) -> int:
-    """Bytes of a bf16 or f16 row of k values."""
+    """Return the bytes of a bf16 or f16 row of k values."""
     return _aligned(2 * k)
 
 
 def scaled_row_bytes(k: int) -> int:
-    """Bytes of a row of k f16 with a scale."""
+    """Return the bytes of a row of k f16 with a scale."""
     return half_row_bytes(k) + 16
 
 
 def split_row_bytes(k: int) -> int:
-    """Bytes of a row of k values in two bf16 each."""
+    """Return the bytes of a row of k values in two bf16 each."""
     return 2 * half_row_bytes(k)
 
 
@@ -71,7 +71,7 @@ class PlanLayout:
         return self.offsets + _aligned(4 * (self.n_expert + 1))
 
     def tiles(self, which: int) -> int:
-        """Start of the list of tiles of TILES[which] rows."""
+        """Return the start of the list of tiles of TILES[which] rows."""
         at = self.counts + 16
         return at + sum(16 * max_tiles(self.n_pairs, self.n_expert, i) for i in range(which))
 
@@ -81,5 +81,5 @@ class PlanLayout:
 
 
 def max_tiles(n_pairs: int, n_expert: int, which: int) -> int:
-    """The most tiles of TILES[which] rows that so many pairs can make."""
+    """Return the most tiles of TILES[which] rows that so many pairs can make."""
     return min(n_pairs, n_expert + n_pairs // TILES[which])

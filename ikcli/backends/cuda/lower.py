@@ -1,10 +1,10 @@
-"""Lowering for the GPU: graph nodes become kernel launches over one arena of device memory.
+"""Lower graph nodes to kernel launches over one arena of device memory.
 
-The counterpart of `backends/cpu/program.py`. A rule takes (lowering, node) and emits launches by kernel name. Addresses
-are `Ref`s, which get their value when a program is bound; sizes that depend on the micro-batch (grids, numbers of
-parts, which of two kernels) are functions of `Counts`, upper bounds that hold for every step of one bucket: a captured
-graph is made once per bucket and kernels read the real counts from the step block (`low.state`).
-Rules are found in `rules_layers.py`, `rules_recurrent.py`, `attention.py` and `rules_matmul.py`.
+This is the counterpart of `backends/cpu/program.py`. A rule takes (lowering, node) and emits launches by kernel name.
+Addresses are `Ref`s, which are resolved when a program is bound. Sizes that depend on the micro-batch (grids, numbers
+of parts, which of two kernels) are functions of `Counts`, upper bounds that hold for every step of one bucket: a
+captured graph is made once per bucket, and kernels read the real counts from the step block (`low.state`). Rules are in
+`rules_layers.py`, `rules_recurrent.py`, `attention.py` and `rules_matmul.py`.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from ikcli.graph import Cache, Node, Per, Rows, RowSpec, Weight
 ALIGN = 256  # bytes between buffers of the arena
 STATE = -1  # Ref target: the step block
 RULE_MODULES = ("rules_layers", "rules_recurrent", "attention", "rules_matmul")
-N_EXACT = 8  # counts up to here are buckets of their own
+N_EXACT = 8  # counts up to here have separate buckets
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceLimits:
-    """What rules may ask of a device: compute capability, SMs, bytes of shared memory a block can have, L2 bytes."""
+    """Limits of a device that rules use: compute capability, SMs, shared memory of a block, L2 bytes."""
 
     cc: tuple[int, int]
     n_sm: int
@@ -41,7 +41,10 @@ class DeviceLimits:
 
     @classmethod
     def of(cls, info: DeviceInfo) -> DeviceLimits:
-        """Limits of a device; an SM has a KiB more shared memory than one block can get, on 8.0 and 9.0 and later."""
+        """Return the limits of a device.
+
+        An SM has 1 KiB more shared memory than one block can get, on 8.0 and 9.0 and later.
+        """
         return cls(info.cc, info.n_sm, info.shared_limit, info.shared_limit + 1024, info.l2_bytes, info.name)
 
 
@@ -59,12 +62,14 @@ class Counts:
         return (self.n_tokens, self.n_outputs, self.n_kv)[STATE_INDEX[symbol]]
 
     def rows(self, spec: RowSpec) -> int:
-        """Rows of a value."""
+        """Return the rows of a value."""
         return self[spec.symbol] * spec.factor
 
     def bucket(self, most: Mapping[Rows, int]) -> Counts:
-        """Bounds that many steps share: exact up to N_EXACT rows, powers of two above (n_kv from 256 on, with a step
-        half-way), never more than `most`."""
+        """Return bounds that many steps share, never more than `most`.
+
+        They are exact up to N_EXACT rows and powers of two above (n_kv: from 256 on, with a step half-way).
+        """
         n_tokens = min(_power(self.n_tokens), most[Rows.TOKENS])
         n_outputs = min(_power(max(self.n_outputs, 1)), most[Rows.OUTPUTS])
         n_segments = min(_power(self.n_segments), n_tokens)
@@ -91,7 +96,7 @@ Shared = int | Callable[[Counts], int]
 
 @dataclass(frozen=True, slots=True)
 class GpuLaunch:
-    """One launch: left out where `when` is false for the counts or the grid is empty.
+    """One launch, left out where `when` is false for the counts or the grid is empty.
 
     `node` is the (first) node it computes, `also` are more nodes that it completes. `instead`: another kernel with the
     same parameters, and the counts that it is for.
@@ -108,7 +113,7 @@ class GpuLaunch:
     instead: tuple[str, Callable[[Counts], bool]] | None = None
 
     def kernel_for(self, counts: Counts) -> str:
-        """The kernel that runs."""
+        """Return the kernel that runs."""
         return self.instead[0] if self.instead is not None and self.instead[1](counts) else self.kernel
 
     def __post_init__(self) -> None:
@@ -117,15 +122,15 @@ class GpuLaunch:
             raise TypeError(f"the kernel {self.kernel} has {len(names)} parameters, not {len(self.args)}")
 
     def arg(self, name: str) -> Arg:
-        """An argument by the name of its parameter."""
+        """Return an argument by the name of its parameter."""
         return self.args[place(self.kernel, name)]
 
     def named(self, names: str) -> tuple[Arg, ...]:
-        """Arguments by the names of their parameters."""
+        """Return arguments by the names of their parameters."""
         return tuple(self.arg(name) for name in names.split())
 
     def changed(self, **values: Arg) -> GpuLaunch:
-        """The launch with other arguments, by the names of their parameters."""
+        """Return the launch with other arguments, by the names of their parameters."""
         args = list(self.args)
         for name, value in values.items():
             args[place(self.kernel, name)] = value
@@ -134,62 +139,65 @@ class GpuLaunch:
 
 @dataclass(slots=True)
 class GpuLowering(Buffers):
-    """What rules write to."""
+    """The target of lowering rules."""
 
     n_cells: int  # cells of the KV cache over all sequences
     device: DeviceLimits
     window_cells: int = 0  # of the caches of windows
-    independent: bool = False  # up to N_EXACT tokens, results of one must not depend on the others
+    batch_invariant: bool = False  # up to N_EXACT tokens, the result of one must not depend on the others
     ops: list[GpuLaunch] = field(default_factory=list)
     constants: dict[int, bytes] = field(default_factory=dict)
     pinned: dict[int, tuple[int, int]] = field(default_factory=dict)  # buffer -> ops between which it must live too
     streamed: dict[str, int] = field(default_factory=dict)  # weights that come from the host in every step: buffers
-    turn_start: int = 0  # first op of the current turn: ops before it may not be moved
+    turn_start: int = 0  # first op of the current split: ops before it may not be moved
 
     @property
     def state(self) -> Ref:
-        """The step block: first argument of every kernel that depends on the micro-batch."""
+        """Return the step block: first argument of every kernel that depends on the micro-batch."""
         return Ref(STATE)
 
     def row_args(self, spec: RowSpec) -> tuple[np.int32, np.int32]:
-        """(word of the step block, factor): how a kernel learns its number of rows."""
+        """Return (word of the step block, factor), from which a kernel learns its number of rows."""
         return np.int32(STATE_INDEX[spec.symbol]), np.int32(spec.factor)
 
     def buffer(self, n_bytes: int) -> Ref:
-        """Temporary memory, aligned to 256 bytes, alive from the first to the last op that names it."""
+        """Return temporary memory, aligned to 256 bytes, alive from the first to the last op that names it."""
         return Ref(self.new_buffer(-(-max(n_bytes, 1) // ALIGN) * ALIGN))
 
     def constant(self, data: bytes) -> Ref:
-        """Read-only data that lives as long as the program."""
+        """Return read-only data that lives as long as the program."""
         ref = self.buffer(0)
         self.constants[buffer_index(ref)] = data
         return ref
 
     def weight(self, w: Weight, row_bytes: int = 0) -> Ref:
-        """The weight's data on the device (upload format), at its first row if rows have `row_bytes` bytes there."""
+        """Return the weight's data on the device (upload format).
+
+        It starts at the weight's first row if rows have `row_bytes` bytes there.
+        """
         return Ref(self.streamed.get(w.name, w.name), w.row0 * row_bytes)
 
     def stream(self, w: Weight, n_bytes: int) -> None:
-        """Let a weight be copied from the host before its first use, into a buffer of the arena."""
+        """Copy a weight from the host before its first use, into a buffer of the arena."""
         if w.name not in self.streamed:
             self.streamed[w.name] = buffer_index(self.buffer(n_bytes))
 
     def first_use(self, buffer: int) -> int:
-        """The first op that names a buffer."""
+        """Return the first op that names a buffer."""
         return next(
             i for i, op in enumerate(self.ops) if any(isinstance(a, Ref) and a.target == buffer for a in op.args)
         )
 
     def cache(self, cache: Cache) -> Ref:
-        """A cache tensor on the device."""
+        """Return a cache tensor on the device."""
         return Ref(cache)
 
     def cells(self, cache: Cache) -> int:
-        """Rows of a cache tensor."""
+        """Return the rows of a cache tensor."""
         return self.window_cells if cache.per is Per.WINDOW else self.n_cells
 
     def keep(self, node: Node, first: int, last: int) -> None:
-        """A node's buffer must also live from op `first` to op `last`: values that come from or go to elsewhere."""
+        """Keep a node's buffer alive also from op `first` to op `last`, for values that cross devices."""
         target = buffer_index(self.out(node))
         a, b = self.pinned.get(target, (first, last))
         self.pinned[target] = min(a, first), max(b, last)
@@ -213,7 +221,7 @@ class GpuProgram:
     """The ops of one device in execution order, later bound to memory."""
 
     def __init__(self, lowering: GpuLowering, results: Sequence[Node] = ()) -> None:
-        """`results` are read after the last op."""
+        """Take over a lowering; `results` are read after the last op."""
         for node in results:
             lowering.keep(node, len(lowering.ops), len(lowering.ops))
         self.ops = lowering.ops
@@ -225,17 +233,17 @@ class GpuProgram:
 
     @property
     def kernels(self) -> list[str]:
-        """Every kernel the program may launch."""
+        """Return every kernel that the program may launch."""
         return list(dict.fromkeys(k for op in self.ops for k in (op.kernel, *(op.instead or ())[:1])))
 
     @property
     def constants(self) -> Mapping[int, bytes]:
-        """Read-only data by buffer."""
+        """Return read-only data by buffer."""
         return self.lowering.constants
 
     @property
     def constant_bytes(self) -> int:
-        """Device memory for them, each aligned."""
+        """Return the device memory of the constants, each aligned."""
         return sum(-(-len(data) // ALIGN) * ALIGN for data in self.constants.values())
 
     def _plan(self) -> tuple[list[int], int]:
@@ -255,25 +263,25 @@ class GpuProgram:
         self._weights, self._caches = weights, caches
 
     def address(self, ref: Ref) -> int:
-        """Where a Ref points to."""
+        """Return the address of a Ref."""
         if isinstance(ref.target, int):
             return self._addresses[ref.target] + ref.offset
         return (self._weights[ref.target] if isinstance(ref.target, str) else self._caches[ref.target]) + ref.offset
 
     def streamed_address(self, name: str) -> int:
-        """Where a weight is copied to in a step."""
+        """Return the address to which a step copies a weight."""
         return self._addresses[self.lowering.streamed[name]]
 
     def node_address(self, node: Node) -> int:
-        """Device address of a node's output."""
+        """Return the device address of a node's output."""
         return self._addresses[self.lowering._node_buffers[node]]
 
     def has_output(self, node: Node) -> bool:
-        """Whether the node has a buffer of its own."""
+        """Return whether the node has a separate buffer."""
         return self.lowering.has_out(node) and node.cols > 0
 
     def launches(self, counts: Counts, first: int = 0, stop: int = -1) -> Iterator[Launch]:
-        """The launches of ops first..stop-1 for these counts."""
+        """Yield the launches of ops first..stop-1 for these counts."""
         for op in self.ops[first : len(self.ops) if stop < 0 else stop]:
             if op.when is not None and not op.when(counts):
                 continue
@@ -291,7 +299,7 @@ class GpuProgram:
         return arg(counts) if callable(arg) else arg
 
     def node_ops(self) -> list[tuple[Node, int, int]]:
-        """(node, first op, one past its last op) in execution order, nodes without ops left out.
+        """Return (node, first op, one past its last op) in execution order, without nodes that have no ops.
 
         Nodes that an op of another node completes have an empty range at that op.
         """
@@ -309,7 +317,7 @@ RULES: Rules[GpuLowering] = Rules("the CUDA backend", "compute the layer on the 
 
 
 def all_rules() -> Rules[GpuLowering]:
-    """The rules of every op; their modules register them when they are imported."""
+    """Return the rules of every op, which their modules register on import."""
     for module in RULE_MODULES:
         import_module(f"ikcli.backends.cuda.{module}")
     return RULES

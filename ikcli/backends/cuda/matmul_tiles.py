@@ -1,4 +1,4 @@
-"""Tiles of `mm_*`, the products of many activation rows: which kernel, and how many blocks share a tile."""
+"""Choose the tiles of `mm_*`, the products of many activation rows, and how many blocks share a tile."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ STEP_BYTES = 64 << 10  # of sums that an SM writes and reads again in the time o
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A kernel's tile: weight rows by activation rows, columns per step; threads and bytes of shared memory of a block,
-    blocks that an SM holds."""
+    """A kernel's tile: weight rows by activation rows, columns per step.
+
+    Also threads and shared memory bytes of a block, and the blocks that an SM holds.
+    """
 
     kernel: str
     rows: int
@@ -28,19 +30,19 @@ class Tile:
     on_sm: int
 
     def count(self, n_rows: int, n_tokens: int) -> int:
-        """Tiles of a product."""
+        """Return the tiles of a product."""
         return -(-n_rows // self.rows) * -(-n_tokens // self.tokens)
 
     def divisible(self, n_sm: int, k: int, tiles: int) -> bool:
-        """Whether `parts_of` may give more than 1 for that many tiles or more."""
+        """Return whether `parts_of` may return more than 1 for that many tiles or more."""
         return k >= 2 * PART_COLUMNS and tiles < 4 * self.on_sm * n_sm
 
 
 @cache  # all layers of a model ask the same, several times for every new bucket
 def parts_of(tile: Tile, n_sm: int, k: int, tiles: int, sum_bytes: int) -> int:
-    """Into how many parts of the k columns `tiles` tiles are divided, so that blocks come in few and full waves.
+    """Return into how many parts of the k columns `tiles` tiles are divided, so that blocks come in few and full waves.
 
-    `sum_bytes`: what the results of one part take. 1: undivided.
+    `sum_bytes`: the bytes of the results of one part. 1: undivided.
     """
     steps, slots = -(-k // tile.step), tile.on_sm * n_sm
 
@@ -54,7 +56,7 @@ def parts_of(tile: Tile, n_sm: int, k: int, tiles: int, sum_bytes: int) -> int:
 
 
 def tiles_of(device: DeviceLimits, fmt: DeviceRowFormat) -> tuple[Tile, Tile | None]:
-    """The tile of 64 activation rows, and a wider one if there is one (weights_gemm.cuh, weights_half.cuh)."""
+    """Return the tile of 64 activation rows, and a wider one where it exists (weights_gemm.cuh, weights_half.cuh)."""
     name = f"mm_{fmt.name}"
     if name == "mm_f32":
         return Tile(name, 64, 64, 32, 128, 4 * 4 * 64 * 36, 3), None

@@ -1,7 +1,7 @@
-"""Launches that do the work of several nodes: an earlier launch waits until a later node can be computed with it.
+"""Merge launches: an earlier launch waits until a later node can be computed with it.
 
-A launch may wait if it belongs to the same turn, is unconditional, and nothing has read what it writes. Merged launches
-store every node's value all the same. Kernels: `kernels/layer_norm.cu`, `kernels/layer_heads.cu`.
+A launch may wait if it belongs to the same split, is unconditional, and nothing has read its result yet. A merged
+launch still stores every node's value. Kernels: `kernels/layer_norm.cu`, `kernels/layer_heads.cu`.
 
     norm     rms_norm of a sum, of a sum of sums, of sums whose first addend is the weighted sum of experts
     heads    rotation of heads, after their biases and norms, for queries and keys together
@@ -23,7 +23,10 @@ from ikcli.graph.ops_rows import Add, ConcatHeads, RmsNorm, Rope
 
 
 def waiting(low: GpuLowering, node: Node, *kernels: str) -> int:
-    """Index of the launch of one of `kernels` that computes `node` and may still be moved to the end; else -1."""
+    """Return the index of the launch of one of `kernels` that computes `node`; -1 without one.
+
+    The launch must still be free to move to the end.
+    """
     at = producer(low, node, low.turn_start)
     if at < 0:
         return -1
@@ -48,26 +51,26 @@ def put(low: GpuLowering, kernel: str, grid: Grid, block: int, nodes: list[Node]
 
 
 def _number(arg: Arg) -> float:
-    """A word that is a plain number."""
+    """Return the value of a word that is a plain number."""
     assert isinstance(arg, (int, np.int32, np.float32))
     return float(arg)
 
 
 # --- norms ------------------------------------------------------------------------------------------------------------
 def norm_threads(width: int) -> int:
-    """Threads for one row: a row of one token should take few steps."""
+    """Return the threads for one row, enough for the row of a single token to take few steps."""
     return 128 if width <= 512 else 256 if width <= 1024 else 512
 
 
 def _sum(low: GpuLowering, node: Node) -> int:
-    """Index of the waiting launch of an `add` of two values."""
+    """Return the index of the waiting launch of an `add` of two values; else -1."""
     if not isinstance(node.op, Add) or not isinstance(node.op.y, Node):
         return -1
     return waiting(low, node, "layer_add")
 
 
 def merged_norm(low: GpuLowering, node: Node, op: RmsNorm) -> bool:
-    """Lower an rms_norm of whole rows of x together with the sums that make x; False if it does not apply."""
+    """Lower an rms_norm of whole rows of x together with the sums that make x; return False if it does not apply."""
     x, w = op.x, op.w
     if op.offset or op.width != x.cols or node.cols != x.cols or _sum(low, x) < 0:
         return False
@@ -105,7 +108,7 @@ def _experts(low: GpuLowering, node: Node) -> int:
 # --- heads ------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """A value whose heads are rotated, perhaps after a bias and a norm."""
+    """A value whose heads are rotated, possibly after a bias and a norm."""
 
     x: Ref
     x_cols: int
@@ -118,7 +121,7 @@ class Heads:
     eps: float = 0.0
 
     def args(self) -> tuple[Arg, ...]:
-        """HEADS of layer_heads and layer_latent."""
+        """Return HEADS of layer_heads and layer_latent."""
         return (self.x, self.x_cols, self.b, self.biased, self.w, self.normed, self.out, np.int32(self.heads),
                 np.float32(self.eps))  # fmt: skip
 
@@ -132,7 +135,7 @@ def _heads_grid(spec: RowSpec, per_row: int) -> Grid:
 
 
 def merged_heads(low: GpuLowering, node: Node, op: Rope) -> None:
-    """Lower a rope node: with the norm of its heads, and with another rope of the same kind (queries and keys)."""
+    """Lower a rope node with the norm of its heads, and with another rope of the same kind (queries and keys)."""
     x, dim, nodes = op.x, op.head_dim, [node]
     mine = Heads(low.out(x), x.cols, op.n_head, low.out(node))
     at = waiting(low, x, "layer_norm_groups")
@@ -161,7 +164,10 @@ def merged_heads(low: GpuLowering, node: Node, op: Rope) -> None:
 
 
 def _unpaired(low: GpuLowering, rotation: tuple[Arg, ...]) -> int:
-    """Index of the last layer_heads launch if it does one value only, in the same way, and waits."""
+    """Return the index of the last layer_heads launch if another value can join it; else -1.
+
+    It must handle one value only, in the same way, and still wait.
+    """
     for i in range(len(low.ops) - 1, low.turn_start - 1, -1):
         op = low.ops[i]
         if op.kernel == "layer_heads":
@@ -171,12 +177,12 @@ def _unpaired(low: GpuLowering, rotation: tuple[Arg, ...]) -> int:
 
 
 def _is_alone(op: GpuLaunch) -> bool:
-    """Whether a layer_heads launch does one value only."""
+    """Return whether a layer_heads launch handles one value only."""
     return _number(op.arg("heads2")) == 0
 
 
 def merged_latent(low: GpuLowering, node: Node, op: ConcatHeads) -> bool:
-    """Lower the concatenation of rotated key and normed latent of one row; False if the node is something else."""
+    """Lower the concatenation of rotated key and normed latent of one row; return False for any other node."""
     if op.n_head != 1 or len(op.parts) != 2:
         return False
     rotated, latent = (p.node for p in op.parts)
@@ -201,7 +207,7 @@ def merged_latent(low: GpuLowering, node: Node, op: ConcatHeads) -> bool:
 
 
 def _put_latent(low: GpuLowering, node: Node, rotated: Node, latent: Node, rope: Rope, rms: RmsNorm, eps: Arg) -> None:
-    """The launch of `merged_latent`, with queries that wait for their rotation."""
+    """Emit the launch of `merged_latent`, with queries that wait for their rotation."""
     kv = rope.x
     same = (low.state, *low.row_args(node.rows), low.out(rope.table))
     rotation: tuple[Arg, ...] = np.int32(rope.n_rot), np.int32(rope.neox)

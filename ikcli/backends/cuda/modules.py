@@ -1,4 +1,4 @@
-"""Compiled kernels as they are shipped: ptx/<file>.ptx.xz for every .cu file, and ptx/manifest.json beside them.
+"""Read the compiled kernels that the package ships: ptx/<file>.ptx.xz for every .cu file, and ptx/manifest.json.
 
 `tools/build_ptx.py` writes both: PTX for compute capability 8.0, which the driver turns into code of the GPU at hand
 once per machine (its own cache keeps that). Manifest: per file the SHA-256 of its sources and its kernels, with
@@ -22,7 +22,7 @@ FOLDER = Path(__file__).parent / "ptx"
 
 @dataclass(frozen=True, slots=True)
 class KernelFacts:
-    """A kernel of the package: `types` has a letter per argument; registers and bytes of spills by target ("sm_90")."""
+    """A shipped kernel: `types` has a letter per argument; registers and bytes of spills by target ("sm_90")."""
 
     name: str
     file: str
@@ -54,17 +54,17 @@ class Package:
 
     @classmethod
     def installed(cls) -> Package:
-        """The one that is part of the installation."""
+        """Return the package that belongs to the installation."""
         return _installed()
 
     def kernel(self, name: str) -> KernelFacts:
-        """Facts of a kernel."""
+        """Return the facts of a kernel."""
         if name not in self.kernels:
-            raise IkError(f"internal error: there is no compiled kernel {name}")
+            raise IkError(f"internal error: kernel {name} is not in the package")
         return self.kernels[name]
 
     def ptx(self, file: str) -> bytes:
-        """PTX text of a source file."""
+        """Return the PTX text of a source file."""
         path = self._folder / f"{file}.ptx.xz"
         try:
             return lzma.decompress(path.read_bytes())

@@ -1,7 +1,7 @@
-"""Parameters of kernels by name, for launches that a later node looks into or changes.
+"""Name the parameters of kernels whose launches a later node reads or changes.
 
 Names and their order are those of the sources (`tests/test_cuda_parameters.py` compares them). Kernels whose launches
-nobody touches are not listed.
+nothing touches are not listed.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _MV_PLACES = {name: i for i, name in enumerate(MV.split())}
 
 
 def places(kernel: str) -> dict[str, int] | None:
-    """Which argument of a kernel each name is; None where it is not listed."""
+    """Return the argument index of every parameter of a kernel; None if the kernel is not listed."""
     return _MV_PLACES if kernel.startswith("mv_") else _PLACES.get(kernel)
 
 
 def place(kernel: str, name: str) -> int:
-    """Which argument of a kernel this is."""
+    """Return the argument index of a parameter."""
     found = places(kernel)
     if found is None:
         raise KeyError(f"the parameters of the kernel {kernel} have no names")

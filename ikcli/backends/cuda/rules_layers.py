@@ -1,7 +1,7 @@
-"""Lowering rules of every op that is neither attention nor a matrix product; kernels in `kernels/layer_*.cu`.
+"""Lower every op that is neither attention nor a matrix product; kernels in `kernels/layer_*.cu`.
 
 Every node is computed and stored, but several may share a launch: sums with the norm that follows, norms of heads with
-their rotation, queries with keys (`merging.py`). At generation a launch costs more than what it moves.
+their rotation, queries with keys (`merging.py`). At generation a launch costs more than the data it moves.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ def _f32(x: float) -> np.float32:
 
 
 def _warps(spec: RowSpec, per_row: int, per_block: int) -> Grid:
-    """One warp per item, per_row of them in a row."""
+    """Return the grid of one warp per item, per_row of them in a row."""
     return lambda c: parts_of(c.rows(spec) * per_row, per_block)
 
 
 def _emit_spans(low: GpuLowering, node: Node, kernel: str, *args: Arg) -> None:
-    """A kernel whose blocks compute PER_BLOCK columns of a row each."""
+    """Emit a kernel whose blocks compute PER_BLOCK columns of a row each."""
     grid = row_grid(node.rows, parts_of(node.cols, PER_BLOCK))
     low.emit(kernel, grid, THREADS, 0, low.state, *low.row_args(node.rows), *args)
 
@@ -111,7 +111,7 @@ def _swiglu(low: GpuLowering, node: Node, op: SwiGlu) -> None:
 
 
 def glu_args(act: Glu) -> tuple[Arg, ...]:
-    """What layer_glu is told of an activation; layer_swiglu needs nothing."""
+    """Return the arguments of layer_glu for an activation; layer_swiglu needs none."""
     if act.kind not in ON_GPU:
         raise UnsupportedError(f"the CUDA backend has no activation {act.kind}; use -ngl 0")
     return () if act.plain else (_int(GATED.index(act.kind)), _f32(act.limit), _f32(act.alpha))
@@ -132,7 +132,7 @@ def _activate(low: GpuLowering, node: Node, op: Activate) -> None:
 
 
 def _row_floats(w: Weight) -> int:
-    """Values between rows of a float32 weight on the device."""
+    """Return the values between rows of a float32 weight on the device."""
     return device_row_bytes(w.type, w.ne0) // 4
 
 
@@ -165,7 +165,7 @@ def _concat_heads(low: GpuLowering, node: Node, op: ConcatHeads) -> None:
 
 
 def _concat_slices(low: GpuLowering, node: Node, parts: list[HeadSlice], heads: int) -> None:
-    """Two parts per launch."""
+    """Concatenate slices, two parts per launch."""
     out_head = node.cols // heads
     at = 0
     while parts:
@@ -227,7 +227,7 @@ def _hadamard(low: GpuLowering, node: Node, op: Hadamard) -> None:
 
 # --- mixture of experts -----------------------------------------------------------------------------------------------
 def plan_layout(low: GpuLowering, plan: Node) -> PlanLayout:
-    """Where the sections of a moe_sort node lie behind `low.out(plan)`."""
+    """Return the offsets of a moe_sort node's sections behind `low.out(plan)`."""
     return PlanLayout(low.rows(plan.rows), sort_of(plan).n_expert)
 
 
@@ -249,7 +249,7 @@ def _moe_route(low: GpuLowering, node: Node, op: MoeRoute) -> None:
 
 
 def _scores_bytes(route: MoeRoute, warps: int) -> int:
-    """Shared memory of routing: probabilities by expert, and scores to compare groups."""
+    """Return the shared memory of routing: probabilities by expert, and scores to compare groups."""
     return 4 * warps * route.n_expert * (2 if route.n_group > 1 else 1)
 
 
@@ -268,7 +268,10 @@ def _moe_sort(low: GpuLowering, node: Node, op: MoeSort) -> None:
 
 
 def _few_in_one_block(low: GpuLowering, route: Node, sections: list[Ref]) -> When | None:
-    """If routing was the last launch: for few rows one block routes and sorts. Returns when sorting is left to do."""
+    """Let one block route and sort few rows, if routing was the last launch.
+
+    Returns the condition under which sorting is still to be done.
+    """
     last = low.ops[-1] if len(low.ops) > low.turn_start else None
     if last is None or last.node is not route or last.kernel != "layer_moe_route":
         return None
@@ -307,7 +310,7 @@ def _add_id(low: GpuLowering, node: Node, op: AddId) -> None:
 
 
 def zero_dropped(low: GpuLowering, node: Node, plan: Node) -> None:
-    """Rows of an expert product that belong to slots dropped by `-ser` become zero; nothing where none can be."""
+    """Zero the rows of slots dropped by `-ser` in an expert product; emit nothing where none can be dropped."""
     if route_of(sort_of(plan).route).ser:
         low.emit("layer_zero_dropped", row_grid(node.rows, parts_of(node.cols, THREADS)), THREADS, 0, low.state,
                  *low.row_args(node.rows), low.out(plan) + plan_layout(low, plan).counts, low.out(node),

@@ -1,10 +1,9 @@
-"""Lowering rules of matrix products and embeddings; kernels in `kernels/weights_*.cu`.
+"""Lower matrix products and embeddings; kernels in `kernels/weights_*.cu`.
 
-Two kernels per weight type: `mv_*` reads a matrix once for up to 8 activation rows, with results that do not depend on
-how many there are; `mm_*` works on tiles (`matmul_tiles.py`). Both take one matrix, one per head, or (with the tiles of
-a `moe_sort` plan) one per expert; activation rows of experts are found through the plan, not gathered. Which one runs
-is decided per bucket. Quantized types take activations of int8 per 32 values, float types float32 as they are: all
-their products are `exact`.
+There are two kernels per weight type. `mv_*` reads a matrix once for up to 8 activation rows and is batch-invariant.
+`mm_*` works on tiles (`matmul_tiles.py`). Both take one matrix, one per head, or (with the tiles of a `moe_sort` plan)
+one per expert; activation rows of experts are found through the plan, not gathered. The bucket decides which one runs.
+Quantized types take activations of int8 per 32 values, float types float32 as they are: all their products are `exact`.
 """
 
 from __future__ import annotations
@@ -56,32 +55,31 @@ class Matrices:
 
     @property
     def units(self) -> int:
-        """Blocks of 32 columns, or columns of float types."""
+        """Return the blocks of 32 columns, or the columns of float types."""
         return self.w.ne0 if self.fmt.columns == 1 else self.w.ne0 // 32
 
     def args(self, low: GpuLowering, *more: Arg) -> tuple[Arg, ...]:
-        """Weight arguments of the kernels."""
+        """Return the weight arguments of the kernels."""
         rows = self.w.shape[1] if len(self.w.shape) > 1 else 1
         return (low.weight(self.w, self.row_bytes), *more, self.row_bytes, rows * self.row_bytes,
                 np.int32(self.w.ne1), np.int32(self.units))  # fmt: skip
 
 
 def matrices(w: Weight, count: int) -> Matrices:
-    """UnsupportedError for types without kernels."""
+    """Return the weights of a product; raise UnsupportedError for types without kernels."""
     return Matrices(w, device_format(w.type, w.name), count)
 
 
 def table(low: GpuLowering, w: Weight) -> Arg:
-    """The grid that the kernels of a type read, or 0."""
+    """Return the grid that the kernels of a type read, or 0."""
     found = table_name(w.type)
     return 0 if not found else low.shared(("grid", found), lambda: low.constant(table_bytes(found)))
 
 
 def split_of(low: GpuLowering, m: Matrices, items: int) -> int:
-    """log2 of the warps that share two weight rows, so that the product of one row fills the device; less than 0: short
-    rows share a warp.
+    """Return log2 of the warps that share two weight rows, so that the product of one row fills the device.
 
-    Depends on shapes only: results must not change with the number of rows.
+    A negative result means that short rows share a warp. It depends on shapes only, so results are batch-invariant.
     """
     units = m.units if m.fmt.columns > 1 else -(-m.units // (4 if m.fmt.name == "f32" else 8))
     bits = -next((n for n in (3, 2, 1) if units <= 32 >> n), 0)
@@ -94,7 +92,7 @@ _MANY = {"f16": "scaled", "bf16": "split"}  # activations of `mm_*` by the weigh
 
 
 def _input(low: GpuLowering, w: Weight, x: HeadSlice, heads: int, many: When | None = None) -> ProductInput:
-    """Activations of `mv_*`, or with `many`, the condition under which it runs, of `mm_*`."""
+    """Return the activations of `mv_*`, or with `many`, the condition under which it runs, of `mm_*`."""
     src, kind = x.node, "q8"
     if is_float(w.type):
         kind = _MANY.get(device_format(w.type).name, "") if many else ""
@@ -106,7 +104,7 @@ def _input(low: GpuLowering, w: Weight, x: HeadSlice, heads: int, many: When | N
 
 @dataclass(frozen=True, slots=True)
 class Few:
-    """Whether a value has few rows."""
+    """Condition that a value has few rows."""
 
     rows: RowSpec
     most: int = MV_ROWS
@@ -132,7 +130,7 @@ def _dense(low: GpuLowering, node: Node, w: Weight, x: HeadSlice, heads: int) ->
 
 
 def _tiles(low: GpuLowering, node: Node, m: Matrices, args: tuple[Arg, ...]) -> None:
-    """`mm_*` of all rows, and the sum of parts where the tiles alone would not fill the device."""
+    """Emit `mm_*` of all rows, and the sum of parts where the tiles alone would not fill the device."""
     rows, n_sm, k, per_row = node.rows, low.device.n_sm, m.w.ne0, 4 * node.cols
     narrow, wide = tiles_of(low.device, m.fmt)
 
@@ -165,12 +163,12 @@ def _tiles(low: GpuLowering, node: Node, m: Matrices, args: tuple[Arg, ...]) -> 
 
 
 def pairs_of(n_rows: int) -> int:
-    """Items of `mv_*`: two rows each."""
+    """Return the items of `mv_*`: two rows each."""
     return -(-n_rows // 2)
 
 
 def _blocks(items: int, bits: int) -> int:
-    """Blocks of four warps."""
+    """Return the blocks of four warps."""
     return -(-items // (1 << 2 - bits))
 
 
@@ -179,9 +177,9 @@ _NO_MORE: tuple[Arg, ...] = (0, np.int32(0), 0, 0)
 
 
 def _joined(low: GpuLowering, node: Node, m: Matrices, a: ProductInput, many: bool) -> bool:
-    """Let an earlier `mv_*` of this turn with the same input compute this product too: it has up to three matrices.
+    """Let an earlier `mv_*` of this split with the same input compute this product too; it takes up to three matrices.
 
-    The node keeps its own `mm_*`, if it has one; else it is noted as completed by the earlier launch.
+    The node keeps its own `mm_*`, if it has one; otherwise the earlier launch is noted as completing it.
     """
     kernel = f"mv_{m.fmt.name}"
     for i in range(low.turn_start, len(low.ops)):
@@ -232,27 +230,27 @@ class ByExpert:
 
     @property
     def n_expert(self) -> int:
-        """Matrices of a weight."""
+        """Return the matrices of a weight."""
         return sort_of(self.plan).n_expert
 
     @property
     def has_many(self) -> bool:
-        """Whether a micro-batch can be too large for `mv_*`."""
+        """Return whether a micro-batch can be too large for `mv_*`."""
         return not self._few(self.low.rows(self.plan.rows))
 
     def few(self, c: Counts) -> bool:
-        """Few rows per expert, or few tokens, whose results must not depend on how many they are: `mv_*`."""
+        """Return whether `mv_*` applies: few rows per expert, or few tokens, whose results must be batch-invariant."""
         return self._few(c.rows(self.plan.rows))
 
     def one(self, c: Counts) -> bool:
-        """One token, which no expert has twice."""
+        """Return whether there is one token, which no expert has twice."""
         return c.rows(self.plan.rows) <= sort_of(self.plan).n_used
 
     def _few(self, pairs: int) -> bool:
         return pairs <= MV_ROWS * sort_of(self.plan).n_used or pairs <= FEW_PER_EXPERT * self.n_expert
 
     def input(self, w: Weight, x: Node, sorted_in: bool, many: bool = False) -> ProductInput:
-        """Rows of x for `mv_*` or `mm_*` with w, found through the plan unless they are sorted."""
+        """Return rows of x for `mv_*` or `mm_*` with w, found through the plan unless they are sorted."""
         low, plan = self.low, self.plan
         a = _input(low, w, HeadSlice(x, 0, x.cols, 0), 1, _not(self.few) if many else None)
         if sorted_in:
@@ -260,13 +258,13 @@ class ByExpert:
         return ProductInput(a.at, a.row, 0, low.out(plan) + plan_layout(low, plan).order, sort_of(plan).n_used)
 
     def _tail(self, a: ProductInput, w: Weight, out: Ref, which: int) -> tuple[Arg, ...]:
-        """Activations, results, tiles of the plan and their number, order and divisor, table."""
+        """Return activations, results, tiles of the plan and their number, order and divisor, table."""
         low, at, plan = self.low, plan_layout(self.low, self.plan), self.low.out(self.plan)
         return (a.at, a.row, 0, out, w.ne1, 0, plan + at.tiles(which), plan + at.counts + 4 * (1 + which), a.order,
                 np.int32(a.divisor), table(low, w))  # fmt: skip
 
     def matvec(self, w: Weight, gate: Weight | None, a: ProductInput, out: Ref) -> None:
-        """`mv_*`: w . a, or with a gate silu(gate . a) * (w . a)."""
+        """Emit `mv_*`: w . a, or with a gate silu(gate . a) * (w . a)."""
         low, m, rows = self.low, matrices(w, 1), self.plan.rows
         items = w.ne1 if gate is not None else pairs_of(w.ne1)
         bits = split_of(low, m, items * sort_of(self.plan).n_used)
@@ -277,7 +275,7 @@ class ByExpert:
                  instead=(f"mv_{m.fmt.name}_one", self.one))  # fmt: skip
 
     def gemm(self, w: Weight, x: Node, sorted_in: bool, out: Ref) -> None:
-        """`mm_*`: w . x for many rows."""
+        """Emit `mm_*`: w . x for many rows."""
         low, m, rows = self.low, matrices(w, 1), self.plan.rows
         tile, _ = tiles_of(low.device, m.fmt)
         if self.has_many:

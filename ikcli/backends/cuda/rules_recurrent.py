@@ -1,4 +1,4 @@
-"""Lowering rules of recurrent layers; kernels in `kernels/layer_recurrent.cu` and `kernels/delta_*.cu`."""
+"""Lower recurrent layers; kernels in `kernels/layer_recurrent.cu` and `kernels/delta_*.cu`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _short_conv(low: GpuLowering, node: Node, op: ShortConv) -> None:
 
 
 def _conv_grid(cols: int) -> Grid:
-    """A block per tokens of a segment and 128 columns; segments end anywhere."""
+    """Return one block per tokens of a segment and 128 columns; segments end anywhere."""
     return lambda c: (c.n_tokens // CONV_TOKENS + c.n_segments, parts_of(cols, 128), 1)
 
 
@@ -89,7 +89,7 @@ def _delta_net(low: GpuLowering, node: Node, op: DeltaNet) -> None:
 
 
 def _fits_chunks(op: DeltaNet) -> bool:
-    """Whether the kernels for chunks take the op: they read four columns at once."""
+    """Return whether the kernels for chunks take the op: they read four columns at once."""
     aligned = all((s.offset | s.head_stride | s.node.cols | s.width) % 4 == 0 for s in (op.q, op.k, op.v))
     return aligned and max(op.k.width, op.v.width) <= CHUNK_COLUMNS
 
@@ -99,12 +99,15 @@ def _by_token(least: int, c: Counts) -> bool:
 
 
 def _slots(least: int, c: Counts) -> int:
-    """Chunks of all segments, at most; segments begin anywhere."""
+    """Return the most chunks of all segments together; segments begin anywhere."""
     return 0 if _by_token(least, c) else (c.n_tokens - 1) // CHUNK + c.n_segments
 
 
 def _delta_chunks(low: GpuLowering, node: Node, op: DeltaNet, slices: list[Arg], least: int) -> None:
-    """By chunks, in turns of as many as there is memory for: what does not read the state, then the states."""
+    """Emit the delta rule by chunks, as many at a time as memory allows.
+
+    The part that does not read the state comes first, then the states.
+    """
     n, dv, by_column, most = op.n_head, op.v.width, op.by_column, low.max_rows[Rows.TOKENS]
     most_slots = (most - 1) // CHUNK + most // least
     turn = min(TURN_SLOTS, most_slots)
@@ -134,7 +137,7 @@ def _delta_chunks(low: GpuLowering, node: Node, op: DeltaNet, slices: list[Arg],
 
 
 def _staged(most: int, by_column: bool) -> int:
-    """Bytes of shared memory for keys, queries and decays of some tokens."""
+    """Return the shared memory bytes for keys, queries and decays of some tokens."""
     tokens, row = 2048 // most, most + 16
     return 4 * tokens * (2 * row + 1 + (row if by_column else 1))
 
@@ -166,8 +169,8 @@ def _gated_norm(low: GpuLowering, node: Node, op: GatedNorm) -> None:
 
 
 def _always(counts: Counts) -> bool:
-    """A condition that holds: a launch that has one is not asked for rows of matrix products.
+    """Return True: a launch with a condition is not asked to write rows for matrix products.
 
-    Their blocks of 32 columns would be cut by groups of other widths.
+    Its blocks of 32 columns would be cut by groups of other widths.
     """
     return True

@@ -1,9 +1,9 @@
-"""Weight rows on their way from host memory to the device.
+"""Send weight rows from host memory to the device.
 
-Rows go chunk by chunk through two pinned buffers, so that one is filled while the other is copied, and are rearranged
+Rows go chunk by chunk through two pinned buffers, so that one is filled while the other is copied. They are rearranged
 on the device (`kernels/upload_rows.cu`) or, where their type is interleaved, on the CPU (`upload.convert`). Everything
-is queued on a stream of its own; `send` returns when the host's memory has been read, or is pinned: what is sent in
-every step can be (`pin`), and the device reads it where it is.
+is queued on a separate stream. `send` returns when the host's memory has been read or is pinned: data that is sent in
+every step can be pinned (`pin`), and the device then reads it in place.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _ROWS = 256  # threads of upload_rows
 
 
 def is_plain(w: Weight) -> bool:
-    """Whether rows of this type are rearranged on the device."""
+    """Return whether rows of this type are rearranged on the device."""
     return get_format(w.type).rows == 1
 
 
 def rows_launch(w: Weight, source: int, target: int, n_rows: int) -> Launch:
-    """The launch that rearranges rows of a plain type."""
+    """Return the launch that rearranges rows of a plain type."""
     fmt, stored = upload.device_format(w.type, w.name), row_size(w.type, w.ne0)
     out = fmt.row_bytes(w.ne0)
     offsets = sum(offset << 12 * i for i, (offset, _) in enumerate(fmt.planes))
@@ -50,7 +50,7 @@ def rows_launch(w: Weight, source: int, target: int, n_rows: int) -> Launch:
 
 
 def chunk_rows(w: Weight, chunk: int) -> int:
-    """Rows of one chunk: whole groups, at least one."""
+    """Return the rows of one chunk: whole groups, at least one."""
     group = get_format(w.type).rows
     largest = max(row_size(w.type, w.ne0), upload.device_row_bytes(w.type, w.ne0))
     return max(chunk // largest // group, 1) * group
@@ -73,10 +73,10 @@ class Transfer:
         device.prepare({"upload_rows": 0})
 
     def pin(self, arrays: Iterable[Bytes]) -> None:
-        """Pin memory that stays where it is until `close`, as far as allowed; not more than half of the machine's.
+        """Pin memory that stays in place until `close`, as far as allowed and at most half of the machine's.
 
-        Only pages that lie inside of an array: whoever has the rest of a page could not copy what crosses its end, as
-        drivers refuse to copy memory that is pinned in part.
+        Only pages that lie inside an array are pinned. Drivers refuse to copy memory that is pinned in part, so the
+        owner of the rest of a page could not copy data that crosses its end.
         """
         page, ends = mmap.PAGESIZE, list[tuple[int, int]]()
         for start, stop in sorted((a.ctypes.data, a.ctypes.data + a.nbytes) for a in arrays):
@@ -92,14 +92,14 @@ class Transfer:
                 self._registered.append((start * page, stop * page))
 
     def _pinned_ends(self, data: Bytes) -> list[int]:
-        """Where in an array pinned memory begins and ends; nothing if none of it is pinned."""
+        """Return where pinned memory begins and ends in an array; empty if none of it is pinned."""
         i = bisect_right(self._registered, data.ctypes.data, key=lambda r: r[1])
         if i == len(self._registered) or self._registered[i][0] >= data.ctypes.data + data.nbytes:
             return []
         return [min(max(end - data.ctypes.data, 0), data.nbytes) for end in self._registered[i]]
 
     def _upload_in_place(self, part: Bytes) -> None:
-        """Queue the copy of an array to the raw buffer: what is pinned on its own."""
+        """Queue the copy of an array to the raw buffer, separately for each part that is pinned."""
         data = part.reshape(-1)
         for a, b in pairwise([0, *self._pinned_ends(data), len(data)]):
             if a < b:
@@ -107,7 +107,7 @@ class Transfer:
 
     @staticmethod
     def device_bytes(largest: int) -> int:
-        """Device memory of a `Transfer`."""
+        """Return the device memory of a `Transfer`."""
         return max(min(CHUNK_BYTES, largest), 1)
 
     def send(self, w: Weight, data: Bytes, address: int) -> None:
@@ -144,7 +144,7 @@ class Transfer:
         list(self._pool.map(lambda pair: np.copyto(*pair), parts))
 
     def _buffer(self, n_bytes: int) -> Bytes:
-        """The next pinned buffer, when its last copy is over."""
+        """Return the next pinned buffer, once its last copy is over."""
         i, done = self._next, self._device.done
         while self._used[i] and not done(self._events[i]):
             time.sleep(0)

@@ -1,9 +1,9 @@
-"""Weights on the device: rows of a file's tensor rearranged so that neighbouring lanes read neighbouring bytes.
+"""Rearrange the rows of a file's tensor for the device, so that neighbouring lanes read neighbouring bytes.
 
 A row becomes planes: one field of all its blocks after the other, planes and rows 16-byte aligned (a few bytes per row
-more than in the file). Row-interleaved types are separated first, so the device knows plain types only. Scales
-of a row come last. The order of fields is what `load` of the format in `kernels/weights_*.cuh` expects.
-Also here: the tables that kernels of grid types read, and the name under which kernels know a type.
+more than in the file). Row-interleaved types are separated first, so the device only has plain types. Scales of a row
+come last. The order of fields is the one that `load` of the format in `kernels/weights_*.cuh` expects. Also here: the
+tables that kernels of grid types read, and the name under which kernels know a type.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _CHUNK_BYTES = 1 << 24  # of a tensor at a time: bounds temporaries
 class DeviceRowFormat:
     """Rows of blocks of `columns` columns and `n_bytes` bytes after a header; `planes`: (offset, bytes) in a block.
 
-    `scale`: bytes of the row's scale that are kept from the start of the header, 0: no such scale.
+    `scale`: bytes of the row's scale that are kept from the start of the header; 0: none.
     """
 
     name: str  # of the kernels: mv_<name>, mm_<name>, embed_<name>
@@ -44,7 +44,7 @@ class DeviceRowFormat:
     tile: str = ""  # backends/cpu/tile_modes.py; empty for floats
 
     def row_bytes(self, k: int) -> int:
-        """Bytes of a row of k columns on the device."""
+        """Return the bytes of a row of k columns on the device."""
         blocks = k // self.columns
         return sum(_aligned(blocks * size) for _, size in self.planes) + _aligned(self.scale)
 
@@ -55,7 +55,7 @@ def _aligned(n: int) -> int:
 
 @cache
 def _format(type_: GGMLType) -> DeviceRowFormat | None:
-    """Of a type that needs no separation, or None if there are no kernels."""
+    """Return the format of a type that needs no separation, or None without kernels."""
     t = TYPES[type_]
     if not t.cuda:
         return None
@@ -64,7 +64,7 @@ def _format(type_: GGMLType) -> DeviceRowFormat | None:
 
 
 def device_type(type_: GGMLType, name: str = "a tensor") -> GGMLType:
-    """The type as which rows of a stored type are on the device; UnsupportedError names the tensor."""
+    """Return the type that rows of a stored type have on the device; raise UnsupportedError that names the tensor."""
     base = get_format(type_).base
     found = base if base is not None else type_
     if _format(found) is None:
@@ -74,30 +74,30 @@ def device_type(type_: GGMLType, name: str = "a tensor") -> GGMLType:
 
 
 def device_format(type_: GGMLType, name: str = "a tensor") -> DeviceRowFormat:
-    """How rows of a stored type are on the device."""
+    """Return the device format of rows of a stored type."""
     found = _format(device_type(type_, name))
     assert found is not None
     return found
 
 
 def is_float(type_: GGMLType) -> bool:
-    """Products of this type take float activations."""
+    """Return whether products of this type take float activations."""
     return TYPES[device_type(type_)].kind == "float"
 
 
 def device_row_bytes(type_: GGMLType, k: int) -> int:
-    """Bytes of a row of k columns on the device."""
+    """Return the bytes of a row of k columns on the device."""
     return device_format(type_).row_bytes(k)
 
 
 def device_bytes(w: Weight) -> int:
-    """Bytes of a whole tensor on the device."""
+    """Return the bytes of a whole tensor on the device."""
     n_rows = int(np.prod(w.shape[1:], dtype=np.int64)) if len(w.shape) > 1 else 1
     return n_rows * device_format(w.type, w.name).row_bytes(w.shape[0])
 
 
 def convert(data: Bytes, w: Weight, out: Bytes) -> None:
-    """The bytes of a tensor of the file, in whole groups of rows, as device rows into `out`.
+    """Write the bytes of a tensor of the file, in whole groups of rows, as device rows into `out`.
 
     `data` may be any number of whole groups of the tensor's rows; `out` has device_row_bytes for each of its rows.
     """
@@ -111,7 +111,7 @@ def convert(data: Bytes, w: Weight, out: Bytes) -> None:
 
 
 def _separated(rows: Bytes, type_: GGMLType, k: int) -> Bytes:
-    """Rows of a plain type."""
+    """Return rows of a plain type."""
     if get_format(type_).rows == 1:
         return rows
     plain = unrepack_rows(rows, type_, k)
@@ -141,12 +141,12 @@ def _convert_rows(rows: Bytes, fmt: DeviceRowFormat, out: Bytes, type_: GGMLType
 
 
 def table_name(type_: GGMLType) -> str:
-    """The grid whose points the kernels of a type read, or an empty text."""
+    """Return the grid whose points the kernels of a type read, or an empty text."""
     return TYPES[device_type(type_)].grid
 
 
 @cache
 def table_bytes(name: str) -> bytes:
-    """The points of a grid as bytes, first column first; eightfold for the ternary grid."""
+    """Return the points of a grid as bytes, first column first; eightfold for the ternary grid."""
     factor = 8 if name == "IQ1_S" else 1
     return (grid(name) * factor).astype(np.int8).tobytes()

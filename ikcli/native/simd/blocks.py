@@ -24,7 +24,7 @@ def _c(builder, x):
 
 @intrinsic
 def bits_to_lanes(typingctx, bits, value):
-    """`value` (a constant) in every lane whose bit of the low 16 bits is set, else 0 (i32x16)."""
+    """Return `value` (a constant) in every lane whose bit of the low 16 bits is set, else 0 (i32x16)."""
     if not isinstance(value, types.IntegerLiteral):
         return None
     x = value.literal_value
@@ -38,7 +38,7 @@ def bits_to_lanes(typingctx, bits, value):
 
 @intrinsic
 def lanes_to_bits(typingctx, codes, bit):
-    """Low 16 bits of the result: lanes of an i32x16 that have the bits of `bit` (a constant) set."""
+    """Return the lanes of an i32x16 that have the bits of `bit` (a constant) set, as the low 16 bits."""
     if not isinstance(bit, types.IntegerLiteral):
         return None
     x = bit.literal_value
@@ -52,7 +52,7 @@ def lanes_to_bits(typingctx, codes, bit):
 
 @intrinsic
 def two_bit_lanes(typingctx, word, shift):
-    """Lane i < 8: bits shift..shift+1 of byte i of a 64-bit word; lane 8 + i: those four bits higher (i32x16)."""
+    """Return bits shift..shift+1 of byte i of a 64-bit word in lane i < 8; lane 8 + i: four bits higher (i32x16)."""
 
     def codegen(context, builder, sig, args):
         word, shift = args
@@ -69,7 +69,7 @@ def two_bit_lanes(typingctx, word, shift):
 
 @intrinsic
 def store_lane_pairs(typingctx, ptr, codes):
-    """Eight bytes: lane i (four bits) low, lane 8 + i high."""
+    """Store eight bytes: lane i (four bits) low, lane 8 + i high."""
 
     def codegen(context, builder, sig, args):
         low = builder.shuffle_vector(args[1], args[1], _ints(range(8)))
@@ -84,7 +84,7 @@ def store_lane_pairs(typingctx, ptr, codes):
 
 @intrinsic
 def store_quarters(typingctx, ptr, a, b):
-    """Bytes 4i..4i+3 of two i8x16 at ptr + 64*i, side by side, for i = 0..3."""
+    """Store bytes 4i..4i+3 of two i8x16 at ptr + 64*i, side by side, for i = 0..3."""
 
     def codegen(context, builder, sig, args):
         ptr, *pair = args
@@ -100,7 +100,7 @@ def store_quarters(typingctx, ptr, a, b):
 
 @intrinsic
 def store_magnitudes(typingctx, ptr, a, b):
-    """Absolute values of two i8x16, one after the other."""
+    """Store the absolute values of two i8x16, one after the other."""
 
     def codegen(context, builder, sig, args):
         ptr, *pair = args
@@ -113,7 +113,7 @@ def store_magnitudes(typingctx, ptr, a, b):
 
 
 def make_lookup16(values):
-    """lookup(codes): values[code] as f32x16 for codes 0..15; the values are 16 signed bytes."""
+    """Return lookup(codes): values[code] as f32x16 for codes 0..15; the values are 16 signed bytes."""
     values = [int(v) & 255 for v in values]
 
     @intrinsic
@@ -136,7 +136,7 @@ def make_lookup16(values):
 
 
 def make_count_above(limits):
-    """count(x): how many of the limits are below each lane (i32x16)."""
+    """Return count(x): how many of the limits are below each lane (i32x16)."""
     limits = [float(t) for t in limits]
 
     @intrinsic
@@ -155,7 +155,7 @@ def make_count_above(limits):
 
 @intrinsic
 def hadamard16(typingctx, x):
-    """Walsh-Hadamard transform of the 16 lanes, not normalised."""
+    """Apply the Walsh-Hadamard transform to the 16 lanes, not normalised."""
 
     def codegen(context, builder, sig, args):
         v = args[0]

@@ -1,4 +1,4 @@
-"""What kernels do besides arithmetic: prefetching, atomic operations, waiting, calls."""
+"""Kernel operations besides arithmetic: prefetching, atomic operations, waiting, calls."""
 
 import llvmlite.ir as ir
 from numba.core import types
@@ -25,7 +25,7 @@ def _make_prefetch(locality):
 
 
 def emit_prefetch(builder, at, lines):
-    """Ask for cache lines from an address on (second level); returns the address after them."""
+    """Prefetch cache lines from an address on (second level); return the address after them."""
     for _ in range(lines):
         args = [pointer(builder, at, ir.IntType(8)), *(ir.Constant(_I32, x) for x in (0, 2, 1))]
         call_llvm(builder, "llvm.prefetch.p0", ir.VoidType(), args)
@@ -39,7 +39,7 @@ prefetch_l2 = _make_prefetch(2)  # ... but leave the first level alone
 
 @intrinsic
 def atomic_add(typingctx, ptr, value):
-    """Fetch-and-add on an int64; returns the old value."""
+    """Fetch and add on an int64; return the old value."""
 
     def codegen(context, builder, sig, args):
         return builder.atomic_rmw("add", pointer(builder, args[0], ir.IntType(64)), args[1], "seq_cst")
@@ -49,7 +49,7 @@ def atomic_add(typingctx, ptr, value):
 
 @intrinsic
 def atomic_load(typingctx, ptr):
-    """Acquire load of an int64."""
+    """Load an int64 with acquire semantics."""
 
     def codegen(context, builder, sig, args):
         return builder.load_atomic(pointer(builder, args[0], ir.IntType(64)), "acquire", 8)
@@ -59,7 +59,7 @@ def atomic_load(typingctx, ptr):
 
 @intrinsic
 def atomic_store(typingctx, ptr, value):
-    """Release store of an int64."""
+    """Store an int64 with release semantics."""
 
     def codegen(context, builder, sig, args):
         builder.store_atomic(args[1], pointer(builder, args[0], ir.IntType(64)), "release", 8)
@@ -70,7 +70,7 @@ def atomic_store(typingctx, ptr, value):
 
 @intrinsic
 def atomic_cas(typingctx, ptr, expected, value):
-    """Replace `expected` by `value`; 1 if it was there, else 0."""
+    """Replace `expected` by `value`; return 1 if it was there, else 0."""
 
     def codegen(context, builder, sig, args):
         p = pointer(builder, args[0], ir.IntType(64))
@@ -82,7 +82,7 @@ def atomic_cas(typingctx, ptr, expected, value):
 
 @intrinsic
 def pause(typingctx):
-    """Tell the CPU that this is a spin loop (nothing where there is no such hint)."""
+    """Tell the CPU that this is a spin loop; do nothing on CPUs without such a hint."""
 
     def codegen(context, builder, sig, args):
         if isa.current().is_x86:
@@ -94,7 +94,7 @@ def pause(typingctx):
 
 @intrinsic
 def call_kernel(typingctx, address, params, ith, nth):
-    """Call a compiled kernel by address; returns its status (0 = ok). See `jit.py` for the calling convention."""
+    """Call a compiled kernel by address; return its status (0 = ok). See `jit.py` for the calling convention."""
     i64, i8p = ir.IntType(64), ir.IntType(8).as_pointer()
 
     def codegen(context, builder, sig, args):

@@ -1,9 +1,9 @@
 """Integer dot products: the one operation whose best instruction differs between machines.
 
 `dot_u8_i8(acc, u, s)`: every i32 lane gains the sum of four products u8*i8. AVX-512 VNNI and AVX-VNNI have it as one
-instruction, AVX2 needs a few; elsewhere it is spelled in plain IR (exact 16-bit products, pairwise sums), which LLVM
-maps to what there is. An instruction the target lacks would abort the process, so the choice is made from
-`isa.current()` at compile time.
+instruction, AVX2 needs a few. Elsewhere it is spelled in plain IR (exact 16-bit products, pairwise sums), which LLVM
+maps to the available instructions. An instruction that the target lacks would abort the process, so the choice is made
+from `isa.current()` at compile time.
 """
 
 import functools
@@ -28,7 +28,7 @@ _I16, _I32 = ir.IntType(16), ir.IntType(32)
 
 
 def _portable(builder, acc, u, s, n):
-    """Exact in any target: zero/sign extend to i16 (products fit: 255*128 < 2^15), add groups of four in i32."""
+    """Multiply exactly on any target: extend to i16 (products fit: 255*128 < 2^15), add groups of four in i32."""
     wide = ir.VectorType(_I32, 4 * n)
     prod = builder.mul(builder.zext(u, ir.VectorType(_I16, 4 * n)), builder.sext(s, ir.VectorType(_I16, 4 * n)))
     prod = builder.sext(prod, wide)
@@ -40,7 +40,7 @@ def _portable(builder, acc, u, s, n):
 
 
 def _even_and_odd(builder, acc, u, s):
-    """8 lanes for AVX2: products of 16 bits, whose sums of two are exact, of even and of odd bytes."""
+    """Multiply 8 lanes on AVX2: exact 16-bit sums of two products, separately of even and of odd bytes."""
     pairs = ir.VectorType(_I16, 16)
     eight, low = (ir.Constant(pairs, [c] * 16) for c in (8, 255))
     u, s = builder.bitcast(u, pairs), builder.bitcast(s, pairs)
@@ -52,7 +52,7 @@ def _even_and_odd(builder, acc, u, s):
 
 
 def _saturating(builder, acc, us, ss):
-    """8 lanes for AVX2 where no sum of two products of any of these pairs, nor the sum of those, leaves 16 bits."""
+    """Multiply 8 lanes on AVX2 where no sum of two products of these pairs, nor the sum of those, leaves 16 bits."""
     pairs = ir.VectorType(_I16, 16)
     sums = [call_llvm(builder, "llvm.x86.avx2.pmadd.ub.sw", pairs, [u, s]) for u, s in zip(us, ss, strict=True)]
     total, ones = functools.reduce(builder.add, sums), ir.Constant(pairs, [1] * 16)
@@ -60,7 +60,7 @@ def _saturating(builder, acc, us, ss):
 
 
 def emit_dot(builder, acc, u, s, n, most=255):
-    """acc + groups-of-four dot products, n lanes; `most`: the largest u."""
+    """Return acc + dot products of groups of four, n lanes; `most`: the largest u."""
     features = isa.current().features
     t = acc.type
     if n == 16 and "avx512vnni" in features:
@@ -77,12 +77,12 @@ def emit_dot(builder, acc, u, s, n, most=255):
 
 
 def most_addends(most):
-    """How many products `emit_dots` takes at once: more than one where their sums of two fit 16 bits for so long."""
+    """Return how many vectors `emit_dots` takes at once: several where their sums of two products still fit 16 bits."""
     return max(1, 32767 // (2 * 127 * most)) if isa.current().plain_avx2 else 1
 
 
 def emit_dots(builder, acc, us, ss, most):
-    """acc (i32x16) + dot products of i8x64 with up to `most_addends` vectors of bytes; no s is -128."""
+    """Return acc (i32x16) + dot products of i8x64 with up to `most_addends` vectors of bytes; no s is -128."""
     if len(us) == 1:
         return emit_dot(builder, acc, us[0], ss[0], 16, most)
 
@@ -93,7 +93,7 @@ def emit_dots(builder, acc, us, ss, most):
 
 
 def emit_signed_dot(builder, acc, w, s):
-    """acc + dot products of i8x64 on plain AVX2; s is not -128."""
+    """Return acc + dot products of i8x64 on plain AVX2; s is not -128."""
 
     def half(acc, w, s):
         return _saturating(builder, acc, [magnitude(builder, w)], [with_sign(builder, s, w)])
@@ -102,7 +102,7 @@ def emit_signed_dot(builder, acc, w, s):
 
 
 def emit_halves_added(builder, acc, us, ss, most):
-    """acc (i32x8) + dot products of the lower halves of vectors of bytes, and of the upper ones, on plain AVX2.
+    """Return acc (i32x8) + dot products of the lower and of the upper halves of vectors of bytes, on plain AVX2.
 
     `most`: the largest u; 128 or more: u is signed. No s is -128.
     """
@@ -122,7 +122,7 @@ def _half(builder, v, upper):
 
 
 def _in_halves(builder, function, *args):
-    """function of the lower halves of vectors, and of the upper ones."""
+    """Apply a function to the lower and to the upper halves of vectors."""
     low, high = (function(*(_half(builder, v, upper) for v in args)) for upper in (0, 1))
     return builder.shuffle_vector(low, high, ir.Constant(ir.VectorType(_I32, 16), list(range(16))))
 
@@ -141,9 +141,9 @@ class _BFloat(ir.Type):
 
 
 def emit_dot_bf16(builder, acc, x, y):
-    """acc (f32x16) + products of pairs of bfloat16 (i32x16: even column in the lower half).
+    """Return acc (f32x16) + products of pairs of bfloat16 (i32x16: even column in the lower half).
 
-    Needs avx512bf16, which takes denormal numbers as zero.
+    Needs avx512bf16, which flushes denormal numbers to zero.
     """
     pairs = ir.VectorType(_BFloat(), 2 * x.type.count) if llvm.llvm_version_info[0] >= 16 else x.type
     args = [acc, builder.bitcast(x, pairs), builder.bitcast(y, pairs)]
@@ -151,7 +151,7 @@ def emit_dot_bf16(builder, acc, x, y):
 
 
 def emit_dot_i16(builder, acc, x, y):
-    """acc (i32x16) + products of pairs of 16-bit integers (i32x16: even column in the lower half)."""
+    """Return acc (i32x16) + products of pairs of 16-bit integers (i32x16: even column in the lower half)."""
     if "avx512vnni" in isa.current().features:
         return call_llvm(builder, "llvm.x86.avx512.vpdpwssd.512", acc.type, [acc, x, y])
     shift = ir.Constant(x.type, [16] * x.type.count)
@@ -162,7 +162,7 @@ def emit_dot_i16(builder, acc, x, y):
 
 @intrinsic
 def dot_bf16(typingctx, acc, x, y):
-    """acc + products of 16 pairs of bfloat16."""
+    """Return acc + products of 16 pairs of bfloat16."""
 
     def codegen(context, builder, sig, args):
         return emit_dot_bf16(builder, *args)
@@ -172,7 +172,7 @@ def dot_bf16(typingctx, acc, x, y):
 
 @intrinsic
 def store_i16x32(typingctx, ptr, low, high):
-    """32 integers as 16 bits each, cut off."""
+    """Store 32 integers as 16 bits each, truncated."""
 
     def codegen(context, builder, sig, args):
         ptr, *parts = args
@@ -187,7 +187,7 @@ def store_i16x32(typingctx, ptr, low, high):
 
 @intrinsic
 def dot_u8_i8(typingctx, acc, u, s):
-    """See the module."""
+    """Return acc + the sum of four products u8*i8 per lane; see the module."""
 
     def codegen(context, builder, sig, args):
         return emit_dot(builder, *args, 16)

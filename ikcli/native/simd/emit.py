@@ -1,7 +1,7 @@
-"""Micro-kernels written as LLVM IR: fully unrolled register blocks that would be unreadable as scalar Python.
+"""Emit micro-kernels as LLVM IR: fully unrolled register blocks that would be unreadable as scalar Python.
 
-`Emitter` is a thin wrapper over an llvmlite builder with the handful of operations the micro-kernels need. Addresses
-are i64 values; accumulators live in stack slots that LLVM promotes to registers.
+`Emitter` is a thin wrapper over an llvmlite builder with the few operations that micro-kernels need. Addresses are i64
+values; accumulators live in stack slots that LLVM promotes to registers.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ class Emitter:
         self.memo = {}  # values computed once per step, for formats that would compute them again for every 64 columns
 
     def features(self):
-        """Instruction set features of the target."""
+        """Return the instruction set features of the target."""
         return isa.current().features
 
     # --- integers -----------------------------------------------------------------------------------------------------
@@ -38,23 +38,23 @@ class Emitter:
         return ir.Constant(I64, x)
 
     def offset(self, base, *terms):
-        """base + sum of terms (i64 values or Python ints)."""
+        """Return base + the sum of terms (i64 values or Python ints)."""
         for t in terms:
             base = self.b.add(base, self.int(t) if isinstance(t, int) else t)
         return base
 
     def opaque(self, x):
-        """x, hidden from the optimiser, which would otherwise chain addresses: row + stride + stride + ..."""
+        """Hide x from the optimiser, which would otherwise chain addresses: row + stride + stride + ..."""
         return self.b.asm(ir.FunctionType(I64, [I64]), "", "=r,0", [x], False)
 
     def in_order(self, v):
-        """v, an f32x16, before anything that follows is loaded: LLVM would mix the parts of a loop until they spill."""
+        """Return v (f32x16), computed before any later load: LLVM would mix the parts of a loop until they spill."""
         if "avx512f" not in self.features():
             return v
         return self.b.asm(ir.FunctionType(v.type, [v.type]), "", "=v,0,~{memory}", [v], True)
 
     def prefetch(self, address, write=False, level=1):
-        """Ask for a cache line, if need be one to write to, up to a level of the cache."""
+        """Prefetch a cache line, optionally for writing, into the given cache level."""
         consts = [ir.Constant(I32, x) for x in (int(write), 4 - level, 1)]
         call_llvm(self.b, "llvm.prefetch.p0", ir.VoidType(), [pointer(self.b, address, ir.IntType(8)), *consts])
 
@@ -69,7 +69,7 @@ class Emitter:
         self.b.store(value, pointer(self.b, address, value.type), align=1)
 
     def store_first(self, value, address, n):
-        """First n (i64) lanes of an f32x16."""
+        """Store the first n (i64) lanes of an f32x16."""
         lanes = const_vector(i32x16, range(16))
         limit = splat_value(self.b, i32x16, self.b.trunc(n, I32))
         mask = self.b.icmp_signed("<", lanes, limit)
@@ -83,7 +83,7 @@ class Emitter:
         return splat_value(self.b, i32x16, self.b.load(pointer(self.b, address, I32), align=1))
 
     def splat_bytes(self, address):
-        """Four bytes repeated over i8x64."""
+        """Return four bytes repeated over i8x64."""
         return self.b.bitcast(self.splat_i32(address), llvm_type(i8x64))
 
     def zero(self, vec):
@@ -105,7 +105,7 @@ class Emitter:
         return emit_signed_dot(self.b, acc, w, s)
 
     def without_128(self, u):
-        """Codes of signed bytes plus 128 as signed bytes."""
+        """Subtract 128 from codes, giving signed bytes."""
         return self.b.xor(u, ir.Constant(u.type, [-128] * u.type.count))
 
     # --- variables and loops ------------------------------------------------------------------------------------------
@@ -116,14 +116,14 @@ class Emitter:
         return slot
 
     def room(self, n_bytes):
-        """Address of stack memory aligned to a vector."""
+        """Return the address of stack memory aligned to a vector."""
         with self.b.goto_entry_block():
             slot = self.b.alloca(ir.ArrayType(ir.IntType(8), n_bytes + 64))
         return self.b.and_(self.offset(self.b.ptrtoint(slot, I64), 63), self.int(-64))
 
     @contextlib.contextmanager
     def loop(self, count):
-        """for i in range(count): yields i (i64)."""
+        """Emit `for i in range(count)` and yield i (i64)."""
         fn = self.b.function
         head, body, done = (fn.append_basic_block(n) for n in ("head", "body", "done"))
         entry = self.b.block
@@ -140,7 +140,7 @@ class Emitter:
 
 
 def transpose16(builder, rows):
-    """16 vectors f32x16 (rows) -> 16 vectors (columns): four rounds of two-input shuffles."""
+    """Transpose 16 vectors f32x16: four rounds of two-input shuffles."""
     index = ir.VectorType(I32, 16)
     for step in (1, 2, 4, 8):
         lo = [i if not i & step else 16 + i - step for i in range(16)]

@@ -1,4 +1,4 @@
-"""Floats of 16 bits, half and bfloat16: conversions, loads and stores."""
+"""16-bit floats, half and bfloat16: conversions, loads and stores."""
 
 import llvmlite.ir as ir
 from numba.core import types
@@ -12,7 +12,7 @@ _I32 = ir.IntType(32)
 
 # --- scalars and vectors as LLVM values -------------------------------------------------------------------------------
 def _like(t, element):
-    """A scalar or vector type with another element."""
+    """Return a scalar or vector type with another element."""
     return ir.VectorType(element, t.count) if isinstance(t, ir.VectorType) else element
 
 
@@ -26,7 +26,7 @@ def _has_half_instructions():
 
 
 def half_to_f32(builder, bits):
-    """f32 of half floats given as i16 (scalar or vector); by integer arithmetic where the CPU has no instruction."""
+    """Convert half floats given as i16 (scalar or vector) to f32; in integer arithmetic without an instruction."""
     if _has_half_instructions():
         return builder.fpext(builder.bitcast(bits, _like(bits.type, ir.HalfType())), _like(bits.type, ir.FloatType()))
     t, f = _like(bits.type, _I32), _like(bits.type, ir.FloatType())
@@ -44,7 +44,7 @@ def half_to_f32(builder, bits):
 
 
 def f32_to_half(builder, x):
-    """Half floats as i16, rounded to nearest even; NaN stays NaN."""
+    """Convert to half floats as i16, rounded to nearest even; NaN stays NaN."""
     if _has_half_instructions():
         return builder.bitcast(builder.fptrunc(x, _like(x.type, ir.HalfType())), _like(x.type, ir.IntType(16)))
     t = _like(x.type, _I32)
@@ -67,14 +67,14 @@ def f32_to_half(builder, x):
 
 
 def bf16_to_f32(builder, bits):
-    """f32 of bfloat16 given as i16 (scalar or vector)."""
+    """Convert bfloat16 given as i16 (scalar or vector) to f32."""
     t = _like(bits.type, _I32)
     wide = builder.shl(builder.zext(bits, t), _constant_like(t, 16))
     return builder.bitcast(wide, _like(bits.type, ir.FloatType()))
 
 
 def f32_to_bf16_bits(builder, x):
-    """bfloat16 as i16 (scalar or vector), rounded to nearest even; NaN stays NaN."""
+    """Convert to bfloat16 as i16 (scalar or vector), rounded to nearest even; NaN stays NaN."""
     t = _like(x.type, _I32)
 
     def c(v):
@@ -97,7 +97,7 @@ store_f16x16, store_bf16x16 = make_store(f32x16, f32_to_half), make_store(f32x16
 
 @intrinsic
 def bcast_f16x16(typingctx, ptr):
-    """One half float from memory to all lanes of f32x16; spread first, as a general register would cost more."""
+    """Load one half float into all lanes of f32x16; spread first, as a general register would cost more."""
 
     def codegen(context, builder, sig, args):
         bits = builder.load(pointer(builder, args[0], ir.IntType(16)), align=1)

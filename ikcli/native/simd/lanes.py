@@ -1,4 +1,4 @@
-"""Lanes of vectors: packed 6-bit scales of q4_K and q5_K, sums."""
+"""Lane operations: packed 6-bit scales of q4_K and q5_K, sums."""
 
 import llvmlite.ir as ir
 
@@ -8,7 +8,7 @@ _I8, _I32, _I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 
 
 def packed_scales_6bit(builder, address):
-    """The 12 bytes of q4_K/q5_K scales as i32x16: 8 scales, then 8 minima."""
+    """Unpack the 12 bytes of q4_K/q5_K scales into i32x16: 8 scales, then 8 minima."""
 
     def word(i):
         at = builder.add(address, ir.Constant(_I64, 4 * i))
@@ -34,7 +34,7 @@ def packed_scales_6bit(builder, address):
 
 
 def folded(builder, v, count):
-    """The first half of the lanes plus the second, until `count` are left (a power of two)."""
+    """Add the second half of the lanes to the first until `count` are left (a power of two)."""
     n = v.type.count
     while n > count:
         n //= 2

@@ -38,7 +38,7 @@ _L = tuple(_F(c) for c in (
 
 @inline
 def _exp_parts(x):
-    """(p, 2**n) with e**x = p * 2**n, for x in [_LOWEST, _HIGHEST] (Cephes expf polynomial)."""
+    """Return (p, 2**n) with e**x = p * 2**n, for x in [_LOWEST, _HIGHEST] (Cephes expf polynomial)."""
     n = vround_even(vmul(x, splat_f32x16(_LOG2E)))
     r = vfma(n, splat_f32x16(-_LN2_HI), x)
     r = vfma(n, splat_f32x16(-_LN2_LO), r)
@@ -53,7 +53,7 @@ def _exp_parts(x):
 
 @inline
 def vexp(x):
-    """e**x; below -87.3 the smallest normal numbers, above 88.3 the largest. NaN gives NaN."""
+    """Return e**x; below -87.3 the smallest normal numbers, above 88.3 the largest. NaN gives NaN."""
     nan = vmul(vsub(x, x), splat_f32x16(_ZERO))  # 0, or NaN for NaN and Inf
     p, two_n = _exp_parts(vmin(vmax(x, splat_f32x16(_LOWEST)), splat_f32x16(_HIGHEST)))
     return vfma(p, two_n, nan)
@@ -61,35 +61,35 @@ def vexp(x):
 
 @inline
 def vexp_fast(x):
-    """vexp for x that is never NaN and never above 0 (soft-max): -inf gives a number below 1.2e-38."""
+    """Return e**x for x that is never NaN and never above 0 (soft-max); -inf gives a number below 1.2e-38."""
     p, two_n = _exp_parts(vmax_fast(x, splat_f32x16(_LOWEST)))
     return vmul(p, two_n)
 
 
 @inline
 def vsilu(x):
-    """x / (1 + e**-x)."""
+    """Return x / (1 + e**-x)."""
     one = splat_f32x16(_ONE)
     return vdiv(x, vadd(one, vexp(vsub(splat_f32x16(_ZERO), x))))
 
 
 @inline
 def vsigmoid(x):
-    """1 / (1 + e**-x)."""
+    """Return 1 / (1 + e**-x)."""
     one = splat_f32x16(_ONE)
     return vdiv(one, vadd(one, vexp(vsub(splat_f32x16(_ZERO), x))))
 
 
 @inline
 def vsoftplus(x):
-    """log(1 + e**x)."""
+    """Return log(1 + e**x)."""
     zero = splat_f32x16(_ZERO)
     return vadd(vmax(x, zero), vlog1p_unit(vexp(vsub(zero, vabs(x)))))
 
 
 @inline
 def vlog1p_unit(y):
-    """log(1 + y) for y of 0 to 1, with small relative error down to 0 (Cephes logf polynomial)."""
+    """Return log(1 + y) for y of 0 to 1, with small relative error down to 0 (Cephes logf polynomial)."""
     one = splat_f32x16(_ONE)
     # log(1 + y) as it is up to sqrt(2), from there on as log(2) + log((1 + y) / 2): small numbers are not rounded.
     small = vsub(splat_f32x16(_SQRT2_1), y)

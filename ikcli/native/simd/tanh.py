@@ -31,7 +31,10 @@ _C0, _C1, _C2, _C3, _C4 = (
 
 @inline
 def vtanh(x):
-    """Hyperbolic tangent: near 0 the Cephes tanhf polynomial, else 1 - 2 / (e**2|x| + 1). NaN and Inf give NaN."""
+    """Return the hyperbolic tangent: near 0 the Cephes tanhf polynomial, else 1 - 2 / (e**2|x| + 1).
+
+    NaN and Inf give NaN.
+    """
     size = vabs(x)
     square = vmul(x, x)
     p = vfma(splat_f32x16(_C0), square, splat_f32x16(_C1))

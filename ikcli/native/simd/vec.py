@@ -1,9 +1,9 @@
 """SIMD vectors for Numba: a type over an LLVM vector, and intrinsics in plain LLVM IR.
 
-Everything here is legal on any LLVM target (LLVM splits vectors the machine lacks); `dot.py` holds the few operations
-that need an instruction of their own, `half.py` floats of 16 bits, `control.py` what is not arithmetic.
-Pointers are plain integers (bytes); loads and stores are unaligned.
-Lane counts: f32x16, i32x16, i16x32, i8x64 fill one 512-bit register; f32x8, i32x8, i8x32 and i8x16 are the halves.
+Everything here is legal on any LLVM target, because LLVM splits vectors that the machine lacks. `dot.py` holds the few
+operations that need a specific instruction, `half.py` 16-bit floats, `control.py` operations besides arithmetic.
+Pointers are plain integers (bytes); loads and stores are unaligned. Lane counts: f32x16, i32x16, i16x32, i8x64 fill one
+512-bit register; f32x8, i32x8, i8x32 and i8x16 are the halves.
 """
 
 import llvmlite.ir as ir
@@ -48,7 +48,7 @@ i8x64, i8x32, i8x16 = Vec("i8", 64), Vec("i8", 32), Vec("i8", 16)
 
 # --- helpers for writing intrinsics ----------------------------------------------------------------------------------
 def const_vector(v, values):
-    """LLVM constant of vector type v."""
+    """Return an LLVM constant of vector type v."""
     t = llvm_type(v)
     return ir.Constant(t, [ir.Constant(t.element, x) for x in values])
 
@@ -67,18 +67,18 @@ def call_llvm(builder, name, return_type, args):
 
 
 def magnitude(builder, v):
-    """Absolute values of integer lanes; of the smallest number, itself, which is right without a sign."""
+    """Return absolute values of integer lanes; the smallest number stays itself, which is right when read unsigned."""
     zero = ir.Constant(v.type, None)
     return builder.select(builder.icmp_signed("<", v, zero), builder.sub(zero, v), v)
 
 
 def with_sign(builder, v, sign):
-    """32 bytes, negated where `sign` is negative, 0 where it is 0. Needs AVX2."""
+    """Return 32 bytes, negated where `sign` is negative, 0 where it is 0. Needs AVX2."""
     return call_llvm(builder, "llvm.x86.avx2.psign.b", v.type, [v, sign])
 
 
 def larger(builder, a, b):
-    """The larger of each pair of floats, b where one is NaN: a single instruction."""
+    """Return the larger of each pair of floats, b where one is NaN: a single instruction."""
     return builder.select(builder.fcmp_ordered(">", a, b), a, b)
 
 
@@ -91,7 +91,7 @@ def splat_value(builder, v, scalar):
 
 # --- memory ----------------------------------------------------------------------------------------------------------
 def make_load(value, stored, convert=None):
-    """load(address): a `stored` (Vec, or name of an element), of which convert(builder, x) makes a `value`."""
+    """Return load(address), which loads a `stored` (Vec, or name of an element) and applies convert(builder, x)."""
     stored = llvm_type(stored) if isinstance(stored, Vec) else _ELEMENT[stored]
 
     @intrinsic
@@ -106,7 +106,7 @@ def make_load(value, stored, convert=None):
 
 
 def make_store(value, convert=None):
-    """store(address, x): a `value`, or what convert(builder, x) makes of it."""
+    """Return store(address, x), which stores a `value` or the result of convert(builder, x)."""
 
     @intrinsic
     def store(typingctx, ptr, x):
@@ -255,7 +255,7 @@ vshl, vlshr = _make_shift("shl"), _make_shift("lshr")
 
 @intrinsic
 def vfma(typingctx, a, b, c):
-    """a*b + c, rounded once."""
+    """Return a*b + c, rounded once."""
     if not isinstance(a, Vec) or a.elt != "f32":
         return None
 
@@ -294,7 +294,7 @@ vsqrt = _make_float_intrinsic("sqrt", 1)
 
 @intrinsic
 def vmax_fast(typingctx, a, b):
-    """The larger of each pair of lanes, b where one is NaN: a single instruction, unlike `vmax`."""
+    """Return the larger of each pair of lanes, b where one is NaN: a single instruction, unlike `vmax`."""
 
     def codegen(context, builder, sig, args):
         return larger(builder, *args)
@@ -305,7 +305,7 @@ def vmax_fast(typingctx, a, b):
 def _make_reduce(name, identity):
     @intrinsic
     def reduce(typingctx, a):
-        """All lanes of an f32 vector combined (tree order)."""
+        """Combine all lanes of an f32 vector (tree order)."""
 
         def codegen(context, builder, sig, args):
             value, n = args[0], a.n
@@ -330,7 +330,7 @@ reduce_add, reduce_max = _make_reduce("fadd", 0.0), _make_reduce("maxnum", None)
 
 @intrinsic
 def select_less_i32(typingctx, a, b, x, y):
-    """x where a < b (i32x16, signed), else y (f32x16)."""
+    """Return x where a < b (i32x16, signed), else y (f32x16)."""
 
     def codegen(context, builder, sig, args):
         return builder.select(builder.icmp_signed("<", args[0], args[1]), args[2], args[3])
@@ -340,5 +340,5 @@ def select_less_i32(typingctx, a, b, x, y):
 
 @intrinsic
 def lane_index(typingctx):
-    """0..15 as i32x16."""
+    """Return 0..15 as i32x16."""
     return i32x16(), lambda context, builder, sig, args: const_vector(i32x16, range(16))

@@ -1,10 +1,10 @@
-"""Encoders of every storage type: which function writes a type, and one entry point that runs it on many rows.
+"""Encode rows in every storage type: the table of encoders, and one entry point that runs them on many rows.
 
 `TensorType.encode` names the function; its module is imported when a type is first needed. It is called as
 `encode(values, type, imatrix, options)`: `values` (n_rows, ne0) float32, C-contiguous and finite; `imatrix` (ne0,)
 float32, finite and >= 0, or None; the result is uint8 with n_rows * row_size bytes. Rows do not depend on each other (a
-type of its own layout gets multiples of its group height); the function releases the GIL.
-Types without one: the closed-form encoders of `ikcli.quant.encode`; interleaved types: their plain type, regrouped.
+type with a separate layout gets multiples of its group height). The function releases the GIL. Types without one: the
+closed-form encoders of `ikcli.quant.encode`; interleaved types: their plain type, regrouped.
 """
 
 from __future__ import annotations
@@ -31,8 +31,11 @@ Floats = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class EncodeOptions:
-    """Q4_0 codes limited to -7..7 without importance weights; exhaustive IQ2_KS search; scales of least squared error
-    where rows would be made unbiased (`unbiased`)."""
+    """Options of the encoders.
+
+    Q4_0 codes limited to -7..7 without importance weights; exhaustive IQ2_KS search; scales of least squared error
+    instead of unbiased rows (`unbiased`).
+    """
 
     symmetric_q40: bool = False
     slow_iq2ks: bool = False
@@ -47,7 +50,7 @@ _DEFAULT_OPTIONS = EncodeOptions()
 
 
 def available_types() -> frozenset[GGMLType]:
-    """Types that `quantize_rows` can write, interleaved ones included."""
+    """Return the types that `quantize_rows` can write, interleaved ones included."""
     return frozenset(t.type for t in TYPES.values() if _has_encoder(TYPES[t.plain]))
 
 
@@ -65,8 +68,8 @@ def quantize_rows(
 ) -> Bytes:
     """Encode (n_rows, ne0) float32, weighted by `imatrix` (ne0,), into the n_rows * row_size bytes of those rows.
 
-    For interleaved types n_rows is a multiple of the group height. NonFiniteError names the first row with NaN or Inf,
-    UnsupportedError a type without encoder, UsageError rows that do not suit the type.
+    For interleaved types n_rows is a multiple of the group height. Raises NonFiniteError that names the first row with
+    NaN or Inf, UnsupportedError for a type without encoder, UsageError for rows that do not suit the type.
     """
     fmt = TYPES[type]
     rows = np.ascontiguousarray(values, np.float32)
@@ -91,7 +94,7 @@ def quantize_rows(
 
 
 def _pieces(n_rows: int, n_threads: int, group: int) -> list[tuple[int, int]]:
-    """Row ranges of whole groups, some per thread, so that threads finish at about the same time."""
+    """Return row ranges of whole groups, several per thread, so that threads finish at about the same time."""
     n_groups = n_rows // group
     n_pieces = min(n_groups, n_threads * _PIECES_PER_THREAD) if n_threads > 1 else 1
     cuts = [n_groups * i // max(1, n_pieces) * group for i in range(max(1, n_pieces) + 1)]
@@ -99,7 +102,7 @@ def _pieces(n_rows: int, n_threads: int, group: int) -> list[tuple[int, int]]:
 
 
 def check_finite(rows: Floats, first: int = 0) -> None:
-    """NonFiniteError with the number of the first row that holds NaN or Inf; rows are counted from `first`."""
+    """Raise NonFiniteError with the number of the first row that holds NaN or Inf, counted from `first`."""
     good = np.isfinite(rows)
     if not good.all():
         row = int(np.argmin(good.all(axis=1)))
@@ -115,11 +118,11 @@ def _row_encoder(type: GGMLType) -> RowEncoder:
         return _unbiased(load(t.encode))
     if t.encode_numpy:
         return _closed_form
-    raise UnsupportedError(f"there is no encoder for {t.name}; choose another type")
+    raise UnsupportedError(f"{t.name} has no encoder; choose another type")
 
 
 def _unbiased(encode_rows: RowEncoder) -> RowEncoder:
-    """The encoder, followed by scales that leave rows as long as they were."""
+    """Return the encoder followed by a correction of scales that keeps the length of rows."""
     from ikcli.quant.encoders.unbiased import unbias
 
     def encode_unbiased(values: Floats, type: GGMLType, imatrix: Floats | None, options: EncodeOptions) -> Bytes:

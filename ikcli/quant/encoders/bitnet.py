@@ -1,7 +1,7 @@
-"""Encoders of the ternary types IQ1_BN and IQ2_BN: rows of d * {-1, 0, 1} with the d of least weighted squared error.
+"""Encode the ternary types IQ1_BN and IQ2_BN: rows of d * {-1, 0, 1} with the d of least weighted squared error.
 
-Rows that are ternary already come back exactly (IQ1_BN: with d rounded to f16). Layouts: `decode_bitnet`. Answers to
-iqk_quantize.cpp, which takes d = max|x| and ignores importance weights.
+Rows that are already ternary come back exactly (IQ1_BN: with d rounded to f16). Layouts: `decode_bitnet`. Corresponds
+to iqk_quantize.cpp, which takes d = max|x| and ignores importance weights.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ikcli.quant.formats import row_size
 
 
 def encode(values: Floats, type: GGMLType, imatrix: Floats | None, options: EncodeOptions) -> Bytes:
-    """Rows (n_rows, ne0) as bytes of `type`."""
+    """Encode rows (n_rows, ne0) into the bytes of `type`."""
     n_rows, ne0 = values.shape
     weights = mean_one_weights(imatrix)
     out = np.empty(n_rows * row_size(type, ne0), np.uint8)

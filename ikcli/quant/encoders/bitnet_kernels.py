@@ -1,8 +1,8 @@
-"""Ternary rows: the scale d of least weighted squared error, then codes -1, 0, 1 packed by two bits or in base 3.
+"""Encode ternary rows: find the scale d of least weighted squared error, then pack codes -1, 0, 1.
 
-An element is not 0 if |x| > d/2, whatever its weight; d is the weighted mean of |x| over those elements. A coarse pass
-over thresholds finds the right region, Lloyd's iteration the optimum in it. Rows whose elements are all 0 or of one
-magnitude keep that magnitude. Sums run over |x| / max|x|, so that nothing overflows.
+An element is nonzero if |x| > d/2, whatever its weight; d is the weighted mean of |x| over those elements. A coarse
+pass over thresholds finds the right region, Lloyd's iteration the optimum in it. Rows whose elements are all 0 or of
+one magnitude keep that magnitude. Sums run over |x| / max|x|, so that nothing overflows.
 """
 # mypy: ignore-errors
 # (compiled from bytecode; intrinsics have no Python body that a type checker could follow)
@@ -43,7 +43,7 @@ _TRIALS, _FIRST, _RATIO, _ITERATIONS = 16, np.float32(0.75), np.float32(0.7), 24
 
 @inline
 def scale_row(x, n, amax, inverse, out):
-    """|x| * inverse; returns the largest |x| that is below the largest of all."""
+    """Store |x| * inverse; return the largest |x| that is below the largest of all."""
     top, second, factor = splat_f32x16(amax), zero_f32x16(), splat_f32x16(inverse)
     for i in range(n // 16):
         v = vabs(load_f32x16(x + 64 * i))
@@ -54,7 +54,7 @@ def scale_row(x, n, amax, inverse, out):
 
 @inline
 def fit(xs, weights, n, threshold):
-    """Sum of weights and of weighted magnitudes above the threshold."""
+    """Return the sum of weights and of weighted magnitudes above the threshold."""
     t, total, mass = splat_f32x16(threshold), zero_f32x16(), zero_f32x16()
     zero, one = zero_f32x16(), splat_f32x16(_F1)
     for i in range(n // 16):
@@ -67,7 +67,7 @@ def fit(xs, weights, n, threshold):
 
 @inline
 def best_scale(xs, weights, n):
-    """Scale of least error of a row of magnitudes."""
+    """Return the scale of least error of a row of magnitudes."""
     threshold, best, d = _FIRST, _F0, _F0
     for _ in range(_TRIALS):
         mass, total = fit(xs, weights, n, threshold)
@@ -84,7 +84,7 @@ def best_scale(xs, weights, n):
 
 @inline
 def codes(x, threshold):
-    """0, 1, 2 for 16 elements below -threshold, between, above threshold."""
+    """Return 0, 1, 2 for 16 elements below -threshold, between, above threshold."""
     v, t = load_f32x16(x), splat_f32x16(threshold)
     up = where_less(t, v, splat_f32x16(np.float32(2.0)), splat_f32x16(_F1))
     return cvt_f32x16_i32(where_less(v, splat_f32x16(-threshold), zero_f32x16(), up))
@@ -92,7 +92,7 @@ def codes(x, threshold):
 
 @inline
 def pack_two_bits(x, threshold, out):
-    """64 elements to 16 bytes: byte p holds elements p, p + 16, p + 32, p + 48."""
+    """Pack 64 elements into 16 bytes: byte p holds elements p, p + 16, p + 32, p + 48."""
     low = vor(codes(x, threshold), vshl(codes(x + 64, threshold), 2))
     high = vor(vshl(codes(x + 128, threshold), 4), vshl(codes(x + 192, threshold), 6))
     store_i8x16(out, trunc_i32x16_i8(vor(low, high)))
@@ -100,13 +100,16 @@ def pack_two_bits(x, threshold, out):
 
 @inline
 def base3(number):
-    """Five digits as a byte from which they can be multiplied out."""
+    """Return five digits as a byte from which multiplications recover them."""
     return (256 * number + 242) // 243
 
 
 @inline
 def pack_base3(x, threshold, scratch, out):
-    """64 elements to 13 bytes: five digits per byte, the last element of each run of 16 in the last byte."""
+    """Pack 64 elements into 13 bytes: five digits per byte.
+
+    The last byte holds the last element of each run of 16.
+    """
     rest, power = 0, 1
     for run in range(4):
         store_i8x16(scratch, trunc_i32x16_i8(codes(x + 64 * run, threshold)))
@@ -120,7 +123,7 @@ def pack_base3(x, threshold, scratch, out):
 
 
 def make_ternary(two_bits):
-    """Encoder of rows for IQ2_BN (two_bits = 1) or IQ1_BN.
+    """Return the encoder of rows for IQ2_BN (two_bits = 1) or IQ1_BN.
 
     slots: 0 x, 1 weights or 0, 2 rows, 3 ne0, 4 scratch (ne0 + 16 f32), 5 out.
     """

@@ -1,6 +1,6 @@
-"""Grid points chosen group by group, errors passed on to later columns (see `ikcli.quant.feedback`).
+"""Choose grid points group by group and pass errors on to later columns (see `ikcli.quant.feedback`).
 
-Groups are gone through for all rows before the next one, so that what belongs to the columns stays in the cache.
+A group is searched in all rows before the next group, so that the data of its columns stay in the cache.
 """
 # mypy: ignore-errors
 # (compiled from bytecode; intrinsics have no Python body that a type checker could follow)
@@ -34,7 +34,7 @@ _FLAG = 65536  # of a ternary point: its shift is negative
 
 @inline
 def lowest(a, b, n, s, scratch):
-    """The point with the least s * B + A, and that value at `scratch`."""
+    """Return the point with the least s * B + A; its value goes to `scratch`."""
     best, where, t = splat_f32x16(_HUGE), zero_i32x16(), splat_f32x16(s)
     for v in range(0, 4 * n, 64):
         cost = vfma(load_f32x16(b + v), t, load_f32x16(a + v))
@@ -52,7 +52,7 @@ def lowest(a, b, n, s, scratch):
 
 @inline
 def shifted_products(x, w, s, p):
-    """p = -2 w (x - s) of 8 values; the sum of w (x - s)^2."""
+    """Store p = -2 w (x - s) of 8 values; return the sum of w (x - s)^2."""
     energy = _F0
     for i in range(8):
         v, wv = ld_f32(x + 4 * i) - s, ld_f32(w + 4 * i)
@@ -63,7 +63,7 @@ def shifted_products(x, w, s, p):
 
 @inline
 def errors_of(x, errors, targets, feedback, n, size):
-    """Errors from the values that stand there, passed on."""
+    """Compute errors from the stored values, and pass them on."""
     for i in range(size):
         e = ld_f32(x + 4 * i) - ld_f32(errors + 4 * i)
         st_f32(errors + 4 * i, e)
@@ -71,7 +71,9 @@ def errors_of(x, errors, targets, feedback, n, size):
 
 
 def make_grid(dims, n_points, kind):
-    """Points and signs of groups of 8 columns (with 4 dims and free signs: of 4) under given scales.
+    """Return a kernel that finds points and signs of groups of 8 columns under given scales.
+
+    With 4 dims and free signs a group has 4 columns.
 
     Arguments: x, targets (rows, n) f32, rows, n, feedback (n, n), weights (n,), scales (rows, n / 8) f32, grid (dims,
     n_points) f32, points out (rows, n / dims) i32, sign bytes out (rows, n / 8), errors out (rows, n), scratch of
@@ -143,9 +145,10 @@ def make_grid(dims, n_points, kind):
 
 
 def make_ternary(n_points, free_shift):
-    """Points of groups of 8 whose levels are shifted by +-1/8: as the flags of `points` say, or as is better.
+    """Return a kernel for points of groups of 8 whose levels are shifted by +-1/8.
 
-    Arguments as those of `make_grid`; sign bytes are not used.
+    The flags of `points` choose the shift, or the smaller error does. Arguments as those of `make_grid`; sign bytes are
+    not used.
     """
 
     def ternary_points(x, targets, n_rows, n, feedback, weights, scales, grid, points, signs, errors, scratch):

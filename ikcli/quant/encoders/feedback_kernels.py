@@ -1,7 +1,8 @@
-"""Codes chosen column by column, each error made up for by the columns still to come (see `ikcli.quant.feedback`).
+"""Choose codes column by column and let later columns make up for each error (see `ikcli.quant.feedback`).
 
-A row has targets t, changed in place. Code by code the value nearest to t is taken, and its error, e = x - value, is
-added to the targets of later columns times a row of the feedback matrix. Its rows are 0 up to their own column.
+A row has targets t, changed in place. For each code the kernel takes the value nearest to t and adds its error,
+e = x - value, times a row of the feedback matrix to the targets of later columns. A row of that matrix is 0 up to its
+own column.
 """
 # mypy: ignore-errors
 # (compiled from bytecode; intrinsics have no Python body that a type checker could follow)
@@ -30,7 +31,7 @@ _F0, _HUGE = np.float32(0.0), np.float32(3e38)
 
 @inline
 def pass_on(targets, feedback, first, n, e):
-    """targets += e * feedback from column `first` on (rounded down to 16)."""
+    """Add e * feedback to the targets, from column `first` on (rounded down to 16)."""
     factor = splat_f32x16(e)
     for k in range(4 * (first & -16), 4 * n, 64):
         store_f32x16(targets + k, vfma(factor, load_f32x16(feedback + k), load_f32x16(targets + k)))
@@ -38,7 +39,10 @@ def pass_on(targets, feedback, first, n, e):
 
 @inline
 def nearest(values, n_codes, size, targets, weights, scratch):
-    """Of `size` value tables of n_codes, which code has the least weighted squared distance to the targets."""
+    """Return the code with the least weighted squared distance to the targets.
+
+    There are `size` tables of n_codes values.
+    """
     best = splat_f32x16(_HUGE)
     for c in range(0, 4 * n_codes, 64):
         d = vsub(load_f32x16(values + c), bcast_f32x16(targets))
@@ -57,11 +61,11 @@ def nearest(values, n_codes, size, targets, weights, scratch):
 
 
 def make_tables(size):
-    """Codes of `size` columns each, the values of which are tabled for every 16 columns.
+    """Return a kernel for codes of `size` columns each, whose values are tabled for every 16 columns.
 
-    Arguments: x, targets (rows, n) f32, rows, n, feedback (n, n), weights of columns (n,), tables (rows, n / 16,
-    size, n_codes) f32, n_codes (a multiple of 16, filled up with large numbers), codes out (rows, n / size) i32, errors
-    out (rows, n) f32, scratch of 4 * n_codes bytes.
+    Arguments: x, targets (rows, n) f32, rows, n, feedback (n, n), weights of columns (n,), tables (rows, n / 16, size,
+    n_codes) f32, n_codes (a multiple of 16, padded with large numbers), codes out (rows, n / size) i32, errors out
+    (rows, n) f32, scratch of 4 * n_codes bytes.
     """
 
     def tables(x, targets, n_rows, n, feedback, weights, values, n_codes, codes, errors, scratch):
@@ -84,10 +88,10 @@ def make_tables(size):
 
 
 def make_parity():
-    """Codes of 4 bits of four columns each, of which an even number of bits is set in all.
+    """Return a kernel for 4-bit codes of which four columns together have an even number of bits set.
 
     Arguments as those of `make_tables`, for tables of 16 codes and one column. Of four nearest codes with an odd number
-    of bits the one is changed for which a code of other parity costs least.
+    of bits, the kernel changes the one for which a code of other parity costs least.
     """
     odd_codes = 0b0110100110010110  # bit c: c has an odd number of bits
 

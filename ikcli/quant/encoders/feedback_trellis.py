@@ -1,7 +1,7 @@
-"""Table rows of trellis types chosen group by group, errors passed on to later columns (see `ikcli.quant.feedback`).
+"""Choose table rows of trellis types group by group and pass errors on to later columns (see `ikcli.quant.feedback`).
 
-The nearest row is looked for in the clusters whose centres are not much farther than the nearest one, as in
-`trellis_kernels`. Groups are gone through for all rows before the next one.
+The search visits the clusters whose centres are not much farther than the nearest one, as in `trellis_kernels`. A group
+is searched in all rows before the next group.
 """
 # mypy: ignore-errors
 # (compiled from bytecode; intrinsics have no Python body that a type checker could follow)
@@ -34,7 +34,9 @@ _F0, _HUGE, _M2 = np.float32(0.0), np.float32(3e38), np.float32(-2.0)
 
 
 def make_rows(size, magnitude):
-    """Arguments: x, targets (rows, n) f32, rows, n, feedback (n, n), weights (n,), scales (rows, n / 32) f32, tables
+    """Return a kernel that chooses the table rows of all groups.
+
+    Arguments: x, targets (rows, n) f32, rows, n, feedback (n, n), weights (n,), scales (rows, n / 32) f32, tables
     (rows, n / 32) u8, slots of the tables, reach in 1/1000 of the table's unit, table rows out (rows, n / size) i32,
     errors out (rows, n), scratch of 256 bytes and 4 per cluster. `magnitude`: tables hold magnitudes, signs are free.
     """

@@ -1,4 +1,4 @@
-"""F16 and BF16: rows written, and pieces of tensors read as float32 (F32 ones where they are)."""
+"""Write F16 and BF16 rows, and read pieces of tensors as float32 (F32 pieces in place)."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def encode(values: Floats, type: GGMLType, imatrix: Floats | None, options: Enco
 
 
 class RowReader:
-    """Reads runs of rows as float32, one after the other, into memory of its own (one reader per thread).
+    """Reads runs of rows as float32, one after the other, into its own memory (one reader per thread).
 
-    What `read` returns is valid until the next call and not to be written to.
+    The result of `read` is valid until the next call and must not be written to.
     """
 
     def __init__(self) -> None:
         self._memory = np.empty(0, np.float32)
 
     def read(self, data: Bytes, type: GGMLType, ne0: int) -> Floats:
-        """Bytes of whole rows of `type` -> (n_rows, ne0)."""
+        """Return the bytes of whole rows of `type` as (n_rows, ne0)."""
         n_rows = len(data) // row_size(type, ne0)
         if type == GGMLType.F32:
             return data.view("<f4").reshape(n_rows, ne0)

@@ -1,4 +1,7 @@
-"""Kernels between F32 and the 16-bit floats, rounded to nearest even; arguments: source, destination, elements."""
+"""Kernels that convert between F32 and the 16-bit floats, rounded to nearest even.
+
+Arguments: source, destination, elements.
+"""
 
 # mypy: ignore-errors
 # (compiled from bytecode; intrinsics have no Python body that a type checker could follow)
@@ -20,7 +23,7 @@ _WRITE = {"f16": (store_f16x16, st_f16), "bf16": (store_bf16x16, st_bf16)}
 
 
 def make_widen(name):
-    """widen(src, dst, n): `f16` or `bf16` to f32."""
+    """Return widen(src, dst, n): `f16` or `bf16` to f32."""
     load16, load1 = _READ[name]
 
     def widen(src, dst, n):
@@ -34,7 +37,7 @@ def make_widen(name):
 
 
 def make_narrow(name):
-    """narrow(src, dst, n): f32 to `f16` or `bf16`."""
+    """Return narrow(src, dst, n): f32 to `f16` or `bf16`."""
     store16, store1 = _WRITE[name]
 
     def narrow(src, dst, n):

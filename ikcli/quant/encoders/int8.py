@@ -1,4 +1,4 @@
-"""Encoders of int8 rows and of int8 super-blocks: Q8_KV, Q8_K_R8, Q8_K_R16. Importance weights have no effect."""
+"""Encode int8 rows and int8 super-blocks: Q8_KV, Q8_K_R8, Q8_K_R16. Importance weights have no effect."""
 
 from __future__ import annotations
 

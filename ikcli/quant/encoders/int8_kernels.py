@@ -1,6 +1,6 @@
-"""Kernels of int8 codes below one scale: per row (Q8_KV) or per 256 weights (Q8_K_R8, Q8_K_R16).
+"""Kernels of int8 codes under one scale: per row (Q8_KV) or per 256 weights (Q8_K_R8, Q8_K_R16).
 
-Arguments: x (f32), number of rows, their length, out, (scratch); results equal the reference's bytes. Answers to
+Arguments: x (f32), number of rows, their length, out, (scratch). Results equal the reference's bytes. Corresponds to
 iqk_quantize_row_q8_KV and iqk_quantize_row_q8_K32 of ik_llama.cpp.
 """
 
@@ -43,7 +43,7 @@ def largest_of(x, n):
 
 @inline
 def store_codes(x, n, factor, out):
-    """Nearest integers to x * factor; returns their sum."""
+    """Store the nearest integers to x * factor; return their sum."""
     scale, count = splat_f32x16(factor), np.int64(0)
     for start in range(0, n, 4096):
         part = zero_f32x16()
@@ -56,7 +56,7 @@ def store_codes(x, n, factor, out):
 
 
 def make_int8_rows():
-    """Rows of n codes after an f32 scale and the i32 sum of the codes."""
+    """Return a kernel for rows of n codes after an f32 scale and the i32 sum of the codes."""
 
     def int8_rows(x, n_rows, n, out):
         for _ in range(n_rows):
@@ -71,7 +71,10 @@ def make_int8_rows():
 
 
 def make_int8_groups(height, bias):
-    """Groups of `height` rows: per 256 columns f16 scales, then four codes of each row in turn, xor `bias`."""
+    """Return a kernel for groups of `height` rows.
+
+    Per 256 columns a group holds f16 scales, then four codes of each row in turn, xor `bias`.
+    """
 
     def int8_groups(x, n_rows, ne0, out, s):
         for first in range(0, n_rows, height):

@@ -1,8 +1,8 @@
-"""Encoders of the IQ*_K, KS, KSS and KL types: parameters of the search and the layouts of its results.
+"""Encode the IQ*_K, KS, KSS and KL types: parameters of the search and the layouts of its results.
 
-The search itself (`iqk_kernels`) returns per unit - a block of 256, or a row for types with a row scale - the scale d,
-and per sub-block a multiplier m, a table row t and codes. It minimises sum(w * (x - x')^2) with w the importance
-weights, or 1. Answers to iqk_quantize.cpp, whose weights also contain the values themselves.
+The search (`iqk_kernels`) works on units: a block of 256, or a row for types with a row scale. Per unit it returns the
+scale d, and per sub-block a multiplier m, a table row t and codes. It minimises sum(w * (x - x')^2) with w the
+importance weights, or 1. Corresponds to iqk_quantize.cpp, whose weights also contain the values themselves.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _LEAST_WEIGHT = np.float32(1e-6)  # of the mean weight: elements without weight 
 
 @dataclass(frozen=True, slots=True)
 class IqkSearch:
-    """How a type is searched: table, sub-block size, multipliers low..high, and how much is tried.
+    """The search of a type: table, sub-block size, multipliers low..high, and how much is tried.
 
-    `grid`: largest element of a sub-block in table units, first, last, number; `reach`: first, last and number of
-    trial scales d, as factors of (largest sub-block scale / largest multiplier), of both signs if `signs` is 2.
+    `grid`: largest element of a sub-block in table units: first, last, number. `reach`: first, last and number of trial
+    scales d, as factors of (largest sub-block scale / largest multiplier), of both signs if `signs` is 2.
     """
 
     table: str
@@ -90,13 +90,13 @@ SLOW_IQ2_KS = replace(SEARCHES[GGMLType.IQ2_KS], grid=(6.0, 50.0, 48), n_refine=
 
 
 def encode(values: Floats, type: GGMLType, imatrix: Floats | None, options: EncodeOptions) -> Bytes:
-    """Rows (n_rows, ne0) as bytes of `type`."""
+    """Encode rows (n_rows, ne0) into the bytes of `type`."""
     slow = options.slow_iq2ks and type == GGMLType.IQ2_KS
     return encode_with(values, type, imatrix, SLOW_IQ2_KS if slow else SEARCHES[type])
 
 
 def encode_with(values: Floats, type: GGMLType, imatrix: Floats | None, search: IqkSearch) -> Bytes:
-    """`encode` with a search of the caller's choice."""
+    """Do `encode` with a search of the caller's choice."""
     n_rows, ne0 = values.shape
     weights = mean_one_weights(imatrix, ne0)
     step = max(1, _CHUNK_ELEMENTS // ne0)
@@ -105,7 +105,7 @@ def encode_with(values: Floats, type: GGMLType, imatrix: Floats | None, search: 
 
 
 def mean_one_weights(imatrix: Floats | None, ne0: int) -> Floats:
-    """Weights of mean 1 and none of them 0."""
+    """Return weights of mean 1, none of them 0."""
     if imatrix is None:
         return np.ones(ne0, np.float32)
     wide = np.asarray(imatrix, np.float64)

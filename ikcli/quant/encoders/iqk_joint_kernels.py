@@ -1,9 +1,9 @@
 # mypy: ignore-errors
-"""Searches of IQ4_KSS and IQ2_KL, whose codes are not independent of each other.
+"""Search IQ4_KSS and IQ2_KL, whose codes depend on each other.
 
-IQ4_KSS: the 16 bits of codes 2i, 2i+16, 2i+1, 2i+17 of a sub-block have even parity. For each element the nearest entry
-of either parity is found; where the better ones add up to an odd number, the element that loses least gives way, which
-is the optimum for the scale at hand. IQ2_KL: a pair of neighbours takes the nearest of 32 pairs of values.
+IQ4_KSS: the 16 bits of codes 2i, 2i+16, 2i+1, 2i+17 of a sub-block have even parity. For each element the search finds
+the nearest entry of either parity. Where the better ones add up to an odd number, it changes the element that loses
+least, which is the optimum for the current scale. IQ2_KL: a pair of neighbours takes the nearest of 32 pairs of values.
 """
 
 import numpy as np
@@ -33,14 +33,14 @@ _F0, _F1, _HALF = np.float32(0.0), np.float32(1.0), np.float32(0.5)
 
 
 def _make_parity():
-    """Device functions of IQ4_KSS."""
+    """Return the device functions of IQ4_KSS."""
     even, odd = make_nearest("iq4 even"), make_nearest("iq4 odd")
     odd_at, codes_at = 4 * 48, 4 * 96
     look_code = lookup_i32[16]
 
     @inline
     def sides(x, w, s, inv, shift, table):
-        """Nearest entries of both parities (codes, values) and by how much the odd one is worse."""
+        """Return the nearest entries of both parities (codes, values) and by how much the odd one is worse."""
         v = vfma(x, inv, vsub(zero_f32x16(), shift))
         even_code, even_q = even(v, table)
         odd_code, odd_q = odd(v, table + odd_at)
@@ -52,7 +52,7 @@ def _make_parity():
 
     @inline
     def settle(g0, g1, g2, g3):
-        """Gaps with the least one negated in lanes where an odd number of them is negative."""
+        """Negate the least gap in lanes where an odd number of gaps is negative."""
         one, minus_one, zero = splat_f32x16(_F1), splat_f32x16(-_F1), zero_f32x16()
         parity = vmul(
             vmul(where_less(g0, zero, minus_one, one), where_less(g1, zero, minus_one, one)),
@@ -71,7 +71,7 @@ def _make_parity():
 
     @inline
     def side(gap, gives_way, parity):
-        """-1 for the odd entry, 1 for the even one."""
+        """Return -1 for the odd entry, 1 for the even one."""
         one, minus_one, zero = splat_f32x16(_F1), splat_f32x16(-_F1), zero_f32x16()
         own = where_less(gap, zero, minus_one, one)
         flipped = where_less(parity, zero, where_less(splat_f32x16(_HALF), gives_way, minus_one, one), one)
@@ -130,13 +130,13 @@ def _make_parity():
 
 
 def make_search_parity():
-    """Kernel (params) of IQ4_KSS."""
+    """Return kernel(params) of IQ4_KSS."""
     evaluate, write_codes = _make_parity()
     return make_driver(evaluate, write_codes, 32, -127, 127, 1, SHAPES["iq4"].shift, 2, 0, 32)
 
 
 def _make_pairs():
-    """Device functions of IQ2_KL."""
+    """Return the device functions of IQ2_KL."""
     nearest_pair = make_nearest_pair([(float(a), float(b)) for a, b in IQ2_KL_VALUES])
     look = lookup_f32[32]
 
@@ -171,6 +171,6 @@ def _make_pairs():
 
 
 def make_search_pairs():
-    """Kernel (params) of IQ2_KL."""
+    """Return kernel(params) of IQ2_KL."""
     evaluate, write_codes = _make_pairs()
     return make_driver(evaluate, write_codes, 32, -32, 31, 0, 0, 1, 1, 16)

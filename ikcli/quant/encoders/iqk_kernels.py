@@ -1,11 +1,14 @@
 # mypy: ignore-errors
-"""Scale search of the IQ*_K and KS types: sixteen sub-blocks at a time, one per lane.
+"""Search the scales of the IQ*_K and KS types: sixteen sub-blocks at a time, one per lane.
 
 A unit (256 elements or a row) shares one scale d; element = d * m * (table[code] + shift * t) with an integer m and a
-bit t per sub-block. Steps: (1) for every sub-block, sign and table row the best real scale, over a grid of scales
-with nearest codes and a least-squares refit; (2) a list of values of d ranked by the errors these parabolas promise;
-(3) for the best few of them the exact error of every sub-block over the multipliers near its real scales, then the
-least-squares d for the choice made, until nothing improves. Errors are sums of weight * residual^2, kept as residuals.
+bit t per sub-block. Steps:
+(1) find the best real scale for every sub-block, sign and table row, over a grid of scales with nearest codes and a
+    least-squares refit;
+(2) rank values of d by the errors that these parabolas promise;
+(3) for the best few, compute the exact error of every sub-block over the multipliers near its real scales, then the
+    least-squares d for the choice made, until nothing improves.
+Errors are sums of weight * residual^2, kept as residuals.
 
 Parameters (int64 each): see the slots below. Scratch per unit: x and w transposed (element, sub-block), then states.
 """
@@ -63,14 +66,14 @@ def slot(params, i):
 
 @inline
 def inverse(s):
-    """1/s, 0 where s is 0."""
+    """Return 1/s, 0 where s is 0."""
     one = splat_f32x16(_F1)
     safe = where_less(vabs(s), splat_f32x16(_TINY), splat_f32x16(_HUGE), s)
     return vdiv(one, safe)
 
 
 def make_nearest(name):
-    """Device function (v, table address) -> (code, value) of the nearest entry of the base row."""
+    """Return a device function (v, table address) -> (code, value) of the nearest entry of the base row."""
     shape = SHAPES[name]
     n_cells, n_entries = shape.n_cells, shape.n_entries
     per_unit, first = np.float32(1.0 / shape.width), np.float32(-shape.start / shape.width)
@@ -90,7 +93,10 @@ def make_nearest(name):
 
 
 def make_evaluate(name, n):
-    """Device functions: sums (w r^2, w r q, w q^2) of sub-blocks with nearest codes at scale s, r = x - s q; codes."""
+    """Return device functions for sub-blocks: sums (w r^2, w r q, w q^2), and codes.
+
+    The sums use the nearest codes at scale s, with r = x - s q.
+    """
     nearest = make_nearest(name)
 
     @inline
@@ -122,7 +128,7 @@ def make_evaluate(name, n):
 
 
 def make_multiplier(low, high, odd):
-    """Device function: real multiplier -> nearest allowed one (odd ones only, or all of low..high)."""
+    """Return a device function: real multiplier -> nearest allowed one (odd ones only, or all of low..high)."""
     low, high = np.float32(low), np.float32(high)
 
     @inline
@@ -140,7 +146,7 @@ def make_multiplier(low, high, odd):
 
 @inline
 def power_of_two_below(value, scratch):
-    """Largest power of two <= a positive normal number."""
+    """Return the largest power of two <= a positive normal number."""
     st_f32(scratch, value)
     st_i32(scratch, ld_i32(scratch) & 0x7F800000)
     return ld_f32(scratch)
@@ -148,7 +154,10 @@ def power_of_two_below(value, scratch):
 
 @inline
 def transpose(x, weights, n_total, scale, n, xt, wt, n_groups):
-    """Elements times `scale` and their weights to (element, sub-block); missing sub-blocks become zero, weight 0."""
+    """Transpose elements times `scale` and their weights to (element, sub-block).
+
+    Missing sub-blocks become zero with weight 0.
+    """
     for g in range(n_groups):
         for lane in range(16):
             start = (16 * g + lane) * n
@@ -180,7 +189,7 @@ def swap_if_better(state, a, b):
 
 
 def make_real_scales(evaluate, n, shift_step, n_rows):
-    """Device function: options (scale, row) of sixteen sub-blocks, each the best of its sign and table row."""
+    """Return a device function: options (scale, row) of sixteen sub-blocks, each the best of its sign and table row."""
     shift_step = np.float32(shift_step)
 
     @inline
@@ -231,7 +240,7 @@ def make_real_scales(evaluate, n, shift_step, n_rows):
 
 @inline
 def largest_scale(states, n_groups):
-    """The best real scale of largest magnitude over all sub-blocks."""
+    """Return the best real scale of largest magnitude over all sub-blocks."""
     top = _F0
     for g in range(n_groups):
         for lane in range(16):
@@ -242,7 +251,10 @@ def largest_scale(states, n_groups):
 
 
 def make_choose(evaluate, multiplier, n, step):
-    """Device function: best (m, t) of every sub-block at scale d; returns (error, sum m w r q, sum m^2 w q^2)."""
+    """Return a device function: best (m, t) of every sub-block at scale d.
+
+    It returns (error, sum m w r q, sum m^2 w q^2).
+    """
     step = np.float32(step)
 
     @inline
@@ -274,7 +286,7 @@ def make_choose(evaluate, multiplier, n, step):
 
 
 def make_promise(multiplier):
-    """Device function: error the parabolas promise at scale d."""
+    """Return a device function: the error that the parabolas promise at scale d."""
 
     @inline
     def promise(states, n_groups, d, n_options):
@@ -296,7 +308,7 @@ def make_promise(multiplier):
 
 @inline
 def energy(xt, wt, n_vectors):
-    """Error of the scale 0: sum of w x^2."""
+    """Return the error of the scale 0: sum of w x^2."""
     total = np.float64(0.0)
     for j in range(n_vectors):
         x = load_f32x16(xt + 64 * j)
@@ -306,7 +318,7 @@ def energy(xt, wt, n_vectors):
 
 @inline
 def half_scale(d, unscale, scale, scratch):
-    """d rounded so that d * unscale is a half float other than 0."""
+    """Round d so that d * unscale is a half float other than 0."""
     real = min(max(d * unscale, -_F16_MAX), _F16_MAX)
     st_f16(scratch, real)
     real = ld_f16(scratch)
@@ -325,7 +337,7 @@ def keep_choice(states, n_groups):
 
 @inline
 def take_least(list_, n):
-    """Index of the least of n numbers, which is then made huge together with its neighbours."""
+    """Return the index of the least of n numbers, and make it and its neighbours huge."""
     at = 0
     for i in range(n):
         if ld_f32(list_ + 4 * i) < ld_f32(list_ + 4 * at):
@@ -336,13 +348,16 @@ def take_least(list_, n):
 
 
 def make_search(name, n, low, high, odd, n_rows, half):
-    """Kernel (params): see the module docstring. `name`: table, `n`: sub-block size, `n_rows`: rows of the table."""
+    """Return kernel(params) as described in the module docstring.
+
+    `name`: table, `n`: sub-block size, `n_rows`: rows of the table.
+    """
     evaluate, write_codes = make_evaluate(name, n)
     return make_driver(evaluate, write_codes, n, low, high, odd, SHAPES[name].shift, n_rows, half, n)
 
 
 def make_driver(evaluate, write_codes, n, low, high, odd, shift, n_rows, half, n_codes):
-    """The search around an evaluation of sub-blocks; `n_codes` bytes of codes are written per sub-block."""
+    """Return the search around an evaluation of sub-blocks, which writes `n_codes` bytes of codes per sub-block."""
     multiplier = make_multiplier(low, high, odd)
     real_scales = make_real_scales(evaluate, n, shift, n_rows)
     choose = make_choose(evaluate, multiplier, n, 2 if odd else 1)
@@ -351,7 +366,7 @@ def make_driver(evaluate, write_codes, n, low, high, odd, shift, n_rows, half, n
 
     @inline
     def best_scale(params, xt, wt, states, n_groups, unscale, scale, scratch):
-        """d of one unit, 0 if no other is better; its choices are kept in the states."""
+        """Return d of one unit, 0 if nothing is better; its choices stay in the states."""
         n_factors, n_options, table = slot(params, N_FACTORS), slot(params, N_OPTIONS), slot(params, TABLE)
         factors = slot(params, FACTORS)
         base = largest_scale(states, n_groups) / widest

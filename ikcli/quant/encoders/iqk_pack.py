@@ -1,4 +1,4 @@
-"""Layouts of the IQ*_K, KS, KSS and KL types: scales, multipliers, table rows and codes to rows of bytes.
+"""Pack the IQ*_K, KS, KSS and KL types: scales, multipliers, table rows and codes into rows of bytes.
 
 A packer takes d (units) float32, m (units, subs) int8, t (units, subs) 0 or 1, codes (units, subs, n) and the number of
 rows, and returns uint8 (n_rows, row size). The decoders in `ikcli.quant.decode_iqk` describe the layouts.
@@ -28,12 +28,12 @@ def _f32_bytes(d: Floats) -> Bytes:
 
 
 def _bits(flags: npt.NDArray[np.generic]) -> Bytes:
-    """Flags (n, 8k) to bytes (n, k), first flag lowest."""
+    """Pack flags (n, 8k) into bytes (n, k), first flag lowest."""
     return np.packbits(flags.astype(np.bool_), axis=1, bitorder="little")
 
 
 def _fields(values: Bytes, width: int) -> Bytes:
-    """Neighbouring fields (n, k) of 2 or 4 bits to bytes, first field lowest."""
+    """Pack neighbouring fields (n, k) of 2 or 4 bits into bytes, first field lowest."""
     per_byte = 8 // width
     parts = values.reshape(len(values), -1, per_byte)
     out = parts[:, :, 0].copy()
@@ -43,7 +43,10 @@ def _fields(values: Bytes, width: int) -> Bytes:
 
 
 def _planes(codes: Bytes, group: int, width: int) -> Bytes:
-    """Codes (n, 256): byte r of every `group` elements holds elements r, r+32, ... of it, `width` bits each."""
+    """Pack codes (n, 256), `width` bits each.
+
+    Byte r of every `group` elements holds elements r, r+32, ... of it.
+    """
     parts = codes.reshape(len(codes), -1, group // 32, 32)
     out = parts[:, :, 0].copy()
     for i in range(1, group // 32):
@@ -52,7 +55,7 @@ def _planes(codes: Bytes, group: int, width: int) -> Bytes:
 
 
 def _half_nibbles(codes: Bytes) -> Bytes:
-    """Codes (n, 256): byte i of every 32 elements holds elements i and i + 16."""
+    """Pack codes (n, 256): byte i of every 32 elements holds elements i and i + 16."""
     parts = codes.reshape(len(codes), -1, 2, 16)
     return (parts[:, :, 0] | parts[:, :, 1] << np.uint8(4)).reshape(len(codes), -1)
 
@@ -62,12 +65,12 @@ def _two_bit(codes: Bytes) -> Bytes:
 
 
 def _high_bits(codes: Bytes, shift: int) -> Bytes:
-    """Bit `shift` of the codes, eight elements 32 apart to a byte."""
+    """Pack bit `shift` of the codes, eight elements 32 apart to a byte."""
     return _planes(codes >> np.uint8(shift) & np.uint8(1), 256, 1)
 
 
 def _six_bit(m: Ints) -> tuple[Bytes, Bytes]:
-    """Sixteen multipliers -32..31: tops (n, 4), low nibbles (n, 8)."""
+    """Split sixteen multipliers -32..31 into tops (n, 4) and low nibbles (n, 8)."""
     u = (m + np.int8(32)).astype(np.uint8)
     return _fields(u >> np.uint8(4), 2), _fields(u & np.uint8(15), 4)
 
@@ -110,7 +113,7 @@ def _with_header(header: Bytes, parts: list[Bytes], n_rows: int) -> Bytes:
 
 
 def _split_nibbles(u: Bytes) -> Bytes:
-    """Eight low nibbles (n, 8) to bytes (n, 4): sub-blocks i and i + 4."""
+    """Pack eight low nibbles (n, 8) into bytes (n, 4): sub-blocks i and i + 4."""
     return u[:, :4] & np.uint8(15) | u[:, 4:] << np.uint8(4)
 
 
@@ -128,7 +131,7 @@ def _iq3_ks(d: Floats, m: Ints, t: Bytes, codes: Bytes, n_rows: int) -> Bytes:
 
 
 def _scale_bytes(m: Ints, t: Bytes) -> Bytes:
-    """Odd multipliers and table rows: a byte per sub-block."""
+    """Return odd multipliers and table rows, a byte per sub-block."""
     return ((m.astype(np.int16) + 127).astype(np.uint8) & np.uint8(254) | t).reshape(-1, 8)
 
 

@@ -1,8 +1,8 @@
 # mypy: ignore-errors
 """Vector intrinsics of the IQ*_K encoders: counts by comparison and lookups in short tables.
 
-Tables lie in memory, one 32-bit entry each. AVX-512 looks 32 of them up in one instruction, AVX2 eight; elsewhere every
-lane is loaded by itself.
+Tables lie in memory, one 32-bit entry each. AVX-512 looks up 32 of them in one instruction, AVX2 eight; elsewhere every
+lane is loaded separately.
 """
 
 import llvmlite.ir as ir
@@ -17,7 +17,7 @@ _I32, _I64 = ir.IntType(32), ir.IntType(64)
 
 @intrinsic
 def count_reached(typingctx, k, v, limit):
-    """k + 1 where v >= limit, else k."""
+    """Return k + 1 where v >= limit, else k."""
 
     def codegen(context, builder, sig, args):
         reached = builder.zext(builder.fcmp_ordered(">=", args[1], args[2]), llvm_type(i32x16))
@@ -35,7 +35,7 @@ def vfloor(typingctx, a):
 
 
 def _permute(builder, address, index, n):
-    """AVX-512: entry `index` of n = 16 or 32."""
+    """Return entry `index` of n = 16 or 32, by AVX-512."""
     v = llvm_type(f32x16)
     low = builder.load(pointer(builder, address, v), align=1)
     if n == 16:
@@ -70,7 +70,7 @@ def _half(builder, v, first):
 
 
 def _lookup_avx2(builder, address, index, n):
-    """Eight lanes: permutations of eight entries each, joined by the upper bits of the index."""
+    """Look up eight lanes: permutations of eight entries each, joined by the upper bits of the index."""
     v = ir.VectorType(ir.FloatType(), 8)
     if n == 8:
         return call_llvm(
@@ -109,9 +109,9 @@ lookup_i32 = {n: _make_lookup(n, i32x16) for n in (16, 32, 64, 128)}
 
 
 def make_nearest_pair(pairs):
-    """Intrinsic (v0, w0, v1, w1) -> index of the pair with the least w0 (v0 - a)^2 + w1 (v1 - b)^2, up to 32 pairs.
+    """Return an intrinsic (v0, w0, v1, w1) -> index of the pair with the least w0 (v0 - a)^2 + w1 (v1 - b)^2.
 
-    The index replaces the lowest five bits of the error, so that one minimum finds both.
+    There are up to 32 pairs. The index replaces the lowest five bits of the error, so that one minimum finds both.
     """
 
     @intrinsic

@@ -1,4 +1,4 @@
-"""Nearest entry of the value tables: cells of equal width, each with at most one boundary between two entries.
+"""Find the nearest entry of a value table through cells of equal width with at most one boundary each.
 
 A table of K entries becomes, in one array of 32-bit words, `first[cells]` (int: entries whose lower boundary lies at or
 before the cell), `limit[K]` (float: boundary between an entry and the next, +inf for the last) and `value[K]` (float).
@@ -21,7 +21,7 @@ Words = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class TableShape:
-    """What the kernels know of a table when they are compiled: sizes, cell width and start, distance of the rows."""
+    """Compile-time facts about a table: sizes, cell width and start, distance of the rows."""
 
     n_entries: int
     n_cells: int
@@ -53,12 +53,12 @@ _BASE_ROWS = {
 
 
 def values_of(name: str) -> npt.NDArray[np.float32]:
-    """Base row of a table."""
+    """Return the base row of a table."""
     return _BASE_ROWS[name]
 
 
 def _nearest_words(name: str) -> Words:
-    """The words described above; entries beyond the last one repeat it."""
+    """Return the words described above; entries beyond the last one repeat it."""
     shape, row = SHAPES[name], values_of(name)
     limits = (row[1:] + row[:-1]) / 2
     edges = shape.start + shape.width * np.arange(shape.n_cells)
@@ -72,8 +72,11 @@ def _nearest_words(name: str) -> Words:
 
 @cache
 def kernel_table(name: str) -> Words:
-    """What the kernel of a table looks up: for "iq4 parity" the tables of both parities, then the codes of either
-    (16 words each); for "iq2 pairs" the first values of the pairs, then the second ones."""
+    """Return the lookup data of a table's kernel.
+
+    For "iq4 parity": the tables of both parities, then the codes of either (16 words each). For "iq2 pairs": the first
+    values of the pairs, then the second ones.
+    """
     if name == "iq4 parity":
         codes = [np.resize(c, 16).astype(np.int32) for c in (EVEN_CODES, ODD_CODES)]
         return np.concatenate([_nearest_words("iq4 even"), _nearest_words("iq4 odd"), *codes])

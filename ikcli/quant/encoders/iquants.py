@@ -1,9 +1,9 @@
-"""Encoders of the grid quants: IQ2_XXS, IQ2_XS, IQ2_S, IQ3_XXS, IQ3_S, IQ1_S, IQ1_M, IQ1_S_R4, IQ1_M_R4.
+"""Encode the grid quants: IQ2_XXS, IQ2_XS, IQ2_S, IQ3_XXS, IQ3_S, IQ1_S, IQ1_M, IQ1_S_R4, IQ1_M_R4.
 
-Minimises sum(w (x - decoded)^2) with the importance weights themselves (1 without them). For each group of 4 or 8
-values the compiled kernels find every grid point that is best at some scale, exactly, with the true levels of the grid
-and the sign rule included; then they search the scale of each super-block (row for IQ1_*_R4) together with all
-sub-block scales. See `iquants_kernels`, `iquants_search_kernels`; bytes are put together by `iquants_pack`.
+The encoder minimises sum(w (x - decoded)^2) with the importance weights themselves (1 without them). For each group of
+4 or 8 values the kernels find every grid point that is best at some scale, exactly, with the true levels of the grid
+and the sign rule included. They then search the scale of each super-block (row for IQ1_*_R4) together with all
+sub-block scales. See `iquants_kernels` and `iquants_search_kernels`; `iquants_pack` assembles the bytes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _WEIGHT_FLOOR = 1e-9  # of the mean: values without weight follow the others
 
 @dataclass(frozen=True, slots=True)
 class GridFormat:
-    """How a type is searched: `span` elements share a scale (0: a row), `sub` a sub-block scale."""
+    """The search of a type: `span` elements share a scale (0: a row), `sub` a sub-block scale."""
 
     grid: str
     kind: int
@@ -71,7 +71,7 @@ _FORMATS: dict[GGMLType, GridFormat] = {
 
 
 class _Tables(NamedTuple):
-    """What the kernels read: grid (dims, points), scales tried per group, multipliers, factors of block scales."""
+    """Input of the kernels: grid (dims, points), scales tried per group, multipliers, factors of block scales."""
 
     grid: Floats
     ratios: Floats
@@ -81,7 +81,7 @@ class _Tables(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """Normalised rows and what is found for them; `amax` divided the values of a span, `rms` is per sub-block."""
+    """Normalised rows and their results; `amax` divided the values of a span, `rms` is per sub-block."""
 
     x: Floats
     amax: Floats
@@ -98,7 +98,7 @@ def encode(values: Floats, type: GGMLType, imatrix: Floats | None, options: Enco
 
 
 def find(values: Floats, type: GGMLType, imatrix: Floats | None) -> iquants_pack.GridFound:
-    """Scales, points and signs of rows (n_rows, ne0)."""
+    """Find scales, points and signs of rows (n_rows, ne0)."""
     fmt, t = _FORMATS[type], _tables(type)
     n_rows, ne0 = values.shape
     span = fmt.span or ne0
@@ -118,12 +118,12 @@ def find(values: Floats, type: GGMLType, imatrix: Floats | None) -> iquants_pack
 
 
 def grid_format(type: GGMLType) -> GridFormat:
-    """How a type is searched."""
+    """Return how a type is searched."""
     return _FORMATS[type]
 
 
 def _weights(imatrix: Floats | None, ne0: int, span: int) -> Floats:
-    """(ne0,) weights with mean 1 per span."""
+    """Return weights (ne0,) with mean 1 per span."""
     if imatrix is None:
         return np.ones(ne0, np.float32)
     w = imatrix.astype(np.float64).reshape(-1, span)
@@ -145,7 +145,7 @@ def _new_work(n_rows: int, ne0: int, span: int, sub: int, dims: int) -> _Work:
 
 
 def _search(fmt: GridFormat, t: _Tables, work: _Work, weights: Floats, span: int) -> None:
-    """Fill d, scales and points, some rows of one span at a time so that their lists stay in the cache."""
+    """Fill d, scales and points for a few rows of one span at a time, so that their lists stay in the cache."""
     n_rows, ne0 = work.x.shape
     dims, n_points = t.grid.shape
     list_bytes = span // dims * fmt.variants * _LIST_BYTES
@@ -171,7 +171,7 @@ def _search(fmt: GridFormat, t: _Tables, work: _Work, weights: Floats, span: int
 
 
 def _at(array: npt.NDArray[Any], *index: int) -> int:
-    """Address of an element, of the first one without index."""
+    """Return the address of an element, of the first one without index."""
     offset = sum(i * stride for i, stride in zip(index, array.strides, strict=False))
     return int(array.ctypes.data) + offset
 

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Grid quants, first half: which grid points can be best for a group of values, at any scale.
+"""Search the grid quants, first half: find the grid points that can be best for a group of values, at any scale.
 
 A group of values x with weights w written as t * s * g (scale, signs, grid point) has the squared error
     sum(w x^2) + t * (t * B + A),   A = -2 sum(w |x| g),  B = sum(w g^2)
@@ -51,7 +51,7 @@ _SHIFT = np.float32(0.125)
 
 @inline
 def build_b(grid, n, dims, w, out, shift):
-    """B of every point: sum of w (g + shift)^2."""
+    """Compute B of every point: sum of w (g + shift)^2."""
     add = splat_f32x16(shift)
     for v in range(0, 4 * n, 64):
         acc = zero_f32x16()
@@ -63,7 +63,7 @@ def build_b(grid, n, dims, w, out, shift):
 
 @inline
 def build_a8(grid, n, p, out):
-    """A of every point of 8 values from the products p = -2 w x."""
+    """Compute A of every point of 8 values from the products p = -2 w x."""
     p0, p1, p2, p3 = bcast_f32x16(p), bcast_f32x16(p + 4), bcast_f32x16(p + 8), bcast_f32x16(p + 12)
     p4, p5, p6, p7 = bcast_f32x16(p + 16), bcast_f32x16(p + 20), bcast_f32x16(p + 24), bcast_f32x16(p + 28)
     s = 4 * n
@@ -78,7 +78,7 @@ def build_a8(grid, n, p, out):
 
 @inline
 def build_a4(grid, n, p, out):
-    """A of every point of 4 values."""
+    """Compute A of every point of 4 values."""
     p0, p1, p2, p3 = bcast_f32x16(p), bcast_f32x16(p + 4), bcast_f32x16(p + 8), bcast_f32x16(p + 12)
     s = 4 * n
     for v in range(0, s, 64):
@@ -89,7 +89,7 @@ def build_a4(grid, n, p, out):
 
 @inline
 def flip_cheapest(grid, n, dims, p, a, out):
-    """A of every point after the sign that costs least at that point has been flipped."""
+    """Compute A of every point after flipping the sign that costs least at that point."""
     for v in range(0, 4 * n, 64):
         least = vmul(bcast_f32x16(p), load_f32x16(grid + v))
         for i in range(1, dims):
@@ -99,7 +99,7 @@ def flip_cheapest(grid, n, dims, p, a, out):
 
 @inline
 def _sweep(a, b, n, t, best_at, chunk_at):
-    """Lowest line at 16 scales: its value, and the offset of the 16 points it belongs to."""
+    """Find the lowest line at 16 scales: its value, and the offset of its 16 points."""
     best, chunk = splat_f32x16(_HUGE), zero_i32x16()
     for c in range(0, 4 * n, 64):
         low = vfma(bcast_f32x16(b + c), t, bcast_f32x16(a + c))
@@ -136,7 +136,7 @@ def _envelope(a, b, n, base, ratios, scratch, out, rest, shift):
 
 @inline
 def products(x, w, p, signed):
-    """p = -2 w |x| (or of x) of 8 values; 1 if the number of negative ones is odd."""
+    """Store p = -2 w |x| (or of x) of 8 values; return 1 if the number of negative ones is odd."""
     odd = 0
     for i in range(8):
         v = ld_f32(x + 4 * i)
@@ -156,8 +156,11 @@ def _sum8(p):
 
 
 def make_prepare():
-    """Values divided by the largest magnitude of their span, RMS of sub-blocks. params: 0 values f32, 1 rows, 2 spans,
-    3 span, 4 sub-block, 5 weights f32 (columns), 6 x out f32, 7 divisors out (rows, spans), 8 RMS out (rows, subs)."""
+    """Return a kernel that divides values by the largest magnitude of their span, and computes the RMS of sub-blocks.
+
+    params: 0 values f32, 1 rows, 2 spans, 3 span, 4 sub-block, 5 weights f32 (columns), 6 x out f32, 7 divisors out
+    (rows, spans), 8 RMS out (rows, subs).
+    """
 
     def prepare(params):
         src, w, x = ld_i64(params), ld_i64(params + 40), ld_i64(params + 48)
@@ -183,9 +186,12 @@ def make_prepare():
 
 
 def make_signs(dims, kind):
-    """Sign bytes; where the number of minus signs must be even, the one that costs least at the chosen points is
-    flipped (dims 4: in the half whose flag is set). params: 0 x, 1 rows, 2 columns / 8, 3 weights, 4 grid f32 (n,
-    dims), 5 points i32, 6 sign bytes out."""
+    """Return a kernel that writes sign bytes.
+
+    Where the number of minus signs must be even, it flips the one that costs least at the chosen points (dims 4: in the
+    half whose flag is set). params: 0 x, 1 rows, 2 columns / 8, 3 weights, 4 grid f32 (n, dims), 5 points i32, 6 sign
+    bytes out.
+    """
     halves = 8 // dims
 
     def signs(params):
@@ -214,9 +220,12 @@ def make_signs(dims, kind):
 
 
 def make_candidates(dims, n, kind):
-    """Lists of all groups of some columns of some rows. params: 0 x, 1 its row bytes, 2 rows, 3 columns / 8, 4 weights,
-    5 grid f32 (dims, n), 6 ratios f32[16], 7 base scales f32, one per sub-block, 8 their row bytes, 9 sub-block / 8,
-    10 point of least energy, 11 lists, 12 their row bytes, 13 scratch."""
+    """Return a kernel that makes the lists of all groups of some columns of some rows.
+
+    params: 0 x, 1 its row bytes, 2 rows, 3 columns / 8, 4 weights, 5 grid f32 (dims, n), 6 ratios f32[16], 7 base
+    scales f32, one per sub-block, 8 their row bytes, 9 sub-block / 8, 10 point of least energy, 11 lists, 12 their row
+    bytes, 13 scratch.
+    """
     halves = 8 // dims
     variants = 2 if kind == TERNARY or (kind == EVEN and dims == 4) else 1
 

@@ -1,4 +1,4 @@
-"""Bytes of the grid quants from scales, sub-block scales, grid points and signs.
+"""Pack the grid quants from scales, sub-block scales, grid points and signs.
 
 All inputs are per row: d (n, spans), sub-block scales (n, subs), points (n, groups; a flag at bit 16: the shift of
 IQ1 is negative), sign bytes (n, ne0 / 8). Layouts: `ikcli.quant.decode_iquants`.
@@ -27,7 +27,7 @@ class GridFound(NamedTuple):
 
 
 def pack(type: GGMLType, found: GridFound) -> Bytes:
-    """(n_rows, row bytes) of `type`; n_rows is a multiple of 4 for the R4 types."""
+    """Return (n_rows, row bytes) of `type`; n_rows is a multiple of 4 for the R4 types."""
     fn = _PACKERS[type]
     if type in (GGMLType.IQ1_S_R4, GGMLType.IQ1_M_R4):
         return fn(found)
@@ -43,17 +43,17 @@ def pack(type: GGMLType, found: GridFound) -> Bytes:
 
 
 def _bytes(values: npt.NDArray[Any], dtype: str) -> Bytes:
-    """Little-endian bytes of each row."""
+    """Return the little-endian bytes of each row."""
     return np.ascontiguousarray(values.astype(dtype)).view(np.uint8).reshape(len(values), -1)
 
 
 def _nibbles(values: Bytes) -> Bytes:
-    """Two per byte, the first one low."""
+    """Pack two per byte, the first one low."""
     return values[:, 0::2] | values[:, 1::2] << np.uint8(4)
 
 
 def _join(values: npt.NDArray[Any], width: int, n: int) -> npt.NDArray[np.uint32]:
-    """n values of `width` bits each per word, the first one lowest: (rows, words * n) -> (rows, words)."""
+    """Join n values of `width` bits each per word, the first one lowest: (rows, words * n) -> (rows, words)."""
     parts = values.reshape(len(values), -1, n).astype(np.uint32)
     joined: npt.NDArray[np.uint32] = np.bitwise_or.reduce(parts << (np.arange(n, dtype=np.uint32) * width), axis=2)
     return joined
@@ -88,7 +88,7 @@ def _iq3_s(f: GridFound) -> Bytes:
 
 
 def _iq1_s_words(f: GridFound) -> npt.NDArray[np.uint32]:
-    """Per 32 values: three high bits of four points, sub-block scale, sign of the shift."""
+    """Pack per 32 values: three high bits of four points, sub-block scale, sign of the shift."""
     negative = (f.points[:, ::4] >> 16).astype(np.uint32)
     high = _join(f.points >> 8 & 7, 3, 4)
     return high | f.scales.astype(np.uint32) << np.uint32(12) | negative << np.uint32(15)
@@ -99,7 +99,7 @@ def _iq1_s(f: GridFound) -> Bytes:
 
 
 def _iq1_m_high(f: GridFound) -> Bytes:
-    """Per 16 values: three high bits and sign of the shift of two points."""
+    """Pack per 16 values: three high bits and sign of the shift of two points."""
     return _nibbles((f.points >> 8 & 7 | f.points >> 13 & 8).astype(np.uint8))
 
 
@@ -110,7 +110,7 @@ def _iq1_m(f: GridFound) -> Bytes:
 
 
 def _by_group(values: Bytes, width: int) -> Bytes:
-    """(n, blocks * width) of four rows each -> (n / 4, blocks, width, 4): rows innermost."""
+    """Move rows innermost: (n, blocks * width) of four rows each -> (n / 4, blocks, width, 4)."""
     n = len(values)
     return values.reshape(n // 4, 4, -1, width).transpose(0, 2, 3, 1)
 

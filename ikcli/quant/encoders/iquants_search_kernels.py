@@ -1,10 +1,10 @@
 # mypy: ignore-errors
-"""Grid quants, second half: the scale of a super-block (or row), its sub-block scales, and a grid point per group.
+"""Search the grid quants, second half: scales of super-blocks (or rows) and sub-blocks, a grid point per group.
 
-Works on the lists of lines made by `iquants_kernels`. For a given super-block scale d the sub-block scales take 16
-values at most, d times the multipliers in the lanes of one vector; the best points at all of them come from the lists,
-so that the error of any d is known exactly. d is searched on a coarse and on a fine geometric grid and then refined
-by least squares; every candidate is rounded to the half float that will be stored before it is judged.
+The search uses the lists of lines from `iquants_kernels`. For a given super-block scale d the sub-block scales take 16
+values at most, d times the multipliers in the lanes of one vector. The best points at all of them come from the lists,
+so the error of any d is known exactly. d is searched on a coarse and on a fine geometric grid and then refined by least
+squares; every candidate is rounded to the half float that will be stored before it is judged.
 """
 
 import numpy as np
@@ -45,7 +45,7 @@ _MATTERS = 1e-3  # of the mean gain of a sub-block
 
 @inline
 def _lowest(lines, t):
-    """Lowest line of a list at 16 scales."""
+    """Return the lowest line of a list at 16 scales."""
     best = vfma(bcast_f32x16(lines + _B), t, bcast_f32x16(lines + _A))
     for j in range(1, ld_i32(lines)):
         best = lesser(vfma(bcast_f32x16(lines + _B + 4 * j), t, bcast_f32x16(lines + _A + 4 * j)), best)
@@ -54,7 +54,7 @@ def _lowest(lines, t):
 
 @inline
 def _sub_block(lists, n_groups, t, mode):
-    """Error of a sub-block at 16 scales, less its energy."""
+    """Return the error of a sub-block at 16 scales, less its energy."""
     first, second = zero_f32x16(), zero_f32x16()
     if mode == SINGLE:
         for g in range(n_groups):
@@ -87,7 +87,7 @@ def _reduce_min(v):
 
 @inline
 def _total(lists, n_subs, n_groups, sub_bytes, mult, d, mode):
-    """Error of all sub-blocks with the scale d and the best sub-block scales, less the energy."""
+    """Return the error of all sub-blocks with the scale d and the best sub-block scales, less the energy."""
     t = vmul(splat_f32x16(d), load_f32x16(mult))
     total = 0.0
     for s in range(n_subs):
@@ -107,7 +107,7 @@ def _lane_of_least(v, n, scratch):
 
 @inline
 def _pick(lines, t):
-    """Number of the lowest line at t."""
+    """Return the number of the lowest line at t."""
     best, low = 0, _HUGE
     for j in range(ld_i32(lines)):
         value = ld_f32(lines + _B + 4 * j) * t + ld_f32(lines + _A + 4 * j)
@@ -124,7 +124,7 @@ def _value(lines, t):
 
 @inline
 def _take(lines, t, m, flag, out, sums):
-    """Note the best point of a list; add its share of the least-squares sums for d (m: sub-block multiplier)."""
+    """Store the best point of a list, and add its share of the least-squares sums for d (m: sub-block multiplier)."""
     j = _pick(lines, t)
     st_i32(out, ld_i32(lines + _POINT + 4 * j) + 65536 * flag)
     a, b = np.float64(ld_f32(lines + _A + 4 * j)), np.float64(ld_f32(lines + _B + 4 * j))
@@ -165,7 +165,7 @@ def _assign_groups(lists, n_groups, t, m, mode, out, sums):
 
 @inline
 def _assign(lists, n_subs, n_groups, sub_bytes, mult, n_mult, d, mode, scales, points, scratch):
-    """Write sub-block scales and points for d; returns the least-squares d (0 if there is none)."""
+    """Write sub-block scales and points for d; return the least-squares d (0 without one)."""
     t = vmul(splat_f32x16(d), load_f32x16(mult))
     sums = scratch + 64
     st_f64(sums, 0.0)
@@ -182,7 +182,7 @@ def _assign(lists, n_subs, n_groups, sub_bytes, mult, n_mult, d, mode, scales, p
 
 @inline
 def _largest_scale(lists, n_subs, n_groups, sub_bytes, ratios, base, mode, scratch):
-    """Largest of the best scales that the sub-blocks would choose freely, without those that hardly matter."""
+    """Return the largest scale that a sub-block would choose freely, ignoring those that hardly matter."""
     sums, wanted = scratch, scratch + 128
     total = 0.0
     for s in range(n_subs):
@@ -203,18 +203,21 @@ def _largest_scale(lists, n_subs, n_groups, sub_bytes, ratios, base, mode, scrat
 
 @inline
 def _storable(d, amax, scratch):
-    """The value of d (for values divided by amax) after storing d * amax as a half float."""
+    """Return d (for values divided by amax) after storing d * amax as a half float."""
     true = d * amax
     st_f16(scratch, true if true < _F16_MAX else _F16_MAX)
     return ld_f16(scratch) / amax
 
 
 def make_search(mode):
-    """params: 0 lists, 1 their row bytes, 2 rows, 3 sub-blocks, 4 groups per sub-block, 5 multipliers f32[16] (all
-    lanes filled), 6 ratios, 7 base scales, 8 their row bytes, 9 divisor of the values f32, 10 its row bytes, 11 d f32,
-    12 row bytes, 13 sub-block scales u8, 14 row bytes, 15 points i32 (flag at bit 16), 16 row bytes, 17 coarse factors
-    f32, 18 their number, 19 fine factors, 20 their number, 21 scratch
-    (128 bytes and 8 per sub-block), 22 number of multipliers."""
+    """Return kernel(params) that searches all scales.
+
+    params: 0 lists, 1 their row bytes, 2 rows, 3 sub-blocks, 4 groups per sub-block, 5 multipliers f32[16] (all lanes
+    filled), 6 ratios, 7 base scales, 8 their row bytes, 9 divisor of the values f32, 10 its row bytes, 11 d f32, 12 row
+    bytes, 13 sub-block scales u8, 14 row bytes, 15 points i32 (flag at bit 16), 16 row bytes, 17 coarse factors f32, 18
+    their number, 19 fine factors, 20 their number, 21 scratch (128 bytes and 8 per sub-block), 22 number of
+    multipliers.
+    """
 
     def search(params):
         n_subs, n_groups, mult = ld_i64(params + 24), ld_i64(params + 32), ld_i64(params + 40)

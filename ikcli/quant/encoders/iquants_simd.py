@@ -12,7 +12,7 @@ _I64 = ir.IntType(64)
 
 @intrinsic
 def lesser(typingctx, a, b):
-    """a where a < b, else b: one instruction, since NaN does not matter here."""
+    """Return a where a < b, else b: one instruction, since NaN does not matter here."""
 
     def codegen(context, builder, sig, args):
         return builder.select(builder.fcmp_ordered("<", args[0], args[1]), args[0], args[1])
@@ -22,7 +22,7 @@ def lesser(typingctx, a, b):
 
 @intrinsic
 def first_equal(typingctx, a, b):
-    """Number of the first lane where a == b (16 if there is none)."""
+    """Return the number of the first lane where a == b (16 without one)."""
 
     def codegen(context, builder, sig, args):
         bits = builder.bitcast(builder.fcmp_ordered("==", args[0], args[1]), ir.IntType(16))

@@ -1,4 +1,4 @@
-"""Encoders of super-blocks of 256: Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_XS."""
+"""Encode super-blocks of 256: Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_XS."""
 
 from __future__ import annotations
 

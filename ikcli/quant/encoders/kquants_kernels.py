@@ -1,9 +1,9 @@
-"""Joint searches of super-block and sub-block scales, 16 sub-blocks at once: Q3_K, Q6_K, IQ4_XS; Q2_K, Q4_K, Q5_K.
+"""Search super-block and sub-block scales jointly, 16 sub-blocks at once: Q3_K, Q6_K, IQ4_XS; Q2_K, Q4_K, Q5_K.
 
 A lane is a sub-block; 16 or 8 neighbouring lanes are a super-block. First every sub-block gets its own best real scale
-(and minimum), over a list of candidates. Around that point the error is a parabola, so that the sum of 16 (8) parabolas
-ranks many super-block scales cheaply. The best of each stretch of scales is then worked out exactly: sub-block integers
-next to the ideal ones with codes rounded anew, then the least-squares super-block scale of those, and so on.
+(and minimum), over a list of candidates. Around that point the error is a parabola, so a sum of 16 (8) parabolas ranks
+many super-block scales cheaply. The best of each stretch of scales is then evaluated exactly: take sub-block integers
+next to the ideal ones, round codes again, compute their least-squares super-block scale, and repeat.
 
 Arguments: x, weights (ne0 f32, or 0), number of super-blocks, ne0, out, scratch, candidates, how many, and for Q2_K
 flags of rows to leave out.
@@ -38,7 +38,7 @@ _STRETCHES, _STEPS, _ROUNDS = 3, 16, 2
 
 
 def make_unit_reduce(op, n_lanes):
-    """Device function: `op` of all lanes of a super-block, in all its lanes."""
+    """Return a device function that puts `op` of all lanes of a super-block into all its lanes."""
     whole = n_lanes == 16
 
     @inline
@@ -53,7 +53,7 @@ def make_unit_reduce(op, n_lanes):
 
 @inline
 def stored_scale(d, amax, half):
-    """d * amax as a half float that is not 0, in units of amax; `half` is scratch."""
+    """Round d * amax to a half float that is not 0, in units of amax; `half` is scratch."""
     rounded = round_f16(vec.vmul(d, amax), half)
     smallest = vec.splat_f32x16(_SMALLEST_F16)
     rounded = where_less(vec.vabs(rounded), smallest, smallest, rounded)
@@ -67,7 +67,7 @@ def clamp(v, lowest, highest):
 
 @inline
 def load_units(x, weights, first, n_sub, size, ne0, s, largest):
-    """Load a group, divide it by the largest value of its super-blocks; returns that."""
+    """Load a group, divide it by the largest value of its super-blocks, and return that value."""
     load_group(x, weights, first, n_sub, size, ne0, s + XS, s + WS)
     amax = largest(vec.vabs(signed_largest(s + XS, s + WS, size, ALL)))
     scale_group(s + XS, size, reciprocal(amax))
@@ -75,7 +75,7 @@ def load_units(x, weights, first, n_sub, size, ne0, s, largest):
 
 
 def make_scale_only(kind):
-    """Q3_K, Q6_K, IQ4_XS: x = d * L * level, with a signed integer L per sub-block."""
+    """Return the search of Q3_K, Q6_K, IQ4_XS: x = d * L * level, with a signed integer L per sub-block."""
     n_bits, size, nonlinear, l_min, l_max, reach = {
         "Q3_K": (3, 16, 0, -32, 31, 1),
         "Q6_K": (6, 16, 0, -128, 127, 2),
@@ -92,7 +92,7 @@ def make_scale_only(kind):
 
     @inline
     def error_sums(s, scale):
-        """(error, sum(w x l), sum(w l^2)) of the levels nearest to x / scale."""
+        """Return (error, sum(w x l), sum(w l^2)) of the levels nearest to x / scale."""
         wxl, wll, error, inverse_scale = vec.zero_f32x16(), vec.zero_f32x16(), vec.zero_f32x16(), reciprocal(scale)
         for i in range(size):
             v, w = vec.load_f32x16(s + XS + 64 * i), vec.load_f32x16(s + WS + 64 * i)
@@ -103,7 +103,7 @@ def make_scale_only(kind):
 
     @inline
     def own_scale(s, anchors, candidates, n_candidates):
-        """(scale, curvature of the error) of every sub-block."""
+        """Return (scale, curvature of the error) of every sub-block."""
         inverse_top = reciprocal(signed_largest(s + XS, s + WS, size, ALL))
         scale, curve, best = vec.zero_f32x16(), vec.zero_f32x16(), vec.zero_f32x16()
         n_tried = n_candidates + (anchors - 1) * (n_candidates // 2)
@@ -124,7 +124,10 @@ def make_scale_only(kind):
 
     @inline
     def promising(stretch, scale, curve, top):
-        """Super-block scale of the least sum of parabolas in one stretch; `top` is the largest scale, with sign."""
+        """Return the super-block scale of the least sum of parabolas in one stretch.
+
+        `top` is the largest scale, with sign.
+        """
         best, least = vec.zero_f32x16(), vec.splat_f32x16(_HUGE)
         for i in range(_STEPS):
             ratio = first_ratio + step * np.float32(stretch * _STEPS + i)
@@ -137,7 +140,10 @@ def make_scale_only(kind):
 
     @inline
     def exact(s, d, scale):
-        """(error of the super-block, integers, least-squares d): integers next to scale / d, codes rounded anew."""
+        """Return (error of the super-block, integers, least-squares d).
+
+        The integers are next to scale / d, with codes rounded again.
+        """
         middle = vec.vround_even(vec.vmul(scale, reciprocal(d)))
         error, whole = vec.splat_f32x16(_HUGE), vec.zero_f32x16()
         a, b = vec.zero_f32x16(), vec.zero_f32x16()

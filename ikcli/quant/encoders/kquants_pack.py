@@ -1,4 +1,4 @@
-"""Packing of K-quant super-blocks: codes, sub-block integers and scales from the search's scratch to the stored bytes.
+"""Pack K-quant super-blocks: move codes, sub-block integers and scales from the search's scratch to the stored bytes.
 
 In scratch the code of weight i of sub-block `lane` is the byte CODES + 16*i + lane; integers are bytes LS + lane and
 MS + lane, super-block scales float32 at D + 4*lane and DMIN + 4*lane. Layouts as in ggml-common.h (block_q2_K, ...).
@@ -36,7 +36,10 @@ XS, WS, CODES, LS, MS, D, DMIN, SCRATCH_BYTES = 0, 2048, 4096, 4608, 4624, 4672,
 
 @inline
 def crumbs16(out, codes, lane):
-    """64 bytes of 2-bit codes of 16 sub-blocks of 16: byte 32h + l holds weights 128h + l + 0, 32, 64, 96."""
+    """Pack 2-bit codes of 16 sub-blocks of 16 into 64 bytes.
+
+    Byte 32h + l holds weights 128h + l + 0, 32, 64, 96.
+    """
     for h in range(2):
         for l in range(32):  # noqa: E741
             at = codes + 16 * (l % 16) + lane + 8 * h + l // 16
@@ -104,7 +107,7 @@ def pack_iq4_xs(out, s, lane):
 
 @inline
 def scales_6bit(out, s, lane):
-    """12 bytes: 8 scales and 8 minima of 6 bits."""
+    """Pack 8 scales and 8 minima of 6 bits into 12 bytes."""
     for j in range(4):
         a, b = ld_u8(s + LS + lane + j), ld_u8(s + LS + lane + j + 4)
         c, d = ld_u8(s + MS + lane + j), ld_u8(s + MS + lane + j + 4)
@@ -115,7 +118,7 @@ def scales_6bit(out, s, lane):
 
 @inline
 def nibbles32(out, codes):
-    """128 bytes: low nibbles of sub-block 2p, high nibbles of sub-block 2p + 1."""
+    """Pack 128 bytes: low nibbles of sub-block 2p, high nibbles of sub-block 2p + 1."""
     for p in range(4):
         for i in range(32):
             at = codes + 16 * i + 2 * p
@@ -154,13 +157,16 @@ _PACK = {
 
 
 def make_pack(kind):
-    """(device function (out, scratch, first lane), bytes per super-block)."""
+    """Return (device function (out, scratch, first lane), bytes per super-block)."""
     return _PACK[kind]
 
 
 @inline
 def ternary_scale(x, ne0):
-    """Largest value of a row if {-1, 0, 1} times it is within a tenth of the square of every super-block; else 0."""
+    """Return the largest value of a row that is ternary, else 0.
+
+    Ternary means that {-1, 0, 1} times that value is within a tenth of the square of every super-block.
+    """
     peak = zero_f32x16()
     for i in range(0, ne0, 16):
         peak = vmax(peak, vabs(load_f32x16(x + 4 * i)))
@@ -180,7 +186,10 @@ def ternary_scale(x, ne0):
 
 
 def make_ternary_q2_k():
-    """Rows that are ternary up to a scale: stored as d = dmin = scale, codes 0 1 2; sets the flag of such rows."""
+    """Return a kernel that stores rows that are ternary up to a scale: d = dmin = scale, codes 0 1 2.
+
+    It sets the flag of such rows.
+    """
 
     def ternary_q2_k(x, n_rows, ne0, out, flags, s):
         for row in range(n_rows):

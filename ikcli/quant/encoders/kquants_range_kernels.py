@@ -1,7 +1,7 @@
-"""Joint searches of the scales and minima of Q2_K, Q4_K and Q5_K: x = d * L * code - dmin * M.
+"""Search scales and minima of Q2_K, Q4_K and Q5_K jointly: x = d * L * code - dmin * M.
 
 The plan is that of `kquants_kernels`, with two numbers per sub-block. For a given scale the best minimum is known:
-(scale * sum(w l) - sum(w x)) / sum(w). Minima are >= 0, as is all that the format stores for positive d and dmin.
+(scale * sum(w l) - sum(w x)) / sum(w). Minima are >= 0, because the format stores no others for positive d and dmin.
 """
 
 # mypy: ignore-errors
@@ -38,7 +38,10 @@ _SPAN = 0.3  # the integer of the largest scale (minimum) is at most this part b
 
 
 def make_range(kind):
-    """Q2_K, Q4_K, Q5_K. Candidates: codes given to the smallest value of a sub-block (or 0) and to the largest."""
+    """Return the search of Q2_K, Q4_K, Q5_K.
+
+    Candidates: codes given to the smallest value of a sub-block (or 0) and to the largest.
+    """
     n_bits, size, top = {"Q2_K": (2, 16, 15), "Q4_K": (4, 32, 63), "Q5_K": (5, 32, 63)}[kind]
     n_lanes = 256 // size
     per_group = LANES // n_lanes
@@ -55,7 +58,7 @@ def make_range(kind):
 
     @inline
     def code_sums(s, inverse_scale, offset):
-        """sums of w l, w l^2, w x l for the codes l of x * inverse_scale + offset."""
+        """Return sums of w l, w l^2, w x l for the codes l of x * inverse_scale + offset."""
         wl, wll, wxl = zero_f32x16(), zero_f32x16(), zero_f32x16()
         for i in range(size):
             v = load_f32x16(s + XS + 64 * i)
@@ -66,7 +69,7 @@ def make_range(kind):
 
     @inline
     def error_sums(s, scale, low):
-        """(error, sums of w l, w l^2, w x l) of the codes of (x + low) / scale."""
+        """Return (error, sums of w l, w l^2, w x l) of the codes of (x + low) / scale."""
         wl, wll, wxl, error = zero_f32x16(), zero_f32x16(), zero_f32x16(), zero_f32x16()
         inverse_scale = reciprocal(scale)
         offset = vmul(low, inverse_scale)
@@ -79,7 +82,7 @@ def make_range(kind):
 
     @inline
     def moments(s):
-        """sum(w), sum(w x)."""
+        """Return sum(w), sum(w x)."""
         w_sum, wx = zero_f32x16(), zero_f32x16()
         for i in range(size):
             w = load_f32x16(s + WS + 64 * i)
@@ -88,7 +91,10 @@ def make_range(kind):
 
     @inline
     def own_range(s, w_sum, wx, anchors, candidates, n_candidates):
-        """(scale, minimum, mean code, spread of the codes) of every sub-block; the mean is 0 where the minimum is."""
+        """Return (scale, minimum, mean code, spread of the codes) of every sub-block.
+
+        The mean is 0 where the minimum is.
+        """
         zero, inverse_w = zero_f32x16(), reciprocal(w_sum)
         lo, hi = value_range(s + XS, s + WS, size, ALL)
         lo = vmin(lo, zero)
@@ -128,7 +134,7 @@ def make_range(kind):
 
     @inline
     def promising(stretch, scale, low, mean, spread, w_sum):
-        """(d, dmin) of the least sum of parabolas in one stretch of d."""
+        """Return (d, dmin) of the least sum of parabolas in one stretch of d."""
         peak, low_peak = largest(scale), largest(low)
         best_d, best_m, least = zero_f32x16(), zero_f32x16(), splat_f32x16(_HUGE)
         for i in range(_STEPS):
@@ -147,7 +153,7 @@ def make_range(kind):
 
     @inline
     def fit(l_now, m_now, wl, wll, wxl, w_sum, wx, dmin):
-        """Least-squares (d, dmin) of super-blocks with these integers and codes."""
+        """Return the least-squares (d, dmin) of super-blocks with these integers and codes."""
         a, b = total(vmul(vmul(l_now, l_now), wll)), total(vmul(vmul(l_now, m_now), wl))
         c = total(vmul(vmul(m_now, m_now), w_sum))
         p, q = total(vmul(l_now, wxl)), total(vmul(m_now, wx))
@@ -161,7 +167,10 @@ def make_range(kind):
 
     @inline
     def exact(s, d, dmin, scale, low, w_sum, wx):
-        """(error, L, M, d, dmin): integers next to the ideal ones with codes rounded anew, then least squares."""
+        """Return (error, L, M, d, dmin).
+
+        L and M are next to the ideal ones, codes are rounded again; d and dmin follow by least squares.
+        """
         zero = zero_f32x16()
         inverse_d, inverse_m, inverse_w = reciprocal(d), reciprocal(dmin), reciprocal(w_sum)
         middle = vround_even(vmul(scale, inverse_d))

@@ -1,8 +1,8 @@
-"""Sixteen blocks side by side: device code shared by the searches of block scales.
+"""Process sixteen blocks side by side: device code shared by the searches of block scales.
 
 A group is 16 blocks (or sub-blocks) of `size` consecutive weights, one per lane: vector i of a group holds weight i of
 all 16, so that a search runs for 16 scales at once and never adds across lanes. The result of a lane does not depend on
-its neighbours. Values are kept divided by the largest of the block (or super-block), so that no square can overflow.
+its neighbours. Values are divided by the largest of the block (or super-block), so that no square can overflow.
 """
 # mypy: ignore-errors
 # (compiled from bytecode; intrinsics have no Python body that a type checker could follow)
@@ -44,7 +44,7 @@ ALL, HEAVY = np.float32(0.0), np.float32(0.03)  # shares of the largest weight: 
 
 @intrinsic
 def where_less(typingctx, a, b, x, y):
-    """x where a < b (f32x16), else y (any vector of 16 lanes)."""
+    """Return x where a < b (f32x16), else y (any vector of 16 lanes)."""
     if a != f32x16 or b != f32x16 or not isinstance(x, Vec) or x != y:
         return None
 
@@ -56,7 +56,7 @@ def where_less(typingctx, a, b, x, y):
 
 @intrinsic
 def mask_less(typingctx, a, b):
-    """Bit i set where lane i of a is below that of b (f32x16)."""
+    """Return bit i set where lane i of a is below that of b (f32x16)."""
 
     def codegen(context, builder, sig, args):
         mask = builder.icmp_signed("!=", builder.fcmp_ordered("<", args[0], args[1]), ir.Constant(
@@ -68,7 +68,7 @@ def mask_less(typingctx, a, b):
 
 @intrinsic
 def swap_lanes(typingctx, v, step):
-    """Lane i of the result is lane i ^ step of f32x16; step is 1, 2, 4 or 8."""
+    """Return lane i ^ step of f32x16 in lane i; step is 1, 2, 4 or 8."""
     if not isinstance(step, types.IntegerLiteral):
         return None
     k = step.literal_value
@@ -81,7 +81,7 @@ def swap_lanes(typingctx, v, step):
 
 
 def make_step_sum(thresholds, start, steps):
-    """Intrinsic: start + sum of steps[i] over the thresholds[i] <= y, for f32x16 y."""
+    """Return an intrinsic: start + sum of steps[i] over the thresholds[i] <= y, for f32x16 y."""
 
     @intrinsic
     def step_sum(typingctx, y):
@@ -100,27 +100,27 @@ def make_step_sum(thresholds, start, steps):
 
 @inline
 def splat(x):
-    """x (a float32 constant or value) in all lanes."""
+    """Return x (a float32 constant or value) in all lanes."""
     return splat_f32x16(np.float32(x))
 
 
 @inline
 def copy_sign(magnitude, sign):
-    """|magnitude| with the sign of `sign`."""
+    """Return |magnitude| with the sign of `sign`."""
     bit = vand(bits_f32x16_i32(sign), splat_i32x16(-0x80000000))
     return bits_i32x16_f32(vor(bits_f32x16_i32(vabs(magnitude)), bit))
 
 
 @inline
 def reciprocal(x):
-    """1/x; 0 where |x| is 0 or so small that 1/x would overflow."""
+    """Return 1/x; 0 where |x| is 0 or so small that 1/x would overflow."""
     small = splat_f32x16(np.float32(1e-37))
     return where_less(small, vabs(x), vdiv(splat_f32x16(_F1), x), zero_f32x16())
 
 
 @inline
 def round_f16(x, scratch):
-    """x as a finite half float, back as float32; `scratch` is 32 bytes."""
+    """Round x to a finite half float, back as float32; `scratch` is 32 bytes."""
     limit = splat_f32x16(_F16_MAX)
     store_f16x16(scratch, vmax(vmin(x, limit), vsub(zero_f32x16(), limit)))
     return load_f16x16(scratch)
@@ -128,7 +128,10 @@ def round_f16(x, scratch):
 
 @inline
 def load_group(x, weights, first, n_blocks, size, ne0, xs, ws):
-    """Blocks first..first+15 transposed to `xs`, weights to `ws` (0: not); beyond the last: the last."""
+    """Load blocks first..first+15 transposed to `xs`, and their weights to `ws` (0: not).
+
+    Blocks beyond the last repeat it.
+    """
     for lane in range(LANES):
         block = min(first + lane, n_blocks - 1)
         src = x + 4 * size * block
@@ -142,14 +145,14 @@ def load_group(x, weights, first, n_blocks, size, ne0, xs, ws):
 
 @inline
 def fill_ones(ws, size):
-    """Weights of a search without importance matrix."""
+    """Fill the weights of a search without importance matrix with 1."""
     for i in range(size):
         store_f32x16(ws + 64 * i, splat_f32x16(_F1))
 
 
 @inline
 def value_range(xs, ws, size, share):
-    """(smallest, largest) value of each lane among those with at least `share` of the largest weight."""
+    """Return (smallest, largest) value of each lane among those with at least `share` of the largest weight."""
     top = load_f32x16(ws)
     for i in range(1, size):
         top = vmax(top, load_f32x16(ws + 64 * i))
@@ -164,9 +167,10 @@ def value_range(xs, ws, size, share):
 
 @inline
 def signed_largest(xs, ws, size, share):
-    """Value of largest magnitude of each lane, with its sign, among those with at least `share` of the largest weight.
+    """Return each lane's value of largest magnitude, with its sign.
 
-    0 where it is so small that no scale can hold it.
+    Only values with at least `share` of the largest weight count. 0 where the value is so small that no scale can hold
+    it.
     """
     lo, hi = value_range(xs, ws, size, share)
     largest = where_less(hi, vsub(zero_f32x16(), lo), lo, hi)

@@ -1,7 +1,7 @@
-"""Encoders of 32-blocks: Q4_0, Q4_1, Q5_0, Q5_1, Q6_0, Q8_0, MXFP4, IQ4_NL.
+"""Encode blocks of 32: Q4_0, Q4_1, Q5_0, Q5_1, Q6_0, Q8_0, MXFP4, IQ4_NL.
 
 Without importance weights Q4_0, Q4_1, Q5_0, Q5_1, Q8_0 and MXFP4 are written byte for byte as the reference does. All
-else minimises the (weighted) squared error of a block over its scale, or scale and minimum.
+others minimise the (weighted) squared error of a block over its scale, or scale and minimum.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ def encode(values: Floats, type: GGMLType, imatrix: Floats | None, options: Enco
 
 
 def normalized_weights(imatrix: Floats | None) -> Floats | None:
-    """Importance weights divided by the largest and kept away from 0; None if there are none or all are 0."""
+    """Divide importance weights by the largest and keep them away from 0; return None without any, or if all are 0."""
     if imatrix is None or not (largest := float(imatrix.max())) > 0:
         return None
     return np.maximum(imatrix / np.float32(largest), np.float32(1e-9)).astype(np.float32)
 
 
 def _search(type: GGMLType) -> tuple[KernelKey, Floats, int]:
-    """Kernel, its table of candidates, and how many these are."""
+    """Return the kernel, its table of candidates, and their number."""
     if type in _RANGE:
         table = _RANGE_CANDIDATES[type]
         return KernelKey(_SEARCH, "make_range_search", (_RANGE[type],)), table, len(table)
@@ -65,19 +65,22 @@ def _search(type: GGMLType) -> tuple[KernelKey, Floats, int]:
 
 
 def levels(lowest: float, highest: float, below: float, above: float, n: int) -> npt.NDArray[np.float32]:
-    """Levels that the largest value of a block may get: around the highest and, negated, around the lowest one."""
+    """Return the levels that the largest value of a block may get.
+
+    They lie around the highest and, negated, around the lowest one.
+    """
     t = np.geomspace(1 - below, 1 + above, n)
     return np.concatenate((lowest * t, highest * t)).astype(np.float32)
 
 
 def ranges(highest: int, below: float, above: float, n: int) -> npt.NDArray[np.float32]:
-    """Codes that the smallest and the largest value of a block may get."""
+    """Return the codes that the smallest and the largest value of a block may get."""
     t = np.linspace(0, 1, n) ** 2 * (above + below) - below
     return np.stack(np.meshgrid(-t, highest + t), axis=-1).reshape(-1, 2).astype(np.float32)
 
 
 def _with_exact(candidates: Floats, outer_levels: Sequence[float]) -> Floats:
-    """Candidates, then the inverse levels that the largest value may have exactly."""
+    """Return the candidates, then the inverse levels that the largest value may have exactly."""
     return np.append(candidates, 1 / np.array(outer_levels, np.float32)).astype(np.float32)
 
 

@@ -1,7 +1,7 @@
-"""Kernels of the types of 32-blocks without search: codes follow from the largest value, or the largest and smallest.
+"""Encode blocks of 32 without search: codes follow from the largest value, or the largest and smallest.
 
-Kernel arguments: x (f32), number of blocks, out; results equal the reference's bytes. Answers to quantize_row_*_ref of
-ggml-quants.c: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, MXFP4.
+Kernel arguments: x (f32), number of blocks, out. Results equal the reference's bytes. Corresponds to
+quantize_row_*_ref of ggml-quants.c: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, MXFP4.
 """
 # mypy: ignore-errors
 # (compiled from bytecode; intrinsics have no Python body that a type checker could follow)
@@ -48,13 +48,13 @@ def inverse(d):
 
 @inline
 def held(d):
-    """d, or the largest finite half float of its sign."""
+    """Clamp d to the finite half floats."""
     return min(max(d, -_F16_MAX), _F16_MAX)
 
 
 @inline
 def largest_of_block(x, v0, v1):
-    """Value of largest magnitude with its sign, the first one if two are equally large."""
+    """Return the value of largest magnitude with its sign, the first one of equals."""
     hi = reduce_max(vmax(v0, v1))
     lo = -reduce_max(vsub(zero_f32x16(), vmin(v0, v1)))
     if hi != -lo:
@@ -67,7 +67,7 @@ def largest_of_block(x, v0, v1):
 
 @inline
 def store_codes(out, q0, q1, n_bits):
-    """Codes as 4-bit pairs; 5-bit ones have their fifth bits in a word of their own before."""
+    """Store codes as 4-bit pairs; the fifth bits of 5-bit codes come before them in a separate word."""
     if n_bits == 5:
         fifteen = splat_f32x16(np.float32(15.5))
         st_i32(out, mask_less(fifteen, q0) | mask_less(fifteen, q1) << 16)
@@ -81,13 +81,16 @@ def store_codes(out, q0, q1, n_bits):
 
 @inline
 def whole_codes(v, factor, offset, highest):
-    """trunc(v * factor + offset), at most `highest`, as floats."""
+    """Return trunc(v * factor + offset), at most `highest`, as floats."""
     y = vfma(v, splat_f32x16(factor), splat_f32x16(offset))
     return cvt_i32x16_f32(cvt_f32x16_i32(vmin(y, splat_f32x16(highest))))
 
 
 def make_symmetric(n_bits, narrow):
-    """Q4_0 and Q5_0: the largest value gets the lowest code. `narrow`: codes -7..7 of Q4_0, 7 or -7 for the largest."""
+    """Return the encoder of Q4_0 and Q5_0, which give the largest value the lowest code.
+
+    `narrow`: codes -7..7 of Q4_0, 7 or -7 for the largest.
+    """
     half = 1 << (n_bits - 1)
     offset, highest = np.float32(half + 0.5), np.float32(2 * half - 1)
     divisor = np.float32(half - 1 if narrow else -half)
@@ -111,7 +114,7 @@ def make_symmetric(n_bits, narrow):
 
 
 def make_asymmetric(n_bits):
-    """Q4_1 and Q5_1: codes from the smallest to the largest value."""
+    """Return the encoder of Q4_1 and Q5_1: codes from the smallest to the largest value."""
     highest = np.float32((1 << n_bits) - 1)
     n_bytes = 20 if n_bits == 4 else 24
 
@@ -135,12 +138,12 @@ def make_asymmetric(n_bits):
 
 @inline
 def rounded_away(v):
-    """Nearest integers, ties away from zero."""
+    """Round to nearest integers, ties away from zero."""
     return cvt_f32x16_i32(vadd(v, copy_sign(splat_f32x16(_BELOW_HALF), v)))
 
 
 def make_q8_0():
-    """Q8_0: d = max|x| / 127."""
+    """Return the encoder of Q8_0: d = max|x| / 127."""
 
     def q8_0(x, n_blocks, out):
         for _ in range(n_blocks):
@@ -158,13 +161,16 @@ def make_q8_0():
 
 @inline
 def power_of_two(e):
-    """2^e for -126 <= e <= 127, in all lanes."""
+    """Return 2^e for -126 <= e <= 127, in all lanes."""
     return bits_i32x16_f32(vshl(splat_i32x16(127 + e), 23))
 
 
 @inline
 def e2m1(v, e):
-    """(codes without sign, their values) of |v| / 2^(e-128): the nearest of 0 1 2 3 4 6 8 12, ties to the smaller."""
+    """Return (codes without sign, their values) of |v| / 2^(e-128).
+
+    A value is the nearest of 0 1 2 3 4 6 8 12, ties to the smaller.
+    """
     half = (128 - e) // 2
     y = vmul(vmul(vabs(v), power_of_two(half)), power_of_two(128 - e - half))
     zero, one = zero_f32x16(), splat_f32x16(_F1)
@@ -180,13 +186,13 @@ def e2m1(v, e):
 
 @inline
 def mxfp4_exponent(largest):
-    """floor(log2(largest)) - 2 + 127 with the logarithm rounded to float32, as the reference has it."""
+    """Return floor(log2(largest)) - 2 + 127 with the logarithm rounded to float32, as the reference does."""
     return max(0, np.int64(np.floor(np.float32(np.log2(np.float64(largest))))) + 125) if largest > _F0 else 0
 
 
 @inline
 def mxfp4_error(v0, v1, w0, w1, e):
-    """Weighted squared error of a block for exponent e, in units of 2^(2*(e-128))."""
+    """Return the weighted squared error of a block for exponent e, in units of 2^(2*(e-128))."""
     y, _, k = e2m1(v0, e)
     a = vsub(y, k)
     y, _, k = e2m1(v1, e)
@@ -196,7 +202,7 @@ def mxfp4_error(v0, v1, w0, w1, e):
 
 @inline
 def mxfp4_search(v0, v1, weights, e0):
-    """Exponent of the smallest weighted error near e0; e0 among equals."""
+    """Return the exponent of the smallest weighted error near e0; e0 among equals."""
     w0, w1 = load_f32x16(weights), load_f32x16(weights + 64)
     best, least, unit = e0, mxfp4_error(v0, v1, w0, w1, e0), np.float32(4.0)
     if e0 < 252:
@@ -213,14 +219,14 @@ def mxfp4_search(v0, v1, weights, e0):
 
 @inline
 def signed_e2m1(v, e):
-    """Codes with sign; there is no negative zero."""
+    """Return codes with sign; negative zero is never used."""
     _, code, _ = e2m1(v, e)
     negative = where_less(v, zero_f32x16(), splat_f32x16(np.float32(8.0)), zero_f32x16())
     return vadd(code, where_less(zero_f32x16(), code, negative, zero_f32x16()))
 
 
 def make_mxfp4():
-    """MXFP4: the largest value decides the exponent; with weights the best of six exponents."""
+    """Return the encoder of MXFP4: the largest value decides the exponent; with weights the best of six exponents."""
 
     def mxfp4(x, n_blocks, out, weights, ne0):
         for ib in range(n_blocks):

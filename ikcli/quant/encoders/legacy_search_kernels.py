@@ -1,8 +1,8 @@
-"""Searches of one scale (and minimum) per 32-block, 16 blocks at once: Q4_0, Q5_0, Q6_0, IQ4_NL; Q4_1, Q5_1.
+"""Search one scale (and minimum) per block of 32, 16 blocks at once: Q4_0, Q5_0, Q6_0, IQ4_NL; Q4_1, Q5_1.
 
-For given codes l the best scale is sum(w x l) / sum(w l^2), which lowers the weighted squared error by
-sum(w x l)^2 / sum(w l^2): many scales are tried, the codes of the best are refined by rounding again with their own
-best scale. Arguments: x, weights (ne0 f32, or 0), number of blocks, ne0, out, scratch, candidates, how many.
+For given codes l the best scale is sum(w x l) / sum(w l^2), which lowers the weighted squared error by sum(w x l)^2 /
+sum(w l^2). So many scales are tried, and the codes of the best are refined by rounding again with their own best scale.
+Arguments: x, weights (ne0 f32, or 0), number of blocks, ne0, out, scratch, candidates, how many.
 """
 # mypy: ignore-errors
 # (compiled from bytecode; intrinsics have no Python body that a type checker could follow)
@@ -40,7 +40,7 @@ _nl_index = make_step_sum(_NL_MIDDLES, 0, [1] * 15)
 
 
 def make_nearest(n_bits, nonlinear):
-    """Device functions: the level nearest to y, and its code."""
+    """Return device functions: the level nearest to y, and its code."""
     half = 1 << (n_bits - 1)
     lowest, highest, offset = np.float32(-half), np.float32(half - 1), np.float32(half)
     if nonlinear:
@@ -58,7 +58,7 @@ def make_nearest(n_bits, nonlinear):
 
 
 def make_sums(nearest, size, xs, ws):
-    """Device function: sum(w x l) and sum(w l^2) of the levels nearest to x * inverse_scale."""
+    """Return a device function: sum(w x l) and sum(w l^2) of the levels nearest to x * inverse_scale."""
 
     @inline
     def sums(s, inverse_scale):
@@ -74,7 +74,7 @@ def make_sums(nearest, size, xs, ws):
 
 
 def _search(encode_group, n_bytes):
-    """The kernel: all groups of blocks."""
+    """Return the kernel over all groups of blocks."""
 
     def search(x, weights, n_blocks, ne0, out, s, candidates, n_candidates):
         fill_ones(s + WS, 32)
@@ -85,7 +85,7 @@ def _search(encode_group, n_bytes):
 
 
 def make_store(n_bits):
-    """Device function: one block of packed codes from 32 bytes of codes that are 16 apart."""
+    """Return a device function that stores a block of packed codes from 32 bytes of codes that are 16 apart."""
 
     @inline
     def store(out, codes):
@@ -108,7 +108,7 @@ def make_store(n_bits):
 
 
 def make_scale_search(n_bits, nonlinear):
-    """x = d * level: Q4_0, Q5_0, Q6_0 (whole levels) and IQ4_NL.
+    """Return the search of x = d * level: Q4_0, Q5_0, Q6_0 (whole levels) and IQ4_NL.
 
     Candidates: levels of the largest value, followed by N_EXACT inverse levels to be tried with scales as stored.
     """
@@ -119,7 +119,10 @@ def make_scale_search(n_bits, nonlinear):
 
     @inline
     def best_scale(s, anchors, candidates, n_candidates):
-        """Least-squares scale of the best codes; every other candidate serves the largest heavy value, too."""
+        """Return the least-squares scale of the best codes.
+
+        Every other candidate also serves the largest heavy value.
+        """
         best, best_merit = vec.zero_f32x16(), vec.zero_f32x16()
         n_tried = n_candidates + (anchors - 1) * (n_candidates // 2)
         for c in range(n_tried + _REFINEMENTS):
@@ -148,7 +151,10 @@ def make_scale_search(n_bits, nonlinear):
 
     @inline
     def best_stored_scale(s, largest, found, exact):
-        """Half float near `found`, or one at which the largest value is a level: for few and regular values."""
+        """Return a half float near `found`, or one at which the largest value is a level.
+
+        This serves blocks of few and regular values.
+        """
         inverse = reciprocal(largest)
         best = round_f16(vec.vmul(found, largest), s + HALF)
         least = error(s, vec.vmul(best, inverse))
@@ -180,7 +186,10 @@ def make_scale_search(n_bits, nonlinear):
 
 
 def make_range_search(n_bits):
-    """x = d * code + m: Q4_1 and Q5_1. Candidates: pairs of codes given to the smallest and the largest value."""
+    """Return the search of x = d * code + m: Q4_1 and Q5_1.
+
+    Candidates: pairs of codes given to the smallest and the largest value.
+    """
     highest = np.float32((1 << n_bits) - 1)
     n_bytes = {4: 20, 5: 24}[n_bits]
     store = make_store(n_bits)
@@ -191,7 +200,7 @@ def make_range_search(n_bits):
 
     @inline
     def fit(s, inverse_scale, offset, inverse_w):
-        """(merit, scale, mean code) of the codes of x * inverse_scale + offset; x has weighted mean 0."""
+        """Return (merit, scale, mean code) of the codes of x * inverse_scale + offset; x has weighted mean 0."""
         wl, wll, wxl = vec.zero_f32x16(), vec.zero_f32x16(), vec.zero_f32x16()
         for i in range(32):
             v = vec.load_f32x16(s + XS + 64 * i)
@@ -205,7 +214,7 @@ def make_range_search(n_bits):
 
     @inline
     def centre(s):
-        """Subtract the weighted mean; returns it and 1 / sum of weights."""
+        """Subtract the weighted mean; return it and 1 / sum of weights."""
         total, wx = vec.zero_f32x16(), vec.zero_f32x16()
         for i in range(32):
             v, w = vec.load_f32x16(s + XS + 64 * i), vec.load_f32x16(s + WS + 64 * i)
@@ -218,7 +227,7 @@ def make_range_search(n_bits):
 
     @inline
     def best_range(s, anchors, candidates, n_candidates):
-        """(scale, minimum, subtracted mean), in units of the largest value."""
+        """Return (scale, minimum, subtracted mean), in units of the largest value."""
         mean, inverse_w = centre(s)
         scale, shift, best = vec.zero_f32x16(), vec.zero_f32x16(), vec.zero_f32x16()
         lo, hi = value_range(s + XS, s + WS, 32, ALL)

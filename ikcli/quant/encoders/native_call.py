@@ -1,4 +1,4 @@
-"""Calls of compiled encoder kernels: one library for all encoders, loaded on first use by whichever thread comes first.
+"""Call compiled encoder kernels through one library for all encoders, loaded on first use by any thread.
 
 Kernels are plain functions of int64 addresses and numbers, made by factories (see `ikcli.native.kernel_cache`).
 """
@@ -16,7 +16,7 @@ _ADDRESSES: dict[KernelKey, int] = {}
 
 
 def address(key: KernelKey) -> int:
-    """Address of a kernel, compiled and loaded if necessary."""
+    """Return the address of a kernel, compiled and loaded if necessary."""
     found = _ADDRESSES.get(key)
     if found is None:
         with _LOCK:
@@ -28,5 +28,5 @@ def address(key: KernelKey) -> int:
 
 
 def run(key: KernelKey, *args: int) -> int:
-    """Run a kernel, without the GIL; returns its int64 result (0 if it has none)."""
+    """Run a kernel, without the GIL; return its int64 result (0 if it has none)."""
     return native_function(address(key), len(args))(*args)

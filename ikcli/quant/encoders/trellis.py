@@ -1,9 +1,9 @@
-"""Encoders of the trellis types IQ1_KT, IQ2_KT, IQ3_KT and IQ4_KT.
+"""Encode the trellis types IQ1_KT, IQ2_KT, IQ3_KT and IQ4_KT.
 
 The search (`trellis_kernels`) returns the scale of a row, per sub-block of 32 a multiplier and a table, and a table row
 per group. It minimises sum(w * (x - x')^2), x' as stored (see `TensorType.matmul_scale`), w the importance weights, or
-1. Layouts: `decode_trellis`. Answers to iqk_quantize.cpp, which scores with weights that also contain the values and
-searches fixed cells of the table only.
+1. Layouts: `decode_trellis`. Corresponds to iqk_quantize.cpp, which scores with weights that also contain the values
+and searches fixed cells of the table only.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class TrellisSearch:
     n_windows: int = 1
 
     def codebooks(self) -> list[Codebook]:
-        """The tables, clustered."""
+        """Return the tables, clustered."""
         return [
             codebook(self.size, self.n_rows, self.n_clusters, magnitude=self.magnitude, offset=offset)
             for offset in self.offsets
@@ -77,12 +77,12 @@ SEARCHES = {
 
 
 def encode(values: Floats, type: GGMLType, imatrix: Floats | None, options: EncodeOptions) -> Bytes:
-    """Rows (n_rows, ne0) as bytes of `type`."""
+    """Encode rows (n_rows, ne0) into the bytes of `type`."""
     return encode_with(values, type, imatrix, SEARCHES[type])
 
 
 def encode_with(values: Floats, type: GGMLType, imatrix: Floats | None, search: TrellisSearch) -> Bytes:
-    """`encode` with a search of the caller's choice."""
+    """Do `encode` with a search of the caller's choice."""
     n_rows, ne0 = values.shape
     weights = mean_one_weights(imatrix)
     step = max(1, _CHUNK_ELEMENTS // ne0)
@@ -91,7 +91,7 @@ def encode_with(values: Floats, type: GGMLType, imatrix: Floats | None, search: 
 
 
 def mean_one_weights(imatrix: Floats | None) -> Floats | None:
-    """Weights of mean 1 and none of them 0, or None where all are alike."""
+    """Return weights of mean 1, none of them 0, or None where all are alike."""
     if imatrix is None:
         return None
     wide = np.asarray(imatrix, np.float64)
@@ -115,7 +115,7 @@ def _encode_rows(values: Floats, type: GGMLType, weights: Floats | None, search:
 
 
 def pack(values: Floats, type: GGMLType, found: TrellisFound) -> Bytes:
-    """Bytes (n_rows, row bytes); IQ3_KT takes the signs of `values`."""
+    """Return the bytes (n_rows, row bytes); IQ3_KT takes the signs of `values`."""
     n_groups = 8 * found.rows.shape[1]
     blocks = _PACKERS[type](values, found.m.reshape(-1, 8), found.book.reshape(-1, 8), found.rows.reshape(-1, n_groups))
     header = found.d.astype("<f4").view(np.uint8).reshape(-1, 4)
@@ -149,7 +149,7 @@ def _at(array: npt.NDArray[Any]) -> int:
 
 
 def _high_nibbles(index: Ints) -> Bytes:
-    """Bits 8..11 of indices (n, k): byte i holds those of i and i + k/2."""
+    """Pack bits 8..11 of indices (n, k): byte i holds those of i and i + k/2."""
     high = (index >> 8 & 15).astype(np.uint8)
     half = high.shape[1] // 2
     return high[:, :half] | high[:, half:] << np.uint8(4)

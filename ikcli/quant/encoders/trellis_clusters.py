@@ -1,9 +1,9 @@
-"""Codebooks of the trellis types, clustered for nearest-neighbour search.
+"""Cluster the codebooks of the trellis types for nearest-neighbour search.
 
-The rows of a generator table are grouped by Lloyd's algorithm, started from a tree of median cuts. Coordinates of
-centres are whole numbers, so that every distance is exact and the clusters are the same on every machine. Members of
-a cluster lie in vectors of 16 (dimension by dimension, half floats), the last one filled up with copies of a member.
-The reference instead cuts space into fixed cells with overlapping lists (iqk_quantize.cpp).
+Lloyd's algorithm, started from a tree of median cuts, groups the rows of a generator table. Coordinates of centres are
+whole numbers, so every distance is exact and the clusters are the same on every machine. Members of a cluster lie in
+vectors of 16 (dimension by dimension, half floats), the last one padded with copies of a member. The reference instead
+cuts space into fixed cells with overlapping lists (iqk_quantize.cpp).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Codebook:
     center_norms: npt.NDArray[np.float32]
 
     def addresses(self) -> list[int]:
-        """What kernels read, in the order of the fields; the number of clusters stands before the last."""
+        """Return the kernels' input, in the order of the fields; the number of clusters stands before the last."""
         fields: list[npt.NDArray[Any]] = [self.centers, self.starts, self.members]
         fields += [self.norms, self.indices, self.rows]
         return [array.ctypes.data for array in fields] + [len(self.starts) - 1, self.center_norms.ctypes.data]
@@ -50,7 +50,7 @@ class Codebook:
 def codebook(
     size: int, n_rows: int, n_clusters: int, *, magnitude: bool = False, offset: int = TRELLIS_OFFSET
 ) -> Codebook:
-    """The table of `n_rows` rows (their absolute values if `magnitude`), built once per process."""
+    """Return the table of `n_rows` rows (their absolute values if `magnitude`), built once per process."""
     key = (size, n_rows, n_clusters, magnitude, offset)
     with _LOCK:
         if key not in _FOUND:
@@ -81,12 +81,12 @@ def _build(rows: npt.NDArray[np.float32], n_clusters: int) -> Codebook:
 
 
 def _columns(rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """(n, size) -> (n/16, size, 16)."""
+    """Rearrange (n, size) into (n/16, size, 16)."""
     return np.ascontiguousarray(rows.reshape(-1, LANES, rows.shape[1]).transpose(0, 2, 1))
 
 
 def _lloyd(rows: npt.NDArray[np.float32], n_clusters: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.intp]]:
-    """Centres and owner of every row; every centre owns at least one row."""
+    """Return centres and the owner of every row; every centre owns at least one row."""
     owner = _median_cuts(rows, n_clusters)
     centers = _means(rows, owner, n_clusters)
     for _ in range(_ITERATIONS):

@@ -1,4 +1,4 @@
-"""Search of the trellis types: row scale, multipliers of sub-blocks of 32, and the table row of every group.
+"""Search the trellis types: row scale, multipliers of sub-blocks of 32, and the table row of every group.
 
 The error of a table row v at scale s is sum(w x^2) + s^2 sum(w v^2) - 2 s sum(w x v): both sums are computed once per
 row and serve four scales. Only clusters are visited whose centre is at most `reach` farther away than the nearest one
@@ -54,11 +54,11 @@ _TRIALS = 32  # trial row scales of each sign
 
 
 def make_sums(size, weighted):
-    """Device function: sums over 16 table rows of `size` values."""
+    """Return a device function: sums over 16 table rows of `size` values."""
 
     @inline
     def sums(at, w, wx, norms, floats):
-        """sum(w v^2) and sum(w x v) of 16 table rows, float32 or half floats."""
+        """Return sum(w v^2) and sum(w x v) of 16 table rows, float32 or half floats."""
         a, b = zero_f32x16(), zero_f32x16()
         for k in range(size):
             v = load_f32x16(at + 64 * k) if floats else cvt_i32x16_f32(sext_i8x16_i32(load_i8x16(at + 16 * k)))
@@ -73,11 +73,11 @@ def make_sums(size, weighted):
 
 
 def make_limit(size):
-    """Device function: how far centres of clusters to visit may be."""
+    """Return a device function: the largest score of a cluster centre that is worth a visit."""
 
     @inline
     def limit(energy, w, s, least, reach):
-        """Scores of the clusters to visit lie below this."""
+        """Return the bound below which the scores of clusters to visit lie."""
         weight = _F0
         for k in range(size):
             weight += ld_f32(w + 4 * k)
@@ -88,13 +88,13 @@ def make_limit(size):
 
 
 def make_search(size, weighted, linear, both_signs):
-    """Encoder of rows; its only argument points to int64 slots (see `trellis.py`)."""
+    """Return the encoder of rows; its only argument points to int64 slots (see `trellis.py`)."""
     n_groups = SUB // size
     sums, limit = make_sums(size, weighted), make_limit(size)
 
     @inline
     def center_sums(books, n_books, only, w, wx, out):
-        """Both sums of all centres, for all groups of a sub-block: they serve every scale."""
+        """Compute both sums of all centres, for all groups of a sub-block: they serve every scale."""
         for book in range(n_books):
             slots = books + 64 * book
             centers, norms, n = ld_i64(slots), ld_i64(slots + 56), ld_i64(slots + 48)
@@ -110,7 +110,7 @@ def make_search(size, weighted, linear, both_signs):
 
     @inline
     def rate_centers(centers, n, s, out):
-        """Scores of all cluster centres at scale s; the least."""
+        """Compute the scores of all cluster centres at scale s; return the least."""
         p, q, least = splat_f32x16(s * s), splat_f32x16(np.float32(-2.0) * s), splat_f32x16(_HUGE)
         for i in range(n // 16):
             score = vfma(p, load_f32x16(centers + 64 * i), vmul(q, load_f32x16(centers + 4 * n + 64 * i)))
@@ -130,7 +130,7 @@ def make_search(size, weighted, linear, both_signs):
 
     @inline
     def match(book, centers, w, wx, energy, s, scales, reach, scratch, out, g):
-        """Best rows of a group for the four `scales`, visiting what is near at scale s."""
+        """Find the best rows of a group for the four `scales`, visiting clusters that are near at scale s."""
         least = rate_centers(centers, ld_i64(book + 48), s, scratch)
         top = splat_f32x16(limit(energy, w, s, least, reach))
         s0, s1, s2, s3 = ld_f32(scales), ld_f32(scales + 4), ld_f32(scales + 8), ld_f32(scales + 12)
@@ -164,7 +164,7 @@ def make_search(size, weighted, linear, both_signs):
 
     @inline
     def match_sub(book, centers, w, wx, energies, s, scales, reach, scratch, out):
-        """All groups of a sub-block; totals are relative to the sum of w x^2."""
+        """Match all groups of a sub-block; totals are relative to the sum of w x^2."""
         for k in range(4):
             st_f32(out + 4 * k, _F0)
         for g in range(n_groups):
@@ -174,7 +174,7 @@ def make_search(size, weighted, linear, both_signs):
 
     @inline
     def curvature(trials, n, s, e, energy):
-        """Mean of (error - e) / (gain * r^2) over trials at scales s * (1 + r), within bounds."""
+        """Return the mean of (error - e) / (gain * r^2) over trials at scales s * (1 + r), within bounds."""
         rise, run = _F0, _F0
         for k in range(n):
             r = ld_f32(trials + 8 * k) / s - _F1
@@ -184,7 +184,7 @@ def make_search(size, weighted, linear, both_signs):
 
     @inline
     def rough(books, n_books, centers, w, wx, amax, energies, model, low, ratio, n_calls, reach, scratch, out):
-        """Trial scales of a sub-block: model = energy, then best s, its error and the curvature, + and -."""
+        """Try scales of a sub-block: model = energy, then best s, its error and the curvature, + and -."""
         energy, weight = _F0, _F0
         for g in range(n_groups):
             energy += ld_f32(energies + 4 * g)
@@ -239,7 +239,7 @@ def make_search(size, weighted, linear, both_signs):
 
     @inline
     def misfit(d, s, table, n_mults):
-        """Least squared relative distance of s from a multiple of d, 16 values of d at once."""
+        """Return the least squared relative distance of s from a multiple of d, 16 values of d at once."""
         inverse = splat_f32x16(_F1 / s)
         if linear:
             lo, hi = bcast_f32x16(table), bcast_f32x16(table + 4 * (n_mults - 1))
@@ -254,7 +254,10 @@ def make_search(size, weighted, linear, both_signs):
 
     @inline
     def choose_scale(models, n_subs, table, n_mults, lowest, highest, scratch):
-        """Row scale of least modelled error; trials go from `lowest` to `highest` times the least without clipping."""
+        """Return the row scale of least modelled error.
+
+        Trials go from `lowest` to `highest` times the least without clipping.
+        """
         largest, top = _F0, _F0
         for b in range(n_subs):
             largest = max(largest, max(abs(ld_f32(models + 28 * b + 4)), abs(ld_f32(models + 28 * b + 16))))
@@ -287,7 +290,7 @@ def make_search(size, weighted, linear, both_signs):
 
     @inline
     def nearest(table, n_mults, y):
-        """Multiplier nearest to y, as an index."""
+        """Return the multiplier nearest to y, as an index."""
         found, least = 0, _HUGE
         for j in range(n_mults):
             distance = abs(ld_f32(table + 4 * j) - y)
@@ -297,7 +300,7 @@ def make_search(size, weighted, linear, both_signs):
 
     @inline
     def sub_sums(rows, idx, w, wx):
-        """sum(w v^2) and sum(w x v) of the table rows `idx` of a sub-block."""
+        """Return sum(w v^2) and sum(w x v) of the table rows `idx` of a sub-block."""
         a, b = np.float64(0.0), np.float64(0.0)
         for g in range(n_groups):
             row = rows + 4 * size * ld_i32(idx + 4 * g)
@@ -309,7 +312,7 @@ def make_search(size, weighted, linear, both_signs):
 
     @inline
     def around(books, n_books, only, centers, w, wx, energies, d, table, n_mults, y, first, reach, scratch, out, found):
-        """Try four multipliers from index `first` with all tables or one, visiting what is near at index y.
+        """Try four multipliers from index `first` with all tables or one, visiting clusters that are near at index y.
 
         found: least error (relative), multiplier, table, i32[8] rows.
         """
@@ -345,7 +348,7 @@ def make_search(size, weighted, linear, both_signs):
 
     @inline
     def least_squares(books, table, found, n_subs, w, wx, d):
-        """Row scale for the rows and multipliers found; d if there is nothing to fit."""
+        """Return the row scale for the rows and multipliers found; d if there is nothing to fit."""
         aa, bb = np.float64(0.0), np.float64(0.0)
         for b in range(n_subs):
             at = found + 48 * b
@@ -357,7 +360,7 @@ def make_search(size, weighted, linear, both_signs):
 
     @inline
     def peak(books, table, found, n_subs):
-        """Largest multiplier times table value of a row."""
+        """Return the largest multiplier times table value of a row."""
         most = _F0
         for b in range(n_subs):
             at = found + 48 * b
@@ -370,7 +373,7 @@ def make_search(size, weighted, linear, both_signs):
 
     @inline
     def prepare(x, weights, ne0, inverse, xs, w, wx, energies):
-        """Scaled magnitudes or values, weights, their products, energies of groups."""
+        """Store scaled magnitudes or values, weights, their products, energies of groups."""
         for i in range(ne0):
             v = np.float32(np.float64(ld_f32(x + 4 * i)) * inverse)
             if not both_signs:
@@ -387,7 +390,7 @@ def make_search(size, weighted, linear, both_signs):
 
     @inline
     def largest_of(x, n):
-        """Largest magnitude."""
+        """Return the largest magnitude."""
         most = _F0
         for i in range(n):
             most = max(most, abs(ld_f32(x + 4 * i)))
@@ -397,7 +400,10 @@ def make_search(size, weighted, linear, both_signs):
     def refine(
         books, n_books, centers, w, wx, energies, model, d, table, n_mults, turn, n_windows, reach, work, out, at
     ):
-        """Best multiplier, table and rows of a sub-block at row scale d; later turns start from those found."""
+        """Find the best multiplier, table and rows of a sub-block at row scale d.
+
+        Later rounds start from those found.
+        """
         only, turns, y = -1, n_windows, 0
         if turn > 0:
             only, turns, y = ld_i32(at + 8), 1, ld_i32(at + 4)
@@ -418,7 +424,7 @@ def make_search(size, weighted, linear, both_signs):
 
     @inline
     def write_row(found, n_subs, m_out, book_out, idx_out):
-        """Multipliers, tables and table rows of a row."""
+        """Write multipliers, tables and table rows of a row."""
         for b in range(n_subs):
             at = found + 48 * b
             st_i8(m_out + b, ld_i32(at + 4))

@@ -15,7 +15,7 @@ def _count_zeros(builder, x):
 
 
 def _least(builder, value):
-    """The least of 16 lanes, in all lanes."""
+    """Return the least of 16 lanes, in all lanes."""
     for step in (8, 4, 2, 1):
         order = ir.Constant(ir.VectorType(_I32, 16), [i ^ step for i in range(16)])
         other = builder.shuffle_vector(value, value, order)
@@ -25,13 +25,13 @@ def _least(builder, value):
 
 @intrinsic
 def first_bit(typingctx, x):
-    """Place of the lowest bit set."""
+    """Return the position of the lowest bit set."""
     return types.int64(types.int64), lambda context, builder, sig, args: _count_zeros(builder, args[0])
 
 
 @intrinsic
 def reduce_least(typingctx, v):
-    """The least lane of f32x16."""
+    """Return the least lane of f32x16."""
 
     def codegen(context, builder, sig, args):
         return builder.extract_element(_least(builder, args[0]), ir.Constant(_I32, 0))
@@ -41,7 +41,7 @@ def reduce_least(typingctx, v):
 
 @intrinsic
 def lane_of_least(typingctx, v):
-    """Number of the first lane that holds the least value of f32x16."""
+    """Return the number of the first lane that holds the least value of f32x16."""
 
     def codegen(context, builder, sig, args):
         equal = builder.fcmp_ordered("==", _least(builder, args[0]), args[0])

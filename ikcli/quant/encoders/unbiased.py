@@ -1,15 +1,15 @@
-"""Unbiased rows: scales of encoded rows enlarged until the row, projected on what it stands for, has its length.
+"""Make rows unbiased: enlarge scales until the row, projected on its decoded values, has its length.
 
-A least-squares scale is <q, x> / <q, q> and shrinks: of a row x it leaves the share <q, x> / <x, x> < 1. What rounding
-adds besides averages out over thousands of products, but a shrink is the same in all of them, and gate, up and down
-multiply theirs. So every row is multiplied with <x, x> / <q, x>, weighted as the encoder weighs it. Its codes stay:
-those of least squares maximise <q, x>^2 / <q, q>, which no scale changes, so they add the least noise to an unbiased
-row as well.
+A least-squares scale is <q, x> / <q, q> and shrinks: of a row x it leaves the share <q, x> / <x, x> < 1. The other part
+of the rounding error averages out over thousands of products. The shrink does not: it is the same in all of them, and
+gate, up and down multiply theirs. So every row is multiplied by <x, x> / <q, x>, weighted as the encoder weighs it. Its
+codes stay: those of least squares maximise <q, x>^2 / <q, q>, which no scale changes, so they also add the least noise
+to an unbiased row.
 
 Types whose scales matrix products multiply by a constant (`TensorType.matmul_scale`) are stored shorter by it.
 
-Scales are f16 numbers of blocks, often so small that neighbours are a percent apart, or one number per row. Those of
-blocks are rounded one after the other, and what rounding one leaves is made up for by the next.
+Scales are f16 numbers of blocks, often so small that neighbours are a percent apart, or one number per row. Block
+scales are rounded one after the other, and the next one makes up for the rounding error of the last.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ _RUN = 16  # scales that are rounded one after the other
 
 
 class Scales(Protocol):
-    """Where a type keeps the scales that everything in a block (or a row) is multiplied with."""
+    """The place where a type keeps the scales that multiply everything in a block (or a row)."""
 
     def read(self, rows: Bytes) -> list[Floats]:
-        """Of rows of bytes (n_rows, row bytes): per field (n_rows, n_blocks), or (n_rows, 1) for row scales."""
+        """Read rows of bytes (n_rows, row bytes): per field (n_rows, n_blocks), or (n_rows, 1) for row scales."""
 
     def write(self, rows: Bytes, values: list[Floats]) -> None:
-        """Replace the fields; rounds to what the format holds."""
+        """Replace the fields, rounded to the precision of the format."""
 
     def rounded(self, values: Floats) -> Floats:
-        """Values as they would be read again."""
+        """Return values as they would be read again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ class NibbleScale:
 
 
 def scales_of(type: GGMLType) -> Scales | None:
-    """Where a type has its scales, or None if they stay as they are."""
+    """Return where a type has its scales, or None if they stay as they are."""
     t = TYPES[type]
     if not t.keeps_length:
         return None
@@ -142,9 +142,10 @@ def scales_of(type: GGMLType) -> Scales | None:
 
 
 def unbias(rows: Bytes, values: Floats, type: GGMLType, weights: Floats | None) -> Bytes:
-    """Encoded `values` (n_rows, ne0) with scales such that <row, values>_w = <values, values>_w; types without: as is.
+    """Rescale encoded `values` (n_rows, ne0) so that <row, values>_w = <values, values>_w.
 
-    `weights` (ne0,) are those of the encoder, None for 1. `rows`: n_rows * row size bytes, changed in place.
+    Leave types without scales alone. `weights` (ne0,) are those of the encoder, None for 1. `rows`: n_rows * row size
+    bytes, changed in place.
     """
     if scales_of(type) is None or not values.size:
         return rows
@@ -154,7 +155,7 @@ def unbias(rows: Bytes, values: Floats, type: GGMLType, weights: Floats | None) 
 
 
 def unbias_metric(rows: Bytes, values: Floats, type: GGMLType, weighted: Floats) -> Bytes:
-    """`unbias` for any inner product: `weighted` (n_rows, ne0) are the values times its matrix."""
+    """Do `unbias` for any inner product: `weighted` (n_rows, ne0) are the values times its matrix."""
     scales = scales_of(type)
     if scales is None or not values.size:
         return rows
@@ -175,7 +176,7 @@ def unbias_metric(rows: Bytes, values: Floats, type: GGMLType, weighted: Floats)
 
 
 def _contributions(data: Bytes, type: GGMLType, scales: Scales, fields: list[Floats], weighted: Floats) -> list[Floats]:
-    """Per field (n_rows, n_blocks) what it adds to <row, values>_w; the sum is linear in the fields."""
+    """Return what each field adds to <row, values>_w, per field (n_rows, n_blocks); the sum is linear in the fields."""
     n_rows, ne0 = weighted.shape
     shape = (n_rows, fields[0].shape[1], -1)
 
@@ -193,7 +194,7 @@ def _contributions(data: Bytes, type: GGMLType, scales: Scales, fields: list[Flo
 
 
 def _rounded(scales: Scales, fields: list[Floats], parts: list[Floats], ratio: Floats) -> list[Floats]:
-    """Fields times `ratio` (n_rows,), rounded so that what is left over cancels among up to 16 neighbours."""
+    """Return fields times `ratio` (n_rows,), rounded so that rounding errors cancel among up to 16 neighbours."""
     n_rows, n_blocks = fields[0].shape
     run = next(n for n in range(min(_RUN, n_blocks), 0, -1) if n_blocks % n == 0)
     ratio = np.repeat(ratio, n_blocks // run)
@@ -214,5 +215,5 @@ def _rounded(scales: Scales, fields: list[Floats], parts: list[Floats], ratio: F
 
 
 def _quotient(a: Floats, b: Floats) -> Floats:
-    """a / b, 0 where b is 0 or next to it."""
+    """Return a / b, 0 where b is 0 or next to it."""
     return np.divide(a, b, out=np.zeros_like(a), where=np.abs(b) > _TINY)

@@ -1,4 +1,4 @@
-"""Where the parts of a quantized activation row are, for code that is written as LLVM IR.
+"""Locate the parts of a quantized activation row in code that is written as LLVM IR.
 
 The layout is that of `kernels/activations.py`.
 """
@@ -29,22 +29,25 @@ class ActivationRow:
         self.sums_apart_at = e.offset(self.second_at, whole)  # plain AVX2 only
 
     def scales(self, e, i, valid):
-        """Scales of the blocks of step i (f32x8); zeros beyond `valid` of them."""
+        """Load the scales of the blocks of step i (f32x8); zeros beyond `valid` of them."""
         return _floats(e, e.offset(self.d_at, e.times(i, 32)), valid, 1)
 
     def scaled_sums(self, e, i, valid, per_block):
-        """Sums of the columns of step i, times scales: one (f32x8) or two (f32x16) per block, zeros beyond `valid`."""
+        """Load sums of the columns of step i, times scales.
+
+        There is one sum (f32x8) or two (f32x16) per block, with zeros beyond `valid`.
+        """
         at = self.s_at if per_block == 1 else self.s16_at
         return _floats(e, e.offset(at, e.times(i, 32 * per_block)), valid, per_block)
 
 
 def without_bias(e, fmt, sums):
-    """-bias * sum and (shift - bias) * sum, from the stored sums: what codes of zero add to a dot product, negated."""
+    """Return -bias * sum and (shift - bias) * sum, from the stored sums: the negated contribution of zero codes."""
     if first_sum():
         sums = e.b.sub(sums, const_vector(i32x16, [first_sum()] * 16))
 
     def times(n):
-        """-n * sum, for a power of two."""
+        """Return -n * sum, for a power of two."""
         return e.b.ashr(sums, ir.Constant(sums.type, [8 - n.bit_length()] * 16)) if n < 128 else sums
 
     plain = times(fmt.bias) if fmt.bias else e.zero(i32x16)

@@ -1,14 +1,14 @@
-"""Activations as the weights' kernels want them.
+"""Convert activations to the form that the weights' kernels read.
 
-`q8`, for the integer kernels: int8 per 32 values, float32 scale, exact sums.
-A row of K values is stored as K int8 | d f32[K/32] | s f32[K/32] = d * sum(q) | `first_sum()` - 128*sum(q) i32[K/32] |
-the same per 16 i32[K/16] | s per 16 f32[K/16], padded to 64 bytes | the int8 again, by quarters: of each 256 columns
-first columns 0..3 of all 16 blocks of 16, then columns 4..7 and so on (`kernels/row_dot.py`); for plain AVX2 their
-magnitudes instead, in order, and after these s per 16 f32[16] of each 256 columns once more, those of every other block
-together (`kernels/row_dot_avx2.py`). No half-precision sums anywhere: those overflow in models with large activations.
-`bf16`, for weights of bfloat16: rounded to nearest even. `f32`: as they are (only ever gathered).
-`i16`, for weights that become 16-bit integers if rows are many, and stay floats if they are few: f32[K'], K' = K in
-whole blocks of 128, then per 512 columns the blocks' scales (f32, 64 bytes) | i16[512].
+`q8`, for the integer kernels: int8 per 32 values, float32 scale, exact sums. A row of K values is stored as K int8 | d
+f32[K/32] | s f32[K/32] = d * sum(q) | `first_sum()` - 128*sum(q) i32[K/32] | the same per 16 i32[K/16] | s per 16
+f32[K/16], padded to 64 bytes | the int8 again, by quarters: of each 256 columns first columns 0..3 of all 16 blocks of
+16, then columns 4..7 and so on (`kernels/row_dot.py`); for plain AVX2 their magnitudes instead, in order, and after
+these s per 16 f32[16] of each 256 columns once more, those of every other block together (`kernels/row_dot_avx2.py`).
+No half-precision sums anywhere: those overflow in models with large activations. `bf16`, for weights of bfloat16:
+rounded to nearest even. `f32`: as they are (only ever gathered). `i16`, for weights that become 16-bit integers if rows
+are many, and stay floats if they are few: f32[K'], K' = K in whole blocks of 128, then per 512 columns the blocks'
+scales (f32, 64 bytes) | i16[512].
 """
 
 import math
@@ -54,7 +54,7 @@ _TINY16 = np.float32(1e-33)  # ... TOP / them
 
 @inline
 def second_at(k):
-    """Where the codes by quarters, or magnitudes, begin in a row."""
+    """Return where the codes by quarters, or magnitudes, begin in a row."""
     return (k + 28 * (k // 32) + 63) & ~63
 
 
@@ -85,7 +85,7 @@ _store_second, _store_sums = (_magnitudes, _sums_apart) if isa.current().plain_a
 
 @inline
 def quantize_blocks(src, dst, k, lo, hi):
-    """Blocks lo..hi-1 (of 32) of one row."""
+    """Quantize blocks lo..hi-1 (of 32) of one row."""
     nb = k // 32
     d_at, s_at = dst + k, dst + k + 4 * nb
     sum32_at, sum16_at, s16_at = dst + k + 8 * nb, dst + k + 12 * nb, dst + k + 20 * nb
@@ -102,6 +102,7 @@ def quantize_blocks(src, dst, k, lo, hi):
         store_i8x16(dst + 32 * ib, c0)
         store_i8x16(dst + 32 * ib + 16, c1)
         _store_second(second, ib, c0, c1)
+        # Sums are exact, and stored once per row here instead of being computed in every product that needs them.
         sum0, sum1 = np.int64(f0), np.int64(f1)
         st_f32(d_at + 4 * ib, d)
         st_f32(s_at + 4 * ib, d * np.float32(sum0 + sum1))
@@ -115,7 +116,7 @@ def quantize_blocks(src, dst, k, lo, hi):
 
 @inline
 def round_span(src, dst, k, lo, hi):
-    """Columns lo..hi-1 of one row to bfloat16; a zero makes the number of columns even."""
+    """Round columns lo..hi-1 of one row to bfloat16; a zero makes the number of columns even."""
     full = lo + ((hi - lo) & ~15)
     for i in range(lo, full, 16):
         store_bf16x16(dst + 2 * i, load_f32x16(src + 4 * i))
@@ -127,13 +128,13 @@ def round_span(src, dst, k, lo, hi):
 
 @inline
 def integers_at(k, k0):
-    """Where the part of an `i16` row begins that holds column k0, a multiple of PAIRS_PART."""
+    """Return where the part of an `i16` row begins that holds column k0, a multiple of PAIRS_PART."""
     return 4 * PAIRS_BLOCK * ((k + PAIRS_BLOCK - 1) // PAIRS_BLOCK) + k0 // PAIRS_PART * (64 + 2 * PAIRS_PART)
 
 
 @inline
 def integer_blocks(src, dst, k, lo, hi):
-    """Blocks lo..hi-1 (of PAIRS_BLOCK) of one row; zeros fill up the last."""
+    """Convert blocks lo..hi-1 (of PAIRS_BLOCK) of one row; zeros fill up the last."""
     last = min(PAIRS_BLOCK * hi, k)
     copy_f32(dst + 4 * PAIRS_BLOCK * lo, src + 4 * PAIRS_BLOCK * lo, last - PAIRS_BLOCK * lo)
     for i in range(last, PAIRS_BLOCK * hi):
@@ -144,6 +145,7 @@ def integer_blocks(src, dst, k, lo, hi):
         top = zero_f32x16()
         for i in range(0, 4 * PAIRS_BLOCK, 64):
             top = vmax(top, vabs(load_f32x16(x + i)))
+        # Scale by the largest first, so that squares cannot overflow; the norm then bounds every sum of products.
         largest = reduce_max(top)
         inverse = TOP / largest if largest > _TINY16 else _F0
         wide, squares = splat_f32x16(inverse), zero_f32x16()
@@ -161,7 +163,7 @@ def integer_blocks(src, dst, k, lo, hi):
 
 @inline
 def copy_span(src, dst, k, lo, hi):
-    """Columns lo..hi-1 of one row."""
+    """Copy columns lo..hi-1 of one row."""
     copy_f32(dst + 4 * lo, src + 4 * lo, hi - lo)
 
 
@@ -172,7 +174,7 @@ _SPANS = {
 
 
 def make_convert(kind):
-    """Row r*heads + h of the output is columns offset + h*head_stride .. +k of row r."""
+    """Return a kernel whose output row r*heads + h is columns offset + h*head_stride .. +k of row r."""
     span, unit = _SPANS[kind]
 
     @kernel(ConvertParams)
@@ -180,6 +182,7 @@ def make_convert(kind):
         x, stride, heads, head_stride = params.x, params.stride, params.heads, params.head_stride
         k, out, out_stride = params.k, params.out, params.out_stride
         x += params.offset
+        # Threads share units, not rows: a single row of generation is divided as well.
         units = (k + unit - 1) // unit
         rows = n_rows(params) * heads
         lo, hi = rows * units * ith // nth, rows * units * (ith + 1) // nth
@@ -194,7 +197,7 @@ def make_convert(kind):
 
 
 def make_gather(kind):
-    """Rows in expert order."""
+    """Return a kernel that converts rows in expert order."""
     span, unit = _SPANS[kind]
 
     @kernel(GatherParams)

@@ -5,12 +5,12 @@ times heads, are the vector lanes: Q is transposed once to [column][row], cached
 chunks (sgemm.py), scores [position][row] overwrite each other tile by tile, and the output grows as [column][row].
 With few tasks the positions are split as well; `make_combine` then merges the parts. Arithmetic is f32 throughout.
 
-Answers to ggml's flash_attn_ext; the recurrence is Milakov & Gimelshein 2018, Dao et al. 2022.
+Corresponds to ggml's flash_attn_ext; the recurrence is Milakov & Gimelshein 2018, Dao et al. 2022.
 """
 
 import numpy as np
 
-from ikcli.backends.cpu.kernels.attention_sight import (
+from ikcli.backends.cpu.kernels.attention_mask import (
     limits,
     load_cap,
     make_capped,
@@ -73,7 +73,7 @@ _F1 = np.float32(1.0)
 
 # --- staging ---------------------------------------------------------------------------------------------------------
 def make_stage_part(type_):
-    """stage_part(params, part, segment, kv_head, dst, chunk_bytes, position, n): n rows of a part, as chunks."""
+    """Return stage_part(params, part, segment, kv_head, dst, chunk_bytes, position, n): n rows of a part, as chunks."""
     stage, prefetch_row = make_stage(type_), make_prefetch_row(type_)
 
     @inline
@@ -90,7 +90,7 @@ def make_stage_part(type_):
 
 
 def make_stage_k(k_types):
-    """stage_k(...) of one or two parts, `k_types` joined by '+'."""
+    """Return stage_k(...) of one or two parts, `k_types` joined by '+'."""
     types = k_types.split("+")
     first = make_stage_part(types[0])
     if len(types) == 1:
@@ -112,12 +112,12 @@ def make_stage_k(k_types):
 
 
 def make_stage_v(v_type):
-    """stage_v(...): address of the V tile. v_type "view": the chunks of the K tile from V_CHUNK on."""
+    """Return stage_v(...): address of the V tile. v_type "view": the chunks of the K tile from V_CHUNK on."""
     if v_type == "view":
 
         @inline
         def stage_v(params, segment, kv_head, k, v, chunk_bytes, position, n):
-            return k + params.v_chunk * chunk_bytes
+            return k + params.v_chunk * chunk_bytes  # V lies inside K's rows, which have been staged already
 
     else:
         stage_part = make_stage_part(v_type)
@@ -135,7 +135,7 @@ _stage_f32, _prefetch_f32 = make_stage("f32"), make_prefetch_row("f32")
 
 @inline
 def q_columns(params, part, token, unit, row):
-    """Address of one row of the task (token * heads + head) in a part of Q."""
+    """Return the address of one row of the task (token * heads + head) in a part of Q."""
     heads = params.unit_heads
     head = params.first_head + unit * heads + row % heads
     element = part.offset + head * part.head_stride
@@ -144,7 +144,7 @@ def q_columns(params, part, token, unit, row):
 
 @inline
 def stage_q(params, token, unit, row, dst, chunk_bytes):
-    """One row of the task as chunks, not yet scaled."""
+    """Stage one row of the task as chunks, not yet scaled."""
     for i in range(2):
         part = params.q[i]
         width = part.width
@@ -154,7 +154,7 @@ def stage_q(params, token, unit, row, dst, chunk_bytes):
 
 @inline
 def prefetch_q(params, token, unit, first, end):
-    """Ask for the rows [first, end) of the task."""
+    """Prefetch the rows [first, end) of the task."""
     for row in range(first, end):
         for i in range(2):
             part = params.q[i]
@@ -163,8 +163,9 @@ def prefetch_q(params, token, unit, first, end):
 
 @inline
 def pack_q(params, token, unit, rows, q, tmp):
-    """q[column][row] = scale * Q, zeros in the rows that fill the last vector."""
+    """Store q[column][row] = scale * Q, with zeros in the rows that fill the last vector."""
     vectors, chunks = (rows + 15) >> 4, params.k_chunks
+    # The scale goes into Q once, instead of into every score.
     scale = splat_f32x16(params.scale)
     for v in range(vectors):
         prefetch_q(params, token, unit, 16 * v + 16, min(16 * v + 32, rows))
@@ -184,7 +185,7 @@ def pack_q(params, token, unit, rows, q, tmp):
 # --- soft-max --------------------------------------------------------------------------------------------------------
 @inline
 def update_rows(stats, top, total):
-    """New maximum, sum (`total` is that of the new positions) and correction of one vector of rows."""
+    """Store maximum, sum (`total` is that of the new positions) and correction of one vector of rows."""
     correction = vexp_fast(vsub(load_f32x16(stats + M), top))
     store_f32x16(stats + M, top)
     store_f32x16(stats + L, vfma(load_f32x16(stats + L), correction, total))
@@ -192,8 +193,11 @@ def update_rows(stats, top, total):
 
 
 def make_weight(more):
-    """weight(s, t, top, limit, first, masked, nan): e**(score - top) of one vector of rows at position t of the tile, 0
-    where a row does not see it; `nan` is kept NaN, or becomes it where the score is not finite."""
+    """Return weight(s, t, top, limit, first, masked, nan): e**(score - top) of one vector of rows.
+
+    t is the position in the tile. The weight is 0 where a row does not see it. `nan` is kept NaN, or becomes it where
+    the score is not finite.
+    """
     where_seen = make_where_seen(more)
 
     @inline
@@ -202,14 +206,16 @@ def make_weight(more):
         p = vexp_fast(x)
         if masked:
             p = where_seen(splat_i32x16(t), limit, first, p, zero_f32x16())
-        return p, vfma(x, zero_f32x16(), nan)
+        return p, vfma(x, zero_f32x16(), nan)  # x * 0 is NaN for NaN and Inf, which vexp_fast would hide
 
     return weight
 
 
 def make_find_top(more):
-    """find_top(params, s, stride, n, tile, stats): the largest score of each row, or that of before; scores of n
-    positions become capped or weakened, and the lowest where a row does not see them."""
+    """Return find_top(params, s, stride, n, tile, stats): the largest score of each row, or the earlier maximum.
+
+    Scores of n positions become capped or weakened, and the lowest where a row does not see them.
+    """
     is_masked, where_seen, capped = make_is_masked(more), make_where_seen(more), make_capped(more)
     is_changed, weakened = "c" in more or "d" in more, make_weakened(more)
 
@@ -230,7 +236,7 @@ def make_find_top(more):
                 store_f32x16(s + t * stride, x)
                 top = vmax_fast(x, top)
             return top
-        other = top
+        other = top  # two chains of maxima, which do not wait for each other
         for t in range(0, n - 1, 2):
             top = vmax_fast(load_f32x16(s + t * stride), top)
             other = vmax_fast(load_f32x16(s + t * stride + stride), other)
@@ -240,10 +246,10 @@ def make_find_top(more):
 
 
 def make_soft_max_column(more):
-    """soft_max_column(params, s, stride, n, tile, stats), one vector of rows: scores of n positions become
-    e**(score - max), 0 where a row does not see them; updates the statistics.
+    """Return soft_max_column(params, s, stride, n, tile, stats) for one vector of rows.
 
-    A NaN or infinite score makes the row's sum NaN.
+    Scores of n positions become e**(score - max), 0 where a row does not see them; the statistics are updated. A NaN or
+    infinite score makes the row's sum NaN.
     """
     find_top, weight, is_masked = make_find_top(more), make_weight(more), make_is_masked(more)
 
@@ -264,7 +270,7 @@ def make_soft_max_column(more):
 # --- output ----------------------------------------------------------------------------------------------------------
 @inline
 def write_chunk(params, token, unit, rows, v, chunk, o, stride, sums, tmp):
-    """16 columns of up to 16 rows (vector v) of o[column][row], over their sums, to the node's output."""
+    """Write 16 columns of up to 16 rows (vector v) of o[column][row], over their sums, to the node's output."""
     heads, cols = params.unit_heads, params.v_cols
     transpose16(o + 16 * chunk * stride + 64 * v, stride, tmp, 64)
     n = min(16, cols - 16 * chunk)
@@ -288,7 +294,7 @@ def write_rows(params, token, unit, rows, o, stride, sums, tmp):
 
 @inline
 def write_slot(slot, stats, o, o_bytes):
-    """A part of a split task: M, L, then o as it is."""
+    """Store a part of a split task: M, L, then o as it is."""
     for i in range(0, 2 * STAT_BYTES, 64):
         store_f32x16(slot + i, load_f32x16(stats + i))
     for i in range(0, o_bytes, 64):
@@ -297,7 +303,7 @@ def write_slot(slot, stats, o, o_bytes):
 
 @inline
 def next_k(params, segment, kv_head, position, otherwise):
-    """Address of K's row at a position if all of the row is K, and so are those that follow."""
+    """Return the address of K's row at a position if the row is all K, and so are those that follow."""
     row, _ = part_row(params, params.k[0], segment, kv_head)
     whole = params.k[0].head_stride == 0
     return row + position * params.k[0].row_bytes if whole else otherwise
@@ -305,20 +311,23 @@ def next_k(params, segment, kv_head, position, otherwise):
 
 # --- kernels ---------------------------------------------------------------------------------------------------------
 def make_flash(pack, stage, weigh, add, more):
-    """The kernel made of: pack(params, token, unit, rows, q, tmp), Q of a task; stage(params, segment, kv_head, k, v,
-    position, n), tiles of the cache, which returns the address of V; and for up to MAX_VECTORS vectors of rows, from
-    byte x of a row of vectors on: weigh(params, wide, q, k, s, stride, stats, x, n, tile), the weights of n positions;
-    add(params, wide, v, s, stride, o, stats, x, n, ask), the output with them, while memory from `ask` on may be asked
-    for."""
+    """Return the kernel made of these functions:
+
+    pack(params, token, unit, rows, q, tmp): Q of a task. stage(params, segment, kv_head, k, v, position, n): tiles of
+    the cache; returns the address of V. weigh(params, wide, q, k, s, stride, stats, x, n, tile): the weights of n
+    positions. add(params, wide, v, s, stride, o, stats, x, n, ask): the output with them, while memory from `ask` on
+    may be prefetched. The last two take up to MAX_VECTORS vectors of rows, from byte x of a row of vectors on.
+    """
     first_seen, start_rows, sees_none = make_first_seen(more), make_start_rows(more), make_sees_none(more)
     end_seen = make_end_seen(more)
 
     @merge
     def attend(params, q, k, v, s, o, stats, rows, n, tile, ask):
-        """All rows of the task with the n staged positions from `tile` on."""
+        """Attend all rows of the task to the n staged positions from `tile` on."""
         vectors = (rows + 15) >> 4
         for at in range(0, vectors, MAX_VECTORS):
             wide = min(MAX_VECTORS, vectors - at)
+            # Rows are in the order of tokens, so the last one sees most: no product for positions that none sees.
             seen = min(n, ld_i32(stats + LIMIT + 4 * (16 * (at + wide) - 1)) - tile)
             if seen > 0 and not sees_none(stats + 64 * at, tile + seen):
                 weigh(params, wide, q, k, s, 64 * vectors, stats, 64 * at, seen, tile)
@@ -340,6 +349,7 @@ def make_flash(pack, stage, weigh, add, more):
             kv_head = kv_head_of(params, unit)
             rows, token = n_tokens * heads, segment_word(segment, SEG_TOKEN) + first
             position = segment_word(segment, SEG_POS) + first
+            # Parts count from the first position that the task sees: its cost is that of the window, at any depth.
             origin, task_end = first_seen(params, position), end_seen(segment, position, n_tokens)
             n_positions = task_end - origin
             length = split_length(params, n_positions, splits)
@@ -367,7 +377,7 @@ def make_flash(pack, stage, weigh, add, more):
 
 
 def make_flash_attn(k_types, v_type, more=""):
-    """Element types of K (parts joined by '+') and V ("view": inside K's rows)."""
+    """Return the kernel for these element types of K (parts joined by '+') and V ("view": inside K's rows)."""
     stage_k, stage_v, soft_max_column = make_stage_k(k_types), make_stage_v(v_type), make_soft_max_column(more)
     rows_product, columns_product = make_rows_product(False), make_columns_product()
 
@@ -392,7 +402,7 @@ def make_flash_attn(k_types, v_type, more=""):
 
 @inline
 def merge_chunk(slot, slot_bytes, parts, v, chunk, stride, sums, out):
-    """16 columns of one vector of rows, summed over the parts of a task: out[column][row], sums[row]."""
+    """Sum 16 columns of one vector of rows over the parts of a task: out[column][row], sums[row]."""
     top = load_f32x16(slot + M + 64 * v)
     for i in range(1, parts):
         top = vmax_fast(load_f32x16(slot + i * slot_bytes + M + 64 * v), top)
@@ -409,7 +419,7 @@ def merge_chunk(slot, slot_bytes, parts, v, chunk, stride, sums, out):
 
 
 def make_combine(more=""):
-    """Merges the parts of split tasks; nothing to do where flash_attn did not split. Same parameters."""
+    """Return a kernel that merges the parts of split tasks, with the same parameters; it skips unsplit tasks."""
     first_seen, end_seen = make_first_seen(more), make_end_seen(more)
 
     @kernel(FlashParams)

@@ -1,8 +1,8 @@
-"""Rows of a q8_0 cache as tiles for products of pairs (pair_tiles.py), without going through f32.
+"""Stage rows of a q8_0 cache as tiles for products of pairs (pair_tiles.py), without going through f32.
 
-A number of a row is code * 2**8 times its block's share of the row's scale: the upper half of one product of 16 bits.
-The share follows from the norm of the row, for which the squares of the codes are summed. Rows of V are the same
-integers, two positions side by side, so that V inside K's rows costs no second conversion.
+A number of a row is code * 2**8 times its block's share of the row's scale: the upper half of one 16-bit product. The
+share follows from the norm of the row, for which the squares of the codes are summed. Rows of V are the same integers,
+two positions side by side, so that V inside K's rows costs no second conversion.
 """
 
 import llvmlite.ir as ir
@@ -59,7 +59,7 @@ _MOST = np.float32(32600)  # number of a row: largest share and code
 # --- a row -----------------------------------------------------------------------------------------------------------
 @intrinsic
 def gather_scales(typingctx, row, n_blocks, dst):
-    """The half floats of a row's blocks, one after the other."""
+    """Copy the half floats of a row's blocks, one after the other."""
 
     def codegen(context, builder, sig, args):
         row, n_blocks, dst = args
@@ -78,7 +78,7 @@ def gather_scales(typingctx, row, n_blocks, dst):
 
 @intrinsic
 def sum_squares(typingctx, row, stride, n_left, n_blocks, squares, squares_stride, dst):
-    """Sums of squares of 4 adjacent rows, of which only n_left are read; `squares`: those of their blocks' scales."""
+    """Sum the squares of 4 adjacent rows, of which only n_left are read; `squares`: those of their blocks' scales."""
 
     def codegen(context, builder, sig, args):
         row, stride, n_left, n_blocks, squares, squares_stride, dst = args
@@ -107,7 +107,7 @@ def sum_squares(typingctx, row, stride, n_left, n_blocks, squares, squares_strid
 
 
 def _scaled_codes(builder, block, share):
-    """The numbers of a block as i16x32."""
+    """Return the numbers of a block as i16x32."""
     t = llvm_type(i16x32)
     codes = builder.load(pointer(builder, offset(builder, block, 2), ir.VectorType(_I8, 32)), align=1)
     codes = builder.shl(builder.sext(codes, t), ir.Constant(t, [8] * 32))
@@ -116,9 +116,9 @@ def _scaled_codes(builder, block, share):
 
 
 def _make_store_codes(in_k, in_v):
-    """store_codes(x, y, n_blocks, x_shares, y_shares, k, k_chunk, v, v_chunk): blocks >= 1 of two rows as K, V or both.
+    """Return store_codes(x, y, n_blocks, x_shares, y_shares, k, k_chunk, v, v_chunk).
 
-    Shares are i32 of which the lower half counts.
+    It stores blocks >= 1 of two rows as K, V or both. Shares are i32 of which the lower half counts.
     """
     low, high = ([i + 16 * h + 32 * j for i in range(16) for j in range(2)] for h in range(2))
 
@@ -157,7 +157,10 @@ _store_k, _store_v, _store_both = (_make_store_codes(*which) for which in ((True
 
 @inline
 def find_shares(row, stride, n, n_blocks, halves, squares, shares, scales, tops):
-    """Shares of the blocks of up to 16 rows, i32, from their scales, half floats; the rows' scales go to `scales`."""
+    """Find the shares of the blocks of up to 16 rows, i32, from their scales, half floats.
+
+    The rows' scales go to `scales`.
+    """
     wide = (n_blocks + 15) & ~15
     for i in range(n):
         for j in range(0, n_blocks, 16):
@@ -190,7 +193,7 @@ def store_v_rows(params, x, y, n_blocks, x_shares, y_shares, k, v):
 
 @inline
 def store_both_rows(params, x, y, n_blocks, x_shares, y_shares, k, v):
-    """V is the end of K's rows."""
+    """Store two rows as both, where V is the end of K's rows."""
     k_chunk, v_chunk = tile_chunk(params), pair_chunk(params)
     before, inside = params.v_chunk >> 1, params.v_cols >> 5
     _store_k(x, y, before, x_shares, y_shares, k, k_chunk, v, 0)
@@ -199,7 +202,7 @@ def store_both_rows(params, x, y, n_blocks, x_shares, y_shares, k, v):
 
 
 def _make_stage_part(part_of, columns, store_rows, scales_of):
-    """stage(params, segment, kv_head, k, v, position, n): n rows of a part, `columns(params)` wide."""
+    """Return stage(params, segment, kv_head, k, v, position, n): n rows of a part, `columns(params)` wide."""
 
     @merge
     def stage(params, segment, kv_head, k, v, position, n):
@@ -228,7 +231,10 @@ def _make_stage_part(part_of, columns, store_rows, scales_of):
 
 
 def make_stage_codes(v_type):
-    """stage(params, segment, kv_head, k, v, position, n): both tiles of n positions; returns the address of V."""
+    """Return stage(params, segment, kv_head, k, v, position, n): both tiles of n positions.
+
+    It returns the address of V.
+    """
     if v_type == "view":
         return make_both(_make_stage_part(k_part, k_columns, store_both_rows, k_scales))
     stage_k = _make_stage_part(k_part, k_columns, store_k_rows, k_scales)

@@ -3,7 +3,7 @@
 A task is (segment, block of its tokens[, range of positions]) with all units of heads, tile by tile, so that the cache
 is read in order. Tiles, statistics and parts are those of attention.py, whose `make_combine` merges split tasks. Scores
 come from dot products of 4 rows with 4 positions, whose 16 sums are reduced together; the output is [row][column].
-Generation with the usual caches has a kernel of its own, attention_stream.py.
+Generation with the usual caches has a separate kernel, attention_stream.py.
 """
 
 import llvmlite.ir as ir
@@ -12,7 +12,7 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from ikcli.backends.cpu.kernels.attention import make_stage_k, make_stage_v, stage_q
-from ikcli.backends.cpu.kernels.attention_sight import load_cap, make_capped, make_start_rows, make_weakened_row
+from ikcli.backends.cpu.kernels.attention_mask import load_cap, make_capped, make_start_rows, make_weakened_row
 from ikcli.backends.cpu.kernels.attention_tasks import (
     CORRECTION,
     FIRST,
@@ -82,7 +82,10 @@ ONE_ROW_POSITIONS = 16 if WIDE else 4
 
 
 def make_dot_block(m, n, kind="f32"):
-    """s[m rows][n positions] = Q K^T: both as chunks (of 32 columns if in pairs), m * n <= 16 a power of two."""
+    """Return a block: s[m rows][n positions] = Q K^T, both as chunks (of 32 columns if in pairs).
+
+    M * n <= 16, a power of two.
+    """
     type_, _, sum_type, multiply = KINDS[kind]
     operand = llvm_type(type_)
 
@@ -114,9 +117,9 @@ def make_dot_block(m, n, kind="f32"):
 
 
 def make_values_block(m, n, kind="f32", unit=0):
-    """o[m rows][n chunks] = o * scale[row] + P V over n_positions >= 1 (or pairs of them).
+    """Return a block: o[m rows][n chunks] = o * scale[row] + P V over n_positions >= 1 (or pairs of them).
 
-    Integer sums are multiplied with what lies `unit` bytes behind scale[row].
+    Integer sums are multiplied by the factor `unit` bytes behind scale[row].
     """
     type_, weight, sum_type, multiply = KINDS[kind]
     operand = llvm_type(type_)
@@ -175,7 +178,7 @@ _dot_rows, _dot_one = make_dot_block(ROWS, 4), make_dot_block(1, ONE_ROW_POSITIO
 
 @merge
 def scores(q, rows, k, k_chunk, n, n_chunks, s, s_stride):
-    """s[rows][n]; rows is 1 or a multiple of ROWS. Up to 15 positions more are written."""
+    """Compute s[rows][n]; rows is 1 or a multiple of ROWS. Up to 15 positions more are written."""
     if rows == 1:
         for t in range(0, n, ONE_ROW_POSITIONS):
             _dot_one(q, CHUNK_ROW, k + CHUNK_ROW * t, k_chunk, n_chunks, s + 4 * t, s_stride)
@@ -187,9 +190,10 @@ def scores(q, rows, k, k_chunk, n, n_chunks, s, s_stride):
 
 
 def make_add_values(m, fewest, kind="f32", unit=0):
-    """add_values(p, p_stride, rows, v, v_chunk, n, n_chunks, o, o_stride, scale): o[rows][columns] = o * scale + P V.
+    """Return add_values(p, p_stride, rows, v, v_chunk, n, n_chunks, o, o_stride, scale).
 
-    rows: a multiple of m; n_chunks: 16 columns each, a multiple of `fewest`; n: positions (or pairs).
+    o[rows][columns] = o * scale + P V. rows: a multiple of m; n_chunks: 16 columns each, a multiple of `fewest`;
+    n: positions (or pairs).
     """
     four, rest = (make_values_block(m, n, kind, unit) for n in (4, fewest))
 
@@ -215,8 +219,11 @@ _add_rows, _add_one = make_add_values(ROWS, 1), make_add_values(1, 1)
 
 
 def make_soft_max_tile(more):
-    """soft_max_tile(params, s, n, tile, stats), one row: scores of the n positions from `tile` on become
-    e**(score - max), 0 where it does not see them; updates its statistics. NaN makes the sum NaN."""
+    """Return soft_max_tile(params, s, n, tile, stats) for one row.
+
+    Scores of the n positions from `tile` on become e**(score - max), 0 where the row does not see them; its statistics
+    are updated. NaN makes the sum NaN.
+    """
     capped, has_windows, is_changed = make_capped(more), "w" in more, "c" in more or "d" in more
     weakened = make_weakened_row(more)
 
@@ -259,7 +266,7 @@ def make_soft_max_tile(more):
 
 @inline
 def load_q(params, token, unit, rows, padded, q):
-    """Scaled Q as chunks of `padded` rows, zeros in those beyond `rows`."""
+    """Load scaled Q as chunks of `padded` rows, zeros in those beyond `rows`."""
     chunks = params.k_chunks
     scale = splat_f32x16(params.scale)
     for r in range(rows):
@@ -272,7 +279,7 @@ def load_q(params, token, unit, rows, padded, q):
 
 @inline
 def write_few(params, token, unit, rows, o, o_stride, sums):
-    """o[row][column] over the sums, to the node's output."""
+    """Write o[row][column] over the sums to the node's output."""
     heads, cols = params.unit_heads, params.v_cols
     for r in range(rows):
         head = params.first_head + unit * heads + r % heads
@@ -284,7 +291,7 @@ def write_few(params, token, unit, rows, o, o_stride, sums):
 
 @inline
 def write_few_slot(slot, stats, o, o_stride):
-    """A part of a split task, transposed to the form that make_combine reads (one vector of rows)."""
+    """Store a part of a split task, transposed to the form that make_combine reads (one vector of rows)."""
     for i in range(0, 2 * STAT_BYTES, 64):
         store_f32x16(slot + i, load_f32x16(stats + i))
     for c in range(0, o_stride, 64):
@@ -302,8 +309,10 @@ def finish_unit(params, token, unit, rows, o, stats, slot):
 
 
 def make_flash_units(prepare, add_tile, more):
-    """The kernel made of: prepare(params, token, unit, rows, q, tmp), the unit's Q (tmp is the place of K's tile);
-    add_tile(params, segment, q, k, v, s, o, stats, rows, n, position, last), all units with n positions of the cache.
+    """Return the kernel made of these functions:
+
+    prepare(params, token, unit, rows, q, tmp): the unit's Q (tmp is the place of K's tile). add_tile(params, segment,
+    q, k, v, s, o, stats, rows, n, position, last): all units with n positions of the cache.
     """
     first_seen, end_seen, start_rows = make_first_seen(more), make_end_seen(more), make_start_rows(more)
 
@@ -351,12 +360,12 @@ def make_flash_units(prepare, add_tile, more):
 
 @inline
 def in_blocks(rows):
-    """Rows, filled up to whole blocks."""
+    """Round rows up to whole blocks."""
     return 1 if rows == 1 else (rows + ROWS - 1) // ROWS * ROWS
 
 
 def make_flash_few(k_types, v_type, more=""):
-    """flash_attn for at most 8 rows per task; same parameters, scratch for 16 rows."""
+    """Return flash_attn for at most 8 rows per task; same parameters, scratch for 16 rows."""
     stage_k, stage_v, soft_max_tile = make_stage_k(k_types), make_stage_v(v_type), make_soft_max_tile(more)
 
     @inline

@@ -1,7 +1,7 @@
 """Flash attention for tasks of 2 to 8 rows whose cache holds no more than f16 does: products of pairs.
 
-As attention_few.py, whose blocks it uses with twice as many products per instruction, on the tiles of pair_tiles.py and
-with the rounding of attention_pairs.py. Q is [chunk of 32 columns][row][16][2] with a scale per row, P [row][position].
+It uses the blocks of attention_few.py with twice as many products per instruction, the tiles of pair_tiles.py and the
+rounding of attention_pairs.py. Q is [chunk of 32 columns][row][16][2] with a scale per row, P [row][position].
 """
 
 import numpy as np
@@ -50,14 +50,16 @@ _add_values = make_add_values(4, 2, "i16", UNIT - CORRECTION)
 
 @inline
 def row_scales(q, padded, n_chunks):
-    """One f32 per row, up to 8, behind all chunks of Q as f32; REST bytes on those for the columns before V's, where it
-    lies inside K's rows; 64 bytes more for their inverses."""
+    """Return the address of the row scales: one f32 per row, up to 8, behind all chunks of Q as f32.
+
+    REST bytes on are those for the columns before V's, where V lies inside K's rows; 64 bytes more on their inverses.
+    """
     return q + CHUNK_ROW * padded * n_chunks
 
 
 @inline
 def round_part(q, padded, first, end, scales):
-    """Chunks of 16 columns, f32, become chunks of 32 columns in place; rows get their scales."""
+    """Round chunks of 16 columns, f32, to chunks of 32 columns in place; rows get their scales."""
     for r in range(padded):
         norm, top = row_size(q + CHUNK_ROW * (first * padded + r), 16 * padded, end - first)
         factor = row_factor(norm, top)
@@ -72,7 +74,7 @@ def round_part(q, padded, first, end, scales):
 
 @inline
 def scale_scores(s, n, q_scale, k_scale):
-    """A row of sums of products of n positions becomes scores."""
+    """Turn a row of sums of products of n positions into scores."""
     for i in range(0, n, 16):
         x = vmul(load_f32x16(s + 4 * i), load_f32x16(k_scale + 4 * i))
         store_f32x16(s + 4 * i, vmul(x, bcast_f32x16(q_scale)))
@@ -80,7 +82,7 @@ def scale_scores(s, n, q_scale, k_scale):
 
 @inline
 def scale_parts(s, n, q_scale, k_scale, v_scale, rest):
-    """... from the sums over V's columns and over those before, `rest` bytes behind them."""
+    """Turn the sums over V's columns and over those before, `rest` bytes behind them, into scores."""
     for i in range(0, n, 16):
         x = vmul(load_f32x16(s + rest + 4 * i), load_f32x16(k_scale + 4 * i))
         y = vmul(load_f32x16(s + 4 * i), load_f32x16(v_scale + 4 * i))
@@ -89,7 +91,7 @@ def scale_parts(s, n, q_scale, k_scale, v_scale, rest):
 
 @inline
 def round_p(s, n, v_scale, v_top, unit):
-    """A row of n weights becomes pairs in place; what sums of products with them are to be multiplied with: `unit`."""
+    """Round a row of n weights to pairs in place; the factor on sums of products with them goes to `unit`."""
     zero = zero_f32x16()
     sums, largest = zero, zero
     for i in range(0, n, 16):
@@ -109,7 +111,7 @@ def round_p(s, n, v_scale, v_top, unit):
 
 @merge
 def scores(q, rows, k, k_chunk, n, n_chunks, s, s_stride):
-    """s[rows][n], rows a multiple of 4; up to 3 positions more are written."""
+    """Compute s[rows][n], rows a multiple of 4; up to 3 positions more are written."""
     if rows & 7 == 0:
         for r in range(0, rows, 8):
             for t in range(0, n, 2):
@@ -128,7 +130,7 @@ def in_fours(rows):
 
 
 def make_flash_few_pairs(k_type, v_type, staging, more=""):
-    """flash_attn for 2 to 8 rows per task; same parameters. `staging`: see make_flash_pairs."""
+    """Return flash_attn for 2 to 8 rows per task; same parameters. `staging`: see make_flash_pairs."""
     stage, in_parts = make_stage_pairs(k_type, v_type, staging == "direct"), v_type == "view"
     soft_max_tile = make_soft_max_tile(more)
 

@@ -2,13 +2,14 @@
 
 Scores are [head of the step][token][position] f32, position counted within the token's sequence. Products have
 positions (K*Q) or columns of V as vector lanes; Q and the probabilities are staged as chunks (sgemm.py). V may be a
-transposed cache: row = column of V, element = cell. Same parameter words as flash attention, other meanings below.
+transposed cache: row = column of V, element = cell. The parameter words are those of flash attention, with other
+meanings below.
 """
 
 import numpy as np
 
 from ikcli.backends.cpu.kernels.attention import make_stage_k, stage_q
-from ikcli.backends.cpu.kernels.attention_sight import load_cap, make_capped
+from ikcli.backends.cpu.kernels.attention_mask import load_cap, make_capped
 from ikcli.backends.cpu.kernels.attention_tasks import (
     LOWEST,
     find_task,
@@ -67,7 +68,7 @@ _stage_f32 = make_stage("f32")
 
 @inline
 def score_row(params, token, unit, row):
-    """Address of the scores of one row of a task."""
+    """Return the address of the scores of one row of a task."""
     heads = params.unit_heads
     index = (unit * heads + row % heads) * params.score_rows + token + row // heads
     return params.scores + index * params.score_bytes
@@ -75,7 +76,7 @@ def score_row(params, token, unit, row):
 
 @inline
 def most_positions(params):
-    """Positions of the longest sequence in the micro-batch."""
+    """Return the positions of the longest sequence in the micro-batch."""
     most, segment = 0, state_word(params, SEGMENTS)
     for i in range(state_word(params, N_SEG)):
         most = max(most, segment_word(segment + 8 * SEG_WORDS * i, SEG_N_KV))
@@ -84,13 +85,13 @@ def most_positions(params):
 
 @inline
 def store_scores(params, token, unit, rows, position, n, products):
-    """Products [row][TILE] to the score rows, n positions from `position` on."""
+    """Copy products [row][TILE] to the score rows, n positions from `position` on."""
     for r in range(rows):
         copy_f32(score_row(params, token, unit, r) + 4 * position, products + 4 * params.tile * r, n)
 
 
 def make_kq(k_types, more=""):
-    """Scores of one task: (segment, block of tokens, unit of heads, span of positions)."""
+    """Return a kernel for the scores of one task: (segment, block of tokens, unit of heads, span of positions)."""
     stage_k, product, first_seen = make_stage_k(k_types), make_rows_product(False), make_first_seen(more)
 
     @inline
@@ -143,8 +144,10 @@ def make_kq(k_types, more=""):
 
 
 def make_soft_max_row(more):
-    """soft_max_row(params, s, first, n, sink): probabilities of the scores [first, n) in place, with zeros to whole
-    vectors. NaN and Inf make all of them NaN. `sink`: address of that of the head."""
+    """Return soft_max_row(params, s, first, n, sink): probabilities of the scores [first, n) in place.
+
+    Zeros fill up whole vectors. NaN and Inf make all probabilities NaN. `sink`: address of the head's sink.
+    """
     capped, has_windows, has_sinks = make_capped(more), "w" in more, "s" in more
 
     @inline
@@ -181,7 +184,7 @@ def make_soft_max_row(more):
 
 
 def make_soft_max(more=""):
-    """Every (head of the step, token): the positions that it sees."""
+    """Return a kernel over every (head of the step, token): the positions that it sees."""
     soft_max_row, first_seen = make_soft_max_row(more), make_first_seen(more)
 
     @kernel(FullParams)
@@ -201,8 +204,10 @@ def make_soft_max(more=""):
 
 
 def make_stage_probabilities(more):
-    """stage_probabilities(params, token, unit, rows, first_pos, position, n, dst, chunk_bytes): rows of P as chunks;
-    positions a row does not see, and those that fill the last chunk, are zero."""
+    """Return stage_probabilities(params, token, unit, rows, first_pos, position, n, dst, chunk_bytes).
+
+    It stages rows of P as chunks. Positions that a row does not see, and those that fill the last chunk, are zero.
+    """
     has_windows, first_seen = "w" in more, make_first_seen(more)
 
     @inline
@@ -225,7 +230,7 @@ def make_stage_probabilities(more):
 
 
 def make_stage_panel(v_type, transposed):
-    """stage_panel(params, segment, kv_head, column, dst, tmp, position, n): V as [position][16*PANEL columns].
+    """Return stage_panel(params, segment, kv_head, column, dst, tmp, position, n): V as [position][16*PANEL columns].
 
     Rows up to the next multiple of 16 are zero.
     """
@@ -259,7 +264,10 @@ def make_stage_panel(v_type, transposed):
 
 
 def make_kqv(v_type, transposed, more=""):
-    """Output columns of one task: (segment, block of tokens, unit of heads, panel of columns)."""
+    """Return a kernel for the output columns of one task.
+
+    A task is (segment, block of tokens, unit of heads, panel of columns).
+    """
     stage_panel, product = make_stage_panel(v_type, transposed), make_rows_product(True)
     first_seen, stage_probabilities = make_first_seen(more), make_stage_probabilities(more)
     wide = 16 * PANEL

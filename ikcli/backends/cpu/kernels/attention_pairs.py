@@ -1,15 +1,15 @@
 """Flash attention for many rows whose cache holds no more than f16 does: products of pairs, at twice the rate.
 
-Where attention.py has one f32, tiles have two adjacent columns (K) or positions (V). Rows of Q, K and V become integers
-of 16 bits with a scale per row, which rounds about as f16 does. By Cauchy and Schwarz no sum of Q and K can leave 32
-bits, for the norms are bounded. Scales of V go into the weights of the soft-max, which become integers with a scale per
-row and tile, such that their products with the largest numbers of V's rows bound every sum. Statistics and the output
-stay f32.
+Where attention.py has one f32, tiles have two adjacent columns (K) or positions (V). Rows of Q, K and V become 16-bit
+integers with a scale per row, which rounds about as f16 does. The norms are bounded, so by Cauchy and Schwarz no sum of
+Q and K can leave 32 bits. Scales of V go into the weights of the soft-max, which become integers with a scale per row
+and tile, such that their products with the largest numbers of V's rows bound every sum. Statistics and the output stay
+f32.
 """
 
 from ikcli.backends.cpu.kernels.attention import make_flash, make_weight, pack_q, update_rows
 from ikcli.backends.cpu.kernels.attention_codes import make_stage_codes
-from ikcli.backends.cpu.kernels.attention_sight import (
+from ikcli.backends.cpu.kernels.attention_mask import (
     limits,
     load_cap,
     make_capped,
@@ -53,9 +53,11 @@ from ikcli.native.simd.vec import (
 
 # --- Q ---------------------------------------------------------------------------------------------------------------
 def make_pack_q_pairs(adjacent, in_parts):
-    """pack(params, token, unit, rows, q, k): q[pair of columns][row] of scale * Q, for whole chunks of 32 columns, and
-    the rows' scales behind K's tile; `in_parts`: those of what precedes V's columns behind them. Pairs are adjacent
-    columns or 16 apart."""
+    """Return pack(params, token, unit, rows, q, k): q[pair of columns][row] of scale * Q.
+
+    It packs whole chunks of 32 columns. The rows' scales go behind K's tile; `in_parts`: the scales of the columns
+    before V's go behind them. Pairs are adjacent columns or 16 apart.
+    """
 
     @inline
     def columns_of(pair):
@@ -63,7 +65,7 @@ def make_pack_q_pairs(adjacent, in_parts):
 
     @inline
     def pack_part(at, stride, first, end, scales):
-        """The columns [first, end) of one vector of rows."""
+        """Pack the columns [first, end) of one vector of rows."""
         zero = zero_f32x16()
         total, top = zero, zero
         for c in range(first, end):
@@ -108,13 +110,16 @@ def score_of_row(s, k_scale, q_scale, rest, v_scale, q_rest):
 
 @inline
 def score_of_parts(s, k_scale, q_scale, rest, v_scale, q_rest):
-    """From the sums over V's columns and over those before, `rest` bytes behind them."""
+    """Combine the sums over V's columns and over those before, `rest` bytes behind them."""
     return vfma(_scaled(s, v_scale), q_scale, vmul(_scaled(s + rest, k_scale), q_rest))
 
 
 def make_scale_column(score, more):
-    """scale_column(params, s, stride, n, tile, stats, k_scale, q_scale, rest, v_scale, q_rest): sums of products become
-    scores, the lowest where a row does not see them; returns their maximum with that of before."""
+    """Return scale_column(params, s, stride, n, tile, stats, k_scale, q_scale, rest, v_scale, q_rest).
+
+    Sums of products become scores, the lowest where a row does not see them; returns their maximum with the earlier
+    one.
+    """
     is_masked, where_seen, capped = make_is_masked(more), make_where_seen(more), make_capped(more)
 
     @inline
@@ -138,10 +143,10 @@ def make_scale_column(score, more):
 
 
 def make_soft_max_pairs(more):
-    """soft_max_pairs(s, stride, n, tile, stats, top, v_scale, v_top): as soft_max_column, from scores and their maximum
-    to integers in pairs of positions, a zero after an odd number.
+    """Return soft_max_pairs(s, stride, n, tile, stats, top, v_scale, v_top).
 
-    What sums of products with them are to be multiplied with goes to the statistics.
+    It does soft_max_column, from scores and their maximum to integers in pairs of positions, a zero after an odd
+    number. The factor on sums of products with them goes to the statistics.
     """
     is_masked, weight = make_is_masked(more), make_weight(more)
 
@@ -156,6 +161,7 @@ def make_soft_max_pairs(more):
             store_f32x16(s + t * stride, scaled)
             total, sums = vadd(total, p), vfma(p, bcast_f32x16(v_top + 4 * t), sums)
             largest = vmax_fast(scaled, largest)
+        # Two bounds: no sum of products may leave 32 bits, no weight 16 bits. LEAST keeps the division finite.
         factor = vdiv(splat_f32x16(SUM), vadd(sums, splat_f32x16(LEAST)))
         factor = vmin(factor, vdiv(splat_f32x16(TOP), vadd(largest, splat_f32x16(LEAST))))
         store_f32x16(stats + UNIT, lane_scales(sums, factor))  # NaN where a row of V is not finite
@@ -171,8 +177,10 @@ def make_soft_max_pairs(more):
 
 # --- kernel ----------------------------------------------------------------------------------------------------------
 def make_flash_pairs(k_types, v_type, staging, more=""):
-    """As make_flash_attn, with the scratch of pair_tiles.py. `staging` of rows: "codes" (whole blocks of q8_0),
-    "direct" (whole chunks of f16 or bf16, one part) or "f32"."""
+    """Return make_flash_attn's counterpart with the scratch of pair_tiles.py.
+
+    `staging` of rows: "codes" (whole blocks of q8_0), "direct" (whole chunks of f16 or bf16, one part) or "f32".
+    """
     in_codes = staging == "codes"
     in_parts = v_type == "view" and not in_codes
     stage = make_stage_codes(v_type) if in_codes else make_stage_pairs(k_types, v_type, staging == "direct")
@@ -185,7 +193,7 @@ def make_flash_pairs(k_types, v_type, staging, more=""):
     def weigh(params, wide, q, k, s, stride, stats, x, n, tile):
         chunks, chunk_bytes, rest = (params.k_chunks + 1) >> 1, tile_chunk(params), sums_space(params, stride)
         k_scale, v_scale = k_scales(params, k), v_scale_of(params, k)
-        if in_parts:
+        if in_parts:  # the rotated columns before V's may be hundreds of times larger, so they have separate scales
             first = params.v_chunk >> 1
             rows_product(wide, k, chunk_bytes, n, q + x, stride, first, s + rest + x, stride)
             at = q + 16 * first * stride + x

@@ -1,8 +1,8 @@
-"""Scores of generation with a q8_0 K cache, in integers: for machines with 512-bit dot products of bytes.
+"""Compute scores of generation with a q8_0 K cache in integers, on machines with 512-bit dot products of bytes.
 
 A row of Q becomes 15-bit codes with one scale, code = 128 * high + low: two signed bytes, so that rounding Q adds an
-error far below that of the cache. The codes of K, with 128 added, are the unsigned operand; the sum of Q's codes that
-is then too much is taken off by the value that a sum starts from. Two blocks of K (64 columns) make a vector.
+error far below that of the cache. The codes of K, with 128 added, are the unsigned operand; the start value of a sum
+subtracts the sum of Q's codes that this adds. Two blocks of K (64 columns) make a vector.
 
 Q of a unit: 16 scales (lane row * positions + position), then [64 columns][row] of high, low, start (64 bytes each).
 """
@@ -64,7 +64,7 @@ STEP_BYTES = 192  # of a row of Q, per 64 columns
 
 @merge
 def _row_codes(src, src_chunk, n_chunks, dst, dst_step, inverse):
-    """Codes of a row: [64 columns] high, low, start at every dst_step; missing columns are 0."""
+    """Store codes of a row: [64 columns] high, low, start at every dst_step; missing columns are 0."""
     for c in range((n_chunks + 3) // 4 * 4):
         x = load_f32x16(src + c * src_chunk) if c < n_chunks else zero_f32x16()
         code = vround_even(vmul(x, splat_f32x16(inverse)))
@@ -80,7 +80,10 @@ def _row_codes(src, src_chunk, n_chunks, dst, dst_step, inverse):
 
 
 def make_quantize_q(m, n):
-    """quantize_q(src, n_chunks, dst): a unit of m rows, given as f32 chunks, as the codes that make_q8_scores reads."""
+    """Return quantize_q(src, n_chunks, dst), which makes the codes that make_q8_scores reads.
+
+    src: a unit of m rows, given as f32 chunks.
+    """
 
     @merge
     def quantize_q(src, n_chunks, dst):
@@ -102,7 +105,7 @@ def make_quantize_q(m, n):
 
 
 def _scales(builder, first, second):
-    """f32x16 of the scales of two blocks, 8 lanes each."""
+    """Return f32x16 of the scales of two blocks, 8 lanes each."""
     t = ir.VectorType(_I16, 16)
     halves = ir.Constant(t, ir.Undefined)
     for lane, at in ((0, first), (1, second)):
@@ -113,7 +116,7 @@ def _scales(builder, first, second):
 
 
 def _codes(builder, first, second):
-    """The codes of two blocks, each plus 128."""
+    """Return the codes of two blocks, each plus 128."""
     t = ir.VectorType(_I8, 32)
     a, b = (builder.load(pointer(builder, offset(builder, at, 2), t), align=1) for at in (first, second))
     both = builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_I32, 64), list(range(64))))
@@ -121,7 +124,7 @@ def _codes(builder, first, second):
 
 
 def make_q8_scores(m, n, lines):
-    """scores as in attention_stream.make_scores, of q8_0 rows and a unit of quantized Q; m * n = 16."""
+    """Return scores as in attention_stream.make_scores, of q8_0 rows and a unit of quantized Q; m * n = 16."""
 
     @intrinsic
     def scores(typingctx, q, k, k_stride, n_left, n_chunks, s, s_stride, next_):

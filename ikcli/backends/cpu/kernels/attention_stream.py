@@ -1,10 +1,10 @@
 """Flash attention for one token (generation) that reads the cache once, in the order in which it lies in memory.
 
 A task is (token, range of positions) with all heads. Rows of K and V are converted in registers and multiplied at once
-by the `m` query heads that share a KV head, several positions at a time: nothing is staged, so a long context runs at
-the speed of memory. While a tile of K is read, the same tile of V is asked for, and then the next tile of K, some lines
-with every step of a product: a burst of requests would be dropped. Statistics, parts of split tasks and their merging
-are those of attention.py; f32 throughout but for the scores of q8_0 rows (attention_q8.py).
+by the `m` query heads that share a KV head, several positions at a time. Nothing is staged, so a long context runs at
+the speed of memory. While a tile of K is read, the same tile of V is prefetched, and then the next tile of K, some
+lines with every step of a product: a burst of requests would be dropped. Statistics, parts of split tasks and their
+merging are those of attention.py; everything is f32 except for the scores of q8_0 rows (attention_q8.py).
 """
 
 import llvmlite.ir as ir
@@ -74,9 +74,9 @@ _LOAD = {"f32": _load_f32, "f16": _load_f16, "bf16": _load_bf16, "q8_0": _load_q
 
 # --- products --------------------------------------------------------------------------------------------------------
 def make_scores(type_, m, n, q_rows, lines):
-    """s[m rows][n] = Q . K of n adjacent cache rows, of which only n_left are read; Q in chunks of q_rows rows.
+    """Return scores: s[m rows][n] = Q . K of n adjacent cache rows, of which only n_left are read.
 
-    `lines` cache lines from `next_` on are asked for in every step.
+    Q is in chunks of q_rows rows. Every step prefetches `lines` cache lines from `next_` on.
     """
     size, chunks = STEPS[type_]
 
@@ -102,6 +102,7 @@ def make_scores(type_, m, n, q_rows, lines):
             count = builder.udiv(n_chunks, ir.Constant(_I64, chunks))
             start = [q, ir.Constant(_I64, 0), next_, *[zero] * (m * n)]
             _, _, _, *accs = loop(builder, count, start, step)
+            # One tree of shuffles reduces all m * n sums together.
             store_block(builder, sum_lanes(builder, accs), m, n, s, s_stride)
             return context.get_dummy_value()
 
@@ -111,7 +112,10 @@ def make_scores(type_, m, n, q_rows, lines):
 
 
 def make_values(type_, m, steps, lines):
-    """o[m rows][`steps` column steps] = o * scale[row] + P V over n >= 1 cache rows; asks for `lines` per row."""
+    """Return values: o[m rows][`steps` column steps] = o * scale[row] + P V over n >= 1 rows.
+
+    Prefetch `lines` per row.
+    """
     size, chunks = STEPS[type_]
     wide = steps * chunks
 
@@ -149,7 +153,7 @@ def make_values(type_, m, steps, lines):
 
 # --- kernel ----------------------------------------------------------------------------------------------------------
 def make_part_bytes(type_):
-    """part_bytes(params, part, segment, head): address of a KV head's columns at position 0."""
+    """Return part_bytes(params, part, segment, head): address of a KV head's columns at position 0."""
     size, chunks = STEPS[type_]
 
     @inline
@@ -161,7 +165,10 @@ def make_part_bytes(type_):
 
 
 def make_flash_stream(k_type, v_type, m, more=""):
-    """Parameters as make_flash_few; `m`: query heads of a KV head rounded up to a power of two, at most 16."""
+    """Return the kernel, with the parameters of make_flash_few.
+
+    `m`: query heads of a KV head rounded up to a power of two, at most 16.
+    """
     m = int(m)
     soft_max_tile = make_soft_max_tile(more.replace("w", ""))  # one token sees all that its task begins with
     at_once = min(m, 8) if WIDE else 1
@@ -170,7 +177,8 @@ def make_flash_stream(k_type, v_type, m, more=""):
     v_size, v_chunks_step = STEPS[v_type]
     k_size, k_chunks_step = STEPS[k_type]
     rounds = m // at_once
-    # While K is read the same part of V is asked for, and the other way round.
+    # While K is read, V of the same positions is prefetched, and the other way round. Requests are spread evenly over
+    # the steps of the products: the CPU drops those of a burst.
     v_lines = -(-positions * v_size * k_chunks_step // (64 * v_chunks_step * rounds))
     k_lines = -(-columns * k_size // (64 * k_chunks_step * rounds))
     in_codes = WIDE and k_type == "q8_0"
@@ -183,7 +191,7 @@ def make_flash_stream(k_type, v_type, m, more=""):
 
     @merge
     def tile_scores(params, segment, position, n, q, s, s_stride):
-        """s[unit][row][n] of the positions from `position` on; their rows of V are asked for meanwhile."""
+        """Compute s[unit][row][n] of the positions from `position` on, and prefetch their rows of V."""
         k_stride, v_stride = params.k[0].row_bytes, params.v.row_bytes
         units, n_chunks = params.units, params.k_chunks
         v = v_bytes(params, params.v, segment, 0) + position * v_stride
@@ -198,7 +206,7 @@ def make_flash_stream(k_type, v_type, m, more=""):
 
     @merge
     def add_values(params, v, n, p, p_stride, o, scale, ask, step):
-        """o[row][column] of one unit = o * scale + P V; asks for what comes next."""
+        """Compute o[row][column] of one unit = o * scale + P V, and prefetch what comes next."""
         v_stride, chunks = params.v.row_bytes, params.v_cols >> 4
         c = 0
         while c < chunks:
@@ -216,7 +224,7 @@ def make_flash_stream(k_type, v_type, m, more=""):
 
     @merge
     def add_tile(params, segment, q, k, v, s, o, stats, rows, n, position, last):
-        """Unless it is the last tile, the next one of K is asked for."""
+        """Add one tile; unless it is the last one, prefetch the next tile of K."""
         s_stride, units, k_stride = 4 * (params.tile + 16), params.units, params.k[0].row_bytes
         tile_scores(params, segment, position, n, q, s, s_stride)
         calls = (params.v_cols // 16 + columns - 1) // columns * rounds
@@ -228,7 +236,7 @@ def make_flash_stream(k_type, v_type, m, more=""):
             p, unit_stats = s + u * m * s_stride, stats + u * STATS_BYTES
             for r in range(rows):
                 soft_max_tile(params, p + r * s_stride, n, position, unit_stats + 4 * r)
-            for r in range(rows, m):
+            for r in range(rows, m):  # rows that only fill up the power of two: soft_max_tile sets no factor for them
                 st_f32(unit_stats + CORRECTION + 4 * r, _F1)
             values = v_bytes(params, params.v, segment, u) + position * params.v.row_bytes
             o_unit = o + u * params.o_unit

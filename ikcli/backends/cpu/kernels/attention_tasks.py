@@ -1,8 +1,8 @@
-"""What the kernels of attention share: statistics of rows, and how work is divided into tasks.
+"""Shared parts of the attention kernels: statistics of rows, and the division of work into tasks.
 
-Factories have an argument `more`: letters of what an op asks for beyond causal attention. w: windows or chunks;
-s: sinks; c: a soft cap of scores; b: both directions; d: scores weakened by distance. Without a letter a kernel's code
-has nothing of it.
+Factories have an argument `more`: letters of the features that an op needs beyond causal attention. w: windows or
+chunks; s: sinks; c: a soft cap of scores; b: both directions; d: scores weakened by distance. A kernel contains no code
+for letters that it lacks.
 """
 
 import numpy as np
@@ -39,7 +39,7 @@ def segment_word(segment, i):
 
 @inline
 def n_base_tasks(params):
-    """Tasks before splitting over positions."""
+    """Return the number of tasks before splitting over positions."""
     segments, block, total = state_word(params, SEGMENTS), params.block, 0
     for i in range(state_word(params, N_SEG)):
         # An atomic load keeps LLVM from spreading this short loop over vectors, 30 KB of code.
@@ -49,7 +49,7 @@ def n_base_tasks(params):
 
 @inline
 def find_task(params, task):
-    """(segment address, first token inside it, tokens, unit); the blocks with most positions come first."""
+    """Return (segment, first token inside it, tokens, unit) of a task; blocks with most positions come first."""
     segment, block, units = state_word(params, SEGMENTS), params.block, params.units
     while True:
         n_tokens = segment_word(segment, SEG_N_TOKENS)
@@ -63,24 +63,24 @@ def find_task(params, task):
 
 @inline
 def n_splits(params, n_base, nth):
-    """Parts every task is split into: the same in all kernels of one run."""
+    """Return the parts that every task is split into: the same in all kernels of one run."""
     if nth == 1 or n_base == 0:
         return 1
-    if params.independent:
+    if params.batch_invariant:  # batch-invariant: split as if the token were alone
         n_base = params.units
     return max(1, SPLITS_PER_THREAD * nth * params.units_per_task // n_base)
 
 
 @inline
 def split_length(params, n_positions, splits):
-    """Positions per part: whole tiles."""
+    """Return the positions per part: whole tiles."""
     tile = params.tile
     length = max((n_positions + splits - 1) // splits, params.min_split)
     return (length + tile - 1) // tile * tile
 
 
 def make_first_seen(more):
-    """first_seen(params, position): the first position that a token sees. Parts of a task count from it."""
+    """Return first_seen(params, position): the first position that a token sees. Parts of a task count from it."""
     if "w" not in more:
 
         @inline
@@ -97,7 +97,7 @@ def make_first_seen(more):
 
 
 def make_end_seen(more):
-    """end_seen(segment, position, n_tokens): the end of what n tokens from a position on see."""
+    """Return end_seen(segment, position, n_tokens): the end of the positions that n tokens from a position on see."""
     if "b" not in more:
 
         @inline
@@ -115,13 +115,13 @@ def make_end_seen(more):
 
 @inline
 def kv_head_of(params, unit):
-    """The KV head that a unit of heads reads."""
+    """Return the KV head that a unit of heads reads."""
     return (params.first_head + unit * params.unit_heads) // params.group
 
 
 @inline
 def k_part(params):
-    """The first part of K."""
+    """Return the first part of K."""
     return params.k[0]
 
 
@@ -132,7 +132,7 @@ def v_part(params):
 
 @inline
 def part_row(params, part, segment, kv_head):
-    """(address of the row of position 0, first element) of a K or V part."""
+    """Return (address of the row of position 0, first element) of a K or V part."""
     place = part.place
     if place == IN_ROWS:
         first = segment_word(segment, SEG_KV_ROW)
@@ -144,5 +144,5 @@ def part_row(params, part, segment, kv_head):
 
 @inline
 def tile_chunk(params):
-    """Bytes of a chunk of a tile; one row more than needed, so that chunks do not share cache sets."""
+    """Return the bytes of a chunk of a tile; one row more than needed, so that chunks do not share cache sets."""
     return CHUNK_ROW * (params.tile + 1)

@@ -1,7 +1,7 @@
 """Row-wise and element-wise kernels: embeddings, norms, sums, activations, rotary positions, row selection.
 
 All values are float32, rows contiguous. Column counts need not be multiples of 16: tails are handled with scalars or
-partial stores. Answers to ggml's get_rows, rms_norm, add, silu/mul, rope, concat.
+partial stores. Corresponds to ggml's get_rows, rms_norm, add, silu/mul, rope, concat.
 """
 
 import math
@@ -42,7 +42,7 @@ _F0, _F1 = np.float32(0.0), np.float32(1.0)
 
 @inline
 def copy_f32(dst, src, n):
-    """dst[:n] = src[:n]."""
+    """Copy n floats: dst[:n] = src[:n]."""
     full = n & ~15
     for i in range(0, full, 16):
         store_f32x16(dst + 4 * i, load_f32x16(src + 4 * i))
@@ -88,7 +88,7 @@ def make_rms_norm():
 
 @inline
 def span(n, ith, nth):
-    """This thread's share of n elements, in units of 16."""
+    """Return this thread's share of n elements, in units of 16."""
     units = (n + 15) >> 4
     lo, hi = (units * ith // nth) << 4, (units * (ith + 1) // nth) << 4
     return lo, min(hi, n)
@@ -147,7 +147,7 @@ def make_swiglu():
 
 
 def make_concat():
-    """Copy one part, head by head."""
+    """Return a kernel that copies one part, head by head."""
 
     @kernel(ConcatParams)
     def concat(params, ith, nth):
@@ -162,7 +162,7 @@ def make_concat():
 
 
 def make_get_rows():
-    """Rows listed in out_ids."""
+    """Return a kernel that copies the rows listed in out_ids."""
 
     @kernel(MapParams)
     def get_rows(params, ith, nth):
@@ -175,7 +175,7 @@ def make_get_rows():
 
 
 def make_rope_table():
-    """Cos and sin per pair."""
+    """Return a kernel that writes cos and sin per pair."""
 
     @kernel(RopeTableParams)
     def rope_table(params, ith, nth):

@@ -1,4 +1,4 @@
-"""What every kernel shares: the run-time state block and how work is divided.
+"""Parts that every kernel shares: the run-time state block and the division of work.
 
 Kernel signature: kernel(params, ith, nth). params is a record (`backends/cpu/params.py`, `records.py`).
 The state block (int64 words) is the only thing that changes between two runs of a program:
@@ -26,21 +26,21 @@ def state_word(params, i):
 
 @inline
 def n_rows(params):
-    """Rows of this op in this run."""
+    """Return the rows of this op in this run."""
     return ld_i64(params.state + 8 * params.row_count) * params.row_factor
 
 
 @inline
 def next_work(params, chunk):
-    """Start of the next `chunk` work items; threads share the counter, the executor clears it."""
+    """Return the start of the next `chunk` work items; threads share the counter, the executor clears it."""
     return atomic_add(params.address - WORK, chunk)
 
 
 @inline
 def next_span(params, total, n_threads):
-    """(first, stop) of the next work items: large pieces first, single items last.
+    """Return (first, stop) of the next work items: large pieces first, single items last.
 
-    Threads that stream through memory want long runs, because hardware prefetching runs past the end of each.
+    Threads that stream through memory need long runs, because hardware prefetching runs past the end of each.
     """
     while True:
         first = atomic_load(params.address - WORK)

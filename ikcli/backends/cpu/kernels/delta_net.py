@@ -50,7 +50,7 @@ _F32 = ir.FloatType()
 
 @intrinsic
 def solve16(typingctx, factors, u):
-    """u[t] += sum over i < t of factors[t][i] u[i], for t = 0 .. 15 in turn; rows of 16."""
+    """Solve in turn for t = 0 .. 15: u[t] += sum over i < t of factors[t][i] u[i]; rows of 16."""
 
     def codegen(context, builder, sig, args):
         factors, u = args
@@ -72,7 +72,7 @@ def _make_product(accumulate):
 
     @inline
     def product(a, chunk_bytes, n_rows, b, n_chunks, c):
-        """C[n_rows][16] (+)= A B: A in chunks of 16 columns, rows of B and C are 64 bytes."""
+        """Compute C[n_rows][16] (+)= A B: A in chunks of 16 columns, rows of B and C are 64 bytes."""
         for i in range(0, n_rows, m):
             block(a + _LINE * i, chunk_bytes, b, _LINE, n_chunks, c + _LINE * i, _LINE)
 
@@ -107,7 +107,7 @@ def make_delta_net(dk, dv, by_column):
 
     @inline
     def step(s, q, k, v, a, beta, scale, qk, out):
-        """One token, 16 columns of v: two passes over a block of the state, which is read from memory once."""
+        """Process one token, 16 columns of v: two passes over a block of the state, which is read from memory once."""
         r0, r1, r2, r3 = zero_f32x16(), zero_f32x16(), zero_f32x16(), zero_f32x16()
         y0, y1, y2, y3 = r0, r0, r0, r0
         for i in range(0, dk, 4):
@@ -135,7 +135,7 @@ def make_delta_net(dk, dv, by_column):
 
     @inline
     def tokens_of_block(work, row, q, q_stride, k, k_stride, a, a_stride, n, scale):
-        """Rows row .. row+15 of keys and queries, decayed since the beginning of these rows; n < 16 are there."""
+        """Stage rows row .. row+15 of keys and queries, decayed since the beginning of these rows; n < 16 exist."""
         decay = work + at_d
         for i in range(0, dk, 16):
             store_f32x16(decay + 4 * i, splat_f32x16(_F1))
@@ -159,7 +159,7 @@ def make_delta_net(dk, dv, by_column):
 
     @inline
     def pairs_of_block(work, block, q, q_stride, k, k_stride, a, a_stride, n, scale):
-        """L and P of 16 tokens among themselves; leaves their keys, transposed, decayed to the last of them."""
+        """Compute L and P of 16 tokens among themselves; leave their keys, transposed, decayed to the last of them."""
         keys, to = work + at_t + block * block_bytes, block * rows_bytes + _LINE * 16 * block
         clear(keys, dk)
         clear(work + at_l + to, 16)
@@ -179,7 +179,7 @@ def make_delta_net(dk, dv, by_column):
 
     @inline
     def unit_row(work, t):
-        """Address of a row that is 1 in column t and 0 elsewhere, followed by one that is 1 before column t."""
+        """Return the address of a row that is 1 in column t only, followed by one that is 1 before column t."""
         return work + at_beta + 4 * DELTA_CHUNK + 2 * _LINE * t
 
     @inline
@@ -191,7 +191,7 @@ def make_delta_net(dk, dv, by_column):
 
     @inline
     def prepare(work, q, q_stride, k, k_stride, a, a_stride, beta, beta_stride, n, scale):
-        """All of a chunk that is the same for every column of v."""
+        """Compute the part of a chunk that is the same for every column of v."""
         since = work + at_e
         for i in range(0, dk, 16):
             store_f32x16(since + 4 * i, splat_f32x16(_F1))
@@ -227,7 +227,7 @@ def make_delta_net(dk, dv, by_column):
 
     @inline
     def columns(work, s, v, v_stride, n, out, out_stride):
-        """16 columns of v of a chunk."""
+        """Process 16 columns of v of a chunk."""
         n_blocks = (n + 15) >> 4
         u, y = work + at_u, work + at_o
         product(work, rows_bytes, 16 * n_blocks, s, k_chunks, u)

@@ -38,7 +38,7 @@ def make_scale():
 
 
 def make_softcap():
-    """cap * tanh(x / cap), as cap - 2 cap / (1 + e**(2 x / cap))."""
+    """Return cap * tanh(x / cap), as cap - 2 cap / (1 + e**(2 x / cap))."""
 
     @kernel(SoftCapParams)
     def softcap(params, ith, nth):
@@ -89,7 +89,7 @@ def make_gate(kind):
 
 @inline
 def gate_each(x, gates, out, n, ith, nth):
-    """This thread's share of n values that have a gate each."""
+    """Apply this thread's share of n values that have a gate each."""
     lo, hi = span(n, ith, nth)
     full = lo + ((hi - lo) & ~15)
     for i in range(lo, full, 16):
@@ -99,7 +99,7 @@ def gate_each(x, gates, out, n, ith, nth):
 
 
 def make_pos_scale():
-    """One row per token."""
+    """Return a kernel over rows, one per token."""
 
     @kernel(PosScaleParams)
     def pos_scale(params, ith, nth):
@@ -115,7 +115,7 @@ def make_pos_scale():
 
 
 def make_alibi():
-    """Columns of queries or keys (`graph/ops_alibi.py`)."""
+    """Return a kernel that writes columns of queries or keys (`graph/ops_alibi.py`)."""
 
     @kernel(AlibiParams)
     def alibi(params, ith, nth):

@@ -1,4 +1,4 @@
-"""Rows of embeddings as float32."""
+"""Read rows of embeddings as float32."""
 
 import numpy as np
 
@@ -26,7 +26,7 @@ def _float_row(type_name):
 
 
 def make_embed(type_name):
-    """Of tokens."""
+    """Return a kernel for the embeddings of tokens."""
     dequantize = _dequantize(type_name)
 
     @kernel(EmbedParams)
@@ -41,7 +41,7 @@ def make_embed(type_name):
 
 
 def make_embed_positions(type_name):
-    """Of positions; NaN for those that have none."""
+    """Return a kernel for the embeddings of positions; NaN for those that have none."""
     dequantize = _dequantize(type_name)
 
     @kernel(EmbedPositionsParams)
@@ -61,7 +61,7 @@ def make_embed_positions(type_name):
 
 
 def make_embed_types(type_name):
-    """Of the part of its text that a token is in."""
+    """Return a kernel for the embeddings of the part of its text that a token is in."""
     dequantize = _dequantize(type_name)
 
     @kernel(EmbedTypesParams)

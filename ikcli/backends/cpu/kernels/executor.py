@@ -1,16 +1,15 @@
-"""Walks a program: every op is cut into n_threads parts, which whoever is free executes.
+"""Walk a program: every op is cut into n_threads parts, which free threads claim and execute.
 
-A program is entries of int64 words: kernel address, params address, bytes that a row moves (0 = many). Threads claim
-parts; an op starts when all parts of the one
-before it are done. Nobody waits for a thread that has not started a part: on a busy machine, where one of the threads
-may be off its core for milliseconds, the others do its parts. Whoever must wait spins for a few microseconds, then
-yields the core each time round. Adjacent ops that move few bytes are claimed together by one thread: handing an op over
-from core to core takes longer than they do.
+A program is entries of int64 words: kernel address, params address, bytes that a row moves (0 = many). An op starts
+when all parts of the op before it are done. Threads never wait for a thread that has not started a part: on a busy
+machine, where one of the threads may be off its core for milliseconds, the others do its parts. A thread that must wait
+spins for a few microseconds, then yields the core each time round. One thread claims adjacent ops that move few bytes
+together, because handing an op over from core to core takes longer than the op itself.
 
 Shared block (int64 words, one cache line apart so that threads do not fight over them):
     0 parts claimed   8 parts done (both count over all jobs)   16 epoch: number of the job, then the job:
     17 program   18 n_ops   19 n_threads   20 parts claimed at its start   24 status   32 stop
-A kernel's dynamic work counter is the int64 at params - WORK; whoever starts the next op clears it.
+A kernel's dynamic work counter is the int64 at params - WORK; the thread that starts the next op clears it.
 """
 
 from ikcli.backends.cpu.kernels.common import WORK, n_rows
@@ -30,7 +29,7 @@ params_at = at(Params)
 
 @inline
 def relax(spins):
-    """One round of waiting."""
+    """Wait for one round."""
     if spins < _SPINS:
         pause()
     else:
@@ -42,6 +41,7 @@ def relax(spins):
 def run_part(sync, program, i, part, n_threads):
     """Execute one part of op i; the first part of an op clears the work counter of the op before it."""
     if part == 0 and i > 0:
+        # Not by the op itself at its end: only now are all of its parts done, so no thread reads the counter any more.
         atomic_store(atomic_load(program + ENTRY * (i - 1) + 8) - WORK, 0)
     entry = program + ENTRY * i
     status = call_kernel(atomic_load(entry), atomic_load(entry + 8), part, n_threads)
@@ -51,7 +51,7 @@ def run_part(sync, program, i, part, n_threads):
 
 @inline
 def n_alone(program, i, n_ops):
-    """How many ops from i on are left to one thread in this run."""
+    """Return how many ops from i on are left to one thread in this run."""
     n = 0
     while i + n < n_ops:
         entry = program + ENTRY * (i + n)
@@ -71,13 +71,16 @@ def help_job(sync, program, n_ops, n_threads, base):
         claim = atomic_load(sync + CLAIMED)
         if claim >= end:
             return
+        # Claims count over all ops of the job, so one number says both the op and the part.
         i = (claim - base) // n_threads
+        # The barrier between ops: the next op may read what any part of this one writes.
         if atomic_load(sync + DONE) < base + i * n_threads:
             spins = relax(spins)
             continue
         part = claim - base - i * n_threads
         alone = n_alone(program, i, n_ops) if part == 0 else 0
         parts = max(alone * n_threads, 1)
+        # A failed exchange means that another thread took this part: look again.
         if atomic_cas(sync + CLAIMED, claim, claim + parts) != 0:
             for j in range(i, i + alone):
                 run_part(sync, program, j, 0, 1)
@@ -88,7 +91,7 @@ def help_job(sync, program, n_ops, n_threads, base):
 
 
 def make_launch():
-    """launch(sync, program, n_ops, n_threads) -> 0, or 1 + index of the op that failed."""
+    """Return launch(sync, program, n_ops, n_threads) -> 0, or 1 + index of the op that failed."""
 
     def launch(sync, program, n_ops, n_threads):
         atomic_store(sync + STATUS, 0)
@@ -96,6 +99,7 @@ def make_launch():
             for i in range(n_ops):
                 run_part(sync, program, i, 0, 1)
         else:
+            # Counters are never reset: a worker that still holds old numbers finds no part left to claim.
             base = atomic_load(sync + CLAIMED)
             atomic_add(sync + EPOCH, 1)  # odd: the job is being written
             atomic_store(sync + PROGRAM, program)
@@ -105,6 +109,7 @@ def make_launch():
             atomic_add(sync + EPOCH, 1)
             help_job(sync, program, n_ops, n_threads, base)
             spins = 0
+            # All parts are claimed; wait for those that other threads are still executing.
             while atomic_load(sync + DONE) < base + n_ops * n_threads:
                 spins = relax(spins)
         if n_ops > 0:
@@ -115,7 +120,7 @@ def make_launch():
 
 
 def make_worker():
-    """worker(sync, ith, epoch) -> last epoch served; comes back to Python when there was nothing to do for a while."""
+    """Return worker(sync, ith, epoch) -> last epoch served; it returns to Python after a while without work."""
 
     def worker(sync, ith, epoch):
         idle = 0
@@ -128,8 +133,9 @@ def make_worker():
                 continue
             program, n_ops = atomic_load(sync + PROGRAM), atomic_load(sync + N_OPS)
             n_threads, base = atomic_load(sync + N_THREADS), atomic_load(sync + BASE)
+            # The job's words are read without a lock; an unchanged epoch proves that they belong together.
             if atomic_load(sync + EPOCH) != now:
-                continue  # another job was written meanwhile
+                continue
             epoch = now
             idle = 0
             if ith < n_threads:
@@ -140,7 +146,7 @@ def make_worker():
 
 
 def make_noop():
-    """A kernel that does nothing: measures what an op costs."""
+    """Return a kernel that does nothing, to measure what an op costs."""
 
     def noop(params, ith, nth):
         pass

@@ -1,7 +1,7 @@
-"""Float weights times few activation rows: blocks of weight rows whose sums are reduced together.
+"""Multiply float weights by few activation rows, in blocks of weight rows whose sums are reduced together.
 
 Every element of the result has one accumulator of 16 lanes, one order of additions and one tree over the lanes,
-whatever block it is computed in, so what a token gets does not depend on how many tokens there are.
+whatever block it is computed in, so the kernel is batch-invariant.
 """
 
 import llvmlite.ir as ir
@@ -40,7 +40,7 @@ def _load_weights(builder, kind, address):
 
 
 def _addresses(e, first, strides, n):
-    """Addresses of n rows from one pointer per four of them.
+    """Return the addresses of n rows from one pointer per four of them.
 
     The pointers are hidden from LLVM, which would keep an address of every row in memory: a load more for each load.
     """
@@ -53,14 +53,14 @@ def _load_activations(builder, size, address):
 
 
 def make_dots(kind, n_rows, n_tokens):
-    """dots(w, row_bytes, n_steps, a, a_stride, out, out_stride): out[token][row] of whole cache lines of weights.
+    """Return dots(w, row_bytes, n_steps, a, a_stride, out, out_stride): out[token][row].
 
-    n_rows * n_tokens <= 16 is a power of two; n_steps >= 1.
+    Rows of weights are whole cache lines. n_rows * n_tokens <= 16 is a power of two; n_steps >= 1.
     """
     w_size, a_size, cols, _, _ = KINDS[kind]
     parts = a_size // w_size  # vectors of a line
     multiply = emit_dot_bf16 if a_size == 2 else _multiply
-    n_ahead = n_rows if n_rows > 1 else 0  # lines of the next block, which follows this one, to ask for in a step
+    n_ahead = n_rows if n_rows > 1 else 0  # lines of the next block, which follows in memory, to prefetch in a step
 
     @intrinsic
     def dots(typingctx, w, row_bytes, n_steps, a, a_stride, out, out_stride):
@@ -106,7 +106,7 @@ def _multiply(builder, acc, x, y):
 
 
 def make_few(kind):
-    """few(w, row_bytes, n, k, a, a_stride, m, out, out_stride): n weight rows times m activation rows."""
+    """Return few(w, row_bytes, n, k, a, a_stride, m, out, out_stride): n weight rows times m activation rows."""
     w_size, a_size, cols, ld_w, ld_a = KINDS[kind]
     tall, wide = make_dots(kind, _TALL, 1), 4 if _IS_WIDE else 1
     block1, one1 = make_dots(kind, 4, 1), make_dots(kind, 1, 1)
@@ -128,7 +128,7 @@ def make_few(kind):
 
     @inline
     def tokens_of_four(w, row_bytes, n, steps, a, a_stride, m, out, out_stride):
-        """Four rows (or one) times all tokens, `wide` of these at a time."""
+        """Multiply four rows (or one) by all tokens, `wide` of these at a time."""
         r = 0
         while r < n:
             four = r + 4 <= n

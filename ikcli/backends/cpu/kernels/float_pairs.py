@@ -1,6 +1,6 @@
-"""Rows of f16 as 16-bit integers, for many activation rows: twice the products per instruction of float32.
+"""Convert rows of f16 to 16-bit integers, for many activation rows: twice the products per instruction of float32.
 
-Each PAIRS_BLOCK columns of a row have a scale. Rounding weights and activations so costs less than rounding the
+Each PAIRS_BLOCK columns of a row have a scale. Rounding weights and activations this way costs less than rounding the
 activations to f16 would, as long as no activation is very much larger than the rest of its block.
 """
 
@@ -34,7 +34,10 @@ _WORDS = ir.VectorType(ir.IntType(16), 32)
 
 @intrinsic
 def _row_norms(typingctx, src, row_bytes, n, dst):
-    """Sums of squares and largest squares of 16 rows (the last of n repeated) of PAIRS_BLOCK columns: two vectors."""
+    """Compute sums of squares and largest squares of 16 rows of PAIRS_BLOCK columns: two vectors.
+
+    The last of n rows is repeated.
+    """
 
     def codegen(context, builder, sig, args):
         src, row_bytes, n, dst = args
@@ -58,7 +61,7 @@ def _row_norms(typingctx, src, row_bytes, n, dst):
 
 @intrinsic
 def _store_pairs(typingctx, src, row_bytes, n, factors, dst, stride):
-    """16 rows (the last of n repeated) of PAIRS_BLOCK columns times their factors: pairs every `stride` bytes."""
+    """Store 16 rows (the last of n repeated) of PAIRS_BLOCK columns times their factors: pairs every `stride` bytes."""
 
     def codegen(context, builder, sig, args):
         src, row_bytes, n, factors, dst, stride = args
@@ -82,7 +85,7 @@ def _store_pairs(typingctx, src, row_bytes, n, factors, dst, stride):
 
 
 def make_unpack_pairs(rows):
-    """unpack_tile(w, row_bytes, n, k0, kc, tile): n <= `rows` rows of f16, columns k0 .. k0+kc-1.
+    """Return unpack_tile(w, row_bytes, n, k0, kc, tile): n <= `rows` rows of f16, columns k0 .. k0+kc-1.
 
     Missing rows repeat the last one, missing columns of a block are zero.
     """
@@ -100,7 +103,7 @@ def make_unpack_pairs(rows):
 
     @inline
     def copy_last(w, row_bytes, n, count, copy):
-        """The first `count` columns of n <= 16 rows, with zeros behind."""
+        """Copy the first `count` columns of n <= 16 rows, with zeros behind."""
         for r in range(n):
             to = copy + 2 * PAIRS_BLOCK * r
             for i in range(count):
@@ -126,7 +129,7 @@ def make_unpack_pairs(rows):
 
 
 def make_pair_step(rows, nt):
-    """step(tile, k0, kc, k, a, a_stride, out, out_stride, n): a tile of `rows` times nt activation rows."""
+    """Return step(tile, k0, kc, k, a, a_stride, out, out_stride, n): a tile of `rows` times nt activation rows."""
     micro = pair_tile(rows // 16, nt)
 
     @inline

@@ -1,4 +1,4 @@
-"""What kernels do with weight rows, for every format: few products, sixteen to a tile.
+"""The operations of every weight format: few products, and sixteen rows to a tile.
 
 A group is the rows stored together (`fmt.rows`): 1, or 4, 8, 16 for the interleaved types. `w` is the address of a
 group, `k` the number of columns. Tile modes and layout: `tile_modes.py`. Activation rows: `activations.py`.
@@ -15,9 +15,10 @@ from ikcli.native.jit import inline
 
 
 def few_dots(fmt):
-    """dots(w, a, a_stride, m, k, out, out_stride): the rows of a group times m activation rows (strides in bytes).
+    """Return dots(w, a, a_stride, m, k, out, out_stride): the rows of a group times m activation rows.
 
-    A group is decoded once for several activation rows; each result is that of the row alone, bit for bit.
+    Strides are in bytes. A group is decoded once for several activation rows; each result is that of the row alone, bit
+    for bit.
     """
     make = group_dot if isinstance(fmt, GroupFormat) else row_dot
     if not {"avx512vnni", "avxvnni"} & isa.current().features:
@@ -52,7 +53,7 @@ def few_dots(fmt):
 
 
 def unpack_sixteen(fmt):
-    """unpack(w, row_bytes, n, tile, k): a whole tile; if n < 16, groups from the last one on are repeated."""
+    """Return unpack(w, row_bytes, n, tile, k): a whole tile; if n < 16, groups from the last one on are repeated."""
     if not isinstance(fmt, GroupFormat):
         return unpack_tile(fmt)
     rows, unpack_rows = fmt.rows, unpack_group(fmt)

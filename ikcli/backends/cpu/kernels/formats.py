@@ -1,8 +1,8 @@
-"""Weight formats by the name under which lowering knows them: `stored_name` of `lower.py`.
+"""Find weight formats by the name that lowering uses: `stored_name` of `lower.py`.
 
-f32, f16, bf16 and bf16_r16 are only their names (`formats_float.py`, `embed.py`); others name the class that describes
-them, with the numbers of the tensor type, so kernels need no table of types and are compiled anew only when something
-of their own has changed.
+f32, f16, bf16 and bf16_r16 are only names (`formats_float.py`, `embed.py`). Others name the class that describes them,
+with the numbers of the tensor type, so kernels need no table of types and are compiled again only when something that
+they use has changed.
 """
 
 import functools
@@ -11,12 +11,12 @@ from ikcli.references import load
 
 
 def is_float(name):
-    """Whether it is a type without a format."""
+    """Return whether it is a type without a format."""
     return "," not in name
 
 
 @functools.cache
 def weight_format(name):
-    """The row or group format of a type."""
+    """Return the row or group format of a type."""
     ggml_name, reference, mode, *numbers, matmul_scale = name.split(",")
     return load(reference)(ggml_name, mode, *map(int, numbers), float(matmul_scale))

@@ -1,4 +1,4 @@
-"""Float weights: tiles of up to 512 columns, and groups of 16 rows (rows that stand alone: float_few.py).
+"""Multiply float weights: tiles of up to 512 columns, and groups of 16 rows (rows that stand alone: float_few.py).
 
 f32 is multiplied with float32 activations, and so are f16 and bf16 on machines without products of 16-bit integers
 (float_pairs.py) and of bfloat16. Others multiply bf16 with activations rounded to bfloat16, in pairs of columns.
@@ -41,13 +41,13 @@ _ROWS, _TOKENS = (32, 12) if isa.current().name == "avx512" else (16, 6)
 
 
 def _plain(kind):
-    """unpack_tile of rows that stand alone."""
+    """Return unpack_tile of rows that stand alone."""
     ld, size = _KINDS[kind]
     unpack = unpack_float16(kind)
 
     @inline
     def unpack_tile(w, row_bytes, n, k0, kc, tile):
-        """n <= _ROWS rows of columns k0 .. k0+kc-1; missing rows repeat the last one."""
+        """Return n <= _ROWS rows of columns k0 .. k0+kc-1; missing rows repeat the last one."""
         w += size * k0
         full = kc & ~15
         for r in range(0, _ROWS, 16):
@@ -64,12 +64,12 @@ def _plain(kind):
 
 # --- bfloat16 ---------------------------------------------------------------------------------------------------------
 def _bf16():
-    """unpack_tile of rows that stand alone."""
+    """Return unpack_tile of rows that stand alone."""
     unpack = unpack_float16("f32")  # moves pairs
 
     @inline
     def unpack_tile(w, row_bytes, n, k0, kc, tile):
-        """Pairs of columns k0 .. k0+kc-1 of n <= _ROWS rows; missing rows repeat the last one."""
+        """Return pairs of columns k0 .. k0+kc-1 of n <= _ROWS rows; missing rows repeat the last one."""
         w += 2 * k0
         full = kc & ~31
         for r in range(0, _ROWS, 16):
@@ -87,7 +87,7 @@ def _bf16():
 
 @inline
 def _even(pairs):
-    """The even columns of 16 pairs of bfloat16."""
+    """Return the even columns of 16 pairs of bfloat16."""
     return bits_i32x16_f32(vshl(pairs, 16))
 
 
@@ -98,13 +98,13 @@ def _odd(pairs):
 
 @inline
 def _add_pair_bf16(total, pairs, x):
-    """total + 16 rows of a column pair times two bfloat16 activations at x."""
+    """Return total + 16 rows of a column pair times two bfloat16 activations at x."""
     return dot_bf16(total, pairs, splat_i32x16(ld_i32(x)))
 
 
 @inline
 def _add_pair_f32(total, pairs, x):
-    """As `_add_pair_bf16`, with float32 activations."""
+    """Return the same with float32 activations."""
     return vfma(_odd(pairs), bcast_f32x16(x + 4), vfma(_even(pairs), bcast_f32x16(x), total))
 
 
@@ -123,7 +123,7 @@ def _split_pairs(group, kc, tile):
 
 
 def _sixteen_rows():
-    """(few, unpack_tile) of bf16_r16; n is a multiple of 16."""
+    """Return (few, unpack_tile) of bf16_r16; n is a multiple of 16."""
     add, size, unpack = (_add_pair_bf16, 2, _move_pairs) if rounds_activations() else (_add_pair_f32, 4, _split_pairs)
 
     @inline
@@ -150,7 +150,7 @@ def _sixteen_rows():
 
 
 def _make_float_step(nt, pairs):
-    """step(tile, k0, kc, k, a, a_stride, out, out_stride, n): a tile times nt activation rows."""
+    """Return step(tile, k0, kc, k, a, a_stride, out, out_stride, n): a tile times nt activation rows."""
     micro, size = float_tile(_ROWS // 16, nt, pairs), 2 if pairs else 4
 
     @inline
@@ -161,8 +161,10 @@ def _make_float_step(nt, pairs):
 
 
 def _make_ask(size):
-    """ask(w, row_bytes, n, k, k0, first, last): rows first .. last-1 of n of the next columns, or of the next n rows,
-    to the second level of the cache; size: bytes of a weight."""
+    """Return ask(w, row_bytes, n, k, k0, first, last), which prefetches rows into the second level of the cache.
+
+    It takes rows first .. last-1 of n of the next columns, or of the next n rows. size: bytes of a weight.
+    """
 
     @inline
     def ask(w, row_bytes, n, k, k0, first, last):
@@ -180,11 +182,11 @@ def _make_ask(size):
 
 @inline
 def _ask_nothing(w, row_bytes, n, k, k0, first, last):
-    """Groups of rows are read in the order of memory, which the machine's prefetcher follows."""
+    """Do nothing: groups of rows are read in the order of memory, which the hardware prefetcher follows."""
 
 
 def _make_block(few, unpack_tile, make_step, ask):
-    """As the integer blocks of `matmul.py`, for n <= _ROWS rows."""
+    """Return a block like the integer blocks of `matmul.py`, for n <= _ROWS rows."""
     step_most, step4, step1 = (make_step(nt) for nt in (_TOKENS, 4, 1))
 
     @inline
@@ -211,7 +213,7 @@ def _make_block(few, unpack_tile, make_step, ask):
 
 
 def float_block(kind, activations=""):
-    """(block, rows of it) of a float type; `activations`: "f32" for rows of f16 that become no integers."""
+    """Return (block, rows of it) of a float type; `activations`: "f32" for rows of f16 that stay floats."""
     if kind == "bf16_r16":
         return _make_block(*_sixteen_rows(), lambda nt: _make_float_step(nt, rounds_activations()), _ask_nothing)
     few, ask = make_few(kind), _make_ask(_KINDS[kind][1])

@@ -26,7 +26,7 @@ class _Base(RowFormat):
     """`dot_codes` gives entries of the first table; bit i of `table_bits` says that block i uses the shifted one."""
 
     def table_bits(self, e, w):
-        """16 bits for blocks of 16 columns, at the start of most types as `extra`."""
+        """Return 16 bits for blocks of 16 columns, at the start of most types as `extra`."""
         return e.b.load(pointer(e.b, e.offset(w, 2), ir.IntType(16)), align=1)
 
     def shifted_blocks(self, e, w):
@@ -229,7 +229,7 @@ class IQ4_KSS(_ByteScales):
         return e.b.zext(as_bytes, ir.VectorType(I32, 8))
 
     def nibbles(self, e, address, n_words):
-        """Bytes of two nibbles, as other types have them."""
+        """Return bytes of two nibbles, as other types have them."""
         u = e.all_and(e.b.load(e.vector_pointer(address, 16, n_words), align=1), 0xFFFE)
         v = e.b.xor(u, e.lshr(u, [1] * n_words))
         return e.b.bitcast(v, ir.VectorType(ir.IntType(8), 2 * n_words))

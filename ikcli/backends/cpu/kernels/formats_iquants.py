@@ -21,7 +21,7 @@ class _Grid(RowFormat):
 
 
 def bits(e, x, shift, width):
-    """Bits of an i32."""
+    """Return bits of an i32."""
     return e.b.and_(e.b.lshr(x, ir.Constant(I32, shift)), ir.Constant(I32, (1 << width) - 1))
 
 
@@ -42,11 +42,11 @@ class _Signed(_Grid):
         return i
 
     def numbers(self, e, w, j):
-        """Numbers (i32) of the points of columns 64j .. 64j+63."""
+        """Return numbers (i32) of the points of columns 64j .. 64j+63."""
         raise NotImplementedError
 
     def sign_codes(self, e, w, j):
-        """7-bit sign codes (i32) of 8 columns each: the eighth sign makes the number of minus signs even."""
+        """Return 7-bit sign codes (i32) of 8 columns each: the eighth sign makes the number of minus signs even."""
         raise NotImplementedError
 
     def dot_codes(self, e, w, j):
@@ -58,7 +58,7 @@ class _Signed(_Grid):
         return [self.shuffled(e, w, _QUARTERS, n) for n in range(4)] if gs.usable() else None
 
     def shuffled(self, e, w, vectors, n):
-        """bias + values of the n-th of four `vectors`: 16 runs of four columns each, as their first columns."""
+        """Return bias + values of the n-th of four `vectors`: 16 runs of four columns each, as their first columns."""
         _, levels, bits = grid_points.packed(self.name)
         per = 8 if bits == 2 else 4  # columns of a point
         size = per // 2  # vectors of codes that 32 points are enough for
@@ -69,7 +69,7 @@ class _Signed(_Grid):
         return gs.signed(e, points, of_points, levels, bits, self.bias, self.sign_bytes(e, w), of_signs)
 
     def _points(self, e, w, orders):
-        """Points as words, once per step: 32 for each of `orders`."""
+        """Return points as words, once per step: 32 for each of `orders`."""
         if (self.name, w) not in e.memo:
             table, _, _ = grid_points.packed(self.name)
             if len(orders) == 1:
@@ -82,12 +82,12 @@ class _Signed(_Grid):
         return e.memo[self.name, w]
 
     def points(self, e, w, j):
-        """64 magnitudes."""
+        """Return 64 magnitudes."""
         numbers = self.numbers(e, w, j)
         return e.blended(grid_points.points(self.name), 512 // len(numbers), self.name, numbers)
 
     def signs(self, e, w, j):
-        """64 bytes, negative where the value is, and not 0."""
+        """Return 64 bytes, negative where the value is, and not 0."""
         if not self.signs_at:
             bytes_ = [sum((255 if x >> i & 1 else 1) << 8 * i for i in range(8)) for x in gs.EVEN_SIGNS]
             return e.blended(bytes_, 64, "even_signs", self.sign_codes(e, w, j))
@@ -102,14 +102,14 @@ class _Signed(_Grid):
 
 
 def _affine(e, v, a, b):
-    """a*v + b as floats, for i32 lanes v."""
+    """Return a*v + b as floats, for i32 lanes v."""
     n = v.type.count
     floats = ir.VectorType(ir.FloatType(), n)
     return e.fused(e.ints_to_f32(v), ir.Constant(floats, [a] * n), ir.Constant(floats, [b] * n))
 
 
 def _four_codes(e, words):
-    """The four 7-bit sign codes of each of these words."""
+    """Return the four 7-bit sign codes of each of these words."""
     return [bits(e, x, 7 * i, 7) for x in words for i in range(4)]
 
 
@@ -248,7 +248,10 @@ class _Ternary(_Grid):
     bias = 16
 
     def from_words(self, e, w, j, words, negative):
-        """Codes 64j.. from 32 index words; negative: mask of the groups of 8 columns (one per word) with delta -1/8."""
+        """Return codes 64j.. from 32 index words.
+
+        negative: mask of the groups of 8 columns (one per word) with delta -1/8.
+        """
         points = e.entries64(e.table(grid_points.points(self.name, 8), 64, self.name), words, range(8 * j, 8 * j + 8))
         t = ir.VectorType(I64, 8)
         plus, minus = (ir.Constant(t, [ir.Constant(I64, x)] * 8) for x in (0x1111111111111111, 0x0F0F0F0F0F0F0F0F))

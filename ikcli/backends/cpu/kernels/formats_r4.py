@@ -21,7 +21,7 @@ class _Blocks32(GroupFormat):
         return e.sixteens(self.block_scales(e, e.offset(w, self.block_bytes * ib)) for ib in range(8))
 
     def block_scales(self, e, w):
-        """One per row."""
+        """Return the scales of a block, one per row."""
         return e.halves(w, self.rows)
 
     def codes(self, e, w, ib, v):
@@ -128,7 +128,7 @@ class SuperBlock(GroupFormat):
 
 
 def six_bit(e, low_at, high_at, quarters=4):
-    """64 unsigned scales in four vectors of 16: 4 bits in 32 bytes (low nibbles first), 2 bits in 16 bytes."""
+    """Return 64 unsigned scales in four vectors of 16: 4 bits in 32 bytes (low nibbles first), 2 bits in 16 bytes."""
     high = e.bytes_at(high_at, 16)
     low = [e.bytes_at(e.offset(low_at, 16 * i), 16) for i in range(2)]
     return [e.both(e.field(low[f % 2], 4 * (f // 2), 4), e.field(high, 2 * f, 2), 4) for f in range(quarters)]
@@ -138,7 +138,7 @@ class Q4_K(SuperBlock):
     """d, dmin; scales_h[16], scales_l[32] (scale low, minimum high nibble), codes."""
 
     def _packed(self, e, w, shift):
-        """The 6-bit scales (shift 0) or minima (1) in two vectors of 16."""
+        """Return the 6-bit scales (shift 0) or minima (1) in two vectors of 16."""
         high, parts = e.bytes_at(e.offset(w, 16), 16), []
         for i in range(2):
             low = e.field(e.bytes_at(e.offset(w, 32 + 16 * i), 16), 4 * shift, 4)

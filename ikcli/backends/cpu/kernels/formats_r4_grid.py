@@ -25,7 +25,7 @@ class _Grid(GroupFormat):
         return e.halves(w, 4)
 
     def once(self, e, name, w, make):
-        """A value computed once per step."""
+        """Return a value computed once per step."""
         key = (self.name, name, w)
         if key not in e.memo:
             e.memo[key] = make()
@@ -59,11 +59,11 @@ class _Signed(_Grid):
         return [[4 * b + n for b in range(4)] for n in range(4)] if self.in_quarters else ORDER4
 
     def by_shuffles(self, e, w, u, runs):
-        """Codes of these runs of unit u."""
+        """Return codes of these runs of unit u."""
         return gs.signed(e, *self.packed_points(e, w, u, runs), *self.sign_runs(e, w, u, runs))
 
     def packed_points(self, e, w, u, runs):
-        """(32 points as words, the runs among them, levels, their bits, bias)."""
+        """Return (32 points as words, the runs among them, levels, their bits, bias)."""
         key = self.name.removesuffix("_r4")
         table, levels, bits = grid_points.packed(key)
         if bits == 2:
@@ -83,15 +83,15 @@ class _Signed(_Grid):
         return points, list(zip(lanes, starts, strict=True)), levels, bits, self.bias
 
     def point(self, g, k):
-        """Which index of 64 columns a run belongs to."""
+        """Return which index of 64 columns a run belongs to."""
         return 16 * (g // 8) + 4 * k + g % 8 // 2
 
     def indices(self, e, w, part):
-        """64 of them: lower bytes, masks of upper bits from the lowest on."""
+        """Return 64 indices: lower bytes, masks of upper bits from the lowest on."""
         raise NotImplementedError
 
     def sign_runs(self, e, w, u, runs):
-        """Bytes of eight signs; which of them belong to these runs, from which bit on."""
+        """Return bytes of eight signs, which of them belong to these runs, and from which bit on."""
         signs = self.once(e, ("sign bytes", u // 2), w, lambda: self.sign_bytes(e, w, u // 2))
         return signs, [(32 * (u % 2) + 16 * (g // 8) + 4 * k + g % 8 // 2, 4 * (g % 2)) for g, k in runs]
 
@@ -101,11 +101,11 @@ class _Signed(_Grid):
 
     # --- point by point -----------------------------------------------------------------------------------------------
     def number(self, e, w, ib, k, g):
-        """Number (i32) of the point of row k, group g of `columns`."""
+        """Return number (i32) of the point of row k, group g of `columns`."""
         raise NotImplementedError
 
     def sign_bytes16(self, e, w, ib):
-        """A byte of eight signs per group of eight columns, numbered 4*row + group."""
+        """Return a byte of eight signs per group of eight columns, numbered 4*row + group."""
         raise NotImplementedError
 
     # --- either way ---------------------------------------------------------------------------------------------------
@@ -133,16 +133,16 @@ class _Signed(_Grid):
         return [[(2 * g + c, k) for g, k in _words(v) for c in range(2)] for v in range(2)]
 
     def _places(self, v):
-        """(group of `columns`, row) of the points of vector v."""
+        """Return (group of `columns`, row) of the points of vector v."""
         return _words(v) if self.columns == 8 else super().dot_lanes()[v]
 
     def points(self, e, w, ib, v):
-        """64 magnitudes."""
+        """Return 64 magnitudes."""
         numbers = [self.number(e, w, ib, k, g) for g, k in self._places(v)]
         return e.blended(grid_points.points(self.name), 8 * self.columns, self.name, numbers)
 
     def signs(self, e, w, ib, v):
-        """64 bytes, negative where the value is, and not 0."""
+        """Return 64 bytes, negative where the value is, and not 0."""
         per = 8 // self.columns
         places = [
             (4 * k + g // per, g % per * self.columns + i) for g, k in self._places(v) for i in range(self.columns)
@@ -165,7 +165,7 @@ class _Signed(_Grid):
 
 
 def _words(v):
-    """(group of eight columns, row) of the words of vector v in word order."""
+    """Return (group of eight columns, row) of the words of vector v in word order."""
     return [(v + 2 * a, k) for a in range(2) for k in range(4)]
 
 
@@ -270,7 +270,7 @@ class IQ2_S(_Scales16):
         return e.load(i8x64, e.offset(w, 8 + 64 * part)), masks
 
     def index_words(self, e, w, ib):
-        """16 indices of a block."""
+        """Return 16 indices of a block."""
         words = ir.VectorType(ir.IntType(16), 16)
         low = e.b.zext(e.bytes_at(e.offset(w, 8 + 16 * ib), 16), words)
         high = e.b.zext(e.pick(e.bytes_at(e.offset(w, 136 + 4 * ib), 4), [i // 4 for i in range(16)]), words)
@@ -309,7 +309,7 @@ class IQ3_S(_Signed):
         return e.load(i8x64, e.offset(w, 8 + 64 * part)), [ninth]
 
     def index_words(self, e, w, ib):
-        """32 indices of a block."""
+        """Return 32 indices of a block."""
         low = gs.bytes_as_words(e, e.offset(w, 8 + 32 * ib))
         rows = e.b.zext(e.repeated(e.bytes_at(e.offset(w, 264 + 4 * ib), 4), 8), gs.WORDS)
         bits = gs.words([1 << (n // 8 + 4 * (n // 4 % 2)) for n in range(32)])
@@ -338,7 +338,7 @@ class _Ternary(_Grid):
         return row
 
     def with_delta(self, e, words, v, negative):
-        """Codes from the indices (words numbered 4*group + row); negative: i1 in word order."""
+        """Return codes from the indices (words numbered 4*group + row); negative: i1 in word order."""
         lanes = [4 * (v + 2 * a) + k for a in range(2) for k in range(4)]
         points = e.entries64(e.table(grid_points.points(self.name, 8), 64, self.name), words, lanes)
         t = ir.VectorType(I64, 8)
@@ -389,7 +389,7 @@ class IQ1_M(_Ternary):
         return self.with_delta(e, words, v, e.b.icmp_unsigned("!=", e.all_and(signs, 0x800), _words16(e, [0] * 8)))
 
     def upper(self, e, at):
-        """The nibbles of groups l = 2a + v (numbered 4*l + row) at bits 8..11: nibble v of byte 4a + row."""
+        """Return the nibbles of groups l = 2a + v (numbered 4*l + row) at bits 8..11: nibble v of byte 4a + row."""
         bytes_ = e.pick(e.bytes_at(e.offset(at, 16), 8), [4 * (i // 8) + i % 4 for i in range(16)])
         wide = e.b.zext(bytes_, ir.VectorType(ir.IntType(16), 16))
         return e.b.shl(wide, _words16(e, [8 - 4 * (i // 4 % 2) for i in range(16)]))

@@ -25,7 +25,7 @@ class _Halves(_Shifted, PairBlock):
     selected = shifted_lanes  # lanes of codes are those of the scales
 
     def four_bit(self, e, at):
-        """64 nibbles of 32 bytes (low first) in four vectors of 16."""
+        """Return 64 nibbles of 32 bytes (low first) in four vectors of 16."""
         low = [e.bytes_at(e.offset(at, 16 * i), 16) for i in range(2)]
         return [e.field(low[f % 2], 4 * (f // 2), 4) for f in range(4)]
 

@@ -19,7 +19,7 @@ _KA = 0xCBAC1FED
 
 
 def powers(n):
-    """KA^1 .. KA^n as signed 32-bit numbers."""
+    """Return KA^1 .. KA^n as signed 32-bit numbers."""
     out, x = [], 1
     for _ in range(n):
         x = x * _KA & 0xFFFFFFFF
@@ -32,24 +32,24 @@ class _Trellis(RowFormat):
         return e.b.fmul(e.single(w), ir.Constant(ir.FloatType(), self.matmul_scale))
 
     def generate(self, e, seeds, n):
-        """Values + 128, or 126, of 16 lanes of seeds, each lane i being value i % n + 1 of its index."""
+        """Return values + 128, or 126, of 16 lanes of seeds, each lane i being value i % n + 1 of its index."""
         factors = e.ints((powers(n) * (16 // n))[:16], i32x16)
         masked = e.all_and(e.b.mul(seeds, factors), 0x3F3F3F3F)
         start = e.ints([2 if self.bias else 0] * 16, i32x16)
         return e.dot(start, e.b.bitcast(masked, llvm_type(i8x64)), e.const64(1), most=63)
 
     def groups8(self, e, indices):
-        """64 values plus bias from 8 indices (i32x8 vector), 8 values each."""
+        """Return 64 values plus bias from 8 indices (i32x8 vector), 8 values each."""
         seeds = e.b.add(indices, e.ints([TRELLIS_OFFSET] * 8))
         return self.pack(e, [self.generate(e, e.pick(seeds, [2 * i] * 8 + [2 * i + 1] * 8), 8) for i in range(4)])
 
     def pack(self, e, parts):
-        """64 values plus bias from four vectors that `generate` gave."""
+        """Return 64 values plus bias from four vectors that `generate` gave."""
         codes = self.low_bytes(e, parts)
         return codes if self.bias else e.b.sub(codes, e.const64(126))
 
     def low_bytes(self, e, parts):
-        """The low bytes of four i32x16 vectors of numbers below 256."""
+        """Return the low bytes of four i32x16 vectors of numbers below 256."""
         if "avx512vbmi" in e.features():
             words = parts[0]
             for n, part in enumerate(parts[1:], 1):
@@ -59,7 +59,7 @@ class _Trellis(RowFormat):
         return e.join(e.bytes_of_words(a, b), e.bytes_of_words(c, d))
 
     def four_values(self, e, index, first):
-        """Values first + 1 .. first + 4, plus 126, of 16 indices, as the bytes of 16 lanes."""
+        """Return values first + 1 .. first + 4, plus 126, of 16 indices, as the bytes of 16 lanes."""
         seeds, four = e.b.add(index, e.ints([TRELLIS_OFFSET] * 16, i32x16)), None
         for factor in reversed(powers(first + 4)[first:]):
             masked = e.all_and(e.b.mul(seeds, e.ints([factor] * 16, i32x16)), 0x3F3F3F3F)
@@ -68,15 +68,15 @@ class _Trellis(RowFormat):
         return e.b.bitcast(four, llvm_type(i8x64))
 
     def eight_values(self, e, indices):
-        """`quarters` plus 126 from the two indices of every block of 16 columns."""
+        """Return `quarters` plus 126 from the two indices of every block of 16 columns."""
         return [self.four_values(e, index, first) for index in indices for first in (0, 4)]
 
     def with_bias_of(self, e, quarters):
-        """Values plus 126 as `dot_codes`."""
+        """Return values plus 126 as `dot_codes`."""
         return [e.b.add(v, e.const64(self.bias - 126)) for v in quarters]
 
     def nonlinear(self, e, nibbles, row):
-        """row * iq4_nl value of 8 nibbles (i32x8)."""
+        """Return row * iq4_nl value of 8 nibbles (i32x8)."""
         wide = e.b.shuffle_vector(nibbles, e.ints([0] * 8), indices(range(16)))
         entries = e.lookup16([int(v) for v in IQ4_NL_VALUES], e.b.bitcast(wide, llvm_type(i8x64)))
         v = e.pick(e.b.bitcast(entries, wide.type), range(8))
@@ -107,7 +107,7 @@ class IQ1_KT(_Trellis):
 
 
 def _index(e, *fields):
-    """16 lanes, of fields (lanes, first bit, width) from bit 0 upwards."""
+    """Return 16 lanes, of fields (lanes, first bit, width) from bit 0 upwards."""
     index, to = None, 0
     for v, start, width in fields:
         field = e.all_and(e.moved(v, [start - to] * 16), (1 << width) - 1 << to)
@@ -116,12 +116,12 @@ def _index(e, *fields):
 
 
 def indices16(e, address):
-    """8 u16 indices as i32x8."""
+    """Return 8 u16 indices as i32x8."""
     return e.b.zext(e.b.load(e.vector_pointer(address, 16, 8), align=1), ir.VectorType(I32, 8))
 
 
 def pairs16(e, address):
-    """32 u16 indices: the even ones, and the odd ones, as i32x16."""
+    """Return 32 u16 indices: the even ones, and the odd ones, as i32x16."""
     both = e.load(i32x16, address)
     return e.all_and(both, 0xFFFF), e.lshr(both, [16] * 16)
 
@@ -154,7 +154,7 @@ class IQ3_KT(_Trellis):
         return [self.signed(e, v, s) for v, s in zip(values, e.bit_quarters(e.offset(w, 68), 7), strict=True)]
 
     def signed(self, e, values, signs):
-        """Magnitudes of these, negated where `signs` is negative, as `dot_codes`."""
+        """Return magnitudes of these, negated where `signs` is negative, as `dot_codes`."""
         points = call_llvm(e.b, "llvm.abs.v64i8", values.type, [values, ir.Constant(ir.IntType(1), 0)])
         return e.signed(points, signs, -self.bias)  # 128 and -128 are the same byte
 

@@ -1,4 +1,4 @@
-"""Register-blocked matrix micro-kernels, one intrinsic per shape.
+"""Emit register-blocked matrix micro-kernels, one intrinsic per shape.
 
 Quantized: `nv` tiles of 16 weight rows, unpacked to unsigned bytes, times `nt` quantized activation rows. Per 32
 columns a tile holds its scales (f32x16; two vectors for 16-column scales), for types with minima the minima (f32x16),
@@ -27,23 +27,24 @@ from ikcli.native.simd.vec import const_vector, f32x16, i8x64, i32x16, llvm_type
 
 @functools.cache
 def quant_tile(mode, bias, nt, nv=1):
-    """micro(tiles, tile_stride, first, n_blocks, a, a_stride, k, out, out_stride, n_lanes).
+    """Return micro(tiles, tile_stride, first, n_blocks, a, a_stride, k, out, out_stride, n_lanes).
 
     out[t][0:n_lanes] = blocks first .. first + n_blocks - 1 of nv tiles, `tile_stride` bytes apart, times those of
-    a[t], t < nt, rows of k columns (`kernels/activations.py`); added to what is there unless first is 0.
-    n_lanes <= 16*nv.
+    a[t], t < nt, rows of k columns (`kernels/activations.py`); added to the old value unless first is 0. n_lanes <=
+    16*nv.
     """
     header, block_bytes = LAYOUT[mode]
     most = MOST_WITH_MINIMUM if mode[0] == "m" else 2 * bias - 1
     with_min, halves = mode[0] == "m", 2 if mode.endswith("16") else 1
-    # codes without their 128, which is what the sums start from otherwise
+    # Subtract 128 from codes, where sums do not start from a correction for it.
     signed = not with_min and isa.current().plain_avx2 and bias == 128
     smaller = 7 - (bias.bit_length() - 1)
     assert not (smaller and first_sum())
     groups = 8 // halves
     at_once = 1 if signed else min(2 * halves, 1 << (most_addends(most).bit_length() - 1))
     pairs = [(t, v) for t in range(nt) for v in range(nv)]
-    # with few registers LLVM would multiply one row after the other, and keep the codes of a block on the stack
+    # Unrolled for a whole block, LLVM would multiply one row after the other and keep the codes on the stack, as there
+    # are few registers; that takes a fifth longer.
     in_rounds = isa.current().plain_avx2 and at_once <= 2
     per_round = 4 if in_rounds else groups
 
@@ -56,12 +57,14 @@ def quant_tile(mode, bias, nt, nv=1):
             tiles, tile_stride, first, n_blocks, a, a_stride, k, out, out_stride, n_lanes = args
             e = Emitter(builder)
             a = e.offset(a, e.times(first, 32))
+            # Hidden from LLVM, which would derive each address from the one before: a chain of additions.
             rows = [e.opaque(e.offset(a, e.times(a_stride, t))) for t in range(nt)]
             tiles = e.offset(tiles, e.times(first, block_bytes))
             tiles = [e.opaque(e.offset(tiles, e.times(tile_stride, v))) for v in range(nv)]
             acc = {tv: e.variable(e.zero(f32x16)) for tv in pairs}
             outs = {(t, v): e.offset(out, e.times(out_stride, t), 64 * v) for t, v in pairs}
-            for at in outs.values():  # else stores of spilled registers queue up behind those that wait for memory
+            # Without this, stores of spilled registers queue up behind result stores that wait for memory.
+            for at in outs.values():
                 e.prefetch(at, write=True)
             nb4, scales_at = builder.lshr(k, e.int(3)), e.offset(k, e.times(first, -28))
             sums_at = e.offset(scales_at, nb4)
@@ -74,11 +77,12 @@ def quant_tile(mode, bias, nt, nv=1):
                 first_at = e.opaque(e.offset(starts_at, e.times(ib4, halves)))
 
                 def floats(at):
-                    """A vector of the header of every block."""
+                    """Load a vector of the header of every block."""
                     return [e.load(f32x16, e.offset(p, at)) for p in blocks]
 
                 def multiply(dots, codes_at, x_at):
-                    """Adds the products of `at_once` groups of columns."""
+                    """Add the products of `at_once` groups of columns."""
+                    # An activation is loaded once, for the codes of all tiles.
                     codes = [[e.load(i8x64, e.offset(p, 64 * j)) for j in range(at_once)] for p in codes_at]
                     codes = [[e.without_128(c) for c in of] for of in codes] if signed else codes
                     for t in range(nt):
@@ -95,6 +99,7 @@ def quant_tile(mode, bias, nt, nv=1):
                 for half in range(halves):
                     dots = {}
                     for t in range(nt):
+                        # With this start the bits of a sum are a float32 (`first_sum`): no conversion is needed.
                         start = const_vector(i32x16, [first_sum()] * 16)
                         if not with_min and not signed:
                             start = e.splat_i32(e.offset(rows[t], first_at, 4 * half))
@@ -106,10 +111,11 @@ def quant_tile(mode, bias, nt, nv=1):
                             codes_at = [e.offset(p, e.times(i, 64 * per_round), header + 64 * j) for p in blocks]
                             multiply(dots, codes_at, e.offset(q, e.times(i, 4 * per_round), 4 * j))
                     scales, d = floats(64 * half), [e.splat_f32(e.offset(row, d_at)) for row in rows]
+                    # What the start adds to a sum goes away in the multiplication by the scale, as its addend.
                     surplus = [builder.fmul(s, const_vector(f32x16, [-FIRST_SUM_F32] * 16)) for s in scales]
                     for t, v in pairs:
                         dot = builder.load(dots[t, v])
-                        if first_sum():  # no registers are left to keep sums of a half
+                        if first_sum():  # added per half, since no registers are left to keep the sums of one
                             part = e.fma(builder.bitcast(dot, llvm_type(f32x16)), scales[v], surplus[v])
                             add(part, d[t], acc[t, v])
                         else:
@@ -132,12 +138,12 @@ def quant_tile(mode, bias, nt, nv=1):
 
 
 def _plus(e, total, value, factor):
-    """total, if there is one yet, plus value * factor."""
+    """Return value * factor, added to the total if there is one."""
     return e.b.fmul(value, factor) if total is None else e.fma(value, factor, total)
 
 
 def tile_scale(builder, x):
-    """Scales as a tile holds them: of 22 bits, so that their products with FIRST_SUM_F32 are exact."""
+    """Cut scales to 22 bits, as tiles hold them, so that their products with FIRST_SUM_F32 are exact."""
     if not first_sum():
         return x
     ints = ir.VectorType(ir.IntType(32), x.type.count)
@@ -146,10 +152,10 @@ def tile_scale(builder, x):
 
 @functools.cache
 def float_tile(nv, nt, pairs=False):
-    """micro(tile, k, a, a_stride, out, out_stride, n_lanes, more): out[t] (+)= tile . a[t].
+    """Return micro(tile, k, a, a_stride, out, out_stride, n_lanes, more): out[t] (+)= tile . a[t].
 
-    more != 0 adds to what `out` holds (later chunks of columns). n_lanes <= 16*nv rows are stored. `pairs`: tile and
-    activations are bfloat16, k counts pairs of columns.
+    more != 0 adds to the old value of `out` (later chunks of columns). n_lanes <= 16*nv rows are stored. `pairs`: tile
+    and activations are bfloat16, k counts pairs of columns.
     """
 
     @intrinsic
@@ -181,10 +187,10 @@ def float_tile(nv, nt, pairs=False):
 
 @functools.cache
 def pair_tile(nv, nt):
-    """micro(tile, n_blocks, a, a_stride, out, out_stride, n_lanes, more): out[t] (+)= tile . a[t].
+    """Return micro(tile, n_blocks, a, a_stride, out, out_stride, n_lanes, more): out[t] (+)= tile . a[t].
 
-    Blocks are of PAIRS_BLOCK columns; `a` points at their scales in the first of nt activation rows, integers follow.
-    more != 0 adds to what `out` holds. n_lanes <= 16*nv rows are stored.
+    Blocks have PAIRS_BLOCK columns; `a` points at their scales in the first of nt activation rows, integers follow.
+    more != 0 adds to the old value of `out`. n_lanes <= 16*nv rows are stored.
     """
     steps, unrolled = PAIRS_BLOCK // 2 - 1, 7  # and a last step
     assert steps % unrolled == 0
@@ -197,6 +203,7 @@ def pair_tile(nv, nt):
             e = Emitter(builder)
             rows = [e.opaque(e.offset(a, e.times(a_stride, t))) for t in range(nt)]
             outs = {(t, v): e.offset(out, e.times(out_stride, t), 64 * v) for t, v in pairs}
+            # Float sums stay in memory, hidden from LLVM, while registers hold the integer sums of a block.
             room = e.opaque(e.room(64 * len(pairs)))
             acc = {tv: e.offset(room, 64 * i) for i, tv in enumerate(pairs)}
             for at in acc.values():
@@ -237,7 +244,7 @@ def pair_tile(nv, nt):
 
 
 def _add_or_store(e, acc, outs, n_lanes, more):
-    """Sums (t, v) to their places; more != 0 adds what is there."""
+    """Store sums (t, v) at their places; more != 0 adds the old values."""
     with e.b.if_then(e.b.icmp_signed("!=", more, e.int(0))):
         for tv, slot in acc.items():
             old = _load_first(e, outs[tv], e.offset(n_lanes, -16 * tv[1]))
@@ -247,7 +254,7 @@ def _add_or_store(e, acc, outs, n_lanes, more):
 
 
 def _load_first(e, address, n):
-    """First n lanes of 16 floats, zeros elsewhere (never reads past them)."""
+    """Load the first n lanes of 16 floats, zeros elsewhere; never read past them."""
     mask = e.b.icmp_signed(
         "<", vec.const_vector(i32x16, range(16)), vec.splat_value(e.b, i32x16, e.b.trunc(n, ir.IntType(32)))
     )
@@ -258,7 +265,7 @@ def _load_first(e, address, n):
 
 @functools.cache
 def unpack_float16(kind):
-    """unpack(src, row_bytes, n_valid, dst, dst_stride): 16 rows x 16 columns of `kind` to f32 [column][row].
+    """Return unpack(src, row_bytes, n_valid, dst, dst_stride): 16 rows x 16 columns of `kind` to f32 [column][row].
 
     Rows from n_valid on are read from the last valid row, so nothing outside the tensor is touched.
     """
@@ -279,14 +286,14 @@ def unpack_float16(kind):
 
 
 def row_addresses(e, first, row_bytes, n):
-    """Where 16 rows begin; the last of n <= 16 rows is repeated."""
+    """Return the addresses of 16 rows; the last of n <= 16 rows is repeated."""
     last = e.offset(n, -1)
     indices = [e.b.select(e.b.icmp_signed("<", e.int(r), n), e.int(r), last) for r in range(16)]
     return [e.offset(first, e.b.mul(index, row_bytes)) for index in indices]
 
 
 def load_floats(e, kind, address):
-    """16 floats of a stored kind as f32x16."""
+    """Load 16 floats of a stored kind as f32x16."""
     if kind == "f32":
         return e.load(f32x16, address)
     bits = e.b.load(vec.pointer(e.b, address, ir.VectorType(ir.IntType(16), 16)), align=1)

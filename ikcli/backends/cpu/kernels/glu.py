@@ -1,4 +1,4 @@
-"""Activation functions of vectors and numbers, alone and with a gate (`graph/activations.py` says what they mean)."""
+"""Activation functions of vectors and numbers, alone and with a gate (defined in `graph/activations.py`)."""
 
 import math
 
@@ -40,7 +40,7 @@ _GELU_SLOPE, _GELU_CUBED, _QUICK = _F(GELU_SLOPE), _F(GELU_SLOPE * GELU_CUBE), _
 
 @inline
 def vsigmoid_times(x, y):
-    """x * sigmoid(y); y of any size."""
+    """Return x * sigmoid(y); y of any size."""
     y = vmin(vmax(y, splat_f32x16(-_FAR)), splat_f32x16(_FAR))
     return vdiv(x, vadd(splat_f32x16(_F1), vexp(vsub(splat_f32x16(_F0), y))))
 
@@ -52,7 +52,7 @@ def sigmoid_times(x, y):
 
 @inline
 def vkept(x, y):
-    """y, or NaN where x is NaN or without end: minimum and maximum lose it."""
+    """Return y, or NaN where x is NaN or infinite, which minimum and maximum would lose."""
     return vfma(vsub(x, x), splat_f32x16(_F0), y)
 
 
@@ -79,7 +79,7 @@ def gelu(x):
 
 @inline
 def vgelu_erf(x):
-    """x/2 * erfc(-x/sqrt(2)); erfc of |x| as t * e**(P(t) - x**2/2), whose relative error is about 1e-7."""
+    """Return x/2 * erfc(-x/sqrt(2)); erfc of |x| as t * e**(P(t) - x**2/2), whose relative error is about 1e-7."""
     size = vmin(vabs(x), splat_f32x16(_FAR))
     t = vdiv(splat_f32x16(_F1), vfma(size, splat_f32x16(_ERFC_STEP), splat_f32x16(_F1)))
     p = vfma(splat_f32x16(_ERFC[0]), t, splat_f32x16(_ERFC[1]))
@@ -141,7 +141,7 @@ _UNARY = {
 
 
 def _gated(kind, limited):
-    """(vector, scalar) functions of (gate, up, limit, alpha)."""
+    """Return (vector, scalar) functions of (gate, up, limit, alpha)."""
     if kind == "swiglu_oai":
         return _oai(limited)
     vact, act = _UNARY[kind]
@@ -197,7 +197,7 @@ def _oai(limited):
 
 
 def glu_span(kind, limited):
-    """(out, gate, up, lo, hi, limit, alpha): elements lo to hi of `Glu`."""
+    """Return a function of (out, gate, up, lo, hi, limit, alpha): elements lo to hi of `Glu`."""
     vglu, glu = _gated(kind, limited)
 
     @inline

@@ -1,4 +1,4 @@
-"""Grids of IQ1, IQ2 and IQ3 types as kernels want them, for rows that stand alone and interleaved ones (`_r4`)."""
+"""Build the grids of IQ1, IQ2 and IQ3 types for kernels of plain rows and of interleaved ones (`_r4`)."""
 
 from ikcli.backends.cpu.kernels import grid_shuffle
 from ikcli.native import isa
@@ -10,12 +10,12 @@ def _rows(name):
 
 
 def points(name, factor=1):
-    """Grid points as integers of one byte per coordinate, first coordinate lowest."""
+    """Return grid points as integers of one byte per coordinate, first coordinate lowest."""
     return [sum((int(x) & 255) << 8 * i for i, x in enumerate(row)) for row in (_rows(name) * factor).astype(int)]
 
 
 def packed(name):
-    """(points as 16-bit words, levels, bits of a level)."""
+    """Return (points as 16-bit words, levels, bits of a level)."""
     rows = _rows(name).astype(int)
     levels = sorted({int(x) for x in rows.flat})
     bits = 2 if rows.shape[1] == 8 else 3
@@ -23,5 +23,5 @@ def packed(name):
 
 
 def most_magnitude(name):
-    """The largest coordinate, where signs are kept apart from magnitudes: on plain AVX2; otherwise 0."""
+    """Return the largest coordinate where signs are kept apart from magnitudes (on plain AVX2), otherwise 0."""
     return int(_rows(name).max()) if isa.current().plain_avx2 else 0

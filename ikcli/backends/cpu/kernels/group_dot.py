@@ -1,4 +1,4 @@
-"""A group of interleaved weight rows times a few quantized activation rows, straight from memory (generation).
+"""Multiply a group of interleaved weight rows by a few quantized activation rows, straight from memory (generation).
 
 The group is decoded once for all of them; each result is the same, bit for bit, as that of the activation row alone.
 """
@@ -21,7 +21,7 @@ from ikcli.native.simd.vec import f32x8, f32x16, i8x64, i32x8, i32x16, llvm_type
 
 @functools.cache
 def group_dot(fmt, n_tokens):
-    """dot(w, a, a_stride, k, out, out_stride): out[t][0:rows] for n_tokens activation rows (strides in bytes)."""
+    """Return dot(w, a, a_stride, k, out, out_stride): out[t][0:rows] for n_tokens activation rows."""
     mode = fmt.mode
     assert fmt.rows == 4 or mode.endswith("32")
 
@@ -54,7 +54,10 @@ def group_dot(fmt, n_tokens):
 
 
 def _lanes_of_sums(fmt):
-    """8 on plain AVX2 where both halves of the vectors of codes have the same scales, so that they can be added."""
+    """Return 8 on plain AVX2 where both halves of the vectors of codes have the same scales, so that they can be added.
+
+    Else 16.
+    """
     runs = fmt.runs()
     return 8 if isa.current().plain_avx2 and runs[:8] == runs[8:] else 16
 
@@ -74,7 +77,10 @@ class _Token:
             self.starts = without_bias(e, fmt, e.load(i32x16, e.offset(row.sums_at, e.times(i, 64))))
 
     def started(self, e, w, u):
-        """Integer sums of unit u without products: what codes of zero contribute, negated, if each lane has its own."""
+        """Return the start values of unit u's integer sums.
+
+        They are the negated contribution of zero codes, if each lane has its own.
+        """
         if self.starts is None:
             return e.zero(i32x8 if self.lanes == 8 else i32x16)
         lanes = [2 * (self.fmt.unit * u + block) + half for block, half, _ in self.fmt.runs()]
@@ -83,13 +89,13 @@ class _Token:
         return e.pick(plain, lanes) if on is None else e.b.select(on, e.pick(shifted, lanes), e.pick(plain, lanes))
 
     def scale(self, u):
-        """The scales of unit u in the lanes of a sum."""
+        """Return the scales of unit u in the lanes of a sum."""
         if self.fmt.unit == 1 and self.valid is None:
             return self.e.pick(self.e.splat_f32(self.e.offset(self.d_at, 4 * u)), range(self.lanes))
         return self.e.pick(self.d, [self.fmt.unit * u + block for block, _, _ in self.fmt.runs()[: self.lanes]])
 
     def groups(self, u, lanes):
-        """Column groups of unit u as lanes of a vector of codes want them."""
+        """Return column groups of unit u in the lane order of a vector of codes."""
         if self.fmt.in_quarters:
             at = self.e.offset(self.second_at, 64 * lanes[0][0] + 16 * u)
             v = self.e.b.load(self.e.vector_pointer(at, 32, 4), align=1)
@@ -101,11 +107,12 @@ class _Token:
         return self.e.b.bitcast(self.e.pick(v, [g for g, _ in lanes]), llvm_type(i8x64))
 
     def add(self, x, y):
-        """x * y to the sum of the step."""
+        """Add x * y to the sum of the step."""
+        # In order: LLVM would mix the units of a step until registers spill.
         self.sum = self.e.in_order(self._sum(self.sum, x, y))
 
     def add_low(self, x, y):
-        """x * y to the sum of the minima."""
+        """Add x * y to the sum of the minima."""
         self.low = self._sum(self.low, x, y)
 
     def _sum(self, total, x, y):
@@ -114,7 +121,7 @@ class _Token:
         return total
 
     def finish(self, total, d, dmin):
-        """The step to the sum of all steps."""
+        """Add the step to the sum of all steps."""
         e, rows = self.e, [r for _, r in self.fmt.dot_lanes()[0][: self.lanes]]
         v = e.b.load(total)
         v = e.b.fadd(v, self.sum) if d is None else e.fused(self.sum, e.pick(d, rows), v)
@@ -163,12 +170,12 @@ def _dot_step(e, fmt, mode, w, row, tokens):
 
 
 def _sum_lanes(fmt, part):
-    """Which sums of activations belong to the scales 16*part.. (or minima)."""
+    """Return which sums of activations belong to the scales 16*part.. (or minima)."""
     return [(16 * part + i) // fmt.rows for i in range(16)]
 
 
 def _offsets(e, fmt, w, part):
-    """What a code that stands for zero contributes, negated, in 16 lanes: -bias, or shift - bias."""
+    """Return the negated contribution of a code that stands for zero, in 16 lanes: -bias, or shift - bias."""
     plain, shifted = (ir.Constant(llvm_type(f32x16), [x] * 16) for x in (-1.0 * fmt.bias, 1.0 * fmt.shift - fmt.bias))
     on = fmt.shifted_lanes(e, w, part)
     return plain if on is None else e.b.select(on, shifted, plain)

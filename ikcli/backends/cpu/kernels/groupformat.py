@@ -1,4 +1,4 @@
-"""Row-interleaved weight formats, described once and used twice (as `rowformat.py` does for plain rows).
+"""Describe row-interleaved weight formats, once for two uses (as `rowformat.py` does for plain rows).
 
 A group of R rows (4, 8 or 16) stores its codes in runs of four columns of all rows, so 64 bytes are 16/R column groups
 of R rows, and neither use has to move bytes between lanes:
@@ -8,9 +8,9 @@ of R rows, and neither use has to move bytes between lanes:
 
 A format's codes are `value + bias` (symmetric modes) and come as vectors of 16/R column groups in the order it names.
 Column group g of a unit, of one or two blocks of 32 columns, is columns 4g .. 4g+3 of it. In four-row formats g = 8p +
-4a + 2h + c: of one block, vector h holds its groups in chunk 2c + a (ORDER4); of two, vector 2h + c holds its groups
-in chunk 2p + a (PAIR4), where each lane is one row of 16 columns, as are the scales of modes *16.
-Layouts: `quant/interleave.py`.
+4a + 2h + c: of one block, vector h holds its groups in chunk 2c + a (ORDER4); of two, vector 2h + c holds its groups in
+chunk 2p + a (PAIR4), where each lane is one row of 16 columns, as are the scales of modes *16. Layouts:
+`quant/interleave.py`.
 """
 
 import functools
@@ -39,21 +39,21 @@ class GroupEmitter(RowEmitter):
     """Operations that descriptions of interleaved formats are made of."""
 
     def halves(self, address, count):
-        """Adjacent half floats as f32."""
+        """Load adjacent half floats as f32."""
         return half_to_f32(self.b, self.b.load(pointer(self.b, address, ir.VectorType(_I16, count)), align=1))
 
     def field(self, v, shift, width):
-        """`width` bits from bit `shift` of every lane."""
+        """Return `width` bits from bit `shift` of every lane."""
         bits = v.type.element.width
         return self.all_and(self.b.lshr(v, self.constants([shift] * v.type.count, bits)), (1 << width) - 1)
 
     def both(self, low, high, n_low):
-        """low | high << n_low."""
+        """Return low | high << n_low."""
         shifts = self.constants([n_low] * high.type.count, high.type.element.width)
         return self.b.or_(low, self.b.shl(high, shifts))
 
     def centred(self, v, middle):
-        """Unsigned lanes minus a constant, as floats; bytes only if the differences are signed bytes."""
+        """Subtract a constant from unsigned lanes, as floats; in bytes only if the differences are signed bytes."""
         width, count = v.type.element.width, v.type.count
         if middle:
             v = self.b.sub(v, self.constants([middle] * count, width))
@@ -62,50 +62,56 @@ class GroupEmitter(RowEmitter):
         return self.ints_to_f32(v)
 
     def affine(self, v, a, b):
-        """a*v + b of unsigned lanes, as floats."""
+        """Return a*v + b of unsigned lanes, as floats."""
         x = self.centred(v, 0)
         return self.fused(x, ir.Constant(x.type, [a] * x.type.count), ir.Constant(x.type, [b] * x.type.count))
 
     def ones(self):
-        """16 floats."""
+        """Return 16 floats of 1."""
         return ir.Constant(llvm_type(f32x16), [1.0] * 16)
 
     def repeated(self, v, times):
-        """All lanes of v, `times` times."""
+        """Repeat all lanes of v `times` times."""
         return self.pick(v, list(range(v.type.count)) * times)
 
     def split(self, v, n):
-        """v in pieces of n lanes."""
+        """Split v into pieces of n lanes."""
         return [self.pick(v, range(i, i + n)) for i in range(0, v.type.count, n)]
 
     def sixteens(self, parts):
-        """Vectors of equal length as vectors of 16 lanes, each made when asked for."""
+        """Yield vectors of equal length as vectors of 16 lanes, each made on demand."""
         parts = iter(parts)
         for first in parts:
             yield self.joined([first, *itertools.islice(parts, 16 // first.type.count - 1)])
 
     # --- codes of four-row formats: vector v of one block, or (`pair_`) of two ----------------------------------------
     def nibbles(self, address, v):
-        """4-bit codes: byte 32c + 16a + 4*row + i, nibble h."""
+        """Return 4-bit codes: byte 32c + 16a + 4*row + i, nibble h."""
         return self.bits(self.load(i8x64, address), [4 * v] * 4, 4)
 
     def pair_nibbles(self, address, v):
-        """As `nibbles`."""
+        """Return the codes of two blocks as `nibbles` does."""
         return self.bits(self._two_blocks(address, v), [4 * (v // 2)] * 4, 4)
 
     def _two_blocks(self, address, v):
         return self.join(*(self.load(i8x32, self.offset(address, 64 * p + 32 * (v % 2))) for p in range(2)))
 
     def pairs(self, address, v, h=2, c=1, to=0):
-        """2-bit codes of two blocks, moved to bit `to`: byte 16a + 4*row + i, field h*h + c*c (weights h, c)."""
+        """Return 2-bit codes of two blocks, moved to bit `to`.
+
+        They are in byte 16a + 4*row + i, field h*h + c*c (weights h, c).
+        """
         return self.bits(self.load(i8x64, address), [2 * (h * (v // 2) + c * (v % 2))] * 4, 2, to)
 
     def plane(self, address, v, a, h, c):
-        """Bytes with a bit of each code, and where it is in each 16: byte 4*row + i, bit a*a + h*h + c*c (weights)."""
+        """Return bytes with a bit of each code, and where it is in each 16.
+
+        It is in byte 4*row + i, bit a*a + h*h + c*c (weights).
+        """
         return self.repeated(self.load(i8x16, address), 4), self._planes(v, a, h, c)
 
     def pair_plane(self, address, v, a, h, c):
-        """As `plane`."""
+        """Return the bits of two blocks as `plane` does."""
         return self._two_planes(address), [a * (chunk % 2) + h * (v // 2) + c * (v % 2) for chunk in range(4)]
 
     def _two_planes(self, address):
@@ -116,30 +122,30 @@ class GroupEmitter(RowEmitter):
 
     # --- codes for `value_of`: (vector, first bit of the code), masked only where it has to be ----------------------
     def nibble_codes(self, address, v):
-        """As `nibbles`."""
+        """Return the codes of `nibbles` as `code` does."""
         return self.code(self.load(i8x64, address), 4 * v, 4)
 
     def pair_nibble_codes(self, address, v):
-        """As `pair_nibbles`."""
+        """Return the codes of `pair_nibbles` as `code` does."""
         return self.code(self._two_blocks(address, v), 4 * (v // 2), 4)
 
     def pair_codes(self, address, v):
-        """As `pairs`."""
+        """Return the codes of `pairs` as `code` does."""
         return self.code(self.load(i8x64, address), 2 * v, 2)
 
     def code(self, v, at, width):
-        """Bits at .. at + width - 1 of the bytes of v."""
+        """Return bits at .. at + width - 1 of the bytes of v."""
         if not self.looks_at_six_bits():
             return self.bits(v, [at & 4] * 4, 4), at & 3
         out_of_sight = max(0, at + width - 6)
         return self.shift_right(v, [out_of_sight] * 16) if out_of_sight else v, at - out_of_sight
 
     def looks_at_six_bits(self):
-        """Whether a table of 64 bytes is one instruction."""
+        """Return whether a lookup in a table of 64 bytes is one instruction."""
         return "avx512vbmi" in self.features()
 
     def value_of(self, table, code, width, upper=None):
-        """Entry of a table of byte constants for `width` bits and, above four, a bit of a `plane`."""
+        """Look up a table of byte constants by `width` bits and, above four, a bit of a `plane`."""
         v, at = code
         if upper and not self.looks_at_six_bits():
             return self.entry_with_bit(table, v, *upper)
@@ -150,35 +156,38 @@ class GroupEmitter(RowEmitter):
         return self.scattered(table, places, v)
 
     def scattered(self, table, places, v):
-        """Entries of a table for codes whose bit i is bit places[i] of a byte; no others are seen (`nibble_codes`)."""
+        """Look up a table by codes whose bit i is bit places[i] of a byte.
+
+        The lookup ignores all other bits (`nibble_codes`).
+        """
         size = 64 if self.looks_at_six_bits() else 16 << (max(places) > 3)
         return self.lookup([table[sum((n >> at & 1) << i for i, at in enumerate(places))] for n in range(size)], v)
 
     def with_bits(self, v, bits, mask):
-        """v with the bits of each byte that are in `mask` replaced by those of `bits`, which has no others."""
+        """Replace the bits of each byte of v that are in `mask` by those of `bits`, which has no others."""
         return self.b.or_(self.all_and(v, ~mask & 255), bits)
 
     # --- three-bit codes of two blocks: two bits as `pairs`, the third as `pair_plane` with weights 4, 2, 1 ----------
     def triples(self, low_at, high_at, v):
-        """Vector v of the codes."""
+        """Return vector v of the codes."""
         if self.moves_bits():
             return self.affine_bits(self._two_triples(low_at, high_at, v), [_triple_places(v)] * 4)
         return self.all_and(self._triple_nibbles(low_at, high_at, v), 7)
 
     def triple_values(self, table, low_at, high_at, v):
-        """Entries of a table of 8 byte constants for the codes."""
+        """Look up a table of 8 byte constants by the codes."""
         if self.looks_at_six_bits():
             return self.scattered(table, _triple_places(v), self._two_triples(low_at, high_at, v))
         return self.lookup16(table + [0] * 8, self._triple_nibbles(low_at, high_at, v))
 
     def _two_triples(self, low_at, high_at, v):
-        """The codes of vectors v & 2 (bits 0, 1, 4) and v | 1 (bits 2, 3, 5)."""
+        """Return the codes of vectors v & 2 (bits 0, 1, 4) and v | 1 (bits 2, 3, 5)."""
         low = self.load(i8x64, low_at)
         low = self.shift_right(low, [4] * 16) if v >= 2 else low
         return self.with_bits(low, self.bits(self._two_planes(high_at), [v & 2, 4 + (v & 2)] * 2, 2, to=4), 0x30)
 
     def _triple_nibbles(self, low_at, high_at, v):
-        """The codes of vector v in the lower nibbles; bit 7 is 0, as table lookups need it."""
+        """Return the codes of vector v in the lower nibbles; bit 7 is 0, as table lookups need it."""
         c = v % 2
         both = self.all_and(self.shift_right(self.load(i8x64, low_at), [2 * c] * 16), 0x33)  # of vectors c and c + 2
         thirds = self.bits(self._two_planes(high_at), [0, 4, 0, 4], 4)
@@ -186,18 +195,18 @@ class GroupEmitter(RowEmitter):
         return self.shift_right(both, [4] * 16) if v >= 2 else both
 
     def plane_signs(self, address, v, a, h, c):
-        """As `plane`, as `signs_of_bits`."""
+        """Return the bits of `plane` as `signs_of_bits` does."""
         bytes_, starts = self.plane(address, v, a, h, c)
         return self.signs_of_bits(bytes_, range(64), [start for start in starts for _ in range(16)])
 
     def added(self, codes, on, amount):
-        """codes + amount in the 32-bit lanes where `on` (<16 x i1>)."""
+        """Return codes + amount in the 32-bit lanes where `on` (<16 x i1>) is set."""
         some = self.ints([amount * 0x01010101] * 16, i32x16)
         return self.b.add(codes, self.b.bitcast(self.b.select(on, some, self.zero(i32x16)), llvm_type(i8x64)))
 
 
 def _triple_places(v):
-    """Where `_two_triples` has the bits of a code of vector v."""
+    """Return where `_two_triples` has the bits of a code of vector v."""
     return [2 * (v % 2), 2 * (v % 2) + 1, 4 + v % 2]
 
 
@@ -212,67 +221,73 @@ class GroupFormat(WeightFormat):
 
     @property
     def bias(self):
-        """code - bias is a value (symmetric modes); 0, for signed bytes, or a power of two. See `RowFormat.bias`."""
+        """Return the bias: code - bias is a value (symmetric modes).
+
+        It is 0, for signed bytes, or a power of two. See `RowFormat.bias`.
+        """
         return 0 if isa.current().plain_avx2 else 128
 
     def header(self, e, w):
-        """Reads the headers of the rows."""
+        """Read the headers of the rows."""
 
     def codes(self, e, w, u, v):
-        """Vector v of the codes of unit u as i8x64."""
+        """Return vector v of the codes of unit u as i8x64."""
         raise NotImplementedError
 
     def dot_codes(self, e, w, u, v):
-        """As codes, but `shift` smaller in the `shifted_lanes`."""
+        """Return the codes, but `shift` smaller in the `shifted_lanes`."""
         return self.codes(e, w, u, v)
 
     def shifted_lanes(self, e, w, part):
-        """Mask, in the order of the scales, of lanes 16*part.. whose `dot_codes` are too small, or None."""
+        """Return a mask of lanes 16*part.. whose `dot_codes` are too small, in the order of the scales, or None."""
 
     def scales(self, e, w, row):
-        """Yields f32x16 vectors of the scales without `d`: by block, by row; modes *16: by block, by half, by row.
+        """Yield f32x16 vectors of the scales without `d`: by block, by row; modes *16: by block, by half, by row.
 
-        They are asked for one by one, between the codes, so that memory is read in order.
+        The caller takes them one by one, between the codes, so that memory is read in order.
         """
         raise NotImplementedError
 
     def minima(self, e, w, row):
-        """As scales, without `dmin`, for modes m32 and m16."""
+        """Yield the minima like the scales, without `dmin`, for modes m32 and m16."""
         raise NotImplementedError
 
     def d(self, e, w, row):
-        """f32 lanes, one per row, that all scales are to be multiplied with, or None."""
+        """Return f32 lanes, one per row, that multiply all scales, or None."""
 
     def dmin(self, e, w, row):
-        """As d, for the minima."""
+        """Return the same for the minima."""
 
     def most_magnitude(self):
-        """0, or the largest magnitude of a value if `dot_codes` yields magnitudes and signs (1 or -1)."""
+        """Return 0, or the largest magnitude of a value if `dot_codes` yields magnitudes and signs (1 or -1)."""
         return 0
 
     def dot_lanes(self):
-        """(column group, row) of each run of four columns of the vectors of `dot_codes`."""
+        """Return (column group, row) of each run of four columns of the vectors of `dot_codes`."""
         return [[(g, r) for g in order for r in range(self.rows)] for order in self.order]
 
     def scale_lanes(self, mode):
-        """Scales of a block of 32 columns."""
+        """Return the scales of a block of 32 columns."""
         return self.rows * (2 if mode.endswith("16") else 1)
 
     def runs(self):
-        """(block in its unit, half of that, row) of each run of four columns of the vectors of `dot_codes`."""
+        """Return (block in its unit, half of that, row) of each run of four columns of the vectors of `dot_codes`."""
         return [(g // 8, g % 8 // 4, r) for g, r in self.dot_lanes()[0]]
 
 
 @functools.cache
 def unpack_group(fmt):
-    """unpack(w, tile, r, k): lanes r .. r+rows-1 of the tile; writes whole steps (the tile has room for them)."""
+    """Return unpack(w, tile, r, k): lanes r .. r+rows-1 of the tile.
+
+    It writes whole steps, for which the tile has room.
+    """
     mode = fmt.mode
     header, block_bytes = LAYOUT[mode]
     halves = 2 if mode.endswith("16") else 1
     rows = fmt.rows
 
     def put(e, parts, d, to, made=lambda builder, x: x):
-        """Scales or minima of 8 blocks."""
+        """Store scales or minima of 8 blocks."""
         for n, values in enumerate(parts):
             values = values if d is None else e.mul(values, e.repeated(d, 16 // rows))
             for i, x in enumerate(e.split(made(e.b, values), rows)):

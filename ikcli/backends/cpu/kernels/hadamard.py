@@ -1,7 +1,7 @@
-"""Walsh-Hadamard transform of head vectors, in blocks of powers of two, scaled to be its own inverse.
+"""Transform head vectors by Walsh-Hadamard, in blocks of powers of two, scaled to be its own inverse.
 
-Spreads outliers evenly over a head before it is quantized; with q and k both transformed their dot product is the
-same. Butterflies: inside a vector by lane shuffles, then between vectors.
+The transform spreads outliers evenly over a head before it is quantized. With q and k both transformed, their dot
+product is the same. Butterflies run inside a vector by lane shuffles, then between vectors.
 """
 
 import math
@@ -31,7 +31,7 @@ _F1 = np.float32(1.0)
 
 @inline
 def transform_small(dst, src, n, scale):
-    """n < 16."""
+    """Transform n < 16 elements."""
     for i in range(n):
         st_f32(dst + 4 * i, ld_f32(src + 4 * i) * scale)
     half = 1
@@ -46,7 +46,7 @@ def transform_small(dst, src, n, scale):
 
 @inline
 def transform(dst, src, n, scale):
-    """n a power of two, at least 16."""
+    """Transform n elements, a power of two, at least 16."""
     factor = splat_f32x16(scale)
     for i in range(0, n, 16):
         store_f32x16(dst + 4 * i, hadamard16(vmul(load_f32x16(src + 4 * i), factor)))

@@ -1,8 +1,8 @@
-"""KV cache rows: reading and writing elements of every cache type, the kv_store and kv_rows kernels.
+"""Read and write KV cache rows: elements of every cache type, the kv_store and kv_rows kernels.
 
 A cache row holds `cols` elements of f32, f16 or bf16, or quantized (kv_blocks.py). A new cache type needs two device
-functions: 16 elements as f32 (at an index that is a multiple of 16 for block types) and storing a run of f32; types
-whose elements can be addressed one by one also `_LOAD1`.
+functions: one returns 16 elements as f32 (at an index that is a multiple of 16 for block types), one stores a run of
+f32. Types whose elements can be addressed one by one also need `_LOAD1`.
 """
 
 from ikcli.backends.cpu.kernels import kv_blocks
@@ -27,7 +27,7 @@ from ikcli.native.simd.vec import ld_f32, ld_i64, load_f32x16, st_f32, store_f32
 
 # --- 16 elements, one element ----------------------------------------------------------------------------------------
 def _make_at(load, size):
-    """at(row, i): what begins with element i."""
+    """Return at(row, i): the address of element i."""
 
     @inline
     def at(row, i):
@@ -43,7 +43,7 @@ _GEOMETRY = {"f32": (0, 1, 4), "f16": (0, 1, 2), "bf16": (0, 1, 2), **kv_blocks.
 
 
 def make_load_tail(type_):
-    """load_tail(dst, row, i, n): fewer than 16 elements as f32; slices of block types have none."""
+    """Return load_tail(dst, row, i, n): fewer than 16 elements as f32; slices of block types have none."""
     if type_ not in _LOAD1:
 
         @inline
@@ -62,7 +62,10 @@ def make_load_tail(type_):
 
 
 def make_stage(type_):
-    """stage(dst, chunk_bytes, row, i, n): elements [i, i+n) of a row as f32, 16 at every chunk_bytes, zero padded."""
+    """Return stage(dst, chunk_bytes, row, i, n): elements [i, i+n) of a row as f32, zero padded.
+
+    Every chunk_bytes hold 16 elements.
+    """
     load16, load_tail = LOAD16[type_], make_load_tail(type_)
 
     @inline
@@ -86,7 +89,7 @@ def make_stage(type_):
 
 
 def make_prefetch_row(type_):
-    """prefetch_row(row, i, n): ask for the cache lines of elements [i, i+n)."""
+    """Return prefetch_row(row, i, n), which prefetches the cache lines of elements [i, i+n)."""
     header, block, size = _GEOMETRY[type_]
 
     @inline

@@ -1,9 +1,9 @@
-"""Quantized rows of the KV cache: q8_0 q8_KV q6_0 q5_0 q5_1 q4_0 q4_1 iq4_nl; reading 16 elements, storing a run.
+"""Read and write quantized rows of the KV cache: q8_0 q8_KV q6_0 q5_0 q5_1 q4_0 q4_1 iq4_nl.
 
 Layouts are those of the weight types of the same names (ggml-common.h): blocks of 32 with a half-float scale, and with
 a minimum in the _1 types; q8_KV has one scale for the whole row. Scales (and minima) minimise the squared error of a
-block: a few scales around the extreme value are tried, codes rounded for each, the best refined once by least squares.
-A NaN or infinity is lost in codes and maxima, so it goes into the scale, where it will be seen.
+block: a few scales around the extreme value are tried, codes are rounded for each, and the best is refined once by
+least squares. A NaN or infinity would be lost in codes and maxima, so it goes into the scale, where it will be seen.
 """
 
 import numpy as np
@@ -69,7 +69,7 @@ _iq4_code = make_count_above((IQ4_NL_VALUES[1:] + IQ4_NL_VALUES[:-1]) / 2)
 # --- 16 elements, from an index that is a multiple of 16 -------------------------------------------------------------
 @inline
 def _nibbles(qs, i):
-    """Codes of a half of a block, whose low nibbles are elements 0..15."""
+    """Return codes of a half of a block, whose low nibbles are elements 0..15."""
     return vand(vlshr(zext_i8x16_i32(load_i8x16(qs)), (i & 16) >> 2), splat_i32x16(15))
 
 
@@ -180,7 +180,7 @@ def _pack_q4_1(block, a, b):
 # --- storing ---------------------------------------------------------------------------------------------------------
 @inline
 def _nan_of(x, y):
-    """0, or NaN if a lane is NaN or infinite."""
+    """Return 0, or NaN if a lane is NaN or infinite."""
     return reduce_add(vmul(vadd(x, y), splat_f32x16(_F0)))
 
 
@@ -204,7 +204,7 @@ def _store_q8_0(row, i, src, n):
 
 @inline
 def _store_q8_kv(row, i, src, n):
-    """A whole row: i is 0."""
+    """Store a whole row: i is 0."""
     top, nan = zero_f32x16(), zero_f32x16()
     for j in range(0, n, 16):
         x = load_f32x16(src + 4 * j)
@@ -222,7 +222,7 @@ def _store_q8_kv(row, i, src, n):
 
 
 def _make_symmetric(zero):
-    """code(x), level(code) of codes 0..2*zero-1 for the levels -zero..zero-1."""
+    """Return code(x), level(code) of codes 0..2*zero-1 for the levels -zero..zero-1."""
     lowest, highest = np.float32(-zero), np.float32(zero - 1)
 
     @inline
@@ -238,18 +238,21 @@ def _make_symmetric(zero):
 
 
 def _make_store_scaled(block_bytes, code, level, lowest, highest, pack):
-    """One scale per block; the extreme value may get a level around the lowest or the highest one."""
+    """Return a store with one scale per block.
+
+    The extreme value may get a level around the lowest or the highest one.
+    """
 
     @inline
     def products(x, y, inverse):
-        """Sum of x * level, sum of level**2."""
+        """Return the sum of x * level, and the sum of level**2."""
         scale = splat_f32x16(inverse)
         a, b = level(code(vmul(x, scale))), level(code(vmul(y, scale)))
         return reduce_add(vfma(x, a, vmul(y, b))), reduce_add(vfma(a, a, vmul(b, b)))
 
     @inline
     def best_scale(x, y, extreme):
-        """(scale, inverse of the scale that the codes are rounded with)."""
+        """Return (scale, inverse of the scale that the codes are rounded with)."""
         top_xl, top_ll, best = _F0, _F1, _F0
         for k in range(7):
             if k == 6:
@@ -282,7 +285,10 @@ def _make_store_scaled(block_bytes, code, level, lowest, highest, pack):
 
 
 def _make_store_range(block_bytes, highest, pack):
-    """Scale and minimum per block: ranges a little inside the smallest and largest value are tried."""
+    """Return a store with scale and minimum per block.
+
+    It tries ranges a little inside the smallest and largest value.
+    """
     top_code = np.float32(highest)
 
     @inline
@@ -292,7 +298,7 @@ def _make_store_range(block_bytes, highest, pack):
 
     @inline
     def fit(x, y, low, inverse, mean):
-        """32 * covariance of values and codes, 32 * variance of the codes, mean code."""
+        """Return 32 * covariance of values and codes, 32 * variance of the codes, mean code."""
         a, b = codes_of(x, low, inverse), codes_of(y, low, inverse)
         mid = reduce_add(vadd(a, b)) / _F32
         m, c = splat_f32x16(mean), splat_f32x16(mid)
@@ -301,7 +307,7 @@ def _make_store_range(block_bytes, highest, pack):
 
     @inline
     def best_range(x, y, low, width):
-        """(scale, minimum, low end and inverse scale that the codes are rounded with)."""
+        """Return (scale, minimum, low end and inverse scale that the codes are rounded with)."""
         mean = reduce_add(vadd(x, y)) / _F32
         top_cov, top_var, top_mid, best_low, best = _F0, _F1, _F0, low, _F0
         for k in range(4):

@@ -1,8 +1,8 @@
 """mul_mat for every weight type (named as in `formats.py`), dense and by expert.
 
-Blocks of weight rows are the work items. With few activation rows each weight row is dotted straight from memory; with
-more, the block is unpacked once into tiles that all activation rows then share. Both give the same result for a row
-whatever the other rows are, but not the same as each other; a program says what "few" means.
+Blocks of weight rows are the work items. With few activation rows each weight row is dotted straight from memory. With
+more, the block is dequantized once into tiles that all activation rows then share. Both are batch-invariant: the result
+of a row does not depend on the other rows. They differ from each other; a program defines "few".
 """
 
 from ikcli.backends.cpu.kernels.basic import swiglu_span
@@ -26,19 +26,21 @@ from ikcli.backends.cpu.tile_modes import (
 from ikcli.native.jit import inline
 from ikcli.native.simd.vec import ld_i64
 
-_FIRST_LEVEL = 31 << 10  # bytes of tiles that stay in that cache, beside activations
-_ALL_BLOCKS = 1 << 30  # where products of narrow vectors take longer than tiles from the second level
+_FIRST_LEVEL = 31 << 10  # bytes of tiles that stay in the first-level cache, beside activations
+_ALL_BLOCKS = 1 << 30  # no limit: products of narrow vectors take longer than reading tiles from the second level
 _ITEMS_PER_THREAD = 4  # at least, so that threads end at about the same time
 
 
 def _make_multiply(fmt, n_tiles, most):
-    """multiply(tiles, stride, n, k, a, a_stride, m, out, out_stride): n weight rows in tiles times m activation rows.
+    """Return multiply(tiles, stride, n, k, a, a_stride, m, out, out_stride).
 
-    At most `most` activation rows, a power of two, at a time, and as many columns as keep the tiles in the
-    first-level cache while all activation rows pass; these columns of the rows are read once for all tiles.
+    It multiplies n weight rows in tiles by m activation rows. It takes at most `most` activation rows, a power of two,
+    at a time, and as many columns as keep the tiles in the first-level cache while all activation rows pass. These
+    columns of the rows are read once for all tiles.
     """
     some, height = _make_some(fmt, n_tiles, most), n_tiles * TILE_ROWS
-    # the same for any n_tiles, on which no sum may depend
+    # Computed for TILES_TOGETHER whatever n_tiles is: how columns are divided changes the order of float additions, and
+    # a result must not depend on the number of tiles.
     step_bytes = TILES_TOGETHER * tile_bytes_per_step(fmt.mode)
     at_once = 8 * max(_FIRST_LEVEL // step_bytes, 1) if multiplies_tiles_together() else _ALL_BLOCKS
 
@@ -54,7 +56,8 @@ def _make_multiply(fmt, n_tiles, most):
 
 
 def _make_some(fmt, n_tiles, most):
-    """As `_make_multiply`, of the blocks of 32 columns from `first` on."""
+    """Return `_make_multiply` for the blocks of 32 columns from `first` on."""
+    # One kernel per power of two covers any number of rows with few shapes to compile.
     micro = quant_tile(fmt.mode, tile_bias(fmt), most, n_tiles)
     rest = _make_some(fmt, n_tiles, most // 2) if most > 1 else _nothing
 
@@ -74,11 +77,11 @@ def _nothing(tiles, stride, first, n_blocks, n, k, a, a_stride, m, out, out_stri
 
 
 def _tile_block(type_name):
-    """block(w, row_bytes, n, k, a, a_stride, m, out, out_stride, tiles) by way of tiles of n rows."""
+    """Return block(w, row_bytes, n, k, a, a_stride, m, out, out_stride, tiles), which dequantizes n rows into tiles."""
     fmt = weight_format(type_name)
     unpack, step_bytes = unpack_sixteen(fmt), tile_bytes_per_step(fmt.mode)
     one = _make_multiply(fmt, 1, rows_at_once())
-    # an activation is loaded once for all tiles
+    # Three tiles by four rows take 0.6 loads per dot product, one tile by eight rows 1.1.
     height = TILES_TOGETHER * TILE_ROWS if multiplies_tiles_together() else TILE_ROWS
     together = _make_multiply(fmt, TILES_TOGETHER, 4) if multiplies_tiles_together() else one
 
@@ -95,7 +98,10 @@ def _tile_block(type_name):
 
 
 def _integer_block(type_name):
-    """out[t][r] for n rows, at most those of the tiles, and m activations: straight dots for few activations."""
+    """Return (block, rows of a tile): out[t][r] for n rows, at most those of the tiles, and m activations.
+
+    For few activations the block uses straight dots.
+    """
     fmt = weight_format(type_name)
     rows, dots, by_tile = fmt.rows, few_dots(fmt), _tile_block(type_name)
 
@@ -111,13 +117,13 @@ def _integer_block(type_name):
 
 
 def _block(type_name, activations=""):
-    """(block, rows of a tile)."""
+    """Return (block, rows of a tile)."""
     return float_block(type_name, activations) if is_float(type_name) else _integer_block(type_name)
 
 
 @inline
 def item_rows(height, n_tiles, streaming, n_w, nth):
-    """Weight rows of a work item: of all tiles if that leaves enough items."""
+    """Return the weight rows of a work item: those of all tiles if that leaves enough items."""
     if not streaming:
         for n in TILE_COUNTS:
             if n <= n_tiles and n_w >= _ITEMS_PER_THREAD * nth * n * height:
@@ -126,7 +132,7 @@ def item_rows(height, n_tiles, streaming, n_w, nth):
 
 
 def make_mul_mat(type_name, activations=""):
-    """Dense and per-head matmul; `activations`: "f32" where rows of f16 become no integers."""
+    """Return the dense and per-head matmul; `activations`: "f32" where rows of f16 stay floats."""
     block, tile_rows = _block(type_name, activations)
 
     @kernel(MulMatParams)
@@ -159,8 +165,8 @@ def make_mul_mat(type_name, activations=""):
 
 @inline
 def next_items(params, total, nth, streaming):
-    """Range of work items: long runs if the weights are streamed, else one block at a time."""
-    if streaming:
+    """Return a range of work items: long runs if the weights are streamed, else one block at a time."""
+    if streaming:  # each thread reads one stream, which the hardware prefetcher follows past the end of an item
         return next_span(params, total, nth)
     first = next_work(params, 1)
     return first, min(first + 1, total)
@@ -168,7 +174,7 @@ def next_items(params, total, nth, streaming):
 
 @inline
 def next_expert(offsets, n_expert, e):
-    """First expert from e on that has rows, or n_expert."""
+    """Return the first expert from e on that has rows, or n_expert."""
     while e < n_expert and ld_i64(offsets + 8 * (e + 1)) == ld_i64(offsets + 8 * e):
         e += 1
     return e
@@ -176,7 +182,7 @@ def next_expert(offsets, n_expert, e):
 
 @inline
 def locate(offsets, n_expert, per_expert, item):
-    """(expert, block) of a work item; experts without rows have no items."""
+    """Return (expert, block) of a work item; experts without rows have no items."""
     e = next_expert(offsets, n_expert, 0)
     while item >= per_expert:
         item -= per_expert
@@ -186,7 +192,7 @@ def locate(offsets, n_expert, per_expert, item):
 
 @inline
 def count_active(offsets, n_expert):
-    """Experts that have rows."""
+    """Return the number of experts that have rows."""
     total = 0
     for e in range(n_expert):
         if ld_i64(offsets + 8 * (e + 1)) > ld_i64(offsets + 8 * e):
@@ -195,7 +201,7 @@ def count_active(offsets, n_expert):
 
 
 def _by_expert(record, tile_rows, compute):
-    """Kernel that runs `compute` on every block of rows of every expert that has activation rows.
+    """Return a kernel that runs `compute` on every block of rows of every expert that has activation rows.
 
     compute(params, ith, at, n, k, x, m, y, tiles): `at` = bytes into the weights, n rows.
     """
@@ -209,6 +215,7 @@ def _by_expert(record, tile_rows, compute):
         tiles = p.tiles + ith * n_tiles * p.tile_bytes
         n_expert, w_expert, offsets = experts.n_expert, experts.w_expert, experts.offsets
         n_active = count_active(offsets, n_expert)
+        # On average few rows per expert: weights are then read once, straight from memory.
         streaming = ld_i64(offsets + 8 * n_expert) <= few * n_active
         height = item_rows(tile_rows, n_tiles, streaming, n_w * n_active, nth)
         per_expert = (n_w + height - 1) // height
@@ -231,7 +238,7 @@ def _by_expert(record, tile_rows, compute):
 
 
 def make_mul_mat_id(type_name):
-    """Expert matmul over rows sorted by expert."""
+    """Return the expert matmul over rows sorted by expert."""
     block, tile_rows = _block(type_name)
 
     @inline
@@ -244,7 +251,7 @@ def make_mul_mat_id(type_name):
 
 
 def make_up_gate(type_name):
-    """silu(gate) * up by expert."""
+    """Return silu(gate) * up by expert."""
 
     @inline
     def glu(params, out, gate, up, n):
@@ -254,7 +261,7 @@ def make_up_gate(type_name):
 
 
 def make_up_glu(type_name, kind, limited):
-    """Another `Glu` of gate and up."""
+    """Return another `Glu` of gate and up by expert."""
     span = glu_span(kind, limited)
 
     @inline
@@ -265,7 +272,7 @@ def make_up_glu(type_name, kind, limited):
 
 
 def _up_gate(record, type_name, glu):
-    """Both products by expert, made one value by `glu(params, out, gate, up, n)`."""
+    """Return a kernel of both products by expert, combined by `glu(params, out, gate, up, n)`."""
     block, tile_rows = _block(type_name)
 
     @inline

@@ -58,7 +58,7 @@ def probabilities(logits, probs, n, softmax):
 
 @inline
 def drop_groups(scores, n, n_group, n_group_used, group_scores):
-    """Scores of all but the best groups (largest sum of their two best scores) become -inf."""
+    """Set the scores of all but the best groups (largest sum of their two best scores) to -inf."""
     size = n // n_group
     for g in range(n_group):
         best, second = _LOWEST, _LOWEST
@@ -129,7 +129,7 @@ def make_route():
 
 
 def make_sort():
-    """Counting sort by expert, stable."""
+    """Return a stable counting sort by expert."""
 
     @kernel(SortParams)
     def sort(params, ith, nth):
@@ -168,7 +168,7 @@ def make_sort():
 
 
 def make_zero_dropped():
-    """Rows after the sorted ones become zero."""
+    """Return a kernel that zeroes the rows after the sorted ones."""
 
     @kernel(ZeroDroppedParams)
     def zero_dropped(params, ith, nth):
@@ -182,7 +182,7 @@ def make_zero_dropped():
 
 
 def make_add_id():
-    """Sorted rows plus the row of their expert; others are copied."""
+    """Return a kernel that adds the row of their expert to sorted rows and copies others."""
 
     @kernel(AddIdParams)
     def add_id(params, ith, nth):
@@ -200,7 +200,7 @@ def make_add_id():
 
 
 def make_scale_id(by_route):
-    """Sorted rows times a number of their expert or, `by_route`, of their slot; others are copied."""
+    """Return a kernel that scales sorted rows by a number of their expert or, `by_route`, of their slot."""
 
     @kernel(ScaleIdParams)
     def scale_id(params, ith, nth):
@@ -223,7 +223,7 @@ def make_scale_id(by_route):
 
 
 def make_sum(weighted):
-    """out[row] = sum over slots of weight (1 unless `weighted`) * y[position]."""
+    """Return out[row] = sum over slots of weight (1 unless `weighted`) * y[position]."""
 
     @kernel(MoeSumParams)
     def weighted_sum(params, ith, nth):

@@ -1,4 +1,4 @@
-"""Norms of other kinds than `rms_norm` with weights: around the mean, without weights, with bias."""
+"""Norms other than weighted `rms_norm`: around the mean, without weights, with bias."""
 
 import math
 

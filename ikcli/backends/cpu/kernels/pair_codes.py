@@ -1,7 +1,7 @@
-"""Numbers as 16-bit integers in pairs, for products that multiply and add two per lane.
+"""Convert numbers to 16-bit integers in pairs, for products that multiply and add two per lane.
 
-A row, or a part of one, has a scale. By Cauchy and Schwarz no sum of products of two can leave 32 bits, for their norms
-are bounded.
+A row, or a part of one, has a scale. The norms of rows are bounded, so by Cauchy and Schwarz no sum of products can
+leave 32 bits.
 """
 
 import math
@@ -33,36 +33,36 @@ _F0, _F1 = np.float32(0.0), np.float32(1.0)
 
 @inline
 def rounded(x, factor):
-    """x * factor to the nearest integer, even in a tie, in the lower 16 bits of each lane."""
+    """Round x * factor to the nearest integer, even in a tie, in the lower 16 bits of each lane."""
     return bits_f32x16_i32(vfma(x, factor, splat_f32x16(ROUND)))
 
 
 @inline
 def pairs_of(low, high):
-    """The lower 16 bits of two vectors of integers, side by side."""
+    """Put the lower 16 bits of two vectors of integers side by side."""
     return vor(vand(low, splat_i32x16(0xFFFF)), vshl(high, 16))
 
 
 @inline
 def row_factor(norm, top):
-    """What a row is multiplied with before rounding, from its sum of squares and largest magnitude."""
+    """Return the factor on a row before rounding, from its sum of squares and largest magnitude."""
     return min(NORM / np.float32(math.sqrt(norm + TINY)), TOP / (top + TINY))
 
 
 @inline
 def row_scale(norm, factor):
-    """What its sums are multiplied with; NaN for a row that is not finite."""
+    """Return the factor on its sums; NaN for a row that is not finite."""
     return _F1 / factor + _F0 * norm
 
 
 @inline
 def lane_factors(norms, tops):
-    """row_factor of 16 rows."""
+    """Return row_factor of 16 rows."""
     factor = vdiv(splat_f32x16(NORM), vsqrt(vadd(norms, splat_f32x16(TINY))))
     return vmin(factor, vdiv(splat_f32x16(TOP), vadd(tops, splat_f32x16(TINY))))
 
 
 @inline
 def lane_scales(norms, factors):
-    """row_scale of 16 rows."""
+    """Return row_scale of 16 rows."""
     return vfma(norms, zero_f32x16(), vdiv(splat_f32x16(_F1), factors))

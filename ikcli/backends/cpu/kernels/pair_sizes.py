@@ -1,4 +1,4 @@
-"""How large the rows of a tile are that become integers: sums of squares and largest magnitudes (pair_tiles.py).
+"""Measure the rows of a tile that become integers: sums of squares and largest magnitudes (pair_tiles.py).
 
 Rows of f16 and bf16 are squared by products of pairs of bfloat16, 32 numbers at a time, where the CPU has these.
 """
@@ -36,7 +36,10 @@ _CUT = 1 + 2.0**-7  # bounds what three lost digits of a half float may add to i
 
 
 def make_row_size(type_):
-    """row_size(x, step, chunks): sum of squares and largest magnitude of a row, 16 numbers at every `step` of them."""
+    """Return row_size(x, step, chunks): sum of squares and largest magnitude of a row.
+
+    16 numbers lie at every `step`.
+    """
     load = LOAD16[type_]
 
     @inline
@@ -63,12 +66,15 @@ def _fill(t, x):
 
 
 def _short_bf16(builder, bits):
-    """Magnitudes of bfloat16."""
+    """Return magnitudes of bfloat16."""
     return builder.and_(bits, _fill(_I16X32, 0x7FFF))
 
 
 def _short_f16(builder, bits):
-    """Magnitudes of half floats as bfloat16, 2**48 times smaller and cut; of 0 and denormals, 2**-15 or more."""
+    """Return magnitudes of half floats as bfloat16, 2**48 times smaller and truncated.
+
+    0 and denormals give 2**-15 or more.
+    """
     digits = builder.and_(builder.lshr(bits, _fill(_I16X32, 3)), _fill(_I16X32, 0x0FFF))
     return builder.or_(digits, _fill(_I16X32, 0x2000))
 
@@ -78,7 +84,7 @@ def _finish_bf16(builder, sums, tops):
 
 
 def _finish_f16(builder, sums, tops):
-    """Undo what _short_f16 did; NaN for rows with a number that is not finite."""
+    """Undo _short_f16; NaN for rows with a number that is not finite."""
     finite = builder.fcmp_ordered("<", tops, _fill(_F32X4, 2.0**-32))
     sums = builder.fmul(sums, _fill(_F32X4, 2.0**96 * _CUT**2))
     return builder.select(finite, sums, _fill(_F32X4, float("nan"))), builder.fmul(tops, _fill(_F32X4, 2.0**48 * _CUT))
@@ -88,7 +94,10 @@ _SHORT = {"f16": (_short_f16, _finish_f16), "bf16": (_short_bf16, _finish_bf16)}
 
 
 def _make_four_sizes(type_):
-    """four_sizes(x, stride, n_left, n, norms, tops): of 32 * n columns of four rows, of which n_left >= 1 are read."""
+    """Return four_sizes(x, stride, n_left, n, norms, tops) of 32 * n columns of four rows.
+
+    Only n_left >= 1 rows are read.
+    """
     short, finish = _SHORT[type_]
 
     @intrinsic
@@ -127,8 +136,10 @@ def _make_four_sizes(type_):
 
 
 def make_row_sizes(type_):
-    """row_sizes(x, stride, n, chunks, norms, tops): sums of squares and largest magnitudes, or a little more, of n rows
-    of 16 * chunks numbers; f32, of which up to three more may be written."""
+    """Return row_sizes(x, stride, n, chunks, norms, tops), which measures n rows of 16 * chunks numbers.
+
+    It writes sums of squares and largest magnitudes, or a little more; f32, of which up to three more may be written.
+    """
     row_size = make_row_size(type_)
 
     @inline

@@ -1,9 +1,9 @@
-"""Tiles of K and V for products of pairs: rows of a cache become 16-bit integers.
+"""Stage tiles of K and V for products of pairs: rows of a cache become 16-bit integers.
 
 A tile of K is [chunk of 32 columns][position][16][2], one of V [chunk of 16 columns][pair of positions][16][2]; rows
 have a scale each. A pair of K's columns is 16 apart (of q8_0 blocks: adjacent, attention_codes.py). Rows of f16 and
-bf16 are converted where they lie, others become f32 first: behind the tile of K lies room for two of them, or for the
-scales of blocks, and then what is known of the rows of K, V and Q.
+bf16 are converted in place, others become f32 first. Behind the tile of K there is room for two such rows, or for the
+scales of blocks, and then for the sizes of the rows of K, V and Q.
 """
 
 import numpy as np
@@ -35,7 +35,7 @@ _SIZE = {"f32": 4, "f16": 2, "bf16": 2}
 # --- scratch ---------------------------------------------------------------------------------------------------------
 @inline
 def row_space(params, k):
-    """Room for ROWS rows of f32 chunks, behind the tile of K. BLOCK_SPACE follows, then the scales."""
+    """Return the room for ROWS rows of f32 chunks, behind the tile of K. BLOCK_SPACE follows, then the scales."""
     return k + ((params.k_chunks + 1) >> 1) * tile_chunk(params)
 
 
@@ -46,44 +46,49 @@ def row_space_bytes(params):
 
 @inline
 def factors(params, k):
-    """One f32 for each of ROWS rows; two vectors more for what they are made of."""
+    """Return the address of one f32 for each of ROWS rows; two vectors more hold their inputs."""
     return row_space(params, k) + ROWS * row_space_bytes(params)
 
 
 @inline
 def k_scales(params, k):
-    """One f32 per position of the tile: of K's rows, or of what precedes V in them."""
+    """Return the address of one f32 per position of the tile: of K's rows, or of their part before V."""
     return factors(params, k) + BLOCK_SPACE
 
 
 @inline
 def v_scales(params, k):
-    """One f32 per position; V inside K's rows of q8_0 has `k_scales`, as all of the row."""
+    """Return the address of one f32 per position; V inside K's rows of q8_0 has `k_scales`, as all of the row."""
     return k_scales(params, k) + 4 * params.tile
 
 
 @inline
 def v_tops(params, k):
-    """One f32 per position, which no number of its row of V exceeds."""
+    """Return the address of one f32 per position, which no number of its row of V exceeds."""
     return k_scales(params, k) + 8 * params.tile
 
 
 @inline
 def q_scales(params, k):
-    """One f32 per row of the task; where V lies inside K's rows, as many more for the columns before V's."""
+    """Return the address of one f32 per row; where V lies inside K's rows, as many more for the columns before V's."""
     return k_scales(params, k) + 12 * params.tile
 
 
 @inline
 def sums_space(params, stride):
-    """Bytes of the sums of products of a tile's positions, `stride` for each; behind them, where V lies inside K's
-    rows, is room for those of the rest of the rows."""
+    """Return the bytes of the sums of products of a tile's positions, `stride` for each.
+
+    Where V lies inside K's rows, the sums of the rest of the rows follow.
+    """
     return stride * (params.tile + 16)
 
 
 @inline
 def pair_chunk(params):
-    """Bytes of 16 columns of V's tile, 64 per pair of positions; one pair more, so that chunks do not share sets."""
+    """Return the bytes of 16 columns of V's tile, 64 per pair of positions.
+
+    One pair more, so that chunks do not share sets.
+    """
     return CHUNK_ROW * ((params.tile >> 1) + 1)
 
 
@@ -99,8 +104,11 @@ def v_columns(params):
 
 # --- factors ---------------------------------------------------------------------------------------------------------
 def _make_find_factors(type_):
-    """find_factors(params, x, stride, n, chunks, k, scales): what n <= ROWS rows are to be multiplied with goes to
-    `factors(params, k)`, what their sums are, to `scales`; returns their largest magnitudes."""
+    """Return find_factors(params, x, stride, n, chunks, k, scales) of n <= ROWS rows.
+
+    The factors on rows go to `factors(params, k)`, those on their sums to `scales`; it returns their largest
+    magnitudes.
+    """
     row_sizes = make_row_sizes(type_)
 
     @inline
@@ -119,7 +127,7 @@ def _make_find_factors(type_):
 
 # --- two rows --------------------------------------------------------------------------------------------------------
 def _make_store_k(type_):
-    """store_k(params, x, y, k, v, chunks, factors): two rows as K."""
+    """Return store_k(params, x, y, k, v, chunks, factors): two rows as K."""
     load = LOAD16[type_]
 
     @inline
@@ -139,7 +147,7 @@ def _make_store_k(type_):
 
 
 def _make_store_v(type_):
-    """... as V."""
+    """Return the same for two rows as V."""
     load = LOAD16[type_]
 
     @inline
@@ -153,7 +161,7 @@ def _make_store_v(type_):
 
 
 def _make_store_both(type_):
-    """... as both, an even number of chunks."""
+    """Return the same for two rows as both, an even number of chunks."""
     load = LOAD16[type_]
 
     @inline
@@ -175,7 +183,10 @@ def _make_store_both(type_):
 
 # --- rows of a cache -------------------------------------------------------------------------------------------------
 def _make_find_f32(stage_part):
-    """find(params, segment, kv_head, k, position, n): (address, bytes to the next) of n <= ROWS rows made f32."""
+    """Return find(params, segment, kv_head, k, position, n): n <= ROWS rows made f32.
+
+    It returns (address, bytes to the next).
+    """
 
     @inline
     def find(params, segment, kv_head, k, position, n):
@@ -188,7 +199,7 @@ def _make_find_f32(stage_part):
 
 
 def _make_find_direct(part_of, type_):
-    """... where they lie."""
+    """Return the same for rows that are read in place."""
     size = _SIZE[type_]
 
     @inline
@@ -202,9 +213,9 @@ def _make_find_direct(part_of, type_):
 
 
 def _make_ask(type_, part_of):
-    """ask(params, x, stride, columns): for the rows of two positions of a part of a cache; none, of those made f32.
+    """Return ask(params, x, stride, columns), which prefetches the rows of two positions of a part of a cache.
 
-    Whole rows lie one behind the other, which hardware notices.
+    It does nothing for rows made f32, nor for whole rows, which lie one behind the other: the hardware notices that.
     """
     if part_of is None:
 
@@ -226,8 +237,10 @@ def _make_ask(type_, part_of):
 
 # --- tiles -----------------------------------------------------------------------------------------------------------
 def _make_store_rows(type_, store, in_v, part_of):
-    """store_rows(params, x, stride, first, n, chunks, tile, k, v): n <= ROWS rows from the position `first` of the tile
-    on; k and v: where their integers go."""
+    """Return store_rows(params, x, stride, first, n, chunks, tile, k, v).
+
+    It stores n <= ROWS rows from the position `first` of the tile on. k and v: where their integers go.
+    """
     find_factors, ask, scales_of = _make_find_factors(type_), _make_ask(type_, part_of), v_scales if in_v else k_scales
 
     @inline
@@ -245,7 +258,7 @@ def _make_store_rows(type_, store, in_v, part_of):
 
 
 def _make_stage(find, type_, in_v, part_of):
-    """stage(params, segment, kv_head, k, v, position, n): the tile of K, or of V."""
+    """Return stage(params, segment, kv_head, k, v, position, n): the tile of K, or of V."""
     store = _make_store_v(type_) if in_v else _make_store_k(type_)
     store_rows = _make_store_rows(type_, store, in_v, part_of)
 
@@ -261,7 +274,7 @@ def _make_stage(find, type_, in_v, part_of):
 
 
 def _make_stage_both(find, type_, part_of):
-    """... both: V is the end of K's rows, an even number of chunks as what precedes it."""
+    """Return the same for both: V is the end of K's rows, in an even number of chunks, as is the part before it."""
     store_first = _make_store_rows(type_, _make_store_k(type_), False, part_of)
     store_both = _make_store_rows(type_, _make_store_both(type_), True, part_of)
     chunk_bytes = 16 * _SIZE[type_]
@@ -282,7 +295,7 @@ def _make_stage_both(find, type_, part_of):
 
 
 def make_both(stage_k, stage_v=None):
-    """stage(params, segment, kv_head, k, v, position, n): both tiles; returns the address of V.
+    """Return stage(params, segment, kv_head, k, v, position, n): both tiles; it returns the address of V.
 
     Without stage_v, stage_k makes the tile of V as well.
     """
@@ -305,7 +318,7 @@ def make_both(stage_k, stage_v=None):
 
 
 def make_stage_pairs(k_types, v_type, direct):
-    """As `make_both`, of rows of any type; `direct`: of whole chunks of one part of f16 or bf16."""
+    """Return `make_both` for rows of any type; `direct`: of whole chunks of one part of f16 or bf16."""
     k_read, v_read = (k_types, v_type) if direct else ("f32", "f32")
     find_k = _make_find_direct(k_part, k_types) if direct else _make_find_f32(make_stage_k(k_types))
     k_of, v_of = (k_part, v_part) if direct else (None, None)

@@ -1,4 +1,4 @@
-"""What the machine can do at best, for benchmarks to compare with: products from registers, reading of memory."""
+"""Kernels that measure the peaks (roofline) of the machine: products from registers, reads from memory."""
 
 import llvmlite.ir as ir
 from numba.core import types
@@ -24,7 +24,10 @@ KINDS = {
 
 
 def _make_registers(kind):
-    """run(n, at): n times CHAINS products, as independent as registers allow; operands and result are at `at`."""
+    """Return run(n, at): n times CHAINS products, as independent as registers allow.
+
+    Operands and result are at `at`.
+    """
     sum_type, _, multiply = KINDS[kind]
     width = CHAINS if MAX_VECTORS > 1 else CHAINS // 4  # AVX2: two registers each
 
@@ -58,7 +61,7 @@ def make_products(kind):
 
 @intrinsic
 def _read(typingctx, at, n_lines, out):
-    """n_lines >= 1 groups of four cache lines; something that depends on all of them goes to `out`."""
+    """Read n_lines >= 1 groups of four cache lines; a value that depends on all of them goes to `out`."""
 
     def codegen(context, builder, sig, args):
         at, n, out = args
@@ -81,7 +84,7 @@ def _read(typingctx, at, n_lines, out):
 
 
 def make_read():
-    """Every thread reads its part in order."""
+    """Return a kernel in which every thread reads its part in order."""
 
     @kernel(ReadParams)
     def read(params, ith, nth):

@@ -1,7 +1,7 @@
-"""Records of parameters (`backends/cpu/params.py`) inside kernels: the address of one is a value with attributes.
+"""Access records of parameters (`backends/cpu/params.py`) inside kernels: an address becomes a value with attributes.
 
-An attribute is a load where it is written, of the word that the declaration gives it; a name that is not declared ends
-the compilation. A field made of several records is indexed: `params.k[1].width`. `address` is that of the record.
+An attribute is a load in place, of the word that the declaration gives it; an undeclared name ends the compilation. A
+field made of several records is indexed: `params.k[1].width`. `address` is that of the record.
 """
 
 import operator
@@ -78,7 +78,7 @@ def _next(context, builder, sig, args):
 
 
 def at(record):
-    """at(address): the record that is there."""
+    """Return at(address): the record at an address."""
     record_type = RecordType(record)
 
     @intrinsic
@@ -92,7 +92,7 @@ def at(record):
 
 
 def kernel(record):
-    """Decorator for a kernel (params, ith, nth) whose parameters are a record."""
+    """Decorate a kernel (params, ith, nth) whose parameters are a record."""
 
     def describe(function):
         return function, (RecordType(record), types.int64, types.int64), False

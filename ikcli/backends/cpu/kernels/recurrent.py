@@ -1,4 +1,4 @@
-"""What stands around the delta rule: short convolution, norm of heads, decays, gated norm. float32, rows contiguous."""
+"""Kernels around the delta rule: short convolution, norm of heads, decays, gated norm. float32, rows contiguous."""
 
 import math
 
@@ -34,7 +34,10 @@ _F0, _F1 = np.float32(0.0), np.float32(1.0)
 
 
 def _make_tap_rows(n_taps):
-    """tap_rows(w, to): the taps of 16 columns, which lie column by column, as rows CONV_BLOCK columns apart."""
+    """Return tap_rows(w, to): the taps of 16 columns as rows CONV_BLOCK columns apart.
+
+    In w they lie column by column.
+    """
 
     @intrinsic
     def tap_rows(typingctx, w, to):
@@ -52,13 +55,13 @@ def _make_tap_rows(n_taps):
 
 
 def make_short_conv(n_taps):
-    """Columns a multiple of 16."""
+    """Return the convolution; columns are a multiple of 16."""
     before = n_taps - 1
     tap_rows = _make_tap_rows(n_taps)
 
     @inline
     def conv_rows(x, x_stride, old, old_stride, fresh, taps, bias, out, out_stride, n):
-        """16 columns of a segment; then the state takes its last rows."""
+        """Convolve 16 columns of a segment; then the state takes its last rows."""
         for t in range(n):
             acc = bias
             for j in range(n_taps):

@@ -1,41 +1,41 @@
-"""Codes of columns 64j .. 64j+63 as K-quants and IQ*_K types store them, in fields and bit planes of 32 bytes."""
+"""Read codes of columns 64j .. 64j+63 as K-quants and IQ*_K types store them, in fields and bit planes of 32 bytes."""
 
 CROSSED_NIBBLES = [8 * (i % 4) + 4 * (i // 4) for i in range(8)]  # of a word: lower ones of its bytes, upper ones
 
 
 def raw_two_bits(e, address, j):
-    """2-bit codes of columns 64j.., to be masked with 3: 32 bytes per 128 columns, column group g at bits 2g."""
+    """Return 2-bit codes of columns 64j.., to be masked with 3: 32 bytes per 128 columns, column group g at bits 2g."""
     g = 2 * (j % 2)
     return e.raw_halves(e.twice(e.offset(address, 32 * (j // 2))), 2 * g, 2 * g + 2)
 
 
 def two_bits(e, address, j):
-    """As `raw_two_bits`, masked."""
+    """Return `raw_two_bits`, masked."""
     return e.all_and(raw_two_bits(e, address, j), 3)
 
 
 def split_nibbles(e, address, j):
-    """Nibbles of 32-byte runs: sub-block 2j low, 2j+1 high."""
+    """Return nibbles of 32-byte runs: sub-block 2j low, 2j+1 high."""
     return e.bits(e.twice(e.offset(address, 32 * j)), [0] * 2 + [4] * 2, 4)
 
 
 def bit_plane(e, address, j):
-    """Bytes 0/1: bit b of 32 bytes for sub-blocks b = 2j and 2j+1."""
+    """Return bytes 0/1: bit b of 32 bytes for sub-blocks b = 2j and 2j+1."""
     return e.bits(e.twice(address), plane_starts(j), 1)
 
 
 def plane_starts(j):
-    """Where `bit_plane` finds its bits in each 16 bytes."""
+    """Return where `bit_plane` finds its bits in each 16 bytes."""
     return [2 * j] * 2 + [2 * j + 1] * 2
 
 
 def five_bit_entry(e, table, low_at, high_at, j):
-    """Entries of a table of 32 byte constants: four bits as `split_nibbles`, the fifth as `bit_plane`."""
+    """Look up a table of 32 byte constants: four bits as `split_nibbles`, the fifth as `bit_plane`."""
     return e.entry_with_bit(table, split_nibbles(e, low_at, j), e.twice(high_at), plane_starts(j))
 
 
 def two_bit_entry(e, table, address, j):
-    """Entries of a table of 4 byte constants for `two_bits`."""
+    """Look up a table of 4 byte constants for `two_bits`."""
     if e.moves_bits():
         return e.low_entry(table, 2, raw_two_bits(e, address, j))
     nibbles = e.bits(e.twice(e.offset(address, 32 * (j // 2))), [4 * (j % 2)] * 4, 4)  # two codes: each half takes one
@@ -43,7 +43,7 @@ def two_bit_entry(e, table, address, j):
 
 
 def three_bit_entry(e, table, low_at, high_at, j):
-    """Entries of a table of 8 byte constants: two bits as `raw_two_bits`, the third as `bit_plane`."""
+    """Look up a table of 8 byte constants: two bits as `raw_two_bits`, the third as `bit_plane`."""
     if e.moves_bits():
         q = e.b.or_(two_bits(e, low_at, j), e.shift_left(bit_plane(e, high_at, j), 2))
         return e.lookup(table, q)

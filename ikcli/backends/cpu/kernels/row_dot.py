@@ -1,11 +1,11 @@
-"""A weight row times a few quantized activation rows, straight from memory (generation).
+"""Multiply a weight row by a few quantized activation rows, straight from memory (generation).
 
 The row is decoded once for all of them; each result is the same, bit for bit, as that of the activation row alone.
 
-Columns are summed by blocks of 16: lane b of a vector of codes holds four columns of block b of a step, so four integer
-dot products leave the sum of each block in its own lane, which scales are then applied to as they are. Activation rows
-have a copy in this order (`kernels/activations.py`); codes are brought into it by shuffles. Plain AVX2 has its own way:
-`row_dot_avx2.py`.
+Columns are summed by blocks of 16: lane b of a vector of codes holds four columns of block b of a step. Four integer
+dot products then leave the sum of each block in its own lane, and scales are applied without moving lanes. Activation
+rows have a copy in this order (`kernels/activations.py`); shuffles bring codes into it. Plain AVX2 has a separate
+kernel: `row_dot_avx2.py`.
 """
 
 import functools
@@ -25,7 +25,7 @@ _TWICE = [i // 2 for i in range(16)]
 
 
 class _Token:
-    """One activation row, and the sums so far: of products with codes, and with minima."""
+    """One activation row, and its running sums: of products with codes, and with minima."""
 
     def __init__(self, e, fmt, mode, a, k):
         self.mode = mode
@@ -35,7 +35,7 @@ class _Token:
         self.low = e.variable(e.zero(f32x16)) if mode.startswith("m") else None
 
     def begin(self, e, fmt, w, scales, minima, i, valid):
-        """Scales of step i times those of the activations, and what the integer sums of its blocks start from."""
+        """Load the scales of step i times those of the activations, and the start values of the integer sums."""
         d = self.row.scales(e, i, valid)
         self.scales = e.mul(scales, d) if self.mode.endswith("32") else e.mul(scales, e.pick(d, _TWICE))
         self.dots = [e.zero(i32x16), e.zero(i32x16)]  # two: half the latency
@@ -44,6 +44,7 @@ class _Token:
         elif self.mode == "m16":
             self.add(e, self.low, minima, self.row.scaled_sums(e, i, valid, 2))
         else:
+            # Codes are value + bias. Starting from -bias * (sum of activations) keeps integer sums exact.
             plain, shifted = without_bias(e, fmt, e.load(i32x16, e.offset(self.row.sums_at, e.times(i, 64))))
             on = fmt.shifted_blocks(e, w)
             if on is not None and on.type.count == 8:
@@ -51,17 +52,17 @@ class _Token:
             self.dots[0] = plain if on is None else e.b.select(on, shifted, plain)
 
     def dot(self, e, n, codes, i):
-        """Columns 4n .. 4n+3 of every block of step i."""
+        """Add columns 4n .. 4n+3 of every block of step i."""
         x = e.load(i8x64, e.offset(self.row.second_at, e.times(i, 256), 64 * n))
         self.dots[n % 2] = e.dot(self.dots[n % 2], codes, x, self.most)
 
     def finish(self, e):
-        """The step to the sum."""
+        """Add the step to the sum."""
         scales = e.pick(self.scales, _TWICE) if self.scales.type.count == 8 else self.scales
         self.add(e, self.sum, e.to_f32(e.b.add(*self.dots)), scales)
 
     def add(self, e, slot, x, y):
-        """x * y to a sum."""
+        """Add x * y to a sum."""
         e.b.store(e.fused(x, y, e.b.load(slot)), slot)
 
     def total(self, e):
@@ -71,7 +72,7 @@ class _Token:
 
 @functools.cache
 def row_dot(fmt, n_tokens):
-    """dot(w, a, a_stride, k, out, out_stride): out[t] for n_tokens activation rows (strides in bytes)."""
+    """Return dot(w, a, a_stride, k, out, out_stride): out[t] for n_tokens activation rows (strides in bytes)."""
     mode = fmt.mode
 
     @intrinsic
@@ -83,12 +84,13 @@ def row_dot(fmt, n_tokens):
             row = fmt.header(e, w)
             for i, at_w, valid in steps(e, fmt, e.offset(w, fmt.header_bytes), k):
                 prefetch_step(e, fmt, at_w)
+                # Scales, minima and codes are decoded once, for all activation rows.
                 scales = fmt.scales(e, at_w, row)
                 minima = fmt.minima(e, at_w, row) if mode.startswith("m") else None
                 for t in tokens:
                     t.begin(e, fmt, at_w, scales, minima, i, valid)
                 quarters = fmt.quarters(e, at_w)
-                if quarters is None:
+                if quarters is None:  # the format decodes in the order of columns
                     quarters = _by_quarters(e, [fmt.dot_codes(e, at_w, j) for j in range(4)])
                 for n, codes in enumerate(quarters):
                     for t in tokens:
@@ -105,9 +107,10 @@ def row_dot(fmt, n_tokens):
 
 
 def _by_quarters(e, codes):
-    """From 16 blocks of 16 columns in a row to columns 4n .. 4n+3 of every block, n = 0..3."""
+    """Reorder 16 blocks of 16 columns in a row to columns 4n .. 4n+3 of every block, n = 0..3."""
     words = [e.b.bitcast(v, llvm_type(i32x16)) for v in codes]
     halves = []
+    # Two rounds of two-input shuffles: pairs of vectors first, then halves of the results.
     for n in (0, 2):
         for x, y in (words[:2], words[2:]):
             lanes = [4 * b + n + m for m in range(2) for b in range(8)]
@@ -120,5 +123,5 @@ def _by_quarters(e, codes):
 
 
 def _widen(e, v):
-    """8 lanes and 8 zeros."""
+    """Append 8 zeros to 8 lanes."""
     return e.b.shuffle_vector(v, e.zero(f32x8), indices(range(16)))

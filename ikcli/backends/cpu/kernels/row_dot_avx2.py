@@ -1,9 +1,9 @@
-"""As `row_dot.py`, where bytes are multiplied by plain AVX2: one activation row, columns in their order.
+"""Multiply a weight row by a quantized activation row with plain AVX2, in the order of columns.
 
-A product of bytes takes a few instructions there, and adding lanes costs as much as multiplying. So with a scale per 32
-columns each block is scaled as it is, by a float read into all lanes, and lanes are added once per row; with a scale
-per 16 columns sums stay at 16 bits for as long as they fit, and what belongs to 16 columns is brought into the order in
-which their sums come out, as that costs nothing. What codes are off by goes with the sums of activations.
+A product of bytes takes a few instructions there, and adding lanes costs as much as multiplying. With a scale per 32
+columns, each block is therefore scaled in place by a float broadcast to all lanes, and lanes are added once per row.
+With a scale per 16 columns, sums stay at 16 bits for as long as they fit, and scales are brought into the order in
+which the sums come out, which costs nothing. The bias of codes is applied to the sums of activations.
 """
 
 import functools
@@ -28,7 +28,7 @@ _MOST_SUM = 32767
 
 @functools.cache
 def row_dot_avx2(fmt):
-    """dot(w, a, a_stride, k, out, out_stride): out[0] for one activation row; the strides mean nothing."""
+    """Return dot(w, a, a_stride, k, out, out_stride): out[0] for one activation row; strides are unused."""
     mode = fmt.mode
     vec, per_block = (f32x8, 1) if mode.endswith("32") else (f32x16, 2)
 
@@ -39,6 +39,7 @@ def row_dot_avx2(fmt):
             e = (RowEmitter if per_block == 1 else _ApartEmitter)(builder)
             x, row = ActivationRow(e, a, k), fmt.header(e, w)
             room = _room(e)
+            # Two, so that successive additions do not wait for each other.
             sums = [e.variable(e.zero(vec)) for _ in range(2)]
 
             def add(n, x, y):
@@ -53,6 +54,7 @@ def row_dot_avx2(fmt):
                     add(0, factors, x.scaled_sums(e, i, valid, 1) if per_block == 1 else e.load(f32x16, by_16))
                 if per_block == 1:
                     d = x.scales(e, i, valid)
+                    # Through memory, which is read into all lanes one float at a time: no shuffles (see `_room`).
                     to, back = room
                     e.store(e.mul(scales, d), to)
                     for b, v in enumerate(_products(e, fmt, mode, at_w, x, i)):
@@ -75,15 +77,15 @@ class _ApartEmitter(RowEmitter):
 
 
 def _scales_apart(e, at):
-    """The scales of the activations' eight blocks for the 16 blocks of `_APART`."""
+    """Return the scales of the activations' eight blocks for the 16 blocks of `_APART`."""
     four = [e.singles(e.offset(at, first), 4) for first in (0, 16)]
     return e.joined([e.pick(v, [*range(4)] * 2) for v in four])
 
 
 def _room(e):
-    """Eight floats on the stack: an address to write to, another to read from.
+    """Allocate eight floats on the stack; return an address to write to, and another to read from.
 
-    LLVM sees no connection: it would shuffle lanes instead of reading one float into all of them.
+    LLVM sees no connection between the two: it would shuffle lanes instead of reading one float into all of them.
     """
     with e.b.goto_entry_block():
         slot = e.b.alloca(llvm_type(f32x8))
@@ -92,7 +94,7 @@ def _room(e):
 
 
 def _offsets(e, fmt, w, scales):
-    """Scales times what values are beyond `dot_codes`, or None."""
+    """Return scales times the difference between values and `dot_codes`, or None."""
     if fmt.most_magnitude() or not (fmt.bias or fmt.shift):
         return None
     count = scales.type.count
@@ -106,7 +108,7 @@ def _offsets(e, fmt, w, scales):
 
 
 def _products(e, fmt, mode, w, x, i):
-    """Yields for each block of 32 columns of step i: sums of two products, 16 lanes of 16 bits."""
+    """Yield for each block of 32 columns of step i the sums of two products, 16 lanes of 16 bits."""
     at, magnitudes_at = (e.offset(start, e.times(i, 256)) for start in (x.codes_at, x.second_at))
     for j in range(4):
         apart = fmt.magnitudes(e, w, j) if fmt.most_magnitude() else None
@@ -120,6 +122,7 @@ def _products(e, fmt, mode, w, x, i):
                 u, y = v, with_sign(e.b, y, e.pick(apart[1], lanes))
             elif mode[0] == "m" or fmt.bias:
                 u = v
+            # The instruction multiplies unsigned by signed bytes, so one factor gives its sign to the other.
             elif fmt.full_range:  # magnitudes of the weights, as the sign of -128 cannot be changed
                 u, y = magnitude(e.b, v), with_sign(e.b, y, v)
             else:
@@ -128,18 +131,22 @@ def _products(e, fmt, mode, w, x, i):
 
 
 def _sums_of_two(e, v):
-    """Adjacent lanes of 16 bits added to 8 lanes of 32."""
+    """Add adjacent lanes of 16 bits into 8 lanes of 32."""
     ones = ir.Constant(_PAIRS, [1] * 16)
     return call_llvm(e.b, "llvm.x86.avx2.pmadd.wd", llvm_type(i32x8), [v, ones])
 
 
 def _sums_of_sixteen(e, pairs, most):
-    """Sums of the 16 blocks of 16 columns, i32x16 in the order of `_APART`, from `_products` of codes up to `most`."""
+    """Return the sums of the 16 blocks of 16 columns, i32x16 in the order of `_APART`.
+
+    `pairs` come from `_products` of codes up to `most`.
+    """
     largest = 2 * most * 127
 
     def merge(vectors, op):
         return [call_llvm(e.b, op, x.type, [x, y]) for x, y in zip(vectors[::2], vectors[1::2], strict=True)]
 
+    # Additions of 16-bit lanes handle twice as many sums as those of 32-bit lanes, while no sum can overflow.
     while len(pairs) > 2 and 2 * largest <= _MOST_SUM:
         pairs, largest = merge(pairs, "llvm.x86.avx2.phadd.w"), 2 * largest
     sums = [_sums_of_two(e, v) for v in pairs]

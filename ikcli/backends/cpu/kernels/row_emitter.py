@@ -1,4 +1,4 @@
-"""Operations on 64 codes that descriptions of weight formats are made of, as LLVM IR."""
+"""Emit operations on 64 codes as LLVM IR, from which weight formats are described."""
 
 import llvmlite.ir as ir
 import numpy as np
@@ -28,15 +28,15 @@ class RowEmitter(VectorEmitter):
         return const_vector(i8x64, [x] * 64)
 
     def join(self, lo, hi):
-        """Two 32-byte vectors as one of 64."""
+        """Join two 32-byte vectors into one of 64."""
         return self.b.shuffle_vector(lo, hi, indices(range(64)))
 
     def twice(self, address):
-        """The same 32 bytes in both halves."""
+        """Load the same 32 bytes into both halves."""
         return self.pick(self.load(i8x32, address), [*range(32), *range(32)])
 
     def shift_right(self, v, amounts):
-        """64 bytes as 16 i32 lanes, shifted right by 16 constants (bits leak between bytes: mask afterwards)."""
+        """Shift 64 bytes, as 16 i32 lanes, right by 16 constants; bits leak between bytes, so mask afterwards."""
         words = self.b.bitcast(v, llvm_type(i32x16))
         return self.b.bitcast(self.b.lshr(words, const_vector(i32x16, amounts)), llvm_type(i8x64))
 
@@ -45,19 +45,19 @@ class RowEmitter(VectorEmitter):
         return self.b.bitcast(self.b.shl(words, const_vector(i32x16, [n] * 16)), llvm_type(i8x64))
 
     def gather64(self, words):
-        """64 bytes from 8 i64 values."""
+        """Return 64 bytes from 8 i64 values."""
         v = ir.Constant(ir.VectorType(I64, 8), ir.Undefined)
         for i, x in enumerate(words):
             v = self.b.insert_element(v, x, self.index(i))
         return self.b.bitcast(v, llvm_type(i8x64))
 
     def splat64(self, x):
-        """An i64 in 8 lanes."""
+        """Return an i64 in 8 lanes."""
         one = self.b.insert_element(ir.Constant(ir.VectorType(I64, 8), ir.Undefined), x, self.index(0))
         return self.pick(one, [0] * 8)
 
     def with_sign(self, v, sign):
-        """64 bytes, negated where `sign` is negative; it is never 0. Needs AVX2."""
+        """Negate 64 bytes where `sign` is negative; it is never 0. Needs AVX2."""
 
         def half(at):
             return with_sign(self.b, *(self.pick(x, range(at, at + 32)) for x in (v, sign)))
@@ -65,7 +65,10 @@ class RowEmitter(VectorEmitter):
         return self.join(half(0), half(32))
 
     def bits(self, v, starts, width, to=0):
-        """`width` bits of each of 64 bytes at bit `to`, others 0; in 16-byte chunk c they begin at bit starts[c]."""
+        """Move `width` bits of each of 64 bytes to bit `to`, others 0.
+
+        In 16-byte chunk c they begin at bit starts[c].
+        """
         mask = ((1 << width) - 1) << to
         mask = self.const64(mask - 256 if mask > 127 else mask)
         if set(starts) == {to}:
@@ -81,17 +84,23 @@ class RowEmitter(VectorEmitter):
         return self.affine_bits(v, [[*[None] * to, *range(start, start + width)] for start in starts])
 
     def _found_in_nibbles(self, starts, width):
-        """Whether fields at other places in each 16 bytes are best looked up: AVX2 moves lanes by one distance only."""
+        """Return whether fields at other places in each 16 bytes are best looked up.
+
+        AVX2 moves all lanes by one distance only.
+        """
         if "avx512f" in self.features() or "avx2" not in self.features():
             return False
         return (starts[0], starts[2]) != (starts[1], starts[3]) and all((s & 3) + width <= 4 for s in starts)
 
     def moves_bits(self):
-        """Whether `affine_bits` is an instruction."""
+        """Return whether `affine_bits` is an instruction."""
         return {"gfni", "avx512f"} <= self.features()
 
     def affine_bits(self, v, sources):
-        """64 bytes whose bit i, in 16-byte chunk c, is bit sources[c][i] of v, or 0 (None, or beyond). Needs gfni."""
+        """Return 64 bytes whose bit i, in 16-byte chunk c, is bit sources[c][i] of v, or 0 (None, or beyond).
+
+        Needs gfni.
+        """
         matrix = np.zeros((4, 2, 8), np.uint8)  # twice per chunk; row 7 - i: which bits make bit i
         for chunk, places in enumerate(sources):
             for i, place in enumerate(places):
@@ -101,7 +110,7 @@ class RowEmitter(VectorEmitter):
         return call_llvm(self.b, "llvm.x86.vgf2p8affineqb.512", v.type, [v, matrix, ir.Constant(_I8, 0)])
 
     def moved(self, words, right):
-        """Lanes moved right, or left where that is negative; what leaves a lane may come back."""
+        """Move lanes right, or left where the distance is negative; bits that leave a lane may come back."""
         if min(right) >= 0:
             return self.lshr(words, right)
         if "avx512f" in self.features():
@@ -112,45 +121,45 @@ class RowEmitter(VectorEmitter):
         )
 
     def raw_halves(self, v, lo, hi):
-        """64 bytes with the bits from `lo` on, in the last 32 from `hi` on, moved to bit 0; others above these."""
+        """Move the bits from `lo` on, in the last 32 bytes from `hi` on, to bit 0; higher bits are undefined."""
         return self.shift_right(v, [lo] * 8 + [hi] * 8)
 
     # --- codes by quarters: see `RowFormat.quarters` ------------------------------------------------------------------
     # Fields come with the bits around them; `codes_of` masks these or looks entries up.
     def quarters(self, parts, chunks, shifts, at):
-        """Block b is the 16 bytes chunks[b], moved so that what was from bit shifts[b] on is at bit `at`."""
+        """Return blocks b: the 16 bytes chunks[b], moved so that bit shifts[b] comes to bit `at`."""
         low, high = (self.b.bitcast(v, llvm_type(i32x16)) for v in (parts[0], parts[-1]))
         for n in range(4):
             words = self.b.shuffle_vector(low, high, indices([4 * c + n for c in chunks]))
             yield self.b.bitcast(self.moved(words, [s - at for s in shifts]), llvm_type(i8x64))
 
     def bit_quarters(self, address, at):
-        """Bit b of 32 bytes for the columns 32b .. 32b+31."""
+        """Return bit b of 32 bytes for the columns 32b .. 32b+31."""
         chunks, shifts = [b % 2 for b in range(16)], [b // 2 for b in range(16)]
         return self.quarters([self.twice(address)], chunks, shifts, at)
 
     def two_bit_quarters(self, address, at=0):
-        """32 bytes per 128 columns, of which columns 32g .. 32g+31 are at bits 2g."""
+        """Return codes of 32 bytes per 128 columns, of which columns 32g .. 32g+31 are at bits 2g."""
         chunks, shifts = [b // 8 * 2 + b % 2 for b in range(16)], [b % 8 // 2 * 2 for b in range(16)]
         return self.quarters([self.load(i8x64, address)], chunks, shifts, at)
 
     def nibble_quarters(self, address, run=16):
-        """`run` bytes per 2*run columns, the first half of these low."""
+        """Return codes of `run` bytes per 2*run columns, the first half of these low."""
         return self.nibble_quarters_of([self.load(i8x64, self.offset(address, at)) for at in (0, 64)], run)
 
     def apart_nibble_quarters(self, address, stride):
-        """16 bytes per 32 columns, the first half of these low, `stride` bytes apart."""
+        """Return codes of 16 bytes per 32 columns, the first half of these low, `stride` bytes apart."""
         blocks = [self.load(i8x16, self.offset(address, stride * b)) for b in range(8)]
         return self.nibble_quarters_of([self.joined(blocks[:4]), self.joined(blocks[4:])], 16)
 
     def nibble_quarters_of(self, parts, run):
-        """As `nibble_quarters`, from two vectors."""
+        """Return `nibble_quarters` from two vectors."""
         per = run // 16
         chunks = [b // (2 * per) * per + b % per for b in range(16)]
         return self.quarters(parts, chunks, [4 * (b // per % 2) for b in range(16)], 0)
 
     def with_upper(self, low, high, bits):
-        """The lowest `bits` of each byte from one list, the others from another."""
+        """Take the lowest `bits` of each byte from one list, the others from another."""
         mask, others = self.const64((1 << bits) - 1), self.const64(-(1 << bits))
 
         def merged(x, y):
@@ -164,14 +173,14 @@ class RowEmitter(VectorEmitter):
         return [merged(x, y) for x, y in zip(low, high, strict=True)]
 
     def codes_of(self, quarters, bits, table=None):
-        """The lowest `bits` of each byte, or their entries in a table of byte constants."""
+        """Return the lowest `bits` of each byte, or their entries in a table of byte constants."""
         return [self.low_entry(table, bits, v) if table else self.all_and(v, (1 << bits) - 1) for v in quarters]
 
     # --- codes in the order of columns --------------------------------------------------------------------------------
     def raw_nibble_pair(self, w, j, block_bytes, at):
-        """Codes of blocks 2j, 2j+1 of 32 columns stored as 16 bytes each (low nibbles = first 16 columns).
+        """Return codes of blocks 2j, 2j+1 of 32 columns stored as 16 bytes each (low nibbles = first 16 columns).
 
-        To be masked with 15.
+        They are to be masked with 15.
         """
         first, second = (self.load(i8x16, self.offset(w, block_bytes * b + at)) for b in (2 * j, 2 * j + 1))
         order = [*range(16), *range(16), *range(16, 32), *range(16, 32)]
@@ -179,28 +188,28 @@ class RowEmitter(VectorEmitter):
         return self.shift_right(both, [0] * 4 + [4] * 4 + [0] * 4 + [4] * 4)
 
     def nibble_pair(self, w, j, block_bytes, at):
-        """As `raw_nibble_pair`, masked."""
+        """Return `raw_nibble_pair`, masked."""
         return self.all_and(self.raw_nibble_pair(w, j, block_bytes, at), 15)
 
     def bit_mask(self, lo, hi):
-        """<64 x i1> from two i32 words."""
+        """Return <64 x i1> from two i32 words."""
         both = self.b.or_(self.b.zext(lo, I64), self.b.shl(self.b.zext(hi, I64), ir.Constant(I64, 32)))
         return self.b.bitcast(both, ir.VectorType(ir.IntType(1), 64))
 
     def signs_of_bits(self, bytes_, lanes, positions):
-        """64 bytes, none of them 0, that are negative where a bit of a byte each is set."""
+        """Return 64 bytes, none of them 0, that are negative where a bit of a byte each is set."""
         bit = const_vector(i8x64, [1 << p if p < 7 else -128 for p in positions])
         others = const_vector(i8x64, [128 - (1 << p) if p < 7 else 1 for p in positions])  # just short of a sign
         return self.b.add(self.b.and_(self.pick(bytes_, lanes), bit), others)
 
     def signed(self, magnitudes, signs, bias):
-        """64 magnitudes, negated where `signs` is negative, plus a bias."""
+        """Negate 64 magnitudes where `signs` is negative, and add a bias."""
         minus = self.b.icmp_signed("<", signs, self.const64(0))
         middle = self.const64(bias)
         return self.b.select(minus, self.b.sub(middle, magnitudes), self.b.add(middle, magnitudes))
 
     def lookup16(self, table, codes):
-        """Entry for the low four bits of 64 codes below 128, of 16 byte constants or of 16 for each 16 bytes."""
+        """Look up the low four bits of 64 codes below 128, in 16 byte constants or in 16 for each 16 bytes."""
         table = [x & 255 for x in table] * (64 // len(table))
         if "avx512bw" in self.features():
             return call_llvm(self.b, "llvm.x86.avx512.pshuf.b.512", codes.type, [const_vector(i8x64, table), codes])
@@ -217,14 +226,14 @@ class RowEmitter(VectorEmitter):
         return out
 
     def third_bits(self, nibbles, c, upper=None):
-        """Bits c and c + 2 of 64 nibbles, moved to bits 2 and 6; `upper`: another c for the upper 32."""
+        """Move bits c and c + 2 of 64 nibbles to bits 2 and 6; `upper`: another c for the upper 32."""
         first, second = (
             [(n >> c & 1) << 2 | (n >> c + 2 & 1) << 6 for n in range(16)] for c in (c, c if upper is None else upper)
         )
         return self.lookup16(first * 2 + second * 2, nibbles)
 
     def lookup(self, table, codes):
-        """Entry of a table of at most 64 byte constants, for 64 codes below 128."""
+        """Look up 64 codes below 128 in a table of at most 64 byte constants."""
         table = [x & 255 for x in table]
         size = next(n for n in (16, 32, 64) if len(table) <= n)
         table += [0] * (size - len(table))
@@ -237,7 +246,7 @@ class RowEmitter(VectorEmitter):
         return self.b.select(upper, self.lookup(table[size // 2 :], codes), self.lookup(table[: size // 2], codes))
 
     def entry_with_bit(self, table, nibbles, v, starts):
-        """Entry of 32 byte constants for 64 nibbles and, above these, a bit of v: starts[c] in 16-byte chunk c."""
+        """Look up 32 byte constants by 64 nibbles and, above these, a bit of v: starts[c] in 16-byte chunk c."""
         if "avx512vbmi" in self.features():
             return self.lookup(table, self.b.or_(nibbles, self.bits(v, starts, 1, to=4)))
         words = self.moved(self.b.bitcast(v, llvm_type(i32x16)), [start - 7 for start in starts for _ in range(4)])
@@ -245,21 +254,21 @@ class RowEmitter(VectorEmitter):
         return self.b.select(upper, self.lookup16(table[16:], nibbles), self.lookup16(table[:16], nibbles))
 
     def low_entry(self, table, bits, v):
-        """Entry (a byte constant) for the low `bits` <= 6 bits of 64 bytes."""
+        """Look up byte constants by the low `bits` <= 6 bits of 64 bytes."""
         table = [int(x) & 255 for x in table[: 1 << bits]]
         if "avx512vbmi" in self.features():  # looks at the low 6 bits only
             return self.lookup(table * (64 >> bits), v)
         return self.lookup(table * max(1, 16 >> bits), self.all_and(v, (1 << bits) - 1))
 
     def with_bias(self, v, bias):
-        """Signed bytes plus a bias of 128, or of 0."""
+        """Add a bias of 128, or of 0, to signed bytes."""
         return self.b.xor(v, self.const64(-128)) if bias else v
 
     # --- points of grids ----------------------------------------------------------------------------------------------
     def entries64(self, table, words, lanes):
-        """64 bytes: entries (i64) of a `table` by number (u16 lanes of `words`).
+        """Return 64 bytes: entries (i64) of a `table` by number (u16 lanes of `words`).
 
-        Lanes leave the vector register four at a time: taking them out one by one, or by way of memory, is slower.
+        Lanes leave the vector register four at a time: extracting them one by one, or through memory, is slower.
         """
         fours = self.b.bitcast(words, ir.VectorType(I64, words.type.count // 4))
         taken = {q: self.opaque(self.b.extract_element(fours, self.index(q))) for q in {i // 4 for i in lanes}}
@@ -270,10 +279,10 @@ class RowEmitter(VectorEmitter):
         return self.gather64(values)
 
     def blended(self, entries, bits, name, numbers):
-        """64 bytes: these entries (integers of `bits`, 32 or 64) by number (i32), kept as a `table`.
+        """Return 64 bytes: these entries (integers of `bits`, 32 or 64) by number (i32), kept as a `table`.
 
-        16 bytes of the table are loaded where the entry is in its place among them: one instruction loads and blends.
-        Entries of 32 bits are there twice, so that such loads start at 8 bytes and fewer cross a cache line.
+        A load takes 16 bytes of the table at which the entry is in its place among them: one instruction loads and
+        blends. Entries of 32 bits are there twice, so that such loads start at 8 bytes and fewer cross a cache line.
         """
         per, twice = 128 // bits, 64 // bits
         entries = [x for x in entries for _ in range(twice)]

@@ -1,4 +1,4 @@
-"""Weight formats whose rows stand alone, described once and used twice.
+"""Describe weight formats whose rows stand alone, once for two uses.
 
 A `RowFormat` says how 256 columns ("a step") of a stored row become 64-byte vectors of unsigned codes, scales, minima.
 From that description two functions are generated as LLVM IR:
@@ -8,9 +8,9 @@ From that description two functions are generated as LLVM IR:
 * `dequantize_row(format)`: the row as floats (embeddings). Prompts unpack 16 rows at once: `unpack_tile.py`.
 
 Tile modes, and what a value is in each: `tile_modes.py`. For symmetric modes (s32, s16) codes are value + 128; the
-matching -128 * sum of the activations is added per block.
-Activation rows: `kernels/activations.py`. The last step of a row may have fewer than 8 blocks of 32 columns: it is
-copied to zero-filled memory first, so formats never see a partial step.
+matching -128 * sum of the activations is added per block. Activation rows: `kernels/activations.py`. The last step of a
+row may have fewer than 8 blocks of 32 columns: it is copied to zero-filled memory first, so formats never see a partial
+step.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ _I8 = ir.IntType(8)
 
 
 def exponent_scales(e, v):
-    """2**(x - 128) for 8 exponents of 8 bits, those below 2 as numbers below the normal ones."""
+    """Return 2**(x - 128) for 8 exponents of 8 bits; those below 2 give denormal numbers."""
     normal = e.b.shl(e.b.sub(v, e.ints([1] * 8)), e.ints([23] * 8))
     tiny = e.b.shl(e.ints([0x00200000] * 8), e.b.and_(v, e.ints([1] * 8)))
     bits = e.b.select(e.b.icmp_signed("<", v, e.ints([2] * 8)), tiny, normal)
@@ -40,12 +40,12 @@ def exponent_scales(e, v):
 
 
 def biased(table, bias):
-    """Table values as codes."""
+    """Return table values as codes."""
     return [int(v) + bias for v in table]
 
 
 class WeightFormat:
-    """What formats of rows and of groups of rows are made with: numbers of the tensor type (`gguf/type_record.py`)."""
+    """Base of formats of rows and of groups: numbers of the tensor type (`gguf/type_record.py`)."""
 
     def __init__(self, name, mode, block_size, type_size, row_meta_size, rows, matmul_scale):
         self.name, self.mode, self.rows, self.matmul_scale = name, mode, rows, matmul_scale
@@ -70,41 +70,47 @@ class RowFormat(WeightFormat):
         return 0 if isa.current().plain_avx2 else 128
 
     def header(self, e, w):
-        """Reads the row header."""
+        """Read the row header."""
 
     def codes(self, e, w, j):
-        """Unsigned codes of columns 64j .. 64j+63 as i8x64: value + 128 in symmetric modes."""
+        """Return unsigned codes of columns 64j .. 64j+63 as i8x64: value + 128 in symmetric modes."""
         return e.b.sub(self.dot_codes(e, w, j), e.const64(self.bias - 128))
 
     def dot_codes(self, e, w, j):
-        """As codes, but with `bias` instead of 128, and `shift` smaller in the `shifted_blocks` (symmetric modes)."""
+        """Return the codes with `bias` instead of 128 (symmetric modes).
+
+        In the `shifted_blocks` they are `shift` smaller.
+        """
         return self.codes(e, w, j)
 
     def most_magnitude(self):
-        """0, or the largest magnitude of a value if `magnitudes` is to be used."""
+        """Return 0, or the largest magnitude of a value if `magnitudes` is to be used."""
         return 0
 
     def magnitudes(self, e, w, j):
-        """Values of columns 64j .. 64j+63 as magnitudes and signs (1 or -1)."""
+        """Return values of columns 64j .. 64j+63 as magnitudes and signs (1 or -1)."""
         raise NotImplementedError
 
     def quarters(self, e, w):
-        """`dot_codes` as four vectors; lane b of vector n: columns 4n .. 4n+3 of block b of 16. None: by shuffles."""
+        """Return `dot_codes` as four vectors.
+
+        Lane b of vector n: columns 4n .. 4n+3 of block b of 16. None: by shuffles.
+        """
 
     def shifted_blocks(self, e, w):
-        """Mask of the blocks of 32 (modes *16: of 16) columns whose `dot_codes` are too small, or None."""
+        """Return a mask of the blocks of 32 (modes *16: of 16) columns whose `dot_codes` are too small, or None."""
 
     def scales(self, e, w, row):
-        """f32x8 (modes *32) or f32x16 (modes *16)."""
+        """Return f32x8 (modes *32) or f32x16 (modes *16)."""
         raise NotImplementedError
 
     def minima(self, e, w, row):
-        """As scales, for modes m32 and m16."""
+        """Return the minima like the scales, for modes m32 and m16."""
         raise NotImplementedError
 
 
 def steps(e, fmt, w, k):
-    """Yields (step index, address, None) inside a loop over whole steps, then (.., .., valid blocks) for the rest."""
+    """Yield (step index, address, None) inside a loop over whole steps, then (.., .., valid blocks) for the rest."""
     whole = e.b.lshr(k, e.int(8))
     with e.loop(whole) as i:
         yield i, e.offset(w, e.times(i, fmt.step_bytes)), None
@@ -122,10 +128,10 @@ def steps(e, fmt, w, k):
 
 
 def prefetch_step(e, fmt, at):
-    """Ask for what is read some steps later; the next rows follow in memory.
+    """Prefetch the data that is read some steps later; the next rows follow in memory.
 
-    Wide rows and groups are read faster if most of that is left to the machine, which just does not look beyond a page;
-    unless steps are not read from front to back, which it does not foresee.
+    Wide rows and groups are read faster if most of that is left to the hardware prefetcher, which only stops at the end
+    of a page. It does not foresee steps that are not read from front to back.
     """
     if fmt.read_in_two_places:
         ahead, every, level = _FAR_BYTES, 64, 2
@@ -138,7 +144,7 @@ def prefetch_step(e, fmt, at):
 
 
 def copy_blocks(e, fmt, src, to, n_blocks):
-    """n_blocks stored units, eight bytes at a time; the last move of a unit overlaps the one before."""
+    """Copy n_blocks stored units, eight bytes at a time; the last move of a unit overlaps the one before."""
     wide = min(8, fmt.block_bytes)
     t = ir.IntType(8 * wide)
     starts = [*range(0, fmt.block_bytes - wide, wide), fmt.block_bytes - wide]
@@ -150,7 +156,7 @@ def copy_blocks(e, fmt, src, to, n_blocks):
 
 
 def _if_block(e, block, valid):
-    """Code for a block of 32 columns that a partial step may lack."""
+    """Emit code for a block of 32 columns that a partial step may lack."""
     if valid is None:
         return contextlib.nullcontext()
     return e.b.if_then(e.b.icmp_signed("<", e.int(block), valid))
@@ -158,13 +164,13 @@ def _if_block(e, block, valid):
 
 @functools.cache
 def dequantize_row(fmt):
-    """dequantize(w, out, k): a row as k floats."""
+    """Return dequantize(w, out, k): a row as k floats."""
     mode = fmt.mode
     per = 32 if mode.endswith("32") else 16
     with_min = mode.startswith("m")
 
     def sixteen(e, codes, first, scales, minima):
-        """Columns first .. first+15 of a step, from the 64 codes that they are part of."""
+        """Return columns first .. first+15 of a step, from the 64 codes that contain them."""
         v = e.b.zext(e.pick(codes, range(first % 64, first % 64 + 16)), llvm_type(i32x16))
         v = v if with_min else e.b.sub(v, e.ints([128] * 16, i32x16))
         block = [first // per] * 16

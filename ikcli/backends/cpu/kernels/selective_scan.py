@@ -1,8 +1,8 @@
-"""Mamba's selective scan: token by token, in lanes of 16 columns, which do not depend on each other.
+"""Run Mamba's selective scan: token by token, in lanes of 16 columns, which do not depend on each other.
 
-A block of 16 columns has its numbers and their decays in the first-level cache while it goes through the tokens of a
-sequence, so prompts and single tokens are the same code, and a token's result is the same whatever comes with it. What
-takes the time are the exponentials: `n_state` of them per token and column.
+The numbers and decays of a block of 16 columns stay in the first-level cache while the block goes through the tokens of
+a sequence. So prompts and single tokens are the same code, and results are batch-invariant. The exponentials take most
+of the time: `n_state` of them per token and column.
 """
 
 from ikcli.backends.cpu.kernels.basic import span
@@ -28,11 +28,11 @@ _LINE = 64  # bytes of a row of 16 columns
 
 
 def make_selective_scan():
-    """n_state and columns are multiples of 16."""
+    """Return the kernel; n_state and columns are multiples of 16."""
 
     @inline
     def one_token(h, decays, n_state, x, step, b, c, y):
-        """16 columns: their numbers go on, and are read."""
+        """Advance and read the numbers of 16 columns."""
         taken = vmul(step, x)
         for i in range(n_state):
             left = vmul(vexp(vmul(step, load_f32x16(decays + _LINE * i))), load_f32x16(h + _LINE * i))

@@ -29,7 +29,7 @@ MAX_VECTORS = BLOCKS[0][1]
 
 
 def rows_left(builder, first, stride, n, n_left):
-    """Addresses of n adjacent rows; of those behind n_left the last one that is left."""
+    """Return the addresses of n adjacent rows; those behind n_left repeat the last one."""
     rows = [first]
     for j in range(1, n):
         here = builder.icmp_signed("<", ir.Constant(_I64, j), n_left)
@@ -38,7 +38,7 @@ def rows_left(builder, first, stride, n, n_left):
 
 
 def strided(builder, first, stride, n):
-    """n addresses that are `stride` bytes apart."""
+    """Return n addresses that are `stride` bytes apart."""
     found = [first]
     for _ in range(1, n):
         found.append(builder.add(found[-1], stride))
@@ -46,7 +46,7 @@ def strided(builder, first, stride, n):
 
 
 def offset(builder, base, n_bytes):
-    """LLVM value base + constant."""
+    """Return the LLVM value base + constant."""
     return builder.add(base, ir.Constant(_I64, n_bytes)) if n_bytes else base
 
 
@@ -59,7 +59,7 @@ def fma_f32x16(builder, a, b, c):
 
 
 def loop(builder, count, carried, body):
-    """for i in range(count), count >= 1: carried = body(carried); returns the final values (all LLVM values)."""
+    """Emit `for i in range(count): carried = body(carried)`, count >= 1; return the final LLVM values."""
     before = builder.basic_block
     head = builder.append_basic_block("block.loop")
     after = builder.append_basic_block("block.end")
@@ -82,12 +82,12 @@ def loop(builder, count, carried, body):
 
 
 def sum_lanes(builder, vectors):
-    """One vector whose lane i is the sum of the lanes of vectors[i] (a power of two of them, up to their lanes)."""
+    """Return a vector whose lane i is the sum of the lanes of vectors[i] (a power of two, up to their lanes)."""
     return fold_lanes(builder, vectors, builder.fadd)
 
 
 def fold_lanes(builder, vectors, op):
-    """As sum_lanes with op(x, y) instead of a sum.
+    """Do sum_lanes with op(x, y) instead of a sum.
 
     Lanes are joined in the same order whatever the number of vectors: 8 apart, then 4, 2, 1.
     """
@@ -108,7 +108,7 @@ def fold_lanes(builder, vectors, op):
 
 
 def store_block(builder, sums, m, n, at, stride):
-    """Lanes of a vector as m rows of n floats, `stride` bytes apart; lane i*n + j is column j of row i."""
+    """Store lanes of a vector as m rows of n floats, `stride` bytes apart; lane i*n + j is column j of row i."""
     for i in range(m):
         pick = ir.Constant(ir.VectorType(_I32, n), [i * n + j for j in range(n)])
         row = builder.shuffle_vector(sums, sums, pick)
@@ -131,7 +131,7 @@ KINDS = {
 
 
 def _step(builder, a, a_stride, b, accs, m, nv, kind):
-    """One k: accs[i][v] += A[i] * B[v]."""
+    """Add one k: accs[i][v] += A[i] * B[v]."""
     type_, element, _, multiply = KINDS[kind]
     rows = [load_f32x16_at(builder, offset(builder, b, 64 * v), llvm_type(type_)) for v in range(nv)]
     out = []
@@ -157,7 +157,7 @@ def _load_block(builder, c, c_stride, m, nv):
 
 
 def make_rows_block(m, nv, accumulate, kind):
-    """C[m rows of A][nv vectors] (+)= A B, with k along the columns of A (all `n_chunks` chunks)."""
+    """Return rows_block: C[m rows of A][nv vectors] (+)= A B, with k along the columns of A (`n_chunks` chunks)."""
 
     @intrinsic
     def rows_block(typingctx, a, chunk_bytes, b, b_stride, n_chunks, c, c_stride):
@@ -190,10 +190,10 @@ def make_rows_block(m, nv, accumulate, kind):
 
 
 def make_columns_block(m, nv, kind, unit):
-    """C[m columns of A][nv vectors] = C * scale[nv vectors] + A^T B, with k along `n_rows` >= 1 rows of one chunk.
+    """Return columns_block: C[m columns of A][nv vectors] = C * scale[nv vectors] + A^T B.
 
-    Integer sums are multiplied with the nv vectors `unit` bytes behind `scale`; if nv is 1, every step asks for a cache
-    line from `ask` on, and what follows it is returned.
+    k runs along `n_rows` >= 1 rows of one chunk. Integer sums are multiplied by the nv vectors `unit` bytes behind
+    `scale`. If nv is 1, every step prefetches a cache line from `ask` on, and the address after them is returned.
     """
     integers = KINDS[kind][2] is i32x16
     lines = int(integers and nv == 1)
@@ -208,6 +208,7 @@ def make_columns_block(m, nv, kind, unit):
                 old = _load_block(builder, c, c_stride, m, nv)
                 return [builder.fmul(x, factor[i % nv]) for i, x in enumerate(old)]
 
+            # Float sums go on from the old output; integer ones start at 0 and join it at the end, as it is f32.
             accs = [ir.Constant(llvm_type(i32x16), None)] * (m * nv) if integers else rescaled()
 
             def row(state):
@@ -255,7 +256,7 @@ def _make_columns_product(m, nv, kind, unit):
 
 
 def make_rows_product(accumulate, kind="f32"):
-    """rows_product(vectors, a, chunk_bytes, n_rows, b, b_stride, n_chunks, c, c_stride):
+    """Return rows_product(vectors, a, chunk_bytes, n_rows, b, b_stride, n_chunks, c, c_stride).
 
     C[n_rows][16*vectors] (+)= A B. Writes up to 15 rows more than n_rows: A and C must have them.
     """
@@ -283,10 +284,10 @@ def make_rows_product(accumulate, kind="f32"):
 
 
 def make_columns_product(kind="f32", unit=0):
-    """columns_product(vectors, a, chunk_bytes, n_chunks, b, b_stride, n_rows, c, c_stride, scale, ask):
+    """Return columns_product(vectors, a, chunk_bytes, n_chunks, b, b_stride, n_rows, c, c_stride, scale, ask).
 
     C[16*n_chunks][16*vectors] = C * scale + A^T B over n_rows >= 1 rows of A and B; C is f32. The sums of "i16" are
-    multiplied with what lies `unit` bytes behind scale; with one vector, memory from `ask` on is asked for meanwhile.
+    multiplied by the vectors `unit` bytes behind scale; with one vector, memory from `ask` on is prefetched meanwhile.
     """
     shapes = [_make_columns_product(*shape, kind, unit) for shape in BLOCKS]
     if len(shapes) == 1:
@@ -313,7 +314,7 @@ def make_columns_product(kind="f32", unit=0):
 
 @intrinsic
 def transpose16(typingctx, src, src_stride, dst, dst_stride):
-    """16x16 f32 from rows at src to rows at dst, transposed; strides in bytes."""
+    """Transpose 16x16 f32 from rows at src to rows at dst; strides in bytes."""
 
     def codegen(context, builder, sig, args):
         src, src_stride, dst, dst_stride = args

@@ -1,8 +1,8 @@
-"""Sixteen rows of a plain format to a tile: decoded row by row, then transposed in registers.
+"""Dequantize sixteen rows of a plain format into a tile: decode row by row, then transpose in registers.
 
-Decoding leaves the codes of 256 columns row-major in 4 KiB of stack; 16 x 16 transpositions of 32-bit groups (four
-codes) write them as the tile wants them. One store per 64 codes instead of sixteen: prompts of a few tokens, where
-unpacking costs as much as the products, are two to three times as fast. Tile modes: `tile_modes.py`.
+Decoding leaves the codes of 256 columns row-major in 4 KiB of stack. 16 x 16 transpositions of 32-bit groups (four
+codes) write them in the order of the tile: one store per 64 codes instead of sixteen. Prompts of a few tokens, where
+unpacking costs as much as the products, become two to three times as fast. Tile modes: `tile_modes.py`.
 """
 
 import functools
@@ -23,7 +23,7 @@ _ROWS = 16
 
 
 def _step_address(e, fmt, row_w, i, whole, rest, copy):
-    """Where step i of a row lies: in the row, or if it is cut off in a copy whose missing blocks are zeros."""
+    """Return where step i of a row lies: in the row, or for a partial step in a copy padded with zeros."""
     src = e.offset(row_w, fmt.header_bytes, e.times(i, fmt.step_bytes))
     if fmt.block_columns == 256:
         return src
@@ -37,7 +37,10 @@ def _step_address(e, fmt, row_w, i, whole, rest, copy):
 
 @functools.cache
 def unpack_tile(fmt):
-    """unpack(w, row_bytes, n, tile, k): rows 0..n-1 (the last one repeated up to 16) to a tile of whole steps."""
+    """Return unpack(w, row_bytes, n, tile, k): rows 0..n-1 to a tile of whole steps.
+
+    The last row is repeated up to 16.
+    """
     mode = fmt.mode
     header, block_bytes = LAYOUT[mode]
     halves = 2 if mode.endswith("16") else 1

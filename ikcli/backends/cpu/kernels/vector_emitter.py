@@ -1,4 +1,4 @@
-"""Operations on vectors of any length that descriptions of weight formats are made of, as LLVM IR."""
+"""Emit operations on vectors of any length as LLVM IR, from which weight formats are described."""
 
 import llvmlite.ir as ir
 
@@ -20,7 +20,7 @@ _I8, _I16, _F32 = ir.IntType(8), ir.IntType(16), ir.FloatType()
 
 
 def indices(values):
-    """A constant shuffle mask."""
+    """Return a constant shuffle mask."""
     return ir.Constant(ir.VectorType(I32, len(values)), list(values))
 
 
@@ -31,30 +31,30 @@ class VectorEmitter(Emitter):
 
     # --- loads --------------------------------------------------------------------------------------------------------
     def word(self, address, bits=32):
-        """An unsigned integer of 8, 16, 32 or 64 bits, as i32 (i64 for 64)."""
+        """Load an unsigned integer of 8, 16, 32 or 64 bits, as i32 (i64 for 64)."""
         t = ir.IntType(bits)
         x = self.b.load(pointer(self.b, address, t), align=1)
         return x if bits >= 32 else self.b.zext(x, I32)
 
     def half(self, address):
-        """A half float as f32."""
+        """Load a half float as f32."""
         # By way of an integer register: LLVM would insert it into a vector register and wait for what that held.
         bits = self.opaque(self.b.zext(self.word(address, 16), I64))
         return half_to_f32(self.b, self.b.trunc(bits, _I16))
 
     def two_halves(self, address):
-        """Two adjacent half floats as f32."""
+        """Load two adjacent half floats as f32."""
         zeros = ir.Constant(ir.VectorType(I32, 4), None)
         words = self.b.insert_element(zeros, self.word(address), self.index(0))
         v = half_to_f32(self.b, self.pick(self.b.bitcast(words, ir.VectorType(_I16, 8)), range(4)))
         return [self.b.extract_element(v, self.index(i)) for i in range(2)]
 
     def single(self, address):
-        """A float."""
+        """Load a float."""
         return self.b.load(pointer(self.b, address, _F32), align=1)
 
     def halves_at(self, address, stride, count=8):
-        """f32x8 (or x16) of half floats `stride` bytes apart."""
+        """Load f32x8 (or x16) of half floats `stride` bytes apart."""
         v = ir.Constant(ir.VectorType(_I16, count), None)  # zeros: see `half`
         for i in range(count):
             x = self.b.load(pointer(self.b, self.offset(address, i * stride), _I16), align=1)
@@ -62,30 +62,33 @@ class VectorEmitter(Emitter):
         return half_to_f32(self.b, v)
 
     def load_bytes(self, address, count):
-        """`count` unsigned bytes as i32 lanes."""
+        """Load `count` unsigned bytes as i32 lanes."""
         t = ir.VectorType(_I8, count)
         return self.b.zext(self.b.load(pointer(self.b, address, t), align=1), ir.VectorType(I32, count))
 
     def words_at(self, address, count):
-        """`count` u16 as i32 lanes."""
+        """Load `count` u16 as i32 lanes."""
         v = self.b.load(pointer(self.b, address, ir.VectorType(_I16, count)), align=1)
         return self.b.zext(v, ir.VectorType(I32, count))
 
     def bytes_at(self, address, count):
-        """`count` bytes."""
+        """Load `count` bytes."""
         return self.b.load(pointer(self.b, address, ir.VectorType(_I8, count)), align=1)
 
     def nibbles_at(self, address):
-        """The nibbles of 8 bytes, as 16 bytes: all lower ones, then all upper ones."""
+        """Load the nibbles of 8 bytes as 16 bytes: all lower ones, then all upper ones."""
         v = self.bytes_at(address, 8)
         return self.joined([self.all_and(v, 15), self.lshr(v, [4] * 8)])
 
     def nibbles16(self, address):
-        """The nibbles of 8 bytes, the lower one of each first, as 16 bytes in the order of scales."""
+        """Load the nibbles of 8 bytes, the lower one of each first, as 16 bytes in the order of scales."""
         return self.in_scale_order(self.pick(self.nibbles_at(address), [8 * (n % 2) + n // 2 for n in range(16)]))
 
     def two_bits_at(self, address, to):
-        """The two-bit fields of 4 bytes, at bit `to` of 16 bytes: the lowest field of each byte, then the next ..."""
+        """Load the two-bit fields of 4 bytes, at bit `to` of 16 bytes.
+
+        The lowest field of each byte comes first, then the next, and so on.
+        """
         words = self.pick(self.b.bitcast(self.word(address), ir.VectorType(I32, 1)), [0] * 4)
         fields = self.all_and(self.lshr(words, [0, 2, 4, 6]), 0x03030303)
         return self.b.bitcast(
@@ -93,19 +96,19 @@ class VectorEmitter(Emitter):
         )
 
     def fields_at(self, address, starts, width, bits=32):
-        """Fields of an integer of `bits` as i32x8: `width` bits from each of eight `starts` on."""
+        """Load fields of an integer of `bits` as i32x8: `width` bits from each of eight `starts` on."""
         return self.all_and(self.lshr(self.splat_int(self.word(address, bits)), starts), (1 << width) - 1)
 
     def singles(self, address, count):
-        """Adjacent floats."""
+        """Load adjacent floats."""
         return self.b.load(pointer(self.b, address, ir.VectorType(_F32, count)), align=1)
 
     def vector_pointer(self, address, bits, count):
-        """Pointer to a vector of integers."""
+        """Return a pointer to a vector of integers."""
         return pointer(self.b, address, ir.VectorType(ir.IntType(bits), count))
 
     def table(self, values, bits, name):
-        """A constant array in the kernel's data section; returns its address (i64)."""
+        """Put a constant array into the kernel's data section; return its address (i64)."""
         name = f"ik.table.{name}"
         module = self.b.module
         if name not in module.globals:
@@ -116,20 +119,23 @@ class VectorEmitter(Emitter):
         return self.b.ptrtoint(module.globals[name], I64)
 
     def opaque_table(self, values, bits, name, w):
-        """As `table`, known only once w is: vectors of it stay in memory instead of taking registers through a loop."""
+        """Return a `table` whose address is known only once w is.
+
+        Vectors of it then stay in memory instead of taking registers through a loop.
+        """
         t = ir.FunctionType(I64, [I64, I64])
         return self.b.asm(t, "", "=r,0,r", [self.table(values, bits, name), w], False)
 
     # --- lanes --------------------------------------------------------------------------------------------------------
     def joined(self, parts):
-        """Vectors of equal length one after the other."""
+        """Join vectors of equal length."""
         while len(parts) > 1:
             lanes = indices(range(2 * parts[0].type.count))
             parts = [self.b.shuffle_vector(x, y, lanes) for x, y in zip(parts[::2], parts[1::2], strict=True)]
         return parts[0]
 
     def index(self, i):
-        """A lane number."""
+        """Return a lane number."""
         return ir.Constant(I32, i)
 
     def zero8(self):
@@ -140,27 +146,27 @@ class VectorEmitter(Emitter):
         return splat_value(self.b, vec, x)
 
     def in_scale_order(self, v):
-        """16 lanes that belong to 16 scales, in the order of `scale_order`."""
+        """Reorder 16 lanes that belong to 16 scales to the order of `scale_order`."""
         return v if self.scale_order == tuple(range(16)) else self.pick(v, self.scale_order)
 
     def mul(self, x, y):
         return self.b.fmul(x, y)
 
     def ints_to_f32(self, v):
-        """Signed i32 lanes as floats."""
+        """Convert signed i32 lanes to floats."""
         return self.b.sitofp(v, ir.VectorType(_F32, v.type.count))
 
     def bytes_to_f32(self, v, signed=True):
-        """Byte lanes as floats."""
+        """Convert byte lanes to floats."""
         wide = ir.VectorType(I32, v.type.count)
         return self.ints_to_f32(self.b.sext(v, wide) if signed else self.b.zext(v, wide))
 
     def pick(self, v, lanes):
-        """Lanes of v in any order and number."""
+        """Return lanes of v in any order and number."""
         return self.b.shuffle_vector(v, v, indices(lanes))
 
     def fused(self, a, b, c):
-        """a*b + c for f32 vectors of any length."""
+        """Return a*b + c for f32 vectors of any length."""
         return call_llvm(self.b, f"llvm.fma.v{a.type.count}f32", a.type, [a, b, c])
 
     # --- i32 vectors --------------------------------------------------------------------------------------------------
@@ -171,12 +177,12 @@ class VectorEmitter(Emitter):
         return const_vector(vec, values)
 
     def constants(self, values, bits):
-        """A constant vector of integers."""
+        """Return a constant vector of integers."""
         t = ir.IntType(bits)
         return ir.Constant(ir.VectorType(t, len(values)), [ir.Constant(t, x) for x in values])
 
     def bits_set(self, v, positions):
-        """Mask of the integer lanes whose bit at this position is set."""
+        """Return a mask of the integer lanes whose bit at this position is set."""
         width = v.type.element.width
         if width == 32 and "avx512f" not in self.features():  # lanes are chosen by their upper bit
             shifted = self.b.shl(v, self.constants([31 - p for p in positions], 32))
@@ -185,15 +191,15 @@ class VectorEmitter(Emitter):
         return self.b.icmp_unsigned("!=", self.b.and_(v, bits), self.constants([0] * len(positions), width))
 
     def lshr(self, v, amounts):
-        """Integer lanes shifted right by constants."""
+        """Shift integer lanes right by constants."""
         return self.b.lshr(v, ir.Constant(v.type, [ir.Constant(v.type.element, a) for a in amounts]))
 
     def all_and(self, v, m):
-        """Every lane (of any integer width) and m."""
+        """Return every lane (of any integer width) and m."""
         return self.b.and_(v, ir.Constant(v.type, [ir.Constant(v.type.element, m)] * v.type.count))
 
     def bytes_of_words(self, x, y):
-        """32 bytes: the low ones of two i32x16 of numbers below 256."""
+        """Return 32 bytes: the low ones of two i32x16 of numbers below 256."""
         if "avx2" not in self.features():
             half = ir.VectorType(_I8, 16)
             return self.b.shuffle_vector(self.b.trunc(x, half), self.b.trunc(y, half), indices(range(32)))

@@ -3,10 +3,10 @@
 //
 // Warp w: k-split w & 3 (144 of the 576 columns) and half w >> 2 of the BN positions for Q*K, so that an element of K is
 // read from shared memory once; 64 of the 512 output columns for all rows in P*V. Every number of rows adds in the same
-// order. More rows would have to share registers with their queries, and do not pay: queries and partial results are read
-// and written per block, 64 rows of them take as long as seven tiles. KVT: KT_F16 and KT_BF16 go straight into tiles (cp.async, ST stages, chunks of 16 bytes
-// XOR-swizzled so that both kinds of ldmatrix are free of conflicts), KT_Q8_0 as bytes that become f16 in registers,
-// KT_ANY through registers, one tile ahead.
+// order. More rows per block do not pay: they would share registers with their queries, and queries and partial results
+// are read and written per block, which for 64 rows takes as long as seven tiles. KVT: KT_F16 and KT_BF16 go straight into
+// tiles (cp.async, ST stages, chunks of 16 bytes XOR-swizzled so that both kinds of ldmatrix are free of bank conflicts),
+// KT_Q8_0 as bytes that become f16 in registers, KT_ANY through registers, one tile ahead.
 // With three stages, P*V of a tile runs beside Q*K of the next one: two block barriers per tile.
 // Traffic: 1152 bytes per position and tile of rows (f16), 612 (q8_0); 2176 flops per head and position.
 #pragma once
@@ -302,7 +302,7 @@ DI void mla_body(const i64* st, const float* q_rope, i64 rope_row, int rope_head
   for (int j = 0; j < n_tiles; j++) {
     const u8* stage = smem_raw + (KVT == KT_ANY ? 0 : j % ST * L::stage);
     if constexpr (KVT != KT_ANY) cp_wait<ST - 2>();
-    __syncthreads();  // stage j is there, P of tile j-1 too; without PIPE everyone has left tile j-1
+    __syncthreads();  // stage j and P of tile j-1 have arrived; without PIPE no thread reads tile j-1 any more
     if constexpr (KVT == KT_ANY) {
 #pragma unroll
       for (int n = 0; n < AHEAD; n++) unpack(raw[n], n);
@@ -319,7 +319,7 @@ DI void mla_body(const i64* st, const float* q_rope, i64 rope_row, int rope_head
     if constexpr (PIPE) {
       if (j) add_values(smem_raw + (j - 1) % ST * L::stage);
     }
-    __syncthreads();  // scores are there; with PIPE everyone has left tile j-1
+    __syncthreads();  // scores have arrived; with PIPE no thread reads tile j-1 any more
     if constexpr (PIPE) load(j + ST - 1);
     soft_max(j);
     if constexpr (!PIPE) {

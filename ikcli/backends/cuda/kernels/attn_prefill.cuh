@@ -97,12 +97,12 @@ DI void prefill_body(const i64* st, const float* q0, i64 q0_row, int q0_head, co
     for (int pos = start; pos < hi; pos += BN) {
       const bool active = pos <= farthest && pos + BN > oldest;
       cp_wait<0>();
-      __syncthreads();  // K is there (and Q); everyone has left V of the tile before
+      __syncthreads();  // K has arrived (and Q); no thread reads V of the tile before any more
       load_v(sv, pos);
       cp_commit();
       if (active) scores<BF, DK>(s, sq + wr * tile_row<DK>(), sk);
       cp_wait<0>();
-      __syncthreads();  // V is there; everyone has left K
+      __syncthreads();  // V has arrived; no thread reads K any more
       if (pos + BN < hi) load_k(sk, pos + BN);
       cp_commit();
       if (active) add(pos, sv);
@@ -111,7 +111,7 @@ DI void prefill_body(const i64* st, const float* q0, i64 q0_row, int q0_head, co
     int at = 0;  // of the stage
     for (int pos = start; pos < hi; pos += BN, at ^= L::stage) {
       cp_wait<0>();
-      __syncthreads();  // K and V are there (and Q); everyone has left the tile before
+      __syncthreads();  // K and V have arrived (and Q); no thread reads the tile before any more
       if (pos + BN < hi) load_k(sk + (at ^ L::stage), pos + BN), load_v(sv + (at ^ L::stage), pos + BN);
       cp_commit();
       if (pos > farthest || pos + BN <= oldest) continue;

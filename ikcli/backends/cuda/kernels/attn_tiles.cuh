@@ -1,11 +1,11 @@
-// What the attention kernels share: which rows and which cached positions a block works on, and its partial results.
+// Shared parts of the attention kernels: the rows and cached positions of a block, and its partial results.
 //
 // The queries of a segment are rows r = token*group + g for the `group` heads that share a KV head, cut into tiles. A
 // tile belongs to one segment; blocks find theirs in the step block, so grids are only upper bounds.
 #pragma once
 #include "kv_formats.cuh"
 
-// What a query sees of the positions before it: the last `window`, those of its `chunk` (0: all).
+// The attention mask of a query over the positions before it: the last `window`, those of its `chunk` (0: all).
 struct View {
   int window, chunk;
 };

@@ -1,4 +1,4 @@
-// What the device can do at most: kernels of benchmarks/gpu.py, against which the others are judged.
+// The peaks (roofline) of the device: kernels of benchmarks/gpu.py, against which the others are judged.
 #include "common.cuh"
 
 // Reads n16 x 16 bytes; the sum is written only if it is a value that no data has, so nothing is left out. 16 B/element.

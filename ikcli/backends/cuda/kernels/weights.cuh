@@ -1,4 +1,4 @@
-// What weight formats are made of. A format is described once, as a struct with
+// The parts of weight formats. A format is described once, as a struct with
 //   N                 32-bit words that `load` fetches for one block of 32 columns
 //   HALVES, MINIMA    scales differ between the halves of 16; a minimum is added
 //   load(w, row, nb, b, table)     the raw bytes of block b of a row of nb blocks (upload format: upload.py)

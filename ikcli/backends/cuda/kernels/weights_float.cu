@@ -43,7 +43,7 @@ DI void float_matvec(const i64* st, int symbol, int factor, const u8* w, const u
   const int n = (k + W::N - 1) / W::N;
   const int first = team.part * 32 + team.lane, step = split > 0 ? 32 << split : team.width;
   uint4 raw_a = make_uint4(0, 0, 0, 0), raw_b = raw_a;
-  if (!tiles) {  // weights are on their way before it is known how many activation rows there are
+  if (!tiles) {  // start loading weights before the number of activation rows is known
     a += blockIdx.z * matrix_bytes, b += blockIdx.z * matrix_bytes;
     if (active && first < n) raw_a = ldg16(a + 16 * first), raw_b = ldg16(b + 16 * first);
   }
@@ -193,7 +193,7 @@ DI void float_gemm(const i64* st, int symbol, int factor, const u8* w, i64 row_b
   store(0);
   for (int step = share.from; step < share.to; step++) {
     const int stage = step - share.from & 1;
-    __syncthreads();  // this stage is there; nobody reads the other one any more
+    __syncthreads();  // this stage has arrived; no thread reads the other one any more
     if (step + 1 < share.to) fetch(step + 1);
     multiply(stage);
     if (step + 1 < share.to) store(stage ^ 1);

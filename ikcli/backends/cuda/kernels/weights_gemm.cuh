@@ -1,10 +1,10 @@
 // Many activation rows times a matrix: tiles of 128 weight rows by 128 or 64 activation rows, 128 columns per step.
-// Weights are decoded once per tile into int8 in shared memory, half of a tile while tensor cores work on the first two
-// blocks of 32 columns of the step before, the other half on the last two; activations come by cp.async. Integer products of
-// 32 (or 16) columns are exact and scaled in f32, the arithmetic of the matrix-vector kernels: 12 to 34 f32 operations per
-// lane for a tensor core product of 16 x 8 x 32, which is what binds. Warps: 4 x 2, each 32 weight rows by every other group
-// of 16 activation rows. Nothing in the loop branches: what lies outside of the matrix is read from its last row or block, and
-// has scales of 0 where it would be added.
+// Weights are dequantized once per tile into int8 in shared memory: half of a tile while tensor cores multiply the first
+// two blocks of 32 columns of the step before, the other half during the last two. Activations come by cp.async. Integer
+// products of 32 (or 16) columns are exact and scaled in f32, as in the matrix-vector kernels. The 12 to 34 f32
+// operations per lane for a tensor core product of 16 x 8 x 32 are the bottleneck. Warps: 4 x 2, each 32 weight rows by
+// every other group of 16 activation rows. The loop has no branches: places outside the matrix are read from its last row
+// or block, and have scales of 0 where they would be added.
 #pragma once
 #include "weights_matvec.cuh"
 
@@ -175,7 +175,7 @@ DI void gemm(const i64* st, int symbol, int factor, const u8* w, i64 row_bytes, 
     if constexpr (W::HALVES && W::MINIMA) to[3 * MM_SCALES] = o.m1;
   };
 
-  // What this warp multiplies: weight rows m0 .. m0 + 31 by groups n0, n0 + 32, ... of 16 activation rows. Plain numbers: as
+  // The share of this warp: weight rows m0 .. m0 + 31 by groups n0, n0 + 32, ... of 16 activation rows. Plain numbers: as
   // members of a struct they cost registers (weights_half.cuh has the same).
   const int m0 = 32 * (warp & 3), n0 = 16 * (warp >> 2), g = lane >> 2, pair = 2 * (lane & 3);
   const u32 a_at = mm_chunk(m0 + (lane & 15), lane >> 4), b_at = mm_chunk(n0 + (lane & 7) + 8 * (lane >> 4), lane >> 3 & 1);
@@ -230,7 +230,7 @@ DI void gemm(const i64* st, int symbol, int factor, const u8* w, i64 row_bytes, 
         if (np < NG - 1) {
           read_activations(b[at ^ 1], stage, kb, np + 1);
         } else if (AHEAD) {
-          if (kb == MM_KB - 1) {  // the next stage is there; nobody reads this one any more
+          if (kb == MM_KB - 1) {  // the next stage has arrived; no thread reads this one any more
             cp_wait<0>();
             __syncthreads();
           }

@@ -84,7 +84,7 @@ DI void half_gemm(const i64* st, int symbol, int factor, const u8* w, i64 row_by
   int stage = 0, free = T::STAGES - 1;
   for (int step = share.from; step < share.to; step++) {
     cp_wait<T::STAGES - 2>();
-    __syncthreads();  // this stage is there; nobody reads the one before it any more
+    __syncthreads();  // this stage has arrived; no thread reads the one before it any more
     if (step + T::STAGES - 1 < share.to) fetch(step + T::STAGES - 1, free);
     cp_commit();
     multiply(stage);

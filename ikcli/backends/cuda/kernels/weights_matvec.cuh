@@ -1,8 +1,8 @@
 // Few activation rows times a matrix: a warp per two weight rows (`split` > 0: 2^split warps; < 0: a part of a warp, for
-// short rows), up to 8 activation rows. One row has kernels of its own: with fewer registers, up to twice as many warps are on
-// an SM, and as many loads on their way.
-// Every lane decodes one block of 32 columns of both rows, then meets all activation rows, so weights are read once. Each
-// activation row has its own sums in an order that depends on the shape only: results do not change with their number.
+// short rows), up to 8 activation rows. One row has separate kernels: they need fewer registers, so up to twice as many
+// warps fit on an SM and as many loads are in flight.
+// Every lane decodes one block of 32 columns of both rows and multiplies it by all activation rows, so weights are read
+// once. Each activation row has its own sums, in an order that depends on the shape only: results are batch-invariant.
 // Reads row_bytes * n_rows per matrix; at 4.5 bits and one row 60..90 instructions per block of 32, memory-bound.
 #pragma once
 #include "weights.cuh"
@@ -26,12 +26,12 @@ DI Span span_of(const i64* st, int symbol, int factor, const int* tiles, const i
 }
 // Activation row of result row p: with `order` (pairs of the plan) that of the token, else p itself.
 DI int source_row(const int* order, int divisor, int p) { return order ? order[2 * p] / divisor : p; }
-// Where row t of a span begins, in units of 16 bytes; 0 if there is no such row.
+// Where row t of a span begins, in units of 16 bytes; 0 beyond its last row.
 DI u32 source_at(const Span& span, const int* order, int divisor, i64 x_row, int t) {
   return t < span.rows ? (u32)(source_row(order, divisor, span.first + t) * (x_row >> 4)) : 0;
 }
 
-// The lanes that share an item (two weight rows): a part of a warp, a warp, or several warps of which this is number `part`.
+// The lanes that share an item (two weight rows): a part of a warp, a warp, or several warps, this being number `part`.
 struct Team { int item, part, lane, width, slot; };
 DI Team team_of(int block, int split) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, first = block << (2 - split);
@@ -133,7 +133,7 @@ DI void matvec(const i64* st, int symbol, int factor, const u8* w, const u8* gat
   const u8* b = (gate ? gate : w) + row_b * row_bytes;
   u32 raw_a[W::N], raw_b[W::N];
   int i = team.part * 32 + team.lane;
-  if (!tiles) {  // weights are on their way before it is known how many activation rows there are
+  if (!tiles) {  // start loading weights before the number of activation rows is known
     a += blockIdx.z * matrix_bytes, b += blockIdx.z * matrix_bytes;
     if (active && i < nb) {
       W::load(raw_a, a, nb, i, table);
@@ -164,7 +164,7 @@ DI void matvec(const i64* st, int symbol, int factor, const u8* w, const u8* gat
       W::decode(block_b, raw_b, i, table);
       pin_block<W>(block_a);
       pin_block<W>(block_b);
-      if (i + step < nb) {  // on the way while the activations are worked on
+      if (i + step < nb) {  // in flight while the activations are multiplied
         W::load(raw_a, a, nb, i + step, table);
         W::load(raw_b, b, nb, i + step, table);
       }

@@ -1,4 +1,4 @@
-"""What rows of a task see, and what becomes of their scores: windows, sinks, soft caps and distances of attention.
+"""The attention mask and the changes of scores: windows, sinks, soft caps and distances.
 
 `more`: see attention_tasks.py. A sink is a score that a row begins with, in the first part of a split task: it is the
 maximum so far, and the sum is 1, while the output is that of no positions.
@@ -33,15 +33,18 @@ _F1 = np.float32(1.0)
 
 
 def make_start_rows(more):
-    """start_rows(params, unit, rows, position, end, stats, out, out_bytes, is_first): statistics and output of no
-    positions at all; `position` is that of the first row's token, `end` that of what the task sees, `is_first`: of the
-    first part of the task."""
+    """Return start_rows(params, unit, rows, position, end, stats, out, out_bytes, is_first).
+
+    It writes statistics and output of no positions at all. `position` is that of the first row's token, `end` the end
+    of the positions that the task sees, `is_first`: whether this is the first part of the task.
+    """
     has_windows, has_sinks, first_seen = "w" in more, "s" in more, make_first_seen(more)
     sees_all, has_distance = "b" in more, "d" in more
 
     @inline
     def start_rows(params, unit, rows, position, end, stats, out, out_bytes, is_first):
         heads = params.unit_heads
+        # Rows that only fill the last vector repeat the last real one, so they never mask more than it does.
         for i in range(0, 16 * ((rows + 15) >> 4)):
             here = position + min(i, rows - 1) // heads
             st_i32(stats + LIMIT + 4 * i, end if sees_all else here + 1)
@@ -67,13 +70,13 @@ def make_start_rows(more):
 
 @inline
 def load_cap(params):
-    """(soft cap, its inverse), of use where scores are capped."""
+    """Return (soft cap, its inverse), used where scores are capped."""
     most = params.cap
     return splat_f32x16(most), splat_f32x16(_F1 / most)
 
 
 def make_capped(more):
-    """capped(x, cap): scores as they take part in the soft-max."""
+    """Return capped(x, cap): scores as they enter the soft-max."""
     if "c" not in more:
 
         @inline
@@ -95,7 +98,7 @@ def _not_weakened(x, at, tile, stats):
 
 
 def make_weakened(more):
-    """weakened(x, t, tile, stats): scores of one vector of rows with position t of the tile, after their distance."""
+    """Return weakened(x, t, tile, stats): scores of a vector of rows at position t, less their distance."""
     if "d" not in more:
         return _not_weakened
 
@@ -108,7 +111,7 @@ def make_weakened(more):
 
 
 def make_weakened_row(more):
-    """weakened_row(x, i, tile, stats): scores of one row with the 16 positions from i of the tile on, likewise."""
+    """Return weakened_row(x, i, tile, stats): the same for one row at the 16 positions from i of the tile on."""
     if "d" not in more:
         return _not_weakened
 
@@ -123,7 +126,7 @@ def make_weakened_row(more):
 
 # --- many rows: lanes are rows ---------------------------------------------------------------------------------------
 def make_is_masked(more):
-    """is_masked(n, tile, stats): whether a row of one vector may not see all of the n positions from `tile` on."""
+    """Return is_masked(n, tile, stats): whether a row of one vector may not see all n positions from `tile` on."""
     if "w" not in more:
 
         @inline
@@ -140,7 +143,7 @@ def make_is_masked(more):
 
 
 def make_sees_none(more):
-    """sees_none(stats, end): whether neither a vector's first row nor those behind it see a position before `end`."""
+    """Return sees_none(stats, end): whether no row from a vector's first one on sees a position before `end`."""
     if "w" not in more:
 
         @inline
@@ -158,12 +161,12 @@ def make_sees_none(more):
 
 @inline
 def limits(tile, stats):
-    """(limit, first) of one vector of rows, counted from `tile`; the second is of use where there are windows."""
+    """Return (limit, first) of one vector of rows, counted from `tile`; the second is used where there are windows."""
     return vsub(load_i32x16(stats + LIMIT), splat_i32x16(tile)), vsub(load_i32x16(stats + FIRST), splat_i32x16(tile))
 
 
 def make_where_seen(more):
-    """where_seen(t, limit, first, x, otherwise): x in lanes with first <= t < limit."""
+    """Return where_seen(t, limit, first, x, otherwise): x in lanes with first <= t < limit."""
     if "w" not in more:
 
         @inline

@@ -14,7 +14,7 @@ from ikcli.gguf.reader import GGUFFile, TensorInfo
 from ikcli.gguf.types import TYPES
 from ikcli.quant import decode
 from ikcli.quant.decode import decodable_types, dequantize
-from ikcli.quant.decode_iqk import iq6_k_of
+from ikcli.quant.decoders.iqk import iq6_k_of
 from ikcli.quant.encode import quantize
 from ikcli.quant.formats import tensor_size
 from ikcli.quant.validate import block_scale_offsets, check_tensors, first_non_finite

@@ -16,7 +16,7 @@ from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.types import TYPES
 from ikcli.quant import tables
 from ikcli.quant.decode import dequantize
-from ikcli.quant.decode_iqk import iq6_k_of
+from ikcli.quant.decoders.iqk import iq6_k_of
 from ikcli.quant.formats import tensor_size
 from ikcli.quant.validate import block_scale_offsets
 

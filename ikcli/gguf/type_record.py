@@ -105,7 +105,7 @@ class TypeFamily:
         """Return the record of a type without an interleaved twin."""
         own, module = type.name.lower(), "ikcli.backends.cpu.kernels"
         known: dict[str, Any] = {
-            "decode": f"ikcli.quant.{self.decode}:{own}" if self.decode else "",
+            "decode": f"ikcli.quant.decoders.{self.decode}:{own}" if self.decode else "",
             "encode": f"ikcli.quant.encoders.{self.encode}" if self.encode else "",
             "codes": f"ikcli.quant.code_fields:{own}" if self.codes else "",
             "cpu": f"{module}.{self.cpu}:{type.name}" if self.cpu else "",

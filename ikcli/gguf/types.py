@@ -21,20 +21,20 @@ __all__ = ["TYPES", "TensorType", "add_type", "new_type_id", "row_n_bytes", "ten
 T = GGMLType
 _KERNELS = "ikcli.backends.cpu.kernels"
 
-_FLOATS = TypeFamily("decode_floats", "floats:encode", codes=False, facts={"kind": "float", "standard": True})
-_BLOCKS = TypeFamily("decode_legacy", "legacy:encode", "formats_legacy", "formats_r4", facts={"standard": True})
-_K = TypeFamily("decode_kquants", "kquants:encode", "formats_kquants", "formats_r4", facts={"standard": True})
-_GRIDS = TypeFamily("decode_iquants", "iquants:encode", "formats_iquants", "formats_r4_grid",
+_FLOATS = TypeFamily("floats", "floats:encode", codes=False, facts={"kind": "float", "standard": True})
+_BLOCKS = TypeFamily("legacy", "legacy:encode", "formats_legacy", "formats_r4", facts={"standard": True})
+_K = TypeFamily("kquants", "kquants:encode", "formats_kquants", "formats_r4", facts={"standard": True})
+_GRIDS = TypeFamily("iquants", "iquants:encode", "formats_iquants", "formats_r4_grid",
                 facts={"standard": True, "fallback": T.IQ4_NL})  # fmt: skip
-_GRIDS_R4 = TypeFamily("decode_interleaved", "iquants:encode", codes=False,
+_GRIDS_R4 = TypeFamily("interleaved", "iquants:encode", codes=False,
                    facts={"rows": 4, "row_meta_size": 2, "grid": "IQ1_S", "needs_imatrix": True})  # fmt: skip
-_IQK = TypeFamily("decode_iqk", "iqk:encode", "formats_iqk", "formats_r4_iqk", facts={"candidate": "all"})
-_TRELLIS = TypeFamily("decode_trellis", "trellis:encode", "formats_trellis",
+_IQK = TypeFamily("iqk", "iqk:encode", "formats_iqk", "formats_r4_iqk", facts={"candidate": "all"})
+_TRELLIS = TypeFamily("trellis", "trellis:encode", "formats_trellis",
                   facts={"row_meta_size": 4, "tile": "s32", "fallback": T.IQ4_NL})  # fmt: skip
-_TERNARY = TypeFamily("decode_bitnet", "bitnet:encode", "formats_trellis", "formats_r4_iqk", codes=False,
+_TERNARY = TypeFamily("bitnet", "bitnet:encode", "formats_trellis", "formats_r4_iqk", codes=False,
                   facts={"kind": "ternary", "tile": "s32", "keeps_length": ""})  # fmt: skip
-_BYTES = TypeFamily("decode_bitnet", "int8:encode_rows", "formats_legacy", facts={"tile": "s32", "keeps_length": ""})
-_BYTES_R = TypeFamily("decode_interleaved", "int8:encode_groups", codes=False,
+_BYTES = TypeFamily("bitnet", "int8:encode_rows", "formats_legacy", facts={"tile": "s32", "keeps_length": ""})
+_BYTES_R = TypeFamily("interleaved", "int8:encode_groups", codes=False,
                   facts={"tile": "s32", "keeps_length": "", "scales": (0,), "stand_in": T.Q8_0, "fallback": T.Q8_0,
                          "cpu": f"{_KERNELS}.formats_r4:Q8_K", "cuda": ((2, 256), (0, 2)),
                          "cuda_name": "q8_K"})  # fmt: skip
@@ -65,8 +65,8 @@ _RECORDS: tuple[TensorType, ...] = (
     *_BLOCKS.pair(T.IQ4_NL, T.IQ4_NL_R4, "iq4_nl", 32, 18, tile="s32", scales=(0,), cuda=((2, 16), (0, 2)),
                   candidate="all"),
     *_BLOCKS.pair(T.MXFP4, T.MXFP4_R8, "mxfp4", 32, 17, tile="s32", cuda=((1, 16), (0, 1)), keeps_length="",
-                  decode="ikcli.quant.decode_iquants:mxfp4"),
-    TensorType(T.Q1_0_G128, "q1_0_g128", 128, 18, standard=True, decode="ikcli.quant.decode_bitnet:q1_0_g128",
+                  decode="ikcli.quant.decoders.iquants:mxfp4"),
+    TensorType(T.Q1_0_G128, "q1_0_g128", 128, 18, standard=True, decode="ikcli.quant.decoders.bitnet:q1_0_g128",
                scales=(0,)),
     *(TensorType(t, name, 32, 18, rows=rows, scales=(0,), stand_in=T.Q4_0)  # retired
       for t, name, rows in ((T.Q4_0_4_4, "q4_0_4x4", 4), (T.Q4_0_4_8, "q4_0_4x8", 4), (T.Q4_0_8_8, "q4_0_8x8", 8))),
@@ -82,7 +82,7 @@ _RECORDS: tuple[TensorType, ...] = (
     *_K.pair(T.Q6_K, T.Q6_K_R4, "q6_K", 256, 210, tile="s16", scales=(208,),
              cuda=((0, 128), (128, 64), (192, 16), (208, 2)), fallback=T.Q8_0, candidate="all"),
     *_K.pair(T.IQ4_XS, T.IQ4_XS_R8, "iq4_xs", 256, 136, tile="s32", scales=(0,), cuda=((8, 128), (0, 8)),
-             fallback=T.IQ4_NL, candidate="all", decode="ikcli.quant.decode_iquants:iq4_xs"),
+             fallback=T.IQ4_NL, candidate="all", decode="ikcli.quant.decoders.iquants:iq4_xs"),
     # --- points of a grid of 8 or 4 values, separate signs ------------------------------------------------------------
     *_GRIDS.pair(T.IQ2_XXS, T.IQ2_XXS_R4, "iq2_xxs", 256, 66, tile="s32", scales=(0,), grid="IQ2_XXS",
                  cuda=((2, 64), (0, 2)), needs_imatrix=True, candidate="all"),
@@ -132,7 +132,7 @@ _RECORDS: tuple[TensorType, ...] = (
     _TRELLIS.type(T.IQ3_KT, "iq3_kt", 256, 100, cuda=((4, 64), (68, 32), (0, 4)), matmul_scale=1.01, candidate="gpu"),
     _TRELLIS.type(T.IQ4_KT, "iq4_kt", 256, 128, cuda=((32, 64), (96, 32), (0, 32)), candidate="gpu"),
     # --- -1, 0 and 1 times a scale per row ----------------------------------------------------------------------------
-    TensorType(T.I2_S, "i2_s", 128, 32, 0, 32, kind="ternary", decode="ikcli.quant.decode_bitnet:i2_s"),
+    TensorType(T.I2_S, "i2_s", 128, 32, 0, 32, kind="ternary", decode="ikcli.quant.decoders.bitnet:i2_s"),
     _TERNARY.type(T.IQ1_BN, "iq1_bn", 64, 13, row_meta_size=2, cuda=((0, 12), (12, 1))),
     *_TERNARY.pair(T.IQ2_BN, T.IQ2_BN_R4, "iq2_bn", 64, 16, row_meta_size=4, cuda=((0, 16),)),
     # --- bytes; Q8_KV: per row a scale f32 and the sum of the codes i32, which its twin omits -------------------------

@@ -2,7 +2,7 @@
 
 Nodes with weights are computed where the weights are, cache and attention where the cache is, and the rest where its
 inputs are: `Op.place`. Small values that every device can make for itself are made on each that needs them. A schedule
-is a list of splits (`Turn`; ggml: graph splits). A split is a run of nodes of one device that depends on earlier splits
+is a list of splits (`GraphSplit`, as in ggml). A split is a run of nodes of one device that depends on earlier splits
 only. Values that another device waits for come first: a split is cut behind them, so that the rest runs while the other
 device works.
 """
@@ -26,7 +26,7 @@ class NodePlaces:
 
 
 @dataclass(slots=True)
-class Turn:
+class GraphSplit:
     """A split: nodes that one device computes in a row; `imports` arrive before them, `exports` leave afterwards."""
 
     device: str
@@ -67,7 +67,7 @@ class _Task:
     needs: frozenset[tuple[Node, str]]  # of this device or, where it has no such task, of another
 
 
-def schedule(graph: Graph, device: dict[Node, str], result: Node, *, cut: Iterable[str] = ()) -> list[Turn]:
+def schedule(graph: Graph, device: dict[Node, str], result: Node, *, cut: Iterable[str] = ()) -> list[GraphSplit]:
     """Order the nodes of an assigned graph into splits.
 
     `cut`: devices that continue while others wait for their values.
@@ -76,13 +76,13 @@ def schedule(graph: Graph, device: dict[Node, str], result: Node, *, cut: Iterab
     cutting = set(cut)
     left = list(tasks)
     done: set[tuple[Node, str]] = set()
-    turns: list[Turn] = []
+    turns: list[GraphSplit] = []
     while left:
         current = next((t for t in left if t.node.op.place is not Place.EVERYWHERE), left[0]).device
         taken, rest = _take(left, current, done)
         parts = _divide(taken, left, current) if current in cutting else [taken]
         for part in parts:
-            turns.append(Turn(current, [t.node for t in part]))
+            turns.append(GraphSplit(current, [t.node for t in part]))
         done |= {(t.node, current) for t in taken}
         left = rest
     _connect(turns, device, result)
@@ -143,7 +143,7 @@ def _divide(taken: list[_Task], left: Sequence[_Task], device: str) -> list[list
     return [p for p in parts if p]
 
 
-def _connect(turns: list[Turn], device: dict[Node, str], result: Node) -> None:
+def _connect(turns: list[GraphSplit], device: dict[Node, str], result: Node) -> None:
     """Fill in the values that pass from one split to another."""
     made = {(n, t.device): i for i, t in enumerate(turns) for n in t.nodes}
     imported: set[tuple[Node, str]] = set()

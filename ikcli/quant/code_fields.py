@@ -1,6 +1,6 @@
 """Read the integer fields of encoded rows: codes, multipliers, minimums and table choices of sub-blocks.
 
-The decoders in `ikcli.quant.decode_*` turn the same fields into values and document the block layouts. Here the fields
+The decoders in `ikcli.quant.decoders` turn the same fields into values and document the block layouts. Here the fields
 are only counted, so signs that are stored apart from their code are left out.
 """
 
@@ -17,9 +17,9 @@ import numpy.typing as npt
 from ikcli.errors import UnsupportedError
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.types import TYPES
-from ikcli.quant.decode_iquants import codes_nl, interleave_nibbles, words_at
-from ikcli.quant.decode_kquants import codes_1bit, codes_2bit, codes_4bit, scales_6bit, scales_q3_k
-from ikcli.quant.decode_legacy import nibbles
+from ikcli.quant.decoders.iquants import codes_nl, interleave_nibbles, words_at
+from ikcli.quant.decoders.kquants import codes_1bit, codes_2bit, codes_4bit, scales_6bit, scales_q3_k
+from ikcli.quant.decoders.legacy import nibbles
 from ikcli.quant.tables import IQ4_VALUES
 from ikcli.references import load
 

@@ -345,7 +345,7 @@ def bf16_r16() -> InterleavedUnit:
     return InterleavedUnit((_runs(0, 0, 4, 16),), n_blocks=2)
 
 
-# Formats without a plain twin, and the block that `decode_interleaved` reads: d qs[256]; qs[4] qh u16; qs[4] qh[2] s
+# Formats without a plain twin, and the block that `decoders.interleaved` reads: d qs[256]; qs[4] qh u16; qs[4] qh[2] s
 def q8_k_r8() -> Fields:
     return _f16(0, 0, 8), _runs(2, 16, 256, 8)
 

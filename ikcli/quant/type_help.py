@@ -32,9 +32,9 @@ def _about(f: FileType, name: str) -> str:
         words.append("ternary quantization (Bitnet)")
     elif base.type == GGMLType.MXFP4:
         words.append("4-bit float quantization")
-    elif "decode_trellis" in base.decode:
+    elif "decoders.trellis" in base.decode:
         words.append("trellis quantization")
-    elif "decode_iqk" in base.decode or base.type in _NON_LINEAR:
+    elif "decoders.iqk" in base.decode or base.type in _NON_LINEAR:
         words.append("non-linear quantization")
     else:
         words.append("quantization")

@@ -16,8 +16,8 @@ from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.types import TYPES
 from ikcli.quant.code_fields import CodeSpace, Fields, code_space, read_fields
 from ikcli.quant.decode import row_scales
-from ikcli.quant.decode_iquants import words_at
-from ikcli.quant.decode_legacy import f16_at
+from ikcli.quant.decoders.iquants import words_at
+from ikcli.quant.decoders.legacy import f16_at
 from ikcli.quant.formats import row_size
 from ikcli.quant.validate import block_scale_offsets
 

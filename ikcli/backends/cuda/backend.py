@@ -1,6 +1,6 @@
 """Run the splits of one GPU: plan them, give programs memory, launch them, keep captured graphs.
 
-A split (`Turn`) is a run of nodes that one device computes before another device goes on. Everything of a step is
+A split (`GraphSplit`) is a run of nodes that one device computes before another device goes on. Everything of a step is
 queued on one stream: the step block, then per split the values from other devices, the launches, and the values for
 other devices. The first step of a bucket (`Counts.bucket`) runs launch by launch; from the second on every split is one
 captured graph. A step allocates nothing.
@@ -23,7 +23,7 @@ from ikcli.backends.cuda.upload import device_bytes
 from ikcli.backends.rules import Rules
 from ikcli.backends.step_block import SEG_WORDS, StepBlock
 from ikcli.graph import Cache, Node, Rows, Weight
-from ikcli.graph.split import Turn
+from ikcli.graph.split import GraphSplit
 from ikcli.log import notice_once
 
 Bytes = npt.NDArray[np.uint8]
@@ -97,7 +97,7 @@ class CudaBackend:
     # --- planning ---------------------------------------------------------------------------------------------------
     def plan(
         self,
-        turns: Sequence[Turn],
+        turns: Sequence[GraphSplit],
         rows: Mapping[Rows, int],
         n_cells: int,
         independent: bool,

@@ -8,7 +8,7 @@ from ikcli.engine.run.cpu_device import CpuDevice
 from ikcli.engine.run.run_device import CPU
 from ikcli.engine.run.runner import DividedProgram, Runner
 from ikcli.graph import Cache, Graph, Node, Rows
-from ikcli.graph.split import NodePlaces, Turn
+from ikcli.graph.split import GraphSplit, NodePlaces
 from ikcli.graph.stages import LayerGraph, StagePart
 
 _SLACK = 512  # bytes after every value that kernels may read
@@ -50,7 +50,7 @@ class StageRunner(Runner):
         imports = [x for x in part.arriving if x in used]
         exports = [x for x in part.leaving if x in made]
         kept = result if self.is_last else None
-        split = Turn(CPU, list(part.nodes), imports, exports)
+        split = GraphSplit(CPU, list(part.nodes), imports, exports)
         whole = self.cpu.plan([split], rows, self._n_cells, batch_invariant, result=kept)
         memory: dict[Node, tuple[int, int]] = {}
         at = 0

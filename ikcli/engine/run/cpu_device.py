@@ -25,7 +25,7 @@ from ikcli.errors import IkError
 from ikcli.gguf.types import TYPES
 from ikcli.graph import Cache, Node, Rows
 from ikcli.graph.ops_experts import sort_of
-from ikcli.graph.split import Turn
+from ikcli.graph.split import GraphSplit
 from ikcli.native.kernel_cache import KernelKey, is_cached
 from ikcli.native.kernel_library import shared_library
 
@@ -68,7 +68,7 @@ class CpuDevice:
     # --- planning -----------------------------------------------------------------------------------------------------
     def plan(
         self,
-        splits: Sequence[Turn],
+        splits: Sequence[GraphSplit],
         rows: Mapping[Rows, int],
         n_cells: int,
         batch_invariant: bool,

@@ -14,7 +14,7 @@ from ikcli.engine.run.timed_ops import TimedOp
 from ikcli.errors import NonFiniteError
 from ikcli.gguf.types import TYPES, row_n_bytes
 from ikcli.graph import Cache, Node, Rows
-from ikcli.graph.split import Turn
+from ikcli.graph.split import GraphSplit
 
 Bytes = npt.NDArray[np.uint8]
 Observer = Callable[[Node, npt.NDArray[np.generic]], None]
@@ -70,7 +70,7 @@ class RunDevice(Protocol):
 
     def plan(
         self,
-        splits: Sequence[Turn],
+        splits: Sequence[GraphSplit],
         rows: Mapping[Rows, int],
         n_cells: int,
         batch_invariant: bool,

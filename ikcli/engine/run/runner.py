@@ -23,7 +23,7 @@ from ikcli.engine.run.model import Model
 from ikcli.engine.run.run_device import CPU, Bytes, Observer, RunDevice
 from ikcli.engine.run.timed_ops import TimedOp
 from ikcli.graph import Cache, Graph, Lifetime, Node, Rows, Weight, assign_offsets
-from ikcli.graph.split import NodePlaces, Turn, assign, schedule
+from ikcli.graph.split import GraphSplit, NodePlaces, assign, schedule
 
 _SLACK = 512  # bytes after every value in hand-over memory that kernels may read
 
@@ -34,7 +34,7 @@ class DividedProgram:
 
     graph: Graph
     result: Node
-    splits: list[Turn]
+    splits: list[GraphSplit]
     numbers: list[int]
     parts: dict[str, Any]
     places: dict[Node, tuple[int, int]]  # hand-over memory: (first byte, bytes)
@@ -310,7 +310,7 @@ class Runner:
         program.chosen = program.variant(state.rows[Rows.TOKENS])
         return program.chosen
 
-    def _wait_for(self, program: DividedProgram, split: Turn) -> None:
+    def _wait_for(self, program: DividedProgram, split: GraphSplit) -> None:
         for i in split.after:
             name = program.splits[i].device
             self.parts[name].wait(program.parts[name], program.numbers[i])
@@ -378,7 +378,7 @@ def _with_variants(programs: Sequence[DividedProgram]) -> list[DividedProgram]:
 
 
 def _handover_places(
-    splits: Sequence[Turn], rows: Mapping[Rows, int], result: Node, parts: Mapping[str, RunDevice]
+    splits: Sequence[GraphSplit], rows: Mapping[Rows, int], result: Node, parts: Mapping[str, RunDevice]
 ) -> tuple[dict[Node, tuple[int, int]], int]:
     """Return (first byte, bytes) of every value that crosses devices, and the size of the memory.
 

@@ -1,6 +1,6 @@
 """Encode the ternary types IQ1_BN and IQ2_BN: rows of d * {-1, 0, 1} with the d of least weighted squared error.
 
-Rows that are already ternary come back exactly (IQ1_BN: with d rounded to f16). Layouts: `decode_bitnet`. Corresponds
+Rows that are already ternary come back exactly (IQ1_BN: with d rounded to f16). Layouts: `decoders.bitnet`. Corresponds
 to iqk_quantize.cpp, which takes d = max|x| and ignores importance weights.
 """
 

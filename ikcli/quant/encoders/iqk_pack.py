@@ -1,7 +1,7 @@
 """Pack the IQ*_K, KS, KSS and KL types: scales, multipliers, table rows and codes into rows of bytes.
 
 A packer takes d (units) float32, m (units, subs) int8, t (units, subs) 0 or 1, codes (units, subs, n) and the number of
-rows, and returns uint8 (n_rows, row size). The decoders in `ikcli.quant.decode_iqk` describe the layouts.
+rows, and returns uint8 (n_rows, row size). The decoders in `ikcli.quant.decoders.iqk` describe the layouts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Pack the grid quants from scales, sub-block scales, grid points and signs.
 
 All inputs are per row: d (n, spans), sub-block scales (n, subs), points (n, groups; a flag at bit 16: the shift of
-IQ1 is negative), sign bytes (n, ne0 / 8). Layouts: `ikcli.quant.decode_iquants`.
+IQ1 is negative), sign bytes (n, ne0 / 8). Layouts: `ikcli.quant.decoders.iquants`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The search (`trellis_kernels`) returns the scale of a row, per sub-block of 32 a multiplier and a table, and a table row
 per group. It minimises sum(w * (x - x')^2), x' as stored (see `TensorType.matmul_scale`), w the importance weights, or
-1. Layouts: `decode_trellis`. Corresponds to iqk_quantize.cpp, which scores with weights that also contain the values
+1. Layouts: `decoders.trellis`. Corresponds to iqk_quantize.cpp, which scores with weights that also contain the values
 and searches fixed cells of the table only.
 """
 

@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ikcli.quant.decode import Bytes, Floats, row_scale_decoder
-from ikcli.quant.decode_iquants import words_at
-from ikcli.quant.decode_kquants import codes_1bit
-from ikcli.quant.decode_legacy import f32, nibbles
+from ikcli.quant.decoders.iquants import words_at
+from ikcli.quant.decoders.kquants import codes_1bit
+from ikcli.quant.decoders.legacy import f32, nibbles
 from ikcli.quant.tables import IQ4_VALUES, TRELLIS_OFFSET, TRELLIS_OFFSET_HIGH, trellis
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ikcli.quant.decode import Bytes, Floats, block_decoder
-from ikcli.quant.decode_legacy import f16_at, f32, nibbles
+from ikcli.quant.decoders.legacy import f16_at, f32, nibbles
 from ikcli.quant.tables import IQ4_NL_VALUES, MXFP4_VALUES, grid, sign_bytes, sign_table
 
 IQ1_DELTA = np.float32(0.125)

@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ikcli.quant.decode import Bytes, Floats, block_decoder, row_scale_decoder
-from ikcli.quant.decode_iquants import codes_nl, interleave_nibbles, words_at
-from ikcli.quant.decode_kquants import codes_1bit, codes_2bit, codes_4bit
-from ikcli.quant.decode_legacy import f16_at, f32, nibbles
+from ikcli.quant.decoders.iquants import codes_nl, interleave_nibbles, words_at
+from ikcli.quant.decoders.kquants import codes_1bit, codes_2bit, codes_4bit
+from ikcli.quant.decoders.legacy import f16_at, f32, nibbles
 from ikcli.quant.tables import IQ2_KL_VALUES, IQ2_VALUES, IQ3_VALUES, IQ4_VALUES, IQ5_VALUES, IQ6_VALUES
 
 _SHIFTS_2BIT = np.array([0, 2, 4, 6], np.uint8)

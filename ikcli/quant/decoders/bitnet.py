@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from ikcli.quant.decode import Bytes, Floats, block_decoder, row_scale_decoder, tensor_decoder
-from ikcli.quant.decode_legacy import f16_at, f32
+from ikcli.quant.decoders.legacy import f16_at, f32
 
 _POWERS = np.array([81, 27, 9, 3, 1], np.uint8)  # bring digit 0, 1, ... to the top of a byte
 _SHIFTS_2BIT = np.array([0, 2, 4, 6], np.uint8)[:, None]

@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 
 from ikcli.quant.decode import Bytes, Floats, block_decoder, row_scale_decoder
-from ikcli.quant.decode_iquants import interleave_nibbles, ternary, words_at
-from ikcli.quant.decode_legacy import f16_at, f32
+from ikcli.quant.decoders.iquants import interleave_nibbles, ternary, words_at
+from ikcli.quant.decoders.legacy import f16_at, f32
 
 
 @block_decoder

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ikcli.quant.decode import Bytes, Floats, block_decoder
-from ikcli.quant.decode_legacy import f16_at, f32
+from ikcli.quant.decoders.legacy import f16_at, f32
 
 _SHIFTS_2BIT = np.array([0, 2, 4, 6], np.uint8)[:, None]
 _SHIFTS_4BIT = np.array([0, 4], np.uint8)[:, None]

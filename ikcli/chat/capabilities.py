@@ -26,7 +26,7 @@ _EFFORTS = ({"reasoning_effort": "low"}, {"reasoning_effort": "medium"}, {"reaso
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a template renders; `typed_content` are lists of parts, `object_arguments` arguments not written as text."""
+    """Features of a template; `typed_content`: lists of parts, `object_arguments`: arguments not written as text."""
 
     string_content: bool = True
     typed_content: bool = False

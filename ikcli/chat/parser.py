@@ -52,7 +52,7 @@ class ChatDelta:
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """What the assistant said."""
+    """A parsed message of the assistant."""
 
     content: str = ""
     reasoning: str = ""

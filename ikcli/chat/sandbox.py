@@ -47,7 +47,7 @@ _NUMBERS = re.compile(r"[0-9]+")
 
 
 class RenderBudget:
-    """What one rendering may still use; as a context manager it becomes the budget of the thread."""
+    """The remaining budget of one rendering; as a context manager it becomes the budget of the thread."""
 
     def __init__(self, characters: int = 0) -> None:
         """Start a budget for a chat of this many characters."""

@@ -102,7 +102,7 @@ class Sources:
         return " and ".join(named + ["the cache"] * self.with_cache)
 
     def _spec(self, preset: Preset, section: Section, source: str, path: Path | None) -> ModelSpec:
-        """What a section says, and [*] where it says nothing."""
+        """Return the settings of a section, with those of [*] as defaults."""
         defaults = preset.defaults
         return ModelSpec(
             section.name,

@@ -1,4 +1,4 @@
-"""What describes a checkpoint beside its weights: the head of README.md and generation_config.json.
+"""Read the description of a checkpoint: the front matter of README.md, and generation_config.json.
 
 Both are decoration, written by people. A file or value that cannot be used is left out with a warning, and the
 conversion goes on.

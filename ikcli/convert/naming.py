@@ -66,7 +66,7 @@ def describe(
 
 
 def _described(directory: Path, total: int) -> Any:
-    """What names, model card and generation_config.json say; what cannot be used of them is left out."""
+    """Read names, model card and generation_config.json; leave out values that cannot be used."""
     import gguf
 
     card = read_card(directory)

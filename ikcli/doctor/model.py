@@ -1,4 +1,4 @@
-"""What the rooflines of a machine allow for a model: the maximum tokens per second, and the limiting resource.
+"""Apply the rooflines of a machine to a model: the maximum tokens per second, and the limiting resource.
 
 Generation reads every weight that a token uses, and the cache of its sequence. Prompts are limited by arithmetic; a
 micro-batch reads the weights once for all its tokens. Attention counts as reading the cache; its products are ignored.

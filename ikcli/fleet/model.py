@@ -31,7 +31,7 @@ _RUN_ONLY = frozenset(
 
 
 class HeaderSession:
-    """What is known of a session without loading the model: sizes and the tokenizer."""
+    """A stand-in for a session whose model is not loaded: sizes and the tokenizer."""
 
     def __init__(self, planner: Planner, n_ctx: int = 0) -> None:
         self.file, self.n_vocab, self.n_ctx = planner.file, planner.hp.n_vocab, n_ctx

@@ -49,7 +49,7 @@ class Schema:
 
 
 class Gap(enum.Enum):
-    """What may stand between the texts of a pattern."""
+    """Text allowed between the texts of a pattern."""
 
     SPACES = r"[ \t\r\n]*"
     NAME = r"[^ \t\r\n\"<>]+"

@@ -10,7 +10,7 @@ from ikcli.bench.sweep_read import SpeedTable
 
 @dataclass(frozen=True, slots=True)
 class RunEnvironment:
-    """What a result ran on, as far as its source tells; `facts` are for readers (machine, program, model, ...)."""
+    """The environment of a result, as far as its source names it; `facts` are for readers (machine, program, ...)."""
 
     facts: Mapping[str, str] = field(default_factory=dict)
     model_bytes: int | None = None

@@ -435,7 +435,7 @@ def _spec_key(item: str) -> tuple[str, float]:
 
 
 def toml_table(path: Path) -> dict[str, Any]:
-    """What a TOML file holds; UsageError naming the file if it is none."""
+    """Read a TOML file; raise a UsageError that names the file if it cannot be parsed."""
     import tomllib
 
     try:

@@ -33,7 +33,7 @@ KIND = "ik study"
 
 @dataclass(frozen=True, slots=True)
 class StudyOptions:
-    """What to measure and on which model and text (`resident`); see `make_units` and `measure` for the rest."""
+    """The model and text of a study (`resident`) and its units; see `make_units` and `measure`."""
 
     resident: ResidentOptions
     types: tuple[GGMLType, ...]

@@ -36,7 +36,7 @@ _ENDS = (
     *(Until(end, _NEXT) for end in ("<|end|>", "<|return|>", "<|call|>")),
     Until("<|start|>", (("assistant",), (Gap.END,))),
 )
-"""What ends a message; elsewhere these texts are part of it."""
+"""Markers that end a message; elsewhere these texts are part of it."""
 _RECIPIENT = re.compile(r"to=(?:functions\.)?([^\s<]+)")
 _THINKING = seq(CHANNEL, "analysis", MESSAGE, Until("<|end|>", _NEXT), whole(START, "assistant"))
 _CONSTRAINT = Repeat(any_of((seq(" json"), seq(" ", Marker("<|constrain|>"), "json"))), 0, 1)

@@ -34,7 +34,7 @@ class Parameters:
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """What values a schema allows: their types, and all of them if they are listed."""
+    """The values that a schema allows: their types, and all of them if they are listed."""
 
     types: frozenset[str] = _ALL
     listed: tuple[Any, ...] | None = None

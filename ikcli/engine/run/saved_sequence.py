@@ -13,7 +13,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class CacheKind:
-    """What limits a rollback: whether the model has states, and the window of its layers (0: all positions)."""
+    """Limits of a rollback: whether the model has states, and the window of its layers (0: all positions)."""
 
     has_states: bool = False
     window: int = 0

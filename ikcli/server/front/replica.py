@@ -17,7 +17,7 @@ from ikcli.server.front.supervisor import READY, STARTING, Member
 
 @dataclass(frozen=True, slots=True)
 class RoutingHint:
-    """What routes a request: the blocks of its prefix, or the replica of the slot that it names."""
+    """Routing hint of a request: the blocks of its prefix, or the replica of the slot that it names."""
 
     blocks: Blocks = ()
     replica: int | None = None

@@ -34,7 +34,7 @@ class Member:
 
 M = TypeVar("M", bound=Member)
 Hint = TypeVar("Hint")
-"""What a request says about the process that it wants."""
+"""A hint by which the supervisor chooses the process for a request."""
 
 
 class ProcessSupervisor(ABC, Generic[M, Hint]):

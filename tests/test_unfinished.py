@@ -103,7 +103,7 @@ def test_an_interrupted_run_says_that_it_can_go_on(
     assert written(capsys.readouterr().err)[0] == 8
 
 
-def test_other_settings_carry_over(
+def test_other_settings_start_over(
     checkpoint: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, whole = tmp_path / "out.gguf", tmp_path / "whole.gguf"

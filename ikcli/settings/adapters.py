@@ -1,4 +1,4 @@
-"""Options that change a model while it runs: low-rank adapters, control vectors, rotary positions."""
+"""Options that change a model while it runs: LoRA adapters, control vectors, rotary positions."""
 
 # ruff: noqa: RUF009  (`opt` makes dataclass fields)
 # fmt: off
@@ -17,14 +17,14 @@ from ikcli.settings.values import (
     parse_scaled_file,
 )
 
-# What the options of each topic share.
+# One partial per topic, with the values that its options share.
 _context = partial(opt, topic="context")
 _model = partial(opt, topic="model", bench_list=False)
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
-    """Low-rank adapters and control vectors, added while the model runs."""
+    """LoRA adapters and control vectors, applied while the model runs."""
 
     lora: tuple[Path, ...] = _model((), "--lora", "custom", form="FILE[,FILE...]", example="--lora adapter.gguf",
         parse=parse_path_item, repeat=True, help="low-rank adapter (GGUF) to apply; repeatable")

@@ -17,7 +17,7 @@ from ikcli.settings.values import (
     parse_thread_pairs,
 )
 
-# What the options of each topic share.
+# One partial per topic, with the values that its options share.
 _batched_bench = partial(opt, topic="batched-bench", commands="D", bench_list=False)
 _bench = partial(opt, topic="bench", commands="B", bench_list=False)
 _sweep_bench = partial(opt, topic="sweep-bench", commands="W")
@@ -25,7 +25,7 @@ _sweep_bench = partial(opt, topic="sweep-bench", commands="W")
 
 @dataclass(frozen=True, slots=True)
 class SweepConfig:
-    """sweep-bench: speed at growing depths."""
+    """sweep-bench: speed at growing context depths."""
 
     warmup_batch: bool = _sweep_bench(True, "-wb --warmup-batch", "switch", negative="--no-warmup-batch",
         example="--no-warmup-batch", help="also warm up with one full ubatch; --no-warmup turns this off too")
@@ -49,7 +49,7 @@ class SweepConfig:
 
 @dataclass(frozen=True, slots=True)
 class BatchedBenchConfig:
-    """batched-bench: speed of several sequences at once; it measures all combinations of the lists."""
+    """batched-bench: speed of several sequences at once, for all combinations of the lists."""
 
     npp: tuple[int, ...] = _batched_bench((512,), "-npp", "custom", form="N[,N...]", example="-npp 128,256,512",
         parse=parse_int_list, help="prompt lengths")
@@ -66,7 +66,7 @@ class BatchedBenchConfig:
 
 @dataclass(frozen=True, slots=True)
 class BenchConfig:
-    """bench: speed of given tests; every option takes a comma list of alternatives."""
+    """bench: speed of given tests; every option takes a comma-separated list of alternatives."""
 
     n_prompt: tuple[int, ...] = _bench((512,), "-p --n-prompt", "custom", form="N[,N...]", example="-p 512",
         parse=parse_int_list, help="prompt lengths to test")

@@ -1,4 +1,4 @@
-"""Options of embeddings: pooling and normalization of a text's states, and the output of `ik embed`."""
+"""Options of embeddings: pooling and normalization of a text's hidden states, and the output of `ik embed`."""
 
 # fmt: off
 
@@ -9,14 +9,14 @@ from functools import partial
 
 from ikcli.settings.option import opt
 
-# What the options of each topic share.
+# One partial per topic, with the values that its options share.
 _embeddings = partial(opt, topic="embeddings", commands="E")
 
 FORMATS = ("default", "array", "json", "json+", "raw")
 
 
 def parse_format(text: str) -> str:
-    """Return a format by name; an empty text is the default format."""
+    """Return a format by name; an empty text means the default format."""
     if text not in ("", *FORMATS):
         raise ValueError(f"must be one of {', '.join(FORMATS)}")
     return text or FORMATS[0]
@@ -24,7 +24,7 @@ def parse_format(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class EmbedConfig:
-    """Embeddings of texts."""
+    """embed: embeddings of texts."""
 
     pooling: str = _embeddings("", "--pooling", "choice", commands="SE", form="none|mean|cls|last|rank",
         example="--pooling last", choices=("none", "mean", "cls", "last", "rank"), env="LLAMA_ARG_POOLING",

@@ -1,4 +1,4 @@
-"""Options of commands that can divide their work between processes and machines."""
+"""Options of commands that can divide their work among processes and machines."""
 
 # fmt: off
 
@@ -10,13 +10,13 @@ from functools import partial
 from ikcli.settings.option import opt
 from ikcli.settings.values import parse_split
 
-# What the options of each topic share.
+# One partial per topic, with the values that its options share.
 _fleet = partial(opt, topic="fleet", bench_list=False)
 
 
 @dataclass(frozen=True, slots=True)
 class FleetConfig:
-    """The processes and machines that do the work."""
+    """Processes and machines that do the work."""
 
     workers: int = _fleet(1, "--workers", "int", commands="PI", form="N", example="--workers 2", minimum=1,
         help="processes on this machine, which share the threads")
@@ -32,13 +32,13 @@ class FleetConfig:
 
     @property
     def n_workers(self) -> int:
-        """Return the number of workers, local or on Ray."""
+        """Number of workers, local or on Ray."""
         return self.workers if self.ray is None else self.ray_workers
 
 
 @dataclass(frozen=True, slots=True)
 class BatchConfig(FleetConfig):
-    """The processes and machines that do the work, and the journal of results."""
+    """Processes and machines that do the work, and the journal of results."""
 
     journal: str | None = _fleet(None, "--journal", "str", commands="PIB", form="FILE", example="--journal run.jsonl",
         help="keep results in FILE; a run that ended early continues from there")
@@ -51,6 +51,6 @@ class BatchConfig(FleetConfig):
 
     @property
     def wanted(self) -> bool:
-        """Return whether the work is divided into units."""
+        """Whether the work is divided into units."""
         divided = self.n_workers > 1 or self.ray is not None or self.journal is not None
         return divided and self.stages == 1

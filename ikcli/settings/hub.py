@@ -1,4 +1,4 @@
-"""Options that name a model on a hub or by URL: shared by all commands that take -m."""
+"""Options that name a model on a hub or by URL, shared by all commands that take -m."""
 
 # fmt: off
 
@@ -9,13 +9,13 @@ from functools import partial
 
 from ikcli.settings.option import opt
 
-# What the options of each topic share.
+# One partial per topic, with the values that its options share.
 _model = partial(opt, topic="model", bench_list=False)
 
 
 @dataclass(frozen=True, slots=True)
 class HubConfig:
-    """A model by name, which is downloaded once into the cache."""
+    """A model given by name, downloaded once into the cache."""
 
     repo: str = _model("", "-hf -hfr --hf-repo", "str", form="USER/REPO[:QUANT]", example="-hf user/repo:Q4_K_M",
         env="LLAMA_ARG_HF_REPO",

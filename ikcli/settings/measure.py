@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ikcli.settings.option import opt
 
-# What the options of each topic share.
+# One partial per topic, with the values that its options share.
 _imatrix = partial(opt, topic="imatrix", commands="I")
 _perplexity = partial(opt, topic="perplexity", commands="P")
 
@@ -50,7 +50,7 @@ class PerplexityConfig:
 
     @property
     def scores_choices(self) -> bool:
-        """Return whether choices are scored instead of a text."""
+        """Whether choices are scored instead of a text."""
         return self.hellaswag or self.winogrande or self.multiple_choice
 
 

@@ -1,7 +1,7 @@
 """Option records: every flag is declared once, as metadata of a config field.
 
-A config field made by `opt()` has its spellings, value form, topic, commands, help and an example. Parser, "ignored
-here" notice, suggestions, `--help`, completion and docs/parameters.md all come from these records.
+A config field created by `opt()` has its spellings, value form, topic, commands, help and an example. The parser, the
+"ignored here" notice, suggestions, `--help`, completion and docs/parameters.md are all generated from these records.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from typing import Any, Literal
 Kind = Literal["switch", "optswitch", "int", "float", "str", "path", "type", "choice", "custom"]
 
 ALL = "SCWBPILDE"
-"""Command letters: Server, Chat, sweep-bench (W), Bench, Perplexity, Imatrix, pLan and warmup (L), batcheD-bench,
-Embed."""
+"""Letters of the commands.
+
+Server, Chat, sweep-bench (W), Bench, Perplexity, Imatrix, pLan and warmup (L), batcheD-bench, Embed.
+"""
 
 COMMAND_LETTERS = {
     "serve": "S",
@@ -35,12 +37,12 @@ COMMAND_LETTERS = {
 class Option:
     """One flag.
 
-    `names` set the field (a switch to True), `negative` spellings take no value and set it to False.
-    `form` is the text of the value in help and errors; `parse` converts a custom value and raises ValueError.
-    `repeat` options collect their values in command-line order; `noop` says why an accepted option does nothing.
-    The value of a `text` option may begin with a dash. `env` names environment variables that also set it.
-    `n_values` words make one value, joined by blanks. `joined`: letters of commands that join the values of a
-    repeated option to one text, with commas.
+    `names` set the field (a switch to True); `negative` spellings take no value and set it to False. `form` is the text
+    of the value in help and errors; `parse` converts a custom value and raises ValueError. `repeat` options collect
+    their values in command-line order; `noop` is the reason why an accepted option does nothing. The value of a `text`
+    option may begin with a dash. `env` names environment variables that also set it. `n_values` words form one value,
+    joined by blanks. `joined` holds the letters of commands that join the values of a repeated option into one
+    comma-separated text.
     """
 
     names: tuple[str, ...]
@@ -64,11 +66,11 @@ class Option:
 
     @property
     def takes_value(self) -> bool:
-        """Return whether the token after the name always belongs to the option."""
+        """Whether the token after the name always belongs to the option."""
         return self.kind not in ("switch", "optswitch")
 
     def used_by(self, command: str) -> bool:
-        """Return whether `command` acts on this option (otherwise it is accepted and listed as ignored).
+        """Return whether `command` acts on this option; if not, it accepts the option and lists it as ignored.
 
         Commands without a letter have separate declarations and act on all of them.
         """
@@ -76,18 +78,18 @@ class Option:
 
     @property
     def variables(self) -> tuple[str, ...]:
-        """Return the environment variables of the option; the first one that is set counts."""
+        """Environment variables of the option; the first one that is set counts."""
         return tuple(self.env.split())
 
     @property
     def primary(self) -> str:
-        """Return the name used in messages: the first long spelling, or the first one."""
+        """Name used in messages: the first long spelling, or else the first one."""
         return next((name for name in self.names if name.startswith("--")), self.names[0])
 
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """The arguments of a command besides options: their form in the usage line, and how many (None: any number)."""
+    """Arguments of a command besides options: their form in the usage line and their number (None: any)."""
 
     form: str
     most: int | None = None
@@ -95,7 +97,7 @@ class Arguments:
 
 @dataclass(frozen=True, slots=True)
 class BoundOption:
-    """An option together with the config field it sets: `path` is `n_ctx` or `sweep.pp`."""
+    """An option together with the config field it sets; `path` is like `n_ctx` or `sweep.pp`."""
 
     path: str
     option: Option
@@ -113,7 +115,7 @@ def opt(
     negative: str = "",
     **extra: Any,
 ) -> Any:
-    """Return a dataclass field with an Option; `names` and `negative` are blank-separated spellings."""
+    """Return a dataclass field with an Option; `names` and `negative` are spellings separated by blanks."""
     option = Option(tuple(names.split()), kind, help, topic, negative=tuple(negative.split()), **extra)
     metadata = {"option": option}
     if factory is not None:

@@ -14,7 +14,7 @@ from ikcli.settings.values import (
     parse_text_item,
 )
 
-# What the options of each topic share.
+# One partial per topic, with the values that its options share.
 _chat = partial(opt, topic="chat", commands="C")
 _prompt = partial(opt, topic="prompt", commands="CPIE")
 
@@ -43,7 +43,7 @@ class PromptConfig:
 
 @dataclass(frozen=True, slots=True)
 class ChatConfig:
-    """chat: continuing a text or holding a conversation in a terminal."""
+    """chat: continue a text or hold a conversation in a terminal."""
 
     conversation: bool | None = _chat(None, "-cnv --conversation", "switch", negative="-no-cnv --no-conversation",
         example="-cnv",

@@ -1,4 +1,4 @@
-"""Options of the commands that make and study quants: quantize, convert, quantize-stats, study."""
+"""Options of the commands that create and study quants: quantize, convert, quantize-stats, study."""
 
 # ruff: noqa: RUF009  (`opt` makes dataclass fields)
 # fmt: off
@@ -19,7 +19,7 @@ CPU_TENSORS = "exps"
 
 @dataclass(frozen=True, slots=True)
 class QuantizeConfig:
-    """quantize and repack: the options of the reference's quantize, and those that choose types for a size."""
+    """quantize and repack: the options of the reference's quantize, and options that choose types for a target size."""
 
     args: tuple[str, ...] = arguments("in.gguf [out.gguf] TYPE [nthreads]")
     imatrix: str | None = opt(None, "--imatrix", "str", form="FILE", example="--imatrix imatrix.dat",
@@ -161,7 +161,7 @@ class QuantizeConfig:
 
 @dataclass(frozen=True, slots=True)
 class ConvertConfig:
-    """convert: a checkpoint directory (config.json, safetensors) as a GGUF file of any type."""
+    """convert: a checkpoint directory (config.json, safetensors) to a GGUF file of any type."""
 
     args: tuple[str, ...] = arguments("DIR", most=1)
     outfile: str | None = opt(None, "-o --outfile --output", "str", form="FILE", example="--outfile model-{ftype}.gguf",

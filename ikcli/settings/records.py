@@ -8,7 +8,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpec:
-    """A described device: `cuda` or `cpu` (host memory), its bytes, and compute capability (None = not given)."""
+    """A described device: `cuda` or `cpu` (host memory), its bytes, and its compute capability (None: not given)."""
 
     kind: str
     n_bytes: int
@@ -17,7 +17,7 @@ class DeviceSpec:
 
 @dataclass(frozen=True, slots=True)
 class ScaledFile:
-    """A file and the scale with which its content is applied."""
+    """A file and the scale applied to its content."""
 
     path: Path
     scale: float
@@ -25,10 +25,10 @@ class ScaledFile:
 
 @dataclass(frozen=True, slots=True)
 class SpecStage:
-    """One `--spec-type`: the drafter, its number of tokens (n_min..n_max) and its settings; None = its default.
+    """One `--spec-type`: the drafter, its number of tokens (n_min..n_max) and its settings; None means the default.
 
-    `p_min`: least probability of a drafted token (draft model). n-gram types look for the last `size_n` tokens and
-    draft what followed them, up to `size_m` tokens, if they occurred `min_hits` times.
+    `p_min` is the minimum probability of a drafted token (draft model). n-gram types search for the last `size_n`
+    tokens and draft what followed them, up to `size_m` tokens, if they occurred `min_hits` times.
     """
 
     type: str
@@ -42,7 +42,7 @@ class SpecStage:
 
 @dataclass(frozen=True, slots=True)
 class SpecSetting:
-    """One `--spec-set`: a field of the stages of a type (`ngram`: of all n-gram types) that do not set it."""
+    """One `--spec-set`: a field for all stages of a type (`ngram`: all n-gram types) that do not set it."""
 
     type: str
     field: str

@@ -1,4 +1,4 @@
-"""Rules between options that need no model: defaults, limits, and combinations that cannot work."""
+"""Rules between options that need no model: defaults, limits and impossible combinations."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _OF_SEVERAL = ("server.models_autoload", "server.models_max")
 
 
 def complete(config: RunConfig, given: Collection[str]) -> RunConfig:
-    """Fill in defaults that depend on the command or on other options; raise UsageError for what cannot work.
+    """Fill in defaults that depend on the command or on other options. Raise UsageError for impossible settings.
 
-    `given` are the options (field paths) that the user wrote.
+    `given` holds the options (field paths) that the user wrote.
     """
     if tuple(name.lower() for name in config.device) == ("none",):
         config = replace(config, device=(), n_gpu_layers=0)
@@ -40,25 +40,25 @@ def complete(config: RunConfig, given: Collection[str]) -> RunConfig:
 
 
 def default_threads(cpus: frozenset[int]) -> int:
-    """Return the number of physical cores among these CPUs; without any, among those this process may use."""
+    """Return the number of physical cores among these CPUs or, if empty, among those available to this process."""
     return min(physical_cores(), max(count_physical(visible_cpus() & cpus), 1)) if cpus else physical_cores()
 
 
 def padded_ctx(n_ctx: int, flash_attn: bool) -> int:
-    """Return the cells of a KV cache for `n_ctx` tokens: a multiple of 256 with flash attention, of 32 without."""
+    """Return the KV cells for `n_ctx` tokens: a multiple of 256 with flash attention, of 32 without."""
     step = 256 if flash_attn else 32
     return -(-n_ctx // step) * step
 
 
 def sequences_per_batch(config: RunConfig) -> int:
-    """Return the chunks that perplexity and imatrix evaluate side by side: max(1, n_batch/n_ctx)."""
+    """Return the number of chunks that perplexity and imatrix evaluate side by side: max(1, n_batch/n_ctx)."""
     return max(1, config.n_batch // config.n_ctx) if config.n_ctx > 0 else 1
 
 
 def resolve(config: RunConfig, n_ctx_train: int = 0) -> tuple[RunConfig, list[str]]:
-    """Apply the rules between settings; return the config to run with and the warnings, one sentence each.
+    """Apply the rules between settings; return the final config and the warnings, one sentence each.
 
-    `n_ctx_train` (from the model file) replaces `-c 0`; without it the batch is not limited by the context.
+    `n_ctx_train` (from the model file) replaces `-c 0`; without it the context does not limit the batch.
     """
     warnings: list[str] = []
     n_ctx = config.n_ctx or n_ctx_train
@@ -107,15 +107,15 @@ def _mmap_notices(config: RunConfig) -> list[str]:
 
 
 def check_devices(config: RunConfig) -> None:
-    """Raise UsageError for described devices, unless the run is only planned."""
+    """Raise UsageError for described devices, unless the run only plans."""
     if config.device_spec and not config.only_plans:
         raise UsageError("--device-spec describes devices for planning; add --dry-run, or use ik plan")
 
 
 def check_stages(config: RunConfig, given: Collection[str] = ()) -> RunConfig:
-    """Return the settings of a run in pipeline stages, which compute on CPUs.
+    """Return the settings of a pipeline-parallel run, which computes on CPUs.
 
-    Raise UsageError for options that do not work with stages.
+    Raise UsageError for options that do not work with pipeline stages.
     """
     fleet = config.fleet
     if fleet.stages == 1:
@@ -139,7 +139,7 @@ def check_stages(config: RunConfig, given: Collection[str] = ()) -> RunConfig:
 
 
 def check_server(config: RunConfig, given: Collection[str]) -> list[str]:
-    """Return notices about the options of a server of one model; raise UsageError for conflicts between them."""
+    """Return notices about the options of a server of one model. Raise UsageError for conflicts between them."""
     server, fleet = config.server, config.fleet
     if fleet.ray_node and fleet.ray is None:
         raise UsageError("--ray-node names nodes of Ray; add --ray ADDRESS")

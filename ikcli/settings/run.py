@@ -1,7 +1,7 @@
-"""The settings of a model run, each declared once: field, spellings, value form, help and the commands that use it.
+"""Settings of a model run, each declared once: field, spellings, value form, help and the commands that use it.
 
 All commands that run a model receive a `RunConfig`. Options of a single command are in the groups (`sweep`, `bench`,
-...). `resolve()` applies the rules between settings and returns them with its warnings.
+...). `resolve()` applies the rules between settings and returns the settings with its warnings.
 """
 
 # ruff: noqa: RUF009  (`opt` makes dataclass fields)
@@ -45,7 +45,7 @@ from ikcli.settings.values import (
     parse_threads,
 )
 
-# What the options of each topic share.
+# One partial per topic, with the values that its options share.
 _compute = partial(opt, topic="compute")
 _context = partial(opt, topic="context")
 _general = partial(opt, topic="general")
@@ -58,7 +58,7 @@ DATA_DIR = Path(__file__).resolve().parents[1] / "data"
 
 @dataclass(frozen=True, slots=True)
 class RunConfig:
-    """Settings of one run. Sizes are in tokens, `amb` in MiB; `n_ctx` 0 means the context length of the model."""
+    """Settings of one run. Sizes are in tokens, `amb` in MiB; `n_ctx` 0 means the model's context length."""
     command: str = ""
     model: Path | None = _model(None, "-m --model", "path", form="FILE", example="-m model.gguf", bench_list=False,
         env="LLAMA_ARG_MODEL", help="GGUF file, or the first shard of a split model. Default: the bundled demo model")
@@ -217,17 +217,17 @@ class RunConfig:
 
     @property
     def only_plans(self) -> bool:
-        """Return whether the run ends before it reads weights."""
+        """Whether the run ends before it reads weights."""
         return self.dry_run or self.command == "plan"
 
     @property
     def cpus(self) -> frozenset[int]:
-        """Return the CPUs that threads may use; empty for any."""
+        """CPUs that threads may use; empty means any."""
         return frozenset(self.cpu_mask + self.cpu_range)
 
 
 def default_model() -> Path:
-    """Return the bundled demo model, used when `-m` is missing."""
+    """Return the bundled demo model, which is used when `-m` is missing."""
     path = DATA_DIR / "demo.gguf"
     if not path.is_file():
         raise UsageError("no model given and this installation has no demo model; name a GGUF file with -m FILE")
@@ -235,7 +235,7 @@ def default_model() -> Path:
 
 
 def default_text() -> Path:
-    """Return the bundled text for `perplexity` without `-f`."""
+    """Return the bundled text, which `perplexity` uses without `-f`."""
     path = DATA_DIR / "demo.txt"
     if not path.is_file():
         raise UsageError("no text given and this installation has no demo text; name a text file with -f FILE")

@@ -1,7 +1,7 @@
-"""Parameters of sampling, and the options of text that constrains it.
+"""Sampling parameters, and the options of texts that constrain sampling.
 
 `SamplingValues` is the table of numbers and switches. Each is a parameter of the sampler and a field of requests; those
-that name an option are one of the command line, too.
+with option spellings are command-line options too.
 """
 
 # ruff: noqa: RUF009  (`opt` and `_value` make dataclass fields)
@@ -21,14 +21,14 @@ from ikcli.settings.values import (
 )
 
 INT32 = 2**31 - 1
-# What the options of each topic share.
+# One partial per topic, with the values that its options share.
 _sampling = partial(opt, topic="sampling", commands="SC")
 _KINDS: dict[type, Kind] = {bool: "switch", int: "int", float: "float"}
 
 
 @dataclass(frozen=True, slots=True)
 class RequestField:
-    """A sampling parameter of requests: its help, its limits, and whether the web page has a setting for it."""
+    """A sampling parameter in requests: its help, its limits, and whether the web page has a setting for it."""
 
     help: str
     low: float | None = None
@@ -48,7 +48,10 @@ def _value(
     page: bool = False,
     **extra: Any,
 ) -> Any:
-    """Return a field for a parameter; `option`: spellings of its command-line option, `extra`: what only that needs."""
+    """Return the field of a parameter.
+
+    `option` holds the spellings of its command-line option, `extra` the arguments that only the option needs.
+    """
     about = {"request": RequestField(help, low, high, above, page)}
     if option:
         kind = extra.pop("kind", _KINDS[type(default)])
@@ -58,7 +61,7 @@ def _value(
 
 @dataclass(frozen=True, slots=True)
 class SamplingValues:
-    """Numbers and switches of sampling, by their names in requests."""
+    """Numbers and switches of sampling, under their names in requests."""
 
     temperature: float = _value(0.8, "temperature; 0 = always the most likely token", "--temp --temperature", form="T",
         example="--temp 0.6", minimum=0, env="LLAMA_ARG_TEMPERATURE", page=True)
@@ -117,14 +120,14 @@ class SamplingValues:
 
 
 def sampling_values() -> Iterator[tuple[Field[Any], RequestField]]:
-    """Yield the fields of `SamplingValues` with their form in requests."""
+    """Yield the fields of `SamplingValues` with their request fields."""
     for item in fields(SamplingValues):
         yield item, item.metadata["request"]
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingConfig(SamplingValues):
-    """The choice of the next token (serve, chat)."""
+    """Choice of the next token (serve, chat)."""
 
     dry_sequence_breakers: tuple[str, ...] = _sampling((), "--dry-sequence-breaker", "custom", form="TEXT",
         example='--dry-sequence-breaker ";"', parse=parse_text_item, repeat=True,

@@ -17,14 +17,14 @@ from ikcli.settings.values import (
     parse_spec_type,
 )
 
-# What the options of each topic share.
+# One partial per topic, with the values that its options share.
 _server = partial(opt, topic="server", commands="S")
 _speculation = partial(opt, topic="speculation", commands="SC")
 
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """The HTTP server."""
+    """Options of the HTTP server."""
 
     alias: str = _server("", "-a --alias", "str", form="NAME[,NAME...]", example="-a my-model",
         env="LLAMA_ARG_MODEL_ALIAS LLAMA_ARG_ALIAS",
@@ -251,12 +251,12 @@ class ServerConfig:
 
     @property
     def only_embeds(self) -> bool:
-        """Return whether the server generates no text."""
+        """Whether the server generates no text."""
         return self.embeddings or self.reranking
 
     @property
     def several_models(self) -> bool:
-        """Return whether a file, a folder or the cache names the models, and not -m."""
+        """Whether a file, a folder or the cache names the models instead of -m."""
         return (
             self.models is not None
             or self.models_preset is not None

@@ -1,6 +1,6 @@
-"""Options of the commands that run no model, one dataclass per command; `run.py` has those of the others.
+"""Options of the commands that run no model, one dataclass per command; `run.py` has the options of the others.
 
-A field made by `arguments()` takes the words that are not options: files, types, numbers.
+A field created by `arguments()` takes the words that are not options: files, types, numbers.
 """
 
 # ruff: noqa: RUF009  (`opt` makes dataclass fields)
@@ -19,7 +19,7 @@ from ikcli.settings.values import parse_size, parse_text_item, parse_threads
 
 @dataclass(frozen=True, slots=True)
 class GgufSplitConfig:
-    """gguf-split: a model in parts, or parts in one file."""
+    """gguf-split: split a model into parts, or join parts into one file."""
 
     args: tuple[str, ...] = arguments("IN OUT")
     split: bool = opt(False, "--split", "switch", help="split IN into OUT-00001-of-0000N.gguf ... (the default)")
@@ -34,7 +34,7 @@ class GgufSplitConfig:
 
 @dataclass(frozen=True, slots=True)
 class SweepPlotConfig:
-    """sweep-bench-plot: runs of sweep-bench in a plot."""
+    """sweep-bench-plot: plot runs of sweep-bench."""
 
     args: tuple[str, ...] = arguments("FILE...")
     labels: str | None = opt(None, "--labels", "str", form="A,B,...", example="--labels before,after", text=True,
@@ -46,7 +46,7 @@ class SweepPlotConfig:
 
 @dataclass(frozen=True, slots=True)
 class ReportConfig:
-    """report: results of many runs on one page."""
+    """report: show the results of many runs on one page."""
 
     args: tuple[str, ...] = arguments("[LABEL=]FILE...")
     output: Path = opt(Path("report.html"), "-o --output", "path", form="FILE", example="-o report.html",
@@ -61,7 +61,7 @@ class ReportConfig:
 
 @dataclass(frozen=True, slots=True)
 class PublishConfig:
-    """publish: quants of a model as a folder for a hub."""
+    """publish: prepare quants of a model as a folder for a hub."""
 
     args: tuple[str, ...] = arguments("[LABEL=]MODEL...")
     out: Path | None = opt(None, "-o --out", "path", form="DIR", example="--out My-Model-GGUF",
@@ -105,7 +105,7 @@ class PublishConfig:
 
 @dataclass(frozen=True, slots=True)
 class InspectConfig:
-    """inspect: the contents of a GGUF file, differences between two, and changes of metadata."""
+    """inspect: show the contents of a GGUF file, compare two files, and change metadata."""
 
     args: tuple[str, ...] = arguments("[FILE [OTHER]]", most=2)
     model: str | None = opt(None, "-m --model", "str", form="FILE", example="-m model.gguf",
@@ -144,7 +144,7 @@ class InspectConfig:
 
 @dataclass(frozen=True, slots=True)
 class TokenizeConfig:
-    """tokenize: the tokens of a text."""
+    """tokenize: show the tokens of a text."""
 
     model: str | None = opt(None, "-m --model", "str", form="FILE", example="-m model.gguf",
         help="GGUF model or vocabulary; default the bundled demo model")
@@ -163,7 +163,7 @@ class TokenizeConfig:
 
 @dataclass(frozen=True, slots=True)
 class DevicesConfig:
-    """devices: the devices of this machine that a run can use."""
+    """devices: list the devices of this machine that a run can use."""
 
     json: bool = opt(False, "--json", "switch", help="machine-readable output")
     self_test: bool = opt(False, "--self-test", "switch",
@@ -176,7 +176,7 @@ class DevicesConfig:
 
 @dataclass(frozen=True, slots=True)
 class PullConfig:
-    """pull: a model from a hub or a URL into the cache."""
+    """pull: download a model from a hub or a URL into the cache."""
 
     args: tuple[str, ...] = arguments("USER/REPO[:QUANT] | URL", most=1)
     list: bool = opt(False, "--list", "switch",
@@ -196,7 +196,7 @@ class PullConfig:
 
 @dataclass(frozen=True, slots=True)
 class ListConfig:
-    """list: the models that have been downloaded."""
+    """list: list the downloaded models."""
 
     json: bool = opt(False, "--json", "switch", help="machine-readable output")
 
@@ -211,7 +211,7 @@ class RemoveConfig:
 
 @dataclass(frozen=True, slots=True)
 class DoctorConfig:
-    """doctor: the peak performance of this machine, and the speed a model can reach on it."""
+    """doctor: measure the peak performance of this machine and the speed a model can reach on it."""
 
     model: Path | None = opt(None, "-m --model", "path", form="FILE", example="-m model.gguf",
         help="also report the peak speed of this model, what limits it, and which flags help")
@@ -228,14 +228,14 @@ class DoctorConfig:
 
 @dataclass(frozen=True, slots=True)
 class HelpConfig:
-    """help: pages of the manual."""
+    """help: show pages of the manual."""
 
     args: tuple[str, ...] = arguments("[TOPIC | COMMAND]", most=1)
 
 
 @dataclass(frozen=True, slots=True)
 class VersionConfig:
-    """version: what is installed."""
+    """version: show what is installed."""
 
     verbose: bool = opt(False, "-v --verbose", "switch", help="also print the environment")
 
@@ -260,4 +260,4 @@ TOOLS: dict[str, type] = {
     "help": HelpConfig,
     "version": VersionConfig,
 }
-"""Command -> its options. All other commands run a model and take those of RunConfig."""
+"""Options by command. All other commands run a model and take the options of RunConfig."""

@@ -1,4 +1,4 @@
-"""Flags of the C++ programs without a counterpart here: accepted, with a notice."""
+"""Flags of the C++ programs without a counterpart here; they are accepted with a notice."""
 
 # fmt: off
 
@@ -16,7 +16,7 @@ _accepted = partial(opt, topic="accepted, no effect", noop=_TUNING)
 
 @dataclass(frozen=True, slots=True)
 class UpstreamConfig:
-    """Flags that are accepted and change nothing; `noop` is the reason shown once."""
+    """Flags that are accepted without effect; `noop` is the reason, shown once."""
 
     grouped_experts: bool = _accepted(False, "-ger --grouped-expert-routing", "switch",
         help="route experts by groups")

@@ -1,6 +1,6 @@
 """Convert option texts to structured values.
 
-Each function returns the value or raises ValueError with half a sentence on the problem; the parser adds flag and
+Each function returns the value or raises ValueError with half a sentence about the problem; the parser adds flag and
 example.
 """
 
@@ -16,7 +16,7 @@ from ikcli.settings.records import DeviceSpec, ScaledFile, SpecSetting, SpecStag
 from ikcli.text_files import read_text
 
 OFFLOAD_OPS = {26: "MUL_MAT", 27: "MUL_MAT_ID", 28: "OUT_PROD", 29: "MOE_FUSED_UP_GATE", -1: "ALL"}
-"""Numbers users wrote into `-op` in 2025, and the names they meant then."""
+"""Operation numbers that users wrote into `-op` in 2025, and the names they meant then."""
 
 MAX_DEVICES = 64
 MAX_CPUS = 4096
@@ -27,7 +27,7 @@ OFF = frozenset({"off", "0", "false", "no", "disabled"})
 
 
 def parse_threads(text: str) -> int:
-    """Parse a thread count of at least 1; `auto` (or -1) is 0, replaced by the number of physical cores."""
+    """Parse a thread count of at least 1; `auto` (or -1) gives 0, which stands for the number of physical cores."""
     if text.lower() in ("auto", "-1"):
         return 0
     try:
@@ -40,7 +40,7 @@ def parse_threads(text: str) -> int:
 
 
 def parse_parallel(text: str) -> int:
-    """Parse a number of slots; -1 (the program decides) is 1, which gives the slot the whole context."""
+    """Parse a number of slots; -1 (the program decides) gives 1 slot with the whole context."""
     count = 1 if text == "-1" else _whole(text)
     if count < 1:
         raise ValueError("is less than 1")
@@ -48,7 +48,7 @@ def parse_parallel(text: str) -> int:
 
 
 def parse_layers(text: str) -> int | None:
-    """Parse a number of blocks; all is -1, auto is None."""
+    """Parse a number of blocks; `all` gives -1, `auto` None."""
     word = text.lower()
     if word in ("auto", "all"):
         return None if word == "auto" else -1
@@ -59,7 +59,7 @@ def parse_layers(text: str) -> int | None:
 
 
 def parse_margin(text: str) -> int:
-    """Parse MiB: one value for all GPUs, or one for each, of which the largest counts."""
+    """Parse MiB: one value for all GPUs, or one per GPU, of which the largest counts."""
     margin = max(_whole(piece) for piece in text.split(","))
     if margin < 0:
         raise ValueError("is less than 0")
@@ -67,13 +67,13 @@ def parse_margin(text: str) -> int:
 
 
 def parse_devices(text: str) -> tuple[str, ...]:
-    """Parse names of devices, separated by commas or slashes; `none` alone is no GPU."""
+    """Parse device names separated by commas or slashes; `none` alone means no GPU."""
     names = tuple(name.strip() for name in re.split("[,/]", text) if name.strip())
     return names
 
 
 def parse_cpu_mask(text: str) -> tuple[int, ...]:
-    """Return the CPUs of a hexadecimal mask; none for 0."""
+    """Return the CPUs of a hexadecimal mask; 0 gives none."""
     try:
         mask = int(text, 16)
     except ValueError:
@@ -145,7 +145,7 @@ def parse_split(text: str) -> tuple[float, ...]:
 
 
 def parse_rules(text: str) -> tuple[str, ...]:
-    """Parse `RE=BUF[,RE=BUF...]` to one string per rule; blanks and newlines around rules are dropped."""
+    """Parse `RE=BUF[,RE=BUF...]` into one string per rule; blanks and newlines around rules are dropped."""
     rules = tuple(piece.strip() for piece in text.split(",") if piece.strip())
     if not rules:
         raise ValueError("contains no rule")
@@ -162,7 +162,7 @@ _NEXT_KEY = re.compile(r",(?=[^=,\s]+=(?:int|float|bool|str):)")
 
 
 def parse_override_kv(text: str) -> tuple[str, ...]:
-    """Check `KEY=TYPE:VALUE[,KEY=TYPE:VALUE...]` for a known TYPE and a value that fits it."""
+    """Check that `KEY=TYPE:VALUE[,KEY=TYPE:VALUE...]` has known types and values that fit them."""
     pieces = _NEXT_KEY.split(text)
     for piece in pieces:
         _check_override(piece)
@@ -231,10 +231,10 @@ _DEVICE = re.compile(r"(?:(\d+)\*)?(cuda|cpu):([\d.]+)([a-z]*)(?::cc=(\d+)\.(\d)
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes of `12GiB`, `900M` or `1.5GB`, at least 1.
+    """Return the number of bytes, at least 1, of `12GiB`, `900M` or `1.5GB`.
 
     K, M, G, T and KiB, MiB, GiB, TiB are powers of 1024; KB, MB, GB, TB are powers of 1000; B is bytes. Case does not
-    matter, and a number without a unit is refused.
+    matter. A number without a unit is an error.
     """
     found = _SIZE.fullmatch(text.strip())
     number, prefix, suffix, alone = found.groups() if found else ("0", "", "", None)
@@ -250,7 +250,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_device_spec(text: str) -> tuple[DeviceSpec, ...]:
-    """`[N*]cuda:SIZE[:cc=X.Y]` and `cpu:SIZE`, separated by commas; sizes as for `parse_size`."""
+    """Parse `[N*]cuda:SIZE[:cc=X.Y]` and `cpu:SIZE` entries separated by commas; sizes as for `parse_size`."""
     specs: list[DeviceSpec] = []
     for piece in filter(None, (item.strip() for item in text.split(","))):
         found = _DEVICE.fullmatch(piece)
@@ -283,7 +283,7 @@ def parse_pair(text: str) -> tuple[int, int]:
 
 
 def parse_pairs(text: str) -> tuple[tuple[int, int], ...]:
-    """Parse one `P,N` of an option that may be repeated."""
+    """Parse one `P,N` of a repeatable option."""
     return (parse_pair(text),)
 
 
@@ -297,7 +297,10 @@ _MOST_IN_RANGE = 10_000
 
 
 def parse_int_list(text: str) -> tuple[int, ...]:
-    """Parse whole numbers separated by commas; `1-4`, `0-8192+2048` and `512-8192*2` are ranges with both ends."""
+    """Parse whole numbers separated by commas.
+
+    `1-4`, `0-8192+2048` and `512-8192*2` are ranges that include both ends.
+    """
     numbers: list[int] = []
     for piece in text.split(","):
         found = _RANGE.fullmatch(piece.strip())
@@ -322,12 +325,12 @@ def _range(first: int, last: int, operator: str, step: int) -> list[int]:
 
 
 def parse_text_item(text: str) -> tuple[str, ...]:
-    """Return one text value of an option that may be repeated."""
+    """Return one text value of a repeatable option."""
     return (text,)
 
 
 def parse_path_item(text: str) -> tuple[Path, ...]:
-    """Files of an option that may be repeated, separated by commas; a file whose name has a comma is meant as it is."""
+    """Parse comma-separated files of a repeatable option; an existing file whose name contains a comma is one file."""
     whole = Path(text).expanduser()
     names = [text] if "," not in text or whole.exists() else text.split(",")
     if not all(names):
@@ -339,7 +342,7 @@ _NEXT_FILE = re.compile(r"(?<=:)([^:,]+),")
 
 
 def parse_scaled_file(text: str) -> tuple[ScaledFile, ...]:
-    """Parse `FILE SCALE`, or `FILE:SCALE[,FILE:SCALE...]`, of an option that may be repeated."""
+    """Parse `FILE SCALE`, or `FILE:SCALE[,FILE:SCALE...]`, of a repeatable option."""
     pieces = _NEXT_FILE.sub("\\1\n", text).split("\n")
     return tuple(_scaled_file(piece) for piece in pieces)
 
@@ -371,7 +374,7 @@ SPEC_TYPES = ("none", "draft", "ngram-simple", "ngram-map-k", "ngram-map-k4v", "
 
 
 NOT_DRAFTING = ("draft-mtp", "mtp", "draft-eagle3", "eagle3", "draft-dflash", "dflash", "draft-dspark")
-"""Types of other programs that draft with layers of the model or models of their own."""
+"""Types of other programs that draft with layers of the model or with dedicated models."""
 
 _SPEC_NAMES = {"draft-simple": "draft"}
 
@@ -389,7 +392,7 @@ _SPEC_KEYS = {
 
 
 def parse_spec_type(text: str) -> tuple[SpecStage, ...]:
-    """Parse `TYPE[:key=value,...]`; several types may be joined by commas if no keys follow."""
+    """Parse `TYPE[:key=value,...]`; commas may join several types if no keys follow."""
     _, _, keys = text.partition(":")
     types = [_SPEC_NAMES.get(t, t) for t in _spec_types(text) if t not in NOT_DRAFTING]
     unknown = [t for t in types if t not in SPEC_TYPES]
@@ -403,7 +406,7 @@ def parse_spec_type(text: str) -> tuple[SpecStage, ...]:
 
 
 def not_drafting(text: str) -> list[str]:
-    """Return the types in a `--spec-type` that are ignored, because only other programs have them."""
+    """Return the ignored types of a `--spec-type`, which only other programs have."""
     return [t for t in _spec_types(text) if t in NOT_DRAFTING]
 
 

@@ -1,4 +1,4 @@
-"""The application in front of processes: endpoints that it answers itself; everything else goes to a process."""
+"""The application in front of processes: it serves some endpoints itself and forwards everything else to a process."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ Route = tuple[str, tuple[str, ...], Endpoint]
 def front_app(
     state: FrontState[Any], own: Iterable[Route], forward: Endpoint, methods: bytes = b"GET, POST"
 ) -> ASGIApp:
-    """Build the application: the front's own endpoints and, for the others of a server of one model, `forward`.
+    """Build the application: the front's own endpoints, and `forward` for the other endpoints of a server of one model.
 
-    Paths that no server knows, as the icon of a page, are not passed on. `methods`: those for pages of other origins.
+    Paths unknown to every server, such as a page's icon, are not forwarded. `methods` are the HTTP methods that pages
+    of other origins may use.
     """
     app = new_app()
     for method, paths, answers in own:
@@ -38,6 +39,6 @@ def front_app(
 
 
 def check_metrics(state: FrontState[Any]) -> None:
-    """ApiError if the server is not to show its metrics."""
+    """Raise ApiError if the server must not show its metrics."""
     if not state.config.server.metrics:
         raise unsupported("This server does not support metrics endpoint. Start it with `--metrics`")

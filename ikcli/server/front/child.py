@@ -1,7 +1,7 @@
 """Run `ik serve` as a child process with a separate socket.
 
-The child has its own session: Ctrl-C reaches it only through this program, which lets running requests finish. On Linux
-the kernel sends it SIGTERM when this program ends for any reason, so no child is left behind.
+The child has its own session, so Ctrl-C reaches it only through this program, which lets running requests finish. On
+Linux the kernel sends it SIGTERM when this program ends for any reason, so no child is left behind.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from typing import Any
 from ikcli.server.front.process import LoadError, Process, print_line
 from ikcli.server.http import jsontext
 
-_POLL = 0.03  # seconds between two looks at a process that loads
+_POLL = 0.03  # seconds between two checks of a loading process
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 class Child(Process):
-    """A local process. `grace`: seconds that running requests get when it is stopped."""
+    """A local process. `grace` is the time in seconds that running requests get when it is stopped."""
 
     def __init__(
         self,
@@ -43,11 +43,12 @@ class Child(Process):
         environment: Mapping[str, str] | None = None,
         say: Callable[[str, bool], None] = print_line,
     ) -> None:
-        """`at`: the path of its Unix socket, or the address of this machine where it listens on some port.
+        """Describe a process without starting it.
 
-        `prefix`: lines of its log begin with the model's name. `key`: what its requests need. `cpus`: where it may
-        run, everywhere if none. `environment`: all of it, by default that of this program. `say` gets the lines of its
-        log, and whether they are from its stderr.
+        `at`: path of its Unix socket, or address of this machine where it listens on some port. `prefix`: log lines
+        begin with the model's name. `key`: API key that its requests need. `cpus`: CPUs it may run on, all if None.
+        `environment`: its whole environment, by default this program's. `say` receives its log lines, each with whether
+        it comes from stderr.
         """
         super().__init__(str(at) if isinstance(at, Path) else (at, 0), key)
         self._argv = [sys.executable, "-m", "ikcli", "serve", *argv]
@@ -78,7 +79,7 @@ class Child(Process):
             argv = [*self._argv, *self._key_options(stack)]
             if isinstance(self.address, str):
                 await self._start([*argv, "--host", self.address])
-            else:  # the process gets the socket, so nobody else can have the port before it listens
+            else:  # the process inherits the socket, so nobody else can take the port before it listens
                 family = socket.AF_INET6 if ":" in self.address[0] else socket.AF_INET
                 listener = stack.enter_context(socket.create_server((self.address[0], 0), family=family))
                 self.address = listener.getsockname()[:2]
@@ -129,7 +130,7 @@ class Child(Process):
             await asyncio.sleep(_POLL)
 
     def last_words(self) -> str:
-        """Return why it ended: its last error, else its exit code."""
+        """Return the reason for its end: its last error, else its exit code."""
         errors = [line for line in self._said if line.startswith("error: ")]
         if errors:
             return errors[-1].removeprefix("error: ")
@@ -177,7 +178,7 @@ class Child(Process):
                 self._process.send_signal(number)
 
     async def _relay(self, stream: asyncio.StreamReader, error: bool) -> None:
-        """Pass its log lines on; they may have any length."""
+        """Relay its log lines, which may have any length."""
         rest = b""
         while data := await stream.read(1 << 16):
             *lines, rest = (rest + data).split(b"\n")

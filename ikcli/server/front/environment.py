@@ -1,4 +1,4 @@
-"""The options and the environment that a front gives its processes. Client keys and options of the port stay out."""
+"""Options and environment of the processes behind a front. Client keys and options of the port stay out."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OF_THE_FRONT = frozenset(
 
 
 def options_behind(server: ServerConfig) -> list[str]:
-    """Return the options of every process; they switch off what the front does itself."""
+    """Return the options common to all processes; they switch off what the front does itself."""
     return [
         f"--log-format={server.log_format}",
         "--no-webui",
@@ -32,7 +32,7 @@ def options_behind(server: ServerConfig) -> list[str]:
 
 
 def environment_behind(prefix: str) -> dict[str, str]:
-    """Return the environment without the variables of `OF_THE_FRONT` and without those that begin with `prefix`."""
+    """Return the environment without the variables of `OF_THE_FRONT` and without those starting with `prefix`."""
     ours = {name for bound in iter_options(RunConfig) if bound.path in OF_THE_FRONT for name in bound.option.variables}
     return {name: text for name, text in os.environ.items() if name not in ours and not name.startswith(prefix)}
 

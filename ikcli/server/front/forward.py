@@ -1,7 +1,7 @@
-"""Forward a request to a process, and stream the answer back.
+"""Forward a request to a process and stream the answer back.
 
-When a client disconnects, its request ends in the process, too. If a process fails before the answer has begun, the
-request can go to another one. An answer that has begun is cut, so that the client notices.
+When a client disconnects, its request in the process is cancelled too. If a process fails before the answer has begun,
+the request can go to another process. An answer that has begun is cut off, so that the client notices.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ from ikcli.server.http.users import ACCOUNT, Account
 _NOT_PASSED = frozenset({b"authorization", b"x-api-key", b"origin", b"accept-encoding", REQUEST_ID})
 _NOT_RETURNED = frozenset({b"server", b"date", b"vary"})
 _WITHOUT_BODY = frozenset({204, 304})
-"""Statuses whose answers have no body, whatever their length says."""
-_PLAIN = "/:@!$&'()*+,;=~"  # what a path may hold as it is
-_ASK = 20  # attempts to read the use of a request after its client left
+"""Statuses whose responses have no body, whatever their length header says."""
+_PLAIN = "/:@!$&'()*+,;=~"  # characters that a path may contain unquoted
+_ASK = 20  # attempts to read a request's usage after its client left
 
 Lease = Callable[[], AbstractAsyncContextManager[Upstream]]
-"""Lends the process for a request until the end of the block."""
+"""Lends a request its process until the end of the block."""
 
 
 class Forwarded(Response):
-    """The answer of another process. `what`: its name in errors; `tries`: how many processes are asked at most.
+    """The answer of another process.
 
-    With several tries, status 503 counts as a failure: the process is shutting down.
+    `what` is the name of the process in errors, `tries` the maximum number of processes asked. With several tries,
+    status 503 counts as a failure: the process is shutting down.
     """
 
     def __init__(self, request: Request, body: bytes, lease: Lease, log: ServerLog, what: str, tries: int = 1) -> None:
@@ -55,7 +56,7 @@ class Forwarded(Response):
         gone = asyncio.ensure_future(disconnected(receive))
         try:
             await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
-            if work.done() or self._ended:  # all is sent; then the use is counted
+            if work.done() or self._ended:  # everything is sent; usage is counted next
                 await work
         finally:
             for task in (work, gone):
@@ -72,7 +73,7 @@ class Forwarded(Response):
             except UpstreamError as e:
                 self._log.error("router", "no answer", asked=self._what, error=str(e), tries_left=left)
                 if self._started:
-                    return  # without the end, so the connection is cut
+                    return  # no final chunk, so the connection is cut
                 if not left:
                     raise ApiError(502, f"{self._what} did not answer: {upstream.last_words()}") from None
 
@@ -110,7 +111,7 @@ class Forwarded(Response):
             await send({"type": "http.response.start", "status": answer.status, "headers": kept})
 
     async def _count(self, upstream: Upstream) -> None:
-        """Ask the process for the token counts of the request; if the client left, it may not know them yet."""
+        """Ask the process for the request's token counts; if the client left early, they may not be known yet."""
         if self._account is None or not self._ok:
             return
         for attempt in range(1 if self._ended else _ASK):
@@ -127,7 +128,7 @@ class Forwarded(Response):
 
 
 def target_of(request: Request) -> bytes:
-    """Return the request target of the first line; the client's `Host` has no part in it."""
+    """Return the request target for the first line, which does not depend on the client's `Host`."""
     query: bytes = request.scope.get("query_string", b"")
     return quote(request.scope["path"], safe=_PLAIN).encode() + (b"?" + query if query else b"")
 

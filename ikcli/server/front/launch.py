@@ -1,4 +1,4 @@
-"""How a replica is launched: the options that each one gets."""
+"""Launch spec of a replica: the options that each one gets."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ikcli.settings.run import RunConfig
 
 @dataclass(frozen=True, slots=True)
 class LaunchSpec:
-    """How replicas are launched. `argv`: the options of all; `config`: their values, with those of the front.
+    """Launch spec of replicas.
 
-    Paths in `argv` are absolute and separate words; `inputs` are those that are read. `given`: the options on the
-    command line.
+    `argv` holds the common options, `config` their values together with those of the front. Paths in `argv` are
+    absolute and separate words; `inputs` are the paths that are read. `given` are the options on the command line.
     """
 
     config: RunConfig
@@ -35,7 +35,7 @@ class LaunchSpec:
         ]
 
     def shared(self, index: int) -> list[str]:
-        """Return the options of a replica that shares the threads and the RAM of this machine with the others."""
+        """Return the options of a replica that shares this machine's threads and RAM with the others."""
         config, n = self.config, self.config.server.replicas
         options = self.options(index, max(1, config.n_threads // n), max(1, config.n_threads_batch // n))
         if "server.cache_ram" not in self.given:

@@ -1,4 +1,4 @@
-"""Text of a front's own metrics for Prometheus."""
+"""A front's own metrics as Prometheus text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ikcli.server.http.users import Users
 
 
 def metrics_text(families: Iterable[Metric], users: Users) -> bytes:
-    """Return these families and, if there are users, what each has used."""
+    """Return these families and, if there are users, the usage of each."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Families([*families, *(users.collect(PREFIX) if users else ())]))
     return generate_latest(registry)

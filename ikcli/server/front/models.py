@@ -1,7 +1,7 @@
 """Several models: load on demand within the memory budget, evict the least recently used.
 
-A model is unloaded when its running requests are done. Requests that arrive meanwhile wait, and load it again. However
-many requests wait for a model, it is loaded once.
+A model is unloaded once its running requests are done. Requests that arrive meanwhile wait, then load it again. A model
+is loaded once, however many requests wait for it.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ ChildMaker = Callable[[ModelEntry, Path], Child]
 
 @dataclass(frozen=True, slots=True)
 class ModelUse:
-    """Which model a request uses. `counts`: this makes the model the most recently used one.
+    """How a request uses a model. `counts`: the request makes the model the most recently used one.
 
-    Without `loads`, a model that is not loaded is an error; a sleeping one is woken.
+    Without `loads`, a model that is not loaded is an error, but a sleeping one is woken.
     """
 
     model: str
@@ -39,7 +39,7 @@ class ModelUse:
 
 
 class ModelSupervisor(ProcessSupervisor[Instance, ModelUse]):
-    """Supervises one process per loaded model. `folder`: the directory of the sockets."""
+    """Supervisor of one process per loaded model. `folder` is the directory of the sockets."""
 
     def __init__(self, file: ModelsFile, make_child: ChildMaker, folder: Path, log: ServerLog) -> None:
         self.file = file
@@ -53,7 +53,7 @@ class ModelSupervisor(ProcessSupervisor[Instance, ModelUse]):
 
     # --- use --------------------------------------------------------------------------------------------------------
     async def _pick(self, hint: ModelUse) -> Instance:
-        """Load the model if it is not; ApiError if that fails."""
+        """Return the model, loading it if necessary. Raise ApiError if that fails."""
         name = hint.model
         while (instance := self.instance(name)).state != READY:
             await self._until(lambda: instance.state != DRAINING)
@@ -65,22 +65,22 @@ class ModelSupervisor(ProcessSupervisor[Instance, ModelUse]):
         return instance
 
     def _touch(self, one: Instance, hint: ModelUse, *, begins: bool) -> None:
-        """Count both ends of a request: a model that has just finished a long answer was used just now."""
+        """Count both ends of a request: a model that has just finished a long answer has been used just now."""
         if hint.counts:
             one.used = time.monotonic()
 
     def instance(self, name: str) -> Instance:
-        """Return a model by its name; ApiError 404 if it was removed."""
+        """Return a model by its name. Raise ApiError 404 if it was removed."""
         if name not in self.instances:
             raise ApiError(404, f"model '{name[:100]}' is not served any more")
         return self.instances[name]
 
     def keep(self, name: str, seconds: float) -> None:
-        """Set how long an idle model stays loaded this time; negative: for ever."""
+        """Set for how many seconds an idle model stays loaded this time; negative means forever."""
         self.instance(name).ttl = seconds if seconds >= 0 else None
 
     async def load(self, name: str) -> None:
-        """Load a model and the rest of its group, if they are not loaded; ApiError if that fails."""
+        """Load a model and the rest of its group, if they are not loaded. Raise ApiError if that fails."""
         instance = self.instance(name)
         await self._until(lambda: instance.state != DRAINING)
         self._check_open()
@@ -94,7 +94,7 @@ class ModelSupervisor(ProcessSupervisor[Instance, ModelUse]):
             raise instance.failure
 
     async def unload(self, name: str) -> None:
-        """Unload a model and the rest of its group when their requests are done."""
+        """Unload a model and the rest of its group once their requests are done."""
         instances = self._with_partners(self.instance(name))
         await self._unload_all(instances)
         for one in instances:
@@ -110,7 +110,7 @@ class ModelSupervisor(ProcessSupervisor[Instance, ModelUse]):
         return [instance, *(self.instances[name] for name in names)]
 
     def members(self) -> list[Instance]:
-        """See ProcessSupervisor; includes models that were removed from the list and are still ending."""
+        """Return all models, including removed ones whose processes are still ending; see ProcessSupervisor."""
         return [*self.instances.values(), *self._leaving]
 
     def _tell(self, instance: Instance, **more: Any) -> None:
@@ -142,7 +142,7 @@ class ModelSupervisor(ProcessSupervisor[Instance, ModelUse]):
         self.events.send("*", "models_reload")
 
     async def remove(self, name: str) -> None:
-        """Remove a model from the list, and wait until its process has ended."""
+        """Remove a model from the list and wait until its process has ended."""
         one = self.instances[name]
         self.file = replace(self.file, entries={key: e for key, e in self.file.entries.items() if key != name})
         self.instances = {key: other for key, other in self.instances.items() if key != name}
@@ -151,7 +151,7 @@ class ModelSupervisor(ProcessSupervisor[Instance, ModelUse]):
         self.events.send(name, "model_remove")
 
     async def _leave(self, instance: Instance) -> None:
-        """Keep it a member until it has ended, so that its process cannot be left behind."""
+        """Keep a removed model a member until its process has ended, so that no process is left behind."""
         await self._unload(instance)
         self._leaving.remove(instance)
         await self._notify()
@@ -197,7 +197,7 @@ class ModelSupervisor(ProcessSupervisor[Instance, ModelUse]):
         await self._notify()
 
     async def _watch(self, instance: Instance, child: Child) -> None:
-        """Note when a process ends unexpectedly: the next request loads its model again."""
+        """Note an unexpected end of a process, so that the next request loads its model again."""
         await child.wait()
         if instance.process is child and instance.state == READY:
             await self._failed(instance, ApiError(502, f"model {instance.entry.name}: {child.last_words()}"))
@@ -214,7 +214,7 @@ class ModelSupervisor(ProcessSupervisor[Instance, ModelUse]):
                 return
             wanted = [one for one in holding if one in excluded] or holding
             if not wanted:
-                if not any(one.holds_memory for one in belonging):  # alone it is tried: the plan is careful
+                if not any(one.holds_memory for one in belonging):  # try it alone: the memory plan is conservative
                     return
                 raise ApiError(503, f"model {instance.entry.name}: it does not fit beside the rest of its group")
             loaded = [one for one in wanted if one.state == READY]
@@ -225,7 +225,7 @@ class ModelSupervisor(ProcessSupervisor[Instance, ModelUse]):
                 await self._until(partial(_any_changed, [(one, one.state) for one in wanted]))
 
     def short(self, instance: Instance) -> dict[str, int]:
-        """Return, by device, the bytes that a model needs beyond what the loaded ones leave free."""
+        """Return, by device, the missing bytes: those that a model needs beyond what the loaded ones leave free."""
         found = {}
         for device, limit in self.file.budget.items():
             taken = sum(one.entry.need.get(device, 0) for one in self.members() if one.holds_memory)
@@ -259,11 +259,11 @@ class ModelSupervisor(ProcessSupervisor[Instance, ModelUse]):
 
     # --- the life of all ---------------------------------------------------------------------------------------------
     async def run(self) -> None:
-        """Preload models, and unload idle ones."""
+        """Preload models and unload idle ones."""
         await asyncio.gather(self.preload(), self.watch_ttl())
 
     async def preload(self) -> None:
-        """Load the models with `preload`; failures are logged."""
+        """Load the models with `preload` and log failures."""
         wanted = [name for name, entry in self.file.entries.items() if entry.preload]
         await asyncio.gather(*(self.load(name) for name in wanted), return_exceptions=True)
 
@@ -277,13 +277,13 @@ class ModelSupervisor(ProcessSupervisor[Instance, ModelUse]):
                     continue
                 self._log.info("router", "model was not used for its ttl", model=instance.entry.name)
                 kept = [await self._last_answers(one) for one in belonging]
-                if all(map(self._expired, belonging)):  # still
+                if all(map(self._expired, belonging)):  # still idle
                     for one, answers in zip(belonging, kept, strict=True):
                         one.asleep, one.kept = bool(answers), answers
                     await self._unload_all(belonging)
 
     async def _last_answers(self, instance: Instance) -> dict[bytes, tuple[int, bytes]]:
-        """Return the answers to keep of a model that falls asleep; none if it is only unloaded."""
+        """Return the answers to keep of a model that falls asleep; empty if it is only unloaded."""
         child, entry = instance.process, instance.entry
         if child is None or instance.state != READY or not entry.sleeps or instance.ttl != entry.ttl:
             return {}
@@ -306,5 +306,5 @@ def _any_changed(before: list[tuple[Instance, str]]) -> bool:
 
 
 def name_of_file(name: str) -> str:
-    """Return a short plain name for files of a model."""
+    """Return a short plain name for a model's files."""
     return "".join(c if c.isascii() and c.isalnum() else "-" for c in name)[:20]

@@ -29,13 +29,13 @@ _LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 class ModelsAdmin:
-    """The management endpoints."""
+    """Management endpoints."""
 
     def __init__(self, state: ModelsState) -> None:
         self._state, self._models = state, state.supervisor
 
     def routes(self) -> list[Route]:
-        """Return its routes."""
+        """Return the routes."""
         return [
             ("GET", ("/models", "/v1/models"), self.models),
             ("POST", ("/models",), self.download),
@@ -65,7 +65,7 @@ class ModelsAdmin:
         return sse.EventStream(events, lambda: None, self._state.config.server.timeout)
 
     async def load(self, request: Request) -> Response:
-        """Load `model`; the answer comes when it is loaded."""
+        """Load `model` and answer once it is loaded."""
         entry = self._known(request, await self._name(request))
         if self._models.instances[entry.name].state == READY:
             raise bad_request(f"model {entry.name} is loaded already")
@@ -73,7 +73,7 @@ class ModelsAdmin:
         return json_response({"success": True})
 
     async def unload(self, request: Request) -> Response:
-        """Unload `model` when its requests are done, then answer; cancel it if it is being downloaded."""
+        """Unload `model` once its requests are done, then answer; cancel its download if one is running."""
         name = await self._name(request)
         coming = self._state.downloads.find(name)
         if coming is not None:
@@ -86,7 +86,7 @@ class ModelsAdmin:
         return json_response({"success": True})
 
     async def download(self, request: Request) -> Response:
-        """Start to download `model`, `user/repo:quant`."""
+        """Start downloading `model`, given as `user/repo:quant`."""
         name = await self._name(request)
         self._check_owner(request)
         if self._models.file.find(name) is not None:
@@ -99,7 +99,7 @@ class ModelsAdmin:
         self._state.downloads.cancel(coming)
 
     async def delete(self, request: Request) -> Response:
-        """Delete `?model=` from the cache; models from elsewhere cannot be deleted."""
+        """Delete the model `?model=` from the cache; models from elsewhere cannot be deleted."""
         self._check_owner(request)
         name = request.query_params.get("model")
         if not name:
@@ -135,7 +135,7 @@ class ModelsAdmin:
         return entry
 
     def _check_owner(self, request: Request) -> None:
-        """Check that the client may change which models there are; ApiError for users with limits and foreign pages."""
+        """Raise ApiError if the client may not change the list of models: a user with limits or a foreign page."""
         if not self._models.file.downloads:
             raise bad_request("this server does not serve the models of the cache; start it with --models-cache")
         if request.scope.get(ACCOUNT) is not None:

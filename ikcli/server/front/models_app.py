@@ -1,7 +1,7 @@
 """The application in front of several models: it lists and manages them, and forwards everything else to one.
 
-The body's `model` names the model, or `?model=`; otherwise it is the first of the list. A single model that sleeps when
-it is idle gets all requests, whatever they name.
+The body's `model`, or `?model=`, names the model; the default is the first of the list. A single model that sleeps when
+idle gets all requests, whatever model they name.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ def build_app(state: ModelsState) -> ASGIApp:
 
 
 class ModelsRoutes:
-    """The endpoints that the front answers itself, and the one that passes a request on to its model."""
+    """Endpoints that the front serves itself, and the one that forwards a request to its model."""
 
     def __init__(self, state: ModelsState) -> None:
         self._state, self._models = state, state.supervisor
 
     def routes(self) -> list[Route]:
-        """Return its routes."""
+        """Return the routes."""
         return [
             ("GET", ("/health", "/v1/health"), self.health),
             ("GET", ("/api/tags",), self.tags),
@@ -62,7 +62,7 @@ class ModelsRoutes:
 
     # --- about all of them --------------------------------------------------------------------------------------------
     async def health(self, request: Request) -> Response:
-        """Count models by state, without waiting. A single model answers itself while it is loaded."""
+        """Return the number of models by state, without waiting. A single model answers itself while it is loaded."""
         if self._state.single and (one := self._state.default()) is not None:
             instance = self._models.instances[one.name]
             if instance.state == READY:
@@ -77,7 +77,7 @@ class ModelsRoutes:
         return json_response({"models": [lists.tag(one, self._state.started) for one in found]})
 
     async def running(self, request: Request) -> Response:
-        """List loaded models (Ollama)."""
+        """List the loaded models (Ollama)."""
         found = [one for one in self._models.instances.values() if one.state == READY]
         return json_response({"models": [lists.running(one, self._state.started) for one in found]})
 
@@ -95,7 +95,7 @@ class ModelsRoutes:
         return json_response({"version": __version__, "build_info": FINGERPRINT})
 
     async def metrics(self, request: Request) -> Response:
-        """Return the metrics of the front; with `?model=`, those of a loaded model."""
+        """Return the front's metrics or, with `?model=`, those of a loaded model."""
         check_metrics(self._state)
         if "model" in request.query_params or self._state.single:
             return await self.forward(request)
@@ -104,7 +104,10 @@ class ModelsRoutes:
 
     # --- to one of them -----------------------------------------------------------------------------------------------
     async def forward(self, request: Request) -> Response:
-        """Forward to the model of the request; a sleeping one is not woken for what it has already answered."""
+        """Forward to the model of the request.
+
+        A sleeping model is not woken for an answer that was kept when it fell asleep.
+        """
         path: str = request.scope["path"]
         body = await read_body(request, self._state.timeout)
         entry, fields = asked_model(self._state, request, body)
@@ -116,7 +119,7 @@ class ModelsRoutes:
         return self._forwarded(entry, request, body, keep)
 
     def _forwarded(self, entry: ModelEntry, request: Request, body: bytes, keep: float | None) -> Forwarded:
-        """Forward to a model; `keep`: seconds that it stays loaded afterwards (Ollama's `keep_alive`)."""
+        """Forward to a model; `keep` is the seconds that it stays loaded afterwards (Ollama's `keep_alive`)."""
         loads = flag(request, "autoload", self._state.single or self._state.config.server.models_autoload)
         use = ModelUse(entry.name, counts=request.method != "GET", loads=loads)
 
@@ -131,7 +134,7 @@ class ModelsRoutes:
 
 
 def _asleep(instance: Instance, path: str) -> Response:
-    """Return what a model answered before it fell asleep."""
+    """Return the answer that a sleeping model gave before it fell asleep."""
     status, body = instance.kept[path.encode()]
     if path == "/metrics":
         return Response(body, status, headers={"Content-Type": CONTENT_TYPE})
@@ -142,7 +145,10 @@ def _asleep(instance: Instance, path: str) -> Response:
 
 
 def asked_model(state: ModelsState, request: Request, body: bytes) -> tuple[ModelEntry, dict[str, Any]]:
-    """Return the model of a request, and the fields of its body; ApiError if it is unknown or the body is not JSON."""
+    """Return the model of a request and the fields of its body.
+
+    Raise ApiError if the model is unknown or the body is not JSON.
+    """
     name: Any = request.query_params.get("model")
     value: Any = None
     if body.strip():

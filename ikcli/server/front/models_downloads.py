@@ -18,16 +18,16 @@ from ikcli.server.front.threads import in_thread, on_loop
 from ikcli.server.http.errors import bad_request
 from ikcli.server.http.logs import ServerLog
 
-_EVERY = 0.2  # seconds between two events about one download
+_EVERY = 0.2  # seconds between two events of one download
 
 
 class _Cancelled(Exception):
-    """The download was cancelled."""
+    """Raised when the download is cancelled."""
 
 
 @dataclass(eq=False)
 class ModelDownload:
-    """The download of one model. `files`: bytes done and in total, by URL; `asked`: the name in the request."""
+    """Download of one model. `files` holds bytes done and in total, by URL; `asked` is the name in the request."""
 
     name: str
     asked: str
@@ -41,7 +41,7 @@ class ModelDownload:
 
 
 class Downloads:
-    """All downloads. `arrived` adds a finished model to the list."""
+    """All downloads. `arrived` is called to add a finished model to the list."""
 
     def __init__(self, access: Access, events: Events, arrived: Callable[[], Awaitable[None]], log: ServerLog) -> None:
         self.running: dict[str, ModelDownload] = {}
@@ -54,7 +54,7 @@ class Downloads:
         return next((one for one in self.running.values() if name in (one.name, one.asked)), None)
 
     async def start(self, asked: str) -> None:
-        """Start a download; ApiError 400 if the hub has no such model, or it is already here."""
+        """Start a download. Raise ApiError 400 if the hub has no such model, or if it is already here."""
         async with self._starting:
             try:
                 ref = parse_ref(asked)
@@ -123,7 +123,7 @@ class Downloads:
         if not error:
             try:
                 await self._arrived()
-            except Exception as e:  # the model is there nevertheless, and the next look at the list finds it
+            except Exception as e:  # the model has arrived all the same; the next refresh of the list finds it
                 self._log.error("router", "the list of models could not be read", error=str(e))
             self._log.info("router", "model downloaded", model=one.name)
             self._events.send(one.name, "download_progress", one.progress())

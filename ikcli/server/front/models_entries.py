@@ -1,4 +1,4 @@
-"""The list of models: each with its options and memory, groups of models, and the memory that they share."""
+"""The list of models: each with options and memory, groups of models, and the memory budget they share."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 from ikcli.settings.run import RunConfig
 
 FILE, PRESET, FOLDER, CACHE = "file", "preset", "folder", "cache"
-"""Where an entry comes from: a models file, a preset file, a folder, or the cache of the hub."""
+"""Origin of an entry: a models file, a preset file, a folder, or the hub's cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """Facts of a model's header for lists; `n_ctx`: tokens of a slot."""
+    """Facts from a model's header for lists; `n_ctx` is the number of tokens in a slot."""
 
     arch: str = ""
     n_params: int = 0
@@ -29,11 +29,12 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class ModelEntry:
-    """One model. `argv` are the options of its `ik serve`, `config` what they mean, `need` the bytes by device.
+    """A model of the list.
 
-    `ttl`: seconds without a request after which it is unloaded, 0: never; then it is said to sleep if it `sleeps`.
-    `source` says what named it. `stop_timeout`: seconds that its requests get when it is
-    unloaded, None: all that they need. `stamp` is another one when its file is.
+    `argv` holds the options of its `ik serve`, `config` their values, `need` the bytes by device. `ttl` is the number
+    of seconds without a request after which it is unloaded, 0 for never; if it `sleeps`, it then counts as sleeping.
+    `source` is the origin of the entry. `stop_timeout` is the number of seconds that its requests get when it is
+    unloaded, None for unlimited. `stamp` changes whenever its file changes.
     """
 
     name: str
@@ -52,11 +53,11 @@ class ModelEntry:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Its name and aliases."""
+        """Name and aliases."""
         return (self.name, *self.aliases)
 
     def like(self, other: ModelEntry) -> bool:
-        """Return whether a process of the one can go on as that of the other."""
+        """Return whether a process of one entry can continue as a process of the other."""
         return (self.names, self.argv, self.stamp) == (other.names, other.argv, other.stamp)
 
 
@@ -71,9 +72,12 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class ModelsFile:
-    """`budget`: bytes by device that all loaded models may need together, where a limit is known; `limited`: the key of
-    the file by device that gives it. `max`: how many models are loaded at a time, 0: any. `downloads`: whether more
-    models can be added to the cache."""
+    """All models, with the limits they share.
+
+    `budget` is the memory in bytes by device that all loaded models may need together, where a limit is known;
+    `limited` is the key of the file that sets it, by device. `max` is how many models may be loaded at a time, 0 for
+    any number. `downloads`: whether models can be added to the cache.
+    """
 
     path: Path
     entries: Mapping[str, ModelEntry]
@@ -85,11 +89,11 @@ class ModelsFile:
 
     @property
     def default(self) -> ModelEntry | None:
-        """The model of requests that name none: the first, if there is one."""
+        """The model for requests that name none: the first one, if any."""
         return next(iter(self.entries.values()), None)
 
     def find(self, name: str) -> ModelEntry | None:
-        """Return the model with this name or alias; `NAME:latest` is NAME."""
+        """Return the model with this name or alias; `NAME:latest` means NAME."""
         for entry in self.entries.values():
             if name in entry.names:
                 return entry

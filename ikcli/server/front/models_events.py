@@ -12,23 +12,23 @@ from ikcli.server.front.forward import disconnected
 from ikcli.server.http import sse
 
 _MOST = 10_000
-"""Events that may wait for a listener; a slower one is disconnected."""
+"""Maximum number of events waiting for a listener; a slower one is disconnected."""
 
 
 class Events:
-    """Sends events to all listeners."""
+    """Sender of events to all listeners."""
 
     def __init__(self) -> None:
         self._listeners: set[asyncio.Queue[bytes]] = set()
 
     def send(self, model: str, event: str, data: Any = None) -> None:
-        """Send an event to all listeners; `*` is all models."""
+        """Send an event to all listeners; model `*` means all models."""
         value = {"model": model, "event": event} | ({} if data is None else {"data": data})
         for queue in list(self._listeners):
             self._put(queue, sse.data(value))
 
     def _put(self, queue: asyncio.Queue[bytes], chunk: bytes) -> None:
-        """Queue a chunk; an empty one ends the stream."""
+        """Queue a chunk for a listener; an empty one ends the stream."""
         if queue.qsize() >= _MOST:
             chunk = b""
         if not chunk:
@@ -41,13 +41,13 @@ class Events:
             self._put(queue, b"")
 
     async def listen(self, receive: Receive, ping: float) -> AsyncIterator[bytes]:
-        """Yield events until the client disconnects; after `ping` idle seconds (0: never), a comment."""
+        """Yield events until the client disconnects, and a comment after `ping` idle seconds (0: never)."""
         queue: asyncio.Queue[bytes] = asyncio.Queue()
         self._listeners.add(queue)
         gone = asyncio.ensure_future(disconnected(receive))
         gone.add_done_callback(lambda _: queue.put_nowait(b""))
         try:
-            chunk = sse.PING  # so that the client knows that it is heard
+            chunk = sse.PING  # shows the client that it is connected
             while chunk:
                 yield chunk
                 try:

@@ -1,4 +1,4 @@
-"""A model of the list, and its process while it is loaded."""
+"""A model of the list and its process while it is loaded."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from ikcli.server.http.errors import ApiError
 UNLOADED, SLEEPING = "unloaded", "sleeping"
 _STATUS = {DOWN: UNLOADED, STARTING: "loading", READY: "loaded", DRAINING: "unloading"}
 KEPT = (b"/props", b"/v1/props", b"/metrics")
-"""Paths that a sleeping model answers without waking, with its answers from before."""
+"""Paths that a sleeping model answers without waking, with kept answers."""
 
 
 @dataclass(eq=False)
 class Instance(Member):
     """A model and its process, if it has one.
 
-    `ttl`: seconds that it stays without a request, None: for ever. `holds_memory` from the moment that there is room.
-    `failure` is that of the last load. `asleep`: it is or is being unloaded, as it was not used for its time. `info` is
-    what it said of itself when it was loaded, `kept` what it answered before it fell asleep.
+    `ttl` is the number of seconds that it stays loaded without a request, None for unlimited. `holds_memory` is set as
+    soon as there is room for it. `failure` is that of the last load. `asleep`: it is unloaded, or being unloaded,
+    because it was idle for its TTL. `info` is its self-description after loading, `kept` its answers from before it
+    fell asleep.
     """
 
     entry: ModelEntry
@@ -38,7 +39,7 @@ class Instance(Member):
 
     @property
     def status(self) -> str:
-        """The state in the words of llama-server's model list."""
+        """State in the words of llama-server's model list."""
         return SLEEPING if self.asleep and self.state == DOWN else _STATUS[self.state]
 
 

@@ -25,7 +25,7 @@ _TEXT = {"input_modalities": ["text"], "output_modalities": ["text"]}
 def entry(one: Instance, started: int) -> dict[str, Any]:
     """Return an entry of /models: `status.value` is unloaded, loading, loaded, unloading or sleeping.
 
-    Once the model was loaded, the entry has its own fields, too.
+    Once the model has been loaded, the entry includes its own fields.
     """
     status: dict[str, Any] = {"value": one.status, "args": list(one.entry.argv), "preload": one.entry.preload}
     if one.failure is not None:
@@ -75,10 +75,10 @@ def tag(one: Instance, started: int) -> dict[str, Any]:
 
 
 def shown(entry: ModelEntry, started: int) -> dict[str, Any]:
-    """Return /api/show of a model that is not loaded."""
+    """Return the /api/show answer for a model that is not loaded."""
     facts = entry.facts
     found = ["completion"] if facts.generates else []
-    with suppress(IkError):  # a broken template does not matter before the model is used
+    with suppress(IkError):  # a broken template only matters once the model is used
         format = ChatFormat.for_model(facts.template or None, jinja=entry.config.server.jinja)
         more = ["tools"] * format.capabilities.tools + ["thinking"] * format.supports_thinking
         found += more if found else []

@@ -19,15 +19,16 @@ from ikcli.server.http.errors import ApiError
 from ikcli.settings.run import RunConfig
 
 _OF_SEVERAL = "LLAMA_ARG_MODELS_"
-"""Prefix of the variables that would make a process a server of several models itself."""
+"""Prefix of the variables that would turn a process into a server of several models itself."""
 
 
 def serve_models(
     config: RunConfig, file: ModelsFile, read: Callable[[], ModelsFile] | None = None, *, single: bool = False
 ) -> int:
-    """Serve until a signal comes. IkError if the address is taken or options are wrong; 1 if the only one cannot load.
+    """Serve until a signal comes.
 
-    `read` reads the models again. `single`: there is one model, and clients see a server of this one.
+    `read` reads the list of models again. `single`: there is only one model, and clients see a server of this model.
+    Raise IkError if the address is taken or options are wrong. Return 1 if the only model cannot be loaded.
     """
     options = FrontOptions.of(config)
 
@@ -43,7 +44,7 @@ def serve_models(
 
 
 def child_of(config: RunConfig, entry: ModelEntry, socket: Path) -> Child:
-    """Return the process of a model, not started yet."""
+    """Return the process of a model without starting it."""
     server = config.server
     argv = [*entry.argv, f"--alias={','.join(entry.names)}", *options_behind(server)]
     return Child(
@@ -53,7 +54,7 @@ def child_of(config: RunConfig, entry: ModelEntry, socket: Path) -> Child:
 
 
 class ModelsServer(FrontServer):
-    """Ends when the only model cannot be loaded."""
+    """Server that exits if the only model cannot be loaded."""
 
     def __init__(self, options: FrontOptions, state: ModelsState) -> None:
         super().__init__(options, build_app(state), state.supervisor)
@@ -73,6 +74,6 @@ class ModelsServer(FrontServer):
                 self.problem, self.should_exit = e.message, True
 
     def handle_exit(self, sig: int, frame: object) -> None:
-        """See SignalServer. Streams of events would never end by themselves."""
+        """Also end the event streams, which would never end by themselves; see SignalServer."""
         super().handle_exit(sig, frame)
         self.loop.call_soon_threadsafe(self._models.events.close)

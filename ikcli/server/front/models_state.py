@@ -1,4 +1,4 @@
-"""The state that all requests to a server of several models share."""
+"""State shared by all requests to a server of several models."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ from ikcli.settings.values import OFF, ON
 
 @dataclass
 class ModelsState(FrontState[ModelSupervisor]):
-    """See FrontState. `read` reads the list of models again; `single`: there is one model, which sleeps when idle."""
+    """See FrontState.
+
+    `read` reads the list of models again; `single`: there is only one model, which sleeps when idle.
+    """
 
     read: Callable[[], ModelsFile] | None = None
     single: bool = False
@@ -31,12 +34,12 @@ class ModelsState(FrontState[ModelSupervisor]):
 
     @cached_property
     def downloads(self) -> Downloads:
-        """The downloads that run."""
+        """The running downloads."""
         access = Access(self.config.hub.token, self.config.hub.offline)
         return Downloads(access, self.supervisor.events, self.refresh, self.log)
 
     async def refresh(self) -> None:
-        """Read the list of models again; ApiError 500 if it cannot be read, and the old list stays."""
+        """Read the list of models again. Raise ApiError 500, and keep the old list, if it cannot be read."""
         if self.read is None:
             return
         async with self._reading:
@@ -47,7 +50,7 @@ class ModelsState(FrontState[ModelSupervisor]):
             self.supervisor.update(file)
 
     def default(self) -> ModelEntry:
-        """Return the model of requests that name none; ApiError 404 if the list is empty."""
+        """Return the model for requests that name none. Raise ApiError 404 if the list is empty."""
         entry = self.supervisor.file.default
         if entry is None:
             raise ApiError(404, "this server has no model yet; POST /models downloads one")
@@ -55,7 +58,7 @@ class ModelsState(FrontState[ModelSupervisor]):
 
 
 def find(state: ModelsState, name: str) -> ModelEntry:
-    """Return the model with this name; ApiError 404 if unknown, 503 while it is being downloaded."""
+    """Return the model with this name. Raise ApiError 404 if unknown, 503 while it is being downloaded."""
     entry = state.supervisor.file.find(name)
     if entry is None:
         if state.downloads.find(name) is not None:
@@ -66,7 +69,7 @@ def find(state: ModelsState, name: str) -> ModelEntry:
 
 
 def check_user(request: Request, entry: ModelEntry) -> None:
-    """Check that the user of a request may use a model; ApiError 403 if not."""
+    """Raise ApiError 403 unless the user of a request may use a model."""
     account = request.scope.get(ACCOUNT)
     if account is not None:
         account.check_model(entry.names)

@@ -1,4 +1,4 @@
-"""The placement of replicas, and the local one: child processes that share CPUs, memory and GPUs of this machine."""
+"""Placement of replicas, and the local one: child processes that share CPUs, memory and GPUs of this machine."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from ikcli.server.front.process import Process
 
 
 class ReplicaPlacement(Protocol):
-    """Decides where replicas run."""
+    """Policy that decides where replicas run."""
 
     one_first: bool
 
     def open(self) -> None:
-        """Prepare; IkError if replicas cannot run there, UnsupportedError if a package is missing."""
+        """Prepare. Raise IkError if replicas cannot run there, UnsupportedError if a package is missing."""
 
     def make(self, index: int, n: int) -> Process:
         """Return the process for the n-th start of a replica."""
 
     def renew(self) -> None:
-        """Take the files as they are now for a restart of all replicas; IkError if they cannot be read."""
+        """Take the current files for a restart of all replicas. Raise IkError if they cannot be read."""
 
     def close(self) -> None:
         """Clean up after all processes have ended."""
 
 
 class LocalPlacement:
-    """Local child processes. They share what the thread options and the default of --cache-ram say."""
+    """Local child processes, which split the thread counts of the options and the default of --cache-ram."""
 
     one_first = True
 
@@ -47,7 +47,7 @@ class LocalPlacement:
         self._options = [spec.shared(index) for index in range(n)]
 
     def open(self) -> None:
-        """Create the directory of their sockets, which only this user can enter."""
+        """Create the directory of the sockets, which only this user can enter."""
         self._folder = tempfile.TemporaryDirectory(prefix="ik-")
 
     def make(self, index: int, n: int) -> Child:
@@ -63,15 +63,15 @@ class LocalPlacement:
         )  # fmt: skip
 
     def renew(self) -> None:
-        """Nothing to do: every process reads the files again."""
+        """Do nothing: every process reads the files again."""
 
     def close(self) -> None:
-        """Remove the directory."""
+        """Remove the directory of the sockets."""
         self._folder.cleanup()
 
 
 def gpu_shares(n: int, each: int, environment: Mapping[str, str]) -> Sequence[str]:
-    """Return the GPUs of every replica, none if all see all; UsageError if too few are visible."""
+    """Return the GPUs of each replica, or an empty list if all see all. Raise UsageError if too few are visible."""
     if not each:
         return ()
     visible = environment.get(GPUS)

@@ -1,7 +1,7 @@
 """Find the replica that holds the prefix of a request, by hashes of text blocks of earlier requests.
 
-The hash of a block covers all blocks before it, so two requests share as many blocks as their texts have in common from
-the start. Answers are not hashed: the next request of a conversation contains them.
+The hash of a block covers all blocks before it, so two requests share exactly the blocks of their common prefix.
+Answers are not hashed: the next request of a conversation contains them.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 from ikcli.server.http.jsontext import dump
 
 BLOCK = 128
-"""Characters of a block; a shorter rest is ignored."""
-_MOST = 1 << 15  # blocks of a replica, a million tokens: about what slots and prompts in RAM hold
+"""Characters per block; a shorter rest is ignored."""
+_MOST = 1 << 15  # blocks per replica, a million tokens: roughly the capacity of slots and prompts in RAM
 _FIELDS = ("lora", "tools", "system", "instructions", "messages", "input", "prompt", "input_extra", "input_prefix")
 
 Blocks = tuple[int, ...]
@@ -38,21 +38,24 @@ def _pieces(fields: Mapping[str, Any]) -> Iterator[str]:
 
 
 class PrefixIndex:
-    """The blocks that a replica has computed. The least recently requested go first, ends before beginnings."""
+    """Blocks that a replica has computed.
+
+    The least recently requested ones are evicted first, ends before beginnings.
+    """
 
     def __init__(self, most: int = _MOST) -> None:
         self._most = most
         self._blocks: OrderedDict[int, None] = OrderedDict()
 
     def shared(self, blocks: Blocks) -> int:
-        """Return the number of leading blocks of a request that are here."""
+        """Return how many leading blocks of a request the replica holds."""
         for n, block in enumerate(blocks):
             if block not in self._blocks:
                 return n
         return len(blocks)
 
     def add(self, blocks: Blocks) -> None:
-        """Add the blocks of a request that goes here."""
+        """Add the blocks of a request sent to the replica."""
         for block in reversed(blocks):
             self._blocks[block] = None
             self._blocks.move_to_end(block)
@@ -60,5 +63,5 @@ class PrefixIndex:
             self._blocks.popitem(last=False)
 
     def clear(self) -> None:
-        """Forget all blocks: the process was replaced."""
+        """Forget all blocks after the process was replaced."""
         self._blocks.clear()

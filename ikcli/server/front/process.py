@@ -1,4 +1,4 @@
-"""A process that a supervisor manages: it serves a model at an address, here or on a node of a cluster."""
+"""A process that a supervisor manages: it serves a model at an address, here or on a cluster node."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ from ikcli.server.front.upstream import Upstream
 
 
 class LoadError(Exception):
-    """The model could not be loaded; the text is what its process said last."""
+    """Raised when the model could not be loaded; the text is the last output of its process."""
 
 
 class Process(Upstream, ABC):
-    """An upstream that is started and stopped. It is used once: a restart makes a new one."""
+    """An upstream that can be started and stopped. It is used once: a restart creates a new one."""
 
     @property
     @abstractmethod
     def where(self) -> str:
-        """Where it runs, for people who look for it."""
+        """Location for people who look for the process."""
 
     @abstractmethod
     async def load(self) -> None:
-        """Start it and wait until its model is loaded; LoadError if that fails."""
+        """Start the process and wait until its model is loaded. Raise LoadError if that fails."""
 
     @abstractmethod
     async def wait(self) -> None:
-        """Wait until it has ended."""
+        """Wait until the process has ended."""
 
     @abstractmethod
     async def stop(self) -> None:
-        """End it: requests that run may finish within the grace time."""
+        """End the process; running requests may finish within the grace time."""
 
     @abstractmethod
     def kill(self) -> None:
-        """End it at once."""
+        """End the process at once."""
 
 
 def print_line(line: str, error: bool) -> None:
-    """Print a line of the log of a process where it would have written it."""
-    with contextlib.suppress(OSError):  # nobody reads the log: the process goes on nevertheless
+    """Print a log line of a process on the stream where the process wrote it."""
+    with contextlib.suppress(OSError):  # nobody reads the log; the process continues all the same
         print(line, file=sys.stderr if error else sys.stdout, flush=True)

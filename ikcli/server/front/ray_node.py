@@ -1,7 +1,7 @@
-"""The actor on a node of Ray that runs `ik serve` as a child process at the node's address.
+"""The actor on a Ray node that runs `ik serve` as a child process at the node's address.
 
 The front asks the actor to load, to report news and to stop; requests go directly to the process. Errors are returned
-as values: Ray would wrap exceptions in its own.
+as values, because Ray would wrap exceptions in its own.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ from ikcli.server.front.child import Child
 from ikcli.server.front.environment import GPUS, plain_environment
 from ikcli.server.front.process import LoadError
 
-_PAUSE = 0.05  # seconds in which lines of the log gather
+_PAUSE = 0.05  # seconds in which log lines are batched
 _MOST_LINES = 10_000
 _CHECK = 1.0  # seconds
 
 News = tuple[list[tuple[str, bool]], str | None]
-"""New log lines, each with whether it is of stderr, and why the process has ended (None: it runs)."""
+"""New log lines, each with whether it is from stderr, and the reason for the end of the process (None: it runs)."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLaunch:
-    """How a replica is launched on a node. `inputs`: files that it reads, with digests; `grace`: see Child.
+    """Launch spec of a replica on a node.
 
-    `own_gpus`: it may use only the GPUs that Ray assigned.
+    `inputs` holds the files it reads, with digests; `grace`: see Child. `own_gpus`: it may use only the GPUs that Ray
+    assigned.
     """
 
     name: str
@@ -46,7 +47,10 @@ class ReplicaLaunch:
     own_gpus: bool
 
     def __call__(self) -> ReplicaLaunch:
-        """Check the files; IkError if one has changed since the front started, or started a rolling restart."""
+        """Check the files and return this launch spec.
+
+        Raise IkError if a file has changed since the front started, or since a rolling restart began.
+        """
         for path, wanted in self.inputs:
             if digest.of_input(path) != wanted:
                 raise IkError(
@@ -56,7 +60,7 @@ class ReplicaLaunch:
         return self
 
     def child(self, say: Callable[[str, bool], None]) -> Child:
-        """Return the process, not started yet."""
+        """Return the process without starting it."""
         environment = plain_environment()
         if not self.own_gpus and environment.get(GPUS) == "":  # Ray hides all GPUs from actors that reserve none
             del environment[GPUS]
@@ -67,7 +71,7 @@ class ReplicaLaunch:
 
 
 class ReplicaActor:
-    """The actor. `start` returns a ReplicaLaunch after fetching the files that the node lacks."""
+    """The actor. `start` fetches the files that the node lacks and returns a ReplicaLaunch."""
 
     def __init__(self, start: Callable[[], ReplicaLaunch]) -> None:
         self._start = start
@@ -95,7 +99,7 @@ class ReplicaActor:
         return {"address": self._child.address, "pid": self._child.pid}
 
     async def _end_with_node(self) -> None:
-        """End when the node's own process (our parent) does: Ray leaves actors behind that wait for something."""
+        """Exit when the node's own process (our parent) does: Ray leaves waiting actors behind."""
         parent = os.getppid()
         while os.getppid() == parent:
             await asyncio.sleep(_CHECK)
@@ -108,12 +112,12 @@ class ReplicaActor:
 
     async def _until_ended(self, child: Child) -> None:
         await child.wait()
-        await child.stop()  # the rest of its log
+        await child.stop()  # collects the rest of its log
         self._ended = child.last_words()
         self._new.set()
 
     async def news(self) -> News:
-        """Return news as soon as there is some."""
+        """Return news as soon as there is any."""
         await self._new.wait()
         if self._ended is None:
             await asyncio.sleep(_PAUSE)

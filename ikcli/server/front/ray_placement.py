@@ -1,7 +1,7 @@
-"""The placement of replicas on nodes of Ray: one actor each, which reserves its CPUs, spread over the nodes.
+"""Placement of replicas on Ray nodes: one actor each, which reserves its CPUs, spread over the nodes.
 
 Nodes have the files of the options at the same paths or fetch them once; digests are compared when a process starts.
-The processes accept requests only with the key of the run, which the front alone knows.
+The processes accept requests only with the key of this run, which only the front knows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ikcli.server.http.logs import ServerLog
 
 @dataclass(frozen=True, slots=True)
 class _Files:
-    """The files that new processes read; `first`: the number of the first one at the file server."""
+    """Files that new processes read; `first` is the number of the first one at the file server."""
 
     inputs: tuple[tuple[Path, str], ...]
     needed: tuple[Needed, ...]
@@ -49,9 +49,9 @@ class RayPlacement:
         self._stack = ExitStack()
 
     def open(self) -> None:
-        """Connect, and start to serve files; IkError if no node is large enough."""
+        """Connect and start serving files. Raise IkError if no node is large enough."""
         with ExitStack() as stack:
-            # lines of JSON stay alone
+            # keep JSON lines free of prefixes
             self._ray = stack.enter_context(self._cluster.connected(relay=self._server.log_format != "json"))
             self._check_room(self._cluster.nodes())
             self.renew()
@@ -60,7 +60,7 @@ class RayPlacement:
             self._stack = stack.pop_all()
 
     def _check_room(self, nodes: list[dict[str, float]]) -> None:
-        """Check that a replica fits on some node; IkError if not."""
+        """Raise IkError unless a replica fits on some node."""
         gpus = self._server.replica_gpus
         most = max((node.get("CPU", 0) for node in nodes), default=0)
         if most < self._cpus:
@@ -71,7 +71,7 @@ class RayPlacement:
             raise IkError(f"--replica-gpus {gpus}: no node of Ray has so many GPUs for {self._cpus} processors")
 
     def renew(self) -> None:
-        """Read the digests of the files again, and serve changed ones under the new digests."""
+        """Read the digests of the files again and serve changed files under the new digests."""
         inputs = tuple((path, digest.of_input(path)) for path in dict.fromkeys(self._spec.inputs))
         if inputs == self._files.inputs:
             return

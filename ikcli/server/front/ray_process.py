@@ -11,12 +11,12 @@ from ikcli import __version__
 from ikcli.fleet.ray_cluster import last_line
 from ikcli.server.front.process import LoadError, Process, print_line
 
-_PATIENCE = 60.0  # seconds after which it is told that no node has room
-_MORE, _KILLED = 10.0, 3.0  # seconds that a node gets to end a process, beyond its grace; if that is to be at once
+_PATIENCE = 60.0  # seconds until a missing node is reported
+_MORE, _KILLED = 10.0, 3.0  # extra seconds for a node to end a process: beyond its grace time; if it must end at once
 
 
 class RayProcess(Process):
-    """A process behind the actor that `begin` creates. `no_room` is called while Ray has no node for it."""
+    """A process behind the actor that `begin` creates. `no_room` is called while no Ray node has room for it."""
 
     def __init__(
         self, ray: Any, begin: Callable[[], Any], *, key: str, grace: float, no_room: Callable[[], None]
@@ -39,9 +39,9 @@ class RayProcess(Process):
         return f"node {self._node}, process {self._pid}" if self._pid else f"node {self._node}"
 
     async def load(self) -> None:
-        """See Process; LoadError if the node cannot do it, or is lost meanwhile."""
+        """See Process. Raise LoadError if the node cannot load the model, or is lost meanwhile."""
         try:
-            # in a thread, as Ray may wait for its head here
+            # in a thread, because Ray may wait for its head node here
             self._actor = await asyncio.to_thread(self._begin)
             await self._place()
             self._following = asyncio.ensure_future(self._follow())
@@ -78,7 +78,7 @@ class RayProcess(Process):
             ) from None
 
     async def _follow(self) -> None:
-        """Pass its log on until it ends."""
+        """Relay its log until it ends."""
         try:
             ended = None
             while ended is None:
@@ -110,19 +110,19 @@ class RayProcess(Process):
                 async with asyncio.timeout(_KILLED if self._killed else self._grace + _MORE):
                     await self._actor.stop.remote()
                     if self._following is not None:
-                        await self._following  # the rest of its log
+                        await self._following  # collects the rest of its log
         if self._following is not None:
             self._following.cancel()
         await asyncio.to_thread(self._release)
         self._end("it was stopped")
 
     def _release(self) -> None:
-        """Kill the actor: one that is merely unreachable would keep its reservation."""
+        """Kill the actor, since one that is merely unreachable would keep its reservation."""
         with contextlib.suppress(self._ray.exceptions.RayError, ValueError):
             self._ray.kill(self._actor)
 
     def kill(self) -> None:
-        """See Process; its node may be gone."""
+        """See Process; the node may be gone."""
         self._killed = True
         if self._node:
             with contextlib.suppress(self._ray.exceptions.RayError):

@@ -1,7 +1,7 @@
 """A replica, and the choice of one for a request.
 
-A request goes to the replica that holds the longest prefix of it, unless all slots there are busy. Then, or if no
-replica holds enough of it, it goes to the one with the fewest requests.
+A request goes to the replica that holds its longest prefix, unless all slots there are busy. In that case, or if no
+replica holds enough of it, the request goes to the replica with the fewest requests.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class RoutingHint:
 class Replica(Member):
     """One process of a model.
 
-    `doubtful`: it failed a request and has not answered a check since. `error` is why it ended last.
+    `doubtful`: it failed a request and has not answered a check since. `error` is the reason for its last end.
     """
 
     index: int
@@ -48,7 +48,7 @@ class Replica(Member):
 
 
 def choose(replicas: Sequence[Replica], blocks: Blocks, least: float) -> Replica:
-    """Return the replica for a request. `least`: the share of its blocks that a replica must hold to be preferred."""
+    """Return the replica for a request. `least` is the share of its blocks that a preferred replica must hold."""
     shared = {one: one.held.shared(blocks) for one in replicas}
     most = max(shared.values())
     if most and most >= least * len(blocks):

@@ -19,16 +19,16 @@ from ikcli.server.front.upstream import UpstreamError
 from ikcli.server.http.errors import ApiError
 from ikcli.server.http.logs import ServerLog
 
-_CHECK, _PATIENCE, _MISSES = 2.0, 10.0, 3  # a replica is checked so often, may take so long, and miss so many
+_CHECK, _PATIENCE, _MISSES = 2.0, 10.0, 3  # seconds between health checks, seconds for an answer, misses allowed
 _LONGEST_PAUSE, _SETTLED = 60.0, 30.0  # seconds
 
 
 class ReplicaSupervisor(ProcessSupervisor[Replica, RoutingHint]):
-    """Supervises replicas. `make(index, n)` returns the process for the n-th start of a replica.
+    """Supervisor of replicas. `make(index, n)` returns the process for the n-th start of a replica.
 
-    `least`: see `choose`. `patience`: seconds that a request waits for a replica, and that running requests get before
-    a restart. `one_first`: the others start after the first, so that they find the kernels that it compiled. `renew`
-    is called before a restart of all; see ReplicaPlacement.
+    `least`: see `choose`. `patience` is the time in seconds that a request waits for a replica, and that running
+    requests get before a restart. `one_first`: the others start after the first, so that they find its compiled
+    kernels. `renew` is called before a restart of all; see ReplicaPlacement.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class ReplicaSupervisor(ProcessSupervisor[Replica, RoutingHint]):
         return self.replicas
 
     def _touch(self, one: Replica, hint: RoutingHint, *, begins: bool) -> None:
-        """Count the beginning of a request: from then on the replica holds its prefix."""
+        """Count the start of a request: from then on the replica holds its prefix."""
         if begins:
             one.used = next(self._clock)
             one.held.add(hint.blocks)
@@ -74,7 +74,7 @@ class ReplicaSupervisor(ProcessSupervisor[Replica, RoutingHint]):
             self._spawn(self._check(one))
 
     async def _pick(self, hint: RoutingHint) -> Replica:
-        """Wait for a usable replica and choose one; ApiError 503 after `patience`."""
+        """Wait for a usable replica and choose one. Raise ApiError 503 after `patience`."""
         try:
             async with asyncio.timeout(self._patience or None):
                 await self._until(lambda: self._closing or bool(self._usable(hint)))
@@ -95,7 +95,7 @@ class ReplicaSupervisor(ProcessSupervisor[Replica, RoutingHint]):
 
     # --- lives ------------------------------------------------------------------------------------------------------
     async def run(self) -> None:
-        """Keep all replicas alive, until cancelled."""
+        """Keep all replicas alive until cancelled."""
         self._spawn(self._live(self.replicas[0]))
         if self._one_first:
             await self._until(lambda: self.opened or bool(self.failure))
@@ -127,14 +127,14 @@ class ReplicaSupervisor(ProcessSupervisor[Replica, RoutingHint]):
 
     def remember(self, path: bytes, body: bytes) -> None:
         """Remember a setting for all replicas; one that sets everything of its path replaces earlier ones."""
-        if path.startswith(b"/control-vectors/"):  # in their order: ids depend on what was loaded before
+        if path.startswith(b"/control-vectors/"):  # kept in order: ids depend on earlier loads
             if (path, body) not in self.settings[-1:]:
                 self.settings.append((path, body))
         else:
             self.settings = [*(one for one in self.settings if one[0] != path), (path, body)]
 
     async def _one_life(self, one: Replica) -> str:
-        """Run a process from start to end; return why it ended, nothing if it was told to."""
+        """Run a process from start to end; return the reason for its end, or an empty text if the end was requested."""
         process = self._make(one.index, one.n_starts)
         one.doubtful = False
         one.restart.clear()
@@ -177,9 +177,9 @@ class ReplicaSupervisor(ProcessSupervisor[Replica, RoutingHint]):
                     await task
 
     async def _check(self, one: Replica) -> None:
-        """Check a replica's health; kill it if it does not answer several times in a row."""
+        """Check a replica's health; kill it after several missed answers in a row."""
         process = one.process
-        for _ in range(_MISSES):  # with pauses: one that was told to end by others may finish its requests
+        for _ in range(_MISSES):  # with pauses: a process stopped from outside may finish its requests
             if await process.healthy(timeout=_PATIENCE):
                 one.doubtful = False
                 await self._notify()
@@ -192,7 +192,10 @@ class ReplicaSupervisor(ProcessSupervisor[Replica, RoutingHint]):
         process.kill()
 
     async def restart(self) -> None:
-        """Restart one replica after the other, each when its requests are done; ApiError if one does not come back."""
+        """Restart one replica after the other, each once its requests are done.
+
+        Raise ApiError if one does not come back.
+        """
         if self._rolling:
             raise ApiError(409, "the replicas are being restarted already", "invalid_request_error")
         self._rolling = True
@@ -218,7 +221,7 @@ class ReplicaSupervisor(ProcessSupervisor[Replica, RoutingHint]):
             raise ApiError(500, f"replica {one.index} did not come back, the rest stays as it is: {one.error}")
 
     def restart_in_background(self) -> None:
-        """Restart without waiting; failures are logged."""
+        """Restart without waiting, and log failures."""
         self._spawn(self._restart_logged())
 
     async def _restart_logged(self) -> None:

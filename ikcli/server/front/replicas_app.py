@@ -39,7 +39,7 @@ from ikcli.server.http.routes.ollama_models import entry
 from ikcli.server.http.state import ServerState, names_of
 from ikcli.server.http.users import ACCOUNT
 
-_TRIES = 3  # replicas that a request is given to: one that ends them all must not go on for ever
+_TRIES = 3  # replicas tried per request: one that crashes them all must not be retried forever
 _GENERATING = frozenset(
     (
         "/completion", "/completions", "/v1/completions", "/chat/completions", "/v1/chat/completions", "/responses",
@@ -59,7 +59,7 @@ class ReplicasState(FrontState[ReplicaSupervisor]):
 
     @property
     def ready(self) -> bool:
-        """Whether some replica has been ready; from then on requests wait for one."""
+        """Whether some replica has ever been ready; from then on requests wait for one."""
         return self.supervisor.opened
 
     @property
@@ -80,13 +80,13 @@ def build_app(state: ReplicasState) -> ASGIApp:
 
 
 class ReplicasRoutes:
-    """The endpoints that the front answers itself, and the one that passes a request on to a replica."""
+    """Endpoints that the front serves itself, and the one that forwards a request to a replica."""
 
     def __init__(self, state: ReplicasState) -> None:
         self._state, self._replicas, self._server = state, state.supervisor, state.config.server
 
     def routes(self) -> list[Route]:
-        """Return its routes."""
+        """Return the routes."""
         return [
             ("GET", ("/health", "/v1/health"), self.health),
             ("GET", ("/models", "/v1/models", "/api/tags"), self.models),
@@ -121,14 +121,14 @@ class ReplicasRoutes:
         return Forwarded(request, body, partial(self._replicas.lease, hint), self._state.log, what, _TRIES)
 
     def _owner(self, slot: int, problem: str) -> int:
-        """Return the replica that has a slot."""
+        """Return the index of the replica that has a slot."""
         n_slots = self._state.config.n_parallel
         if slot >= n_slots * len(self._replicas.replicas):
             raise bad_request(problem.format(slot, n_slots * len(self._replicas.replicas) - 1))
         return slot // n_slots
 
     async def slot_action(self, request: Request) -> Response:
-        """Save, restore or erase a slot, in the replica that has it."""
+        """Save, restore or erase a slot in the replica that has it."""
         text = request.path_params["id_slot"]
         number = int(text) if re.fullmatch(r"[0-9]{1,9}", text) else 1 << 60
         owner = self._owner(number, "Invalid slot ID: the slots are 0 to {1}")
@@ -136,7 +136,7 @@ class ReplicasRoutes:
 
     # --- to all of them -----------------------------------------------------------------------------------------------
     async def _ask_all(self, method: str, target: bytes, body: bytes = b"") -> list[tuple[Replica, int, bytes]]:
-        """Ask all replicas; return replica, status and body of those that answer; ApiError 503 if none does."""
+        """Ask all replicas; return replica, status and body of those that answer. Raise ApiError 503 if none does."""
         ready = self._replicas.ready()
         answers = await asyncio.gather(
             *(one.process.ask(method, target, body) for one in ready), return_exceptions=True
@@ -187,7 +187,7 @@ class ReplicasRoutes:
         return json_response([by_name[name] for name in sorted(by_name)])
 
     async def change_saved(self, request: Request) -> Response:
-        """Delete or rename a saved slot, in the first replica that has the file."""
+        """Delete or rename a saved slot in the first replica that has the file."""
         target, body = request.scope["path"].encode(), await read_body(request, self._state.timeout)
         found = None
         for one in self._replicas.ready():
@@ -202,14 +202,14 @@ class ReplicasRoutes:
         return Response(found[1], found[0], media_type=JSON)
 
     async def control(self, request: Request) -> Response:
-        """Control the answer with this ID, in the replica that generates it."""
+        """Control the answer with this ID in the replica that generates it."""
         target, body = request.scope["path"].encode(), await read_body(request, self._state.timeout)
         found = await self._ask_all("POST", target, body)
         _, status, answer = next((one for one in found if _did_it(one[2])), found[0])
         return Response(answer, status, media_type=JSON)
 
     async def set_for_all(self, request: Request) -> Response:
-        """Apply a setting to all replicas, and to those that start later."""
+        """Apply a setting to all replicas and to later ones."""
         target, body = request.scope["path"].encode(), await read_body(request, self._state.timeout)
         found = await self._ask_all("POST", target, body)
         for _, status, answer in found:
@@ -235,7 +235,7 @@ class ReplicasRoutes:
         return json_response(out)
 
     async def models(self, request: Request) -> Response:
-        """Describe the model; while it loads, from its options."""
+        """Describe the model; while it loads, from the options."""
         if self._replicas.ready():
             return self._forwarded(request, b"", RoutingHint())
         state = ServerState(self._state.config, SimpleNamespace(state="loading"), started=self._state.started)
@@ -254,7 +254,7 @@ class ReplicasRoutes:
         return json_response(jsontext.parse(body) | more)
 
     async def metrics(self, request: Request) -> Response:
-        """Return metrics of all replicas together, of each, and of users."""
+        """Return metrics of all replicas together, of each replica, and of users."""
         check_metrics(self._state)
         await asyncio.gather(*(one.counters.read(one.process) for one in self._replicas.ready()))
         headers = {"Process-Start-Time-Unix": str(self._state.started), "Content-Type": CONTENT_TYPE}
@@ -265,7 +265,10 @@ class ReplicasRoutes:
         return json_response([_about(one) for one in self._replicas.replicas])
 
     async def restart(self, request: Request) -> Response:
-        """Restart one replica after the other, and answer when all are back. This needs a server key, not a user's."""
+        """Restart one replica after the other and answer when all are back.
+
+        This needs a server key, not a user's.
+        """
         if request.scope.get(ACCOUNT) is not None or not self._state.keys:
             raise ApiError(403, "this needs a key of --api-key or --api-key-file; without, send the server SIGHUP")
         await asyncio.shield(asyncio.ensure_future(self._replicas.restart()))
@@ -273,7 +276,7 @@ class ReplicasRoutes:
 
 
 def _fields(body: bytes) -> Mapping[str, Any]:
-    """Return the fields of a JSON object; the replica reports errors of other bodies."""
+    """Return the fields of a JSON object; other bodies give no fields, and the replica reports their errors."""
     try:
         value = jsontext.parse(body) if body.strip() else {}
     except ValueError:

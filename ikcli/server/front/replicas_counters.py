@@ -1,4 +1,4 @@
-"""Counters of replicas, which continue when a replica is restarted and counts from zero."""
+"""Counters of replicas that continue across restarts, after which a process counts from zero."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Key = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class MetricSample:
-    """A sample of a metric; its name has no prefix. `position`: that in a draft, if it has one."""
+    """Sample of a metric, whose name has no prefix. `position` is the position in a draft, if it has one."""
 
     name: str
     text: str
@@ -25,19 +25,19 @@ class MetricSample:
 
     @property
     def key(self) -> tuple[str, str]:
-        """Its key."""
+        """Key of the sample."""
         return self.name, self.position
 
 
 class ReplicaCounters:
-    """The metrics of a replica over all its processes."""
+    """Metrics of a replica over all its processes."""
 
     def __init__(self) -> None:
         self._before: dict[Key, float] = {}
         self._now: dict[Key, MetricSample] = {}
 
     async def read(self, process: Upstream) -> None:
-        """Read the metrics of the process; the last values stay if it does not answer."""
+        """Read the metrics of the process, or keep the last values if it does not answer."""
         try:
             status, body = await process.ask("GET", b"/metrics")
             if status == 200:

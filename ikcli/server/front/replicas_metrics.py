@@ -1,6 +1,6 @@
 """Metrics of replicas for Prometheus.
 
-Plain names are those of one server and cover all replicas; names with `replica_` have a value for each.
+Plain names are those of one server and cover all replicas; names with `replica_` have one value per replica.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MAX = frozenset({"n_tokens_max"})
 
 
 def families(replicas: Sequence[Replica]) -> Iterator[Metric]:
-    """Return the metrics read from replicas, and those that the front keeps about them."""
+    """Return the metrics read from replicas and those that the front keeps about them."""
     found = {one.index: one.counters.values() for one in replicas}
     keys = dict.fromkeys(key for values in found.values() for key in values)
     yield from _by_position(found)

@@ -17,7 +17,10 @@ from ikcli.server.http.server import check_folders
 
 
 def serve_replicas(spec: LaunchSpec) -> int:
-    """Serve until a signal comes. IkError if the address is taken or options are wrong; 1 if no replica can start."""
+    """Serve until a signal comes.
+
+    Raise IkError if the address is taken or options are wrong. Return 1 if no replica can start.
+    """
     config = spec.config
     server, options = config.server, FrontOptions.of(config)
     check_options(config)
@@ -50,7 +53,7 @@ def placement_of(spec: LaunchSpec, log: ServerLog) -> ReplicaPlacement:
 
 
 class ReplicasServer(FrontServer):
-    """Ends when no replica can start; SIGHUP restarts one after the other."""
+    """Server that exits if no replica can start; SIGHUP restarts the replicas one after the other."""
 
     def __init__(self, options: FrontOptions, state: ReplicasState) -> None:
         super().__init__(options, build_app(state), state.supervisor)

@@ -1,4 +1,4 @@
-"""Run a server in front of processes: its socket, signals, and its supervisor."""
+"""Run a server in front of processes: socket, signals and supervisor."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ikcli.settings.run import RunConfig
 
 @dataclass(frozen=True)
 class FrontOptions:
-    """Log, keys, users and certificate, which are read before the socket is opened."""
+    """Log, keys, users and certificate, all read before the socket is opened."""
 
     config: RunConfig
     log: ServerLog
@@ -33,16 +33,16 @@ class FrontOptions:
 
     @classmethod
     def of(cls, config: RunConfig) -> FrontOptions:
-        """Read them; IkError if a file or an option is wrong."""
+        """Read log, keys, users and certificate. Raise IkError if a file or an option is wrong."""
         server = config.server
         log = ServerLog(json=server.log_format == "json", verbose=config.verbose or config.verbosity > 0)
         return cls(config, log, read_keys(server), read_users(server.keys), tls_of(config))
 
 
 class FrontServer(SignalServer):
-    """Runs the supervisor while it listens; a second signal kills all processes.
+    """Server that runs the supervisor while it listens; a second signal kills all processes.
 
-    `problem`: why the server ended by itself.
+    `problem` is the reason if the server ends by itself.
     """
 
     def __init__(self, options: FrontOptions, app: ASGIApp, supervisor: ProcessSupervisor[Any, Any]) -> None:
@@ -77,7 +77,7 @@ class FrontServer(SignalServer):
 
 
 def serve_front(options: FrontOptions, open_server: Callable[[], AbstractContextManager[FrontServer]]) -> int:
-    """Listen, open the server, and serve until a signal comes or there is a problem; returns the exit code."""
+    """Listen, start the server, and serve until a signal or a problem ends it; return the exit code."""
     config = options.config
     listener = listen(config.server.host, config.server.port, shared=config.server.reuse_port)
     try:

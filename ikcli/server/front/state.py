@@ -1,4 +1,4 @@
-"""The state that all requests to a front share."""
+"""State shared by all requests to a front."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ S = TypeVar("S", bound=ProcessSupervisor)
 
 @dataclass
 class FrontState(Generic[S]):
-    """The state of the gateway (`http.state.Front`) with the supervisor of the processes behind it."""
+    """State for the gateway (`http.state.Front`), with the supervisor of the processes behind it."""
 
     config: RunConfig
     supervisor: S

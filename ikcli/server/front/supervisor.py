@@ -1,6 +1,6 @@
-"""The supervisor of the processes that answer requests.
+"""Supervisor of the processes that answer requests.
 
-Everything runs on one event loop. Which process a request gets, and when processes start and end, is a policy:
+Everything runs on one event loop. A policy decides which process a request gets, and when processes start and end:
 `models.py` for several models, `replicas.py` for several replicas of one.
 """
 
@@ -23,7 +23,10 @@ DOWN, STARTING, READY, DRAINING = "down", "starting", "ready", "draining"
 
 @dataclass(eq=False, kw_only=True)
 class Member:
-    """A place for one process, which the supervisor fills and empties. `used`: when it was used last, by its clock."""
+    """Place for one process, which the supervisor fills and empties.
+
+    `used` is the time of its last use, by its clock.
+    """
 
     state: str = DOWN
     process: Any = None
@@ -53,11 +56,11 @@ class ProcessSupervisor(ABC, Generic[M, Hint]):
 
     @abstractmethod
     async def run(self) -> None:
-        """Do what has to be done while the server listens, until cancelled."""
+        """Do the ongoing work while the server listens, until cancelled."""
 
     @abstractmethod
     async def _pick(self, hint: Hint) -> M:
-        """Return a member that is ready, waiting for one if need be; ApiError if there is none."""
+        """Return a ready member, waiting for one if necessary. Raise ApiError if there is none."""
 
     @abstractmethod
     def _touch(self, one: M, hint: Hint, *, begins: bool) -> None:
@@ -69,7 +72,7 @@ class ProcessSupervisor(ABC, Generic[M, Hint]):
     # --- requests -----------------------------------------------------------------------------------------------------
     @asynccontextmanager
     async def lease(self, hint: Hint) -> AsyncIterator[Upstream]:
-        """Lend a request its process, which stays until the end of the block; ApiError if there is none."""
+        """Lend a request its process, which stays until the end of the block. Raise ApiError if there is none."""
         one = await self._pick(hint)
         process = one.process
         one.n_running += 1
@@ -86,13 +89,13 @@ class ProcessSupervisor(ABC, Generic[M, Hint]):
 
     # --- the lives of processes ---------------------------------------------------------------------------------------
     async def _start(self, one: M, process: Process) -> None:
-        """Start a process in its place, and wait until its model is loaded; LoadError if that fails."""
+        """Start a process in its place and wait until its model is loaded. Raise LoadError if that fails."""
         one.process, one.state = process, STARTING
         one.n_starts += 1
         await process.load()
 
     async def close(self) -> None:
-        """End all processes when their requests are done."""
+        """End all processes once their requests are done."""
         self._closing = True
         await self._notify()
         for task in list(self._tasks):
@@ -111,17 +114,17 @@ class ProcessSupervisor(ABC, Generic[M, Hint]):
 
     # --- state that changes -------------------------------------------------------------------------------------------
     async def _until(self, condition: Callable[[], bool]) -> None:
-        """Wait until the condition holds, which is checked at every change."""
+        """Wait until a condition holds, checking it at every change."""
         async with self._changed:
             await self._changed.wait_for(condition)
 
     async def _notify(self) -> None:
-        """Tell all who wait that something has changed."""
+        """Wake all waiters after a change."""
         async with self._changed:
             self._changed.notify_all()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do it in the background, until the supervisor is closed."""
+        """Run a coroutine in the background until the supervisor is closed."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._done)

@@ -1,4 +1,4 @@
-"""Work in threads that reports to the event loop, and does not keep the program from ending."""
+"""Threads that report to the event loop and do not keep the program from ending."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ T = TypeVar("T")
 
 
 async def in_thread(call: Callable[[], T]) -> T:
-    """Return or raise what the call does; unlike a thread of asyncio it is not waited for when the program ends."""
+    """Run a call in a thread and return or raise its result.
+
+    Unlike with asyncio's threads, the program does not wait for the call when it ends.
+    """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 
@@ -32,6 +35,6 @@ async def in_thread(call: Callable[[], T]) -> T:
 
 
 def on_loop(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
-    """Have a loop call this; a loop that has ended no longer does."""
+    """Schedule a call on a loop; do nothing if the loop has ended."""
     with suppress(RuntimeError):
         loop.call_soon_threadsafe(call)

@@ -1,10 +1,10 @@
-"""The HTTP client of a front: one request to a process over a socket, the answer as it arrives.
+"""HTTP client of a front: one request to a process over a socket, the answer as it arrives.
 
-It is written here because httpx needs about four times the CPU time for a chunk of a stream: 217 against 57
-microseconds, measured with 2,000 chunks over a Unix socket on a busy two-core machine. That is time of every token.
+This client exists because httpx needs about four times the CPU time per chunk of a stream: 217 against 57 microseconds,
+measured with 2,000 chunks over a Unix socket on a busy two-core machine. Every token pays that time.
 
 Hop-by-hop headers stay on their connection: those of RFC 9110 (7.6.1), and those that `Connection` names. Trailers are
-dropped, as the receiver would have to know what they mean. Interim answers (1xx) are not the answer.
+dropped, because the receiver would have to know their meaning. Interim responses (1xx) are skipped.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import httptools
 
 Headers = Sequence[tuple[bytes, bytes]]
 Address = str | tuple[str, int]
-"""The path of a Unix socket, or host and port."""
+"""Path of a Unix socket, or host and port."""
 _CHUNK = 1 << 16
-_MOST = 1 << 18  # bytes that may wait for the reader; beyond that the process has to wait, too
+_MOST = 1 << 18  # bytes that may wait for the reader; beyond that the process must wait too
 _CONNECT = 10.0  # seconds
 _HOP_BY_HOP = frozenset(
     (
@@ -41,22 +41,22 @@ def end_to_end(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, byte
 
 
 class UpstreamError(Exception):
-    """The process has ended, or its answer is not HTTP."""
+    """Raised when the process has ended or its answer is not HTTP."""
 
 
 class Upstream:
-    """A server that requests go to. `key`: its API key, if it needs one."""
+    """A server that requests are sent to. `key` is its API key, if it needs one."""
 
     def __init__(self, address: Address, key: str = "") -> None:
         self.address, self.key = address, key
         self.open: set[Exchange] = set()
 
     def last_words(self) -> str:
-        """Return why it does not answer, as far as that is known."""
+        """Return why the server does not answer, as far as known."""
         return "it does not answer"
 
     async def healthy(self, timeout: float = 10.0) -> bool:
-        """Return whether it reports that its model is loaded."""
+        """Return whether the server reports that its model is loaded."""
         try:
             status, _ = await self.ask("GET", b"/health", timeout=timeout)
         except UpstreamError:
@@ -64,19 +64,19 @@ class Upstream:
         return status == 200
 
     async def answer(self, target: bytes) -> tuple[int, bytes] | None:
-        """Return status and body of a GET; None if it does not answer."""
+        """Return status and body of a GET, or None without an answer."""
         try:
             return await self.ask("GET", target)
         except UpstreamError:
             return None
 
     def cut(self) -> None:
-        """Abort all exchanges: a machine that is gone does not close its connections."""
+        """Abort all exchanges, since a machine that is gone does not close its connections."""
         for exchange in list(self.open):
             exchange.abort()
 
     async def ask(self, method: str, target: bytes, body: bytes = b"", timeout: float = 10.0) -> tuple[int, bytes]:
-        """Return status and body of a short answer; UpstreamError after `timeout` seconds."""
+        """Return status and body of a short answer. Raise UpstreamError after `timeout` seconds."""
         try:
             async with asyncio.timeout(timeout or None), Exchange(self, method, target, (), body) as answer:
                 return answer.status, await answer.body()
@@ -87,7 +87,7 @@ class Upstream:
 class Exchange:
     """One request and its answer; `async with` sends the request and reads the head of the answer.
 
-    It reads while it sends: a process may answer, and close, before it has read the whole request.
+    It reads while it sends, because a process may answer, and close, before it has read the whole request.
     """
 
     def __init__(self, to: Upstream, method: str, target: bytes, headers: Headers = (), body: bytes = b"") -> None:
@@ -149,7 +149,7 @@ class Exchange:
         except BlockingIOError:
             sent = 0
         except OSError:
-            return  # what it said before is to be read
+            return  # earlier output is still to be read
         if sent < len(self._request):
             self._sending = asyncio.ensure_future(self._send_rest(self._socket, sent))
 
@@ -163,13 +163,13 @@ class Exchange:
         await self._close()
 
     async def _close(self) -> None:
-        """Close the connection, which stops a computation that still runs."""
+        """Close the connection, which stops a computation still running."""
         self._to.open.discard(self)
         self._listen(False)
         try:
             if self._sending is not None:
                 self._sending.cancel()
-                await asyncio.wait([self._sending])  # the loop watches the socket for it until then
+                await asyncio.wait([self._sending])  # until then the loop watches the socket for it
         finally:
             if self._socket is not None:
                 self._socket.close()
@@ -197,7 +197,7 @@ class Exchange:
             data = self._socket.recv(_CHUNK)
             if data:
                 self._parser.feed_data(data)
-            elif self._has_head and not self._framed and not self._aborted:  # nothing else tells the end of the body
+            elif self._has_head and not self._framed and not self._aborted:  # nothing else marks the end of the body
                 self._complete = True
             else:
                 problem = "the connection ended within an answer"
@@ -207,7 +207,7 @@ class Exchange:
             problem = str(e)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as e:
             problem = f"no HTTP answer: {e}"
-        if problem:  # behind a whole answer nobody looks at it
+        if problem:  # irrelevant after a complete answer
             self._problem = UpstreamError(problem)
         if self._complete or self._problem is not None or self._n_waiting > _MOST:
             self._listen(False)
@@ -215,7 +215,7 @@ class Exchange:
             self._waiter.set_result(None)
 
     async def _more(self) -> None:
-        """Wait for data; UpstreamError if none will arrive."""
+        """Wait for data. Raise UpstreamError if none will arrive."""
         if self._problem is None:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
@@ -226,7 +226,7 @@ class Exchange:
             raise self._problem
 
     async def chunks(self) -> AsyncIterator[bytes]:
-        """Yield the body; UpstreamError if it ends too early."""
+        """Yield the body. Raise UpstreamError if it ends too early."""
         while True:
             parts, self._parts, self._n_waiting = self._parts, [], 0
             if parts:
@@ -243,7 +243,7 @@ class Exchange:
 
     # called by the parser
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Take a header; trailers are dropped."""
+        """Take a header, or drop a trailer."""
         if not self._has_head:
             self.headers.append((name, value))
 

@@ -1,1 +1,1 @@
-"""The HTTP side of `ik serve`: endpoints and JSON of llama-server (both forks) over ikcli.server.slots."""
+"""HTTP layer of `ik serve`: the endpoints and JSON of llama-server (both forks) on top of ikcli.server.slots."""

@@ -1,4 +1,4 @@
-"""Scales of low-rank adapters in requests: `[{"id": 0, "scale": 0.5}]`."""
+"""LoRA adapter scales in requests: `[{"id": 0, "scale": 0.5}]`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ikcli.server.http.errors import bad_request
 
 
 def scales_of(value: Any, name: str, n_adapters: int) -> tuple[float, ...]:
-    """A scale for every adapter: 0 for those that the list does not name. ApiError 400 for ids that do not exist."""
+    """Return one scale per adapter, 0 for adapters missing from the list. Raise ApiError 400 for an unknown id."""
     scales = [0.0] * n_adapters
     for i, item in enumerate(f.array(value, name)):
         entry = f.table(item, f"{name}[{i}]")
@@ -26,5 +26,5 @@ def scales_of(value: Any, name: str, n_adapters: int) -> tuple[float, ...]:
 
 
 def scales_json(scales: Sequence[float]) -> list[dict[str, Any]]:
-    """The same list, complete."""
+    """Return the complete list of adapters and their scales in the same form."""
     return [{"id": i, "scale": scale} for i, scale in enumerate(scales)]

@@ -1,4 +1,4 @@
-"""From submitted generations to the HTTP answer: whole or as a stream, with errors, pings and departing clients."""
+"""From submitted generations to the HTTP answer, whole or streamed, with errors, pings and client disconnects."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CLIENT_GONE = 499
 
 
 def json_response(value: object, status: int = 200) -> Response:
-    """A JSON answer."""
+    """Return a JSON response."""
     return Response(dump_bytes(value), status, media_type="application/json; charset=utf-8")
 
 
@@ -48,12 +48,11 @@ async def answer(
     media_type: str = "text/event-stream",
     at_end: Callable[[], None] | None = None,
 ) -> Response:
-    """Run the generations and answer in `shape`; ApiError if one fails before anything was sent.
+    """Run the generations and answer in `shape`.
 
-    `at_end` is called when the request is over, however it ends.
-
-    A stream begins with the first event, so that errors of the start have their HTTP status. Only streams of events
-    have pings.
+    A stream starts with its first event, so errors at the start keep their HTTP status: ApiError if a generation fails
+    before anything was sent. `at_end` is called when the request is over, however it ends. Only event streams carry
+    pings.
     """
     account = request.scope.get(ACCOUNT) or _noted(request, state)
     job = Job(state.bridge, stream=stream or account is not None, on_close=account.add if account is not None else None)
@@ -92,7 +91,7 @@ async def answer_chat(
     id: str,
     control: ReasoningControl | None,
 ) -> Response:
-    """`answer` to a conversation, whose thinking can be ended from elsewhere by its `id`."""
+    """Run `answer` for a conversation, whose thinking another request can end by the answer's `id`."""
     leave = state.running.enter(id, control)
     return await answer(
         request, state, generations, shape, stream=fields.stream, ping=fields.sse_ping_interval, at_end=leave
@@ -100,14 +99,17 @@ async def answer_chat(
 
 
 def _write_prompts(state: ServerState, generations: Sequence[GenerationRequest]) -> None:
-    """A file per prompt, with its control tokens."""
+    """Write one file per prompt, control tokens included."""
     assert state.prompt_files is not None
     for prompt in dict.fromkeys(one.prompt for one in generations):
         state.prompt_files.write(state.engine.tokenizer.decode(prompt))
 
 
 async def embedded(request: Request, state: ServerState, wanted: EmbeddingRequest) -> Embedded | None:
-    """The vectors of a request; None if the client is gone, ApiError if they cannot be computed."""
+    """Return the vectors of a request, or None if the client has disconnected.
+
+    Raise ApiError if they cannot be computed.
+    """
     account = request.scope.get(ACCOUNT) or _noted(request, state)
     job = Job(state.bridge, stream=False, on_close=account.add if account is not None else None)
     try:
@@ -124,7 +126,7 @@ async def embedded(request: Request, state: ServerState, wanted: EmbeddingReques
 
 
 def _noted(request: Request, state: ServerState) -> Entry | None:
-    """Where a request from a server in front is noted."""
+    """Return the ledger entry of a request that another server forwarded, or None."""
     id = request.headers.get(REQUEST_ID.decode())
     return state.ledger.entry(id) if id and is_behind(state.config) else None
 
@@ -141,7 +143,7 @@ async def _collect(job: Job, n: int) -> list[Final]:
 
 
 async def _chunks(job: Job, shape: Shape, ready: list[tuple[int, Event]], ping: bytes) -> AsyncIterator[bytes]:
-    """All that is ready goes out as one chunk; `ping` when there was nothing to say."""
+    """Yield everything that is ready as one chunk, or `ping` if nothing happened in time."""
     try:
         out = [shape.begin()]
         while True:

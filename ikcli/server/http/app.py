@@ -1,4 +1,4 @@
-"""The application: routes of all families behind the gateway, error answers, OpenAPI."""
+"""The application: routes of all families behind the gateway, error responses, OpenAPI."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ JSON = "application/json; charset=utf-8"
 
 
 def build_app(state: ServerState) -> ASGIApp:
-    """The ASGI application of a server."""
+    """Build the ASGI application of a server."""
     app = new_app("/openapi.json")
     app.state.server = state
     for router in ROUTERS:
@@ -34,7 +34,7 @@ def build_app(state: ServerState) -> ASGIApp:
 
 
 def new_app(openapi_url: str | None = None) -> FastAPI:
-    """An application without routes, with its error answers; `openapi_url` is where it describes itself."""
+    """Create an application with error responses but no routes; `openapi_url` is the path of its OpenAPI document."""
     app = FastAPI(title="ik serve", version=__version__, docs_url=None, redoc_url=None, openapi_url=openapi_url)
     app.router.redirect_slashes = False
     app.add_exception_handler(ApiError, _api_error)
@@ -44,9 +44,9 @@ def new_app(openapi_url: str | None = None) -> FastAPI:
 
 
 def _direct() -> dict[str, Endpoint]:
-    """POST endpoints by path that need nothing but the request and answer with a Response.
+    """Return, by path, the POST endpoints that take only the request and return a Response.
 
-    The gateway calls them itself: every token of a stream saves the way through the layers of the framework.
+    The gateway calls them directly, which spares every token of a stream the layers of the framework.
     """
     routes = [route for router in ROUTERS for route in router.routes if isinstance(route, APIRoute)]
     found: dict[str, Endpoint] = {}
@@ -66,14 +66,14 @@ async def _api_error(request: Request, error: Exception) -> Response:
 
 
 async def _internal_error(request: Request, error: Exception) -> Response:
-    """The gateway logs the cause."""
+    """Return the response to an unexpected exception; the gateway logs the cause."""
     found = ApiError(500, "internal error; the server's log has details")
     return Response(found.content(style_of(request.url.path)), 500, media_type=JSON)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    if error.status_code in (404, 405):  # as in llama-server, a wrong method is an unknown endpoint
+    if error.status_code in (404, 405):  # like llama-server, treat a wrong method as an unknown endpoint
         api = ApiError(404, "File Not Found")
     else:
         api = ApiError(error.status_code, str(error.detail))

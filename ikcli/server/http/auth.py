@@ -1,4 +1,4 @@
-"""API keys: which paths need one, and comparing in constant time."""
+"""API keys: which paths require one, and constant-time comparison."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ikcli.settings.server import ServerConfig
 from ikcli.text_files import read_text
 
 PUBLIC = frozenset({"/", "/health", "/v1/health", "/models", "/v1/models", "/api/tags", "/index.html", "/favicon.ico"})
-"""Paths that need no key."""
+"""Paths that require no key."""
 
 
 def read_keys(config: ServerConfig) -> tuple[str, ...]:
-    """The keys of --api-key (separated by commas) and --api-key-file (one per line, # comments)."""
+    """Read the keys of --api-key (comma-separated) and --api-key-file (one per line, # comments)."""
     keys = [key.strip() for key in config.api_key.split(",")]
     if config.api_key_file is not None:
         lines = read_text(config.api_key_file, "--api-key-file").splitlines()
@@ -29,7 +29,7 @@ def read_keys(config: ServerConfig) -> tuple[str, ...]:
 
 
 def allowed(keys: tuple[str, ...], headers: Headers) -> bool:
-    """True if no key is needed or the request carries one."""
+    """Return whether no key is required or the request carries a valid one."""
     if not keys:
         return True
     found = False
@@ -40,19 +40,19 @@ def allowed(keys: tuple[str, ...], headers: Headers) -> bool:
 
 
 def is_public(path: str, static: frozenset[str]) -> bool:
-    """True for paths open to everybody; `static` are the files of the web page."""
+    """Return whether a path is open to everybody; `static` holds the paths of the web page's files."""
     return path in PUBLIC or path in static
 
 
 def key_summary(keys: tuple[str, ...]) -> str:
-    """The keys as the log shows them."""
+    """Return the keys as the log shows them."""
     if len(keys) == 1:
         return "api_key: ****" + (keys[0][-4:] if len(keys[0]) > 8 else "")
     return f"api_key: {len(keys)} keys loaded"
 
 
 def private_file(path: Path | None, option: str) -> str | None:
-    """A file an option names, checked to be there."""
+    """Return the path of a file that an option names after checking that it exists."""
     if path is None:
         return None
     if not path.is_file():

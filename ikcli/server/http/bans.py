@@ -1,4 +1,4 @@
-"""Banned texts and patterns of a request, and those of the server (`--banned-string-file`, `--banned-n`)."""
+"""Banned strings and patterns of a request and of the server (`--banned-string-file`, `--banned-n`)."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from ikcli.text_files import read_text
 
 
 def server_bans(config: RunConfig) -> tuple[str, ...]:
-    """The texts that the command line bans in all answers; UsageError for a file that cannot be read."""
+    """Return the strings that the command line bans in all answers. Raise UsageError for an unreadable file."""
     path = config.server.banned_string_file
     return () if path is None else _lines(path)
 
 
 def _lines(path: Path) -> tuple[str, ...]:
-    """One text per line; quotes are dropped."""
+    """Return one string per line, without quotes."""
     text = read_text(path, "--banned-string-file")
     return tuple(line for line in text.replace('"', "").splitlines() if line)
 
 
 def bans_of(fields: GenerationBody) -> Bans:
-    """The bans of a request; ApiError 400 for a pattern that cannot be used."""
+    """Return the bans of a request. Raise ApiError 400 for an invalid pattern."""
     patterns = [
         *(_pattern(text, "banned_regex", ignore_case=False) for text in fields.banned_regex),
         *(_pattern(text, "banned_regex_case_insensitive", ignore_case=True)

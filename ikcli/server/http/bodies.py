@@ -1,4 +1,4 @@
-"""The requests of the routes that generate: `GenerationBody` with the fields of each."""
+"""Request bodies of the generating routes: `GenerationBody` plus the fields of each route."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _Messages = Annotated[Any, shown_as(type="array", items={
 
 
 def _counted(value: Any) -> Any:
-    """`true` stands for one."""
+    """Read a count in which `true` means one."""
     return int(value) if isinstance(value, bool) else whole(value)
 
 
 def _asked(value: Any) -> Any:
-    """`false` stands for nothing, `true` for one."""
+    """Read an optional count in which `false` means none and `true` means one."""
     return None if value is False else _counted(value)
 
 
 class CompletionBody(GenerationBody, frozen=True):
-    """/completion, and what /infill has of it."""
+    """Fields that /completion and /infill share."""
 
     logprobs: Annotated[
         Annotated[int, Strict(), Ge(0)] | None, BeforeValidator(_counted),
@@ -42,18 +42,18 @@ class CompletionBody(GenerationBody, frozen=True):
 
     @property
     def implied_probs(self) -> int | None:
-        """See `GenerationBody`."""
+        """The `n_probs` that another field implies, see `GenerationBody`."""
         return self.logprobs
 
 
 class NativeBody(CompletionBody, frozen=True):
-    """/completion."""
+    """Request body of /completion."""
 
     prompt: _Prompt = required("text, token ids, both mixed, {prompt_string}, or an array of these")
 
 
 class InfillBody(CompletionBody, frozen=True):
-    """/infill."""
+    """Request body of /infill."""
 
     input_prefix: Text = required("text before the cursor")
     input_suffix: Text = required("text behind the cursor")
@@ -62,7 +62,7 @@ class InfillBody(CompletionBody, frozen=True):
 
 
 class OpenAICompletionBody(GenerationBody, frozen=True):
-    """/v1/completions."""
+    """Request body of /v1/completions."""
 
     prompt: _Prompt = required("text, token ids, both mixed, {prompt_string}, or an array of these")
     suffix: Text = field("", "text behind the answer")
@@ -76,12 +76,12 @@ class OpenAICompletionBody(GenerationBody, frozen=True):
 
     @property
     def implied_probs(self) -> int | None:
-        """See `GenerationBody`. The chosen token's own is asked for, too."""
+        """The `n_probs` that another field implies, see `GenerationBody`; it includes the chosen token."""
         return None if self.logprobs is None else max(self.logprobs, 1)
 
 
 class ChatBody(GenerationBody, frozen=True):
-    """/v1/chat/completions; ikcli.chat reads the fields of the conversation itself."""
+    """Request body of /v1/chat/completions; ikcli.chat reads the conversation fields itself."""
 
     messages: _Messages = required("the conversation")
     tools: _Objects = field(None, "functions that the model may call")
@@ -103,7 +103,7 @@ class ChatBody(GenerationBody, frozen=True):
 
     @property
     def n_top(self) -> int | None:
-        """How many tokens `top_logprobs` asks for besides the chosen one; None without `logprobs`."""
+        """Number of tokens that `top_logprobs` asks for besides the chosen one; None without `logprobs`."""
         if self.logprobs:
             return 20 if self.top_logprobs is None else self.top_logprobs
         if self.top_logprobs:
@@ -112,12 +112,12 @@ class ChatBody(GenerationBody, frozen=True):
 
     @property
     def implied_probs(self) -> int | None:
-        """See `GenerationBody`."""
+        """The `n_probs` that another field implies, see `GenerationBody`."""
         return None if self.n_top is None else max(self.n_top, 1)
 
 
 class AnthropicBody(GenerationBody, frozen=True):
-    """/v1/messages, as it is documented; `convert_anthropic` makes a `ChatBody` of it."""
+    """Request body of /v1/messages as documented; `convert_anthropic` turns it into a `ChatBody`."""
 
     messages: _Messages = required("the conversation")
     system: Annotated[Any, shown_as()] = field(None, "text or text blocks")
@@ -128,7 +128,7 @@ class AnthropicBody(GenerationBody, frozen=True):
 
 
 class ResponsesBody(GenerationBody, frozen=True):
-    """/v1/responses, as it is documented; `convert_responses` makes a `ChatBody` of it."""
+    """Request body of /v1/responses as documented; `convert_responses` turns it into a `ChatBody`."""
 
     input: Annotated[Any, shown_as()] = required("text or an array of messages and items")
     instructions: Text = field("", "the system message")

@@ -11,11 +11,11 @@ from ikcli.server.http import jsontext
 from ikcli.server.http.errors import ApiError, bad_request
 
 MAX_BODY = 32 << 20
-"""Bytes a request body may have."""
+"""Maximum size of a request body in bytes."""
 
 
 async def read_body(request: Request, timeout: float = 600.0) -> bytes:
-    """The whole body; ApiError 413 if it is too large, 408 if it takes longer than `timeout` seconds."""
+    """Read the whole body. Raise ApiError 413 if it is too large, 408 if it takes longer than `timeout` seconds."""
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > MAX_BODY:
         raise _too_large()
@@ -35,7 +35,7 @@ async def read_body(request: Request, timeout: float = 600.0) -> bytes:
 
 
 async def read_json(request: Request, timeout: float = 600.0) -> Any:
-    """The body as JSON; ApiError 400 if it is none, 415 for forms and multipart bodies that are none."""
+    """Read the body as JSON. Raise ApiError 400 if it is invalid, 415 if it is a form or multipart body instead."""
     data = await read_body(request, timeout)
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind.startswith("multipart/"):
@@ -49,7 +49,7 @@ async def read_json(request: Request, timeout: float = 600.0) -> Any:
 
 
 async def read_object(request: Request, timeout: float = 600.0) -> dict[str, Any]:
-    """The body as a JSON object; ApiError 400 if it is something else."""
+    """Read the body as a JSON object. Raise ApiError 400 if it is anything else."""
     value = await read_json(request, timeout)
     if not isinstance(value, dict):
         raise bad_request("the body must be a JSON object")

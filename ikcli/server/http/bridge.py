@@ -1,7 +1,7 @@
-"""Engine events to the event loop: any number of them from the engine's thread with one wake-up.
+"""Hand-over of engine events to the event loop: any number of them with one wake-up.
 
-The engine thread only appends to a deque; a wake-up is asked for if none is on its way. On the loop the events are
-handed to their jobs. A job is the generations of one HTTP request.
+The engine thread only appends to a deque and requests a wake-up if none is pending. The event loop then delivers the
+events to their jobs. A job is the set of generations of one HTTP request.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ikcli.server.slots.messages import (
 _write = ctypes.PyDLL(None).write
 _write.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t)
 EngineRequest = GenerationRequest | EmbeddingRequest
-# Tuples: a union would be made anew for every event.
+# Tuples: a union would be rebuilt for every event.
 _ENDS = (Final, Embedded, Failure)
 _COUNTED = (Delta, Final, Embedded)
 
@@ -42,25 +42,26 @@ class TicketLike(Protocol):
     id_task: int
 
     def cancel(self) -> None:
-        """Stop it; may be called more than once."""
+        """Cancel the request; may be called more than once."""
 
 
 class Submitter(Protocol):
-    """The part of the engine a job needs."""
+    """The part of the engine that a job needs."""
 
     def submit(self, request: EngineRequest, on_event: object) -> TicketLike:
-        """Queue a request; events come from the engine's thread."""
+        """Queue a request; its events come from the engine's thread."""
 
 
 class Disconnected(Exception):
-    """The client is gone; its generations are cancelled."""
+    """Raised when the client has disconnected and its generations are cancelled."""
 
 
 class Bridge:
-    """Carries events of all jobs from the engine's thread to one event loop.
+    """Carrier of all jobs' events from the engine's thread to one event loop.
 
-    The loop is woken by a byte that is written without giving up the GIL, as `call_soon_threadsafe` would: the loop
-    would take it, and the engine wait for it, where it was about to compute without it anyway.
+    It wakes the loop by writing a byte without releasing the GIL. `call_soon_threadsafe` would release it: the loop
+    would take the GIL and the engine would wait to get it back just when it was about to start computing, which
+    releases the GIL anyway.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -73,14 +74,14 @@ class Bridge:
         loop.add_reader(self._reader, self._hand_over)
 
     def push(self, job: Job, index: int, event: Event) -> None:
-        """Called by the engine's thread; returns at once."""
+        """Queue an event from the engine's thread; return at once."""
         self._events.append((job, index, event))
         if not self._waking:
             self._waking = True
             _write(self._writer, b"\0", 1)
 
     def push_end(self, job: Job, index: int, event: Event) -> None:
-        """As `push`, for jobs that only want to know the ends."""
+        """Queue an event like `push`, but only if it ends a generation."""
         if isinstance(event, _ENDS):
             self.push(job, index, event)
 
@@ -94,10 +95,13 @@ class Bridge:
 
 
 class Job:
-    """The generations of one HTTP request, watched for the client's departure."""
+    """The generations of one HTTP request, cancelled if the client disconnects."""
 
     def __init__(self, bridge: Bridge, *, stream: bool, on_close: Callable[[int, int], None] | None = None) -> None:
-        """`stream`: deltas and progress are wanted too, not only the ends. `on_close` gets the `n_tokens`."""
+        """Prepare the generations of a request.
+
+        With `stream`, deltas and progress are delivered too, not only the ends. `on_close` receives `n_tokens`.
+        """
         self._on_close = on_close
         self._bridge = bridge
         self._stream = stream
@@ -113,12 +117,12 @@ class Job:
         self._at_end: Callable[[], None] | None = None
 
     def at_end(self, call: Callable[[], None]) -> None:
-        """Call this when the request is over, however it ends."""
+        """Register a function to call when the request is over, however it ends."""
         self._at_end = call
 
     @property
     def n_tokens(self) -> tuple[int, int]:
-        """Tokens of the prompts, and generated ones, of all generations so far, if there is an `on_close`."""
+        """Prompt tokens and generated tokens of all generations so far; counted only with `on_close`."""
         timings = self._timings.values()
         return sum(t.cache_n + t.prompt_n for t in timings), sum(t.predicted_n for t in timings)
 
@@ -131,7 +135,7 @@ class Job:
         self._watcher = asyncio.ensure_future(self._watch(receive))
 
     def deliver(self, index: int, event: Event) -> None:
-        """An event for this job (on the loop)."""
+        """Deliver an event to this job; runs on the event loop."""
         if isinstance(event, _ENDS):
             self._open -= 1
         self._quiet = False
@@ -142,13 +146,14 @@ class Job:
 
     @property
     def finished(self) -> bool:
-        """True if every generation has ended and its events were taken."""
+        """Whether every generation has ended and its events were taken."""
         return not self._open and not self._ready
 
     async def events(self) -> list[tuple[int, Event]]:
-        """What has happened since the last call, waiting if it is nothing; empty when `ping_every` has passed.
+        """Return the events since the last call, waiting for one if there are none.
 
-        Disconnected if the client is gone.
+        The list is empty when `ping_every` has passed without an event. Raise Disconnected if the client has
+        disconnected.
         """
         if not self._ready and not self._gone:
             self._waiter = asyncio.get_running_loop().create_future()
@@ -162,7 +167,7 @@ class Job:
         return ready
 
     def ping_every(self, seconds: float) -> None:
-        """Let `events` return nothing after so many seconds without an event."""
+        """Make `events` return an empty list after this many seconds without an event."""
         self._timer = asyncio.get_running_loop().call_later(seconds, self._tick, seconds)
 
     def _tick(self, seconds: float) -> None:
@@ -176,7 +181,7 @@ class Job:
             self._waiter.set_result(None)
 
     def close(self) -> None:
-        """Cancel what still runs and stop watching. Always called at the end of a request."""
+        """Cancel what is still running and stop watching; must be called at the end of every request."""
         if self._open:
             for ticket in self._tickets:
                 ticket.cancel()

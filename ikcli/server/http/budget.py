@@ -1,7 +1,7 @@
-"""A budget for reasoning: after so many tokens of thinking the model must write the text that ends it.
+"""Reasoning budget: after a number of thinking tokens the model must write the text that ends its thinking.
 
-Works as a constraint around the request's own: it forces tokens, so the engine needs to know nothing about thinking.
-The same ends thinking when a client asks for it (`ReasoningControl`).
+The budget is a constraint wrapped around the request's constraint. It forces tokens, so the engine needs no notion of
+thinking. `ReasoningControl` ends thinking through it when a client asks for that.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ from ikcli.tokenizer import Tokenizer
 
 
 class ReasoningControl:
-    """Ends the thinking of a running request from outside its thread."""
+    """Switch that ends the thinking of a running request from another thread."""
 
     def __init__(self) -> None:
         self.wanted = False
 
     def end(self) -> None:
-        """Let the thinking end at the next token, now or when it begins."""
+        """End the thinking at the next token, or as soon as it begins."""
         self.wanted = True
 
 
 class ReasoningBudget:
-    """`opened`: the prompt ends within thinking. `message` is written before `close` when the budget is used up.
+    """Constraint that ends thinking after `budget` tokens; a negative `budget` means no limit.
 
-    `budget` below 0: without limit. Nothing is forced within a character.
+    `opened`: the prompt ends inside the thinking. `message` is written before `close` when the budget is used up. No
+    token is forced in the middle of a character.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class ReasoningBudget:
         self._forced: list[int] = []
 
     def mask(self) -> npt.NDArray[np.uint32] | None:
-        """Only the next token of the ending while it is forced."""
+        """Allow only the next token of the ending while it is forced, else return the inner mask."""
         if self._inside and not self._forced and self._is_over():
             self._forced = list(self._ending)
         if not self._forced:
@@ -69,12 +70,12 @@ class ReasoningBudget:
         return mask
 
     def _is_over(self) -> bool:
-        """Whether thinking has to end, and can: a character that is not complete comes first."""
+        """Return whether thinking must end now; an incomplete character is completed first."""
         wanted = self._left <= 0 or (self._control is not None and self._control.wanted)
         return wanted and not self._done and not self._decoder.getstate()[0]
 
     def accept(self, token: int) -> None:
-        """Count a token of thinking, and notice where thinking begins and ends."""
+        """Count a thinking token and detect where thinking begins and ends."""
         if self._inner is not None:
             self._inner.accept(token)
         if self._done:
@@ -100,5 +101,5 @@ class ReasoningBudget:
 
     @property
     def finished(self) -> bool:
-        """As the request's own constraint."""
+        """Whether the request's own constraint is finished and no ending is being forced."""
         return self._inner is not None and not self._forced and self._inner.finished

@@ -1,4 +1,4 @@
-"""Conversations to prompts and generated text to messages: the server's use of ikcli.chat."""
+"""Conversations to prompts and generated text to messages: how the server uses ikcli.chat."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from ikcli.tokenizer import Tokenizer
 
 
 def check_options(config: RunConfig) -> None:
-    """Raise what is wrong with the chat options of a command line, before a model is loaded."""
+    """Raise an error for invalid chat options on the command line, before a model is loaded."""
     chat_defaults(config)
     page_settings(config.server)
     source = template_option(config)
@@ -41,9 +41,10 @@ def check_options(config: RunConfig) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PreparedChat:
-    """A conversation ready for the engine. `budget` tokens of thinking, -1 without limit; `control` ends it earlier.
+    """A conversation ready for the engine.
 
-    `turns`: how many tokens come before the first and the last user turn, for models that need checkpoints there.
+    `budget` is the number of thinking tokens, -1 without limit; `control` can end thinking earlier. `turns` holds the
+    numbers of tokens before the first and the last user turn, for models that need checkpoints there.
     """
 
     chat: ChatPrompt
@@ -56,7 +57,7 @@ class PreparedChat:
 
     @property
     def text(self) -> str:
-        """The prompt."""
+        """The prompt text."""
         return self.chat.prompt
 
     @property
@@ -66,16 +67,16 @@ class PreparedChat:
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Texts that end the answer beside those of the request."""
+        """Texts that end the answer in addition to those of the request."""
         return self.chat.stops
 
     @property
     def make_parser(self) -> ParserMaker:
-        """Makes the parser of an answer."""
+        """The factory of parsers for the answers."""
         return self.chat.parser
 
     def limited(self, tokenizer: Tokenizer, inner: ConstraintMaker | None) -> ConstraintMaker | None:
-        """The constraint together with the budget for thinking."""
+        """Return the constraint combined with the reasoning budget."""
         tags = self.chat.settings.reasoning
         if tags is None or not tags.close or (self.budget < 0 and self.control is None):
             return inner
@@ -95,7 +96,7 @@ class PreparedChat:
 
 
 async def prepare(state: ServerState, body: Mapping[str, Any], fields: ChatBody) -> PreparedChat:
-    """The prompt, constraint and parser of a conversation; ApiError 400 naming what is wrong."""
+    """Return the prompt, constraint and parser of a conversation. Raise ApiError 400 naming the faulty field."""
     try:
         request, chat = await asyncio.to_thread(state.chat.read, body)
     except IkError as e:
@@ -116,7 +117,7 @@ async def prepare(state: ServerState, body: Mapping[str, Any], fields: ChatBody)
 
 
 async def _turns(state: ServerState, request: ChatRequest, tokens: Sequence[int]) -> tuple[int, ...]:
-    """Where the prompt of a conversation differs from those of others that only begin alike."""
+    """Return the positions where conversations that share only a beginning with this one diverge from its prompt."""
     found = set()
     for text in await asyncio.to_thread(state.chat.beginnings, request):
         other = await encode(state.engine.tokenizer, text, add_special=True)

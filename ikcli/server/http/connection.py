@@ -1,4 +1,4 @@
-"""A connection of a client: uvicorn's, with what it lacks."""
+"""A client connection: uvicorn's protocol with fixes for what it lacks."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 
 class Connection(HttpToolsProtocol):
-    """See the module.
+    """A client connection with four differences from uvicorn's protocol.
 
-    The keep-alive timer goes with the connection: uvicorn leaves it running, and all it holds, after a reset. Trailers
-    are not taken for headers. Clients of HTTP/1.0 know no chunks: what has no length ends with the connection. A
-    request that asks for another protocol (`Upgrade`) is answered as if it did not.
+    The keep-alive timer ends with the connection: after a reset uvicorn leaves it running, with all that it references.
+    Trailers are not taken for headers. HTTP/1.0 clients know no chunked encoding, so the end of the connection ends a
+    body without length. A request that asks for another protocol (`Upgrade`) is answered as if it had not.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -30,7 +30,7 @@ class Connection(HttpToolsProtocol):
 
     # called by the parser
     def on_header(self, name: bytes, value: bytes) -> None:
-        if "method" not in self.scope:  # which is known when the head is whole
+        if "method" not in self.scope:  # known once the head is complete
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -47,10 +47,10 @@ class Connection(HttpToolsProtocol):
 
 
 class _Parser:
-    """A parser of requests that goes on where llhttp stops: behind the head of a request with `Upgrade`.
+    """A request parser that continues where llhttp stops: after the head of a request with `Upgrade`.
 
-    There the other protocol would begin. As it does not, a parser reads the head again, without that header, and then
-    the body, which Java's client, for one, sends with such a request.
+    llhttp expects the other protocol there. Since the protocol stays HTTP, a second parser reads the head again,
+    without that header, and then the body; Java's client, for one, sends a body with such a request.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -65,11 +65,11 @@ class _Parser:
 
     @property
     def stops(self) -> bool:
-        """Whether it does not read a body where there may be one. Of CONNECT there is none."""
+        """Whether llhttp stops before a possible body. A CONNECT request has none."""
         return bool(self.should_upgrade()) and self.get_method() != b"CONNECT"
 
     def feed_data(self, data: bytes) -> None:
-        """What has arrived."""
+        """Parse the data received."""
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as found:
@@ -86,6 +86,6 @@ class _Parser:
 
 
 async def _send_plain(cycle: RequestResponseCycle, send: Callable[[Any], Awaitable[None]], message: Any) -> None:
-    """Send the parts of a body as they are, however many bytes were announced."""
+    """Send the parts of a body unchunked, whatever length was announced."""
     cycle.expected_content_length = len(message.get("body", b""))
     await send(message)

@@ -1,4 +1,4 @@
-"""Grammars and schemas of a request as constraints for the engine, compiled once per request outside the event loop."""
+"""Grammars and schemas of a request as engine constraints, compiled once per request outside the event loop."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ConstraintMaker = Callable[[], Constraint]
 
 
 def spec_of(fields: GenerationBody) -> GrammarSpec | None:
-    """What `grammar` or `json_schema` of a request ask for."""
+    """Return the constraint that `grammar` or `json_schema` of a request asks for, or None."""
     if fields.grammar:
         return GrammarSpec(GrammarKind.GBNF, source=fields.grammar)
     if fields.json_schema is not None:
@@ -25,13 +25,13 @@ def spec_of(fields: GenerationBody) -> GrammarSpec | None:
 
 
 async def constraint_of(state: ServerState, fields: GenerationBody) -> ConstraintMaker | None:
-    """The constraint of a request without a chat; ApiError 400 if grammar or schema are wrong."""
+    """Return the constraint of a request without a chat. Raise ApiError 400 if its grammar or schema is invalid."""
     spec = spec_of(fields)
     return None if spec is None else await compiled(state, spec)
 
 
 async def compiled(state: ServerState, spec: GrammarSpec) -> ConstraintMaker:
-    """Compile a spec; ApiError 400 if it is wrong."""
+    """Compile a grammar or schema. Raise ApiError 400 if it is invalid."""
     try:
         return await asyncio.to_thread(state.grammar.compile, spec)
     except IkError as e:

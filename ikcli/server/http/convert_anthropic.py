@@ -1,7 +1,7 @@
-"""Requests of Anthropic's messages API as chat completion requests.
+"""Conversion of Anthropic Messages API requests to chat completion requests.
 
-Billing headers that agents put into the system prompt (`x-anthropic-...`) are left out: they change with every request
-and would keep the prompt cache from working.
+Billing headers that agents put into the system prompt (`x-anthropic-...`) are dropped: they change with every request
+and would defeat the prompt cache.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _CLIENT_TOOLS: dict[str, tuple[str, dict[str, Any]]] = {
         {"action": _TEXT, "coordinate": _RANGE, "text": _TEXT, "duration": {"type": "number"}},
     ),
 }
-"""Tools that clients name without a schema, as Anthropic's models know it; of the fields the first is required."""
+"""Tools that clients name without a schema, with the one Anthropic's models know; the first field is required."""
 
 
 def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The body of an equal chat completion request; ApiError naming what is wrong."""
+    """Return the body of an equivalent chat completion request. Raise ApiError naming the faulty field."""
     if body.get("messages") is None:
         raise bad_request("messages is required")
     out = {name: value for name, value in body.items() if name not in _OWN}
@@ -84,7 +84,7 @@ def _add(turns: Turns, message: Mapping[str, Any], path: str) -> None:
 
 
 def _add_blocks(turns: Turns, role: str, blocks: list[Any], path: str) -> None:
-    """Results of tools go to the calls that they belong to, before what is said in the same message."""
+    """Add the blocks of a message; tool results go to their calls, before the text of the same message."""
     texts: list[str] = []
     kinds = set()
     for i, item in enumerate(blocks):
@@ -111,13 +111,16 @@ def _result(block: Mapping[str, Any], path: str) -> str:
 
 
 def _tools(value: Any) -> list[dict[str, Any]]:
-    """The tools that a client carries out; those that only Anthropic's servers have (web search and the like) go."""
+    """Return the tools that the client runs, without those that only Anthropic's servers have (such as web search)."""
     tools = [f.table(item, f"tools[{i}]") for i, item in enumerate(f.array(value, "tools"))]
     return [_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools) if not _is_hosted(tool)]
 
 
 def _is_hosted(tool: Mapping[str, Any]) -> bool:
-    """Tools of Anthropic's have a type with a date, and no schema; some of them are for the client nevertheless."""
+    """Return whether only Anthropic's servers run a tool.
+
+    Anthropic's own tools have a dated type and no schema, but the client runs some of them.
+    """
     kind = tool.get("type")
     if tool.get("input_schema") is not None or not isinstance(kind, str) or kind in ("custom", "function"):
         return False
@@ -154,7 +157,7 @@ def _tool_choice(choice: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _output(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The form of the answer, under the newer or the older name, and the effort."""
+    """Return the answer format, under its newer or older name, and the effort."""
     config = f.table({} if body.get("output_config") is None else body["output_config"], "output_config")
     out: dict[str, Any] = {}
     if config.get("effort") is not None:

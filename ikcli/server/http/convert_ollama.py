@@ -1,6 +1,6 @@
-"""Requests of Ollama's API as requests of this server's own: options, messages, tools, the form of the answer.
+"""Conversion of Ollama requests to this server's own: options, messages, tools, answer format.
 
-As with Ollama, options that nobody knows are ignored, and those of loading a model have no effect here.
+As in Ollama, unknown options are ignored. Options for loading a model have no effect here.
 """
 
 from __future__ import annotations
@@ -26,16 +26,19 @@ _SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0
 _PART = re.compile(r"([0-9]{1,18}(?:\.[0-9]{0,18})?)(ns|us|µs|ms|s|m|h)")
 _DURATION = re.compile(rf"(-?)(?:([0-9]{{1,18}})|((?:{_PART.pattern}){{1,9}}))")
 MAX_TOP = 20
-"""Most alternatives per token that `top_logprobs` may ask for."""
+"""Maximum number of alternatives per token that `top_logprobs` may ask for."""
 
 
 def generation_fields(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The generation fields of `options`, `format`, `logprobs` and `stream`; ApiError naming what is wrong."""
+    """Return the generation fields of `options`, `format`, `logprobs` and `stream`.
+
+    Raise ApiError naming the faulty field.
+    """
     options = f.table({} if body.get("options") is None else body["options"], "options")
     out = {_RENAMED[name]: value for name, value in options.items() if name in _RENAMED and value is not None}
     n_predict = out.get("n_predict")
     if isinstance(n_predict, int) and (n_predict < -2 or n_predict == 0):
-        out["n_predict"] = -1  # as Ollama does, which has no other sign for endless answers than these
+        out["n_predict"] = -1  # as in Ollama, where these values also mean an unlimited answer
     stream = body.get("stream")
     out["stream"] = True if stream is None else f.boolean(stream, "stream")
     out |= _format(body.get("format"))
@@ -46,7 +49,7 @@ def generation_fields(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def n_top(body: Mapping[str, Any]) -> int | None:
-    """How many alternatives `logprobs` and `top_logprobs` ask for; None without logprobs."""
+    """Return the number of alternatives that `logprobs` and `top_logprobs` ask for; None without logprobs."""
     top = f.integer(body.get("top_logprobs") or 0, "top_logprobs", 0, MAX_TOP)
     wanted = body.get("logprobs")
     return top if wanted is not None and f.boolean(wanted, "logprobs") else None
@@ -63,7 +66,10 @@ def _format(value: Any) -> dict[str, Any]:
 
 
 def keep_alive(value: Any) -> float | None:
-    """`keep_alive` in seconds: a number of them, or a duration like 1h30m; below zero is for ever. None: not given."""
+    """Return `keep_alive` in seconds, or None if absent.
+
+    The field is a number of seconds or a duration like 1h30m; a negative value means forever.
+    """
     if value is None:
         return None
     if isinstance(value, int | float) and not isinstance(value, bool):
@@ -78,7 +84,7 @@ def keep_alive(value: Any) -> float | None:
 
 
 def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The body of an equal chat completion request."""
+    """Return the body of an equivalent chat completion request."""
     out = generation_fields(body) | thinking(body)
     out["messages"] = _messages(f.array(body.get("messages") or [], "messages"))
     if body.get("tools"):
@@ -87,7 +93,7 @@ def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_turn(body: Mapping[str, Any]) -> dict[str, Any]:
-    """As `to_chat`, for the prompt of /api/generate as the only turn."""
+    """Convert as `to_chat` does, with the prompt of /api/generate as the only turn."""
     system = f.text(body.get("system") or "", "system")
     messages = [{"role": "system", "content": system}] if system else []
     prompt = {"role": "user", "content": f.text(body.get("prompt") or "", "prompt")}
@@ -95,7 +101,7 @@ def to_turn(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def thinking(body: Mapping[str, Any]) -> dict[str, Any]:
-    """What `think` asks of the chat template."""
+    """Return the chat template settings that `think` asks for."""
     value = body.get("think")
     if value is None:
         return {}
@@ -107,13 +113,16 @@ def thinking(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def no_images(value: Any, name: str) -> None:
-    """ApiError if there are images."""
+    """Raise ApiError if the request has images."""
     if value is not None and f.array(value, name):
         raise bad_request(f"{name}: image input is not supported: the model reads text only")
 
 
 def _messages(messages: list[Any]) -> list[dict[str, Any]]:
-    """Ollama's calls have no ids: results belong to the open calls, by name or in order."""
+    """Return the messages.
+
+    Ollama's calls have no ids, so results are matched to open calls by name or in order.
+    """
     out = []
     open_calls: list[tuple[str, str]] = []
     for i, item in enumerate(messages):
@@ -123,7 +132,7 @@ def _messages(messages: list[Any]) -> list[dict[str, Any]]:
             "role": f.text(message.get("role"), f"{path}.role"),
             "content": f.text(message.get("content") or "", f"{path}.content"),
         }
-        if entry["role"] in ("assistant", "tool"):  # an error about what was said would end the conversation
+        if entry["role"] in ("assistant", "tool"):  # an error about an earlier message would end the conversation
             notes = [note("image")] * len(f.array(message.get("images") or [], f"{path}.images"))
             entry["content"] = "\n".join([entry["content"], *notes]).lstrip("\n")
         else:
@@ -152,7 +161,7 @@ def _call(item: Any, path: str, id: str) -> dict[str, Any]:
 
 
 def _answered(message: Mapping[str, Any], path: str, open_calls: list[tuple[str, str]]) -> dict[str, str]:
-    """Name and id of the call that a result belongs to."""
+    """Return the name and id of the call that a result belongs to."""
     name = f.text(message.get("tool_name") or message.get("name") or "", f"{path}.tool_name")
     id = f.text(message.get("tool_call_id") or "", f"{path}.tool_call_id")
     fitting = [call for call in open_calls if (call[0] == id if id else call[1] == name or not name)]
@@ -163,7 +172,7 @@ def _answered(message: Mapping[str, Any], path: str, open_calls: list[tuple[str,
 
 
 def _tool(item: Any, i: int) -> dict[str, Any]:
-    """Clients leave out what is empty."""
+    """Return a tool as a function of the chat; null fields count as left out."""
     tool = f.table(item, f"tools[{i}]")
     function = f.table(tool.get("function"), f"tools[{i}].function")
     return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}

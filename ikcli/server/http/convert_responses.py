@@ -1,4 +1,4 @@
-"""Requests of OpenAI's Responses API as chat completion requests."""
+"""Conversion of OpenAI Responses API requests to chat completion requests."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ _OWN = frozenset(
 _ECHOED = ("instructions", "max_output_tokens", "metadata", "temperature", "top_p", "truncation", "user")
 _ABOUT_CALLS = frozenset({"type", "id", "call_id", "status", "name", "namespace", "caller", "environment", "execution",
                           "pending_safety_checks", "created_by"})  # fmt: skip
-"""What items of calls have beside what they ask for."""
+"""Fields of call items besides the content of the call."""
 
 
 def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The body of an equal chat completion request; ApiError naming what is wrong."""
+    """Return the body of an equivalent chat completion request. Raise ApiError naming the faulty field."""
     if body.get("input") is None:
         raise bad_request("input is required")
     if body.get("previous_response_id") or body.get("conversation"):
@@ -74,7 +74,7 @@ def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def echoed(body: Mapping[str, Any]) -> dict[str, Any]:
-    """What a response repeats of its request."""
+    """Return the request fields that a response repeats."""
     out = {name: body.get(name) for name in _ECHOED}
     choice = body.get("tool_choice")
     return out | {
@@ -91,10 +91,10 @@ def echoed(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Conversation:
-    """Goes through the items of a request.
+    """Reader of the items of a request.
 
-    An item of any type is one of four: what somebody says, what the assistant thinks, half of a call of the client's
-    tools (it has a `call_id`), or what OpenAI's servers did, which is shown as text.
+    Whatever its type, an item is one of four things: a message, the assistant's thinking, the call or the result of a
+    client tool (it has a `call_id`), or work of OpenAI's servers, which is shown as text.
     """
 
     def __init__(self, turns: Turns, tools: ClientTools) -> None:
@@ -102,7 +102,7 @@ class _Conversation:
         self._tools = tools
 
     def add(self, item: Mapping[str, Any], path: str) -> None:
-        """Add an item; ApiError naming what is wrong with it."""
+        """Add an item. Raise ApiError naming the faulty field."""
         kind = f.text(item.get("type") or "message", f"{path}.type")
         if kind == "reasoning":
             self._turns.think(thought_text({"content": item.get("content") or item.get("summary")}))
@@ -116,11 +116,11 @@ class _Conversation:
             self._result(item, kind, path)
         elif kind == "function_call" or isinstance(item.get("call_id"), str):
             self._call(item, kind, path)
-        elif not isinstance(item.get("tools"), list):  # those are among the request's tools
+        elif not isinstance(item.get("tools"), list):  # such tools are already among the request's tools
             self._note(item, kind)
 
     def _is_half(self, item: Mapping[str, Any]) -> bool:
-        """Whether a result belongs to a call of the client; some have the id of the call for their own."""
+        """Return whether a result belongs to a call of the client; some results have the call's id as their `id`."""
         return isinstance(item.get("call_id"), str) or self._turns.has_call(item.get("id"))
 
     def _message(self, item: Mapping[str, Any], path: str) -> None:
@@ -144,7 +144,7 @@ class _Conversation:
         self._turns.say(role, texts)
 
     def _call(self, item: Mapping[str, Any], kind: str, path: str) -> None:
-        """A call of the client's tools: of a function, or of a tool that is known by the type of its calls."""
+        """Add a call of a client tool: of a function, or of a tool known by the type of its calls."""
         if kind == "function_call":
             name, asked = f.text(item.get("name"), f"{path}.name"), item.get("arguments")
             if asked is None:
@@ -171,7 +171,7 @@ class _Conversation:
         self._turns.answer(f.text(id, f"{path}.call_id"), as_error(text) if item.get("status") == "failed" else text)
 
     def _note(self, item: Mapping[str, Any], kind: str) -> None:
-        """What a server did by itself: what can be read of it, as text of the assistant."""
+        """Add the readable part of work that a server did by itself, as text of the assistant."""
         text = readable(item)
         if not text and item.get("encrypted_content"):
             text = "encrypted, nobody but its author can read it"
@@ -180,7 +180,7 @@ class _Conversation:
 
 
 def _has_parts(item: Mapping[str, Any]) -> bool:
-    """Whether an item has the content of a message, whatever it is called."""
+    """Return whether an item has the content of a message, whatever its type."""
     content = item.get("content")
     if not isinstance(content, list):
         return isinstance(content, str)
@@ -188,7 +188,7 @@ def _has_parts(item: Mapping[str, Any]) -> bool:
 
 
 def _format(value: Any) -> dict[str, Any]:
-    """`text.format` as `response_format`."""
+    """Return `text.format` as `response_format`."""
     if value is None:
         return {}
     form = f.table(value, "text").get("format")

@@ -1,7 +1,7 @@
-"""Errors of the API: status, type and one sentence, in the shape `{"error": {"code", "message", "type"}}`.
+"""API errors: a status, a type and one sentence, as `{"error": {"code", "message", "type"}}`.
 
-Types are those of llama-server. Anthropic routes add `"type": "error"` around it, as that API has it; Ollama's have the
-sentence alone.
+The types are llama-server's. Anthropic routes wrap the object with `"type": "error"`, as that API requires; Ollama
+routes send the sentence alone.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ TYPES = {
 
 
 class ApiError(Exception):
-    """A request that cannot be served; `details` are further fields of the error object, `headers` of the answer."""
+    """A request that cannot be served.
+
+    `details` are further fields of the error object, `headers` those of the response.
+    """
 
     def __init__(
         self,
@@ -49,33 +52,33 @@ class ApiError(Exception):
 
     @classmethod
     def of(cls, failure: Failure) -> ApiError:
-        """The error that a failed generation means."""
+        """Return the error for a failed generation."""
         return cls(failure.status, failure.message, failure.type, failure.details)
 
     def body(self, style: Style = "openai") -> dict[str, Any]:
-        """The JSON of the answer."""
+        """Return the JSON value of the response."""
         if style == "ollama":
             return {"error": self.message}
         error = {"code": self.status, "message": self.message, "type": self.type, **self.details}
         return {"type": "error", "error": error} if style == "anthropic" else {"error": error}
 
     def content(self, style: Style = "openai") -> bytes:
-        """The JSON as bytes."""
+        """Return the JSON response as bytes."""
         return dump_bytes(self.body(style))
 
 
 def style_of(path: str) -> Style:
-    """How the API that a path belongs to writes errors."""
+    """Return the error style of the API that a path belongs to."""
     if path.startswith("/api/"):
         return "ollama"
     return "anthropic" if path.startswith("/v1/messages") else "openai"
 
 
 def bad_request(message: str) -> ApiError:
-    """A client's mistake (400)."""
+    """Return the error for a client's mistake (400)."""
     return ApiError(400, message)
 
 
 def unsupported(message: str) -> ApiError:
-    """A request that is right but that this server or model cannot serve (501)."""
+    """Return the error for a valid request that this server or model cannot serve (501)."""
     return ApiError(501, message)

@@ -1,4 +1,4 @@
-"""Checks of single JSON values: each gives the value or an ApiError 400 that names the field and what is expected."""
+"""Checks of single JSON values; each returns the value or raises ApiError 400 naming the field and what it expects."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from ikcli.server.http.errors import bad_request
 
 
 def boolean(value: Any, name: str) -> bool:
-    """A JSON boolean."""
+    """Return a JSON boolean."""
     if not isinstance(value, bool):
         raise bad_request(f"{name} must be true or false, not {shown(value)}")
     return value
 
 
 def integer(value: Any, name: str, low: float | None = None, high: float | None = None) -> int:
-    """A JSON number without fraction, within limits."""
+    """Return a JSON number without a fraction, within limits."""
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**63:
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int):
@@ -29,7 +29,7 @@ def integer(value: Any, name: str, low: float | None = None, high: float | None 
 
 
 def real(value: Any, name: str) -> float:
-    """A finite JSON number."""
+    """Return a finite JSON number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise bad_request(f"{name} must be a number, not {shown(value)}")
     try:
@@ -42,14 +42,14 @@ def real(value: Any, name: str) -> float:
 
 
 def text(value: Any, name: str) -> str:
-    """A JSON string."""
+    """Return a JSON string."""
     if not isinstance(value, str):
         raise bad_request(f"{name} must be a string, not {shown(value)}")
     return value
 
 
 def texts(value: Any, name: str) -> tuple[str, ...]:
-    """A JSON string or an array of strings; empty strings are left out."""
+    """Return the texts of a JSON string or an array of strings, without empty strings."""
     if isinstance(value, str):
         return (value,) if value else ()
     if not isinstance(value, list):
@@ -58,21 +58,21 @@ def texts(value: Any, name: str) -> tuple[str, ...]:
 
 
 def array(value: Any, name: str) -> list[Any]:
-    """A JSON array."""
+    """Return a JSON array."""
     if not isinstance(value, list):
         raise bad_request(f"{name} must be an array, not {shown(value)}")
     return value
 
 
 def table(value: Any, name: str) -> dict[str, Any]:
-    """A JSON object."""
+    """Return a JSON object."""
     if not isinstance(value, dict):
         raise bad_request(f"{name} must be an object, not {shown(value)}")
     return value
 
 
 def shown(value: Any) -> str:
-    """A value as error messages show it: short, containers by their kind."""
+    """Return a value as error messages show it: shortened, containers by their kind."""
     if isinstance(value, dict):
         return "an object"
     if isinstance(value, list):
@@ -87,7 +87,7 @@ def shown(value: Any) -> str:
 
 
 def range_text(low: float | None, high: float | None, above: float | None = None) -> str:
-    """What a number must be."""
+    """Describe the numbers that a range allows."""
     if above is not None:
         return f"greater than {above:.12g}"
     if low is not None and high is not None:

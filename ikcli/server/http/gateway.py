@@ -1,4 +1,4 @@
-"""The outermost ASGI layer: prefix, CORS, loading, API keys, access log, and answers for whatever goes wrong inside."""
+"""The outermost ASGI layer: prefix, CORS, loading, API keys, access log, and responses to unexpected errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ikcli.server.http.users import ACCOUNT, Account
 Endpoint = Callable[[Request], Awaitable[Response]]
 _WHILE_LOADING = frozenset({"/models", "/v1/models", "/api/tags"})
 _OF_A_FRONT = frozenset({"/health", "/usage"})
-"""What a server in front asks all the time."""
+"""Paths that a router polls continuously."""
 _JSON = (b"content-type", b"application/json; charset=utf-8")
 _INTERNAL = ApiError(500, "internal error; the server's log has details")
 _LOADING_PAGE = (
@@ -33,14 +33,14 @@ _LOADING_PAGE = (
 
 
 class _Cased(bytes):
-    """The name of a header that is sent as it is written, as some clients look for it; uvicorn lowers all names."""
+    """A header name sent in its original case, which some clients look for; uvicorn lowercases all names."""
 
     def lower(self) -> bytes:
         return self
 
 
 class Gateway:
-    """Wraps the application; see the module."""
+    """ASGI application that wraps the actual one; see the module."""
 
     def __init__(
         self,
@@ -51,9 +51,10 @@ class Gateway:
         direct: Mapping[str, Endpoint] | None = None,
         methods: bytes = b"GET, POST",
     ) -> None:
-        """`direct`: endpoints of POST requests that are called without the application around them.
+        """Wrap `app`.
 
-        `methods`: what pages of other origins may use.
+        `direct` holds the endpoints of POST requests that are called without the application around them. `methods` are
+        the HTTP methods that pages of other origins may use.
         """
         self._methods = methods
         self._app = app
@@ -78,7 +79,7 @@ class Gateway:
                 await self._preflight(exchange, headers)
             else:
                 await self._serve(scope, receive, exchange, headers)
-        except asyncio.CancelledError:  # the second signal, or a client that takes nothing: the connection is closed
+        except asyncio.CancelledError:  # second signal, or a client that reads nothing: the connection is closed
             self._log.warn("operator()", "request given up", path=path)
         except ApiError as e:
             await exchange.error(e, style_of(path.removeprefix(self._prefix)))
@@ -114,7 +115,10 @@ class Gateway:
             await response(inner, receive, exchange.send)
 
     def _account(self, headers: Headers) -> Account | None:
-        """Whom the request is counted for, if for anybody; ApiError 401 if it needs a key and has none."""
+        """Return the account that the request is counted for, or None.
+
+        Raise ApiError 401 if the request needs a key and has no valid one.
+        """
         users, keys = self._state.users, self._state.keys
         account = users.find(headers) if users else None
         if account is None and (keys or users) and not (keys and auth.allowed(keys, headers)):
@@ -153,7 +157,10 @@ class Gateway:
         return host in ("localhost", "127.0.0.1", "::1")
 
     async def _preflight(self, exchange: _Exchange, headers: Headers) -> None:
-        """What browsers may send. Those that send credentials, or a key, take `*` for the name of a header."""
+        """Tell a browser which requests it may send.
+
+        Browsers that send credentials or a key take `*` literally, as a header name.
+        """
         server = self._state.config.server
         allowed = server.cors_headers
         if allowed.strip() == "*":
@@ -184,12 +191,12 @@ class Gateway:
 
 
 def _header(text: str) -> bytes:
-    """The value of a header, whatever a command line or a client said."""
+    """Return a valid header value from any text of a command line or client."""
     return "".join(c for c in text if c.isprintable()).encode("latin-1", "ignore")
 
 
 class _Exchange:
-    """The way back to the client: adds headers, remembers the status."""
+    """Response channel to the client, which adds headers and remembers the status."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -208,13 +215,13 @@ class _Exchange:
         await self._send(message)
 
     async def respond(self, status: int, kind: bytes, body: bytes, headers: Mapping[str, str] | None = None) -> None:
-        """A whole answer."""
+        """Send a whole response."""
         head = [(b"content-type", kind), (b"content-length", str(len(body)).encode())]
         head += [(name.lower().encode(), value.encode()) for name, value in (headers or {}).items()]
         await self.send({"type": "http.response.start", "status": status, "headers": head})
         await self.send({"type": "http.response.body", "body": body})
 
     async def error(self, error: ApiError, style: Style) -> None:
-        """An error as the answer, unless one was begun."""
+        """Send an error as the response, unless one has begun."""
         if not self.started:
             await self.respond(error.status, _JSON[1], error.content(style), error.headers)

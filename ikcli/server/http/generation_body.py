@@ -1,8 +1,7 @@
-"""The fields of requests that generate, once: names, types, limits, defaults, help, and what they mean for a model.
+"""Fields of generating requests, defined once: names, types, limits, defaults, help and their meaning for a model.
 
-`GenerationBody` is what a body is read into, what the OpenAPI document shows, and, filled from the command line, what
-requests get for the fields they leave out. Names are those of llama-server; where its forks differ both spellings are
-here.
+Bodies are parsed into `GenerationBody`, and the OpenAPI document shows it. Filled from the command line, it holds the
+defaults of requests. Names are llama-server's; where its forks differ, both spellings are accepted.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from ikcli.settings.sampling import INT32, SamplingValues, sampling_values
 # fmt: off
 
 NEVER = -999.0
-"""The bias of a banned token that stands for minus infinity."""
+"""Bias of a banned token; it stands for minus infinity."""
 MAX_STOPS = 1024
-"""Stop and banned texts of one request."""
+"""Maximum number of stop and banned strings in one request."""
 WITHOUT_EFFECT = frozenset({"n_cache_reuse", "backend_sampling", "verbose"})
-"""Fields that are accepted from clients that send them, and change nothing."""
+"""Fields accepted for the sake of clients that send them; they have no effect."""
 
 
 def _sampling_fields() -> dict[str, Any]:
@@ -58,7 +57,10 @@ class StreamOptions(BaseModel, frozen=True):
 
 
 class GenerationBody(_SamplingBody, frozen=True):
-    """See the module. Values are those that the engine takes: text has become tokens, numbers of slots are indices."""
+    """Fields of a generating request, see the module.
+
+    Values are in the engine's terms: text has become tokens, slot numbers are indices.
+    """
 
     # what is generated
     n_predict: Whole = field(-1,
@@ -78,7 +80,7 @@ class GenerationBody(_SamplingBody, frozen=True):
     id_slot: Whole = field(-1, "slot to use; -1 = any", low=-1)
     grammar: Text = field("", "GBNF grammar that the answer follows")
     json_schema: Annotated[Any, shown_as()] = field(None, "JSON schema that the answer follows")
-    # what may not appear
+    # what must not appear
     banned_strings: Texts = field((),
         "texts that may not appear in the answer, in any case; the server goes back and chooses another token")
     banned_regex: Texts = field((), "regular expressions that may match nothing in the answer")
@@ -99,7 +101,7 @@ class GenerationBody(_SamplingBody, frozen=True):
     response_fields: Texts = field((), "return only these fields; a/b takes field b of a")
     sse_ping_interval: Whole = field(30, "seconds of silence after which a stream gets a comment; -1 = never", low=-1,
         high=INT32)
-    # sampling beside the numbers and switches
+    # sampling, besides numbers and switches
     seed: Whole = field(-1, "random seed; -1 = random", low=-(2**63), high=2**64 - 1)
     dry_sequence_breakers: Texts = field(SamplerParams().dry_sequence_breakers,
         "texts over which no repetition is seen; not empty")
@@ -117,19 +119,19 @@ class GenerationBody(_SamplingBody, frozen=True):
     # adapters
     lora: Annotated[Any, shown_as(type="array", items={"type": "object"})] = field(None,
         "scales of low-rank adapters for this request: [{id, scale}]; those that are not named get 0")
-    # accepted
+    # accepted without effect
     n_cache_reuse: Whole = field(0, "least chunk to reuse from the middle of the cache", low=0)
     backend_sampling: Flag = field(False, "ignored")
     verbose: Flag = field(False, "ignored")
 
     @classmethod
     def of(cls, body: Mapping[str, Any], defaults: GenerationBody, limits: Limits) -> Self:
-        """A body together with the defaults for what it leaves out; ApiError naming the field that is wrong."""
+        """Return a body completed with the defaults. Raise ApiError naming the faulty field."""
         given = cls.checked(body, limits)
         kept = set(given.model_fields_set)
         if given.grammar and given.json_schema is not None:
             raise bad_request("grammar and json_schema cannot be used together")
-        if given.grammar or given.json_schema is not None:  # one in a request replaces the other of the server
+        if given.grammar or given.json_schema is not None:  # either one in a request replaces the server's other one
             kept |= {"grammar", "json_schema"}
         else:
             kept.discard("grammar")
@@ -148,11 +150,11 @@ class GenerationBody(_SamplingBody, frozen=True):
 
     @property
     def implied_probs(self) -> int | None:
-        """The `n_probs` that another field asks for."""
+        """The `n_probs` that another field implies."""
         return None
 
     def sampler_params(self) -> SamplerParams:
-        """How tokens are chosen."""
+        """Return the sampling parameters."""
         return SamplerParams(*_SAMPLER_VALUES(self.__dict__))
 
     @field_validator("seed")
@@ -181,7 +183,7 @@ class GenerationBody(_SamplingBody, frozen=True):
     @field_validator("dry_sequence_breakers")
     @classmethod
     def _breakers(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        """Some clients send the array as text, as other servers want it."""
+        """Read the array, which some clients send as text because other servers want it so."""
         if len(value) == 1 and value[0].lstrip().startswith("["):
             try:
                 parsed = json.loads(value[0])

@@ -1,4 +1,4 @@
-"""Request bodies to what the engine is asked for: for the HTTP routes, and for a console with its own engine."""
+"""From request bodies to engine requests, for the HTTP routes and for a console with its own engine."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from ikcli.server.http.state import ServerState
 from ikcli.server.slots.messages import GenerationRequest, Speculation
 
 MAX_GENERATIONS = 1024
-"""Generations that one request may start."""
+"""Maximum number of generations that one request may start."""
 _SAME = ("stop", "cache_prompt", "id_slot", "n_keep", "n_discard", "n_indent", "lora")
 
 
 def requests_of(
     state: ServerState, fields: GenerationBody, prompts: Sequence[Prompt], per_prompt: int, **more: Any
 ) -> list[GenerationRequest]:
-    """One engine request per prompt and answer; the answers to one prompt take seeds in a row."""
+    """Return one engine request per prompt and answer; the answers to one prompt take consecutive seeds."""
     if len(prompts) * per_prompt > MAX_GENERATIONS:
         raise bad_request(f"the request asks for more than {MAX_GENERATIONS} answers")
     first = request_of(state, fields, **more)
@@ -36,9 +36,10 @@ def requests_of(
 
 
 def request_of(state: ServerState, fields: GenerationBody, **more: Any) -> GenerationRequest:
-    """What the engine is asked for, without a prompt; `more` goes before what the fields say.
+    """Return an engine request without a prompt; `more` overrides the fields.
 
-    The request's limit is never above the server's (-n). -2, until the context is full, is below -1, no limit.
+    The request's limit never exceeds the server's (-n). -2 (until the context is full) counts as lower than -1 (no
+    limit).
     """
     limits = (fields.n_predict, state.defaults.n_predict)
     same = {name: getattr(fields, name) for name in _SAME}
@@ -59,7 +60,7 @@ def request_of(state: ServerState, fields: GenerationBody, **more: Any) -> Gener
 async def generations_of(
     state: ServerState, body: dict[str, Any]
 ) -> tuple[ChatBody, PreparedChat, list[GenerationRequest]]:
-    """The fields, the prepared chat, and the engine requests."""
+    """Return the fields, the prepared chat and the engine requests."""
     fields = ChatBody.of(body, state.defaults, state.limits)
     prepared = await prepare(state, with_defaults(state, body), fields)
     constraint = None if prepared.spec is None else await compiled(state, prepared.spec)
@@ -76,7 +77,7 @@ async def generations_of(
 async def one_generation_of(
     state: ServerState, body: dict[str, Any]
 ) -> tuple[ChatBody, PreparedChat, list[GenerationRequest]]:
-    """`generations_of` for an API whose requests have one answer."""
+    """Run `generations_of` for an API whose requests have a single answer."""
     fields, prepared, requests = await generations_of(state, body)
     if fields.n_cmpl != 1:
         raise bad_request("n must be 1")
@@ -84,7 +85,7 @@ async def one_generation_of(
 
 
 def with_defaults(state: ServerState, body: dict[str, Any]) -> dict[str, Any]:
-    """The body with the server's grammar or schema if it has nothing that shapes the answer itself."""
+    """Return the body with the server's grammar or schema, unless the body itself constrains the answer."""
     if any(body.get(name) for name in ("grammar", "json_schema", "response_format", "tools")):
         return body
     if state.defaults.grammar:

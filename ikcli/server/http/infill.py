@@ -1,8 +1,8 @@
 """Fill-in-the-middle prompts from the special tokens of the vocabulary.
 
-`[BOS] [extra files] PRE prefix SUF suffix MID prompt`, with --spm-infill the suffix before the prefix; models with
-repository tokens get the extra files as `REP name SEP file name text`. Prefix and suffix are cut so that the whole fits
-a batch, as in llama-server.
+The order is `[BOS] [extra files] PRE prefix SUF suffix MID prompt`; --spm-infill puts the suffix before the prefix.
+Models with repository tokens get the extra files as `REP name SEP file name text`. As in llama-server, prefix and
+suffix are cut so that the whole fits in a batch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from ikcli.tokenizer import Tokenizer
 
 
 async def prompt_of(state: ServerState, body: dict[str, Any]) -> Prompt:
-    """The prompt for `input_prefix`, `input_suffix`, `input_extra` and `prompt`; 501 without such tokens."""
+    """Return the prompt for `input_prefix`, `input_suffix`, `input_extra` and `prompt`.
+
+    Raise ApiError 501 if the model has no such tokens.
+    """
     tokenizer = state.engine.tokenizer
     ids = tokenizer.special_ids
     prefix_ids = await _required(tokenizer, body, "input_prefix")
@@ -49,7 +52,7 @@ async def _required(tokenizer: Tokenizer, body: dict[str, Any], name: str) -> li
 
 
 async def _plain(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Text of the user's file: names of control tokens in it are text."""
+    """Tokenize text of the user's file, in which names of control tokens are plain text."""
     return await encode(tokenizer, text, add_special=False, parse_special=False)
 
 

@@ -9,11 +9,11 @@ from json.encoder import encode_basestring
 from typing import Any
 
 MAX_DEPTH = 512
-"""Arrays and objects may be nested this deep in a request."""
+"""Maximum nesting depth of arrays and objects in a request."""
 
 
 def dump(value: Any) -> str:
-    """Compact JSON; infinite numbers and NaN become null."""
+    """Return compact JSON; infinities and NaN become null."""
     try:
         return _encode(value)
     except ValueError:
@@ -21,17 +21,17 @@ def dump(value: Any) -> str:
 
 
 def dump_bytes(value: Any) -> bytes:
-    """Compact JSON in UTF-8; what UTF-8 cannot hold becomes `?`."""
+    """Return compact JSON in UTF-8; characters that UTF-8 cannot encode become `?`."""
     return dump(value).encode("utf-8", "replace")
 
 
 def quote(text: str) -> str:
-    """A JSON string."""
+    """Return a text as a JSON string."""
     return encode_basestring(text)
 
 
 def parse(data: bytes) -> Any:
-    """The value of a JSON text; ValueError with a sentence if it is none."""
+    """Parse a JSON text. Raise ValueError with one sentence if it is invalid."""
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as e:
@@ -70,7 +70,10 @@ def _no_constant(name: str) -> Any:
 
 
 def _depth(text: str) -> int:
-    """Deepest nesting; brackets within strings count too, so it is only looked at closely if there are many."""
+    """Return the deepest nesting, or 0 if the text has too few brackets to exceed the limit.
+
+    That first count includes brackets within strings, so only texts with many brackets are examined closely.
+    """
     if text.count("[") + text.count("{") <= MAX_DEPTH:
         return 0
     depth = deepest = 0

@@ -1,4 +1,4 @@
-"""What requests are checked against, and the fields of requests that only mean something for a model."""
+"""Bounds that requests are checked against, and request fields that only have a meaning for a given model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ikcli.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a request is checked against."""
+    """Bounds that a request is checked against."""
 
     tokenizer: Tokenizer
     n_vocab: int
@@ -22,7 +22,7 @@ class Limits:
     first_slot: int = 0
 
     def slot(self, number: int) -> int:
-        """The index of a slot by its number, -1 for any; ApiError 400 if there is none."""
+        """Return the index of the slot with this number, -1 for any slot. Raise ApiError 400 if it does not exist."""
         if number < 0:
             return -1
         index, last = number - self.first_slot, self.first_slot + self.n_slots - 1
@@ -31,14 +31,14 @@ class Limits:
         return index
 
     def n_probs(self, number: int) -> int:
-        """A number of tokens; ApiError 400 if there are not as many."""
+        """Return a number of tokens. Raise ApiError 400 if it exceeds the vocabulary."""
         if number > self.n_vocab:
             raise bad_request(f"n_probs must be at most {self.n_vocab}, the size of the vocabulary")
         return number
 
 
 def token_id(value: Any, name: str, n_vocab: int) -> int:
-    """A token id of the vocabulary; ApiError 400 otherwise."""
+    """Return a token id of the vocabulary. Raise ApiError 400 for any other value."""
     token = f.integer(value, name)
     if not 0 <= token < n_vocab:
         raise bad_request(f"{name} is {token}, but the vocabulary has tokens 0 to {n_vocab - 1}")
@@ -46,7 +46,7 @@ def token_id(value: Any, name: str, n_vocab: int) -> int:
 
 
 def read_logit_bias(value: Any, limits: Limits) -> tuple[tuple[int, float], ...]:
-    """Pairs of token id and bias from any of the accepted forms."""
+    """Return pairs of token id and bias from any of the accepted forms."""
     if isinstance(value, dict):
         pairs: list[tuple[Any, Any, str]] = [(_key(key), bias, f'logit_bias["{key}"]') for key, bias in value.items()]
     else:
@@ -78,7 +78,7 @@ def _pair(item: Any, i: int) -> tuple[Any, Any]:
 
 
 def read_penalty_prompt(value: Any, limits: Limits) -> tuple[int, ...]:
-    """Token ids of a text, or those that are given."""
+    """Return the token ids of a text, or the ids given."""
     if isinstance(value, str):
         return tuple(limits.tokenizer.encode(value, add_special=False))
     return tuple(

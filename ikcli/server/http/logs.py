@@ -1,6 +1,7 @@
-"""The server's log on standard output, in the format of llama-server: text or one JSON object per line.
+"""The server's log on standard output, in llama-server's format: text or one JSON object per line.
 
-`LEVEL [function] message | key=value ...`; strings are JSON, so no text of a client can forge a line.
+A text line is `LEVEL [function] message | key=value ...`. Strings are written as JSON, so a client's text cannot forge
+a line.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from ikcli.server.http.jsontext import dump
 
 
 class ServerLog:
-    """Writes log lines; VERB lines only if `verbose`."""
+    """Log writer; it writes VERB lines only if `verbose`."""
 
     def __init__(self, *, json: bool = False, verbose: bool = False, out: TextIO | None = None) -> None:
         self._json = json
@@ -24,7 +25,7 @@ class ServerLog:
         self._out = out
 
     def __call__(self, level: str, function: str, message: str, fields: Mapping[str, object]) -> None:
-        """One line."""
+        """Write one line."""
         if level == "VERB" and not self.verbose:
             return
         head = {"tid": str(threading.get_ident()), "timestamp": int(time.time())}
@@ -39,13 +40,13 @@ class ServerLog:
         copy(line)
 
     def info(self, function: str, message: str, **fields: object) -> None:
-        """An INFO line."""
+        """Write an INFO line."""
         self("INFO", function, message, fields)
 
     def warn(self, function: str, message: str, **fields: object) -> None:
-        """A WARN line."""
+        """Write a WARN line."""
         self("WARN", function, message, fields)
 
     def error(self, function: str, message: str, **fields: object) -> None:
-        """An ERR line."""
+        """Write an ERR line."""
         self("ERR", function, message, fields)

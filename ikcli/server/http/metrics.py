@@ -1,4 +1,4 @@
-"""/metrics: the engine's counters as Prometheus text, with llama-server's names."""
+"""/metrics: the engine's counters as Prometheus text, under llama-server's names."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class _Collector:
         self._values, self._users = values, users
 
     def collect(self) -> Iterator[Metric]:
-        """All families."""
+        """Yield all metric families."""
         for name, text, field in _COUNTERS:
             yield CounterMetricFamily(PREFIX + name, text, value=float(getattr(self._values, field)))
         if self._values.accepted_by_position:
@@ -56,7 +56,7 @@ class _Collector:
 
 
 def per_position(accepted: Mapping[int, float]) -> Metric:
-    """Accepted tokens by their place in the draft."""
+    """Return the accepted tokens by their position in the draft."""
     family = CounterMetricFamily(PREFIX + PER_POSITION, "Accepted tokens by position in the draft.", labels=[POSITION])
     for position, value in sorted(accepted.items()):
         family.add_metric([str(position)], float(value))
@@ -64,7 +64,7 @@ def per_position(accepted: Mapping[int, float]) -> Metric:
 
 
 def prometheus_text(values: EngineMetrics, users: Users) -> bytes:
-    """The counters in the text format."""
+    """Return the counters in the Prometheus text format."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Collector(values, users))
     return generate_latest(registry)

@@ -1,4 +1,4 @@
-"""The OpenAPI document, made from the model of requests, and a page at /docs that shows it without other hosts."""
+"""The OpenAPI document, generated from the request models, and a page at /docs that shows it without external hosts."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ ERROR = {
 
 
 def generation_body(body: type[Body]) -> dict[str, Any]:
-    """`openapi_extra` of an endpoint that generates."""
+    """Return `openapi_extra` for a generating endpoint."""
     answers = {"application/json": {"schema": {}}, "text/event-stream": {"schema": {"type": "string"}}}
     responses = {"200": {"description": "the answer, or with stream its events", "content": answers}}
     return object_body(schema_of(body)) | {"responses": responses}
 
 
 def object_body(schema: dict[str, Any]) -> dict[str, Any]:
-    """`openapi_extra` of an endpoint with a JSON body."""
+    """Return `openapi_extra` for an endpoint with a JSON body."""
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def document_routes(app: FastAPI) -> None:
-    """Give every operation its error answers, and add /docs."""
+    """Give every operation its error responses, and add /docs."""
     plain = app.openapi
 
     def openapi() -> dict[str, Any]:

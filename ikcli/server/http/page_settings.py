@@ -1,4 +1,4 @@
-"""Settings that the web page begins with (`--ui-config`), by the names of our page and by those of llama-server's."""
+"""Initial settings of the web page (`--ui-config`), under our page's names and llama-server's."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ _NUMBERS = ("max_tokens", "reasoning_budget_tokens", "seed", *(f.name for f, abo
 _TEXTS = ("system", "reasoning", "samplers", "stop", "extra")
 _SAME = {"systemMessage": "system", "typ_p": "typical_p", "custom": "extra", "customJson": "extra"}
 FILE = "ui-config.json"
-"""Where the page finds them."""
+"""Path where the page reads them."""
 
 
 def page_settings(server: ServerConfig) -> tuple[dict[str, Any], list[str]]:
-    """The settings by the page's names, and the keys that it does not have; UsageError if they cannot be read."""
+    """Return the settings by the page's names, and the unknown keys.
+
+    Raise UsageError if the settings cannot be read.
+    """
     option = "--ui-config" if server.ui_config_file is None else f"--ui-config-file {server.ui_config_file}"
     text = option_text(server.ui_config, server.ui_config_file, "settings of the web page")
     if not text.strip():
@@ -41,7 +44,7 @@ def page_settings(server: ServerConfig) -> tuple[dict[str, Any], list[str]]:
 
 
 def _setting(option: str, key: str, value: Any) -> str | float:
-    """A value as the page keeps it; empty text stands for no setting."""
+    """Return a value in the page's form; empty text means not set."""
     name = _SAME.get(key, key)
     if name in _NUMBERS:
         if value is None or value == "":

@@ -1,4 +1,4 @@
-"""What the command line says about requests, and what answers say about the settings of one."""
+"""Request defaults from the command line, and the settings that answers report."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ikcli.text_files import read_text
 
 
 def defaults_of(config: RunConfig) -> GenerationBody:
-    """What requests get for the fields they leave out; UsageError if the command line makes no sense."""
+    """Return the defaults of requests. Raise UsageError if the command line is invalid."""
     given = config.sampling
     values: dict[str, Any] = {item.name: getattr(given, item.name) for item in fields(SamplingValues)}
     if given.dry_sequence_breakers:
@@ -56,7 +56,7 @@ def _bias_option(text: str) -> tuple[int, float]:
 
 
 def option_text(text: str, path: Path | None, what: str) -> str:
-    """A text given on the command line, or what the file given instead holds."""
+    """Return a text given on the command line, or the content of the file given instead."""
     return text if path is None else read_text(path, what)
 
 
@@ -70,7 +70,7 @@ def _schema_option(text: str) -> Any:
 
 
 def settings(request: GenerationRequest, fields: GenerationBody, n_ctx: int, model: str) -> dict[str, Any]:
-    """`generation_settings`: the names of both forks."""
+    """Return `generation_settings` with the names of both forks."""
     sampling, spec = request.sampling, request.speculation
     seed = 0xFFFFFFFF if sampling.random_seed else sampling.seed
     out: dict[str, Any] = {"n_ctx": n_ctx, "n_predict": request.n_predict, "model": model, "seed": seed}

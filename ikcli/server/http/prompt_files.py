@@ -1,6 +1,6 @@
-"""Every prompt as a file of its own (`--log-prompts-dir`), to see what a model was really given.
+"""Each prompt in a separate file (`--log-prompts-dir`), to see the exact input of the model.
 
-Files are numbered on from those that are there, and for their owner alone, as the folder is.
+Numbering continues after the existing files. Only their owner can read the files and the folder.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _DIGITS = 12
 
 
 def make_folder(folder: Path) -> None:
-    """Make the folder if it is not there; UsageError if it cannot be used."""
+    """Create the folder if it is missing. Raise UsageError if it cannot be used."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):
@@ -26,7 +26,7 @@ def make_folder(folder: Path) -> None:
 
 
 class PromptFiles:
-    """Writes prompts; what cannot be written is said in the log, and the request goes on."""
+    """Writer of prompt files; it logs a failed write, and the request continues."""
 
     def __init__(self, folder: Path, log: ServerLog) -> None:
         self._folder, self._log = folder, log
@@ -34,10 +34,10 @@ class PromptFiles:
         self._numbers = itertools.count(max(there, default=-1) + 1)
 
     def write(self, text: str) -> None:
-        """One file."""
+        """Write one prompt."""
         data = text.encode("utf-8", "replace")
         try:
-            while True:  # another server may write into the folder, too
+            while True:  # another server may write into the folder too
                 path = self._folder / f"{next(self._numbers):0{_DIGITS}d}.txt"
                 try:
                     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

@@ -1,7 +1,7 @@
-"""Prompts in all their forms to token ids: text, ids, mixed, `{"prompt_string": ...}`, and arrays of these.
+"""Prompts in all forms to token ids: text, ids, mixed, `{"prompt_string": ...}`, and arrays of these.
 
-As in llama-server an array with at least one number is one prompt, any other array holds one prompt per element.
-BOS is added if the model wants it and the prompt starts with text.
+As in llama-server, an array with at least one number is one prompt; any other array holds one prompt per element. BOS
+is added if the model wants it and the prompt starts with text.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from ikcli.server.http.limits import Limits, token_id
 from ikcli.tokenizer import Tokenizer
 
 MAX_PROMPTS = 256
-"""Prompts of one request."""
+"""Maximum number of prompts in one request."""
 _INLINE = 4000
-"""Characters tokenized at once; longer text goes to a thread, so that other requests are answered meanwhile."""
+"""Number of characters tokenized at once; longer text goes to a thread, so that other requests are served meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Token ids, the prompt as answers show it, and how many tokens at its start are not in that text (BOS)."""
+    """Token ids, the prompt text shown in answers, and the number of leading tokens missing from that text (BOS)."""
 
     tokens: tuple[int, ...]
     text: str
@@ -32,7 +32,7 @@ class Prompt:
 
 
 async def encode(tokenizer: Tokenizer, text: str, *, add_special: bool, parse_special: bool = True) -> list[int]:
-    """Token ids of a text of any length, without blocking other requests; ApiError 400 if the model has no text."""
+    """Tokenize text of any length without blocking other requests. Raise ApiError 400 if the model has no text."""
     try:
         if len(text) <= _INLINE:
             return tokenizer.encode(text, add_special=add_special, parse_special=parse_special)
@@ -44,7 +44,7 @@ async def encode(tokenizer: Tokenizer, text: str, *, add_special: bool, parse_sp
 async def read_prompts(
     value: Any, limits: Limits, name: str = "prompt", most: int = MAX_PROMPTS
 ) -> tuple[list[Prompt], bool]:
-    """The prompts of a request, and whether it gave an array of them; ApiError 400 naming what is wrong."""
+    """Return the prompts of a request and whether it gave an array. Raise ApiError 400 naming the faulty field."""
     if value is None:
         raise bad_request(f"{name} is required")
     several = isinstance(value, list) and not any(_is_number(item) for item in value)

@@ -15,13 +15,13 @@ TEMPLATE = "tokenizer.chat_template.rerank"
 
 
 def check_ranks(state: ServerState) -> None:
-    """ApiError 501 if the server does not rank."""
+    """Raise ApiError 501 if the server has no reranker."""
     if state.engine.model.pooling != "rank":
         raise unsupported("This server does not support reranking. Start it with `--reranking` and a reranker")
 
 
 def read_documents(body: Mapping[str, Any], name: str) -> list[str]:
-    """Texts of the documents; ApiError 400 naming what is wrong."""
+    """Return the texts of the documents. Raise ApiError 400 naming the faulty field."""
     items = f.array(body.get(name), name)
     if not items:
         raise bad_request(f"{name} must not be empty")
@@ -34,7 +34,7 @@ def read_documents(body: Mapping[str, Any], name: str) -> list[str]:
 
 
 async def prompts(state: ServerState, query: str, documents: Sequence[str]) -> Texts:
-    """Token ids of every document with the query: by the model's template, else one behind the other."""
+    """Return the token ids of each document with the query, joined by the model's template or else concatenated."""
     template = state.engine.model.metadata.get(TEMPLATE)
     return tuple([await _prompt(state, template, query, document) for document in documents])
 
@@ -45,7 +45,7 @@ async def _prompt(state: ServerState, template: object, query: str, document: st
         before, placed, after = template.partition("{document}")
         text = before.replace("{query}", query) + (document if placed else "") + after.replace("{query}", query)
         return tuple(await encode(tokenizer, text, add_special=False))
-    ids, words = tokenizer.special_ids, tokenizer.kind == "wpm"  # which always end with SEP
+    ids, words = tokenizer.special_ids, tokenizer.kind == "wpm"  # WordPiece texts always end with SEP
     add_sep = not words and state.engine.model.metadata.get("tokenizer.ggml.add_sep_token", False)
     end = ids.sep if words or ids.eos is None else ids.eos
     around = [x for x, there in ((ids.bos, tokenizer.add_bos), (end, tokenizer.add_eos), (ids.sep, add_sep)) if there]

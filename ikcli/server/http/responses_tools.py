@@ -1,8 +1,8 @@
-"""The tools of a Responses request: which the model gets as functions, and how their calls are written for the client.
+"""Tools of a Responses request: which become functions of the model, and how their calls are written for the client.
 
-A tool with a name and a schema, or with an input of free text ("custom"), is for the client to carry out, whatever its
-type is called, and so are a few that have only a type; one with `tools` of its own is a namespace. Items of the
-conversation may bring further tools (what a search for tools found). Tools that OpenAI's servers have are left out.
+The client runs every tool with a name and a schema or with free-text input ("custom"), whatever its type is called, and
+a few tools that have only a type. A tool with nested `tools` is a namespace. Items of the conversation can bring
+further tools (found by a tool search). Tools that only OpenAI's servers run are left out.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _TEXT, _TEXTS, _NUMBER = {"type": "string"}, {"type": "array", "items": {"type":
 
 @dataclass(frozen=True, slots=True)
 class KnownTool:
-    """A tool that a request names by its type alone; calls have what they ask for under `key`, beginning as `empty`."""
+    """A tool that a request names by its type alone; calls carry their content under `key`, initially `empty`."""
 
     key: str
     description: str
@@ -48,12 +48,12 @@ KNOWN = {
         ("type", "path"),
     ),
 }  # fmt: skip
-"""By the type of the tool, which is the name of the function as well."""
+"""Known tools by type, which is also the name of the function."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClientTool:
-    """A tool of the client; `function` is how the model knows it. `kind`: function, custom, or one of `KNOWN`."""
+    """A client tool; `function` is its form for the model. `kind` is function, custom, or a key of `KNOWN`."""
 
     name: str
     namespace: str
@@ -62,11 +62,11 @@ class ClientTool:
 
     @property
     def qualified(self) -> str:
-        """The function's name."""
+        """Name of the function."""
         return str(self.function["name"])
 
     def item(self, call_id: str) -> dict[str, Any]:
-        """The item of a call that begins."""
+        """Return the item of a call that begins."""
         status = {"call_id": call_id, "status": "in_progress"}
         names = {"name": self.name} | ({"namespace": self.namespace} if self.namespace else {})
         if self.kind == "function":
@@ -81,7 +81,7 @@ class ClientTool:
         }
 
     def fill(self, item: dict[str, Any], arguments: str) -> None:
-        """Write what a call asks for into its item."""
+        """Write the arguments of a call into its item."""
         if self.kind == "function":
             item["arguments"] = arguments
         elif self.kind == "custom":
@@ -92,10 +92,10 @@ class ClientTool:
 
 
 class ClientTools:
-    """The tools of one request."""
+    """Tools of one request."""
 
     def __init__(self, body: Mapping[str, Any]) -> None:
-        """ApiError naming what is wrong."""
+        """Read the tools of a request. Raise ApiError naming the faulty field."""
         self._tools: dict[tuple[str, str], ClientTool] = {}
         self._names: dict[str, ClientTool] = {}
         self._left_out: list[str] = []
@@ -117,7 +117,7 @@ class ClientTools:
                 self._add(tool["tools"], f"{here}.tools", _joined(namespace, name), about)
             elif kind in KNOWN or kind in ("function", "custom") or ("name" in tool and "parameters" in tool):
                 self._enter(tool, here, namespace, about)
-                about = ""  # of a namespace: said with its first function
+                about = ""  # description of a namespace, given with its first function
             else:
                 self._left_out.append(str(kind)[:64])
 
@@ -126,7 +126,7 @@ class ClientTools:
         name = kind if kind in KNOWN else f.text(tool.get("name"), f"{path}.name")
         if (namespace, name) in self._tools:
             if not path.startswith("tools"):
-                return  # said again in the conversation
+                return  # repeated in the conversation
             raise bad_request(f'{path}.name: the function "{name}" is there twice')
         qualified = _joined(namespace, name)
         while qualified in self._names:
@@ -139,22 +139,22 @@ class ClientTools:
         self._tools[namespace, name] = self._names[qualified] = found
 
     def chat(self) -> list[dict[str, Any]]:
-        """The tools of a chat completion request."""
+        """Return the tools of a chat completion request."""
         return [{"type": "function", "function": dict(tool.function)} for tool in self._tools.values()]
 
     def qualified(self, name: str, namespace: str) -> str:
-        """The name of a function in the conversation; those that are not tools any more have one, too."""
+        """Return the name of a function in the conversation, which may no longer be one of the tools."""
         found = self._tools.get((namespace, name))
         if found is not None:
             return found.qualified
         return _joined(namespace, name)
 
     def called(self, qualified: str) -> ClientTool:
-        """The tool that the model calls."""
+        """Return the tool that the model calls."""
         return self._names.get(qualified) or ClientTool(qualified, "", "function", {"name": qualified})
 
     def choice(self, value: Any) -> dict[str, Any]:
-        """`tool_choice` of a chat completion request; ApiError if what has to be called is not there."""
+        """Return `tool_choice` of a chat completion request. Raise ApiError if the required tool does not exist."""
         if value is None:
             return {}
         if not isinstance(value, Mapping):
@@ -176,7 +176,7 @@ class ClientTools:
         return {"tool_choice": {"type": "function", "function": {"name": tool.qualified}}}
 
     def _chosen(self, entry: Any, path: str) -> Iterator[ClientTool]:
-        """The tools that an entry names: of a namespace all."""
+        """Yield the tools that an entry names; a namespace stands for all of its tools."""
         wanted = f.table(entry, path)
         name, namespace = wanted.get("name"), wanted.get("namespace")
         for tool in self._tools.values():
@@ -198,7 +198,7 @@ def _joined(namespace: str, name: str) -> str:
 
 
 def _function(kind: str, tool: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """A tool as the model gets it, without its final name."""
+    """Return a tool in the model's form, without its final name."""
     if kind == "custom":
         return _custom(tool, path)
     if kind == "function":
@@ -209,7 +209,7 @@ def _function(kind: str, tool: Mapping[str, Any], path: str) -> dict[str, Any]:
 
 
 def _custom(tool: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """A tool that takes free text, as a function with the text as its argument."""
+    """Return a free-text tool as a function with the text as its argument."""
     form = tool.get("format") if isinstance(tool.get("format"), Mapping) else {}
     assert isinstance(form, Mapping)
     about = [f.text(tool.get("description") or "", f"{path}.description")]
@@ -222,7 +222,7 @@ def _custom(tool: Mapping[str, Any], path: str) -> dict[str, Any]:
 
 
 def custom_input(arguments: str) -> str:
-    """The free text of a call to such a function, also of one that was cut off; without one all that is there."""
+    """Return the free text of a call to such a function, even if truncated; without it return the raw arguments."""
     for end in ("", '"}', "}"):
         try:
             value = json.loads(arguments + end)

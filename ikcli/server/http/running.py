@@ -1,4 +1,4 @@
-"""Conversations that are being answered, by the id of their answer: what a client may ask of one while it runs."""
+"""Answers in progress by id, and the requests that a client may make about one while it runs."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from ikcli.server.http.budget import ReasoningControl
 
 
 class Running:
-    """Ids with what ends their thinking; None if the request did not ask for that (`reasoning_control`)."""
+    """Ids of running answers with the control that ends their thinking;
+
+    None without `reasoning_control` in the request.
+    """
 
     def __init__(self) -> None:
         self._controls: dict[str, ReasoningControl | None] = {}
 
     def enter(self, id: str, control: ReasoningControl | None) -> Callable[[], None]:
-        """Note an answer that begins; the result notes its end."""
+        """Register an answer that begins; return the function that removes it at its end."""
         self._controls[id] = control
 
         def leave() -> None:
@@ -23,7 +26,7 @@ class Running:
         return leave
 
     def end_thinking(self, id: str) -> str:
-        """Let the answer `id` begin; returns why that cannot be, or nothing."""
+        """End the thinking of answer `id`; return why that is impossible, or an empty text."""
         if id not in self._controls:
             return "no answer with this id is being written"
         control = self._controls[id]

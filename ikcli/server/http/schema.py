@@ -1,6 +1,6 @@
-"""Requests as pydantic models: the kinds of their fields, and mistakes as sentences that name the field.
+"""Requests as pydantic models: the types of their fields, and errors as sentences that name the field.
 
-A field that is null has its default, as if it were missing.
+A null field has its default, as if it were missing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ikcli.settings.sampling import INT32
 
 
 def whole(value: Any) -> Any:
-    """JSON numbers without fraction are integers."""
+    """Convert a JSON number without a fraction to an integer."""
     return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**63 else value
 
 
@@ -55,7 +55,7 @@ Texts = Annotated[tuple[str, ...], BeforeValidator(_texts, json_schema_input_typ
 
 
 def shown_as(**schema: Any) -> WithJsonSchema:
-    """Marks a field that is shown with this JSON schema and checked elsewhere."""
+    """Mark a field that this JSON schema documents and other code checks."""
     return WithJsonSchema(schema)
 
 
@@ -68,22 +68,22 @@ def field(
     above: float | None = None,
     names: str = "",
 ) -> Any:
-    """A field; `names` are blank-separated spellings, of which the first in a request counts."""
+    """Declare a field; `names` are its spellings, separated by blanks, of which the first in a request counts."""
     alias = AliasChoices(*names.split()) if names else None
     return Field(default, ge=low, gt=above, le=high, validation_alias=alias, description=help)
 
 
 def required(help: str) -> Any:
-    """A field without default."""
+    """Declare a field without default."""
     return Field(description=help)
 
 
 class Body(BaseModel, frozen=True):
-    """A request."""
+    """Base class of request bodies."""
 
     @classmethod
     def checked(cls, body: Mapping[str, Any], limits: Limits | None = None) -> Self:
-        """The request in a body. Without `limits` what only a model can tell is not looked at."""
+        """Return the request in a body. Without `limits`, checks that need a model are skipped."""
         try:
             return cls.model_validate({name: v for name, v in body.items() if v is not None}, context=limits)
         except ValidationError as e:
@@ -91,14 +91,14 @@ class Body(BaseModel, frozen=True):
 
 
 def names_of(body: type[Body], name: str) -> tuple[str, ...]:
-    """The names in requests of a field; the first is its own."""
+    """Return the names of a field in requests, its primary name first."""
     alias = body.model_fields[name].validation_alias
     return tuple(map(str, alias.choices)) if isinstance(alias, AliasChoices) else (name,)
 
 
 @cache
 def properties_of(body: type[Body]) -> dict[str, dict[str, Any]]:
-    """JSON schemas of the fields by all their names."""
+    """Return the JSON schemas of the fields by all their names."""
     found: dict[str, dict[str, Any]] = {}
     properties = body.model_json_schema()["properties"]
     for name, item in body.model_fields.items():
@@ -113,7 +113,7 @@ def properties_of(body: type[Body]) -> dict[str, dict[str, Any]]:
 
 
 def schema_of(body: type[Body]) -> dict[str, Any]:
-    """The JSON schema of a request."""
+    """Return the JSON schema of a request."""
     required = [name for name, item in body.model_fields.items() if item.is_required()]
     found = {"type": "object", "properties": properties_of(body)}
     return found | ({"required": required} if required else {})
@@ -129,7 +129,7 @@ _EXPECTED = {
 
 
 def _refusal(body: type[Body], error: ErrorDetails) -> ApiError:
-    """What pydantic found, as a sentence of this server."""
+    """Return pydantic's finding as a sentence of this server."""
     name, kind, value = ".".join(map(str, error["loc"])), error["type"], error["input"]
     if kind == "finite_number" or (kind == "float_type" and type(value) is int):
         return bad_request(f"{name} must be a finite number")

@@ -1,8 +1,8 @@
 """Running the server: sockets, the engine's life, signals, draining.
 
-It listens first and loads the model in the engine's thread, so that /health can tell. One process serves one port: the
-address must be free. The first SIGTERM or SIGINT lets running requests finish for `--shutdown-timeout` seconds, a
-second one stops at once.
+The server listens first and loads the model in the engine's thread, so that /health can report it. One process serves
+one port, and the address must be free. The first SIGTERM or SIGINT lets running requests finish for up to
+`--shutdown-timeout` seconds; a second one stops at once.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def serve(config: RunConfig, planner: Planner | None = None) -> int:
-    """Serve until a signal comes. IkError if the address is taken or options are wrong; 1 if the model cannot load."""
+    """Serve until a signal comes.
+
+    Raise IkError if the address is taken or options are wrong. Return 1 if the model cannot be loaded.
+    """
     server = config.server
     log = ServerLog(json=server.log_format == "json", verbose=config.verbose or config.verbosity > 0)
     state = ServerState(config, None, read_keys(server), log, read_users(server.keys))
@@ -64,7 +67,7 @@ def serve(config: RunConfig, planner: Planner | None = None) -> int:
 
 
 def check_folders(config: RunConfig) -> None:
-    """UsageError if a folder for files is not there."""
+    """Raise UsageError if a folder for files does not exist."""
     folders = {"--slot-save-path": config.server.slot_save_path}
     folders["--control-vector-path"] = config.adapters.control_vector_path
     for option, folder in folders.items():
@@ -73,7 +76,7 @@ def check_folders(config: RunConfig) -> None:
 
 
 def tls_of(config: RunConfig) -> dict[str, Any]:
-    """Key and certificate; UsageError if only one of them is given, or not there."""
+    """Return key and certificate. Raise UsageError if only one is given or a file is missing."""
     key = private_file(config.server.ssl_key_file, "--ssl-key-file")
     cert = private_file(config.server.ssl_cert_file, "--ssl-cert-file")
     if (key is None) != (cert is None):
@@ -82,20 +85,20 @@ def tls_of(config: RunConfig) -> dict[str, Any]:
 
 
 class Listener(socket.socket):
-    """A listening socket; `others` are those of further addresses of --host."""
+    """A listening socket; `others` are the sockets of further addresses of --host."""
 
     others: tuple[Listener, ...] = ()
 
 
 def sockets_of(listener: socket.socket) -> list[socket.socket]:
-    """All that `listen` made."""
+    """Return all sockets that `listen` opened."""
     return [listener, *(listener.others if isinstance(listener, Listener) else ())]
 
 
 def listen(host: str, port: int, *, shared: bool = False) -> Listener:
-    """The socket of an address, or of several that commas separate: names, paths that end in .sock, or fd:N.
+    """Open the socket of an address, or of several separated by commas: names, paths ending in .sock, or fd:N.
 
-    `shared`: others may listen on the port, too. IkError if an address cannot be used.
+    `shared`: other processes may listen on the port too. Raise IkError if an address cannot be used.
     """
     hosts = hosts_of(host)
     several = sum(not _is_local(one) for one in hosts) > 1
@@ -172,7 +175,7 @@ def _passed(host: str) -> Listener:
 
 
 def _remove_stale(path: str) -> None:
-    """Remove a socket file that nobody listens on any more."""
+    """Remove a socket file that no process listens on any more."""
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISSOCK(os.stat(path).st_mode):
             return
@@ -184,7 +187,7 @@ def _remove_stale(path: str) -> None:
 
 
 def close(listener: socket.socket, host: str) -> None:
-    """Close what `listen` made, and remove the files of Unix sockets."""
+    """Close what `listen` opened and remove the files of Unix sockets."""
     for sock in sockets_of(listener):
         sock.close()
     for path in hosts_of(host):
@@ -214,7 +217,7 @@ def _run(
 
 
 def settings_of(config: RunConfig, app: Any, tls: dict[str, Any]) -> uvicorn.Config:
-    """How uvicorn serves an application."""
+    """Return the uvicorn settings for an application."""
     return uvicorn.Config(
         app,
         http=Connection,
@@ -243,7 +246,7 @@ def announce(config: RunConfig, keys: tuple[str, ...], users: Users, log: Server
 
 
 def ignore_signals() -> None:
-    """One more, while the process ends, must not change how it ends."""
+    """Ignore further signals: one that arrives while the process ends must not change its exit."""
     for sig in _SIGNALS:
         signal.signal(sig, signal.SIG_IGN)
 
@@ -253,31 +256,34 @@ def _port(name: Any) -> str:
 
 
 def _threads(config: RunConfig) -> int:
-    """What --threads-http says; requests are served by one event loop, whatever it is."""
+    """Return the value of --threads-http; whatever it is, one event loop serves the requests."""
     given = config.server.threads_http
     return given if given > 0 else max(config.n_parallel + 2, physical_cores() - 1)
 
 
 class SignalServer(uvicorn.Server):
-    """A uvicorn server that the first signal lets drain and the second stops at once."""
+    """A uvicorn server that drains at the first signal and stops at once at the second."""
 
     def __init__(self, settings: uvicorn.Config) -> None:
         super().__init__(settings)
         self._signals = 0
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serve on what `listen` made."""
+        """Serve on the sockets that `listen` opened."""
         await super().serve(sockets=[one for sock in sockets or () for one in sockets_of(sock)])
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handle signals from now on; they are not raised again afterwards, as ending by one is the normal end."""
+        """Handle signals from now on.
+
+        They are not raised again afterwards: ending by a signal is the normal exit.
+        """
         for sig in _SIGNALS:
             signal.signal(sig, self.handle_exit)
         yield
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        """First signal: drain. Second: stop at once."""
+        """Drain at the first signal, stop at once at the second."""
         self._signals += 1
         self.should_exit = True
         if self._signals > 1:
@@ -287,7 +293,7 @@ class SignalServer(uvicorn.Server):
 
 
 class _Runner(SignalServer):
-    """Starts the engine when it listens, and ends when the model cannot be loaded."""
+    """Server that starts the engine once it listens, and exits if the model cannot be loaded."""
 
     def __init__(self, settings: uvicorn.Config, state: ServerState, log: ServerLog) -> None:
         super().__init__(settings)
@@ -296,7 +302,7 @@ class _Runner(SignalServer):
         self.load_failed = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, then load."""
+        """Listen, then load the model."""
         await super().startup(sockets)
         self._state.engine.start()
         self._loading = asyncio.ensure_future(self._watch_loading())
@@ -309,8 +315,8 @@ class _Runner(SignalServer):
             self.should_exit = True
             return
         gc.collect()
-        gc.freeze()  # what lives as long as the server is not looked through again
+        gc.freeze()  # exempt the server's long-lived objects from garbage collection
         self._log.info("main", "model loaded")
         self._log.info("main", "chat template", **self._state.chat.log_fields())
-        with contextlib.suppress(IkError):  # a model without vocabulary: grammars will say so themselves
+        with contextlib.suppress(IkError):  # a model without vocabulary; requests with grammars report that themselves
             await asyncio.to_thread(self._state.grammar.prepare)

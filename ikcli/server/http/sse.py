@@ -1,4 +1,4 @@
-"""Server-sent events: framing as llama-server writes it, and a response that sends chunks with nothing in between."""
+"""Server-sent events: framing as llama-server writes it, and a response that sends chunks without any layer between."""
 
 from __future__ import annotations
 
@@ -23,19 +23,20 @@ def line(value: Any) -> bytes:
 
 
 def data(value: Any) -> bytes:
-    """One event without a name."""
+    """Return one event without a name."""
     return b"data: " + dump_bytes(value) + b"\n\n"
 
 
 def named(value: dict[str, Any]) -> bytes:
-    """One event named after its `type`."""
+    """Return one event named after its `type`."""
     return b"event: " + str(value["type"]).encode() + b"\ndata: " + dump_bytes(value) + b"\n\n"
 
 
 class EventStream(Response):
-    """Sends the chunks of an iterator as they come; `cleanup` runs before the client sees the end, however it comes.
+    """Response that sends the chunks of an iterator as they come.
 
-    A client that takes nothing for `timeout` seconds (0: for ever) is dropped.
+    `cleanup` runs before the client sees the end, whatever caused it. A client that reads nothing for `timeout` seconds
+    (0: unlimited) is dropped.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class EventStream(Response):
                 self._timer.cancel()
 
     def _watch(self, task: asyncio.Task[Any], sent: int, stuck: int) -> None:
-        """Cancel the task if it was found in the same send at every look during the timeout."""
+        """Cancel the task if every check during the timeout found it in the same send."""
         stuck = stuck + 1 if self._sending and sent == self._sent else 0
         if stuck > 4:
             task.cancel()

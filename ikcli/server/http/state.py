@@ -1,4 +1,4 @@
-"""What all requests share: engine, settings, the bridge to the engine's thread, and the chat template."""
+"""State shared by all requests: engine, settings, the bridge to the engine's thread, and the chat template."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PASSED = "fd:"
 
 
 class Front(Protocol):
-    """What the gateway looks at."""
+    """The state that the gateway reads."""
 
     config: RunConfig
     keys: tuple[str, ...]
@@ -45,7 +45,7 @@ class Front(Protocol):
 
 @dataclass
 class ServerState:
-    """`engine` is an ikcli.server.slots Engine, or in tests something like it."""
+    """State of a server; `engine` is an ikcli.server.slots Engine, or a stand-in in tests."""
 
     config: RunConfig
     engine: Any
@@ -56,12 +56,12 @@ class ServerState:
 
     @cached_property
     def page_settings(self) -> dict[str, Any]:
-        """What the web page begins with."""
+        """Initial settings of the web page."""
         return page_settings(self.config.server)[0]
 
     @cached_property
     def prompt_files(self) -> PromptFiles | None:
-        """Where prompts are written, if they are."""
+        """Writer of prompt files, or None if prompts are not written."""
         folder = self.config.server.log_prompts_dir
         return None if folder is None else PromptFiles(folder, self.log)
 
@@ -72,37 +72,37 @@ class ServerState:
 
     @cached_property
     def ledger(self) -> Ledger:
-        """What requests have used that come from a server in front."""
+        """Token usage of requests that a server in front forwards."""
         return Ledger()
 
     @cached_property
     def defaults(self) -> GenerationBody:
-        """What requests get for fields they do not set."""
+        """Default values of the fields that requests do not set."""
         return defaults_of(self.config)
 
     @cached_property
     def bridge(self) -> Bridge:
-        """The way of events from the engine to this loop; first used on the loop."""
+        """Bridge for events from the engine to this loop; its first use must be on the loop."""
         return Bridge(asyncio.get_running_loop())
 
     @property
     def ready(self) -> bool:
-        """True if the model is loaded."""
+        """Whether the model is loaded."""
         return bool(self.engine.state == "ready")
 
     @property
     def failed(self) -> bool:
-        """True if the model could not be loaded."""
+        """Whether the model could not be loaded."""
         return bool(self.engine.state == "failed")
 
     @property
     def timeout(self) -> float:
-        """Seconds for reading a request and for a client to take data; 0 = for ever."""
+        """Seconds for reading a request and for a client to take data; 0 means unlimited."""
         return float(self.config.server.timeout)
 
     @cached_property
     def limits(self) -> Limits:
-        """What requests are checked against; the model must be loaded."""
+        """Bounds that requests are checked against; the model must be loaded."""
         if not self.ready:
             raise ApiError(503, "Loading model")
         model = self.engine.model
@@ -118,29 +118,32 @@ class ServerState:
 
     @cached_property
     def grammar(self) -> Any:
-        """The compiler of grammars for this vocabulary; the model must be loaded."""
+        """Compiler of grammars for this vocabulary; the model must be loaded."""
         from ikcli.grammar.grammars import Grammars
 
         return Grammars(self.engine.tokenizer, lambda message: self.log.warn("grammar", message))
 
     @property
     def alias(self) -> str:
-        """The model's name in the API."""
+        """Name of the model in the API."""
         return self.names[0]
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """All names of the model, the first of which is its own."""
+        """All names of the model, the primary one first."""
         return names_of(self.config)
 
 
 def is_behind(config: RunConfig) -> bool:
-    """Whether another server may be in front of this one: it listens on what only that one reaches, or made."""
+    """Return whether another server may be in front of this one.
+
+    Then this server listens only on Unix sockets or sockets passed by its parent.
+    """
     return all(host.endswith(".sock") or host.startswith(PASSED) for host in hosts_of(config.server.host))
 
 
 def hosts_of(host: str) -> tuple[str, ...]:
-    """The addresses of --host; UsageError if there is none."""
+    """Return the addresses of --host. Raise UsageError if there are none."""
     found = tuple(dict.fromkeys(text for part in host.split(",") if (text := part.strip())))
     if not found:
         raise UsageError("--host names no address")
@@ -148,6 +151,6 @@ def hosts_of(host: str) -> tuple[str, ...]:
 
 
 def names_of(config: RunConfig) -> tuple[str, ...]:
-    """The names of the model that is served, by `-a` or its file."""
+    """Return the names of the served model, from `-a` or its file."""
     given = tuple(name for text in config.server.alias.split(",") if (name := text.strip()))
     return given or (config.model.name if config.model is not None else "model",)

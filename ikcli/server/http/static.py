@@ -1,4 +1,4 @@
-"""Static files: the web page at `/`, or with `--path` a folder of the user's. Nothing outside of it is ever served."""
+"""Static files: the web page at `/`, or the user's folder with `--path`. Nothing outside it is ever served."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ikcli.settings.server import ServerConfig
 
 
 def add_routes(app: FastAPI, config: ServerConfig) -> frozenset[str]:
-    """Serve the page or the folder; returns the paths that are open without a key."""
+    """Serve the page or the folder; return the paths that are open without a key."""
     if config.path is not None:
         _add_folder(app, config.path)
         return frozenset()
@@ -30,7 +30,7 @@ def add_routes(app: FastAPI, config: ServerConfig) -> frozenset[str]:
 
 
 def _add_settings(app: FastAPI, config: ServerConfig) -> None:
-    """What the page begins with; it needs the key, as prompts may be among it."""
+    """Add the page's initial settings; they need the key because prompts may be among them."""
     settings, unknown = page_settings(config)
     if unknown:
         notice_once(f"the web page has no setting {', '.join(unknown)}; --ui-config goes without")
@@ -43,7 +43,7 @@ def _add_settings(app: FastAPI, config: ServerConfig) -> None:
 
 
 def media_type(name: str) -> str:
-    """Content type by file name."""
+    """Return the content type for a file name."""
     kind = mimetypes.guess_type(name)[0] or "application/octet-stream"
     if kind.startswith("text/") or kind in ("application/javascript", "application/json"):
         return f"{kind}; charset=utf-8"
@@ -62,7 +62,10 @@ def _add_folder(app: FastAPI, folder: Path) -> None:
 
 
 def find(root: Path, path: str) -> Path:
-    """The file of `root` that a URL path names (a folder's index.html); ApiError 404 if there is none inside."""
+    """Return the file of `root` that a URL path names (for a folder, its index.html).
+
+    Raise ApiError 404 if there is none inside `root`.
+    """
     if "\0" in path or "\\" in path:
         raise ApiError(404, "File Not Found")
     try:

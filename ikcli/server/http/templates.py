@@ -1,4 +1,4 @@
-"""The chat template of a server, and what the command line says about chats."""
+"""A server's chat template, and the chat options of the command line."""
 
 from __future__ import annotations
 
@@ -19,14 +19,17 @@ from ikcli.settings.run import RunConfig
 from ikcli.tokenizer import Tokenizer
 
 _TEMPLATE = "tokenizer.chat_template"
-_OTHER = "\N{SECTION SIGN}"  # how hardly any turn begins
+_OTHER = "\N{SECTION SIGN}"  # an unlikely beginning of a turn
 
 
 class ChatService:
-    """The chat template of a server and its defaults."""
+    """Chat template of a server and its defaults."""
 
     def __init__(self, config: RunConfig, tokenizer: Tokenizer, metadata: Mapping[str, Any]) -> None:
-        """IkError if a template of the command line is broken; one of the model's file only fails when it is used."""
+        """Load the template.
+
+        Raise IkError if a template of the command line is broken; one of the model's file only fails when it is used.
+        """
         given = template_option(config)
         own = metadata.get(_TEMPLATE)
         tool_source = metadata.get(f"{_TEMPLATE}.tool_use") if not given else None
@@ -53,14 +56,14 @@ class ChatService:
 
     @property
     def format(self) -> ChatFormat:
-        """The template's format; IkError if the model's template is broken."""
+        """Format of the template. Raise IkError if the model's template is broken."""
         if isinstance(self._format, IkError):
             raise IkError(f"{self._format}; choose another template with --chat-template")
         return self._format
 
     @property
     def thinks(self) -> bool:
-        """Whether the template knows of thinking."""
+        """Whether the template supports thinking."""
         return not isinstance(self._format, IkError) and self._format.supports_thinking
 
     @property
@@ -69,7 +72,7 @@ class ChatService:
         return not isinstance(self._format, IkError) and self._format.capabilities.tools
 
     def describe(self) -> dict[str, Any]:
-        """What `/props` says about the template."""
+        """Return the template's entries in `/props`."""
         broken = isinstance(self._format, IkError)
         out = {
             "chat_template": self.source if broken else self.format.source,
@@ -78,7 +81,7 @@ class ChatService:
         return out | ({"chat_template_tool_use": self.tool_source} if self.tool_source else {})
 
     def log_fields(self) -> dict[str, Any]:
-        """A short conversation as the model sees it."""
+        """Return a short conversation as the model sees it."""
         try:
             example = self.format.format_example(self.defaults.template_kwargs)
         except IkError as e:
@@ -86,28 +89,28 @@ class ChatService:
         return {"chat_example": example, "built_in": self.built_in}
 
     def read(self, body: Mapping[str, Any]) -> tuple[ChatRequest, ChatPrompt]:
-        """A request and its prompt; IkError naming what is wrong with it."""
+        """Return a request and its prompt. Raise IkError naming the faulty field."""
         request = parse_request(body, self.defaults)
         return request, self.format.render(request)
 
     def beginnings(self, request: ChatRequest) -> list[str]:
-        """Prompts of conversations that begin like this one and end with another first, or last, user turn."""
+        """Return prompts of conversations that share a beginning and then differ in the first or the last user turn."""
         users = [i for i, message in enumerate(request.messages) if message.role == "user"]
         prompts = []
         for i in {users[0], users[-1]} if users else ():
             messages = (*request.messages[:i], Message("user", _OTHER))
-            with suppress(IkError):  # a template that wants more of a conversation
+            with suppress(IkError):  # a template that demands more of a conversation
                 prompts.append(self.format.render(replace(request, messages=messages, prefill=False)).prompt)
         return prompts
 
 
 def template_option(config: RunConfig) -> str:
-    """The template that the command line names or holds."""
+    """Return the template that the command line names or contains."""
     return option_text(config.server.chat_template, config.server.chat_template_file, "chat template")
 
 
 def chat_defaults(config: RunConfig) -> ChatDefaults:
-    """What the command line says about chats."""
+    """Return the chat defaults of the command line."""
     server = config.server
     kwargs: Any = {}
     if server.chat_template_kwargs:
@@ -134,7 +137,7 @@ def chat_defaults(config: RunConfig) -> ChatDefaults:
 
 
 def _token_texts(tokenizer: Tokenizer) -> dict[str, str]:
-    """The variables beside `bos_token` and `eos_token` that templates have for tokens of the model."""
+    """Return the template variables for the model's tokens besides `bos_token` and `eos_token`."""
     ids = tokenizer.special_ids
     found = {"unk_token": ids.unk, "sep_token": ids.sep, "pad_token": ids.pad, "cls_token": ids.cls,
              "mask_token": ids.mask}  # fmt: skip

@@ -1,4 +1,4 @@
-"""Chat messages made of the blocks and items of other APIs, which come one by one."""
+"""Chat messages assembled from the blocks and items of other APIs, which come one by one."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from ikcli.server.http.errors import bad_request
 
 
 class Turns:
-    """Collects messages; what the assistant thinks, says and calls in a row is one."""
+    """Collector of messages; consecutive thinking, text and calls of the assistant form one message."""
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
         self._thoughts = ""
 
     def say(self, role: str, said: str | list[str]) -> None:
-        """Add what somebody says: a text, or the texts of several parts."""
+        """Add a message: one text, or the texts of several parts."""
         if role == "assistant":
             message = self._assistant()
             before = message["content"]
@@ -30,7 +30,7 @@ class Turns:
         message["content"] = said if isinstance(said, str) else _parts(said)
 
     def think(self, text: str) -> None:
-        """Add what the assistant thinks before it speaks or calls."""
+        """Add the assistant's thinking before its text or calls."""
         self._thoughts += text
 
     def call(self, id: str, name: str, arguments: str) -> None:
@@ -39,11 +39,14 @@ class Turns:
         self._assistant().setdefault("tool_calls", []).append({"id": id, "type": "function", "function": function})
 
     def has_call(self, id: Any) -> bool:
-        """Whether there is a call with this id."""
+        """Return whether there is a call with this id."""
         return any(call["id"] == id for message in self.messages for call in message.get("tool_calls", ()))
 
     def answer(self, id: str, text: str) -> None:
-        """Add the result of a call, which templates want behind the call, whatever was said in between."""
+        """Add the result of a call.
+
+        Templates want it directly after the call, even if other messages came in between.
+        """
         self._thoughts = ""
         at = len(self.messages)
         for i, before in enumerate(self.messages):
@@ -54,7 +57,7 @@ class Turns:
         self.messages.insert(at, {"role": "tool", "tool_call_id": id, "content": text})
 
     def _assistant(self) -> dict[str, Any]:
-        """The message that the assistant is at, with its thoughts."""
+        """Return the assistant's current message, with its thinking."""
         message = self.messages[-1] if self.messages and self.messages[-1]["role"] == "assistant" else None
         if message is None:
             message = self._new("assistant", self._thoughts)
@@ -75,7 +78,7 @@ def _parts(texts: list[str]) -> list[dict[str, Any]]:
 
 
 def part_text(part: Any, path: str, role: str) -> str:
-    """`content.part_text` with an ApiError."""
+    """Run `content.part_text` and raise its errors as ApiError."""
     try:
         return content.part_text(part, path, role)
     except RequestError as e:
@@ -83,7 +86,7 @@ def part_text(part: Any, path: str, role: str) -> str:
 
 
 def result_text(value: Any, path: str) -> str:
-    """`content.result_text` with an ApiError."""
+    """Run `content.result_text` and raise its errors as ApiError."""
     try:
         return content.result_text(value, path)
     except RequestError as e:

@@ -1,7 +1,7 @@
-"""Users of a server: a key each, what they may use, and what they have used. Keys are kept as hashes only.
+"""Users of a server: one key each, their permissions, and their usage. Only hashes of keys are kept.
 
-Requests are POSTs; tokens are those of prompts, cached ones included, and of answers, also of those that nobody waited
-for. A day ends at midnight UTC. What was used is forgotten when the server ends.
+Requests are POSTs. Tokens are those of prompts, cached ones included, and of answers, including answers whose client
+left early. A day ends at midnight UTC. Usage is forgotten when the server ends.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from ikcli.server.http.errors import ApiError
 from ikcli.settings.values import toml_table
 
 ACCOUNT = "ik.account"
-"""Where the scope of a request has the account that it is counted for."""
+"""Key of a request's scope that holds the account the request is counted for."""
 _KEYS = ("key", "sha256", "requests-per-minute", "tokens-per-day", "max-concurrent", "models")
 _MINUTE, _DAY = 60.0, 86400
 
 
 @dataclass(frozen=True, slots=True)
 class User:
-    """`digest` is the SHA-256 of the key; limits of 0 are none; no `models`: all of them."""
+    """A user. `digest` is the SHA-256 of the key; a limit of 0 means none; empty `models` means all models."""
 
     name: str
     digest: bytes
@@ -46,7 +46,7 @@ class User:
 
 @dataclass(slots=True)
 class Account:
-    """What a user has used."""
+    """Usage of a user."""
 
     user: User
     clock: Callable[[], float] = time.time
@@ -61,7 +61,7 @@ class Account:
 
     @contextmanager
     def request(self) -> Iterator[None]:
-        """Count a request while it runs; ApiError 429 if a limit is reached."""
+        """Count a request while it runs. Raise ApiError 429 if a limit is reached."""
         try:
             self._check()
         except ApiError:
@@ -89,7 +89,7 @@ class Account:
             raise _too_many(f"{user.name} may have {user.max_concurrent} requests running at a time", 1)
 
     def check_model(self, names: Sequence[str]) -> None:
-        """ApiError 403 if the user may not use the model with these names."""
+        """Raise ApiError 403 if the user may not use the model with these names."""
         if self.user.models and not set(names) & set(self.user.models):
             allowed = ", ".join(self.user.models)
             raise ApiError(403, f"{self.user.name} may not use the model {names[0]}, only {allowed}")
@@ -102,7 +102,7 @@ class Account:
         self._today = today + n_prompt + n_predicted
 
     def tokens_today(self) -> int:
-        """Tokens used since midnight."""
+        """Return the tokens used since midnight."""
         day = int(self.clock() // _DAY)
         if day != self._day:
             self._day, self._today = day, 0
@@ -124,7 +124,7 @@ class Users:
         return bool(self.accounts)
 
     def find(self, headers: Headers) -> Account | None:
-        """The account of the key of a request. All keys are compared, in constant time."""
+        """Return the account for the key of a request, or None. All keys are compared, in constant time."""
         digests = [hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest() for text in offered_keys(headers)]
         found = None
         for account in self.accounts:
@@ -134,7 +134,7 @@ class Users:
         return found
 
     def collect(self, prefix: str) -> Iterator[Metric]:
-        """Counters by name of the user."""
+        """Yield counters by user name."""
         for name, text, attribute in (
             ("user_requests", "Requests of a user.", "n_requests"),
             ("user_requests_refused", "Requests of a user beyond a limit.", "n_refused"),
@@ -152,7 +152,7 @@ class Users:
 
 
 def offered_keys(headers: Headers) -> list[str]:
-    """The keys of a request: `Authorization: Bearer KEY` and `X-Api-Key: KEY`."""
+    """Return the keys of a request: `Authorization: Bearer KEY` and `X-Api-Key: KEY`."""
     scheme, _, bearer = headers.get("authorization", "").partition(" ")
     offered = [headers.get("x-api-key", "")]
     if scheme.lower() == "bearer":
@@ -161,7 +161,7 @@ def offered_keys(headers: Headers) -> list[str]:
 
 
 def read_users(path: Path | None) -> Users:
-    """The users of a TOML file, a table each; UsageError naming the file and the key."""
+    """Read the users of a TOML file, one table each. Raise UsageError naming the file and the key."""
     if path is None:
         return Users()
     table = toml_table(path)

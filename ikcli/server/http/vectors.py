@@ -1,4 +1,4 @@
-"""What requests for embeddings have in common: their texts, options, and vectors in the form that was asked for."""
+"""Common parts of embedding requests: texts, options, and vectors in the requested form."""
 
 from __future__ import annotations
 
@@ -26,33 +26,36 @@ from ikcli.server.slots.messages import Embedded, EmbeddingRequest
 from ikcli.settings.sampling import INT32
 
 MAX_TEXTS = 2048
-"""Texts of one request, as many as OpenAI takes."""
+"""Maximum number of texts in one request, the same as OpenAI's."""
 _INLINE = 10000
-"""Numbers of an answer that are written at once."""
+"""Numbers in an answer up to which it is written without a thread."""
 Texts = tuple[tuple[int, ...], ...]
 FloatRows = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
 class VectorOptions:
-    """`dimensions`: how many numbers are left of a vector, 0: all. `normalize`: as --embd-normalize."""
+    """Options of vectors.
+
+    `dimensions` is the length that vectors are cut to, 0 for all; `normalize` is as in --embd-normalize.
+    """
 
     dimensions: int = 0
     normalize: int = 2
 
     def of(self, rows: FloatRows) -> FloatRows:
-        """The vectors of these rows."""
+        """Return the vectors of these rows."""
         return normalized(rows[:, : self.dimensions] if self.dimensions else rows, self.normalize)
 
 
 def check_embeds(state: ServerState) -> None:
-    """ApiError 501 if the model has scores instead of vectors."""
+    """Raise ApiError 501 if the model gives scores instead of vectors."""
     if state.engine.model.pooling == "rank":
         raise unsupported("This server ranks documents and has no embeddings; use /v1/rerank, or another --pooling")
 
 
 def read_options(state: ServerState, body: Mapping[str, Any]) -> VectorOptions:
-    """`dimensions` and `embd_normalize`; ApiError naming what is wrong."""
+    """Read `dimensions` and `embd_normalize`. Raise ApiError naming the faulty field."""
     dimensions, normalize = 0, state.config.embed.normalize
     n_embd = state.engine.model.n_embd
     if body.get("dimensions") is not None:
@@ -63,7 +66,7 @@ def read_options(state: ServerState, body: Mapping[str, Any]) -> VectorOptions:
 
 
 async def read_texts(state: ServerState, value: Any, name: str) -> tuple[Texts, bool]:
-    """Token ids of the texts of a request, and whether it gave a list of them."""
+    """Return the token ids of a request's texts, and whether it gave a list of texts."""
     several = isinstance(value, list)
     plain = [_plain(item, f"{name}[{i}]") for i, item in enumerate(value)] if several else _plain(value, name)
     prompts, several = await read_prompts(plain, state.limits, name, MAX_TEXTS)
@@ -71,7 +74,7 @@ async def read_texts(state: ServerState, value: Any, name: str) -> tuple[Texts, 
 
 
 def _plain(value: Any, name: str) -> Any:
-    """The text of `{"content": [{"type": "text", "text": ...}]}`, which some clients send; others as they are."""
+    """Return the text of `{"content": [{"type": "text", "text": ...}]}`, which some clients send, or another value."""
     if not isinstance(value, dict) or not isinstance(value.get("content"), list):
         return value
     texts = []
@@ -84,13 +87,13 @@ def _plain(value: Any, name: str) -> Any:
 
 
 async def vectors(request: Request, state: ServerState, body: Mapping[str, Any], texts: Texts) -> Embedded | None:
-    """What the engine makes of texts; None if the client is gone."""
+    """Return the engine's vectors or scores of texts; None if the client has disconnected."""
     lora = scales_of(body["lora"], "lora", state.limits.n_adapters) if body.get("lora") is not None else None
     return await embedded(request, state, EmbeddingRequest(texts, lora))
 
 
 def encoding(body: Mapping[str, Any]) -> str:
-    """`encoding_format`: float or base64."""
+    """Return `encoding_format`: float or base64."""
     value = body.get("encoding_format")
     if value is None:
         return "float"
@@ -100,14 +103,17 @@ def encoding(body: Mapping[str, Any]) -> str:
 
 
 def encoded(vector: npt.NDArray[np.float32], form: str) -> list[float] | str:
-    """A vector as JSON has it: numbers, or base64 of float32, the lowest byte first."""
+    """Return a vector in JSON form: numbers, or base64 of little-endian float32."""
     if form == "base64":
         return base64.b64encode(vector.astype("<f4").tobytes()).decode()
     return numbers(vector)
 
 
 def numbers(vector: npt.NDArray[np.float32]) -> list[float]:
-    """Numbers to ten digits of the largest one, which is more than float32 has: all digits would be twice as long."""
+    """Return numbers rounded to ten digits of the largest one.
+
+    float32 has fewer digits; writing all digits would double the length.
+    """
     largest = float(np.abs(vector).max(initial=0))
     digits = 10 - math.floor(math.log10(largest)) if largest else 0
     found: list[float] = np.round(vector.astype(np.float64), digits).tolist()
@@ -115,7 +121,10 @@ def numbers(vector: npt.NDArray[np.float32]) -> list[float]:
 
 
 async def json_array(items: Sequence[FloatRows], shape: Callable[[int, FloatRows], object]) -> bytes:
-    """A JSON array of what `shape` makes of items; many are written in a thread, so that others are answered too."""
+    """Return a JSON array of `shape` applied to the items.
+
+    Many items are written in a thread, so that other requests are served meanwhile.
+    """
 
     def write() -> bytes:
         return b"[" + b",".join(dump_bytes(shape(i, x)) for i, x in enumerate(items)) + b"]"
@@ -124,16 +133,16 @@ async def json_array(items: Sequence[FloatRows], shape: Callable[[int, FloatRows
 
 
 def with_array(fields: Mapping[str, Any], name: str, array: bytes) -> Response:
-    """The answer with these fields and an array that is written already."""
+    """Return a response with these fields and an array that is already JSON."""
     body = dump_bytes(fields)[:-1] + b"," + dump_bytes(name) + b":" + array + b"}"
     return json_bytes(body)
 
 
 def json_bytes(body: bytes) -> Response:
-    """An answer that is written already."""
+    """Return a response whose content is already JSON."""
     return Response(body, media_type="application/json; charset=utf-8")
 
 
 def best_first(scores: Sequence[float]) -> list[int]:
-    """Indices, largest score first; equal ones stay in order."""
+    """Return the indices, largest score first; ties keep their order."""
     return sorted(range(len(scores)), key=lambda i: -scores[i])

@@ -36,12 +36,12 @@ from ikcli.native.simd.vec import (
 _F0 = np.float32(0.0)
 _KC = PAIRS_PART
 _KINDS = {"f32": (ld_f32, 4), "f16": (ld_f16, 2), "bf16": (ld_bf16, 2)}
-# Rows of a tile, 16 or 32, and activation rows that are multiplied together: as many as there are registers for sums.
+# Rows of a tile (16 or 32), and activation rows multiplied together: as many as the registers hold sums for.
 _ROWS, _TOKENS = (32, 12) if isa.current().name == "avx512" else (16, 6)
 
 
 def _plain(kind):
-    """Return unpack_tile of rows that stand alone."""
+    """Return unpack_tile for rows that stand alone."""
     ld, size = _KINDS[kind]
     unpack = unpack_float16(kind)
 
@@ -64,7 +64,7 @@ def _plain(kind):
 
 # --- bfloat16 ---------------------------------------------------------------------------------------------------------
 def _bf16():
-    """Return unpack_tile of rows that stand alone."""
+    """Return unpack_tile for rows that stand alone."""
     unpack = unpack_float16("f32")  # moves pairs
 
     @inline
@@ -104,7 +104,7 @@ def _add_pair_bf16(total, pairs, x):
 
 @inline
 def _add_pair_f32(total, pairs, x):
-    """Return the same with float32 activations."""
+    """Return total + 16 rows of a column pair times two float32 activations at x."""
     return vfma(_odd(pairs), bcast_f32x16(x + 4), vfma(_even(pairs), bcast_f32x16(x), total))
 
 
@@ -161,9 +161,9 @@ def _make_float_step(nt, pairs):
 
 
 def _make_ask(size):
-    """Return ask(w, row_bytes, n, k, k0, first, last), which prefetches rows into the second level of the cache.
+    """Return ask(w, row_bytes, n, k, k0, first, last), which prefetches rows into the L2 cache.
 
-    It takes rows first .. last-1 of n of the next columns, or of the next n rows. size: bytes of a weight.
+    It takes rows first .. last-1 of n of the next columns, or of the next n rows. size: bytes per weight.
     """
 
     @inline
@@ -182,7 +182,7 @@ def _make_ask(size):
 
 @inline
 def _ask_nothing(w, row_bytes, n, k, k0, first, last):
-    """Do nothing: groups of rows are read in the order of memory, which the hardware prefetcher follows."""
+    """Do nothing: groups of rows are read in memory order, which the hardware prefetcher follows."""
 
 
 def _make_block(few, unpack_tile, make_step, ask):
@@ -213,7 +213,7 @@ def _make_block(few, unpack_tile, make_step, ask):
 
 
 def float_block(kind, activations=""):
-    """Return (block, rows of it) of a float type; `activations`: "f32" for rows of f16 that stay floats."""
+    """Return (block, rows of it) of a float type; `activations` is "f32" for rows of f16 that stay floats."""
     if kind == "bf16_r16":
         return _make_block(*_sixteen_rows(), lambda nt: _make_float_step(nt, rounds_activations()), _ask_nothing)
     few, ask = make_few(kind), _make_ask(_KINDS[kind][1])

@@ -23,7 +23,10 @@ from ikcli.quant.tables import IQ2_KL_VALUES, IQ2_VALUES, IQ3_VALUES, IQ4_VALUES
 
 
 class _Base(RowFormat):
-    """`dot_codes` gives entries of the first table; bit i of `table_bits` says that block i uses the shifted one."""
+    """Base of all types.
+
+    `dot_codes` gives entries of the first table; bit i of `table_bits`: block i uses the shifted one.
+    """
 
     def table_bits(self, e, w):
         """Return 16 bits for blocks of 16 columns, at the start of most types as `extra`."""
@@ -146,7 +149,7 @@ class IQ5_K(_FiveBits, _SixBitScales):
 
 
 class IQ6_K(_Base):
-    """d f16, extra u16, int8 scales[16], qs[128], qh[64]. Computes with the integer table, as every matmul does."""
+    """d f16, extra u16, int8 scales[16], qs[128], qh[64]. It uses the integer table, as every matmul does."""
 
     shift = 1
 
@@ -223,13 +226,13 @@ class IQ4_KSS(_ByteScales):
     def scale_bytes(self, e, w):
         words = e.b.load(e.vector_pointer(w, 16, 64), align=1)
         bits = e.opaque(e.b.bitcast(e.b.trunc(words, ir.VectorType(ir.IntType(1), 64)), I64))
-        # by way of an integer register: LLVM would store the mask and load a wider vector, which stalls
+        # through an integer register: LLVM would store the mask and load a wider vector, which stalls
         lanes = e.b.insert_element(ir.Constant(ir.VectorType(I64, 2), ir.Undefined), bits, e.index(0))
         as_bytes = e.pick(e.b.bitcast(lanes, llvm_type(i8x16)), range(8))
         return e.b.zext(as_bytes, ir.VectorType(I32, 8))
 
     def nibbles(self, e, address, n_words):
-        """Return bytes of two nibbles, as other types have them."""
+        """Return bytes of two nibbles, in the layout of other types."""
         u = e.all_and(e.b.load(e.vector_pointer(address, 16, n_words), align=1), 0xFFFE)
         v = e.b.xor(u, e.lshr(u, [1] * n_words))
         return e.b.bitcast(v, ir.VectorType(ir.IntType(8), 2 * n_words))
@@ -275,7 +278,7 @@ class IQ2_KL(_Base):
         return [e.lookup(table, e.b.or_(e.all_and(self._index(e, q, h, n), 31), odd)) for n in range(4)]
 
     def _index(self, e, q, h, n):
-        """In the lower five bits, the indices of columns 4n .. 4n+3 of every block of 16."""
+        """Return the indices of columns 4n .. 4n+3 of every block of 16, in the lower five bits."""
         twice = [2 * n, 2 * n, 2 * n + 1, 2 * n + 1]
         low = e.pick(q, [16 * (b // 4) + 8 * (b % 2) + i for b in range(16) for i in twice])
         fifth = e.b.bitcast(e.pick(h, [8 * (b % 2) + i for b in range(16) for i in twice]), llvm_type(i32x16))

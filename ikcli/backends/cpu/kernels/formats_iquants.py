@@ -21,7 +21,7 @@ class _Grid(RowFormat):
 
 
 def bits(e, x, shift, width):
-    """Return bits of an i32."""
+    """Return the bits of an i32."""
     return e.b.and_(e.b.lshr(x, ir.Constant(I32, shift)), ir.Constant(I32, (1 << width) - 1))
 
 
@@ -31,11 +31,14 @@ class _Signed(_Grid):
     signs_at = 0  # where a type has bytes of eight signs
 
     def indices(self, e, w):
-        """For shuffles, numbers of all points: 32 words, or the lower bytes of 64 and masks of their upper bits."""
+        """Return the numbers of all points, for shuffles.
+
+        They are 32 words, or the lower bytes of 64 and masks of their upper bits.
+        """
         raise NotImplementedError
 
     def sign_bytes(self, e, w):
-        """For shuffles, bytes of eight signs: that of columns 8i .. 8i+7 is number sign_byte(i)."""
+        """Return, for shuffles, bytes of eight signs; columns 8i .. 8i+7 use number sign_byte(i)."""
         raise NotImplementedError
 
     def sign_byte(self, i):
@@ -58,7 +61,7 @@ class _Signed(_Grid):
         return [self.shuffled(e, w, _QUARTERS, n) for n in range(4)] if gs.usable() else None
 
     def shuffled(self, e, w, vectors, n):
-        """Return bias + values of the n-th of four `vectors`: 16 runs of four columns each, as their first columns."""
+        """Return bias + values of vector n of four, each given as the first columns of its 16 runs of four columns."""
         _, levels, bits = grid_points.packed(self.name)
         per = 8 if bits == 2 else 4  # columns of a point
         size = per // 2  # vectors of codes that 32 points are enough for

@@ -26,7 +26,7 @@ class Q4_K(RowFormat):
 
 
 class Q5_K(Q4_K):
-    """As q4_K with 32 bytes of fifth bits before the nibbles."""
+    """Same as q4_K, with 32 bytes of fifth bits before the nibbles."""
 
     def codes(self, e, w, j):
         return e.b.or_(split_nibbles(e, e.offset(w, 48), j), e.shift_left(bit_plane(e, e.offset(w, 16), j), 4))

@@ -1,6 +1,6 @@
 """Formats of 32-column blocks: q8_0 q6_0 q5_0 q5_1 q4_0 q4_1 iq4_nl mxfp4, and q8_KV with one scale per row.
 
-Layouts: ggml-common.h. All but the `_1` types are symmetric; iq4_nl and mxfp4 look their values up.
+Layouts: ggml-common.h. All but the `_1` types are symmetric; iq4_nl and mxfp4 look up their values.
 """
 
 import llvmlite.ir as ir
@@ -18,7 +18,7 @@ class _Blocks32(RowFormat):
         return e.halves_at(w, self.block_bytes)
 
     def fifth_bits(self, e, w, j, at):
-        """Mask of the columns whose bit 4 is set."""
+        """Return the mask of the columns whose bit 4 is set."""
         return e.bit_mask(*(e.word(e.offset(w, self.block_bytes * b + at)) for b in (2 * j, 2 * j + 1)))
 
 

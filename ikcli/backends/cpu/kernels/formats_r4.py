@@ -52,7 +52,7 @@ class _EightRows(_Blocks32):
     order, codes_at = _NATURAL8, 16
 
     def nibble_pair(self, e, w, v):
-        """Low nibbles are the first 16 columns."""
+        """Return 64 codes; low nibbles are the first 16 columns."""
         return e.field(e.load(i8x64, e.offset(w, self.codes_at + 64 * (v % 2))), 4 * (v // 2), 4)
 
 
@@ -159,7 +159,7 @@ class Q4_K(SuperBlock):
 
 
 class Q5_K(Q4_K):
-    """As Q4_K, with fifth bits before the codes."""
+    """Same as Q4_K, with fifth bits before the codes."""
 
     def codes(self, e, w, ib, v):
         fifth = e.bits(*e.plane(e.offset(w, 64 + 16 * ib), v, 4, 1, 2), 1, to=4)

@@ -17,7 +17,7 @@ _I8 = ir.IntType(8)
 
 
 class _Grid(GroupFormat):
-    """Half-float scales of the rows come first."""
+    """Grid types, which start with the half-float scales of the rows."""
 
     bias = 64  # at least the largest coordinate
 
@@ -32,7 +32,7 @@ class _Grid(GroupFormat):
         return e.memo[key]
 
     def in_runs(self, e, codes):
-        """From word order to runs of four columns."""
+        """Reorder from word order to runs of four columns."""
         words = e.b.bitcast(codes, llvm_type(i32x16))
         return e.b.bitcast(e.pick(words, _RUNS), codes.type)
 
@@ -87,25 +87,25 @@ class _Signed(_Grid):
         return 16 * (g // 8) + 4 * k + g % 8 // 2
 
     def indices(self, e, w, part):
-        """Return 64 indices: lower bytes, masks of upper bits from the lowest on."""
+        """Return 64 indices: lower bytes, then masks of upper bits from the lowest on."""
         raise NotImplementedError
 
     def sign_runs(self, e, w, u, runs):
-        """Return bytes of eight signs, which of them belong to these runs, and from which bit on."""
+        """Return bytes of eight signs, which of them belong to these runs, and their first bit."""
         signs = self.once(e, ("sign bytes", u // 2), w, lambda: self.sign_bytes(e, w, u // 2))
         return signs, [(32 * (u % 2) + 16 * (g // 8) + 4 * k + g % 8 // 2, 4 * (g % 2)) for g, k in runs]
 
     def sign_bytes(self, e, w, part):
-        """Those of four blocks, a byte per group of eight columns: number 16*block + 4*row + group."""
+        """Return the sign bytes of four blocks, one per group of eight columns: number 16*block + 4*row + group."""
         raise NotImplementedError
 
     # --- point by point -----------------------------------------------------------------------------------------------
     def number(self, e, w, ib, k, g):
-        """Return number (i32) of the point of row k, group g of `columns`."""
+        """Return the number (i32) of the point of row k, group g of `columns`."""
         raise NotImplementedError
 
     def sign_bytes16(self, e, w, ib):
-        """Return a byte of eight signs per group of eight columns, numbered 4*row + group."""
+        """Return one byte of eight signs per group of eight columns, numbered 4*row + group."""
         raise NotImplementedError
 
     # --- either way ---------------------------------------------------------------------------------------------------
@@ -150,9 +150,9 @@ class _Signed(_Grid):
         return e.signs_of_bits(self.sign_bytes16(e, w, ib), *zip(*places, strict=True))
 
     def taken(self, e, w, ib, make, i):
-        """Word i of those that make() yields.
+        """Return word i of the words that make() gives.
 
-        They leave the vector register four at a time: one by one, or by way of memory, would be slower.
+        They leave the vector register four at a time: one at a time, or through memory, would be slower.
         """
 
         def take():

@@ -72,7 +72,7 @@ class IQ4_K(_Halves):
 
 
 class IQ5_K(IQ4_K):
-    """As IQ4_K, then fifth bits."""
+    """Same as IQ4_K, then fifth bits."""
 
     shift, read_in_two_places = 2, True
 
@@ -97,7 +97,7 @@ class IQ4_KS(_Shifted):
         return row
 
     def selected(self, e, w, ib):
-        """Mask of the 32-bit lanes of a vector of codes that are shifted."""
+        """Return the mask of the 32-bit lanes that are shifted in a vector of codes."""
         return self._bits(e, e.repeated(e.bytes_at(e.offset(w, 4 * ib), 4), 4))
 
     def shifted_lanes(self, e, w, part):
@@ -111,7 +111,7 @@ class IQ4_KS(_Shifted):
 
 
 class IQ5_KS(IQ4_KS):
-    """As IQ4_KS, then fifth bits."""
+    """Same as IQ4_KS, then fifth bits."""
 
     shift, read_in_two_places = 2, True
 

@@ -44,7 +44,7 @@ class _Trellis(RowFormat):
         return self.pack(e, [self.generate(e, e.pick(seeds, [2 * i] * 8 + [2 * i + 1] * 8), 8) for i in range(4)])
 
     def pack(self, e, parts):
-        """Return 64 values plus bias from four vectors that `generate` gave."""
+        """Return 64 values plus bias from the four vectors of `generate`."""
         codes = self.low_bytes(e, parts)
         return codes if self.bias else e.b.sub(codes, e.const64(126))
 
@@ -154,7 +154,7 @@ class IQ3_KT(_Trellis):
         return [self.signed(e, v, s) for v, s in zip(values, e.bit_quarters(e.offset(w, 68), 7), strict=True)]
 
     def signed(self, e, values, signs):
-        """Return magnitudes of these, negated where `signs` is negative, as `dot_codes`."""
+        """Return these magnitudes, negated where `signs` is negative, as `dot_codes`."""
         points = call_llvm(e.b, "llvm.abs.v64i8", values.type, [values, ir.Constant(ir.IntType(1), 0)])
         return e.signed(points, signs, -self.bias)  # 128 and -128 are the same byte
 

@@ -1,4 +1,4 @@
-"""/lora-adapters: the low-rank adapters of the command line, and their scales."""
+"""/lora-adapters: the LoRA adapters of the command line and their scales."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LIST = object_body({"type": "array", "items": _ENTRY})
 
 @router.get("/lora-adapters", summary="Adapters")
 async def adapters(request: Request) -> Response:
-    """Id, file and scale of every adapter."""
+    """Return id, file and scale of every adapter."""
     engine = server(request).engine
     pairs = zip(engine.model.adapters, engine.scales, strict=True)
     return json_response([{"id": i, "path": path, "scale": scale} for i, (path, scale) in enumerate(pairs)])
@@ -27,7 +27,7 @@ async def adapters(request: Request) -> Response:
 
 @router.post("/lora-adapters", openapi_extra=_LIST, summary="Scales of adapters")
 async def scale_adapters(request: Request) -> Response:
-    """Scales for requests that begin from now on and name none; adapters that are not named get 0."""
+    """Set the scales of later requests that name none; adapters that the body does not name get 0."""
     state = server(request)
     state.engine.set_scales(scales_of(await read_json(request), "the body", state.limits.n_adapters))
     return json_response({"success": True})

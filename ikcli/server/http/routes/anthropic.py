@@ -1,4 +1,4 @@
-"""/v1/messages: Anthropic's messages API and its token counting."""
+"""/v1/messages: Anthropic's Messages API and its token counting."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _BODY = generation_body(AnthropicBody)
 
 @router.post("/v1/messages", openapi_extra=_BODY, summary="Answer a conversation (Anthropic)")
 async def messages(request: Request) -> Response:
-    """Anthropic's messages with their events."""
+    """Answer a Messages request, whole or as events."""
     state = server(request)
     body = await read_object(request)
     fields, prepared, requests = await one_generation_of(state, convert.to_chat(body))
@@ -33,7 +33,7 @@ async def messages(request: Request) -> Response:
 
 @router.post("/v1/messages/count_tokens", openapi_extra=_BODY, summary="Tokens of a conversation (Anthropic)")
 async def count_tokens(request: Request) -> Response:
-    """`{"input_tokens": n}`."""
+    """Return the number of prompt tokens as `{"input_tokens": n}`."""
     state = server(request)
     _, prepared, _ = await generations_of(state, convert.to_chat(await read_object(request)))
     return json_response({"input_tokens": len(prepared.tokens)})

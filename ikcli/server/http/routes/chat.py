@@ -36,7 +36,7 @@ _CONTROL = object_body(
 @router.post("/v1/chat/completions", openapi_extra=_BODY, summary="Answer a conversation (OpenAI)")
 @router.post("/chat/completions", openapi_extra=_BODY, summary="Answer a conversation (OpenAI)")
 async def chat_completions(request: Request) -> Response:
-    """OpenAI's chat completion, with tools, JSON schemas and all fields of /completion."""
+    """Answer an OpenAI chat completion request, with tools, JSON schemas and all fields of /completion."""
     state = server(request)
     body = await read_object(request)
     fields, prepared, requests = await generations_of(state, body)
@@ -49,7 +49,7 @@ async def chat_completions(request: Request) -> Response:
 @router.post("/v1/chat/completions/control", openapi_extra=_CONTROL, summary="End the thinking of a running answer")
 @router.post("/chat/completions/control", openapi_extra=_CONTROL, summary="End the thinking of a running answer")
 async def control(request: Request) -> Response:
-    """`{"success": true}`, or false and a `message` if there is nothing to end."""
+    """Return `{"success": true}`, or false and a `message` if there is nothing to end."""
     state = server(request)
     body = await read_object(request)
     if not body.get("id"):
@@ -63,7 +63,7 @@ async def control(request: Request) -> Response:
 
 @router.post("/apply-template", openapi_extra=_BODY, summary="The prompt of a conversation")
 async def apply_template(request: Request) -> Response:
-    """`{"prompt": ...}` without generating."""
+    """Return `{"prompt": ...}` without generating."""
     state = server(request)
     body = await read_object(request)
     prepared = await _only_prompt(state, body)
@@ -73,7 +73,7 @@ async def apply_template(request: Request) -> Response:
 @router.post("/v1/chat/completions/input_tokens", openapi_extra=_BODY, summary="Tokens of a conversation")
 @router.post("/chat/completions/input_tokens", openapi_extra=_BODY, summary="Tokens of a conversation")
 async def input_tokens(request: Request) -> Response:
-    """How many tokens the prompt has."""
+    """Return the number of prompt tokens."""
     state = server(request)
     prepared = await _only_prompt(state, await read_object(request))
     return json_response({"object": "response.input_tokens", "input_tokens": len(prepared.tokens)})

@@ -32,7 +32,7 @@ router = APIRouter(tags=["text"])
 async def answer_native(
     request: Request, state: ServerState, body: Mapping[str, Any], fields: CompletionBody, prompts: Sequence[Prompt]
 ) -> Response:
-    """Generate and answer in llama-server's own form."""
+    """Generate and answer in llama-server's native form."""
     constraint = await constraint_of(state, fields)
     generations = requests_of(state, fields, prompts, fields.n_cmpl, constraint=constraint)
     shown = [prompt.text for prompt in prompts for _ in range(fields.n_cmpl)]
@@ -45,7 +45,7 @@ async def answer_native(
 
 
 def probabilities(state: ServerState, fields: GenerationBody, top: int | None = None) -> Probabilities | None:
-    """The writer of token probabilities, if the request wants them."""
+    """Return the writer of token probabilities if the request wants them, else None."""
     if fields.n_probs <= 0:
         return None
     return Probabilities(state.engine.tokenizer, post=fields.post_sampling_probs, top=top)
@@ -54,7 +54,7 @@ def probabilities(state: ServerState, fields: GenerationBody, top: int | None = 
 @router.post("/completion", openapi_extra=generation_body(NativeBody), summary="Continue a text")
 @router.post("/completions", openapi_extra=generation_body(NativeBody), summary="Continue a text")
 async def completion(request: Request) -> Response:
-    """llama-server's own completion; several prompts give an array."""
+    """Answer llama-server's native completion request; several prompts give an array."""
     state = server(request)
     body = await read_object(request)
     fields = NativeBody.of(body, state.defaults, state.limits)
@@ -64,7 +64,7 @@ async def completion(request: Request) -> Response:
 
 @router.post("/v1/completions", openapi_extra=generation_body(OpenAICompletionBody), summary="Continue a text (OpenAI)")
 async def completion_openai(request: Request) -> Response:
-    """OpenAI's text completion with echo, logprobs, n and best_of."""
+    """Answer an OpenAI text completion request, with echo, logprobs, n and best_of."""
     state = server(request)
     body = await read_object(request)
     fields = OpenAICompletionBody.of(body, state.defaults, state.limits)
@@ -96,7 +96,7 @@ def _best_of(fields: OpenAICompletionBody) -> int:
 
 
 async def _prompts(state: ServerState, fields: OpenAICompletionBody) -> list[Prompt]:
-    """The prompts; with `suffix` each is a text to fill in before it."""
+    """Return the prompts; with `suffix`, each becomes a fill-in-the-middle prompt."""
     value, suffix = fields.prompt, fields.suffix
     if not suffix:
         return (await read_prompts(value, state.limits))[0]

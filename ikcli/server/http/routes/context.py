@@ -1,4 +1,4 @@
-"""What every endpoint starts with: the server's state, and the request's body."""
+"""What every endpoint starts with: the server's state and the request's body."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ikcli.server.http.state import ServerState
 
 
 def server(request: Request) -> ServerState:
-    """The server's state."""
+    """Return the server's state."""
     state = request.app.state.server
     assert isinstance(state, ServerState)
     return state
 
 
 def server_with_slots(request: Request) -> ServerState:
-    """The server's state; ApiError 501 with --no-slots."""
+    """Return the server's state. Raise ApiError 501 with --no-slots."""
     state = server(request)
     if not state.config.server.slots:
         raise unsupported("This server does not support slots endpoint. Start it without `--no-slots`")
@@ -27,17 +27,17 @@ def server_with_slots(request: Request) -> ServerState:
 
 
 async def read_object(request: Request) -> dict[str, Any]:
-    """The body as a JSON object; ApiError naming what is wrong."""
+    """Read the body as a JSON object. Raise ApiError naming the fault."""
     return _logged(request, await body.read_object(request, server(request).timeout))
 
 
 async def read_json(request: Request) -> Any:
-    """The body as any JSON value; ApiError naming what is wrong."""
+    """Read the body as any JSON value. Raise ApiError naming the fault."""
     return _logged(request, await body.read_json(request, server(request).timeout))
 
 
 def _logged(request: Request, value: Any) -> Any:
-    """Bodies are only logged with -v."""
+    """Return the body after logging it, which only -v does."""
     log = server(request).log
     if log.verbose:
         log("VERB", "log_prompt", "request body", {"path": request.url.path, "body": value})

@@ -1,4 +1,4 @@
-"""Embeddings and reranking: llama-server's own forms, OpenAI's, and those of Jina, Cohere and TEI."""
+"""Embeddings and reranking: llama-server's native forms, OpenAI's, and those of Jina, Cohere and TEI."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ _RERANK = object_body(
 @router.post("/embedding", openapi_extra=_EMBED, summary="Embeddings")
 @router.post("/embeddings", openapi_extra=_EMBED, summary="Embeddings")
 async def embeddings(request: Request) -> Response:
-    """An array: `index`, and `embedding` with a row, or without pooling a row per token."""
+    """Return an array with `index` and `embedding`: one row, or one row per token without pooling."""
     return await _embeddings(request, openai=False)
 
 
 @router.post("/v1/embeddings", openapi_extra=_EMBED, summary="Embeddings (OpenAI)")
 async def embeddings_openai(request: Request) -> Response:
-    """OpenAI's answer; that of /embeddings to `content`."""
+    """Return OpenAI's answer, or that of /embeddings if the request has `content`."""
     return await _embeddings(request, openai=True)
 
 
@@ -111,7 +111,7 @@ async def _embeddings(request: Request, *, openai: bool) -> Response:
 @router.post("/v1/rerank", openapi_extra=_RERANK, summary="Rank documents by a query")
 @router.post("/v1/reranking", openapi_extra=_RERANK, summary="Rank documents by a query")
 async def rerank(request: Request) -> Response:
-    """Scores, best first: `results` with `index` and `relevance_score`; to `texts` the array of TEI."""
+    """Return scores, best first: `results` with `index` and `relevance_score`, or TEI's array for `texts`."""
     state = server(request)
     body = await read_object(request)
     documents.check_ranks(state)

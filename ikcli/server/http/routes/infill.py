@@ -19,7 +19,7 @@ _BODY = generation_body(InfillBody)
 
 @router.post("/infill", openapi_extra=_BODY, summary="Fill in code")
 async def fill(request: Request) -> Response:
-    """Text between `input_prefix` and `input_suffix`; all fields of /completion besides."""
+    """Generate text between `input_prefix` and `input_suffix`; all fields of /completion apply too."""
     state = server(request)
     body = await read_object(request)
     fields = InfillBody.of(body, state.defaults, state.limits)

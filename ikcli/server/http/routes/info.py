@@ -1,4 +1,4 @@
-"""What the server is and how it is doing: health, models, props, metrics, and the lists other servers have."""
+"""Server information and state: health, models, props, metrics, and the lists that other servers offer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ router = APIRouter(tags=["server"])
 @router.get("/health", summary="Is the server ready?")
 @router.get("/v1/health", summary="Is the server ready?")
 async def health(request: Request) -> Response:
-    """Status 503 while the model loads; never waits for the engine."""
+    """Return the server's health, with status 503 while the model loads; never wait for the engine."""
     state = server(request)
     found = state.engine.slots()
     busy = sum(slot.is_processing for slot in found)
@@ -39,12 +39,12 @@ async def health(request: Request) -> Response:
 @router.get("/models", summary="The model")
 @router.get("/v1/models", summary="The model (OpenAI)")
 async def models(request: Request) -> Response:
-    """One model; `meta` is null while it loads."""
+    """Return a list of one model; its `meta` is null while it loads."""
     return json_response(models_json(server(request)))
 
 
 def models_json(state: ServerState) -> dict[str, Any]:
-    """The list of the one model."""
+    """Return the list with the one model."""
     n_ctx = state.engine.model.n_ctx_slot if state.ready else 0
     entry: dict[str, Any] = {
         "id": state.alias,
@@ -61,7 +61,7 @@ def models_json(state: ServerState) -> dict[str, Any]:
 
 
 def _listed(text: str) -> list[str]:
-    """What commas separate, without repetitions."""
+    """Return the comma-separated parts of a text without duplicates."""
     return list(dict.fromkeys(item for part in text.split(",") if (item := part.strip())))
 
 
@@ -72,7 +72,7 @@ def _meta(state: ServerState) -> dict[str, Any]:
 
 
 def _catalogue_entry(name: str, n_ctx: int) -> dict[str, Any]:
-    """The entry coding agents look for besides OpenAI's list, and the fields Ollama's clients read."""
+    """Return the entry that coding agents look for besides OpenAI's list, with the fields Ollama's clients read."""
     return {
         "name": name,
         "model": name,
@@ -126,7 +126,7 @@ def _catalogue_entry(name: str, n_ctx: int) -> dict[str, Any]:
 
 @router.get("/props", summary="Settings of the server")
 async def props(request: Request) -> Response:
-    """Model, context, chat template and the settings requests get by default."""
+    """Return model, context, chat template and the default settings of requests."""
     state = server(request)
     model, tokenizer = state.engine.model, state.engine.tokenizer
     params = default_settings(state, model.n_ctx_slot)
@@ -160,7 +160,7 @@ async def props(request: Request) -> Response:
 
 @router.get("/v1/props", summary="Name, path and context of the model")
 async def props_simple(request: Request) -> Response:
-    """A short form of /props."""
+    """Return a short form of /props."""
     return json_response(_simple(server(request)))
 
 
@@ -180,7 +180,7 @@ def _token(tokenizer: Any, token: int | None) -> str:
 
 @router.post("/props", openapi_extra=object_body({"type": "object"}), summary="Change settings (needs --props)")
 async def change_props(request: Request) -> Response:
-    """There is nothing to change yet; the body must be an object."""
+    """Accept a JSON object without effect: there is nothing to change yet."""
     if not server(request).config.server.props:
         raise unsupported("This server does not support changing global properties. Start it with `--props`")
     await read_object(request)
@@ -189,7 +189,7 @@ async def change_props(request: Request) -> Response:
 
 @router.get("/metrics", summary="Counters for Prometheus (needs --metrics)")
 async def metrics_text(request: Request) -> Response:
-    """Prometheus text."""
+    """Return the metrics as Prometheus text."""
     state = server(request)
     if not state.config.server.metrics:
         raise unsupported("This server does not support metrics endpoint. Start it with `--metrics`")
@@ -201,7 +201,7 @@ async def metrics_text(request: Request) -> Response:
 
 @router.get("/usage", include_in_schema=False)
 async def usage(request: Request) -> Response:
-    """What a request of the server in front has used; once."""
+    """Return the token usage of a request, only once; the server in front asks for it."""
     used = server(request).ledger.take(request.query_params.get("id", ""))
     if used is None:
         raise ApiError(404, "there is nothing about this request")
@@ -210,6 +210,6 @@ async def usage(request: Request) -> Response:
 
 @router.get("/version", summary="Version of the server")
 async def version(request: Request) -> Response:
-    """Version and build; no storage for web pages, which some look for here."""
+    """Return version and build, but no storage for web pages, which some clients look for here."""
     features = {"sql": False, "zstd_compression": False}
     return json_response({"version": __version__, "build_info": FINGERPRINT, "features": features})

@@ -59,7 +59,7 @@ def _body(required: list[str], properties: dict[str, Any]) -> dict[str, Any]:
 
 @router.post("/api/chat", openapi_extra=_body(["model"], _CHAT), summary="Answer a conversation (Ollama)")
 async def chat(request: Request) -> Response:
-    """Ollama's chat; without messages nothing is generated."""
+    """Answer an Ollama chat request; without messages nothing is generated."""
     state = server(request)
     body = await read_object(request)
     model = asked_model(state, body)
@@ -75,7 +75,7 @@ async def chat(request: Request) -> Response:
 
 @router.post("/api/generate", openapi_extra=_body(["model"], _GENERATE), summary="Continue or answer a text (Ollama)")
 async def generate(request: Request) -> Response:
-    """Ollama's generate: a single turn; with `raw` or `suffix` the text goes to the model as it is."""
+    """Answer an Ollama generate request: a single turn, or the unchanged text with `raw` or `suffix`."""
     state = server(request)
     body = await read_object(request)
     model = asked_model(state, body)

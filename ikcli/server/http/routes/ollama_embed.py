@@ -1,4 +1,4 @@
-"""/api/embed and /api/embeddings: Ollama's vectors of texts."""
+"""/api/embed and /api/embeddings: Ollama's text embeddings."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _EMBEDDINGS = object_body(
 
 @router.post("/api/embed", openapi_extra=_EMBED, summary="Embeddings (Ollama)")
 async def embed(request: Request) -> Response:
-    """Normalized vectors of one text or several."""
+    """Return normalized vectors of one text or several."""
     start = time.perf_counter()
     state, body, model = await _asked(request)
     value = body.get("input")
@@ -78,7 +78,7 @@ async def embed(request: Request) -> Response:
 
 @router.post("/api/embeddings", openapi_extra=_EMBEDDINGS, summary="An embedding (Ollama)")
 async def embeddings(request: Request) -> Response:
-    """The vector of one text, as in Ollama not normalized."""
+    """Return the vector of one text, not normalized, as in Ollama."""
     state, body, _ = await _asked(request)
     text = f.text(body.get("prompt") or "", "prompt")
     if not text:
@@ -102,6 +102,6 @@ async def _asked(request: Request) -> tuple[ServerState, dict[str, Any], str]:
 
 
 def _cut(state: ServerState, texts: Texts) -> Texts:
-    """Texts that are too long without the tokens before the last one that the model adds, as far as necessary."""
+    """Truncate long texts to the context, keeping the end token that the model adds."""
     n_ctx, n_end = state.engine.model.n_ctx_slot, int(state.engine.tokenizer.add_eos)
     return tuple(t if len(t) <= n_ctx else t[: n_ctx - n_end] + t[len(t) - n_end :] for t in texts)

@@ -1,4 +1,4 @@
-"""What Ollama's clients ask about models: lists, details, and the management that this server does not do."""
+"""Model requests of Ollama's clients: lists, details, and management requests, which this server refuses."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ _NEVER = "9999-12-31T23:59:59Z"
 
 
 def asked_model(state: ServerState, body: Mapping[str, Any]) -> str:
-    """The name in a request; ApiError 400 without one, 404 if it is not the server's (`NAME:latest` is NAME)."""
+    """Return the model name in a request.
+
+    Raise ApiError 400 without a name, 404 if it differs from the server's (`NAME:latest` means NAME).
+    """
     value = body.get("model", body.get("name"))
     if value is None or f.text(value, "model") == "":
         raise bad_request("model is required")
@@ -39,19 +42,19 @@ def asked_model(state: ServerState, body: Mapping[str, Any]) -> str:
 
 @router.get("/api/version", summary="Version (Ollama)")
 async def version(request: Request) -> Response:
-    """For clients that poll it."""
+    """Return the version, which some clients poll."""
     return json_response({"version": __version__})
 
 
 @router.get("/api/tags", summary="The model (Ollama)")
 async def tags(request: Request) -> Response:
-    """One model; sizes are 0 while it loads."""
+    """Return a list of one model; its sizes are 0 while it loads."""
     return json_response({"models": [entry(server(request))]})
 
 
 @router.get("/api/ps", summary="The loaded model (Ollama)")
 async def ps(request: Request) -> Response:
-    """The model stays as long as the server."""
+    """Return the one model as running; it stays loaded as long as the server runs."""
     state = server(request)
     model = state.engine.model
     more = {"expires_at": _NEVER, "size_vram": model.size_gpu, "context_length": model.n_ctx_slot}
@@ -60,7 +63,7 @@ async def ps(request: Request) -> Response:
 
 @router.post("/api/show", openapi_extra=_NAME, summary="About the model (Ollama)")
 async def show(request: Request) -> Response:
-    """Sizes, template and capabilities."""
+    """Return sizes, template and capabilities."""
     state = server(request)
     asked_model(state, await read_object(request))
     model = state.engine.model
@@ -79,7 +82,10 @@ async def show(request: Request) -> Response:
 
 
 def model_info(arch: str, n_params: int, n_ctx: int, n_embd: int) -> dict[str, Any]:
-    """`model_info` of a model; some clients look for the context under the name of llama, whatever the model is."""
+    """Return `model_info` of a model.
+
+    Some clients read the context length under llama's key, whatever the architecture.
+    """
     return {
         "general.architecture": arch,
         "general.parameter_count": n_params,
@@ -90,7 +96,7 @@ def model_info(arch: str, n_params: int, n_ctx: int, n_embd: int) -> dict[str, A
 
 
 def entry(state: ServerState) -> dict[str, Any]:
-    """The model in lists; sizes are 0 while it loads."""
+    """Return the model's entry in lists; its sizes are 0 while it loads."""
     return {
         "name": state.alias,
         "model": state.alias,
@@ -113,7 +119,7 @@ def _details(state: ServerState) -> dict[str, Any]:
 
 
 def details(arch: str, n_params: int, file_type: str) -> dict[str, Any]:
-    """`details` of a model."""
+    """Return `details` of a model."""
     return {
         "parent_model": "",
         "format": "gguf",
@@ -136,7 +142,7 @@ def _capabilities(state: ServerState) -> list[str]:
 
 @router.post("/api/pull", openapi_extra=_NAME, summary="Get a model (Ollama)")
 async def pull(request: Request) -> Response:
-    """Success for the model that is there, 501 for others."""
+    """Return success for the served model, 501 for others."""
     state = server(request)
     body = await read_object(request)
     stream = body.get("stream") is None or f.boolean(body["stream"], "stream")
@@ -155,7 +161,7 @@ async def pull(request: Request) -> Response:
 @router.post("/api/push", openapi_extra=_NAME, summary="Publish a model (Ollama)")
 @router.delete("/api/delete", openapi_extra=_NAME, summary="Delete a model (Ollama)")
 async def manage(request: Request) -> Response:
-    """Answer 501: models are files named when the server starts."""
+    """Return 501: models are files named when the server starts."""
     await read_json(request)
     what = request.url.path.rpartition("/")[2]
     raise unsupported(f"This server does not {what} models; its models are GGUF files, named when it is started")

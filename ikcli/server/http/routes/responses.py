@@ -24,7 +24,7 @@ _BODY = generation_body(ResponsesBody)
 @router.post("/v1/responses", openapi_extra=_BODY, summary="Answer a conversation (OpenAI Responses)")
 @router.post("/responses", openapi_extra=_BODY, summary="Answer a conversation (OpenAI Responses)")
 async def responses(request: Request) -> Response:
-    """OpenAI's Responses API with its events."""
+    """Answer an OpenAI Responses request, whole or as events."""
     state = server(request)
     body = await read_object(request)
     fields, prepared, requests = await one_generation_of(state, convert.to_chat(body))
@@ -36,7 +36,7 @@ async def responses(request: Request) -> Response:
 @router.post("/v1/responses/input_tokens", openapi_extra=_BODY, summary="Tokens of a conversation")
 @router.post("/responses/input_tokens", openapi_extra=_BODY, summary="Tokens of a conversation")
 async def input_tokens(request: Request) -> Response:
-    """How many tokens the prompt has."""
+    """Return the number of prompt tokens."""
     state = server(request)
     _, prepared, _ = await generations_of(state, convert.to_chat(await read_object(request)))
     return json_response({"object": "response.input_tokens", "input_tokens": len(prepared.tokens)})

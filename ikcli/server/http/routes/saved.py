@@ -1,4 +1,4 @@
-"""Prompts that slots hold, and saved slots: listing, deleting and renaming them."""
+"""Prompts held by slots, and saved slots: listing, deleting and renaming."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _RENAME = object_body(
 
 @router.get("/slots/list", summary="Prompts in the slots")
 async def held(request: Request) -> Response:
-    """What the cache of every slot holds, as text."""
+    """Return the cached content of every slot as text."""
     state = server_with_slots(request)
     found, first = state.engine.cached_tokens(), state.config.server.first_slot
     decode = state.engine.tokenizer.decode
@@ -40,7 +40,7 @@ async def held(request: Request) -> Response:
 
 @router.get("/list", summary="Saved slots")
 async def saved(request: Request) -> Response:
-    """The files of --slot-save-path with their text."""
+    """Return the files of --slot-save-path with their text."""
     state = server(request)
     return json_response(await asyncio.to_thread(_listing, state, _folder(state)))
 

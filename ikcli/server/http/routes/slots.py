@@ -1,4 +1,4 @@
-"""/slots: what the slots are doing; saving, restoring and erasing their caches."""
+"""/slots: the state of the slots; saving, restoring and erasing their caches."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _ACTION = object_body({"type": "object", "properties": {"filename": {"type": "st
 
 @router.get("/slots", summary="What the slots are doing")
 async def slots(request: Request) -> Response:
-    """An array by slot; with `?fail_on_no_slot=1` status 503 if none is free."""
+    """Return an array with one entry per slot; with `?fail_on_no_slot=1` the status is 503 if no slot is free."""
     state = server_with_slots(request)
     found = state.engine.slots()
     if request.query_params.get("fail_on_no_slot", "0") not in ("", "0") and all(s.is_processing for s in found):
@@ -40,7 +40,7 @@ async def slots(request: Request) -> Response:
 
 
 def slots_json(state: ServerState) -> list[dict[str, Any]]:
-    """All slots in the form of both forks."""
+    """Return all slots with the fields of both forks."""
     return [_slot(state, slot) for slot in state.engine.slots()]
 
 
@@ -76,13 +76,13 @@ def _slot(state: ServerState, slot: SlotState) -> dict[str, Any]:
 
 
 def default_settings(state: ServerState, n_ctx: int) -> dict[str, Any]:
-    """The settings of a request without fields."""
+    """Return the settings of a request without fields."""
     return settings(request_of(state, state.defaults), state.defaults, n_ctx, state.alias)
 
 
 @router.post("/slots/{id_slot}", openapi_extra=_ACTION, summary="Save, restore or erase a slot's cache")
 async def action(request: Request, id_slot: str) -> Response:
-    """`?action=save|restore` with `{"filename": ...}`, or `?action=erase`."""
+    """Run `?action=save|restore` with `{"filename": ...}`, or `?action=erase`."""
     state = server(request)
     if state.config.server.slot_save_path is None:
         raise unsupported("This server does not support slots action. Start it with `--slot-save-path`")
@@ -104,7 +104,7 @@ async def action(request: Request, id_slot: str) -> Response:
 
 
 def _slot_number(state: ServerState, text: str) -> tuple[int, int]:
-    """Number and index of a slot."""
+    """Return number and index of a slot."""
     first, n_slots = state.config.server.first_slot, state.config.n_parallel
     if not re.fullmatch(r"[0-9]{1,9}", text) or not first <= int(text) < first + n_slots:
         raise bad_request(f"Invalid slot ID: the slots are {first} to {first + n_slots - 1}")
@@ -112,7 +112,7 @@ def _slot_number(state: ServerState, text: str) -> tuple[int, int]:
 
 
 def file_name(value: Any, field: str = "filename") -> str:
-    """A plain file name: no folders, no hidden or reserved names."""
+    """Return a plain file name, without directories; hidden and reserved names are refused."""
     if value is None:
         raise bad_request(f"{field} is required")
     name = f.text(value, field)
@@ -128,7 +128,7 @@ async def _act(state: ServerState, id_slot: int, wanted: str, path: Path | None)
     try:
         result: SlotActionResult = await asyncio.wrap_future(state.engine.slot_action(id_slot, wanted, path))
     except EngineError as e:
-        if e.status == 404:  # a file that is not there: clients know this as a wrong request
+        if e.status == 404:  # a missing file; clients expect a bad request
             raise bad_request(e.message) from None
         raise ApiError(e.status, e.message, e.type) from None
     return result

@@ -20,7 +20,7 @@ router = APIRouter(tags=["tokens"])
 
 
 class TokenizeBody(Body, frozen=True):
-    """/tokenize."""
+    """Request body of /tokenize."""
 
     content: Annotated[Any, shown_as()] = field(None, "text, or an array of texts and token ids")
     add_special: Flag = field(False, "add BOS/EOS where the model wants them; default false")
@@ -29,14 +29,14 @@ class TokenizeBody(Body, frozen=True):
 
 
 class DetokenizeBody(Body, frozen=True):
-    """/detokenize."""
+    """Request body of /detokenize."""
 
     tokens: Annotated[Any, shown_as(type="array", items={"type": "integer"})] = field([], "token ids")
 
 
 @router.post("/tokenize", openapi_extra=object_body(schema_of(TokenizeBody)), summary="Text to token ids")
 async def tokenize(request: Request) -> Response:
-    """`{"tokens": [...]}`; pieces that are no text alone come as lists of bytes."""
+    """Return `{"tokens": [...]}`; a piece that is not valid text alone comes as a list of bytes."""
     state = server(request)
     body = TokenizeBody.checked(await read_object(request))
     tokenizer, content = state.engine.tokenizer, body.content
@@ -65,7 +65,7 @@ def _piece(data: bytes) -> str | list[int]:
 
 @router.post("/detokenize", openapi_extra=object_body(schema_of(DetokenizeBody)), summary="Token ids to text")
 async def detokenize(request: Request) -> Response:
-    """`{"content": "..."}`."""
+    """Return `{"content": "..."}`."""
     state = server(request)
     body = DetokenizeBody.checked(await read_object(request))
     items = f.array(body.tokens, "tokens")

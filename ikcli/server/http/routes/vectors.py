@@ -1,4 +1,4 @@
-"""/control-vectors: control vectors are listed, loaded from one folder, unloaded and scaled."""
+"""/control-vectors: listing, loading (from one folder), unloading and scaling control vectors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _APPLY = object_body({"type": "array", "items": {"type": "object", "properties":
 
 @router.get("/control-vectors", summary="Control vectors")
 async def vectors(request: Request) -> Response:
-    """Id, file, scale and layers of every control vector, those of the command line first."""
+    """Return id, file, scale and layers of every control vector, those of the command line first."""
     return json_response(
         [
             {
@@ -51,7 +51,7 @@ async def vectors(request: Request) -> Response:
 
 @router.post("/control-vectors/load", openapi_extra=_LOAD, summary="Load a control vector")
 async def load(request: Request) -> Response:
-    """A file of the folder, used by requests that begin from now on; one that is loaded gets other settings."""
+    """Load a file of the folder for later requests; a vector already loaded gets the new settings."""
     folder, body = _folder(request), await read_object(request)
     scale = 1.0 if body.get("scale") is None else f.real(body["scale"], "scale")
     first, last = (_layer(body, name, name) for name in _LAYERS)
@@ -63,7 +63,7 @@ async def load(request: Request) -> Response:
 
 @router.post("/control-vectors/unload", openapi_extra=_UNLOAD, summary="Unload a control vector")
 async def unload(request: Request) -> Response:
-    """Those behind it count one less."""
+    """Unload a control vector; the numbers of those after it drop by one."""
     _folder(request)
     body = await read_object(request)
     if body.get("id") is None:
@@ -75,7 +75,7 @@ async def unload(request: Request) -> Response:
 
 @router.post("/control-vectors/apply", openapi_extra=_APPLY, summary="Scales of control vectors")
 async def apply(request: Request) -> Response:
-    """Scales, and perhaps layers, for requests that begin from now on; vectors that are not named get 0."""
+    """Set scales, and optionally layers, for later requests; vectors that the body does not name get 0."""
     _folder(request)
     changes = []
     for i, item in enumerate(f.array(await read_json(request), "the body")):
@@ -101,7 +101,7 @@ def _layer(entry: dict[str, Any], key: str, name: str) -> int | None:
 
 
 def _name(value: Any, folder: Path) -> str:
-    """The name of a file in the folder, which may be given with the folder."""
+    """Return the name of a file in the folder; the request may include the folder."""
     if isinstance(value, str) and Path(value).parent.resolve() == folder.resolve():
         value = Path(value).name
     name = file_name(value, "path")
@@ -111,7 +111,7 @@ def _name(value: Any, folder: Path) -> str:
 
 
 async def _done(change: Callable[[], T]) -> T:
-    """What a change returns; it may read a file."""
+    """Return the result of a change; it runs in a thread because it may read a file."""
     try:
         return await asyncio.to_thread(change)
     except EngineError as e:

@@ -31,7 +31,7 @@ _HEADERS = {
 
 
 def add_page(app: FastAPI, prefix: str = "") -> frozenset[str]:
-    """Add a route for every file of the page, the page itself at `/`; returns their paths."""
+    """Add a route for every file of the page, the page itself at `/`, and return their paths."""
     paths: set[str] = set()
     for item in resources.files("ikcli.server").joinpath("web").iterdir():
         kind = _KINDS.get(item.name[item.name.rfind(".") :])
@@ -47,7 +47,10 @@ def add_page(app: FastAPI, prefix: str = "") -> frozenset[str]:
 
 
 def _with_base(page: bytes, prefix: str) -> bytes:
-    """All addresses are relative; `/prefix` without a slash at its end needs to be told."""
+    """Return the page with a base address.
+
+    All addresses are relative, so `/prefix` without a trailing slash needs one.
+    """
     name = prefix.strip("/")
     if not name:
         return page
@@ -70,7 +73,7 @@ def _file(content: bytes, kind: str) -> Callable[[Request], Awaitable[Response]]
 
 
 def _takes_gzip(accepted: str) -> bool:
-    """True if a client names gzip without refusing it (`q=0`)."""
+    """Return whether a client accepts gzip: it names it without refusing it (`q=0`)."""
     for part in accepted.lower().split(","):
         name, *options = (text.strip() for text in part.split(";"))
         if name == "gzip":

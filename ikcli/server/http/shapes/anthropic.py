@@ -1,4 +1,4 @@
-"""/v1/messages: Anthropic's messages. Blocks of thinking, text and tool use, one after the other."""
+"""/v1/messages: Anthropic's messages, as successive blocks of thinking, text and tool use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ikcli.server.slots.messages import Delta, Final, PromptProgress, RequestTim
 
 
 class AnthropicShape:
-    """One answer, as Anthropic's API has no more."""
+    """Shape of a single answer, since Anthropic's API has no more."""
 
     def __init__(self, names: Naming, make_parser: ParserMaker) -> None:
         self._names = names
@@ -124,7 +124,7 @@ class AnthropicShape:
 
 
 def arguments(text: str) -> dict[str, Any]:
-    """Arguments as an object; unfinished ones are empty."""
+    """Return arguments as an object, empty if they are incomplete."""
     try:
         value = json.loads(text)
     except ValueError:

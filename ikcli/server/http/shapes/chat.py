@@ -26,7 +26,7 @@ _MARK = "\x00content\x00"
 
 
 class ChatShape:
-    """`make_parser` is called once per answer."""
+    """Shape of chat completions; `make_parser` is called once per answer."""
 
     def __init__(
         self, names: Naming, fields: GenerationBody, probabilities: Probabilities | None, make_parser: ParserMaker
@@ -39,7 +39,7 @@ class ChatShape:
         self._timings: dict[int, RequestTimings] = {}
         self._tokens: dict[int, list[TokenInfo]] = {}
         self._plain = probabilities is None and not fields.timings_per_token
-        self._around: dict[int, tuple[bytes, bytes]] = {}  # what is before and after the content of an answer's chunks
+        self._around: dict[int, tuple[bytes, bytes]] = {}  # what surrounds the content in an answer's chunks
 
     def begin(self) -> bytes:
         return b""
@@ -59,7 +59,7 @@ class ChatShape:
         return head + sse.data(self._chunk([_choice(index, {})]) | {"prompt_progress": progress_json(event)})
 
     def _start(self, index: int) -> bytes:
-        """The first event of an answer names the role."""
+        """Return the first event of an answer, which names the role."""
         if index in self._incoming:
             return b""
         self._incoming[index] = Incoming(self._make_parser())
@@ -88,7 +88,7 @@ class ChatShape:
         return b"".join(out)
 
     def _content(self, index: int, text: str) -> bytes:
-        """A chunk of content: only the text differs from one to the next."""
+        """Return a chunk of content; consecutive chunks differ only in the text."""
         if index not in self._around:
             whole = sse.data(self._chunk([_choice(index, {"content": _MARK})]))
             before, after = whole.split(quote(_MARK).encode())
@@ -146,6 +146,6 @@ def _choice(index: int, delta: dict[str, Any], reason: str | None = None) -> dic
 
 
 def reason(event: Final, incoming: Incoming) -> str:
-    """`finish_reason`: tool calls count only if the generation ended by itself."""
+    """Return `finish_reason`; tool calls count only if the generation ended by itself."""
     found = finish_reason(event)
     return "tool_calls" if found == "stop" and incoming.calls_tools else found

@@ -1,4 +1,4 @@
-"""Parts that several APIs share: timings, usage, token probabilities, ids; and what a Shape is."""
+"""Parts that several APIs share: timings, usage, token probabilities, ids; and the Shape protocol."""
 
 from __future__ import annotations
 
@@ -16,39 +16,39 @@ from ikcli.server.slots.messages import Candidate, Delta, Final, PromptProgress,
 from ikcli.tokenizer import Tokenizer
 
 FINGERPRINT = f"b{__version__}-ik"
-"""`system_fingerprint` and `build_info`."""
-_LOWEST = -3.4028234663852886e38  # what llama-server writes for log(0), which JSON cannot hold
+"""Value of `system_fingerprint` and `build_info`."""
+_LOWEST = -3.4028234663852886e38  # llama-server's value for log(0), which JSON cannot represent
 _LETTERS = string.ascii_letters + string.digits
 
 
 class Shape(Protocol):
-    """Turns the events of the generations of one request into bytes of a stream, or their ends into one answer."""
+    """Converter of a request's generation events into bytes of a stream, or of their ends into one answer."""
 
     def begin(self) -> bytes:
-        """What a stream starts with."""
+        """Return the start of a stream."""
 
     def progress(self, index: int, event: PromptProgress) -> bytes:
-        """A report on the prompt."""
+        """Return a report on prompt processing."""
 
     def delta(self, index: int, event: Delta) -> bytes:
-        """New text of generation `index`."""
+        """Return new text of generation `index`."""
 
     def final(self, index: int, event: Final) -> bytes:
-        """The end of generation `index`."""
+        """Return the end of generation `index`."""
 
     def failure(self, error: ApiError) -> bytes:
-        """An error after the stream has begun."""
+        """Return an error after the stream has begun."""
 
     def end(self) -> bytes:
-        """What a complete stream ends with."""
+        """Return the end of a complete stream."""
 
     def whole(self, finals: Sequence[Final]) -> Any:
-        """The answer without streaming."""
+        """Return the answer without streaming."""
 
 
 @dataclass(frozen=True, slots=True)
 class Naming:
-    """What answers are signed with. `alias` is the server's name of the model, `model` the one a client sent."""
+    """Names and id in answers. `alias` is the server's name of the model, `model` the one a client sent."""
 
     alias: str
     model: str
@@ -57,23 +57,23 @@ class Naming:
 
 
 def naming(alias: str, requested: Any, prefix: str) -> Naming:
-    """Names for one answer; the client's model name is repeated if it gave one."""
+    """Return the names for one answer, which repeats the client's model name if given."""
     model = requested if isinstance(requested, str) and requested else alias
     return Naming(alias, model, prefix + random_id(), int(time.time()))
 
 
 def random_id(n: int = 32) -> str:
-    """Random letters and digits."""
+    """Return random letters and digits."""
     return "".join(secrets.choice(_LETTERS) for _ in range(n))
 
 
 def n_prompt(timings: RequestTimings) -> int:
-    """Tokens of the prompt, reused ones included."""
+    """Return the number of prompt tokens, reused ones included."""
     return timings.cache_n + timings.prompt_n
 
 
 def timings_json(t: RequestTimings) -> dict[str, Any]:
-    """`timings` with the names of both forks; rates of nothing are 0."""
+    """Return `timings` with the names of both forks; rates over zero tokens are 0."""
     out: dict[str, Any] = {
         "cache_n": t.cache_n,
         "prompt_n": t.prompt_n,
@@ -93,7 +93,7 @@ def timings_json(t: RequestTimings) -> dict[str, Any]:
 
 
 def usage_json(timings: Iterable[RequestTimings]) -> dict[str, Any]:
-    """OpenAI's `usage`; the prompt counts once per generation."""
+    """Return OpenAI's `usage`; the prompt counts once per generation."""
     prompt = cached = completion = 0
     for t in timings:
         prompt += n_prompt(t)
@@ -108,17 +108,20 @@ def usage_json(timings: Iterable[RequestTimings]) -> dict[str, Any]:
 
 
 def progress_json(event: PromptProgress) -> dict[str, Any]:
-    """`prompt_progress`."""
+    """Return `prompt_progress`."""
     return {"total": event.total, "cache": event.cache, "processed": event.processed, "time_ms": event.time_ms}
 
 
 def logprob(value: float) -> float:
-    """A log-probability as JSON can hold it."""
+    """Return a log-probability as a number that JSON can represent."""
     return value if value > -math.inf else _LOWEST
 
 
 class Probabilities:
-    """Token probabilities as JSON; `post` gives probabilities instead of their logarithms, `top` cuts the lists."""
+    """Writer of token probabilities.
+
+    `post` gives probabilities instead of their logarithms; `top` truncates the lists.
+    """
 
     def __init__(self, tokenizer: Tokenizer, *, post: bool = False, top: int | None = None) -> None:
         self._tokenizer = tokenizer
@@ -126,7 +129,7 @@ class Probabilities:
         self._top = top
 
     def text(self, token: int) -> str:
-        """The token as text; bytes that are no character alone as U+FFFD."""
+        """Return the token as text; bytes that are not a character alone become U+FFFD."""
         return self._tokenizer.token_bytes(token).decode("utf-8", "replace")
 
     def _value(self, value: float) -> float:
@@ -139,18 +142,18 @@ class Probabilities:
         return {"id": item.id, "token": piece.decode("utf-8", "ignore"), "bytes": list(piece), name: value}
 
     def token(self, info: TokenInfo) -> dict[str, Any]:
-        """One entry of `completion_probabilities` or `logprobs.content`."""
+        """Return one entry of `completion_probabilities` or `logprobs.content`."""
         out = self._candidate(info)
         top = info.top if self._top is None else info.top[: self._top]
         out["top_probs" if self._post else "top_logprobs"] = [self._candidate(item) for item in top]
         return out
 
     def tokens(self, infos: Iterable[TokenInfo]) -> list[dict[str, Any]]:
-        """`logprobs.content`."""
+        """Return `logprobs.content`."""
         return [self.token(info) for info in infos]
 
     def native(self, infos: Iterable[TokenInfo]) -> list[dict[str, Any]]:
-        """`completion_probabilities`: as `tokens`, with `content` and `probs` of older servers besides."""
+        """Return `completion_probabilities`: as `tokens`, plus `content` and `probs` of older servers."""
         out = []
         for info in infos:
             entry = self.token(info)

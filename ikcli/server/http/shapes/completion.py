@@ -26,14 +26,17 @@ from ikcli.server.slots.messages import Delta, Final, PromptProgress, RequestTim
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """Prompts repeated in front of the answers: their texts and tokens, one per generation."""
+    """Prompts repeated before the answers: their texts and tokens, one per generation."""
 
     texts: Sequence[str]
     tokens: Sequence[Sequence[int]]
 
 
 class CompletionShape:
-    """`best`: of every run of so many generations only the `fields.n_cmpl` most likely ones are returned."""
+    """Shape of text completions.
+
+    Of every `best` consecutive generations, only the `fields.n_cmpl` most likely ones are returned.
+    """
 
     def __init__(
         self, names: Naming, fields: GenerationBody, probabilities: Probabilities | None, echo: Echo | None, best: int
@@ -173,7 +176,7 @@ class CompletionShape:
 
 
 def finish_reason(event: Final) -> str:
-    """OpenAI's reason of an end without tools."""
+    """Return OpenAI's reason for an end without tools."""
     return "stop" if event.stop_type in ("eos", "word") else "length"
 
 

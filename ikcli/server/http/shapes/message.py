@@ -11,7 +11,7 @@ ParserMaker = Callable[[], ChatParser]
 
 
 class Incoming:
-    """Reads generated text with a parser; `message` is what came so far."""
+    """Reader of generated text with a parser; `message` holds what has arrived so far."""
 
     def __init__(self, parser: ChatParser) -> None:
         self._parser = parser
@@ -19,19 +19,19 @@ class Incoming:
 
     @property
     def message(self) -> ChatMessage:
-        """What the deltas so far add up to."""
+        """The message that the deltas so far add up to."""
         return self._parser.message
 
     def delta(self, event: Delta) -> list[ChatDelta]:
-        """What an event adds."""
+        """Return the deltas that an event adds."""
         return self._seen(self._parser.feed(event.text))
 
     def final(self, event: Final) -> list[ChatDelta]:
-        """What the end adds."""
+        """Return the deltas that the end adds."""
         return self._seen([*self._parser.feed(event.tail.text), *self._parser.flush()])
 
     def whole(self, event: Final) -> ChatMessage:
-        """The message of a generation that was not streamed."""
+        """Return the message of a generation that was not streamed."""
         self._seen([*self._parser.feed(event.text), *self._parser.flush()])
         return self._parser.message
 

@@ -1,4 +1,4 @@
-"""/completion and /infill: llama-server's own form, with the fields of both forks."""
+"""/completion and /infill: llama-server's native form, with the fields of both forks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from ikcli.server.slots.messages import Delta, Final, PromptProgress
 
 
 class NativeShape:
-    """`prompts` are the texts shown in answers and `settings` their `generation_settings`, one per generation."""
+    """Native shape.
+
+    `prompts` are the texts shown in answers and `settings` their `generation_settings`, one per generation.
+    """
 
     def __init__(
         self,
@@ -44,7 +47,7 @@ class NativeShape:
         return sse.data({**out, "tokens_evaluated": event.total, "prompt_progress": progress_json(event)})
 
     def delta(self, index: int, event: Delta) -> bytes:
-        if self._plain:  # the same text as below, for the many
+        if self._plain:  # shortcut for the common case, with the same text as below
             ids = ",".join([str(token.id) for token in event.tokens])
             text = (
                 f'data: {{"index":{index},"content":{quote(event.text)},"tokens":[{ids}],"stop":false,'
@@ -84,7 +87,7 @@ class NativeShape:
 
     def _final(self, index: int, event: Final, *, content: str, tokens: list[int]) -> dict[str, Any]:
         probabilities = {}
-        if self._probabilities is not None:  # those of all tokens, at the end of a stream too
+        if self._probabilities is not None:  # those of all tokens, also at the end of a stream
             probabilities = {"completion_probabilities": self._probabilities.native(event.tokens)}
         return probabilities | {
             "index": index,
@@ -110,7 +113,7 @@ class NativeShape:
         }
 
     def _selected(self, answer: dict[str, Any]) -> dict[str, Any]:
-        """Only the fields of `response_fields`, under their paths; missing ones are left out."""
+        """Return only the fields of `response_fields`, under their paths; missing ones are left out."""
         if not self._fields.response_fields:
             return answer
         out = {}

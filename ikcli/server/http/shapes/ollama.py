@@ -1,4 +1,4 @@
-"""/api/chat and /api/generate: Ollama's answers, whole or as JSON lines. Durations are nanoseconds."""
+"""/api/chat and /api/generate: Ollama's answers, whole or as JSON lines. Durations are in nanoseconds."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from ikcli.server.slots.messages import Delta, Final, PromptProgress, RequestTim
 
 
 class OllamaShape:
-    """One answer. `prompt` None: a message of /api/chat; otherwise the text of /api/generate, and these are the tokens
-    that its `context` begins with (none: it gets no context). Without `make_parser` the text is taken as it is.
+    """Shape of a single Ollama answer.
+
+    With `prompt` None it is a message of /api/chat, otherwise the text of /api/generate. `prompt` then holds the tokens
+    that its `context` begins with; if empty, there is no `context`. Without `make_parser` the text is left as it is.
     """
 
     def __init__(
@@ -48,7 +50,7 @@ class OllamaShape:
         return self._pieces(self._incoming.delta(event), event.tokens)
 
     def _pieces(self, deltas: Sequence[Any], tokens: Sequence[TokenInfo]) -> bytes:
-        """Thoughts and content; calls are sent whole, at the end."""
+        """Return thinking and content; calls are sent whole, at the end."""
         thoughts = "".join(delta.reasoning for delta in deltas)
         return self._piece("".join(delta.content for delta in deltas), thoughts, tokens)
 
@@ -109,7 +111,7 @@ class OllamaShape:
 
 
 def loaded(model: str, chat: bool) -> dict[str, Any]:
-    """The answer to a request without a prompt, which only asks for the model to be loaded."""
+    """Return the answer to a request without a prompt, which only asks to load the model."""
     text: dict[str, Any] = {"message": {"role": "assistant", "content": ""}} if chat else {"response": ""}
     return {"model": model, "created_at": now()} | text | {"done": True, "done_reason": "load"}
 
@@ -126,6 +128,6 @@ def _durations(t: RequestTimings, begun: int) -> dict[str, Any]:
 
 
 def now(seconds: Callable[[], float] = time.time) -> str:
-    """The time as Ollama writes it."""
+    """Return the time in Ollama's format."""
     t = seconds()
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(t)) + f".{int(t % 1 * 1e6):06d}Z"

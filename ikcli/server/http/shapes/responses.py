@@ -1,6 +1,6 @@
 """/v1/responses: OpenAI's Responses. Items of reasoning, message and function calls, with their events.
 
-Every event has a `sequence_number`, and events of an item its `output_index`. A generation that ends at the token
+Every event has a `sequence_number`, and events of an item have its `output_index`. A generation that ends at the token
 limit gives status "incomplete".
 """
 
@@ -22,7 +22,7 @@ from ikcli.server.slots.messages import Delta, Final, PromptProgress
 
 
 class ResponsesShape:
-    """`echoed` are the fields of the request that a response repeats (instructions, tools, temperature, ...)."""
+    """Shape of a response; `echoed` are the request fields it repeats (instructions, tools, temperature, ...)."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class ResponsesShape:
         self._items: list[dict[str, Any]] = []
         self._tools = tools
         self._open = ""
-        self._tool: ClientTool | None = None  # of the open call, which asks for `_arguments`
+        self._tool: ClientTool | None = None  # of the open call, whose arguments so far are `_arguments`
         self._arguments = ""
         self._extra: dict[str, Any] = {}
 
@@ -114,7 +114,7 @@ class ResponsesShape:
             out = self._enter(kind, called.item(tool.id))
             self._tool, self._arguments = called, ""
         self._arguments += tool.arguments
-        if tool.arguments and "arguments" in self._items[-1]:  # others are known when the JSON is complete
+        if tool.arguments and "arguments" in self._items[-1]:  # other kinds are known once the JSON is complete
             out += self._item_event("response.function_call_arguments.delta", delta=tool.arguments)
         return out
 

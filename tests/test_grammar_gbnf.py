@@ -170,7 +170,7 @@ def bodies(names: list[str]) -> st.SearchStrategy[Node]:
 def test_random_grammars(rules: Rules) -> None:
     try:
         lark = to_lark(rules, "root")
-        compiled = GRAMMARS._matcher(lark, "grammar")
+        compiled = GRAMMARS._compiled(lark, "grammar")
     except GrammarError as e:
         assert "every path" in str(e) or "no text" in str(e)
         return

@@ -13,7 +13,7 @@ from factories import base_metadata, tiny_deepseek2
 
 from ikcli.cli.parser import parse
 from ikcli.errors import UsageError
-from ikcli.measure.perplexity import open_session, params_of, run
+from ikcli.measure.perplexity import open_window_session, params_of, run
 from ikcli.measure.text import load_text, tokenize
 from ikcli.models import HParams, RopeParams
 from ikcli.models.deepseek2 import attention_scale
@@ -126,7 +126,7 @@ def test_perplexity_of_the_reference(shared_dir: Path, line: str, expected: floa
     folder = shared_dir / "golden"
     fixed = f"-m {folder}/arch/smollm3.gguf -f {folder}/wiki.head.raw -c 256 --chunks 2 -t 2 -no-fa"
     config = parse("perplexity", f"{fixed} {line}".split()).config
-    with closing(open_session(config, 256, 512)) as session:
+    with closing(open_window_session(config, 256, 512)) as session:
         tokens = tokenize(session, load_text(config))
         found = run(session, tokens, params_of(config))
     assert found.ppl == pytest.approx(expected, rel=5e-4)

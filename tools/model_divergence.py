@@ -61,7 +61,7 @@ def importance(model: Path, text: str, s: Settings, covariance_limit: int = 0) -
 def store_base(model: Path, text: str, path: Path, s: Settings) -> perplexity.PerplexityResult:
     """Evaluate the unchanged model and keep its log-probabilities in `path`."""
     params = perplexity.PerplexityParams(n_ctx=s.n_ctx, chunks=s.chunks, n_threads=s.n_threads)
-    with closing(perplexity.open_session(_config(model, s), s.n_ctx, params.n_batch)) as session:
+    with closing(perplexity.open_window_session(_config(model, s), s.n_ctx, params.n_batch)) as session:
         tokens = _tokens(session, text)
         windows = perplexity.plan(tokens, params, perplexity.bos_of(session))
         with BaseWriter(path, windows.tokens, session.n_vocab, s.n_threads) as writer:
@@ -71,5 +71,5 @@ def store_base(model: Path, text: str, path: Path, s: Settings) -> perplexity.Pe
 def compare(model: Path, base: BaseReader, s: Settings) -> kl_divergence.KlResult:
     """Return the divergence of a file from the base."""
     params = kl_divergence.KlParams(n_threads=s.n_threads)
-    with closing(perplexity.open_session(_config(model, s), s.n_ctx, params.n_batch)) as session:
+    with closing(perplexity.open_window_session(_config(model, s), s.n_ctx, params.n_batch)) as session:
         return kl_divergence.run(session, base, params)

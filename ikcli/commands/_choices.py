@@ -33,7 +33,7 @@ def run(run: ModelRun) -> int:
     questions = _read(config, kind)
     log(f"{kind}: {len(questions)} tasks of {text_name(config)}")
     try:
-        with closing(choices.open_session(config, run.planner)) as session:
+        with closing(choices.open_choice_session(config, run.planner)) as session:
             tasks = [tokenized(question, session.tokenizer.encode) for question in questions]
             _run_and_print(session, tasks, kind, max(1, config.n_threads_batch or config.n_threads))
     except KeyboardInterrupt:

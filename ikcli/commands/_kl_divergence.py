@@ -17,7 +17,7 @@ from ikcli.measure import fleet as fleet_windows
 from ikcli.measure import kl_divergence
 from ikcli.measure.kl_divergence import KlChunk, KlParams, KlResult, windows_of
 from ikcli.measure.kld_file import BaseReader
-from ikcli.measure.perplexity import bos_of, open_session
+from ikcli.measure.perplexity import bos_of, open_window_session
 from ikcli.measure.stats import F64, safe_exp
 
 MIN_COUNT_FOR_STATISTICS = 100
@@ -74,7 +74,7 @@ def run(run: ModelRun) -> int:
 
 
 def _here(run: ModelRun, base: BaseReader, params: KlParams, show: Callable[[KlChunk], None]) -> KlResult:
-    with closing(open_session(run.config, base.n_ctx, params.n_batch, planner=run.planner)) as session:
+    with closing(open_window_session(run.config, base.n_ctx, params.n_batch, planner=run.planner)) as session:
         return kl_divergence.run(session, base, params, on_chunk=show)
 
 

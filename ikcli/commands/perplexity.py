@@ -16,7 +16,14 @@ from ikcli.measure import fleet as fleet_windows
 from ikcli.measure import perplexity
 from ikcli.measure.chunks import Windows
 from ikcli.measure.kld_file import BaseWriter
-from ikcli.measure.perplexity import ChunkScore, PerplexityParams, PerplexityResult, bos_of, open_session, params_of
+from ikcli.measure.perplexity import (
+    ChunkScore,
+    PerplexityParams,
+    PerplexityResult,
+    bos_of,
+    open_window_session,
+    params_of,
+)
 from ikcli.measure.protocol import SessionLike, TokenIds
 from ikcli.measure.text import load_text, text_name, tokenize
 from ikcli.settings.run import RunConfig
@@ -72,7 +79,7 @@ def _run_on_text(run: ModelRun, params: PerplexityParams, text: str) -> None:
 def _opened(run: ModelRun, params: PerplexityParams) -> SessionLike | HeaderSession:
     """Open a session, or if workers have sessions, return what is needed to give them work."""
     if not run.config.fleet.wanted:
-        return open_session(run.config, params.n_ctx, params.n_batch, stride=params.stride, planner=run.planner)
+        return open_window_session(run.config, params.n_ctx, params.n_batch, stride=params.stride, planner=run.planner)
     return HeaderSession(run.planner, run.planner.plan(run.config).graph_config.n_ctx if params.stride else 0)
 
 

@@ -114,7 +114,7 @@ def _score(session: SessionLike, group: Sequence[TaskChoice], n_threads: int) ->
     return [-float(part.mean()) for part in np.split(nll, ends)]
 
 
-def open_session(config: RunConfig, planner: Planner | None = None) -> SessionLike:
+def open_choice_session(config: RunConfig, planner: Planner | None = None) -> SessionLike:
     """Open a session for texts of at most -c tokens."""
     from ikcli.engine.run.opening import open_session
 

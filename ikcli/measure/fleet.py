@@ -27,7 +27,7 @@ from ikcli.log import hushed
 from ikcli.measure.chunks import Windows, WindowValues, evaluate
 from ikcli.measure.kl_divergence import compare_rows
 from ikcli.measure.kld_file import BaseReader
-from ikcli.measure.perplexity import open_session
+from ikcli.measure.perplexity import open_window_session
 from ikcli.measure.protocol import FloatRows, TokenIds
 from ikcli.measure.stats import F64, token_nll
 from ikcli.settings.run import RunConfig
@@ -51,7 +51,7 @@ def open_windows(setup: WindowSetup) -> Iterator[Callable[[tuple[int, Windows]],
     base = BaseReader(setup.base) if setup.base is not None else None
     n_threads = max(1, config.n_threads_batch or config.n_threads)
     with hushed(setup.quiet):
-        session = open_session(config, setup.n_ctx, config.n_batch, stride=setup.stride)
+        session = open_window_session(config, setup.n_ctx, config.n_batch, stride=setup.stride)
 
     def values(unit: tuple[int, Windows]) -> dict[str, Any]:
         found = _Values(*unit, base, n_threads)

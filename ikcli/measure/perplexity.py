@@ -215,7 +215,7 @@ def params_of(config: RunConfig) -> PerplexityParams:
     )
 
 
-def open_session(
+def open_window_session(
     config: RunConfig, n_ctx: int, n_batch: int, *, stride: int = 0, planner: Planner | None = None
 ) -> SessionLike:
     """Open a session for max(1, n_batch // n_ctx) parallel windows; with a stride one sequence gets all cells."""

@@ -1,4 +1,4 @@
-"""What every endpoint starts with: the server's state and the request's body."""
+"""Give every endpoint the state of the server and the body of its request."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ Options after `--` are given to both programs.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import shlex
 import statistics
@@ -27,6 +28,10 @@ Row = tuple[float, float]
 PROGRAM = "llama-sweep-bench"
 
 
+class NoTable(Exception):
+    """A program printed no table of speeds."""
+
+
 def parse_table(text: str) -> dict[int, Row]:
     """Return speeds by depth from a log with a sweep-bench table; other lines are skipped."""
     rows = [row for table in read_text(text) if table.kind == "sweep" for row in table.rows]
@@ -34,7 +39,7 @@ def parse_table(text: str) -> dict[int, Row]:
 
 
 def run_once(command: list[str], timeout: float) -> dict[int, Row]:
-    """Run a program and read its table from either stream; exit with the log's end if there is none."""
+    """Run a program and read its table from either stream; raise NoTable with the log's end if there is none."""
     # the reference leaves a log file in its working folder
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -42,11 +47,11 @@ def run_once(command: list[str], timeout: float) -> dict[int, Row]:
                 command, cwd=folder, capture_output=True, text=True, errors="replace", timeout=timeout, check=False
             )
         except (OSError, subprocess.TimeoutExpired) as error:
-            sys.exit(f"error: {shlex.join(command)}: {error}")
+            raise NoTable(f"{shlex.join(command)}: {error}") from None
     rows = parse_table(done.stdout) or parse_table(done.stderr)
     if not rows:
         tail = "\n".join((done.stdout + done.stderr).splitlines()[-10:])
-        sys.exit(f"error: no table from {shlex.join(command)} (exit code {done.returncode})\n{tail}")
+        raise NoTable(f"no table from {shlex.join(command)} (exit code {done.returncode})\n{tail}")
     return rows
 
 
@@ -114,10 +119,14 @@ def main(argv: list[str]) -> int:
         runs: dict[str, list[dict[int, Row]]] = defaultdict(list)
         options = ["-m", str(model.resolve()), "-c", str(arguments.ctx_size), "-ub", str(arguments.ubatch_size)]
         options += ["-t", str(arguments.threads), "-fa", "on", "-mla", arguments.mla, "-wb", *arguments.extra]
-        for repetition in range(arguments.repetitions):
-            for name, program in programs.items():
-                print(f"{model.name}: {name}, run {repetition + 1} of {arguments.repetitions}", file=sys.stderr)
-                runs[name].append(run_once(program + options, arguments.timeout))
+        failure = ""
+        for repetition, name in itertools.product(range(arguments.repetitions), programs):
+            print(f"{model.name}: {name}, run {repetition + 1} of {arguments.repetitions}", file=sys.stderr)
+            try:
+                runs[name].append(run_once(programs[name] + options, arguments.timeout))
+            except NoTable as error:
+                failure = str(error)
+                break
         middle = {name: medians(runs[name]) for name in programs}
         print("\n".join(table_rows(model.name, middle["ik"], middle.get("reference", {}))), flush=True)
         found += [
@@ -127,6 +136,8 @@ def main(argv: list[str]) -> int:
         ]
         if arguments.json is not None:
             arguments.json.write_text(json.dumps(found, indent=1))
+        if failure:
+            sys.exit(f"error: {failure}")
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import stat
 import sys
 from pathlib import Path
@@ -75,7 +76,19 @@ def test_end_to_end(script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_failing_program_is_reported(script: ModuleType, tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="llama-sweep-bench"):
+    with pytest.raises(script.NoTable, match="llama-sweep-bench"):
         script.run_once([str(tmp_path / "llama-sweep-bench")], 10)
-    with pytest.raises(SystemExit, match="exit code 3"):
+    with pytest.raises(script.NoTable, match="exit code 3"):
         script.run_once([sys.executable, "-c", "import sys; print('oops'); sys.exit(3)"], 60)
+
+
+def test_results_of_ik_remain_where_the_reference_fails(
+    script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours = program(tmp_path / "ik", "stdout", 300, 30)
+    argv = ["a.gguf", "--reference", str(tmp_path), "--ik", str(ours), "--json", str(tmp_path / "found.json")]
+    with pytest.raises(SystemExit, match="llama-sweep-bench"):
+        script.main(argv)
+    assert "| a.gguf | 0 | 300.00 | 0.00 | - | 30.00 | 0.00 | - |" in capsys.readouterr().out
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert [(r["program"], r["n_kv"], r["pp"]) for r in found] == [("ik", 0, 300.0), ("ik", 512, 100.0)]

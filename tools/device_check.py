@@ -86,7 +86,7 @@ class Run:
         lines = ["| check | result | s | found |", "|---|---|---:|---|"]
         for check in self.checks:
             record = self.last(check) or {"status": "not run", "seconds": 0.0}
-            found = record.get("reason") or _short(record.get("values"))
+            found = "<br>".join(filter(None, (record.get("reason"), _short(record.get("values")))))
             lines.append(f"| {check.name} | {record['status']} | {record['seconds']:.0f} | {found} |")
         return "\n".join(lines) + "\n"
 

@@ -23,6 +23,7 @@ class NodePlaces:
     weight: Callable[[Node, Weight], str]
     cache: Callable[[int], str]
     home: Callable[[int], str]
+    host: str = "CPU"
 
 
 @dataclass(slots=True)
@@ -46,6 +47,8 @@ def assign(graph: Graph, places: NodePlaces) -> dict[Node, str]:
 
 
 def _device(node: Node, places: NodePlaces, device: dict[Node, str]) -> str:
+    if node.op.place is Place.HOST:
+        return places.host
     cache = next(node.caches(), None)
     if cache is not None:
         return places.cache(cache.il)

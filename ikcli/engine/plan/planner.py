@@ -271,7 +271,8 @@ class Planner:
         return config, self._graph_config(config, sizes)
 
     def _graph_config(self, config: RunConfig, sizes: Sizes) -> GraphConfig:
-        return graph_config(config, sizes.cells(config.flash_attn), sizes.n_seq, self.hp.window, sizes.outputs)
+        cells = sizes.cells(config.flash_attn)
+        return replace(graph_config(config, cells, sizes.n_seq, self.hp.window, sizes.outputs), media=sizes.media)
 
     def _record(self, cfg: GraphConfig, model: Model) -> Graphs:
         key = (cfg, id(model))

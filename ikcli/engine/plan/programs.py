@@ -15,7 +15,7 @@ from ikcli.engine.plan.sizes import window_cells
 from ikcli.engine.run.model import Model
 from ikcli.errors import UnsupportedError, UsageError
 from ikcli.graph import Graph, Node
-from ikcli.models import EXPAND_MIN_TOKENS, GraphConfig, HParams, Outputs, Weights
+from ikcli.models import EXPAND_MIN_TOKENS, GraphConfig, HParams, MediaConfig, Outputs, Weights
 from ikcli.quant.formats import format_by_name, get_format
 from ikcli.settings.run import KV_TYPES, RunConfig
 
@@ -113,9 +113,12 @@ def record_graphs(model: Model, weights: Weights, cfg: GraphConfig) -> Graphs:
         kinds["prefill"] = replace(cfg, expand=True)
     whole: dict[str, tuple[Graph, Node]] = {}
     graphs: dict[str, tuple[Graph, Node]] = {}
+    if cfg.media is not None:
+        check_media(cfg.media, hp)
     for kind, kind_cfg in kinds.items():
         graph = model.adapters.graph()
         graph.exact = model.is_exact
+        graph.n_deep = -1 if cfg.media is None else cfg.media.n_deep
         whole[kind] = graph, (last := model.module.build(graph, hp, weights, kind_cfg))
         hidden = next((n for n in reversed(graph.nodes) if n.name == HIDDEN), None) if hp.causal else last
         if cfg.outputs.logits:
@@ -126,6 +129,17 @@ def record_graphs(model: Model, weights: Weights, cfg: GraphConfig) -> Graphs:
     if not graphs:
         raise UnsupportedError(f"{model.source}: embeddings of {hp.arch} models are not supported")
     return graphs
+
+
+def check_media(media: MediaConfig, hp: HParams) -> None:
+    """Raise UnsupportedError for a model that cannot read these images."""
+    if not hp.causal:
+        raise UnsupportedError(f"{hp.source}: {hp.arch} models read texts only; run it without a projector")
+    if media.n_deep >= hp.n_layer:
+        raise UnsupportedError(
+            f"{hp.source}: the projector has rows for {media.n_deep} layers, the model {hp.n_layer} layers; use the "
+            "projector of this model"
+        )
 
 
 def step_tokens(n_step: int) -> int:

@@ -1,7 +1,9 @@
 """Send weight rows from host memory to the device.
 
-Rows go chunk by chunk through two pinned buffers, so that one is filled while the other is copied, and are rearranged
-on the device (`kernels/upload_rows.cu`). Everything is queued on a separate stream. `send` returns when the host's
+Rows go chunk by chunk through two pinned buffers on the host and two raw buffers on the device, which rearranges them
+into their place (`kernels/upload_rows.cu`). Copies and rearranging have a stream each, so that the bus never waits for
+kernels, nor for the place of the rows to become free. The stream that rearranges is urgent: its short kernels begin
+before the waiting blocks of a product on another stream, instead of after all of them. `send` returns when the host's
 memory has been read or is pinned: data that is sent in every step can be pinned (`pin`), and the device then reads it
 in place.
 """
@@ -27,7 +29,7 @@ from ikcli.graph import Weight
 from ikcli.quant.formats import get_format, row_size
 
 Bytes = npt.NDArray[np.uint8]
-CHUNK_BYTES = 1 << 26
+CHUNK_BYTES = 1 << 25
 _THREADS = 4  # that fill a pinned buffer: one core copies slower than the bus
 _SLICE = 1 << 22  # bytes worth a thread
 _ROWS = 256  # threads of upload_rows
@@ -71,15 +73,17 @@ class Transfer:
 
     def __init__(self, device: Device, weights: Collection[Weight], chunk: int = CHUNK_BYTES) -> None:
         self._device = device
-        self.stream: Stream = device.stream()
+        self.stream: Stream = device.stream(urgent=True)  # rearranges rows
+        self._copies: Stream = device.stream()
         self._chunk = _chunk_bytes(weights, chunk)
         self._pinned = [device.pinned(self._chunk, "upload") for _ in range(2)]
-        self._events: list[Event] = [device.event() for _ in self._pinned]
+        self._copied: list[Event] = [device.event() for _ in range(2)]
+        self._emptied: list[Event] = [device.event() for _ in range(2)]
         self._used = [False, False]
         self._registered: list[tuple[int, int]] = []  # addresses
         self._next = 0
-        self._memory = [device.alloc(self._chunk, "compute")]
-        self._raw = self._memory[0].address
+        self._memory = [device.alloc(self._chunk, "compute") for _ in range(2)]
+        self._raw = [memory.address for memory in self._memory]
         self._terms: dict[GGMLType, int] = {}  # addresses
         for type_ in _interleaved(weights):
             terms = upload.group_moves(type_).terms
@@ -116,18 +120,17 @@ class Transfer:
             return []
         return [min(max(end - data.ctypes.data, 0), data.nbytes) for end in self._registered[i]]
 
-    def _upload_in_place(self, part: Bytes) -> None:
-        """Queue the copy of an array to the raw buffer, separately for each part that is pinned."""
-        data = part.reshape(-1)
+    def _upload_in_place(self, data: Bytes, raw: int) -> None:
+        """Queue the copy of an array to a raw buffer, separately for each part that is pinned."""
         for a, b in pairwise([0, *self._pinned_ends(data), len(data)]):
             if a < b:
-                self._device.upload(self.stream, self._raw + a, data[a:b])
+                self._device.upload(self._copies, raw + a, data[a:b])
 
     @staticmethod
     def device_bytes(weights: Collection[Weight]) -> int:
         """Return the device memory of a `Transfer` of these tensors."""
         tables = (upload.group_moves(type_).terms.nbytes for type_ in _interleaved(weights))
-        return _chunk_bytes(weights, CHUNK_BYTES) + sum(tables)
+        return 2 * _chunk_bytes(weights, CHUNK_BYTES) + sum(tables)
 
     def send(self, w: Weight, data: Bytes, address: int) -> None:
         """Queue copies of a tensor's rows to `address`."""
@@ -137,17 +140,20 @@ class Transfer:
         step = chunk_rows(w, self._chunk)
         direct = bool(self._pinned_ends(data))
         for i in range(0, len(rows), step):
-            part = rows[i : i + step]
+            part, at = rows[i : i + step].reshape(-1), self._next
+            if self._used[at]:
+                device.wait(self._copies, self._emptied[at])
             if direct:
-                self._upload_in_place(part)
+                self._upload_in_place(part, self._raw[at])
             else:
-                target = self._buffer(part.nbytes)
-                self._copy(target, part.reshape(-1))
-                device.upload(self.stream, self._raw, target)
-            device.launch(self.stream, rows_launch(w, self._raw, address + i * row, len(part), terms))
-            if not direct:
-                device.record(self.stream, self._events[self._next])
-                self._next = 1 - self._next
+                target = self._buffer(at, len(part))
+                self._copy(target, part)
+                device.upload(self._copies, self._raw[at], target)
+            device.record(self._copies, self._copied[at])
+            device.wait(self.stream, self._copied[at])
+            device.launch(self.stream, rows_launch(w, self._raw[at], address + i * row, len(part) // stored, terms))
+            device.record(self.stream, self._emptied[at])
+            self._used[at], self._next = True, 1 - at
 
     def _copy(self, target: Bytes, source: Bytes) -> None:
         n = len(source)
@@ -158,23 +164,23 @@ class Transfer:
         parts = [(target[i : i + step], source[i : i + step]) for i in range(0, n, step)]
         list(self._pool.map(lambda pair: np.copyto(*pair), parts))
 
-    def _buffer(self, n_bytes: int) -> Bytes:
-        """Return the next pinned buffer, once its last copy is over."""
-        i, done = self._next, self._device.done
-        while self._used[i] and not done(self._events[i]):
+    def _buffer(self, at: int, n_bytes: int) -> Bytes:
+        """Return a pinned buffer, once its last copy is over."""
+        while self._used[at] and not self._device.done(self._copied[at]):
             time.sleep(0)
-        self._used[i] = True
-        return self._pinned[i].array[:n_bytes]
+        return self._pinned[at].array[:n_bytes]
 
     def close(self) -> None:
         """Wait for the copies and free the buffers."""
+        self._device.synchronize(self._copies)
         self._device.synchronize(self.stream)
         for start, _ in self._registered:
             self._device.unregister(start)
         for pinned in self._pinned:
             self._device.free_pinned(pinned)
-        for event in self._events:
+        for event in (*self._copied, *self._emptied):
             self._device.free_event(event)
+        self._device.free_stream(self._copies)
         self._device.free_stream(self.stream)
         for memory in self._memory:
             self._device.free(memory)

@@ -47,7 +47,7 @@ class IndexTopK(Op):
         for s in run.state.segments:
             tokens = np.s_[s.start : s.start + s.n_tokens]
             q = head_columns(run.value(self.q.node)[tokens], self.q, self.n_head)
-            k = run.cached(self.k)[s.cell : s.cell + s.n_kv].astype(run.dtype)
+            k: Array = run.cached(self.k)[s.cell : s.cell + s.n_kv].astype(run.dtype)
             w = run.value(self.weights)[tokens]
             for i, n in enumerate(range(s.pos + 1, s.n_kv + 1)):
                 chosen = np.arange(n)

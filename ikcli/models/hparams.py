@@ -179,7 +179,7 @@ class HParams:
         values |= read_windows(keys, values)
         values |= read_recurrent(keys, values, tensors)
         if arch in ("deepseek32", "glm-dsa"):
-            values |= _indexer(keys, values)
+            values |= _indexer(keys, values, tensors)
         if arch in ("granite", "granitemoe"):
             values |= _multipliers(keys)
         if arch in ("deepseek2", "mistral3", "mistral4"):  # files of Mistral 4 do not say
@@ -421,12 +421,13 @@ def _multipliers(keys: Keys) -> dict[str, float]:
     return factors | {"logit_scale": 1 / divisor, "attention_scale": keys.number("attention.scale", 0.0, most=1e9)}
 
 
-def _indexer(keys: Keys, values: dict[str, Any]) -> dict[str, Any]:
-    """Return the numbers of the indexer; without its keys attention covers all positions."""
-    if "attention.indexer.top_k" not in keys:
-        return {}
+def _indexer(keys: Keys, values: dict[str, Any], tensors: Mapping[str, HasShape]) -> dict[str, Any]:
+    """Return the numbers of the indexer; without its keys or tensors attention covers all positions."""
     n_layer, types = values["n_layer"], "attention.indexer.types"
-    own = keys.items(types, n_layer) or (True,) * n_layer
+    present = tuple(f"blk.{il}.indexer.proj.weight" in tensors for il in range(n_layer))
+    if "attention.indexer.top_k" not in keys or not (types in keys or any(present)):
+        return {}
+    own = keys.items(types, n_layer) or present
     if not own[0]:
         raise keys.fail(types, "gives the first layer no indexer of its own")
     if not values["q_lora_rank"]:

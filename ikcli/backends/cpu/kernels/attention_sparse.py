@@ -13,7 +13,7 @@ from ikcli.native.simd.vec import ld_i32
 
 
 def make_stage_chosen(type_):
-    """Return stage_chosen(params, part, cells, kv_head, dst, chunk_bytes, position, n): rows of the cells, as chunks."""
+    """Return stage_chosen(params, part, cells, kv_head, dst, chunk_bytes, position, n): rows of cells, as chunks."""
     stage, prefetch_row = make_stage(type_), make_prefetch_row(type_)
 
     @inline

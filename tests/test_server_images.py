@@ -144,7 +144,8 @@ USE = {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": 
          "<user>look{6}<answer>"),
         ("/v1/responses", {"input": [
             {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
-            {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_image", "image_url": url(2)}]}]},
+            {"type": "function_call_output", "call_id": "c", "output": [
+                {"type": "input_image", "image_url": url(2)}]}]},
          "{2}"),
         ("/v1/messages", {"messages": [{"role": "user", "content": [CLAUDE, {"type": "text", "text": "what?"}]}]},
          "<user>{4}what?<answer>"),

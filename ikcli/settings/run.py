@@ -70,8 +70,7 @@ class RunConfig:
     thp: bool = _model(False, "-thp --transparent-huge-pages", "optswitch", example="-thp",
         help="request transparent huge pages (Linux) for the cache, buffers, and with --no-mmap or -rtr for weights")
     run_time_repack: bool = _model(False, "-rtr --run-time-repack", "optswitch", example="-rtr",
-        help="repack weights in host memory to interleaved types while loading; turns mmap off. Beside a GPU it costs "
-        "prompt speed: interleaved types in RAM are not copied to it, so their prompt work stays on the CPU")
+        help="repack weights in host memory to interleaved types while loading; turns mmap off")
     check_tensors: bool = _model(False, "--check-tensors -vq --validate-quants", "switch", example="--check-tensors",
         help="scan the weights for NaN and Inf while loading and name the tensors")
     override_kv: tuple[str, ...] = _model((), "-okv --override-kv", "custom", form="KEY=TYPE:VALUE[,...]",

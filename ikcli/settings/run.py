@@ -44,6 +44,7 @@ from ikcli.settings.values import (
     parse_split,
     parse_threads,
 )
+from ikcli.settings.vision import VisionConfig
 
 # One partial per topic, with the values that its options share.
 _compute = partial(opt, topic="compute")
@@ -219,6 +220,7 @@ class RunConfig:
     imatrix: ImatrixConfig = group(ImatrixConfig)
     embed: EmbedConfig = group(EmbedConfig)
     fleet: BatchConfig = group(BatchConfig)
+    vision: VisionConfig = group(VisionConfig)
     upstream: UpstreamConfig = group(UpstreamConfig)
 
     @property

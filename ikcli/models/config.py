@@ -39,7 +39,8 @@ class GraphConfig:
     threshold) or None. k_hadamard, v_hadamard: rotate keys (with MLA: latent rows) and values before they are stored.
     n_ctx: cells of the whole cache. n_seq: sequences that share it. n_ubatch: most rows of a micro-batch. n_window:
     cells of a sequence in the caches of window layers, 0: as many as in others. expand: the prompt path of mla 2 and 3,
-    which needs batches of at least `EXPAND_MIN_TOKENS` tokens to pay off. outputs: where graphs end.
+    which needs batches of at least `EXPAND_MIN_TOKENS` tokens to pay off. outputs: where graphs end. n_heads: heads of
+    the file that predict further tokens, which the session also runs.
     """
 
     mla: int = 3
@@ -57,6 +58,7 @@ class GraphConfig:
     n_window: int = 0
     expand: bool = False
     outputs: Outputs = Outputs.LOGITS
+    n_heads: int = 0
 
 
 EXPAND_MIN_TOKENS = 128

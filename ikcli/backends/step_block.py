@@ -94,15 +94,6 @@ class StepBlock:
         assert rows.dtype == np.float32 and rows.flags.c_contiguous
         self._words[13] = rows.ctypes.data
 
-    def sequences(self) -> list[tuple[int, int, int, int]]:
-        """Return (sequence, first row, rows, position) of every segment."""
-        found = zip(self._seqs.tolist(), self._segments[: self.n_segments].tolist(), strict=False)
-        return [(seq, start, n, pos) for seq, (start, n, _, pos, _, _) in found]
-
-    def tokens(self) -> npt.NDArray[np.int32]:
-        """Return a view of the tokens."""
-        return self._tokens[: int(self._words[0])]
-
     def set_step(
         self,
         tokens: Sequence[int],

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ikcli import models
-from ikcli.engine.pipeline.driver import STAGE
 from ikcli.engine.pipeline.place import LOCAL, Pipeline, stage_memory
+from ikcli.engine.plan.device_memory import MemoryPlan
 from ikcli.engine.plan.device_plan import planning_device
 from ikcli.engine.plan.devices import Machine
 from ikcli.engine.plan.offload import offload_of, places_of
@@ -33,7 +33,7 @@ from ikcli.engine.plan.sizes import Sizes, session_of, uses_heads
 from ikcli.engine.run.adapters import Adapters
 from ikcli.engine.run.cpu_device import CpuDevice
 from ikcli.engine.run.model import Model
-from ikcli.engine.run.run_device import RESERVE_BYTES, RunDevice, cache_bytes
+from ikcli.engine.run.run_device import RunDevice, cache_bytes
 from ikcli.engine.run.runner import DividedProgram, Offload, Runner
 from ikcli.errors import UsageError
 from ikcli.gguf.reader import GGUFFile, open_gguf
@@ -43,41 +43,6 @@ from ikcli.settings.rules import resolve
 from ikcli.settings.run import RunConfig, default_model
 
 MIB = 2**20
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryPlan:
-    """Bytes by device and part.
-
-    `free` holds the bytes that each device can provide, where they are known. `n_ctx` is the context size of the cache.
-    """
-
-    parts: dict[str, dict[str, int]]
-    n_ctx: int
-    free: dict[str, int]
-
-    def total(self, device: str) -> int:
-        """Return all bytes on a device."""
-        return sum(self.parts[device].values())
-
-    def short(self, device: str, margin: int = 0) -> int:
-        """Return the bytes that a device lacks: 0 if it has enough or if its memory is unknown.
-
-        The margin of a GPU covers what it needs beside all parts, for kernels and captured graphs.
-        """
-        if device not in self.free:
-            return 0
-        if device != CPU and not device.startswith(STAGE):
-            margin = max(margin, RESERVE_BYTES)
-        return max(self.total(device) + margin - self.free[device], 0)
-
-    def fits(self, margin: int = 0) -> bool:
-        """Return whether every device has enough memory, and every GPU `margin` bytes more."""
-        return not any(self.short(device, margin if device != CPU else 0) for device in self.parts)
-
-    def gpus_fit(self, margin: int = 0) -> bool:
-        """Return the same as `fits` for the GPUs alone."""
-        return not any(self.short(device, margin) for device in self.parts if device != CPU)
 
 
 @dataclass(frozen=True, slots=True)

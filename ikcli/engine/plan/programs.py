@@ -11,11 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ikcli.backends.cpu.program import INDEPENDENT_ROWS
+from ikcli.engine.plan.heads import FEW, HEAD, kept_states, record_heads
 from ikcli.engine.plan.sizes import window_cells
 from ikcli.engine.run.model import Model
 from ikcli.errors import UnsupportedError, UsageError
 from ikcli.graph import Graph, Node, Rows
-from ikcli.models import EXPAND_MIN_TOKENS, GraphConfig, HParams, Outputs, Weights, mtp
+from ikcli.models import EXPAND_MIN_TOKENS, GraphConfig, HParams, Outputs, Weights
 from ikcli.quant.formats import format_by_name, get_format
 from ikcli.settings.run import KV_TYPES, RunConfig
 
@@ -28,8 +29,6 @@ Graphs = Mapping[str, tuple[Graph, Node]]
 """
 
 EMBEDS = "-embd"
-HEAD, FEW = "mtp-", "-few"  # programs of heads: for prompts, and with this suffix for a few rows
-KEPT_STATES = 64  # of a sequence, besides those of a micro-batch: for drafts that are rejected, and rows that wait
 HIDDEN = "result_norm"  # the node whose rows are embeddings
 
 
@@ -144,20 +143,10 @@ def record_graphs(model: Model, weights: Weights, cfg: GraphConfig) -> Graphs:
         hidden = next((n for n in reversed(graph.nodes) if n.name == HIDDEN), None) if hp.causal else last
         if hidden is not None:
             graphs[kind + EMBEDS] = graph.until(hidden), hidden
-    for i in range(cfg.n_heads):
-        graphs[f"{HEAD}{i}"] = _record_head(model, weights, cfg, i)
     model.adapters.check_used(graph for graph, _ in whole.values())
     if not graphs:
         raise UnsupportedError(f"{model.source}: embeddings of {hp.arch} models are not supported")
-    return graphs
-
-
-def _record_head(model: Model, weights: Weights, cfg: GraphConfig, i: int) -> tuple[Graph, Node]:
-    """Record head i; drafts are only guesses, so its graph is the same for prompts and generation."""
-    assert model.further is not None and isinstance(model.module, mtp.HasLayers)
-    graph = model.adapters.graph()
-    graph.exact = model.is_exact
-    return graph, mtp.build(graph, model.module, model.further, weights, cfg, i)
+    return graphs | record_heads(model, weights, cfg)
 
 
 def step_tokens(n_step: int) -> int:
@@ -175,8 +164,8 @@ def runs(graphs: Graphs, n_ubatch: int, n_outputs: int, n_step: int) -> dict[str
         if kind == "step":
             continue
         if kind.startswith(HEAD):
-            found[kind] = ProgramSpec(kind, n_ubatch, min(n_outputs, n_ubatch), offload=False)
             few = min(n_step, n_ubatch)
+            found[kind] = ProgramSpec(kind, n_ubatch, min(n_outputs, n_ubatch), offload=False)
             found[kind + FEW] = ProgramSpec(kind, few, few, batch_invariant=True)
             continue
         few = kind.replace("decode", "prefill") in graphs and kind.startswith("decode")
@@ -188,11 +177,6 @@ def runs(graphs: Graphs, n_ubatch: int, n_outputs: int, n_step: int) -> dict[str
     if "decode" in graphs:
         found["step"] = ProgramSpec("step" if "step" in graphs else "decode", n_step, n_step, batch_invariant=True)
     return found
-
-
-def kept_states(n_ubatch: int) -> int:
-    """Return the positions of a sequence whose states a session keeps for its heads."""
-    return n_ubatch + KEPT_STATES
 
 
 def output_bytes(cfg: GraphConfig, hp: HParams, n_outputs: int) -> int:

@@ -14,18 +14,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from ikcli.engine.plan.programs import FEW, HEAD, KEPT_STATES, kept_states
+from ikcli.backends.step_block import StepBlock
+from ikcli.engine.plan.heads import FEW, HEAD, KEPT_STATES, kept_states
+from ikcli.engine.run.model import Model
+from ikcli.engine.run.runner import DividedProgram, Runner
+from ikcli.engine.run.sequences import Sequences
 from ikcli.graph import Rows
 from ikcli.graph.micro_batch import Segment
-
-if TYPE_CHECKING:
-    from ikcli.engine.run.runner import DividedProgram
-    from ikcli.engine.run.session import Session
+from ikcli.models import GraphConfig
+from ikcli.settings.run import RunConfig
 
 Tokens = npt.NDArray[np.int32]
 FloatRows = npt.NDArray[np.float32]
@@ -58,6 +60,29 @@ class Draft:
     p_min: float
     found: list[int]
     probabilities: list[float]
+
+
+class Host(Protocol):
+    """The session whose heads run, as far as they use it."""
+
+    config: RunConfig
+    model: Model
+    graph_config: GraphConfig
+    runner: Runner
+    programs: dict[str, DividedProgram]
+    sequences: Sequences
+    step_block: StepBlock
+    n_step: int
+    n_ubatch: int
+    n_vocab: int
+
+    @property
+    def n_ctx_seq(self) -> int: ...
+
+    @property
+    def n_outputs(self) -> int: ...
+
+    def plan_outputs(self, n: int) -> None: ...
 
 
 class _Known:
@@ -119,7 +144,7 @@ class _Piece:
 class Heads:
     """The heads of a session; see the module. `session.heads` is the only one."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Host) -> None:
         self.session = session
         self.n_heads = session.graph_config.n_heads
         self._known: dict[int, _Known] = {}
@@ -129,16 +154,16 @@ class Heads:
         """Keep the states of the micro-batch that was just computed."""
         session, block = self.session, self.session.step_block
         found = program.graph.states
+        _, tokens, _, _, _, segments, _, seqs, *_ = block.arrays()
         if found is None:  # of embeddings, whose texts replace those of the sequence
-            for seq, *_ in block.sequences():
+            for seq in seqs.tolist():
                 self._known.pop(seq, None)
             return
-        tokens = block.tokens()
         states = session.runner.states(program, len(tokens))
         assert found.rows.symbol is Rows.TOKENS or block.rows[Rows.OUTPUTS] == len(tokens)
-        for seq, start, n, pos in block.sequences():
+        for seq, (start, n, _, pos, *_) in zip(seqs.tolist(), segments.tolist(), strict=True):
             known = self._at(seq, pos, int(tokens[start]))
-            known.append(tokens[start : start + n], states[start : start + n])
+            known.append(tokens[start : start + n].astype(np.int32), states[start : start + n])
 
     def _at(self, seq: int, pos: int, token: int) -> _Known:
         """Return what is known of the positions before `pos`, where `token` is or will be."""

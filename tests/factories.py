@@ -110,7 +110,7 @@ def fill(
     type_: GGMLType = GGMLType.F32,
 ) -> None:
     """Add random tensors; see `tiny_model`."""
-    decays = 1 if "kda" in "".join(model.metadata) else -1
+    decays = 1 if any(key.endswith("kda.gate_lower_bound") for key in model.metadata) else -1
     for name, spec in specs.items():
         if not (spec.required or (name == "output.weight" and not tied) or name.endswith(optional)):
             continue

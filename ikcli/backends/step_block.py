@@ -3,10 +3,10 @@
 16 words, then arrays. Words 0..3 are the numbers of tokens, outputs, cached positions and segments. Words 4..12 are
 the addresses of: tokens and positions (int32), cells and output rows (int64), segments (SEG_WORDS each), cells of all
 cached positions, sequences of the segments, and for window caches the cells of the tokens and the (possibly virtual)
-cell of position 0 of every segment (int64). Words 13..15: the addresses of places (PLACE_WORDS int32 per token) and
-of rows that came with the micro-batch, and the columns of these; sessions without images leave them empty. Kernels
-read it by the names in backends/cpu/kernels/common.py, state_rows.py and cell_places.py, and
-backends/cuda/kernels/common.cuh and states.cuh.
+cell of position 0 of every segment (int64). Word 13 is the address of float32 rows that the caller provides, one per
+token, for programs that read them. Words 14 and 15 are the addresses of places (PLACE_WORDS int32 per token) and of
+rows of images; sessions without images leave both empty. Kernels read the block by the names in
+backends/cpu/kernels/common.py, state_rows.py and cell_places.py, and backends/cuda/kernels/common.cuh and states.cuh.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class StepBlock:
         n_media = n_tokens if media_cols else 0
         self._places = np.zeros((n_media, PLACE_WORDS), np.int32)
         self._media = np.zeros((n_media, media_cols), np.float32)
-        self._words[13:] = self._places.ctypes.data, self._media.ctypes.data, media_cols
+        self._words[14:] = self._places.ctypes.data, self._media.ctypes.data
         self.media_cols = media_cols
         self.address: int = self._words.ctypes.data
         self._rows: dict[Rows, int] | None = None
@@ -96,12 +96,17 @@ class StepBlock:
         self._rows, self._step_of = None, ((), 0)
 
     def set_media(self, places: npt.NDArray[np.int32], rows: Sequence[npt.NDArray[np.float32]] = ()) -> None:
-        """Write the places of all tokens (see `MicroBatch`) and the rows that they count."""
+        """Write the places of all tokens, and the rows of images that these name (see `MicroBatch`)."""
         self._places[: len(places)] = places
         at = 0
         for part in rows:
             self._media[at : at + len(part)] = part
             at += len(part)
+
+    def give(self, rows: npt.NDArray[np.float32]) -> None:
+        """Provide a row per token of this micro-batch; the array must stay in place until it was computed."""
+        assert rows.dtype == np.float32 and rows.flags.c_contiguous
+        self._words[13] = rows.ctypes.data
 
     def set_step(
         self,

@@ -8,7 +8,7 @@ from ikcli.backends.step_block import StepBlock
 from ikcli.engine.run.cpu_device import CpuDevice, CpuSplits
 from ikcli.engine.run.run_device import CPU
 from ikcli.graph import Graph, Node, Rows
-from ikcli.graph.micro_batch import AXES, MEDIA_ROW, PLACE_WORDS, SEEN, Segment
+from ikcli.graph.micro_batch import AXES, MEDIA_AT, PLACE_WORDS, SEEN, Segment
 from ikcli.graph.split import GraphSplit
 from ikcli.log import progress
 from ikcli.vision.tensors import Floats, Tensors
@@ -56,7 +56,7 @@ class Encoder:
         self._make_room(inputs)
         n = len(inputs.rows)
         places = np.zeros((n, PLACE_WORDS), np.int32)
-        places[:, MEDIA_ROW] = np.arange(n)
+        places[:, MEDIA_AT] = inputs.rows.shape[1] * np.arange(n)
         places[:, AXES + 1 : AXES + 3] = inputs.at
         places[:, SEEN : SEEN + 2] = (0, n) if inputs.ranges is None else inputs.ranges
         zeros, outputs = np.zeros(n, np.int32), np.arange(inputs.n_tokens)

@@ -12,7 +12,7 @@ from ikcli.engine.run.batch import Batch
 from ikcli.engine.run.media import FloatRows, Media, Span
 from ikcli.engine.run.sequences import Sequences
 from ikcli.errors import IkError
-from ikcli.graph.micro_batch import AXES, MEDIA_ROW, PLACE_WORDS, SEEN
+from ikcli.graph.micro_batch import AXES, MEDIA_AT, PLACE_WORDS, SEEN
 from ikcli.models import MediaConfig
 
 Places = npt.NDArray[np.int32]
@@ -22,7 +22,7 @@ def places_of_text(cells: Sequence[int] | Places, shift: Sequence[int] | Places)
     """Return the places of tokens in these cells, whose positions are `shift` larger."""
     cell = np.asarray(cells, np.int32)
     found = np.zeros((len(cell), PLACE_WORDS), np.int32)
-    found[:, MEDIA_ROW] = -1
+    found[:, MEDIA_AT] = -1
     found[:, AXES : AXES + 3] = (cell + np.asarray(shift, np.int32))[:, None]
     found[:, SEEN], found[:, SEEN + 1] = cell, cell + 1
     return found
@@ -55,7 +55,7 @@ class MediaPlaces:
         tokens, n_rows = batch.tokens.copy(), 0
         for at, stop, index, media, first in pieces:
             n, part = stop - at, self.places[at:stop]
-            part[:, MEDIA_ROW] = np.arange(n_rows, n_rows + n)
+            part[:, MEDIA_AT] = cols * np.arange(n_rows, n_rows + n)
             part[:, AXES : AXES + 3] = media.positions(first + int(shift[at]), index, index + n)
             if media.both:
                 part[:, SEEN], part[:, SEEN + 1] = first, first + len(media)

@@ -12,8 +12,8 @@ from ikcli.native.jit import inline
 from ikcli.native.simd.vec import ld_f64, ld_i32, ld_i64, st_f32
 
 _F0 = np.float32(0.0)
-PLACES, MEDIA, MEDIA_COLS = 13, 14, 15  # state words: address of places, address and columns of the rows
-PLACE_BYTES, MEDIA_ROW, AXES, SEEN, SEEN_END = 32, 0, 4, 16, 20  # of a place, see graph/micro_batch.py
+PLACES, MEDIA = 14, 15  # state words: addresses of places and rows
+PLACE_BYTES, MEDIA_AT, AXES, SEEN, SEEN_END = 32, 0, 4, 16, 20  # of a place, see graph/micro_batch.py
 
 
 @inline
@@ -28,12 +28,12 @@ def make_media_rows(replaces):
     @kernel(MediaRowsParams)
     def media_rows(params, ith, nth):
         x, out, cols, offset = params.x, params.out, params.cols, params.offset
-        media, width = state_word(params, MEDIA) + 4 * offset, 4 * state_word(params, MEDIA_COLS)
+        media = state_word(params, MEDIA) + 4 * offset
         rows = n_rows(params)
         for row in range(rows * ith // nth, rows * (ith + 1) // nth):
-            at, dst = ld_i32(place(params, row) + MEDIA_ROW), out + 4 * row * cols
+            at, dst = ld_i32(place(params, row) + MEDIA_AT), out + 4 * row * cols
             if at >= 0:
-                copy_f32(dst, media + at * width, cols)
+                copy_f32(dst, media + 4 * at, cols)
             elif replaces:
                 copy_f32(dst, x + 4 * row * cols, cols)
             else:

@@ -38,7 +38,7 @@ def one(limit: int = 1 << 20, block: int = 16) -> tuple[PrefixStore, Shelf]:
 @pytest.mark.parametrize("machine", [Prefixes, OneSlot])
 def test_any_mix_of_requests(machine: type[Prefixes]) -> None:
     few = settings(
-        max_examples=6, stateful_step_count=12, deadline=None, derandomize=True, database=None,
+        max_examples=5, stateful_step_count=10, deadline=None, derandomize=True, database=None,
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     run_state_machine_as_test(machine, settings=few)

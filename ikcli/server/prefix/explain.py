@@ -62,6 +62,12 @@ def shown(text_of: TextOf, tokens: Sequence[int]) -> str:
     return text + "[image]" * (len(words) < len(tokens))
 
 
+def excerpt(text_of: TextOf, tokens: Tokens) -> str:
+    """Return the beginning of a text for one line, in quotes."""
+    text = repr(shown(text_of, tokens[:_SHOWN].tolist()))
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
+
+
 def tree_lines(tree: Tree, text_of: TextOf) -> Iterator[str]:
     """Yield the stored texts as a tree, one line per branch, with what each of them takes."""
     mib = tree.n_bytes / (1 << 20)
@@ -82,15 +88,12 @@ def _branch(node: Node, indent: str, last: bool, text_of: TextOf) -> Iterator[st
     run = [node]
     while len(run[-1].children) == 1:
         run.extend(run[-1].children.values())
-    tokens = [int(t) for one in run for t in one.tokens]
     n_bytes, checkpoints = sum(one.n_bytes for one in run), [c.n_tokens for one in run for c in one.checkpoints]
-    text = repr(shown(text_of, tokens[:_SHOWN]))
-    text = text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
     more = f", checkpoints at {', '.join(map(str, checkpoints))}" if checkpoints else ""
     uses = max(one.uses for one in run)
     yield (
         f"{indent}{'└' if last else '├'}─ {node.start}..{run[-1].end - 1}  {n_bytes / (1 << 20):.1f} MiB, "
-        f"used {uses} times{more}  {text}"
+        f"used {uses} times{more}  {excerpt(text_of, run[0].tokens)}"
     )
     below = list(run[-1].children.values())
     for i, child in enumerate(below, 1):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from ikcli.engine.plan.devices import available_memory
 from ikcli.engine.run.adapters import Added
 from ikcli.engine.run.session import Session
-from ikcli.server.prefix.explain import find_miss
+from ikcli.server.prefix.explain import TextOf, excerpt, find_miss, tree_lines
 from ikcli.server.prefix.keys import Tokens, common_prefix, default_limit
 from ikcli.server.prefix.reused import Reused
 from ikcli.server.prefix.store import PrefixStore
@@ -76,6 +76,13 @@ class Reuse:
             n = sequences.copy(donor.id, slot.id, n, n_donor)
             slot.adopt(wanted[:n])
         return Reused(n, 0, 0, miss)
+
+    def explain(self, text_of: TextOf) -> Iterator[str]:
+        """Yield lines about what slots and the store hold."""
+        for slot in self._slots:
+            if slot.n_past:
+                yield f"slot {slot.id}: {slot.n_past} tokens  {excerpt(text_of, slot.cached)}"
+        yield from tree_lines(self.store.tree, text_of)
 
     # --- sessions on disk -------------------------------------------------------------------------------------------
     def finished(self, slot: Slot) -> None:

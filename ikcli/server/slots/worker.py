@@ -336,6 +336,9 @@ class Worker:
         if reuse:
             self._log("INFO", "prompt_cache", "prompt tokens reused",
                       {**_ids(slot), **describe(reused, self._text_of)})  # fmt: skip
+        if self.config.cache_explain:
+            for line in self._reuse.explain(self._text_of):
+                self._log("INFO", "prompt_cache", line, {})
 
     # --- one step ---------------------------------------------------------------------------------------------------
     def step(self) -> None:

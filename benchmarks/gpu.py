@@ -35,10 +35,12 @@ from ikcli.backends.cuda.device import Device, Launch  # noqa: E402
 from ikcli.backends.cuda.kv_layout import cache_bytes, planes, to_device  # noqa: E402
 from ikcli.backends.cuda.lower import Counts, DeviceLimits, GpuLowering, GpuProgram, all_rules, lower  # noqa: E402
 from ikcli.backends.cuda.modules import Package  # noqa: E402
-from ikcli.backends.cuda.upload import convert, device_bytes  # noqa: E402
+from ikcli.backends.cuda.transfer import rows_launch  # noqa: E402
+from ikcli.backends.cuda.upload import convert, device_bytes, group_moves  # noqa: E402
 from ikcli.gguf.constants import GGMLType  # noqa: E402
 from ikcli.gguf.types import TYPES  # noqa: E402
 from ikcli.graph import Cache, Graph, HeadSlice, Node, Rows, Weight  # noqa: E402
+from ikcli.quant.formats import row_size  # noqa: E402
 
 T = GGMLType
 Array = npt.NDArray[Any]
@@ -507,6 +509,23 @@ def matmul(b: Bench) -> None:
     _products(b, "matmul", MATMUL[:2] if b.tiny else MATMUL, (16,) if b.tiny else (16, 64, 256, 512, 2048, 4096))
 
 
+UPLOADED = (T.Q8_0, T.Q8_0_R8, T.Q4_K, T.Q4_K_R4, T.Q3_K_R4, T.IQ4_K_R4, T.IQ2_K_R4, T.IQ2_XXS_R4, T.BF16_R16)
+
+
+def uploads(b: Bench) -> None:
+    """Measure how fast rows of a file become device rows; they come over a bus of 12 to 60 GB/s."""
+    for type_ in UPLOADED[:3] if b.tiny else UPLOADED:
+        with subject(b):
+            w = Weight("w", type_, (4096, 64 if b.tiny else 8192))
+            stored, n_rows = row_size(type_, w.ne0), w.shape[1]
+            data = np.random.default_rng(1).integers(0, 256, n_rows * stored, dtype=np.uint8)
+            source, target = b.upload(data, len(data)), b.alloc(device_bytes(w))
+            terms = b.upload(group_moves(type_).terms, 0) if TYPES[type_].rows > 1 else 0
+            b.device.prepare({"upload_rows": 0, "upload_groups": 0})
+            seconds = b.time([rows_launch(w, source, target, n_rows, terms)])
+            b.report("upload", TYPES[type_].name, us=seconds * 1e6, GB_s=len(data) / seconds / 1e9)
+
+
 class subject:
     """Free the allocations of a case; report a case that fails and continue with the rest."""
 
@@ -529,7 +548,7 @@ class subject:
 SUBJECTS: dict[str, Callable[[Bench], None]] = {
     "load": load, "basic": basic, "roof": roof, "launch": launches, "handover": handover, "mla": attention_mla,
     "gqa": attention_gqa, "window": attention_window, "prefill": attention_prefill, "delta": delta_rule,
-    "matvec": matvec, "matmul": matmul,
+    "matvec": matvec, "matmul": matmul, "upload": uploads,
 }  # fmt: skip
 
 

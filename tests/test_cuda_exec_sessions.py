@@ -363,6 +363,18 @@ def test_large_batches_use_experts_in_ram_on_the_gpu(folder, opener, capsys) -> 
     assert sum(many.values()) > sum(few.values()) + 3
 
 
+def test_weights_repacked_in_ram_are_used_on_the_gpu_with_the_same_bits(folder, opener) -> None:
+    found = []
+    for repack, kernel in ((False, "upload_rows"), (True, "upload_groups")):
+        settings = {"cpu_moe": True, "offload_min_batch": 1, "run_time_repack": repack, "mmap": not repack}
+        with Session.open(config(written(folder, "qwen3moe-q8_0"), **settings)) as session:
+            launches = kernels_of(opener, lambda: found.append(single(session, tokens(12), logits="all")))
+            planned = session.memory()["CUDA0"]["compute"]
+            assert abs(opener.devices["CUDA0"].owners()["compute"] - planned) <= 4096
+        assert launches[kernel] == 3
+    np.testing.assert_array_equal(found[1], found[0])
+
+
 class Hasty(EmulatedDevice):
     """Copies of weights run as soon as they are queued: only what they are told to wait for has been done by then."""
 

@@ -27,6 +27,7 @@ class Work:
     n_whole: int
     t_served: int = 0
     wants_prompt_logits: bool = False
+    n_at_once: int = 0
 
 
 @pytest.mark.parametrize(
@@ -38,6 +39,9 @@ class Work:
         ([Work("a", 20), Work("b", 13), Work("c", 5)], [("a", 20)]),  # c does not overtake b
         ([Work("a", 5, 7), Work("b", 6, 3), Work("c", 7, 5)], [("b", 6), ("c", 7), ("a", 5)]),
         ([Work("a", 100, 2), Work("b", 100, 1)], [("b", 32)]),
+        ([Work("a", 100, n_at_once=50)], [("a", 50)]),  # an image is computed as a whole
+        ([Work("a", 5), Work("b", 100, 1, n_at_once=50), Work("c", 5, 2)], [("a", 5)]),
+        ([Work("a", 90, n_at_once=20), Work("b", 12, 1)], [("a", 20), ("b", 12)]),
         ([], []),
     ],
 )

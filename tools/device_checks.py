@@ -221,9 +221,12 @@ CHECKS: tuple[Check, ...] = (
     ),
     Check("exps-cpu/turns", 85, 60, _measure("turns", "lite-experts", "-c", "2048", "-ub", "512", "-ot", "exps=CPU"),
           ("lite-experts",)),
-    Check("streamed", 84, 40,
-          _measure("stream", "lite-experts", "-c", "4096", "-ub", "4096", "-b", "4096", "-ot", "exps=CPU"),
-          ("lite-experts",)),
+    *(
+        Check(f"streamed/{name}", 84, 40, _measure("stream", "lite-experts", "-c", "4096", "-ub", "4096", "-b", "4096",
+              "-ot", "exps=CPU", *more), ("lite-experts",))
+        for name, more in (("plain", ()), ("rtr", ("-rtr",)))
+    ),
+    Check("streamed/rows", 84, 10, _bench("--only", "upload")),
     *(
         _timed(f"exps-cpu/ub{ub}", 83, 40, "lite-experts", "-ot", "exps=CPU", n_ctx=8192, ub=ub, stride=4096 // ub)
         for ub in (512, 4096)

@@ -136,7 +136,7 @@ class LocalModel:
         return self._cache_action("save", path)
 
     def restore_cache(self, path: Path) -> int:
-        """Read such a file and return its number of tokens."""
+        """Read a saved state and return its number of tokens."""
         return self._cache_action("restore", path)
 
     def _cache_action(self, action: str, path: Path) -> int:

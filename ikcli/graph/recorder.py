@@ -31,6 +31,7 @@ from ikcli.graph.ops_rows import (
     RopeTable,
     SwiGlu,
 )
+from ikcli.graph.ops_sparse import IndexTopK, SparseAttn
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +242,25 @@ class Graph:
         wide = wide or self.exact
         settings = (tuple(q), tuple(k), v, n_head, n_head_kv, scale, window, chunk, sinks, softcap, wide, both, slopes)
         return self.record(FlashAttn(*settings) if flash else Attn(*settings, heads_per_step), name)
+
+    def index_top_k(self, q: HeadSlice, weights: Node, k: Cache, name: str, *, n_head: int, top_k: int) -> Node:
+        """Choose the positions that each query attends to: [rows, top_k]; see `IndexTopK`."""
+        return self.record(IndexTopK(q, weights, k, n_head, top_k), name)
+
+    def sparse_attention(
+        self,
+        q: Sequence[HeadSlice],
+        k: Sequence[HeadSlice],
+        v: HeadSlice,
+        selected: Node,
+        name: str,
+        *,
+        n_head: int,
+        n_head_kv: int,
+        scale: float,
+    ) -> Node:
+        """Attend to the selected positions: [rows, n_head*v.width]; see `SparseAttn`."""
+        return self.record(SparseAttn(tuple(q), tuple(k), v, n_head, n_head_kv, scale, selected=selected), name)
 
     # --- mixture of experts -------------------------------------------------------------------------------------------
     def moe_route(

@@ -131,6 +131,10 @@ class HParams:
     ssm_d_inner: int = 0  # columns of all value heads
     ssm_norm_eps: float = 0.0  # of the norms of what a scan is controlled by; 0: it is not normed
     kda_lower_bound: float = 0.0  # of logarithms of decays; 0: none
+    index_top_k: int = 0  # positions that a query attends to; 0: all (models/indexer.py)
+    index_n_head: int = 0
+    index_head_dim: int = 0
+    index_owners: frozenset[int] = frozenset()  # layers that choose positions
     per_layer: Mapping[str, tuple[Any, ...]] = field(default_factory=dict, hash=False)
 
     @classmethod
@@ -174,6 +178,8 @@ class HParams:
             values |= _swiglu_limits(keys, values["n_layer"])
         values |= read_windows(keys, values)
         values |= read_recurrent(keys, values, tensors)
+        if arch in ("deepseek32", "glm-dsa"):
+            values |= _indexer(keys, values, tensors)
         if arch in ("granite", "granitemoe"):
             values |= _multipliers(keys)
         if arch in ("deepseek2", "mistral3", "mistral4"):  # files of Mistral 4 do not say
@@ -413,6 +419,25 @@ def _multipliers(keys: Keys) -> dict[str, float]:
     divisor = keys.number("logit_scale", 1.0, most=1e9) or 1.0
     factors = {name: keys.number(name, 1.0, most=1e9) or 1.0 for name in ("embedding_scale", "residual_scale")}
     return factors | {"logit_scale": 1 / divisor, "attention_scale": keys.number("attention.scale", 0.0, most=1e9)}
+
+
+def _indexer(keys: Keys, values: dict[str, Any], tensors: Mapping[str, HasShape]) -> dict[str, Any]:
+    """Return the numbers of the indexer; without its keys or tensors attention covers all positions."""
+    n_layer, types = values["n_layer"], "attention.indexer.types"
+    present = tuple(f"blk.{il}.indexer.proj.weight" in tensors for il in range(n_layer))
+    if "attention.indexer.top_k" not in keys or not (types in keys or any(present)):
+        return {}
+    own = keys.items(types, n_layer) or present
+    if not own[0]:
+        raise keys.fail(types, "gives the first layer no indexer of its own")
+    if not values["q_lora_rank"]:
+        raise keys.fail("attention.q_lora_rank", "is missing; an indexer needs low-rank queries")
+    return {
+        "index_top_k": keys.integer("attention.indexer.top_k", least=1),
+        "index_n_head": keys.integer("attention.indexer.head_count", least=1, most=128),
+        "index_head_dim": keys.integer("attention.indexer.key_length", least=max(values["n_rot"], 16), most=1024),
+        "index_owners": frozenset(il for il in range(n_layer) if own[il]),
+    }
 
 
 def _mla(keys: Keys, values: dict[str, Any]) -> dict[str, Any]:

@@ -51,7 +51,7 @@ class CudaProgram:
     spans: list[Span]
     most: Mapping[Rows, int]
     reads_kv_rows: bool
-    largest_load: int  # bytes of the largest weight that comes from the host in a step, 0 if none does
+    loaded: frozenset[Weight]  # come from the host in every step
     places: Mapping[Node, Bytes] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
     graphs: OrderedDict[Counts, dict[int, Graph]] = field(default_factory=OrderedDict)
@@ -125,8 +125,8 @@ class CudaBackend:
             loads = _loads(low, first, weights)
             spans.append(Span(first, stop, tuple(turn.imports), tuple(turn.exports), loads))
         reads = any(n.rows.symbol is Rows.KV for t in turns for n in t.nodes)
-        largest = max((device_bytes(w) for span in spans for _, ws in span.loads for w in ws), default=0)
-        return CudaProgram(GpuProgram(low), spans, dict(rows), reads, largest)
+        loaded = frozenset(w for span in spans for _, ws in span.loads for w in ws)
+        return CudaProgram(GpuProgram(low), spans, dict(rows), reads, loaded)
 
     def step_bytes(self, programs: Sequence[CudaProgram]) -> int:
         """Return the bytes of the step block of these programs."""
@@ -139,9 +139,8 @@ class CudaBackend:
         if not programs:
             return 0
         arena = max(p.arena_bytes for p in programs)
-        largest = max(p.largest_load for p in programs)
-        if largest:
-            arena += Transfer.device_bytes(largest)
+        if loaded := _loaded(programs):
+            arena += Transfer.device_bytes(loaded)
         return arena + sum(p.program.constant_bytes for p in programs) + self.step_bytes(programs)
 
     # --- memory -----------------------------------------------------------------------------------------------------
@@ -163,9 +162,8 @@ class CudaBackend:
         self._step_address = self._alloc(self.step_bytes(programs))
         self._step = device.pinned(self.step_bytes(programs), "step block")
         self._pinned.append(self._step)
-        largest = max(p.largest_load for p in programs)
-        if largest:
-            self._transfer = Transfer(device, largest)
+        if loaded := _loaded(programs):
+            self._transfer = Transfer(device, loaded)
             self._transfer.pin(self._streamed(programs))
             self._free, self._ready = device.event(), device.event()
         for p, places in zip(programs, handover, strict=True):
@@ -262,7 +260,7 @@ class CudaBackend:
         """Queue one split."""
         device, span, counts = self.device, program.spans[turn], self._counts
         graphs = program.graphs.get(counts)
-        capture = self._capture and not program.largest_load and counts not in program.eager
+        capture = self._capture and not program.loaded and counts not in program.eager
         if graphs is None or not capture:
             self._queue(program, span)
             if turn == len(program.spans) - 1 and capture:
@@ -376,6 +374,10 @@ class CudaBackend:
             self.device.download(self._stream, out, program.node_address(node))
         self.device.synchronize(self._stream)
         return out
+
+
+def _loaded(programs: Sequence[CudaProgram]) -> frozenset[Weight]:
+    return frozenset[Weight]().union(*(p.loaded for p in programs))
 
 
 def _loads(low: GpuLowering, first: int, weights: Sequence[Weight]) -> tuple[tuple[int, tuple[Weight, ...]], ...]:

@@ -60,6 +60,8 @@ def graph_config(
         ser=config.ser,
         type_k=format_by_name(config.type_k).type,
         type_v=format_by_name(config.type_v).type,
+        index_top_k=config.dsa_top_k if config.dsa else 0,
+        type_index=format_by_name(config.type_index).type,
         k_hadamard=_rotates_k(config),
         v_hadamard=config.v_hadamard,
         n_ctx=n_cells,

@@ -10,8 +10,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from ikcli.chat.content import arguments_text, note
+from ikcli.chat.images import NO_IMAGES, Images
 from ikcli.server.http import fields as f
 from ikcli.server.http.errors import bad_request
+from ikcli.server.http.turns import image_text
 from ikcli.settings.sampling import sampling_values
 
 _RENAMED = {
@@ -83,20 +85,20 @@ def keep_alive(value: Any) -> float | None:
     return float(sign + "1") * sum(float(n) * _SECONDS[unit] for n, unit in _PART.findall(parts))
 
 
-def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the body of an equivalent chat completion request."""
+def to_chat(body: Mapping[str, Any], images: Images = NO_IMAGES) -> dict[str, Any]:
+    """Return the body of an equivalent chat completion request, with its images in `images`."""
     out = generation_fields(body) | thinking(body)
-    out["messages"] = _messages(f.array(body.get("messages") or [], "messages"))
+    out["messages"] = _messages(f.array(body.get("messages") or [], "messages"), images)
     if body.get("tools"):
         out["tools"] = [_tool(item, i) for i, item in enumerate(f.array(body["tools"], "tools"))]
     return out
 
 
-def to_turn(body: Mapping[str, Any]) -> dict[str, Any]:
+def to_turn(body: Mapping[str, Any], images: Images = NO_IMAGES) -> dict[str, Any]:
     """Convert as `to_chat` does, with the prompt of /api/generate as the only turn."""
     system = f.text(body.get("system") or "", "system")
     messages = [{"role": "system", "content": system}] if system else []
-    prompt = {"role": "user", "content": f.text(body.get("prompt") or "", "prompt")}
+    prompt = {"role": "user", "content": _with_images(f.text(body.get("prompt") or "", "prompt"), body, "", images)}
     return generation_fields(body) | thinking(body) | {"messages": [*messages, prompt]}
 
 
@@ -112,13 +114,17 @@ def thinking(body: Mapping[str, Any]) -> dict[str, Any]:
     return {"reasoning_effort": value, "chat_template_kwargs": {"enable_thinking": True}}
 
 
-def no_images(value: Any, name: str) -> None:
-    """Raise ApiError if the request has images."""
-    if value is not None and f.array(value, name):
-        raise bad_request(f"{name}: image input is not supported: the model reads text only")
+def _with_images(text: str, item: Mapping[str, Any], path: str, images: Images) -> str | list[dict[str, Any]]:
+    """Return the content of a turn: its images, then its text."""
+    field = f"{path}.images" if path else "images"
+    found = f.array(item.get("images") or [], field)
+    if not found:
+        return text
+    markers = [image_text(source, f"{field}[{i}]", images) for i, source in enumerate(found)]
+    return [{"type": "text", "text": part} for part in (*markers, *([text] if text else ()))]
 
 
-def _messages(messages: list[Any]) -> list[dict[str, Any]]:
+def _messages(messages: list[Any], images: Images) -> list[dict[str, Any]]:
     """Return the messages.
 
     Ollama's calls have no ids, so results are matched to open calls by name or in order.
@@ -128,15 +134,16 @@ def _messages(messages: list[Any]) -> list[dict[str, Any]]:
     for i, item in enumerate(messages):
         path = f"messages[{i}]"
         message = f.table(item, path)
-        entry: dict[str, Any] = {
-            "role": f.text(message.get("role"), f"{path}.role"),
-            "content": f.text(message.get("content") or "", f"{path}.content"),
-        }
-        if entry["role"] in ("assistant", "tool"):  # an error about an earlier message would end the conversation
+        role, text = (
+            f.text(message.get("role"), f"{path}.role"),
+            f.text(message.get("content") or "", f"{path}.content"),
+        )
+        entry: dict[str, Any] = {"role": role, "content": text}
+        if role in ("assistant", "tool") and not images.reads:  # an error would end the conversation
             notes = [note("image")] * len(f.array(message.get("images") or [], f"{path}.images"))
-            entry["content"] = "\n".join([entry["content"], *notes]).lstrip("\n")
+            entry["content"] = "\n".join([text, *notes]).lstrip("\n")
         else:
-            no_images(message.get("images"), f"{path}.images")
+            entry["content"] = _with_images(text, message, path, images)
         if message.get("thinking"):
             entry["reasoning_content"] = f.text(message["thinking"], f"{path}.thinking")
         if message.get("tool_calls"):

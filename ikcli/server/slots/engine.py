@@ -18,6 +18,7 @@ from ikcli.errors import IkError
 from ikcli.server.slots.embeddings import EmbeddingTask
 from ikcli.server.slots.log import Logger, silent
 from ikcli.server.slots.messages import EmbeddingRequest, Event, Failure, GenerationRequest
+from ikcli.server.slots.pictures import PictureReader
 from ikcli.server.slots.pipeline_worker import worker_of
 from ikcli.server.slots.slot import Task
 from ikcli.server.slots.states import EngineError, EngineMetrics, ModelInfo, SlotActionResult, SlotState
@@ -180,6 +181,11 @@ class Engine:
     def model(self) -> ModelInfo:
         """Return the loaded model; raise EngineError 503 before it is ready."""
         return self._ready().model
+
+    @property
+    def pictures(self) -> PictureReader | None:
+        """Return the reader of images, None without a projector; raise EngineError 503 before the model is ready."""
+        return self._ready().pictures
 
     @property
     def tokenizer(self) -> Tokenizer:

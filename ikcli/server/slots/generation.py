@@ -24,6 +24,7 @@ from ikcli.server.slots.messages import (
     TokenInfo,
 )
 from ikcli.server.slots.output import Output
+from ikcli.server.slots.pictures import tokens_of
 from ikcli.tokenizer import Tokenizer
 
 FloatRow = npt.NDArray[np.float32]
@@ -58,7 +59,7 @@ class Generation:
         self._eog = tokenizer.eog_ids
         self.history: list[int] = list(request.prompt)
         self.sampler = Sampler(request.sampling, setting.vocab)
-        self.sampler.prime(request.prompt)
+        self.sampler.prime(tokens_of(request.prompt) if request.pictures else request.prompt)
         self.constraint: Constraint | None = request.constraint() if request.constraint else None
         self.output = Output(tokenizer, request.stop, request.bans, keep_special=request.keep_special)
         self.prompt_logprobs: list[TokenInfo] = []
@@ -127,7 +128,8 @@ class Generation:
     def may_shift(self) -> bool:
         """Return whether old tokens may be dropped when the slot is full."""
         request = self.request
-        return self._setting.context_shift and not request.within_context and request.n_predict != -2
+        fixed = request.within_context or request.n_predict == -2 or request.pictures  # an image stays in its place
+        return self._setting.context_shift and not fixed
 
     @property
     def n_remain(self) -> int:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from ikcli.sampling.params import SamplerParams
 from ikcli.server.slots.patterns import Pattern
+from ikcli.server.slots.pictures import PlacedPicture
 
 StopType = Literal["none", "eos", "limit", "word"]
 
@@ -106,6 +107,7 @@ class GenerationRequest:
     lora: tuple[float, ...] | None = None
     speculation: Speculation = Speculation()
     report_progress: bool = False
+    pictures: tuple[PlacedPicture, ...] = ()  # images of the prompt, in order
     turns: tuple[int, ...] = ()  # tokens of the prompt before turns that later requests may change
     deltas: bool = True  # False: no Delta events, for requests that are answered at once
 

@@ -20,6 +20,7 @@ from ikcli.server.prefix.keys import common_prefix
 from ikcli.server.prefix.reused import Reused
 from ikcli.server.slots.generation import Generation
 from ikcli.server.slots.messages import Event, GenerationRequest, RequestTimings
+from ikcli.server.slots.pictures import PlacedPicture
 from ikcli.server.slots.states import SlotState
 
 Tokens = npt.NDArray[np.int32]
@@ -129,9 +130,27 @@ class Slot:
 
     @property
     def n_whole(self) -> int:
-        """Return the number of target tokens up to their end or the next checkpoint."""
+        """Return the number of target tokens up to their end, the next checkpoint or the next image."""
         end = next((n for n in self.places if n > self.n_past), 0) if self.in_prompt else 0
+        if self.pictures:
+            end = min([end or len(self.target), *(one.start for one in self.pictures if one.start > self.n_past)])
         return end - self.n_past if end else self.n_todo
+
+    @property
+    def picture(self) -> PlacedPicture | None:
+        """Return the image that is to be computed next, as a whole."""
+        return next((one for one in self.pictures if one.start == self.n_past), None) if self.pictures else None
+
+    @property
+    def n_at_once(self) -> int:
+        """Return the number of target tokens that must be computed in one piece: those of an image."""
+        picture = self.picture
+        return picture.stop - picture.start if picture is not None else 0
+
+    @property
+    def pictures(self) -> tuple[PlacedPicture, ...]:
+        """Return the images of the request; its prompt is the beginning of all target tokens."""
+        return self.generation.request.pictures if self.generation is not None else ()
 
     @property
     def wants_prompt_logits(self) -> bool:

@@ -80,7 +80,7 @@ class Speculator:
                 continue
             share = -(-free // left)
             for i, stage in enumerate(self._stages):
-                draft = self._draft(slot, i, stage, share)
+                draft = _texts_only(self._draft(slot, i, stage, share))
                 if draft:
                     slot.draft = draft
                     free -= len(draft)
@@ -99,6 +99,8 @@ class Speculator:
         if n_max <= 0:
             return []
         if stage.type == "draft":
+            if g.request.pictures:  # the draft model sees no images
+                return []
             p_min = _first(asked.p_min, stage.p_min, self._config.draft_p_min)
             draft = self._by_model(slot, n_max, p_min)
         else:
@@ -148,6 +150,11 @@ class Speculator:
             self._model.close()
         if self._dynamic_path is not None and self._dynamic:
             write_counts(self._dynamic, self._dynamic_path)
+
+
+def _texts_only(draft: list[int]) -> list[int]:
+    """Return a draft up to the first position of an image, which drafts from the prompt can reach."""
+    return next((draft[:i] for i, token in enumerate(draft) if token < 0), draft)
 
 
 def _first(*values: T | None) -> T:

@@ -37,6 +37,7 @@ from ikcli.server.slots.failures import check_finite, engine_error, failure_of, 
 from ikcli.server.slots.generation import Generation, Setting, as_info
 from ikcli.server.slots.log import Logger, log_timings
 from ikcli.server.slots.messages import EmbeddingRequest, Event, Failure, GenerationRequest
+from ikcli.server.slots.pictures import PictureReader, whole_pictures
 from ikcli.server.slots.reuse import Reuse
 from ikcli.server.slots.scheduler import prompt_pieces
 from ikcli.server.slots.slot import GENERATION, IDLE, PROMPT, Slot, Task, alike
@@ -86,6 +87,7 @@ class Worker:
         self.added = adapters.added  # for requests that name no scales
         staged = session.config.fleet.stages > 1
         self.vectors = ServedVectors(adapters.vectors, hp, staged=staged, changed=self._use_vectors)
+        self.pictures: PictureReader | None = None
         self._setting = Setting(n_ctx, hp.n_ctx_train, self.config.context_shift, self.tokenizer, vocab)
         self._inbox: deque[Task | EmbeddingTask | Action] = deque()
         self._queue: deque[Task] = deque()
@@ -156,7 +158,8 @@ class Worker:
                 "shorten it or start again with a larger -c"
             )
             return Failure(400, "exceed_context_size_error", text, {"n_prompt_tokens": n, "n_ctx": n_ctx})
-        if n and not 0 <= min(request.prompt) <= max(request.prompt) < self.model.n_vocab:
+        least = min(request.prompt, default=0) if not request.pictures else 0  # those of images are keys below 0
+        if n and not 0 <= least <= max(request.prompt) < self.model.n_vocab:
             return invalid(f"the prompt holds a token id outside the vocabulary of {self.model.n_vocab}")
         return None
 
@@ -323,6 +326,8 @@ class Worker:
         added = self.added.of_request(task.request.lora)
         reused = self._reuse.fetch(slot, task.prompt, added) if reuse else Reused(self._reuse.replace(slot, 0))
         n = self.session.truncate(slot.id, reused.n)
+        while (whole := whole_pictures(request.pictures, n)) < n:
+            n = self.session.truncate(slot.id, whole)
         reused = reused.cut(n)
         self.counters.reuse(reused)
         slot.added = added
@@ -472,7 +477,7 @@ class Worker:
         wanted = "all" if slot.wants_prompt_logits else "last" if is_last else "none"
         self._deliver()
         self.session.apply(slot.added)
-        logits = self.session.compute(Batch.single(tokens, slot.n_past, slot.id, logits=wanted))
+        logits = self._compute(slot, tokens, wanted)
         if slot.in_prompt and slot.n_past + n in slot.places:
             self.session.checkpoint(slot.id, likely=slot.places[slot.n_past + n])
         self._count(1, slot.n_past + n)
@@ -485,6 +490,13 @@ class Worker:
         if is_last:
             check_finite(logits[-1])
             self._prompt_done(slot, g, logits[-1])
+
+    def _compute(self, slot: Slot, tokens: npt.NDArray[np.int32], wanted: str) -> FloatRows:
+        """Compute target tokens, or the image that stands there; return the wanted logits."""
+        placed = slot.picture
+        if placed is None:
+            return self.session.compute(Batch.single(tokens, slot.n_past, slot.id, logits=wanted))
+        raise NotImplementedError
 
     def _prompt_logprobs(self, g: Generation, logits: FloatRows, first: int) -> None:
         """Collect the log-probabilities of the tokens after the positions from `first` on."""

@@ -26,7 +26,9 @@ from ikcli.server.http.routes.context import read_object, server
 from ikcli.server.http.routes.ollama_models import asked_model
 from ikcli.server.http.shapes.ollama import OllamaShape, loaded
 from ikcli.server.http.state import ServerState
+from ikcli.server.http.turns import image_text
 from ikcli.server.slots.messages import GenerationRequest
+from ikcli.server.slots.pictures import tokens_of
 
 router = APIRouter(tags=["Ollama"])
 
@@ -63,11 +65,12 @@ async def chat(request: Request) -> Response:
     state = server(request)
     body = await read_object(request)
     model = asked_model(state, body)
-    converted = convert.to_chat(body)
+    images = state.images()
+    converted = convert.to_chat(body, images)
     if not converted["messages"]:
         return json_response(loaded(model, True))
     _check_thinking(state, body, model)
-    fields, prepared, requests = await generations_of(state, converted)
+    fields, prepared, requests = await generations_of(state, converted, images)
     writer = probabilities(state, fields, convert.n_top(body))
     shape = OllamaShape(model, prepared.make_parser, writer)
     return await answer(request, state, requests, shape, stream=fields.stream, media_type=sse.JSON_LINES)
@@ -79,11 +82,10 @@ async def generate(request: Request) -> Response:
     state = server(request)
     body = await read_object(request)
     model = asked_model(state, body)
-    convert.no_images(body.get("images"), "images")
     if body.get("template"):
         raise bad_request("template is not supported; send raw prompts, or start the server with --chat-template")
     fields = convert.generation_fields(body)
-    if not body.get("prompt") and not body.get("suffix"):
+    if not body.get("prompt") and not body.get("suffix") and not body.get("images"):
         return json_response(loaded(model, False))
     raw = body.get("raw") is not None and f.boolean(body["raw"], "raw")
     if raw or body.get("suffix"):
@@ -98,7 +100,10 @@ async def _raw(
 ) -> tuple[OllamaShape, list[GenerationRequest]]:
     given = GenerationBody.of(fields, state.defaults, state.limits)
     text, suffix = f.text(body.get("prompt") or "", "prompt"), f.text(body.get("suffix") or "", "suffix")
-    if suffix:
+    sources = f.array(body.get("images") or [], "images")
+    if sources:
+        prompt = await _raw_with_images(state, text, suffix, sources)
+    elif suffix:
         prompt = await infill.prompt_of(state, {"input_prefix": text, "input_suffix": suffix})
     else:
         prompt = (await read_prompts(text, state.limits))[0][0]
@@ -108,20 +113,33 @@ async def _raw(
     return OllamaShape(model, None, writer, ()), requests
 
 
+async def _raw_with_images(state: ServerState, text: str, suffix: str, sources: list[Any]) -> Prompt:
+    """Return a raw prompt with images, which stand before the text."""
+    images = state.images()
+    markers = [image_text(source, f"images[{i}]", images) for i, source in enumerate(sources)]
+    if suffix:
+        raise bad_request("suffix cannot be used with images")
+    assert state.pictures is not None  # without it, `image_text` raises
+    return await state.pictures.prompt("".join(markers) + text, images)
+
+
 async def _turn(state: ServerState, body: Mapping[str, Any], model: str) -> tuple[OllamaShape, list[GenerationRequest]]:
     _check_thinking(state, body, model)
-    fields, prepared, requests = await generations_of(state, convert.to_turn(body))
-    prompt = Prompt(prepared.tokens, prepared.text)
+    images = state.images()
+    fields, prepared, requests = await generations_of(state, convert.to_turn(body, images), images)
+    prompt = prepared.prompt
     if body.get("context"):
         before = f.array(body["context"], "context")
         ids = tuple(token_id(item, f"context[{i}]", state.limits.n_vocab) for i, item in enumerate(before))
+        if prompt.pictures:
+            raise bad_request("context cannot be used with images; send the conversation to /api/chat")
         tokens = prompt.tokens
         if tokens[0] == state.engine.tokenizer.bos_id:
             tokens = tokens[1:]
         prompt = Prompt(ids + tokens, prompt.text)
         requests = [replace(one, prompt=prompt.tokens, turns=()) for one in requests]
     writer = probabilities(state, fields, convert.n_top(body))
-    return OllamaShape(model, prepared.make_parser, writer, prompt.tokens), requests
+    return OllamaShape(model, prepared.make_parser, writer, tuple(tokens_of(prompt.tokens))), requests
 
 
 def _check_thinking(state: ServerState, body: Mapping[str, Any], model: str) -> None:

@@ -19,6 +19,7 @@ from ikcli.server.http.answer import json_response
 from ikcli.server.http.errors import ApiError, bad_request, unsupported
 from ikcli.server.http.openapi import object_body
 from ikcli.server.http.routes.context import read_json, read_object, server
+from ikcli.server.http.routes.info import reads_images
 from ikcli.server.http.state import ServerState
 
 router = APIRouter(tags=["Ollama"])
@@ -136,6 +137,7 @@ def _capabilities(state: ServerState) -> list[str]:
     model = state.engine.model
     writes = {"completion": True, "tools": state.chat.takes_tools, "insert": insert, "thinking": state.chat.thinks}
     found = {name: there and model.generates for name, there in writes.items()}
+    found["vision"] = reads_images(state) and model.generates
     found["embedding"] = model.pooling not in ("", "rank")
     return [name for name, there in found.items() if there]
 

@@ -129,6 +129,8 @@ class Planner:
         offload = offload_of(config, model, placement) if placement.devices else None
         used = {*placement.buffer_of.values(), *placement.cache}
         gpus = {name: gpu for name, gpu in self._gpus.items() if name in used}
+        if config.fleet.stages > 1 and cfg.media is not None:
+            raise UsageError("--stages cannot be combined with a projector: images are computed in one process")
         if config.fleet.stages > 1:
             if cfg.n_heads:
                 raise UsageError("--spec-type mtp does not work with --stages; use another type, or no stages")

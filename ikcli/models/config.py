@@ -41,7 +41,7 @@ class GraphConfig:
     cells of a sequence in the caches of window layers, 0: as many as in others. index_top_k: positions that a query of
     a model with an indexer attends to, 0: all, -1: as the model says. type_index: of the cache of index keys. expand:
     the prompt path of mla 2 and 3, which needs batches of at least `EXPAND_MIN_TOKENS` tokens to pay off. outputs:
-    where graphs end.
+    where graphs end. n_heads: heads of the file that predict further tokens, which the session also runs.
     """
 
     mla: int = 3
@@ -61,6 +61,7 @@ class GraphConfig:
     type_index: GGMLType = GGMLType.F16
     expand: bool = False
     outputs: Outputs = Outputs.LOGITS
+    n_heads: int = 0
 
 
 EXPAND_MIN_TOKENS = 128

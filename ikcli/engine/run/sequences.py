@@ -11,7 +11,7 @@ states are zero whatever is stored.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ikcli.engine.run.runner import Runner
@@ -82,6 +82,8 @@ class Sequences:
         self._first: list[int] = []  # position in the first cell of windows
         self._checkpoints: list[list[Checkpoint]] = []
         self._passing: list[int] = []
+        self.version: list[int] = []  # changes when a sequence is replaced by another one
+        self.settle: Callable[[int], None] | None = None  # called before rows of a sequence are saved or copied
         self.divide(n_seq)
 
     # --- how many, how long -----------------------------------------------------------------------------------------
@@ -100,6 +102,7 @@ class Sequences:
         self._first = [0] * self.n_seq
         self._checkpoints = [[] for _ in range(self.n_seq)]
         self._passing = [-1] * self.n_seq
+        self.version = [max(self.version, default=0) + 1] * self.n_seq
 
     def check_next(self, seq: int, pos: int, n: int, *, follow: bool = True) -> None:
         """Raise IkError unless n tokens (which `follow` one another) can be added to a sequence at this position."""
@@ -227,6 +230,8 @@ class Sequences:
     def save(self, seq: int, n_tokens: int) -> SavedSequence:
         """Return a copy of the first n_tokens positions of a sequence."""
         self._check(seq, n_tokens)
+        if self.settle is not None:
+            self.settle(seq)
         first = min(self._first[seq], n_tokens)
         parts = [self._read(c, seq, 0, n_tokens).copy() for c in self._cells]
         parts += self._window_rows(seq, first, n_tokens)
@@ -253,6 +258,8 @@ class Sequences:
         Positions before `first` must be equal in both already.
         """
         self._check(src, n_tokens)
+        if self.settle is not None:
+            self.settle(src)
         known, own = self._known(src, n_tokens), self.reach(dst, first)
         if not self.kind.is_free and own >= self.kind.reach(n_tokens, self._first[src], known):
             return self.truncate(dst, own)
@@ -273,6 +280,7 @@ class Sequences:
         self._checkpoints[seq] = [c for c in known if c.n_tokens <= n]
         self.keeping.trim(self._checkpoints[seq])
         self._passing[seq] = -1
+        self.version[seq] += 1
         self.n_past[seq] = n
         self._put_windows(seq, rows, first)
         kept = self.kind.reach(n, first, self._checkpoints[seq])

@@ -10,12 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-<<<<<<< HEAD
 from ikcli.backends.cpu.program import BATCH_INVARIANT_ROWS
-=======
-from ikcli.backends.cpu.program import INDEPENDENT_ROWS
 from ikcli.engine.plan.heads import FEW, HEAD, kept_states, record_heads
->>>>>>> main
 from ikcli.engine.plan.sizes import window_cells
 from ikcli.engine.run.model import Model
 from ikcli.errors import UnsupportedError, UsageError

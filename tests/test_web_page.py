@@ -70,7 +70,7 @@ class Pixels:
     def read(self, data: bytes) -> FakePicture:
         if not data.startswith(b"\x89PNG"):
             raise IkError("this is not an image")
-        return FakePicture(str(len(data)), 5, 5)
+        return FakePicture(str(len(data)), 5)
 
 
 @pytest.fixture(scope="module")

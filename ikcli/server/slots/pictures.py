@@ -18,8 +18,7 @@ import numpy.typing as npt
 class Picture(Protocol):
     """An image that was read and resized.
 
-    `n_tokens`: rows of its embedding, each of which takes a cell of the cache. `n_positions`: by how much it advances
-    the position of the text after it. `n_bytes`: memory of its pixels.
+    `n_tokens`: rows of its embedding, each of which takes a cell of the cache. `n_bytes`: memory of its pixels.
     """
 
     @property
@@ -27,9 +26,6 @@ class Picture(Protocol):
 
     @property
     def n_tokens(self) -> int: ...
-
-    @property
-    def n_positions(self) -> int: ...
 
     @property
     def n_bytes(self) -> int: ...

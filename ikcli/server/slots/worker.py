@@ -23,6 +23,7 @@ from ikcli.engine.pipeline.driver import StageLostError
 from ikcli.engine.plan.devices import available_memory
 from ikcli.engine.run.batch import Batch
 from ikcli.engine.run.control_vectors import VectorUse
+from ikcli.engine.run.media import Placed
 from ikcli.engine.run.session import Session
 from ikcli.sampling.sampler import token_logprobs
 from ikcli.sampling.short import draw_function
@@ -34,7 +35,8 @@ from ikcli.server.slots.failures import check_finite, engine_error, failure_of, 
 from ikcli.server.slots.generation import Generation, Setting, as_info
 from ikcli.server.slots.log import Logger, log_timings
 from ikcli.server.slots.messages import EmbeddingRequest, Event, Failure, GenerationRequest
-from ikcli.server.slots.pictures import PictureReader, whole_pictures
+from ikcli.server.slots.pictures import whole_pictures
+from ikcli.server.slots.projector import ServedProjector
 from ikcli.server.slots.prompt_cache import default_limit
 from ikcli.server.slots.reuse import Reuse
 from ikcli.server.slots.scheduler import prompt_pieces
@@ -85,7 +87,7 @@ class Worker:
         self.added = adapters.added  # for requests that name no scales
         staged = session.config.fleet.stages > 1
         self.vectors = ServedVectors(adapters.vectors, hp, staged=staged, changed=self._use_vectors)
-        self.pictures: PictureReader | None = None
+        self.projector: ServedProjector | None = None
         self._setting = Setting(n_ctx, hp.n_ctx_train, self.config.context_shift, self.tokenizer, vocab)
         self._inbox: deque[Task | EmbeddingTask | Action] = deque()
         self._queue: deque[Task] = deque()
@@ -484,7 +486,9 @@ class Worker:
         placed = slot.picture
         if placed is None:
             return self.session.compute(Batch.single(tokens, slot.n_past, slot.id, logits=wanted))
-        raise NotImplementedError
+        assert self.projector is not None  # no prompt has images without it
+        batch = Batch.single(tokens, slot.n_past, slot.id, logits=wanted)
+        return self.session.decode(replace(batch, media=(Placed(0, self.projector.encode(placed.picture)),)))
 
     def _prompt_logprobs(self, g: Generation, logits: FloatRows, first: int) -> None:
         """Collect the log-probabilities of the tokens after the positions from `first` on."""

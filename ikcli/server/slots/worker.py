@@ -157,6 +157,13 @@ class Worker:
                 "shorten it or start again with a larger -c"
             )
             return Failure(400, "exceed_context_size_error", text, {"n_prompt_tokens": n, "n_ctx": n_ctx})
+        media = self.session.graph_config.media
+        widest = max((one.picture.n_tokens for one in request.pictures), default=0)
+        if media is not None and media.both and widest > self.session.n_ubatch:
+            return invalid(
+                f"an image of {widest} tokens, which see each other in both directions, must be in one micro-batch; "
+                f"start again with -ub {widest} or more"
+            )
         least = min(request.prompt, default=0) if not request.pictures else 0  # those of images are keys below 0
         if n and not 0 <= least <= max(request.prompt) < self.model.n_vocab:
             return invalid(f"the prompt holds a token id outside the vocabulary of {self.model.n_vocab}")

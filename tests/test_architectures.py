@@ -34,12 +34,11 @@ from ikcli.models.alibi import slopes
 from ikcli.settings.run import RunConfig
 
 GOLDEN = (
-    "bailingmoe3", "command-r", "dots1", "ernie4_5", "ernie4_5-moe", "falcon", "gemma", "glm-dsa", "glm4", "glm4moe",
-    "gptneox", "granite", "granitemoe", "hunyuan-moe", "kimi-k2", "llama-rope3", "minimax-m2", "mistral3", "mistral4",
-    "mixtral", "olmo2", "phi2", "qwen2moe", "qwen2vl", "qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe", "qwen3next",
-    "seed_oss", "smollm3", "stablelm", "starcoder2",
-    "cohere2", "cohere2_moe", "gemma2", "gemma3", "gemma4", "gpt-oss", "laguna", "llama4", "mamba", "mellum", "mimo2",
-    "minimax-m3", "phi3", "step35",
+    "bailingmoe3", "cohere2", "cohere2_moe", "command-r", "dots1", "ernie4_5", "ernie4_5-moe", "falcon", "gemma",
+    "gemma2", "gemma3", "gemma4", "glm-dsa", "glm-dsa-sparse", "glm4", "glm4moe", "gpt-oss", "gptneox", "granite",
+    "granitemoe", "hunyuan-moe", "kimi-k2", "laguna", "llama-rope3", "llama4", "mamba", "mellum", "mimo2", "minimax-m2",
+    "minimax-m3", "mistral3", "mistral4", "mixtral", "olmo2", "phi2", "phi3", "qwen2moe", "qwen2vl", "qwen35",
+    "qwen35moe", "qwen3next", "qwen3vl", "qwen3vlmoe", "seed_oss", "smollm3", "stablelm", "starcoder2", "step35",
 )  # fmt: skip
 OVERRIDES = {"mistral4": ("mistral4.attention.temperature_scale=float:0.3",)}  # the file does not say
 F32_CACHE = ("granitemoe",)  # of what an f16 cache rounds away the bounds (against torch) know nothing

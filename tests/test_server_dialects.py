@@ -264,7 +264,7 @@ def test_arguments_that_are_no_object_end_no_conversation(wrong: Any) -> None:
         ([{"type": "reasoning", "id": "r", "summary": [{"type": "summary_text", "text": "hm"}]}], "(hm)"),
         ([{"type": "reasoning", "id": "r", "summary": [], "encrypted_content": "secret"}], ""),
         ([{"type": "compaction", "id": "r", "encrypted_content": "secret"}],
-         "[compaction: encrypted, nobody but its author can read it]\n"),
+         "[compaction: encrypted; only its author can decrypt it]\n"),
         ([{"type": "of_the_future", "id": "r", "status": "completed", "n": 1}], ""),
         ([{"type": "of_the_future", "id": "r", "content": None}], ""),
         ([{"type": "of_the_future", "id": "r", "content": [{"said": "b"}]}], "[of_the_future: b]\n"),

@@ -1,4 +1,4 @@
-"""The checks of tools/device_check.py, by value: the open items of docs/gpu.md as commands for a machine with a GPU.
+"""The checks of tools/device_check.py, by value: the items of docs/gpu.md as commands for a machine with a GPU.
 
 A name is an item of that list, or `ITEM/CASE`. Seconds are estimates for an H100 with 16 cores, without the reference.
 """
@@ -20,8 +20,8 @@ BENCH = (PYTHON, str(ROOT / "benchmarks" / "gpu.py"))
 SWEEP = (PYTHON, str(ROOT / "benchmarks" / "compare_reference.py"))
 MEASURE = (PYTHON, str(ROOT / "tools" / "device_measure.py"))
 MAKE = (PYTHON, str(ROOT / "tools" / "make_random_model.py"))
-# On a GPU the available reference multiplies single rows of q8_0 and iq4_k only. In a deepseek2 file of 27 layers it
-# expects no low-rank queries.
+# On a GPU the available reference multiplies single rows of q8_0 and iq4_k only. In a deepseek2 file of 26 or 27 layers
+# it expects no low-rank queries.
 _PLAIN = ("--custom-q", "ffn_down=q8_0,output=q8_0,token_embd=q8_0,attn_k_b=q8_0,attn_v_b=q8_0")
 _RESIDENT_Q8_0 = ("--custom-q", r"attn=q8_0,shexp=q8_0,ffn_(up|gate|down)\.weight=q8_0,ffn_down=q8_0,output=q8_0,"
                   "token_embd=q8_0")  # fmt: skip
@@ -42,8 +42,8 @@ def _recipe(preset: str, type_: str, seconds: float, *more: str) -> Recipe:
 
 
 MODELS: Mapping[str, Recipe] = {
-    "lite-iq4_k": _recipe("deepseek2", "IQ4_K", 30, "--layers", "26", "--experts", "16", *_PLAIN),
-    "lite-q8_0": _recipe("deepseek2", "Q8_0", 20, "--layers", "26", "--experts", "16"),
+    "lite-iq4_k": _recipe("deepseek2", "IQ4_K", 30, "--layers", "24", "--experts", "16", *_PLAIN),
+    "lite-q8_0": _recipe("deepseek2", "Q8_0", 20, "--layers", "24", "--experts", "16"),
     "lite-experts": _recipe("deepseek2", "Q4_K_M", 15, "--layers", "8", "--experts", "64", *_RESIDENT_Q8_0),
     "windows": _recipe("gemma3", "Q8_0", 6),
     "dense": _recipe("qwen3", "Q8_0", 4),

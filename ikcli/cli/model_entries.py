@@ -78,7 +78,7 @@ class EntryMaker:
     _read: dict[object, tuple[RunConfig, dict[str, int], ModelFacts]] = field(default_factory=dict)
 
     def entry(self, spec: ModelSpec) -> ModelEntry:
-        """The entry of a model; IkError saying what is wrong with its options or its file."""
+        """Return the entry of a model; raise IkError if its options or its file are faulty."""
         if not spec.name or any("," in text for text in (spec.name, *spec.aliases)):
             raise UsageError("names of models must not be empty and have no commas")
         argv = layered("serve", *spec.options, self.line)

@@ -138,9 +138,7 @@ class Sources:
             log.notice_once(f"{where} is not in the cache; it is served when POST /models or ik pull has downloaded it")
             return None
         else:
-            raise UsageError(
-                f"{where} needs model = FILE or hf-repo = USER/REPO:QUANT; no other source has such a model"
-            )
+            raise UsageError(f"{where} needs model = FILE or hf-repo = USER/REPO:QUANT; no other source has it")
         try:
             return self._maker.entry(spec)
         except IkError as e:
@@ -152,7 +150,7 @@ class Sources:
         return _in_cache(section.repo, cached) if dedup and section.repo else None
 
     def _usable(self, specs: Mapping[str, ModelSpec]) -> Iterator[ModelEntry]:
-        """Entries of files that nobody has named one by one: those that cannot be used are left out."""
+        """Return the entries of files that a folder or the cache holds, without those that cannot be used."""
         for spec in specs.values():
             try:
                 yield self._maker.entry(spec)

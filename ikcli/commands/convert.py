@@ -96,7 +96,7 @@ def _check(config: ConvertConfig, directory: Path) -> None:
     if config.metadata is not None and not config.metadata.is_file():
         raise UsageError(f"--metadata: file {config.metadata} does not exist")
     if config.vocab_only and (config.split_max_size or config.split_max_tensors):
-        raise UsageError("--vocab-only writes no tensors, so there is nothing to split")
+        raise UsageError("--vocab-only writes no tensors, so the file cannot be split")
 
 
 def _report_checkpoint(config: ConvertConfig, found: OpenCheckpoint) -> None:

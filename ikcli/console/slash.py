@@ -143,7 +143,7 @@ def _edit(dialogue: Dialogue, rest: str) -> None:
 def _undo(dialogue: Dialogue, rest: str) -> None:
     """forget the last message and its answer"""
     if dialogue.conversation.undo() is None:
-        raise IkError("there is nothing to forget")
+        raise IkError("no message to forget yet")
     n = len(dialogue.conversation.messages)
     dialogue.note(f"forgotten; {n} message{'' if n == 1 else 's'} left")
 

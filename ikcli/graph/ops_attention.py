@@ -107,6 +107,12 @@ class Attention(Op):
         """Return the first position that a query at `pos` sees."""
         return max(pos - self.window + 1 if self.window else 0, pos - pos % self.chunk if self.chunk else 0, 0)
 
+    def hidden(self, run: Run, s: Segment, at: Array) -> Array:
+        """Return which positions `at` the tokens of a segment do not see: [n_tokens, len(at)]."""
+        pos = run.state.pos[s.start : s.start + s.n_tokens]
+        first = np.array([self.first_seen(int(p)) for p in pos])
+        return (at < first[:, None]) if self.both else (at > pos[:, None]) | (at < first[:, None])
+
     def compute(self, run: Run) -> Array:
         out: Array = np.empty((len(run.state.tokens), self.n_head, self.v.width), run.dtype)
         kv0 = 0
@@ -115,7 +121,7 @@ class Attention(Op):
             pos = run.state.pos[tokens]
             first = np.array([self.first_seen(int(p)) for p in pos])
             at = np.arange(first.min(initial=s.n_kv), s.n_kv)
-            hidden = (at < first[:, None]) if self.both else (at > pos[:, None]) | (at < first[:, None])
+            hidden = self.hidden(run, s, at)
             q = np.concatenate([head_columns(run.value(p.node)[tokens], p, self.n_head) for p in self.q], axis=2)
             k = np.concatenate([_positions(run, p, s, kv0, at, self.n_head_kv) for p in self.k], axis=2)
             v = _positions(run, self.v, s, kv0, at, self.n_head_kv)

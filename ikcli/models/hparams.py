@@ -131,15 +131,27 @@ class HParams:
     ssm_d_inner: int = 0  # columns of all value heads
     ssm_norm_eps: float = 0.0  # of the norms of what a scan is controlled by; 0: it is not normed
     kda_lower_bound: float = 0.0  # of logarithms of decays; 0: none
+    n_further: int = 0  # blocks after those of the model, each a head that predicts a further token (NextN, MTP)
+    index_top_k: int = 0  # positions that a query attends to; 0: all (models/indexer.py)
+    index_n_head: int = 0
+    index_head_dim: int = 0
+    index_owners: frozenset[int] = frozenset()  # layers that choose positions
     per_layer: Mapping[str, tuple[Any, ...]] = field(default_factory=dict, hash=False)
 
     @classmethod
     def from_gguf(
-        cls, metadata: Mapping[str, Any], tensors: Mapping[str, HasShape], source: str, rope: RopeConfig | None = None
+        cls,
+        metadata: Mapping[str, Any],
+        tensors: Mapping[str, HasShape],
+        source: str,
+        rope: RopeConfig | None = None,
+        *,
+        further: bool = False,
     ) -> HParams:
         """Read and check the keys of the file `source`; raise FormatError that names a missing or wrong key.
 
-        `rope`: the rotation options of the command line.
+        `rope`: the rotation options of the command line. `further`: the blocks that predict further tokens count as
+        layers, so that `at` knows them.
         """
         arch = metadata.get("general.architecture")
         if not isinstance(arch, str):
@@ -152,7 +164,10 @@ class HParams:
         n_further = keys.integer("nextn_predict_layers", 0, most=n_layer - 1)
         if arch == "bailingmoe3" and f"blk.{n_layer - n_further}.nextn.eh_proj.weight" not in tensors:
             n_further = 0  # some files count a layer that they do not have
-        values["n_layer"] = n_layer - n_further
+        n_main = n_layer - n_further
+        values |= {"n_layer": n_layer if further else n_main, "n_further": n_further}
+        if further:
+            keys.alike = tuple(_alike(tensors, il, n_main) for il in range(n_main, n_layer))
         values["n_embd"] = keys.integer("embedding_length", least=1)
         values["n_ctx_train"] = keys.integer("context_length", least=1)
         values["n_vocab"] = _n_vocab(keys, tensors)
@@ -169,11 +184,18 @@ class HParams:
         values |= _widths(keys, tensors)
         if arch in _WHERE_ROUTED and tensors:
             values["is_moe"] = tuple(f"blk.{il}.ffn_gate_inp.weight" in tensors for il in range(values["n_layer"]))
+        if further:
+            routed = [f"blk.{il}.ffn_gate_inp.weight" in tensors or not tensors for il in range(n_main, n_layer)]
+            values["is_moe"] = by_layer(values.get("is_moe", True), n_layer)[:n_main] + tuple(routed)
         values |= _scores(keys, values)
         if arch == "step35" or (arch == "bailingmoe3" and "swiglu_clamp_exp" in keys):
             values |= _swiglu_limits(keys, values["n_layer"])
         values |= read_windows(keys, values)
         values |= read_recurrent(keys, values, tensors)
+        if further:
+            values["recurrent_layers"] = frozenset(il for il in values.get("recurrent_layers", ()) if il < n_main)
+        elif arch in ("deepseek32", "glm-dsa"):  # heads attend to all positions, as in the reference
+            values |= _indexer(keys, values, tensors)
         if arch in ("granite", "granitemoe"):
             values |= _multipliers(keys)
         if arch in ("deepseek2", "mistral3", "mistral4"):  # files of Mistral 4 do not say
@@ -220,6 +242,16 @@ class HParams:
     def kv_row(self) -> int:
         """Return the width of an MLA cache row: rotated key values, then the latent."""
         return self.n_rot + self.kv_lora_rank
+
+
+def _alike(tensors: Mapping[str, HasShape], il: int, n_layer: int) -> int:
+    """Return the last of n_layer layers whose attention has the tensors of layer il, in shape; else the last one."""
+
+    def attention(block: int) -> list[tuple[int, ...]]:
+        names = (f"blk.{block}.attn_{x}.weight" for x in ("q", "k", "v", "qkv", "output", "sinks", "gate"))
+        return [tensors[name].shape if name in tensors else () for name in names]
+
+    return next((other for other in reversed(range(n_layer)) if attention(other) == attention(il)), n_layer - 1)
 
 
 def _norms(keys: Keys) -> dict[str, Any]:
@@ -413,6 +445,25 @@ def _multipliers(keys: Keys) -> dict[str, float]:
     divisor = keys.number("logit_scale", 1.0, most=1e9) or 1.0
     factors = {name: keys.number(name, 1.0, most=1e9) or 1.0 for name in ("embedding_scale", "residual_scale")}
     return factors | {"logit_scale": 1 / divisor, "attention_scale": keys.number("attention.scale", 0.0, most=1e9)}
+
+
+def _indexer(keys: Keys, values: dict[str, Any], tensors: Mapping[str, HasShape]) -> dict[str, Any]:
+    """Return the numbers of the indexer; without its keys or tensors attention covers all positions."""
+    n_layer, types = values["n_layer"], "attention.indexer.types"
+    present = tuple(f"blk.{il}.indexer.proj.weight" in tensors for il in range(n_layer))
+    if "attention.indexer.top_k" not in keys or not (types in keys or any(present)):
+        return {}
+    own = keys.items(types, n_layer) or present
+    if not own[0]:
+        raise keys.fail(types, "gives the first layer no indexer of its own")
+    if not values["q_lora_rank"]:
+        raise keys.fail("attention.q_lora_rank", "is missing; an indexer needs low-rank queries")
+    return {
+        "index_top_k": keys.integer("attention.indexer.top_k", least=1),
+        "index_n_head": keys.integer("attention.indexer.head_count", least=1, most=128),
+        "index_head_dim": keys.integer("attention.indexer.key_length", least=max(values["n_rot"], 16), most=1024),
+        "index_owners": frozenset(il for il in range(n_layer) if own[il]),
+    }
 
 
 def _mla(keys: Keys, values: dict[str, Any]) -> dict[str, Any]:

@@ -104,6 +104,13 @@ class RunConfig:
         negative="-no-khad --no-k-cache-hadamard", example="-ctk q8_0 -khad", env="LLAMA_ARG_K_CACHE_HADAMARD",
         help="rotate K (Hadamard transform of every head, with MLA of the latent row) before it is quantised, which "
         "loses much less. Default: on for types of less than 8 bits")
+    dsa: bool = _context(True, "-dsa --dsa", "optswitch", negative="-no-dsa --no-dsa", example="--no-dsa",
+        help="sparse attention of models with an indexer (DeepSeek V3.2, GLM-5): a query attends only to the positions "
+        "that the indexer prefers, as in training; --no-dsa attends to all")
+    dsa_top_k: int = _context(-1, "-dsatk --dsa-top-k", "int", form="N", example="-dsatk 1024", minimum=-1,
+        help="positions that a query attends to with --dsa; 0 = all, -1 = as the model says")
+    type_index: str = _context("f16", "-ictk --indexer-cache-type-k", "type", form="TYPE", example="-ictk q8_0",
+        choices=KV_TYPES, help="type of the cache of index keys, with --dsa")
     v_hadamard: bool = _context(False, "-vhad --v-cache-hadamard", "optswitch",
         negative="-no-vhad --no-v-cache-hadamard", example="-ctv q4_0 -vhad", env="LLAMA_ARG_V_CACHE_HADAMARD",
         help="rotate V before it is quantised; no effect when MLA keeps one latent row")

@@ -29,6 +29,9 @@ from ikcli.log import notice_once
 Bytes = npt.NDArray[np.uint8]
 # Captured graphs of one program: the second where it has many turns, the third where it has many launches.
 MAX_BUCKETS, MAX_GRAPHS, MAX_GRAPH_LAUNCHES = 24, 512, 32768
+# Most tokens of a captured step. Launches of larger ones take longer on the device than on the host, which stays ahead;
+# making their graphs cost 20 ms of a prompt of 512 tokens on an H100.
+MAX_GRAPH_TOKENS = 128
 _HEAD = 128  # bytes of the step block's words
 
 
@@ -261,6 +264,7 @@ class CudaBackend:
         device, span, counts = self.device, program.spans[turn], self._counts
         graphs = program.graphs.get(counts)
         capture = self._capture and not program.loaded and counts not in program.eager
+        capture = capture and counts.n_tokens <= MAX_GRAPH_TOKENS
         if graphs is None or not capture:
             self._queue(program, span)
             if turn == len(program.spans) - 1 and capture:

@@ -178,7 +178,7 @@ class _Conversation:
         """Add the readable part of work that a server did by itself, as text of the assistant."""
         text = readable(item)
         if not text and item.get("encrypted_content"):
-            text = "encrypted, nobody but its author can read it"
+            text = "encrypted; only its author can decrypt it"
         if text:
             self._turns.say("assistant", f"[{kind}: {text}]")
 

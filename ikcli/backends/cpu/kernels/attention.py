@@ -28,8 +28,10 @@ from ikcli.backends.cpu.kernels.attention_tasks import (
     M,
     find_task,
     kv_head_of,
+    make_cells,
     make_end_seen,
     make_first_seen,
+    make_most_seen,
     n_base_tasks,
     n_splits,
     part_row,
@@ -89,10 +91,10 @@ def make_stage_part(type_):
     return stage_part
 
 
-def make_stage_k(k_types):
+def make_stage_k(k_types, make_part=make_stage_part):
     """Return stage_k(...) of one or two parts, `k_types` joined by '+'."""
     types = k_types.split("+")
-    first = make_stage_part(types[0])
+    first = make_part(types[0])
     if len(types) == 1:
 
         @inline
@@ -100,7 +102,7 @@ def make_stage_k(k_types):
             first(params, params.k[0], segment, kv_head, dst, chunk_bytes, position, n)
 
         return stage_k
-    second = make_stage_part(types[1])
+    second = make_part(types[1])
 
     @inline
     def stage_k2(params, segment, kv_head, dst, chunk_bytes, position, n):
@@ -111,7 +113,7 @@ def make_stage_k(k_types):
     return stage_k2
 
 
-def make_stage_v(v_type):
+def make_stage_v(v_type, make_part=make_stage_part):
     """Return stage_v(...): address of the V tile. v_type "view": the chunks of the K tile from V_CHUNK on."""
     if v_type == "view":
 
@@ -120,7 +122,7 @@ def make_stage_v(v_type):
             return k + params.v_chunk * chunk_bytes  # V lies inside K's rows, which have been staged already
 
     else:
-        stage_part = make_stage_part(v_type)
+        stage_part = make_part(v_type)
 
         @inline
         def stage_v(params, segment, kv_head, k, v, chunk_bytes, position, n):
@@ -310,7 +312,7 @@ def next_k(params, segment, kv_head, position, otherwise):
 
 
 # --- kernels ---------------------------------------------------------------------------------------------------------
-def make_flash(pack, stage, weigh, add, more):
+def make_flash(pack, stage, weigh, add, more, params_type=FlashParams):
     """Return the kernel made of these functions:
 
     pack(params, token, unit, rows, q, tmp): Q of a task. stage(params, segment, kv_head, k, v, position, n): tiles of
@@ -319,7 +321,8 @@ def make_flash(pack, stage, weigh, add, more):
     may be prefetched. The last two take up to MAX_VECTORS vectors of rows, from byte x of a row of vectors on.
     """
     first_seen, start_rows, sees_none = make_first_seen(more), make_start_rows(more), make_sees_none(more)
-    end_seen = make_end_seen(more)
+    end_seen, most_seen, cells = make_end_seen(more), make_most_seen(more), make_cells(more)
+    scattered = "i" in more
 
     @merge
     def attend(params, q, k, v, s, o, stats, rows, n, tile, ask):
@@ -333,7 +336,7 @@ def make_flash(pack, stage, weigh, add, more):
                 weigh(params, wide, q, k, s, 64 * vectors, stats, 64 * at, seen, tile)
                 add(params, wide, v, s, 64 * vectors, o, stats, 64 * at, seen, ask)
 
-    @kernel(FlashParams)
+    @kernel(params_type)
     def flash_attn(params, ith, nth):
         n_base = n_base_tasks(params)
         splits = n_splits(params, n_base, nth)
@@ -350,7 +353,8 @@ def make_flash(pack, stage, weigh, add, more):
             rows, token = n_tokens * heads, segment_word(segment, SEG_TOKEN) + first
             position = segment_word(segment, SEG_POS) + first
             # Parts count from the first position that the task sees: its cost is that of the window, at any depth.
-            origin, task_end = first_seen(params, position), end_seen(segment, position, n_tokens)
+            origin = first_seen(params, position)
+            task_end = most_seen(params, end_seen(segment, position, n_tokens))
             n_positions = task_end - origin
             length = split_length(params, n_positions, splits)
             begin = length * (task % splits)
@@ -365,8 +369,10 @@ def make_flash(pack, stage, weigh, add, more):
             end += origin
             for at in range(begin, end, tile):
                 n = min(tile, end - at)
-                values = stage(params, segment, kv_head, k, v, at, n)
-                ask = next_k(params, segment, kv_head, at + n, values) if at + n < end else values
+                values = stage(params, cells(params, segment, token), kv_head, k, v, at, n)
+                ask = values
+                if not scattered and at + n < end:
+                    ask = next_k(params, segment, kv_head, at + n, values)
                 attend(params, q, k, values, s, o, stats, rows, n, at, ask)
             if length >= n_positions:
                 write_rows(params, token, unit, rows, o, stride, stats + L, s)
@@ -376,9 +382,10 @@ def make_flash(pack, stage, weigh, add, more):
     return flash_attn
 
 
-def make_flash_attn(k_types, v_type, more=""):
+def make_flash_attn(k_types, v_type, more="", make_part=make_stage_part, params_type=FlashParams):
     """Return the kernel for these element types of K (parts joined by '+') and V ("view": inside K's rows)."""
-    stage_k, stage_v, soft_max_column = make_stage_k(k_types), make_stage_v(v_type), make_soft_max_column(more)
+    stage_k, stage_v = make_stage_k(k_types, make_part), make_stage_v(v_type, make_part)
+    soft_max_column = make_soft_max_column(more)
     rows_product, columns_product = make_rows_product(False), make_columns_product()
 
     @merge
@@ -397,7 +404,7 @@ def make_flash_attn(k_types, v_type, more=""):
         chunk_bytes, chunks, factors = tile_chunk(params), (params.v_cols + 15) >> 4, stats + CORRECTION + x
         columns_product(wide, v, chunk_bytes, chunks, s + x, stride, n, o + x, stride, factors, ask)
 
-    return make_flash(pack_q, stage, weigh, add, more)
+    return make_flash(pack_q, stage, weigh, add, more, params_type)
 
 
 @inline
@@ -418,11 +425,11 @@ def merge_chunk(slot, slot_bytes, parts, v, chunk, stride, sums, out):
     store_f32x16(sums, total)
 
 
-def make_combine(more=""):
+def make_combine(more="", params_type=FlashParams):
     """Return a kernel that merges the parts of split tasks, with the same parameters; it skips unsplit tasks."""
-    first_seen, end_seen = make_first_seen(more), make_end_seen(more)
+    first_seen, end_seen, most_seen = make_first_seen(more), make_end_seen(more), make_most_seen(more)
 
-    @kernel(FlashParams)
+    @kernel(params_type)
     def combine(params, ith, nth):
         n_base = n_base_tasks(params)
         splits = n_splits(params, n_base, nth)
@@ -435,7 +442,7 @@ def make_combine(more=""):
             task, chunk = item // v_chunks, item % v_chunks
             segment, first, n_tokens, unit = find_task(params, task)
             position = segment_word(segment, SEG_POS) + first
-            n_positions = end_seen(segment, position, n_tokens) - first_seen(params, position)
+            n_positions = most_seen(params, end_seen(segment, position, n_tokens)) - first_seen(params, position)
             length = split_length(params, n_positions, splits)
             if length >= n_positions:
                 continue

@@ -39,7 +39,7 @@ def make_start_rows(more):
     of the positions that the task sees, `is_first`: whether this is the first part of the task.
     """
     has_windows, has_sinks, first_seen = "w" in more, "s" in more, make_first_seen(more)
-    sees_all, has_distance = "b" in more, "d" in more
+    sees_all, has_distance = "b" in more or "i" in more, "d" in more
 
     @inline
     def start_rows(params, unit, rows, position, end, stats, out, out_bytes, is_first):

@@ -1,8 +1,8 @@
 """Shared parts of the attention kernels: statistics of rows, and the division of work into tasks.
 
 Factories have an argument `more`: letters of the features that an op needs beyond causal attention. w: windows or
-chunks; s: sinks; c: a soft cap of scores; b: both directions; d: scores weakened by distance. A kernel contains no code
-for letters that it lacks.
+chunks; s: sinks; c: a soft cap of scores; b: both directions; d: scores weakened by distance; i: chosen positions
+(attention_sparse.py). A kernel contains no code for letters that it lacks.
 """
 
 import numpy as np
@@ -111,6 +111,43 @@ def make_end_seen(more):
         return segment_word(segment, SEG_N_KV)
 
     return end_seen
+
+
+def make_cells(more):
+    """Return cells(params, segment, token): where a kernel finds the rows of positions.
+
+    It is the segment, or the list of cells that were chosen for a token.
+    """
+    if "i" not in more:
+
+        @inline
+        def of_segment(params, segment, token):
+            return segment
+
+        return of_segment
+
+    @inline
+    def chosen(params, segment, token):
+        return params.cells + token * params.cell_bytes
+
+    return chosen
+
+
+def make_most_seen(more):
+    """Return most_seen(params, n): the positions that are attended to of n visible ones."""
+    if "i" not in more:
+
+        @inline
+        def all_visible(params, n):
+            return n
+
+        return all_visible
+
+    @inline
+    def chosen(params, n):
+        return min(n, params.most)
+
+    return chosen
 
 
 @inline

@@ -188,7 +188,7 @@ def _token(tokenizer: Any, token: int | None) -> str:
 
 @router.post("/props", openapi_extra=object_body({"type": "object"}), summary="Change settings (needs --props)")
 async def change_props(request: Request) -> Response:
-    """Accept a JSON object without effect: there is nothing to change yet."""
+    """Accept any JSON object; no property can be changed so far."""
     if not server(request).config.server.props:
         raise unsupported("This server does not support changing global properties. Start it with `--props`")
     await read_object(request)
@@ -209,15 +209,15 @@ async def metrics_text(request: Request) -> Response:
 
 @router.get("/usage", include_in_schema=False)
 async def usage(request: Request) -> Response:
-    """Return the token usage of a request, only once; the server in front asks for it."""
+    """Return the token usage of a request and forget it; the server in front calls this once per request."""
     used = server(request).ledger.take(request.query_params.get("id", ""))
     if used is None:
-        raise ApiError(404, "there is nothing about this request")
+        raise ApiError(404, "the usage of this request is unknown, or was already returned")
     return json_response({"prompt_tokens": used[0], "completion_tokens": used[1]})
 
 
 @router.get("/version", summary="Version of the server")
 async def version(request: Request) -> Response:
-    """Return version and build, but no storage for web pages, which some clients look for here."""
+    """Return version and build; `features` tells web clients that the server stores nothing for them."""
     features = {"sql": False, "zstd_compression": False}
     return json_response({"version": __version__, "build_info": FINGERPRINT, "features": features})

@@ -48,6 +48,7 @@ GEMMA = (
 class FakePicture:
     digest: str
     n_tokens: int
+    n_positions: int = 1
     n_bytes: int = 1
 
 

@@ -29,6 +29,7 @@ class ReadPicture:
 
     digest: str
     n_tokens: int
+    n_positions: int
     pixels: Pixels
 
     @property
@@ -60,7 +61,8 @@ class ServedProjector:
         from ikcli.vision.decode import decode_image
 
         pixels = decode_image(data)
-        return ReadPicture(self._projector.digest(pixels), self._projector.count(pixels), pixels)
+        projector = self._projector
+        return ReadPicture(projector.digest(pixels), projector.count(pixels), projector.advance(pixels), pixels)
 
     def encode(self, picture: Picture) -> Media:
         """Return the rows of an image."""

@@ -23,7 +23,6 @@ import numpy.typing as npt
 
 from ikcli.engine.run.adapters import NOTHING, Added
 from ikcli.engine.run.control_vectors import VectorUse
-from ikcli.engine.run.media import Span
 from ikcli.engine.run.saved_sequence import Checkpoint, SavedSequence
 from ikcli.engine.run.session import Session
 from ikcli.files import written_whole
@@ -63,8 +62,6 @@ def encode(
     about = {**about, "n_tokens": len(tokens)}
     if added != NOTHING:
         about["added"] = (added.scales, added.vectors)
-    if saved.spans:
-        about["images"] = [tuple(span) for span in saved.spans]
     if not session.sequences.kind.is_free:
         about |= {"first": saved.first, "checkpoints": [(c.n_tokens, c.first) for c in saved.checkpoints]}
     header = json.dumps(about, separators=(",", ":")).encode()
@@ -128,10 +125,7 @@ def load(session: Session, path: Path, n_ctx: int, added: Added = NOTHING) -> tu
             at += size
         groups.append(tuple(parts))
     checkpoints = tuple(Checkpoint(m, part, begin) for (m, begin), part in zip(places, groups[1:], strict=True))
-    spans = tuple(Span(*numbers) for numbers in header["images"])
-    if spans and session.graph_config.media is None:
-        raise _bad(path.name, "holds images, and the server was started without a projector; add --mmproj FILE")
-    return tokens, SavedSequence(n, groups[0], checkpoints, sequences.kind, first, spans), len(data)
+    return tokens, SavedSequence(n, groups[0], checkpoints, sequences.kind, first), len(data)
 
 
 def peek(path: Path) -> tuple[int, ...] | None:
@@ -169,14 +163,11 @@ def _header(data: npt.NDArray[np.uint8], name: str) -> tuple[dict[str, Any], int
         n_tokens, first = header["n_tokens"], header.setdefault("first", 0)
         places = header.setdefault("checkpoints", [])
         numbers = [(n_tokens, first), *((n, begin) for n, begin in places)]
-        spans = header.setdefault("images", [])
-        numbers += [(a + n, a) for a, n, _ in spans] + [(steps, 0) for _, _, steps in spans]
         scales, uses = header.get("added", ((), ()))
         header["added"] = Added(tuple(map(float, scales)), tuple(VectorUse(*use) for use in uses))
         good = isinstance(header["layout"], list) and all(isinstance(x, int) for pair in numbers for x in pair)
         good = good and all(0 <= begin <= n <= n_tokens for n, begin in numbers)
         good = good and all(a[0] < b[0] for a, b in pairwise([(0, 0), *places]))
-        good = good and all(a[0] + a[1] <= b[0] for a, b in pairwise(spans))
     except (ValueError, KeyError, TypeError, RecursionError):
         good = False
     if not good:

@@ -55,10 +55,8 @@ class Settings:
     @property
     def text(self) -> dict[str, Any]:
         """Return the keys of the text model."""
-        inner = next(
-            (self.config[k] for k in ("text_config", "llm_config") if isinstance(self.config.get(k), dict)), {}
-        )
-        return {**self.config, **inner}
+        found = [self.config[k] for k in ("text_config", "llm_config") if isinstance(self.config.get(k), dict)]
+        return {**self.config, **(found[0] if found else {})}
 
 
 def _same(x: Values) -> Values:

@@ -38,7 +38,7 @@ from ikcli.server.slots.failures import check_finite, engine_error, failure_of, 
 from ikcli.server.slots.generation import Generation, Setting, as_info
 from ikcli.server.slots.log import Logger, log_timings
 from ikcli.server.slots.messages import EmbeddingRequest, Event, Failure, GenerationRequest
-from ikcli.server.slots.pictures import spans_of, tokens_of, whole_pictures
+from ikcli.server.slots.pictures import spans_of, whole_pictures
 from ikcli.server.slots.projector import ServedProjector
 from ikcli.server.slots.reuse import Reuse
 from ikcli.server.slots.scheduler import prompt_pieces
@@ -102,17 +102,13 @@ class Worker:
         self._was_busy = True
         self.counters = Counters()
         self._reuse = Reuse(session, self.slots, log)
-        self._text_of = self._decoded if self.tokenizer.kind != "none" else lambda tokens: ""
+        self._text_of = self.tokenizer.decode if self.tokenizer.kind != "none" else lambda tokens: ""
         self._embeddings = Embeddings(session, self._reuse, self._count_prompt, self._send, log)
         self.model = replace(self.model, pooling=self._embeddings.name)
         limit = self._reuse.store.limit or default_limit(None, available_memory())
         session.sequences.keeping = keeping(self.config, limit // len(self.slots))
         self._speculator = Speculator(session, log)
         self._announce(n_ctx)
-
-    def _decoded(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, without images."""
-        return self.tokenizer.decode(tokens_of(tokens))
 
     def _announce(self, n_ctx: int) -> None:
         if n_ctx < self.session.n_ctx_seq:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -64,3 +65,8 @@ class Placed(NamedTuple):
 
     start: int
     media: Media
+
+
+def spans_of(images: Iterable[Placed]) -> tuple[Span, ...]:
+    """Return the spans of the images of a whole prompt."""
+    return tuple(Span(start, len(media), media.advance) for start, media in images)

@@ -115,6 +115,10 @@ class Sequences:
         """Return the images of a sequence."""
         return self._spans[seq]
 
+    def set_spans(self, seq: int, spans: Iterable[Span]) -> None:
+        """Say which images the positions of a sequence hold that came from elsewhere (`arrive`)."""
+        self._spans[seq] = tuple(s for s in spans if s.first < self.n_past[seq])
+
     def shift(self, seq: int) -> int:
         """Return position minus cell of the token that comes next."""
         return sum(s.advance - s.n for s in self._spans[seq])

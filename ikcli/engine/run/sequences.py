@@ -123,10 +123,6 @@ class Sequences:
         """Return position minus cell of the token that comes next."""
         return sum(s.advance - s.n for s in self._spans[seq])
 
-    def set_spans(self, seq: int, spans: Iterable[Span]) -> None:
-        """Say which images the cached positions of a sequence hold, for a caller that brought their rows itself."""
-        self._spans[seq] = tuple(spans)
-
     def add_span(self, seq: int, span: Span) -> None:
         """Note an image, unless an earlier piece of it did."""
         if span not in self._spans[seq]:

@@ -23,6 +23,7 @@ from ikcli.engine.plan.placement import CPU, Placement, place
 from ikcli.engine.plan.programs import (
     Graphs,
     check_caches,
+    check_ranges,
     graph_config,
     output_bytes,
     record_graphs,
@@ -126,6 +127,8 @@ class Planner:
         model = self.model(config, placement)
         check_caches(cfg, config, model)
         graphs = self._record(cfg, model)
+        if cfg.media is not None:
+            check_ranges(graphs, placement.cache, model.source)
         offload = offload_of(config, model, placement) if placement.devices else None
         used = {*placement.buffer_of.values(), *placement.cache}
         gpus = {name: gpu for name, gpu in self._gpus.items() if name in used}

@@ -33,7 +33,7 @@ MODELS: dict[str, Callable[[], MemoryModel]] = {
     "qwen35": lambda: add_heads(tiny("qwen35")),
     "qwen35moe": lambda: add_heads(tiny("qwen35moe")),
     "qwen3next": lambda: add_heads(tiny("qwen3next")),
-    "step35": lambda: add_heads(tiny("step35"), 3, dense=True),
+    "step35": lambda: add_heads(tiny("step35", expert_shared_feed_forward_length=48), 3, dense=True),
     "mimo2": lambda: add_heads(tiny("mimo2"), 3, dense=True),
     "bailingmoe2": lambda: add_heads(tiny("bailingmoe2")),
     "bailingmoe3": lambda: add_heads(tiny("bailingmoe3")),
@@ -86,17 +86,18 @@ def test_head_against_the_numpy_reference(path: Path) -> None:
 
 # --- drafts -----------------------------------------------------------------------------------------------------------
 def generate(session: Session, prompts: list[np.ndarray], n: int, wanted: list[list[int]] | None = None) -> Any:
-    """Greedy tokens after each prompt, with drafts if the session has heads; and the number of accepted ones.
+    """Greedy tokens after each prompt, with drafts if the session has heads; the accepted ones; logits of all tokens.
 
     `wanted`: the tokens that are right; of every second draft the first guesses are replaced by these.
     """
-    texts, rows = [list(map(int, p)) for p in prompts], []
+    texts = [list(map(int, p)) for p in prompts]
+    bits: list[list[np.ndarray]] = [[] for _ in prompts]
     for seq, prompt in enumerate(prompts):
         for at in range(0, len(prompt), 16):
-            rows_ = session.decode(Batch.single(prompt[at : at + 16], at, seq))
-        rows.append(np.array(rows_[-1]))
-        texts[seq].append(int(rows[seq].argmax()))
-    ends, accepted, step, bits = [len(p) + n for p in prompts], 0, 0, list(rows)
+            last = session.decode(Batch.single(prompt[at : at + 16], at, seq))
+        bits[seq].append(np.array(last[0]))
+        texts[seq].append(int(last.argmax()))
+    ends, accepted, step = [len(p) + n for p in prompts], 0, 0
     while True:
         going = [s for s in range(len(texts)) if len(texts[s]) < ends[s]]
         if not going:
@@ -110,7 +111,7 @@ def generate(session: Session, prompts: list[np.ndarray], n: int, wanted: list[l
             for d in asked:
                 assert len(d.found) == len(d.probabilities) == d.n_max
                 if wanted is not None and (step + d.seq) % 2:
-                    right = wanted[d.seq][len(texts[d.seq]) :][: step % 4]
+                    right = wanted[d.seq][len(texts[d.seq]) :][: min(step % 4, d.n_max)]
                     d.found[: len(right)] = right
                 drafts[d.seq] = d.found
         step += 1
@@ -126,7 +127,7 @@ def generate(session: Session, prompts: list[np.ndarray], n: int, wanted: list[l
         for s in going:
             for i, guess in enumerate([*drafts[s], -1]):
                 texts[s].append(best[at + i])
-                bits.append(np.array(logits[at + i]))
+                bits[s].append(np.array(logits[at + i]))
                 if guess != best[at + i]:
                     break
                 accepted += 1
@@ -135,7 +136,7 @@ def generate(session: Session, prompts: list[np.ndarray], n: int, wanted: list[l
             n_past = len(texts[s]) - 1
             kept = session.truncate(s, n_past)
             if kept < n_past:
-                session.decode(Batch.single(texts[s][kept:n_past], kept, s, logits="none"))
+                session.step(Batch.single(texts[s][kept:n_past], kept, s))
     return texts, accepted, bits
 
 
@@ -147,12 +148,13 @@ def opened(path: Path, n_seq: int, mtp: bool, **changes: Any) -> Session:
 def same_with_and_without_drafts(path: Path, n_seq: int, n: int, **changes: Any) -> None:
     prompts = [TOKENS[i : i + 20 + 3 * i] for i in range(n_seq)]
     with opened(path, n_seq, False, **changes) as session:
-        wanted, _, _ = generate(session, prompts, n)
+        wanted, _, bits = generate(session, prompts, n)
     with opened(path, n_seq, True, **changes) as session:
-        found, accepted, _ = generate(session, prompts, n, wanted)
-        for f, w in zip(found, wanted, strict=True):
-            assert f[: len(w)] == w
-        assert accepted > n_seq * n // 10, accepted
+        found, accepted, same = generate(session, prompts, n, wanted)
+    assert accepted > n_seq * n // 10
+    for seq in range(n_seq):
+        assert found[seq][: len(wanted[seq])] == wanted[seq]
+        assert all(map(np.array_equal, bits[seq], same[seq]))
 
 
 def test_drafts_change_no_token(path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Protocol, cast
 
 from ikcli.errors import UnsupportedError
 from ikcli.graph import Graph, Node
-from ikcli.models.config import EXPAND_MIN_TOKENS, GraphConfig, Outputs
+from ikcli.models.config import EXPAND_MIN_TOKENS, GraphConfig, MediaConfig, Outputs
 from ikcli.models.hparams import HParams
 from ikcli.models.rope import RopeParams
 from ikcli.models.tensors import TensorSpec, TensorSpecs, Weights, check_tensors
@@ -103,6 +103,7 @@ __all__ = [
     "EXPAND_MIN_TOKENS",
     "GraphConfig",
     "HParams",
+    "MediaConfig",
     "ModelModule",
     "Outputs",
     "RopeParams",

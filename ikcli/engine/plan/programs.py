@@ -16,7 +16,7 @@ from ikcli.engine.plan.sizes import window_cells
 from ikcli.engine.run.model import Model
 from ikcli.errors import UnsupportedError, UsageError
 from ikcli.graph import Graph, Node, Rows
-from ikcli.models import EXPAND_MIN_TOKENS, GraphConfig, HParams, Outputs, Weights
+from ikcli.models import EXPAND_MIN_TOKENS, GraphConfig, HParams, MediaConfig, Outputs, Weights
 from ikcli.quant.formats import format_by_name, get_format
 from ikcli.settings.run import KV_TYPES, RunConfig
 
@@ -123,6 +123,7 @@ def record_graphs(model: Model, weights: Weights, cfg: GraphConfig) -> Graphs:
     def record(kind: str, states: Rows | None) -> tuple[Graph, Node]:
         graph = model.adapters.graph()
         graph.exact, graph.wants_states = model.is_exact, states
+        graph.n_deep = -1 if cfg.media is None else cfg.media.n_deep
         return graph, model.module.build(graph, hp, weights, kinds[kind])
 
     kinds = {"decode": replace(cfg, expand=False)}
@@ -132,6 +133,8 @@ def record_graphs(model: Model, weights: Weights, cfg: GraphConfig) -> Graphs:
         kinds["prefill"] = replace(cfg, expand=True)
     whole: dict[str, tuple[Graph, Node]] = {}
     graphs: dict[str, tuple[Graph, Node]] = {}
+    if cfg.media is not None:
+        check_media(cfg.media, hp)
     for kind in kinds:
         states = (Rows.OUTPUTS if kind == "step" else Rows.TOKENS) if cfg.n_heads else None
         whole[kind] = record(kind, states)
@@ -146,7 +149,18 @@ def record_graphs(model: Model, weights: Weights, cfg: GraphConfig) -> Graphs:
     model.adapters.check_used(graph for graph, _ in whole.values())
     if not graphs:
         raise UnsupportedError(f"{model.source}: embeddings of {hp.arch} models are not supported")
-    return graphs | record_heads(model, weights, cfg)
+    return graphs | record_heads(model, weights, replace(cfg, media=None))
+
+
+def check_media(media: MediaConfig, hp: HParams) -> None:
+    """Raise UnsupportedError for a model that cannot read these images."""
+    if not hp.causal:
+        raise UnsupportedError(f"{hp.source}: {hp.arch} models read texts only; run it without a projector")
+    if media.n_deep >= hp.n_layer:
+        raise UnsupportedError(
+            f"{hp.source}: the projector has rows for {media.n_deep} layers, the model {hp.n_layer} layers; use the "
+            "projector of this model"
+        )
 
 
 def step_tokens(n_step: int) -> int:

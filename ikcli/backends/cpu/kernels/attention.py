@@ -30,8 +30,8 @@ from ikcli.backends.cpu.kernels.attention_tasks import (
     kv_head_of,
     make_cells,
     make_end_seen,
-    make_first_seen,
     make_most_seen,
+    make_origin,
     n_base_tasks,
     n_splits,
     part_row,
@@ -320,7 +320,7 @@ def make_flash(pack, stage, weigh, add, more, params_type=FlashParams):
     positions. add(params, wide, v, s, stride, o, stats, x, n, ask): the output with them, while memory from `ask` on
     may be prefetched. The last two take up to MAX_VECTORS vectors of rows, from byte x of a row of vectors on.
     """
-    first_seen, start_rows, sees_none = make_first_seen(more), make_start_rows(more), make_sees_none(more)
+    origin_of, start_rows, sees_none = make_origin(more), make_start_rows(more), make_sees_none(more)
     end_seen, most_seen, cells = make_end_seen(more), make_most_seen(more), make_cells(more)
     scattered = "i" in more
 
@@ -353,8 +353,8 @@ def make_flash(pack, stage, weigh, add, more, params_type=FlashParams):
             rows, token = n_tokens * heads, segment_word(segment, SEG_TOKEN) + first
             position = segment_word(segment, SEG_POS) + first
             # Parts count from the first position that the task sees: its cost is that of the window, at any depth.
-            origin = first_seen(params, position)
-            task_end = most_seen(params, end_seen(segment, position, n_tokens))
+            origin = origin_of(params, token, position)
+            task_end = most_seen(params, end_seen(params, segment, token, position, n_tokens))
             n_positions = task_end - origin
             length = split_length(params, n_positions, splits)
             begin = length * (task % splits)
@@ -364,7 +364,7 @@ def make_flash(pack, stage, weigh, add, more, params_type=FlashParams):
             stride = 64 * ((rows + 15) >> 4)
             o_bytes = stride * ((params.v_cols + 15) & ~15)
             pack(params, token, unit, rows, q, k)
-            start_rows(params, unit, rows, position, task_end, stats, o, o_bytes, begin == 0)
+            start_rows(params, token, unit, rows, position, task_end, stats, o, o_bytes, begin == 0)
             begin += origin
             end += origin
             for at in range(begin, end, tile):
@@ -427,7 +427,7 @@ def merge_chunk(slot, slot_bytes, parts, v, chunk, stride, sums, out):
 
 def make_combine(more="", params_type=FlashParams):
     """Return a kernel that merges the parts of split tasks, with the same parameters; it skips unsplit tasks."""
-    first_seen, end_seen, most_seen = make_first_seen(more), make_end_seen(more), make_most_seen(more)
+    origin_of, end_seen, most_seen = make_origin(more), make_end_seen(more), make_most_seen(more)
 
     @kernel(params_type)
     def combine(params, ith, nth):
@@ -442,11 +442,12 @@ def make_combine(more="", params_type=FlashParams):
             task, chunk = item // v_chunks, item % v_chunks
             segment, first, n_tokens, unit = find_task(params, task)
             position = segment_word(segment, SEG_POS) + first
-            n_positions = most_seen(params, end_seen(segment, position, n_tokens)) - first_seen(params, position)
+            rows, token = n_tokens * heads, segment_word(segment, SEG_TOKEN) + first
+            n_positions = most_seen(params, end_seen(params, segment, token, position, n_tokens))
+            n_positions -= origin_of(params, token, position)
             length = split_length(params, n_positions, splits)
             if length >= n_positions:
                 continue
-            rows, token = n_tokens * heads, segment_word(segment, SEG_TOKEN) + first
             stride = 64 * ((rows + 15) >> 4)
             slot = params.slots + task * splits * slot_bytes
             parts = (n_positions + length - 1) // length

@@ -23,7 +23,7 @@ from ikcli.backends.cpu.kernels.attention_tasks import (
     find_task,
     kv_head_of,
     make_end_seen,
-    make_first_seen,
+    make_origin,
     n_base_tasks,
     n_splits,
     segment_word,
@@ -314,7 +314,7 @@ def make_flash_units(prepare, add_tile, more):
     prepare(params, token, unit, rows, q, tmp): the unit's Q (tmp is the place of K's tile). add_tile(params, segment,
     q, k, v, s, o, stats, rows, n, position, last): all units with n positions of the cache.
     """
-    first_seen, end_seen, start_rows = make_first_seen(more), make_end_seen(more), make_start_rows(more)
+    origin_of, end_seen, start_rows = make_origin(more), make_end_seen(more), make_start_rows(more)
 
     @kernel(FlashParams)
     def flash_units(params, ith, nth):
@@ -333,7 +333,7 @@ def make_flash_units(prepare, add_tile, more):
             segment, first, n_tokens, _ = find_task(params, base)
             rows, token = n_tokens * heads, segment_word(segment, SEG_TOKEN) + first
             position = segment_word(segment, SEG_POS) + first
-            origin, task_end = first_seen(params, position), end_seen(segment, position, n_tokens)
+            origin, task_end = origin_of(params, token, position), end_seen(params, segment, token, position, n_tokens)
             n_positions = task_end - origin
             length = split_length(params, n_positions, splits)
             begin = length * (task % splits)
@@ -343,7 +343,7 @@ def make_flash_units(prepare, add_tile, more):
             for u in range(units):
                 prepare(params, token, u, rows, q + u * q_unit, k)
                 unit_stats = stats + u * STATS_BYTES
-                start_rows(params, u, rows, position, task_end, unit_stats, o + u * o_unit, o_unit, begin == 0)
+                start_rows(params, token, u, rows, position, task_end, unit_stats, o + u * o_unit, o_unit, begin == 0)
             begin += origin
             end += origin
             for at in range(begin, end, tile):

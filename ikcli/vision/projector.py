@@ -107,6 +107,11 @@ class Projector:
         """Return the tokens of a picture, without those of `begin` and `end`."""
         return self.tower.n_tokens(self.tower.grid(*self.tower.fit(picture.width, picture.height)))
 
+    def advance(self, picture: Picture) -> int:
+        """Return by how much the position of the text behind a picture is larger (`Media.advance`)."""
+        grid = self.tower.grid(*self.tower.fit(picture.width, picture.height))
+        return max(grid.tokens) if self.tower.sections else self.tower.n_tokens(grid)
+
     def digest(self, picture: Picture) -> str:
         """Return what the encoded picture is known by."""
         return hashlib.sha256(f"{self._key}:{picture.digest}".encode()).hexdigest()

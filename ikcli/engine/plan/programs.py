@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from ikcli.backends.cpu.program import INDEPENDENT_ROWS
+from ikcli.backends.cpu.program import BATCH_INVARIANT_ROWS
 from ikcli.engine.plan.heads import FEW, HEAD, kept_states, record_heads
 from ikcli.engine.plan.sizes import window_cells
 from ikcli.engine.run.model import Model
@@ -165,7 +165,7 @@ def check_media(media: MediaConfig, hp: HParams) -> None:
 
 def step_tokens(n_step: int) -> int:
     """Return the tokens of the generation program if up to `n_step` of them come at once (0: one)."""
-    return max(n_step, INDEPENDENT_ROWS) if n_step else 1
+    return max(n_step, BATCH_INVARIANT_ROWS) if n_step else 1
 
 
 def runs(graphs: Graphs, n_ubatch: int, n_outputs: int, n_step: int) -> dict[str, ProgramSpec]:

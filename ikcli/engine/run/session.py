@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ikcli.backends.cpu.program import INDEPENDENT_ROWS
+from ikcli.backends.cpu.program import BATCH_INVARIANT_ROWS
 from ikcli.backends.step_block import StepBlock
 from ikcli.engine.plan.devices import Machine, opened_gpus
 from ikcli.engine.plan.planner import Planner, PreparedRun, memory_of, plan_programs
@@ -446,7 +446,7 @@ class Session:
     @property
     def n_exact(self) -> int:
         """Return the number of tokens up to which `step` is batch-invariant."""
-        return INDEPENDENT_ROWS
+        return BATCH_INVARIANT_ROWS
 
     @property
     def n_outputs(self) -> int:

@@ -60,11 +60,13 @@ def make_start_rows(more):
                 slope = params.slopes + 4 * (params.first_head + unit * heads + min(i, rows - 1) % heads)
                 st_i32(stats + PLACE + 4 * i, here)
                 st_f32(stats + SLOPE + 4 * i, ld_f32(slope))
+        # A finite lowest number: the difference of two infinite maxima would be NaN.
         for i in range(0, STAT_BYTES, 64):
             store_f32x16(stats + M + i, splat_f32x16(LOWEST))
             store_f32x16(stats + L + i, zero_f32x16())
         for i in range(0, out_bytes, 64):
             store_f32x16(out + i, zero_f32x16())
+        # In the first part only, or merging the parts would count the sink several times.
         if has_sinks and is_first:
             sinks = params.sinks + 4 * (params.first_head + unit * heads)
             for i in range(rows):

@@ -39,9 +39,10 @@ class GraphConfig:
     threshold) or None. k_hadamard, v_hadamard: rotate keys (with MLA: latent rows) and values before they are stored.
     n_ctx: cells of the whole cache. n_seq: sequences that share it. n_ubatch: most rows of a micro-batch. n_window:
     cells of a sequence in the caches of window layers, 0: as many as in others. index_top_k: positions that a query of
-    a model with an indexer attends to, 0: all, -1: as the model says. type_index: of the cache of index keys. expand:
-    the prompt path of mla 2 and 3, which needs batches of at least `EXPAND_MIN_TOKENS` tokens to pay off. outputs:
-    where graphs end.
+    a model with an indexer attends to, 0: all, -1: as the model says. type_index: of the cache of index keys.
+    index_keys_only: queries see no more positions than may be chosen, so keys are stored and attention is to all.
+    expand: the prompt path of mla 2 and 3, which needs batches of at least `EXPAND_MIN_TOKENS` tokens to pay off.
+    outputs: where graphs end.
     """
 
     mla: int = 3
@@ -59,6 +60,7 @@ class GraphConfig:
     n_window: int = 0
     index_top_k: int = -1
     type_index: GGMLType = GGMLType.F16
+    index_keys_only: bool = False
     expand: bool = False
     outputs: Outputs = Outputs.LOGITS
 

@@ -1,8 +1,8 @@
 """Name the graphs of a session and the programs made of them, from settings alone. Sessions run them, plans size them.
 
-There is one graph for generation and, where the two differ (MLA), one for prompts. Every graph becomes a program. The
-generation graph also becomes a second, batch-invariant program for a few tokens of several sequences. For embeddings,
-graphs end at the last norm, before the output matrix, and their programs can return a row for every token.
+There is one graph for generation and, where the two differ (MLA), one or two for prompts. Every graph becomes a
+program. The generation graph also becomes a second, batch-invariant program for a few tokens of several sequences. For
+embeddings, graphs end at the last norm, before the output matrix, and their programs can return a row for every token.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from ikcli.engine.run.model import Model
 from ikcli.errors import UnsupportedError, UsageError
 from ikcli.graph import Graph, Node
 from ikcli.models import EXPAND_MIN_TOKENS, GraphConfig, HParams, Outputs, Weights
+from ikcli.models.indexer import top_k
 from ikcli.quant.formats import format_by_name, get_format
 from ikcli.settings.run import KV_TYPES, RunConfig
 
@@ -23,9 +24,10 @@ FLOAT_TYPES = ("f32", "f16", "bf16")
 CACHE_TYPES = tuple(format_by_name(name).type for name in KV_TYPES)
 
 Graphs = Mapping[str, tuple[Graph, Node]]
-"""Graph and result by kind: decode, perhaps prefill, and these with the suffix `EMBEDS`."""
+"""Graph and result by kind: decode, perhaps prefill and `SHORT`, and these with the suffix `EMBEDS`."""
 
 EMBEDS = "-embd"
+SHORT = "short"  # prompts of models with an indexer, as long as queries see no more than it may choose
 HIDDEN = "result_norm"  # the node whose rows are embeddings
 
 
@@ -113,6 +115,8 @@ def record_graphs(model: Model, weights: Weights, cfg: GraphConfig) -> Graphs:
     kinds = {"decode": replace(cfg, expand=False)}
     if hp.kv_lora_rank and cfg.mla >= 2 and cfg.flash_attn and cfg.n_ubatch >= EXPAND_MIN_TOKENS:
         kinds["prefill"] = replace(cfg, expand=True)
+        if top_k(hp, cfg):
+            kinds[SHORT] = replace(cfg, expand=True, index_keys_only=True)
     whole: dict[str, tuple[Graph, Node]] = {}
     graphs: dict[str, tuple[Graph, Node]] = {}
     for kind, kind_cfg in kinds.items():
@@ -122,7 +126,7 @@ def record_graphs(model: Model, weights: Weights, cfg: GraphConfig) -> Graphs:
         hidden = next((n for n in reversed(graph.nodes) if n.name == HIDDEN), None) if hp.causal else last
         if cfg.outputs.logits:
             graphs[kind] = whole[kind]
-        if cfg.outputs.embeddings and hidden is not None:
+        if cfg.outputs.embeddings and hidden is not None and kind != SHORT:
             graphs[kind + EMBEDS] = graph.until(hidden), hidden
     model.adapters.check_used(graph for graph, _ in whole.values())
     if not graphs:

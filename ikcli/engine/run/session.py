@@ -20,7 +20,7 @@ from ikcli.backends.cpu.program import INDEPENDENT_ROWS
 from ikcli.backends.step_block import StepBlock
 from ikcli.engine.plan.devices import Machine, opened_gpus
 from ikcli.engine.plan.planner import Planner, PreparedRun, memory_of, plan_programs
-from ikcli.engine.plan.programs import EMBEDS, output_bytes, record_graphs, step_tokens
+from ikcli.engine.plan.programs import EMBEDS, SHORT, output_bytes, record_graphs, step_tokens
 from ikcli.engine.plan.sizes import Sizes
 from ikcli.engine.run import gpus, host_memory, numa, session_log
 from ikcli.engine.run.adapters import Added
@@ -35,6 +35,7 @@ from ikcli.graph import Cache
 from ikcli.graph.micro_batch import Segment
 from ikcli.log import log, progress, warn
 from ikcli.models import EXPAND_MIN_TOKENS, Outputs
+from ikcli.models.indexer import top_k
 from ikcli.quant.validate import check_finite
 from ikcli.settings.adapters import RopeConfig
 from ikcli.settings.run import RunConfig
@@ -66,6 +67,7 @@ class Session:
         self.timings = Timings()
         self.profile = session_log.new_profile() if self.config.profile else None
         self._n_outputs = min(plan.sizes.n_seq, self.n_ubatch)
+        self._n_chosen = top_k(self.model.hp, self.graph_config)
         self._in_flight: deque[tuple[DividedProgram, int, int]] = deque()  # program, threads, outputs
         self._last: tuple[DividedProgram, int]  # program and threads of the last micro-batch
 
@@ -265,8 +267,11 @@ class Session:
         out_ids = np.flatnonzero(batch.logits)
         if len(out_ids) > self._n_outputs:
             self.plan_outputs(min(self.n_ubatch, 1 << (len(out_ids) - 1).bit_length()))
-        self.step_block.set(batch.tokens, batch.pos, out_ids, self._segments(batch))
+        segments = self._segments(batch)
+        self.step_block.set(batch.tokens, batch.pos, out_ids, segments)
         kind = "prefill" if n >= EXPAND_MIN_TOKENS and "prefill" in self.programs else "decode"
+        if kind == "prefill" and SHORT in self.programs and max(s.n_kv for s in segments) <= self._n_chosen:
+            kind = SHORT
         self._start(self.programs[kind], self.config.n_threads_batch, len(out_ids))
 
     def _next(

@@ -13,8 +13,9 @@ from header_models import write_deepseek
 from ikcli import log, main
 from ikcli.cli.parser import parse
 from ikcli.engine.plan import devices, memory_plan
+from ikcli.engine.plan.device_memory import MemoryPlan
 from ikcli.engine.plan.devices import CONTEXT_BYTES, available_memory, described_machine
-from ikcli.engine.plan.planner import MemoryPlan, Planner
+from ikcli.engine.plan.planner import Planner
 from ikcli.engine.run.run_device import RESERVE_BYTES
 from ikcli.gguf.reader import open_gguf
 from ikcli.models import HParams

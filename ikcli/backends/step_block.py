@@ -3,7 +3,8 @@
 16 words, then arrays. Words 0..3 are the numbers of tokens, outputs, cached positions and segments. Words 4..12 are the
 addresses of: tokens and positions (int32), cells and output rows (int64), segments (SEG_WORDS each), cells of all
 cached positions, sequences of the segments, and for window caches the cells of the tokens and the (possibly virtual)
-cell of position 0 of every segment (int64). Kernels read it by the names in backends/cpu/kernels/common.py,
+cell of position 0 of every segment (int64). Word 13 is the address of float32 rows that the caller provides, one per
+token, for programs that read them. Kernels read the block by the names in backends/cpu/kernels/common.py,
 state_rows.py and cell_places.py, and backends/cuda/kernels/common.cuh and states.cuh.
 """
 
@@ -87,6 +88,11 @@ class StepBlock:
         self._words[:4] = n, len(out_ids), n_kv, len(segments)
         self.n_segments = len(segments)
         self._rows, self._step_of = None, ((), 0)
+
+    def give(self, rows: npt.NDArray[np.float32]) -> None:
+        """Provide a row per token of this micro-batch; the array must stay in place until it was computed."""
+        assert rows.dtype == np.float32 and rows.flags.c_contiguous
+        self._words[13] = rows.ctypes.data
 
     def set_step(
         self,

@@ -226,7 +226,17 @@ class LocalStream:
 
 
 def _counts(t: RequestTimings) -> AnswerCounts:
-    return AnswerCounts(*t)
+    return AnswerCounts(
+        t.cache_n,
+        t.prompt_n,
+        t.prompt_ms,
+        t.predicted_n,
+        t.predicted_ms,
+        t.draft_n,
+        t.draft_n_accepted,
+        t.n_past,
+        t.n_ctx,
+    )
 
 
 class _as_ik_errors:

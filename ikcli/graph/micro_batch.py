@@ -31,13 +31,17 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Tokens, their positions and cells, by row; `outputs` are the rows whose logits are requested."""
+    """Tokens, their positions and cells, by row; `outputs` are the rows whose logits are requested.
+
+    `given`: rows that the caller provides (`HostRows`), one per token.
+    """
 
     tokens: npt.NDArray[np.int32]
     pos: npt.NDArray[np.int32]
     cells: npt.NDArray[np.int64]
     outputs: npt.NDArray[np.int64]
     segments: tuple[Segment, ...]
+    given: npt.NDArray[np.float32] | None = None
 
     @property
     def kv_cells(self) -> npt.NDArray[np.int64]:

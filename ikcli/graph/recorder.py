@@ -11,10 +11,11 @@ from dataclasses import dataclass, field, replace
 
 from ikcli.gguf.constants import GGMLType
 from ikcli.graph.activations import SILU, Glu
-from ikcli.graph.core import Cache, HeadSlice, Node, Op, Per, Weight, power_of_two_parts
+from ikcli.graph.core import Cache, HeadSlice, Node, Op, Per, Rows, Weight, power_of_two_parts
 from ikcli.graph.ops_attention import Attn, FlashAttn, KvRows, KvStore
 from ikcli.graph.ops_elements import Activate, Clamp, Gate, Norm, PosScale, Scale, SoftCap
 from ikcli.graph.ops_experts import AddId, MoeRoute, MoeSort, MoeSum, MoeUpGate, MulMatId, ScaleId
+from ikcli.graph.ops_host import HostRows
 from ikcli.graph.ops_recurrent import Decay, DeltaNet, GatedNorm, L2Norm, SelectiveScan, ShortConv
 from ikcli.graph.ops_rows import (
     Add,
@@ -50,6 +51,9 @@ class Graph:
     `low_rank`: terms added to products with the weights of these names. `directions`: vectors added to the outputs of
     these layers. `exact`: products and attention are recorded as exact, until the first choice of experts. A value
     rounded before that choice may change it where it is close to a tie, and with it everything that follows.
+
+    `wants_states`: model code also sets `states`, the last states of tokens as heads that predict further tokens read
+    them: of all tokens, or of the output rows alone (`Rows.OUTPUTS`), which makes a difference for prompts only.
     """
 
     nodes: list[Node] = field(default_factory=list)
@@ -59,6 +63,8 @@ class Graph:
     low_rank: Mapping[str, Sequence[LowRank]] = field(default_factory=dict)
     directions: Mapping[int, Weight] = field(default_factory=dict)
     exact: bool = False
+    wants_states: Rows | None = None
+    states: Node | None = None
 
     def record(self, op: Op, name: str) -> Node:
         """Record an op, also one of another package, and return its node."""
@@ -92,6 +98,10 @@ class Graph:
     def embed(self, w: Weight, name: str = "inp_embd", *, by_position: bool = False) -> Node:
         """Look up rows of an embedding for the micro-batch's tokens, or for their positions."""
         return self.record(Embed(w, by_position), name)
+
+    def host_rows(self, n_cols: int, name: str) -> Node:
+        """Take a row per token from memory of the caller; see `HostRows`."""
+        return self.record(HostRows(n_cols), name)
 
     def embed_types(self, w: Weight, sep: int, name: str = "type_embd") -> Node:
         """Look up rows of an embedding for the parts of texts that tokens are in; see `EmbedTypes`."""

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from ikcli.graph import Graph, HeadSlice, Node, Per, Weight
+from ikcli.graph import Graph, HeadSlice, Node, Per, Rows, Weight
 from ikcli.graph.activations import SILU, Glu
 from ikcli.models import alibi
 from ikcli.models.config import GraphConfig
@@ -18,6 +18,17 @@ from ikcli.models.rope import RopeParams, inverse_frequencies, magnitude
 from ikcli.models.tensors import LayerWeights, Weights
 
 Block = Callable[[Node, LayerWeights], Node]
+UNNORMED_STATES = ("step35",)
+"""Heads that predict further tokens read states before the last norm; those of other architectures, after it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """The layers of an architecture: attention, feed-forward part, and the name of the norm before the latter."""
+
+    attn: Block
+    ffn: Block
+    ffn_norm: str = "ffn_norm"
 
 
 def transformer(
@@ -43,13 +54,30 @@ def transformer(
         layer = w.layer(il)
         cur = attn(normed(g, hp, x, layer, "attn_norm"), layer)
         if il == hp.n_layer - 1:
+            if g.wants_states is Rows.TOKENS:  # beside the output rows, which are computed as without them
+                exact = g.exact
+                g.states = states_of(g, hp, w, second_half(g, hp, cur, x, layer, ffn, ffn_norm))
+                g.il, g.exact = il, exact
             cur = g.select_outputs(cur, "last_attn")
             x = g.select_outputs(x, "last_ffn_inp")
-        x = g.add(g.scale(cur, hp.residual_scale, "attn_scaled"), x, "ffn_inp")
-        cur = ffn(normed(g, hp, x, layer, ffn_norm, "ffn_norm"), layer)
-        x = g.layer_out(g.add(g.scale(cur, hp.residual_scale, "ffn_scaled"), x, "l_out"))
+        x = second_half(g, hp, cur, x, layer, ffn, ffn_norm)
     g.il = -1
     return output(g, hp, w, x)
+
+
+def second_half(g: Graph, hp: HParams, cur: Node, x: Node, layer: LayerWeights, ffn: Block, ffn_norm: str) -> Node:
+    """Record the rest of a layer after its attention `cur`; x is the residual."""
+    x = g.add(g.scale(cur, hp.residual_scale, "attn_scaled"), x, "ffn_inp")
+    cur = ffn(normed(g, hp, x, layer, ffn_norm, "ffn_norm"), layer)
+    return g.layer_out(g.add(g.scale(cur, hp.residual_scale, "ffn_scaled"), x, "l_out"))
+
+
+def states_of(g: Graph, hp: HParams, w: Weights, x: Node) -> Node:
+    """Return the states that heads read, of the rows x of the last layer's output."""
+    g.il = -1
+    if hp.arch in UNNORMED_STATES:
+        return x
+    return norm(g, hp, x, w["output_norm.weight"], "states_norm", w.get("output_norm.bias"))
 
 
 def parallel_transformer(
@@ -99,7 +127,10 @@ def norm(g: Graph, hp: HParams, x: Node, w: Weight, name: str, bias: Weight | No
 
 def output(g: Graph, hp: HParams, w: Weights, x: Node) -> Node:
     """Apply the last norm and compute the logits."""
+    last = x
     x = norm(g, hp, x, w["output_norm.weight"], "result_norm", w.get("output_norm.bias"))
+    if g.wants_states is Rows.OUTPUTS:
+        g.states = last if hp.arch in UNNORMED_STATES else x
     head = w.get("output.weight") or w["token_embd.weight"]
     plain = hp.logit_scale == 1 and not hp.final_softcap
     x = linear(g, head, w.get("output.bias"), x, "result_output" if plain else "result_unscaled")
@@ -107,11 +138,16 @@ def output(g: Graph, hp: HParams, w: Weights, x: Node) -> Node:
     return g.softcap(x, hp.final_softcap, "result_output")
 
 
-def rope_tables(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> tuple[Node | None, ...]:
-    """Return the RoPE table of every layer (None: no rotation); layers that rotate alike share one."""
+def rope_tables(
+    g: Graph, hp: HParams, w: Weights, cfg: GraphConfig, only: int | None = None
+) -> tuple[Node | None, ...]:
+    """Return the RoPE table of every layer (None: no rotation); layers that rotate alike share one.
+
+    `only`: the one layer whose table is recorded.
+    """
     tables: dict[tuple[RopeParams, int], Node] = {}
     layers = [(own.rope, own.n_rot) for own in map(hp.at, range(hp.n_layer))]
-    for rope, n_rot in layers:
+    for rope, n_rot in layers if only is None else layers[only : only + 1]:
         if n_rot and (rope, n_rot) not in tables:
             factors = w.data(name) if rope.factors and (name := _factors(w, rope, cfg)) else None
             inv_freq = inverse_frequencies(rope, n_rot, factors)

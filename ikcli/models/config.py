@@ -42,7 +42,7 @@ class GraphConfig:
     a model with an indexer attends to, 0: all, -1: as the model says. type_index: of the cache of index keys.
     index_keys_only: queries see no more positions than may be chosen, so keys are stored and attention is to all.
     expand: the prompt path of mla 2 and 3, which needs batches of at least `EXPAND_MIN_TOKENS` tokens to pay off.
-    outputs: where graphs end.
+    outputs: where graphs end. n_heads: heads of the file that predict further tokens, which the session also runs.
     """
 
     mla: int = 3
@@ -63,6 +63,7 @@ class GraphConfig:
     index_keys_only: bool = False
     expand: bool = False
     outputs: Outputs = Outputs.LOGITS
+    n_heads: int = 0
 
 
 EXPAND_MIN_TOKENS = 128

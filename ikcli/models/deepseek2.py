@@ -22,9 +22,13 @@ def tensor_shapes(hp: HParams) -> TensorSpecs:
     """Return the expected tensors of the file; `mla.derive` decides which of kv_b, k_b, v_b must be there."""
     specs = expected.base_specs(hp)
     for il in range(hp.n_layer):
-        specs |= expected.in_block(il, attention_specs(hp) | indexer.specs(hp, il))
-        specs |= expected.feed_forward_specs(hp, il)
+        specs |= block_shapes(hp, il)
     return specs
+
+
+def block_shapes(hp: HParams, il: int) -> TensorSpecs:
+    """Return the expected tensors of block il."""
+    return expected.in_block(il, attention_specs(hp) | indexer.specs(hp, il)) | expected.feed_forward_specs(hp, il)
 
 
 def attention_specs(hp: HParams) -> TensorSpecs:
@@ -51,6 +55,12 @@ def attention_specs(hp: HParams) -> TensorSpecs:
 
 def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
     """Record the graph and return the logits of the output rows."""
+    own = layers(g, hp, w, cfg)
+    return blocks.transformer(g, hp, w, own.attn, own.ffn)
+
+
+def layers(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig, only: int | None = None) -> blocks.Layers:
+    """Return the layers, after what they share has been recorded."""
     table = rope_table(g, hp)
     sparse = indexer.Indexer(g, hp, cfg, table) if indexer.top_k(hp, cfg) else None
 
@@ -60,7 +70,7 @@ def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
     def ffn(x: Node, layer: LayerWeights) -> Node:
         return blocks.feed_forward(g, hp, cfg, x, layer)
 
-    return blocks.transformer(g, hp, w, attn, ffn)
+    return blocks.Layers(attn, ffn)
 
 
 def attention(

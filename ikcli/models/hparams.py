@@ -131,6 +131,7 @@ class HParams:
     ssm_d_inner: int = 0  # columns of all value heads
     ssm_norm_eps: float = 0.0  # of the norms of what a scan is controlled by; 0: it is not normed
     kda_lower_bound: float = 0.0  # of logarithms of decays; 0: none
+    n_further: int = 0  # blocks after those of the model, each a head that predicts a further token (NextN, MTP)
     index_top_k: int = 0  # positions that a query attends to; 0: all (models/indexer.py)
     index_n_head: int = 0
     index_head_dim: int = 0
@@ -139,11 +140,18 @@ class HParams:
 
     @classmethod
     def from_gguf(
-        cls, metadata: Mapping[str, Any], tensors: Mapping[str, HasShape], source: str, rope: RopeConfig | None = None
+        cls,
+        metadata: Mapping[str, Any],
+        tensors: Mapping[str, HasShape],
+        source: str,
+        rope: RopeConfig | None = None,
+        *,
+        further: bool = False,
     ) -> HParams:
         """Read and check the keys of the file `source`; raise FormatError that names a missing or wrong key.
 
-        `rope`: the rotation options of the command line.
+        `rope`: the rotation options of the command line. `further`: the blocks that predict further tokens count as
+        layers, so that `at` knows them.
         """
         arch = metadata.get("general.architecture")
         if not isinstance(arch, str):
@@ -156,7 +164,10 @@ class HParams:
         n_further = keys.integer("nextn_predict_layers", 0, most=n_layer - 1)
         if arch == "bailingmoe3" and f"blk.{n_layer - n_further}.nextn.eh_proj.weight" not in tensors:
             n_further = 0  # some files count a layer that they do not have
-        values["n_layer"] = n_layer - n_further
+        n_main = n_layer - n_further
+        values |= {"n_layer": n_layer if further else n_main, "n_further": n_further}
+        if further:
+            keys.alike = tuple(_alike(tensors, il, n_main) for il in range(n_main, n_layer))
         values["n_embd"] = keys.integer("embedding_length", least=1)
         values["n_ctx_train"] = keys.integer("context_length", least=1)
         values["n_vocab"] = _n_vocab(keys, tensors)
@@ -173,12 +184,17 @@ class HParams:
         values |= _widths(keys, tensors)
         if arch in _WHERE_ROUTED and tensors:
             values["is_moe"] = tuple(f"blk.{il}.ffn_gate_inp.weight" in tensors for il in range(values["n_layer"]))
+        if further:
+            routed = [f"blk.{il}.ffn_gate_inp.weight" in tensors or not tensors for il in range(n_main, n_layer)]
+            values["is_moe"] = by_layer(values.get("is_moe", True), n_layer)[:n_main] + tuple(routed)
         values |= _scores(keys, values)
         if arch == "step35" or (arch == "bailingmoe3" and "swiglu_clamp_exp" in keys):
             values |= _swiglu_limits(keys, values["n_layer"])
         values |= read_windows(keys, values)
         values |= read_recurrent(keys, values, tensors)
-        if arch in ("deepseek32", "glm-dsa"):
+        if further:
+            values["recurrent_layers"] = frozenset(il for il in values.get("recurrent_layers", ()) if il < n_main)
+        elif arch in ("deepseek32", "glm-dsa"):  # heads attend to all positions, as in the reference
             values |= _indexer(keys, values, tensors)
         if arch in ("granite", "granitemoe"):
             values |= _multipliers(keys)
@@ -226,6 +242,16 @@ class HParams:
     def kv_row(self) -> int:
         """Return the width of an MLA cache row: rotated key values, then the latent."""
         return self.n_rot + self.kv_lora_rank
+
+
+def _alike(tensors: Mapping[str, HasShape], il: int, n_layer: int) -> int:
+    """Return the last of n_layer layers whose attention has the tensors of layer il, in shape; else the last one."""
+
+    def attention(block: int) -> list[tuple[int, ...]]:
+        names = (f"blk.{block}.attn_{x}.weight" for x in ("q", "k", "v", "qkv", "output", "sinks", "gate"))
+        return [tensors[name].shape if name in tensors else () for name in names]
+
+    return next((other for other in reversed(range(n_layer)) if attention(other) == attention(il)), n_layer - 1)
 
 
 def _norms(keys: Keys) -> dict[str, Any]:

@@ -48,7 +48,7 @@ class Indexer:
 
     def choose(self, x: Node, q_a: Node, layer: LayerWeights) -> Node | None:
         """Return the positions of a layer with attention input x and low-rank query q_a; None: all."""
-        if layer.il in self._hp.index_owners or self._chosen is None:
+        if layer.il in self._hp.index_owners:
             self._chosen = self._own(x, q_a, layer)
         return self._chosen
 

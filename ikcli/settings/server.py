@@ -112,8 +112,10 @@ class ServerConfig:
         "smallest gap (variance)")
     cache_ram: int | None = _server(None, "-cram --cache-ram", "int", commands="SC", form="MIB", example="-cram 2048",
         minimum=-1, env="LLAMA_ARG_CACHE_RAM",
-        help="RAM for prompts whose slot was given away; 0 = off, -1 = no limit. Default: a quarter of the free "
-        "memory, at most 8192")
+        help="RAM for prompts whose slot was given away; what they have in common is stored once. 0 = off, -1 = no "
+        "limit. Default: a quarter of the free memory, at most 8192")
+    cache_explain: bool = _server(False, "--cache-explain", "switch", example="--cache-explain",
+        help="print the prompt cache as a tree whenever a request begins, with the slots and what each text takes")
     spec_type: tuple[SpecStage, ...] = _speculation((), "--spec-type", "custom", form="TYPE[:K=V,...]",
         example="--spec-type ngram-simple:n_max=7", parse=parse_spec_type, repeat=True, bench_list=False,
         env="LLAMA_ARG_SPEC_TYPE",

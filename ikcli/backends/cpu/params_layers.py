@@ -15,6 +15,11 @@ class EmbedParams(Params):
     out: Address
 
 
+class HostRowsParams(Params):
+    cols: int
+    out: Address
+
+
 class EmbedTypesParams(Params):
     w: Address
     row_bytes: int

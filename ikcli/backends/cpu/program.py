@@ -85,10 +85,10 @@ class CpuLowering(Buffers):
 class CpuProgram:
     """A lowered graph, later bound to memory and kernels."""
 
-    def __init__(self, lowering: CpuLowering, result: Node | None) -> None:
-        """Take over a lowering; `result` is read after the last op."""
+    def __init__(self, lowering: CpuLowering, results: Sequence[Node]) -> None:
+        """Take over a lowering; `results` are read after the last op."""
         self.ops = lowering.ops
-        self._result = result
+        self._results = results
         self._lowering = lowering
         self._offsets, self.arena_bytes = self._plan()
         self._memory: np.ndarray | None = None
@@ -98,8 +98,7 @@ class CpuProgram:
     @property
     def result(self) -> Node:
         """Return the node whose value is the program's."""
-        assert self._result is not None
-        return self._result
+        return self._results[0]
 
     @property
     def kernels(self) -> list[KernelKey]:
@@ -108,7 +107,7 @@ class CpuProgram:
 
     def _plan(self) -> tuple[list[int], int]:
         low, end = self._lowering, len(self.ops)
-        kept = {} if self._result is None else {low._node_buffers[self._result]: (end, end)}
+        kept = {low._node_buffers[node]: (end, end) for node in self._results}
         return low.place([op.words for op in self.ops], kept, low.constants.keys() | low.outside.keys())
 
     def bind(
@@ -222,4 +221,4 @@ def lower(
     for node in graph.nodes:
         lowering.begin(node)
         rules.lower(lowering, node)
-    return CpuProgram(lowering, result)
+    return CpuProgram(lowering, [result])

@@ -12,10 +12,11 @@ from itertools import islice
 from typing import Any
 
 from ikcli.backends.cuda import upload
+from ikcli.engine.plan.device_memory import MemoryPlan
 from ikcli.engine.plan.devices import CONTEXT_BYTES, Machine
 from ikcli.engine.plan.fit import fit
 from ikcli.engine.plan.placement import CPU, offload_lines, offload_threshold, placement_sentence
-from ikcli.engine.plan.planner import MIB, MemoryPlan, Planner, RunPlan
+from ikcli.engine.plan.planner import MIB, Planner, RunPlan
 from ikcli.engine.plan.programs import FLOAT_TYPES
 from ikcli.engine.run import session_log
 from ikcli.errors import IkError

@@ -11,10 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ikcli.backends.cpu.program import INDEPENDENT_ROWS
+from ikcli.engine.plan.heads import FEW, HEAD, kept_states, record_heads
 from ikcli.engine.plan.sizes import window_cells
 from ikcli.engine.run.model import Model
 from ikcli.errors import UnsupportedError, UsageError
-from ikcli.graph import Graph, Node
+from ikcli.graph import Graph, Node, Rows
 from ikcli.models import EXPAND_MIN_TOKENS, GraphConfig, HParams, Outputs, Weights
 from ikcli.models.indexer import top_k
 from ikcli.quant.formats import format_by_name, get_format
@@ -24,7 +25,9 @@ FLOAT_TYPES = ("f32", "f16", "bf16")
 CACHE_TYPES = tuple(format_by_name(name).type for name in KV_TYPES)
 
 Graphs = Mapping[str, tuple[Graph, Node]]
-"""Graph and result by kind: decode, perhaps prefill and `SHORT`, and these with the suffix `EMBEDS`."""
+"""Graph and result by kind: decode, perhaps prefill and `SHORT`, and these with the suffix `EMBEDS`; with heads, also
+step and `HEAD` with the number of each.
+"""
 
 EMBEDS = "-embd"
 SHORT = "short"  # prompts of models with an indexer, as long as queries see no more than it may choose
@@ -46,7 +49,12 @@ class ProgramSpec:
 
 
 def graph_config(
-    config: RunConfig, n_cells: int, n_seq: int = 1, window: int = 0, outputs: Outputs = Outputs.LOGITS
+    config: RunConfig,
+    n_cells: int,
+    n_seq: int = 1,
+    window: int = 0,
+    outputs: Outputs = Outputs.LOGITS,
+    n_heads: int = 0,
 ) -> GraphConfig:
     """Return the settings that the graphs of a model depend on.
 
@@ -71,6 +79,7 @@ def graph_config(
         n_ubatch=n_ubatch,
         n_window=0 if config.swa_full else window_cells(window, n_ubatch, n_cells // n_seq),
         outputs=outputs,
+        n_heads=n_heads,
     )
 
 
@@ -112,26 +121,36 @@ def check_cache_types(config: RunConfig, mla: int) -> None:
 def record_graphs(model: Model, weights: Weights, cfg: GraphConfig) -> Graphs:
     """Record the generation graph, and a prompt graph where the two differ."""
     hp = model.hp
+
+    def record(kind: str, states: Rows | None) -> tuple[Graph, Node]:
+        graph = model.adapters.graph()
+        graph.exact, graph.wants_states = model.is_exact, states
+        return graph, model.module.build(graph, hp, weights, kinds[kind])
+
     kinds = {"decode": replace(cfg, expand=False)}
+    if cfg.n_heads:  # a graph of its own, because prompts need the states of tokens that have no logits
+        kinds["step"] = kinds["decode"]
     if hp.kv_lora_rank and cfg.mla >= 2 and cfg.flash_attn and cfg.n_ubatch >= EXPAND_MIN_TOKENS:
         kinds["prefill"] = replace(cfg, expand=True)
         if top_k(hp, cfg):
             kinds[SHORT] = replace(cfg, expand=True, index_keys_only=True)
     whole: dict[str, tuple[Graph, Node]] = {}
     graphs: dict[str, tuple[Graph, Node]] = {}
-    for kind, kind_cfg in kinds.items():
-        graph = model.adapters.graph()
-        graph.exact = model.is_exact
-        whole[kind] = graph, (last := model.module.build(graph, hp, weights, kind_cfg))
-        hidden = next((n for n in reversed(graph.nodes) if n.name == HIDDEN), None) if hp.causal else last
+    for kind in kinds:
+        states = (Rows.OUTPUTS if kind == "step" else Rows.TOKENS) if cfg.n_heads else None
+        whole[kind] = record(kind, states)
         if cfg.outputs.logits:
             graphs[kind] = whole[kind]
-        if cfg.outputs.embeddings and hidden is not None and kind != SHORT:
+        if not cfg.outputs.embeddings or kind in ("step", SHORT):
+            continue
+        graph, last = record(kind, None) if cfg.n_heads else whole[kind]
+        hidden = next((n for n in reversed(graph.nodes) if n.name == HIDDEN), None) if hp.causal else last
+        if hidden is not None:
             graphs[kind + EMBEDS] = graph.until(hidden), hidden
     model.adapters.check_used(graph for graph, _ in whole.values())
     if not graphs:
         raise UnsupportedError(f"{model.source}: embeddings of {hp.arch} models are not supported")
-    return graphs
+    return graphs | record_heads(model, weights, cfg)
 
 
 def step_tokens(n_step: int) -> int:
@@ -146,6 +165,13 @@ def runs(graphs: Graphs, n_ubatch: int, n_outputs: int, n_step: int) -> dict[str
     """
     found = {}
     for kind in graphs:
+        if kind == "step":
+            continue
+        if kind.startswith(HEAD):
+            few = min(n_step, n_ubatch)
+            found[kind] = ProgramSpec(kind, n_ubatch, min(n_outputs, n_ubatch), offload=False)
+            found[kind + FEW] = ProgramSpec(kind, few, few, batch_invariant=True)
+            continue
         few = kind.replace("decode", "prefill") in graphs and kind.startswith("decode")
         n_tokens = min(n_ubatch, EXPAND_MIN_TOKENS - 1) if few else n_ubatch
         if kind.endswith(EMBEDS):
@@ -153,11 +179,13 @@ def runs(graphs: Graphs, n_ubatch: int, n_outputs: int, n_step: int) -> dict[str
         else:
             found[kind] = ProgramSpec(kind, n_tokens, min(n_outputs, n_tokens))
     if "decode" in graphs:
-        found["step"] = ProgramSpec("decode", n_step, n_step, batch_invariant=True)
+        found["step"] = ProgramSpec("step" if "step" in graphs else "decode", n_step, n_step, batch_invariant=True)
     return found
 
 
 def output_bytes(cfg: GraphConfig, hp: HParams, n_outputs: int) -> int:
-    """Return the bytes kept for the caller: logits of so many tokens, embeddings of a micro-batch."""
+    """Return the bytes kept for the caller: logits of so many tokens, embeddings of a micro-batch, states for heads."""
     n = n_outputs * hp.n_vocab if cfg.outputs.logits else 0
+    if cfg.n_heads:
+        n += cfg.n_seq * kept_states(cfg.n_ubatch) * hp.n_embd
     return 4 * (n + cfg.n_ubatch * hp.n_embd if cfg.outputs.embeddings else n)

@@ -33,6 +33,11 @@ class Sizes:
         return cells + -cells % self.n_seq
 
 
+def uses_heads(config: RunConfig) -> bool:
+    """Return whether the session runs the model's own heads for drafts; otherwise they are not even loaded."""
+    return any(stage.type == "mtp" for stage in config.server.spec_type)
+
+
 def window_cells(window: int, n_ubatch: int, n_ctx: int) -> int:
     """Return the cells of a sequence of n_ctx positions in layers that see `window` of them.
 

@@ -26,6 +26,7 @@ from ikcli.engine.run import gpus, host_memory, numa, session_log
 from ikcli.engine.run.adapters import Added
 from ikcli.engine.run.batch import Batch
 from ikcli.engine.run.encoders import longest_text
+from ikcli.engine.run.mtp import Heads
 from ikcli.engine.run.run_device import Observer, look_for_non_finite
 from ikcli.engine.run.runner import DividedProgram, Runner
 from ikcli.engine.run.sequences import Sequences
@@ -68,6 +69,8 @@ class Session:
         self.profile = session_log.new_profile() if self.config.profile else None
         self._n_outputs = min(plan.sizes.n_seq, self.n_ubatch)
         self._n_chosen = top_k(self.model.hp, self.graph_config)
+        self.heads = Heads(self) if self.graph_config.n_heads else None
+        self.sequences.settle = self.heads.settle if self.heads is not None else None
         self._in_flight: deque[tuple[DividedProgram, int, int]] = deque()  # program, threads, outputs
         self._last: tuple[DividedProgram, int]  # program and threads of the last micro-batch
 
@@ -260,6 +263,7 @@ class Session:
         """Submit a micro-batch; `collect` returns its logits, those of the oldest one first."""
         if not self.outputs.logits:
             raise IkError("the session was opened for embeddings and has no logits")
+        self._settle()
         n = len(batch)
         if n == 1:
             self._next(batch.tokens.tolist(), batch.pos.tolist(), batch.seq.tolist(), int(batch.logits[0]))
@@ -285,10 +289,12 @@ class Session:
         """Submit one token of each of these sequences with the program for generation."""
         if not 0 <= min(tokens) <= max(tokens) < self.n_vocab:
             raise IkError(f"a token id is outside the vocabulary of {self.n_vocab}")
+        self._settle()
         sequences = self.sequences
         sequences.check_each(seqs, pos)
         windows = [sequences.room(seq, 1) for seq in seqs] if sequences.has_windows else ()
-        self.step_block.set_step(tokens, pos, seqs, sequences.n_ctx, n_outputs, windows)
+        n_rows = n_outputs if self.heads is None else len(tokens)  # the states are those of output rows
+        self.step_block.set_step(tokens, pos, seqs, sequences.n_ctx, n_rows, windows)
         n_past = sequences.n_past
         for seq in seqs:
             n_past[seq] += 1
@@ -309,13 +315,21 @@ class Session:
         """Return the logits of the oldest micro-batch in flight; the next one overwrites them."""
         program, n_threads, n_outputs = self._in_flight.popleft()
         self._last = program, n_threads
+        if self.heads is not None:
+            self.heads.saw(program)
         return self.runner.result(program, n_outputs)
+
+    def _settle(self) -> None:
+        """Let heads compute the rows that are due; nothing is in flight then."""
+        if self.heads is not None:
+            self.heads.settle()
 
     def run_segments(
         self, kind: str, tokens: npt.NDArray[np.int32], out_ids: npt.NDArray[np.int64], segments: Sequence[Segment]
     ) -> FloatRows:
         """Run the program `kind` for a micro-batch with given segments; the next one overwrites the rows."""
         start = time.perf_counter()
+        self._settle()
         self._check_ids(tokens)
         pos = np.concatenate([np.arange(s.pos, s.n_kv, dtype=np.int32) for s in segments])
         self.step_block.set(tokens, pos, out_ids, segments)
@@ -371,6 +385,7 @@ class Session:
         to the last bit.
         """
         start = time.perf_counter()
+        self._settle()
         out_ids = np.arange(len(batch))
         self.step_block.set(batch.tokens, batch.pos, out_ids, self._segments(batch))
         self._start(self.programs["step"], self.config.n_threads, len(batch))
@@ -412,6 +427,11 @@ class Session:
     def n_exact(self) -> int:
         """Return the number of tokens up to which `step` is batch-invariant."""
         return INDEPENDENT_ROWS
+
+    @property
+    def n_outputs(self) -> int:
+        """Return the logits that a micro-batch of a prompt can have; see `plan_outputs`."""
+        return self._n_outputs
 
     @property
     def n_seq_max(self) -> int:

@@ -25,8 +25,8 @@ from ikcli.server.http.prompts import Prompt, encode
 from ikcli.server.http.shapes.message import ParserMaker
 from ikcli.server.http.state import ServerState
 from ikcli.server.http.templates import chat_defaults, template_option
+from ikcli.server.prefix.keys import common_prefix
 from ikcli.server.slots.messages import Constraint
-from ikcli.server.slots.prompt_cache import common_prefix
 from ikcli.settings.run import RunConfig
 from ikcli.tokenizer import Tokenizer
 

@@ -12,7 +12,7 @@ from ikcli.engine.run.batch import Batch
 from ikcli.engine.run.opening import open_session
 from ikcli.engine.run.session import Session
 from ikcli.errors import UsageError
-from ikcli.server.slots.prompt_cache import common_prefix
+from ikcli.server.prefix.keys import common_prefix
 from ikcli.settings.adapters import AdapterConfig, RopeConfig
 from ikcli.settings.fleet import BatchConfig
 from ikcli.settings.run import RunConfig

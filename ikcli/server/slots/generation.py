@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from ikcli.sampling.sampler import Sampled, Sampler
 from ikcli.sampling.vocab import SamplerVocab
+from ikcli.server.prefix.reused import Reused
 from ikcli.server.slots.messages import (
     Candidate,
     Constraint,
@@ -64,7 +65,8 @@ class Generation:
         self.prompt_logprobs: list[TokenInfo] = []
         self.truncated = self._was_truncated = False  # now, and before the newest token
         self.stop_type: StopType = "none"
-        self.n_cached = self.n_prompt_computed = 0
+        self.reused = Reused()
+        self.n_prompt_computed = 0
         self.n_drafts = self.n_drafted = self.n_accepted = 0
         self.accepted_by_position: Counter[int] = Counter()
         self.bans_texts = bool(request.bans)
@@ -177,14 +179,15 @@ class Generation:
         done = self.t_prompt_done
         end, seconds = (done, self._t_now - done) if done else (time.perf_counter(), 0.0)
         return RequestTimings(
-            self.n_cached, self.n_prompt_computed, 1e3 * (end - self.t_start), self.output.n_total,
+            self.reused.n, self.n_prompt_computed, 1e3 * (end - self.t_start), self.output.n_total,
             1e3 * seconds, self.n_drafted, self.n_accepted, n_past, self._setting.n_ctx,
+            self.reused.n_ram, self.reused.n_disk,
         )  # fmt: skip
 
     def progress(self, n_processed: int) -> PromptProgress:
         """Return the progress of the prompt."""
         ms = 1e3 * (time.perf_counter() - self.t_start)
-        return PromptProgress(len(self.request.prompt), self.n_cached, n_processed, ms)
+        return PromptProgress(len(self.request.prompt), self.reused.n, n_processed, ms)
 
     def delta(self, n_past: int) -> Delta | None:
         """Return new text that is certain, if there is any."""

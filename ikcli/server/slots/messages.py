@@ -137,7 +137,10 @@ class TokenInfo(NamedTuple):
 
 
 class RequestTimings(NamedTuple):
-    """Milliseconds and counts of one request; `cache_n` prompt tokens came from the cache."""
+    """Milliseconds and counts of one request.
+
+    `cache_n` prompt tokens came from the cache: `cache_ram_n` from RAM, `cache_disk_n` from disk, the rest from slots.
+    """
 
     cache_n: int = 0
     prompt_n: int = 0
@@ -148,6 +151,8 @@ class RequestTimings(NamedTuple):
     draft_n_accepted: int = 0
     n_past: int = 0
     n_ctx: int = 0
+    cache_ram_n: int = 0
+    cache_disk_n: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,17 +17,32 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-from ikcli.engine.run.adapters import Added
+from ikcli.engine.run.adapters import NOTHING, Added
 from ikcli.engine.run.saved_sequence import Checkpoint, SavedSequence
 from ikcli.engine.run.session import Session
 from ikcli.errors import UsageError
+from ikcli.server.prefix.keys import Tokens, common_prefix
 from ikcli.server.slots import slot_file
 from ikcli.server.slots.log import Logger
-from ikcli.server.slots.prompt_cache import Entry, Tokens
 from ikcli.server.slots.states import EngineError
 
 SUFFIX = ".session"
 _MOST_WAITING = 4  # copies that wait to be written
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """The first len(tokens) cached positions of a slot, computed with the additions `added`."""
+
+    tokens: Tokens
+    saved: SavedSequence
+    added: Added = NOTHING
+
+    def shared(self, tokens: Tokens, added: Added = NOTHING) -> int:
+        """Return the number of tokens of a text that this entry saves."""
+        if added != self.added:
+            return 0
+        return self.saved.reach(common_prefix(self.tokens, tokens))
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ikcli.engine.run.adapters import NOTHING
+from ikcli.server.prefix.keys import common_prefix
+from ikcli.server.prefix.reused import Reused
 from ikcli.server.slots.generation import Generation
 from ikcli.server.slots.messages import Event, GenerationRequest, RequestTimings
 from ikcli.server.slots.pictures import PlacedPicture
-from ikcli.server.slots.prompt_cache import common_prefix
 from ikcli.server.slots.states import SlotState
 
 Tokens = npt.NDArray[np.int32]
@@ -92,14 +93,14 @@ class Slot:
         return common_prefix(self.cached, prompt) / len(prompt) if self.n_past and len(prompt) else 0.0
 
     # --- work -------------------------------------------------------------------------------------------------------
-    def begin(self, task: Task, generation: Generation, n_cached: int, places: Mapping[int, bool]) -> None:
-        """Start a request whose first n_cached tokens are in the cache; `places`: see `checkpoints.places`."""
+    def begin(self, task: Task, generation: Generation, reused: Reused, places: Mapping[int, bool]) -> None:
+        """Start a request whose first `reused.n` tokens are in the cache; `places`: see `checkpoints.places`."""
         self.places = places
         self.task, self.generation, self.id_task = task, generation, task.id
-        self.n_past, self.target, self.state, self.in_prompt = n_cached, task.prompt, PROMPT, True
+        self.n_past, self.target, self.state, self.in_prompt = reused.n, task.prompt, PROMPT, True
         self.draft = ()
-        generation.n_cached = n_cached
-        generation.n_prompt_computed = len(task.prompt) - n_cached
+        generation.reused = reused
+        generation.n_prompt_computed = len(task.prompt) - reused.n
 
     def repeat_from(self, n_past: int, target: Tokens) -> None:
         """Compute the `target` tokens from position n_past on before the next token is chosen."""

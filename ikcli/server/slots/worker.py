@@ -27,6 +27,9 @@ from ikcli.engine.run.session import Session
 from ikcli.sampling.sampler import token_logprobs
 from ikcli.sampling.short import draw_function
 from ikcli.sampling.vocab import SamplerVocab
+from ikcli.server.prefix.explain import describe
+from ikcli.server.prefix.keys import default_limit
+from ikcli.server.prefix.reused import Reused
 from ikcli.server.slots import slot_file
 from ikcli.server.slots.checkpoints import keeping, places
 from ikcli.server.slots.embeddings import Embeddings, EmbeddingTask
@@ -35,7 +38,6 @@ from ikcli.server.slots.generation import Generation, Setting, as_info
 from ikcli.server.slots.log import Logger, log_timings
 from ikcli.server.slots.messages import EmbeddingRequest, Event, Failure, GenerationRequest
 from ikcli.server.slots.pictures import PictureReader, whole_pictures
-from ikcli.server.slots.prompt_cache import default_limit
 from ikcli.server.slots.reuse import Reuse
 from ikcli.server.slots.scheduler import prompt_pieces
 from ikcli.server.slots.slot import GENERATION, IDLE, PROMPT, Slot, Task, alike
@@ -98,9 +100,10 @@ class Worker:
         self._was_busy = True
         self.counters = Counters()
         self._reuse = Reuse(session, self.slots, log)
+        self._text_of = self.tokenizer.decode if self.tokenizer.kind != "none" else lambda tokens: ""
         self._embeddings = Embeddings(session, self._reuse, self._count_prompt, self._send, log)
         self.model = replace(self.model, pooling=self._embeddings.name)
-        limit = self._reuse.prompts.limit or default_limit(None, available_memory())
+        limit = self._reuse.store.limit or default_limit(None, available_memory())
         session.sequences.keeping = keeping(self.config, limit // len(self.slots))
         self._speculator = Speculator(session, log)
         self._announce(n_ctx)
@@ -109,7 +112,7 @@ class Worker:
         if n_ctx < self.session.n_ctx_seq:
             self._log("WARN", "init", "slots are limited to the context the model was trained for",
                       {"n_ctx_slot": n_ctx, "n_ctx_seq": self.session.n_ctx_seq})  # fmt: skip
-        limit = self._reuse.prompts.limit >> 20
+        limit = self._reuse.store.limit >> 20
         self._log("INFO", "init", f"prompt cache: up to {limit} MiB of RAM (set with -cram)", {"limit_mib": limit})
         for s in self.slots:
             self._log("INFO", "init", "new slot", {"id_slot": s.id, "n_ctx_slot": s.n_ctx})
@@ -168,7 +171,7 @@ class Worker:
 
     def metrics(self, *, reset: bool) -> EngineMetrics:
         """Return counters and gauges."""
-        c, session, prompts = self.counters, self.session, self._reuse.prompts
+        c, session, store = self.counters, self.session, self._reuse.store
         busy = sum(s.state != IDLE for s in self.slots)
         n_waiting = len(self._queue) + len(self._embeddings.waiting)
         n_cached = sum(s.n_past for s in self.slots)
@@ -178,7 +181,8 @@ class Worker:
         return EngineMetrics(
             c.prompt_tokens, c.prompt_seconds, c.predicted_tokens, c.predicted_seconds, c.n_decode, c.n_busy_slots,
             c.n_tokens_max, c.drafted, c.accepted, c.drafts, dict(c.accepted_by_position), *rates, busy, n_waiting,
-            len(self.slots) - busy, n_cached, n_cached / session.n_ctx, prompts.n_bytes, len(prompts), c.t_start,
+            len(self.slots) - busy, n_cached, n_cached / session.n_ctx, store.n_bytes, len(store), c.t_start,
+            c.from_slots, c.from_ram, c.from_disk,
         )  # fmt: skip
 
     # --- the loop ---------------------------------------------------------------------------------------------------
@@ -320,18 +324,26 @@ class Worker:
             return
         reuse = request.cache_prompt and not request.prompt_logprobs
         added = self.added.of_request(task.request.lora)
-        n = self._reuse.fetch(slot, task.prompt, added) if reuse else self._reuse.replace(slot, 0)
-        n = self.session.truncate(slot.id, n)
+        reused = self._reuse.fetch(slot, task.prompt, added) if reuse else Reused(self._reuse.replace(slot, 0))
+        n = self.session.truncate(slot.id, reused.n)
         while (whole := whole_pictures(request.pictures, n)) < n:
             n = self.session.truncate(slot.id, whole)
+        reused = reused.cut(n)
+        self.counters.reuse(reused)
         slot.added = added
         needed = self.model.needs_checkpoints
-        slot.begin(task, generation, n, places(self.config, n, len(task.prompt), request.turns) if needed else {})
+        slot.begin(task, generation, reused, places(self.config, n, len(task.prompt), request.turns) if needed else {})
         slot.t_served = self._step_number
         if request.report_progress:
             self._send(task, generation.progress(n))
         self._log("INFO", "launch_slot_with_task", "slot is processing task", _ids(slot))
         self._log("INFO", "update_slots", "kv cache rm [p0, end)", {**_ids(slot), "p0": n})
+        if reuse:
+            self._log("INFO", "prompt_cache", "prompt tokens reused",
+                      {**_ids(slot), **describe(reused, self._text_of)})  # fmt: skip
+        if self.config.cache_explain:
+            for line in self._reuse.explain(self._text_of):
+                self._log("INFO", "prompt_cache", line, {})
 
     # --- one step ---------------------------------------------------------------------------------------------------
     def step(self) -> None:
@@ -496,7 +508,9 @@ class Worker:
 
     def _prompt_done(self, slot: Slot, g: Generation, logits: npt.NDArray[np.float32]) -> None:
         if slot.in_prompt:
-            self.counters.prompt(g.n_prompt_computed, g.prompt_done())
+            seconds = g.prompt_done()
+            self.counters.prompt(g.n_prompt_computed, seconds)
+            self._reuse.store.cost.observe(g.reused.n, g.n_prompt_computed, seconds)
             if g.request.n_predict == 0:
                 g.stop_type = "limit"
                 self._finish(slot, g)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import socket
@@ -16,18 +17,22 @@ import uvicorn
 from fake_engine import FakeEngine, Script, fake_tokenizer
 from headless import MS, chromium
 from server_client import Client
+from test_server_images import FakePicture
 from test_server_live import WAIT, Server, wait_for
 
+from ikcli.errors import IkError
+
 KEY = "key-of-the-test"
+PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 SHORT = {"max_tokens": "12", "seed": "1", "extra": '{"ignore_eos": true}'}
 
 
 class Slow:
     """A server that answers slowly and never comes to an end, so that there is something to stop."""
 
-    def __init__(self) -> None:
-        self.engine = FakeEngine(fake_tokenizer())
-        self.engine.script = Script(("slow ", "answer "), endless=True, delay=0.02)
+    def __init__(self, script: Script | None = None) -> None:
+        self.engine = FakeEngine(fake_tokenizer(), n_ctx=4096)
+        self.engine.script = script or Script(("slow ", "answer "), endless=True, delay=0.02)
         self._socket = socket.create_server(("127.0.0.1", 0))
         config = uvicorn.Config(Client(engine=self.engine, ui=True).app, factory=True, lifespan="off", log_config=None)
         self._server = uvicorn.Server(config)
@@ -53,6 +58,25 @@ def server(tmp_path_factory: pytest.TempPathFactory, browser: Any) -> Iterator[S
 @pytest.fixture(scope="module")
 def slow(browser: Any) -> Iterator[Slow]:
     found = Slow()
+    yield found
+    found.stop()
+
+
+class Pixels:
+    """A projector for which every PNG file has 5 tokens."""
+
+    begin, end = "", ""
+
+    def read(self, data: bytes) -> FakePicture:
+        if not data.startswith(b"\x89PNG"):
+            raise IkError("this is not an image")
+        return FakePicture(str(len(data)), 5)
+
+
+@pytest.fixture(scope="module")
+def seeing(browser: Any) -> Iterator[Slow]:
+    found = Slow(Script(("a red ", "ball")))
+    found.engine.pictures = Pixels()
     yield found
     found.stop()
 
@@ -648,3 +672,61 @@ def test_dark_and_light(open_page: OpenPage) -> None:
     assert bright() == [False, True]
     page.click("#theme")
     assert bright() == [True, False]
+
+
+_FILES = """
+([text, names]) => {
+  const bytes = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
+  const found = new DataTransfer();
+  names.forEach((name) => found.items.add(new File([bytes], name, { type: "image/png" })));
+  return found;
+}
+"""
+
+
+@pytest.mark.slow  # a page in a browser
+def test_images_are_dropped_pasted_and_picked(open_page: OpenPage, seeing: Slow) -> None:
+    from playwright.sync_api import expect
+
+    page = open_page({}, base=seeing.base)
+    previews = page.locator("#attachments img")
+    page.wait_for_selector("#attach:visible")
+    for event in ("dragover", "drop"):
+        page.dispatch_event("#messages", event, {"dataTransfer": page.evaluate_handle(_FILES, [PNG, ["a.png"]])})
+    expect(previews).to_have_count(1)
+    page.evaluate(
+        f"(files) => document.getElementById('input').dispatchEvent(new ClipboardEvent('paste', "
+        f"{{ clipboardData: ({_FILES})(files), bubbles: true, cancelable: true }}))", [PNG, ["b.png"]],
+    )  # fmt: skip
+    expect(previews).to_have_count(2)
+    page.set_input_files("#image-file", {"name": "c.png", "mimeType": "image/png", "buffer": base64.b64decode(PNG)})
+    expect(previews).to_have_count(3)
+    page.click("[aria-label='Remove image 2']")
+    expect(previews).to_have_count(2)
+    send(page, "What is it?")
+    assert answers(page, 1) == ["a red ball"]
+    expect(previews).to_have_count(0)
+    request = seeing.engine.requests[-1]
+    assert [placed.picture.n_tokens for placed in request.pictures] == [5, 5]
+    assert "What is it?" in seeing.engine.tokenizer.decode([token for token in request.prompt if token >= 0])
+    # the conversation keeps them, and the next turn sends them again
+    reload(page)
+    expect(page.locator(".message.user .pictures img")).to_have_count(2)
+    send(page, "And now?")
+    answers(page, 2)
+    assert len(seeing.engine.requests[-1].pictures) == 2
+
+
+@pytest.mark.slow  # a page in a browser
+def test_a_broken_image_and_a_model_without_a_projector(open_page: OpenPage, seeing: Slow, slow: Slow) -> None:
+    page = open_page({}, base=seeing.base)
+    page.wait_for_selector("#attach:visible")
+    page.set_input_files("#image-file", {"name": "c.png", "mimeType": "image/png", "buffer": b"no pixels"})
+    send(page, "")
+    page.wait_for_selector(".assistant .error >> text=Messages[0].content[0]: this is not an image")
+    page.set_input_files("#image-file", {"name": "c.txt", "mimeType": "text/plain", "buffer": b"text"})
+    page.wait_for_selector("#banner >> text=c.txt is not an image.")
+    blind = open_page({}, base=slow.base)
+    blind.dispatch_event("#messages", "drop", {"dataTransfer": blind.evaluate_handle(_FILES, [PNG, ["a.png"]])})
+    blind.wait_for_selector("#banner >> text=This model reads text only.")
+    assert not blind.is_visible("#attach")

@@ -32,6 +32,22 @@ class Outputs(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class MediaConfig:
+    """What the images of a session need.
+
+    n_deep: first layers behind which further rows of an image are added (deepstack). both: tokens of an image see each
+    other in both directions, in the layers where the architecture has it.
+    """
+
+    n_deep: int = 0
+    both: bool = False
+
+    def cols(self, n_embd: int) -> int:
+        """Return the columns of a row of an image."""
+        return n_embd * (1 + self.n_deep)
+
+
+@dataclass(frozen=True, slots=True)
 class GraphConfig:
     """Settings of one graph; a session records two (prompt: `n_ubatch` rows, `expand`; generation: few rows).
 
@@ -43,6 +59,7 @@ class GraphConfig:
     index_keys_only: queries see no more positions than may be chosen, so keys are stored and attention is to all.
     expand: the prompt path of mla 2 and 3, which needs batches of at least `EXPAND_MIN_TOKENS` tokens to pay off.
     outputs: where graphs end. n_heads: heads of the file that predict further tokens, which the session also runs.
+    media: of images (None: tokens alone).
     """
 
     mla: int = 3
@@ -64,6 +81,7 @@ class GraphConfig:
     expand: bool = False
     outputs: Outputs = Outputs.LOGITS
     n_heads: int = 0
+    media: MediaConfig | None = None
 
 
 EXPAND_MIN_TOKENS = 128

@@ -12,7 +12,7 @@ from pathlib import Path
 from ikcli.settings.option import opt
 from ikcli.settings.values import parse_path_item
 
-_vision = partial(opt, topic="vision", commands="SCL", noop="no model reads images yet")
+_vision = partial(opt, topic="vision", commands="SCL")
 
 
 @dataclass(frozen=True, slots=True)

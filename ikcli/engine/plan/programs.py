@@ -10,14 +10,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from ikcli.backends.cpu.program import INDEPENDENT_ROWS
+from ikcli.backends.cpu.program import BATCH_INVARIANT_ROWS
 from ikcli.engine.plan.heads import FEW, HEAD, kept_states, record_heads
 from ikcli.engine.plan.sizes import window_cells
 from ikcli.engine.run.model import Model
 from ikcli.errors import UnsupportedError, UsageError
 from ikcli.graph import Graph, Node, Rows
+<<<<<<< HEAD
 from ikcli.models import EXPAND_MIN_TOKENS, GraphConfig, HParams, Outputs, Weights
 from ikcli.models.indexer import top_k
+=======
+from ikcli.models import EXPAND_MIN_TOKENS, GraphConfig, HParams, MediaConfig, Outputs, Weights
+>>>>>>> main
 from ikcli.quant.formats import format_by_name, get_format
 from ikcli.settings.run import KV_TYPES, RunConfig
 
@@ -125,6 +129,7 @@ def record_graphs(model: Model, weights: Weights, cfg: GraphConfig) -> Graphs:
     def record(kind: str, states: Rows | None) -> tuple[Graph, Node]:
         graph = model.adapters.graph()
         graph.exact, graph.wants_states = model.is_exact, states
+        graph.n_deep = -1 if cfg.media is None else cfg.media.n_deep
         return graph, model.module.build(graph, hp, weights, kinds[kind])
 
     kinds = {"decode": replace(cfg, expand=False)}
@@ -136,6 +141,8 @@ def record_graphs(model: Model, weights: Weights, cfg: GraphConfig) -> Graphs:
             kinds[SHORT] = replace(cfg, expand=True, index_keys_only=True)
     whole: dict[str, tuple[Graph, Node]] = {}
     graphs: dict[str, tuple[Graph, Node]] = {}
+    if cfg.media is not None:
+        check_media(cfg.media, hp)
     for kind in kinds:
         states = (Rows.OUTPUTS if kind == "step" else Rows.TOKENS) if cfg.n_heads else None
         whole[kind] = record(kind, states)
@@ -150,12 +157,23 @@ def record_graphs(model: Model, weights: Weights, cfg: GraphConfig) -> Graphs:
     model.adapters.check_used(graph for graph, _ in whole.values())
     if not graphs:
         raise UnsupportedError(f"{model.source}: embeddings of {hp.arch} models are not supported")
-    return graphs | record_heads(model, weights, cfg)
+    return graphs | record_heads(model, weights, replace(cfg, media=None))
+
+
+def check_media(media: MediaConfig, hp: HParams) -> None:
+    """Raise UnsupportedError for a model that cannot read these images."""
+    if not hp.causal:
+        raise UnsupportedError(f"{hp.source}: {hp.arch} models read texts only; run it without a projector")
+    if media.n_deep >= hp.n_layer:
+        raise UnsupportedError(
+            f"{hp.source}: the projector has rows for {media.n_deep} layers, the model {hp.n_layer} layers; use the "
+            "projector of this model"
+        )
 
 
 def step_tokens(n_step: int) -> int:
     """Return the tokens of the generation program if up to `n_step` of them come at once (0: one)."""
-    return max(n_step, INDEPENDENT_ROWS) if n_step else 1
+    return max(n_step, BATCH_INVARIANT_ROWS) if n_step else 1
 
 
 def runs(graphs: Graphs, n_ubatch: int, n_outputs: int, n_step: int) -> dict[str, ProgramSpec]:

@@ -36,12 +36,8 @@ from ikcli.errors import IkError, NonFiniteError
 from ikcli.graph import Cache
 from ikcli.graph.micro_batch import Segment
 from ikcli.log import log, progress, warn
-<<<<<<< HEAD
-from ikcli.models import EXPAND_MIN_TOKENS, Outputs
-from ikcli.models.indexer import top_k
-=======
 from ikcli.models import EXPAND_MIN_TOKENS, MediaConfig, Outputs
->>>>>>> main
+from ikcli.models.indexer import top_k
 from ikcli.quant.validate import check_finite
 from ikcli.settings.adapters import RopeConfig
 from ikcli.settings.run import RunConfig
@@ -281,15 +277,11 @@ class Session:
         out_ids = np.flatnonzero(batch.logits)
         if len(out_ids) > self._n_outputs:
             self.plan_outputs(min(self.n_ubatch, 1 << (len(out_ids) - 1).bit_length()))
-<<<<<<< HEAD
-        segments = self._segments(batch)
-        self.step_block.set(batch.tokens, batch.pos, out_ids, segments)
-=======
         self._fill(batch, out_ids)
->>>>>>> main
         kind = "prefill" if n >= EXPAND_MIN_TOKENS and "prefill" in self.programs else "decode"
-        if kind == "prefill" and SHORT in self.programs and max(s.n_kv for s in segments) <= self._n_chosen:
-            kind = SHORT
+        if kind == "prefill" and SHORT in self.programs:
+            longest = max(self.sequences.n_past[seq] for seq in {*batch.seq.tolist()})
+            kind = SHORT if longest <= self._n_chosen else kind
         self._start(self.programs[kind], self.config.n_threads_batch, len(out_ids))
 
     def _fill(self, batch: Batch, out_ids: npt.NDArray[np.int64]) -> None:

@@ -27,6 +27,7 @@ from ikcli.vision.tensors import Tensors
 from ikcli.vision.tower import Limits
 from ikcli.vision.types import tower_of
 
+_LARGE = 16384  # pixels of a side: more than any tower reads
 _RESAMPLE = {"bilinear": 2, "bicubic": 3}
 
 
@@ -103,6 +104,11 @@ class Projector:
     def n_bytes(self) -> int:
         """Return the bytes of the projector's tensors."""
         return self.tensors.n_bytes
+
+    def plan_bytes(self) -> int:
+        """Return the bytes of work memory for the largest image; nothing is allocated."""
+        grid = self.tower.grid(*self.tower.fit(_LARGE, _LARGE))
+        return self._encoder.plan(grid.rows * grid.cols, grid.n_tokens).arena_bytes
 
     def count(self, picture: Picture) -> int:
         """Return the tokens of a picture, without those of `begin` and `end`."""

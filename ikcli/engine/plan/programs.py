@@ -1,8 +1,8 @@
 """Name the graphs of a session and the programs made of them, from settings alone. Sessions run them, plans size them.
 
-There is one graph for generation and, where the two differ (MLA), one for prompts. Every graph becomes a program. The
-generation graph also becomes a second, batch-invariant program for a few tokens of several sequences. For embeddings,
-graphs end at the last norm, before the output matrix, and their programs can return a row for every token.
+There is one graph for generation and, where the two differ (MLA), one or two for prompts. Every graph becomes a
+program. The generation graph also becomes a second, batch-invariant program for a few tokens of several sequences. For
+embeddings, graphs end at the last norm, before the output matrix, and their programs can return a row for every token.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from ikcli.errors import UnsupportedError, UsageError
 from ikcli.graph import Graph, Node, Rows
 from ikcli.graph.ops_attention import Attention
 from ikcli.models import EXPAND_MIN_TOKENS, GraphConfig, HParams, MediaConfig, Outputs, Weights
+from ikcli.models.indexer import top_k
 from ikcli.quant.formats import format_by_name, get_format
 from ikcli.settings.run import KV_TYPES, RunConfig
 
@@ -25,11 +26,12 @@ FLOAT_TYPES = ("f32", "f16", "bf16")
 CACHE_TYPES = tuple(format_by_name(name).type for name in KV_TYPES)
 
 Graphs = Mapping[str, tuple[Graph, Node]]
-"""Graph and result by kind: decode, perhaps prefill, and these with the suffix `EMBEDS`; with heads, also step and
-`HEAD` with the number of each.
+"""Graph and result by kind: decode, perhaps prefill and `SHORT`, and these with the suffix `EMBEDS`; with heads, also
+step and `HEAD` with the number of each.
 """
 
 EMBEDS = "-embd"
+SHORT = "short"  # prompts of models with an indexer, as long as queries see no more than it may choose
 HIDDEN = "result_norm"  # the node whose rows are embeddings
 
 
@@ -132,6 +134,8 @@ def record_graphs(model: Model, weights: Weights, cfg: GraphConfig) -> Graphs:
         kinds["step"] = kinds["decode"]
     if hp.kv_lora_rank and cfg.mla >= 2 and cfg.flash_attn and cfg.n_ubatch >= EXPAND_MIN_TOKENS:
         kinds["prefill"] = replace(cfg, expand=True)
+        if top_k(hp, cfg):
+            kinds[SHORT] = replace(cfg, expand=True, index_keys_only=True)
     whole: dict[str, tuple[Graph, Node]] = {}
     graphs: dict[str, tuple[Graph, Node]] = {}
     if cfg.media is not None:
@@ -141,7 +145,7 @@ def record_graphs(model: Model, weights: Weights, cfg: GraphConfig) -> Graphs:
         whole[kind] = record(kind, states)
         if cfg.outputs.logits:
             graphs[kind] = whole[kind]
-        if not cfg.outputs.embeddings or kind == "step":
+        if not cfg.outputs.embeddings or kind in ("step", SHORT):
             continue
         graph, last = record(kind, None) if cfg.n_heads else whole[kind]
         hidden = next((n for n in reversed(graph.nodes) if n.name == HIDDEN), None) if hp.causal else last

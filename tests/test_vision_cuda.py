@@ -46,5 +46,5 @@ def test_log_probabilities(shared_dir: Path, opener: Opener, name: str) -> None:
 
 def test_attention_in_both_directions_is_refused(shared_dir: Path, opener: Opener) -> None:
     golden = Golden(shared_dir / "golden" / "vision", "gemma3")
-    with pytest.raises(UnsupportedError, match="see each other in both directions.*-nkvo"):
+    with pytest.raises(UnsupportedError, match=r"see each other in both directions.*-nkvo"):
         golden.session(n_gpu_layers=99, warmup=False)

@@ -2,7 +2,7 @@
 
     python benchmarks/gpu.py                       everything (about 5 minutes on an H200)
     python benchmarks/gpu.py --only roof,attention --json result.json
-    python benchmarks/gpu.py --only attention --independent --cells 131072
+    python benchmarks/gpu.py --only attention --batch-invariant --cells 131072
                                                    as in generation with -c 131072
     python benchmarks/gpu.py --tiny                shapes so small that the emulation can run them
 
@@ -54,7 +54,7 @@ class Bench:
     device: Device
     tiny: bool
     seconds: float  # per case, about
-    independent: bool = False  # batch-invariant attention of few tokens, as in generation
+    batch_invariant: bool = False  # batch-invariant attention of few tokens, as in generation
     cells: int = 0  # of caches, at least; 0: as many as positions
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(1))
     copy_bandwidth: float = 4.3e12  # bytes/s, replaced by the measured peak of `roof`
@@ -317,7 +317,7 @@ class Case:
         """Return the launches of one step of all tokens after the cells before them."""
         b, n, n_kv = self.b, self.n_tokens, self.n_kv
         most = {Rows.TOKENS: n, Rows.OUTPUTS: n, Rows.KV: self.n_cells}
-        low = GpuLowering(most, self.n_cells, DeviceLimits.of(b.device.info), batch_invariant=b.independent)
+        low = GpuLowering(most, self.n_cells, DeviceLimits.of(b.device.info), batch_invariant=b.batch_invariant)
         from leaves import Leaf
 
         rules = all_rules().replaced({Leaf: lambda low, node, op: low.keep(node, 0, 0)})
@@ -563,8 +563,8 @@ def main(argv: list[str] | None = None, device: Device | None = None) -> int:
     parser.add_argument("--only", default=",".join(SUBJECTS), help=f"of {', '.join(SUBJECTS)}, attention")
     parser.add_argument("--gpu", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=0.1, help="measuring time per case")
-    parser.add_argument("--independent", action="store_true", help="attention as in generation: no token's result may "
-                        "depend on the others")  # fmt: skip
+    parser.add_argument("--batch-invariant", action="store_true", help="attention as in generation: the result of a "
+                        "token must not depend on the others")  # fmt: skip
     parser.add_argument("--cells", type=int, default=0, metavar="N", help="cells of KV caches, at least")
     parser.add_argument("--tiny", action="store_true", help="smallest shapes, two repetitions")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all records")
@@ -578,7 +578,7 @@ def main(argv: list[str] | None = None, device: Device | None = None) -> int:
             print(f"no GPU to measure: {reason}", file=sys.stderr)
             return 1
         device = driver.open_device(args.gpu)
-    b = Bench(device, args.tiny, args.seconds, args.independent, args.cells)
+    b = Bench(device, args.tiny, args.seconds, args.batch_invariant, args.cells)
     info = device.info
     cc, cuda = (".".join(map(str, pair)) for pair in (info.cc, info.driver))
     print(f"{info.name}, compute capability {cc}, {info.n_sm} SMs, CUDA {cuda}", flush=True)

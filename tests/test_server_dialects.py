@@ -492,7 +492,8 @@ def test_converters_leave_their_input_alone() -> None:
     messages = [*HI, ASSISTANT, {"role": "user", "content": [result([text("a")])]}]
     for convert, body in ((convert_responses.to_chat, {"input": items, "tools": [NAMESPACE]}),
                           (convert_anthropic.to_chat, {"messages": messages}),
-                          (convert_ollama.to_chat, {"messages": HI})):  # fmt: skip
+                          (lambda body: convert_ollama.to_chat(convert_ollama.OllamaChatBody.checked(body)),
+                           {"model": "m", "messages": HI})):  # fmt: skip
         before = json.dumps(body)
         convert(body)
         assert json.dumps(body) == before

@@ -239,7 +239,7 @@ CHECKS: tuple[Check, ...] = (
     Check("mla-floor", 35, 25, _bench("--only", "roof,mla")),
     Check("gqa", 34, 20, _bench("--only", "roof,gqa")),
     Check("prompts", 33, 15, _bench("--only", "roof,prefill")),
-    Check("independent", 32, 40, _bench("--only", "roof,attention", "--independent", "--cells", "131072")),
+    Check("independent", 32, 40, _bench("--only", "roof,attention", "--batch-invariant", "--cells", "131072")),
     Check("matvec", 31, 30, _bench("--only", "roof,matvec")),
     _timed("families/dense", 25, 15, "dense", n_ctx=16896),
     _timed("families/moe", 24, 15, "moe", n_ctx=16896),

@@ -122,7 +122,7 @@ class Norm(SameSize):
     """Norm of groups of `width` columns of x, times w, plus b (each absent, of one group, or of the whole row).
 
     "layer": deviation from the mean over the standard deviation. "rms": x over the root mean square. "l2": x over the
-    root of the sum of squares. eps is added under the root; for "l2" it is the smallest divisor.
+    root of the sum of squares. "none": x as it is. eps is added under the root; for "l2" it is the smallest divisor.
     """
 
     name = "norm"
@@ -136,8 +136,8 @@ class Norm(SameSize):
     width: int
 
     def __post_init__(self) -> None:
-        if self.kind not in ("layer", "rms", "l2"):
-            raise ValueError(f"norm {self.kind} is none of layer, rms, l2")
+        if self.kind not in ("layer", "rms", "l2", "none"):
+            raise ValueError(f"norm {self.kind} is none of layer, rms, l2, none")
         if self.x.cols % self.width:
             raise ValueError(f"{self.x.cols} columns are not a multiple of the width {self.width} of a norm")
         for w in (self.w, self.b):
@@ -152,6 +152,8 @@ class Norm(SameSize):
         squares = np.square(groups, dtype=np.float64)
         if self.kind == "l2":
             root = np.maximum(np.sqrt(squares.sum(axis=-1, keepdims=True)), self.eps)
+        elif self.kind == "none":
+            root = np.ones_like(squares[..., :1])
         else:
             root = np.sqrt(squares.mean(axis=-1, keepdims=True) + self.eps)
         out: Array = (groups / root).astype(run.dtype)

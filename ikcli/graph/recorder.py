@@ -16,6 +16,7 @@ from ikcli.graph.ops_attention import Attn, FlashAttn, KvRows, KvStore
 from ikcli.graph.ops_elements import Activate, Clamp, Gate, Norm, PosScale, Scale, SoftCap
 from ikcli.graph.ops_experts import AddId, MoeRoute, MoeSort, MoeSum, MoeUpGate, MulMatId, ScaleId
 from ikcli.graph.ops_host import HostRows
+from ikcli.graph.ops_media import AxisRopeTable, MeanRows, MediaRows, MergeRows
 from ikcli.graph.ops_recurrent import Decay, DeltaNet, GatedNorm, L2Norm, SelectiveScan, ShortConv
 from ikcli.graph.ops_rows import (
     Add,
@@ -54,6 +55,8 @@ class Graph:
 
     `wants_states`: model code also sets `states`, the last states of tokens as heads that predict further tokens read
     them: of all tokens, or of the output rows alone (`Rows.OUTPUTS`), which makes a difference for prompts only.
+
+    `n_deep`: first layers whose outputs get further rows of images; -1: no images at all.
     """
 
     nodes: list[Node] = field(default_factory=list)
@@ -63,6 +66,7 @@ class Graph:
     low_rank: Mapping[str, Sequence[LowRank]] = field(default_factory=dict)
     directions: Mapping[int, Weight] = field(default_factory=dict)
     exact: bool = False
+    n_deep: int = -1
     wants_states: Rows | None = None
     states: Node | None = None
 
@@ -132,9 +136,16 @@ class Graph:
         return self.record(Add(x, y), name)
 
     def layer_out(self, x: Node) -> Node:
-        """Mark the output of a layer and add the direction of a control vector."""
+        """Mark the output of a layer; add the direction of a control vector and the rows of images for this layer."""
         direction = self.directions.get(self.il)
-        return x if direction is None else self.record(Add(x, direction), "l_out_steered")
+        x = x if direction is None else self.record(Add(x, direction), "l_out_steered")
+        if not 0 <= self.il < self.n_deep:
+            return x
+        return self.add(x, self.media_rows(None, (1 + self.il) * x.cols, x.cols, "deepstack"), "l_out_deep")
+
+    def with_media(self, x: Node) -> Node:
+        """Replace the rows of images in x, the input of the first layer."""
+        return self.media_rows(x, 0, x.cols, "inp_media") if self.n_deep >= 0 else x
 
     def swiglu(self, gate: Node, up: Node, name: str, act: Glu = SILU) -> Node:
         """Compute silu(gate) * up, or the function that `act` names."""
@@ -244,13 +255,15 @@ class Graph:
         wide: bool = False,
         both: bool = False,
         slopes: tuple[float, ...] = (),
+        ranged: bool = False,
     ) -> Node:
         """Attend within each sequence: [rows, n_head*v.width]; see `Attention`.
 
         flash=False materialises K*Q, `heads_per_step` heads at a time (0 = all).
         """
         wide = wide or self.exact
-        settings = (tuple(q), tuple(k), v, n_head, n_head_kv, scale, window, chunk, sinks, softcap, wide, both, slopes)
+        settings = (tuple(q), tuple(k), v, n_head, n_head_kv, scale, window, chunk, sinks, softcap, wide, both, slopes,
+                    ranged)  # fmt: skip
         return self.record(FlashAttn(*settings) if flash else Attn(*settings, heads_per_step), name)
 
     def index_top_k(self, q: HeadSlice, weights: Node, k: Cache, name: str, *, n_head: int, top_k: int) -> Node:
@@ -271,6 +284,25 @@ class Graph:
     ) -> Node:
         """Attend to the selected positions: [rows, n_head*v.width]; see `SparseAttn`."""
         return self.record(SparseAttn(tuple(q), tuple(k), v, n_head, n_head_kv, scale, selected=selected), name)
+
+    # --- images -------------------------------------------------------------------------------------------------------
+    def media_rows(self, x: Node | None, offset: int, n_cols: int, name: str) -> Node:
+        """Take columns of the rows that came with the micro-batch; see `MediaRows`."""
+        return self.record(MediaRows(x, offset, n_cols), name)
+
+    def axis_rope_table(
+        self, inv_freq: Sequence[float], axes: Sequence[int], mscale: float = 1.0, name: str = "rope_table"
+    ) -> Node:
+        """Compute cos and sin of positions with three axes; see `AxisRopeTable`."""
+        return self.record(AxisRopeTable(tuple(inv_freq), tuple(axes), mscale), name)
+
+    def merge_rows(self, x: Node, n: int, name: str) -> Node:
+        """Put n adjacent rows side by side: [n_outputs, n*cols]."""
+        return self.record(MergeRows(x, n), name)
+
+    def mean_rows(self, x: Node, n: int, name: str) -> Node:
+        """Average n adjacent rows: [n_outputs, cols]."""
+        return self.record(MeanRows(x, n), name)
 
     # --- mixture of experts -------------------------------------------------------------------------------------------
     def moe_route(

@@ -11,7 +11,7 @@ from typing import Protocol, cast
 
 from ikcli.errors import UnsupportedError
 from ikcli.graph import Graph, Node
-from ikcli.models.config import EXPAND_MIN_TOKENS, GraphConfig, Outputs
+from ikcli.models.config import EXPAND_MIN_TOKENS, GraphConfig, MediaConfig, Outputs
 from ikcli.models.hparams import HParams
 from ikcli.models.rope import RopeParams
 from ikcli.models.tensors import TensorSpec, TensorSpecs, Weights, check_tensors
@@ -103,6 +103,7 @@ __all__ = [
     "EXPAND_MIN_TOKENS",
     "GraphConfig",
     "HParams",
+    "MediaConfig",
     "ModelModule",
     "Outputs",
     "RopeParams",
@@ -126,6 +127,8 @@ class ModelModule(Protocol):
 
 def find(arch: str, source: str = "the model") -> ModelModule:
     """Return the module of an architecture; raise UnsupportedError that lists the known ones."""
+    if arch == "clip":
+        raise UnsupportedError(f"{source} is a projector: name it with --mmproj, and the model it belongs to with -m")
     if arch not in ARCHITECTURES:
         raise UnsupportedError(f"{source}: architecture '{arch}' is not supported; known: {', '.join(ARCHITECTURES)}")
     return cast(ModelModule, importlib.import_module(ARCHITECTURES[arch]))

@@ -107,7 +107,7 @@ def parallel_transformer(
 
 def embedded(g: Graph, hp: HParams, w: Weights) -> Node:
     """Return the input of the first layer."""
-    x = g.scale(g.embed(w["token_embd.weight"]), hp.embedding_scale, "inp_scaled")
+    x = g.with_media(g.scale(g.embed(w["token_embd.weight"]), hp.embedding_scale, "inp_scaled"))
     if "token_embd_norm.weight" in w:
         x = norm(g, hp, x, w["token_embd_norm.weight"], "inp_norm", w.get("token_embd_norm.bias"))
     positions = w.get("position_embd.weight")
@@ -152,7 +152,11 @@ def rope_tables(
             factors = w.data(name) if rope.factors and (name := _factors(w, rope, cfg)) else None
             inv_freq = inverse_frequencies(rope, n_rot, factors)
             name = f"rope_table_{len(tables)}" if tables else "rope_table"
-            tables[rope, n_rot] = g.rope_table(inv_freq.tolist(), magnitude(rope, rope.attn_factor), name)
+            freqs, size = inv_freq.tolist(), magnitude(rope, rope.attn_factor)
+            if cfg.media is not None and rope.sections:
+                tables[rope, n_rot] = g.axis_rope_table(freqs, rope.axes(len(freqs)), size, name)
+            else:
+                tables[rope, n_rot] = g.rope_table(freqs, size, name)
     return tuple(tables.get(key) for key in layers)
 
 
@@ -270,6 +274,7 @@ def attend(
         sinks=layer.get("attn_sinks"),
         softcap=hp.attn_softcap,
         wide=hp.max_alibi_bias > 0,
+        ranged=cfg.media is not None and cfg.media.both and (hp.arch != "gemma4" or hp.window > 0),
     )
     if cfg.v_hadamard:
         kqv = g.hadamard(kqv, hp.n_head, hp.head_dim_v, "kqv_hadamard")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ikcli.backends.cpu.lower_recurrent import RULES
+from ikcli.backends.cpu.lower_media import RULES
 from ikcli.backends.cpu.params_layers import (
     AddParams,
     AlibiParams,

@@ -164,13 +164,14 @@ class Sources:
 
     @classmethod
     def of(cls, low: CpuLowering, node: Node, op: Attention) -> Sources:
-        letters = {"w": op.window or op.chunk, "s": op.sinks, "c": op.softcap, "b": op.both, "d": op.slopes}
+        letters = {"w": op.window or op.chunk, "s": op.sinks, "c": op.softcap, "b": op.both, "d": op.slopes,
+                   "r": op.ranged and not low.batch_invariant}  # fmt: skip
         if op.sinks is not None and op.sinks.type is not GGMLType.F32:
             raise UnsupportedError(f"{op.sinks.name}: sinks are of type f32, not {TYPES[op.sinks.type].name}")
         more = "".join(x for x, used in letters.items() if used)
         return attention_sources(low, node, op.q, op.k, op.v, more)
 
-    def key(self, module: str, factory: str, *args: int | str, letters: str = "wscbd") -> KernelKey:
+    def key(self, module: str, factory: str, *args: int | str, letters: str = "wscbdr") -> KernelKey:
         """Return the key of a kernel, specialized for those of these letters that the node needs."""
         more = "".join(x for x in self.more if x in letters)
         return KernelKey(module, factory, (*args, more) if more else args)
@@ -240,7 +241,7 @@ def regions(*sizes: int) -> tuple[list[int], int]:
 _FIELDS = "q k v n_head n_head_kv scale window chunk sinks softcap wide"
 
 
-@RULES.add(FlashAttn, _FIELDS + " both slopes")
+@RULES.add(FlashAttn, _FIELDS + " both slopes ranged")
 def lower_flash_attn(low: CpuLowering, node: Node, op: FlashAttn) -> None:
     """Lower flash attention: one pass, then merge the parts of split tasks."""
     k, v, n_head, group = op.k, op.v, op.n_head, op.group
@@ -304,7 +305,7 @@ def lower_flash_attn(low: CpuLowering, node: Node, op: FlashAttn) -> None:
     low.emit(key, node.rows, params)
     if low.n_threads > 1:
         # never left to one thread: it finds the parts by the number of threads
-        low.emit(sources.key("attention", "make_combine", letters="wb"), node.rows, params)
+        low.emit(sources.key("attention", "make_combine", letters="wbr"), node.rows, params)
 
 
 @RULES.add(Attn, _FIELDS + " heads_per_step")

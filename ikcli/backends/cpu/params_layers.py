@@ -243,3 +243,15 @@ class DeltaNetParams(Params):
     tiled: int
     scratch: Address
     scratch_bytes: int  # of a thread
+
+
+class MediaRowsParams(MapParams):
+    offset: int  # first column of the rows that came with the micro-batch
+
+
+class AxisRopeTableParams(RopeTableParams):
+    axes: Address  # i64[pairs]
+
+
+class MeanRowsParams(MapParams):
+    n: int  # rows of x per row

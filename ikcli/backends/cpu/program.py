@@ -21,7 +21,7 @@ from ikcli.graph import Cache, Graph, Node, RowSpec, Weight
 from ikcli.native.kernel_cache import KernelKey
 from ikcli.native.kernel_library import KernelLibrary
 
-INDEPENDENT_ROWS = 8  # most rows for which a program can be batch-invariant
+BATCH_INVARIANT_ROWS = 8  # most rows for which a program can be batch-invariant
 FEW_ROWS = 4  # a row of weights is decoded once for as many
 ENTRY_WORDS = 4  # of the table that kernels/executor.py walks
 
@@ -54,7 +54,7 @@ class CpuLowering(Buffers):
     @property
     def few_rows(self) -> int:
         """Return the most activation rows for which a product reads weights without unpacking them."""
-        return INDEPENDENT_ROWS if self.batch_invariant else FEW_ROWS
+        return BATCH_INVARIANT_ROWS if self.batch_invariant else FEW_ROWS
 
     def buffer(self, n_bytes: int) -> Ref:
         """Return temporary memory, alive from the first to the last op that names it."""

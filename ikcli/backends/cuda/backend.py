@@ -103,13 +103,13 @@ class CudaBackend:
         turns: Sequence[GraphSplit],
         rows: Mapping[Rows, int],
         n_cells: int,
-        independent: bool,
+        batch_invariant: bool,
         streamed: Collection[str] = (),
         window_cells: int = 0,
     ) -> CudaProgram:
         """Lower the splits one after the other without allocating. `streamed`: weights that stay on the host."""
         rules = self._rules if self._rules is not None else all_rules()
-        low = GpuLowering(rows, n_cells, self.limits, window_cells, independent)
+        low = GpuLowering(rows, n_cells, self.limits, window_cells, batch_invariant)
         spans: list[Span] = []
         for turn in turns:
             first = low.turn_start = len(low.ops)

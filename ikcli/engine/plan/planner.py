@@ -251,7 +251,8 @@ class Planner:
 
     def _graph_config(self, config: RunConfig, sizes: Sizes) -> GraphConfig:
         n_cells, n_heads = sizes.cells(config.flash_attn), self.n_heads(config)
-        return graph_config(config, n_cells, sizes.n_seq, self.hp.window, sizes.outputs, n_heads)
+        cfg = graph_config(config, n_cells, sizes.n_seq, self.hp.window, sizes.outputs, n_heads)
+        return replace(cfg, media=sizes.media)
 
     def _record(self, cfg: GraphConfig, model: Model) -> Graphs:
         key = (cfg, id(model))

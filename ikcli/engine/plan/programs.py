@@ -1,8 +1,8 @@
 """Name the graphs of a session and the programs made of them, from settings alone. Sessions run them, plans size them.
 
-There is one graph for generation and, where the two differ (MLA), one for prompts. Every graph becomes a program. The
-generation graph also becomes a second, batch-invariant program for a few tokens of several sequences. For embeddings,
-graphs end at the last norm, before the output matrix, and their programs can return a row for every token.
+There is one graph for generation and, where the two differ (MLA), one or two for prompts. Every graph becomes a
+program. The generation graph also becomes a second, batch-invariant program for a few tokens of several sequences. For
+embeddings, graphs end at the last norm, before the output matrix, and their programs can return a row for every token.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from ikcli.backends.cpu.program import INDEPENDENT_ROWS
+from ikcli.backends.cpu.program import BATCH_INVARIANT_ROWS
 from ikcli.engine.plan.heads import FEW, HEAD, kept_states, record_heads
 from ikcli.engine.plan.sizes import window_cells
 from ikcli.engine.run.model import Model
 from ikcli.errors import UnsupportedError, UsageError
 from ikcli.graph import Graph, Node, Rows
-from ikcli.models import EXPAND_MIN_TOKENS, GraphConfig, HParams, Outputs, Weights
+from ikcli.models import EXPAND_MIN_TOKENS, GraphConfig, HParams, MediaConfig, Outputs, Weights
+from ikcli.models.indexer import top_k
 from ikcli.quant.formats import format_by_name, get_format
 from ikcli.settings.run import KV_TYPES, RunConfig
 
@@ -24,11 +25,12 @@ FLOAT_TYPES = ("f32", "f16", "bf16")
 CACHE_TYPES = tuple(format_by_name(name).type for name in KV_TYPES)
 
 Graphs = Mapping[str, tuple[Graph, Node]]
-"""Graph and result by kind: decode, perhaps prefill, and these with the suffix `EMBEDS`; with heads, also step and
-`HEAD` with the number of each.
+"""Graph and result by kind: decode, perhaps prefill and `SHORT`, and these with the suffix `EMBEDS`; with heads, also
+step and `HEAD` with the number of each.
 """
 
 EMBEDS = "-embd"
+SHORT = "short"  # prompts of models with an indexer, as long as queries see no more than it may choose
 HIDDEN = "result_norm"  # the node whose rows are embeddings
 
 
@@ -123,6 +125,7 @@ def record_graphs(model: Model, weights: Weights, cfg: GraphConfig) -> Graphs:
     def record(kind: str, states: Rows | None) -> tuple[Graph, Node]:
         graph = model.adapters.graph()
         graph.exact, graph.wants_states = model.is_exact, states
+        graph.n_deep = -1 if cfg.media is None else cfg.media.n_deep
         return graph, model.module.build(graph, hp, weights, kinds[kind])
 
     kinds = {"decode": replace(cfg, expand=False)}
@@ -130,14 +133,18 @@ def record_graphs(model: Model, weights: Weights, cfg: GraphConfig) -> Graphs:
         kinds["step"] = kinds["decode"]
     if hp.kv_lora_rank and cfg.mla >= 2 and cfg.flash_attn and cfg.n_ubatch >= EXPAND_MIN_TOKENS:
         kinds["prefill"] = replace(cfg, expand=True)
+        if top_k(hp, cfg):
+            kinds[SHORT] = replace(cfg, expand=True, index_keys_only=True)
     whole: dict[str, tuple[Graph, Node]] = {}
     graphs: dict[str, tuple[Graph, Node]] = {}
+    if cfg.media is not None:
+        check_media(cfg.media, hp)
     for kind in kinds:
         states = (Rows.OUTPUTS if kind == "step" else Rows.TOKENS) if cfg.n_heads else None
         whole[kind] = record(kind, states)
         if cfg.outputs.logits:
             graphs[kind] = whole[kind]
-        if not cfg.outputs.embeddings or kind == "step":
+        if not cfg.outputs.embeddings or kind in ("step", SHORT):
             continue
         graph, last = record(kind, None) if cfg.n_heads else whole[kind]
         hidden = next((n for n in reversed(graph.nodes) if n.name == HIDDEN), None) if hp.causal else last
@@ -146,12 +153,23 @@ def record_graphs(model: Model, weights: Weights, cfg: GraphConfig) -> Graphs:
     model.adapters.check_used(graph for graph, _ in whole.values())
     if not graphs:
         raise UnsupportedError(f"{model.source}: embeddings of {hp.arch} models are not supported")
-    return graphs | record_heads(model, weights, cfg)
+    return graphs | record_heads(model, weights, replace(cfg, media=None))
+
+
+def check_media(media: MediaConfig, hp: HParams) -> None:
+    """Raise UnsupportedError for a model that cannot read these images."""
+    if not hp.causal:
+        raise UnsupportedError(f"{hp.source}: {hp.arch} models read texts only; run it without a projector")
+    if media.n_deep >= hp.n_layer:
+        raise UnsupportedError(
+            f"{hp.source}: the projector has rows for {media.n_deep} layers, the model {hp.n_layer} layers; use the "
+            "projector of this model"
+        )
 
 
 def step_tokens(n_step: int) -> int:
     """Return the tokens of the generation program if up to `n_step` of them come at once (0: one)."""
-    return max(n_step, INDEPENDENT_ROWS) if n_step else 1
+    return max(n_step, BATCH_INVARIANT_ROWS) if n_step else 1
 
 
 def runs(graphs: Graphs, n_ubatch: int, n_outputs: int, n_step: int) -> dict[str, ProgramSpec]:

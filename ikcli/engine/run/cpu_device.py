@@ -79,8 +79,8 @@ class CpuDevice:
     ) -> CpuSplits:
         """Lower the splits one after the other; nothing is allocated.
 
-        `result`, `states`: values that stay in work memory. `batch_invariant`: for generation; up to INDEPENDENT_ROWS
-        tokens, the results of a token are bit for bit the same whatever else is in the micro-batch.
+        `result`, `states`: values that stay in work memory. `batch_invariant`: for generation. Up to
+        BATCH_INVARIANT_ROWS tokens, the results of a token are the same bits whatever else is in the micro-batch.
         """
         del streamed, window_cells  # nothing is copied; rows in RAM are found by their bytes alone
         low = CpuLowering(rows, self.n_threads, n_cells, batch_invariant)

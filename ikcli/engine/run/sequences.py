@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ikcli.engine.run.media import Span
 from ikcli.engine.run.runner import Runner
 from ikcli.engine.run.saved_sequence import Bytes, CacheKind, Checkpoint, SavedSequence
 from ikcli.errors import IkError
@@ -85,6 +86,7 @@ class Sequences:
         self._first: list[int] = []  # position in the first cell of windows
         self._checkpoints: list[list[Checkpoint]] = []
         self._passing: list[int] = []
+        self._spans: list[tuple[Span, ...]] = []
         self.version: list[int] = []  # changes when a sequence is replaced by another one
         self.settle: Callable[[int], None] | None = None  # called before rows of a sequence are saved or copied
         self.divide(n_seq)
@@ -105,7 +107,26 @@ class Sequences:
         self._first = [0] * self.n_seq
         self._checkpoints = [[] for _ in range(self.n_seq)]
         self._passing = [-1] * self.n_seq
+        self._spans = [()] * self.n_seq
         self.version = [max(self.version, default=0) + 1] * self.n_seq
+
+    # --- images -----------------------------------------------------------------------------------------------------
+    def spans(self, seq: int) -> tuple[Span, ...]:
+        """Return the images of a sequence."""
+        return self._spans[seq]
+
+    def set_spans(self, seq: int, spans: Iterable[Span]) -> None:
+        """Say which images the positions of a sequence hold that came from elsewhere (`arrive`)."""
+        self._spans[seq] = tuple(s for s in spans if s.first < self.n_past[seq])
+
+    def shift(self, seq: int) -> int:
+        """Return position minus cell of the token that comes next."""
+        return sum(s.advance - s.n for s in self._spans[seq])
+
+    def add_span(self, seq: int, span: Span) -> None:
+        """Note an image, unless an earlier piece of it did."""
+        if span not in self._spans[seq]:
+            self._spans[seq] = (*self._spans[seq], span)
 
     def check_next(self, seq: int, pos: int, n: int, *, follow: bool = True) -> None:
         """Raise IkError unless n tokens (which `follow` one another) can be added to a sequence at this position."""
@@ -238,7 +259,8 @@ class Sequences:
         first = min(self._first[seq], n_tokens)
         parts = [self._read(c, seq, 0, n_tokens).copy() for c in self._cells]
         parts += self._window_rows(seq, first, n_tokens)
-        return SavedSequence(n_tokens, tuple(parts), self._known(seq, n_tokens), self.kind, first)
+        spans = tuple(s for s in self._spans[seq] if s.first < n_tokens)
+        return SavedSequence(n_tokens, tuple(parts), self._known(seq, n_tokens), self.kind, first, spans)
 
     def load(self, seq: int, saved: SavedSequence, n_tokens: int | None = None) -> int:
         """Replace a sequence by the first n_tokens (default all) of a saved one; return how many it then has."""
@@ -253,6 +275,7 @@ class Sequences:
         for cache, part in zip(self._cells, saved.parts, strict=False):
             self._write(cache, seq, 0, part[:, : n * _element(cache)] if cache.transposed else part[:n])
         rows = [part[: max(n - saved.first, 0)] for part in saved.parts[len(self._cells) :]]
+        self._spans[seq] = saved.spans
         return self._arrive(seq, n, saved.checkpoints, rows, saved.first)
 
     def read(self, seq: int, first: int, n: int) -> tuple[Bytes, ...]:
@@ -321,6 +344,7 @@ class Sequences:
         for cache in self._cells:
             self._write(cache, dst, first, self._read(cache, src, first, n_tokens - first))
         begin = min(self._first[src], n_tokens)
+        self._spans[dst] = self._spans[src]
         return self._arrive(dst, n_tokens, known, self._window_rows(src, begin, n_tokens), begin)
 
     def _known(self, seq: int, n: int) -> tuple[Checkpoint, ...]:
@@ -361,6 +385,7 @@ class Sequences:
         if not n:
             self._first[seq] = 0
         self.n_past[seq] = n
+        self._spans[seq] = tuple(s for s in self._spans[seq] if s.first < n)
 
     def _window_rows(self, seq: int, first: int, end: int) -> list[Bytes]:
         """Return a copy of the positions first..end-1 in all tensors of windows."""

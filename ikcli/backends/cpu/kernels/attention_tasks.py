@@ -2,7 +2,8 @@
 
 Factories have an argument `more`: letters of the features that an op needs beyond causal attention. w: windows or
 chunks; s: sinks; c: a soft cap of scores; b: both directions; d: scores weakened by distance; i: chosen positions
-(attention_sparse.py). A kernel contains no code for letters that it lacks.
+(attention_sparse.py); r: ranges of positions that come with tokens, whose ends do not decrease. A kernel contains no
+code for letters that it lacks.
 """
 
 import numpy as np
@@ -18,12 +19,13 @@ from ikcli.backends.cpu.kernels.common import (
     SEGMENTS,
     state_word,
 )
+from ikcli.backends.cpu.kernels.media import SEEN, SEEN_END, place
 from ikcli.backends.cpu.kernels.sgemm import CHUNK_ROW
 from ikcli.backends.cpu.kernels.windows import window_cell
 from ikcli.backends.cpu.params_attention import SPLITS_PER_THREAD, STAT_BYTES
 from ikcli.native.jit import inline
 from ikcli.native.simd.control import atomic_load
-from ikcli.native.simd.vec import ld_i64
+from ikcli.native.simd.vec import ld_i32, ld_i64
 
 # Statistics: UNIT is that of integer weights, FIRST the first position seen.
 M, L, CORRECTION, LIMIT, UNIT, FIRST = (STAT_BYTES * i for i in range(6))
@@ -96,18 +98,43 @@ def make_first_seen(more):
     return first_seen
 
 
+def make_origin(more):
+    """Return origin(params, token, position): the first position that a token or one after it sees."""
+    first_seen = make_first_seen(more)
+    if "r" not in more:
+
+        @inline
+        def first_of_token(params, token, position):
+            return first_seen(params, position)
+
+        return first_of_token
+
+    @inline
+    def origin(params, token, position):
+        return min(first_seen(params, position), ld_i32(place(params, token) + SEEN))
+
+    return origin
+
+
 def make_end_seen(more):
-    """Return end_seen(segment, position, n_tokens): the end of the positions that n tokens from a position on see."""
+    """Return end_seen(params, segment, token, position, n_tokens): the end of what n tokens from a position on see."""
+    if "r" in more:
+
+        @inline
+        def end_of_range(params, segment, token, position, n_tokens):
+            return max(position + n_tokens, ld_i32(place(params, token + n_tokens - 1) + SEEN_END))
+
+        return end_of_range
     if "b" not in more:
 
         @inline
-        def behind_tokens(segment, position, n_tokens):
+        def behind_tokens(params, segment, token, position, n_tokens):
             return position + n_tokens
 
         return behind_tokens
 
     @inline
-    def end_seen(segment, position, n_tokens):
+    def end_seen(params, segment, token, position, n_tokens):
         return segment_word(segment, SEG_N_KV)
 
     return end_seen

@@ -170,8 +170,9 @@ def check_media(media: MediaConfig, hp: HParams) -> None:
 
 def check_ranges(graphs: Graphs, cache: Sequence[str], source: str) -> None:
     """Raise UnsupportedError if a GPU should compute attention in both directions; `cache`: devices of the layers."""
-    nodes = (node for graph, _ in graphs.values() for node in graph.nodes if isinstance(node.op, Attention))
-    if any(node.op.ranged and cache[node.il : node.il + 1] not in ((), ("CPU",)) for node in nodes):
+    nodes = (node for graph, _ in graphs.values() for node in graph.nodes)
+    layers = {node.il for node in nodes if isinstance(node.op, Attention) and node.op.ranged}
+    if any(tuple(cache[il : il + 1]) not in ((), ("CPU",)) for il in layers):
         raise UnsupportedError(
             f"{source}: tokens of an image see each other in both directions, which GPUs do not compute; add -nkvo, so "
             "that the CPU computes attention, or use -ngl 0"

@@ -32,6 +32,7 @@ LAYERS = (
     ("models",),
     ("convert",),
     ("engine",),
+    ("drafting",),
     ("vision",),
     ("measure", "bench", "imatrix", "report", "doctor", "publish", "server", "fleet"),
     ("study", "console"),

@@ -15,7 +15,6 @@ from ikcli.errors import UsageError
 from ikcli.settings.values import OFF
 
 _NO_VALUE = """
---spec-autotune
 --infill -dkvc --dump-kv-cache -fidx
 --fused-indexer-topk -mtp --multi-token-prediction -no-mtp --no-multi-token-prediction
 --defer-experts --prefetch-experts -smf16 --split-mode-f16 -smf32 --split-mode-f32 --perplexity
@@ -52,8 +51,8 @@ _ONE_VALUE = """
 --spec-draft-cpu-mask -Cd --cpu-mask-draft --spec-draft-cpu-range -Crd --cpu-range-draft --spec-draft-cpu-strict
 --cpu-strict-draft --spec-draft-prio --prio-draft --spec-draft-poll --poll-draft --spec-draft-cpu-mask-batch -Cbd
 --cpu-mask-batch-draft --spec-draft-cpu-strict-batch --cpu-strict-batch-draft --spec-draft-prio-batch
---prio-batch-draft --spec-draft-poll-batch --poll-batch-draft --spec-draft-device -devd --device-draft
---spec-draft-override-tensor -otd --override-tensor-draft --spec-draft-n-cpu-moe --spec-draft-ncmoe -ncmoed
+--prio-batch-draft --spec-draft-poll-batch --poll-batch-draft
+--spec-draft-n-cpu-moe --spec-draft-ncmoe -ncmoed
 --n-cpu-moe-draft --spec-draft-p-split --draft-p-split --spec-draft-sampling --spec-synth-len --spec-synth-rates
 """
 

@@ -12,7 +12,9 @@ from pathlib import Path
 from ikcli.settings.option import opt
 from ikcli.settings.records import SpecSetting, SpecStage
 from ikcli.settings.values import (
+    parse_devices,
     parse_layers,
+    parse_rules,
     parse_spec_setting,
     parse_spec_type,
 )
@@ -152,7 +154,20 @@ class ServerConfig:
         example="-ctvd q8_0", env="LLAMA_ARG_SPEC_DRAFT_CACHE_TYPE_V", help="type of the draft model's V cache")
     draft_gpu_layers: int | None = _speculation(None, "-ngld --gpu-layers-draft --n-gpu-layers-draft --spec-draft-ngl",
         "custom", form="N|all|auto", example="-ngld 99", parse=parse_layers, env="LLAMA_ARG_N_GPU_LAYERS_DRAFT",
-        help="blocks of the draft model on the GPU")
+        help="blocks of the draft model on the GPU; default: as for the model")
+    draft_override_tensor: tuple[str, ...] = _speculation((), "-otd --override-tensor-draft "
+        "--spec-draft-override-tensor", "custom", form="RE=BUF[,RE=BUF...]", example="-otd exps=CPU",
+        parse=parse_rules, repeat=True, bench_list=False,
+        help="-ot for the draft model, which has rules of its own")
+    draft_device: tuple[str, ...] = _speculation((), "-devd --device-draft --spec-draft-device", "custom",
+        form="CUDA0,CUDA1", example="-devd CUDA1", parse=parse_devices, bench_list=False,
+        help="devices of the draft model; default: those of the model")
+    spec_autotune: bool = _speculation(True, "--spec-autotune", "switch", negative="--no-spec-autotune",
+        example="--no-spec-autotune",
+        help="choose the length of every draft by measured costs and acceptance, none included, so that drafts never "
+        "cost speed; without it drafts are as long as n_max allows (docs/speculation.md)")
+    spec_explain: bool = _speculation(False, "--spec-explain", "switch", example="--spec-explain",
+        help="log for every step how many tokens were drafted, and why")
     banned_string_file: Path | None = opt(None, "--banned-string-file", "path", topic="sampling", commands="SC",
         form="FILE", example="--banned-string-file slop.txt",
         help="texts that no output may contain, one per line; a request's banned_strings replace them")

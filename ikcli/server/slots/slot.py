@@ -57,6 +57,7 @@ class Slot:
         self.target: Tokens = self._cached[:0]
         self.last = -1
         self.draft: Sequence[int] = ()
+        self.repairs = False  # the target tokens are computed again after a wrong draft
         self.places: Mapping[int, bool] = {}  # where to make checkpoints in the target tokens: see `checkpoints.places`
         self.in_prompt = False  # the target tokens are the request's prompt, not a repetition
         self.t_served = 0  # the step that last computed a piece of the prompt
@@ -98,7 +99,7 @@ class Slot:
         self.places = places
         self.task, self.generation, self.id_task = task, generation, task.id
         self.n_past, self.target, self.state, self.in_prompt = reused.n, task.prompt, PROMPT, True
-        self.draft = ()
+        self.draft, self.repairs = (), False
         generation.reused = reused
         generation.n_prompt_computed = len(task.prompt) - reused.n
 

@@ -1,52 +1,26 @@
 """Speculative decoding: draft the next tokens, and let the model check several at a time.
 
 A drafted token is kept only if the sampler also chooses it from the model's own logits, so the text is the same with
-and without drafts. A micro-batch is kept so small that its results are batch-invariant (`Session.n_exact` rows).
+and without drafts. A micro-batch is kept so small that its results are batch-invariant (`Session.n_exact` rows). How
+many tokens a step drafts is the decision of `drafting.policy`, unless `--no-spec-autotune` fixes it.
 """
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TypeVar
 
+from ikcli.drafting.drafters import Drafter, Wanted, open_drafter, stages
+from ikcli.drafting.policy import Decision, Option, Policy
 from ikcli.engine.run.session import Session
-from ikcli.errors import UsageError
-from ikcli.server.slots import ngrams
-from ikcli.server.slots.draft_model import DraftContinuation, DraftModel
 from ikcli.server.slots.log import Logger
-from ikcli.server.slots.ngram_cache import Counts, NgramCache, merge, read_counts, write_counts
 from ikcli.server.slots.slot import Slot
-from ikcli.settings.records import SpecSetting, SpecStage
+from ikcli.settings.records import SpecStage
 from ikcli.settings.server import ServerConfig
 
 T = TypeVar("T", int, float)
-_SIZE_N, _SIZE_M, _MIN_HITS = 12, 48, 1
-_SUFFIX_LEAST, _SUFFIX_MOST = 5, 64
-
-
-def stages(session: Session) -> tuple[SpecStage, ...]:
-    """Return the stages that the options ask for; `-md`, `-lcs` and `-lcd` imply their type."""
-    config, sampling = session.config.server, session.config.sampling
-    given = [_with_settings(s, config.spec_set) for s in config.spec_type if s.type != "none"]
-    if config.spec_type and not given:
-        return ()
-    types = {s.type for s in given}
-    if config.model_draft and "draft" not in types:
-        given.append(SpecStage("draft"))
-    if (sampling.lookup_cache_static or sampling.lookup_cache_dynamic) and "ngram-cache" not in types:
-        given.append(SpecStage("ngram-cache"))
-    if "draft" in types and not config.model_draft:
-        raise UsageError("--spec-type draft needs a draft model; name one with -md FILE")
-    return tuple(given)
-
-
-def _with_settings(stage: SpecStage, settings: Sequence[SpecSetting]) -> SpecStage:
-    """Fill in the `--spec-set` values of the stage's type where the stage has none."""
-    for s in settings:
-        if (stage.type == s.type or stage.type.startswith(f"{s.type}-")) and getattr(stage, s.field) is None:
-            stage = replace(stage, **{s.field: s.value})  # type: ignore[arg-type]
-    return stage
 
 
 class Speculator:
@@ -56,105 +30,140 @@ class Speculator:
         self._stages = stages(session)
         self._config: ServerConfig = session.config.server
         self._n_exact = session.n_exact
-        sampling = session.config.sampling
-        self._dynamic_path = sampling.lookup_cache_dynamic
-        static, dynamic = sampling.lookup_cache_static, self._dynamic_path
-        self._static: Counts = read_counts(static) if static else {}
-        self._dynamic: Counts = read_counts(dynamic) if dynamic and dynamic.exists() else {}
-        self._pools: dict[int, ngrams.Pool] = {}
-        self._drafters: dict[int, tuple[object, list[ngrams.Drafter | None]]] = {}  # slot -> its drafters
-        has_model = any(s.type == "draft" for s in self._stages)
-        self._model = DraftModel.open(session.config, session) if has_model else None
+        self._log = log
+        self._drafters: list[Drafter] = [open_drafter(s, session) for s in self._stages]
+        self._policy = Policy(self._n_exact) if self._config.spec_autotune else None
+        self._kinds: dict[int, str] = {}  # slot -> kind of its draft
+        self.decisions: Counter[str] = Counter()  # steps by the reason for their drafts
         if self._stages:
             log("INFO", "init", "speculative decoding", {"types": ",".join(s.type for s in self._stages)})
 
     def __bool__(self) -> bool:
         return bool(self._stages)
 
+    # --- drafts -----------------------------------------------------------------------------------------------------
     def propose(self, slots: Sequence[Slot]) -> None:
         """Set the drafts of generating slots: at most `n_exact` rows together with the tokens they continue."""
+        self._kinds = {}
+        for slot in slots:
+            slot.draft = ()
+        if self._policy is None:
+            self._propose_fixed(slots)
+        elif len(slots) < self._n_exact:
+            self._propose_chosen(slots, self._policy)
+
+    def _propose_fixed(self, slots: Sequence[Slot]) -> None:
+        """Draft as much as options and requests allow; every slot gets its share of the rows."""
         free = self._n_exact - len(slots)
         for left, slot in zip(range(len(slots), 0, -1), slots, strict=True):
-            slot.draft = ()
             if free <= 0:
-                continue
-            share = -(-free // left)
+                break
             for i, stage in enumerate(self._stages):
-                draft = _texts_only(self._draft(slot, i, stage, share))
-                if draft:
-                    slot.draft = draft
-                    free -= len(draft)
+                wanted = self._wanted(slot, stage, -(-free // left))
+                if wanted.n_max > 0:
+                    self._drafters[i].draft([wanted])
+                if self._use(slot, stage, wanted, wanted.n_max):
+                    free -= len(slot.draft)
                     break
 
-    def _draft(self, slot: Slot, index: int, stage: SpecStage, most: int) -> list[int]:
+    def _propose_chosen(self, slots: Sequence[Slot], policy: Policy) -> None:
+        """Draft as much as pays. Drafts that cost nothing are made first, the others when their length is chosen."""
+        options: list[Option] = []
+        found: list[tuple[Slot, int, Wanted]] = []
+        for slot in slots:
+            best: tuple[float, Option, int, Wanted] | None = None
+            for i, (stage, drafter) in enumerate(zip(self._stages, self._drafters, strict=True)):
+                wanted = self._wanted(slot, stage, self._n_exact - len(slots))
+                if wanted.n_max <= 0:
+                    continue
+                if not drafter.costs:
+                    drafter.draft([wanted])
+                n = wanted.n_max if drafter.costs else len(wanted.found)
+                if n < max(self._least(slot, stage, wanted.n_max), 1):
+                    continue
+                option = Option(slot.id, stage.type, n, drafter.costs)
+                value = policy.value(option, len(slots)) if len(self._stages) > 1 else 1.0
+                if best is None or value > best[0]:
+                    best = value, option, i, wanted
+            if best is not None:
+                options.append(best[1])
+                found.append((slot, best[2], best[3]))
+        decision = policy.decide(options, len(slots))
+        self._note(decision, options)
+        for i, drafter in enumerate(self._drafters):
+            mine = [(s, w, n) for (s, at, w), n in zip(found, decision.lengths, strict=True) if at == i and n]
+            if drafter.costs and mine:
+                for _, wanted, n in mine:
+                    wanted.n_max = n
+                start = time.perf_counter()
+                drafter.draft([w for _, w, _ in mine])
+                policy.drafted(self._stages[i].type, max(n for *_, n in mine), time.perf_counter() - start)
+            for slot, wanted, n in mine:
+                self._use(slot, self._stages[i], wanted, n)
+
+    def _wanted(self, slot: Slot, stage: SpecStage, most: int) -> Wanted:
         g = slot.generation
         assert g is not None
         asked = g.request.speculation
-        n_max = _first(asked.n_max, stage.n_max, self._config.draft_max)
-        n_min = _first(asked.n_min, stage.n_min, self._config.draft_min)
         room = slot.n_ctx - slot.n_past - 1
         if g.n_remain >= 0:
             room = min(room, g.n_remain - 1)
-        n_max = min(n_max, room, most)
-        if n_max <= 0:
-            return []
-        if stage.type == "draft":
-            if g.request.pictures:  # the draft model sees no images
-                return []
-            p_min = _first(asked.p_min, stage.p_min, self._config.draft_p_min)
-            draft = self._by_model(slot, n_max, p_min)
-        else:
-            drafter = self._drafter(slot, index)
-            draft = drafter.draft(g.history, n_max)[:n_max] if drafter else []
-        return draft if len(draft) >= min(n_min, n_max) else []
+        n_max = min(_first(asked.n_max, stage.n_max, self._config.draft_max), room, most)
+        p_min = _first(asked.p_min, stage.p_min, self._config.draft_p_min)
+        return Wanted(slot.id, g, g.history, slot.text_tokens(), n_max, p_min)
 
-    def _by_model(self, slot: Slot, n_max: int, p_min: float) -> list[int]:
-        assert self._model is not None
-        wanted = DraftContinuation(slot.id, slot.text_tokens(), n_max, p_min, [])
-        self._model.draft([wanted])
-        return wanted.found
+    def _least(self, slot: Slot, stage: SpecStage, n_max: int) -> int:
+        assert slot.generation is not None
+        return min(_first(slot.generation.request.speculation.n_min, stage.n_min, self._config.draft_min), n_max)
 
-    def _drafter(self, slot: Slot, index: int) -> ngrams.Drafter | None:
-        """Return a new drafter of a stage; every generation gets its own."""
-        owner, drafters = self._drafters.get(slot.id, (None, []))
-        if owner is not slot.generation:
-            drafters = [None if s.type == "draft" else self._make(s) for s in self._stages]
-            self._drafters[slot.id] = slot.generation, drafters
-        return drafters[index]
+    def _use(self, slot: Slot, stage: SpecStage, wanted: Wanted, n: int) -> bool:
+        """Give the slot its draft; return False if it is empty or too short."""
+        found = wanted.found[: max(n, 0)]
+        if len(found) < max(self._least(slot, stage, wanted.n_max), 1):
+            return False
+        slot.draft = found
+        self._kinds[slot.id] = stage.type
+        return True
 
-    def _make(self, stage: SpecStage) -> ngrams.Drafter:
-        size_n, size_m = stage.size_n or _SIZE_N, stage.size_m or _SIZE_M
-        hits = max(_first(stage.min_hits, _MIN_HITS), 1)
-        if stage.type == "suffix":
-            return ngrams.Suffix(stage.size_n or _SUFFIX_LEAST, stage.size_m or _SUFFIX_MOST)
-        if stage.type == "ngram-mod":
-            return ngrams.NgramPool(self._pools.setdefault(size_n, ngrams.Pool(size_n)))
-        if stage.type == "ngram-map-k4v":
-            return ngrams.NgramMapValues(size_n, size_m, hits)
-        if stage.type == "ngram-cache":
-            return NgramCache(self._dynamic, self._static)
-        return ngrams.NgramMap(size_n, size_m, hits)
+    def _note(self, decision: Decision, options: Sequence[Option]) -> None:
+        self.decisions[decision.reason] += 1
+        if self._config.spec_explain:
+            drafts = ", ".join(f"slot {o.text}: {n} of {o.n_most} {o.kind}"
+                               for o, n in zip(options, decision.lengths, strict=True))  # fmt: skip
+            rates = f"; {decision.expected:.2f} tokens/s expected with drafts, {decision.plain:.2f} without"
+            text = f"drafts: {drafts or 'none'}; {decision.reason}{rates if decision.plain else ''}"
+            self._log("INFO", "speculation", text, {
+                "lengths": list(decision.lengths), "reason": decision.reason,
+                "expected": round(decision.expected, 3), "plain": round(decision.plain, 3),
+            })  # fmt: skip
+
+    # --- what became of them ----------------------------------------------------------------------------------------
+    def checked(self, slots: int, rows: int, seconds: float, n_tokens: int) -> None:
+        """Note a step of so many slots and rows, and the tokens that it gave."""
+        if self._policy is not None:
+            self._policy.checked(rows, seconds, slots, n_tokens)
+
+    def judged(self, slot: Slot, n_drafted: int, n_right: int) -> None:
+        """Note that the first `n_right` tokens of a slot's draft were right, and the next one was not."""
+        if self._policy is not None and slot.id in self._kinds:
+            self._policy.judged(slot.id, self._kinds[slot.id], n_drafted, n_right)
+
+    def repaired(self, seconds: float) -> None:
+        """Note the seconds that it took to compute again what a wrong draft had overwritten, and the next token."""
+        if self._policy is not None:
+            self._policy.repaired(max(seconds - self._policy.rows(1), 0.0))
 
     def finished(self, slot: Slot) -> None:
         """Learn from a finished generation (`-lcd`)."""
-        owner, drafters = self._drafters.pop(slot.id, (None, []))
-        if self._dynamic_path is None or owner is not slot.generation:
-            return
-        for drafter in drafters:
-            if isinstance(drafter, NgramCache):
-                merge(self._dynamic, drafter.counts)
+        for drafter in self._drafters:
+            drafter.finished(slot.id, slot.generation)
+        if self._policy is not None:
+            self._policy.acceptance.forget(slot.id)
 
     def close(self) -> None:
         """Write what was learned, and release the draft model."""
-        if self._model is not None:
-            self._model.close()
-        if self._dynamic_path is not None and self._dynamic:
-            write_counts(self._dynamic, self._dynamic_path)
-
-
-def _texts_only(draft: list[int]) -> list[int]:
-    """Return a draft up to the first position of an image, which drafts from the prompt can reach."""
-    return next((draft[:i] for i, token in enumerate(draft) if token < 0), draft)
+        for drafter in self._drafters:
+            drafter.close()
 
 
 def _first(*values: T | None) -> T:

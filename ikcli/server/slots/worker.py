@@ -384,6 +384,7 @@ class Worker:
             self._speculator.propose(ready)
             drafted = [s for s in ready if s.draft]
         self.session.apply(ready[0].added)
+        start = time.perf_counter()
         try:
             if drafted:
                 for s in drafted:
@@ -399,12 +400,19 @@ class Worker:
             self._compute_alone(ready, e)
             return
         self._count(len(ready), max(s.n_past + 1 + len(s.draft) for s in ready))
+        seconds = time.perf_counter() - start
+        n_rows = len(logits)
+        generations = [s.generation for s in drafted if s.generation]
+        before = sum(g.n_accepted for g in generations)
         sums = np.add.reduce(logits, axis=1).tolist()
         at = 0
         for s in ready:
             n = 1 + len(s.draft)
             self._guarded(s, self._advance, s, logits, sums, at)
             at += n
+        if self._speculator:
+            n_right = sum(g.n_accepted for g in generations) - before
+            self._speculator.checked(len(ready), n_rows, seconds, len(ready) + n_right)
 
     def _compute_alone(self, slots: Sequence[Slot], error: Exception) -> None:
         """Compute every slot alone after a failure, so that only the one at fault fails."""
@@ -437,6 +445,7 @@ class Worker:
         if draft:
             g.n_drafted += len(draft)
             g.n_drafts += 1
+        n_right = 0
         for i, guess in enumerate((*draft, -1)):
             if not math.isfinite(sums[at + i]):
                 check_finite(logits[at + i])
@@ -444,11 +453,13 @@ class Worker:
                 return
             if guess != slot.last:
                 break
+            n_right += 1
             g.n_accepted += 1
             g.accepted_by_position[i] += 1
             slot.push(slot.last)
         if draft:
-            self._roll_back(slot)
+            self._speculator.judged(slot, len(draft), n_right)
+            slot.repairs = not self._roll_back(slot)
 
     def _take(self, slot: Slot, g: Generation, logits: npt.NDArray[np.float32]) -> bool:
         """Choose the next token and send what is certain; return False if the slot stops generating."""
@@ -494,7 +505,11 @@ class Worker:
         wanted = "all" if slot.wants_prompt_logits else "last" if is_last else "none"
         self._deliver()
         self.session.apply(slot.added)
+        start = time.perf_counter()
         logits = self._compute(slot, tokens, wanted)
+        if slot.repairs:
+            self._speculator.repaired(time.perf_counter() - start)
+            slot.repairs = False
         if slot.in_prompt and slot.n_past + n in slot.places:
             self.session.checkpoint(slot.id, likely=slot.places[slot.n_past + n])
         self._count(1, slot.n_past + n)

@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
 from ikcli.engine.run.batch import Batch
+from ikcli.engine.run.mtp import Continuation
 from ikcli.engine.run.opening import open_session
 from ikcli.engine.run.session import Session
 from ikcli.errors import UsageError
-from ikcli.server.prefix.keys import common_prefix
 from ikcli.settings.adapters import AdapterConfig, RopeConfig
 from ikcli.settings.fleet import BatchConfig
 from ikcli.settings.run import RunConfig
 
 Tokens = npt.NDArray[np.int32]
-
-
-@dataclass(slots=True)
-class DraftContinuation:
-    """A text to continue by at most n_max tokens, each at least as probable as p_min."""
-
-    seq: int
-    text: Tokens
-    n_max: int
-    p_min: float
-    found: list[int]
 
 
 class DraftModel:
@@ -43,7 +32,12 @@ class DraftModel:
         """Load the draft model of `config`; raise UsageError if its vocabulary differs."""
         s = config.server
         n_ctx = s.draft_ctx or target.n_ctx
-        changed = replace(config, model=s.model_draft, type_k=s.draft_type_k, type_v=s.draft_type_v)
+        changed = replace(
+            config, model=s.model_draft, type_k=s.draft_type_k, type_v=s.draft_type_v,
+            n_gpu_layers=config.n_gpu_layers if s.draft_gpu_layers is None else s.draft_gpu_layers,
+            override_tensor=s.draft_override_tensor, device=s.draft_device or config.device,
+            server=replace(s, spec_type=(), model_draft=None),
+        )  # fmt: skip
         changed = replace(
             changed, override_kv=(), rope=RopeConfig(), adapters=AdapterConfig(), fleet=BatchConfig()
         )  # these belong to the other file
@@ -54,7 +48,7 @@ class DraftModel:
             raise UsageError(f"{s.model_draft}: the draft model's vocabulary is not the model's; use one of its family")
         return cls(session)
 
-    def draft(self, wanted: Sequence[DraftContinuation]) -> None:
+    def draft(self, wanted: Sequence[Continuation]) -> None:
         """Fill `found` of every text; a text that is not computed yet advances by one ubatch and waits."""
         active = [w for w in wanted if w.n_max > 0 and self._catch_up(w)]
         tokens = {w.seq: int(w.text[-1]) for w in active}
@@ -64,20 +58,22 @@ class DraftModel:
             going = []
             for w, row, token in zip(active, logits, best.tolist(), strict=True):
                 self._cached[w.seq] = np.append(self._cached[w.seq], np.int32(tokens[w.seq]))
-                if not 1 / np.exp(row - row[token]).sum() >= w.p_min:
+                probability = float(1 / np.exp(row - row[token]).sum())
+                if not probability >= w.p_min:
                     continue
                 w.found.append(token)
+                w.probabilities.append(probability)
                 tokens[w.seq] = token
                 if len(w.found) < w.n_max:
                     going.append(w)
             active = going
 
-    def _catch_up(self, w: DraftContinuation) -> bool:
+    def _catch_up(self, w: Continuation) -> bool:
         """Compute the text except its last token; return False if that takes another call or does not fit."""
         session = self.session
         if len(w.text) + w.n_max > session.n_ctx_seq:
             return False
-        n = session.truncate(w.seq, min(common_prefix(self._cached[w.seq], w.text), len(w.text) - 1))
+        n = session.truncate(w.seq, min(_common_prefix(self._cached[w.seq], w.text), len(w.text) - 1))
         piece = w.text[n : len(w.text) - 1][: session.n_ubatch]
         if len(piece):
             session.compute(Batch.single(piece, n, w.seq, logits="none"))
@@ -85,7 +81,7 @@ class DraftModel:
         session.sequences.checkpoint(w.seq, passing=True)
         return n + len(piece) == len(w.text) - 1
 
-    def _batch(self, active: Sequence[DraftContinuation], tokens: dict[int, int]) -> Batch:
+    def _batch(self, active: Sequence[Continuation], tokens: dict[int, int]) -> Batch:
         ids = np.array([tokens[w.seq] for w in active], np.int32)
         pos = np.array([len(self._cached[w.seq]) for w in active], np.int32)
         seq = np.array([w.seq for w in active], np.int32)
@@ -93,3 +89,10 @@ class DraftModel:
 
     def close(self) -> None:
         self.session.close()
+
+
+def _common_prefix(a: Tokens, b: Tokens) -> int:
+    """Return the number of equal tokens at the start of both."""
+    n = min(len(a), len(b))
+    different = (a[:n] != b[:n]).nonzero()[0]
+    return int(different[0]) if different.size else n

@@ -1,0 +1,62 @@
+"""The cost model of drafts, fed with simulated times: near the best fixed length, and near plain where none pays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from ikcli.drafting.policy import Option, Policy
+
+COSTS: dict[str, Callable[[int], float]] = {
+    "dense": lambda rows: 1 + 0.08 * (rows - 1),
+    "experts": lambda rows: 0.3 + 0.7 * 16 * (1 - (1 - 1 / 16) ** rows),
+    "gpu": lambda rows: 1.0 if rows == 1 else 1.15 + 0.01 * rows,
+}
+MOST = 8
+
+
+def simulate(
+    cost: Callable[[int], float],
+    rate: float,
+    n_tokens: int,
+    *,
+    drafting: float = 0.0,
+    fixed: int = -1,
+    n_texts: int = 1,
+) -> float:
+    """Return the seconds of `n_tokens` per text; a drafted token is right with probability `rate`."""
+    random = np.random.default_rng([int(100 * rate), n_tokens, fixed + 1, n_texts])
+    policy = Policy(MOST)
+    seconds, tokens = 0.0, 0
+    while tokens < n_tokens * n_texts:
+        options = [Option(i, "kind", MOST - n_texts, drafting > 0) for i in range(n_texts)]
+        lengths = policy.decide(options, n_texts).lengths if fixed < 0 else (fixed,) * n_texts
+        if drafting and any(lengths):
+            spent = drafting * max(lengths)
+            policy.drafted("kind", max(lengths), spent)
+            seconds += spent
+        right = []
+        for i, n in enumerate(lengths):
+            wrong = (random.random(n) >= rate).nonzero()[0]
+            right.append(int(wrong[0]) if wrong.size else n)
+            if n:
+                policy.judged(i, "kind", n, right[-1])
+        rows, gained = n_texts + sum(lengths), n_texts + sum(right)
+        took = cost(rows) * random.uniform(0.95, 1.05)
+        policy.checked(rows, took, n_texts, gained)
+        seconds, tokens = seconds + took, tokens + gained
+    return seconds * n_tokens * n_texts / tokens
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5, 0.8, 0.95])
+@pytest.mark.parametrize("drafting", [0.0, 0.1])
+@pytest.mark.parametrize("name", COSTS)
+def test_never_slower_than_plain_and_near_the_best_length(name: str, drafting: float, rate: float) -> None:
+    cost, n = COSTS[name], 512
+    plain = simulate(cost, rate, n, fixed=0)
+    best = min(simulate(cost, rate, n, drafting=drafting, fixed=k) for k in range(MOST))
+    chosen = simulate(cost, rate, n, drafting=drafting)
+    assert plain / chosen >= 0.98
+    assert best / chosen >= 0.9

@@ -18,6 +18,7 @@ SHARE = 0.01  # of the time of plain steps that drafts may cost
 _START, _MOST = 2.5, 12.0  # the account, in plain steps: at first, and at most
 _ROW_SLOPE = 0.05  # cost of a row before any was measured: low, so that it is measured
 _DRAFT_SLOPE = 1.0
+_RESERVE = 1.0  # of the account that frequent tries leave
 _LEAST_WAIT, _MOST_PATIENCE = 4, 2.0  # steps between two tries; factor by which failures lengthen them
 
 
@@ -114,7 +115,7 @@ class Policy:
         best = max(range(len(options)), key=lambda i: chains[i][0] if chains[i] else -1.0)
         tried = tuple(int(i == best) for i in range(len(options)))
         price = self._worst(options, tried, n_texts)
-        rich = self._account >= _MOST / 2  # drafts have saved time here: tries are paid from that
+        rich = self._account - price >= _RESERVE  # tries are paid from what is left of the account
         wait = _LEAST_WAIT if rich else max(_LEAST_WAIT, self._patience * price / SHARE)
         if options[best].n_most and self._steps >= wait:
             self._trying = True

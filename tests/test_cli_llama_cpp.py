@@ -196,8 +196,8 @@ def test_other_commands(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
 
 def test_log_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "ik.log"
-    assert main(["plan", "-c", "256", "--mmproj", "x", "--log-file", str(path)]) == 0
-    kept, notice = path.read_text(), "not supported, ignored: --mmproj\n"
+    assert main(["plan", "-c", "256", "--audio", "x", "--log-file", str(path)]) == 0
+    kept, notice = path.read_text(), "not supported, ignored: --audio\n"
     assert capsys.readouterr().err == notice and kept.startswith(notice)
     assert main(["plan", "-c", "256", "--log-file", str(tmp_path / "no" / "x.log")]) == 2
     assert "--log-file: cannot write" in capsys.readouterr().err

@@ -125,7 +125,7 @@ OPTIONAL: dict[str, tuple[str, ...]] = {
 """Endings of optional tensors, beside those that all have that may."""
 
 
-def tiny(arch: str) -> MemoryModel:
-    """The tiny model of an architecture."""
+def tiny(arch: str, **keys: Any) -> MemoryModel:
+    """The tiny model of an architecture; `keys` replace its own."""
     optional = ("exp_probs_b.bias", "_q.bias", "_k.bias", "_v.bias", "kv_b.weight", *OPTIONAL.get(arch, ()))
-    return tiny_model(arch, optional=optional, **(WINDOWED | TINY)[arch])
+    return tiny_model(arch, optional=optional, **(WINDOWED | TINY)[arch] | keys)

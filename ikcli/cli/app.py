@@ -121,13 +121,13 @@ def report(parsed: Parsed) -> None:
 
 def checked(parsed: Parsed) -> Startup:
     """Check a run against its model file (the demo model without one); print notices and warnings."""
-    from ikcli.cli.model import find_draft, find_model
+    from ikcli.cli.model import find_draft, find_model, find_projector
     from ikcli.engine.plan.startup import prepare
     from ikcli.settings.run import default_model
 
     config = parsed.config
     model = find_model(config.model, config.hub, header_only=config.only_plans)
-    config = find_draft(config)
+    config = find_projector(find_draft(config))
     # the token has been used, and settings are printed with results
     config = replace(config, model=model or default_model(), hub=replace(config.hub, token=""))
     startup = prepare(config, parsed.given, _pipeline(config))

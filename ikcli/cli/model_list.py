@@ -9,7 +9,7 @@ from pathlib import Path
 from ikcli import log
 from ikcli.cli.front_options import passed_on
 from ikcli.cli.model_entries import OF_ALL_MODELS, EntryMaker, ModelSpec, check_front, clash, machine_budget
-from ikcli.cli.models_folder import folder_models
+from ikcli.cli.models_folder import folder_models, projector_in
 from ikcli.cli.models_preset import ALL, Preset, Section, read_preset
 from ikcli.cli.models_toml import check_room, read_table
 from ikcli.cli.parser import Parsed
@@ -109,12 +109,18 @@ class Sources:
             preset.where(section.name) if section.name in preset.sections else section.name,
             (defaults.options, section.options),
             path,
+            self._projector(source, path),
             section.aliases,
             section.tags if section.tags is not None else defaults.tags or (),
             section.preload if section.preload is not None else bool(defaults.preload),
             stop_timeout=section.stop_timeout if section.stop_timeout is not None else defaults.stop_timeout,
             source=source,
         )
+
+    def _projector(self, source: str, path: Path | None) -> Path | None:
+        """Return the projector that lies beside a model in a folder of its own, or in the cache."""
+        own = path is not None and (source == CACHE or (source == FOLDER and path.parent != self._server.models_dir))
+        return projector_in(path.parent) if own and path is not None else None
 
     def _of_section(
         self, preset: Preset, section: Section, cached: Mapping[str, Path], folder: Mapping[str, Path]

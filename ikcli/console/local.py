@@ -53,6 +53,11 @@ class LocalModel:
         server = self._config.server
         return bool(server.chat_template or server.chat_template_file or self._metadata.get(_TEMPLATE))
 
+    @property
+    def reads_images(self) -> bool:
+        """Whether the model was loaded with its projector."""
+        return self._state.pictures is not None
+
     def load(self) -> None:
         """Load the model; raises the engine's IkError. An interrupt ends the program at once."""
         start = time.perf_counter()

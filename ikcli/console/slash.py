@@ -276,6 +276,18 @@ def _grammar(dialogue: Dialogue, rest: str) -> None:
     dialogue.note(f"grammar: {kind}")
 
 
+@_command("/image", "[FILE|off]", files=True)
+def _image(dialogue: Dialogue, rest: str) -> None:
+    """show the model an image together with your next message; off takes them back"""
+    conversation = dialogue.conversation
+    if rest == "off":
+        conversation.images = []
+    elif rest:
+        conversation.attach(_file(rest, "/image"))
+    n = len(conversation.images)
+    dialogue.note(f"{n or 'no'} image{'' if n == 1 else 's'} with the next message")
+
+
 @_command("/tools", "[FILE.json|off]", files=True)
 def _tools(dialogue: Dialogue, rest: str) -> None:
     """show, set or remove the functions that the model may call (a list as OpenAI's API takes it)"""

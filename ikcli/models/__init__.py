@@ -135,6 +135,8 @@ class ModelModule(Protocol):
 
 def find(arch: str, source: str = "the model") -> ModelModule:
     """Return the module of an architecture; raise UnsupportedError that lists the known ones."""
+    if arch == "clip":
+        raise UnsupportedError(f"{source} is a projector: name it with --mmproj, and the model it belongs to with -m")
     if arch not in ARCHITECTURES:
         raise UnsupportedError(f"{source}: architecture '{arch}' is not supported; known: {', '.join(ARCHITECTURES)}")
     return cast(ModelModule, importlib.import_module(ARCHITECTURES[arch]))

@@ -12,14 +12,15 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
+
+from ikcli.engine.run.media import Span
 
 
 class Picture(Protocol):
     """An image that was read and resized.
 
-    `n_tokens`: rows of its embedding, each of which takes a cell of the cache. `n_positions`: by how much it advances
-    the position of the text after it. `n_bytes`: memory of its pixels.
+    `n_tokens`: rows of its embedding, each of which takes a cell of the cache. `n_positions`: by how much the position
+    of the text behind it is larger. `n_bytes`: memory of its pixels.
     """
 
     @property
@@ -80,6 +81,6 @@ def whole_pictures(placed: Sequence[PlacedPicture], n: int) -> int:
     return next((one.start for one in placed if one.start < n < one.stop), n)
 
 
-def holds_pictures(tokens: npt.NDArray[np.int32]) -> bool:
-    """Return whether cached positions belong to images."""
-    return bool((tokens < 0).any())
+def spans_of(placed: Sequence[PlacedPicture], n: int) -> list[Span]:
+    """Return the images among the first n positions."""
+    return [Span(one.start, one.picture.n_tokens, one.picture.n_positions) for one in placed if one.stop <= n]

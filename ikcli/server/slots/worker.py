@@ -23,6 +23,7 @@ from ikcli.engine.pipeline.driver import StageLostError
 from ikcli.engine.plan.devices import available_memory
 from ikcli.engine.run.batch import Batch
 from ikcli.engine.run.control_vectors import VectorUse
+from ikcli.engine.run.media import Placed
 from ikcli.engine.run.session import Session
 from ikcli.sampling.sampler import token_logprobs
 from ikcli.sampling.short import draw_function
@@ -37,7 +38,8 @@ from ikcli.server.slots.failures import check_finite, engine_error, failure_of, 
 from ikcli.server.slots.generation import Generation, Setting, as_info
 from ikcli.server.slots.log import Logger, log_timings
 from ikcli.server.slots.messages import EmbeddingRequest, Event, Failure, GenerationRequest
-from ikcli.server.slots.pictures import PictureReader, whole_pictures
+from ikcli.server.slots.pictures import spans_of, whole_pictures
+from ikcli.server.slots.projector import ServedProjector
 from ikcli.server.slots.reuse import Reuse
 from ikcli.server.slots.scheduler import prompt_pieces
 from ikcli.server.slots.slot import GENERATION, IDLE, PROMPT, Slot, Task, alike
@@ -87,7 +89,7 @@ class Worker:
         self.added = adapters.added  # for requests that name no scales
         staged = session.config.fleet.stages > 1
         self.vectors = ServedVectors(adapters.vectors, hp, staged=staged, changed=self._use_vectors)
-        self.pictures: PictureReader | None = None
+        self.projector: ServedProjector | None = None
         self._setting = Setting(n_ctx, hp.n_ctx_train, self.config.context_shift, self.tokenizer, vocab)
         self._inbox: deque[Task | EmbeddingTask | Action] = deque()
         self._queue: deque[Task] = deque()
@@ -158,6 +160,13 @@ class Worker:
                 "shorten it or start again with a larger -c"
             )
             return Failure(400, "exceed_context_size_error", text, {"n_prompt_tokens": n, "n_ctx": n_ctx})
+        media = self.session.graph_config.media
+        widest = max((one.picture.n_tokens for one in request.pictures), default=0)
+        if media is not None and media.both and widest > self.session.n_ubatch:
+            return invalid(
+                f"an image of {widest} tokens, which see each other in both directions, must be in one micro-batch; "
+                f"start again with -ub {widest} or more"
+            )
         least = min(request.prompt, default=0) if not request.pictures else 0  # those of images are keys below 0
         if n and not 0 <= least <= max(request.prompt) < self.model.n_vocab:
             return invalid(f"the prompt holds a token id outside the vocabulary of {self.model.n_vocab}")
@@ -328,6 +337,8 @@ class Worker:
         n = self.session.truncate(slot.id, reused.n)
         while (whole := whole_pictures(request.pictures, n)) < n:
             n = self.session.truncate(slot.id, whole)
+        if self.projector is not None:
+            self.session.sequences.set_spans(slot.id, spans_of(request.pictures, n))
         reused = reused.cut(n)
         self.counters.reuse(reused)
         slot.added = added
@@ -405,11 +416,17 @@ class Worker:
                 self._generate([s])
 
     def _roll_back(self, slot: Slot) -> bool:
-        """Roll back to the slot's tokens; return False if some of those have to be computed again."""
-        kept = self.session.truncate(slot.id, slot.n_past)
-        if kept < slot.n_past:
+        """Roll back to the slot's tokens; return False if some of those have to be computed again as a prompt.
+
+        A few, since a checkpoint before a draft, are computed at once: as one by one, to the last bit.
+        """
+        kept, n = self.session.truncate(slot.id, slot.n_past), slot.n_past
+        if n - self.session.n_exact <= kept < n:
+            self.session.step(Batch.single(slot.cached[kept:n], kept, slot.id))
+        elif kept < n:
             slot.repeat_from(kept, slot.text_tokens())
-        return kept == slot.n_past
+            return False
+        return True
 
     def _advance(self, slot: Slot, logits: FloatRows, sums: Sequence[float], at: int) -> None:
         """Take tokens from the logits of `last` (row `at`) and of the draft, as long as the draft is right."""
@@ -496,7 +513,9 @@ class Worker:
         placed = slot.picture
         if placed is None:
             return self.session.compute(Batch.single(tokens, slot.n_past, slot.id, logits=wanted))
-        raise NotImplementedError
+        assert self.projector is not None  # no prompt has images without it
+        batch = Batch.single(tokens, slot.n_past, slot.id, logits=wanted)
+        return self.session.decode(replace(batch, media=(Placed(0, self.projector.encode(placed.picture)),)))
 
     def _prompt_logprobs(self, g: Generation, logits: FloatRows, first: int) -> None:
         """Collect the log-probabilities of the tokens after the positions from `first` on."""

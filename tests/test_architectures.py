@@ -39,7 +39,7 @@ GOLDEN = (
     "granitemoe", "hunyuan-moe", "kimi-k2", "laguna", "llama-rope3", "llama4", "mamba", "mellum", "mimo2", "minimax-m2",
     "minimax-m3", "mistral3", "mistral4", "mixtral", "olmo2", "phi2", "phi3", "qwen2moe", "qwen2vl", "qwen35",
     "qwen35moe", "qwen3next", "qwen3vl", "qwen3vlmoe", "seed_oss", "smollm3", "stablelm", "starcoder2", "step35",
-    "falcon-h1", "granitehybrid", "lfm2", "mamba2", "nemotron-h",
+    "bitnet", "falcon-h1", "granitehybrid", "lfm2", "mamba2", "nemotron-h",
 )  # fmt: skip
 OVERRIDES = {"mistral4": ("mistral4.attention.temperature_scale=float:0.3",)}  # the file does not say
 F32_CACHE = ("granitemoe",)  # of what an f16 cache rounds away the bounds (against torch) know nothing

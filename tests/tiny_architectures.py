@@ -74,6 +74,7 @@ SHORT_CONV = {"block_count": 3, "shortconv.l_cache": 3, "attention.head_count_kv
 TINY: dict[str, dict[str, Any]] = {
     "arctic": EXPERTS | {"expert_feed_forward_length": None}, "baichuan": {}, "chatglm": {"rope.dimension_count": 8},
     "bloom": LAYER_NORM | {"attention.head_count_kv": 4}, "codeshell": LAYER_NORM, "refact": {},
+    "bitnet": {}, "bitnet-b1.58": {},
     "mpt": LAYER_NORM | {"attention.head_count": 6, "embedding_length": 96, "attention.max_alibi_bias": 8.0,
                          "attention.clamp_kqv": 0.5, "attention.head_count_kv": 6},
     "deepseek32": MISTRAL4 | {"expert_weights_norm": True, "rope.scaling.yarn_log_multiplier": 0.1},
@@ -113,6 +114,7 @@ TINY: dict[str, dict[str, Any]] = {
                           "swiglu_clamp_exp": [0.0, 0.5, 0.0], "swiglu_clamp_shexp": [0.7, 0.0, 0.4]},
 }  # fmt: skip
 OPTIONAL: dict[str, tuple[str, ...]] = {
+    "bitnet": (".scale",),
     "lfm2": ("token_embd_norm.weight",), "lfm2moe": ("token_embd_norm.weight",), "mamba2": ("conv1d.bias",),
     "grok": ("ffn_gate.weight", "ffn_up.weight", "ffn_down.weight"),
     "qwen3next": ("ssm_in.weight", "ssm_ba.weight"), "bailingmoe3": ("ssm_f_a.weight", "ssm_g.weight"),

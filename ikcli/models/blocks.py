@@ -250,14 +250,32 @@ def attend(
     gating: str = "sigmoid",
     gate: Node | None = None,
 ) -> Node:
-    """Record attention of projected heads and the output projection.
+    """Record `attended` and the output projection."""
+    kqv = attended(g, hp, cfg, q, kv, x, layer, kv_layer=kv_layer, gating=gating, gate=gate)
+    return linear(g, layer.attn_output, layer.get("attn_output_bias"), kqv, "kqv_out")
+
+
+def attended(
+    g: Graph,
+    hp: HParams,
+    cfg: GraphConfig,
+    q: Node,
+    kv: tuple[Node, Node] | None,
+    x: Node,
+    layer: LayerWeights,
+    *,
+    kv_layer: int = -1,
+    gating: str = "sigmoid",
+    gate: Node | None = None,
+) -> Node:
+    """Record attention of projected heads: what the output projection multiplies.
 
     Applies the layer's windows, sinks and gate on x (or `gate`). k and v are stored first; without `kv`, those that
     layer `kv_layer` stored are read. Encoders store nothing: their texts are whole.
     """
     if not hp.causal:
         assert kv is not None
-        return linear(g, layer.attn_output, layer.get("attn_output_bias"), _attend_all(g, hp, q, *kv), "kqv_out")
+        return _attend_all(g, hp, q, *kv)
     if cfg.k_hadamard:
         q = g.hadamard(q, hp.n_head, hp.head_dim_k, "Qcur_hadamard")
     scale, width = hp.attention_scale or 1.0 / math.sqrt(hp.head_dim_k), hp.head_dim_k
@@ -297,7 +315,7 @@ def attend(
         gate = g.mul_mat(matrix, x, "attn_gate")
     if gate is not None:
         kqv = g.gate(kqv, gate, "attn_gated", gating)
-    return linear(g, layer.attn_output, layer.get("attn_output_bias"), kqv, "kqv_out")
+    return kqv
 
 
 def _attend_all(g: Graph, hp: HParams, q: Node, k: Node, v: Node) -> Node:

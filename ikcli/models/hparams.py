@@ -50,6 +50,7 @@ _LAYER_NORM = (
     "orion",
     "phi2", "stablelm", "starcoder", "starcoder2", "bert", "jina-bert-v2", "nomic-bert",
 )  # fmt: skip
+BITNET = ("bitnet", "bitnet-25", "bitnet-b1.58")
 ENCODERS = ("bert", "jina-bert-v2", "nomic-bert")
 """Attention in both directions, no next token."""
 _RMS_KEY = "attention.layer_norm_rms_epsilon"
@@ -114,6 +115,7 @@ class HParams:
     n_embd_per_layer: int = 0  # width of the layers' own embeddings
     temperature_length: int = 0  # 0: the original context
     temperature_shift: int = 0
+    act: str = "silu"  # of dense parts, where files of one architecture differ
     swiglu_limit: float = 0.0  # of experts; 0: none
     swiglu_limit_shared: float = 0.0  # of shared experts and dense parts
     max_alibi_bias: float = 0.0  # attention is weakened by distance; 0: it is not
@@ -389,6 +391,11 @@ def _scores(keys: Keys, values: dict[str, Any]) -> dict[str, Any]:
 def _of_older_models(keys: Keys, values: dict[str, Any]) -> dict[str, Any]:
     """Return what single architectures read, or have without a key for it."""
     arch, n_layer, n_embd = values["arch"], values["n_layer"], values["n_embd"]
+    if arch in BITNET:
+        act = keys.raw("hidden_act", "silu" if arch == "bitnet" else "relu2")
+        if act not in ("silu", "relu2", "relu_sqr"):
+            raise UnsupportedError(f"{keys.source}: {keys.name('hidden_act')} is {act}; known are silu and relu2")
+        return {"act": "silu" if act == "silu" else "relu_sqr"}
     if arch == "qwen":
         return {"n_ff": max(by_layer(values["n_ff"], 1)) // 2}
     if arch in ("dbrx", "olmo"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +16,7 @@ from sequence_memory import CELLS, STATES, TRANSPOSED, WINDOWS, Shelf, rows_of
 from ikcli.engine.run.adapters import NOTHING, Added
 from ikcli.engine.run.sequences import Keeping
 from ikcli.graph import Per
+from ikcli.server.prefix.disk import Disk
 from ikcli.server.prefix.store import PrefixStore
 from ikcli.server.slots.log import silent
 from ikcli.server.slots.reuse import Reuse
@@ -41,17 +44,60 @@ class Prefixes(RuleBasedStateMachine):
 
     n_slots = 4
 
-    @initialize(kind=st.sampled_from(KINDS), mib=st.sampled_from([0, 1]))
-    def begin(self, kind: Any, mib: int) -> None:
+    @initialize(kind=st.sampled_from(KINDS), mib=st.sampled_from([0, 1]), disk=st.sampled_from([0, 40_000, 1 << 20]))
+    def begin(self, kind: Any, mib: int, disk: int) -> None:
+        self.folder = tempfile.TemporaryDirectory()
+        self.disk_limit = disk if mib else 0
         self.shelf = Shelf(*kind, n_ctx=N_CTX, n_seq=self.n_slots)
         self.shelf.sequences.keeping = Keeping(most=4, spread=True)
-        config = SimpleNamespace(server=SimpleNamespace(cache_ram=mib, sessions=None))
+        config = SimpleNamespace(server=SimpleNamespace(cache_ram=mib, sessions=None, cache_disk=None))
         self.slots = [Slot(i, N_CTX) for i in range(self.n_slots)]
         session: Any = SimpleNamespace(config=config, sequences=self.shelf.sequences)
         self.reuse = Reuse(session, self.slots, silent)
-        self.reuse.store = PrefixStore(self.shelf.sequences, mib << 20, block=16)
+        self.start(mib << 20)
         self.saved: Any = None
-        self.distinct: set[int] = set()
+
+    def start(self, limit: int) -> None:
+        """An empty store, which finds what is on disk."""
+        self.reuse.store = PrefixStore(self.shelf.sequences, limit, block=16)
+        if self.disk_limit:
+            folder = Path(self.folder.name)
+            self.reuse.store.attach(Disk(folder, self.disk_limit, 20_000, {"test": 1}, self.shelf.sequences, silent))
+
+    def end(self) -> None:
+        if self.reuse.store.disk is not None:
+            self.reuse.store.save(wait=True)
+            self.reuse.store.disk.close()
+
+    def teardown(self) -> None:
+        if hasattr(self, "reuse"):
+            self.end()
+            self.folder.cleanup()
+
+    @rule()
+    def restart(self) -> None:
+        limit = self.reuse.store.limit
+        self.end()
+        self.start(limit)
+
+    @rule()
+    def write(self) -> None:
+        self.reuse.store.save(wait=True)
+
+    @rule(which=st.integers(0, 99), how=st.sampled_from(["remove", "cut", "change"]))
+    def damage(self, which: int, how: str) -> None:
+        files = sorted(Path(self.folder.name).glob("*.rows"))
+        if not files:
+            return
+        self.reuse.store.save(wait=True)
+        file = files[which % len(files)]
+        if not file.exists():
+            return
+        data = file.read_bytes()
+        if how == "remove":
+            file.unlink()
+        else:
+            file.write_bytes(data[:-5] if how == "cut" else data[:-50] + bytes([data[-50] ^ 1]) + data[-49:])
 
     @rule(
         i=st.integers(0, 3), branch=st.integers(0, 26), n=st.integers(2, N_CTX - 20), done=st.floats(0, 1),
@@ -120,9 +166,9 @@ class Prefixes(RuleBasedStateMachine):
 
     @rule(limit=st.sampled_from([500, 2000, 5000, 12_000, 100_000]))
     def resize(self, limit: int) -> None:
-        """Another limit holds from the next text on."""
-        self.reuse.store.clear()
-        self.reuse.store.limit = limit
+        """Start again with another limit."""
+        self.end()
+        self.start(limit if self.reuse.store.limit else 0)
 
     @invariant()
     def the_store_is_right(self) -> None:
@@ -132,6 +178,7 @@ class Prefixes(RuleBasedStateMachine):
         nodes = list(tree.nodes())
         assert store.n_bytes == sum(node.n_bytes for node in nodes) <= max(store.limit, 0)
         assert tree.n_nodes == len(nodes) and len(store) == sum(not node.children for node in nodes)
+        assert (store.disk is not None) == bool(self.disk_limit)
         cells = [c for c in self.shelf.arrays.rows if c.per is Per.CELL]
         for added, root in tree.roots.items():
             for node in root.walk():
@@ -140,6 +187,9 @@ class Prefixes(RuleBasedStateMachine):
                 assert node.pins == 0 and node.start == node.parent.end and 0 < len(node.tokens) <= 16
                 keys = [int(t) for one in node.path() for t in one.tokens]
                 text = tuple(t + APART if added is OTHER else t for t in keys)
+                if node.rows is None:
+                    assert node.file is not None and not node.is_needed
+                    continue
                 for cache, part in zip(cells, node.rows, strict=True):
                     wanted = rows_of(cache, text)[node.start :]
                     found = part.reshape(2, -1, 4).swapaxes(0, 1).reshape(-1, 8) if cache.transposed else part

@@ -113,6 +113,7 @@ def test_sizes() -> None:
     assert round_up(3080, 1540, 28, 1540) == (1540, 784)
     limit = 280 * 48 * 48
     assert fill_area(300, 180, 48, limit) == (1008, 576)
+    assert fill_area(1008, 576, 48, limit) == (1008, 576)  # as resized before
     assert fill_area(61, 47, 48, limit) == (912, 672)
     assert fill_area(4000, 4, 48, limit)[1] == 48
     assert fill_area(4000, 4, 48, limit)[0] <= 280 * 48

@@ -55,10 +55,11 @@ class GraphConfig:
     threshold) or None. k_hadamard, v_hadamard: rotate keys (with MLA: latent rows) and values before they are stored.
     n_ctx: cells of the whole cache. n_seq: sequences that share it. n_ubatch: most rows of a micro-batch. n_window:
     cells of a sequence in the caches of window layers, 0: as many as in others. index_top_k: positions that a query of
-    a model with an indexer attends to, 0: all, -1: as the model says. type_index: of the cache of index keys. expand:
-    the prompt path of mla 2 and 3, which needs batches of at least `EXPAND_MIN_TOKENS` tokens to pay off. outputs:
-    where graphs end. n_heads: heads of the file that predict further tokens, which the session also runs. media: of
-    images (None: tokens alone).
+    a model with an indexer attends to, 0: all, -1: as the model says. type_index: of the cache of index keys.
+    index_keys_only: queries see no more positions than may be chosen, so keys are stored and attention is to all.
+    expand: the prompt path of mla 2 and 3, which needs batches of at least `EXPAND_MIN_TOKENS` tokens to pay off.
+    outputs: where graphs end. n_heads: heads of the file that predict further tokens, which the session also runs.
+    media: of images (None: tokens alone).
     """
 
     mla: int = 3
@@ -76,6 +77,7 @@ class GraphConfig:
     n_window: int = 0
     index_top_k: int = -1
     type_index: GGMLType = GGMLType.F16
+    index_keys_only: bool = False
     expand: bool = False
     outputs: Outputs = Outputs.LOGITS
     n_heads: int = 0

@@ -46,13 +46,13 @@ class Indexer:
         self._g, self._hp, self._cfg, self._table = g, hp, cfg, table
         self._chosen: Node | None = None
 
-    def choose(self, x: Node, q_a: Node, layer: LayerWeights) -> Node:
-        """Return the positions of a layer with attention input x and low-rank query q_a."""
-        if layer.il in self._hp.index_owners or self._chosen is None:
+    def choose(self, x: Node, q_a: Node, layer: LayerWeights) -> Node | None:
+        """Return the positions of a layer with attention input x and low-rank query q_a; None: all."""
+        if layer.il in self._hp.index_owners:
             self._chosen = self._own(x, q_a, layer)
         return self._chosen
 
-    def _own(self, x: Node, q_a: Node, layer: LayerWeights) -> Node:
+    def _own(self, x: Node, q_a: Node, layer: LayerWeights) -> Node | None:
         g, hp = self._g, self._hp
         n_head, width = hp.index_n_head, hp.index_head_dim
         neox = hp.arch in _NEOX
@@ -62,6 +62,8 @@ class Indexer:
         k = g.rope(k, self._table, 1, width, "index_k_rope", neox=neox)
         cache = g.cache(CACHE, width, self._cfg.type_index)
         g.kv_store(cache, k, "index_k_view")
+        if self._cfg.index_keys_only:
+            return None
         q = g.mul_mat(layer.tensor("indexer.attn_q_b.weight"), q_a, "index_q")
         q = g.rope(q, self._table, n_head, width, "index_q_rope", neox=neox)
         weights = g.mul_mat(layer.tensor("indexer.proj.weight"), x, "index_weights")

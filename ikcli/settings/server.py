@@ -114,6 +114,11 @@ class ServerConfig:
         minimum=-1, env="LLAMA_ARG_CACHE_RAM",
         help="RAM for prompts whose slot was given away; what they have in common is stored once. 0 = off, -1 = no "
         "limit. Default: a quarter of the free memory, at most 8192")
+    cache_disk: Path | None = _server(None, "--cache-disk", "path", form="DIR", example="--cache-disk cache",
+        help="keep the prompt cache in this folder too: what leaves RAM, and all of it across restarts. Its files "
+        "contain what users wrote; only the owner can read them")
+    cache_disk_limit: float = _server(8.0, "--cache-disk-limit", "float", form="GIB", example="--cache-disk-limit 100",
+        minimum=0, help="GiB that the folder of --cache-disk may hold; the least recently used files are removed first")
     cache_explain: bool = _server(False, "--cache-explain", "switch", example="--cache-explain",
         help="print the prompt cache as a tree whenever a request begins, with the slots and what each text takes")
     spec_type: tuple[SpecStage, ...] = _speculation((), "--spec-type", "custom", form="TYPE[:K=V,...]",

@@ -30,7 +30,7 @@ class VisionConfig:
         example="--no-mmproj", env="LLAMA_ARG_MMPROJ_AUTO", help="use the projector that -hf finds in the repository")
     mmproj_offload: bool = _vision(True, "--mmproj-offload", "switch", negative="--no-mmproj-offload",
         example="--no-mmproj-offload", env="LLAMA_ARG_MMPROJ_OFFLOAD",
-        help="compute the projector on the GPU if there is one")
+        noop="vision towers are computed on the CPU", help="compute the projector on the GPU if there is one")
     image_min_tokens: int = _vision(0, "--image-min-tokens", "int", form="N", example="--image-min-tokens 256",
         minimum=0, env="LLAMA_ARG_IMAGE_MIN_TOKENS",
         help="fewest tokens of an image, for models with images of any size; smaller images are enlarged")

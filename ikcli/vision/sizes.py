@@ -27,7 +27,12 @@ def round_up(width: int, height: int, unit: int, longest: int) -> tuple[int, int
 
 
 def fill_area(width: int, height: int, unit: int, area: int) -> tuple[int, int]:
-    """Return the largest size of the same aspect in whole units whose area is at most `area` (Gemma 4's rule)."""
+    """Return the largest size of the same aspect in whole units whose area is at most `area` (Gemma 4's rule).
+
+    A size that the rule makes of other images is kept, so that resizing an image twice changes nothing.
+    """
+    if width % unit == 0 and height % unit == 0 and width * height <= area < (width + unit) * (height + unit):
+        return width, height
     factor = math.sqrt(area / (width * height))
     w, h = (math.floor(factor * x / unit) * unit for x in (width, height))
     most = area // unit**2 * unit

@@ -1,13 +1,13 @@
 """Name the graphs of a session and the programs made of them, from settings alone. Sessions run them, plans size them.
 
-There is one graph for generation and, where the two differ (MLA), one for prompts. Every graph becomes a program. The
-generation graph also becomes a second, batch-invariant program for a few tokens of several sequences. For embeddings,
-graphs end at the last norm, before the output matrix, and their programs can return a row for every token.
+There is one graph for generation and, where the two differ (MLA), one or two for prompts. Every graph becomes a
+program. The generation graph also becomes a second, batch-invariant program for a few tokens of several sequences. For
+embeddings, graphs end at the last norm, before the output matrix, and their programs can return a row for every token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ikcli.backends.cpu.program import BATCH_INVARIANT_ROWS
@@ -16,7 +16,9 @@ from ikcli.engine.plan.sizes import window_cells
 from ikcli.engine.run.model import Model
 from ikcli.errors import UnsupportedError, UsageError
 from ikcli.graph import Graph, Node, Rows
+from ikcli.graph.ops_attention import Attention
 from ikcli.models import EXPAND_MIN_TOKENS, GraphConfig, HParams, MediaConfig, Outputs, Weights
+from ikcli.models.indexer import top_k
 from ikcli.quant.formats import format_by_name, get_format
 from ikcli.settings.run import KV_TYPES, RunConfig
 
@@ -24,11 +26,12 @@ FLOAT_TYPES = ("f32", "f16", "bf16")
 CACHE_TYPES = tuple(format_by_name(name).type for name in KV_TYPES)
 
 Graphs = Mapping[str, tuple[Graph, Node]]
-"""Graph and result by kind: decode, perhaps prefill, and these with the suffix `EMBEDS`; with heads, also step and
-`HEAD` with the number of each.
+"""Graph and result by kind: decode, perhaps prefill and `SHORT`, and these with the suffix `EMBEDS`; with heads, also
+step and `HEAD` with the number of each.
 """
 
 EMBEDS = "-embd"
+SHORT = "short"  # prompts of models with an indexer, as long as queries see no more than it may choose
 HIDDEN = "result_norm"  # the node whose rows are embeddings
 
 
@@ -131,6 +134,8 @@ def record_graphs(model: Model, weights: Weights, cfg: GraphConfig) -> Graphs:
         kinds["step"] = kinds["decode"]
     if hp.kv_lora_rank and cfg.mla >= 2 and cfg.flash_attn and cfg.n_ubatch >= EXPAND_MIN_TOKENS:
         kinds["prefill"] = replace(cfg, expand=True)
+        if top_k(hp, cfg):
+            kinds[SHORT] = replace(cfg, expand=True, index_keys_only=True)
     whole: dict[str, tuple[Graph, Node]] = {}
     graphs: dict[str, tuple[Graph, Node]] = {}
     if cfg.media is not None:
@@ -140,7 +145,7 @@ def record_graphs(model: Model, weights: Weights, cfg: GraphConfig) -> Graphs:
         whole[kind] = record(kind, states)
         if cfg.outputs.logits:
             graphs[kind] = whole[kind]
-        if not cfg.outputs.embeddings or kind == "step":
+        if not cfg.outputs.embeddings or kind in ("step", SHORT):
             continue
         graph, last = record(kind, None) if cfg.n_heads else whole[kind]
         hidden = next((n for n in reversed(graph.nodes) if n.name == HIDDEN), None) if hp.causal else last
@@ -160,6 +165,17 @@ def check_media(media: MediaConfig, hp: HParams) -> None:
         raise UnsupportedError(
             f"{hp.source}: the projector has rows for {media.n_deep} layers, the model {hp.n_layer} layers; use the "
             "projector of this model"
+        )
+
+
+def check_ranges(graphs: Graphs, cache: Sequence[str], source: str) -> None:
+    """Raise UnsupportedError if a GPU should compute attention in both directions; `cache`: devices of the layers."""
+    nodes = (node for graph, _ in graphs.values() for node in graph.nodes)
+    layers = {node.il for node in nodes if isinstance(node.op, Attention) and node.op.ranged}
+    if any(tuple(cache[il : il + 1]) not in ((), ("CPU",)) for il in layers):
+        raise UnsupportedError(
+            f"{source}: tokens of an image see each other in both directions, which GPUs do not compute; add -nkvo, so "
+            "that the CPU computes attention, or use -ngl 0"
         )
 
 

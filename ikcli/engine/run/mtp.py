@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from ikcli.backends.step_block import StepBlock
 from ikcli.engine.plan.heads import FEW, HEAD, KEPT_STATES, kept_states
+from ikcli.engine.run.media_places import places_of_text
 from ikcli.engine.run.model import Model
 from ikcli.engine.run.runner import DividedProgram, Runner
 from ikcli.engine.run.sequences import Sequences
@@ -270,6 +271,9 @@ class Heads:
         given = np.concatenate([p.states for p in pieces])
         pos = np.concatenate([np.arange(p.pos, p.pos + len(p.tokens), dtype=np.int32) for p in pieces])
         block.set(tokens, pos, out_ids, segments)
+        if session.graph_config.media is not None:
+            shifts = [np.full(len(p.tokens), sequences.shift(p.seq), np.int32) for p in pieces]
+            block.set_media(places_of_text(pos, np.concatenate(shifts)))
         block.give(given)
         n_threads = session.config.n_threads if few else session.config.n_threads_batch
         session.runner.run(program, n_threads, block)

@@ -283,6 +283,11 @@ class Sequences:
         self._check(seq, first + n)
         return tuple(self._read(c, seq, first, n).copy() for c in self._cells)
 
+    @property
+    def n_cell_tensors(self) -> int:
+        """Return the number of arrays that `read` returns."""
+        return len(self._cells)
+
     def cut(self, parts: Sequence[Bytes], first: int, end: int) -> tuple[Bytes, ...]:
         """Return views of positions of what `read` returned, counted from the first one read."""
         return tuple(

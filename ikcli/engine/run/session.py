@@ -20,7 +20,7 @@ from ikcli.backends.cpu.program import BATCH_INVARIANT_ROWS
 from ikcli.backends.step_block import StepBlock
 from ikcli.engine.plan.devices import Machine, opened_gpus
 from ikcli.engine.plan.planner import Planner, PreparedRun, memory_of, plan_programs
-from ikcli.engine.plan.programs import EMBEDS, output_bytes, record_graphs, step_tokens
+from ikcli.engine.plan.programs import EMBEDS, SHORT, output_bytes, record_graphs, step_tokens
 from ikcli.engine.plan.sizes import Sizes
 from ikcli.engine.run import gpus, host_memory, numa, session_log
 from ikcli.engine.run.adapters import Added
@@ -37,6 +37,7 @@ from ikcli.graph import Cache
 from ikcli.graph.micro_batch import Segment
 from ikcli.log import log, progress, warn
 from ikcli.models import EXPAND_MIN_TOKENS, MediaConfig, Outputs
+from ikcli.models.indexer import top_k
 from ikcli.quant.validate import check_finite
 from ikcli.settings.adapters import RopeConfig
 from ikcli.settings.run import RunConfig
@@ -68,6 +69,7 @@ class Session:
         self.timings = Timings()
         self.profile = session_log.new_profile() if self.config.profile else None
         self._n_outputs = min(plan.sizes.n_seq, self.n_ubatch)
+        self._n_chosen = top_k(self.model.hp, self.graph_config)
         self.heads = Heads(self) if self.graph_config.n_heads else None
         self.sequences.settle = self.heads.settle if self.heads is not None else None
         self._in_flight: deque[tuple[DividedProgram, int, int]] = deque()  # program, threads, outputs
@@ -277,6 +279,9 @@ class Session:
             self.plan_outputs(min(self.n_ubatch, 1 << (len(out_ids) - 1).bit_length()))
         self._fill(batch, out_ids)
         kind = "prefill" if n >= EXPAND_MIN_TOKENS and "prefill" in self.programs else "decode"
+        if kind == "prefill" and SHORT in self.programs:
+            longest = max(self.sequences.n_past[seq] for seq in {*batch.seq.tolist()})
+            kind = SHORT if longest <= self._n_chosen else kind
         self._start(self.programs[kind], self.config.n_threads_batch, len(out_ids))
 
     def _fill(self, batch: Batch, out_ids: npt.NDArray[np.int64]) -> None:

@@ -89,7 +89,9 @@ def _branch(node: Node, indent: str, last: bool, text_of: TextOf) -> Iterator[st
     while len(run[-1].children) == 1:
         run.extend(run[-1].children.values())
     n_bytes, checkpoints = sum(one.n_bytes for one in run), [c.n_tokens for one in run for c in one.checkpoints]
-    more = f", checkpoints at {', '.join(map(str, checkpoints))}" if checkpoints else ""
+    n_disk = sum(len(one.tokens) for one in run if one.rows is None)
+    more = f", {n_disk} tokens on disk only" if n_disk else ""
+    more += f", checkpoints at {', '.join(map(str, checkpoints))}" if checkpoints else ""
     uses = max(one.uses for one in run)
     yield (
         f"{indent}{'└' if last else '├'}─ {node.start}..{run[-1].end - 1}  {n_bytes / (1 << 20):.1f} MiB, "

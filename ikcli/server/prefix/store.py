@@ -11,6 +11,7 @@ ages while others come and go, and a prefix that many texts share, or that is sl
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -19,8 +20,11 @@ import numpy as np
 from ikcli.engine.run.adapters import Added
 from ikcli.engine.run.saved_sequence import Checkpoint
 from ikcli.engine.run.sequences import Sequences
+from ikcli.server.prefix import node_file
 from ikcli.server.prefix.cost import Cost
+from ikcli.server.prefix.disk import Disk, StoredFile
 from ikcli.server.prefix.keys import Tokens
+from ikcli.server.prefix.node_file import Content
 from ikcli.server.prefix.tree import BLOCK, Node, Rows, Tree, checkpoints_of
 
 
@@ -28,13 +32,21 @@ from ikcli.server.prefix.tree import BLOCK, Node, Rows, Tree, checkpoints_of
 class Match:
     """What the store has of a text: `n_same` tokens, of which a slot can take `n`.
 
-    `cover`: a checkpoint whose windows reach further than n, and are cut to it.
+    `cover`: a checkpoint whose windows reach further than n, and are cut to it, and its node.
     """
 
+    tokens: Tokens
+    added: Added
     path: Sequence[Node]
     n_same: int
     n: int
-    cover: Checkpoint | None = None
+    cover: tuple[Node, Checkpoint] | None = None
+
+    @property
+    def nodes(self) -> list[Node]:
+        """Return the nodes whose rows or checkpoints are needed."""
+        needed = [node for node in self.path if node.start < self.n]
+        return needed if self.cover is None or self.cover[0] in needed else [*needed, self.cover[0]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +73,8 @@ class PrefixStore:
         self.tree = Tree(sequences.cut)
         self._sequences = sequences
         self._clock, self._turn = 0.0, 0
+        self.disk: Disk | None = None
+        self._unsaved: deque[tuple[Node, Added]] = deque()
         self.n_dropped = 0  # positions that left for lack of room
 
     def __len__(self) -> int:
@@ -77,32 +91,80 @@ class PrefixStore:
         path, n_same = self.tree.find(tokens, added)
         kind = self._sequences.kind
         if kind.is_free or not path:
-            return Match(path, n_same, n_same)
+            return Match(tokens, added, path, n_same, n_same)
         n = max((c.n_tokens for c in checkpoints_of(path, n_same)), default=0)
         if not kind.has_states and n < n_same:
-            cover = next((c for c in _later(path[-1], n_same) if c.first <= kind.first_needed(n_same)), None)
+            later = _later(path[-1], n_same)
+            cover = next((one for one in later if one[1].first <= kind.first_needed(n_same)), None)
             if cover is not None:
-                return Match(path, n_same, n_same, cover)
-        return Match(path, n_same, n)
+                return Match(tokens, added, path, n_same, n_same, cover)
+        return Match(tokens, added, path, n_same, n)
 
-    def load(self, seq: int, match: Match, first: int) -> int:
+    def load(self, seq: int, match: Match, first: int) -> tuple[int, int]:
         """Give a sequence the matching rows; positions before `first` are equal in it already.
 
-        Return how many positions the sequence then has.
+        Return how many positions the sequence then has, and how many of them came from disk. These are fewer than the
+        match says if files turn out to be damaged.
         """
-        sequences, n = self._sequences, match.n
-        for node in match.path:
+        while match.n > first:
+            from_disk = self._copy(seq, match, first)
+            if isinstance(from_disk, StoredFile):
+                self._lose(from_disk.name)
+                match = self.find(match.tokens, match.added)
+                continue
+            known, windows, n_disk = from_disk
+            self._touch(match.nodes)
+            begin = match.n if match.cover is None else match.cover[1].first
+            n = self._sequences.arrive(seq, match.n, known, windows, begin)
+            return n, min(n_disk, n)
+        return self._sequences.truncate(seq, first), 0
+
+    def _copy(self, seq: int, match: Match, first: int) -> StoredFile | tuple[list[Checkpoint], Rows, int]:
+        """Copy rows; return the checkpoints, the rows of windows, and the positions that came from disk.
+
+        A file that cannot be read is returned instead.
+        """
+        sequences, n, n_disk = self._sequences, match.n, 0
+        windows: Rows = ()
+        known: list[Checkpoint] = []
+        for node, content in self._contents(match.nodes):
+            if content is None:
+                assert node.file is not None
+                return node.file
+            rows, at, checkpoints = content
             begin, end = max(first, node.start), min(n, node.end)
             if begin < end:
-                sequences.write(seq, begin, sequences.cut(node.rows, begin - node.start, end - node.start))
-        known = checkpoints_of(match.path, n)
-        windows: Rows = ()
-        begin = n
-        if match.cover is not None:
-            begin = match.cover.first
-            windows = tuple(part[: n - begin] for part in sequences.window_parts(match.cover))
-        self._touch([node for node in match.path if node.start < n])
-        return sequences.arrive(seq, n, known, windows, begin)
+                sequences.write(seq, begin, sequences.cut(rows, begin - at, end - at))
+                n_disk += end - begin if node.rows is None else 0
+            known += [c for c in checkpoints if node.start < c.n_tokens <= min(node.end, n)]
+            if match.cover is not None and match.cover[0] is node:
+                last = next(c for c in checkpoints if c.n_tokens == match.cover[1].n_tokens)
+                windows = tuple(part[: n - last.first] for part in sequences.window_parts(last))
+        return known, windows, n_disk
+
+    def _contents(self, nodes: Sequence[Node]) -> Iterator[tuple[Node, tuple[Rows, int, Sequence[Checkpoint]] | None]]:
+        """Yield rows, their first position and checkpoints of nodes; None for those whose file cannot be read."""
+        on_disk = [node for node in nodes if node.rows is None or any(not c.parts for c in node.checkpoints)]
+        files = list(dict.fromkeys(node.file for node in on_disk if node.file is not None))
+        contents = zip(files, self.disk.read(files) if self.disk is not None and files else (), strict=True)
+        file: StoredFile | None = None
+        content: Content | None = None
+        for node in nodes:
+            if node not in on_disk:
+                yield node, (node.rows or (), node.start, node.checkpoints)
+                continue
+            if node.file is not file:
+                file, content = next(contents)
+            if content is None:
+                yield node, None
+                return
+            newer = {c.n_tokens: c for c in node.checkpoints if c.parts}
+            checkpoints = [newer.get(c.n_tokens, c) for c in content.checkpoints]
+            checkpoints += [c for n, c in newer.items() if all(n != other.n_tokens for other in checkpoints)]
+            rows, at = (content.rows, content.start) if node.rows is None else (node.rows, node.start)
+            yield node, (rows, at, sorted(checkpoints, key=lambda c: c.n_tokens))
+        if self.disk is not None:
+            self.disk.used(dict.fromkeys(node.file.name for node in nodes if node.file is not None))
 
     # --- take in ----------------------------------------------------------------------------------------------------
     def keep(self, seq: int, tokens: Tokens, added: Added) -> int:
@@ -119,7 +181,8 @@ class PrefixStore:
         room = _Room(self)
         for node in path:
             node.pins += 1
-        while n < len(tokens):
+        here = all(self._fill(seq, node, room) for node in path)
+        while here and n < len(tokens):
             block = tokens[n : n + self._block]
             rows = self._sequences.read(seq, n, len(block))
             if not room.make(block.nbytes + sum(part.nbytes for part in rows)):
@@ -133,7 +196,20 @@ class PrefixStore:
             node.pins -= 1
         if not self._sequences.kind.is_free and path:
             self._prune(path[-1])
+        if self.disk is not None:
+            self._unsaved.extend((node, added) for node in path if node.file is None and node.parent is not None)
+            self.save()
         return n
+
+    def _fill(self, seq: int, node: Node, room: _Room) -> bool:
+        """Take the rows of a node that is only on disk; return False if there is no room."""
+        if node.rows is not None:
+            return True
+        rows = self._sequences.read(seq, node.start, len(node.tokens))
+        if not room.make(node.tokens.nbytes + sum(part.nbytes for part in rows)):
+            return False
+        self.tree.fill(node, rows)
+        return True
 
     def _that_fit(self, known: Sequence[Checkpoint]) -> Sequence[Checkpoint]:
         """Return the checkpoints up to the last one that fits together with the rows before it."""
@@ -147,8 +223,8 @@ class PrefixStore:
         """Hang checkpoints on the nodes of a path, the last ones first, as long as there is room."""
         for checkpoint in reversed(known):
             for node in path:
-                if node.start < checkpoint.n_tokens <= node.end:
-                    new = all(c.n_tokens != checkpoint.n_tokens for c in node.checkpoints)
+                if node.start < checkpoint.n_tokens <= node.end and node.rows is not None:
+                    new = all(c.n_tokens != checkpoint.n_tokens for c in node.checkpoints if c.parts)
                     if new and room.make(checkpoint.n_bytes):
                         self.tree.hang(node, checkpoint)
 
@@ -164,11 +240,12 @@ class PrefixStore:
     # --- make room --------------------------------------------------------------------------------------------------
     def victims(self, node: Node) -> Iterator[_Victim]:
         """Yield what can be dropped of a node now."""
-        if node.pins or node.parent is None:
+        writing = node.file is not None and node.file.writing
+        if node.pins or node.parent is None or node.rows is None or writing:
             return
         if not self._sequences.kind.is_free:
-            yield from (_Victim(node, c) for c in node.checkpoints)
-        elif not node.children:
+            yield from (_Victim(node, c) for c in node.checkpoints if c.parts)
+        elif not node.is_needed:
             yield _Victim(node)
 
     def value(self, victim: _Victim) -> float:
@@ -187,8 +264,7 @@ class PrefixStore:
         node, checkpoint = victim.node, victim.checkpoint
         if checkpoint is None:
             parent = node.parent
-            self.n_dropped += len(node.tokens)
-            self.tree.remove(node)
+            self._leave(node)
             return parent
         self.tree.drop_checkpoint(node, checkpoint)
         self._prune(node)
@@ -200,17 +276,100 @@ class PrefixStore:
 
     def _prune(self, node: Node | None) -> None:
         """Remove rows that no checkpoint needs, from this node upwards."""
-        while node is not None and node.parent is not None and not node.children and not node.pins:
-            last = node.checkpoints[-1].n_tokens if node.checkpoints else node.start
-            if last == node.end:
+        while node is not None and node.parent is not None and not node.is_needed and not node.pins:
+            last = max((c.n_tokens for c in node.checkpoints if c.parts), default=node.start)
+            if last == node.end or (last > node.start and (node.file is not None or node.children)):
                 return
-            self.n_dropped += node.end - last
             if last > node.start:
+                self.n_dropped += node.end - last
                 self.tree.trim(node, last - node.start)
                 return
             parent = node.parent
-            self.tree.remove(node)
+            self._leave(node)
             node = parent
+
+    def _leave(self, node: Node) -> None:
+        """Drop the rows of a node, all of which are on disk or lost."""
+        if node.rows is None:
+            return
+        if node.file is not None:
+            self.tree.unload(node)
+            return
+        self.n_dropped += len(node.tokens)
+        self._cut_off(node)
+
+    def _cut_off(self, node: Node) -> None:
+        """Remove a node and all below it."""
+        for one in reversed(list(node.walk())):
+            self.tree.remove(one)
+
+    # --- disk -------------------------------------------------------------------------------------------------------
+    def attach(self, disk: Disk) -> None:
+        """Use a folder from now on: list what is in it, write what is kept."""
+        self.disk = disk
+        texts: dict[str, Tokens] = {}
+        for file, content in disk.found():
+            text = np.concatenate((texts[content.after][: content.start], content.tokens)) if content.start else (
+                content.tokens
+            )  # fmt: skip
+            texts[file.name] = text
+            path, n = self.tree.find(text, content.added)
+            if n < content.start or n == len(text):
+                continue
+            if path and path[-1].end > n:
+                path[-1] = self.tree.split(path[-1], n - path[-1].start)
+            node = self.tree.add(path[-1] if path else self.tree.root(content.added), text[n:], None)
+            node.file = file
+            node.checkpoints = [c for c in content.checkpoints if c.n_tokens > node.start]
+
+    def save(self, *, wait: bool = False) -> None:
+        """Hand what is not on disk yet to the writing thread, as much as it takes; `wait`: all of it."""
+        disk = self.disk
+        if disk is None:
+            return
+        self._take_reports(disk, wait=False)
+        while self._unsaved:
+            node, added = self._unsaved[0]
+            if node.parent is not None and node.file is None and node.rows is not None:
+                if not disk.has_room(node.n_bytes):
+                    if not wait:
+                        return
+                    self._take_reports(disk, wait=True)
+                self._write(disk, node, added)
+            self._unsaved.popleft()
+        if wait:
+            self._take_reports(disk, wait=True)
+
+    def _write(self, disk: Disk, node: Node, added: Added) -> None:
+        """Hand over a node whose parent is on disk or handed over."""
+        before = node.parent
+        after = before.file if before is not None else None
+        if node.start and after is None:
+            return  # the file before it could not be written
+        text = np.concatenate([one.tokens for one in node.path()])
+        checkpoints = tuple(c for c in node.checkpoints if c.parts)
+        name = node_file.name_of(disk.about, added, node.start, text)
+        node.file = StoredFile(name, node.start, frozenset(c.n_tokens for c in checkpoints))
+        content = Content(after.name if after is not None else "", node.start, node.tokens, added, node.rows or (),
+                          checkpoints)  # fmt: skip
+        earlier = dict.fromkeys(one.file.name for one in node.path()[:-1] if one.file is not None)
+        disk.write(node.file, content, tuple(earlier))
+
+    def _take_reports(self, disk: Disk, *, wait: bool) -> None:
+        for report in disk.reports(wait=wait):
+            if not report.written:
+                for node in self.tree.nodes():
+                    if node.file is report.file:
+                        self.tree.forget_file(node)
+            for name in report.removed:
+                self._lose(name)
+
+    def _lose(self, name: str) -> None:
+        """Note that a file is gone: what was only there, and what came after it, is lost."""
+        for node in [node for node in self.tree.nodes() if node.file is not None and node.file.name == name]:
+            self.tree.forget_file(node)
+            if node.rows is None and node.parent is not None:
+                self._cut_off(node)
 
 
 class _Room:
@@ -247,7 +406,7 @@ class _Room:
             heapq.heappush(self._heap, (self._store.value(victim), node.turn, self._n, victim))
 
 
-def _later(node: Node, n: int) -> Iterator[Checkpoint]:
-    """Yield the checkpoints after position n, on this node and below it."""
+def _later(node: Node, n: int) -> Iterator[tuple[Node, Checkpoint]]:
+    """Yield the checkpoints after position n, on this node and below it, with their nodes."""
     for one in node.walk():
-        yield from (c for c in one.checkpoints if c.n_tokens > n)
+        yield from ((one, c) for c in one.checkpoints if c.n_tokens > n)

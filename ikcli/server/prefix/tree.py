@@ -8,12 +8,13 @@ that were computed with different additions (adapters, control vectors) have tre
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from ikcli.engine.run.adapters import Added
 from ikcli.engine.run.saved_sequence import Bytes, Checkpoint
+from ikcli.server.prefix.disk import StoredFile
 from ikcli.server.prefix.keys import Tokens, common_prefix
 
 BLOCK = 512  # most positions of a node
@@ -26,16 +27,18 @@ Cut = Callable[[Rows, int, int], Rows]  # rows, first position, end -> views of 
 class Node:
     """The positions start..end-1 below a parent. The root covers none.
 
+    Without `rows` they are only on disk, in `file`, which may hold more positions; checkpoints then have no parts.
     `pins` counts users beside the tree, who need the rows to stay. `uses` counts requests that took these rows; `turn`
     is the number of the last of them and `clock` the store's clock at that time.
     """
 
     tokens: Tokens
     start: int
-    rows: Rows = ()
+    rows: Rows | None = ()
     parent: Node | None = None
     children: dict[int, Node] = field(default_factory=dict)
     checkpoints: list[Checkpoint] = field(default_factory=list)
+    file: StoredFile | None = None
     pins: int = 0
     uses: int = 0
     turn: int = 0
@@ -47,9 +50,16 @@ class Node:
 
     @property
     def n_bytes(self) -> int:
-        """Return the bytes of keys, rows and checkpoints."""
+        """Return the bytes of keys, rows and checkpoints in RAM; 0 if they are only on disk."""
+        if self.rows is None:
+            return 0
         rows = sum(part.nbytes for part in self.rows)
         return self.tokens.nbytes + rows + sum(c.n_bytes for c in self.checkpoints)
+
+    @property
+    def is_needed(self) -> bool:
+        """Return whether a node below has rows in RAM, which need those of this node."""
+        return any(child.rows is not None for child in self.children.values())
 
     def walk(self) -> Iterator[Node]:
         """Yield this node and all below it, parents first."""
@@ -107,8 +117,8 @@ class Tree:
             self.roots[added] = Node(np.zeros(0, np.int32), 0)
         return self.roots[added]
 
-    def add(self, parent: Node, tokens: Tokens, rows: Rows) -> Node:
-        """Add a node for the positions after those of `parent`."""
+    def add(self, parent: Node, tokens: Tokens, rows: Rows | None) -> Node:
+        """Add a node for the positions after those of `parent`; without rows it is only on disk."""
         node = Node(tokens.copy(), parent.end, rows, parent)
         self.n_texts += bool(parent.children) or parent.parent is None
         parent.children[int(tokens[0])] = node
@@ -117,19 +127,41 @@ class Tree:
         return node
 
     def hang(self, node: Node, checkpoint: Checkpoint) -> None:
-        """Hang a checkpoint on a node that covers its last position."""
-        node.checkpoints = sorted([*node.checkpoints, checkpoint], key=lambda c: c.n_tokens)
-        self.n_bytes += checkpoint.n_bytes
+        """Hang a checkpoint on a node that covers its last position, in place of one at the same position."""
+        others = [c for c in node.checkpoints if c.n_tokens != checkpoint.n_tokens]
+        self.n_bytes -= node.n_bytes
+        node.checkpoints = sorted([*others, checkpoint], key=lambda c: c.n_tokens)
+        self.n_bytes += node.n_bytes
 
     def drop_checkpoint(self, node: Node, checkpoint: Checkpoint) -> None:
-        """Forget a checkpoint."""
-        node.checkpoints = [c for c in node.checkpoints if c is not checkpoint]
+        """Forget a checkpoint, or its parts if it is on disk."""
+        kept = [_on_disk(node, c) if c is checkpoint else c for c in node.checkpoints]
+        node.checkpoints = [c for c in kept if c is not None]
         self.n_bytes -= checkpoint.n_bytes
+
+    def fill(self, node: Node, rows: Rows) -> None:
+        """Give rows to a node that is only on disk."""
+        node.rows = rows
+        self.n_bytes += node.n_bytes
+
+    def unload(self, node: Node) -> None:
+        """Drop what a node that is on disk has in RAM."""
+        assert node.file is not None
+        self.n_bytes -= node.n_bytes
+        left = [_on_disk(node, c) for c in node.checkpoints]
+        node.rows, node.checkpoints = None, [c for c in left if c is not None]
+
+    def forget_file(self, node: Node) -> None:
+        """Note that the file of a node is gone."""
+        node.file = None
+        if node.rows is not None:
+            node.checkpoints = [c for c in node.checkpoints if c.parts]
 
     def split(self, node: Node, n: int) -> Node:
         """Cut a node after its first n positions; return the first part, below which the rest now hangs."""
         assert node.parent is not None and 0 < n < len(node.tokens)
         first = Node(node.tokens[:n].copy(), node.start, self._copies(node.rows, 0, n), node.parent)
+        first.file = node.file
         first.uses, first.turn, first.clock = node.uses, node.turn, node.clock
         first.checkpoints = [c for c in node.checkpoints if c.n_tokens <= first.end]
         node.checkpoints = [c for c in node.checkpoints if c.n_tokens > first.end]
@@ -167,8 +199,17 @@ class Tree:
         for root in self.roots.values():
             yield from (node for node in root.walk() if node.parent is not None)
 
-    def _copies(self, rows: Rows, first: int, end: int) -> Rows:
+    def _copies(self, rows: Rows | None, first: int, end: int) -> Rows | None:
+        if rows is None:
+            return None
         return tuple(part.copy() for part in self._cut(rows, first, end))
+
+
+def _on_disk(node: Node, checkpoint: Checkpoint) -> Checkpoint | None:
+    """Return a checkpoint without its parts if they are in the file of the node."""
+    if node.file is None or checkpoint.n_tokens not in node.file.places:
+        return None
+    return replace(checkpoint, parts=())
 
 
 def checkpoints_of(path: Sequence[Node], n: int) -> list[Checkpoint]:

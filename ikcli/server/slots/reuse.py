@@ -8,10 +8,13 @@ from collections.abc import Iterator, Sequence
 from ikcli.engine.plan.devices import available_memory
 from ikcli.engine.run.adapters import Added
 from ikcli.engine.run.session import Session
+from ikcli.errors import UsageError
+from ikcli.server.prefix.disk import Disk
 from ikcli.server.prefix.explain import TextOf, excerpt, find_miss, tree_lines
 from ikcli.server.prefix.keys import Tokens, common_prefix, default_limit
 from ikcli.server.prefix.reused import Reused
 from ikcli.server.prefix.store import PrefixStore
+from ikcli.server.slots import slot_file
 from ikcli.server.slots.log import Logger
 from ikcli.server.slots.sessions import Entry, Sessions
 from ikcli.server.slots.slot import IDLE, Slot
@@ -28,6 +31,12 @@ class Reuse:
         config = session.config.server
         self._session, self._slots, self._quiet = session, slots, quiet
         self.store = PrefixStore(session.sequences, default_limit(config.cache_ram, available_memory()))
+        if config.cache_disk is not None:
+            if not self.store.limit:
+                raise UsageError("--cache-disk keeps rows in RAM until they are written; set -cram above 0")
+            about = slot_file.about(session)
+            limit, waiting = int(config.cache_disk_limit * (1 << 30)), self.store.limit // 4
+            self.store.attach(Disk(config.cache_disk, limit, waiting, about, session.sequences, log))
         self.sessions: Sessions | None = None
         if config.sessions is not None:
             self.sessions = Sessions(session, config.sessions, config.sessions_limit << 20, slots[0].n_ctx, log)
@@ -69,9 +78,10 @@ class Reuse:
                 slot.adopt(tokens[:n_disk])
                 return Reused(0, 0, n_disk, find_miss(prompt, most, match, [(tokens, common_prefix(tokens, wanted))]))
         if match.n > max(n + KEEP_AT_LEAST, n_donor):
-            n_ram = self.store.load(slot.id, match, n) - n
-            slot.adopt(wanted[: n + n_ram])
-            return Reused(n, n_ram, 0, miss)
+            own = n
+            n, n_disk = self.store.load(slot.id, match, own)
+            slot.adopt(wanted[:n])
+            return Reused(min(own, n), max(n - own - n_disk, 0), n_disk, miss)
         if n_donor > n + KEEP_AT_LEAST:
             n = sequences.copy(donor.id, slot.id, n, n_donor)
             slot.adopt(wanted[:n])
@@ -87,19 +97,23 @@ class Reuse:
     # --- sessions on disk -------------------------------------------------------------------------------------------
     def finished(self, slot: Slot) -> None:
         """Note that a request of the slot is done; its content is written when it stays unchanged for a while."""
-        if self.sessions is not None and slot.n_past >= _ON_DISK:
+        if (self.sessions is not None or self.store.disk is not None) and slot.n_past >= _ON_DISK:
             self._due[slot.id] = time.monotonic() + self._quiet
 
     def write_quiet(self) -> float | None:
         """Write conversations that were idle for a while; return the seconds until there may be more, None: never."""
-        if not self._due or self.sessions is None:
+        if self.store.disk is not None:
+            self.store.save()
+        if not self._due:
             return None
         now = time.monotonic()
         for slot in self._slots:
             if slot.state != IDLE or self._due.get(slot.id, now + 1) > now:
                 continue
-            known = slot.n_past < _ON_DISK or self.sessions.has(slot.cached, slot.added)
-            if known or self.sessions.keep(self._entry(slot)):
+            if self.store.disk is not None and slot.n_past >= _ON_DISK:
+                self.store.keep(slot.id, slot.cached, slot.added)
+            known = self.sessions is None or slot.n_past < _ON_DISK or self.sessions.has(slot.cached, slot.added)
+            if known or (self.sessions is not None and self.sessions.keep(self._entry(slot))):
                 del self._due[slot.id]
             else:
                 self._due[slot.id] = now + 1  # the disk is slow
@@ -108,6 +122,13 @@ class Reuse:
 
     def close(self) -> None:
         """Write the content of all slots, and wait for it."""
+        if self.store.disk is not None:
+            for slot in self._slots:
+                slot.n_past = self._session.truncate(slot.id, slot.n_past)
+                if slot.n_past >= _ON_DISK:
+                    self.store.keep(slot.id, slot.cached, slot.added)
+            self.store.save(wait=True)
+            self.store.disk.close()
         if self.sessions is None:
             return
         for slot in self._slots:

@@ -70,11 +70,7 @@ class Sessions:
         """List the files. `limit` in bytes; `n_ctx` tokens that a slot takes."""
         make_folder(folder)
         self._session, self._folder, self._limit, self._n_ctx, self._log = session, folder, limit, n_ctx, log
-        self._about = {
-            "model": slot_file.fingerprint(session),
-            "layout": session.sequences.layout(),
-            "settings": _settings(session),
-        }
+        self._about = slot_file.about(session)
         self._lock = threading.Lock()  # of the list
         self._stored: list[Stored] = []
         self._find()
@@ -196,10 +192,3 @@ class Sessions:
                     path.unlink()
         with self._lock:
             self._stored = [one for one in self._stored if one.path.exists()]
-
-
-def _settings(session: Session) -> str:
-    """Identify the settings beside the layout that change what is cached."""
-    config = session.config
-    text = repr((config.rope, config.override_kv, config.ser))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]

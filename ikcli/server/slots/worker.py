@@ -416,11 +416,17 @@ class Worker:
                 self._generate([s])
 
     def _roll_back(self, slot: Slot) -> bool:
-        """Roll back to the slot's tokens; return False if some of those have to be computed again."""
-        kept = self.session.truncate(slot.id, slot.n_past)
-        if kept < slot.n_past:
+        """Roll back to the slot's tokens; return False if some of those have to be computed again as a prompt.
+
+        A few, since a checkpoint before a draft, are computed at once: as one by one, to the last bit.
+        """
+        kept, n = self.session.truncate(slot.id, slot.n_past), slot.n_past
+        if n - self.session.n_exact <= kept < n:
+            self.session.step(Batch.single(slot.cached[kept:n], kept, slot.id))
+        elif kept < n:
             slot.repeat_from(kept, slot.text_tokens())
-        return kept == slot.n_past
+            return False
+        return True
 
     def _advance(self, slot: Slot, logits: FloatRows, sums: Sequence[float], at: int) -> None:
         """Take tokens from the logits of `last` (row `at`) and of the draft, as long as the draft is right."""

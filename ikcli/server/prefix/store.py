@@ -202,7 +202,7 @@ class PrefixStore:
         return n
 
     def _fill(self, seq: int, node: Node, room: _Room) -> bool:
-        """Take the rows of a node that is only on disk; return False if there is no room."""
+        """Read the rows of a node that is only on disk; return False if they do not fit."""
         if node.rows is not None:
             return True
         rows = self._sequences.read(seq, node.start, len(node.tokens))

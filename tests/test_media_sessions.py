@@ -10,6 +10,7 @@ import numpy.typing as npt
 import pytest
 from factories import tiny_model
 from gguf_files import write_model
+from tiny_architectures import TINY, tiny
 
 from ikcli.backends.reference import CacheStore, ReferenceExecutor
 from ikcli.engine.run.batch import Batch
@@ -28,13 +29,14 @@ KINDS: dict[str, tuple[str, dict[str, Any], MediaConfig]] = {
     "llama": ("llama", {}, MediaConfig()),
     "qwen2vl": ("qwen2vl", SECTIONS, MediaConfig()),
     "deepstack": ("qwen3vl", SECTIONS, MediaConfig(n_deep=1)),
+    "recurrent": ("qwen35", SECTIONS, MediaConfig()),
 }
 
 
 def opened(folder: Path, arch: str, keys: dict[str, Any], media: MediaConfig | None, **changed: Any) -> Session:
     path = folder / f"{arch}.gguf"
     if not path.exists():
-        write_model(tiny_model(arch, **keys), path)
+        write_model(tiny(arch, **keys) if arch in TINY else tiny_model(arch, **keys), path)
     config = RunConfig(model=path, n_ctx=256, n_threads=1, n_threads_batch=1, warmup=False, **changed)
     return Session.open(config, media=media)
 

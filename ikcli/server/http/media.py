@@ -94,7 +94,7 @@ class Media:
                 continue
             if path.is_absolute() and found.is_relative_to(self._root):
                 return self._read(found, name)
-        raise MediaError(f"there is no file {_short(name)} below the folder of --media-path")
+        raise MediaError(f"{_short(name)} does not exist below the folder of --media-path")
 
     def _read(self, path: Path, name: str) -> bytes:
         try:

@@ -123,9 +123,10 @@ class ServerConfig:
         help="print the prompt cache as a tree whenever a request begins, with the slots and what each text takes")
     spec_type: tuple[SpecStage, ...] = _speculation((), "--spec-type", "custom", form="TYPE[:K=V,...]",
         example="--spec-type ngram-simple:n_max=7", parse=parse_spec_type, repeat=True, bench_list=False,
-        env="LLAMA_ARG_SPEC_TYPE",
-        help="speculative decoding: the drafter, with keys n_max, n_min, p_min, ngram_size_n, ngram_size_m, "
-        "ngram_min_hits; the text stays the same. Repeatable: later ones draft if earlier ones have no draft")
+        env="LLAMA_ARG_SPEC_TYPE", commands="SCL",
+        help="speculative decoding: the drafter (mtp: the model's own heads), with keys n_max, n_min, p_min, "
+        "ngram_size_n, ngram_size_m, ngram_min_hits; the text stays the same. Repeatable: later ones draft if earlier "
+        "ones have no draft")
     spec_set: tuple[SpecSetting, ...] = _speculation((), "--spec-set", "custom", form="TYPE:K=V",
         example="--spec-set ngram-mod:n_max=32", parse=parse_spec_setting, repeat=True, bench_list=False,
         help="setting for a --spec-type that does not set it; ngram stands for all n-gram types. Repeatable")

@@ -47,6 +47,7 @@ class Projector:
                 f"({hp.arch}.rope.dimension_sections); use the projector of this model"
             )
         self._check_width(hp)
+        self.tower.extra(self.tower.grid(*self.tower.fit(facts.image_size, facts.image_size)))  # has the right shape
         self._encoder = Encoder(self.tower, self.tensors, n_threads)
         self._lock = threading.Lock()
         self._key = f"{self.type}:{facts.n_embd}:{facts.n_layer}:{limits.least}:{limits.most}:{self._fingerprint()}"
@@ -64,7 +65,7 @@ class Projector:
         return cls(path, hp, n_threads, Limits(min_tokens, max_tokens))
 
     def _check_width(self, hp: HParams) -> None:
-        width = int(self.tower.facts.metadata.get("clip.vision.projection_dim", hp.n_embd))
+        width = self.tower.facts.integer("projection_dim", hp.n_embd)
         if width != hp.n_embd:
             raise FormatError(
                 f"{self.path}: the projector makes embeddings of {width} values, {hp.source} has {hp.n_embd}; use the "

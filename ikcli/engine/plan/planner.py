@@ -23,6 +23,7 @@ from ikcli.engine.plan.placement import CPU, Placement, place
 from ikcli.engine.plan.programs import (
     Graphs,
     check_caches,
+    check_ranges,
     graph_config,
     output_bytes,
     record_graphs,
@@ -126,9 +127,13 @@ class Planner:
         model = self.model(config, placement)
         check_caches(cfg, config, model)
         graphs = self._record(cfg, model)
+        if cfg.media is not None:
+            check_ranges(graphs, placement.cache, model.source)
         offload = offload_of(config, model, placement) if placement.devices else None
         used = {*placement.buffer_of.values(), *placement.cache}
         gpus = {name: gpu for name, gpu in self._gpus.items() if name in used}
+        if config.fleet.stages > 1 and cfg.media is not None:
+            raise UsageError("--stages cannot be combined with a projector: images are computed in one process")
         if config.fleet.stages > 1:
             if cfg.n_heads:
                 raise UsageError("--spec-type mtp does not work with --stages; use another type, or no stages")

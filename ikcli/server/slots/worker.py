@@ -391,6 +391,8 @@ class Worker:
                 batch = _batch(ready)
                 self._deliver()
                 logits = self.session.step(batch)
+                if len(ready) > 1 and self.model.needs_checkpoints:
+                    logits = logits.copy()  # rolling one slot back computes, which overwrites the rows of the others
             else:
                 logits = self.session.step_each(*_next_tokens(ready), self._deliver)
         except StageLostError:

@@ -251,7 +251,7 @@ WITHOUT_CONVERSION = {"bitnet", "bitnet-25", "bitnet-b1.58", "falcon-h1", "jamba
 
 def test_every_architecture_that_runs_has_a_conversion() -> None:
     assert {a.name for a in ARCHITECTURES} == set(MODELS) - {"cohere2moe"} - WITHOUT_CONVERSION
-    assert "supports all architectures of [models.md](models.md)" in (
+    assert "supports the architectures of [models.md](models.md) except `bitnet`, `falcon-h1`, `jamba`" in (
         Path(__file__).parents[1] / "docs" / "convert.md"
     ).read_text(encoding="utf-8")
 

@@ -11,8 +11,8 @@ from ikcli.errors import UnsupportedError
 
 _FAMILIES = (
     "arctic baichuan bert bloom cohere dbrx deepseek dots ernie exaone falcon gemma glm gpt2 gpt_oss gptneox "
-    "granite grok hunyuan internlm kimi laguna lfm2 ling llama llama4 mamba mamba2 mellum mimo minimax mpt muse nemotron "
-    "olmo phi plamo qwen qwen3_next refact stablelm starcoder step"
+    "granite grok hunyuan internlm kimi laguna lfm2 ling llama llama4 mamba mamba2 mellum mimo minimax mpt muse "
+    "nemotron olmo phi plamo qwen qwen3_next refact stablelm starcoder step"
 )
 """The files of this folder, each with the records of a model family."""
 

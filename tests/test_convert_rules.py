@@ -427,3 +427,16 @@ def test_convolutions_and_widths_of_lfm2(tmp_path: Path) -> None:
     assert wanted <= set(m.tensors)
     assert m.metadata["lfm2.feed_forward_length"] == 10  # two thirds of 12, in steps of 5
     assert m.metadata["lfm2.attention.head_count_kv"] == [0, 2]
+
+
+def test_alpha_of_dense_hunyuan(tmp_path: Path) -> None:
+    scaling = {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}
+    config = {"architectures": ["HunYuanDenseV1ForCausalLM"], "model_type": "hunyuan_v1_dense", "head_dim": 8,
+              "rope_theta": 1e4, "rope_scaling": scaling, "use_qk_norm": True, "tie_word_embeddings": True}  # fmt: skip
+    m = build(tmp_path, config, {
+        "model.layers.0.self_attn.query_layernorm.weight": numbers(8),
+        "model.layers.0.self_attn.key_layernorm.weight": numbers(8), "model.embed_tokens.weight": numbers(16, 8),
+    })  # fmt: skip
+    assert {"blk.0.attn_q_norm.weight", "blk.0.attn_k_norm.weight"} <= set(m.tensors)
+    assert m.metadata["hunyuan-dense.rope.freq_base"] == pytest.approx(1e4 * 1000 ** (8 / 6))
+    assert "hunyuan-dense.expert_count" not in m.metadata

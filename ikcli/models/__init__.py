@@ -57,6 +57,7 @@ ARCHITECTURES: dict[str, str] = {
     "granite": "ikcli.models.plain",
     "granitehybrid": "ikcli.models.mamba2",
     "granitemoe": "ikcli.models.plain",
+    "hunyuan-dense": "ikcli.models.plain",
     "hunyuan-moe": "ikcli.models.plain",
     "internlm2": "ikcli.models.llama",
     "jamba": "ikcli.models.lfm2",

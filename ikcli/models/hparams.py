@@ -258,7 +258,7 @@ def _alike(tensors: Mapping[str, HasShape], il: int, n_layer: int) -> int:
 
 
 def _norms(keys: Keys) -> dict[str, Any]:
-    """Return kind and epsilon of the norms; Cohere's models with experts have either kind, Refact the file's."""
+    """Return kind and epsilon of the norms. For Cohere's MoE and Refact models the keys of the file tell the kind."""
     layer = keys.arch in _LAYER_NORM or (keys.arch == "cohere2_moe" and not keys.number(_RMS_KEY, 0.0))
     layer = layer or (keys.arch == "refact" and _LAYER_KEY in keys)
     key = _LAYER_KEY if layer else _RMS_KEY
@@ -288,7 +288,7 @@ def _by_layer(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _uniform(value: Any) -> Any:
-    """Reduce a tuple of equal values to one of them."""
+    """Return the common value of a tuple of equal values; other tuples stay."""
     return value[0] if isinstance(value, tuple) and len(set(value)) == 1 else value
 
 
@@ -418,7 +418,7 @@ def _of_older_models(keys: Keys, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _encoder(keys: Keys, values: dict[str, Any], tensors: Mapping[str, HasShape]) -> dict[str, Any]:
-    """Return direction, positions and text parts; rerankers tell query and document apart."""
+    """Return the settings of encoders: no causal mask, positions, token types, and the separator of rerankers."""
     if keys.raw("attention.causal", False):
         raise UnsupportedError(f"{keys.source}: {keys.name('attention.causal')} is true; only encoders are supported")
     types = tensors.get("token_types.weight")

@@ -63,7 +63,7 @@ class Media:
         if len(text) > self._max_bytes // 3 * 4 + 4:
             raise self._too_large()
         try:
-            text = "".join(text.split()).translate({ord("-"): "+", ord("_"): "/"}).rstrip("=")
+            text = "".join(text.split()).replace("-", "+").replace("_", "/").rstrip("=")
             return binascii.a2b_base64(text + "=" * (-len(text) % 4), strict_mode=True)
         except (ValueError, binascii.Error):
             raise MediaError("expected the base64 data or the data: URL of an image, but it is not base64") from None

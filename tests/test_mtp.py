@@ -19,6 +19,8 @@ from tiers import some
 from tiny_architectures import tiny
 
 from ikcli.engine.plan import sizes
+from ikcli.engine.plan.devices import described_machine
+from ikcli.engine.plan.fit import fit
 from ikcli.engine.plan.planner import Planner
 from ikcli.engine.run import gpus, sequences
 from ikcli.engine.run.batch import Batch
@@ -33,6 +35,7 @@ from ikcli.models import GraphConfig
 from ikcli.settings.records import SpecStage
 from ikcli.settings.run import RunConfig
 from ikcli.settings.server import ServerConfig
+from ikcli.settings.values import parse_device_spec
 
 MTP = ServerConfig(spec_type=(SpecStage("mtp"),))
 V3 = {"expert_gating_func": 2, "expert_weights_norm": True}
@@ -40,6 +43,7 @@ WINDOWS = {"attention.sliding_window_pattern": np.arange(7) % 2 == 0}  # of head
 MODELS: dict[str, Callable[[], MemoryModel]] = {
     "glm4moe": lambda: add_heads(tiny("glm4moe"), own=True),
     "glm-dsa": lambda: add_heads(tiny_glm_dsa()),
+    "deepseek32": lambda: add_heads(tiny("deepseek32")),
     "deepseek2": lambda: add_heads(tiny_deepseek2(**V3), own=True),
     "qwen35": lambda: add_heads(tiny("qwen35")),
     "qwen35moe": lambda: add_heads(tiny("qwen35moe")),
@@ -353,3 +357,27 @@ def _kld(session: Session, base: BaseReader, chunk: int) -> np.ndarray:
     log_q -= np.log(np.exp(log_q).sum(axis=1, keepdims=True))
     kld: np.ndarray = (np.exp(log_p) * (log_p - log_q)).sum(axis=1)[:-1]
     return kld
+
+
+@pytest.mark.slow("kernels of other attention modes")
+@pytest.mark.parametrize("mla", [0, 1, 2])
+def test_modes_of_latent_attention(mla: int, tmp_path: Path) -> None:
+    same_with_and_without_drafts(write_model(MODELS["deepseek2"](), tmp_path / "model.gguf"), 2, 40, mla=mla)
+
+
+def test_fit_counts_heads(tmp_path: Path) -> None:
+    path = write_model(MODELS["glm4moe"](), tmp_path / "model.gguf")
+    config = RunConfig(command="plan", model=path, fit=True, **CPU)
+    planner = Planner.of_file(config).on(described_machine(parse_device_spec("cuda:24GiB"), None))
+    without, with_heads = (fit(planner, replace(config, server=s)) for s in (ServerConfig(), MTP))
+    assert without.options == with_heads.options == "-ngl 99"
+    buffers = with_heads.plan.placement.buffer_of
+    assert {buffers[n] for n in buffers if n.startswith("blk.3.") and "embed_tokens" not in n} == {"CUDA0"}
+    assert buffers["blk.3.nextn.embed_tokens.weight"] == "CPU"  # single rows are read from it
+    more = {
+        part: with_heads.plan.memory.parts["CUDA0"][part] - without.plan.memory.parts["CUDA0"][part]
+        for part in ("weights", "KV")
+    }
+    tensors = planner.file.tensors.values()
+    own = sum(t.n_bytes for t in tensors if buffers[t.name] == "CUDA0" and t.name.startswith("blk.3."))
+    assert own <= more["weights"] < 1.5 * own and more["KV"] > 0

@@ -18,6 +18,8 @@ from ikcli.engine.run.batch import Batch
 from ikcli.engine.run.saved_sequence import SavedSequence
 from ikcli.engine.run.session import Session
 from ikcli.errors import IkError
+from ikcli.server.http.metrics import prometheus_text
+from ikcli.server.http.users import Users
 from ikcli.server.slots.engine import Engine
 from ikcli.server.slots.states import EngineError
 from ikcli.settings.run import RunConfig
@@ -110,6 +112,30 @@ def test_an_evicted_prompt_comes_back_from_ram() -> None:
         ask(e, LONG, 8)
         ask(e, "The quick brown fox jumps over the lazy dog, and then it sleeps.", 8)
         assert e.metrics().prompt_cache_entries == 0 and ask(e, LONG, 8).timings.cache_n <= 1
+
+
+def test_conversations_in_turns_cost_their_distinct_tokens() -> None:
+    """One text, then another with several ends, in one slot: the first is still whole, each end is computed alone."""
+    first, second = ([k + i % 400 for i in range(300)] for k in (100, 600))
+    with serving(1, n_ctx=1024, server={"cache_ram": 8, "cache_explain": True}) as e:
+        assert e._worker is not None
+        store, lines = e._worker._reuse.store, []
+        e._worker._log = lambda level, function, message, fields: lines.append((message, fields))
+        per_token = sum(a * b for a, b in e._worker.session.sequences.shapes(1, 1)) + 4
+        store.limit = 420 * per_token + 300 * per_token
+        ask(e, first, 1)
+        computed = [ask(e, [*second, *range(1100 + 20 * k, 1120 + 20 * k)], 1).timings.prompt_n for k in range(5)]
+        assert computed == [320, 20, 20, 20, 20]
+        again = ask(e, [*first, 7], 1)
+        assert (again.timings.cache_ram_n, again.timings.cache_n, again.timings.prompt_n) == (300, 300, 1)
+        assert store.n_bytes == (300 + 300 + 5 * 20) * per_token
+        found = e.metrics(reset=False)
+        assert (found.prompt_tokens_slot_total, found.prompt_tokens_ram_total) == (4 * 300, 300)
+    text = prometheus_text(found, Users()).decode()
+    assert "llamacpp:prompt_tokens_from_ram_total 300.0" in text
+    reused = [fields for message, fields in lines if message == "prompt tokens reused"]
+    assert reused[2]["missed_at"] == 300 and (reused[2]["token"], reused[2]["cached_token"]) == (1120, 1100)
+    assert any(message.startswith("prompt cache: 6 texts") for message, _ in lines)
 
 
 # --- context full -----------------------------------------------------------------------------------------------------

@@ -25,7 +25,6 @@ from ikcli.settings.run import DATA_DIR
 from ikcli.settings.sampling import SamplingConfig
 from ikcli.settings.values import parse_spec_type
 
-UNGATED = {"spec_autotune": False}
 TEXT = "import os\nimport sys\nimport os\nimport sys\nimport os\nimport"
 SAMPLING = (GREEDY, SamplerParams(temperature=0.8, seed=11), replace(GREEDY, repeat_penalty=1.3))
 TYPES = (
@@ -61,7 +60,7 @@ def plain() -> list[Final]:
 @pytest.mark.parametrize("spec", TYPES)
 def test_the_text_is_the_same(spec: str, plain: list[Final]) -> None:
     draft = DATA_DIR / "demo.gguf" if spec.startswith("draft") else None
-    with serving(2, n_ctx=512, server={"spec_type": parse_spec_type(spec), "model_draft": draft} | UNGATED) as e:
+    with serving(2, n_ctx=512, server={"spec_type": parse_spec_type(spec), "model_draft": draft}) as e:
         found = answers(e)
         metrics = e.metrics()
     assert [(f.text, f.stop_type, f.tokens) for f in found] == [(f.text, f.stop_type, f.tokens) for f in plain]
@@ -73,9 +72,19 @@ def test_the_text_is_the_same(spec: str, plain: list[Final]) -> None:
     assert by_position[0] <= metrics.drafts_total <= drafted
 
 
+@pytest.mark.slow("an engine for each kind of draft")
+@pytest.mark.parametrize("spec", TYPES)
+def test_the_text_is_the_same_with_chosen_lengths(spec: str, plain: list[Final]) -> None:
+    draft = DATA_DIR / "demo.gguf" if spec.startswith("draft") else None
+    server = {"spec_type": parse_spec_type(spec), "model_draft": draft, "spec_autotune": True, "spec_explain": True}
+    with serving(2, n_ctx=512, server=server) as e:
+        found = answers(e)
+    assert [(f.text, f.stop_type, f.tokens) for f in found] == [(f.text, f.stop_type, f.tokens) for f in plain]
+
+
 def test_the_same_model_as_draft_is_always_right() -> None:
     stage = parse_spec_type("draft:p_min=0")
-    with serving(1, n_ctx=512, server={"spec_type": stage, "model_draft": DATA_DIR / "demo.gguf"} | UNGATED) as e:
+    with serving(1, n_ctx=512, server={"spec_type": stage, "model_draft": DATA_DIR / "demo.gguf"}) as e:
         t = Call(e, request(e.tokenizer.encode(TEXT), 40)).final.timings
         assert t.draft_n == t.draft_n_accepted >= 30
         off = Call(e, request(e.tokenizer.encode(TEXT), 40, speculation=Speculation(n_max=0))).final.timings
@@ -103,12 +112,7 @@ def tiny_file(folder: Path) -> Path:
 def test_drafts_fit_the_batch_the_answer_and_the_slot(tmp_path: Path) -> None:
     """Together at most as many rows as are exact; none beyond the context, and none that the limit cuts off."""
     path = tiny_file(tmp_path)
-    server = {
-        "spec_type": parse_spec_type("ngram-simple:ngram_size_n=1"),
-        "draft_max": 100,
-        "context_shift": False,
-        **UNGATED,
-    }
+    server = {"spec_type": parse_spec_type("ngram-simple:ngram_size_n=1"), "draft_max": 100, "context_shift": False}
     with by_hand(path, 3, n_ctx=768, server=server) as hand:
         session, slots = hand.worker.session, hand.worker.slots
         sevens = type("Sevens", (), {"draft": lambda self, text, n_max: [7] * 99})()
@@ -147,7 +151,7 @@ def test_drafts_fit_the_batch_the_answer_and_the_slot(tmp_path: Path) -> None:
 def test_a_draft_model_keeps_within_its_own_context(tmp_path: Path) -> None:
     """Near its end there are no drafts, and the answer goes on to the end of the slot."""
     path = tiny_file(tmp_path)
-    server = {"spec_type": parse_spec_type("draft:p_min=0"), "model_draft": path, "context_shift": False, **UNGATED}
+    server = {"spec_type": parse_spec_type("draft:p_min=0"), "model_draft": path, "context_shift": False}
     for n_ctx, n in ((256, 240), (256, 241), (256, 242), (256, 243), (512, 240)):
         with by_hand(path, 1, n_ctx=512, server=server | {"draft_ctx": n_ctx, "draft_max": 4}) as hand:
             call = hand.post((list(range(3, 93)) * 3)[:n], -1, sampling=GREEDY)
@@ -163,7 +167,7 @@ def test_drafts_may_have_a_least_length(tmp_path: Path) -> None:
     again = SamplerParams(temperature=0, logit_bias=((7, 1e4),))
     found = []
     for n_min, n_predict in ((0, 8), (3, 8), (3, 3), (99, 8)):
-        server = {"spec_type": parse_spec_type("ngram-simple:ngram_size_n=1,ngram_size_m=2"), "draft_max": 5, **UNGATED}
+        server = {"spec_type": parse_spec_type("ngram-simple:ngram_size_n=1,ngram_size_m=2"), "draft_max": 5}
         with by_hand(path, 1, server=server) as hand:
             call = hand.post([7] * 9, n_predict, sampling=again, speculation=Speculation(n_min=n_min))
             hand.until(lambda: call.final)  # noqa: B023

@@ -264,6 +264,7 @@ class Work:
     n_whole: int
     t_served: int = 0
     wants_prompt_logits: bool = False
+    n_at_once: int = 0
 
 
 def test_pieces_of_prompts_in_a_step() -> None:

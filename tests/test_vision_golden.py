@@ -15,8 +15,12 @@ from ikcli.engine.run.batch import Batch
 from ikcli.engine.run.media import Media
 from ikcli.engine.run.session import Session
 from ikcli.errors import IkError
+from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import open_gguf
+from ikcli.gguf.writer import GGUFWriter, NewTensor
 from ikcli.models import HParams
+from ikcli.quant.decode import dequantize
+from ikcli.quant.encoders import quantize_rows
 from ikcli.settings.run import RunConfig
 from ikcli.vision.decode import decode_image
 from ikcli.vision.projector import Projector
@@ -32,7 +36,8 @@ class Golden:
         self.folder, self.name = folder, name
         self.all = json.loads((folder / "vision.json").read_text(encoding="utf-8"))
         self.facts: dict[str, Any] = self.all["models"][name]
-        self.truth = np.load(folder / f"{name}.npz")
+        with np.load(folder / f"{name}.npz") as truth:
+            self.truth = dict(truth)
         file = open_gguf(folder / f"{name}.gguf")
         self.hp = HParams.from_gguf(file.metadata, file.tensors, f"{name}.gguf")
         self.projector = Projector.open(folder / f"{name}.mmproj.gguf", self.hp, n_threads=2)
@@ -42,8 +47,26 @@ class Golden:
         return self.projector.encode(decode_image(data))
 
     def rows(self, image: str) -> npt.NDArray[np.float32]:
-        deep = sorted(k for k in self.truth.files if k.startswith(f"{image}.deepstack"))
+        deep = sorted(k for k in self.truth if k.startswith(f"{image}.deepstack"))
         return np.concatenate([self.truth[k].astype(np.float32) for k in (f"{image}.embd", *deep)], axis=1)
+
+    def retyped(self, path: Path, type_: GGMLType, *, decoded: bool) -> Path:
+        """Write the projector with its matrices in another type, or with the numbers of that type as float32."""
+        file = open_gguf(self.folder / f"{self.name}.mmproj.gguf")
+        found: dict[str, tuple[NewTensor, npt.NDArray[np.uint8]]] = {}
+        for name, tensor in file.tensors.items():
+            shape, data = tuple(tensor.shape), file.data(name)
+            change = len(shape) == 2 and tensor.type is GGMLType.F16
+            if change:
+                data = np.asarray(quantize_rows(dequantize(data, tensor.type, shape), type_))
+            if change and decoded:
+                data = dequantize(data.reshape(-1), type_, shape)
+            written = (GGMLType.F32 if decoded else type_) if change else tensor.type
+            found[name] = NewTensor(name, shape, written), data
+        with GGUFWriter(path, file.typed_metadata(), [spec for spec, _ in found.values()]) as writer:
+            for name, (_, data) in found.items():
+                writer.write_tensor(name, data.reshape(-1).view(np.uint8))
+        return path
 
     def session(self, n_seq: int = 1, **changed: Any) -> Session:
         config = RunConfig(model=str(self.folder / f"{self.name}.gguf"), n_ctx=2048, n_batch=2048, n_threads=2,
@@ -138,3 +161,19 @@ def test_an_image_that_must_be_whole_says_so(shared_dir: Path) -> None:
     golden = Golden(shared_dir / "golden" / "vision", "gemma3")
     with golden.session(n_ubatch=8) as session, pytest.raises(IkError, match=r"16 tokens.*one micro-batch; use -ub 16"):
         session.decode(Batch.mixed([[1, 5], golden.media("small"), [6]]))
+
+
+@pytest.mark.slow("compiles the kernels of quantized towers")
+@pytest.mark.parametrize(("name", "limit"), [("f32", 1e-4), ("bf16", 2e-2), ("q8_0", 4e-2), ("q4_0", 4e-2)])
+def test_projectors_of_other_types(shared_dir: Path, tmp_path: Path, name: str, limit: float) -> None:
+    """Matrices in another type give what the same numbers in float32 give, up to the rounding of activations."""
+    for model in ("qwen25vl", "gemma3", "mistral3", "gemma4"):
+        golden = Golden(shared_dir / "golden" / "vision", model)
+        picture = decode_image((golden.folder / "images" / "small.png").read_bytes())
+        rows = []
+        for decoded in (False, True):
+            path = golden.retyped(tmp_path / f"{model}-{decoded}.gguf", GGMLType[name.upper()], decoded=decoded)
+            projector = Projector.open(path, golden.hp, n_threads=2)
+            rows.append(projector.encode(picture).rows)
+            projector.close()
+        assert np.sqrt(np.square(rows[0] - rows[1]).mean() / np.square(rows[1]).mean()) < limit

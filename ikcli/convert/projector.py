@@ -352,7 +352,9 @@ def open_projector(directory: Path, outtype: str = "auto", model_name: str | Non
     kind = _kind(directory, config)
     vision = config.get("vision_config")
     if not isinstance(vision, dict):
-        raise FormatError(f"{directory / 'config.json'}: key vision_config is missing, so there is no vision tower")
+        raise FormatError(
+            f"{directory / 'config.json'}: key vision_config is missing, so the model has no vision tower"
+        )
     settings = Settings(directory, config, dict(vision), _processor(directory))
     kind.prepare(settings)
     files = SafetensorsSource(directory)

@@ -37,10 +37,8 @@ class DraftModel:
             n_gpu_layers=config.n_gpu_layers if s.draft_gpu_layers is None else s.draft_gpu_layers,
             override_tensor=s.draft_override_tensor, device=s.draft_device or config.device,
             server=replace(s, spec_type=(), model_draft=None),
+            override_kv=(), rope=RopeConfig(), adapters=AdapterConfig(), fleet=BatchConfig(),  # these are the model's
         )  # fmt: skip
-        changed = replace(
-            changed, override_kv=(), rope=RopeConfig(), adapters=AdapterConfig(), fleet=BatchConfig()
-        )  # these belong to the other file
         session = open_session(changed, n_ctx=n_ctx, n_seq_max=target.n_seq_max, n_step=target.n_seq_max)
         tokens, theirs = (x.model.file.get("tokenizer.ggml.tokens") for x in (session, target))
         if session.n_vocab != target.n_vocab or list(tokens or ()) != list(theirs or ()):
@@ -49,8 +47,8 @@ class DraftModel:
         return cls(session)
 
     def draft(self, wanted: Sequence[Continuation]) -> None:
-        """Fill `found` of every text; a text that is not computed yet advances by one ubatch and waits."""
-        active = [w for w in wanted if w.n_max > 0 and self._catch_up(w)]
+        """Fill `found` of every text; each must have caught up."""
+        active = list(wanted)
         tokens = {w.seq: int(w.text[-1]) for w in active}
         while active:
             logits = self.session.step(self._batch(active, tokens))
@@ -68,10 +66,10 @@ class DraftModel:
                     going.append(w)
             active = going
 
-    def _catch_up(self, w: Continuation) -> bool:
-        """Compute the text except its last token; return False if that takes another call or does not fit."""
+    def catch_up(self, w: Continuation) -> bool:
+        """Compute the text except its last token, at most a ubatch; return False if more is left or it does not fit."""
         session = self.session
-        if len(w.text) + w.n_max > session.n_ctx_seq:
+        if w.n_max <= 0 or len(w.text) + w.n_max > session.n_ctx_seq:
             return False
         n = session.truncate(w.seq, min(_common_prefix(self._cached[w.seq], w.text), len(w.text) - 1))
         piece = w.text[n : len(w.text) - 1][: session.n_ubatch]

@@ -42,9 +42,17 @@ class Wanted:
 
 
 class Drafter(Protocol):
-    """Drafts for all texts of a session. `costs`: a longer draft takes more time, so lengths are chosen before."""
+    """Drafts for all texts of a session.
+
+    `costs`: a longer draft takes more time, so lengths are chosen before. `sees_pictures`: it drafts for texts with
+    images too.
+    """
 
     costs: bool
+    sees_pictures: bool
+
+    def prepare(self, wanted: Sequence[Wanted]) -> Sequence[Wanted]:
+        """Compute what the drafts continue; return the texts that can get one now."""
 
     def draft(self, wanted: Sequence[Wanted]) -> None:
         """Fill `found` of every text that it has a draft for."""
@@ -60,10 +68,14 @@ class TextDrafter:
     """Drafts from earlier text; every text has a guesser of its own."""
 
     costs = False
+    sees_pictures = True
 
     def __init__(self, make: Callable[[], ngrams.Drafter]) -> None:
         self._make = make
         self._guessers: dict[int, tuple[object, ngrams.Drafter]] = {}
+
+    def prepare(self, wanted: Sequence[Wanted]) -> Sequence[Wanted]:
+        return wanted
 
     def draft(self, wanted: Sequence[Wanted]) -> None:
         for w in wanted:
@@ -71,7 +83,7 @@ class TextDrafter:
             if guesser is None or owner is not w.owner:
                 guesser = self._make()
                 self._guessers[w.seq] = w.owner, guesser
-            w.found += guesser.draft(w.history, w.n_max)[: w.n_max]
+            w.found += _texts_only(guesser.draft(w.history, w.n_max)[: w.n_max])
 
     def finished(self, seq: int, owner: object) -> None:
         known, guesser = self._guessers.pop(seq, (None, None))
@@ -107,9 +119,13 @@ class ModelDrafter:
     """Drafts with a draft model."""
 
     costs = True
+    sees_pictures = False
 
     def __init__(self, model: DraftModel) -> None:
         self._model = model
+
+    def prepare(self, wanted: Sequence[Wanted]) -> Sequence[Wanted]:
+        return [w for w in wanted if self._model.catch_up(w)]
 
     def draft(self, wanted: Sequence[Wanted]) -> None:
         self._model.draft(wanted)
@@ -125,10 +141,14 @@ class HeadsDrafter:
     """Drafts with the heads of the session (MTP)."""
 
     costs = True
+    sees_pictures = False
 
     def __init__(self, session: Session) -> None:
         assert session.heads is not None, "`uses_heads` decides"
         self._heads = session.heads
+
+    def prepare(self, wanted: Sequence[Wanted]) -> Sequence[Wanted]:
+        return wanted
 
     def draft(self, wanted: Sequence[Wanted]) -> None:
         self._heads.draft(wanted)
@@ -138,6 +158,11 @@ class HeadsDrafter:
 
     def close(self) -> None:
         """The session closes its heads."""
+
+
+def _texts_only(draft: list[int]) -> list[int]:
+    """Return a draft up to the first position of an image, which drafts from the prompt can reach."""
+    return next((draft[:i] for i, token in enumerate(draft) if token < 0), draft)
 
 
 def stages(session: Session) -> tuple[SpecStage, ...]:

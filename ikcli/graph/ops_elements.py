@@ -44,7 +44,7 @@ class SoftCap(SameSize):
 class Gate(SameSize):
     """x times sigmoid(gate); a gate has one column for a whole row, one per head or one per column of x.
 
-    `kind` "softplus": times ln(1 + exp(gate)).
+    `kind` "softplus": times ln(1 + exp(gate)); "product": times the gate itself.
     """
 
     name = "gate"
@@ -54,14 +54,15 @@ class Gate(SameSize):
     kind: str = "sigmoid"
 
     def __post_init__(self) -> None:
-        if self.kind not in ("sigmoid", "softplus"):
-            raise ValueError(f"gate {self.kind} is none of sigmoid, softplus")
+        if self.kind not in ("sigmoid", "softplus", "product"):
+            raise ValueError(f"gate {self.kind} is none of sigmoid, softplus, product")
         if self.x.cols % self.gate.cols:
             raise ValueError("the columns of a gate do not divide those of the value")
 
     def compute(self, run: Run) -> Array:
         x, gate = run.value(self.x), run.value(self.gate)
-        gate = sigmoid(gate) if self.kind == "sigmoid" else np.logaddexp(gate, 0)
+        if self.kind != "product":
+            gate = sigmoid(gate) if self.kind == "sigmoid" else np.logaddexp(gate, 0)
         out: Array = (x.reshape(len(x), gate.shape[1], -1) * gate[:, :, None]).reshape(x.shape)
         return out
 

@@ -17,7 +17,7 @@ from ikcli.graph.ops_elements import Activate, Clamp, Gate, Norm, PosScale, Scal
 from ikcli.graph.ops_experts import AddId, MoeRoute, MoeSort, MoeSum, MoeUpGate, MulMatId, ScaleId
 from ikcli.graph.ops_host import HostRows
 from ikcli.graph.ops_media import AxisRopeTable, MeanRows, MediaRows, MergeRows
-from ikcli.graph.ops_recurrent import Decay, DeltaNet, GatedNorm, L2Norm, SelectiveScan, ShortConv
+from ikcli.graph.ops_recurrent import Decay, DeltaNet, GatedNorm, L2Norm, Mamba2Scan, SelectiveScan, ShortConv
 from ikcli.graph.ops_rows import (
     Add,
     Concat,
@@ -182,7 +182,7 @@ class Graph:
         return self.record(PosScale(x, scale, length, shift), name)
 
     def gate(self, x: Node, gate: Node, name: str, kind: str = "sigmoid") -> Node:
-        """Multiply x by sigmoid(gate) or softplus(gate), whose columns each cover an equal part of a row."""
+        """Multiply x by sigmoid(gate), softplus(gate) or the gate, whose columns each cover an equal part of a row."""
         return self.record(Gate(x, gate, kind), name)
 
     def softcap(self, x: Node, cap: float, name: str) -> Node:
@@ -366,9 +366,13 @@ class Graph:
         name: str,
         *,
         biases: Sequence[Weight] = (),
+        linear: bool = False,
     ) -> Node:
-        """Apply silu to a causal convolution of a few taps, each column separately; parts come side by side."""
-        return self.record(ShortConv(state, tuple(parts), tuple(weights), tuple(biases)), name)
+        """Apply silu (unless `linear`) to a causal convolution of a few taps, each column separately.
+
+        Parts come side by side.
+        """
+        return self.record(ShortConv(state, tuple(parts), tuple(weights), tuple(biases), linear), name)
 
     def l2_norm(self, x: Node, width: int, eps: float, name: str, *, offset: int = 0, cols: int = 0) -> Node:
         """Divide groups of `width` columns of [offset, offset+cols) by their length (cols 0: the rest)."""
@@ -411,6 +415,24 @@ class Graph:
     ) -> Node:
         """Apply Mamba's scan: [rows, x.cols]; see `SelectiveScan`."""
         return self.record(SelectiveScan(state, x, dt, b, c, a, d, dt_bias), name)
+
+    def mamba2_scan(
+        self,
+        state: Cache,
+        x: HeadSlice,
+        dt: Node,
+        b: HeadSlice,
+        c: HeadSlice,
+        name: str,
+        *,
+        a: Weight,
+        d: Weight,
+        dt_bias: Weight,
+        n_head: int,
+        n_group: int,
+    ) -> Node:
+        """Apply Mamba 2's scan: [rows, n_head*x.width]; see `Mamba2Scan`."""
+        return self.record(Mamba2Scan(state, x, dt, b, c, a, d, dt_bias, n_head, n_group), name)
 
     def gated_norm(self, x: Node, w: Weight, gate: Node, eps: float, name: str, *, activation: str = "silu") -> Node:
         """Apply RMS norm in groups of w.ne0 columns, times silu (or sigmoid) of the gate."""

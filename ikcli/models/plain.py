@@ -70,6 +70,7 @@ TABLE: dict[str, Plain] = {
     "glm4moe": Plain(qk_norm=None, ffn_norm="post_attention_norm"),
     "granite": _PAIRS,
     "granitemoe": _PAIRS,
+    "hunyuan-dense": Plain(bias=False, qk_norm=True, norm_last=True),
     "hunyuan-moe": Plain(bias=False, qk_norm=True, norm_last=True),
     "mellum": Plain(qk_norm=True),
     "mimo2": Plain(more=_sinks),

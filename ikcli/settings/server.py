@@ -125,9 +125,10 @@ class ServerConfig:
         help="print the prompt cache as a tree whenever a request begins, with the slots and what each text takes")
     spec_type: tuple[SpecStage, ...] = _speculation((), "--spec-type", "custom", form="TYPE[:K=V,...]",
         example="--spec-type ngram-simple:n_max=7", parse=parse_spec_type, repeat=True, bench_list=False,
-        env="LLAMA_ARG_SPEC_TYPE",
-        help="speculative decoding: the drafter, with keys n_max, n_min, p_min, ngram_size_n, ngram_size_m, "
-        "ngram_min_hits; the text stays the same. Repeatable: later ones draft if earlier ones have no draft")
+        env="LLAMA_ARG_SPEC_TYPE", commands="SCL",
+        help="speculative decoding: the drafter (mtp: the model's own heads), with keys n_max, n_min, p_min, "
+        "ngram_size_n, ngram_size_m, ngram_min_hits; the text stays the same. Repeatable: later ones draft if earlier "
+        "ones have no draft")
     spec_set: tuple[SpecSetting, ...] = _speculation((), "--spec-set", "custom", form="TYPE:K=V",
         example="--spec-set ngram-mod:n_max=32", parse=parse_spec_setting, repeat=True, bench_list=False,
         help="setting for a --spec-type that does not set it; ngram stands for all n-gram types. Repeatable")
@@ -162,12 +163,12 @@ class ServerConfig:
     draft_device: tuple[str, ...] = _speculation((), "-devd --device-draft --spec-draft-device", "custom",
         form="CUDA0,CUDA1", example="-devd CUDA1", parse=parse_devices, bench_list=False,
         help="devices of the draft model; default: those of the model")
-    spec_autotune: bool = _speculation(True, "--spec-autotune", "switch", negative="--no-spec-autotune",
-        example="--no-spec-autotune",
-        help="choose the length of every draft by measured costs and acceptance, none included, so that drafts never "
-        "cost speed; without it drafts are as long as n_max allows (docs/speculation.md)")
+    spec_autotune: bool = _speculation(False, "--spec-autotune", "switch", negative="--no-spec-autotune",
+        example="--spec-autotune",
+        help="choose the length of every draft, none included, by measured costs and acceptance; without it drafts are "
+        "as long as n_max allows (docs/speculation.md)")
     spec_explain: bool = _speculation(False, "--spec-explain", "switch", example="--spec-explain",
-        help="log for every step how many tokens were drafted, and why")
+        help="log for every step how many tokens are drafted, and why")
     banned_string_file: Path | None = opt(None, "--banned-string-file", "path", topic="sampling", commands="SC",
         form="FILE", example="--banned-string-file slop.txt",
         help="texts that no output may contain, one per line; a request's banned_strings replace them")

@@ -371,20 +371,12 @@ def parse_layer_range(text: str) -> tuple[int, int]:
 
 
 SPEC_TYPES = (
-    "none",
-    "draft",
-    "ngram-simple",
-    "ngram-map-k",
-    "ngram-map-k4v",
-    "ngram-mod",
-    "ngram-cache",
-    "suffix",
-    "mtp",
-)
+    "none", "draft", "mtp", "ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache", "suffix",
+)  # fmt: skip
 
 
 NOT_DRAFTING = ("draft-eagle3", "eagle3", "draft-dflash", "dflash", "draft-dspark")
-"""Types of other programs that draft with layers of the model or with dedicated models."""
+"""Types of other programs that draft with dedicated models."""
 
 _SPEC_NAMES = {"draft-simple": "draft", "draft-mtp": "mtp"}
 

@@ -255,3 +255,20 @@ class AxisRopeTableParams(RopeTableParams):
 
 class MeanRowsParams(MapParams):
     n: int  # rows of x per row
+
+
+class Mamba2ScanParams(Params):
+    states: Address
+    state_bytes: int  # of a sequence
+    x: HeadRows
+    b: HeadRows
+    c: HeadRows
+    dt: Address
+    a: Address
+    d: Address
+    dt_bias: Address
+    out: Address
+    heads: int
+    groups: int
+    scratch: Address
+    scratch_bytes: int  # of a thread

@@ -407,6 +407,8 @@ class Session:
         Up to `n_exact` tokens the results are batch-invariant: those of a token do not depend on the rest of the batch,
         to the last bit.
         """
+        if len(batch) > self.n_step:
+            raise IkError(f"a step of {len(batch)} tokens, but the session was opened for {self.n_step}")
         start = time.perf_counter()
         self._settle()
         out_ids = np.arange(len(batch))

@@ -63,7 +63,7 @@ class Media:
         if len(text) > self._max_bytes // 3 * 4 + 4:
             raise self._too_large()
         try:
-            text = "".join(text.split()).translate({ord("-"): "+", ord("_"): "/"}).rstrip("=")
+            text = "".join(text.split()).replace("-", "+").replace("_", "/").rstrip("=")
             return binascii.a2b_base64(text + "=" * (-len(text) % 4), strict_mode=True)
         except (ValueError, binascii.Error):
             raise MediaError("expected the base64 data or the data: URL of an image, but it is not base64") from None
@@ -94,7 +94,7 @@ class Media:
                 continue
             if path.is_absolute() and found.is_relative_to(self._root):
                 return self._read(found, name)
-        raise MediaError(f"there is no file {_short(name)} below the folder of --media-path")
+        raise MediaError(f"{_short(name)} does not exist below the folder of --media-path")
 
     def _read(self, path: Path, name: str) -> bytes:
         try:

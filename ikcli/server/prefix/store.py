@@ -168,7 +168,7 @@ class PrefixStore:
 
     # --- take in ----------------------------------------------------------------------------------------------------
     def keep(self, seq: int, tokens: Tokens, added: Added) -> int:
-        """Store what a sequence holds, the beginning of it if there is no room for all; return the tokens stored."""
+        """Store the cache of a sequence, or its beginning if not all of it fits; return the number of tokens stored."""
         known: Sequence[Checkpoint] = ()
         if not self._sequences.kind.is_free:
             known = self._that_fit(self._sequences.known(seq, len(tokens)))
@@ -202,7 +202,7 @@ class PrefixStore:
         return n
 
     def _fill(self, seq: int, node: Node, room: _Room) -> bool:
-        """Take the rows of a node that is only on disk; return False if there is no room."""
+        """Read the rows of a node that is only on disk; return False if they do not fit."""
         if node.rows is not None:
             return True
         rows = self._sequences.read(seq, node.start, len(node.tokens))

@@ -2,7 +2,7 @@
 
 A drafted token is kept only if the sampler also chooses it from the model's own logits, so the text is the same with
 and without drafts. A micro-batch is kept so small that its results are batch-invariant (`Session.n_exact` rows). How
-many tokens a step drafts is the decision of `drafting.policy`, unless `--no-spec-autotune` fixes it.
+many tokens a step drafts is what options and requests allow; with `--spec-autotune`, `drafting.policy` decides it.
 """
 
 from __future__ import annotations
@@ -54,17 +54,24 @@ class Speculator:
 
     def _propose_fixed(self, slots: Sequence[Slot]) -> None:
         """Draft as much as options and requests allow; every slot gets its share of the rows."""
-        free = self._n_exact - len(slots)
-        for left, slot in zip(range(len(slots), 0, -1), slots, strict=True):
-            if free <= 0:
-                break
-            for i, stage in enumerate(self._stages):
-                wanted = self._wanted(slot, stage, -(-free // left))
+        without = list(slots)
+        for stage, drafter in zip(self._stages, self._drafters, strict=True):
+            free = self._n_exact - len(slots) - sum(len(s.draft) for s in slots)
+            found: list[tuple[Slot, Wanted]] = []
+            for left, slot in zip(range(len(without), 0, -1), without, strict=True):
+                wanted = self._wanted(slot, stage, drafter, -(-free // left))
                 if wanted.n_max > 0:
-                    self._drafters[i].draft([wanted])
-                if self._use(slot, stage, wanted, wanted.n_max):
-                    free -= len(slot.draft)
-                    break
+                    if not drafter.costs:
+                        drafter.draft([wanted])
+                    free -= wanted.n_max if drafter.costs else len(wanted.found)
+                    found.append((slot, wanted))
+            if drafter.costs and found:  # those of all slots are computed together
+                drafter.draft(drafter.prepare([w for _, w in found]))
+            for slot, wanted in found:
+                self._use(slot, stage, wanted, wanted.n_max)
+            without = [s for s in without if not s.draft]
+        drafts = [Option(s.id, self._kinds[s.id], len(s.draft)) for s in slots if s.draft]
+        self._note(Decision(tuple(o.n_most for o in drafts), "as long as allowed" if drafts else "no draft"), drafts)
 
     def _propose_chosen(self, slots: Sequence[Slot], policy: Policy) -> None:
         """Draft as much as pays. Drafts that cost nothing are made first, the others when their length is chosen."""
@@ -73,7 +80,7 @@ class Speculator:
         for slot in slots:
             best: tuple[float, Option, int, Wanted] | None = None
             for i, (stage, drafter) in enumerate(zip(self._stages, self._drafters, strict=True)):
-                wanted = self._wanted(slot, stage, self._n_exact - len(slots))
+                wanted = self._wanted(slot, stage, drafter, self._n_exact - len(slots))
                 if wanted.n_max <= 0:
                     continue
                 if not drafter.costs:
@@ -95,13 +102,15 @@ class Speculator:
             if drafter.costs and mine:
                 for _, wanted, n in mine:
                     wanted.n_max = n
+                ready = drafter.prepare([w for _, w, _ in mine])
                 start = time.perf_counter()
-                drafter.draft([w for _, w, _ in mine])
-                policy.drafted(self._stages[i].type, max(n for *_, n in mine), time.perf_counter() - start)
+                drafter.draft(ready)
+                if ready:
+                    policy.drafted(self._stages[i].type, max(w.n_max for w in ready), time.perf_counter() - start)
             for slot, wanted, n in mine:
                 self._use(slot, self._stages[i], wanted, n)
 
-    def _wanted(self, slot: Slot, stage: SpecStage, most: int) -> Wanted:
+    def _wanted(self, slot: Slot, stage: SpecStage, drafter: Drafter, most: int) -> Wanted:
         g = slot.generation
         assert g is not None
         asked = g.request.speculation
@@ -109,6 +118,8 @@ class Speculator:
         if g.n_remain >= 0:
             room = min(room, g.n_remain - 1)
         n_max = min(_first(asked.n_max, stage.n_max, self._config.draft_max), room, most)
+        if g.request.pictures and not drafter.sees_pictures:
+            n_max = 0
         p_min = _first(asked.p_min, stage.p_min, self._config.draft_p_min)
         return Wanted(slot.id, g, g.history, slot.text_tokens(), n_max, p_min)
 
@@ -148,10 +159,10 @@ class Speculator:
         if self._policy is not None and slot.id in self._kinds:
             self._policy.judged(slot.id, self._kinds[slot.id], n_drafted, n_right)
 
-    def repaired(self, seconds: float) -> None:
-        """Note the seconds that it took to compute again what a wrong draft had overwritten, and the next token."""
+    def repaired(self, seconds: float, n_tokens: int = 0) -> None:
+        """Note the seconds that it took to compute again what a wrong draft had overwritten, and `n_tokens` more."""
         if self._policy is not None:
-            self._policy.repaired(max(seconds - self._policy.rows(1), 0.0))
+            self._policy.repaired(max(seconds - n_tokens * self._policy.rows(1), 0.0))
 
     def finished(self, slot: Slot) -> None:
         """Learn from a finished generation (`-lcd`)."""

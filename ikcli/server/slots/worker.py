@@ -392,6 +392,8 @@ class Worker:
                 batch = _batch(ready)
                 self._deliver()
                 logits = self.session.step(batch)
+                if len(ready) > 1 and self.model.needs_checkpoints:
+                    logits = logits.copy()  # rolling one slot back computes, which overwrites the rows of the others
             else:
                 logits = self.session.step_each(*_next_tokens(ready), self._deliver)
         except StageLostError:
@@ -459,7 +461,10 @@ class Worker:
             slot.push(slot.last)
         if draft:
             self._speculator.judged(slot, len(draft), n_right)
+            start = time.perf_counter()
             slot.repairs = not self._roll_back(slot)
+            if n_right < len(draft) and not slot.repairs:
+                self._speculator.repaired(time.perf_counter() - start)
 
     def _take(self, slot: Slot, g: Generation, logits: npt.NDArray[np.float32]) -> bool:
         """Choose the next token and send what is certain; return False if the slot stops generating."""
@@ -508,7 +513,7 @@ class Worker:
         start = time.perf_counter()
         logits = self._compute(slot, tokens, wanted)
         if slot.repairs:
-            self._speculator.repaired(time.perf_counter() - start)
+            self._speculator.repaired(time.perf_counter() - start, 1)
             slot.repairs = False
         if slot.in_prompt and slot.n_past + n in slot.places:
             self.session.checkpoint(slot.id, likely=slot.places[slot.n_past + n])

@@ -68,7 +68,8 @@ def solve16(typingctx, factors, u):
     return types.void(types.intp, types.intp), codegen
 
 
-def _make_product(accumulate):
+def make_product(accumulate):
+    """Return a product with 16 columns, C (+)= A B."""
     # The shape of one vector, as a block of the state has 16 columns.
     m, vectors = BLOCKS[-1]
     block = make_rows_block(m, vectors, accumulate, "f32")
@@ -99,7 +100,7 @@ def make_delta_net(dk, dv, by_column):
     at_beta = at_e + 4 * dk
     a_step = 4 if by_column else 0  # between the decays of two columns of k
     a_width = 4 * (dk if by_column else 1)  # ... of two heads
-    product, add_product = _make_product(False), _make_product(True)
+    product, add_product = make_product(False), make_product(True)
 
     @inline
     def dot(a, b):

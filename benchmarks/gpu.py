@@ -2,7 +2,7 @@
 
     python benchmarks/gpu.py                       everything (about 5 minutes on an H200)
     python benchmarks/gpu.py --only roof,attention --json result.json
-    python benchmarks/gpu.py --only attention --independent --cells 131072
+    python benchmarks/gpu.py --only attention --batch-invariant --cells 131072
                                                    as in generation with -c 131072
     python benchmarks/gpu.py --tiny                shapes so small that the emulation can run them
 
@@ -35,10 +35,12 @@ from ikcli.backends.cuda.device import Device, Launch  # noqa: E402
 from ikcli.backends.cuda.kv_layout import cache_bytes, planes, to_device  # noqa: E402
 from ikcli.backends.cuda.lower import Counts, DeviceLimits, GpuLowering, GpuProgram, all_rules, lower  # noqa: E402
 from ikcli.backends.cuda.modules import Package  # noqa: E402
-from ikcli.backends.cuda.upload import convert, device_bytes  # noqa: E402
+from ikcli.backends.cuda.transfer import rows_launch  # noqa: E402
+from ikcli.backends.cuda.upload import convert, device_bytes, group_moves  # noqa: E402
 from ikcli.gguf.constants import GGMLType  # noqa: E402
 from ikcli.gguf.types import TYPES  # noqa: E402
 from ikcli.graph import Cache, Graph, HeadSlice, Node, Rows, Weight  # noqa: E402
+from ikcli.quant.formats import row_size  # noqa: E402
 
 T = GGMLType
 Array = npt.NDArray[Any]
@@ -52,7 +54,7 @@ class Bench:
     device: Device
     tiny: bool
     seconds: float  # per case, about
-    independent: bool = False  # batch-invariant attention of few tokens, as in generation
+    batch_invariant: bool = False  # batch-invariant attention of few tokens, as in generation
     cells: int = 0  # of caches, at least; 0: as many as positions
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(1))
     copy_bandwidth: float = 4.3e12  # bytes/s, replaced by the measured peak of `roof`
@@ -315,7 +317,7 @@ class Case:
         """Return the launches of one step of all tokens after the cells before them."""
         b, n, n_kv = self.b, self.n_tokens, self.n_kv
         most = {Rows.TOKENS: n, Rows.OUTPUTS: n, Rows.KV: self.n_cells}
-        low = GpuLowering(most, self.n_cells, DeviceLimits.of(b.device.info), batch_invariant=b.independent)
+        low = GpuLowering(most, self.n_cells, DeviceLimits.of(b.device.info), batch_invariant=b.batch_invariant)
         from leaves import Leaf
 
         rules = all_rules().replaced({Leaf: lambda low, node, op: low.keep(node, 0, 0)})
@@ -507,6 +509,23 @@ def matmul(b: Bench) -> None:
     _products(b, "matmul", MATMUL[:2] if b.tiny else MATMUL, (16,) if b.tiny else (16, 64, 256, 512, 2048, 4096))
 
 
+UPLOADED = (T.Q8_0, T.Q8_0_R8, T.Q4_K, T.Q4_K_R4, T.Q3_K_R4, T.IQ4_K_R4, T.IQ2_K_R4, T.IQ2_XXS_R4, T.BF16_R16)
+
+
+def uploads(b: Bench) -> None:
+    """Measure how fast rows of a file become device rows; they come over a bus of 12 to 60 GB/s."""
+    for type_ in UPLOADED[:3] if b.tiny else UPLOADED:
+        with subject(b):
+            w = Weight("w", type_, (4096, 64 if b.tiny else 8192))
+            stored, n_rows = row_size(type_, w.ne0), w.shape[1]
+            data = np.random.default_rng(1).integers(0, 256, n_rows * stored, dtype=np.uint8)
+            source, target = b.upload(data, len(data)), b.alloc(device_bytes(w))
+            terms = b.upload(group_moves(type_).terms, 0) if TYPES[type_].rows > 1 else 0
+            b.device.prepare({"upload_rows": 0, "upload_groups": 0})
+            seconds = b.time([rows_launch(w, source, target, n_rows, terms)])
+            b.report("upload", TYPES[type_].name, us=seconds * 1e6, GB_s=len(data) / seconds / 1e9)
+
+
 class subject:
     """Free the allocations of a case; report a case that fails and continue with the rest."""
 
@@ -529,7 +548,7 @@ class subject:
 SUBJECTS: dict[str, Callable[[Bench], None]] = {
     "load": load, "basic": basic, "roof": roof, "launch": launches, "handover": handover, "mla": attention_mla,
     "gqa": attention_gqa, "window": attention_window, "prefill": attention_prefill, "delta": delta_rule,
-    "matvec": matvec, "matmul": matmul,
+    "matvec": matvec, "matmul": matmul, "upload": uploads,
 }  # fmt: skip
 
 
@@ -544,8 +563,8 @@ def main(argv: list[str] | None = None, device: Device | None = None) -> int:
     parser.add_argument("--only", default=",".join(SUBJECTS), help=f"of {', '.join(SUBJECTS)}, attention")
     parser.add_argument("--gpu", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=0.1, help="measuring time per case")
-    parser.add_argument("--independent", action="store_true", help="attention as in generation: no token's result may "
-                        "depend on the others")  # fmt: skip
+    parser.add_argument("--batch-invariant", action="store_true", help="attention as in generation: the result of a "
+                        "token must not depend on the others")  # fmt: skip
     parser.add_argument("--cells", type=int, default=0, metavar="N", help="cells of KV caches, at least")
     parser.add_argument("--tiny", action="store_true", help="smallest shapes, two repetitions")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all records")
@@ -559,7 +578,7 @@ def main(argv: list[str] | None = None, device: Device | None = None) -> int:
             print(f"no GPU to measure: {reason}", file=sys.stderr)
             return 1
         device = driver.open_device(args.gpu)
-    b = Bench(device, args.tiny, args.seconds, args.independent, args.cells)
+    b = Bench(device, args.tiny, args.seconds, args.batch_invariant, args.cells)
     info = device.info
     cc, cuda = (".".join(map(str, pair)) for pair in (info.cc, info.driver))
     print(f"{info.name}, compute capability {cc}, {info.n_sm} SMs, CUDA {cuda}", flush=True)

@@ -78,7 +78,7 @@ def copy(text: str) -> None:
 
 
 def copy_to(path: Path | None) -> None:
-    """Also append all messages to this file from now on; without a path, to none."""
+    """Append all further messages to this file too; None ends that."""
     while _copies:
         _copies.pop().close()
     if path is not None:

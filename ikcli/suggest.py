@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 def edit_distance(a: str, b: str) -> int:
-    """Insertions, deletions, substitutions and swaps of neighbours that turn `a` into `b`."""
+    """Count the insertions, deletions, substitutions and swaps of neighbours that turn `a` into `b`."""
     before: list[int] = []
     previous = list(range(len(b) + 1))
     for i, ca in enumerate(a, 1):
@@ -21,7 +21,7 @@ def edit_distance(a: str, b: str) -> int:
 
 
 def common_prefix(a: str, b: str) -> int:
-    """Number of equal characters at the start of both."""
+    """Return the number of equal characters at the start of both."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 

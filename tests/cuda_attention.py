@@ -51,7 +51,7 @@ class Run:
     max_tokens: int
     n_cells: int
     limits: DeviceLimits = LIMITS
-    independent: bool = False
+    batch_invariant: bool = False
     window_cells: int = 0
     graph: Graph = field(default_factory=Graph)
     leaves: list[Node] = field(default_factory=list)
@@ -71,7 +71,7 @@ class Run:
     def program(self, *results: Node) -> GpuProgram:
         """The lowered graph."""
         most = {Rows.TOKENS: self.max_tokens, Rows.OUTPUTS: 1, Rows.KV: self.n_cells}
-        low = GpuLowering(most, self.n_cells, self.limits, self.window_cells, self.independent)
+        low = GpuLowering(most, self.n_cells, self.limits, self.window_cells, self.batch_invariant)
         return lower(self.graph.nodes, [*results, *self.leaves], low, all_rules().replaced({Leaf: keep}))
 
     def __call__(

@@ -229,7 +229,8 @@ class EmulatedDevice:
             table[memory.owner] = table.get(memory.owner, 0) + memory.n_bytes
         return table
 
-    def stream(self) -> _Queue:
+    def stream(self, urgent: bool = False) -> _Queue:
+        del urgent
         self._streams.append(_Queue())
         return self._streams[-1]
 

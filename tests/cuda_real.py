@@ -53,8 +53,8 @@ class RealDevice:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._device, name)
 
-    def stream(self) -> Any:
-        self._streams.append(self._device.stream())
+    def stream(self, urgent: bool = False) -> Any:
+        self._streams.append(self._device.stream(urgent))
         return self._streams[-1]
 
     def free_stream(self, stream: Any) -> None:

@@ -22,6 +22,7 @@ MODELS: dict[str, Callable[[], MemoryModel]] = {
     "llama-tied": lambda: tiny_model("llama", tied=True, type_=GGMLType.F16),
     "qwen2": lambda: tiny_model("qwen2", type_=GGMLType.F16),
     "qwen3moe": lambda: tiny_model("qwen3moe", expert_feed_forward_length=64, **EXPERTS),
+    "qwen3moe-q8_0": lambda: tiny_model("qwen3moe", type_=GGMLType.Q8_0, expert_feed_forward_length=64, **EXPERTS),
     "deepseek2": lambda: tiny_deepseek2(),
     "deepseek3": lambda: tiny_deepseek2(
         expert_gating_func=2, expert_weights_norm=True, expert_group_count=4, expert_group_used_count=2

@@ -30,11 +30,11 @@ def device_rows(data: Array, w: Weight) -> Array:
 class ProductRun(GraphRun):
     """A graph with weights of any type."""
 
-    def __init__(self, *, spare: int = 3, independent: bool = False, limits: DeviceLimits = LIMITS) -> None:
+    def __init__(self, *, spare: int = 3, batch_invariant: bool = False, limits: DeviceLimits = LIMITS) -> None:
         super().__init__(all_rules(), spare=spare)
         self.tensors: dict[str, Weight] = {}
         self.bytes: dict[str, Array] = {}
-        self.independent, self.limits = independent, limits
+        self.batch_invariant, self.limits = batch_invariant, limits
 
     def tensor(self, name: str, type_: GGMLType, shape: tuple[int, ...], seed: int = 1) -> Weight:
         """A random weight of GGUF shape (ne0, ne1, ...)."""
@@ -49,7 +49,7 @@ class ProductRun(GraphRun):
 
     def lowering(self, n_tokens: int, n_outputs: int) -> GpuLowering:
         most = {Rows.TOKENS: n_tokens + self.spare, Rows.OUTPUTS: max(n_outputs, 1), Rows.KV: n_tokens + self.spare}
-        return GpuLowering(most, n_tokens + self.spare, self.limits, batch_invariant=self.independent)
+        return GpuLowering(most, n_tokens + self.spare, self.limits, batch_invariant=self.batch_invariant)
 
 
 def rounded(x: Array) -> Array:

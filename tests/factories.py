@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 from ikcli import models
 from ikcli.gguf.constants import GGMLType
-from ikcli.models import HParams
+from ikcli.models import HParams, mtp
+from ikcli.models.tensors import TensorSpecs
 from ikcli.quant.decode import dequantize
 from ikcli.quant.encode import quantize
 
@@ -78,15 +79,46 @@ def tiny_model(
     """A random model; `optional`: endings of optional tensors to add; tied: without an output matrix."""
     model = MemoryModel(base_metadata(arch, **keys))
     hp = HParams.from_gguf(model.metadata, {}, "tiny.gguf")
-    rng = np.random.default_rng(seed)
-    for name, spec in models.find(arch).tensor_shapes(hp).items():
+    fill(model, models.find(arch).tensor_shapes(hp), np.random.default_rng(seed), optional, tied=tied, type_=type_)
+    return model
+
+
+def add_heads(model: MemoryModel, n: int = 1, *, dense: bool = False, own: bool = False, seed: int = 5) -> MemoryModel:
+    """Add heads that predict further tokens to a model; `dense`: without experts; `own`: with embeddings and matrix."""
+    arch = model.metadata["general.architecture"]
+    blocks, further = f"{arch}.block_count", f"{arch}.nextn_predict_layers"
+    n_layer = model.metadata[blocks] - model.metadata.get(further, 0)
+    model.metadata |= {blocks: n_layer + n, further: n}
+    blocks_of_heads, kinds = range(n_layer, n_layer + n), ("ffn_gate" if dense else "ffn_gate_inp", "nextn.eh_proj")
+    tensor = next(iter(model.tensors.values()))
+    named = {f"blk.{il}.{kind}.weight": tensor for il in blocks_of_heads for kind in kinds}
+    hp = mtp.read_further(model.metadata, model.tensors | named, "tiny.gguf")
+    module: Any = models.find(arch)
+    optional = ("attn_kv_b.weight", "shared_head_norm.weight", "sinks.weight", "exp_probs_b.bias")
+    optional += ("embed_tokens.weight", "head_head.weight") if own else ()
+    fill(model, mtp.tensor_shapes(module, hp, named), np.random.default_rng(seed), optional)
+    return model
+
+
+def fill(
+    model: MemoryModel,
+    specs: TensorSpecs,
+    rng: np.random.Generator,
+    optional: tuple[str, ...] = (),
+    *,
+    tied: bool = False,
+    type_: GGMLType = GGMLType.F32,
+) -> None:
+    """Add random tensors; see `tiny_model`."""
+    decays = 1 if any(key.endswith("kda.gate_lower_bound") for key in model.metadata) else -1
+    for name, spec in specs.items():
         if not (spec.required or (name == "output.weight" and not tied) or name.endswith(optional)):
             continue
         shape = spec.shape[::-1]
         if name.endswith("norm.weight"):
             model.set(name, 1 + 0.1 * rng.standard_normal(shape))
         elif name.endswith("ssm_a"):  # logarithms of decays, or what they are multiplied with
-            model.set(name, (1 if hp.kda_lower_bound else -1) * np.exp(rng.standard_normal(shape)))
+            model.set(name, decays * np.exp(rng.standard_normal(shape)))
         elif name == "rope_freqs.weight":
             model.set(name, 1 + 7 * rng.random(shape))
         elif name.endswith(".bias"):
@@ -96,7 +128,6 @@ def tiny_model(
         else:
             gain = 3.0 if ".attn_" in name else 1.5
             model.set(name, gain * rng.standard_normal(shape) / np.sqrt(shape[-1]), type_)
-    return model
 
 
 def tiny_deepseek2(layout: str = "legacy", *, n_head: int = 4, seed: int = 2, **keys: Any) -> MemoryModel:

@@ -129,7 +129,7 @@ static Result queue(Stream* s, Op op) {
   s->last = kept;
   return OK;
 }
-static Result stream_create(Stream** s, unsigned flags) { NEED_CONTEXT; if (flags != 1) return INVALID_VALUE; *s = calloc(1, sizeof **s); (*s)->context = current; counts[2]++; return OK; }
+static Result stream_create(Stream** s, unsigned flags, int priority) { (void)priority; NEED_CONTEXT; if (flags != 1) return INVALID_VALUE; *s = calloc(1, sizeof **s); (*s)->context = current; counts[2]++; return OK; }
 static Result stream_destroy(Stream* s) { NEED_CONTEXT; MINE(s); free(s); counts[2]--; return OK; }
 static Result stream_synchronize(Stream* s) { NEED_CONTEXT; MINE(s); return s->capturing ? CAPTURE_UNSUPPORTED : OK; }
 static Result event_create(Event** e, unsigned flags) { NEED_CONTEXT; if (flags & ~2u) return INVALID_VALUE; *e = calloc(1, sizeof **e); (*e)->context = current; (*e)->timing = !flags; counts[3]++; return OK; }
@@ -215,7 +215,7 @@ static const struct { const char* name; void* f; } table[] = {
     {"cuDeviceGetName", name_of}, {"cuDeviceGetAttribute", attribute}, {"cuDeviceTotalMem", total_mem},
     {"cuDevicePrimaryCtxRetain", retain}, {"cuDevicePrimaryCtxRelease", release}, {"cuCtxSetCurrent", set_current},
     {"cuCtxSynchronize", ctx_synchronize}, {"cuMemGetInfo", mem_info}, {"cuMemAlloc", mem_alloc}, {"cuMemFree", mem_free},
-    {"cuMemHostAlloc", host_alloc}, {"cuMemFreeHost", host_free}, {"cuMemHostRegister", host_register}, {"cuMemHostUnregister", host_unregister}, {"cuStreamCreate", stream_create},
+    {"cuMemHostAlloc", host_alloc}, {"cuMemFreeHost", host_free}, {"cuMemHostRegister", host_register}, {"cuMemHostUnregister", host_unregister}, {"cuStreamCreateWithPriority", stream_create},
     {"cuStreamDestroy", stream_destroy}, {"cuStreamSynchronize", stream_synchronize}, {"cuEventCreate", event_create},
     {"cuEventDestroy", event_destroy}, {"cuEventRecord", event_record}, {"cuEventQuery", event_query},
     {"cuStreamWaitEvent", stream_wait}, {"cuEventElapsedTime", elapsed}, {"cuMemcpyHtoDAsync", to_device},

@@ -27,6 +27,7 @@ from ikcli.server.slots.messages import (
     RequestTimings,
     TokenInfo,
 )
+from ikcli.server.slots.pictures import PictureReader
 from ikcli.server.slots.states import EngineError, EngineMetrics, ModelInfo, SlotActionResult, SlotState
 from ikcli.server.slots.vectors import ServedVectors
 from ikcli.tokenizer import Tokenizer
@@ -73,6 +74,7 @@ class FakeEngine:
     def __init__(self, tokenizer: Tokenizer, *, n_slots: int = 2, n_ctx: int = 256) -> None:
         self.state = "ready"
         self.load_error = None
+        self.pictures: PictureReader | None = None
         self.tokenizer = tokenizer
         self.n_slots = n_slots
         self.model = ModelInfo(

@@ -68,7 +68,7 @@ class Harness:
     max_tokens: int
     n_cells: int
     rules: Rules[CpuLowering]
-    independent: bool = False
+    batch_invariant: bool = False
     n_seq: int = 1
     graph: Graph = field(default_factory=Graph)
     leaves: list[Node] = field(default_factory=list)
@@ -83,7 +83,7 @@ class Harness:
     def lower(self, result: Node, n_threads: int) -> None:
         """Choose the kernels, which costs no compilation."""
         max_rows = {Rows.TOKENS: self.max_tokens, Rows.OUTPUTS: self.max_tokens, Rows.KV: self.n_cells}
-        low = CpuLowering(max_rows, n_threads, self.n_cells, self.independent)
+        low = CpuLowering(max_rows, n_threads, self.n_cells, self.batch_invariant)
 
         def lower_input(low: CpuLowering, node: Node, op: Leaf) -> None:
             params = InputParams(out=low.out(node))  # alive from here on

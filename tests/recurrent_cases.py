@@ -81,6 +81,16 @@ def conv_case(widths: Sequence[int], taps: int) -> Case:
     return Case(inputs, weights, build, make)
 
 
+def linear_conv_case(cols: int, taps: int) -> Case:
+    plain = conv_case((cols,), taps)
+
+    def build(g: Graph, x: Mapping[str, Node]) -> Node:
+        state = g.state("conv", (taps - 1) * cols)
+        return g.short_conv(state, list(x.values()), [weight("w0", plain.weights["w0"])], "y", linear=True)
+
+    return Case(plain.inputs, plain.weights, build, plain.make)
+
+
 def biased_conv_case(cols: int, taps: int) -> Case:
     plain = conv_case((cols,), taps)
     weights = {**plain.weights, "bias": np.random.default_rng(9).standard_normal((1, cols)).astype(np.float32)}
@@ -110,6 +120,28 @@ def scan_case(cols: int, n_state: int, strongest: float = 3.0) -> Case:
 
     found = {name: w.astype(np.float32) for name, w in weights.items()}
     return Case({"x": cols, "dt": cols, "chosen": 5 + 2 * n_state}, found, build, make)
+
+
+def mamba2_case(n_head: int, n_group: int, width: int, n_state: int, strongest: float = 3.0) -> Case:
+    """x, b and c in one row, as the convolution leaves them; from decays that leave all to such that leave nothing."""
+    rng = np.random.default_rng([13, n_head, width])
+    cols, shared = n_head * width, n_group * n_state
+    weights = {"a": -np.exp(rng.uniform(-4, strongest, (n_head, 1))), "d": rng.standard_normal((n_head, 1)),
+               "dt_bias": rng.standard_normal((1, n_head))}  # fmt: skip
+
+    def build(g: Graph, x: Mapping[str, Node]) -> Node:
+        rows = HeadSlice(x["xbc"], 0, width, width)
+        b, c = (HeadSlice(x["xbc"], cols + at, n_state, n_state) for at in (0, shared))
+        a, d = (weight(name, weights[name]) for name in ("a", "d"))
+        state, bias = g.state("scan", cols * n_state), Weight("dt_bias", GGMLType.F32, (n_head,))
+        sizes = {"n_head": n_head, "n_group": n_group}
+        return g.mamba2_scan(state, rows, x["dt"], b, c, "y", a=a, d=d, dt_bias=bias, **sizes)
+
+    def make(rng: np.random.Generator, n: int) -> Mapping[str, Array]:
+        return {"xbc": rng.standard_normal((n, cols + 2 * shared)), "dt": 4 * rng.standard_normal((n, n_head))}
+
+    found = {name: w.astype(np.float32) for name, w in weights.items()}
+    return Case({"xbc": cols + 2 * shared, "dt": n_head}, found, build, make)
 
 
 @dataclass

@@ -32,6 +32,7 @@ LAYERS = (
     ("models",),
     ("convert",),
     ("engine",),
+    ("vision",),
     ("measure", "bench", "imatrix", "report", "doctor", "publish", "server", "fleet"),
     ("study", "console"),
     ("cli", "commands", "main", "__main__"),
@@ -59,6 +60,7 @@ LIBRARIES = {
     "matplotlib": ("bench",),
     "ray": ("fleet.ray_cluster",),
     "huggingface_hub": ("hub",),
+    "PIL": ("vision",),
     "prompt_toolkit": ("console",),
 }
 

@@ -14,7 +14,7 @@ from cuda_emulation import needs_emulation
 from cuda_sessions import Opener
 from factories import tiny_deepseek2, tiny_model
 from gguf_files import write_model
-from tiers import some, some_architectures
+from tiers import WITHOUT_GPU, some, some_architectures
 from tiny_architectures import TINY, WINDOWED, tiny
 
 from ikcli import models
@@ -34,12 +34,12 @@ from ikcli.models.alibi import slopes
 from ikcli.settings.run import RunConfig
 
 GOLDEN = (
-    "bailingmoe3", "command-r", "dots1", "ernie4_5", "ernie4_5-moe", "falcon", "gemma", "glm-dsa", "glm4", "glm4moe",
-    "gptneox", "granite", "granitemoe", "hunyuan-moe", "kimi-k2", "llama-rope3", "minimax-m2", "mistral3", "mistral4",
-    "mixtral", "olmo2", "phi2", "qwen2moe", "qwen2vl", "qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe", "qwen3next",
-    "seed_oss", "smollm3", "stablelm", "starcoder2",
-    "cohere2", "cohere2_moe", "gemma2", "gemma3", "gemma4", "gpt-oss", "laguna", "llama4", "mamba", "mellum", "mimo2",
-    "minimax-m3", "phi3", "step35",
+    "bailingmoe3", "cohere2", "cohere2_moe", "command-r", "dots1", "ernie4_5", "ernie4_5-moe", "falcon", "gemma",
+    "gemma2", "gemma3", "gemma4", "glm-dsa", "glm-dsa-sparse", "glm4", "glm4moe", "gpt-oss", "gptneox", "granite",
+    "granitemoe", "hunyuan-moe", "kimi-k2", "laguna", "llama-rope3", "llama4", "mamba", "mellum", "mimo2", "minimax-m2",
+    "minimax-m3", "mistral3", "mistral4", "mixtral", "olmo2", "phi2", "phi3", "qwen2moe", "qwen2vl", "qwen35",
+    "qwen35moe", "qwen3next", "qwen3vl", "qwen3vlmoe", "seed_oss", "smollm3", "stablelm", "starcoder2", "step35",
+    "bitnet", "falcon-h1", "granitehybrid", "lfm2", "mamba2", "nemotron-h",
 )  # fmt: skip
 OVERRIDES = {"mistral4": ("mistral4.attention.temperature_scale=float:0.3",)}  # the file does not say
 F32_CACHE = ("granitemoe",)  # of what an f16 cache rounds away the bounds (against torch) know nothing
@@ -109,7 +109,7 @@ def test_caches_of_windows(arch: str, tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @needs_emulation
-@pytest.mark.parametrize("arch", some_architectures())
+@pytest.mark.parametrize("arch", some_architectures(a for a in (*TINY, *WINDOWED) if a not in WITHOUT_GPU))
 def test_tiny_model_on_an_emulated_gpu(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus, "open_devices", Opener())
     path, wanted = written(arch, tmp_path)

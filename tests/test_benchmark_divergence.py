@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Iterator
@@ -58,72 +57,6 @@ def test_ratio_of_means_has_the_error_of_paired_values(scripts: Scripts) -> None
     assert error == pytest.approx(np.std(blocks) / math.sqrt(200), rel=0.2)
     assert scripts.report.ratio_of_means([1.0, 2.0], [1.0, 2.0]) == (1.0, 0.0)
     assert scripts.report.ratio_of_means([1.0, 2.0], [0.0, 0.0]) == (None, None)
-
-
-def test_summary_takes_types_by_size(scripts: Scripts) -> None:
-    a = [record(scripts, "IQ2_K", 0.5), record(scripts, "Q4_0", 2.0), record(scripts, "Q6_K", 8.0)]
-    mean, error, n = scripts.report.geometric_mean(a)
-    assert (mean, n) == (pytest.approx(2.0), 3) and error == pytest.approx(2.0 * 0.1 / math.sqrt(3))
-    assert scripts.report.summary([*a, record(scripts, "IQ1_S", None)]) == [
-        "| a | imatrix | 1.0000 ± 0.0707 (2) | 0.5000 ± 0.0500 (1) | 2.0000 ± 0.1155 (3) | Q6_K 8.0000 |"
-    ]
-    rows = scripts.report.summary(
-        [*a, record(scripts, "IQ2_K", 2.0, "b"), record(scripts, "Q2_K", 4.0, "b", "covariance")]
-    )
-    assert [row.split("|")[1:3] for row in rows] == [
-        [" a ", " imatrix "],
-        [" b ", " imatrix "], [" b ", " covariance "],
-        [" all ", " imatrix "], [" all ", " covariance "],
-    ]  # fmt: skip
-    assert "1.0000 ± 0.0707 (2) |" in rows[0] and "4.0000 ± 0.4000 (1) |" in rows[-1]
-    assert scripts.report.summary([]) == []
-
-
-def test_records_survive_their_file(scripts: Scripts, tmp_path: Path) -> None:
-    found = [
-        record(scripts, "IQ2_K", 0.5),
-        replace(record(scripts, "IQ1_S", None), note="llama-quantize: exit code -6"),
-    ]
-    path = tmp_path / "r.jsonl"
-    path.write_text("".join(map(scripts.report.line, found)), encoding="utf-8")
-    assert scripts.report.read(path) == found and scripts.report.read(tmp_path / "none") == []
-    assert json.loads(path.read_text().splitlines()[0])["ours"]["kld"] == 0.1
-    assert scripts.report.row(found[0]) == (
-        "| a | IQ2_K | 2.38 | imatrix | 0.100000 ± 0.010000 | 0.200000 ± 0.010000 | 0.5000 ± 0.0500 | 7.5000 | 7.5000 "
-        "| 90.00 ± 0.20 | 90.00 ± 0.20 |  |"
-    )
-    widths = {scripts.report.row(r).count("|") for r in found}
-    assert widths == {line.count("|") for line in scripts.report.HEADER.splitlines()}
-
-
-def test_types_are_tensor_types(scripts: Scripts) -> None:
-    assert scripts.bench.file_type("IQ2_S") == "IQ2_M" and scripts.bench.file_type("Q3_K") == "Q3_K_S"
-    assert scripts.bench.file_type("IQ9_X") is None
-    sizes = [scripts.bench.bpw(t) for t in scripts.main.TYPES]
-    assert len(set(scripts.main.TYPES)) == len(sizes) and max(sizes) <= 8
-    assert scripts.bench.bpw("IQ2_XXS") == 2.0625 and 2 <= scripts.bench.bpw("IQ2_KL") < 2.75
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["-m", "a.gguf", "--eval", "e.txt"], "needs one --eval and one --calib"),
-        (["--resume"], "--resume needs --json"),
-        (["Q4_0", "Q4_9"], "no file type makes tensors of Q4_9"),
-        (["--modes", "some"], "invalid choice"),
-    ],
-)
-def test_wrong_command_lines(
-    scripts: Scripts, argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        scripts.main.parse_arguments(argv)
-    assert message in capsys.readouterr().err
-
-
-def test_modes(scripts: Scripts) -> None:
-    assert scripts.main.parse_arguments([]).modes == ["imatrix", "nothing", "covariance", "self"]
-    assert scripts.main.parse_arguments(["--modes", "nothing"]).modes == ["nothing"]
 
 
 def test_resuming_measures_what_is_missing(

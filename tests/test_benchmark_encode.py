@@ -2,45 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import stat
 import sys
 from pathlib import Path
 from types import ModuleType
 
-import numpy as np
 import pytest
-
-from ikcli.gguf.constants import GGMLType
-from ikcli.gguf.reader import open_gguf
-from ikcli.quant.imatrix_file import read_imatrix
-
-SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "encode.py"
+from benchmark_scripts import load
 
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("benchmark_encode", SCRIPT)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclasses look themselves up
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_model_has_one_tensor_and_weights_for_it(script: ModuleType, tmp_path: Path) -> None:
-    script.write_model(tmp_path / "a.gguf", 100_000)
-    script.write_imatrix(tmp_path / "i.dat")
-    file = open_gguf(tmp_path / "a.gguf")
-    (t,) = file.tensors.values()
-    assert (t.shape, t.type) == ((4096, 16), GGMLType.F16)
-    x = file.data(t.name).view(np.float16).astype(np.float64)
-    assert np.abs(x).max() > 15 * np.abs(x).mean() > 0  # outliers
-    found = read_imatrix(tmp_path / "i.dat").weights(t.name, t.shape)
-    assert found is not None and found.shape == (1, 4096)
-    script.write_model(tmp_path / "t.gguf", 100_000, ternary=True)
-    assert len(np.unique(open_gguf(tmp_path / "t.gguf").data(t.name).view(np.uint16) & 0x7FFF)) == 2
+    return load("encode")
 
 
 def test_every_quantized_type_has_a_file_type(script: ModuleType) -> None:

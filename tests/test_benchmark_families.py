@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import stat
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from benchmark_scripts import load
 
 from ikcli.gguf.reader import open_gguf
 
-SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "families.py"
 PROGRAM = """#!{python}
 import shutil, sys
 with open({calls!r}, "a") as log:
@@ -28,11 +27,7 @@ else:
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("families", SCRIPT)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load("families")
 
 
 @pytest.mark.slow  # makes models
@@ -58,14 +53,3 @@ def test_models_are_made_once_and_compared(
     assert len(sweeps) == 8 and all("-c 8704 -ub 512" in x and "--sweep-stride 16 -ctk q8_0" in x for x in sweeps)
     file = open_gguf(tmp_path / "made" / names[0])
     assert file.arch == "qwen3moe" and file.get("qwen3moe.expert_count") == 2
-
-
-@pytest.mark.parametrize(
-    ("given", "message"), [(["llama5"], "unknown family: llama5"), (["-ub", "500"], "not a multiple")]
-)
-def test_what_cannot_be_is_said(
-    script: ModuleType, given: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as stop:
-        script.main([*given, "--reference", "r", "--folder", "f"])
-    assert stop.value.code == 2 and message in capsys.readouterr().err

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 import time
@@ -10,20 +9,14 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from benchmark_scripts import load
 
 from ikcli.fleet.executor import LocalExecutor
-
-SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "fleet.py"
 
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("benchmark_fleet", SCRIPT)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclasses look themselves up
-    spec.loader.exec_module(module)
-    return module
+    return load("fleet")
 
 
 def test_a_share_of_a_core(script: ModuleType) -> None:

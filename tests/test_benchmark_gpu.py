@@ -47,7 +47,7 @@ def test_subjects_run_on_the_emulated_device(
 def test_attention_as_in_generation(gpu: ModuleType, tmp_path: Path) -> None:
     """The cache may be larger than what it holds; parts follow what it holds."""
     target, device = tmp_path / "result.json", EmulatedDevice()
-    arguments = ["--tiny", "--only", "mla", "--independent", "--cells", "8192", "--json", str(target)]
+    arguments = ["--tiny", "--only", "mla", "--batch-invariant", "--cells", "8192", "--json", str(target)]
     assert gpu.main(arguments, device) == 0
     assert all(r["subject"] == "mla" for r in json.loads(target.read_text())["records"])
     attn = [x for x in device.history if x.kernel.startswith("attn_mla")]

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from ikcli.chat.parser import ChatDelta
-from ikcli.console import slash
+from ikcli.console import slash, transcript
 from ikcli.console.answers import Answer, AnswerCounts, Body, Gather
 from ikcli.console.conversation import Conversation
 from ikcli.console.render import Fancy, PlainRenderer, call_line, finished_blocks
@@ -50,7 +50,7 @@ class Said:
 class Script:
     """A model with given answers; one that is an error is raised."""
 
-    name, load_ms, has_template = "script", 0.0, True
+    name, load_ms, has_template, reads_images = "script", 0.0, True, True
 
     def __init__(self, *answers: Any) -> None:
         self.answers = list(answers)
@@ -106,6 +106,33 @@ def talk(script: Script, *inputs: Any) -> tuple[Repl, Keys, str, str]:
 
 def roles(repl: Repl) -> str:
     return " ".join(m["role"] for m in repl.conversation.messages)
+
+
+def test_images_go_with_the_next_message(tmp_path: Path) -> None:
+    picture = tmp_path / "a.png"
+    picture.write_bytes(b"pixels")
+    script = Script("a cat", "a dog", "again", "plain")
+    inputs = (f"/image {picture}", "what is it?", f"/image {picture}", f"/image {picture}", "/image off",
+              f"/image {picture}", "and now?", "/edit and this?", "bye")  # fmt: skip
+    repl, _, _, err = talk(script, *inputs)
+    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,cGl4ZWxz"}}
+    asked = [body["messages"][-1]["content"] for body in script.bodies]
+    texts = ("what is it?", "and now?", "and this?")
+    assert asked == [*([part, {"type": "text", "text": text}] for text in texts), "bye"]
+    assert "1 image with the next message" in err and "2 images with" in err and "no images with" in err
+    file = tmp_path / "talk.json"
+    transcript.save(repl.conversation, file)
+    transcript.load(repl.conversation, file)
+    assert repl.conversation.messages[0]["content"][0] == part
+
+
+def test_images_that_cannot_be_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = Script()
+    talk(script, f"/image {tmp_path}/none.png", f"/image {tmp_path}")
+    assert [line for line in capsys.readouterr().err.splitlines() if "cannot read" in line][1:]
+    script.reads_images = False
+    talk(script, f"/image {tmp_path}/none.png")
+    assert "give its projector with --mmproj FILE" in capsys.readouterr().err
 
 
 def test_messages_regen_undo_and_clear() -> None:

@@ -99,7 +99,7 @@ def test_how_a_file_is_read(argv: list[str], mmap: bool, mlock: bool) -> None:
             ("a.b=int:1", "c.d=str:x,y", "e=bool:true"),
         ),
         (["--spec-default"], "server.spec_type", (SpecStage("ngram-mod"),)),
-        (["--spec-type", "draft-mtp,ngram-mod"], "server.spec_type", (SpecStage("ngram-mod"),)),
+        (["--spec-type", "draft-mtp,ngram-mod"], "server.spec_type", (SpecStage("mtp"), SpecStage("ngram-mod"))),
         (["--spec-ngram-mod-n-match", "9"], "server.spec_set", (SpecSetting("ngram-mod", "size_n", 9),)),
     ],
 )  # fmt: skip
@@ -150,8 +150,8 @@ def test_messages(argv: list[str], message: str) -> None:
 
 
 def test_missing_drafters_are_named() -> None:
-    warnings = parse("serve", ["--spec-type", "draft-mtp,ngram-mod"]).warnings
-    assert warnings == ("--spec-type draft-mtp: not supported, tokens are generated without these guesses",)
+    warnings = parse("serve", ["--spec-type", "draft-eagle3,ngram-mod"]).warnings
+    assert warnings == ("--spec-type draft-eagle3: not supported, tokens are generated without these guesses",)
 
 
 def test_a_file_with_a_comma_is_one_file(tmp_path: Path) -> None:
@@ -196,8 +196,8 @@ def test_other_commands(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
 
 def test_log_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "ik.log"
-    assert main(["plan", "-c", "256", "--mmproj", "x", "--log-file", str(path)]) == 0
-    kept, notice = path.read_text(), "not supported, ignored: --mmproj\n"
+    assert main(["plan", "-c", "256", "--audio", "x", "--log-file", str(path)]) == 0
+    kept, notice = path.read_text(), "not supported, ignored: --audio\n"
     assert capsys.readouterr().err == notice and kept.startswith(notice)
     assert main(["plan", "-c", "256", "--log-file", str(tmp_path / "no" / "x.log")]) == 2
     assert "--log-file: cannot write" in capsys.readouterr().err

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import stat
 import sys
@@ -10,8 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-
-SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "compare_reference.py"
+from benchmark_scripts import load
 
 LOG = """llama_init_from_model: graph splits = 1
 
@@ -27,24 +25,7 @@ main: n_kv_max = 1024, n_batch = 1024, n_ubatch = 512, flash_attn = 1
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("compare_reference", SCRIPT)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_table_is_found_in_a_log(script: ModuleType) -> None:
-    assert script.parse_table(LOG.format(pp=1.5, tg=2.5)) == {0: (1.5, 2.5), 512: (100.0, 50.0)}
-    with_memory = "| PP | TG | N_KV | T_PP s | S_PP t/s | T_TG s | S_TG t/s | RSS HWM | VRAM delta |\n"
-    assert script.parse_table(with_memory + "| 8 | 2 | 16 | 1 | 3 | 1 | 4 | 9.0 | - |") == {16: (3.0, 4.0)}
-    assert script.parse_table("no table\n| 1 | 2 |") == {}
-
-
-def test_medians_and_ratios(script: ModuleType) -> None:
-    ours = script.medians([{0: (10.0, 1.0)}, {0: (30.0, 3.0)}, {0: (20.0, 5.0), 512: (1.0, 1.0)}])
-    assert ours[0] == (20.0, 3.0)
-    assert script.table_rows("m", ours, {0: (10.0, 4.0)}) == ["| m | 0 | 20.00 | 10.00 | 2.00 | 3.00 | 4.00 | 0.75 |"]
+    return load("compare_reference")
 
 
 def program(path: Path, stream: str, pp: float, tg: float) -> Path:

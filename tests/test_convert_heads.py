@@ -14,6 +14,7 @@ from ikcli.convert.heads import Heads, count_heads, usual_name
 from ikcli.errors import UnsupportedError
 from ikcli.gguf.reader import open_gguf
 from ikcli.main import main
+from ikcli.models import check_tensors, find, mtp
 
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 4}
 MLA = {"kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 2, "v_head_dim": 2, "q_lora_rank": 8}
@@ -176,6 +177,11 @@ def test_a_model_with_its_heads_without_them_and_the_heads_alone(tmp_path: Path)
     assert {"blk.2.nextn.eh_proj.weight", "blk.2.attn_q.weight", "blk.2.ffn_down_exps.weight"} <= own
     assert set(files["trunk"].tensors) == set(files["whole"].tensors) - own
     assert set(files["draft"].tensors) == own | {"token_embd.weight", "output.weight", "output_norm.weight"}
+    whole_file = files["whole"]
+    hp = mtp.read_further(whole_file.metadata, whole_file.tensors, "whole")
+    module = find(hp.arch)
+    assert isinstance(module, mtp.HasLayers)
+    check_tensors(mtp.tensor_shapes(module, hp, whole_file.tensors), whole_file.tensors, "whole")  # what a run needs
     counts = {name: (f.metadata["glm4moe.block_count"], f.metadata["glm4moe.nextn_predict_layers"])
               for name, f in files.items()}  # fmt: skip
     assert counts == {"whole": (3, 1), "trunk": (2, 0), "draft": (3, 1)}

@@ -215,9 +215,12 @@ def test_every_class_has_one_conversion() -> None:
     assert len(by_class()) == sum(len(a.classes) for a in ARCHITECTURES)
 
 
+WITHOUT_CONVERSION = {"bitnet", "bitnet-25", "bitnet-b1.58", "falcon-h1", "jamba", "nemotron_h", "nemotron_h_moe"}
+
+
 def test_every_architecture_that_runs_has_a_conversion() -> None:
-    assert {a.name for a in ARCHITECTURES} == set(MODELS) - {"cohere2moe"}  # another spelling
-    assert "supports all architectures of [models.md](models.md)" in (
+    assert {a.name for a in ARCHITECTURES} == set(MODELS) - {"cohere2moe"} - WITHOUT_CONVERSION
+    assert "supports the architectures of [models.md](models.md) except `bitnet`, `falcon-h1`, `jamba`" in (
         Path(__file__).parents[1] / "docs" / "convert.md"
     ).read_text(encoding="utf-8")
 
@@ -333,3 +336,76 @@ def test_odd_shapes_end_in_a_sentence(tmp_path: Path, shape: tuple[int, ...]) ->
             DEEPSEEK,
             {"model.layers.0.self_attn.kv_b_proj.weight": numbers(*shape) if shape else np.ones((), np.float32)},
         )
+
+
+def test_mixers_of_mamba_2(tmp_path: Path) -> None:
+    """Numbers per head become a column, the norm a row per group; the decay is no longer a logarithm."""
+    logs, norm, conv = np.linspace(-1, 1, 4).astype(np.float32), numbers(16), numbers(16 + 2 * 2 * 4, 1, 4)
+    config = {"architectures": ["Mamba2ForCausalLM"], "model_type": "mamba2", "num_heads": 4, "head_dim": 4,
+              "n_groups": 2, "state_size": 4, "time_step_limit": [0.0, float("inf")]}  # fmt: skip
+    part = "backbone.layers.1.mixer."
+    tensors = {f"{part}A_log": logs, f"{part}D": numbers(4), f"{part}dt_bias": numbers(4),
+               f"{part}norm.weight": norm, f"{part}conv1d.weight": bf16(conv), f"{part}in_proj.weight": numbers(36, 8),
+               "backbone.embeddings.weight": numbers(16, 8), "backbone.norm_f.weight": numbers(8),
+               "backbone.layers.1.norm.weight": numbers(8)}  # fmt: skip
+    m = build(tmp_path, config, tensors)
+    shapes = {"ssm_a": (1, 4), "ssm_d": (1, 4), "ssm_dt.bias": (4,), "ssm_norm.weight": (8, 2),
+              "ssm_conv1d.weight": (4, 32), "ssm_in.weight": (8, 36), "attn_norm.weight": (8,)}  # fmt: skip
+    assert {name: m.tensors[f"blk.1.{name}"].shape for name in shapes} == shapes
+    np.testing.assert_allclose(values(m, "blk.1.ssm_a")[:, 0], -np.exp(logs), rtol=1e-6)
+    np.testing.assert_array_equal(values(m, "blk.1.ssm_d")[:, 0], numbers(4))
+    np.testing.assert_array_equal(values(m, "blk.1.ssm_norm.weight"), norm.reshape(2, 8))
+    np.testing.assert_array_equal(values(m, "blk.1.ssm_conv1d.weight"), conv[:, 0])
+    with pytest.raises(UnsupportedError, match="time_step_limit"):
+        build(tmp_path, config | {"time_step_limit": [0.001, 0.1]}, tensors)
+
+
+@pytest.mark.parametrize("n_expert", [0, 4])
+def test_granite_4_with_and_without_experts(tmp_path: Path, n_expert: int) -> None:
+    config = {"architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid", "mamba_n_heads": 4,
+              "mamba_d_head": 4, "mamba_d_state": 4, "mamba_n_groups": 1, "layer_types": ["mamba", "attention"],
+              "shared_intermediate_size": 6, "num_local_experts": n_expert, "num_experts_per_tok": 2 * (n_expert > 0),
+              "position_embedding_type": "nope", "tie_word_embeddings": True}  # fmt: skip
+    both = numbers(12, 8)
+    m = build(tmp_path, config, {
+        "model.layers.0.shared_mlp.input_linear.weight": both, "model.layers.0.mamba.D": numbers(4),
+        "model.layers.0.shared_mlp.output_linear.weight": numbers(8, 6),
+    })  # fmt: skip
+    suffix = "_shexp" if n_expert else ""
+    np.testing.assert_array_equal(values(m, f"blk.0.ffn_gate{suffix}.weight"), both[:6])
+    np.testing.assert_array_equal(values(m, f"blk.0.ffn_up{suffix}.weight"), both[6:])
+    np.testing.assert_array_equal(values(m, f"blk.0.ffn_down{suffix}.weight"), numbers(8, 6))
+    assert m.metadata["granitehybrid.attention.head_count_kv"] == [0, 2]
+    assert m.metadata["granitehybrid.rope.scaling.finetuned"] is False
+    assert m.metadata["granitehybrid.feed_forward_length"] == (12 if n_expert else 6)
+
+
+def test_convolutions_and_widths_of_lfm2(tmp_path: Path) -> None:
+    config = {"architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "layer_types": ["conv", "full_attention"],
+              "conv_L_cache": 3, "block_auto_adjust_ff_dim": True, "block_multiple_of": 5, "norm_eps": 1e-5,
+              "block_ffn_dim_multiplier": 1.0}  # fmt: skip
+    taps = numbers(8, 1, 3)
+    m = build(tmp_path, config, {
+        "model.layers.0.conv.conv.weight": taps, "model.layers.0.operator_norm.weight": numbers(8),
+        "model.embed_tokens.weight": numbers(16, 8), "model.embedding_norm.weight": numbers(8),
+        "model.layers.1.self_attn.out_proj.weight": numbers(8, 8),
+        "model.layers.1.feed_forward.w1.weight": numbers(10, 8),
+    })  # fmt: skip
+    np.testing.assert_array_equal(values(m, "blk.0.shortconv.conv.weight"), taps[:, 0])
+    wanted = {"blk.0.attn_norm.weight", "token_embd_norm.weight", "blk.1.attn_output.weight", "blk.1.ffn_gate.weight"}
+    assert wanted <= set(m.tensors)
+    assert m.metadata["lfm2.feed_forward_length"] == 10  # two thirds of 12, in steps of 5
+    assert m.metadata["lfm2.attention.head_count_kv"] == [0, 2]
+
+
+def test_alpha_of_dense_hunyuan(tmp_path: Path) -> None:
+    scaling = {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}
+    config = {"architectures": ["HunYuanDenseV1ForCausalLM"], "model_type": "hunyuan_v1_dense", "head_dim": 8,
+              "rope_theta": 1e4, "rope_scaling": scaling, "use_qk_norm": True, "tie_word_embeddings": True}  # fmt: skip
+    m = build(tmp_path, config, {
+        "model.layers.0.self_attn.query_layernorm.weight": numbers(8),
+        "model.layers.0.self_attn.key_layernorm.weight": numbers(8), "model.embed_tokens.weight": numbers(16, 8),
+    })  # fmt: skip
+    assert {"blk.0.attn_q_norm.weight", "blk.0.attn_k_norm.weight"} <= set(m.tensors)
+    assert m.metadata["hunyuan-dense.rope.freq_base"] == pytest.approx(1e4 * 1000 ** (8 / 6))
+    assert "hunyuan-dense.expert_count" not in m.metadata

@@ -134,7 +134,7 @@ def test_generation_of_several_sequences(
     if Q8_0 in types and width % 32:
         types = (F16, F16)
     built = gqa(n_head, n_head_kv, width, types, tokens=4, cells=1500, flash=True)
-    built.run.independent = True
+    built.run.batch_invariant = True
     segments = [Segment(1, 0, 62), Segment(1, 100, 64), Segment(1, 200, 0), Segment(1, 300, 1000)]
     check(built, segments, 2, n_head)
     assert has_kernel(built, "attention_stream")
@@ -145,7 +145,7 @@ def test_generation_of_several_sequences(
 def test_generation_with_a_latent_cache(n_head: int, type_: GGMLType) -> None:
     """V lies inside the rows of K."""
     built = absorbed(n_head, type_, tokens=2, cells=900, flash=True)
-    built.run.independent = True
+    built.run.batch_invariant = True
     check(built, [Segment(1, 0, 130), Segment(1, 200, 600)], 2, n_head)
     kernels = {key.module for key in built.run.program.kernels}
     if n_head <= 8 or (type_ == F32 and isa.current().name == "avx512"):
@@ -180,7 +180,7 @@ def test_heads_that_fill_no_vector(n_head: int, width: int, v_width: int, tokens
 def test_other_sequences_change_no_bits(n_head: int, n_head_kv: int, type_: GGMLType, rng: np.random.Generator) -> None:
     """A token of an independent program alone and next to others."""
     built = gqa(n_head, n_head_kv, 64, (type_, type_), tokens=3, cells=900, flash=True)
-    built.run.independent = True
+    built.run.batch_invariant = True
     run = built.run.compile(built.node, 2)
     for cache in built.stores:
         run.caches[cache][:] = encode(rng.standard_normal((900, cache.cols)), cache.type)

@@ -168,7 +168,7 @@ def test_one_token_otherwise(n_head: int, types: tuple[GGMLType, GGMLType], lett
 @pytest.mark.parametrize("type_", some([F16, Q8_0], [F16]))
 def test_a_step_of_sequences_with_windows_of_cells(type_: GGMLType) -> None:
     built = gqa(16, 2, 64, (type_, type_), tokens=3, cells=400, flash=True, per=Per.WINDOW, **asked("wsc", 16, 128))
-    built.run.independent = True
+    built.run.batch_invariant = True
     check(built, [Segment(1, 0, 1000, -870), Segment(1, 0, 5, 140), Segment(1, 0, 128, 270)], 2)
 
 
@@ -180,7 +180,7 @@ def test_other_sequences_change_no_bits(n_head: int, n_head_kv: int, type_: GGML
     """A token of an independent program alone and next to others."""
     settings = asked("wsc", n_head, 150)
     built = gqa(n_head, n_head_kv, 64, (type_, type_), tokens=3, cells=900, flash=True, **settings)
-    built.run.independent = True
+    built.run.batch_invariant = True
     assert isinstance(built.node.op, Attention)
     run = built.run.compile(built.node, 2, random_sinks(built.node.op, rng))
     for cache in built.stores:

@@ -19,7 +19,7 @@ from kernel_harness import Harness, Segment
 from weight_bytes import QUANTIZED, fitting, params, stored
 
 from ikcli.backends.cpu.lower import RULES
-from ikcli.backends.cpu.program import INDEPENDENT_ROWS
+from ikcli.backends.cpu.program import BATCH_INVARIANT_ROWS
 from ikcli.engine.run import repacking
 from ikcli.engine.run.batch import Batch
 from ikcli.engine.run.session import Session
@@ -64,7 +64,7 @@ def check_products(type_: GGMLType, data: Array, k: int, n_rows: int) -> None:
 
 def check_rows_alone(type_: GGMLType, data: Array, k: int, n_rows: int) -> None:
     """In programs for generation a row does not depend on the others, to the last bit."""
-    run = Harness(INDEPENDENT_ROWS, 64, RULES, independent=True)
+    run = Harness(BATCH_INVARIANT_ROWS, 64, RULES, batch_invariant=True)
     x = run.input("x", k)
     run.compile(run.graph.mul_mat(Weight("w", type_, (k, n_rows)), x, "y"), 1, {"w": data})
     a = np.random.default_rng(k).standard_normal((7, k)).astype(np.float32)

@@ -17,7 +17,7 @@ from kernel_harness import Harness, Segment
 from weight_bytes import ALL_TYPES, OF_EXPERTS, QUANTIZED, fitting, good_blocks, params, stored
 
 from ikcli.backends.cpu.lower import FLOAT_TYPES, RULES, activation_kind
-from ikcli.backends.cpu.program import FEW_ROWS, INDEPENDENT_ROWS
+from ikcli.backends.cpu.program import BATCH_INVARIANT_ROWS, FEW_ROWS
 from ikcli.backends.cpu.tile_modes import PAIRS_BLOCK, makes_integers
 from ikcli.errors import UnsupportedError
 from ikcli.gguf.constants import GGMLType
@@ -145,12 +145,12 @@ def test_few_rows_together_are_each_row_alone(type_: GGMLType) -> None:
     """Programs for generation: to the last bit, for every number of rows up to the promised one."""
     for k in k_of(type_)[1::2]:
         w, data, values = make_weight("w", type_, (k, fitting(type_, 40)))
-        run = Harness(INDEPENDENT_ROWS, 64, RULES, independent=True)
+        run = Harness(BATCH_INVARIANT_ROWS, 64, RULES, batch_invariant=True)
         x = run.input("x", k)
         run.compile(run.graph.mul_mat(w, x, "y"), 1, {w.name: data})
-        a = activations(INDEPENDENT_ROWS, k)
+        a = activations(BATCH_INVARIANT_ROWS, k)
         alone = np.concatenate([run([Segment(1)], {x: a[i : i + 1]}) for i in range(len(a))])
-        check(alone, values[0], a, type_, few=INDEPENDENT_ROWS)
+        check(alone, values[0], a, type_, few=BATCH_INVARIANT_ROWS)
         for n in range(2, len(a) + 1):
             np.testing.assert_array_equal(run([Segment(n)], {x: a[:n]}), alone[:n])
 

@@ -17,6 +17,8 @@ from recurrent_cases import (
     biased_conv_case,
     conv_case,
     delta_case,
+    linear_conv_case,
+    mamba2_case,
     micro_batches,
     scan_case,
 )
@@ -115,6 +117,24 @@ def test_selective_scan(cols: int, n_state: int, n_threads: int) -> None:
 
 def test_selective_scan_gives_a_token_the_same_whatever_comes_with_it() -> None:
     same_in_pieces(scan_case(64, 16))
+
+
+@pytest.mark.parametrize(
+    ("n_head", "n_group", "width", "n_state", "n_threads"),
+    some([(4, 2, 32, 32, 2), (3, 1, 64, 128, 3), (8, 8, 16, 16, 1), (6, 2, 80, 64, 2)], [(4, 2, 32, 32, 2)], True),
+)
+def test_mamba2_scan(n_head: int, n_group: int, width: int, n_state: int, n_threads: int) -> None:
+    """Sizes around the edges of blocks and chunks, several sequences, states carried on, and such that are lost."""
+    compare(mamba2_case(n_head, n_group, width, n_state), LENGTHS, n_threads)
+    compare(mamba2_case(n_head, n_group, width, n_state, strongest=7.0), ([200], [3], [40]), n_threads)
+
+
+def test_mamba2_scan_gives_a_token_the_same_whatever_comes_with_it() -> None:
+    same_in_pieces(mamba2_case(4, 2, 32, 32))
+
+
+def test_short_conv_without_an_activation() -> None:
+    compare(linear_conv_case(80, 3), LENGTHS[:6], n_threads=3)
 
 
 def test_weights_of_a_convolution_have_to_be_f32() -> None:

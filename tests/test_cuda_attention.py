@@ -278,9 +278,9 @@ FEW_SMS = DeviceLimits((9, 0), 3, 232448, 233472, 1 << 20, "3 SMs")
 def test_parts_with_fixed_bounds(n_kv: int) -> None:
     """Tokens on both sides of a bound, and of the position from which parts are larger."""
     n = min(n_kv, 3)
-    run = Run(3, 800, FEW_SMS, independent=True)
+    run = Run(3, 800, FEW_SMS, batch_invariant=True)
     check(run, absorbed(run, 16, T.F16), [Segment(n, 7, n_kv - n)])
-    run = Run(3, 800, FEW_SMS, independent=True)
+    run = Run(3, 800, FEW_SMS, batch_invariant=True)
     check(run, grouped(run, 4, 1, 64, F16), [Segment(n, 7, n_kv - n)])
 
 
@@ -288,7 +288,7 @@ def test_parts_follow_what_the_cache_holds() -> None:
     """Not what it could hold: blocks of a part for one new token, on an H200."""
 
     def longest_part(build: Callable[[Run], Node], block: int, n_kv: int, n_cells: int) -> int:
-        run = Run(1, n_cells, independent=True)
+        run = Run(1, n_cells, batch_invariant=True)
         build(run)
         most = {Rows.TOKENS: 1, Rows.OUTPUTS: 1, Rows.KV: n_cells}
         program = run.program()
@@ -322,7 +322,7 @@ def test_tokens_do_not_depend_on_each_other(which: str, pos: int) -> None:
     """Bits of a token alone, with others behind it (also beyond a bound of parts), and beside another sequence."""
 
     def bits(segments: list[Segment], rows: slice) -> np.ndarray:
-        run = Run(8, 1024, FEW_SMS, independent=True)
+        run = Run(8, 1024, FEW_SMS, batch_invariant=True)
         if which == "mla":
             absorbed(run, 16, T.F16)
         else:
@@ -343,7 +343,7 @@ def test_same_bits_in_any_order_of_threads() -> None:
     for build in (lambda r: absorbed(r, 16, T.Q8_0), lambda r: grouped(r, 4, 1, 128, Q8_0)):
         outs = []
         for seed in (1, 2, 3):
-            run = Run(2, 512, independent=True)
+            run = Run(2, 512, batch_invariant=True)
             build(run)
             rng = np.random.default_rng(0)
             for cache in run.graph.caches.values():
@@ -387,8 +387,8 @@ VIEWS = [
 )
 def test_views(kernel: str, types: tuple[T, T], segments: list[Segment], sms: int, view: dict[str, Any]) -> None:
     limits = DeviceLimits((9, 0), sms, 232448, 233472, 1 << 20, "some SMs")
-    for independent in (False, True) if kernel.startswith("decode") else (False,):
-        run = Run(103, 640, limits, independent=independent)
+    for batch_invariant in (False, True) if kernel.startswith("decode") else (False,):
+        run = Run(103, 640, limits, batch_invariant=batch_invariant)
         check(run, grouped(run, 4, 2, 48 if kernel == "any" else 64, types, **view), segments)
         assert f"attn_{kernel}" in run.kernels()
 

@@ -137,7 +137,7 @@ def test_random_rows_decode() -> None:
 @pytest.mark.parametrize("n_sm", [1, 2, 5, 132])
 def test_fixed_parts_are_enough(n_sm: int, view: dict[str, int]) -> None:
     """The parts of any token, whose bounds are multiples of its part size, are no more than blocks are launched for."""
-    run = Run(8, 5000, DeviceLimits((9, 0), n_sm, 232448, 233472, 1 << 20, "some SMs"), independent=True)
+    run = Run(8, 5000, DeviceLimits((9, 0), n_sm, 232448, 233472, 1 << 20, "some SMs"), batch_invariant=True)
     q, cache = run.input("q", 4 * 64), run.graph.cache("k", 64, T.F16)
     head = HeadSlice(cache, 0, 64, 64)
     node = run.graph.attention([HeadSlice(q, 0, 64, 64)], [head], head, "kqv", n_head=4, n_head_kv=1, scale=1.0,

@@ -14,6 +14,7 @@ from cuda_sessions import Opener, config, tokens, transcript, written
 from factories import tiny_model
 from gguf_files import write_model
 
+from ikcli.backends.cuda import backend
 from ikcli.backends.cuda.device import CudaError, NoGraphMemory
 from ikcli.engine.run import gpus
 from ikcli.engine.run.batch import Batch
@@ -361,6 +362,30 @@ def test_large_batches_use_experts_in_ram_on_the_gpu(folder, opener, capsys) -> 
     assert "offload: from 11 tokens on 3 weights in RAM" in capsys.readouterr().err
     assert not few["upload_rows"] and many["upload_rows"] == 3  # tensors of the first layer; the last has one row
     assert sum(many.values()) > sum(few.values()) + 3
+
+
+def test_large_steps_are_not_captured(folder, opener, monkeypatch) -> None:
+    monkeypatch.setattr(backend, "MAX_GRAPH_TOKENS", 8)
+    with Session.open(config(written(folder, "llama"))) as session:
+        for n, captured in ((8, True), (9, False)):
+            for _ in range(3):
+                session.clear()
+                single(session, tokens(n))
+            graphs = [p.graphs for p in session.runner.parts["CUDA0"]._programs]
+            assert any(counts.n_tokens >= n for found in graphs for counts in found) == captured
+
+
+def test_weights_repacked_in_ram_are_used_on_the_gpu(folder, opener) -> None:
+    """The device gets the same rows; the last layer's experts are multiplied on the CPU, in another order of sums."""
+    found = []
+    for repack, kernel in ((False, "upload_rows"), (True, "upload_groups")):
+        settings = {"cpu_moe": True, "offload_min_batch": 1, "run_time_repack": repack, "mmap": not repack}
+        with Session.open(config(written(folder, "qwen3moe-q8_0"), **settings)) as session:
+            launches = kernels_of(opener, lambda: found.append(single(session, tokens(12), logits="all")))
+            planned = session.memory()["CUDA0"]["compute"]
+            assert abs(opener.devices["CUDA0"].owners()["compute"] - planned) <= 4096
+        assert launches[kernel] == 3
+    np.testing.assert_allclose(found[1], found[0], rtol=0, atol=1e-5)
 
 
 class Hasty(EmulatedDevice):

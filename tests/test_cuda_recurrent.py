@@ -19,6 +19,8 @@ from recurrent_cases import (
     biased_conv_case,
     conv_case,
     delta_case,
+    linear_conv_case,
+    mamba2_case,
     micro_batches,
     scan_case,
 )
@@ -173,6 +175,10 @@ def test_what_is_too_large_is_refused() -> None:
         Device(scan_case(16, 32), 4)
     with pytest.raises(UnsupportedError, match="keys of 272 columns are wider than the GPU kernels take"):
         Device(delta_case(Heads(1, 1, 272, 16)), 4)
+    with pytest.raises(UnsupportedError, match="no GPU kernel for the scan of Mamba 2; run this model without -ngl"):
+        Device(mamba2_case(2, 1, 16, 16), 4)
+    with pytest.raises(UnsupportedError, match="always applies silu; run this model without -ngl"):
+        Device(linear_conv_case(16, 3), 4)
     with pytest.raises(UnsupportedError, match="17 taps are more than the GPU kernel takes"):
         Device(conv_case((16,), 17), 4)
 

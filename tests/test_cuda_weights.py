@@ -213,7 +213,7 @@ def test_few_rows_together_are_each_row_alone(type_: T) -> None:
     k, x = 1280, activations(MV_ROWS, 1280)
     results = []
     for n in range(1, MV_ROWS + 1):
-        run = ProductRun(independent=True)
+        run = ProductRun(batch_invariant=True)
         w = run.tensor("w", type_, (k, 35))
         results += run.run(run.graph.mul_mat(w, run.input("x", x[:n]), "y"), seed=n)
     for n, found in enumerate(results, 1):
@@ -297,7 +297,7 @@ def test_matrices_of_a_shared_launch_keep_their_results() -> None:
     """A token alone and with others, to the last bit."""
     x, results = activations(MV_ROWS, 1280), []
     for n in (1, MV_ROWS):
-        run = ProductRun(independent=True)
+        run = ProductRun(batch_invariant=True)
         node = run.input("x", x[:n])
         products = [run.graph.mul_mat(run.tensor(name, T.Q6_K, (1280, 35)), node, name) for name in ("a", "b")]
         results.append(run.run(*products))

@@ -188,7 +188,7 @@ def test_results_of_a_token_do_not_depend_on_the_others() -> None:
     x = activations(MV_ROWS, 256)
     alone: dict[int, Array] = {}
     for n in range(1, MV_ROWS + 1):
-        run = ProductRun(independent=True)
+        run = ProductRun(batch_invariant=True)
         up, gate = run.tensor("up", T.Q6_K, (256, 21, N_EXPERT)), run.tensor("gate", T.Q6_K, (256, 21, N_EXPERT), 2)
         _, plan = routed(run, n)
         y = run.graph.moe_up_gate(up, gate, run.input("x", x[:n]), plan, "y")

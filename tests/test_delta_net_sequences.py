@@ -24,10 +24,11 @@ from ikcli.models import GraphConfig
 from ikcli.settings.run import RunConfig
 
 ARCHS = ("qwen3next", "kimi-linear", "mamba")
+CPU_ARCHS = (*ARCHS, "mamba2")
 IDS = np.random.default_rng(1).integers(1, 96, 100).astype(np.int32)
 
 
-@pytest.fixture(params=ARCHS)
+@pytest.fixture(params=CPU_ARCHS)
 def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     arch: str = request.param
     model = tiny_model(arch, optional=("kv_b.weight", *OPTIONAL.get(arch, ())), **TINY[arch])
@@ -90,6 +91,7 @@ def test_states_are_counted(path: Path) -> None:
 
 
 @needs_emulation
+@pytest.mark.parametrize("path", ARCHS, indirect=True)
 @pytest.mark.parametrize("n_gpu_layers", [99, 2])
 def test_a_gpu_goes_on_where_the_cpu_stopped(path: Path, n_gpu_layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With all layers, or with some of them."""

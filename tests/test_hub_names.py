@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ikcli.errors import IkError, UsageError
-from ikcli.hub.names import ModelRef, RemoteFile, choose, is_model, parse_ref, part_names, quants_of
+from ikcli.hub.names import ModelRef, RemoteFile, choose, is_model, parse_ref, part_names, projector_of, quants_of
 
 
 def files(*paths: str) -> list[RemoteFile]:
@@ -51,6 +51,17 @@ def test_projectors_and_matrices_are_no_models() -> None:
     paths = ("mmproj-F16.gguf", "m-imatrix.gguf", "imatrix.dat", "README.md", "m.mmproj-Q8_0.gguf", "a/M-Q8_0.GGUF")
     assert [p for p in paths if is_model(p)] == ["a/M-Q8_0.GGUF"]
     assert names(*paths) == ["Q8_0"]
+
+
+def test_the_projector_of_a_model() -> None:
+    def found(model: str, *paths: str) -> str | None:
+        file = projector_of([RemoteFile(path, 1, "") for path in paths], model)
+        return file.path if file is not None else None
+
+    assert found("m-Q4_K_M.gguf", "m-Q4_K_M.gguf", "mmproj-m-Q8_0.gguf", "mmproj-m-BF16.gguf") == "mmproj-m-BF16.gguf"
+    assert found("m.gguf", "mmproj-F32.gguf", "m.mmproj-f16.gguf") == "m.mmproj-f16.gguf"
+    assert found("a/m.gguf", "mmproj-F16.gguf", "a/mmproj-model.gguf") == "a/mmproj-model.gguf"
+    assert found("m.gguf", "m.gguf", "mmproj.md") is None
 
 
 def test_names_are_unique_in_a_repository() -> None:

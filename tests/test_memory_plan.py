@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +13,9 @@ from header_models import write_deepseek
 from ikcli import log, main
 from ikcli.cli.parser import parse
 from ikcli.engine.plan import devices, memory_plan
+from ikcli.engine.plan.device_memory import MemoryPlan
 from ikcli.engine.plan.devices import CONTEXT_BYTES, available_memory, described_machine
-from ikcli.engine.plan.offload import interleaved_lines
-from ikcli.engine.plan.planner import MemoryPlan, Planner
+from ikcli.engine.plan.planner import Planner
 from ikcli.engine.run.run_device import RESERVE_BYTES
 from ikcli.gguf.reader import open_gguf
 from ikcli.models import HParams
@@ -197,29 +196,8 @@ def test_where_prompts_are_computed(lite: Path, tmp_path: Path) -> None:
     assert last(planner, off).endswith("because -op says so")
     assert last(planner, replace(config, cpu_moe=False)).startswith("fits: CUDA0")
     interleaved = write_deepseek(tmp_path / "r.gguf", LITE, expert_types("q4_0_r8", "q4_0_r8"))
-    assert "interleaved types (q4_0_r8)" in last(planner_for(interleaved, "cuda:12GiB,cpu:64GiB"), config)
-
-
-def test_interleaved_weights_in_ram_cost_prompt_speed(lite: Path, tmp_path: Path) -> None:
-    """A run says so beside a GPU, for -rtr and for files that ik repack made."""
-    config = replace(BASE, cpu_moe=True)
-    devices = "cuda:12GiB,cpu:64GiB"
-
-    def lines(path: Path, config: RunConfig, devices: str = devices) -> list[str]:
-        planner = planner_for(path, devices)
-        placement = planner.place(config)
-        return interleaved_lines(config, planner.model(config, placement), placement)
-
-    assert lines(lite, config) == []
-    (found,) = lines(lite, replace(config, run_time_repack=True))
-    assert re.match(r"prompts: \d+ interleaved weights in RAM \([\d.]+ MiB\) are multiplied on the CPU", found)
-    assert "without -rtr a GPU does it" in found
-    made = write_deepseek(tmp_path / "r.gguf", LITE, expert_types("q4_0_r8", "q4_0_r8"))
-    (found,) = lines(made, config)
-    assert "with a file from ik repack --unrepack a GPU does it" in found
-    assert lines(made, config, "cpu:64GiB") == []
-    assert lines(made, replace(config, n_gpu_layers=0)) == []
-    assert lines(made, replace(config, offload_policy=(("ALL", False),))) == []
+    assert last(planner_for(interleaved, "cuda:12GiB,cpu:64GiB"), large).startswith("prompts: pieces of 342 tokens")
+    assert last(planner, replace(large, run_time_repack=True)).startswith("prompts: pieces of 342 tokens")
 
 
 def test_examples_of_the_page_are_command_lines() -> None:

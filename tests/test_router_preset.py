@@ -227,13 +227,11 @@ def test_files_that_are_no_presets() -> None:
 
 def test_what_has_no_meaning_here_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
     put("d.gguf")
-    entry = only(
-        read(preset="[*]\nhost = 1.2.3.4\nmmproj-offload = true\n[m]\nmodel = d.gguf\nport = 5\nprio = 2\nmmproj = x")
-    )
+    entry = only(read(preset="[*]\nhost = 1.2.3.4\naudio = y\n[m]\nmodel = d.gguf\nport = 5\nprio = 2\naudio = x"))
     err = capsys.readouterr().err
     assert "p.ini: ignored, as they are for all models together: host, port" in err
-    assert "p.ini: ignored, as they have no effect here: mmproj-offload, prio, mmproj" in err
-    assert not any("mmproj" in word or "1.2.3.4" in word for word in entry.argv)
+    assert "p.ini: ignored, as they have no effect here: audio, prio" in err
+    assert not any("audio" in word or "1.2.3.4" in word for word in entry.argv)
 
 
 def test_models_that_cannot_all_be_loaded_at_the_start() -> None:
@@ -264,6 +262,8 @@ def test_models_of_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
     assert list(file.entries) == ["a", "pair/x", "pair/y", "split", "vision"]
     assert {entry.source for entry in file.entries.values()} == {"folder"} and file.max == 4
     assert str(file.entries["split"].config.model).endswith("tiny-F16-00001-of-00003.gguf")
+    reading = {name for name, entry in file.entries.items() if entry.facts.reads_images}
+    assert reading == {"vision"} and "--mmproj=models/vision/mmproj-F16.gguf" in file.entries["vision"].argv
     assert len(file.entries["split"].stamp) == 3 and file.entries["a"].config.n_ctx == 256
     err = capsys.readouterr().err
     assert "the model broken is left out: models/broken.gguf" in err and "the model c,d is left out" in err

@@ -264,7 +264,7 @@ def test_arguments_that_are_no_object_end_no_conversation(wrong: Any) -> None:
         ([{"type": "reasoning", "id": "r", "summary": [{"type": "summary_text", "text": "hm"}]}], "(hm)"),
         ([{"type": "reasoning", "id": "r", "summary": [], "encrypted_content": "secret"}], ""),
         ([{"type": "compaction", "id": "r", "encrypted_content": "secret"}],
-         "[compaction: encrypted, nobody but its author can read it]\n"),
+         "[compaction: encrypted; only its author can decrypt it]\n"),
         ([{"type": "of_the_future", "id": "r", "status": "completed", "n": 1}], ""),
         ([{"type": "of_the_future", "id": "r", "content": None}], ""),
         ([{"type": "of_the_future", "id": "r", "content": [{"said": "b"}]}], "[of_the_future: b]\n"),
@@ -492,7 +492,8 @@ def test_converters_leave_their_input_alone() -> None:
     messages = [*HI, ASSISTANT, {"role": "user", "content": [result([text("a")])]}]
     for convert, body in ((convert_responses.to_chat, {"input": items, "tools": [NAMESPACE]}),
                           (convert_anthropic.to_chat, {"messages": messages}),
-                          (convert_ollama.to_chat, {"messages": HI})):  # fmt: skip
+                          (lambda body: convert_ollama.to_chat(convert_ollama.OllamaChatBody.checked(body)),
+                           {"model": "m", "messages": HI})):  # fmt: skip
         before = json.dumps(body)
         convert(body)
         assert json.dumps(body) == before

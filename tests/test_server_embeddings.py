@@ -73,7 +73,9 @@ def test_encodings_and_dimensions() -> None:
     text = c.post("/v1/embeddings", body | {"encoding_format": "base64"}).json()["data"][0]["embedding"]
     np.testing.assert_allclose(np.frombuffer(base64.b64decode(text), "<f4"), plain, atol=1e-9)
     assert c.post("/v1/embeddings", body | {"dimensions": 1}).json()["data"][0]["embedding"] == [1]
-    for wrong in ({"encoding_format": "int8"}, {"dimensions": 9}, {"dimensions": 0}, {"embd_normalize": -2},
+    problem = error_of(c.post("/v1/embeddings", body | {"encoding_format": "int8"}), 400)
+    assert problem == 'encoding_format must be float or base64, not "int8"'
+    for wrong in ({"dimensions": 9}, {"dimensions": 0}, {"embd_normalize": -2},
                   {"input": []}, {"input": [1 << 20]}, {"input": None}, {"input": {"a": 1}}, {"lora": [{"id": 0}]},
                   {"input": ["a"] * 2049}):  # fmt: skip
         assert c.post("/v1/embeddings", body | wrong).status_code == 400, wrong

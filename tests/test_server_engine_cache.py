@@ -6,7 +6,6 @@ import json
 import struct
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +15,12 @@ from factories import tiny_deepseek2, tiny_model
 from gguf_files import write_model
 
 from ikcli.engine.run.batch import Batch
-from ikcli.engine.run.saved_sequence import CacheKind, Checkpoint, SavedSequence
+from ikcli.engine.run.saved_sequence import SavedSequence
 from ikcli.engine.run.session import Session
 from ikcli.errors import IkError
+from ikcli.server.http.metrics import prometheus_text
+from ikcli.server.http.users import Users
 from ikcli.server.slots.engine import Engine
-from ikcli.server.slots.prompt_cache import Entry, PromptCache, common_prefix, default_limit
 from ikcli.server.slots.states import EngineError
 from ikcli.settings.run import RunConfig
 
@@ -114,42 +114,28 @@ def test_an_evicted_prompt_comes_back_from_ram() -> None:
         assert e.metrics().prompt_cache_entries == 0 and ask(e, LONG, 8).timings.cache_n <= 1
 
 
-def entry(*tokens: int, size: int = 100) -> Entry:
-    return Entry(np.array(tokens, np.int32), SavedSequence(len(tokens), (np.zeros((1, size), np.uint8),)))
-
-
-def test_the_prompt_cache_keeps_its_limit() -> None:
-    cache = PromptCache(350)
-    assert cache.put(entry(1, 2, 3)) and cache.put(entry(1, 2, 4)) and len(cache) == 2
-    assert cache.put(entry(1, 2, 3, 5)) and len(cache) == 2, "an entry that is the beginning of another is redundant"
-    assert cache.has(np.array([1, 2], np.int32)) and not cache.has(np.array([2], np.int32))
-    best = cache.best(np.array([1, 2, 4, 9], np.int32), 1)
-    assert best is not None and best[1] == 3
-    assert cache.best(np.array([1, 2, 4, 9], np.int32), 3) is None
-    assert cache.put(entry(7)) and cache.put(entry(8))
-    assert cache.n_bytes <= 350 and cache.best(np.array([1, 2, 3, 5], np.int32), 3) is None
-    assert not cache.put(entry(9, size=400))
-    cache.clear()
-    assert len(cache) == 0
-    assert default_limit(None, 4 << 30) == 1 << 30 and default_limit(None, 1 << 40) == 8192 << 20
-    assert default_limit(0, 1 << 30) == 0 == default_limit(None, None) and default_limit(5, None) == 5 << 20
-    assert default_limit(-1, None) > 1 << 50
-    assert common_prefix(np.array([], np.int32), np.array([1], np.int32)) == 0
-
-
-def test_the_prompt_cache_counts_every_byte() -> None:
-    """Rows, checkpoints and tokens; what just fits is kept. What was not used for longest goes."""
-    one = entry(1, 2, 3)
-    assert one.n_bytes == 100 + 3 * 4
-    assert not PromptCache(111).put(one) and PromptCache(112).put(one)
-    cache = PromptCache(3 * 112)
-    entries = [entry(n, 2, 3) for n in range(4)]
-    assert all(cache.put(e) for e in entries[:3]) and len(cache) == 3
-    assert cache.best(entries[0].tokens, 0) is not None
-    assert cache.put(entries[3])
-    assert [cache.has(e.tokens) for e in entries] == [True, False, True, True]
-    part = Entry(one.tokens, replace(one.saved, kind=CacheKind(True), checkpoints=(Checkpoint(2),)))
-    assert [part.shared(np.array(t, np.int32)) for t in ([1, 2, 3], [1, 2], [1, 9])] == [2, 2, 0]
+def test_conversations_in_turns_cost_their_distinct_tokens() -> None:
+    """One text, then another with several ends, in one slot: the first is still whole, each end is computed alone."""
+    first, second = ([k + i % 400 for i in range(300)] for k in (100, 600))
+    with serving(1, n_ctx=1024, server={"cache_ram": 8, "cache_explain": True}) as e:
+        assert e._worker is not None
+        store, lines = e._worker._reuse.store, []
+        e._worker._log = lambda level, function, message, fields: lines.append((message, fields))
+        per_token = sum(a * b for a, b in e._worker.session.sequences.shapes(1, 1)) + 4
+        store.limit = 420 * per_token + 300 * per_token
+        ask(e, first, 1)
+        computed = [ask(e, [*second, *range(1100 + 20 * k, 1120 + 20 * k)], 1).timings.prompt_n for k in range(5)]
+        assert computed == [320, 20, 20, 20, 20]
+        again = ask(e, [*first, 7], 1)
+        assert (again.timings.cache_ram_n, again.timings.cache_n, again.timings.prompt_n) == (300, 300, 1)
+        assert store.n_bytes == (300 + 300 + 5 * 20) * per_token
+        found = e.metrics(reset=False)
+        assert (found.prompt_tokens_slot_total, found.prompt_tokens_ram_total) == (4 * 300, 300)
+    text = prometheus_text(found, Users()).decode()
+    assert "llamacpp:prompt_tokens_from_ram_total 300.0" in text
+    reused = [fields for message, fields in lines if message == "prompt tokens reused"]
+    assert reused[2]["missed_at"] == 300 and (reused[2]["token"], reused[2]["cached_token"]) == (1120, 1100)
+    assert any(message.startswith("prompt cache: 6 texts") for message, _ in lines)
 
 
 # --- context full -----------------------------------------------------------------------------------------------------

@@ -196,8 +196,8 @@ def test_wrong_drafts_of_recurrent_models_are_taken_back_cheaply(
         monkeypatch.setattr(speculator, "propose", lambda slots: [setattr(s, "draft", [1, 2]) for s in slots])
         call = hand.post(IDS[:100], 20, sampling=WILD)
         hand.until(lambda: call.final)
-        assert call.final is not None and call.final.timings.draft_n == 20
-        assert computed[:2] == [95, 5] and len(computed) > 10 and max(computed[2:]) <= 3
+        assert call.final is not None and call.final.timings.draft_n == 38
+        assert computed == [95, 5]  # the rest by the program for single steps
 
 
 def test_a_failure_of_several_slots_costs_none_that_is_not_guilty(two: ByHand, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,6 +264,7 @@ class Work:
     n_whole: int
     t_served: int = 0
     wants_prompt_logits: bool = False
+    n_at_once: int = 0
 
 
 def test_pieces_of_prompts_in_a_step() -> None:
@@ -331,17 +332,16 @@ def test_what_is_worth_keeping(path: Path) -> None:
         for n, added, n_kept in ((45, NOTHING, 0), (44, NOTHING, 1), (0, NOTHING, 1), (0, Added((0.5,)), 2)):
             slot.added = added
             assert reuse.replace(slot, n) == n
-            assert len(reuse.prompts) == n_kept, (n, added)
-        assert reuse.prompts.best(np.array(IDS[:60], np.int32), 0) is not None
-        best = reuse.prompts.best(np.array(IDS[:60], np.int32), 0, Added((0.5,)))
-        assert best is not None and best[0].added == Added((0.5,))
+            assert len(reuse.store) == n_kept, (n, added)
+        text = np.array(IDS[:60], np.int32)
+        assert [reuse.store.find(text, Added(x)).n for x in ((), (0.5,), (0.7,))] == [60, 60, 0]
 
 
 @pytest.mark.parametrize(
     ("own", "other", "stored", "wanted", "where"),
     [
-        (0, 50, 40, 50, "copy"), (0, 40, 50, 50, "load"), (34, 50, 40, 34, ""), (33, 50, 40, 50, "copy"),
-        (34, 20, 50, 34, ""), (33, 20, 50, 50, "load"), (0, 0, 0, 0, ""),
+        (0, 50, 40, 50, "copy"), (0, 40, 50, 50, "arrive"), (34, 50, 40, 34, ""), (33, 50, 40, 50, "copy"),
+        (34, 20, 50, 34, ""), (33, 20, 50, 50, "arrive"), (0, 0, 0, 0, ""),
     ],
 )  # fmt: skip
 def test_a_prompt_comes_from_where_most_of_it_is(
@@ -366,12 +366,12 @@ def test_a_prompt_comes_from_where_most_of_it_is(
     reuse.replace(slots[0], 0)
     hold(slots[0], own)
     hold(slots[1], other)
-    for name in ("copy", "load"):
+    for name in ("copy", "arrive"):
         note(name)
     prompt = np.array(IDS[:60], np.int32)
-    assert reuse.fetch(slots[0], prompt, NOTHING) == wanted and "".join(used) == where
+    assert reuse.fetch(slots[0], prompt, NOTHING).n == wanted and "".join(used) == where
     slots[1].added = slots[0].added = Added((0.5,))
-    assert reuse.fetch(slots[0], prompt, Added((0.7,))) == 0
+    assert reuse.fetch(slots[0], prompt, Added((0.7,))).n == 0
 
 
 def test_all_but_the_last_token_of_a_prompt_is_reused(two: ByHand) -> None:

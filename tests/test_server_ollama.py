@@ -143,7 +143,7 @@ def test_results_of_tools_find_their_calls() -> None:
         {"role": "tool", "content": "rain"},
         {"role": "tool", "content": "sun", "tool_name": "weather"},
     ]
-    found = convert.to_chat({"messages": messages})["messages"]
+    found = convert.to_chat(convert.OllamaChatBody.checked({"model": "m", "messages": messages}))["messages"]
     ids = [one["id"] for one in found[1]["tool_calls"]]
     assert [one["tool_call_id"] for one in found[2:]] == [ids[1], ids[0], ids[2]]
     assert (
@@ -194,23 +194,29 @@ def test_logprobs() -> None:
 @pytest.mark.parametrize(
     ("path", "body", "status", "text"),
     [
-        ("/api/chat", {"messages": HI}, 400, "model"),
+        ("/api/chat", {"messages": HI}, 400, "model is required"),
+        ("/api/chat", {"model": 1, "messages": HI}, 400, "model must be a string, not 1"),
         ("/api/chat", {"model": "other", "messages": HI}, 404, "'other' not found"),
         ("/api/chat", {"model": "m", "messages": HI, "options": {"temperature": "hot"}}, 400, "temperature"),
-        ("/api/chat", {"model": "m", "messages": HI, "options": [1]}, 400, "options"),
-        ("/api/chat", {"model": "m", "messages": HI, "stream": "yes"}, 400, "stream"),
+        ("/api/chat", {"model": "m", "messages": HI, "options": [1]}, 400, "options must be an object, not an array"),
+        ("/api/chat", {"model": "m", "messages": HI, "stream": "yes"}, 400, "stream must be true or false"),
         ("/api/chat", {"model": "m", "messages": HI, "keep_alive": "soon"}, 400, "keep_alive"),
         ("/api/chat", {"model": "m", "messages": [{"role": "user", "images": ["aGk="]}]}, 400, "image"),
-        ("/api/chat", {"model": "m", "messages": {"role": "user"}}, 400, "messages"),
+        ("/api/chat", {"model": "m", "messages": {"role": "user"}}, 400, "messages must be an array"),
         ("/api/chat", {"model": "m", "messages": HI, "tools": [{"function": 1}]}, 400, "tools[0].function"),
-        ("/api/chat", {"model": "m", "messages": HI, "top_logprobs": 21}, 400, "top_logprobs"),
+        (
+            "/api/chat",
+            {"model": "m", "messages": HI, "top_logprobs": 21},
+            400,
+            "top_logprobs must be from 0 to 20, not 21",
+        ),
         ("/api/generate", {"model": "m", "prompt": "a", "images": ["aGk="]}, 400, "image"),
         ("/api/generate", {"model": "m", "prompt": "a", "template": "{{ .Prompt }}"}, 400, "template"),
         ("/api/generate", {"model": "m", "prompt": "a", "context": [1 << 30]}, 400, "context[0]"),
         ("/api/embed", {"model": "m", "input": {}}, 400, "input"),
-        ("/api/embed", {"model": "m", "input": "a", "dimensions": 9}, 400, "dimensions"),
+        ("/api/embed", {"model": "m", "input": "a", "dimensions": 9}, 400, "dimensions must be from 1 to "),
         ("/api/embed", {"model": "m", "input": "a" * 300, "truncate": False}, 400, "context size"),
-        ("/api/embeddings", {"model": "m", "prompt": ["a"]}, 400, "prompt"),
+        ("/api/embeddings", {"model": "m", "prompt": ["a"]}, 400, "prompt must be a string, not an array"),
         ("/api/pull", {"model": "other"}, 501, "gets no models"),
         ("/api/create", {"model": "m", "from": "x"}, 501, "create"),
         ("/api/copy", {"source": "m", "destination": "x"}, 501, "copy"),

@@ -21,8 +21,7 @@ from ikcli.engine.run.batch import Batch
 from ikcli.errors import UsageError
 from ikcli.server.slots import reuse
 from ikcli.server.slots.log import silent
-from ikcli.server.slots.prompt_cache import Entry
-from ikcli.server.slots.sessions import SUFFIX, Sessions, Stored, make_folder
+from ikcli.server.slots.sessions import SUFFIX, Entry, Sessions, Stored, make_folder
 
 SETTINGS: dict[str, Any] = {"n_ctx": 512, "n_threads": 1, "n_threads_batch": 1}
 FIRST, SECOND = list(range(100, 160)), list(range(300, 360))

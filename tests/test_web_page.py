@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import socket
@@ -15,19 +16,24 @@ import pytest
 import uvicorn
 from fake_engine import FakeEngine, Script, fake_tokenizer
 from headless import MS, chromium
+from markdown_cases import MARKDOWN, RENDER
 from server_client import Client
+from test_server_images import FakePicture
 from test_server_live import WAIT, Server, wait_for
 
+from ikcli.errors import IkError
+
 KEY = "key-of-the-test"
+PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 SHORT = {"max_tokens": "12", "seed": "1", "extra": '{"ignore_eos": true}'}
 
 
 class Slow:
     """A server that answers slowly and never comes to an end, so that there is something to stop."""
 
-    def __init__(self) -> None:
-        self.engine = FakeEngine(fake_tokenizer())
-        self.engine.script = Script(("slow ", "answer "), endless=True, delay=0.02)
+    def __init__(self, script: Script | None = None) -> None:
+        self.engine = FakeEngine(fake_tokenizer(), n_ctx=4096)
+        self.engine.script = script or Script(("slow ", "answer "), endless=True, delay=0.02)
         self._socket = socket.create_server(("127.0.0.1", 0))
         config = uvicorn.Config(Client(engine=self.engine, ui=True).app, factory=True, lifespan="off", log_config=None)
         self._server = uvicorn.Server(config)
@@ -53,6 +59,25 @@ def server(tmp_path_factory: pytest.TempPathFactory, browser: Any) -> Iterator[S
 @pytest.fixture(scope="module")
 def slow(browser: Any) -> Iterator[Slow]:
     found = Slow()
+    yield found
+    found.stop()
+
+
+class Pixels:
+    """A projector for which every PNG file has 5 tokens."""
+
+    begin, end = "", ""
+
+    def read(self, data: bytes) -> FakePicture:
+        if not data.startswith(b"\x89PNG"):
+            raise IkError("this is not an image")
+        return FakePicture(str(len(data)), 5)
+
+
+@pytest.fixture(scope="module")
+def seeing(browser: Any) -> Iterator[Slow]:
+    found = Slow(Script(("a red ", "ball")))
+    found.engine.pictures = Pixels()
     yield found
     found.stop()
 
@@ -307,63 +332,6 @@ def test_injected_html_stays_text(open_page: OpenPage) -> None:
     assert found and all(link[0] in ("http:", "https:") for link in found)
     assert all(link[1:] == ["noopener noreferrer nofollow", "_blank"] for link in found)
     assert not [url for url in requests if not url.startswith((page.url, "blob:"))]
-
-
-MARKDOWN = (
-    ("a *b* **c** ~~e~~ `f*g`", "<p>a <em>b</em> <strong>c</strong> <del>e</del> <code>f*g</code></p>"),
-    ("***d***", "<p><em><strong>d</strong></em></p>"),
-    ("**a *b* c** *a **b***", "<p><strong>a <em>b</em> c</strong> <em>a <strong>b</strong></em></p>"),
-    ("2 * 3 * 4, snake_case_name, a * b, **open", "<p>2 * 3 * 4, snake_case_name, a * b, **open</p>"),
-    ("\\*no\\* `` a ` b `` &lt;b&gt; &amp;lt;", "<p>*no* <code>a ` b</code> &lt;b&gt; &amp;lt;</p>"),
-    ("a\nb  \nc\\\nd", "<p>a<br>b<br>c<br>d</p>"),
-    ("a<BR />b <brx> <!-- c -->", "<p>a<br>b &lt;brx&gt; &lt;!-- c --&gt;</p>"),
-    ("**「a」**は*「b」*は", "<p><strong>「a」</strong>は<em>「b」</em>は</p>"),
-    ("# A #\n## B\nText\n===", '<h3 class="h1">A</h3><h4 class="h2">B</h4><h3 class="h1">Text</h3>'),
-    ("- a\n- b\n  - c\n1. d", "<ul><li>a</li><li>b<ul><li>c</li></ul></li></ul><ol><li>d</li></ol>"),
-    ("3. a\n\n4. b", '<ol start="3"><li><p>a</p></li><li><p>b</p></li></ol>'),
-    ("1. a\n  - b\n  - c\n2. d", "<ol><li>a<ul><li>b</li><li>c</li></ul></li><li>d</li></ol>"),
-    ("1. a\n  ```py\n  b\n      c\n  ```\n10. d\n  - e\n    - f",
-     "<ol><li>aC{py|b\n    c}</li><li>d<ul><li>e<ul><li>f</li></ul></li></ul></li></ol>"),
-    ("```\n1. a\n  - b\n```", "C{code|1. a\n  - b}"),
-    ("- [ ] a\n- [X] `b`", "<ul>BOXa</li>DONE<code>b</code></li></ul>"),
-    ("> a\nb\n> > c", "<blockquote><p>a<br>b</p><blockquote><p>c</p></blockquote></blockquote>"),
-    ("a\n\n---\n***", "<p>a</p><hr><hr>"),
-    ("a|b\n-|:-:\n1|`x\\|y`\n2", "TABLE<thead><tr><th>a</th>TH b</th></tr></thead><tbody><tr><td>1</td>"
-     "TD <code>x|y</code></td></tr><tr><td>2</td>TD </td></tr></tbody></table></div>"),
-    ("a | b, no table", "<p>a | b, no table</p>"),
-    ("[a b](https://e.org/x_(y) \"t\") [c](x) [d]", "<p>L{a b|https://e.org/x_(y)} [c](x) [d]</p>"),
-    ("(https://e.org/a_b?c=d&e), <https://e.org>.", "<p>(L{https://e.org/a_b?c=d&amp;e|https://e.org/a_b?c=d&amp;e}), L{https://e.org|https://e.org/}.</p>"),
-    ("![p](https://e.org/p.png)", "<p>L{Image: p|https://e.org/p.png}</p>"),
-    ("[![p](https://e.org/p.png)](https://e.org/q)", "<p>L{Image: p|https://e.org/q}</p>"),
-    ("e.org www.e.org mailto:a@e.org a@e.org ftp://e.org <a@e.org>",
-     "<p>e.org www.e.org mailto:a@e.org a@e.org ftp://e.org &lt;a@e.org&gt;</p>"),
-    ("[a]: https://e.org\n[a]", "<p>[a]: L{https://e.org|https://e.org/}<br>[a]</p>"),
-    ("~~~py x\na\n  b\n~~~\nc", "C{py|a\n  b}<p>c</p>"),
-    ("```\nnot closed\n# x", "C{code|not closed\n# x}"),
-    ("- a\n  ```\n  b\n  ```", "<ul><li>aC{code|b}</li></ul>"),
-    ("    a\n     b\n\nc", "C{code|a\n b}<p>c</p>"),
-    ("x\r\n\r\ny", "<p>x</p><p>y</p>"),
-)  # fmt: skip
-
-RENDER = """async ([texts, step]) => {
-  const { renderMarkdown } = await import("/markdown.js");
-  return texts.map((text) => {
-    const box = document.createElement("div");
-    for (let n = step || text.length; n < text.length; n += step) renderMarkdown(box, text.slice(0, n));
-    renderMarkdown(box, text);
-    if (box.querySelector("a a")) return "a link within a link";
-    for (const code of box.querySelectorAll(".code")) {
-      code.replaceWith(`C{${code.querySelector("span").textContent}|${code.querySelector("pre").textContent}}`);
-    }
-    for (const link of box.querySelectorAll("a")) {
-      link.replaceWith(`L{${link.textContent}|${link.getAttribute("href")}}`);
-    }
-    return box.innerHTML.replaceAll('<div class="table" tabindex="0"><table>', "TABLE")
-      .replaceAll('<li class="task"><input type="checkbox" disabled="" aria-label="done">', "BOX")
-      .replaceAll('<li class="task"><input type="checkbox" disabled="" checked="" aria-label="done">', "DONE")
-      .replaceAll(/<(t[hd]) style="text-align: center;">/g, (_, name) => `${name.toUpperCase()} `);
-  });
-}"""
 
 
 def test_markdown(open_page: OpenPage) -> None:
@@ -648,3 +616,61 @@ def test_dark_and_light(open_page: OpenPage) -> None:
     assert bright() == [False, True]
     page.click("#theme")
     assert bright() == [True, False]
+
+
+_FILES = """
+([text, names]) => {
+  const bytes = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
+  const found = new DataTransfer();
+  names.forEach((name) => found.items.add(new File([bytes], name, { type: "image/png" })));
+  return found;
+}
+"""
+
+
+@pytest.mark.slow  # a page in a browser
+def test_images_are_dropped_pasted_and_picked(open_page: OpenPage, seeing: Slow) -> None:
+    from playwright.sync_api import expect
+
+    page = open_page({}, base=seeing.base)
+    previews = page.locator("#attachments img")
+    page.wait_for_selector("#attach:visible")
+    for event in ("dragover", "drop"):
+        page.dispatch_event("#messages", event, {"dataTransfer": page.evaluate_handle(_FILES, [PNG, ["a.png"]])})
+    expect(previews).to_have_count(1)
+    page.evaluate(
+        f"(files) => document.getElementById('input').dispatchEvent(new ClipboardEvent('paste', "
+        f"{{ clipboardData: ({_FILES})(files), bubbles: true, cancelable: true }}))", [PNG, ["b.png"]],
+    )  # fmt: skip
+    expect(previews).to_have_count(2)
+    page.set_input_files("#image-file", {"name": "c.png", "mimeType": "image/png", "buffer": base64.b64decode(PNG)})
+    expect(previews).to_have_count(3)
+    page.click("[aria-label='Remove image 2']")
+    expect(previews).to_have_count(2)
+    send(page, "What is it?")
+    assert answers(page, 1) == ["a red ball"]
+    expect(previews).to_have_count(0)
+    request = seeing.engine.requests[-1]
+    assert [placed.picture.n_tokens for placed in request.pictures] == [5, 5]
+    assert "What is it?" in seeing.engine.tokenizer.decode([token for token in request.prompt if token >= 0])
+    # the conversation keeps them, and the next turn sends them again
+    reload(page)
+    expect(page.locator(".message.user .pictures img")).to_have_count(2)
+    send(page, "And now?")
+    answers(page, 2)
+    assert len(seeing.engine.requests[-1].pictures) == 2
+
+
+@pytest.mark.slow  # a page in a browser
+def test_a_broken_image_and_a_model_without_a_projector(open_page: OpenPage, seeing: Slow, slow: Slow) -> None:
+    page = open_page({}, base=seeing.base)
+    page.wait_for_selector("#attach:visible")
+    page.set_input_files("#image-file", {"name": "c.png", "mimeType": "image/png", "buffer": b"no pixels"})
+    send(page, "")
+    page.wait_for_selector(".assistant .error >> text=Messages[0].content[0]: this is not an image")
+    page.set_input_files("#image-file", {"name": "c.txt", "mimeType": "text/plain", "buffer": b"text"})
+    page.wait_for_selector("#banner >> text=c.txt is not an image.")
+    blind = open_page({}, base=slow.base)
+    blind.dispatch_event("#messages", "drop", {"dataTransfer": blind.evaluate_handle(_FILES, [PNG, ["a.png"]])})
+    blind.wait_for_selector("#banner >> text=This model reads text only.")
+    assert not blind.is_visible("#attach")

@@ -25,8 +25,7 @@ from ikcli.models import GraphConfig
 from ikcli.sampling.params import SamplerParams
 from ikcli.server.slots import slot_file
 from ikcli.server.slots.log import silent
-from ikcli.server.slots.prompt_cache import Entry
-from ikcli.server.slots.sessions import Sessions
+from ikcli.server.slots.sessions import Entry, Sessions
 from ikcli.server.slots.states import EngineError
 from ikcli.settings.run import RunConfig
 from ikcli.settings.values import parse_spec_type

@@ -65,9 +65,16 @@ WINDOWED: dict[str, dict[str, Any]] = {
         "swiglu_clamp_exp": np.float32([0, 0.3, 0, 0.3]), "swiglu_clamp_shexp": np.float32([0, 0, 1, 1]),
     },
 }  # fmt: skip
+MAMBA2 = {
+    "block_count": 3, "ssm.conv_kernel": 4, "ssm.state_size": 32, "ssm.group_count": 2, "ssm.time_step_rank": 4,
+    "ssm.inner_size": 64,
+}  # fmt: skip
+NEMOTRON_H = MAMBA2 | {"feed_forward_length": [0, 80, 0], "attention.head_count_kv": [0, 0, 2]}
+SHORT_CONV = {"block_count": 3, "shortconv.l_cache": 3, "attention.head_count_kv": [0, 2, 0]}
 TINY: dict[str, dict[str, Any]] = {
     "arctic": EXPERTS | {"expert_feed_forward_length": None}, "baichuan": {}, "chatglm": {"rope.dimension_count": 8},
     "bloom": LAYER_NORM | {"attention.head_count_kv": 4}, "codeshell": LAYER_NORM, "refact": {},
+    "bitnet": {}, "bitnet-b1.58": {},
     "mpt": LAYER_NORM | {"attention.head_count": 6, "embedding_length": 96, "attention.max_alibi_bias": 8.0,
                          "attention.clamp_kqv": 0.5, "attention.head_count_kv": 6},
     "deepseek32": MISTRAL4 | {"expert_weights_norm": True, "rope.scaling.yarn_log_multiplier": 0.1},
@@ -89,16 +96,27 @@ TINY: dict[str, dict[str, Any]] = {
     "mistral3": {"rope.scaling.type": "yarn", "rope.scaling.factor": 8.0, "rope.scaling.original_context_length": 4,
                  "rope.scaling.yarn_log_multiplier": 1.0, "attention.temperature_scale": 0.3},
     "qwen2moe": EXPERTS | {"expert_shared_feed_forward_length": 80},
+    "hunyuan-dense": {},
     "hunyuan-moe": EXPERTS | {"expert_shared_count": 1}, "minimax-m2": EXPERTS | {"rope.dimension_count": 8},
     "seed_oss": {"attention.key_length": 64, "attention.value_length": 64}, "smollm3": {"block_count": 4},
     "qwen35": DELTA, "qwen35moe": DELTA | EXPERTS | {"expert_shared_feed_forward_length": 48},
     "qwen3next": DELTA | EXPERTS, "kimi-linear": KDA,
+    "falcon-h1": MAMBA2, "nemotron_h": NEMOTRON_H, "lfm2": SHORT_CONV,
+    "mamba2": MAMBA2 | {"attention.head_count": 0, "attention.head_count_kv": None, "feed_forward_length": 0},
+    "granitehybrid": MAMBA2 | GRANITE | EXPERTS | {
+        "attention.head_count_kv": [0, 2, 0], "expert_shared_feed_forward_length": 64},
+    "nemotron_h_moe": NEMOTRON_H | EXPERTS | {"expert_shared_feed_forward_length": 64, "expert_weights_scale": 2.5},
+    "lfm2moe": SHORT_CONV | EXPERTS | {"leading_dense_block_count": 1, "expert_gating_func": 2},
+    "jamba": {"block_count": 3, "attention.head_count_kv": [0, 2, 0], "ssm.conv_kernel": 4, "ssm.inner_size": 96,
+              "ssm.state_size": 16, "ssm.time_step_rank": 5, "expert_count": 8, "expert_used_count": 3},
     "mamba": {"attention.head_count": 0, "attention.head_count_kv": None, "feed_forward_length": 0,
               "ssm.conv_kernel": 4, "ssm.inner_size": 96, "ssm.state_size": 16, "ssm.time_step_rank": 5},
     "bailingmoe3": KDA | {"kda.gate_lower_bound": -5.0, "expert_group_count": 4, "expert_group_used_count": 2,
                           "swiglu_clamp_exp": [0.0, 0.5, 0.0], "swiglu_clamp_shexp": [0.7, 0.0, 0.4]},
 }  # fmt: skip
 OPTIONAL: dict[str, tuple[str, ...]] = {
+    "bitnet": (".scale",),
+    "lfm2": ("token_embd_norm.weight",), "lfm2moe": ("token_embd_norm.weight",), "mamba2": ("conv1d.bias",),
     "grok": ("ffn_gate.weight", "ffn_up.weight", "ffn_down.weight"),
     "qwen3next": ("ssm_in.weight", "ssm_ba.weight"), "bailingmoe3": ("ssm_f_a.weight", "ssm_g.weight"),
     "gemma4": ("attn_v.weight", "layer_output_scale.weight", "ffn_down_exps.scale", "rope_freqs.weight"),
@@ -110,7 +128,7 @@ OPTIONAL: dict[str, tuple[str, ...]] = {
 """Endings of optional tensors, beside those that all have that may."""
 
 
-def tiny(arch: str) -> MemoryModel:
-    """The tiny model of an architecture."""
+def tiny(arch: str, **keys: Any) -> MemoryModel:
+    """The tiny model of an architecture; `keys` replace its own."""
     optional = ("exp_probs_b.bias", "_q.bias", "_k.bias", "_v.bias", "kv_b.weight", *OPTIONAL.get(arch, ()))
-    return tiny_model(arch, optional=optional, **(WINDOWED | TINY)[arch])
+    return tiny_model(arch, optional=optional, **(WINDOWED | TINY)[arch] | keys)

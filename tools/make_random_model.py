@@ -110,6 +110,14 @@ PRESETS = {
     "deepseek2": Preset(
         "deepseek2", _geometry(4, 2048, 5632, 16, 16) | _experts(16, 6, 1408) | _MLA, ("attn_kv_b.weight",), 102400
     ),
+    "glm-dsa": Preset(
+        "glm-dsa",
+        _geometry(2, 6144, 12288, 64, 64) | _experts(16, 8, 2048) | _MLA
+        | {"attention.key_length": 256, "attention.value_length": 256, "attention.q_lora_rank": 2048,
+           "expert_shared_count": 1, "attention.indexer.head_count": 32, "attention.indexer.key_length": 128,
+           "attention.indexer.top_k": 2048, "attention.indexer.types": np.ones(2, np.bool_)},
+        ("attn_kv_b.weight", "exp_probs_b.bias"), 32768,
+    ),
     "glm4moe": Preset(
         "glm4moe",
         _geometry(3, 4096, 10944, 96, 8)

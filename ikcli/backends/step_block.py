@@ -1,10 +1,12 @@
 """The step block: the data that changes with every micro-batch, at fixed addresses that programs know.
 
-16 words, then arrays. Words 0..3 are the numbers of tokens, outputs, cached positions and segments. Words 4..12 are the
-addresses of: tokens and positions (int32), cells and output rows (int64), segments (SEG_WORDS each), cells of all
+16 words, then arrays. Words 0..3 are the numbers of tokens, outputs, cached positions and segments. Words 4..12 are
+the addresses of: tokens and positions (int32), cells and output rows (int64), segments (SEG_WORDS each), cells of all
 cached positions, sequences of the segments, and for window caches the cells of the tokens and the (possibly virtual)
-cell of position 0 of every segment (int64). Kernels read it by the names in backends/cpu/kernels/common.py,
-state_rows.py and cell_places.py, and backends/cuda/kernels/common.cuh and states.cuh.
+cell of position 0 of every segment (int64). Word 13 is the address of float32 rows that the caller provides, one per
+token, for programs that read them. Words 14 and 15 are the addresses of places (PLACE_WORDS int32 per token) and of
+rows of images; sessions without images leave both empty. Kernels read the block by the names in
+backends/cpu/kernels/common.py, state_rows.py and cell_places.py, and backends/cuda/kernels/common.cuh and states.cuh.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import numpy.typing as npt
 
 from ikcli.backends.memory import aligned_zeros
 from ikcli.graph import Rows
-from ikcli.graph.micro_batch import Segment
+from ikcli.graph.micro_batch import PLACE_WORDS, Segment
 
 STATE_INDEX = {Rows.TOKENS: 0, Rows.OUTPUTS: 1, Rows.KV: 2}
 _KV_CELLS = 5  # among the arrays
@@ -37,7 +39,7 @@ def _packers(n: int) -> tuple[Callable[..., None], Callable[..., None], Callable
 class StepBlock:
     """The step block of a session, sized for the largest micro-batch; see the module."""
 
-    def __init__(self, n_tokens: int, n_cells: int) -> None:
+    def __init__(self, n_tokens: int, n_cells: int, media_cols: int = 0) -> None:
         self._words = aligned_zeros(8 * 16).view(np.int64)
         self._tokens = np.zeros(n_tokens, np.int32)
         self._pos = np.zeros(n_tokens, np.int32)
@@ -52,6 +54,11 @@ class StepBlock:
         arrays = (self._tokens, self._pos, self._cells, self._out_ids, self._segments, self._kv_cells, self._seqs,
                   self._window_cells, self._windows)  # fmt: skip
         self._words[4:13] = [a.ctypes.data for a in arrays]
+        n_media = n_tokens if media_cols else 0
+        self._places = np.zeros((n_media, PLACE_WORDS), np.int32)
+        self._media = np.zeros((n_media, media_cols), np.float32)
+        self._words[14:] = self._places.ctypes.data, self._media.ctypes.data
+        self.media_cols = media_cols
         self.address: int = self._words.ctypes.data
         self._rows: dict[Rows, int] | None = None
         self._step_of: tuple[Sequence[int], int] = (), 0  # sequences and their cells of the last step
@@ -87,6 +94,19 @@ class StepBlock:
         self._words[:4] = n, len(out_ids), n_kv, len(segments)
         self.n_segments = len(segments)
         self._rows, self._step_of = None, ((), 0)
+
+    def set_media(self, places: npt.NDArray[np.int32], rows: Sequence[npt.NDArray[np.float32]] = ()) -> None:
+        """Write the places of all tokens, and the rows of images that these name (see `MicroBatch`)."""
+        self._places[: len(places)] = places
+        at = 0
+        for part in rows:
+            self._media[at : at + len(part)] = part
+            at += len(part)
+
+    def give(self, rows: npt.NDArray[np.float32]) -> None:
+        """Provide a row per token of this micro-batch; the array must stay in place until it was computed."""
+        assert rows.dtype == np.float32 and rows.flags.c_contiguous
+        self._words[13] = rows.ctypes.data
 
     def set_step(
         self,

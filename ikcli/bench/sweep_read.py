@@ -98,7 +98,7 @@ class _Reader:
             self._at += taken or 1
 
     def _take(self, at: int) -> int:
-        """Handle what starts at a line; the number of lines it used, 0 if it is not for us."""
+        """Parse what starts at a line; return the number of lines used, 0 if it is not a table."""
         line = self._lines[at]
         if line.startswith("{"):
             return self._json(at)
@@ -199,7 +199,7 @@ class _Reader:
         return True
 
     def _json_table(self, row: SpeedRow, settings: dict[str, int], kind: str) -> None:
-        """Rows without a line of settings begin a new run where a setting changes or the depth does not grow."""
+        """Begin a new run if a row without a line of settings changes a setting or does not go deeper."""
         table = self.tables[-1] if self._from_json else None
         if table is not None and not table.rows:
             table.settings, table.kind = settings, kind

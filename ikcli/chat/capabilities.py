@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ _TOOL = {
 }
 _USER = {"role": "user", "content": "probe question"}
 _KEEP = {"preserve_reasoning": True}
+_TOKENS = re.compile(r"[<\[].*[>\]]", re.DOTALL)
 _EFFORTS = ({"reasoning_effort": "low"}, {"reasoning_effort": "medium"}, {"reasoning_effort": "high"})
 
 
@@ -43,6 +45,8 @@ class Capabilities:
     preserve_reasoning: bool = False
     """True if thoughts of earlier turns can be kept."""
     reasoning_effort: bool = False
+    image: str = ""
+    """What the template writes for an image part: the model's tokens, such as <start_of_image>; "" if nothing."""
 
     def to_props(self) -> dict[str, bool]:
         """Return the capabilities under the names that `/props` uses."""
@@ -93,7 +97,35 @@ def probe(template: ChatTemplate, bos: str, eos: str) -> Capabilities:
         null_content=null_content,
         preserve_reasoning="probe thought" in text([_USER, thought, _USER], None, **preserve_variables(_KEEP)),
         reasoning_effort=len(efforts) > 1,
+        image=_image_text(text, typed),
     )
+
+
+def _image_text(render: Callable[..., str], typed: str) -> str:
+    """Return what a template adds to a prompt (`typed`) for an image part: its first to its last control token.
+
+    Line ends and numbers around them stay where the template writes them.
+    """
+    if "probe question" not in typed:
+        return ""
+    part = {"type": "text", "text": "probe question"}
+    found = render([{"role": "user", "content": [part, {"type": "image"}]}])
+    size = len(found) - len(typed)
+    last = _n_common(found, typed)
+    first = len(typed) - _n_common(found[::-1], typed[::-1])
+    if size <= 0 or first > last:
+        return ""
+    # Text around the addition may begin or end like it, so it can be cut out at several places.
+    added = [found[at : at + size] for at in range(first, last + 1)]
+    whole = [match.group() for text in added if (match := _TOKENS.fullmatch(text.strip()))]
+    inner = [match.group() for text in added if (match := _TOKENS.search(text))]
+    return (whole or inner or [""])[0]
+
+
+def _n_common(a: str, b: str) -> int:
+    """Return the number of characters that two texts begin with."""
+    n = min(len(a), len(b))
+    return next((i for i in range(n) if a[i] != b[i]), n)
 
 
 def effort_variables(variables: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,9 +1,10 @@
 """Read the content of messages by what a part holds, not by a list of types.
 
 Clients replay their history, with parts from services and versions that this server does not know. Text is taken from
-wherever it stands. An image or other input that the model cannot read is an error in a user's message, so that users
-do not wait for an answer about it. In the history of the assistant and in tool results an error would end the
-conversation, so the model sees a note instead. Parts of the assistant that hold nothing readable are dropped.
+wherever it stands. With a projector, an image becomes a marker in the text (`images`), whatever its role. Other input
+that the model cannot read is an error in a user's message, so that users do not wait for an answer about it. In the
+history of the assistant and in tool results an error would end the conversation, so the model sees a note instead.
+Parts of the assistant that hold nothing readable are dropped.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ikcli.chat.images import NO_IMAGES, Images, joined, source_of
 from ikcli.errors import IkError
 
 _TEXT = ("text", "input_text", "output_text", "reasoning_text", "summary_text")
@@ -63,8 +65,11 @@ def text_field(value: Mapping[str, Any], key: str, path: str, *, required: bool 
     return check_unicode(found, f"{path}.{key}")
 
 
-def part_text(part: Any, path: str, role: str) -> str:
-    """Return the text of a content part, or ""; raise RequestError if a user's part holds nothing readable."""
+def part_text(part: Any, path: str, role: str, images: Images = NO_IMAGES) -> str:
+    """Return the text of a content part, or ""; raise RequestError if a user's part holds nothing readable.
+
+    The text of an image is its marker in `images`.
+    """
     if isinstance(part, str):
         return check_unicode(part, path)
     if not isinstance(part, Mapping):
@@ -74,11 +79,16 @@ def part_text(part: Any, path: str, role: str) -> str:
         return text_field(part, "text", path, required=True)
     if kind == "refusal":
         return text_field(part, "refusal", path, required=True)
+    if images.reads and _medium(kind) == "image":
+        if source := source_of(part):
+            return images.add(source, path)
+        if role not in ("assistant", "tool", "function"):
+            raise RequestError(path, f'found neither a URL nor base64 data of an image in "{kind[:64]}"')
     found = list(_found(part))
     lost = next((medium for medium, _ in found if medium), "")
     if role not in ("assistant", "tool", "function") and (lost or not found):
-        problem = f"{lost} input is not supported: this model reads text only, not" if lost else "found no text in"
-        raise RequestError(f"{path}.type", f'{problem} "{kind[:64]}"')
+        problem = f"{_refused(lost, images)}, not" if lost else "found no text in"
+        raise RequestError(f"{path}.type", f'{problem} "{kind[:64]}"{way_out(lost, images)}')
     plain = isinstance(part.get("text"), str)
     if role != "assistant" and not lost and not plain and (not found or _holds_numbers(part)):
         said = {key: value for key, value in part.items() if not _NO_TEXT.fullmatch(str(key))}
@@ -99,23 +109,42 @@ def thought_text(part: Mapping[str, Any]) -> str:
     return "".join(text for medium, text in _found(part) if not medium)
 
 
-def result_text(value: Any, path: str) -> str:
+def _refused(medium: str, images: Images) -> str:
+    reads = "text and images" if images.reads else "text"
+    return f"{medium} input is not supported: this model reads {reads} only"
+
+
+def way_out(medium: str, images: Images) -> str:
+    """Return what makes the server read this medium, as the end of an error message."""
+    return "; give its projector with --mmproj FILE" if medium == "image" and not images.reads else ""
+
+
+def image_text(source: Any, path: str, images: Images) -> str:
+    """Return the marker of an image that a request names by itself; raise RequestError if it cannot be read."""
+    if not images.reads:
+        raise RequestError(path, _refused("image", images) + way_out("image", images))
+    if not isinstance(source, str) or not source:
+        raise RequestError(path, f"expected the base64 data of an image, got {describe(source)}")
+    return images.add(source, path)
+
+
+def result_text(value: Any, path: str, images: Images = NO_IMAGES) -> str:
     """Return a tool's result as text: a text, a part or parts; anything else becomes JSON."""
     if value is None:
         return ""
     if isinstance(value, str):
         return check_unicode(value, path)
     if isinstance(value, Mapping) and isinstance(value.get("type"), str):
-        return part_text(value, path, "tool")
+        return part_text(value, path, "tool", images)
     if isinstance(value, list) and all(isinstance(part, str | Mapping) for part in value):
-        return "\n".join(_result_part(part, f"{path}[{i}]") for i, part in enumerate(value))
+        return joined(_result_part(part, f"{path}[{i}]", images) for i, part in enumerate(value))
     return check_unicode(json.dumps(value, ensure_ascii=False), path)
 
 
-def _result_part(part: Any, path: str) -> str:
+def _result_part(part: Any, path: str, images: Images) -> str:
     if isinstance(part, Mapping) and not isinstance(part.get("type"), str):
         return check_unicode(json.dumps(part, ensure_ascii=False), path)
-    return part_text(part, path, "tool")
+    return part_text(part, path, "tool", images)
 
 
 def as_error(text: str) -> str:

@@ -19,6 +19,7 @@ from ikcli.chat.families.base import Family
 from ikcli.chat.families.detect import family_by_shape, family_of, reasoning_of
 from ikcli.chat.families.generic import Generic, explain_tools, list_tools, written_out
 from ikcli.chat.families.harmony import Harmony
+from ikcli.chat.images import is_marker
 from ikcli.chat.messages import Message
 from ikcli.chat.prompt import ChatPrompt, Thinking, answer_grammar, parser_settings
 from ikcli.chat.request import ChatRequest
@@ -130,7 +131,7 @@ class ChatFormat:
         if isinstance(family, Generic) and not request.calls_tools:
             family = None
         messages, tools = self._prepare(request, family)
-        prompt = self._text(request, messages, tools)
+        prompt = self._text_with_images(request, messages, tools)
         prompt, thinking = self._thinking(request, prompt)
         if prefilled is not None:
             prompt, thinking = self._continue(prompt, thinking, prefilled, family)
@@ -217,6 +218,24 @@ class ChatFormat:
             ]
         return out
 
+    def _text_with_images(self, request: ChatRequest, messages: list[dict[str, Any]], tools: list[Any] | None) -> str:
+        """Render a prompt in which markers stand for images, as the template places them.
+
+        Where the template writes image parts, their tokens become the markers. Otherwise, and where texts of the
+        conversation contain such tokens too, templates get the markers as texts.
+        """
+        tokens = (self._tool_capabilities if request.tools else self.capabilities).image
+        typed, found = _with_image_parts(messages)
+        if not tokens or not found:
+            return self._text(request, messages, tools)
+        try:
+            texts = self._text(request, typed, tools).split(tokens)
+        except RequestError:  # a template that takes images in some roles only
+            texts = []
+        if len(texts) != len(found) + 1:
+            return self._text(request, messages, tools)
+        return "".join(text + marker for text, marker in zip(texts, [*found, ""], strict=True))
+
     def _text(self, request: ChatRequest, messages: list[dict[str, Any]], tools: list[Any] | None) -> str:
         template = self._tool_template if tools else self._template
         now = datetime.now()
@@ -272,6 +291,19 @@ class ChatFormat:
         if thinking.open:
             return f"{prompt}{last.reasoning}{tags.close}{text}", Thinking(None, False, False)
         return prompt + text, Thinking(None, False, False)
+
+
+def _with_image_parts(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the messages with image parts in place of markers, and those markers in order."""
+    out, found = [], []
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, list):
+            found += [part["text"] for part in content if is_marker(part["text"])]
+            parts = [{"type": "image"} if is_marker(part["text"]) else part for part in content]
+            message = {**message, "content": parts}
+        out.append(message)
+    return out, found
 
 
 def _arguments(text: str, can: Capabilities) -> Any:

@@ -22,6 +22,7 @@ from ikcli.chat.content import (
     text_field,
     thought_text,
 )
+from ikcli.chat.images import NO_IMAGES, Images, joined
 
 _ROLE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
@@ -42,7 +43,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message; `parts` are the texts of a content list (`content` is then their join by newlines)."""
+    """One message; `parts` are the texts of a content list, markers of images included (`content` joins them)."""
 
     role: str
     content: str = ""
@@ -67,13 +68,13 @@ class Tool:
         return {"type": "function", "function": function}
 
 
-def parse_messages(value: Any, path: str = "messages") -> tuple[Message, ...]:
-    """Parse the messages of a request; raise RequestError naming the path of the first mistake."""
+def parse_messages(value: Any, path: str = "messages", images: Images = NO_IMAGES) -> tuple[Message, ...]:
+    """Parse the messages of a request, collecting their images; raise RequestError naming the path of a mistake."""
     if not isinstance(value, list):
         raise RequestError(path, f"expected a list of messages, got {describe(value)}")
     if not value:
         raise RequestError(path, "expected at least one message")
-    messages = tuple(_message(m, f"{path}[{i}]") for i, m in enumerate(value))
+    messages = tuple(_message(m, f"{path}[{i}]", images) for i, m in enumerate(value))
     return _with_tool_names(messages)
 
 
@@ -89,7 +90,7 @@ def _with_tool_names(messages: tuple[Message, ...]) -> tuple[Message, ...]:
     return tuple(out)
 
 
-def _message(value: Any, path: str) -> Message:
+def _message(value: Any, path: str, images: Images) -> Message:
     if not isinstance(value, Mapping):
         raise RequestError(path, f"expected an object, got {describe(value)}")
     role = text_field(value, "role", path, required=True)
@@ -98,8 +99,7 @@ def _message(value: Any, path: str) -> Message:
     calls = _tool_calls(value.get("tool_calls"), f"{path}.tool_calls")
     if not calls and isinstance(value.get("function_call"), Mapping) and role == "assistant":
         calls = (_function(value["function_call"], f"{path}.function_call", ""),)
-    assistant = role == "assistant"
-    content, parts, thoughts = _content(value, path, role=role, optional=assistant, has_calls=bool(calls))
+    content, parts, thoughts = _content(value, path, images, role=role, has_calls=bool(calls))
     reasoning = text_field(value, "reasoning_content", path) or text_field(value, "reasoning", path) or thoughts
     return Message(
         role="tool" if role == "function" else role,
@@ -113,12 +113,12 @@ def _message(value: Any, path: str) -> Message:
 
 
 def _content(
-    value: Mapping[str, Any], path: str, *, role: str, optional: bool, has_calls: bool
+    value: Mapping[str, Any], path: str, images: Images, *, role: str, has_calls: bool
 ) -> tuple[str, tuple[str, ...] | None, str]:
     """Return the text, its parts if there are several, and the reasoning among them."""
-    content = value.get("content")
+    content, optional = value.get("content"), role == "assistant"
     if content is None:
-        if instead := _instead_of_content(value) if role == "assistant" else "":
+        if instead := _instead_of_content(value) if optional else "":
             return check_unicode(instead, path), None, ""
         if "content" in value or (optional and (has_calls or value.get("reasoning_content") is not None)):
             return "", None, ""
@@ -133,10 +133,10 @@ def _content(
         if role == "assistant" and is_thought(part):
             thoughts += thought_text(part)
             continue
-        text = part_text(part, f"{path}.content[{i}]", role)
+        text = part_text(part, f"{path}.content[{i}]", role, images)
         if text or role != "assistant":
             parts.append(text)
-    return "\n".join(parts), tuple(parts), thoughts
+    return joined(parts), tuple(parts), thoughts
 
 
 def _instead_of_content(value: Mapping[str, Any]) -> str:

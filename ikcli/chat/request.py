@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ikcli.chat.content import RequestError, describe
+from ikcli.chat.images import NO_IMAGES, Images
 from ikcli.chat.messages import Message, Tool, parse_messages, parse_tools
 from ikcli.chat.parser import REASONING_FORMATS, ReasoningFormat
 
@@ -70,12 +71,17 @@ class ChatRequest:
         return tuple(t for t in self.tools if not self.function or t.name == self.function)
 
 
-def parse_request(body: Mapping[str, Any], defaults: ChatDefaults | None = None) -> ChatRequest:
-    """Parse the chat fields of `body`, ignoring others; raise RequestError naming the first bad field."""
+def parse_request(
+    body: Mapping[str, Any], defaults: ChatDefaults | None = None, images: Images = NO_IMAGES
+) -> ChatRequest:
+    """Parse the chat fields of `body`, ignoring others, and collect its images.
+
+    Raise RequestError naming the first bad field.
+    """
     defaults = defaults or ChatDefaults()
     if "messages" not in body:
         raise RequestError("messages", "is required")
-    messages = parse_messages(body["messages"])
+    messages = parse_messages(body["messages"], images=images)
     tools = parse_tools(body.get("tools"))
     tools, choice, function = _tool_choice(body.get("tool_choice"), tools)
     schema, grammar = _answer_form(body)

@@ -100,7 +100,7 @@ def completions(command: str, words: list[str], incomplete: str) -> Iterator[Com
             if bound.option.used_by(command):
                 for name in (*bound.option.names, *bound.option.negative):
                     if name.startswith(incomplete):  # Typer would wrap longer help, and shells take lines for words
-                        yield Completion(name, shorten(bound.option.help, 76, placeholder="..."))
+                        yield Completion(name, shorten(bound.option.help, 66, placeholder="..."))
     elif command == "help" and not words:
         from ikcli.manual import pages
 
@@ -121,13 +121,13 @@ def report(parsed: Parsed) -> None:
 
 def checked(parsed: Parsed) -> Startup:
     """Check a run against its model file (the demo model without one); print notices and warnings."""
-    from ikcli.cli.model import find_draft, find_model
+    from ikcli.cli.model import find_draft, find_model, find_projector
     from ikcli.engine.plan.startup import prepare
     from ikcli.settings.run import default_model
 
     config = parsed.config
     model = find_model(config.model, config.hub, header_only=config.only_plans)
-    config = find_draft(config)
+    config = find_projector(find_draft(config))
     # the token has been used, and settings are printed with results
     config = replace(config, model=model or default_model(), hub=replace(config.hub, token=""))
     startup = prepare(config, parsed.given, _pipeline(config))

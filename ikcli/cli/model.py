@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from ikcli import log
-from ikcli.errors import UsageError
+from ikcli.errors import IkError, UsageError
 from ikcli.settings.hub import HubConfig
 
 if TYPE_CHECKING:
@@ -57,6 +57,28 @@ def find_draft(config: RunConfig) -> RunConfig:
         return config
     path = find_model(server.model_draft, replace(config.hub, repo=server.hf_repo_draft, file="", url=""))
     return replace(config, server=replace(server, model_draft=path))
+
+
+def find_projector(config: RunConfig) -> RunConfig:
+    """Return the settings with the file of the projector, which an address or the repository of -hf may name."""
+    vision, hub, header_only = config.vision, config.hub, config.only_plans
+    path = vision.mmproj
+    if path is None and vision.mmproj_url:
+        from ikcli.hub.pull import Access, pull_url, pull_url_header
+
+        access = Access(hub.token, hub.offline)
+        get = pull_url_header if header_only else lambda url, access: finish(lambda: pull_url(url, access, bar)).path
+        path = get(vision.mmproj_url, access)
+    elif path is None and vision.mmproj_auto and hub.repo and config.command in ("serve", "chat", "plan"):
+        from ikcli.hub.names import parse_ref
+        from ikcli.hub.pull import Access, pull_projector
+
+        ref, access = parse_ref(hub.repo, hub.file), Access(hub.token, hub.offline)
+        try:
+            path = finish(lambda: pull_projector(ref, access, bar, header_only=header_only))
+        except IkError as e:
+            log.warn(f"the projector of {hub.repo} cannot be had, so the model reads text only: {e}")
+    return replace(config, vision=replace(vision, mmproj=path)) if path is not None else config
 
 
 def bar(title: str, total: float, done: float) -> AbstractContextManager[Callable[[float], None]]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ikcli.cli.environment import variables
 from ikcli.cli.front_options import layered
-from ikcli.cli.model import find_model
+from ikcli.cli.model import find_model, find_projector
 from ikcli.cli.parser import Parsed, all_options, names_of, parse
 from ikcli.engine.plan.devices import find_machine
 from ikcli.engine.plan.placement import CPU
@@ -35,7 +35,7 @@ OF_ALL_MODELS = OF_THE_FRONT | {"verbose", "verbosity"} | {
 }  # fmt: skip
 """Fields that only the command line sets."""
 OF_REPLICAS = frozenset(("server.replicas", "server.replica_gpus", "server.first_slot", "fleet.ray"))
-NAMES_A_MODEL = frozenset(("model", "hub.repo", "hub.file", "hub.url"))
+NAMES_A_MODEL = frozenset(("model", "hub.repo", "hub.file", "hub.url", "vision.mmproj", "vision.mmproj_url"))
 _SEVERAL = frozenset(("server.models", "server.models_preset", "server.models_dir", "server.models_cache"))
 _ENDS_HERE = frozenset(("server.alias", "server.sleep_idle_seconds"))
 _CACHE_RAM = 256
@@ -47,13 +47,15 @@ fits one server only."""
 class ModelSpec:
     """A model as its source names it: `where` is that place in messages, `options` its sets of options.
 
-    `path`: its file where the options name none. `ttl`: seconds without a request, if they do not say so either.
+    `path`, `projector`: its files where the options name none.
+    `ttl`: seconds without a request, if they do not say so either.
     """
 
     name: str
     where: str
     options: Sequence[Sequence[str]] = ()
     path: Path | None = None
+    projector: Path | None = None
     aliases: tuple[str, ...] = ()
     tags: tuple[str, ...] = ()
     preload: bool = False
@@ -76,7 +78,7 @@ class EntryMaker:
     _read: dict[object, tuple[RunConfig, dict[str, int], ModelFacts]] = field(default_factory=dict)
 
     def entry(self, spec: ModelSpec) -> ModelEntry:
-        """The entry of a model; IkError saying what is wrong with its options or its file."""
+        """Return the entry of a model; raise IkError if its options or its file are faulty."""
         if not spec.name or any("," in text for text in (spec.name, *spec.aliases)):
             raise UsageError("names of models must not be empty and have no commas")
         argv = layered("serve", *spec.options, self.line)
@@ -85,6 +87,8 @@ class EntryMaker:
         sleeps = "server.sleep_idle_seconds" in parsed.given
         model = self._file(parsed.config.model or spec.path, parsed.config.hub)
         argv = [*layered("serve", argv, without=_is_done), f"--model={model}"]
+        if (projector := self._projector(parsed.config, spec)) is not None:
+            argv.append(f"--mmproj={projector}")
         if "server.cache_ram" not in parsed.given and not self.alone:
             argv.append(f"--cache-ram={_CACHE_RAM}")
         stamp = stamp_of(model)
@@ -103,6 +107,12 @@ class EntryMaker:
         except NetworkError:
             name = hub.repo or hub.url
             raise UsageError(f"{name} is not in the cache; download it with ik pull {name} before") from None
+
+    def _projector(self, config: RunConfig, spec: ModelSpec) -> Path | None:
+        """Return the projector of a model: the one that its options name, or of its repository, or beside its file."""
+        hub = config.hub if self.downloads else replace(config.hub, offline=True)
+        found = find_projector(replace(config, hub=hub)).vision
+        return spec.projector if found.mmproj is None and found.mmproj_auto else found.mmproj
 
     def _known(self, argv: list[str], stamp: tuple[object, ...]) -> tuple[RunConfig, dict[str, int], ModelFacts]:
         key = (tuple(argv), stamp)
@@ -139,6 +149,8 @@ def _need(parsed: Parsed) -> tuple[dict[str, int], ModelFacts]:
     memory = planner.plan(config).memory
     need = {device: memory.total(device) + (0 if device == CPU else RESERVE_BYTES) for device in memory.parts}
     need[CPU] += max(config.server.cache_ram or 0, 0) << 20
+    if config.vision.mmproj is not None and config.vision.mmproj.is_file():
+        need[CPU] += config.vision.mmproj.stat().st_size
     tensors, metadata = planner.file.tensors.values(), planner.file.metadata
     ftype, template = metadata.get("general.file_type"), metadata.get("tokenizer.chat_template")
     facts = ModelFacts(
@@ -151,6 +163,7 @@ def _need(parsed: Parsed) -> tuple[dict[str, int], ModelFacts]:
         template=template if isinstance(template, str) else "",
         pooling=served_pooling(config, metadata, planner.hp.arch).name.lower(),
         generates=not config.server.only_embeds,
+        reads_images=config.vision.mmproj is not None and not config.server.only_embeds,
     )
     return need, facts
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from ikcli import log
 from ikcli.cli.front_options import passed_on
 from ikcli.cli.model_entries import OF_ALL_MODELS, EntryMaker, ModelSpec, check_front, clash, machine_budget
-from ikcli.cli.models_folder import folder_models
+from ikcli.cli.models_folder import folder_models, projector_in
 from ikcli.cli.models_preset import ALL, Preset, Section, read_preset
 from ikcli.cli.models_toml import check_room, read_table
 from ikcli.cli.parser import Parsed
@@ -109,12 +109,18 @@ class Sources:
             preset.where(section.name) if section.name in preset.sections else section.name,
             (defaults.options, section.options),
             path,
+            self._projector(source, path),
             section.aliases,
             section.tags if section.tags is not None else defaults.tags or (),
             section.preload if section.preload is not None else bool(defaults.preload),
             stop_timeout=section.stop_timeout if section.stop_timeout is not None else defaults.stop_timeout,
             source=source,
         )
+
+    def _projector(self, source: str, path: Path | None) -> Path | None:
+        """Return the projector that lies beside a model in a folder of its own, or in the cache."""
+        own = path is not None and (source == CACHE or (source == FOLDER and path.parent != self._server.models_dir))
+        return projector_in(path.parent) if own and path is not None else None
 
     def _of_section(
         self, preset: Preset, section: Section, cached: Mapping[str, Path], folder: Mapping[str, Path]
@@ -132,9 +138,7 @@ class Sources:
             log.notice_once(f"{where} is not in the cache; it is served when POST /models or ik pull has downloaded it")
             return None
         else:
-            raise UsageError(
-                f"{where} needs model = FILE or hf-repo = USER/REPO:QUANT; no other source has such a model"
-            )
+            raise UsageError(f"{where} needs model = FILE or hf-repo = USER/REPO:QUANT; no other source has it")
         try:
             return self._maker.entry(spec)
         except IkError as e:
@@ -146,7 +150,7 @@ class Sources:
         return _in_cache(section.repo, cached) if dedup and section.repo else None
 
     def _usable(self, specs: Mapping[str, ModelSpec]) -> Iterator[ModelEntry]:
-        """Entries of files that nobody has named one by one: those that cannot be used are left out."""
+        """Return the entries of files that a folder or the cache holds, without those that cannot be used."""
         for spec in specs.values():
             try:
                 yield self._maker.entry(spec)

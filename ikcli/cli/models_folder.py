@@ -29,6 +29,12 @@ def folder_models(folder: Path) -> dict[str, Path]:
     return found
 
 
+def projector_in(folder: Path) -> Path | None:
+    """Return the projector (mmproj*.gguf) in the folder of one model; F16 comes first."""
+    found = [path for path in folder.glob("*.gguf") if path.name.lower().startswith("mmproj")]
+    return min(found, key=lambda path: ("f16" not in path.name.lower().replace("bf16", ""), path.name), default=None)
+
+
 def _models(paths: list[Path]) -> Iterator[tuple[str, Path]]:
     """Yield name and (first) file of every model among files."""
     for path in paths:

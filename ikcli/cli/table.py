@@ -72,6 +72,7 @@ TOPIC_TITLES = (
     ("chat", "Chat"),
     ("sampling", "Sampling"),
     ("server", "Server"),
+    ("vision", "Images"),
     ("speculation", "Speculative decoding"),
     ("sweep-bench", "sweep-bench"),
     ("bench", "bench"),

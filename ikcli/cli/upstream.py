@@ -15,8 +15,8 @@ from ikcli.errors import UsageError
 from ikcli.settings.values import OFF
 
 _NO_VALUE = """
---spec-autotune --mmproj-offload --no-mmproj-offload --mmproj-auto --no-mmproj --no-mmproj-auto
---infill -dkvc --dump-kv-cache -dsa --dsa -fidx
+--spec-autotune
+--infill -dkvc --dump-kv-cache -fidx
 --fused-indexer-topk -mtp --multi-token-prediction -no-mtp --no-multi-token-prediction
 --defer-experts --prefetch-experts -smf16 --split-mode-f16 -smf32 --split-mode-f32 --perplexity
 --all-logits --send-done --webui-mcp-proxy --no-webui-mcp-proxy
@@ -35,11 +35,11 @@ _ONE_VALUE = """
 --defrag-thold -mea --max-extra-alloc --cfg-negative-prompt --cfg-negative-prompt-file --cfg-scale
 --spec-ckpt-mode --recurrent-ckpt-mode -ns --sequences -ps --p-split
 --spec-stage --suffix-pattern-len --suffix-max-depth --suffix-corpus
--mm --mmproj -mmu --mmproj-url -mmdev --mmproj-device --mtmd-kq-type --mtmd-batch-max-tokens --media-path
---image --audio --image-min-tokens --image-max-tokens --video-fps --video-timestamp-interval --video-ffmpeg-dir
--ictk --indexer-cache-type-k -ctk-first --cache-type-k-first
+-mmdev --mmproj-device --mtmd-kq-type --mtmd-batch-max-tokens --audio --video-fps
+--video-timestamp-interval --video-ffmpeg-dir
+-ctk-first --cache-type-k-first
 -ctk-last --cache-type-k-last -ctv-first --cache-type-v-first -ctv-last --cache-type-v-last -mtprot
---mtp-requantize-output-tensor -dsatk --dsa-top-k
+--mtp-requantize-output-tensor
 --rpc -rpc -gfm --gpu-fit-margin -fitc --fit-ctx -cuda --cuda-params -draft --draft-params --moe-cache --moe-cache-mib
 --prefetch-experts-threads -wgt --worst-graph-tokens -fdn --fused-delta-net -grt --graph-reduce-type -gap
 --graph-attn-precision -lzm --lazy-mode --kv-unified-per-slot --allowlist-unicode-rule

@@ -62,6 +62,8 @@ class _Run:
         wants_lines = self._chat.conversation or start.takes_turns(config)
         if self._prompt is None and not self._in_tty and (self._chat.single_turn or not wants_lines):
             self._prompt = start.piped_text() or None
+        shows = bool(config.vision.images) and self._prompt is not None and not self._chat.conversation
+        self._single_turn_only = self._chat.single_turn or shows
         self._total = AnswerCounts()
 
     def with_model(self, model: LocalModel) -> int:
@@ -103,7 +105,7 @@ class _Run:
         """Return whether this is a conversation; raise UsageError if something required is missing."""
         terminal = self._in_tty and self._out_tty
         talks = start.is_conversation(self._config, source, self._prompt, terminal=terminal)
-        if talks and self._chat.single_turn and not self._prompt:
+        if talks and self._single_turn_only and not self._prompt:
             raise UsageError("-st answers one prompt: give it with -p, -f or through a pipe")
         if not talks and self._prompt is None and not start.takes_turns(self._config):
             lacks = "" if source.has_template else "the model has no chat template, and "
@@ -115,9 +117,11 @@ class _Run:
     # --- conversation -----------------------------------------------------------------------------------------------
     def _converse(self, source: AnswerSource, cache: PromptCache | None) -> int:
         conversation = Conversation(source, self._system, cache=cache)
+        for path in self._config.vision.images:
+            conversation.attach(path)
         renderer: Renderer = PlainRenderer() if self._plain or self._chat.color is False else Fancy()
         try:
-            if self._chat.single_turn:
+            if self._single_turn_only:
                 return self._single_turn(conversation, renderer)
             repl: Repl
             editor = self._input(lambda before: completions(repl, before))

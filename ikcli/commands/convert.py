@@ -46,6 +46,8 @@ def run(config: ConvertConfig) -> int:
     _check(config, directory)
     if (directory / "adapter_config.json").is_file():
         return run_adapter(config, directory)
+    if config.mmproj:
+        return _projector(config, directory)
     if config.base is not None:
         raise UsageError(f"--base is for adapters, and {directory} has no adapter_config.json")
     from ikcli.convert.heads import Heads
@@ -59,6 +61,22 @@ def run(config: ConvertConfig) -> int:
     )
     _report_checkpoint(config, found)
     return _vocabulary(config, found) if config.vocab_only else _model(config, found)
+
+
+def _projector(config: ConvertConfig, directory: Path) -> int:
+    """Write the projector of a checkpoint."""
+    from ikcli.convert.projector import open_projector, output_path, type_of
+
+    found = open_projector(directory, (config.outtype or "auto").lower(), config.model_name)
+    output = output_path(config.outfile, directory, found, type_of(found))
+    n_bytes = sum(t.spec.n_bytes for t in found.tensors)
+    log.log(f"{directory}: projector, {len(found.tensors)} tensors, {n_bytes / 2**20:.2f} MiB")
+    if config.dry_run:
+        log.log(f"{output} would hold them; nothing is written")
+        return 0
+    found.write(output)
+    log.log(f"wrote {output}")
+    return 0
 
 
 def _print_classes() -> int:
@@ -83,7 +101,7 @@ def _check(config: ConvertConfig, directory: Path) -> None:
     if config.mtp and (config.no_mtp or config.vocab_only):
         raise UsageError(f"--mtp and {'--no-mtp' if config.no_mtp else '--vocab-only'} exclude each other")
     if config.vocab_only and (config.split_max_size or config.split_max_tensors):
-        raise UsageError("--vocab-only writes no tensors, so there is nothing to split")
+        raise UsageError("--vocab-only writes no tensors, so the file cannot be split")
 
 
 def _report_checkpoint(config: ConvertConfig, found: OpenCheckpoint) -> None:

@@ -95,6 +95,8 @@ def summary(file: GGUFFile) -> dict[str, str]:
         "contents": f"{len(file.metadata)} key-value pairs, {len(tensors)} tensors",
         "architecture": printable(str(file.get("general.architecture", "none"))),
     }
+    if file.get("general.architecture") == "clip":
+        out["projector"] = _projector(file)
     file_type = file.get("general.file_type")
     if isinstance(file_type, int):
         out["file type"] = file_type_label(file_type)
@@ -111,6 +113,24 @@ def summary(file: GGUFFile) -> dict[str, str]:
     elif tensors:
         out["ik-only types"] = "none (standard GGUF)"
     return out
+
+
+def _projector(file: GGUFFile) -> str:
+    """Return type and sizes of a projector (mmproj file)."""
+    kinds = [
+        f"{file.get(f'clip.{kind}projector_type')} ({what})"
+        for kind, what in (("", "images"), ("vision.", "images"), ("audio.", "sound"))
+        if isinstance(file.get(f"clip.{kind}projector_type"), str)
+    ]
+    sizes = {"layers": "block_count", "columns": "embedding_length", "pixels in a patch": "patch_size"}
+    found = [
+        f"{file.get(f'clip.vision.{key}')} {name}"
+        for name, key in sizes.items()
+        if f"clip.vision.{key}" in file.metadata
+    ]
+    width = file.get("clip.vision.projection_dim")
+    ending = [f"for models of {width} columns"] if width is not None else []
+    return printable(", ".join([*(kinds or ["of no named type"]), *found, *ending]))
 
 
 def describe(file: GGUFFile, *, tensors: bool) -> dict[str, Any]:

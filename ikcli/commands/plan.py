@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from dataclasses import replace
 
 from ikcli.cli.parser import ModelRun
 from ikcli.engine.plan.memory_plan import plan_lines, verdict_lines
+from ikcli.engine.plan.placement import CPU
+from ikcli.engine.plan.planner import MIB
 from ikcli.engine.run.session_log import model_lines
 from ikcli.log import warn
+from ikcli.server.slots.projector import open_projector
 
 
 def run(run: ModelRun) -> int:
@@ -19,6 +23,17 @@ def run(run: ModelRun) -> int:
     for warning in planner.warnings(run.config):
         warn(warning)
     plan = planner.plan(run.config)
-    for line in [*plan_lines(planner, plan), *verdict_lines(planner, plan)]:
+    projector = open_projector(run.config, planner.hp)
+    lines = []
+    if projector is not None:
+        used = {"projector": projector.n_bytes, "images": projector.plan_bytes()}
+        parts = plan.memory.parts | {CPU: plan.memory.parts[CPU] | used}
+        plan = replace(plan, memory=replace(plan.memory, parts=parts))
+        lines = [
+            f"projector: {projector.type}, {used['projector'] / MIB:.2f} MiB, and {used['images'] / MIB:.2f} MiB for "
+            f"an image of {projector.most_tokens} tokens, its largest"
+        ]
+        projector.close()
+    for line in [*plan_lines(planner, plan), *lines, *verdict_lines(planner, plan)]:
         print(line)
     return int(not plan.memory.fits())

@@ -44,7 +44,7 @@ def run(config: PublishConfig) -> int:
 
 
 def _make(config: PublishConfig) -> Published:
-    """The folder, made or found."""
+    """Make the folder, or find it if it is already there."""
     from ikcli.publish.folder import plan_publish, publish
     from ikcli.publish.records import PublishOptions
 

@@ -95,6 +95,10 @@ class AnswerSource(Protocol):
     def has_template(self) -> bool:
         """Whether the model has a chat template."""
 
+    @property
+    def reads_images(self) -> bool:
+        """Whether the model has a projector; asked when the model is loaded."""
+
     def complete(self, body: Body) -> AnswerStream:
         """Continue the `prompt` of a body of /completion. The first piece is empty: the prompt was accepted."""
 

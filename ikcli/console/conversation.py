@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import base64
+import mimetypes
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ikcli.chat.messages import ToolCall
 from ikcli.console.answers import Answer, AnswerCounts, AnswerSource, AnswerStream, Body, PromptCache
+from ikcli.errors import IkError
+from ikcli.server.http.media import MAX_BYTES
 
 Json = dict[str, Any]
 
@@ -15,6 +20,7 @@ Json = dict[str, Any]
 class Conversation:
     """`messages` in OpenAI's form, without the system prompt. `fields` go into every request.
 
+    `images`: content parts that the user's next message begins with.
     `undone` calls wait for their results before the model is asked again.
     """
 
@@ -28,6 +34,7 @@ class Conversation:
     total: AnswerCounts = field(default_factory=AnswerCounts)
     prepared: AnswerCounts = field(default_factory=AnswerCounts)
     undone: list[ToolCall] = field(default_factory=list)
+    images: list[Json] = field(default_factory=list)
 
     def body(self) -> Body:
         """Return the request for the next answer."""
@@ -38,7 +45,25 @@ class Conversation:
     # --- growing ----------------------------------------------------------------------------------------------------
     def say(self, text: str) -> None:
         """Add the user's next message."""
-        self.messages.append({"role": "user", "content": text})
+        content: str | list[Json] = text
+        if self.images:
+            content = [*self.images, {"type": "text", "text": text}]
+            self.images = []
+        self.messages.append({"role": "user", "content": content})
+
+    def attach(self, path: Path) -> None:
+        """Add an image to the user's next message; IkError if it cannot be read or the model reads no images."""
+        if not self.source.reads_images:
+            raise IkError("this model reads text only; give its projector with --mmproj FILE")
+        try:
+            if path.stat().st_size > MAX_BYTES:
+                raise IkError(f"{path} has more than {MAX_BYTES >> 20} MiB")
+            data = path.read_bytes()
+        except OSError as e:
+            raise IkError(f"cannot read {path}: {e.strerror or e}") from None
+        kind = mimetypes.guess_type(path.name)[0] or "image"
+        url = f"data:{kind};base64,{base64.b64encode(data).decode()}"
+        self.images.append({"type": "image_url", "image_url": {"url": url}})
 
     def give_result(self, text: str) -> None:
         """Add the result of the first call that waits for one."""
@@ -79,18 +104,23 @@ class Conversation:
         return True
 
     def undo(self) -> str | None:
-        """Remove and return the user's last message, with what came after it; None if there is none."""
+        """Remove the user's last message and what came after it; return its text, None if there is none.
+
+        Its images go into the next message.
+        """
         at = self._last_user()
         if at < 0:
             return None
-        text = str(self.messages[at].get("content") or "")
+        content = self.messages[at].get("content") or ""
+        text = content if isinstance(content, str) else "\n".join(p["text"] for p in content if "text" in p)
+        self.images = [] if isinstance(content, str) else [p for p in content if "text" not in p]
         del self.messages[at:]
         self.undone = []
         return text
 
     def clear(self) -> None:
         """Start a new conversation; system prompt, settings and tools stay."""
-        self.messages, self.undone, self.last = [], [], None
+        self.messages, self.undone, self.last, self.images = [], [], None, []
 
     def _last_user(self) -> int:
         return max((i for i, m in enumerate(self.messages) if m.get("role") == "user"), default=-1)

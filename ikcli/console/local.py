@@ -53,6 +53,11 @@ class LocalModel:
         server = self._config.server
         return bool(server.chat_template or server.chat_template_file or self._metadata.get(_TEMPLATE))
 
+    @property
+    def reads_images(self) -> bool:
+        """Whether the model was loaded with its projector."""
+        return self._state.pictures is not None
+
     def load(self) -> None:
         """Load the model; raises the engine's IkError. An interrupt ends the program at once."""
         start = time.perf_counter()
@@ -136,7 +141,7 @@ class LocalModel:
         return self._cache_action("save", path)
 
     def restore_cache(self, path: Path) -> int:
-        """Read such a file and return its number of tokens."""
+        """Read a saved state and return its number of tokens."""
         return self._cache_action("restore", path)
 
     def _cache_action(self, action: str, path: Path) -> int:
@@ -226,7 +231,17 @@ class LocalStream:
 
 
 def _counts(t: RequestTimings) -> AnswerCounts:
-    return AnswerCounts(*t)
+    return AnswerCounts(
+        t.cache_n,
+        t.prompt_n,
+        t.prompt_ms,
+        t.predicted_n,
+        t.predicted_ms,
+        t.draft_n,
+        t.draft_n_accepted,
+        t.n_past,
+        t.n_ctx,
+    )
 
 
 class _as_ik_errors:

@@ -59,6 +59,12 @@ class RemoteModel:
         """True: a server answers conversations with whatever template it has."""
         return True
 
+    @property
+    def reads_images(self) -> bool:
+        """Whether the server says that its model reads images; without a word about it, the server decides."""
+        modalities = self._props.get("modalities")
+        return not isinstance(modalities, dict) or bool(modalities.get("vision", True))
+
     def complete(self, body: Body) -> RemoteStream:
         """Continue a text."""
         return RemoteStream(self, "/completion", self._fields | body | {"stream": True, "return_tokens": True})

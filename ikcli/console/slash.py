@@ -143,7 +143,7 @@ def _edit(dialogue: Dialogue, rest: str) -> None:
 def _undo(dialogue: Dialogue, rest: str) -> None:
     """forget the last message and its answer"""
     if dialogue.conversation.undo() is None:
-        raise IkError("there is nothing to forget")
+        raise IkError("no message to forget yet")
     n = len(dialogue.conversation.messages)
     dialogue.note(f"forgotten; {n} message{'' if n == 1 else 's'} left")
 
@@ -274,6 +274,18 @@ def _grammar(dialogue: Dialogue, rest: str) -> None:
         fields.update({} if rest == "off" else new)
     kind = "GBNF" if fields.get("grammar") else "a JSON schema" if "json_schema" in fields else "none"
     dialogue.note(f"grammar: {kind}")
+
+
+@_command("/image", "[FILE|off]", files=True)
+def _image(dialogue: Dialogue, rest: str) -> None:
+    """show the model an image together with your next message; off takes them back"""
+    conversation = dialogue.conversation
+    if rest == "off":
+        conversation.images = []
+    elif rest:
+        conversation.attach(_file(rest, "/image"))
+    n = len(conversation.images)
+    dialogue.note(f"{n or 'no'} image{'' if n == 1 else 's'} with the next message")
 
 
 @_command("/tools", "[FILE.json|off]", files=True)

@@ -53,6 +53,8 @@ def system_prompt(config: RunConfig) -> str:
 def is_conversation(config: RunConfig, source: AnswerSource, prompt: str | None, *, terminal: bool) -> bool:
     """Return whether to talk in turns with the template; UsageError for options that exclude each other."""
     chat = config.chat
+    if config.vision.images and (chat.conversation is False or takes_turns(config) or not source.has_template):
+        raise UsageError("--image belongs to a conversation with a chat template; name one with --chat-template")
     if chat.conversation is False:
         if chat.single_turn:
             raise UsageError("-st is one turn of a conversation and -no-cnv forbids those; leave one of them out")
@@ -63,7 +65,7 @@ def is_conversation(config: RunConfig, source: AnswerSource, prompt: str | None,
         if not source.has_template:
             raise IkError("the model has no chat template; name one with --chat-template, or use -no-cnv")
         return True
-    return terminal and prompt is None and source.has_template
+    return source.has_template and (bool(config.vision.images) or (terminal and prompt is None))
 
 
 def takes_turns(config: RunConfig) -> bool:
@@ -78,6 +80,8 @@ def check_options(config: RunConfig, given: Collection[str]) -> None:
     chat, prompt = config.chat, config.prompt
     if prompt.prompt and prompt.file is not None:
         raise UsageError("-p and -f both give the prompt; leave one of them out")
+    if prompt.prompt and chat.conversation is False and config.vision.images:
+        raise UsageError("--image belongs to a conversation and -no-cnv forbids those; leave one of them out")
     if chat.system and chat.system_file is not None:
         raise UsageError("-sys and -sysf both give the system prompt; leave one of them out")
     if chat.prompt_cache is not None:

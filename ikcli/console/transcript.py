@@ -7,6 +7,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from ikcli.chat.images import Images
 from ikcli.chat.messages import parse_messages, parse_tools
 from ikcli.console.conversation import Conversation
 from ikcli.errors import FormatError, IkError
@@ -74,7 +75,7 @@ def load(conversation: Conversation, path: Path) -> None:
     messages, tools, fields = data["messages"], data.get("tools") or [], data.get("settings") or {}
     try:
         if messages:
-            parse_messages(messages)
+            parse_messages(messages, images=Images(reads=True))
         parse_tools(tools)
     except IkError as e:
         raise FormatError(f"{path}: {e}") from None

@@ -25,7 +25,7 @@ from ikcli.errors import FormatError, UnsupportedError
 from ikcli.gguf.constants import GGMLType
 
 _F32_NAMES = ("ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "position_embd.weight", "token_types.weight")
-_F32_PARTS = ("_norm.weight", "ssm_conv1d")
+_F32_PARTS = ("_norm.weight", "ssm_conv1d", "shortconv.conv.")
 _BLOCK = re.compile(r"blk\.(\d+)\.")
 
 

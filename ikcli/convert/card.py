@@ -128,7 +128,7 @@ def _cleaned(found: Mapping[Any, Any], path: Path) -> dict[str, Any]:
 
 
 def _text(value: object) -> str:
-    """A text that YAML may have taken for a number or a date."""
+    """Return the text of a value that YAML may have parsed as a number or a date."""
     if isinstance(value, datetime.date):
         return value.isoformat()
     if isinstance(value, bool) or not isinstance(value, str | int | float):

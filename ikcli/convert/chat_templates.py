@@ -40,7 +40,7 @@ def chat_template_keys(files: TokenizerFiles) -> dict[str, Any]:
 
 
 def _of_file(path: Path, name: str) -> dict[str, str]:
-    """The template in a file, if there is one; one that cannot be read is left out with a warning."""
+    """Return the template in a file, if any; warn about one that cannot be read."""
     try:
         text = read_text(path)
     except IkError as problem:

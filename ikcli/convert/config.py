@@ -46,7 +46,7 @@ HARMLESS = frozenset(_HARMLESS.split())
 
 @lru_cache(maxsize=1)
 def known_defaults() -> dict[str, Any]:
-    """model_type -> {"aliases": ..., "defaults": ...}."""
+    """Return `{"aliases": ..., "defaults": ...}` by model_type."""
     text = files("ikcli").joinpath("data/config_defaults.json").read_text(encoding="utf-8")
     found: dict[str, Any] = json.loads(text)
     return found

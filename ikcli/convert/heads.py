@@ -34,7 +34,7 @@ class Heads(Enum):
 
     KEPT = auto()
     DROPPED = auto()
-    ALONE = auto()  # with embeddings, last norm and output matrix, as a file to draft with
+    ALONE = auto()  # with embeddings, last norm and output matrix, as llama.cpp drafts with them
 
 
 def usual_name(name: str, n_layer: int) -> str:

@@ -147,7 +147,7 @@ def _governors(root: Path, cpus: set[int]) -> tuple[tuple[str, ...], str | None]
 
 
 def memory(roots: Roots | None = None) -> MachineMemory:
-    """Return sizes, limits, pages and nodes."""
+    """Return the size of RAM and swap, the limits on it, its page sizes and its NUMA nodes."""
     roots = roots or Roots()
     info = _meminfo(roots.proc / "meminfo")
     limit = _cgroup_memory(roots.cgroup)

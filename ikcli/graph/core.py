@@ -103,6 +103,7 @@ class Place(Enum):
     WEIGHT = "where its weights are"
     INPUTS = "where its inputs are, or at the layer's home where these are on several devices"
     FIRST_INPUT = "where its first input is"
+    HOST = "in RAM, where the caller provides the value or what it depends on"
     EVERYWHERE = "on every device that needs it, as it is small and costs nothing to repeat"
 
 

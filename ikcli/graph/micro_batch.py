@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+MEDIA_AT, AXES, SEEN, PLACE_WORDS = 0, 1, 4, 8  # words of a place, see `MicroBatch.places`
+
 
 @dataclass(frozen=True, slots=True)
 class Segment:
@@ -31,13 +33,38 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Tokens, their positions and cells, by row; `outputs` are the rows whose logits are requested."""
+    """Tokens, their positions and cells, by row; `outputs` are the rows whose logits are requested.
+
+    `given`: rows that the caller provides (`HostRows`), one per token. `media`: rows of images. `places`, (n,
+    PLACE_WORDS): the first number of the token's row in `media` (-1: none); time, row and column of its position; the
+    first position and the end of those that it sees whatever the mask says; then unused words.
+    """
 
     tokens: npt.NDArray[np.int32]
     pos: npt.NDArray[np.int32]
     cells: npt.NDArray[np.int64]
     outputs: npt.NDArray[np.int64]
     segments: tuple[Segment, ...]
+    given: npt.NDArray[np.float32] | None = None
+    media: npt.NDArray[np.float32] | None = None
+    places: npt.NDArray[np.int32] | None = None
+
+    def media_index(self) -> npt.NDArray[np.int32]:
+        """Return the row of `media` of every token, -1 where it has none."""
+        if self.places is None or self.media is None:
+            return np.full(len(self.tokens), -1, np.int32)
+        at = self.places[:, MEDIA_AT]
+        return np.where(at < 0, -1, at // self.media.shape[1])
+
+    def axis_positions(self) -> npt.NDArray[np.int32]:
+        """Return time, row and column of every token."""
+        return np.repeat(self.pos[:, None], 3, axis=1) if self.places is None else self.places[:, AXES : AXES + 3]
+
+    def ranges(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+        """Return the first position that every token sees whatever the mask says, and the end of these."""
+        if self.places is None:
+            return self.pos, self.pos + 1
+        return self.places[:, SEEN], self.places[:, SEEN + 1]
 
     @property
     def kv_cells(self) -> npt.NDArray[np.int64]:

@@ -69,7 +69,8 @@ class Attention(Op):
     because their columns differ much in size or because nothing may be rounded here (`Graph.exact`).
 
     `both`: queries also see later positions. Sequences are then whole and begin in the micro-batch, so sources that are
-    nodes have a row per token. `slopes`: scores lose slope times distance, one slope per head (none: off).
+    nodes have a row per token. `slopes`: scores lose slope times distance, one slope per head (none: off). `ranged`:
+    queries also see the range of positions that comes with their token (`MicroBatch.ranges`), an image's in a text.
     """
 
     q: tuple[HeadSlice, ...]
@@ -85,6 +86,7 @@ class Attention(Op):
     wide: bool = False
     both: bool = False
     slopes: tuple[float, ...] = ()
+    ranged: bool = False
 
     def __post_init__(self) -> None:
         if self.slopes and (len(self.slopes) != self.n_head or self.window or self.chunk or self.softcap):
@@ -107,15 +109,30 @@ class Attention(Op):
         """Return the first position that a query at `pos` sees."""
         return max(pos - self.window + 1 if self.window else 0, pos - pos % self.chunk if self.chunk else 0, 0)
 
+    def hidden(self, run: Run, s: Segment, at: Array) -> Array:
+        """Return which positions `at` the tokens of a segment do not see: [n_tokens, len(at)]."""
+        first, end = self.bounds(run, s)
+        return (at < first[:, None]) if self.both else (at >= end[:, None]) | (at < first[:, None])
+
+    def bounds(self, run: Run, s: Segment) -> tuple[Array, Array]:
+        """Return the first position that each token of a segment sees, and the end of those it sees without `both`."""
+        tokens = np.s_[s.start : s.start + s.n_tokens]
+        pos = run.state.pos[tokens]
+        first, end = np.array([self.first_seen(int(p)) for p in pos]), pos + 1
+        if not self.ranged:
+            return first, end
+        least, most = (x[tokens] for x in run.state.ranges())
+        return np.minimum(first, least), np.maximum(end, most)
+
     def compute(self, run: Run) -> Array:
         out: Array = np.empty((len(run.state.tokens), self.n_head, self.v.width), run.dtype)
         kv0 = 0
         for s in run.state.segments:
             tokens = np.s_[s.start : s.start + s.n_tokens]
             pos = run.state.pos[tokens]
-            first = np.array([self.first_seen(int(p)) for p in pos])
+            first, _ = self.bounds(run, s)
             at = np.arange(first.min(initial=s.n_kv), s.n_kv)
-            hidden = (at < first[:, None]) if self.both else (at > pos[:, None]) | (at < first[:, None])
+            hidden = self.hidden(run, s, at)
             q = np.concatenate([head_columns(run.value(p.node)[tokens], p, self.n_head) for p in self.q], axis=2)
             k = np.concatenate([_positions(run, p, s, kv0, at, self.n_head_kv) for p in self.k], axis=2)
             v = _positions(run, self.v, s, kv0, at, self.n_head_kv)

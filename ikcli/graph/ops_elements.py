@@ -44,7 +44,7 @@ class SoftCap(SameSize):
 class Gate(SameSize):
     """x times sigmoid(gate); a gate has one column for a whole row, one per head or one per column of x.
 
-    `kind` "softplus": times ln(1 + exp(gate)).
+    `kind` "softplus": times ln(1 + exp(gate)); "product": times the gate itself.
     """
 
     name = "gate"
@@ -54,14 +54,15 @@ class Gate(SameSize):
     kind: str = "sigmoid"
 
     def __post_init__(self) -> None:
-        if self.kind not in ("sigmoid", "softplus"):
-            raise ValueError(f"gate {self.kind} is none of sigmoid, softplus")
+        if self.kind not in ("sigmoid", "softplus", "product"):
+            raise ValueError(f"gate {self.kind} is none of sigmoid, softplus, product")
         if self.x.cols % self.gate.cols:
             raise ValueError("the columns of a gate do not divide those of the value")
 
     def compute(self, run: Run) -> Array:
         x, gate = run.value(self.x), run.value(self.gate)
-        gate = sigmoid(gate) if self.kind == "sigmoid" else np.logaddexp(gate, 0)
+        if self.kind != "product":
+            gate = sigmoid(gate) if self.kind == "sigmoid" else np.logaddexp(gate, 0)
         out: Array = (x.reshape(len(x), gate.shape[1], -1) * gate[:, :, None]).reshape(x.shape)
         return out
 
@@ -122,7 +123,7 @@ class Norm(SameSize):
     """Norm of groups of `width` columns of x, times w, plus b (each absent, of one group, or of the whole row).
 
     "layer": deviation from the mean over the standard deviation. "rms": x over the root mean square. "l2": x over the
-    root of the sum of squares. eps is added under the root; for "l2" it is the smallest divisor.
+    root of the sum of squares. "none": x as it is. eps is added under the root; for "l2" it is the smallest divisor.
     """
 
     name = "norm"
@@ -136,8 +137,8 @@ class Norm(SameSize):
     width: int
 
     def __post_init__(self) -> None:
-        if self.kind not in ("layer", "rms", "l2"):
-            raise ValueError(f"norm {self.kind} is none of layer, rms, l2")
+        if self.kind not in ("layer", "rms", "l2", "none"):
+            raise ValueError(f"norm {self.kind} is none of layer, rms, l2, none")
         if self.x.cols % self.width:
             raise ValueError(f"{self.x.cols} columns are not a multiple of the width {self.width} of a norm")
         for w in (self.w, self.b):
@@ -152,6 +153,8 @@ class Norm(SameSize):
         squares = np.square(groups, dtype=np.float64)
         if self.kind == "l2":
             root = np.maximum(np.sqrt(squares.sum(axis=-1, keepdims=True)), self.eps)
+        elif self.kind == "none":
+            root = np.ones_like(squares[..., :1])
         else:
             root = np.sqrt(squares.mean(axis=-1, keepdims=True) + self.eps)
         out: Array = (groups / root).astype(run.dtype)

@@ -21,7 +21,8 @@ STATE_BLOCK = 16  # adjacent columns (of v) in a state of the delta rule and of 
 class ShortConv(Op):
     """silu of a causal convolution over the tokens of a sequence, each column separately; parts come side by side.
 
-    Weights have (taps, columns) or (taps, 1, columns); the last tap is for the token itself. Each part may have a bias.
+    With `linear` it is the convolution itself. Weights have (taps, columns) or (taps, 1, columns); the last tap is for
+    the token itself. Each part may have a bias.
     The state holds the last taps - 1 rows of all parts, the oldest first.
     """
 
@@ -32,6 +33,7 @@ class ShortConv(Op):
     parts: tuple[Node, ...]
     weights: tuple[Weight, ...]
     biases: tuple[Weight, ...] = ()
+    linear: bool = False
 
     def __post_init__(self) -> None:
         if self.biases and [b.ne0 for b in self.biases] != [x.cols for x in self.parts]:
@@ -59,7 +61,8 @@ class ShortConv(Op):
             past = states[s.seq].reshape(before, -1) if s.pos else np.zeros((before, x.shape[1]), x.dtype)
             rows = np.concatenate([past.astype(x.dtype), x[s.start : s.start + s.n_tokens]])
             sums = sum(tap * rows[i : i + s.n_tokens] for i, tap in enumerate(taps))
-            out[s.start : s.start + s.n_tokens] = silu(np.asarray(sums + bias))
+            total = np.asarray(sums + bias)
+            out[s.start : s.start + s.n_tokens] = total if self.linear else silu(total)
             states[s.seq] = rows[len(rows) - before :].reshape(-1)
         return out
 
@@ -243,6 +246,69 @@ class SelectiveScan(SameSize):
                 out[t] = h @ c[t] + d * x[t]
             states[segment.seq] = h.reshape(-1, STATE_BLOCK, n).transpose(0, 2, 1).reshape(-1)
         return out
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2Scan(Op):
+    """Mamba 2's scan: the state H (n_state x width) of every head decays as a whole, takes in x, and is read.
+
+        step = softplus(dt + dt_bias);  H = exp(step * a) * H + b (step * x)';  y = c H + d * x
+
+    a (negative), d and dt have one number per head; b and c belong to `n_group` groups of adjacent heads. Per head, the
+    state holds blocks of 16 columns of x: n_state rows of the first block, then of the next.
+    """
+
+    name = "mamba2_scan"
+    stores = True
+
+    state: Cache
+    x: HeadSlice
+    dt: Node
+    b: HeadSlice
+    c: HeadSlice
+    a: Weight
+    d: Weight
+    dt_bias: Weight
+    n_head: int
+    n_group: int
+
+    def __post_init__(self) -> None:
+        n, width = self.n_state, self.x.width
+        if any(int(np.prod(w.shape)) != self.n_head for w in (self.a, self.d, self.dt_bias)):
+            raise ValueError(f"{self.a.name}, {self.d.name} or {self.dt_bias.name} does not fit {self.n_head} heads")
+        if self.dt.cols != self.n_head or self.c.width != n or self.n_head % self.n_group:
+            raise ValueError(f"{self.n_head} heads do not fit steps, {self.n_group} groups, or b and c")
+        if n % 16 or width % STATE_BLOCK or self.state.cols != self.n_head * n * width:
+            raise ValueError(f"{self.n_head} heads of {width} columns with {n} numbers each do not fit")
+
+    @property
+    def n_state(self) -> int:
+        return self.b.width
+
+    @property
+    def shape(self) -> tuple[RowSpec, int]:
+        return self.x.node.rows, self.n_head * self.x.width
+
+    def compute(self, run: Run) -> Array:
+        h, n, width = self.n_head, self.n_state, self.x.width
+        raw = run.value(self.dt) + run.weight(self.dt_bias).reshape(-1)
+        step = np.maximum(raw, 0) + np.log1p(np.exp(-np.abs(raw)))
+        decay, d = np.exp(step * run.weight(self.a).reshape(-1)), run.weight(self.d).reshape(-1, 1)
+        x = head_columns(run.value(self.x.node), self.x, h)
+        groups = np.arange(h) // (h // self.n_group)
+        b, c = (head_columns(run.value(part.node), part, self.n_group)[:, groups] for part in (self.b, self.c))
+        states, out = run.cached(self.state), np.empty_like(x)
+        for segment in run.state.segments:
+            s = np.zeros((h, n, width), x.dtype)
+            if segment.pos:
+                blocks = states[segment.seq].reshape(h, width // STATE_BLOCK, n, STATE_BLOCK)
+                s = blocks.transpose(0, 2, 1, 3).reshape(h, n, width).astype(x.dtype)
+            for t in range(segment.start, segment.start + segment.n_tokens):
+                s = decay[t][:, None, None] * s + b[t][:, :, None] * (step[t][:, None] * x[t])[:, None, :]
+                out[t] = np.einsum("hn,hnw->hw", c[t], s) + d * x[t]
+            blocks = s.reshape(h, n, width // STATE_BLOCK, STATE_BLOCK).transpose(0, 2, 1, 3)
+            states[segment.seq] = blocks.reshape(-1)
+        return out.reshape(len(out), -1)
 
 
 @dataclass(frozen=True, slots=True)

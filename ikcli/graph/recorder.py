@@ -11,11 +11,13 @@ from dataclasses import dataclass, field, replace
 
 from ikcli.gguf.constants import GGMLType
 from ikcli.graph.activations import SILU, Glu
-from ikcli.graph.core import Cache, HeadSlice, Node, Op, Per, Weight, power_of_two_parts
+from ikcli.graph.core import Cache, HeadSlice, Node, Op, Per, Rows, Weight, power_of_two_parts
 from ikcli.graph.ops_attention import Attn, FlashAttn, KvRows, KvStore
 from ikcli.graph.ops_elements import Activate, Clamp, Gate, Norm, PosScale, Scale, SoftCap
 from ikcli.graph.ops_experts import AddId, MoeRoute, MoeSort, MoeSum, MoeUpGate, MulMatId, ScaleId
-from ikcli.graph.ops_recurrent import Decay, DeltaNet, GatedNorm, L2Norm, SelectiveScan, ShortConv
+from ikcli.graph.ops_host import HostRows
+from ikcli.graph.ops_media import AxisRopeTable, MeanRows, MediaRows, MergeRows
+from ikcli.graph.ops_recurrent import Decay, DeltaNet, GatedNorm, L2Norm, Mamba2Scan, SelectiveScan, ShortConv
 from ikcli.graph.ops_rows import (
     Add,
     Concat,
@@ -31,6 +33,7 @@ from ikcli.graph.ops_rows import (
     RopeTable,
     SwiGlu,
 )
+from ikcli.graph.ops_sparse import IndexTopK, SparseAttn
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,11 @@ class Graph:
     `low_rank`: terms added to products with the weights of these names. `directions`: vectors added to the outputs of
     these layers. `exact`: products and attention are recorded as exact, until the first choice of experts. A value
     rounded before that choice may change it where it is close to a tie, and with it everything that follows.
+
+    `wants_states`: model code also sets `states`, the last states of tokens as heads that predict further tokens read
+    them: of all tokens, or of the output rows alone (`Rows.OUTPUTS`), which makes a difference for prompts only.
+
+    `n_deep`: first layers whose outputs get further rows of images; -1: no images at all.
     """
 
     nodes: list[Node] = field(default_factory=list)
@@ -58,6 +66,9 @@ class Graph:
     low_rank: Mapping[str, Sequence[LowRank]] = field(default_factory=dict)
     directions: Mapping[int, Weight] = field(default_factory=dict)
     exact: bool = False
+    n_deep: int = -1
+    wants_states: Rows | None = None
+    states: Node | None = None
 
     def record(self, op: Op, name: str) -> Node:
         """Record an op, also one of another package, and return its node."""
@@ -92,6 +103,10 @@ class Graph:
         """Look up rows of an embedding for the micro-batch's tokens, or for their positions."""
         return self.record(Embed(w, by_position), name)
 
+    def host_rows(self, n_cols: int, name: str) -> Node:
+        """Take a row per token from memory of the caller; see `HostRows`."""
+        return self.record(HostRows(n_cols), name)
+
     def embed_types(self, w: Weight, sep: int, name: str = "type_embd") -> Node:
         """Look up rows of an embedding for the parts of texts that tokens are in; see `EmbedTypes`."""
         return self.record(EmbedTypes(w, sep), name)
@@ -121,9 +136,16 @@ class Graph:
         return self.record(Add(x, y), name)
 
     def layer_out(self, x: Node) -> Node:
-        """Mark the output of a layer and add the direction of a control vector."""
+        """Mark the output of a layer; add the direction of a control vector and the rows of images for this layer."""
         direction = self.directions.get(self.il)
-        return x if direction is None else self.record(Add(x, direction), "l_out_steered")
+        x = x if direction is None else self.record(Add(x, direction), "l_out_steered")
+        if not 0 <= self.il < self.n_deep:
+            return x
+        return self.add(x, self.media_rows(None, (1 + self.il) * x.cols, x.cols, "deepstack"), "l_out_deep")
+
+    def with_media(self, x: Node) -> Node:
+        """Replace the rows of images in x, the input of the first layer."""
+        return self.media_rows(x, 0, x.cols, "inp_media") if self.n_deep >= 0 else x
 
     def swiglu(self, gate: Node, up: Node, name: str, act: Glu = SILU) -> Node:
         """Compute silu(gate) * up, or the function that `act` names."""
@@ -160,7 +182,7 @@ class Graph:
         return self.record(PosScale(x, scale, length, shift), name)
 
     def gate(self, x: Node, gate: Node, name: str, kind: str = "sigmoid") -> Node:
-        """Multiply x by sigmoid(gate) or softplus(gate), whose columns each cover an equal part of a row."""
+        """Multiply x by sigmoid(gate), softplus(gate) or the gate, whose columns each cover an equal part of a row."""
         return self.record(Gate(x, gate, kind), name)
 
     def softcap(self, x: Node, cap: float, name: str) -> Node:
@@ -233,14 +255,54 @@ class Graph:
         wide: bool = False,
         both: bool = False,
         slopes: tuple[float, ...] = (),
+        ranged: bool = False,
     ) -> Node:
         """Attend within each sequence: [rows, n_head*v.width]; see `Attention`.
 
         flash=False materialises K*Q, `heads_per_step` heads at a time (0 = all).
         """
         wide = wide or self.exact
-        settings = (tuple(q), tuple(k), v, n_head, n_head_kv, scale, window, chunk, sinks, softcap, wide, both, slopes)
+        settings = (tuple(q), tuple(k), v, n_head, n_head_kv, scale, window, chunk, sinks, softcap, wide, both, slopes,
+                    ranged)  # fmt: skip
         return self.record(FlashAttn(*settings) if flash else Attn(*settings, heads_per_step), name)
+
+    def index_top_k(self, q: HeadSlice, weights: Node, k: Cache, name: str, *, n_head: int, top_k: int) -> Node:
+        """Choose the positions that each query attends to: [rows, top_k]; see `IndexTopK`."""
+        return self.record(IndexTopK(q, weights, k, n_head, top_k), name)
+
+    def sparse_attention(
+        self,
+        q: Sequence[HeadSlice],
+        k: Sequence[HeadSlice],
+        v: HeadSlice,
+        selected: Node,
+        name: str,
+        *,
+        n_head: int,
+        n_head_kv: int,
+        scale: float,
+    ) -> Node:
+        """Attend to the selected positions: [rows, n_head*v.width]; see `SparseAttn`."""
+        return self.record(SparseAttn(tuple(q), tuple(k), v, n_head, n_head_kv, scale, selected=selected), name)
+
+    # --- images -------------------------------------------------------------------------------------------------------
+    def media_rows(self, x: Node | None, offset: int, n_cols: int, name: str) -> Node:
+        """Take columns of the rows that came with the micro-batch; see `MediaRows`."""
+        return self.record(MediaRows(x, offset, n_cols), name)
+
+    def axis_rope_table(
+        self, inv_freq: Sequence[float], axes: Sequence[int], mscale: float = 1.0, name: str = "rope_table"
+    ) -> Node:
+        """Compute cos and sin of positions with three axes; see `AxisRopeTable`."""
+        return self.record(AxisRopeTable(tuple(inv_freq), tuple(axes), mscale), name)
+
+    def merge_rows(self, x: Node, n: int, name: str) -> Node:
+        """Put n adjacent rows side by side: [n_outputs, n*cols]."""
+        return self.record(MergeRows(x, n), name)
+
+    def mean_rows(self, x: Node, n: int, name: str) -> Node:
+        """Average n adjacent rows: [n_outputs, cols]."""
+        return self.record(MeanRows(x, n), name)
 
     # --- mixture of experts -------------------------------------------------------------------------------------------
     def moe_route(
@@ -304,9 +366,13 @@ class Graph:
         name: str,
         *,
         biases: Sequence[Weight] = (),
+        linear: bool = False,
     ) -> Node:
-        """Apply silu to a causal convolution of a few taps, each column separately; parts come side by side."""
-        return self.record(ShortConv(state, tuple(parts), tuple(weights), tuple(biases)), name)
+        """Apply silu (unless `linear`) to a causal convolution of a few taps, each column separately.
+
+        Parts come side by side.
+        """
+        return self.record(ShortConv(state, tuple(parts), tuple(weights), tuple(biases), linear), name)
 
     def l2_norm(self, x: Node, width: int, eps: float, name: str, *, offset: int = 0, cols: int = 0) -> Node:
         """Divide groups of `width` columns of [offset, offset+cols) by their length (cols 0: the rest)."""
@@ -349,6 +415,24 @@ class Graph:
     ) -> Node:
         """Apply Mamba's scan: [rows, x.cols]; see `SelectiveScan`."""
         return self.record(SelectiveScan(state, x, dt, b, c, a, d, dt_bias), name)
+
+    def mamba2_scan(
+        self,
+        state: Cache,
+        x: HeadSlice,
+        dt: Node,
+        b: HeadSlice,
+        c: HeadSlice,
+        name: str,
+        *,
+        a: Weight,
+        d: Weight,
+        dt_bias: Weight,
+        n_head: int,
+        n_group: int,
+    ) -> Node:
+        """Apply Mamba 2's scan: [rows, n_head*x.width]; see `Mamba2Scan`."""
+        return self.record(Mamba2Scan(state, x, dt, b, c, a, d, dt_bias, n_head, n_group), name)
 
     def gated_norm(self, x: Node, w: Weight, gate: Node, eps: float, name: str, *, activation: str = "silu") -> Node:
         """Apply RMS norm in groups of w.ne0 columns, times silu (or sigmoid) of the gate."""

@@ -46,6 +46,8 @@ def assign(graph: Graph, places: NodePlaces) -> dict[Node, str]:
 
 
 def _device(node: Node, places: NodePlaces, device: dict[Node, str]) -> str:
+    if node.op.place is Place.HOST:
+        return places.home(-1)
     cache = next(node.caches(), None)
     if cache is not None:
         return places.cache(cache.il)
@@ -67,10 +69,12 @@ class _Task:
     needs: frozenset[tuple[Node, str]]  # of this device or, where it has no such task, of another
 
 
-def schedule(graph: Graph, device: dict[Node, str], result: Node, *, cut: Iterable[str] = ()) -> list[GraphSplit]:
+def schedule(
+    graph: Graph, device: dict[Node, str], result: Node, *, cut: Iterable[str] = (), states: Node | None = None
+) -> list[GraphSplit]:
     """Order the nodes of an assigned graph into splits.
 
-    `cut`: devices that continue while others wait for their values.
+    `cut`: devices that continue while others wait for their values. `states`: a second result.
     """
     tasks = _tasks(graph, device)
     cutting = set(cut)
@@ -85,7 +89,7 @@ def schedule(graph: Graph, device: dict[Node, str], result: Node, *, cut: Iterab
             turns.append(GraphSplit(current, [t.node for t in part]))
         done |= {(t.node, current) for t in taken}
         left = rest
-    _connect(turns, device, result)
+    _connect(turns, device, [result] if states is None else [result, states])
     return turns
 
 
@@ -143,7 +147,7 @@ def _divide(taken: list[_Task], left: Sequence[_Task], device: str) -> list[list
     return [p for p in parts if p]
 
 
-def _connect(turns: list[GraphSplit], device: dict[Node, str], result: Node) -> None:
+def _connect(turns: list[GraphSplit], device: dict[Node, str], results: Sequence[Node]) -> None:
     """Fill in the values that pass from one split to another."""
     made = {(n, t.device): i for i, t in enumerate(turns) for n in t.nodes}
     imported: set[tuple[Node, str]] = set()
@@ -160,6 +164,7 @@ def _connect(turns: list[GraphSplit], device: dict[Node, str], result: Node) -> 
                 if x not in turns[source].exports:
                     turns[source].exports.append(x)
         turn.after = tuple(sorted(after))
-    last = turns[made[result, device[result]]]
-    if result not in last.exports:
-        last.exports.append(result)
+    for result in results:
+        last = turns[made[result, device[result]]]
+        if result not in last.exports:
+            last.exports.append(result)

@@ -111,7 +111,7 @@ def _fill(source: Download, part: Path, out: Any, advance: Callable[[float], Non
     advance(done)
 
     def more() -> bool:
-        """Whether all is there after one more request. One that is cut is not repeated but followed by another."""
+        """Make one more request, which continues the one that was cut off; return whether all bytes are there."""
         before = out.tell()
         try:
             done, whole = _one_request(source, part, out, before, advance)

@@ -18,6 +18,7 @@ _TYPE = re.compile(
     re.IGNORECASE,
 )
 _NO_MODELS = ("mmproj", "imatrix")
+_PROJECTORS = ("F16", "FP16", "BF16", "F32", "FP32", "Q8_0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,21 @@ def is_model(path: str) -> bool:
     """Return whether a file holds a language model, judging by its name."""
     name = PurePosixPath(path).name.lower()
     return name.endswith(".gguf") and not any(word in name for word in _NO_MODELS)
+
+
+def projector_of(files: Iterable[RemoteFile], model: str) -> RemoteFile | None:
+    """Return the projector (mmproj) of a repository for a model file; None if there is none.
+
+    One in the folder of the model comes first, then F16, BF16, F32 and others, as their names say.
+    """
+    found = [f for f in files if f.path.lower().endswith(".gguf") and "mmproj" in PurePosixPath(f.path).name.lower()]
+
+    def order(file: RemoteFile) -> tuple[bool, int, str]:
+        kind = _type_name(file.path[: -len(".gguf")])
+        rank = _PROJECTORS.index(kind) if kind in _PROJECTORS else len(_PROJECTORS)
+        return PurePosixPath(file.path).parent != PurePosixPath(model).parent, rank, file.path
+
+    return min(found, key=order, default=None)
 
 
 def part_of(path: str) -> tuple[str, int, int]:

@@ -18,7 +18,7 @@ from ikcli.gguf.reader import GGUFFile
 from ikcli.hub import cache, client
 from ikcli.hub.download import Download, check_space, disk_errors, download, kept_bytes
 from ikcli.hub.headers import fetch_header
-from ikcli.hub.names import ModelRef, Quant, RemoteFile, choose, part_names, quants_of
+from ikcli.hub.names import ModelRef, Quant, RemoteFile, choose, part_names, projector_of, quants_of
 
 Progress = Callable[[str, float, float], AbstractContextManager[Callable[[float], None]]]
 """`progress(title, total bytes, present bytes)` is a context that yields `advance(bytes)`."""
@@ -84,6 +84,20 @@ def pull(ref: ModelRef, access: Access, progress: Progress = no_progress) -> Pul
     """Return all files of a quant; download missing ones."""
     info, quant, notice = find(ref, access)
     return pull_found(info, quant, access, progress, notice)
+
+
+def pull_projector(
+    ref: ModelRef, access: Access, progress: Progress = no_progress, *, header_only: bool = False
+) -> Path | None:
+    """Return the projector of a model's repository, or a file with its header; None if the repository has none."""
+    info, quant, _ = find(ref, access)
+    file = projector_of(info.files, quant.files[0].path)
+    if file is None:
+        return None
+    if header_only and not is_there(info, file):
+        folder = cache.headers_dir() / cache.repo_dir(ref.repo).name / info.commit
+        return header_files(info, Quant("mmproj", (file,)), folder, access)[0]
+    return _fetch(info, (file,), access, progress)[0][0]
 
 
 def pull_found(

@@ -23,10 +23,10 @@ SELF = "self"
 def with_moments(
     options: Sequence[ToolOptions], source: str, output: str, n_tokens: int, fleet: BatchConfig, *, dry_run: bool
 ) -> Iterator[list[ToolOptions]]:
-    """These options with the file that `self` stands for: made beside `output` once for all, and gone afterwards.
+    """Yield the options with a temporary file, made once beside `output`, in place of `self`.
 
-    A dry run takes the data for given. UnsupportedError with the way out if the model at `source` does not run here,
-    UsageError for workers that would not see the file.
+    A dry run assumes the data instead. Raises UnsupportedError, with the way out, if the model at `source` does not
+    run here, UsageError for workers that would not see the file.
     """
 
     def filled(**data: Any) -> list[ToolOptions]:
@@ -67,7 +67,7 @@ def _way_out() -> Iterator[None]:
 
 
 def planned_data(source: str, n_tokens: int, overrides: tuple[str, ...]) -> tuple[str, Imatrix]:
-    """For --preflight and --dry-run: that the model can be run, and the data there will be; reads no weights."""
+    """Check that the model can be run, and describe the data it will give, without reading weights."""
     from ikcli.imatrix.random_tokens import planned
 
     with _way_out():

@@ -39,7 +39,7 @@ class TensorStatistics:
 
     @property
     def relative_entropy(self) -> float:
-        """The entropy relative to that of equal values, 0..1."""
+        """Return the entropy relative to that of equal values, 0..1."""
         return self.entropy / np.log2(self.n) if self.n > 1 else 1.0
 
 

@@ -11,7 +11,7 @@ from typing import Protocol, cast
 
 from ikcli.errors import UnsupportedError
 from ikcli.graph import Graph, Node
-from ikcli.models.config import EXPAND_MIN_TOKENS, GraphConfig, Outputs
+from ikcli.models.config import EXPAND_MIN_TOKENS, GraphConfig, MediaConfig, Outputs
 from ikcli.models.hparams import HParams
 from ikcli.models.rope import RopeParams
 from ikcli.models.tensors import TensorSpec, TensorSpecs, Weights, check_tensors
@@ -22,6 +22,9 @@ ARCHITECTURES: dict[str, str] = {
     "bailingmoe2": "ikcli.models.plain",
     "bailingmoe3": "ikcli.models.kimi_linear",
     "bert": "ikcli.models.bert",
+    "bitnet": "ikcli.models.bitnet",
+    "bitnet-25": "ikcli.models.bitnet",
+    "bitnet-b1.58": "ikcli.models.bitnet",
     "bloom": "ikcli.models.gpt2",
     "chatglm": "ikcli.models.plain",
     "codeshell": "ikcli.models.gpt2",
@@ -39,6 +42,7 @@ ARCHITECTURES: dict[str, str] = {
     "exaone": "ikcli.models.llama",
     "exaone4": "ikcli.models.olmo2",
     "falcon": "ikcli.models.falcon",
+    "falcon-h1": "ikcli.models.mamba2",
     "gemma": "ikcli.models.plain",
     "gemma2": "ikcli.models.gemma2",
     "gemma3": "ikcli.models.gemma2",
@@ -51,15 +55,21 @@ ARCHITECTURES: dict[str, str] = {
     "gptneox": "ikcli.models.gptneox",
     "grok": "ikcli.models.grok",
     "granite": "ikcli.models.plain",
+    "granitehybrid": "ikcli.models.mamba2",
     "granitemoe": "ikcli.models.plain",
+    "hunyuan-dense": "ikcli.models.plain",
     "hunyuan-moe": "ikcli.models.plain",
     "internlm2": "ikcli.models.llama",
+    "jamba": "ikcli.models.lfm2",
     "jina-bert-v2": "ikcli.models.bert",
     "kimi-linear": "ikcli.models.kimi_linear",
     "laguna": "ikcli.models.step35",
+    "lfm2": "ikcli.models.lfm2",
+    "lfm2moe": "ikcli.models.lfm2",
     "llama": "ikcli.models.llama",
     "llama4": "ikcli.models.llama4",
     "mamba": "ikcli.models.mamba",
+    "mamba2": "ikcli.models.mamba2",
     "mellum": "ikcli.models.plain",
     "mimo2": "ikcli.models.plain",
     "minicpm": "ikcli.models.llama",
@@ -69,6 +79,8 @@ ARCHITECTURES: dict[str, str] = {
     "mistral4": "ikcli.models.deepseek2",
     "mpt": "ikcli.models.gpt2",
     "nemotron": "ikcli.models.gpt2",
+    "nemotron_h": "ikcli.models.mamba2",
+    "nemotron_h_moe": "ikcli.models.mamba2",
     "muse-glimmer": "ikcli.models.muse_glimmer",
     "nomic-bert": "ikcli.models.bert",
     "olmo": "ikcli.models.olmo",
@@ -103,6 +115,7 @@ __all__ = [
     "EXPAND_MIN_TOKENS",
     "GraphConfig",
     "HParams",
+    "MediaConfig",
     "ModelModule",
     "Outputs",
     "RopeParams",
@@ -126,6 +139,8 @@ class ModelModule(Protocol):
 
 def find(arch: str, source: str = "the model") -> ModelModule:
     """Return the module of an architecture; raise UnsupportedError that lists the known ones."""
+    if arch == "clip":
+        raise UnsupportedError(f"{source} is a projector: name it with --mmproj, and the model it belongs to with -m")
     if arch not in ARCHITECTURES:
         raise UnsupportedError(f"{source}: architecture '{arch}' is not supported; known: {', '.join(ARCHITECTURES)}")
     return cast(ModelModule, importlib.import_module(ARCHITECTURES[arch]))

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from ikcli.graph import Graph, HeadSlice, Node, Per, Weight
+from ikcli.graph import Graph, HeadSlice, Node, Per, Rows, Weight
 from ikcli.graph.activations import SILU, Glu
 from ikcli.models import alibi
 from ikcli.models.config import GraphConfig
@@ -18,6 +18,17 @@ from ikcli.models.rope import RopeParams, inverse_frequencies, magnitude
 from ikcli.models.tensors import LayerWeights, Weights
 
 Block = Callable[[Node, LayerWeights], Node]
+UNNORMED_STATES = ("step35",)
+"""Heads that predict further tokens read states before the last norm; those of other architectures, after it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """The layers of an architecture: attention, feed-forward part, and the name of the norm before the latter."""
+
+    attn: Block
+    ffn: Block
+    ffn_norm: str = "ffn_norm"
 
 
 def transformer(
@@ -43,11 +54,42 @@ def transformer(
         layer = w.layer(il)
         cur = attn(normed(g, hp, x, layer, "attn_norm"), layer)
         if il == hp.n_layer - 1:
+            if g.wants_states is Rows.TOKENS:  # beside the output rows, which are computed as without them
+                exact = g.exact
+                g.states = states_of(g, hp, w, second_half(g, hp, cur, x, layer, ffn, ffn_norm))
+                g.il, g.exact = il, exact
             cur = g.select_outputs(cur, "last_attn")
             x = g.select_outputs(x, "last_ffn_inp")
-        x = g.add(g.scale(cur, hp.residual_scale, "attn_scaled"), x, "ffn_inp")
-        cur = ffn(normed(g, hp, x, layer, ffn_norm, "ffn_norm"), layer)
-        x = g.layer_out(g.add(g.scale(cur, hp.residual_scale, "ffn_scaled"), x, "l_out"))
+        x = second_half(g, hp, cur, x, layer, ffn, ffn_norm)
+    g.il = -1
+    return output(g, hp, w, x)
+
+
+def second_half(g: Graph, hp: HParams, cur: Node, x: Node, layer: LayerWeights, ffn: Block, ffn_norm: str) -> Node:
+    """Record the rest of a layer after its attention `cur`; x is the residual."""
+    x = g.add(g.scale(cur, hp.residual_scale, "attn_scaled"), x, "ffn_inp")
+    cur = ffn(normed(g, hp, x, layer, ffn_norm, "ffn_norm"), layer)
+    return g.layer_out(g.add(g.scale(cur, hp.residual_scale, "ffn_scaled"), x, "l_out"))
+
+
+def states_of(g: Graph, hp: HParams, w: Weights, x: Node) -> Node:
+    """Return the states that heads read, of the rows x of the last layer's output."""
+    g.il = -1
+    if hp.arch in UNNORMED_STATES:
+        return x
+    return norm(g, hp, x, w["output_norm.weight"], "states_norm", w.get("output_norm.bias"))
+
+
+def one_part_layers(g: Graph, hp: HParams, w: Weights, part: Block) -> Node:
+    """Record layers of one norm and one part, a mixer or a feed-forward part, and the output head."""
+    x = embedded(g, hp, w)
+    for il in range(hp.n_layer):
+        g.il = il
+        layer = w.layer(il)
+        cur = part(normed(g, hp, x, layer, "attn_norm"), layer)
+        if il == hp.n_layer - 1:
+            cur, x = g.select_outputs(cur, "last_mixer"), g.select_outputs(x, "last_inp")
+        x = g.layer_out(g.add(cur, x, "l_out"))
     g.il = -1
     return output(g, hp, w, x)
 
@@ -79,8 +121,8 @@ def parallel_transformer(
 
 def embedded(g: Graph, hp: HParams, w: Weights) -> Node:
     """Return the input of the first layer."""
-    x = g.scale(g.embed(w["token_embd.weight"]), hp.embedding_scale, "inp_scaled")
-    if "token_embd_norm.weight" in w:
+    x = g.with_media(g.scale(g.embed(w["token_embd.weight"]), hp.embedding_scale, "inp_scaled"))
+    if "token_embd_norm.weight" in w and "output_norm.weight" in w:
         x = norm(g, hp, x, w["token_embd_norm.weight"], "inp_norm", w.get("token_embd_norm.bias"))
     positions = w.get("position_embd.weight")
     return x if positions is None else g.add(x, g.embed(positions, "pos_embd", by_position=True), "inpL")
@@ -98,8 +140,11 @@ def norm(g: Graph, hp: HParams, x: Node, w: Weight, name: str, bias: Weight | No
 
 
 def output(g: Graph, hp: HParams, w: Weights, x: Node) -> Node:
-    """Apply the last norm and compute the logits."""
-    x = norm(g, hp, x, w["output_norm.weight"], "result_norm", w.get("output_norm.bias"))
+    """Apply the last norm (of which LFM2 has another name) and compute the logits."""
+    last, weights = x, w.get("output_norm.weight") or w["token_embd_norm.weight"]
+    x = norm(g, hp, x, weights, "result_norm", w.get("output_norm.bias"))
+    if g.wants_states is Rows.OUTPUTS:
+        g.states = last if hp.arch in UNNORMED_STATES else x
     head = w.get("output.weight") or w["token_embd.weight"]
     plain = hp.logit_scale == 1 and not hp.final_softcap
     x = linear(g, head, w.get("output.bias"), x, "result_output" if plain else "result_unscaled")
@@ -107,16 +152,25 @@ def output(g: Graph, hp: HParams, w: Weights, x: Node) -> Node:
     return g.softcap(x, hp.final_softcap, "result_output")
 
 
-def rope_tables(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> tuple[Node | None, ...]:
-    """Return the RoPE table of every layer (None: no rotation); layers that rotate alike share one."""
+def rope_tables(
+    g: Graph, hp: HParams, w: Weights, cfg: GraphConfig, only: int | None = None
+) -> tuple[Node | None, ...]:
+    """Return the RoPE table of every layer (None: no rotation); layers that rotate alike share one.
+
+    `only`: the one layer whose table is recorded.
+    """
     tables: dict[tuple[RopeParams, int], Node] = {}
     layers = [(own.rope, own.n_rot) for own in map(hp.at, range(hp.n_layer))]
-    for rope, n_rot in layers:
+    for rope, n_rot in layers if only is None else layers[only : only + 1]:
         if n_rot and (rope, n_rot) not in tables:
             factors = w.data(name) if rope.factors and (name := _factors(w, rope, cfg)) else None
             inv_freq = inverse_frequencies(rope, n_rot, factors)
             name = f"rope_table_{len(tables)}" if tables else "rope_table"
-            tables[rope, n_rot] = g.rope_table(inv_freq.tolist(), magnitude(rope, rope.attn_factor), name)
+            freqs, size = inv_freq.tolist(), magnitude(rope, rope.attn_factor)
+            if cfg.media is not None and rope.sections:
+                tables[rope, n_rot] = g.axis_rope_table(freqs, rope.axes(len(freqs)), size, name)
+            else:
+                tables[rope, n_rot] = g.rope_table(freqs, size, name)
     return tuple(tables.get(key) for key in layers)
 
 
@@ -196,14 +250,32 @@ def attend(
     gating: str = "sigmoid",
     gate: Node | None = None,
 ) -> Node:
-    """Record attention of projected heads and the output projection.
+    """Record `attended` and the output projection."""
+    kqv = attended(g, hp, cfg, q, kv, x, layer, kv_layer=kv_layer, gating=gating, gate=gate)
+    return linear(g, layer.attn_output, layer.get("attn_output_bias"), kqv, "kqv_out")
+
+
+def attended(
+    g: Graph,
+    hp: HParams,
+    cfg: GraphConfig,
+    q: Node,
+    kv: tuple[Node, Node] | None,
+    x: Node,
+    layer: LayerWeights,
+    *,
+    kv_layer: int = -1,
+    gating: str = "sigmoid",
+    gate: Node | None = None,
+) -> Node:
+    """Record attention of projected heads: what the output projection multiplies.
 
     Applies the layer's windows, sinks and gate on x (or `gate`). k and v are stored first; without `kv`, those that
     layer `kv_layer` stored are read. Encoders store nothing: their texts are whole.
     """
     if not hp.causal:
         assert kv is not None
-        return linear(g, layer.attn_output, layer.get("attn_output_bias"), _attend_all(g, hp, q, *kv), "kqv_out")
+        return _attend_all(g, hp, q, *kv)
     if cfg.k_hadamard:
         q = g.hadamard(q, hp.n_head, hp.head_dim_k, "Qcur_hadamard")
     scale, width = hp.attention_scale or 1.0 / math.sqrt(hp.head_dim_k), hp.head_dim_k
@@ -234,6 +306,7 @@ def attend(
         sinks=layer.get("attn_sinks"),
         softcap=hp.attn_softcap,
         wide=hp.max_alibi_bias > 0,
+        ranged=cfg.media is not None and cfg.media.both and (hp.arch != "gemma4" or hp.window > 0),
     )
     if cfg.v_hadamard:
         kqv = g.hadamard(kqv, hp.n_head, hp.head_dim_v, "kqv_hadamard")
@@ -242,7 +315,7 @@ def attend(
         gate = g.mul_mat(matrix, x, "attn_gate")
     if gate is not None:
         kqv = g.gate(kqv, gate, "attn_gated", gating)
-    return linear(g, layer.attn_output, layer.get("attn_output_bias"), kqv, "kqv_out")
+    return kqv
 
 
 def _attend_all(g: Graph, hp: HParams, q: Node, k: Node, v: Node) -> Node:
@@ -399,10 +472,11 @@ def fused_dense_ffn(g: Graph, hp: HParams, x: Node, layer: LayerWeights, name: s
     return g.mul_mat(layer.ffn_down, g.swiglu(gate, up, "ffn_gate_par"), name)
 
 
-def mlp(g: Graph, x: Node, layer: LayerWeights, kind: str = "gelu", name: str = "ffn_out") -> Node:
-    """Record a feed-forward part without gate: down(act(up x))."""
-    up = linear(g, layer.ffn_up, layer.get("ffn_up_bias"), x, "ffn_up")
-    return linear(g, layer.ffn_down, layer.get("ffn_down_bias"), g.activate(up, kind, f"ffn_{kind}"), name)
+def mlp(g: Graph, x: Node, layer: LayerWeights, kind: str = "gelu", name: str = "ffn_out", suffix: str = "") -> Node:
+    """Record a feed-forward part without gate: down(act(up x)); suffix "_shexp" for the shared expert."""
+    up = linear(g, getattr(layer, f"ffn_up{suffix}"), layer.get(f"ffn_up{suffix}_bias"), x, f"ffn_up{suffix}")
+    act = g.activate(up, kind, f"ffn_{kind}{suffix}")
+    return linear(g, getattr(layer, f"ffn_down{suffix}"), layer.get(f"ffn_down{suffix}_bias"), act, name)
 
 
 def moe_ffn(
@@ -447,6 +521,8 @@ def _experts_up_gate(
 ) -> Node:
     """Return the input of the last matrix of every chosen expert; `weights`, if given, scale x by expert."""
     up, gate = layer.get("ffn_up_exps"), layer.get("ffn_gate_exps")
+    if up is not None and gate is None and layer.get("ffn_gate_up_exps") is None:  # no gate
+        return g.activate(g.mul_mat_id(up, x, plan, "ffn_moe_up"), act.kind, f"ffn_moe_{act.kind}")
     if up is None or gate is None:
         both = g.mul_mat_id(layer.ffn_gate_up_exps, x, plan, "ffn_moe_gate_up")
         both = _expert_bias(g, layer, "gate_up", both, plan)

@@ -32,14 +32,34 @@ class Outputs(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class MediaConfig:
+    """What the images of a session need.
+
+    n_deep: first layers behind which further rows of an image are added (deepstack). both: tokens of an image see each
+    other in both directions, in the layers where the architecture has it.
+    """
+
+    n_deep: int = 0
+    both: bool = False
+
+    def cols(self, n_embd: int) -> int:
+        """Return the columns of a row of an image."""
+        return n_embd * (1 + self.n_deep)
+
+
+@dataclass(frozen=True, slots=True)
 class GraphConfig:
     """Settings of one graph; a session records two (prompt: `n_ubatch` rows, `expand`; generation: few rows).
 
     mla: 0..3 (models without MLA ignore it). amb: MiB for attention temporaries, 0 = no cap. ser: (fewest experts,
     threshold) or None. k_hadamard, v_hadamard: rotate keys (with MLA: latent rows) and values before they are stored.
     n_ctx: cells of the whole cache. n_seq: sequences that share it. n_ubatch: most rows of a micro-batch. n_window:
-    cells of a sequence in the caches of window layers, 0: as many as in others. expand: the prompt path of mla 2 and 3,
-    which needs batches of at least `EXPAND_MIN_TOKENS` tokens to pay off. outputs: where graphs end.
+    cells of a sequence in the caches of window layers, 0: as many as in others. index_top_k: positions that a query of
+    a model with an indexer attends to, 0: all, -1: as the model says. type_index: of the cache of index keys.
+    index_keys_only: queries see no more positions than may be chosen, so keys are stored and attention is to all.
+    expand: the prompt path of mla 2 and 3, which needs batches of at least `EXPAND_MIN_TOKENS` tokens to pay off.
+    outputs: where graphs end. n_heads: heads of the file that predict further tokens, which the session also runs.
+    media: of images (None: tokens alone).
     """
 
     mla: int = 3
@@ -55,8 +75,13 @@ class GraphConfig:
     n_seq: int = 1
     n_ubatch: int = 512
     n_window: int = 0
+    index_top_k: int = -1
+    type_index: GGMLType = GGMLType.F16
+    index_keys_only: bool = False
     expand: bool = False
     outputs: Outputs = Outputs.LOGITS
+    n_heads: int = 0
+    media: MediaConfig | None = None
 
 
 EXPAND_MIN_TOKENS = 128

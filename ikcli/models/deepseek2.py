@@ -11,7 +11,7 @@ import math
 from dataclasses import replace
 
 from ikcli.graph import Graph, HeadSlice, Node, power_of_two_parts
-from ikcli.models import blocks, expected
+from ikcli.models import blocks, expected, indexer
 from ikcli.models.config import GraphConfig
 from ikcli.models.hparams import HParams
 from ikcli.models.rope import inverse_frequencies, magnitude, yarn_log
@@ -22,9 +22,13 @@ def tensor_shapes(hp: HParams) -> TensorSpecs:
     """Return the expected tensors of the file; `mla.derive` decides which of kv_b, k_b, v_b must be there."""
     specs = expected.base_specs(hp)
     for il in range(hp.n_layer):
-        specs |= expected.in_block(il, attention_specs(hp))
-        specs |= expected.feed_forward_specs(hp, il)
+        specs |= block_shapes(hp, il)
     return specs
+
+
+def block_shapes(hp: HParams, il: int) -> TensorSpecs:
+    """Return the expected tensors of block il."""
+    return expected.in_block(il, attention_specs(hp) | indexer.specs(hp, il)) | expected.feed_forward_specs(hp, il)
 
 
 def attention_specs(hp: HParams) -> TensorSpecs:
@@ -51,23 +55,40 @@ def attention_specs(hp: HParams) -> TensorSpecs:
 
 def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
     """Record the graph and return the logits of the output rows."""
+    own = layers(g, hp, w, cfg)
+    return blocks.transformer(g, hp, w, own.attn, own.ffn)
+
+
+def layers(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig, only: int | None = None) -> blocks.Layers:
+    """Return the layers, after what they share has been recorded."""
     table = rope_table(g, hp)
+    sparse = indexer.Indexer(g, hp, cfg, table) if indexer.top_k(hp, cfg) else None
 
     def attn(x: Node, layer: LayerWeights) -> Node:
-        return g.mul_mat(layer.attn_output, attention(g, hp, cfg, x, layer, table), "kqv_out")
+        return g.mul_mat(layer.attn_output, attention(g, hp, cfg, x, layer, table, sparse), "kqv_out")
 
     def ffn(x: Node, layer: LayerWeights) -> Node:
         return blocks.feed_forward(g, hp, cfg, x, layer)
 
-    return blocks.transformer(g, hp, w, attn, ffn)
+    return blocks.Layers(attn, ffn)
 
 
-def attention(g: Graph, hp: HParams, cfg: GraphConfig, x: Node, layer: LayerWeights, table: Node | None) -> Node:
+def attention(
+    g: Graph,
+    hp: HParams,
+    cfg: GraphConfig,
+    x: Node,
+    layer: LayerWeights,
+    table: Node | None,
+    sparse: indexer.Indexer | None = None,
+) -> Node:
     """Record latent attention up to the output projection; without `table` nothing is rotated."""
-    q = _query(g, hp, x, layer, table)
+    q_a = _low_rank_query(g, hp, x, layer)
+    q = _query(g, hp, x if q_a is None else q_a, layer, table)
     k_rope, latent = _latent(g, hp, x, layer, table)
+    selected = sparse.choose(x, q_a, layer) if sparse is not None and q_a is not None else None
     attend = _full_attention if cfg.mla == 0 else _latent_attention
-    return attend(g, hp, cfg, q, k_rope, latent, layer)
+    return attend(g, hp, cfg, q, k_rope, latent, layer, selected)
 
 
 def attention_scale(hp: HParams) -> float:
@@ -83,13 +104,16 @@ def rope_table(g: Graph, hp: HParams) -> Node:
     return g.rope_table(inverse_frequencies(hp.rope, hp.n_rot).tolist(), mscale)
 
 
+def _low_rank_query(g: Graph, hp: HParams, x: Node, layer: LayerWeights) -> Node | None:
+    """Return the normed low-rank query, which `_query` then projects; None in models without one."""
+    if not hp.q_lora_rank:
+        return None
+    return g.rms_norm(g.mul_mat(layer.attn_q_a, x, "q_a"), layer.attn_q_a_norm, hp.eps, "q_a_norm")
+
+
 def _query(g: Graph, hp: HParams, x: Node, layer: LayerWeights, table: Node | None) -> Node:
-    """Return query heads [nope | rotated]."""
-    if hp.q_lora_rank:
-        q_a = g.rms_norm(g.mul_mat(layer.attn_q_a, x, "q_a"), layer.attn_q_a_norm, hp.eps, "q_a_norm")
-        q = g.mul_mat(layer.attn_q_b, q_a, "q")
-    else:
-        q = g.mul_mat(layer.attn_q, x, "q")
+    """Return query heads [nope | rotated] of the low-rank query, or of the input."""
+    q = g.mul_mat(layer.attn_q_b if hp.q_lora_rank else layer.attn_q, x, "q")
     if table is not None:
         q = g.rope(q, table, hp.n_head, hp.head_dim_k, "q_rope", offset=hp.head_dim_k - hp.n_rot)
     if hp.temperature_scale:  # Mistral Large 3, Mistral 4
@@ -108,7 +132,14 @@ def _latent(g: Graph, hp: HParams, x: Node, layer: LayerWeights, table: Node | N
 
 
 def _full_attention(
-    g: Graph, hp: HParams, cfg: GraphConfig, q: Node, k_rope: HeadSlice, latent: Node, layer: LayerWeights
+    g: Graph,
+    hp: HParams,
+    cfg: GraphConfig,
+    q: Node,
+    k_rope: HeadSlice,
+    latent: Node,
+    layer: LayerWeights,
+    selected: Node | None,
 ) -> Node:
     """Record mla 0, which caches per-head keys and values of every position."""
     dk, dv, nope = hp.head_dim_k, hp.head_dim_v, hp.head_dim_k - hp.n_rot
@@ -124,24 +155,38 @@ def _full_attention(
     v_cache = g.cache("v", hp.n_head * dv, cfg.type_v)
     g.kv_store(k_cache, k, "k_cache_view")
     g.kv_store(v_cache, v, "v_cache_view")
-    kqv = g.attention(
-        [HeadSlice(q, 0, dk, dk)],
-        [HeadSlice(k_cache, 0, dk, dk)],
-        HeadSlice(v_cache, 0, dv, dv),
-        "kqv",
-        n_head=hp.n_head,
-        n_head_kv=hp.n_head,
-        scale=attention_scale(hp),
-        flash=cfg.flash_attn,
-        heads_per_step=blocks.heads_per_step(cfg, hp.n_head),
-    )
+    q_part, k_part, v_part = HeadSlice(q, 0, dk, dk), HeadSlice(k_cache, 0, dk, dk), HeadSlice(v_cache, 0, dv, dv)
+    if selected is not None:
+        kqv = g.sparse_attention(
+            [q_part], [k_part], v_part, selected, "kqv", n_head=hp.n_head, n_head_kv=hp.n_head,
+            scale=attention_scale(hp),
+        )  # fmt: skip
+    else:
+        kqv = g.attention(
+            [q_part],
+            [k_part],
+            v_part,
+            "kqv",
+            n_head=hp.n_head,
+            n_head_kv=hp.n_head,
+            scale=attention_scale(hp),
+            flash=cfg.flash_attn,
+            heads_per_step=blocks.heads_per_step(cfg, hp.n_head),
+        )
     return g.hadamard(kqv, hp.n_head, dv, "kqv_hadamard") if cfg.v_hadamard else kqv
 
 
 def _latent_attention(
-    g: Graph, hp: HParams, cfg: GraphConfig, q: Node, k_rope: HeadSlice, latent: Node, layer: LayerWeights
+    g: Graph,
+    hp: HParams,
+    cfg: GraphConfig,
+    q: Node,
+    k_rope: HeadSlice,
+    latent: Node,
+    layer: LayerWeights,
+    selected: Node | None,
 ) -> Node:
-    """Record mla 1..3, which cache only rotated key and latent.
+    """Record mla 1..3, which cache only rotated key and latent; sparse attention is absorbed in every mode.
 
     k_hadamard transforms both parts of the row: queries follow, and the part read as V is transformed back.
     """
@@ -152,18 +197,25 @@ def _latent_attention(
         row = g.hadamard(row, 1, hp.kv_row, "kvr_hadamard", blocks=parts)
         q = g.hadamard(q, hp.n_head, hp.head_dim_k, "q_rope_hadamard", offset=hp.head_dim_k - hp.n_rot)
     g.kv_store(cache, row, "kv_cache_view")
-    if cfg.mla >= 2 and cfg.flash_attn and cfg.expand:
+    if cfg.mla >= 2 and cfg.flash_attn and cfg.expand and selected is None:
         return _expanded(g, hp, cfg, q, layer)
     v = HeadSlice(cache, hp.n_rot, hp.kv_lora_rank, 0)
-    if cfg.mla == 1 and not cfg.flash_attn:
+    if cfg.mla == 1 and not cfg.flash_attn and selected is None:
         transposed = g.cache("kv_t", hp.kv_lora_rank, cfg.type_v, transposed=True)
         g.kv_store(transposed, latent, "kv_cache_trans_view")
         v = HeadSlice(transposed, 0, hp.kv_lora_rank, 0)
-    return _absorbed(g, hp, cfg, q, layer, HeadSlice(cache, 0, hp.kv_row, 0), v)
+    return _absorbed(g, hp, cfg, q, layer, HeadSlice(cache, 0, hp.kv_row, 0), v, selected)
 
 
 def _absorbed(
-    g: Graph, hp: HParams, cfg: GraphConfig, q: Node, layer: LayerWeights, k: HeadSlice, v: HeadSlice
+    g: Graph,
+    hp: HParams,
+    cfg: GraphConfig,
+    q: Node,
+    layer: LayerWeights,
+    k: HeadSlice,
+    v: HeadSlice,
+    selected: Node | None,
 ) -> Node:
     """Move queries into the latent space, where all heads share one key and value, and return results through v_b."""
     nope, rank = hp.head_dim_k - hp.n_rot, hp.kv_lora_rank
@@ -172,18 +224,24 @@ def _absorbed(
     q_latent = g.mul_mat_heads(k_b, HeadSlice(q, 0, nope, hp.head_dim_k), "q_nope2")
     if cfg.k_hadamard:
         q_latent = g.hadamard(q_latent, hp.n_head, rank, "q_nope2_hadamard")
+    q_parts = [HeadSlice(q, nope, hp.n_rot, hp.head_dim_k), HeadSlice(q_latent, 0, rank, rank)]
     flash = cfg.flash_attn and cfg.mla != 2
-    kqv = g.attention(
-        [HeadSlice(q, nope, hp.n_rot, hp.head_dim_k), HeadSlice(q_latent, 0, rank, rank)],
-        [k],
-        v,
-        "kqv_compressed",
-        n_head=hp.n_head,
-        n_head_kv=1,
-        scale=attention_scale(hp),
-        flash=flash,
-        heads_per_step=blocks.heads_per_step(replace(cfg, flash_attn=flash), hp.n_head),
-    )
+    if selected is not None:
+        kqv = g.sparse_attention(
+            q_parts, [k], v, selected, "kqv_compressed", n_head=hp.n_head, n_head_kv=1, scale=attention_scale(hp)
+        )
+    else:
+        kqv = g.attention(
+            q_parts,
+            [k],
+            v,
+            "kqv_compressed",
+            n_head=hp.n_head,
+            n_head_kv=1,
+            scale=attention_scale(hp),
+            flash=flash,
+            heads_per_step=blocks.heads_per_step(replace(cfg, flash_attn=flash), hp.n_head),
+        )
     if cfg.k_hadamard and v.source is k.source:
         kqv = g.hadamard(kqv, hp.n_head, rank, "kqv_compressed_hadamard")
     return g.mul_mat_heads(v_b, HeadSlice(kqv, 0, rank, rank), "kqv")

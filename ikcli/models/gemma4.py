@@ -71,6 +71,7 @@ def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
     """Record the graph and return the logits of the output rows."""
     tables = blocks.rope_tables(g, hp, w, cfg)
     x = g.scale(g.embed(w["token_embd.weight"]), hp.embedding_scale, "inp_scaled")
+    x = g.with_media(x)
     own = _own_embeddings(g, hp, w, x) if hp.n_embd_per_layer else None
     for il in range(hp.n_layer):
         g.il = il

@@ -15,7 +15,7 @@ from typing import Any
 
 from ikcli.errors import FormatError, UnsupportedError
 from ikcli.models.keys import HasShape, Keys, by_layer
-from ikcli.models.recurrent import KDA, SCAN, read_recurrent
+from ikcli.models.recurrent import HYBRID, KDA, SCAN, read_recurrent
 from ikcli.models.rope import RopeParams, read_rope
 from ikcli.models.rope_options import overrides
 from ikcli.models.windows import read_windows
@@ -36,12 +36,13 @@ _DENSE_LEAD = (
 )  # fmt: skip
 """In all layers but the first ones."""
 _SIGMOID = (
-    "cohere2_moe", "dots1", "glm-dsa", "glm4moe", "laguna", "llama4", "mimo2", "minimax-m2", "minimax-m3", "step35",
+    "cohere2_moe", "dots1", "glm-dsa", "glm4moe", "laguna", "lfm2moe", "llama4", "mimo2", "minimax-m2", "minimax-m3",
+    "nemotron_h_moe", "step35",
 )  # fmt: skip
 """Gating of files that do not say."""
 _NOT_NORMALISED = (
-    "bailingmoe2", "cohere2_moe", "deepseek", "deepseek2", "deepseek32", "laguna", "llama4", "minimax-m3", "qwen2moe",
-    "step35",
+    "bailingmoe2", "cohere2_moe", "deepseek", "deepseek2", "deepseek32", "jamba", "laguna", "llama4", "minimax-m3",
+    "qwen2moe", "step35",
 )  # fmt: skip
 """Weights of experts where files do not say; most architectures always normalise, and their files do not say so."""
 _LAYER_NORM = (
@@ -49,11 +50,12 @@ _LAYER_NORM = (
     "orion",
     "phi2", "stablelm", "starcoder", "starcoder2", "bert", "jina-bert-v2", "nomic-bert",
 )  # fmt: skip
+BITNET = ("bitnet", "bitnet-25", "bitnet-b1.58")
 ENCODERS = ("bert", "jina-bert-v2", "nomic-bert")
 """Attention in both directions, no next token."""
 _RMS_KEY = "attention.layer_norm_rms_epsilon"
 _LAYER_KEY = "attention.layer_norm_epsilon"
-_WHERE_ROUTED = ("laguna", "mimo2", "step35")  # layers with a router are those with experts
+_WHERE_ROUTED = ("jamba", "laguna", "mimo2", "step35")  # layers with a router are those with experts
 _SOFTCAPS = {
     "gemma2": (50.0, 30.0), "gemma3": (0.0, 0.0), "gemma4": (0.0, 30.0), "grok": (30.0, 0.0),
     "muse-glimmer": (0.0, 30.0),
@@ -113,6 +115,7 @@ class HParams:
     n_embd_per_layer: int = 0  # width of the layers' own embeddings
     temperature_length: int = 0  # 0: the original context
     temperature_shift: int = 0
+    act: str = "silu"  # of dense parts, where files of one architecture differ
     swiglu_limit: float = 0.0  # of experts; 0: none
     swiglu_limit_shared: float = 0.0  # of shared experts and dense parts
     max_alibi_bias: float = 0.0  # attention is weakened by distance; 0: it is not
@@ -131,15 +134,27 @@ class HParams:
     ssm_d_inner: int = 0  # columns of all value heads
     ssm_norm_eps: float = 0.0  # of the norms of what a scan is controlled by; 0: it is not normed
     kda_lower_bound: float = 0.0  # of logarithms of decays; 0: none
+    n_further: int = 0  # blocks after those of the model, each a head that predicts a further token (NextN, MTP)
+    index_top_k: int = 0  # positions that a query attends to; 0: all (models/indexer.py)
+    index_n_head: int = 0
+    index_head_dim: int = 0
+    index_owners: frozenset[int] = frozenset()  # layers that choose positions
     per_layer: Mapping[str, tuple[Any, ...]] = field(default_factory=dict, hash=False)
 
     @classmethod
     def from_gguf(
-        cls, metadata: Mapping[str, Any], tensors: Mapping[str, HasShape], source: str, rope: RopeConfig | None = None
+        cls,
+        metadata: Mapping[str, Any],
+        tensors: Mapping[str, HasShape],
+        source: str,
+        rope: RopeConfig | None = None,
+        *,
+        further: bool = False,
     ) -> HParams:
         """Read and check the keys of the file `source`; raise FormatError that names a missing or wrong key.
 
-        `rope`: the rotation options of the command line.
+        `rope`: the rotation options of the command line. `further`: the blocks that predict further tokens count as
+        layers, so that `at` knows them.
         """
         arch = metadata.get("general.architecture")
         if not isinstance(arch, str):
@@ -152,7 +167,10 @@ class HParams:
         n_further = keys.integer("nextn_predict_layers", 0, most=n_layer - 1)
         if arch == "bailingmoe3" and f"blk.{n_layer - n_further}.nextn.eh_proj.weight" not in tensors:
             n_further = 0  # some files count a layer that they do not have
-        values["n_layer"] = n_layer - n_further
+        n_main = n_layer - n_further
+        values |= {"n_layer": n_layer if further else n_main, "n_further": n_further}
+        if further:
+            keys.alike = tuple(_alike(tensors, il, n_main) for il in range(n_main, n_layer))
         values["n_embd"] = keys.integer("embedding_length", least=1)
         values["n_ctx_train"] = keys.integer("context_length", least=1)
         values["n_vocab"] = _n_vocab(keys, tensors)
@@ -169,12 +187,19 @@ class HParams:
         values |= _widths(keys, tensors)
         if arch in _WHERE_ROUTED and tensors:
             values["is_moe"] = tuple(f"blk.{il}.ffn_gate_inp.weight" in tensors for il in range(values["n_layer"]))
+        if further:
+            routed = [f"blk.{il}.ffn_gate_inp.weight" in tensors or not tensors for il in range(n_main, n_layer)]
+            values["is_moe"] = by_layer(values.get("is_moe", True), n_layer)[:n_main] + tuple(routed)
         values |= _scores(keys, values)
         if arch == "step35" or (arch == "bailingmoe3" and "swiglu_clamp_exp" in keys):
             values |= _swiglu_limits(keys, values["n_layer"])
         values |= read_windows(keys, values)
         values |= read_recurrent(keys, values, tensors)
-        if arch in ("granite", "granitemoe"):
+        if further:
+            values["recurrent_layers"] = frozenset(il for il in values.get("recurrent_layers", ()) if il < n_main)
+        elif arch in ("deepseek32", "glm-dsa"):  # heads attend to all positions, as in the reference
+            values |= _indexer(keys, values, tensors)
+        if arch in ("granite", "granitehybrid", "granitemoe"):
             values |= _multipliers(keys)
         if arch in ("deepseek2", "mistral3", "mistral4"):  # files of Mistral 4 do not say
             default = 0.1 if arch == "mistral4" else 0.0
@@ -222,8 +247,18 @@ class HParams:
         return self.n_rot + self.kv_lora_rank
 
 
+def _alike(tensors: Mapping[str, HasShape], il: int, n_layer: int) -> int:
+    """Return the last of n_layer layers whose attention has the tensors of layer il, in shape; else the last one."""
+
+    def attention(block: int) -> list[tuple[int, ...]]:
+        names = (f"blk.{block}.attn_{x}.weight" for x in ("q", "k", "v", "qkv", "output", "sinks", "gate"))
+        return [tensors[name].shape if name in tensors else () for name in names]
+
+    return next((other for other in reversed(range(n_layer)) if attention(other) == attention(il)), n_layer - 1)
+
+
 def _norms(keys: Keys) -> dict[str, Any]:
-    """Return kind and epsilon of the norms; Cohere's models with experts have either kind, Refact the file's."""
+    """Return kind and epsilon of the norms. For Cohere's MoE and Refact models the keys of the file tell the kind."""
     layer = keys.arch in _LAYER_NORM or (keys.arch == "cohere2_moe" and not keys.number(_RMS_KEY, 0.0))
     layer = layer or (keys.arch == "refact" and _LAYER_KEY in keys)
     key = _LAYER_KEY if layer else _RMS_KEY
@@ -253,17 +288,22 @@ def _by_layer(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _uniform(value: Any) -> Any:
-    """Reduce a tuple of equal values to one of them."""
+    """Return the common value of a tuple of equal values; other tuples stay."""
     return value[0] if isinstance(value, tuple) and len(set(value)) == 1 else value
 
 
 def _heads(keys: Keys, n_embd: int, n_layer: int) -> dict[str, Any]:
     if keys.arch in SCAN:  # no attention
         return {"n_head": 0, "n_head_kv": 0, "head_dim_k": 0, "head_dim_v": 0, "n_rot": 0}
-    n_head = keys.per_layer("attention.head_count", n_layer=n_layer, least=1)
+    least = 0 if keys.arch in HYBRID else 1  # there the list says which layers are recurrent
+    n_head = keys.per_layer("attention.head_count", n_layer=n_layer, least=least)
     n_head_kv = n_head
-    if "attention.head_count_kv" in keys and keys.arch not in KDA:  # there the list says which layers are recurrent
-        n_head_kv = keys.per_layer("attention.head_count_kv", n_layer=n_layer, least=1)
+    if "attention.head_count_kv" in keys and keys.arch not in KDA:  # there, too
+        n_head_kv = keys.per_layer("attention.head_count_kv", n_layer=n_layer, least=least)
+    if keys.arch in HYBRID:
+        n_head, n_head_kv = max(by_layer(n_head, n_layer)), max(by_layer(n_head_kv, n_layer))
+        if not (n_head and n_head_kv):
+            raise keys.fail("attention.head_count_kv", "is 0 in all layers; at least one has attention")
     for q, kv in zip(by_layer(n_head, n_layer), by_layer(n_head_kv, n_layer), strict=True):
         if q % kv:
             raise keys.fail("attention.head_count_kv", f"is {kv}, which does not divide head_count {q}")
@@ -351,6 +391,11 @@ def _scores(keys: Keys, values: dict[str, Any]) -> dict[str, Any]:
 def _of_older_models(keys: Keys, values: dict[str, Any]) -> dict[str, Any]:
     """Return what single architectures read, or have without a key for it."""
     arch, n_layer, n_embd = values["arch"], values["n_layer"], values["n_embd"]
+    if arch in BITNET:
+        act = keys.raw("hidden_act", "silu" if arch == "bitnet" else "relu2")
+        if act not in ("silu", "relu2", "relu_sqr"):
+            raise UnsupportedError(f"{keys.source}: {keys.name('hidden_act')} is {act}; known are silu and relu2")
+        return {"act": "silu" if act == "silu" else "relu_sqr"}
     if arch == "qwen":
         return {"n_ff": max(by_layer(values["n_ff"], 1)) // 2}
     if arch in ("dbrx", "olmo"):
@@ -373,7 +418,7 @@ def _of_older_models(keys: Keys, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _encoder(keys: Keys, values: dict[str, Any], tensors: Mapping[str, HasShape]) -> dict[str, Any]:
-    """Return direction, positions and text parts; rerankers tell query and document apart."""
+    """Return the settings of encoders: no causal mask, positions, token types, and the separator of rerankers."""
     if keys.raw("attention.causal", False):
         raise UnsupportedError(f"{keys.source}: {keys.name('attention.causal')} is true; only encoders are supported")
     types = tensors.get("token_types.weight")
@@ -413,6 +458,25 @@ def _multipliers(keys: Keys) -> dict[str, float]:
     divisor = keys.number("logit_scale", 1.0, most=1e9) or 1.0
     factors = {name: keys.number(name, 1.0, most=1e9) or 1.0 for name in ("embedding_scale", "residual_scale")}
     return factors | {"logit_scale": 1 / divisor, "attention_scale": keys.number("attention.scale", 0.0, most=1e9)}
+
+
+def _indexer(keys: Keys, values: dict[str, Any], tensors: Mapping[str, HasShape]) -> dict[str, Any]:
+    """Return the numbers of the indexer; without its keys or tensors attention covers all positions."""
+    n_layer, types = values["n_layer"], "attention.indexer.types"
+    present = tuple(f"blk.{il}.indexer.proj.weight" in tensors for il in range(n_layer))
+    if "attention.indexer.top_k" not in keys or not (types in keys or any(present)):
+        return {}
+    own = keys.items(types, n_layer) or present
+    if not own[0]:
+        raise keys.fail(types, "gives the first layer no indexer of its own")
+    if not values["q_lora_rank"]:
+        raise keys.fail("attention.q_lora_rank", "is missing; an indexer needs low-rank queries")
+    return {
+        "index_top_k": keys.integer("attention.indexer.top_k", least=1),
+        "index_n_head": keys.integer("attention.indexer.head_count", least=1, most=128),
+        "index_head_dim": keys.integer("attention.indexer.key_length", least=max(values["n_rot"], 16), most=1024),
+        "index_owners": frozenset(il for il in range(n_layer) if own[il]),
+    }
 
 
 def _mla(keys: Keys, values: dict[str, Any]) -> dict[str, Any]:

@@ -30,6 +30,7 @@ class Keys:
 
     def __init__(self, metadata: Mapping[str, Any], spelling: str, source: str) -> None:
         self.metadata, self.spelling, self.source = metadata, spelling, source
+        self.alike: tuple[int, ...] = ()  # of layers that lists may leave out: which of the others they are like
         self.arch = SPELLINGS.get(spelling, spelling)
 
     def name(self, key: str) -> str:
@@ -92,6 +93,8 @@ class Keys:
         if value is None or not hasattr(value, "__len__") or isinstance(value, str):
             return None
         items = tuple(v.item() if isinstance(v, np.generic) else v for v in value)
+        if self.alike and len(items) < n_layer:
+            items += tuple(items[il] for il in self.alike[len(items) - n_layer :] if il < len(items))
         if len(items) < n_layer:
             raise self.fail(key, f"has {len(items)} values for {n_layer} layers")
         return items[:n_layer]

@@ -18,20 +18,29 @@ def tensor_shapes(hp: HParams) -> TensorSpecs:
     """Return the expected tensors of the file."""
     specs = expected.base_specs(hp)
     for il in range(hp.n_layer):
-        if hp.is_recurrent(il):
-            specs |= delta_net.kda_specs(hp, il)
-        else:
-            specs |= expected.in_block(il, deepseek2.attention_specs(hp))
-            gates = TensorSpec(
-                (hp.n_embd, hp.n_head), hp.arch == "bailingmoe3", ((hp.n_embd, hp.n_head * hp.head_dim_v),)
-            )
-            specs[f"blk.{il}.attn_gate.weight"] = gates
-        specs |= expected.feed_forward_specs(hp, il)
+        specs |= block_shapes(hp, il)
     return specs
+
+
+def block_shapes(hp: HParams, il: int) -> TensorSpecs:
+    """Return the expected tensors of block il."""
+    if hp.is_recurrent(il):
+        specs = delta_net.kda_specs(hp, il)
+    else:
+        specs = expected.in_block(il, deepseek2.attention_specs(hp))
+        every = (hp.n_embd, hp.n_head * hp.head_dim_v)  # a gate per element
+        specs[f"blk.{il}.attn_gate.weight"] = TensorSpec((hp.n_embd, hp.n_head), hp.arch == "bailingmoe3", (every,))
+    return specs | expected.feed_forward_specs(hp, il)
 
 
 def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
     """Record the graph and return the logits of the output rows."""
+    own = layers(g, hp, w, cfg)
+    return blocks.transformer(g, hp, w, own.attn, own.ffn)
+
+
+def layers(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig, only: int | None = None) -> blocks.Layers:
+    """Return the layers, after what they share has been recorded."""
     table = None if hp.arch == "kimi-linear" else deepseek2.rope_table(g, hp)
 
     def attn(x: Node, layer: LayerWeights) -> Node:
@@ -43,4 +52,4 @@ def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
             kqv = g.gate(kqv, g.mul_mat(gate, x, "attn_gate"), "kqv_gated")
         return g.mul_mat(layer.attn_output, kqv, "kqv_out")
 
-    return blocks.transformer(g, hp, w, attn, partial(blocks.limited_feed_forward, g, hp, cfg))
+    return blocks.Layers(attn, partial(blocks.limited_feed_forward, g, hp, cfg))

@@ -11,6 +11,19 @@ from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
 
 def tensor_shapes(hp: HParams) -> TensorSpecs:
     """Return the expected tensors of the file."""
+    specs = expected.base_specs(hp)
+    for il in range(hp.n_layer):
+        specs |= mixer_specs(hp, il)
+    return specs
+
+
+def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
+    """Record the graph and return the logits of the output rows."""
+    return blocks.one_part_layers(g, hp, w, lambda x, layer: mixer(g, hp, x, layer))
+
+
+def mixer_specs(hp: HParams, il: int) -> TensorSpecs:
+    """Return the tensors of `mixer` and the norm before it."""
     width, n_state, rank = hp.ssm_d_inner, hp.ssm_d_state, hp.ssm_dt_rank
     block = {
         "attn_norm.weight": (hp.n_embd,),
@@ -24,24 +37,9 @@ def tensor_shapes(hp: HParams) -> TensorSpecs:
         "ssm_d": (width,),
         "ssm_out.weight": (width, hp.n_embd),
     }
-    specs = expected.base_specs(hp)
-    for il in range(hp.n_layer):
-        specs |= expected.in_block(il, {name: TensorSpec(shape) for name, shape in block.items()})
-    return specs
-
-
-def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
-    """Record the graph and return the logits of the output rows."""
-    x = blocks.embedded(g, hp, w)
-    for il in range(hp.n_layer):
-        g.il = il
-        layer = w.layer(il)
-        cur = mixer(g, hp, blocks.normed(g, hp, x, layer, "attn_norm"), layer)
-        if il == hp.n_layer - 1:
-            cur, x = g.select_outputs(cur, "last_mixer"), g.select_outputs(x, "last_inp")
-        x = g.layer_out(g.add(cur, x, "l_out"))
-    g.il = -1
-    return blocks.output(g, hp, w, x)
+    if hp.arch == "jamba":
+        block |= {"ssm_dt_norm.weight": (rank,), "ssm_b_norm.weight": (n_state,), "ssm_c_norm.weight": (n_state,)}
+    return expected.in_block(il, {name: TensorSpec(shape) for name, shape in block.items()})
 
 
 def mixer(g: Graph, hp: HParams, x: Node, layer: LayerWeights) -> Node:
@@ -54,9 +52,14 @@ def mixer(g: Graph, hp: HParams, x: Node, layer: LayerWeights) -> Node:
     chosen = g.mul_mat(layer.ssm_x, inner, "ssm_dt_b_c")
     parts = [blocks.columns(g, chosen, 0, rank, "ssm_dt_low")]
     b, c = (HeadSlice(chosen, rank + at, n_state, 0) for at in (0, n_state))
-    if hp.ssm_norm_eps:
+    norms = [layer.get(f"ssm_{name}_norm") for name in ("dt", "b", "c")]
+    if hp.ssm_norm_eps or norms[0] is not None:
         parts += [blocks.columns(g, chosen, part.offset, n_state, f"ssm_{name}") for name, part in (("b", b), ("c", c))]
-        parts = [g.norm(part, None, hp.ssm_norm_eps, f"{part.name.split('-')[0]}_normed", kind="rms") for part in parts]
+        eps = hp.ssm_norm_eps or hp.eps
+        parts = [
+            g.norm(part, w, eps, f"{part.name.split('-')[0]}_normed", kind="rms")
+            for part, w in zip(parts, norms, strict=True)
+        ]
         b, c = (HeadSlice(part, 0, n_state, 0) for part in parts[1:])
     y = g.selective_scan(
         g.state("scan", width * n_state),

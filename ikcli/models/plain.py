@@ -70,6 +70,7 @@ TABLE: dict[str, Plain] = {
     "glm4moe": Plain(qk_norm=None, ffn_norm="post_attention_norm"),
     "granite": _PAIRS,
     "granitemoe": _PAIRS,
+    "hunyuan-dense": Plain(bias=False, qk_norm=True, norm_last=True),
     "hunyuan-moe": Plain(bias=False, qk_norm=True, norm_last=True),
     "mellum": Plain(qk_norm=True),
     "mimo2": Plain(more=_sinks),
@@ -92,17 +93,29 @@ TABLE: dict[str, Plain] = {
 
 def tensor_shapes(hp: HParams) -> TensorSpecs:
     """Return the expected tensors of the file."""
-    p, specs = TABLE[hp.arch], expected.base_specs(hp)
+    specs = expected.base_specs(hp)
     for il in range(hp.n_layer):
-        specs |= expected.attention_specs(hp, il, bias=p.bias, qk_norm=p.qk_norm, ffn_norm=p.ffn_norm, fused=p.fused)
-        specs |= expected.fused_dense_specs(hp, il) if p.fused_gate_up else expected.feed_forward_specs(hp, il)
-        specs |= p.more(hp, il)
+        specs |= block_shapes(hp, il)
     return specs
+
+
+def block_shapes(hp: HParams, il: int) -> TensorSpecs:
+    """Return the expected tensors of block il."""
+    p = TABLE[hp.arch]
+    specs = expected.attention_specs(hp, il, bias=p.bias, qk_norm=p.qk_norm, ffn_norm=p.ffn_norm, fused=p.fused)
+    specs |= expected.fused_dense_specs(hp, il) if p.fused_gate_up else expected.feed_forward_specs(hp, il)
+    return specs | p.more(hp, il)
 
 
 def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
     """Record the graph and return the logits of the output rows."""
-    p, tables = TABLE[hp.arch], blocks.rope_tables(g, hp, w, cfg)
+    own = layers(g, hp, w, cfg)
+    return blocks.transformer(g, hp, w, own.attn, own.ffn, own.ffn_norm)
+
+
+def layers(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig, only: int | None = None) -> blocks.Layers:
+    """Return the layers, after what they share has been recorded."""
+    p, tables = TABLE[hp.arch], blocks.rope_tables(g, hp, w, cfg, only)
 
     def attn(x: Node, layer: LayerWeights) -> Node:
         rotation = None if p.nope_interval and (layer.il + 1) % p.nope_interval == 0 else tables[layer.il]
@@ -113,4 +126,4 @@ def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
             return blocks.fused_dense_ffn(g, hp, x, layer)
         return blocks.feed_forward(g, hp, cfg, x, layer, p.act)
 
-    return blocks.transformer(g, hp, w, attn, ffn, p.ffn_norm)
+    return blocks.Layers(attn, ffn, p.ffn_norm)

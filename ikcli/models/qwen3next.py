@@ -19,20 +19,32 @@ def tensor_shapes(hp: HParams) -> TensorSpecs:
     """Return the expected tensors of the file."""
     specs = expected.base_specs(hp)
     for il in range(hp.n_layer):
-        if hp.is_recurrent(il):
-            specs |= delta_net.gated_delta_net_specs(hp, il, FFN_NORM)
-        else:
-            specs |= expected.attention_specs(hp, il, bias=False, qk_norm=True, ffn_norm=FFN_NORM, fused=False)
-            specs[f"blk.{il}.attn_q.weight"] = TensorSpec((hp.n_embd, 2 * hp.n_head * hp.head_dim_k))
-        specs |= expected.feed_forward_specs(hp, il)
-        if hp.n_ff_shexp:
-            specs[f"blk.{il}.ffn_gate_inp_shexp.weight"] = TensorSpec((hp.n_embd, 1))
+        specs |= block_shapes(hp, il)
+    return specs
+
+
+def block_shapes(hp: HParams, il: int) -> TensorSpecs:
+    """Return the expected tensors of block il."""
+    if hp.is_recurrent(il):
+        specs = delta_net.gated_delta_net_specs(hp, il, FFN_NORM)
+    else:
+        specs = expected.attention_specs(hp, il, bias=False, qk_norm=True, ffn_norm=FFN_NORM, fused=False)
+        specs[f"blk.{il}.attn_q.weight"] = TensorSpec((hp.n_embd, 2 * hp.n_head * hp.head_dim_k))
+    specs |= expected.feed_forward_specs(hp, il)
+    if hp.n_ff_shexp and hp.has_experts(il):
+        specs[f"blk.{il}.ffn_gate_inp_shexp.weight"] = TensorSpec((hp.n_embd, 1))
     return specs
 
 
 def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
     """Record the graph and return the logits of the output rows."""
-    tables = blocks.rope_tables(g, hp, w, cfg)
+    own = layers(g, hp, w, cfg)
+    return blocks.transformer(g, hp, w, own.attn, own.ffn, own.ffn_norm)
+
+
+def layers(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig, only: int | None = None) -> blocks.Layers:
+    """Return the layers, after what they share has been recorded."""
+    tables = blocks.rope_tables(g, hp, w, cfg, only)
 
     def attn(x: Node, layer: LayerWeights) -> Node:
         if hp.is_recurrent(layer.il):
@@ -42,4 +54,4 @@ def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
     def ffn(x: Node, layer: LayerWeights) -> Node:
         return blocks.feed_forward(g, hp, cfg, x, layer)
 
-    return blocks.transformer(g, hp, w, attn, ffn, FFN_NORM)
+    return blocks.Layers(attn, ffn, FFN_NORM)

@@ -6,11 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from ikcli.errors import UnsupportedError
-from ikcli.models.keys import HasShape, Keys, short
+from ikcli.models.keys import HasShape, Keys, by_layer, short
 
 DELTA_NET = ("qwen35", "qwen35moe", "qwen3next")  # a decay per head
 KDA = ("bailingmoe3", "kimi-linear")  # a decay per column of a key; the other layers have MLA
-SCAN = ("mamba",)  # a selective scan in every layer, and nothing else
+SCAN = ("mamba", "mamba2")  # a scan in every layer, and nothing else
+MAMBA2 = ("falcon-h1", "granitehybrid", "mamba2", "nemotron_h", "nemotron_h_moe")  # layers with Mamba 2's scan
+SHORT_CONV = ("lfm2", "lfm2moe")  # layers of a gated convolution and nothing else
+HYBRID = ("granitehybrid", "jamba", "nemotron_h", "nemotron_h_moe", *SHORT_CONV)
+"""Layers without key heads are recurrent (in Nemotron-H those with a feed-forward part are not)."""
 MAX_TAPS, MAX_COLUMNS, MAX_WIDTH = 16, 256, 1 << 20
 
 
@@ -18,6 +22,13 @@ def read_recurrent(keys: Keys, values: dict[str, Any], tensors: Mapping[str, Has
     """Return the attributes of recurrent layers, by field of `HParams`."""
     if keys.arch in KDA:
         return _kda(keys, values, tensors)
+    if keys.arch in MAMBA2:
+        return _mamba2(keys, values)
+    if keys.arch in SHORT_CONV:
+        return _short_conv(keys, values)
+    if keys.arch == "jamba":
+        found = _scan(keys, values["n_layer"], values["eps"])
+        return found | {"recurrent_layers": _without_key_heads(keys, values), "n_rot": 0}
     if keys.arch in SCAN:
         return _scan(keys, values["n_layer"], values["eps"])
     return _delta_net(keys, values["n_layer"]) if keys.arch in DELTA_NET else {}
@@ -70,6 +81,40 @@ def _scan(keys: Keys, n_layer: int, eps: float) -> dict[str, Any]:
         "ssm_norm_eps": keys.number("ssm.dt_b_c_rms_epsilon", eps) if keys.raw("ssm.dt_b_c_rms", False) else 0.0,
         "recurrent_layers": frozenset(range(n_layer)),
     }
+
+
+def _mamba2(keys: Keys, values: dict[str, Any]) -> dict[str, Any]:
+    """Return the sizes of Mamba 2's layers, and which they are; most models with them do not rotate."""
+    sizes: dict[str, Any] = {
+        "ssm_d_conv": keys.integer("ssm.conv_kernel", least=2, most=MAX_TAPS),
+        "ssm_d_state": keys.integer("ssm.state_size", least=1),
+        "ssm_n_group": keys.integer("ssm.group_count", 1, least=1),
+        "ssm_dt_rank": keys.integer("ssm.time_step_rank", least=1),
+        "ssm_d_inner": keys.integer("ssm.inner_size", least=1),
+    }
+    _check_heads(keys, sizes)
+    if keys.arch in ("mamba2", "falcon-h1"):
+        return sizes | {"recurrent_layers": frozenset(range(values["n_layer"]))}
+    rotates = keys.arch == "granitehybrid" and keys.raw("rope.scaling.finetuned", True)
+    return sizes | {"recurrent_layers": _without_key_heads(keys, values)} | ({} if rotates else {"n_rot": 0})
+
+
+def _short_conv(keys: Keys, values: dict[str, Any]) -> dict[str, Any]:
+    if values["n_embd"] % 16:
+        raise UnsupportedError(
+            f"{keys.source}: {keys.name('embedding_length')} is {values['n_embd']}; only multiples of 16 are supported"
+        )
+    taps = keys.integer("shortconv.l_cache", least=2, most=MAX_TAPS)
+    return {"ssm_d_conv": taps, "recurrent_layers": _without_key_heads(keys, values)}
+
+
+def _without_key_heads(keys: Keys, values: dict[str, Any]) -> frozenset[int]:
+    """Return the layers that have neither key heads nor, in Nemotron-H, a feed-forward part instead."""
+    n_layer = values["n_layer"]
+    heads = by_layer(keys.per_layer("attention.head_count_kv", n_layer=n_layer), n_layer)
+    alone = keys.arch.startswith("nemotron_h")
+    n_ff = by_layer(values["n_ff"], n_layer)
+    return frozenset(il for il in range(n_layer) if heads[il] == 0 and not (alone and n_ff[il]))
 
 
 def _ling(keys: Keys, values: dict[str, Any], tensors: Mapping[str, HasShape]) -> dict[str, Any]:

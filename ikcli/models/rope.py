@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -20,12 +21,18 @@ from ikcli.models.keys import HasShape, Keys, short
 LONG_ROPE = ("phi3",)  # with factors for short and for long contexts
 
 
+CONTIGUOUS = ("qwen2vl",)
+SECTIONED = (*CONTIGUOUS, "qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe")
+"""With M-RoPE: pairs are rotated by time, row or column of a position, in runs or in turns."""
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class RopeParams:
     """RoPE settings: base, scaling ("none", "linear", "yarn") and its factor (1 = unscaled).
 
     `factors`: divide the frequencies by those of the file, where it has any. `ext_factor`: YaRN's blending strength.
-    `truncate`: blend between whole pairs (gpt-oss does not).
+    `truncate`: blend between whole pairs (gpt-oss does not). `sections`: pairs rotated by time, row and column of a
+    position (M-RoPE); `interleaved`: the three take turns.
     """
 
     freq_base: float = 10000.0
@@ -39,6 +46,30 @@ class RopeParams:
     ext_factor: float = 1.0
     factors: bool = True
     truncate: bool = True
+    sections: tuple[int, ...] = ()
+    interleaved: bool = False
+
+    def axes(self, n_pairs: int) -> list[int]:
+        """Return the axis of the position (time, row, column) that each pair is rotated by."""
+        found = [0] * n_pairs
+        for axis, (begin, n) in enumerate(zip(accumulate((0, *self.sections)), self.sections[:3], strict=False)):
+            at = range(axis, 3 * n, 3) if self.interleaved and axis else range(begin, begin + n)
+            for i in at if axis else ():
+                if i < n_pairs:
+                    found[i] = axis
+        return found
+
+
+def _sections(keys: Keys) -> tuple[int, ...]:
+    """Return the pairs that are rotated by time, row and column."""
+    found = keys.raw("rope.dimension_sections", ())
+    try:
+        values = tuple(int(x) for x in found)
+    except (TypeError, ValueError):
+        values = (-1,)
+    if len(values) > 4 or any(not 0 <= x <= 1 << 16 for x in values):
+        raise keys.fail("rope.dimension_sections", "must hold at most four whole numbers")
+    return values if any(values) else ()
 
 
 def inverse_frequencies(
@@ -120,6 +151,8 @@ def read_rope(
         truncate=bool(keys.raw("rope.scaling.yarn_truncate", True)),  # a key of ik's own
     )
     found = replace(found, **{n: v for n, v in given.items() if n not in ("scaling", "factor", "attn_factor")})
+    if keys.arch in SECTIONED:
+        found = replace(found, sections=_sections(keys), interleaved=keys.arch not in CONTIGUOUS)
     if keys.arch == "mistral3":  # what a file says about K*Q (log_mul) cancels YaRN's factor on cosine and sine
         found = replace(found, attn_factor=found.attn_factor / yarn_log(found, 0.1 * found.log_mul))
     return found

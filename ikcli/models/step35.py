@@ -16,20 +16,30 @@ def tensor_shapes(hp: HParams) -> TensorSpecs:
     specs = expected.base_specs(hp)
     specs["rope_freqs.weight"] = TensorSpec((hp.n_rot // 2,), required=False)
     for il in range(hp.n_layer):
-        specs |= expected.attention_specs(hp, il, bias=None, qk_norm=None)
-        own = hp.at(il)
-        every = (hp.n_embd, own.n_head * own.head_dim_v)  # a gate per element
-        specs[f"blk.{il}.attn_gate.weight"] = TensorSpec((hp.n_embd, own.n_head), required=False, also=(every,))
-        specs |= expected.feed_forward_specs(hp, il)
+        specs |= block_shapes(hp, il)
     return specs
+
+
+def block_shapes(hp: HParams, il: int) -> TensorSpecs:
+    """Return the expected tensors of block il."""
+    specs, own = expected.attention_specs(hp, il, bias=None, qk_norm=None), hp.at(il)
+    every = (hp.n_embd, own.n_head * own.head_dim_v)  # a gate per element
+    specs[f"blk.{il}.attn_gate.weight"] = TensorSpec((hp.n_embd, own.n_head), required=False, also=(every,))
+    return specs | expected.feed_forward_specs(hp, il)
 
 
 def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
     """Record the graph and return the logits of the output rows."""
-    tables = blocks.rope_tables(g, hp, w, cfg)
+    own = layers(g, hp, w, cfg)
+    return blocks.transformer(g, hp, w, own.attn, own.ffn, own.ffn_norm)
+
+
+def layers(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig, only: int | None = None) -> blocks.Layers:
+    """Return the layers, after what they share has been recorded."""
+    tables = blocks.rope_tables(g, hp, w, cfg, only)
     gating = "softplus" if hp.arch == "laguna" else "sigmoid"
 
     def attn(x: Node, layer: LayerWeights) -> Node:
         return blocks.self_attention(g, hp, cfg, x, layer, tables[layer.il], neox=True, gating=gating)
 
-    return blocks.transformer(g, hp, w, attn, partial(blocks.limited_feed_forward, g, hp, cfg))
+    return blocks.Layers(attn, partial(blocks.limited_feed_forward, g, hp, cfg))

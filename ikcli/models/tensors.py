@@ -141,6 +141,11 @@ class LayerWeights:
         """Return the tensor, or None."""
         return self._weights.get(self._name(attr))
 
+    def factor(self, name: str) -> float:
+        """Return the number in the tensor `<name>.scale` beside a matrix, 1 if there is none."""
+        full = f"blk.{self.il}.{name}.scale"
+        return float(self._weights.data(full).reshape(-1)[0]) if full in self._weights else 1.0
+
     def tensor(self, name: str) -> Weight:
         """Return a tensor whose name has no ending."""
         return self._weights[f"blk.{self.il}.{name}"]

@@ -60,7 +60,7 @@ def why_missing(name: str, names: Container[str], mtp: Iterable[int]) -> str:
     if name in ("token_embd.weight", "per_layer_token_embd.weight"):
         return "embeddings (rows are looked up, not multiplied)"
     if ".indexer." in name:
-        return "indexer (not part of a run)"
+        return "indexer (runs where the context is longer than its top-k)"
     return "no data"
 
 

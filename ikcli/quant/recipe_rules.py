@@ -88,7 +88,7 @@ class TensorKind:
 
 @dataclass(frozen=True, slots=True)
 class KindGroup:
-    """Parts for some file types (None: all that no earlier group knows)."""
+    """Rules for some file types; None stands for all types that no earlier group lists."""
 
     file_types: frozenset[int] | None
     parts: tuple[TensorKind, ...]

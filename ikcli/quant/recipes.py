@@ -40,7 +40,7 @@ _TENSOR_FLAGS = {
     "per_layer_token_embd.weight": ("per_layer_token_embedding_type", "--per-layer-token-embedding-type"),
     "output.weight": ("output_tensor_type", "--output-tensor-type"),
 }
-_KEPT_PARTS = ("ssm_conv1d", "ssm_x.weight", "ssm_dt.weight", "attn_rel_b.weight")
+_KEPT_PARTS = ("ssm_conv1d", "shortconv.conv.weight", "ssm_x.weight", "ssm_dt.weight", "attn_rel_b.weight")
 
 
 @dataclass(frozen=True, slots=True)

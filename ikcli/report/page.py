@@ -50,7 +50,7 @@ def page(results: Results, title: str) -> str:
 
 
 def distinct_names(results: Sequence[Result], key: Callable[[Any], object] = lambda result: None) -> list[str]:
-    """Labels, with what differs added where results of one label and `key` are not of one name given by the user."""
+    """Return the labels; what tells results of one label and `key` apart is added, unless the user named them."""
     names = [r.label for r in results]
     groups: dict[tuple[str, object], list[int]] = {}
     for i, r in enumerate(results):

@@ -52,8 +52,11 @@ _USUAL: tuple[Any, ...] = (None, "", 0, "0", False, [], "-1,0", "f16")
 
 
 def read_results(sources: list[tuple[str, Path]], sizes: Mapping[str, int] | None = None) -> Results:
-    """The results of files with a label each ("": its model, or the name of the file); FormatError if a file cannot be
-    opened or holds none. `sizes`: bytes of the models of labels whose logs do not tell."""
+    """Return the results of files, each with a label ("": its model, or the name of the file).
+
+    `sizes` are the bytes of models, by label, for logs that do not state them. Raises FormatError if a file cannot be
+    opened or holds no result.
+    """
     out = Results()
     for label, path in sources:
         try:

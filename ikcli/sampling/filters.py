@@ -20,7 +20,7 @@ COLDEST = 1e-6
 
 
 def active_filters(p: SamplerParams) -> dict[str, Step]:
-    """The filters that these parameters switch on, by the names of their samplers."""
+    """Return the filters that these parameters switch on, by the names of their samplers."""
     keep = max(1, p.min_keep)
     filters: dict[str, tuple[bool, Step]] = {
         "top_k": (p.top_k > 0, partial(top_k, k=p.top_k, min_keep=keep)),

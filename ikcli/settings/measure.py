@@ -18,7 +18,7 @@ _perplexity = partial(opt, topic="perplexity", commands="P")
 
 @dataclass(frozen=True, slots=True)
 class PerplexityConfig:
-    """perplexity and KL divergence."""
+    """perplexity: perplexity of a text, and its KL divergence from stored predictions."""
 
     chunks: int = _perplexity(-1, "--chunks", "int", commands="PI", form="N", example="--chunks 8", minimum=-1,
         help="number of chunks to evaluate; -1 = all")

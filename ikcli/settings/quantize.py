@@ -174,12 +174,15 @@ class ConvertConfig:
     metadata: Path | None = opt(None, "--metadata", "path", form="FILE", example="--metadata keys.json",
         help="JSON file with general.* keys, which replace those of the checkpoint")
     vocab_only: bool = opt(False, "--vocab-only", "switch", help="write keys and vocabulary, no tensors")
+    mmproj: bool = opt(False, "--mmproj", "switch",
+        help="write the projector of the checkpoint, with which the model reads images (docs/vision.md), as f32, f16 "
+        "or bf16")
     base: Path | None = opt(None, "--base", "path", form="DIR", example="--base Llama-3.1-8B",
         help="for an adapter (DIR has adapter_config.json): directory or config.json of its base model, unless the "
         "adapter names its place")
     mtp: bool = opt(False, "--mtp", "switch",
-        help="write only the layers that predict further tokens (MTP), with embeddings and output matrix: a file of "
-        "its own to draft with. By default they are part of the model file")
+        help="write only the layers that predict further tokens (MTP), with embeddings and output matrix, as "
+        "llama.cpp reads them. By default they are part of the model file, where ik drafts with them")
     no_mtp: bool = opt(False, "--no-mtp", "switch",
         help="leave out the layers that predict further tokens (MTP)")
     pre: str | None = opt(None, "--pre", "str", form="NAME", example="--pre qwen2",

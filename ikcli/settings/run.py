@@ -44,6 +44,7 @@ from ikcli.settings.values import (
     parse_split,
     parse_threads,
 )
+from ikcli.settings.vision import VisionConfig
 
 # One partial per topic, with the values that its options share.
 _compute = partial(opt, topic="compute")
@@ -69,8 +70,7 @@ class RunConfig:
     thp: bool = _model(False, "-thp --transparent-huge-pages", "optswitch", example="-thp",
         help="request transparent huge pages (Linux) for the cache, buffers, and with --no-mmap or -rtr for weights")
     run_time_repack: bool = _model(False, "-rtr --run-time-repack", "optswitch", example="-rtr",
-        help="repack weights in host memory to interleaved types while loading; turns mmap off. Beside a GPU it costs "
-        "prompt speed: interleaved types in RAM are not copied to it, so their prompt work stays on the CPU")
+        help="repack weights in host memory to interleaved types while loading; turns mmap off")
     check_tensors: bool = _model(False, "--check-tensors -vq --validate-quants", "switch", example="--check-tensors",
         help="scan the weights for NaN and Inf while loading and name the tensors")
     override_kv: tuple[str, ...] = _model((), "-okv --override-kv", "custom", form="KEY=TYPE:VALUE[,...]",
@@ -104,6 +104,13 @@ class RunConfig:
         negative="-no-khad --no-k-cache-hadamard", example="-ctk q8_0 -khad", env="LLAMA_ARG_K_CACHE_HADAMARD",
         help="rotate K (Hadamard transform of every head, with MLA of the latent row) before it is quantised, which "
         "loses much less. Default: on for types of less than 8 bits")
+    dsa: bool = _context(True, "-dsa --dsa", "optswitch", negative="-no-dsa --no-dsa", example="--no-dsa",
+        help="sparse attention of models with an indexer (DeepSeek V3.2, GLM-5): a query attends only to the positions "
+        "that the indexer prefers, as in training; --no-dsa attends to all")
+    dsa_top_k: int = _context(-1, "-dsatk --dsa-top-k", "int", form="N", example="-dsatk 1024", minimum=-1,
+        help="positions that a query attends to with --dsa; 0 = all, -1 = as the model says")
+    type_index: str = _context("f16", "-ictk --indexer-cache-type-k", "type", form="TYPE", example="-ictk q8_0",
+        choices=KV_TYPES, help="type of the cache of index keys, with --dsa")
     v_hadamard: bool = _context(False, "-vhad --v-cache-hadamard", "optswitch",
         negative="-no-vhad --no-v-cache-hadamard", example="-ctv q4_0 -vhad", env="LLAMA_ARG_V_CACHE_HADAMARD",
         help="rotate V before it is quantised; no effect when MLA keeps one latent row")
@@ -213,6 +220,7 @@ class RunConfig:
     imatrix: ImatrixConfig = group(ImatrixConfig)
     embed: EmbedConfig = group(EmbedConfig)
     fleet: BatchConfig = group(BatchConfig)
+    vision: VisionConfig = group(VisionConfig)
     upstream: UpstreamConfig = group(UpstreamConfig)
 
     @property

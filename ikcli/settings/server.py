@@ -112,13 +112,21 @@ class ServerConfig:
         "smallest gap (variance)")
     cache_ram: int | None = _server(None, "-cram --cache-ram", "int", commands="SC", form="MIB", example="-cram 2048",
         minimum=-1, env="LLAMA_ARG_CACHE_RAM",
-        help="RAM for prompts whose slot was given away; 0 = off, -1 = no limit. Default: a quarter of the free "
-        "memory, at most 8192")
+        help="RAM for prompts whose slot was given away; what they have in common is stored once. 0 = off, -1 = no "
+        "limit. Default: a quarter of the free memory, at most 8192")
+    cache_disk: Path | None = _server(None, "--cache-disk", "path", form="DIR", example="--cache-disk cache",
+        help="keep the prompt cache in this folder too: what leaves RAM, and all of it across restarts. Its files "
+        "contain what users wrote; only the owner can read them")
+    cache_disk_limit: float = _server(8.0, "--cache-disk-limit", "float", form="GIB", example="--cache-disk-limit 100",
+        minimum=0, help="GiB that the folder of --cache-disk may hold; the least recently used files are removed first")
+    cache_explain: bool = _server(False, "--cache-explain", "switch", example="--cache-explain",
+        help="print the prompt cache as a tree whenever a request begins, with the slots and what each text takes")
     spec_type: tuple[SpecStage, ...] = _speculation((), "--spec-type", "custom", form="TYPE[:K=V,...]",
         example="--spec-type ngram-simple:n_max=7", parse=parse_spec_type, repeat=True, bench_list=False,
-        env="LLAMA_ARG_SPEC_TYPE",
-        help="speculative decoding: the drafter, with keys n_max, n_min, p_min, ngram_size_n, ngram_size_m, "
-        "ngram_min_hits; the text stays the same. Repeatable: later ones draft if earlier ones have no draft")
+        env="LLAMA_ARG_SPEC_TYPE", commands="SCL",
+        help="speculative decoding: the drafter (mtp: the model's own heads), with keys n_max, n_min, p_min, "
+        "ngram_size_n, ngram_size_m, ngram_min_hits; the text stays the same. Repeatable: later ones draft if earlier "
+        "ones have no draft")
     spec_set: tuple[SpecSetting, ...] = _speculation((), "--spec-set", "custom", form="TYPE:K=V",
         example="--spec-set ngram-mod:n_max=32", parse=parse_spec_setting, repeat=True, bench_list=False,
         help="setting for a --spec-type that does not set it; ngram stands for all n-gram types. Repeatable")

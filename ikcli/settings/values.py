@@ -370,13 +370,15 @@ def parse_layer_range(text: str) -> tuple[int, int]:
     return first, last
 
 
-SPEC_TYPES = ("none", "draft", "ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache", "suffix")
+SPEC_TYPES = (
+    "none", "draft", "mtp", "ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache", "suffix",
+)  # fmt: skip
 
 
-NOT_DRAFTING = ("draft-mtp", "mtp", "draft-eagle3", "eagle3", "draft-dflash", "dflash", "draft-dspark")
-"""Types of other programs that draft with layers of the model or with dedicated models."""
+NOT_DRAFTING = ("draft-eagle3", "eagle3", "draft-dflash", "dflash", "draft-dspark")
+"""Types of other programs that draft with dedicated models."""
 
-_SPEC_NAMES = {"draft-simple": "draft"}
+_SPEC_NAMES = {"draft-simple": "draft", "draft-mtp": "mtp"}
 
 
 _SPEC_KEYS = {

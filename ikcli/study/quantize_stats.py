@@ -88,7 +88,7 @@ def measured_tensors(file: GGUFFile, params: StatsParams) -> list[TensorInfo]:
 
 
 def fits(type: GGMLType, shape: tuple[int, ...]) -> bool:
-    """Return whether rows of this shape suit the type, and their number its group height."""
+    """Return whether the type can store this shape: rows of whole blocks, in whole groups."""
     return shape[0] % TYPES[type].block_size == 0 and shape[1] % _group(type) == 0
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ikcli.backends.cpu.lower_recurrent import RULES
+from ikcli.backends.cpu.lower_media import RULES
 from ikcli.backends.cpu.params_layers import (
     AddParams,
     AlibiParams,
@@ -20,6 +20,7 @@ from ikcli.backends.cpu.params_layers import (
     EmbedTypesParams,
     GateParams,
     GluParams,
+    HostRowsParams,
     MapParams,
     NormParams,
     PosScaleParams,
@@ -65,6 +66,7 @@ from ikcli.graph.activations import Glu
 from ikcli.graph.ops_alibi import Alibi
 from ikcli.graph.ops_elements import Activate, Clamp, Gate, Norm, PosScale, Scale, SoftCap
 from ikcli.graph.ops_experts import AddId, ExpertProduct, MoeRoute, MoeSort, MoeSum, MoeUpGate, MulMatId, ScaleId
+from ikcli.graph.ops_host import HostRows
 from ikcli.graph.ops_rows import (
     Add,
     Concat,
@@ -153,6 +155,12 @@ def _embed(low: CpuLowering, node: Node, op: Embed) -> None:
     else:
         params = EmbedParams(w=data, row_bytes=row, cols=w.ne0, out=out)
         low.emit(KernelKey("embed", "make_embed", (type_,)), node.rows, params, row_bytes=16 * w.ne0)
+
+
+@RULES.add(HostRows, "n_cols")
+def _host_rows(low: CpuLowering, node: Node, op: HostRows) -> None:
+    params = HostRowsParams(cols=op.n_cols, out=low.out(node))
+    low.emit(KernelKey("embed", "make_host_rows"), node.rows, params, row_bytes=8 * op.n_cols)
 
 
 @RULES.add(EmbedTypes, "w sep")

@@ -125,17 +125,17 @@ def _part(low: CpuLowering, x: HeadSlice | None) -> tuple[str, AttentionPart]:
                        place=place)  # fmt: skip
 
 
-def _chunks(*parts: HeadSlice) -> int:
+def chunks(*parts: HeadSlice) -> int:
     """Return the columns in units of 16, every part padded."""
     return sum(-(-p.width // 16) for p in parts)
 
 
-def _unit_heads(group: int, limit: int = MAX_ROWS) -> int:
+def unit_heads(group: int, limit: int = MAX_ROWS) -> int:
     """Return the heads that one task handles: a divisor of the heads that share a KV head."""
     return max(d for d in range(1, min(group, limit) + 1) if group % d == 0)
 
 
-def _view_chunk(k: tuple[HeadSlice, ...], v: HeadSlice, pairs: bool) -> int:
+def view_chunk(k: tuple[HeadSlice, ...], v: HeadSlice, pairs: bool) -> int:
     """Return the first chunk of the K tile in which V lies, or -1 if V is not a part of K's row.
 
     Tiles of pairs can share V only if it is the end of the row, behind other columns, in chunks of 32.
@@ -149,7 +149,7 @@ def _view_chunk(k: tuple[HeadSlice, ...], v: HeadSlice, pairs: bool) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sources:
+class Sources:
     """The sources of q, k and v of an attention node: element types and parts.
 
     Also holds the features beyond causal attention, as letters (kernels/attention_tasks.py).
@@ -163,25 +163,32 @@ class _Sources:
     v: AttentionPart
 
     @classmethod
-    def of(cls, low: CpuLowering, node: Node, op: Attention) -> _Sources:
-        q, k, v = op.q, op.k, op.v
-        if max(len(q), len(k)) > 2 or any(p.width % 16 for p in (*q[:-1], *k[:-1])) or _chunks(*q) != _chunks(*k):
-            raise UnsupportedError(
-                f"{node.name}: heads are made of one or two parts, the first of a multiple of 16 columns"
-            )
-        (_, q0), (_, q1), (t0, k0), (t1, k1), (v_type, v_part) = (
-            _part(low, x) for x in (*q, *[None] * (2 - len(q)), *k, *[None] * (2 - len(k)), v)
-        )
-        letters = {"w": op.window or op.chunk, "s": op.sinks, "c": op.softcap, "b": op.both, "d": op.slopes}
+    def of(cls, low: CpuLowering, node: Node, op: Attention) -> Sources:
+        letters = {"w": op.window or op.chunk, "s": op.sinks, "c": op.softcap, "b": op.both, "d": op.slopes,
+                   "r": op.ranged and not low.batch_invariant}  # fmt: skip
         if op.sinks is not None and op.sinks.type is not GGMLType.F32:
             raise UnsupportedError(f"{op.sinks.name}: sinks are of type f32, not {TYPES[op.sinks.type].name}")
         more = "".join(x for x, used in letters.items() if used)
-        return cls("+".join(filter(None, (t0, t1))), v_type, more, (q0, q1), (k0, k1), v_part)
+        return attention_sources(low, node, op.q, op.k, op.v, more)
 
-    def key(self, module: str, factory: str, *args: int | str, letters: str = "wscbd") -> KernelKey:
+    def key(self, module: str, factory: str, *args: int | str, letters: str = "wscbdr") -> KernelKey:
         """Return the key of a kernel, specialized for those of these letters that the node needs."""
         more = "".join(x for x in self.more if x in letters)
         return KernelKey(module, factory, (*args, more) if more else args)
+
+
+def attention_sources(
+    low: CpuLowering, node: Node, q: Sequence[HeadSlice], k: Sequence[HeadSlice], v: HeadSlice, more: str = ""
+) -> Sources:
+    """Return the sources of heads of one or two parts; raise UnsupportedError for others."""
+    if max(len(q), len(k)) > 2 or any(p.width % 16 for p in (*q[:-1], *k[:-1])) or chunks(*q) != chunks(*k):
+        raise UnsupportedError(
+            f"{node.name}: heads are made of one or two parts, the first of a multiple of 16 columns"
+        )
+    (_, q0), (_, q1), (t0, k0), (t1, k1), (v_type, v_part) = (
+        _part(low, x) for x in (*q, *[None] * (2 - len(q)), *k, *[None] * (2 - len(k)), v)
+    )
+    return Sources("+".join(filter(None, (t0, t1))), v_type, more, (q0, q1), (k0, k1), v_part)
 
 
 _STREAMED = {"f32": 16, "f16": 16, "bf16": 16, "q8_0": 32}  # columns of a step: kernels/attention_stream.py
@@ -205,7 +212,7 @@ def _fits_integers(k: Sequence[HeadSlice], v: HeadSlice) -> bool:
     return isa.current().name == "avx512" and bool(types) and GGMLType.F32 not in types
 
 
-def _staging(sources: _Sources, k: Sequence[HeadSlice], v: HeadSlice) -> str:
+def _staging(sources: Sources, k: Sequence[HeadSlice], v: HeadSlice) -> str:
     """Return how kernels/attention_pairs.py reads rows: "codes" of q8_0, "direct" 16-bit floats, or through "f32"."""
     columns = [c for p in (*k, v) for c in (p.offset, p.width, p.head_stride)]
     types = {sources.k_types, sources.v_type}
@@ -222,7 +229,7 @@ def _most_streamed(k_type: str, k: Sequence[HeadSlice], v: HeadSlice) -> int:
     return MOST_FEW_ROWS if wide else FEW_ROWS
 
 
-def _regions(*sizes: int) -> tuple[list[int], int]:
+def regions(*sizes: int) -> tuple[list[int], int]:
     """Return (offsets, total) of regions placed one after the other.
 
     The total is rounded up to keep threads off each other's cache lines.
@@ -234,23 +241,23 @@ def _regions(*sizes: int) -> tuple[list[int], int]:
 _FIELDS = "q k v n_head n_head_kv scale window chunk sinks softcap wide"
 
 
-@RULES.add(FlashAttn, _FIELDS + " both slopes")
+@RULES.add(FlashAttn, _FIELDS + " both slopes ranged")
 def lower_flash_attn(low: CpuLowering, node: Node, op: FlashAttn) -> None:
     """Lower flash attention: one pass, then merge the parts of split tasks."""
     k, v, n_head, group = op.k, op.v, op.n_head, op.group
     if isinstance(v.source, Cache) and v.source.transposed:
         raise UnsupportedError("flash attention reads V row by row: the V cache cannot be transposed")
-    sources = _Sources.of(low, node, op)
-    heads = _unit_heads(group)
+    sources = Sources.of(low, node, op)
+    heads = unit_heads(group)
     block = 1 if low.batch_invariant else max(1, MAX_ROWS // heads)
     n_rows, units = min(block, low.max_rows[Rows.TOKENS]) * heads, n_head // heads
-    k_chunks, v_chunks = _chunks(*k), _chunks(v)
+    k_chunks, v_chunks = chunks(*k), chunks(v)
     stream = n_rows == heads <= _most_streamed(sources.k_types, k, v)
     few = stream or n_rows <= FEW_ROWS
     pairs = not stream and n_rows > 1 and not op.wide and _fits_integers(k, v)
     if few and (len(k) > 1 or k_chunks % 2 or v_chunks % 2):
         pairs = False  # there are no pairs of such columns for few rows
-    view = _view_chunk(k, v, pairs)
+    view = view_chunk(k, v, pairs)
     rows, per_task = -(-n_rows // 16) * 16, units if few else 1
     m = 1 << (heads - 1).bit_length()  # rows of the kernel that streams
     tile = 64 if stream or (few and pairs) else 32 if few else 128 if k_chunks + v_chunks <= 32 else 64
@@ -267,7 +274,7 @@ def lower_flash_attn(low: CpuLowering, node: Node, op: FlashAttn) -> None:
         k_bytes += 12 * tile + 8 * rows
         v_bytes = 64 * v_chunks * (tile // 2 + 1)
         s_bytes *= 2 if view >= 0 else 1
-    at, scratch_bytes = _regions(q_bytes, k_bytes, v_bytes, s_bytes, o_bytes, per_task * STATS_BYTES)
+    at, scratch_bytes = regions(q_bytes, k_bytes, v_bytes, s_bytes, o_bytes, per_task * STATS_BYTES)
     _, k_at, v_at, s_at, o_at, stats_at = at
     slot_bytes = 2 * STAT_BYTES + 64 * v_chunks * rows
     scratch = low.buffer(low.n_threads * scratch_bytes)
@@ -298,7 +305,7 @@ def lower_flash_attn(low: CpuLowering, node: Node, op: FlashAttn) -> None:
     low.emit(key, node.rows, params)
     if low.n_threads > 1:
         # never left to one thread: it finds the parts by the number of threads
-        low.emit(sources.key("attention", "make_combine", letters="wb"), node.rows, params)
+        low.emit(sources.key("attention", "make_combine", letters="wbr"), node.rows, params)
 
 
 @RULES.add(Attn, _FIELDS + " heads_per_step")
@@ -315,15 +322,15 @@ def lower_attn(low: CpuLowering, node: Node, op: Attn) -> None:
 
 def _attn_step(low: CpuLowering, node: Node, op: Attn, first: int, n_heads: int, scores: Ref, scores_cols: int) -> None:
     """Lower the heads [first, first + n_heads)."""
-    v, group, sources = op.v, op.group, _Sources.of(low, node, op)
-    heads = _unit_heads(math.gcd(group, n_heads, first or group))
+    v, group, sources = op.v, op.group, Sources.of(low, node, op)
+    heads = unit_heads(math.gcd(group, n_heads, first or group))
     block = max(1, MAX_ROWS // heads)
     rows = -(-min(block, low.max_rows[Rows.TOKENS]) * heads // 16) * 16
-    k_chunks, tile = _chunks(*op.k), SCORE_TILE
+    k_chunks, tile = chunks(*op.k), SCORE_TILE
     # Q or P; K tile; transposed K tile or V tile; products (with 16 spare rows)
     q_bytes, k_bytes = 64 * (rows + 1) * max(k_chunks, tile // 16), 64 * k_chunks * (tile + 1)
     v_bytes, product_bytes = 4 * tile * max(16 * k_chunks, SCORE_TILE), 4 * (rows + 16) * tile
-    (_, k_at, v_at, s_at), scratch_bytes = _regions(q_bytes, k_bytes, v_bytes, product_bytes)
+    (_, k_at, v_at, s_at), scratch_bytes = regions(q_bytes, k_bytes, v_bytes, product_bytes)
     scratch = low.buffer(low.n_threads * scratch_bytes)
     params = FullParams(
         out=low.out(node), out_stride=4 * node.cols, first_head=first, units=n_heads // heads, unit_heads=heads,

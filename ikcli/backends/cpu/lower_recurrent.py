@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ikcli.backends.cpu.lower_attention import RULES
+from ikcli.backends.cpu.lower_sparse import RULES
 from ikcli.backends.cpu.params_layers import (
     CONV_BLOCK,
     DELTA_CHUNK,
@@ -11,13 +11,23 @@ from ikcli.backends.cpu.params_layers import (
     GatedNormParams,
     HeadRows,
     L2NormParams,
+    Mamba2ScanParams,
     SelectiveScanParams,
     ShortConvParams,
 )
 from ikcli.backends.cpu.program import CpuLowering, Ref
 from ikcli.backends.weight_checks import check_f32
 from ikcli.graph import HeadSlice, Node
-from ikcli.graph.ops_recurrent import STATE_BLOCK, Decay, DeltaNet, GatedNorm, L2Norm, SelectiveScan, ShortConv
+from ikcli.graph.ops_recurrent import (
+    STATE_BLOCK,
+    Decay,
+    DeltaNet,
+    GatedNorm,
+    L2Norm,
+    Mamba2Scan,
+    SelectiveScan,
+    ShortConv,
+)
 from ikcli.native.kernel_cache import KernelKey
 
 
@@ -29,7 +39,7 @@ def delta_scratch_bytes(dk: int) -> int:
     )
 
 
-@RULES.add(ShortConv, "state parts weights biases")
+@RULES.add(ShortConv, "state parts weights biases linear")
 def _short_conv(low: CpuLowering, node: Node, op: ShortConv) -> None:
     scratch = 4 * CONV_BLOCK * op.n_taps
     taps = low.buffer(scratch * low.n_threads)
@@ -41,7 +51,8 @@ def _short_conv(low: CpuLowering, node: Node, op: ShortConv) -> None:
                                  out=low.out(node) + 4 * at, out_stride=4 * node.cols, cols=x.cols,
                                  states=Ref(op.state, 4 * at), state_bytes=4 * op.state.cols,
                                  row_bytes=4 * node.cols, taps=taps, taps_bytes=scratch)  # fmt: skip
-        low.emit(KernelKey("recurrent", "make_short_conv", (op.n_taps,)), node.rows, params,
+        sizes = (op.n_taps, True) if op.linear else (op.n_taps,)
+        low.emit(KernelKey("recurrent", "make_short_conv", sizes), node.rows, params,
                  row_bytes=8 * (op.n_taps + 1) * x.cols)  # fmt: skip
         at += x.cols
 
@@ -88,6 +99,24 @@ def _selective_scan(low: CpuLowering, node: Node, op: SelectiveScan) -> None:
                                  dt_bias=low.weight(op.dt_bias), out=low.out(node), cols=node.cols,
                                  scratch=low.buffer(scratch * low.n_threads), scratch_bytes=scratch)  # fmt: skip
     low.emit(KernelKey("selective_scan", "make_selective_scan"), node.rows, params)
+
+
+def mamba2_scratch_bytes(n_state: int) -> int:
+    """Return the bytes per thread of the scratch of Mamba 2's scan (kernels/mamba2_scan.py)."""
+    return 8 * DELTA_CHUNK * n_state + 2 * 4 * DELTA_CHUNK * DELTA_CHUNK + 3 * 64 * DELTA_CHUNK + 4 * 4 * DELTA_CHUNK
+
+
+@RULES.add(Mamba2Scan, "state x dt b c a d dt_bias n_head n_group")
+def _mamba2_scan(low: CpuLowering, node: Node, op: Mamba2Scan) -> None:
+    for w in (op.a, op.d, op.dt_bias):
+        check_f32(w, "decays and factors of a scan")
+    scratch = mamba2_scratch_bytes(op.n_state)
+    params = Mamba2ScanParams(states=Ref(op.state), state_bytes=4 * op.state.cols, x=_head_rows(low, op.x),
+                              b=_head_rows(low, op.b), c=_head_rows(low, op.c), dt=low.out(op.dt), a=low.weight(op.a),
+                              d=low.weight(op.d), dt_bias=low.weight(op.dt_bias), out=low.out(node), heads=op.n_head,
+                              groups=op.n_group, scratch=low.buffer(scratch * low.n_threads),
+                              scratch_bytes=scratch)  # fmt: skip
+    low.emit(KernelKey("mamba2_scan", "make_mamba2_scan", (op.n_state, op.x.width)), node.rows, params)
 
 
 @RULES.add(GatedNorm, "x w gate eps activation")

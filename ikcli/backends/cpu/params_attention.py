@@ -96,3 +96,27 @@ class FullParams(AttentionParams):
     score_rows: int  # per head
     scores: Address
     score_bytes: int  # of a row
+
+
+class SparseParams(FlashParams):
+    """Parameters of attention to chosen positions."""
+
+    cells: Address  # i32 per token, ascending
+    cell_bytes: int  # of a token
+    most: int  # cells of a token that sees as many positions
+
+
+INDEX_SPAN = 1024  # positions of a task of kernels/index_top_k.py, for few tokens
+
+
+class IndexParams(AttentionParams):
+    """Parameters of an indexer; q, k and scratch as in attention, `out`: the cells of every token."""
+
+    most: int  # positions that are chosen
+    weights: Address  # f32 per head
+    weight_bytes: int  # of a token
+    weights_at: int  # places in scratch, bytes
+    counts_at: int
+    scores_at: int
+    scores: Address  # of all tokens, where tasks share them
+    score_bytes: int  # of a token

@@ -15,6 +15,11 @@ class EmbedParams(Params):
     out: Address
 
 
+class HostRowsParams(Params):
+    cols: int
+    out: Address
+
+
 class EmbedTypesParams(Params):
     w: Address
     row_bytes: int
@@ -236,5 +241,34 @@ class DeltaNetParams(Params):
     k_heads: int
     scale: F32
     tiled: int
+    scratch: Address
+    scratch_bytes: int  # of a thread
+
+
+class MediaRowsParams(MapParams):
+    offset: int  # first column of the rows that came with the micro-batch
+
+
+class AxisRopeTableParams(RopeTableParams):
+    axes: Address  # i64[pairs]
+
+
+class MeanRowsParams(MapParams):
+    n: int  # rows of x per row
+
+
+class Mamba2ScanParams(Params):
+    states: Address
+    state_bytes: int  # of a sequence
+    x: HeadRows
+    b: HeadRows
+    c: HeadRows
+    dt: Address
+    a: Address
+    d: Address
+    dt_bias: Address
+    out: Address
+    heads: int
+    groups: int
     scratch: Address
     scratch_bytes: int  # of a thread

@@ -21,7 +21,7 @@ from ikcli.graph import Cache, Graph, Node, RowSpec, Weight
 from ikcli.native.kernel_cache import KernelKey
 from ikcli.native.kernel_library import KernelLibrary
 
-INDEPENDENT_ROWS = 8  # most rows for which a program can be batch-invariant
+BATCH_INVARIANT_ROWS = 8  # most rows for which a program can be batch-invariant
 FEW_ROWS = 4  # a row of weights is decoded once for as many
 ENTRY_WORDS = 4  # of the table that kernels/executor.py walks
 
@@ -54,7 +54,7 @@ class CpuLowering(Buffers):
     @property
     def few_rows(self) -> int:
         """Return the most activation rows for which a product reads weights without unpacking them."""
-        return INDEPENDENT_ROWS if self.batch_invariant else FEW_ROWS
+        return BATCH_INVARIANT_ROWS if self.batch_invariant else FEW_ROWS
 
     def buffer(self, n_bytes: int) -> Ref:
         """Return temporary memory, alive from the first to the last op that names it."""
@@ -85,10 +85,10 @@ class CpuLowering(Buffers):
 class CpuProgram:
     """A lowered graph, later bound to memory and kernels."""
 
-    def __init__(self, lowering: CpuLowering, result: Node | None) -> None:
-        """Take over a lowering; `result` is read after the last op."""
+    def __init__(self, lowering: CpuLowering, results: Sequence[Node]) -> None:
+        """Take over a lowering; `results` are read after the last op."""
         self.ops = lowering.ops
-        self._result = result
+        self._results = results
         self._lowering = lowering
         self._offsets, self.arena_bytes = self._plan()
         self._memory: np.ndarray | None = None
@@ -98,8 +98,7 @@ class CpuProgram:
     @property
     def result(self) -> Node:
         """Return the node whose value is the program's."""
-        assert self._result is not None
-        return self._result
+        return self._results[0]
 
     @property
     def kernels(self) -> list[KernelKey]:
@@ -108,7 +107,7 @@ class CpuProgram:
 
     def _plan(self) -> tuple[list[int], int]:
         low, end = self._lowering, len(self.ops)
-        kept = {} if self._result is None else {low._node_buffers[self._result]: (end, end)}
+        kept = {low._node_buffers[node]: (end, end) for node in self._results}
         return low.place([op.words for op in self.ops], kept, low.constants.keys() | low.outside.keys())
 
     def bind(
@@ -222,4 +221,4 @@ def lower(
     for node in graph.nodes:
         lowering.begin(node)
         rules.lower(lowering, node)
-    return CpuProgram(lowering, result)
+    return CpuProgram(lowering, [result])

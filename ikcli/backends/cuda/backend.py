@@ -29,6 +29,9 @@ from ikcli.log import notice_once
 Bytes = npt.NDArray[np.uint8]
 # Captured graphs of one program: the second where it has many turns, the third where it has many launches.
 MAX_BUCKETS, MAX_GRAPHS, MAX_GRAPH_LAUNCHES = 24, 512, 32768
+# Most tokens of a captured step. Launches of larger ones take longer on the device than on the host, which stays ahead;
+# making their graphs cost 20 ms of a prompt of 512 tokens on an H100.
+MAX_GRAPH_TOKENS = 128
 _HEAD = 128  # bytes of the step block's words
 
 
@@ -51,7 +54,7 @@ class CudaProgram:
     spans: list[Span]
     most: Mapping[Rows, int]
     reads_kv_rows: bool
-    largest_load: int  # bytes of the largest weight that comes from the host in a step, 0 if none does
+    loaded: frozenset[Weight]  # come from the host in every step
     places: Mapping[Node, Bytes] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
     graphs: OrderedDict[Counts, dict[int, Graph]] = field(default_factory=OrderedDict)
@@ -100,13 +103,13 @@ class CudaBackend:
         turns: Sequence[GraphSplit],
         rows: Mapping[Rows, int],
         n_cells: int,
-        independent: bool,
+        batch_invariant: bool,
         streamed: Collection[str] = (),
         window_cells: int = 0,
     ) -> CudaProgram:
         """Lower the splits one after the other without allocating. `streamed`: weights that stay on the host."""
         rules = self._rules if self._rules is not None else all_rules()
-        low = GpuLowering(rows, n_cells, self.limits, window_cells, independent)
+        low = GpuLowering(rows, n_cells, self.limits, window_cells, batch_invariant)
         spans: list[Span] = []
         for turn in turns:
             first = low.turn_start = len(low.ops)
@@ -125,8 +128,8 @@ class CudaBackend:
             loads = _loads(low, first, weights)
             spans.append(Span(first, stop, tuple(turn.imports), tuple(turn.exports), loads))
         reads = any(n.rows.symbol is Rows.KV for t in turns for n in t.nodes)
-        largest = max((device_bytes(w) for span in spans for _, ws in span.loads for w in ws), default=0)
-        return CudaProgram(GpuProgram(low), spans, dict(rows), reads, largest)
+        loaded = frozenset(w for span in spans for _, ws in span.loads for w in ws)
+        return CudaProgram(GpuProgram(low), spans, dict(rows), reads, loaded)
 
     def step_bytes(self, programs: Sequence[CudaProgram]) -> int:
         """Return the bytes of the step block of these programs."""
@@ -139,9 +142,8 @@ class CudaBackend:
         if not programs:
             return 0
         arena = max(p.arena_bytes for p in programs)
-        largest = max(p.largest_load for p in programs)
-        if largest:
-            arena += Transfer.device_bytes(largest)
+        if loaded := _loaded(programs):
+            arena += Transfer.device_bytes(loaded)
         return arena + sum(p.program.constant_bytes for p in programs) + self.step_bytes(programs)
 
     # --- memory -----------------------------------------------------------------------------------------------------
@@ -163,9 +165,8 @@ class CudaBackend:
         self._step_address = self._alloc(self.step_bytes(programs))
         self._step = device.pinned(self.step_bytes(programs), "step block")
         self._pinned.append(self._step)
-        largest = max(p.largest_load for p in programs)
-        if largest:
-            self._transfer = Transfer(device, largest)
+        if loaded := _loaded(programs):
+            self._transfer = Transfer(device, loaded)
             self._transfer.pin(self._streamed(programs))
             self._free, self._ready = device.event(), device.event()
         for p, places in zip(programs, handover, strict=True):
@@ -262,7 +263,8 @@ class CudaBackend:
         """Queue one split."""
         device, span, counts = self.device, program.spans[turn], self._counts
         graphs = program.graphs.get(counts)
-        capture = self._capture and not program.largest_load and counts not in program.eager
+        capture = self._capture and not program.loaded and counts not in program.eager
+        capture = capture and counts.n_tokens <= MAX_GRAPH_TOKENS
         if graphs is None or not capture:
             self._queue(program, span)
             if turn == len(program.spans) - 1 and capture:
@@ -376,6 +378,10 @@ class CudaBackend:
             self.device.download(self._stream, out, program.node_address(node))
         self.device.synchronize(self._stream)
         return out
+
+
+def _loaded(programs: Sequence[CudaProgram]) -> frozenset[Weight]:
+    return frozenset[Weight]().union(*(p.loaded for p in programs))
 
 
 def _loads(low: GpuLowering, first: int, weights: Sequence[Weight]) -> tuple[tuple[int, tuple[Weight, ...]], ...]:

@@ -151,7 +151,8 @@ class Device(Protocol):
     def owners(self) -> dict[str, int]:
         """Return the bytes allocated by owner."""
 
-    def stream(self) -> Stream: ...
+    def stream(self, urgent: bool = False) -> Stream:
+        """Create a stream; blocks of an urgent one start before waiting blocks of other streams."""
 
     def free_stream(self, stream: Stream) -> None:
         """Free a stream, on which nothing may be queued afterwards."""

@@ -49,6 +49,7 @@ _OLDEST = (12, 0)  # CUDA version of drivers that some supported version of cuda
 _RING = 32  # launches remembered for the message of a failure
 _MUCH_SHARED = 16 << 10  # bytes of dynamic shared memory from which a kernel gets all that an SM has
 _OUT_OF_MEMORY, _NO_DEVICE, _NOT_READY = 2, 100, 600
+_URGENT = -100  # the driver takes the highest priority that it has
 _NO_KERNEL = {209: "no code for this GPU", 218: "invalid PTX", 222: "PTX newer than the driver"}
 _STICKY = range(700, 722)  # the context is lost
 _TYPES: dict[str, type] = {"q": int, "i": np.int32, "f": np.float32}
@@ -334,9 +335,10 @@ class CudaDevice:
 
     # ---- streams and events
 
-    def stream(self) -> Stream:
+    def stream(self, urgent: bool = False) -> Stream:
         flag = int(self._driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
-        self._state.streams.append(self._call(self._driver.cuStreamCreate, flag))
+        priority = _URGENT if urgent else 0
+        self._state.streams.append(self._call(self._driver.cuStreamCreateWithPriority, flag, priority))
         return self._state.streams[-1]
 
     def free_stream(self, stream: Stream) -> None:

@@ -13,7 +13,7 @@ from ikcli.backends.cuda.upload import device_row_bytes
 from ikcli.backends.weight_checks import check_f32
 from ikcli.errors import UnsupportedError
 from ikcli.graph import Node, Rows
-from ikcli.graph.ops_recurrent import Decay, DeltaNet, GatedNorm, L2Norm, SelectiveScan, ShortConv
+from ikcli.graph.ops_recurrent import Decay, DeltaNet, GatedNorm, L2Norm, Mamba2Scan, SelectiveScan, ShortConv
 
 CONV_TOKENS, MAX_TAPS, SCAN_STATE = 32, 16, 16  # layer_recurrent.cu
 KEY_COLUMNS = (64, 128, 256)  # the kernels of delta_net.cu
@@ -28,10 +28,12 @@ TURN_SLOTS = 16  # chunks that there is memory for: what is written then stays i
 SCANS = (("delta_scan_s4", 4 * 32768 + 33 * 1024), ("delta_scan", 2 * 32768 + 33 * 1024))
 
 
-@RULES.add(ShortConv, "state parts weights biases")
+@RULES.add(ShortConv, "state parts weights biases linear")
 def _short_conv(low: GpuLowering, node: Node, op: ShortConv) -> None:
     if op.n_taps > MAX_TAPS:
         raise UnsupportedError(f"{node.name}: {op.n_taps} taps are more than the GPU kernel takes ({MAX_TAPS})")
+    if op.linear:
+        raise UnsupportedError(f"{node.name}: the GPU kernel always applies silu; run this model without -ngl")
     at = 0
     for i, (x, w) in enumerate(zip(op.parts, op.weights, strict=True)):
         check_f32(w, "weights of short convolutions")
@@ -157,6 +159,11 @@ def _selective_scan(low: GpuLowering, node: Node, op: SelectiveScan) -> None:
              low.cache(op.state), op.state.cols, low.out(op.x), low.out(op.dt), *slices, low.weight(op.a),
              np.int32(device_row_bytes(op.a.type, op.a.ne0) // 4), low.weight(op.d), low.weight(op.dt_bias),
              low.out(node), np.int32(node.cols))  # fmt: skip
+
+
+@RULES.add(Mamba2Scan, "state x dt b c a d dt_bias n_head n_group")
+def _mamba2_scan(low: GpuLowering, node: Node, op: Mamba2Scan) -> None:
+    raise UnsupportedError(f"{node.name}: there is no GPU kernel for the scan of Mamba 2; run this model without -ngl")
 
 
 @RULES.add(GatedNorm, "x w gate eps activation")

@@ -1,9 +1,10 @@
-"""Rearrange the rows of a file's tensor for the device, so that neighbouring lanes read neighbouring bytes.
+"""Describe the rows of a tensor on the device, where neighbouring lanes read neighbouring bytes.
 
 A row becomes planes: one field of all its blocks after the other, planes and rows 16-byte aligned (a few bytes per row
-more than in the file). Row-interleaved types are separated first, so the device only has plain types. Scales of a row
-come last. The order of fields is the one that `load` of the format in `kernels/weights_*.cuh` expects. Also here: the
-tables that kernels of grid types read, and the name under which kernels know a type.
+more than in the file). Row-interleaved types are separated, so the device only has plain types. Scales of a row come
+last. The order of fields is the one that `load` of the format in `kernels/weights_*.cuh` expects. The device rearranges
+rows itself (`kernels/upload_rows.cu`, `transfer.py`); `convert` does the same on the CPU. Also here: the tables that
+kernels of grid types read, and the name under which kernels know a type.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from ikcli.errors import UnsupportedError
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.types import TYPES
 from ikcli.graph import Weight
+from ikcli.quant.bitmoves import byte_terms
 from ikcli.quant.formats import get_format, row_size
-from ikcli.quant.repack import unrepack_rows
+from ikcli.quant.repack import layout, unrepack_rows
 from ikcli.quant.tables import grid
 
 Bytes = npt.NDArray[np.uint8]
@@ -63,6 +65,12 @@ def _format(type_: GGMLType) -> DeviceRowFormat | None:
     return DeviceRowFormat(t.cuda_name or t.name, t.block_size, t.type_size, t.cuda, t.row_meta_size, scale, t.tile)
 
 
+def has_kernels(type_: GGMLType) -> bool:
+    """Return whether a GPU multiplies with rows of a stored type."""
+    base = get_format(type_).base
+    return _format(base if base is not None else type_) is not None
+
+
 def device_type(type_: GGMLType, name: str = "a tensor") -> GGMLType:
     """Return the type that rows of a stored type have on the device; raise UnsupportedError that names the tensor."""
     base = get_format(type_).base
@@ -96,6 +104,49 @@ def device_bytes(w: Weight) -> int:
     return n_rows * device_format(w.type, w.name).row_bytes(w.shape[0])
 
 
+@dataclass(frozen=True, slots=True)
+class GroupMoves:
+    """How the bytes of a group of `rows` interleaved rows become those of plain rows (see `kernels/upload_rows.cu`).
+
+    `terms`: (most terms of a byte, rows * unit) words; unit: bytes of a row in a unit.
+    """
+
+    terms: npt.NDArray[np.uint32]
+    rows: int
+    unit: int
+
+
+_FLIPPED = 128  # is added to the codes of Q8_K_R16
+
+
+@cache
+def group_moves(type_: GGMLType) -> GroupMoves:
+    """Return the moves of an interleaved type."""
+    found = layout(type_)
+    stored, plain = found.moves()
+    if found.signs is not None:  # the inverse of SignCodes.scramble: every bit is XORed with the stored one below
+        block = np.zeros((1, found.n_bytes), np.uint8)
+        words = block[:, found.signs.start : found.signs.stop].view(found.signs.dtype)
+        words[:, found.signs.step - 1 :: found.signs.step] = found.signs.mask(1)
+        bits = np.flatnonzero(np.unpackbits(block[0], bitorder="little"))
+        bits = (bits + 8 * found.n_bytes * np.arange(found.rows)[:, None]).reshape(-1)
+        source = dict(zip(plain.tolist(), stored.tolist(), strict=True))
+        stored = np.concatenate([stored, [source[bit - 1] for bit in bits.tolist()]])
+        plain = np.concatenate([plain, bits])
+    n_bytes = found.rows * found.n_bytes
+    words_of = [
+        [byte | (shift + 8) << 16 | mask << 24 for byte, shift, mask in terms]
+        for terms in byte_terms(plain, stored, n_bytes)
+    ]
+    if type_ == T.Q8_K_R16:
+        for i, column in enumerate(words_of):
+            column += [_FLIPPED << 24] * (i % found.n_bytes >= 2)
+    terms = np.zeros((max(map(len, words_of)), n_bytes), np.uint32)
+    for i, column in enumerate(words_of):
+        terms[: len(column), i] = column
+    return GroupMoves(terms, found.rows, found.n_bytes)
+
+
 def convert(data: Bytes, w: Weight, out: Bytes) -> None:
     """Write the bytes of a tensor of the file, in whole groups of rows, as device rows into `out`.
 
@@ -115,8 +166,8 @@ def _separated(rows: Bytes, type_: GGMLType, k: int) -> Bytes:
     if get_format(type_).rows == 1:
         return rows
     plain = unrepack_rows(rows, type_, k)
-    if type_ == T.Q8_K_R16:  # stored with 128 added
-        plain.reshape(len(plain), -1, 258)[:, :, 2:] ^= 128
+    if type_ == T.Q8_K_R16:
+        plain.reshape(len(plain), -1, 258)[:, :, 2:] ^= _FLIPPED
     return plain
 
 

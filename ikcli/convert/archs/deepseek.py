@@ -96,14 +96,32 @@ def _deepseek2(m: b.Build) -> None:
     c.expect("rope_interleave", True)
 
 
+def _index_owners(m: b.Build) -> list[bool] | None:
+    """Return which layers have an indexer of their own; None: all, and the checkpoint does not say."""
+    c, n_layer = m.config, m.config.integer("num_hidden_layers", least=1)
+    types, pattern, freq = c.items("indexer_types"), c.get("index_topk_pattern"), c.get("index_topk_freq")
+    offset = c.integer("index_skip_topk_offset", default=2)
+    if types is None and pattern is not None:
+        types = [{"F": "full", "S": "shared"}.get(x, x) for x in pattern]
+    elif types is None and freq is not None:
+        step = c.integer("index_topk_freq", least=1)
+        types = ["shared" if max(il - offset + 1, 0) % step else "full" for il in range(n_layer)]
+    if types is None:
+        return None
+    if len(types) < n_layer or not set(types) <= {"full", "shared"}:
+        raise c.fail("indexer_types", f"should name one of full and shared for each of {n_layer} layers")
+    return [kind == "full" for kind in types[:n_layer]]
+
+
 def _indexer(m: b.Build) -> None:
     _deepseek2(m)
     c = m.config
     m.key("attention.indexer.head_count", c.integer("index_n_heads", least=1))
     m.key("attention.indexer.key_length", c.integer("index_head_dim", least=1))
     m.key("attention.indexer.top_k", c.integer("index_topk", least=1))
-    c.ignore("layer_types", "indexer_rope_interleave", "indexer_types")
-    m.notes.append(f"attention of {m.arch} covers all positions; the indexer is kept but not used")
+    c.ignore("layer_types")
+    c.expect("indexer_rope_interleave", m.arch == "glm-dsa")
+    m.key("attention.indexer.types", _index_owners(m))
 
 
 def _mistral4(m: b.Build) -> None:

@@ -12,7 +12,8 @@ GRANITE_MOE: b.Table = b.PAIRS | {
 }
 
 
-def _factors(m: b.Build) -> None:
+def factors(m: b.Build) -> None:
+    """Write the factors on embeddings, branches, K*Q and logits."""
     c = m.config
     m.key("attention.scale", c.number("attention_multiplier", default=1.0))
     m.key("embedding_scale", c.number("embedding_multiplier", default=1.0))
@@ -22,7 +23,7 @@ def _factors(m: b.Build) -> None:
 
 def _granite(m: b.Build) -> None:
     llama_keys(m)
-    _factors(m)
+    factors(m)
     k.biases(m)
 
 

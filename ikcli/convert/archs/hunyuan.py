@@ -1,4 +1,4 @@
-"""Hunyuan with experts."""
+"""Hunyuan, dense and with experts."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ def _one(m: b.Build, key: str, default: int | None = None) -> int:
 
 
 def _hunyuan(m: b.Build) -> None:
+    """Write the keys of both kinds."""
     c = m.config
     k.base(m)
     found = read_rope(c)
@@ -31,19 +32,26 @@ def _hunyuan(m: b.Build) -> None:
     elif found.type != "default":
         raise UnsupportedError(f"{c.path}: rope_type {found.type} is not known for {m.arch}")
     m.key("rope.freq_base", theta)
+    c.expect("use_qk_norm", True)
+    c.expect("use_cla", False)
+    c.ignore("cla_share_factor", "attention_head_dim")
+
+
+def _hunyuan_moe(m: b.Build) -> None:
+    c = m.config
+    _hunyuan(m)
     m.key("expert_count", c.integer("num_experts", least=1))
     m.key("expert_used_count", _one(m, "moe_topk"))
     m.key("expert_shared_count", _one(m, "num_shared_expert", 1))
     width = _one(m, "moe_intermediate_size", c.integer("intermediate_size"))
     m.key("expert_feed_forward_length", width)
     m.key("expert_shared_feed_forward_length", c.integer("intermediate_size"))
-    c.expect("use_qk_norm", True)
     c.expect("use_mixed_mlp_moe", True)
     c.expect("norm_topk_prob", True)
-    c.expect("use_cla", False)
-    c.ignore("cla_share_factor", "attention_head_dim", "moe_drop_tokens", "moe_random_routing_dropped_token")
+    c.ignore("moe_drop_tokens", "moe_random_routing_dropped_token")
 
 
 ARCHITECTURES = (
-    b.Architecture("hunyuan-moe", ("HunYuanMoEV1ForCausalLM", "HunYuanForCausalLM"), _hunyuan, finish=k.tied),
+    b.Architecture("hunyuan-moe", ("HunYuanMoEV1ForCausalLM", "HunYuanForCausalLM"), _hunyuan_moe, finish=k.tied),
+    b.Architecture("hunyuan-dense", ("HunYuanDenseV1ForCausalLM",), _hunyuan, finish=k.tied),
 )

@@ -7,17 +7,17 @@ import math
 from ikcli.convert import build as b
 from ikcli.convert import keys as k
 
-_CONTEXT = 1 << 20  # as llama.cpp writes; the model has no limit
+CONTEXT = 1 << 20  # as llama.cpp writes; the model has no limit
 
 
-def _conv(m: b.Build, found: b.Found) -> None:
+def conv_taps(m: b.Build, found: b.Found) -> None:
     """Store the taps of the convolution without the dimension of 1."""
     name = f"blk.{found.block}.ssm_conv1d{found.suffix}"
     m.plain(found, name, (found.shape[0], found.shape[-1]) if found.suffix == ".weight" else None)
 
 
 MAMBA: b.Table = {
-    "layers.*.mixer.conv1d": _conv,
+    "layers.*.mixer.conv1d": conv_taps,
     "layers.*.mixer.A_log": b.to("blk.*.ssm_a", value=b.minus_exp),
     "layers.*.mixer.D": b.to("blk.*.ssm_d"),
 }
@@ -32,7 +32,7 @@ def _keys(m: b.Build) -> None:
     k.activation(m, *k.SILU)
     width = c.integer("hidden_size", "d_model", least=1)
     m.key("block_count", m.n_layer)
-    m.key("context_length", _CONTEXT)
+    m.key("context_length", CONTEXT)
     m.key("embedding_length", width)
     m.key("feed_forward_length", 0)
     m.key("attention.head_count", 0)

@@ -29,7 +29,7 @@ class _PaperDevice:
     def __init__(self, info: DeviceInfo) -> None:
         self.info = info
 
-    def stream(self) -> Any:
+    def stream(self, urgent: bool = False) -> Any:
         return None
 
 

@@ -120,6 +120,8 @@ def _costs(planner: Planner, config: RunConfig) -> _Costs:
         block = _BLOCK.match(name)
         if name in ruled:
             costs.fixed[ruled[name]] = costs.fixed.get(ruled[name], 0) + n_bytes
+        elif block is not None and int(block[1]) >= n_layer:  # heads are where the output is
+            output += n_bytes
         elif block is not None and "_exps." in name:
             (costs.down if ".ffn_down_" in name else costs.up_gate)[int(block[1])] += n_bytes
         elif block is not None:
@@ -128,7 +130,10 @@ def _costs(planner: Planner, config: RunConfig) -> _Costs:
             output += n_bytes
     if not config.no_kv_offload:
         for il, n_bytes in planner.gpu_cache(config).items():
-            costs.block[il] += n_bytes
+            if il < n_layer:
+                costs.block[il] += n_bytes
+            else:
+                output += n_bytes
     return replace(costs, output=output)
 
 
@@ -216,7 +221,9 @@ def _fill(costs: _Costs, dealt: _Dealt, names: Sequence[str]) -> _Choice:
 def _apply(planner: Planner, config: RunConfig, choice: _Choice) -> RunConfig:
     """Return the settings of a choice."""
     rules, n_cpu = list(choice.rules), max(choice.on_cpu, default=-1) + 1
-    moe = {int(name.split(".")[1]) for name in planner.file.tensors if "_exps." in name}
+    moe = {int(name.split(".")[1]) for name in planner.file.tensors if "_exps." in name} & set(
+        range(planner.hp.n_layer)
+    )
     if set(choice.on_cpu) != {il for il in moe if il < n_cpu and il >= planner.hp.n_layer - choice.n_gpu_layers}:
         blocks = "|".join(str(il) for il in choice.on_cpu)
         rules.append(rf"blk\.({blocks})\.ffn_(up|down|gate|gate_up)_exps\.={CPU}")

@@ -11,10 +11,12 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
+from ikcli.backends.cuda import upload
+from ikcli.engine.plan.device_memory import MemoryPlan
 from ikcli.engine.plan.devices import CONTEXT_BYTES, Machine
 from ikcli.engine.plan.fit import fit
 from ikcli.engine.plan.placement import CPU, offload_lines, offload_threshold, placement_sentence
-from ikcli.engine.plan.planner import MIB, MemoryPlan, Planner, RunPlan
+from ikcli.engine.plan.planner import MIB, Planner, RunPlan
 from ikcli.engine.plan.programs import FLOAT_TYPES
 from ikcli.engine.run import session_log
 from ikcli.errors import IkError
@@ -73,12 +75,12 @@ def _prompt_lines(planner: Planner, plan: RunPlan) -> list[str]:
         return []
     head = "prompts: experts in RAM are computed on the CPU"
     least = math.ceil(offload_threshold(config.offload_min_batch, hp.n_expert, hp.n_expert_used))
-    interleaved = sorted({f.name for f in (get_format(model.specs[name].type) for name in in_ram) if f.rows > 1})
+    types = {model.specs[name].type for name in in_ram}
+    without = sorted(get_format(t).name for t in types if not upload.has_kernels(t))
     if not all(dict(config.offload_policy).get(op, True) for op in ("ALL", "MUL_MAT_ID", "MOE_FUSED_UP_GATE")):
         return [f"{head}, because -op says so"]
-    if interleaved:
-        way = "drop -rtr" if config.run_time_repack else "ik repack --unrepack makes a file without them"
-        return [f"{head}, because interleaved types ({', '.join(interleaved)}) are not copied to GPUs; {way}"]
+    if without:
+        return [f"{head}, because GPUs have no kernels for {', '.join(without)}"]
     if config.n_ubatch < least:
         return [f"{head}, because -ub {config.n_ubatch} is below {least} tokens; from -ub {least} on a GPU does it"]
     return [f"prompts: pieces of {least} tokens and more are computed on GPUs, with experts copied from RAM"]

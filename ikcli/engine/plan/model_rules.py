@@ -64,6 +64,39 @@ def settle_mla(config: RunConfig, hp: HParams, given: Collection[str], notices: 
     return replace(config, mla=0)
 
 
+_INDEXER_OPTIONS = {"dsa": "--dsa", "dsa_top_k": "-dsatk", "type_index": "-ictk"}
+
+
+def settle_indexer(
+    config: RunConfig, hp: HParams, machine: Machine, given: Collection[str], notices: list[str]
+) -> RunConfig:
+    """Turn sparse attention off where it cannot run, with a notice that says what changes.
+
+    Raises UnsupportedError for stages of a model whose layers share chosen positions.
+    """
+    if not hp.index_top_k:
+        notices += [
+            f"{option} has no effect: {hp.arch} models have no indexer"
+            for field, option in _INDEXER_OPTIONS.items()
+            if field in given
+        ]
+        return config
+    if not config.dsa:
+        return config
+    if machine.gpus and config.n_gpu_layers != 0:
+        notices.append(
+            f"attention covers all positions, as with --no-dsa: GPUs have no kernels for the indexer, which keeps "
+            f"{hp.index_top_k} of them; results differ in longer contexts (-ngl 0 runs the model as it was trained)"
+        )
+        return replace(config, dsa=False)
+    if config.fleet.stages > 1 and len(hp.index_owners) < hp.n_layer:
+        raise UnsupportedError(
+            f"{hp.source}: layers share the positions that they attend to, and cannot be divided by --stages; use "
+            "--no-dsa to attend to all positions"
+        )
+    return config
+
+
 def check_ser(config: RunConfig, n_expert: int, n_expert_used: int) -> tuple[RunConfig, list[str]]:
     """Drop a `-ser` that changes nothing, with a warning that gives the number of experts in use."""
     if config.ser is None or (n_expert and config.ser[0] < n_expert_used):

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from ikcli.backends.cuda.transfer import is_plain
+from ikcli.backends.cuda import upload
 from ikcli.engine.plan.placement import CPU, Placement, offload_threshold
 from ikcli.engine.run.model import Model
 from ikcli.engine.run.runner import Offload
-from ikcli.gguf.types import TYPES
 from ikcli.graph import Node, Rows, Weight
 from ikcli.graph.ops_experts import MoeUpGate, MulMatId
 from ikcli.graph.ops_rows import MulMat, MulMatHeads
@@ -31,34 +30,14 @@ def offload_of(config: RunConfig, model: Model, placement: Placement) -> Offload
     first = placement.devices[0]
 
     def device(node: Node, w: Weight, n_tokens: int) -> str | None:
-        if n_tokens < least.get(node.op.policy, n_tokens + 1) or node.rows.symbol is Rows.OUTPUTS or not _streamable(w):
+        if n_tokens < least.get(node.op.policy, n_tokens + 1) or node.rows.symbol is Rows.OUTPUTS:
+            return None
+        if not upload.has_kernels(w.type):
             return None
         home = placement.home[node.il] if node.il >= 0 else CPU
         return first if home == CPU else home
 
     return Offload(tuple(sorted({*least.values()} - {0, 1})), device) if least else None
-
-
-def interleaved_lines(config: RunConfig, model: Model, placement: Placement) -> list[str]:
-    """Say what interleaved weights in RAM cost beside a GPU: the CPU multiplies them for prompts."""
-    names = [
-        name
-        for name, buffer in placement.buffer_of.items()
-        if buffer == CPU and name.startswith("blk.") and TYPES[model.specs[name].type].rows > 1
-    ]
-    offload = offload_of(config, model, placement) if placement.devices and config.n_gpu_layers != 0 else None
-    if not names or offload is None:
-        return []
-    way = "without -rtr" if config.run_time_repack else "with a file from ik repack --unrepack"
-    return [
-        f"prompts: {len(names)} interleaved weights in RAM ({model.n_bytes(names) / 2**20:.2f} MiB) are multiplied on "
-        f"the CPU, because their types are not copied to GPUs; {way} a GPU does it in large micro-batches"
-    ]
-
-
-def _streamable(w: Weight) -> bool:
-    """Return whether the device rearranges rows of this type; on the CPU that would take longer than the product."""
-    return bool(TYPES[w.type].cuda) and is_plain(w)
 
 
 def places_of(placement: Placement) -> NodePlaces:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -119,11 +119,13 @@ def place(
     free_bytes: Sequence[int] = (),
     n_bytes: Mapping[str, int] | None = None,
     sources: Mapping[str, str] | None = None,
+    n_heads: int = 0,
 ) -> Placement:
     """Place all tensors of a model on the GPUs `devices` (`CUDA0`, ...), which have `free_bytes` of free memory.
 
     `sources` names the tensors that are derived from others, which must be in `names` too. A derived tensor is on the
-    device of its source unless a rule says otherwise.
+    device of its source unless a rule says otherwise. `n_heads`: blocks after the last one that predict further tokens;
+    they are where the output is.
     """
     present, free = usable_devices(config, devices, free_bytes)
     rules = [parse_rule(text, (CPU, *present) if present else None) for text in config.override_tensor]
@@ -134,13 +136,14 @@ def place(
     notices += _rule_notices(matches, config, n_bytes) + _idle_devices(config, present)
     ngl = -1 if config.n_gpu_layers is None else config.n_gpu_layers
     split = split_layers(n_layer, ngl, device_shares(config, len(present), free))
+    split = replace(split, blocks=split.blocks + (split.output,) * n_heads)
     buffers = {name: matches.buffer_of.get(name) or _buffer_by_split(name, split, present) for name in names}
     for name, source in (sources or {}).items():
         buffers[name] = matches.buffer_of.get(name) or buffers[source]
     if not present:
         buffers = dict.fromkeys(names, CPU)
     home = tuple(CPU if index < 0 else present[index] for index in split.blocks)
-    cache = (CPU,) * n_layer if config.no_kv_offload else home
+    cache = (CPU,) * len(home) if config.no_kv_offload else home
     return Placement(buffers, split, matches, tuple(notices), tuple(warnings), tuple(present), home, cache)
 
 
@@ -177,7 +180,9 @@ def _rule_notices(matches: RuleMatches, config: RunConfig, n_bytes: Mapping[str,
 
 def _buffer_by_split(name: str, split: LayerSplit, devices: Sequence[str]) -> str:
     block = _BLOCK.match(name)
-    if block is not None:
+    if name.endswith(".nextn.embed_tokens.weight"):  # single rows are read from it
+        index = -1
+    elif block is not None:
         index = split.blocks[int(block[1])] if int(block[1]) < len(split.blocks) else -1
     else:
         index = split.output if name.startswith(WITH_OUTPUT) else -1

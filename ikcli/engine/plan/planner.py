@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ikcli import models
-from ikcli.engine.pipeline.driver import STAGE
 from ikcli.engine.pipeline.place import LOCAL, Pipeline, stage_memory
+from ikcli.engine.plan.device_memory import MemoryPlan
 from ikcli.engine.plan.device_plan import planning_device
 from ikcli.engine.plan.devices import Machine
 from ikcli.engine.plan.offload import offload_of, places_of
@@ -23,18 +23,20 @@ from ikcli.engine.plan.placement import CPU, Placement, place
 from ikcli.engine.plan.programs import (
     Graphs,
     check_caches,
+    check_ranges,
     graph_config,
     output_bytes,
     record_graphs,
     runs,
     step_tokens,
 )
-from ikcli.engine.plan.sizes import Sizes, session_of
+from ikcli.engine.plan.sizes import Sizes, session_of, uses_heads
 from ikcli.engine.run.adapters import Adapters
 from ikcli.engine.run.cpu_device import CpuDevice
 from ikcli.engine.run.model import Model
-from ikcli.engine.run.run_device import RESERVE_BYTES, RunDevice, cache_bytes
+from ikcli.engine.run.run_device import RunDevice, cache_bytes
 from ikcli.engine.run.runner import DividedProgram, Offload, Runner
+from ikcli.errors import UsageError
 from ikcli.gguf.reader import GGUFFile, open_gguf
 from ikcli.graph import Cache
 from ikcli.models import GraphConfig, HParams, Weights
@@ -42,41 +44,6 @@ from ikcli.settings.rules import resolve
 from ikcli.settings.run import RunConfig, default_model
 
 MIB = 2**20
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryPlan:
-    """Bytes by device and part.
-
-    `free` holds the bytes that each device can provide, where they are known. `n_ctx` is the context size of the cache.
-    """
-
-    parts: dict[str, dict[str, int]]
-    n_ctx: int
-    free: dict[str, int]
-
-    def total(self, device: str) -> int:
-        """Return all bytes on a device."""
-        return sum(self.parts[device].values())
-
-    def short(self, device: str, margin: int = 0) -> int:
-        """Return the bytes that a device lacks: 0 if it has enough or if its memory is unknown.
-
-        The margin of a GPU covers what it needs beside all parts, for kernels and captured graphs.
-        """
-        if device not in self.free:
-            return 0
-        if device != CPU and not device.startswith(STAGE):
-            margin = max(margin, RESERVE_BYTES)
-        return max(self.total(device) + margin - self.free[device], 0)
-
-    def fits(self, margin: int = 0) -> bool:
-        """Return whether every device has enough memory, and every GPU `margin` bytes more."""
-        return not any(self.short(device, margin if device != CPU else 0) for device in self.parts)
-
-    def gpus_fit(self, margin: int = 0) -> bool:
-        """Return the same as `fits` for the GPUs alone."""
-        return not any(self.short(device, margin) for device in self.parts if device != CPU)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,10 +127,16 @@ class Planner:
         model = self.model(config, placement)
         check_caches(cfg, config, model)
         graphs = self._record(cfg, model)
+        if cfg.media is not None:
+            check_ranges(graphs, placement.cache, model.source)
         offload = offload_of(config, model, placement) if placement.devices else None
         used = {*placement.buffer_of.values(), *placement.cache}
         gpus = {name: gpu for name, gpu in self._gpus.items() if name in used}
+        if config.fleet.stages > 1 and cfg.media is not None:
+            raise UsageError("--stages cannot be combined with a projector: images are computed in one process")
         if config.fleet.stages > 1:
+            if cfg.n_heads:
+                raise UsageError("--spec-type mtp does not work with --stages; use another type, or no stages")
             runner, config = self.pipeline.runner(config, sizes, cfg, model, graphs)
         else:
             runner = make_runner(max(config.n_threads, config.n_threads_batch), gpus, placement, offload)
@@ -218,14 +191,20 @@ class Planner:
 
     def model(self, config: RunConfig, placement: Placement | None = None) -> Model:
         """Return the model as these settings use it; with a placement, `-rtr` skips the tensors on GPUs."""
-        cfg = graph_config(config, 512)
+        cfg = graph_config(config, 512, n_heads=self.n_heads(config))
         repack, n_threads = config.run_time_repack, max(config.n_threads, config.n_threads_batch)
         buffers = placement.buffer_of if placement is not None and repack else {}
         plain = frozenset(name for name, buffer in buffers.items() if buffer != CPU)
-        key = (cfg.mla, cfg.flash_attn, repack, n_threads, plain)
+        key = (cfg.mla, cfg.flash_attn, cfg.n_heads, repack, n_threads, plain)
         if key not in self._models:
             self._models[key] = Model.from_file(
-                self.file, cfg, hp=self.hp, adapters=self.adapters, repack=repack, n_threads=n_threads
+                self.file,
+                cfg,
+                hp=self.hp,
+                adapters=self.adapters,
+                rope=config.rope,
+                repack=repack,
+                n_threads=n_threads,
             )
             self._models[key].keep_plain(plain)
         return self._models[key]
@@ -242,7 +221,12 @@ class Planner:
             self.machine.free,
             {name: model.n_bytes([name]) for name in names},
             model.derived_from(),
+            self.n_heads(config),
         )
+
+    def n_heads(self, config: RunConfig) -> int:
+        """Return the number of heads that draft further tokens, which the session runs."""
+        return max(self.hp.n_further, 1) if uses_heads(config) else 0  # a file without them is refused by name
 
     def gpu_weights(self, config: RunConfig) -> dict[str, int]:
         """Return the bytes on a GPU of every weight that the run uses."""
@@ -271,7 +255,9 @@ class Planner:
         return config, self._graph_config(config, sizes)
 
     def _graph_config(self, config: RunConfig, sizes: Sizes) -> GraphConfig:
-        return graph_config(config, sizes.cells(config.flash_attn), sizes.n_seq, self.hp.window, sizes.outputs)
+        n_cells, n_heads = sizes.cells(config.flash_attn), self.n_heads(config)
+        cfg = graph_config(config, n_cells, sizes.n_seq, self.hp.window, sizes.outputs, n_heads)
+        return replace(cfg, media=sizes.media)
 
     def _record(self, cfg: GraphConfig, model: Model) -> Graphs:
         key = (cfg, id(model))

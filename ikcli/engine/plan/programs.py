@@ -1,21 +1,24 @@
 """Name the graphs of a session and the programs made of them, from settings alone. Sessions run them, plans size them.
 
-There is one graph for generation and, where the two differ (MLA), one for prompts. Every graph becomes a program. The
-generation graph also becomes a second, batch-invariant program for a few tokens of several sequences. For embeddings,
-graphs end at the last norm, before the output matrix, and their programs can return a row for every token.
+There is one graph for generation and, where the two differ (MLA), one or two for prompts. Every graph becomes a
+program. The generation graph also becomes a second, batch-invariant program for a few tokens of several sequences. For
+embeddings, graphs end at the last norm, before the output matrix, and their programs can return a row for every token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ikcli.backends.cpu.program import INDEPENDENT_ROWS
+from ikcli.backends.cpu.program import BATCH_INVARIANT_ROWS
+from ikcli.engine.plan.heads import FEW, HEAD, kept_states, record_heads
 from ikcli.engine.plan.sizes import window_cells
 from ikcli.engine.run.model import Model
 from ikcli.errors import UnsupportedError, UsageError
-from ikcli.graph import Graph, Node
-from ikcli.models import EXPAND_MIN_TOKENS, GraphConfig, HParams, Outputs, Weights
+from ikcli.graph import Graph, Node, Rows
+from ikcli.graph.ops_attention import Attention
+from ikcli.models import EXPAND_MIN_TOKENS, GraphConfig, HParams, MediaConfig, Outputs, Weights
+from ikcli.models.indexer import top_k
 from ikcli.quant.formats import format_by_name, get_format
 from ikcli.settings.run import KV_TYPES, RunConfig
 
@@ -23,9 +26,12 @@ FLOAT_TYPES = ("f32", "f16", "bf16")
 CACHE_TYPES = tuple(format_by_name(name).type for name in KV_TYPES)
 
 Graphs = Mapping[str, tuple[Graph, Node]]
-"""Graph and result by kind: decode, perhaps prefill, and these with the suffix `EMBEDS`."""
+"""Graph and result by kind: decode, perhaps prefill and `SHORT`, and these with the suffix `EMBEDS`; with heads, also
+step and `HEAD` with the number of each.
+"""
 
 EMBEDS = "-embd"
+SHORT = "short"  # prompts of models with an indexer, as long as queries see no more than it may choose
 HIDDEN = "result_norm"  # the node whose rows are embeddings
 
 
@@ -44,7 +50,12 @@ class ProgramSpec:
 
 
 def graph_config(
-    config: RunConfig, n_cells: int, n_seq: int = 1, window: int = 0, outputs: Outputs = Outputs.LOGITS
+    config: RunConfig,
+    n_cells: int,
+    n_seq: int = 1,
+    window: int = 0,
+    outputs: Outputs = Outputs.LOGITS,
+    n_heads: int = 0,
 ) -> GraphConfig:
     """Return the settings that the graphs of a model depend on.
 
@@ -60,6 +71,8 @@ def graph_config(
         ser=config.ser,
         type_k=format_by_name(config.type_k).type,
         type_v=format_by_name(config.type_v).type,
+        index_top_k=config.dsa_top_k if config.dsa else 0,
+        type_index=format_by_name(config.type_index).type,
         k_hadamard=_rotates_k(config),
         v_hadamard=config.v_hadamard,
         n_ctx=n_cells,
@@ -67,6 +80,7 @@ def graph_config(
         n_ubatch=n_ubatch,
         n_window=0 if config.swa_full else window_cells(window, n_ubatch, n_cells // n_seq),
         outputs=outputs,
+        n_heads=n_heads,
     )
 
 
@@ -108,29 +122,66 @@ def check_cache_types(config: RunConfig, mla: int) -> None:
 def record_graphs(model: Model, weights: Weights, cfg: GraphConfig) -> Graphs:
     """Record the generation graph, and a prompt graph where the two differ."""
     hp = model.hp
+
+    def record(kind: str, states: Rows | None) -> tuple[Graph, Node]:
+        graph = model.adapters.graph()
+        graph.exact, graph.wants_states = model.is_exact, states
+        graph.n_deep = -1 if cfg.media is None else cfg.media.n_deep
+        return graph, model.module.build(graph, hp, weights, kinds[kind])
+
     kinds = {"decode": replace(cfg, expand=False)}
+    if cfg.n_heads:  # a graph of its own, because prompts need the states of tokens that have no logits
+        kinds["step"] = kinds["decode"]
     if hp.kv_lora_rank and cfg.mla >= 2 and cfg.flash_attn and cfg.n_ubatch >= EXPAND_MIN_TOKENS:
         kinds["prefill"] = replace(cfg, expand=True)
+        if top_k(hp, cfg):
+            kinds[SHORT] = replace(cfg, expand=True, index_keys_only=True)
     whole: dict[str, tuple[Graph, Node]] = {}
     graphs: dict[str, tuple[Graph, Node]] = {}
-    for kind, kind_cfg in kinds.items():
-        graph = model.adapters.graph()
-        graph.exact = model.is_exact
-        whole[kind] = graph, (last := model.module.build(graph, hp, weights, kind_cfg))
-        hidden = next((n for n in reversed(graph.nodes) if n.name == HIDDEN), None) if hp.causal else last
+    if cfg.media is not None:
+        check_media(cfg.media, hp)
+    for kind in kinds:
+        states = (Rows.OUTPUTS if kind == "step" else Rows.TOKENS) if cfg.n_heads else None
+        whole[kind] = record(kind, states)
         if cfg.outputs.logits:
             graphs[kind] = whole[kind]
-        if cfg.outputs.embeddings and hidden is not None:
+        if not cfg.outputs.embeddings or kind in ("step", SHORT):
+            continue
+        graph, last = record(kind, None) if cfg.n_heads else whole[kind]
+        hidden = next((n for n in reversed(graph.nodes) if n.name == HIDDEN), None) if hp.causal else last
+        if hidden is not None:
             graphs[kind + EMBEDS] = graph.until(hidden), hidden
     model.adapters.check_used(graph for graph, _ in whole.values())
     if not graphs:
         raise UnsupportedError(f"{model.source}: embeddings of {hp.arch} models are not supported")
-    return graphs
+    return graphs | record_heads(model, weights, replace(cfg, media=None))
+
+
+def check_media(media: MediaConfig, hp: HParams) -> None:
+    """Raise UnsupportedError for a model that cannot read these images."""
+    if not hp.causal:
+        raise UnsupportedError(f"{hp.source}: {hp.arch} models read texts only; run it without a projector")
+    if media.n_deep >= hp.n_layer:
+        raise UnsupportedError(
+            f"{hp.source}: the projector has rows for {media.n_deep} layers, the model {hp.n_layer} layers; use the "
+            "projector of this model"
+        )
+
+
+def check_ranges(graphs: Graphs, cache: Sequence[str], source: str) -> None:
+    """Raise UnsupportedError if a GPU should compute attention in both directions; `cache`: devices of the layers."""
+    nodes = (node for graph, _ in graphs.values() for node in graph.nodes)
+    layers = {node.il for node in nodes if isinstance(node.op, Attention) and node.op.ranged}
+    if any(tuple(cache[il : il + 1]) not in ((), ("CPU",)) for il in layers):
+        raise UnsupportedError(
+            f"{source}: tokens of an image see each other in both directions, which GPUs do not compute; add -nkvo, so "
+            "that the CPU computes attention, or use -ngl 0"
+        )
 
 
 def step_tokens(n_step: int) -> int:
     """Return the tokens of the generation program if up to `n_step` of them come at once (0: one)."""
-    return max(n_step, INDEPENDENT_ROWS) if n_step else 1
+    return max(n_step, BATCH_INVARIANT_ROWS) if n_step else 1
 
 
 def runs(graphs: Graphs, n_ubatch: int, n_outputs: int, n_step: int) -> dict[str, ProgramSpec]:
@@ -140,6 +191,13 @@ def runs(graphs: Graphs, n_ubatch: int, n_outputs: int, n_step: int) -> dict[str
     """
     found = {}
     for kind in graphs:
+        if kind == "step":
+            continue
+        if kind.startswith(HEAD):
+            few = min(n_step, n_ubatch)
+            found[kind] = ProgramSpec(kind, n_ubatch, min(n_outputs, n_ubatch), offload=False)
+            found[kind + FEW] = ProgramSpec(kind, few, few, batch_invariant=True)
+            continue
         few = kind.replace("decode", "prefill") in graphs and kind.startswith("decode")
         n_tokens = min(n_ubatch, EXPAND_MIN_TOKENS - 1) if few else n_ubatch
         if kind.endswith(EMBEDS):
@@ -147,11 +205,13 @@ def runs(graphs: Graphs, n_ubatch: int, n_outputs: int, n_step: int) -> dict[str
         else:
             found[kind] = ProgramSpec(kind, n_tokens, min(n_outputs, n_tokens))
     if "decode" in graphs:
-        found["step"] = ProgramSpec("decode", n_step, n_step, batch_invariant=True)
+        found["step"] = ProgramSpec("step" if "step" in graphs else "decode", n_step, n_step, batch_invariant=True)
     return found
 
 
 def output_bytes(cfg: GraphConfig, hp: HParams, n_outputs: int) -> int:
-    """Return the bytes kept for the caller: logits of so many tokens, embeddings of a micro-batch."""
+    """Return the bytes kept for the caller: logits of so many tokens, embeddings of a micro-batch, states for heads."""
     n = n_outputs * hp.n_vocab if cfg.outputs.logits else 0
+    if cfg.n_heads:
+        n += cfg.n_seq * kept_states(cfg.n_ubatch) * hp.n_embd
     return 4 * (n + cfg.n_ubatch * hp.n_embd if cfg.outputs.embeddings else n)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ikcli.engine.plan.bench_cases import batched_tests, bench_tests
-from ikcli.models import Outputs
+from ikcli.models import MediaConfig, Outputs
 from ikcli.settings.rules import padded_ctx
 from ikcli.settings.run import RunConfig
 
@@ -19,18 +19,24 @@ class Sizes:
     """The tokens that the cache has room for, the sequences that share it evenly, and the most tokens of a step (0:
     one).
 
-    `outputs`: what is computed for the tokens.
+    `outputs`: what is computed for the tokens. `media`: of images among them.
     """
 
     n_ctx: int
     n_seq: int = 1
     n_step: int = 0
     outputs: Outputs = Outputs.LOGITS
+    media: MediaConfig | None = None
 
     def cells(self, flash_attn: bool) -> int:
         """Return the cells of the cache: padded for the kernels, then to a multiple of the sequences."""
         cells = padded_ctx(self.n_ctx, flash_attn)
         return cells + -cells % self.n_seq
+
+
+def uses_heads(config: RunConfig) -> bool:
+    """Return whether the session runs the model's own heads for drafts; otherwise they are not even loaded."""
+    return any(stage.type == "mtp" for stage in config.server.spec_type)
 
 
 def window_cells(window: int, n_ubatch: int, n_ctx: int) -> int:

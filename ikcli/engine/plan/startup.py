@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from ikcli.engine.pipeline.place import LOCAL, Pipeline
 from ikcli.engine.plan.devices import find_machine
 from ikcli.engine.plan.missing_parts import assume_missing, missing_data
-from ikcli.engine.plan.model_rules import check_ser, settle_encoder, settle_mla
+from ikcli.engine.plan.model_rules import check_ser, settle_encoder, settle_indexer, settle_mla
 from ikcli.engine.plan.planner import Planner
 from ikcli.engine.plan.programs import check_cache_types
 from ikcli.settings.rules import check_devices, check_stages
@@ -47,6 +47,7 @@ def prepare(config: RunConfig, given: Collection[str] = (), pipeline: Pipeline =
     config, warnings = check_ser(config, hp.n_expert, hp.n_expert_used)
     planner = planner.on(find_machine(config, exact=config.only_plans or config.fit))
     config = settle_encoder(config, hp, planner.machine, given, notices)
+    config = settle_indexer(config, hp, planner.machine, given, notices)
     if config.fit:
         config, found = _fit(planner, config)
         notices += found

@@ -44,7 +44,7 @@ class RuleUse:
 
 @dataclass(frozen=True, slots=True)
 class RuleMatches:
-    """All rules applied to all tensor names; `buffer_of` holds the tensors that a rule placed, in model order."""
+    """The result of applying all rules to all tensor names. `buffer_of`: tensors that a rule placed, in model order."""
 
     uses: tuple[RuleUse, ...]
     buffer_of: dict[str, str]

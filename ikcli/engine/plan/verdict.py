@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ikcli.engine.plan.planner import MemoryPlan
+from ikcli.engine.plan.device_memory import MemoryPlan
 from ikcli.engine.plan.startup import prepare
 from ikcli.errors import IkError
 from ikcli.gguf.reader import open_gguf

@@ -75,14 +75,16 @@ class CpuDevice:
         streamed: Collection[str] = (),
         window_cells: int = 0,
         result: Node | None = None,
+        states: Node | None = None,
     ) -> CpuSplits:
         """Lower the splits one after the other; nothing is allocated.
 
-        `result`: a value that stays in work memory. `batch_invariant`: for generation; up to INDEPENDENT_ROWS tokens,
-        the results of a token are bit for bit the same whatever else is in the micro-batch.
+        `result`, `states`: values that stay in work memory. `batch_invariant`: for generation. Up to
+        BATCH_INVARIANT_ROWS tokens, the results of a token are the same bits whatever else is in the micro-batch.
         """
         del streamed, window_cells  # nothing is copied; rows in RAM are found by their bytes alone
         low = CpuLowering(rows, self.n_threads, n_cells, batch_invariant)
+        kept = [node for node in (result, states) if node is not None]
         spans: list[tuple[int, int]] = []
         for split in splits:
             first = len(low.ops)
@@ -92,10 +94,10 @@ class CpuDevice:
                 RULES.lower(low, node)
             spans.append((first, len(low.ops)))
             for node in (*split.imports, *split.exports):
-                if node is not result:
+                if node not in kept:
                     low.place_outside(node)
         light = [all(node.op.light for node in split.nodes) for split in splits]
-        return CpuSplits(CpuProgram(low, result), spans, light)
+        return CpuSplits(CpuProgram(low, kept), spans, light)
 
     def compute_bytes(self, programs: Sequence[CpuSplits]) -> int:
         """Return the size of the arena, which programs share."""

@@ -76,7 +76,7 @@ class GpuDevice(CudaBackend):
         slab = self.device.alloc(total, "weights")
         self._slabs.append(slab)
         addresses, at = {}, slab.address
-        transfer = Transfer(self.device, max(upload.device_bytes(weight_of(model, name)) for name in names))
+        transfer = Transfer(self.device, [weight_of(model, name) for name in names])
         with progress_bar("copying to the GPU", total) as advance, closing(transfer):
             for name in names:
                 w = weight_of(model, name)

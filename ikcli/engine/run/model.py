@@ -20,10 +20,11 @@ from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import GGUFFile
 from ikcli.gguf.types import tensor_n_bytes
 from ikcli.log import progress
-from ikcli.models import GraphConfig, HParams, ModelModule, Weights, check_tensors
+from ikcli.models import GraphConfig, HParams, ModelModule, Weights, check_tensors, mtp
 from ikcli.models.mla import DerivedSpec, derive_one, derived_specs
 from ikcli.models.tensors import TensorLike
 from ikcli.quant.decode import dequantize
+from ikcli.settings.adapters import RopeConfig
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -40,6 +41,7 @@ class Model:
     repacked: dict[str, Repacked] = field(default_factory=dict)  # -rtr: regrouped by `load`
     n_threads: int = 1  # of repacking
     adapters: Adapters = field(default_factory=Adapters)
+    further: HParams | None = None  # with the heads counted as layers, where the session runs them
     _held: dict[str, npt.NDArray[np.generic]] = field(default_factory=dict)
 
     @property
@@ -63,12 +65,13 @@ class Model:
         *,
         hp: HParams | None = None,
         adapters: Adapters | None = None,
+        rope: RopeConfig | None = None,
         repack: bool = False,
         n_threads: int = 1,
     ) -> Model:
         """Check the tensors of an opened file and create the model; no weight is touched.
 
-        `hp` replaces the hyper-parameters of the file. `adapters`: what is added.
+        `hp` replaces the hyper-parameters of the file, read with `rope`. `adapters`: what is added.
         """
         source = str(file.paths[0])
         if "general.architecture" not in file.metadata:
@@ -76,12 +79,18 @@ class Model:
         module = models.find(file.arch, source)
         hp = hp or HParams.from_gguf(file.metadata, file.tensors, source)
         check_tensors(module.tensor_shapes(hp), file.tensors, source)
-        derived = derived_specs(file.tensors, hp, graph_config)
+        further = None
+        if graph_config.n_heads:
+            mtp.check_heads(module, hp, file.tensors)
+            assert isinstance(module, mtp.HasLayers)
+            further = mtp.read_further(file.metadata, file.tensors, source, rope)
+            check_tensors(mtp.tensor_shapes(module, further, file.tensors), file.tensors, source)
+        derived = derived_specs(file.tensors, further or hp, graph_config)
         specs: dict[str, TensorLike] = {name: _as_used(t) for name, t in file.tensors.items()}
         repacked = repacked_specs(file.tensors, hp) if repack else {}
         adapters = adapters or Adapters()
         specs = specs | repacked | derived | adapters.specs()
-        return cls(file, hp, module, specs, derived, repacked, n_threads, adapters)
+        return cls(file, hp, module, specs, derived, repacked, n_threads, adapters, further)
 
     def keep_plain(self, names: Iterable[str]) -> None:
         """Exclude these tensors from `-rtr`; call it before graphs are recorded."""

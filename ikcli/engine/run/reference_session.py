@@ -16,9 +16,9 @@ from ikcli.backends.reference import CacheStore, Observer, ReferenceExecutor
 from ikcli.engine.run.batch import Batch
 from ikcli.errors import IkError
 from ikcli.gguf.reader import open_gguf
-from ikcli.graph import Graph
+from ikcli.graph import Graph, Node, Rows
 from ikcli.graph.micro_batch import MicroBatch, Segment
-from ikcli.models import EXPAND_MIN_TOKENS, GraphConfig, HParams, Weights, check_tensors
+from ikcli.models import EXPAND_MIN_TOKENS, GraphConfig, HParams, Weights, check_tensors, mtp
 from ikcli.models.mla import DerivedSpec, derive
 from ikcli.models.tensors import TensorLike
 from ikcli.quant.decode import dequantize
@@ -42,7 +42,8 @@ class ModelFile(Protocol):
 class ReferenceSession:
     """Decodes batches of up to `n_seq_max` sequences, each with cfg.n_ctx // n_seq_max cells.
 
-    `dtype` is the type of all arithmetic (float32 or float64); `observe(node, value)` sees every node.
+    `dtype` is the type of all arithmetic (float32 or float64); `observe(node, value)` sees every node. With
+    `cfg.n_heads`, `head` runs the heads that predict further tokens.
     """
 
     def __init__(
@@ -62,23 +63,51 @@ class ReferenceSession:
         self._file = file
         module = models.find(self.hp.arch, source)
         check_tensors(module.tensor_shapes(self.hp), file.tensors, source)
-        self._derived = derive(file, self.hp, cfg)
+        further = mtp.read_further(file.metadata, file.tensors, source) if cfg.n_heads else None
+        self._derived = derive(file, further or self.hp, cfg)
         infos: dict[str, TensorLike] = dict(file.tensors)
         infos |= {name: DerivedSpec(t, shape) for name, (t, shape, _) in self._derived.items()}
         weights = Weights(infos, source, self._load)
         self._graphs: list[Graph] = []
         for expand in (False, True):
-            graph = Graph()
+            graph = Graph(wants_states=Rows.TOKENS if cfg.n_heads else None)
             module.build(graph, self.hp, weights, replace(cfg, expand=expand))
             self._graphs.append(graph)
+        self._heads = self._record_heads(module, weights) if cfg.n_heads else []
         self.n_ctx_seq = cfg.n_ctx // n_seq_max
-        self._executor = ReferenceExecutor(self._load, CacheStore(cfg.n_ctx, n_seq_max), dtype, observe)
+        self._observe = observe
+        self._executor = ReferenceExecutor(self._load, CacheStore(cfg.n_ctx, n_seq_max), dtype, self._see)
+        self.states = np.empty((0, self.hp.n_embd), np.float32)  # of all tokens of the last micro-batch, with heads
         self._n_past = [0] * n_seq_max
 
     def decode(self, batch: Batch) -> npt.NDArray[np.float32]:
         """Return the logits (n_out, n_vocab) of the tokens that asked for them, in batch order."""
         parts = [self._run(batch.slice(i, i + self.cfg.n_ubatch)) for i in range(0, len(batch), self.cfg.n_ubatch)]
         return np.concatenate(parts) if parts else np.empty((0, self.hp.n_vocab), np.float32)
+
+    def head(self, i: int, batch: Batch, states: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """Return the logits of head i for consecutive positions, given their states and the tokens after them.
+
+        Its own states are `states` of this session afterwards.
+        """
+        state = replace(self._state(batch, follows=False), given=states)
+        return self._executor.run(self._heads[i], state).astype(np.float32, copy=False)
+
+    def _record_heads(self, module: models.ModelModule, weights: Weights) -> list[Graph]:
+        mtp.check_heads(module, self.hp, self._file.tensors)
+        assert isinstance(module, mtp.HasLayers)
+        further = mtp.read_further(self._file.metadata, self._file.tensors, self.hp.source)
+        check_tensors(mtp.tensor_shapes(module, further, self._file.tensors), self._file.tensors, self.hp.source)
+        graphs = [Graph() for _ in range(self.cfg.n_heads)]
+        for i, graph in enumerate(graphs):
+            mtp.build(graph, module, further, weights, self.cfg, i)
+        return graphs
+
+    def _see(self, node: Node, value: npt.NDArray[Any]) -> None:
+        if any(node is graph.states for graph in (*self._graphs, *self._heads)):
+            self.states = np.array(value, np.float32)
+        if self._observe is not None:
+            self._observe(node, value)
 
     def clear(self) -> None:
         """Drop all sequences."""
@@ -95,16 +124,18 @@ class ReferenceSession:
         graph = self._graphs[len(batch) >= EXPAND_MIN_TOKENS]
         return self._executor.run(graph, self._state(batch)).astype(np.float32, copy=False)
 
-    def _state(self, batch: Batch) -> MicroBatch:
+    def _state(self, batch: Batch, follows: bool = True) -> MicroBatch:
         if len(batch) and not 0 <= batch.tokens.min() <= batch.tokens.max() < self.hp.n_vocab:
             raise IkError(f"a token id is outside the vocabulary of {self.hp.n_vocab}")
         starts = [0, *(np.flatnonzero(np.diff(batch.seq)) + 1).tolist(), len(batch)]
-        segments = tuple(self._segment(batch, a, b) for a, b in pairwise(starts))
+        segments = tuple(self._segment(batch, a, b, follows) for a, b in pairwise(starts))
         cells = batch.seq.astype(np.int64) * self.n_ctx_seq + batch.pos
         return MicroBatch(batch.tokens, batch.pos, cells, np.flatnonzero(batch.logits), segments)
 
-    def _segment(self, batch: Batch, start: int, stop: int) -> Segment:
+    def _segment(self, batch: Batch, start: int, stop: int, follows: bool = True) -> Segment:
         seq, pos, n = int(batch.seq[start]), int(batch.pos[start]), stop - start
+        if not follows:
+            return Segment(start, n, seq * self.n_ctx_seq, pos, seq)
         if not 0 <= seq < len(self._n_past):
             raise IkError(f"sequence {seq} does not exist; the session was made for {len(self._n_past)}")
         if pos != self._n_past[seq] or (np.diff(batch.pos[start:stop]) != 1).any():

@@ -43,6 +43,7 @@ class DividedProgram:
     streamed: frozenset[str] = frozenset()  # weights in RAM that GPUs use in this program
     variants: list[tuple[int, DividedProgram]] = field(default_factory=list)  # for this many tokens and more
     chosen: DividedProgram | None = None  # the variant of the last step
+    states: Node | None = None  # a second value that can be read after a step
     alone: bool = field(init=False)  # the CPU computes all of it
 
     def __post_init__(self) -> None:
@@ -114,8 +115,9 @@ class Runner:
     ) -> DividedProgram:
         """Divide and lower a graph for at most this many rows; nothing is allocated. See `CpuDevice.plan`.
 
-        `offload`: add variants for many tokens. All programs of a runner share caches of `n_cells` cells, and for each
-        of `n_seq` sequences states and `n_window` cells of windows.
+        The states of the graph stay readable beside the result. `offload`: add variants for many tokens. All programs
+        of a runner share caches of `n_cells` cells, and for each of `n_seq` sequences states and `n_window` cells of
+        windows.
         """
         rows = {Rows.TOKENS: n_tokens, Rows.OUTPUTS: n_outputs, Rows.KV: n_cells}
         self._n_cells, self._n_seq, self._n_window = n_cells, n_seq, n_window
@@ -151,10 +153,11 @@ class Runner:
         streamed: frozenset[str],
     ) -> DividedProgram:
         cut = [name for name, part in self.parts.items() if part.asynchronous]
-        splits = schedule(graph, assign(graph, places), result, cut=cut)
+        states = graph.states if graph.wants_states else None
+        splits = schedule(graph, assign(graph, places), result, cut=cut, states=states)
         if len(splits) == 1 and splits[0].device == CPU:
-            whole = self.cpu.plan(splits, rows, self._n_cells, batch_invariant, result=result)
-            return DividedProgram(graph, result, splits, [0], {CPU: whole}, {}, 0, streamed=streamed)
+            whole = self.cpu.plan(splits, rows, self._n_cells, batch_invariant, result=result, states=states)
+            return DividedProgram(graph, result, splits, [0], {CPU: whole}, {}, 0, streamed=streamed, states=states)
         counts = dict.fromkeys(self.parts, 0)
         numbers = []
         for split in splits:
@@ -172,8 +175,11 @@ class Runner:
             for name, part in self.parts.items()
             if counts[name]
         }
-        handover, n_bytes = _handover_places(splits, rows, result, self.parts)
-        return DividedProgram(graph, result, splits, numbers, parts, handover, n_bytes, streamed=streamed)
+        kept = [node for node in (result, states) if node is not None]
+        handover, n_bytes = _handover_places(splits, rows, kept, self.parts)
+        return DividedProgram(
+            graph, result, splits, numbers, parts, handover, n_bytes, streamed=streamed, states=states
+        )
 
     def prepare(self, programs: Sequence[DividedProgram], progress: Callable[[int, int], None] | None = None) -> None:
         """Load the kernels of all devices, compiling those that the cache lacks.
@@ -357,10 +363,18 @@ class Runner:
     def result(self, program: DividedProgram, n_rows: int) -> npt.NDArray[np.float32]:
         """Return the program's value, in memory that the next run overwrites."""
         ran = program.chosen or program
+        return self._value(ran, ran.result, n_rows)
+
+    def states(self, program: DividedProgram, n_rows: int) -> npt.NDArray[np.float32]:
+        """Return the states that the program leaves beside its value; the next run overwrites them."""
+        ran = program.chosen or program
+        assert ran.states is not None
+        return self._value(ran, ran.states, n_rows)
+
+    def _value(self, ran: DividedProgram, node: Node, n_rows: int) -> npt.NDArray[np.float32]:
         if ran.alone:
-            return self.cpu.result(ran.parts[CPU], ran.result, n_rows)
-        cols = program.result.cols
-        return ran.memory[ran.result][: 4 * n_rows * cols].view(np.float32).reshape(n_rows, cols)
+            return self.cpu.result(ran.parts[CPU], node, n_rows)
+        return ran.memory[node][: 4 * n_rows * node.cols].view(np.float32).reshape(n_rows, node.cols)
 
     def close(self) -> None:
         """Release everything."""
@@ -378,7 +392,7 @@ def _with_variants(programs: Sequence[DividedProgram]) -> list[DividedProgram]:
 
 
 def _handover_places(
-    splits: Sequence[GraphSplit], rows: Mapping[Rows, int], result: Node, parts: Mapping[str, RunDevice]
+    splits: Sequence[GraphSplit], rows: Mapping[Rows, int], results: Sequence[Node], parts: Mapping[str, RunDevice]
 ) -> tuple[dict[Node, tuple[int, int]], int]:
     """Return (first byte, bytes) of every value that crosses devices, and the size of the memory.
 
@@ -403,7 +417,7 @@ def _handover_places(
         for x in (x for node in t.nodes for x in node.nodes()):
             if x in first and parts[t.device].in_place:
                 last[x] = max(last[x], i)
-    last[result] = end
+    last |= dict.fromkeys(results, end)
     nodes = list(first)
     lives = [Lifetime(rows[n.rows.symbol] * n.rows.factor * n.cols * 4 + _SLACK, first[n], last[n]) for n in nodes]
     offsets, n_bytes = assign_offsets(lives)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from ikcli.engine.run.media import Span
+
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -57,7 +59,7 @@ class SavedSequence:
     """Positions 0..n_tokens-1 of a sequence as plain arrays that fit every session of the same `layout`.
 
     `parts`: one per tensor of cells, (n_tokens, row bytes), or (columns, n_tokens * element bytes) of a transposed one;
-    then one per tensor of windows, the rows of positions first..n_tokens-1.
+    then one per tensor of windows, the rows of positions first..n_tokens-1. `spans`: its images.
     """
 
     n_tokens: int
@@ -65,6 +67,7 @@ class SavedSequence:
     checkpoints: tuple[Checkpoint, ...] = ()
     kind: CacheKind = CacheKind()
     first: int = 0
+    spans: tuple[Span, ...] = ()
 
     def reach(self, n: int) -> int:
         """Return the most positions, up to n, that a sequence can have after `load`."""

@@ -11,9 +11,12 @@ states are zero whatever is stored.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from ikcli.engine.run.media import Span
 from ikcli.engine.run.runner import Runner
 from ikcli.engine.run.saved_sequence import Bytes, CacheKind, Checkpoint, SavedSequence
 from ikcli.errors import IkError
@@ -21,6 +24,7 @@ from ikcli.gguf.types import TYPES, row_n_bytes
 from ikcli.graph import Cache, Per
 
 _LIKELY = 8
+_NO_ROWS = np.zeros((0, 0), np.uint8)
 SPARE = 64  # positions kept before a window, so that rejected drafts and short rollbacks cost nothing
 
 
@@ -82,6 +86,9 @@ class Sequences:
         self._first: list[int] = []  # position in the first cell of windows
         self._checkpoints: list[list[Checkpoint]] = []
         self._passing: list[int] = []
+        self._spans: list[tuple[Span, ...]] = []
+        self.version: list[int] = []  # changes when a sequence is replaced by another one
+        self.settle: Callable[[int], None] | None = None  # called before rows of a sequence are saved or copied
         self.divide(n_seq)
 
     # --- how many, how long -----------------------------------------------------------------------------------------
@@ -100,6 +107,26 @@ class Sequences:
         self._first = [0] * self.n_seq
         self._checkpoints = [[] for _ in range(self.n_seq)]
         self._passing = [-1] * self.n_seq
+        self._spans = [()] * self.n_seq
+        self.version = [max(self.version, default=0) + 1] * self.n_seq
+
+    # --- images -----------------------------------------------------------------------------------------------------
+    def spans(self, seq: int) -> tuple[Span, ...]:
+        """Return the images of a sequence."""
+        return self._spans[seq]
+
+    def set_spans(self, seq: int, spans: Iterable[Span]) -> None:
+        """Say which images the positions of a sequence hold that came from elsewhere (`arrive`)."""
+        self._spans[seq] = tuple(s for s in spans if s.first < self.n_past[seq])
+
+    def shift(self, seq: int) -> int:
+        """Return position minus cell of the token that comes next."""
+        return sum(s.advance - s.n for s in self._spans[seq])
+
+    def add_span(self, seq: int, span: Span) -> None:
+        """Note an image, unless an earlier piece of it did."""
+        if span not in self._spans[seq]:
+            self._spans[seq] = (*self._spans[seq], span)
 
     def check_next(self, seq: int, pos: int, n: int, *, follow: bool = True) -> None:
         """Raise IkError unless n tokens (which `follow` one another) can be added to a sequence at this position."""
@@ -227,10 +254,13 @@ class Sequences:
     def save(self, seq: int, n_tokens: int) -> SavedSequence:
         """Return a copy of the first n_tokens positions of a sequence."""
         self._check(seq, n_tokens)
+        if self.settle is not None:
+            self.settle(seq)
         first = min(self._first[seq], n_tokens)
         parts = [self._read(c, seq, 0, n_tokens).copy() for c in self._cells]
         parts += self._window_rows(seq, first, n_tokens)
-        return SavedSequence(n_tokens, tuple(parts), self._known(seq, n_tokens), self.kind, first)
+        spans = tuple(s for s in self._spans[seq] if s.first < n_tokens)
+        return SavedSequence(n_tokens, tuple(parts), self._known(seq, n_tokens), self.kind, first, spans)
 
     def load(self, seq: int, saved: SavedSequence, n_tokens: int | None = None) -> int:
         """Replace a sequence by the first n_tokens (default all) of a saved one; return how many it then has."""
@@ -245,7 +275,60 @@ class Sequences:
         for cache, part in zip(self._cells, saved.parts, strict=False):
             self._write(cache, seq, 0, part[:, : n * _element(cache)] if cache.transposed else part[:n])
         rows = [part[: max(n - saved.first, 0)] for part in saved.parts[len(self._cells) :]]
+        self._spans[seq] = saved.spans
         return self._arrive(seq, n, saved.checkpoints, rows, saved.first)
+
+    def read(self, seq: int, first: int, n: int) -> tuple[Bytes, ...]:
+        """Return a copy of n positions of a sequence from `first` on, in the tensors of cells only."""
+        self._check(seq, first + n)
+        return tuple(self._read(c, seq, first, n).copy() for c in self._cells)
+
+    @property
+    def n_cell_tensors(self) -> int:
+        """Return the number of arrays that `read` returns."""
+        return len(self._cells)
+
+    def cut(self, parts: Sequence[Bytes], first: int, end: int) -> tuple[Bytes, ...]:
+        """Return views of positions of what `read` returned, counted from the first one read."""
+        return tuple(
+            part[:, first * _element(c) : end * _element(c)] if c.transposed else part[first:end]
+            for c, part in zip(self._cells, parts, strict=True)
+        )
+
+    def write(self, seq: int, first: int, parts: Sequence[Bytes]) -> None:
+        """Write what `read` or `cut` returned at a position; `arrive` then makes it count."""
+        for cache, part in zip(self._cells, parts, strict=True):
+            self._write(cache, seq, first, part)
+
+    def arrive(self, seq: int, n: int, known: Sequence[Checkpoint], windows: Sequence[Bytes], first: int) -> int:
+        """Set the length of a sequence to n positions whose cells were written, with these checkpoints.
+
+        `windows`: rows of the tensors of windows from position `first` on, which may be empty. Return how many
+        positions the sequence then has.
+        """
+        self._check(seq)
+        if n > self.n_ctx:
+            raise IkError(f"{n} cached tokens do not fit sequence {seq}, whose context is {self.n_ctx}; raise -c")
+        return self._arrive(seq, n, known, windows or [_NO_ROWS] * len(self._windows), first)
+
+    def window_parts(self, checkpoint: Checkpoint) -> tuple[Bytes, ...]:
+        """Return the rows of windows of a checkpoint."""
+        return checkpoint.parts[: len(self._windows)]
+
+    def known(self, seq: int, n: int) -> tuple[Checkpoint, ...]:
+        """Return the checkpoints of the first n positions, ascending.
+
+        The last one is that of position n if it is known. That of a model with windows only begins up to `SPARE`
+        positions earlier than needed, so that it also serves a text that ends a little earlier.
+        """
+        self._check(seq, n)
+        known = self._known(seq, n)
+        if not self._windows or self._states or not n:
+            return known
+        first = max(self.kind.first_needed(n) - SPARE, min(self._first[seq], n), 0)
+        if not self.kind.reach(n, first, ()):
+            return known
+        return (*(c for c in known if c.n_tokens < n), Checkpoint(n, tuple(self._window_rows(seq, first, n)), first))
 
     def copy(self, src: int, dst: int, first: int, n_tokens: int) -> int:
         """Copy the positions of `src` up to n_tokens to `dst`; return how many it then has.
@@ -253,12 +336,15 @@ class Sequences:
         Positions before `first` must be equal in both already.
         """
         self._check(src, n_tokens)
+        if self.settle is not None:
+            self.settle(src)
         known, own = self._known(src, n_tokens), self.reach(dst, first)
         if not self.kind.is_free and own >= self.kind.reach(n_tokens, self._first[src], known):
             return self.truncate(dst, own)
         for cache in self._cells:
             self._write(cache, dst, first, self._read(cache, src, first, n_tokens - first))
         begin = min(self._first[src], n_tokens)
+        self._spans[dst] = self._spans[src]
         return self._arrive(dst, n_tokens, known, self._window_rows(src, begin, n_tokens), begin)
 
     def _known(self, seq: int, n: int) -> tuple[Checkpoint, ...]:
@@ -273,6 +359,7 @@ class Sequences:
         self._checkpoints[seq] = [c for c in known if c.n_tokens <= n]
         self.keeping.trim(self._checkpoints[seq])
         self._passing[seq] = -1
+        self.version[seq] += 1
         self.n_past[seq] = n
         self._put_windows(seq, rows, first)
         kept = self.kind.reach(n, first, self._checkpoints[seq])
@@ -298,6 +385,7 @@ class Sequences:
         if not n:
             self._first[seq] = 0
         self.n_past[seq] = n
+        self._spans[seq] = tuple(s for s in self._spans[seq] if s.first < n)
 
     def _window_rows(self, seq: int, first: int, end: int) -> list[Bytes]:
         """Return a copy of the positions first..end-1 in all tensors of windows."""
@@ -310,7 +398,8 @@ class Sequences:
             return
         skip = max(len(rows[0]) - self._n_window, 0)
         for cache, part in zip(self._windows, rows, strict=True):
-            self._runner.write_cells(cache, seq * self._n_window, part[skip:])
+            if len(part):
+                self._runner.write_cells(cache, seq * self._n_window, part[skip:])
         self._first[seq] = first + skip
 
     def _read(self, cache: Cache, seq: int, first: int, n: int) -> Bytes:

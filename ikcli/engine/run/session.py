@@ -16,16 +16,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ikcli.backends.cpu.program import INDEPENDENT_ROWS
+from ikcli.backends.cpu.program import BATCH_INVARIANT_ROWS
 from ikcli.backends.step_block import StepBlock
 from ikcli.engine.plan.devices import Machine, opened_gpus
 from ikcli.engine.plan.planner import Planner, PreparedRun, memory_of, plan_programs
-from ikcli.engine.plan.programs import EMBEDS, output_bytes, record_graphs, step_tokens
+from ikcli.engine.plan.programs import EMBEDS, SHORT, output_bytes, record_graphs, step_tokens
 from ikcli.engine.plan.sizes import Sizes
 from ikcli.engine.run import gpus, host_memory, numa, session_log
 from ikcli.engine.run.adapters import Added
 from ikcli.engine.run.batch import Batch
 from ikcli.engine.run.encoders import longest_text
+from ikcli.engine.run.media_places import MediaPlaces, places_of_text
+from ikcli.engine.run.mtp import Heads
 from ikcli.engine.run.run_device import Observer, look_for_non_finite
 from ikcli.engine.run.runner import DividedProgram, Runner
 from ikcli.engine.run.sequences import Sequences
@@ -34,7 +36,8 @@ from ikcli.errors import IkError, NonFiniteError
 from ikcli.graph import Cache
 from ikcli.graph.micro_batch import Segment
 from ikcli.log import log, progress, warn
-from ikcli.models import EXPAND_MIN_TOKENS, Outputs
+from ikcli.models import EXPAND_MIN_TOKENS, MediaConfig, Outputs
+from ikcli.models.indexer import top_k
 from ikcli.quant.validate import check_finite
 from ikcli.settings.adapters import RopeConfig
 from ikcli.settings.run import RunConfig
@@ -66,6 +69,9 @@ class Session:
         self.timings = Timings()
         self.profile = session_log.new_profile() if self.config.profile else None
         self._n_outputs = min(plan.sizes.n_seq, self.n_ubatch)
+        self._n_chosen = top_k(self.model.hp, self.graph_config)
+        self.heads = Heads(self) if self.graph_config.n_heads else None
+        self.sequences.settle = self.heads.settle if self.heads is not None else None
         self._in_flight: deque[tuple[DividedProgram, int, int]] = deque()  # program, threads, outputs
         self._last: tuple[DividedProgram, int]  # program and threads of the last micro-batch
 
@@ -79,14 +85,16 @@ class Session:
         n_seq_max: int = 1,
         n_step: int = 0,
         outputs: Outputs = Outputs.LOGITS,
+        media: MediaConfig | None = None,
         planner: Planner | None = None,
     ) -> Session:
         """Load the model of `config` and print the load and context logs; n_ctx overrides the context size.
 
-        `n_step`: the most tokens of one call of `step` (0: one). `outputs`: logits, embeddings or both. `planner`: an
-        open planner of the same model.
+        `n_step`: the most tokens of one call of `step` (0: one). `outputs`: logits, embeddings or both. `media`: of
+        images in batches (`Projector.media_config`). `planner`: an open planner of the same model.
         """
-        session = cls.plan(config, n_ctx=n_ctx, n_seq_max=n_seq_max, n_step=n_step, outputs=outputs, planner=planner)
+        session = cls.plan(config, n_ctx=n_ctx, n_seq_max=n_seq_max, n_step=n_step, outputs=outputs, media=media,
+                           planner=planner)  # fmt: skip
         session.load()
         if config.warmup:
             session.warm_up()
@@ -101,6 +109,7 @@ class Session:
         n_seq_max: int = 1,
         n_step: int = 0,
         outputs: Outputs = Outputs.LOGITS,
+        media: MediaConfig | None = None,
         planner: Planner | None = None,
     ) -> Session:
         """Plan the session up to reading weights: sizes are known, nothing is allocated. Print the logs."""
@@ -110,7 +119,7 @@ class Session:
             run_devices = {name: gpus.run_device(device) for name, device in devices.items()}
             planner = planner.on(Machine(opened_gpus(devices)), run_devices)
         session_log.model_lines(planner.file, planner.hp, config)
-        prepared = planner.prepare(config, Sizes(n_ctx or config.n_ctx, n_seq_max, n_step, outputs))
+        prepared = planner.prepare(config, Sizes(n_ctx or config.n_ctx, n_seq_max, n_step, outputs, media))
         gpus.hand_over(prepared.runner, devices)
         for text in prepared.plan.warnings:
             warn(text)
@@ -134,7 +143,9 @@ class Session:
             check_finite(self.model.file, {w for names in self.runner.weight_names(programs).values() for w in names})
         self.runner.load(programs, self.model, self.config.mmap)
         try:
-            self.step_block = StepBlock(max(self.n_ubatch, self.n_step), self.n_ctx)
+            media = self.graph_config.media
+            cols = media.cols(self.model.hp.n_embd) if media is not None else 0
+            self.step_block = StepBlock(max(self.n_ubatch, self.n_step), self.n_ctx, cols)
             self.runner.make_caches(programs)
             self.runner.bind(programs, self.step_block)
             for text in [*self._notes, *host_memory.place(self.config, self.model, self.runner, self._cpus)]:
@@ -227,10 +238,10 @@ class Session:
         """Compute micro-batch after micro-batch, with as many in flight as the runner allows."""
         parts: list[FloatRows] = []
         try:
-            for i in range(0, len(batch), self.n_ubatch):
+            for start, stop in batch.cuts(self.n_ubatch):
                 if self.n_in_flight == self.runner.depth:
                     parts.append(self._checked(self.collect()).copy())
-                self.submit(batch.slice(i, i + self.n_ubatch))
+                self.submit(batch.slice(start, stop))
             while self.n_in_flight:
                 parts.append(self._checked(self.collect()).copy())
         finally:
@@ -258,16 +269,33 @@ class Session:
         """Submit a micro-batch; `collect` returns its logits, those of the oldest one first."""
         if not self.outputs.logits:
             raise IkError("the session was opened for embeddings and has no logits")
+        self._settle()
         n = len(batch)
-        if n == 1:
+        if n == 1 and not batch.media:
             self._next(batch.tokens.tolist(), batch.pos.tolist(), batch.seq.tolist(), int(batch.logits[0]))
             return
         out_ids = np.flatnonzero(batch.logits)
         if len(out_ids) > self._n_outputs:
             self.plan_outputs(min(self.n_ubatch, 1 << (len(out_ids) - 1).bit_length()))
-        self.step_block.set(batch.tokens, batch.pos, out_ids, self._segments(batch))
+        self._fill(batch, out_ids)
         kind = "prefill" if n >= EXPAND_MIN_TOKENS and "prefill" in self.programs else "decode"
+        if kind == "prefill" and SHORT in self.programs:
+            longest = max(self.sequences.n_past[seq] for seq in {*batch.seq.tolist()})
+            kind = SHORT if longest <= self._n_chosen else kind
         self._start(self.programs[kind], self.config.n_threads_batch, len(out_ids))
+
+    def _fill(self, batch: Batch, out_ids: npt.NDArray[np.int64]) -> None:
+        """Write a micro-batch and its images into the step block, and count them as cached."""
+        if self.graph_config.media is None:
+            if batch.media:
+                raise IkError("the session was opened without a projector and takes no images")
+            self.step_block.set(batch.tokens, batch.pos, out_ids, self._segments(batch))
+            return
+        placed = MediaPlaces(batch, self.sequences, self.graph_config.media, self.step_block.media_cols)
+        segments = self._segments(placed.batch)
+        placed.note(self.sequences)
+        self.step_block.set(placed.batch.tokens, batch.pos, out_ids, segments)
+        self.step_block.set_media(placed.places, placed.rows)
 
     def _next(
         self,
@@ -280,10 +308,14 @@ class Session:
         """Submit one token of each of these sequences with the program for generation."""
         if not 0 <= min(tokens) <= max(tokens) < self.n_vocab:
             raise IkError(f"a token id is outside the vocabulary of {self.n_vocab}")
+        self._settle()
         sequences = self.sequences
         sequences.check_each(seqs, pos)
         windows = [sequences.room(seq, 1) for seq in seqs] if sequences.has_windows else ()
-        self.step_block.set_step(tokens, pos, seqs, sequences.n_ctx, n_outputs, windows)
+        n_rows = n_outputs if self.heads is None else len(tokens)  # the states are those of output rows
+        self.step_block.set_step(tokens, pos, seqs, sequences.n_ctx, n_rows, windows)
+        if self.graph_config.media is not None:
+            self.step_block.set_media(places_of_text(pos, [sequences.shift(seq) for seq in seqs]))
         n_past = sequences.n_past
         for seq in seqs:
             n_past[seq] += 1
@@ -304,16 +336,26 @@ class Session:
         """Return the logits of the oldest micro-batch in flight; the next one overwrites them."""
         program, n_threads, n_outputs = self._in_flight.popleft()
         self._last = program, n_threads
+        if self.heads is not None:
+            self.heads.saw(program)
         return self.runner.result(program, n_outputs)
+
+    def _settle(self) -> None:
+        """Let heads compute the rows that are due; nothing is in flight then."""
+        if self.heads is not None:
+            self.heads.settle()
 
     def run_segments(
         self, kind: str, tokens: npt.NDArray[np.int32], out_ids: npt.NDArray[np.int64], segments: Sequence[Segment]
     ) -> FloatRows:
         """Run the program `kind` for a micro-batch with given segments; the next one overwrites the rows."""
         start = time.perf_counter()
+        self._settle()
         self._check_ids(tokens)
         pos = np.concatenate([np.arange(s.pos, s.n_kv, dtype=np.int32) for s in segments])
         self.step_block.set(tokens, pos, out_ids, segments)
+        if self.graph_config.media is not None:
+            self.step_block.set_media(places_of_text(pos, np.zeros_like(pos)))
         self._start(self.programs[kind], self.config.n_threads_batch, len(out_ids))
         found = self.collect()
         self.timings.add(len(tokens), time.perf_counter() - start)
@@ -365,9 +407,14 @@ class Session:
         Up to `n_exact` tokens the results are batch-invariant: those of a token do not depend on the rest of the batch,
         to the last bit.
         """
+        if len(batch) > self.n_step:
+            raise IkError(f"a step of {len(batch)} tokens, but the session was opened for {self.n_step}")
         start = time.perf_counter()
+        self._settle()
         out_ids = np.arange(len(batch))
-        self.step_block.set(batch.tokens, batch.pos, out_ids, self._segments(batch))
+        if batch.media:
+            raise IkError("images are computed by decode and submit, not by step")
+        self._fill(batch, out_ids)
         self._start(self.programs["step"], self.config.n_threads, len(batch))
         logits = self.collect()
         self.timings.add(1, time.perf_counter() - start)
@@ -406,7 +453,12 @@ class Session:
     @property
     def n_exact(self) -> int:
         """Return the number of tokens up to which `step` is batch-invariant."""
-        return INDEPENDENT_ROWS
+        return BATCH_INVARIANT_ROWS
+
+    @property
+    def n_outputs(self) -> int:
+        """Return the logits that a micro-batch of a prompt can have; see `plan_outputs`."""
+        return self._n_outputs
 
     @property
     def n_seq_max(self) -> int:

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ikcli.engine.plan.offload import interleaved_lines
 from ikcli.engine.plan.placement import offload_lines
 from ikcli.engine.run import log_lines as report
 from ikcli.gguf.constants import file_type_label
@@ -90,7 +89,7 @@ def context_lines(prepared: PreparedRun) -> None:
     lines += buffer_lines(plan.config, plan.caches, n_ctx, plan.memory.parts, plan.n_nodes, plan.n_splits)
     programs = list(prepared.programs.values())
     lines += [*streamed_lines(programs, model), *runner.notes(programs)]
-    for line in [*lines, *interleaved_lines(plan.config, model, plan.placement)]:
+    for line in lines:
         log(line)
 
 

@@ -348,7 +348,7 @@ def make_search(size, weighted, linear, both_signs):
 
     @inline
     def least_squares(books, table, found, n_subs, w, wx, d):
-        """Return the row scale for the rows and multipliers found; d if there is nothing to fit."""
+        """Return the row scale for the rows and multipliers found; d if their squares sum to 0."""
         aa, bb = np.float64(0.0), np.float64(0.0)
         for b in range(n_subs):
             at = found + 48 * b

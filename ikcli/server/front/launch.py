@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ikcli.engine.plan.devices import available_memory
 from ikcli.server.front.environment import options_behind
-from ikcli.server.slots.prompt_cache import default_limit
+from ikcli.server.prefix.keys import default_limit
 from ikcli.settings.run import RunConfig
 
 

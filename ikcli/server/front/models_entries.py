@@ -25,6 +25,7 @@ class ModelFacts:
     template: str = ""
     pooling: str = "last"
     generates: bool = True
+    reads_images: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,11 +39,16 @@ def entry(one: Instance, started: int) -> dict[str, Any]:
         "tags": list(one.entry.tags),
         "path": str(one.entry.config.model),
         "source": one.entry.source,
-        "architecture": one.info.get("model", {}).get("architecture", _TEXT),
+        "architecture": one.info.get("model", {}).get("architecture", _modalities(one.entry)),
         "status": status,
         "need": dict(one.entry.need),
         "requests_processing": one.n_running,
     }
+
+
+def _modalities(entry: ModelEntry) -> dict[str, list[str]]:
+    """Return what a model reads and writes."""
+    return _TEXT | {"input_modalities": ["text", "image"]} if entry.facts.reads_images else _TEXT
 
 
 def coming(name: str, progress: dict[str, dict[str, int]], started: int) -> dict[str, Any]:
@@ -82,6 +87,7 @@ def shown(entry: ModelEntry, started: int) -> dict[str, Any]:
         format = ChatFormat.for_model(facts.template or None, jinja=entry.config.server.jinja)
         more = ["tools"] * format.capabilities.tools + ["thinking"] * format.supports_thinking
         found += more if found else []
+    found += ["vision"] if facts.reads_images else []
     found += ["embedding"] if facts.pooling != "rank" else []
     return {
         "template": facts.template,

@@ -74,6 +74,6 @@ class ModelsServer(FrontServer):
                 self.problem, self.should_exit = e.message, True
 
     def handle_exit(self, sig: int, frame: object) -> None:
-        """Also end the event streams, which would never end by themselves; see SignalServer."""
+        """End the event streams too, which would otherwise stay open; see SignalServer."""
         super().handle_exit(sig, frame)
         self.loop.call_soon_threadsafe(self._models.events.close)

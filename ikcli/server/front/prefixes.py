@@ -6,6 +6,7 @@ Answers are not hashed: the next request of a conversation contains them.
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -17,12 +18,15 @@ BLOCK = 128
 _MOST = 1 << 15  # blocks per replica, a million tokens: roughly the capacity of slots and prompts in RAM
 _FIELDS = ("lora", "tools", "system", "instructions", "messages", "input", "prompt", "input_extra", "input_prefix")
 
+_DATA = re.compile(r"[A-Za-z0-9+/=_-]{1024,}")
+"""Data of an image, which is worth one block, not thousands."""
+
 Blocks = tuple[int, ...]
 
 
 def blocks_of(fields: Mapping[str, Any]) -> Blocks:
     """Return the blocks of a request's prompt, in the order of chat templates."""
-    text = "".join(_pieces(fields))
+    text = _DATA.sub(lambda found: str(hash(found[0])), "".join(_pieces(fields)))
     out, before = [], 0
     for i in range(0, len(text) - BLOCK + 1, BLOCK):
         before = hash((before, text[i : i + BLOCK]))

@@ -70,7 +70,7 @@ class FrontServer(SignalServer):
             await self._supervisor.close()
 
     def handle_exit(self, sig: int, frame: object) -> None:
-        """See SignalServer."""
+        """Handle a signal as SignalServer does; the second one kills all processes."""
         super().handle_exit(sig, frame)
         if self.force_exit:
             self._supervisor.kill()

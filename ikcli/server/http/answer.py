@@ -28,6 +28,7 @@ from ikcli.server.slots.messages import (
     GenerationRequest,
     PromptProgress,
 )
+from ikcli.server.slots.pictures import tokens_of
 
 CLIENT_GONE = 499
 
@@ -102,7 +103,7 @@ def _write_prompts(state: ServerState, generations: Sequence[GenerationRequest])
     """Write one file per prompt, control tokens included."""
     assert state.prompt_files is not None
     for prompt in dict.fromkeys(one.prompt for one in generations):
-        state.prompt_files.write(state.engine.tokenizer.decode(prompt))
+        state.prompt_files.write(state.engine.tokenizer.decode(tokens_of(prompt)))
 
 
 async def embedded(request: Request, state: ServerState, wanted: EmbeddingRequest) -> Embedded | None:

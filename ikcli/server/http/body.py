@@ -10,8 +10,8 @@ from starlette.requests import ClientDisconnect, Request
 from ikcli.server.http import jsontext
 from ikcli.server.http.errors import ApiError, bad_request
 
-MAX_BODY = 32 << 20
-"""Maximum size of a request body in bytes."""
+MAX_BODY = 128 << 20
+"""Maximum size of a request body in bytes; conversations with images are large."""
 
 
 async def read_body(request: Request, timeout: float = 600.0) -> bytes:

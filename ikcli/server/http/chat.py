@@ -11,6 +11,7 @@ import numpy as np
 
 from ikcli.chat.families.base import Reasoning
 from ikcli.chat.formats import ChatFormat
+from ikcli.chat.images import Images
 from ikcli.chat.prompt import ChatPrompt
 from ikcli.chat.request import ChatRequest
 from ikcli.errors import IkError
@@ -20,12 +21,12 @@ from ikcli.server.http.budget import ReasoningBudget, ReasoningControl
 from ikcli.server.http.constraints import ConstraintMaker
 from ikcli.server.http.errors import bad_request
 from ikcli.server.http.page_settings import page_settings
-from ikcli.server.http.prompts import encode
+from ikcli.server.http.prompts import Prompt, encode
 from ikcli.server.http.shapes.message import ParserMaker
 from ikcli.server.http.state import ServerState
 from ikcli.server.http.templates import chat_defaults, template_option
+from ikcli.server.prefix.keys import common_prefix
 from ikcli.server.slots.messages import Constraint
-from ikcli.server.slots.prompt_cache import common_prefix
 from ikcli.settings.run import RunConfig
 from ikcli.tokenizer import Tokenizer
 
@@ -48,7 +49,7 @@ class PreparedChat:
     """
 
     chat: ChatPrompt
-    tokens: tuple[int, ...]
+    prompt: Prompt
     keep_special: bool
     budget: int
     budget_message: str
@@ -56,9 +57,14 @@ class PreparedChat:
     control: ReasoningControl | None = None
 
     @property
+    def tokens(self) -> tuple[int, ...]:
+        """The ids of the prompt."""
+        return self.prompt.tokens
+
+    @property
     def text(self) -> str:
         """The prompt text."""
-        return self.chat.prompt
+        return self.prompt.text
 
     @property
     def spec(self) -> GrammarSpec | None:
@@ -95,15 +101,21 @@ class PreparedChat:
         )
 
 
-async def prepare(state: ServerState, body: Mapping[str, Any], fields: ChatBody) -> PreparedChat:
-    """Return the prompt, constraint and parser of a conversation. Raise ApiError 400 naming the faulty field."""
+async def prepare(
+    state: ServerState, body: Mapping[str, Any], fields: ChatBody, images: Images | None = None
+) -> PreparedChat:
+    """Return the prompt, constraint and parser of a conversation. Raise ApiError 400 naming the faulty field.
+
+    `images`: those that another API's body contained.
+    """
+    images = state.images() if images is None else images
     try:
-        request, chat = await asyncio.to_thread(state.chat.read, body)
+        request, chat = await asyncio.to_thread(state.chat.read, body, images)
     except IkError as e:
         raise bad_request(str(e)) from None
     tokenizer = state.engine.tokenizer
-    tokens = tuple(await encode(tokenizer, chat.prompt, add_special=True))
-    if not tokens:
+    prompt = await _encoded(state, chat.prompt, images)
+    if not prompt.tokens:
         raise bad_request("messages: the chat template made an empty prompt of them")
     known = tokenizer.vocab.token_to_id
     keep = any(text in known and tokenizer.is_control(known[text]) for text in chat.preserved_tokens)
@@ -111,15 +123,22 @@ async def prepare(state: ServerState, body: Mapping[str, Any], fields: ChatBody)
     budget = server.reasoning_budget if fields.reasoning_budget_tokens is None else fields.reasoning_budget_tokens
     message = fields.reasoning_budget_message
     words = server.reasoning_budget_message if message is None else message
-    turns = await _turns(state, request, tokens) if state.engine.model.needs_checkpoints else ()
+    turns = await _turns(state, request, prompt.tokens, images) if state.engine.model.needs_checkpoints else ()
     control = ReasoningControl() if fields.reasoning_control and chat.settings.reasoning is not None else None
-    return PreparedChat(chat, tokens, keep, budget, words, turns, control)
+    return PreparedChat(chat, prompt, keep, budget, words, turns, control)
 
 
-async def _turns(state: ServerState, request: ChatRequest, tokens: Sequence[int]) -> tuple[int, ...]:
+async def _encoded(state: ServerState, text: str, images: Images) -> Prompt:
+    """Return the prompt of a rendered conversation."""
+    if images and state.pictures is not None:
+        return await state.pictures.prompt(text, images)
+    return Prompt(tuple(await encode(state.engine.tokenizer, text, add_special=True)), text)
+
+
+async def _turns(state: ServerState, request: ChatRequest, tokens: Sequence[int], images: Images) -> tuple[int, ...]:
     """Return the positions where conversations that share only a beginning with this one diverge from its prompt."""
     found = set()
     for text in await asyncio.to_thread(state.chat.beginnings, request):
-        other = await encode(state.engine.tokenizer, text, add_special=True)
-        found.add(common_prefix(np.array(other), np.array(tokens)))
+        other = await _encoded(state, text, images)
+        found.add(common_prefix(np.array(other.tokens), np.array(tokens)))
     return tuple(sorted(found - {0}))

@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from ikcli.chat.content import arguments_text, as_error, is_thought, thought_text
+from ikcli.chat.images import NO_IMAGES, Images
 from ikcli.server.http import fields as f
 from ikcli.server.http.errors import bad_request
-from ikcli.server.http.turns import Turns, part_text, result_text
+from ikcli.server.http.turns import Turns
 
 _SAME = ("temperature", "top_p", "top_k", "stream", "model")
 _OWN = frozenset({"system", "messages", "tools", "tool_choice", "stop_sequences", "thinking", "metadata", "max_tokens",
@@ -38,14 +39,17 @@ _CLIENT_TOOLS: dict[str, tuple[str, dict[str, Any]]] = {
 """Tools that clients name without a schema, with the one Anthropic's models know; the first field is required."""
 
 
-def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the body of an equivalent chat completion request. Raise ApiError naming the faulty field."""
+def to_chat(body: Mapping[str, Any], images: Images = NO_IMAGES) -> dict[str, Any]:
+    """Return the body of an equivalent chat completion request, with its images in `images`.
+
+    Raise ApiError naming the faulty field.
+    """
     if body.get("messages") is None:
         raise bad_request("messages is required")
     out = {name: value for name, value in body.items() if name not in _OWN}
-    turns = Turns()
+    turns = Turns(images)
     if body.get("system") is not None:
-        turns.say("system", _system(body["system"]))
+        turns.say("system", _system(turns, body["system"]))
     for i, message in enumerate(f.array(body["messages"], "messages")):
         _add(turns, f.table(message, f"messages[{i}]"), f"messages[{i}]")
     out["messages"] = turns.messages
@@ -65,10 +69,10 @@ def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
     return out
 
 
-def _system(value: Any) -> str:
+def _system(turns: Turns, value: Any) -> str:
     if isinstance(value, str):
         return value
-    texts = [part_text(block, f"system[{i}]", "system") for i, block in enumerate(f.array(value, "system"))]
+    texts = [turns.part_text(block, f"system[{i}]", "system") for i, block in enumerate(f.array(value, "system"))]
     return "".join(text for text in texts if not text.startswith("x-anthropic-"))
 
 
@@ -92,20 +96,20 @@ def _add_blocks(turns: Turns, role: str, blocks: list[Any], path: str) -> None:
         kind = f.text(block.get("type"), f"{here}.type")
         kinds.add(kind)
         if kind == "tool_result":
-            turns.answer(f.text(block.get("tool_use_id"), f"{here}.tool_use_id"), _result(block, here))
+            turns.answer(f.text(block.get("tool_use_id"), f"{here}.tool_use_id"), _result(turns, block, here))
         elif kind == "tool_use":
             name, id = f.text(block.get("name"), f"{here}.name"), f.text(block.get("id") or "", f"{here}.id")
             turns.call(id, name, arguments_text(block.get("input")))
         elif role == "assistant" and is_thought(block):
             turns.think(thought_text(block))
-        elif (text := part_text(block, here, role)) or role != "assistant":
+        elif (text := turns.part_text(block, here, role)) or role != "assistant":
             texts.append(text)
     if texts or not kinds & {"tool_result", "tool_use"}:
         turns.say(role, texts or "")
 
 
-def _result(block: Mapping[str, Any], path: str) -> str:
-    text = result_text(block.get("content"), f"{path}.content")
+def _result(turns: Turns, block: Mapping[str, Any], path: str) -> str:
+    text = turns.result_text(block.get("content"), f"{path}.content")
     failed = block.get("is_error") is not None and f.boolean(block["is_error"], f"{path}.is_error")
     return as_error(text) if failed else text
 

@@ -7,11 +7,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import Ge, Le
+from pydantic import BeforeValidator, Strict
 
 from ikcli.chat.content import arguments_text, note
+from ikcli.chat.images import NO_IMAGES, Images
 from ikcli.server.http import fields as f
 from ikcli.server.http.errors import bad_request
+from ikcli.server.http.schema import Body, Flag, Text, field, shown_as, whole
+from ikcli.server.http.turns import image_text
 from ikcli.settings.sampling import sampling_values
 
 _RENAMED = {
@@ -29,30 +35,65 @@ MAX_TOP = 20
 """Maximum number of alternatives per token that `top_logprobs` may ask for."""
 
 
-def generation_fields(body: Mapping[str, Any]) -> dict[str, Any]:
+class OllamaBody(Body, frozen=True):
+    """Fields of Ollama's requests about a model."""
+
+    model: Text = field(..., "name of the model", names="model name")
+    stream: Flag = field(True, "JSON lines; default true")
+    keep_alive: Annotated[Any, shown_as()] = field(None, "seconds or a duration such as 5m")
+
+
+class OllamaGenerationBody(OllamaBody, frozen=True):
+    """Fields that /api/chat and /api/generate share."""
+
+    options: dict[str, Any] = field({}, "num_predict, temperature, top_k, stop, seed and so on")
+    format: Annotated[Any, shown_as()] = field(None, "json, or a JSON schema")
+    think: Annotated[Any, shown_as()] = field(None, "true, false, low, medium or high")
+    logprobs: Flag = field(False, "return the log-probabilities of the tokens")
+    top_logprobs: Annotated[int, Strict(), Ge(0), Le(MAX_TOP), BeforeValidator(whole)] = field(
+        0, "return those of this many other tokens at every position"
+    )
+
+    @property
+    def n_top(self) -> int | None:
+        """Number of alternatives per token that the request asks for; None without `logprobs`."""
+        return self.top_logprobs if self.logprobs else None
+
+
+class OllamaChatBody(OllamaGenerationBody, frozen=True):
+    """Request body of /api/chat."""
+
+    messages: list[Any] = field([], "the conversation")
+    tools: list[Any] = field([], "functions that the model may call")
+
+
+class OllamaGenerateBody(OllamaGenerationBody, frozen=True):
+    """Request body of /api/generate."""
+
+    prompt: Text = field("", "text that is answered or continued")
+    suffix: Text = field("", "fill in what is before this text")
+    system: Text = field("", "the system prompt")
+    images: list[Any] = field([], "pictures before the text, in base64")
+    raw: Flag = field(False, "take the prompt as it is, without a chat template")
+    context: list[Any] = field([], "that of the last answer")
+    template: Annotated[Any, shown_as()] = field(None, "not supported")
+
+
+def generation_fields(body: OllamaGenerationBody) -> dict[str, Any]:
     """Return the generation fields of `options`, `format`, `logprobs` and `stream`.
 
     Raise ApiError naming the faulty field.
     """
-    options = f.table({} if body.get("options") is None else body["options"], "options")
-    out = {_RENAMED[name]: value for name, value in options.items() if name in _RENAMED and value is not None}
+    out = {_RENAMED[name]: value for name, value in body.options.items() if name in _RENAMED and value is not None}
     n_predict = out.get("n_predict")
     if isinstance(n_predict, int) and (n_predict < -2 or n_predict == 0):
         out["n_predict"] = -1  # as in Ollama, where these values also mean an unlimited answer
-    stream = body.get("stream")
-    out["stream"] = True if stream is None else f.boolean(stream, "stream")
-    out |= _format(body.get("format"))
-    keep_alive(body.get("keep_alive"))
-    if (top := n_top(body)) is not None:
-        out["n_probs"] = max(top, 1)
+    out["stream"] = body.stream
+    out |= _format(body.format)
+    keep_alive(body.keep_alive)
+    if body.n_top is not None:
+        out["n_probs"] = max(body.n_top, 1)
     return out
-
-
-def n_top(body: Mapping[str, Any]) -> int | None:
-    """Return the number of alternatives that `logprobs` and `top_logprobs` ask for; None without logprobs."""
-    top = f.integer(body.get("top_logprobs") or 0, "top_logprobs", 0, MAX_TOP)
-    wanted = body.get("logprobs")
-    return top if wanted is not None and f.boolean(wanted, "logprobs") else None
 
 
 def _format(value: Any) -> dict[str, Any]:
@@ -83,26 +124,25 @@ def keep_alive(value: Any) -> float | None:
     return float(sign + "1") * sum(float(n) * _SECONDS[unit] for n, unit in _PART.findall(parts))
 
 
-def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the body of an equivalent chat completion request."""
+def to_chat(body: OllamaChatBody, images: Images = NO_IMAGES) -> dict[str, Any]:
+    """Return the body of an equivalent chat completion request, with its images in `images`."""
     out = generation_fields(body) | thinking(body)
-    out["messages"] = _messages(f.array(body.get("messages") or [], "messages"))
-    if body.get("tools"):
-        out["tools"] = [_tool(item, i) for i, item in enumerate(f.array(body["tools"], "tools"))]
+    out["messages"] = _messages(body.messages, images)
+    if body.tools:
+        out["tools"] = [_tool(item, i) for i, item in enumerate(body.tools)]
     return out
 
 
-def to_turn(body: Mapping[str, Any]) -> dict[str, Any]:
+def to_turn(body: OllamaGenerateBody, images: Images = NO_IMAGES) -> dict[str, Any]:
     """Convert as `to_chat` does, with the prompt of /api/generate as the only turn."""
-    system = f.text(body.get("system") or "", "system")
-    messages = [{"role": "system", "content": system}] if system else []
-    prompt = {"role": "user", "content": f.text(body.get("prompt") or "", "prompt")}
+    messages = [{"role": "system", "content": body.system}] if body.system else []
+    prompt = {"role": "user", "content": _with_images(body.prompt, body.images, "images", images)}
     return generation_fields(body) | thinking(body) | {"messages": [*messages, prompt]}
 
 
-def thinking(body: Mapping[str, Any]) -> dict[str, Any]:
+def thinking(body: OllamaGenerationBody) -> dict[str, Any]:
     """Return the chat template settings that `think` asks for."""
-    value = body.get("think")
+    value = body.think
     if value is None:
         return {}
     if isinstance(value, bool):
@@ -112,13 +152,15 @@ def thinking(body: Mapping[str, Any]) -> dict[str, Any]:
     return {"reasoning_effort": value, "chat_template_kwargs": {"enable_thinking": True}}
 
 
-def no_images(value: Any, name: str) -> None:
-    """Raise ApiError if the request has images."""
-    if value is not None and f.array(value, name):
-        raise bad_request(f"{name}: image input is not supported: the model reads text only")
+def _with_images(text: str, sources: list[Any], path: str, images: Images) -> str | list[dict[str, Any]]:
+    """Return the content of a turn: its images, then its text."""
+    if not sources:
+        return text
+    markers = [image_text(source, f"{path}[{i}]", images) for i, source in enumerate(sources)]
+    return [{"type": "text", "text": part} for part in (*markers, *([text] if text else ()))]
 
 
-def _messages(messages: list[Any]) -> list[dict[str, Any]]:
+def _messages(messages: list[Any], images: Images) -> list[dict[str, Any]]:
     """Return the messages.
 
     Ollama's calls have no ids, so results are matched to open calls by name or in order.
@@ -128,15 +170,16 @@ def _messages(messages: list[Any]) -> list[dict[str, Any]]:
     for i, item in enumerate(messages):
         path = f"messages[{i}]"
         message = f.table(item, path)
-        entry: dict[str, Any] = {
-            "role": f.text(message.get("role"), f"{path}.role"),
-            "content": f.text(message.get("content") or "", f"{path}.content"),
-        }
-        if entry["role"] in ("assistant", "tool"):  # an error about an earlier message would end the conversation
-            notes = [note("image")] * len(f.array(message.get("images") or [], f"{path}.images"))
-            entry["content"] = "\n".join([entry["content"], *notes]).lstrip("\n")
+        role, text = (
+            f.text(message.get("role"), f"{path}.role"),
+            f.text(message.get("content") or "", f"{path}.content"),
+        )
+        entry: dict[str, Any] = {"role": role, "content": text}
+        sources = f.array(message.get("images") or [], f"{path}.images")
+        if role in ("assistant", "tool") and not images.reads:  # an error would end the conversation
+            entry["content"] = "\n".join([text, *[note("image")] * len(sources)]).lstrip("\n")
         else:
-            no_images(message.get("images"), f"{path}.images")
+            entry["content"] = _with_images(text, sources, f"{path}.images", images)
         if message.get("thinking"):
             entry["reasoning_content"] = f.text(message["thinking"], f"{path}.thinking")
         if message.get("tool_calls"):

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from ikcli.chat.content import arguments_text, as_error, is_thought, readable, thought_text
+from ikcli.chat.images import NO_IMAGES, Images
 from ikcli.server.http import fields as f
 from ikcli.server.http.errors import bad_request
 from ikcli.server.http.responses_tools import ClientTools
-from ikcli.server.http.turns import Turns, part_text, result_text
+from ikcli.server.http.turns import Turns
 
 _OWN = frozenset(
     (
@@ -44,14 +45,17 @@ _ABOUT_CALLS = frozenset({"type", "id", "call_id", "status", "name", "namespace"
 """Fields of call items besides the content of the call."""
 
 
-def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the body of an equivalent chat completion request. Raise ApiError naming the faulty field."""
+def to_chat(body: Mapping[str, Any], images: Images = NO_IMAGES) -> dict[str, Any]:
+    """Return the body of an equivalent chat completion request, with its images in `images`.
+
+    Raise ApiError naming the faulty field.
+    """
     if body.get("input") is None:
         raise bad_request("input is required")
     if body.get("previous_response_id") or body.get("conversation"):
         raise bad_request("previous_response_id is not supported: answers are not stored; send the whole conversation")
     out = {name: value for name, value in body.items() if name not in _OWN}
-    turns, tools = Turns(), ClientTools(body)
+    turns, tools = Turns(images), ClientTools(body)
     if body.get("instructions") is not None:
         turns.say("system", f.text(body["instructions"], "instructions"))
     value = body["input"]
@@ -139,7 +143,7 @@ class _Conversation:
         for i, part in enumerate(f.array(content, f"{path}.content")):
             if role == "assistant" and is_thought(part):
                 self._turns.think(thought_text(part))
-            elif (text := part_text(part, f"{path}.content[{i}]", role)) or role != "assistant":
+            elif (text := self._turns.part_text(part, f"{path}.content[{i}]", role)) or role != "assistant":
                 texts.append(text)
         self._turns.say(role, texts)
 
@@ -161,7 +165,7 @@ class _Conversation:
     def _result(self, item: Mapping[str, Any], kind: str, path: str) -> None:
         id = item.get("call_id") if kind == "function_call_output" else item.get("call_id") or item.get("id")
         if "output" in item:
-            text = result_text(item["output"], f"{path}.output")
+            text = self._turns.result_text(item["output"], f"{path}.output")
         elif kind == "function_call_output":
             raise bad_request(f"{path}.output is required")
         else:
@@ -174,7 +178,7 @@ class _Conversation:
         """Add the readable part of work that a server did by itself, as text of the assistant."""
         text = readable(item)
         if not text and item.get("encrypted_content"):
-            text = "encrypted, nobody but its author can read it"
+            text = "encrypted; only its author can decrypt it"
         if text:
             self._turns.say("assistant", f"[{kind}: {text}]")
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from ikcli.chat.images import Images
 from ikcli.server.http.bans import bans_of
 from ikcli.server.http.bodies import ChatBody
 from ikcli.server.http.chat import PreparedChat, prepare
@@ -32,7 +33,11 @@ def requests_of(
     samplings = [sampling]
     for i in range(1, per_prompt):
         samplings.append(sampling if sampling.random_seed else replace(sampling, seed=(sampling.seed + i) % 0xFFFFFFFF))
-    return [replace(first, prompt=prompt.tokens, sampling=one) for prompt in prompts for one in samplings]
+    return [
+        replace(first, prompt=prompt.tokens, pictures=prompt.pictures, sampling=one)
+        for prompt in prompts
+        for one in samplings
+    ]
 
 
 def request_of(state: ServerState, fields: GenerationBody, **more: Any) -> GenerationRequest:
@@ -58,11 +63,11 @@ def request_of(state: ServerState, fields: GenerationBody, **more: Any) -> Gener
 
 
 async def generations_of(
-    state: ServerState, body: dict[str, Any]
+    state: ServerState, body: dict[str, Any], images: Images | None = None
 ) -> tuple[ChatBody, PreparedChat, list[GenerationRequest]]:
-    """Return the fields, the prepared chat and the engine requests."""
+    """Return the fields, the prepared chat and the engine requests; `images` as for `prepare`."""
     fields = ChatBody.of(body, state.defaults, state.limits)
-    prepared = await prepare(state, with_defaults(state, body), fields)
+    prepared = await prepare(state, with_defaults(state, body), fields, images)
     constraint = None if prepared.spec is None else await compiled(state, prepared.spec)
     more = {
         "stop": tuple(dict.fromkeys((*fields.stop, *prepared.stops))),
@@ -70,15 +75,14 @@ async def generations_of(
         "keep_special": prepared.keep_special or state.config.chat.special,
         "turns": prepared.turns,
     }
-    prompt = Prompt(prepared.tokens, prepared.text)
-    return fields, prepared, requests_of(state, fields, [prompt], fields.n_cmpl, **more)
+    return fields, prepared, requests_of(state, fields, [prepared.prompt], fields.n_cmpl, **more)
 
 
 async def one_generation_of(
-    state: ServerState, body: dict[str, Any]
+    state: ServerState, body: dict[str, Any], images: Images | None = None
 ) -> tuple[ChatBody, PreparedChat, list[GenerationRequest]]:
     """Run `generations_of` for an API whose requests have a single answer."""
-    fields, prepared, requests = await generations_of(state, body)
+    fields, prepared, requests = await generations_of(state, body, images)
     if fields.n_cmpl != 1:
         raise bad_request("n must be 1")
     return fields, prepared, requests

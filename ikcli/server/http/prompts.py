@@ -7,6 +7,7 @@ is added if the model wants it and the prompt starts with text.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from ikcli.errors import IkError
 from ikcli.server.http import fields as f
 from ikcli.server.http.errors import bad_request
 from ikcli.server.http.limits import Limits, token_id
+from ikcli.server.slots.pictures import PlacedPicture
 from ikcli.tokenizer import Tokenizer
 
 MAX_PROMPTS = 256
@@ -22,13 +24,21 @@ _INLINE = 4000
 """Number of characters tokenized at once; longer text goes to a thread, so that other requests are served meanwhile."""
 
 
+ImagePrompts = Callable[[str, list[Any], str], Awaitable["Prompt"]]
+"""Makes a prompt of a text with `<__media__>` for each image, the images, and the name of the field."""
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Token ids, the prompt text shown in answers, and the number of leading tokens missing from that text (BOS)."""
+    """Token ids, the prompt text shown in answers, and the number of leading tokens missing from that text (BOS).
+
+    The ids at the positions of `pictures` are keys below 0.
+    """
 
     tokens: tuple[int, ...]
     text: str
     n_added: int = 0
+    pictures: tuple[PlacedPicture, ...] = ()
 
 
 async def encode(tokenizer: Tokenizer, text: str, *, add_special: bool, parse_special: bool = True) -> list[int]:
@@ -42,27 +52,36 @@ async def encode(tokenizer: Tokenizer, text: str, *, add_special: bool, parse_sp
 
 
 async def read_prompts(
-    value: Any, limits: Limits, name: str = "prompt", most: int = MAX_PROMPTS
+    value: Any, limits: Limits, name: str = "prompt", most: int = MAX_PROMPTS, images: ImagePrompts | None = None
 ) -> tuple[list[Prompt], bool]:
-    """Return the prompts of a request and whether it gave an array. Raise ApiError 400 naming the faulty field."""
+    """Return the prompts of a request and whether it gave an array. Raise ApiError 400 naming the faulty field.
+
+    `images` makes the prompts that have images.
+    """
     if value is None:
         raise bad_request(f"{name} is required")
     several = isinstance(value, list) and not any(_is_number(item) for item in value)
     if not several:
-        return [await _one(value, limits, name)], False
+        return [await _one(value, limits, name, images)], False
     if not value:
         raise bad_request(f"{name} must not be empty")
     if len(value) > most:
         raise bad_request(f"{name} has {len(value)} prompts; at most {most} are accepted")
-    return [await _one(item, limits, f"{name}[{i}]") for i, item in enumerate(value)], True
+    return [await _one(item, limits, f"{name}[{i}]", images) for i, item in enumerate(value)], True
 
 
-async def _one(value: Any, limits: Limits, name: str) -> Prompt:
+async def _one(value: Any, limits: Limits, name: str, images: ImagePrompts | None = None) -> Prompt:
     if isinstance(value, dict):
-        if value.get("multimodal_data"):
-            raise bad_request(f"{name}.multimodal_data is not supported: the model takes text only")
         if value.get("prompt_string") is None:
             raise bad_request(f"{name}.prompt_string is required")
+        if value.get("multimodal_data"):
+            sources = f.array(value["multimodal_data"], f"{name}.multimodal_data")
+            if images is None:
+                raise bad_request(
+                    f"{name}.multimodal_data is not supported: the model takes text only; give its projector with "
+                    "--mmproj FILE"
+                )
+            return await images(f.text(value["prompt_string"], f"{name}.prompt_string"), sources, name)
         return await _one(value["prompt_string"], limits, f"{name}.prompt_string")
     if isinstance(value, str):
         tokens = tuple(await encode(limits.tokenizer, value, add_special=True))

@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from annotated_types import Ge, Le
+from pydantic import BeforeValidator, Strict
 
 from ikcli.server.http import fields as f
 from ikcli.server.http.errors import bad_request, unsupported
 from ikcli.server.http.prompts import encode
+from ikcli.server.http.schema import Body, Flag, Text, field, required, shown_as, whole
 from ikcli.server.http.state import ServerState
 from ikcli.server.http.vectors import MAX_TEXTS, Texts
+from ikcli.settings.sampling import INT32
 
+_Documents = Annotated[Any, shown_as(type="array")]
 TEMPLATE = "tokenizer.chat_template.rerank"
+
+
+class RerankBody(Body, frozen=True):
+    """Request body of the rerank routes."""
+
+    model: Annotated[Any, shown_as(type="string")] = field(None, "name of the model")
+    query: Text = required("what the documents are ranked by")
+    documents: _Documents = field(None, "texts, or objects with a field text")
+    texts: _Documents = field(None, "as documents; the answer is that of TEI")
+    top_n: Annotated[int, Strict(), Ge(1), Le(INT32), BeforeValidator(whole)] | None = field(
+        None, "most documents that are returned"
+    )
+    return_documents: Flag = field(False, "return the texts of the documents")
+    return_text: Flag = field(False, "the same for texts")
+    lora: Annotated[Any, shown_as(type="array", items={"type": "object"})] = field(None, "scales of adapters")
 
 
 def check_ranks(state: ServerState) -> None:
@@ -20,9 +41,9 @@ def check_ranks(state: ServerState) -> None:
         raise unsupported("This server does not support reranking. Start it with `--reranking` and a reranker")
 
 
-def read_documents(body: Mapping[str, Any], name: str) -> list[str]:
+def read_documents(value: Any, name: str = "documents") -> list[str]:
     """Return the texts of the documents. Raise ApiError 400 naming the faulty field."""
-    items = f.array(body.get(name), name)
+    items = f.array(value, name)
     if not items:
         raise bad_request(f"{name} must not be empty")
     if len(items) > MAX_TEXTS:

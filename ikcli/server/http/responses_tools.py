@@ -222,7 +222,7 @@ def _custom(tool: Mapping[str, Any], path: str) -> dict[str, Any]:
 
 
 def custom_input(arguments: str) -> str:
-    """Return the free text of a call to such a function, even if truncated; without it return the raw arguments."""
+    """Return the free text in the arguments of a custom tool's call, even if truncated; else the raw arguments."""
     for end in ("", '"}', "}"):
         try:
             value = json.loads(arguments + end)

@@ -8,9 +8,9 @@ from ikcli.server.http.budget import ReasoningControl
 
 
 class Running:
-    """Ids of running answers with the control that ends their thinking;
+    """The running answers by id, each with the control that ends its thinking.
 
-    None without `reasoning_control` in the request.
+    The control is None if the request did not set `reasoning_control`.
     """
 
     def __init__(self) -> None:
@@ -31,6 +31,6 @@ class Running:
             return "no answer with this id is being written"
         control = self._controls[id]
         if control is None:
-            return "the request did not set reasoning_control, or its template knows no thinking"
+            return "the request did not set reasoning_control, or the chat template does not support thinking"
         control.end()
         return ""

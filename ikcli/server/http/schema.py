@@ -124,6 +124,8 @@ _EXPECTED = {
     "int_type": "an integer",
     "float_type": "a number",
     "string_type": "a string",
+    "dict_type": "an object",
+    "list_type": "an array",
     "model_type": "an object",
 }
 
@@ -135,7 +137,7 @@ def _refusal(body: type[Body], error: ErrorDetails) -> ApiError:
         return bad_request(f"{name} must be a finite number")
     if kind == "missing":
         return bad_request(f"{name} is required")
-    expected = _EXPECTED.get(kind)
+    expected = error["ctx"]["expected"].replace("'", "") if kind == "literal_error" else _EXPECTED.get(kind)
     if expected is None:
         schema = properties_of(body)[name]["anyOf"][0]
         expected = f.range_text(schema.get("minimum"), schema.get("maximum"), schema.get("exclusiveMinimum"))

@@ -31,9 +31,11 @@ from ikcli.server.http.connection import Connection
 from ikcli.server.http.logs import ServerLog
 from ikcli.server.http.state import PASSED, ServerState, hosts_of
 from ikcli.server.http.users import Users, read_users
+from ikcli.server.prefix import disk
 from ikcli.server.slots.engine import Engine
 from ikcli.server.slots.sessions import make_folder
 from ikcli.settings.run import RunConfig
+from ikcli.settings.server import ServerConfig
 
 if TYPE_CHECKING:
     from ikcli.engine.plan.planner import Planner
@@ -54,6 +56,7 @@ def serve(config: RunConfig, planner: Planner | None = None) -> int:
     check_folders(config)
     if server.sessions is not None:
         make_folder(server.sessions)
+    check_cache_disk(server)
     if server.log_prompts_dir is not None:
         prompt_files.make_folder(server.log_prompts_dir)
     tls = tls_of(config)
@@ -64,6 +67,17 @@ def serve(config: RunConfig, planner: Planner | None = None) -> int:
         return _run(config, state, log, app, listener, tls)
     finally:
         close(listener, server.host)
+
+
+def check_cache_disk(server: ServerConfig) -> None:
+    """Make the folder of the prompt cache; raise UsageError if it or the options beside it cannot be used."""
+    if server.cache_disk is None:
+        return
+    if server.cache_ram == 0:
+        raise UsageError("--cache-disk keeps rows in RAM until they are written; set -cram above 0")
+    if server.sessions is not None:
+        raise UsageError("--cache-disk and --sessions both keep conversations on disk; give one of them")
+    disk.make_folder(server.cache_disk)
 
 
 def check_folders(config: RunConfig) -> None:

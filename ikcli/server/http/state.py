@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
+from ikcli.chat.images import Images
 from ikcli.errors import UsageError
 from ikcli.server.http.bridge import Bridge
 from ikcli.server.http.errors import ApiError
@@ -16,7 +17,9 @@ from ikcli.server.http.limits import Limits
 from ikcli.server.http.logs import ServerLog
 from ikcli.server.http.page_settings import page_settings
 from ikcli.server.http.params import defaults_of
+from ikcli.server.http.pictures import Pictures
 from ikcli.server.http.prompt_files import PromptFiles
+from ikcli.server.http.prompts import ImagePrompts
 from ikcli.server.http.running import Running
 from ikcli.server.http.usage import Ledger
 from ikcli.server.http.users import Users
@@ -115,6 +118,23 @@ class ServerState:
         from ikcli.server.http.templates import ChatService
 
         return ChatService(self.config, self.engine.tokenizer, self.engine.model.metadata)
+
+    @cached_property
+    def pictures(self) -> Pictures | None:
+        """Reader of the images of requests, or None without a projector; the model must be loaded."""
+        reader = self.engine.pictures
+        if reader is None:
+            return None
+        return Pictures(self.config.vision, reader, self.engine.tokenizer, self.engine.model.n_ctx_slot)
+
+    def images(self) -> Images:
+        """Return a collector for the images of one request."""
+        return Images(reads=self.ready and self.pictures is not None)
+
+    @property
+    def image_prompts(self) -> ImagePrompts | None:
+        """Maker of raw prompts with images, or None without a projector."""
+        return None if self.pictures is None else self.pictures.raw_prompt
 
     @cached_property
     def grammar(self) -> Any:

@@ -1,4 +1,4 @@
-"""Static files: the web page at `/`, or the user's folder with `--path`. Nothing outside it is ever served."""
+"""Static files: the web page at `/`, or the user's folder with `--path`. Files outside that folder are never served."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 from ikcli.chat.formats import ChatFormat
+from ikcli.chat.images import NO_IMAGES, Images
 from ikcli.chat.messages import Message
 from ikcli.chat.parser import ReasoningFormat
 from ikcli.chat.prompt import ChatPrompt
@@ -88,9 +89,9 @@ class ChatService:
             return {"error": str(e), "built_in": self.built_in}
         return {"chat_example": example, "built_in": self.built_in}
 
-    def read(self, body: Mapping[str, Any]) -> tuple[ChatRequest, ChatPrompt]:
-        """Return a request and its prompt. Raise IkError naming the faulty field."""
-        request = parse_request(body, self.defaults)
+    def read(self, body: Mapping[str, Any], images: Images = NO_IMAGES) -> tuple[ChatRequest, ChatPrompt]:
+        """Return a request and its prompt, with its images in `images`. Raise IkError naming the faulty field."""
+        request = parse_request(body, self.defaults, images)
         return request, self.format.render(request)
 
     def beginnings(self, request: ChatRequest) -> list[str]:

@@ -6,13 +6,18 @@ from typing import Any
 
 from ikcli.chat import content
 from ikcli.chat.content import RequestError
+from ikcli.chat.images import NO_IMAGES, Images
 from ikcli.server.http.errors import bad_request
 
 
 class Turns:
-    """Collector of messages; consecutive thinking, text and calls of the assistant form one message."""
+    """Collector of messages; consecutive thinking, text and calls of the assistant form one message.
 
-    def __init__(self) -> None:
+    Texts of the messages contain the markers of `images`.
+    """
+
+    def __init__(self, images: Images = NO_IMAGES) -> None:
+        self._images = images
         self.messages: list[dict[str, Any]] = []
         self._thoughts = ""
 
@@ -56,6 +61,20 @@ class Turns:
             at += 1
         self.messages.insert(at, {"role": "tool", "tool_call_id": id, "content": text})
 
+    def part_text(self, part: Any, path: str, role: str) -> str:
+        """Run `content.part_text` and raise its errors as ApiError."""
+        try:
+            return content.part_text(part, path, role, self._images)
+        except RequestError as e:
+            raise bad_request(str(e)) from None
+
+    def result_text(self, value: Any, path: str) -> str:
+        """Run `content.result_text` and raise its errors as ApiError."""
+        try:
+            return content.result_text(value, path, self._images)
+        except RequestError as e:
+            raise bad_request(str(e)) from None
+
     def _assistant(self) -> dict[str, Any]:
         """Return the assistant's current message, with its thinking."""
         message = self.messages[-1] if self.messages and self.messages[-1]["role"] == "assistant" else None
@@ -77,17 +96,9 @@ def _parts(texts: list[str]) -> list[dict[str, Any]]:
     return [{"type": "text", "text": text} for text in texts]
 
 
-def part_text(part: Any, path: str, role: str) -> str:
-    """Run `content.part_text` and raise its errors as ApiError."""
+def image_text(source: Any, path: str, images: Images) -> str:
+    """Run `content.image_text` and raise its errors as ApiError."""
     try:
-        return content.part_text(part, path, role)
-    except RequestError as e:
-        raise bad_request(str(e)) from None
-
-
-def result_text(value: Any, path: str) -> str:
-    """Run `content.result_text` and raise its errors as ApiError."""
-    try:
-        return content.result_text(value, path)
+        return content.image_text(source, path, images)
     except RequestError as e:
         raise bad_request(str(e)) from None

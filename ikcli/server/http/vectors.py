@@ -7,10 +7,12 @@ import base64
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
+from annotated_types import Ge, Le
+from pydantic import BeforeValidator, Strict
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -21,6 +23,7 @@ from ikcli.server.http.answer import embedded
 from ikcli.server.http.errors import bad_request, unsupported
 from ikcli.server.http.jsontext import dump_bytes
 from ikcli.server.http.prompts import read_prompts
+from ikcli.server.http.schema import Body, Whole, field, shown_as, whole
 from ikcli.server.http.state import ServerState
 from ikcli.server.slots.messages import Embedded, EmbeddingRequest
 from ikcli.settings.sampling import INT32
@@ -54,15 +57,22 @@ def check_embeds(state: ServerState) -> None:
         raise unsupported("This server ranks documents and has no embeddings; use /v1/rerank, or another --pooling")
 
 
-def read_options(state: ServerState, body: Mapping[str, Any]) -> VectorOptions:
-    """Read `dimensions` and `embd_normalize`. Raise ApiError naming the faulty field."""
-    dimensions, normalize = 0, state.config.embed.normalize
-    n_embd = state.engine.model.n_embd
-    if body.get("dimensions") is not None:
-        dimensions = f.integer(body["dimensions"], "dimensions", 1, n_embd)
-    if body.get("embd_normalize") is not None:
-        normalize = f.integer(body["embd_normalize"], "embd_normalize", -1, INT32)
-    return VectorOptions(dimensions, normalize)
+class VectorBody(Body, frozen=True):
+    """Fields of requests for vectors, whatever they call their texts."""
+
+    model: Annotated[Any, shown_as(type="string")] = field(None, "name of the model")
+    dimensions: Whole | None = field(None, "numbers that are left of a vector, normalized again")
+    embd_normalize: Annotated[int, Strict(), Ge(-1), Le(INT32), BeforeValidator(whole)] | None = field(
+        None, "-1 none, 0 int16, 1 taxicab, 2 euclidean, p-norm"
+    )
+    lora: Annotated[Any, shown_as(type="array", items={"type": "object"})] = field(None, "scales of adapters")
+
+    def options(self, state: ServerState) -> VectorOptions:
+        """Return the options of the vectors. Raise ApiError if the model's vectors are shorter than `dimensions`."""
+        n_embd = state.engine.model.n_embd
+        dimensions = 0 if self.dimensions is None else f.integer(self.dimensions, "dimensions", 1, n_embd)
+        normalize = state.config.embed.normalize if self.embd_normalize is None else self.embd_normalize
+        return VectorOptions(dimensions, normalize)
 
 
 async def read_texts(state: ServerState, value: Any, name: str) -> tuple[Texts, bool]:
@@ -86,20 +96,13 @@ def _plain(value: Any, name: str) -> Any:
     return "".join(texts)
 
 
-async def vectors(request: Request, state: ServerState, body: Mapping[str, Any], texts: Texts) -> Embedded | None:
-    """Return the engine's vectors or scores of texts; None if the client has disconnected."""
-    lora = scales_of(body["lora"], "lora", state.limits.n_adapters) if body.get("lora") is not None else None
-    return await embedded(request, state, EmbeddingRequest(texts, lora))
+async def vectors(request: Request, state: ServerState, lora: Any, texts: Texts) -> Embedded | None:
+    """Return the engine's vectors or scores of texts; None if the client has disconnected.
 
-
-def encoding(body: Mapping[str, Any]) -> str:
-    """Return `encoding_format`: float or base64."""
-    value = body.get("encoding_format")
-    if value is None:
-        return "float"
-    if f.text(value, "encoding_format") not in ("float", "base64"):
-        raise bad_request(f"encoding_format must be float or base64, not {f.shown(value)}")
-    return str(value)
+    `lora` has the scales of adapters as in a request.
+    """
+    scales = None if lora is None else scales_of(lora, "lora", state.limits.n_adapters)
+    return await embedded(request, state, EmbeddingRequest(texts, scales))
 
 
 def encoded(vector: npt.NDArray[np.float32], form: str) -> list[float] | str:

@@ -1,1 +1,1 @@
-"""Slots over one session: continuous batching, prompt reuse, cancellation. It knows nothing about HTTP."""
+"""Slots over one session: continuous batching, prompt reuse, cancellation. Independent of HTTP."""

@@ -12,7 +12,7 @@ from ikcli.engine.run.batch import Batch
 from ikcli.engine.run.opening import open_session
 from ikcli.engine.run.session import Session
 from ikcli.errors import UsageError
-from ikcli.server.slots.prompt_cache import common_prefix
+from ikcli.server.prefix.keys import common_prefix
 from ikcli.settings.adapters import AdapterConfig, RopeConfig
 from ikcli.settings.fleet import BatchConfig
 from ikcli.settings.run import RunConfig
@@ -45,7 +45,12 @@ class DraftModel:
         n_ctx = s.draft_ctx or target.n_ctx
         changed = replace(config, model=s.model_draft, type_k=s.draft_type_k, type_v=s.draft_type_v)
         changed = replace(
-            changed, override_kv=(), rope=RopeConfig(), adapters=AdapterConfig(), fleet=BatchConfig()
+            changed,
+            override_kv=(),
+            rope=RopeConfig(),
+            adapters=AdapterConfig(),
+            fleet=BatchConfig(),
+            server=replace(s, spec_type=()),
         )  # these belong to the other file
         session = open_session(changed, n_ctx=n_ctx, n_seq_max=target.n_seq_max, n_step=target.n_seq_max)
         tokens, theirs = (x.model.file.get("tokenizer.ggml.tokens") for x in (session, target))

@@ -9,25 +9,25 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import closing, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from ikcli.engine.plan.planner import Planner
 from ikcli.engine.plan.sizes import session_of
 from ikcli.engine.run.opening import open_session
 from ikcli.errors import IkError
 from ikcli.server.slots.embeddings import EmbeddingTask
 from ikcli.server.slots.log import Logger, silent
 from ikcli.server.slots.messages import EmbeddingRequest, Event, Failure, GenerationRequest
+from ikcli.server.slots.pictures import PictureReader
 from ikcli.server.slots.pipeline_worker import worker_of
+from ikcli.server.slots.projector import ServedProjector, open_projector
 from ikcli.server.slots.slot import Task
 from ikcli.server.slots.states import EngineError, EngineMetrics, ModelInfo, SlotActionResult, SlotState
 from ikcli.server.slots.vectors import ServedVectors
 from ikcli.server.slots.worker import Action, Worker
 from ikcli.settings.run import RunConfig
 from ikcli.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from ikcli.engine.plan.planner import Planner
 
 
 class Ticket:
@@ -79,9 +79,14 @@ class Engine:
     def _run(self) -> None:
         try:
             n, outputs = self.n_slots, session_of(self.config)[1].outputs
-            opened = open_session(self.config, n_seq_max=n, n_step=n, outputs=outputs, planner=self._planner)
-            with opened as session:
+            planner = self._planner or Planner.of_file(self.config)
+            projector = open_projector(self.config, planner.hp)
+            media = projector.media_config if projector is not None else None
+            opened = open_session(self.config, n_seq_max=n, n_step=n, outputs=outputs, media=media, planner=planner)
+            with opened as session, nullcontext() if projector is None else closing(projector):
                 self._worker = worker_of(session, self._log)
+                if projector is not None:
+                    self._worker.projector = ServedProjector(projector)
                 self.state = "ready"
                 self._loaded.set()
                 if not self._closing:
@@ -180,6 +185,11 @@ class Engine:
     def model(self) -> ModelInfo:
         """Return the loaded model; raise EngineError 503 before it is ready."""
         return self._ready().model
+
+    @property
+    def pictures(self) -> PictureReader | None:
+        """Return the reader of images, None without a projector; raise EngineError 503 before the model is ready."""
+        return self._ready().projector
 
     @property
     def tokenizer(self) -> Tokenizer:

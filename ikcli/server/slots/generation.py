@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from ikcli.sampling.sampler import Sampled, Sampler
 from ikcli.sampling.vocab import SamplerVocab
+from ikcli.server.prefix.reused import Reused
 from ikcli.server.slots.messages import (
     Candidate,
     Constraint,
@@ -23,6 +24,7 @@ from ikcli.server.slots.messages import (
     TokenInfo,
 )
 from ikcli.server.slots.output import Output
+from ikcli.server.slots.pictures import tokens_of
 from ikcli.tokenizer import Tokenizer
 
 FloatRow = npt.NDArray[np.float32]
@@ -57,13 +59,14 @@ class Generation:
         self._eog = tokenizer.eog_ids
         self.history: list[int] = list(request.prompt)
         self.sampler = Sampler(request.sampling, setting.vocab)
-        self.sampler.prime(request.prompt)
+        self.sampler.prime(tokens_of(request.prompt) if request.pictures else request.prompt)
         self.constraint: Constraint | None = request.constraint() if request.constraint else None
         self.output = Output(tokenizer, request.stop, request.bans, keep_special=request.keep_special)
         self.prompt_logprobs: list[TokenInfo] = []
         self.truncated = self._was_truncated = False  # now, and before the newest token
         self.stop_type: StopType = "none"
-        self.n_cached = self.n_prompt_computed = 0
+        self.reused = Reused()
+        self.n_prompt_computed = 0
         self.n_drafts = self.n_drafted = self.n_accepted = 0
         self.accepted_by_position: Counter[int] = Counter()
         self.bans_texts = bool(request.bans)
@@ -125,7 +128,8 @@ class Generation:
     def may_shift(self) -> bool:
         """Return whether old tokens may be dropped when the slot is full."""
         request = self.request
-        return self._setting.context_shift and not request.within_context and request.n_predict != -2
+        fixed = request.within_context or request.n_predict == -2 or request.pictures  # an image stays in its place
+        return self._setting.context_shift and not fixed
 
     @property
     def n_remain(self) -> int:
@@ -175,14 +179,15 @@ class Generation:
         done = self.t_prompt_done
         end, seconds = (done, self._t_now - done) if done else (time.perf_counter(), 0.0)
         return RequestTimings(
-            self.n_cached, self.n_prompt_computed, 1e3 * (end - self.t_start), self.output.n_total,
+            self.reused.n, self.n_prompt_computed, 1e3 * (end - self.t_start), self.output.n_total,
             1e3 * seconds, self.n_drafted, self.n_accepted, n_past, self._setting.n_ctx,
+            self.reused.n_ram, self.reused.n_disk,
         )  # fmt: skip
 
     def progress(self, n_processed: int) -> PromptProgress:
         """Return the progress of the prompt."""
         ms = 1e3 * (time.perf_counter() - self.t_start)
-        return PromptProgress(len(self.request.prompt), self.n_cached, n_processed, ms)
+        return PromptProgress(len(self.request.prompt), self.reused.n, n_processed, ms)
 
     def delta(self, n_past: int) -> Delta | None:
         """Return new text that is certain, if there is any."""

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from ikcli.sampling.params import SamplerParams
 from ikcli.server.slots.patterns import Pattern
+from ikcli.server.slots.pictures import PlacedPicture
 
 StopType = Literal["none", "eos", "limit", "word"]
 
@@ -106,6 +107,7 @@ class GenerationRequest:
     lora: tuple[float, ...] | None = None
     speculation: Speculation = Speculation()
     report_progress: bool = False
+    pictures: tuple[PlacedPicture, ...] = ()  # images of the prompt, in order
     turns: tuple[int, ...] = ()  # tokens of the prompt before turns that later requests may change
     deltas: bool = True  # False: no Delta events, for requests that are answered at once
 
@@ -135,7 +137,10 @@ class TokenInfo(NamedTuple):
 
 
 class RequestTimings(NamedTuple):
-    """Milliseconds and counts of one request; `cache_n` prompt tokens came from the cache."""
+    """Milliseconds and counts of one request.
+
+    `cache_n` prompt tokens came from the cache: `cache_ram_n` from RAM, `cache_disk_n` from disk, the rest from slots.
+    """
 
     cache_n: int = 0
     prompt_n: int = 0
@@ -146,6 +151,8 @@ class RequestTimings(NamedTuple):
     draft_n_accepted: int = 0
     n_past: int = 0
     n_ctx: int = 0
+    cache_ram_n: int = 0
+    cache_disk_n: int = 0
 
 
 @dataclass(frozen=True, slots=True)

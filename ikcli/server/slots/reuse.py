@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from ikcli.engine.plan.devices import available_memory
 from ikcli.engine.run.adapters import Added
 from ikcli.engine.run.session import Session
+from ikcli.errors import UsageError
+from ikcli.server.prefix.disk import Disk
+from ikcli.server.prefix.explain import TextOf, excerpt, find_miss, tree_lines
+from ikcli.server.prefix.keys import Tokens, common_prefix, default_limit
+from ikcli.server.prefix.reused import Reused
+from ikcli.server.prefix.store import PrefixStore
+from ikcli.server.slots import slot_file
 from ikcli.server.slots.log import Logger
-from ikcli.server.slots.prompt_cache import Entry, PromptCache, Tokens, common_prefix, default_limit
-from ikcli.server.slots.sessions import Sessions
+from ikcli.server.slots.sessions import Entry, Sessions
 from ikcli.server.slots.slot import IDLE, Slot
 
 KEEP_AT_LEAST = 16  # tokens worth keeping when another prompt takes their place, or fetching again
@@ -24,7 +30,13 @@ class Reuse:
     def __init__(self, session: Session, slots: Sequence[Slot], log: Logger, quiet: float = _QUIET) -> None:
         config = session.config.server
         self._session, self._slots, self._quiet = session, slots, quiet
-        self.prompts = PromptCache(default_limit(config.cache_ram, available_memory()))
+        self.store = PrefixStore(session.sequences, default_limit(config.cache_ram, available_memory()))
+        if config.cache_disk is not None:
+            if not self.store.limit:
+                raise UsageError("--cache-disk keeps rows in RAM until they are written; set -cram above 0")
+            about = slot_file.about(session)
+            limit, waiting = int(config.cache_disk_limit * (1 << 30)), self.store.limit // 4
+            self.store.attach(Disk(config.cache_disk, limit, waiting, about, session.sequences, log))
         self.sessions: Sessions | None = None
         if config.sessions is not None:
             self.sessions = Sessions(session, config.sessions, config.sessions_limit << 20, slots[0].n_ctx, log)
@@ -34,70 +46,74 @@ class Reuse:
         """Keep the content that the slot is about to lose, all except its first n tokens."""
         if slot.n_past - n < KEEP_AT_LEAST:
             return n
+        self.store.keep(slot.id, slot.cached, slot.added)
         unsaved = self._due.pop(slot.id, None) is not None and slot.n_past >= _ON_DISK
-        in_ram = self.prompts.limit and not self.prompts.has(slot.cached, slot.added)
-        if in_ram or (unsaved and self.sessions is not None):
-            entry = self._entry(slot)
-            if in_ram:
-                self.prompts.put(entry)
-            if unsaved and self.sessions is not None:
-                self.sessions.keep(entry)
+        if unsaved and self.sessions is not None:
+            self.sessions.keep(self._entry(slot))
         return n
 
     def _entry(self, slot: Slot) -> Entry:
         return Entry(slot.cached.copy(), self._session.sequences.save(slot.id, slot.n_past), slot.added)
 
-    def fetch(self, slot: Slot, prompt: Tokens, added: Added) -> int:
-        """Give the slot as much of the prompt as is stored anywhere; return the number of those tokens.
+    def fetch(self, slot: Slot, prompt: Tokens, added: Added) -> Reused:
+        """Give the slot as much of the prompt as is stored anywhere; return where those tokens came from.
 
         The last token of a prompt is always computed, for its logits.
         """
         most = len(prompt) - 1
-        sequences = self._session.sequences
-
-        def shared(s: Slot) -> int:
-            if s.added != added:
-                return 0
-            return sequences.reach(s.id, min(common_prefix(s.cached, prompt), most))
-
-        n = shared(slot)
+        wanted, sequences = prompt[:most], self._session.sequences
+        same = {s.id: common_prefix(s.cached, wanted) if s.added == added else 0 for s in self._slots}
+        shared = {s.id: sequences.reach(s.id, same[s.id]) if same[s.id] else 0 for s in self._slots}
+        n = shared[slot.id]
         self.replace(slot, n)
-        donor = max(self._slots, key=shared)
-        n_donor = shared(donor)
-        stored = self.prompts.best(prompt[:most], max(n + KEEP_AT_LEAST, n_donor), added)
-        n_stored = stored[1] if stored is not None else 0
+        donor = max(self._slots, key=lambda s: shared[s.id])
+        n_donor = shared[donor.id]
+        match = self.store.find(wanted, added)
+        miss = find_miss(prompt, most, match, [(s.cached, same[s.id]) for s in self._slots])
         if self.sessions is not None:
-            on_disk = self.sessions.best(prompt[:most], max(n + _ON_DISK, n_donor, n_stored), added)
+            on_disk = self.sessions.best(wanted, max(n + _ON_DISK, n_donor, match.n), added)
             if on_disk is not None:
                 saved, tokens, n_disk = on_disk
-                n = sequences.load(slot.id, saved, n_disk)
-                slot.adopt(tokens[:n])
-                return n
-        if stored is not None:
-            entry, n_stored = stored
-            n = sequences.load(slot.id, entry.saved, n_stored)
-            slot.adopt(entry.tokens[:n])
-        elif n_donor > n + KEEP_AT_LEAST:
+                n_disk = sequences.load(slot.id, saved, n_disk)
+                slot.adopt(tokens[:n_disk])
+                return Reused(0, 0, n_disk, find_miss(prompt, most, match, [(tokens, common_prefix(tokens, wanted))]))
+        if match.n > max(n + KEEP_AT_LEAST, n_donor):
+            own = n
+            n, n_disk = self.store.load(slot.id, match, own)
+            slot.adopt(wanted[:n])
+            return Reused(min(own, n), max(n - own - n_disk, 0), n_disk, miss)
+        if n_donor > n + KEEP_AT_LEAST:
             n = sequences.copy(donor.id, slot.id, n, n_donor)
-            slot.adopt(donor.cached[:n])
-        return n
+            slot.adopt(wanted[:n])
+        return Reused(n, 0, 0, miss)
+
+    def explain(self, text_of: TextOf) -> Iterator[str]:
+        """Yield lines about what slots and the store hold."""
+        for slot in self._slots:
+            if slot.n_past:
+                yield f"slot {slot.id}: {slot.n_past} tokens  {excerpt(text_of, slot.cached)}"
+        yield from tree_lines(self.store.tree, text_of)
 
     # --- sessions on disk -------------------------------------------------------------------------------------------
     def finished(self, slot: Slot) -> None:
         """Note that a request of the slot is done; its content is written when it stays unchanged for a while."""
-        if self.sessions is not None and slot.n_past >= _ON_DISK:
+        if (self.sessions is not None or self.store.disk is not None) and slot.n_past >= _ON_DISK:
             self._due[slot.id] = time.monotonic() + self._quiet
 
     def write_quiet(self) -> float | None:
         """Write conversations that were idle for a while; return the seconds until there may be more, None: never."""
-        if not self._due or self.sessions is None:
+        if self.store.disk is not None:
+            self.store.save()
+        if not self._due:
             return None
         now = time.monotonic()
         for slot in self._slots:
             if slot.state != IDLE or self._due.get(slot.id, now + 1) > now:
                 continue
-            known = slot.n_past < _ON_DISK or self.sessions.has(slot.cached, slot.added)
-            if known or self.sessions.keep(self._entry(slot)):
+            if self.store.disk is not None and slot.n_past >= _ON_DISK:
+                self.store.keep(slot.id, slot.cached, slot.added)
+            known = self.sessions is None or slot.n_past < _ON_DISK or self.sessions.has(slot.cached, slot.added)
+            if known or (self.sessions is not None and self.sessions.keep(self._entry(slot))):
                 del self._due[slot.id]
             else:
                 self._due[slot.id] = now + 1  # the disk is slow
@@ -106,6 +122,13 @@ class Reuse:
 
     def close(self) -> None:
         """Write the content of all slots, and wait for it."""
+        if self.store.disk is not None:
+            for slot in self._slots:
+                slot.n_past = self._session.truncate(slot.id, slot.n_past)
+                if slot.n_past >= _ON_DISK:
+                    self.store.keep(slot.id, slot.cached, slot.added)
+            self.store.save(wait=True)
+            self.store.disk.close()
         if self.sessions is None:
             return
         for slot in self._slots:

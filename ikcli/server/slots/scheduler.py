@@ -22,6 +22,9 @@ class PromptWork(Protocol):
     def n_whole(self) -> int: ...
 
     @property
+    def n_at_once(self) -> int: ...
+
+    @property
     def wants_prompt_logits(self) -> bool: ...
 
     @property
@@ -40,12 +43,16 @@ class Piece(Generic[T]):
 
 
 def prompt_pieces(waiting: Iterable[T], n_ubatch: int) -> list[Piece[T]]:
-    """Return the pieces to compute in this step, at most n_ubatch tokens in total; the caller updates `t_served`."""
+    """Return the pieces to compute in this step, at most n_ubatch tokens in total; the caller updates `t_served`.
+
+    An image is one piece, whatever its size.
+    """
     pieces: list[Piece[T]] = []
     budget = n_ubatch
     for slot in sorted(waiting, key=lambda s: s.t_served):
         n = min(slot.n_whole, PROMPT_LOGPROBS_STEP if slot.wants_prompt_logits else n_ubatch, n_ubatch)
-        if n > budget:
+        n = slot.n_at_once or n
+        if n > budget and pieces:
             break
         pieces.append(Piece(slot, n))
         budget -= n

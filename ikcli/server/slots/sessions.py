@@ -17,17 +17,32 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-from ikcli.engine.run.adapters import Added
+from ikcli.engine.run.adapters import NOTHING, Added
 from ikcli.engine.run.saved_sequence import Checkpoint, SavedSequence
 from ikcli.engine.run.session import Session
 from ikcli.errors import UsageError
+from ikcli.server.prefix.keys import Tokens, common_prefix
 from ikcli.server.slots import slot_file
 from ikcli.server.slots.log import Logger
-from ikcli.server.slots.prompt_cache import Entry, Tokens
 from ikcli.server.slots.states import EngineError
 
 SUFFIX = ".session"
 _MOST_WAITING = 4  # copies that wait to be written
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """The first len(tokens) cached positions of a slot, computed with the additions `added`."""
+
+    tokens: Tokens
+    saved: SavedSequence
+    added: Added = NOTHING
+
+    def shared(self, tokens: Tokens, added: Added = NOTHING) -> int:
+        """Return the number of tokens of a text that this entry saves."""
+        if added != self.added:
+            return 0
+        return self.saved.reach(common_prefix(self.tokens, tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +70,7 @@ class Sessions:
         """List the files. `limit` in bytes; `n_ctx` tokens that a slot takes."""
         make_folder(folder)
         self._session, self._folder, self._limit, self._n_ctx, self._log = session, folder, limit, n_ctx, log
-        self._about = {
-            "model": slot_file.fingerprint(session),
-            "layout": session.sequences.layout(),
-            "settings": _settings(session),
-        }
+        self._about = slot_file.about(session)
         self._lock = threading.Lock()  # of the list
         self._stored: list[Stored] = []
         self._find()
@@ -181,10 +192,3 @@ class Sessions:
                     path.unlink()
         with self._lock:
             self._stored = [one for one in self._stored if one.path.exists()]
-
-
-def _settings(session: Session) -> str:
-    """Identify the settings beside the layout that change what is cached."""
-    config = session.config
-    text = repr((config.rope, config.override_kv, config.ser))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]

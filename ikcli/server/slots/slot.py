@@ -16,9 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ikcli.engine.run.adapters import NOTHING
+from ikcli.server.prefix.keys import common_prefix
+from ikcli.server.prefix.reused import Reused
 from ikcli.server.slots.generation import Generation
 from ikcli.server.slots.messages import Event, GenerationRequest, RequestTimings
-from ikcli.server.slots.prompt_cache import common_prefix
+from ikcli.server.slots.pictures import PlacedPicture
 from ikcli.server.slots.states import SlotState
 
 Tokens = npt.NDArray[np.int32]
@@ -91,14 +93,14 @@ class Slot:
         return common_prefix(self.cached, prompt) / len(prompt) if self.n_past and len(prompt) else 0.0
 
     # --- work -------------------------------------------------------------------------------------------------------
-    def begin(self, task: Task, generation: Generation, n_cached: int, places: Mapping[int, bool]) -> None:
-        """Start a request whose first n_cached tokens are in the cache; `places`: see `checkpoints.places`."""
+    def begin(self, task: Task, generation: Generation, reused: Reused, places: Mapping[int, bool]) -> None:
+        """Start a request whose first `reused.n` tokens are in the cache; `places`: see `checkpoints.places`."""
         self.places = places
         self.task, self.generation, self.id_task = task, generation, task.id
-        self.n_past, self.target, self.state, self.in_prompt = n_cached, task.prompt, PROMPT, True
+        self.n_past, self.target, self.state, self.in_prompt = reused.n, task.prompt, PROMPT, True
         self.draft = ()
-        generation.n_cached = n_cached
-        generation.n_prompt_computed = len(task.prompt) - n_cached
+        generation.reused = reused
+        generation.n_prompt_computed = len(task.prompt) - reused.n
 
     def repeat_from(self, n_past: int, target: Tokens) -> None:
         """Compute the `target` tokens from position n_past on before the next token is chosen."""
@@ -128,9 +130,27 @@ class Slot:
 
     @property
     def n_whole(self) -> int:
-        """Return the number of target tokens up to their end or the next checkpoint."""
+        """Return the number of target tokens up to their end, the next checkpoint or the next image."""
         end = next((n for n in self.places if n > self.n_past), 0) if self.in_prompt else 0
+        if self.pictures:
+            end = min([end or len(self.target), *(one.start for one in self.pictures if one.start > self.n_past)])
         return end - self.n_past if end else self.n_todo
+
+    @property
+    def picture(self) -> PlacedPicture | None:
+        """Return the image that is to be computed next, as a whole."""
+        return next((one for one in self.pictures if one.start == self.n_past), None) if self.pictures else None
+
+    @property
+    def n_at_once(self) -> int:
+        """Return the number of target tokens that must be computed in one piece: those of an image."""
+        picture = self.picture
+        return picture.stop - picture.start if picture is not None else 0
+
+    @property
+    def pictures(self) -> tuple[PlacedPicture, ...]:
+        """Return the images of the request; its prompt is the beginning of all target tokens."""
+        return self.generation.request.pictures if self.generation is not None else ()
 
     @property
     def wants_prompt_logits(self) -> bool:

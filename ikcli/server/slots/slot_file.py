@@ -49,10 +49,17 @@ def fingerprint(session: Session) -> str:
     return digest.hexdigest()
 
 
+def about(session: Session) -> dict[str, Any]:
+    """Return what cached rows belong to: model, layout, and the settings beside it that change what is cached."""
+    config = session.config
+    settings = hashlib.sha256(repr((config.rope, config.override_kv, config.ser)).encode()).hexdigest()[:16]
+    return {"model": fingerprint(session), "layout": session.sequences.layout(), "settings": settings}
+
+
 def save(session: Session, seq: int, tokens: Tokens, path: Path, added: Added = NOTHING) -> int:
     """Write a sequence whose cache holds these tokens; return the size of the file."""
-    about = {"model": fingerprint(session), "layout": session.sequences.layout()}
-    return write(encode(session, tokens, session.sequences.save(seq, len(tokens)), added, about), path)
+    belongs = {"model": fingerprint(session), "layout": session.sequences.layout()}
+    return write(encode(session, tokens, session.sequences.save(seq, len(tokens)), added, belongs), path)
 
 
 def encode(

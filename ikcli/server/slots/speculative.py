@@ -7,9 +7,10 @@ and without drafts. A micro-batch is kept so small that its results are batch-in
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from ikcli.engine.run.mtp import Draft
 from ikcli.engine.run.session import Session
 from ikcli.errors import UsageError
 from ikcli.server.slots import ngrams
@@ -49,6 +50,16 @@ def _with_settings(stage: SpecStage, settings: Sequence[SpecSetting]) -> SpecSta
     return stage
 
 
+@dataclass(slots=True)
+class _ByHeads:
+    """A slot whose draft the model's heads compute, its fewest tokens, and the stage that asks for it."""
+
+    slot: Slot
+    wanted: Draft
+    n_min: int
+    stage: int
+
+
 class Speculator:
     """Drafts tokens for the slots of one engine."""
 
@@ -56,6 +67,7 @@ class Speculator:
         self._stages = stages(session)
         self._config: ServerConfig = session.config.server
         self._n_exact = session.n_exact
+        self._heads = session.heads
         sampling = session.config.sampling
         self._dynamic_path = sampling.lookup_cache_dynamic
         static, dynamic = sampling.lookup_cache_static, self._dynamic_path
@@ -74,19 +86,36 @@ class Speculator:
     def propose(self, slots: Sequence[Slot]) -> None:
         """Set the drafts of generating slots: at most `n_exact` rows together with the tokens they continue."""
         free = self._n_exact - len(slots)
+        by_heads: list[_ByHeads] = []  # drafts of all slots, which are computed together
         for left, slot in zip(range(len(slots), 0, -1), slots, strict=True):
             slot.draft = ()
-            if free <= 0:
-                continue
-            share = -(-free // left)
-            for i, stage in enumerate(self._stages):
-                draft = self._draft(slot, i, stage, share)
-                if draft:
-                    slot.draft = draft
-                    free -= len(draft)
-                    break
+            if free > 0:
+                free -= self._propose(slot, 0, -(-free // left), by_heads)
+        if by_heads:
+            assert self._heads is not None
+            self._heads.draft([x.wanted for x in by_heads])
+            for x in by_heads:
+                x.slot.draft = x.wanted.found if len(x.wanted.found) >= x.n_min else ()
+                if not x.slot.draft:
+                    self._propose(x.slot, x.stage + 1, x.wanted.n_max, [])
 
-    def _draft(self, slot: Slot, index: int, stage: SpecStage, most: int) -> list[int]:
+    def _propose(self, slot: Slot, first: int, most: int, by_heads: list[_ByHeads]) -> int:
+        """Set the draft of the first stage that has one, or add it to `by_heads`; return the tokens it may have."""
+        for i, stage in enumerate(self._stages[first:], first):
+            n_min, n_max, p_min = self._limits(slot, stage, most)
+            if n_max <= 0:
+                continue
+            if stage.type == "mtp":
+                by_heads.append(_ByHeads(slot, Draft(slot.id, slot.text_tokens(), n_max, p_min, [], []), n_min, i))
+                return n_max
+            draft = _texts_only(self._draft(slot, i, stage, n_max, p_min))
+            if draft and len(draft) >= n_min:
+                slot.draft = draft
+                return len(draft)
+        return 0
+
+    def _limits(self, slot: Slot, stage: SpecStage, most: int) -> tuple[int, int, float]:
+        """Return the fewest and most tokens of a draft, and their least probability."""
         g = slot.generation
         assert g is not None
         asked = g.request.speculation
@@ -96,15 +125,15 @@ class Speculator:
         if g.n_remain >= 0:
             room = min(room, g.n_remain - 1)
         n_max = min(n_max, room, most)
-        if n_max <= 0:
-            return []
-        if stage.type == "draft":
-            p_min = _first(asked.p_min, stage.p_min, self._config.draft_p_min)
-            draft = self._by_model(slot, n_max, p_min)
-        else:
-            drafter = self._drafter(slot, index)
-            draft = drafter.draft(g.history, n_max)[:n_max] if drafter else []
-        return draft if len(draft) >= min(n_min, n_max) else []
+        return min(n_min, n_max), n_max, _first(asked.p_min, stage.p_min, self._config.draft_p_min)
+
+    def _draft(self, slot: Slot, index: int, stage: SpecStage, n_max: int, p_min: float) -> list[int]:
+        g = slot.generation
+        assert g is not None
+        if stage.type == "draft":  # the draft model sees no images
+            return [] if g.request.pictures else self._by_model(slot, n_max, p_min)
+        drafter = self._drafter(slot, index)
+        return drafter.draft(g.history, n_max)[:n_max] if drafter else []
 
     def _by_model(self, slot: Slot, n_max: int, p_min: float) -> list[int]:
         assert self._model is not None
@@ -116,7 +145,7 @@ class Speculator:
         """Return a new drafter of a stage; every generation gets its own."""
         owner, drafters = self._drafters.get(slot.id, (None, []))
         if owner is not slot.generation:
-            drafters = [None if s.type == "draft" else self._make(s) for s in self._stages]
+            drafters = [None if s.type in ("draft", "mtp") else self._make(s) for s in self._stages]
             self._drafters[slot.id] = slot.generation, drafters
         return drafters[index]
 
@@ -148,6 +177,11 @@ class Speculator:
             self._model.close()
         if self._dynamic_path is not None and self._dynamic:
             write_counts(self._dynamic, self._dynamic_path)
+
+
+def _texts_only(draft: list[int]) -> list[int]:
+    """Return a draft up to the first position of an image, which drafts from the prompt can reach."""
+    return next((draft[:i] for i, token in enumerate(draft) if token < 0), draft)
 
 
 def _first(*values: T | None) -> T:

@@ -12,6 +12,7 @@ from typing import Any
 from ikcli.engine.plan.placement import CPU
 from ikcli.engine.run.session import Session
 from ikcli.gguf.constants import file_type_label
+from ikcli.server.prefix.reused import Reused
 from ikcli.server.slots.messages import GenerationRequest, RequestTimings, StopType
 
 
@@ -107,6 +108,9 @@ class EngineMetrics:
     prompt_cache_bytes: int = 0
     prompt_cache_entries: int = 0
     t_start: float = 0.0
+    prompt_tokens_slot_total: int = 0
+    prompt_tokens_ram_total: int = 0
+    prompt_tokens_disk_total: int = 0
 
     @property
     def n_busy_slots_per_decode(self) -> float:
@@ -128,6 +132,9 @@ class Counters:
     accepted: int = 0
     drafts: int = 0
     accepted_by_position: Counter[int] = field(default_factory=Counter)
+    from_slots: int = 0
+    from_ram: int = 0
+    from_disk: int = 0
     recent_prompt: tuple[int, float] = (0, 0.0)
     recent_predicted: tuple[int, float] = (0, 0.0)
     t_start: float = field(default_factory=time.time)
@@ -137,6 +144,12 @@ class Counters:
         self.prompt_tokens += n
         self.prompt_seconds += seconds
         self.recent_prompt = (self.recent_prompt[0] + n, self.recent_prompt[1] + seconds)
+
+    def reuse(self, reused: Reused) -> None:
+        """Count the reused tokens of a prompt."""
+        self.from_slots += reused.n_slot
+        self.from_ram += reused.n_ram
+        self.from_disk += reused.n_disk
 
     def predicted(self, n: int, seconds: float) -> None:
         """Count a finished generation."""

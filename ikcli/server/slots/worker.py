@@ -23,10 +23,14 @@ from ikcli.engine.pipeline.driver import StageLostError
 from ikcli.engine.plan.devices import available_memory
 from ikcli.engine.run.batch import Batch
 from ikcli.engine.run.control_vectors import VectorUse
+from ikcli.engine.run.media import Placed
 from ikcli.engine.run.session import Session
 from ikcli.sampling.sampler import token_logprobs
 from ikcli.sampling.short import draw_function
 from ikcli.sampling.vocab import SamplerVocab
+from ikcli.server.prefix.explain import describe
+from ikcli.server.prefix.keys import default_limit
+from ikcli.server.prefix.reused import Reused
 from ikcli.server.slots import slot_file
 from ikcli.server.slots.checkpoints import keeping, places
 from ikcli.server.slots.embeddings import Embeddings, EmbeddingTask
@@ -34,7 +38,8 @@ from ikcli.server.slots.failures import check_finite, engine_error, failure_of, 
 from ikcli.server.slots.generation import Generation, Setting, as_info
 from ikcli.server.slots.log import Logger, log_timings
 from ikcli.server.slots.messages import EmbeddingRequest, Event, Failure, GenerationRequest
-from ikcli.server.slots.prompt_cache import default_limit
+from ikcli.server.slots.pictures import spans_of, whole_pictures
+from ikcli.server.slots.projector import ServedProjector
 from ikcli.server.slots.reuse import Reuse
 from ikcli.server.slots.scheduler import prompt_pieces
 from ikcli.server.slots.slot import GENERATION, IDLE, PROMPT, Slot, Task, alike
@@ -84,6 +89,7 @@ class Worker:
         self.added = adapters.added  # for requests that name no scales
         staged = session.config.fleet.stages > 1
         self.vectors = ServedVectors(adapters.vectors, hp, staged=staged, changed=self._use_vectors)
+        self.projector: ServedProjector | None = None
         self._setting = Setting(n_ctx, hp.n_ctx_train, self.config.context_shift, self.tokenizer, vocab)
         self._inbox: deque[Task | EmbeddingTask | Action] = deque()
         self._queue: deque[Task] = deque()
@@ -96,9 +102,10 @@ class Worker:
         self._was_busy = True
         self.counters = Counters()
         self._reuse = Reuse(session, self.slots, log)
+        self._text_of = self.tokenizer.decode if self.tokenizer.kind != "none" else lambda tokens: ""
         self._embeddings = Embeddings(session, self._reuse, self._count_prompt, self._send, log)
         self.model = replace(self.model, pooling=self._embeddings.name)
-        limit = self._reuse.prompts.limit or default_limit(None, available_memory())
+        limit = self._reuse.store.limit or default_limit(None, available_memory())
         session.sequences.keeping = keeping(self.config, limit // len(self.slots))
         self._speculator = Speculator(session, log)
         self._announce(n_ctx)
@@ -107,7 +114,7 @@ class Worker:
         if n_ctx < self.session.n_ctx_seq:
             self._log("WARN", "init", "slots are limited to the context the model was trained for",
                       {"n_ctx_slot": n_ctx, "n_ctx_seq": self.session.n_ctx_seq})  # fmt: skip
-        limit = self._reuse.prompts.limit >> 20
+        limit = self._reuse.store.limit >> 20
         self._log("INFO", "init", f"prompt cache: up to {limit} MiB of RAM (set with -cram)", {"limit_mib": limit})
         for s in self.slots:
             self._log("INFO", "init", "new slot", {"id_slot": s.id, "n_ctx_slot": s.n_ctx})
@@ -153,7 +160,15 @@ class Worker:
                 "shorten it or start again with a larger -c"
             )
             return Failure(400, "exceed_context_size_error", text, {"n_prompt_tokens": n, "n_ctx": n_ctx})
-        if n and not 0 <= min(request.prompt) <= max(request.prompt) < self.model.n_vocab:
+        media = self.session.graph_config.media
+        widest = max((one.picture.n_tokens for one in request.pictures), default=0)
+        if media is not None and media.both and widest > self.session.n_ubatch:
+            return invalid(
+                f"an image of {widest} tokens, which see each other in both directions, must be in one micro-batch; "
+                f"start again with -ub {widest} or more"
+            )
+        least = min(request.prompt, default=0) if not request.pictures else 0  # those of images are keys below 0
+        if n and not 0 <= least <= max(request.prompt) < self.model.n_vocab:
             return invalid(f"the prompt holds a token id outside the vocabulary of {self.model.n_vocab}")
         return None
 
@@ -165,7 +180,7 @@ class Worker:
 
     def metrics(self, *, reset: bool) -> EngineMetrics:
         """Return counters and gauges."""
-        c, session, prompts = self.counters, self.session, self._reuse.prompts
+        c, session, store = self.counters, self.session, self._reuse.store
         busy = sum(s.state != IDLE for s in self.slots)
         n_waiting = len(self._queue) + len(self._embeddings.waiting)
         n_cached = sum(s.n_past for s in self.slots)
@@ -175,7 +190,8 @@ class Worker:
         return EngineMetrics(
             c.prompt_tokens, c.prompt_seconds, c.predicted_tokens, c.predicted_seconds, c.n_decode, c.n_busy_slots,
             c.n_tokens_max, c.drafted, c.accepted, c.drafts, dict(c.accepted_by_position), *rates, busy, n_waiting,
-            len(self.slots) - busy, n_cached, n_cached / session.n_ctx, prompts.n_bytes, len(prompts), c.t_start,
+            len(self.slots) - busy, n_cached, n_cached / session.n_ctx, store.n_bytes, len(store), c.t_start,
+            c.from_slots, c.from_ram, c.from_disk,
         )  # fmt: skip
 
     # --- the loop ---------------------------------------------------------------------------------------------------
@@ -317,16 +333,28 @@ class Worker:
             return
         reuse = request.cache_prompt and not request.prompt_logprobs
         added = self.added.of_request(task.request.lora)
-        n = self._reuse.fetch(slot, task.prompt, added) if reuse else self._reuse.replace(slot, 0)
-        n = self.session.truncate(slot.id, n)
+        reused = self._reuse.fetch(slot, task.prompt, added) if reuse else Reused(self._reuse.replace(slot, 0))
+        n = self.session.truncate(slot.id, reused.n)
+        while (whole := whole_pictures(request.pictures, n)) < n:
+            n = self.session.truncate(slot.id, whole)
+        if self.projector is not None:
+            self.session.sequences.set_spans(slot.id, spans_of(request.pictures, n))
+        reused = reused.cut(n)
+        self.counters.reuse(reused)
         slot.added = added
         needed = self.model.needs_checkpoints
-        slot.begin(task, generation, n, places(self.config, n, len(task.prompt), request.turns) if needed else {})
+        slot.begin(task, generation, reused, places(self.config, n, len(task.prompt), request.turns) if needed else {})
         slot.t_served = self._step_number
         if request.report_progress:
             self._send(task, generation.progress(n))
         self._log("INFO", "launch_slot_with_task", "slot is processing task", _ids(slot))
         self._log("INFO", "update_slots", "kv cache rm [p0, end)", {**_ids(slot), "p0": n})
+        if reuse:
+            self._log("INFO", "prompt_cache", "prompt tokens reused",
+                      {**_ids(slot), **describe(reused, self._text_of)})  # fmt: skip
+        if self.config.cache_explain:
+            for line in self._reuse.explain(self._text_of):
+                self._log("INFO", "prompt_cache", line, {})
 
     # --- one step ---------------------------------------------------------------------------------------------------
     def step(self) -> None:
@@ -363,6 +391,8 @@ class Worker:
                 batch = _batch(ready)
                 self._deliver()
                 logits = self.session.step(batch)
+                if len(ready) > 1 and self.model.needs_checkpoints:
+                    logits = logits.copy()  # rolling one slot back computes, which overwrites the rows of the others
             else:
                 logits = self.session.step_each(*_next_tokens(ready), self._deliver)
         except StageLostError:
@@ -388,11 +418,17 @@ class Worker:
                 self._generate([s])
 
     def _roll_back(self, slot: Slot) -> bool:
-        """Roll back to the slot's tokens; return False if some of those have to be computed again."""
-        kept = self.session.truncate(slot.id, slot.n_past)
-        if kept < slot.n_past:
+        """Roll back to the slot's tokens; return False if some of those have to be computed again as a prompt.
+
+        A few, since a checkpoint before a draft, are computed at once: as one by one, to the last bit.
+        """
+        kept, n = self.session.truncate(slot.id, slot.n_past), slot.n_past
+        if n - self.session.n_exact <= kept < n:
+            self.session.step(Batch.single(slot.cached[kept:n], kept, slot.id))
+        elif kept < n:
             slot.repeat_from(kept, slot.text_tokens())
-        return kept == slot.n_past
+            return False
+        return True
 
     def _advance(self, slot: Slot, logits: FloatRows, sums: Sequence[float], at: int) -> None:
         """Take tokens from the logits of `last` (row `at`) and of the draft, as long as the draft is right."""
@@ -460,7 +496,7 @@ class Worker:
         wanted = "all" if slot.wants_prompt_logits else "last" if is_last else "none"
         self._deliver()
         self.session.apply(slot.added)
-        logits = self.session.compute(Batch.single(tokens, slot.n_past, slot.id, logits=wanted))
+        logits = self._compute(slot, tokens, wanted)
         if slot.in_prompt and slot.n_past + n in slot.places:
             self.session.checkpoint(slot.id, likely=slot.places[slot.n_past + n])
         self._count(1, slot.n_past + n)
@@ -474,6 +510,15 @@ class Worker:
             check_finite(logits[-1])
             self._prompt_done(slot, g, logits[-1])
 
+    def _compute(self, slot: Slot, tokens: npt.NDArray[np.int32], wanted: str) -> FloatRows:
+        """Compute target tokens, or the image that stands there; return the wanted logits."""
+        placed = slot.picture
+        if placed is None:
+            return self.session.compute(Batch.single(tokens, slot.n_past, slot.id, logits=wanted))
+        assert self.projector is not None  # no prompt has images without it
+        batch = Batch.single(tokens, slot.n_past, slot.id, logits=wanted)
+        return self.session.decode(replace(batch, media=(Placed(0, self.projector.encode(placed.picture)),)))
+
     def _prompt_logprobs(self, g: Generation, logits: FloatRows, first: int) -> None:
         """Collect the log-probabilities of the tokens after the positions from `first` on."""
         n_top = g.request.sampling.n_probs
@@ -484,7 +529,9 @@ class Worker:
 
     def _prompt_done(self, slot: Slot, g: Generation, logits: npt.NDArray[np.float32]) -> None:
         if slot.in_prompt:
-            self.counters.prompt(g.n_prompt_computed, g.prompt_done())
+            seconds = g.prompt_done()
+            self.counters.prompt(g.n_prompt_computed, seconds)
+            self._reuse.store.cost.observe(g.reused.n, g.n_prompt_computed, seconds)
             if g.request.n_predict == 0:
                 g.stop_type = "limit"
                 self._finish(slot, g)

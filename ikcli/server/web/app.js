@@ -1,6 +1,7 @@
 // The page: its state, what it shows, and how it reacts to events.
 
 import { getJson, isUp, postJson, ServerError, streamChat } from "./api.js";
+import { Attachments } from "./attachments.js";
 import { byId, download, grow, h, icon } from "./dom.js";
 import { MessageView, speedText } from "./messages.js";
 import { requestFields, SettingsDialog } from "./settings.js";
@@ -150,13 +151,17 @@ function halt(conversation) {
   delete run.node.pending;
 }
 
+const attachments = new Attachments(() => Boolean(state.server.modalities?.vision), showBanner);
+
 function send(text) {
   const { current } = state;
-  if (!text.trim() || state.runs.has(current.id)) return false;
-  addNode(current, current.leaf, { role: "user", content: text });
+  if ((!text.trim() && !attachments.urls.length) || state.runs.has(current.id)) return false;
+  addNode(current, current.leaf, { role: "user", content: text, ...withImages(attachments.take()) });
   answer(current);
   return true;
 }
+
+const withImages = (images) => (images?.length ? { images } : {});
 
 const actions = {
   regenerate(node) {
@@ -173,7 +178,7 @@ const actions = {
     const { current } = state;
     if (node.role === "user") {
       halt(current);
-      addNode(current, node.parent, { role: "user", content: text });
+      addNode(current, node.parent, { role: "user", content: text, ...withImages(node.images) });
       answer(current);
     } else {
       node.content = text;
@@ -312,6 +317,7 @@ async function readServer() {
   if (state.preset.system && !state.current.system) showSystem();
   state.nCtx = state.server.default_generation_settings?.n_ctx ?? 0;
   byId("model").textContent = state.server.model_alias || state.server.model_name || "";
+  attachments.show();
   showBanner("");
   showNumbers();
 }

@@ -21,6 +21,7 @@ const ICONS = {
   save: "M12 4v11M7.5 11l4.5 4.5 4.5-4.5M5 19.5h14",
   left: "M14.5 6l-6 6 6 6",
   right: "M9.5 6l6 6-6 6",
+  image: "M4 5h16v14H4zM4 16l5-5 4 4 2.5-2.5L20 17M15.5 9.5h.01",
 };
 
 // Create an element: `on` holds listeners, `data` dataset entries; null and false attributes are skipped.

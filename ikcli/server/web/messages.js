@@ -1,5 +1,6 @@
 // Show messages; `actions` implements their buttons.
 
+import { pictures } from "./attachments.js";
 import { copyButton, grow, h, iconButton } from "./dom.js";
 import { buildCode, renderMarkdown } from "./markdown.js";
 import { children } from "./tree.js";
@@ -25,7 +26,10 @@ export class MessageView {
   update() {
     const { node } = this;
     if (node.role === "assistant") this.updateAnswer();
-    else this.body.textContent = node.content;
+    else {
+      this.body.textContent = node.content;
+      if (node.images?.length) this.body.prepend(pictures(node.images));
+    }
     this.error.textContent = node.error || "";
     this.error.hidden = !node.error;
     this.element.classList.toggle("running", Boolean(node.pending));
@@ -127,7 +131,7 @@ export class MessageView {
     };
     const submit = (event) => {
       event?.preventDefault();
-      if (node.role === "user" && !area.value.trim()) return;
+      if (node.role === "user" && !area.value.trim() && !node.images?.length) return;
       close();
       this.actions.edited(node, area.value);
     };

@@ -48,8 +48,8 @@ export function toMessages(conversation, leaf) {
       out.push({ role: "tool", tool_call_id: node.callId, content: node.content });
     } else if (node.role === "user") {
       // skip a failed answer: two questions in a row become one, as many templates require
-      if (out.at(-1)?.role === "user") out.at(-1).content += `\n\n${node.content}`;
-      else out.push({ role: "user", content: node.content });
+      if (out.at(-1)?.role === "user") out.at(-1).content = joined(out.at(-1).content, contentOf(node));
+      else out.push({ role: "user", content: contentOf(node) });
     } else {
       const calls = (node.toolCalls ?? []).filter(isWhole);
       if (!node.content && !node.reasoning && !calls.length) continue;
@@ -60,6 +60,18 @@ export function toMessages(conversation, leaf) {
     }
   }
   return out;
+}
+
+// Return text, or a list of parts if there are images, which stand before the text.
+function contentOf(node) {
+  if (!node.images?.length) return node.content;
+  const images = node.images.map((url) => ({ type: "image_url", image_url: { url } }));
+  return node.content ? [...images, { type: "text", text: node.content }] : images;
+}
+
+function joined(before, after) {
+  if (typeof before === "string" && typeof after === "string") return `${before}\n\n${after}`;
+  return [before, after].flatMap((content) => (typeof content === "string" ? [{ type: "text", text: content }] : content));
 }
 
 // Return false for calls that were cut off.
@@ -117,6 +129,7 @@ function importOne(data) {
 function importNode(node) {
   const out = { role: node.role, content: str(node.content), time: num(node.time) };
   if (node.reasoning) out.reasoning = str(node.reasoning);
+  if (Array.isArray(node.images)) out.images = node.images.filter((url) => typeof url === "string" && url.startsWith("data:image/"));
   if (node.callId) out.callId = str(node.callId);
   if (node.finish) out.finish = str(node.finish);
   if (node.error) out.error = str(node.error);

@@ -120,6 +120,7 @@ def round_span(src, dst, k, lo, hi):
     full = lo + ((hi - lo) & ~15)
     for i in range(lo, full, 16):
         store_bf16x16(dst + 2 * i, load_f32x16(src + 4 * i))
+    # Columns behind the last whole vector, one by one: nothing is read past the row.
     for i in range(full, hi):
         st_bf16(dst + 2 * i, ld_f32(src + 4 * i))
     if hi == k and k & 1:
@@ -187,6 +188,7 @@ def make_convert(kind):
         rows = n_rows(params) * heads
         lo, hi = rows * units * ith // nth, rows * units * (ith + 1) // nth
         while lo < hi:
+            # A thread's share may begin and end inside of a row.
             row, first = lo // units, lo % units
             last = min(units, first + hi - lo)
             src = x + (row // heads) * stride + (row % heads) * head_stride

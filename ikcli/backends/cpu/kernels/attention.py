@@ -28,8 +28,10 @@ from ikcli.backends.cpu.kernels.attention_tasks import (
     M,
     find_task,
     kv_head_of,
+    make_cells,
     make_end_seen,
-    make_first_seen,
+    make_most_seen,
+    make_origin,
     n_base_tasks,
     n_splits,
     part_row,
@@ -89,10 +91,10 @@ def make_stage_part(type_):
     return stage_part
 
 
-def make_stage_k(k_types):
+def make_stage_k(k_types, make_part=make_stage_part):
     """Return stage_k(...) of one or two parts, `k_types` joined by '+'."""
     types = k_types.split("+")
-    first = make_stage_part(types[0])
+    first = make_part(types[0])
     if len(types) == 1:
 
         @inline
@@ -100,18 +102,19 @@ def make_stage_k(k_types):
             first(params, params.k[0], segment, kv_head, dst, chunk_bytes, position, n)
 
         return stage_k
-    second = make_stage_part(types[1])
+    second = make_part(types[1])
 
     @inline
     def stage_k2(params, segment, kv_head, dst, chunk_bytes, position, n):
         first(params, params.k[0], segment, kv_head, dst, chunk_bytes, position, n)
+        # Its chunks follow those of the first part, so that one product covers both.
         dst += (params.k[0].width + 15) // 16 * chunk_bytes
         second(params, params.k[1], segment, kv_head, dst, chunk_bytes, position, n)
 
     return stage_k2
 
 
-def make_stage_v(v_type):
+def make_stage_v(v_type, make_part=make_stage_part):
     """Return stage_v(...): address of the V tile. v_type "view": the chunks of the K tile from V_CHUNK on."""
     if v_type == "view":
 
@@ -120,7 +123,7 @@ def make_stage_v(v_type):
             return k + params.v_chunk * chunk_bytes  # V lies inside K's rows, which have been staged already
 
     else:
-        stage_part = make_stage_part(v_type)
+        stage_part = make_part(v_type)
 
         @inline
         def stage_v(params, segment, kv_head, k, v, chunk_bytes, position, n):
@@ -168,11 +171,13 @@ def pack_q(params, token, unit, rows, q, tmp):
     # The scale goes into Q once, instead of into every score.
     scale = splat_f32x16(params.scale)
     for v in range(vectors):
+        # Rows are scattered in memory: ask for those of the next vector while these are turned.
         prefetch_q(params, token, unit, 16 * v + 16, min(16 * v + 32, rows))
         for r in range(16):
             if 16 * v + r < rows:
                 stage_q(params, token, unit, 16 * v + r, tmp + CHUNK_ROW * r, 16 * CHUNK_ROW)
             else:
+                # Lanes without a row compute zeros, which are never written.
                 for c in range(chunks):
                     store_f32x16(tmp + CHUNK_ROW * (16 * c + r), zero_f32x16())
         for c in range(chunks):
@@ -186,6 +191,7 @@ def pack_q(params, token, unit, rows, q, tmp):
 @inline
 def update_rows(stats, top, total):
     """Store maximum, sum (`total` is that of the new positions) and correction of one vector of rows."""
+    # Sum and output so far are relative to the old maximum; this factor makes them relative to the new one.
     correction = vexp_fast(vsub(load_f32x16(stats + M), top))
     store_f32x16(stats + M, top)
     store_f32x16(stats + L, vfma(load_f32x16(stats + L), correction, total))
@@ -222,6 +228,7 @@ def make_find_top(more):
     @inline
     def find_top(params, s, stride, n, tile, stats):
         top, cap = load_f32x16(stats + M), load_cap(params)
+        # Only tiles at an end of what the rows see pay for comparisons of positions.
         if is_masked(n, tile, stats):
             limit, first = limits(tile, stats)
             for t in range(n):
@@ -257,6 +264,7 @@ def make_soft_max_column(more):
     def soft_max_column(params, s, stride, n, tile, stats):
         top, masked = find_top(params, s, stride, n, tile, stats), is_masked(n, tile, stats)
         limit, first = limits(tile, stats)
+        # A second pass, as the maximum is known now: one exponential per score, and none to correct earlier ones.
         total, nan = zero_f32x16(), zero_f32x16()
         for t in range(n):
             p, nan = weight(s + t * stride, t, top, limit, first, masked, nan)
@@ -278,6 +286,7 @@ def write_chunk(params, token, unit, rows, v, chunk, o, stride, sums, tmp):
         row = 16 * v + r
         head = params.first_head + unit * heads + row % heads
         dst = params.out + (token + row // heads) * params.out_stride + 4 * (head * cols + 16 * chunk)
+        # One multiplication per output instead of one division per weight.
         x = vmul(load_f32x16(tmp + 64 * r), splat_f32x16(_F1 / ld_f32(sums + 4 * row)))
         if n == 16:
             store_f32x16(dst, x)
@@ -295,6 +304,7 @@ def write_rows(params, token, unit, rows, o, stride, sums, tmp):
 @inline
 def write_slot(slot, stats, o, o_bytes):
     """Store a part of a split task: M, L, then o as it is."""
+    # Not divided by its sum: parts are weighted by their maxima before they are added.
     for i in range(0, 2 * STAT_BYTES, 64):
         store_f32x16(slot + i, load_f32x16(stats + i))
     for i in range(0, o_bytes, 64):
@@ -304,13 +314,14 @@ def write_slot(slot, stats, o, o_bytes):
 @inline
 def next_k(params, segment, kv_head, position, otherwise):
     """Return the address of K's row at a position if the row is all K, and so are those that follow."""
+    # Where heads share a row, the next bytes belong to other heads, and asking for them would not help.
     row, _ = part_row(params, params.k[0], segment, kv_head)
     whole = params.k[0].head_stride == 0
     return row + position * params.k[0].row_bytes if whole else otherwise
 
 
 # --- kernels ---------------------------------------------------------------------------------------------------------
-def make_flash(pack, stage, weigh, add, more):
+def make_flash(pack, stage, weigh, add, more, params_type=FlashParams):
     """Return the kernel made of these functions:
 
     pack(params, token, unit, rows, q, tmp): Q of a task. stage(params, segment, kv_head, k, v, position, n): tiles of
@@ -318,14 +329,16 @@ def make_flash(pack, stage, weigh, add, more):
     positions. add(params, wide, v, s, stride, o, stats, x, n, ask): the output with them, while memory from `ask` on
     may be prefetched. The last two take up to MAX_VECTORS vectors of rows, from byte x of a row of vectors on.
     """
-    first_seen, start_rows, sees_none = make_first_seen(more), make_start_rows(more), make_sees_none(more)
-    end_seen = make_end_seen(more)
+    origin_of, start_rows, sees_none = make_origin(more), make_start_rows(more), make_sees_none(more)
+    end_seen, most_seen, cells = make_end_seen(more), make_most_seen(more), make_cells(more)
+    scattered = "i" in more
 
     @merge
     def attend(params, q, k, v, s, o, stats, rows, n, tile, ask):
         """Attend all rows of the task to the n staged positions from `tile` on."""
         vectors = (rows + 15) >> 4
         for at in range(0, vectors, MAX_VECTORS):
+            # As many vectors as fit the registers share each value broadcast from the tile.
             wide = min(MAX_VECTORS, vectors - at)
             # Rows are in the order of tokens, so the last one sees most: no product for positions that none sees.
             seen = min(n, ld_i32(stats + LIMIT + 4 * (16 * (at + wide) - 1)) - tile)
@@ -333,11 +346,12 @@ def make_flash(pack, stage, weigh, add, more):
                 weigh(params, wide, q, k, s, 64 * vectors, stats, 64 * at, seen, tile)
                 add(params, wide, v, s, 64 * vectors, o, stats, 64 * at, seen, ask)
 
-    @kernel(FlashParams)
+    @kernel(params_type)
     def flash_attn(params, ith, nth):
         n_base = n_base_tasks(params)
         splits = n_splits(params, n_base, nth)
         heads, tile = params.unit_heads, params.tile
+        # Q, both tiles, scores, output and statistics belong to the thread.
         q = params.scratch + ith * params.scratch_bytes
         k, v, s = q + params.k_at, q + params.v_at, q + params.s_at
         o, stats = q + params.o_at, q + params.stats_at
@@ -350,23 +364,29 @@ def make_flash(pack, stage, weigh, add, more):
             rows, token = n_tokens * heads, segment_word(segment, SEG_TOKEN) + first
             position = segment_word(segment, SEG_POS) + first
             # Parts count from the first position that the task sees: its cost is that of the window, at any depth.
-            origin, task_end = first_seen(params, position), end_seen(segment, position, n_tokens)
+            origin = origin_of(params, token, position)
+            task_end = most_seen(params, end_seen(params, segment, token, position, n_tokens))
             n_positions = task_end - origin
             length = split_length(params, n_positions, splits)
             begin = length * (task % splits)
             end = min(begin + length, n_positions)
+            # Parts are whole tiles, so the last ones may be empty.
             if begin >= end:
                 continue
             stride = 64 * ((rows + 15) >> 4)
             o_bytes = stride * ((params.v_cols + 15) & ~15)
+            # K's tile is free until the first positions are staged, and serves as scratch.
             pack(params, token, unit, rows, q, k)
-            start_rows(params, unit, rows, position, task_end, stats, o, o_bytes, begin == 0)
+            start_rows(params, token, unit, rows, position, task_end, stats, o, o_bytes, begin == 0)
             begin += origin
             end += origin
             for at in range(begin, end, tile):
                 n = min(tile, end - at)
-                values = stage(params, segment, kv_head, k, v, at, n)
-                ask = next_k(params, segment, kv_head, at + n, values) if at + n < end else values
+                values = stage(params, cells(params, segment, token), kv_head, k, v, at, n)
+                ask = values
+                if not scattered and at + n < end:
+                    # While V is multiplied, the next rows of K are on their way.
+                    ask = next_k(params, segment, kv_head, at + n, values)
                 attend(params, q, k, values, s, o, stats, rows, n, at, ask)
             if length >= n_positions:
                 write_rows(params, token, unit, rows, o, stride, stats + L, s)
@@ -376,9 +396,10 @@ def make_flash(pack, stage, weigh, add, more):
     return flash_attn
 
 
-def make_flash_attn(k_types, v_type, more=""):
+def make_flash_attn(k_types, v_type, more="", make_part=make_stage_part, params_type=FlashParams):
     """Return the kernel for these element types of K (parts joined by '+') and V ("view": inside K's rows)."""
-    stage_k, stage_v, soft_max_column = make_stage_k(k_types), make_stage_v(v_type), make_soft_max_column(more)
+    stage_k, stage_v = make_stage_k(k_types, make_part), make_stage_v(v_type, make_part)
+    soft_max_column = make_soft_max_column(more)
     rows_product, columns_product = make_rows_product(False), make_columns_product()
 
     @merge
@@ -397,12 +418,13 @@ def make_flash_attn(k_types, v_type, more=""):
         chunk_bytes, chunks, factors = tile_chunk(params), (params.v_cols + 15) >> 4, stats + CORRECTION + x
         columns_product(wide, v, chunk_bytes, chunks, s + x, stride, n, o + x, stride, factors, ask)
 
-    return make_flash(pack_q, stage, weigh, add, more)
+    return make_flash(pack_q, stage, weigh, add, more, params_type)
 
 
 @inline
 def merge_chunk(slot, slot_bytes, parts, v, chunk, stride, sums, out):
     """Sum 16 columns of one vector of rows over the parts of a task: out[column][row], sums[row]."""
+    # Parts are added in order, whichever thread computed them, so the result does not depend on timing.
     top = load_f32x16(slot + M + 64 * v)
     for i in range(1, parts):
         top = vmax_fast(load_f32x16(slot + i * slot_bytes + M + 64 * v), top)
@@ -418,11 +440,11 @@ def merge_chunk(slot, slot_bytes, parts, v, chunk, stride, sums, out):
     store_f32x16(sums, total)
 
 
-def make_combine(more=""):
+def make_combine(more="", params_type=FlashParams):
     """Return a kernel that merges the parts of split tasks, with the same parameters; it skips unsplit tasks."""
-    first_seen, end_seen = make_first_seen(more), make_end_seen(more)
+    origin_of, end_seen, most_seen = make_origin(more), make_end_seen(more), make_most_seen(more)
 
-    @kernel(FlashParams)
+    @kernel(params_type)
     def combine(params, ith, nth):
         n_base = n_base_tasks(params)
         splits = n_splits(params, n_base, nth)
@@ -431,15 +453,17 @@ def make_combine(more=""):
         heads, slot_bytes = params.unit_heads, params.slot_bytes
         tmp = params.scratch + ith * params.scratch_bytes
         v_chunks = (params.v_cols + 15) >> 4
+        # Divided in advance rather than by a counter: all items cost the same.
         for item in range(n_base * v_chunks * ith // nth, n_base * v_chunks * (ith + 1) // nth):
             task, chunk = item // v_chunks, item % v_chunks
             segment, first, n_tokens, unit = find_task(params, task)
             position = segment_word(segment, SEG_POS) + first
-            n_positions = end_seen(segment, position, n_tokens) - first_seen(params, position)
+            rows, token = n_tokens * heads, segment_word(segment, SEG_TOKEN) + first
+            n_positions = most_seen(params, end_seen(params, segment, token, position, n_tokens))
+            n_positions -= origin_of(params, token, position)
             length = split_length(params, n_positions, splits)
             if length >= n_positions:
                 continue
-            rows, token = n_tokens * heads, segment_word(segment, SEG_TOKEN) + first
             stride = 64 * ((rows + 15) >> 4)
             slot = params.slots + task * splits * slot_bytes
             parts = (n_positions + length - 1) // length

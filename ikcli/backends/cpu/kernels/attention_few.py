@@ -23,7 +23,7 @@ from ikcli.backends.cpu.kernels.attention_tasks import (
     find_task,
     kv_head_of,
     make_end_seen,
-    make_first_seen,
+    make_origin,
     n_base_tasks,
     n_splits,
     segment_word,
@@ -96,6 +96,7 @@ def make_dot_block(m, n, kind="f32"):
 
             def chunk(state):
                 qt, kt, *accs = state
+                # m + n loads feed m * n products, whose sums stay in registers until the last chunk.
                 rows = [load_f32x16_at(builder, offset(builder, qt, CHUNK_ROW * i), operand) for i in range(m)]
                 out = [None] * (m * n)
                 for j in range(n):
@@ -108,6 +109,7 @@ def make_dot_block(m, n, kind="f32"):
             _, _, *accs = loop(builder, n_chunks, [q, k, *[zero] * (m * n)], chunk)
             if sum_type is i32x16:
                 accs = [builder.sitofp(x, llvm_type(f32x16)) for x in accs]
+            # Folding all sums into one vector takes about one addition per sum; folding each by itself would take four.
             store_block(builder, sum_lanes(builder, accs), m, n, s, s_stride)
             return context.get_dummy_value()
 
@@ -143,10 +145,12 @@ def make_values_block(m, n, kind="f32", unit=0):
                 return out
 
             integers = sum_type is i32x16
+            # Integer sums begin at 0 and join the old output, which is f32, at the end.
             accs = [ir.Constant(llvm_type(i32x16), None)] * (m * n) if integers else rescaled()
 
             def position(state):
                 four, sixty_four, *accs = state
+                # Each weight is broadcast once for n chunks, each chunk loaded once for m rows.
                 x = [load_f32x16_at(builder, builder.add(c, sixty_four), operand) for c in chunks]
                 out = []
                 for i in range(m):
@@ -180,6 +184,7 @@ _dot_rows, _dot_one = make_dot_block(ROWS, 4), make_dot_block(1, ONE_ROW_POSITIO
 def scores(q, rows, k, k_chunk, n, n_chunks, s, s_stride):
     """Compute s[rows][n]; rows is 1 or a multiple of ROWS. Up to 15 positions more are written."""
     if rows == 1:
+        # A single row takes more positions at once instead, so that as many sums run side by side.
         for t in range(0, n, ONE_ROW_POSITIONS):
             _dot_one(q, CHUNK_ROW, k + CHUNK_ROW * t, k_chunk, n_chunks, s + 4 * t, s_stride)
     else:
@@ -201,6 +206,7 @@ def make_add_values(m, fewest, kind="f32", unit=0):
     def add_values(p, p_stride, rows, v, v_chunk, n, n_chunks, o, o_stride, scale):
         c = 0
         while c < n_chunks:
+            # Blocks of four chunks, then narrower ones: outputs are read and written once per tile either way.
             full = c + 4 <= n_chunks
             for r in range(0, rows, m):
                 at, weights, factor = o + r * o_stride + 64 * c, p + r * p_stride, scale + 4 * r
@@ -237,6 +243,7 @@ def make_soft_max_tile(more):
             x = weakened(capped(load_f32x16(s + 4 * i), cap), i, tile, stats)
             if is_changed:
                 store_f32x16(s + 4 * i, x)
+            # Scores of the last vector behind `seen` are whatever lay there.
             x = select_less_i32(lane_index(), splat_i32x16(seen - i), x, lowest)
             if has_windows:
                 x = select_less_i32(lane_index(), splat_i32x16(hidden - i), lowest, x)
@@ -248,6 +255,7 @@ def make_soft_max_tile(more):
             if has_windows:
                 x = select_less_i32(lane_index(), splat_i32x16(hidden - i), lowest, x)
             x = vsub(x, top)
+            # x * 0 is NaN for NaN and Inf, which the exponential would hide.
             nan = vfma(x, zero, nan)
             p = select_less_i32(lane_index(), splat_i32x16(seen - i), vexp_fast(x), zero)
             if has_windows:
@@ -314,7 +322,7 @@ def make_flash_units(prepare, add_tile, more):
     prepare(params, token, unit, rows, q, tmp): the unit's Q (tmp is the place of K's tile). add_tile(params, segment,
     q, k, v, s, o, stats, rows, n, position, last): all units with n positions of the cache.
     """
-    first_seen, end_seen, start_rows = make_first_seen(more), make_end_seen(more), make_start_rows(more)
+    origin_of, end_seen, start_rows = make_origin(more), make_end_seen(more), make_start_rows(more)
 
     @kernel(FlashParams)
     def flash_units(params, ith, nth):
@@ -329,11 +337,12 @@ def make_flash_units(prepare, add_tile, more):
             task = next_work(params, 1)
             if task >= n_base // units * splits:
                 break
+            # A task has all units of its tokens, because their KV heads lie in the same cached rows.
             base = task // splits * units
             segment, first, n_tokens, _ = find_task(params, base)
             rows, token = n_tokens * heads, segment_word(segment, SEG_TOKEN) + first
             position = segment_word(segment, SEG_POS) + first
-            origin, task_end = first_seen(params, position), end_seen(segment, position, n_tokens)
+            origin, task_end = origin_of(params, token, position), end_seen(params, segment, token, position, n_tokens)
             n_positions = task_end - origin
             length = split_length(params, n_positions, splits)
             begin = length * (task % splits)
@@ -343,7 +352,7 @@ def make_flash_units(prepare, add_tile, more):
             for u in range(units):
                 prepare(params, token, u, rows, q + u * q_unit, k)
                 unit_stats = stats + u * STATS_BYTES
-                start_rows(params, u, rows, position, task_end, unit_stats, o + u * o_unit, o_unit, begin == 0)
+                start_rows(params, token, u, rows, position, task_end, unit_stats, o + u * o_unit, o_unit, begin == 0)
             begin += origin
             end += origin
             for at in range(begin, end, tile):
@@ -379,6 +388,7 @@ def make_flash_few(k_types, v_type, more=""):
         scores(q, padded, k, chunk_bytes, n, params.k_chunks, s, s_stride)
         for r in range(rows):
             soft_max_tile(params, s + r * s_stride, n, tile, stats + 4 * r)
+        # Rows that only fill the block need a factor as well.
         for r in range(rows, padded):
             st_f32(stats + CORRECTION + 4 * r, _F1)
         if padded == 1:

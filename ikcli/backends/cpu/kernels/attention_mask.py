@@ -7,6 +7,7 @@ maximum so far, and the sum is 1, while the output is that of no positions.
 import numpy as np
 
 from ikcli.backends.cpu.kernels.attention_tasks import FIRST, LIMIT, LOWEST, PLACE, SLOPE, L, M, make_first_seen
+from ikcli.backends.cpu.kernels.media import SEEN, SEEN_END, place
 from ikcli.backends.cpu.params_attention import STAT_BYTES
 from ikcli.native.jit import inline
 from ikcli.native.simd.tanh import vtanh
@@ -33,16 +34,16 @@ _F1 = np.float32(1.0)
 
 
 def make_start_rows(more):
-    """Return start_rows(params, unit, rows, position, end, stats, out, out_bytes, is_first).
+    """Return start_rows(params, token, unit, rows, position, end, stats, out, out_bytes, is_first).
 
     It writes statistics and output of no positions at all. `position` is that of the first row's token, `end` the end
     of the positions that the task sees, `is_first`: whether this is the first part of the task.
     """
     has_windows, has_sinks, first_seen = "w" in more, "s" in more, make_first_seen(more)
-    sees_all, has_distance = "b" in more, "d" in more
+    sees_all, has_distance, has_ranges = "b" in more or "i" in more, "d" in more, "r" in more
 
     @inline
-    def start_rows(params, unit, rows, position, end, stats, out, out_bytes, is_first):
+    def start_rows(params, token, unit, rows, position, end, stats, out, out_bytes, is_first):
         heads = params.unit_heads
         # Rows that only fill the last vector repeat the last real one, so they never mask more than it does.
         for i in range(0, 16 * ((rows + 15) >> 4)):
@@ -50,15 +51,22 @@ def make_start_rows(more):
             st_i32(stats + LIMIT + 4 * i, end if sees_all else here + 1)
             if has_windows:
                 st_i32(stats + FIRST + 4 * i, first_seen(params, here))
+            if has_ranges:
+                own = place(params, token + min(i, rows - 1) // heads)
+                st_i32(stats + LIMIT + 4 * i, max(here + 1, ld_i32(own + SEEN_END)))
+                if has_windows:
+                    st_i32(stats + FIRST + 4 * i, min(first_seen(params, here), ld_i32(own + SEEN)))
             if has_distance:
                 slope = params.slopes + 4 * (params.first_head + unit * heads + min(i, rows - 1) % heads)
                 st_i32(stats + PLACE + 4 * i, here)
                 st_f32(stats + SLOPE + 4 * i, ld_f32(slope))
+        # A finite lowest number: the difference of two infinite maxima would be NaN.
         for i in range(0, STAT_BYTES, 64):
             store_f32x16(stats + M + i, splat_f32x16(LOWEST))
             store_f32x16(stats + L + i, zero_f32x16())
         for i in range(0, out_bytes, 64):
             store_f32x16(out + i, zero_f32x16())
+        # In the first part only, or merging the parts would count the sink several times.
         if has_sinks and is_first:
             sinks = params.sinks + 4 * (params.first_head + unit * heads)
             for i in range(rows):

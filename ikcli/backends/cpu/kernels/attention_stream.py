@@ -89,6 +89,7 @@ def make_scores(type_, m, n, q_rows, lines):
             def step(state):
                 qt, kt, at, *accs = state
                 out = list(accs)
+                # Cached rows are converted once, for the m heads that share them.
                 vectors = [_LOAD[type_](builder, builder.add(row, kt)) for row in rows]
                 for c in range(chunks):
                     for i in range(m):

@@ -1,8 +1,9 @@
 """Shared parts of the attention kernels: statistics of rows, and the division of work into tasks.
 
 Factories have an argument `more`: letters of the features that an op needs beyond causal attention. w: windows or
-chunks; s: sinks; c: a soft cap of scores; b: both directions; d: scores weakened by distance. A kernel contains no code
-for letters that it lacks.
+chunks; s: sinks; c: a soft cap of scores; b: both directions; d: scores weakened by distance; i: chosen positions
+(attention_sparse.py); r: ranges of positions that come with tokens, whose ends do not decrease. A kernel contains no
+code for letters that it lacks.
 """
 
 import numpy as np
@@ -18,12 +19,13 @@ from ikcli.backends.cpu.kernels.common import (
     SEGMENTS,
     state_word,
 )
+from ikcli.backends.cpu.kernels.media import SEEN, SEEN_END, place
 from ikcli.backends.cpu.kernels.sgemm import CHUNK_ROW
 from ikcli.backends.cpu.kernels.windows import window_cell
 from ikcli.backends.cpu.params_attention import SPLITS_PER_THREAD, STAT_BYTES
 from ikcli.native.jit import inline
 from ikcli.native.simd.control import atomic_load
-from ikcli.native.simd.vec import ld_i64
+from ikcli.native.simd.vec import ld_i32, ld_i64
 
 # Statistics: UNIT is that of integer weights, FIRST the first position seen.
 M, L, CORRECTION, LIMIT, UNIT, FIRST = (STAT_BYTES * i for i in range(6))
@@ -96,21 +98,83 @@ def make_first_seen(more):
     return first_seen
 
 
+def make_origin(more):
+    """Return origin(params, token, position): the first position that a token or one after it sees."""
+    first_seen = make_first_seen(more)
+    if "r" not in more:
+
+        @inline
+        def first_of_token(params, token, position):
+            return first_seen(params, position)
+
+        return first_of_token
+
+    @inline
+    def origin(params, token, position):
+        return min(first_seen(params, position), ld_i32(place(params, token) + SEEN))
+
+    return origin
+
+
 def make_end_seen(more):
-    """Return end_seen(segment, position, n_tokens): the end of the positions that n tokens from a position on see."""
+    """Return end_seen(params, segment, token, position, n_tokens): the end of what n tokens from a position on see."""
+    if "r" in more:
+
+        @inline
+        def end_of_range(params, segment, token, position, n_tokens):
+            return max(position + n_tokens, ld_i32(place(params, token + n_tokens - 1) + SEEN_END))
+
+        return end_of_range
     if "b" not in more:
 
         @inline
-        def behind_tokens(segment, position, n_tokens):
+        def behind_tokens(params, segment, token, position, n_tokens):
             return position + n_tokens
 
         return behind_tokens
 
     @inline
-    def end_seen(segment, position, n_tokens):
+    def end_seen(params, segment, token, position, n_tokens):
         return segment_word(segment, SEG_N_KV)
 
     return end_seen
+
+
+def make_cells(more):
+    """Return cells(params, segment, token): where a kernel finds the rows of positions.
+
+    It is the segment, or the list of cells that were chosen for a token.
+    """
+    if "i" not in more:
+
+        @inline
+        def of_segment(params, segment, token):
+            return segment
+
+        return of_segment
+
+    @inline
+    def chosen(params, segment, token):
+        return params.cells + token * params.cell_bytes
+
+    return chosen
+
+
+def make_most_seen(more):
+    """Return most_seen(params, n): the positions that are attended to of n visible ones."""
+    if "i" not in more:
+
+        @inline
+        def all_visible(params, n):
+            return n
+
+        return all_visible
+
+    @inline
+    def chosen(params, n):
+        return min(n, params.most)
+
+    return chosen
 
 
 @inline

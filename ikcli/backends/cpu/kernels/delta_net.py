@@ -54,6 +54,8 @@ def solve16(typingctx, factors, u):
 
     def codegen(context, builder, sig, args):
         factors, u = args
+        # Column after column of the triangle: its 15 - i additions are independent, while in a row each waits for the
+        # last.
         rows = [load_f32x16_at(builder, offset(builder, u, _LINE * t)) for t in range(16)]
         for i in range(16):
             for t in range(i + 1, 16):
@@ -66,7 +68,9 @@ def solve16(typingctx, factors, u):
     return types.void(types.intp, types.intp), codegen
 
 
-def _make_product(accumulate):
+def make_product(accumulate):
+    """Return a product with 16 columns, C (+)= A B."""
+    # The shape of one vector, as a block of the state has 16 columns.
     m, vectors = BLOCKS[-1]
     block = make_rows_block(m, vectors, accumulate, "f32")
 
@@ -96,7 +100,7 @@ def make_delta_net(dk, dv, by_column):
     at_beta = at_e + 4 * dk
     a_step = 4 if by_column else 0  # between the decays of two columns of k
     a_width = 4 * (dk if by_column else 1)  # ... of two heads
-    product, add_product = _make_product(False), _make_product(True)
+    product, add_product = make_product(False), make_product(True)
 
     @inline
     def dot(a, b):
@@ -108,6 +112,8 @@ def make_delta_net(dk, dv, by_column):
     @inline
     def step(s, q, k, v, a, beta, scale, qk, out):
         """Process one token, 16 columns of v: two passes over a block of the state, which is read from memory once."""
+        # Four chains of additions, which do not wait for each other. The output needs the new state only as q S' = q D
+        # S + (q k) u, so D S is read once for both sums.
         r0, r1, r2, r3 = zero_f32x16(), zero_f32x16(), zero_f32x16(), zero_f32x16()
         y0, y1, y2, y3 = r0, r0, r0, r0
         for i in range(0, dk, 4):
@@ -125,6 +131,8 @@ def make_delta_net(dk, dv, by_column):
         y = vfma(u, splat_f32x16(qk), vadd(vadd(y0, y1), vadd(y2, y3)))
         store_f32x16(out, vmul(y, splat_f32x16(scale)))
         for i in range(dk):
+            # Decayed again instead of stored by the first pass: a multiplication is cheaper than writing the block
+            # twice.
             kept = vmul(load_f32x16(s + _LINE * i), bcast_f32x16(a + a_step * i))
             store_f32x16(s + _LINE * i, vfma(u, bcast_f32x16(k + 4 * i), kept))
 
@@ -154,6 +162,7 @@ def make_delta_net(dk, dv, by_column):
                     rows = vmul(load_f32x16(q + t * q_stride + 4 * i), splat_f32x16(scale))
                     store_f32x16(at + at_q, vmul(rows, now))
                 else:
+                    # Missing tokens are zeros, so that products take whole blocks.
                     store_f32x16(at, zero_f32x16())
                     store_f32x16(at + at_q, zero_f32x16())
 
@@ -165,6 +174,8 @@ def make_delta_net(dk, dv, by_column):
         clear(work + at_l + to, 16)
         clear(work + at_p + to, 16)
         for t in range(n):
+            # Lane i holds key i, decayed up to token t. `here` puts the new key into its lane; one sum over the columns
+            # is then the product with all earlier keys, and `past` leaves out the key itself.
             here, past = load_f32x16(unit_row(work, t)), load_f32x16(unit_row(work, t) + _LINE)
             keys_sum, p = zero_f32x16(), zero_f32x16()
             for i in range(dk):
@@ -201,6 +212,7 @@ def make_delta_net(dk, dv, by_column):
             qb, kb, ab = q + row * q_stride, k + row * k_stride, a + row * a_stride
             tokens_of_block(work, row, qb, q_stride, kb, k_stride, ab, a_stride, left, scale)
             for j in range(block):
+                # Keys of block j have decayed to the beginning of this block, its own rows since then.
                 to = j * rows_bytes + _LINE * row
                 keys = work + at_t + j * block_bytes
                 product(work + _LINE * row, rows_bytes, 16, keys, k_chunks, work + at_l + to)
@@ -211,13 +223,16 @@ def make_delta_net(dk, dv, by_column):
                 st_f32(work + at_beta + 4 * (row + t), b)
                 for j in range(block + 1):
                     at = work + at_l + j * rows_bytes + _LINE * (row + t)
+                    # With -beta in L, substitution only has to add.
                     store_f32x16(at, vmul(load_f32x16(at), splat_f32x16(-b)))
             for j in range(block):
                 keys = work + at_t + j * block_bytes
                 for i in range(dk):
                     at = keys + _LINE * i
+                    # On to the end of this block, for the blocks that follow.
                     store_f32x16(at, vmul(load_f32x16(at), bcast_f32x16(work + at_d + 4 * i)))
             for i in range(0, dk, 16):
+                # Products between blocks are done. From here on rows meet the state, which is as old as the chunk.
                 before = load_f32x16(since + 4 * i)
                 at = work + (i >> 4) * rows_bytes + _LINE * row
                 for t in range(16):
@@ -230,10 +245,12 @@ def make_delta_net(dk, dv, by_column):
         """Process 16 columns of v of a chunk."""
         n_blocks = (n + 15) >> 4
         u, y = work + at_u, work + at_o
+        # What the state answers to the keys, then to the queries.
         product(work, rows_bytes, 16 * n_blocks, s, k_chunks, u)
         product(work + at_q, rows_bytes, 16 * n_blocks, s, k_chunks, y)
         for t in range(16 * n_blocks):
             if t < n:
+                # What the token would write if no other token of the chunk had written.
                 beta = bcast_f32x16(work + at_beta + 4 * t)
                 wanted = vsub(load_f32x16(v + t * v_stride), load_f32x16(u + _LINE * t))
                 store_f32x16(u + _LINE * t, vmul(wanted, beta))
@@ -241,6 +258,7 @@ def make_delta_net(dk, dv, by_column):
                 store_f32x16(u + _LINE * t, zero_f32x16())
         for block in range(n_blocks):
             row = _LINE * 16 * block
+            # Earlier blocks are one product; only the 16 tokens of a block wait for each other.
             if block > 0:
                 add_product(work + at_l + row, rows_bytes, 16, u, block, u + row)
             solve16(work + at_l + block * rows_bytes + row, u + row)
@@ -249,6 +267,7 @@ def make_delta_net(dk, dv, by_column):
             store_f32x16(out + t * out_stride, load_f32x16(y + _LINE * t))
         for i in range(dk):
             at = s + _LINE * i
+            # Keys were left decayed to the end of the chunk, so all its tokens write in one product.
             store_f32x16(at, vmul(load_f32x16(at), bcast_f32x16(work + at_e + 4 * i)))
         add_product(work + at_t, block_bytes, dk, u, n_blocks, s)
 
@@ -260,6 +279,7 @@ def make_delta_net(dk, dv, by_column):
         work = params.scratch + ith * params.scratch_bytes
         segments, n_seg = state_word(params, SEGMENTS), state_word(params, N_SEG)
         parts = 1  # of the columns of a head
+        # Blocks of columns are independent: a head is divided where there are fewer heads than threads.
         while n_seg * heads * parts < 2 * nth and n_block % (2 * parts) == 0:
             parts *= 2
         width = n_block // parts
@@ -283,6 +303,7 @@ def make_delta_net(dk, dv, by_column):
             if begins(params, i):
                 clear(s, width * dk)
             if n <= FEW_TOKENS:
+                # Preparing a chunk costs more than a few steps, each of which reads the state from memory once.
                 for t in range(n):
                     qt, kt = q + t * q_stride, k + t * k_stride
                     qk, b = dot(qt, kt), sigmoid(ld_f32(beta + t * beta_stride))

@@ -66,7 +66,12 @@ def softplus(x):
     return max(x, np.float32(0.0)) + np.float32(math.log1p(math.exp(-abs(x)))) + (x - x)  # NaN stays
 
 
-_GATES = {"sigmoid": sigmoid, "softplus": softplus}
+@inline
+def itself(x):
+    return x
+
+
+_GATES = {"sigmoid": sigmoid, "softplus": softplus, "product": itself}
 
 
 def make_gate(kind):
@@ -78,6 +83,9 @@ def make_gate(kind):
         width = cols // parts
         if width == 1 and kind == "sigmoid":
             gate_each(x, gates, out, n_rows(params) * cols, ith, nth)
+            return
+        if width == 1 and kind == "product":
+            multiply_each(x, gates, out, n_rows(params) * cols, ith, nth)
             return
         items = n_rows(params) * parts
         for item in range(items * ith // nth, items * (ith + 1) // nth):
@@ -96,6 +104,17 @@ def gate_each(x, gates, out, n, ith, nth):
         store_f32x16(out + 4 * i, vmul(load_f32x16(x + 4 * i), vsigmoid(load_f32x16(gates + 4 * i))))
     for i in range(full, hi):
         st_f32(out + 4 * i, ld_f32(x + 4 * i) * sigmoid(ld_f32(gates + 4 * i)))
+
+
+@inline
+def multiply_each(x, y, out, n, ith, nth):
+    """Multiply this thread's share of n pairs of values."""
+    lo, hi = span(n, ith, nth)
+    full = lo + ((hi - lo) & ~15)
+    for i in range(lo, full, 16):
+        store_f32x16(out + 4 * i, vmul(load_f32x16(x + 4 * i), load_f32x16(y + 4 * i)))
+    for i in range(full, hi):
+        st_f32(out + 4 * i, ld_f32(x + 4 * i) * ld_f32(y + 4 * i))
 
 
 def make_pos_scale():

@@ -6,11 +6,12 @@ from ikcli.backends.cpu.kernels.common import POS, TOKENS, n_rows, state_word
 from ikcli.backends.cpu.kernels.formats import is_float, weight_format
 from ikcli.backends.cpu.kernels.records import kernel
 from ikcli.backends.cpu.kernels.rowformat import dequantize_row
-from ikcli.backends.cpu.params_layers import EmbedParams, EmbedPositionsParams, EmbedTypesParams
+from ikcli.backends.cpu.params_layers import EmbedParams, EmbedPositionsParams, EmbedTypesParams, HostRowsParams
 from ikcli.native.jit import inline
 from ikcli.native.simd.half import ld_bf16, ld_f16
 from ikcli.native.simd.vec import ld_f32, ld_i32, st_f32
 
+GIVEN = 13  # word of the state block: address of float32 rows that the caller provides
 _FLOATS = {"f32": (ld_f32, 4), "f16": (ld_f16, 2), "bf16": (ld_bf16, 2)}
 
 
@@ -58,6 +59,18 @@ def make_embed_positions(type_name):
                     st_f32(out + 4 * (row * cols + i), np.float32(np.nan))
 
     return embed
+
+
+def make_host_rows():
+    """Return a kernel that copies the rows which the caller provides."""
+
+    @kernel(HostRowsParams)
+    def host_rows(params, ith, nth):
+        given, n = state_word(params, GIVEN), n_rows(params) * params.cols
+        for i in range(n * ith // nth, n * (ith + 1) // nth):
+            st_f32(params.out + 4 * i, ld_f32(given + 4 * i))
+
+    return host_rows
 
 
 def make_embed_types(type_name):

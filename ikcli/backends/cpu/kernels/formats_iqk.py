@@ -79,7 +79,7 @@ class _ThreeBits(_Base):
 
     def quarters(self, e, w):
         low, third = e.offset(w, self.codes_at), e.offset(w, self.codes_at + 64)
-        q = e.with_upper(e.two_bit_quarters(low), e.bit_quarters(third, 2), 2)
+        q = e.with_upper(e.two_bit_quarters(low), e.bit_quarters(third, 2), bits=2)
         return e.codes_of(q, 3, biased(IQ3_VALUES[0], self.bias))
 
 
@@ -102,7 +102,7 @@ class _FiveBits(_Base):
 
     def quarters(self, e, w):
         low, fifth = e.offset(w, self.codes_at), e.offset(w, self.codes_at + 128)
-        q = e.with_upper(e.nibble_quarters(low, 32), e.bit_quarters(fifth, 4), 4)
+        q = e.with_upper(e.nibble_quarters(low, 32), e.bit_quarters(fifth, 4), bits=4)
         return e.codes_of(q, 5, biased(IQ5_VALUES[0], self.bias))
 
 
@@ -161,7 +161,7 @@ class IQ6_K(_Base):
         return e.lookup(biased(IQ6_VALUES[0], self.bias), e.b.or_(low, e.shift_left(high, 4)))
 
     def quarters(self, e, w):
-        q = e.with_upper(e.nibble_quarters(e.offset(w, 20), 32), e.two_bit_quarters(e.offset(w, 148), 4), 4)
+        q = e.with_upper(e.nibble_quarters(e.offset(w, 20), 32), e.two_bit_quarters(e.offset(w, 148), 4), bits=4)
         return e.codes_of(q, 6, biased(IQ6_VALUES[0], self.bias))
 
 
@@ -263,7 +263,7 @@ class IQ2_KL(_Base):
         # Bytes: pair p of sub-blocks 2j (low nibbles) and 2j+1 (high nibbles), each index twice.
         q, h = e.load(i8x16, e.offset(w, 6 + 16 * j)), e.load(i8x16, e.offset(w, 70))
         order = [p for _ in range(2) for p in range(16) for _ in range(2)]
-        low = e.bits(e.pick(q, order), [0] * 2 + [4] * 2, 4)
+        low = e.bits(e.pick(q, order), [0] * 2 + [4] * 2, width=4)
         fifth = e.pick(h, order), plane_starts(j)
         a, b = (e.entry_with_bit(biased([pair[i] for pair in IQ2_KL_VALUES], self.bias), low, *fifth) for i in range(2))
         return e.b.shuffle_vector(a, b, indices([i if i % 2 == 0 else 64 + i for i in range(64)]))
@@ -283,4 +283,4 @@ class IQ2_KL(_Base):
         low = e.pick(q, [16 * (b // 4) + 8 * (b % 2) + i for b in range(16) for i in twice])
         fifth = e.b.bitcast(e.pick(h, [8 * (b % 2) + i for b in range(16) for i in twice]), llvm_type(i32x16))
         fifth = e.b.bitcast(e.moved(fifth, [b // 2 - 4 for b in range(16)]), low.type)
-        return e.with_upper([e.shift_right(low, [b // 2 % 2 * 4 for b in range(16)])], [fifth], 4)[0]
+        return e.with_upper([e.shift_right(low, [b // 2 % 2 * 4 for b in range(16)])], [fifth], bits=4)[0]

@@ -33,7 +33,7 @@ class Q5_K(Q4_K):
 
     def quarters(self, e, w):
         return e.codes_of(
-            e.with_upper(e.nibble_quarters(e.offset(w, 48), 32), e.bit_quarters(e.offset(w, 16), 4), 4), 5
+            e.with_upper(e.nibble_quarters(e.offset(w, 48), 32), e.bit_quarters(e.offset(w, 16), 4), bits=4), 5
         )
 
 
@@ -48,12 +48,12 @@ class Q6_K(RowFormat):
 
     def dot_codes(self, e, w, j):
         half, pair = j // 2, j % 2
-        low = e.bits(e.load(i8x64, e.offset(w, 64 * half)), [4 * pair] * 4, 4)
-        high = e.bits(e.twice(e.offset(w, 128 + 32 * half)), [4 * pair] * 2 + [4 * pair + 2] * 2, 2)
+        low = e.bits(e.load(i8x64, e.offset(w, 64 * half)), [4 * pair] * 4, width=4)
+        high = e.bits(e.twice(e.offset(w, 128 + 32 * half)), [4 * pair] * 2 + [4 * pair + 2] * 2, width=2)
         return e.b.or_(low, e.shift_left(high, 4))
 
     def quarters(self, e, w):
-        return e.codes_of(e.with_upper(e.nibble_quarters(w, 64), e.two_bit_quarters(e.offset(w, 128), 4), 4), 6)
+        return e.codes_of(e.with_upper(e.nibble_quarters(w, 64), e.two_bit_quarters(e.offset(w, 128), 4), bits=4), 6)
 
 
 class Q2_K(RowFormat):
@@ -89,7 +89,7 @@ class Q3_K(RowFormat):
         return e.b.or_(two_bits(e, e.offset(w, 32), j), e.shift_left(bit_plane(e, w, j), 2))
 
     def quarters(self, e, w):
-        return e.codes_of(e.with_upper(e.two_bit_quarters(e.offset(w, 32)), e.bit_quarters(w, 2), 2), 3)
+        return e.codes_of(e.with_upper(e.two_bit_quarters(e.offset(w, 32)), e.bit_quarters(w, 2), bits=2), 3)
 
 
 class IQ4_XS(RowFormat):

@@ -18,6 +18,7 @@ class _Blocks32(GroupFormat):
     """A half-float scale per row, then codes."""
 
     def scales(self, e, w, row):
+        # Each block has its scales in front of its codes, so they are read as the codes are reached.
         return e.sixteens(self.block_scales(e, e.offset(w, self.block_bytes * ib)) for ib in range(8))
 
     def block_scales(self, e, w):
@@ -30,21 +31,22 @@ class _Blocks32(GroupFormat):
 
 class IQ4_NL(_Blocks32):
     def block_codes(self, e, w, v):
-        return e.value_of(biased(IQ4_NL_VALUES, self.bias), e.nibble_codes(e.offset(w, 8), v), 4)
+        return e.value_of(biased(IQ4_NL_VALUES, self.bias), e.nibble_codes(e.offset(w, 8), v), width=4)
 
 
 class Q5_0(_Blocks32):
     bias = 16
 
     def block_codes(self, e, w, v):
-        return e.b.or_(e.nibbles(e.offset(w, 24), v), e.bits(*e.plane(e.offset(w, 8), v, 1, 4, 2), 1, to=4))
+        return e.b.or_(e.nibbles(e.offset(w, 24), v), e.bits(*e.plane(e.offset(w, 8), v, a=1, h=4, c=2), width=1, to=4))
 
 
 class Q6_0(_Blocks32):
+    # Smaller than 128, so that plain AVX2 adds more products in 16 bits.
     bias = 32
 
     def block_codes(self, e, w, v):
-        upper = e.bits(e.twice(e.offset(w, 8)), [4 * v] * 2 + [4 * v + 2] * 2, 2, to=4)
+        upper = e.bits(e.twice(e.offset(w, 8)), [4 * v] * 2 + [4 * v + 2] * 2, width=2, to=4)
         return e.b.or_(e.nibbles(e.offset(w, 40), v), upper)
 
 
@@ -53,6 +55,7 @@ class _EightRows(_Blocks32):
 
     def nibble_pair(self, e, w, v):
         """Return 64 codes; low nibbles are the first 16 columns."""
+        # Nibbles are paired as in the plain type: interleaving moved bytes only.
         return e.field(e.load(i8x64, e.offset(w, self.codes_at + 64 * (v % 2))), 4 * (v // 2), 4)
 
 
@@ -91,6 +94,7 @@ class Q8_KV(GroupFormat):
         return e.singles(w, 8)
 
     def scales(self, e, w, row):
+        # The row's scale is all there is: it is applied once per step, by `d`.
         return [e.ones()] * 4
 
     def d(self, e, w, row):
@@ -116,6 +120,7 @@ class Q8_K(GroupFormat):
 
     def codes(self, e, w, ib, v):
         stored = e.load(i8x64, e.offset(w, 2 * self.rows + 32 * self.rows * ib + 64 * v))
+        # Flipping the upper bit adds 128, or takes off what the file has added already.
         return e.with_bias(stored, self.bias ^ 128 if self.rows == 16 else self.bias)
 
 
@@ -129,9 +134,13 @@ class SuperBlock(GroupFormat):
 
 def six_bit(e, low_at, high_at, quarters=4):
     """Return 64 unsigned scales in four vectors of 16: 4 bits in 32 bytes (low nibbles first), 2 bits in 16 bytes."""
+    # All vectors share one load of the upper bits; only shift and mask differ.
     high = e.bytes_at(high_at, 16)
     low = [e.bytes_at(e.offset(low_at, 16 * i), 16) for i in range(2)]
-    return [e.both(e.field(low[f % 2], 4 * (f // 2), 4), e.field(high, 2 * f, 2), 4) for f in range(quarters)]
+    return [
+        e.both(e.field(low[f % 2], shift=4 * (f // 2), width=4), e.field(high, shift=2 * f, width=2), 4)
+        for f in range(quarters)
+    ]
 
 
 class Q4_K(SuperBlock):
@@ -139,10 +148,11 @@ class Q4_K(SuperBlock):
 
     def _packed(self, e, w, shift):
         """Return the 6-bit scales (shift 0) or minima (1) in two vectors of 16."""
+        # Scales and minima share these bytes, so LLVM loads them once for both.
         high, parts = e.bytes_at(e.offset(w, 16), 16), []
         for i in range(2):
-            low = e.field(e.bytes_at(e.offset(w, 32 + 16 * i), 16), 4 * shift, 4)
-            parts.append(e.centred(e.both(low, e.field(high, 4 * i + 2 * shift, 2), 4), 0))
+            low = e.field(e.bytes_at(e.offset(w, 32 + 16 * i), 16), shift=4 * shift, width=4)
+            parts.append(e.centred(e.both(low, e.field(high, shift=4 * i + 2 * shift, width=2), 4), 0))
         return parts
 
     def scales(self, e, w, row):
@@ -152,6 +162,7 @@ class Q4_K(SuperBlock):
         return self._packed(e, w, 1)
 
     def dmin(self, e, w, row):
+        # Negated here: sums then add minima as they add scales.
         return e.b.fneg(e.halves(e.offset(w, 8), 4))
 
     def codes(self, e, w, ib, v):
@@ -162,7 +173,7 @@ class Q5_K(Q4_K):
     """Same as Q4_K, with fifth bits before the codes."""
 
     def codes(self, e, w, ib, v):
-        fifth = e.bits(*e.plane(e.offset(w, 64 + 16 * ib), v, 4, 1, 2), 1, to=4)
+        fifth = e.bits(*e.plane(e.offset(w, 64 + 16 * ib), v, a=4, h=1, c=2), width=1, to=4)
         return e.b.or_(e.nibbles(e.offset(w, 192 + 64 * ib), v), fifth)
 
 
@@ -181,7 +192,8 @@ class Q6_K(PairBlock):
         return [e.bytes_to_f32(e.bytes_at(e.offset(w, 8 + 16 * i), 16)) for i in range(4)]
 
     def codes(self, e, w, u, v):
-        high = e.pairs(e.offset(w, 72 + 64 * u), v, 1, 2, to=4)
+        # Moved to where they belong above the nibbles.
+        high = e.pairs(e.offset(w, 72 + 64 * u), v, h=1, c=2, to=4)
         return e.b.or_(e.pair_nibbles(e.offset(w, 328 + 128 * u), v), high)
 
 
@@ -189,7 +201,7 @@ class Q2_K(PairBlock):
     """d, dmin, scales[64] (scale low, minimum high nibble), codes."""
 
     def _packed(self, e, w, shift):
-        return [e.centred(e.field(e.bytes_at(e.offset(w, 16 + 16 * i), 16), shift, 4), 0) for i in range(4)]
+        return [e.centred(e.field(e.bytes_at(e.offset(w, 16 + 16 * i), 16), shift=shift, width=4), 0) for i in range(4)]
 
     def scales(self, e, w, row):
         return self._packed(e, w, 0)
@@ -213,7 +225,7 @@ class Q3_K(PairBlock):
         return [e.centred(x, 32) for x in six_bit(e, e.offset(w, 24), e.offset(w, 8))]
 
     def codes(self, e, w, u, v):
-        return e.triples(e.offset(w, 184 + 64 * u), e.offset(w, 56 + 32 * u), v)
+        return e.triples(low_at=e.offset(w, 184 + 64 * u), high_at=e.offset(w, 56 + 32 * u), v=v)
 
 
 class IQ4_XS(SuperBlock):
@@ -225,5 +237,6 @@ class IQ4_XS(SuperBlock):
         return [e.centred(x, 32) for x in six_bit(e, e.offset(w, 32), e.offset(w, 16))]
 
     def codes(self, e, w, ib, v):
+        # Two vectors come from the same bytes: one has the low nibbles, the other the high ones.
         packed = e.load(i8x64, e.offset(w, 64 + 128 * ib + 64 * (v % 2)))
-        return e.value_of(biased(IQ4_NL_VALUES, self.bias), e.code(packed, 4 * (v // 2), 4), 4)
+        return e.value_of(biased(IQ4_NL_VALUES, self.bias), e.code(packed, 4 * (v // 2), 4), width=4)

@@ -184,7 +184,7 @@ class _SignsAndScales(_Signed):
 
     def unscrambled(self, e, x):
         s = e.all_and(x, 254)
-        return e.b.xor(s, e.field(s, 1, 8))
+        return e.b.xor(s, e.field(s, shift=1, width=8))
 
     def sign_bytes16(self, e, w, ib):
         two = self.once(
@@ -291,7 +291,7 @@ class IQ3_S(_Signed):
 
     def scales(self, e, w, row):
         packed = e.bytes_at(e.offset(w, 424), 16)
-        return [e.affine(e.field(packed, 4 * i, 4), 2.0, 1.0) for i in range(2)]
+        return [e.affine(e.field(packed, shift=4 * i, width=4), 2.0, 1.0) for i in range(2)]
 
     def point(self, g, k):
         return 32 * (g // 8) + 8 * (g % 4) + 4 * (g % 8 // 4) + k
@@ -320,7 +320,7 @@ class IQ3_S(_Signed):
         return self.taken(e, w, ib, lambda: self.index_words(e, w, ib), 8 * (g % 4) + 4 * (g // 4) + k)
 
     def signs(self, e, w, ib, v):
-        return e.plane_signs(e.offset(w, 296 + 16 * ib), v, 4, 2, 1)
+        return e.plane_signs(e.offset(w, 296 + 16 * ib), v, a=4, h=2, c=1)
 
 
 class _Ternary(_Grid):
@@ -355,7 +355,7 @@ class IQ1_S(_Ternary):
 
     def scales(self, e, w, row):
         qh = [e.words_at(e.offset(w, 24 * ib + 16), 4) for ib in range(8)]
-        return e.sixteens(e.affine(e.field(x, 12, 3), 0.25, 0.125) for x in qh)
+        return e.sixteens(e.affine(e.field(x, shift=12, width=3), 0.25, 0.125) for x in qh)
 
     def codes(self, e, w, ib, v):
         at = e.offset(w, 24 * ib)
@@ -377,7 +377,7 @@ class IQ1_M(_Ternary):
         out = []
         for ib in range(8):
             v = e.load_bytes(e.offset(w, 28 * ib + 24), 4)
-            ls = e.b.shuffle_vector(e.field(v, 0, 4), e.field(v, 4, 4), indices(range(8)))
+            ls = e.b.shuffle_vector(e.field(v, shift=0, width=4), e.field(v, shift=4, width=4), indices(range(8)))
             out.append(e.affine(ls, 0.125, 0.0))
         return e.sixteens(out)
 

@@ -147,7 +147,7 @@ class IQ3_KT(_Trellis):
 
     def dot_codes(self, e, w, j):
         values = e.with_bias(self.groups8(e, indices16(e, e.offset(w, 4 + 16 * j))), self.bias)  # or without it again
-        return self.signed(e, values, e.bits(e.twice(e.offset(w, 68)), plane_starts(j), 1, to=7))
+        return self.signed(e, values, e.bits(e.twice(e.offset(w, 68)), plane_starts(j), width=1, to=7))
 
     def quarters(self, e, w):
         values = [e.b.sub(v, e.const64(126)) for v in self.eight_values(e, pairs16(e, e.offset(w, 4)))]

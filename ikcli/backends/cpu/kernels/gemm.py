@@ -41,6 +41,7 @@ def quant_tile(mode, bias, nt, nv=1):
     smaller = 7 - (bias.bit_length() - 1)
     assert not (smaller and first_sum())
     groups = 8 // halves
+    # Plain AVX2 adds products in 16 bits; as many groups as cannot overflow are widened together.
     at_once = 1 if signed else min(2 * halves, 1 << (most_addends(most).bit_length() - 1))
     pairs = [(t, v) for t in range(nt) for v in range(nv)]
     # Unrolled for a whole block, LLVM would multiply one row after the other and keep the codes on the stack, as there
@@ -66,6 +67,7 @@ def quant_tile(mode, bias, nt, nv=1):
             # Without this, stores of spilled registers queue up behind result stores that wait for memory.
             for at in outs.values():
                 e.prefetch(at, write=True)
+            # Parts of an activation row (`kernels/activations.py`): four bytes per 32 columns each, or per 16.
             nb4, scales_at = builder.lshr(k, e.int(3)), e.offset(k, e.times(first, -28))
             sums_at = e.offset(scales_at, nb4)
             starts_at = e.offset(sums_at, nb4) if halves == 1 else e.offset(sums_at, nb4, nb4, e.times(first, 4))
@@ -84,6 +86,7 @@ def quant_tile(mode, bias, nt, nv=1):
                     """Add the products of `at_once` groups of columns."""
                     # An activation is loaded once, for the codes of all tiles.
                     codes = [[e.load(i8x64, e.offset(p, 64 * j)) for j in range(at_once)] for p in codes_at]
+                    # Once per tile, not per activation row.
                     codes = [[e.without_128(c) for c in of] for of in codes] if signed else codes
                     for t in range(nt):
                         x = [e.splat_bytes(e.offset(rows[t], x_at, 4 * j)) for j in range(at_once)]
@@ -123,6 +126,8 @@ def quant_tile(mode, bias, nt, nv=1):
                 for (t, v), part in parts.items():
                     add(part, d[t], acc[t, v])
                 if with_min:
+                    # The minimum of a block is the same for all its columns: it multiplies the sum of their
+                    # activations.
                     s_at = sums_at if halves == 1 else s16_at
                     for half in range(halves):
                         minima = floats(64 * (halves + half))
@@ -170,6 +175,7 @@ def float_tile(nv, nt, pairs=False):
                 e.prefetch(at, write=True)
             with e.loop(k) as i:
                 p, i4 = e.offset(tile, e.times(i, 64 * nv)), e.times(i, 4)
+                # nv loads and nt broadcasts feed nv * nt products.
                 w = [e.load(i32x16 if pairs else f32x16, e.offset(p, 64 * v)) for v in range(nv)]
                 for t in range(nt):
                     x = (e.splat_i32 if pairs else e.splat_f32)(e.offset(rows[t], i4))
@@ -245,6 +251,7 @@ def pair_tile(nv, nt):
 
 def _add_or_store(e, acc, outs, n_lanes, more):
     """Store sums (t, v) at their places; more != 0 adds the old values."""
+    # Old values join finished sums, so that the prefetch has had time to fetch them.
     with e.b.if_then(e.b.icmp_signed("!=", more, e.int(0))):
         for tv, slot in acc.items():
             old = _load_first(e, outs[tv], e.offset(n_lanes, -16 * tv[1]))

@@ -31,6 +31,7 @@ def group_dot(fmt, n_tokens):
             w, a, a_stride, k, out, out_stride = args
             e = GroupEmitter(builder)
             row = fmt.header(e, w)
+            # Opaque: LLVM would compute each address from the one before, a chain of additions.
             rows = [ActivationRow(e, e.opaque(e.offset(a, e.times(a_stride, t))), k) for t in range(n_tokens)]
             n_lanes = _lanes_of_sums(fmt)
             totals = [e.variable(e.zero(f32x8 if n_lanes == 8 else f32x16)) for _ in rows]
@@ -42,6 +43,7 @@ def group_dot(fmt, n_tokens):
                     t.finish(total, fmt.d(e, at_w, row), fmt.dmin(e, at_w, row))
             lanes = fmt.dot_lanes()[0][:n_lanes]
             by_row = [[i for i, (_, r) in enumerate(lanes) if r == row] for row in range(fmt.rows)]
+            # Rows take turns, so that folding in halves adds lanes of one row only, always in the same order.
             in_turn = [i for lanes in zip(*by_row, strict=True) for i in lanes]
             for t, total in enumerate(totals):
                 sums = folded(builder, e.pick(builder.load(total), in_turn), fmt.rows)
@@ -90,6 +92,7 @@ class _Token:
 
     def scale(self, u):
         """Return the scales of unit u in the lanes of a sum."""
+        # A broadcast from memory is cheaper than a shuffle, but must not read past the last block.
         if self.fmt.unit == 1 and self.valid is None:
             return self.e.pick(self.e.splat_f32(self.e.offset(self.d_at, 4 * u)), range(self.lanes))
         return self.e.pick(self.d, [self.fmt.unit * u + block for block, _, _ in self.fmt.runs()[: self.lanes]])
@@ -101,6 +104,7 @@ class _Token:
             v = self.e.b.load(self.e.vector_pointer(at, 32, 4), align=1)
             return self.e.b.bitcast(self.e.pick(v, list(range(4)) * 4), llvm_type(i8x64))
         at = self.e.offset(self.codes_at, 32 * self.fmt.unit * u)
+        # All lanes of a vector are one column group of 16 rows: one broadcast instead of a shuffle.
         if self.fmt.rows == 16:
             return self.e.splat_bytes(self.e.offset(at, 4 * lanes[0][0]))
         v = self.e.load(i32x8 if self.fmt.unit == 1 else i32x16, at)
@@ -133,13 +137,17 @@ def _dot_step(e, fmt, mode, w, row, tokens):
     most, signed = most_code(fmt, mode), mode[0] == "s" and not fmt.bias
     apart = fmt.most_magnitude() > 0
     n_lanes = _lanes_of_sums(fmt)
+    # If both halves are added, half as many vectors fit 16 bits.
     addends = max(1, most_addends(most) * n_lanes // 16)  # 1 where codes are signed
     if mode[0] == "m":
+        # Minima multiply sums of activations, which rows hold ready: no codes are needed.
         for part, x in enumerate(fmt.minima(e, w, row)):
             for t in tokens:
                 t.add_low(x, e.pick(t.sums, _sum_lanes(fmt, part)))
     units = 16 // (lanes * fmt.unit)  # of a vector of scales
     for part, scales in enumerate(fmt.scales(e, w, row)):
+        # Units of one block start from 0: the bias is taken off here, by the sums of activations, for a whole vector of
+        # scales at once.
         if mode[0] == "s" and fmt.unit == 1 and not apart and (fmt.bias or fmt.shift):
             offsets = e.mul(scales, _offsets(e, fmt, w, part))
             for t in tokens:
@@ -147,6 +155,7 @@ def _dot_step(e, fmt, mode, w, row, tokens):
         for n in range(units):
             u = units * part + n
             dots = [t.started(e, w, u) for t in tokens]
+            # Codes are decoded once and multiplied for every activation row while they are in registers.
             for first in range(0, len(fmt.order), addends):
                 vectors = fmt.dot_lanes()[first : first + addends]
                 codes, signs = [fmt.dot_codes(e, w, u, first + v) for v in range(len(vectors))], None
@@ -164,6 +173,7 @@ def _dot_step(e, fmt, mode, w, row, tokens):
                         dots[i] = e.dots(dots[i], codes, groups, most)
             of_halves = fmt.rows if lanes > fmt.rows else 0
             where = [lanes * (fmt.unit * n + block) + of_halves * half + r for block, half, r in runs[:n_lanes]]
+            # Each lane's scale, for all activation rows.
             wide = e.pick(scales, where)
             for x, t in zip(dots, tokens, strict=True):
                 t.add(e.mul(e.ints_to_f32(x), t.scale(u)), wide)

@@ -57,6 +57,7 @@ class GroupEmitter(RowEmitter):
         width, count = v.type.element.width, v.type.count
         if middle:
             v = self.b.sub(v, self.constants([middle] * count, width))
+        # Only integers of 32 bits have an instruction that converts them to floats.
         if width < 32:
             v = (self.b.sext if middle else self.b.zext)(v, ir.VectorType(I32, count))
         return self.ints_to_f32(v)
@@ -80,6 +81,7 @@ class GroupEmitter(RowEmitter):
 
     def sixteens(self, parts):
         """Yield vectors of equal length as vectors of 16 lanes, each made on demand."""
+        # On demand, so that scales are read between the codes, in the order of memory.
         parts = iter(parts)
         for first in parts:
             yield self.joined([first, *itertools.islice(parts, 16 // first.type.count - 1)])
@@ -135,6 +137,8 @@ class GroupEmitter(RowEmitter):
 
     def code(self, v, at, width):
         """Return bits at .. at + width - 1 of the bytes of v."""
+        # A table of 64 entries looks at six bits wherever they are, so codes need no shift to the bottom; a table of 16
+        # needs its four bits in place.
         if not self.looks_at_six_bits():
             return self.bits(v, [at & 4] * 4, 4), at & 3
         out_of_sight = max(0, at + width - 6)
@@ -160,6 +164,7 @@ class GroupEmitter(RowEmitter):
 
         The lookup ignores all other bits (`nibble_codes`).
         """
+        # Entries repeat for every value of the bits that are not part of the code.
         size = 64 if self.looks_at_six_bits() else 16 << (max(places) > 3)
         return self.lookup([table[sum((n >> at & 1) << i for i, at in enumerate(places))] for n in range(size)], v)
 
@@ -311,6 +316,7 @@ def unpack_group(fmt):
                         codes = fmt.codes(e, at_w, u, v)
                         if mode[0] == "s" and fmt.bias != tile_bias(fmt):
                             codes = builder.add(codes, e.const64(tile_bias(fmt) - fmt.bias))
+                        # A run of four columns is one word of the tile already: plain stores, no transposition.
                         words = builder.bitcast(codes, llvm_type(i32x16))
                         for g, x in zip(order, e.split(words, rows), strict=True):
                             block = fmt.unit * u + g // 8

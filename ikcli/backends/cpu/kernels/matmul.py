@@ -47,6 +47,7 @@ def _make_multiply(fmt, n_tiles, most):
     @inline
     def multiply(tiles, stride, n, k, a, a_stride, m, out, out_stride):
         for first in range(0, k // 32, at_once):
+            # These columns of all tiles pass by all activation rows before the next columns are touched.
             n_blocks = min(at_once, k // 32 - first)
             for r in range(0, n, height):
                 tile = tiles + r // TILE_ROWS * stride
@@ -63,6 +64,7 @@ def _make_some(fmt, n_tiles, most):
 
     @inline
     def some(tiles, stride, first, n_blocks, n, k, a, a_stride, m, out, out_stride):
+        # What is left after the widest kernel is below `most`, so each narrower one runs at most once.
         while m >= most:
             micro(tiles, stride, first, n_blocks, a, a_stride, k, out, out_stride, n)
             a, out, m = a + most * a_stride, out + most * out_stride, m - most
@@ -89,7 +91,9 @@ def _tile_block(type_name):
     def block(w, row_bytes, n, k, a, a_stride, m, out, out_stride, tiles):
         stride = (k + 255) // 256 * step_bytes
         for r in range(0, n, TILE_ROWS):
+            # Lanes behind the last row repeat earlier ones, and are not stored.
             unpack(w + r * row_bytes, row_bytes, min(TILE_ROWS, n - r), tiles + r // TILE_ROWS * stride, k)
+        # The order of additions is the same in both kernels, so it does not matter which of them takes a row.
         whole = n // height * height
         together(tiles, stride, whole, k, a, a_stride, m, out, out_stride)
         one(tiles + whole // TILE_ROWS * stride, stride, n - whole, k, a, a_stride, m, out + 4 * whole, out_stride)
@@ -107,6 +111,7 @@ def _integer_block(type_name):
 
     @inline
     def block(w, row_bytes, n, k, a, a_stride, m, out, out_stride, tiles, few):
+        # Unpacking pays only if enough activation rows share the tile; below that, codes are used once, from registers.
         if m > few:
             by_tile(w, row_bytes, n, k, a, a_stride, m, out, out_stride, tiles)
             return
@@ -124,6 +129,7 @@ def _block(type_name, activations=""):
 @inline
 def item_rows(height, n_tiles, streaming, n_w, nth):
     """Return the weight rows of a work item: those of all tiles if that leaves enough items."""
+    # Taller items share each activation load between tiles; with too few items threads would idle at the end.
     if not streaming:
         for n in TILE_COUNTS:
             if n <= n_tiles and n_w >= _ITEMS_PER_THREAD * nth * n * height:
@@ -141,6 +147,7 @@ def make_mul_mat(type_name, activations=""):
         w, row_bytes, n_w, k = p.w, p.row_bytes, p.n_w, p.k
         a, a_stride, out, out_stride = p.a, p.a_stride, p.out, p.out_stride
         n_tiles, few = p.n_tiles, p.few
+        # Tiles belong to a thread. All that threads share is the counter of work items.
         tiles = p.tiles + ith * n_tiles * p.tile_bytes
         heads, w_head, a_head, out_head = params.heads, params.w_head, params.a_head, params.out_head
         m = n_rows(params)
@@ -154,6 +161,7 @@ def make_mul_mat(type_name, activations=""):
             if first >= total:
                 return
             for item in range(first, stop):
+                # Items of one head are adjacent, so that its activations stay in the cache.
                 h, r = item // per_head, item % per_head * height
                 block(
                     w + h * w_head + r * row_bytes, row_bytes, min(height, n_w - r), k, a + h * a_head, a_stride, m,
@@ -224,10 +232,12 @@ def _by_expert(record, tile_rows, compute):
             first, stop = next_items(params, total, nth, streaming)
             if first >= total:
                 return
+            # Searched for once per range; from then on the next expert follows the last.
             e, item = locate(offsets, n_expert, per_expert, first)
             for _ in range(first, stop):
                 if item == per_expert:
                     e, item = next_expert(offsets, n_expert, e + 1), 0
+                # Activation rows are sorted by expert: those of one are adjacent in `a` and `out`.
                 lo, r = ld_i64(offsets + 8 * e), item * height
                 item += 1
                 m = ld_i64(offsets + 8 * e + 8) - lo
@@ -279,6 +289,7 @@ def _up_gate(record, type_name, glu):
     def compute(params, ith, at, n, k, x, m, y, tiles):
         p = params.product
         row_bytes, a_stride, out_stride = p.row_bytes, p.a_stride, p.out_stride
+        # Both products are combined while they are in the cache, and the gate needs no matrix of its own.
         scratch, few = params.scratch + ith * params.scratch_bytes, p.few
         block(params.gate + at, row_bytes, n, k, x, a_stride, m, scratch, 4 * n, tiles, few)
         block(p.w + at, row_bytes, n, k, x, a_stride, m, y, out_stride, tiles, few)

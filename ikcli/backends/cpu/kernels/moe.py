@@ -85,6 +85,7 @@ def drop_groups(scores, n, n_group, n_group_used, group_scores):
 def route_row(logits, bias, probs, scores, out, n, n_used, softmax, norm, scale, n_group, n_group_used, fewest, least):
     probabilities(logits, probs, n, softmax)
     for i in range(n):
+        # The bias decides who is chosen, but weights are the probabilities without it.
         b = ld_f32(bias + 4 * i) if bias != 0 else _F0
         st_f32(scores + 4 * i, ld_f32(probs + 4 * i) + b)
     if n_group > 1:

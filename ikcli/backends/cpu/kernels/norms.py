@@ -53,7 +53,7 @@ def sum_squares_around(x, n, middle):
 
 
 def make_norm(kind, weighted, biased):
-    around_mean, of_sum = kind == "layer", kind == "l2"
+    around_mean, of_sum, plain = kind == "layer", kind == "l2", kind == "none"
 
     @kernel(NormParams)
     def norm(params, ith, nth):
@@ -65,8 +65,12 @@ def make_norm(kind, weighted, biased):
             src, dst = x + 4 * item * width, out + 4 * item * width
             at = item % groups * width
             middle = mean(src, width) if around_mean else _F0
-            squares = sum_squares_around(src, width, middle) if around_mean else sum_squares(src, width)
-            if of_sum:
+            squares = _F0
+            if not plain:
+                squares = sum_squares_around(src, width, middle) if around_mean else sum_squares(src, width)
+            if plain:
+                scale = _F1
+            elif of_sum:
                 root = np.float32(math.sqrt(squares))
                 scale = _F1 / (eps if root < eps else root)  # NaN stays
             else:

@@ -54,8 +54,8 @@ def _make_tap_rows(n_taps):
     return tap_rows
 
 
-def make_short_conv(n_taps):
-    """Return the convolution; columns are a multiple of 16."""
+def make_short_conv(n_taps, linear=False):
+    """Return the convolution, `linear` without silu; columns are a multiple of 16."""
     before = n_taps - 1
     tap_rows = _make_tap_rows(n_taps)
 
@@ -71,7 +71,7 @@ def make_short_conv(n_taps):
                     acc = vfma(tap, load_f32x16(x + r * x_stride), acc)
                 elif not fresh:
                     acc = vfma(tap, load_f32x16(old + (r + before) * old_stride), acc)
-            store_f32x16(out + t * out_stride, vsilu(acc))
+            store_f32x16(out + t * out_stride, acc if linear else vsilu(acc))
         for j in range(before):
             r = n + j - before
             if r >= 0:

@@ -16,12 +16,12 @@ def two_bits(e, address, j):
 
 def split_nibbles(e, address, j):
     """Return nibbles of 32-byte runs: sub-block 2j low, 2j+1 high."""
-    return e.bits(e.twice(e.offset(address, 32 * j)), [0] * 2 + [4] * 2, 4)
+    return e.bits(e.twice(e.offset(address, 32 * j)), [0] * 2 + [4] * 2, width=4)
 
 
 def bit_plane(e, address, j):
     """Return bytes 0/1: bit b of 32 bytes for sub-blocks b = 2j and 2j+1."""
-    return e.bits(e.twice(address), plane_starts(j), 1)
+    return e.bits(e.twice(address), plane_starts(j), width=1)
 
 
 def plane_starts(j):
@@ -38,7 +38,9 @@ def two_bit_entry(e, table, address, j):
     """Look up a table of 4 byte constants for `two_bits`."""
     if e.moves_bits():
         return e.low_entry(table, 2, raw_two_bits(e, address, j))
-    nibbles = e.bits(e.twice(e.offset(address, 32 * (j // 2))), [4 * (j % 2)] * 4, 4)  # two codes: each half takes one
+    nibbles = e.bits(
+        e.twice(e.offset(address, 32 * (j // 2))), [4 * (j % 2)] * 4, width=4
+    )  # two codes: each half takes one
     return e.lookup16([table[n & 3] for n in range(16)] * 2 + [table[n >> 2] for n in range(16)] * 2, nibbles)
 
 
@@ -49,6 +51,6 @@ def three_bit_entry(e, table, low_at, high_at, j):
         return e.lookup(table, q)
     # the codes of 64 columns in lower nibbles, those of the next 64 in upper ones; lookups see no more than bit 7, a 0
     low = e.all_and(e.raw_halves(e.twice(e.offset(low_at, 32 * (j // 2))), 0, 2), 0x33)
-    thirds = e.bits(e.twice(high_at), [4 * (j // 2)] * 4, 4)
+    thirds = e.bits(e.twice(high_at), [4 * (j // 2)] * 4, width=4)
     both = e.b.or_(low, e.third_bits(thirds, 0, 1))
     return e.lookup16(table + [0] * 8, e.shift_right(both, [4] * 16) if j % 2 else both)

@@ -40,6 +40,7 @@ class _Token:
         self.scales = e.mul(scales, d) if self.mode.endswith("32") else e.mul(scales, e.pick(d, _TWICE))
         self.dots = [e.zero(i32x16), e.zero(i32x16)]  # two: half the latency
         if self.mode == "m32":
+            # Of the width of the other sums, so that both are folded together at the end.
             self.add(e, self.low, _widen(e, minima), _widen(e, self.row.scaled_sums(e, i, valid, 1)))
         elif self.mode == "m16":
             self.add(e, self.low, minima, self.row.scaled_sums(e, i, valid, 2))
@@ -92,6 +93,7 @@ def row_dot(fmt, n_tokens):
                 quarters = fmt.quarters(e, at_w)
                 if quarters is None:  # the format decodes in the order of columns
                     quarters = _by_quarters(e, [fmt.dot_codes(e, at_w, j) for j in range(4)])
+                # A vector of codes serves all activation rows while it is in a register.
                 for n, codes in enumerate(quarters):
                     for t in tokens:
                         t.dot(e, n, codes, i)

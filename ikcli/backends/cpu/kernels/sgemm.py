@@ -33,6 +33,7 @@ def rows_left(builder, first, stride, n, n_left):
     rows = [first]
     for j in range(1, n):
         here = builder.icmp_signed("<", ir.Constant(_I64, j), n_left)
+        # Selected, not branched on: the block is the same code for any number of rows.
         rows.append(builder.add(rows[-1], builder.select(here, stride, ir.Constant(_I64, 0))))
     return rows
 
@@ -133,6 +134,7 @@ KINDS = {
 def _step(builder, a, a_stride, b, accs, m, nv, kind):
     """Add one k: accs[i][v] += A[i] * B[v]."""
     type_, element, _, multiply = KINDS[kind]
+    # nv loads and m broadcasts feed m * nv products.
     rows = [load_f32x16_at(builder, offset(builder, b, 64 * v), llvm_type(type_)) for v in range(nv)]
     out = []
     for i in range(m):
@@ -170,6 +172,7 @@ def make_rows_block(m, nv, accumulate, kind):
 
             def four_columns(state):
                 at, bt, *accs = state
+                # Four unrolled: broadcasts have constant offsets, and counting takes a small part of the instructions.
                 for k in range(4):
                     accs = _step(builder, offset(builder, at, 4 * k), CHUNK_ROW, bt, accs, m, nv, kind)
                     bt = builder.add(bt, b_stride)
@@ -213,6 +216,7 @@ def make_columns_block(m, nv, kind, unit):
 
             def row(state):
                 at, bt, ask, *accs = state
+                # Columns of a chunk are adjacent, so the m broadcasts of a step read one cache line.
                 accs = _step(builder, at, 4, bt, accs, m, nv, kind)
                 ask = emit_prefetch(builder, ask, lines)
                 return [offset(builder, at, CHUNK_ROW), builder.add(bt, b_stride), ask, *accs]
@@ -247,6 +251,7 @@ def _make_columns_product(m, nv, kind, unit):
 
     @merge
     def columns_product(a, chunk_bytes, n_chunks, b, b_stride, n_rows, c, c_stride, scale, ask):
+        # All columns of a chunk before the next one: its rows stay in the cache.
         for chunk in range(n_chunks):
             for i in range(0, CHUNK, m):
                 at = c + (chunk * CHUNK + i) * c_stride
@@ -325,6 +330,7 @@ def transpose16(typingctx, src, src_stride, dst, dst_stride):
         i32 = ir.IntType(32)
         low = ir.Constant(ir.VectorType(i32, 16), [x for i in range(8) for x in (i, i + 16)])
         high = ir.Constant(ir.VectorType(i32, 16), [x for i in range(8, 16) for x in (i, i + 16)])
+        # Each round interleaves vector i with vector i + 8; after four of them rows are columns.
         for _ in range(4):
             rows = [builder.shuffle_vector(rows[i], rows[i + 8], pick) for i in range(8) for pick in (low, high)]
         for row in rows:

@@ -33,6 +33,7 @@ DI void copy_out(u8* to, const u8* from, int size) {
 template <class F> DI void copy_scaled(u8* to, const u8* from, F factor) {
 #pragma unroll 1
   for (int i = threadIdx.x; i < 64 * 16; i += THREADS) {
+    // 16-byte pieces are swizzled in tiles, so rows are read piece by piece, not as they lie.
     const int row = i >> 4, piece = i & 15, at = (piece >> 3) * TILE + place(row, piece & 7);
     u32 hi[4], lo[4];
     *(uint4*)hi = *(const uint4*)(from + at), *(uint4*)lo = *(const uint4*)(from + at + PLANE);
@@ -53,6 +54,7 @@ DI void invert16(u8* inverse, const u8* m, int block, const float* beta) {
 #pragma unroll
   for (int t = 0; t < 16; t++) {
     const int row = 16 * block + t;
+    // Two sums, so that the additions of a row make a chain of half the length.
     float sum = t == col ? 1.f : 0.f, more = 0.f;
 #pragma unroll
     for (int i = 0; i < t; i += 2) {
@@ -62,6 +64,7 @@ DI void invert16(u8* inverse, const u8* m, int block, const float* beta) {
       if (i + 1 < t) more = fmaf(-v.y, x[i + 1], more);
     }
     x[t] = beta[row] * (sum + more);
+    // Both halves of the warp compute the same columns; one stores them.
     if ((threadIdx.x & 31) < 16) {
       const int at = pair_place(row, 16 * block + col);
       const u16 hi = f2h(x[t]);
@@ -83,6 +86,7 @@ DI void invert_below(u8* inverse, const u8* m, int i, int j) {
   }
 #pragma unroll
   for (int e = 0; e < 8; e++) x[e >> 2][e & 3] = -total(c, e >> 2, e & 3);
+  // The sum goes from accumulators to an operand in registers, as the layouts agree.
   as_a(a, x);
   load_bt(b, inverse, 16 * j, 2 * j);
   clear(c);
@@ -124,6 +128,7 @@ DI void products_inside(float (&inside)[8], const float* k, const float* q, cons
       sums[2 * i] = sums[2 * i + 1] = 0.f;
       if (from > t) continue;
       float4& x = key[i];
+      // A key starts at its own token and decays with every token after it: factors are only ever multiplied.
       if (from == t) x = now;
       else x = make_float4(x.x * a.x, x.y * a.y, x.z * a.z, x.w * a.w);
       sums[2 * i] = (x.x * now.x + x.y * now.y) + (x.z * now.z + x.w * now.w);
@@ -177,6 +182,7 @@ DI void chunk_terms(const i64* st, Work work, Rows q, Rows k, Rows v, const floa
     for (int i = threadIdx.x; i < CHUNK * 32; i += THREADS) {
       const int row = i >> 5, col = 4 * (i & 31);
       const bool there = row < n && col < dk;
+      // Raw rows lie where the tiles will be: shared memory has no room for both.
       cp16(s_k + 16 * i, there ? k.at + row * k.row + col : k.at, there);
       cp16(s_q + 16 * i, there ? q.at + row * q.row + col : q.at, there);
       cp16(s_x + 16 * i, there ? decay + row * decay_row + col : decay, there);
@@ -232,6 +238,7 @@ DI void chunk_terms(const i64* st, Work work, Rows q, Rows k, Rows v, const floa
 #pragma unroll 8
     for (int t = 0; t < CHUNK; t++) {
       if (t > i) d *= decays[t];
+      // Rows are one word longer than 64, so that lanes that read different rows use different banks.
       between[t * (CHUNK + 1) + i] = d;
     }
     factors[DK + CHUNK + i] = d;
@@ -248,6 +255,7 @@ DI void chunk_terms(const i64* st, Work work, Rows q, Rows k, Rows v, const floa
 #pragma unroll 2
       for (int c = 0; c < 8; c++) {
         Split4 a, b;
+        // One load of block j serves keys and queries of block i.
         load_b(b, (BY_COLUMN ? s_x : s_k) + (c >> 2) * TILE, 16 * j, 2 * (c & 3));
         if (BY_COLUMN && i > j + 1)
 #pragma unroll
@@ -315,6 +323,7 @@ DI void chunk_terms(const i64* st, Work work, Rows q, Rows k, Rows v, const floa
 #pragma unroll
         for (int e = 0; e < 8; e++) {
           const int t = 16 * i + (lane >> 2) + 8 * (e >> 1 & 1), from = 16 * j + 8 * (e >> 2) + 2 * (lane & 3) + (e & 1);
+          // Decays per head multiply finished products, which costs less than decaying every key for every block.
           const float d = from <= t ? between[t * (CHUNK + 1) + from] : 0.f;
           pairs[turn][0][e >> 2][e & 3] *= d;
           pairs[turn][1][e >> 2][e & 3] = from <= t ? pairs[turn][1][e >> 2][e & 3] * d : 0.f;
@@ -340,6 +349,7 @@ DI void chunk_terms(const i64* st, Work work, Rows q, Rows k, Rows v, const floa
   const float2 power = power_for(block_max(most, scratch));  // has barriers
 #pragma unroll
   for (int i = 0; i < CHUNK / WARPS; i++) store_four(s_x, row_of(i), times(values[i], power.x));
+  // Blocks of the diagonal first, all at once; then those below, one distance after the other.
   if (warp < 4) invert16(s_t, s_m, warp, beta);
   for (int d = 1; d < 4; d++) {
     __syncthreads();
@@ -385,6 +395,7 @@ DI void chunk_terms(const i64* st, Work work, Rows q, Rows k, Rows v, const floa
     float x[2][4];
 #pragma unroll
     for (int e = 0; e < 8; e++) x[e >> 2][e & 3] = total(c, e >> 2, e & 3);
+    // In place, as the operands of these columns are in registers already.
     store16(w_tile, 16 * i, 8 * piece, x);  // only this warp reads these columns
   }
   if (16 * warp < dv) {

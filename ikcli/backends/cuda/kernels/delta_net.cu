@@ -57,6 +57,7 @@ DI void delta_net(const i64* st, float* states, i64 state_cols, Rows q, Rows k, 
   beta += start * n_head + head;
   out += (start * n_head + head) * dv + column;
 
+  // In registers from the first token to the last: memory is read and written once.
   float state[R];
 #pragma unroll
   for (int r = 0; r < R; r++) {
@@ -70,6 +71,7 @@ DI void delta_net(const i64* st, float* states, i64 state_cols, Rows q, Rows k, 
       const int t = i / DK, row = i % DK, to = t * 4 * GAP + row / R * GAP + row % R;
       const bool there = row < dk;
       keys[to] = there ? k.at[(i64)(t0 + t) * k.row + row] : 0.f;
+      // The scale goes into queries, instead of into every result.
       queries[to] = there ? q.at[(i64)(t0 + t) * q.row + row] * scale : 0.f;
       if (BY_COLUMN) decays[to] = there ? decay[(i64)(t0 + t) * n_head * dk + row] : 0.f;
     }

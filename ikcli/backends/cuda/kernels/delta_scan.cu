@@ -72,11 +72,13 @@ DI void delta_scan_steps(const i64* st, float* states, i64 state_cols, Work work
   };
   int step = 0;
   auto next = [&]() {  // waits for the operand of a step, lets a further one come where that of the last step was
+    // The barrier also tells that all warps are done with the last step, whose buffer the copy overwrites.
     cp_wait<STAGES - 2>();
     __syncthreads();
     copy(step + STAGES - 1);
     return (const u8*)(smem_raw + step++ % STAGES * UNIT);
   };
+  // All buffers but one are on their way before the first product; the last one is the first to be filled in the loop.
   for (int i = 0; i < STAGES - 1; i++) copy(i);
 
   // state[h][x]: columns of k from 64 h + 16 g + 8 x on, as accumulators have them
@@ -93,6 +95,7 @@ DI void delta_scan_steps(const i64* st, float* states, i64 state_cols, Work work
 #pragma unroll
     for (int i = 0; i < 16; i++) {
       const float v = fabsf(state[i >> 3][i >> 2 & 1][i & 3]);
+      // Accumulators 0, 1 are of row lane / 4, accumulators 2, 3 of the row 8 below: each row has a power of its own.
       if (i & 2) b = fmaxf(b, v);
       else a = fmaxf(a, v);
     }
@@ -107,6 +110,7 @@ DI void delta_scan_steps(const i64* st, float* states, i64 state_cols, Work work
       for (int i = 0; i < 8; i++) c[i >> 2][i & 3] = state[h][i >> 2][i & 3] * power[i >> 1 & 1];
       Split4 f;
       as_a(f, c);
+      // As the operand that a product loads, so the other warps of the group need no shuffles.
       put(my_state + (4 * h + g) * OPERAND, f);
     }
   };
@@ -144,6 +148,7 @@ DI void delta_scan_steps(const i64* st, float* states, i64 state_cols, Work work
 #pragma unroll
         for (int h = 0; h < 2; h++) *(float2*)kept[h][x] = *(const float2*)(factors + 64 * h + token);
       }
+      // u = T V - W S: W comes with its sign turned.
       state_times(c, tiles);
       float a = 0.f, b = 0.f;
 #pragma unroll
@@ -170,6 +175,7 @@ DI void delta_scan_steps(const i64* st, float* states, i64 state_cols, Work work
         as_a(f, u);
         put(my_left + g * OPERAND, f);
       }
+      // What the tokens read from the state before the chunk; their own writes follow with P.
       state_times(c, tiles);
 #pragma unroll
       for (int i = 0; i < 8; i++)
@@ -191,6 +197,7 @@ DI void delta_scan_steps(const i64* st, float* states, i64 state_cols, Work work
 #pragma unroll
         for (int i = 0; i < 8; i++) {
           float& v = state[h][i >> 2][i & 3];
+          // The state decays by the whole chunk in f32, in registers; only the products are rounded.
           v = fmaf(total(c, i >> 2, i & 3), u_inverse[i >> 1 & 1], v * kept[h][i >> 2][i & 1]);
         }
       }
@@ -199,8 +206,10 @@ DI void delta_scan_steps(const i64* st, float* states, i64 state_cols, Work work
 
     tiles = next();
     if (in) {
+      // Early, for the next chunk: the barriers of its first step make it visible.
       share_state();
       clear(c);
+      // P is 0 above its diagonal: later tokens are left out.
       for (int k = 0; k <= g; k++) {
         Split4 a, b;
         get(a, my_u + k * OPERAND);

@@ -36,6 +36,7 @@ layer_gate(const i64* st, int symbol, int factor, const float* x, const float* g
   gate += row * (cols / width);
   out += row * cols;
   for (int j = i; j < min(i + 4, cols); j++) {
+    // log(u) * e / (u - 1) cancels the rounding error of u = 1 + e; above 20 the result is g itself.
     const float g = gate[j / width], e = expf(softplus ? g : -g), u = 1.f + e;
     // ln(1 + e), exact for small e as well.
     out[j] = softplus ? x[j] * (g > 20.f ? g : u == 1.f ? e : logf(u) * (e / (u - 1.f))) : x[j] / u;
@@ -97,6 +98,7 @@ layer_glu(const i64* st, int symbol, int factor, const float* gate, const float*
 #pragma unroll
   for (int j = 0; j < 4; j++)
     if (i + j < cols) {
+      // Both the values and the rows of the next product are written: a launch and a read are saved.
       v[j] = up ? glu(gate[i + j], up[i + j], kind, limit, alpha) : activation(gate[i + j], kind);
       out[i + j] = v[j];
     }
@@ -123,6 +125,7 @@ layer_alibi(const i64* st, int symbol, int factor, const float* slopes, float* o
   for (int i = threadIdx.x; i < width; i += 32) {
     const int j = i - first;
     float v = 0.f;
+    // Digits to the base of 127: a block of 8-bit codes holds them exactly.
     if (j == 0) v = slopes ? 0.f : 127.f;
     else if (j == 1) v = slopes ? slopes[blockIdx.y] : (float)(p % 127);
     else if (j > 1) v = slopes ? 127.f * slopes[blockIdx.y] : (float)min(max(p / 127 - 127 * (j - 2), 0), 127);

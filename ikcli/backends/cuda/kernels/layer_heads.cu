@@ -174,6 +174,7 @@ layer_hadamard(const i64* st, int symbol, int factor, const float* x, float* out
   out += item * dim;
   for (int i = lane; i < dim; i += 32) v[i] = x[i];
   __syncwarp();
+  // Blocks differ in size (a head of 192 is 128 + 64), and each is normalized by its own.
   int at = offset;
   for (int b = 0; b < n_blocks; b++) {
     const int log = (int)(blocks >> (4 * b)) & 15, n = 1 << log;
@@ -182,6 +183,7 @@ layer_hadamard(const i64* st, int symbol, int factor, const float* x, float* out
     __syncwarp();
     for (int half = 1; half < n; half <<= 1) {
       for (int p = lane; p < n >> 1; p += 32) {
+        // Pair p of this stage: its number with a zero put in at the bit of the distance.
         const int i = at + (((p & ~(half - 1)) << 1) | (p & (half - 1)));
         const float a = v[i], c = v[i + half];
         v[i] = a + c;

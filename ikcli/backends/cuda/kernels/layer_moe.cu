@@ -99,6 +99,7 @@ DI void route_row(const float* logits, int* out, float* probs, const Router& r) 
     if (e < r.n) {
       probs[e] = p[i];
       const float s = r.bias ? p[i] + r.bias[e] : p[i];
+      // 0 is below every score: such an expert cannot be chosen.
       key[i] = s == -INFINITY ? 0 : ordered(s);
       if (r.n_group > 1) scores[e] = s;
     }
@@ -119,6 +120,7 @@ DI void route_row(const float* logits, int* out, float* probs, const Router& r) 
     int at = lane;
 #pragma unroll
     for (int i = 0; i < PER_LANE; i++)
+      // Strictly above, so that of equal experts the first one is kept.
       if (key[i] > mine) {
         mine = key[i];
         at = lane + 32 * i;
@@ -210,6 +212,7 @@ DI void write_tiles(int4* list, u32 at, int e, int start, int count, int rows) {
 DI void sort_pairs(const int* route, int pairs, const Plan& plan, int n_expert, int n_used, u32* shared) {
   const int bins = n_expert + 1, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int steps = (pairs + 31) >> 5, max_warps = blockDim.x >> 5;
+  // Few pairs take few warps, whose counts have to be cleared and added up.
   const int n_warps = max(1, min(steps, max_warps)), part = (steps + n_warps - 1) / n_warps * 32;
   u32* hist = shared;                  // [warp][bin]: counts, then first sorted row for the warp's pairs
   u32* start = hist + n_warps * bins;  // [bin]
@@ -231,6 +234,7 @@ DI void sort_pairs(const int* route, int pairs, const Plan& plan, int n_expert, 
   __syncthreads();
   for (int b = threadIdx.x; b < bins; b += blockDim.x) {
     u32 sum = 0;
+    // Counts become the places where a warp's pairs begin in a bin: earlier pairs stay in front.
     for (int w = 0; w < n_warps; w++) {
       const u32 count = hist[w * bins + b];
       hist[w * bins + b] = sum;
@@ -241,6 +245,7 @@ DI void sort_pairs(const int* route, int pairs, const Plan& plan, int n_expert, 
   __syncthreads();
   const int e = threadIdx.x;
   const u32 count = e < n_expert ? start[e] : 0;
+  // Both kinds of tiles in one word, so that one scan places both.
   const u32 tiles = (count + TILE_FEW - 1) / TILE_FEW | (count + TILE_MANY - 1) / TILE_MANY << 16;
   const u32 first = block_scan(count, scratch), kept = scratch[32];
   __syncthreads();

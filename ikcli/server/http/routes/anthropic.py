@@ -24,8 +24,8 @@ _BODY = generation_body(AnthropicBody)
 async def messages(request: Request) -> Response:
     """Answer a Messages request, whole or as events."""
     state = server(request)
-    body = await read_object(request)
-    fields, prepared, requests = await one_generation_of(state, convert.to_chat(body))
+    body, images = await read_object(request), state.images()
+    fields, prepared, requests = await one_generation_of(state, convert.to_chat(body, images), images)
     names = naming(state.alias, body.get("model"), "msg_")
     shape = AnthropicShape(names, prepared.make_parser)
     return await answer_chat(request, state, requests, shape, fields, names.id, prepared.control)
@@ -35,5 +35,6 @@ async def messages(request: Request) -> Response:
 async def count_tokens(request: Request) -> Response:
     """Return the number of prompt tokens as `{"input_tokens": n}`."""
     state = server(request)
-    _, prepared, _ = await generations_of(state, convert.to_chat(await read_object(request)))
+    images = state.images()
+    _, prepared, _ = await generations_of(state, convert.to_chat(await read_object(request), images), images)
     return json_response({"input_tokens": len(prepared.tokens)})

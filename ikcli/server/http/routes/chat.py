@@ -49,7 +49,7 @@ async def chat_completions(request: Request) -> Response:
 @router.post("/v1/chat/completions/control", openapi_extra=_CONTROL, summary="End the thinking of a running answer")
 @router.post("/chat/completions/control", openapi_extra=_CONTROL, summary="End the thinking of a running answer")
 async def control(request: Request) -> Response:
-    """Return `{"success": true}`, or false and a `message` if there is nothing to end."""
+    """Return `{"success": true}`, or false and a `message` if no thinking can be ended."""
     state = server(request)
     body = await read_object(request)
     if not body.get("id"):

@@ -58,7 +58,7 @@ async def completion(request: Request) -> Response:
     state = server(request)
     body = await read_object(request)
     fields = NativeBody.of(body, state.defaults, state.limits)
-    prompts, _ = await read_prompts(fields.prompt, state.limits)
+    prompts, _ = await read_prompts(fields.prompt, state.limits, images=state.image_prompts)
     return await answer_native(request, state, body, fields, prompts)
 
 
@@ -75,6 +75,8 @@ async def completion_openai(request: Request) -> Response:
     constraint = await constraint_of(state, fields)
     wants = fields.logprobs is not None or body.get("n_probs") is not None
     more = {"constraint": constraint, "prompt_logprobs": echo and wants}
+    if echo and wants and any(prompt.pictures for prompt in prompts):
+        raise bad_request("echo with logprobs is not possible for prompts with images")
     generations = requests_of(state, fields, prompts, best, **more)
     names = naming(state.alias, body.get("model"), "cmpl-")
     shown = None
@@ -99,7 +101,7 @@ async def _prompts(state: ServerState, fields: OpenAICompletionBody) -> list[Pro
     """Return the prompts; with `suffix`, each becomes a fill-in-the-middle prompt."""
     value, suffix = fields.prompt, fields.suffix
     if not suffix:
-        return (await read_prompts(value, state.limits))[0]
+        return (await read_prompts(value, state.limits, images=state.image_prompts))[0]
     texts = value if isinstance(value, list) else [value]
     return [
         await infill.prompt_of(state, {"input_prefix": f.text(text, "prompt"), "input_suffix": suffix})

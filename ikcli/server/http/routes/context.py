@@ -1,4 +1,4 @@
-"""Give every endpoint the state of the server and the body of its request."""
+"""What endpoints read first: the state of the server and the body of the request."""
 
 from __future__ import annotations
 

@@ -2,65 +2,46 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ikcli.server.http import fields as f
 from ikcli.server.http import rerank as documents
 from ikcli.server.http.answer import CLIENT_GONE, json_response
 from ikcli.server.http.errors import bad_request
 from ikcli.server.http.openapi import object_body
 from ikcli.server.http.routes.context import read_object, server
+from ikcli.server.http.schema import field, schema_of, shown_as
 from ikcli.server.http.vectors import (
     FloatRows,
+    VectorBody,
     best_first,
     check_embeds,
     encoded,
-    encoding,
     json_array,
     json_bytes,
     numbers,
-    read_options,
     read_texts,
     vectors,
     with_array,
 )
-from ikcli.settings.sampling import INT32
 
 router = APIRouter(tags=["embeddings"])
 
-_EMBED = object_body(
-    {
-        "type": "object",
-        "properties": {
-            "model": {"type": "string"},
-            "input": {"description": "a text, token ids, or an array of these"},
-            "content": {"description": "as input; the answer is that of /embedding"},
-            "encoding_format": {"type": "string", "enum": ["float", "base64"]},
-            "dimensions": {"type": "integer", "description": "numbers that are left of a vector, normalized again"},
-            "embd_normalize": {"type": "integer", "description": "-1 none, 0 int16, 1 taxicab, 2 euclidean, p-norm"},
-            "lora": {"type": "array", "items": {"type": "object"}},
-        },
-    }
-)
-_RERANK = object_body(
-    {
-        "type": "object",
-        "required": ["query"],
-        "properties": {
-            "model": {"type": "string"},
-            "query": {"type": "string"},
-            "documents": {"type": "array", "description": "texts, or objects with a field text"},
-            "texts": {"type": "array", "description": "as documents; the answer is that of TEI"},
-            "top_n": {"type": "integer"},
-            "return_documents": {"type": "boolean"},
-            "return_text": {"type": "boolean"},
-        },
-    }
-)
+_Texts = Annotated[Any, shown_as()]
+
+
+class EmbeddingsBody(VectorBody, frozen=True):
+    """Request body of the embedding routes."""
+
+    input: _Texts = field(None, "a text, token ids, or an array of these")
+    content: _Texts = field(None, "as input; the answer is that of /embedding")
+    encoding_format: Literal["float", "base64"] = field("float", "numbers, or base64 of little-endian float32")
+
+
+_EMBED, _RERANK = object_body(schema_of(EmbeddingsBody)), object_body(schema_of(documents.RerankBody))
 
 
 @router.post("/embedding", openapi_extra=_EMBED, summary="Embeddings")
@@ -78,18 +59,18 @@ async def embeddings_openai(request: Request) -> Response:
 
 async def _embeddings(request: Request, *, openai: bool) -> Response:
     state = server(request)
-    body = await read_object(request)
+    body = EmbeddingsBody.checked(await read_object(request))
     check_embeds(state)
-    name = "input" if body.get("input") is not None else "content"
-    if body.get(name) is None:
+    name, value = ("content", body.content) if body.input is None else ("input", body.input)
+    if value is None:
         raise bad_request("input or content must be provided")
     openai = openai and name == "input"
     pooled = state.engine.model.pooling != "none"
     if openai and not pooled:
         raise bad_request("Pooling type 'none' is not OAI compatible. Please use a different pooling type")
-    form, options = encoding(body), read_options(state, body)
-    texts, _ = await read_texts(state, body[name], name)
-    found = await vectors(request, state, body, texts)
+    options = body.options(state)
+    texts, _ = await read_texts(state, value, name)
+    found = await vectors(request, state, body.lora, texts)
     if found is None:
         return Response(status_code=CLIENT_GONE)
 
@@ -97,7 +78,7 @@ async def _embeddings(request: Request, *, openai: bool) -> Response:
         rows = options.of(rows) if pooled else rows
         if not openai:
             return {"index": i, "embedding": [numbers(row) for row in rows]}
-        return {"object": "embedding", "index": i, "embedding": encoded(rows[0], form)}
+        return {"object": "embedding", "index": i, "embedding": encoded(rows[0], body.encoding_format)}
 
     data = await json_array(found.rows, shape)
     if not openai:
@@ -113,20 +94,16 @@ async def _embeddings(request: Request, *, openai: bool) -> Response:
 async def rerank(request: Request) -> Response:
     """Return scores, best first: `results` with `index` and `relevance_score`, or TEI's array for `texts`."""
     state = server(request)
-    body = await read_object(request)
     documents.check_ranks(state)
-    query = f.text(body.get("query"), "query")
-    tei = body.get("documents") is None and body.get("texts") is not None
-    texts = documents.read_documents(body, "texts" if tei else "documents")
-    top_n = body.get("top_n")
-    n = len(texts) if top_n is None else f.integer(top_n, "top_n", 1, INT32)
-    flag = "return_text" if tei else "return_documents"
-    with_text = body.get(flag) is not None and f.boolean(body[flag], flag)
-    found = await vectors(request, state, body, await documents.prompts(state, query, texts))
+    body = documents.RerankBody.checked(await read_object(request))
+    tei = body.documents is None and body.texts is not None
+    texts = documents.read_documents(body.texts, "texts") if tei else documents.read_documents(body.documents)
+    with_text = body.return_text if tei else body.return_documents
+    found = await vectors(request, state, body.lora, await documents.prompts(state, body.query, texts))
     if found is None:
         return Response(status_code=CLIENT_GONE)
     scores = [float(str(rows[0, 0])) for rows in found.rows]
-    order = best_first(scores)[:n]
+    order = best_first(scores)[: body.top_n]
     if tei:
         return json_response(
             [{"index": i, "score": scores[i]} | ({"text": texts[i]} if with_text else {}) for i in order]

@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ikcli import __version__
+from ikcli.chat.images import PUBLIC_MARKER
 from ikcli.server.http import metrics
 from ikcli.server.http.answer import json_response
 from ikcli.server.http.errors import ApiError, unsupported
@@ -46,6 +47,7 @@ async def models(request: Request) -> Response:
 def models_json(state: ServerState) -> dict[str, Any]:
     """Return the list with the one model."""
     n_ctx = state.engine.model.n_ctx_slot if state.ready else 0
+    modalities = ["text", "image"] if reads_images(state) else ["text"]
     entry: dict[str, Any] = {
         "id": state.alias,
         "object": "model",
@@ -53,11 +55,16 @@ def models_json(state: ServerState) -> dict[str, Any]:
         "owned_by": "llamacpp",
         "aliases": _listed(state.config.server.alias),
         "tags": _listed(state.config.server.tags),
-        "architecture": {"input_modalities": ["text"], "output_modalities": ["text"]},
+        "architecture": {"input_modalities": modalities, "output_modalities": ["text"]},
         "meta": _meta(state) if state.ready else None,
         "max_model_len": n_ctx,
     }
-    return {"object": "list", "data": [entry], "models": [_catalogue_entry(state.alias, n_ctx)]}
+    return {"object": "list", "data": [entry], "models": [_catalogue_entry(state.alias, n_ctx, modalities)]}
+
+
+def reads_images(state: ServerState) -> bool:
+    """Return whether the model is loaded with its projector."""
+    return state.ready and state.pictures is not None
 
 
 def _listed(text: str) -> list[str]:
@@ -71,7 +78,7 @@ def _meta(state: ServerState) -> dict[str, Any]:
     return {name: getattr(model, name) for name in names} | {"n_ctx": model.n_ctx_slot}
 
 
-def _catalogue_entry(name: str, n_ctx: int) -> dict[str, Any]:
+def _catalogue_entry(name: str, n_ctx: int, modalities: list[str]) -> dict[str, Any]:
     """Return the entry that coding agents look for besides OpenAI's list, with the fields Ollama's clients read."""
     return {
         "name": name,
@@ -82,7 +89,7 @@ def _catalogue_entry(name: str, n_ctx: int) -> dict[str, Any]:
         "type": "model",
         "description": None,
         "tags": [""],
-        "capabilities": ["completion"],
+        "capabilities": ["completion", "multimodal"] if "image" in modalities else ["completion"],
         "parameters": "",
         "details": {"parent_model": "", "format": "gguf", "family": "", "families": [""], "parameter_size": "",
                     "quantization_level": ""},
@@ -115,7 +122,7 @@ def _catalogue_entry(name: str, n_ctx: int) -> dict[str, Any]:
         "auto_compact_token_limit": n_ctx * 9 // 10,
         "effective_context_window_percent": 95,
         "experimental_supported_tools": [],
-        "input_modalities": ["text"],
+        "input_modalities": modalities,
         "supports_search_tool": False,
         "use_responses_lite": False,
         "auto_review_model_override": None,
@@ -154,6 +161,7 @@ async def props(request: Request) -> Response:
         "endpoint_props": state.config.server.props,
         "endpoint_metrics": state.config.server.metrics,
         "ui_settings": state.page_settings,
+        "media_marker": PUBLIC_MARKER,
     }
     return json_response(out | _simple(state) | state.chat.describe())
 
@@ -169,7 +177,7 @@ def _simple(state: ServerState) -> dict[str, Any]:
     return {
         "model_name": state.alias,
         "model_path": str(model.path),
-        "modalities": {"vision": False, "audio": False},
+        "modalities": {"vision": reads_images(state), "audio": False},
         "n_ctx": model.n_ctx,
     }
 
@@ -180,7 +188,7 @@ def _token(tokenizer: Any, token: int | None) -> str:
 
 @router.post("/props", openapi_extra=object_body({"type": "object"}), summary="Change settings (needs --props)")
 async def change_props(request: Request) -> Response:
-    """Accept a JSON object without effect: there is nothing to change yet."""
+    """Accept any JSON object; no property can be changed so far."""
     if not server(request).config.server.props:
         raise unsupported("This server does not support changing global properties. Start it with `--props`")
     await read_object(request)
@@ -201,15 +209,15 @@ async def metrics_text(request: Request) -> Response:
 
 @router.get("/usage", include_in_schema=False)
 async def usage(request: Request) -> Response:
-    """Return the token usage of a request, only once; the server in front asks for it."""
+    """Return the token usage of a request and forget it; the server in front calls this once per request."""
     used = server(request).ledger.take(request.query_params.get("id", ""))
     if used is None:
-        raise ApiError(404, "there is nothing about this request")
+        raise ApiError(404, "the usage of this request is unknown, or was already returned")
     return json_response({"prompt_tokens": used[0], "completion_tokens": used[1]})
 
 
 @router.get("/version", summary="Version of the server")
 async def version(request: Request) -> Response:
-    """Return version and build, but no storage for web pages, which some clients look for here."""
+    """Return version and build; `features` tells web clients that the server stores nothing for them."""
     features = {"sql": False, "zstd_compression": False}
     return json_response({"version": __version__, "build_info": FINGERPRINT, "features": features})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -11,62 +11,59 @@ from starlette.responses import Response
 
 from ikcli.server.http import fields as f
 from ikcli.server.http.answer import CLIENT_GONE, json_response
-from ikcli.server.http.convert_ollama import keep_alive
+from ikcli.server.http.convert_ollama import OllamaBody, keep_alive
 from ikcli.server.http.errors import bad_request
 from ikcli.server.http.openapi import object_body
 from ikcli.server.http.routes.context import read_object, server
 from ikcli.server.http.routes.ollama_models import asked_model
+from ikcli.server.http.schema import Flag, Text, field, schema_of, shown_as
 from ikcli.server.http.state import ServerState
 from ikcli.server.http.vectors import (
     Texts,
+    VectorBody,
     check_embeds,
     json_array,
     numbers,
-    read_options,
     read_texts,
     vectors,
     with_array,
 )
 
 router = APIRouter(tags=["Ollama"])
+B = TypeVar("B", bound=OllamaBody)
 
-_COMMON: dict[str, Any] = {
-    "model": {"type": "string"},
-    "options": {"type": ["object", "null"]},
-    "keep_alive": {"description": "seconds or a duration such as 5m"},
-}
-_EMBED = object_body(
-    {
-        "type": "object",
-        "required": ["model"],
-        "properties": _COMMON
-        | {
-            "input": {"description": "a text or an array of texts"},
-            "truncate": {"type": ["boolean", "null"], "description": "cut texts that are too long; default true"},
-            "dimensions": {"type": ["integer", "null"], "description": "numbers that are left of a vector"},
-        },
-    }
-)
-_EMBEDDINGS = object_body(
-    {"type": "object", "required": ["model"], "properties": _COMMON | {"prompt": {"type": ["string", "null"]}}}
-)
+
+class OllamaEmbedBody(OllamaBody, VectorBody, frozen=True):
+    """Request body of /api/embed."""
+
+    input: Annotated[Any, shown_as()] = field(None, "a text or an array of texts")
+    truncate: Flag = field(True, "cut texts that are too long; default true")
+
+
+class OllamaEmbeddingsBody(OllamaBody, frozen=True):
+    """Request body of /api/embeddings."""
+
+    prompt: Text = field("", "a text")
+    lora: Annotated[Any, shown_as(type="array", items={"type": "object"})] = field(None, "scales of adapters")
+
+
+_EMBED, _EMBEDDINGS = (object_body(schema_of(body)) for body in (OllamaEmbedBody, OllamaEmbeddingsBody))
 
 
 @router.post("/api/embed", openapi_extra=_EMBED, summary="Embeddings (Ollama)")
 async def embed(request: Request) -> Response:
     """Return normalized vectors of one text or several."""
     start = time.perf_counter()
-    state, body, model = await _asked(request)
-    value = body.get("input")
+    state, body, model = await _asked(request, OllamaEmbedBody)
     texts: Texts = ()
-    if value not in (None, "", []):
-        items = value if isinstance(value, list) else [value]
+    if body.input not in (None, "", []):
+        items = body.input if isinstance(body.input, list) else [body.input]
         texts, _ = await read_texts(state, [f.text(x, f"input[{i}]") for i, x in enumerate(items)], "input")
-    if body.get("truncate") is None or f.boolean(body["truncate"], "truncate"):
+    if body.truncate:
         texts = _cut(state, texts)
-    options, n_tokens, embeddings = read_options(state, body), 0, b"[]"
+    options, n_tokens, embeddings = body.options(state), 0, b"[]"
     if texts:
-        found = await vectors(request, state, body, texts)
+        found = await vectors(request, state, body.lora, texts)
         if found is None:
             return Response(status_code=CLIENT_GONE)
         n_tokens = found.timings.prompt_n
@@ -79,22 +76,21 @@ async def embed(request: Request) -> Response:
 @router.post("/api/embeddings", openapi_extra=_EMBEDDINGS, summary="An embedding (Ollama)")
 async def embeddings(request: Request) -> Response:
     """Return the vector of one text, not normalized, as in Ollama."""
-    state, body, _ = await _asked(request)
-    text = f.text(body.get("prompt") or "", "prompt")
-    if not text:
+    state, body, _ = await _asked(request, OllamaEmbeddingsBody)
+    if not body.prompt:
         return json_response({"embedding": []})
-    texts, _ = await read_texts(state, text, "prompt")
-    found = await vectors(request, state, body, _cut(state, texts))
+    texts, _ = await read_texts(state, body.prompt, "prompt")
+    found = await vectors(request, state, body.lora, _cut(state, texts))
     if found is None:
         return Response(status_code=CLIENT_GONE)
     return json_response({"embedding": numbers(found.rows[0][0])})
 
 
-async def _asked(request: Request) -> tuple[ServerState, dict[str, Any], str]:
+async def _asked(request: Request, kind: type[B]) -> tuple[ServerState, B, str]:
     state = server(request)
-    body = await read_object(request)
+    body = kind.checked(await read_object(request))
     model = asked_model(state, body)
-    keep_alive(body.get("keep_alive"))
+    keep_alive(body.keep_alive)
     check_embeds(state)
     if state.engine.model.pooling == "none":
         raise bad_request("Pooling type 'none' gives no vector of a text. Please use a different pooling type")

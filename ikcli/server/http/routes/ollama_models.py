@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping
 from typing import Any
 
 from fastapi import APIRouter
@@ -13,31 +12,32 @@ from starlette.responses import Response
 
 from ikcli import __version__
 from ikcli.gguf.constants import file_type_label
-from ikcli.server.http import fields as f
 from ikcli.server.http import sse
 from ikcli.server.http.answer import json_response
+from ikcli.server.http.convert_ollama import OllamaBody
 from ikcli.server.http.errors import ApiError, bad_request, unsupported
 from ikcli.server.http.openapi import object_body
 from ikcli.server.http.routes.context import read_json, read_object, server
+from ikcli.server.http.routes.info import reads_images
+from ikcli.server.http.schema import schema_of
 from ikcli.server.http.state import ServerState
 
 router = APIRouter(tags=["Ollama"])
 
-_NAME = object_body({"type": "object", "properties": {"model": {"type": "string"}}})
+_NAME = object_body(schema_of(OllamaBody))
 _NEVER = "9999-12-31T23:59:59Z"
 
 
-def asked_model(state: ServerState, body: Mapping[str, Any]) -> str:
+def asked_model(state: ServerState, body: OllamaBody) -> str:
     """Return the model name in a request.
 
     Raise ApiError 400 without a name, 404 if it differs from the server's (`NAME:latest` means NAME).
     """
-    value = body.get("model", body.get("name"))
-    if value is None or f.text(value, "model") == "":
+    if not body.model:
         raise bad_request("model is required")
-    if value not in state.names and value.removesuffix(":latest") not in state.names:
-        raise ApiError(404, f"model '{value[:100]}' not found; this server has {', '.join(state.names)}")
-    return str(value)
+    if body.model not in state.names and body.model.removesuffix(":latest") not in state.names:
+        raise ApiError(404, f"model '{body.model[:100]}' not found; this server has {', '.join(state.names)}")
+    return body.model
 
 
 @router.get("/api/version", summary="Version (Ollama)")
@@ -65,7 +65,7 @@ async def ps(request: Request) -> Response:
 async def show(request: Request) -> Response:
     """Return sizes, template and capabilities."""
     state = server(request)
-    asked_model(state, await read_object(request))
+    asked_model(state, OllamaBody.checked(await read_object(request)))
     model = state.engine.model
     info = model_info(model.arch, model.n_params, model.n_ctx_slot, model.n_embd)
     return json_response(
@@ -136,6 +136,7 @@ def _capabilities(state: ServerState) -> list[str]:
     model = state.engine.model
     writes = {"completion": True, "tools": state.chat.takes_tools, "insert": insert, "thinking": state.chat.thinks}
     found = {name: there and model.generates for name, there in writes.items()}
+    found["vision"] = reads_images(state) and model.generates
     found["embedding"] = model.pooling not in ("", "rank")
     return [name for name, there in found.items() if there]
 
@@ -144,8 +145,7 @@ def _capabilities(state: ServerState) -> list[str]:
 async def pull(request: Request) -> Response:
     """Return success for the served model, 501 for others."""
     state = server(request)
-    body = await read_object(request)
-    stream = body.get("stream") is None or f.boolean(body["stream"], "stream")
+    body = OllamaBody.checked(await read_object(request))
     try:
         asked_model(state, body)
     except ApiError as e:
@@ -153,7 +153,7 @@ async def pull(request: Request) -> Response:
             raise
         raise unsupported(f"{e.message}. This server gets no models; start it with -m FILE") from None
     done = {"status": "success"}
-    return Response(sse.line(done), media_type=sse.JSON_LINES) if stream else json_response(done)
+    return Response(sse.line(done), media_type=sse.JSON_LINES) if body.stream else json_response(done)
 
 
 @router.post("/api/create", openapi_extra=_NAME, summary="Create a model (Ollama)")

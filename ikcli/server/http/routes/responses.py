@@ -26,8 +26,8 @@ _BODY = generation_body(ResponsesBody)
 async def responses(request: Request) -> Response:
     """Answer an OpenAI Responses request, whole or as events."""
     state = server(request)
-    body = await read_object(request)
-    fields, prepared, requests = await one_generation_of(state, convert.to_chat(body))
+    body, images = await read_object(request), state.images()
+    fields, prepared, requests = await one_generation_of(state, convert.to_chat(body, images), images)
     names = naming(state.alias, body.get("model"), "resp_")
     shape = ResponsesShape(names, fields, convert.echoed(body), ClientTools(body), prepared.make_parser)
     return await answer_chat(request, state, requests, shape, fields, names.id, prepared.control)
@@ -38,5 +38,6 @@ async def responses(request: Request) -> Response:
 async def input_tokens(request: Request) -> Response:
     """Return the number of prompt tokens."""
     state = server(request)
-    _, prepared, _ = await generations_of(state, convert.to_chat(await read_object(request)))
+    images = state.images()
+    _, prepared, _ = await generations_of(state, convert.to_chat(await read_object(request), images), images)
     return json_response({"object": "response.input_tokens", "input_tokens": len(prepared.tokens)})

@@ -18,6 +18,7 @@ from ikcli.server.http.routes.context import read_object, server, server_with_sl
 from ikcli.server.http.routes.slots import file_name
 from ikcli.server.http.state import ServerState
 from ikcli.server.slots import slot_file
+from ikcli.server.slots.pictures import tokens_of
 
 router = APIRouter(tags=["slots"])
 
@@ -34,7 +35,10 @@ async def held(request: Request) -> Response:
     found, first = state.engine.cached_tokens(), state.config.server.first_slot
     decode = state.engine.tokenizer.decode
     return json_response(
-        [{"slot_id": i, "token_count": len(tokens), "prompt": decode(tokens)} for i, tokens in enumerate(found, first)]
+        [
+            {"slot_id": i, "token_count": len(tokens), "prompt": decode(tokens_of(tokens))}
+            for i, tokens in enumerate(found, first)
+        ]
     )
 
 
@@ -87,7 +91,7 @@ def _listing(state: ServerState, folder: Path) -> list[dict[str, Any]]:
         tokens = None if path.name.startswith(".") or path.is_symlink() else slot_file.peek(path)
         if tokens is None:
             continue
-        known = all(0 <= token < state.engine.tokenizer.n_vocab for token in tokens)
+        known = all(token < state.engine.tokenizer.n_vocab for token in tokens)
         about = path.stat()
         out.append(
             {
@@ -95,7 +99,7 @@ def _listing(state: ServerState, folder: Path) -> list[dict[str, Any]]:
                 "filesize": about.st_size,
                 "mtime": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(about.st_mtime)),
                 "token_count": len(tokens),
-                "prompt": state.engine.tokenizer.decode(tokens) if known else "",
+                "prompt": state.engine.tokenizer.decode(tokens_of(tokens)) if known else "",
             }
         )
     return out

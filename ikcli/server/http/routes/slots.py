@@ -21,6 +21,7 @@ from ikcli.server.http.params import settings
 from ikcli.server.http.routes.context import read_object, server, server_with_slots
 from ikcli.server.http.shapes.common import timings_json
 from ikcli.server.http.state import ServerState
+from ikcli.server.slots.pictures import tokens_of
 from ikcli.server.slots.states import EngineError, SlotActionResult, SlotState
 
 router = APIRouter(tags=["slots"])
@@ -61,7 +62,7 @@ def _slot(state: ServerState, slot: SlotState) -> dict[str, Any]:
         "state": int(slot.is_processing),
         "is_processing": slot.is_processing,
         "speculative": bool(slot.timings.draft_n),
-        "prompt": state.engine.tokenizer.decode(slot.prompt),
+        "prompt": state.engine.tokenizer.decode(tokens_of(slot.prompt)),
         "generated": slot.text,
         "truncated": slot.truncated,
         "n_past": slot.n_past,

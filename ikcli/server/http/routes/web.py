@@ -21,7 +21,7 @@ _KINDS = {
 _HEADERS = {
     "cache-control": "no-cache",
     "content-security-policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
         "base-uri 'self'; form-action 'none'; frame-ancestors 'self'"
     ),
     "referrer-policy": "no-referrer",

@@ -76,6 +76,9 @@ def timings_json(t: RequestTimings) -> dict[str, Any]:
     """Return `timings` with the names of both forks; rates over zero tokens are 0."""
     out: dict[str, Any] = {
         "cache_n": t.cache_n,
+        "cache_slot_n": t.cache_n - t.cache_ram_n - t.cache_disk_n,
+        "cache_ram_n": t.cache_ram_n,
+        "cache_disk_n": t.cache_disk_n,
         "prompt_n": t.prompt_n,
         "prompt_ms": t.prompt_ms,
         "prompt_per_token_ms": t.prompt_ms / t.prompt_n if t.prompt_n else 0.0,

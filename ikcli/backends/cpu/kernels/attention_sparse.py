@@ -1,0 +1,39 @@
+"""Flash attention to chosen positions: rows of the cache are gathered by cell, everything else is attention.py.
+
+A task has one token, because tokens choose different positions. Its positions are numbered as in the list of chosen
+cells, so nothing is masked, and parts of a split task are parts of the list.
+"""
+
+from ikcli.backends.cpu.kernels.attention import AHEAD, make_combine, make_flash_attn
+from ikcli.backends.cpu.kernels.kv import make_prefetch_row, make_stage
+from ikcli.backends.cpu.kernels.sgemm import CHUNK_ROW
+from ikcli.backends.cpu.params_attention import SparseParams
+from ikcli.native.jit import inline
+from ikcli.native.simd.vec import ld_i32
+
+
+def make_stage_chosen(type_):
+    """Return stage_chosen(params, part, cells, kv_head, dst, chunk_bytes, position, n): rows of cells, as chunks."""
+    stage, prefetch_row = make_stage(type_), make_prefetch_row(type_)
+
+    @inline
+    def stage_chosen(params, part, cells, kv_head, dst, chunk_bytes, position, n):
+        stride, width = part.row_bytes, part.width
+        element = part.offset + kv_head * part.head_stride
+        here = cells + 4 * position
+        for i in range(n):
+            # Rows are scattered, so the hardware cannot know the next ones.
+            prefetch_row(part.at + ld_i32(here + 4 * min(i + AHEAD, n - 1)) * stride, element, width)
+            stage(dst + CHUNK_ROW * i, chunk_bytes, part.at + ld_i32(here + 4 * i) * stride, element, width)
+
+    return stage_chosen
+
+
+def make_flash_sparse(k_types, v_type):
+    """Return the kernel for these element types of K and V."""
+    return make_flash_attn(k_types, v_type, "i", make_stage_chosen, SparseParams)
+
+
+def make_combine_sparse():
+    """Return the kernel that merges the parts of split tasks."""
+    return make_combine("i", SparseParams)

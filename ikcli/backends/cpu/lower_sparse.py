@@ -1,0 +1,90 @@
+"""Lower sparse attention: the choice of positions, and attention to them."""
+
+from __future__ import annotations
+
+from ikcli.backends.cpu.lower_attention import RULES, attention_sources, chunks, regions, unit_heads, view_chunk
+from ikcli.backends.cpu.params_attention import (
+    MAX_ROWS,
+    SPLITS_PER_THREAD,
+    STAT_BYTES,
+    STATS_BYTES,
+    IndexParams,
+    SparseParams,
+)
+from ikcli.backends.cpu.program import CpuLowering
+from ikcli.graph import HeadSlice, Node, Rows
+from ikcli.graph.ops_sparse import IndexTopK, SparseAttn
+from ikcli.native.kernel_cache import KernelKey
+
+_TILE = 64  # positions
+_MIN_SPLIT = 256
+_SHARED_TOKENS = 8  # most tokens whose scores are computed by all threads together
+_COUNTS_BYTES = 8192  # of kernels/index_top_k.py
+_NO_WINDOW = 2**31
+
+
+@RULES.add(IndexTopK, "q weights k n_head top_k")
+def lower_index_top_k(low: CpuLowering, node: Node, op: IndexTopK) -> None:
+    """Lower the choice of positions."""
+    k = HeadSlice(op.k, 0, op.q.width, 0)
+    sources = attention_sources(low, node, (op.q,), (k,), k)
+    shared = low.max_rows[Rows.TOKENS] <= _SHARED_TOKENS
+    block = max(MAX_ROWS // op.n_head, 1) if op.n_head % 16 == 0 and not shared else 1
+    block = min(block, low.max_rows[Rows.TOKENS])
+    rows = -(-block * op.n_head // 16) * 16
+    n_chunks, score_bytes = chunks(op.q), 64 * -(-low.max_rows[Rows.KV] // 16)
+    q_bytes = 64 * n_chunks * rows
+    # the tile of keys is also where Q lies before its transposition
+    k_bytes, s_bytes = 64 * n_chunks * (_TILE + 1), 4 * rows * (_TILE + 16)
+    at, scratch_bytes = regions(
+        q_bytes, k_bytes, s_bytes, 4 * rows, _COUNTS_BYTES, 0 if shared else block * score_bytes
+    )
+    _, k_at, s_at, weights_at, counts_at, scores_at = at
+    params = IndexParams(
+        out=low.out(node), out_stride=4 * node.cols, first_head=0, units=1, unit_heads=op.n_head, group=op.n_head,
+        block=block, tile=_TILE, scale=1.0, k_chunks=n_chunks, v_cols=0,
+        scratch=low.buffer(low.n_threads * scratch_bytes), scratch_bytes=scratch_bytes, k_at=k_at, v_at=0, s_at=s_at,
+        window=_NO_WINDOW, chunk=_NO_WINDOW, sinks=0, slopes=0, cap=0.0, q=sources.q, k=sources.k, v=sources.v,
+        most=op.top_k, weights=low.out(op.weights), weight_bytes=4 * op.weights.cols, weights_at=weights_at,
+        counts_at=counts_at, scores_at=scores_at, score_bytes=score_bytes,
+        scores=low.buffer(low.max_rows[Rows.TOKENS] * score_bytes) if shared else 0,
+    )  # fmt: skip
+    if shared:
+        low.emit(KernelKey("index_top_k", "make_index_scores", (sources.k_types,)), node.rows, params)
+        low.emit(KernelKey("index_top_k", "make_index_choice"), node.rows, params)
+    else:
+        low.emit(KernelKey("index_top_k", "make_index_top_k", (sources.k_types,)), node.rows, params)
+
+
+@RULES.add(SparseAttn, "q k v n_head n_head_kv scale wide selected")
+def lower_sparse_attn(low: CpuLowering, node: Node, op: SparseAttn) -> None:
+    """Lower attention to chosen positions, a token per task."""
+    assert op.selected is not None
+    sources = attention_sources(low, node, op.q, op.k, op.v)
+    heads = unit_heads(op.group)
+    rows, k_chunks, v_chunks = -(-heads // 16) * 16, chunks(*op.k), chunks(op.v)
+    view = view_chunk(op.k, op.v, False)
+    q_unit, o_unit = (64 * n * (-(-heads // 8) * 8 + 1) for n in (k_chunks, v_chunks))
+    tile = 2 * _TILE if k_chunks + v_chunks <= 32 else _TILE
+    at, scratch_bytes = regions(
+        64 * k_chunks * rows + q_unit, 64 * k_chunks * (tile + 1), 0 if view >= 0 else 64 * v_chunks * (tile + 1),
+        4 * rows * (tile + 16), 64 * v_chunks * rows + o_unit, STATS_BYTES,
+    )  # fmt: skip
+    _, k_at, v_at, s_at, o_at, stats_at = at
+    slot_bytes, n_slots, units = 2 * STAT_BYTES + 64 * v_chunks * rows, SPLITS_PER_THREAD * low.n_threads, \
+        op.n_head // heads  # fmt: skip
+    tokens = low.max_rows[Rows.TOKENS] if low.batch_invariant else 1
+    params = SparseParams(
+        out=low.out(node), out_stride=4 * node.cols, first_head=0, units=units, unit_heads=heads, group=op.group,
+        block=1, tile=tile, scale=op.scale, k_chunks=k_chunks, v_cols=op.v.width,
+        scratch=low.buffer(low.n_threads * scratch_bytes), scratch_bytes=scratch_bytes, k_at=k_at, v_at=v_at,
+        s_at=s_at, window=_NO_WINDOW, chunk=_NO_WINDOW, sinks=0, slopes=0, cap=0.0, q=sources.q, k=sources.k,
+        v=sources.v, v_chunk=max(view, 0), o_at=o_at, stats_at=stats_at,
+        slots=low.buffer(max(n_slots, units) * tokens * slot_bytes), slot_bytes=slot_bytes, q_unit=q_unit,
+        o_unit=o_unit, units_per_task=1, min_split=_MIN_SPLIT, batch_invariant=int(low.batch_invariant),
+        cells=low.out(op.selected), cell_bytes=4 * op.selected.cols, most=op.selected.cols,
+    )  # fmt: skip
+    types = (sources.k_types, "view" if view >= 0 else sources.v_type)
+    low.emit(KernelKey("attention_sparse", "make_flash_sparse", types), node.rows, params)
+    if low.n_threads > 1:
+        low.emit(KernelKey("attention_sparse", "make_combine_sparse"), node.rows, params)

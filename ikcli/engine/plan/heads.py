@@ -1,0 +1,26 @@
+"""Graphs and programs of the heads that predict further tokens (`models/mtp.py`), for sessions that run them."""
+
+from __future__ import annotations
+
+from ikcli.engine.run.model import Model
+from ikcli.graph import Graph, Node
+from ikcli.models import GraphConfig, Weights, mtp
+
+HEAD, FEW = "mtp-", "-few"  # programs of heads: for prompts, and with this suffix for a few rows
+KEPT_STATES = 64  # of a sequence, besides those of a micro-batch: for drafts that are rejected, and rows that wait
+
+
+def record_heads(model: Model, weights: Weights, cfg: GraphConfig) -> dict[str, tuple[Graph, Node]]:
+    """Record the heads; drafts are only guesses, so a graph serves prompts and generation."""
+    found: dict[str, tuple[Graph, Node]] = {}
+    for i in range(cfg.n_heads):
+        assert model.further is not None and isinstance(model.module, mtp.HasLayers)
+        graph = model.adapters.graph()
+        graph.exact = model.is_exact
+        found[f"{HEAD}{i}"] = graph, mtp.build(graph, model.module, model.further, weights, cfg, i)
+    return found
+
+
+def kept_states(n_ubatch: int) -> int:
+    """Return the positions of a sequence whose states a session keeps for its heads."""
+    return n_ubatch + KEPT_STATES

@@ -1,0 +1,73 @@
+"""The lightning indexer of DeepSeek V3.2 and GLM-5: every query attends only to the `index_top_k` positions it prefers.
+
+A layer has its own indexer, or uses the positions that the layer before it chose. Index queries come from the low-rank
+query, keys and head weights from the input of attention; heads are [rotated | not rotated], and keys have a cache of
+their own. Corresponds to `build_deepseek2_dsa_indexer` of ik_llama.cpp.
+"""
+
+from __future__ import annotations
+
+import math
+
+from ikcli.graph import Graph, HeadSlice, Node
+from ikcli.models.config import GraphConfig
+from ikcli.models.hparams import HParams
+from ikcli.models.tensors import LayerWeights, TensorSpec
+
+NORM_EPS = 1e-6  # of keys; files do not store it
+CACHE = "index"
+_NEOX = ("deepseek32",)  # rotate pairs that are half of the rotated part apart
+
+
+def specs(hp: HParams, il: int) -> dict[str, TensorSpec]:
+    """Return the tensors of the indexer of a layer."""
+    if il not in hp.index_owners:
+        return {}
+    n_head, width = hp.index_n_head, hp.index_head_dim
+    return {
+        "indexer.attn_q_b.weight": TensorSpec((hp.q_lora_rank, n_head * width)),
+        "indexer.attn_k.weight": TensorSpec((hp.n_embd, width)),
+        "indexer.k_norm.weight": TensorSpec((width,)),
+        "indexer.k_norm.bias": TensorSpec((width,)),
+        "indexer.proj.weight": TensorSpec((hp.n_embd, n_head)),
+    }
+
+
+def top_k(hp: HParams, cfg: GraphConfig) -> int:
+    """Return how many positions a query attends to; 0: all, which is so where the context has no more."""
+    n = hp.index_top_k if cfg.index_top_k < 0 else cfg.index_top_k
+    return n if hp.index_top_k and n < cfg.n_ctx // cfg.n_seq else 0
+
+
+class Indexer:
+    """Chooses positions, layer by layer, while a graph is recorded."""
+
+    def __init__(self, g: Graph, hp: HParams, cfg: GraphConfig, table: Node) -> None:
+        self._g, self._hp, self._cfg, self._table = g, hp, cfg, table
+        self._chosen: Node | None = None
+
+    def choose(self, x: Node, q_a: Node, layer: LayerWeights) -> Node | None:
+        """Return the positions of a layer with attention input x and low-rank query q_a; None: all."""
+        if layer.il in self._hp.index_owners:
+            self._chosen = self._own(x, q_a, layer)
+        return self._chosen
+
+    def _own(self, x: Node, q_a: Node, layer: LayerWeights) -> Node | None:
+        g, hp = self._g, self._hp
+        n_head, width = hp.index_n_head, hp.index_head_dim
+        neox = hp.arch in _NEOX
+        k = g.mul_mat(layer.tensor("indexer.attn_k.weight"), x, "index_k")
+        norm, bias = layer.tensor("indexer.k_norm.weight"), layer.tensor("indexer.k_norm.bias")
+        k = g.norm(k, norm, NORM_EPS, "index_k_norm", b=bias)
+        k = g.rope(k, self._table, 1, width, "index_k_rope", neox=neox)
+        cache = g.cache(CACHE, width, self._cfg.type_index)
+        g.kv_store(cache, k, "index_k_view")
+        if self._cfg.index_keys_only:
+            return None
+        q = g.mul_mat(layer.tensor("indexer.attn_q_b.weight"), q_a, "index_q")
+        q = g.rope(q, self._table, n_head, width, "index_q_rope", neox=neox)
+        weights = g.mul_mat(layer.tensor("indexer.proj.weight"), x, "index_weights")
+        weights = g.scale(weights, 1 / math.sqrt(n_head * width), "index_weights_scaled")
+        return g.index_top_k(
+            HeadSlice(q, 0, width, width), weights, cache, "index_top_k", n_head=n_head, top_k=top_k(hp, self._cfg)
+        )

@@ -1,0 +1,104 @@
+"""Prompts with images: load and read the images of a request, and put their positions between the tokens of texts."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import threading
+from collections import OrderedDict
+from typing import Any
+
+from ikcli.chat.images import PUBLIC_MARKER, ImageInput, Images, shown
+from ikcli.errors import IkError
+from ikcli.server.http.errors import ApiError, bad_request
+from ikcli.server.http.media import Media
+from ikcli.server.http.prompts import Prompt, encode
+from ikcli.server.slots.pictures import Picture, PictureReader, PlacedPicture, keys_of
+from ikcli.settings.vision import VisionConfig
+from ikcli.tokenizer import Tokenizer
+
+_KEPT_BYTES = 256 << 20
+"""Most memory for images that were read."""
+
+
+class Pictures:
+    """Images of requests, read by a model's projector; those read last are kept."""
+
+    def __init__(self, config: VisionConfig, reader: PictureReader, tokenizer: Tokenizer, n_ctx: int) -> None:
+        self._media, self._reader, self._tokenizer, self._n_ctx = Media(config), reader, tokenizer, n_ctx
+        self._kept: OrderedDict[bytes, Picture] = OrderedDict()
+        self._lock = threading.Lock()
+
+    async def prompt(self, text: str, images: Images) -> Prompt:
+        """Return the prompt of a text with markers. Raise ApiError 400 naming the field of a faulty image."""
+        tokens: list[int] = []
+        placed = []
+        for i, part in enumerate(images.divide(text)):
+            if isinstance(part, str):
+                if part or i == 0:
+                    tokens += await encode(self._tokenizer, part, add_special=i == 0)
+                continue
+            picture = await asyncio.to_thread(self._picture, part)
+            if self._reader.begin:
+                tokens += await encode(self._tokenizer, self._reader.begin, add_special=False)
+            placed.append(PlacedPicture(len(tokens), picture))
+            if placed[-1].stop > self._n_ctx:  # before more images are read
+                raise self._too_long(part, placed)
+            tokens += keys_of(picture)
+            if self._reader.end:
+                tokens += await encode(self._tokenizer, self._reader.end, add_special=False)
+        return Prompt(tuple(tokens), shown(text), int(self._tokenizer.add_bos and bool(tokens)), tuple(placed))
+
+    def _too_long(self, image: ImageInput, placed: list[PlacedPicture]) -> ApiError:
+        n = placed[-1].picture.n_tokens
+        return ApiError(
+            400,
+            f"{image.path}: this image ({n} tokens) exceeds the available context size ({self._n_ctx} tokens); start "
+            "again with a larger -c, or with a smaller --image-max-tokens",
+            "exceed_context_size_error",
+            {"n_prompt_tokens": placed[-1].stop, "n_ctx": self._n_ctx},
+        )
+
+    def _picture(self, image: ImageInput) -> Picture:
+        try:
+            data = self._media.load(image.source)
+            if not data:
+                raise IkError("the image is empty")
+            return self._read(data)
+        except IkError as e:
+            raise bad_request(f"{image.path}: {e}") from None
+
+    def _read(self, data: bytes) -> Picture:
+        name = hashlib.blake2b(data, digest_size=16).digest()
+        with self._lock:
+            found = self._kept.get(name)
+            if found is not None:
+                self._kept.move_to_end(name)
+                return found
+        picture = self._reader.read(data)
+        with self._lock:
+            self._kept[name] = picture
+            while len(self._kept) > 1 and sum(one.n_bytes for one in self._kept.values()) > _KEPT_BYTES:
+                self._kept.popitem(last=False)
+        return picture
+
+    async def raw_prompt(self, text: str, sources: list[Any], path: str) -> Prompt:
+        """Return the prompt of a text with `<__media__>` for each of these images."""
+        images = Images(reads=True)
+        return await self.prompt(_with_markers(text, sources, path, images), images)
+
+
+def _with_markers(text: str, sources: list[Any], path: str, images: Images) -> str:
+    parts = text.split(PUBLIC_MARKER)
+    if len(parts) != len(sources) + 1:
+        raise bad_request(
+            f"{path}.multimodal_data has {len(sources)} items, but the prompt has {len(parts) - 1} markers "
+            f"({PUBLIC_MARKER})"
+        )
+    out = parts[0]
+    for i, (source, part) in enumerate(zip(sources, parts[1:], strict=True)):
+        field = f"{path}.multimodal_data[{i}]"
+        if not isinstance(source, str):
+            raise bad_request(f"{field} must be the base64 data of an image")
+        out += images.add(source, field) + part
+    return out

@@ -1,0 +1,214 @@
+"""The folder of `--cache-disk`: nodes of the prompt cache as files, written and removed by a thread of their own.
+
+The folder may be shared by servers and by models. Files of others count for the limit; the least recently used files
+are removed first, whichever server wrote them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ikcli.engine.run.sequences import Sequences
+from ikcli.errors import IkError, UsageError
+from ikcli.server.prefix import node_file
+from ikcli.server.prefix.node_file import SUFFIX, Content
+from ikcli.server.slots.log import Logger
+
+_AHEAD = 3  # files that are read ahead of the one that is copied into a slot
+_ABANDONED = 600.0  # seconds after which an unfinished file belongs to no running server
+_LOOK = 64  # files written between two looks at what others wrote
+
+
+@dataclass(slots=True, eq=False)
+class StoredFile:
+    """A file that holds the positions from `start` on of one or, after a split, several nodes.
+
+    `places`: positions of its checkpoints.
+    """
+
+    name: str
+    start: int
+    places: frozenset[int] = frozenset()
+    n_bytes: int = 0
+    writing: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What the writing thread did: a file was written or not, files were removed."""
+
+    file: StoredFile
+    written: bool = False
+    removed: tuple[str, ...] = ()
+
+
+def make_folder(folder: Path) -> None:
+    """Create the folder if it does not exist; raise UsageError if files cannot be written into it."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as e:
+        raise UsageError(f"--cache-disk {folder} cannot be used: {e.strerror or e}; name another folder") from None
+
+
+class Disk:
+    """The files of one model in a folder. All but the writing runs in the engine's thread."""
+
+    def __init__(
+        self, folder: Path, limit: int, waiting: int, about: Mapping[str, Any], sequences: Sequences, log: Logger
+    ) -> None:
+        """`limit`: bytes of the folder. `waiting`: bytes of RAM that may wait to be written."""
+        make_folder(folder)
+        self.about = about
+        self._folder, self._limit, self._most, self._sequences, self._log = folder, limit, waiting, sequences, log
+        self._jobs: queue.Queue[tuple[StoredFile, Content, Sequence[str]] | None] = queue.Queue()
+        self._reports: queue.Queue[Report] = queue.Queue()
+        self.n_waiting = 0  # bytes handed over and not reported yet
+        self._total, self._n_written, self._failed = 0, 0, ""
+        self._look()
+        self._readers = ThreadPoolExecutor(_AHEAD, "ik-cache-read")
+        self._writer = threading.Thread(target=self._write_all, name="ik-cache-write", daemon=True)
+        self._writer.start()
+
+    def found(self) -> Iterator[tuple[StoredFile, Content]]:
+        """Yield the usable files of this model, those of earlier positions first, as far as their texts are complete.
+
+        Files whose earlier positions are missing are removed. Others are counted in one line of the log.
+        """
+        for path in self._folder.glob(f".*{SUFFIX}.*.tmp"):  # of a server that was killed
+            with contextlib.suppress(OSError):
+                if time.time() - path.stat().st_mtime > _ABANDONED:
+                    path.unlink()
+        ours: list[tuple[StoredFile, Content]] = []
+        n_other = 0
+        for path in sorted(self._folder.glob(f"*{SUFFIX}")):
+            content = node_file.peek(path, self.about)
+            n_other += content is None
+            if content is not None:
+                ours.append(
+                    (StoredFile(path.name, content.start, frozenset(c.n_tokens for c in content.checkpoints)), content)
+                )
+        known: dict[str, int] = {}
+        n_good = 0
+        for file, content in sorted(ours, key=lambda one: one[1].start):
+            if content.start and not 0 < content.start <= known.get(content.after, 0):
+                self._unlink(file.name)
+                continue
+            known[file.name] = content.start + len(content.tokens)
+            n_good += 1
+            yield file, content
+        others = f"; {n_other} files of another model, version or cache type are ignored" if n_other else ""
+        self._log("INFO", "init", f"prompt cache on disk: {n_good} files in {self._folder}, limit "
+                  f"{self._limit / (1 << 30):.1f} GiB{others}", {"n_files": n_good, "n_ignored": n_other})  # fmt: skip
+
+    # --- read -------------------------------------------------------------------------------------------------------
+    def read(self, files: Iterable[StoredFile]) -> Iterator[Content | None]:
+        """Yield the contents of files, read ahead by other threads; None for one that cannot be used."""
+        pending = list(files)
+        waiting = [self._readers.submit(self._read, file) for file in pending[:_AHEAD]]
+        for i, file in enumerate(pending):
+            content = waiting[i].result()
+            if i + _AHEAD < len(pending):
+                waiting.append(self._readers.submit(self._read, pending[i + _AHEAD]))
+            if isinstance(content, IkError):
+                self._log("WARN", "prompt_cache", f"{content}; its tokens are computed again", {"file": file.name})
+                self._unlink(file.name)
+            yield None if isinstance(content, IkError) else content
+
+    def _read(self, file: StoredFile) -> Content | IkError:
+        try:
+            return node_file.read(self._folder / file.name, self.about, self._sequences)
+        except IkError as e:
+            return e
+
+    def used(self, names: Iterable[str]) -> None:
+        """Note that files were used now, at the same time, since none is of use without those before it."""
+        now = time.time_ns()
+        for name in names:
+            with contextlib.suppress(OSError):
+                os.utime(self._folder / name, ns=(now, now))
+
+    # --- write ------------------------------------------------------------------------------------------------------
+    def has_room(self, n_bytes: int) -> bool:
+        """Return whether something of this size may be handed over to the writing thread."""
+        return not self.n_waiting or self.n_waiting + n_bytes <= self._most
+
+    def write(self, file: StoredFile, content: Content, before: Sequence[str]) -> None:
+        """Hand over a file; its report follows. `before`: the files of earlier positions, which it needs."""
+        file.writing = True
+        file.n_bytes = sum(p.nbytes for p in content.rows) + sum(c.n_bytes for c in content.checkpoints)
+        self.n_waiting += file.n_bytes
+        self._jobs.put((file, content, before))
+
+    def reports(self, *, wait: bool = False) -> Iterator[Report]:
+        """Yield what the writing thread did since the last call; `wait`: until everything is written."""
+        while self.n_waiting or not wait:
+            try:
+                report = self._reports.get(block=wait)
+            except queue.Empty:
+                return
+            report.file.writing = False
+            self.n_waiting -= report.file.n_bytes
+            yield report
+
+    def close(self) -> None:
+        """Wait until everything is written."""
+        self._jobs.put(None)
+        self._writer.join()
+        self._readers.shutdown()
+
+    def _write_all(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            file, content, before = job
+            path = self._folder / file.name
+            try:
+                size = 0 if path.exists() else node_file.write(path, self.about, content)
+            except OSError as e:
+                problem = e.strerror or str(e)
+                if problem != self._failed:
+                    self._log("WARN", "prompt_cache", f"cannot write to {self._folder}: {problem}; the prompt cache "
+                              "goes on in RAM", {"file": file.name})  # fmt: skip
+                self._failed = problem
+                self._reports.put(Report(file))
+                continue
+            self._failed = ""
+            self._total += size
+            self._n_written += 1
+            self.used((*before, file.name))
+            look = self._total > self._limit or self._n_written % _LOOK == 0
+            self._reports.put(Report(file, written=True, removed=self._look(file.name) if look else ()))
+
+    def _look(self, newest: str = "") -> tuple[str, ...]:
+        """Measure the folder; remove the least recently used files until it is within the limit; return their names.
+
+        Of those used at the same time, the ones of later positions go first: names begin with the position.
+        """
+        files = []
+        for path in self._folder.glob(f"*{SUFFIX}"):
+            with contextlib.suppress(OSError):
+                about = path.stat()
+                files.append((path.name != newest, -about.st_mtime_ns, path.name, about.st_size))
+        removed, total = [], 0
+        for _, _, name, size in sorted(files):
+            total += size
+            if total > self._limit:
+                total -= size
+                removed.append(name)
+                self._unlink(name)
+        self._total = total
+        return tuple(removed)
+
+    def _unlink(self, name: str) -> None:
+        with contextlib.suppress(OSError):
+            (self._folder / name).unlink()

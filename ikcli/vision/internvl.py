@@ -1,0 +1,55 @@
+"""InternVL: InternViT with a class token and learned positions, pixel shuffle, an MLP."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ikcli.graph import Graph, Node
+from ikcli.models import HParams
+from ikcli.vision.facts import Facts
+from ikcli.vision.tensors import Floats, Tensors
+from ikcli.vision.tower import Grid, Inputs, Limits, Tower
+
+
+class InternVl(Tower):
+    """See the module. An image is one tile."""
+
+    begin, end = "<img>", "</img>"
+
+    def __init__(self, facts: Facts, tensors: Tensors, hp: HParams, limits: Limits) -> None:
+        super().__init__(facts, tensors, hp, limits)
+        self.extra_cols, self.merge = facts.n_embd, facts.integer("projector.scale_factor", 2, 1, 16)
+
+    def fit(self, width: int, height: int) -> tuple[int, int]:
+        return self.facts.image_size, self.facts.image_size
+
+    def most_tokens(self) -> int:
+        return (self.facts.image_size // self.facts.patch // self.merge) ** 2
+
+    def _positions(self, grid: Grid) -> Floats:
+        return self.tensors.values("v.position_embd.weight", grid.rows * grid.cols + 1, self.facts.n_embd)
+
+    def extra(self, grid: Grid) -> Floats:
+        return self._positions(grid)[1:]
+
+    def inputs(self, rgb: np.typing.NDArray[np.uint8]) -> Inputs:
+        """Return the patches and, behind them, a row for the class token, whose pixels are black."""
+        found = super().inputs(rgb)
+        n, f = found.rows.shape[1] - self.facts.n_embd, self.facts
+        row = np.zeros((1, found.rows.shape[1]), np.float32)
+        row[0, n:] = self.tensors.values("v.class_embd", f.n_embd)
+        row[0, n:] += self._positions(self.grid(rgb.shape[1], rgb.shape[0]))[0]
+        if "v.patch_embd.bias" in self.tensors:  # the graph adds it to every row
+            row[0, n:] -= self.tensors.values("v.patch_embd.bias", f.n_embd)
+        at = np.concatenate([found.at, np.zeros((1, 2), np.int32)])
+        return Inputs(np.concatenate([found.rows, row]), at, None, found.n_tokens)
+
+    def record(self, g: Graph) -> Node:
+        f = self.facts
+        x, kind = self.embedded(g, self.patch_matrix()), "layer" if "v.blk.0.ln1.bias" in self.tensors else "rms"
+        for il in range(f.n_layer):
+            x = self.layer(g, x, il, kind, "gelu_erf", qk_norm="all")
+        x = self.norm(g, x, "v.post_ln", kind)
+        x = self.norm(g, g.merge_rows(x, self.merge**2, "shuffled"), "mm.model.mlp.0", "layer", 1e-5)
+        x = self.linear(g, x, "mm.model.mlp.1", self.tensors.n_rows("mm.model.mlp.1.weight"))
+        return self.linear(g, g.activate(x, "gelu_erf", "mm_act"), "mm.model.mlp.3", self.hp.n_embd)

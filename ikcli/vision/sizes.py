@@ -1,0 +1,43 @@
+"""The sizes to which processors resize images."""
+
+from __future__ import annotations
+
+import math
+
+
+def round_to_area(width: int, height: int, unit: int, least: int, most: int) -> tuple[int, int]:
+    """Return the nearest size in whole units whose area is from `least` to `most` (Qwen's rule)."""
+    w, h = round(width / unit) * unit, round(height / unit) * unit
+    if max(w, unit) * max(h, unit) > most:
+        beta = math.sqrt(height * width / most)
+        h = max(unit, math.floor(height / beta / unit) * unit)
+        w = max(unit, math.floor(width / beta / unit) * unit)
+    elif h * w < least:
+        beta = math.sqrt(least / (height * width))
+        h, w = math.ceil(height * beta / unit) * unit, math.ceil(width * beta / unit) * unit
+    return max(w, unit), max(h, unit)
+
+
+def round_up(width: int, height: int, unit: int, longest: int) -> tuple[int, int]:
+    """Return the size in whole units, rounded up, after shrinking the longest edge to `longest` (Pixtral's rule)."""
+    ratio = max(width / longest, height / longest)
+    if ratio > 1:
+        width, height = max(math.floor(width / ratio), 1), max(math.floor(height / ratio), 1)
+    return -(-width // unit) * unit, -(-height // unit) * unit
+
+
+def fill_area(width: int, height: int, unit: int, area: int) -> tuple[int, int]:
+    """Return the largest size of the same aspect in whole units whose area is at most `area` (Gemma 4's rule).
+
+    A size that the rule makes of other images is kept, so that resizing an image twice changes nothing.
+    """
+    if width % unit == 0 and height % unit == 0 and width * height <= area < (width + unit) * (height + unit):
+        return width, height
+    factor = math.sqrt(area / (width * height))
+    w, h = (math.floor(factor * x / unit) * unit for x in (width, height))
+    most = area // unit**2 * unit
+    if not h:
+        return min(math.floor(width / height) * unit, most), unit
+    if not w:
+        return unit, min(math.floor(height / width) * unit, most)
+    return w, h

@@ -1,0 +1,96 @@
+"""The tensors of a projector file: as graphs use them, and where they are in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from ikcli.errors import FormatError
+from ikcli.gguf.constants import GGMLType
+from ikcli.gguf.reader import GGUFFile
+from ikcli.graph import Weight
+from ikcli.quant.decode import dequantize
+
+Floats = npt.NDArray[np.float32]
+
+
+class Tensors:
+    """Access by name, with checked shapes. Vectors are used as float32; some matrices are made of others."""
+
+    def __init__(self, file: GGUFFile) -> None:
+        self._file, self.source = file, str(file.paths[0])
+        self._made: dict[str, npt.NDArray[np.generic]] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file.tensors
+
+    def values(self, name: str, *shape: int) -> Floats:
+        """Return a tensor as float32 in NumPy order; `shape`: its expected shape, without leading ones."""
+        self._present(name)
+        t = self._file.tensors[name]
+        found = tuple(int(n) for n in reversed(t.shape))
+        if shape and tuple(n for n in found if n != 1) != tuple(n for n in shape if n != 1):
+            raise self._wrong(name, tuple(reversed(shape)))
+        values = np.asarray(dequantize(self._file.data(name), t.type, tuple(t.shape)), np.float32)
+        return values.reshape(shape) if shape else values
+
+    def matrix(self, name: str, ne0: int, ne1: int) -> Weight:
+        """Return a matrix of ne1 rows of ne0 columns; kernels of convolutions count as rows."""
+        self._present(name)
+        t = self._file.tensors[name]
+        rows, total = t.shape[-1] if len(t.shape) > 1 else 1, int(np.prod([int(n) for n in t.shape]))
+        if int(rows) != ne1 or total != ne0 * ne1:
+            raise self._wrong(name, (ne0, ne1))
+        if len(t.shape) > 2 and t.shape[0] != ne0 and t.type not in (GGMLType.F32, GGMLType.F16, GGMLType.BF16):
+            return self.made(name, self.values(name).reshape(ne1, ne0))
+        return Weight(name, t.type, (ne0, ne1))
+
+    def n_rows(self, name: str) -> int:
+        """Return the rows of a matrix."""
+        self._present(name)
+        return int(self._file.tensors[name].shape[-1])
+
+    def vector(self, name: str, n: int) -> Weight:
+        """Return a vector of n numbers."""
+        if name not in self._made:
+            self._made[name] = np.ascontiguousarray(self.values(name, n), np.float32)
+        return Weight(name, GGMLType.F32, (n,))
+
+    def vector_or_none(self, name: str, n: int) -> Weight | None:
+        """Return a vector, or None where the file has none of that name."""
+        return self.vector(name, n) if name in self else None
+
+    def made(self, name: str, values: Floats, like: str = "") -> Weight:
+        """Return a matrix or vector of these values, float16 where the tensor `like` is."""
+        half = like in self._file.tensors and self._file.tensors[like].type is GGMLType.F16
+        self._made[name] = np.ascontiguousarray(values, np.float16 if half else np.float32)
+        return Weight(name, GGMLType.F16 if half else GGMLType.F32, tuple(reversed(values.shape)))
+
+    def addresses(self, names: Iterable[str]) -> dict[str, int]:
+        """Return the addresses of tensors that graphs use."""
+        return {n: int((self._made[n] if n in self._made else self._file.data(n)).ctypes.data) for n in names}
+
+    @property
+    def names(self) -> list[str]:
+        """Return the names of all tensors of the file."""
+        return list(self._file.tensors)
+
+    def sample(self, name: str) -> bytes:
+        """Return the first bytes of a tensor."""
+        return self._file.data(name)[:4096].tobytes()
+
+    @property
+    def n_bytes(self) -> int:
+        """Return the bytes of all tensors of the file."""
+        return sum(self._file.data(n).nbytes for n in self._file.tensors)
+
+    def _present(self, name: str) -> None:
+        if name not in self._file.tensors:
+            raise FormatError(f"{self.source}: tensor '{name}' is missing; the projector is incomplete")
+
+    def _wrong(self, name: str, expected: tuple[int, ...]) -> FormatError:
+        found = ", ".join(str(n) for n in self._file.tensors[name].shape)
+        want = ", ".join(str(n) for n in expected)
+        return FormatError(f"{self.source}: tensor '{name}' has wrong shape; expected {want}, got {found}")

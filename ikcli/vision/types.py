@@ -1,0 +1,30 @@
+"""The projector types, by the name that files have."""
+
+from __future__ import annotations
+
+from ikcli.errors import UnsupportedError
+from ikcli.vision.gemma import Gemma3, Gemma4
+from ikcli.vision.internvl import InternVl
+from ikcli.vision.pixtral import Pixtral
+from ikcli.vision.qwen import Qwen2Vl, Qwen3Vl, Qwen25Vl
+from ikcli.vision.tower import Tower
+
+TYPES: dict[str, type[Tower]] = {
+    "qwen2vl_merger": Qwen2Vl,
+    "qwen2.5vl_merger": Qwen25Vl,
+    "qwen3vl_merger": Qwen3Vl,
+    "gemma3": Gemma3,
+    "gemma4v": Gemma4,
+    "pixtral": Pixtral,
+    "internvl": InternVl,
+}
+
+
+def tower_of(name: str, source: str) -> type[Tower]:
+    """Return the tower of a projector type; raise UnsupportedError that names those that are supported."""
+    found = TYPES.get(name)
+    if found is None:
+        raise UnsupportedError(
+            f"{source}: projectors of type {name!r} are not supported; supported: {', '.join(TYPES)}"
+        )
+    return found

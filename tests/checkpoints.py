@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import struct
 import zlib
@@ -11,6 +12,12 @@ from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from ikcli.convert.archs import architecture_of
+from ikcli.convert.build import Build, convert_tensors
+from ikcli.convert.config import Config
+from ikcli.convert.heads import Heads
+from ikcli.convert.source import SafetensorsSource
 
 N_VOCAB = 320
 Arrays = Mapping[str, np.ndarray]
@@ -142,3 +149,35 @@ def drawn(name: str, shape: Sequence[int]) -> np.ndarray:
         return (x * 1.5 / np.sqrt(2 if "conv1d" in name else shape[-1])).astype(np.float32)
     is_norm = any(part in name for part in ("norm", "ln_", ".scale")) and not name.endswith("bias")
     return (0.1 * x + is_norm).astype(np.float32)
+
+
+BASE: dict[str, Any] = {
+    "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 16,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-6,
+}  # fmt: skip
+
+
+def build(tmp_path: Path, config: dict[str, Any], tensors: Arrays, heads: Heads = Heads.KEPT) -> Build:
+    """Keys and tensors of a checkpoint that need not be whole."""
+    (tmp_path / "config.json").write_text(json.dumps(BASE | config))
+    write_safetensors(tmp_path / "model.safetensors", tensors)
+    read = Config(tmp_path)
+    architecture = architecture_of(read)
+    m = Build(read, SafetensorsSource(tmp_path), architecture.name, heads=heads)
+    architecture.keys(m)
+    convert_tensors(m, architecture)
+    return m
+
+
+def values(m: Build, name: str) -> np.ndarray:
+    """A new tensor in NumPy's order of dimensions, read in two slabs where it has several rows."""
+    t = m.tensors[name]
+    n_rows = int(np.prod(t.shape[1:], dtype=int))
+    cuts = sorted({0, n_rows // 3, n_rows})
+    slabs = [t.read(m.source, a, b) for a, b in itertools.pairwise(cuts)]
+    rows = np.concatenate(slabs)
+    return (
+        (rows.astype(np.uint32) << 16).view(np.float32).reshape(t.shape[::-1])
+        if rows.dtype == np.uint16
+        else (rows.reshape(t.shape[::-1]))
+    )

@@ -87,11 +87,11 @@ def test_bad_value_names_the_variable(monkeypatch: pytest.MonkeyPatch, name: str
 
 
 def test_other_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LLAMA_ARG_MMPROJ", "eye.gguf")
+    monkeypatch.setenv("LLAMA_ARG_MODEL_VOCODER", "voice.gguf")
     monkeypatch.setenv("LLAMA_ARG_PORT", "9000")
     monkeypatch.setenv("LLAMA_ARG_CTX_SIZE", "64")
     parsed = parse("perplexity", [])
-    assert parsed.unsupported == ("LLAMA_ARG_MMPROJ",) and parsed.ignored == ()
+    assert parsed.unsupported == ("LLAMA_ARG_MODEL_VOCODER",) and parsed.ignored == ()
     assert parsed.config.n_ctx == 64 and parsed.config.server.port == 8080
     bench = parse("bench", [])
     assert bench.unsupported == () and bench.config.n_ctx == 0

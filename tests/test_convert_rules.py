@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import bf16, write_safetensors
+from checkpoints import BASE, bf16, build, values, write_safetensors
 
 from ikcli.convert import archs
 from ikcli.convert.archs import ARCHITECTURES, architecture_of, by_class
@@ -21,41 +20,11 @@ from ikcli.errors import FormatError, IkError, UnsupportedError
 from ikcli.models import ARCHITECTURES as MODELS
 
 Arrays = dict[str, np.ndarray]
-BASE: dict[str, Any] = {
-    "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 16,
-    "num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-6,
-}  # fmt: skip
 
 
 def numbers(*shape: int) -> np.ndarray:
     """Different values, which bfloat16 has, too."""
     return np.arange(np.prod(shape), dtype=np.float32).reshape(shape) % 250 + 1
-
-
-def build(tmp_path: Path, config: dict[str, Any], tensors: Arrays) -> Build:
-    """Keys and tensors of a checkpoint that need not be whole."""
-    (tmp_path / "config.json").write_text(json.dumps(BASE | config))
-    write_safetensors(tmp_path / "model.safetensors", tensors)
-    read = Config(tmp_path)
-    architecture = architecture_of(read)
-    m = Build(read, SafetensorsSource(tmp_path), architecture.name)
-    architecture.keys(m)
-    convert_tensors(m, architecture)
-    return m
-
-
-def values(m: Build, name: str) -> np.ndarray:
-    """A new tensor in NumPy's order of dimensions, read in two slabs where it has several rows."""
-    t = m.tensors[name]
-    n_rows = int(np.prod(t.shape[1:], dtype=int))
-    cuts = sorted({0, n_rows // 3, n_rows})
-    slabs = [t.read(m.source, a, b) for a, b in itertools.pairwise(cuts)]
-    rows = np.concatenate(slabs)
-    return (
-        (rows.astype(np.uint32) << 16).view(np.float32).reshape(t.shape[::-1])
-        if rows.dtype == np.uint16
-        else (rows.reshape(t.shape[::-1]))
-    )
 
 
 DEEPSEEK = {

@@ -196,8 +196,8 @@ def test_wrong_drafts_of_recurrent_models_are_taken_back_cheaply(
         monkeypatch.setattr(speculator, "propose", lambda slots: [setattr(s, "draft", [1, 2]) for s in slots])
         call = hand.post(IDS[:100], 20, sampling=WILD)
         hand.until(lambda: call.final)
-        assert call.final is not None and call.final.timings.draft_n == 20
-        assert computed[:2] == [95, 5] and len(computed) > 10 and max(computed[2:]) <= 3
+        assert call.final is not None and call.final.timings.draft_n == 38
+        assert computed == [95, 5]  # the rest by the program for single steps
 
 
 def test_a_failure_of_several_slots_costs_none_that_is_not_guilty(two: ByHand, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,7 +100,7 @@ def completions(command: str, words: list[str], incomplete: str) -> Iterator[Com
             if bound.option.used_by(command):
                 for name in (*bound.option.names, *bound.option.negative):
                     if name.startswith(incomplete):  # Typer would wrap longer help, and shells take lines for words
-                        yield Completion(name, shorten(bound.option.help, 76, placeholder="..."))
+                        yield Completion(name, shorten(bound.option.help, 66, placeholder="..."))
     elif command == "help" and not words:
         from ikcli.manual import pages
 

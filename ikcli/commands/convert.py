@@ -50,11 +50,14 @@ def run(config: ConvertConfig) -> int:
         return _projector(config, directory)
     if config.base is not None:
         raise UsageError(f"--base is for adapters, and {directory} has no adapter_config.json")
+    from ikcli.convert.heads import Heads
     from ikcli.convert.tool import CheckpointOptions, open_checkpoint
 
+    heads = Heads.ALONE if config.mtp else Heads.DROPPED if config.no_mtp else Heads.KEPT
     ignored = tuple(key.strip() for text in config.ignore_config_key for key in text.split(",") if key.strip())
     found = open_checkpoint(
-        directory, CheckpointOptions(config.model_name, config.metadata, config.pre, ignored, _keeps_mxfp4(config))
+        directory,
+        CheckpointOptions(config.model_name, config.metadata, config.pre, ignored, _keeps_mxfp4(config), heads),
     )
     _report_checkpoint(config, found)
     return _vocabulary(config, found) if config.vocab_only else _model(config, found)
@@ -95,6 +98,8 @@ def _check(config: ConvertConfig, directory: Path) -> None:
         raise UsageError(f"{directory} is a file; name the directory with config.json and the safetensors files")
     if config.metadata is not None and not config.metadata.is_file():
         raise UsageError(f"--metadata: file {config.metadata} does not exist")
+    if config.mtp and (config.no_mtp or config.vocab_only):
+        raise UsageError(f"--mtp and {'--no-mtp' if config.no_mtp else '--vocab-only'} exclude each other")
     if config.vocab_only and (config.split_max_size or config.split_max_tensors):
         raise UsageError("--vocab-only writes no tensors, so the file cannot be split")
 
@@ -116,7 +121,7 @@ def _output(config: ConvertConfig, found: OpenCheckpoint, type_name: str) -> Pat
 
     given = Path(config.outfile) if config.outfile is not None else Path(config.args[0])
     if given.is_dir():
-        return given / found.description.file_name(type_name)
+        return given / f"{'mtp-' if config.mtp else ''}{found.description.file_name(type_name)}"
     return given.with_name(fill_name(given.name, type_name))
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from ikcli.convert.config import Config
+from ikcli.convert.heads import NEXT_TOKENS, Heads, count_heads, usual_name
 from ikcli.convert.names import general_name, gguf_names
 from ikcli.convert.pieces import TYPES_OF, Constant, Floats, Matrix, NewRows, Order, Piece, TensorRows, Value, n_rows_of
 from ikcli.convert.quantized import Dequantized
@@ -25,6 +26,7 @@ from ikcli.gguf.constants import GGMLType
 
 _F32_NAMES = ("ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "position_embd.weight", "token_types.weight")
 _F32_PARTS = ("_norm.weight", "ssm_conv1d", "shortconv.conv.")
+_BLOCK = re.compile(r"blk\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,8 @@ class Build:
     experts: dict[str, dict[int, Found]] = field(default_factory=dict)
     dropped: list[str] = field(default_factory=list)
     keep_mxfp4: bool = False
+    heads: Heads = Heads.KEPT
+    n_further: int = 0  # layers for further tokens, which follow the model's own
     notes: list[str] = field(default_factory=list)  # reported to the user
 
     @property
@@ -88,10 +92,10 @@ class Build:
         """Return the number of layers, without those for further tokens."""
         return self.config.integer("num_hidden_layers", "n_layers", "n_layer", "num_layers", least=1)
 
-    @property
-    def n_further(self) -> int:
-        """Return the number of layers for further tokens."""
-        return int(self.metadata.get(f"{self.arch}.block_count", self.n_layer)) - self.n_layer
+    def count_heads(self) -> None:
+        """Count the layers for further tokens that the file gets."""
+        if self.heads is not Heads.DROPPED:
+            self.n_further = count_heads(self.source.names, self.n_layer)
 
     def key(self, name: str, value: Any) -> None:
         """Write a key of the architecture, unless the value is None."""
@@ -324,9 +328,16 @@ def convert_tensors(m: Build, architecture: Architecture) -> None:
     """Place all tensors of the checkpoint, add computed ones, and sort them by block."""
     place_tensors(m, architecture)
     architecture.finish(m)
-    blocks = re.compile(r"blk\.(\d+)\.")
-    numbered = sorted(m.tensors.items(), key=lambda item: int(b[1]) if (b := blocks.match(item[0])) else -1)
-    m.tensors = dict(numbered)
+    blocks = {name: int(b[1]) if (b := _BLOCK.match(name)) else -1 for name in m.tensors}
+    if m.heads is Heads.ALONE:
+        if not m.n_further:
+            raise UnsupportedError(
+                f"{m.config.path.parent}: --mtp: the checkpoint has no layers that predict further tokens (MTP)"
+                f"{'' if architecture.further else f', or none that {m.arch} files can hold'}; convert it without --mtp"
+            )
+        m.dropped += [name for name, il in blocks.items() if 0 <= il < m.n_layer]
+        m.tensors = {name: t for name, t in m.tensors.items() if not 0 <= blocks[name] < m.n_layer}
+    m.tensors = dict(sorted(m.tensors.items(), key=lambda item: blocks[item[0]]))
 
 
 def place_tensors(m: Build, architecture: Architecture) -> None:
@@ -336,7 +347,7 @@ def place_tensors(m: Build, architecture: Architecture) -> None:
             m.dropped.append(name)
             continue
         rule, found = _find(m, architecture, name)
-        if not architecture.further and found.block >= m.n_layer:
+        if found.block >= m.n_layer and (not architecture.further or m.heads is Heads.DROPPED):
             m.dropped.append(name)
             continue
         if rule is None:
@@ -350,11 +361,11 @@ def place_tensors(m: Build, architecture: Architecture) -> None:
 
 def _find(m: Build, architecture: Architecture, name: str) -> tuple[str | Rule | None, Found]:
     """Return the rule for a tensor: of the architecture, of all architectures, or the name that gguf has for it."""
-    general, block, expert_no = general_name(name, architecture.strip)
+    general, block, expert_no = general_name(usual_name(name, m.n_layer), architecture.strip)
     suffix = next((s for s in (".weight", ".bias") if general.endswith(s)), "")
     bare = general.removesuffix(suffix)
     found = Found(name, m.source.shape(name) or (1,), suffix, block, expert_no)
-    for table in (architecture.table, _EVERYWHERE):
+    for table in (architecture.table, _EVERYWHERE, NEXT_TOKENS if block >= m.n_layer else {}):
         rule = table.get(general) or table.get(bare)
         if rule is not None:
             return rule, found

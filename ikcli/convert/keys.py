@@ -8,10 +8,17 @@ from ikcli.convert.build import Build
 from ikcli.convert.rope import RopeSettings, llama3_factors, put_rope, read_rope
 
 
-def sizes(m: Build, *, n_ff: bool = True, n_further: int = 0) -> None:
-    """Write the numbers of blocks and heads, the context length and the widths."""
+def sizes(m: Build, *, n_ff: bool = True, further: bool = False) -> None:
+    """Write the numbers of blocks and heads, the context length and the widths.
+
+    `further`: the architecture may have layers that predict further tokens, which count as blocks.
+    """
     c = m.config
-    m.key("block_count", c.integer("num_hidden_layers", "n_layers", "n_layer", "num_layers", least=1) + n_further)
+    if further:
+        m.count_heads()
+        c.ignore("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
+        m.key("nextn_predict_layers", m.n_further or None)
+    m.key("block_count", m.n_layer + m.n_further)
     m.key("context_length", c.integer("max_position_embeddings", "n_ctx", "n_positions", "max_seq_len", "seq_length"))
     m.key("embedding_length", c.integer("hidden_size", "n_embd", "d_model", least=1))
     if n_ff:
@@ -142,13 +149,6 @@ def plain(m: Build) -> None:
     rms_eps(m)
     head_dim(m)
     biases(m)
-
-
-def n_further(m: Build, *keys: str) -> int:
-    """Return the number of layers for further tokens in the checkpoint."""
-    announced = m.config.integer(*keys, default=0)
-    first = m.config.integer("num_hidden_layers")
-    return announced if m.has(rf"layers\.{first}\.") else 0
 
 
 def own_output(m: Build) -> None:

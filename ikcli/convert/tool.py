@@ -12,12 +12,13 @@ from ikcli.convert.archs import architecture_of
 from ikcli.convert.build import Build, convert_tensors
 from ikcli.convert.config import Config
 from ikcli.convert.file import CheckpointFile, checkpoint_file
+from ikcli.convert.heads import Heads
 from ikcli.convert.naming import Description, describe
 from ikcli.convert.quantized import dequantized
 from ikcli.convert.sentence import pooling_type
 from ikcli.convert.source import SafetensorsSource
 from ikcli.convert.vocab import read_vocabulary
-from ikcli.errors import UnsupportedError
+from ikcli.errors import FormatError, UnsupportedError
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.overrides import apply_overrides
 from ikcli.gguf.writer import GGUFWriter, NewTensor, plan_splits
@@ -45,6 +46,7 @@ class CheckpointOptions:
     pre: str | None = None
     ignored_keys: tuple[str, ...] = ()
     keep_mxfp4: bool = False  # keep weights that are MXFP4 blocks
+    heads: Heads = Heads.KEPT  # layers that predict further tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,7 @@ def open_checkpoint(directory: Path, options: CheckpointOptions | None = None) -
     architecture = architecture_of(config)
     files = SafetensorsSource(directory)
     source = dequantized(files, config.raw)
-    m = Build(config, source, architecture.name, keep_mxfp4=options.keep_mxfp4)
+    m = Build(config, source, architecture.name, keep_mxfp4=options.keep_mxfp4, heads=options.heads)
     architecture.keys(m)
     convert_tensors(m, architecture)
     strange = [key for key in config.not_understood(architecture.harmless) if key not in options.ignored_keys]
@@ -100,7 +102,9 @@ def open_checkpoint(directory: Path, options: CheckpointOptions | None = None) -
     # in their usual place; the file type is known when the file is written
     written = {"general.file_type": 0, "general.quantization_version": QUANTIZATION_VERSION}
     file = checkpoint_file(files.paths, source, m.tensors, keys | m.metadata | written | vocabulary)
-    _check(file, directory)
+    _check_heads(m)
+    if options.heads is not Heads.ALONE:
+        _check(file, directory)
     return OpenCheckpoint(file, description, tuple(m.dropped), tuple(m.notes))
 
 
@@ -114,6 +118,17 @@ def _check(file: CheckpointFile, directory: Path) -> None:
         further = block is not None and int(block[1]) >= hp.n_layer
         if name not in specs and not further and not re.search(_UNREAD, name):
             raise UnsupportedError(f"{directory}: tensor {name} has no use in architecture {hp.arch}")
+
+
+def _check_heads(m: Build) -> None:
+    """Raise a FormatError unless each layer for further tokens has the tensors that make it one."""
+    for il in range(m.n_layer, m.n_layer + m.n_further):
+        for part in ("eh_proj", "enorm", "hnorm"):
+            if f"blk.{il}.nextn.{part}.weight" not in m.tensors:
+                raise FormatError(
+                    f"{m.config.path.parent}: layer {il}, which predicts further tokens (MTP), has no {part}; "
+                    "--no-mtp converts the model without it"
+                )
 
 
 def plan_convert(

@@ -180,6 +180,11 @@ class ConvertConfig:
     base: Path | None = opt(None, "--base", "path", form="DIR", example="--base Llama-3.1-8B",
         help="for an adapter (DIR has adapter_config.json): directory or config.json of its base model, unless the "
         "adapter names its place")
+    mtp: bool = opt(False, "--mtp", "switch",
+        help="write only the layers that predict further tokens (MTP), with embeddings and output matrix, as "
+        "llama.cpp reads them. By default they are part of the model file, where ik drafts with them")
+    no_mtp: bool = opt(False, "--no-mtp", "switch",
+        help="leave out the layers that predict further tokens (MTP)")
     pre: str | None = opt(None, "--pre", "str", form="NAME", example="--pre qwen2",
         help="name of the pre-tokenizer, if it is not recognised")
     ignore_config_key: tuple[str, ...] = opt((), "--ignore-config-key", "custom", form="KEY[,KEY...]",

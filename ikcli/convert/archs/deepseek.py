@@ -28,17 +28,7 @@ def split_kv_b(m: b.Build, found: b.Found) -> None:
     m.add(f"blk.{found.block}.attn_v_b.weight", values, (rank, v, n_head))
 
 
-NEXT_TOKENS: b.Table = {
-    "layers.*.eh_proj": "blk.*.nextn.eh_proj",
-    "layers.*.enorm": "blk.*.nextn.enorm",
-    "layers.*.hnorm": "blk.*.nextn.hnorm",
-    "layers.*.embed_tokens": "blk.*.nextn.embed_tokens",
-    "layers.*.shared_head.head": "blk.*.nextn.shared_head_head",
-    "layers.*.shared_head.norm": "blk.*.nextn.shared_head_norm",
-}
-"""Layers that predict further tokens; gguf lacks their names for deepseek2."""
 MLA: b.Table = {"layers.*.self_attn.kv_b_proj": split_kv_b}
-DEEPSEEK2: b.Table = MLA | NEXT_TOKENS
 MISTRAL4: b.Table = MLA | {
     "layers.*.mlp.experts.gate_up_proj": b.fused_experts("blk.*.ffn_gate_up_exps.weight"),
 }
@@ -94,7 +84,7 @@ def routing(m: b.Build, *, gating: int, first: str = "first_k_dense_replace") ->
 def _deepseek2(m: b.Build) -> None:
     c = m.config
     k.activation(m, *k.SILU)
-    k.sizes(m, n_further=k.n_further(m, "num_nextn_predict_layers", "num_mtp_layers"))
+    k.sizes(m, further=True)
     scaled_rope(m)
     k.rms_eps(m)
     mla_keys(m)
@@ -104,8 +94,6 @@ def _deepseek2(m: b.Build) -> None:
     c.expect("topk_method", "noaux_tc" if sigmoid else "greedy", "noaux_tc" if sigmoid else "group_limited_greedy")
     m.key("vocab_size", c.integer("vocab_size"))
     c.expect("rope_interleave", True)
-    if m.n_further:
-        m.key("nextn_predict_layers", m.n_further)
 
 
 def _index_owners(m: b.Build) -> list[bool] | None:
@@ -185,7 +173,7 @@ ARCHITECTURES = (
         "deepseek2",
         ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "KimiK2ForCausalLM", "KimiK25ForConditionalGeneration",
          "Glm4MoeLiteForCausalLM"),
-        _deepseek2, DEEPSEEK2, _finish, _SEES, _HARMLESS,
+        _deepseek2, MLA, _finish, _SEES, _HARMLESS,
     ),
     b.Architecture("deepseek32", ("DeepseekV32ForCausalLM",), _indexer, MLA, _finish, "", _HARMLESS, names="glm-dsa"),
     b.Architecture("glm-dsa", ("GlmMoeDsaForCausalLM",), _indexer, MLA, _finish, "", _HARMLESS),

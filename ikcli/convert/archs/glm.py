@@ -45,8 +45,7 @@ def _glm4(m: b.Build) -> None:
 def _glm4moe(m: b.Build) -> None:
     c = m.config
     k.activation(m, *k.SILU)
-    further = k.n_further(m, "num_nextn_predict_layers", "num_mtp_layers")
-    k.sizes(m, n_further=further)
+    k.sizes(m, further=True)
     k.rms_eps(m)
     _rotation(m)
     k.experts(m, "n_routed_experts")
@@ -58,7 +57,7 @@ def _glm4moe(m: b.Build) -> None:
     m.key("expert_gating_func", 2)
     m.key("expert_weights_scale", c.number("routed_scaling_factor"))
     m.key("expert_weights_norm", c.flag("norm_topk_prob"))
-    m.key("nextn_predict_layers", further)
+    m.key("nextn_predict_layers", m.n_further)
     c.ignore("attention_bias", "vocab_size", "use_qk_norm")
 
 

@@ -44,8 +44,7 @@ LING3: b.Table = {
 def _ling2(m: b.Build) -> None:
     c = m.config
     k.activation(m, *k.SILU)
-    further = k.n_further(m, "num_nextn_predict_layers")
-    k.sizes(m, n_further=further)
+    k.sizes(m, further=True)
     k.rms_eps(m)
     width = k.head_dim(m)
     found = k.rope(m)
@@ -64,11 +63,11 @@ def _ling2(m: b.Build) -> None:
     m.key("expert_group_used_count", c.integer("topk_group", default=1))
     c.expect("score_function", "sigmoid", "softmax")
     m.key("expert_gating_func", 1 if c.get("score_function") == "softmax" else 2)
-    m.key("nextn_predict_layers", further)
+    m.key("nextn_predict_layers", m.n_further)
     c.expect("use_qk_norm", True)
     c.expect("moe_router_enable_expert_bias", True)
     k.no_window(m)
-    c.ignore("use_qkv_bias", "use_bias", "use_rmsnorm", "partial_rotary_factor", "num_mtp_layers")
+    c.ignore("use_qkv_bias", "use_bias", "use_rmsnorm", "partial_rotary_factor")
 
 
 def _ling3(m: b.Build) -> None:

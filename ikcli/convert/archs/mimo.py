@@ -1,4 +1,4 @@
-"""MiMo-V2."""
+"""MiMo-V2. Its layers for further tokens are dense and have a window."""
 
 from __future__ import annotations
 
@@ -8,15 +8,21 @@ from ikcli.convert import build as b
 from ikcli.convert import keys as k
 from ikcli.convert.rope import read_rope
 
+MIMO2: b.Table = {
+    "layers.*.pre_mlp_layernorm": "blk.*.ffn_norm",
+    "layers.*.final_layernorm": "blk.*.layer_output_norm",
+}
+"""Norms of the layers for further tokens."""
+
 
 def _mimo2(m: b.Build) -> None:
     c = m.config
     k.activation(m, *k.SILU)
-    k.sizes(m)
+    k.sizes(m, further=True)
     m.key("attention.layer_norm_rms_epsilon", c.number("layernorm_epsilon", "rms_norm_eps"))
     pattern = c.items("hybrid_layer_pattern")
     kinds: Any = None if pattern is None else ["sliding_attention" if p else "full_attention" for p in pattern]
-    is_window = k.windows(m, 4, 0, kinds)
+    is_window = k.windows(m, 4, 0, kinds) + [True] * m.n_further
     m.key("attention.sliding_window", c.integer("sliding_window", "sliding_window_size", least=1))
     m.key("attention.sliding_window_pattern", is_window)
     n_kv = c.integer("num_key_value_heads")
@@ -58,7 +64,7 @@ def _mimo2(m: b.Build) -> None:
 
 ARCHITECTURES = (
     b.Architecture(
-        "mimo2", ("MiMoV2FlashForCausalLM", "MiMoV2ForCausalLM"), _mimo2, {}, k.tied, r"\.mtp\.|^mtp",
-        frozenset({"attention_projection_layout"}),
+        "mimo2", ("MiMoV2FlashForCausalLM", "MiMoV2ForCausalLM"), _mimo2, MIMO2, k.tied,
+        harmless=frozenset({"attention_projection_layout"}),
     ),
 )  # fmt: skip

@@ -11,10 +11,10 @@ _VL = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_
 _HARMLESS = frozenset(_VL)
 
 
-def base_keys(m: b.Build, *, n_ff: bool = True) -> None:
+def base_keys(m: b.Build, *, n_ff: bool = True, further: bool = False) -> None:
     """Write the keys that all Qwen models share."""
     k.activation(m, *k.SILU)
-    k.sizes(m, n_ff=n_ff)
+    k.sizes(m, n_ff=n_ff, further=further)
     k.rope(m)
     k.rms_eps(m)
     k.head_dim(m)

@@ -52,7 +52,7 @@ def _rotation(m: b.Build) -> None:
 
 
 def _next_keys(m: b.Build) -> None:
-    base_keys(m)
+    base_keys(m, further=True)
     every_layer(m)
     k.experts(m)
     m.key("expert_shared_feed_forward_length", m.config.integer("shared_expert_intermediate_size"))
@@ -62,14 +62,14 @@ def _next_keys(m: b.Build) -> None:
 
 
 def _dense_keys(m: b.Build) -> None:
-    base_keys(m)
+    base_keys(m, further=True)
     sections(m)
     recurrent_keys(m)
     _rotation(m)
 
 
 def _moe_keys(m: b.Build) -> None:
-    base_keys(m, n_ff=m.config.given("intermediate_size") is not None)
+    base_keys(m, n_ff=m.config.given("intermediate_size") is not None, further=True)
     sections(m)
     k.experts(m)
     m.key("expert_shared_feed_forward_length", m.config.integer("shared_expert_intermediate_size"))
@@ -126,6 +126,9 @@ _NORMS: b.Table = {
     "layers.*.post_attention_layernorm": b.to("blk.*.post_attention_norm", value=b.plus_one),
     "layers.*.self_attn.q_norm": b.to("blk.*.attn_q_norm", value=b.plus_one),
     "layers.*.self_attn.k_norm": b.to("blk.*.attn_k_norm", value=b.plus_one),
+    "layers.*.enorm": b.to("blk.*.nextn.enorm", value=b.plus_one),
+    "layers.*.hnorm": b.to("blk.*.nextn.hnorm", value=b.plus_one),
+    "layers.*.shared_head.norm": b.to("blk.*.nextn.shared_head_norm", value=b.plus_one),
 }
 NEXT: b.Table = _NORMS | {
     "layers.*.linear_attn.A_log": b.to("blk.*.ssm_a", value=b.minus_exp),
@@ -143,18 +146,18 @@ QWEN35: b.Table = _NORMS | {
     "layers.*.linear_attn.in_proj_z": b.to("blk.*.attn_gate", order=_value_heads()),
     "layers.*.linear_attn.out_proj": b.to("blk.*.ssm_out", columns=_value_heads()),
 }
-_DROP = r"^mtp\.|(^|\.)visual\."
+_DROP = r"(^|\.)visual\."
 
 
 ARCHITECTURES = (
     b.Architecture("qwen3next", ("Qwen3NextForCausalLM",), _next_keys, NEXT, k.tied, _DROP),
     b.Architecture(
         "qwen35", ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"), _dense_keys, QWEN35, k.tied, _DROP,
-        frozenset({"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "attn_output_gate", "mamba_ssm_dtype"}),
+        frozenset({"mtp_use_dedicated_embeddings", "attn_output_gate", "mamba_ssm_dtype"}),
     ),
     b.Architecture(
         "qwen35moe", ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"), _moe_keys,
         QWEN35, k.tied, _DROP,
-        frozenset({"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "attn_output_gate", "mamba_ssm_dtype"}),
+        frozenset({"mtp_use_dedicated_embeddings", "attn_output_gate", "mamba_ssm_dtype"}),
     ),
 )  # fmt: skip

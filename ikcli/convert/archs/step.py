@@ -17,6 +17,9 @@ STEP35: b.Table = {
     "layers.*.post_attention_layernorm": b.to("blk.*.ffn_norm", value=b.plus_one),
     "layers.*.self_attn.q_norm": b.to("blk.*.attn_q_norm", value=b.plus_one),
     "layers.*.self_attn.k_norm": b.to("blk.*.attn_k_norm", value=b.plus_one),
+    "layers.*.enorm": b.to("blk.*.nextn.enorm", value=b.plus_one),
+    "layers.*.hnorm": b.to("blk.*.nextn.hnorm", value=b.plus_one),
+    "layers.*.shared_head.norm": b.to("blk.*.nextn.shared_head_norm", value=b.plus_one),
     "layers.*.moe.router_bias": "blk.*.exp_probs_b.bias",
 }  # fmt: skip
 
@@ -27,6 +30,12 @@ def _of_layers(m: b.Build, key: str) -> list[Any] | None:
     if found is not None and len(found) < m.n_layer:
         raise m.config.fail(key, f"has {len(found)} values for {m.n_layer} layers")
     return None if found is None else found[: m.n_layer]
+
+
+def _of_heads(m: b.Build, key: str, default: Any, own: str = "") -> list[Any]:
+    """Return a value per layer for further tokens: what follows those of the model, or a list under a key `own`."""
+    later = (m.config.items(key) or [])[m.n_layer :] or (m.config.items(own) or [] if own else [])
+    return [*later, *[default] * m.n_further][: m.n_further]
 
 
 def _same(m: b.Build, key: str, values: list[Any], default: float) -> float:
@@ -62,11 +71,16 @@ def _step_ropes(m: b.Build, is_window: list[bool]) -> tuple[RopeSettings, RopeSe
 def _step35(m: b.Build) -> None:
     c = m.config
     k.activation(m, *k.SILU)
-    k.sizes(m)
+    k.sizes(m, further=True)
     k.rms_eps(m)
     width = k.head_dim(m)
     kinds = _of_layers(m, "layer_types") or ["full_attention"] * m.n_layer
     is_window = k.windows(m, 1, 0, kinds)
+    full, sliding = _step_ropes(m, is_window)
+    later = _of_heads(m, "layer_types", "full_attention", "mtp_layer_types")
+    if strange := set(later) - {"sliding_attention", "full_attention"}:
+        raise c.fail("layer_types", f"has {min(strange)}; known are sliding_attention and full_attention")
+    is_window += [kind == "sliding_attention" for kind in later]
     other = c.inner("attention_other_setting")
     n_head, n_kv = c.integer("num_attention_heads"), c.integer("num_key_value_heads")
     own = c.inner_integer("attention_other_setting", "num_attention_heads", n_head)
@@ -74,10 +88,9 @@ def _step35(m: b.Build) -> None:
     m.key("attention.head_count", [own if w else n_head for w in is_window])
     if (other.get("num_attention_groups", n_kv), other.get("head_dim", width)) != (n_kv, width):
         raise c.refuse("attention_other_setting", "other num_attention_heads only")
-    m.key("attention.head_count_kv", [n_kv] * m.n_layer)
+    m.key("attention.head_count_kv", [n_kv] * len(is_window))
     m.key("attention.sliding_window", c.integer("sliding_window", default=0) if any(is_window) else 0)
     m.key("attention.sliding_window_pattern", is_window)
-    full, sliding = _step_ropes(m, is_window)
     if full.type not in ("default", "llama3") or (any(is_window) and sliding.type != "default"):
         raise UnsupportedError(f"{c.path}: rope_type {full.type} and {sliding.type} are not known for step35")
     m.key("rope.freq_base", full.theta)
@@ -94,7 +107,7 @@ def _step35(m: b.Build) -> None:
     m.key("leading_dense_block_count", _step_lead(m))
     m.key("moe_every_n_layers", 1)
     for key, name in (("swiglu_limits", "swiglu_clamp_exp"), ("swiglu_limits_shared", "swiglu_clamp_shexp")):
-        limits = [v or 0 for v in _of_layers(m, key) or [0] * m.n_layer]
+        limits = [v or 0 for v in [*(_of_layers(m, key) or [0] * m.n_layer), *_of_heads(m, key, 0)]]
         if any(isinstance(v, bool) or not isinstance(v, int | float) for v in limits):
             raise c.fail(key, "should be numbers, one per layer")
         m.key(name, [float(v) for v in limits])
@@ -105,7 +118,7 @@ def _step35(m: b.Build) -> None:
         ("attention_bias", False), ("mlp_bias", False), ("use_moe", True),
     ):  # fmt: skip
         c.expect(key, known)
-    c.ignore("vocab_size", "per_layer_config", "need_fp32_gate", "max_seq_len", "num_nextn_predict_layers")
+    c.ignore("vocab_size", "per_layer_config", "need_fp32_gate", "max_seq_len")
     c.ignore("mtp_layer_types", "mtp_mlp_layer_types", "use_rope_layers", "yarn_only_types")
     if c.items("use_rope_layers"):
         raise c.refuse("use_rope_layers", "[]")
@@ -145,6 +158,6 @@ def _finish_step35(m: b.Build) -> None:
 ARCHITECTURES = (
     b.Architecture(
         "step35", ("Step3p5ForCausalLM", "Step3p7ForConditionalGeneration"), _step35, STEP35, _finish_step35,
-        r"vision_model|vit_large_projector|multi_modal_projector", further=False,
+        r"vision_model|vit_large_projector|multi_modal_projector",
     ),
 )  # fmt: skip

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 from engine_client import GREEDY, Call, by_hand, request, serving
 from factories import tiny_model
@@ -159,6 +162,25 @@ def test_a_draft_model_keeps_within_its_own_context(tmp_path: Path) -> None:
             assert call.final is not None and call.final.timings.n_past == 511
             t = call.final.timings
             assert t.draft_n > 0 and (t.draft_n < 20 if n_ctx == 256 else t.draft_n > 150), t
+
+
+def test_images_are_neither_drafted_nor_seen_by_a_draft_model(tmp_path: Path) -> None:
+    """Their positions have negative ids in the text."""
+    path = tiny_file(tmp_path)
+    history = [7, 8, 9, -5, -6, 7]
+    request = SimpleNamespace(speculation=Speculation(), pictures=())
+    generation = SimpleNamespace(request=request, n_remain=-1, history=history)
+    text = np.array([3, 4, 5], np.int32)
+    for spec, with_image in (("ngram-simple:ngram_size_n=1", [8, 9]), ("draft:p_min=0", [])):
+        server = {"spec_type": parse_spec_type(spec), "model_draft": path if "draft" in spec else None}
+        with by_hand(path, 1, server=server) as hand:
+            slot: Any = SimpleNamespace(id=0, n_ctx=64, n_past=2, generation=generation, text_tokens=lambda: text)
+            request.pictures = ()
+            hand.worker._speculator.propose([slot])
+            assert slot.draft
+            request.pictures = ("a picture",)
+            hand.worker._speculator.propose([slot])
+            assert list(slot.draft) == with_image
 
 
 def test_drafts_may_have_a_least_length(tmp_path: Path) -> None:

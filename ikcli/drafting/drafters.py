@@ -27,8 +27,8 @@ class Wanted:
     """A text to continue by at most n_max tokens, each at least as probable as p_min.
 
     `seq`: the sequence of the session. `owner` differs where the sequence holds a new text, of which `history` are the
-    tokens of prompt and output, and `text` those that a model sees: in the cache, and the last one. Drafters append to
-    `found`, models also to `probabilities`.
+    tokens of prompt and output. `text`, empty for drafters that cost nothing, are those that a model sees: in the
+    cache, and the last one. Drafters append to `found`, models also to `probabilities`.
     """
 
     seq: int

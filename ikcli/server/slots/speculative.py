@@ -8,9 +8,10 @@ many tokens a step drafts is what options and requests allow; with `--spec-autot
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Sequence
 from typing import TypeVar
+
+import numpy as np
 
 from ikcli.drafting.drafters import Drafter, Wanted, open_drafter, stages
 from ikcli.drafting.policy import Decision, Option, Policy
@@ -21,6 +22,7 @@ from ikcli.settings.records import SpecStage
 from ikcli.settings.server import ServerConfig
 
 T = TypeVar("T", int, float)
+_NO_TOKENS = np.zeros(0, np.int32)
 
 
 class Speculator:
@@ -34,7 +36,6 @@ class Speculator:
         self._drafters: list[Drafter] = [open_drafter(s, session) for s in self._stages]
         self._policy = Policy(self._n_exact) if self._config.spec_autotune else None
         self._kinds: dict[int, str] = {}  # slot -> kind of its draft
-        self.decisions: Counter[str] = Counter()  # steps by the reason for their drafts
         if self._stages:
             log("INFO", "init", "speculative decoding", {"types": ",".join(s.type for s in self._stages)})
 
@@ -121,7 +122,8 @@ class Speculator:
         if g.request.pictures and not drafter.sees_pictures:
             n_max = 0
         p_min = _first(asked.p_min, stage.p_min, self._config.draft_p_min)
-        return Wanted(slot.id, g, g.history, slot.text_tokens(), n_max, p_min)
+        text = slot.text_tokens() if drafter.costs and n_max > 0 else _NO_TOKENS  # a copy, which models alone need
+        return Wanted(slot.id, g, g.history, text, n_max, p_min)
 
     def _least(self, slot: Slot, stage: SpecStage, n_max: int) -> int:
         assert slot.generation is not None
@@ -137,7 +139,6 @@ class Speculator:
         return True
 
     def _note(self, decision: Decision, options: Sequence[Option]) -> None:
-        self.decisions[decision.reason] += 1
         if self._config.spec_explain:
             drafts = ", ".join(f"slot {o.text}: {n} of {o.n_most} {o.kind}"
                                for o, n in zip(options, decision.lengths, strict=True))  # fmt: skip

@@ -59,3 +59,16 @@ def test_little_is_lost_and_the_best_fixed_length_is_near(name: str, drafting: f
     assert simulate(cost, rate, 256, fixed=0) / simulate(cost, rate, 256, drafting=drafting) >= 0.98
     best = min(simulate(cost, rate, 2048, drafting=drafting, fixed=k) for k in range(MOST))
     assert best / simulate(cost, rate, 2048, drafting=drafting) >= 0.85
+
+
+def test_a_slow_step_of_the_machine_does_not_stop_drafts_that_pay() -> None:
+    policy, option = Policy(MOST), [Option(0, "kind", MOST - 1)]
+    drafted = []
+    for step in range(60):
+        n = policy.decide(option, 1).lengths[0]
+        if n:
+            policy.judged(0, "kind", n, n)
+        seconds = 1 + 0.1 * n
+        policy.checked(1 + n, 100 * seconds if step == 30 else seconds, 1, 1 + n)
+        drafted.append(n)
+    assert drafted[30] and all(drafted[31:])

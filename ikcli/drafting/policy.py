@@ -18,6 +18,7 @@ SHARE = 0.01  # of the time of plain steps that drafts may cost
 _START, _MOST = 2.5, 12.0  # the account, in plain steps: at first, and at most
 _ROW_SLOPE = 0.05  # cost of a row before any was measured: low, so that it is measured
 _DRAFT_SLOPE = 1.0
+_UNUSUAL = 2.0  # the account pays at most this many times the estimate: more is the machine's doing, not the draft's
 _RESERVE = 1.0  # of the account that frequent tries leave
 _LEAST_WAIT, _MOST_PATIENCE = 4, 2.0  # steps between two tries; factor by which failures lengthen them
 
@@ -59,7 +60,10 @@ class Policy:
     # --- observations -----------------------------------------------------------------------------------------------
     def checked(self, rows: int, seconds: float, n_texts: int, n_tokens: int) -> None:
         """Note a step: rows computed, seconds without the making of drafts, texts, tokens they gained."""
+        usual = self.rows(rows)
         self.rows.observe(rows, seconds)
+        if usual > 0:
+            seconds = min(seconds, _UNUSUAL * usual)
         plain = self.rows(n_texts)
         if rows > n_texts:
             self._steps = 0
@@ -77,7 +81,11 @@ class Policy:
 
     def drafted(self, kind: str, n: int, seconds: float) -> None:
         """Note the seconds that making drafts of up to n tokens took."""
-        self._drafting.setdefault(kind, Curve(self.most_rows, _DRAFT_SLOPE)).observe(n, seconds)
+        curve = self._drafting.setdefault(kind, Curve(self.most_rows, _DRAFT_SLOPE))
+        usual = curve(n)
+        curve.observe(n, seconds)
+        if usual > 0:
+            seconds = min(seconds, _UNUSUAL * usual)
         plain = self.rows(1)
         if plain > 0:
             self._account -= seconds / plain

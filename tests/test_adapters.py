@@ -93,7 +93,7 @@ def test_every_architecture(tmp_path: Path, arch: str) -> None:
         ops = [node.op for graph, _ in session.graphs.values() for node in graph.nodes]
     used = {w.name for op in ops if isinstance(op, Product) for w in op.matrices}
     targets = [name for name in targets_of(model, kv_b=True) if name in used]
-    assert len(targets) > 8
+    assert len(targets) >= 7
     tensors = low_rank(model, targets, strength=0.1)
     path = write_adapter(tmp_path / "a.gguf", arch, tensors)
     wanted = logits(write_model(merged(model, tensors), tmp_path / "merged.gguf"), mla=0)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from ikcli.errors import UsageError
 
 
 @contextmanager
@@ -30,3 +33,16 @@ def written_whole(path: Path, private: bool = False) -> Iterator[Path]:
         else:
             temporary.unlink(missing_ok=True)
         raise
+
+
+def make_private_folder(folder: Path, option: str) -> None:
+    """Create the folder of an option if it does not exist, for its owner alone.
+
+    Raises UsageError if files cannot be written into it.
+    """
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as e:
+        raise UsageError(f"{option} {folder} cannot be used: {e.strerror or e}; name another folder") from None

@@ -19,9 +19,10 @@ from sequence_memory import CELLS, STATES, Shelf
 
 from ikcli.engine.run.adapters import NOTHING, Added
 from ikcli.errors import UsageError
+from ikcli.files import make_private_folder
 from ikcli.server.http.server import check_cache_disk
 from ikcli.server.prefix import node_file
-from ikcli.server.prefix.disk import Disk, make_folder
+from ikcli.server.prefix.disk import Disk
 from ikcli.server.prefix.store import PrefixStore
 from ikcli.server.slots import reuse
 from ikcli.settings.server import ServerConfig
@@ -246,7 +247,7 @@ def test_options_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(UsageError, match="--cache-disk") as found:
-            make_folder(path)
+            make_private_folder(path, "--cache-disk")
         assert str(path) in str(found.value)
     for changes in ({"cache_ram": 0}, {"sessions": tmp_path}):
         with pytest.raises(UsageError, match="--cache-disk"):

@@ -19,9 +19,10 @@ from gguf_files import write_model
 from ikcli.engine.run.adapters import NOTHING, Added
 from ikcli.engine.run.batch import Batch
 from ikcli.errors import UsageError
+from ikcli.files import make_private_folder
 from ikcli.server.slots import reuse
 from ikcli.server.slots.log import silent
-from ikcli.server.slots.sessions import SUFFIX, Entry, Sessions, Stored, make_folder
+from ikcli.server.slots.sessions import SUFFIX, Entry, Sessions, Stored
 
 SETTINGS: dict[str, Any] = {"n_ctx": 512, "n_threads": 1, "n_threads_batch": 1}
 FIRST, SECOND = list(range(100, 160)), list(range(300, 360))
@@ -256,5 +257,5 @@ def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     for path in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/sessions")):
         with pytest.raises(UsageError, match="--sessions") as found:
-            make_folder(path)
+            make_private_folder(path, "--sessions")
         assert str(path) in str(found.value)

@@ -46,7 +46,7 @@ class Capabilities:
     """True if thoughts of earlier turns can be kept."""
     reasoning_effort: bool = False
     image: str = ""
-    """What the template writes for an image part: the model's tokens, such as <start_of_image>; "" if nothing."""
+    """The text that the template writes for an image part, such as <start_of_image>; "" if none."""
 
     def to_props(self) -> dict[str, bool]:
         """Return the capabilities under the names that `/props` uses."""

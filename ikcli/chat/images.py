@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 PUBLIC_MARKER = "<__media__>"
-"""What stands for an image in the texts of `/completion`, and in prompts that are shown."""
+"""The marker of an image in the texts of `/completion`, and in prompts that are shown."""
 _NONCE = secrets.token_hex(8)
 _MARKER = re.compile(f"<__image_{_NONCE}_([0-9]+)__>")
 _KEYS = ("image_url", "input_image", "source", "url", "image", "data", "base64", "image_data")

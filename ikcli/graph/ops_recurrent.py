@@ -9,9 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from ikcli.graph.activations import sigmoid, silu
 from ikcli.graph.core import Array, Cache, HeadSlice, Node, Op, Place, RowSpec, Run, SameSize, Weight
+from ikcli.graph.micro_batch import Segment
 from ikcli.graph.ops_rows import head_columns
 
 STATE_BLOCK = 16  # adjacent columns (of v) in a state of the delta rule and of the selective scan
@@ -65,6 +67,21 @@ class ShortConv(Op):
             out[s.start : s.start + s.n_tokens] = total if self.linear else silu(total)
             states[s.seq] = rows[len(rows) - before :].reshape(-1)
         return out
+
+
+def read_state(row: Array, shape: tuple[int, int, int], segment: Segment, dtype: npt.DTypeLike) -> Array:
+    """Return a stored state as (heads, keys, columns): zeros where the sequence begins; see `in_blocks`."""
+    if not segment.pos:
+        return np.zeros(shape, dtype)
+    heads, keys, columns = shape
+    blocks = row.reshape(heads, columns // STATE_BLOCK, keys, STATE_BLOCK)
+    return blocks.transpose(0, 2, 1, 3).reshape(shape).astype(dtype)
+
+
+def in_blocks(state: Array) -> Array:
+    """Return a state (heads, keys, columns) as it is stored: blocks of adjacent columns one after the other."""
+    heads, keys, columns = state.shape
+    return state.reshape(heads, keys, columns // STATE_BLOCK, STATE_BLOCK).transpose(0, 2, 1, 3).reshape(-1)
 
 
 def columns_of(w: Weight) -> int:
@@ -183,17 +200,13 @@ class DeltaNet(Op):
         decay, beta = run.value(self.decay).reshape(len(v), h, -1, 1), sigmoid(run.value(self.beta))
         states, out = run.cached(self.state), np.empty_like(v)
         for segment in run.state.segments:
-            s = np.zeros((h, dk, dv), v.dtype)
-            if segment.pos:
-                blocks = states[segment.seq].reshape(h, dv // STATE_BLOCK, dk, STATE_BLOCK)
-                s = blocks.transpose(0, 2, 1, 3).reshape(h, dk, dv).astype(v.dtype)
+            s = read_state(states[segment.seq], (h, dk, dv), segment, v.dtype)
             for t in range(segment.start, segment.start + segment.n_tokens):
                 s = s * decay[t]
                 correction = beta[t][:, None] * (v[t] - np.einsum("hk,hkv->hv", k[t], s))
                 s = s + k[t][:, :, None] * correction[:, None, :]
                 out[t] = np.einsum("hk,hkv->hv", q[t], s) * run.dtype(self.scale)
-            blocks = s.reshape(h, dk, dv // STATE_BLOCK, STATE_BLOCK).transpose(0, 2, 1, 3)
-            states[segment.seq] = blocks.reshape(-1)
+            states[segment.seq] = in_blocks(s)
         return out.reshape(len(out), -1)
 
 
@@ -299,15 +312,11 @@ class Mamba2Scan(Op):
         b, c = (head_columns(run.value(part.node), part, self.n_group)[:, groups] for part in (self.b, self.c))
         states, out = run.cached(self.state), np.empty_like(x)
         for segment in run.state.segments:
-            s = np.zeros((h, n, width), x.dtype)
-            if segment.pos:
-                blocks = states[segment.seq].reshape(h, width // STATE_BLOCK, n, STATE_BLOCK)
-                s = blocks.transpose(0, 2, 1, 3).reshape(h, n, width).astype(x.dtype)
+            s = read_state(states[segment.seq], (h, n, width), segment, x.dtype)
             for t in range(segment.start, segment.start + segment.n_tokens):
                 s = decay[t][:, None, None] * s + b[t][:, :, None] * (step[t][:, None] * x[t])[:, None, :]
                 out[t] = np.einsum("hn,hnw->hw", c[t], s) + d * x[t]
-            blocks = s.reshape(h, n, width // STATE_BLOCK, STATE_BLOCK).transpose(0, 2, 1, 3)
-            states[segment.seq] = blocks.reshape(-1)
+            states[segment.seq] = in_blocks(s)
         return out.reshape(len(out), -1)
 
 

@@ -33,7 +33,7 @@ class Outputs(Enum):
 
 @dataclass(frozen=True, slots=True)
 class MediaConfig:
-    """What the images of a session need.
+    """Settings of the graph for images.
 
     n_deep: first layers behind which further rows of an image are added (deepstack). both: tokens of an image see each
     other in both directions, in the layers where the architecture has it.

@@ -155,25 +155,38 @@ def _full_attention(
     v_cache = g.cache("v", hp.n_head * dv, cfg.type_v)
     g.kv_store(k_cache, k, "k_cache_view")
     g.kv_store(v_cache, v, "v_cache_view")
-    q_part, k_part, v_part = HeadSlice(q, 0, dk, dk), HeadSlice(k_cache, 0, dk, dk), HeadSlice(v_cache, 0, dv, dv)
-    if selected is not None:
-        kqv = g.sparse_attention(
-            [q_part], [k_part], v_part, selected, "kqv", n_head=hp.n_head, n_head_kv=hp.n_head,
-            scale=attention_scale(hp),
-        )  # fmt: skip
-    else:
-        kqv = g.attention(
-            [q_part],
-            [k_part],
-            v_part,
-            "kqv",
-            n_head=hp.n_head,
-            n_head_kv=hp.n_head,
-            scale=attention_scale(hp),
-            flash=cfg.flash_attn,
-            heads_per_step=blocks.heads_per_step(cfg, hp.n_head),
-        )
+    k_part, v_part = HeadSlice(k_cache, 0, dk, dk), HeadSlice(v_cache, 0, dv, dv)
+    kqv = _attend(g, hp, cfg, [HeadSlice(q, 0, dk, dk)], k_part, v_part, selected, "kqv", n_head_kv=hp.n_head)
     return g.hadamard(kqv, hp.n_head, dv, "kqv_hadamard") if cfg.v_hadamard else kqv
+
+
+def _attend(
+    g: Graph,
+    hp: HParams,
+    cfg: GraphConfig,
+    q: list[HeadSlice],
+    k: HeadSlice,
+    v: HeadSlice,
+    selected: Node | None,
+    name: str,
+    *,
+    n_head_kv: int,
+) -> Node:
+    """Attend to the selected positions, or to all of them."""
+    scale = attention_scale(hp)
+    if selected is not None:
+        return g.sparse_attention(q, [k], v, selected, name, n_head=hp.n_head, n_head_kv=n_head_kv, scale=scale)
+    return g.attention(
+        q,
+        [k],
+        v,
+        name,
+        n_head=hp.n_head,
+        n_head_kv=n_head_kv,
+        scale=scale,
+        flash=cfg.flash_attn,
+        heads_per_step=blocks.heads_per_step(cfg, hp.n_head),
+    )
 
 
 def _latent_attention(
@@ -225,23 +238,8 @@ def _absorbed(
     if cfg.k_hadamard:
         q_latent = g.hadamard(q_latent, hp.n_head, rank, "q_nope2_hadamard")
     q_parts = [HeadSlice(q, nope, hp.n_rot, hp.head_dim_k), HeadSlice(q_latent, 0, rank, rank)]
-    flash = cfg.flash_attn and cfg.mla != 2
-    if selected is not None:
-        kqv = g.sparse_attention(
-            q_parts, [k], v, selected, "kqv_compressed", n_head=hp.n_head, n_head_kv=1, scale=attention_scale(hp)
-        )
-    else:
-        kqv = g.attention(
-            q_parts,
-            [k],
-            v,
-            "kqv_compressed",
-            n_head=hp.n_head,
-            n_head_kv=1,
-            scale=attention_scale(hp),
-            flash=flash,
-            heads_per_step=blocks.heads_per_step(replace(cfg, flash_attn=flash), hp.n_head),
-        )
+    cfg = replace(cfg, flash_attn=cfg.flash_attn and cfg.mla != 2)
+    kqv = _attend(g, hp, cfg, q_parts, k, v, selected, "kqv_compressed", n_head_kv=1)
     if cfg.k_hadamard and v.source is k.source:
         kqv = g.hadamard(kqv, hp.n_head, rank, "kqv_compressed_hadamard")
     return g.mul_mat_heads(v_b, HeadSlice(kqv, 0, rank, rank), "kqv")

@@ -43,7 +43,7 @@ from ikcli.settings.run import KV_TYPES
 FEW_ROWS = 8  # largest task of kernels/attention_few.py
 MOST_FEW_ROWS = 16  # ... of attention_stream.py with 512-bit vectors
 SCORE_TILE = 96  # positions of a tile of stored scores: kernels/attention_full.py
-_NO_WINDOW = 2**31  # positions
+NO_WINDOW = 2**31  # positions
 RULES: Rules[CpuLowering] = Rules("the CPU backend", "it needs a newer ik")
 _MIN_SPLIT = {True: 64, False: 256}  # fewest positions of a part, for few rows and many
 
@@ -285,8 +285,8 @@ def lower_flash_attn(low: CpuLowering, node: Node, op: FlashAttn) -> None:
     params = FlashParams(
         out=low.out(node), out_stride=4 * node.cols, first_head=0, units=units, unit_heads=heads, group=group,
         block=block, tile=tile, scale=op.scale, k_chunks=k_chunks, v_cols=v.width, scratch=scratch,
-        scratch_bytes=scratch_bytes, k_at=k_at, v_at=v_at, s_at=s_at, window=op.window or _NO_WINDOW,
-        chunk=op.chunk or _NO_WINDOW, sinks=low.weight(op.sinks) if op.sinks else 0, slopes=slopes, cap=op.softcap,
+        scratch_bytes=scratch_bytes, k_at=k_at, v_at=v_at, s_at=s_at, window=op.window or NO_WINDOW,
+        chunk=op.chunk or NO_WINDOW, sinks=low.weight(op.sinks) if op.sinks else 0, slopes=slopes, cap=op.softcap,
         q=sources.q, k=sources.k, v=sources.v, v_chunk=max(view, 0), o_at=o_at, stats_at=stats_at, slots=slots,
         slot_bytes=slot_bytes, q_unit=q_unit, o_unit=o_unit, units_per_task=per_task, min_split=_MIN_SPLIT[few],
         batch_invariant=int(low.batch_invariant),
@@ -335,8 +335,8 @@ def _attn_step(low: CpuLowering, node: Node, op: Attn, first: int, n_heads: int,
     params = FullParams(
         out=low.out(node), out_stride=4 * node.cols, first_head=first, units=n_heads // heads, unit_heads=heads,
         group=group, block=block, tile=tile, scale=op.scale, k_chunks=k_chunks, v_cols=v.width, scratch=scratch,
-        scratch_bytes=scratch_bytes, k_at=k_at, v_at=v_at, s_at=s_at, window=op.window or _NO_WINDOW,
-        chunk=op.chunk or _NO_WINDOW, sinks=low.weight(op.sinks) if op.sinks else 0, slopes=0, cap=op.softcap,
+        scratch_bytes=scratch_bytes, k_at=k_at, v_at=v_at, s_at=s_at, window=op.window or NO_WINDOW,
+        chunk=op.chunk or NO_WINDOW, sinks=low.weight(op.sinks) if op.sinks else 0, slopes=0, cap=op.softcap,
         q=sources.q, k=sources.k, v=sources.v, score_rows=low.max_rows[Rows.TOKENS], scores=scores,
         score_bytes=4 * scores_cols,
     )  # fmt: skip

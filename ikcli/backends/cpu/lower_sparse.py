@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from ikcli.backends.cpu.lower_attention import RULES, attention_sources, chunks, regions, unit_heads, view_chunk
+from ikcli.backends.cpu.lower_attention import (
+    NO_WINDOW,
+    RULES,
+    attention_sources,
+    chunks,
+    regions,
+    unit_heads,
+    view_chunk,
+)
 from ikcli.backends.cpu.params_attention import (
     MAX_ROWS,
     SPLITS_PER_THREAD,
@@ -20,7 +28,6 @@ _TILE = 64  # positions
 _MIN_SPLIT = 256
 _SHARED_TOKENS = 8  # most tokens whose scores are computed by all threads together
 _COUNTS_BYTES = 8192  # of kernels/index_top_k.py
-_NO_WINDOW = 2**31
 
 
 @RULES.add(IndexTopK, "q weights k n_head top_k")
@@ -44,7 +51,7 @@ def lower_index_top_k(low: CpuLowering, node: Node, op: IndexTopK) -> None:
         out=low.out(node), out_stride=4 * node.cols, first_head=0, units=1, unit_heads=op.n_head, group=op.n_head,
         block=block, tile=_TILE, scale=1.0, k_chunks=n_chunks, v_cols=0,
         scratch=low.buffer(low.n_threads * scratch_bytes), scratch_bytes=scratch_bytes, k_at=k_at, v_at=0, s_at=s_at,
-        window=_NO_WINDOW, chunk=_NO_WINDOW, sinks=0, slopes=0, cap=0.0, q=sources.q, k=sources.k, v=sources.v,
+        window=NO_WINDOW, chunk=NO_WINDOW, sinks=0, slopes=0, cap=0.0, q=sources.q, k=sources.k, v=sources.v,
         most=op.top_k, weights=low.out(op.weights), weight_bytes=4 * op.weights.cols, weights_at=weights_at,
         counts_at=counts_at, scores_at=scores_at, score_bytes=score_bytes,
         scores=low.buffer(low.max_rows[Rows.TOKENS] * score_bytes) if shared else 0,
@@ -71,14 +78,14 @@ def lower_sparse_attn(low: CpuLowering, node: Node, op: SparseAttn) -> None:
         4 * rows * (tile + 16), 64 * v_chunks * rows + o_unit, STATS_BYTES,
     )  # fmt: skip
     _, k_at, v_at, s_at, o_at, stats_at = at
-    slot_bytes, n_slots, units = 2 * STAT_BYTES + 64 * v_chunks * rows, SPLITS_PER_THREAD * low.n_threads, \
-        op.n_head // heads  # fmt: skip
+    slot_bytes, units = 2 * STAT_BYTES + 64 * v_chunks * rows, op.n_head // heads
+    n_slots = SPLITS_PER_THREAD * low.n_threads
     tokens = low.max_rows[Rows.TOKENS] if low.batch_invariant else 1
     params = SparseParams(
         out=low.out(node), out_stride=4 * node.cols, first_head=0, units=units, unit_heads=heads, group=op.group,
         block=1, tile=tile, scale=op.scale, k_chunks=k_chunks, v_cols=op.v.width,
         scratch=low.buffer(low.n_threads * scratch_bytes), scratch_bytes=scratch_bytes, k_at=k_at, v_at=v_at,
-        s_at=s_at, window=_NO_WINDOW, chunk=_NO_WINDOW, sinks=0, slopes=0, cap=0.0, q=sources.q, k=sources.k,
+        s_at=s_at, window=NO_WINDOW, chunk=NO_WINDOW, sinks=0, slopes=0, cap=0.0, q=sources.q, k=sources.k,
         v=sources.v, v_chunk=max(view, 0), o_at=o_at, stats_at=stats_at,
         slots=low.buffer(max(n_slots, units) * tokens * slot_bytes), slot_bytes=slot_bytes, q_unit=q_unit,
         o_unit=o_unit, units_per_task=1, min_split=_MIN_SPLIT, batch_invariant=int(low.batch_invariant),

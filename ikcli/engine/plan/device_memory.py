@@ -1,4 +1,4 @@
-"""What a planned run needs of the memory of each device."""
+"""Compute the memory that a planned run needs on each device."""
 
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ import uvicorn
 
 from ikcli import __version__
 from ikcli.errors import IkError, UsageError
+from ikcli.files import make_private_folder
 from ikcli.hostinfo import physical_cores
 from ikcli.server.http import prompt_files
 from ikcli.server.http.app import build_app
@@ -31,9 +32,7 @@ from ikcli.server.http.connection import Connection
 from ikcli.server.http.logs import ServerLog
 from ikcli.server.http.state import PASSED, ServerState, hosts_of
 from ikcli.server.http.users import Users, read_users
-from ikcli.server.prefix import disk
 from ikcli.server.slots.engine import Engine
-from ikcli.server.slots.sessions import make_folder
 from ikcli.settings.run import RunConfig
 from ikcli.settings.server import ServerConfig
 
@@ -55,7 +54,7 @@ def serve(config: RunConfig, planner: Planner | None = None) -> int:
     check_options(config)
     check_folders(config)
     if server.sessions is not None:
-        make_folder(server.sessions)
+        make_private_folder(server.sessions, "--sessions")
     check_cache_disk(server)
     if server.log_prompts_dir is not None:
         prompt_files.make_folder(server.log_prompts_dir)
@@ -77,7 +76,7 @@ def check_cache_disk(server: ServerConfig) -> None:
         raise UsageError("--cache-disk keeps rows in RAM until they are written; set -cram above 0")
     if server.sessions is not None:
         raise UsageError("--cache-disk and --sessions both keep conversations on disk; give one of them")
-    disk.make_folder(server.cache_disk)
+    make_private_folder(server.cache_disk, "--cache-disk")
 
 
 def check_folders(config: RunConfig) -> None:

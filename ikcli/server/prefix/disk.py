@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from ikcli.engine.run.sequences import Sequences
-from ikcli.errors import IkError, UsageError
+from ikcli.errors import IkError
+from ikcli.files import make_private_folder
 from ikcli.server.prefix import node_file
 from ikcli.server.prefix.node_file import SUFFIX, Content
 from ikcli.server.slots.log import Logger
@@ -45,21 +45,11 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What the writing thread did: a file was written or not, files were removed."""
+    """The result of a job of the writing thread: whether the file was written, and which files were removed."""
 
     file: StoredFile
     written: bool = False
     removed: tuple[str, ...] = ()
-
-
-def make_folder(folder: Path) -> None:
-    """Create the folder if it does not exist; raise UsageError if files cannot be written into it."""
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as e:
-        raise UsageError(f"--cache-disk {folder} cannot be used: {e.strerror or e}; name another folder") from None
 
 
 class Disk:
@@ -69,7 +59,7 @@ class Disk:
         self, folder: Path, limit: int, waiting: int, about: Mapping[str, Any], sequences: Sequences, log: Logger
     ) -> None:
         """`limit`: bytes of the folder. `waiting`: bytes of RAM that may wait to be written."""
-        make_folder(folder)
+        make_private_folder(folder, "--cache-disk")
         self.about = about
         self._folder, self._limit, self._most, self._sequences, self._log = folder, limit, waiting, sequences, log
         self._jobs: queue.Queue[tuple[StoredFile, Content, Sequence[str]] | None] = queue.Queue()

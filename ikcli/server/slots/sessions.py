@@ -12,7 +12,6 @@ import contextlib
 import hashlib
 import os
 import queue
-import tempfile
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from pathlib import Path
 from ikcli.engine.run.adapters import NOTHING, Added
 from ikcli.engine.run.saved_sequence import Checkpoint, SavedSequence
 from ikcli.engine.run.session import Session
-from ikcli.errors import UsageError
+from ikcli.files import make_private_folder
 from ikcli.server.prefix.keys import Tokens, common_prefix
 from ikcli.server.slots import slot_file
 from ikcli.server.slots.log import Logger
@@ -53,22 +52,12 @@ class Stored:
     entry: Entry
 
 
-def make_folder(folder: Path) -> None:
-    """Create the folder if it does not exist; raise UsageError if files cannot be written into it."""
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as e:
-        raise UsageError(f"--sessions {folder} cannot be used: {e.strerror or e}; name another folder") from None
-
-
 class Sessions:
     """The saved conversations of a session; see the module. All but the writing runs in the engine's thread."""
 
     def __init__(self, session: Session, folder: Path, limit: int, n_ctx: int, log: Logger) -> None:
         """List the files. `limit` in bytes; `n_ctx` tokens that a slot takes."""
-        make_folder(folder)
+        make_private_folder(folder, "--sessions")
         self._session, self._folder, self._limit, self._n_ctx, self._log = session, folder, limit, n_ctx, log
         self._about = slot_file.about(session)
         self._lock = threading.Lock()  # of the list

@@ -1,4 +1,4 @@
-"""What endpoints read first: the state of the server and the body of the request."""
+"""Read the state of the server and the body of a request, for all endpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Train the bundled demo model: text folder in; demo.gguf, demo-mtp.gguf and demo.txt of ikcli/data out.
+"""Train the bundled demo model: text folder in; demo.gguf, mtp-demo.gguf and demo.txt of ikcli/data out.
 
 `demo_model.py` is the model, `demo_head.py` its head for further tokens, which is trained on the finished model and
 leaves it as it is; `--head` trains the head alone. PyTorch is needed here and nowhere else in the project:
@@ -81,13 +81,13 @@ def make_head(args: argparse.Namespace, corpus: Corpus) -> None:
     report_head("head as trained", model, head, corpus.tokens)
     round_as_stored(head.named_tensors())
     report_head("head as stored", model, head, corpus.tokens)
-    write_head(args.out / "demo-mtp.gguf", head, tokenizer)
+    write_head(args.out / "mtp-demo.gguf", head, tokenizer)
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--text", type=Path, required=True, help="folder of .rst or .rst.txt documents")
-    parser.add_argument("--out", type=Path, default=DATA, help="folder for demo.gguf, demo-mtp.gguf and demo.txt")
+    parser.add_argument("--out", type=Path, default=DATA, help="folder for demo.gguf, mtp-demo.gguf and demo.txt")
     parser.add_argument("--head", action="store_true", help="train only the head, for the demo.gguf of the folder")
     parser.add_argument("--checkpoint", type=Path, help="keeps the trained weights; if it exists, nothing is trained")
     parser.add_argument("--threads", type=int, default=1)

@@ -17,7 +17,8 @@ from ikcli.engine.run.batch import Batch
 from ikcli.engine.run.session import Session
 from ikcli.errors import FormatError, UsageError
 from ikcli.graph import Node
-from ikcli.measure.moe_trace import ExpertTrace, TraceRecorder, read_trace
+from ikcli.measure.moe_trace import ExpertTrace, TraceRecorder, check, read_trace
+from ikcli.settings.measure import PerplexityConfig
 from ikcli.settings.run import RunConfig
 
 EXPERTS: dict[str, Any] = {"expert_count": 8, "expert_used_count": 3, "block_count": 3}
@@ -39,7 +40,7 @@ def test_a_trace_is_what_layers_choose_and_would_have_chosen(moe_file: Path) -> 
     wanted[20:39] = True
     batch = Batch(np.arange(40, dtype=np.int32) % 96, np.arange(40, dtype=np.int32), np.zeros(40, np.int32), wanted)
     with opened(moe_file) as session:
-        recorder = TraceRecorder(session)
+        recorder = TraceRecorder(session, Path())
         values: dict[str, list[np.ndarray]] = {}
 
         def both(node: Node, value: np.ndarray) -> None:
@@ -92,7 +93,14 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
 def test_a_model_without_experts_is_refused(tmp_path: Path) -> None:
     path = write_model(tiny_model("llama"), tmp_path / "dense.gguf")
     with opened(path) as session, pytest.raises(UsageError, match="has no experts"):
-        TraceRecorder(session)
+        TraceRecorder(session, Path())
+
+
+@pytest.mark.parametrize("option", ["hellaswag", "kl_divergence", "stride"])
+def test_other_measurements_are_refused(option: str) -> None:
+    options = replace(PerplexityConfig(), moe_trace=Path("x"), **{option: 1})
+    with pytest.raises(UsageError, match="--moe-trace"):
+        check(RunConfig(command="perplexity", perplexity=options))
 
 
 # --- simulator --------------------------------------------------------------------------------------------------------

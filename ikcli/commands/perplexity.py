@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from contextlib import closing
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from ikcli.cli.parser import ModelRun
 from ikcli.commands import _choices, _kl_divergence
@@ -14,7 +13,7 @@ from ikcli.errors import IkError, NonFiniteError, UsageError
 from ikcli.fleet.model import HeaderSession
 from ikcli.log import log, warn
 from ikcli.measure import fleet as fleet_windows
-from ikcli.measure import perplexity
+from ikcli.measure import moe_trace, perplexity
 from ikcli.measure.chunks import Windows
 from ikcli.measure.kld_file import BaseWriter
 from ikcli.measure.perplexity import (
@@ -29,23 +28,17 @@ from ikcli.measure.protocol import SessionLike, TokenIds
 from ikcli.measure.text import load_text, text_name, tokenize
 from ikcli.settings.run import RunConfig
 
-if TYPE_CHECKING:
-    from ikcli.measure.moe_trace import TraceRecorder
-
 
 def run(run: ModelRun) -> int:
     """Evaluate and print; return 130 after Ctrl-C."""
     config = run.config
     fleet_windows.check(config)
-    if config.perplexity.moe_trace and (config.perplexity.scores_choices or config.perplexity.kl_divergence):
-        raise UsageError("--moe-trace records the experts of a text: leave out --kl-divergence and choice tasks")
+    moe_trace.check(config)
     if config.perplexity.scores_choices:
         return _choices.run(run)
     if config.perplexity.kl_divergence:
         return _kl_divergence.run(run)
     params = params_of(config)
-    if config.perplexity.moe_trace and (params.stride or config.fleet.wanted):
-        raise UsageError("--moe-trace needs consecutive windows in one process: leave out --ppl-stride and --workers")
     if params.stride and config.perplexity.logits_file:
         raise UsageError(
             "--kl-divergence-base stores consecutive windows and cannot be used together with --ppl-stride"
@@ -72,7 +65,7 @@ def _run_on_text(run: ModelRun, params: PerplexityParams, text: str) -> None:
             f"perplexity: calculating perplexity over {windows.n_chunk} chunks, n_ctx={params.n_ctx}, "
             f"batch_size={min(params.n_batch, windows.n_seq * params.n_ctx)}, n_seq={windows.n_seq}"
         )
-        recorder = _recorder(config, session)
+        recorder = moe_trace.recorder(config, session)
         printer = ChunkPrinter(windows, config.perplexity.output_type, config.fleet.n_workers)
         try:
             result = _run_and_save(config, session, tokens, params, windows, printer)
@@ -83,23 +76,8 @@ def _run_on_text(run: ModelRun, params: PerplexityParams, text: str) -> None:
         print(final_line(result), flush=True)
         if result.n_chunks < windows.n_chunk:
             warn(f"{windows.n_chunk - result.n_chunks} chunks were not finite and are left out of the estimate")
-        if recorder is not None and config.perplexity.moe_trace:
-            trace = recorder.trace(windows.n_ctx)
-            trace.save(config.perplexity.moe_trace)
-            n, layers, used = trace.experts.shape
-            log(f"perplexity: experts of {n} tokens, {used} in each of {layers} layers, are in "
-                f"{config.perplexity.moe_trace}")  # fmt: skip
-
-
-def _recorder(config: RunConfig, session: SessionLike | HeaderSession) -> TraceRecorder | None:
-    """Return the observer that `--moe-trace` wants."""
-    if config.perplexity.moe_trace is None:
-        return None
-    from ikcli.engine.run.session import Session
-    from ikcli.measure.moe_trace import TraceRecorder
-
-    assert isinstance(session, Session)
-    return TraceRecorder(session)
+        if recorder is not None:
+            recorder.save(windows.n_ctx)
 
 
 def _opened(run: ModelRun, params: PerplexityParams) -> SessionLike | HeaderSession:

@@ -28,6 +28,8 @@ from ikcli.engine.run.routers import NextExperts, Router, routers_of
 from ikcli.errors import FormatError, IkError, UsageError
 from ikcli.graph import Node, Rows
 from ikcli.graph.ops_experts import route_parts
+from ikcli.log import log
+from ikcli.settings.run import RunConfig
 
 if TYPE_CHECKING:
     from ikcli.engine.run.session import Session
@@ -82,15 +84,36 @@ def _signed(ids: npt.NDArray[np.integer]) -> I32:
     return found
 
 
+def check(config: RunConfig) -> None:
+    """Raise UsageError for options that `--moe-trace` cannot be combined with."""
+    options = config.perplexity
+    if options.moe_trace and (options.scores_choices or options.kl_divergence):
+        raise UsageError("--moe-trace records the experts of a text: leave out --kl-divergence and choice tasks")
+    if options.moe_trace and (options.stride or config.fleet.wanted or config.fleet.stages > 1):
+        raise UsageError("--moe-trace needs consecutive windows in one process: leave out --ppl-stride, --workers and "
+                         "--stages")  # fmt: skip
+
+
+def recorder(config: RunConfig, session: object) -> TraceRecorder | None:
+    """Return the observer of an opened session that `--moe-trace` wants."""
+    from ikcli.engine.run.session import Session
+
+    path = config.perplexity.moe_trace
+    if path is None:
+        return None
+    assert isinstance(session, Session)
+    return TraceRecorder(session, path)
+
+
 class TraceRecorder:
     """The observer of a session that records a trace."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, path: Path) -> None:
         """Observe a session; raise UsageError if its model has no experts."""
         found = [router for graph, _ in session.graphs.values() for router in routers_of(graph)]
         if not found:
             raise UsageError(f"--moe-trace: {session.model.source} has no experts")
-        self._session = session
+        self._session, self._path = session, path
         self._layers = sorted({router.il for router in found})
         self._routers = {router.route: router for router in found}
         self._guesses = [
@@ -128,8 +151,15 @@ class TraceRecorder:
             rows[:] = ids
         to[router.il].append(rows)
 
+    def save(self, window: int) -> None:
+        """Write what was recorded; a window of the text has so many tokens."""
+        trace = self.trace(window)
+        trace.save(self._path)
+        n, layers, used = trace.experts.shape
+        log(f"perplexity: experts of {n} tokens, {used} in each of {layers} layers, are in {self._path}")
+
     def trace(self, window: int) -> ExpertTrace:
-        """Return what was recorded; a window of the text has so many tokens."""
+        """Return what was recorded."""
         experts = np.stack([np.concatenate(self._experts[il]) for il in self._layers], axis=1)
         guessed = np.full_like(experts, -1)
         for i, il in enumerate(self._layers):

@@ -7,6 +7,7 @@ import numpy as np
 from ikcli.graph import Graph, Node
 from ikcli.models import HParams
 from ikcli.vision.facts import Facts
+from ikcli.vision.sizes import Pixels
 from ikcli.vision.tensors import Floats, Tensors
 from ikcli.vision.tower import Grid, Inputs, Limits, Tower
 
@@ -32,7 +33,7 @@ class InternVl(Tower):
     def extra(self, grid: Grid) -> Floats:
         return self._positions(grid)[1:]
 
-    def inputs(self, rgb: np.typing.NDArray[np.uint8]) -> Inputs:
+    def inputs(self, rgb: Pixels) -> Inputs:
         """Return the patches and, behind them, a row for the class token, whose pixels are black."""
         found = super().inputs(rgb)
         n, f = found.rows.shape[1] - self.facts.n_embd, self.facts

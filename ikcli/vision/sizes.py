@@ -1,8 +1,24 @@
-"""The sizes to which processors resize images."""
+"""The sizes to which processors resize images, and resizing."""
 
 from __future__ import annotations
 
 import math
+
+import numpy as np
+import numpy.typing as npt
+
+Pixels = npt.NDArray[np.uint8]
+"""(height, width, 3)"""
+_RESAMPLE = {"nearest": 0, "lanczos": 1, "bilinear": 2, "bicubic": 3}
+
+
+def resized(rgb: Pixels, width: int, height: int, resample: str) -> Pixels:
+    """Return pixels at another size."""
+    from PIL import Image
+
+    if rgb.shape[:2] == (height, width):
+        return rgb
+    return np.asarray(Image.fromarray(rgb).resize((width, height), Image.Resampling(_RESAMPLE[resample])))
 
 
 def round_to_area(width: int, height: int, unit: int, least: int, most: int) -> tuple[int, int]:

@@ -18,6 +18,7 @@ from ikcli.graph import Graph, HeadSlice, Node, Weight
 from ikcli.graph.activations import Glu
 from ikcli.models import HParams
 from ikcli.vision.facts import Facts
+from ikcli.vision.sizes import Pixels, resized
 from ikcli.vision.tensors import Floats, Tensors
 
 Ints = npt.NDArray[np.int32]
@@ -103,6 +104,14 @@ class Tower:
         """Return the most tokens of an image."""
         raise NotImplementedError
 
+    def pieces(self, rgb: Pixels) -> list[str | Pixels]:
+        """Return what an image becomes in a text: tiles at the size that the tower reads, and the texts around them.
+
+        Special tokens in the texts are to be read as such.
+        """
+        size = self.fit(rgb.shape[1], rgb.shape[0])
+        return [self.begin, resized(rgb, *size, self.resample), self.end]
+
     # --- shared -------------------------------------------------------------------------------------------------------
     def grid(self, width: int, height: int) -> Grid:
         """Return the grid of a resized image."""
@@ -112,12 +121,12 @@ class Tower:
         """Return the tokens of an image, those of row breaks included."""
         return grid.n_tokens
 
-    def normalized(self, rgb: npt.NDArray[np.uint8]) -> Floats:
+    def normalized(self, rgb: Pixels) -> Floats:
         """Return pixels as the tower reads them: (height, width, 3)."""
         mean, std = (np.asarray(x, np.float32) for x in (self.facts.mean, self.facts.std))
         return (rgb.astype(np.float32) / np.float32(255) - mean) / std
 
-    def inputs(self, rgb: npt.NDArray[np.uint8]) -> Inputs:
+    def inputs(self, rgb: Pixels) -> Inputs:
         """Return the input rows of a resized image."""
         grid = self.grid(rgb.shape[1], rgb.shape[0])
         rows, order = patches(self.normalized(rgb), self.facts.patch), self.order(grid)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from ikcli.graph import Graph, Node
 from ikcli.models import HParams
 from ikcli.vision.facts import Facts
@@ -34,16 +32,8 @@ class InternVl(Tower):
         return self._positions(grid)[1:]
 
     def inputs(self, rgb: Pixels) -> Inputs:
-        """Return the patches and, behind them, a row for the class token, whose pixels are black."""
-        found = super().inputs(rgb)
-        n, f = found.rows.shape[1] - self.facts.n_embd, self.facts
-        row = np.zeros((1, found.rows.shape[1]), np.float32)
-        row[0, n:] = self.tensors.values("v.class_embd", f.n_embd)
-        row[0, n:] += self._positions(self.grid(rgb.shape[1], rgb.shape[0]))[0]
-        if "v.patch_embd.bias" in self.tensors:  # the graph adds it to every row
-            row[0, n:] -= self.tensors.values("v.patch_embd.bias", f.n_embd)
-        at = np.concatenate([found.at, np.zeros((1, 2), np.int32)])
-        return Inputs(np.concatenate([found.rows, row]), at, None, found.n_tokens)
+        """Return the patches and, behind them, a row for the class token."""
+        return self.with_class(super().inputs(rgb), self._positions(self.grid(rgb.shape[1], rgb.shape[0]))[0])
 
     def record(self, g: Graph) -> Node:
         f = self.facts

@@ -21,6 +21,12 @@ def resized(rgb: Pixels, width: int, height: int, resample: str) -> Pixels:
     return np.asarray(Image.fromarray(rgb).resize((width, height), Image.Resampling(_RESAMPLE[resample])))
 
 
+def cut(rgb: Pixels, side: int) -> list[list[Pixels]]:
+    """Return the rows of square tiles of an image in whole tiles."""
+    rows, cols = rgb.shape[0] // side, rgb.shape[1] // side
+    return [[rgb[i * side : (i + 1) * side, j * side : (j + 1) * side] for j in range(cols)] for i in range(rows)]
+
+
 def round_to_area(width: int, height: int, unit: int, least: int, most: int) -> tuple[int, int]:
     """Return the nearest size in whole units whose area is from `least` to `most` (Qwen's rule)."""
     w, h = round(width / unit) * unit, round(height / unit) * unit

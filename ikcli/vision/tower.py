@@ -136,6 +136,16 @@ class Tower:
         at = np.stack(np.divmod(order, grid.cols), axis=1).astype(np.int32)
         return Inputs(np.ascontiguousarray(rows[order]), at, self.ranges(grid), grid.n_tokens)
 
+    def with_class(self, found: Inputs, position: Floats) -> Inputs:
+        """Add a row behind the patches for the class token, whose pixels are black, at the origin."""
+        n, f = found.rows.shape[1] - self.facts.n_embd, self.facts
+        row = np.zeros((1, found.rows.shape[1]), np.float32)
+        row[0, n:] = self.tensors.values("v.class_embd", f.n_embd) + position
+        if "v.patch_embd.bias" in self.tensors:  # the graph adds it to every row
+            row[0, n:] -= self.tensors.values("v.patch_embd.bias", f.n_embd)
+        at = np.concatenate([found.at, np.zeros((1, 2), np.int32)])
+        return Inputs(np.concatenate([found.rows, row]), at, None, found.n_tokens)
+
     def order(self, grid: Grid) -> Indices:
         """Return the patches in the order of the tower, as indices row by row."""
         return grid.order()
@@ -149,15 +159,20 @@ class Tower:
         return rows
 
     # --- recording ----------------------------------------------------------------------------------------------------
-    def embedded(self, g: Graph, w: Weight, bias: str = "v.patch_embd.bias") -> Node:
-        """Record the patch embedding, with the bias if the file has one, plus what `extra` returned."""
+    def embedded(self, g: Graph, w: Weight, bias: str = "v.patch_embd.bias", *, placed: bool = True) -> Node:
+        """Record the patch embedding, with the bias if the file has one, plus what `extra` returned if `placed`."""
         n_pixels = 3 * self.facts.patch**2
         x = g.mul_mat(w, g.media_rows(None, 0, n_pixels, "inp_raw"), "patch_embd")
         b = self.tensors.vector_or_none(bias, self.facts.n_embd)
         x = x if b is None else g.add(x, b, "patch_bias")
-        if self.extra_cols:
-            x = g.add(x, g.media_rows(None, n_pixels, self.extra_cols, "pos_embd"), "pos_added")
-        return x
+        return self.placed(g, x) if placed else x
+
+    def placed(self, g: Graph, x: Node) -> Node:
+        """Record the addition of what `extra` returned."""
+        if not self.extra_cols:
+            return x
+        rows = g.media_rows(None, 3 * self.facts.patch**2, self.extra_cols, "pos_embd")
+        return g.add(x, rows, "pos_added")
 
     def patch_matrix(self) -> Weight:
         """Return the patch convolution as a matrix."""
@@ -260,14 +275,19 @@ class Tower:
         `alternate`: the two halves take the frequencies in turns instead of both having the same.
         """
         d = self.facts.head_dim
-        if d % 4:
-            raise self.facts.fail(f"heads of {d} columns cannot be rotated in two dimensions")
         if alternate:
             freq = theta ** (-np.arange(0, d, 2, dtype=np.float64) / d)
             rows, cols = freq[0::2], freq[1::2]
         else:
             rows = cols = theta ** (-np.arange(0, d // 2, 2, dtype=np.float64) / (d // 2))
-        table = g.axis_rope_table([*rows.tolist(), *cols.tolist()], [1] * len(rows) + [2] * len(cols))
+        return self.rope_axes(g, [*rows.tolist(), *cols.tolist()], [1] * len(rows) + [2] * len(cols), neox=neox)
+
+    def rope_axes(self, g: Graph, freq: list[float], axes: list[int], *, neox: bool) -> Callable[[Node], Node]:
+        """Return a rotation of every pair by its frequency times the row (axis 1) or the column (axis 2)."""
+        d = self.facts.head_dim
+        if d % 4:
+            raise self.facts.fail(f"heads of {d} columns cannot be rotated in two dimensions")
+        table = g.axis_rope_table(freq, axes)
         return lambda x: g.rope(x, table, self.facts.n_head, d, "rotated", neox=neox)
 
 

@@ -2,8 +2,7 @@
 
 The head has the layout of DeepSeek-V3's (arXiv:2412.19437): at position p it reads the model's state after the last
 norm and the embedding of token p + 1, and one more block of the model's kind predicts token p + 2. Embedding and output
-matrix are the model's. The block has attention only: in a model of three blocks, drafts of a whole fourth one cost more
-than they gain. It learns the model's own distribution rather than the text, as that is what decides whether a
+matrix are the model's. It learns the model's own distribution rather than the text, as that is what decides whether a
 draft is accepted, and it learns to continue from its own state, as one head drafts several tokens in a row.
 """
 
@@ -18,12 +17,12 @@ import gguf
 import numpy as np
 import torch
 import torch.nn.functional as F
-from demo_model import Attention, Config, Model, attention_tensors, write_metadata
+from demo_model import Attention, Config, Model, block_tensors, feed_forward, write_metadata
 from torch import Tensor, nn
 from training import Batches, Muon, schedule, write_tensors
-from training_blocks import linear, rms_norm
+from training_blocks import Moe, linear, rms_norm
 
-DEPTH = 2
+DEPTH = 3
 """Tokens that the head learns to draft in a row."""
 
 
@@ -52,6 +51,8 @@ class Head(nn.Module):
             self.eh_proj.mul_(0.2)
             self.eh_proj[:, cfg.n_embd :].add_(torch.eye(cfg.n_embd))
         self.attn = Attention(cfg)
+        self.ffn_norm = nn.Parameter(torch.ones(cfg.n_embd))
+        self.ffn = feed_forward(cfg, cfg.n_layer)
         self.shared_head_norm = nn.Parameter(model.output_norm.detach().clone())
 
     def forward(self, states: Tensor, embedded: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -59,12 +60,17 @@ class Head(nn.Module):
         both = torch.cat((rms_norm(embedded, self.enorm, eps), rms_norm(states, self.hnorm, eps)), -1)
         x = F.linear(both, self.eh_proj)
         x = x + self.attn(x, cos, sin)
+        x = x + self.ffn(rms_norm(x, self.ffn_norm, eps))
         return rms_norm(x, self.shared_head_norm, eps)
+
+    def experts(self) -> list[Moe]:
+        """Return the blocks of experts."""
+        return [m for m in self.modules() if isinstance(m, Moe)]
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (GGUF tensor name, value) in file order."""
         il = self.cfg.n_layer
-        yield from attention_tensors(il, self.attn)
+        yield from block_tensors(il, self.attn, self.ffn_norm, self.ffn)
         for name in ("eh_proj", "enorm", "hnorm", "shared_head_norm"):
             yield f"blk.{il}.nextn.{name}", getattr(self, name)
 
@@ -87,7 +93,7 @@ def train_head(model: Model, head: Head, items: list[np.ndarray], args: argparse
 
     The last eighth of the steps has windows of four times the length.
     """
-    rates = {n for n, p in head.named_parameters() if p.ndim > 1}
+    rates = {n for n, p in head.named_parameters() if p.ndim > 1 and not n.endswith("router")}
     muon = Muon([p for n, p in head.named_parameters() if n in rates], args.muon_lr)
     rest = [p for n, p in head.named_parameters() if n not in rates]
     optimizer = torch.optim.AdamW(rest, lr=args.lr, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
@@ -107,8 +113,9 @@ def train_head(model: Model, head: Head, items: list[np.ndarray], args: argparse
                 own = slice(1 + k, 1 + k + logits.shape[1])
                 loss = loss + weights[k] * F.cross_entropy(logits.float().flatten(0, 1), target[:, own].flatten(0, 1))
                 agree.append((logits.argmax(-1) == best[:, own]).float().mean().item())
+        balance = sum((m.balance for m in head.experts()), torch.zeros(()))
         head.zero_grad(set_to_none=True)
-        (loss / sum(weights)).backward()
+        (loss / sum(weights) + 0.01 * balance).backward()
         nn.utils.clip_grad_norm_(head.parameters(), 1.0)
         optimizer.step()
         muon.step(schedule(step, args.steps))

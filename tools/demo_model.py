@@ -139,7 +139,7 @@ class Model(Trainable):
 
 def block_tensors(il: int, attn: Attention, norm: Tensor, ffn: Mlp | Moe) -> Iterator[tuple[str, Tensor]]:
     """Yield (GGUF tensor name, value) of one block."""
-    yield from attention_tensors(il, attn)
+    yield from ((f"blk.{il}.{name}", value) for name, value in attn.named_parameters())
     yield f"blk.{il}.ffn_norm", norm
     dense = ffn.shared if isinstance(ffn, Moe) else ffn
     if isinstance(ffn, Moe):
@@ -147,11 +147,6 @@ def block_tensors(il: int, attn: Attention, norm: Tensor, ffn: Mlp | Moe) -> Ite
         yield from ((f"blk.{il}.ffn_{name}_exps", getattr(ffn, name)) for name in ("gate", "up", "down"))
     suffix = "_shexp" if isinstance(ffn, Moe) else ""
     yield from ((f"blk.{il}.ffn_{name}{suffix}", getattr(dense, name)) for name in ("gate", "up", "down"))
-
-
-def attention_tensors(il: int, attn: Attention) -> Iterator[tuple[str, Tensor]]:
-    """Yield (GGUF tensor name, value) of the attention of a block, with its norm."""
-    yield from ((f"blk.{il}.{name}", value) for name, value in attn.named_parameters())
 
 
 def write_metadata(w: gguf.GGUFWriter, cfg: Config, tokenizer_json: dict, n_further: int = 0) -> None:

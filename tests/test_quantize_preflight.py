@@ -109,7 +109,7 @@ def test_tensors_without_data_are_named_with_what_they_get(capsys, model_file: P
             "--custom-q") in rows(text, "data")  # fmt: skip
     assert "| blk.{0..1}.attn_output.weight | iq2_xs | no data | refused: this type needs data |" in text
     assert "| blk.2.attn_output.weight | q6_K | no data | equal weights |" in text
-    mtp = "MTP (never runs while collecting)"
+    mtp = "MTP (did not run while collecting)"
     assert f"| blk.3.nextn.eh_proj.weight | iq4_k | {mtp} | equal weights |" in text
     assert f"| blk.3.attn_q.weight | iq4_k | {mtp} | weights of block 2 |" in text
     assert "| blk.0.attn_q.weight" not in text and "| output.weight | " in text

@@ -9,12 +9,14 @@ from dataclasses import replace
 from ikcli.cli.parser import ModelRun
 from ikcli.commands import _choices, _kl_divergence
 from ikcli.commands._chunk_lines import eta_text, final_line
+from ikcli.engine.run.session import Session
 from ikcli.errors import IkError, NonFiniteError, UsageError
 from ikcli.fleet.model import HeaderSession
 from ikcli.log import log, warn
 from ikcli.measure import fleet as fleet_windows
 from ikcli.measure import moe_trace, perplexity
 from ikcli.measure.chunks import Windows
+from ikcli.measure.heads import HeadScores, result_line
 from ikcli.measure.kld_file import BaseWriter
 from ikcli.measure.perplexity import (
     ChunkScore,
@@ -34,11 +36,15 @@ def run(run: ModelRun) -> int:
     config = run.config
     fleet_windows.check(config)
     moe_trace.check(config)
+    if config.perplexity.mtp and (config.perplexity.scores_choices or config.perplexity.kl_divergence):
+        raise UsageError("--mtp scores heads on a text; it goes with neither choice tasks nor --kl-divergence")
     if config.perplexity.scores_choices:
         return _choices.run(run)
     if config.perplexity.kl_divergence:
         return _kl_divergence.run(run)
     params = params_of(config)
+    if config.perplexity.mtp and config.fleet.wanted:
+        raise UsageError("--mtp scores heads in one process; leave out --workers and --ray")
     if params.stride and config.perplexity.logits_file:
         raise UsageError(
             "--kl-divergence-base stores consecutive windows and cannot be used together with --ppl-stride"
@@ -67,17 +73,26 @@ def _run_on_text(run: ModelRun, params: PerplexityParams, text: str) -> None:
         )
         recorder = moe_trace.recorder(config, session)
         printer = ChunkPrinter(windows, config.perplexity.output_type, config.fleet.n_workers)
+        scores = _head_scores(session, windows, params)
         try:
-            result = _run_and_save(config, session, tokens, params, windows, printer)
+            result = _run_and_save(config, session, tokens, params, windows, printer, scores)
         finally:
             print(flush=True)
         if result.n_tokens == 0:
             raise NonFiniteError("no chunk gives finite logits; run again with --check-tensors to find bad weights")
         print(final_line(result), flush=True)
+        for found in scores.results() if scores is not None else ():
+            print(result_line(found), flush=True)
         if result.n_chunks < windows.n_chunk:
             warn(f"{windows.n_chunk - result.n_chunks} chunks were not finite and are left out of the estimate")
         if recorder is not None:
             recorder.save(windows.n_ctx)
+
+
+def _head_scores(session: SessionLike | HeaderSession, windows: Windows, params: PerplexityParams) -> HeadScores | None:
+    """Return what scores the heads of the session (--mtp), or None if it has none."""
+    heads = session.heads if isinstance(session, Session) else None
+    return HeadScores(heads, windows, params.n_threads) if heads is not None else None
 
 
 def _opened(run: ModelRun, params: PerplexityParams) -> SessionLike | HeaderSession:
@@ -103,17 +118,18 @@ def _run_and_save(
     params: PerplexityParams,
     windows: Windows,
     printer: ChunkPrinter,
+    scores: HeadScores | None,
 ) -> PerplexityResult:
     if isinstance(session, HeaderSession):
         found = fleet_windows.measure(config, session, windows, stride=params.stride)
         return perplexity.gather(found, windows, params, printer)
     path = config.perplexity.logits_file
     if path is None:
-        return perplexity.run(session, tokens, params, on_chunk=printer)
+        return perplexity.run(session, tokens, params, on_chunk=printer, watcher=scores)
     log(f"perplexity: log-probabilities go to {path}")
     params = replace(params, fail_on_nan=True)
     with BaseWriter(path, windows.tokens, session.n_vocab, params.n_threads) as writer:
-        return perplexity.run(session, tokens, params, on_chunk=printer, on_rows=writer.add)
+        return perplexity.run(session, tokens, params, on_chunk=printer, on_rows=writer.add, watcher=scores)
 
 
 class ChunkPrinter:

@@ -1,6 +1,7 @@
 """Apply an importance matrix to the tensors of a model: sizes, experts with few rows, blocks that never ran.
 
-Blocks of multi-token prediction (MTP, NextN) do not run while a matrix is collected. Their tensors borrow the entry of
+Blocks of multi-token prediction (MTP, NextN) have no data where they did not run while the matrix was collected, as in
+files of other programs. Their tensors then borrow the entry of
 the tensor of the same name and shape in the last ordinary block that has one: the residual stream that feeds most of
 them changes little from block to block. Experts borrow the mean over the experts of that block, because experts of two
 blocks have only their numbers in common. `nextn.*` tensors have no counterpart and stay without data.
@@ -54,7 +55,7 @@ def mtp_blocks(names: Iterable[str], metadata: Mapping[str, Any]) -> frozenset[i
 def why_missing(name: str, names: Container[str], mtp: Iterable[int]) -> str:
     """Explain why an importance matrix has no data for a tensor of a model with these names and MTP blocks."""
     if any(name.startswith(f"blk.{il}.") for il in mtp):
-        return "MTP (never runs while collecting)"
+        return "MTP (did not run while collecting)"
     if name == "output.weight" or (name == "token_embd.weight" and "output.weight" not in names):
         return "output (collected with --process-output)"
     if name in ("token_embd.weight", "per_layer_token_embd.weight"):
@@ -158,8 +159,8 @@ def borrowed_lines(imatrix: Imatrix, choices: Sequence[TypeChoice], metadata: Ma
         sources = sorted({int(m[1]) for n in have if (m := _BLOCK.match(imatrix.borrowed[n]))})
         where = ", ".join(str(il) for il in sources)
         lines.append(
-            f"{len(have)} tensors of MTP blocks, which do not run while a matrix is collected, are weighted like those "
-            f"of block {where}: {', '.join(name_patterns(have))}"
+            f"{len(have)} tensors of MTP blocks, which did not run while the matrix was collected, are weighted like "
+            f"those of block {where}: {', '.join(name_patterns(have))}"
         )
     none = [c.name for c in mine if imatrix.find(c.name, c.shape) is None]
     if none:

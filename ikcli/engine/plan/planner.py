@@ -31,7 +31,7 @@ from ikcli.engine.plan.programs import (
     runs,
     step_tokens,
 )
-from ikcli.engine.plan.sizes import Sizes, session_of, uses_heads
+from ikcli.engine.plan.sizes import Sizes, measures_heads, session_of, uses_heads
 from ikcli.engine.run.adapters import Adapters
 from ikcli.engine.run.cpu_device import CpuDevice
 from ikcli.engine.run.model import Model
@@ -40,7 +40,7 @@ from ikcli.engine.run.runner import DividedProgram, Offload, Runner
 from ikcli.errors import UsageError
 from ikcli.gguf.reader import GGUFFile, open_gguf
 from ikcli.graph import Cache
-from ikcli.models import GraphConfig, HParams, Weights
+from ikcli.models import GraphConfig, HParams, Weights, mtp
 from ikcli.settings.rules import resolve
 from ikcli.settings.run import RunConfig, default_model
 
@@ -106,7 +106,7 @@ class Planner:
     def of_file(cls, config: RunConfig, *, header_only: bool = False, pipeline: Pipeline = LOCAL) -> Planner:
         """Open the model of `config`, for the CPU alone; with `header_only` its tensor data may be missing."""
         file = open_gguf(config.model or default_model(), config.override_kv, header_only=header_only)
-        heads = head_file(config, file) if uses_heads(config) else None
+        heads = head_file(config, file) if uses_heads(config) or measures_heads(config) else None
         if heads is not None:
             join_heads(file, heads, header_only=header_only)
         models.find(file.arch, str(file.paths[0]))  # before keys, which unknown architectures may lack
@@ -140,7 +140,10 @@ class Planner:
             raise UsageError("--stages cannot be combined with a projector: images are computed in one process")
         if config.fleet.stages > 1:
             if cfg.n_heads:
-                raise UsageError("--spec-type mtp does not work with --stages; use another type, or no stages")
+                raise UsageError(
+                    "layers that predict further tokens (MTP) do not run in stages, since they read states of the "
+                    "last one and embeddings of the first; use another --spec-type, or no --stages"
+                )
             runner, config = self.pipeline.runner(config, sizes, cfg, model, graphs)
         else:
             runner = make_runner(max(config.n_threads, config.n_threads_batch), gpus, placement, offload)
@@ -229,7 +232,12 @@ class Planner:
         )
 
     def n_heads(self, config: RunConfig) -> int:
-        """Return the number of heads that draft further tokens, which the session runs."""
+        """Return the number of heads that predict further tokens, which the session runs."""
+        if measures_heads(config):
+            runs = (
+                self.hp.n_further and mtp.why_not(models.find(self.file.arch, ""), self.hp, self.file.tensors) is None
+            )
+            return self.hp.n_further if runs else 0
         return max(self.hp.n_further, 1) if uses_heads(config) else 0  # a file without them is refused by name
 
     def gpu_weights(self, config: RunConfig) -> dict[str, int]:

@@ -23,6 +23,7 @@ from ikcli.backends.step_block import StepBlock
 from ikcli.engine.plan.heads import FEW, HEAD, KEPT_STATES, kept_states
 from ikcli.engine.run.media_places import places_of_text
 from ikcli.engine.run.model import Model
+from ikcli.engine.run.run_device import Observer
 from ikcli.engine.run.runner import DividedProgram, Runner
 from ikcli.engine.run.sequences import Sequences
 from ikcli.graph import Rows
@@ -83,7 +84,18 @@ class Host(Protocol):
     @property
     def n_outputs(self) -> int: ...
 
+    @property
+    def observer(self) -> Observer | None: ...
+
     def plan_outputs(self, n: int) -> None: ...
+
+
+class Follower(Protocol):
+    """What computes the rows of the heads instead, to measure them; see `head_rows.py`."""
+
+    def take(self, seq: int, pos: int, tokens: Tokens, states: FloatRows) -> None: ...
+
+    def run(self) -> None: ...
 
 
 class _Known:
@@ -133,7 +145,7 @@ class _Known:
 
 
 @dataclass(slots=True)
-class _Piece:
+class Piece:
     """Consecutive rows of one sequence for a head."""
 
     seq: int
@@ -148,6 +160,8 @@ class Heads:
     def __init__(self, session: Host) -> None:
         self.session = session
         self.n_heads = session.graph_config.n_heads
+        self.n_embd = session.model.hp.n_embd
+        self.follower: Follower | None = None
         self._known: dict[int, _Known] = {}
 
     # --- what the session computes ----------------------------------------------------------------------------------
@@ -163,6 +177,11 @@ class Heads:
         states = session.runner.states(program, len(tokens))
         assert found.rows.symbol is Rows.TOKENS or block.rows[Rows.OUTPUTS] == len(tokens)
         for seq, (start, n, _, pos, *_) in zip(seqs.tolist(), segments.tolist(), strict=True):
+            if self.follower is not None:
+                self.follower.take(
+                    seq, pos, tokens[start : start + n].astype(np.int32), states[start : start + n].copy()
+                )
+                continue
             known = self._at(seq, pos, int(tokens[start]))
             known.append(tokens[start : start + n].astype(np.int32), states[start : start + n])
 
@@ -172,7 +191,7 @@ class Heads:
         known = self._known.get(seq)
         if known is None:
             n_rows = kept_states(self.session.n_ubatch)
-            known = self._known[seq] = _Known(self.n_heads, n_rows, self.session.model.hp.n_embd)
+            known = self._known[seq] = _Known(self.n_heads, n_rows, self.n_embd)
         if known.version != version or not known.first <= pos <= known.end:
             known.begin(pos, version)
         if pos < known.end or known.after != token:
@@ -181,6 +200,9 @@ class Heads:
 
     def settle(self, seq: int | None = None) -> None:
         """Compute rows that are due, of one sequence or where they are many; called while nothing is in flight."""
+        if self.follower is not None:
+            self.follower.run()
+            return
         for s, known in list(self._known.items()):
             least = DUE if seq is None else 1
             if seq not in (None, s) or known.version != self.session.sequences.version[s]:
@@ -192,10 +214,10 @@ class Heads:
                         self._run(head, [piece], np.zeros(0, np.int64))
                     known.fed[head] = end - 1
 
-    def _due(self, known: _Known, seq: int, head: int, stop: int, after: int) -> Iterator[_Piece]:
+    def _due(self, known: _Known, seq: int, head: int, stop: int, after: int) -> Iterator[Piece]:
         """Yield the rows before `stop` that a head has not computed, as many at a time as a micro-batch holds."""
         for first in range(known.fed[head], stop, self.session.n_ubatch):
-            yield _Piece(seq, first, *known.rows(first, min(first + self.session.n_ubatch, stop), after))
+            yield Piece(seq, first, *known.rows(first, min(first + self.session.n_ubatch, stop), after))
 
     # --- drafts -----------------------------------------------------------------------------------------------------
     def draft(self, wanted: Sequence[Continuation]) -> None:
@@ -228,7 +250,7 @@ class Heads:
 
     def _next(self, head: int, active: Sequence[_Drafting]) -> tuple[FloatRows, FloatRows]:
         """Return the logits after what was found so far, and the states; both are copies."""
-        last: list[_Piece] = []
+        last: list[Piece] = []
         for d in active:
             seq, n_past = d.wanted.seq, len(d.wanted.text) - 1
             *before, piece = [*self._due(d.known, seq, head, n_past, int(d.wanted.text[-1])), None]
@@ -255,7 +277,7 @@ class Heads:
         return np.concatenate(logits), np.concatenate(states)
 
     # --- rows -------------------------------------------------------------------------------------------------------
-    def _run(self, head: int, pieces: Sequence[_Piece], out_ids: npt.NDArray[np.int64]) -> tuple[FloatRows, FloatRows]:
+    def _run(self, head: int, pieces: Sequence[Piece], out_ids: npt.NDArray[np.int64]) -> tuple[FloatRows, FloatRows]:
         """Compute rows of a head; return logits and states of the rows `out_ids`, which the next run overwrites."""
         session = self.session
         sequences, block = session.sequences, session.step_block
@@ -276,9 +298,19 @@ class Heads:
             block.set_media(places_of_text(pos, np.concatenate(shifts)))
         block.give(given)
         n_threads = session.config.n_threads if few else session.config.n_threads_batch
-        session.runner.run(program, n_threads, block)
+        if session.observer is None:
+            session.runner.run(program, n_threads, block)
+        else:
+            session.runner.run_observed(program, n_threads, block, session.observer)
         runner, n = session.runner, len(out_ids)
         return runner.result(program, n), runner.states(program, n)
+
+    def rows(self, head: int, piece: Piece) -> tuple[FloatRows, FloatRows]:
+        """Compute rows of a head; return logits and states of all, which the next run overwrites."""
+        n = len(piece.tokens)
+        if n > self.session.n_outputs:
+            self.session.plan_outputs(n)
+        return self._run(head, [piece], np.arange(n))
 
     def logits(self, seq: int, after: int) -> FloatRows:
         """Return the first head's logits of all rows that are due, where token `after` follows the last position.
@@ -288,10 +320,7 @@ class Heads:
         known = self._at(seq, self.session.sequences.n_past[seq], after)
         found = []
         for piece in self._due(known, seq, 0, known.end, after):
-            n = len(piece.tokens)
-            if n > self.session.n_outputs:
-                self.session.plan_outputs(n)
-            found.append(self._run(0, [piece], np.arange(n))[0].copy())
+            found.append(self.rows(0, piece)[0].copy())
         known.fed[0] = known.end
         return np.concatenate([np.empty((0, self.session.n_vocab), np.float32), *found])
 
@@ -305,7 +334,7 @@ class _Drafting:
         self.states: list[FloatRows] = []
         self._n_seen: dict[int, int] = {}  # found tokens whose rows a head has computed
 
-    def continued(self, head: int, piece: _Piece | None) -> _Piece:
+    def continued(self, head: int, piece: Piece | None) -> Piece:
         """Return the rows that are due, then those of the tokens found."""
         first, n = self._n_seen.get(head, 0), len(self.states)
         self._n_seen[head] = n
@@ -313,9 +342,9 @@ class _Drafting:
         tokens = np.array(self.wanted.found[first:n], np.int32)
         states = np.array(self.states[first:n], np.float32)
         if piece is None:
-            return _Piece(self.wanted.seq, n_past + first, tokens, states)
+            return Piece(self.wanted.seq, n_past + first, tokens, states)
         if n == first:
             return piece
-        return _Piece(
+        return Piece(
             piece.seq, piece.pos, np.concatenate([piece.tokens, tokens]), np.concatenate([piece.states, states])
         )

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ikcli.backends.cuda.device import CudaError, DeviceInfo
 from ikcli.backends.cuda.device import Device as CudaDevice
+from ikcli.hostinfo import cgroup_memory_room
 from ikcli.settings.records import DeviceSpec
 from ikcli.settings.run import RunConfig
 
@@ -111,12 +112,17 @@ def described_machine(specs: tuple[DeviceSpec, ...], ram: int | None) -> Machine
 
 
 def available_memory(path: Path = _MEMINFO) -> int | None:
-    """Return the bytes of RAM available to new programs, or None where the system does not report them."""
+    """Return the bytes of RAM available to new programs, or None where the system does not report them.
+
+    The limit of a cgroup (a container, a service) counts.
+    """
     try:
         lines = path.read_text(encoding="ascii").splitlines()
     except OSError:
         return None
     for line in lines:
         if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
+            free = int(line.split()[1]) * 1024
+            room = cgroup_memory_room() if path == _MEMINFO else None
+            return free if room is None else min(free, room)
     return None

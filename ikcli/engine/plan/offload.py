@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import replace
 
 from ikcli.backends.cuda import upload
@@ -19,8 +20,11 @@ _POLICIES = {op.policy: op.by_expert for op in (MulMat, MulMatHeads, MulMatId, M
 OUTPUT, EMBEDDING = "output.weight", "token_embd.weight"
 
 
-def offload_of(config: RunConfig, model: Model, placement: Placement) -> Offload | None:
-    """Return the token counts from which a GPU computes products with block weights in RAM (`-op`)."""
+def offload_of(config: RunConfig, model: Model, placement: Placement, on_disk: Collection[str] = ()) -> Offload | None:
+    """Return the token counts from which a GPU computes products with block weights in RAM (`-op`).
+
+    `on_disk`: weights that are only partly in RAM.
+    """
     hp, allowed = model.hp, dict.fromkeys(_POLICIES, True)
     for name, on in config.offload_policy:
         allowed |= dict.fromkeys(allowed, on) if name == "ALL" else {name: on}
@@ -32,7 +36,7 @@ def offload_of(config: RunConfig, model: Model, placement: Placement) -> Offload
     def device(node: Node, w: Weight, n_tokens: int) -> str | None:
         if n_tokens < least.get(node.op.policy, n_tokens + 1) or node.rows.symbol is Rows.OUTPUTS:
             return None
-        if not upload.has_kernels(w.type):
+        if w.name in on_disk or not upload.has_kernels(w.type):
             return None
         home = placement.home[node.il] if node.il >= 0 else CPU
         return first if home == CPU else home

@@ -18,6 +18,7 @@ from ikcli.engine.pipeline.place import LOCAL, Pipeline, stage_memory
 from ikcli.engine.plan.device_memory import MemoryPlan
 from ikcli.engine.plan.device_plan import planning_device
 from ikcli.engine.plan.devices import Machine
+from ikcli.engine.plan.expert_slots import ExpertSlots, on_disk, slots_for
 from ikcli.engine.plan.offload import offload_of, places_of
 from ikcli.engine.plan.placement import CPU, Placement, place
 from ikcli.engine.plan.programs import (
@@ -33,6 +34,7 @@ from ikcli.engine.plan.programs import (
 from ikcli.engine.plan.sizes import Sizes, session_of, uses_heads
 from ikcli.engine.run.adapters import Adapters
 from ikcli.engine.run.cpu_device import CpuDevice
+from ikcli.engine.run.expert_steps import ExpertSteps
 from ikcli.engine.run.model import Model
 from ikcli.engine.run.run_device import RunDevice, cache_bytes
 from ikcli.engine.run.runner import DividedProgram, Offload, Runner
@@ -44,6 +46,8 @@ from ikcli.settings.rules import resolve
 from ikcli.settings.run import RunConfig, default_model
 
 MIB = 2**20
+FILLED, WORK_BYTES = 0.9, 1 << 30  # of free RAM, what --prefetch-experts takes, and what it leaves for work memory
+READERS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +133,9 @@ class Planner:
         graphs = self._record(cfg, model)
         if cfg.media is not None:
             check_ranges(graphs, placement.cache, model.source)
-        offload = offload_of(config, model, placement) if placement.devices else None
+        slots = self.expert_slots(config) if config.fleet.stages == 1 else None
+        on_disk_names = slots.names if slots is not None else frozenset()
+        offload = offload_of(config, model, placement, on_disk_names) if placement.devices else None
         used = {*placement.buffer_of.values(), *placement.cache}
         gpus = {name: gpu for name, gpu in self._gpus.items() if name in used}
         if config.fleet.stages > 1 and cfg.media is not None:
@@ -139,7 +145,10 @@ class Planner:
                 raise UsageError("--spec-type mtp does not work with --stages; use another type, or no stages")
             runner, config = self.pipeline.runner(config, sizes, cfg, model, graphs)
         else:
-            runner = make_runner(max(config.n_threads, config.n_threads_batch), gpus, placement, offload)
+            warnings += [f"{option} has no effect: no routed experts stay in RAM" for option in disk_options(config)
+                         if slots is None]  # fmt: skip
+            experts = None if slots is None else expert_steps(config, slots)
+            runner = make_runner(max(config.n_threads, config.n_threads_batch), gpus, placement, offload, experts)
         n_outputs = min(sizes.n_seq, cfg.n_ubatch)
         programs = plan_programs(runner, graphs, cfg, n_outputs, sizes.n_step)
         parts = memory_of(runner, programs, model, output_bytes(cfg, self.hp, n_outputs))
@@ -166,8 +175,32 @@ class Planner:
             if device in free and not (gpus_only and device == CPU)
         )
 
+    def expert_slots(self, config: RunConfig) -> ExpertSlots | None:
+        """Return which experts in RAM get a slot there while all are on disk; None without such a wish or experts."""
+        if not disk_options(config):
+            return None
+        placement = self.place(config)
+        model = self.model(config, placement)
+        layers = on_disk(model, (name for name, buffer in placement.buffer_of.items() if buffer == CPU))
+        if not layers:
+            return None
+        if config.expert_ram:
+            return slots_for(layers, config.expert_ram)
+        if self.machine.ram is None:
+            raise UsageError("--prefetch-experts: the free memory is not known; give --expert-ram GIB")
+        names = {m.name for layer in layers for m in layer.matrices}
+        others = self._static_bytes(config)[CPU] - model.n_bytes(names)
+        return slots_for(layers, max(int(FILLED * self.machine.ram) - others - WORK_BYTES, 0))
+
     def static_bytes(self, config: RunConfig) -> dict[str, int]:
         """Return the bytes of weights and cache by device."""
+        parts, slots = self._static_bytes(config), self.expert_slots(config)
+        if slots is not None:
+            parts[CPU] += slots.n_bytes - self.model(config, self.place(config)).n_bytes(slots.names)
+        return parts
+
+    def _static_bytes(self, config: RunConfig) -> dict[str, int]:
+        """Return them with all experts in RAM."""
         placement = self.place(config)
         model = self.model(config, placement)
         parts = dict.fromkeys((CPU, *placement.devices), 0)
@@ -195,6 +228,8 @@ class Planner:
         repack, n_threads = config.run_time_repack, max(config.n_threads, config.n_threads_batch)
         buffers = placement.buffer_of if placement is not None and repack else {}
         plain = frozenset(name for name, buffer in buffers.items() if buffer != CPU)
+        if repack and disk_options(config):
+            plain |= {name for name in self.file.tensors if "_exps." in name}  # they are read as they are on disk
         key = (cfg.mla, cfg.flash_attn, cfg.n_heads, repack, n_threads, plain)
         if key not in self._models:
             self._models[key] = Model.from_file(
@@ -267,9 +302,26 @@ class Planner:
         return self._graphs[key]
 
 
-def make_runner(n_threads: int, gpus: Mapping[str, RunDevice], placement: Placement, offload: Offload | None) -> Runner:
+def disk_options(config: RunConfig) -> list[str]:
+    """Return the given options that keep experts on disk."""
+    wanted = {"--expert-ram": bool(config.expert_ram), "--prefetch-experts": config.prefetch_experts}
+    return [option for option, on in wanted.items() if on]
+
+
+def expert_steps(config: RunConfig, slots: ExpertSlots) -> ExpertSteps:
+    """Return what runs programs with experts on disk."""
+    return ExpertSteps(slots, config.prefetch_experts_threads or READERS, fill=not config.defer_experts)
+
+
+def make_runner(
+    n_threads: int,
+    gpus: Mapping[str, RunDevice],
+    placement: Placement,
+    offload: Offload | None,
+    experts: ExpertSteps | None = None,
+) -> Runner:
     """Make a runner of the CPU and the GPUs that hold anything."""
-    cpu = CpuDevice(n_threads)
+    cpu = CpuDevice(n_threads, experts)
     return Runner(cpu, gpus, places_of(placement), offload) if gpus else Runner(cpu)
 
 

@@ -223,30 +223,36 @@ def test_random_steps_find_their_experts(disk: Disk, half: ExpertStore, rng: np.
             assert sum(int(half.resident(k).sum()) for k in range(4)) <= 18
 
 
-def test_prompts_leave_each_layer_its_share(disk: Disk, half: ExpertStore) -> None:
-    everything = np.arange(8)
-    for _ in range(4):
-        for il in range(4):
-            half.request(il, everything, 100)
-            half.wait(il, [f"u{il}", f"d{il}"])
-    before = half.counts.n_bytes
-    hits = half.counts.hits
-    for il in range(4):
-        half.request(il, everything, 100)
-        half.wait(il, [f"u{il}", f"d{il}"])
-    read = (half.counts.n_bytes - before) / (2 * disk.n_bytes)
-    assert read <= 32 - 4  # the least recently used ones would be read all again
-    assert half.counts.hits > hits
+def test_prompts_leave_each_layer_its_share(tmp_path: Path) -> None:
+    disk, everything = Disk(tmp_path / "experts", 8, 8), np.arange(8)
+    store = ExpertStore(slots_for(disk.layers, 36 * disk.layers[0].slot), 2)
+    before = 0
+    try:
+        store.fill(lambda n: None)
+        for _ in range(4):
+            before = store.counts.n_bytes
+            for il in range(8):
+                store.request(il, everything, 100)
+                store.wait(il, [f"u{il}", f"d{il}"])
+                disk.check(store, il, everything.tolist())
+        read = (store.counts.n_bytes - before) / (2 * disk.n_bytes)
+    finally:
+        store.close()
+    # Two layers have all experts, the one at work and the next; the six others share 20 slots. A rule that drops what
+    # was used longest ago would read all 64 again.
+    assert read <= 64 - 8
 
 
-def test_single_tokens_keep_what_was_used_last(disk: Disk, half: ExpertStore) -> None:
-    for turn in range(3):
+def test_single_tokens_keep_what_was_used_last(half: ExpertStore) -> None:
+    missed = []
+    for _ in range(3):
+        before = half.counts.uses - half.counts.hits
         for il in range(4):
             half.request(il, np.array([1, 6]), 2)
             half.wait(il, [f"u{il}", f"d{il}"])
-        if turn:
-            assert half.counts.hits == half.counts.uses - uses + hits
-        uses, hits = half.counts.uses, half.counts.hits
+        missed.append(half.counts.uses - half.counts.hits - before)
+    assert missed[0] > 0
+    assert missed[1:] == [0, 0]
 
 
 def test_guesses_are_read_before_they_are_wanted(disk: Disk) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from dataclasses import replace
 
 from ikcli.backends.cuda import upload
+from ikcli.engine.plan.expert_slots import ExpertSlots
 from ikcli.engine.plan.placement import CPU, Placement, offload_threshold
 from ikcli.engine.run.model import Model
 from ikcli.engine.run.runner import Offload
@@ -20,11 +20,14 @@ _POLICIES = {op.policy: op.by_expert for op in (MulMat, MulMatHeads, MulMatId, M
 OUTPUT, EMBEDDING = "output.weight", "token_embd.weight"
 
 
-def offload_of(config: RunConfig, model: Model, placement: Placement, on_disk: Collection[str] = ()) -> Offload | None:
+def offload_of(
+    config: RunConfig, model: Model, placement: Placement, slots: ExpertSlots | None = None
+) -> Offload | None:
     """Return the token counts from which a GPU computes products with block weights in RAM (`-op`).
 
-    `on_disk`: weights that are only partly in RAM.
+    `slots`: of experts that are only partly in RAM.
     """
+    on_disk = slots.names if slots is not None else frozenset()
     hp, allowed = model.hp, dict.fromkeys(_POLICIES, True)
     for name, on in config.offload_policy:
         allowed |= dict.fromkeys(allowed, on) if name == "ALL" else {name: on}

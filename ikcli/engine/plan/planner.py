@@ -18,7 +18,8 @@ from ikcli.engine.pipeline.place import LOCAL, Pipeline, stage_memory
 from ikcli.engine.plan.device_memory import MemoryPlan
 from ikcli.engine.plan.device_plan import planning_device
 from ikcli.engine.plan.devices import Machine
-from ikcli.engine.plan.expert_slots import ExpertSlots, on_disk, slots_for
+from ikcli.engine.plan.expert_plan import disk_options, expert_slots, expert_steps
+from ikcli.engine.plan.expert_slots import ExpertSlots
 from ikcli.engine.plan.offload import offload_of, places_of
 from ikcli.engine.plan.placement import CPU, Placement, place
 from ikcli.engine.plan.programs import (
@@ -46,8 +47,6 @@ from ikcli.settings.rules import resolve
 from ikcli.settings.run import RunConfig, default_model
 
 MIB = 2**20
-FILLED, WORK_BYTES = 0.9, 1 << 30  # of free RAM, what --prefetch-experts takes, and what it leaves for work memory
-READERS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +133,7 @@ class Planner:
         if cfg.media is not None:
             check_ranges(graphs, placement.cache, model.source)
         slots = self.expert_slots(config) if config.fleet.stages == 1 else None
-        on_disk_names = slots.names if slots is not None else frozenset()
-        offload = offload_of(config, model, placement, on_disk_names) if placement.devices else None
+        offload = offload_of(config, model, placement, slots) if placement.devices else None
         used = {*placement.buffer_of.values(), *placement.cache}
         gpus = {name: gpu for name, gpu in self._gpus.items() if name in used}
         if config.fleet.stages > 1 and cfg.media is not None:
@@ -145,9 +143,8 @@ class Planner:
                 raise UsageError("--spec-type mtp does not work with --stages; use another type, or no stages")
             runner, config = self.pipeline.runner(config, sizes, cfg, model, graphs)
         else:
-            warnings += [f"{option} has no effect: no routed experts stay in RAM" for option in disk_options(config)
-                         if slots is None]  # fmt: skip
-            experts = None if slots is None else expert_steps(config, slots)
+            experts, found = expert_steps(config, slots)
+            warnings += found
             runner = make_runner(max(config.n_threads, config.n_threads_batch), gpus, placement, offload, experts)
         n_outputs = min(sizes.n_seq, cfg.n_ubatch)
         programs = plan_programs(runner, graphs, cfg, n_outputs, sizes.n_step)
@@ -180,17 +177,8 @@ class Planner:
         if not disk_options(config):
             return None
         placement = self.place(config)
-        model = self.model(config, placement)
-        layers = on_disk(model, (name for name, buffer in placement.buffer_of.items() if buffer == CPU))
-        if not layers:
-            return None
-        if config.expert_ram:
-            return slots_for(layers, config.expert_ram)
-        if self.machine.ram is None:
-            raise UsageError("--prefetch-experts: the free memory is not known; give --expert-ram GIB")
-        names = {m.name for layer in layers for m in layer.matrices}
-        others = self._static_bytes(config)[CPU] - model.n_bytes(names)
-        return slots_for(layers, max(int(FILLED * self.machine.ram) - others - WORK_BYTES, 0))
+        others = self._static_bytes(config)[CPU]
+        return expert_slots(config, self.model(config, placement), placement, self.machine.ram, others)
 
     def static_bytes(self, config: RunConfig) -> dict[str, int]:
         """Return the bytes of weights and cache by device."""
@@ -300,17 +288,6 @@ class Planner:
             weights = Weights(model.specs, model.source, lambda name: _values(model, name))
             self._graphs[key] = record_graphs(model, weights, cfg)
         return self._graphs[key]
-
-
-def disk_options(config: RunConfig) -> list[str]:
-    """Return the given options that keep experts on disk."""
-    wanted = {"--expert-ram": bool(config.expert_ram), "--prefetch-experts": config.prefetch_experts}
-    return [option for option, on in wanted.items() if on]
-
-
-def expert_steps(config: RunConfig, slots: ExpertSlots) -> ExpertSteps:
-    """Return what runs programs with experts on disk."""
-    return ExpertSteps(slots, config.prefetch_experts_threads or READERS, fill=not config.defer_experts)
 
 
 def make_runner(

@@ -91,8 +91,8 @@ def llama4() -> tuple[Model, Callable[[np.ndarray], Found]]:
 
 def glm4v() -> tuple[Model, Callable[[np.ndarray], Found]]:
     vision = {"hidden_size": 32, "intermediate_size": 44, "depth": 2, "num_heads": 2, "image_size": 70,
-              "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 40, "hidden_act": "silu",
-              "rms_norm_eps": 1e-5, "attention_bias": False}  # fmt: skip
+              "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 40,
+              "hidden_act": "silu", "rms_norm_eps": 1e-5, "attention_bias": False}  # fmt: skip
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 2], "partial_rotary_factor": 0.5}
     config = {"vision_config": vision, "text_config": TEXT | {"rope_parameters": rope}}
     processor = tf.Glm4vImageProcessor(size={"shortest_edge": 12544, "longest_edge": 9633792})
@@ -221,8 +221,15 @@ def internvl() -> tuple[Model, Callable[[np.ndarray], Found]]:
     return m, run
 
 
-MODELS = {"internvl": internvl, "idefics3": idefics3, "llama4": llama4, "glm4v": glm4v, "kimivl": lambda: moonvit("kimivl"),
-          "kimik25": lambda: moonvit("kimik25"), "lfm2": lfm2}  # fmt: skip
+MODELS = {
+    "internvl": internvl,
+    "idefics3": idefics3,
+    "llama4": llama4,
+    "glm4v": glm4v,
+    "kimivl": lambda: moonvit("kimivl"),
+    "kimik25": lambda: moonvit("kimik25"),
+    "lfm2": lfm2,
+}
 MORE_SIZES = {"lfm2": ((1024, 600),)}
 
 

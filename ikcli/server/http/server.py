@@ -52,8 +52,6 @@ def serve(config: RunConfig, planner: Planner | None = None) -> int:
     state.defaults  # noqa: B018  (wrong options end the program before anything is loaded)
     check_options(config)
     check_folders(config)
-    if server.sessions is not None:
-        make_private_folder(server.sessions, "--sessions")
     check_cache_disk(server)
     if server.log_prompts_dir is not None:
         make_private_folder(server.log_prompts_dir, "--log-prompts-dir")
@@ -73,8 +71,6 @@ def check_cache_disk(server: ServerConfig) -> None:
         return
     if server.cache_ram == 0:
         raise UsageError("--cache-disk keeps rows in RAM until they are written; set -cram above 0")
-    if server.sessions is not None:
-        raise UsageError("--cache-disk and --sessions both keep conversations on disk; give one of them")
     make_private_folder(server.cache_disk, "--cache-disk")
 
 

@@ -76,12 +76,19 @@ TEXTS = {
     "\n\n<fake_token_around_image><global-img>|<fake_token_around_image>",
     "llama4": "<|image_start|>|<|tile_x_separator|>|<|tile_x_separator|>|<|tile_y_separator|>|<|tile_x_separator|>|"
     "<|tile_x_separator|>|<|tile_y_separator|><|image|>|<|image_end|>",
+    "internvl": "<img>|||||||</img>",
+    "glm4v": "<|begin_of_image|>|<|end_of_image|>",
+    "kimivl": "<|media_start|>|<|media_end|>",
+    "kimik25": "<|media_begin|>|<|media_end|>",
+    "lfm2": "<|image_start|><|img_row_1_col_1|>|<|img_row_1_col_2|>|<|img_row_1_col_3|>|<|img_row_2_col_1|>|"
+    "<|img_row_2_col_2|>|<|img_row_2_col_3|>|<|img_thumbnail|>|<|image_end|>",
 }
-"""What stands around the tiles of the image of 150 x 90, with | for a tile."""
+"""What stands around the tiles of an image, with | for a tile."""
 
 
 def test_texts_around_tiles(model: Model) -> None:
-    found = "".join(one if isinstance(one, str) else "|" for one in model.pieces("150x90"))
+    size = "1024x600" if model.name == "lfm2" else "150x90"
+    found = "".join(one if isinstance(one, str) else "|" for one in model.pieces(size))
     assert found == TEXTS[model.name]
 
 

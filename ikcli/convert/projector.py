@@ -19,6 +19,7 @@ from ikcli.convert.json_files import read_json
 from ikcli.convert.naming import describe, fill_name
 from ikcli.convert.projector_kind import BLOCKS, Change, Kind, Made, Settings, Values, looked_up, same
 from ikcli.convert.projector_kinds import KINDS as KINDS_OF_ONE_TILE
+from ikcli.convert.projector_kinds_grids import KINDS as KINDS_OF_GRIDS
 from ikcli.convert.projector_kinds_tiles import KINDS as KINDS_OF_TILES
 from ikcli.convert.quantized import dequantized
 from ikcli.convert.source import CheckpointSource, SafetensorsSource
@@ -29,7 +30,7 @@ from ikcli.quant.output_check import check_output
 from ikcli.quant.quantizer import QUANTIZATION_VERSION
 
 FILE_TYPES = {"f32": 0, "f16": 1, "bf16": 32}
-KINDS = (*KINDS_OF_ONE_TILE, *KINDS_OF_TILES)
+KINDS = (*KINDS_OF_ONE_TILE, *KINDS_OF_GRIDS, *KINDS_OF_TILES)
 _TYPES = {"f32": GGMLType.F32, "f16": GGMLType.F16, "bf16": GGMLType.BF16}
 
 

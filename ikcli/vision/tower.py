@@ -244,7 +244,7 @@ class Tower:
         parts = [HeadSlice(y, 0, d, d) for y in (q, k, v)]
         cur = g.attention(parts[:1], parts[1:2], parts[2], f"{name}.kqv", n_head=f.n_head, n_head_kv=f.n_head,
                           scale=scale or 1 / math.sqrt(d), flash=True, window=1 if windowed else 0,
-                          both=not windowed, ranged=windowed)  # fmt: skip
+                          both=not windowed, ranged=windowed, half=True)  # fmt: skip
         return self.linear(g, cur, f"{name}.attn_out", f.n_embd)
 
     def _projected(self, g: Graph, x: Node, name: str) -> tuple[Node, Node, Node]:

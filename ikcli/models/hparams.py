@@ -90,6 +90,7 @@ class HParams:
     n_expert_used: int = 0
     n_ff_exp: int = 0
     n_ff_shexp: int = 0
+    n_embd_exp: int = 0  # width of what routed experts read and write; 0: that of the model
     n_expert_shared: int = 0
     n_layer_dense_lead: int = 0
     moe_step: int = 1
@@ -340,6 +341,7 @@ def _experts(keys: Keys, arch: str, tensors: Mapping[str, HasShape]) -> dict[str
         "n_ff_exp": ff_exp,
         "n_expert_shared": shared,
         "n_ff_shexp": keys.integer("expert_shared_feed_forward_length", shared * ff_exp),
+        "n_embd_exp": keys.integer("moe_latent_size", 0) if arch == "nemotron_h_moe" else 0,
         "n_layer_dense_lead": keys.integer("leading_dense_block_count", 0),
         "moe_step": keys.integer("interleave_moe_layer_step", 1) or 1,
         "expert_gating": GATING[gating],

@@ -10,7 +10,7 @@ from ikcli.convert.config import Config
 from ikcli.errors import UnsupportedError
 
 _FAMILIES = (
-    "arctic baichuan bert bitnet bloom cohere dbrx deepseek dots ernie exaone falcon falcon_h1 gemma glm gpt2 "
+    "afmoe arctic baichuan bert bitnet bloom cohere dbrx deepseek dots ernie exaone falcon falcon_h1 gemma glm gpt2 "
     "gpt_oss gptneox granite grok hunyuan internlm jamba kimi laguna lfm2 ling llama llama4 mamba mamba2 mellum "
     "mimo minimax mpt muse nemotron nemotron_h olmo phi plamo qwen qwen3_next refact stablelm starcoder step"
 )

@@ -77,6 +77,7 @@ TEXTS = {
     "llama4": "<|image_start|>|<|tile_x_separator|>|<|tile_x_separator|>|<|tile_y_separator|>|<|tile_x_separator|>|"
     "<|tile_x_separator|>|<|tile_y_separator|><|image|>|<|image_end|>",
     "internvl": "<img>|||||||</img>",
+    "minicpmv": "<image>|</image><slice>|</slice><slice>|</slice>",
     "glm4v": "<|begin_of_image|>|<|end_of_image|>",
     "kimivl": "<|media_start|>|<|media_end|>",
     "kimik25": "<|media_begin|>|<|media_end|>",

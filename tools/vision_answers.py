@@ -221,6 +221,93 @@ def internvl() -> tuple[Model, Callable[[np.ndarray], Found]]:
     return m, run
 
 
+class Weights:
+    """Weights of a model that transformers does not have, by name, and functions with them."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]], config: dict[str, Any], processor: dict[str, Any]) -> None:
+        self.shapes = {name: list(shape) for name, shape in shapes.items()}
+        self.config, self.processor = config, processor
+        self.w = {name: torch.from_numpy(weights(name, shape)) for name, shape in shapes.items()}
+
+    def linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return torch.nn.functional.linear(x, self.w[f"{name}.weight"], self.w.get(f"{name}.bias"))
+
+    def norm(self, x: torch.Tensor, name: str, eps: float) -> torch.Tensor:
+        return torch.nn.functional.layer_norm(x, x.shape[-1:], self.w[f"{name}.weight"], self.w[f"{name}.bias"], eps)
+
+
+def biased(layers: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of weights and biases of layers."""
+    found = {f"{name}.weight": shape for name, shape in layers.items()}
+    return found | {f"{name}.bias": shape[:1] for name, shape in layers.items()}
+
+
+def minicpmv() -> tuple[Any, Callable[[np.ndarray], Found]]:
+    """Compute MiniCPM-V 2.6 as the code beside its checkpoint does."""
+    n, n_head, ff, patch, side, table, d, n_query = 32, 2, 44, 14, 112, 10, 256, 5
+    block = {"layer_norm1": (n,), "layer_norm2": (n,), "mlp.fc1": (ff, n), "mlp.fc2": (n, ff)}
+    block |= {f"self_attn.{name}_proj": (n, n) for name in ("q", "k", "v", "out")}
+    layers = {"vpm.embeddings.patch_embedding": (n, 3, patch, patch), "vpm.post_layernorm": (n,),
+              "resampler.ln_q": (d,), "resampler.ln_kv": (d,), "resampler.ln_post": (d,),
+              "resampler.attn.out_proj": (d, d)}  # fmt: skip
+    layers |= {f"vpm.encoder.layers.{i}.{name}": shape for i in range(2) for name, shape in block.items()}
+    shapes = biased(layers) | {"vpm.embeddings.position_embedding.weight": (table * table, n),
+                               "resampler.query": (n_query, d), "resampler.kv_proj.weight": (d, n),
+                               "resampler.proj": (d, d), "resampler.attn.in_proj_weight": (3 * d, d),
+                               "resampler.attn.in_proj_bias": (3 * d,)}  # fmt: skip
+    vision = {"hidden_size": n, "num_attention_heads": n_head, "num_hidden_layers": 2, "intermediate_size": ff,
+              "patch_size": patch, "image_size": table * patch}  # fmt: skip
+    config = {"architectures": ["MiniCPMV"], "version": 2.6, "image_size": side, "query_num": n_query,
+              "vision_config": vision, "hidden_size": d}  # fmt: skip
+    m = Weights(shapes, config, {"norm_mean": [0.5] * 3, "norm_std": [0.5] * 3})
+    slices = tf.MiniCPMV4_6ImageProcessor(scale_resolution=side, patch_size=patch)
+    slices.find_best_resize.__func__.__globals__["ensure_divide"] = lambda x, y: max(
+        round(x / (y if y < patch else patch)) * (y if y < patch else patch), y if y < patch else patch
+    )  # whole patches, as in 2.6
+
+    def waves(h: int, w: int) -> torch.Tensor:
+        omega = 1.0 / 10000 ** (np.arange(d // 4, dtype=np.float32) / (d / 4.0))
+        row, col = np.divmod(np.arange(h * w), w)
+        parts = [f(np.einsum("m,d->md", at, omega)) for at in (col, row) for f in (np.sin, np.cos)]
+        return torch.from_numpy(np.concatenate(parts, axis=1)).float()
+
+    def encode(pixels: torch.Tensor) -> np.ndarray:
+        h, w = pixels.shape[1] // patch, pixels.shape[2] // patch
+        bounds = torch.arange(1 / table, 1.0, 1 / table)
+        rows, cols = (torch.bucketize(torch.arange(0, 1 - 1e-6, 1 / k), bounds, right=True) for k in (h, w))
+        name = "vpm.embeddings.patch_embedding"
+        x = torch.nn.functional.conv2d(pixels[None], m.w[f"{name}.weight"], m.w[f"{name}.bias"], stride=patch)
+        positions = m.w["vpm.embeddings.position_embedding.weight"]
+        x = x[0].flatten(1).T + positions[(rows[:, None] * table + cols).flatten()]
+        for i in range(2):
+            b = f"vpm.encoder.layers.{i}."
+            y = m.norm(x, f"{b}layer_norm1", 1e-6)
+            parts = [m.linear(y, f"{b}self_attn.{k}_proj").reshape(len(x), n_head, -1).transpose(0, 1) for k in "qkv"]
+            y = torch.nn.functional.scaled_dot_product_attention(*parts).transpose(0, 1).reshape(len(x), n)
+            x = x + m.linear(y, f"{b}self_attn.out_proj")
+            y = m.linear(m.norm(x, f"{b}layer_norm2", 1e-6), f"{b}mlp.fc1")
+            x = x + m.linear(torch.nn.functional.gelu(y, approximate="tanh"), f"{b}mlp.fc2")
+        x = m.linear(m.norm(x, "vpm.post_layernorm", 1e-6), "resampler.kv_proj")
+        x = m.norm(x, "resampler.ln_kv", 1e-6)
+        q = m.norm(m.w["resampler.query"], "resampler.ln_q", 1e-6)
+        y, _ = torch.nn.functional.multi_head_attention_forward(
+            q[:, None], (x + waves(h, w))[:, None], x[:, None], d, d // 128, m.w["resampler.attn.in_proj_weight"],
+            m.w["resampler.attn.in_proj_bias"], None, None, False, 0.0, m.w["resampler.attn.out_proj.weight"],
+            m.w["resampler.attn.out_proj.bias"], training=False)  # fmt: skip
+        return (m.norm(y[:, 0], "resampler.ln_post", 1e-6) @ m.w["resampler.proj"]).numpy()
+
+    def run(rgb: np.ndarray) -> Found:
+        made = slices([Image.fromarray(rgb)], return_tensors="pt")
+        pixels, at = [], 0
+        for h, w in made["target_sizes"].tolist():
+            cut = made["pixel_values"][0][:, :, at * patch : (at + h * w) * patch].reshape(3, patch, h, w, patch)
+            pixels.append(cut.permute(0, 2, 1, 3, 4).reshape(3, h * patch, w * patch))
+            at += h * w
+        return [x.numpy() for x in pixels], [encode(x) for x in pixels], list(made["grids"][0])
+
+    return m, run
+
+
 MODELS = {
     "internvl": internvl,
     "idefics3": idefics3,
@@ -229,6 +316,7 @@ MODELS = {
     "kimivl": lambda: moonvit("kimivl"),
     "kimik25": lambda: moonvit("kimik25"),
     "lfm2": lfm2,
+    "minicpmv": minicpmv,
 }
 MORE_SIZES = {"lfm2": ((1024, 600),)}
 

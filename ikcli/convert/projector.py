@@ -140,6 +140,8 @@ def _processor(directory: Path) -> dict[str, Any]:
         path = directory / name
         found = read_json(path) if path.is_file() else {}
         out |= {**found, **(found.get(inner) or {})}
+    for key in ("mean", "std"):  # MiniCPM-V has other names
+        out.setdefault(f"image_{key}", out.get(f"norm_{key}"))
     for key in ("image_mean", "image_std"):
         if not isinstance(out.get(key), list) or len(out[key]) != 3:
             raise FormatError(f"{directory}: preprocessor_config.json has no {key} of three numbers")

@@ -9,6 +9,7 @@ import numpy as np
 from ikcli.graph import Graph, Node
 from ikcli.models import HParams
 from ikcli.vision.facts import Facts
+from ikcli.vision.positions import bucketed
 from ikcli.vision.sizes import Pixels, cut, resized
 from ikcli.vision.tensors import Floats, Tensors
 from ikcli.vision.tower import Grid, Limits, Tower
@@ -71,10 +72,8 @@ class Idefics3(Tower):
         """Return the rows of the table in which the places of patches fall, as fractions of the image in float32."""
         side = self.facts.image_size // self.facts.patch
         table = self.tensors.values("v.position_embd.weight", side * side, self.facts.n_embd)
-        bounds = (1 / side + np.arange(side - 1) / side).astype(np.float32)
         rows, cols = (
-            np.searchsorted(bounds, np.arange(n, dtype=np.float32) * np.float32(1 / n), side="right")
-            for n in (grid.rows, grid.cols)
+            bucketed(side, np.arange(n, dtype=np.float32) * np.float32(1 / n)) for n in (grid.rows, grid.cols)
         )
         return table[(rows[:, None] * side + cols).reshape(-1)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from ikcli.vision.facts import Facts
 from ikcli.vision.tensors import Floats, Tensors
@@ -29,6 +30,12 @@ def triangle(side: int, n: int) -> Floats:
     centre = (np.arange(n, dtype=np.float64) + 0.5) * scale - 0.5
     out = np.clip(1 - np.abs(np.arange(side) - centre[:, None]) / max(scale, 1.0), 0, None)
     return np.asarray(out / out.sum(axis=1, keepdims=True), np.float32)
+
+
+def bucketed(side: int, fractions: Floats) -> npt.NDArray[np.int64]:
+    """Return the places in a table of `side` in which fractions of an image fall, with the rounding of float32."""
+    bounds = (1 / side + np.arange(side - 1) / side).astype(np.float32)
+    return np.searchsorted(bounds, fractions, side="right")
 
 
 def square_table(facts: Facts, tensors: Tensors, name: str = "v.position_embd.weight") -> Floats:

@@ -62,6 +62,8 @@ class Projector:
         return cls(path, hp, n_threads, Limits(min_tokens, max_tokens))
 
     def _check_width(self, hp: HParams) -> None:
+        if not self.tower.checks_width:
+            return
         width = self.tower.facts.integer("projection_dim", hp.n_embd)
         if width != hp.n_embd:
             raise FormatError(

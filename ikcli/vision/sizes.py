@@ -23,8 +23,15 @@ def resized(rgb: Pixels, width: int, height: int, resample: str) -> Pixels:
 
 def cut(rgb: Pixels, side: int) -> list[list[Pixels]]:
     """Return the rows of square tiles of an image in whole tiles."""
-    rows, cols = rgb.shape[0] // side, rgb.shape[1] // side
-    return [[rgb[i * side : (i + 1) * side, j * side : (j + 1) * side] for j in range(cols)] for i in range(rows)]
+    return cut_grid(rgb, side, side)
+
+
+def cut_grid(rgb: Pixels, width: int, height: int) -> list[list[Pixels]]:
+    """Return the rows of tiles of an image in whole tiles of a size."""
+    return [
+        [rgb[y : y + height, x : x + width] for x in range(0, rgb.shape[1] - width + 1, width)]
+        for y in range(0, rgb.shape[0] - height + 1, height)
+    ]
 
 
 def padded(rgb: Pixels, width: int, height: int) -> Pixels:

@@ -77,6 +77,7 @@ class Tower:
     resample: ClassVar[str] = "bicubic"
     merge: int = 1
     sections: ClassVar[bool] = False  # positions have sections (M-RoPE)
+    checks_width: ClassVar[bool] = True  # clip.vision.projection_dim is that of the text model
 
     def __init__(self, facts: Facts, tensors: Tensors, hp: HParams, limits: Limits) -> None:
         self.facts, self.tensors, self.hp, self.limits = facts, tensors, hp, limits

@@ -9,6 +9,7 @@ from ikcli.vision.idefics import Idefics3
 from ikcli.vision.internvl import InternVl
 from ikcli.vision.lfm2 import Lfm2Vl
 from ikcli.vision.llama4 import Llama4
+from ikcli.vision.minicpmv import MiniCpmV
 from ikcli.vision.moonvit import KimiK25, KimiVl
 from ikcli.vision.pixtral import Pixtral
 from ikcli.vision.qwen import Qwen2Vl, Qwen3Vl, Qwen25Vl
@@ -28,6 +29,7 @@ TYPES: dict[str, type[Tower]] = {
     "kimivl": KimiVl,
     "kimik25": KimiK25,
     "lfm2": Lfm2Vl,
+    "resampler": MiniCpmV,
 }
 
 

@@ -37,8 +37,8 @@ _DENSE_LEAD = (
 )  # fmt: skip
 """In all layers but the first ones."""
 _SIGMOID = (
-    "afmoe", "cohere2_moe", "dots1", "exaone-moe", "glm-dsa", "glm4moe", "laguna", "lfm2moe", "llama4", "mimo2", "minimax-m2", "minimax-m3",
-    "nemotron_h_moe", "step35",
+    "afmoe", "cohere2_moe", "dots1", "exaone-moe", "glm-dsa", "glm4moe", "laguna", "lfm2moe", "llama4", "mimo2",
+    "minimax-m2", "minimax-m3", "nemotron_h_moe", "step35",
 )  # fmt: skip
 """Gating of files that do not say."""
 _NOT_NORMALISED = (

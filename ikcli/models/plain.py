@@ -22,7 +22,8 @@ class Plain:
 
     `bias`, `qk_norm`, `fused`, `ffn_norm`: see `expected.attention_specs`. `neox`, `norm_last`: see
     `blocks.self_attention`. `act`: the activation of all feed-forward parts. `fused_gate_up`: one matrix for gate and
-    up. `ungated`: the activation of a dense part without gate. `nope_interval`: every n-th block has no RoPE (NoPE; 0: none). `more`: further tensors of block il.
+    up. `ungated`: the activation of a dense part without gate. `nope_interval`: every n-th block has no RoPE (NoPE; 0:
+    none). `more`: further tensors of block il.
     """
 
     bias: bool | None = None

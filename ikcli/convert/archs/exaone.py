@@ -60,7 +60,13 @@ def _exaone_moe(m: b.Build) -> None:
     m.key("expert_group_count", groups)
     m.key("expert_group_used_count", c.integer("topk_group", default=1, least=1))
     c.expect("scoring_func", "sigmoid")
-    c.ignore("sliding_window_pattern", "num_nextn_predict_layers", "topk_method", "first_last_k_dense_replace", "is_moe_layer")
+    c.ignore(
+        "sliding_window_pattern",
+        "num_nextn_predict_layers",
+        "topk_method",
+        "first_last_k_dense_replace",
+        "is_moe_layer",
+    )
 
 
 def _finish_exaone4(m: b.Build) -> None:
@@ -72,8 +78,12 @@ ARCHITECTURES = (
     b.Architecture("exaone", ("ExaoneForCausalLM",), _exaone, finish=_finish_exaone, strip="transformer."),
     b.Architecture("exaone4", ("Exaone4ForCausalLM",), _exaone4, finish=_finish_exaone4),
     b.Architecture(
-        "exaone-moe", ("ExaoneMoeForCausalLM", "ExaoneMoEForCausalLM"), _exaone_moe, finish=_finish_exaone4,
-        drop=r"^mtp\.", names="glm4moe",
+        "exaone-moe",
+        ("ExaoneMoeForCausalLM", "ExaoneMoEForCausalLM"),
+        _exaone_moe,
+        finish=_finish_exaone4,
+        drop=r"^mtp\.",
+        names="glm4moe",
         table={
             "layers.*.post_attention_layernorm": "blk.*.ffn_norm",
             "layers.*.mlp.gate.e_score_correction.bias": "blk.*.exp_probs_b.bias",

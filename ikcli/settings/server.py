@@ -136,7 +136,8 @@ class ServerConfig:
         help="setting for a --spec-type that does not set it; ngram stands for all n-gram types. Repeatable")
     model_draft: Path | None = _speculation(None, "-md --model-draft --spec-draft-model", "path", form="FILE",
         example="-md draft.gguf", bench_list=False, env="LLAMA_ARG_SPEC_DRAFT_MODEL LLAMA_ARG_MODEL_DRAFT",
-        help="draft model: a small model of the same vocabulary, for speculative decoding")
+        help="draft model: a small model of the same vocabulary, for speculative decoding; with --spec-type mtp, a "
+        "file of heads (ik convert --mtp), used instead of the model's own")
     hf_repo_draft: str = _speculation("", "-hfd -hfrd --hf-repo-draft --spec-draft-hf", "str", form="USER/REPO[:QUANT]",
         example="-hfd user/small:Q8_0", bench_list=False, env="LLAMA_ARG_HFD_REPO LLAMA_ARG_SPEC_DRAFT_HF_REPO",
         help="draft model from a Hugging Face repository, in the form of -hf")

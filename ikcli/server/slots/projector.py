@@ -9,14 +9,11 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
-from ikcli.errors import UsageError
 from ikcli.server.slots.pictures import Picture
-from ikcli.settings.run import RunConfig
 
 if TYPE_CHECKING:
     from ikcli.engine.run.media import Media
-    from ikcli.models import HParams
-    from ikcli.vision.decode import Picture as Pixels
+    from ikcli.vision.decode import Tile
     from ikcli.vision.projector import Projector
 
 _KEPT_BYTES = 256 << 20
@@ -25,12 +22,12 @@ _KEPT_BYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadPicture:
-    """An image of a request, decoded; see `Picture`."""
+    """An image of a request or a tile of it, decoded; see `Picture`."""
 
     digest: str
     n_tokens: int
     n_positions: int
-    pixels: Pixels
+    pixels: Tile
 
     @property
     def n_bytes(self) -> int:
@@ -46,23 +43,16 @@ class ServedProjector:
         self._kept: OrderedDict[str, Media] = OrderedDict()
         self.n_encoded = 0
 
-    @property
-    def begin(self) -> str:
-        """Return the text before an image."""
-        return self._projector.begin
-
-    @property
-    def end(self) -> str:
-        """Return the text behind an image."""
-        return self._projector.end
-
-    def read(self, data: bytes) -> Picture:
+    def read(self, data: bytes) -> list[str | Picture]:
         """Decode an image; raise IkError with a sentence if it cannot be read."""
         from ikcli.vision.decode import decode_image
 
-        pixels = decode_image(data)
+        pieces = self._projector.pieces(decode_image(data))
+        return [piece if isinstance(piece, str) else self._read(piece) for piece in pieces]
+
+    def _read(self, tile: Tile) -> ReadPicture:
         projector = self._projector
-        return ReadPicture(projector.digest(pixels), projector.count(pixels), projector.advance(pixels), pixels)
+        return ReadPicture(projector.digest(tile), projector.count(tile), projector.advance(tile), tile)
 
     def encode(self, picture: Picture) -> Media:
         """Return the rows of an image."""
@@ -80,21 +70,3 @@ class ServedProjector:
         """Free the projector's memory."""
         self._projector.close()
         self._kept.clear()
-
-
-def open_projector(config: RunConfig, hp: HParams) -> Projector | None:
-    """Open the projector of the settings for a model; None without one."""
-    vision = config.vision
-    if vision.mmproj is None:
-        return None
-    if config.fleet.stages > 1:
-        raise UsageError("--mmproj cannot be combined with --stages: a model in stages reads text only")
-    from ikcli.vision.projector import Projector
-
-    return Projector.open(
-        vision.mmproj,
-        hp,
-        n_threads=max(config.n_threads, config.n_threads_batch),
-        min_tokens=vision.image_min_tokens,
-        max_tokens=vision.image_max_tokens,
-    )

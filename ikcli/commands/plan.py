@@ -12,7 +12,7 @@ from ikcli.engine.plan.placement import CPU
 from ikcli.engine.plan.planner import MIB
 from ikcli.engine.run.session_log import model_lines
 from ikcli.log import warn
-from ikcli.server.slots.projector import open_projector
+from ikcli.vision.opening import open_projector
 
 
 def run(run: ModelRun) -> int:

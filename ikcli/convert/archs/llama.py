@@ -29,6 +29,15 @@ def _keys(m: b.Build) -> None:
     c.ignore("attention_bias", "mlp_bias")
 
 
+def _arcee(m: b.Build) -> None:
+    k.activation(m, "relu2")
+    k.sizes(m)
+    k.rope(m)
+    k.rms_eps(m)
+    m.key("rope.dimension_count", k.head_dim(m))
+    k.biases(m)
+
+
 def _mistral3(m: b.Build) -> None:
     """Write the keys of Ministral 3, which scales queries beyond the original context by position."""
     c = m.config
@@ -96,6 +105,7 @@ ARCHITECTURES = (
         "mistral3", ("Ministral3ForCausalLM", "Mistral3ForConditionalGeneration"), _mistral3, b.PAIRS, finish,
         r"vision_tower|multi_modal_projector|vision_encoder|patch_merger",
     ),
+    b.Architecture("arcee", ("ArceeForCausalLM",), _arcee, b.PAIRS, finish),
     b.Architecture("smollm3", ("SmolLM3ForCausalLM",), _smollm3, b.PAIRS, finish),
     b.Architecture("minicpm", ("MiniCPMForCausalLM",), _minicpm, b.PAIRS, finish),
     b.Architecture("xverse", ("XverseForCausalLM",), _xverse, b.PAIRS, k.tied),

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from vision_models import Floats, answers, image, write_checkpoint
+from vision_models import Floats, answers, image, write_checkpoint, write_projector
 
 from ikcli.convert.projector import open_projector
 from ikcli.models import HParams
@@ -25,9 +25,12 @@ class Model:
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name, self.answers = name, answers()[name]
-        write_checkpoint(folder, self.answers)
         path = folder / f"{name}.gguf"
-        open_projector(folder, "f16").write(path)
+        if "metadata" in self.answers:
+            write_projector(path, self.answers)
+        else:
+            write_checkpoint(folder, self.answers)
+            open_projector(folder, "f16").write(path)
         text = self.answers["config"].get("text_config", self.answers["config"])
         sections = (2, 1, 1, 0) if name in SECTIONS else ()
         hp = SimpleNamespace(n_embd=text["hidden_size"], rope=SimpleNamespace(sections=sections), source="text.gguf",
@@ -78,6 +81,12 @@ TEXTS = {
     "<|tile_x_separator|>|<|tile_y_separator|><|image|>|<|image_end|>",
     "internvl": "<img>|||||||</img>",
     "minicpmv": "<image>|</image><slice>|</slice><slice>|</slice>",
+    "llava": "|",
+    "mlp_norm": "|",
+    "ldp": "|",
+    "ldpv2": "|",
+    "janus": "<begin_of_image>|<end_of_image>",
+    "lightonocr": "<|im_start|>|<|im_end|>",
     "glm4v": "<|begin_of_image|>|<|end_of_image|>",
     "kimivl": "<|media_start|>|<|media_end|>",
     "kimik25": "<|media_begin|>|<|media_end|>",

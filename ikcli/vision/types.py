@@ -9,9 +9,10 @@ from ikcli.vision.idefics import Idefics3
 from ikcli.vision.internvl import InternVl
 from ikcli.vision.lfm2 import Lfm2Vl
 from ikcli.vision.llama4 import Llama4
+from ikcli.vision.llava import JanusPro, LlavaMlp, MobileVlm, MobileVlm2
 from ikcli.vision.minicpmv import MiniCpmV
 from ikcli.vision.moonvit import KimiK25, KimiVl
-from ikcli.vision.pixtral import Pixtral
+from ikcli.vision.pixtral import LightOnOcr, Pixtral
 from ikcli.vision.qwen import Qwen2Vl, Qwen3Vl, Qwen25Vl
 from ikcli.vision.tower import Tower
 
@@ -30,6 +31,11 @@ TYPES: dict[str, type[Tower]] = {
     "kimik25": KimiK25,
     "lfm2": Lfm2Vl,
     "resampler": MiniCpmV,
+    "mlp": LlavaMlp,
+    "ldp": MobileVlm,
+    "ldpv2": MobileVlm2,
+    "janus_pro": JanusPro,
+    "lightonocr": LightOnOcr,
 }
 
 

@@ -12,12 +12,17 @@ import pytest
 from vision_models import Floats, answers, image, write_checkpoint, write_projector
 
 from ikcli.convert.projector import open_projector
+from ikcli.errors import IkError
+from ikcli.gguf.reader import open_gguf
+from ikcli.gguf.writer import GGUFWriter, NewTensor
 from ikcli.models import HParams
 from ikcli.vision.decode import Picture, Tile
 from ikcli.vision.projector import Projector
 
 NAMES = sorted(answers())
 SECTIONS = {"glm4v"}
+NOT_READ = ("image_min_pixels", "image_aspect_ratio")
+"""Keys without which images are the same."""
 
 
 class Model:
@@ -35,7 +40,8 @@ class Model:
         sections = (2, 1, 1, 0) if name in SECTIONS else ()
         hp = SimpleNamespace(n_embd=text["hidden_size"], rope=SimpleNamespace(sections=sections), source="text.gguf",
                              arch="text", n_embd_per_layer=0)  # fmt: skip
-        self.projector = Projector.open(path, cast(HParams, hp), n_threads=2)
+        self.hp = cast(HParams, hp)
+        self.projector = Projector.open(path, self.hp, n_threads=2)
 
     @property
     def images(self) -> dict[str, dict[str, Any]]:
@@ -100,6 +106,24 @@ def test_texts_around_tiles(model: Model) -> None:
     size = "1024x600" if model.name == "lfm2" else "150x90"
     found = "".join(one if isinstance(one, str) else "|" for one in model.pieces(size))
     assert found == TEXTS[model.name]
+
+
+def test_every_key_is_checked(model: Model, tmp_path: Path) -> None:
+    """Values of the wrong kind and out of range are named; no value ends in another exception."""
+    file = open_gguf(model.projector.path)
+    specs = [NewTensor(name, tuple(t.shape), t.type) for name, t in file.tensors.items()]
+    path = tmp_path / "changed.gguf"
+    keys = [key for key in file.metadata if key.startswith("clip.vision.") and key != "clip.vision.projection_dim"]
+    for key, value in [(key, value) for key in keys for value in (-1, "x", [0, -7], 1 << 30)]:
+        with GGUFWriter(path, {**file.typed_metadata(), key: value}, specs) as writer:
+            for spec in specs:
+                writer.write_tensor(spec.name, file.data(spec.name).reshape(-1).view(np.uint8))
+        try:
+            Projector.open(path, model.hp).close()
+        except IkError as e:
+            assert str(path) in str(e) and "\n" not in str(e)
+        else:
+            assert key.endswith(NOT_READ), f"{key} = {value}"
 
 
 @pytest.mark.slow("compiles the kernels of towers")

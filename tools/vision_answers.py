@@ -94,9 +94,17 @@ def glm4v() -> tuple[Model, Callable[[np.ndarray], Found]]:
               "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 40,
               "hidden_act": "silu", "rms_norm_eps": 1e-5, "attention_bias": False}  # fmt: skip
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 2], "partial_rotary_factor": 0.5}
-    config = {"vision_config": vision, "text_config": TEXT | {"rope_parameters": rope}}
+    text = TEXT | {"num_hidden_layers": 2, "rms_norm_eps": 1e-5, "rope_parameters": rope, "attention_bias": True}
+    config = {"vision_config": vision, "text_config": text, "image_token_id": 5, "image_start_token_id": 6,
+              "image_end_token_id": 7}  # fmt: skip
     processor = tf.Glm4vImageProcessor(size={"shortest_edge": 12544, "longest_edge": 9633792})
-    m = Model(config, processor, "Glm4vForConditionalGeneration", "visual")
+    m = Model(config, processor, "Glm4vForConditionalGeneration", "visual language_model lm_head")
+    made = processor([Image.fromarray(image(61, 47))], return_tensors="pt")
+    n = int(made["image_grid_thw"].prod()) // 4
+    ids = [10, 11, 12, 6, *[5] * n, 7, 20, 21, 22, 23, 24]
+    tensors = torch.tensor([ids])
+    logits = m.model(input_ids=tensors, mm_token_type_ids=(tensors == 5).int(), **made).logits[0, -6:]
+    m.text = {"ids": ids, "image": "61x47", "log_probabilities": sample(logits.log_softmax(-1).numpy(), 384)}
 
     def run(rgb: np.ndarray) -> Found:
         made = processor([Image.fromarray(rgb)], return_tensors="pt")
@@ -504,6 +512,7 @@ def main() -> None:
                     "embeddings": sample(np.concatenate([x.reshape(-1) for x in rows]), 96),
                 }  # fmt: skip
         more = {"metadata": m.metadata} if hasattr(m, "metadata") else {}
+        more |= {"text": m.text} if hasattr(m, "text") else {}
         found[name] = more | {"config": m.config, "processor": processor, "shapes": m.shapes, "images": images}
     ANSWERS.write_text(json.dumps(found, indent=1) + "\n")
 

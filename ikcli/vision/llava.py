@@ -38,7 +38,7 @@ class LlavaTower(Tower):
         return self.facts.image_size, self.facts.image_size
 
     def pieces(self, rgb: Pixels) -> list[str | Pixels]:
-        square = squared(rgb, tuple(int(x * 255) for x in self.facts.mean))
+        square = squared(rgb, self.facts.mean)
         return [self.begin, resized(square, *self.fit(0, 0), self.resample), self.end]
 
     def most_tokens(self) -> int:
@@ -73,11 +73,10 @@ class LlavaTower(Tower):
 
 
 def _feature_layers(facts: Facts) -> list[int]:
-    found: Any = facts.metadata.get("clip.vision.feature_layer")
-    layers = sorted({int(x) for x in np.ravel(found).tolist()}) if found is not None and np.size(found) else []
-    if any(not 0 <= x <= facts.n_layer for x in layers):
-        raise facts.fail(f"clip.vision.feature_layer holds {layers}; the tower has {facts.n_layer} layers")
-    return layers if layers and layers[-1] else [facts.n_layer]
+    found: list[Any] = np.ravel(facts.metadata.get("clip.vision.feature_layer", ())).tolist()
+    if any(not isinstance(x, int) or not 0 <= x <= facts.n_layer for x in found):
+        raise facts.fail(f"clip.vision.feature_layer holds {found}; the tower has {facts.n_layer} layers")
+    return sorted(set(found)) if any(found) else [facts.n_layer]
 
 
 class LlavaMlp(LlavaTower):
@@ -156,7 +155,7 @@ class JanusPro(LlavaTower):
         side, longest = self.facts.image_size, max(rgb.shape[:2])
         height, width = (max(round(x * (side / longest)), min(14, side)) for x in rgb.shape[:2])
         small = resized(rgb, width, height, self.resample)
-        return [self.begin, squared(small, tuple(int(x * 255) for x in self.facts.mean)), self.end]
+        return [self.begin, squared(small, self.facts.mean), self.end]
 
     def record(self, g: Graph) -> Node:
         f = self.facts

@@ -43,11 +43,11 @@ def padded(rgb: Pixels, width: int, height: int) -> Pixels:
     return out
 
 
-def squared(rgb: Pixels, colour: tuple[int, ...]) -> Pixels:
-    """Return pixels in the middle of a square of a colour."""
+def squared(rgb: Pixels, colour: tuple[float, float, float]) -> Pixels:
+    """Return pixels in the middle of a square of a colour, whose parts are from 0 to 1."""
     (height, width), side = rgb.shape[:2], max(rgb.shape[:2])
     out = np.empty((side, side, 3), np.uint8)
-    out[:] = colour
+    out[:] = [min(int(x * 255), 255) for x in colour]
     y, x = (side - height) // 2, (side - width) // 2
     out[y : y + height, x : x + width] = rgb
     return out

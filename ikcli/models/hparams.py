@@ -484,13 +484,14 @@ def _indexer(keys: Keys, values: dict[str, Any], tensors: Mapping[str, HasShape]
 def _mla(keys: Keys, values: dict[str, Any]) -> dict[str, Any]:
     """Return DeepSeek2's lora ranks, and head sizes for files in the absorbed form (576/512, one kv head)."""
     rank = keys.integer("attention.kv_lora_rank", least=1)
+    default = None if values["n_expert"] else 0  # Youtu has no experts
     fixed: dict[str, Any] = {
         "kv_lora_rank": rank,
         "q_lora_rank": keys.integer("attention.q_lora_rank", 0),
         "n_layer_dense_lead": keys.integer("leading_dense_block_count"),
-        "n_ff_exp": keys.integer("expert_feed_forward_length", least=1),
-        "n_expert_shared": keys.integer("expert_shared_count"),
-        "expert_weights_scale": keys.number("expert_weights_scale"),
+        "n_ff_exp": keys.integer("expert_feed_forward_length", default, least=1 if values["n_expert"] else 0),
+        "n_expert_shared": keys.integer("expert_shared_count", default),
+        "expert_weights_scale": keys.number("expert_weights_scale", default),
     }
     fixed["n_ff_shexp"] = fixed["n_ff_exp"] * fixed["n_expert_shared"]
     absorbed = values["n_head_kv"] == 1 and values["head_dim_k"] == rank + values["n_rot"] and values["n_head"] > 1

@@ -26,7 +26,7 @@ def _keys(m: b.Build) -> None:
     if c.get("num_local_experts"):
         k.experts(m, "num_local_experts", width=False)
     k.no_window(m)
-    c.ignore("attention_bias", "mlp_bias")
+    c.ignore("attention_bias", "mlp_bias", "bias", "qkv_bias")
 
 
 def _arcee(m: b.Build) -> None:
@@ -100,7 +100,14 @@ def finish(m: b.Build) -> None:
 
 
 ARCHITECTURES = (
-    b.Architecture("llama", ("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM"), _keys, b.PAIRS, finish),
+    b.Architecture(
+        "llama",
+        (
+            "LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM", "InternLM3ForCausalLM",
+            "IQuestCoderForCausalLM",
+        ),
+        _keys, b.PAIRS, finish,
+    ),
     b.Architecture(
         "mistral3", ("Ministral3ForCausalLM", "Mistral3ForConditionalGeneration"), _mistral3, b.PAIRS, finish,
         r"vision_tower|multi_modal_projector|vision_encoder|patch_merger",

@@ -407,3 +407,18 @@ def test_alpha_of_dense_hunyuan(tmp_path: Path) -> None:
     assert {"blk.0.attn_q_norm.weight", "blk.0.attn_k_norm.weight"} <= set(m.tensors)
     assert m.metadata["hunyuan-dense.rope.freq_base"] == pytest.approx(1e4 * 1000 ** (8 / 6))
     assert "hunyuan-dense.expert_count" not in m.metadata
+
+
+def test_embedding_models_have_no_output_matrix(tmp_path: Path) -> None:
+    """Those of sentence-transformers leave it out, also where config.json does not tie it to the embeddings."""
+    config = BASE | {
+        "architectures": ["Qwen3Model"],
+        "model_type": "qwen3",
+        "head_dim": 2,
+        "tie_word_embeddings": False,
+    }
+    tensors = {"embed_tokens.weight": np.zeros((16, 8), np.float32), "norm.weight": np.zeros(8, np.float32)}
+    with pytest.raises(FormatError, match="tie_word_embeddings is false, and the checkpoint has no lm_head"):
+        build(tmp_path, config, tensors)
+    (tmp_path / "modules.json").write_text("[]")
+    assert list(build(tmp_path, config, tensors).tensors) == ["token_embd.weight", "output_norm.weight"]

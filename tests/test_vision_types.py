@@ -24,7 +24,7 @@ from ikcli.vision.decode import Picture, Tile
 from ikcli.vision.projector import Projector
 
 NAMES = sorted(answers())
-SECTIONS = {"glm4v"}
+SECTIONS = {"glm4v", "glm_ocr"}
 NOT_READ = ("image_min_pixels", "image_aspect_ratio")
 """Keys without which images are the same."""
 
@@ -98,6 +98,7 @@ TEXTS = {
     "janus": "<begin_of_image>|<end_of_image>",
     "lightonocr": "<|im_start|>|<|im_end|>",
     "glm4v": "<|begin_of_image|>|<|end_of_image|>",
+    "glm_ocr": "<|begin_of_image|>|<|end_of_image|>",
     "kimivl": "<|media_start|>|<|media_end|>",
     "kimik25": "<|media_begin|>|<|media_end|>",
     "lfm2": "<|image_start|><|img_row_1_col_1|>|<|img_row_1_col_2|>|<|img_row_1_col_3|>|<|img_row_2_col_1|>|"

@@ -98,7 +98,7 @@ TINY: dict[str, dict[str, Any]] = {
     "mistral3": {"rope.scaling.type": "yarn", "rope.scaling.factor": 8.0, "rope.scaling.original_context_length": 4,
                  "rope.scaling.yarn_log_multiplier": 1.0, "attention.temperature_scale": 0.3},
     "qwen2moe": EXPERTS | {"expert_shared_feed_forward_length": 80},
-    "hunyuan-dense": {}, "arcee": {}, "jais2": LAYER_NORM, "olmoe": EXPERTS,
+    "hunyuan-dense": {}, "hy_v3": SHARED | {"block_count": 3}, "arcee": {}, "jais2": LAYER_NORM, "olmoe": EXPERTS,
     "hunyuan-moe": EXPERTS | {"expert_shared_count": 1}, "minimax-m2": EXPERTS | {"rope.dimension_count": 8},
     "seed_oss": {"attention.key_length": 64, "attention.value_length": 64}, "smollm3": {"block_count": 4},
     "qwen35": DELTA, "qwen35moe": DELTA | EXPERTS | {"expert_shared_feed_forward_length": 48},

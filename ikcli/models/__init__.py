@@ -62,6 +62,7 @@ ARCHITECTURES: dict[str, str] = {
     "granitemoe": "ikcli.models.plain",
     "hunyuan-dense": "ikcli.models.plain",
     "hunyuan-moe": "ikcli.models.plain",
+    "hy_v3": "ikcli.models.plain",
     "internlm2": "ikcli.models.llama",
     "jais2": "ikcli.models.gpt2",
     "jamba": "ikcli.models.lfm2",

@@ -32,13 +32,13 @@ _ALL_EXPERTS = (
 """In every layer."""
 MLA = ("deepseek2", "deepseek32", "glm-dsa", "mistral4", *KDA)  # multi-head latent attention
 _DENSE_LEAD = (
-    *MLA, "afmoe", "bailingmoe2", "cohere2_moe", "deepseek", "dots1", "ernie4_5-moe", "exaone-moe", "glm4moe", "laguna",
-    "minimax-m3", "step35",
+    *MLA, "afmoe", "bailingmoe2", "cohere2_moe", "deepseek", "dots1", "ernie4_5-moe", "exaone-moe", "glm4moe", "hy_v3",
+    "laguna", "minimax-m3", "step35",
 )  # fmt: skip
 """In all layers but the first ones."""
 _SIGMOID = (
-    "afmoe", "cohere2_moe", "dots1", "exaone-moe", "glm-dsa", "glm4moe", "laguna", "lfm2moe", "llama4", "mimo2",
-    "minimax-m2", "minimax-m3", "nemotron_h_moe", "step35",
+    "afmoe", "cohere2_moe", "dots1", "exaone-moe", "glm-dsa", "glm4moe", "hy_v3", "laguna", "lfm2moe", "llama4",
+    "mimo2", "minimax-m2", "minimax-m3", "nemotron_h_moe", "step35",
 )  # fmt: skip
 """Gating of files that do not say."""
 _NOT_NORMALISED = (

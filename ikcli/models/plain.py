@@ -80,6 +80,7 @@ TABLE: dict[str, Plain] = {
     "granitemoe": _PAIRS,
     "hunyuan-dense": Plain(bias=False, qk_norm=True, norm_last=True),
     "hunyuan-moe": Plain(bias=False, qk_norm=True, norm_last=True),
+    "hy_v3": _NORMED,
     "mellum": Plain(qk_norm=True),
     "mimo2": Plain(more=_sinks),
     "minimax-m2": Plain(bias=False, more=expected.norms_of_all_heads),

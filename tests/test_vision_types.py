@@ -14,7 +14,7 @@ from vision_models import Floats, answers, image, weights, write_checkpoint, wri
 from ikcli.convert.projector import open_projector
 from ikcli.engine.run.batch import Batch
 from ikcli.engine.run.session import Session
-from ikcli.errors import IkError
+from ikcli.errors import IkError, UnsupportedError
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import open_gguf
 from ikcli.gguf.writer import GGUFWriter, NewTensor
@@ -24,7 +24,7 @@ from ikcli.vision.decode import Picture, Tile
 from ikcli.vision.projector import Projector
 
 NAMES = sorted(answers())
-SECTIONS = {"glm4v"}
+SECTIONS = {"glm4v", "glm_ocr"}
 NOT_READ = ("image_min_pixels", "image_aspect_ratio")
 """Keys without which images are the same."""
 
@@ -98,6 +98,7 @@ TEXTS = {
     "janus": "<begin_of_image>|<end_of_image>",
     "lightonocr": "<|im_start|>|<|im_end|>",
     "glm4v": "<|begin_of_image|>|<|end_of_image|>",
+    "glm_ocr": "<|begin_of_image|>|<|end_of_image|>",
     "kimivl": "<|media_start|>|<|media_end|>",
     "kimik25": "<|media_begin|>|<|media_end|>",
     "lfm2": "<|image_start|><|img_row_1_col_1|>|<|img_row_1_col_2|>|<|img_row_1_col_3|>|<|img_row_2_col_1|>|"
@@ -168,6 +169,24 @@ def test_text_after_an_image_of_glm4v(tmp_path: Path) -> None:
     found -= np.log(np.exp(found).sum(axis=1, keepdims=True))
     truth = values(about["log_probabilities"]).reshape(6, -1).astype(np.float64)
     assert (np.exp(truth) * (truth - found)).sum(axis=1).max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"clip.projector_type": "cogvlm"}, r"'cogvlm' \(CogVLM.*supported: qwen2vl_merger, .*idefics3"),
+        ({"clip.projector_type": "new"}, "'new' are not supported; supported: "),
+        ({"clip.has_vision_encoder": False, "clip.has_audio_encoder": True}, "encodes audio"),
+    ],
+    ids=["known", "unknown", "audio"],
+)
+def test_what_is_left_out(tmp_path: Path, keys: dict[str, Any], says: str) -> None:
+    model = Model("ldpv2", tmp_path)
+    file, path = open_gguf(model.projector.path), tmp_path / "other.gguf"
+    with GGUFWriter(path, {**file.typed_metadata(), **keys}, []):
+        pass
+    with pytest.raises(UnsupportedError, match=says):
+        Projector.open(path, model.hp)
 
 
 def test_every_key_is_checked(model: Model, tmp_path: Path) -> None:

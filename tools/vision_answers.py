@@ -106,14 +106,26 @@ def glm4v() -> tuple[Model, Callable[[np.ndarray], Found]]:
     logits = m.model(input_ids=tensors, mm_token_type_ids=(tensors == 5).int(), **made).logits[0, -6:]
     m.text = {"ids": ids, "image": "61x47", "log_probabilities": sample(logits.log_softmax(-1).numpy(), 384)}
 
-    def run(rgb: np.ndarray) -> Found:
-        made = processor([Image.fromarray(rgb)], return_tensors="pt")
-        rows = m.model.model.visual(made["pixel_values"], made["image_grid_thw"]).pooler_output
-        _, h, w = made["image_grid_thw"][0].tolist()
-        x = made["pixel_values"].numpy().reshape(h // 2, w // 2, 2, 2, 3, 2, 14, 14)[:, :, :, :, :, 0]
-        return [x.transpose(4, 0, 2, 5, 1, 3, 6).reshape(3, h * 14, w * 14)], [rows.numpy()], [h, w]
+    return m, lambda rgb: glm_run(m, rgb)
 
-    return m, run
+
+def glm_run(m: Model, rgb: np.ndarray) -> Found:
+    """Return what a model of the GLM-4V kind makes of an image."""
+    made = m.processor([Image.fromarray(rgb)], return_tensors="pt")
+    rows = m.model.model.visual(made["pixel_values"], made["image_grid_thw"]).pooler_output
+    _, h, w = made["image_grid_thw"][0].tolist()
+    x = made["pixel_values"].numpy().reshape(h // 2, w // 2, 2, 2, 3, 2, 14, 14)[:, :, :, :, :, 0]
+    return [x.transpose(4, 0, 2, 5, 1, 3, 6).reshape(3, h * 14, w * 14)], [rows.numpy()], [h, w]
+
+
+def glm_ocr() -> tuple[Model, Callable[[np.ndarray], Found]]:
+    vision = {"hidden_size": 32, "intermediate_size": 44, "depth": 2, "num_heads": 2, "image_size": 70,
+              "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 40,
+              "hidden_act": "silu", "rms_norm_eps": 1e-5, "attention_bias": True}  # fmt: skip
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 2], "partial_rotary_factor": 0.5}
+    config = {"vision_config": vision, "text_config": TEXT | {"rope_parameters": rope}}
+    m = Model(config, tf.Glm4vImageProcessor(), "GlmOcrForConditionalGeneration", "visual")
+    return m, lambda rgb: glm_run(m, rgb)
 
 
 def moonvit(kind: str) -> tuple[Any, Callable[[np.ndarray], Found]]:
@@ -465,6 +477,7 @@ MODELS = {
     "idefics3": idefics3,
     "llama4": llama4,
     "glm4v": glm4v,
+    "glm_ocr": glm_ocr,
     "kimivl": lambda: moonvit("kimivl"),
     "kimik25": lambda: moonvit("kimik25"),
     "lfm2": lfm2,

@@ -31,7 +31,7 @@ def run(run: ModelRun) -> int:
         plan = replace(plan, memory=replace(plan.memory, parts=parts))
         lines = [
             f"projector: {projector.type}, {used['projector'] / MIB:.2f} MiB, and {used['images'] / MIB:.2f} MiB for "
-            f"an image of {projector.most_tokens} tokens, its largest"
+            f"an image (or a tile of one) of {projector.most_tokens} tokens, its largest"
         ]
         projector.close()
     for line in [*plan_lines(planner, plan), *lines, *verdict_lines(planner, plan)]:

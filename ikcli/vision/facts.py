@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ikcli.errors import FormatError
+from ikcli.errors import FormatError, UnsupportedError
 from ikcli.gguf.reader import GGUFFile
 
 _MOST = {"embedding_length": 1 << 16, "feed_forward_length": 1 << 18, "block_count": 512, "attention.head_count": 1024,
@@ -56,6 +56,8 @@ def projector_type(file: GGUFFile) -> str:
         found = values.get("general.architecture", "no architecture")
         raise FormatError(f"{source}: a projector file has the architecture clip, this one has {found}")
     if values.get("clip.has_vision_encoder", False) is not True:
+        if values.get("clip.has_audio_encoder", False) is True:
+            raise UnsupportedError(f"{source}: the projector encodes audio, which is not supported")
         raise FormatError(f"{source}: the projector has no vision encoder (clip.has_vision_encoder); images need one")
     found = values.get("clip.vision.projector_type") or values.get("clip.projector_type")
     if not isinstance(found, str):

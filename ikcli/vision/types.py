@@ -38,12 +38,19 @@ TYPES: dict[str, type[Tower]] = {
     "lightonocr": LightOnOcr,
 }
 
+_LEFT_OUT = {
+    "cogvlm": "CogVLM, whose text model is not supported either", "minicpmv4_6": "MiniCPM-V 4.6", "adapter": "GLM-Edge",
+    "deepseekocr": "DeepSeek-OCR", "dots_ocr": "dots.ocr", "paddleocr": "PaddleOCR-VL", "hunyuanocr": "HunyuanOCR",
+    "minimax_m3_vl": "MiniMax M3",
+}  # fmt: skip
+
 
 def tower_of(name: str, source: str) -> type[Tower]:
     """Return the tower of a projector type; raise UnsupportedError that names those that are supported."""
     found = TYPES.get(name)
     if found is None:
+        model = f" ({_LEFT_OUT[name]})" if name in _LEFT_OUT else ""
         raise UnsupportedError(
-            f"{source}: projectors of type {name!r} are not supported; supported: {', '.join(TYPES)}"
+            f"{source}: projectors of type {name!r}{model} are not supported; supported: {', '.join(TYPES)}"
         )
     return found

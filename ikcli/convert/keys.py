@@ -94,9 +94,10 @@ def tied(m: Build, default: bool = False) -> None:
     if says:
         if m.tensors.pop("output.weight", None) is not None:
             m.dropped.append("lm_head.weight")
-    elif "output.weight" not in m.tensors and "token_embd.weight" in m.tensors:
-        if not (m.config.path.parent / "modules.json").exists():
-            raise m.config.fail("tie_word_embeddings", "is false, and the checkpoint has no lm_head.weight")
+        return
+    missing = "output.weight" not in m.tensors and "token_embd.weight" in m.tensors
+    if missing and not (m.config.path.parent / "modules.json").exists():
+        raise m.config.fail("tie_word_embeddings", "is false, and the checkpoint has no lm_head.weight")
 
 
 def no_window(m: Build) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 _CPU_ROOT = Path("/sys/devices/system/cpu")
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
+_MEMINFO = Path("/proc/meminfo")
 
 
 def visible_cpus() -> set[int]:
@@ -126,3 +127,20 @@ def _room(folder: Path, limit_name: str, used_name: str, *cached: str) -> int | 
     if not limit.isdigit() or int(limit) > 1 << 60:
         return None
     return max(int(limit) - int(used) + sum(int(stat.get(name, 0)) for name in cached), 0)
+
+
+def available_memory(path: Path = _MEMINFO) -> int | None:
+    """Return the bytes of RAM available to new programs, or None where the system does not report them.
+
+    The limit of a cgroup (a container, a service) counts.
+    """
+    try:
+        lines = path.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        if line.startswith("MemAvailable:"):
+            free = int(line.split()[1]) * 1024
+            room = cgroup_memory_room() if path == _MEMINFO else None
+            return free if room is None else min(free, room)
+    return None

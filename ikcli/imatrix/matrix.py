@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from ikcli.engine.plan.devices import available_memory
 from ikcli.engine.plan.sizes import DEFAULT_WINDOW
 from ikcli.engine.run.batch import Batch
 from ikcli.engine.run.embedder import states
 from ikcli.errors import IkError, UsageError
 from ikcli.gguf.constants import GGUF_MAGIC
 from ikcli.graph import Node
+from ikcli.hostinfo import available_memory
 from ikcli.imatrix.collect import watch
 from ikcli.imatrix.covariance import check_memory
 from ikcli.imatrix.statistics import LayerSimilarity

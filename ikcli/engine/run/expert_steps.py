@@ -10,7 +10,6 @@ import numpy.typing as npt
 
 from ikcli.backends.cpu.program import TABLE, CpuProgram
 from ikcli.backends.lowering import Ref
-from ikcli.engine.plan.devices import available_memory
 from ikcli.engine.plan.expert_slots import GIB, ExpertSlots
 from ikcli.engine.run.expert_store import ExpertStore
 from ikcli.engine.run.model import Model
@@ -18,6 +17,7 @@ from ikcli.engine.run.routers import NextExperts, Router, routers_of
 from ikcli.errors import IkError
 from ikcli.graph import Graph, Node
 from ikcli.graph.ops_experts import ExpertProduct, MoeSort, sort_of
+from ikcli.hostinfo import available_memory
 from ikcli.log import progress
 
 GUESS_TOKENS = 32  # most tokens of a step for which the next layer's router is asked

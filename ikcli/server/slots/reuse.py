@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 
-from ikcli.engine.plan.devices import available_memory
 from ikcli.engine.run.adapters import Added
 from ikcli.engine.run.session import Session
 from ikcli.errors import UsageError
+from ikcli.hostinfo import available_memory
 from ikcli.server.prefix.disk import Disk
 from ikcli.server.prefix.explain import TextOf, excerpt, find_miss, tree_lines
 from ikcli.server.prefix.keys import Tokens, common_prefix, default_limit

@@ -89,7 +89,407 @@ def llama4() -> tuple[Model, Callable[[np.ndarray], Found]]:
     return m, run
 
 
-MODELS = {"idefics3": idefics3, "llama4": llama4}
+def glm4v() -> tuple[Model, Callable[[np.ndarray], Found]]:
+    vision = {"hidden_size": 32, "intermediate_size": 44, "depth": 2, "num_heads": 2, "image_size": 70,
+              "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 40,
+              "hidden_act": "silu", "rms_norm_eps": 1e-5, "attention_bias": False}  # fmt: skip
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 2], "partial_rotary_factor": 0.5}
+    text = TEXT | {"num_hidden_layers": 2, "rms_norm_eps": 1e-5, "rope_parameters": rope, "attention_bias": True}
+    config = {"vision_config": vision, "text_config": text, "image_token_id": 5, "image_start_token_id": 6,
+              "image_end_token_id": 7}  # fmt: skip
+    processor = tf.Glm4vImageProcessor(size={"shortest_edge": 12544, "longest_edge": 9633792})
+    m = Model(config, processor, "Glm4vForConditionalGeneration", "visual language_model lm_head")
+    made = processor([Image.fromarray(image(61, 47))], return_tensors="pt")
+    n = int(made["image_grid_thw"].prod()) // 4
+    ids = [10, 11, 12, 6, *[5] * n, 7, 20, 21, 22, 23, 24]
+    tensors = torch.tensor([ids])
+    logits = m.model(input_ids=tensors, mm_token_type_ids=(tensors == 5).int(), **made).logits[0, -6:]
+    m.text = {"ids": ids, "image": "61x47", "log_probabilities": sample(logits.log_softmax(-1).numpy(), 384)}
+
+    return m, lambda rgb: glm_run(m, rgb)
+
+
+def glm_run(m: Model, rgb: np.ndarray) -> Found:
+    """Return what a model of the GLM-4V kind makes of an image."""
+    made = m.processor([Image.fromarray(rgb)], return_tensors="pt")
+    rows = m.model.model.visual(made["pixel_values"], made["image_grid_thw"]).pooler_output
+    _, h, w = made["image_grid_thw"][0].tolist()
+    x = made["pixel_values"].numpy().reshape(h // 2, w // 2, 2, 2, 3, 2, 14, 14)[:, :, :, :, :, 0]
+    return [x.transpose(4, 0, 2, 5, 1, 3, 6).reshape(3, h * 14, w * 14)], [rows.numpy()], [h, w]
+
+
+def glm_ocr() -> tuple[Model, Callable[[np.ndarray], Found]]:
+    vision = {"hidden_size": 32, "intermediate_size": 44, "depth": 2, "num_heads": 2, "image_size": 70,
+              "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 40,
+              "hidden_act": "silu", "rms_norm_eps": 1e-5, "attention_bias": True}  # fmt: skip
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 2], "partial_rotary_factor": 0.5}
+    config = {"vision_config": vision, "text_config": TEXT | {"rope_parameters": rope}}
+    m = Model(config, tf.Glm4vImageProcessor(), "GlmOcrForConditionalGeneration", "visual")
+    return m, lambda rgb: glm_run(m, rgb)
+
+
+def moonvit(kind: str) -> tuple[Any, Callable[[np.ndarray], Found]]:
+    """Compute MoonViT as the code beside the checkpoints of Kimi-VL does; Kimi K2.5 has the same layers."""
+    n, n_head, ff, patch, table = 32, 2, 44, 14, 6
+    block = {"norm0": (n,), "norm1": (n,), "wqkv": (3 * n, n), "wo": (n, n), "mlp.fc0": (ff, n), "mlp.fc1": (n, ff)}
+    tower, top = "vision_tower.", {"kimivl": "multi_modal_projector.", "kimik25": "mm_projector."}[kind]
+    first, second = ("linear_1", "linear_2") if kind == "kimivl" else ("proj.0", "proj.2")
+    layers = {f"{tower}patch_embed.proj": (n, 3, patch, patch), f"{tower}encoder.final_layernorm": (n,),
+              f"{top}pre_norm": (n,), f"{top}{first}": (4 * n, 4 * n), f"{top}{second}": (40, 4 * n)}  # fmt: skip
+    layers |= {f"{tower}encoder.blocks.{i}.{name}": shape for i in range(2) for name, shape in block.items()}
+    shapes = {f"{name}.weight": shape for name, shape in layers.items()}
+    shapes |= {f"{name}.bias": shape[:1] for name, shape in layers.items()}
+    shapes[f"{tower}patch_embed.pos_emb.weight"] = (table, table, n)
+    w = {name: torch.from_numpy(weights(name, shape)) for name, shape in shapes.items()}
+    old = kind == "kimivl"
+    sizes = {"hidden_size": n, "num_attention_heads": n_head, "num_hidden_layers": 2, "intermediate_size": ff}
+    vision = {("" if old else "vt_") + key: value for key, value in sizes.items()}
+    vision |= {"patch_size": patch, "init_pos_emb_height": table, "init_pos_emb_width": table}
+    config = {"architectures": ["KimiVLForConditionalGeneration" if old else "KimiK25ForConditionalGeneration"],
+              "vision_config": vision, "text_config": TEXT}  # fmt: skip
+    processor = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "in_token_limit" if old else "in_patch_limit": 64}
+    limit = 4096 if old else 64  # files of Kimi-VL do not have it
+
+    def linear(x: torch.Tensor, name: str) -> torch.Tensor:
+        return torch.nn.functional.linear(x, w[f"{name}.weight"], w[f"{name}.bias"])
+
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        return torch.nn.functional.layer_norm(x, (n,), w[f"{name}.weight"], w[f"{name}.bias"], 1e-5)
+
+    def rotated(x: torch.Tensor, cis: torch.Tensor) -> torch.Tensor:
+        return torch.view_as_real(torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2)) * cis[:, None]).flatten(2)
+
+    def run(rgb: np.ndarray) -> Found:
+        picture = Image.fromarray(rgb)
+        pw, ph = picture.size
+        count = (pw // patch) * (ph // patch)
+        if count > limit:
+            scale = (limit / count) ** 0.5
+            picture = picture.resize((int(pw * scale), int(ph * scale)), Image.Resampling.BICUBIC)
+        pw, ph = (-(-x // (2 * patch)) * 2 * patch for x in picture.size)
+        whole = Image.new("RGB", (pw, ph))
+        whole.paste(picture)
+        pixels = (torch.from_numpy(np.array(whole)).permute(2, 0, 1).float() / 255 - 0.5) / 0.5
+        h, wd = ph // patch, pw // patch
+        conv = torch.nn.functional.conv2d(pixels[None], w[f"{tower}patch_embed.proj.weight"],
+                                          w[f"{tower}patch_embed.proj.bias"], stride=patch)  # fmt: skip
+        pos = w[f"{tower}patch_embed.pos_emb.weight"].permute(2, 0, 1)[None]
+        pos = torch.nn.functional.interpolate(pos, size=(h, wd), mode="bicubic")
+        x = (conv + pos)[0].flatten(1).T
+        d = n // n_head
+        freqs = 1.0 / (10000 ** (torch.arange(0, d, 4).float() / d))
+        flat = torch.arange(h * wd)
+        parts = [torch.outer(p.float(), freqs) for p in (flat % wd, flat // wd)]
+        cis = torch.stack([torch.polar(torch.ones_like(p), p) for p in parts], dim=-1).flatten(1)
+        for i in range(2):
+            b = f"{tower}encoder.blocks.{i}."
+            q, k, v = linear(norm(x, f"{b}norm0"), f"{b}wqkv").reshape(h * wd, 3, n_head, d).unbind(1)
+            q, k, v = (y.transpose(0, 1) for y in (rotated(q, cis), rotated(k, cis), v))
+            y = torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(0, 1).reshape(h * wd, n)
+            x = x + linear(y, f"{b}wo")
+            y = torch.nn.functional.gelu(linear(norm(x, f"{b}norm1"), f"{b}mlp.fc0"), approximate="tanh")
+            x = x + linear(y, f"{b}mlp.fc1")
+        x = norm(x, f"{tower}encoder.final_layernorm").reshape(h // 2, 2, wd // 2, 2, n).transpose(1, 2)
+        x = norm(x.reshape(-1, n), f"{top}pre_norm").reshape(-1, 4 * n)
+        rows = linear(torch.nn.functional.gelu(linear(x, top + first)), top + second)
+        return [pixels.numpy()], [rows.numpy()], [h, wd]
+
+    class Made:
+        pass
+
+    m: Any = Made()
+    m.config, m.processor, m.shapes = config, processor, {name: list(shape) for name, shape in shapes.items()}
+    return m, run
+
+
+def lfm2() -> tuple[Model, Callable[[np.ndarray], Found]]:
+    vision = {"model_type": "siglip2_vision_model", "hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 2,
+              "num_attention_heads": 2, "num_patches": 36, "patch_size": 16, "layer_norm_eps": 1e-6,
+              "vision_use_head": False}  # fmt: skip
+    text = {"model_type": "lfm2", **TEXT, "layer_types": ["conv"], "block_ff_dim": 32}
+    config = {"vision_config": vision, "text_config": text, "downsample_factor": 2, "projector_hidden_size": 36}
+    processor = tf.Lfm2VlImageProcessor()
+    m = Model(config, processor, "Lfm2VlForConditionalGeneration", "vision_tower multi_modal_projector")
+
+    def run(rgb: np.ndarray) -> Found:
+        made = processor([Image.fromarray(rgb)], return_tensors="pt", return_row_col_info=True)
+        keys = ("pixel_values", "spatial_shapes", "pixel_attention_mask")
+        rows = m.model.model.get_image_features(*(made[key] for key in keys)).pooler_output
+        pixels = []
+        for x, (h, w) in zip(made["pixel_values"].numpy(), made["spatial_shapes"].tolist(), strict=True):
+            cut = x[: h * w].reshape(h, w, 16, 16, 3)
+            pixels.append(cut.transpose(4, 0, 2, 1, 3).reshape(3, h * 16, w * 16))
+        return pixels, [x.numpy() for x in rows], [made["image_rows"][0].item(), made["image_cols"][0].item()]
+
+    return m, run
+
+
+def internvl() -> tuple[Model, Callable[[np.ndarray], Found]]:
+    vision = {"hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 4, "num_attention_heads": 2,
+              "image_size": [56, 56], "patch_size": [14, 14], "hidden_act": "gelu", "layer_norm_eps": 1e-6,
+              "attention_bias": True, "use_qk_norm": False, "norm_type": "layer_norm"}  # fmt: skip
+    config = {"vision_config": vision, "text_config": {"model_type": "qwen2", **TEXT}, "downsample_ratio": 0.5}
+    processor = tf.GotOcr2ImageProcessor(size={"height": 56, "width": 56}, crop_to_patches=True, max_patches=6)
+    m = Model(config, processor, "InternVLForConditionalGeneration", "vision_tower multi_modal_projector")
+    m.config |= {"min_dynamic_patch": 1, "max_dynamic_patch": 6}
+
+    def run(rgb: np.ndarray) -> Found:
+        pixels = processor([Image.fromarray(rgb)], return_tensors="pt")["pixel_values"]
+        rows = m.model.model.get_image_features(pixels).pooler_output
+        return list(pixels.numpy()), [x.numpy() for x in rows], []
+
+    return m, run
+
+
+class Weights:
+    """Weights of a model that transformers does not have, by name, and functions with them."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]], config: dict[str, Any], processor: dict[str, Any]) -> None:
+        self.shapes = {name: list(shape) for name, shape in shapes.items()}
+        self.config, self.processor = config, processor
+        self.w = {name: torch.from_numpy(weights(name, shape)) for name, shape in shapes.items()}
+
+    def linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return torch.nn.functional.linear(x, self.w[f"{name}.weight"], self.w.get(f"{name}.bias"))
+
+    def norm(self, x: torch.Tensor, name: str, eps: float) -> torch.Tensor:
+        return torch.nn.functional.layer_norm(x, x.shape[-1:], self.w[f"{name}.weight"], self.w[f"{name}.bias"], eps)
+
+
+def biased(layers: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of weights and biases of layers."""
+    found = {f"{name}.weight": shape for name, shape in layers.items()}
+    return found | {f"{name}.bias": shape[:1] for name, shape in layers.items()}
+
+
+def minicpmv() -> tuple[Any, Callable[[np.ndarray], Found]]:
+    """Compute MiniCPM-V 2.6 as the code beside its checkpoint does."""
+    n, n_head, ff, patch, side, table, d, n_query = 32, 2, 44, 14, 112, 10, 256, 5
+    block = {"layer_norm1": (n,), "layer_norm2": (n,), "mlp.fc1": (ff, n), "mlp.fc2": (n, ff)}
+    block |= {f"self_attn.{name}_proj": (n, n) for name in ("q", "k", "v", "out")}
+    layers = {"vpm.embeddings.patch_embedding": (n, 3, patch, patch), "vpm.post_layernorm": (n,),
+              "resampler.ln_q": (d,), "resampler.ln_kv": (d,), "resampler.ln_post": (d,),
+              "resampler.attn.out_proj": (d, d)}  # fmt: skip
+    layers |= {f"vpm.encoder.layers.{i}.{name}": shape for i in range(2) for name, shape in block.items()}
+    shapes = biased(layers) | {"vpm.embeddings.position_embedding.weight": (table * table, n),
+                               "resampler.query": (n_query, d), "resampler.kv_proj.weight": (d, n),
+                               "resampler.proj": (d, d), "resampler.attn.in_proj_weight": (3 * d, d),
+                               "resampler.attn.in_proj_bias": (3 * d,)}  # fmt: skip
+    vision = {"hidden_size": n, "num_attention_heads": n_head, "num_hidden_layers": 2, "intermediate_size": ff,
+              "patch_size": patch, "image_size": table * patch}  # fmt: skip
+    config = {"architectures": ["MiniCPMV"], "version": 2.6, "image_size": side, "query_num": n_query,
+              "vision_config": vision, "hidden_size": d}  # fmt: skip
+    m = Weights(shapes, config, {"norm_mean": [0.5] * 3, "norm_std": [0.5] * 3})
+    slices = tf.MiniCPMV4_6ImageProcessor(scale_resolution=side, patch_size=patch)
+    slices.find_best_resize.__func__.__globals__["ensure_divide"] = lambda x, y: max(
+        round(x / (y if y < patch else patch)) * (y if y < patch else patch), y if y < patch else patch
+    )  # whole patches, as in 2.6
+
+    def waves(h: int, w: int) -> torch.Tensor:
+        omega = 1.0 / 10000 ** (np.arange(d // 4, dtype=np.float32) / (d / 4.0))
+        row, col = np.divmod(np.arange(h * w), w)
+        parts = [f(np.einsum("m,d->md", at, omega)) for at in (col, row) for f in (np.sin, np.cos)]
+        return torch.from_numpy(np.concatenate(parts, axis=1)).float()
+
+    def encode(pixels: torch.Tensor) -> np.ndarray:
+        h, w = pixels.shape[1] // patch, pixels.shape[2] // patch
+        bounds = torch.arange(1 / table, 1.0, 1 / table)
+        rows, cols = (torch.bucketize(torch.arange(0, 1 - 1e-6, 1 / k), bounds, right=True) for k in (h, w))
+        name = "vpm.embeddings.patch_embedding"
+        x = torch.nn.functional.conv2d(pixels[None], m.w[f"{name}.weight"], m.w[f"{name}.bias"], stride=patch)
+        positions = m.w["vpm.embeddings.position_embedding.weight"]
+        x = x[0].flatten(1).T + positions[(rows[:, None] * table + cols).flatten()]
+        for i in range(2):
+            b = f"vpm.encoder.layers.{i}."
+            y = m.norm(x, f"{b}layer_norm1", 1e-6)
+            parts = [m.linear(y, f"{b}self_attn.{k}_proj").reshape(len(x), n_head, -1).transpose(0, 1) for k in "qkv"]
+            y = torch.nn.functional.scaled_dot_product_attention(*parts).transpose(0, 1).reshape(len(x), n)
+            x = x + m.linear(y, f"{b}self_attn.out_proj")
+            y = m.linear(m.norm(x, f"{b}layer_norm2", 1e-6), f"{b}mlp.fc1")
+            x = x + m.linear(torch.nn.functional.gelu(y, approximate="tanh"), f"{b}mlp.fc2")
+        x = m.linear(m.norm(x, "vpm.post_layernorm", 1e-6), "resampler.kv_proj")
+        x = m.norm(x, "resampler.ln_kv", 1e-6)
+        q = m.norm(m.w["resampler.query"], "resampler.ln_q", 1e-6)
+        y, _ = torch.nn.functional.multi_head_attention_forward(
+            q[:, None], (x + waves(h, w))[:, None], x[:, None], d, d // 128, m.w["resampler.attn.in_proj_weight"],
+            m.w["resampler.attn.in_proj_bias"], None, None, False, 0.0, m.w["resampler.attn.out_proj.weight"],
+            m.w["resampler.attn.out_proj.bias"], training=False)  # fmt: skip
+        return (m.norm(y[:, 0], "resampler.ln_post", 1e-6) @ m.w["resampler.proj"]).numpy()
+
+    def run(rgb: np.ndarray) -> Found:
+        made = slices([Image.fromarray(rgb)], return_tensors="pt")
+        pixels, at = [], 0
+        for h, w in made["target_sizes"].tolist():
+            cut = made["pixel_values"][0][:, :, at * patch : (at + h * w) * patch].reshape(3, patch, h, w, patch)
+            pixels.append(cut.permute(0, 2, 1, 3, 4).reshape(3, h * patch, w * patch))
+            at += h * w
+        return [x.numpy() for x in pixels], [encode(x) for x in pixels], list(made["grids"][0])
+
+    return m, run
+
+
+def clip_tower(m: Weights, pixels: torch.Tensor, n: int, n_head: int, patch: int, n_layer: int) -> torch.Tensor:
+    """Return what a tower of CLIP makes of pixels; its tensors have the names of projector files, ffn swapped."""
+    f = torch.nn.functional
+    x = f.conv2d(pixels[None], m.w["v.patch_embd.weight"], stride=patch)[0].flatten(1).T
+    x = torch.cat([m.w["v.class_embd"][None], x]) + m.w["v.position_embd.weight"]
+    x = m.norm(x, "v.pre_ln", 1e-5)
+    for i in range(n_layer):
+        b = f"v.blk.{i}."
+        y = m.norm(x, f"{b}ln1", 1e-5)
+        parts = [m.linear(y, f"{b}attn_{k}").reshape(len(x), n_head, -1).transpose(0, 1) for k in "qkv"]
+        y = f.scaled_dot_product_attention(*parts).transpose(0, 1).reshape(len(x), n)
+        x = x + m.linear(y, f"{b}attn_out")
+        y = m.linear(m.norm(x, f"{b}ln2", 1e-5), f"{b}ffn_down")
+        x = x + m.linear(y * torch.sigmoid(1.702 * y), f"{b}ffn_up")
+    return x[1:]
+
+
+def mobilevlm(kind: str) -> tuple[Any, Callable[[np.ndarray], Found]]:
+    """Compute MobileVLM's projectors as its code does: `mlp_norm` is LLaVA's with Yi."""
+    from torchvision.models.mobilenetv3 import InvertedResidual, InvertedResidualConfig
+
+    n, n_head, ff, patch, size, out = 32, 2, 44, 14, 56, 40
+    layers = {"v.pre_ln": (n,)}
+    for i in range(2):
+        layers |= {f"v.blk.{i}.{k}": (n, n) for k in ("attn_q", "attn_k", "attn_v", "attn_out")}
+        layers |= {f"v.blk.{i}.{k}": (n,) for k in ("ln1", "ln2")}
+        layers |= {f"v.blk.{i}.ffn_down": (ff, n), f"v.blk.{i}.ffn_up": (n, ff)}
+    shapes = {"v.patch_embd.weight": (n, 3, patch, patch), "v.class_embd": (n,), "v.position_embd.weight": (17, n)}
+    if kind == "mlp_norm":
+        layers |= {"mm.0": (36, n), "mm.1": (36,), "mm.3": (out, 36), "mm.4": (out,)}
+    elif kind == "ldpv2":
+        layers |= {"mm.model.mlp.0": (out, n), "mm.model.mlp.2": (out, out), "mm.model.peg.0": (out, 1, 3, 3)}
+    else:
+        layers |= {"mm.model.mlp.1": (out, n), "mm.model.mlp.3": (out, out)}
+        for i in (1, 2):
+            b = f"mm.model.mb_block.{i}.block"
+            layers |= {f"{b}.0.1": (out,), f"{b}.2.1": (out,)}
+            layers |= {f"{b}.1.fc1": (16, out, 1, 1), f"{b}.1.fc2": (out, 16, 1, 1)}
+            shapes |= {f"{b}.0.0.weight": (out, 1, 3, 3), f"{b}.2.0.weight": (out, out, 1, 1)}
+    mean, std = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
+    m = Weights(shapes | biased(layers), {"text_config": TEXT}, {})
+    v = "clip.vision."
+    m.metadata = {"general.architecture": "clip", "clip.has_vision_encoder": True,
+                  "clip.projector_type": "mlp" if kind == "mlp_norm" else kind, f"{v}image_size": size,
+                  f"{v}patch_size": patch, f"{v}embedding_length": n, f"{v}feed_forward_length": ff,
+                  f"{v}projection_dim": 768, f"{v}attention.head_count": n_head, f"{v}block_count": 2,
+                  f"{v}attention.layer_norm_epsilon": 1e-5, f"{v}image_mean": mean, f"{v}image_std": std,
+                  "clip.use_gelu": False}  # fmt: skip
+    square = {"height": size, "width": size}
+    processor = tf.LlavaImageProcessor(do_pad=True, size={"shortest_edge": size}, crop_size=square)
+
+    class Channels(torch.nn.LayerNorm):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+    def residual(i: int) -> torch.nn.Module:
+        about = InvertedResidualConfig(out, 3, out, out, True, "HS", i, 1, 1)
+        found = InvertedResidual(about, lambda k: Channels(k, eps=1e-6)).eval()
+        prefix = f"mm.model.mb_block.{i}."
+        found.load_state_dict({k.removeprefix(prefix): x for k, x in m.w.items() if k.startswith(prefix)})
+        return found
+
+    def run(rgb: np.ndarray) -> Found:
+        pixels = processor([Image.fromarray(rgb)], return_tensors="pt")["pixel_values"][0]
+        x, gelu = clip_tower(m, pixels, n, n_head, patch, 2), torch.nn.functional.gelu
+        if kind == "mlp_norm":
+            x = m.norm(m.linear(gelu(m.norm(m.linear(x, "mm.0"), "mm.1", 1e-5)), "mm.3"), "mm.4", 1e-5)
+            return [pixels.numpy()], [x.numpy()], []
+        first = 0 if kind == "ldpv2" else 1
+        x = m.linear(gelu(m.linear(x, f"mm.model.mlp.{first}")), f"mm.model.mlp.{first + 2}")
+        x = x.T.reshape(1, out, 4, 4)
+        if kind == "ldpv2":
+            x = torch.nn.functional.adaptive_avg_pool2d(x, (2, 2))
+            name = "mm.model.peg.0"
+            x = x + torch.nn.functional.conv2d(x, m.w[f"{name}.weight"], m.w[f"{name}.bias"], padding=1, groups=out)
+        else:
+            x = residual(2)(residual(1)(x))
+        return [pixels.numpy()], [x.flatten(2)[0].T.numpy()], []
+
+    return m, run
+
+
+def llava() -> tuple[Model, Callable[[np.ndarray], Found]]:
+    vision = {"model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 3,
+              "num_attention_heads": 2, "image_size": 56, "patch_size": 14, "hidden_act": "quick_gelu"}  # fmt: skip
+    config = {"vision_config": vision, "text_config": {"model_type": "llama", **TEXT}, "vision_feature_layer": -2,
+              "image_token_index": 5}  # fmt: skip
+    processor = tf.LlavaImageProcessor(do_pad=True, size={"shortest_edge": 56}, crop_size={"height": 56, "width": 56})
+    m = Model(config, processor, "LlavaForConditionalGeneration", "vision_tower multi_modal_projector")
+
+    def run(rgb: np.ndarray) -> Found:
+        pixels = processor([Image.fromarray(rgb)], return_tensors="pt")["pixel_values"]
+        found = m.model.get_image_features(pixels, vision_feature_layer=-2, vision_feature_select_strategy="default",
+                                           output_hidden_states=True)  # fmt: skip
+        return list(pixels.numpy()), [x.numpy() for x in found.pooler_output], []
+
+    return m, run
+
+
+def janus() -> tuple[Any, Callable[[np.ndarray], Found]]:
+    from transformers.models.janus import modeling_janus
+
+    vision = {"hidden_size": 32, "mlp_ratio": 1.5, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 56,
+              "patch_size": 14, "hidden_act": "gelu", "projection_dim": 40, "depth": 2, "num_image_tokens": 16,
+              "layer_norm_eps": 1e-6, "attention_bias": True, "use_qk_norm": False}  # fmt: skip
+    about = modeling_janus.JanusVisionConfig(**vision)
+    parts = {"model.vision_model.": modeling_janus.JanusVisionModel._from_config(about),
+             "model.aligner.": modeling_janus.JanusVisionAlignerMLP(about)}  # fmt: skip
+    shapes = {}
+    for prefix, part in parts.items():
+        part.float().eval()
+        for name, x in part.state_dict().items():
+            shapes[prefix + name] = tuple(x.shape)
+            x.copy_(torch.from_numpy(weights(prefix + name, tuple(x.shape))))
+    processor = tf.JanusImageProcessor(size={"height": 56, "width": 56}, image_mean=[0.5] * 3, image_std=[0.5] * 3)
+    config = {"architectures": ["JanusForConditionalGeneration"], "vision_config": vision, "text_config": TEXT}
+    m = Weights(shapes, config, processor.to_dict())
+
+    def run(rgb: np.ndarray) -> Found:
+        pixels = processor([Image.fromarray(rgb)], return_tensors="pt")["pixel_values"]
+        rows = parts["model.aligner."](parts["model.vision_model."](pixels).last_hidden_state)
+        return list(pixels.numpy()), list(rows.numpy()), []
+
+    return m, run
+
+
+def lightonocr() -> tuple[Model, Callable[[np.ndarray], Found]]:
+    vision = {"model_type": "pixtral", "hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 4,
+              "num_attention_heads": 2, "image_size": 112, "patch_size": 14, "hidden_act": "silu", "head_dim": 16,
+              "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}  # fmt: skip
+    config = {"vision_config": vision, "text_config": {"model_type": "qwen3", **TEXT, "rms_norm_eps": 1e-6},
+              "spatial_merge_size": 2}  # fmt: skip
+    processor = tf.PixtralImageProcessor(size={"longest_edge": 112}, patch_size={"height": 28, "width": 28})
+    m = Model(config, processor, "LightOnOcrForConditionalGeneration", "vision_encoder vision_projection")
+    m.config["architectures"] = ["LightOnOCRForConditionalGeneration"]
+
+    def run(rgb: np.ndarray) -> Found:
+        made = processor([Image.fromarray(rgb)], return_tensors="pt")
+        found = m.model.model.get_image_features(made["pixel_values"], made["image_sizes"])
+        return list(made["pixel_values"].numpy()), [x.numpy() for x in found.pooler_output], []
+
+    return m, run
+
+
+MODELS = {
+    "internvl": internvl,
+    "idefics3": idefics3,
+    "llama4": llama4,
+    "glm4v": glm4v,
+    "glm_ocr": glm_ocr,
+    "kimivl": lambda: moonvit("kimivl"),
+    "kimik25": lambda: moonvit("kimik25"),
+    "lfm2": lfm2,
+    "minicpmv": minicpmv,
+    "llava": llava,
+    "mlp_norm": lambda: mobilevlm("mlp_norm"),
+    "ldp": lambda: mobilevlm("ldp"),
+    "ldpv2": lambda: mobilevlm("ldpv2"),
+    "janus": janus,
+    "lightonocr": lightonocr,
+}
+MORE_SIZES = {"lfm2": ((1024, 600),)}
 
 
 def sample(x: np.ndarray, n: int) -> str:
@@ -109,9 +509,10 @@ def main() -> None:
     for name in given.names or MODELS:
         with torch.no_grad():
             m, run = MODELS[name]()
-            processor = {key: value for key, value in m.processor.to_dict().items() if value is not None}
+            about = m.processor if isinstance(m.processor, dict) else m.processor.to_dict()
+            processor = {key: value for key, value in about.items() if value is not None}
             images = {}
-            for width, height in SIZES:
+            for width, height in (*SIZES, *MORE_SIZES.get(name, ())):
                 pixels, rows, arranged = run(image(width, height))
                 if given.full:
                     given.full.mkdir(exist_ok=True)
@@ -123,7 +524,9 @@ def main() -> None:
                     "pixels": sample(np.concatenate([x.reshape(-1) for x in pixels]), 64),
                     "embeddings": sample(np.concatenate([x.reshape(-1) for x in rows]), 96),
                 }  # fmt: skip
-        found[name] = {"config": m.config, "processor": processor, "shapes": m.shapes, "images": images}
+        more = {"metadata": m.metadata} if hasattr(m, "metadata") else {}
+        more |= {"text": m.text} if hasattr(m, "text") else {}
+        found[name] = more | {"config": m.config, "processor": processor, "shapes": m.shapes, "images": images}
     ANSWERS.write_text(json.dumps(found, indent=1) + "\n")
 
 

@@ -9,10 +9,12 @@ import numpy as np
 from ikcli.graph import Graph, Node
 from ikcli.models import HParams
 from ikcli.vision.facts import Facts
+from ikcli.vision.positions import bucketed
 from ikcli.vision.sizes import Pixels, cut, resized
 from ikcli.vision.tensors import Floats, Tensors
 from ikcli.vision.tower import Grid, Limits, Tower
 
+_MOST_TILES = 64  # on a side
 _LARGEST = 4096  # pixels of the longest edge, whatever the file says
 _AROUND, _WHOLE = "<fake_token_around_image>", "<global-img>"
 
@@ -27,6 +29,9 @@ class Idefics3(Tower):
         self.extra_cols, self.merge = facts.n_embd, facts.integer("projector.scale_factor", 2, 1, 64)
         facts.check_merge(self.merge)
         self.longest = min(facts.integer("preproc_image_size", facts.image_size, 1, 1 << 16), _LARGEST)
+        if self.longest > _MOST_TILES * facts.image_size:
+            raise facts.fail(f"clip.vision.preproc_image_size {self.longest} is more than {_MOST_TILES} tiles of "
+                             f"{facts.image_size} pixels")  # fmt: skip
 
     def fit(self, width: int, height: int) -> tuple[int, int]:
         return self.facts.image_size, self.facts.image_size
@@ -71,10 +76,8 @@ class Idefics3(Tower):
         """Return the rows of the table in which the places of patches fall, as fractions of the image in float32."""
         side = self.facts.image_size // self.facts.patch
         table = self.tensors.values("v.position_embd.weight", side * side, self.facts.n_embd)
-        bounds = (1 / side + np.arange(side - 1) / side).astype(np.float32)
         rows, cols = (
-            np.searchsorted(bounds, np.arange(n, dtype=np.float32) * np.float32(1 / n), side="right")
-            for n in (grid.rows, grid.cols)
+            bucketed(side, np.arange(n, dtype=np.float32) * np.float32(1 / n)) for n in (grid.rows, grid.cols)
         )
         return table[(rows[:, None] * side + cols).reshape(-1)]
 

@@ -21,7 +21,6 @@ from ikcli.models import HParams, MediaConfig
 from ikcli.vision.decode import Picture, Tile
 from ikcli.vision.encoder import Encoder
 from ikcli.vision.facts import projector_type, read_facts
-from ikcli.vision.sizes import Pixels, resized
 from ikcli.vision.tensors import Tensors
 from ikcli.vision.tower import Grid, Limits
 from ikcli.vision.types import tower_of
@@ -63,6 +62,8 @@ class Projector:
         return cls(path, hp, n_threads, Limits(min_tokens, max_tokens))
 
     def _check_width(self, hp: HParams) -> None:
+        if not self.tower.checks_width:
+            return
         width = self.tower.facts.integer("projection_dim", hp.n_embd)
         if width != hp.n_embd:
             raise FormatError(
@@ -106,12 +107,19 @@ class Projector:
         found = self.tower.pieces(picture.rgb)
         return [one if isinstance(one, str) else Tile.of(one) for one in found if not isinstance(one, str) or one]
 
+    def tile(self, picture: Picture) -> Tile:
+        """Return the tile of a picture that has but one; a tile is its own."""
+        if isinstance(picture, Tile):
+            return picture
+        (found,) = (one for one in self.pieces(picture) if isinstance(one, Tile))
+        return found
+
     def _grid(self, picture: Picture) -> Grid:
-        size = picture.width, picture.height
-        return self.tower.grid(*(size if isinstance(picture, Tile) else self.tower.fit(*size)))
+        tile = self.tile(picture)
+        return self.tower.grid(tile.width, tile.height)
 
     def count(self, picture: Picture) -> int:
-        """Return the tokens of a tile, or of a picture as one tile."""
+        """Return the tokens of a tile, or of a picture of one tile."""
         return self.tower.n_tokens(self._grid(picture))
 
     def advance(self, picture: Picture) -> int:
@@ -120,23 +128,18 @@ class Projector:
         return max(grid.tokens) if self.tower.sections else self.tower.n_tokens(grid)
 
     def digest(self, picture: Picture) -> str:
-        """Return what the encoded picture is known by."""
-        return hashlib.sha256(f"{self._key}:{picture.digest}".encode()).hexdigest()
+        """Return what the encoded tile, or picture of one tile, is known by."""
+        return hashlib.sha256(f"{self._key}:{self.tile(picture).digest}".encode()).hexdigest()
 
     # --- use ----------------------------------------------------------------------------------------------------------
-    def resized(self, picture: Picture) -> Pixels:
-        """Return the pixels of a tile, or those of a picture as one tile."""
-        if isinstance(picture, Tile):
-            return picture.rgb
-        return resized(picture.rgb, *self.tower.fit(picture.width, picture.height), self.tower.resample)
-
     def encode(self, picture: Picture) -> Media:
-        """Return the rows of a tile, or of a picture as one tile."""
-        rgb = self.resized(picture)
+        """Return the rows of a tile, or of a picture of one tile."""
+        tile = self.tile(picture)
+        rgb = tile.rgb
         grid = self.tower.grid(rgb.shape[1], rgb.shape[0])
         with self._lock:
             rows = self.tower.arrange(self._encoder.run(self.tower.inputs(rgb)), grid)
-        return Media(rows, self.digest(picture), grid.tokens if self.tower.sections else (0, 0), self.tower.both())
+        return Media(rows, self.digest(tile), grid.tokens if self.tower.sections else (0, 0), self.tower.both())
 
     def close(self) -> None:
         """Stop the threads and free memory."""

@@ -77,11 +77,13 @@ class Tower:
     resample: ClassVar[str] = "bicubic"
     merge: int = 1
     sections: ClassVar[bool] = False  # positions have sections (M-RoPE)
+    checks_width: ClassVar[bool] = True  # clip.vision.projection_dim is that of the text model
 
     def __init__(self, facts: Facts, tensors: Tensors, hp: HParams, limits: Limits) -> None:
         self.facts, self.tensors, self.hp, self.limits = facts, tensors, hp, limits
         self.extra_cols = 0  # of position embeddings beside the pixels
         self.n_deep = 0
+        self.n_ff = facts.n_ff
 
     # --- what a type defines ------------------------------------------------------------------------------------------
     def fit(self, width: int, height: int) -> tuple[int, int]:
@@ -195,16 +197,33 @@ class Tower:
             return g.rms_norm(x, w, eps, name)
         return g.norm(x, w, eps, name, b=self.tensors.vector_or_none(f"{name}.bias", x.cols))
 
+    def downsampled(self, g: Graph, x: Node, name: str, n_out: int) -> Node:
+        """Record a convolution over the patches of a token, whose columns the file has by channel, then by patch."""
+        n, k = x.cols, self.merge**2
+        matrix = self.tensors.values(f"{name}.weight").reshape(-1)
+        if matrix.size != n_out * k * n:
+            raise self.facts.fail(f"tensor '{name}.weight' has {matrix.size} numbers, not {n_out} x {k} x {n}")
+        by_patch = matrix.reshape(n_out, n, k).transpose(0, 2, 1).reshape(n_out, k * n)
+        y = g.mul_mat(self.tensors.made(f"{name}.by_patch", by_patch, like=f"{name}.weight"),
+                      g.merge_rows(x, k, f"{name}.merged"), name)  # fmt: skip
+        b = self.tensors.vector_or_none(f"{name}.bias", n_out)
+        return y if b is None else g.add(y, b, f"{name}_b")
+
     def feed_forward(self, g: Graph, x: Node, il: int, act: str) -> Node:
-        """Record the feed-forward part of layer il: gated where the file has a gate."""
-        name, n_ff = f"v.blk.{il}", self.facts.n_ff
-        up = self.linear(g, x, f"{name}.ffn_up", n_ff)
+        """Record the feed-forward part of layer il: gated where the file has a gate.
+
+        Old converters call the first matrix ffn_down and the second ffn_up.
+        """
+        name, n_ff, (first, last) = f"v.blk.{il}", self.n_ff, ("ffn_up", "ffn_down")
+        if self.tensors.n_cols(f"{name}.ffn_down.weight") == self.facts.n_embd != n_ff:
+            first, last = last, first
+        up = self.linear(g, x, f"{name}.{first}", n_ff)
         if f"{name}.ffn_gate.weight" in self.tensors:
             gate = self.linear(g, x, f"{name}.ffn_gate", n_ff)
             cur = g.swiglu(gate, up, f"{name}.ffn_act", Glu(act))
         else:
             cur = g.activate(up, act, f"{name}.ffn_act")
-        return self.linear(g, cur, f"{name}.ffn_down", self.facts.n_embd)
+        return self.linear(g, cur, f"{name}.{last}", self.facts.n_embd)
 
     def attention(
         self,
@@ -230,7 +249,7 @@ class Tower:
         parts = [HeadSlice(y, 0, d, d) for y in (q, k, v)]
         cur = g.attention(parts[:1], parts[1:2], parts[2], f"{name}.kqv", n_head=f.n_head, n_head_kv=f.n_head,
                           scale=scale or 1 / math.sqrt(d), flash=True, window=1 if windowed else 0,
-                          both=not windowed, ranged=windowed)  # fmt: skip
+                          both=not windowed, ranged=windowed, half=True)  # fmt: skip
         return self.linear(g, cur, f"{name}.attn_out", f.n_embd)
 
     def _projected(self, g: Graph, x: Node, name: str) -> tuple[Node, Node, Node]:

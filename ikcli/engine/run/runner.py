@@ -238,12 +238,16 @@ class Runner:
 
     def notes(self, programs: Sequence[DividedProgram]) -> list[str]:
         """Return log lines on the placement of the model."""
-        return []
+        return [] if self.cpu.experts is None else [self.cpu.experts.slots.line()]
 
     @property
     def host_weights(self) -> Mapping[str, int]:
-        """Return the addresses of the weights in RAM."""
-        return self._weights.get(CPU, {})
+        """Return the addresses of the weights in RAM, without those on disk."""
+        found = self._weights.get(CPU, {})
+        if self.cpu.experts is None:
+            return found
+        on_disk = self.cpu.experts.slots.names
+        return {name: address for name, address in found.items() if name not in on_disk}
 
     @property
     def host_buffers(self) -> list[Bytes]:

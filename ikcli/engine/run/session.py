@@ -141,6 +141,10 @@ class Session:
         programs = list(self.programs.values())
         if self.config.check_tensors:
             check_finite(self.model.file, {w for names in self.runner.weight_names(programs).values() for w in names})
+        experts = self.runner.cpu.experts
+        if experts is not None:
+            for kind in {"decode", "step"} & set(self.graphs):
+                experts.know(self.model, self.graphs[kind][0])
         self.runner.load(programs, self.model, self.config.mmap)
         try:
             media = self.graph_config.media
@@ -490,7 +494,12 @@ class Session:
 
     def close(self) -> None:
         """Stop the threads, release memory, and log tokens and times."""
-        for line in [*session_log.timing_lines(self.timings), *(self.profile.lines() if self.profile else [])]:
+        experts = self.runner.cpu.experts.lines() if self.runner.cpu.experts is not None else []
+        for line in [
+            *session_log.timing_lines(self.timings),
+            *experts,
+            *(self.profile.lines() if self.profile else []),
+        ]:
             log(line)
         self.timings, self.profile = Timings(), None
         self.runner.close()

@@ -24,7 +24,6 @@ from ikcli import __version__
 from ikcli.errors import IkError, UsageError
 from ikcli.files import make_private_folder
 from ikcli.hostinfo import physical_cores
-from ikcli.server.http import prompt_files
 from ikcli.server.http.app import build_app
 from ikcli.server.http.auth import key_summary, private_file, read_keys
 from ikcli.server.http.chat import check_options
@@ -55,7 +54,7 @@ def serve(config: RunConfig, planner: Planner | None = None) -> int:
     check_folders(config)
     check_cache_disk(server)
     if server.log_prompts_dir is not None:
-        prompt_files.make_folder(server.log_prompts_dir)
+        make_private_folder(server.log_prompts_dir, "--log-prompts-dir")
     tls = tls_of(config)
     listener = listen(server.host, server.port, shared=server.reuse_port)
     try:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import closing
 from dataclasses import replace
 
 from ikcli.cli.parser import ModelRun
 from ikcli.commands import _choices, _kl_divergence
-from ikcli.commands._chunk_lines import eta_text, final_line
+from ikcli.commands._chunk_lines import ChunkPrinter, final_line
 from ikcli.engine.run.session import Session
 from ikcli.errors import IkError, NonFiniteError, UsageError
 from ikcli.fleet.model import HeaderSession
@@ -19,7 +18,6 @@ from ikcli.measure.chunks import WindowCounts, Windows
 from ikcli.measure.heads import HeadScores, result_line
 from ikcli.measure.kld_file import BaseWriter
 from ikcli.measure.perplexity import (
-    ChunkScore,
     PerplexityParams,
     PerplexityResult,
     bos_of,
@@ -160,25 +158,3 @@ def _run_and_save(
     params = replace(params, fail_on_nan=True)
     with BaseWriter(path, windows.tokens, session.n_vocab, params.n_threads) as writer:
         return perplexity.run(session, tokens, params, on_chunk=printer, on_rows=writer.add, watcher=scores)
-
-
-class ChunkPrinter:
-    """Prints running values on stdout as they come; after the first pass the estimated total time on stderr."""
-
-    def __init__(self, windows: WindowCounts, output_type: int, n_workers: int = 1) -> None:
-        self._windows = windows
-        self._n_workers = n_workers
-        self._output_type = output_type
-        self._first = True
-
-    def __call__(self, score: ChunkScore) -> None:
-        if self._first:
-            n_seq = self._windows.n_seq * self._n_workers
-            log(f"perplexity: {eta_text(score.pass_seconds, self._windows.n_chunk, n_seq)}")
-            self._first = False
-        if self._output_type == 0:
-            text = f"[{score.index + 1}]{score.ppl:.4f},"
-        else:
-            text = f"{score.start:8d}  {score.ppl:.4f}  {score.mean_nll:4f}  {score.mean_nll_error:4f}\n"
-        sys.stdout.write(text)
-        sys.stdout.flush()

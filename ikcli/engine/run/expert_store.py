@@ -38,7 +38,7 @@ I64 = npt.NDArray[np.int64]
 
 @dataclass(slots=True)
 class ExpertCounts:
-    """What a store did: experts wanted and of those in RAM when they were chosen, bytes read, seconds waited."""
+    """Counts of a store: experts used, how many of them were in RAM when chosen, bytes read, seconds waited."""
 
     uses: int = 0
     hits: int = 0

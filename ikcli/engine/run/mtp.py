@@ -91,7 +91,7 @@ class Host(Protocol):
 
 
 class Follower(Protocol):
-    """What computes the rows of the heads instead, to measure them; see `head_rows.py`."""
+    """Computes the rows of the heads in place of drafting, to measure them; see `head_rows.py`."""
 
     def take(self, seq: int, pos: int, tokens: Tokens, states: FloatRows) -> None: ...
 

@@ -110,7 +110,7 @@ class NextExperts:
 
 
 class _Values:
-    """What `MoeRoute.compute` reads: logits, and the weights that only choose."""
+    """Inputs of `MoeRoute.compute`: logits, and the weights that only choose."""
 
     dtype: type = np.float32
     state: MicroBatch

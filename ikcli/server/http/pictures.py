@@ -22,7 +22,7 @@ _KEPT_BYTES = 256 << 20
 """Most memory for images that were read."""
 
 Pieces = Sequence[str | Picture]
-"""What an image becomes in a prompt: tiles, and texts around them."""
+"""Put images into prompts as tiles, with texts around them."""
 
 
 class Pictures:

@@ -19,7 +19,7 @@ _PATIENCE = 0.5  # seconds for all answers; the prompts that are asked about tak
 
 
 async def ask_held(replicas: Sequence[Replica], question: Question) -> Mapping[Replica, Held]:
-    """Return the answers of the replicas with a free slot that answer in time; nothing if there is no choice."""
+    """Return the answers of the replicas with a free slot that answer in time, unless there are fewer than two."""
     free = [one for one in replicas if one.has_free_slot]
     if len(free) < 2:
         return {}

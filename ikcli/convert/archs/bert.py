@@ -20,8 +20,8 @@ _HARMLESS = frozenset(
 
 _MODERN_HARMLESS = _HARMLESS | {
     "deterministic_flash_attn", "embedding_dropout", "mlp_dropout", "initializer_cutoff_factor",
-    "repad_logits_with_grad", "decoder_bias", "reference_compile", "sparse_pred_ignore_index", "sparse_prediction", "compile",
-    "cls_token_id", "sep_token_id",
+    "repad_logits_with_grad", "decoder_bias", "reference_compile", "sparse_pred_ignore_index", "sparse_prediction",
+    "compile", "cls_token_id", "sep_token_id",
 }  # fmt: skip
 
 

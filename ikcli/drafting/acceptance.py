@@ -51,6 +51,7 @@ class Acceptance:
 
     def __init__(self, most: int) -> None:
         self._most = most
+        self._nothing = _Kind(most, 1.0)  # estimates of nothing seen are those they are mixed with
         self._kinds: dict[str, _Kind] = {}
         self._texts: dict[tuple[int, str], _Kind] = {}
 
@@ -75,9 +76,9 @@ class Acceptance:
         return self._estimate(n, of_kind, of_text)
 
     def _estimate(self, n: int, of_kind: _Kind | None, of_text: _Kind | None) -> Chain:
-        right = _chain(n, _PRIOR, of_kind and of_kind.right, of_text and of_text.right)
-        found = _chain(n, 1.0, of_kind and of_kind.found, of_text and of_text.found)
-        return Chain(found, right)
+        known = of_kind or self._nothing, of_text or self._nothing
+        right = _chain(n, _PRIOR, known[0].right, known[1].right)
+        return Chain(_chain(n, 1.0, known[0].found, known[1].found), right)
 
     def forget(self, text: int) -> None:
         """Drop what is known of a finished text."""
@@ -85,12 +86,11 @@ class Acceptance:
             del self._texts[key]
 
 
-def _chain(n: int, prior: float, of_kind: _Counts | None, of_text: _Counts | None) -> tuple[float, ...]:
+def _chain(n: int, prior: float, of_kind: _Counts, of_text: _Counts) -> tuple[float, ...]:
     out, together, before, here = [], 1.0, prior, prior
     for i in range(n):
-        if of_kind is not None:
-            before = of_kind.mix(i, before, _NEXT if i else _PRIOR_WEIGHT)
-        here = before if of_text is None else of_text.mix(i, before if not i else (before + here) / 2, _BORROWED)
+        before = of_kind.mix(i, before, _NEXT if i else _PRIOR_WEIGHT)
+        here = of_text.mix(i, (before + here) / 2 if i and of_text.seen[0] else before, _BORROWED)
         together *= here
         out.append(together)
     return tuple(out)

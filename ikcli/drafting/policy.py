@@ -18,9 +18,10 @@ from ikcli.drafting.acceptance import Acceptance, Chain
 from ikcli.drafting.costs import MakingCosts, RowCosts, between
 
 SHARE = 0.01  # of the time of plain steps that drafts may cost
-_START, _MOST = 1.8, 24.0  # the account, in plain steps: at first, and at most
+_START, _MOST = 1.5, 24.0  # the account, in plain steps: at first, and at most
 _RICH = 5.0
-_OVERDRAFT = 0.7  # plain steps that a draft which is probably right may cost beyond the account
+_OVERDRAFT = 0.5  # plain steps that a draft which is probably right may cost beyond the account
+_RESERVE = 0.5  # of the account that looking for drafts leaves for those that are found
 _UNUSUAL = 2.0  # the account pays at most this many times the estimate: more is the machine's doing, not the draft's
 _MARGIN = 1.01  # by which drafts have to be faster
 _MOST_PATIENCE = 4.0  # factor by which failed tries delay the next one
@@ -28,7 +29,7 @@ _EXCESS = 100.0  # steps over which tries spend what the account has beyond its 
 _SURE = 2  # measurements of a number of rows, before which the less it may take counts
 _REST = 12  # most steps without looking for drafts
 _AGAIN = 256  # steps after which a step without drafts is measured again
-_REFRESH, _KEPT = 16, 4  # steps, and drafts, after which estimates are computed again
+_REFRESH, _KEPT = 48, 6  # steps, and drafts, after which estimates are computed again
 _UNKNOWN = 0.25  # plain steps that making a draft is assumed to take at most before one was made, each token
 _PREDICTABLE = 0.85  # acceptance in a text in which drafts should pay, for which tries look
 _REPAIR = 1.0  # ... and taking back a wrong one, where that computes something
@@ -36,12 +37,16 @@ _REPAIR = 1.0  # ... and taking back a wrong one, where that computes something
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A draft that a text can get: its kind, its most tokens, and whether making it takes time that depends on them."""
+    """A draft that a text can get: its kind, its most tokens, and the fewest that are worth it.
+
+    `costs`: making it takes time that depends on its length.
+    """
 
     text: int
     kind: str
     n_most: int
     costs: bool = False
+    n_least: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +89,7 @@ class Policy:
         self._repair = -1.0 if repairs else 0.0  # seconds; below 0: not known yet
         self._waited = 0  # steps since the last draft
         self._rest = 0
+        self._looking = 0.0  # plain steps that looking for drafts takes
         self._patience = 1.0
         self._trying = False
         self._n_steps = self._n_judged = 0
@@ -114,9 +120,16 @@ class Policy:
         self.account = min(self.account + steps, _MOST)
 
     def spent(self, seconds: float, n_texts: int) -> None:
-        """Note the seconds that looking for drafts took, and what else a step took beyond its computation."""
+        """Note seconds that a step took beyond its computation."""
         if (plain := self.rows.seconds[n_texts]) > 0:
             self.account -= min(seconds / plain, _UNUSUAL)
+
+    def looked(self, seconds: float, n_texts: int) -> None:
+        """Note the seconds that looking for drafts and deciding took."""
+        if (plain := self.rows.seconds[n_texts]) > 0:
+            steps = min(seconds / plain, 1.0)
+            self._looking += 0.2 * (steps - self._looking)
+            self.account -= min(steps, 2 * self._looking)
 
     def drafted(self, kind: str, n: int, seconds: float, n_texts: int) -> None:
         """Note the seconds that making drafts of up to n tokens took."""
@@ -146,8 +159,8 @@ class Policy:
     # --- decisions --------------------------------------------------------------------------------------------------
     @property
     def resting(self) -> bool:
-        """Whether this step needs no decision: there should be no drafts."""
-        return self._rest > 0
+        """Whether this step needs no decision: there should be no drafts, nor should any be looked for."""
+        return self._rest > 0 or self.account < (_RESERVE if self._looking > SHARE else 0)
 
     def decide(self, options: Sequence[Option], n_texts: int) -> Decision:
         """Choose the lengths of the drafts of a step in which `n_texts` texts, those of `options` among them, go on."""
@@ -175,7 +188,7 @@ class Policy:
             if payable:
                 best = max(payable, key=_rate)
                 return Decision(best.lengths, "shortened: recent drafts cost time", best.rate, base)
-            self._rest = _REST if self.account < 0 else 1
+            self._rest = 1
             return Decision(none, "recent drafts cost time", best.rate, base)
         tried = max(candidates, key=_promise)
         wait = self._patience * tried.worst / (SHARE + max(self.account - _START, 0) / _EXCESS)
@@ -220,6 +233,8 @@ class Policy:
             rows += chains[at].found[lengths[at]]
             lengths[at] += 1
             hoped += _PREDICTABLE ** lengths[at]
+            if any(0 < n < o.n_least for o, n in zip(options, lengths, strict=True)):
+                continue
             used = [(o, c, n) for o, c, n in zip(options, chains, lengths, strict=True) if n]
             wrong = 1 - min(c.right[n - 1] for _, c, n in used)
             seconds = between(choice, rows) + self._to_make(used, plain, 0.5) + wrong * repair
@@ -236,9 +251,9 @@ class Policy:
             if o.costs:
                 longest[o.kind] = max(longest.get(o.kind, 0.0), 1 + sum(c.found[: n - 1]))
         total = 0.0
-        for kind, n in longest.items():
+        for kind, length in longest.items():
             known = self._making.get(kind)
-            total += known(n) if known else share * _UNKNOWN * n * plain
+            total += known(length) if known else share * _UNKNOWN * length * plain
         return total
 
 

@@ -169,8 +169,8 @@ class ServerConfig:
         help="devices of the draft model; default: those of the model")
     spec_autotune: bool = _speculation(False, "--spec-autotune", "switch", negative="--no-spec-autotune",
         example="--spec-autotune",
-        help="choose the length of every draft, none included, by measured costs and acceptance; without it drafts are "
-        "as long as n_max allows (docs/speculation.md)")
+        help="choose the length of every draft, none included, by measured costs and acceptance, up to n_max; "
+        "without it drafts are as long as n_max allows (docs/speculation.md)")
     spec_explain: bool = _speculation(False, "--spec-explain", "switch", example="--spec-explain",
         help="log for every step how many tokens are drafted, and why")
     banned_string_file: Path | None = opt(None, "--banned-string-file", "path", topic="sampling", commands="SC",

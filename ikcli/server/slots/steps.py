@@ -161,7 +161,7 @@ class Steps:
             g.accepted_by_position[i] += 1
             slot.push(slot.last)
         if draft:
-            self._speculator.judged(slot, len(draft), n_right)
+            self._speculator.judged(slot, n_right)
             start = time.perf_counter()
             slot.repairs = not self._roll_back(slot)
             if n_right < len(draft) and not slot.repairs:

@@ -75,22 +75,26 @@ def seconds(case: Case, n_tokens: int, fixed: int | None = None, policy: Policy 
     """Return the time of a text, in plain steps per token; the policy sees it with noise, and some slow steps."""
     random = np.random.default_rng(1)
     policy = policy or Policy(MOST, repairs=case.repair > 0)
-    at, total = 0, 0.0
+    at, total, rest, passed = 0, 0.0, 0, 0
     while at < n_tokens:
         most = min(MOST - 1, n_tokens - at - 1)
         if fixed is not None:
             n = min(fixed, most)
-        elif policy.resting or not most:
+        elif rest or not most:
+            rest -= rest > 0
+            passed += 1
             n = 0
         else:
-            n = policy.decide([Option(0, "kind", most, case.each > 0)], 1).lengths[0]
+            policy.passed(passed)
+            decision = policy.decide([Option(0, "kind", most, case.each > 0)], 1)
+            passed, rest, n = 0, decision.rest, decision.lengths[0]
         right = 0
         while right < n and case.right[at + 1 + right, right]:
             right += 1
         making = case.first + case.each * n if n else 0.0
         repair = case.repair if right < n else 0.0
         total += case.rows[n] + making + repair
-        if fixed is None:
+        if fixed is None and not passed:
             if making:
                 policy.drafted("kind", n, making * UNIT, 1)
             if n:
@@ -157,25 +161,29 @@ def test_a_slow_step_of_the_machine_does_not_stop_drafts_that_pay() -> None:
 
 def test_looking_for_drafts_that_are_never_found_costs_a_percent() -> None:
     """Looking takes a tenth of a step: most steps rest."""
-    policy, looked = Policy(MOST), 0
+    policy, looked, rest = Policy(MOST), 0, 0
     for _ in range(1000):
-        if not policy.resting:
-            looked += 1
-            policy.decide([], 1)
-            policy.looked(0.1, 1)
+        if rest:
+            rest -= 1
+            policy.passed(1)
+            continue
+        looked += 1
+        rest = policy.looked(0.1, 1)
         policy.checked(1, 1.0, 1, 1)
     assert 20 < looked <= 10 * (1000 * 0.01 + 2)
 
 
 def test_looking_leaves_the_means_to_use_what_is_found() -> None:
     """Looking takes a tenth of a step and rarely finds something; what it finds is right, and is used."""
-    policy, n_found, n_used = Policy(MOST), 0, 0
+    policy, n_found, n_used, rest = Policy(MOST), 0, 0, 0
     for step in range(2000):
         n = 0
-        if not policy.resting:
+        if rest:
+            rest -= 1
+        else:
             options = [Option(0, "kind", MOST - 1)] if step > 300 and not step % 3 else []
             n = policy.decide(options, 1).lengths[0] if options else 0
-            policy.looked(0.1, 1)
+            rest = 0 if n else policy.looked(0.1, 1)
             n_found, n_used = n_found + len(options), n_used + (n > 0)
         if n:
             policy.judged(0, "kind", n, n, n)
@@ -189,7 +197,7 @@ def test_several_texts_share_the_rows() -> None:
     options: list[Any] = [Option(0, "kind", 6), Option(1, "kind", 6)]
     lengths: list[tuple[int, ...]] = []
     for _ in range(80):
-        decided = policy.decide(options, 2).lengths if not policy.resting else (0, 0)
+        decided = policy.decide(options, 2).lengths
         lengths.append(decided)
         right = decided[0], 0
         for text, n in enumerate(decided):

@@ -17,9 +17,11 @@ from gguf_files import write_model
 from ikcli.drafting.drafters import TextDrafter
 from ikcli.drafting.ngram_cache import NgramCache, merge, read_counts, write_counts
 from ikcli.drafting.ngrams import NgramMap, NgramMapValues, NgramPool, Pool, Suffix
+from ikcli.drafting.policy import DECISIONS
 from ikcli.engine.run.batch import Batch
 from ikcli.errors import FormatError
 from ikcli.sampling.params import SamplerParams
+from ikcli.server.slots import steps
 from ikcli.server.slots.engine import Engine
 from ikcli.server.slots.messages import Bans, Final, Speculation
 from ikcli.server.slots.slot import GENERATION
@@ -74,6 +76,22 @@ def test_the_text_is_the_same(spec: str, plain: list[Final]) -> None:
     by_position = metrics.accepted_by_position
     assert sum(by_position.values()) == accepted and sorted(by_position) == list(range(len(by_position)))
     assert by_position[0] <= metrics.drafts_total <= drafted
+
+
+def test_every_step_has_a_decision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without being asked, lengths are chosen; metrics and the log of a request tell how."""
+    log: list[dict[str, Any]] = []
+    monkeypatch.setattr(steps, "log_timings", lambda log_, ids, timings, **more: log.append(more))
+    with serving(1, n_ctx=512, server={"spec_type": parse_spec_type(TYPES[0])}) as e:
+        finals = [Call(e, request(e.tokenizer.encode(TEXT), n, cache_prompt=False)).final for n in (40, 90)]
+        metrics = e.metrics()
+    assert [t["n_drafted"] for t in log] == [f.timings.draft_n for f in finals]
+    for total, n in zip(log, (40, 90), strict=True):
+        n_steps = n - 1 - total["n_accepted"]  # the first token comes from the prompt
+        assert sum(total["decisions"].values()) == n_steps
+        assert total["n_per_step"] == round(n / (n_steps + 1), 3)
+    assert sum(metrics.draft_decisions.values()) == sum(sum(t["decisions"].values()) for t in log)
+    assert set(metrics.draft_decisions) <= set(DECISIONS)
 
 
 @pytest.mark.slow("an engine for each kind of draft")
@@ -177,10 +195,10 @@ def test_images_are_neither_drafted_nor_seen_by_a_draft_model(tmp_path: Path) ->
         server = FIXED | {"spec_type": parse_spec_type(spec), "model_draft": path if "draft" in spec else None}
         with by_hand(path, 1, server=server) as hand:
             slot: Any = SimpleNamespace(id=0, n_ctx=64, n_past=2, generation=generation, text_tokens=lambda: text)
-            request.pictures = ()
+            request.pictures, slot.draft = (), ()
             hand.worker._speculator.propose([slot])
             assert slot.draft
-            request.pictures = ("a picture",)
+            request.pictures, slot.draft = ("a picture",), ()
             hand.worker._speculator.propose([slot])
             assert list(slot.draft) == with_image
 

@@ -8,7 +8,7 @@ import numpy as np
 
 _WEIGHT = 0.08  # of a new measurement, once there are many
 _OUTLIER = 1.3  # a measurement counts as at most this many times the estimate, after a few; before: _ODD times
-_ODD, _FEW = 2.5, 4
+_ODD, _FEW = 1.6, 4
 _SPREAD = 0.08  # of single measurements, relative
 _STALE = 1e-5  # variance that a measurement gains with every later one
 # How curves differ before anything is measured, in steps of one row: any level, what every row adds, what the second
@@ -91,6 +91,8 @@ class RowCosts:
 def between(values: Sequence[float], at: float) -> float:
     """Return the value at a place between two counts."""
     low = int(at)
+    if low == at:
+        return values[low]
     if low >= len(values) - 1:
         return values[-1]
     return values[low] + (at - low) * (values[low + 1] - values[low])

@@ -5,17 +5,23 @@ can cost. An account gains a small share of the time of every step and of what d
 and what looking for drafts costs: nothing is drafted that it cannot pay. And a draft that the estimates advise against
 is tried now and then, since texts change: the more it costs, and the more often it failed, the more steps later.
 
-Estimates change slowly, so what they say of a set of drafts is kept for a few steps, and steps between tries ask
-nothing: deciding takes a microsecond or two where steps take hundreds.
+Estimates change slowly, so what they say of a set of drafts is kept for a few steps. A decision against drafts says for
+how many steps it stands, twice as many every time: nothing is asked meanwhile, nor measured.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ikcli.drafting.acceptance import Acceptance, Chain
+from ikcli.drafting.acceptance import Acceptance
 from ikcli.drafting.costs import MakingCosts, RowCosts, between
+
+PAYS, TRY, SHORTENED = "pays", "try", "shortened: recent drafts cost time"
+DOES_NOT_PAY, TOO_DEAR = "does not pay", "recent drafts cost time"
+MEASURES, NO_DRAFT, RESTS = "measures a step without drafts", "no draft", "rests: drafts did not pay"
+DECISIONS = (PAYS, TRY, SHORTENED, DOES_NOT_PAY, TOO_DEAR, MEASURES, NO_DRAFT, RESTS)
 
 SHARE = 0.01  # of the time of plain steps that drafts may cost
 _START, _MOST = 1.5, 24.0  # the account, in plain steps: at first, and at most
@@ -27,11 +33,16 @@ _MARGIN = 1.01  # by which drafts have to be faster
 _MOST_PATIENCE = 4.0  # factor by which failed tries delay the next one
 _EXCESS = 100.0  # steps over which tries spend what the account has beyond its start
 _SURE = 2  # measurements of a number of rows, before which the less it may take counts
-_REST = 12  # most steps without looking for drafts
-_AGAIN = 256  # steps after which a step without drafts is measured again
-_REFRESH, _KEPT = 48, 6  # steps, and drafts, after which estimates are computed again
+_FIRST_REST, _REST = 4, 64  # steps for which decisions against drafts stand: the first one, and the longest
+_WELL_KNOWN = 8  # measurements of a step without drafts, after which every `_SAMPLED`th such step is measured
+_SAMPLED = 8
+_AGAIN, _OFTEN = 256, 6  # drafts after which a step without one is measured again: at most, and times its measurements
+_REFRESH, _SELDOM = 16, 512  # measurements after which costs are computed again: at first, and later
+_KEPT, _EARLY = 6, 6  # drafts after which estimates are computed again, and first drafts that all do this
+_WRONG = 3  # drafts that a wrong first token counts as
 _UNKNOWN = 0.25  # plain steps that making a draft is assumed to take at most before one was made, each token
 _PREDICTABLE = 0.85  # acceptance in a text in which drafts should pay, for which tries look
+_HOPED = [sum(_PREDICTABLE**i for i in range(1, n + 1)) for n in range(129)]  # ... tokens of a draft
 _REPAIR = 1.0  # ... and taking back a wrong one, where that computes something
 
 
@@ -51,27 +62,46 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Tokens to draft for every option, and why: tokens/s expected of this, and of no draft."""
+    """Tokens to draft for every option, and why: tokens/s expected of this, and of no draft.
+
+    `rest`: following steps that should not look for drafts.
+    """
 
     lengths: tuple[int, ...]
     reason: str
     expected: float = 0.0
     plain: float = 0.0
+    rest: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    """Lengths of drafts, and what they promise.
+_Rung = tuple[float, tuple[int, ...], float, float]
+"""Lengths of drafts: tokens per second, lengths, plain steps lost if all are wrong, and the same by its probability."""
 
-    `rate`: tokens per second. `worst`: plain steps lost if all are wrong; `risk`: the same by its probability; `hope`:
-    plain steps won in a predictable text.
+
+class _Outlook:
+    """What is known of a set of drafts until estimates change.
+
+    `paying`: decisions for drafts that pay, the best first, with their worst loss and risk. `tried`: the draft that
+    tries take if there are none, with its worst loss and what it promises. `base`: tokens/s without drafts.
     """
 
-    lengths: tuple[int, ...]
-    rate: float
-    worst: float
-    risk: float
-    hope: float
+    __slots__ = ("base", "paying", "promise", "rate", "tried", "worst")
+
+    def __init__(self, rungs: Sequence[_Rung], n_texts: int, base: float) -> None:
+        self.base, self.rate = base, max(rung[0] for rung in rungs)
+        least, reason = _MARGIN * base, PAYS
+        self.paying: list[tuple[Decision, float, float]] = []
+        for rate, lengths, worst, risk in sorted(rungs, reverse=True):
+            if rate <= least:
+                break
+            self.paying.append((Decision(lengths, reason, rate, base), worst, risk))
+            reason = SHORTENED
+        self.promise, self.worst, self.tried = 0.0, 0.0, rungs[0][1]
+        if not self.paying:
+            self.promise, self.worst, self.tried = max(
+                ((sum(_HOPED[n] for n in lengths) / n_texts - worst) / max(worst, SHARE), worst, lengths)
+                for _, lengths, worst, _ in rungs
+            )
 
 
 class Policy:
@@ -88,12 +118,15 @@ class Policy:
         self._making: dict[str, MakingCosts] = {}
         self._repair = -1.0 if repairs else 0.0  # seconds; below 0: not known yet
         self._waited = 0  # steps since the last draft
-        self._rest = 0
+        self._rest = _FIRST_REST
         self._looking = 0.0  # plain steps that looking for drafts takes
         self._patience = 1.0
         self._trying = False
-        self._n_steps = self._n_judged = 0
-        self._candidates: dict[tuple[int, bool, tuple[Option, ...]], list[_Candidate]] = {}
+        self._n_steps = self._n_judged = self._n_news = 0
+        self._refresh_at = self._next_refresh = _REFRESH
+        self._choice: list[float] = []  # seconds by rows, as decisions see them
+        self._ladders: dict[tuple[int, bool, str, int, int], list[_Rung]] = {}  # of one text
+        self._outlooks: dict[tuple[int, bool, tuple[Option, ...]], _Outlook] = {}
 
     # --- observations -----------------------------------------------------------------------------------------------
     def checked(self, rows: int, seconds: float, n_texts: int, n_tokens: int) -> None:
@@ -101,13 +134,13 @@ class Policy:
         costs = self.rows
         costs.observe(rows, seconds)
         self._n_steps += 1
-        if costs.n_measured(rows) <= 3 or not self._n_steps % _REFRESH:
-            costs.refresh()
-            self._candidates.clear()
+        if costs.n_measured(rows) <= 3 or self._n_steps >= self._refresh_at:
+            if self._n_steps >= self._refresh_at:
+                self._refresh_at = self._n_steps + self._next_refresh
+                self._next_refresh = min(2 * self._next_refresh, _SELDOM)
+            self._refresh()
         if rows == n_texts:
-            self._waited += 1
-            self._rest -= 1
-            self._earn(SHARE)
+            self.passed(1)
             return
         self._waited = 0
         plain = costs.seconds[n_texts]
@@ -115,6 +148,27 @@ class Policy:
         self._earn(gained)
         if self._trying:
             self._patience = 1.0 if gained > 0 else min(2 * self._patience, _MOST_PATIENCE)
+
+    def passed(self, n: int) -> None:
+        """Note steps without drafts."""
+        self._waited += n
+        self._earn(n * SHARE)
+
+    def measured_after(self, n_texts: int) -> int:
+        """Return after how many steps without drafts one is to be measured."""
+        return 1 if self.rows.n_measured(n_texts) < _WELL_KNOWN else _SAMPLED
+
+    def _refresh(self) -> None:
+        costs = self.rows
+        costs.refresh()
+        self._choice = [low if costs.n_measured(k) < _SURE else mean
+                        for k, (mean, low) in enumerate(zip(costs.seconds, costs.low, strict=True))]  # fmt: skip
+        self._renew()
+
+    def _renew(self) -> None:
+        self._n_news = 0
+        self._ladders.clear()
+        self._outlooks.clear()
 
     def _earn(self, steps: float) -> None:
         self.account = min(self.account + steps, _MOST)
@@ -124,12 +178,19 @@ class Policy:
         if (plain := self.rows.seconds[n_texts]) > 0:
             self.account -= min(seconds / plain, _UNUSUAL)
 
-    def looked(self, seconds: float, n_texts: int) -> None:
-        """Note the seconds that looking for drafts and deciding took."""
-        if (plain := self.rows.seconds[n_texts]) > 0:
-            steps = min(seconds / plain, 1.0)
-            self._looking += 0.2 * (steps - self._looking)
-            self.account -= min(steps, 2 * self._looking)
+    def looked(self, seconds: float, n_texts: int, n_steps: int = 1) -> int:
+        """Note the seconds that looking for drafts and deciding took in each of `n_steps` steps.
+
+        Return the number of steps to come that should not look: looking is paid from what other steps gained.
+        """
+        if (plain := self.rows.seconds[n_texts]) <= 0:
+            return 0
+        steps = min(seconds / plain, 1.0)
+        self._looking += 0.2 * (steps - self._looking)
+        self.account -= n_steps * min(steps, 2 * self._looking)
+        if self._looking > SHARE and self.account < _RESERVE:
+            return min(math.ceil((_RESERVE - self.account) / SHARE), _REST)
+        return 0
 
     def drafted(self, kind: str, n: int, seconds: float, n_texts: int) -> None:
         """Note the seconds that making drafts of up to n tokens took."""
@@ -147,120 +208,135 @@ class Policy:
         """Note how much of a draft was found, and right."""
         self.acceptance.observe(text, kind, n_asked, n_found, n_right)
         self._n_judged += 1
-        if not n_right or not self._n_judged % _KEPT:
-            self._candidates.clear()
+        self._n_news += 1 if n_right else _WRONG
+        if self._n_news >= _KEPT or self._n_judged <= _EARLY:
+            self._renew()
 
     def forget(self, text: int) -> None:
         """Drop what is known of a finished text; what it saved does not pay for the next one."""
         self.acceptance.forget(text)
         self.account = min(self.account, _START)
-        self._candidates.clear()
+        self._rest = _FIRST_REST
+        self._n_judged = 0
+        self._renew()
 
     # --- decisions --------------------------------------------------------------------------------------------------
-    @property
-    def resting(self) -> bool:
-        """Whether this step needs no decision: there should be no drafts, nor should any be looked for."""
-        return self._rest > 0 or self.account < (_RESERVE if self._looking > SHARE else 0)
-
     def decide(self, options: Sequence[Option], n_texts: int) -> Decision:
         """Choose the lengths of the drafts of a step in which `n_texts` texts, those of `options` among them, go on."""
         none = (0,) * len(options)
         self._trying = False
         if not options:
-            return Decision(none, "no draft")
+            return Decision(none, NO_DRAFT)
         if self.rows.n_measured(n_texts) < 2:
-            return Decision(none, "the time of a step without drafts is measured first")
-        base = n_texts / self.rows.seconds[n_texts]
-        hopeful = self.account > _RICH
-        key = n_texts, hopeful, tuple(options)
-        candidates = self._candidates.get(key)
-        if candidates is None:
-            candidates = self._candidates[key] = self._all(options, n_texts, hopeful)
-        if not candidates:
-            return Decision(none, "no draft")
-        best = max(candidates, key=_rate)
-        if best.rate > _MARGIN * base:
-            if best.rate < 1.5 * base and self.rows.age(n_texts) > _AGAIN:
-                return Decision(none, "the time of a step without drafts is measured again", best.rate, base)
-            if self._pays(best):
-                return Decision(best.lengths, "pays", best.rate, base)
-            payable = [c for c in candidates if c.rate > _MARGIN * base and self._pays(c)]
-            if payable:
-                best = max(payable, key=_rate)
-                return Decision(best.lengths, "shortened: recent drafts cost time", best.rate, base)
-            self._rest = 1
-            return Decision(none, "recent drafts cost time", best.rate, base)
-        tried = max(candidates, key=_promise)
-        wait = self._patience * tried.worst / (SHARE + max(self.account - _START, 0) / _EXCESS)
-        if self._waited >= wait and tried.worst <= self.account and tried.hope > 0:
+            return Decision(none, MEASURES)
+        found = self._outlook(options, n_texts, self.account > _RICH)
+        if found is None:
+            return Decision(none, NO_DRAFT)
+        account = self.account
+        if found.paying:
+            again = min(_AGAIN, _OFTEN * self.rows.n_measured(n_texts))
+            if found.rate < 1.5 * found.base and self.rows.age(n_texts) > again:
+                return Decision(none, MEASURES, found.rate, found.base)
+            for decision, worst, risk in found.paying:
+                if risk <= account and worst <= account + _OVERDRAFT:
+                    self._rest = _FIRST_REST
+                    return decision
+            return Decision(none, TOO_DEAR, found.rate, found.base, self._rest_for(self._rest))
+        wait = self._patience * found.worst / (SHARE + max(account - _START, 0) / _EXCESS)
+        if self._waited >= wait and found.worst <= account and found.promise > 0:
             self._trying = True
-            return Decision(tried.lengths, "a try", best.rate, base)
-        self._rest = max(1, min(_REST, int(wait) - self._waited))
-        return Decision(none, "does not pay", best.rate, base)
+            return Decision(found.tried, TRY, found.rate, found.base)
+        return Decision(none, DOES_NOT_PAY, found.rate, found.base, self._rest_for(int(wait) - self._waited))
 
     def value(self, option: Option, n_texts: int) -> float:
         """Return the tokens per second if this draft were the only one of a step."""
-        key = n_texts, False, (option,)
-        if key not in self._candidates:
-            self._candidates[key] = self._all((option,), n_texts, False)
-        return max((c.rate for c in self._candidates[key]), default=0.0)
+        return max((rung[0] for rung in self._rungs((option,), n_texts, False)), default=0.0)
 
-    def _pays(self, c: _Candidate) -> bool:
-        """Return whether the account can pay for these drafts."""
-        return c.risk <= self.account and c.worst <= self.account + _OVERDRAFT
+    def _rest_for(self, wanted: int) -> int:
+        """Return for how many steps a decision against drafts stands."""
+        rest = max(1, min(self._rest, wanted))
+        self._rest = min(2 * self._rest, _REST)
+        return rest
 
-    def _all(self, options: Sequence[Option], n_texts: int, hopeful: bool) -> list[_Candidate]:
-        """Return what 1, 2, ... further rows promise; they go where they are most probably right."""
-        chains = [self.acceptance.chain(o.text, o.kind, o.n_most, hopeful=hopeful) for o in options]
-        lengths = [0] * len(options)
-        tokens, rows, hoped = float(n_texts), float(n_texts), 0.0
-        plain = self.rows.seconds[n_texts]
-        if not plain:
-            return []
-        choice = [low if self.rows.n_measured(k) < _SURE else mean
-                  for k, (mean, low) in enumerate(zip(self.rows.seconds, self.rows.low, strict=True))]  # fmt: skip
+    def _outlook(self, options: Sequence[Option], n_texts: int, hopeful: bool) -> _Outlook | None:
+        """Return what is known of these drafts; None if none of them can be as long as it has to be."""
+        key = n_texts, hopeful, tuple(options)
+        found = self._outlooks.get(key)
+        if found is None:
+            rungs = self._rungs(options, n_texts, hopeful)
+            if not rungs:
+                return None
+            found = self._outlooks[key] = _Outlook(rungs, n_texts, n_texts / self.rows.seconds[n_texts])
+        return found
+
+    def _rungs(self, options: Sequence[Option], n_texts: int, hopeful: bool) -> Sequence[_Rung]:
+        """Return what 1, 2, ... further rows promise."""
+        if not self._choice or not self.rows.seconds[n_texts]:
+            return ()
+        if len(options) > 1:
+            return self._climb(options, n_texts, hopeful)
+        o = options[0]
+        key = n_texts, hopeful, o.kind, o.text, o.n_least
+        ladder = self._ladders.get(key)
+        if ladder is None:
+            ladder = self._ladders[key] = self._climb_one(replace(o, n_most=self.most_rows - n_texts), n_texts, hopeful)
+        return ladder[: max(o.n_most - o.n_least + 1, 0)]
+
+    def _climb_one(self, o: Option, n_texts: int, hopeful: bool) -> list[_Rung]:
+        """Return what drafts of one text promise, from the fewest tokens that are worth it."""
+        chain = self.acceptance.chain(o.text, o.kind, o.n_most, hopeful=hopeful)
+        choice, high, plain = self._choice, self.rows.high, self.rows.seconds[n_texts]
         repair = self._repair if self._repair >= 0 else _REPAIR * plain
-        found: list[_Candidate] = []
+        first, each, unknown = self._making_of(o.kind, plain) if o.costs else (0.0, 0.0, 0.0)
+        tokens, rows, made = float(n_texts), float(n_texts), 1.0
+        wrong = 1 - chain.right[0] if chain.right else 1.0
+        rungs: list[_Rung] = []
+        for n, (right, found) in enumerate(zip(chain.right, chain.found, strict=True), 1):
+            tokens += right
+            rows += found
+            making = first + each * made
+            made += found
+            if n >= o.n_least:
+                seconds = between(choice, rows) + making + (1 - right) * repair
+                worst = (high[n_texts + n] + first + (each + unknown) * n + repair) / plain - 1
+                rungs.append((tokens / seconds, (n,), worst, worst * wrong))
+        return rungs
+
+    def _climb(self, options: Sequence[Option], n_texts: int, hopeful: bool) -> list[_Rung]:
+        """Return what drafts of several texts promise; rows go where they are most probably right."""
+        chains = [self.acceptance.chain(o.text, o.kind, o.n_most, hopeful=hopeful) for o in options]
+        costs = {o.kind: self._making_of(o.kind, self.rows.seconds[n_texts]) for o in options if o.costs}
+        plain = self.rows.seconds[n_texts]
+        repair = self._repair if self._repair >= 0 else _REPAIR * plain
+        lengths = [0] * len(options)
+        tokens, rows = float(n_texts), float(n_texts)
+        rungs: list[_Rung] = []
         for n_rows in range(n_texts + 1, self.most_rows + 1):
-            at = max(
-                (i for i, c in enumerate(chains) if lengths[i] < len(c.right)),
-                key=lambda i: chains[i].right[lengths[i]],
-                default=-1,
-            )
+            at = max((i for i, o in enumerate(options) if lengths[i] < o.n_most),
+                     key=lambda i: chains[i].right[lengths[i]], default=-1)  # fmt: skip
             if at < 0:
                 break
             tokens += chains[at].right[lengths[at]]
             rows += chains[at].found[lengths[at]]
             lengths[at] += 1
-            hoped += _PREDICTABLE ** lengths[at]
-            if any(0 < n < o.n_least for o, n in zip(options, lengths, strict=True)):
-                continue
             used = [(o, c, n) for o, c, n in zip(options, chains, lengths, strict=True) if n]
+            if any(n < o.n_least for o, _, n in used):
+                continue
+            making = most = 0.0  # texts of a kind are drafted together
+            for kind, (first, each, unknown) in costs.items():
+                mine = [(1 + sum(c.found[: n - 1]), n) for o, c, n in used if o.kind == kind]
+                if mine:
+                    making += first + each * max(made for made, _ in mine)
+                    most += first + (each + unknown) * max(n for _, n in mine)
             wrong = 1 - min(c.right[n - 1] for _, c, n in used)
-            seconds = between(choice, rows) + self._to_make(used, plain, 0.5) + wrong * repair
-            worst = (self.rows.high[n_rows] + self._to_make(used, plain, 1.0) + repair) / plain - 1
+            worst = (self.rows.high[n_rows] + most + repair) / plain - 1
             risk = worst * (1 - min(c.right[0] for _, c, _ in used))
-            hope = hoped / n_texts - worst
-            found.append(_Candidate(tuple(lengths), tokens / seconds, worst, risk, hope))
-        return found
+            rungs.append(
+                (tokens / (between(self._choice, rows) + making + wrong * repair), tuple(lengths), worst, risk)
+            )
+        return rungs
 
-    def _to_make(self, used: Sequence[tuple[Option, Chain, int]], plain: float, share: float) -> float:
-        """Return the seconds that making these drafts takes; texts of a kind are drafted together."""
-        longest: dict[str, float] = {}
-        for o, c, n in used:
-            if o.costs:
-                longest[o.kind] = max(longest.get(o.kind, 0.0), 1 + sum(c.found[: n - 1]))
-        total = 0.0
-        for kind, length in longest.items():
-            known = self._making.get(kind)
-            total += known(length) if known else share * _UNKNOWN * length * plain
-        return total
-
-
-def _rate(c: _Candidate) -> float:
-    return c.rate
-
-
-def _promise(c: _Candidate) -> float:
-    """Return what a try may find, by its price."""
-    return c.hope / max(c.worst, SHARE)
+    def _making_of(self, kind: str, plain: float) -> tuple[float, float, float]:
+        """Return the seconds that making a draft takes: for each draft, for each token, and perhaps more for these."""
+        known = self._making.get(kind)
+        return (known.first, known.each, 0.0) if known else (0.0, _UNKNOWN / 2 * plain, _UNKNOWN / 2 * plain)

@@ -16,13 +16,14 @@ from typing import Any
 import numpy as np
 
 from ikcli.convert.config import Config
-from ikcli.convert.heads import NEXT_TOKENS, Heads, count_heads, usual_name
+from ikcli.convert.heads import NEXT_TOKENS, count_heads, usual_name
 from ikcli.convert.names import general_name, gguf_names
 from ikcli.convert.pieces import TYPES_OF, Constant, Floats, Matrix, NewRows, Order, Piece, TensorRows, Value, n_rows_of
 from ikcli.convert.quantized import Dequantized
 from ikcli.convert.source import Array, CheckpointSource
 from ikcli.errors import FormatError, UnsupportedError
 from ikcli.gguf.constants import GGMLType
+from ikcli.gguf.heads import Heads
 
 _F32_NAMES = ("ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "position_embd.weight", "token_types.weight")
 _F32_PARTS = ("_norm.weight", "ssm_conv1d", "shortconv.conv.")

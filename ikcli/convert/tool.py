@@ -12,7 +12,6 @@ from ikcli.convert.archs import architecture_of
 from ikcli.convert.build import Build, convert_tensors
 from ikcli.convert.config import Config
 from ikcli.convert.file import CheckpointFile, checkpoint_file
-from ikcli.convert.heads import Heads
 from ikcli.convert.naming import Description, describe
 from ikcli.convert.quantized import dequantized
 from ikcli.convert.sentence import pooling_type
@@ -20,6 +19,7 @@ from ikcli.convert.source import SafetensorsSource
 from ikcli.convert.vocab import read_vocabulary
 from ikcli.errors import FormatError, UnsupportedError
 from ikcli.gguf.constants import GGMLType
+from ikcli.gguf.heads import Heads
 from ikcli.gguf.overrides import apply_overrides
 from ikcli.gguf.writer import GGUFWriter, NewTensor, plan_splits
 from ikcli.models import HParams, check_tensors, find

@@ -15,7 +15,7 @@ from typing import Any
 
 from ikcli.errors import FormatError, UnsupportedError
 from ikcli.models.keys import HasShape, Keys, by_layer
-from ikcli.models.recurrent import HYBRID, KDA, SCAN, read_recurrent
+from ikcli.models.recurrent.states import HYBRID, KDA, SCAN, read_recurrent
 from ikcli.models.rope import RopeParams, read_rope
 from ikcli.models.rope_options import overrides
 from ikcli.models.windows import read_windows

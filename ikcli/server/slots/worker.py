@@ -6,6 +6,8 @@ import threading
 from collections import deque
 from dataclasses import replace
 
+import numpy as np
+
 from ikcli.engine.pipeline.driver import StageLostError
 from ikcli.engine.run.control_vectors import VectorUse
 from ikcli.engine.run.session import Session
@@ -98,6 +100,10 @@ class Worker(Steps):
         if isinstance(request, EmbeddingRequest):
             return self._embeddings.check(request, self.model.n_ctx_slot, self.model.n_vocab)
         return refused(self.session, self.model, request)
+
+    def held(self, request: GenerationRequest) -> Reused | None:
+        """Return where tokens of a prompt could come from now; None if the cache is in use for too long."""
+        return self._reuse.held(np.array(request.prompt, np.int32), self.added.of_request(request.lora))
 
     def metrics(self, *, reset: bool) -> EngineMetrics:
         """Return counters and gauges."""

@@ -25,7 +25,7 @@ MODELS = {
     "mimo2": lambda: add_heads(tiny("mimo2", context_length=2048), 2, dense=True),
 }
 PROMPTS = [np.random.default_rng(i).integers(0, 96, 30 + 20 * i).tolist() for i in range(3)]
-SPEC = {"spec_type": parse_spec_type("mtp:p_min=0")}
+SPEC = {"spec_type": parse_spec_type("mtp:p_min=0"), "spec_autotune": False}
 
 
 def written(model: MemoryModel, folder: Path) -> Path:

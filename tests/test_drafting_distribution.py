@@ -31,7 +31,7 @@ from ikcli.settings.values import parse_spec_type
 Text = tuple[int, ...]
 N_VOCAB, N_TOKENS, N_SLOTS = 96, 5, 4
 PROMPT: Text = (5, 17, 3, 17)
-SPEC = {"spec_type": parse_spec_type("mtp:p_min=0,n_max=3")}
+SPEC = {"spec_type": parse_spec_type("mtp:p_min=0,n_max=3"), "spec_autotune": False}
 CHAIN = SamplerParams(
     temperature=1.3, top_k=4, top_p=0.97, min_p=0.02, repeat_penalty=1.4, presence_penalty=0.3, frequency_penalty=0.2
 )

@@ -32,7 +32,7 @@ MODELS = {
 }
 PROMPTS = [np.random.default_rng(i).integers(0, 96, 30 + 20 * i).tolist() for i in range(3)]
 ENDLESS = SamplerParams(temperature=0, ignore_eos=True)
-SPEC: dict[str, Any] = {"spec_type": parse_spec_type("mtp:p_min=0")}
+SPEC: dict[str, Any] = {"spec_type": parse_spec_type("mtp:p_min=0"), "spec_autotune": False}
 
 
 def written(model: MemoryModel, folder: Path) -> Path:

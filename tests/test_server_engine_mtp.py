@@ -8,18 +8,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_client import Call, request, serving
+from engine_client import Call, request, serving, until
 from factories import MemoryModel, add_heads, tiny_deepseek2
 from gguf_files import write_model
 from head_models import HEAD_MODELS
 from tiers import some
 from tiny_architectures import tiny
 
-from ikcli.engine.run.mtp import Continuation, Heads
+from ikcli.engine.run.batch import Batch
+from ikcli.engine.run.mtp import Continuation, Draft, Heads
 from ikcli.engine.run.session import Session
 from ikcli.errors import IkError, UsageError
 from ikcli.sampling.params import SamplerParams
 from ikcli.server.slots.engine import Engine
+from ikcli.server.slots.worker import Worker
 from ikcli.settings.fleet import BatchConfig
 from ikcli.settings.run import RunConfig
 from ikcli.settings.server import ServerConfig
@@ -135,6 +137,56 @@ def test_long_answers(
         metrics = e.metrics()
         rejected = metrics.draft_tokens_total - metrics.draft_tokens_accepted_total
         assert metrics.draft_tokens_accepted_total > 50 * n_slots and rejected > 50 * n_slots
+
+
+def test_heads_that_are_far_behind(tmp_path: Path) -> None:
+    """Later heads run only where drafts get that far; then more rows are due than a micro-batch holds."""
+    path = written(HEAD_MODELS["mimo2"](context_length=2048), tmp_path)
+    config = RunConfig(model=path, n_ubatch=8, n_ctx=256, n_threads=1, warmup=False, server=ServerConfig(**SPEC))
+    tokens = np.array(PROMPTS[2], np.int32)
+
+    def drafted(session: Session, n: int, lengths: Sequence[int]) -> list[int]:
+        assert session.heads is not None
+        for length in lengths:
+            draft = Draft(0, tokens[: n + 1], length, 0.0, [], [])
+            session.heads.draft([draft])
+        return draft.found
+
+    with Session.open(config, n_step=8) as session:
+        for at in range(0, 40, 8):
+            session.decode(Batch.single(tokens[at : at + 8], at, logits="none"))
+        wanted = drafted(session, 40, (7,))
+    for behind in (7, 8, 9, 17):
+        with Session.open(config, n_step=8) as session:
+            for at in range(40):
+                session.decode(Batch.single(tokens[at : at + 1], at, logits="none"))
+                if at + 1 >= 40 - behind:
+                    drafted(session, at + 1, (1,))  # the first head alone
+            assert drafted(session, 40, (7,)) == wanted
+
+
+def test_a_failing_draft_ends_no_answer(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: Heads, wanted: Sequence[Continuation]) -> None:
+        raise ValueError("broken")
+
+    with serving(2, model=path, n_ctx=1024, n_ubatch=32) as e:
+        plain = list(answers(e))
+    monkeypatch.setattr(Heads, "draft", broken)
+    with serving(2, model=path, server=SPEC, n_ctx=1024, n_ubatch=32) as e:
+        assert list(answers(e)) == plain and e.state == "ready"
+
+
+def test_no_request_waits_for_an_engine_that_broke(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: Worker) -> None:
+        raise ValueError("broken")
+
+    with serving(1, model=path, n_ctx=256, n_ubatch=32) as e:
+        monkeypatch.setattr(Worker, "step", broken)
+        calls = [Call(e, request(PROMPTS[0], 4)) for _ in range(3)]
+        messages = [call.failure.message for call in calls]
+        assert messages[0] == "internal error: ValueError: broken" and all(messages)
+        until(lambda: e.load_error is not None)
+        assert e.state == "failed"
 
 
 def test_heads_do_not_run_in_stages(path: Path) -> None:

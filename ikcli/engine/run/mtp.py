@@ -246,7 +246,9 @@ class Heads:
 
     def _begin(self, w: Continuation) -> _Drafting:
         n_past = len(w.text) - 1
-        return _Drafting(w, self._at(w.seq, n_past, int(w.text[-1])), min(w.n_max, self.session.n_ctx_seq - n_past))
+        known = self._at(w.seq, n_past, int(w.text[-1]))
+        known.fed[0] = min(known.fed[0], n_past - 1)  # again, if this text was drafted for before
+        return _Drafting(w, known, min(w.n_max, self.session.n_ctx_seq - n_past))
 
     def _next(self, head: int, active: Sequence[_Drafting]) -> tuple[FloatRows, FloatRows]:
         """Return the logits after what was found so far, and the states; both are copies."""
@@ -262,6 +264,7 @@ class Heads:
             last.append(d.continued(head, piece))
         for d in active:
             self.session.sequences.room(d.wanted.seq, len(d.states))
+        last = [self._last_rows(head, piece) for piece in last]
         logits, states = [], []
         most = self.session.n_ubatch
         at = 0
@@ -275,6 +278,16 @@ class Heads:
             states.append(kept.copy())
             at += len(group)
         return np.concatenate(logits), np.concatenate(states)
+
+    def _last_rows(self, head: int, piece: Piece) -> Piece:
+        """Compute all rows but the last that fit a micro-batch, and return these; a head may be far behind."""
+        most, n = self.session.n_ubatch, len(piece.tokens)
+        ends = [*range(most, n - most, most), n - most] if n > most else []
+        for first, end in zip([0, *ends], ends, strict=False):
+            early = Piece(piece.seq, piece.pos + first, piece.tokens[first:end], piece.states[first:end])
+            self._run(head, [early], np.zeros(0, np.int64))
+        at = ends[-1] if ends else 0
+        return Piece(piece.seq, piece.pos + at, piece.tokens[at:], piece.states[at:])
 
     # --- rows -------------------------------------------------------------------------------------------------------
     def _run(self, head: int, pieces: Sequence[Piece], out_ids: npt.NDArray[np.int64]) -> tuple[FloatRows, FloatRows]:

@@ -93,15 +93,27 @@ class Engine:
                 self.state = "ready"
                 self._loaded.set()
                 if not self._closing:
-                    self._worker.run()
+                    self._serve(self._worker)
         except IkError as e:
             self._fail(e)
         except Exception as e:
-            self._fail(IkError(f"internal error while loading: {type(e).__name__}: {e}"))
+            self._fail(
+                IkError(f"internal error{'' if self._loaded.is_set() else ' while loading'}: {type(e).__name__}: {e}")
+            )
+
+    def _serve(self, worker: Worker) -> None:
+        """Let the worker run; if it ends with an error, no request waits for it."""
+        try:
+            worker.run()
+        except Exception as e:
+            self.state = "failed"
+            worker.abandon(e)
+            raise
 
     def _fail(self, error: IkError) -> None:
+        what = "the engine stopped" if self._loaded.is_set() else "unable to load model"
         self.load_error, self.state = error, "failed"
-        self._log("ERR", "load_model", "unable to load model", {"error": str(error)})
+        self._log("ERR", "load_model", what, {"error": str(error)})
         self._loaded.set()
 
     def shutdown(self, *, drain: bool) -> None:

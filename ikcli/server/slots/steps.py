@@ -34,6 +34,7 @@ from ikcli.server.slots.states import Counters, ModelInfo, model_info
 
 FloatRows = npt.NDArray[np.float32]
 Arguments = TypeVarTuple("Arguments")
+_STEPS_WITHOUT = 1000  # drafts, after one failed
 
 
 class Steps:
@@ -85,7 +86,7 @@ class Steps:
         if speculator.rest:
             speculator.rest -= 1
         else:
-            drafted = speculator.propose(ready)
+            drafted = self._propose(ready)
         self.session.apply(ready[0].added)
         start = time.perf_counter()
         try:
@@ -120,6 +121,20 @@ class Steps:
         if speculator.measures:
             n_right = sum(g.n_accepted for g in generations) - before
             speculator.checked(len(ready), n_rows, seconds, len(ready) + n_right)
+
+    def _propose(self, slots: Sequence[Slot]) -> Sequence[Slot]:
+        """Draft for slots; return those that have a draft. Where drafting fails, answers go on without."""
+        try:
+            return self._speculator.propose(slots)
+        except StageLostError:
+            raise
+        except Exception as e:
+            self._log("ERR", "speculation", f"drafting failed; {_STEPS_WITHOUT} steps go on without: {e}",
+                      {"error": type(e).__name__})  # fmt: skip
+            self._speculator.rest = _STEPS_WITHOUT
+            for slot in slots:
+                slot.draft = ()
+            return ()
 
     def _compute_alone(self, slots: Sequence[Slot], error: Exception) -> None:
         """Compute every slot alone after a failure, so that only the one at fault fails."""

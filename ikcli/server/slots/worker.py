@@ -21,7 +21,7 @@ from ikcli.server.slots.actions import Action
 from ikcli.server.slots.checkpoints import keeping, places
 from ikcli.server.slots.checks import refused
 from ikcli.server.slots.embeddings import Embeddings, EmbeddingTask
-from ikcli.server.slots.failures import engine_error
+from ikcli.server.slots.failures import engine_error, failure_of
 from ikcli.server.slots.generation import Generation, Setting
 from ikcli.server.slots.log import Logger, log_timings
 from ikcli.server.slots.messages import EmbeddingRequest, Failure, GenerationRequest
@@ -31,6 +31,8 @@ from ikcli.server.slots.slot import GENERATION, IDLE, PROMPT, Slot, Task, alike
 from ikcli.server.slots.states import EngineError, EngineMetrics, per_second
 from ikcli.server.slots.steps import Steps, ids_of
 from ikcli.server.slots.vectors import ServedVectors
+
+_SHUTTING_DOWN = Failure(503, "unavailable_error", "The server is shutting down")
 
 
 class Worker(Steps):
@@ -173,9 +175,12 @@ class Worker(Steps):
                 waiting.append(action)
         self._actions = waiting
 
-    def _close(self) -> None:
+    def abandon(self, error: Exception) -> None:
+        """Fail all open requests after `run` raised an error."""
+        self._close(failure_of(error))
+
+    def _close(self, failure: Failure = _SHUTTING_DOWN) -> None:
         """Fail all open requests."""
-        failure = Failure(503, "unavailable_error", "The server is shutting down")
         self._receive()
         for slot in self.slots:
             if slot.task is not None:

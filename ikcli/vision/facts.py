@@ -59,10 +59,10 @@ def projector_type(file: GGUFFile) -> str:
         if values.get("clip.has_audio_encoder", False) is True:
             raise UnsupportedError(f"{source}: the projector encodes audio, which is not supported")
         raise FormatError(f"{source}: the projector has no vision encoder (clip.has_vision_encoder); images need one")
-    found = values.get("clip.vision.projector_type") or values.get("clip.projector_type")
-    if not isinstance(found, str):
-        raise FormatError(f"{source}: metadata key clip.projector_type is missing or not text")
-    return found
+    for key in ("clip.vision.projector_type", "clip.projector_type"):
+        if isinstance(found := values.get(key), str) and found:
+            return found
+    raise FormatError(f"{source}: metadata key clip.projector_type is missing or not text")
 
 
 def read_facts(file: GGUFFile) -> Facts:
@@ -108,5 +108,5 @@ def _colours(values: dict[str, Any], source: str, name: str, least: float) -> tu
     except (TypeError, ValueError):
         raise FormatError(f"{source}: metadata key clip.vision.{name} must hold three numbers") from None
     if not all(least <= x < 1e3 for x in (r, g, b)):
-        raise FormatError(f"{source}: metadata key clip.vision.{name} holds {found}, which are no colours")
+        raise FormatError(f"{source}: metadata key clip.vision.{name} holds {str(found)[:80]}, which are no colours")
     return r, g, b

@@ -48,7 +48,8 @@ class Glm4v(QwenTower):
 
     def record(self, g: Graph) -> Node:
         f = self.facts
-        x = self.placed(g, self.norm(g, self.embedded(g, self.patch_matrix(), placed=False), "v.norm_embd", "rms"))
+        x = self.embedded(g, self.patch_matrix(), placed=False)
+        x = self.placed(g, self.norm(g, x, "v.norm_embd", "rms", optional=True))
         rotate = self.rope_2d(g, 10000.0)
         for il in range(f.n_layer):
             x = self.layer(g, x, il, "rms", f.act, rotate, qk_norm="rms")

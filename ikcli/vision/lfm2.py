@@ -67,6 +67,6 @@ class Lfm2Vl(Tower):
         for il in range(f.n_layer):
             x = self.layer(g, x, il, "layer", f.act)
         x = g.merge_rows(self.norm(g, x, "v.post_ln", "layer"), self.merge**2, "unshuffled")
-        x = self.norm(g, x, "mm.input_norm", "layer", 1e-5)
+        x = self.norm(g, x, "mm.input_norm", "layer", 1e-5, optional=True)
         x = self.linear(g, x, "mm.1", self.tensors.n_rows("mm.1.weight"))
         return self.linear(g, g.activate(x, "gelu_erf", "mm_act"), "mm.2", self.hp.n_embd)

@@ -58,13 +58,13 @@ class LlavaTower(Tower):
     def features(self, g: Graph) -> Node:
         """Record the tower; the result has the chosen layers of every patch side by side."""
         f = self.facts
-        x = self.norm(g, self.embedded(g, self.patch_matrix()), "v.pre_ln", "layer")
+        x = self.norm(g, self.embedded(g, self.patch_matrix()), "v.pre_ln", "layer", optional=True)
         found = []
         for il in range(max(self.layers)):
             if il in self.layers:
                 found.append(x)
             x = self.layer(g, x, il, "layer", f.act)
-        found.append(self.norm(g, x, "v.post_ln", "layer"))
+        found.append(self.norm(g, x, "v.post_ln", "layer", optional=True))
         return g.merge_rows(g.concat(found, "features"), 1, "patches")
 
     def hidden(self, g: Graph, x: Node, name: str, act: str = "gelu_erf") -> Node:
@@ -75,7 +75,7 @@ class LlavaTower(Tower):
 def _feature_layers(facts: Facts) -> list[int]:
     found: list[Any] = np.ravel(facts.metadata.get("clip.vision.feature_layer", ())).tolist()
     if any(not isinstance(x, int) or not 0 <= x <= facts.n_layer for x in found):
-        raise facts.fail(f"clip.vision.feature_layer holds {found}; the tower has {facts.n_layer} layers")
+        raise facts.fail(f"clip.vision.feature_layer holds {str(found)[:80]}; the tower has {facts.n_layer} layers")
     return sorted(set(found)) if any(found) else [facts.n_layer]
 
 

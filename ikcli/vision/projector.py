@@ -14,8 +14,10 @@ import hashlib
 import threading
 from pathlib import Path
 
+import numpy as np
+
 from ikcli.engine.run.media import Media
-from ikcli.errors import FormatError
+from ikcli.errors import FormatError, NonFiniteError
 from ikcli.gguf.reader import open_gguf
 from ikcli.models import HParams, MediaConfig
 from ikcli.vision.decode import Picture, Tile
@@ -26,11 +28,13 @@ from ikcli.vision.tower import Grid, Limits
 from ikcli.vision.types import tower_of
 
 _LARGE = 16384  # pixels of a side: more than any tower reads
+_MOST_PATCHES = 1 << 17
 
 
 class Projector:
     """An opened projector; see the module. One thread encodes at a time."""
 
+    @np.errstate(all="ignore")  # values that are not finite are found when they reach an embedding
     def __init__(self, path: Path | str, hp: HParams, n_threads: int, limits: Limits) -> None:
         file = open_gguf(path)
         self.path, self.type = str(path), projector_type(file)
@@ -44,6 +48,8 @@ class Projector:
                 f"({hp.arch}.rope.dimension_sections); use the projector of this model"
             )
         self._check_width(hp)
+        self.tensors.check_layers(facts.n_layer)
+        self._check_size()
         self.tower.extra(self.tower.grid(*self.tower.fit(facts.image_size, facts.image_size)))  # has the right shape
         self._encoder = Encoder(self.tower, self.tensors, n_threads)
         self._lock = threading.Lock()
@@ -71,6 +77,18 @@ class Projector:
                 "projector of this model"
             )
 
+    def _check_size(self) -> None:
+        """Raise FormatError if the largest image has more patches than any model reads."""
+        grid = self._largest()
+        if grid.rows * grid.cols > _MOST_PATCHES:
+            raise FormatError(
+                f"{self.path}: an image has up to {grid.rows} x {grid.cols} patches; at most {_MOST_PATCHES} are "
+                "computed: give --image-max-tokens, or check clip.vision.image_size"
+            )
+
+    def _largest(self) -> Grid:
+        return self.tower.grid(*self.tower.fit(_LARGE, _LARGE))
+
     def _fingerprint(self) -> str:
         """Return a digest of a few weights, which tells projectors of the same shape apart."""
         found = hashlib.sha256()
@@ -96,7 +114,7 @@ class Projector:
 
     def plan_bytes(self) -> int:
         """Return the bytes of work memory for the largest image; nothing is allocated."""
-        grid = self.tower.grid(*self.tower.fit(_LARGE, _LARGE))
+        grid = self._largest()
         return self._encoder.plan(grid.rows * grid.cols, grid.n_tokens).arena_bytes
 
     def pieces(self, picture: Picture) -> list[str | Tile]:
@@ -132,14 +150,21 @@ class Projector:
         return hashlib.sha256(f"{self._key}:{self.tile(picture).digest}".encode()).hexdigest()
 
     # --- use ----------------------------------------------------------------------------------------------------------
+    @np.errstate(all="ignore")
     def encode(self, picture: Picture) -> Media:
-        """Return the rows of a tile, or of a picture of one tile."""
+        """Return the rows of a tile, or of a picture of one tile; raise NonFiniteError if they are not finite."""
         tile = self.tile(picture)
         rgb = tile.rgb
         grid = self.tower.grid(rgb.shape[1], rgb.shape[0])
         with self._lock:
             rows = self.tower.arrange(self._encoder.run(self.tower.inputs(rgb)), grid)
+        if not np.isfinite(rows).all():
+            raise NonFiniteError(f"{self.path}: the embedding of the image is NaN or Inf: {self._why_not_finite()}")
         return Media(rows, self.digest(tile), grid.tokens if self.tower.sections else (0, 0), self.tower.both())
+
+    def _why_not_finite(self) -> str:
+        name = self.tensors.not_finite()
+        return f"tensor '{name}' holds such values" if name else "its values overflow in the vision tower"
 
     def close(self) -> None:
         """Stop the threads and free memory."""

@@ -7,6 +7,7 @@ import numpy as np
 from ikcli.graph import Graph, Node, Weight
 from ikcli.models import HParams
 from ikcli.vision.facts import Facts
+from ikcli.vision.positions import square_table
 from ikcli.vision.sizes import round_to_area
 from ikcli.vision.tensors import Floats, Tensors
 from ikcli.vision.tower import Grid, Indices, Ints, Limits, Tower
@@ -120,12 +121,8 @@ class Qwen3Vl(QwenTower):
 
     def extra(self, grid: Grid) -> Floats:
         """Return the table of positions, interpolated between corners that stay where they are."""
-        n = self.facts.n_embd
-        table = self.tensors.values("v.position_embd.weight").reshape(-1, n)
-        side = round(len(table) ** 0.5)
-        if side * side != len(table):
-            raise self.facts.fail(f"v.position_embd.weight has {len(table)} rows, which are no square")
-        square = table.reshape(side, side, n)
+        n, square = self.facts.n_embd, square_table(self.facts, self.tensors)
+        side = len(square)
         (r0, r1, dr), (c0, c1, dc) = (_between(side, k) for k in (grid.rows, grid.cols))
         top = square[r0][:, c0] * (1 - dc)[None, :, None] + square[r0][:, c1] * dc[None, :, None]
         low = square[r1][:, c0] * (1 - dc)[None, :, None] + square[r1][:, c1] * dc[None, :, None]

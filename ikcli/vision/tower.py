@@ -187,9 +187,9 @@ class Tower:
         b = self.tensors.vector_or_none(f"{name}.bias", n_out)
         return y if b is None else g.add(y, b, f"{label}_b")
 
-    def norm(self, g: Graph, x: Node, name: str, kind: str, eps: float = 0.0) -> Node:
-        """Record the norm `name`; x itself if the file has none."""
-        if f"{name}.weight" not in self.tensors:
+    def norm(self, g: Graph, x: Node, name: str, kind: str, eps: float = 0.0, *, optional: bool = False) -> Node:
+        """Record the norm `name`; x itself if it is `optional` and the file has none."""
+        if optional and f"{name}.weight" not in self.tensors:
             return x
         eps = eps or self.facts.eps
         w = self.tensors.vector(f"{name}.weight", x.cols)

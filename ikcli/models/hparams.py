@@ -15,7 +15,7 @@ from typing import Any
 
 from ikcli.errors import FormatError, UnsupportedError
 from ikcli.models.keys import HasShape, Keys, by_layer
-from ikcli.models.recurrent import HYBRID, KDA, SCAN, read_recurrent
+from ikcli.models.recurrent.states import HYBRID, KDA, SCAN, read_recurrent
 from ikcli.models.rope import RopeParams, read_rope
 from ikcli.models.rope_options import overrides
 from ikcli.models.windows import read_windows
@@ -48,10 +48,10 @@ _NOT_NORMALISED = (
 """Weights of experts where files do not say; most architectures always normalise, and their files do not say so."""
 _LAYER_NORM = (
     "bloom", "codeshell", "cohere2", "command-r", "dbrx", "falcon", "gpt2", "gptneox", "jais2", "mpt", "nemotron",
-    "olmo", "orion", "phi2", "stablelm", "starcoder", "starcoder2", "bert", "jina-bert-v2", "nomic-bert",
+    "olmo", "orion", "phi2", "stablelm", "starcoder", "starcoder2", "bert", "jina-bert-v2", "modern-bert", "nomic-bert",
 )  # fmt: skip
 BITNET = ("bitnet", "bitnet-25", "bitnet-b1.58")
-ENCODERS = ("bert", "jina-bert-v2", "nomic-bert")
+ENCODERS = ("bert", "eurobert", "gemma-embedding", "jina-bert-v2", "llama-embed", "modern-bert", "nomic-bert")
 """Attention in both directions, no next token."""
 _RMS_KEY = "attention.layer_norm_rms_epsilon"
 _LAYER_KEY = "attention.layer_norm_epsilon"
@@ -107,7 +107,7 @@ class HParams:
     n_expert_groups_used: int = 1
     q_lora_rank: int = 0
     kv_lora_rank: int = 0
-    window: int = 0  # positions that a query sees, itself included; 0: all
+    window: int = 0  # positions that a query sees, itself included, in encoders on either side; 0: all
     chunk: int = 0  # a query sees those of its chunk of so many positions; 0: all
     attn_softcap: float = 0.0
     final_softcap: float = 0.0
@@ -427,8 +427,12 @@ def _encoder(keys: Keys, values: dict[str, Any], tensors: Mapping[str, HasShape]
     n_types = 0 if types is None else types.shape[1] if len(types.shape) > 1 else 1
     ranks = any(name.startswith("cls.") for name in tensors) and n_types > 1
     sep = keys.metadata.get("tokenizer.ggml.seperator_token_id") if ranks else None
+    act = keys.raw("hidden_act", "gelu")
+    if keys.arch == "modern-bert" and act not in ("gelu", "silu"):
+        raise UnsupportedError(f"{keys.source}: {keys.name('hidden_act')} is {act}; known are gelu and silu")
     return {
         "causal": False,
+        "act": act,
         "n_positions": values["n_ctx_train"] if keys.arch == "bert" else 0,
         "n_token_types": n_types,
         "separator": -1 if sep is None else int(sep),

@@ -73,6 +73,7 @@ TABLE: dict[str, Plain] = {
     "dots1": _NORMED,
     "ernie4_5": _PAIRS,
     "ernie4_5-moe": _PAIRS,
+    "eurobert": Plain(),
     "gemma": Plain(act=Glu("gelu")),
     "exaone-moe": Plain(bias=False, qk_norm=True),
     "glm4moe": Plain(qk_norm=None, ffn_norm="post_attention_norm"),

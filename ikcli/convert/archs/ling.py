@@ -7,7 +7,7 @@ import numpy as np
 from ikcli.convert import build as b
 from ikcli.convert import keys as k
 from ikcli.convert.archs.deepseek import mla_keys, split_kv_b
-from ikcli.convert.archs.kimi import conv, decay
+from ikcli.convert.archs.recurrent.kimi import conv, decay
 
 
 def _gate(m: b.Build, found: b.Found) -> None:

@@ -211,7 +211,7 @@ class Disk:
                 places = (c.n_tokens for c in job.content.checkpoints) if job.adds else ()
                 self._reports.put(Report(job, failed=True, places=frozenset(places)))
                 continue
-            if job.content.n_bytes >= self._failed_bytes:  # less may fit a full disk, which is no news
+            if job.content.n_bytes >= self._failed_bytes:  # less may still fit a full disk
                 self._failed, self._failed_bytes = "", 0
             self._total += size
             self._n_written += 1

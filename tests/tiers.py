@@ -35,7 +35,7 @@ assert {*TINY, *WINDOWED} >= ARCHITECTURES
 CACHES = [T.F16, T.Q8_0]
 SAME_CACHES = [(T.F16, T.F16), (T.Q8_0, T.Q8_0)]
 
-# One encoder per way of searching runs by default: Q4_0 and Q8_0, Q4_K, IQ2_XXS, IQ4_KS, the ternary ones. The search of
+# One encoder per way of searching runs by default: Q4_0, Q8_0, Q4_K, IQ2_XXS, IQ4_KS, ternary ones. The search of
 # every other type is compiled for it alone.
 OTHER_ENCODERS = {T.Q4_1, T.Q5_0, T.Q5_1, T.Q6_0, T.IQ4_NL, T.IQ4_NL_R4, T.MXFP4, T.Q8_KV, T.Q8_KV_R8,
                   T.Q2_K, T.Q2_K_R4, T.Q3_K, T.Q5_K, T.Q6_K, T.IQ4_XS, T.IQ4_XS_R8,

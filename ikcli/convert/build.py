@@ -91,7 +91,9 @@ class Build:
     @property
     def n_layer(self) -> int:
         """Return the number of layers, without those for further tokens."""
-        return self.config.integer("num_hidden_layers", "n_layers", "n_layer", "num_layers", least=1)
+        return self.config.integer(
+            "num_hidden_layers", "n_layers", "n_layer", "num_layers", "num_transformer_layers", least=1
+        )
 
     def count_heads(self) -> None:
         """Count the layers for further tokens that the file gets."""

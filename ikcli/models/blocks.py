@@ -13,7 +13,7 @@ from ikcli.graph import Graph, HeadSlice, Node, Per, Rows, Weight
 from ikcli.graph.activations import SILU, Glu
 from ikcli.models import alibi
 from ikcli.models.config import GraphConfig
-from ikcli.models.hparams import HParams
+from ikcli.models.hparams import HParams, Xielu
 from ikcli.models.rope import RopeParams, inverse_frequencies, magnitude
 from ikcli.models.tensors import LayerWeights, Weights
 
@@ -481,10 +481,26 @@ def fused_dense_ffn(
     return linear(g, layer.ffn_down, layer.get("ffn_down_bias"), g.swiglu(gate, up, "ffn_gate_par", act), name)
 
 
-def mlp(g: Graph, x: Node, layer: LayerWeights, kind: str = "gelu", name: str = "ffn_out", suffix: str = "") -> Node:
-    """Record a feed-forward part without gate: down(act(up x)); suffix "_shexp" for the shared expert."""
+def mlp(
+    g: Graph,
+    x: Node,
+    layer: LayerWeights,
+    kind: str = "gelu",
+    name: str = "ffn_out",
+    suffix: str = "",
+    xielu: Xielu | None = None,
+) -> Node:
+    """Record a feed-forward part without gate: down(act(up x)); suffix "_shexp" for the shared expert.
+
+    With `xielu` the activation is that one, in place of `kind`.
+    """
     up = linear(g, getattr(layer, f"ffn_up{suffix}"), layer.get(f"ffn_up{suffix}_bias"), x, f"ffn_up{suffix}")
-    act = g.activate(up, kind, f"ffn_{kind}{suffix}")
+    if xielu is not None:
+        act = g.scale(g.activate(up, "relu_sqr", "ffn_squared"), xielu.squared, "ffn_squared_scaled")
+        rest = g.scale(g.activate(up, "elu_rest", "ffn_rest"), xielu.exponential, "ffn_rest_scaled")
+        act = g.add(g.scale(up, xielu.linear, "ffn_linear"), g.add(rest, act, "ffn_curved"), "ffn_xielu")
+    else:
+        act = g.activate(up, kind, f"ffn_{kind}{suffix}")
     return linear(g, getattr(layer, f"ffn_down{suffix}"), layer.get(f"ffn_down{suffix}_bias"), act, name)
 
 

@@ -38,6 +38,7 @@ from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import open_gguf
 from ikcli.graph import Graph, Weight
 from ikcli.models import GraphConfig, Outputs
+from ikcli.models.t5 import bucket
 from ikcli.quant.imatrix_file import read_imatrix
 from ikcli.quant.quantizer import run
 from ikcli.quant.recipes import RecipeOptions
@@ -52,9 +53,10 @@ ANSWERS: dict[str, Any] = json.loads((Path(__file__).parent / "data" / "encoder_
 MODELS = {model["name"]: model for model in ANSWERS["models"]}
 TOKENS: list[int] = ANSWERS["tokens"]
 ARCHITECTURES = ("bert", "jina-bert-v2", "nomic-bert")
-LATER = ("eurobert", "gemma-embedding", "modern-bert")
-SLOW = pytest.mark.slow("compiles attention kernels with windows on both sides")
+LATER = ("eurobert", "gemma-embedding", "modern-bert", "t5encoder")
+SLOW = pytest.mark.slow("compiles attention kernels with windows on both sides, or with biases")
 WINDOWS = ("embedding-gemma", "modern-bert")
+BIASES = ("t5", "umt5")
 
 
 def drawn(name: str, shape: Sequence[int]) -> np.ndarray:
@@ -110,7 +112,7 @@ def stored(path: Path) -> dict[str, np.ndarray]:
 
 
 # --- against torch ------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", [pytest.param(n, marks=SLOW) if n.startswith(WINDOWS) else n for n in MODELS])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=SLOW) if n.startswith(WINDOWS + BIASES) else n for n in MODELS])
 def test_a_converted_checkpoint_gives_the_vectors_of_torch(name: str, tmp_path: Path) -> None:
     pooling = Pooling.RANK if "reranker" in name else Pooling.MEAN
     with opened(converted(name, tmp_path)) as session:
@@ -121,7 +123,9 @@ def test_a_converted_checkpoint_gives_the_vectors_of_torch(name: str, tmp_path: 
         np.testing.assert_allclose(rows[0, columns], wanted, atol=3e-6, rtol=1e-6 if pooling is Pooling.MEAN else 1e-5)
 
 
-@pytest.mark.parametrize("name", ["bert", "nomic-bert-hub", "jina-bert-v2-code", "embedding-gemma", "modern-bert"])
+@pytest.mark.parametrize(
+    "name", ["bert", "nomic-bert-hub", "jina-bert-v2-code", "embedding-gemma", "modern-bert", "t5-encoder"]
+)
 def test_the_reference_computes_them_too(name: str, tmp_path: Path) -> None:
     session = ReferenceSession(converted(name, tmp_path), GraphConfig(n_ctx=64, outputs=Outputs.EMBEDDINGS))
     mean = session.decode(Batch.single(TOKENS, logits="all")).mean(axis=0)
@@ -147,6 +151,12 @@ def test_keys_and_names_are_those_of_other_converters(tmp_path: Path) -> None:
     assert ranker.metadata["bert.pooling_type"] == 4 and ranker.tensors["cls.output.weight"].shape == (64, 1)
     hub = open_gguf(converted("nomic-bert-hub", tmp_path / "hub"))
     assert hub.metadata["nomic-bert.context_length"] == 2048  # the checkpoint says 8192
+
+
+def test_distances_of_t5_in_buckets() -> None:
+    """As in T5: single distances up to 8, then wider and wider ones up to 128, those after a token in the other half."""
+    wanted = {0: 0, -1: 1, -7: 7, -8: 8, -11: 8, -12: 9, -50: 13, -91: 15, -128: 15, 1: 17, 7: 23, 8: 24, 127: 31}
+    assert {distance: bucket(distance, 32) for distance in wanted} == wanted
 
 
 def test_modules_of_sentence_transformers(tmp_path: Path) -> None:

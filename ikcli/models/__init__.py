@@ -125,6 +125,7 @@ ARCHITECTURES: dict[str, str] = {
     "starcoder": "ikcli.models.gpt2",
     "starcoder2": "ikcli.models.gpt2",
     "step35": "ikcli.models.step35",
+    "t5encoder": "ikcli.models.t5",
     "xverse": "ikcli.models.llama",
 }
 

@@ -53,7 +53,16 @@ _LAYER_NORM = (
     "nomic-bert",
 )  # fmt: skip
 BITNET = ("bitnet", "bitnet-25", "bitnet-b1.58")
-ENCODERS = ("bert", "eurobert", "gemma-embedding", "jina-bert-v2", "llama-embed", "modern-bert", "nomic-bert")
+ENCODERS = (
+    "bert",
+    "eurobert",
+    "gemma-embedding",
+    "jina-bert-v2",
+    "llama-embed",
+    "modern-bert",
+    "nomic-bert",
+    "t5encoder",
+)
 """Attention in both directions, no next token."""
 _RMS_KEY = "attention.layer_norm_rms_epsilon"
 _LAYER_KEY = "attention.layer_norm_epsilon"
@@ -136,6 +145,7 @@ class HParams:
     parallel: bool = False  # attention and feed-forward part are side by side
     causal: bool = True  # a token sees those before it only; False: encoders, which have no next token and no cache
     n_positions: int = 0  # of encoders: positions that are embedded; 0: any number
+    n_buckets: int = 0  # of distances, each with a bias of scores
     n_token_types: int = 0  # parts of a text that have embeddings
     separator: int = -1  # token between the parts, where a model tells them apart
     is_moe: bool = True  # has experts, where the model has any
@@ -464,6 +474,8 @@ def _encoder(keys: Keys, values: dict[str, Any], tensors: Mapping[str, HasShape]
     return {
         "causal": False,
         "act": act,
+        "attention_scale": 1.0 if keys.arch == "t5encoder" else 0.0,
+        "n_buckets": keys.integer("attention.relative_buckets_count", least=4) if keys.arch == "t5encoder" else 0,
         "n_positions": values["n_ctx_train"] if keys.arch == "bert" else 0,
         "n_token_types": n_types,
         "separator": -1 if sep is None else int(sep),

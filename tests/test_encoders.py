@@ -154,7 +154,7 @@ def test_keys_and_names_are_those_of_other_converters(tmp_path: Path) -> None:
 
 
 def test_distances_of_t5_in_buckets() -> None:
-    """As in T5: single distances up to 8, then wider and wider ones up to 128, those after a token in the other half."""
+    """As in T5: single distances up to 8, then wider ones up to 128; those after a token are in the other half."""
     wanted = {0: 0, -1: 1, -7: 7, -8: 8, -11: 8, -12: 9, -50: 13, -91: 15, -128: 15, 1: 17, 7: 23, 8: 24, 127: 31}
     assert {distance: bucket(distance, 32) for distance in wanted} == wanted
 
@@ -245,8 +245,9 @@ def test_side_by_side_is_as_alone_and_as_the_reference(arch: str, tmp_path: Path
     for text, a, b, c in zip(texts, together, alone, first, strict=True):
         wanted = reference.decode(Batch.single(text, logits="all"))
         reference.clear()
-        assert np.abs(a - wanted).max() < 1e-4 * wanted.std() and np.abs(b - wanted).max() < 1e-4 * wanted.std()
-        np.testing.assert_allclose(c[0], wanted[0], atol=1e-4 * wanted.std())
+        most = (2e-4 if arch == "t5encoder" else 1e-4) * wanted.std()  # scores that are not scaled are sharp
+        assert np.abs(a - wanted).max() < most and np.abs(b - wanted).max() < most
+        np.testing.assert_allclose(c[0], wanted[0], atol=most)
 
 
 def test_later_tokens_change_earlier_states(tmp_path: Path) -> None:

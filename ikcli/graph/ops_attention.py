@@ -72,8 +72,9 @@ class Attention(Op):
     the micro-batch, so sources that are nodes have a row per token. `slopes`: scores lose slope times distance, one
     slope per head (none: off). `ranged`: queries also see the range of positions that comes with their token
     (`MicroBatch.ranges`), an image's in a text.
-    `biases`: scores gain a number by the distance from the query's position to the key's, per head one for each of -n to
-    n; the outer ones serve beyond (none: off). `half`: rows of k and of v that are nodes need no more precision than a cache of float16 has.
+    `biases`: scores gain a number by the distance from the query's position to the key's, per head one for each of -n
+    to n; the outer ones serve beyond (none: off). `half`: rows of k and of v that are nodes need no more precision than
+    a cache of float16 has.
     """
 
     q: tuple[HeadSlice, ...]

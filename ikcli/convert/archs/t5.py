@@ -50,7 +50,8 @@ T5: b.Table = {
     "encoder.embed_tokens": _embeddings,
     "encoder.final_layer_norm": "enc.output_norm",
     "encoder.block.*.layer.#.layer_norm": _norm,
-} | {f"encoder.block.*.layer.#.{old}": f"enc.blk.*.{new}" for old, new in _PARTS.items()}
+    **{f"encoder.block.*.layer.#.{old}": f"enc.blk.*.{new}" for old, new in _PARTS.items()},
+}
 
 ARCHITECTURES = (
     b.Architecture(

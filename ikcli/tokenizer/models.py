@@ -3,8 +3,9 @@
 Results equal those of src/llama-vocab.cpp; WordPiece follows BERT's own code where the two differ. One idea makes the
 models fast: a fragment consists of short pieces that cannot influence each other, and pieces repeat, so their ids are
 cached.
-BPE merges and unigram models run in the `tokenizers` library (imported on first use). SPM merges by score need ties between equal scores
-and between different splits of one token decided by position, which merge ranks cannot express; they run here.
+BPE merges and unigram models run in the `tokenizers` library (imported on first use). SPM merges by score need ties
+between equal scores and between different splits of one token decided by position, which merge ranks cannot express;
+they run here.
 """
 
 from __future__ import annotations
@@ -248,7 +249,7 @@ def _plain(text: str) -> bool:
 class UgmModel:
     """Unigram: characters are normalized, and a word becomes the tokens whose scores add up to most.
 
-    Words begin with an escaped space, and no token of the vocabulary reaches across one, or whole texts are cut at once.
+    Words begin with an escaped space. If a token of the vocabulary reaches across one, whole texts are cut at once.
     """
 
     def __init__(self, vocab: Vocab) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
@@ -53,7 +54,7 @@ ANSWERS: dict[str, Any] = json.loads((Path(__file__).parent / "data" / "encoder_
 MODELS = {model["name"]: model for model in ANSWERS["models"]}
 TOKENS: list[int] = ANSWERS["tokens"]
 ARCHITECTURES = ("bert", "jina-bert-v2", "nomic-bert")
-LATER = ("eurobert", "gemma-embedding", "modern-bert", "t5encoder")
+LATER = ("eurobert", "gemma-embedding", "modern-bert", "nomic-bert-moe", "t5encoder")
 SLOW = pytest.mark.slow("compiles attention kernels with windows on both sides, or with biases")
 WINDOWS = ("embedding-gemma", "modern-bert")
 BIASES = ("t5", "umt5")
@@ -151,6 +152,48 @@ def test_keys_and_names_are_those_of_other_converters(tmp_path: Path) -> None:
     assert ranker.metadata["bert.pooling_type"] == 4 and ranker.tensors["cls.output.weight"].shape == (64, 1)
     hub = open_gguf(converted("nomic-bert-hub", tmp_path / "hub"))
     assert hub.metadata["nomic-bert.context_length"] == 2048  # the checkpoint says 8192
+
+
+def test_nomic_with_experts(tmp_path: Path) -> None:
+    """The matrices of experts come below each other; the reference equals the formula, for one token alone."""
+    config = {"architectures": ["NomicBertModel"], "model_type": "nomic_bert", "n_embd": 64, "n_head": 4, "n_inner": 96,
+              "n_layer": 2, "n_positions": 128, "vocab_size": 320, "type_vocab_size": 1, "activation_function": "gelu",
+              "layer_norm_epsilon": 1e-5, "moe_every_n_layers": 2, "num_experts": 4, "moe_top_k": 2,
+              "qkv_proj_bias": True, "mlp_fc1_bias": True, "mlp_fc2_bias": True, "rotary_emb_base": 10000}  # fmt: skip
+    shapes: dict[str, tuple[int, ...]] = {"embeddings.word_embeddings.weight": (320, 64)}
+    shapes |= {"embeddings.token_type_embeddings.weight": (1, 64), "emb_ln.weight": (64,), "emb_ln.bias": (64,)}
+    for il in range(2):
+        own = {"attn.Wqkv": (192, 64), "attn.out_proj": (64, 64), "norm1": (64,), "norm2": (64,)}
+        own |= {"mlp.fc1": (96, 64), "mlp.fc2": (64, 96)} if il == 0 else {}
+        for name, shape in own.items():
+            shapes[f"encoder.layers.{il}.{name}.weight"] = shape
+            shapes[f"encoder.layers.{il}.{name}.bias"] = shape[:1]
+    moe = "encoder.layers.1.mlp"
+    shapes |= {
+        f"{moe}.experts.mlp.w1": (384, 64),
+        f"{moe}.experts.mlp.w2": (384, 64),
+        f"{moe}.router.layer.weight": (4, 64),
+    }
+    values = {n: drawn(n, s) for n, s in shapes.items()} | {f"{moe}.experts.bias": np.zeros(64, np.float32)}
+    found = open_checkpoint(write_checkpoint(tmp_path, config, values))
+    assert found.file.metadata["general.architecture"] == "nomic-bert-moe" and not found.notes
+    assert found.file.tensors["blk.1.ffn_down_exps.weight"].shape == (96, 64, 4)
+    seen: dict[str, np.ndarray] = {}
+    session = ReferenceSession(
+        found.file,
+        GraphConfig(n_ctx=64, outputs=Outputs.EMBEDDINGS),
+        observe=lambda node, x: seen.update({node.name: x}),
+    )
+    session.decode(Batch.single([7], logits="all"))
+    x = seen["attn_output_norm-1"][0].astype(np.float64)
+    scores = np.exp(values[f"{moe}.router.layer.weight"] @ x)
+    scores /= scores.sum()
+    wanted = np.zeros(64)
+    for e in np.argsort(scores)[-2:]:
+        up, down = (values[f"{moe}.experts.mlp.{n}"].reshape(4, 96, 64)[e] for n in ("w1", "w2"))
+        h = up @ x
+        wanted += scores[e] * ((h * 0.5 * (1 + np.vectorize(math.erf)(h / math.sqrt(2)))) @ down)
+    np.testing.assert_allclose(seen["ffn_moe_out-1"][0], wanted, atol=1e-5)
 
 
 def test_distances_of_t5_in_buckets() -> None:

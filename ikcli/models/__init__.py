@@ -97,6 +97,7 @@ ARCHITECTURES: dict[str, str] = {
     "nemotron_h_moe": "ikcli.models.recurrent.mamba2",
     "muse-glimmer": "ikcli.models.muse_glimmer",
     "nomic-bert": "ikcli.models.bert",
+    "nomic-bert-moe": "ikcli.models.bert",
     "olmo": "ikcli.models.olmo",
     "olmo2": "ikcli.models.olmo2",
     "olmoe": "ikcli.models.plain",

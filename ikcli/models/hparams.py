@@ -44,13 +44,13 @@ _SIGMOID = (
 """Gating of files that do not say."""
 _NOT_NORMALISED = (
     "bailingmoe", "bailingmoe2", "cohere2_moe", "deepseek", "deepseek2", "deepseek32", "jamba", "laguna", "llama4",
-    "minimax-m3", "olmoe", "qwen2moe", "step35",
+    "minimax-m3", "nomic-bert-moe", "olmoe", "qwen2moe", "step35",
 )  # fmt: skip
 """Weights of experts where files do not say; most architectures always normalise, and their files do not say so."""
 _LAYER_NORM = (
     "bloom", "codeshell", "cohere2", "command-r", "dbrx", "falcon", "gpt2", "gptneox", "jais", "jais2", "mpt",
     "nemotron", "olmo", "orion", "phi2", "stablelm", "starcoder", "starcoder2", "bert", "jina-bert-v2", "modern-bert",
-    "nomic-bert",
+    "nomic-bert", "nomic-bert-moe",
 )  # fmt: skip
 BITNET = ("bitnet", "bitnet-25", "bitnet-b1.58")
 ENCODERS = (
@@ -61,6 +61,7 @@ ENCODERS = (
     "llama-embed",
     "modern-bert",
     "nomic-bert",
+    "nomic-bert-moe",
     "t5encoder",
 )
 """Attention in both directions, no next token."""
@@ -210,6 +211,9 @@ class HParams:
         values |= _widths(keys, tensors)
         if arch in _WHERE_ROUTED and tensors:
             values["is_moe"] = tuple(f"blk.{il}.ffn_gate_inp.weight" in tensors for il in range(values["n_layer"]))
+        if arch == "nomic-bert-moe":
+            every = keys.integer("moe_every_n_layers", least=1)
+            values["is_moe"] = tuple(every == 1 or il % every == 1 for il in range(values["n_layer"]))
         if further:
             routed = [f"blk.{il}.ffn_gate_inp.weight" in tensors or not tensors for il in range(n_main, n_layer)]
             values["is_moe"] = by_layer(values.get("is_moe", True), n_layer)[:n_main] + tuple(routed)

@@ -54,6 +54,19 @@ def test_shapes_of_heads(n_head: int, n_head_kv: int, width: int, v_width: int) 
     check(whole_texts(n_head, n_head_kv, width, tokens=64, v_width=v_width, slopes=SLOPES[n_head]), texts(33, 4), 1)
 
 
+@pytest.mark.slow("compiles attention kernels with biases")
+@pytest.mark.parametrize("most", [0, 3, 128])
+def test_biases_of_distances(most: int, rng: np.random.Generator) -> None:
+    biases = tuple(map(tuple, rng.normal(0, 2, (4, 2 * most + 1)).tolist()))
+    for n in (1, 15, 17, 128, 129, 300):
+        check(whole_texts(4, 4, 32, tokens=512, biases=biases), texts(n), 2)
+    check(whole_texts(4, 4, 24, tokens=400, biases=biases), texts(3, 40, 1, 17, 130, 2), 3)
+    for lengths in ((8,), (3, 5), (1, 1, 6)):
+        check(whole_texts(4, 4, 32, tokens=8, biases=biases), texts(*lengths), 2)
+    with pytest.raises(ValueError, match="every head"):
+        whole_texts(4, 2, 32, tokens=8, biases=biases)
+
+
 @pytest.mark.slow("compiles attention kernels with windows on both sides")
 @pytest.mark.parametrize("window", [1, 5, 64, 200])
 def test_windows_on_both_sides(window: int) -> None:

@@ -97,6 +97,7 @@ ARCHITECTURES: dict[str, str] = {
     "nemotron_h_moe": "ikcli.models.recurrent.mamba2",
     "muse-glimmer": "ikcli.models.muse_glimmer",
     "nomic-bert": "ikcli.models.bert",
+    "nomic-bert-moe": "ikcli.models.bert",
     "olmo": "ikcli.models.olmo",
     "olmo2": "ikcli.models.olmo2",
     "olmoe": "ikcli.models.plain",
@@ -125,6 +126,7 @@ ARCHITECTURES: dict[str, str] = {
     "starcoder": "ikcli.models.gpt2",
     "starcoder2": "ikcli.models.gpt2",
     "step35": "ikcli.models.step35",
+    "t5encoder": "ikcli.models.t5",
     "xverse": "ikcli.models.llama",
 }
 

@@ -277,7 +277,7 @@ def attended(
     """
     if not hp.causal:
         assert kv is not None
-        return _attend_all(g, hp, q, *kv)
+        return attend_all(g, hp, q, *kv)
     if cfg.k_hadamard:
         q = g.hadamard(q, hp.n_head, hp.head_dim_k, "Qcur_hadamard")
     scale, width = hp.attention_scale or 1.0 / math.sqrt(hp.head_dim_k), hp.head_dim_k
@@ -320,8 +320,8 @@ def attended(
     return kqv
 
 
-def _attend_all(g: Graph, hp: HParams, q: Node, k: Node, v: Node) -> Node:
-    """Attend in both directions, over the keys and values of the micro-batch."""
+def attend_all(g: Graph, hp: HParams, q: Node, k: Node, v: Node, biases: tuple[tuple[float, ...], ...] = ()) -> Node:
+    """Attend in both directions, over the keys and values of the micro-batch; `biases`: see `Attention`."""
     d, d_v = hp.head_dim_k, hp.head_dim_v
     return g.attention(
         [HeadSlice(q, 0, d, d)],
@@ -334,6 +334,7 @@ def _attend_all(g: Graph, hp: HParams, q: Node, k: Node, v: Node) -> Node:
         flash=True,  # it is exact, and nothing of it is kept
         window=hp.window,
         both=True,
+        biases=biases,
         slopes=alibi.slopes(hp.n_head, hp.max_alibi_bias) if hp.max_alibi_bias else (),
     )
 

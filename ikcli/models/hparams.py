@@ -44,16 +44,26 @@ _SIGMOID = (
 """Gating of files that do not say."""
 _NOT_NORMALISED = (
     "bailingmoe", "bailingmoe2", "cohere2_moe", "deepseek", "deepseek2", "deepseek32", "jamba", "laguna", "llama4",
-    "minimax-m3", "olmoe", "qwen2moe", "step35",
+    "minimax-m3", "nomic-bert-moe", "olmoe", "qwen2moe", "step35",
 )  # fmt: skip
 """Weights of experts where files do not say; most architectures always normalise, and their files do not say so."""
 _LAYER_NORM = (
     "bloom", "codeshell", "cohere2", "command-r", "dbrx", "falcon", "gpt2", "gptneox", "jais", "jais2", "mpt",
     "nemotron", "olmo", "orion", "phi2", "stablelm", "starcoder", "starcoder2", "bert", "jina-bert-v2", "modern-bert",
-    "nomic-bert",
+    "nomic-bert", "nomic-bert-moe",
 )  # fmt: skip
 BITNET = ("bitnet", "bitnet-25", "bitnet-b1.58")
-ENCODERS = ("bert", "eurobert", "gemma-embedding", "jina-bert-v2", "llama-embed", "modern-bert", "nomic-bert")
+ENCODERS = (
+    "bert",
+    "eurobert",
+    "gemma-embedding",
+    "jina-bert-v2",
+    "llama-embed",
+    "modern-bert",
+    "nomic-bert",
+    "nomic-bert-moe",
+    "t5encoder",
+)
 """Attention in both directions, no next token."""
 _RMS_KEY = "attention.layer_norm_rms_epsilon"
 _LAYER_KEY = "attention.layer_norm_epsilon"
@@ -136,6 +146,7 @@ class HParams:
     parallel: bool = False  # attention and feed-forward part are side by side
     causal: bool = True  # a token sees those before it only; False: encoders, which have no next token and no cache
     n_positions: int = 0  # of encoders: positions that are embedded; 0: any number
+    n_buckets: int = 0  # of distances, each with a bias of scores
     n_token_types: int = 0  # parts of a text that have embeddings
     separator: int = -1  # token between the parts, where a model tells them apart
     is_moe: bool = True  # has experts, where the model has any
@@ -200,6 +211,9 @@ class HParams:
         values |= _widths(keys, tensors)
         if arch in _WHERE_ROUTED and tensors:
             values["is_moe"] = tuple(f"blk.{il}.ffn_gate_inp.weight" in tensors for il in range(values["n_layer"]))
+        if arch == "nomic-bert-moe":
+            every = keys.integer("moe_every_n_layers", least=1)
+            values["is_moe"] = tuple(every == 1 or il % every == 1 for il in range(values["n_layer"]))
         if further:
             routed = [f"blk.{il}.ffn_gate_inp.weight" in tensors or not tensors for il in range(n_main, n_layer)]
             values["is_moe"] = by_layer(values.get("is_moe", True), n_layer)[:n_main] + tuple(routed)
@@ -464,6 +478,8 @@ def _encoder(keys: Keys, values: dict[str, Any], tensors: Mapping[str, HasShape]
     return {
         "causal": False,
         "act": act,
+        "attention_scale": 1.0 if keys.arch == "t5encoder" else 0.0,
+        "n_buckets": keys.integer("attention.relative_buckets_count", least=4) if keys.arch == "t5encoder" else 0,
         "n_positions": values["n_ctx_train"] if keys.arch == "bert" else 0,
         "n_token_types": n_types,
         "separator": -1 if sep is None else int(sep),

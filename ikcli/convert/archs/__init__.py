@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from importlib import import_module
 
+from ikcli.convert.archs.bert import NOMIC_WITH_EXPERTS
 from ikcli.convert.build import Architecture
 from ikcli.convert.config import Config
 from ikcli.errors import UnsupportedError
@@ -12,7 +13,7 @@ from ikcli.errors import UnsupportedError
 _FAMILIES = (
     "afmoe apertus arctic baichuan bert bitnet bloom cohere dbrx deepseek dots ernie exaone falcon gemma glm gpt2 "
     "gpt_oss gptneox granite grok hunyuan internlm laguna ling llama llama4 mellum mimo minimax mpt muse nemotron olmo "
-    "phi plamo qwen refact stablelm starcoder step"
+    "phi plamo qwen refact stablelm starcoder step t5"
 )
 """The files of this folder, each with the records of a model family."""
 
@@ -47,6 +48,8 @@ def architecture_of(config: Config) -> Architecture:
     if config.model_type in _BY_TYPE:
         return by_class()[_BY_TYPE[config.model_type]]
     for name in config.classes:
+        if name == "NomicBertModel" and config.raw.get("moe_every_n_layers"):
+            name = NOMIC_WITH_EXPERTS
         if name in by_class():
             return by_class()[name]
         if name in _ELSEWHERE:

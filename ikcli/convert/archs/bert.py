@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from ikcli.convert import build as b
 from ikcli.convert import keys as k
+from ikcli.convert.pieces import Matrix, TensorRows, turn
 from ikcli.convert.rope import read_rope
 
+NOMIC_WITH_EXPERTS = "NomicBertModel with experts"
+"""nomic-embed-text 2 has the class of version 1."""
 _RANK = 4  # the pooling type of rerankers
 _TRAINED = 2048  # context of nomic-bert in training; checkpoints state a longer one
 _HARMLESS = frozenset(
@@ -94,6 +99,59 @@ def _nomic(m: b.Build) -> None:
     c.ignore("head_dim")
     for key in ("max_trained_positions", "rotary_scaling_factor"):  # they concern positions beyond training
         c.given(key)
+
+
+def _nomic_moe(m: b.Build) -> None:
+    """Write the keys of nomic-embed-text 2: GELU without gate, biases, experts in every other layer."""
+    c = m.config
+    k.activation(m, "gelu", keys=("activation_function",))
+    _encoder(m)
+    for key, known in (
+        *(("causal", False), ("prenorm", False), ("rotary_emb_fraction", 1.0), ("rotary_emb_interleaved", False)),
+        *(
+            ("rotary_emb_scale_base", None),
+            ("use_rms_norm", False),
+            ("parallel_block", False),
+            ("num_shared_experts", 0),
+        ),
+        *(("scale_attn_weights", True), ("moe_normalize_expert_weights", False), ("expert_choice_router", False)),
+        *(("ffn_div", 1), ("router_aux_loss_coef", c.get("router_aux_loss_coef"))),
+    ):
+        c.expect(key, known)
+    m.key("context_length", min(c.integer("n_positions", "max_position_embeddings"), 512))  # that of the training
+    m.key("rope.freq_base", c.number("rotary_emb_base", default=10000.0))
+    m.key("expert_count", c.integer("num_experts", "num_local_experts", least=1))
+    m.key("expert_used_count", c.integer("moe_top_k", least=1))
+    m.key("moe_every_n_layers", c.integer("moe_every_n_layers", least=1))
+    c.ignore("qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias", "moe_impl", "moe_resid_pdrop", "add_pooling_layer")
+    for key in ("max_trained_positions", "rotary_scaling_factor"):
+        c.given(key)
+
+
+def _stacked(name: str, transposed: bool) -> b.Rule:
+    """Return a rule for the matrices of all experts, which are below each other."""
+
+    def rule(m: b.Build, found: b.Found) -> None:
+        rows, width = found.matrix()
+        n = m.config.integer("num_experts", "num_local_experts", least=1)
+        if rows % n:
+            raise m.config.fail("num_experts", f"is {n}, which does not divide the {rows} rows of {found.name}")
+        full = f"blk.{found.block}.{name}.weight"
+        if not transposed:
+            m.add(full, [TensorRows(found.name, rows, width)], (width, rows // n, n))
+            return
+        size = rows // n
+        parts = [Matrix(found.name, width, size, e * size, (e + 1) * size, turn) for e in range(n)]
+        m.add(full, parts, (size, width, n))
+
+    return rule
+
+
+def _zeros(m: b.Build, found: b.Found) -> None:
+    """Leave out the bias behind all experts, which GGUF has no name for."""
+    if np.any(m.source.read(found.name)):
+        m.notes.append(f"{found.name} is left out: llama.cpp's files have no place for the bias of experts")
+    m.dropped.append(found.name)
 
 
 def _modern(m: b.Build) -> None:
@@ -187,6 +245,12 @@ NOMIC: b.Table = _EMBEDDINGS | {
     "layers.*.post_attention_layernorm": "blk.*.attn_output_norm",
     "layers.*.post_mlp_layernorm": "blk.*.layer_output_norm",
 }
+NOMIC_MOE: b.Table = _EMBEDDINGS | {
+    "encoder.layers.*.mlp.experts.mlp.w1": _stacked("ffn_up_exps", False),
+    "encoder.layers.*.mlp.experts.mlp.w2": _stacked("ffn_down_exps", True),
+    "encoder.layers.*.mlp.experts.bias": _zeros,
+    "encoder.layers.*.mlp.router.layer": "blk.*.ffn_gate_inp",
+}
 _RANKING: b.Table = {"pooler.dense": "cls", "classifier": "cls.output"}
 _HEAD: b.Table = {"classifier.dense": "cls", "classifier.out_proj": "cls.output"}
 MODERN: b.Table = {
@@ -232,6 +296,9 @@ ARCHITECTURES = (
     b.Architecture(
         "jina-bert-v2", ("JinaBertForSequenceClassification",), _jina, JINA | _RANKING, _ranks, harmless=_HARMLESS,
         strip="bert.",
+    ),
+    b.Architecture(
+        "nomic-bert-moe", (NOMIC_WITH_EXPERTS,), _nomic_moe, NOMIC_MOE, drop=_MASKED, harmless=_HARMLESS, strip="bert."
     ),
     b.Architecture(
         "modern-bert", ("ModernBertModel", "ModernBertForMaskedLM"), _modern, MODERN,

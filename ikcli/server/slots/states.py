@@ -174,7 +174,7 @@ def per_second(count: tuple[int, float]) -> float:
     return count[0] / count[1] if count[1] > 0 else 0.0
 
 
-_VOCAB_TYPES = {"none": 0, "spm": 1, "bpe": 2, "wpm": 3}
+_VOCAB_TYPES = {"none": 0, "spm": 1, "bpe": 2, "wpm": 3, "ugm": 4}
 
 
 def model_info(session: Session, n_ctx_slot: int, pooling: str = "") -> ModelInfo:

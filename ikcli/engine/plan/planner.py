@@ -8,13 +8,14 @@ the planner describes them by their known attributes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from ikcli import models
 from ikcli.engine.pipeline.place import LOCAL, Pipeline, stage_memory
+from ikcli.engine.plan.cache_slots import CacheSlots, cache_slots
 from ikcli.engine.plan.device_memory import MemoryPlan
 from ikcli.engine.plan.device_plan import planning_device
 from ikcli.engine.plan.devices import Machine
@@ -36,7 +37,9 @@ from ikcli.engine.plan.programs import (
 from ikcli.engine.plan.sizes import Sizes, measures_heads, session_of, uses_heads
 from ikcli.engine.run.adapters import Adapters
 from ikcli.engine.run.cpu_device import CpuDevice
+from ikcli.engine.run.expert_cache import ExpertCache
 from ikcli.engine.run.expert_steps import ExpertSteps
+from ikcli.engine.run.gpu_device import GpuDevice
 from ikcli.engine.run.model import Model
 from ikcli.engine.run.run_device import RunDevice, cache_bytes
 from ikcli.engine.run.runner import DividedProgram, Offload, Runner
@@ -63,6 +66,7 @@ class RunPlan:
     caches: Mapping[Cache, int]  # bytes in the layout of RAM
     n_nodes: int
     n_splits: int
+    vram: CacheSlots | None = None  # experts that GPUs hold beside those in RAM
 
     def on_gpus(self) -> int:
         """Return the bytes of weights in GPU memory."""
@@ -79,6 +83,7 @@ class PreparedRun:
     graphs: Graphs
     runner: Runner
     programs: dict[str, DividedProgram]
+    cached: Graphs = field(default_factory=dict)  # of steps that use the cache of experts
 
 
 class Planner:
@@ -138,6 +143,8 @@ class Planner:
             check_ranges(graphs, placement.cache, model.source)
         slots = self.expert_slots(config) if config.fleet.stages == 1 else None
         offload = offload_of(config, model, placement, slots) if placement.devices else None
+        vram, found = cache_slots(config, model, placement)
+        warnings += found
         used = {*placement.buffer_of.values(), *placement.cache}
         gpus = {name: gpu for name, gpu in self._gpus.items() if name in used}
         if config.fleet.stages > 1 and cfg.media is not None:
@@ -152,9 +159,11 @@ class Planner:
         else:
             experts, found = expert_steps(config, slots)
             warnings += found
-            runner = make_runner(max(config.n_threads, config.n_threads_batch), gpus, placement, offload, experts)
+            n_threads = max(config.n_threads, config.n_threads_batch)
+            runner = make_runner(n_threads, gpus, placement, offload, experts, vram)
         n_outputs = min(sizes.n_seq, cfg.n_ubatch)
-        programs = plan_programs(runner, graphs, cfg, n_outputs, sizes.n_step)
+        cached = self._record(replace(cfg, expert_slots=vram.by_layer(self.hp.n_layer)), model) if vram else {}
+        programs = plan_programs(runner, graphs, cfg, n_outputs, sizes.n_step, cached)
         parts = memory_of(runner, programs, model, output_bytes(cfg, self.hp, n_outputs))
         n_nodes = max(len(graph.nodes) for graph, _ in graphs.values())
         memory = MemoryPlan(parts, cfg.n_ctx, self._free(parts) | stage_memory(config, self.machine, parts))
@@ -162,8 +171,8 @@ class Planner:
         caches = {
             c: cache_bytes(c, runner.cache_rows(c)) for graph, _ in graphs.values() for c in graph.caches.values()
         }
-        plan = RunPlan(config, sizes, tuple(warnings), cfg, placement, memory, caches, n_nodes, n_splits)
-        return PreparedRun(plan, model, graphs, runner, programs)
+        plan = RunPlan(config, sizes, tuple(warnings), cfg, placement, memory, caches, n_nodes, n_splits, vram)
+        return PreparedRun(plan, model, graphs, runner, programs, cached)
 
     def fits(self, config: RunConfig) -> bool:
         """Return whether a run fits all devices; this is quick where weights and cache alone are too large."""
@@ -205,6 +214,9 @@ class Planner:
             parts[buffer] += model.n_bytes([name]) if buffer == CPU else n_bytes
         for il, n_bytes in self.gpu_cache(config).items():
             parts[placement.cache[il]] += n_bytes
+        vram, _ = cache_slots(config, model, placement)
+        for device in vram.devices if vram is not None else ():
+            parts[device] += vram.slot_bytes(device) if vram is not None else 0
         return parts
 
     def _free(self, devices: Iterable[str]) -> dict[str, int]:
@@ -308,18 +320,30 @@ def make_runner(
     placement: Placement,
     offload: Offload | None,
     experts: ExpertSteps | None = None,
+    vram: CacheSlots | None = None,
 ) -> Runner:
     """Make a runner of the CPU and the GPUs that hold anything."""
     cpu = CpuDevice(n_threads, experts)
-    return Runner(cpu, gpus, places_of(placement), offload) if gpus else Runner(cpu)
+    if not gpus:
+        return Runner(cpu)
+    for name in vram.devices if vram is not None else ():
+        gpu = gpus[name]
+        assert isinstance(gpu, GpuDevice) and vram is not None
+        gpu.sent_between = vram.sent(name)
+    cache = ExpertCache(vram) if vram is not None else None
+    return Runner(cpu, gpus, places_of(placement, vram), offload, cache)
 
 
 def plan_programs(
-    runner: Runner, graphs: Graphs, cfg: GraphConfig, n_outputs: int, n_step: int
+    runner: Runner, graphs: Graphs, cfg: GraphConfig, n_outputs: int, n_step: int, cached: Graphs | None = None
 ) -> dict[str, DividedProgram]:
-    """Plan the programs of a session and return them by name; nothing is allocated."""
-    return {
-        name: runner.plan(
+    """Plan the programs of a session and return them by name; nothing is allocated.
+
+    `cached`: the graphs of generation that use the cache of experts.
+    """
+    programs = {}
+    for name, run in runs(graphs, cfg.n_ubatch, n_outputs, step_tokens(n_step)).items():
+        programs[name] = program = runner.plan(
             *graphs[run.kind],
             run.n_tokens,
             run.n_outputs,
@@ -329,8 +353,9 @@ def plan_programs(
             batch_invariant=run.batch_invariant,
             offload=run.offload,
         )
-        for name, run in runs(graphs, cfg.n_ubatch, n_outputs, step_tokens(n_step)).items()
-    }
+        if cached and run.kind in ("decode", "step"):
+            runner.plan_cached(program, *cached[run.kind], run.n_tokens, run.n_outputs, run.batch_invariant)
+    return programs
 
 
 def memory_of(

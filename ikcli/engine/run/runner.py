@@ -16,14 +16,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ikcli.backends.cuda.device import OutOfMemory
 from ikcli.backends.memory import aligned_zeros
 from ikcli.backends.step_block import StepBlock
 from ikcli.engine.run.cpu_device import CpuDevice, CpuSplits
+from ikcli.engine.run.expert_cache import MOST_TOKENS, ExpertCache
+from ikcli.engine.run.gpu_device import GpuDevice
 from ikcli.engine.run.model import Model
 from ikcli.engine.run.run_device import CPU, Bytes, Observer, RunDevice
 from ikcli.engine.run.timed_ops import TimedOp
 from ikcli.graph import Cache, Graph, Lifetime, Node, Rows, Weight, assign_offsets
+from ikcli.graph.ops_experts import IN_SLOTS
 from ikcli.graph.split import GraphSplit, NodePlaces, assign, schedule
+from ikcli.log import warn
 
 _SLACK = 512  # bytes after every value in hand-over memory that kernels may read
 
@@ -42,7 +47,8 @@ class DividedProgram:
     memory: dict[Node, Bytes] = field(default_factory=dict)
     streamed: frozenset[str] = frozenset()  # weights in RAM that GPUs use in this program
     variants: list[tuple[int, DividedProgram]] = field(default_factory=list)  # for this many tokens and more
-    chosen: DividedProgram | None = None  # the variant of the last step
+    cached: DividedProgram | None = None  # for few tokens: GPUs compute the experts that are in their slots
+    chosen: DividedProgram | None = None  # the program that ran in the last step: this, a variant, or the cached one
     states: Node | None = None  # a second value that can be read after a step
     alone: bool = field(init=False)  # the CPU computes all of it
 
@@ -56,7 +62,7 @@ class DividedProgram:
     @property
     def all(self) -> list[DividedProgram]:
         """Return this program and its variants."""
-        return [self, *(p for _, p in self.variants)]
+        return [self, *(p for _, p in self.variants), *([self.cached] if self.cached is not None else [])]
 
     @property
     def arena_bytes(self) -> int:
@@ -90,8 +96,9 @@ class Runner:
         others: Mapping[str, RunDevice] | None = None,
         places: NodePlaces | None = None,
         offload: Offload | None = None,
+        experts: ExpertCache | None = None,
     ) -> None:
-        self.cpu = cpu
+        self.cpu, self.expert_cache = cpu, experts
         self.parts: dict[str, RunDevice] = {CPU: cpu, **(others or {})}
         self._places, self._offload = places or all_on_cpu(), offload
         self._n_cells, self._n_seq, self._n_window = 0, 1, 0
@@ -129,6 +136,16 @@ class Runner:
                 program.variants.append((least, self._plan(graph, result, rows, False, places, names)))
                 streamed = names
         return program
+
+    def plan_cached(
+        self, program: DividedProgram, graph: Graph, result: Node, n_tokens: int, n_outputs: int, batch_invariant: bool
+    ) -> None:
+        """Add the twin of a program for few tokens that uses the cache of experts; does nothing without a cache."""
+        if self.expert_cache is None:
+            return
+        few = min(n_tokens, MOST_TOKENS), min(n_outputs, MOST_TOKENS)
+        rows = {Rows.TOKENS: few[0], Rows.OUTPUTS: few[1], Rows.KV: self._n_cells}
+        program.cached = self._plan(graph, result, rows, batch_invariant, self._places, frozenset())
 
     def _offloaded(self, graph: Graph, n_tokens: int) -> tuple[NodePlaces, frozenset[str]]:
         """Return the places for micro-batches of n_tokens, and the names of the weights that are copied."""
@@ -198,7 +215,7 @@ class Runner:
         names: dict[str, dict[str, None]] = {name: {} for name in self.parts}
         for p in _with_variants(programs):
             for split in p.splits:
-                used = (w.name for node in split.nodes for w in node.weights())
+                used = (w.name for node in split.nodes for w in node.weights() if not w.name.endswith(IN_SLOTS))
                 names[split.device].update(dict.fromkeys(n for n in used if split.device == CPU or n not in p.streamed))
         return {device: list(found) for device, found in names.items()}
 
@@ -224,6 +241,9 @@ class Runner:
             kv = sum(part.cache_bytes(c, self.cache_rows(c)) for c in caches[name])
             sizes[name] = {"weights": part.weight_bytes(model, weights[name]), "KV": kv,
                            "compute": part.compute_bytes(own)}  # fmt: skip
+        if self.expert_cache is not None:
+            for name in self.expert_cache.slots.devices:
+                sizes[name]["expert cache"] = self.expert_cache.slots.slot_bytes(name)
         sizes[CPU]["compute"] += max(p.handover_bytes for p in _with_variants(programs))
         return sizes
 
@@ -238,7 +258,8 @@ class Runner:
 
     def notes(self, programs: Sequence[DividedProgram]) -> list[str]:
         """Return log lines on the placement of the model."""
-        return [] if self.cpu.experts is None else [self.cpu.experts.slots.line()]
+        owners = (self.cpu.experts, self.expert_cache)
+        return [owner.slots.line() for owner in owners if owner is not None]
 
     @property
     def host_weights(self) -> Mapping[str, int]:
@@ -260,6 +281,21 @@ class Runner:
             self.parts[name].check_memory(sizes)
         for name, names in self.weight_names(programs).items():
             self._weights[name] = self.parts[name].load_weights(model, names, mmap)
+        if self.expert_cache is not None:
+            self._load_cache(self.expert_cache, programs)
+
+    def _load_cache(self, cache: ExpertCache, programs: Sequence[DividedProgram]) -> None:
+        """Give the cache of experts its memory, or go on without it."""
+        try:
+            cache.load({name: part for name, part in self.parts.items() if isinstance(part, GpuDevice)})
+        except OutOfMemory as error:
+            warn(f"no memory is left for --expert-cache, so it is not used: {error}")
+            self.expert_cache = None
+            for p in programs:
+                p.cached = None
+            return
+        for name in (CPU, *cache.slots.devices):
+            self._weights[name] = {**self._weights[name], **cache.addresses(name)}
 
     def update_weights(self, model: Model, names: Sequence[str]) -> None:
         """Take over loaded weights that the model changed in RAM."""
@@ -298,12 +334,27 @@ class Runner:
 
     def run(self, program: DividedProgram, n_threads: int, state: StepBlock) -> None:
         """Execute a bound program; all devices are done when it returns."""
+        if program.cached is not None:
+            self._run_cached(program, program.cached, n_threads, state)
+            return
         if program.variants:
             program = self._choose(program, state)
         if program.alone:
             whole = program.parts[CPU].program
             self.cpu.run_ops(whole, 0, len(whole.ops), n_threads)
             return
+        self._run(program, n_threads, state)
+
+    def _run_cached(self, program: DividedProgram, cached: DividedProgram, n_threads: int, state: StepBlock) -> None:
+        """Execute a program or its twin that uses the cache of experts."""
+        cache, n_tokens = self.expert_cache, state.rows[Rows.TOKENS]
+        assert cache is not None
+        use = cache.begin(n_tokens)
+        program.chosen = cached if use else program.variant(n_tokens)
+        self._run(program.chosen, n_threads, state)
+        cache.end(n_tokens, use)
+
+    def _run(self, program: DividedProgram, n_threads: int, state: StepBlock) -> None:
         parts = self.parts
         for name, part in program.parts.items():
             parts[name].begin(part, state)
@@ -315,7 +366,7 @@ class Runner:
 
     @staticmethod
     def _choose(program: DividedProgram, state: StepBlock) -> DividedProgram:
-        if not program.variants:
+        if not program.variants and program.cached is None:
             return program
         program.chosen = program.variant(state.rows[Rows.TOKENS])
         return program.chosen
@@ -335,8 +386,10 @@ class Runner:
 
     def run_observed(self, program: DividedProgram, n_threads: int, state: StepBlock, observer: Observer) -> None:
         """Execute node by node; the observer sees every output once, right after it was computed."""
+        self._observe(self._choose(program, state), n_threads, state, observer)
+
+    def _observe(self, program: DividedProgram, n_threads: int, state: StepBlock, observer: Observer) -> None:
         seen: set[Node] = set()
-        program = self._choose(program, state)
         for name, part in program.parts.items():
             self.parts[name].begin(part, state)
         for split, number in zip(program.splits, program.numbers, strict=True):
@@ -351,11 +404,21 @@ class Runner:
 
     def explain(self, program: DividedProgram, n_threads: int, state: StepBlock, observer: Observer) -> None:
         """Compute the last finished micro-batch again and show every node to an observer that raises."""
-        self.run_observed(program, n_threads, state, observer)
+        self._observe(program.chosen or program, n_threads, state, observer)
 
     def timed(self, program: DividedProgram, n_threads: int, state: StepBlock, show: bool) -> Iterator[TimedOp]:
-        """Execute op by op under a clock."""
-        program = self._choose(program, state)
+        """Execute op by op under a clock; steps for which the cache of experts has been filled use it."""
+        cache, n_tokens = self.expert_cache, state.rows[Rows.TOKENS]
+        if program.cached is not None and cache is not None and cache.begin(n_tokens):
+            program.chosen = program.cached
+            yield from self._timed(program.cached, n_threads, state, show)
+            cache.end(n_tokens, True)
+            return
+        yield from self._timed(self._choose(program, state), n_threads, state, show)
+        if program.cached is not None and cache is not None:
+            cache.end(n_tokens, False)
+
+    def _timed(self, program: DividedProgram, n_threads: int, state: StepBlock, show: bool) -> Iterator[TimedOp]:
         for name, part in program.parts.items():
             self.parts[name].begin(part, state)
         for split, number in zip(program.splits, program.numbers, strict=True):
@@ -382,6 +445,8 @@ class Runner:
 
     def close(self) -> None:
         """Release everything."""
+        if self.expert_cache is not None:
+            self.expert_cache.close()
         for part in self.parts.values():
             part.close()
         self._handover = aligned_zeros(0)

@@ -204,8 +204,9 @@ def test_without_memory_a_run_goes_on_without_the_cache(folder, opener, monkeypa
 
     monkeypatch.setattr(EmulatedDevice, "alloc", alloc)
     with open_cached(path, monkeypatch, 10**9) as session:
+        cache = cache_of(session)
         np.testing.assert_array_equal(steps(session), wanted)
-        assert session.runner.expert_cache is None
+        assert not cache.usable and not cache.counts.uses
     assert "no memory is left for --expert-cache" in capsys.readouterr().err
 
 

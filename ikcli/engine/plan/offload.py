@@ -6,7 +6,6 @@ import math
 from dataclasses import replace
 
 from ikcli.backends.cuda import upload
-from ikcli.engine.plan.cache_slots import CacheSlots
 from ikcli.engine.plan.expert_slots import ExpertSlots
 from ikcli.engine.plan.placement import CPU, Placement, offload_threshold
 from ikcli.engine.run.model import Model
@@ -48,17 +47,15 @@ def offload_of(
     return Offload(tuple(sorted({*least.values()} - {0, 1})), device) if least else None
 
 
-def places_of(placement: Placement, slots: CacheSlots | None = None) -> NodePlaces:
-    """Return the devices of nodes; `slots`: experts that a GPU holds beside those in RAM.
+def places_of(placement: Placement) -> NodePlaces:
+    """Return the devices of nodes.
 
     A model without an output matrix multiplies with its embeddings on the device of the output.
     """
     places = placement.places()
-    output, in_slots = placement.split.output, slots.home if slots is not None else {}
+    output = placement.split.output
 
     def weight(node: Node, w: Weight) -> str:
-        if w.name in in_slots:
-            return in_slots[w.name]
         if w.name == EMBEDDING and isinstance(node.op, MulMat):
             return CPU if output < 0 else placement.devices[output]
         return places.weight(node, w)

@@ -24,6 +24,7 @@ from ikcli.engine.plan.expert_slots import ExpertSlots
 from ikcli.engine.plan.head_file import head_file, join_heads
 from ikcli.engine.plan.offload import offload_of, places_of
 from ikcli.engine.plan.placement import CPU, Placement, place
+from ikcli.engine.plan.program_plans import memory_of, plan_programs
 from ikcli.engine.plan.programs import (
     Graphs,
     check_caches,
@@ -31,15 +32,12 @@ from ikcli.engine.plan.programs import (
     graph_config,
     output_bytes,
     record_graphs,
-    runs,
-    step_tokens,
 )
 from ikcli.engine.plan.sizes import Sizes, measures_heads, session_of, uses_heads
 from ikcli.engine.run.adapters import Adapters
 from ikcli.engine.run.cpu_device import CpuDevice
 from ikcli.engine.run.expert_cache import ExpertCache
 from ikcli.engine.run.expert_steps import ExpertSteps
-from ikcli.engine.run.gpu_device import GpuDevice
 from ikcli.engine.run.model import Model
 from ikcli.engine.run.run_device import RunDevice, cache_bytes
 from ikcli.engine.run.runner import DividedProgram, Offload, Runner
@@ -160,7 +158,9 @@ class Planner:
             experts, found = expert_steps(config, slots)
             warnings += found
             n_threads = max(config.n_threads, config.n_threads_batch)
-            runner = make_runner(n_threads, gpus, placement, offload, experts, vram)
+            runner = make_runner(n_threads, gpus, placement, offload, experts)
+            if vram is not None:
+                runner.add_cache(ExpertCache(vram))
         n_outputs = min(sizes.n_seq, cfg.n_ubatch)
         cached = self._record(replace(cfg, expert_slots=vram.by_layer(self.hp.n_layer)), model) if vram else {}
         programs = plan_programs(runner, graphs, cfg, n_outputs, sizes.n_step, cached)
@@ -320,51 +320,10 @@ def make_runner(
     placement: Placement,
     offload: Offload | None,
     experts: ExpertSteps | None = None,
-    vram: CacheSlots | None = None,
 ) -> Runner:
     """Make a runner of the CPU and the GPUs that hold anything."""
     cpu = CpuDevice(n_threads, experts)
-    if not gpus:
-        return Runner(cpu)
-    for name in vram.devices if vram is not None else ():
-        gpu = gpus[name]
-        assert isinstance(gpu, GpuDevice) and vram is not None
-        gpu.sent_between = vram.sent(name)
-    cache = ExpertCache(vram) if vram is not None else None
-    return Runner(cpu, gpus, places_of(placement, vram), offload, cache)
-
-
-def plan_programs(
-    runner: Runner, graphs: Graphs, cfg: GraphConfig, n_outputs: int, n_step: int, cached: Graphs | None = None
-) -> dict[str, DividedProgram]:
-    """Plan the programs of a session and return them by name; nothing is allocated.
-
-    `cached`: the graphs of generation that use the cache of experts.
-    """
-    programs = {}
-    for name, run in runs(graphs, cfg.n_ubatch, n_outputs, step_tokens(n_step)).items():
-        programs[name] = program = runner.plan(
-            *graphs[run.kind],
-            run.n_tokens,
-            run.n_outputs,
-            cfg.n_ctx,
-            cfg.n_seq,
-            cfg.n_window,
-            batch_invariant=run.batch_invariant,
-            offload=run.offload,
-        )
-        if cached and run.kind in ("decode", "step"):
-            runner.plan_cached(program, *cached[run.kind], run.n_tokens, run.n_outputs, run.batch_invariant)
-    return programs
-
-
-def memory_of(
-    runner: Runner, programs: Mapping[str, DividedProgram], model: Model, n_output_bytes: int
-) -> dict[str, dict[str, int]]:
-    """Return the bytes by device (CPU first) and part."""
-    sizes = runner.memory(list(programs.values()), model)
-    output = {CPU: n_output_bytes}
-    return {device: parts | {"output": output.get(device, 0)} for device, parts in sizes.items()}
+    return Runner(cpu, gpus, places_of(placement), offload) if gpus else Runner(cpu)
 
 
 def _values(model: Model, name: str) -> npt.NDArray[np.float32]:

@@ -15,17 +15,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from ikcli.backends.cuda.device import Event
+from ikcli.backends.cuda.device import Event, OutOfMemory
 from ikcli.engine.plan.cache_slots import CacheSlots
 from ikcli.engine.run.cache_trial import CacheTrial
 from ikcli.engine.run.gpu_device import GpuDevice
+from ikcli.engine.run.run_device import CPU, RunDevice
 from ikcli.errors import IkError
-from ikcli.log import log
+from ikcli.graph.split import NodePlaces
+from ikcli.log import log, warn
 
 MOST_TOKENS = 8  # of a step that uses the cache
 STEP_BYTES = 32 << 20  # uploaded per step, at least one expert
@@ -63,24 +65,34 @@ class ExpertCache:
         self._pending: list[tuple[GpuDevice, Event, int, int]] = []  # expert and slot of an upload
         self._parts: Mapping[str, GpuDevice] = {}
         self._addresses: dict[str, dict[str, int]] = {}
-        self._start = 0.0
+        self._start, self._n_tokens, self._using = 0.0, 0, False  # of the step
+        self.usable = True
 
-    def load(self, parts: Mapping[str, GpuDevice]) -> None:
-        """Allocate the slots; raise OutOfMemory if a GPU is full."""
-        self._parts = parts
+    def places(self, others: NodePlaces, parts: Mapping[str, RunDevice]) -> NodePlaces:
+        """Return the devices of nodes with the tables and slots, and tell the GPUs what they will be sent."""
+        home = self.slots.home
+        self._parts = {name: part for name, part in parts.items() if isinstance(part, GpuDevice)}
         for name in self.slots.devices:
-            weights = [w for layer in self.slots.of(name) for w in layer.in_slots]
-            self._addresses[name] = parts[name].make_slots(weights)
+            self._parts[name].sent_between = self.slots.sent(name)
+        return replace(others, weight=lambda node, w: home.get(w.name) or others.weight(node, w))
 
-    def addresses(self, device: str) -> dict[str, int]:
-        """Return the addresses of slots on a GPU, or of the tables in RAM, as programs name them."""
-        if device in self.slots.devices:
-            return self._addresses[device]
-        found = {}
+    def load(self) -> dict[str, dict[str, int]]:
+        """Allocate the slots; return their addresses and those of the tables, as programs of a device name them.
+
+        Without memory for the slots the cache stays unused.
+        """
+        tables = {}
         for layer, first in zip(self.slots.layers, self._first.tolist(), strict=False):
             for w, array in zip(layer.tables, (self._slot, self._uses), strict=True):
-                found[w.name] = int(array[first:].ctypes.data)
-        return found
+                tables[w.name] = int(array[first:].ctypes.data)
+        try:
+            for name in self.slots.devices:
+                weights = [w for layer in self.slots.of(name) for w in layer.in_slots]
+                self._addresses[name] = self._parts[name].make_slots(weights)
+        except OutOfMemory as error:
+            warn(f"no memory is left for --expert-cache, so it is not used: {error}")
+            self.usable = False
+        return {CPU: tables, **self._addresses}
 
     def resident(self, il: int) -> npt.NDArray[np.int64]:
         """Return the experts of a layer that are in slots."""
@@ -90,20 +102,22 @@ class ExpertCache:
     # --- a step -------------------------------------------------------------------------------------------------------
     def begin(self, n_tokens: int) -> bool:
         """Take over finished uploads; return whether the step that begins uses the cache."""
-        self._start = self._clock()
-        if n_tokens > MOST_TOKENS or not self.trial.on:
+        self._start, self._n_tokens, self._using = self._clock(), n_tokens, False
+        if n_tokens > MOST_TOKENS or not self.trial.on or not self.usable:
             return False
         self._finish_uploads()
         self._check()
+        self._using = True
         return True
 
-    def end(self, n_tokens: int, used: bool) -> None:
+    def end(self) -> None:
         """Learn from a finished step, and begin uploads."""
+        used = self._using
         if used:
             missed = self._learn()
             if not self._pending:
                 self._begin_uploads(missed)
-        if n_tokens == 1 and self.trial.saw(used, self._clock() - self._start):
+        if self._n_tokens == 1 and self.trial.saw(used, self._clock() - self._start):
             times = f"{1e3 * self.trial.cached:.2f} ms with it, {1e3 * self.trial.plain:.2f} ms without"
             log(f"expert cache: not used for {self.trial.pause} steps, because a step takes {times}")
 

@@ -16,21 +16,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ikcli.backends.cuda.device import OutOfMemory
 from ikcli.backends.memory import aligned_zeros
 from ikcli.backends.step_block import StepBlock
 from ikcli.engine.run.cpu_device import CpuDevice, CpuSplits
 from ikcli.engine.run.expert_cache import MOST_TOKENS, ExpertCache
-from ikcli.engine.run.gpu_device import GpuDevice
+from ikcli.engine.run.handover import handover_places
 from ikcli.engine.run.model import Model
 from ikcli.engine.run.run_device import CPU, Bytes, Observer, RunDevice
 from ikcli.engine.run.timed_ops import TimedOp
-from ikcli.graph import Cache, Graph, Lifetime, Node, Rows, Weight, assign_offsets
+from ikcli.graph import Cache, Graph, Node, Rows, Weight
 from ikcli.graph.ops_experts import IN_SLOTS
 from ikcli.graph.split import GraphSplit, NodePlaces, assign, schedule
-from ikcli.log import warn
-
-_SLACK = 512  # bytes after every value in hand-over memory that kernels may read
 
 
 @dataclass(slots=True)
@@ -96,9 +92,9 @@ class Runner:
         others: Mapping[str, RunDevice] | None = None,
         places: NodePlaces | None = None,
         offload: Offload | None = None,
-        experts: ExpertCache | None = None,
     ) -> None:
-        self.cpu, self.expert_cache = cpu, experts
+        self.cpu = cpu
+        self.expert_cache: ExpertCache | None = None
         self.parts: dict[str, RunDevice] = {CPU: cpu, **(others or {})}
         self._places, self._offload = places or all_on_cpu(), offload
         self._n_cells, self._n_seq, self._n_window = 0, 1, 0
@@ -106,6 +102,10 @@ class Runner:
         self._weights: dict[str, Mapping[str, int]] = {}
         self._caches: dict[str, Mapping[Cache, int]] = {}
         self.allocate: Callable[[int], Bytes] = aligned_zeros  # of hand-over memory
+
+    def add_cache(self, cache: ExpertCache) -> None:
+        """Let GPUs hold experts beside those in RAM; call it before programs are planned."""
+        self._places, self.expert_cache = cache.places(self._places, self.parts), cache
 
     def plan(
         self,
@@ -140,9 +140,7 @@ class Runner:
     def plan_cached(
         self, program: DividedProgram, graph: Graph, result: Node, n_tokens: int, n_outputs: int, batch_invariant: bool
     ) -> None:
-        """Add the twin of a program for few tokens that uses the cache of experts; does nothing without a cache."""
-        if self.expert_cache is None:
-            return
+        """Add the twin of a program for few tokens that uses the cache of experts, as its graph says."""
         few = min(n_tokens, MOST_TOKENS), min(n_outputs, MOST_TOKENS)
         rows = {Rows.TOKENS: few[0], Rows.OUTPUTS: few[1], Rows.KV: self._n_cells}
         program.cached = self._plan(graph, result, rows, batch_invariant, self._places, frozenset())
@@ -193,7 +191,7 @@ class Runner:
             if counts[name]
         }
         kept = [node for node in (result, states) if node is not None]
-        handover, n_bytes = _handover_places(splits, rows, kept, self.parts)
+        handover, n_bytes = handover_places(splits, rows, kept, self.parts)
         return DividedProgram(
             graph, result, splits, numbers, parts, handover, n_bytes, streamed=streamed, states=states
         )
@@ -282,20 +280,8 @@ class Runner:
         for name, names in self.weight_names(programs).items():
             self._weights[name] = self.parts[name].load_weights(model, names, mmap)
         if self.expert_cache is not None:
-            self._load_cache(self.expert_cache, programs)
-
-    def _load_cache(self, cache: ExpertCache, programs: Sequence[DividedProgram]) -> None:
-        """Give the cache of experts its memory, or go on without it."""
-        try:
-            cache.load({name: part for name, part in self.parts.items() if isinstance(part, GpuDevice)})
-        except OutOfMemory as error:
-            warn(f"no memory is left for --expert-cache, so it is not used: {error}")
-            self.expert_cache = None
-            for p in programs:
-                p.cached = None
-            return
-        for name in (CPU, *cache.slots.devices):
-            self._weights[name] = {**self._weights[name], **cache.addresses(name)}
+            for name, found in self.expert_cache.load().items():
+                self._weights[name] = {**self._weights[name], **found}
 
     def update_weights(self, model: Model, names: Sequence[str]) -> None:
         """Take over loaded weights that the model changed in RAM."""
@@ -334,41 +320,31 @@ class Runner:
 
     def run(self, program: DividedProgram, n_threads: int, state: StepBlock) -> None:
         """Execute a bound program; all devices are done when it returns."""
-        if program.cached is not None:
-            self._run_cached(program, program.cached, n_threads, state)
-            return
-        if program.variants:
-            program = self._choose(program, state)
-        if program.alone:
-            whole = program.parts[CPU].program
+        chosen = self._choose(program, state, may_cache=True)
+        if chosen.alone:
+            whole = chosen.parts[CPU].program
             self.cpu.run_ops(whole, 0, len(whole.ops), n_threads)
             return
-        self._run(program, n_threads, state)
-
-    def _run_cached(self, program: DividedProgram, cached: DividedProgram, n_threads: int, state: StepBlock) -> None:
-        """Execute a program or its twin that uses the cache of experts."""
-        cache, n_tokens = self.expert_cache, state.rows[Rows.TOKENS]
-        assert cache is not None
-        use = cache.begin(n_tokens)
-        program.chosen = cached if use else program.variant(n_tokens)
-        self._run(program.chosen, n_threads, state)
-        cache.end(n_tokens, use)
-
-    def _run(self, program: DividedProgram, n_threads: int, state: StepBlock) -> None:
         parts = self.parts
-        for name, part in program.parts.items():
+        for name, part in chosen.parts.items():
             parts[name].begin(part, state)
-        for split, number in zip(program.splits, program.numbers, strict=True):
-            self._wait_for(program, split)
-            parts[split.device].run(program.parts[split.device], number, n_threads)
-        for name in program.parts:
+        for split, number in zip(chosen.splits, chosen.numbers, strict=True):
+            self._wait_for(chosen, split)
+            parts[split.device].run(chosen.parts[split.device], number, n_threads)
+        for name in chosen.parts:
             parts[name].finish()
+        if program.cached is not None and self.expert_cache is not None:
+            self.expert_cache.end()
 
-    @staticmethod
-    def _choose(program: DividedProgram, state: StepBlock) -> DividedProgram:
-        if not program.variants and program.cached is None:
+    def _choose(self, program: DividedProgram, state: StepBlock, *, may_cache: bool = False) -> DividedProgram:
+        """Return the program for a step. With `may_cache`, the cache of experts decides whether it is used."""
+        if program.cached is None and not program.variants:
             return program
-        program.chosen = program.variant(state.rows[Rows.TOKENS])
+        n_tokens, cache = state.rows[Rows.TOKENS], self.expert_cache if may_cache else None
+        if program.cached is not None and cache is not None and cache.begin(n_tokens):
+            program.chosen = program.cached
+        else:
+            program.chosen = program.variant(n_tokens)
         return program.chosen
 
     def _wait_for(self, program: DividedProgram, split: GraphSplit) -> None:
@@ -407,25 +383,17 @@ class Runner:
         self._observe(program.chosen or program, n_threads, state, observer)
 
     def timed(self, program: DividedProgram, n_threads: int, state: StepBlock, show: bool) -> Iterator[TimedOp]:
-        """Execute op by op under a clock; steps for which the cache of experts has been filled use it."""
-        cache, n_tokens = self.expert_cache, state.rows[Rows.TOKENS]
-        if program.cached is not None and cache is not None and cache.begin(n_tokens):
-            program.chosen = program.cached
-            yield from self._timed(program.cached, n_threads, state, show)
-            cache.end(n_tokens, True)
-            return
-        yield from self._timed(self._choose(program, state), n_threads, state, show)
-        if program.cached is not None and cache is not None:
-            cache.end(n_tokens, False)
-
-    def _timed(self, program: DividedProgram, n_threads: int, state: StepBlock, show: bool) -> Iterator[TimedOp]:
-        for name, part in program.parts.items():
+        """Execute op by op under a clock."""
+        chosen = self._choose(program, state, may_cache=True)
+        for name, part in chosen.parts.items():
             self.parts[name].begin(part, state)
-        for split, number in zip(program.splits, program.numbers, strict=True):
-            self._wait_for(program, split)
-            yield from self.parts[split.device].timed(program.parts[split.device], number, n_threads, state, show)
-        for name in program.parts:
+        for split, number in zip(chosen.splits, chosen.numbers, strict=True):
+            self._wait_for(chosen, split)
+            yield from self.parts[split.device].timed(chosen.parts[split.device], number, n_threads, state, show)
+        for name in chosen.parts:
             self.parts[name].finish()
+        if program.cached is not None and self.expert_cache is not None:
+            self.expert_cache.end()
 
     def result(self, program: DividedProgram, n_rows: int) -> npt.NDArray[np.float32]:
         """Return the program's value, in memory that the next run overwrites."""
@@ -458,36 +426,3 @@ def _cpu_programs(programs: Sequence[DividedProgram]) -> list[CpuSplits]:
 
 def _with_variants(programs: Sequence[DividedProgram]) -> list[DividedProgram]:
     return [x for p in programs for x in p.all]
-
-
-def _handover_places(
-    splits: Sequence[GraphSplit], rows: Mapping[Rows, int], results: Sequence[Node], parts: Mapping[str, RunDevice]
-) -> tuple[dict[Node, tuple[int, int]], int]:
-    """Return (first byte, bytes) of every value that crosses devices, and the size of the memory.
-
-    A copy to a GPU may be in flight until the host has waited for that split of the GPU or a later one.
-    """
-    end = len(splits)
-    waited = [
-        end if parts[t.device].asynchronous else i for i, t in enumerate(splits)
-    ]  # the split before which a copy is complete
-    for device in {t.device for t in splits if parts[t.device].asynchronous}:
-        own = [i for i, t in enumerate(splits) if t.device == device]
-        for j in range(end - 1, -1, -1):
-            known = max((i for i in splits[j].after if splits[i].device == device), default=-1)
-            for i in own:
-                if i <= known:
-                    waited[i] = j
-    first = {n: i for i, t in enumerate(splits) for n in t.exports}
-    last = dict(first)
-    for i, t in enumerate(splits):
-        for node in t.imports:
-            last[node] = max(last[node], waited[i])
-        for x in (x for node in t.nodes for x in node.nodes()):
-            if x in first and parts[t.device].in_place:
-                last[x] = max(last[x], i)
-    last |= dict.fromkeys(results, end)
-    nodes = list(first)
-    lives = [Lifetime(rows[n.rows.symbol] * n.rows.factor * n.cols * 4 + _SLACK, first[n], last[n]) for n in nodes]
-    offsets, n_bytes = assign_offsets(lives)
-    return {n: (at, life.n_bytes) for n, at, life in zip(nodes, offsets, lives, strict=True)}, n_bytes

@@ -19,7 +19,8 @@ import numpy.typing as npt
 from ikcli.backends.cpu.program import BATCH_INVARIANT_ROWS
 from ikcli.backends.step_block import StepBlock
 from ikcli.engine.plan.devices import Machine, opened_gpus
-from ikcli.engine.plan.planner import Planner, PreparedRun, memory_of, plan_programs
+from ikcli.engine.plan.planner import Planner, PreparedRun
+from ikcli.engine.plan.program_plans import memory_of, plan_programs
 from ikcli.engine.plan.programs import EMBEDS, SHORT, output_bytes, record_graphs, step_tokens
 from ikcli.engine.plan.sizes import Sizes
 from ikcli.engine.run import gpus, host_memory, numa, session_log

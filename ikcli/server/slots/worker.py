@@ -116,7 +116,8 @@ class Worker(Steps):
             c.reset_recent()
         return EngineMetrics(
             c.prompt_tokens, c.prompt_seconds, c.predicted_tokens, c.predicted_seconds, c.n_decode, c.n_busy_slots,
-            c.n_tokens_max, c.drafted, c.accepted, c.drafts, dict(c.accepted_by_position), *rates, busy, n_waiting,
+            c.n_tokens_max, c.drafted, c.accepted, c.drafts, dict(c.accepted_by_position),
+            self._speculator.decisions, *rates, busy, n_waiting,
             len(self.slots) - busy, n_cached, n_cached / session.n_ctx, store.n_bytes, len(store), c.t_start,
             c.from_slots, c.from_ram, c.from_disk,
         )  # fmt: skip

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from ikcli.graph import Graph, HeadSlice, Node, Per, Rows, Weight
 from ikcli.graph.activations import SILU, Glu
+from ikcli.graph.ops_experts import slot_table, slot_uses
 from ikcli.models import alibi
 from ikcli.models.config import GraphConfig
 from ikcli.models.hparams import HParams, Xielu
@@ -532,7 +533,31 @@ def moe_ffn(
         n_group_used=hp.n_expert_groups_used if grouped else 1,
         ser=cfg.ser,
     )
-    plan = g.moe_sort(route, hp.n_expert, "ffn_moe_plan")
+    n_slots = cfg.slots_of(g.il)
+    if not n_slots:
+        return _experts(g, hp, cfg, x, layer, route, hp.n_expert, act, name)
+    # A GPU computes experts in its slots while the CPU computes the others; their sums are added in this order.
+    table = slot_table(g.il, hp.n_expert)
+    hits = g.moe_resident(route, table, n_slots, "ffn_moe_hits")
+    misses = g.moe_resident(route, table, 0, "ffn_moe_misses", slot_uses(g.il, hp.n_expert))
+    on_gpu = _experts(g, hp, cfg, x, layer.in_slots(n_slots), hits, n_slots, act, f"{name}_hits")
+    in_ram = _experts(g, hp, cfg, x, layer, misses, hp.n_expert, act, f"{name}_misses")
+    return g.add(on_gpu, in_ram, name)
+
+
+def _experts(
+    g: Graph,
+    hp: HParams,
+    cfg: GraphConfig,
+    x: Node,
+    layer: LayerWeights,
+    route: Node,
+    n_expert: int,
+    act: Glu,
+    name: str,
+) -> Node:
+    """Record the weighted sum of the experts that `route` chooses from `n_expert`."""
+    plan = g.moe_sort(route, n_expert, "ffn_moe_plan")
     par = _experts_up_gate(g, cfg, x, layer, plan, act, route if hp.weighs_inputs else None)
     experts = g.mul_mat_id(layer.ffn_down_exps, par, plan, "ffn_moe_down", sorted_in=True)
     experts = _expert_bias(g, layer, "down", experts, plan)

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from ikcli.errors import FormatError, UnsupportedError
 from ikcli.gguf.constants import GGMLType
 from ikcli.graph import Weight
+from ikcli.graph.ops_experts import in_slots
 
 
 class TensorLike(Protocol):
@@ -141,6 +142,10 @@ class LayerWeights:
         """Return the tensor, or None."""
         return self._weights.get(self._name(attr))
 
+    def in_slots(self, n_slots: int) -> LayerWeights:
+        """Return the tensors of the block with only those experts that are in slots on a GPU."""
+        return _InSlots(self._weights, self.il, n_slots)
+
     def factor(self, name: str) -> float:
         """Return the number in the tensor `<name>.scale` beside a matrix, 1 if there is none."""
         full = f"{self._block}.{name}.scale"
@@ -149,3 +154,22 @@ class LayerWeights:
     def tensor(self, name: str) -> Weight:
         """Return a tensor whose name has no ending."""
         return self._weights[f"{self._block}.{name}"]
+
+
+class _InSlots(LayerWeights):
+    """Tensors of one block; of experts those in slots."""
+
+    __slots__ = ("_n_slots",)
+
+    def __init__(self, weights: Weights, il: int, n_slots: int) -> None:
+        super().__init__(weights, il)
+        self._n_slots = n_slots
+
+    def __getattr__(self, attr: str) -> Weight:
+        w = super().__getattr__(attr)
+        return in_slots(w, self._n_slots) if attr.endswith("_exps") else w
+
+    def get(self, attr: str) -> Weight | None:
+        """Return the tensor, or None."""
+        w = super().get(attr)
+        return in_slots(w, self._n_slots) if w is not None and attr.endswith("_exps") else w

@@ -82,6 +82,9 @@ class RunConfig:
     defer_experts: bool = _model(False, "--defer-experts", "switch", example="--defer-experts",
         help="read no experts while loading, only when they are used; this is always so without --expert-ram and "
         "--prefetch-experts")
+    expert_cache: int = _model(0, "--expert-cache", "int", form="MIB", minimum=0, example="--expert-cache 4096",
+        help="memory of every GPU for experts of its layers that are in RAM: for a few tokens, the GPU computes those "
+        "that it has while the CPU computes the others; 0 = none")
     check_tensors: bool = _model(False, "--check-tensors -vq --validate-quants", "switch", example="--check-tensors",
         help="scan the weights for NaN and Inf while loading and name the tensors")
     override_kv: tuple[str, ...] = _model((), "-okv --override-kv", "custom", form="KEY=TYPE:VALUE[,...]",

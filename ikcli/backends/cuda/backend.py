@@ -97,6 +97,7 @@ class CudaBackend:
         self._step_address = 0
         self._counts = Counts(0, 0, 0)
         self._transfer: Transfer | None = None
+        self.sent_between: frozenset[Weight] = frozenset()  # experts that are sent between steps
         self._free, self._ready = None, None  # events: memory of the next weights is free, they are there
         self.host_bytes: Callable[[str], Bytes] | None = None  # of weights that come from the host in a step
 
@@ -147,8 +148,8 @@ class CudaBackend:
         if not programs:
             return 0
         arena = max(p.arena_bytes for p in programs)
-        if loaded := _loaded(programs):
-            arena += Transfer.device_bytes(loaded)
+        if sent := _loaded(programs) | self.sent_between:
+            arena += Transfer.device_bytes(sent)
         return arena + sum(p.program.constant_bytes for p in programs) + self.step_bytes(programs)
 
     # --- memory -----------------------------------------------------------------------------------------------------
@@ -170,8 +171,8 @@ class CudaBackend:
         self._step_address = self._alloc(self.step_bytes(programs))
         self._step = device.pinned(self.step_bytes(programs), "step block")
         self._pinned.append(self._step)
-        if loaded := _loaded(programs):
-            self._transfer = Transfer(device, loaded)
+        if sent := _loaded(programs) | self.sent_between:
+            self._transfer = Transfer(device, sent)
             self._transfer.pin(self._streamed(programs))
             self._free, self._ready = device.event(), device.event()
         for p, places in zip(programs, handover, strict=True):
@@ -182,7 +183,8 @@ class CudaBackend:
 
     def _streamed(self, programs: Sequence[CudaProgram]) -> Iterator[Bytes]:
         """Yield the streamed weights that are at the same host address in every step."""
-        for name in {w.name for p in programs for span in p.spans for _, ws in span.loads for w in ws}:
+        streamed = {w.name for p in programs for span in p.spans for _, ws in span.loads for w in ws}
+        for name in streamed | {w.name for w in self.sent_between}:
             assert self.host_bytes is not None
             data = self.host_bytes(name)
             if self.host_bytes(name).ctypes.data == data.ctypes.data:
@@ -191,6 +193,18 @@ class CudaBackend:
     def _alloc(self, n_bytes: int) -> int:
         self._memory.append(self.device.alloc(max(n_bytes, ALIGN), "compute"))
         return self._memory[-1].address
+
+    def send(self, w: Weight, data: Bytes, address: int) -> None:
+        """Queue the copy of a weight that no step reads until `sent` is done; `sent_between` names it."""
+        assert self._transfer is not None
+        self._transfer.send(w, data, address)
+
+    def sent(self) -> Event:
+        """Return a new event that is done when everything that was sent has arrived."""
+        assert self._transfer is not None
+        event = self.device.event()
+        self.device.record(self._transfer.stream, event)
+        return event
 
     def _upload_constants(self, program: GpuProgram) -> dict[int, int]:
         if not program.constants:

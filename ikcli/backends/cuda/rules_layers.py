@@ -28,7 +28,7 @@ from ikcli.graph import HeadSlice, Node, RowSpec, Weight
 from ikcli.graph.activations import GATED, Glu
 from ikcli.graph.ops_alibi import Alibi
 from ikcli.graph.ops_elements import Activate, Clamp, Gate, Norm, PosScale, Scale, SoftCap
-from ikcli.graph.ops_experts import AddId, MoeRoute, MoeSort, MoeSum, ScaleId, route_of, sort_of
+from ikcli.graph.ops_experts import AddId, MoeResident, MoeRoute, MoeSort, MoeSum, ScaleId, route_of, sort_of
 from ikcli.graph.ops_media import MeanRows, MergeRows
 from ikcli.graph.ops_rows import Add, Concat, ConcatHeads, GetRows, Hadamard, RmsNorm, Rope, RopeTable, SwiGlu
 
@@ -264,6 +264,11 @@ def _scores_bytes(route: MoeRoute, warps: int) -> int:
     return 4 * warps * route.n_expert * (2 if route.n_group > 1 else 1)
 
 
+@RULES.add(MoeResident, "route table n_slots uses")
+def _moe_resident(low: GpuLowering, node: Node, op: MoeResident) -> None:
+    raise UnsupportedError(f"{node.name}: the table of slots is in RAM, so the CPU computes {op.name}")
+
+
 @RULES.add(MoeSort, "route n_expert")
 def _moe_sort(low: GpuLowering, node: Node, op: MoeSort) -> None:
     route, n_expert, n_used = op.route, op.n_expert, op.n_used
@@ -286,7 +291,8 @@ def _few_in_one_block(low: GpuLowering, route: Node, sections: list[Ref]) -> Whe
     last = low.ops[-1] if len(low.ops) > low.turn_start else None
     if last is None or last.node is not route or last.kernel != "layer_moe_route":
         return None
-    op = route_of(route)
+    op = route.op
+    assert isinstance(op, MoeRoute)
     n_expert, spec = op.n_expert, route.rows
     shared = max(_scores_bytes(op, FEW_TOKENS), _sort_bytes(n_expert, FEW_TOKENS))
     low.ops[-1] = replace(last, when=lambda c: c.rows(spec) > FEW_TOKENS)
@@ -322,7 +328,7 @@ def _add_id(low: GpuLowering, node: Node, op: AddId) -> None:
 
 def zero_dropped(low: GpuLowering, node: Node, plan: Node) -> None:
     """Zero the rows of slots dropped by `-ser` in an expert product; emit nothing where none can be dropped."""
-    if route_of(sort_of(plan).route).ser:
+    if route_of(sort_of(plan).route).drops:
         low.emit("layer_zero_dropped", row_grid(node.rows, parts_of(node.cols, THREADS)), THREADS, 0, low.state,
                  *low.row_args(node.rows), low.out(plan) + plan_layout(low, plan).counts, low.out(node),
                  _int(node.cols))  # fmt: skip

@@ -62,6 +62,7 @@ def verdict_lines(planner: Planner, plan: RunPlan) -> list[str]:
     sentence, slots = placement_sentence(plan.placement.buffer_of), planner.expert_slots(plan.config)
     lines = [sentence] if sentence else []
     lines += [slots.line()] if slots is not None else []
+    lines += [plan.vram.line()] if plan.vram is not None else []
     memory = plan.memory
     lines += [_device_line(memory, device) for device in memory.parts if device in memory.free]
     if not memory.fits():

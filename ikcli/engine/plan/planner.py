@@ -8,13 +8,14 @@ the planner describes them by their known attributes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from ikcli import models
 from ikcli.engine.pipeline.place import LOCAL, Pipeline, stage_memory
+from ikcli.engine.plan.cache_slots import CacheSlots, cache_slots
 from ikcli.engine.plan.device_memory import MemoryPlan
 from ikcli.engine.plan.device_plan import planning_device
 from ikcli.engine.plan.devices import Machine
@@ -23,18 +24,18 @@ from ikcli.engine.plan.expert_slots import ExpertSlots
 from ikcli.engine.plan.head_file import head_file, join_heads
 from ikcli.engine.plan.offload import offload_of, places_of
 from ikcli.engine.plan.placement import CPU, Placement, place
+from ikcli.engine.plan.program_plans import memory_of, plan_programs
 from ikcli.engine.plan.programs import (
     Graphs,
     check_caches,
     graph_config,
     output_bytes,
     record_graphs,
-    runs,
-    step_tokens,
 )
 from ikcli.engine.plan.sizes import Sizes, measures_heads, session_of, uses_heads
 from ikcli.engine.run.adapters import Adapters
 from ikcli.engine.run.cpu_device import CpuDevice
+from ikcli.engine.run.expert_cache import ExpertCache
 from ikcli.engine.run.expert_steps import ExpertSteps
 from ikcli.engine.run.model import Model
 from ikcli.engine.run.run_device import Beside, RunDevice, cache_bytes
@@ -63,6 +64,7 @@ class RunPlan:
     n_nodes: int
     n_splits: int
     beside: Beside
+    vram: CacheSlots | None = None  # experts that GPUs hold beside those in RAM
 
     def on_gpus(self) -> int:
         """Return the bytes of weights in GPU memory."""
@@ -79,6 +81,7 @@ class PreparedRun:
     graphs: Graphs
     runner: Runner
     programs: dict[str, DividedProgram]
+    cached: Graphs = field(default_factory=dict)  # of steps that use the cache of experts
 
 
 class Planner:
@@ -141,6 +144,8 @@ class Planner:
         graphs = self._record(cfg, model)
         slots = self.expert_slots(config) if config.fleet.stages == 1 else None
         offload = offload_of(config, model, placement, slots) if placement.devices else None
+        vram, found = cache_slots(config, model, placement)
+        warnings += found
         used = {*placement.buffer_of.values(), *placement.cache}
         gpus = {name: gpu for name, gpu in self._gpus.items() if name in used}
         if config.fleet.stages > 1 and cfg.media is not None:
@@ -155,9 +160,13 @@ class Planner:
         else:
             experts, found = expert_steps(config, slots)
             warnings += found
-            runner = make_runner(max(config.n_threads, config.n_threads_batch), gpus, placement, offload, experts)
+            n_threads = max(config.n_threads, config.n_threads_batch)
+            runner = make_runner(n_threads, gpus, placement, offload, experts)
+            if vram is not None:
+                runner.add_cache(ExpertCache(vram))
         n_outputs = min(sizes.n_seq, cfg.n_ubatch)
-        programs = plan_programs(runner, graphs, cfg, n_outputs, sizes.n_step)
+        cached = self._record(replace(cfg, expert_slots=vram.by_layer(self.hp.n_layer)), model) if vram else {}
+        programs = plan_programs(runner, graphs, cfg, n_outputs, sizes.n_step, cached)
         parts = memory_of(runner, programs, model, output_bytes(cfg, self.hp, n_outputs))
         for device, needs in self.beside.items():
             parts[device] = parts.get(device, {"weights": 0, "KV": 0, "compute": 0, "output": 0}) | dict(needs)
@@ -168,8 +177,8 @@ class Planner:
             c: cache_bytes(c, runner.cache_rows(c)) for graph, _ in graphs.values() for c in graph.caches.values()
         }
         plan = RunPlan(config, sizes, tuple(warnings), cfg, placement, memory, caches, n_nodes, n_splits,
-                       self.beside)  # fmt: skip
-        return PreparedRun(plan, model, graphs, runner, programs)
+                       self.beside, vram)  # fmt: skip
+        return PreparedRun(plan, model, graphs, runner, programs, cached)
 
     def fits(self, config: RunConfig) -> bool:
         """Return whether a run fits all devices; this is quick where weights and cache alone are too large."""
@@ -213,6 +222,9 @@ class Planner:
             parts[placement.cache[il]] += n_bytes
         for device, sizes in self.beside.items():
             parts[device] = parts.get(device, 0) + sum(sizes.values())
+        vram, _ = cache_slots(config, model, placement)
+        for device in vram.devices if vram is not None else ():
+            parts[device] += vram.slot_bytes(device) if vram is not None else 0
         return parts
 
     def _free(self, devices: Iterable[str]) -> dict[str, int]:
@@ -320,34 +332,6 @@ def make_runner(
     """Make a runner of the CPU and the GPUs that hold anything."""
     cpu = CpuDevice(n_threads, experts)
     return Runner(cpu, gpus, places_of(placement), offload) if gpus else Runner(cpu)
-
-
-def plan_programs(
-    runner: Runner, graphs: Graphs, cfg: GraphConfig, n_outputs: int, n_step: int
-) -> dict[str, DividedProgram]:
-    """Plan the programs of a session and return them by name; nothing is allocated."""
-    return {
-        name: runner.plan(
-            *graphs[run.kind],
-            run.n_tokens,
-            run.n_outputs,
-            cfg.n_ctx,
-            cfg.n_seq,
-            cfg.n_window,
-            batch_invariant=run.batch_invariant,
-            offload=run.offload,
-        )
-        for name, run in runs(graphs, cfg.n_ubatch, n_outputs, step_tokens(n_step)).items()
-    }
-
-
-def memory_of(
-    runner: Runner, programs: Mapping[str, DividedProgram], model: Model, n_output_bytes: int
-) -> dict[str, dict[str, int]]:
-    """Return the bytes by device (CPU first) and part."""
-    sizes = runner.memory(list(programs.values()), model)
-    output = {CPU: n_output_bytes}
-    return {device: parts | {"output": output.get(device, 0)} for device, parts in sizes.items()}
 
 
 def _values(model: Model, name: str) -> npt.NDArray[np.float32]:

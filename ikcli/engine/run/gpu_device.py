@@ -98,6 +98,25 @@ class GpuDevice(CudaBackend):
                 self.device.upload(self._stream, self._addresses[name], arrays[-1])
         self.device.synchronize(self._stream)
 
+    # --- slots of experts ---------------------------------------------------------------------------------------------
+    def make_slots(self, weights: Sequence[Weight]) -> dict[str, int]:
+        """Allocate weights of slots, which stay empty, and return their addresses; raise OutOfMemory."""
+        sizes = [_aligned(upload.device_bytes(w)) for w in weights]
+        slab = self.device.alloc(sum(sizes), "expert cache")
+        self._slabs.append(slab)
+        starts = slab.address + np.cumsum([0, *sizes])
+        return {w.name: int(start) for w, start in zip(weights, starts, strict=False)}
+
+    @staticmethod
+    def expert_bytes(w: Weight) -> int:
+        """Return the bytes of one expert of a weight on the device."""
+        return upload.device_bytes(w)
+
+    def send_expert(self, w: Weight, e: int, n_expert: int, address: int) -> None:
+        """Queue the copy of expert e of a weight; `w` has the shape of one expert."""
+        assert self.host_bytes is not None
+        self.send(w, self.host_bytes(w.name).reshape(n_expert, -1)[e], address)
+
     # --- cache ------------------------------------------------------------------------------------------------------
     def cache_bytes(self, cache: Cache, n_rows: int) -> int:
         """Return the bytes of a cache tensor on the device."""

@@ -19,7 +19,8 @@ import numpy.typing as npt
 from ikcli.backends.cpu.program import BATCH_INVARIANT_ROWS
 from ikcli.backends.step_block import StepBlock
 from ikcli.engine.plan.devices import Machine, opened_gpus
-from ikcli.engine.plan.planner import Planner, PreparedRun, memory_of, plan_programs
+from ikcli.engine.plan.planner import Planner, PreparedRun
+from ikcli.engine.plan.program_plans import memory_of, plan_programs
 from ikcli.engine.plan.programs import EMBEDS, SHORT, output_bytes, record_graphs, step_tokens
 from ikcli.engine.plan.sizes import Sizes
 from ikcli.engine.run import gpus, host_memory, numa, session_log
@@ -58,6 +59,7 @@ class Session:
         self.n_vocab, self.outputs = prepared.model.hp.n_vocab, plan.graph_config.outputs
         self.observer: Observer | None = None
         self.runner, self.graphs, self.programs = prepared.runner, prepared.graphs, prepared.programs
+        self._cached = prepared.cached
         self._cpus, self._notes = numa.plan_threads(self.config, self.runner.cpu.n_threads)
         self.runner.cpu.cpus = self._cpus
         self._tokenizer: Tokenizer | None = None
@@ -389,7 +391,9 @@ class Session:
         """Plan and bind the programs again, for n logits per micro-batch."""
         n_step = self.run_plan.sizes.n_step
         self._n_outputs = n
-        self.programs = plan_programs(self.runner, self.graphs, self.graph_config, self._n_outputs, n_step)
+        self.programs = plan_programs(
+            self.runner, self.graphs, self.graph_config, self._n_outputs, n_step, self._cached
+        )
         self.runner.bind(list(self.programs.values()), self.step_block)
 
     def _explain_non_finite(self, program: DividedProgram, n_threads: int) -> None:
@@ -494,7 +498,8 @@ class Session:
 
     def close(self) -> None:
         """Stop the threads, release memory, and log tokens and times."""
-        experts = self.runner.cpu.experts.lines() if self.runner.cpu.experts is not None else []
+        owners = (self.runner.cpu.experts, self.runner.expert_cache)
+        experts = [line for owner in owners if owner is not None for line in owner.lines()]
         for line in [
             *session_log.timing_lines(self.timings),
             *experts,

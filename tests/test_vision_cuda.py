@@ -13,7 +13,6 @@ from test_vision_golden import Golden, log_softmax
 
 from ikcli.engine.run import gpus
 from ikcli.engine.run.batch import Batch
-from ikcli.errors import UnsupportedError
 
 pytestmark = [needs_emulation, pytest.mark.slow("emulates GPU programs")]
 
@@ -27,11 +26,11 @@ def opener(monkeypatch: pytest.MonkeyPatch) -> Iterator[Opener]:
 
 @pytest.mark.parametrize("name", ["qwen25vl", "qwen3vl", "mistral3", "internvl", "gemma3", "gemma4"])
 def test_log_probabilities(shared_dir: Path, opener: Opener, name: str) -> None:
-    """The attention of Gemma, whose images see each other in both directions, is computed on the CPU."""
+    """Images of Gemma, whose tokens see each other in both directions, too."""
     golden = Golden(shared_dir / "golden" / "vision", name)
     bounds = golden.facts["bounds"]["exact"]
     facts, truth = golden.facts["images"]["small"], golden.truth["small.logprob"].astype(np.float64)
-    with golden.session(n_gpu_layers=99, warmup=False, no_kv_offload=name.startswith("gemma")) as session:
+    with golden.session(n_gpu_layers=99, warmup=False) as session:
         batch = Batch.mixed([facts["tokens_before"], golden.media("small"), facts["tokens_after"]], logits="none")
         batch.logits[-len(truth) :] = True
         found = log_softmax(np.array(session.decode(batch)))
@@ -42,9 +41,3 @@ def test_log_probabilities(shared_dir: Path, opener: Opener, name: str) -> None:
         after = Batch.single(facts["tokens_after"][-1:], len(batch) - 1)
         again = log_softmax(np.array(session.decode(after)))
         assert np.abs(again - truth[-1:])[truth[-1:] > -6].max() < bounds["logprob"]
-
-
-def test_attention_in_both_directions_is_refused(shared_dir: Path, opener: Opener) -> None:
-    golden = Golden(shared_dir / "golden" / "vision", "gemma3")
-    with pytest.raises(UnsupportedError, match=r"see each other in both directions.*-nkvo"):
-        golden.session(n_gpu_layers=99, warmup=False)

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from ikcli.gguf.heads import head_blocks
 from ikcli.gguf.reader import TensorInfo
 from ikcli.gguf.types import TYPES
 from ikcli.quant.imatrix_file import Imatrix
@@ -41,17 +42,6 @@ class ExpertData:
     median: float | None = None
 
 
-def mtp_blocks(names: Iterable[str], metadata: Mapping[str, Any]) -> frozenset[int]:
-    """Return the MTP blocks: those with `nextn` tensors, else the last ones, as the metadata says."""
-    found = {int(m[1]): m[2] for name in names if (m := _BLOCK.match(name))}
-    named = {int(m[1]) for name in names if (m := _BLOCK.match(name)) and m[2].startswith("nextn.")}
-    arch = metadata.get("general.architecture", "")
-    count, last = (metadata.get(f"{arch}.{key}", 0) for key in ("block_count", "nextn_predict_layers"))
-    if named or not isinstance(count, int) or not isinstance(last, int) or not 0 < last < count:
-        return frozenset(named)
-    return frozenset(il for il in found if il >= count - last)
-
-
 def why_missing(name: str, names: Container[str], mtp: Iterable[int]) -> str:
     """Explain why an importance matrix has no data for a tensor of a model with these names and MTP blocks."""
     if any(name.startswith(f"blk.{il}.") for il in mtp):
@@ -67,7 +57,7 @@ def why_missing(name: str, names: Container[str], mtp: Iterable[int]) -> str:
 
 def with_borrowed(imatrix: Imatrix, tensors: Mapping[str, TensorInfo], metadata: Mapping[str, Any]) -> Imatrix:
     """Return the matrix with entries of the last ordinary blocks for tensors of MTP blocks that have none."""
-    blocks = mtp_blocks(tensors, metadata)
+    blocks = head_blocks(tensors, metadata)
     ordinary = sorted({int(m[1]) for n in tensors if (m := _BLOCK.match(n))} - blocks, reverse=True)
     borrowed: dict[str, str] = {}
     for name, t in tensors.items():
@@ -151,7 +141,7 @@ def _few_text(d: ExpertData) -> str:
 
 def borrowed_lines(imatrix: Imatrix, choices: Sequence[TypeChoice], metadata: Mapping[str, Any]) -> list[str]:
     """Describe which tensors of MTP blocks borrow data of another block, and which have none at all."""
-    blocks = mtp_blocks([c.name for c in choices], metadata)
+    blocks = head_blocks([c.name for c in choices], metadata)
     mine = [c for c in weighted_choices(choices) if (m := _BLOCK.match(c.name)) and int(m[1]) in blocks]
     lines: list[str] = []
     have = [c.name for c in mine if c.name in imatrix.borrowed]

@@ -188,8 +188,8 @@ class RunConfig:
         help="GPUs to use and to accept in -ot; none = no GPU; default: all visible ones")
     device_spec: tuple[DeviceSpec, ...] = _placement((), "--device-spec", "custom", form="cuda:24GiB[,...]",
         example="--device-spec 2*cuda:24GiB,cpu:256GiB", parse=parse_device_spec, bench_list=False,
-        help="plan for these devices instead of those of this machine: [N*]cuda:SIZE[:cc=X.Y] for GPUs, cpu:SIZE for "
-        "RAM. For plan and --dry-run")
+        help="plan for these devices instead of those of this machine: [N*]cuda:SIZE[:cc=X.Y][:tops=N][:bus=GB/s] for "
+        "GPUs, cpu:SIZE[:tops=N][:read=GB/s] for RAM. For plan and --dry-run")
     offload_policy: tuple[tuple[str, bool], ...] = _placement((), "-op --offload-policy", "custom",
         form="OP,0|1[,OP,0|1...]", example="-op MUL_MAT_ID=off", parse=parse_offload_policy, repeat=True,
         bench_list=False,

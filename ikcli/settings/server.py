@@ -167,12 +167,12 @@ class ServerConfig:
     draft_device: tuple[str, ...] = _speculation((), "-devd --device-draft --spec-draft-device", "custom",
         form="CUDA0,CUDA1", example="-devd CUDA1", parse=parse_devices, bench_list=False,
         help="devices of the draft model; default: those of the model")
-    spec_autotune: bool = _speculation(False, "--spec-autotune", "switch", negative="--no-spec-autotune",
-        example="--spec-autotune",
-        help="choose the length of every draft, none included, by measured costs and acceptance; without it drafts are "
-        "as long as n_max allows (docs/speculation.md)")
+    spec_autotune: bool = _speculation(True, "--spec-autotune", "switch", negative="--no-spec-autotune",
+        example="--no-spec-autotune",
+        help="choose the length of every draft, none included, by measured costs and acceptance, up to n_max; "
+        "--no-spec-autotune: drafts are as long as n_max allows (docs/speculation.md)")
     spec_explain: bool = _speculation(False, "--spec-explain", "switch", example="--spec-explain",
-        help="log for every step how many tokens are drafted, and why")
+        help="log how many tokens are drafted, and why")
     banned_string_file: Path | None = opt(None, "--banned-string-file", "path", topic="sampling", commands="SC",
         form="FILE", example="--banned-string-file slop.txt",
         help="texts that no output may contain, one per line; a request's banned_strings replace them")

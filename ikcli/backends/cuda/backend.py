@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
+from ikcli.backends.cuda.attention import reads_places
 from ikcli.backends.cuda.device import Device, DeviceMemory, Event, Graph, NoGraphMemory, Pinned, Stream
 from ikcli.backends.cuda.lower import ALIGN, Counts, DeviceLimits, GpuLowering, GpuProgram, all_rules
 from ikcli.backends.cuda.transfer import Transfer
@@ -23,6 +24,7 @@ from ikcli.backends.cuda.upload import device_bytes
 from ikcli.backends.rules import Rules
 from ikcli.backends.step_block import SEG_WORDS, StepBlock
 from ikcli.graph import Cache, Node, Rows, Weight
+from ikcli.graph.micro_batch import PLACE_WORDS
 from ikcli.graph.split import GraphSplit
 from ikcli.log import notice_once
 
@@ -32,7 +34,7 @@ MAX_BUCKETS, MAX_GRAPHS, MAX_GRAPH_LAUNCHES = 24, 512, 32768
 # Most tokens of a captured step. Launches of larger ones take longer on the device than on the host, which stays ahead;
 # making their graphs cost 20 ms of a prompt of 512 tokens on an H100.
 MAX_GRAPH_TOKENS = 128
-_HEAD = 128  # bytes of the step block's words
+_HEAD, _PLACES = 128, 14  # bytes of the step block's words, and the word that says where places are
 
 
 @dataclass(slots=True)
@@ -54,6 +56,7 @@ class CudaProgram:
     spans: list[Span]
     most: Mapping[Rows, int]
     reads_kv_rows: bool
+    reads_places: bool
     loaded: frozenset[Weight]  # come from the host in every step
     places: Mapping[Node, Bytes] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
@@ -129,13 +132,15 @@ class CudaBackend:
             spans.append(Span(first, stop, tuple(turn.imports), tuple(turn.exports), loads))
         reads = any(n.rows.symbol is Rows.KV for t in turns for n in t.nodes)
         loaded = frozenset(w for span in spans for _, ws in span.loads for w in ws)
-        return CudaProgram(GpuProgram(low), spans, dict(rows), reads, loaded)
+        places = reads_places([n for t in turns for n in t.nodes], batch_invariant)
+        return CudaProgram(GpuProgram(low), spans, dict(rows), reads, places, loaded)
 
     def step_bytes(self, programs: Sequence[CudaProgram]) -> int:
         """Return the bytes of the step block of these programs."""
         n = max(p.most[Rows.TOKENS] for p in programs)
         kv = max((p.most[Rows.KV] for p in programs if p.reads_kv_rows), default=0)
-        return _HEAD + n * (4 + 4 + 8 + 8 + 8 * SEG_WORDS + 8 + 8 + 8) + 8 * kv + 9 * 16
+        places = 4 * PLACE_WORDS * max((p.most[Rows.TOKENS] for p in programs if p.reads_places), default=0)
+        return _HEAD + n * (4 + 4 + 8 + 8 + 8 * SEG_WORDS + 8 + 8 + 8) + 8 * kv + places + 10 * 16
 
     def compute_bytes(self, programs: Sequence[CudaProgram]) -> int:
         """Return the device memory of these programs: shared work memory, constants, the step block."""
@@ -257,6 +262,11 @@ class CudaBackend:
             n = array.nbytes
             memory[at : at + n] = array.reshape(-1).view(np.uint8)
             at += -(-n // 16) * 16
+        if program.reads_places and state.ranged:
+            head[_PLACES] = self._step_address + at
+            n = state.places.nbytes
+            memory[at : at + n] = state.places.reshape(-1).view(np.uint8)
+            at += n
         return at
 
     def run(self, program: CudaProgram, turn: int, n_threads: int) -> None:
@@ -406,7 +416,7 @@ def _counts(state: StepBlock) -> Counts:
     rows = state.rows
     segments = state.arrays()[5]
     longest = int(segments[:, 5].max()) if len(segments) else 0
-    return Counts(rows[Rows.TOKENS], rows[Rows.OUTPUTS], rows[Rows.KV], state.n_segments, longest)
+    return Counts(rows[Rows.TOKENS], rows[Rows.OUTPUTS], rows[Rows.KV], state.n_segments, longest, state.ranged)
 
 
 def _some_counts(most: Mapping[Rows, int]) -> Iterator[Counts]:

@@ -10,14 +10,19 @@ from ikcli.convert.config import Config
 from ikcli.errors import UnsupportedError
 
 _FAMILIES = (
-    "afmoe arctic baichuan bert bitnet bloom cohere dbrx deepseek dots ernie exaone falcon falcon_h1 gemma glm gpt2 "
-    "gpt_oss gptneox granite grok hunyuan internlm jamba kimi laguna lfm2 ling llama llama4 mamba mamba2 mellum "
-    "mimo minimax mpt muse nemotron nemotron_h olmo phi plamo qwen qwen3_next refact stablelm starcoder step"
+    "afmoe apertus arctic baichuan bert bitnet bloom cohere dbrx deepseek dots ernie exaone falcon gemma glm gpt2 "
+    "gpt_oss gptneox granite grok hunyuan internlm laguna ling llama llama4 mellum mimo minimax mpt muse nemotron olmo "
+    "phi plamo qwen refact stablelm starcoder step"
 )
 """The files of this folder, each with the records of a model family."""
 
+_RECURRENT = "falcon_h1 jamba kimi lfm2 mamba mamba2 nemotron_h qwen3_next"
+"""The files of `recurrent/`."""
+
 ARCHITECTURES: tuple[Architecture, ...] = tuple(
-    found for family in _FAMILIES.split() for found in import_module(f"{__name__}.{family}").ARCHITECTURES
+    found
+    for name in (*_FAMILIES.split(), *(f"recurrent.{family}" for family in _RECURRENT.split()))
+    for found in import_module(f"{__name__}.{name}").ARCHITECTURES
 )
 
 

@@ -18,6 +18,7 @@ from ikcli.engine.plan.fit import fit
 from ikcli.engine.plan.placement import CPU, offload_lines, offload_threshold, placement_sentence
 from ikcli.engine.plan.planner import MIB, Planner, RunPlan
 from ikcli.engine.plan.programs import FLOAT_TYPES
+from ikcli.engine.plan.prompt_speed import speed_lines
 from ikcli.engine.run import session_log
 from ikcli.errors import IkError
 from ikcli.quant.formats import get_format
@@ -82,9 +83,11 @@ def _prompt_lines(planner: Planner, plan: RunPlan) -> list[str]:
         return [f"{head}, because -op says so"]
     if without:
         return [f"{head}, because GPUs have no kernels for {', '.join(without)}"]
+    speeds = speed_lines(planner, plan, least) if planner.expert_slots(config) is None else []
     if config.n_ubatch < least:
-        return [f"{head}, because -ub {config.n_ubatch} is below {least} tokens; from -ub {least} on a GPU does it"]
-    return [f"prompts: pieces of {least} tokens and more are computed on GPUs, with experts copied from RAM"]
+        why = f"because -ub {config.n_ubatch} is below {least} tokens; from -ub {least} on a GPU does it"
+        return [*speeds, f"{head}, {why}"]
+    return [*speeds, f"prompts: pieces of {least} tokens and more are computed on GPUs, with experts copied from RAM"]
 
 
 def _device_line(memory: MemoryPlan, device: str) -> str:

@@ -26,7 +26,6 @@ from ikcli.engine.plan.placement import CPU, Placement, place
 from ikcli.engine.plan.programs import (
     Graphs,
     check_caches,
-    check_ranges,
     graph_config,
     output_bytes,
     record_graphs,
@@ -134,8 +133,6 @@ class Planner:
         model = self.model(config, placement)
         check_caches(cfg, config, model)
         graphs = self._record(cfg, model)
-        if cfg.media is not None:
-            check_ranges(graphs, placement.cache, model.source)
         slots = self.expert_slots(config) if config.fleet.stages == 1 else None
         offload = offload_of(config, model, placement, slots) if placement.devices else None
         used = {*placement.buffer_of.values(), *placement.cache}

@@ -28,6 +28,7 @@ _COUNTERS = (
 )
 PER_POSITION = "spec_decode_num_accepted_tokens_per_pos"
 POSITION = "position"
+STEPS, DECISION = "spec_decode_num_steps", "decision"
 _GAUGES = (
     ("prompt_tokens_seconds", "Average prompt throughput in tokens/s.", "prompt_tokens_seconds"),
     ("predicted_tokens_seconds", "Average generation throughput in tokens/s.", "predicted_tokens_seconds"),
@@ -52,6 +53,8 @@ class _Collector:
             yield CounterMetricFamily(PREFIX + name, text, value=float(getattr(self._values, field)))
         if self._values.accepted_by_position:
             yield per_position(self._values.accepted_by_position)
+        if self._values.draft_decisions:
+            yield per_decision(self._values.draft_decisions)
         for name, text, field in _GAUGES:
             yield GaugeMetricFamily(PREFIX + name, text, value=float(getattr(self._values, field)))
         if self._users:
@@ -63,6 +66,14 @@ def per_position(accepted: Mapping[int, float]) -> Metric:
     family = CounterMetricFamily(PREFIX + PER_POSITION, "Accepted tokens by position in the draft.", labels=[POSITION])
     for position, value in sorted(accepted.items()):
         family.add_metric([str(position)], float(value))
+    return family
+
+
+def per_decision(steps: Mapping[str, float]) -> Metric:
+    """Return the steps by what was decided of their drafts, and why."""
+    family = CounterMetricFamily(PREFIX + STEPS, "Steps by the decision on drafts.", labels=[DECISION])
+    for decision, value in sorted(steps.items()):
+        family.add_metric([decision], float(value))
     return family
 
 

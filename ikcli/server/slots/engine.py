@@ -16,6 +16,7 @@ from ikcli.engine.plan.planner import Planner
 from ikcli.engine.plan.sizes import session_of
 from ikcli.engine.run.opening import open_session
 from ikcli.errors import IkError
+from ikcli.server.prefix.reused import Reused
 from ikcli.server.slots.actions import Action
 from ikcli.server.slots.embeddings import EmbeddingTask
 from ikcli.server.slots.log import Logger, silent
@@ -205,6 +206,10 @@ class Engine:
     def cached_tokens(self) -> list[tuple[int, ...]]:
         """Return the tokens in the cache of every slot; empty before the model is ready."""
         return [tuple(s.cached.tolist()) for s in self._worker.slots] if self._worker is not None else []
+
+    def held(self, request: GenerationRequest) -> Reused | None:
+        """Return where tokens of the prompt could come from now; None if the cache is in use for too long."""
+        return self._ready().held(request)
 
     def metrics(self, *, reset: bool = False) -> EngineMetrics:
         """Return counters and gauges; `reset` starts the averages again."""

@@ -98,6 +98,7 @@ class EngineMetrics:
     draft_tokens_accepted_total: int = 0
     drafts_total: int = 0
     accepted_by_position: Mapping[int, int] = field(default_factory=dict)  # by their place in the draft
+    draft_decisions: Mapping[str, int] = field(default_factory=dict)  # steps by what was decided, and why
     prompt_tokens_seconds: float = 0.0
     predicted_tokens_seconds: float = 0.0
     requests_processing: int = 0

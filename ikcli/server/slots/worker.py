@@ -6,6 +6,8 @@ import threading
 from collections import deque
 from dataclasses import replace
 
+import numpy as np
+
 from ikcli.engine.pipeline.driver import StageLostError
 from ikcli.engine.run.control_vectors import VectorUse
 from ikcli.engine.run.session import Session
@@ -99,6 +101,10 @@ class Worker(Steps):
             return self._embeddings.check(request, self.model.n_ctx_slot, self.model.n_vocab)
         return refused(self.session, self.model, request)
 
+    def held(self, request: GenerationRequest) -> Reused | None:
+        """Return where tokens of a prompt could come from now; None if the cache is in use for too long."""
+        return self._reuse.held(np.array(request.prompt, np.int32), self.added.of_request(request.lora))
+
     def metrics(self, *, reset: bool) -> EngineMetrics:
         """Return counters and gauges."""
         c, session, store = self.counters, self.session, self._reuse.store
@@ -110,7 +116,8 @@ class Worker(Steps):
             c.reset_recent()
         return EngineMetrics(
             c.prompt_tokens, c.prompt_seconds, c.predicted_tokens, c.predicted_seconds, c.n_decode, c.n_busy_slots,
-            c.n_tokens_max, c.drafted, c.accepted, c.drafts, dict(c.accepted_by_position), *rates, busy, n_waiting,
+            c.n_tokens_max, c.drafted, c.accepted, c.drafts, dict(c.accepted_by_position),
+            self._speculator.decisions, *rates, busy, n_waiting,
             len(self.slots) - busy, n_cached, n_cached / session.n_ctx, store.n_bytes, len(store), c.t_start,
             c.from_slots, c.from_ram, c.from_disk,
         )  # fmt: skip

@@ -8,9 +8,10 @@ from __future__ import annotations
 from functools import partial
 
 from ikcli.graph import Graph, Node
-from ikcli.models import blocks, deepseek2, delta_net, expected
+from ikcli.models import blocks, deepseek2, expected
 from ikcli.models.config import GraphConfig
 from ikcli.models.hparams import HParams
+from ikcli.models.recurrent import delta_net
 from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
 
 

@@ -7,9 +7,10 @@ gated shared one.
 from __future__ import annotations
 
 from ikcli.graph import Graph, Node
-from ikcli.models import blocks, delta_net, expected
+from ikcli.models import blocks, expected
 from ikcli.models.config import GraphConfig
 from ikcli.models.hparams import HParams
+from ikcli.models.recurrent import delta_net
 from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
 
 FFN_NORM = "post_attention_norm"

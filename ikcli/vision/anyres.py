@@ -33,7 +33,7 @@ class AnyRes:
             return None
         size, merge = facts.image_size, facts.metadata.get("clip.vision.mm_patch_merge_type", "spatial_unpad")
         if not isinstance(merge, str) or merge != "spatial_unpad":
-            raise facts.fail(f"clip.vision.mm_patch_merge_type is {str(merge)[:40]}; images in grids are read as spatial_unpad")
+            raise facts.fail(f"clip.vision.mm_patch_merge_type is {str(merge)[:40]}; only spatial_unpad is read")
         if len(found) % 2 or len(found) > 2 * _MOST_CANVASES or any(type(x) is not int for x in found):
             raise facts.fail(f"{KEY} must hold at most {_MOST_CANVASES} pairs of whole numbers")
         pairs = tuple((int(w), int(h)) for h, w in zip(found[::2], found[1::2], strict=True))

@@ -61,6 +61,7 @@ TEXTS = {
     "internvl": "<img>|||||||</img>",
     "minicpmv": "<image>|</image><slice>|</slice><slice>|</slice>",
     "llava": "|",
+    "llava_next": "||",
     "mlp_norm": "|",
     "ldp": "|",
     "ldpv2": "|",

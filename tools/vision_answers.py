@@ -427,6 +427,31 @@ def llava() -> tuple[Model, Callable[[np.ndarray], Found]]:
     return m, run
 
 
+def llava_next() -> tuple[Model, Callable[[np.ndarray], Found]]:
+    from transformers.image_processing_utils import select_best_resolution
+
+    size, grid = 56, [[56, 112], [112, 56], [112, 112], [168, 56], [56, 168]]
+    vision = {"model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 3,
+              "num_attention_heads": 2, "image_size": size, "patch_size": 14, "hidden_act": "quick_gelu"}  # fmt: skip
+    config = {"vision_config": vision, "text_config": {"model_type": "llama", **TEXT}, "vision_feature_layer": -2,
+              "image_grid_pinpoints": grid, "image_token_index": 5}  # fmt: skip
+    square = {"height": size, "width": size}
+    processor = tf.LlavaNextImageProcessor(size={"shortest_edge": size}, crop_size=square, image_grid_pinpoints=grid)
+    m = Model(config, processor, "LlavaNextForConditionalGeneration", "vision_tower multi_modal_projector newline")
+
+    def run(rgb: np.ndarray) -> Found:
+        made = processor([Image.fromarray(rgb)], return_tensors="pt")
+        found = m.model.get_image_features(made["pixel_values"], made["image_sizes"], vision_feature_layer=-2,
+                                           vision_feature_select_strategy="default",
+                                           output_hidden_states=True).pooler_output[0].numpy()  # fmt: skip
+        height, width = select_best_resolution(rgb.shape[:2], grid)
+        first, *tiles = made["pixel_values"][0].numpy()
+        canvas = np.stack(tiles).reshape(height // size, width // size, 3, size, size).transpose(2, 0, 3, 1, 4)
+        return [first, canvas.reshape(3, height, width)], [found[:16], found[16:]], [height, width]
+
+    return m, run
+
+
 def janus() -> tuple[Any, Callable[[np.ndarray], Found]]:
     from transformers.models.janus import modeling_janus
 
@@ -483,6 +508,7 @@ MODELS = {
     "lfm2": lfm2,
     "minicpmv": minicpmv,
     "llava": llava,
+    "llava_next": llava_next,
     "mlp_norm": lambda: mobilevlm("mlp_norm"),
     "ldp": lambda: mobilevlm("ldp"),
     "ldpv2": lambda: mobilevlm("ldpv2"),

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -135,7 +136,8 @@ class Projector:
         Texts are never empty; most types have one tile.
         """
         found = self.tower.pieces(picture.rgb)
-        return [one if isinstance(one, str) else Tile.of(one) for one in found if not isinstance(one, str) or one]
+        made = (Tile.of(one) if isinstance(one, np.ndarray) else one for one in found)
+        return [one for one in made if not isinstance(one, str) or one]
 
     def tile(self, picture: Picture) -> Tile:
         """Return the tile of a picture that has but one; a tile is its own."""
@@ -146,7 +148,7 @@ class Projector:
 
     def _grid(self, picture: Picture) -> Grid:
         tile = self.tile(picture)
-        return self.tower.grid(tile.width, tile.height)
+        return replace(self.tower.grid(tile.width, tile.height), shown=tile.shown)
 
     def count(self, picture: Picture) -> int:
         """Return the tokens of a tile, or of a picture of one tile."""
@@ -159,17 +161,19 @@ class Projector:
 
     def digest(self, picture: Picture) -> str:
         """Return what the encoded tile, or picture of one tile, is known by."""
-        return hashlib.sha256(f"{self._key}:{self.tile(picture).digest}".encode()).hexdigest()
+        tile = self.tile(picture)
+        shown = "" if tile.shown is None else f":{tile.shown}"
+        return hashlib.sha256(f"{self._key}:{tile.digest}{shown}".encode()).hexdigest()
 
     # --- use ----------------------------------------------------------------------------------------------------------
     @np.errstate(all="ignore")
     def encode(self, picture: Picture) -> Media:
         """Return the rows of a tile, or of a picture of one tile; raise NonFiniteError if they are not finite."""
         tile = self.tile(picture)
-        rgb = tile.rgb
-        grid = self.tower.grid(rgb.shape[1], rgb.shape[0])
+        grid = self._grid(tile)
         with self._lock:
-            rows = self.tower.arrange(self._encoder.run(self.tower.inputs(rgb)), grid)
+            parts = [self._encoder.run(self.tower.inputs(part)) for part in self.tower.parts(tile.rgb)]
+            rows = self.tower.arrange(np.concatenate(parts) if len(parts) > 1 else parts[0], grid)
         if not np.isfinite(rows).all():
             raise NonFiniteError(f"{self.path}: the embedding of the image is NaN or Inf: {self._why_not_finite()}")
         return Media(rows, self.digest(tile), grid.tokens if self.tower.sections else (0, 0), self.tower.both())

@@ -7,7 +7,7 @@ the grid arrive beside the pixels, so every input row is [pixels of a patch | po
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -17,6 +17,7 @@ import numpy.typing as npt
 from ikcli.graph import Graph, HeadSlice, Node, Weight
 from ikcli.graph.activations import Glu
 from ikcli.models import HParams
+from ikcli.vision.decode import Tile
 from ikcli.vision.facts import Facts
 from ikcli.vision.sizes import Pixels, resized
 from ikcli.vision.tensors import Floats, Tensors
@@ -35,11 +36,12 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Patches of an image: rows and columns, and how many of each make a token."""
+    """Patches of an image: rows and columns, and how many of each make a token. `shown`: see `Tile`."""
 
     rows: int
     cols: int
     merge: int = 1
+    shown: tuple[int, int] | None = None
 
     @property
     def tokens(self) -> tuple[int, int]:
@@ -106,7 +108,7 @@ class Tower:
         """Return the most tokens of an image."""
         raise NotImplementedError
 
-    def pieces(self, rgb: Pixels) -> list[str | Pixels]:
+    def pieces(self, rgb: Pixels) -> Sequence[str | Pixels | Tile]:
         """Return what an image becomes in a text: tiles at the size that the tower reads, and the texts around them.
 
         Special tokens in the texts are to be read as such.
@@ -155,6 +157,10 @@ class Tower:
     def ranges(self, grid: Grid) -> Ints | None:
         """Return the rows that each row sees in layers with windows: (n, 2), first and end."""
         return None
+
+    def parts(self, rgb: Pixels) -> list[Pixels]:
+        """Return the parts of a tile that are computed one by one."""
+        return [rgb]
 
     def arrange(self, rows: Floats, grid: Grid) -> Floats:
         """Return the rows of tokens in the order of the text."""

@@ -48,7 +48,7 @@ class Media:
 
     def load(self, source: str) -> bytes:
         """Return the bytes of an image; `source` is a URL or base64."""
-        scheme = source[:8].partition(":")[0].lower() if ":" in source[:8] else ""
+        scheme = _scheme(source)
         if scheme == "data":
             return self._data_url(source)
         if scheme in ("http", "https"):
@@ -188,6 +188,15 @@ class Media:
 
     def _too_large(self) -> MediaError:
         return MediaError(f"the image has more than {self._max_bytes >> 20} MiB")
+
+
+def is_inline(source: str) -> bool:
+    """Return whether a source holds the image itself: base64, or a `data:` URL."""
+    return _scheme(source) in ("", "data")
+
+
+def _scheme(source: str) -> str:
+    return source[:8].partition(":")[0].lower() if ":" in source[:8] else ""
 
 
 def _is_public(address: str) -> bool:

@@ -49,7 +49,7 @@ def lean(context: Any) -> Iterator[None]:
     """Compile faster with this typing context; afterwards Numba is what it was."""
     context.refresh()
     usual = ir.Inst._rec_list_vars
-    ir.Inst._rec_list_vars = _variables
+    ir.Inst._rec_list_vars = _variables  # type: ignore[method-assign]
     operators = _operators_of_numbers(context)
     for operator, templates in operators:
         operator.templates = tuple(t for t in templates if not issubclass(t, NumpyRulesArrayOperator))
@@ -58,7 +58,7 @@ def lean(context: Any) -> Iterator[None]:
     finally:
         for operator, templates in operators:
             operator.templates = templates
-        ir.Inst._rec_list_vars = usual
+        ir.Inst._rec_list_vars = usual  # type: ignore[method-assign]
 
 
 def _operators_of_numbers(context: Any) -> list[tuple[Any, tuple[Any, ...]]]:

@@ -74,7 +74,7 @@ def use_huge_pages(buffers: Iterable[Range], weights: Iterable[Range], mapped: b
 def _madvise(memory: Range, advice: int) -> None:
     pages = inner_pages(memory)
     libc = _libc()
-    if pages is not None and libc is not None:
+    if pages is not None and libc is not None and sys.platform == "linux":
         libc.madvise(ctypes.c_void_p(pages[0]), ctypes.c_size_t(pages[1]), advice)
 
 

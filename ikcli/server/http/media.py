@@ -27,6 +27,7 @@ _SECONDS = 30.0
 _CHUNK = 1 << 16
 _REDIRECTS = (301, 302, 303, 307, 308)
 _SHOWN = 80
+_CAREFUL = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC", "O_BINARY"))
 
 
 class MediaError(IkError):
@@ -98,7 +99,7 @@ class Media:
 
     def _read(self, path: Path, name: str) -> bytes:
         try:
-            file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            file = os.open(path, os.O_RDONLY | _CAREFUL)
             with open(file, "rb") as f:
                 about = os.fstat(f.fileno())
                 if not stat.S_ISREG(about.st_mode):

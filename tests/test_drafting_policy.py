@@ -15,7 +15,7 @@ import pytest
 
 from ikcli.drafting.acceptance import Acceptance
 from ikcli.drafting.costs import MakingCosts, RowCosts, distinct_experts
-from ikcli.drafting.policy import Option, Policy
+from ikcli.drafting.policy import SHARE, Option, Policy
 
 MOST = 8
 UNIT = 0.05  # seconds of a plain step
@@ -189,6 +189,18 @@ def test_looking_leaves_the_means_to_use_what_is_found() -> None:
             policy.judged(0, "kind", n, n, n)
         policy.checked(1 + n, 1 + 0.1 * n, 1, 1 + n)
     assert n_found > 300 and n_used > 0.9 * n_found
+
+
+def test_a_try_that_finds_nothing_is_not_repeated_at_once() -> None:
+    """A model may draft nothing, as it is not sure of its first token; asking it cost time."""
+    policy, option, tries = Policy(MOST), [Option(0, "kind", MOST - 1, costs=True)], 0
+    for _ in range(2000):
+        if any(policy.decide(option, 1).lengths):
+            tries += 1
+            policy.drafted("kind", 1, 0.5, 1)
+            policy.judged(0, "kind", MOST - 1, 0, 0)
+        policy.checked(1, 1.0, 1, 1)
+    assert 1 <= tries <= (2000 * SHARE + 2) / 0.5
 
 
 def test_several_texts_share_the_rows() -> None:

@@ -201,6 +201,29 @@ def test_caches_of_heads_follow_sequences(path: Path, tmp_path: Path) -> None:
         assert len(drafted(session, TOKENS[:33], 1)) == len(drafted(other, TOKENS[:33], 1)) == 3
 
 
+def test_a_sequence_that_was_asleep_drafts_again(tmp_path: Path) -> None:
+    """Nothing is kept meanwhile, and another sequence drafts as ever."""
+    with opened(write_model(MODELS["deepseek2"](), tmp_path / "m.gguf"), 2, True) as session:
+        session.decode(Batch.single(TOKENS[:30], logits="none"))
+        wanted = drafted(session, TOKENS[:31])
+        assert session.heads is not None and len(wanted) == 3
+        session.sequences.truncate(0, 0)
+        for seq in range(2):
+            session.decode(Batch.single(TOKENS[:20], 0, seq, logits="none"))
+        session.heads.asleep.add(1)
+        n_steps = session.heads.n_steps
+        for i in range(20, 30):
+            session.step_each([int(TOKENS[i])], [i], [1])
+        assert session.heads.n_steps == n_steps
+        for i in range(20, 29):  # with one that is awake
+            session.step_each([int(TOKENS[i]), int(TOKENS[i + 10])], [i, i + 10], [0, 1])
+        assert session.heads.n_steps == n_steps + 9
+        session.heads.asleep.clear()
+        session.step_each([int(TOKENS[29])], [29], [0])
+        assert drafted(session, TOKENS[:31]) == wanted
+        assert len(drafted(session, TOKENS[:40], 1)) == 3
+
+
 def kept(session: Session, seq: int, n: int) -> list[bytes]:
     """The first n rows of a sequence in the caches of heads."""
     n_layer = session.model.hp.n_layer

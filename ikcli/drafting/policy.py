@@ -34,6 +34,7 @@ _MOST_PATIENCE = 4.0  # factor by which failed tries delay the next one
 _EXCESS = 100.0  # steps over which tries spend what the account has beyond its start
 _SURE = 2  # measurements of a number of rows, before which the less it may take counts
 _FIRST_REST, _REST = 4, 64  # steps for which decisions against drafts stand: the first one, and the longest
+_NEXT_REST = 16  # ... the first one of a text, after texts in which drafts did not pay
 _WELL_KNOWN = 8  # measurements of a step without drafts, after which every `_SAMPLED`th such step is measured
 _SAMPLED = 8
 _AGAIN, _OFTEN = 256, 6  # drafts after which a step without one is measured again: at most, and times its measurements
@@ -139,14 +140,15 @@ class Policy:
                 self._refresh_at = self._n_steps + self._next_refresh
                 self._next_refresh = min(2 * self._next_refresh, _SELDOM)
             self._refresh()
+        gained = 0.0
         if rows == n_texts:
             self.passed(1)
-            return
-        self._waited = 0
-        plain = costs.seconds[n_texts]
-        gained = n_tokens / n_texts - min(seconds, _UNUSUAL * costs.seconds[rows]) / plain
-        self._earn(gained)
-        if self._trying:
+        else:
+            self._waited = 0
+            gained = n_tokens / n_texts - min(seconds, _UNUSUAL * costs.seconds[rows]) / costs.seconds[n_texts]
+            self._earn(gained)
+        if self._trying:  # one that found nothing was a failure, too
+            self._waited, self._trying = 0, False
             self._patience = 1.0 if gained > 0 else min(2 * self._patience, _MOST_PATIENCE)
 
     def passed(self, n: int) -> None:
@@ -216,7 +218,7 @@ class Policy:
         """Drop what is known of a finished text; what it saved does not pay for the next one."""
         self.acceptance.forget(text)
         self.account = min(self.account, _START)
-        self._rest = _FIRST_REST
+        self._rest = min(self._rest, _NEXT_REST)
         self._n_judged = 0
         self._renew()
 
@@ -246,7 +248,8 @@ class Policy:
         if self._waited >= wait and found.worst <= account and found.promise > 0:
             self._trying = True
             return Decision(found.tried, TRY, found.rate, found.base)
-        return Decision(none, DOES_NOT_PAY, found.rate, found.base, self._rest_for(int(wait) - self._waited))
+        least = max(wait - self._waited, (found.worst - account) / SHARE) if found.promise > 0 else _REST
+        return Decision(none, DOES_NOT_PAY, found.rate, found.base, self._rest_for(int(least)))
 
     def value(self, option: Option, n_texts: int) -> float:
         """Return the tokens per second if this draft were the only one of a step."""

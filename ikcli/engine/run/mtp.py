@@ -12,6 +12,7 @@ nothing else changes.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -155,7 +156,12 @@ class Piece:
 
 
 class Heads:
-    """The heads of a session; see the module. `session.heads` is the only one."""
+    """The heads of a session; see the module. `session.heads` is the only one.
+
+    `asleep`: sequences that get no draft soon, whose states are not kept, so that they cost nothing. When one wakes
+    up, the rows between are missing, as if the sequence had been restored. `seconds`, `n_steps`: time that keeping
+    states and computing rows took, and the micro-batches of it.
+    """
 
     def __init__(self, session: Host) -> None:
         self.session = session
@@ -163,11 +169,19 @@ class Heads:
         self.n_embd = session.model.hp.n_embd
         self.follower: Follower | None = None
         self._known: dict[int, _Known] = {}
+        self.asleep: set[int] = set()
+        self.skips = False  # the states of the next micro-batch, all of sequences that are asleep
+        self.seconds, self.n_steps = 0.0, 0
+        self._n_rows = 0  # kept since rows were computed that are due
 
     # --- what the session computes ----------------------------------------------------------------------------------
     def saw(self, program: DividedProgram) -> None:
         """Keep the states of the micro-batch that was just computed."""
         session, block = self.session, self.session.step_block
+        if self.skips:
+            self.skips = False
+            return
+        began = time.perf_counter()
         found = program.graph.states
         _, tokens, _, _, _, segments, _, seqs, *_ = block.arrays()
         if found is None:  # of embeddings, whose texts replace those of the sequence
@@ -184,6 +198,9 @@ class Heads:
                 continue
             known = self._at(seq, pos, int(tokens[start]))
             known.append(tokens[start : start + n].astype(np.int32), states[start : start + n])
+        self._n_rows += len(tokens)
+        self.seconds += time.perf_counter() - began
+        self.n_steps += 1
 
     def _at(self, seq: int, pos: int, token: int) -> _Known:
         """Return what is known of the positions before `pos`, where `token` is or will be."""
@@ -203,6 +220,9 @@ class Heads:
         if self.follower is not None:
             self.follower.run()
             return
+        if seq is None and self._n_rows < DUE:
+            return
+        began, self._n_rows = time.perf_counter(), 0
         for s, known in list(self._known.items()):
             least = DUE if seq is None else 1
             if seq not in (None, s) or known.version != self.session.sequences.version[s]:
@@ -213,6 +233,7 @@ class Heads:
                     for piece in self._due(known, s, head, end - 1, -1):
                         self._run(head, [piece], np.zeros(0, np.int64))
                     known.fed[head] = end - 1
+        self.seconds += time.perf_counter() - began
 
     def _due(self, known: _Known, seq: int, head: int, stop: int, after: int) -> Iterator[Piece]:
         """Yield the rows before `stop` that a head has not computed, as many at a time as a micro-batch holds."""

@@ -325,6 +325,8 @@ class Session:
         n_past = sequences.n_past
         for seq in seqs:
             n_past[seq] += 1
+        if self.heads is not None and self.heads.asleep:
+            self.heads.skips = self.heads.asleep.issuperset(seqs)
         if beside is not None:
             beside()
         self._start(self.programs["step"], self.config.n_threads, n_outputs)

@@ -19,7 +19,8 @@ from typing import TypeVar
 import numpy as np
 
 from ikcli.drafting.drafters import Drafter, TextDrafter, Wanted, open_drafter, stages
-from ikcli.drafting.policy import NO_DRAFT, RESTS, Decision, Option, Policy
+from ikcli.drafting.policy import NO_DRAFT, RESTS, SHARE, Decision, Option, Policy
+from ikcli.engine.run.mtp import Heads
 from ikcli.engine.run.session import Session
 from ikcli.server.slots.generation import Generation
 from ikcli.server.slots.log import Logger
@@ -30,6 +31,7 @@ from ikcli.settings.server import ServerConfig
 T = TypeVar("T", int, float)
 _NO_TOKENS = np.zeros(0, np.int32)
 FIXED = "as long as allowed"
+_AWAKE = 3  # last steps of a rest, in which heads keep states for the next draft
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,8 @@ class Speculator:
         self.rest = 0 if self._stages else -1
         self.measures = False
         self._models_rest = 0 if len(self._texts) < len(self._drafters) else -1  # steps that ask no model, as `rest`
+        self._heads = session.heads
+        self._waking = 0  # steps of a rest that are left when heads wake up
         self._passed = self._quiet = 0  # steps that the policy does not know of: at rest, and those that found nothing
         self._measured_after = 1  # of the latter
         self._explains = self._config.spec_explain
@@ -83,6 +87,9 @@ class Speculator:
             self._propose_fixed(slots)
             return [s for s in slots if s.draft]
         if len(slots) >= self._n_exact:
+            return ()
+        if self._waking:
+            self._wake(self._waking)
             return ()
         start = 0.0
         asks_models = not self._models_rest
@@ -113,7 +120,23 @@ class Speculator:
         drafted = [s for s in slots if s.draft]
         if not drafted:
             self._rest(max(rest, rest_of_look))
+            if self.rest > 1 and self._heads is not None:
+                self._sleep(policy, slots, self._heads)
         return drafted
+
+    def _sleep(self, policy: Policy, slots: Sequence[Slot], heads: Heads) -> None:
+        """Keep nothing for the heads during a rest, but in its last steps, if what they keep costs more than it may."""
+        plain = policy.rows.seconds[len(slots)]
+        if heads.n_steps and heads.seconds / heads.n_steps > SHARE * plain:
+            heads.asleep.update(s.id for s in slots)
+            self._waking = min(_AWAKE, self.rest - 1)
+            self.rest -= self._waking
+
+    def _wake(self, rest: int) -> None:
+        """Let the heads keep states again, and rest for a few steps more, this one included."""
+        assert self._heads is not None
+        self._heads.asleep.clear()
+        self.rest, self._waking = rest - 1, 0
 
     def _may_draft(self, slots: Sequence[Slot]) -> bool:
         """Return whether the index of a text has a guess."""
@@ -140,10 +163,13 @@ class Speculator:
     def begins(self, slot: Slot) -> None:
         """Note that the slot begins to generate; a rest ends with it."""
         if self._stages:
-            if self.rest:
-                self._passed -= self.rest
-                self._decisions[RESTS] -= self.rest
-                self.rest = 0
+            left = self.rest + self._waking
+            if left:
+                self._passed -= left
+                self._decisions[RESTS] -= left
+                self.rest = self._waking = 0
+            if self._heads is not None:
+                self._heads.asleep.clear()
             self._models_rest = min(self._models_rest, 0)
             assert slot.generation is not None
             self._looks[slot.id] = [d.guesser(slot.id, slot.generation).may for d in self._texts]
@@ -309,6 +335,8 @@ class Speculator:
         for drafter in self._drafters:
             drafter.finished(slot.id, slot.generation)
         if self._policy is not None:
+            if self._heads is not None:
+                self._heads.asleep.discard(slot.id)
             self._policy.forget(slot.id)
             for i in range(len(self._stages)):
                 self._seen.pop((i, slot.id), None)
@@ -321,8 +349,8 @@ class Speculator:
     def _counts(self) -> Counter[str]:
         counts = Counter(dict(self._decisions))  # a copy in one piece: other threads ask, too
         counts[NO_DRAFT] += self._quiet
-        if self.rest > 0:
-            counts[RESTS] -= self.rest  # they are still to come
+        if self.rest + self._waking > 0:
+            counts[RESTS] -= self.rest + self._waking  # they are still to come
         return +counts
 
     def summary(self, slot: Slot) -> dict[str, object]:

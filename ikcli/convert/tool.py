@@ -14,6 +14,7 @@ from ikcli.convert.config import Config
 from ikcli.convert.file import CheckpointFile, checkpoint_file
 from ikcli.convert.naming import Description, describe
 from ikcli.convert.quantized import dequantized
+from ikcli.convert.rerank import add_ranking, ranks
 from ikcli.convert.sentence import Sentence
 from ikcli.convert.source import SafetensorsSource
 from ikcli.convert.vocab import read_vocabulary
@@ -97,7 +98,9 @@ def open_checkpoint(directory: Path, options: CheckpointOptions | None = None) -
         directory, [(t.name, t.shape) for t in m.tensors.values()], options.model_name, options.metadata
     )
     vocabulary = read_vocabulary(directory, config.raw, m.arch, options.pre)
-    if sentence.pooling is not None:
+    if ranks(m, directory):
+        add_ranking(m, directory, vocabulary)
+    elif sentence.pooling is not None:
         m.key("pooling_type", sentence.pooling)
     keys = {"general.architecture": m.arch, "general.type": "model", **description.keys}
     # in their usual place; the file type is known when the file is written

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from cuda_emulation import EmulatedDevice, needs_emulation
 from cuda_sessions import Opener
+from projector_models import Model
 from test_vision_golden import MODELS, Golden, log_softmax
 from test_vision_types import spread, values
-from projector_models import Model
 from vision_models import answers
 
 from ikcli.backends.cuda.device import OutOfMemory

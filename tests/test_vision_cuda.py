@@ -12,7 +12,10 @@ import numpy as np
 import pytest
 from cuda_emulation import EmulatedDevice, needs_emulation
 from cuda_sessions import Opener
+from projector_models import Model
 from test_vision_golden import MODELS, Golden, log_softmax
+from test_vision_types import spread, values
+from vision_models import answers
 
 from ikcli.backends.cuda.device import OutOfMemory
 from ikcli.engine.plan.planner import Planner
@@ -22,7 +25,7 @@ from ikcli.engine.run.session import Session
 from ikcli.main import main
 from ikcli.settings.run import RunConfig
 from ikcli.settings.vision import VisionConfig
-from ikcli.vision.decode import decode_image
+from ikcli.vision.decode import Tile, decode_image
 from ikcli.vision.encoder import tower_runner
 from ikcli.vision.opening import open_projector
 from ikcli.vision.projector import Projector
@@ -58,6 +61,23 @@ def test_embeddings(shared_dir: Path, name: str) -> None:
             assert error < min(2e-3 if name == "gemma4" else 1e-3, golden.facts["bounds"]["embd_rel_rms"])
         assert any(name.endswith("_seen") for name in device.launches)
         assert projector.memory().keys() == {"CPU", "CUDA0"}
+
+
+TYPES = sorted(answers())
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_embeddings_of_other_types(tmp_path: Path, name: str) -> None:
+    model, device = Model(name, tmp_path), EmulatedDevice()
+    runner = tower_runner(2, ("CUDA0", gpus.run_device(device)))
+    with closing(Projector.open(model.projector.path, model.hp, runner=runner)) as projector:
+        for size, truth in model.images.items():
+            rows = [projector.encode(one).rows for one in model.pieces(size) if isinstance(one, Tile)]
+            found, wanted = spread(rows, 96), values(truth["embeddings"])
+            assert found.shape == wanted.shape
+            error = np.sqrt(np.square(found - wanted).mean() / np.square(wanted).mean())
+            assert error < 2e-3, error
+    assert device.launches
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -18,6 +18,7 @@ from ikcli.engine.run import gpus
 from ikcli.engine.run.batch import Batch
 from ikcli.engine.run.cache_trial import AGAIN, PATIENCE, PAUSE, PLAIN, WINDOW, CacheTrial
 from ikcli.engine.run.expert_cache import ExpertCache
+from ikcli.engine.run.residency import places_now, uses_now
 from ikcli.engine.run.session import Session
 from ikcli.errors import IkError, NonFiniteError
 
@@ -146,6 +147,28 @@ def test_several_sequences_in_a_step(folder, opener, monkeypatch) -> None:
             found.append(run(session))
     assert_close(found[1], found[0], 1e-3)
     assert cache.counts.hits > 0 and cache.counts.uses == 6 * 3 * 2 * 3
+
+
+@pytest.mark.slow  # an emulated GPU
+@needs_emulation
+def test_places_of_experts_at_the_moment(folder, opener, monkeypatch, capsys) -> None:
+    with open_cached(written(folder, "qwen3moe"), monkeypatch, 4 * SLOT, profile=True) as session:
+        cache = cache_of(session)
+        where = (session.model, session.run_plan.placement.buffer_of, session.runner)
+        assert [p.n_experts for p in places_now(*where) if p.place == "CUDA0 slots"] == [0, 0]
+        steps(session)
+        session.decode(Batch.single(tokens(1), 21))
+        found = {(p.il, p.place): (p.n_experts, p.n_bytes) for p in places_now(*where)}
+        assert found == {
+            (il, place): value
+            for il in (0, 1)
+            for place, value in (("RAM", (8, 8 * SLOT)), ("CUDA0 slots", (2, 2 * SLOT)))
+        }
+        assert uses_now(session.runner) == {"vram": (cache.counts.uses, cache.counts.hits)}
+        capsys.readouterr()
+    assert (
+        "experts of each layer from 0 to 1: 8 in RAM (0.38 MiB), 2 in CUDA0 slots (0.09 MiB)" in capsys.readouterr().err
+    )
 
 
 # --- faults -----------------------------------------------------------------------------------------------------------
@@ -312,5 +335,6 @@ def test_a_plan_names_slots_and_counts_their_memory(folder, capsys) -> None:
     out = capsys.readouterr().out
     assert "expert cache: 16 of 16 experts of 2 layers in RAM have slots in 0.75 MiB of CUDA0" in out
     assert "+ expert cache 0.75" in out
+    assert "experts of each layer from 0 to 1: 8 in RAM (0.38 MiB), 8 in CUDA0 slots (0.38 MiB)" in out
     small = ["--device-spec", "cuda:514MiB,cpu:1GiB"]
     assert main.main([*argv, *small, "--expert-cache", "1"]) == 1

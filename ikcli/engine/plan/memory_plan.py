@@ -20,6 +20,7 @@ from ikcli.engine.plan.planner import MIB, Planner, RunPlan
 from ikcli.engine.plan.programs import FLOAT_TYPES
 from ikcli.engine.plan.prompt_speed import speed_lines
 from ikcli.engine.run import session_log
+from ikcli.engine.run.residency import expert_places, place_lines
 from ikcli.errors import IkError
 from ikcli.quant.formats import get_format
 from ikcli.settings.run import RunConfig
@@ -63,6 +64,8 @@ def verdict_lines(planner: Planner, plan: RunPlan) -> list[str]:
     lines = [sentence] if sentence else []
     lines += [slots.line()] if slots is not None else []
     lines += [plan.vram.line()] if plan.vram is not None else []
+    model = planner.model(plan.config, plan.placement)
+    lines += place_lines(expert_places(model, plan.placement.buffer_of, slots, plan.vram))
     memory = plan.memory
     lines += [_device_line(memory, device) for device in memory.parts if device in memory.free]
     if not memory.fits():

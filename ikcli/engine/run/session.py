@@ -505,7 +505,7 @@ class Session:
         for line in [
             *session_log.timing_lines(self.timings),
             *experts,
-            *(self.profile.lines() if self.profile else []),
+            *session_log.profile_lines(self.profile, self.model, self.run_plan.placement.buffer_of, self.runner),
         ]:
             log(line)
         self.timings, self.profile = Timings(), None

@@ -57,8 +57,29 @@ class _Collector:
             yield per_decision(self._values.draft_decisions)
         for name, text, field in _GAUGES:
             yield GaugeMetricFamily(PREFIX + name, text, value=float(getattr(self._values, field)))
+        yield from _experts(self._values)
         if self._users:
             yield from self._users.collect(PREFIX)
+
+
+def _experts(values: EngineMetrics) -> Iterator[Metric]:
+    """Yield where the experts of each layer are, and how often those used were in the faster place."""
+    if not values.expert_places:
+        return
+    labels = ["layer", "place"]
+    counts = GaugeMetricFamily(PREFIX + "experts", "Routed experts of a layer in a place.", labels=labels)
+    sizes = GaugeMetricFamily(PREFIX + "expert_bytes", "Bytes of routed experts of a layer in a place.", labels=labels)
+    for p in values.expert_places:
+        counts.add_metric([str(p.il), p.place], float(p.n_experts))
+        sizes.add_metric([str(p.il), p.place], float(p.n_bytes))
+    yield from (counts, sizes)
+    if values.expert_uses:
+        uses = CounterMetricFamily(PREFIX + "expert_uses", "Uses of experts that a cache may hold.", labels=["cache"])
+        hits = CounterMetricFamily(PREFIX + "expert_hits", "Uses of experts that a cache held.", labels=["cache"])
+        for cache, (used, held) in sorted(values.expert_uses.items()):
+            uses.add_metric([cache], float(used))
+            hits.add_metric([cache], float(held))
+        yield from (uses, hits)
 
 
 def per_position(accepted: Mapping[int, float]) -> Metric:

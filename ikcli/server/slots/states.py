@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ikcli.engine.plan.placement import CPU
+from ikcli.engine.run.residency import ExpertPlace
 from ikcli.engine.run.session import Session
 from ikcli.gguf.constants import file_type_label
 from ikcli.server.prefix.reused import Reused
@@ -112,6 +113,8 @@ class EngineMetrics:
     prompt_tokens_slot_total: int = 0
     prompt_tokens_ram_total: int = 0
     prompt_tokens_disk_total: int = 0
+    expert_places: Sequence[ExpertPlace] = ()
+    expert_uses: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # by cache: uses, hits
 
     @property
     def n_busy_slots_per_decode(self) -> float:

@@ -10,6 +10,7 @@ import numpy as np
 
 from ikcli.engine.pipeline.driver import StageLostError
 from ikcli.engine.run.control_vectors import VectorUse
+from ikcli.engine.run.residency import places_now, uses_now
 from ikcli.engine.run.session import Session
 from ikcli.hostinfo import available_memory
 from ikcli.sampling.short import draw_function
@@ -116,12 +117,13 @@ class Worker(Steps):
         rates = per_second(c.recent_prompt), per_second(c.recent_predicted)
         if reset:
             c.reset_recent()
+        experts = places_now(session.model, session.run_plan.placement.buffer_of, session.runner)
         return EngineMetrics(
             c.prompt_tokens, c.prompt_seconds, c.predicted_tokens, c.predicted_seconds, c.n_decode, c.n_busy_slots,
             c.n_tokens_max, c.drafted, c.accepted, c.drafts, dict(c.accepted_by_position),
             self._speculator.decisions, *rates, busy, n_waiting,
             len(self.slots) - busy, n_cached, n_cached / session.n_ctx, store.n_bytes, len(store), c.t_start,
-            c.from_slots, c.from_ram, c.from_disk,
+            c.from_slots, c.from_ram, c.from_disk, experts, uses_now(session.runner),
         )  # fmt: skip
 
     # --- the loop ---------------------------------------------------------------------------------------------------

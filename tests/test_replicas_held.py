@@ -88,7 +88,9 @@ def test_the_replica_that_holds_the_prompt_gets_it() -> None:
             assert await b.who("/v1/chat/completions", LONG | {"id_slot": 1}) == 0
             await b.who("/v1/chat/completions", chat("short"))
             await b.who("/tokenize", {"content": "a " * 5000})
-            assert holders.asked == [], "a slot is named, nothing to gain, nothing to compute"
+            image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * (1 << 21)}}
+            await b.who("/v1/chat/completions", {"messages": [{"role": "user", "content": [image]}, *LONG["messages"]]})
+            assert holders.asked == [], "a slot is named, nothing to gain, nothing to compute, images to decode"
             b.supervisor.replicas[0].n_running = b.supervisor.replicas[2].n_running = 2
             assert await b.who("/v1/chat/completions", LONG) == 1 and holders.asked == [], "no choice"
 

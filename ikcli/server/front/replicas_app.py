@@ -40,6 +40,7 @@ from ikcli.server.http.state import ServerState, names_of
 from ikcli.server.http.users import ACCOUNT
 
 _WORTH_ASKING = 8  # blocks; a shorter prompt is computed about as fast as replicas are asked about it
+_MOST_ASKED = 1 << 21  # bytes of a request; larger ones hold images, which each replica would have to decode
 _TRIES = 3  # replicas tried per request: one that crashes them all must not be retried forever
 _GENERATING = frozenset(
     (
@@ -115,7 +116,7 @@ class ReplicasRoutes:
         if isinstance(slot, int) and not isinstance(slot, bool) and slot >= 0:
             wanted = self._owner(slot, "id_slot is {}, but the slots are 0 to {}")
         blocks = blocks_of(fields) if request.scope["path"] in _GENERATING else ()
-        asks = wanted is None and len(blocks) >= _WORTH_ASKING
+        asks = wanted is None and len(blocks) >= _WORTH_ASKING and len(body) <= _MOST_ASKED
         question = Question(target_of(request), body) if asks else None
         return self._forwarded(request, body, RoutingHint(blocks, wanted, question))
 

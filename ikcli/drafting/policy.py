@@ -34,6 +34,7 @@ _MOST_PATIENCE = 4.0  # factor by which failed tries delay the next one
 _EXCESS = 100.0  # steps over which tries spend what the account has beyond its start
 _SURE = 2  # measurements of a number of rows, before which the less it may take counts
 _FIRST_REST, _REST = 4, 64  # steps for which decisions against drafts stand: the first one, and the longest
+_LOOK_REST = 12  # ... the longest of those that save the means to look for drafts
 _NEXT_REST = 16  # ... the first one of a text, after texts in which drafts did not pay
 _WELL_KNOWN = 8  # measurements of a step without drafts, after which every `_SAMPLED`th such step is measured
 _SAMPLED = 8
@@ -191,7 +192,7 @@ class Policy:
         self._looking += 0.2 * (steps - self._looking)
         self.account -= n_steps * min(steps, 2 * self._looking)
         if self._looking > SHARE and self.account < _RESERVE:
-            return min(math.ceil((_RESERVE - self.account) / SHARE), _REST)
+            return min(math.ceil((_RESERVE - self.account) / SHARE), _LOOK_REST)
         return 0
 
     def drafted(self, kind: str, n: int, seconds: float, n_texts: int) -> None:
@@ -243,20 +244,22 @@ class Policy:
                 if risk <= account and worst <= account + _OVERDRAFT:
                     self._rest = _FIRST_REST
                     return decision
-            return Decision(none, TOO_DEAR, found.rate, found.base, self._rest_for(self._rest))
+            return Decision(none, TOO_DEAR, found.rate, found.base, self._rest_for(self._rest, options))
         wait = self._patience * found.worst / (SHARE + max(account - _START, 0) / _EXCESS)
         if self._waited >= wait and found.worst <= account and found.promise > 0:
             self._trying = True
             return Decision(found.tried, TRY, found.rate, found.base)
         least = max(wait - self._waited, (found.worst - account) / SHARE) if found.promise > 0 else _REST
-        return Decision(none, DOES_NOT_PAY, found.rate, found.base, self._rest_for(int(least)))
+        return Decision(none, DOES_NOT_PAY, found.rate, found.base, self._rest_for(int(least), options))
 
     def value(self, option: Option, n_texts: int) -> float:
         """Return the tokens per second if this draft were the only one of a step."""
         return max((rung[0] for rung in self._rungs((option,), n_texts, False)), default=0.0)
 
-    def _rest_for(self, wanted: int) -> int:
-        """Return for how many steps a decision against drafts stands."""
+    def _rest_for(self, wanted: int, options: Sequence[Option]) -> int:
+        """Return for how many steps a decision against drafts stands; the next one from a text may be better."""
+        if not any(o.costs for o in options):
+            return max(0, min(_FIRST_REST, wanted))
         rest = max(1, min(self._rest, wanted))
         self._rest = min(2 * self._rest, _REST)
         return rest

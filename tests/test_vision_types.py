@@ -67,6 +67,7 @@ TEXTS = {
     "ldpv2": "|",
     "janus": "<begin_of_image>|<end_of_image>",
     "lightonocr": "<|im_start|>|<|im_end|>",
+    "dots_ocr": "<|img|>|<|endofimg|>",
     "glm4v": "<|begin_of_image|>|<|end_of_image|>",
     "glm_ocr": "<|begin_of_image|>|<|end_of_image|>",
     "kimivl": "<|media_start|>|<|media_end|>",

@@ -1,4 +1,6 @@
-"""The kinds of projectors that read an image at any size: GLM-4.1V and its kind, Kimi-VL, Kimi K2.5, LFM2-VL."""
+"""The kinds of projectors that read an image at any size: GLM-4.1V and its kind, Kimi-VL, Kimi K2.5, LFM2-VL,
+dots.ocr.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ikcli.convert.projector_kind import Change, Kind, Made, Settings, Values, frames, looked_up, share
+from ikcli.errors import FormatError
 
 
 # --- GLM-4V -----------------------------------------------------------------------------------------------------------
@@ -131,6 +134,29 @@ def _channels_first(side: int) -> Callable[[Values], Values]:
     return lambda x: np.ascontiguousarray(x.reshape(x.shape[0], side, side, 3).transpose(0, 3, 1, 2))
 
 
+# --- dots.ocr ---------------------------------------------------------------------------------------------------------
+def _dots_prepare(s: Settings) -> None:
+    s.vision = {**s.vision, "hidden_size": s.number("embed_dim", "hidden_size"), "image_size": 0}
+
+
+def _dots_keys(s: Settings, out: dict[str, Any]) -> None:
+    out["clip.projector_type"] = "dots_ocr"
+    for end in ("min", "max"):
+        if f"{end}_pixels" not in s.processor:
+            raise FormatError(f"{s.directory / 'preprocessor_config.json'}: key {end}_pixels is missing")
+        out[f"clip.vision.image_{end}_pixels"] = int(s.processor[f"{end}_pixels"])
+    out["clip.vision.attention.layer_norm_epsilon"] = float(s.number("rms_norm_eps", default=1e-5))
+    out["clip.vision.projector.scale_factor"] = int(s.number("spatial_merge_size", default=2))
+    out["clip.use_silu"] = True
+
+
+def _dots_renamed(name: str) -> str:
+    if ".mlp.fc" not in name:
+        return name
+    name = name.replace("vision_tower.blocks.", "visual.blocks.")
+    return name.replace(".fc1.", ".gate_proj.").replace(".fc2.", ".down_proj.").replace(".fc3.", ".up_proj.")
+
+
 KINDS = (
     Kind(("Glm4vForConditionalGeneration", "Glm4vMoeForConditionalGeneration", "Glm46VForConditionalGeneration",
           "GlmOcrForConditionalGeneration"), _glm_keys, ("visual.",), _glm_place, prepare=_glm_prepare),
@@ -140,4 +166,5 @@ KINDS = (
          _k25_prepare),
     Kind(("Lfm2VlForConditionalGeneration",), _lfm2_keys, ("vision_tower.", "multi_modal_projector."), _lfm2_place,
          _lfm2_renamed, _lfm2_prepare),
+    Kind(("DotsOCRForCausalLM",), _dots_keys, ("vision_tower.",), renamed=_dots_renamed, prepare=_dots_prepare),
 )  # fmt: skip

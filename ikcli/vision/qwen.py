@@ -25,6 +25,13 @@ class QwenTower(Tower):
     def __init__(self, facts: Facts, tensors: Tensors, hp: HParams, limits: Limits) -> None:
         super().__init__(facts, tensors, hp, limits)
         self.merge = facts.integer("spatial_merge_size", 2, 1, 16)
+        self.least, self.most = _LEAST, _MOST
+
+    def pixel_limits(self, least: int, most: int) -> tuple[int, int]:
+        """Return the fewest and most tokens of an image, from the pixels that the file says or these defaults."""
+        area = self.unit**2
+        least = max(self.facts.integer("image_min_pixels", least * area, 1, area << 16) // area, 1)
+        return least, max(self.facts.integer("image_max_pixels", most * area, 1, area << 16) // area, least)
 
     @property
     def unit(self) -> int:
@@ -32,11 +39,11 @@ class QwenTower(Tower):
         return self.facts.patch * self.merge
 
     def fit(self, width: int, height: int) -> tuple[int, int]:
-        least, most = self.limits.least or _LEAST, self.most_tokens()
+        least, most = self.limits.least or self.least, self.most_tokens()
         return round_to_area(width, height, self.unit, min(least, most) * self.unit**2, most * self.unit**2)
 
     def most_tokens(self) -> int:
-        return self.limits.most or max(_MOST, self.limits.least)
+        return self.limits.most or max(self.most, self.limits.least)
 
     def patch_matrix(self) -> Weight:
         """Return the sum of the convolutions of both frames, which are equal for an image."""

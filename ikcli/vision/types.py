@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ikcli.errors import UnsupportedError
+from ikcli.vision.dots import DotsOcr
 from ikcli.vision.gemma import Gemma3, Gemma4
 from ikcli.vision.glm4v import Glm4v
 from ikcli.vision.idefics import Idefics3
@@ -36,11 +37,12 @@ TYPES: dict[str, type[Tower]] = {
     "ldpv2": MobileVlm2,
     "janus_pro": JanusPro,
     "lightonocr": LightOnOcr,
+    "dots_ocr": DotsOcr,
 }
 
 _LEFT_OUT = {
     "cogvlm": "CogVLM, whose text model is not supported either", "minicpmv4_6": "MiniCPM-V 4.6", "adapter": "GLM-Edge",
-    "deepseekocr": "DeepSeek-OCR", "dots_ocr": "dots.ocr", "paddleocr": "PaddleOCR-VL", "hunyuanocr": "HunyuanOCR",
+    "deepseekocr": "DeepSeek-OCR", "paddleocr": "PaddleOCR-VL", "hunyuanocr": "HunyuanOCR",
     "minimax_m3_vl": "MiniMax M3",
 }  # fmt: skip
 

@@ -554,6 +554,24 @@ def dots_ocr() -> tuple[Any, Callable[[np.ndarray], Found]]:
     return m, run
 
 
+def paddleocr() -> tuple[Model, Callable[[np.ndarray], Found]]:
+    vision = {"hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 2, "num_attention_heads": 2,
+              "image_size": 84, "patch_size": 14, "hidden_act": "gelu_pytorch_tanh"}  # fmt: skip
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 4, 4]}
+    config = {"vision_config": vision, "text_config": TEXT | {"rope_parameters": rope}}
+    processor = tf.PaddleOCRVLImageProcessor(size={"shortest_edge": 6000, "longest_edge": 20000})
+    m = Model(config, processor, "PaddleOCRVLForConditionalGeneration", "visual projector")
+
+    def run(rgb: np.ndarray) -> Found:
+        made = processor([Image.fromarray(rgb)], return_tensors="pt")
+        rows = m.model.get_image_features(made["pixel_values"], made["image_grid_thw"]).pooler_output
+        _, h, w = made["image_grid_thw"][0].tolist()
+        pixels = made["pixel_values"].numpy().reshape(h, w, 3, 14, 14).transpose(2, 0, 3, 1, 4)
+        return [pixels.reshape(3, h * 14, w * 14)], [np.concatenate([x.numpy() for x in rows])], [h, w]
+
+    return m, run
+
+
 MODELS = {
     "internvl": internvl,
     "idefics3": idefics3,
@@ -572,6 +590,7 @@ MODELS = {
     "janus": janus,
     "lightonocr": lightonocr,
     "dots_ocr": dots_ocr,
+    "paddleocr": paddleocr,
 }
 MORE_SIZES = {"lfm2": ((1024, 600),)}
 

@@ -21,7 +21,7 @@ class DotsOcr(QwenTower):
     def __init__(self, facts: Facts, tensors: Tensors, hp: HParams, limits: Limits) -> None:
         super().__init__(facts, tensors, hp, limits)
         self.merge = facts.integer("projector.scale_factor", 2, 1, 16)
-        self.least, self.most = self.pixel_limits(_LEAST, _MOST)
+        self.least, self.most = self.pixel_limits(_LEAST * self.unit**2, _MOST * self.unit**2)
 
     def patch_matrix(self) -> Weight:
         return Tower.patch_matrix(self)

@@ -23,7 +23,7 @@ class Glm4v(QwenTower):
         super().__init__(facts, tensors, hp, limits)
         self.extra_cols = facts.n_embd if "v.position_embd.weight" in tensors else 0
         self.n_ff = tensors.n_rows("v.blk.0.ffn_up.weight")  # the file's key is of the projector's layers
-        self.least, self.most = self.pixel_limits(_LEAST, _MOST)
+        self.least, self.most = self.pixel_limits(_LEAST * self.unit**2, _MOST * self.unit**2)
 
     def fit(self, width: int, height: int) -> tuple[int, int]:
         if min(width, height) < self.unit:

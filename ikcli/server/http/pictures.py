@@ -44,7 +44,8 @@ class Pictures:
                     tokens += await encode(self._tokenizer, part, add_special=i == 0)
                 continue
             n_before = len(placed)
-            for piece in self._known(part.source) or await asyncio.to_thread(self._pieces, part):
+            known = self._known(part.source)
+            for piece in await asyncio.to_thread(self._pieces, part) if known is None else known:
                 if isinstance(piece, str):
                     tokens += await encode(self._tokenizer, piece, add_special=False)
                     continue

@@ -13,7 +13,7 @@ from ikcli.models import HParams
 from ikcli.vision.decode import Picture, Tile
 from ikcli.vision.projector import Projector
 
-SECTIONS = {"glm4v", "glm_ocr"}
+SECTIONS = {"glm4v", "glm_ocr", "paddleocr"}
 
 
 class Model:

@@ -67,6 +67,8 @@ TEXTS = {
     "ldpv2": "|",
     "janus": "<begin_of_image>|<end_of_image>",
     "lightonocr": "<|im_start|>|<|im_end|>",
+    "dots_ocr": "<|img|>|<|endofimg|>",
+    "paddleocr": "<|IMAGE_START|>|<|IMAGE_END|>",
     "glm4v": "<|begin_of_image|>|<|end_of_image|>",
     "glm_ocr": "<|begin_of_image|>|<|end_of_image|>",
     "kimivl": "<|media_start|>|<|media_end|>",

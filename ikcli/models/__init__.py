@@ -103,6 +103,7 @@ ARCHITECTURES: dict[str, str] = {
     "olmoe": "ikcli.models.plain",
     "openelm": "ikcli.models.plain",
     "orion": "ikcli.models.stablelm",
+    "paddleocr": "ikcli.models.plain",
     "pangu-embedded": "ikcli.models.plain",
     "phi2": "ikcli.models.phi2",
     "phi3": "ikcli.models.plain",

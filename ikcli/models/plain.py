@@ -102,6 +102,7 @@ TABLE: dict[str, Plain] = {
     "minimax-m3": Plain(qk_norm=True, act=ACTIVATION),  # attention is over all positions, the indexer is not used
     "olmoe": Plain(bias=False, more=expected.norms_of_all_heads),
     "openelm": Plain(bias=False, qk_norm=True, fused=True),
+    "paddleocr": Plain(),
     "pangu-embedded": Plain(bias=True, more=_output_bias),
     "phi3": Plain(fused_gate_up=True, more=_long_rope),
     "qwen": Plain(fused=True, more=_qkv_bias),

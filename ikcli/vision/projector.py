@@ -53,7 +53,8 @@ class Projector:
         self._check_width(hp)
         self.tensors.check_layers(facts.n_layer)
         self._check_size()
-        self.tower.extra(self.tower.grid(*self.tower.fit(facts.image_size, facts.image_size)))  # has the right shape
+        side = facts.image_size or facts.patch
+        self.tower.extra(self.tower.grid(*self.tower.fit(side, side)))  # has the right shape
         self._encoder = Encoder(self.tower, self.tensors, runner)
         self._lock = threading.Lock()
         self._key = f"{self.type}:{facts.n_embd}:{facts.n_layer}:{limits.least}:{limits.most}:{self._fingerprint()}"

@@ -25,6 +25,13 @@ class QwenTower(Tower):
     def __init__(self, facts: Facts, tensors: Tensors, hp: HParams, limits: Limits) -> None:
         super().__init__(facts, tensors, hp, limits)
         self.merge = facts.integer("spatial_merge_size", 2, 1, 16)
+        self.least, self.most = _LEAST * self.unit**2, _MOST * self.unit**2  # pixels
+
+    def pixel_limits(self, least: int, most: int) -> tuple[int, int]:
+        """Return the fewest and most pixels of an image that the file says, or these defaults."""
+        limit = self.unit**2 << 16
+        least = self.facts.integer("image_min_pixels", least, 1, limit)
+        return least, max(self.facts.integer("image_max_pixels", most, 1, limit), least, self.unit**2)
 
     @property
     def unit(self) -> int:
@@ -32,11 +39,12 @@ class QwenTower(Tower):
         return self.facts.patch * self.merge
 
     def fit(self, width: int, height: int) -> tuple[int, int]:
-        least, most = self.limits.least or _LEAST, self.most_tokens()
-        return round_to_area(width, height, self.unit, min(least, most) * self.unit**2, most * self.unit**2)
+        area = self.unit**2
+        most = self.limits.most * area or max(self.most, self.limits.least * area)
+        return round_to_area(width, height, self.unit, min(self.limits.least * area or self.least, most), most)
 
     def most_tokens(self) -> int:
-        return self.limits.most or max(_MOST, self.limits.least)
+        return self.limits.most or max(self.most // self.unit**2, self.limits.least)
 
     def patch_matrix(self) -> Weight:
         """Return the sum of the convolutions of both frames, which are equal for an image."""

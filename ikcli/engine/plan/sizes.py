@@ -38,6 +38,8 @@ def uses_heads(config: RunConfig) -> bool:
     """Return whether the session must have heads that predict further tokens; otherwise they are not even loaded."""
     if config.command == "perplexity":
         return config.perplexity.mtp
+    if config.command == "sweep-bench":
+        return config.sweep.mtp
     return any(stage.type == "mtp" for stage in config.server.spec_type)
 
 

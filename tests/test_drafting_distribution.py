@@ -196,7 +196,7 @@ def run(path: Path, monkeypatch: pytest.MonkeyPatch, n: int, work: Callable[[ByH
             work(hand, tree)
             c = hand.worker.counters
             drafted, accepted = c.drafted, c.accepted
-        assert n // 4 < accepted < drafted - n // 4, (accepted, drafted)
+        assert n // 20 < accepted < drafted - n // 4, (accepted, drafted)
 
 
 def check_chain(path: Path, monkeypatch: pytest.MonkeyPatch, n: int, n_tokens: int) -> None:
@@ -234,13 +234,13 @@ def test_chain_penalties_and_grammar(path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.slow("100,000 draws of each kind, with drafts and without")
 @pytest.mark.parametrize("name", OTHERS)
 def test_samplers_with_states(name: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against other draws without drafts."""
-    n = 100_000 // N_TOKENS
+    """Against other draws without drafts; mirostat has so many answers that their beginnings are compared."""
+    n, n_tokens = 100_000 // N_TOKENS, 2 if name == "mirostat" else N_TOKENS
     with opened(path, False) as hand:
-        plain = counted(answers_of(hand, n, OTHERS[name], 10_000_000))
+        plain = counted(answers_of(hand, n, OTHERS[name], 10_000_000), n_tokens)
     found: list[Final] = []
     run(path, monkeypatch, n, lambda hand, tree: found.extend(answers_of(hand, n, OTHERS[name], 0)))
-    value, cells = chi_square_of_two(counted(found), plain)
+    value, cells = chi_square_of_two(counted(found, n_tokens), plain)
     assert cells > 20, cells
     assert value < critical(cells), (value, cells, critical(cells))
 

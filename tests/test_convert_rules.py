@@ -227,7 +227,9 @@ def test_every_architecture_that_runs_has_a_conversion() -> None:
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda a: a.classes[0])
 def test_gguf_has_names_of_every_architecture(architecture: Architecture) -> None:
     names = gguf_names(architecture.names or architecture.name, architecture.strip)
-    assert "token_embd" in names.values() and any(place.startswith("blk.*.") for place in names.values())
+    assert "token_embd" in names.values() and any(
+        place.startswith(("blk.*.", "enc.blk.*.")) for place in names.values()
+    )
 
 
 def test_names_of_one_architecture_leave_those_of_others_alone() -> None:

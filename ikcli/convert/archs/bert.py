@@ -9,7 +9,7 @@ from ikcli.convert import keys as k
 from ikcli.convert.pieces import Matrix, TensorRows, turn
 from ikcli.convert.rope import read_rope
 
-NOMIC_WITH_EXPERTS = "NomicBertModel with experts"
+NOMIC_WITH_EXPERTS = "NomicBertModelWithExperts"
 """nomic-embed-text 2 has the class of version 1."""
 _RANK = 4  # the pooling type of rerankers
 _TRAINED = 2048  # context of nomic-bert in training; checkpoints state a longer one

@@ -29,6 +29,12 @@ def _keys(m: b.Build) -> None:
     c.ignore("attention_bias", "mlp_bias", "bias", "qkv_bias")
 
 
+def _both_directions(m: b.Build) -> None:
+    _keys(m)
+    m.key("attention.causal", False)
+    m.config.ignore("pooling", "temperature")
+
+
 def _arcee(m: b.Build) -> None:
     k.activation(m, "relu2")
     k.sizes(m)
@@ -118,6 +124,7 @@ ARCHITECTURES = (
         "mistral3", ("Ministral3ForCausalLM", "Mistral3ForConditionalGeneration"), _mistral3, b.PAIRS, finish,
         r"vision_tower|multi_modal_projector|vision_encoder|patch_merger",
     ),
+    b.Architecture("llama-embed", ("LlamaBidirectionalModel",), _both_directions, b.PAIRS, finish),
     b.Architecture("arcee", ("ArceeForCausalLM",), _arcee, b.PAIRS, finish),
     b.Architecture("maincoder", ("MaincoderForCausalLM",), _pairs_normed, b.PAIRS, k.tied),
     b.Architecture(

@@ -76,7 +76,7 @@ def test_embeddings_of_other_types(tmp_path: Path, name: str) -> None:
             found, wanted = spread(rows, 96), values(truth["embeddings"])
             assert found.shape == wanted.shape
             error = np.sqrt(np.square(found - wanted).mean() / np.square(wanted).mean())
-            assert error < 2e-3, error
+            assert error < 4e-3, error  # activations in float16, weights that enlarge what is rounded
     assert device.launches
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 from ikcli.backends.cuda import upload
 from ikcli.engine.plan.expert_slots import ExpertSlots
 from ikcli.engine.plan.placement import CPU, Placement, offload_threshold
+from ikcli.engine.run.cpu_device import CpuDevice
+from ikcli.engine.run.expert_steps import ExpertSteps
 from ikcli.engine.run.model import Model
-from ikcli.engine.run.runner import Offload
+from ikcli.engine.run.run_device import RunDevice
+from ikcli.engine.run.runner import Offload, Runner
 from ikcli.graph import Node, Rows, Weight
 from ikcli.graph.ops_experts import MoeUpGate, MulMatId
 from ikcli.graph.ops_rows import MulMat, MulMatHeads
@@ -62,3 +66,15 @@ def places_of(placement: Placement) -> NodePlaces:
         return places.weight(node, w)
 
     return replace(places, weight=weight)
+
+
+def make_runner(
+    n_threads: int,
+    gpus: Mapping[str, RunDevice],
+    placement: Placement,
+    offload: Offload | None,
+    experts: ExpertSteps | None = None,
+) -> Runner:
+    """Make a runner of the CPU and the GPUs that hold anything."""
+    cpu = CpuDevice(n_threads, experts)
+    return Runner(cpu, gpus, places_of(placement), offload) if gpus else Runner(cpu)

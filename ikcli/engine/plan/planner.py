@@ -22,7 +22,7 @@ from ikcli.engine.plan.devices import Machine
 from ikcli.engine.plan.expert_plan import disk_options, expert_slots, expert_steps
 from ikcli.engine.plan.expert_slots import ExpertSlots
 from ikcli.engine.plan.head_file import head_file, join_heads
-from ikcli.engine.plan.offload import offload_of, places_of
+from ikcli.engine.plan.offload import make_runner, offload_of
 from ikcli.engine.plan.placement import CPU, Placement, place
 from ikcli.engine.plan.program_plans import memory_of, plan_programs
 from ikcli.engine.plan.programs import (
@@ -34,12 +34,10 @@ from ikcli.engine.plan.programs import (
 )
 from ikcli.engine.plan.sizes import Sizes, measures_heads, session_of, uses_heads
 from ikcli.engine.run.adapters import Adapters
-from ikcli.engine.run.cpu_device import CpuDevice
 from ikcli.engine.run.expert_cache import ExpertCache
-from ikcli.engine.run.expert_steps import ExpertSteps
 from ikcli.engine.run.model import Model
 from ikcli.engine.run.run_device import Beside, RunDevice, cache_bytes
-from ikcli.engine.run.runner import DividedProgram, Offload, Runner
+from ikcli.engine.run.runner import DividedProgram, Runner
 from ikcli.errors import UsageError
 from ikcli.gguf.reader import GGUFFile, open_gguf
 from ikcli.graph import Cache
@@ -320,18 +318,6 @@ class Planner:
             weights = Weights(model.specs, model.source, lambda name: _values(model, name))
             self._graphs[key] = record_graphs(model, weights, cfg)
         return self._graphs[key]
-
-
-def make_runner(
-    n_threads: int,
-    gpus: Mapping[str, RunDevice],
-    placement: Placement,
-    offload: Offload | None,
-    experts: ExpertSteps | None = None,
-) -> Runner:
-    """Make a runner of the CPU and the GPUs that hold anything."""
-    cpu = CpuDevice(n_threads, experts)
-    return Runner(cpu, gpus, places_of(placement), offload) if gpus else Runner(cpu)
 
 
 def _values(model: Model, name: str) -> npt.NDArray[np.float32]:

@@ -17,6 +17,7 @@ LAYERS = (
         "log",
         "manual",
         "hostinfo",
+        "system_files",
         "rules",
         "suggest",
         "commit",

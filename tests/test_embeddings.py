@@ -19,7 +19,7 @@ from tiers import some, some_architectures
 from tiny_architectures import tiny
 
 from ikcli import main
-from ikcli.convert.sentence import pooling_type
+from ikcli.convert.sentence import Sentence
 from ikcli.engine.plan import sizes
 from ikcli.engine.plan.programs import HIDDEN
 from ikcli.engine.run import gpus, sequences
@@ -191,11 +191,10 @@ def test_vectors_of_texts_in_pieces(pieces: tuple[int, ...], rng: np.random.Gene
     """What is wanted of each piece, and what becomes of it; the scale of a mean counts where nothing is normalized."""
     rows = rng.normal(0, 1, (7, 4)).astype(np.float32)
     mean = rows.mean(axis=0, keepdims=True)
-    for pooling, causal, wanted in (
-        (Pooling.NONE, True, rows), (Pooling.MEAN, True, mean), (Pooling.CLS, True, rows[:1]),
-        (Pooling.LAST, True, rows[6:]), (Pooling.RANK, True, rows[6:]), (Pooling.RANK, False, rows[:1]),
+    for pooling, wanted in (
+        (Pooling.NONE, rows), (Pooling.MEAN, mean), (Pooling.CLS, rows[:1]), (Pooling.LAST, rows[6:]),
     ):  # fmt: skip
-        pool, at = PoolState(pooling, 7, causal=causal), 0
+        pool, at = PoolState(pooling, 7), 0
         for n in pieces:
             assert not pool.done
             chosen = [at + i for i in pool.wanted(n)]
@@ -271,9 +270,9 @@ def test_pooling_of_a_checkpoint(config: dict[str, Any], wanted: int, tmp_path: 
                {"type": "sentence_transformers.models.Pooling", "path": "1_Pooling"}]  # fmt: skip
     (tmp_path / "1_Pooling").mkdir()
     (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(config))
-    assert pooling_type(tmp_path) is None
+    assert Sentence.of(tmp_path).pooling is None
     (tmp_path / "modules.json").write_text(json.dumps(modules))
-    assert pooling_type(tmp_path) == wanted
+    assert Sentence.of(tmp_path).pooling == wanted
     checkpoints.write_checkpoint(tmp_path, checkpoints.LLAMA, checkpoints.llama_tensors(checkpoints.LLAMA))
     assert main.main(["convert", str(tmp_path), "--outtype", "f16", "--outfile", str(tmp_path / "a.gguf")]) == 0
     assert open_gguf(tmp_path / "a.gguf").get("llama.pooling_type") == wanted
@@ -282,12 +281,12 @@ def test_pooling_of_a_checkpoint(config: dict[str, Any], wanted: int, tmp_path: 
 def test_poolings_of_checkpoints_that_are_not_understood(tmp_path: Path) -> None:
     path = tmp_path / "modules.json"
     path.write_text("{}")
-    assert pooling_type(tmp_path) is None
+    assert Sentence.of(tmp_path).pooling is None
     for text in ("[1]", "no", '[{"type": "a.Pooling", "path": "../b"}]', '[{"type": "a.Pooling", "path": "c"}]'):
         path.write_text(text)
         with pytest.raises(FormatError, match=r"modules\.json"):
-            pooling_type(tmp_path)
+            Sentence.of(tmp_path)
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "config.json").write_text('{"pooling_mode_max_tokens": true}')
     with pytest.raises(UnsupportedError, match="pooling_mode_max_tokens"):
-        pooling_type(tmp_path)
+        Sentence.of(tmp_path)

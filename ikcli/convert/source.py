@@ -85,10 +85,15 @@ class _Entry:
 
 
 class SafetensorsSource:
-    """The safetensors files of a directory: the shards of its index, `model.safetensors`, all others, or `files`."""
+    """The safetensors files of a directory: the shards of its index, `model.safetensors`, all others, or `files`.
 
-    def __init__(self, directory: Path, files: Sequence[Path] | None = None) -> None:
-        self.paths = _files(directory) if files is None else list(files)
+    Tensors in `model.safetensors` of the subdirectories `modules` are called `<subdirectory>/<name>`.
+    """
+
+    def __init__(self, directory: Path, files: Sequence[Path] | None = None, modules: Sequence[str] = ()) -> None:
+        own = _files(directory) if files is None else list(files)
+        self.paths = own + [directory / module / _SINGLE for module in modules]
+        prefixes = [""] * len(own) + [f"{module}/" for module in modules]
         self._handles: list[int] = []
         self._entries: dict[str, _Entry] = {}
         weakref.finalize(self, _close, self._handles)
@@ -97,7 +102,8 @@ class SafetensorsSource:
                 self._handles.append(os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0)))
             except OSError as problem:
                 raise IkError(f"{path}: {problem.strerror or problem}") from None
-            for name, entry in _read_header(path, self._handles[-1], number).items():
+            for bare, entry in _read_header(path, self._handles[-1], number).items():
+                name = prefixes[number] + bare
                 if name in self._entries:
                     raise FormatError(f"{path}: tensor {name} is in {self.paths[self._entries[name].file].name}, too")
                 self._entries[name] = entry

@@ -68,9 +68,10 @@ class Attention(Op):
     become softcap * tanh(score / softcap) (0: off). `wide`: rows of q and of k must not be rounded with one scale,
     because their columns differ much in size or because nothing may be rounded here (`Graph.exact`).
 
-    `both`: queries also see later positions. Sequences are then whole and begin in the micro-batch, so sources that are
-    nodes have a row per token. `slopes`: scores lose slope times distance, one slope per head (none: off). `ranged`:
-    queries also see the range of positions that comes with their token (`MicroBatch.ranges`), an image's in a text.
+    `both`: queries also see later positions, with a window those < p + window. Sequences are then whole and begin in
+    the micro-batch, so sources that are nodes have a row per token. `slopes`: scores lose slope times distance, one
+    slope per head (none: off). `ranged`: queries also see the range of positions that comes with their token
+    (`MicroBatch.ranges`), an image's in a text.
     `half`: rows of k and of v that are nodes need no more precision than a cache of float16 has.
     """
 
@@ -114,7 +115,9 @@ class Attention(Op):
     def hidden(self, run: Run, s: Segment, at: Array) -> Array:
         """Return which positions `at` the tokens of a segment do not see: [n_tokens, len(at)]."""
         first, end = self.bounds(run, s)
-        return (at < first[:, None]) if self.both else (at >= end[:, None]) | (at < first[:, None])
+        if self.both:
+            end = end - 1 + self.window if self.window else np.full_like(end, s.n_kv)
+        return (at >= end[:, None]) | (at < first[:, None])
 
     def bounds(self, run: Run, s: Segment) -> tuple[Array, Array]:
         """Return the first position that each token of a segment sees, and the end of those it sees without `both`."""

@@ -152,7 +152,7 @@ class Graph:
         return self.record(SwiGlu(gate, up, act), name)
 
     def activate(self, x: Node, kind: str, name: str) -> Node:
-        """Apply an activation to every element: "silu", "gelu", "gelu_erf", "gelu_quick", "relu", "relu_sqr"."""
+        """Apply an activation to every element: a name of `activations.UNARY`."""
         return self.record(Activate(x, kind), name)
 
     def norm(

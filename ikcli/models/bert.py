@@ -43,8 +43,6 @@ def tensor_shapes(hp: HParams) -> TensorSpecs:
 
 def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
     """Record the graph and return the states of the output rows."""
-    if cfg.outputs.logits:
-        raise hp.no_next_token()
     x = g.embed(w["token_embd.weight"])
     if hp.n_token_types:
         x = g.add(x, g.embed_types(w["token_types.weight"], hp.separator), "inp_typed")

@@ -13,7 +13,7 @@ from ikcli.graph import Graph, HeadSlice, Node, Per, Rows, Weight
 from ikcli.graph.activations import SILU, Glu
 from ikcli.models import alibi
 from ikcli.models.config import GraphConfig
-from ikcli.models.hparams import HParams
+from ikcli.models.hparams import HParams, Xielu
 from ikcli.models.rope import RopeParams, inverse_frequencies, magnitude
 from ikcli.models.tensors import LayerWeights, Weights
 
@@ -140,9 +140,11 @@ def norm(g: Graph, hp: HParams, x: Node, w: Weight, name: str, bias: Weight | No
 
 
 def output(g: Graph, hp: HParams, w: Weights, x: Node) -> Node:
-    """Apply the last norm (of which LFM2 has another name) and compute the logits."""
+    """Apply the last norm (of which LFM2 has another name) and compute the logits, unless the model is an encoder."""
     last, weights = x, w.get("output_norm.weight") or w["token_embd_norm.weight"]
     x = norm(g, hp, x, weights, "result_norm", w.get("output_norm.bias"))
+    if not hp.causal:
+        return x
     if g.wants_states is Rows.OUTPUTS:
         g.states = last if hp.arch in UNNORMED_STATES else x
     head = w.get("output.weight") or w["token_embd.weight"]
@@ -328,8 +330,9 @@ def _attend_all(g: Graph, hp: HParams, q: Node, k: Node, v: Node) -> Node:
         "kqv",
         n_head=hp.n_head,
         n_head_kv=hp.n_head_kv,
-        scale=1.0 / math.sqrt(d),
+        scale=hp.attention_scale or 1.0 / math.sqrt(d),
         flash=True,  # it is exact, and nothing of it is kept
+        window=hp.window,
         both=True,
         slopes=alibi.slopes(hp.n_head, hp.max_alibi_bias) if hp.max_alibi_bias else (),
     )
@@ -464,18 +467,40 @@ def dense_ffn(g: Graph, x: Node, layer: LayerWeights, name: str = "ffn_out", suf
     return linear(g, getattr(layer, f"ffn_down{suffix}"), layer.get(f"ffn_down{suffix}_bias"), par, name)
 
 
-def fused_dense_ffn(g: Graph, hp: HParams, x: Node, layer: LayerWeights, name: str = "ffn_out") -> Node:
+def fused_dense_ffn(
+    g: Graph, hp: HParams, x: Node, layer: LayerWeights, name: str = "ffn_out", act: Glu = SILU
+) -> Node:
     """Record `dense_ffn` with one matrix for gate and up."""
-    n_ff = hp.at(layer.il).n_ff
-    gate = g.mul_mat(layer.ffn_up.rows(0, n_ff), x, "ffn_gate")
-    up = g.mul_mat(layer.ffn_up.rows(n_ff, n_ff), x, "ffn_up")
-    return g.mul_mat(layer.ffn_down, g.swiglu(gate, up, "ffn_gate_par"), name)
+    n_ff, bias = hp.at(layer.il).n_ff, layer.get("ffn_up_bias")
+    if bias is not None:
+        both = linear(g, layer.ffn_up, bias, x, "ffn_gate_up")
+        gate, up = columns(g, both, 0, n_ff, "ffn_gate"), columns(g, both, n_ff, n_ff, "ffn_up")
+    else:
+        gate = g.mul_mat(layer.ffn_up.rows(0, n_ff), x, "ffn_gate")
+        up = g.mul_mat(layer.ffn_up.rows(n_ff, n_ff), x, "ffn_up")
+    return linear(g, layer.ffn_down, layer.get("ffn_down_bias"), g.swiglu(gate, up, "ffn_gate_par", act), name)
 
 
-def mlp(g: Graph, x: Node, layer: LayerWeights, kind: str = "gelu", name: str = "ffn_out", suffix: str = "") -> Node:
-    """Record a feed-forward part without gate: down(act(up x)); suffix "_shexp" for the shared expert."""
+def mlp(
+    g: Graph,
+    x: Node,
+    layer: LayerWeights,
+    kind: str = "gelu",
+    name: str = "ffn_out",
+    suffix: str = "",
+    xielu: Xielu | None = None,
+) -> Node:
+    """Record a feed-forward part without gate: down(act(up x)); suffix "_shexp" for the shared expert.
+
+    With `xielu` the activation is that one, in place of `kind`.
+    """
     up = linear(g, getattr(layer, f"ffn_up{suffix}"), layer.get(f"ffn_up{suffix}_bias"), x, f"ffn_up{suffix}")
-    act = g.activate(up, kind, f"ffn_{kind}{suffix}")
+    if xielu is not None:
+        act = g.scale(g.activate(up, "relu_sqr", "ffn_squared"), xielu.squared, "ffn_squared_scaled")
+        rest = g.scale(g.activate(up, "elu_rest", "ffn_rest"), xielu.exponential, "ffn_rest_scaled")
+        act = g.add(g.scale(up, xielu.linear, "ffn_linear"), g.add(rest, act, "ffn_curved"), "ffn_xielu")
+    else:
+        act = g.activate(up, kind, f"ffn_{kind}{suffix}")
     return linear(g, getattr(layer, f"ffn_down{suffix}"), layer.get(f"ffn_down{suffix}_bias"), act, name)
 
 

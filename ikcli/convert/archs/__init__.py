@@ -10,9 +10,9 @@ from ikcli.convert.config import Config
 from ikcli.errors import UnsupportedError
 
 _FAMILIES = (
-    "afmoe arctic baichuan bert bitnet bloom cohere dbrx deepseek dots ernie exaone falcon gemma glm gpt2 gpt_oss "
-    "gptneox granite grok hunyuan internlm laguna ling llama llama4 mellum mimo minimax mpt muse nemotron olmo phi "
-    "plamo qwen refact stablelm starcoder step"
+    "afmoe apertus arctic baichuan bert bitnet bloom cohere dbrx deepseek dots ernie exaone falcon gemma glm gpt2 "
+    "gpt_oss gptneox granite grok hunyuan internlm laguna ling llama llama4 mellum mimo minimax mpt muse nemotron olmo "
+    "phi plamo qwen refact stablelm starcoder step"
 )
 """The files of this folder, each with the records of a model family."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ikcli.convert import build as b
 from ikcli.convert import keys as k
+from ikcli.convert.rope import read_rope
 
 _RANK = 4  # the pooling type of rerankers
 _TRAINED = 2048  # context of nomic-bert in training; checkpoints state a longer one
@@ -16,6 +17,12 @@ _HARMLESS = frozenset(
         "use_xentropy",
     ]
 )  # fmt: skip
+
+_MODERN_HARMLESS = _HARMLESS | {
+    "deterministic_flash_attn", "embedding_dropout", "mlp_dropout", "initializer_cutoff_factor",
+    "repad_logits_with_grad", "decoder_bias", "reference_compile", "sparse_pred_ignore_index", "sparse_prediction",
+    "compile", "cls_token_id", "sep_token_id",
+}  # fmt: skip
 
 
 def _encoder(m: b.Build) -> None:
@@ -89,6 +96,54 @@ def _nomic(m: b.Build) -> None:
         c.given(key)
 
 
+def _modern(m: b.Build) -> None:
+    """Write the keys of ModernBERT: layers with windows have a rotation of their own."""
+    c = m.config
+    k.sizes(m)
+    k.layer_eps(m)
+    m.key("attention.causal", False)
+    k.activation(m, "gelu", "silu")
+    if c.get("hidden_activation", default="gelu") != "gelu":
+        m.key("hidden_act", c.get("hidden_activation"))
+    for kind, name, old, usual in (
+        ("full_attention", "freq_base", "global_rope_theta", 160000.0),
+        ("sliding_attention", "freq_base_swa", "local_rope_theta", 10000.0),
+    ):
+        if c.get("rope_parameters") is None:  # older checkpoints
+            m.key(f"rope.{name}", c.number(old, default=usual))
+        elif (found := read_rope(c, kind)).type == "default":
+            m.key(f"rope.{name}", found.theta)
+        else:
+            raise c.refuse("rope_parameters", "rope_type default")
+    if "local_attention" in c:
+        m.key("attention.sliding_window", c.integer("local_attention", least=1))
+    every = c.integer("global_attn_every_n_layers", default=3, least=1)
+    kinds = c.items("layer_types") or ["sliding_attention" if i % every else "full_attention" for i in range(m.n_layer)]
+    if len(kinds) != m.n_layer or set(kinds) - {"sliding_attention", "full_attention"}:
+        raise c.refuse("layer_types", "sliding_attention or full_attention for every layer")
+    windows = [kind == "sliding_attention" for kind in kinds]
+    period = next((n for n in range(1, m.n_layer + 1) if windows == [i % n != 0 for i in range(m.n_layer)]), 0)
+    m.key("attention.sliding_window_pattern", period or windows)
+    m.key("vocab_size", c.integer("vocab_size", least=1))
+    c.expect("position_embedding_type", "absolute")
+    c.expect("norm_bias", False)
+    c.ignore("tie_word_embeddings", "mlp_bias", "attention_bias", "classifier_bias")
+    c.expect("classifier_activation", "gelu")
+    c.ignore("classifier_pooling")
+
+
+def _modern_ranks(m: b.Build) -> None:
+    _ranks(m)
+    pooling = m.config.get("classifier_pooling", default="cls")
+    m.key("classifier.pooling_type", {"mean": 1, "cls": 2}[str(pooling)])
+
+
+def _eurobert(m: b.Build) -> None:
+    k.plain(m)
+    m.key("attention.causal", False)
+    m.config.ignore("tie_word_embeddings", "mask_token_id", "classifier_pooling")
+
+
 def _one_matrix(m: b.Build) -> None:
     """Join separate q, k and v of transformers checkpoints, as the other checkpoints have them in one matrix."""
     for il in range(m.n_layer):
@@ -134,6 +189,18 @@ NOMIC: b.Table = _EMBEDDINGS | {
 }
 _RANKING: b.Table = {"pooler.dense": "cls", "classifier": "cls.output"}
 _HEAD: b.Table = {"classifier.dense": "cls", "classifier.out_proj": "cls.output"}
+MODERN: b.Table = {
+    "layers.*.attn.Wqkv": "blk.*.attn_qkv",
+    "layers.*.attn.Wo": "blk.*.attn_output",
+    "layers.*.mlp.Wi": "blk.*.ffn_up",
+    "layers.*.mlp.Wo": "blk.*.ffn_down",
+    "layers.*.attn_norm": "blk.*.attn_norm",
+    "layers.*.mlp_norm": "blk.*.ffn_norm",
+    "embeddings.norm": "token_embd_norm",
+    "embeddings.tok_embeddings": "token_embd",
+    "final_norm": "output_norm",
+}
+_MODERN_HEAD: b.Table = {"head.dense": "cls", "head.norm": "cls.norm", "classifier": "cls.output"}
 _MASKED = r"^cls\.(predictions|seq_relationship)\."  # heads of pre-training
 
 
@@ -166,6 +233,15 @@ ARCHITECTURES = (
         "jina-bert-v2", ("JinaBertForSequenceClassification",), _jina, JINA | _RANKING, _ranks, harmless=_HARMLESS,
         strip="bert.",
     ),
+    b.Architecture(
+        "modern-bert", ("ModernBertModel", "ModernBertForMaskedLM"), _modern, MODERN,
+        drop=r"^(head|decoder)\.", harmless=_MODERN_HARMLESS,
+    ),
+    b.Architecture(
+        "modern-bert", ("ModernBertForSequenceClassification",), _modern, MODERN | _MODERN_HEAD, _modern_ranks,
+        harmless=_MODERN_HARMLESS,
+    ),
+    b.Architecture("eurobert", ("EuroBertModel", "EuroBertForMaskedLM"), _eurobert, drop=r"^lm_head\."),
     b.Architecture(
         "nomic-bert", ("NomicBertModel", "NomicBertForMaskedLM", "NomicBertForPreTraining"), _nomic, NOMIC, _one_matrix,
         drop=_MASKED, harmless=_HARMLESS, strip="bert.",

@@ -38,6 +38,12 @@ def _arcee(m: b.Build) -> None:
     k.biases(m)
 
 
+def _pairs_normed(m: b.Build) -> None:
+    k.plain(m)
+    m.key("rope.dimension_count", k.head_dim(m))
+    k.no_window(m)
+
+
 def _mistral3(m: b.Build) -> None:
     """Write the keys of Ministral 3, which scales queries beyond the original context by position."""
     c = m.config
@@ -113,6 +119,10 @@ ARCHITECTURES = (
         r"vision_tower|multi_modal_projector|vision_encoder|patch_merger",
     ),
     b.Architecture("arcee", ("ArceeForCausalLM",), _arcee, b.PAIRS, finish),
+    b.Architecture("maincoder", ("MaincoderForCausalLM",), _pairs_normed, b.PAIRS, k.tied),
+    b.Architecture(
+        "pangu-embedded", ("PanguEmbeddedForCausalLM",), k.plain, finish=k.tied, harmless=frozenset({"bias"})
+    ),
     b.Architecture("smollm3", ("SmolLM3ForCausalLM",), _smollm3, b.PAIRS, finish),
     b.Architecture("minicpm", ("MiniCPMForCausalLM",), _minicpm, b.PAIRS, finish),
     b.Architecture("xverse", ("XverseForCausalLM",), _xverse, b.PAIRS, k.tied),

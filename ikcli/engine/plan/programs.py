@@ -121,6 +121,8 @@ def check_cache_types(config: RunConfig, mla: int) -> None:
 def record_graphs(model: Model, weights: Weights, cfg: GraphConfig) -> Graphs:
     """Record the generation graph, and a prompt graph where the two differ."""
     hp = model.hp
+    if cfg.outputs.logits and not hp.causal:
+        raise hp.no_next_token()
 
     def record(kind: str, states: Rows | None) -> tuple[Graph, Node]:
         graph = model.adapters.graph()

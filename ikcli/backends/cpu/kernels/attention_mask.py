@@ -51,6 +51,8 @@ def make_start_rows(more):
             st_i32(stats + LIMIT + 4 * i, end if sees_all else here + 1)
             if has_windows:
                 st_i32(stats + FIRST + 4 * i, first_seen(params, here))
+                if sees_all:
+                    st_i32(stats + LIMIT + 4 * i, min(end, here + params.window))
             if has_ranges:
                 own = place(params, token + min(i, rows - 1) // heads)
                 st_i32(stats + LIMIT + 4 * i, max(here + 1, ld_i32(own + SEEN_END)))

@@ -133,6 +133,14 @@ def make_end_seen(more):
 
         return behind_tokens
 
+    if "w" in more:
+
+        @inline
+        def end_of_window(params, segment, token, position, n_tokens):
+            return min(segment_word(segment, SEG_N_KV), position + n_tokens - 1 + params.window)
+
+        return end_of_window
+
     @inline
     def end_seen(params, segment, token, position, n_tokens):
         return segment_word(segment, SEG_N_KV)

@@ -203,7 +203,7 @@ def test_caches_of_heads_follow_sequences(path: Path, tmp_path: Path) -> None:
 
 def test_a_sequence_that_was_asleep_drafts_again(tmp_path: Path) -> None:
     """Nothing is kept meanwhile, and another sequence drafts as ever."""
-    with opened(write_model(MODELS["deepseek2"](), tmp_path / "m.gguf"), 2, True) as session:
+    with opened(write_model(HEAD_MODELS["deepseek2"](), tmp_path / "m.gguf"), 2, True) as session:
         session.decode(Batch.single(TOKENS[:30], logits="none"))
         wanted = drafted(session, TOKENS[:31])
         assert session.heads is not None and len(wanted) == 3

@@ -121,6 +121,7 @@ class Policy:
         self._repair = -1.0 if repairs else 0.0  # seconds; below 0: not known yet
         self._waited = 0  # steps since the last draft
         self._rest = _FIRST_REST
+        self._reserve = _RESERVE
         self._looking = 0.0  # plain steps that looking for drafts takes
         self._patience = 1.0
         self._trying = False
@@ -191,8 +192,8 @@ class Policy:
         steps = min(seconds / plain, 1.0)
         self._looking += 0.2 * (steps - self._looking)
         self.account -= n_steps * min(steps, 2 * self._looking)
-        if self._looking > SHARE and self.account < _RESERVE:
-            return min(math.ceil((_RESERVE - self.account) / SHARE), _LOOK_REST)
+        if self._looking > SHARE and self.account < self._reserve:
+            return min(math.ceil((self._reserve - self.account) / SHARE), _LOOK_REST)
         return 0
 
     def drafted(self, kind: str, n: int, seconds: float, n_texts: int) -> None:
@@ -247,8 +248,10 @@ class Policy:
             return Decision(none, TOO_DEAR, found.rate, found.base, self._rest_for(self._rest, options))
         wait = self._patience * found.worst / (SHARE + max(account - _START, 0) / _EXCESS)
         if self._waited >= wait and found.worst <= account and found.promise > 0:
-            self._trying = True
+            self._trying, self._reserve = True, _RESERVE
             return Decision(found.tried, TRY, found.rate, found.base)
+        if found.promise > 0:  # looking for drafts must leave what the next try costs
+            self._reserve = max(_RESERVE, min(found.worst, _START))
         least = max(wait - self._waited, (found.worst - account) / SHARE) if found.promise > 0 else _REST
         return Decision(none, DOES_NOT_PAY, found.rate, found.base, self._rest_for(int(least), options))
 

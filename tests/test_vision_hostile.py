@@ -147,7 +147,7 @@ def hostile(whole: tuple[str, HParams], path: Path, n: int, use: Callable[[Proje
 
 
 def counted(projector: Projector, picture: Picture) -> None:
-    projector.plan_bytes()
+    projector.memory()
     for one in projector.pieces(picture):
         assert isinstance(one, str) or projector.count(one) > 0
 

@@ -18,11 +18,13 @@ from pathlib import Path
 import numpy as np
 
 from ikcli.engine.run.media import Media
+from ikcli.engine.run.run_device import CPU
+from ikcli.engine.run.runner import Runner
 from ikcli.errors import FormatError, NonFiniteError
 from ikcli.gguf.reader import open_gguf
 from ikcli.models import HParams, MediaConfig
 from ikcli.vision.decode import Picture, Tile
-from ikcli.vision.encoder import Encoder
+from ikcli.vision.encoder import Encoder, tower_runner
 from ikcli.vision.facts import projector_type, read_facts
 from ikcli.vision.tensors import Tensors
 from ikcli.vision.tower import Grid, Limits
@@ -36,7 +38,7 @@ class Projector:
     """An opened projector; see the module. One thread encodes at a time."""
 
     @np.errstate(all="ignore")  # values that are not finite are found when they reach an embedding
-    def __init__(self, path: Path | str, hp: HParams, n_threads: int, limits: Limits) -> None:
+    def __init__(self, path: Path | str, hp: HParams, runner: Runner, limits: Limits) -> None:
         file = open_gguf(path)
         self.path, self.type = str(path), projector_type(file)
         kind, facts = tower_of(self.type, self.path), read_facts(file)
@@ -53,21 +55,28 @@ class Projector:
         self._check_size()
         side = facts.image_size or facts.patch
         self.tower.extra(self.tower.grid(*self.tower.fit(side, side)))  # has the right shape
-        self._encoder = Encoder(self.tower, self.tensors, n_threads)
+        self._encoder = Encoder(self.tower, self.tensors, runner)
         self._lock = threading.Lock()
         self._key = f"{self.type}:{facts.n_embd}:{facts.n_layer}:{limits.least}:{limits.most}:{self._fingerprint()}"
 
     @classmethod
     def open(
-        cls, path: Path | str, hp: HParams, *, n_threads: int = 1, min_tokens: int = 0, max_tokens: int = 0
+        cls,
+        path: Path | str,
+        hp: HParams,
+        *,
+        n_threads: int = 1,
+        min_tokens: int = 0,
+        max_tokens: int = 0,
+        runner: Runner | None = None,
     ) -> Projector:
         """Open a projector for the text model `hp`; nothing is computed.
 
-        `min_tokens`, `max_tokens`: of an image, where the type has a choice (0: as the model's processor). Raise
-        FormatError or UnsupportedError for a file that is damaged, of a type that is not supported, or of another
-        model.
+        `min_tokens`, `max_tokens`: of an image, where the type has a choice (0: as the model's processor). `runner`:
+        of `tower_runner`, otherwise `n_threads` of the CPU compute it. Raise FormatError or UnsupportedError for a file
+        that is damaged, of a type that is not supported, or of another model.
         """
-        return cls(path, hp, n_threads, Limits(min_tokens, max_tokens))
+        return cls(path, hp, runner or tower_runner(n_threads), Limits(min_tokens, max_tokens))
 
     def _check_width(self, hp: HParams) -> None:
         if not self.tower.checks_width:
@@ -109,15 +118,18 @@ class Projector:
         """Return the most tokens of an image."""
         return self.tower.most_tokens()
 
-    @property
-    def n_bytes(self) -> int:
-        """Return the bytes of the projector's tensors."""
-        return self.tensors.n_bytes
-
-    def plan_bytes(self) -> int:
-        """Return the bytes of work memory for the largest image; nothing is allocated."""
+    def memory(self) -> dict[str, dict[str, int]]:
+        """Return the bytes by device of the projector and of work memory for its largest image; allocate nothing."""
         grid = self._largest()
-        return self._encoder.plan(grid.rows * grid.cols, grid.n_tokens).arena_bytes
+        found = self._encoder.memory(grid.rows * grid.cols, grid.n_tokens)
+        used = {d: {"projector": parts["weights"], "images": parts["compute"]} for d, parts in found.items()}
+        if len(used) == 1:
+            used[CPU]["projector"] = self.tensors.file_bytes
+        return used
+
+    def load(self) -> None:
+        """Copy the weights to the GPU, if there is one."""
+        self._encoder.load()
 
     def pieces(self, picture: Picture) -> list[str | Tile]:
         """Return what a picture becomes in a text: tiles, and texts around them, whose special tokens are to be read.

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from ikcli.errors import FormatError
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import GGUFFile, TensorInfo
-from ikcli.gguf.types import TYPES
+from ikcli.gguf.types import TYPES, tensor_n_bytes
 from ikcli.graph import Weight
 from ikcli.quant.decode import dequantize
 
@@ -25,6 +25,7 @@ class Tensors:
     def __init__(self, file: GGUFFile) -> None:
         self._file, self.source = file, str(file.paths[0])
         self._made: dict[str, npt.NDArray[np.generic]] = {}
+        self.specs: dict[str, Weight] = {}  # of the tensors that graphs use
 
     def __contains__(self, name: str) -> bool:
         return name in self._file.tensors
@@ -46,7 +47,7 @@ class Tensors:
             raise self._wrong(name, (ne0, ne1))
         if len(t.shape) > 2 and t.shape[0] != ne0 and t.type not in (GGMLType.F32, GGMLType.F16, GGMLType.BF16):
             return self.made(name, self.values(name).reshape(ne1, ne0))
-        return Weight(name, t.type, (ne0, ne1))
+        return self._used(Weight(name, t.type, (ne0, ne1)))
 
     def n_rows(self, name: str) -> int:
         """Return the rows of a matrix."""
@@ -60,7 +61,7 @@ class Tensors:
         """Return a vector of n numbers."""
         if name not in self._made:
             self._made[name] = np.ascontiguousarray(self.values(name, n), np.float32)
-        return Weight(name, GGMLType.F32, (n,))
+        return self._used(Weight(name, GGMLType.F32, (n,)))
 
     def vector_or_none(self, name: str, n: int) -> Weight | None:
         """Return a vector, or None where the file has none of that name."""
@@ -70,12 +71,26 @@ class Tensors:
         """Return a matrix or vector of these values, float16 where the tensor `like` is."""
         half = like in self._file.tensors and self._file.tensors[like].type is GGMLType.F16
         self._made[name] = np.ascontiguousarray(values, np.float16 if half else np.float32)
-        return Weight(name, GGMLType.F16 if half else GGMLType.F32, tuple(reversed(values.shape)))
+        return self._used(Weight(name, GGMLType.F16 if half else GGMLType.F32, tuple(reversed(values.shape))))
 
-    def addresses(self, names: Iterable[str]) -> dict[str, int]:
-        """Return the addresses of tensors that graphs use."""
-        return {n: int((self._made[n] if n in self._made else self._file.data(n)).ctypes.data) for n in names}
+    def _used(self, w: Weight) -> Weight:
+        self.specs[w.name] = w
+        return w
 
+    # --- of tensors that graphs use: `WeightSource` -------------------------------------------------------------------
+    def bytes_of(self, name: str) -> npt.NDArray[np.uint8]:
+        """Return the bytes of a tensor."""
+        return (self._made[name] if name in self._made else self._file.data(name)).reshape(-1).view(np.uint8)
+
+    def n_bytes(self, names: Iterable[str]) -> int:
+        """Return the bytes of these tensors."""
+        return sum(tensor_n_bytes(self.specs[n].type, self.specs[n].shape) for n in names)
+
+    def load(self, names: Iterable[str], *, mmap: bool) -> dict[str, int]:
+        """Return the addresses of these tensors, which are mapped or made already."""
+        return {n: int(self.bytes_of(n).ctypes.data) for n in names}
+
+    # --- about the file -----------------------------------------------------------------------------------------------
     @property
     def names(self) -> list[str]:
         """Return the names of all tensors of the file."""
@@ -86,7 +101,7 @@ class Tensors:
         return self._file.data(name)[:4096].tobytes()
 
     @property
-    def n_bytes(self) -> int:
+    def file_bytes(self) -> int:
         """Return the bytes of all tensors of the file."""
         return sum(self._file.data(n).nbytes for n in self._file.tensors)
 

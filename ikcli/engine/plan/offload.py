@@ -34,7 +34,8 @@ def offload_of(
     dense = config.offload_min_batch
     by_expert = math.ceil(offload_threshold(dense, hp.n_expert, hp.n_expert_used))
     least = {name: by_expert if experts else dense for name, experts in _POLICIES.items() if allowed[name]}
-    first = placement.devices[0]
+    used = {*placement.buffer_of.values(), *placement.cache}
+    first = next((name for name in placement.devices if name in used), None)
 
     def device(node: Node, w: Weight, n_tokens: int) -> str | None:
         if n_tokens < least.get(node.op.policy, n_tokens + 1) or node.rows.symbol is Rows.OUTPUTS:
@@ -42,7 +43,7 @@ def offload_of(
         if w.name in on_disk or not upload.has_kernels(w.type):
             return None
         home = placement.home[node.il] if node.il >= 0 else CPU
-        return first if home == CPU else home
+        return home if home != CPU and home in used else first
 
     return Offload(tuple(sorted({*least.values()} - {0, 1})), device) if least else None
 

@@ -37,7 +37,7 @@ from ikcli.engine.run.adapters import Adapters
 from ikcli.engine.run.cpu_device import CpuDevice
 from ikcli.engine.run.expert_steps import ExpertSteps
 from ikcli.engine.run.model import Model
-from ikcli.engine.run.run_device import RunDevice, cache_bytes
+from ikcli.engine.run.run_device import Beside, RunDevice, cache_bytes
 from ikcli.engine.run.runner import DividedProgram, Offload, Runner
 from ikcli.errors import UsageError
 from ikcli.gguf.reader import GGUFFile, open_gguf
@@ -62,6 +62,7 @@ class RunPlan:
     caches: Mapping[Cache, int]  # bytes in the layout of RAM
     n_nodes: int
     n_splits: int
+    beside: Beside
 
     def on_gpus(self) -> int:
         """Return the bytes of weights in GPU memory."""
@@ -83,7 +84,7 @@ class PreparedRun:
 class Planner:
     """Plan runs of one model; see the module.
 
-    `file` may lack tensor data. `devices` are opened GPUs.
+    `file` may lack tensor data. `devices` are opened GPUs. `beside`: what the run needs beside the model.
     """
 
     def __init__(
@@ -94,7 +95,9 @@ class Planner:
         devices: Mapping[str, RunDevice] | None = None,
         adapters: Adapters | None = None,
         pipeline: Pipeline = LOCAL,
+        beside: Beside | None = None,
     ) -> None:
+        self.beside: Beside = beside or {}
         self.file, self.hp, self.machine, self.adapters = file, hp, machine, adapters or Adapters()
         self.pipeline = pipeline
         self._graphs: dict[tuple[GraphConfig, int], Graphs] = {}
@@ -115,9 +118,12 @@ class Planner:
         hp = HParams.from_gguf(file.metadata, file.tensors, str(file.paths[0]), config.rope)
         return cls(file, hp, Machine(()), None, Adapters.open(config.adapters, file.tensors, hp), pipeline)
 
-    def on(self, machine: Machine, devices: Mapping[str, RunDevice] | None = None) -> Planner:
-        """Return a planner of the same model with other devices."""
-        return Planner(self.file, self.hp, machine, devices, self.adapters, self.pipeline)
+    def on(
+        self, machine: Machine, devices: Mapping[str, RunDevice] | None = None, beside: Beside | None = None
+    ) -> Planner:
+        """Return a planner of the same model with other devices; `beside` stays what it was unless it is given."""
+        beside = self.beside if beside is None else beside
+        return Planner(self.file, self.hp, machine, devices, self.adapters, self.pipeline, beside)
 
     def plan(self, config: RunConfig) -> RunPlan:
         """Return the plan of the session that a command opens; nothing is printed."""
@@ -153,13 +159,16 @@ class Planner:
         n_outputs = min(sizes.n_seq, cfg.n_ubatch)
         programs = plan_programs(runner, graphs, cfg, n_outputs, sizes.n_step)
         parts = memory_of(runner, programs, model, output_bytes(cfg, self.hp, n_outputs))
+        for device, needs in self.beside.items():
+            parts[device] = parts.get(device, {"weights": 0, "KV": 0, "compute": 0, "output": 0}) | dict(needs)
         n_nodes = max(len(graph.nodes) for graph, _ in graphs.values())
         memory = MemoryPlan(parts, cfg.n_ctx, self._free(parts) | stage_memory(config, self.machine, parts))
         n_splits = runner.n_splits(list(programs.values()))
         caches = {
             c: cache_bytes(c, runner.cache_rows(c)) for graph, _ in graphs.values() for c in graph.caches.values()
         }
-        plan = RunPlan(config, sizes, tuple(warnings), cfg, placement, memory, caches, n_nodes, n_splits)
+        plan = RunPlan(config, sizes, tuple(warnings), cfg, placement, memory, caches, n_nodes, n_splits,
+                       self.beside)  # fmt: skip
         return PreparedRun(plan, model, graphs, runner, programs)
 
     def fits(self, config: RunConfig) -> bool:
@@ -202,6 +211,8 @@ class Planner:
             parts[buffer] += model.n_bytes([name]) if buffer == CPU else n_bytes
         for il, n_bytes in self.gpu_cache(config).items():
             parts[placement.cache[il]] += n_bytes
+        for device, sizes in self.beside.items():
+            parts[device] = parts.get(device, 0) + sum(sizes.values())
         return parts
 
     def _free(self, devices: Iterable[str]) -> dict[str, int]:
@@ -245,7 +256,7 @@ class Planner:
             self.hp.n_layer,
             config,
             self.machine.names,
-            self.machine.free,
+            [max(gpu.free - sum(self.beside.get(gpu.name, {}).values()), 0) for gpu in self.machine.gpus],
             {name: model.n_bytes([name]) for name in names},
             model.derived_from(),
             self.n_heads(config),

@@ -19,8 +19,7 @@ import numpy.typing as npt
 from ikcli.backends.memory import aligned_zeros
 from ikcli.backends.step_block import StepBlock
 from ikcli.engine.run.cpu_device import CpuDevice, CpuSplits
-from ikcli.engine.run.model import Model
-from ikcli.engine.run.run_device import CPU, Bytes, Observer, RunDevice
+from ikcli.engine.run.run_device import CPU, Beside, Bytes, Observer, RunDevice, WeightSource
 from ikcli.engine.run.timed_ops import TimedOp
 from ikcli.graph import Cache, Graph, Lifetime, Node, Rows, Weight, assign_offsets
 from ikcli.graph.split import GraphSplit, NodePlaces, assign, schedule
@@ -215,7 +214,7 @@ class Runner:
         """Return the rows of a cache tensor."""
         return cache.rows(self._n_cells, self._n_seq, self._n_window)
 
-    def memory(self, programs: Sequence[DividedProgram], model: Model) -> dict[str, dict[str, int]]:
+    def memory(self, programs: Sequence[DividedProgram], model: WeightSource) -> dict[str, dict[str, int]]:
         """Return bytes by device and part: weights, KV, compute (on the CPU with hand-over memory)."""
         weights, caches = self.weight_names(programs), self.cache_tensors(programs)
         sizes = {}
@@ -254,14 +253,16 @@ class Runner:
         """Return memory in RAM that is still untouched when it is bound."""
         return [*self.cpu.caches.values(), self.cpu.arena]
 
-    def load(self, programs: Sequence[DividedProgram], model: Model, mmap: bool) -> None:
+    def load(
+        self, programs: Sequence[DividedProgram], model: WeightSource, mmap: bool, beside: Beside | None = None
+    ) -> None:
         """Load the weights on every device, if all devices have enough memory for everything that follows."""
         for name, sizes in self.memory(programs, model).items():
-            self.parts[name].check_memory(sizes)
+            self.parts[name].check_memory(sizes | dict((beside or {}).get(name, {})))
         for name, names in self.weight_names(programs).items():
             self._weights[name] = self.parts[name].load_weights(model, names, mmap)
 
-    def update_weights(self, model: Model, names: Sequence[str]) -> None:
+    def update_weights(self, model: WeightSource, names: Sequence[str]) -> None:
         """Take over loaded weights that the model changed in RAM."""
         for part in self.parts.values():
             part.update_weights(model, names)

@@ -145,7 +145,7 @@ class Session:
         if experts is not None:
             for kind in {"decode", "step"} & set(self.graphs):
                 experts.know(self.model, self.graphs[kind][0])
-        self.runner.load(programs, self.model, self.config.mmap)
+        self.runner.load(programs, self.model, self.config.mmap, self.run_plan.beside)
         try:
             media = self.graph_config.media
             cols = media.cols(self.model.hp.n_embd) if media is not None else 0

@@ -217,7 +217,7 @@ def prepare_folder(paths: Sequence[Path]) -> None:
 
 
 def _is_alive(pid: int) -> bool:
-    if sys.platform == "win32":  # signal 0 is no test there, but Ctrl-C; files that are open cannot be deleted
+    if sys.platform == "win32":  # signal 0 is Ctrl-C there; files that are open cannot be deleted
         return False
     try:
         os.kill(pid, 0)

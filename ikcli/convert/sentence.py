@@ -17,7 +17,7 @@ _LINEAR = "torch.nn.modules.linear.Identity"
 
 @dataclass(frozen=True, slots=True)
 class Sentence:
-    """What `modules.json` adds to a checkpoint."""
+    """The modules that `modules.json` adds to a checkpoint."""
 
     pooling: int | None = None  # the number of the pooling type
     dense: tuple[str, ...] = ()  # subdirectories of dense layers
@@ -37,15 +37,11 @@ class Sentence:
             modules = [(str(m["type"]).split(".")[-1], str(m["path"])) for m in json.loads(text)]
         except (ValueError, RecursionError, KeyError, TypeError):
             raise FormatError(f"{path}: is not a list of modules with type and path") from None
-        configs = {
-            (kind, folder): _folder(directory, path, folder) for kind, folder in modules if kind in ("Pooling", "Dense")
-        }
-        pooling = next((_of_config(p) for (kind, _), p in configs.items() if kind == "Pooling"), None)
+        poolings = [_folder(directory, path, folder) for kind, folder in modules if kind == "Pooling"]
+        pooling = _of_config(poolings[0]) if poolings else None
         dense, notes = [], []
-        for (kind, folder), config in configs.items():
-            if kind != "Dense":
-                continue
-            act = _read(config).get("activation_function", _LINEAR)
+        for folder in (folder for kind, folder in modules if kind == "Dense"):
+            act = _read(_folder(directory, path, folder)).get("activation_function", _LINEAR)
             if act == _LINEAR:
                 dense.append(folder)
             else:

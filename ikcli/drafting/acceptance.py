@@ -38,7 +38,7 @@ class _Counts:
 
 
 class _Known:
-    """What is known of one kind of drafts, in one text or in all; `found`: if drafts were shorter than asked."""
+    """Observations of one kind of draft, in one text or in all. `found` is set once a draft was shorter than asked."""
 
     __slots__ = ("_decay", "_most", "found", "right")
 

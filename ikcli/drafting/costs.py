@@ -1,4 +1,4 @@
-"""What steps and drafts cost, in seconds, estimated from a few measurements made while running."""
+"""Estimate the seconds that steps and drafts take from a few measurements made while running."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ _Rung = tuple[float, tuple[int, ...], float, float]
 
 
 class _Outlook:
-    """What is known of a set of drafts until estimates change.
+    """The decisions that a set of drafts allows, kept until estimates change.
 
     `paying`: decisions for drafts that pay, the best first, with their worst loss and risk. `tried`: the draft that
     tries take if there are none, with its worst loss and what it promises. `base`: tokens/s without drafts.

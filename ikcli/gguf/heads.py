@@ -39,13 +39,13 @@ def block_of(name: str) -> int:
 
 def head_blocks(names: Iterable[str], metadata: Mapping[str, Any]) -> frozenset[int]:
     """Return the blocks of heads: those with `nextn` tensors, else the last ones, as the metadata says."""
-    found = {int(m[1]): m[2] for name in names if (m := _BLOCK.match(name))}
-    named = {int(m[1]) for name in names if (m := _BLOCK.match(name)) and m[2].startswith("nextn.")}
+    found = [(int(m[1]), m[2]) for name in names if (m := _BLOCK.match(name))]
+    named = frozenset(il for il, part in found if part.startswith("nextn."))
     arch = metadata.get("general.architecture", "")
     count, last = (metadata.get(f"{arch}.{key}", 0) for key in ("block_count", FURTHER))
     if named or not isinstance(count, int) or not isinstance(last, int) or not 0 < last < count:
-        return frozenset(named)
-    return frozenset(il for il in found if il >= count - last)
+        return named
+    return frozenset(il for il, _ in found if il >= count - last)
 
 
 def select_heads(file: GGUFFile, heads: Heads) -> GGUFFile:

@@ -1,4 +1,4 @@
-"""Leave out of Numba what kernels do not use: a third of the time in which it compiles one, for the same code.
+"""Leave out of Numba what kernels do not use: it compiles them in about three quarters of the time, to the same code.
 
 Kernels consist of integers, floats, vectors and calls. They have no arrays that operators apply to, no closures that
 become functions, no `literally`, no `with` blocks and no array expressions.

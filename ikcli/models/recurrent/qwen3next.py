@@ -18,10 +18,7 @@ FFN_NORM = "post_attention_norm"
 
 def tensor_shapes(hp: HParams) -> TensorSpecs:
     """Return the expected tensors of the file."""
-    specs = expected.base_specs(hp)
-    for il in range(hp.n_layer):
-        specs |= block_shapes(hp, il)
-    return specs
+    return expected.with_blocks(hp, block_shapes)
 
 
 def block_shapes(hp: HParams, il: int) -> TensorSpecs:

@@ -23,7 +23,7 @@ _KEPT_BYTES = 256 << 20
 """Most memory for images that were read."""
 
 Pieces = Sequence[str | Picture]
-"""Put images into prompts as tiles, with texts around them."""
+"""The parts of a prompt that stand for one image: its tiles, and the texts around them."""
 
 
 class Pictures:

@@ -2,7 +2,7 @@
 
 A drafted token is kept only if the sampler also chooses it from the model's own logits, so the text is the same with
 and without drafts. A micro-batch is kept so small that its results are batch-invariant (`Session.n_exact` rows). How
-many tokens a step drafts, `drafting.policy` decides; with `--no-spec-autotune` it is what options and requests allow.
+many tokens a step drafts is what options and requests allow; with `--spec-autotune`, `drafting.policy` decides.
 
 A step that drafts nothing must cost next to nothing, since a small model's step takes half a millisecond: most steps
 ask one attribute (`rest`), others only whether the index of a text has a guess.

@@ -193,7 +193,7 @@ class ExpertStore:
                 self._give_slots(il, experts[missing], prompt)
             self._read_rest(il, experts.tolist())
             if prompt and ahead and after is not None:
-                self._expect(after, np.arange(self._layers[after].n_expert), sure=True)
+                self._expect(after, np.argsort(-self._rates[after].value, kind="stable"), sure=True)
 
     def _has_all(self, il: int) -> bool:
         return not self._missing[il].any() and bool((self._slot[il] >= 0).all())

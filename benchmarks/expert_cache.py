@@ -125,7 +125,7 @@ class Rates:
     """The experts with the highest values of `UseRates`."""
 
     def __init__(self, size: int, n_expert: int) -> None:
-        self._rates, self._in, self._size, self.loads = UseRates(n_expert), np.zeros(n_expert, bool), size, 0
+        self._rates, self._in, self._size, self.loads = UseRates(np.zeros(n_expert)), np.zeros(n_expert, bool), size, 0
 
     def use(self, wanted: Sequence[int], guessed: Sequence[int]) -> int:
         ids = np.array(wanted, np.int64)

@@ -341,17 +341,17 @@ def test_experts_that_a_prompt_used_most_stay(disk: Disk) -> None:
 
 
 def test_values_weigh_the_last_tokens_and_all() -> None:
-    rates = UseRates(4)
+    rates = UseRates(np.zeros(10))
     for t in range(400):
-        rates.add(np.array([0 if t % 2 else 1]), ONE[:1], 1)
+        rates.add(np.array([t % 8]), ONE[:1], 1)
     for _ in range(5):
-        rates.add(np.array([2]), ONE[:1], 1)
-    assert rates.value.argmax() == 2  # used lately
-    assert rates.value.argmin() == 3
+        rates.add(np.array([8]), ONE[:1], 1)
+    assert rates.value.argmax() == 8  # used lately
+    assert rates.value.argmin() == 9
     for _ in range(40):
         rates.add(np.array([], np.int64), np.array([], np.int64), 1)
-    assert set(np.argsort(-rates.value)[:2].tolist()) == {0, 1}  # forgotten slowly
-    once, split = UseRates(2), UseRates(2)
+    assert set(np.argsort(-rates.value)[:8].tolist()) == set(range(8))  # forgotten slowly
+    once, split = UseRates(np.zeros(2)), UseRates(np.zeros(2))
     once.add(np.array([1]), np.array([6]), 6)
     for _ in range(6):
         split.add(np.array([1]), ONE[:1], 1)

@@ -1,9 +1,10 @@
 """How often experts are used: which of them to keep in RAM.
 
 The value of an expert is the sum of two averages of its uses per token, one over the last few tokens and one over the
-last thousand. The first keeps what a text is about at the moment, where tokens repeat the choices of their neighbours;
-the second keeps what is used often everywhere. Replays of traces (`benchmarks/expert_cache.py`) show that the sum is
-about as good as the better of both: as LRU where choices last, and as a static choice where experts are unequal.
+last thousand (or those so far). The first keeps what a text is about at the moment, where tokens repeat the choices of
+their neighbours; the second keeps what is used often everywhere. Replays of traces (`benchmarks/expert_cache.py`) show
+that the sum is about as good as the better of both: as LRU where choices last, and nearly as a static choice where
+experts are unequal.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ F64 = npt.NDArray[np.float64]
 class UseRates:
     """The rates of one layer's experts, in uses per token."""
 
-    def __init__(self, n_expert: int) -> None:
-        self._short, self._long = np.zeros(n_expert), np.zeros(n_expert)
-        self.value: F64 = np.zeros(n_expert)
+    def __init__(self, value: F64) -> None:
+        """Begin with no uses; `value` is where the values of the experts are kept."""
+        self.value = value
+        self._short, self._long = np.zeros(len(value)), np.zeros(len(value))
+        self._left = 1.0  # weight in the long average of the time before the first token
 
     def add(self, experts: npt.NDArray[np.int64], uses: npt.NDArray[np.int64], n_tokens: int) -> None:
         """Add a step of n tokens, of which uses[i] used experts[i]."""
@@ -31,4 +34,5 @@ class UseRates:
             kept = 2 ** (-n_tokens / half_life)
             rates *= kept
             rates[experts] += (1 - kept) * share
-        self.value = self._short + WEIGHT * self._long
+        self._left *= 2 ** (-n_tokens / LONG)
+        self.value[:] = self._short + WEIGHT / (1 - self._left) * self._long  # of the tokens so far, if they are few

@@ -18,6 +18,7 @@ highest values. So each layer keeps about the same share in RAM, and the disk is
 from __future__ import annotations
 
 import ctypes
+import heapq
 import mmap
 import threading
 import time
@@ -82,6 +83,22 @@ class _Pool:
                 except OSError:  # older systems: pages come with the first reads
                     continue
         self.free = list(range(n_slots - 1, -1, -1))
+        # For every expert of all layers: its slot; bits of the matrices that the slot lacks, and of those that are
+        # queued or being read; whether it was read ahead and not used yet; its value.
+        n = sum(layer.n_expert for layer in layers)
+        self.slot, self.missing, self.pending = (
+            np.full(n, _NONE, np.int64),
+            np.zeros(n, np.int64),
+            np.zeros(n, np.int64),
+        )
+        self.fresh, self.value = np.zeros(n, np.bool_), np.zeros(n)
+        starts = np.cumsum([0, *(layer.n_expert for layer in layers)]).tolist()
+        self.span = {layer.il: slice(a, b) for layer, (a, b) in zip(layers, pairwise(starts), strict=True)}
+        self.held = dict.fromkeys(self.span, 0)  # slots by layer
+
+    def find(self, i: int) -> tuple[int, int]:
+        """Return the layer and number of the expert at index i of the arrays."""
+        return next((il, i - part.start) for il, part in self.span.items() if i < part.stop)
 
 
 class ExpertStore:
@@ -97,14 +114,13 @@ class ExpertStore:
         pools = {size: _Pool([x for x in slots.layers if x.slot == size], n) for size, n in slots.counts.items()}
         self._pool = {layer.il: pools[layer.slot] for layer in slots.layers}
         self._tables = {m.name: np.zeros(x.n_expert, np.int64) for x in slots.layers for m in x.matrices}
-        n = {x.il: x.n_expert for x in slots.layers}
-        # By layer, for every expert: its slot; bits of the matrices that the slot lacks, and of those that are queued
-        # or being read; whether it was read ahead and not used yet.
-        self._slot: dict[int, I64] = {il: np.full(k, _NONE, np.int64) for il, k in n.items()}
-        self._missing: dict[int, I64] = {il: np.zeros(k, np.int64) for il, k in n.items()}
-        self._pending: dict[int, I64] = {il: np.zeros(k, np.int64) for il, k in n.items()}
-        self._fresh: dict[int, npt.NDArray[np.bool_]] = {il: np.zeros(k, np.bool_) for il, k in n.items()}
-        self._rates = {il: UseRates(k) for il, k in n.items()}
+        # Parts of the arrays of pools, by layer.
+        spans = {il: (pool, pool.span[il]) for il, pool in self._pool.items()}
+        self._slot = {il: pool.slot[span] for il, (pool, span) in spans.items()}
+        self._missing = {il: pool.missing[span] for il, (pool, span) in spans.items()}
+        self._pending = {il: pool.pending[span] for il, (pool, span) in spans.items()}
+        self._fresh = {il: pool.fresh[span] for il, (pool, span) in spans.items()}
+        self._rates = {il: UseRates(pool.value[span]) for il, (pool, span) in spans.items()}
         self._held: dict[tuple[int, int], tuple[int, int]] = {}  # (slot size, slot) -> (layer, expert)
         self._now: tuple[int, I64] = (_NONE, _NOBODY)  # the layer at work and its experts
         self._guessed: tuple[int, I64] = (_NONE, _NOBODY)
@@ -143,7 +159,7 @@ class ExpertStore:
         return (self._slot[il] >= 0) & (self._missing[il] == 0)
 
     def _reading(self) -> bool:
-        return any(m.any() for m in self._pending.values())
+        return any(pool.pending.any() for pool in self._pool.values())
 
     # --- loading ------------------------------------------------------------------------------------------------------
     def fill(self, advance: Callable[[float], None]) -> None:
@@ -311,43 +327,44 @@ class ExpertStore:
         layer, slot = self._layers[il], self._pool[il].free.pop()
         self._slot[il][e], self._missing[il][e] = slot, (1 << len(layer.matrices)) - 1
         self._held[layer.slot, slot] = il, e
+        self._pool[il].held[il] += 1
 
     def _evict(self, il: int, n: int, prompt: bool) -> None:
         """Free up to n slots of experts that no layer waits for or works with; `il` gets them."""
-        layers = [x.il for x in self._pool[il].layers]
-        values = {k: np.where(self._evictable(k), self._rates[k].value, np.inf) for k in layers}
+        pool = self._pool[il]
+        may = (pool.slot >= 0) & (pool.pending == 0)
+        for busy, experts in (self._now, self._guessed):
+            if busy in pool.span:
+                may[pool.span[busy]][experts] = False
         if prompt:
-            n -= self._evict_from_fullest({k: v for k, v in values.items() if k != il}, n)
+            n -= self._evict_from_fullest(il, may, n)
         if n > 0:
-            joined = np.concatenate([values[k] for k in layers])
-            starts = np.cumsum([0, *(len(values[k]) for k in layers)])
-            for i in np.argsort(joined, kind="stable")[:n] if n > 1 else [joined.argmin()]:
-                if joined[i] < np.inf:
-                    which = int(np.searchsorted(starts, i, side="right")) - 1
-                    self._drop(layers[which], int(i - starts[which]))
+            values = np.where(may, pool.value, np.inf)
+            for i in np.argsort(values, kind="stable")[:n].tolist() if n > 1 else [int(values.argmin())]:
+                if values[i] < np.inf:
+                    self._drop(*pool.find(i))
 
-    def _evict_from_fullest(self, values: dict[int, F64], n: int) -> int:
-        """Free up to n slots, each of the layer that has most; return how many."""
-        order = {k: deque(np.argsort(v, kind="stable")[: int((v < np.inf).sum())].tolist()) for k, v in values.items()}
-        counts = {k: int((self._slot[k] >= 0).sum()) for k in order if order[k]}
-        for i in range(n):
-            if not counts:
-                return i
-            most = max(counts, key=lambda k: counts[k])
+    def _evict_from_fullest(self, il: int, may: npt.NDArray[np.bool_], n: int) -> int:
+        """Free up to n slots of those that `may` go, each of the layer that has most; return how many."""
+        pool = self._pool[il]
+        order: dict[int, deque[int]] = {}  # of layers that were looked at: experts by ascending value
+        fullest = [(-count, k) for k, count in pool.held.items() if k != il]
+        heapq.heapify(fullest)
+        freed = 0
+        while freed < n and fullest:
+            _, most = fullest[0]
+            if most not in order:
+                own = np.flatnonzero(may[pool.span[most]])
+                order[most] = deque(own[np.argsort(self._rates[most].value[own], kind="stable")].tolist())
+            if not order[most]:
+                heapq.heappop(fullest)
+                continue
             e = order[most].popleft()
             self._drop(most, e)
-            values[most][e] = np.inf
-            counts[most] -= 1
-            if not order[most]:
-                del counts[most]
-        return n
-
-    def _evictable(self, il: int) -> npt.NDArray[np.bool_]:
-        found = (self._slot[il] >= 0) & (self._pending[il] == 0)
-        for busy, experts in (self._now, self._guessed):
-            if busy == il:
-                found[experts] = False
-        return found
+            may[pool.span[most]][e] = False
+            heapq.heapreplace(fullest, (-pool.held[most], most))
+            freed += 1
+        return freed
 
     def _drop(self, il: int, e: int) -> None:
         layer, slot = self._layers[il], int(self._slot[il][e])
@@ -358,6 +375,7 @@ class ExpertStore:
         self._slot[il][e], self._missing[il][e], self._fresh[il][e] = _NONE, 0, False
         for m in layer.matrices:
             self._tables[m.name][e] = 0
+        self._pool[il].held[il] -= 1
         self._pool[il].free.append(slot)
 
     def _check(self) -> None:

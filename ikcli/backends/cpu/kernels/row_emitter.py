@@ -4,6 +4,8 @@ import llvmlite.ir as ir
 import numpy as np
 
 from ikcli.backends.cpu.kernels.vector_emitter import VectorEmitter, indices
+from ikcli.native import isa
+from ikcli.native.simd import arm64
 from ikcli.native.simd.emit import I32, I64
 from ikcli.native.simd.vec import (
     call_llvm,
@@ -193,8 +195,15 @@ class RowEmitter(VectorEmitter):
 
     def bit_mask(self, lo, hi):
         """Return <64 x i1> from two i32 words."""
-        both = self.b.or_(self.b.zext(lo, I64), self.b.shl(self.b.zext(hi, I64), ir.Constant(I64, 32)))
-        return self.b.bitcast(both, ir.VectorType(ir.IntType(1), 64))
+        return self.mask_of(self.b.or_(self.b.zext(lo, I64), self.b.shl(self.b.zext(hi, I64), ir.Constant(I64, 32))))
+
+    def mask_of(self, bits):
+        """Return <64 x i1> from an i64."""
+        if not isa.current().is_arm64:
+            return self.b.bitcast(bits, ir.VectorType(ir.IntType(1), 64))
+        # There are no mask registers, and LLVM would move bits one by one.
+        spread = self.pick(self.b.bitcast(bits, ir.VectorType(_I8, 8)), [i // 8 for i in range(64)])
+        return self.bits_set(spread, [i % 8 for i in range(64)])
 
     def signs_of_bits(self, bytes_, lanes, positions):
         """Return 64 bytes, none of them 0, that are negative where a bit of a byte each is set."""
@@ -219,6 +228,10 @@ class RowEmitter(VectorEmitter):
                 t = const_vector(i8x32, [table[i] for i in half])
                 halves.append(call_llvm(self.b, "llvm.x86.avx2.pshuf.b", t.type, [t, self.pick(codes, half)]))
             return self.join(*halves)
+        if isa.current().is_arm64:
+            parts = arm64.sixteens(self.b, self.all_and(codes, 15))
+            parts = [arm64.lookup(self.b, table[16 * i : 16 * i + 16], v) for i, v in enumerate(parts)]
+            return arm64.joined(self.b, parts)
         entries = [const_vector(i8x64, [table[i // 16 * 16 + n] for i in range(64)]) for n in range(16)]
         out, codes = entries[0], self.all_and(codes, 15)
         for i in range(1, 16):
@@ -242,12 +255,14 @@ class RowEmitter(VectorEmitter):
             return call_llvm(self.b, "llvm.x86.avx512.permvar.qi.512", codes.type, args)
         if size == 16:
             return self.lookup16(table, codes)
+        if isa.current().is_arm64:
+            return arm64.lookup(self.b, table, self.all_and(codes, size - 1))
         upper = self.b.icmp_signed("<", self.shift_left(codes, 8 - (size - 1).bit_length()), self.const64(0))
         return self.b.select(upper, self.lookup(table[size // 2 :], codes), self.lookup(table[: size // 2], codes))
 
     def entry_with_bit(self, table, nibbles, v, starts):
         """Look up 32 byte constants by 64 nibbles and, above these, a bit of v: starts[c] in 16-byte chunk c."""
-        if "avx512vbmi" in self.features():
+        if "avx512vbmi" in self.features() or isa.current().is_arm64:
             return self.lookup(table, self.b.or_(nibbles, self.bits(v, starts, 1, to=4)))
         words = self.moved(self.b.bitcast(v, llvm_type(i32x16)), [start - 7 for start in starts for _ in range(4)])
         upper = self.b.icmp_signed("<", self.b.bitcast(words, v.type), self.const64(0))

@@ -66,7 +66,8 @@ def main_loop(assembly: str, floats: bool = False) -> dict[str, Any]:
     """Return the counts of the innermost loop that computes most products: of integers where there are any."""
     kinds = {name: n for name, n in PRODUCTS.items() if (name in _FLOATS) == floats}
     found = [loop for _, lines in functions(assembly) for loop in loops(lines)]
-    best = max(found, key=lambda loop: products(loop, kinds), default=[])
+    # What follows a loop may jump back as well, with as many products: the shorter one is the loop.
+    best = max(found, key=lambda loop: (products(loop, kinds), -len(loop)), default=[])
     return counted(best, products(best, kinds))
 
 
@@ -121,24 +122,57 @@ def weight_counts(type_name: str) -> dict[str, dict[str, Any]]:
     return found
 
 
-def attention_counts(kinds: list[str]) -> dict[str, dict[str, Any]]:
-    """Return the counts of attention with a cache of these types: of generation, and of prompts."""
-    from ikcli.backends.cpu.kernels.attention import make_flash
-    from ikcli.backends.cpu.kernels.attention_stream import make_flash_stream
+def _of_8(body: Any) -> Any:
+    """Return a function of eight numbers that does this; Numba compiles functions with a fixed number of arguments."""
+
+    def of_8(a, b, c, d, e, f, g, h):  # type: ignore[no-untyped-def]
+        body(a, b, c, d, e, f, g, h)
+
+    return of_8
+
+
+def _of_9(body: Any) -> Any:
+    """Return a function of nine numbers."""
+
+    def of_9(a, b, c, d, e, f, g, h, i):  # type: ignore[no-untyped-def]
+        body(a, b, c, d, e, f, g, h, i)
+
+    return of_9
+
+
+def _of_7(body: Any) -> Any:
+    """Return a function of seven numbers."""
+
+    def of_7(a, b, c, d, e, f, g):  # type: ignore[no-untyped-def]
+        body(a, b, c, d, e, f, g)
+
+    return of_7
+
+
+def attention_counts(kinds: list[str], m: int = 4) -> dict[str, dict[str, Any]]:
+    """Return the counts of attention over caches of these types: of generation, m heads per KV head, and of prompts."""
+    from ikcli.backends.cpu.kernels import attention_stream as stream
+    from ikcli.backends.cpu.kernels import sgemm
     from ikcli.native.jit import compile_to_assembly
 
-    found = {}
+    at_once, positions, columns = stream.shapes(m)
+    kernels = {}
     for kind in kinds:
-        found[f"generation {kind}"] = main_loop(compile_to_assembly(make_flash_stream(kind, kind, 4), 3, False), True)
-        found[f"prompts {kind}"] = main_loop(compile_to_assembly(make_flash(kind, kind), 3, False), True)
-    return found
+        kernels[f"generation K {kind}"] = _of_8(stream.make_scores(kind, at_once, positions, m, 1)), 8
+        steps = columns // stream.STEPS[kind][1]
+        kernels[f"generation V {kind}"] = _of_9(stream.make_values(kind, at_once, steps, 1)), 9
+    shape = sgemm.BLOCKS[-1]
+    kernels["prompts K"] = _of_7(sgemm.make_rows_block(*shape, False, "f32")), 7
+    kernels["prompts V"] = _of_8(sgemm.make_columns_block(*shape, "f32", 0)), 8
+    return {name: main_loop(compile_to_assembly(*kernel, False), True) for name, kernel in kernels.items()}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("level")
     parser.add_argument("types", nargs="*")
-    parser.add_argument("--attention", action="store_true")
+    parser.add_argument("--pieces", action="store_true", help="of the products of weight types, which is the default")
+    parser.add_argument("--attention", action="store_true", help="of attention over caches of these types")
     parser.add_argument("--assembly")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()

@@ -17,6 +17,7 @@ import sys
 from dataclasses import dataclass
 
 from ikcli.errors import UsageError
+from ikcli.hostinfo import sysctl
 
 X86, ARM64 = "x86_64", "aarch64"  # architectures, as LLVM names them
 # LLVM CPU and features to compile for at each level. avx512 is what Zen 4 and Sapphire Rapids share.
@@ -121,17 +122,6 @@ def arm_features() -> frozenset[str]:
     getauxval.argtypes, getauxval.restype = [ctypes.c_ulong], ctypes.c_ulong
     words = ((getauxval(16), _HWCAP), (getauxval(26), _HWCAP2))
     return frozenset(f for word, bits in words for f, bit in bits.items() if word >> bit & 1)
-
-
-def sysctl(name: str) -> int | None:
-    """Return a number that macOS reports under this name, or None."""
-    try:
-        by_name = ctypes.CDLL(None).sysctlbyname
-    except (AttributeError, OSError, TypeError):  # another operating system
-        return None
-    value, size = ctypes.c_int64(), ctypes.c_size_t(8)
-    failed = by_name(name.encode(), ctypes.byref(value), ctypes.byref(size), None, ctypes.c_size_t(0))
-    return None if failed else value.value
 
 
 @functools.cache

@@ -69,7 +69,6 @@ def quant_tile_arm64(mode, nt):
                 # Hidden from LLVM, which would reach most of a block by subtracting from an address behind it.
                 block, ib4 = e.opaque(e.offset(tile, e.times(ib, block_bytes))), e.times(ib, 4)
                 codes_at, x_at = e.offset(block, header), [e.offset(row, e.times(ib, 32)) for row in rows]
-                d = [splat(e.offset(row, scales_at, ib4)) for row in rows]
                 for upper in (0, 2):
                     # LLVM would mix both halves until registers spill.
                     builder.asm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", [], True)
@@ -81,6 +80,7 @@ def quant_tile_arm64(mode, nt):
                             x = builder.sitofp(dot, _FLOATS)
                             old = parts.get((t, q))
                             parts[t, q] = builder.fmul(x, scale) if old is None else _fma(builder, x, scale, old)
+                    d = [splat(e.offset(row, scales_at, ib4)) for row in rows]
                     for (t, q), part in parts.items():
                         add(acc[t, q], part, d[t])
                 if with_min:

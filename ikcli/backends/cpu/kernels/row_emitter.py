@@ -39,10 +39,19 @@ class RowEmitter(VectorEmitter):
 
     def shift_right(self, v, amounts):
         """Shift 64 bytes, as 16 i32 lanes, right by 16 constants; bits leak between bytes, so mask afterwards."""
+        if isa.current().is_arm64:
+            return self._moved_bytes(v, [n for n in amounts for _ in range(4)])
         words = self.b.bitcast(v, llvm_type(i32x16))
         return self.b.bitcast(self.b.lshr(words, const_vector(i32x16, amounts)), llvm_type(i8x64))
 
+    def _moved_bytes(self, v, right):
+        """Move bits inside of bytes; ARM64 has shifts of bytes, which often leave nothing to mask."""
+        v = self.lshr(v, [max(n, 0) for n in right])
+        return self.b.shl(v, const_vector(i8x64, [max(-n, 0) for n in right]))
+
     def shift_left(self, v, n):
+        if isa.current().is_arm64:
+            return self._moved_bytes(v, [-n] * 64)
         words = self.b.bitcast(v, llvm_type(i32x16))
         return self.b.bitcast(self.b.shl(words, const_vector(i32x16, [n] * 16)), llvm_type(i8x64))
 
@@ -75,6 +84,8 @@ class RowEmitter(VectorEmitter):
         mask = self.const64(mask - 256 if mask > 127 else mask)
         if set(starts) == {to}:
             return self.b.and_(v, mask)
+        if isa.current().is_arm64:
+            return self.b.and_(self._moved_bytes(v, [s - to for s in starts for _ in range(16)]), mask)
         if not self.moves_bits():
             if self._found_in_nibbles(starts, width):
                 nibbles = self.all_and(self.shift_right(v, [s & 4 for s in starts for _ in range(4)]), 15)

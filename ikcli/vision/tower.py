@@ -79,6 +79,7 @@ class Tower:
     resample: ClassVar[str] = "bicubic"
     merge: int = 1
     sections: ClassVar[bool] = False  # positions have sections (M-RoPE)
+    framed: ClassVar[bool] = False  # see `Media`
     checks_width: ClassVar[bool] = True  # clip.vision.projection_dim is that of the text model
 
     def __init__(self, facts: Facts, tensors: Tensors, hp: HParams, limits: Limits) -> None:

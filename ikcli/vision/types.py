@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ikcli.errors import UnsupportedError
+from ikcli.vision.cogvlm import CogVlm
 from ikcli.vision.dots import DotsOcr
 from ikcli.vision.gemma import Gemma3, Gemma4
 from ikcli.vision.glm4v import Glm4v
@@ -38,12 +39,13 @@ TYPES: dict[str, type[Tower]] = {
     "ldpv2": MobileVlm2,
     "janus_pro": JanusPro,
     "lightonocr": LightOnOcr,
+    "cogvlm": CogVlm,
     "dots_ocr": DotsOcr,
     "paddleocr": PaddleOcr,
 }
 
 _LEFT_OUT = {
-    "cogvlm": "CogVLM, whose text model is not supported either", "minicpmv4_6": "MiniCPM-V 4.6", "adapter": "GLM-Edge",
+    "minicpmv4_6": "MiniCPM-V 4.6", "adapter": "GLM-Edge",
     "deepseekocr": "DeepSeek-OCR", "hunyuanocr": "HunyuanOCR",
     "minimax_m3_vl": "MiniMax M3",
 }  # fmt: skip

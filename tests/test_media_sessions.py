@@ -109,6 +109,9 @@ class Tower:
     def __init__(self, half: bool = False) -> None:
         self.half = half
 
+    def stages(self) -> list[tuple[Any, int]]:
+        return [(self.record, 0)]
+
     def record(self, g: Graph) -> Node:
         x = g.media_rows(None, 0, 32, "pixels")
         x = g.add(x, g.media_rows(x, 32, 32, "replaced"), "sum")

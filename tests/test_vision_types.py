@@ -74,6 +74,7 @@ TEXTS = {
     "lightonocr": "<|im_start|>|<|im_end|>",
     "dots_ocr": "<|img|>|<|endofimg|>",
     "cogvlm": "|",
+    "minicpmv46": "<image>|</image><slice>|</slice><slice>|</slice>",
     "paddleocr": "<|IMAGE_START|>|<|IMAGE_END|>",
     "glm4v": "<|begin_of_image|>|<|end_of_image|>",
     "glm_ocr": "<|begin_of_image|>|<|end_of_image|>",

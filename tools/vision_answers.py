@@ -669,6 +669,28 @@ def cogvlm() -> tuple[Any, Callable[[np.ndarray], Found]]:
     return m, run
 
 
+def minicpmv46() -> tuple[Model, Callable[[np.ndarray], Found]]:
+    vision = {"hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 3, "num_attention_heads": 2,
+              "image_size": 140, "patch_size": 14}  # fmt: skip
+    text = TEXT | {"model_type": "qwen3_5_text", "layer_types": ["full_attention"]}
+    config = {"vision_config": vision, "text_config": text, "insert_layer_id": 1, "image_token_id": 5}
+    processor = tf.MiniCPMV4_6ImageProcessor(scale_resolution=112, patch_size=14)
+    m = Model(config, processor, "MiniCPMV4_6ForConditionalGeneration", "vision_tower merger")
+    processor.find_best_resize.__func__.__globals__["ensure_divide"] = lambda x, y: max(round(x / y) * y, y)
+
+    def run(rgb: np.ndarray) -> Found:
+        made = processor([Image.fromarray(rgb)], return_tensors="pt")
+        found = m.model.model.get_image_features(made["pixel_values"], made["target_sizes"]).pooler_output
+        pixels, at = [], 0
+        for h, w in made["target_sizes"].tolist():
+            cut = made["pixel_values"][0][:, :, at * 14 : (at + h * w) * 14].reshape(3, 14, h, w, 14)
+            pixels.append(cut.permute(0, 2, 1, 3, 4).reshape(3, h * 14, w * 14).numpy())
+            at += h * w
+        return pixels, [x.numpy() for x in found], list(made["grids"][0])
+
+    return m, run
+
+
 MODELS = {
     "internvl": internvl,
     "idefics3": idefics3,
@@ -689,6 +711,7 @@ MODELS = {
     "dots_ocr": dots_ocr,
     "paddleocr": paddleocr,
     "cogvlm": cogvlm,
+    "minicpmv46": minicpmv46,
 }
 MORE_SIZES = {"lfm2": ((1024, 600),)}
 

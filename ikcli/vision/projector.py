@@ -44,7 +44,7 @@ class Projector:
         kind, facts = tower_of(self.type, self.path), read_facts(file)
         self.tensors = Tensors(file)
         self.tower = kind(facts, self.tensors, hp, limits)
-        if bool(hp.rope.sections) != self.tower.sections:
+        if self.tower.sections not in (None, bool(hp.rope.sections)):
             have = "has" if hp.rope.sections else "lacks"
             raise FormatError(
                 f"{self.path}: a {self.type} projector does not fit {hp.source}, which {have} positions with sections "

@@ -213,7 +213,8 @@ def test_advice_about_a_model() -> None:
         "m", "llama", 10**10, 8 * GIB, (), 0, 4096, 512, {"CPU": 9 * GIB}, {"CPU": 60 * GIB}, True, COST, ()
     )
     assert said(model_advice(model, MEMORY, 0, False)) == []
-    assert said(model_advice(model, MEMORY, 7 * GIB, True)) == ["-rtr", "-thp --no-mmap"]
+    assert said(model_advice(model, MEMORY, 7 * GIB, True)) == ["-rtr"]
+    assert said(model_advice(replace(model, n_bytes=40 * GIB), MEMORY, 0, True)) == ["--no-mmap"]
     both = model_advice(replace(model, needs={"CPU": GIB, "CUDA0": GIB}), MEMORY, 7 * GIB, False)
     assert "beside a GPU it keeps the prompt work of weights in RAM on the CPU" in both[0].why
     assert "GPU" not in model_advice(model, MEMORY, 7 * GIB, False)[0].why

@@ -67,8 +67,13 @@ class RunConfig:
         help="map the file into memory instead of reading it; --no-mmap reads it into RAM")
     mlock: bool = _model(False, "--mlock", "switch", example="--mlock", env="LLAMA_ARG_MLOCK",
         help="lock the weights in RAM (the system limits how much: ulimit -l)")
-    thp: bool = _model(False, "-thp --transparent-huge-pages", "optswitch", example="-thp",
-        help="request transparent huge pages (Linux) for the cache, buffers, and with --no-mmap or -rtr for weights")
+    thp: bool | None = _model(None, "-thp --transparent-huge-pages", "optswitch", example="-thp",
+        help="transparent huge pages (Linux) for the cache, buffers and weights. Default: weights that are mapped from "
+        "the file move into them beside a longer generation, if RAM is plentiful; on: while the model is loaded; off: "
+        "none are requested")
+    hugetlb: str = _model("", "--hugetlb", "choice", form="2M|1G", example="--hugetlb 1G", choices=("2M", "1G"),
+        bench_list=False, help="read the weights into huge pages of this size, reserved by the administrator (Linux); "
+        "turns mmap off")
     run_time_repack: bool = _model(False, "-rtr --run-time-repack", "optswitch", example="-rtr",
         help="repack weights in host memory to interleaved types while loading; turns mmap off")
     check_tensors: bool = _model(False, "--check-tensors -vq --validate-quants", "switch", example="--check-tensors",

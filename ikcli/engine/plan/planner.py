@@ -36,6 +36,7 @@ from ikcli.engine.run.cpu_device import CpuDevice
 from ikcli.engine.run.model import Model
 from ikcli.engine.run.run_device import RunDevice, cache_bytes
 from ikcli.engine.run.runner import DividedProgram, Offload, Runner
+from ikcli.engine.run.weight_memory import SIZES, Pages
 from ikcli.errors import UsageError
 from ikcli.gguf.reader import GGUFFile, open_gguf
 from ikcli.graph import Cache
@@ -195,7 +196,8 @@ class Planner:
         repack, n_threads = config.run_time_repack, max(config.n_threads, config.n_threads_batch)
         buffers = placement.buffer_of if placement is not None and repack else {}
         plain = frozenset(name for name, buffer in buffers.items() if buffer != CPU)
-        key = (cfg.mla, cfg.flash_attn, cfg.n_heads, repack, n_threads, plain)
+        pages = Pages(config.thp is not False, SIZES.get(config.hugetlb, 0))
+        key = (cfg.mla, cfg.flash_attn, cfg.n_heads, repack, n_threads, pages, plain)
         if key not in self._models:
             self._models[key] = Model.from_file(
                 self.file,
@@ -205,6 +207,7 @@ class Planner:
                 rope=config.rope,
                 repack=repack,
                 n_threads=n_threads,
+                pages=pages,
             )
             self._models[key].keep_plain(plain)
         return self._models[key]

@@ -246,6 +246,15 @@ class Runner:
         return self._weights.get(CPU, {})
 
     @property
+    def moves_weights(self) -> bool:
+        """Return whether `move_weights` may be called: everything is in the RAM of this process."""
+        return type(self) is Runner and not self.gpus
+
+    def move_weights(self, addresses: Mapping[str, int]) -> None:
+        """Use weights at other addresses from the next `bind` on."""
+        self._weights[CPU] = {**self._weights[CPU], **addresses}
+
+    @property
     def host_buffers(self) -> list[Bytes]:
         """Return memory in RAM that is still untouched when it is bound."""
         return [*self.cpu.caches.values(), self.cpu.arena]

@@ -26,6 +26,7 @@ from ikcli.engine.run import gpus, host_memory, numa, session_log
 from ikcli.engine.run.adapters import Added
 from ikcli.engine.run.batch import Batch
 from ikcli.engine.run.encoders import longest_text
+from ikcli.engine.run.huge_weights import HugeWeights
 from ikcli.engine.run.media_places import MediaPlaces, places_of_text
 from ikcli.engine.run.mtp import Heads
 from ikcli.engine.run.run_device import Observer, look_for_non_finite
@@ -60,6 +61,7 @@ class Session:
         self.runner, self.graphs, self.programs = prepared.runner, prepared.graphs, prepared.programs
         self._cpus, self._notes = numa.plan_threads(self.config, self.runner.cpu.n_threads)
         self.runner.cpu.cpus = self._cpus
+        self._huge: HugeWeights | None = None
         self._tokenizer: Tokenizer | None = None
         rotated = f"{int(self.graph_config.k_hadamard)}{int(self.graph_config.v_hadamard)}"
         if plan.config.rope != RopeConfig():
@@ -142,13 +144,14 @@ class Session:
         if self.config.check_tensors:
             check_finite(self.model.file, {w for names in self.runner.weight_names(programs).values() for w in names})
         self.runner.load(programs, self.model, self.config.mmap)
+        self._huge, notes = host_memory.huge_weights(self.config, self.model, self.runner)
         try:
             media = self.graph_config.media
             cols = media.cols(self.model.hp.n_embd) if media is not None else 0
             self.step_block = StepBlock(max(self.n_ubatch, self.n_step), self.n_ctx, cols)
             self.runner.make_caches(programs)
             self.runner.bind(programs, self.step_block)
-            for text in [*self._notes, *host_memory.place(self.config, self.model, self.runner, self._cpus)]:
+            for text in [*self._notes, *notes, *host_memory.place(self.config, self.model, self.runner, self._cpus)]:
                 warn(text)
         except MemoryError:
             need = (sum(self.cache_bytes().values()) + self.compute_bytes) / 2**20
@@ -324,6 +327,8 @@ class Session:
         self._start(self.programs["step"], self.config.n_threads, n_outputs)
 
     def _start(self, program: DividedProgram, n_threads: int, n_outputs: int) -> None:
+        if self._huge is not None:
+            self._move_weights(self._huge, program)
         if self.profile is not None:
             self.profile.run(self.runner, program, n_threads, self.step_block, self.observer)
         elif self.observer is None:
@@ -331,6 +336,13 @@ class Session:
         else:
             self.runner.run_observed(program, n_threads, self.step_block, self.observer)
         self._in_flight.append((program, n_threads, n_outputs))
+
+    def _move_weights(self, huge: HugeWeights, program: DividedProgram) -> None:
+        """Bind the programs to copies of weights in huge pages, as soon as there are any."""
+        moved = huge.step() if program is self.programs.get("step") else None
+        if moved:
+            self.runner.move_weights(moved)
+            self.runner.bind(list(self.programs.values()), self.step_block)
 
     def collect(self) -> FloatRows:
         """Return the logits of the oldest micro-batch in flight; the next one overwrites them."""
@@ -490,9 +502,13 @@ class Session:
 
     def close(self) -> None:
         """Stop the threads, release memory, and log tokens and times."""
-        for line in [*session_log.timing_lines(self.timings), *(self.profile.lines() if self.profile else [])]:
+        moved = [f"huge pages: {self._huge.outcome}"] if self._huge is not None and self._huge.outcome else []
+        for line in [*session_log.timing_lines(self.timings), *moved, *(self.profile.lines() if self.profile else [])]:
             log(line)
         self.timings, self.profile = Timings(), None
+        if self._huge is not None:
+            self._huge.close()
+            self._huge = None
         self.runner.close()
 
     def __enter__(self) -> Session:

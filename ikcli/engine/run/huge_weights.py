@@ -1,0 +1,184 @@
+"""Move weights that are mapped from a file into huge pages, beside the first steps or at once.
+
+Mapping a file costs no time, and its pages are small unless the page cache happens to hold the file in large ones.
+Reading weights through small pages loses 5 to 10 % of the bandwidth. So a run starts with mapped weights, and when it
+has generated for a while, a thread of low priority either lets the kernel collapse the mapped pages (MADV_COLLAPSE) or,
+where the file system does not support this, copies the weights into anonymous huge pages. Between two steps the
+programs are bound to the copies. Results are the same bits.
+
+Copies are made only if RAM is plentiful: the weights are at most half of what is available.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from ikcli.engine.plan.devices import available_memory
+from ikcli.engine.run.model import Model
+from ikcli.engine.run.system_memory import COLLAPSE, HUGE_PAGE, Range, advise, inner_pages, outer_pages
+from ikcli.engine.run.weight_memory import TRANSPARENT, reserve
+from ikcli.hostinfo import cgroup_memory
+
+Bytes = npt.NDArray[np.uint8]
+
+SHARE = 2  # the weights may take this part of the available memory
+PAYS_AFTER = 64  # reads of all weights, after which copying them is worth its time
+_NICE = 10
+_PIECE = 4 << 20
+_COLLAPSE_PIECE = 64 << 20
+_ENOUGH = 0.9  # of the weights in huge pages: nothing left to gain
+_SMAPS = Path("/proc/self/smaps")
+_VMA = re.compile(r"([0-9a-f]+)-([0-9a-f]+) ")
+
+
+def plentiful(n_bytes: int, available: int | None = None) -> bool:
+    """Return whether copies of this size leave at least as much memory as they take."""
+    free = available_memory() if available is None else available
+    limit = cgroup_memory()
+    known = [n for n in (free, limit) if n is not None]
+    return bool(known) and SHARE * n_bytes <= min(known)
+
+
+def share_in_huge_pages(ranges: Sequence[Range], smaps: Path = _SMAPS) -> float:
+    """Return the part of the present bytes of mapped files around these ranges that are in huge pages."""
+    present = huge = 0
+    inside = False
+    try:
+        with smaps.open(encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                found = _VMA.match(line)
+                if found:
+                    low, high = int(found[1], 16), int(found[2], 16)
+                    inside = any(low <= address < high for address, _ in ranges)
+                elif inside and line.startswith("Rss:"):
+                    present += int(line.split()[1])
+                elif inside and line.startswith(("FilePmdMapped:", "ShmemPmdMapped:")):
+                    huge += int(line.split()[1])
+    except OSError:
+        return 0.0
+    return huge / present if present else 0.0
+
+
+class HugeWeights:
+    """Weights of a model on their way into huge pages; `step` is called before every step of generation."""
+
+    def __init__(
+        self, model: Model, addresses: Mapping[str, int], *, collapse: Callable[[Range], bool] | None = None
+    ) -> None:
+        """Choose the weights that are read as a whole; the table of embeddings is not, unless it is the output too."""
+        mapped = model.mapped(addresses)
+        whole = [n for n in mapped if n != "token_embd.weight" or "output.weight" not in addresses]
+        self._model, self._names = model, whole
+        self._ranges = [(addresses[n], model.n_bytes([n])) for n in whole]
+        self.n_bytes = sum(n for _, n in self._ranges)
+        self._collapse = collapse or (lambda memory: advise(memory, COLLAPSE))
+        self._left = self._steps()
+        self._thread: threading.Thread | None = None
+        self._made: dict[str, Bytes] = {}
+        self._stop = False
+        self.outcome = ""  # a sentence, when it is done
+
+    def _steps(self) -> int:
+        """Return the steps of generation after which copies pay; of experts a step reads only the chosen ones."""
+        hp = self._model.hp
+        read = sum(
+            self._model.n_bytes([n]) * (hp.n_expert_used / hp.n_expert if "_exps." in n and hp.n_expert else 1)
+            for n in self._names
+        )
+        return int(PAYS_AFTER * self.n_bytes / read) if read else 0
+
+    def request(self) -> None:
+        """Ask for huge pages when pages of the file are read from now on; this costs nothing."""
+        for memory in outer_pages(self._ranges):
+            advise(memory, HUGE_PAGE)
+
+    def step(self) -> dict[str, int] | None:
+        """Count a step; return new addresses of weights once, when all copies are made."""
+        if self._thread is None:
+            self._left -= 1
+            if self._left <= 0:
+                self._thread = threading.Thread(target=self._background, name="ik-huge-pages", daemon=True)
+                self._thread.start()
+            return None
+        if self._thread.is_alive() or not self._made:
+            return None
+        made, self._made = self._made, {}
+        return self._model.adopt(made)
+
+    @property
+    def done(self) -> bool:
+        """Return whether nothing is left to do."""
+        return self._thread is not None and not self._thread.is_alive() and not self._made
+
+    def at_once(self, n_threads: int) -> dict[str, int]:
+        """Collapse or copy the weights now; return the new addresses of copies."""
+        self._work(n_threads)
+        made, self._made = self._made, {}
+        return self._model.adopt(made)
+
+    def _background(self) -> None:
+        if sys.platform == "linux":  # priorities of threads; elsewhere they are those of processes
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        self._work(1)
+
+    def _work(self, n_threads: int) -> None:
+        size = f"{self.n_bytes / 2**20:.0f} MiB of mapped weights"
+        if share_in_huge_pages(self._ranges) >= _ENOUGH:
+            self.outcome = f"the page cache holds the {size} in huge pages"
+        elif self._collapse_all():
+            self.outcome = f"the pages of {size} were collapsed into huge ones"
+        elif not plentiful(self.n_bytes):
+            self.outcome = (
+                f"the {size} keep small pages: the file system cannot change them, and copies would take more than "
+                f"1/{SHARE} of the available memory"
+            )
+        else:
+            self._copy_all(n_threads)
+            self.outcome = f"the {size} were copied into huge pages"
+
+    def _collapse_all(self) -> bool:
+        """Let the kernel collapse the pages of the files; False if it refuses."""
+        any_done = False
+        for start, n_bytes in outer_pages(self._ranges):
+            for at in range(start, start + n_bytes, _COLLAPSE_PIECE):
+                pages = inner_pages((at, min(_COLLAPSE_PIECE, start + n_bytes - at)), 2 << 20)
+                if self._stop or (pages is not None and not self._collapse(pages)):
+                    return False
+                any_done = any_done or pages is not None
+        return any_done
+
+    def _copy_all(self, n_threads: int) -> None:
+        copies, pieces = {}, []
+        for name in self._names:
+            source = self._model.file.data(name)
+            copy = copies[name] = reserve(len(source), TRANSPARENT)
+            pieces += [(copy[at : at + _PIECE], source[at : at + _PIECE]) for at in range(0, len(source), _PIECE)]
+
+        def copy_one(piece: tuple[Bytes, Bytes]) -> None:
+            if not self._stop:
+                np.copyto(*piece)
+
+        if n_threads == 1:
+            for piece in pieces:
+                copy_one(piece)
+        else:
+            with ThreadPoolExecutor(n_threads) as pool:
+                list(pool.map(copy_one, pieces))
+        if not self._stop:
+            self._made = copies
+
+    def close(self) -> None:
+        """Stop the thread and wait for it."""
+        self._stop = True
+        if self._thread is not None:
+            self._thread.join()
+        self._made = {}

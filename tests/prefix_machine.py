@@ -50,7 +50,7 @@ class Prefixes(RuleBasedStateMachine):
         self.disk_limit = disk if mib else 0
         self.shelf = Shelf(*kind, n_ctx=N_CTX, n_seq=self.n_slots)
         self.shelf.sequences.keeping = Keeping(most=4, spread=True)
-        config = SimpleNamespace(server=SimpleNamespace(cache_ram=mib, sessions=None, cache_disk=None))
+        config = SimpleNamespace(server=SimpleNamespace(cache_ram=mib, cache_disk=None))
         self.slots = [Slot(i, N_CTX) for i in range(self.n_slots)]
         session: Any = SimpleNamespace(config=config, sequences=self.shelf.sequences)
         self.reuse = Reuse(session, self.slots, silent)

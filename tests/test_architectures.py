@@ -14,7 +14,7 @@ from cuda_emulation import needs_emulation
 from cuda_sessions import Opener
 from factories import tiny_deepseek2, tiny_model
 from gguf_files import write_model
-from tiers import WITHOUT_GPU, some, some_architectures
+from tiers import some, some_architectures
 from tiny_architectures import TINY, WINDOWED, tiny
 
 from ikcli import models
@@ -109,7 +109,7 @@ def test_caches_of_windows(arch: str, tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @needs_emulation
-@pytest.mark.parametrize("arch", some_architectures(a for a in (*TINY, *WINDOWED) if a not in WITHOUT_GPU))
+@pytest.mark.parametrize("arch", some_architectures())
 def test_tiny_model_on_an_emulated_gpu(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus, "open_devices", Opener())
     path, wanted = written(arch, tmp_path)

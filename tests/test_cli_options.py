@@ -21,6 +21,12 @@ def config(*argv: str, command: str = "sweep-bench"):
     return parse(command, argv).config
 
 
+@pytest.mark.parametrize(("limit", "n_bytes"), [((), 8 << 30), (("--sessions-limit", "300"), 300 << 20)])
+def test_the_former_names_of_the_cache_on_disk(limit: tuple[str, ...], n_bytes: int) -> None:
+    server = config("--sessions", "there", *limit, command="serve").server
+    assert (server.cache_disk, server.cache_disk_bytes) == (Path("there"), n_bytes)
+
+
 def error(*argv: str, command: str = "sweep-bench") -> str:
     with pytest.raises(UsageError) as raised:
         parse(command, argv)

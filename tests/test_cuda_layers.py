@@ -89,7 +89,8 @@ def test_scale_and_gate(cols: int) -> None:
     x = run.input("x", random(5, cols))
     parts = max(p for p in (1, 2, 3, 4, 5) if cols % p == 0)
     gates = [run.input(f"g{n}", 20 * random(5, n, seed=2)) for n in (1, parts, cols)]
-    nodes = [run.graph.gate(x, g, f"{k}{i}", k) for i, g in enumerate(gates) for k in ("sigmoid", "softplus")]
+    kinds = ("sigmoid", "softplus", "product")
+    nodes = [run.graph.gate(x, g, f"{k}{i}", k) for i, g in enumerate(gates) for k in kinds]
     results = run(run.graph.scale(x, 0.3, "s"), *nodes)
     np.testing.assert_array_equal(*results[0])
     for found, wanted in results[1:]:

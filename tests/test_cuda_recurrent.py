@@ -162,6 +162,34 @@ def test_short_conv_with_a_bias() -> None:
     compare(biased_conv_case(80, 4))
 
 
+def test_short_conv_without_activation() -> None:
+    compare(linear_conv_case(80, 3))
+
+
+@pytest.mark.slow("compiles a file of GPU kernels for the emulation")
+@pytest.mark.parametrize(
+    ("n_head", "n_group", "width", "n_state"),
+    [(4, 2, 16, 16), (2, 1, 64, 128), (3, 1, 48, 80), (2, 2, 80, 256)],
+)
+def test_mamba2_scan(n_head: int, n_group: int, width: int, n_state: int) -> None:
+    compare(mamba2_case(n_head, n_group, width, n_state), (*LENGTHS, *CHUNKS))
+
+
+@pytest.mark.slow("compiles a file of GPU kernels for the emulation")
+def test_mamba2_scan_of_numbers_of_any_size() -> None:
+    """Decays that leave nothing, or everything, and values that f16 cannot hold."""
+    compare(mamba2_case(2, 1, 32, 32, strongest=7.0), ([150], [3], [64, 20]))
+    case = mamba2_case(1, 1, 64, 32)
+    for factor in (1e-30, 1e20):
+
+        def make(rng: np.random.Generator, n: int, factor: float = factor) -> dict[str, Array]:
+            values = dict(case.make(rng, n))
+            values["xbc"][:, :32] *= factor
+            return values
+
+        compare(replace(case, make=make), ([10], [130]))
+
+
 @pytest.mark.parametrize("cols", [16, 208])
 def test_selective_scan(cols: int) -> None:
     compare(scan_case(cols, 16))
@@ -175,10 +203,8 @@ def test_what_is_too_large_is_refused() -> None:
         Device(scan_case(16, 32), 4)
     with pytest.raises(UnsupportedError, match="keys of 272 columns are wider than the GPU kernels take"):
         Device(delta_case(Heads(1, 1, 272, 16)), 4)
-    with pytest.raises(UnsupportedError, match="no GPU kernel for the scan of Mamba 2; run this model without -ngl"):
-        Device(mamba2_case(2, 1, 16, 16), 4)
-    with pytest.raises(UnsupportedError, match="always applies silu; run this model without -ngl"):
-        Device(linear_conv_case(16, 3), 4)
+    with pytest.raises(UnsupportedError, match="a state of 272 rows is longer than the GPU kernels take"):
+        Device(mamba2_case(2, 1, 16, 272), 4)
     with pytest.raises(UnsupportedError, match="17 taps are more than the GPU kernel takes"):
         Device(conv_case((16,), 17), 4)
 

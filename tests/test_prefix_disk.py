@@ -9,13 +9,14 @@ import subprocess
 import sys
 import textwrap
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from engine_client import ask, serving, until
-from sequence_memory import CELLS, STATES, Shelf
+from sequence_memory import CELLS, STATES, WINDOWS, Shelf
 
 from ikcli.engine.run.adapters import NOTHING, Added
 from ikcli.errors import UsageError
@@ -100,6 +101,64 @@ def test_branches_share_files_after_a_restart(tmp_path: Path) -> None:
     assert [loaded(store, shelf, text)[1] for text in texts] == [len(text) for text in texts]
     kept(store, shelf, texts[0])
     assert len(files(tmp_path)) == n, "what is there is not written again"
+    close(store)
+
+
+def checkpointed(store: PrefixStore, shelf: Shelf, n: int, *places: int) -> None:
+    """Keep a text whose sequence has checkpoints at these positions."""
+    shelf.truncate(0, 0)
+    for a, b in pairwise((0, *places, n)):
+        shelf.add(0, range(a, b))
+        shelf.checkpoint(0)
+    store.keep(0, np.arange(n, dtype=np.int32), NOTHING)
+    store.save(wait=True)
+
+
+@pytest.mark.parametrize("kind", [(CELLS, STATES), (STATES,), (CELLS, WINDOWS)])
+def test_checkpoints_that_are_made_after_the_rows_were_written(kind: Any, tmp_path: Path) -> None:
+    shelf, log = Shelf(*kind), Lines()
+    store = opened(tmp_path, shelf, log=log)
+    checkpointed(store, shelf, 80)
+    n = len(files(tmp_path))
+    checkpointed(store, shelf, 80, 40)
+    kept(store, shelf, [*range(44), *range(500, 530)])  # splits the node of the new checkpoint
+    checkpointed(store, shelf, 80, 43, 50)
+    sizes = {path.name: path.stat().st_size for path in files(tmp_path)}
+    checkpointed(store, shelf, 80, 43, 50)
+    assert sizes == {path.name: path.stat().st_size for path in files(tmp_path)}, "what is there is not written again"
+    assert not any(node.is_written_now for node in store.tree.nodes()) and n == 5
+    close(store)
+    store = opened(tmp_path, shelf)
+    for text, wanted in ((42, 40), (44, 43), (62, 50), (80, 80)):
+        n, n_disk = loaded(store, shelf, range(text))
+        assert n == n_disk and (n == wanted or (n == text and WINDOWS in kind))
+    close(store)
+    assert not [line for line in log.lines if line.startswith("WARN")]
+
+
+@pytest.mark.parametrize("how", ["full", "removed"])
+def test_checkpoints_that_cannot_be_added(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows stay on disk if there is no room, and are written again if their file is gone."""
+
+    def full(fd: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    shelf, log = Shelf(CELLS, STATES), Lines()
+    store = opened(tmp_path, shelf, log=log)
+    checkpointed(store, shelf, 80)
+    with monkeypatch.context() as m:
+        if how == "full":
+            m.setattr(os, "fsync", full)
+        else:
+            files(tmp_path)[2].unlink()
+        checkpointed(store, shelf, 80, 40)
+    assert len([line for line in log.lines if line.startswith("WARN")]) == 1
+    assert len(files(tmp_path)) == (5 if how == "full" else 4)
+    assert loaded(store, shelf, range(60)) == (40, 0)
+    checkpointed(store, shelf, 80, 40)
+    close(store)
+    store = opened(tmp_path, shelf)
+    assert [loaded(store, shelf, range(n)) for n in (60, 80)] == [(40, 40), (80, 80)]
     close(store)
 
 
@@ -249,10 +308,24 @@ def test_options_that_cannot_be_used(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="--cache-disk") as found:
             make_private_folder(path, "--cache-disk")
         assert str(path) in str(found.value)
-    for changes in ({"cache_ram": 0}, {"sessions": tmp_path}):
-        with pytest.raises(UsageError, match="--cache-disk"):
-            check_cache_disk(ServerConfig(cache_disk=tmp_path / "x", **changes))
+    with pytest.raises(UsageError, match="--cache-disk"):
+        check_cache_disk(ServerConfig(cache_disk=tmp_path / "x", cache_ram=0))
     check_cache_disk(ServerConfig(cache_disk=tmp_path / "x"))
+
+
+def test_settings_that_change_what_is_cached(tmp_path: Path) -> None:
+    """Files of other settings are not for this server, and stay."""
+    first = SETTINGS | {"server": {"cache_disk": tmp_path}}
+    for changes in (
+        {},
+        {"override_kv": ("deepseek2.rope.freq_base=float:5000",)},
+        {"ser": (1, 0.5)},
+        {"type_k": "q8_0"},
+    ):
+        with serving(1, **first | changes) as engine:
+            assert ask(engine, FIRST, 2).timings.cache_n == 0, changes
+    with serving(1, **first) as engine:
+        assert ask(engine, FIRST, 2).timings.cache_n == len(FIRST) - 1
 
 
 def test_quiet_conversations_are_written_while_the_server_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -380,7 +380,7 @@ def test_conversations_on_disk(path: Path, tmp_path: Path) -> None:
     with serving(1, **settings) as engine:
         fresh = [t.id for t in ask(engine, other, 10).tokens]
     for n_cached in (0, 45):
-        with serving(1, server={"sessions": tmp_path / "sessions"}, **settings) as engine:
+        with serving(1, server={"cache_disk": tmp_path / "cache"}, **settings) as engine:
             final = ask(engine, other if n_cached else IDS[:50].tolist(), 10)
             assert final.timings.cache_n == n_cached
     assert [t.id for t in final.tokens] == fresh

@@ -20,13 +20,13 @@ from ikcli.engine.run.adapters import NOTHING, Added
 from ikcli.engine.run.batch import Batch
 from ikcli.engine.run.sequences import Keeping
 from ikcli.sampling.params import SamplerParams
+from ikcli.server.slots.actions import Action
 from ikcli.server.slots.checkpoints import keeping, places
 from ikcli.server.slots.embeddings import EmbeddingTask
 from ikcli.server.slots.messages import Bans, EmbeddingRequest, Failure
 from ikcli.server.slots.scheduler import prompt_pieces
 from ikcli.server.slots.slot import EMBEDDING, GENERATION, IDLE, PROMPT, Slot
 from ikcli.server.slots.states import Counters
-from ikcli.server.slots.worker import Action
 from ikcli.settings.server import ServerConfig
 
 IDS = np.random.default_rng(5).integers(3, 96, 400).tolist()

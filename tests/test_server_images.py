@@ -20,7 +20,7 @@ from ikcli.chat.images import Images, is_marker, joined, source_of
 from ikcli.chat.request import parse_request
 from ikcli.errors import IkError, UsageError
 from ikcli.server.http.media import Media, MediaError, _is_public
-from ikcli.server.slots.pictures import keys_of, whole_pictures
+from ikcli.server.slots.pictures import Picture, keys_of, whole_pictures
 from ikcli.settings.run import RunConfig
 from ikcli.settings.vision import VisionConfig
 
@@ -55,17 +55,15 @@ class FakePicture:
 class FakeReader:
     """Reads "images" of the form `IMGn`, where n is the number of tokens."""
 
-    begin, end = "<|vision_start|>", ""
-
     def __init__(self) -> None:
         self.read_ones: list[bytes] = []
 
-    def read(self, data: bytes) -> FakePicture:
+    def read(self, data: bytes) -> list[str | Picture]:
         self.read_ones.append(data)
         if not data.startswith(b"IMG"):
             raise IkError("this is not an image")
         n = int(data[3:])
-        return FakePicture(data.decode(), n)
+        return ["<|vision_start|>", FakePicture(data.decode(), n)]
 
 
 def b64(n: int) -> str:

@@ -17,8 +17,8 @@ from server_client import Client
 from test_server_http import error_of
 
 from ikcli.errors import IkError, UsageError
+from ikcli.files import make_private_folder
 from ikcli.log import forget_notices
-from ikcli.server.http import prompt_files
 from ikcli.server.http.page_settings import page_settings
 from ikcli.server.http.server import Connection, SignalServer, close, listen
 from ikcli.server.http.state import is_behind
@@ -161,7 +161,7 @@ def test_settings_of_the_page_that_are_wrong(text: str, message: str, tmp_path: 
 # --- prompts ------------------------------------------------------------------------------------------------------
 def test_prompts_are_written(tmp_path: Path) -> None:
     folder = tmp_path / "a" / "prompts"
-    prompt_files.make_folder(folder)
+    make_private_folder(folder, "--log-prompts-dir")
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     client = Client(log_prompts_dir=folder)
     client.post("/completion", {"prompt": ["one", "two"], "n_cmpl": 2})
@@ -180,11 +180,11 @@ def test_prompts_that_cannot_be_written(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
     with pytest.raises(UsageError, match="--log-prompts-dir"):
-        prompt_files.make_folder(file / "sub")
+        make_private_folder(file / "sub", "--log-prompts-dir")
     if os.geteuid():
         (tmp_path / "locked").mkdir(mode=0o500)
         with pytest.raises(UsageError, match="--log-prompts-dir"):
-            prompt_files.make_folder(tmp_path / "locked")
+            make_private_folder(tmp_path / "locked", "--log-prompts-dir")
 
 
 # --- the rest -----------------------------------------------------------------------------------------------------

@@ -156,9 +156,9 @@ def test_micro_batches_smaller_than_an_image_and_other_ways(name: str, tmp_path:
     stages = (SpecStage("ngram-map-k"),)
     with serving(1, n_ctx=1024, server={"spec_type": stages}, **config) as drafting:
         assert ask(drafting, made, 16).text == wanted
-    with serving(1, n_ctx=1024, server={"sessions": tmp_path / "s"}, **config) as keeping:
+    with serving(1, n_ctx=1024, server={"cache_disk": tmp_path / "s"}, **config) as keeping:
         ask(keeping, made, 16)
-    with serving(1, n_ctx=1024, server={"sessions": tmp_path / "s"}, **config) as kept:
+    with serving(1, n_ctx=1024, server={"cache_disk": tmp_path / "s"}, **config) as kept:
         found = ask(kept, made, 16)
         assert found.timings.cache_n == len(made.tokens) - 1 and found.text == wanted and not n_encoded(kept)
 

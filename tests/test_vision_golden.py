@@ -83,7 +83,8 @@ def golden(request: pytest.FixtureRequest, shared_dir: Path) -> Golden:
 def test_embeddings(golden: Golden) -> None:
     for image, facts in golden.facts["images"].items():
         picture = decode_image((golden.folder / "images" / f"{image}.png").read_bytes())
-        assert [*golden.projector.resized(picture).shape[1::-1]] == facts["processed_size"]
+        tile = golden.projector.tile(picture)
+        assert [tile.width, tile.height] == facts["processed_size"]
         found, truth = golden.projector.encode(picture), golden.rows(image)
         assert found.rows.shape == truth.shape
         assert golden.projector.count(picture) == facts["image_tokens"] == len(found)

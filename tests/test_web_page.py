@@ -1,163 +1,21 @@
 """The web page of the server in a headless browser, with the demo model behind it."""
 
+# ruff: noqa: F811  (tests name the fixtures they take)
+
 from __future__ import annotations
 
-import base64
 import json
 import re
-import socket
-import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import uvicorn
-from fake_engine import FakeEngine, Script, fake_tokenizer
-from headless import MS, chromium
+from fake_engine import Script
 from markdown_cases import MARKDOWN, RENDER
-from server_client import Client
-from test_server_images import FakePicture
-from test_server_live import WAIT, Server, wait_for
+from test_server_live import WAIT, wait_for
+from web_pages import KEY, SHORT, OpenPage, Slow, answer_with, answers, chunk, reload, send
 
-from ikcli.errors import IkError
-
-KEY = "key-of-the-test"
-PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
-SHORT = {"max_tokens": "12", "seed": "1", "extra": '{"ignore_eos": true}'}
-
-
-class Slow:
-    """A server that answers slowly and never comes to an end, so that there is something to stop."""
-
-    def __init__(self, script: Script | None = None) -> None:
-        self.engine = FakeEngine(fake_tokenizer(), n_ctx=4096)
-        self.engine.script = script or Script(("slow ", "answer "), endless=True, delay=0.02)
-        self._socket = socket.create_server(("127.0.0.1", 0))
-        config = uvicorn.Config(Client(engine=self.engine, ui=True).app, factory=True, lifespan="off", log_config=None)
-        self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=self._server.run, args=([self._socket],), daemon=True)
-        self._thread.start()
-        self.base = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
-
-    def stop(self) -> None:
-        self._server.should_exit = True
-        self._thread.join(WAIT)
-        self._socket.close()
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, browser: Any) -> Iterator[Server]:
-    log = tmp_path_factory.mktemp("page") / "log"
-    found = Server("-c", "512", "--api-key", KEY, log=log)
-    wait_for(lambda: '"loading model"' not in found.text() and found.get("/health").status_code == 200)
-    yield found
-    found.stop()
-
-
-@pytest.fixture(scope="module")
-def slow(browser: Any) -> Iterator[Slow]:
-    found = Slow()
-    yield found
-    found.stop()
-
-
-class Pixels:
-    """A projector for which every PNG file has 5 tokens."""
-
-    begin, end = "", ""
-
-    def read(self, data: bytes) -> FakePicture:
-        if not data.startswith(b"\x89PNG"):
-            raise IkError("this is not an image")
-        return FakePicture(str(len(data)), 5)
-
-
-@pytest.fixture(scope="module")
-def seeing(browser: Any) -> Iterator[Slow]:
-    found = Slow(Script(("a red ", "ball")))
-    found.engine.pictures = Pixels()
-    yield found
-    found.stop()
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with chromium() as found:
-        yield found
-
-
-OpenPage = Callable[..., Any]
-
-
-@pytest.fixture
-def open_page(server: Server, browser: Any) -> Iterator[OpenPage]:
-    """Opens the page in a fresh profile; the test fails if the page reports an error."""
-    contexts: list[Any] = []
-    errors: list[str] = []
-
-    def make(settings: dict[str, str] | None = None, key: str = KEY, base: str = "", **options: Any) -> Any:
-        context = browser.new_context(**({"viewport": {"width": 1000, "height": 700}} | options))
-        contexts.append(context)
-        context.set_default_timeout(MS)
-        page = context.new_page()
-        page.on("pageerror", lambda error: errors.append(str(error)))
-        page.on("console", lambda message: note(message))
-        page.goto(base or server.base)
-        page.evaluate(
-            "text => localStorage.setItem('ik.settings', text)", json.dumps(SHORT if settings is None else settings)
-        )
-        page.evaluate("key => sessionStorage.setItem('ik.key', key)", key)
-        return reload(page)
-
-    def note(message: Any) -> None:
-        # a browser reports every answer above 399 by itself; those are what some tests are about
-        if message.type in ("error", "warning") and not message.text.startswith("Failed to load resource"):
-            errors.append(message.text)
-
-    yield make
-    for context in contexts:
-        context.close()
-    assert not errors
-
-
-def reload(page: Any) -> Any:
-    page.reload()
-    page.wait_for_selector("body[data-ready]")
-    return page
-
-
-def send(page: Any, text: str) -> None:
-    page.fill("#input", text)
-    page.click("#send")
-
-
-def answers(page: Any, n: int) -> list[str]:
-    """The texts of `n` finished answers."""
-    from playwright.sync_api import expect
-
-    expect(page.locator(".message.assistant:not(.running)")).to_have_count(n)
-    return [str(text) for text in page.locator(".message.assistant .markdown").all_inner_texts()]
-
-
-def answer_with(page: Any, *chunks: dict[str, Any], done: bool = True, status: int = 200) -> list[dict[str, Any]]:
-    """Chat requests of the page get this stream; returns the list their bodies are added to."""
-    bodies: list[dict[str, Any]] = []
-    text = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n" * done
-
-    def handle(route: Any) -> None:
-        bodies.append(route.request.post_data_json)
-        route.fulfill(status=status, content_type="text/event-stream" if status == 200 else "application/json",
-                      body=text if status == 200 else json.dumps(chunks[0]))  # fmt: skip
-
-    page.unroute("**/v1/chat/completions")
-    page.route("**/v1/chat/completions", handle)
-    return bodies
-
-
-def chunk(reason: str | None = None, **delta: Any) -> dict[str, Any]:
-    return {"choices": [{"index": 0, "delta": delta, "finish_reason": reason}]}
+from web_pages import browser, open_page, server, slow  # isort: skip  # noqa: F401  (fixtures)
 
 
 def test_answer_is_streamed(open_page: OpenPage) -> None:
@@ -616,61 +474,3 @@ def test_dark_and_light(open_page: OpenPage) -> None:
     assert bright() == [False, True]
     page.click("#theme")
     assert bright() == [True, False]
-
-
-_FILES = """
-([text, names]) => {
-  const bytes = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
-  const found = new DataTransfer();
-  names.forEach((name) => found.items.add(new File([bytes], name, { type: "image/png" })));
-  return found;
-}
-"""
-
-
-@pytest.mark.slow  # a page in a browser
-def test_images_are_dropped_pasted_and_picked(open_page: OpenPage, seeing: Slow) -> None:
-    from playwright.sync_api import expect
-
-    page = open_page({}, base=seeing.base)
-    previews = page.locator("#attachments img")
-    page.wait_for_selector("#attach:visible")
-    for event in ("dragover", "drop"):
-        page.dispatch_event("#messages", event, {"dataTransfer": page.evaluate_handle(_FILES, [PNG, ["a.png"]])})
-    expect(previews).to_have_count(1)
-    page.evaluate(
-        f"(files) => document.getElementById('input').dispatchEvent(new ClipboardEvent('paste', "
-        f"{{ clipboardData: ({_FILES})(files), bubbles: true, cancelable: true }}))", [PNG, ["b.png"]],
-    )  # fmt: skip
-    expect(previews).to_have_count(2)
-    page.set_input_files("#image-file", {"name": "c.png", "mimeType": "image/png", "buffer": base64.b64decode(PNG)})
-    expect(previews).to_have_count(3)
-    page.click("[aria-label='Remove image 2']")
-    expect(previews).to_have_count(2)
-    send(page, "What is it?")
-    assert answers(page, 1) == ["a red ball"]
-    expect(previews).to_have_count(0)
-    request = seeing.engine.requests[-1]
-    assert [placed.picture.n_tokens for placed in request.pictures] == [5, 5]
-    assert "What is it?" in seeing.engine.tokenizer.decode([token for token in request.prompt if token >= 0])
-    # the conversation keeps them, and the next turn sends them again
-    reload(page)
-    expect(page.locator(".message.user .pictures img")).to_have_count(2)
-    send(page, "And now?")
-    answers(page, 2)
-    assert len(seeing.engine.requests[-1].pictures) == 2
-
-
-@pytest.mark.slow  # a page in a browser
-def test_a_broken_image_and_a_model_without_a_projector(open_page: OpenPage, seeing: Slow, slow: Slow) -> None:
-    page = open_page({}, base=seeing.base)
-    page.wait_for_selector("#attach:visible")
-    page.set_input_files("#image-file", {"name": "c.png", "mimeType": "image/png", "buffer": b"no pixels"})
-    send(page, "")
-    page.wait_for_selector(".assistant .error >> text=Messages[0].content[0]: this is not an image")
-    page.set_input_files("#image-file", {"name": "c.txt", "mimeType": "text/plain", "buffer": b"text"})
-    page.wait_for_selector("#banner >> text=c.txt is not an image.")
-    blind = open_page({}, base=slow.base)
-    blind.dispatch_event("#messages", "drop", {"dataTransfer": blind.evaluate_handle(_FILES, [PNG, ["a.png"]])})
-    blind.wait_for_selector("#banner >> text=This model reads text only.")
-    assert not blind.is_visible("#attach")

@@ -15,7 +15,6 @@ from factories import tiny_model
 from gguf_files import write_model
 
 from ikcli.engine.plan.sizes import SPARE, window_cells
-from ikcli.engine.run.adapters import NOTHING
 from ikcli.engine.run.batch import Batch
 from ikcli.engine.run.reference_session import ReferenceSession
 from ikcli.engine.run.session import Session
@@ -24,8 +23,6 @@ from ikcli.graph import Per
 from ikcli.models import GraphConfig
 from ikcli.sampling.params import SamplerParams
 from ikcli.server.slots import slot_file
-from ikcli.server.slots.log import silent
-from ikcli.server.slots.sessions import Entry, Sessions
 from ikcli.server.slots.states import EngineError
 from ikcli.settings.run import RunConfig
 from ikcli.settings.values import parse_spec_type
@@ -138,17 +135,6 @@ def test_a_slot_file_holds_all_of_a_sequence(path: Path, tmp_path: Path) -> None
         for a, b in pairs:
             assert (a.n_tokens, a.first) == (b.n_tokens, b.first)
             assert all(np.array_equal(x, y) for x, y in zip(a.parts, b.parts, strict=True))
-        (folder := tmp_path / "sessions").mkdir()
-        sessions = Sessions(session, folder, 1 << 30, 1000, silent)
-        assert sessions.keep(Entry(tokens, wanted))
-        sessions.close()
-        sessions = Sessions(session, folder, 1 << 30, 1000, silent)
-        good = wanted.first + WINDOW - 1  # from where its windows are there; before, there is the checkpoint
-        for n, reached in ((1000, 1000), (good, good), (good - 1, 300), (300, 300)):
-            best = sessions.best(tokens[:n], 0, NOTHING)
-            assert best is not None and best[2] == reached
-        assert sessions.best(tokens[:299], 0, NOTHING) is None
-        sessions.close()
         with pytest.raises(EngineError, match="holds 1000 tokens, but a slot takes 999"):
             slot_file.load(session, file, 999)
         data = file.read_bytes()

@@ -70,10 +70,6 @@ def some(values: Iterable[Any], default: Collection[Any], unpack: bool = False) 
     ]
 
 
-WITHOUT_GPU = ("falcon-h1", "granitehybrid", "lfm2", "lfm2moe", "mamba2", "nemotron_h", "nemotron_h_moe")
-"""Architectures with an operation that has no GPU kernel; `test_what_is_too_large_is_refused` shows what they say."""
-
-
 def some_architectures(names: Iterable[str] = (*TINY, *WINDOWED)) -> list[Any]:
     """Of architectures."""
     names = list(names)

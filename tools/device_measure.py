@@ -286,6 +286,7 @@ _COVERED_BY = {  # files of kernels by the beginning of their names: the tests t
     "attn_": ("test_cuda_attention.py", "test_cuda_attention_kv.py"),
     "delta_": ("test_cuda_recurrent.py",),
     "layer_recurrent": ("test_cuda_recurrent.py",),
+    "mamba2_": ("test_cuda_recurrent.py",),
     "layer_": ("test_cuda_layers.py", "test_cuda_layers_moe.py"),
     "weights_": ("test_cuda_weights.py", "test_cuda_weights_moe.py"),
     "upload_": ("test_cuda_exec_transfer.py",),

@@ -73,6 +73,11 @@ class StepBlock:
             self._rows = {Rows.TOKENS: n, Rows.OUTPUTS: n_outputs, Rows.KV: n_kv}
         return self._rows
 
+    @property
+    def out_ids(self) -> npt.NDArray[np.int64]:
+        """Return the tokens whose logits are wanted; valid until the next micro-batch is written."""
+        return self._out_ids[: int(self._words[1])]
+
     def set(
         self,
         tokens: npt.NDArray[np.int32],

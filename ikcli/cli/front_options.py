@@ -21,7 +21,7 @@ _INPUTS = frozenset(
     )
 )  # fmt: skip
 PATHS = _INPUTS | {
-    "server.slot_save_path", "server.sessions", "server.cache_disk", "server.log_prompts_dir",
+    "server.slot_save_path", "server.cache_disk", "server.log_prompts_dir",
     "sampling.lookup_cache_dynamic", "adapters.control_vector_path",
 }  # fmt: skip
 """Fields with files that a server reads, and those with folders and files of its machine."""

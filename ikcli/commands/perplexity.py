@@ -13,7 +13,7 @@ from ikcli.errors import IkError, NonFiniteError, UsageError
 from ikcli.fleet.model import HeaderSession
 from ikcli.log import log, warn
 from ikcli.measure import fleet as fleet_windows
-from ikcli.measure import perplexity
+from ikcli.measure import moe_trace, perplexity
 from ikcli.measure.chunks import Windows
 from ikcli.measure.kld_file import BaseWriter
 from ikcli.measure.perplexity import (
@@ -33,6 +33,7 @@ def run(run: ModelRun) -> int:
     """Evaluate and print; return 130 after Ctrl-C."""
     config = run.config
     fleet_windows.check(config)
+    moe_trace.check(config)
     if config.perplexity.scores_choices:
         return _choices.run(run)
     if config.perplexity.kl_divergence:
@@ -64,6 +65,7 @@ def _run_on_text(run: ModelRun, params: PerplexityParams, text: str) -> None:
             f"perplexity: calculating perplexity over {windows.n_chunk} chunks, n_ctx={params.n_ctx}, "
             f"batch_size={min(params.n_batch, windows.n_seq * params.n_ctx)}, n_seq={windows.n_seq}"
         )
+        recorder = moe_trace.recorder(config, session)
         printer = ChunkPrinter(windows, config.perplexity.output_type, config.fleet.n_workers)
         try:
             result = _run_and_save(config, session, tokens, params, windows, printer)
@@ -74,6 +76,8 @@ def _run_on_text(run: ModelRun, params: PerplexityParams, text: str) -> None:
         print(final_line(result), flush=True)
         if result.n_chunks < windows.n_chunk:
             warn(f"{windows.n_chunk - result.n_chunks} chunks were not finite and are left out of the estimate")
+        if recorder is not None:
+            recorder.save(windows.n_ctx)
 
 
 def _opened(run: ModelRun, params: PerplexityParams) -> SessionLike | HeaderSession:

@@ -8,6 +8,8 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
+from ikcli.engine.plan.head_file import holds_heads_alone
+from ikcli.engine.plan.planner import Planner
 from ikcli.engine.run.batch import Batch
 from ikcli.engine.run.mtp import Continuation
 from ikcli.engine.run.opening import open_session
@@ -39,7 +41,14 @@ class DraftModel:
             server=replace(s, spec_type=(), model_draft=None),
             override_kv=(), rope=RopeConfig(), adapters=AdapterConfig(), fleet=BatchConfig(),  # these are the model's
         )  # fmt: skip
-        session = open_session(changed, n_ctx=n_ctx, n_seq_max=target.n_seq_max, n_step=target.n_seq_max)
+        planner = Planner.of_file(changed)
+        if holds_heads_alone(planner.file):
+            raise UsageError(
+                f"{s.model_draft}: holds heads that predict further tokens (MTP) alone; add --spec-type mtp"
+            )
+        session = open_session(
+            changed, planner=planner, n_ctx=n_ctx, n_seq_max=target.n_seq_max, n_step=target.n_seq_max
+        )
         tokens, theirs = (x.model.file.get("tokenizer.ggml.tokens") for x in (session, target))
         if session.n_vocab != target.n_vocab or list(tokens or ()) != list(theirs or ()):
             session.close()

@@ -172,7 +172,7 @@ def stages(session: Session) -> tuple[SpecStage, ...]:
     if config.spec_type and not given:
         return ()
     types = {s.type for s in given}
-    if config.model_draft and "draft" not in types:
+    if config.model_draft and not types & {"draft", "mtp"}:
         given.append(SpecStage("draft"))
     if (sampling.lookup_cache_static or sampling.lookup_cache_dynamic) and "ngram-cache" not in types:
         given.append(SpecStage("ngram-cache"))

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import mmap
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +129,15 @@ class GGUFFile:
         last = (t.offset + (t.n_bytes if stop is None else min(stop, t.n_bytes))) // mmap.PAGESIZE * mmap.PAGESIZE
         if last > first and isinstance(buffer, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
             buffer.madvise(mmap.MADV_DONTNEED, first, last - first)
+
+    def adopt(self, other: GGUFFile, names: Iterable[str]) -> None:
+        """Add tensors of another file, which stays open."""
+        first = len(self.paths)
+        for name in names:
+            t = other.tensors[name]
+            self.tensors[name] = replace(t, file_index=first + t.file_index)
+        self.paths += other.paths
+        self._maps += other._maps
 
     def typed(self, key: str) -> Typed:
         """Return the value of `key` with its GGUF type, for copying into another file."""

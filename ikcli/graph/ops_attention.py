@@ -71,6 +71,7 @@ class Attention(Op):
     `both`: queries also see later positions. Sequences are then whole and begin in the micro-batch, so sources that are
     nodes have a row per token. `slopes`: scores lose slope times distance, one slope per head (none: off). `ranged`:
     queries also see the range of positions that comes with their token (`MicroBatch.ranges`), an image's in a text.
+    `half`: rows of k and of v that are nodes need no more precision than a cache of float16 has.
     """
 
     q: tuple[HeadSlice, ...]
@@ -87,6 +88,7 @@ class Attention(Op):
     both: bool = False
     slopes: tuple[float, ...] = ()
     ranged: bool = False
+    half: bool = False
 
     def __post_init__(self) -> None:
         if self.slopes and (len(self.slopes) != self.n_head or self.window or self.chunk or self.softcap):

@@ -256,6 +256,7 @@ class Graph:
         both: bool = False,
         slopes: tuple[float, ...] = (),
         ranged: bool = False,
+        half: bool = False,
     ) -> Node:
         """Attend within each sequence: [rows, n_head*v.width]; see `Attention`.
 
@@ -263,7 +264,7 @@ class Graph:
         """
         wide = wide or self.exact
         settings = (tuple(q), tuple(k), v, n_head, n_head_kv, scale, window, chunk, sinks, softcap, wide, both, slopes,
-                    ranged)  # fmt: skip
+                    ranged, half)  # fmt: skip
         return self.record(FlashAttn(*settings) if flash else Attn(*settings, heads_per_step), name)
 
     def index_top_k(self, q: HeadSlice, weights: Node, k: Cache, name: str, *, n_head: int, top_k: int) -> Node:

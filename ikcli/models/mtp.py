@@ -42,8 +42,8 @@ def check_heads(module: object, hp: HParams, names: Collection[str]) -> None:
     """Raise UnsupportedError unless a model (`hp` without its heads) has heads that can run."""
     if not hp.n_further or f"blk.{hp.n_layer}.nextn.eh_proj.weight" not in names:
         raise UnsupportedError(
-            f"{hp.source}: the file has no layers that predict further tokens (MTP), which --spec-type mtp needs; use "
-            "another type, or convert the model again with its MTP layers"
+            f"{hp.source}: the file has no layers that predict further tokens (MTP), which --spec-type mtp needs; name "
+            "a file of them with -md, use another type, or convert the model again with its MTP layers"
         )
     recurrent = [il for il in range(hp.n_layer, hp.n_layer + hp.n_further) if f"blk.{il}.ssm_a" in names]
     if not isinstance(module, HasLayers) or recurrent:

@@ -31,6 +31,8 @@ class PerplexityConfig:
         help="file of reference logits: written, or read with --kl-divergence")
     kl_divergence: bool = _perplexity(False, "--kl-divergence", "switch", example="--kl-divergence",
         help="compare with the logits of --kl-divergence-base")
+    moe_trace: Path | None = _perplexity(None, "--moe-trace", "path", form="FILE", example="--moe-trace experts.npz",
+        help="record which experts every token uses; benchmarks/expert_cache.py replays the file")
     hellaswag: bool = _perplexity(False, "--hellaswag", "switch", example="--hellaswag",
         help="HellaSwag score of the tasks in -f FILE: six lines each (context, index of the right ending, four "
         "endings)")

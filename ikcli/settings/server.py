@@ -91,10 +91,6 @@ class ServerConfig:
         help="number of the first slot in requests and answers; servers behind one port use different numbers")
     slot_save_path: Path | None = _server(None, "--slot-save-path", "path", form="DIR",
         example="--slot-save-path slots", env="LLAMA_ARG_SLOT_SAVE_PATH", help="folder for saved slots")
-    sessions: Path | None = _server(None, "--sessions", "path", form="DIR", example="--sessions sessions",
-        help="keep conversations in this folder, so that they continue after a restart without being computed again")
-    sessions_limit: int = _server(8192, "--sessions-limit", "int", form="MIB", example="--sessions-limit 20000",
-        minimum=1, help="MiB that the folder of --sessions may hold; the least recently used files are removed first")
     slot_prompt_similarity: float = _server(0.5, "-sps --slot-prompt-similarity", "float", form="F", example="-sps 0.5",
         help="how much of a prompt must match to reuse a slot; 0 = off")
     ctx_checkpoints: int = _server(32, "-ctx-ckpt --ctx-checkpoints -ctxcp --swa-checkpoints", "int", commands="SC",
@@ -116,11 +112,13 @@ class ServerConfig:
         minimum=-1, env="LLAMA_ARG_CACHE_RAM",
         help="RAM for prompts whose slot was given away; what they have in common is stored once. 0 = off, -1 = no "
         "limit. Default: a quarter of the free memory, at most 8192")
-    cache_disk: Path | None = _server(None, "--cache-disk", "path", form="DIR", example="--cache-disk cache",
+    cache_disk: Path | None = _server(None, "--cache-disk --sessions", "path", form="DIR", example="--cache-disk cache",
         help="keep the prompt cache in this folder too: what leaves RAM, and all of it across restarts. Its files "
         "contain what users wrote; only the owner can read them")
     cache_disk_limit: float = _server(8.0, "--cache-disk-limit", "float", form="GIB", example="--cache-disk-limit 100",
         minimum=0, help="GiB that the folder of --cache-disk may hold; the least recently used files are removed first")
+    sessions_limit: int | None = _server(None, "--sessions-limit", "int", form="MIB", example="--sessions-limit 20000",
+        minimum=1, help="--cache-disk-limit in MiB, which takes its place")
     cache_explain: bool = _server(False, "--cache-explain", "switch", example="--cache-explain",
         help="print the prompt cache as a tree whenever a request begins, with the slots and what each text takes")
     spec_type: tuple[SpecStage, ...] = _speculation((), "--spec-type", "custom", form="TYPE[:K=V,...]",
@@ -134,7 +132,8 @@ class ServerConfig:
         help="setting for a --spec-type that does not set it; ngram stands for all n-gram types. Repeatable")
     model_draft: Path | None = _speculation(None, "-md --model-draft --spec-draft-model", "path", form="FILE",
         example="-md draft.gguf", bench_list=False, env="LLAMA_ARG_SPEC_DRAFT_MODEL LLAMA_ARG_MODEL_DRAFT",
-        help="draft model: a small model of the same vocabulary, for speculative decoding")
+        help="draft model: a small model of the same vocabulary, for speculative decoding; with --spec-type mtp, a "
+        "file of heads (ik convert --mtp), used instead of the model's own")
     hf_repo_draft: str = _speculation("", "-hfd -hfrd --hf-repo-draft --spec-draft-hf", "str", form="USER/REPO[:QUANT]",
         example="-hfd user/small:Q8_0", bench_list=False, env="LLAMA_ARG_HFD_REPO LLAMA_ARG_SPEC_DRAFT_HF_REPO",
         help="draft model from a Hugging Face repository, in the form of -hf")
@@ -276,6 +275,13 @@ class ServerConfig:
     def only_embeds(self) -> bool:
         """Whether the server generates no text."""
         return self.embeddings or self.reranking
+
+    @property
+    def cache_disk_bytes(self) -> int:
+        """Return the limit of the folder of --cache-disk."""
+        if self.sessions_limit is not None:
+            return self.sessions_limit << 20
+        return int(self.cache_disk_limit * (1 << 30))
 
     @property
     def several_models(self) -> bool:

@@ -6,6 +6,7 @@ import hashlib
 import warnings
 from dataclasses import dataclass
 from io import BytesIO
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +29,7 @@ class Picture:
     digest: str
 
     @classmethod
-    def of(cls, rgb: npt.NDArray[np.uint8]) -> Picture:
+    def of(cls, rgb: npt.NDArray[np.uint8]) -> Self:
         """Make a picture of pixels."""
         rgb = np.ascontiguousarray(rgb)
         size = f"{rgb.shape[1]}x{rgb.shape[0]}:".encode()
@@ -41,6 +42,10 @@ class Picture:
     @property
     def height(self) -> int:
         return int(self.rgb.shape[0])
+
+
+class Tile(Picture):
+    """A picture, or a part of one, at the size that a tower reads; it is not resized any more."""
 
 
 def decode_image(data: bytes, where: str = "the image") -> Picture:

@@ -38,6 +38,12 @@ class Facts:
         """Return an integer of `clip.vision`."""
         return _integer(self.metadata, self.source, name, default, least, most)
 
+    def check_merge(self, merge: int) -> None:
+        """Raise FormatError unless the image size is a whole number of tokens of merge x merge patches."""
+        if self.image_size % (self.patch * merge):
+            raise self.fail(f"clip.vision.image_size {self.image_size} is not a multiple of patches ({self.patch}) x "
+                            f"clip.vision.projector.scale_factor ({merge})")  # fmt: skip
+
     def fail(self, what: str) -> FormatError:
         """Return an error about the file."""
         return FormatError(f"{self.source}: {what}")

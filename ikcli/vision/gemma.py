@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import numpy.typing as npt
 
 from ikcli.graph import Graph, Node
 from ikcli.models import HParams
 from ikcli.vision.facts import Facts
-from ikcli.vision.sizes import fill_area
+from ikcli.vision.sizes import Pixels, fill_area
 from ikcli.vision.tensors import Floats, Tensors
 from ikcli.vision.tower import Grid, Limits, Tower
 
@@ -71,7 +70,7 @@ class Gemma4(Tower):
         """Models with embeddings per layer attend causally."""
         return not self.hp.n_embd_per_layer
 
-    def normalized(self, rgb: npt.NDArray[np.uint8]) -> Floats:
+    def normalized(self, rgb: Pixels) -> Floats:
         return 2 * super().normalized(rgb) - 1
 
     def extra(self, grid: Grid) -> Floats:

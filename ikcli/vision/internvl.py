@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from ikcli.graph import Graph, Node
 from ikcli.models import HParams
 from ikcli.vision.facts import Facts
+from ikcli.vision.sizes import Pixels, closest_grid, cut, resized
 from ikcli.vision.tensors import Floats, Tensors
 from ikcli.vision.tower import Grid, Inputs, Limits, Tower
 
 
 class InternVl(Tower):
-    """See the module. An image is one tile."""
+    """See the module. Where the file says how many, an image is tiles and a view of it all, otherwise one tile."""
 
     begin, end = "<img>", "</img>"
 
     def __init__(self, facts: Facts, tensors: Tensors, hp: HParams, limits: Limits) -> None:
         super().__init__(facts, tensors, hp, limits)
         self.extra_cols, self.merge = facts.n_embd, facts.integer("projector.scale_factor", 2, 1, 16)
+        facts.check_merge(self.merge)
+        self.most_tiles = facts.integer("preproc_max_tiles", 1, 1, 256)
+        self.least_tiles = facts.integer("preproc_min_tiles", 1, 1, self.most_tiles)
 
     def fit(self, width: int, height: int) -> tuple[int, int]:
         return self.facts.image_size, self.facts.image_size
+
+    def pieces(self, rgb: Pixels) -> list[str | Pixels]:
+        side = self.facts.image_size
+        cols, rows = closest_grid(rgb.shape[1], rgb.shape[0], side, self.least_tiles, self.most_tiles)
+        whole = resized(rgb, cols * side, rows * side, self.resample)
+        tiles = [tile for row in cut(whole, side) for tile in row]
+        if len(tiles) > 1:
+            tiles.append(resized(rgb, side, side, self.resample))
+        return [self.begin, *tiles, self.end]
 
     def most_tokens(self) -> int:
         return (self.facts.image_size // self.facts.patch // self.merge) ** 2
@@ -32,17 +43,9 @@ class InternVl(Tower):
     def extra(self, grid: Grid) -> Floats:
         return self._positions(grid)[1:]
 
-    def inputs(self, rgb: np.typing.NDArray[np.uint8]) -> Inputs:
-        """Return the patches and, behind them, a row for the class token, whose pixels are black."""
-        found = super().inputs(rgb)
-        n, f = found.rows.shape[1] - self.facts.n_embd, self.facts
-        row = np.zeros((1, found.rows.shape[1]), np.float32)
-        row[0, n:] = self.tensors.values("v.class_embd", f.n_embd)
-        row[0, n:] += self._positions(self.grid(rgb.shape[1], rgb.shape[0]))[0]
-        if "v.patch_embd.bias" in self.tensors:  # the graph adds it to every row
-            row[0, n:] -= self.tensors.values("v.patch_embd.bias", f.n_embd)
-        at = np.concatenate([found.at, np.zeros((1, 2), np.int32)])
-        return Inputs(np.concatenate([found.rows, row]), at, None, found.n_tokens)
+    def inputs(self, rgb: Pixels) -> Inputs:
+        """Return the patches and, behind them, a row for the class token."""
+        return self.with_class(super().inputs(rgb), self._positions(self.grid(rgb.shape[1], rgb.shape[0]))[0])
 
     def record(self, g: Graph) -> Node:
         f = self.facts

@@ -60,13 +60,6 @@ class Pixtral(Tower):
             x = self.layer(g, x, il, "rms", f.act, rotate)
         x = self.norm(g, x, "mm.input_norm", "rms")
         if "mm.patch_merger.weight" in self.tensors:
-            x = self._merged(g, x)
+            x = self.downsampled(g, x, "mm.patch_merger", f.n_embd)
         x = self.linear(g, x, "mm.1", self.tensors.n_rows("mm.1.weight"))
         return self.linear(g, g.activate(x, "gelu_erf", "mm_act"), "mm.2", self.hp.n_embd)
-
-    def _merged(self, g: Graph, x: Node) -> Node:
-        """Record the patch merger, whose columns the file has by channel, then by patch."""
-        name, n, k = "mm.patch_merger.weight", self.facts.n_embd, self.merge**2
-        matrix = self.tensors.values(name, n, k * n).reshape(n, n, k).transpose(0, 2, 1).reshape(n, k * n)
-        x = g.merge_rows(x, k, "merged")
-        return g.mul_mat(self.tensors.made("mm.patch_merger.by_patch", matrix, like=name), x, "mm_merged")

@@ -3,8 +3,9 @@
 projector = Projector.open("mmproj.gguf", hp, n_threads=8)
 session = Session.open(config, media=projector.media_config)
 picture = decode_image(data, "messages[0].content[1]")
-media = projector.encode(picture)          # once per picture; `projector.digest(picture)` is known before
-session.decode(Batch.mixed([ids_before, [*ids of projector.begin], media, [*ids of projector.end], ids_after]))
+pieces = projector.pieces(picture)         # texts and tiles: ["<|vision_start|>", tile, "<|vision_end|>"]
+media = projector.encode(tile)             # once per tile; `projector.digest(tile)` is known before
+session.decode(Batch.mixed([ids_before, [*ids of the first text], media, [*ids of the last text], ids_after]))
 """
 
 from __future__ import annotations
@@ -13,22 +14,18 @@ import hashlib
 import threading
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
-
 from ikcli.engine.run.media import Media
 from ikcli.errors import FormatError
 from ikcli.gguf.reader import open_gguf
 from ikcli.models import HParams, MediaConfig
-from ikcli.vision.decode import Picture
+from ikcli.vision.decode import Picture, Tile
 from ikcli.vision.encoder import Encoder
 from ikcli.vision.facts import projector_type, read_facts
 from ikcli.vision.tensors import Tensors
-from ikcli.vision.tower import Limits
+from ikcli.vision.tower import Grid, Limits
 from ikcli.vision.types import tower_of
 
 _LARGE = 16384  # pixels of a side: more than any tower reads
-_RESAMPLE = {"bilinear": 2, "bicubic": 3}
 
 
 class Projector:
@@ -65,6 +62,8 @@ class Projector:
         return cls(path, hp, n_threads, Limits(min_tokens, max_tokens))
 
     def _check_width(self, hp: HParams) -> None:
+        if not self.tower.checks_width:
+            return
         width = self.tower.facts.integer("projection_dim", hp.n_embd)
         if width != hp.n_embd:
             raise FormatError(
@@ -80,16 +79,6 @@ class Projector:
         return found.hexdigest()[:16]
 
     # --- about --------------------------------------------------------------------------------------------------------
-    @property
-    def begin(self) -> str:
-        """Return the text before an image; its special tokens are to be read as such."""
-        return self.tower.begin
-
-    @property
-    def end(self) -> str:
-        """Return the text behind an image."""
-        return self.tower.end
-
     @property
     def media_config(self) -> MediaConfig:
         """Return what a session must be opened with to take images of this projector."""
@@ -110,37 +99,47 @@ class Projector:
         grid = self.tower.grid(*self.tower.fit(_LARGE, _LARGE))
         return self._encoder.plan(grid.rows * grid.cols, grid.n_tokens).arena_bytes
 
+    def pieces(self, picture: Picture) -> list[str | Tile]:
+        """Return what a picture becomes in a text: tiles, and texts around them, whose special tokens are to be read.
+
+        Texts are never empty; most types have one tile.
+        """
+        found = self.tower.pieces(picture.rgb)
+        return [one if isinstance(one, str) else Tile.of(one) for one in found if not isinstance(one, str) or one]
+
+    def tile(self, picture: Picture) -> Tile:
+        """Return the tile of a picture that has but one; a tile is its own."""
+        if isinstance(picture, Tile):
+            return picture
+        (found,) = (one for one in self.pieces(picture) if isinstance(one, Tile))
+        return found
+
+    def _grid(self, picture: Picture) -> Grid:
+        tile = self.tile(picture)
+        return self.tower.grid(tile.width, tile.height)
+
     def count(self, picture: Picture) -> int:
-        """Return the tokens of a picture, without those of `begin` and `end`."""
-        return self.tower.n_tokens(self.tower.grid(*self.tower.fit(picture.width, picture.height)))
+        """Return the tokens of a tile, or of a picture of one tile."""
+        return self.tower.n_tokens(self._grid(picture))
 
     def advance(self, picture: Picture) -> int:
-        """Return by how much the position of the text behind a picture is larger (`Media.advance`)."""
-        grid = self.tower.grid(*self.tower.fit(picture.width, picture.height))
+        """Return by how much the position of the text behind a tile is larger (`Media.advance`)."""
+        grid = self._grid(picture)
         return max(grid.tokens) if self.tower.sections else self.tower.n_tokens(grid)
 
     def digest(self, picture: Picture) -> str:
-        """Return what the encoded picture is known by."""
-        return hashlib.sha256(f"{self._key}:{picture.digest}".encode()).hexdigest()
+        """Return what the encoded tile, or picture of one tile, is known by."""
+        return hashlib.sha256(f"{self._key}:{self.tile(picture).digest}".encode()).hexdigest()
 
     # --- use ----------------------------------------------------------------------------------------------------------
-    def resized(self, picture: Picture) -> npt.NDArray[np.uint8]:
-        """Return the pixels at the size that the tower reads."""
-        from PIL import Image
-
-        size = self.tower.fit(picture.width, picture.height)
-        if size == (picture.width, picture.height):
-            return picture.rgb
-        resample = Image.Resampling(_RESAMPLE[self.tower.resample])
-        return np.asarray(Image.fromarray(picture.rgb).resize(size, resample))
-
     def encode(self, picture: Picture) -> Media:
-        """Return the rows of a picture."""
-        rgb = self.resized(picture)
+        """Return the rows of a tile, or of a picture of one tile."""
+        tile = self.tile(picture)
+        rgb = tile.rgb
         grid = self.tower.grid(rgb.shape[1], rgb.shape[0])
         with self._lock:
             rows = self.tower.arrange(self._encoder.run(self.tower.inputs(rgb)), grid)
-        return Media(rows, self.digest(picture), grid.tokens if self.tower.sections else (0, 0), self.tower.both())
+        return Media(rows, self.digest(tile), grid.tokens if self.tower.sections else (0, 0), self.tower.both())
 
     def close(self) -> None:
         """Stop the threads and free memory."""

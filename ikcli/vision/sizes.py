@@ -1,8 +1,63 @@
-"""The sizes to which processors resize images."""
+"""The sizes to which processors resize images, and resizing."""
 
 from __future__ import annotations
 
 import math
+
+import numpy as np
+import numpy.typing as npt
+
+Pixels = npt.NDArray[np.uint8]
+"""(height, width, 3)"""
+_RESAMPLE = {"nearest": 0, "lanczos": 1, "bilinear": 2, "bicubic": 3}
+
+
+def resized(rgb: Pixels, width: int, height: int, resample: str) -> Pixels:
+    """Return pixels at another size."""
+    from PIL import Image
+
+    if rgb.shape[:2] == (height, width):
+        return rgb
+    return np.asarray(Image.fromarray(rgb).resize((width, height), Image.Resampling(_RESAMPLE[resample])))
+
+
+def cut(rgb: Pixels, side: int) -> list[list[Pixels]]:
+    """Return the rows of square tiles of an image in whole tiles."""
+    return cut_grid(rgb, side, side)
+
+
+def cut_grid(rgb: Pixels, width: int, height: int) -> list[list[Pixels]]:
+    """Return the rows of tiles of an image in whole tiles of a size."""
+    return [
+        [rgb[y : y + height, x : x + width] for x in range(0, rgb.shape[1] - width + 1, width)]
+        for y in range(0, rgb.shape[0] - height + 1, height)
+    ]
+
+
+def padded(rgb: Pixels, width: int, height: int) -> Pixels:
+    """Return pixels with black margins at the right and below."""
+    if rgb.shape[:2] == (height, width):
+        return rgb
+    out = np.zeros((height, width, 3), np.uint8)
+    out[: rgb.shape[0], : rgb.shape[1]] = rgb
+    return out
+
+
+def closest_grid(width: int, height: int, side: int, least: int, most: int) -> tuple[int, int]:
+    """Return the columns and rows of least to most tiles whose aspect is closest to that of an image.
+
+    Of equally close ones, a larger one is taken if the image fills more than half of it.
+    """
+    shapes = sorted(
+        ((w, h) for w in range(1, most + 1) for h in range(1, most + 1) if least <= w * h <= most),
+        key=lambda shape: shape[0] * shape[1],
+    )
+    aspect, best, found = width / height, math.inf, (1, 1)
+    for w, h in shapes:
+        off = abs(aspect - w / h)
+        if off < best or (off == best and width * height > side * side * w * h / 2):
+            best, found = off, (w, h)
+    return found
 
 
 def round_to_area(width: int, height: int, unit: int, least: int, most: int) -> tuple[int, int]:

@@ -18,6 +18,7 @@ from ikcli.graph import Graph, HeadSlice, Node, Weight
 from ikcli.graph.activations import Glu
 from ikcli.models import HParams
 from ikcli.vision.facts import Facts
+from ikcli.vision.sizes import Pixels, resized
 from ikcli.vision.tensors import Floats, Tensors
 
 Ints = npt.NDArray[np.int32]
@@ -76,11 +77,13 @@ class Tower:
     resample: ClassVar[str] = "bicubic"
     merge: int = 1
     sections: ClassVar[bool] = False  # positions have sections (M-RoPE)
+    checks_width: ClassVar[bool] = True  # clip.vision.projection_dim is that of the text model
 
     def __init__(self, facts: Facts, tensors: Tensors, hp: HParams, limits: Limits) -> None:
         self.facts, self.tensors, self.hp, self.limits = facts, tensors, hp, limits
         self.extra_cols = 0  # of position embeddings beside the pixels
         self.n_deep = 0
+        self.n_ff = facts.n_ff
 
     # --- what a type defines ------------------------------------------------------------------------------------------
     def fit(self, width: int, height: int) -> tuple[int, int]:
@@ -103,6 +106,14 @@ class Tower:
         """Return the most tokens of an image."""
         raise NotImplementedError
 
+    def pieces(self, rgb: Pixels) -> list[str | Pixels]:
+        """Return what an image becomes in a text: tiles at the size that the tower reads, and the texts around them.
+
+        Special tokens in the texts are to be read as such.
+        """
+        size = self.fit(rgb.shape[1], rgb.shape[0])
+        return [self.begin, resized(rgb, *size, self.resample), self.end]
+
     # --- shared -------------------------------------------------------------------------------------------------------
     def grid(self, width: int, height: int) -> Grid:
         """Return the grid of a resized image."""
@@ -112,12 +123,12 @@ class Tower:
         """Return the tokens of an image, those of row breaks included."""
         return grid.n_tokens
 
-    def normalized(self, rgb: npt.NDArray[np.uint8]) -> Floats:
+    def normalized(self, rgb: Pixels) -> Floats:
         """Return pixels as the tower reads them: (height, width, 3)."""
         mean, std = (np.asarray(x, np.float32) for x in (self.facts.mean, self.facts.std))
         return (rgb.astype(np.float32) / np.float32(255) - mean) / std
 
-    def inputs(self, rgb: npt.NDArray[np.uint8]) -> Inputs:
+    def inputs(self, rgb: Pixels) -> Inputs:
         """Return the input rows of a resized image."""
         grid = self.grid(rgb.shape[1], rgb.shape[0])
         rows, order = patches(self.normalized(rgb), self.facts.patch), self.order(grid)
@@ -126,6 +137,16 @@ class Tower:
             rows = np.concatenate([rows, extra], axis=1)
         at = np.stack(np.divmod(order, grid.cols), axis=1).astype(np.int32)
         return Inputs(np.ascontiguousarray(rows[order]), at, self.ranges(grid), grid.n_tokens)
+
+    def with_class(self, found: Inputs, position: Floats) -> Inputs:
+        """Add a row behind the patches for the class token, whose pixels are black, at the origin."""
+        n, f = found.rows.shape[1] - self.facts.n_embd, self.facts
+        row = np.zeros((1, found.rows.shape[1]), np.float32)
+        row[0, n:] = self.tensors.values("v.class_embd", f.n_embd) + position
+        if "v.patch_embd.bias" in self.tensors:  # the graph adds it to every row
+            row[0, n:] -= self.tensors.values("v.patch_embd.bias", f.n_embd)
+        at = np.concatenate([found.at, np.zeros((1, 2), np.int32)])
+        return Inputs(np.concatenate([found.rows, row]), at, None, found.n_tokens)
 
     def order(self, grid: Grid) -> Indices:
         """Return the patches in the order of the tower, as indices row by row."""
@@ -140,15 +161,20 @@ class Tower:
         return rows
 
     # --- recording ----------------------------------------------------------------------------------------------------
-    def embedded(self, g: Graph, w: Weight, bias: str = "v.patch_embd.bias") -> Node:
-        """Record the patch embedding, with the bias if the file has one, plus what `extra` returned."""
+    def embedded(self, g: Graph, w: Weight, bias: str = "v.patch_embd.bias", *, placed: bool = True) -> Node:
+        """Record the patch embedding, with the bias if the file has one, plus what `extra` returned if `placed`."""
         n_pixels = 3 * self.facts.patch**2
         x = g.mul_mat(w, g.media_rows(None, 0, n_pixels, "inp_raw"), "patch_embd")
         b = self.tensors.vector_or_none(bias, self.facts.n_embd)
         x = x if b is None else g.add(x, b, "patch_bias")
-        if self.extra_cols:
-            x = g.add(x, g.media_rows(None, n_pixels, self.extra_cols, "pos_embd"), "pos_added")
-        return x
+        return self.placed(g, x) if placed else x
+
+    def placed(self, g: Graph, x: Node) -> Node:
+        """Record the addition of what `extra` returned."""
+        if not self.extra_cols:
+            return x
+        rows = g.media_rows(None, 3 * self.facts.patch**2, self.extra_cols, "pos_embd")
+        return g.add(x, rows, "pos_added")
 
     def patch_matrix(self) -> Weight:
         """Return the patch convolution as a matrix."""
@@ -171,9 +197,21 @@ class Tower:
             return g.rms_norm(x, w, eps, name)
         return g.norm(x, w, eps, name, b=self.tensors.vector_or_none(f"{name}.bias", x.cols))
 
+    def downsampled(self, g: Graph, x: Node, name: str, n_out: int) -> Node:
+        """Record a convolution over the patches of a token, whose columns the file has by channel, then by patch."""
+        n, k = x.cols, self.merge**2
+        matrix = self.tensors.values(f"{name}.weight").reshape(-1)
+        if matrix.size != n_out * k * n:
+            raise self.facts.fail(f"tensor '{name}.weight' has {matrix.size} numbers, not {n_out} x {k} x {n}")
+        by_patch = matrix.reshape(n_out, n, k).transpose(0, 2, 1).reshape(n_out, k * n)
+        y = g.mul_mat(self.tensors.made(f"{name}.by_patch", by_patch, like=f"{name}.weight"),
+                      g.merge_rows(x, k, f"{name}.merged"), name)  # fmt: skip
+        b = self.tensors.vector_or_none(f"{name}.bias", n_out)
+        return y if b is None else g.add(y, b, f"{name}_b")
+
     def feed_forward(self, g: Graph, x: Node, il: int, act: str) -> Node:
         """Record the feed-forward part of layer il: gated where the file has a gate."""
-        name, n_ff = f"v.blk.{il}", self.facts.n_ff
+        name, n_ff = f"v.blk.{il}", self.n_ff
         up = self.linear(g, x, f"{name}.ffn_up", n_ff)
         if f"{name}.ffn_gate.weight" in self.tensors:
             gate = self.linear(g, x, f"{name}.ffn_gate", n_ff)
@@ -206,7 +244,7 @@ class Tower:
         parts = [HeadSlice(y, 0, d, d) for y in (q, k, v)]
         cur = g.attention(parts[:1], parts[1:2], parts[2], f"{name}.kqv", n_head=f.n_head, n_head_kv=f.n_head,
                           scale=scale or 1 / math.sqrt(d), flash=True, window=1 if windowed else 0,
-                          both=not windowed, ranged=windowed)  # fmt: skip
+                          both=not windowed, ranged=windowed, half=True)  # fmt: skip
         return self.linear(g, cur, f"{name}.attn_out", f.n_embd)
 
     def _projected(self, g: Graph, x: Node, name: str) -> tuple[Node, Node, Node]:
@@ -251,14 +289,19 @@ class Tower:
         `alternate`: the two halves take the frequencies in turns instead of both having the same.
         """
         d = self.facts.head_dim
-        if d % 4:
-            raise self.facts.fail(f"heads of {d} columns cannot be rotated in two dimensions")
         if alternate:
             freq = theta ** (-np.arange(0, d, 2, dtype=np.float64) / d)
             rows, cols = freq[0::2], freq[1::2]
         else:
             rows = cols = theta ** (-np.arange(0, d // 2, 2, dtype=np.float64) / (d // 2))
-        table = g.axis_rope_table([*rows.tolist(), *cols.tolist()], [1] * len(rows) + [2] * len(cols))
+        return self.rope_axes(g, [*rows.tolist(), *cols.tolist()], [1] * len(rows) + [2] * len(cols), neox=neox)
+
+    def rope_axes(self, g: Graph, freq: list[float], axes: list[int], *, neox: bool) -> Callable[[Node], Node]:
+        """Return a rotation of every pair by its frequency times the row (axis 1) or the column (axis 2)."""
+        d = self.facts.head_dim
+        if d % 4:
+            raise self.facts.fail(f"heads of {d} columns cannot be rotated in two dimensions")
+        table = g.axis_rope_table(freq, axes)
         return lambda x: g.rope(x, table, self.facts.n_head, d, "rotated", neox=neox)
 
 

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from ikcli.errors import UnsupportedError
 from ikcli.vision.gemma import Gemma3, Gemma4
+from ikcli.vision.glm4v import Glm4v
+from ikcli.vision.idefics import Idefics3
 from ikcli.vision.internvl import InternVl
+from ikcli.vision.lfm2 import Lfm2Vl
+from ikcli.vision.llama4 import Llama4
+from ikcli.vision.minicpmv import MiniCpmV
+from ikcli.vision.moonvit import KimiK25, KimiVl
 from ikcli.vision.pixtral import Pixtral
 from ikcli.vision.qwen import Qwen2Vl, Qwen3Vl, Qwen25Vl
 from ikcli.vision.tower import Tower
@@ -17,6 +23,13 @@ TYPES: dict[str, type[Tower]] = {
     "gemma4v": Gemma4,
     "pixtral": Pixtral,
     "internvl": InternVl,
+    "idefics3": Idefics3,
+    "llama4": Llama4,
+    "glm4v": Glm4v,
+    "kimivl": KimiVl,
+    "kimik25": KimiK25,
+    "lfm2": Lfm2Vl,
+    "resampler": MiniCpmV,
 }
 
 

@@ -203,13 +203,13 @@ def _is_streamed(*parts: HeadSlice) -> bool:
     return True
 
 
-def _fits_integers(k: Sequence[HeadSlice], v: HeadSlice) -> bool:
+def _fits_integers(k: Sequence[HeadSlice], v: HeadSlice, half: bool = False) -> bool:
     """Return whether kernels/attention_pairs.py loses nothing significant: no cache holds more than f16 does.
 
-    Rows computed from the cache, in f32, are as precise as the cache itself.
+    Rows computed from the cache, in f32, are as precise as the cache itself; without a cache, `half` must allow it.
     """
     types = {p.source.type for p in (*k, v) if isinstance(p.source, Cache)}
-    return isa.current().name == "avx512" and bool(types) and GGMLType.F32 not in types
+    return isa.current().name == "avx512" and (half or bool(types)) and GGMLType.F32 not in types
 
 
 def _staging(sources: Sources, k: Sequence[HeadSlice], v: HeadSlice) -> str:
@@ -238,7 +238,7 @@ def regions(*sizes: int) -> tuple[list[int], int]:
     return at[:-1], -(-max(at[-1], 4096) // 128) * 128 + 64
 
 
-_FIELDS = "q k v n_head n_head_kv scale window chunk sinks softcap wide"
+_FIELDS = "q k v n_head n_head_kv scale window chunk sinks softcap wide half"
 
 
 @RULES.add(FlashAttn, _FIELDS + " both slopes ranged")
@@ -254,7 +254,7 @@ def lower_flash_attn(low: CpuLowering, node: Node, op: FlashAttn) -> None:
     k_chunks, v_chunks = chunks(*k), chunks(v)
     stream = n_rows == heads <= _most_streamed(sources.k_types, k, v)
     few = stream or n_rows <= FEW_ROWS
-    pairs = not stream and n_rows > 1 and not op.wide and _fits_integers(k, v)
+    pairs = not stream and n_rows > 1 and not op.wide and _fits_integers(k, v, op.half)
     if few and (len(k) > 1 or k_chunks % 2 or v_chunks % 2):
         pairs = False  # there are no pairs of such columns for few rows
     view = view_chunk(k, v, pairs)

@@ -119,8 +119,8 @@ def _emit_rows(
 
 
 # --- attention --------------------------------------------------------------------------------------------------------
-@RULES.add(FlashAttn, "q k v n_head n_head_kv scale window chunk sinks softcap wide")
-@RULES.add(Attn, "q k v n_head n_head_kv scale heads_per_step window chunk sinks softcap wide")
+@RULES.add(FlashAttn, "q k v n_head n_head_kv scale window chunk sinks softcap wide half")
+@RULES.add(Attn, "q k v n_head n_head_kv scale heads_per_step window chunk sinks softcap wide half")
 def attention(low: GpuLowering, node: Node, op: Attention) -> None:
     """Lower attention within each segment."""
     for part in (*op.k, op.v):

@@ -99,10 +99,8 @@ def _softcap(low: GpuLowering, node: Node, op: SoftCap) -> None:
 
 @RULES.add(Gate, "x gate kind")
 def _gate(low: GpuLowering, node: Node, op: Gate) -> None:
-    if op.kind == "product":
-        raise UnsupportedError(f"{node.name}: the GPU kernel of a gate only multiplies after sigmoid; use -ngl 0")
     _emit_spans(low, node, "layer_gate", low.out(op.x), low.out(op.gate), low.out(node), _int(node.cols),
-                _int(node.cols // op.gate.cols), _int(op.kind == "softplus"))  # fmt: skip
+                _int(node.cols // op.gate.cols), _int(("sigmoid", "softplus", "product").index(op.kind)))  # fmt: skip
 
 
 @RULES.add(SwiGlu, "gate up act")

@@ -1,4 +1,4 @@
-"""Lower recurrent layers; kernels in `kernels/layer_recurrent.cu` and `kernels/delta_*.cu`."""
+"""Lower recurrent layers; kernels in `kernels/layer_recurrent.cu`, `kernels/delta_*.cu` and `mamba2_scan.cu`."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ CHUNK_TERMS, CHUNK_KEYS, CHUNK_FACTORS = 49152, 65536, 1024  # bytes of a chunk 
 CHUNK_SHARED = 98304 + 2432  # delta_chunks.cu
 # Tokens of a segment, on average, from which on chunks are faster: with a decay per head, per column.
 CHUNKS_FROM = (40, 80)
+# Of mamba2_scan.cu: most rows of a state, tokens of a segment from which on chunks are faster, bytes of a block.
+MAMBA2_STATE, MAMBA2_CHUNKS_FROM, MAMBA2_SHARED = 256, 16, 4 * 64 * (3 * 68 + 2 * 72)
 TURN_SLOTS = 16  # chunks that there is memory for: what is written then stays in L2 until it is read
 # Kernels of delta_scan.cu and their bytes of shared memory, the fastest first; the last one fits every GPU.
 SCANS = (("delta_scan_s4", 4 * 32768 + 33 * 1024), ("delta_scan", 2 * 32768 + 33 * 1024))
@@ -32,8 +34,6 @@ SCANS = (("delta_scan_s4", 4 * 32768 + 33 * 1024), ("delta_scan", 2 * 32768 + 33
 def _short_conv(low: GpuLowering, node: Node, op: ShortConv) -> None:
     if op.n_taps > MAX_TAPS:
         raise UnsupportedError(f"{node.name}: {op.n_taps} taps are more than the GPU kernel takes ({MAX_TAPS})")
-    if op.linear:
-        raise UnsupportedError(f"{node.name}: the GPU kernel always applies silu; run this model without -ngl")
     at = 0
     for i, (x, w) in enumerate(zip(op.parts, op.weights, strict=True)):
         check_f32(w, "weights of short convolutions")
@@ -41,7 +41,7 @@ def _short_conv(low: GpuLowering, node: Node, op: ShortConv) -> None:
         low.emit("layer_short_conv", _conv_grid(x.cols), 128, 0, low.state, low.out(x),
                  np.int32(x.cols), low.weight(w), np.int32(device_row_bytes(w.type, w.ne0) // 4), np.int32(op.n_taps),
                  bias, low.cache(op.state) + 4 * at, op.state.cols, np.int32(node.cols),
-                 low.out(node) + 4 * at)  # fmt: skip
+                 low.out(node) + 4 * at, np.int32(op.linear))  # fmt: skip
         at += x.cols
 
 
@@ -163,7 +163,29 @@ def _selective_scan(low: GpuLowering, node: Node, op: SelectiveScan) -> None:
 
 @RULES.add(Mamba2Scan, "state x dt b c a d dt_bias n_head n_group")
 def _mamba2_scan(low: GpuLowering, node: Node, op: Mamba2Scan) -> None:
-    raise UnsupportedError(f"{node.name}: there is no GPU kernel for the scan of Mamba 2; run this model without -ngl")
+    if op.n_state > MAMBA2_STATE:
+        raise UnsupportedError(
+            f"{node.name}: a state of {op.n_state} rows is longer than the GPU kernels take ({MAMBA2_STATE}); run this "
+            "model without -ngl"
+        )
+    args: list[Arg] = []
+    for part in (op.x, op.b, op.c):
+        args += [low.out(part.node) + 4 * part.offset, part.node.cols, np.int32(part.head_stride)]
+    args.append(low.out(op.dt))
+    for w in (op.a, op.d):
+        check_f32(w, "numbers of a scan")
+        step = device_row_bytes(w.type, w.ne0) // 4 if w.ne0 == 1 else 1  # one value per row, or all in one
+        args += [low.weight(w), np.int32(step)]
+    args += [low.weight(op.dt_bias), low.out(node)]
+    args += [np.int32(n) for n in (op.n_head, op.n_group, op.n_state, op.x.width)]
+    state = low.state, low.cache(op.state), op.state.cols
+    in_chunks = low.max_rows[Rows.TOKENS] >= MAMBA2_CHUNKS_FROM
+    by_token = partial(_by_token, MAMBA2_CHUNKS_FROM)
+    low.emit("mamba2_scan", lambda c: (c.n_segments, op.n_head, op.x.width // 16), 128, 0, *state, *args,
+             when=by_token if in_chunks else None)  # fmt: skip
+    if in_chunks:
+        low.emit("mamba2_chunks", lambda c: (c.n_segments, op.n_head, parts_of(op.x.width, 64)), 256, MAMBA2_SHARED,
+                 *state, *args, when=lambda c: not by_token(c))  # fmt: skip
 
 
 @RULES.add(GatedNorm, "x w gate eps activation")

@@ -18,6 +18,7 @@ from ikcli.engine.pipeline.place import LOCAL, Pipeline, stage_memory
 from ikcli.engine.plan.device_memory import MemoryPlan
 from ikcli.engine.plan.device_plan import planning_device
 from ikcli.engine.plan.devices import Machine
+from ikcli.engine.plan.head_file import head_file, join_heads
 from ikcli.engine.plan.offload import offload_of, places_of
 from ikcli.engine.plan.placement import CPU, Placement, place
 from ikcli.engine.plan.programs import (
@@ -106,6 +107,9 @@ class Planner:
     def of_file(cls, config: RunConfig, *, header_only: bool = False, pipeline: Pipeline = LOCAL) -> Planner:
         """Open the model of `config`, for the CPU alone; with `header_only` its tensor data may be missing."""
         file = open_gguf(config.model or default_model(), config.override_kv, header_only=header_only)
+        heads = head_file(config, file) if uses_heads(config) else None
+        if heads is not None:
+            join_heads(file, heads, header_only=header_only)
         models.find(file.arch, str(file.paths[0]))  # before keys, which unknown architectures may lack
         hp = HParams.from_gguf(file.metadata, file.tensors, str(file.paths[0]), config.rope)
         return cls(file, hp, Machine(()), None, Adapters.open(config.adapters, file.tensors, hp), pipeline)

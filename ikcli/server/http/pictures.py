@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any
 
 from ikcli.chat.images import PUBLIC_MARKER, ImageInput, Images, shown
@@ -20,46 +21,49 @@ from ikcli.tokenizer import Tokenizer
 _KEPT_BYTES = 256 << 20
 """Most memory for images that were read."""
 
+Pieces = Sequence[str | Picture]
+"""What an image becomes in a prompt: tiles, and texts around them."""
+
 
 class Pictures:
     """Images of requests, read by a model's projector; those read last are kept."""
 
     def __init__(self, config: VisionConfig, reader: PictureReader, tokenizer: Tokenizer, n_ctx: int) -> None:
         self._media, self._reader, self._tokenizer, self._n_ctx = Media(config), reader, tokenizer, n_ctx
-        self._kept: OrderedDict[bytes, Picture] = OrderedDict()
+        self._kept: OrderedDict[bytes, Pieces] = OrderedDict()
         self._lock = threading.Lock()
 
     async def prompt(self, text: str, images: Images) -> Prompt:
         """Return the prompt of a text with markers. Raise ApiError 400 naming the field of a faulty image."""
         tokens: list[int] = []
-        placed = []
+        placed: list[PlacedPicture] = []
         for i, part in enumerate(images.divide(text)):
             if isinstance(part, str):
                 if part or i == 0:
                     tokens += await encode(self._tokenizer, part, add_special=i == 0)
                 continue
-            picture = await asyncio.to_thread(self._picture, part)
-            if self._reader.begin:
-                tokens += await encode(self._tokenizer, self._reader.begin, add_special=False)
-            placed.append(PlacedPicture(len(tokens), picture))
-            if placed[-1].stop > self._n_ctx:  # before more images are read
-                raise self._too_long(part, placed)
-            tokens += keys_of(picture)
-            if self._reader.end:
-                tokens += await encode(self._tokenizer, self._reader.end, add_special=False)
+            n_before = len(placed)
+            for piece in await asyncio.to_thread(self._pieces, part):
+                if isinstance(piece, str):
+                    tokens += await encode(self._tokenizer, piece, add_special=False)
+                    continue
+                placed.append(PlacedPicture(len(tokens), piece))
+                tokens += keys_of(piece)
+            if len(tokens) > self._n_ctx:  # before more images are read
+                raise self._too_long(part, placed[n_before:], len(tokens))
         return Prompt(tuple(tokens), shown(text), int(self._tokenizer.add_bos and bool(tokens)), tuple(placed))
 
-    def _too_long(self, image: ImageInput, placed: list[PlacedPicture]) -> ApiError:
-        n = placed[-1].picture.n_tokens
+    def _too_long(self, image: ImageInput, placed: list[PlacedPicture], n_prompt: int) -> ApiError:
+        n = sum(one.picture.n_tokens for one in placed)
         return ApiError(
             400,
             f"{image.path}: this image ({n} tokens) exceeds the available context size ({self._n_ctx} tokens); start "
             "again with a larger -c, or with a smaller --image-max-tokens",
             "exceed_context_size_error",
-            {"n_prompt_tokens": placed[-1].stop, "n_ctx": self._n_ctx},
+            {"n_prompt_tokens": n_prompt, "n_ctx": self._n_ctx},
         )
 
-    def _picture(self, image: ImageInput) -> Picture:
+    def _pieces(self, image: ImageInput) -> Pieces:
         try:
             data = self._media.load(image.source)
             if not data:
@@ -68,24 +72,28 @@ class Pictures:
         except IkError as e:
             raise bad_request(f"{image.path}: {e}") from None
 
-    def _read(self, data: bytes) -> Picture:
+    def _read(self, data: bytes) -> Pieces:
         name = hashlib.blake2b(data, digest_size=16).digest()
         with self._lock:
             found = self._kept.get(name)
             if found is not None:
                 self._kept.move_to_end(name)
                 return found
-        picture = self._reader.read(data)
+        pieces = self._reader.read(data)
         with self._lock:
-            self._kept[name] = picture
-            while len(self._kept) > 1 and sum(one.n_bytes for one in self._kept.values()) > _KEPT_BYTES:
+            self._kept[name] = pieces
+            while len(self._kept) > 1 and sum(map(_n_bytes, self._kept.values())) > _KEPT_BYTES:
                 self._kept.popitem(last=False)
-        return picture
+        return pieces
 
     async def raw_prompt(self, text: str, sources: list[Any], path: str) -> Prompt:
         """Return the prompt of a text with `<__media__>` for each of these images."""
         images = Images(reads=True)
         return await self.prompt(_with_markers(text, sources, path, images), images)
+
+
+def _n_bytes(pieces: Pieces) -> int:
+    return sum(0 if isinstance(one, str) else one.n_bytes for one in pieces)
 
 
 def _with_markers(text: str, sources: list[Any], path: str, images: Images) -> str:

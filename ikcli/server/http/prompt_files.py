@@ -9,20 +9,9 @@ import itertools
 import os
 from pathlib import Path
 
-from ikcli.errors import UsageError
 from ikcli.server.http.logs import ServerLog
 
 _DIGITS = 12
-
-
-def make_folder(folder: Path) -> None:
-    """Create the folder if it is missing. Raise UsageError if it cannot be used."""
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not os.access(folder, os.W_OK | os.X_OK):
-            raise PermissionError(13, "it cannot be written")
-    except OSError as e:
-        raise UsageError(f"--log-prompts-dir {folder} cannot be used: {e.strerror or e}; name another folder") from None
 
 
 class PromptFiles:

@@ -24,7 +24,6 @@ from ikcli import __version__
 from ikcli.errors import IkError, UsageError
 from ikcli.files import make_private_folder
 from ikcli.hostinfo import physical_cores
-from ikcli.server.http import prompt_files
 from ikcli.server.http.app import build_app
 from ikcli.server.http.auth import key_summary, private_file, read_keys
 from ikcli.server.http.chat import check_options
@@ -53,11 +52,9 @@ def serve(config: RunConfig, planner: Planner | None = None) -> int:
     state.defaults  # noqa: B018  (wrong options end the program before anything is loaded)
     check_options(config)
     check_folders(config)
-    if server.sessions is not None:
-        make_private_folder(server.sessions, "--sessions")
     check_cache_disk(server)
     if server.log_prompts_dir is not None:
-        prompt_files.make_folder(server.log_prompts_dir)
+        make_private_folder(server.log_prompts_dir, "--log-prompts-dir")
     tls = tls_of(config)
     listener = listen(server.host, server.port, shared=server.reuse_port)
     try:
@@ -74,8 +71,6 @@ def check_cache_disk(server: ServerConfig) -> None:
         return
     if server.cache_ram == 0:
         raise UsageError("--cache-disk keeps rows in RAM until they are written; set -cram above 0")
-    if server.sessions is not None:
-        raise UsageError("--cache-disk and --sessions both keep conversations on disk; give one of them")
     make_private_folder(server.cache_disk, "--cache-disk")
 
 

@@ -17,6 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from ikcli.engine.run.adapters import NOTHING
+from ikcli.engine.run.saved_sequence import Checkpoint
 from ikcli.engine.run.sequences import Sequences
 from ikcli.errors import IkError
 from ikcli.files import make_private_folder
@@ -33,23 +37,40 @@ _LOOK = 64  # files written between two looks at what others wrote
 class StoredFile:
     """A file that holds the positions from `start` on of one or, after a split, several nodes.
 
-    `places`: positions of its checkpoints.
+    `places`: positions of its checkpoints. `writing`: jobs of the writing thread that it waits for.
     """
 
     name: str
     start: int
     places: frozenset[int] = frozenset()
-    n_bytes: int = 0
-    writing: bool = False
+    writing: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A file to write, or checkpoints to add to it (`adds`)."""
+
+    file: StoredFile
+    content: Content
+    before: Sequence[str]
+    adds: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The result of a job of the writing thread: whether the file was written, and which files were removed."""
+    """The result of a job of the writing thread: what the file lacks, and which files were removed.
 
-    file: StoredFile
-    written: bool = False
+    `failed`: the file does not exist; or, with `places`, it has no checkpoints at these positions.
+    """
+
+    job: _Job
+    failed: bool = False
+    places: frozenset[int] = frozenset()
     removed: tuple[str, ...] = ()
+
+    @property
+    def file(self) -> StoredFile:
+        return self.job.file
 
 
 class Disk:
@@ -62,7 +83,7 @@ class Disk:
         make_private_folder(folder, "--cache-disk")
         self.about = about
         self._folder, self._limit, self._most, self._sequences, self._log = folder, limit, waiting, sequences, log
-        self._jobs: queue.Queue[tuple[StoredFile, Content, Sequence[str]] | None] = queue.Queue()
+        self._jobs: queue.Queue[_Job | None] = queue.Queue()
         self._reports: queue.Queue[Report] = queue.Queue()
         self.n_waiting = 0  # bytes handed over and not reported yet
         self._total, self._n_written, self._failed = 0, 0, ""
@@ -136,10 +157,18 @@ class Disk:
 
     def write(self, file: StoredFile, content: Content, before: Sequence[str]) -> None:
         """Hand over a file; its report follows. `before`: the files of earlier positions, which it needs."""
-        file.writing = True
-        file.n_bytes = sum(p.nbytes for p in content.rows) + sum(c.n_bytes for c in content.checkpoints)
-        self.n_waiting += file.n_bytes
-        self._jobs.put((file, content, before))
+        self._hand_over(_Job(file, content, before))
+
+    def add(self, file: StoredFile, checkpoints: Sequence[Checkpoint], before: Sequence[str]) -> None:
+        """Hand over checkpoints that were made after the file was written."""
+        file.places |= {c.n_tokens for c in checkpoints}
+        content = Content("", file.start, np.zeros(0, np.int32), NOTHING, (), tuple(checkpoints))
+        self._hand_over(_Job(file, content, before, adds=True))
+
+    def _hand_over(self, job: _Job) -> None:
+        job.file.writing += 1
+        self.n_waiting += job.content.n_bytes
+        self._jobs.put(job)
 
     def reports(self, *, wait: bool = False) -> Iterator[Report]:
         """Yield what the writing thread did since the last call; `wait`: until everything is written."""
@@ -148,8 +177,8 @@ class Disk:
                 report = self._reports.get(block=wait)
             except queue.Empty:
                 return
-            report.file.writing = False
-            self.n_waiting -= report.file.n_bytes
+            report.file.writing -= 1
+            self.n_waiting -= report.job.content.n_bytes
             yield report
 
     def close(self) -> None:
@@ -160,24 +189,36 @@ class Disk:
 
     def _write_all(self) -> None:
         while (job := self._jobs.get()) is not None:
-            file, content, before = job
-            path = self._folder / file.name
+            name = job.file.name
             try:
-                size = 0 if path.exists() else node_file.write(path, self.about, content)
+                size = self._perform(job)
+            except IkError as e:  # the file itself is damaged or was removed by another server
+                self._log("WARN", "prompt_cache", f"{e}; its tokens are computed again", {"file": name})
+                self._unlink(name)
+                self._reports.put(Report(job, failed=True))
+                continue
             except OSError as e:
                 problem = e.strerror or str(e)
                 if problem != self._failed:
                     self._log("WARN", "prompt_cache", f"cannot write to {self._folder}: {problem}; the prompt cache "
-                              "goes on in RAM", {"file": file.name})  # fmt: skip
+                              "goes on in RAM", {"file": name})  # fmt: skip
                 self._failed = problem
-                self._reports.put(Report(file))
+                places = (c.n_tokens for c in job.content.checkpoints) if job.adds else ()
+                self._reports.put(Report(job, failed=True, places=frozenset(places)))
                 continue
             self._failed = ""
             self._total += size
             self._n_written += 1
-            self.used((*before, file.name))
+            self.used((*job.before, name))
             look = self._total > self._limit or self._n_written % _LOOK == 0
-            self._reports.put(Report(file, written=True, removed=self._look(file.name) if look else ()))
+            self._reports.put(Report(job, removed=self._look(name) if look else ()))
+
+    def _perform(self, job: _Job) -> int:
+        """Write a file, or add checkpoints to it; return by how many bytes the folder grew."""
+        path = self._folder / job.file.name
+        if job.adds:
+            return node_file.extend(path, self.about, job.content.checkpoints, self._sequences)
+        return 0 if path.exists() else node_file.write(path, self.about, job.content)
 
     def _look(self, newest: str = "") -> tuple[str, ...]:
         """Measure the folder; remove the least recently used files until it is within the limit; return their names.

@@ -14,7 +14,7 @@ import json
 import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,11 @@ class Content:
     rows: tuple[Bytes, ...] = ()
     checkpoints: tuple[Checkpoint, ...] = ()
 
+    @property
+    def n_bytes(self) -> int:
+        rows = sum(part.nbytes for part in self.rows)
+        return self.tokens.nbytes + rows + sum(c.n_bytes for c in self.checkpoints)
+
 
 def name_of(about: Mapping[str, Any], added: Added, start: int, tokens: Tokens) -> str:
     """Return the name of the file for the positions from `start` on of a text, by all of its keys."""
@@ -74,6 +79,17 @@ def write(path: Path, about: Mapping[str, Any], content: Content) -> int:
         f.flush()
         os.fsync(f.fileno())
         return f.tell()
+
+
+def extend(path: Path, about: Mapping[str, Any], more: Sequence[Checkpoint], sequences: Sequences) -> int:
+    """Add checkpoints to a file, in place of those at the same positions; return by how many bytes it grew.
+
+    Raise IkError if the file cannot be used, OSError if it cannot be written; then it stays as it is.
+    """
+    content = read(path, about, sequences)
+    known = {c.n_tokens: c for c in (*content.checkpoints, *more)}
+    size = path.stat().st_size
+    return write(path, about, replace(content, checkpoints=tuple(known[n] for n in sorted(known)))) - size
 
 
 def peek(path: Path, about: Mapping[str, Any]) -> Content | None:

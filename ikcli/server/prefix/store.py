@@ -197,7 +197,7 @@ class PrefixStore:
         if not self._sequences.kind.is_free and path:
             self._prune(path[-1])
         if self.disk is not None:
-            self._unsaved.extend((node, added) for node in path if node.file is None and node.parent is not None)
+            self._unsaved.extend((node, added) for node in path if node.parent is not None and _is_unsaved(node))
             self.save()
         return n
 
@@ -240,8 +240,7 @@ class PrefixStore:
     # --- make room --------------------------------------------------------------------------------------------------
     def victims(self, node: Node) -> Iterator[_Victim]:
         """Yield what can be dropped of a node now."""
-        writing = node.file is not None and node.file.writing
-        if node.pins or node.parent is None or node.rows is None or writing:
+        if node.pins or node.parent is None or node.rows is None or node.is_written_now:
             return
         if not self._sequences.kind.is_free:
             yield from (_Victim(node, c) for c in node.checkpoints if c.parts)
@@ -276,7 +275,7 @@ class PrefixStore:
 
     def _prune(self, node: Node | None) -> None:
         """Remove rows that no checkpoint needs, from this node upwards."""
-        while node is not None and node.parent is not None and not node.is_needed and not node.pins:
+        while node is not None and node.parent is not None and not (node.is_needed or node.pins or node.is_written_now):
             last = max((c.n_tokens for c in node.checkpoints if c.parts), default=node.start)
             if last == node.end or (last > node.start and (node.file is not None or node.children)):
                 return
@@ -330,7 +329,7 @@ class PrefixStore:
         self._take_reports(disk, wait=False)
         while self._unsaved:
             node, added = self._unsaved[0]
-            if node.parent is not None and node.file is None and node.rows is not None:
+            if node.parent is not None and node.rows is not None and _is_unsaved(node):
                 if not disk.has_room(node.n_bytes):
                     if not wait:
                         return
@@ -341,7 +340,11 @@ class PrefixStore:
             self._take_reports(disk, wait=True)
 
     def _write(self, disk: Disk, node: Node, added: Added) -> None:
-        """Hand over a node whose parent is on disk or handed over."""
+        """Hand over a node whose parent is on disk or handed over, or the checkpoints that its file lacks."""
+        earlier = tuple(dict.fromkeys(one.file.name for one in node.path()[:-1] if one.file is not None))
+        if node.file is not None:
+            disk.add(node.file, _unsaved(node), earlier)
+            return
         before = node.parent
         after = before.file if before is not None else None
         if node.start and after is None:
@@ -352,15 +355,14 @@ class PrefixStore:
         node.file = StoredFile(name, node.start, frozenset(c.n_tokens for c in checkpoints))
         content = Content(after.name if after is not None else "", node.start, node.tokens, added, node.rows or (),
                           checkpoints)  # fmt: skip
-        earlier = dict.fromkeys(one.file.name for one in node.path()[:-1] if one.file is not None)
-        disk.write(node.file, content, tuple(earlier))
+        disk.write(node.file, content, earlier)
 
     def _take_reports(self, disk: Disk, *, wait: bool) -> None:
         for report in disk.reports(wait=wait):
-            if not report.written:
-                for node in self.tree.nodes():
-                    if node.file is report.file:
-                        self.tree.forget_file(node)
+            if report.places:
+                report.file.places -= report.places
+            elif report.failed:
+                self._lose(report.file.name)
             for name in report.removed:
                 self._lose(name)
 
@@ -404,6 +406,17 @@ class _Room:
         for victim in self._store.victims(node):
             self._n += 1
             heapq.heappush(self._heap, (self._store.value(victim), node.turn, self._n, victim))
+
+
+def _is_unsaved(node: Node) -> bool:
+    """Return whether a node or some of its checkpoints are not on disk."""
+    return node.file is None or bool(_unsaved(node))
+
+
+def _unsaved(node: Node) -> list[Checkpoint]:
+    """Return the checkpoints of a node that its file lacks."""
+    places = node.file.places if node.file is not None else ()
+    return [c for c in node.checkpoints if c.parts and c.n_tokens not in places]
 
 
 def _later(node: Node, n: int) -> Iterator[tuple[Node, Checkpoint]]:

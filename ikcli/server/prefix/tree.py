@@ -61,6 +61,11 @@ class Node:
         """Return whether a node below has rows in RAM, which need those of this node."""
         return any(child.rows is not None for child in self.children.values())
 
+    @property
+    def is_written_now(self) -> bool:
+        """Return whether the writing thread works on its file."""
+        return self.file is not None and self.file.writing > 0
+
     def walk(self) -> Iterator[Node]:
         """Yield this node and all below it, parents first."""
         waiting = [self]

@@ -16,6 +16,7 @@ from ikcli.engine.plan.planner import Planner
 from ikcli.engine.plan.sizes import session_of
 from ikcli.engine.run.opening import open_session
 from ikcli.errors import IkError
+from ikcli.server.slots.actions import Action
 from ikcli.server.slots.embeddings import EmbeddingTask
 from ikcli.server.slots.log import Logger, silent
 from ikcli.server.slots.messages import EmbeddingRequest, Event, Failure, GenerationRequest
@@ -25,7 +26,7 @@ from ikcli.server.slots.projector import ServedProjector, open_projector
 from ikcli.server.slots.slot import Task
 from ikcli.server.slots.states import EngineError, EngineMetrics, ModelInfo, SlotActionResult, SlotState
 from ikcli.server.slots.vectors import ServedVectors
-from ikcli.server.slots.worker import Action, Worker
+from ikcli.server.slots.worker import Worker
 from ikcli.settings.run import RunConfig
 from ikcli.tokenizer import Tokenizer
 

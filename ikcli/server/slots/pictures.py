@@ -17,7 +17,7 @@ from ikcli.engine.run.media import Span
 
 
 class Picture(Protocol):
-    """An image that was read and resized.
+    """An image that was read and resized, or one tile of it.
 
     `n_tokens`: rows of its embedding, each of which takes a cell of the cache. `n_positions`: by how much the position
     of the text behind it is larger. `n_bytes`: memory of its pixels.
@@ -37,19 +37,14 @@ class Picture(Protocol):
 
 
 class PictureReader(Protocol):
-    """What the HTTP side needs of a projector; any thread may use it.
+    """What the HTTP side needs of a projector; any thread may use it."""
 
-    `begin` and `end` are the texts around an image, such as `<|vision_start|>`.
-    """
+    def read(self, data: bytes) -> Sequence[str | Picture]:
+        """Decode and resize an image; raise IkError with a sentence if it cannot be read.
 
-    @property
-    def begin(self) -> str: ...
-
-    @property
-    def end(self) -> str: ...
-
-    def read(self, data: bytes) -> Picture:
-        """Decode and resize an image; raise IkError with a sentence if it cannot be read."""
+        Return what it becomes in a prompt: tiles, and texts around them such as `<|vision_start|>`, in which special
+        tokens count.
+        """
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from ikcli.settings.run import RunConfig
 if TYPE_CHECKING:
     from ikcli.engine.run.media import Media
     from ikcli.models import HParams
-    from ikcli.vision.decode import Picture as Pixels
+    from ikcli.vision.decode import Tile
     from ikcli.vision.projector import Projector
 
 _KEPT_BYTES = 256 << 20
@@ -25,12 +25,12 @@ _KEPT_BYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadPicture:
-    """An image of a request, decoded; see `Picture`."""
+    """An image of a request or a tile of it, decoded; see `Picture`."""
 
     digest: str
     n_tokens: int
     n_positions: int
-    pixels: Pixels
+    pixels: Tile
 
     @property
     def n_bytes(self) -> int:
@@ -46,23 +46,16 @@ class ServedProjector:
         self._kept: OrderedDict[str, Media] = OrderedDict()
         self.n_encoded = 0
 
-    @property
-    def begin(self) -> str:
-        """Return the text before an image."""
-        return self._projector.begin
-
-    @property
-    def end(self) -> str:
-        """Return the text behind an image."""
-        return self._projector.end
-
-    def read(self, data: bytes) -> Picture:
+    def read(self, data: bytes) -> list[str | Picture]:
         """Decode an image; raise IkError with a sentence if it cannot be read."""
         from ikcli.vision.decode import decode_image
 
-        pixels = decode_image(data)
+        pieces = self._projector.pieces(decode_image(data))
+        return [piece if isinstance(piece, str) else self._read(piece) for piece in pieces]
+
+    def _read(self, tile: Tile) -> ReadPicture:
         projector = self._projector
-        return ReadPicture(projector.digest(pixels), projector.count(pixels), projector.advance(pixels), pixels)
+        return ReadPicture(projector.digest(tile), projector.count(tile), projector.advance(tile), tile)
 
     def encode(self, picture: Picture) -> Media:
         """Return the rows of an image."""

@@ -1,4 +1,4 @@
-"""Reuse computed tokens: those that slots hold, prompts cached in RAM, conversations on disk."""
+"""Reuse computed tokens: those that slots hold, and those of the prompt cache in RAM and on disk."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from ikcli.server.prefix.reused import Reused
 from ikcli.server.prefix.store import PrefixStore
 from ikcli.server.slots import slot_file
 from ikcli.server.slots.log import Logger
-from ikcli.server.slots.sessions import Entry, Sessions
 from ikcli.server.slots.slot import IDLE, Slot
 
 KEEP_AT_LEAST = 16  # tokens worth keeping when another prompt takes their place, or fetching again
@@ -35,11 +34,8 @@ class Reuse:
             if not self.store.limit:
                 raise UsageError("--cache-disk keeps rows in RAM until they are written; set -cram above 0")
             about = slot_file.about(session)
-            limit, waiting = int(config.cache_disk_limit * (1 << 30)), self.store.limit // 4
+            limit, waiting = config.cache_disk_bytes, self.store.limit // 4
             self.store.attach(Disk(config.cache_disk, limit, waiting, about, session.sequences, log))
-        self.sessions: Sessions | None = None
-        if config.sessions is not None:
-            self.sessions = Sessions(session, config.sessions, config.sessions_limit << 20, slots[0].n_ctx, log)
         self._due: dict[int, float] = {}  # when the cache of a slot is written, by slot number
 
     def replace(self, slot: Slot, n: int) -> int:
@@ -47,13 +43,8 @@ class Reuse:
         if slot.n_past - n < KEEP_AT_LEAST:
             return n
         self.store.keep(slot.id, slot.cached, slot.added)
-        unsaved = self._due.pop(slot.id, None) is not None and slot.n_past >= _ON_DISK
-        if unsaved and self.sessions is not None:
-            self.sessions.keep(self._entry(slot))
+        self._due.pop(slot.id, None)
         return n
-
-    def _entry(self, slot: Slot) -> Entry:
-        return Entry(slot.cached.copy(), self._session.sequences.save(slot.id, slot.n_past), slot.added)
 
     def fetch(self, slot: Slot, prompt: Tokens, added: Added) -> Reused:
         """Give the slot as much of the prompt as is stored anywhere; return where those tokens came from.
@@ -70,13 +61,6 @@ class Reuse:
         n_donor = shared[donor.id]
         match = self.store.find(wanted, added)
         miss = find_miss(prompt, most, match, [(s.cached, same[s.id]) for s in self._slots])
-        if self.sessions is not None:
-            on_disk = self.sessions.best(wanted, max(n + _ON_DISK, n_donor, match.n), added)
-            if on_disk is not None:
-                saved, tokens, n_disk = on_disk
-                n_disk = sequences.load(slot.id, saved, n_disk)
-                slot.adopt(tokens[:n_disk])
-                return Reused(0, 0, n_disk, find_miss(prompt, most, match, [(tokens, common_prefix(tokens, wanted))]))
         if match.n > max(n + KEEP_AT_LEAST, n_donor):
             own = n
             n, n_disk = self.store.load(slot.id, match, own)
@@ -94,45 +78,36 @@ class Reuse:
                 yield f"slot {slot.id}: {slot.n_past} tokens  {excerpt(text_of, slot.cached)}"
         yield from tree_lines(self.store.tree, text_of)
 
-    # --- sessions on disk -------------------------------------------------------------------------------------------
+    # --- on disk ---------------------------------------------------------------------------------------------------
     def finished(self, slot: Slot) -> None:
         """Note that a request of the slot is done; its content is written when it stays unchanged for a while."""
-        if (self.sessions is not None or self.store.disk is not None) and slot.n_past >= _ON_DISK:
+        if self.store.disk is not None and slot.n_past >= _ON_DISK:
             self._due[slot.id] = time.monotonic() + self._quiet
 
     def write_quiet(self) -> float | None:
         """Write conversations that were idle for a while; return the seconds until there may be more, None: never."""
-        if self.store.disk is not None:
-            self.store.save()
+        if self.store.disk is None:
+            return None
+        self.store.save()
         if not self._due:
             return None
         now = time.monotonic()
         for slot in self._slots:
             if slot.state != IDLE or self._due.get(slot.id, now + 1) > now:
                 continue
-            if self.store.disk is not None and slot.n_past >= _ON_DISK:
+            if slot.n_past >= _ON_DISK:
                 self.store.keep(slot.id, slot.cached, slot.added)
-            known = self.sessions is None or slot.n_past < _ON_DISK or self.sessions.has(slot.cached, slot.added)
-            if known or (self.sessions is not None and self.sessions.keep(self._entry(slot))):
-                del self._due[slot.id]
-            else:
-                self._due[slot.id] = now + 1  # the disk is slow
+            del self._due[slot.id]
         waiting = [due for i, due in self._due.items() if self._slots[i].state == IDLE]
         return max(min(waiting) - now, 0) if waiting else None
 
     def close(self) -> None:
         """Write the content of all slots, and wait for it."""
-        if self.store.disk is not None:
-            for slot in self._slots:
-                slot.n_past = self._session.truncate(slot.id, slot.n_past)
-                if slot.n_past >= _ON_DISK:
-                    self.store.keep(slot.id, slot.cached, slot.added)
-            self.store.save(wait=True)
-            self.store.disk.close()
-        if self.sessions is None:
+        if self.store.disk is None:
             return
         for slot in self._slots:
             slot.n_past = self._session.truncate(slot.id, slot.n_past)
-            if slot.n_past >= _ON_DISK and not self.sessions.has(slot.cached, slot.added):
-                self.sessions.keep(self._entry(slot), wait=True)
-        self.sessions.close()
+            if slot.n_past >= _ON_DISK:
+                self.store.keep(slot.id, slot.cached, slot.added)
+        self.store.save(wait=True)
+        self.store.disk.close()

@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -57,16 +57,17 @@ def about(session: Session) -> dict[str, Any]:
 
 
 def save(session: Session, seq: int, tokens: Tokens, path: Path, added: Added = NOTHING) -> int:
-    """Write a sequence whose cache holds these tokens; return the size of the file."""
-    belongs = {"model": fingerprint(session), "layout": session.sequences.layout()}
-    return write(encode(session, tokens, session.sequences.save(seq, len(tokens)), added, belongs), path)
+    """Write a sequence whose cache holds these tokens; return the size of the file.
+
+    Raise EngineError 500 if that fails; then no file exists.
+    """
+    return _write(_encode(session, tokens, session.sequences.save(seq, len(tokens)), added), path)
 
 
-def encode(
-    session: Session, tokens: Tokens, saved: SavedSequence, added: Added, about: Mapping[str, Any]
-) -> list[Part]:
-    """Return the content of a file; `about` has the model's fingerprint and the layout, and may have more."""
-    about = {**about, "n_tokens": len(tokens)}
+def _encode(session: Session, tokens: Tokens, saved: SavedSequence, added: Added) -> list[Part]:
+    """Return the content of a file."""
+    about: dict[str, Any] = {"model": fingerprint(session), "layout": session.sequences.layout()}
+    about["n_tokens"] = len(tokens)
     if added != NOTHING:
         about["added"] = (added.scales, added.vectors)
     if not session.sequences.kind.is_free:
@@ -76,11 +77,8 @@ def encode(
     return [*parts, *saved.parts, *(p for c in saved.checkpoints for p in c.parts)]
 
 
-def write(parts: Iterable[Part], path: Path) -> int:
-    """Write the content that `encode` returned; return its size.
-
-    Raise EngineError 500 if that fails; then no file exists.
-    """
+def _write(parts: Iterable[Part], path: Path) -> int:
+    """Write the content of a file; return its size."""
     digest = hashlib.sha256()
     try:
         with written_whole(path, private=True) as temporary, temporary.open("wb") as f:
@@ -137,12 +135,6 @@ def load(session: Session, path: Path, n_ctx: int, added: Added = NOTHING) -> tu
 
 def peek(path: Path) -> tuple[int, ...] | None:
     """Return the tokens of a saved slot of any model, or None for another file; read only its beginning."""
-    found = head(path)
-    return None if found is None else tuple(found[1].tolist())
-
-
-def head(path: Path) -> tuple[dict[str, Any], Tokens] | None:
-    """Return the header and the tokens of a saved slot of any model, or None for another file."""
     try:
         with path.open("rb") as f:
             start = np.frombuffer(f.read(_HEAD.size), np.uint8)
@@ -153,7 +145,7 @@ def head(path: Path) -> tuple[dict[str, Any], Tokens] | None:
             data = f.read(4 * min(int(header["n_tokens"]), path.stat().st_size // 4))
     except (OSError, EngineError):
         return None
-    return header, np.frombuffer(data[: len(data) // 4 * 4], "<i4").astype(np.int32)
+    return tuple(np.frombuffer(data[: len(data) // 4 * 4], "<i4").tolist())
 
 
 def _header(data: npt.NDArray[np.uint8], name: str) -> tuple[dict[str, Any], int]:

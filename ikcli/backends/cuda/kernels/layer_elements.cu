@@ -26,9 +26,10 @@ layer_softcap(const i64* st, int symbol, int factor, const float* x, float* out,
   for (int j = i; j < min(i + 4, cols); j++) out[row * cols + j] = cap * tanhf(x[row * cols + j] / cap);
 }
 
-// x times sigmoid(gate), or with softplus times ln(1 + exp(gate)); a column of gate is for `width` columns of x. Same grid.
+// x times sigmoid(gate), or with kind 1 times ln(1 + exp(gate)), with kind 2 times the gate itself; a column of gate is for
+// `width` columns of x. Same grid.
 extern "C" __global__ void __launch_bounds__(256)
-layer_gate(const i64* st, int symbol, int factor, const float* x, const float* gate, float* out, int cols, int width, int softplus) {
+layer_gate(const i64* st, int symbol, int factor, const float* x, const float* gate, float* out, int cols, int width, int kind) {
   const i64 row = blockIdx.x;
   const int i = (blockIdx.y * blockDim.x + threadIdx.x) * 4;
   if (row >= step_rows(st, symbol, factor) || i >= cols) return;
@@ -37,9 +38,9 @@ layer_gate(const i64* st, int symbol, int factor, const float* x, const float* g
   out += row * cols;
   for (int j = i; j < min(i + 4, cols); j++) {
     // log(u) * e / (u - 1) cancels the rounding error of u = 1 + e; above 20 the result is g itself.
-    const float g = gate[j / width], e = expf(softplus ? g : -g), u = 1.f + e;
+    const float g = gate[j / width], e = expf(kind ? g : -g), u = 1.f + e;
     // ln(1 + e), exact for small e as well.
-    out[j] = softplus ? x[j] * (g > 20.f ? g : u == 1.f ? e : logf(u) * (e / (u - 1.f))) : x[j] / u;
+    out[j] = kind == 2 ? x[j] * g : kind ? x[j] * (g > 20.f ? g : u == 1.f ? e : logf(u) * (e / (u - 1.f))) : x[j] / u;
   }
 }
 

@@ -8,12 +8,12 @@ constexpr int MAX_TAPS = 16;
 
 DI float sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
 
-// silu of a causal convolution (with a bias, unless it is null), a thread per column; `state`: rows of state_cols floats per sequence, of which rows of
+// silu (unless `linear`) of a causal convolution (with a bias, unless it is null), a thread per column; `state`: rows of state_cols floats per sequence, of which rows of
 // `row_cols` floats are the last taps - 1 inputs. Blocks in x are CONV_TOKENS tokens of a segment; the first of a segment
 // reads the state and writes the new one, so no other block may touch it. grid (tokens / CONV_TOKENS + segments, columns)
 extern "C" __global__ void __launch_bounds__(128)
 layer_short_conv(const i64* st, const float* x, int cols, const float* w, int w_row, int taps, const float* bias, float* state,
-                 i64 state_cols, int row_cols, float* out) {
+                 i64 state_cols, int row_cols, float* out, int linear) {
   const int c = blockIdx.y * blockDim.x + threadIdx.x, before = taps - 1;
   if (c >= cols) return;
   const i64* segment = step_segments(st);
@@ -53,7 +53,7 @@ layer_short_conv(const i64* st, const float* x, int cols, const float* w, int w_
 #pragma unroll
     for (int j = 0; j < MAX_TAPS - 1; j++)
       if (j < before) past[j] = j == before - 1 ? now : past[j + 1];
-    out[(i64)t * row_cols] = silu(sum);
+    out[(i64)t * row_cols] = linear ? sum : silu(sum);
   }
 }
 

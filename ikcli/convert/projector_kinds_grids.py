@@ -1,0 +1,143 @@
+"""The kinds of projectors that read an image at any size: GLM-4.1V and its kind, Kimi-VL, Kimi K2.5, LFM2-VL."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ikcli.convert.projector_kind import Change, Kind, Made, Settings, Values, frames, looked_up, share
+
+
+# --- GLM-4V -----------------------------------------------------------------------------------------------------------
+def _glm_prepare(s: Settings) -> None:
+    s.vision = {"image_size": 336, "patch_size": 14, **s.vision}
+
+
+def _glm_keys(s: Settings, out: dict[str, Any]) -> None:
+    out["clip.projector_type"] = "glm4v"
+    act = str(s.vision.get("hidden_act", "")).lower()
+    if act in ("gelu", "silu"):
+        out[f"clip.use_{act}"] = True
+    out["clip.vision.attention.layer_norm_epsilon"] = float(s.vision.get("rms_norm_eps", 1e-5))
+
+
+def _glm_place(s: Settings, name: str, shape: tuple[int, ...]) -> list[Made] | None:
+    if name == "visual.patch_embed.proj.weight":
+        return frames(name, shape, s.directory)
+    return None
+
+
+# --- Kimi -------------------------------------------------------------------------------------------------------------
+def _kimi_prepare(s: Settings) -> None:
+    s.vision = {**s.vision, "image_size": 64 * 14}  # programs want the key
+
+
+def _kimi_keys(s: Settings, out: dict[str, Any]) -> None:
+    out["clip.projector_type"] = "kimivl"
+    out["clip.use_gelu"] = True
+    out["clip.vision.projector.scale_factor"] = 2
+    out["clip.vision.attention.layer_norm_epsilon"] = float(s.vision.get("layer_norm_eps", 1e-5))
+
+
+def _kimi_place(s: Settings, name: str, shape: tuple[int, ...]) -> list[Made] | None:
+    if name.endswith("pos_emb.weight"):
+        return [(looked_up(s, name), lambda x: x.reshape(-1, x.shape[-1]))]
+    if "wqkv" not in name:
+        return None
+    return [(looked_up(s, name.replace("wqkv", f"w{part}")), share(i, 3)) for i, part in enumerate("qkv")]
+
+
+def _k25_prepare(s: Settings) -> None:
+    found = {key.removeprefix("vt_"): value for key, value in s.vision.items()}
+    patch = int(found.get("patch_size", 14))
+    s.vision = {**found, "patch_size": patch, "image_size": int(found.get("init_pos_emb_height", 64)) * patch}
+
+
+def _k25_keys(s: Settings, out: dict[str, Any]) -> None:
+    out["clip.projector_type"] = "kimik25"
+    for axis, default in (("height", 64), ("width", 64), ("time", 4)):
+        out[f"vision.pos_emb_{axis}"] = int(s.vision.get(f"init_pos_emb_{axis}", default))
+    out["clip.use_gelu"] = s.vision.get("projector_hidden_act", "gelu") == "gelu"
+    out["clip.vision.attention.layer_norm_epsilon"] = float(s.vision.get("projector_ln_eps", 1e-5))
+    merge = s.vision.get("merge_kernel_size") or [2, 2]
+    out["clip.vision.projector.scale_factor"] = int(merge[0])
+    area = int(s.vision["patch_size"]) ** 2
+    out["clip.vision.image_min_pixels"] = 8 * area
+    out["clip.vision.image_max_pixels"] = int(s.processor.get("in_patch_limit", 16384)) * area
+
+
+def _k25_place(s: Settings, name: str, shape: tuple[int, ...]) -> list[Made] | None:
+    if name.endswith("pos_emb.time_weight"):
+        return [(looked_up(s, name), lambda x: x.reshape(x.shape[0], -1))]
+    if "wqkv" in name:
+        return [(looked_up(s, name), _columns_first(s.number("num_attention_heads", default=16)))]
+    return None
+
+
+def _columns_first(n_head: int) -> Change:
+    """Return a change that puts the pairs which columns rotate before those of rows, in queries and keys."""
+
+    def change(x: Values) -> Values:
+        parts = np.split(x, 3)
+        n = parts[0].shape[0] // n_head // 4
+        for i in (0, 1):
+            heads = parts[i].reshape(n_head, n, 2, 2, *x.shape[1:]).swapaxes(1, 2)
+            parts[i] = heads.reshape(parts[i].shape)
+        return np.concatenate(parts)
+
+    return change
+
+
+def _k25_renamed(name: str) -> str:
+    return name.replace(".proj.0.", ".proj.linear_1.").replace(".proj.2.", ".proj.linear_2.")
+
+
+# --- LFM2-VL ----------------------------------------------------------------------------------------------------------
+def _lfm2_prepare(s: Settings) -> None:
+    layer = int(s.config.get("vision_feature_layer", -1))
+    n_layer = s.number("num_hidden_layers") + min(layer + 1, 0)
+    s.vision = {**s.vision, "image_size": 256, "num_hidden_layers": n_layer}
+
+
+def _lfm2_keys(s: Settings, out: dict[str, Any]) -> None:
+    out["clip.projector_type"] = "lfm2"
+    out["clip.vision.attention.layer_norm_epsilon"] = float(s.number("layer_norm_eps", default=1e-6))
+    out["clip.vision.projector.scale_factor"] = int(s.config.get("downsample_factor", 2))
+    out["clip.use_gelu"] = True
+
+
+def _lfm2_place(s: Settings, name: str, shape: tuple[int, ...]) -> list[Made] | None:
+    name = _lfm2_renamed(name)
+    if ".vision_model.head." in name:
+        return []
+    if name.endswith("patch_embedding.weight") and len(shape) == 2:
+        return [(looked_up(s, name), _channels_first(int(s.number("patch_size"))))]
+    match = name.split(".encoder.layers.")
+    if len(match) == 2 and int(match[1].split(".")[0]) >= s.number("num_hidden_layers"):
+        return []
+    return None
+
+
+def _lfm2_renamed(name: str) -> str:
+    if name.startswith("vision_tower.") and ".vision_model." not in name:
+        return name.replace("vision_tower.", "vision_tower.vision_model.", 1)
+    return name
+
+
+def _channels_first(side: int) -> Callable[[Values], Values]:
+    """Return a change of patches stored by row, column and channel."""
+    return lambda x: np.ascontiguousarray(x.reshape(x.shape[0], side, side, 3).transpose(0, 3, 1, 2))
+
+
+KINDS = (
+    Kind(("Glm4vForConditionalGeneration", "Glm4vMoeForConditionalGeneration", "Glm46VForConditionalGeneration",
+          "GlmOcrForConditionalGeneration"), _glm_keys, ("visual.",), _glm_place, prepare=_glm_prepare),
+    Kind(("KimiVLForConditionalGeneration",), _kimi_keys, ("vision_tower.", "multi_modal_projector."), _kimi_place,
+         prepare=_kimi_prepare),
+    Kind(("KimiK25ForConditionalGeneration",), _k25_keys, ("vision_tower.", "mm_projector."), _k25_place, _k25_renamed,
+         _k25_prepare),
+    Kind(("Lfm2VlForConditionalGeneration",), _lfm2_keys, ("vision_tower.", "multi_modal_projector."), _lfm2_place,
+         _lfm2_renamed, _lfm2_prepare),
+)  # fmt: skip

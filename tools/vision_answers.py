@@ -1,0 +1,361 @@
+"""Write tests/data/vision_answers.json: what torch and the processors of transformers make of small random models.
+
+Needs torch, torchvision and transformers, which `ik` itself does not: run it in an environment of its own, with
+PYTHONPATH=tests. `--full DIR` also writes all pixels and embeddings; names restrict the run to some models.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torchvision.transforms.v2.functional as tv
+import transformers as tf
+from PIL import Image
+from vision_models import ANSWERS, image, weights
+
+SIZES = ((61, 47), (150, 90), (40, 130))
+TEXT = {"hidden_size": 40, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "vocab_size": 64, "head_dim": 20, "pad_token_id": 0}  # fmt: skip
+Found = tuple[list[np.ndarray], list[np.ndarray], list[Any]]
+"""Pixels of the tiles, their embeddings, and what says how they are arranged."""
+
+
+def resize(pixels: torch.Tensor, size: list[int], interpolation: Any = None, **more: Any) -> torch.Tensor:
+    """Resize as Pillow does; torchvision rounds differently by at most one level."""
+    modes = {"bilinear": 2, "bicubic": 3, "lanczos": 1, "nearest": 0, "nearest-exact": 0}
+    out = []
+    for one in pixels.reshape(-1, *pixels.shape[-3:]):
+        rgb = Image.fromarray(one.permute(1, 2, 0).numpy())
+        made = rgb.resize((size[1], size[0]), Image.Resampling(modes[interpolation.value]))
+        out.append(torch.from_numpy(np.array(made)).permute(2, 0, 1))
+    return torch.stack(out).reshape(*pixels.shape[:-2], *size)
+
+
+class Model:
+    """A random model of transformers, with the processor of its images."""
+
+    def __init__(self, config: dict[str, Any], processor: Any, kind: str, vision: str) -> None:
+        """`kind`: the class; `vision`: a pattern of the names of its vision tensors."""
+        made = getattr(tf, kind)
+        self.model = made._from_config(made.config_class(**config)).float().eval()
+        self.processor, self.shapes = processor, {}
+        state = self.model.state_dict()
+        for name, x in state.items():
+            if any(part in name for part in vision.split()):
+                self.shapes[name] = list(x.shape)
+                x.copy_(torch.from_numpy(weights(name, tuple(x.shape))))
+        self.config = {"architectures": [kind], **config}
+
+
+def idefics3() -> tuple[Model, Callable[[np.ndarray], Found]]:
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+              "image_size": 64, "patch_size": 8}  # fmt: skip
+    config = {"vision_config": vision, "text_config": TEXT, "scale_factor": 2, "image_token_id": 5, "pad_token_id": 0}
+    processor = tf.Idefics3ImageProcessor(size={"longest_edge": 160}, max_image_size={"longest_edge": 64})
+    m = Model(config, processor, "Idefics3ForConditionalGeneration", "vision_model connector")
+
+    def run(rgb: np.ndarray) -> Found:
+        made = processor([[Image.fromarray(rgb)]], return_tensors="pt", return_row_col_info=True)
+        found = m.model.model.get_image_features(made["pixel_values"], made["pixel_attention_mask"])
+        arranged = [made["rows"][0][0], made["cols"][0][0]]
+        return list(made["pixel_values"][0].numpy()), [x.numpy() for x in found.pooler_output], arranged
+
+    return m, run
+
+
+def llama4() -> tuple[Model, Callable[[np.ndarray], Found]]:
+    vision = {"hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
+              "image_size": 64, "patch_size": 8, "pixel_shuffle_ratio": 0.5, "projector_input_dim": 24,
+              "projector_output_dim": 24, "vision_output_dim": 24, "norm_eps": 1e-5, "hidden_act": "gelu",
+              "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}  # fmt: skip
+    text = TEXT | {"intermediate_size_mlp": 32, "num_local_experts": 1, "moe_layers": []}
+    config = {"vision_config": vision, "text_config": text}
+    processor = tf.Llama4ImageProcessor(size={"height": 64, "width": 64})
+    m = Model(config, processor, "Llama4ForConditionalGeneration", "vision_model multi_modal_projector")
+
+    def run(rgb: np.ndarray) -> Found:
+        made = processor([Image.fromarray(rgb)], return_tensors="pt")
+        pixels = made["pixel_values"].float()
+        rows = m.model.multi_modal_projector(m.model.vision_model(pixels).last_hidden_state)
+        return list(pixels.numpy()), [x.numpy() for x in rows], made["aspect_ratios"][0].tolist()
+
+    return m, run
+
+
+def glm4v() -> tuple[Model, Callable[[np.ndarray], Found]]:
+    vision = {"hidden_size": 32, "intermediate_size": 44, "depth": 2, "num_heads": 2, "image_size": 70,
+              "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 40,
+              "hidden_act": "silu", "rms_norm_eps": 1e-5, "attention_bias": False}  # fmt: skip
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 2], "partial_rotary_factor": 0.5}
+    config = {"vision_config": vision, "text_config": TEXT | {"rope_parameters": rope}}
+    processor = tf.Glm4vImageProcessor(size={"shortest_edge": 12544, "longest_edge": 9633792})
+    m = Model(config, processor, "Glm4vForConditionalGeneration", "visual")
+
+    def run(rgb: np.ndarray) -> Found:
+        made = processor([Image.fromarray(rgb)], return_tensors="pt")
+        rows = m.model.model.visual(made["pixel_values"], made["image_grid_thw"]).pooler_output
+        _, h, w = made["image_grid_thw"][0].tolist()
+        x = made["pixel_values"].numpy().reshape(h // 2, w // 2, 2, 2, 3, 2, 14, 14)[:, :, :, :, :, 0]
+        return [x.transpose(4, 0, 2, 5, 1, 3, 6).reshape(3, h * 14, w * 14)], [rows.numpy()], [h, w]
+
+    return m, run
+
+
+def moonvit(kind: str) -> tuple[Any, Callable[[np.ndarray], Found]]:
+    """Compute MoonViT as the code beside the checkpoints of Kimi-VL does; Kimi K2.5 has the same layers."""
+    n, n_head, ff, patch, table = 32, 2, 44, 14, 6
+    block = {"norm0": (n,), "norm1": (n,), "wqkv": (3 * n, n), "wo": (n, n), "mlp.fc0": (ff, n), "mlp.fc1": (n, ff)}
+    tower, top = "vision_tower.", {"kimivl": "multi_modal_projector.", "kimik25": "mm_projector."}[kind]
+    first, second = ("linear_1", "linear_2") if kind == "kimivl" else ("proj.0", "proj.2")
+    layers = {f"{tower}patch_embed.proj": (n, 3, patch, patch), f"{tower}encoder.final_layernorm": (n,),
+              f"{top}pre_norm": (n,), f"{top}{first}": (4 * n, 4 * n), f"{top}{second}": (40, 4 * n)}  # fmt: skip
+    layers |= {f"{tower}encoder.blocks.{i}.{name}": shape for i in range(2) for name, shape in block.items()}
+    shapes = {f"{name}.weight": shape for name, shape in layers.items()}
+    shapes |= {f"{name}.bias": shape[:1] for name, shape in layers.items()}
+    shapes[f"{tower}patch_embed.pos_emb.weight"] = (table, table, n)
+    w = {name: torch.from_numpy(weights(name, shape)) for name, shape in shapes.items()}
+    old = kind == "kimivl"
+    sizes = {"hidden_size": n, "num_attention_heads": n_head, "num_hidden_layers": 2, "intermediate_size": ff}
+    vision = {("" if old else "vt_") + key: value for key, value in sizes.items()}
+    vision |= {"patch_size": patch, "init_pos_emb_height": table, "init_pos_emb_width": table}
+    config = {"architectures": ["KimiVLForConditionalGeneration" if old else "KimiK25ForConditionalGeneration"],
+              "vision_config": vision, "text_config": TEXT}  # fmt: skip
+    processor = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "in_token_limit" if old else "in_patch_limit": 64}
+    limit = 4096 if old else 64  # files of Kimi-VL do not have it
+
+    def linear(x: torch.Tensor, name: str) -> torch.Tensor:
+        return torch.nn.functional.linear(x, w[f"{name}.weight"], w[f"{name}.bias"])
+
+    def norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        return torch.nn.functional.layer_norm(x, (n,), w[f"{name}.weight"], w[f"{name}.bias"], 1e-5)
+
+    def rotated(x: torch.Tensor, cis: torch.Tensor) -> torch.Tensor:
+        return torch.view_as_real(torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2)) * cis[:, None]).flatten(2)
+
+    def run(rgb: np.ndarray) -> Found:
+        picture = Image.fromarray(rgb)
+        pw, ph = picture.size
+        count = (pw // patch) * (ph // patch)
+        if count > limit:
+            scale = (limit / count) ** 0.5
+            picture = picture.resize((int(pw * scale), int(ph * scale)), Image.Resampling.BICUBIC)
+        pw, ph = (-(-x // (2 * patch)) * 2 * patch for x in picture.size)
+        whole = Image.new("RGB", (pw, ph))
+        whole.paste(picture)
+        pixels = (torch.from_numpy(np.array(whole)).permute(2, 0, 1).float() / 255 - 0.5) / 0.5
+        h, wd = ph // patch, pw // patch
+        conv = torch.nn.functional.conv2d(pixels[None], w[f"{tower}patch_embed.proj.weight"],
+                                          w[f"{tower}patch_embed.proj.bias"], stride=patch)  # fmt: skip
+        pos = w[f"{tower}patch_embed.pos_emb.weight"].permute(2, 0, 1)[None]
+        pos = torch.nn.functional.interpolate(pos, size=(h, wd), mode="bicubic")
+        x = (conv + pos)[0].flatten(1).T
+        d = n // n_head
+        freqs = 1.0 / (10000 ** (torch.arange(0, d, 4).float() / d))
+        flat = torch.arange(h * wd)
+        parts = [torch.outer(p.float(), freqs) for p in (flat % wd, flat // wd)]
+        cis = torch.stack([torch.polar(torch.ones_like(p), p) for p in parts], dim=-1).flatten(1)
+        for i in range(2):
+            b = f"{tower}encoder.blocks.{i}."
+            q, k, v = linear(norm(x, f"{b}norm0"), f"{b}wqkv").reshape(h * wd, 3, n_head, d).unbind(1)
+            q, k, v = (y.transpose(0, 1) for y in (rotated(q, cis), rotated(k, cis), v))
+            y = torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(0, 1).reshape(h * wd, n)
+            x = x + linear(y, f"{b}wo")
+            y = torch.nn.functional.gelu(linear(norm(x, f"{b}norm1"), f"{b}mlp.fc0"), approximate="tanh")
+            x = x + linear(y, f"{b}mlp.fc1")
+        x = norm(x, f"{tower}encoder.final_layernorm").reshape(h // 2, 2, wd // 2, 2, n).transpose(1, 2)
+        x = norm(x.reshape(-1, n), f"{top}pre_norm").reshape(-1, 4 * n)
+        rows = linear(torch.nn.functional.gelu(linear(x, top + first)), top + second)
+        return [pixels.numpy()], [rows.numpy()], [h, wd]
+
+    class Made:
+        pass
+
+    m: Any = Made()
+    m.config, m.processor, m.shapes = config, processor, {name: list(shape) for name, shape in shapes.items()}
+    return m, run
+
+
+def lfm2() -> tuple[Model, Callable[[np.ndarray], Found]]:
+    vision = {"model_type": "siglip2_vision_model", "hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 2,
+              "num_attention_heads": 2, "num_patches": 36, "patch_size": 16, "layer_norm_eps": 1e-6,
+              "vision_use_head": False}  # fmt: skip
+    text = {"model_type": "lfm2", **TEXT, "layer_types": ["conv"], "block_ff_dim": 32}
+    config = {"vision_config": vision, "text_config": text, "downsample_factor": 2, "projector_hidden_size": 36}
+    processor = tf.Lfm2VlImageProcessor()
+    m = Model(config, processor, "Lfm2VlForConditionalGeneration", "vision_tower multi_modal_projector")
+
+    def run(rgb: np.ndarray) -> Found:
+        made = processor([Image.fromarray(rgb)], return_tensors="pt", return_row_col_info=True)
+        keys = ("pixel_values", "spatial_shapes", "pixel_attention_mask")
+        rows = m.model.model.get_image_features(*(made[key] for key in keys)).pooler_output
+        pixels = []
+        for x, (h, w) in zip(made["pixel_values"].numpy(), made["spatial_shapes"].tolist(), strict=True):
+            cut = x[: h * w].reshape(h, w, 16, 16, 3)
+            pixels.append(cut.transpose(4, 0, 2, 1, 3).reshape(3, h * 16, w * 16))
+        return pixels, [x.numpy() for x in rows], [made["image_rows"][0].item(), made["image_cols"][0].item()]
+
+    return m, run
+
+
+def internvl() -> tuple[Model, Callable[[np.ndarray], Found]]:
+    vision = {"hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 4, "num_attention_heads": 2,
+              "image_size": [56, 56], "patch_size": [14, 14], "hidden_act": "gelu", "layer_norm_eps": 1e-6,
+              "attention_bias": True, "use_qk_norm": False, "norm_type": "layer_norm"}  # fmt: skip
+    config = {"vision_config": vision, "text_config": {"model_type": "qwen2", **TEXT}, "downsample_ratio": 0.5}
+    processor = tf.GotOcr2ImageProcessor(size={"height": 56, "width": 56}, crop_to_patches=True, max_patches=6)
+    m = Model(config, processor, "InternVLForConditionalGeneration", "vision_tower multi_modal_projector")
+    m.config |= {"min_dynamic_patch": 1, "max_dynamic_patch": 6}
+
+    def run(rgb: np.ndarray) -> Found:
+        pixels = processor([Image.fromarray(rgb)], return_tensors="pt")["pixel_values"]
+        rows = m.model.model.get_image_features(pixels).pooler_output
+        return list(pixels.numpy()), [x.numpy() for x in rows], []
+
+    return m, run
+
+
+class Weights:
+    """Weights of a model that transformers does not have, by name, and functions with them."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]], config: dict[str, Any], processor: dict[str, Any]) -> None:
+        self.shapes = {name: list(shape) for name, shape in shapes.items()}
+        self.config, self.processor = config, processor
+        self.w = {name: torch.from_numpy(weights(name, shape)) for name, shape in shapes.items()}
+
+    def linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return torch.nn.functional.linear(x, self.w[f"{name}.weight"], self.w.get(f"{name}.bias"))
+
+    def norm(self, x: torch.Tensor, name: str, eps: float) -> torch.Tensor:
+        return torch.nn.functional.layer_norm(x, x.shape[-1:], self.w[f"{name}.weight"], self.w[f"{name}.bias"], eps)
+
+
+def biased(layers: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of weights and biases of layers."""
+    found = {f"{name}.weight": shape for name, shape in layers.items()}
+    return found | {f"{name}.bias": shape[:1] for name, shape in layers.items()}
+
+
+def minicpmv() -> tuple[Any, Callable[[np.ndarray], Found]]:
+    """Compute MiniCPM-V 2.6 as the code beside its checkpoint does."""
+    n, n_head, ff, patch, side, table, d, n_query = 32, 2, 44, 14, 112, 10, 256, 5
+    block = {"layer_norm1": (n,), "layer_norm2": (n,), "mlp.fc1": (ff, n), "mlp.fc2": (n, ff)}
+    block |= {f"self_attn.{name}_proj": (n, n) for name in ("q", "k", "v", "out")}
+    layers = {"vpm.embeddings.patch_embedding": (n, 3, patch, patch), "vpm.post_layernorm": (n,),
+              "resampler.ln_q": (d,), "resampler.ln_kv": (d,), "resampler.ln_post": (d,),
+              "resampler.attn.out_proj": (d, d)}  # fmt: skip
+    layers |= {f"vpm.encoder.layers.{i}.{name}": shape for i in range(2) for name, shape in block.items()}
+    shapes = biased(layers) | {"vpm.embeddings.position_embedding.weight": (table * table, n),
+                               "resampler.query": (n_query, d), "resampler.kv_proj.weight": (d, n),
+                               "resampler.proj": (d, d), "resampler.attn.in_proj_weight": (3 * d, d),
+                               "resampler.attn.in_proj_bias": (3 * d,)}  # fmt: skip
+    vision = {"hidden_size": n, "num_attention_heads": n_head, "num_hidden_layers": 2, "intermediate_size": ff,
+              "patch_size": patch, "image_size": table * patch}  # fmt: skip
+    config = {"architectures": ["MiniCPMV"], "version": 2.6, "image_size": side, "query_num": n_query,
+              "vision_config": vision, "hidden_size": d}  # fmt: skip
+    m = Weights(shapes, config, {"norm_mean": [0.5] * 3, "norm_std": [0.5] * 3})
+    slices = tf.MiniCPMV4_6ImageProcessor(scale_resolution=side, patch_size=patch)
+    slices.find_best_resize.__func__.__globals__["ensure_divide"] = lambda x, y: max(
+        round(x / (y if y < patch else patch)) * (y if y < patch else patch), y if y < patch else patch
+    )  # whole patches, as in 2.6
+
+    def waves(h: int, w: int) -> torch.Tensor:
+        omega = 1.0 / 10000 ** (np.arange(d // 4, dtype=np.float32) / (d / 4.0))
+        row, col = np.divmod(np.arange(h * w), w)
+        parts = [f(np.einsum("m,d->md", at, omega)) for at in (col, row) for f in (np.sin, np.cos)]
+        return torch.from_numpy(np.concatenate(parts, axis=1)).float()
+
+    def encode(pixels: torch.Tensor) -> np.ndarray:
+        h, w = pixels.shape[1] // patch, pixels.shape[2] // patch
+        bounds = torch.arange(1 / table, 1.0, 1 / table)
+        rows, cols = (torch.bucketize(torch.arange(0, 1 - 1e-6, 1 / k), bounds, right=True) for k in (h, w))
+        name = "vpm.embeddings.patch_embedding"
+        x = torch.nn.functional.conv2d(pixels[None], m.w[f"{name}.weight"], m.w[f"{name}.bias"], stride=patch)
+        positions = m.w["vpm.embeddings.position_embedding.weight"]
+        x = x[0].flatten(1).T + positions[(rows[:, None] * table + cols).flatten()]
+        for i in range(2):
+            b = f"vpm.encoder.layers.{i}."
+            y = m.norm(x, f"{b}layer_norm1", 1e-6)
+            parts = [m.linear(y, f"{b}self_attn.{k}_proj").reshape(len(x), n_head, -1).transpose(0, 1) for k in "qkv"]
+            y = torch.nn.functional.scaled_dot_product_attention(*parts).transpose(0, 1).reshape(len(x), n)
+            x = x + m.linear(y, f"{b}self_attn.out_proj")
+            y = m.linear(m.norm(x, f"{b}layer_norm2", 1e-6), f"{b}mlp.fc1")
+            x = x + m.linear(torch.nn.functional.gelu(y, approximate="tanh"), f"{b}mlp.fc2")
+        x = m.linear(m.norm(x, "vpm.post_layernorm", 1e-6), "resampler.kv_proj")
+        x = m.norm(x, "resampler.ln_kv", 1e-6)
+        q = m.norm(m.w["resampler.query"], "resampler.ln_q", 1e-6)
+        y, _ = torch.nn.functional.multi_head_attention_forward(
+            q[:, None], (x + waves(h, w))[:, None], x[:, None], d, d // 128, m.w["resampler.attn.in_proj_weight"],
+            m.w["resampler.attn.in_proj_bias"], None, None, False, 0.0, m.w["resampler.attn.out_proj.weight"],
+            m.w["resampler.attn.out_proj.bias"], training=False)  # fmt: skip
+        return (m.norm(y[:, 0], "resampler.ln_post", 1e-6) @ m.w["resampler.proj"]).numpy()
+
+    def run(rgb: np.ndarray) -> Found:
+        made = slices([Image.fromarray(rgb)], return_tensors="pt")
+        pixels, at = [], 0
+        for h, w in made["target_sizes"].tolist():
+            cut = made["pixel_values"][0][:, :, at * patch : (at + h * w) * patch].reshape(3, patch, h, w, patch)
+            pixels.append(cut.permute(0, 2, 1, 3, 4).reshape(3, h * patch, w * patch))
+            at += h * w
+        return [x.numpy() for x in pixels], [encode(x) for x in pixels], list(made["grids"][0])
+
+    return m, run
+
+
+MODELS = {
+    "internvl": internvl,
+    "idefics3": idefics3,
+    "llama4": llama4,
+    "glm4v": glm4v,
+    "kimivl": lambda: moonvit("kimivl"),
+    "kimik25": lambda: moonvit("kimik25"),
+    "lfm2": lfm2,
+    "minicpmv": minicpmv,
+}
+MORE_SIZES = {"lfm2": ((1024, 600),)}
+
+
+def sample(x: np.ndarray, n: int) -> str:
+    """Return about n of the values, spread over all, in base64."""
+    flat = x.astype(np.float32).reshape(-1)
+    return base64.b64encode(flat[:: max(len(flat) // n, 1)].tobytes()).decode()
+
+
+def main() -> None:
+    """Run the models."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", default=[])
+    parser.add_argument("--full", type=Path)
+    given = parser.parse_args()
+    tv.resize = resize
+    found = json.loads(ANSWERS.read_text()) if ANSWERS.is_file() else {}
+    for name in given.names or MODELS:
+        with torch.no_grad():
+            m, run = MODELS[name]()
+            about = m.processor if isinstance(m.processor, dict) else m.processor.to_dict()
+            processor = {key: value for key, value in about.items() if value is not None}
+            images = {}
+            for width, height in (*SIZES, *MORE_SIZES.get(name, ())):
+                pixels, rows, arranged = run(image(width, height))
+                if given.full:
+                    given.full.mkdir(exist_ok=True)
+                    tiles = {f"pixels{i}": x for i, x in enumerate(pixels)}
+                    tiles |= {f"rows{i}": x for i, x in enumerate(rows)}
+                    np.savez(given.full / f"{name}-{width}x{height}.npz", **tiles)
+                images[f"{width}x{height}"] = {
+                    "tiles": [list(x.shape) for x in pixels], "rows": [len(x) for x in rows], "arranged": arranged,
+                    "pixels": sample(np.concatenate([x.reshape(-1) for x in pixels]), 64),
+                    "embeddings": sample(np.concatenate([x.reshape(-1) for x in rows]), 96),
+                }  # fmt: skip
+        found[name] = {"config": m.config, "processor": processor, "shapes": m.shapes, "images": images}
+    ANSWERS.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

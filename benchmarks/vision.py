@@ -183,7 +183,7 @@ def time_ours(text: Path, projector: Path, side: int, n: int, n_threads: int) ->
 def time_reference(program: Path, text: Path, projector: Path, image: Path, n: int, n_threads: int) -> list[float]:
     """Return the milliseconds that the reference reports for n images, after one that is not counted."""
     command = [str(program), "-m", str(text), "--mmproj", str(projector), "-t", str(n_threads), "-c", "16384", "-n",
-               "1", "-p", "x", *["--image", str(image)] * (n + 1)]  # fmt: skip
+               "1", "-p", "x", "--chat-template", "vicuna", *["--image", str(image)] * (n + 1)]  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, errors="replace", check=False)
     log = done.stdout + done.stderr

@@ -13,6 +13,7 @@ from pathlib import Path
 
 _CPU_ROOT = Path("/sys/devices/system/cpu")
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
+_MEMINFO = Path("/proc/meminfo")
 
 
 def visible_cpus() -> set[int]:
@@ -99,3 +100,58 @@ def cpu_flags(path: str = "/proc/cpuinfo") -> list[str]:
         return []
     present = set(line.partition(":")[2].split())
     return [flag for flag in wanted if flag in present]
+
+
+def cgroup_memory_room(root: Path = _CGROUP_ROOT, own: Path = Path("/proc/self/cgroup")) -> int | None:
+    """Return the bytes that the cgroups of this process may still use, or None without a limit (v2 and v1).
+
+    The page cache of the cgroup counts as free, because it gives way.
+    """
+    try:
+        lines = own.read_text().splitlines()
+    except OSError:
+        return None
+    rooms = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        names = ("memory.max", "memory.current", "inactive_file", "active_file")
+        folder = root / path.lstrip("/")
+        if controllers == "memory":
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "total_active_file")
+            folder = root / "memory" / path.lstrip("/")
+        elif controllers:
+            continue
+        top = root / "memory" if controllers else root
+        for place in (folder, *(p for p in folder.parents if p == top or top in p.parents)):
+            room = _room(place, *names)
+            if room is not None:
+                rooms.append(room)
+    return min(rooms, default=None)
+
+
+def _room(folder: Path, limit_name: str, used_name: str, *cached: str) -> int | None:
+    try:
+        limit, used = ((folder / name).read_text().strip() for name in (limit_name, used_name))
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return None
+    if not limit.isdigit() or int(limit) > 1 << 60:
+        return None
+    return max(int(limit) - int(used) + sum(int(stat.get(name, 0)) for name in cached), 0)
+
+
+def available_memory(path: Path = _MEMINFO) -> int | None:
+    """Return the bytes of RAM available to new programs, or None where the system does not report them.
+
+    The limit of a cgroup (a container, a service) counts.
+    """
+    try:
+        lines = path.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        if line.startswith("MemAvailable:"):
+            free = int(line.split()[1]) * 1024
+            room = cgroup_memory_room() if path == _MEMINFO else None
+            return free if room is None else min(free, room)
+    return None

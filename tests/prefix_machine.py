@@ -50,7 +50,7 @@ class Prefixes(RuleBasedStateMachine):
         self.disk_limit = disk if mib else 0
         self.shelf = Shelf(*kind, n_ctx=N_CTX, n_seq=self.n_slots)
         self.shelf.sequences.keeping = Keeping(most=4, spread=True)
-        config = SimpleNamespace(server=SimpleNamespace(cache_ram=mib, cache_disk=None))
+        config = SimpleNamespace(server=SimpleNamespace(cache_ram=mib, cache_disk=None, cache_rest="cache"))
         self.slots = [Slot(i, N_CTX) for i in range(self.n_slots)]
         session: Any = SimpleNamespace(config=config, sequences=self.shelf.sequences)
         self.reuse = Reuse(session, self.slots, silent)
@@ -62,7 +62,8 @@ class Prefixes(RuleBasedStateMachine):
         self.reuse.store = PrefixStore(self.shelf.sequences, limit, block=16)
         if self.disk_limit:
             folder = Path(self.folder.name)
-            self.reuse.store.attach(Disk(folder, self.disk_limit, 20_000, {"test": 1}, self.shelf.sequences, silent))
+            store = self.reuse.store
+            store.attach(Disk(folder, self.disk_limit, 20_000, {"test": 1}, store.rest, silent))
 
     def end(self) -> None:
         if self.reuse.store.disk is not None:

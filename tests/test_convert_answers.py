@@ -25,7 +25,13 @@ from ikcli.settings.run import RunConfig
 ANSWERS: dict[str, Any] = json.loads((Path(__file__).parent / "data" / "convert_answers.json").read_text())
 
 
-@pytest.mark.parametrize("model", ANSWERS["models"], ids=lambda model: model["name"])
+def _models() -> list[Any]:
+    """Parameters; models that need kernels of their own are slow."""
+    mark = pytest.mark.slow("compiles kernels for a single model")
+    return [pytest.param(m, id=m["name"], marks=mark if m.get("slow") else ()) for m in ANSWERS["models"]]
+
+
+@pytest.mark.parametrize("model", _models())
 def test_a_converted_checkpoint_computes_what_torch_computes(tmp_path: Path, model: dict[str, Any]) -> None:
     tensors = {name: drawn(name, shape) for name, shape in model["tensors"].items()}
     found = open_checkpoint(write_checkpoint(tmp_path / "model", model["config"], tensors))

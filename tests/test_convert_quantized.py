@@ -425,3 +425,30 @@ def test_what_is_not_understood_is_named(settings: Any, tensors: Any, message: s
     with pytest.raises(IkError, match=message) as caught:
         dequantized(Memory(tensors), config)
     assert isinstance(caught.value, FormatError | UnsupportedError)
+
+
+def test_ternary_matrices_and_their_numbers() -> None:
+    """Four rows per byte, by quarters; weights as they were trained become multiples of their mean magnitude."""
+    rows = np.random.default_rng(3).integers(-1, 2, (8, 6))
+    codes = (rows + 1).astype(np.uint8)
+    packed = codes[:2] | codes[2:4] << 2 | codes[4:6] << 4 | codes[6:] << 6
+    tensors = {"a.o_proj.weight": packed, "a.o_proj.weight_scale": np.array([0.25], np.float32)}
+    for kind, number in (("autobitlinear", 0.25), ("bitlinear", 4.0)):
+        settings = {"quant_method": "bitnet", "linear_class": kind, "quantization_mode": "offline"}
+        found = dequantized(Memory(tensors), {"quantization_config": settings})
+        assert list(found.names) == list(tensors)
+        check(found, "a.o_proj.weight", rows.astype(np.float32))
+        assert found.read("a.o_proj.weight_scale").tolist() == [number]
+
+    trained = np.array([[0.1, -3.0, 0.9], [-0.4, 2.0, -0.8]], np.float32)  # mean magnitude 1.2
+    online = {"architectures": ["BitnetForCausalLM"]}
+    found = dequantized(Memory({"a.q_proj.weight": trained, "a.norm.weight": trained[0]}), online)
+    assert list(found.names) == ["a.q_proj.weight", "a.q_proj.weight_scale", "a.norm.weight"]
+    check(found, "a.q_proj.weight", np.array([[0, -1, 1], [0, 1, -1]], np.float32))
+    np.testing.assert_allclose(found.read("a.q_proj.weight_scale"), [1.2], rtol=1e-6)
+    for settings, message in (({"use_rms_norm": True}, "use_rms_norm True is not read"),
+                              ({"quantization_mode": "later"}, "quantization_mode 'later'")):  # fmt: skip
+        with pytest.raises(UnsupportedError, match=message):
+            dequantized(Memory(tensors), {"quantization_config": {"quant_method": "bitnet"} | settings})
+    with pytest.raises(FormatError, match=r"o_proj.weight has no a\.o_proj\.weight_scale beside it"):
+        dequantized(Memory({"a.o_proj.weight": packed}), {"quantization_config": {"quant_method": "bitnet"}})

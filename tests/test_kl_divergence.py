@@ -314,7 +314,9 @@ def opened(table: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> list[FakeSessi
     """Sessions that the subcommand opens; their model is the table."""
     sessions: list[FakeSession] = []
 
-    def open_session(config: RunConfig, *, n_ctx: int, n_seq_max: int, planner: object = None) -> FakeSession:
+    def open_session(
+        config: RunConfig, *, n_ctx: int, n_seq_max: int, planner: object = None, media: None = None
+    ) -> FakeSession:
         sessions.append(FakeSession(table, n_ctx=n_ctx, n_seq_max=n_seq_max, n_batch=config.n_batch))
         return sessions[-1]
 

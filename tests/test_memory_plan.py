@@ -14,10 +14,11 @@ from ikcli import log, main
 from ikcli.cli.parser import parse
 from ikcli.engine.plan import devices, memory_plan
 from ikcli.engine.plan.device_memory import MemoryPlan
-from ikcli.engine.plan.devices import CONTEXT_BYTES, available_memory, described_machine
+from ikcli.engine.plan.devices import CONTEXT_BYTES, described_machine
 from ikcli.engine.plan.planner import Planner
 from ikcli.engine.run.run_device import RESERVE_BYTES
 from ikcli.gguf.reader import open_gguf
+from ikcli.hostinfo import available_memory
 from ikcli.models import HParams
 from ikcli.settings.run import RunConfig
 from ikcli.settings.values import parse_device_spec

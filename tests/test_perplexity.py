@@ -193,7 +193,13 @@ class Opener:
         self.sessions: list[FakeSession] = []
 
     def open(
-        self, config: RunConfig, *, n_ctx: int | None = None, n_seq_max: int = 1, planner: object = None
+        self,
+        config: RunConfig,
+        *,
+        n_ctx: int | None = None,
+        n_seq_max: int = 1,
+        planner: object = None,
+        media: None = None,
     ) -> FakeSession:
         session = FakeSession(self.table, n_ctx=n_ctx or 256, n_seq_max=n_seq_max, n_batch=config.n_batch)
         self.sessions.append(session)

@@ -50,7 +50,7 @@ def opened(
     folder: Path, shelf: Shelf, limit: int = 1 << 20, on_disk: int = 1 << 20, about: str = "a", log: Any = None
 ) -> PrefixStore:
     store = PrefixStore(shelf.sequences, limit, block=16)
-    store.attach(Disk(folder, on_disk, limit // 4, {"model": about}, shelf.sequences, log or Lines()))
+    store.attach(Disk(folder, on_disk, limit // 4, {"model": about}, store.rest, log or Lines()))
     return store
 
 
@@ -273,7 +273,7 @@ from ikcli.server.prefix.store import PrefixStore
 from ikcli.server.slots.log import silent
 shelf = Shelf(CELLS)
 store = PrefixStore(shelf.sequences, 1 << 20, block=16)
-store.attach(Disk(Path({folder!r}), 1 << 20, 1 << 18, {{"model": "a"}}, shelf.sequences, silent))
+store.attach(Disk(Path({folder!r}), 1 << 20, 1 << 18, {{"model": "a"}}, store.rest, silent))
 print("ready", flush=True)
 for start in range(0, 10**6, 1000):
     shelf.truncate(0, 0)
@@ -295,7 +295,7 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
             process.send_signal(signal.SIGKILL)
         store = opened(tmp_path, shelf)
         for path in files(tmp_path):
-            node_file.read(path, {"model": "a"}, shelf.sequences)
+            node_file.read(path, {"model": "a"}, store.rest)
         found = [loaded(store, shelf, range(start, start + 200))[1] for start in range(0, 20_000, 1000)]
         total += sum(found)
         close(store)

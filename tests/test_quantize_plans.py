@@ -139,7 +139,13 @@ def test_help_has_a_line_per_type(capsys: pytest.CaptureFixture[str]) -> None:
                       "IQ4_KSS", "IQ5_KS", "IQ3_KS", "IQ2_KL"}  # fmt: skip
     trellis = {line.split()[0] for line in lines if "trellis" in line}
     assert trellis == {"IQ1_KT", "IQ2_KT", "IQ3_KT", "IQ4_KT"}
-    assert {line.split()[0] for line in lines if "Bitnet" in line} == {"IQ1_BN", "IQ2_BN", "IQ2_BN_R4"}
+    assert {line.split()[0] for line in lines if "Bitnet" in line} == {
+        "IQ1_BN",
+        "IQ2_BN",
+        "IQ2_BN_R4",
+        "TQ1_0",
+        "TQ2_0",
+    }
     assert max(map(len, command_help(next(c for c in COMMANDS if c.name == "quantize")).splitlines())) <= WIDTH
 
 

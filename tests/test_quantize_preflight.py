@@ -197,7 +197,7 @@ def test_outputs_that_cannot_be_written(
 
 def test_memory_is_compared(capsys, model_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for available, level, code in ((10 << 20, "FAIL", 1), (None, "note", 0), (1 << 40, "ok", 0)):
-        monkeypatch.setattr("ikcli.engine.plan.devices.available_memory", lambda available=available: available)
+        monkeypatch.setattr("ikcli.hostinfo.available_memory", lambda available=available: available)
         found, text, _ = run(capsys, "--preflight", model_file, tmp_path / "o.gguf", "Q8_0")
         assert (found, rows(text, "memory")[0][0]) == (code, level)
 

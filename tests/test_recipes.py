@@ -25,7 +25,9 @@ from ikcli.quant.recipes import RecipeOptions, TypeChoice, choose_types
 # "released": the last byte of that crc32 for the matrices of the models of `real_models`, without
 # importance matrix and, for presets that look at it, with one.
 ANSWERS = json.loads((Path(__file__).parent / "data" / "recipe_answers.json").read_text())
-PRESETS = [(name, f.number) for f in FILE_TYPES.values() for name in f.names]
+OF_MAINLINE = {"TQ1_0", "TQ2_0"}  # which the reference does not write
+REFERENCE = [f for f in FILE_TYPES.values() if not OF_MAINLINE & set(f.names)]
+PRESETS = [(name, f.number) for f in REFERENCE for name in f.names]
 T = GGMLType
 
 
@@ -90,7 +92,7 @@ LOOK_AT_IMATRIX = [
     "Q4_0", "Q5_0", "Q4_0_R8", "IQ3_XXS", "IQ3_KT", "IQ3_XXS_R4", "IQ4_NL", "IQ4_XS", "IQ4_KS", "IQ4_KSS", "IQ4_KS_R4",
     "IQ4_NL_R4", "IQ4_XS_R8",
 ]  # fmt: skip
-ONCE = [f.names[0] for f in FILE_TYPES.values() if f.names]
+ONCE = [f.names[0] for f in REFERENCE if f.names]
 
 
 def released(key: str, presets: list[str], imatrix: Imatrix | None) -> dict[str, str]:

@@ -94,7 +94,7 @@ class Pretender(CpuDevice):
 @pytest.fixture
 def divided(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def use(kind: str, device: type[CpuDevice] = Pretender) -> None:
-        def make(n_threads: int, gpus: Any, placement: Any, offload: Any) -> Runner:
+        def make(n_threads: int, gpus: Any, placement: Any, offload: Any, experts: Any) -> Runner:
             runner = Runner(CpuDevice(n_threads), {OTHER: device(n_threads)}, places(kind))
             runner.allocate = poisoned
             return runner

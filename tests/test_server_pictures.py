@@ -16,6 +16,8 @@ import pytest
 from engine_client import GREEDY, Call, serving
 from PIL import Image
 
+from ikcli.gguf.reader import open_gguf
+from ikcli.gguf.writer import GGUFWriter, NewTensor
 from ikcli.server.http.pictures import Pictures
 from ikcli.server.http.prompts import Prompt
 from ikcli.server.slots.engine import Engine
@@ -168,3 +170,23 @@ def test_an_image_that_must_be_whole_needs_a_micro_batch_for_it() -> None:
         made = prompt(small, FIRST, RED)
         refused = Call(small, GenerationRequest(made.tokens, GREEDY, 1, pictures=made.pictures)).end
         assert not isinstance(refused, Final) and refused.status == 400 and "-ub 16" in refused.message
+
+
+@pytest.mark.slow("runs a model and its tower")
+def test_tiles_of_an_image(tmp_path: Path) -> None:
+    """Tiles stand side by side in a prompt, and the next request finds all of them in the cache."""
+    file = open_gguf(vision("internvl").mmproj or "")
+    specs = [NewTensor(name, tuple(t.shape), t.type) for name, t in file.tensors.items()]
+    path = tmp_path / "tiles.gguf"
+    with GGUFWriter(path, {**file.typed_metadata(), "clip.vision.preproc_max_tiles": 3}, specs) as writer:
+        for spec in specs:
+            writer.write_tensor(spec.name, file.data(spec.name).reshape(-1).view(np.uint8))
+    config = {"model": GOLDEN / "internvl.gguf", "vision": VisionConfig(mmproj=path)}
+    with serving(1, n_ctx=512, **config) as engine:
+        made = prompt(engine, f"Look: {MARK} What is it?", picture(3, (300, 180)))
+        starts = [one.start for one in made.pictures]
+        assert starts == [starts[0], starts[0] + 64, starts[0] + 128]  # two tiles and a view of it all
+        first, second = ask(engine, made), ask(engine, made)
+        assert first.timings.cache_n == 0
+        assert second.timings.cache_n == len(made.tokens) - 1
+        assert second.text == first.text

@@ -127,7 +127,7 @@ class Sequences(EngineSequences):
 
 def reuse(*held: Any, cache_ram: int = 1) -> tuple[Reuse, list[Slot], Sequences]:
     sequences = Sequences(len(held))
-    config = SimpleNamespace(server=SimpleNamespace(cache_ram=cache_ram, cache_disk=None))
+    config = SimpleNamespace(server=SimpleNamespace(cache_ram=cache_ram, cache_disk=None, cache_rest="cache"))
     slots = []
     for i, tokens in enumerate(held):
         slot = Slot(i, 200)

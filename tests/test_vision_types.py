@@ -9,15 +9,24 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from vision_models import Floats, answers, image, write_checkpoint
+from vision_models import Floats, answers, image, weights, write_checkpoint, write_projector
 
 from ikcli.convert.projector import open_projector
+from ikcli.engine.run.batch import Batch
+from ikcli.engine.run.session import Session
+from ikcli.errors import IkError, UnsupportedError
+from ikcli.gguf.constants import GGMLType
+from ikcli.gguf.reader import open_gguf
+from ikcli.gguf.writer import GGUFWriter, NewTensor
 from ikcli.models import HParams
+from ikcli.settings.run import RunConfig
 from ikcli.vision.decode import Picture, Tile
 from ikcli.vision.projector import Projector
 
 NAMES = sorted(answers())
-SECTIONS = {"glm4v"}
+SECTIONS = {"glm4v", "glm_ocr"}
+NOT_READ = ("image_min_pixels", "image_aspect_ratio")
+"""Keys without which images are the same."""
 
 
 class Model:
@@ -25,14 +34,18 @@ class Model:
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name, self.answers = name, answers()[name]
-        write_checkpoint(folder, self.answers)
         path = folder / f"{name}.gguf"
-        open_projector(folder, "f16").write(path)
+        if "metadata" in self.answers:
+            write_projector(path, self.answers)
+        else:
+            write_checkpoint(folder, self.answers)
+            open_projector(folder, "f16").write(path)
         text = self.answers["config"].get("text_config", self.answers["config"])
         sections = (2, 1, 1, 0) if name in SECTIONS else ()
         hp = SimpleNamespace(n_embd=text["hidden_size"], rope=SimpleNamespace(sections=sections), source="text.gguf",
                              arch="text", n_embd_per_layer=0)  # fmt: skip
-        self.projector = Projector.open(path, cast(HParams, hp), n_threads=2)
+        self.hp = cast(HParams, hp)
+        self.projector = Projector.open(path, self.hp, n_threads=2)
 
     @property
     def images(self) -> dict[str, dict[str, Any]]:
@@ -78,7 +91,14 @@ TEXTS = {
     "<|tile_x_separator|>|<|tile_y_separator|><|image|>|<|image_end|>",
     "internvl": "<img>|||||||</img>",
     "minicpmv": "<image>|</image><slice>|</slice><slice>|</slice>",
+    "llava": "|",
+    "mlp_norm": "|",
+    "ldp": "|",
+    "ldpv2": "|",
+    "janus": "<begin_of_image>|<end_of_image>",
+    "lightonocr": "<|im_start|>|<|im_end|>",
     "glm4v": "<|begin_of_image|>|<|end_of_image|>",
+    "glm_ocr": "<|begin_of_image|>|<|end_of_image|>",
     "kimivl": "<|media_start|>|<|media_end|>",
     "kimik25": "<|media_begin|>|<|media_end|>",
     "lfm2": "<|image_start|><|img_row_1_col_1|>|<|img_row_1_col_2|>|<|img_row_1_col_3|>|<|img_row_2_col_1|>|"
@@ -91,6 +111,100 @@ def test_texts_around_tiles(model: Model) -> None:
     size = "1024x600" if model.name == "lfm2" else "150x90"
     found = "".join(one if isinstance(one, str) else "|" for one in model.pieces(size))
     assert found == TEXTS[model.name]
+
+
+GLM4 = {"input_layernorm": "attn_norm", "post_self_attn_layernorm": "post_attention_norm",
+        "post_attention_layernorm": "ffn_norm", "post_mlp_layernorm": "post_ffw_norm", "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
+        "mlp.gate_up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "norm": "output_norm",
+        "embed_tokens": "token_embd"}  # fmt: skip
+
+
+def write_glm4(path: Path, model: Model) -> None:
+    """Write the text model, with pairs of queries and keys as converters put them for M-RoPE."""
+    c = model.answers["config"]["text_config"]
+    width, rotated = c["head_dim"], int(c["head_dim"] * c["rope_parameters"]["partial_rotary_factor"])
+    tensors = {}
+    for name, shape in model.answers["shapes"].items():
+        x = weights(name, tuple(shape))
+        layer, kind = name.removeprefix("model.language_model.").rsplit(".", 1)
+        if layer.endswith(("q_proj", "k_proj")):
+            heads = x.reshape(-1, width, *x.shape[1:])
+            parts = [heads[:, :rotated:2], heads[:, 1:rotated:2], heads[:, rotated:]]
+            x = np.concatenate(parts, axis=1).reshape(x.shape)
+        if layer == "lm_head":
+            tensors["output.weight"] = x
+        elif layer.startswith("layers."):
+            _, index, layer = layer.split(".", 2)
+            tensors[f"blk.{index}.{GLM4[layer]}.{kind}"] = x
+        elif layer in GLM4:
+            tensors[f"{GLM4[layer]}.{kind}"] = x
+    keys = {"block_count": c["num_hidden_layers"], "context_length": 256, "embedding_length": c["hidden_size"],
+            "feed_forward_length": c["intermediate_size"], "attention.head_count": c["num_attention_heads"],
+            "attention.head_count_kv": c["num_key_value_heads"], "attention.key_length": width,
+            "attention.value_length": width, "attention.layer_norm_rms_epsilon": c["rms_norm_eps"],
+            "rope.dimension_count": rotated, "rope.freq_base": 10000.0, "vocab_size": c["vocab_size"],
+            "rope.dimension_sections": [*c["rope_parameters"]["mrope_section"], 0]}  # fmt: skip
+    metadata = {"general.architecture": "glm4"} | {f"glm4.{key}": value for key, value in keys.items()}
+    specs = [NewTensor(name, tuple(reversed(x.shape)), GGMLType.F32) for name, x in tensors.items()]
+    with GGUFWriter(path, metadata, specs) as writer:
+        for name, x in tensors.items():
+            writer.write_tensor(name, np.ascontiguousarray(x).reshape(-1).view(np.uint8))
+
+
+@pytest.mark.slow("runs a model and its tower")
+def test_text_after_an_image_of_glm4v(tmp_path: Path) -> None:
+    """Sections of the rotation lie in runs, and turn halves of heads."""
+    model = Model("glm4v", tmp_path)
+    write_glm4(tmp_path / "text.gguf", model)
+    about = model.answers["text"]
+    tile = next(one for one in model.pieces(about["image"]) if isinstance(one, Tile))
+    media, start = model.projector.encode(tile), about["ids"].index(5)
+    config = RunConfig(model=str(tmp_path / "text.gguf"), n_ctx=128, n_threads=2, n_threads_batch=2)
+    with Session.open(config, media=model.projector.media_config) as session:
+        batch = Batch.mixed([about["ids"][:start], media, about["ids"][start + len(media) :]], logits="none")
+        batch.logits[-6:] = True
+        logits = session.decode(batch).astype(np.float64)
+    found = logits - logits.max(axis=1, keepdims=True)
+    found -= np.log(np.exp(found).sum(axis=1, keepdims=True))
+    truth = values(about["log_probabilities"]).reshape(6, -1).astype(np.float64)
+    assert (np.exp(truth) * (truth - found)).sum(axis=1).max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"clip.projector_type": "cogvlm"}, r"'cogvlm' \(CogVLM.*supported: qwen2vl_merger, .*idefics3"),
+        ({"clip.projector_type": "new"}, "'new' are not supported; supported: "),
+        ({"clip.has_vision_encoder": False, "clip.has_audio_encoder": True}, "encodes audio"),
+    ],
+    ids=["known", "unknown", "audio"],
+)
+def test_what_is_left_out(tmp_path: Path, keys: dict[str, Any], says: str) -> None:
+    model = Model("ldpv2", tmp_path)
+    file, path = open_gguf(model.projector.path), tmp_path / "other.gguf"
+    with GGUFWriter(path, {**file.typed_metadata(), **keys}, []):
+        pass
+    with pytest.raises(UnsupportedError, match=says):
+        Projector.open(path, model.hp)
+
+
+def test_every_key_is_checked(model: Model, tmp_path: Path) -> None:
+    """Values of the wrong kind and out of range are named; no value ends in another exception."""
+    file = open_gguf(model.projector.path)
+    specs = [NewTensor(name, tuple(t.shape), t.type) for name, t in file.tensors.items()]
+    path = tmp_path / "changed.gguf"
+    keys = [key for key in file.metadata if key.startswith("clip.vision.") and key != "clip.vision.projection_dim"]
+    for key, value in [(key, value) for key in keys for value in (-1, "x", [0, -7], 1 << 30)]:
+        with GGUFWriter(path, {**file.typed_metadata(), key: value}, specs) as writer:
+            for spec in specs:
+                writer.write_tensor(spec.name, file.data(spec.name).reshape(-1).view(np.uint8))
+        try:
+            Projector.open(path, model.hp).close()
+        except IkError as e:
+            assert str(path) in str(e) and "\n" not in str(e)
+        else:
+            assert key.endswith(NOT_READ), f"{key} = {value}"
 
 
 @pytest.mark.slow("compiles the kernels of towers")

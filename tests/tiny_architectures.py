@@ -61,6 +61,8 @@ WINDOWED: dict[str, dict[str, Any]] = {
     },
     "phi3": WINDOW | {"rope.scaling.original_context_length": 8, "rope.scaling.attn_factor": 1.2},
     "starcoder2": WINDOW | LAYER_NORM,
+    "afmoe": WINDOW | SHARED | {"block_count": 4},
+    "exaone-moe": WINDOW | SHARED | {"block_count": 4},
     "step35": GATED | {
         "swiglu_clamp_exp": np.float32([0, 0.3, 0, 0.3]), "swiglu_clamp_shexp": np.float32([0, 0, 1, 1]),
     },
@@ -96,7 +98,7 @@ TINY: dict[str, dict[str, Any]] = {
     "mistral3": {"rope.scaling.type": "yarn", "rope.scaling.factor": 8.0, "rope.scaling.original_context_length": 4,
                  "rope.scaling.yarn_log_multiplier": 1.0, "attention.temperature_scale": 0.3},
     "qwen2moe": EXPERTS | {"expert_shared_feed_forward_length": 80},
-    "hunyuan-dense": {},
+    "hunyuan-dense": {}, "hy_v3": SHARED | {"block_count": 3}, "arcee": {}, "jais2": LAYER_NORM, "olmoe": EXPERTS,
     "hunyuan-moe": EXPERTS | {"expert_shared_count": 1}, "minimax-m2": EXPERTS | {"rope.dimension_count": 8},
     "seed_oss": {"attention.key_length": 64, "attention.value_length": 64}, "smollm3": {"block_count": 4},
     "qwen35": DELTA, "qwen35moe": DELTA | EXPERTS | {"expert_shared_feed_forward_length": 48},

@@ -58,6 +58,22 @@ def answers() -> dict[str, Any]:
     return found
 
 
+def write_projector(path: Path, model: dict[str, Any]) -> None:
+    """Write the projector of a model that has its tensors under the names of such files, as float32 and float16."""
+    from ikcli.gguf.constants import GGMLType
+    from ikcli.gguf.writer import GGUFWriter, NewTensor
+
+    specs = []
+    for name, shape in sorted(model["shapes"].items()):
+        half = name.endswith(".weight") and len(shape) > 1 and "position" not in name
+        specs.append(NewTensor(name, tuple(reversed(shape)), GGMLType.F16 if half else GGMLType.F32))
+    with GGUFWriter(path, model["metadata"], specs) as writer:
+        for spec in specs:
+            values = weights(spec.name, tuple(reversed(spec.shape)))
+            kind = np.float16 if spec.type == GGMLType.F16 else np.float32
+            writer.write_tensor(spec.name, values.astype(kind).reshape(-1).view(np.uint8))
+
+
 def write_checkpoint(folder: Path, model: dict[str, Any]) -> None:
     """Write the checkpoint of a model."""
     from checkpoints import write_safetensors

@@ -94,18 +94,38 @@ def glm4v() -> tuple[Model, Callable[[np.ndarray], Found]]:
               "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 40,
               "hidden_act": "silu", "rms_norm_eps": 1e-5, "attention_bias": False}  # fmt: skip
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 2], "partial_rotary_factor": 0.5}
-    config = {"vision_config": vision, "text_config": TEXT | {"rope_parameters": rope}}
+    text = TEXT | {"num_hidden_layers": 2, "rms_norm_eps": 1e-5, "rope_parameters": rope, "attention_bias": True}
+    config = {"vision_config": vision, "text_config": text, "image_token_id": 5, "image_start_token_id": 6,
+              "image_end_token_id": 7}  # fmt: skip
     processor = tf.Glm4vImageProcessor(size={"shortest_edge": 12544, "longest_edge": 9633792})
-    m = Model(config, processor, "Glm4vForConditionalGeneration", "visual")
+    m = Model(config, processor, "Glm4vForConditionalGeneration", "visual language_model lm_head")
+    made = processor([Image.fromarray(image(61, 47))], return_tensors="pt")
+    n = int(made["image_grid_thw"].prod()) // 4
+    ids = [10, 11, 12, 6, *[5] * n, 7, 20, 21, 22, 23, 24]
+    tensors = torch.tensor([ids])
+    logits = m.model(input_ids=tensors, mm_token_type_ids=(tensors == 5).int(), **made).logits[0, -6:]
+    m.text = {"ids": ids, "image": "61x47", "log_probabilities": sample(logits.log_softmax(-1).numpy(), 384)}
 
-    def run(rgb: np.ndarray) -> Found:
-        made = processor([Image.fromarray(rgb)], return_tensors="pt")
-        rows = m.model.model.visual(made["pixel_values"], made["image_grid_thw"]).pooler_output
-        _, h, w = made["image_grid_thw"][0].tolist()
-        x = made["pixel_values"].numpy().reshape(h // 2, w // 2, 2, 2, 3, 2, 14, 14)[:, :, :, :, :, 0]
-        return [x.transpose(4, 0, 2, 5, 1, 3, 6).reshape(3, h * 14, w * 14)], [rows.numpy()], [h, w]
+    return m, lambda rgb: glm_run(m, rgb)
 
-    return m, run
+
+def glm_run(m: Model, rgb: np.ndarray) -> Found:
+    """Return what a model of the GLM-4V kind makes of an image."""
+    made = m.processor([Image.fromarray(rgb)], return_tensors="pt")
+    rows = m.model.model.visual(made["pixel_values"], made["image_grid_thw"]).pooler_output
+    _, h, w = made["image_grid_thw"][0].tolist()
+    x = made["pixel_values"].numpy().reshape(h // 2, w // 2, 2, 2, 3, 2, 14, 14)[:, :, :, :, :, 0]
+    return [x.transpose(4, 0, 2, 5, 1, 3, 6).reshape(3, h * 14, w * 14)], [rows.numpy()], [h, w]
+
+
+def glm_ocr() -> tuple[Model, Callable[[np.ndarray], Found]]:
+    vision = {"hidden_size": 32, "intermediate_size": 44, "depth": 2, "num_heads": 2, "image_size": 70,
+              "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 40,
+              "hidden_act": "silu", "rms_norm_eps": 1e-5, "attention_bias": True}  # fmt: skip
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 2], "partial_rotary_factor": 0.5}
+    config = {"vision_config": vision, "text_config": TEXT | {"rope_parameters": rope}}
+    m = Model(config, tf.Glm4vImageProcessor(), "GlmOcrForConditionalGeneration", "visual")
+    return m, lambda rgb: glm_run(m, rgb)
 
 
 def moonvit(kind: str) -> tuple[Any, Callable[[np.ndarray], Found]]:
@@ -308,15 +328,166 @@ def minicpmv() -> tuple[Any, Callable[[np.ndarray], Found]]:
     return m, run
 
 
+def clip_tower(m: Weights, pixels: torch.Tensor, n: int, n_head: int, patch: int, n_layer: int) -> torch.Tensor:
+    """Return what a tower of CLIP makes of pixels; its tensors have the names of projector files, ffn swapped."""
+    f = torch.nn.functional
+    x = f.conv2d(pixels[None], m.w["v.patch_embd.weight"], stride=patch)[0].flatten(1).T
+    x = torch.cat([m.w["v.class_embd"][None], x]) + m.w["v.position_embd.weight"]
+    x = m.norm(x, "v.pre_ln", 1e-5)
+    for i in range(n_layer):
+        b = f"v.blk.{i}."
+        y = m.norm(x, f"{b}ln1", 1e-5)
+        parts = [m.linear(y, f"{b}attn_{k}").reshape(len(x), n_head, -1).transpose(0, 1) for k in "qkv"]
+        y = f.scaled_dot_product_attention(*parts).transpose(0, 1).reshape(len(x), n)
+        x = x + m.linear(y, f"{b}attn_out")
+        y = m.linear(m.norm(x, f"{b}ln2", 1e-5), f"{b}ffn_down")
+        x = x + m.linear(y * torch.sigmoid(1.702 * y), f"{b}ffn_up")
+    return x[1:]
+
+
+def mobilevlm(kind: str) -> tuple[Any, Callable[[np.ndarray], Found]]:
+    """Compute MobileVLM's projectors as its code does: `mlp_norm` is LLaVA's with Yi."""
+    from torchvision.models.mobilenetv3 import InvertedResidual, InvertedResidualConfig
+
+    n, n_head, ff, patch, size, out = 32, 2, 44, 14, 56, 40
+    layers = {"v.pre_ln": (n,)}
+    for i in range(2):
+        layers |= {f"v.blk.{i}.{k}": (n, n) for k in ("attn_q", "attn_k", "attn_v", "attn_out")}
+        layers |= {f"v.blk.{i}.{k}": (n,) for k in ("ln1", "ln2")}
+        layers |= {f"v.blk.{i}.ffn_down": (ff, n), f"v.blk.{i}.ffn_up": (n, ff)}
+    shapes = {"v.patch_embd.weight": (n, 3, patch, patch), "v.class_embd": (n,), "v.position_embd.weight": (17, n)}
+    if kind == "mlp_norm":
+        layers |= {"mm.0": (36, n), "mm.1": (36,), "mm.3": (out, 36), "mm.4": (out,)}
+    elif kind == "ldpv2":
+        layers |= {"mm.model.mlp.0": (out, n), "mm.model.mlp.2": (out, out), "mm.model.peg.0": (out, 1, 3, 3)}
+    else:
+        layers |= {"mm.model.mlp.1": (out, n), "mm.model.mlp.3": (out, out)}
+        for i in (1, 2):
+            b = f"mm.model.mb_block.{i}.block"
+            layers |= {f"{b}.0.1": (out,), f"{b}.2.1": (out,)}
+            layers |= {f"{b}.1.fc1": (16, out, 1, 1), f"{b}.1.fc2": (out, 16, 1, 1)}
+            shapes |= {f"{b}.0.0.weight": (out, 1, 3, 3), f"{b}.2.0.weight": (out, out, 1, 1)}
+    mean, std = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
+    m = Weights(shapes | biased(layers), {"text_config": TEXT}, {})
+    v = "clip.vision."
+    m.metadata = {"general.architecture": "clip", "clip.has_vision_encoder": True,
+                  "clip.projector_type": "mlp" if kind == "mlp_norm" else kind, f"{v}image_size": size,
+                  f"{v}patch_size": patch, f"{v}embedding_length": n, f"{v}feed_forward_length": ff,
+                  f"{v}projection_dim": 768, f"{v}attention.head_count": n_head, f"{v}block_count": 2,
+                  f"{v}attention.layer_norm_epsilon": 1e-5, f"{v}image_mean": mean, f"{v}image_std": std,
+                  "clip.use_gelu": False}  # fmt: skip
+    square = {"height": size, "width": size}
+    processor = tf.LlavaImageProcessor(do_pad=True, size={"shortest_edge": size}, crop_size=square)
+
+    class Channels(torch.nn.LayerNorm):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+    def residual(i: int) -> torch.nn.Module:
+        about = InvertedResidualConfig(out, 3, out, out, True, "HS", i, 1, 1)
+        found = InvertedResidual(about, lambda k: Channels(k, eps=1e-6)).eval()
+        prefix = f"mm.model.mb_block.{i}."
+        found.load_state_dict({k.removeprefix(prefix): x for k, x in m.w.items() if k.startswith(prefix)})
+        return found
+
+    def run(rgb: np.ndarray) -> Found:
+        pixels = processor([Image.fromarray(rgb)], return_tensors="pt")["pixel_values"][0]
+        x, gelu = clip_tower(m, pixels, n, n_head, patch, 2), torch.nn.functional.gelu
+        if kind == "mlp_norm":
+            x = m.norm(m.linear(gelu(m.norm(m.linear(x, "mm.0"), "mm.1", 1e-5)), "mm.3"), "mm.4", 1e-5)
+            return [pixels.numpy()], [x.numpy()], []
+        first = 0 if kind == "ldpv2" else 1
+        x = m.linear(gelu(m.linear(x, f"mm.model.mlp.{first}")), f"mm.model.mlp.{first + 2}")
+        x = x.T.reshape(1, out, 4, 4)
+        if kind == "ldpv2":
+            x = torch.nn.functional.adaptive_avg_pool2d(x, (2, 2))
+            name = "mm.model.peg.0"
+            x = x + torch.nn.functional.conv2d(x, m.w[f"{name}.weight"], m.w[f"{name}.bias"], padding=1, groups=out)
+        else:
+            x = residual(2)(residual(1)(x))
+        return [pixels.numpy()], [x.flatten(2)[0].T.numpy()], []
+
+    return m, run
+
+
+def llava() -> tuple[Model, Callable[[np.ndarray], Found]]:
+    vision = {"model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 3,
+              "num_attention_heads": 2, "image_size": 56, "patch_size": 14, "hidden_act": "quick_gelu"}  # fmt: skip
+    config = {"vision_config": vision, "text_config": {"model_type": "llama", **TEXT}, "vision_feature_layer": -2,
+              "image_token_index": 5}  # fmt: skip
+    processor = tf.LlavaImageProcessor(do_pad=True, size={"shortest_edge": 56}, crop_size={"height": 56, "width": 56})
+    m = Model(config, processor, "LlavaForConditionalGeneration", "vision_tower multi_modal_projector")
+
+    def run(rgb: np.ndarray) -> Found:
+        pixels = processor([Image.fromarray(rgb)], return_tensors="pt")["pixel_values"]
+        found = m.model.get_image_features(pixels, vision_feature_layer=-2, vision_feature_select_strategy="default",
+                                           output_hidden_states=True)  # fmt: skip
+        return list(pixels.numpy()), [x.numpy() for x in found.pooler_output], []
+
+    return m, run
+
+
+def janus() -> tuple[Any, Callable[[np.ndarray], Found]]:
+    from transformers.models.janus import modeling_janus
+
+    vision = {"hidden_size": 32, "mlp_ratio": 1.5, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 56,
+              "patch_size": 14, "hidden_act": "gelu", "projection_dim": 40, "depth": 2, "num_image_tokens": 16,
+              "layer_norm_eps": 1e-6, "attention_bias": True, "use_qk_norm": False}  # fmt: skip
+    about = modeling_janus.JanusVisionConfig(**vision)
+    parts = {"model.vision_model.": modeling_janus.JanusVisionModel._from_config(about),
+             "model.aligner.": modeling_janus.JanusVisionAlignerMLP(about)}  # fmt: skip
+    shapes = {}
+    for prefix, part in parts.items():
+        part.float().eval()
+        for name, x in part.state_dict().items():
+            shapes[prefix + name] = tuple(x.shape)
+            x.copy_(torch.from_numpy(weights(prefix + name, tuple(x.shape))))
+    processor = tf.JanusImageProcessor(size={"height": 56, "width": 56}, image_mean=[0.5] * 3, image_std=[0.5] * 3)
+    config = {"architectures": ["JanusForConditionalGeneration"], "vision_config": vision, "text_config": TEXT}
+    m = Weights(shapes, config, processor.to_dict())
+
+    def run(rgb: np.ndarray) -> Found:
+        pixels = processor([Image.fromarray(rgb)], return_tensors="pt")["pixel_values"]
+        rows = parts["model.aligner."](parts["model.vision_model."](pixels).last_hidden_state)
+        return list(pixels.numpy()), list(rows.numpy()), []
+
+    return m, run
+
+
+def lightonocr() -> tuple[Model, Callable[[np.ndarray], Found]]:
+    vision = {"model_type": "pixtral", "hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 4,
+              "num_attention_heads": 2, "image_size": 112, "patch_size": 14, "hidden_act": "silu", "head_dim": 16,
+              "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}  # fmt: skip
+    config = {"vision_config": vision, "text_config": {"model_type": "qwen3", **TEXT, "rms_norm_eps": 1e-6},
+              "spatial_merge_size": 2}  # fmt: skip
+    processor = tf.PixtralImageProcessor(size={"longest_edge": 112}, patch_size={"height": 28, "width": 28})
+    m = Model(config, processor, "LightOnOcrForConditionalGeneration", "vision_encoder vision_projection")
+    m.config["architectures"] = ["LightOnOCRForConditionalGeneration"]
+
+    def run(rgb: np.ndarray) -> Found:
+        made = processor([Image.fromarray(rgb)], return_tensors="pt")
+        found = m.model.model.get_image_features(made["pixel_values"], made["image_sizes"])
+        return list(made["pixel_values"].numpy()), [x.numpy() for x in found.pooler_output], []
+
+    return m, run
+
+
 MODELS = {
     "internvl": internvl,
     "idefics3": idefics3,
     "llama4": llama4,
     "glm4v": glm4v,
+    "glm_ocr": glm_ocr,
     "kimivl": lambda: moonvit("kimivl"),
     "kimik25": lambda: moonvit("kimik25"),
     "lfm2": lfm2,
     "minicpmv": minicpmv,
+    "llava": llava,
+    "mlp_norm": lambda: mobilevlm("mlp_norm"),
+    "ldp": lambda: mobilevlm("ldp"),
+    "ldpv2": lambda: mobilevlm("ldpv2"),
+    "janus": janus,
+    "lightonocr": lightonocr,
 }
 MORE_SIZES = {"lfm2": ((1024, 600),)}
 
@@ -353,7 +524,9 @@ def main() -> None:
                     "pixels": sample(np.concatenate([x.reshape(-1) for x in pixels]), 64),
                     "embeddings": sample(np.concatenate([x.reshape(-1) for x in rows]), 96),
                 }  # fmt: skip
-        found[name] = {"config": m.config, "processor": processor, "shapes": m.shapes, "images": images}
+        more = {"metadata": m.metadata} if hasattr(m, "metadata") else {}
+        more |= {"text": m.text} if hasattr(m, "text") else {}
+        found[name] = more | {"config": m.config, "processor": processor, "shapes": m.shapes, "images": images}
     ANSWERS.write_text(json.dumps(found, indent=1) + "\n")
 
 

@@ -29,6 +29,7 @@ from ikcli.settings.run import RunConfig
 if TYPE_CHECKING:
     from ikcli.engine.plan.planner import Planner
     from ikcli.engine.run.model import Model
+    from ikcli.models import HParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,3 +182,23 @@ def measured(config: RunConfig, tests: list[BenchTest], planner: Planner | None)
             started = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
             samples = measure(session, test, config.bench.repetitions, config.bench.warmup, rng)
             yield BenchResult(test, session.config, model, started, tuple(samples))
+        if config.vision.images:
+            yield from _images(session.config, session.model.hp, model)
+
+
+def _images(config: RunConfig, hp: HParams, model: BenchModel) -> Iterator[BenchResult]:
+    """Time the encoding of images, from pixels that are decoded to the rows of all tiles."""
+    from ikcli.vision.decode import Tile
+    from ikcli.vision.opening import needed_projector, read_picture
+
+    with closing(needed_projector(config, hp)) as projector:
+        for path in config.vision.images:
+            picture, started = read_picture(path), datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+            samples, n_tokens = [], 0
+            for _ in range(config.bench.repetitions + config.bench.warmup):
+                begin = time.perf_counter_ns()
+                tiles = [piece for piece in projector.pieces(picture) if isinstance(piece, Tile)]
+                n_tokens = sum(len(projector.encode(tile)) for tile in tiles)
+                samples.append(time.perf_counter_ns() - begin)
+            test = BenchTest(n_tokens, 0, image=path.name)
+            yield BenchResult(test, config, model, started, tuple(samples[int(config.bench.warmup) :]))

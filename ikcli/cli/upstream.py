@@ -17,7 +17,7 @@ from ikcli.settings.values import OFF
 _NO_VALUE = """
 --infill -dkvc --dump-kv-cache -fidx
 --fused-indexer-topk -mtp --multi-token-prediction -no-mtp --no-multi-token-prediction
---defer-experts --prefetch-experts -smf16 --split-mode-f16 -smf32 --split-mode-f32 --perplexity
+-smf16 --split-mode-f16 -smf32 --split-mode-f32 --perplexity
 --all-logits --send-done --webui-mcp-proxy --no-webui-mcp-proxy
 --ui-mcp-proxy --no-ui-mcp-proxy --peg -ptcall --parallel-tool-calls --adaptive-updt-w-cur --minilog
 --log-disable --log-enable --log-new --log-append --log-prefix --no-log-prefix --log-timestamps --no-log-timestamps
@@ -40,7 +40,7 @@ _ONE_VALUE = """
 -ctk-last --cache-type-k-last -ctv-first --cache-type-v-first -ctv-last --cache-type-v-last -mtprot
 --mtp-requantize-output-tensor
 --rpc -rpc -gfm --gpu-fit-margin -fitc --fit-ctx -cuda --cuda-params -draft --draft-params --moe-cache --moe-cache-mib
---prefetch-experts-threads -wgt --worst-graph-tokens -fdn --fused-delta-net -grt --graph-reduce-type -gap
+-wgt --worst-graph-tokens -fdn --fused-delta-net -grt --graph-reduce-type -gap
 --graph-attn-precision -lzm --lazy-mode --kv-unified-per-slot --allowlist-unicode-rule
 --allowlist-pieces --allowlist-keyword --allowlist-keyword-delay --expiring-logit-bias-file -ld --logdir -ptc
 --print-token-count --tools --tools-runtime --mcp-servers-config --mcp-servers-json

@@ -28,6 +28,8 @@ def run(run: ModelRun) -> int:
     fleet = run.config.fleet
     if fleet.ray is None and (fleet.ray_node or fleet.journal):
         raise UsageError("--ray-node and --journal are for measuring on nodes of Ray; add --ray ADDRESS")
+    if run.config.vision.images and (fleet.ray is not None or fleet.stages > 1):
+        raise UsageError("--image measures this process; leave out --ray and --stages")
     if fleet.ray is not None and run.config.profile:
         raise UsageError("--profile measures this process; leave out --ray")
     bench_tests(run.config)  # raise errors before a header is printed

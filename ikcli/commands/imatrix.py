@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from ikcli.cli.parser import ModelRun
 from ikcli.commands._chunk_lines import eta_text, final_line
@@ -34,6 +36,10 @@ from ikcli.imatrix.random_tokens import random_tokens
 from ikcli.imatrix.statistics import LayerSimilarity, statistics_lines
 from ikcli.imatrix.sums import Sums
 from ikcli.log import log, warn
+from ikcli.measure import images
+from ikcli.measure.images import MixedWindows
+from ikcli.measure.perplexity import bos_of
+from ikcli.measure.protocol import TokenIds
 from ikcli.measure.text import load_text, text_name, tokenize
 from ikcli.quant.covariance_file import (
     RANDOM_TOKENS,
@@ -45,9 +51,11 @@ from ikcli.quant.covariance_file import (
 from ikcli.quant.imatrix_file import Imatrix, merge, read_imatrix
 from ikcli.settings.run import RunConfig
 from ikcli.text_files import is_text
+from ikcli.vision.opening import needed_projector
 
 if TYPE_CHECKING:
     from ikcli.engine.plan.planner import Planner
+    from ikcli.models import MediaConfig
 
 _MOST_EXPERTS_NAMED = 8
 
@@ -82,6 +90,8 @@ def run(run: ModelRun) -> int:
         _save(config, _named(_merged([load(path) for path in earlier]), config), options.output)
         return 0
     fleet_imatrix.check(config)
+    if config.vision.images:
+        images.check_options(config)
     _collect_text(config, earlier, run.planner)
     return 0
 
@@ -160,17 +170,30 @@ def _collect_text(config: RunConfig, earlier: Sequence[Path], planner: Planner) 
         parts = [in_rows(m, found) if legacy else m for m, legacy in before]
         _save(config, _named(merge([*parts, found]), config), path)
 
-    with closing(_opened(config, planner)) as session:
-        if options.random_tokens:
+    with ExitStack() as opened:
+        projector = needed_projector(config, planner.hp) if config.vision.images else None
+        if projector is not None:
+            opened.enter_context(closing(projector))
+        media = projector.media_config if projector is not None else None
+        session = opened.enter_context(closing(_opened(config, planner, media)))
+        tokens: TokenIds | MixedWindows
+        if projector is not None:
+            parts = images.parts_of(config, text, session.tokenizer, projector)
+            log(f"imatrix: {images.described(parts)}")
+            tokens = images.windows_of(parts, params.n_ctx, params.chunks, bos_of(session), params.first_chunk)
+            n_chunk = tokens.n_chunk
+        elif options.random_tokens:
             tokens = random_tokens(session.tokenizer, options.random_tokens)
+            n_chunk = len(windows(tokens, params))
         else:
             tokens = tokenize(session, text, "imatrix", parse_special=config.prompt.parse_special)
-        n_chunk = len(windows(tokens, params))
+            n_chunk = len(windows(tokens, params))
         n_batch = min(config.n_batch, params.n_ctx)
         log(f"imatrix: computing over {n_chunk} chunks, n_ctx={params.n_ctx}, batch_size={n_batch}")
         printer = _Printer(config, n_chunk, write, RANDOM_TOKENS if options.random_tokens else text_name(config))
         try:
             if isinstance(session, HeaderSession):
+                assert isinstance(tokens, np.ndarray)
                 result = fleet_imatrix.collect(config, session, tokens, params, on_chunk=printer, on_sums=printer.save)
             else:
                 result = collect(session, tokens, params, on_chunk=printer, on_sums=printer.save)
@@ -192,12 +215,12 @@ def _collect_text(config: RunConfig, earlier: Sequence[Path], planner: Planner) 
         log(f"imatrix: second moments of {len(result.moments)} inputs in {options.covariance}")
 
 
-def _opened(config: RunConfig, planner: Planner) -> Session | HeaderSession:
-    """Open a session, or if workers have sessions, return what is needed to give them work."""
+def _opened(config: RunConfig, planner: Planner, media: MediaConfig | None) -> Session | HeaderSession:
+    """Open a session for texts, with images if `media` is given, or what is needed to give work to workers."""
     if config.fleet.wanted:
         return HeaderSession(planner)
     settings, sizes = imatrix_session(config)
-    return open_session(settings, n_ctx=sizes.n_ctx, outputs=sizes.outputs, planner=planner)
+    return open_session(settings, n_ctx=sizes.n_ctx, outputs=sizes.outputs, planner=planner, media=media)
 
 
 def _report_unseen(result: ImatrixResult) -> None:

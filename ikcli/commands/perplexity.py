@@ -13,8 +13,8 @@ from ikcli.errors import IkError, NonFiniteError, UsageError
 from ikcli.fleet.model import HeaderSession
 from ikcli.log import log, warn
 from ikcli.measure import fleet as fleet_windows
-from ikcli.measure import moe_trace, perplexity
-from ikcli.measure.chunks import Windows
+from ikcli.measure import images, moe_trace, perplexity
+from ikcli.measure.chunks import WindowCounts, Windows
 from ikcli.measure.kld_file import BaseWriter
 from ikcli.measure.perplexity import (
     ChunkScore,
@@ -27,6 +27,7 @@ from ikcli.measure.perplexity import (
 from ikcli.measure.protocol import SessionLike, TokenIds
 from ikcli.measure.text import load_text, text_name, tokenize
 from ikcli.settings.run import RunConfig
+from ikcli.vision.opening import needed_projector
 
 
 def run(run: ModelRun) -> int:
@@ -34,6 +35,8 @@ def run(run: ModelRun) -> int:
     config = run.config
     fleet_windows.check(config)
     moe_trace.check(config)
+    if config.vision.images:
+        images.check_options(config)
     if config.perplexity.scores_choices:
         return _choices.run(run)
     if config.perplexity.kl_divergence:
@@ -45,7 +48,7 @@ def run(run: ModelRun) -> int:
         )
     text = load_text(config)
     try:
-        _run_on_text(run, params, text)
+        (_run_with_images if config.vision.images else _run_on_text)(run, params, text)
     except KeyboardInterrupt:
         print(flush=True)
         return 130
@@ -71,13 +74,38 @@ def _run_on_text(run: ModelRun, params: PerplexityParams, text: str) -> None:
             result = _run_and_save(config, session, tokens, params, windows, printer)
         finally:
             print(flush=True)
-        if result.n_tokens == 0:
-            raise NonFiniteError("no chunk gives finite logits; run again with --check-tensors to find bad weights")
-        print(final_line(result), flush=True)
-        if result.n_chunks < windows.n_chunk:
-            warn(f"{windows.n_chunk - result.n_chunks} chunks were not finite and are left out of the estimate")
+        _print_final(result, windows)
         if recorder is not None:
             recorder.save(windows.n_ctx)
+
+
+def _run_with_images(run: ModelRun, params: PerplexityParams, text: str) -> None:
+    config, planner = run.config, run.planner
+    with closing(needed_projector(config, planner.hp)) as projector:
+        media = projector.media_config
+        with closing(open_window_session(config, params.n_ctx, params.n_ctx, planner=planner, media=media)) as session:
+            parts = images.parts_of(config, text, session.tokenizer, projector)
+            windows = images.windows_of(parts, params.n_ctx, params.chunks, bos_of(session))
+            log(
+                f"perplexity: calculating perplexity over {windows.n_chunk} chunks, n_ctx={params.n_ctx}: "
+                f"{images.described(parts)}"
+            )
+            printer = ChunkPrinter(windows, config.perplexity.output_type)
+            try:
+                result = perplexity.gather(
+                    images.values_of(session, windows, params.n_threads), windows, params, printer
+                )
+            finally:
+                print(flush=True)
+            _print_final(result, windows)
+
+
+def _print_final(result: PerplexityResult, windows: WindowCounts) -> None:
+    if result.n_tokens == 0:
+        raise NonFiniteError("no chunk gives finite logits; run again with --check-tensors to find bad weights")
+    print(final_line(result), flush=True)
+    if result.n_chunks < windows.n_chunk:
+        warn(f"{windows.n_chunk - result.n_chunks} chunks were not finite and are left out of the estimate")
 
 
 def _opened(run: ModelRun, params: PerplexityParams) -> SessionLike | HeaderSession:
@@ -119,7 +147,7 @@ def _run_and_save(
 class ChunkPrinter:
     """Prints running values on stdout as they come; after the first pass the estimated total time on stderr."""
 
-    def __init__(self, windows: Windows, output_type: int, n_workers: int = 1) -> None:
+    def __init__(self, windows: WindowCounts, output_type: int, n_workers: int = 1) -> None:
         self._windows = windows
         self._n_workers = n_workers
         self._output_type = output_type

@@ -12,7 +12,7 @@ from ikcli.engine.plan.placement import CPU
 from ikcli.engine.plan.planner import MIB
 from ikcli.engine.run.session_log import model_lines
 from ikcli.log import warn
-from ikcli.server.slots.projector import open_projector
+from ikcli.vision.opening import open_projector
 
 
 def run(run: ModelRun) -> int:
@@ -31,7 +31,7 @@ def run(run: ModelRun) -> int:
         plan = replace(plan, memory=replace(plan.memory, parts=parts))
         lines = [
             f"projector: {projector.type}, {used['projector'] / MIB:.2f} MiB, and {used['images'] / MIB:.2f} MiB for "
-            f"an image of {projector.most_tokens} tokens, its largest"
+            f"an image (or a tile of one) of {projector.most_tokens} tokens, its largest"
         ]
         projector.close()
     for line in [*plan_lines(planner, plan), *lines, *verdict_lines(planner, plan)]:

@@ -104,7 +104,7 @@ def _opened(request: Request) -> Callable[[], GGUFFile]:
 
 def _preflight(request: Request) -> int:
     """Print the report; return 1 if the run would fail."""
-    from ikcli.engine.plan.devices import available_memory
+    from ikcli.hostinfo import available_memory
     from ikcli.quant.preflight import PlannedJob, preflight
 
     r = request

@@ -143,7 +143,8 @@ class Build:
                 where = f"{self.config.path.parent}: tensor {getattr(piece, 'name', name)}"
                 raise UnsupportedError(f"{where} is of type {dtype}, and config.json does not say how to read it")
             kinds.add(TYPES_OF[dtype])
-        kept = len(shape) < 2 or value is not None or not name.endswith("weight")
+        computed = value is not None or any(isinstance(p, TensorRows) and p.factor != 1.0 for p in pieces)
+        kept = len(shape) < 2 or computed or not name.endswith("weight")
         if kept or name.endswith(_F32_NAMES) or any(part in name for part in _F32_PARTS) or len(kinds) > 1:
             return GGMLType.F32
         return kinds.pop()
@@ -187,6 +188,22 @@ def to(name: str, **how: Any) -> Rule:
             if callable(made.get(key)):
                 made[key] = made[key](m, n)
         m.plain(found, place(name, found).removesuffix("!"), **made)
+
+    return rule
+
+
+def scaled(name: str, factors: Callable[[Build], Sequence[tuple[int, float]] | float]) -> Rule:
+    """Return a rule that renames and multiplies by what the function makes: a factor, or (rows, factor) per part."""
+
+    def rule(m: Build, found: Found) -> None:
+        n, width = found.matrix()
+        start, pieces, parts = 0, [], factors(m)
+        for rows, factor in parts if not isinstance(parts, float) else [(n, parts)]:
+            pieces.append(TensorRows(found.name, rows, width, start, factor=factor))
+            start += rows
+        if start != n:
+            raise FormatError(f"{m.config.path.parent}: tensor {found.name} has {n} rows, not {start}")
+        m.add(place(name, found), pieces)
 
     return rule
 

@@ -84,14 +84,19 @@ def put_llama3(m: Build, n_rot: int) -> None:
 
 
 def tied(m: Build, default: bool = False) -> None:
-    """Drop the output matrix if config.json ties it to the embeddings; otherwise require one."""
+    """Drop the output matrix if config.json ties it to the embeddings; otherwise require one.
+
+    Embedding models (of sentence-transformers) have none, whatever config.json says.
+    """
     says = m.config.flag("tie_word_embeddings", default=default)
     if m.config.raw.get("tie_word_embeddings", says) != says:  # text part and whole disagree: the tensors decide
         says = "output.weight" not in m.tensors
     if says:
         if m.tensors.pop("output.weight", None) is not None:
             m.dropped.append("lm_head.weight")
-    elif "output.weight" not in m.tensors and "token_embd.weight" in m.tensors:
+        return
+    missing = "output.weight" not in m.tensors and "token_embd.weight" in m.tensors
+    if missing and not (m.config.path.parent / "modules.json").exists():
         raise m.config.fail("tie_word_embeddings", "is false, and the checkpoint has no lm_head.weight")
 
 

@@ -29,7 +29,10 @@ TYPES_OF["MXFP4"] = GGMLType.MXFP4  # from a dequantized source asked for the bl
 
 @dataclass(frozen=True, slots=True)
 class TensorRows:
-    """Rows of a tensor seen as a matrix: from `first` on, or those in `order`; `columns` rearranges each row."""
+    """Rows of a tensor seen as a matrix: from `first` on, or those in `order`; `columns` rearranges each row.
+
+    `factor` multiplies the numbers.
+    """
 
     name: str
     n_rows: int
@@ -37,9 +40,10 @@ class TensorRows:
     first: int = 0
     order: Order | None = field(default=None, compare=False)
     columns: Order | None = field(default=None, compare=False)
+    factor: float = 1.0
 
     def read(self, source: CheckpointSource, first: int, last: int) -> Array:
-        """Return rows [first, last) of the piece, as stored."""
+        """Return rows [first, last) of the piece, as stored, without the factor."""
         if self.order is None:
             rows = source.rows(self.name, self.first + first, self.first + last)
         else:
@@ -143,14 +147,17 @@ class NewRows:
             low, high = max(first - start, 0), min(last - start, piece.n_rows)
             if low < high:
                 dtype = "F32" if isinstance(piece, Constant) else source.dtype(piece.name)
-                found.append(self._typed(piece.read(source, low, high), dtype))
+                factor = piece.factor if isinstance(piece, TensorRows) else 1.0
+                found.append(self._typed(piece.read(source, low, high), dtype, factor))
             start += piece.n_rows
         return found[0] if len(found) == 1 else np.concatenate(found)
 
-    def _typed(self, rows: Array, dtype: str) -> Array:
-        if TYPES_OF[dtype] == self.type and self.value is None and dtype != "F64":
+    def _typed(self, rows: Array, dtype: str, factor: float) -> Array:
+        if TYPES_OF[dtype] == self.type and self.value is None and dtype != "F64" and factor == 1.0:
             return np.ascontiguousarray(rows)
         values = as_float32(rows, dtype)
+        if factor != 1.0:
+            values = values * np.float32(factor)
         if self.value is not None:
             values = self.value(values)
             if dtype == "F16":  # round to the precision of the checkpoint

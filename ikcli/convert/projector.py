@@ -20,6 +20,7 @@ from ikcli.convert.naming import describe, fill_name
 from ikcli.convert.projector_kind import BLOCKS, Change, Kind, Made, Settings, Values, looked_up, same
 from ikcli.convert.projector_kinds import KINDS as KINDS_OF_ONE_TILE
 from ikcli.convert.projector_kinds_grids import KINDS as KINDS_OF_GRIDS
+from ikcli.convert.projector_kinds_squares import KINDS as KINDS_OF_SQUARES
 from ikcli.convert.projector_kinds_tiles import KINDS as KINDS_OF_TILES
 from ikcli.convert.quantized import dequantized
 from ikcli.convert.source import CheckpointSource, SafetensorsSource
@@ -30,7 +31,7 @@ from ikcli.quant.output_check import check_output
 from ikcli.quant.quantizer import QUANTIZATION_VERSION
 
 FILE_TYPES = {"f32": 0, "f16": 1, "bf16": 32}
-KINDS = (*KINDS_OF_ONE_TILE, *KINDS_OF_GRIDS, *KINDS_OF_TILES)
+KINDS = (*KINDS_OF_ONE_TILE, *KINDS_OF_GRIDS, *KINDS_OF_SQUARES, *KINDS_OF_TILES)
 _TYPES = {"f32": GGMLType.F32, "f16": GGMLType.F16, "bf16": GGMLType.BF16}
 
 
@@ -125,10 +126,15 @@ def _kind(directory: Path, config: dict[str, Any]) -> Kind:
         *(inner.get("architectures") or () if isinstance(inner, dict) else ()),
         *(config.get("architectures") or ()),
     ]
+    tower = inner.get("model_type") if isinstance(inner, dict) else None
     for name in names:
         for kind in KINDS:
-            if name in kind.classes:
+            if name in kind.classes and (not kind.towers or tower in kind.towers):
                 return kind
+    if towers := [tower for kind in KINDS if set(names) & set(kind.classes) for tower in kind.towers]:
+        raise UnsupportedError(
+            f"{directory}: a vision tower of type {tower} is not converted; known here are {', '.join(towers)}"
+        )
     known = ", ".join(kind.classes[0] for kind in KINDS)
     what = ", ".join(map(str, names)) or "this model"
     raise UnsupportedError(f"{directory}: the projector of {what} is not converted; known are those of {known}")

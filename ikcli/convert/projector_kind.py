@@ -65,6 +65,7 @@ class Kind:
     prepare: Callable[[Settings], None] = lambda s: None
     f16: str = "$^"
     f32: str = "$^"
+    towers: tuple[str, ...] = ()  # values of vision_config.model_type; none: any
     extra: Callable[[Settings, str], list[Made] | None] = lambda s, name: None
 
 

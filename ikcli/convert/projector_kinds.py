@@ -129,10 +129,8 @@ def _gemma4_place(s: Settings, name: str, shape: tuple[int, ...]) -> list[Made] 
 
 
 def _pixtral_keys(s: Settings, out: dict[str, Any]) -> None:
-    if s.vision.get("model_type") != "pixtral":
-        kind = s.vision.get("model_type")
-        raise UnsupportedError(f"{s.directory}: a vision tower of type {kind} is not converted; known here is pixtral")
-    out["clip.projector_type"] = "pixtral"
+    lighton = "LightOnOCRForConditionalGeneration" in s.config.get("architectures", ())
+    out["clip.projector_type"] = "lightonocr" if lighton else "pixtral"
     out["clip.vision.attention.layer_norm_epsilon"] = float(s.vision.get("layer_norm_eps", 1e-5))
     out |= activation(s)
     if "spatial_merge_size" in s.config:
@@ -148,6 +146,14 @@ def _pixtral_place(s: Settings, name: str, shape: tuple[int, ...]) -> list[Made]
         return x.reshape(n_head, 2, x.shape[0] // n_head // 2, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
 
     return [(looked_up(s, name), pairs)]
+
+
+def _lighton_renamed(name: str) -> str:
+    return name.replace("vision_encoder.", "vision_tower.").replace("vision_projection.", "multi_modal_projector.")
+
+
+def _lighton_place(s: Settings, name: str, shape: tuple[int, ...]) -> list[Made] | None:
+    return _pixtral_place(s, _lighton_renamed(name), shape)
 
 
 def _row_break(s: Settings, name: str) -> list[Made] | None:
@@ -204,7 +210,9 @@ KINDS = (
     Kind(("Gemma4ForConditionalGeneration",), _gemma4_keys, ("vision_tower.", "embed_vision."), _gemma4_place,
          _gemma4_renamed, _gemma4_prepare, f32="position_embedding_table"),
     Kind(("Mistral3ForConditionalGeneration", "LlavaForConditionalGeneration"), _pixtral_keys,
-         ("multi_modal_projector.", "vision_tower."), _pixtral_place, extra=_row_break),
+         ("multi_modal_projector.", "vision_tower."), _pixtral_place, towers=("pixtral",), extra=_row_break),
+    Kind(("LightOnOCRForConditionalGeneration",), _pixtral_keys, ("vision_encoder.", "vision_projection."),
+         _lighton_place, _lighton_renamed),
     Kind(("InternVLChatModel", "InternVisionModel", "InternVLForConditionalGeneration"), _intern_keys, ("vision_model.",
          "mlp1.", "vision_tower.", "multi_modal_projector."), _intern_place, _intern_renamed),
 )  # fmt: skip

@@ -5,6 +5,7 @@
 | fp8, fbgemm_fp8, compressed-tensors (float-, int-, naive-quantized), modelopt | a weight times a scale | `scaled.py` |
 | modelopt, compressed-tensors (nvfp4-, mxfp4-pack-quantized), mxfp4 | floats of 4 bits in blocks | `fp4.py` |
 | compressed-tensors (pack-quantized), gptq, awq | integers packed into words | `packed_int.py` |
+| bitnet | matrices of -1, 0 and 1, and a number for each | `ternary.py` |
 
 The tensors of a checkpoint show which weights are quantized; the method tells how to read them. All values are
 float32, under the logical name and with the shape and orientation of the weight.
@@ -16,6 +17,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+from ikcli.convert import ternary
 from ikcli.convert.float8 import FLOAT8, Floats, Recent
 from ikcli.convert.fp4 import Fp4, MxFp4Experts, MxFp4Rows
 from ikcli.convert.packed_int import Awq, Gptq, PackedRows
@@ -91,8 +93,11 @@ class Dequantized:
             rows = getattr(weight, "packed", None)
             if rows is not None:
                 self._packed[name + PACKED] = rows
-        places = {primary: name for name, (primary, _) in made.items()}
-        self._names = [places.get(name, name) for name in source.names if name in places or name not in dropped]
+        places: dict[str, list[str]] = {}
+        for name, (primary, _) in made.items():
+            places.setdefault(primary, []).append(name)
+        kept = (places.get(name, [name]) for name in source.names if name in places or name not in dropped)
+        self._names = [name for names in kept for name in names]
 
     @property
     def names(self) -> Sequence[str]:
@@ -135,6 +140,8 @@ def dequantized(source: CheckpointSource, config: Mapping[str, Any]) -> Checkpoi
     settings = _settings(config)
     if settings is None and any(name.endswith(".weight_scale_2") for name in source.names):
         settings = {"quant_method": "modelopt"}  # its settings may be in a separate file
+    if settings is None and config.get("architectures") == ["BitnetForCausalLM"]:
+        settings = {"quant_method": "bitnet", "quantization_mode": "online"}
     if settings is None:
         tell = next(
             (n for n in source.names if source.dtype(n) in FLOAT8 or n.endswith((".qweight", ".weight_packed"))), None
@@ -304,6 +311,7 @@ def _mxfp4(source: CheckpointSource, settings: Mapping[str, Any]) -> Found:
 
 _METHODS: dict[str, Callable[[CheckpointSource, Mapping[str, Any]], Found]] = {
     "awq": _awq,
+    "bitnet": ternary.find,
     "compressed-tensors": _compressed_tensors,
     "fbgemm_fp8": _scaled,
     "fp8": _scaled,

@@ -65,11 +65,11 @@ class OpenCheckpoint:
 
     @property
     def auto_type(self) -> int:
-        """Return the file type of the first matrix."""
+        """Return the file type of the first matrix that is not computed, which would make it float32."""
         if self.has_mxfp4:
             return MXFP4
-        matrix = next((t for t in self.file.tensors.values() if len(t.shape) > 1), None)
-        return AUTO[matrix.type] if matrix is not None else 1
+        types = [t.type for t in self.file.tensors.values() if len(t.shape) > 1]
+        return AUTO[next((t for t in types if t != GGMLType.F32), GGMLType.F32)]
 
 
 def open_checkpoint(directory: Path, options: CheckpointOptions | None = None) -> OpenCheckpoint:
@@ -94,11 +94,11 @@ def open_checkpoint(directory: Path, options: CheckpointOptions | None = None) -
     description = describe(
         directory, [(t.name, t.shape) for t in m.tensors.values()], options.model_name, options.metadata
     )
-    vocabulary = read_vocabulary(directory, config.raw, architecture.name, options.pre)
+    vocabulary = read_vocabulary(directory, config.raw, m.arch, options.pre)
     pooling = pooling_type(directory)
     if pooling is not None:
         m.key("pooling_type", pooling)
-    keys = {"general.architecture": architecture.name, "general.type": "model", **description.keys}
+    keys = {"general.architecture": m.arch, "general.type": "model", **description.keys}
     # in their usual place; the file type is known when the file is written
     written = {"general.file_type": 0, "general.quantization_version": QUANTIZATION_VERSION}
     file = checkpoint_file(files.paths, source, m.tensors, keys | m.metadata | written | vocabulary)

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from ikcli.backends.cuda import driver
 from ikcli.backends.cuda.device import CudaError, DeviceInfo
 from ikcli.bench.environment import cpu_name, memory_bytes
-from ikcli.engine.plan.devices import available_memory
 from ikcli.engine.run.numa import read_nodes
-from ikcli.hostinfo import cpu_flags, physical_cores, visible_cpus
+from ikcli.hostinfo import available_memory, cpu_flags, physical_cores, visible_cpus
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,8 @@ from ikcli.backends.cuda import driver
 from ikcli.backends.cuda.device import CudaError, Device
 from ikcli.bench.disturbance import Watch, warnings_of
 from ikcli.doctor.machine import l3_bytes
-from ikcli.engine.plan.devices import available_memory
 from ikcli.engine.run.numa import read_nodes
-from ikcli.hostinfo import visible_cpus
+from ikcli.hostinfo import available_memory, visible_cpus
 
 _PRODUCT_RUNS, _READ_RUNS = 6, 3
 _LEAST, _MOST = 128 << 20, 1 << 30

@@ -105,9 +105,13 @@ class GGMLType(IntEnum):
     Q4_0_4_4 = 31
     Q4_0_4_8 = 32
     Q4_0_8_8 = 33
+    TQ1_0 = 34
+    TQ2_0 = 35
     I2_S = 36
     MXFP4 = 39
+    NVFP4 = 40
     Q1_0_G128 = 41
+    Q2_0 = 42
     Q8_0_X4 = 97
     Q8_1_X4 = 98
     Q8_2_X4 = 99
@@ -222,6 +226,8 @@ _FILE_TYPES = (
     FileType(33, ("Q4_0_4_4",), "Q4_0_4_4", GGMLType.Q4_0_4_4),
     FileType(34, ("Q4_0_4_8",), "Q4_0_4_8", GGMLType.Q4_0_4_8),
     FileType(35, ("Q4_0_8_8",), "Q4_0_8_8", GGMLType.Q4_0_8_8),
+    FileType(36, ("TQ1_0",), "TQ1_0 - 1.69 bpw ternary", GGMLType.TQ1_0),
+    FileType(37, ("TQ2_0",), "TQ2_0 - 2.06 bpw ternary", GGMLType.TQ2_0),
     FileType(38, ("MXFP4",), "MXFP4 - 4.25 bpw", GGMLType.MXFP4),
     FileType(41, (), "Q1_0_G128 - 1.125 bpw", GGMLType.Q1_0_G128),
     FileType(135, ("Q6_0",), "Q6_0", GGMLType.Q6_0),

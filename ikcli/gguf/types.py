@@ -33,6 +33,8 @@ _TRELLIS = TypeFamily("trellis", "trellis:encode", "formats_trellis",
                   facts={"row_meta_size": 4, "tile": "s32", "fallback": T.IQ4_NL})  # fmt: skip
 _TERNARY = TypeFamily("bitnet", "bitnet:encode", "formats_trellis", "formats_r4_iqk", codes=False,
                   facts={"kind": "ternary", "tile": "s32", "keeps_length": ""})  # fmt: skip
+_LOW_BITS = TypeFamily("mainline", "", "formats_mainline", codes=False,
+                   facts={"tile": "s32", "standard": True, "encode": ""})  # fmt: skip
 _BYTES = TypeFamily("bitnet", "int8:encode_rows", "formats_legacy", facts={"tile": "s32", "keeps_length": ""})
 _BYTES_R = TypeFamily("interleaved", "int8:encode_groups", codes=False,
                   facts={"tile": "s32", "keeps_length": "", "scales": (0,), "stand_in": T.Q8_0, "fallback": T.Q8_0,
@@ -66,8 +68,9 @@ _RECORDS: tuple[TensorType, ...] = (
                   candidate="all"),
     *_BLOCKS.pair(T.MXFP4, T.MXFP4_R8, "mxfp4", 32, 17, tile="s32", cuda=((1, 16), (0, 1)), keeps_length="",
                   decode="ikcli.quant.decoders.iquants:mxfp4"),
-    TensorType(T.Q1_0_G128, "q1_0_g128", 128, 18, standard=True, decode="ikcli.quant.decoders.bitnet:q1_0_g128",
-               scales=(0,)),
+    _LOW_BITS.type(T.Q1_0_G128, "q1_0_g128", 128, 18, scales=(0,)),
+    _LOW_BITS.type(T.Q2_0, "q2_0", 64, 18, scales=(0,)),
+    TensorType(T.NVFP4, "nvfp4", 64, 36, standard=True, decode="ikcli.quant.decoders.mainline:nvfp4"),
     *(TensorType(t, name, 32, 18, rows=rows, scales=(0,), stand_in=T.Q4_0)  # retired
       for t, name, rows in ((T.Q4_0_4_4, "q4_0_4x4", 4), (T.Q4_0_4_8, "q4_0_4x8", 4), (T.Q4_0_8_8, "q4_0_8x8", 8))),
     # --- super-blocks of 256 with packed scales of sub-blocks ---------------------------------------------------------
@@ -131,6 +134,11 @@ _RECORDS: tuple[TensorType, ...] = (
                   candidate="gpu"),
     _TRELLIS.type(T.IQ3_KT, "iq3_kt", 256, 100, cuda=((4, 64), (68, 32), (0, 4)), matmul_scale=1.01, candidate="gpu"),
     _TRELLIS.type(T.IQ4_KT, "iq4_kt", 256, 128, cuda=((32, 64), (96, 32), (0, 32)), candidate="gpu"),
+    # --- -1, 0 and 1 times a scale per block --------------------------------------------------------------------------
+    _LOW_BITS.type(T.TQ1_0, "tq1_0", 256, 54, scales=(52,), encode="ikcli.quant.encoders.ternary:encode",
+                   kind="ternary", keeps_length="", fallback=T.IQ4_NL),
+    _LOW_BITS.type(T.TQ2_0, "tq2_0", 256, 66, scales=(64,), encode="ikcli.quant.encoders.ternary:encode",
+                   kind="ternary", keeps_length="", fallback=T.IQ4_NL),
     # --- -1, 0 and 1 times a scale per row ----------------------------------------------------------------------------
     TensorType(T.I2_S, "i2_s", 128, 32, 0, 32, kind="ternary", decode="ikcli.quant.decoders.bitnet:i2_s"),
     _TERNARY.type(T.IQ1_BN, "iq1_bn", 64, 13, row_meta_size=2, cuda=((0, 12), (12, 1))),

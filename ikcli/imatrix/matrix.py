@@ -18,18 +18,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from ikcli.engine.plan.devices import available_memory
 from ikcli.engine.plan.sizes import DEFAULT_WINDOW
 from ikcli.engine.run.batch import Batch
 from ikcli.engine.run.embedder import states
 from ikcli.errors import IkError, UsageError
 from ikcli.gguf.constants import GGUF_MAGIC
 from ikcli.graph import Node
+from ikcli.hostinfo import available_memory
 from ikcli.imatrix.collect import watch
 from ikcli.imatrix.covariance import check_memory
 from ikcli.imatrix.statistics import LayerSimilarity
 from ikcli.imatrix.sums import Sums
 from ikcli.log import log
+from ikcli.measure.images import MixedWindows, score_window
 from ikcli.measure.perplexity import PerplexityResult, bos_of
 from ikcli.measure.protocol import SessionLike, TokenIds
 from ikcli.measure.stats import F64, RunningNll, token_nll
@@ -177,6 +178,12 @@ class Measurer:
             nll = _read(self._session, row)
         return nll, time.perf_counter() - started
 
+    def mixed(self, batch: Batch) -> tuple[F64, float]:
+        """Do the same for a window with images."""
+        started = time.perf_counter()
+        nll = score_window(self._session, batch, self._params.n_threads, every=True)
+        return nll if self._params.ppl else np.empty(0), time.perf_counter() - started
+
     def take(self) -> Sums:
         """Return the sums since the last call."""
         found = self.collector.take()
@@ -190,17 +197,18 @@ class Measurer:
 
 def collect(
     session: Session,
-    tokens: TokenIds,
+    tokens: TokenIds | MixedWindows,
     params: ImatrixParams,
     *,
     on_chunk: Callable[[ChunkDone], None] | None = None,
     on_sums: Callable[[int, Sums], None] | None = None,
 ) -> ImatrixResult:
-    """Compute the importance matrix of int32 tokens; on_chunk follows every window, on_sums every complete sum.
+    """Compute the importance matrix of int32 tokens, or of windows with images; on_chunk follows every window, on_sums
+    every complete sum.
 
     NonFiniteError names the input of a weight that is not finite.
     """
-    table = windows(tokens, params)
+    table = tokens.batches if isinstance(tokens, MixedWindows) else windows(tokens, params)
     measurer, gathered = Measurer(session, params, bos_of(session)), Gathered(params, on_chunk, on_sums)
     collector = measurer.collector
     try:
@@ -211,7 +219,8 @@ def collect(
             collector.measure_products(params.covariance_limit)
         for group in groups(len(table), params):
             for i in group:
-                gathered.window(*measurer.window(table[i]))
+                row = table[i]
+                gathered.window(*(measurer.mixed(row) if isinstance(row, Batch) else measurer.window(row)))
             gathered.sums(measurer.take())
     finally:
         measurer.close()

@@ -47,6 +47,19 @@ class Windows:
         return self.last - self.first + 1
 
 
+class WindowCounts(Protocol):
+    """How many windows there are, how many of them are decoded together, and the most scored tokens of one."""
+
+    @property
+    def n_chunk(self) -> int: ...
+
+    @property
+    def n_seq(self) -> int: ...
+
+    @property
+    def n_scored(self) -> int: ...
+
+
 class ChunkScorer(Protocol):
     """Receives what `evaluate` computes, windows in order."""
 

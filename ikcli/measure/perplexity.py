@@ -15,7 +15,7 @@ import numpy as np
 
 from ikcli.engine.plan.sizes import DEFAULT_WINDOW, windows_session
 from ikcli.errors import IkError, NonFiniteError, UsageError
-from ikcli.measure.chunks import Windows, chunk_windows, evaluate, strided_windows
+from ikcli.measure.chunks import WindowCounts, Windows, chunk_windows, evaluate, strided_windows
 from ikcli.measure.protocol import FloatRows, HasTokenizer, SessionLike, TokenIds
 from ikcli.measure.stats import F64, RunningNll, token_nll
 from ikcli.settings.run import RunConfig
@@ -23,6 +23,7 @@ from ikcli.settings.run import RunConfig
 if TYPE_CHECKING:
     from ikcli.engine.plan.planner import Planner
     from ikcli.measure.chunks import WindowValues
+    from ikcli.models import MediaConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,7 @@ def run(
 
 def gather(
     found: Iterable[WindowValues],
-    windows: Windows,
+    windows: WindowCounts,
     params: PerplexityParams,
     on_chunk: Callable[[ChunkScore], None] | None = None,
 ) -> PerplexityResult:
@@ -140,7 +141,7 @@ class _Scorer:
     def __init__(
         self,
         params: PerplexityParams,
-        windows: Windows,
+        windows: WindowCounts,
         on_chunk: Callable[[ChunkScore], None] | None,
         on_rows: RowObserver | None,
     ) -> None:
@@ -216,11 +217,21 @@ def params_of(config: RunConfig) -> PerplexityParams:
 
 
 def open_window_session(
-    config: RunConfig, n_ctx: int, n_batch: int, *, stride: int = 0, planner: Planner | None = None
+    config: RunConfig,
+    n_ctx: int,
+    n_batch: int,
+    *,
+    stride: int = 0,
+    planner: Planner | None = None,
+    media: MediaConfig | None = None,
 ) -> SessionLike:
-    """Open a session for max(1, n_batch // n_ctx) parallel windows; with a stride one sequence gets all cells."""
+    """Open a session for max(1, n_batch // n_ctx) parallel windows; with a stride one sequence gets all cells.
+
+    `media`: of images in the windows, which are decoded one by one.
+    """
     from ikcli.engine.run.opening import open_session
 
     settings, sizes = windows_session(replace(config, n_batch=n_batch), n_ctx, stride)
-    session: SessionLike = open_session(settings, n_ctx=sizes.n_ctx, n_seq_max=sizes.n_seq, planner=planner)
+    n_ctx, n_seq = (sizes.n_ctx, sizes.n_seq) if media is None else (n_ctx, 1)
+    session: SessionLike = open_session(settings, n_ctx=n_ctx, n_seq_max=n_seq, planner=planner, media=media)
     return session

@@ -17,6 +17,8 @@ from ikcli.models.rope import RopeParams
 from ikcli.models.tensors import TensorSpec, TensorSpecs, Weights, check_tensors
 
 ARCHITECTURES: dict[str, str] = {
+    "afmoe": "ikcli.models.afmoe",
+    "arcee": "ikcli.models.plain",
     "arctic": "ikcli.models.arctic",
     "baichuan": "ikcli.models.llama",
     "bailingmoe2": "ikcli.models.plain",
@@ -40,6 +42,7 @@ ARCHITECTURES: dict[str, str] = {
     "ernie4_5": "ikcli.models.plain",
     "ernie4_5-moe": "ikcli.models.plain",
     "exaone": "ikcli.models.llama",
+    "exaone-moe": "ikcli.models.plain",
     "exaone4": "ikcli.models.olmo2",
     "falcon": "ikcli.models.falcon",
     "falcon-h1": "ikcli.models.mamba2",
@@ -59,7 +62,9 @@ ARCHITECTURES: dict[str, str] = {
     "granitemoe": "ikcli.models.plain",
     "hunyuan-dense": "ikcli.models.plain",
     "hunyuan-moe": "ikcli.models.plain",
+    "hy_v3": "ikcli.models.plain",
     "internlm2": "ikcli.models.llama",
+    "jais2": "ikcli.models.gpt2",
     "jamba": "ikcli.models.lfm2",
     "jina-bert-v2": "ikcli.models.bert",
     "kimi-linear": "ikcli.models.kimi_linear",
@@ -85,6 +90,7 @@ ARCHITECTURES: dict[str, str] = {
     "nomic-bert": "ikcli.models.bert",
     "olmo": "ikcli.models.olmo",
     "olmo2": "ikcli.models.olmo2",
+    "olmoe": "ikcli.models.plain",
     "orion": "ikcli.models.stablelm",
     "phi2": "ikcli.models.phi2",
     "phi3": "ikcli.models.plain",

@@ -23,7 +23,8 @@ def tensor_shapes(hp: HParams) -> TensorSpecs:
 
 def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
     """Record the graph and return the logits of the output rows."""
-    attn = blocks.attention_block(g, hp, w, cfg, neox=False)
+    # Converters permute queries and keys of the models with images (GLM-4.1V), whose rotation has sections.
+    attn = blocks.attention_block(g, hp, w, cfg, neox=bool(hp.rope.sections))
     attn = blocks.normed_after(g, attn, "post_attention_norm", hp.eps, "post_attn_norm")
     ffn = blocks.normed_after(g, partial(blocks.fused_dense_ffn, g, hp), "post_ffw_norm", hp.eps, "post_ffw_norm")
     return blocks.transformer(g, hp, w, attn, ffn)

@@ -1,8 +1,8 @@
 """GPT-2 and its relatives: LayerNorm, a feed-forward part without gate, biases nearly everywhere.
 
 BLOOM (a norm after the embeddings) and MPT (in some models norms of all query and key heads) use ALiBi. Others are
-StarCoder (one key head), StarCoder2 (RoPE, in some sizes a window), CodeShell (RoPE) and Nemotron (partial RoPE,
-squared ReLU). GPT-2 and StarCoder add embeddings of positions.
+StarCoder (one key head), StarCoder2 (RoPE, in some sizes a window), CodeShell (RoPE), Nemotron (partial RoPE, squared
+ReLU) and Jais 2 (RoPE, squared ReLU). GPT-2 and StarCoder add embeddings of positions.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ikcli.models.hparams import HParams
 from ikcli.models.tensors import TensorSpec, TensorSpecs, Weights
 
 POSITIONS = ("gpt2", "starcoder")  # embedded, not rotated
-ROTATED = ("codeshell", "nemotron", "starcoder2")
+ROTATED = ("codeshell", "jais2", "nemotron", "starcoder2")
 PADDING = 256  # a context may be that much longer, as it is rounded up
 FUSED = ("bloom", "codeshell", "gpt2", "mpt", "starcoder")  # one matrix for q, k and v
 
@@ -49,5 +49,5 @@ def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
             f"{hp.source}: the model knows {hp.n_ctx_train} positions; use -c {hp.n_ctx_train} per sequence at most"
         )
     attn = blocks.attention_block(g, hp, w, cfg, neox=True, rotates=hp.arch in ROTATED)
-    ffn = partial(blocks.mlp, g, kind="relu_sqr" if hp.arch == "nemotron" else "gelu")
+    ffn = partial(blocks.mlp, g, kind="relu_sqr" if hp.arch in ("jais2", "nemotron") else "gelu")
     return blocks.transformer(g, hp, w, attn, ffn)

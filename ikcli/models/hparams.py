@@ -25,30 +25,30 @@ MAX_LAYERS = 512
 MAX_EXPERTS = 1024
 GATING = {1: "softmax", 2: "sigmoid", 3: "softmax"}  # 3: over the chosen experts, as over all and normalised
 _ALL_EXPERTS = (
-    "arctic", "dbrx", "gpt-oss", "granitemoe", "grok", "hunyuan-moe", "mellum", "minimax-m2", "qwen2moe", "qwen35moe",
+    "arctic", "dbrx", "gpt-oss", "granitemoe", "grok", "hunyuan-moe", "mellum", "minimax-m2", "olmoe", "qwen2moe",
+    "qwen35moe",
     "qwen3moe", "qwen3next", "qwen3vlmoe",
 )  # fmt: skip
 """In every layer."""
 MLA = ("deepseek2", "deepseek32", "glm-dsa", "mistral4", *KDA)  # multi-head latent attention
 _DENSE_LEAD = (
-    *MLA, "bailingmoe2", "cohere2_moe", "deepseek", "dots1", "ernie4_5-moe", "glm4moe", "laguna", "minimax-m3",
-    "step35",
+    *MLA, "afmoe", "bailingmoe2", "cohere2_moe", "deepseek", "dots1", "ernie4_5-moe", "exaone-moe", "glm4moe", "hy_v3",
+    "laguna", "minimax-m3", "step35",
 )  # fmt: skip
 """In all layers but the first ones."""
 _SIGMOID = (
-    "cohere2_moe", "dots1", "glm-dsa", "glm4moe", "laguna", "lfm2moe", "llama4", "mimo2", "minimax-m2", "minimax-m3",
-    "nemotron_h_moe", "step35",
+    "afmoe", "cohere2_moe", "dots1", "exaone-moe", "glm-dsa", "glm4moe", "hy_v3", "laguna", "lfm2moe", "llama4",
+    "mimo2", "minimax-m2", "minimax-m3", "nemotron_h_moe", "step35",
 )  # fmt: skip
 """Gating of files that do not say."""
 _NOT_NORMALISED = (
     "bailingmoe2", "cohere2_moe", "deepseek", "deepseek2", "deepseek32", "jamba", "laguna", "llama4", "minimax-m3",
-    "qwen2moe", "step35",
+    "olmoe", "qwen2moe", "step35",
 )  # fmt: skip
 """Weights of experts where files do not say; most architectures always normalise, and their files do not say so."""
 _LAYER_NORM = (
-    "bloom", "codeshell", "cohere2", "command-r", "dbrx", "falcon", "gpt2", "gptneox", "mpt", "nemotron", "olmo",
-    "orion",
-    "phi2", "stablelm", "starcoder", "starcoder2", "bert", "jina-bert-v2", "nomic-bert",
+    "bloom", "codeshell", "cohere2", "command-r", "dbrx", "falcon", "gpt2", "gptneox", "jais2", "mpt", "nemotron",
+    "olmo", "orion", "phi2", "stablelm", "starcoder", "starcoder2", "bert", "jina-bert-v2", "nomic-bert",
 )  # fmt: skip
 BITNET = ("bitnet", "bitnet-25", "bitnet-b1.58")
 ENCODERS = ("bert", "jina-bert-v2", "nomic-bert")
@@ -90,6 +90,7 @@ class HParams:
     n_expert_used: int = 0
     n_ff_exp: int = 0
     n_ff_shexp: int = 0
+    n_embd_exp: int = 0  # width of what routed experts read and write; 0: that of the model
     n_expert_shared: int = 0
     n_layer_dense_lead: int = 0
     moe_step: int = 1
@@ -340,6 +341,7 @@ def _experts(keys: Keys, arch: str, tensors: Mapping[str, HasShape]) -> dict[str
         "n_ff_exp": ff_exp,
         "n_expert_shared": shared,
         "n_ff_shexp": keys.integer("expert_shared_feed_forward_length", shared * ff_exp),
+        "n_embd_exp": keys.integer("moe_latent_size", 0) if arch == "nemotron_h_moe" else 0,
         "n_layer_dense_lead": keys.integer("leading_dense_block_count", 0),
         "moe_step": keys.integer("interleave_moe_layer_step", 1) or 1,
         "expert_gating": GATING[gating],
@@ -379,7 +381,7 @@ def _scores(keys: Keys, values: dict[str, Any]) -> dict[str, Any]:
         found["n_embd_per_layer"] = keys.integer("embedding_length_per_layer_input", 0)
     elif (arch, values["n_layer"]) in (("gemma2", 46), ("gemma3", 62)):  # the models of 27B
         found["attention_scale"] = 1 / math.sqrt(n_embd // max(by_layer(values["n_head"], 1)))
-    if arch.startswith("gemma"):
+    if arch.startswith("gemma") or arch == "afmoe":
         found["embedding_scale"] = math.sqrt(n_embd)
     if arch in ("cohere2", "cohere2_moe", "command-r", "muse-glimmer"):
         found["logit_scale"] = keys.number("logit_scale", most=1e9) or 1.0
@@ -482,13 +484,14 @@ def _indexer(keys: Keys, values: dict[str, Any], tensors: Mapping[str, HasShape]
 def _mla(keys: Keys, values: dict[str, Any]) -> dict[str, Any]:
     """Return DeepSeek2's lora ranks, and head sizes for files in the absorbed form (576/512, one kv head)."""
     rank = keys.integer("attention.kv_lora_rank", least=1)
+    default = None if values["n_expert"] else 0  # Youtu has no experts
     fixed: dict[str, Any] = {
         "kv_lora_rank": rank,
         "q_lora_rank": keys.integer("attention.q_lora_rank", 0),
         "n_layer_dense_lead": keys.integer("leading_dense_block_count"),
-        "n_ff_exp": keys.integer("expert_feed_forward_length", least=1),
-        "n_expert_shared": keys.integer("expert_shared_count"),
-        "expert_weights_scale": keys.number("expert_weights_scale"),
+        "n_ff_exp": keys.integer("expert_feed_forward_length", default, least=1 if values["n_expert"] else 0),
+        "n_expert_shared": keys.integer("expert_shared_count", default),
+        "expert_weights_scale": keys.number("expert_weights_scale", default),
     }
     fixed["n_ff_shexp"] = fixed["n_ff_exp"] * fixed["n_expert_shared"]
     absorbed = values["n_head_kv"] == 1 and values["head_dim_k"] == rank + values["n_rot"] and values["n_head"] > 1

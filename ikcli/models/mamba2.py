@@ -118,7 +118,13 @@ def _ungated(g: Graph, hp: HParams, cfg: GraphConfig, x: Node, layer: LayerWeigh
     """Record a dense part, or experts beside a shared one, without gates."""
     if layer.get("ffn_gate_inp") is None:
         return blocks.mlp(g, x, layer, "relu_sqr")
-    experts = blocks.moe_ffn(g, hp.at(layer.il), cfg, x, layer, act=_SQUARED)
+    down, logits, inputs = layer.get("ffn_latent_down"), None, x
+    if down is not None:  # experts work on fewer columns, but are chosen by all
+        logits = g.mul_mat(layer.ffn_gate_inp, x, "ffn_moe_logits")
+        inputs = g.mul_mat(down, x, "ffn_latent_down")
+    experts = blocks.moe_ffn(g, hp.at(layer.il), cfg, inputs, layer, act=_SQUARED, logits=logits)
+    if down is not None:
+        experts = g.mul_mat(layer.ffn_latent_up, experts, "ffn_latent_up")
     return g.add(experts, blocks.mlp(g, x, layer, "relu_sqr", "ffn_shexp", "_shexp"), "ffn_out")
 
 
@@ -128,12 +134,16 @@ def _ungated_specs(hp: HParams, il: int) -> TensorSpecs:
     if not hp.n_expert:
         specs = expected.mlp_specs(hp, il)
         return norm | specs | expected.bias_specs(specs, "ffn_up ffn_down", required=False)
+    width = hp.n_embd_exp or hp.n_embd
     specs = {
         "ffn_gate_inp.weight": TensorSpec((hp.n_embd, hp.n_expert)),
         "exp_probs_b.bias": TensorSpec((hp.n_expert,), required=False),
-        "ffn_up_exps.weight": TensorSpec((hp.n_embd, hp.n_ff_exp, hp.n_expert)),
-        "ffn_down_exps.weight": TensorSpec((hp.n_ff_exp, hp.n_embd, hp.n_expert)),
+        "ffn_up_exps.weight": TensorSpec((width, hp.n_ff_exp, hp.n_expert)),
+        "ffn_down_exps.weight": TensorSpec((hp.n_ff_exp, width, hp.n_expert)),
         "ffn_up_shexp.weight": TensorSpec((hp.n_embd, hp.n_ff_shexp)),
         "ffn_down_shexp.weight": TensorSpec((hp.n_ff_shexp, hp.n_embd)),
     }
+    if hp.n_embd_exp:
+        specs["ffn_latent_down.weight"] = TensorSpec((hp.n_embd, width))
+        specs["ffn_latent_up.weight"] = TensorSpec((width, hp.n_embd))
     return norm | expected.in_block(il, specs)

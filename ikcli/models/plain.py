@@ -22,7 +22,8 @@ class Plain:
 
     `bias`, `qk_norm`, `fused`, `ffn_norm`: see `expected.attention_specs`. `neox`, `norm_last`: see
     `blocks.self_attention`. `act`: the activation of all feed-forward parts. `fused_gate_up`: one matrix for gate and
-    up. `nope_interval`: every n-th block has no RoPE (NoPE; 0: none). `more`: further tensors of block il.
+    up. `ungated`: the activation of a dense part without gate. `nope_interval`: every n-th block has no RoPE (NoPE; 0:
+    none). `more`: further tensors of block il.
     """
 
     bias: bool | None = None
@@ -33,6 +34,7 @@ class Plain:
     norm_last: bool = False
     act: Glu = SILU
     fused_gate_up: bool = False
+    ungated: str = ""
     nope_interval: int = 0
     more: More = lambda hp, il: {}
 
@@ -50,6 +52,10 @@ def _qkv_bias(hp: HParams, il: int) -> TensorSpecs:
     return {f"blk.{il}.attn_qkv.bias": TensorSpec((n,))}
 
 
+def _llama3_factors(hp: HParams, il: int) -> TensorSpecs:
+    return {"rope_freqs.weight": TensorSpec((hp.n_rot // 2,), required=False)}
+
+
 def _long_rope(hp: HParams, il: int) -> TensorSpecs:
     factors = TensorSpec((hp.n_rot // 2,), required=False)
     return {"rope_factors_long.weight": factors, "rope_factors_short.weight": factors}
@@ -59,6 +65,7 @@ _PAIRS = Plain(neox=False)  # rotates adjacent pairs, as llama does
 _NORMED = Plain(bias=False, qk_norm=True)
 
 TABLE: dict[str, Plain] = {
+    "arcee": Plain(neox=False, ungated="relu_sqr", more=_llama3_factors),
     "bailingmoe2": Plain(qk_norm=True, fused=True),
     "chatglm": Plain(fused=True, neox=False, fused_gate_up=True),
     "dbrx": Plain(fused=True, ffn_norm="attn_output_norm"),
@@ -67,15 +74,18 @@ TABLE: dict[str, Plain] = {
     "ernie4_5": _PAIRS,
     "ernie4_5-moe": _PAIRS,
     "gemma": Plain(act=Glu("gelu")),
+    "exaone-moe": Plain(bias=False, qk_norm=True),
     "glm4moe": Plain(qk_norm=None, ffn_norm="post_attention_norm"),
     "granite": _PAIRS,
     "granitemoe": _PAIRS,
     "hunyuan-dense": Plain(bias=False, qk_norm=True, norm_last=True),
     "hunyuan-moe": Plain(bias=False, qk_norm=True, norm_last=True),
+    "hy_v3": _NORMED,
     "mellum": Plain(qk_norm=True),
     "mimo2": Plain(more=_sinks),
     "minimax-m2": Plain(bias=False, more=expected.norms_of_all_heads),
     "minimax-m3": Plain(qk_norm=True, act=ACTIVATION),  # attention is over all positions, the indexer is not used
+    "olmoe": Plain(bias=False, more=expected.norms_of_all_heads),
     "phi3": Plain(fused_gate_up=True, more=_long_rope),
     "qwen": Plain(fused=True, more=_qkv_bias),
     "qwen2": Plain(bias=True),
@@ -103,7 +113,11 @@ def block_shapes(hp: HParams, il: int) -> TensorSpecs:
     """Return the expected tensors of block il."""
     p = TABLE[hp.arch]
     specs = expected.attention_specs(hp, il, bias=p.bias, qk_norm=p.qk_norm, ffn_norm=p.ffn_norm, fused=p.fused)
-    specs |= expected.fused_dense_specs(hp, il) if p.fused_gate_up else expected.feed_forward_specs(hp, il)
+    if p.ungated:
+        specs |= (parts := expected.mlp_specs(hp, il))
+        specs |= expected.bias_specs(parts, "ffn_up ffn_down", required=False)
+    else:
+        specs |= expected.fused_dense_specs(hp, il) if p.fused_gate_up else expected.feed_forward_specs(hp, il)
     return specs | p.more(hp, il)
 
 
@@ -122,6 +136,8 @@ def layers(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig, only: int | None
         return blocks.self_attention(g, hp, cfg, x, layer, rotation, neox=p.neox, norm_last=p.norm_last)
 
     def ffn(x: Node, layer: LayerWeights) -> Node:
+        if p.ungated:
+            return blocks.mlp(g, x, layer, p.ungated)
         if p.fused_gate_up:
             return blocks.fused_dense_ffn(g, hp, x, layer)
         return blocks.feed_forward(g, hp, cfg, x, layer, p.act)

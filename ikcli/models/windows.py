@@ -14,15 +14,22 @@ from ikcli.models.keys import Keys, by_layer
 from ikcli.models.rope import RopeParams
 
 PERIODS = {
-    "cohere2": 4, "exaone4": 4, "gemma2": 2, "gemma3": 6, "gpt-oss": 2, "laguna": 4, "llama4": 4, "mellum": 4,
-    "muse-glimmer": 4, "olmo2": 4, "phi3": 0, "starcoder2": 0,
+    "afmoe": 4, "cohere2": 4, "exaone-moe": 4, "exaone4": 4, "gemma2": 2, "gemma3": 6, "gpt-oss": 2, "laguna": 4,
+    "llama4": 4, "mellum": 4, "muse-glimmer": 4, "olmo2": 4, "phi3": 0, "starcoder2": 0,
 }  # fmt: skip
 """Layers of a period, of which the last one has no window; 0: all layers have one."""
 LISTED = ("cohere2_moe", "gemma4", "mimo2", "step35")  # files say which layers have windows
 FIRST_SEES_ALL = ("cohere2_moe", "laguna")  # of a period the first layer has no window, not the last one
-NOT_ALWAYS = {"gemma2": 4096, "laguna": 0, "mellum": 0, "olmo2": 0, "starcoder2": 0}  # windows of files that do not say
+NOT_ALWAYS = {
+    "exaone-moe": 128,
+    "gemma2": 4096,
+    "laguna": 0,
+    "mellum": 0,
+    "olmo2": 0,
+    "starcoder2": 0,
+}  # windows of files that do not say
 PLAIN = ("gemma3", "laguna", "mellum", "olmo2")  # rotation of window layers is not scaled
-ONLY_WINDOWS_ROTATE = ("cohere2", "cohere2_moe", "exaone4", "llama4", "muse-glimmer")
+ONLY_WINDOWS_ROTATE = ("afmoe", "cohere2", "cohere2_moe", "exaone-moe", "exaone4", "llama4", "muse-glimmer")
 PHI3_WINDOWS = {(32, 4096): 2047, (40, 4096): 2047, (32, 131072): 262144, (40, 131072): 131072}
 """Of files from before the key, by layers and context."""
 CHUNK = 8192  # of llama4, whose files do not say

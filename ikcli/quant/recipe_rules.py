@@ -161,6 +161,7 @@ _EMBEDDING = (
     on("IQ2_S IQ2_M IQ2_M_R4 IQ3_XXS IQ3_KT", T.IQ3_S),
     on("IQ3_XXS_R4", T.IQ3_K),
     on("IQ1_BN IQ2_BN IQ2_BN_R4", T.IQ4_NL),
+    on("TQ1_0 TQ2_0", T.Q4_K),  # as llama.cpp does
 )
 TOKEN_EMBD = TensorKind(("token_embd.weight",), _EMBEDDING, flag="token_embedding_type")
 PER_LAYER_TOKEN_EMBD = TensorKind(("per_layer_token_embd.weight",), _EMBEDDING, flag="per_layer_token_embedding_type")

@@ -33,6 +33,7 @@ from ikcli.settings.values import (
     parse_cpu_mask,
     parse_device_spec,
     parse_devices,
+    parse_gib,
     parse_layers,
     parse_margin,
     parse_numa,
@@ -76,6 +77,16 @@ class RunConfig:
         "turns mmap off")
     run_time_repack: bool = _model(False, "-rtr --run-time-repack", "optswitch", example="-rtr",
         help="repack weights in host memory to interleaved types while loading; turns mmap off")
+    expert_ram: int = _model(0, "--expert-ram", "custom", form="GIB", example="--expert-ram 24", parse=parse_gib,
+        help="keep so much of the routed experts in RAM and read the others from disk when they are used, the next "
+        "layer's ahead of time; 0 = all are mapped with the file")
+    prefetch_experts: bool = _model(False, "--prefetch-experts", "switch", example="--prefetch-experts",
+        help="the same as --expert-ram with the RAM that is free, for models larger than RAM")
+    prefetch_experts_threads: int = _model(0, "--prefetch-experts-threads", "int", form="N", minimum=0,
+        example="--prefetch-experts-threads 8", help="threads that read experts; 0 = 4")
+    defer_experts: bool = _model(False, "--defer-experts", "switch", example="--defer-experts",
+        help="read no experts while loading, only when they are used; this is always so without --expert-ram and "
+        "--prefetch-experts")
     check_tensors: bool = _model(False, "--check-tensors -vq --validate-quants", "switch", example="--check-tensors",
         help="scan the weights for NaN and Inf while loading and name the tensors")
     override_kv: tuple[str, ...] = _model((), "-okv --override-kv", "custom", form="KEY=TYPE:VALUE[,...]",

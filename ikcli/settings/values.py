@@ -249,6 +249,17 @@ def parse_size(text: str) -> int:
     return n_bytes
 
 
+def parse_gib(text: str) -> int:
+    """Return the bytes of a size in GiB, or of one with a unit (see `parse_size`); 0 stays 0."""
+    try:
+        n_bytes = float(text) * 2**30
+    except ValueError:
+        return parse_size(text)
+    if not 0 <= n_bytes < 2**60:
+        raise ValueError("is not a size in GiB")
+    return int(n_bytes)
+
+
 def parse_device_spec(text: str) -> tuple[DeviceSpec, ...]:
     """Parse `[N*]cuda:SIZE[:cc=X.Y]` and `cpu:SIZE` entries separated by commas; sizes as for `parse_size`."""
     specs: list[DeviceSpec] = []

@@ -12,7 +12,7 @@ from pathlib import Path
 from ikcli.settings.option import opt
 from ikcli.settings.values import parse_path_item
 
-_vision = partial(opt, topic="vision", commands="SCL")
+_vision = partial(opt, topic="vision", commands="SCLBPI")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,8 @@ class VisionConfig:
         "https://example.org/mmproj.gguf", env="LLAMA_ARG_MMPROJ_URL", bench_list=False,
         help="download the projector from this address and keep it")
     mmproj_auto: bool = _vision(True, "--mmproj-auto", "switch", negative="--no-mmproj --no-mmproj-auto",
-        example="--no-mmproj", env="LLAMA_ARG_MMPROJ_AUTO", help="use the projector that -hf finds in the repository")
+        commands="SCL", example="--no-mmproj", env="LLAMA_ARG_MMPROJ_AUTO",
+        help="use the projector that -hf finds in the repository")
     mmproj_offload: bool = _vision(True, "--mmproj-offload", "switch", negative="--no-mmproj-offload",
         example="--no-mmproj-offload", env="LLAMA_ARG_MMPROJ_OFFLOAD",
         noop="vision towers are computed on the CPU", help="compute the projector on the GPU if there is one")
@@ -37,9 +38,9 @@ class VisionConfig:
     image_max_tokens: int = _vision(0, "--image-max-tokens", "int", form="N", example="--image-max-tokens 1024",
         minimum=0, env="LLAMA_ARG_IMAGE_MAX_TOKENS",
         help="most tokens of an image, for models with images of any size; larger images are reduced")
-    images: tuple[Path, ...] = _vision((), "--image", "custom", commands="C", form="FILE[,FILE...]",
+    images: tuple[Path, ...] = _vision((), "--image", "custom", commands="CBPI", form="FILE[,FILE...]",
         example="--image photo.jpg", parse=parse_path_item, repeat=True, bench_list=False,
-        help="show these images to the model, before the prompt")
+        help="show these images to the model, before the prompt; for a measurement, where its text has <__media__>")
     media_path: Path | None = _vision(None, "--media-path", "path", commands="S", form="DIR",
         example="--media-path images", env="LLAMA_ARG_MEDIA_PATH",
         help="requests may name images below this folder with file: URLs")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ikcli.errors import FormatError
+from ikcli.errors import FormatError, UnsupportedError
 from ikcli.gguf.reader import GGUFFile
 
 _MOST = {"embedding_length": 1 << 16, "feed_forward_length": 1 << 18, "block_count": 512, "attention.head_count": 1024,
@@ -55,7 +55,9 @@ def projector_type(file: GGUFFile) -> str:
     if values.get("general.architecture") != "clip":
         found = values.get("general.architecture", "no architecture")
         raise FormatError(f"{source}: a projector file has the architecture clip, this one has {found}")
-    if not values.get("clip.has_vision_encoder", False):
+    if values.get("clip.has_vision_encoder", False) is not True:
+        if values.get("clip.has_audio_encoder", False) is True:
+            raise UnsupportedError(f"{source}: the projector encodes audio, which is not supported")
         raise FormatError(f"{source}: the projector has no vision encoder (clip.has_vision_encoder); images need one")
     found = values.get("clip.vision.projector_type") or values.get("clip.projector_type")
     if not isinstance(found, str):
@@ -76,12 +78,19 @@ def read_facts(file: GGUFFile) -> Facts:
     eps = values.get("clip.vision.attention.layer_norm_epsilon", 1e-6)
     if not isinstance(eps, int | float) or not 0 < eps < 1:
         raise FormatError(f"{source}: clip.vision.attention.layer_norm_epsilon is {eps}; it must be a small number")
-    act = "gelu" if values.get("clip.use_gelu") else "silu" if values.get("clip.use_silu") else "gelu_quick"
+    act = "gelu" if _flag(values, source, "use_gelu") else "silu" if _flag(values, source, "use_silu") else "gelu_quick"
     return Facts(
         source, projector_type(file), n_embd, integer("feed_forward_length"), integer("block_count"), n_head,
         integer("image_size"), integer("patch_size"), float(eps), _colours(values, source, "image_mean", 0.0),
         _colours(values, source, "image_std", 1e-6), act, values,
     )  # fmt: skip
+
+
+def _flag(values: dict[str, Any], source: str, name: str) -> bool:
+    found = values.get(f"clip.{name}", False)
+    if not isinstance(found, bool):
+        raise FormatError(f"{source}: metadata key clip.{name} is {found}; it must be true or false")
+    return found
 
 
 def _integer(values: dict[str, Any], source: str, name: str, default: int | None, least: int, most: int) -> int:

@@ -25,8 +25,8 @@ class Glm4v(QwenTower):
         self.extra_cols = facts.n_embd if "v.position_embd.weight" in tensors else 0
         self.n_ff = tensors.n_rows("v.blk.0.ffn_up.weight")  # the file's key is of the projector's layers
         area = self.unit**2
-        self.least = max(facts.integer("image_min_pixels", _LEAST * area, 1, 1 << 30) // area, 1)
-        self.most = max(facts.integer("image_max_pixels", _MOST * area, 1, 1 << 30) // area, self.least)
+        self.least = max(facts.integer("image_min_pixels", _LEAST * area, 1, area << 16) // area, 1)
+        self.most = max(facts.integer("image_max_pixels", _MOST * area, 1, area << 16) // area, self.least)
 
     def fit(self, width: int, height: int) -> tuple[int, int]:
         most = self.most_tokens()

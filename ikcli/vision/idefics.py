@@ -14,6 +14,7 @@ from ikcli.vision.sizes import Pixels, cut, resized
 from ikcli.vision.tensors import Floats, Tensors
 from ikcli.vision.tower import Grid, Limits, Tower
 
+_MOST_TILES = 64  # on a side
 _LARGEST = 4096  # pixels of the longest edge, whatever the file says
 _AROUND, _WHOLE = "<fake_token_around_image>", "<global-img>"
 
@@ -28,6 +29,9 @@ class Idefics3(Tower):
         self.extra_cols, self.merge = facts.n_embd, facts.integer("projector.scale_factor", 2, 1, 64)
         facts.check_merge(self.merge)
         self.longest = min(facts.integer("preproc_image_size", facts.image_size, 1, 1 << 16), _LARGEST)
+        if self.longest > _MOST_TILES * facts.image_size:
+            raise facts.fail(f"clip.vision.preproc_image_size {self.longest} is more than {_MOST_TILES} tiles of "
+                             f"{facts.image_size} pixels")  # fmt: skip
 
     def fit(self, width: int, height: int) -> tuple[int, int]:
         return self.facts.image_size, self.facts.image_size

@@ -14,7 +14,7 @@ from ikcli.vision.sizes import Pixels, cut_grid, resized
 from ikcli.vision.tensors import Floats, Tensors
 from ikcli.vision.tower import Grid, Inputs, Limits, Tower
 
-_HEAD, _TILES, _VERSIONS = 128, 9, (2, 3, 4, 5, 6, 100045)
+_HEAD, _TILES, _LARGEST, _VERSIONS = 128, 9, 2048, (2, 3, 4, 5, 6, 100045)
 
 
 class MiniCpmV(Tower):
@@ -25,10 +25,14 @@ class MiniCpmV(Tower):
     def __init__(self, facts: Facts, tensors: Tensors, hp: HParams, limits: Limits) -> None:
         super().__init__(facts, tensors, hp, limits)
         version = facts.metadata.get("clip.minicpmv_version", 2)
-        if version not in _VERSIONS:
+        if not isinstance(version, int) or version not in _VERSIONS:
             raise facts.fail(f"clip.minicpmv_version is {version}; supported: {', '.join(map(str, _VERSIONS))}")
         self.nested = version == 2  # slices are in one <slice> together
         self.width, self.n_query = hp.n_embd, tensors.n_rows("resampler.query")
+        if facts.image_size > _LARGEST:
+            raise facts.fail(
+                f"clip.vision.image_size is {facts.image_size}; slices have at most {_LARGEST} pixels a side"
+            )
         if self.width % _HEAD:
             raise facts.fail(f"a resampler has heads of {_HEAD} columns; {self.width} are not a multiple")
         self.query = tensors.values("resampler.query", self.n_query, self.width)

@@ -28,7 +28,10 @@ class KimiVl(Tower):
     def __init__(self, facts: Facts, tensors: Tensors, hp: HParams, limits: Limits) -> None:
         super().__init__(facts, tensors, hp, limits)
         self.extra_cols, self.merge = facts.n_embd, facts.integer("projector.scale_factor", 2, 1, 16)
-        self.most = facts.integer("image_max_pixels", self.most_patches * facts.patch**2, 1, 1 << 30) // facts.patch**2
+        self.most = (
+            facts.integer("image_max_pixels", self.most_patches * facts.patch**2, 1, facts.patch**2 << 16)
+            // facts.patch**2
+        )
 
     @property
     def unit(self) -> int:

@@ -63,3 +63,9 @@ class Pixtral(Tower):
             x = self.downsampled(g, x, "mm.patch_merger", f.n_embd)
         x = self.linear(g, x, "mm.1", self.tensors.n_rows("mm.1.weight"))
         return self.linear(g, g.activate(x, "gelu_erf", "mm_act"), "mm.2", self.hp.n_embd)
+
+
+class LightOnOcr(Pixtral):
+    """LightOnOCR: no row breaks, other tokens around an image."""
+
+    begin, end = "<|im_start|>", "<|im_end|>"

@@ -39,7 +39,7 @@ def bucketed(side: int, fractions: Floats) -> npt.NDArray[np.int64]:
 
 
 def square_table(facts: Facts, tensors: Tensors, name: str = "v.position_embd.weight") -> Floats:
-    """Return a table of positions as (rows, columns, width); raise FormatError if it is no square."""
+    """Return a table of positions as (rows, columns, width); raise FormatError for one that is not square."""
     table = tensors.values(name)
     if table.size % facts.n_embd:
         raise facts.fail(f"tensor '{name}' has {table.size} numbers, not a multiple of the width {facts.n_embd}")

@@ -43,6 +43,16 @@ def padded(rgb: Pixels, width: int, height: int) -> Pixels:
     return out
 
 
+def squared(rgb: Pixels, colour: tuple[float, float, float]) -> Pixels:
+    """Return pixels in the middle of a square of a colour, whose parts are from 0 to 1."""
+    (height, width), side = rgb.shape[:2], max(rgb.shape[:2])
+    out = np.empty((side, side, 3), np.uint8)
+    out[:] = [min(int(x * 255), 255) for x in colour]
+    y, x = (side - height) // 2, (side - width) // 2
+    out[y : y + height, x : x + width] = rgb
+    return out
+
+
 def closest_grid(width: int, height: int, side: int, least: int, most: int) -> tuple[int, int]:
     """Return the columns and rows of least to most tiles whose aspect is closest to that of an image.
 

@@ -52,6 +52,11 @@ class Tensors:
         self._present(name)
         return int(self._file.tensors[name].shape[-1])
 
+    def n_cols(self, name: str) -> int:
+        """Return the columns of a matrix."""
+        self._present(name)
+        return int(self._file.tensors[name].shape[0])
+
     def vector(self, name: str, n: int) -> Weight:
         """Return a vector of n numbers."""
         if name not in self._made:

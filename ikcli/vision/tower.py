@@ -210,15 +210,20 @@ class Tower:
         return y if b is None else g.add(y, b, f"{name}_b")
 
     def feed_forward(self, g: Graph, x: Node, il: int, act: str) -> Node:
-        """Record the feed-forward part of layer il: gated where the file has a gate."""
-        name, n_ff = f"v.blk.{il}", self.n_ff
-        up = self.linear(g, x, f"{name}.ffn_up", n_ff)
+        """Record the feed-forward part of layer il: gated where the file has a gate.
+
+        Old converters call the first matrix ffn_down and the second ffn_up.
+        """
+        name, n_ff, (first, last) = f"v.blk.{il}", self.n_ff, ("ffn_up", "ffn_down")
+        if self.tensors.n_cols(f"{name}.ffn_down.weight") == self.facts.n_embd != n_ff:
+            first, last = last, first
+        up = self.linear(g, x, f"{name}.{first}", n_ff)
         if f"{name}.ffn_gate.weight" in self.tensors:
             gate = self.linear(g, x, f"{name}.ffn_gate", n_ff)
             cur = g.swiglu(gate, up, f"{name}.ffn_act", Glu(act))
         else:
             cur = g.activate(up, act, f"{name}.ffn_act")
-        return self.linear(g, cur, f"{name}.ffn_down", self.facts.n_embd)
+        return self.linear(g, cur, f"{name}.{last}", self.facts.n_embd)
 
     def attention(
         self,

@@ -9,9 +9,10 @@ from ikcli.vision.idefics import Idefics3
 from ikcli.vision.internvl import InternVl
 from ikcli.vision.lfm2 import Lfm2Vl
 from ikcli.vision.llama4 import Llama4
+from ikcli.vision.llava import JanusPro, LlavaMlp, MobileVlm, MobileVlm2
 from ikcli.vision.minicpmv import MiniCpmV
 from ikcli.vision.moonvit import KimiK25, KimiVl
-from ikcli.vision.pixtral import Pixtral
+from ikcli.vision.pixtral import LightOnOcr, Pixtral
 from ikcli.vision.qwen import Qwen2Vl, Qwen3Vl, Qwen25Vl
 from ikcli.vision.tower import Tower
 
@@ -30,14 +31,26 @@ TYPES: dict[str, type[Tower]] = {
     "kimik25": KimiK25,
     "lfm2": Lfm2Vl,
     "resampler": MiniCpmV,
+    "mlp": LlavaMlp,
+    "ldp": MobileVlm,
+    "ldpv2": MobileVlm2,
+    "janus_pro": JanusPro,
+    "lightonocr": LightOnOcr,
 }
+
+_LEFT_OUT = {
+    "cogvlm": "CogVLM, whose text model is not supported either", "minicpmv4_6": "MiniCPM-V 4.6", "adapter": "GLM-Edge",
+    "deepseekocr": "DeepSeek-OCR", "dots_ocr": "dots.ocr", "paddleocr": "PaddleOCR-VL", "hunyuanocr": "HunyuanOCR",
+    "minimax_m3_vl": "MiniMax M3",
+}  # fmt: skip
 
 
 def tower_of(name: str, source: str) -> type[Tower]:
     """Return the tower of a projector type; raise UnsupportedError that names those that are supported."""
     found = TYPES.get(name)
     if found is None:
+        model = f" ({_LEFT_OUT[name]})" if name in _LEFT_OUT else ""
         raise UnsupportedError(
-            f"{source}: projectors of type {name!r} are not supported; supported: {', '.join(TYPES)}"
+            f"{source}: projectors of type {name!r}{model} are not supported; supported: {', '.join(TYPES)}"
         )
     return found

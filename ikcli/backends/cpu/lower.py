@@ -420,9 +420,13 @@ def _sorted_activations(low: CpuLowering, w: Weight, op: ExpertProduct) -> Input
 
 def _by_expert(low: CpuLowering, node: Node, op: ExpertProduct, w: Weight) -> tuple[Product, Experts]:
     """Return the parameters of a product by expert."""
-    row = row_size(w.type, w.ne0)
-    product = _product(low, node, w, low.weight(w), _sorted_activations(low, w, op))
-    return product, Experts(n_expert=w.ne2, w_expert=row * w.ne1, offsets=low.out(op.plan) + 8)
+    product = _product(low, node, w, _experts(low, w), _sorted_activations(low, w, op))
+    return product, Experts(n_expert=w.ne2, offsets=low.out(op.plan) + 8)
+
+
+def _experts(low: CpuLowering, w: Weight) -> Ref:
+    """Return the table of the addresses of a weight's matrices."""
+    return low.experts(w, row_size(w.type, w.ne0) * w.ne1)
 
 
 def _emit_by_expert(low: CpuLowering, node: Node, op: ExpertProduct, key: KernelKey, params: ByExpertParams) -> None:
@@ -443,7 +447,7 @@ def _mul_mat_id(low: CpuLowering, node: Node, op: MulMatId) -> None:
 def _moe_up_gate(low: CpuLowering, node: Node, op: MoeUpGate) -> None:
     act, (product, experts) = op.act, _by_expert(low, node, op, op.up)
     size = low.rows(op.x.rows) * MOST_TILES * TILE_ROWS * 4
-    gate, scratch = low.weight(op.gate), low.buffer(size * low.n_threads)
+    gate, scratch = _experts(low, op.gate), low.buffer(size * low.n_threads)
     if act.plain:
         key = _matmul("make_up_gate", op.up)
         params = UpGateParams(product=product, experts=experts, gate=gate, scratch=scratch, scratch_bytes=size)

@@ -62,17 +62,16 @@ class Experts(Record):
     """Activation rows offsets[e] .. offsets[e + 1] - 1 belong to expert e."""
 
     n_expert: int
-    w_expert: int  # bytes
     offsets: Address  # i64[n_expert + 1]
 
 
 class ByExpertParams(Params):
-    product: Product  # n_w: rows of an expert
+    product: Product  # n_w: rows of an expert; w: table of the addresses of their matrices (`expert_table`)
     experts: Experts
 
 
 class UpGateParams(ByExpertParams):
-    gate: Address
+    gate: Address  # a table, too
     scratch: Address
     scratch_bytes: int  # of a thread
 

@@ -23,6 +23,7 @@ from ikcli.native.kernel_library import KernelLibrary
 
 BATCH_INVARIANT_ROWS = 8  # most rows for which a program can be batch-invariant
 FEW_ROWS = 4  # a row of weights is decoded once for as many
+TABLE = "|experts"  # behind the name of a weight: the table of the addresses of its matrices, one per expert
 ENTRY_WORDS = 4  # of the table that kernels/executor.py walks
 
 
@@ -50,6 +51,7 @@ class CpuLowering(Buffers):
     ops: list[KernelCall] = field(default_factory=list)
     constants: dict[int, np.ndarray] = field(default_factory=dict)
     outside: dict[int, Node] = field(default_factory=dict)  # buffers that are not part of the arena
+    tables: dict[str, tuple[int, int]] = field(default_factory=dict)  # of experts, by weight: experts, bytes of one
 
     @property
     def few_rows(self) -> int:
@@ -75,6 +77,11 @@ class CpuLowering(Buffers):
         """Return the weight's data, at its first row."""
         return Ref(w.name, w.row0 * row_bytes)
 
+    def experts(self, w: Weight, n_bytes: int) -> Ref:
+        """Return the table of the addresses (int64) of the matrices of n_bytes that experts have."""
+        self.tables[w.name] = w.ne2, n_bytes
+        return Ref(w.name + TABLE)
+
     def emit(self, kernel: KernelKey, rows: RowSpec, params: Params, row_bytes: int = 0) -> None:
         """Append a kernel call. `row_bytes`: see KernelCall."""
         assert self._current is not None
@@ -93,6 +100,7 @@ class CpuProgram:
         self._offsets, self.arena_bytes = self._plan()
         self._memory: np.ndarray | None = None
         self._outside: dict[int, np.ndarray] = {}
+        self._tables: dict[str, np.ndarray] = {}
         self.address = 0
 
     @property
@@ -121,9 +129,16 @@ class CpuProgram:
     ) -> None:
         """Resolve every word to an address; `arena` must hold `arena_bytes` and may be shared between programs.
 
-        `outside`: memory of the values that are not in the arena, uint8.
+        `outside`: memory of the values that are not in the arena, uint8. Weights of experts lie one after the other,
+        unless `weight_address` has a table of theirs (the name with `TABLE` behind it), which may change between runs.
         """
         self._outside = {b: outside[node] for b, node in self._lowering.outside.items()} if outside else {}
+        self._tables = {
+            name + TABLE: weight_address[name] + n_bytes * np.arange(n, dtype=np.int64)
+            for name, (n, n_bytes) in self._lowering.tables.items()
+            if name + TABLE not in weight_address
+        }
+        weight_address = {**weight_address, **{name: table.ctypes.data for name, table in self._tables.items()}}
         base = arena.ctypes.data
         stride = 64 + 8 * -(-max((len(op.words) + 1 for op in self.ops), default=1) // 8) * 8
         memory = aligned_zeros((stride + 8 * ENTRY_WORDS) * len(self.ops))
@@ -179,6 +194,7 @@ class CpuProgram:
 
     def first_use(self, names: Collection[str]) -> int:
         """Return the index of the first op that names one of these weights; the number of ops if none does."""
+        names = {*names, *(name + TABLE for name in names)}
         found = (i for i, op in enumerate(self.ops) for w in op.words if isinstance(w, Ref) and w.target in names)
         return next(found, len(self.ops))
 

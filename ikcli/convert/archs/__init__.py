@@ -10,9 +10,9 @@ from ikcli.convert.config import Config
 from ikcli.errors import UnsupportedError
 
 _FAMILIES = (
-    "arctic baichuan bert bloom cohere dbrx deepseek dots ernie exaone falcon gemma glm gpt2 gpt_oss gptneox "
-    "granite grok hunyuan internlm kimi laguna lfm2 ling llama llama4 mamba mamba2 mellum mimo minimax mpt muse "
-    "nemotron olmo phi plamo qwen qwen3_next refact stablelm starcoder step"
+    "afmoe arctic baichuan bert bitnet bloom cohere dbrx deepseek dots ernie exaone falcon falcon_h1 gemma glm gpt2 "
+    "gpt_oss gptneox granite grok hunyuan internlm jamba kimi laguna lfm2 ling llama llama4 mamba mamba2 mellum "
+    "mimo minimax mpt muse nemotron nemotron_h olmo phi plamo qwen qwen3_next refact stablelm starcoder step"
 )
 """The files of this folder, each with the records of a model family."""
 
@@ -33,11 +33,6 @@ _BY_TYPE = {"exaone": "ExaoneForCausalLM", "mistral4": "Mistral4ForCausalLM"}
 
 _ELSEWHERE = {
     "Grok1ForCausalLM": "Grok 2 (tensors in pieces for eight devices)",
-    "FalconH1ForCausalLM": "Falcon-H1 (factors that are multiplied into matrices)",
-    "NemotronHForCausalLM": "Nemotron-H",
-    "JambaForCausalLM": "Jamba",
-    "BitnetForCausalLM": "BitNet (matrices that have yet to become ternary)",
-    "BitNetForCausalLM": "BitNet (packed ternary matrices)",
 }
 """Known classes without a conversion."""
 

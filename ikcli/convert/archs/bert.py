@@ -1,4 +1,4 @@
-"""Encoders: BERT (also RoBERTa and DistilBERT), nomic-bert, jina-bert-v2, and the rerankers made from them."""
+"""Encoders: BERT (also RoBERTa, XLM-RoBERTa, DistilBERT), nomic-bert, jina-bert-v2, and rerankers made from them."""
 
 from __future__ import annotations
 
@@ -146,12 +146,13 @@ ARCHITECTURES = (
         "bert", ("BertForSequenceClassification",), _bert, BERT | _RANKING, _ranks, harmless=_HARMLESS, strip="bert."
     ),
     b.Architecture(
-        "bert", ("RobertaModel", "RobertaForMaskedLM"), _roberta, ROBERTA, drop=r"^lm_head\.", harmless=_HARMLESS,
-        strip="roberta.",
+        "bert",
+        ("RobertaModel", "RobertaForMaskedLM", "XLMRobertaModel", "XLMRobertaForMaskedLM", "CamembertModel"),
+        _roberta, ROBERTA, drop=r"^lm_head\.", harmless=_HARMLESS, strip="roberta.",
     ),
     b.Architecture(
-        "bert", ("RobertaForSequenceClassification",), _roberta, ROBERTA | _HEAD, _ranks, harmless=_HARMLESS,
-        strip="roberta.",
+        "bert", ("RobertaForSequenceClassification", "XLMRobertaForSequenceClassification"), _roberta, ROBERTA | _HEAD,
+        _ranks, harmless=_HARMLESS, strip="roberta.",
     ),
     b.Architecture(
         "bert", ("DistilBertModel", "DistilBertForMaskedLM"), _distilbert, _EMBEDDINGS, drop=r"^vocab_",

@@ -96,6 +96,21 @@ def _deepseek2(m: b.Build) -> None:
     c.expect("rope_interleave", True)
 
 
+def _youtu(m: b.Build) -> None:
+    """Write the keys of Youtu: latent attention, dense layers."""
+    c = m.config
+    k.activation(m, *k.SILU)
+    k.sizes(m)
+    scaled_rope(m)
+    k.rms_eps(m)
+    mla_keys(m)
+    m.key("leading_dense_block_count", m.n_layer)
+    m.key("vocab_size", c.integer("vocab_size"))
+    c.expect("rope_interleave", True)
+    c.expect("mlp_bias", False)
+    c.ignore("embedding_initializer_range")
+
+
 def _index_owners(m: b.Build) -> list[bool] | None:
     """Return which layers have an indexer of their own; None: all, and the checkpoint does not say."""
     c, n_layer = m.config, m.config.integer("num_hidden_layers", least=1)
@@ -175,6 +190,7 @@ ARCHITECTURES = (
          "Glm4MoeLiteForCausalLM"),
         _deepseek2, MLA, _finish, _SEES, _HARMLESS,
     ),
+    b.Architecture("deepseek2", ("YoutuForCausalLM",), _youtu, MLA, k.tied_by_default, "", _HARMLESS),
     b.Architecture("deepseek32", ("DeepseekV32ForCausalLM",), _indexer, MLA, _finish, "", _HARMLESS, names="glm-dsa"),
     b.Architecture("glm-dsa", ("GlmMoeDsaForCausalLM",), _indexer, MLA, _finish, "", _HARMLESS),
     b.Architecture(

@@ -1,4 +1,4 @@
-"""EXAONE 3 and 4."""
+"""EXAONE 3 and 4, and K-EXAONE with experts."""
 
 from __future__ import annotations
 
@@ -23,6 +23,11 @@ def _finish_exaone(m: b.Build) -> None:
 
 
 def _exaone4(m: b.Build) -> None:
+    _exaone4_keys(m)
+    m.config.ignore("sliding_window_pattern")
+
+
+def _exaone4_keys(m: b.Build) -> None:
     c = m.config
     k.activation(m, *k.SILU)
     k.sizes(m)
@@ -36,8 +41,32 @@ def _exaone4(m: b.Build) -> None:
         k.windows(m, period, 4)
     elif c.items("layer_types") and set(c.items("layer_types") or ()) != {"full_attention"}:
         raise c.refuse("layer_types", "full_attention without sliding_window")
-    c.ignore("sliding_window_pattern")
     k.biases(m)
+
+
+def _exaone_moe(m: b.Build) -> None:
+    """Write the keys of K-EXAONE, whose layers without a window do not rotate."""
+    c = m.config
+    _exaone4_keys(m)
+    k.experts(m, "num_experts")
+    shared = c.integer("num_shared_experts", default=1)
+    m.key("expert_shared_count", shared)
+    m.key("expert_shared_feed_forward_length", shared * c.integer("moe_intermediate_size"))
+    m.key("leading_dense_block_count", k.dense_lead(m, usual=1))
+    m.key("expert_weights_norm", c.flag("norm_topk_prob", default=True))
+    m.key("expert_weights_scale", c.number("routed_scaling_factor", default=2.5))
+    m.key("expert_gating_func", 2)
+    groups = c.integer("n_group", default=1, least=1)
+    m.key("expert_group_count", groups)
+    m.key("expert_group_used_count", c.integer("topk_group", default=1, least=1))
+    c.expect("scoring_func", "sigmoid")
+    c.ignore(
+        "sliding_window_pattern",
+        "num_nextn_predict_layers",
+        "topk_method",
+        "first_last_k_dense_replace",
+        "is_moe_layer",
+    )
 
 
 def _finish_exaone4(m: b.Build) -> None:
@@ -48,4 +77,16 @@ def _finish_exaone4(m: b.Build) -> None:
 ARCHITECTURES = (
     b.Architecture("exaone", ("ExaoneForCausalLM",), _exaone, finish=_finish_exaone, strip="transformer."),
     b.Architecture("exaone4", ("Exaone4ForCausalLM",), _exaone4, finish=_finish_exaone4),
+    b.Architecture(
+        "exaone-moe",
+        ("ExaoneMoeForCausalLM", "ExaoneMoEForCausalLM"),
+        _exaone_moe,
+        finish=_finish_exaone4,
+        drop=r"^mtp\.",
+        names="glm4moe",
+        table={
+            "layers.*.post_attention_layernorm": "blk.*.ffn_norm",
+            "layers.*.mlp.gate.e_score_correction.bias": "blk.*.exp_probs_b.bias",
+        },
+    ),
 )

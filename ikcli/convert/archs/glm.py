@@ -1,4 +1,4 @@
-"""ChatGLM, GLM-4 (0414) and GLM-4.5 to 4.7."""
+"""ChatGLM, GLM-4 (0414), GLM-4.5 to 4.7, and Solar Open, which has their layers."""
 
 from __future__ import annotations
 
@@ -42,6 +42,14 @@ def _glm4(m: b.Build) -> None:
     m.config.ignore("attention_bias", "vocab_size")
 
 
+def _solar_open(m: b.Build) -> None:
+    """Write the keys of Solar Open: experts in all layers, whole heads rotate."""
+    c = m.config
+    for key, default in (("first_k_dense_replace", 0), ("intermediate_size", c.values.get("moe_intermediate_size"))):
+        c.values.setdefault(key, default)
+    _glm4moe(m)
+
+
 def _glm4moe(m: b.Build) -> None:
     c = m.config
     k.activation(m, *k.SILU)
@@ -67,4 +75,5 @@ ARCHITECTURES = (
     ),
     b.Architecture("glm4", ("Glm4ForCausalLM",), _glm4, finish=k.tied),
     b.Architecture("glm4moe", ("Glm4MoeForCausalLM",), _glm4moe, finish=k.tied),
+    b.Architecture("glm4moe", ("SolarOpenForCausalLM",), _solar_open, finish=k.tied),
 )  # fmt: skip

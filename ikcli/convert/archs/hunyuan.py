@@ -51,7 +51,49 @@ def _hunyuan_moe(m: b.Build) -> None:
     c.ignore("moe_drop_tokens", "moe_random_routing_dropped_token")
 
 
+def _hy3(m: b.Build) -> None:
+    c = m.config
+    k.base(m)
+    k.rope(m)
+    m.key("vocab_size", c.integer("vocab_size", least=1))
+    k.experts(m, "num_experts", width=False)
+    width = c.integer("moe_intermediate_size", "expert_hidden_dim", least=1)
+    m.key("expert_feed_forward_length", width)
+    shared = c.integer("num_shared_experts", default=1)
+    m.key("expert_shared_count", shared)
+    m.key("expert_shared_feed_forward_length", shared * width)
+    m.key("leading_dense_block_count", k.dense_lead(m, usual=1))
+    m.key("expert_weights_norm", c.flag("route_norm", default=True))
+    m.key("expert_weights_scale", c.number("router_scaling_factor", default=1.0))
+    m.key("expert_gating_func", 2)
+    for key in ("qk_norm", "moe_router_use_sigmoid", "moe_router_enable_expert_bias"):
+        c.expect(key, True)
+    c.ignore("expert_hidden_dim", "num_nextn_predict_layers")
+
+
+HY3: b.Table = {
+    "layers.*.post_attention_layernorm": "blk.*.ffn_norm",
+    "layers.*.mlp.gate": "blk.*.ffn_gate_inp",
+    "layers.*.mlp.router.gate": "blk.*.ffn_gate_inp",
+    "layers.*.mlp.expert_bias": b.to("blk.*.exp_probs_b.bias"),
+    "layers.*.mlp.e_score_correction.bias": "blk.*.exp_probs_b.bias",
+    **{f"layers.*.mlp.{part}.{x}_proj": f"blk.*.ffn_{x}_shexp" for part in ("shared_mlp", "shared_experts")
+       for x in ("gate", "up", "down")},
+}  # fmt: skip
+
 ARCHITECTURES = (
     b.Architecture("hunyuan-moe", ("HunYuanMoEV1ForCausalLM", "HunYuanForCausalLM"), _hunyuan_moe, finish=k.tied),
     b.Architecture("hunyuan-dense", ("HunYuanDenseV1ForCausalLM",), _hunyuan, finish=k.tied),
+    b.Architecture(
+        "hy_v3",
+        ("HYV3ForCausalLM",),
+        _hy3,
+        HY3,
+        k.tied,
+        names="glm4moe",
+        further=False,
+        harmless=frozenset(
+            {"enable_moe_fp32_combine", "enable_attention_fp32_softmax", "enable_lm_head_fp32", "use_grouped_mm"}
+        ),
+    ),
 )

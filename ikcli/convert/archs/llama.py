@@ -26,7 +26,16 @@ def _keys(m: b.Build) -> None:
     if c.get("num_local_experts"):
         k.experts(m, "num_local_experts", width=False)
     k.no_window(m)
-    c.ignore("attention_bias", "mlp_bias")
+    c.ignore("attention_bias", "mlp_bias", "bias", "qkv_bias")
+
+
+def _arcee(m: b.Build) -> None:
+    k.activation(m, "relu2")
+    k.sizes(m)
+    k.rope(m)
+    k.rms_eps(m)
+    m.key("rope.dimension_count", k.head_dim(m))
+    k.biases(m)
 
 
 def _mistral3(m: b.Build) -> None:
@@ -91,11 +100,19 @@ def finish(m: b.Build) -> None:
 
 
 ARCHITECTURES = (
-    b.Architecture("llama", ("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM"), _keys, b.PAIRS, finish),
+    b.Architecture(
+        "llama",
+        (
+            "LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM", "InternLM3ForCausalLM",
+            "IQuestCoderForCausalLM",
+        ),
+        _keys, b.PAIRS, finish,
+    ),
     b.Architecture(
         "mistral3", ("Ministral3ForCausalLM", "Mistral3ForConditionalGeneration"), _mistral3, b.PAIRS, finish,
         r"vision_tower|multi_modal_projector|vision_encoder|patch_merger",
     ),
+    b.Architecture("arcee", ("ArceeForCausalLM",), _arcee, b.PAIRS, finish),
     b.Architecture("smollm3", ("SmolLM3ForCausalLM",), _smollm3, b.PAIRS, finish),
     b.Architecture("minicpm", ("MiniCPMForCausalLM",), _minicpm, b.PAIRS, finish),
     b.Architecture("xverse", ("XverseForCausalLM",), _xverse, b.PAIRS, k.tied),

@@ -43,7 +43,7 @@ def mixer(part: str) -> b.Table:
     }
 
 
-def _sizes(m: b.Build, conv: str, state: str, groups: str, heads: int, width: int) -> None:
+def sizes(m: b.Build, conv: str, state: str, groups: str, heads: int, width: int) -> None:
     """Write the sizes of the scan; the names are those of config.json."""
     c = m.config
     m.key("ssm.conv_kernel", c.integer(conv, default=4, least=2))
@@ -53,10 +53,11 @@ def _sizes(m: b.Build, conv: str, state: str, groups: str, heads: int, width: in
     m.key("ssm.time_step_rank", heads)
 
 
-def _unlimited(m: b.Build, key: str) -> None:
+def no_limits(m: b.Build, key: str) -> None:
     """Refuse limits of the step; the scan has none."""
     limits = m.config.items(key)
-    if limits is not None and (len(limits) != 2 or limits[0] or limits[1] not in (float("inf"), "Infinity")):
+    none = (float("inf"), "Infinity", {"__float__": "Infinity"})
+    if limits is not None and (len(limits) != 2 or limits[0] or limits[1] not in none):
         raise m.config.refuse(key, "0 and infinity")
 
 
@@ -71,9 +72,9 @@ def _mamba2(m: b.Build) -> None:
     m.key("block_count", m.n_layer)
     head = c.integer("head_dim", default=64, least=1)
     heads = c.integer("num_heads", default=2 * width // head, least=1)
-    _sizes(m, "conv_kernel", "state_size", "n_groups", heads, head)
+    sizes(m, "conv_kernel", "state_size", "n_groups", heads, head)
     m.key("attention.layer_norm_rms_epsilon", c.number("layer_norm_epsilon", "rms_norm_eps", default=1e-5))
-    _unlimited(m, "time_step_limit")
+    no_limits(m, "time_step_limit")
     c.expect("use_bias", False)
     c.expect("use_conv_bias", True)
     c.expect("rms_norm", True)
@@ -103,7 +104,7 @@ def _granitehybrid(m: b.Build) -> None:
         m.key("feed_forward_length", shared)
         c.ignore("num_experts_per_tok", "num_local_experts")
     width = c.integer("mamba_n_heads", least=1), c.integer("mamba_d_head", least=1)
-    _sizes(m, "mamba_d_conv", "mamba_d_state", "mamba_n_groups", *width)
+    sizes(m, "mamba_d_conv", "mamba_d_state", "mamba_n_groups", *width)
     c.expect("mamba_conv_bias", True)
     c.expect("mamba_proj_bias", False)
     c.expect("normalization_function", "rmsnorm")

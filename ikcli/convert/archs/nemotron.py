@@ -1,4 +1,4 @@
-"""Nemotron."""
+"""Nemotron, and Jais 2, which has its layers."""
 
 from __future__ import annotations
 
@@ -20,6 +20,16 @@ def _nemotron(m: b.Build) -> None:
     c.ignore("attention_bias", "mlp_bias", "kv_channels")
 
 
+def _jais2(m: b.Build) -> None:
+    k.activation(m, "relu2")
+    k.sizes(m)
+    m.key("vocab_size", m.config.integer("vocab_size"))
+    k.layer_eps(m, 1e-5)
+    k.rope(m)
+    m.key("rope.dimension_count", k.head_dim(m))
+    k.biases(m)
+
+
 NEMOTRON: b.Table = {
     "norm.weight": b.to("output_norm", value=b.plus_one),
     "layers.*.input_layernorm.weight": b.to("blk.*.attn_norm", value=b.plus_one),
@@ -27,4 +37,7 @@ NEMOTRON: b.Table = {
 }
 
 
-ARCHITECTURES = (b.Architecture("nemotron", ("NemotronForCausalLM",), _nemotron, NEMOTRON, k.tied),)
+ARCHITECTURES = (
+    b.Architecture("nemotron", ("NemotronForCausalLM",), _nemotron, NEMOTRON, k.tied),
+    b.Architecture("jais2", ("Jais2ForCausalLM",), _jais2, finish=k.tied, names="nemotron"),
+)

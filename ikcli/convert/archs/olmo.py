@@ -1,4 +1,4 @@
-"""OLMo 1 to 3."""
+"""OLMo 1 to 3, and OLMoE."""
 
 from __future__ import annotations
 
@@ -36,7 +36,22 @@ def _olmo2(m: b.Build) -> None:
     k.biases(m)
 
 
+def _olmoe(m: b.Build) -> None:
+    c = m.config
+    k.activation(m, *k.SILU)
+    k.sizes(m)
+    m.key("expert_feed_forward_length", c.integer("intermediate_size", least=1))
+    k.experts(m, "num_experts", width=False)
+    m.key("expert_weights_norm", c.flag("norm_topk_prob"))
+    k.rms_eps(m, 1e-5)
+    k.rope(m)
+    c.expect("clip_qkv", None)
+    k.no_window(m)
+    k.biases(m)
+
+
 ARCHITECTURES = (
     b.Architecture("olmo", ("OlmoForCausalLM",), _olmo, b.PAIRS, k.tied),
     b.Architecture("olmo2", ("Olmo2ForCausalLM", "Olmo3ForCausalLM"), _olmo2, finish=k.tied),
+    b.Architecture("olmoe", ("OlmoeForCausalLM",), _olmoe, finish=k.tied),
 )

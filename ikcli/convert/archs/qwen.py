@@ -104,7 +104,7 @@ ARCHITECTURES = (
         _dense_vl, {}, k.tied, SEES, _HARMLESS,
     ),
     b.Architecture("qwen2moe", ("Qwen2MoeForCausalLM",), _qwen2moe, finish=k.tied),
-    b.Architecture("qwen3", ("Qwen3ForCausalLM",), _dense, finish=k.tied),
+    b.Architecture("qwen3", ("Qwen3ForCausalLM", "Qwen3Model"), _dense, finish=k.tied),
     b.Architecture("qwen3moe", ("Qwen3MoeForCausalLM",), _qwen3moe, finish=k.tied),
     b.Architecture("qwen3vl", ("Qwen3VLForConditionalGeneration",), _qwen3vl, {}, k.tied, SEES, _HARMLESS),
     b.Architecture("qwen3vlmoe", ("Qwen3VLMoeForConditionalGeneration",), _qwen3vlmoe, {}, k.tied, SEES, _HARMLESS),

@@ -17,16 +17,20 @@ from ikcli.settings.run import RunConfig
 class BenchTest:
     """A run of n_prompt tokens at once, then n_gen single tokens.
 
-    The cache holds `n_depth` tokens before. With `after_prompt` only the generated tokens are timed.
+    The cache holds `n_depth` tokens before. With `after_prompt` only the generated tokens are timed. With `image`, the
+    name of a file, the image of n_prompt tokens is encoded, and the text model computes nothing.
     """
 
     n_prompt: int
     n_gen: int
     after_prompt: bool = False
     n_depth: int = 0
+    image: str = ""
 
     @property
     def label(self) -> str:
+        if self.image:
+            return f"image {self.image}"
         parts = [f"pp{self.n_prompt}"] * bool(self.n_prompt) + [f"tg{self.n_gen}"] * bool(self.n_gen)
         label = f"tg{self.n_gen}@pp{self.n_prompt}" if self.after_prompt else "+".join(parts)
         return f"{label} @ d{self.n_depth}" if self.n_depth else label
@@ -56,7 +60,7 @@ def bench_tests(config: RunConfig) -> list[BenchTest]:
     tests = [BenchTest(p, 0) for p in b.n_prompt] + [BenchTest(0, n) for n in b.n_gen]
     tests += [BenchTest(p, n) for p, n in b.pg] + [BenchTest(p, n, True) for p, n in b.gp]
     tests = [replace(t, n_depth=depth) for depth in b.n_depth for t in tests if t.n_timed]
-    if not tests:
+    if not tests and not config.vision.images:
         raise UsageError("nothing to measure; name prompt lengths with -p or generation lengths with -n")
     return tests
 

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from ikcli.backends.cuda.device import CudaError, DeviceInfo
 from ikcli.backends.cuda.device import Device as CudaDevice
+from ikcli.hostinfo import available_memory
 from ikcli.settings.records import DeviceSpec
 from ikcli.settings.run import RunConfig
 
 CONTEXT_BYTES = 512 * 2**20
 """CUDA context, loaded kernels and their local memory. An estimate: drivers take 300 to 600 MiB."""
-
-_MEMINFO = Path("/proc/meminfo")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,15 +106,3 @@ def described_machine(specs: tuple[DeviceSpec, ...], ram: int | None) -> Machine
         for i, spec in enumerate(gpus)
     )
     return Machine(devices, host[0] if host else ram, True)
-
-
-def available_memory(path: Path = _MEMINFO) -> int | None:
-    """Return the bytes of RAM available to new programs, or None where the system does not report them."""
-    try:
-        lines = path.read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None

@@ -58,8 +58,9 @@ def _machine_lines(machine: Machine) -> list[str]:
 
 def verdict_lines(planner: Planner, plan: RunPlan) -> list[str]:
     """Describe what is on the GPU, then say for every device whether its memory suffices, and what to change if not."""
-    sentence = placement_sentence(plan.placement.buffer_of)
+    sentence, slots = placement_sentence(plan.placement.buffer_of), planner.expert_slots(plan.config)
     lines = [sentence] if sentence else []
+    lines += [slots.line()] if slots is not None else []
     memory = plan.memory
     lines += [_device_line(memory, device) for device in memory.parts if device in memory.free]
     if not memory.fits():

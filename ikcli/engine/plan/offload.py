@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 
 from ikcli.backends.cuda import upload
+from ikcli.engine.plan.expert_slots import ExpertSlots
 from ikcli.engine.plan.placement import CPU, Placement, offload_threshold
 from ikcli.engine.run.model import Model
 from ikcli.engine.run.runner import Offload
@@ -19,8 +20,14 @@ _POLICIES = {op.policy: op.by_expert for op in (MulMat, MulMatHeads, MulMatId, M
 OUTPUT, EMBEDDING = "output.weight", "token_embd.weight"
 
 
-def offload_of(config: RunConfig, model: Model, placement: Placement) -> Offload | None:
-    """Return the token counts from which a GPU computes products with block weights in RAM (`-op`)."""
+def offload_of(
+    config: RunConfig, model: Model, placement: Placement, slots: ExpertSlots | None = None
+) -> Offload | None:
+    """Return the token counts from which a GPU computes products with block weights in RAM (`-op`).
+
+    `slots`: of experts that are only partly in RAM.
+    """
+    on_disk = slots.names if slots is not None else frozenset()
     hp, allowed = model.hp, dict.fromkeys(_POLICIES, True)
     for name, on in config.offload_policy:
         allowed |= dict.fromkeys(allowed, on) if name == "ALL" else {name: on}
@@ -32,7 +39,7 @@ def offload_of(config: RunConfig, model: Model, placement: Placement) -> Offload
     def device(node: Node, w: Weight, n_tokens: int) -> str | None:
         if n_tokens < least.get(node.op.policy, n_tokens + 1) or node.rows.symbol is Rows.OUTPUTS:
             return None
-        if not upload.has_kernels(w.type):
+        if w.name in on_disk or not upload.has_kernels(w.type):
             return None
         home = placement.home[node.il] if node.il >= 0 else CPU
         return first if home == CPU else home

@@ -18,6 +18,8 @@ from ikcli.engine.pipeline.place import LOCAL, Pipeline, stage_memory
 from ikcli.engine.plan.device_memory import MemoryPlan
 from ikcli.engine.plan.device_plan import planning_device
 from ikcli.engine.plan.devices import Machine
+from ikcli.engine.plan.expert_plan import disk_options, expert_slots, expert_steps
+from ikcli.engine.plan.expert_slots import ExpertSlots
 from ikcli.engine.plan.head_file import head_file, join_heads
 from ikcli.engine.plan.offload import offload_of, places_of
 from ikcli.engine.plan.placement import CPU, Placement, place
@@ -34,6 +36,7 @@ from ikcli.engine.plan.programs import (
 from ikcli.engine.plan.sizes import Sizes, session_of, uses_heads
 from ikcli.engine.run.adapters import Adapters
 from ikcli.engine.run.cpu_device import CpuDevice
+from ikcli.engine.run.expert_steps import ExpertSteps
 from ikcli.engine.run.model import Model
 from ikcli.engine.run.run_device import RunDevice, cache_bytes
 from ikcli.engine.run.runner import DividedProgram, Offload, Runner
@@ -134,7 +137,8 @@ class Planner:
         graphs = self._record(cfg, model)
         if cfg.media is not None:
             check_ranges(graphs, placement.cache, model.source)
-        offload = offload_of(config, model, placement) if placement.devices else None
+        slots = self.expert_slots(config) if config.fleet.stages == 1 else None
+        offload = offload_of(config, model, placement, slots) if placement.devices else None
         used = {*placement.buffer_of.values(), *placement.cache}
         gpus = {name: gpu for name, gpu in self._gpus.items() if name in used}
         if config.fleet.stages > 1 and cfg.media is not None:
@@ -144,7 +148,9 @@ class Planner:
                 raise UsageError("--spec-type mtp does not work with --stages; use another type, or no stages")
             runner, config = self.pipeline.runner(config, sizes, cfg, model, graphs)
         else:
-            runner = make_runner(max(config.n_threads, config.n_threads_batch), gpus, placement, offload)
+            experts, found = expert_steps(config, slots)
+            warnings += found
+            runner = make_runner(max(config.n_threads, config.n_threads_batch), gpus, placement, offload, experts)
         n_outputs = min(sizes.n_seq, cfg.n_ubatch)
         programs = plan_programs(runner, graphs, cfg, n_outputs, sizes.n_step)
         parts = memory_of(runner, programs, model, output_bytes(cfg, self.hp, n_outputs))
@@ -171,8 +177,23 @@ class Planner:
             if device in free and not (gpus_only and device == CPU)
         )
 
+    def expert_slots(self, config: RunConfig) -> ExpertSlots | None:
+        """Return which experts in RAM get a slot there while all are on disk; None without such a wish or experts."""
+        if not disk_options(config):
+            return None
+        placement = self.place(config)
+        others = self._static_bytes(config)[CPU]
+        return expert_slots(config, self.model(config, placement), placement, self.machine.ram, others)
+
     def static_bytes(self, config: RunConfig) -> dict[str, int]:
         """Return the bytes of weights and cache by device."""
+        parts, slots = self._static_bytes(config), self.expert_slots(config)
+        if slots is not None:
+            parts[CPU] += slots.n_bytes - self.model(config, self.place(config)).n_bytes(slots.names)
+        return parts
+
+    def _static_bytes(self, config: RunConfig) -> dict[str, int]:
+        """Return them with all experts in RAM."""
         placement = self.place(config)
         model = self.model(config, placement)
         parts = dict.fromkeys((CPU, *placement.devices), 0)
@@ -200,6 +221,8 @@ class Planner:
         repack, n_threads = config.run_time_repack, max(config.n_threads, config.n_threads_batch)
         buffers = placement.buffer_of if placement is not None and repack else {}
         plain = frozenset(name for name, buffer in buffers.items() if buffer != CPU)
+        if repack and disk_options(config):
+            plain |= {name for name in self.file.tensors if "_exps." in name}  # they are read as they are on disk
         pages = Pages(config.thp is not False, SIZES.get(config.hugetlb, 0))
         key = (cfg.mla, cfg.flash_attn, cfg.n_heads, repack, n_threads, pages, plain)
         if key not in self._models:
@@ -274,9 +297,15 @@ class Planner:
         return self._graphs[key]
 
 
-def make_runner(n_threads: int, gpus: Mapping[str, RunDevice], placement: Placement, offload: Offload | None) -> Runner:
+def make_runner(
+    n_threads: int,
+    gpus: Mapping[str, RunDevice],
+    placement: Placement,
+    offload: Offload | None,
+    experts: ExpertSteps | None = None,
+) -> Runner:
     """Make a runner of the CPU and the GPUs that hold anything."""
-    cpu = CpuDevice(n_threads)
+    cpu = CpuDevice(n_threads, experts)
     return Runner(cpu, gpus, places_of(placement), offload) if gpus else Runner(cpu)
 
 

@@ -18,6 +18,7 @@ from ikcli.backends.cpu.program import ENTRY_WORDS, CpuLowering, CpuProgram
 from ikcli.backends.cpu.threads import LAUNCH, WORKER, Team
 from ikcli.backends.memory import aligned_zeros
 from ikcli.backends.step_block import StepBlock
+from ikcli.engine.run.expert_steps import ExpertSteps
 from ikcli.engine.run.model import Model
 from ikcli.engine.run.run_device import CPU, Bytes, cache_bytes, cells_view
 from ikcli.engine.run.timed_ops import TimedOp, work_of
@@ -48,15 +49,15 @@ class CpuSplits:
 class CpuDevice:
     """Run splits on the CPU; see the module.
 
-    `cpus`: where each thread may run; set it before the first step.
+    `cpus`: where each thread may run; set it before the first step. `experts`: those that live on disk.
     """
 
     name = CPU
     asynchronous = False
     in_place = True
 
-    def __init__(self, n_threads: int) -> None:
-        self.n_threads = n_threads
+    def __init__(self, n_threads: int, experts: ExpertSteps | None = None) -> None:
+        self.n_threads, self.experts = n_threads, experts
         self.cpus: Sequence[frozenset[int]] | None = None
         self._library = shared_library()
         self._team: Team | None = None
@@ -117,14 +118,22 @@ class CpuDevice:
 
     def load_weights(self, model: Model, names: Sequence[str], mmap: bool) -> Mapping[str, int]:
         """Map or read the weights and return their addresses."""
-        return model.load(names, mmap=mmap)
+        if self.experts is None:
+            return model.load(names, mmap=mmap)
+        on_disk = self.experts.slots.names
+        mapped = model.load([n for n in names if n in on_disk], mmap=True)  # steps do not read them there
+        self.experts.load()
+        return mapped | model.load([n for n in names if n not in on_disk], mmap=mmap)
 
     def update_weights(self, model: Model, names: Sequence[str]) -> None:
         """Do nothing: weights are used where they are."""
 
     def weight_bytes(self, model: Model, names: Sequence[str]) -> int:
-        """Return the bytes of these weights, as used."""
-        return model.n_bytes(names)
+        """Return the bytes of these weights in RAM, as used."""
+        if self.experts is None:
+            return model.n_bytes(names)
+        on_disk = self.experts.slots.names
+        return model.n_bytes(n for n in names if n not in on_disk) + self.experts.slots.n_bytes
 
     def cache_bytes(self, cache: Cache, n_rows: int) -> int:
         """Return the bytes of a cache tensor."""
@@ -160,6 +169,9 @@ class CpuDevice:
         if len(self.arena) < n_bytes:
             self.arena = aligned_zeros(n_bytes)
         self._results.clear()
+        if self.experts is not None:
+            weights = {**weights, **self.experts.addresses}
+            self.experts.bound()
         for p, places in zip(programs, handover, strict=True):
             p.program.bind(self._library, state.address, self.arena, weights, caches, places)
 
@@ -175,7 +187,13 @@ class CpuDevice:
             self.run_ops(program.program, first, stop, 1 if self._few and program.light[split] else n_threads)
 
     def run_ops(self, program: CpuProgram, first: int, stop: int, n_threads: int) -> None:
-        """Execute a part of a bound program; raise IkError if a kernel fails."""
+        """Execute a part of a bound program; raise IkError if a kernel fails, or experts cannot be read."""
+        if self.experts is None:
+            self._run_ops(program, first, stop, n_threads)
+        else:
+            self.experts.run(program, self.arena, first, stop, lambda a, b: self._run_ops(program, a, b, n_threads))
+
+    def _run_ops(self, program: CpuProgram, first: int, stop: int, n_threads: int) -> None:
         if self._team is None:
             self._team = Team(self._library, self.n_threads, self.cpus)
         failed = self._team.run(program.address + 8 * ENTRY_WORDS * first, stop - first, n_threads)
@@ -240,6 +258,8 @@ class CpuDevice:
         if self._team is not None:
             self._team.close()
             self._team = None
+        if self.experts is not None:
+            self.experts.close()
         self.arena = aligned_zeros(0)
         self._results.clear()
         self.caches.clear()

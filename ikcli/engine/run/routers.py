@@ -85,6 +85,17 @@ class NextExperts:
             weights = {} if chosen is None else {chosen.name: model.values(chosen.name).reshape(-1)}
             self._next[now.route] = after, w, bias, _Values(weights)
 
+    @classmethod
+    def none(cls) -> NextExperts:
+        """Return one that knows no routers."""
+        found = cls.__new__(cls)
+        found._next = {}
+        return found
+
+    def join(self, other: NextExperts) -> None:
+        """Know the routers of another graph, too."""
+        self._next |= other._next
+
     def after(self, route: Node, x: F32) -> tuple[Router, I32] | None:
         """Return the next layer's router and its guessed experts (rows, n_used), given the rows that `route`'s reads.
 

@@ -238,17 +238,21 @@ class Runner:
 
     def notes(self, programs: Sequence[DividedProgram]) -> list[str]:
         """Return log lines on the placement of the model."""
-        return []
+        return [] if self.cpu.experts is None else [self.cpu.experts.slots.line()]
 
     @property
     def host_weights(self) -> Mapping[str, int]:
-        """Return the addresses of the weights in RAM."""
-        return self._weights.get(CPU, {})
+        """Return the addresses of the weights in RAM, without those on disk."""
+        found = self._weights.get(CPU, {})
+        if self.cpu.experts is None:
+            return found
+        on_disk = self.cpu.experts.slots.names
+        return {name: address for name, address in found.items() if name not in on_disk}
 
     @property
     def moves_weights(self) -> bool:
         """Return whether `move_weights` may be called: everything is in the RAM of this process."""
-        return type(self) is Runner and not self.gpus
+        return type(self) is Runner and not self.gpus and self.cpu.experts is None
 
     def move_weights(self, addresses: Mapping[str, int]) -> None:
         """Use weights at other addresses from the next `bind` on."""

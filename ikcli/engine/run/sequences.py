@@ -284,9 +284,14 @@ class Sequences:
         return tuple(self._read(c, seq, first, n).copy() for c in self._cells)
 
     @property
-    def n_cell_tensors(self) -> int:
-        """Return the number of arrays that `read` returns."""
-        return len(self._cells)
+    def cells(self) -> Sequence[Cache]:
+        """Return the tensors of cells, in the order of `read`."""
+        return self._cells
+
+    @property
+    def windows(self) -> Sequence[Cache]:
+        """Return the tensors of windows, whose rows are the first parts of a checkpoint."""
+        return self._windows
 
     def cut(self, parts: Sequence[Bytes], first: int, end: int) -> tuple[Bytes, ...]:
         """Return views of positions of what `read` returned, counted from the first one read."""

@@ -143,6 +143,10 @@ class Session:
         programs = list(self.programs.values())
         if self.config.check_tensors:
             check_finite(self.model.file, {w for names in self.runner.weight_names(programs).values() for w in names})
+        experts = self.runner.cpu.experts
+        if experts is not None:
+            for kind in {"decode", "step"} & set(self.graphs):
+                experts.know(self.model, self.graphs[kind][0])
         self.runner.load(programs, self.model, self.config.mmap)
         self._huge, notes = host_memory.huge_weights(self.config, self.model, self.runner)
         try:
@@ -503,7 +507,13 @@ class Session:
     def close(self) -> None:
         """Stop the threads, release memory, and log tokens and times."""
         moved = [f"huge pages: {self._huge.outcome}"] if self._huge is not None and self._huge.outcome else []
-        for line in [*session_log.timing_lines(self.timings), *moved, *(self.profile.lines() if self.profile else [])]:
+        experts = self.runner.cpu.experts.lines() if self.runner.cpu.experts is not None else []
+        for line in [
+            *session_log.timing_lines(self.timings),
+            *moved,
+            *experts,
+            *(self.profile.lines() if self.profile else []),
+        ]:
             log(line)
         self.timings, self.profile = Timings(), None
         if self._huge is not None:

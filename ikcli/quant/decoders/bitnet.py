@@ -1,7 +1,7 @@
-"""Decode ternary types, one-bit types and Q8_KV.
+"""Decode ternary types of rows and Q8_KV.
 
 IQ1_BN  row: d f16; blocks of 64: ql[12] extra, five base-3 digits per byte     IQ2_BN  row: d f32; 64: qs[16]
-Q8_KV   row: d f32, sum of all codes i32; then one i8 per element               Q1_0_G128  128: d f16, 16 bytes of bits
+Q8_KV   row: d f32, sum of all codes i32; then one i8 per element
 I2_S    the whole tensor: 128 elements in 32 bytes, then one f32 scale in 32 bytes (BitNet files of Microsoft)
 A ternary code q means d * (q - 1). The row decoders of the reference leave out the row scale of IQ1_BN and IQ2_BN;
 here it is applied, as in its matrix products. Corresponds to iqk_quantize.cpp.
@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ikcli.quant.decode import Bytes, Floats, block_decoder, row_scale_decoder, tensor_decoder
-from ikcli.quant.decoders.legacy import f16_at, f32
+from ikcli.quant.decode import Bytes, Floats, row_scale_decoder, tensor_decoder
+from ikcli.quant.decoders.legacy import f32
 
 _POWERS = np.array([81, 27, 9, 3, 1], np.uint8)  # bring digit 0, 1, ... to the top of a byte
 _SHIFTS_2BIT = np.array([0, 2, 4, 6], np.uint8)[:, None]
@@ -37,12 +37,6 @@ def iq2_bn(d: Floats, blocks: Bytes) -> Floats:
 @row_scale_decoder
 def q8_kv(d: Floats, blocks: Bytes) -> Floats:
     return d * f32(blocks.view(np.int8))
-
-
-@block_decoder
-def q1_0_g128(blocks: Bytes) -> Floats:
-    d = f16_at(blocks, 0)
-    return np.where(np.unpackbits(blocks[:, 2:], axis=1, bitorder="little"), d, -d)
 
 
 @tensor_decoder

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ikcli.engine.plan.devices import available_memory
+from ikcli.hostinfo import available_memory
 from ikcli.server.front.environment import options_behind
 from ikcli.server.prefix.keys import default_limit
 from ikcli.settings.run import RunConfig

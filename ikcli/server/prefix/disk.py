@@ -21,11 +21,11 @@ import numpy as np
 
 from ikcli.engine.run.adapters import NOTHING
 from ikcli.engine.run.saved_sequence import Checkpoint
-from ikcli.engine.run.sequences import Sequences
 from ikcli.errors import IkError
 from ikcli.files import make_private_folder
 from ikcli.server.prefix import node_file
 from ikcli.server.prefix.node_file import SUFFIX, Content
+from ikcli.server.prefix.rest import Rest
 from ikcli.server.slots.log import Logger
 
 _AHEAD = 3  # files that are read ahead of the one that is copied into a slot
@@ -77,12 +77,12 @@ class Disk:
     """The files of one model in a folder. All but the writing runs in the engine's thread."""
 
     def __init__(
-        self, folder: Path, limit: int, waiting: int, about: Mapping[str, Any], sequences: Sequences, log: Logger
+        self, folder: Path, limit: int, waiting: int, about: Mapping[str, Any], rest: Rest, log: Logger
     ) -> None:
         """`limit`: bytes of the folder. `waiting`: bytes of RAM that may wait to be written."""
         make_private_folder(folder, "--cache-disk")
         self.about = about
-        self._folder, self._limit, self._most, self._sequences, self._log = folder, limit, waiting, sequences, log
+        self._folder, self._limit, self._most, self._rest, self._log = folder, limit, waiting, rest, log
         self._jobs: queue.Queue[_Job | None] = queue.Queue()
         self._reports: queue.Queue[Report] = queue.Queue()
         self.n_waiting = 0  # bytes handed over and not reported yet
@@ -139,7 +139,7 @@ class Disk:
 
     def _read(self, file: StoredFile) -> Content | IkError:
         try:
-            return node_file.read(self._folder / file.name, self.about, self._sequences)
+            return node_file.read(self._folder / file.name, self.about, self._rest)
         except IkError as e:
             return e
 
@@ -217,7 +217,7 @@ class Disk:
         """Write a file, or add checkpoints to it; return by how many bytes the folder grew."""
         path = self._folder / job.file.name
         if job.adds:
-            return node_file.extend(path, self.about, job.content.checkpoints, self._sequences)
+            return node_file.extend(path, self.about, job.content.checkpoints, self._rest)
         return 0 if path.exists() else node_file.write(path, self.about, job.content)
 
     def _look(self, newest: str = "") -> tuple[str, ...]:

@@ -24,10 +24,10 @@ import numpy as np
 from ikcli.engine.run.adapters import Added
 from ikcli.engine.run.control_vectors import VectorUse
 from ikcli.engine.run.saved_sequence import Bytes, Checkpoint
-from ikcli.engine.run.sequences import Sequences
 from ikcli.errors import IkError
 from ikcli.files import written_whole
 from ikcli.server.prefix.keys import Tokens
+from ikcli.server.prefix.rest import Rest
 
 MAGIC, VERSION = b"ik-rows\n", 1
 SUFFIX = ".rows"
@@ -81,12 +81,12 @@ def write(path: Path, about: Mapping[str, Any], content: Content) -> int:
         return f.tell()
 
 
-def extend(path: Path, about: Mapping[str, Any], more: Sequence[Checkpoint], sequences: Sequences) -> int:
+def extend(path: Path, about: Mapping[str, Any], more: Sequence[Checkpoint], rest: Rest) -> int:
     """Add checkpoints to a file, in place of those at the same positions; return by how many bytes it grew.
 
     Raise IkError if the file cannot be used, OSError if it cannot be written; then it stays as it is.
     """
-    content = read(path, about, sequences)
+    content = read(path, about, rest)
     known = {c.n_tokens: c for c in (*content.checkpoints, *more)}
     size = path.stat().st_size
     return write(path, about, replace(content, checkpoints=tuple(known[n] for n in sorted(known)))) - size
@@ -109,7 +109,7 @@ def peek(path: Path, about: Mapping[str, Any]) -> Content | None:
                    checkpoints=checkpoints)  # fmt: skip
 
 
-def read(path: Path, about: Mapping[str, Any], sequences: Sequences) -> Content:
+def read(path: Path, about: Mapping[str, Any], rest: Rest) -> Content:
     """Read a whole file; raise IkError with a sentence if it cannot be used."""
     try:
         data = np.fromfile(path, dtype=np.uint8)
@@ -126,8 +126,8 @@ def read(path: Path, about: Mapping[str, Any], sequences: Sequences) -> Content:
     if found is None or found["about"] != dict(about):
         raise IkError(f"{path.name} is damaged: its header cannot be read")
     n = found["n"]
-    groups = [sequences.shapes(n, n)[: sequences.n_cell_tensors]]
-    groups += [sequences.checkpoint_shapes(end, first) for end, first, _ in found["checkpoints"]]
+    groups = [rest.shapes(n)]
+    groups += [rest.checkpoint_shapes(end, first) for end, first, _ in found["checkpoints"]]
     end = at + 4 * n + sum(a * b for group in groups for a, b in group)
     if len(data) != end + _DIGEST_BYTES or hashlib.sha256(data[:end].data).digest() != data[end:].tobytes():
         raise IkError(f"{path.name} is damaged: its checksum is wrong")

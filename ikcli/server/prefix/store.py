@@ -25,6 +25,7 @@ from ikcli.server.prefix.cost import Cost
 from ikcli.server.prefix.disk import Disk, StoredFile
 from ikcli.server.prefix.keys import Tokens
 from ikcli.server.prefix.node_file import Content
+from ikcli.server.prefix.rest import AS_CACHED, Rest
 from ikcli.server.prefix.tree import BLOCK, Node, Rows, Tree, checkpoints_of
 
 
@@ -66,11 +67,12 @@ class _Victim:
 class PrefixStore:
     """Rows of texts, at most `limit` bytes of them; see the module. Only the engine's thread uses it."""
 
-    def __init__(self, sequences: Sequences, limit: int, block: int = BLOCK) -> None:
-        """Start empty, with room for `limit` bytes; `block`: most positions of a node."""
+    def __init__(self, sequences: Sequences, limit: int, block: int = BLOCK, rest: str = AS_CACHED) -> None:
+        """Start empty, with room for `limit` bytes; `block`: most positions of a node; `rest`: how rows are stored."""
         self.limit, self._block = limit, block
         self.cost = Cost()
-        self.tree = Tree(sequences.cut)
+        self.rest = Rest(sequences, rest)
+        self.tree = Tree(self.rest.cut)
         self._sequences = sequences
         self._clock, self._turn = 0.0, 0
         self.disk: Disk | None = None
@@ -134,11 +136,11 @@ class PrefixStore:
             rows, at, checkpoints = content
             begin, end = max(first, node.start), min(n, node.end)
             if begin < end:
-                sequences.write(seq, begin, sequences.cut(rows, begin - at, end - at))
+                self.rest.write(seq, begin, self.rest.cut(rows, begin - at, end - at))
                 n_disk += end - begin if node.rows is None else 0
-            known += [c for c in checkpoints if node.start < c.n_tokens <= min(node.end, n)]
+            known += [self.rest.unpack(c) for c in checkpoints if node.start < c.n_tokens <= min(node.end, n)]
             if match.cover is not None and match.cover[0] is node:
-                last = next(c for c in checkpoints if c.n_tokens == match.cover[1].n_tokens)
+                last = self.rest.unpack(next(c for c in checkpoints if c.n_tokens == match.cover[1].n_tokens))
                 windows = tuple(part[: n - last.first] for part in sequences.window_parts(last))
         return known, windows, n_disk
 
@@ -184,7 +186,7 @@ class PrefixStore:
         here = all(self._fill(seq, node, room) for node in path)
         while here and n < len(tokens):
             block = tokens[n : n + self._block]
-            rows = self._sequences.read(seq, n, len(block))
+            rows = self.rest.read(seq, n, len(block))
             if not room.make(block.nbytes + sum(part.nbytes for part in rows)):
                 break
             path.append(self.tree.add(path[-1] if path else self.tree.root(added), block, rows))
@@ -205,7 +207,7 @@ class PrefixStore:
         """Read the rows of a node that is only on disk; return False if they do not fit."""
         if node.rows is not None:
             return True
-        rows = self._sequences.read(seq, node.start, len(node.tokens))
+        rows = self.rest.read(seq, node.start, len(node.tokens))
         if not room.make(node.tokens.nbytes + sum(part.nbytes for part in rows)):
             return False
         self.tree.fill(node, rows)
@@ -213,7 +215,7 @@ class PrefixStore:
 
     def _that_fit(self, known: Sequence[Checkpoint]) -> Sequence[Checkpoint]:
         """Return the checkpoints up to the last one that fits together with the rows before it."""
-        per_token = sum(a * b for a, b in self._sequences.shapes(1, 1)) + np.dtype(np.int32).itemsize
+        per_token = sum(a * b for a, b in self.rest.shapes(1)) + np.dtype(np.int32).itemsize
         n = len(known)
         while n and known[n - 1].n_bytes + known[n - 1].n_tokens * per_token > self.limit:
             n -= 1
@@ -225,8 +227,8 @@ class PrefixStore:
             for node in path:
                 if node.start < checkpoint.n_tokens <= node.end and node.rows is not None:
                     new = all(c.n_tokens != checkpoint.n_tokens for c in node.checkpoints if c.parts)
-                    if new and room.make(checkpoint.n_bytes):
-                        self.tree.hang(node, checkpoint)
+                    if new and room.make((packed := self.rest.pack(checkpoint)).n_bytes):
+                        self.tree.hang(node, packed)
 
     def _touch(self, path: Sequence[Node]) -> None:
         self._turn += 1

@@ -22,13 +22,14 @@ from ikcli.server.slots.log import Logger, silent
 from ikcli.server.slots.messages import EmbeddingRequest, Event, Failure, GenerationRequest
 from ikcli.server.slots.pictures import PictureReader
 from ikcli.server.slots.pipeline_worker import worker_of
-from ikcli.server.slots.projector import ServedProjector, open_projector
+from ikcli.server.slots.projector import ServedProjector
 from ikcli.server.slots.slot import Task
 from ikcli.server.slots.states import EngineError, EngineMetrics, ModelInfo, SlotActionResult, SlotState
 from ikcli.server.slots.vectors import ServedVectors
 from ikcli.server.slots.worker import Worker
 from ikcli.settings.run import RunConfig
 from ikcli.tokenizer import Tokenizer
+from ikcli.vision.opening import open_projector
 
 
 class Ticket:

@@ -9,13 +9,10 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
-from ikcli.errors import UsageError
 from ikcli.server.slots.pictures import Picture
-from ikcli.settings.run import RunConfig
 
 if TYPE_CHECKING:
     from ikcli.engine.run.media import Media
-    from ikcli.models import HParams
     from ikcli.vision.decode import Tile
     from ikcli.vision.projector import Projector
 
@@ -73,21 +70,3 @@ class ServedProjector:
         """Free the projector's memory."""
         self._projector.close()
         self._kept.clear()
-
-
-def open_projector(config: RunConfig, hp: HParams) -> Projector | None:
-    """Open the projector of the settings for a model; None without one."""
-    vision = config.vision
-    if vision.mmproj is None:
-        return None
-    if config.fleet.stages > 1:
-        raise UsageError("--mmproj cannot be combined with --stages: a model in stages reads text only")
-    from ikcli.vision.projector import Projector
-
-    return Projector.open(
-        vision.mmproj,
-        hp,
-        n_threads=max(config.n_threads, config.n_threads_batch),
-        min_tokens=vision.image_min_tokens,
-        max_tokens=vision.image_max_tokens,
-    )

@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 
-from ikcli.engine.plan.devices import available_memory
 from ikcli.engine.run.adapters import Added
 from ikcli.engine.run.session import Session
 from ikcli.errors import UsageError
+from ikcli.hostinfo import available_memory
 from ikcli.server.prefix.disk import Disk
 from ikcli.server.prefix.explain import TextOf, excerpt, find_miss, tree_lines
 from ikcli.server.prefix.keys import Tokens, common_prefix, default_limit
+from ikcli.server.prefix.rest import AS_CACHED
 from ikcli.server.prefix.reused import Reused
 from ikcli.server.prefix.store import PrefixStore
 from ikcli.server.slots import slot_file
@@ -29,13 +30,16 @@ class Reuse:
     def __init__(self, session: Session, slots: Sequence[Slot], log: Logger, quiet: float = _QUIET) -> None:
         config = session.config.server
         self._session, self._slots, self._quiet = session, slots, quiet
-        self.store = PrefixStore(session.sequences, default_limit(config.cache_ram, available_memory()))
+        limit = default_limit(config.cache_ram, available_memory())
+        self.store = PrefixStore(session.sequences, limit, rest=config.cache_rest)
+        if config.cache_rest != AS_CACHED and not self.store.rest.packs:
+            why = "the cache has no f16 rows of a multiple of 32 elements"
+            log("WARN", "init", f"--cache-rest {config.cache_rest} changes nothing: {why}", {})
         if config.cache_disk is not None:
             if not self.store.limit:
                 raise UsageError("--cache-disk keeps rows in RAM until they are written; set -cram above 0")
-            about = slot_file.about(session)
-            limit, waiting = config.cache_disk_bytes, self.store.limit // 4
-            self.store.attach(Disk(config.cache_disk, limit, waiting, about, session.sequences, log))
+            about = slot_file.about(session) | self.store.rest.about
+            self.store.attach(Disk(config.cache_disk, config.cache_disk_bytes, limit // 4, about, self.store.rest, log))
         self._due: dict[int, float] = {}  # when the cache of a slot is written, by slot number
 
     def replace(self, slot: Slot, n: int) -> int:

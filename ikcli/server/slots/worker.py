@@ -7,9 +7,9 @@ from collections import deque
 from dataclasses import replace
 
 from ikcli.engine.pipeline.driver import StageLostError
-from ikcli.engine.plan.devices import available_memory
 from ikcli.engine.run.control_vectors import VectorUse
 from ikcli.engine.run.session import Session
+from ikcli.hostinfo import available_memory
 from ikcli.sampling.short import draw_function
 from ikcli.sampling.vocab import SamplerVocab
 from ikcli.server.prefix.explain import describe

@@ -211,7 +211,7 @@ def count_active(offsets, n_expert):
 def _by_expert(record, tile_rows, compute):
     """Return a kernel that runs `compute` on every block of rows of every expert that has activation rows.
 
-    compute(params, ith, at, n, k, x, m, y, tiles): `at` = bytes into the weights, n rows.
+    compute(params, ith, e, at, n, k, x, m, y, tiles): `at` = bytes into the matrix of expert e, n rows.
     """
 
     @kernel(record)
@@ -221,7 +221,7 @@ def _by_expert(record, tile_rows, compute):
         a, a_stride, out, out_stride = p.a, p.a_stride, p.out, p.out_stride
         n_tiles, few = p.n_tiles, p.few
         tiles = p.tiles + ith * n_tiles * p.tile_bytes
-        n_expert, w_expert, offsets = experts.n_expert, experts.w_expert, experts.offsets
+        n_expert, offsets = experts.n_expert, experts.offsets
         n_active = count_active(offsets, n_expert)
         # On average few rows per expert: weights are then read once, straight from memory.
         streaming = ld_i64(offsets + 8 * n_expert) <= few * n_active
@@ -242,7 +242,7 @@ def _by_expert(record, tile_rows, compute):
                 item += 1
                 m = ld_i64(offsets + 8 * e + 8) - lo
                 x, y = a + lo * a_stride, out + lo * out_stride + 4 * r
-                compute(params, ith, e * w_expert + r * row_bytes, min(height, n_w - r), k, x, m, y, tiles)
+                compute(params, ith, e, r * row_bytes, min(height, n_w - r), k, x, m, y, tiles)
 
     return by_expert
 
@@ -252,10 +252,10 @@ def make_mul_mat_id(type_name):
     block, tile_rows = _block(type_name)
 
     @inline
-    def compute(params, ith, at, n, k, x, m, y, tiles):
+    def compute(params, ith, e, at, n, k, x, m, y, tiles):
         p = params.product
         few = p.few
-        block(p.w + at, p.row_bytes, n, k, x, p.a_stride, m, y, p.out_stride, tiles, few)
+        block(ld_i64(p.w + 8 * e) + at, p.row_bytes, n, k, x, p.a_stride, m, y, p.out_stride, tiles, few)
 
     return _by_expert(ByExpertParams, tile_rows, compute)
 
@@ -286,13 +286,13 @@ def _up_gate(record, type_name, glu):
     block, tile_rows = _block(type_name)
 
     @inline
-    def compute(params, ith, at, n, k, x, m, y, tiles):
+    def compute(params, ith, e, at, n, k, x, m, y, tiles):
         p = params.product
         row_bytes, a_stride, out_stride = p.row_bytes, p.a_stride, p.out_stride
         # Both products are combined while they are in the cache, and the gate needs no matrix of its own.
         scratch, few = params.scratch + ith * params.scratch_bytes, p.few
-        block(params.gate + at, row_bytes, n, k, x, a_stride, m, scratch, 4 * n, tiles, few)
-        block(p.w + at, row_bytes, n, k, x, a_stride, m, y, out_stride, tiles, few)
+        block(ld_i64(params.gate + 8 * e) + at, row_bytes, n, k, x, a_stride, m, scratch, 4 * n, tiles, few)
+        block(ld_i64(p.w + 8 * e) + at, row_bytes, n, k, x, a_stride, m, y, out_stride, tiles, few)
         for t in range(m):
             row = y + t * out_stride
             glu(params, row, scratch + 4 * n * t, row, n)

@@ -256,7 +256,7 @@ def test_json_without_measuring(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
 
 def test_a_model_that_does_not_fit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("ikcli.hostinfo.available_memory", lambda: 1 << 20)
+    monkeypatch.setattr("ikcli.engine.plan.devices.available_memory", lambda: 1 << 20)
     assert main(["doctor", "--quick", "-m", str(default_model())]) == 1
     text = capsys.readouterr().out
     assert "DOES NOT FIT" in text

@@ -22,11 +22,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from ikcli.engine.plan.devices import available_memory
 from ikcli.engine.run.model import Model
 from ikcli.engine.run.system_memory import COLLAPSE, HUGE_PAGE, Range, advise, inner_pages, outer_pages
 from ikcli.engine.run.weight_memory import TRANSPARENT, reserve
-from ikcli.hostinfo import cgroup_memory
+from ikcli.hostinfo import available_memory, cgroup_memory
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -57,7 +57,7 @@ def machine_advice(cpu: Processor, memory: MachineMemory, cache: KernelCache, pe
         out.append(
             Advice(
                 "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled",
-                "huge pages are off: reading weights and cache through small ones costs 5 to 10 % of the bandwidth",
+                "huge pages are off: reading weights and cache through small ones costs bandwidth",
             )
         )
     if memory.swap_used and memory.total and memory.swap_used > memory.total // 100:

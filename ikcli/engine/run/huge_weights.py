@@ -1,7 +1,7 @@
 """Move weights that are mapped from a file into huge pages, beside the first steps or at once.
 
 Mapping a file costs no time, and its pages are small unless the page cache happens to hold the file in large ones.
-Reading weights through small pages loses 5 to 10 % of the bandwidth. So a run starts with mapped weights, and when it
+Reading weights through small pages can lose a part of the bandwidth. So a run starts with mapped weights, and when it
 has generated for a while, a thread of low priority either lets the kernel collapse the mapped pages (MADV_COLLAPSE) or,
 where the file system does not support this, copies the weights into anonymous huge pages. Between two steps the
 programs are bound to the copies. Results are the same bits.

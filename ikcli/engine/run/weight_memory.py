@@ -1,7 +1,7 @@
 """Memory for weights that are read instead of mapped: one region in huge pages, filled by several threads.
 
-Transparent huge pages are requested by default, since weights are read from end to end for every token and the walks
-through page tables cost a tenth of the bandwidth. `--hugetlb` takes pages that the administrator reserved. The bytes
+Transparent huge pages are requested by default, since weights are read from end to end for every token and walks
+through page tables cost bandwidth. `--hugetlb` takes pages that the administrator reserved. The bytes
 come from the file by read calls: mapped pages would count a second time while they are copied.
 """
 

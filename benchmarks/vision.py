@@ -5,17 +5,23 @@ Makes random projectors with the widths, heads and patches of real ones, but few
 each. Both programs encode the same images (noise) in turns; the first image of a run warms up, and medians of the
 others are compared. Only what each of them reports for encoding counts, loading and text are left out. Without
 --reference `ik` runs alone. Files that are already in the folder are used.
+
+--conversation N sends a question about N images to servers of both (`ik serve`, llama-server) in turns, then the same
+conversation with the answer and another question, and prints the seconds of both turns as a client sees them.
 """
 
 from __future__ import annotations
 
 import argparse
+import base64
+import json
 import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,8 +31,10 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import make_random_model as random_model
+from serve import server
 
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import open_gguf
@@ -36,7 +44,7 @@ from ikcli.models import HParams
 from ikcli.vision.decode import Picture
 from ikcli.vision.projector import Projector
 
-PROGRAM = "llama-mtmd-cli"
+PROGRAM, SERVER = "llama-mtmd-cli", "llama-server"
 _ENCODED = re.compile(r"image(?: slice)? encoded in (\d+) ms")
 _TEXT_WIDTH = 256
 _MEANS = {"image_mean": np.array([0.48, 0.46, 0.41], np.float32), "image_std": np.array([0.27, 0.26, 0.28], np.float32)}
@@ -162,9 +170,19 @@ def files(folder: Path, name: str, type_: str) -> tuple[Path, Path]:
     return text, projector
 
 
-def noise(side: int) -> Picture:
-    """Return a square image."""
-    return Picture.of(np.random.default_rng(side).integers(0, 256, (side, side, 3), np.uint8))
+def noise(side: int, number: int = 0) -> Picture:
+    """Return a square image; those of other numbers differ."""
+    return Picture.of(np.random.default_rng((side, number)).integers(0, 256, (side, side, 3), np.uint8))
+
+
+def noise_file(folder: Path, side: int, number: int = 0) -> Path:
+    """Return the path of such an image, which is written unless it exists."""
+    from PIL import Image
+
+    path = folder / f"noise-{side}-{number}.png"
+    if not path.exists():
+        Image.fromarray(noise(side, number).rgb).save(path)
+    return path
 
 
 def time_ours(text: Path, projector: Path, side: int, n: int, n_threads: int) -> list[float]:
@@ -193,14 +211,71 @@ def time_reference(program: Path, text: Path, projector: Path, image: Path, n: i
     return times[1:]
 
 
+def turns(images: list[Path], answer: str | None) -> list[dict[str, Any]]:
+    """Return the messages of a question about images, and, with the answer to it, of a second one."""
+    urls = [f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}" for path in images]
+    parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    found = [{"role": "user", "content": [*parts, {"type": "text", "text": "What do these have in common?"}]}]
+    if answer is None:
+        return found
+    return [*found, {"role": "assistant", "content": answer}, {"role": "user", "content": "And what tells them apart?"}]
+
+
+def ask(port: int, messages: list[dict[str, Any]]) -> tuple[float, str]:
+    """Return the seconds until the answer, of four tokens, is there, and the answer."""
+    letters = "root ::= [a-z ]+"  # the reference does not survive broken UTF-8, which random weights write
+    body = {"messages": messages, "max_tokens": 4, "temperature": 0, "cache_prompt": True, "grammar": letters}
+    data, headers = json.dumps(body).encode(), {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/chat/completions", data, headers)
+    start = time.perf_counter()
+    with urllib.request.urlopen(request, timeout=3600) as response:
+        found = json.load(response)
+    return time.perf_counter() - start, str(found["choices"][0]["message"]["content"] or "")
+
+
+def time_turns(
+    command: list[str], text: Path, projector: Path, images: list[Path], options: argparse.Namespace
+) -> list[float]:
+    """Return the seconds of the first and of the second turn of a conversation with a new server."""
+    extra = ["--mmproj", str(projector.resolve()), "--chat-template", "chatml"]
+    sizes = argparse.Namespace(n_prompt=32000, n_gen=64, threads=options.threads, extra=extra, timeout=300.0)
+    with server(command, text, sizes, 1) as port:
+        first, answer = ask(port, turns(images, None))
+        return [first, ask(port, turns(images, answer))[0]]
+
+
+def conversations(options: argparse.Namespace) -> None:
+    """Print a table of the seconds of two turns."""
+    sides = {"ik": [sys.executable, "-m", "ikcli", "serve"]}
+    if options.reference:
+        sides["reference"] = [str((options.reference / SERVER).resolve())]
+    print("| tower | type | images | first: ik s | reference s | ratio | second: ik s | reference s | ratio |")
+    print("|---|---|---|---:|---:|---:|---:|---:|---:|", flush=True)
+    for name in options.shapes or SHAPES:
+        for type_ in options.types.split(","):
+            text, projector = files(options.folder, name, type_)
+            for side in map(int, options.sides.split(",")):
+                images = [noise_file(options.folder, side, i) for i in range(options.conversation)]
+                times: dict[str, list[list[float]]] = {which: [] for which in sides}
+                for _ in range(options.repetitions):
+                    for which, command in sides.items():
+                        times[which].append(time_turns(command, text, projector, images, options))
+                row = f"| {name} | {type_} | {len(images)} x {side} |"
+                for turn in (0, 1):
+                    ours, *theirs = (statistics.median(one[turn] for one in times[which]) for which in sides)
+                    row += f" {ours:.3f} |" + (f" {theirs[0]:.3f} | {theirs[0] / ours:.1f} |" if theirs else " - | - |")
+                print(row, flush=True)
+
+
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shapes", nargs="*", metavar="SHAPE", help=f"of {', '.join(SHAPES)} (default: all)")
-    parser.add_argument("--reference", type=Path, help=f"folder with {PROGRAM}")
+    parser.add_argument("--reference", type=Path, help=f"folder with {PROGRAM} and {SERVER}")
     parser.add_argument("--folder", type=Path, required=True, help="where models and images are made, and kept")
     parser.add_argument("--types", default="f16,q8_0", help="of matrices (default: %(default)s)")
     parser.add_argument("--sides", default="336,1024", help="of square images (default: %(default)s)")
+    parser.add_argument("--conversation", type=int, default=0, metavar="N", help="time two turns about N images")
     parser.add_argument("-t", "--threads", type=int, default=2)
     parser.add_argument("-n", "--images", type=int, default=2, help="in a run (default: %(default)s)")
     parser.add_argument("-r", "--repetitions", type=int, default=2, help="runs of each program (default: %(default)s)")
@@ -212,18 +287,17 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 
 def main(argv: list[str]) -> int:
     """Time everything and print the table."""
-    from PIL import Image
-
     options = parse_arguments(argv)
     options.folder.mkdir(parents=True, exist_ok=True)
+    if options.conversation:
+        conversations(options)
+        return 0
     print("| tower | type | image | ik ms | reference ms | ratio |\n|---|---|---:|---:|---:|---:|", flush=True)
     for name in options.shapes or SHAPES:
         for type_ in options.types.split(","):
             text, projector = files(options.folder, name, type_)
             for side in map(int, options.sides.split(",")):
-                image = options.folder / f"noise-{side}.png"
-                if not image.exists():
-                    Image.fromarray(noise(side).rgb).save(image)
+                image = noise_file(options.folder, side)
                 times: dict[str, list[float]] = defaultdict(list)
                 for _ in range(options.repetitions):
                     times["ik"] += time_ours(text, projector, side, options.images, options.threads)

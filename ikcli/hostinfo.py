@@ -38,17 +38,6 @@ def cgroup_limit(root: Path = _CGROUP_ROOT) -> int | None:
     return max(1, math.ceil(int(quota) / int(period)))
 
 
-def cgroup_memory(root: Path = _CGROUP_ROOT) -> int | None:
-    """Return the bytes of the cgroup's memory limit, or None without a limit."""
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        try:
-            text = (root / name).read_text().strip()
-        except OSError:
-            continue
-        return int(text) if text.isdigit() else None
-    return None
-
-
 def count_physical(cpus: set[int], root: Path = _CPU_ROOT) -> int:
     """Return the number of distinct (package, core) pairs among the logical `cpus`."""
     cores: set[tuple[str, str]] = set()

@@ -112,7 +112,11 @@ def expected(
                 scores = op.softcap * np.tanh(scores / op.softcap)
             if op.slopes:
                 scores -= np.float64(np.float32(op.slopes[h])) * np.abs(at - pos)
-            scores[((at > pos) & (not op.both)) | (at < first_seen)] = -np.inf
+            if op.biases:
+                most = len(op.biases[h]) // 2
+                scores += np.asarray(op.biases[h])[np.clip(at - pos, -most, most) + most]
+            later = at >= pos + (op.window or np.inf) if op.both else at > pos
+            scores[later | (at < first_seen)] = -np.inf
             if op.sinks is not None:
                 sink = np.full((len(scores), 1), run.weights[op.sinks.name][h], np.float64)
                 scores = np.hstack([scores, sink])

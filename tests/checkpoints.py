@@ -16,8 +16,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from ikcli.convert.archs import architecture_of
 from ikcli.convert.build import Build, convert_tensors
 from ikcli.convert.config import Config
-from ikcli.convert.heads import Heads
 from ikcli.convert.source import SafetensorsSource
+from ikcli.gguf.heads import Heads
 
 N_VOCAB = 320
 Arrays = Mapping[str, np.ndarray]

@@ -26,6 +26,7 @@ from ikcli.backends.cuda.lower import Counts, DeviceLimits, GpuLowering, GpuProg
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.types import TYPES, row_n_bytes
 from ikcli.graph import Cache, Graph, HeadSlice, Node, Per, Rows, Weight
+from ikcli.graph.micro_batch import PLACE_WORDS, SEEN
 from ikcli.graph.ops_attention import Attention
 from ikcli.quant.decode import dequantize
 
@@ -58,6 +59,7 @@ class Run:
     caches: dict[Cache, Array] = field(default_factory=dict)
     weights: dict[Weight, Array] = field(default_factory=dict)
     launched: list[Launch] = field(default_factory=list)
+    ranges: Array | None = None  # (tokens, 2): first and end of the positions that come with each token
 
     def __post_init__(self) -> None:
         self.graph.il = 0
@@ -98,6 +100,10 @@ class Run:
             return memory.address
 
         words, rows = step_block(segments, upload)
+        if self.ranges is not None:
+            places = np.zeros((len(self.ranges), PLACE_WORDS), np.int32)
+            places[:, SEEN : SEEN + 2] = self.ranges
+            words[14] = upload(places, "places")
         addresses = {}
         for cache, data in self.caches.items():
             addresses[cache] = device.alloc(data.nbytes, cache.kind).address
@@ -105,12 +111,13 @@ class Run:
                 device.upload(s, addresses[cache] + plane.offset, part)
         arena = device.alloc(max(program.arena_bytes, 1), "arena")
         weights = {w.name: upload(x, w.name) for w, x in self.weights.items()}
-        program.bind(upload(words, "step"), arena.address, {}, weights, addresses)
+        constants = {b: upload(np.frombuffer(data, np.uint8), "constant") for b, data in program.constants.items()}
+        program.bind(upload(words, "step"), arena.address, constants, weights, addresses)
         for node, x in values.items():
             device.upload(s, program.node_address(node), x.astype(np.float32))
         longest = max(x.pos + x.n_tokens for x in segments)
         most = program.lowering.max_rows
-        exact = Counts(rows[Rows.TOKENS], 1, rows[Rows.KV], len(segments), longest)
+        exact = Counts(rows[Rows.TOKENS], 1, rows[Rows.KV], len(segments), longest, self.ranges is not None)
         self.launched = [
             Launch(r.kernel, r.grid, r.block, r.shared, r.args) for r in program.launches(counts or exact.bucket(most))
         ]
@@ -241,7 +248,11 @@ def expected(run: Run, node: Node, segments: Sequence[Segment], values: Mapping[
 
         pos = s.pos + np.arange(s.n_tokens)
         seen_from = np.array([a.first_seen(int(p)) for p in pos])
-        hidden = (np.arange(end) > pos[:, None]) | (np.arange(end) < seen_from[:, None])
+        last = np.full_like(pos, end - 1) if a.both else pos
+        if a.ranged and run.ranges is not None:
+            first, stop = run.ranges[token : token + s.n_tokens].T
+            seen_from, last = np.minimum(seen_from, first), np.maximum(last, stop - 1)
+        hidden = (np.arange(end) > last[:, None]) | (np.arange(end) < seen_from[:, None])
         gone = np.arange(end) < seen_from.min()  # what no query sees may be anything
 
         def visible(x: Array, gone: Array = gone) -> Array:

@@ -11,6 +11,7 @@ from gguf_files import write_model
 from tiny_architectures import LAYER_NORM
 
 BERT_KEYS = LAYER_NORM | {"attention.head_count_kv": 4}
+RMS_NORM = ("eurobert", "gemma-embedding", "t5encoder")
 PAD, UNK, CLS, SEP, MASK = range(5)
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 WORDS = ["a", "castle", "dog", "where", "do", "kings", "live", "?"]
@@ -18,7 +19,14 @@ WORDS = ["a", "castle", "dog", "where", "do", "kings", "live", "?"]
 
 def tiny(arch: str, **keys: Any) -> MemoryModel:
     """All numbers are random; biases of q and the feed-forward part are there."""
-    return tiny_model(arch, optional=("attn_q.bias", "ffn_up.bias", "ffn_gate.weight"), **(BERT_KEYS | keys))
+    own = {"attention.head_count_kv": 4} if arch in RMS_NORM else BERT_KEYS
+    if arch in ("gemma-embedding", "modern-bert"):
+        own = own | {"attention.sliding_window": 24, "attention.sliding_window_pattern": 2}
+    if arch == "nomic-bert-moe":
+        own = own | {"expert_count": 4, "expert_used_count": 2, "moe_every_n_layers": 2}
+    if arch == "t5encoder":
+        own = own | {"attention.relative_buckets_count": 32}
+    return tiny_model(arch, optional=("attn_q.bias", "ffn_up.bias", "ffn_gate.weight"), **(own | keys))
 
 
 def with_words(model: MemoryModel) -> MemoryModel:

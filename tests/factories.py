@@ -63,7 +63,8 @@ def base_metadata(arch: str, **keys: Any) -> dict[str, Any]:
         "vocab_size": N_VOCAB,
     }
     values |= keys
-    named = {f"{arch}.{k}": v for k, v in values.items() if v is not None}
+    whole = ("xielu.",)  # of keys without the architecture in front
+    named = {k if k.startswith(whole) else f"{arch}.{k}": v for k, v in values.items() if v is not None}
     return {"general.architecture": arch, **named}
 
 

@@ -92,10 +92,15 @@ class FakeProcess(Upstream):
         self.gone: list[bytes] = []
         self._ended = asyncio.Event()
         self._writers: set[asyncio.StreamWriter] = set()
+        self._heads: dict[asyncio.StreamWriter, str] = {}
 
     @property
     def where(self) -> str:
         return f"fake {self.index}"
+
+    def header(self, writer: asyncio.StreamWriter, name: str) -> str:
+        """A header of the request that is answered there."""
+        return self._heads[writer].lower().partition(f"\r\n{name}: ")[2].partition("\r\n")[0]
 
     async def load(self) -> None:
         self.bench.journal.append(f"+{self.index}")
@@ -108,7 +113,8 @@ class FakeProcess(Upstream):
         self._writers.add(writer)
         try:
             request = await reader.readuntil(b"\r\n\r\n")
-            method, path, _ = request.decode().split(" ", 2)
+            text = request.decode()
+            method, path, _ = text.split(" ", 2)
             length = int(request.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
             body = await reader.readexactly(length)
             if path == "/health":
@@ -116,6 +122,7 @@ class FakeProcess(Upstream):
                     await whole(writer, {})
                 return
             self.asked.append((f"{method} {path}", body))
+            self._heads[writer] = text
             work = asyncio.ensure_future(self.bench.handler(self, method, path, body, writer))
             left = asyncio.ensure_future(reader.read())
             await asyncio.wait((work, left), return_when=asyncio.FIRST_COMPLETED)

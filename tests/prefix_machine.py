@@ -107,7 +107,7 @@ class Prefixes(RuleBasedStateMachine):
     def request(self, i: int, branch: int, n: int, done: float, every: int, more: int, added: Added) -> None:
         """A prompt, of which a part is computed before it is cancelled, then some generated tokens."""
         slot, prompt = self.slots[i % self.n_slots], text_of(branch, n)
-        if added is OTHER:
+        if added == OTHER:
             prompt = tuple(t + APART for t in prompt)  # rows of the same tokens differ with other additions
         keys = keys_of(prompt)
         before = [(s.id, s.added, s.cached.copy()) for s in self.slots]
@@ -187,7 +187,7 @@ class Prefixes(RuleBasedStateMachine):
                     continue
                 assert node.pins == 0 and node.start == node.parent.end and 0 < len(node.tokens) <= 16
                 keys = [int(t) for one in node.path() for t in one.tokens]
-                text = tuple(t + APART if added is OTHER else t for t in keys)
+                text = tuple(t + APART if added == OTHER else t for t in keys)
                 if node.rows is None:
                     assert node.file is not None and not node.is_needed
                     continue

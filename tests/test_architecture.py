@@ -17,6 +17,7 @@ LAYERS = (
         "log",
         "manual",
         "hostinfo",
+        "system_files",
         "rules",
         "suggest",
         "commit",
@@ -209,6 +210,13 @@ def test_models_use_the_graph_and_no_backend() -> None:
     for path in (PACKAGE / "models").glob("*.py"):
         for imported, _ in imports(path):
             assert not imported.startswith("ikcli.backends"), f"{path.name} imports {imported}"
+
+
+def test_folders_can_be_seen_at_a_glance() -> None:
+    counts = {folder: len([*folder.glob("*.py")]) for folder in (PACKAGE, *PACKAGE.rglob("*")) if folder.is_dir()}
+    kernels = PACKAGE / "backends" / "cpu" / "kernels"
+    assert {folder.name: n for folder, n in counts.items() if n > 45 and folder != kernels} == {}
+    assert counts[PACKAGE / "commands"] <= 41
 
 
 def test_only_commands_print() -> None:

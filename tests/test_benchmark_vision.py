@@ -30,3 +30,13 @@ def test_projectors_open(name: str, tmp_path: Path) -> None:
 def test_times_of_the_reference() -> None:
     log = "encoding image slice...\nimage slice encoded in 812 ms\nimage/slice decoded\nimage encoded in 7 ms\n"
     assert [int(x) for x in vision._ENCODED.findall(log)] == [812, 7]
+
+
+def test_turns_of_a_conversation(tmp_path: Path) -> None:
+    images = [vision.noise_file(tmp_path, 16, i) for i in range(2)]
+    assert images[0].read_bytes() != images[1].read_bytes()
+    (first,) = vision.turns(images, None)
+    kinds = [part["type"] for part in first["content"]]
+    assert kinds == ["image_url", "image_url", "text"]
+    second = vision.turns(images, "red")
+    assert second[0] == first and second[1] == {"role": "assistant", "content": "red"} and len(second) == 3

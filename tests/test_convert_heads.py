@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from checkpoints import BASE, N_VOCAB, bf16, build, drawn, values, write_checkpoint
 
-from ikcli.convert.heads import Heads, count_heads, usual_name
+from ikcli.convert.heads import count_heads, usual_name
 from ikcli.errors import UnsupportedError
+from ikcli.gguf.heads import Heads
 from ikcli.gguf.reader import open_gguf
 from ikcli.main import main
 from ikcli.models import check_tensors, find, mtp

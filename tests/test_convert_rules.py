@@ -210,8 +210,9 @@ def test_text_parts_of_models_that_see(tmp_path: Path) -> None:
 
 
 def test_every_class_has_one_conversion() -> None:
-    files = {path.stem for path in Path(archs.__file__).parent.glob("*.py")} - {"__init__"}
-    assert files == set(archs._FAMILIES.split())
+    folder = Path(archs.__file__).parent
+    for files, listed in ((folder, archs._FAMILIES), (folder / "recurrent", archs._RECURRENT)):
+        assert {path.stem for path in files.glob("*.py")} - {"__init__"} == set(listed.split())
     assert len(by_class()) == sum(len(a.classes) for a in ARCHITECTURES)
 
 
@@ -226,7 +227,9 @@ def test_every_architecture_that_runs_has_a_conversion() -> None:
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda a: a.classes[0])
 def test_gguf_has_names_of_every_architecture(architecture: Architecture) -> None:
     names = gguf_names(architecture.names or architecture.name, architecture.strip)
-    assert "token_embd" in names.values() and any(place.startswith("blk.*.") for place in names.values())
+    assert "token_embd" in names.values() and any(
+        place.startswith(("blk.*.", "enc.blk.*.")) for place in names.values()
+    )
 
 
 def test_names_of_one_architecture_leave_those_of_others_alone() -> None:

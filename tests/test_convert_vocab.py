@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from published_pre_tokenizers import BY_IDS, PUBLISHED
-from tokenizers import AddedToken, decoders, models, normalizers, processors, trainers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, processors, trainers
 from tokenizers import Tokenizer as Fast
 from tokenizers import pre_tokenizers as pt
 
@@ -204,6 +204,52 @@ def test_unigram(tmp_path: Path) -> None:
     assert keys["tokenizer.ggml.scores"] == [0.0, -1.5, -2.25, -9.0, -10000.0]
     assert keys["tokenizer.ggml.token_type"] == [2, 1, 1, 6, 5]
     assert keys["tokenizer.ggml.add_space_prefix"] is True
+
+
+@pytest.mark.parametrize("in_bytes", [False, True])
+@pytest.mark.parametrize("extra", [False, True])
+def test_unigram_texts(in_bytes: bool, extra: bool, tmp_path: Path) -> None:
+    """Words are cut as by the library, which XLM-RoBERTa and T5 are used with; several blanks count as one, or not."""
+    pieces = [("<s>", 0.0), ("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("\u2581", -3.0), ("\u2581the", -2.0)]
+    pieces += [
+        ("\u2581th", -2.5),
+        ("e", -2.0),
+        ("\u2581cat", -4.0),
+        ("s", -2.2),
+        ("cat", -6.0),
+        ("a", -3.5),
+        ("t", -3.4),
+    ]
+    if in_bytes:
+        pieces += [(f"<0x{i:02X}>", -9.0) for i in range(256)]
+    fast = Fast(models.Unigram(pieces, 3, in_bytes))
+    if extra:
+        fast.normalizer = normalizers.Replace(Regex(" {2,}"), " ")
+        fast.pre_tokenizer = pt.Sequence([pt.WhitespaceSplit(), pt.Metaspace(prepend_scheme="always")])
+    else:
+        fast.pre_tokenizer = pt.Metaspace(prepend_scheme="always")
+    fast.add_special_tokens(["<s>", "<pad>", "</s>", "<unk>"])
+    fast.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", pair="<s> $A </s> </s> $B </s>", special_tokens=[("<s>", 0), ("</s>", 2)]
+    )
+    keys = plain_values(read_vocabulary(save(tmp_path, fast), {"vocab_size": len(pieces)}, "t5"))
+    tokenizer = Tokenizer.from_metadata(keys | {"tokenizer.ggml.unknown_token_id": 3}, "vocabulary")
+    assert tokenizer.kind == "ugm"
+    texts = ["the cats", "theta", "cat", "x", "the \u00fc\u00fc cat", "a", "eee the"]
+    for text in [*texts, "the  cats", " the"] if extra else texts:
+        ids = tokenizer.encode(text, add_special=False)
+        assert ids == fast.encode(text, add_special_tokens=False).ids, text
+        if in_bytes and "  " not in text:
+            assert tokenizer.decode(ids).strip() == text.strip()
+    assert tokenizer.encode("cat") == fast.encode("cat").ids
+
+
+def test_a_charsmap_that_cannot_be_read(tmp_path: Path) -> None:
+    keys = {"tokenizer.ggml.model": "t5", "tokenizer.ggml.tokens": ["<pad>", "</s>", "<unk>", "\u2581a"],
+            "tokenizer.ggml.scores": [0.0, 0.0, 0.0, -1.0], "tokenizer.ggml.token_type": [3, 3, 2, 1],
+            "tokenizer.ggml.precompiled_charsmap": [255, 255, 255, 255, 1]}  # fmt: skip
+    with pytest.raises(FormatError, match="precompiled_charsmap cannot be read"):
+        Tokenizer.from_metadata(keys, "vocabulary").encode("a")
 
 
 def _field(number: int, value: bytes | int | float) -> bytes:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any, cast
+
 import numpy as np
 import pytest
 from attention_cases import check, gqa, has_kernel, whole_texts
@@ -10,6 +13,8 @@ from kernel_harness import Segment
 from ikcli.backends.cpu.lower_attention import RULES
 from ikcli.errors import UnsupportedError
 from ikcli.gguf.constants import GGMLType
+from ikcli.graph.core import Run
+from ikcli.graph.ops_attention import Attention
 from ikcli.models.alibi import slopes
 
 SLOPES = {4: slopes(4, 8.0), 3: slopes(3, 8.0), 12: slopes(12, 8.0)}
@@ -47,6 +52,38 @@ def test_texts_side_by_side(n_threads: int) -> None:
 @pytest.mark.parametrize(("n_head", "n_head_kv", "width", "v_width"), [(3, 3, 20, 20), (12, 4, 64, 32), (4, 4, 96, 96)])
 def test_shapes_of_heads(n_head: int, n_head_kv: int, width: int, v_width: int) -> None:
     check(whole_texts(n_head, n_head_kv, width, tokens=64, v_width=v_width, slopes=SLOPES[n_head]), texts(33, 4), 1)
+
+
+@pytest.mark.slow("compiles attention kernels with biases")
+@pytest.mark.parametrize("most", [0, 3, 128])
+def test_biases_of_distances(most: int, rng: np.random.Generator) -> None:
+    biases = tuple(map(tuple, rng.normal(0, 2, (4, 2 * most + 1)).tolist()))
+    for n in (1, 15, 17, 128, 129, 300):
+        check(whole_texts(4, 4, 32, tokens=512, biases=biases), texts(n), 2)
+    check(whole_texts(4, 4, 24, tokens=400, biases=biases), texts(3, 40, 1, 17, 130, 2), 3)
+    for lengths in ((8,), (3, 5), (1, 1, 6)):
+        check(whole_texts(4, 4, 32, tokens=8, biases=biases), texts(*lengths), 2)
+    with pytest.raises(ValueError, match="every head"):
+        whole_texts(4, 2, 32, tokens=8, biases=biases)
+
+
+@pytest.mark.slow("compiles attention kernels with windows on both sides")
+@pytest.mark.parametrize("window", [1, 5, 64, 200])
+def test_windows_on_both_sides(window: int) -> None:
+    for n in (1, 16, 17, 128, 129, 300):
+        check(whole_texts(4, 4, 32, tokens=512, window=window), texts(n), 2)
+    check(whole_texts(12, 4, 32, tokens=400, window=window), texts(3, 40, 1, 17, 130, 2), 3)
+    for lengths in ((8,), (3, 5), (1, 1, 6)):
+        check(whole_texts(4, 2, 32, tokens=8, window=window), texts(*lengths), 2)
+
+
+def test_windows_hide_what_is_far_on_either_side() -> None:
+    built = whole_texts(1, 1, 16, tokens=16, window=3)
+    op = built.node.op
+    run = cast(Run, SimpleNamespace(state=SimpleNamespace(pos=np.arange(6))))
+    assert isinstance(op, Attention)
+    hidden = op.hidden(run, cast(Any, SimpleNamespace(start=0, n_tokens=6, n_kv=6)), np.arange(6))
+    assert (hidden == (np.abs(np.subtract.outer(np.arange(6), np.arange(6))) >= 3)).all()
 
 
 @pytest.mark.parametrize("changes", [{"both": True}, {"slopes": SLOPES[4]}])

@@ -319,7 +319,7 @@ def test_dots() -> None:
 @pytest.mark.parametrize("level", some(["avx2", "avxvnni", "portable"], ["avx2"]))
 def test_other_instruction_sets(level: str) -> None:
     """The same results from the code for lesser machines."""
-    cpu, features = isa._FORCED[level]
+    cpu, features = isa.LEVELS[level]
     needed = {f[1:] for f in features.split(",") if f}
     if not needed <= isa.host().features:
         pytest.skip(f"this CPU lacks {', '.join(sorted(needed - isa.host().features))}")

@@ -35,7 +35,7 @@ def absorbed(run: Run, n_head: int, type_: T, *, flash: bool = True) -> Node:
 
 def grouped(run: Run, n_head: int, n_head_kv: int, width: int, types: tuple[T, T], *, v_width: int = 0,
             window: int = 0, chunk: int = 0, sinks: bool = False, softcap: float = 0.0,
-            per: Per = Per.CELL) -> Node:  # fmt: skip
+            per: Per = Per.CELL, ranged: bool = False) -> Node:  # fmt: skip
     """Separate K and V caches."""
     g, dv = run.graph, v_width or width
     q, k, v = run.input("q", n_head * width), run.input("k", n_head_kv * width), run.input("v", n_head_kv * dv)
@@ -44,7 +44,8 @@ def grouped(run: Run, n_head: int, n_head_kv: int, width: int, types: tuple[T, T
     g.kv_store(vc, v, "v_store")
     return g.attention([HeadSlice(q, 0, width, width)], [HeadSlice(kc, 0, width, width)], HeadSlice(vc, 0, dv, dv),
                        "kqv", n_head=n_head, n_head_kv=n_head_kv, scale=width**-0.5, flash=True, window=window,
-                       chunk=chunk, sinks=_sinks(run, n_head) if sinks else None, softcap=softcap)  # fmt: skip
+                       chunk=chunk, sinks=_sinks(run, n_head) if sinks else None, softcap=softcap,
+                       ranged=ranged)  # fmt: skip
 
 
 def _sinks(run: Run, n_head: int) -> Weight:

@@ -225,6 +225,19 @@ def test_planned_memory_is_what_is_allocated(folder, opener, changes) -> None:
         device.check()
 
 
+def test_experts_on_disk_beside_a_gpu(folder, opener) -> None:
+    """Attention on the GPU, experts in slots of RAM: the bits of a run that keeps all of them in RAM."""
+    path = written(folder, "deepseek3")
+    logits = []
+    for changes in ({}, {"expert_ram": 400_000}):
+        with Session.open(config(path, override_tensor=("exps=CPU",), **changes)) as session:
+            if changes:
+                steps = session.runner.cpu.experts
+                assert steps is not None and steps.store is not None and not steps.store.complete
+            logits.append(transcript(session))
+    np.testing.assert_array_equal(logits[0], logits[1])
+
+
 def test_everything_is_given_back(folder, opener) -> None:
     for changes in ({}, {"n_gpu_layers": 1}):
         with Session.open(config(written(folder, "llama"), **changes)) as session:

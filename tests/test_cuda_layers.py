@@ -12,10 +12,10 @@ from cuda_graphs import GraphRun
 
 from ikcli.backends.cuda.layouts import half_row_bytes, q8_row_bytes
 from ikcli.backends.cuda.lower import Counts, GpuLowering, Ref, all_rules
-from ikcli.backends.cuda.rules_layers import FEW_TOKENS, ON_GPU, activations
+from ikcli.backends.cuda.rules_layers import FEW_TOKENS, activations
 from ikcli.errors import UnsupportedError
 from ikcli.graph import HeadSlice, Node, Rows
-from ikcli.graph.activations import UNARY, Glu
+from ikcli.graph.activations import GATED, UNARY, Glu
 from ikcli.graph.ops_alibi import Alibi
 
 pytestmark = needs_emulation
@@ -118,7 +118,7 @@ def test_swiglu_at_the_extremes(cols: int) -> None:
 
 
 @pytest.mark.parametrize("cols", [39, 64])
-@pytest.mark.parametrize("act", [Glu(kind) for kind in ON_GPU] + [Glu("silu", 0.8), Glu("swiglu_oai", 1.2, 1.5)])
+@pytest.mark.parametrize("act", [Glu(kind) for kind in GATED] + [Glu("silu", 0.8), Glu("swiglu_oai", 1.2, 1.5)])
 def test_activations(act: Glu, cols: int) -> None:
     run = graph()
     x, y = run.input("x", 3 * random(3, cols)), run.input("y", random(3, cols, seed=2))
@@ -130,7 +130,7 @@ def test_activations(act: Glu, cols: int) -> None:
         np.testing.assert_allclose(found, wanted, rtol=2e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["layer", "rms", "l2"])
+@pytest.mark.parametrize("kind", ["layer", "rms", "l2", "none"])
 @pytest.mark.parametrize(("groups", "width"), [(1, 1), (1, 100), (3, 33), (4, 64), (1, 2048)])
 def test_norm(kind: str, groups: int, width: int) -> None:
     """Weights and biases of a group, of a row, or none."""

@@ -12,6 +12,7 @@ import pytest
 
 from ikcli.cli.parser import all_options, parse
 from ikcli.cli.table import BY_NAME, COMMANDS
+from ikcli.models import ARCHITECTURES
 from ikcli.settings.tools import TOOLS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -110,3 +111,13 @@ def test_sentences_are_plain() -> None:
     wrong = re.compile(r"\bis no [a-z]+\b|\bwhoever\b|Answers to")
     found = {str(path.relative_to(ROOT)): wrong.findall(path.read_text(encoding="utf-8")) for path in files}
     assert {name: words for name, words in found.items() if words} == {}
+
+
+def test_models_lists_every_architecture_that_gguf_names() -> None:
+    """Those that run are named before "What is not supported", all others after it."""
+    from gguf.constants import MODEL_ARCH_NAMES
+
+    text = (ROOT / "docs" / "models.md").read_text()
+    here, elsewhere = (set(re.findall(r"`([^`]+)`", part)) for part in text.split("## What is not supported"))
+    assert set(ARCHITECTURES) <= here and not set(ARCHITECTURES) & elsewhere
+    assert set(MODEL_ARCH_NAMES.values()) - set(ARCHITECTURES) <= elsewhere

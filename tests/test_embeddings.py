@@ -19,7 +19,8 @@ from tiers import some, some_architectures
 from tiny_architectures import tiny
 
 from ikcli import main
-from ikcli.convert.sentence import pooling_type
+from ikcli.convert.sentence import Sentence
+from ikcli.convert.tool import open_checkpoint
 from ikcli.engine.plan import sizes
 from ikcli.engine.plan.programs import HIDDEN
 from ikcli.engine.run import gpus, sequences
@@ -191,11 +192,10 @@ def test_vectors_of_texts_in_pieces(pieces: tuple[int, ...], rng: np.random.Gene
     """What is wanted of each piece, and what becomes of it; the scale of a mean counts where nothing is normalized."""
     rows = rng.normal(0, 1, (7, 4)).astype(np.float32)
     mean = rows.mean(axis=0, keepdims=True)
-    for pooling, causal, wanted in (
-        (Pooling.NONE, True, rows), (Pooling.MEAN, True, mean), (Pooling.CLS, True, rows[:1]),
-        (Pooling.LAST, True, rows[6:]), (Pooling.RANK, True, rows[6:]), (Pooling.RANK, False, rows[:1]),
+    for pooling, wanted in (
+        (Pooling.NONE, rows), (Pooling.MEAN, mean), (Pooling.CLS, rows[:1]), (Pooling.LAST, rows[6:]),
     ):  # fmt: skip
-        pool, at = PoolState(pooling, 7, causal=causal), 0
+        pool, at = PoolState(pooling, 7), 0
         for n in pieces:
             assert not pool.done
             chosen = [at + i for i in pool.wanted(n)]
@@ -271,9 +271,9 @@ def test_pooling_of_a_checkpoint(config: dict[str, Any], wanted: int, tmp_path: 
                {"type": "sentence_transformers.models.Pooling", "path": "1_Pooling"}]  # fmt: skip
     (tmp_path / "1_Pooling").mkdir()
     (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(config))
-    assert pooling_type(tmp_path) is None
+    assert Sentence.of(tmp_path).pooling is None
     (tmp_path / "modules.json").write_text(json.dumps(modules))
-    assert pooling_type(tmp_path) == wanted
+    assert Sentence.of(tmp_path).pooling == wanted
     checkpoints.write_checkpoint(tmp_path, checkpoints.LLAMA, checkpoints.llama_tensors(checkpoints.LLAMA))
     assert main.main(["convert", str(tmp_path), "--outtype", "f16", "--outfile", str(tmp_path / "a.gguf")]) == 0
     assert open_gguf(tmp_path / "a.gguf").get("llama.pooling_type") == wanted
@@ -282,12 +282,51 @@ def test_pooling_of_a_checkpoint(config: dict[str, Any], wanted: int, tmp_path: 
 def test_poolings_of_checkpoints_that_are_not_understood(tmp_path: Path) -> None:
     path = tmp_path / "modules.json"
     path.write_text("{}")
-    assert pooling_type(tmp_path) is None
+    assert Sentence.of(tmp_path).pooling is None
     for text in ("[1]", "no", '[{"type": "a.Pooling", "path": "../b"}]', '[{"type": "a.Pooling", "path": "c"}]'):
         path.write_text(text)
         with pytest.raises(FormatError, match=r"modules\.json"):
-            pooling_type(tmp_path)
+            Sentence.of(tmp_path)
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "config.json").write_text('{"pooling_mode_max_tokens": true}')
     with pytest.raises(UnsupportedError, match="pooling_mode_max_tokens"):
-        pooling_type(tmp_path)
+        Sentence.of(tmp_path)
+
+
+def test_a_qwen3_reranker_is_converted_to_a_model_that_ranks(tmp_path: Path) -> None:
+    """Its score is the probability of "yes" against "no" as the next token; README.md says that it is one."""
+    config = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 322, "hidden_size": 64,
+              "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+              "head_dim": 16, "max_position_embeddings": 128, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
+              "rope_theta": 10000.0, "hidden_act": "silu"}  # fmt: skip
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (322, 64), "model.norm.weight": (64,)}
+    for il in range(2):
+        own = {"input_layernorm": (64,), "post_attention_layernorm": (64,), "self_attn.q_proj": (64, 64)}
+        own |= {"self_attn.k_proj": (32, 64), "self_attn.v_proj": (32, 64), "self_attn.o_proj": (64, 64)}
+        own |= {"self_attn.q_norm": (16,), "self_attn.k_norm": (16,), "mlp.gate_proj": (96, 64)}
+        own |= {"mlp.up_proj": (96, 64), "mlp.down_proj": (64, 96)}
+        shapes |= {f"model.layers.{il}.{name}.weight": shape for name, shape in own.items()}
+    directory = checkpoints.write_checkpoint(
+        tmp_path / "a", config, {name: checkpoints.drawn(name, shape) for name, shape in shapes.items()}
+    )
+    tokenizer = json.loads((directory / "tokenizer.json").read_text())
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+    tokenizer["added_tokens"] += [{"id": 320 + i, "content": text} | flags for i, text in enumerate(("no", "yes"))]
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert "cls.output.weight" not in open_checkpoint(directory).file.tensors
+    (directory / "README.md").write_text("# Qwen3-Reranker-0.6B\n")
+    file = open_checkpoint(directory).file
+    assert file.metadata["qwen3.pooling_type"] == 4 and file.metadata["qwen3.classifier.output_labels"] == ["yes", "no"]
+    assert "<Query>: {query}" in file.metadata["tokenizer.chat_template.rerank"]
+    tokens = [5, 70, 300, 12]
+    logits = ReferenceSession(file, GraphConfig(n_ctx=64)).decode(Batch.single(tokens, logits="last"))[0]
+    head = file.data("cls.output.weight").view(np.float32).reshape(2, 64)
+    embedding = file.data("token_embd.weight").view(np.float32).reshape(322, 64)
+    np.testing.assert_array_equal(head, embedding[[321, 320]])
+    wanted = 1 / (1 + np.exp(logits[320] - logits[321]))
+    path = tmp_path / "ranks.gguf"
+    assert main.main(["convert", str(directory), "--outtype", "f32", "--outfile", str(path)]) == 0
+    settings = RunConfig(model=path, n_ctx=64, n_threads=1, n_threads_batch=1, warmup=False)
+    with Session.open(settings, outputs=Outputs.EMBEDDINGS) as session:
+        scores = embed(session, [tokens], Pooling.RANK)[0]
+    np.testing.assert_allclose(scores[0], [wanted, 1 - wanted], atol=3e-6)

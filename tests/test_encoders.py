@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,13 +14,12 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from attention_cases import whole_texts
-from checkpoints import write_checkpoint
+from checkpoints import write_checkpoint, write_safetensors
 from encoder_models import CLS, SEP, encoder_file, tiny, with_words
 from engine_client import Call, request, serving
 from factories import MemoryModel
 from fake_engine import FakeEngine
 from gguf_files import write_model
-from leaves import leaf
 from server_client import Client
 
 from ikcli import main
@@ -39,6 +39,7 @@ from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import open_gguf
 from ikcli.graph import Graph, Weight
 from ikcli.models import GraphConfig, Outputs
+from ikcli.models.t5 import bucket
 from ikcli.quant.imatrix_file import read_imatrix
 from ikcli.quant.quantizer import run
 from ikcli.quant.recipes import RecipeOptions
@@ -53,6 +54,10 @@ ANSWERS: dict[str, Any] = json.loads((Path(__file__).parent / "data" / "encoder_
 MODELS = {model["name"]: model for model in ANSWERS["models"]}
 TOKENS: list[int] = ANSWERS["tokens"]
 ARCHITECTURES = ("bert", "jina-bert-v2", "nomic-bert")
+LATER = ("eurobert", "gemma-embedding", "modern-bert", "nomic-bert-moe", "t5encoder")
+SLOW = pytest.mark.slow("compiles attention kernels with windows on both sides, or with biases")
+WINDOWS = ("embedding-gemma", "modern-bert")
+BIASES = ("t5", "umt5")
 
 
 def drawn(name: str, shape: Sequence[int]) -> np.ndarray:
@@ -66,7 +71,27 @@ def drawn(name: str, shape: Sequence[int]) -> np.ndarray:
 
 def checkpoint(name: str, directory: Path) -> Path:
     model = MODELS[name]
-    return write_checkpoint(directory, model["config"], {n: drawn(n, s) for n, s in model["tensors"].items()})
+    write_checkpoint(directory, model["config"], {n: drawn(n, s) for n, s in model["tensors"].items()})
+    write_modules(directory, model.get("dense", {}))
+    return directory
+
+
+def write_modules(directory: Path, dense: dict[str, list[int]], act: str = "torch.nn.modules.linear.Identity") -> None:
+    """Dense layers after mean pooling, as sentence-transformers stores them."""
+    if not dense:
+        return
+    modules = [{"path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}]
+    configs: dict[str, dict[str, Any]] = {"1_Pooling": {"pooling_mode_mean_tokens": True}}
+    for name, shape in dense.items():
+        folder, bare = name.split("/")
+        modules.append({"path": folder, "type": "sentence_transformers.models.Dense"})
+        configs[folder] = {"in_features": shape[1], "out_features": shape[0], "bias": False, "activation_function": act}
+        (directory / folder).mkdir()
+        write_safetensors(directory / folder / "model.safetensors", {bare: drawn(name, shape)})
+    for folder, config in configs.items():
+        (directory / folder).mkdir(exist_ok=True)
+        (directory / folder / "config.json").write_text(json.dumps(config))
+    (directory / "modules.json").write_text(json.dumps(modules))
 
 
 def converted(name: str, tmp_path: Path, file_type: int = 0) -> Path:
@@ -88,7 +113,7 @@ def stored(path: Path) -> dict[str, np.ndarray]:
 
 
 # --- against torch ------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=SLOW) if n.startswith(WINDOWS + BIASES) else n for n in MODELS])
 def test_a_converted_checkpoint_gives_the_vectors_of_torch(name: str, tmp_path: Path) -> None:
     pooling = Pooling.RANK if "reranker" in name else Pooling.MEAN
     with opened(converted(name, tmp_path)) as session:
@@ -96,13 +121,17 @@ def test_a_converted_checkpoint_gives_the_vectors_of_torch(name: str, tmp_path: 
         found = embed(session, [TOKENS, TOKENS[:3], TOKENS[:5]], pooling)
     columns = [0] if pooling is Pooling.RANK else ANSWERS["columns"]
     for rows, wanted in zip((found[0], found[2]), MODELS[name]["answers"], strict=True):
-        np.testing.assert_allclose(rows[0, columns], wanted, atol=3e-6)
+        np.testing.assert_allclose(rows[0, columns], wanted, atol=3e-6, rtol=1e-6 if pooling is Pooling.MEAN else 1e-5)
 
 
-@pytest.mark.parametrize("name", ["bert", "nomic-bert-hub", "jina-bert-v2-code"])
+@pytest.mark.parametrize(
+    "name", ["bert", "nomic-bert-hub", "jina-bert-v2-code", "embedding-gemma", "modern-bert", "t5-encoder"]
+)
 def test_the_reference_computes_them_too(name: str, tmp_path: Path) -> None:
     session = ReferenceSession(converted(name, tmp_path), GraphConfig(n_ctx=64, outputs=Outputs.EMBEDDINGS))
     mean = session.decode(Batch.single(TOKENS, logits="all")).mean(axis=0)
+    for dense, shape in MODELS[name].get("dense", {}).items():
+        mean = drawn(dense, shape) @ mean
     got = (mean / np.linalg.norm(mean))[ANSWERS["columns"]]
     np.testing.assert_allclose(got, MODELS[name]["answers"][0], atol=3e-6)
 
@@ -125,9 +154,90 @@ def test_keys_and_names_are_those_of_other_converters(tmp_path: Path) -> None:
     assert hub.metadata["nomic-bert.context_length"] == 2048  # the checkpoint says 8192
 
 
+def test_nomic_with_experts(tmp_path: Path) -> None:
+    """The matrices of experts come below each other; the reference equals the formula, for one token alone."""
+    config = {"architectures": ["NomicBertModel"], "model_type": "nomic_bert", "n_embd": 64, "n_head": 4, "n_inner": 96,
+              "n_layer": 2, "n_positions": 128, "vocab_size": 320, "type_vocab_size": 1, "activation_function": "gelu",
+              "layer_norm_epsilon": 1e-5, "moe_every_n_layers": 2, "num_experts": 4, "moe_top_k": 2,
+              "qkv_proj_bias": True, "mlp_fc1_bias": True, "mlp_fc2_bias": True, "rotary_emb_base": 10000}  # fmt: skip
+    shapes: dict[str, tuple[int, ...]] = {"embeddings.word_embeddings.weight": (320, 64)}
+    shapes |= {"embeddings.token_type_embeddings.weight": (1, 64), "emb_ln.weight": (64,), "emb_ln.bias": (64,)}
+    for il in range(2):
+        own = {"attn.Wqkv": (192, 64), "attn.out_proj": (64, 64), "norm1": (64,), "norm2": (64,)}
+        own |= {"mlp.fc1": (96, 64), "mlp.fc2": (64, 96)} if il == 0 else {}
+        for name, shape in own.items():
+            shapes[f"encoder.layers.{il}.{name}.weight"] = shape
+            shapes[f"encoder.layers.{il}.{name}.bias"] = shape[:1]
+    moe = "encoder.layers.1.mlp"
+    shapes |= {
+        f"{moe}.experts.mlp.w1": (384, 64),
+        f"{moe}.experts.mlp.w2": (384, 64),
+        f"{moe}.router.layer.weight": (4, 64),
+    }
+    values = {n: drawn(n, s) for n, s in shapes.items()} | {f"{moe}.experts.bias": np.zeros(64, np.float32)}
+    found = open_checkpoint(write_checkpoint(tmp_path, config, values))
+    assert found.file.metadata["general.architecture"] == "nomic-bert-moe" and not found.notes
+    assert found.file.tensors["blk.1.ffn_down_exps.weight"].shape == (96, 64, 4)
+    seen: dict[str, np.ndarray] = {}
+    session = ReferenceSession(
+        found.file,
+        GraphConfig(n_ctx=64, outputs=Outputs.EMBEDDINGS),
+        observe=lambda node, x: seen.update({node.name: x}),
+    )
+    session.decode(Batch.single([7], logits="all"))
+    x = seen["attn_output_norm-1"][0].astype(np.float64)
+    scores = np.exp(values[f"{moe}.router.layer.weight"] @ x)
+    scores /= scores.sum()
+    wanted = np.zeros(64)
+    for e in np.argsort(scores)[-2:]:
+        up, down = (values[f"{moe}.experts.mlp.{n}"].reshape(4, 96, 64)[e] for n in ("w1", "w2"))
+        h = up @ x
+        wanted += scores[e] * ((h * 0.5 * (1 + np.vectorize(math.erf)(h / math.sqrt(2)))) @ down)
+    np.testing.assert_allclose(seen["ffn_moe_out-1"][0], wanted, atol=1e-5)
+
+
+def test_distances_of_t5_in_buckets() -> None:
+    """As in T5: single distances up to 8, then wider ones up to 128; those after a token are in the other half."""
+    wanted = {0: 0, -1: 1, -7: 7, -8: 8, -11: 8, -12: 9, -50: 13, -91: 15, -128: 15, 1: 17, 7: 23, 8: 24, 127: 31}
+    assert {distance: bucket(distance, 32) for distance in wanted} == wanted
+
+
+def test_modules_of_sentence_transformers(tmp_path: Path) -> None:
+    """Linear layers after the pooling are kept; one with an activation has no place, and a note says so."""
+    directory = checkpoint("embedding-gemma", tmp_path / "a")
+    found = open_checkpoint(directory)
+    keys = found.file.metadata
+    assert keys["gemma-embedding.pooling_type"] == 1 and keys["gemma-embedding.dense_2_feat_out"] == 128
+    assert keys["gemma-embedding.attention.sliding_window"] == 8 and keys["gemma-embedding.rope.freq_base_swa"] == 1e4
+    assert found.file.tensors["dense_3.weight"].shape == (128, 64) and not found.notes
+    other = checkpoint("bert", tmp_path / "b")
+    write_modules(other, {"2_Dense/linear.weight": [8, 64]}, "torch.nn.modules.activation.Tanh")
+    found = open_checkpoint(other)
+    assert "dense_2.weight" not in found.file.tensors and "Tanh" in found.notes[0]
+
+
+def test_keys_of_modernbert(tmp_path: Path) -> None:
+    """Checkpoints of transformers 4 and 5 name the two rotations differently; heads say what they read."""
+    directory = checkpoint("modern-bert", tmp_path / "a")
+    old = open_checkpoint(directory).file.metadata
+    config = json.loads((directory / "config.json").read_text())
+    bases = {"full_attention": config.pop("global_rope_theta"), "sliding_attention": config.pop("local_rope_theta")}
+    new = {kind: {"rope_type": "default", "rope_theta": base} for kind, base in bases.items()}
+    (directory / "config.json").write_text(json.dumps(config | {"rope_parameters": new}))
+    for keys in (old, open_checkpoint(directory).file.metadata):
+        assert keys["modern-bert.rope.freq_base"] == 160000 and keys["modern-bert.rope.freq_base_swa"] == 10000
+        assert keys["modern-bert.attention.sliding_window_pattern"] == 3
+    silu = open_checkpoint(checkpoint("modern-bert-silu", tmp_path / "b"))
+    assert silu.file.metadata["modern-bert.hidden_act"] == "silu"
+    ranker = open_checkpoint(checkpoint("modern-bert-reranker", tmp_path / "c"))
+    assert ranker.file.metadata["modern-bert.classifier.pooling_type"] == 1 and "cls.norm.weight" in ranker.file.tensors
+
+
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
+        ("embedding-gemma", {"use_bidirectional_attention": False}, "use_bidirectional_attention is"),
+        ("modern-bert", {"hidden_activation": "relu"}, "hidden_activation is"),
         ("bert", {"hidden_act": "relu"}, "hidden_act is"),
         ("bert", {"position_embedding_type": "relative_key"}, "position_embedding_type is"),
         ("jina-bert-v2", {"feed_forward_type": "reglu"}, "feed_forward_type is"),
@@ -162,7 +272,7 @@ def test_matrices_of_gate_and_up_may_be_one(tmp_path: Path) -> None:
 
 
 # --- texts --------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("arch", [*ARCHITECTURES, *(pytest.param(arch, marks=SLOW) for arch in LATER)])
 def test_side_by_side_is_as_alone_and_as_the_reference(arch: str, tmp_path: Path) -> None:
     path = write_model(tiny(arch), tmp_path / "tiny.gguf")
     texts = [np.random.default_rng(n).integers(0, 96, n) for n in (3, 120, 1, 17, 60)]
@@ -178,8 +288,9 @@ def test_side_by_side_is_as_alone_and_as_the_reference(arch: str, tmp_path: Path
     for text, a, b, c in zip(texts, together, alone, first, strict=True):
         wanted = reference.decode(Batch.single(text, logits="all"))
         reference.clear()
-        assert np.abs(a - wanted).max() < 1e-4 * wanted.std() and np.abs(b - wanted).max() < 1e-4 * wanted.std()
-        np.testing.assert_allclose(c[0], wanted[0], atol=1e-4 * wanted.std())
+        most = (2e-4 if arch == "t5encoder" else 1e-4) * wanted.std()  # scores that are not scaled are sharp
+        assert np.abs(a - wanted).max() < most and np.abs(b - wanted).max() < most
+        np.testing.assert_allclose(c[0], wanted[0], atol=most)
 
 
 def test_later_tokens_change_earlier_states(tmp_path: Path) -> None:
@@ -368,11 +479,9 @@ def test_embed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_cuda_backend_says_what_it_cannot_do() -> None:
     """Where rules or `-ot` send parts of an encoder to a GPU all the same."""
     rules = all_rules()
-    with pytest.raises(UnsupportedError, match="cannot compute flash_attn with both True"):
-        rules.check([whole_texts(4, 4, 32, tokens=8).node])
+    with pytest.raises(UnsupportedError, match="cannot compute flash_attn with slopes"):
+        rules.check([whole_texts(4, 4, 32, tokens=8, slopes=(1.0,) * 4).node])
     g = Graph()
-    with pytest.raises(UnsupportedError, match="cannot compute unary with kind gelu_erf"):
-        rules.check([g.activate(leaf(g, "x", 32), "gelu_erf", "y")])
     with pytest.raises(UnsupportedError, match="no embed_types; use -ngl 0"):
         rules.lower(cast(Any, None), g.embed_types(Weight("token_types.weight", GGMLType.F32, (32, 2)), -1))
 

@@ -105,6 +105,23 @@ def test_a_small_margin_is_what_kernels_and_graphs_need(
     assert set(asked.value.args[0].values()) == {margin + fit._FIRST_GUESS}
 
 
+def test_what_a_run_needs_beside_the_model_is_counted_once(planner: Planner) -> None:
+    """A projector on one GPU: in plans, in quick checks, in the room that `--fit` fills."""
+    beside = {"CUDA0": {"projector": 700 * MIB, "images": 100 * MIB}, "CPU": {"projector": 0, "images": MIB}}
+    other = planner.on(planner.machine, beside=beside)
+    config = replace(BASE, tensor_split=(1.0, 1.0))
+    before, after = planner.plan(config).memory, other.plan(config).memory
+    for device, more in (("CUDA0", 800 * MIB), ("CUDA1", 0), ("CPU", MIB)):
+        assert after.total(device) == before.total(device) + more
+        assert other.static_bytes(config)[device] == planner.static_bytes(config)[device] + more
+    assert fit._costs(other, config).fixed == {"CUDA0": 800 * MIB, "CPU": MIB}
+    first, second = (
+        p.plan(p_fit.config).memory for p, p_fit in ((p, fit.fit(p, BASE, 64 * MIB)) for p in (planner, other))
+    )
+    assert second.fits() and second.total("CUDA0") - 800 * MIB < first.total("CUDA0")
+    assert other.on(planner.machine).beside == beside
+
+
 def test_shares_count_blocks_output_and_experts() -> None:
     costs = fit._Costs([10] * 4, [20] * 4, [10] * 4, 15, {})
     dealt = fit._deal_by_shares(costs, [100, 54], 5, (1.0, 1.0))

@@ -96,14 +96,10 @@ def test_reading_pieces_of_a_tensor(tmp_path: Path) -> None:
         short.read_into(name, 333, out)
 
 
-def test_copies_take_at_most_half_of_the_memory(monkeypatch) -> None:
-    monkeypatch.setattr(huge_weights, "cgroup_memory", lambda: None)
-    assert plentiful(50, 100) and not plentiful(51, 100)
-    monkeypatch.setattr(huge_weights, "cgroup_memory", lambda: 60)
-    assert plentiful(30, 100) and not plentiful(31, 100)
-    monkeypatch.setattr(huge_weights, "cgroup_memory", lambda: None)
-    monkeypatch.setattr(huge_weights, "available_memory", lambda: None)
-    assert not plentiful(1)
+@pytest.mark.parametrize(("free", "fits"), [(100, 50), (101, 50), (None, 0)])
+def test_copies_take_at_most_half_of_the_memory(free: int | None, fits: int, monkeypatch) -> None:
+    monkeypatch.setattr(huge_weights, "available_memory", lambda: free)
+    assert plentiful(fits) == (free is not None) and not plentiful(fits + 1)
 
 
 def test_share_in_huge_pages(tmp_path: Path) -> None:

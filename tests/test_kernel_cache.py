@@ -12,11 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from ikcli import system_files
 from ikcli.backends.cpu.threads import LAUNCH
 from ikcli.errors import IkError
 from ikcli.native import compile_pool, kernel_cache, kernel_library
 from ikcli.native.kernel_cache import KernelKey, cache_dir, is_cached
 from ikcli.native.kernel_library import KernelLibrary, native_function
+from ikcli.system_files import lock_byte
 
 NOOP = KernelKey("executor", "make_noop")
 LOAD = """
@@ -209,7 +211,7 @@ def test_workers_that_stay_and_workers_that_fail(tmp_path: Path, monkeypatch: py
     assert list(kept.values()) == [[]] and first.process.poll() is not None
 
 
-@pytest.mark.skipif(compile_pool.fcntl is None, reason="no locks on files")
+@pytest.mark.skipif(system_files.fcntl is None, reason="no locks on files")
 def test_a_process_that_dies_while_it_compiles_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use(tmp_path, monkeypatch)
     cache_dir().mkdir(parents=True)
@@ -217,8 +219,9 @@ def test_a_process_that_dies_while_it_compiles_holds_nobody_up(tmp_path: Path, m
 import sys, time
 from ikcli.native import compile_pool
 from ikcli.native.kernel_cache import KernelKey, cache_dir
+from ikcli.system_files import lock_byte
 lock = open(cache_dir() / "lock", "ab")
-print(compile_pool._claim(lock, KernelKey("executor", "make_noop")), flush=True)
+print(lock_byte(lock, compile_pool._place(KernelKey("executor", "make_noop"))), flush=True)
 time.sleep(60)
 """
     folder = Path(kernel_cache.__file__).parents[2]
@@ -226,7 +229,7 @@ time.sleep(60)
     holder = subprocess.Popen([sys.executable, "-c", script], env=env, cwd=folder, stdout=subprocess.PIPE, text=True)
     assert holder.stdout is not None and holder.stdout.readline() == "True\n"
     with (cache_dir() / "lock").open("ab") as lock:
-        assert not compile_pool._claim(lock, NOOP) and compile_pool._claim(lock, LAUNCH)
+        assert not lock_byte(lock, compile_pool._place(NOOP)) and lock_byte(lock, compile_pool._place(LAUNCH))
     waiter = threading.Thread(target=compile_pool.compile_kernels, args=([NOOP],))
     waiter.start()
     waiter.join(0.2)

@@ -21,7 +21,7 @@ from ikcli.graph import Graph, HeadSlice, Node
 from ikcli.graph.micro_batch import AXES, MEDIA_AT, PLACE_WORDS, SEEN, MicroBatch, Segment
 from ikcli.models import MediaConfig
 from ikcli.settings.run import RunConfig
-from ikcli.vision.encoder import Encoder
+from ikcli.vision.encoder import Encoder, tower_runner
 from ikcli.vision.tower import Inputs
 
 SECTIONS = {"rope.dimension_sections": [3, 3, 2, 0]}
@@ -116,7 +116,10 @@ class Tower:
 
 
 class NoTensors:
-    def addresses(self, names: object) -> dict[str, int]:
+    def n_bytes(self, names: object) -> int:
+        return 0
+
+    def load(self, names: object, *, mmap: bool) -> dict[str, int]:
         return {}
 
 
@@ -137,7 +140,7 @@ def check_ops(n: int, *, half: bool) -> None:
     first = np.arange(n) // 6 * 6
     ranges = np.stack([first, np.minimum(first + 6, n)], axis=1).astype(np.int32)
     tower, tensors = cast(Any, Tower(half)), cast(Any, NoTensors())
-    encoder = Encoder(tower, tensors, 2)
+    encoder = Encoder(tower, tensors, tower_runner(2))
     found = encoder.run(Inputs(rows, at, ranges, n // 2))
     encoder.close()
     graph = Graph()

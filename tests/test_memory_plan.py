@@ -16,6 +16,17 @@ from ikcli.engine.plan import devices, memory_plan
 from ikcli.engine.plan.device_memory import MemoryPlan
 from ikcli.engine.plan.devices import CONTEXT_BYTES, described_machine
 from ikcli.engine.plan.planner import Planner
+from ikcli.engine.plan.prompt_speed import (
+    CPU_OPS_PER_THREAD,
+    CPU_READ,
+    GPU_OPS_PER_SM,
+    NEWER_BUS,
+    Speeds,
+    Work,
+    seconds,
+    speeds_of,
+    work_of,
+)
 from ikcli.engine.run.run_device import RESERVE_BYTES
 from ikcli.gguf.reader import open_gguf
 from ikcli.hostinfo import available_memory
@@ -66,6 +77,7 @@ def test_available_memory(tmp_path: Path) -> None:
         ("2*CUDA:24gib:cc=8.6, cpu:64G", [("cuda", 24 * GIB, (8, 6))] * 2 + [("cpu", 64 * GIB, None)]),
         ("cuda:24GB,cuda:1.5GiB", [("cuda", 24 * 10**9, None), ("cuda", 3 * GIB // 2, None)]),
         ("cuda:24564MiB:cc=12.0", [("cuda", 24564 * MIB, (12, 0))]),
+        ("cuda:1GiB:tops=180:CC=8.6:bus=22.5", [("cuda", GIB, (8, 6))]),
     ],
 )
 def test_device_spec(text, expected) -> None:
@@ -85,6 +97,11 @@ def test_device_spec(text, expected) -> None:
         ("99999999*cuda:1GiB", "more than 64 GPUs"),
         ("cpu:1GiB,cpu:2GiB", "more than once"),
         ("cpu:1GiB:cc=8.0", "only GPUs"),
+        ("cpu:1GiB:bus=8", "facts of cpu are tops and read, not bus"),
+        ("cuda:1GiB:read=8", "facts of cuda are cc, tops and bus, not read"),
+        ("cuda:1GiB:tops=0", "tops must be a number above 0"),
+        ("cuda:1GiB:bus=1.2.3", "bus must be a number above 0"),
+        ("cuda:1GiB:cc=8", "not of the form"),
         (" , ", "names no device"),
     ],
 )
@@ -93,6 +110,50 @@ def test_wrong_device_specs_are_usage_errors(capsys, lite: Path, text, message) 
         parse_device_spec(text)
     code, _, err = run(capsys, "-m", str(lite), "--device-spec", text)
     assert code == 2 and message in err and err.count("\n") == 1
+
+
+def test_described_speeds_are_those_of_the_prediction() -> None:
+    spec = "cuda:24GiB:tops=200:bus=20,cuda:8GiB,cpu:256GiB:tops=2:read=100"
+    machine = described_machine(parse_device_spec(spec), None)
+    small, large = speeds_of(machine, 16, 100 * GIB), speeds_of(machine, 16, 129 * GIB)
+    assert small == Speeds(200e12, 0.8 * 20e9, 2e12, 100e9)
+    assert large.bus == 0.4 * 20e9, "not all of it can be pinned"
+    assumed = speeds_of(described_machine(parse_device_spec("cuda:24GiB:cc=9.0"), 64 * GIB), 16, GIB)
+    assert assumed == Speeds(132 * GPU_OPS_PER_SM, 0.8 * NEWER_BUS, 16 * CPU_OPS_PER_THREAD, CPU_READ)
+
+
+def test_seconds_of_a_prompt() -> None:
+    work, speeds = Work(4e9, 1e9, 8e9, 20 * 10**9), Speeds(1e14, 1e10, 1e12, 5e10)
+    fixed = 4e9 / 1e14 + 1e9 / 1e12
+    assert seconds(work, speeds, 10, streamed=True) == pytest.approx(10 * fixed + 2)  # copies
+    assert seconds(work, speeds, 10, streamed=False) == pytest.approx(10 * fixed + 0.4)  # reading
+    n = 100_000
+    assert seconds(work, speeds, n, streamed=True) == pytest.approx(n * (fixed + 8e-5))  # products
+    assert seconds(work, speeds, n, streamed=False) == pytest.approx(n * (fixed + 8e-3))
+
+
+@pytest.mark.slow  # plans a model
+def test_a_plan_predicts_prompts_with_and_without_copied_experts(capsys, lite: Path) -> None:
+    spec = "cuda:24GiB:tops=200:bus=20,cpu:256GiB:tops=2:read=100"
+    line = ["-m", str(lite), "-rtr", "-b", "4096", "-ub", "4096", "-c", "8192", "-ngl", "99", "-ot", "exps=CPU"]
+    assert main.main(["plan", *line, "-t", "16", "--device-spec", spec]) == 0
+    speed, facts, where = capsys.readouterr().out.splitlines()[-3:]
+    assert where.startswith("prompts: pieces of 342 tokens and more are computed on GPUs")
+    assert facts.startswith(
+        "speeds: CUDA0 200 TOP/s (given); bus 20 GB/s (given), of which copies reach 0.8; CPU 2 TOP/s"
+    )
+    planner = planner_for(lite, spec)
+    plan = planner.plan(parse("plan", [*line, "-t", "16"]).config)
+    work = work_of(planner, plan)
+    n_routed = 26 * 3 * 64 * 1408 * 2048
+    assert work.experts == pytest.approx(2 * n_routed * 6 / 64) and work.cpu == 0 and work.gpu > 0
+    assert work.expert_bytes == plan.memory.parts["CPU"]["weights"] - planner.model(plan.config).n_bytes(
+        ["token_embd.weight"]
+    )
+    rates = Speeds(200e12, 16e9, 2e12, 100e9)
+    with_, without = (round(4096 / seconds(work, rates, 4096, streamed=on)) for on in (True, False))
+    assert f"-ub 4096: about {with_} tokens/s" in speed and f"GPU, {without} with experts on the CPU" in speed
+    assert with_ > 2 * without
 
 
 def test_a_described_gpu_gives_memory_to_the_context() -> None:

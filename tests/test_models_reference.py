@@ -450,5 +450,5 @@ def test_segment_describes_compact_rows() -> None:
 
 
 def test_unknown_architecture_lists_the_known() -> None:
-    with pytest.raises(UnsupportedError, match=r"'deci' is not supported; known: .*deepseek2, .*dots1"):
-        find("deci")
+    with pytest.raises(UnsupportedError, match=r"'rwkv7' is not supported; known: .*deepseek2, .*dots1"):
+        find("rwkv7")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,8 @@ import numpy as np
 import pytest
 from cuda_emulation import needs_emulation
 from cuda_sessions import Opener
-from factories import MemoryModel, add_heads, tiny_deepseek2
 from gguf_files import write_model
+from head_models import HEAD_MODELS
 from tiers import some
 from tiny_architectures import tiny
 
@@ -38,37 +37,14 @@ from ikcli.settings.server import ServerConfig
 from ikcli.settings.values import parse_device_spec
 
 MTP = ServerConfig(spec_type=(SpecStage("mtp"),))
-V3 = {"expert_gating_func": 2, "expert_weights_norm": True}
-WINDOWS = {"attention.sliding_window_pattern": np.arange(7) % 2 == 0}  # of heads too
-MODELS: dict[str, Callable[[], MemoryModel]] = {
-    "glm4moe": lambda: add_heads(tiny("glm4moe"), own=True),
-    "glm-dsa": lambda: add_heads(tiny_glm_dsa()),
-    "deepseek32": lambda: add_heads(tiny("deepseek32")),
-    "deepseek2": lambda: add_heads(tiny_deepseek2(**V3), own=True),
-    "qwen35": lambda: add_heads(tiny("qwen35")),
-    "qwen35moe": lambda: add_heads(tiny("qwen35moe")),
-    "qwen3next": lambda: add_heads(tiny("qwen3next")),
-    "step35": lambda: add_heads(tiny("step35", expert_shared_feed_forward_length=48, **WINDOWS), 3, dense=True),
-    "mimo2": lambda: add_heads(tiny("mimo2", **WINDOWS), 3, dense=True),
-    "bailingmoe2": lambda: add_heads(tiny("bailingmoe2")),
-    "bailingmoe3": lambda: add_heads(tiny("bailingmoe3")),
-}
 TOKENS = np.random.default_rng(1).integers(0, 96, 40).astype(np.int32)
 F32: dict[str, Any] = {"type_k": "f32", "type_v": "f32"}
 CPU: dict[str, Any] = {"n_threads": 2, "n_threads_batch": 2, "warmup": False, "n_ctx": 256}
 
 
-def tiny_glm_dsa() -> MemoryModel:
-    """A DeepSeek-V3-like model under the name of GLM-5."""
-    model = tiny_deepseek2(**V3)
-    model.metadata = {k.replace("deepseek2.", "glm-dsa."): v for k, v in model.metadata.items()}
-    model.metadata["general.architecture"] = "glm-dsa"
-    return model
-
-
-@pytest.fixture(params=some(list(MODELS), ["qwen35", "deepseek2", "mimo2"]))
+@pytest.fixture(params=some(list(HEAD_MODELS), ["qwen35", "deepseek2", "mimo2"]))
 def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    return write_model(MODELS[request.param](), tmp_path / f"{request.param}.gguf")
+    return write_model(HEAD_MODELS[request.param](), tmp_path / f"{request.param}.gguf")
 
 
 def head_logits(session: Session, tokens: np.ndarray, sizes: tuple[int, ...]) -> np.ndarray:
@@ -187,7 +163,7 @@ def test_drafts_change_no_token_of_long_answers(path: Path, n_seq: int) -> None:
 def test_windows_that_move(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sizes, "SPARE", 8)
     monkeypatch.setattr(sequences, "SPARE", 10)
-    path = write_model(MODELS[name](), tmp_path / "model.gguf")
+    path = write_model(HEAD_MODELS[name](), tmp_path / "model.gguf")
     with opened(path, 2, True) as session:
         window = [c for c in session.run_plan.caches if c.per is Per.WINDOW]
         assert {c.il for c in window} >= {4, 6} and session.graph_config.n_window < 40
@@ -198,7 +174,7 @@ def test_windows_that_move(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
     "changes", [{"type_k": "q8_0", "type_v": "q8_0"}, {"flash_attn": False}], ids=["q8_0", "no-fa"]
 )
 def test_other_settings(changes: dict[str, Any], tmp_path: Path) -> None:
-    same_with_and_without_drafts(write_model(MODELS["glm4moe"](), tmp_path / "model.gguf"), 2, 40, **changes)
+    same_with_and_without_drafts(write_model(HEAD_MODELS["glm4moe"](), tmp_path / "model.gguf"), 2, 40, **changes)
 
 
 def drafted(session: Session, tokens: np.ndarray, seq: int = 0) -> list[int]:
@@ -223,6 +199,29 @@ def test_caches_of_heads_follow_sequences(path: Path, tmp_path: Path) -> None:
         rows = [kept(session, 0, 28), kept(session, 1, 28), kept(other, 1, 28)]
         assert rows[0] == rows[1] == rows[2]
         assert len(drafted(session, TOKENS[:33], 1)) == len(drafted(other, TOKENS[:33], 1)) == 3
+
+
+def test_a_sequence_that_was_asleep_drafts_again(tmp_path: Path) -> None:
+    """Nothing is kept meanwhile, and another sequence drafts as ever."""
+    with opened(write_model(HEAD_MODELS["deepseek2"](), tmp_path / "m.gguf"), 2, True) as session:
+        session.decode(Batch.single(TOKENS[:30], logits="none"))
+        wanted = drafted(session, TOKENS[:31])
+        assert session.heads is not None and len(wanted) == 3
+        session.sequences.truncate(0, 0)
+        for seq in range(2):
+            session.decode(Batch.single(TOKENS[:20], 0, seq, logits="none"))
+        session.heads.asleep.add(1)
+        n_steps = session.heads.n_steps
+        for i in range(20, 30):
+            session.step_each([int(TOKENS[i])], [i], [1])
+        assert session.heads.n_steps == n_steps
+        for i in range(20, 29):  # with one that is awake
+            session.step_each([int(TOKENS[i]), int(TOKENS[i + 10])], [i, i + 10], [0, 1])
+        assert session.heads.n_steps == n_steps + 9
+        session.heads.asleep.clear()
+        session.step_each([int(TOKENS[29])], [29], [0])
+        assert drafted(session, TOKENS[:31]) == wanted
+        assert len(drafted(session, TOKENS[:40], 1)) == 3
 
 
 def kept(session: Session, seq: int, n: int) -> list[bytes]:
@@ -302,7 +301,7 @@ def test_golden_heads_on_an_emulated_gpu(name: str, shared_dir: Path, monkeypatc
 @pytest.mark.parametrize("rules", [(), (r"blk\.4\.=CPU",)], ids=["all", "head-in-ram"])
 def test_drafts_on_an_emulated_gpu(rules: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus, "open_devices", Opener())
-    path = write_model(MODELS["qwen35"](), tmp_path / "model.gguf")
+    path = write_model(HEAD_MODELS["qwen35"](), tmp_path / "model.gguf")
     same_with_and_without_drafts(path, 1, 12, n_gpu_layers=99, override_tensor=rules)
 
 
@@ -313,7 +312,7 @@ def test_refusals(tmp_path: Path) -> None:
     other = write_model(tiny("olmo2"), tmp_path / "other.gguf")
     with pytest.raises(UnsupportedError, match="no layers that predict"):
         Session.open(RunConfig(model=other, server=MTP, **CPU))
-    model = MODELS["glm4moe"]()
+    model = HEAD_MODELS["glm4moe"]()
     del model.tensors["blk.3.nextn.hnorm.weight"]
     broken = write_model(model, tmp_path / "broken.gguf")
     with pytest.raises(FormatError, match=r"broken.gguf: tensor 'blk.3.nextn.hnorm.weight' is missing"):
@@ -362,11 +361,11 @@ def _kld(session: Session, base: BaseReader, chunk: int) -> np.ndarray:
 @pytest.mark.slow("kernels of other attention modes")
 @pytest.mark.parametrize("mla", [0, 1, 2])
 def test_modes_of_latent_attention(mla: int, tmp_path: Path) -> None:
-    same_with_and_without_drafts(write_model(MODELS["deepseek2"](), tmp_path / "model.gguf"), 2, 40, mla=mla)
+    same_with_and_without_drafts(write_model(HEAD_MODELS["deepseek2"](), tmp_path / "model.gguf"), 2, 40, mla=mla)
 
 
 def test_fit_counts_heads(tmp_path: Path) -> None:
-    path = write_model(MODELS["glm4moe"](), tmp_path / "model.gguf")
+    path = write_model(HEAD_MODELS["glm4moe"](), tmp_path / "model.gguf")
     config = RunConfig(command="plan", model=path, fit=True, **CPU)
     planner = Planner.of_file(config).on(described_machine(parse_device_spec("cuda:24GiB"), None))
     without, with_heads = (fit(planner, replace(config, server=s)) for s in (ServerConfig(), MTP))

@@ -18,6 +18,9 @@ import pytest
 import setuptools
 
 import ikcli
+from ikcli.backends.cpu.threads import LAUNCH
+from ikcli.native import isa, kernel_cache, kernel_pack
+from ikcli.native.compile_pool import compile_kernels
 
 ROOT = Path(__file__).resolve().parents[1]
 NEEDED = 77  # version of setuptools that builds without the package wheel and knows license expressions
@@ -33,7 +36,14 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         tool = importlib.import_module("build_package")
     finally:
         sys.path.pop(0)
-    sdist, wheel = tool.build_package(tmp_path_factory.mktemp("dist"))
+    packs = tmp_path_factory.mktemp("packs")
+    level = isa.packed_level(isa.current())
+    if level is not None:  # in place of a build for all levels, a kernel of this machine
+        compile_kernels([LAUNCH])
+        contents = (kernel_cache.cache_dir() / LAUNCH.file_name).read_bytes()
+        digest = kernel_cache.pack_digest(isa.level(level))
+        kernel_pack.write_pack(packs / kernel_pack.pack_name(level), digest, {LAUNCH.file_name: contents})
+    sdist, wheel = tool.build_package(tmp_path_factory.mktemp("dist"), packs)
     return sdist, wheel
 
 
@@ -75,6 +85,18 @@ def test_installed(built: tuple[Path, Path], kind: str, tmp_path: Path) -> None:
         list((ROOT / "ikcli" / "backends" / "cuda" / "ptx").glob("*.ptx.xz"))
     )
     assert ik(bin_dir, tmp_path, "help", "placement") == (ROOT / "docs" / "placement.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_the_wheel_brings_kernels(built: tuple[Path, Path], tmp_path: Path) -> None:
+    if isa.packed_level(isa.current()) is None:
+        pytest.skip("no level of packed kernels suits this machine")
+    bin_dir = install(built[1], tmp_path / "env")
+    code = "from ikcli.backends.cpu.threads import LAUNCH, WORKER; from ikcli.native.kernel_cache import is_cached; "
+    code += "print(is_cached(LAUNCH), is_cached(WORKER))"
+    env = os.environ | {"IK_CACHE_DIR": str(tmp_path / "empty")}
+    found = subprocess.run([bin_dir / "python", "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert found.stdout == "True False\n", found.stderr
 
 
 @pytest.mark.slow

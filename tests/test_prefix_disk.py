@@ -243,6 +243,31 @@ def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     close(store)
 
 
+def test_small_files_that_fit_a_full_disk_are_no_news(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes after a file that does not fit is not written, since it would be of no use."""
+    whole, most = node_file.write, 16
+
+    def write(path: Path, about: Any, content: node_file.Content) -> int:
+        if len(content.tokens) >= most:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return whole(path, about, content)
+
+    shelf, log = Shelf(CELLS), Lines()
+    store = opened(tmp_path, shelf, log=log)
+    monkeypatch.setattr(node_file, "write", write)
+    for start in (0, 1000, 2000):
+        kept(store, shelf, range(start, start + 20))
+        kept(store, shelf, range(start + 500, start + 510))
+    assert len([line for line in log.lines if "No space" in line]) == 1
+    assert [path.name[:8] for path in files(tmp_path)] == ["00000000"] * 3, "the short texts"
+    most = 99
+    kept(store, shelf, range(3000, 3020))
+    most = 16
+    kept(store, shelf, range(4000, 4020))
+    assert len([line for line in log.lines if "No space" in line]) == 2, "it was not full in between"
+    close(store)
+
+
 def test_conversations_go_on_after_a_restart(tmp_path: Path) -> None:
     folder = tmp_path / "made" / "cache"
     with serving(2, server={"cache_disk": folder}, **SETTINGS) as engine:

@@ -23,7 +23,8 @@ T = GGMLType
 ONE = np.array([1.0], "<f2").tobytes()
 HALF = np.array([0.5], "<f2").tobytes()
 PACKAGE_TYPES = sorted(t for t in decodable_types() if t.name in gguf.GGMLQuantizationType.__members__)
-NO_GOLDEN = {T.F32, T.I2_S, T.Q1_0_G128, T.Q8_K_R16, T.BF16_R16, T.MXFP4_R8}  # the reference does not decode these
+# The reference does not decode these.
+NO_GOLDEN = {T.F32, T.I2_S, T.Q1_0_G128, T.Q8_K_R16, T.BF16_R16, T.MXFP4_R8, T.TQ1_0, T.TQ2_0, T.NVFP4, T.Q2_0}
 DECODED_OTHERWISE = {T.IQ1_BN, T.IQ2_BN, T.IQ6_K}  # tests of their own below
 GOLDEN_TYPES = sorted(decodable_types() - NO_GOLDEN - DECODED_OTHERWISE)
 NO_ZERO_SIGN = {T.Q5_0_R4, T.Q6_0_R4}  # the reference subtracts an offset, which loses the sign of zeros

@@ -12,12 +12,13 @@ import pytest
 
 from ikcli import log, main
 from ikcli.gguf.constants import GGMLType
+from ikcli.gguf.heads import head_blocks
 from ikcli.gguf.reader import TensorInfo, open_gguf
 from ikcli.gguf.writer import GGUFWriter, NewTensor
 from ikcli.quant import encoders
 from ikcli.quant.covariance_file import Moments, write_covariance
 from ikcli.quant.imatrix_file import Imatrix, ImatrixEntry, write_gguf, write_legacy
-from ikcli.quant.imatrix_use import mtp_blocks, name_patterns, with_borrowed
+from ikcli.quant.imatrix_use import name_patterns, with_borrowed
 
 T = GGMLType
 N_BLOCKS, N_EXPERTS = 4, 3
@@ -109,7 +110,7 @@ def test_tensors_without_data_are_named_with_what_they_get(capsys, model_file: P
             "--custom-q") in rows(text, "data")  # fmt: skip
     assert "| blk.{0..1}.attn_output.weight | iq2_xs | no data | refused: this type needs data |" in text
     assert "| blk.2.attn_output.weight | q6_K | no data | equal weights |" in text
-    mtp = "MTP (never runs while collecting)"
+    mtp = "MTP (did not run while collecting)"
     assert f"| blk.3.nextn.eh_proj.weight | iq4_k | {mtp} | equal weights |" in text
     assert f"| blk.3.attn_q.weight | iq4_k | {mtp} | weights of block 2 |" in text
     assert "| blk.0.attn_q.weight" not in text and "| output.weight | " in text
@@ -287,9 +288,9 @@ def test_shapes_must_agree_and_excluded_tensors_stay_without(model_file: Path) -
 
 def test_mtp_blocks_are_told_by_names_or_metadata() -> None:
     names = [f"blk.{i}.attn_q.weight" for i in range(6)]
-    assert mtp_blocks([*names, "blk.5.nextn.eh_proj.weight"], {}) == {5}
+    assert head_blocks([*names, "blk.5.nextn.eh_proj.weight"], {}) == {5}
     keys = {"general.architecture": "x", "x.block_count": 6, "x.nextn_predict_layers": 2}
-    assert mtp_blocks(names, keys) == {4, 5} and mtp_blocks(names, {}) == mtp_blocks(names[:4], keys) == set()
+    assert head_blocks(names, keys) == {4, 5} and head_blocks(names, {}) == head_blocks(names[:4], keys) == set()
 
 
 def test_a_run_uses_and_reports_borrowed_data(

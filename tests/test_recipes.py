@@ -9,21 +9,24 @@ from typing import Any
 
 import numpy as np
 import pytest
+from factories import add_heads
 from real_models import REAL
 from recipe_models import MODELS, info, model, run_lengths
 from tiers import some
+from tiny_architectures import tiny
 
 from ikcli.errors import IkError, UsageError
 from ikcli.gguf.constants import FILE_TYPES, GGMLType
 from ikcli.gguf.types import TYPES
 from ikcli.quant.custom_rules import check_uses, parse_custom_rules, rule_table, rule_uses
+from ikcli.quant.formats import format_by_name
 from ikcli.quant.imatrix_file import Imatrix, ImatrixEntry
-from ikcli.quant.recipes import RecipeOptions, TypeChoice, choose_types
+from ikcli.quant.recipes import RecipeOptions, TypeChoice, choose_types, plain_twin
 
 # Made with llama-quantize --dry-run of ik_llama.cpp (commit 8337e4cd3) on the models of `recipe_models`: some presets
 # in full, and for every preset in the order of the file type numbers the crc32 of the lines `name=type`.
 # "released": the last byte of that crc32 for the matrices of the models of `real_models`, without
-# importance matrix and, for presets that look at it, with one.
+# importance matrix and, for presets that look at it, with one. "heads": the types of a head (MTP).
 ANSWERS = json.loads((Path(__file__).parent / "data" / "recipe_answers.json").read_text())
 OF_MAINLINE = {"TQ1_0", "TQ2_0"}  # which the reference does not write
 REFERENCE = [f for f in FILE_TYPES.values() if not OF_MAINLINE & set(f.names)]
@@ -119,6 +122,23 @@ def test_every_preset_of_released_models(key: str) -> None:
         found = released(key, third, matrix)
         other = ["BF16_R16"] if key == "gemma4-e4b" and "BF16_R16" in third else []
         assert [p for p in third if found[p] != expected[p]] == other
+
+
+def test_heads_get_no_less_than_the_reference_gives_them() -> None:
+    """And the same, except that embeddings of a head, too, are read row by row: their type is not interleaved."""
+    sizes = {"embedding_length": 256, "feed_forward_length": 256, "expert_feed_forward_length": 256}
+    whole = add_heads(tiny("glm4moe", **sizes), own=True)
+    tensors = [info(name, *t.shape, type=t.type) for name, t in whole.tensors.items()]
+    answers = dict(ANSWERS["heads"])
+    names = answers.pop("tensors").split()
+    assert set(ONCE) - set(answers) == {"F32"}
+    for preset, text in answers.items():
+        recipe = RecipeOptions(number(preset), ignore_imatrix_rules=True)
+        chosen = by_name(choose_types(tensors, whole.metadata, recipe))
+        for name, expected in zip(names, text.split(), strict=True):
+            wanted = plain_twin(format_by_name(expected).type)[0] if "embed" in name else format_by_name(expected).type
+            assert chosen[f"blk.3.{name}.weight"] == TYPES[wanted].name, (preset, name)
+            assert TYPES[wanted].bpw >= format_by_name(expected).bpw
 
 
 def test_custom_rules_first_match_wins_and_beats_the_mix() -> None:

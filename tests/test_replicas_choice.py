@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from ikcli.server.front.replica import Replica, choose
 from ikcli.server.front.replicas_counters import ReplicaCounters
 from ikcli.server.front.replicas_metrics import families
 from ikcli.server.front.supervisor import READY
-from ikcli.server.http.metrics import PER_POSITION
+from ikcli.server.http.metrics import DECISION, PER_POSITION, POSITION, STEPS
 from ikcli.server.http.users import User, Users
 
 
@@ -165,22 +166,23 @@ def test_counters_go_on_when_a_replica_is_started_again() -> None:
     assert "llamacpp:tokens_predicted_total 15.0\n" in metrics_text(families(replicas), Users()).decode()
 
 
-def test_counters_of_drafts_by_position() -> None:
+def test_counters_of_drafts_by_position_and_decision() -> None:
     replicas = replicas_of(0, 0)
     for one, values in zip(replicas, ({0: 5, 1: 2}, {0: 1}), strict=True):
         said = Said(spec_decode_num_drafts_total=6)
-        said.text += generate(values)
+        said.text += generate(PER_POSITION, POSITION, values) + generate(STEPS, DECISION, {"pays": 3})
         asyncio.run(one.counters.read(said))
     replicas[0].counters.carry_over()
     text = metrics_text(families(replicas), Users()).decode()
     assert 'llamacpp:spec_decode_num_accepted_tokens_per_pos_total{position="0"} 6.0\n' in text
     assert 'llamacpp:spec_decode_num_accepted_tokens_per_pos_total{position="1"} 2.0\n' in text
+    assert 'llamacpp:spec_decode_num_steps_total{decision="pays"} 6.0\n' in text
 
 
-def generate(accepted: dict[int, float]) -> str:
+def generate(name: str, label: str, values: Mapping[Any, float]) -> str:
     """As a process tells it."""
-    lines = "".join(f'llamacpp:{PER_POSITION}_total{{position="{i}"}} {n}\n' for i, n in accepted.items())
-    return f"# TYPE llamacpp:{PER_POSITION}_total counter\n{lines}"
+    lines = "".join(f'llamacpp:{name}_total{{{label}="{i}"}} {n}\n' for i, n in values.items())
+    return f"# TYPE llamacpp:{name}_total counter\n{lines}"
 
 
 def test_counters_of_a_process_that_says_nothing() -> None:

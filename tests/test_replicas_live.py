@@ -106,6 +106,20 @@ def test_slots_are_saved_and_restored_by_their_replica(front: Front) -> None:
     assert front.post("/delete_prompt", {"filename": "kept"}).status_code == 200 and front.get("/list").json() == []
 
 
+def test_a_conversation_follows_its_cache(front: Front) -> None:
+    """Replica 0 computed it, but only replica 1 holds it now: replicas are asked."""
+    text = "the value of the list is a number, " * 36
+    n = len(front.post("/tokenize", {"content": text}).json()["tokens"])
+    answers = [front.complete(text, n=0, id_slot=0).json(), front.complete(text, n=0).json()]
+    assert [answer["id_slot"] for answer in answers] == [0, 0]
+    assert front.post("/slots/0?action=save", {"filename": "moves"}).status_code == 200
+    assert front.post("/slots/0?action=erase", {}).status_code == 200
+    assert front.post("/slots/3?action=restore", {"filename": "moves"}).json()["n_restored"] >= n
+    moved = front.complete(text, n=0).json()
+    assert moved["id_slot"] == 3 and moved["timings"]["cache_n"] >= n - 1
+    front.post("/delete_prompt", {"filename": "moves"})
+
+
 def test_no_request_is_lost_when_a_replica_dies(front: Front) -> None:
     """Whole answers all come; a stream is cut if its beginning was sent. The replica is started again."""
     starts = [one["starts"] for one in front.replicas()]

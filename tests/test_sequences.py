@@ -412,7 +412,7 @@ def test_a_prompt_whose_end_changed_is_computed_from_a_checkpoint(
 def test_drafts_that_were_wrong_leave_no_trace(path: Path) -> None:
     settings: dict[str, Any] = {"model": path, "n_ctx": 1024, "type_k": "f32", "type_v": "f32"}
     prompt = np.tile(IDS[:6], 6).tolist()
-    spec = {"spec_type": parse_spec_type("ngram-simple:ngram_size_n=1")}
+    spec = {"spec_type": parse_spec_type("ngram-simple:ngram_size_n=1"), "spec_autotune": False}
     with serving(1, **settings) as plain, serving(1, server=spec, **settings) as engine:
         wanted, found = ask(plain, prompt, 60), ask(engine, prompt, 60)
     assert found.timings.draft_n > found.timings.draft_n_accepted

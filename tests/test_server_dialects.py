@@ -11,8 +11,8 @@ from server_client import Client
 from test_server_chat import HERMES, HI, WEATHER
 from test_server_http import error_of
 
-from ikcli.server.http import convert_anthropic, convert_ollama, convert_responses
-from ikcli.server.http.responses_tools import ClientTools
+from ikcli.server.http.dialects import anthropic, ollama, responses
+from ikcli.server.http.dialects.responses_tools import ClientTools
 
 # Roles as strict templates want them: the user and the assistant alternate, results follow the call.
 STRICT = """{# <tool_call> #}{%- if tools %}{{ tools | tojson }}{% endif %}{%- set ns = namespace(last='') %}
@@ -97,7 +97,7 @@ def test_several_results_stand_together() -> None:
         {"role": "assistant", "content": [text("I look."), USE, other]},
         {"role": "user", "content": blocks},
     ]
-    assert [m["role"] for m in convert_anthropic.to_chat({"messages": messages})["messages"]] == [
+    assert [m["role"] for m in anthropic.to_chat({"messages": messages})["messages"]] == [
         "user", "assistant", "tool", "tool", "user"]  # fmt: skip
     assert "<assistant>I look.{" in (sent := prompt_of("/v1/messages", {"messages": messages}))
     assert sent.endswith("<tool>Rain<tool>Snow<user>and<assistant>")
@@ -230,17 +230,17 @@ def test_arguments_that_are_no_object_end_no_conversation(wrong: Any) -> None:
     function = {"name": "weather", "arguments": wrong}
     answer = {"role": "tool", "tool_call_id": "t1", "content": "bad arguments"}
     chat = [*HI, {"role": "assistant", "tool_calls": [{"id": "t1", "type": "function", "function": function}]}, answer]
-    ollama = [
+    for_ollama = [
         *HI,
         {"role": "assistant", "tool_calls": [{"function": function}]},
         {"role": "tool", "content": "bad arguments"},
     ]
-    anthropic = [*HI, {"role": "assistant", "content": [USE | {"input": wrong}]},
+    for_anthropic = [*HI, {"role": "assistant", "content": [USE | {"input": wrong}]},
                  {"role": "user", "content": [result("bad arguments")]}]  # fmt: skip
     items = [*HI, {"type": "function_call", "call_id": "t1", **function},
              {"type": "function_call_output", "call_id": "t1", "output": "bad arguments"}]  # fmt: skip
-    for path, body in (("/v1/chat/completions", {"messages": chat}), ("/api/chat", {"messages": ollama}),
-                       ("/v1/messages", {"messages": anthropic}), ("/v1/responses", {"input": items})):  # fmt: skip
+    for path, body in (("/v1/chat/completions", {"messages": chat}), ("/api/chat", {"messages": for_ollama}),
+                       ("/v1/messages", {"messages": for_anthropic}), ("/v1/responses", {"input": items})):  # fmt: skip
         sent = prompt_of(path, body)
         assert json.dumps({"arguments": shown}) in sent and "<tool>bad arguments" in sent, path
 
@@ -478,7 +478,7 @@ def test_anthropic_tools_without_a_schema() -> None:
              {"type": "mcp_toolset", "mcp_server_name": "s"}, {"name": "plain"},
              {"type": "text_editor_20250728", "name": "str_replace_based_edit_tool"}]  # fmt: skip
     found = {tool["function"]["name"]: tool["function"] for tool in
-             convert_anthropic.to_chat({"messages": HI, "tools": tools})["tools"]}  # fmt: skip
+             anthropic.to_chat({"messages": HI, "tools": tools})["tools"]}  # fmt: skip
     assert list(found) == ["bash", "plain", "str_replace_based_edit_tool"]
     assert found["bash"]["parameters"]["required"] == ["command"] and found["bash"]["description"]
     for choice in ({"type": "any"}, {"type": "tool", "name": "web_search"}):
@@ -490,9 +490,9 @@ def test_anthropic_tools_without_a_schema() -> None:
 def test_converters_leave_their_input_alone() -> None:
     items = [*HI, {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}]
     messages = [*HI, ASSISTANT, {"role": "user", "content": [result([text("a")])]}]
-    for convert, body in ((convert_responses.to_chat, {"input": items, "tools": [NAMESPACE]}),
-                          (convert_anthropic.to_chat, {"messages": messages}),
-                          (lambda body: convert_ollama.to_chat(convert_ollama.OllamaChatBody.checked(body)),
+    for convert, body in ((responses.to_chat, {"input": items, "tools": [NAMESPACE]}),
+                          (anthropic.to_chat, {"messages": messages}),
+                          (lambda body: ollama.to_chat(ollama.OllamaChatBody.checked(body)),
                            {"model": "m", "messages": HI})):  # fmt: skip
         before = json.dumps(body)
         convert(body)

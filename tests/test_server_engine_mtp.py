@@ -8,15 +8,23 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_client import Call, request, serving
+from engine_client import Call, request, serving, until
 from factories import MemoryModel, add_heads, tiny_deepseek2
 from gguf_files import write_model
+from head_models import HEAD_MODELS
 from tiers import some
 from tiny_architectures import tiny
 
-from ikcli.engine.run.mtp import Continuation, Heads
-from ikcli.errors import IkError
+from ikcli.engine.run.batch import Batch
+from ikcli.engine.run.mtp import Continuation, Draft, Heads
+from ikcli.engine.run.session import Session
+from ikcli.errors import IkError, UsageError
+from ikcli.sampling.params import SamplerParams
 from ikcli.server.slots.engine import Engine
+from ikcli.server.slots.worker import Worker
+from ikcli.settings.fleet import BatchConfig
+from ikcli.settings.run import RunConfig
+from ikcli.settings.server import ServerConfig
 from ikcli.settings.values import parse_spec_type
 
 MODELS = {
@@ -25,7 +33,8 @@ MODELS = {
     "mimo2": lambda: add_heads(tiny("mimo2", context_length=2048), 2, dense=True),
 }
 PROMPTS = [np.random.default_rng(i).integers(0, 96, 30 + 20 * i).tolist() for i in range(3)]
-SPEC = {"spec_type": parse_spec_type("mtp:p_min=0")}
+ENDLESS = SamplerParams(temperature=0, ignore_eos=True)
+SPEC: dict[str, Any] = {"spec_type": parse_spec_type("mtp:p_min=0"), "spec_autotune": False}
 
 
 def written(model: MemoryModel, folder: Path) -> Path:
@@ -50,16 +59,12 @@ def answers(e: Engine) -> Iterator[list[int]]:
         yield [t.id for t in Call(e, request(prompt, 24, id_slot=slot)).final.tokens]
 
 
-def test_answers_are_the_same(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every second draft begins with the right tokens, so that drafts are accepted and rejected."""
-    settings: dict[str, Any] = {"model": path, "n_ctx": 1024, "n_ubatch": 32}
-    with serving(2, **settings) as e:
-        plain = list(answers(e))
-    texts = [*PROMPTS, *plain]
+def helped(texts: Sequence[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every second draft begin with the right tokens, so that drafts are accepted and rejected."""
     right = {tuple(t[i : i + 3]): t[i + 3 : i + 6] for t in texts for i in range(len(t) - 5)}
     draft, n_calls = Heads.draft, [0]
 
-    def helped(self: Heads, wanted: Sequence[Continuation]) -> None:
+    def drafted(self: Heads, wanted: Sequence[Continuation]) -> None:
         draft(self, wanted)
         n_calls[0] += 1
         for w in wanted:
@@ -67,11 +72,127 @@ def test_answers_are_the_same(path: Path, monkeypatch: pytest.MonkeyPatch) -> No
             if known is not None and n_calls[0] % 2:
                 w.found[: len(known)] = known[: len(w.found)]
 
-    monkeypatch.setattr(Heads, "draft", helped)
+    monkeypatch.setattr(Heads, "draft", drafted)
+
+
+def test_answers_are_the_same(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings: dict[str, Any] = {"model": path, "n_ctx": 1024, "n_ubatch": 32}
+    with serving(2, **settings) as e:
+        plain = list(answers(e))
+    helped([*PROMPTS, *plain], monkeypatch)
     with serving(2, server=SPEC, **settings) as e:
         assert list(answers(e)) == plain
         metrics = e.metrics()
         assert metrics.draft_tokens_total > metrics.draft_tokens_accepted_total > 20
+
+
+def long_answers(e: Engine, n_slots: int, folder: Path) -> Iterator[list[int]]:
+    """Answers of 256 tokens, then of slots whose text is partly theirs: continued, taken back, saved and restored."""
+
+    def ask(i_slot: int, prompt: Sequence[int], n: int) -> Call:
+        return Call(e, request(prompt, n, id_slot=i_slot, sampling=ENDLESS))
+
+    def tokens(call: Call) -> list[int]:
+        assert call.final.stop_type == "limit"
+        return [t.id for t in call.final.tokens]
+
+    prompts = [PROMPTS[i % 3][i:] for i in range(n_slots)]
+    calls = [ask(i, p, 256) for i, p in enumerate(prompts)]
+    first = [tokens(c) for c in calls]
+    yield from first
+    n_reused = []
+    for cut, more in ((256, PROMPTS[2][:5]), (120, PROMPTS[1][:9]), (126, [])):  # the last one is near a checkpoint
+        calls = [ask(i, [*p, *t[:cut], *more], 40) for i, (p, t) in enumerate(zip(prompts, first, strict=True))]
+        yield from map(tokens, calls)
+        n_reused += [c.final.timings.cache_n for c in calls]
+    assert sum(n_reused) > 0
+    last = n_slots - 1
+    before = tokens(ask(0, [*prompts[0], *first[0][:50]], 30))
+    yield before
+    saved = e.slot_action(0, "save", folder / "slot.bin").result(60)
+    e.slot_action(last, "erase").result(60)
+    assert e.slot_action(last, "restore", folder / "slot.bin").result(60).n_tokens == saved.n_tokens > 100
+    call = ask(last, [*prompts[0], *first[0][:50], *before], 60)
+    yield tokens(call)
+    assert call.final.timings.cache_n > 0
+
+
+@pytest.mark.slow("long answers of every architecture")
+@pytest.mark.parametrize("n_slots", [1, 4])
+@pytest.mark.parametrize("name", [*HEAD_MODELS, "qwen35-mtp.gguf", "glm4moe-mtp.gguf"])
+def test_long_answers(
+    name: str, n_slots: int, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy, with drafts and without: the same tokens, whatever roll-back, prompt cache and slot files do."""
+    if name.endswith(".gguf"):
+        path: Path = request.getfixturevalue("shared_dir") / "golden" / "arch" / name
+    else:
+        path = written(HEAD_MODELS[name](context_length=2048), tmp_path)
+    settings: dict[str, Any] = {"model": path, "n_ctx": 640 * n_slots, "n_ubatch": 32}
+    with serving(n_slots, **settings) as e:
+        plain = list(long_answers(e, n_slots, tmp_path))
+    helped(plain, monkeypatch)
+    with serving(n_slots, server=SPEC, **settings) as e:
+        assert list(long_answers(e, n_slots, tmp_path)) == plain
+        metrics = e.metrics()
+        rejected = metrics.draft_tokens_total - metrics.draft_tokens_accepted_total
+        assert metrics.draft_tokens_accepted_total > 50 * n_slots and rejected > 50 * n_slots
+
+
+def test_heads_that_are_far_behind(tmp_path: Path) -> None:
+    """Later heads run only where drafts get that far; then more rows are due than a micro-batch holds."""
+    path = written(HEAD_MODELS["mimo2"](context_length=2048), tmp_path)
+    config = RunConfig(model=path, n_ubatch=8, n_ctx=256, n_threads=1, warmup=False, server=ServerConfig(**SPEC))
+    tokens = np.array(PROMPTS[2], np.int32)
+
+    def drafted(session: Session, n: int, lengths: Sequence[int]) -> list[int]:
+        assert session.heads is not None
+        for length in lengths:
+            draft = Draft(0, tokens[: n + 1], length, 0.0, [], [])
+            session.heads.draft([draft])
+        return draft.found
+
+    with Session.open(config, n_step=8) as session:
+        for at in range(0, 40, 8):
+            session.decode(Batch.single(tokens[at : at + 8], at, logits="none"))
+        wanted = drafted(session, 40, (7,))
+    for behind in (7, 8, 9, 17):
+        with Session.open(config, n_step=8) as session:
+            for at in range(40):
+                session.decode(Batch.single(tokens[at : at + 1], at, logits="none"))
+                if at + 1 >= 40 - behind:
+                    drafted(session, at + 1, (1,))  # the first head alone
+            assert drafted(session, 40, (7,)) == wanted
+
+
+def test_a_failing_draft_ends_no_answer(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: Heads, wanted: Sequence[Continuation]) -> None:
+        raise ValueError("broken")
+
+    with serving(2, model=path, n_ctx=1024, n_ubatch=32) as e:
+        plain = list(answers(e))
+    monkeypatch.setattr(Heads, "draft", broken)
+    with serving(2, model=path, server=SPEC, n_ctx=1024, n_ubatch=32) as e:
+        assert list(answers(e)) == plain and e.state == "ready"
+
+
+def test_no_request_waits_for_an_engine_that_broke(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: Worker) -> None:
+        raise ValueError("broken")
+
+    with serving(1, model=path, n_ctx=256, n_ubatch=32) as e:
+        monkeypatch.setattr(Worker, "step", broken)
+        calls = [Call(e, request(PROMPTS[0], 4)) for _ in range(3)]
+        messages = [call.failure.message for call in calls]
+        assert messages[0] == "internal error: ValueError: broken" and all(messages)
+        until(lambda: e.load_error is not None)
+        assert e.state == "failed"
+
+
+def test_heads_do_not_run_in_stages(path: Path) -> None:
+    config = RunConfig(model=path, n_threads=2, warmup=False, server=ServerConfig(**SPEC), fleet=BatchConfig(stages=2))
+    with pytest.raises(UsageError, match=r"do not run in stages.*use another --spec-type, or no --stages"):
+        Session.open(config)
 
 
 def test_a_model_without_heads_is_refused(tmp_path: Path) -> None:

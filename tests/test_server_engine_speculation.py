@@ -17,9 +17,11 @@ from gguf_files import write_model
 from ikcli.drafting.drafters import TextDrafter
 from ikcli.drafting.ngram_cache import NgramCache, merge, read_counts, write_counts
 from ikcli.drafting.ngrams import NgramMap, NgramMapValues, NgramPool, Pool, Suffix
+from ikcli.drafting.policy import DECISIONS
 from ikcli.engine.run.batch import Batch
 from ikcli.errors import FormatError
 from ikcli.sampling.params import SamplerParams
+from ikcli.server.slots import steps
 from ikcli.server.slots.engine import Engine
 from ikcli.server.slots.messages import Bans, Final, Speculation
 from ikcli.server.slots.slot import GENERATION
@@ -29,6 +31,7 @@ from ikcli.settings.sampling import SamplingConfig
 from ikcli.settings.values import parse_spec_type
 
 TEXT = "import os\nimport sys\nimport os\nimport sys\nimport os\nimport"
+FIXED = {"spec_autotune": False}  # drafts do not depend on times
 SAMPLING = (GREEDY, SamplerParams(temperature=0.8, seed=11), replace(GREEDY, repeat_penalty=1.3))
 TYPES = (
     "ngram-simple:ngram_size_n=2",
@@ -63,7 +66,7 @@ def plain() -> list[Final]:
 @pytest.mark.parametrize("spec", TYPES)
 def test_the_text_is_the_same(spec: str, plain: list[Final]) -> None:
     draft = DATA_DIR / "demo.gguf" if spec.startswith("draft") else None
-    with serving(2, n_ctx=512, server={"spec_type": parse_spec_type(spec), "model_draft": draft}) as e:
+    with serving(2, n_ctx=512, server=FIXED | {"spec_type": parse_spec_type(spec), "model_draft": draft}) as e:
         found = answers(e)
         metrics = e.metrics()
     assert [(f.text, f.stop_type, f.tokens) for f in found] == [(f.text, f.stop_type, f.tokens) for f in plain]
@@ -73,6 +76,22 @@ def test_the_text_is_the_same(spec: str, plain: list[Final]) -> None:
     by_position = metrics.accepted_by_position
     assert sum(by_position.values()) == accepted and sorted(by_position) == list(range(len(by_position)))
     assert by_position[0] <= metrics.drafts_total <= drafted
+
+
+def test_every_step_has_a_decision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Metrics and the log of a request tell how lengths are chosen."""
+    log: list[dict[str, Any]] = []
+    monkeypatch.setattr(steps, "log_timings", lambda log_, ids, timings, **more: log.append(more))
+    with serving(1, n_ctx=512, server={"spec_type": parse_spec_type(TYPES[0]), "spec_autotune": True}) as e:
+        finals = [Call(e, request(e.tokenizer.encode(TEXT), n, cache_prompt=False)).final for n in (40, 90)]
+        metrics = e.metrics()
+    assert [t["n_drafted"] for t in log] == [f.timings.draft_n for f in finals]
+    for total, n in zip(log, (40, 90), strict=True):
+        n_steps = n - 1 - total["n_accepted"]  # the first token comes from the prompt
+        assert sum(total["decisions"].values()) == n_steps
+        assert total["n_per_step"] == round(n / (n_steps + 1), 3)
+    assert sum(metrics.draft_decisions.values()) == sum(sum(t["decisions"].values()) for t in log)
+    assert set(metrics.draft_decisions) <= set(DECISIONS)
 
 
 @pytest.mark.slow("an engine for each kind of draft")
@@ -87,7 +106,7 @@ def test_the_text_is_the_same_with_chosen_lengths(spec: str, plain: list[Final])
 
 def test_the_same_model_as_draft_is_always_right() -> None:
     stage = parse_spec_type("draft:p_min=0")
-    with serving(1, n_ctx=512, server={"spec_type": stage, "model_draft": DATA_DIR / "demo.gguf"}) as e:
+    with serving(1, n_ctx=512, server=FIXED | {"spec_type": stage, "model_draft": DATA_DIR / "demo.gguf"}) as e:
         t = Call(e, request(e.tokenizer.encode(TEXT), 40)).final.timings
         assert t.draft_n == t.draft_n_accepted >= 30
         off = Call(e, request(e.tokenizer.encode(TEXT), 40, speculation=Speculation(n_max=0))).final.timings
@@ -95,7 +114,7 @@ def test_the_same_model_as_draft_is_always_right() -> None:
 
 
 def test_shift_stop_and_ban_with_drafts(plain: list[Final]) -> None:
-    server = {"spec_type": parse_spec_type("suffix:suffix_min_match_len=1")}
+    server = FIXED | {"spec_type": parse_spec_type("suffix:suffix_min_match_len=1")}
     fields = {"stop": ("sys",), "bans": Bans(("path",))}
     results = []
     for settings in ({}, server):
@@ -115,7 +134,8 @@ def tiny_file(folder: Path) -> Path:
 def test_drafts_fit_the_batch_the_answer_and_the_slot(tmp_path: Path) -> None:
     """Together at most as many rows as are exact; none beyond the context, and none that the limit cuts off."""
     path = tiny_file(tmp_path)
-    server = {"spec_type": parse_spec_type("ngram-simple:ngram_size_n=1"), "draft_max": 100, "context_shift": False}
+    spec = parse_spec_type("ngram-simple:ngram_size_n=1")
+    server = FIXED | {"spec_type": spec, "draft_max": 100, "context_shift": False}
     with by_hand(path, 3, n_ctx=768, server=server) as hand:
         session, slots = hand.worker.session, hand.worker.slots
         sevens = type("Sevens", (), {"draft": lambda self, text, n_max: [7] * 99})()
@@ -154,7 +174,7 @@ def test_drafts_fit_the_batch_the_answer_and_the_slot(tmp_path: Path) -> None:
 def test_a_draft_model_keeps_within_its_own_context(tmp_path: Path) -> None:
     """Near its end there are no drafts, and the answer goes on to the end of the slot."""
     path = tiny_file(tmp_path)
-    server = {"spec_type": parse_spec_type("draft:p_min=0"), "model_draft": path, "context_shift": False}
+    server = FIXED | {"spec_type": parse_spec_type("draft:p_min=0"), "model_draft": path, "context_shift": False}
     for n_ctx, n in ((256, 240), (256, 241), (256, 242), (256, 243), (512, 240)):
         with by_hand(path, 1, n_ctx=512, server=server | {"draft_ctx": n_ctx, "draft_max": 4}) as hand:
             call = hand.post((list(range(3, 93)) * 3)[:n], -1, sampling=GREEDY)
@@ -172,13 +192,13 @@ def test_images_are_neither_drafted_nor_seen_by_a_draft_model(tmp_path: Path) ->
     generation = SimpleNamespace(request=request, n_remain=-1, history=history)
     text = np.array([3, 4, 5], np.int32)
     for spec, with_image in (("ngram-simple:ngram_size_n=1", [8, 9]), ("draft:p_min=0", [])):
-        server = {"spec_type": parse_spec_type(spec), "model_draft": path if "draft" in spec else None}
+        server = FIXED | {"spec_type": parse_spec_type(spec), "model_draft": path if "draft" in spec else None}
         with by_hand(path, 1, server=server) as hand:
             slot: Any = SimpleNamespace(id=0, n_ctx=64, n_past=2, generation=generation, text_tokens=lambda: text)
-            request.pictures = ()
+            request.pictures, slot.draft = (), ()
             hand.worker._speculator.propose([slot])
             assert slot.draft
-            request.pictures = ("a picture",)
+            request.pictures, slot.draft = ("a picture",), ()
             hand.worker._speculator.propose([slot])
             assert list(slot.draft) == with_image
 
@@ -189,7 +209,7 @@ def test_drafts_may_have_a_least_length(tmp_path: Path) -> None:
     again = SamplerParams(temperature=0, logit_bias=((7, 1e4),))
     found = []
     for n_min, n_predict in ((0, 8), (3, 8), (3, 3), (99, 8)):
-        server = {"spec_type": parse_spec_type("ngram-simple:ngram_size_n=1,ngram_size_m=2"), "draft_max": 5}
+        server = FIXED | {"spec_type": parse_spec_type("ngram-simple:ngram_size_n=1,ngram_size_m=2"), "draft_max": 5}
         with by_hand(path, 1, server=server) as hand:
             call = hand.post([7] * 9, n_predict, sampling=again, speculation=Speculation(n_min=n_min))
             hand.until(lambda: call.final)  # noqa: B023

@@ -193,7 +193,8 @@ def test_wrong_drafts_of_recurrent_models_are_taken_back_cheaply(
         monkeypatch.setattr(session, "compute", count)
         speculator = hand.worker._speculator
         monkeypatch.setattr(type(speculator), "__bool__", lambda self: True)
-        monkeypatch.setattr(speculator, "propose", lambda slots: [setattr(s, "draft", [1, 2]) for s in slots])
+        monkeypatch.setattr(speculator, "rest", 0)
+        monkeypatch.setattr(speculator, "propose", lambda slots: [setattr(s, "draft", [1, 2]) or s for s in slots])
         call = hand.post(IDS[:100], 20, sampling=WILD)
         hand.until(lambda: call.final)
         assert call.final is not None and call.final.timings.draft_n == 38

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import http.server
 import os
@@ -20,6 +21,7 @@ from ikcli.chat.images import Images, is_marker, joined, source_of
 from ikcli.chat.request import parse_request
 from ikcli.errors import IkError, UsageError
 from ikcli.server.http.media import Media, MediaError, _is_public
+from ikcli.server.http.pictures import Pictures
 from ikcli.server.slots.pictures import Picture, keys_of, whole_pictures
 from ikcli.settings.run import RunConfig
 from ikcli.settings.vision import VisionConfig
@@ -274,6 +276,21 @@ def test_an_image_is_read_once_and_its_keys_follow_from_it() -> None:
     placed = first.pictures
     assert whole_pictures(placed, placed[0].start + 1) == placed[0].start
     assert whole_pictures(placed, placed[0].stop) == placed[0].stop
+
+
+def test_images_in_a_request_are_known_by_their_text_others_by_their_bytes(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"IMG3")
+    client = client_of(media_path=tmp_path)
+    assert client.engine.pictures is not None
+    pictures = Pictures(VisionConfig(media_path=tmp_path), client.engine.pictures, client.engine.tokenizer, 100)
+    counts = []
+    for source, change in ((url(3), b""), (url(3), b""), ("file:a", b""), ("file:a", b"IMG4")):
+        if change:
+            (tmp_path / "a").write_bytes(change)
+        images = Images(reads=True)
+        prompt = asyncio.run(pictures.prompt(images.add(source, "p"), images))
+        counts.append((prompt.pictures[0].picture.n_tokens, len(client.engine.pictures.read_ones)))  # type: ignore[attr-defined]
+    assert counts == [(3, 1), (3, 1), (3, 2), (4, 3)]
 
 
 # --- templates --------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from fake_engine import FakeEngine, Script, fake_tokenizer
 from server_client import Client
 from test_server_chat import HERMES, WEATHER, calling
 
-from ikcli.server.http import convert_ollama as convert
+from ikcli.server.http.dialects import ollama as convert
 from ikcli.server.http.errors import ApiError
 from ikcli.server.slots.messages import Failure
 

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from factories import add_heads
 from fake_session import FakeSession
+from gguf_files import write_model
+from tiny_architectures import tiny
 
 import ikcli
 from ikcli.bench import environment, memory
 from ikcli.bench import sweep as sweep_bench
-from ikcli.bench.sweep import SweepParams, SweepRow, depths, run
+from ikcli.bench.sweep import SweepParams, SweepRow, depths, params_of, run
 from ikcli.cli.parser import ModelRun, parse
 from ikcli.commands import sweep_bench as command
 from ikcli.commands._sweep_table import RunInfo, SweepPrinter
+from ikcli.engine.run.mtp import Continuation
+from ikcli.engine.run.session import Session
 from ikcli.errors import UsageError
 from ikcli.gguf.reader import open_gguf
 from ikcli.native import isa
@@ -274,3 +280,32 @@ def test_plot_option(opener: Opener, tmp_path: Path, capsys: pytest.CaptureFixtu
     with pytest.raises(UsageError, match="does not exist"):
         execute(small(plot=tmp_path / "absent" / "x.png"))
     assert len(opener.sessions) == 2
+
+
+def test_drafts_of_a_head(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_model(add_heads(tiny("qwen35")), tmp_path / "m.gguf")
+    config = RunConfig(
+        model=path, command="sweep-bench", n_ctx=96, n_ubatch=32, n_predict=4, n_threads=1, n_threads_batch=1,
+        warmup=False, sweep=SweepConfig(mtp=True, max_depth=64),
+    )  # fmt: skip
+    with Session.open(config) as session:
+        assert session.heads is not None
+        guessed: list[tuple[int, int]] = []
+        draft = session.heads.draft
+
+        def noted(wanted: Sequence[Continuation]) -> None:
+            draft(wanted)
+            guessed.extend((len(w.text), len(w.found)) for w in wanted)
+
+        session.heads.draft = noted  # type: ignore[method-assign]
+        printer = SweepPrinter(config, RunInfo(96, 96, 32))
+        printer.header()
+        rows = run(session, params_of(config, 32), on_row=printer.row)
+    assert guessed == [(depth + i + 1, 1) for depth in (0, 32, 64) for i in range(5) if depth or i]
+    assert all(row.t_mtp is not None and row.t_mtp > 0 and row.speed_mtp > 0 for row in rows)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert lines[0].endswith("| S_TG t/s |  T_MTP s | S_MTP t/s |") and len(lines) == 5
+    assert len({len(line) for line in lines}) == 1
+    SweepPrinter(replace(config, sweep=SweepConfig(mtp=True, output_format="jsonl")), RunInfo(96, 96, 32)).row(rows[0])
+    found = json.loads(capsys.readouterr().out)
+    assert found["speed_mtp"] == pytest.approx(4 / found["t_mtp"], rel=0.1)

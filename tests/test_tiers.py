@@ -36,7 +36,7 @@ def test_listed_tests_are_slow(request: pytest.FixtureRequest) -> None:
     tiers.mark_listed([Item(n) for n in names])  # type: ignore[misc]
     assert marked == names[:3]
     marked.clear()
-    for file, type in (("encode_x", T.IQ6_K), ("encode_x", T.IQ4_K), ("quant_decode", T.IQ6_K)):
+    for file, type in (("encode_x", T.IQ6_K), ("encode_x", T.IQ4_KS), ("quant_decode", T.IQ6_K)):
         tiers.mark_listed([Item(f"tests/test_{file}.py::test_x[{type}]", type=type)])  # type: ignore[list-item]
     assert marked == [f"tests/test_encode_x.py::test_x[{T.IQ6_K}]"]
     assert request.node.get_closest_marker("slow") is None

@@ -4,57 +4,26 @@ from __future__ import annotations
 
 import base64
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
-from vision_models import Floats, answers, image, weights, write_checkpoint, write_projector
+from projector_models import Model
+from vision_models import Floats, answers, weights
 
-from ikcli.convert.projector import open_projector
 from ikcli.engine.run.batch import Batch
 from ikcli.engine.run.session import Session
 from ikcli.errors import IkError, UnsupportedError
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import open_gguf
 from ikcli.gguf.writer import GGUFWriter, NewTensor
-from ikcli.models import HParams
 from ikcli.settings.run import RunConfig
-from ikcli.vision.decode import Picture, Tile
+from ikcli.vision.decode import Tile
 from ikcli.vision.projector import Projector
 
 NAMES = sorted(answers())
-SECTIONS = {"glm4v", "glm_ocr"}
 NOT_READ = ("image_min_pixels", "image_aspect_ratio")
 """Keys without which images are the same."""
-
-
-class Model:
-    """A model of the answers: its projector in a file, opened."""
-
-    def __init__(self, name: str, folder: Path) -> None:
-        self.name, self.answers = name, answers()[name]
-        path = folder / f"{name}.gguf"
-        if "metadata" in self.answers:
-            write_projector(path, self.answers)
-        else:
-            write_checkpoint(folder, self.answers)
-            open_projector(folder, "f16").write(path)
-        text = self.answers["config"].get("text_config", self.answers["config"])
-        sections = (2, 1, 1, 0) if name in SECTIONS else ()
-        hp = SimpleNamespace(n_embd=text["hidden_size"], rope=SimpleNamespace(sections=sections), source="text.gguf",
-                             arch="text", n_embd_per_layer=0)  # fmt: skip
-        self.hp = cast(HParams, hp)
-        self.projector = Projector.open(path, self.hp, n_threads=2)
-
-    @property
-    def images(self) -> dict[str, dict[str, Any]]:
-        found: dict[str, dict[str, Any]] = self.answers["images"]
-        return found
-
-    def pieces(self, size: str) -> list[str | Tile]:
-        width, height = map(int, size.split("x"))
-        return self.projector.pieces(Picture.of(image(width, height)))
 
 
 def values(text: str) -> Floats:
@@ -92,11 +61,14 @@ TEXTS = {
     "internvl": "<img>|||||||</img>",
     "minicpmv": "<image>|</image><slice>|</slice><slice>|</slice>",
     "llava": "|",
+    "llava_next": "||",
     "mlp_norm": "|",
     "ldp": "|",
     "ldpv2": "|",
     "janus": "<begin_of_image>|<end_of_image>",
     "lightonocr": "<|im_start|>|<|im_end|>",
+    "dots_ocr": "<|img|>|<|endofimg|>",
+    "paddleocr": "<|IMAGE_START|>|<|IMAGE_END|>",
     "glm4v": "<|begin_of_image|>|<|end_of_image|>",
     "glm_ocr": "<|begin_of_image|>|<|end_of_image|>",
     "kimivl": "<|media_start|>|<|media_end|>",

@@ -166,7 +166,7 @@ def test_the_server_reuses_what_it_can_and_answers_the_same(path: Path, tmp_path
         assert engine.slot_action(1, "restore", tmp_path / "slot.bin").result(30).n_tokens >= 600
         final = ask(engine, other, 20, id_slot=1)
         assert [t.id for t in final.tokens] == fresh[1] and final.timings.cache_n >= 590
-    spec = {"spec_type": parse_spec_type("ngram-simple:ngram_size_n=1")}
+    spec = {"spec_type": parse_spec_type("ngram-simple:ngram_size_n=1"), "spec_autotune": False}
     repeated = np.tile(IDS[:6], 100).tolist()
     with serving(1, **settings) as plain, serving(1, server=spec, **settings) as engine:
         wanted, found = ask(plain, repeated, 60), ask(engine, repeated, 60)

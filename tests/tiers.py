@@ -35,10 +35,13 @@ assert {*TINY, *WINDOWED} >= ARCHITECTURES
 CACHES = [T.F16, T.Q8_0]
 SAME_CACHES = [(T.F16, T.F16), (T.Q8_0, T.Q8_0)]
 
-# Encoders whose search is compiled for one type, and is that of another type with other tables.
-OTHER_ENCODERS = {T.IQ3_K, T.IQ5_K, T.IQ6_K, T.IQ2_KS, T.IQ3_KS, T.IQ5_KS, T.IQ2_KL, T.IQ1_KT, T.IQ3_KT, T.IQ4_KT,
-                  T.IQ1_M, T.IQ1_M_R4, T.IQ2_XS, T.IQ2_S, T.IQ3_XXS, T.Q3_K, T.Q5_K, T.Q4_1, T.Q5_0,
-                  T.Q6_0}  # fmt: skip
+# One encoder per way of searching runs by default: Q4_0, Q8_0, Q4_K, IQ2_XXS, IQ4_KS, ternary ones. The search of
+# every other type is compiled for it alone.
+OTHER_ENCODERS = {T.Q4_1, T.Q5_0, T.Q5_1, T.Q6_0, T.IQ4_NL, T.IQ4_NL_R4, T.MXFP4, T.Q8_KV, T.Q8_KV_R8,
+                  T.Q2_K, T.Q2_K_R4, T.Q3_K, T.Q5_K, T.Q6_K, T.IQ4_XS, T.IQ4_XS_R8,
+                  T.IQ1_S, T.IQ1_S_R4, T.IQ1_M, T.IQ1_M_R4, T.IQ2_XS, T.IQ2_S, T.IQ3_XXS, T.IQ3_S,
+                  T.IQ2_K, T.IQ3_K, T.IQ4_K, T.IQ5_K, T.IQ6_K, T.IQ2_KS, T.IQ3_KS, T.IQ4_KSS, T.IQ5_KS, T.IQ2_KL,
+                  T.IQ1_KT, T.IQ2_KT, T.IQ3_KT, T.IQ4_KT}  # fmt: skip
 
 
 LIST = Path(__file__).parent / "data" / "slow.txt"

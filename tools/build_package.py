@@ -1,8 +1,9 @@
-"""Build the source distribution and, from its content, the wheel: `build_package.py DIR`.
+"""Build the source distribution and, from its content with compiled kernels, the wheel: `build_package.py DIR`.
 
 Nothing is written into the checkout. The sdist comes from a copy of the files that git does not ignore, and the wheel
-from the unpacked sdist, so a file missing from the sdist is noticed. Uses the setuptools of this environment, without
-network.
+from the unpacked sdist, so a file missing from the sdist is noticed. The wheel also gets the kernels that nearly every
+run needs (`build_kernels.py`); where they do not fit the machine, it compiles its own. Uses the setuptools of this
+environment, without network.
 """
 
 from __future__ import annotations
@@ -15,7 +16,12 @@ import tarfile
 import tempfile
 from pathlib import Path
 
+from build_kernels import build_packs
+
+from ikcli.native import kernel_pack
+
 ROOT = Path(__file__).resolve().parents[1]
+KERNELS = Path("ikcli") / kernel_pack.FOLDER.relative_to(kernel_pack.FOLDER.parents[1])
 _IGNORED = ("__pycache__", "*.egg-info", ".git", ".venv", "build", "dist", ".*_cache", ".hypothesis")
 _BUILD = "import sys; from setuptools import build_meta as b; print(getattr(b, 'build_' + sys.argv[1])(sys.argv[2]))"
 
@@ -44,8 +50,8 @@ def build(kind: str, source: Path, out: Path) -> Path:
     return out / done.stdout.strip().splitlines()[-1]
 
 
-def build_package(out: Path) -> tuple[Path, Path]:
-    """Build both files in `out`; return (sdist, wheel)."""
+def build_package(out: Path, packs: Path) -> tuple[Path, Path]:
+    """Build both files in `out`, the wheel with all packs of kernels in a folder; return (sdist, wheel)."""
     out = out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="ik-package-") as folder:
@@ -55,12 +61,15 @@ def build_package(out: Path) -> tuple[Path, Path]:
         with tarfile.open(sdist) as archive:
             archive.extractall(work / "unpacked", filter="data")
         (source,) = (work / "unpacked").iterdir()
+        shutil.copytree(packs, source / KERNELS)
         return sdist, build("wheel", source, out)
 
 
 def main() -> int:
-    for path in build_package(Path(sys.argv[1] if len(sys.argv) > 1 else "dist")):
-        print(path)
+    with tempfile.TemporaryDirectory(prefix="ik-kernels-") as packs:
+        build_packs(Path(packs))
+        for path in build_package(Path(sys.argv[1] if len(sys.argv) > 1 else "dist"), Path(packs)):
+            print(path)
     return 0
 
 

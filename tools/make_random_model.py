@@ -29,7 +29,7 @@ from ikcli.gguf.reader import TensorInfo
 from ikcli.gguf.types import TYPES, TensorType
 from ikcli.gguf.values import Typed
 from ikcli.gguf.writer import GGUFWriter, NewTensor
-from ikcli.models import HParams
+from ikcli.models import HParams, mtp
 from ikcli.quant.custom_rules import parse_custom_rules
 from ikcli.quant.decode import decodable_types, dequantize
 from ikcli.quant.encode import quantize
@@ -52,15 +52,18 @@ class Preset:
     keys: Mapping[str, Any]
     optional: tuple[str, ...] = ()
     n_vocab: int = 32000
+    n_heads: int = 0  # that predict further tokens (MTP), as blocks after the layers
 
-    def changed(self, layers: int | None, vocab: int | None, experts: int | None) -> Preset:
-        """Return the preset with another number of layers, tokens, or routed experts if it has any."""
+    def changed(self, layers: int | None, vocab: int | None, experts: int | None, heads: int = 0) -> Preset:
+        """Return the preset with another number of layers, tokens, or routed experts if it has any, and with heads."""
         keys = dict(self.keys)
         if layers:
             keys["block_count"] = layers
         if experts and "expert_count" in keys:
             keys |= {"expert_count": experts, "expert_used_count": min(keys["expert_used_count"], experts)}
-        return replace(self, keys=keys, n_vocab=vocab or self.n_vocab)
+        if heads:
+            keys |= {"block_count": keys["block_count"] + heads, "nextn_predict_layers": heads}
+        return replace(self, keys=keys, n_vocab=vocab or self.n_vocab, n_heads=heads)
 
 
 def _geometry(layers: int, width: int, ff: int, heads: int, heads_kv: int, head: int = 128, base: float = 1e6) -> Keys:
@@ -204,13 +207,16 @@ def metadata(p: Preset, file_type: int) -> dict[str, Any]:
 
 def shapes(p: Preset) -> dict[str, tuple[int, ...]]:
     """Return tensor names and GGUF-order shapes: those that the architecture needs and those that the preset adds."""
-    hp = HParams.from_gguf(metadata(p, 1), {}, p.arch)
+    keys = metadata(p, 1)
+    hp, module = HParams.from_gguf(keys, {}, p.arch), models.find(p.arch)
+    specs = dict(module.tensor_shapes(hp))
+    if p.n_heads:
+        if not isinstance(module, mtp.HasLayers):
+            raise UsageError(f"{p.arch} models with heads that predict further tokens (MTP) are not supported")
+        further = mtp.read_further(keys, {}, p.arch)
+        specs |= mtp.tensor_shapes(module, further, [f"blk.{hp.n_layer + i}.ffn_up.weight" for i in range(p.n_heads)])
     wanted = ("output.weight", *p.optional)
-    return {
-        name: spec.shape
-        for name, spec in models.find(p.arch).tensor_shapes(hp).items()
-        if spec.required or name.endswith(wanted)
-    }
+    return {name: spec.shape for name, spec in specs.items() if spec.required or name.endswith(wanted)}
 
 
 def tensor_type(name: str, shape: tuple[int, ...], type: GGMLType) -> GGMLType:
@@ -342,10 +348,11 @@ def main() -> int:
     parser.add_argument("--layers", type=int, help="number of layers instead of the preset's")
     parser.add_argument("--vocab", type=int, help="vocabulary size instead of the preset's")
     parser.add_argument("--experts", type=int, help="number of routed experts instead of the preset's")
+    parser.add_argument("--heads", type=int, default=0, help="heads that predict further tokens (MTP)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("-o", "--output", type=Path, required=True)
     args = parser.parse_args()
-    p = PRESETS[args.preset].changed(args.layers, args.vocab, args.experts)
+    p = PRESETS[args.preset].changed(args.layers, args.vocab, args.experts, args.heads)
     start = time.perf_counter()
     try:
         file_type, tensors = tensors_of(p, args.type, [args.custom_q] if args.custom_q else ())

@@ -427,6 +427,31 @@ def llava() -> tuple[Model, Callable[[np.ndarray], Found]]:
     return m, run
 
 
+def llava_next() -> tuple[Model, Callable[[np.ndarray], Found]]:
+    from transformers.image_processing_utils import select_best_resolution
+
+    size, grid = 56, [[56, 112], [112, 56], [112, 112], [168, 56], [56, 168]]
+    vision = {"model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 3,
+              "num_attention_heads": 2, "image_size": size, "patch_size": 14, "hidden_act": "quick_gelu"}  # fmt: skip
+    config = {"vision_config": vision, "text_config": {"model_type": "llama", **TEXT}, "vision_feature_layer": -2,
+              "image_grid_pinpoints": grid, "image_token_index": 5}  # fmt: skip
+    square = {"height": size, "width": size}
+    processor = tf.LlavaNextImageProcessor(size={"shortest_edge": size}, crop_size=square, image_grid_pinpoints=grid)
+    m = Model(config, processor, "LlavaNextForConditionalGeneration", "vision_tower multi_modal_projector newline")
+
+    def run(rgb: np.ndarray) -> Found:
+        made = processor([Image.fromarray(rgb)], return_tensors="pt")
+        found = m.model.get_image_features(made["pixel_values"], made["image_sizes"], vision_feature_layer=-2,
+                                           vision_feature_select_strategy="default",
+                                           output_hidden_states=True).pooler_output[0].numpy()  # fmt: skip
+        height, width = select_best_resolution(rgb.shape[:2], grid)
+        first, *tiles = made["pixel_values"][0].numpy()
+        canvas = np.stack(tiles).reshape(height // size, width // size, 3, size, size).transpose(2, 0, 3, 1, 4)
+        return [first, canvas.reshape(3, height, width)], [found[:16], found[16:]], [height, width]
+
+    return m, run
+
+
 def janus() -> tuple[Any, Callable[[np.ndarray], Found]]:
     from transformers.models.janus import modeling_janus
 
@@ -472,6 +497,81 @@ def lightonocr() -> tuple[Model, Callable[[np.ndarray], Found]]:
     return m, run
 
 
+def dots_ocr() -> tuple[Any, Callable[[np.ndarray], Found]]:
+    """Compute dots.ocr's tower as the code beside its checkpoint does."""
+    n, n_head, ff, patch, out = 32, 2, 44, 14, 40
+    tower, f = "vision_tower.", torch.nn.functional
+    norms = {f"{tower}patch_embed.patchifier.norm", f"{tower}post_trunk_norm"}
+    shapes = biased({f"{tower}patch_embed.patchifier.proj": (n, 3, patch, patch), f"{tower}merger.ln_q": (n,),
+                     f"{tower}merger.mlp.0": (4 * n, 4 * n), f"{tower}merger.mlp.2": (out, 4 * n)})  # fmt: skip
+    for i in range(2):
+        norms |= {f"{tower}blocks.{i}.norm{j}" for j in (1, 2)}
+        block = {
+            "attn.qkv": (3 * n, n),
+            "attn.proj": (n, n),
+            "mlp.fc1": (ff, n),
+            "mlp.fc2": (n, ff),
+            "mlp.fc3": (ff, n),
+        }
+        shapes |= {f"{tower}blocks.{i}.{name}.weight": shape for name, shape in block.items()}
+    shapes |= {f"{name}.weight": (n,) for name in norms}
+    vision = {"embed_dim": n, "hidden_size": out, "intermediate_size": ff, "num_hidden_layers": 2, "patch_size": patch,
+              "num_attention_heads": n_head, "spatial_merge_size": 2, "rms_norm_eps": 1e-5}  # fmt: skip
+    config = {"architectures": ["DotsOCRForCausalLM"], "vision_config": vision, **TEXT}
+    processor = tf.Qwen2VLImageProcessor(min_pixels=3136, max_pixels=11289600, temporal_patch_size=1)
+    m = Weights(shapes, config, processor.to_dict() | {"min_pixels": 3136, "max_pixels": 11289600})
+
+    def rms(x: torch.Tensor, name: str) -> torch.Tensor:
+        return f.rms_norm(x, (n,), m.w[f"{tower}{name}.weight"], 1e-5)
+
+    def run(rgb: np.ndarray) -> Found:
+        made = processor([Image.fromarray(rgb)], return_tensors="pt")
+        _, h, w = made["image_grid_thw"][0].tolist()
+        pixels = made["pixel_values"]
+        conv = m.w[f"{tower}patch_embed.patchifier.proj.weight"].reshape(n, -1)
+        x = rms(pixels @ conv.T + m.w[f"{tower}patch_embed.patchifier.proj.bias"], "patch_embed.patchifier.norm")
+        at = torch.stack(torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij"), -1)
+        at = at.reshape(h // 2, 2, w // 2, 2, 2).permute(0, 2, 1, 3, 4).reshape(-1, 2)
+        d = n // n_head
+        freq = 10000.0 ** (-torch.arange(0, d // 2, 2) / (d // 2))
+        angle = (at[:, :, None] * freq).flatten(1).repeat(1, 2)[:, None]
+
+        def rotate(y: torch.Tensor) -> torch.Tensor:
+            return y * angle.cos() + torch.cat([-y[..., d // 2 :], y[..., : d // 2]], -1) * angle.sin()
+
+        for i in range(2):
+            b = f"{tower}blocks.{i}."
+            q, k, v = m.linear(rms(x, f"blocks.{i}.norm1"), f"{b}attn.qkv").reshape(len(x), 3, n_head, d).unbind(1)
+            parts = (y.transpose(0, 1) for y in (rotate(q), rotate(k), v))
+            x = x + m.linear(f.scaled_dot_product_attention(*parts).transpose(0, 1).reshape(len(x), n), f"{b}attn.proj")
+            y = rms(x, f"blocks.{i}.norm2")
+            x = x + m.linear(f.silu(m.linear(y, f"{b}mlp.fc1")) * m.linear(y, f"{b}mlp.fc3"), f"{b}mlp.fc2")
+        x = m.norm(rms(x, "post_trunk_norm"), f"{tower}merger.ln_q", 1e-6).reshape(-1, 4 * n)
+        x = m.linear(f.gelu(m.linear(x, f"{tower}merger.mlp.0")), f"{tower}merger.mlp.2")
+        pixels = pixels.numpy().reshape(h // 2, w // 2, 2, 2, 3, 14, 14).transpose(4, 0, 2, 5, 1, 3, 6)
+        return [pixels.reshape(3, h * 14, w * 14)], [x.numpy()], [h, w]
+
+    return m, run
+
+
+def paddleocr() -> tuple[Model, Callable[[np.ndarray], Found]]:
+    vision = {"hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 2, "num_attention_heads": 2,
+              "image_size": 84, "patch_size": 14, "hidden_act": "gelu_pytorch_tanh"}  # fmt: skip
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 4, 4]}
+    config = {"vision_config": vision, "text_config": TEXT | {"rope_parameters": rope}}
+    processor = tf.PaddleOCRVLImageProcessor(size={"shortest_edge": 6000, "longest_edge": 20000})
+    m = Model(config, processor, "PaddleOCRVLForConditionalGeneration", "visual projector")
+
+    def run(rgb: np.ndarray) -> Found:
+        made = processor([Image.fromarray(rgb)], return_tensors="pt")
+        rows = m.model.get_image_features(made["pixel_values"], made["image_grid_thw"]).pooler_output
+        _, h, w = made["image_grid_thw"][0].tolist()
+        pixels = made["pixel_values"].numpy().reshape(h, w, 3, 14, 14).transpose(2, 0, 3, 1, 4)
+        return [pixels.reshape(3, h * 14, w * 14)], [np.concatenate([x.numpy() for x in rows])], [h, w]
+
+    return m, run
+
+
 MODELS = {
     "internvl": internvl,
     "idefics3": idefics3,
@@ -483,11 +583,14 @@ MODELS = {
     "lfm2": lfm2,
     "minicpmv": minicpmv,
     "llava": llava,
+    "llava_next": llava_next,
     "mlp_norm": lambda: mobilevlm("mlp_norm"),
     "ldp": lambda: mobilevlm("ldp"),
     "ldpv2": lambda: mobilevlm("ldpv2"),
     "janus": janus,
     "lightonocr": lightonocr,
+    "dots_ocr": dots_ocr,
+    "paddleocr": paddleocr,
 }
 MORE_SIZES = {"lfm2": ((1024, 600),)}
 

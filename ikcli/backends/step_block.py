@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from ikcli.backends.memory import aligned_zeros
 from ikcli.graph import Rows
-from ikcli.graph.micro_batch import PLACE_WORDS, Segment
+from ikcli.graph.micro_batch import PLACE_WORDS, SEEN, Segment
 
 STATE_INDEX = {Rows.TOKENS: 0, Rows.OUTPUTS: 1, Rows.KV: 2}
 _KV_CELLS = 5  # among the arrays
@@ -59,6 +59,7 @@ class StepBlock:
         self._media = np.zeros((n_media, media_cols), np.float32)
         self._words[14:] = self._places.ctypes.data, self._media.ctypes.data
         self.media_cols = media_cols
+        self.ranged = False  # a token sees more than the positions up to its own, whatever the mask says
         self.address: int = self._words.ctypes.data
         self._rows: dict[Rows, int] | None = None
         self._step_of: tuple[Sequence[int], int] = (), 0  # sequences and their cells of the last step
@@ -98,11 +99,13 @@ class StepBlock:
             n_kv += s.n_kv
         self._words[:4] = n, len(out_ids), n_kv, len(segments)
         self.n_segments = len(segments)
-        self._rows, self._step_of = None, ((), 0)
+        self._rows, self._step_of, self.ranged = None, ((), 0), False
 
     def set_media(self, places: npt.NDArray[np.int32], rows: Sequence[npt.NDArray[np.float32]] = ()) -> None:
         """Write the places of all tokens, and the rows of images that these name (see `MicroBatch`)."""
         self._places[: len(places)] = places
+        pos = self._pos[: len(places)]
+        self.ranged = bool(((places[:, SEEN] < pos) | (places[:, SEEN + 1] > pos + 1)).any())
         at = 0
         for part in rows:
             self._media[at : at + len(part)] = part
@@ -146,7 +149,7 @@ class StepBlock:
         segments(self._segments, 0, *words)
         _pack_counts(self._words, 0, n, n_outputs, n_kv, n)
         self.n_segments = n
-        self._rows = None
+        self._rows, self.ranged = None, False
 
     def packed(self) -> list[npt.NDArray[np.generic]]:
         """Return views from which `unpack` restores the micro-batch, without the cells of all positions."""
@@ -170,6 +173,11 @@ class StepBlock:
             for _, _, cell, _, first, count in self._segments[:n_segments].tolist():
                 self._kv_cells[first : first + count] = self._count[cell : cell + count]
         return at
+
+    @property
+    def places(self) -> npt.NDArray[np.int32]:
+        """Return the places of the tokens of this micro-batch."""
+        return self._places[: int(self._words[0])]
 
     def arrays(self) -> tuple[npt.NDArray[np.generic], ...]:
         """Return the words, then the arrays they point to, as far as this micro-batch uses them."""

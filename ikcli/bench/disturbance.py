@@ -75,9 +75,9 @@ def _stat(proc: Path) -> tuple[float, float] | None:
     try:
         words = (proc / "stat").read_text().splitlines()[0].split()
         user, nice, system, _, _, irq, softirq, steal = (int(w) for w in words[1:9])
-    except (OSError, ValueError, IndexError):
+        tick = os.sysconf("SC_CLK_TCK")
+    except (AttributeError, OSError, ValueError, IndexError):
         return None
-    tick = os.sysconf("SC_CLK_TCK")
     return (user + nice + system + irq + softirq) / tick, steal / tick
 
 

@@ -1,7 +1,8 @@
 """sweep-bench: prompt and generation speed at growing depths of the cache, one row per n_ubatch tokens.
 
 Per row, both at depth N_KV: time TG single-token decodes, remove them, then time one prompt batch of PP tokens. That
-batch (or an untimed one) fills the cache for the next row. Output corresponds to ik_llama.cpp's sweep-bench.
+batch (or an untimed one) fills the cache for the next row. With `mtp`, a head drafts in another pass of TG. Output
+corresponds to ik_llama.cpp's sweep-bench.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import numpy as np
 
 from ikcli.bench import memory
 from ikcli.engine.run.batch import Batch
+from ikcli.engine.run.mtp import Draft, Heads
 from ikcli.measure.protocol import SessionLike, TokenIds
 from ikcli.settings.run import RunConfig
 
@@ -35,6 +37,7 @@ class SweepParams:
     warmup_batch: bool = False
     memory: bool = False
     seed: int = 1
+    mtp: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,7 @@ class SweepRow:
     t_tg: float
     rss_hwm_mib: float | None = None
     vram_delta_mib: float | None = None
+    t_mtp: float | None = None
 
     @property
     def speed_pp(self) -> float:
@@ -56,6 +60,11 @@ class SweepRow:
     @property
     def speed_tg(self) -> float:
         return self.tg / self.t_tg if self.t_tg > 0 else 0.0
+
+    @property
+    def speed_mtp(self) -> float:
+        """Return the drafted tokens per second of a head."""
+        return self.tg / self.t_mtp if self.t_mtp else 0.0
 
 
 def depths(params: SweepParams, n_ctx: int) -> list[int]:
@@ -80,7 +89,7 @@ def run(
         t_pp, t_tg = sweep.measure(depth, params.repetitions if not rows else 1)
         hwm = memory.rss_hwm_mib() if params.memory else None
         vram = vram_used_mib() if params.memory else None
-        rows.append(SweepRow(params.pp, params.tg, depth, t_pp, t_tg, hwm, vram))
+        rows.append(SweepRow(params.pp, params.tg, depth, t_pp, t_tg, hwm, vram, sweep.t_mtp))
         if on_row is not None:
             on_row(rows[-1])
     return tuple(rows)
@@ -93,6 +102,7 @@ class _Sweep:
         self._session = session
         self._params = params
         self._filled = 0
+        self.t_mtp: float | None = None  # seconds for the drafts at the depth measured last
         self._rng = np.random.default_rng(params.seed)
 
     def warm_up(self) -> None:
@@ -118,12 +128,16 @@ class _Sweep:
             self._forget(depth)
             self._generate(depth, params.tg)
         middle = time.perf_counter()
+        if params.mtp:
+            self._forget(depth)
+            self.t_mtp = self._draft(depth, params.tg)
+        drafted = time.perf_counter()
         for _ in range(repetitions):
             self._forget(depth)
             self._decode(self._tokens(params.pp), depth)
         ended = time.perf_counter()
         self._filled = depth + params.pp
-        return (ended - middle) / repetitions, (middle - started) / repetitions
+        return (ended - drafted) / repetitions, (middle - started) / repetitions
 
     def _fill(self, depth: int) -> None:
         """Make exactly the positions 0..depth-1 valid."""
@@ -143,6 +157,22 @@ class _Sweep:
     def _generate(self, depth: int, n: int) -> None:
         for i, token in enumerate(self._tokens(n)):
             self._session.decode(Batch.single([token], depth + i))
+
+    def _draft(self, depth: int, n: int) -> float:
+        """Generate n tokens and let the first head guess the one after each; return the seconds of the guesses."""
+        heads: Heads | None = getattr(self._session, "heads", None)
+        assert heads is not None  # a file without them was refused
+        seconds = 0.0
+        text = np.zeros(depth + n + 1, np.int32)  # only its end is looked at
+        text[depth:] = self._tokens(n + 1)
+        if depth:  # rows that the text before is due
+            heads.draft([Draft(0, text[: depth + 1], 1, 0.0, [], [])])
+        for end in range(depth + 1, depth + n + 1):
+            self._session.decode(Batch.single(text[end - 1 : end], end - 1))
+            started = time.perf_counter()
+            heads.draft([Draft(0, text[: end + 1], 1, 0.0, [], [])])
+            seconds += time.perf_counter() - started
+        return seconds
 
     def _decode(self, tokens: TokenIds, pos0: int) -> None:
         """Decode tokens at pos0..., in batches, with logits of the last one only."""
@@ -167,5 +197,6 @@ def params_of(config: RunConfig, n_ubatch: int) -> SweepParams:
         warmup=config.warmup,
         warmup_batch=config.warmup and sweep.warmup_batch,
         memory=sweep.memory,
+        mtp=sweep.mtp,
         seed=max(1, config.seed),
     )

@@ -124,13 +124,14 @@ def checked(parsed: Parsed) -> Startup:
     from ikcli.cli.model import find_draft, find_model, find_projector
     from ikcli.engine.plan.startup import prepare
     from ikcli.settings.run import default_model
+    from ikcli.vision.opening import projector_memory
 
     config = parsed.config
     model = find_model(config.model, config.hub, header_only=config.only_plans)
     config = find_projector(find_draft(config))
     # the token has been used, and settings are printed with results
     config = replace(config, model=model or default_model(), hub=replace(config.hub, token=""))
-    startup = prepare(config, parsed.given, _pipeline(config))
+    startup = prepare(config, parsed.given, _pipeline(config), projector_memory)
     for notice in startup.notices:
         log.notice_once(notice)
     for warning in startup.warnings:

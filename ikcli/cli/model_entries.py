@@ -28,6 +28,7 @@ from ikcli.server.front.environment import OF_THE_FRONT
 from ikcli.server.front.models_entries import FILE, ModelEntry, ModelFacts
 from ikcli.settings.hub import HubConfig
 from ikcli.settings.run import RunConfig, default_model
+from ikcli.vision.opening import projector_memory
 
 OF_ALL_MODELS = OF_THE_FRONT | {"verbose", "verbosity"} | {
     "server." + name
@@ -144,12 +145,12 @@ def _need(parsed: Parsed) -> tuple[dict[str, int], ModelFacts]:
 
     The bytes include the prompt cache and the reserve of a GPU.
     """
-    startup = prepare(parsed.config, parsed.given)
+    startup = prepare(parsed.config, parsed.given, beside=projector_memory)
     planner, config = startup.planner, startup.config
     memory = planner.plan(config).memory
     need = {device: memory.total(device) + (0 if device == CPU else RESERVE_BYTES) for device in memory.parts}
     need[CPU] += max(config.server.cache_ram or 0, 0) << 20
-    if config.vision.mmproj is not None and config.vision.mmproj.is_file():
+    if not planner.beside and config.vision.mmproj is not None and config.vision.mmproj.is_file():
         need[CPU] += config.vision.mmproj.stat().st_size
     tensors, metadata = planner.file.tensors.values(), planner.file.metadata
     ftype, template = metadata.get("general.file_type"), metadata.get("tokenizer.chat_template")

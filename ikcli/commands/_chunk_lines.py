@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from ikcli.measure.perplexity import PerplexityResult
+import sys
+
+from ikcli.log import log
+from ikcli.measure.chunks import WindowCounts
+from ikcli.measure.perplexity import ChunkScore, PerplexityResult
 
 
 def eta_text(pass_seconds: float, n_chunk: int, n_seq: int) -> str:
@@ -20,3 +24,25 @@ def final_line(result: PerplexityResult) -> str:
         f"Final estimate: PPL over {result.n_chunks} chunks for n_ctx={result.n_ctx} "
         f"= {result.ppl:.4f} +/- {result.error:.5f}"
     )
+
+
+class ChunkPrinter:
+    """Prints running values on stdout as they come; after the first pass the estimated total time on stderr."""
+
+    def __init__(self, windows: WindowCounts, output_type: int, n_workers: int = 1) -> None:
+        self._windows = windows
+        self._n_workers = n_workers
+        self._output_type = output_type
+        self._first = True
+
+    def __call__(self, score: ChunkScore) -> None:
+        if self._first:
+            n_seq = self._windows.n_seq * self._n_workers
+            log(f"perplexity: {eta_text(score.pass_seconds, self._windows.n_chunk, n_seq)}")
+            self._first = False
+        if self._output_type == 0:
+            text = f"[{score.index + 1}]{score.ppl:.4f},"
+        else:
+            text = f"{score.start:8d}  {score.ppl:.4f}  {score.mean_nll:4f}  {score.mean_nll_error:4f}\n"
+        sys.stdout.write(text)
+        sys.stdout.flush()

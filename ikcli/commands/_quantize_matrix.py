@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING
 from ikcli import log
 from ikcli.cli.parser import parse, usage
 from ikcli.commands._quantize_output import report_plan_notes
-from ikcli.commands._quantize_request import open_planned, recipe_of, threads, tool_options
+from ikcli.commands._quantize_request import (
+    head_prefix,
+    heads_of,
+    open_planned,
+    open_whole,
+    recipe_of,
+    threads,
+    tool_options,
+)
 from ikcli.errors import IkError, UsageError
 from ikcli.imatrix.self_covariance import with_moments
 from ikcli.settings.fleet import BatchConfig
@@ -105,29 +113,29 @@ def _line(where: str, words: list[str], config: QuantizeConfig) -> Line:
     return Line(where, name, *found, replace(config, **given))
 
 
-def output_path(source: str, output: str, name: str) -> Path:
-    """Return the file of one quant: `MODEL-NAME.gguf` in a folder, or a pattern with `{name}` or `{type}` replaced."""
+def output_path(source: str, output: str, name: str, prefix: str = "") -> Path:
+    """Return the file of one quant: `MODEL-NAME.gguf` after `prefix` in a folder, or a pattern with `{name}` filled."""
     if "{name}" in output or "{type}" in output:
         return Path(output.replace("{name}", name).replace("{type}", name))
     if output.endswith(".gguf"):
         raise UsageError(f"{output} is one file; give a folder or a pattern, for example model-{{name}}.gguf")
     stem = re.sub(r"-\d{5}-of-\d{5}$", "", Path(source).stem)
-    return Path(output) / f"{_FLOAT_SUFFIX.sub('', stem)}-{name}.gguf"
+    return Path(output) / f"{prefix}{_FLOAT_SUFFIX.sub('', stem)}-{name}.gguf"
 
 
 def plans_of(
     config: QuantizeConfig, lines: list[Line], options: list[ToolOptions], source: str, output: str
 ) -> list[ToolPlan]:
     """Return a plan per line with its options, all for one opened model; errors name the line."""
-    from ikcli.gguf.reader import open_gguf
     from ikcli.quant.tool import plan_of
 
+    heads = heads_of(config)
     if config.dry_run:
-        opened, notes = open_planned(source, config.override_kv)
+        opened, notes = open_planned(source, config.override_kv, heads)
         for note in notes:
             log.log(note)
     else:
-        opened = open_gguf(source, config.override_kv)
+        opened = open_whole(source, config.override_kv, heads)
 
     def file() -> GGUFFile:
         return opened
@@ -136,7 +144,7 @@ def plans_of(
     plans: list[ToolPlan] = []
     for line, o in zip(lines, options, strict=True):
         with _At(line.where):
-            path = output_path(source, output, line.name)
+            path = output_path(source, output, line.name, head_prefix(config))
             if path.resolve() in taken:
                 raise UsageError(f"{path} is the file of {taken[path.resolve()]} too; add a name after the type")
             taken[path.resolve()] = line.where

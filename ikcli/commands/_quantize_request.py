@@ -14,6 +14,7 @@ from ikcli.cli.model import find_model
 from ikcli.cli.parser import usage
 from ikcli.commands._target import has_target, target_options
 from ikcli.errors import IkError, UsageError
+from ikcli.gguf.heads import Heads, select_heads
 from ikcli.settings.fleet import BatchConfig
 from ikcli.settings.quantize import QuantizeConfig
 from ikcli.suggest import nearest
@@ -34,7 +35,26 @@ def with_model(config: QuantizeConfig) -> QuantizeConfig:
     return config if path is None else replace(config, args=(str(path), *config.args))
 
 
-def open_planned(path: str, overrides: Sequence[str]) -> tuple[GGUFFile, list[str]]:
+def heads_of(config: QuantizeConfig) -> Heads:
+    """Return which blocks the result gets."""
+    if config.mtp and config.no_mtp:
+        raise UsageError("--mtp and --no-mtp exclude each other")
+    return Heads.ALONE if config.mtp else Heads.DROPPED if config.no_mtp else Heads.KEPT
+
+
+def head_prefix(config: QuantizeConfig) -> str:
+    """Return how the name of a file begins: that of heads alone is found beside `NAME` as `mtp-NAME`."""
+    return "mtp-" if config.mtp else ""
+
+
+def open_whole(path: str, overrides: Sequence[str], heads: Heads) -> GGUFFile:
+    """Open a complete model with the blocks that the result gets."""
+    from ikcli.gguf.reader import open_gguf
+
+    return select_heads(open_gguf(path, overrides), heads)
+
+
+def open_planned(path: str, overrides: Sequence[str], heads: Heads) -> tuple[GGUFFile, list[str]]:
     """Open a model of which the header is enough; return notices on missing parts and data."""
     from ikcli.engine.plan.missing_parts import assume_missing, missing_data
     from ikcli.gguf.reader import open_gguf
@@ -44,22 +64,25 @@ def open_planned(path: str, overrides: Sequence[str]) -> tuple[GGUFFile, list[st
     notes: list[str] = []
     if file.missing_parts:
         notes += assume_missing(file, HParams.from_gguf(file.metadata, file.tensors, path))
+    file = select_heads(file, heads)
     return file, notes + missing_data(file)
 
 
-def open_checked(path: str, overrides: Sequence[str]) -> tuple[GGUFFile, list[str]]:
+def open_checked(path: str, overrides: Sequence[str], heads: Heads) -> tuple[GGUFFile, list[str]]:
     """Open a complete model, or a header or first part alone; raise IkError for an interrupted download."""
     from ikcli.gguf.reader import open_gguf
 
     try:
-        return open_gguf(path, overrides), []
+        return open_whole(path, overrides, heads), []
+    except UsageError:
+        raise
     except IkError:
         file = open_gguf(path, overrides, header_only=True)
         there = sum(t.n_bytes for t in file.tensors.values() if file.has_data(t.name))
         alone = len(file.paths) == 1 and file.missing_parts
         if not alone and (file.missing_parts or _HEADER_SHARE * there >= file.n_bytes):
             raise
-    return open_planned(path, overrides)
+    return open_planned(path, overrides, heads)
 
 
 _Q8_0, _NO_TYPE = 7, "TARGET"  # file type to start from when a target is given without TYPE
@@ -83,6 +106,7 @@ class Request:
     preflight: bool = False
     covariance_tokens: int = 0
     fleet: BatchConfig = dataclasses.field(default_factory=BatchConfig)
+    heads: Heads = Heads.KEPT
 
 
 def request_of(config: QuantizeConfig) -> Request:
@@ -115,6 +139,7 @@ def request_of(config: QuantizeConfig) -> Request:
         config.preflight,
         config.covariance_tokens,
         config.fleet,
+        heads_of(config),
     )
 
 
@@ -161,7 +186,7 @@ def _positional(config: QuantizeConfig, mode: str) -> tuple[str, str, int, str, 
         suffix = "" if config.keep_split else ".gguf"
         model = re.sub(r"-\d{5}-of-\d{5}$", "", Path(source).stem)
         stem = f"ggml-model-{name}" if mode == "quantize" else f"{model}-{mode}ed"
-        output = stem + suffix
+        output = head_prefix(config) + stem + suffix
         if not (config.hub.repo or config.hub.url):  # those are in a cache
             output = str(Path(source).with_name(output))
     return source, output, number, name, threads(text)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ikcli.bench.sweep import SweepRow
 
 _COLUMNS = (("PP", 6), ("TG", 6), ("N_KV", 6), ("T_PP s", 8), ("S_PP t/s", 8), ("T_TG s", 8), ("S_TG t/s", 8))
+_HEAD_COLUMNS = (("T_MTP s", 8), ("S_MTP t/s", 9))
 _MEMORY_COLUMNS = (("RSS HWM", 10), ("VRAM delta", 10))
 
 
@@ -34,7 +35,7 @@ class SweepPrinter:
     def __init__(self, config: RunConfig, info: RunInfo) -> None:
         self._config = config
         self._format = config.sweep.output_format
-        self._memory = config.sweep.memory
+        self._memory, self._mtp = config.sweep.memory, config.sweep.mtp
         self._settings: dict[str, int] = {
             "n_kv_max": info.n_kv_max,
             "n_batch": info.n_batch,
@@ -52,7 +53,8 @@ class SweepPrinter:
             write_line(json.dumps({"config": {**recorded, **self._settings}}))
         if self._format.startswith("jsonl"):
             return
-        write_head(self._settings, _COLUMNS + (_MEMORY_COLUMNS if self._memory else ()))
+        heads = _HEAD_COLUMNS if self._mtp else ()
+        write_head(self._settings, _COLUMNS + heads + (_MEMORY_COLUMNS if self._memory else ()))
 
     def row(self, row: SweepRow) -> None:
         """Print one measured depth."""
@@ -63,6 +65,8 @@ class SweepPrinter:
             f"|{row.pp:6d} | {row.tg:6d} | {row.n_kv:6d} | {row.t_pp:8.3f} | {row.speed_pp:8.2f} "
             f"| {row.t_tg:8.3f} | {row.speed_tg:8.2f} |"
         )
+        if self._mtp:
+            line += f" {row.t_mtp or 0:8.3f} | {row.speed_mtp:9.2f} |"
         if self._memory:
             line += f" {_mib(row.rss_hwm_mib, 1, '-'):>10} | {_mib(row.vram_delta_mib, 1, '-'):>10} |"
         return line
@@ -72,6 +76,8 @@ class SweepPrinter:
         fields += [f'"pp": {row.pp}', f'"tg": {row.tg}', f'"n_kv": {row.n_kv}']
         fields += [f'"t_pp": {row.t_pp:f}', f'"speed_pp": {row.speed_pp:f}']
         fields += [f'"t_tg": {row.t_tg:f}', f'"speed_tg": {row.speed_tg:f}']
+        if self._mtp:
+            fields += [f'"t_mtp": {row.t_mtp or 0:f}', f'"speed_mtp": {row.speed_mtp:f}']
         if self._memory:
             fields.append(f'"rss_hwm_mib": {_mib(row.rss_hwm_mib, 3, "null")}')
             fields.append(f'"vram_delta_mib": {_mib(row.vram_delta_mib, 3, "null")}')

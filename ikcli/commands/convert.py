@@ -50,8 +50,8 @@ def run(config: ConvertConfig) -> int:
         return _projector(config, directory)
     if config.base is not None:
         raise UsageError(f"--base is for adapters, and {directory} has no adapter_config.json")
-    from ikcli.convert.heads import Heads
     from ikcli.convert.tool import CheckpointOptions, open_checkpoint
+    from ikcli.gguf.heads import Heads
 
     heads = Heads.ALONE if config.mtp else Heads.DROPPED if config.no_mtp else Heads.KEPT
     ignored = tuple(key.strip() for text in config.ignore_config_key for key in text.split(",") if key.strip())

@@ -14,7 +14,8 @@ from ikcli.cli.columns import MAX_ITEMS, format_size, json_scalar, print_table, 
 from ikcli.cli.model import find_model
 from ikcli.errors import UsageError
 from ikcli.gguf.constants import GGUFValueType, file_type_label
-from ikcli.gguf.reader import GGUFFile, open_gguf
+from ikcli.gguf.heads import block_of, head_blocks
+from ikcli.gguf.reader import GGUFFile, TensorInfo, open_gguf
 from ikcli.gguf.type_counts import count_types
 from ikcli.gguf.types import TYPES
 from ikcli.settings.run import default_model
@@ -107,12 +108,26 @@ def summary(file: GGUFFile) -> dict[str, str]:
         n = sum(t.n_elements for t in repeating)
         size = _size_and_bpw(sum(t.n_bytes for t in repeating), n)
         out["repeating layers"] = f"{size}, {format_count(n)} parameters"
+    if heads := head_blocks(file.tensors, file.metadata):
+        out["heads (MTP)"] = _heads(tensors, heads)
     ik_only = sorted({TYPES[t.type].name for t in tensors if not TYPES[t.type].standard})
     if ik_only:
         out["ik-only types"] = ", ".join(ik_only) + " (mainline tools cannot read this file)"
     elif tensors:
         out["ik-only types"] = "none (standard GGUF)"
     return out
+
+
+def _heads(tensors: list[TensorInfo], heads: frozenset[int]) -> str:
+    """Return number, blocks and size of the heads that predict further tokens, and which matrices they have."""
+    mine = [t for t in tensors if block_of(t.name) in heads]
+    names = {t.name.partition(".nextn.")[2] for t in mine}
+    own = [what for name, what in (("embed_tokens.weight", "embeddings"), ("shared_head_head.weight", "output matrix"))
+           if name in names]  # fmt: skip
+    alone = "" if any(0 <= block_of(t.name) < min(heads) for t in tensors) else ", without the model"
+    size = _size_and_bpw(sum(t.n_bytes for t in mine), sum(t.n_elements for t in mine))
+    blocks = ", ".join(f"blk.{il}" for il in sorted(heads))
+    return f"{len(heads)} ({blocks}), {size}{', own ' if own else ''}{' and '.join(own)}{alone}"
 
 
 def _projector(file: GGUFFile) -> str:
@@ -154,6 +169,8 @@ def describe(file: GGUFFile, *, tensors: bool) -> dict[str, Any]:
             for c in count_types(list(file.tensors.values()))
         ],
     }
+    if heads := head_blocks(file.tensors, file.metadata):
+        out["head_blocks"] = sorted(heads)
     file_type = file.get("general.file_type")
     if isinstance(file_type, int):
         out["file_type"] = file_type_label(file_type)

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import closing
 from dataclasses import replace
 
 from ikcli.cli.parser import ModelRun
 from ikcli.commands import _choices, _kl_divergence
-from ikcli.commands._chunk_lines import eta_text, final_line
+from ikcli.commands._chunk_lines import ChunkPrinter, final_line
+from ikcli.engine.run.session import Session
 from ikcli.errors import IkError, NonFiniteError, UsageError
 from ikcli.fleet.model import HeaderSession
 from ikcli.log import log, warn
 from ikcli.measure import fleet as fleet_windows
 from ikcli.measure import images, moe_trace, perplexity
 from ikcli.measure.chunks import WindowCounts, Windows
+from ikcli.measure.heads import HeadScores, result_line
 from ikcli.measure.kld_file import BaseWriter
 from ikcli.measure.perplexity import (
-    ChunkScore,
     PerplexityParams,
     PerplexityResult,
     bos_of,
@@ -35,6 +35,10 @@ def run(run: ModelRun) -> int:
     config = run.config
     fleet_windows.check(config)
     moe_trace.check(config)
+    if config.perplexity.mtp and (config.perplexity.scores_choices or config.perplexity.kl_divergence):
+        raise UsageError("--mtp scores heads on a text; it goes with neither choice tasks nor --kl-divergence")
+    if config.perplexity.mtp and config.vision.images:
+        raise UsageError("--mtp scores heads on a text without images; leave out --image")
     if config.vision.images:
         images.check_options(config)
     if config.perplexity.scores_choices:
@@ -42,6 +46,8 @@ def run(run: ModelRun) -> int:
     if config.perplexity.kl_divergence:
         return _kl_divergence.run(run)
     params = params_of(config)
+    if config.perplexity.mtp and config.fleet.wanted:
+        raise UsageError("--mtp scores heads in one process; leave out --workers and --ray")
     if params.stride and config.perplexity.logits_file:
         raise UsageError(
             "--kl-divergence-base stores consecutive windows and cannot be used together with --ppl-stride"
@@ -70,13 +76,22 @@ def _run_on_text(run: ModelRun, params: PerplexityParams, text: str) -> None:
         )
         recorder = moe_trace.recorder(config, session)
         printer = ChunkPrinter(windows, config.perplexity.output_type, config.fleet.n_workers)
+        scores = _head_scores(session, windows, params)
         try:
-            result = _run_and_save(config, session, tokens, params, windows, printer)
+            result = _run_and_save(config, session, tokens, params, windows, printer, scores)
         finally:
             print(flush=True)
         _print_final(result, windows)
+        for found in scores.results() if scores is not None else ():
+            print(result_line(found), flush=True)
         if recorder is not None:
             recorder.save(windows.n_ctx)
+
+
+def _head_scores(session: SessionLike | HeaderSession, windows: Windows, params: PerplexityParams) -> HeadScores | None:
+    """Return what scores the heads of the session (--mtp), or None if it has none."""
+    heads = session.heads if isinstance(session, Session) else None
+    return HeadScores(heads, windows, params.n_threads) if heads is not None else None
 
 
 def _run_with_images(run: ModelRun, params: PerplexityParams, text: str) -> None:
@@ -131,36 +146,15 @@ def _run_and_save(
     params: PerplexityParams,
     windows: Windows,
     printer: ChunkPrinter,
+    scores: HeadScores | None,
 ) -> PerplexityResult:
     if isinstance(session, HeaderSession):
         found = fleet_windows.measure(config, session, windows, stride=params.stride)
         return perplexity.gather(found, windows, params, printer)
     path = config.perplexity.logits_file
     if path is None:
-        return perplexity.run(session, tokens, params, on_chunk=printer)
+        return perplexity.run(session, tokens, params, on_chunk=printer, watcher=scores)
     log(f"perplexity: log-probabilities go to {path}")
     params = replace(params, fail_on_nan=True)
     with BaseWriter(path, windows.tokens, session.n_vocab, params.n_threads) as writer:
-        return perplexity.run(session, tokens, params, on_chunk=printer, on_rows=writer.add)
-
-
-class ChunkPrinter:
-    """Prints running values on stdout as they come; after the first pass the estimated total time on stderr."""
-
-    def __init__(self, windows: WindowCounts, output_type: int, n_workers: int = 1) -> None:
-        self._windows = windows
-        self._n_workers = n_workers
-        self._output_type = output_type
-        self._first = True
-
-    def __call__(self, score: ChunkScore) -> None:
-        if self._first:
-            n_seq = self._windows.n_seq * self._n_workers
-            log(f"perplexity: {eta_text(score.pass_seconds, self._windows.n_chunk, n_seq)}")
-            self._first = False
-        if self._output_type == 0:
-            text = f"[{score.index + 1}]{score.ppl:.4f},"
-        else:
-            text = f"{score.start:8d}  {score.ppl:.4f}  {score.mean_nll:4f}  {score.mean_nll_error:4f}\n"
-        sys.stdout.write(text)
-        sys.stdout.flush()
+        return perplexity.run(session, tokens, params, on_chunk=printer, on_rows=writer.add, watcher=scores)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from dataclasses import replace
 
 from ikcli.cli.parser import ModelRun
 from ikcli.engine.plan.memory_plan import plan_lines, verdict_lines
-from ikcli.engine.plan.placement import CPU
 from ikcli.engine.plan.planner import MIB
 from ikcli.engine.run.session_log import model_lines
 from ikcli.log import warn
-from ikcli.vision.opening import open_projector
+from ikcli.vision.opening import planned_projector
 
 
 def run(run: ModelRun) -> int:
@@ -23,17 +21,15 @@ def run(run: ModelRun) -> int:
     for warning in planner.warnings(run.config):
         warn(warning)
     plan = planner.plan(run.config)
-    projector = open_projector(run.config, planner.hp)
+    projector = planned_projector(run.config, planner.hp, planner.machine)
     lines = []
     if projector is not None:
-        used = {"projector": projector.n_bytes, "images": projector.plan_bytes()}
-        parts = plan.memory.parts | {CPU: plan.memory.parts[CPU] | used}
-        plan = replace(plan, memory=replace(plan.memory, parts=parts))
+        device, used = max(projector.memory().items(), key=lambda item: item[1]["projector"])
         lines = [
-            f"projector: {projector.type}, {used['projector'] / MIB:.2f} MiB, and {used['images'] / MIB:.2f} MiB for "
-            f"an image (or a tile of one) of {projector.most_tokens} tokens, its largest"
+            f"projector: {projector.type} on {device}, {used['projector'] / MIB:.2f} MiB, and "
+            f"{used['images'] / MIB:.2f} MiB for an image (or a tile of one) of {projector.most_tokens} tokens, its "
+            "largest"
         ]
-        projector.close()
     for line in [*plan_lines(planner, plan), *lines, *verdict_lines(planner, plan)]:
         print(line)
     return int(not plan.memory.fits())

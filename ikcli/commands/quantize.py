@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 
 from ikcli import log
 from ikcli.commands._quantize_output import _type_name, dry_run_lines, report_plan, would_gain, write
-from ikcli.commands._quantize_request import Request, open_checked, open_planned, request_of, with_model
+from ikcli.commands._quantize_request import Request, open_checked, open_planned, open_whole, request_of, with_model
 from ikcli.commands._target import check_sides
 from ikcli.errors import IkError, UsageError
+from ikcli.gguf.heads import Heads
 from ikcli.imatrix.self_covariance import SELF, planned_data, with_moments
 from ikcli.settings.quantize import QuantizeConfig
 
@@ -68,7 +69,7 @@ def _run(request: Request) -> int:
         plan = plan_repack_of(file(), request.output, request.patterns, request.mode == "unrepack", request.options)
     report_plan(request, plan)
     _report_recipe(request, plan)
-    if request.mode != "quantize" and not any(c.changes for c in plan.job.choices):
+    if request.mode != "quantize" and request.heads is Heads.KEPT and not any(c.changes for c in plan.job.choices):
         log.log(f"nothing to {request.mode}: no file is written")
         return 0
     if request.dry_run:
@@ -89,15 +90,13 @@ def _opened(request: Request) -> Callable[[], GGUFFile]:
     @functools.cache
     def file() -> GGUFFile:
         if not request.dry_run:
-            return open_gguf(request.input, request.options.overrides)
-        found, notes = open_planned(request.input, request.options.overrides)
+            return open_whole(request.input, request.options.overrides, request.heads)
+        found, notes = open_planned(request.input, request.options.overrides, request.heads)
         for note in notes:
             log.log(note)
         if request.target is not None and not all(map(found.has_data, found.tensors)):
             raise UsageError(f"{request.input}: a target measures the weights, and some are missing; give a TYPE")
         return found
-
-    from ikcli.gguf.reader import open_gguf
 
     return file
 
@@ -112,7 +111,7 @@ def _preflight(request: Request) -> int:
     if r.options.covariance == SELF:
         runs = partial(planned_data, r.input, r.covariance_tokens, r.options.overrides)
         r = replace(r, options=replace(r.options, covariance=None))
-    opened = partial(open_checked, r.input, r.options.overrides)
+    opened = partial(open_checked, r.input, r.options.overrides, r.heads)
     task = PlannedJob(r.mode, opened, r.output, r.recipe, r.options, r.patterns, r.target, runs)
     report = preflight(task, available_memory())
     print("\n".join(report.lines()))

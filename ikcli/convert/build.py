@@ -16,13 +16,14 @@ from typing import Any
 import numpy as np
 
 from ikcli.convert.config import Config
-from ikcli.convert.heads import NEXT_TOKENS, Heads, count_heads, usual_name
+from ikcli.convert.heads import NEXT_TOKENS, count_heads, usual_name
 from ikcli.convert.names import general_name, gguf_names
 from ikcli.convert.pieces import TYPES_OF, Constant, Floats, Matrix, NewRows, Order, Piece, TensorRows, Value, n_rows_of
 from ikcli.convert.quantized import Dequantized
 from ikcli.convert.source import Array, CheckpointSource
 from ikcli.errors import FormatError, UnsupportedError
 from ikcli.gguf.constants import GGMLType
+from ikcli.gguf.heads import Heads
 
 _F32_NAMES = ("ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "position_embd.weight", "token_types.weight")
 _F32_PARTS = ("_norm.weight", "ssm_conv1d", "shortconv.conv.")
@@ -90,7 +91,9 @@ class Build:
     @property
     def n_layer(self) -> int:
         """Return the number of layers, without those for further tokens."""
-        return self.config.integer("num_hidden_layers", "n_layers", "n_layer", "num_layers", least=1)
+        return self.config.integer(
+            "num_hidden_layers", "n_layers", "n_layer", "num_layers", "num_transformer_layers", least=1
+        )
 
     def count_heads(self) -> None:
         """Count the layers for further tokens that the file gets."""
@@ -363,6 +366,9 @@ def place_tensors(m: Build, architecture: Architecture) -> None:
         if name.endswith(".inv_freq") or (architecture.drop and re.search(architecture.drop, name)):
             m.dropped.append(name)
             continue
+        if "/" in name:
+            place_dense(m, name)
+            continue
         rule, found = _find(m, architecture, name)
         if found.block >= m.n_layer and (not architecture.further or m.heads is Heads.DROPPED):
             m.dropped.append(name)
@@ -374,6 +380,20 @@ def place_tensors(m: Build, architecture: Architecture) -> None:
         else:
             rule(m, found)
     stack_experts(m)
+
+
+def place_dense(m: Build, name: str) -> None:
+    """Place a tensor of a sentence-transformers module: the dense layers after the pooling are `dense_2`, `dense_3`."""
+    folders = sorted({n.split("/")[0] for n in m.source.names if "/" in n})
+    folder, bare = name.split("/")
+    number = folders.index(folder) + 2
+    shape = m.source.shape(name)
+    if bare not in ("linear.weight", "linear.bias") or number > 3:
+        raise UnsupportedError(f"{m.config.path.parent}: tensor {name} has no place; known are one or two dense layers")
+    if bare == "linear.weight":
+        m.key(f"dense_{number}_feat_in", shape[1])
+        m.key(f"dense_{number}_feat_out", shape[0])
+    m.plain(Found(name, shape, "", -1, -1), f"dense_{number}.{bare.removeprefix('linear.')}")
 
 
 def _find(m: Build, architecture: Architecture, name: str) -> tuple[str | Rule | None, Found]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from enum import Enum, auto
 
 _OWN_LIST = re.compile(r"^(?:model\.|language_model\.)*mtp\.layers\.(\d+)\.(.+)$")
 _BESIDE = re.compile(r"^(?:model\.|language_model\.)*mtp\.(\w+)\.(weight.*)$")
@@ -27,14 +26,6 @@ NEXT_TOKENS = {
     "layers.*.shared_head.norm": "blk.*.nextn.shared_head_norm",
 }
 """GGUF names; the gguf package has them for some architectures only."""
-
-
-class Heads(Enum):
-    """Which layers a model file gets: all, only the model's, or only those that predict further tokens."""
-
-    KEPT = auto()
-    DROPPED = auto()
-    ALONE = auto()  # with embeddings, last norm and output matrix, as llama.cpp drafts with them
 
 
 def usual_name(name: str, n_layer: int) -> str:

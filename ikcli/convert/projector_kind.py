@@ -1,4 +1,4 @@
-"""What a kind of projector says about its checkpoint, and helpers that kinds share."""
+"""Describe a kind of projector: names, keys and checks of its checkpoint, and helpers that kinds share."""
 
 from __future__ import annotations
 

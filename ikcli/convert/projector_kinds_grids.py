@@ -1,4 +1,6 @@
-"""The kinds of projectors that read an image at any size: GLM-4.1V and its kind, Kimi-VL, Kimi K2.5, LFM2-VL."""
+"""The kinds of projectors that read an image at any size: GLM-4.1V and its kind, Kimi-VL, Kimi K2.5, LFM2-VL,
+dots.ocr, PaddleOCR-VL.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ikcli.convert.projector_kind import Change, Kind, Made, Settings, Values, frames, looked_up, share
+from ikcli.errors import FormatError
 
 
 # --- GLM-4V -----------------------------------------------------------------------------------------------------------
@@ -131,6 +134,58 @@ def _channels_first(side: int) -> Callable[[Values], Values]:
     return lambda x: np.ascontiguousarray(x.reshape(x.shape[0], side, side, 3).transpose(0, 3, 1, 2))
 
 
+# --- dots.ocr ---------------------------------------------------------------------------------------------------------
+def _dots_prepare(s: Settings) -> None:
+    s.vision = {**s.vision, "hidden_size": s.number("embed_dim", "hidden_size"), "image_size": 0}
+
+
+def _dots_keys(s: Settings, out: dict[str, Any]) -> None:
+    out["clip.projector_type"] = "dots_ocr"
+    for end in ("min", "max"):
+        if f"{end}_pixels" not in s.processor:
+            raise FormatError(f"{s.directory / 'preprocessor_config.json'}: key {end}_pixels is missing")
+        out[f"clip.vision.image_{end}_pixels"] = int(s.processor[f"{end}_pixels"])
+    out["clip.vision.attention.layer_norm_epsilon"] = float(s.number("rms_norm_eps", default=1e-5))
+    out["clip.vision.projector.scale_factor"] = int(s.number("spatial_merge_size", default=2))
+    out["clip.use_silu"] = True
+
+
+def _dots_renamed(name: str) -> str:
+    if ".mlp.fc" not in name:
+        return name
+    name = name.replace("vision_tower.blocks.", "visual.blocks.")
+    return name.replace(".fc1.", ".gate_proj.").replace(".fc2.", ".down_proj.").replace(".fc3.", ".up_proj.")
+
+
+# --- PaddleOCR-VL -----------------------------------------------------------------------------------------------------
+def _paddle_pixels(s: Settings, end: str, edge: str) -> int:
+    found = s.processor.get(f"{end}_pixels") or (s.processor.get("size") or {}).get(edge)
+    if not isinstance(found, int):
+        raise FormatError(f"{s.directory / 'preprocessor_config.json'}: key {end}_pixels is missing")
+    return found
+
+
+def _paddle_prepare(s: Settings) -> None:
+    s.vision = {**s.vision, "image_size": int(_paddle_pixels(s, "max", "longest_edge") ** 0.5)}
+
+
+def _paddle_keys(s: Settings, out: dict[str, Any]) -> None:
+    out["clip.projector_type"] = "paddleocr"
+    out["clip.vision.image_max_pixels"] = _paddle_pixels(s, "max", "longest_edge")
+    out["clip.vision.image_min_pixels"] = _paddle_pixels(s, "min", "shortest_edge")
+    out["clip.use_gelu"] = True
+    out["clip.vision.attention.layer_norm_epsilon"] = float(s.number("rms_norm_eps", "layer_norm_eps", default=1e-6))
+
+
+def _paddle_place(s: Settings, name: str, shape: tuple[int, ...]) -> list[Made] | None:
+    return [] if "packing_position_embedding" in name or ".vision_model.head." in name else None
+
+
+def _paddle_renamed(name: str) -> str:
+    name = name.replace("visual.vision_model.", "vision_tower.vision_model.")
+    return f"mlp_AR.{name.removeprefix('projector.')}" if name.startswith("projector.") else name
+
+
 KINDS = (
     Kind(("Glm4vForConditionalGeneration", "Glm4vMoeForConditionalGeneration", "Glm46VForConditionalGeneration",
           "GlmOcrForConditionalGeneration"), _glm_keys, ("visual.",), _glm_place, prepare=_glm_prepare),
@@ -140,4 +195,7 @@ KINDS = (
          _k25_prepare),
     Kind(("Lfm2VlForConditionalGeneration",), _lfm2_keys, ("vision_tower.", "multi_modal_projector."), _lfm2_place,
          _lfm2_renamed, _lfm2_prepare),
+    Kind(("DotsOCRForCausalLM",), _dots_keys, ("vision_tower.",), renamed=_dots_renamed, prepare=_dots_prepare),
+    Kind(("PaddleOCRVLForConditionalGeneration", "PaddleOCRVisionModel"), _paddle_keys,
+         ("visual.", "mlp_AR.", "projector."), _paddle_place, _paddle_renamed, _paddle_prepare),
 )  # fmt: skip

@@ -23,14 +23,16 @@ def _llava_prepare(s: Settings) -> None:
 
 
 def _llava_keys(s: Settings, out: dict[str, Any]) -> None:
-    if s.config.get("image_grid_pinpoints"):
-        raise UnsupportedError(f"{s.directory}: images in grids (LLaVA-1.6) are not converted; known is LLaVA-1.5")
     out["clip.has_text_encoder"] = False
     out["clip.has_llava_projector"] = True
     out["clip.projector_type"] = "mlp"
     out["clip.vision.attention.layer_norm_epsilon"] = float(s.vision.get("layer_norm_eps", 1e-5))
     out["clip.vision.feature_layer"] = [_feature_layer(s)]
-    out["clip.vision.image_aspect_ratio"] = "pad"
+    grid = s.config.get("image_grid_pinpoints")
+    out["clip.vision.image_aspect_ratio"] = "anyres" if grid else "pad"
+    if grid:
+        out["clip.vision.image_grid_pinpoints"] = [int(x) for pair in grid for x in pair]
+        out["clip.vision.mm_patch_merge_type"] = "spatial_unpad"
     out["clip.use_gelu"] = str(s.vision.get("hidden_act", "quick_gelu")).startswith("gelu")
 
 
@@ -38,6 +40,8 @@ def _llava_place(s: Settings, name: str, shape: tuple[int, ...]) -> list[Made] |
     for linear, index in (("linear_1", 0), ("linear_2", 2)):
         if name.startswith(f"multi_modal_projector.{linear}."):
             return [(f"mm.{index}.{name.rpartition('.')[2]}", same)]
+    if name == "image_newline":
+        return [("model.image_newline", same)]
     if ".post_layernorm." in name or ".head." in name or name.endswith("position_ids"):
         return []
     parts = name.split(".encoder.layers.")
@@ -74,8 +78,9 @@ def _janus_place(s: Settings, name: str, shape: tuple[int, ...]) -> list[Made] |
 
 
 KINDS = (
-    Kind(("LlavaForConditionalGeneration",), _llava_keys, ("vision_tower.", "multi_modal_projector."), _llava_place,
-         _llava_renamed, _llava_prepare, towers=("clip_vision_model", "siglip_vision_model")),
+    Kind(("LlavaForConditionalGeneration", "LlavaNextForConditionalGeneration"), _llava_keys,
+         ("vision_tower.", "multi_modal_projector.", "image_newline"), _llava_place, _llava_renamed, _llava_prepare,
+         towers=("clip_vision_model", "siglip_vision_model")),
     Kind(("JanusForConditionalGeneration",), _janus_keys, ("vision_model.", "aligner."), _janus_place,
          lambda name: f"model.{name}", _janus_prepare),
 )  # fmt: skip

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ikcli.errors import FormatError, IkError, UnsupportedError
+from ikcli.system_files import read_at
 from ikcli.text_files import read_text
 
 Array = npt.NDArray[Any]
@@ -85,10 +86,15 @@ class _Entry:
 
 
 class SafetensorsSource:
-    """The safetensors files of a directory: the shards of its index, `model.safetensors`, all others, or `files`."""
+    """The safetensors files of a directory: the shards of its index, `model.safetensors`, all others, or `files`.
 
-    def __init__(self, directory: Path, files: Sequence[Path] | None = None) -> None:
-        self.paths = _files(directory) if files is None else list(files)
+    Tensors in `model.safetensors` of the subdirectories `modules` are called `<subdirectory>/<name>`.
+    """
+
+    def __init__(self, directory: Path, files: Sequence[Path] | None = None, modules: Sequence[str] = ()) -> None:
+        own = _files(directory) if files is None else list(files)
+        self.paths = own + [directory / module / _SINGLE for module in modules]
+        prefixes = [""] * len(own) + [f"{module}/" for module in modules]
         self._handles: list[int] = []
         self._entries: dict[str, _Entry] = {}
         weakref.finalize(self, _close, self._handles)
@@ -97,7 +103,8 @@ class SafetensorsSource:
                 self._handles.append(os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0)))
             except OSError as problem:
                 raise IkError(f"{path}: {problem.strerror or problem}") from None
-            for name, entry in _read_header(path, self._handles[-1], number).items():
+            for bare, entry in _read_header(path, self._handles[-1], number).items():
+                name = prefixes[number] + bare
                 if name in self._entries:
                     raise FormatError(f"{path}: tensor {name} is in {self.paths[self._entries[name].file].name}, too")
                 self._entries[name] = entry
@@ -130,7 +137,7 @@ class SafetensorsSource:
         position = entry.start + first * out.itemsize
         while len(view):
             try:
-                piece = os.pread(self._handles[entry.file], min(len(view), 16 << 20), position)
+                piece = read_at(self._handles[entry.file], min(len(view), 16 << 20), position)
             except OSError as problem:
                 raise IkError(f"{self.paths[entry.file]}: {problem.strerror or problem}") from None
             if not piece:
@@ -193,7 +200,7 @@ def _check_index(directory: Path, entries: dict[str, _Entry], paths: list[Path])
 
 def _read_header(path: Path, handle: int, number: int) -> dict[str, _Entry]:
     size = os.fstat(handle).st_size
-    head = os.pread(handle, 8, 0)
+    head = read_at(handle, 8, 0)
     if len(head) < 8:
         raise FormatError(f"{path}: is not a safetensors file: it has {size} bytes")
     n_header = int(struct.unpack("<Q", head)[0])
@@ -202,7 +209,7 @@ def _read_header(path: Path, handle: int, number: int) -> dict[str, _Entry]:
             f"{path}: is truncated or not a safetensors file: a header of {n_header} bytes, {size} in all"
         )
     try:
-        header = json.loads(os.pread(handle, n_header, 8).decode("utf-8"))
+        header = json.loads(read_at(handle, n_header, 8).decode("utf-8"))
     except (ValueError, RecursionError):
         raise FormatError(f"{path}: the header is not JSON") from None
     if not isinstance(header, dict):

@@ -12,14 +12,15 @@ from ikcli.convert.archs import architecture_of
 from ikcli.convert.build import Build, convert_tensors
 from ikcli.convert.config import Config
 from ikcli.convert.file import CheckpointFile, checkpoint_file
-from ikcli.convert.heads import Heads
 from ikcli.convert.naming import Description, describe
 from ikcli.convert.quantized import dequantized
-from ikcli.convert.sentence import pooling_type
+from ikcli.convert.rerank import add_ranking, ranks
+from ikcli.convert.sentence import Sentence
 from ikcli.convert.source import SafetensorsSource
 from ikcli.convert.vocab import read_vocabulary
 from ikcli.errors import FormatError, UnsupportedError
 from ikcli.gguf.constants import GGMLType
+from ikcli.gguf.heads import Heads
 from ikcli.gguf.overrides import apply_overrides
 from ikcli.gguf.writer import GGUFWriter, NewTensor, plan_splits
 from ikcli.models import HParams, check_tensors, find
@@ -31,7 +32,7 @@ from ikcli.quant.tool import ToolOptions, ToolPlan, plan_of
 if TYPE_CHECKING:
     from ikcli.quant.target import TargetOptions
 
-_UNREAD = r"\.indexer\.|^rope_f|_(k|v|kv)_b\.weight$|_gate_up_exps\.weight$|^output\.weight$|^cls\."
+_UNREAD = r"\.indexer\.|^rope_f|_(k|v|kv)_b\.weight$|_gate_up_exps\.weight$|^output\.weight$|^cls\.|^dense_"
 """Tensors that are read elsewhere in ik, or kept for other programs."""
 AUTO = {GGMLType.BF16: 32, GGMLType.F16: 1, GGMLType.F32: 1}  # file types; float32 checkpoints become f16
 MXFP4 = 38
@@ -77,11 +78,13 @@ def open_checkpoint(directory: Path, options: CheckpointOptions | None = None) -
     options = options or CheckpointOptions()
     config = Config(directory)
     architecture = architecture_of(config)
-    files = SafetensorsSource(directory)
+    sentence = Sentence.of(directory)
+    files = SafetensorsSource(directory, modules=sentence.dense)
     source = dequantized(files, config.raw)
     m = Build(config, source, architecture.name, keep_mxfp4=options.keep_mxfp4, heads=options.heads)
     architecture.keys(m)
     convert_tensors(m, architecture)
+    m.notes += sentence.notes
     strange = [key for key in config.not_understood(architecture.harmless) if key not in options.ignored_keys]
     if strange:
         value = config.values[strange[0]]
@@ -95,9 +98,10 @@ def open_checkpoint(directory: Path, options: CheckpointOptions | None = None) -
         directory, [(t.name, t.shape) for t in m.tensors.values()], options.model_name, options.metadata
     )
     vocabulary = read_vocabulary(directory, config.raw, m.arch, options.pre)
-    pooling = pooling_type(directory)
-    if pooling is not None:
-        m.key("pooling_type", pooling)
+    if ranks(m, directory):
+        add_ranking(m, directory, vocabulary)
+    elif sentence.pooling is not None:
+        m.key("pooling_type", sentence.pooling)
     keys = {"general.architecture": m.arch, "general.type": "model", **description.keys}
     # in their usual place; the file type is known when the file is written
     written = {"general.file_type": 0, "general.quantization_version": QUANTIZATION_VERSION}

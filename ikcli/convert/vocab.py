@@ -266,7 +266,6 @@ def _unigram(files: TokenizerFiles, architecture: str) -> Keys:
 
 
 def _t5_keys(table: Table, special: Keys, prefix: bool, extra: bool, charsmap: bytes) -> Keys:
-    warn("the tokenizer is a unigram model (t5): other programs read it, commands of this one that need text do not")
     keys = _model_keys("t5", "default", table, True) | special
     keys["tokenizer.ggml.add_space_prefix"] = prefix
     keys["tokenizer.ggml.remove_extra_whitespaces"] = extra

@@ -14,7 +14,7 @@ from pathlib import Path
 from ikcli.bench.environment import cpu_name, memory_bytes
 from ikcli.engine.run.numa import parse_cpulist, read_nodes
 from ikcli.engine.run.system_memory import memlock_limit, thp_state
-from ikcli.hostinfo import cgroup_limit, cgroup_memory, count_physical, physical_cores, visible_cpus
+from ikcli.hostinfo import cgroup_limit, count_physical, physical_cores, visible_cpus
 
 _FEATURES = ("f16c", "fma", "avx2", "avxvnni", "avx512f", "avx512vnni", "avx512vbmi", "avx512bf16", "gfni", "amx-int8",
              "neon", "dotprod", "i8mm", "bf16")  # fmt: skip
@@ -150,7 +150,7 @@ def memory(roots: Roots | None = None) -> MachineMemory:
     """Return the size of RAM and swap, the limits on it, its page sizes and its NUMA nodes."""
     roots = roots or Roots()
     info = _meminfo(roots.proc / "meminfo")
-    limit = cgroup_memory(roots.cgroup)
+    limit = _cgroup_memory(roots.cgroup)
     total = memory_bytes(roots.proc / "meminfo")
     swap = info.get("SwapTotal"), info.get("SwapFree")
     return MachineMemory(
@@ -185,6 +185,16 @@ def _meminfo(path: Path, skip: int = 0) -> Mapping[str, int]:
     except OSError:
         pass
     return out
+
+
+def _cgroup_memory(root: Path) -> int | None:
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        try:
+            text = (root / name).read_text().strip()
+        except OSError:
+            continue
+        return int(text) if text.isdigit() else None
+    return None
 
 
 def _balancing(path: Path) -> bool | None:

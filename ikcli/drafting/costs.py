@@ -1,59 +1,127 @@
-"""Seconds as a function of a small count (rows of a micro-batch, tokens of a draft), measured while running."""
+"""Estimate the seconds that steps and drafts take from a few measurements made while running."""
 
 from __future__ import annotations
 
-_WEIGHT = 0.1  # of a new measurement
-_FIRST = 0.5  # ... while there are few: the first one may include work that is done once
-_BEYOND = 0.4  # of the last slope is assumed beyond what was measured: curves flatten, and trying shows it
-_OUTLIER = 4.0  # a measurement counts as at most this many times the estimate
+from collections.abc import Sequence
+
+import numpy as np
+
+_WEIGHT = 0.08  # of a new measurement, once there are many
+_OUTLIER = 1.3  # a measurement counts as at most this many times the estimate, after a few; before: _ODD times
+_ODD, _FEW = 1.6, 4
+_SPREAD = 0.08  # of single measurements, relative
+_STALE = 1e-5  # variance that a measurement gains with every later one
+# How curves differ before anything is measured, in steps of one row: any level, what every row adds, what the second
+# row adds (another kernel), what distinct experts add, and small deviations from row to row.
+_LEVEL, _EACH, _SECOND, _EXPERTS, _STEP = 10.0, 0.12, 0.2, 0.25, 0.12
+_EXPECTED_EACH = 0.08
 
 
-class Curve:
-    """Exponentially weighted estimates for the counts 1..most; the others are interpolated from their neighbours.
+def distinct_experts(n_experts: int, n_used: int, n_rows: int) -> float:
+    """Return how many experts the rows read together, if each chooses at random, as a multiple of those of one row."""
+    return n_experts * (1 - (1 - n_used / n_experts) ** n_rows) / n_used
 
-    `slope`: what one more is assumed to add, as a share of the seconds for one, before a second count was measured.
+
+class RowCosts:
+    """Seconds of a step by its number of rows: a Gaussian process over the counts 1..most.
+
+    A measurement of one count also tells of the others: curves are sums of a level, a slope, what distinct experts add
+    (for models with `experts`: their number, and how many a row uses), and deviations. `seconds`, `low` and `high` are
+    estimates and the bounds of what is likely, by count; they change with `refresh`.
     """
 
-    def __init__(self, most: int, slope: float) -> None:
-        self.most, self._slope = most, slope
-        self._seconds: list[float] = [0.0] * (most + 1)
-        self._n = [0] * (most + 1)
-        self._known: list[int] = []
+    def __init__(self, most: int, experts: tuple[int, int] | None = None) -> None:
+        self.most = most
+        self.seconds: list[float] = [0.0] * (most + 1)
+        self.low, self.high = list(self.seconds), list(self.seconds)
+        self._mean = [0.0] * (most + 1)
+        self._n, self._at = [0] * (most + 1), [0] * (most + 1)
+        self._clock = 0
+        rows = np.arange(1, most + 1, dtype=np.float64)
+        kinds = [np.full(most, _LEVEL), _EACH * (rows - 1), _SECOND * (rows > 1)]
+        if experts is not None:
+            kinds.append(_EXPERTS * np.array([distinct_experts(*experts, int(k)) - 1 for k in rows]))
+        basis = np.array(kinds)
+        self._prior = basis.T @ basis + _STEP**2 * (np.minimum.outer(rows, rows) - 1)
+        self._expected = 1 + _EXPECTED_EACH * (rows - 1)
 
-    def observe(self, count: int, seconds: float) -> None:
+    def observe(self, rows: int, seconds: float) -> None:
         """Add a measurement."""
-        if not 0 < count <= self.most or seconds <= 0:
+        if not 0 < rows <= self.most or seconds <= 0:
             return
-        n, old = self._n[count], self._seconds[count]
-        if n:
-            weight = max(_WEIGHT, _FIRST / n)
-            self._seconds[count] = old + weight * (min(seconds, _OUTLIER * old) - old)
+        n, mean = self._n[rows], self._mean[rows]
+        if not n:
+            self._mean[rows] = seconds
+        elif n == 1:  # the first one may have included work that is done once
+            self._mean[rows] = min(mean, seconds)
         else:
-            self._seconds[count] = seconds
-            self._known = sorted({*self._known, count})
-        self._n[count] = n + 1
+            most = _OUTLIER if n >= _FEW else _ODD
+            self._mean[rows] += max(_WEIGHT, 1 / n) * (min(seconds, most * mean) - mean)
+        self._n[rows] = n + 1
+        self._clock += 1
+        self._at[rows] = self._clock
 
-    def measured(self, count: int) -> bool:
-        """Return whether this count was measured."""
-        return self._n[count] > 0
+    def n_measured(self, rows: int) -> int:
+        """Return how often this count was measured."""
+        return self._n[rows]
+
+    def age(self, rows: int) -> int:
+        """Return how many other steps were measured since this count was."""
+        return self._clock - self._at[rows]
+
+    def refresh(self) -> None:
+        """Compute the estimates from the measurements."""
+        known = [k for k in range(1, self.most + 1) if self._n[k]]
+        if not known:
+            return
+        at = np.array(known) - 1
+        unit = self._mean[known[0]] / self._expected[at[0]]
+        found = np.array([self._mean[k] for k in known]) / unit
+        noise = [_SPREAD**2 * max(_WEIGHT, 1 / self._n[k]) + _STALE * self.age(k) for k in known]
+        to_known = self._prior[:, at]
+        gain = np.linalg.solve(to_known[at] + np.diag(noise * found**2), to_known.T).T
+        mean = self._expected + gain @ (found - self._expected[at])
+        spread = np.sqrt(np.maximum((self._prior - gain @ to_known.T).diagonal(), 0))
+        mean = np.maximum.accumulate(np.maximum(mean, 1e-3))
+        self.seconds = [0.0, *(unit * mean).tolist()]
+        self.low = [0.0, *(unit * np.maximum(mean - spread, mean[0])).tolist()]
+        self.high = [0.0, *(unit * (mean + spread)).tolist()]
+
+
+def between(values: Sequence[float], at: float) -> float:
+    """Return the value at a place between two counts."""
+    low = int(at)
+    if low == at:
+        return values[low]
+    if low >= len(values) - 1:
+        return values[-1]
+    return values[low] + (at - low) * (values[low + 1] - values[low])
+
+
+class MakingCosts:
+    """Seconds of making a draft: what every draft takes, and what every token of it adds (least squares)."""
+
+    def __init__(self) -> None:
+        self._sums = [0.0] * 5  # weights, counts, counts², seconds, counts * seconds
+        self.first = self.each = 0.0
 
     def __bool__(self) -> bool:
-        return bool(self._known)
+        return self._sums[0] > 0
 
-    def __call__(self, count: int) -> float:
-        """Return the estimated seconds for a count; 0 for none, or if nothing was measured."""
-        known, seconds = self._known, self._seconds
-        if count <= 0 or not known:
-            return 0.0
-        if self._n[count]:
-            return seconds[count]
-        low = max((k for k in known if k < count), default=0)
-        high = min((k for k in known if k > count), default=0)
-        if low and high:
-            return seconds[low] + (seconds[high] - seconds[low]) * (count - low) / (high - low)
-        if high:  # below everything: one costs at least what the slope says of the smallest
-            return seconds[high] * (1 + self._slope * (count - 1)) / (1 + self._slope * (high - 1))
-        before = max((k for k in known if k < low), default=0)
-        least = self._slope * seconds[low] / (1 + self._slope * (low - 1))
-        each = max(_BEYOND * (seconds[low] - seconds[before]) / (low - before), least) if before else least
-        return seconds[low] + each * (count - low)
+    def __call__(self, n: float) -> float:
+        """Return the estimate for n tokens."""
+        return self.first + self.each * n
+
+    def observe(self, n: int, seconds: float) -> None:
+        """Add a measurement of a draft of n > 0 tokens."""
+        if self:
+            seconds = min(seconds, _ODD * self(n))
+        decay = 1 - _WEIGHT
+        news = (1.0, n, n * n, seconds, n * seconds)
+        self._sums = [decay * old + new for old, new in zip(self._sums, news, strict=True)]
+        w, x, xx, y, xy = self._sums
+        # two prior measurements, of no token and of one, keep the slope where all drafts are equally long
+        usual = y / x
+        w, x, xx, y, xy = w + 0.1, x + 0.05, xx + 0.05, y + 0.05 * usual, xy + 0.05 * usual
+        self.each = min(max((w * xy - x * y) / (w * xx - x * x), 0.0), y / x)
+        self.first = max((y - self.each * x) / w, 0.0)

@@ -74,16 +74,19 @@ class TextDrafter:
         self._make = make
         self._guessers: dict[int, tuple[object, ngrams.Drafter]] = {}
 
+    def guesser(self, seq: int, owner: object) -> ngrams.Drafter:
+        """Return the guesser of a text, a new one for a new text."""
+        known = self._guessers.get(seq)
+        if known is None or known[0] is not owner:
+            known = self._guessers[seq] = owner, self._make()
+        return known[1]
+
     def prepare(self, wanted: Sequence[Wanted]) -> Sequence[Wanted]:
         return wanted
 
     def draft(self, wanted: Sequence[Wanted]) -> None:
         for w in wanted:
-            owner, guesser = self._guessers.get(w.seq, (None, None))
-            if guesser is None or owner is not w.owner:
-                guesser = self._make()
-                self._guessers[w.seq] = w.owner, guesser
-            w.found += _texts_only(guesser.draft(w.history, w.n_max)[: w.n_max])
+            w.found += _texts_only(self.guesser(w.seq, w.owner).draft(w.history, w.n_max)[: w.n_max])
 
     def finished(self, seq: int, owner: object) -> None:
         known, guesser = self._guessers.pop(seq, (None, None))

@@ -76,6 +76,10 @@ class NgramCache:
         self.counts: Counts = {}
         self._seen = 0
 
+    def may(self, text: Sequence[int]) -> bool:
+        self._grow(text)
+        return self._next(text[-LONGEST:]) >= 0
+
     def draft(self, text: Sequence[int], n_max: int) -> list[int]:
         self._grow(text)
         end, out = list(text[-LONGEST:]), list[int]()

@@ -1,104 +1,228 @@
 """Decide how many drafted tokens to check in a step: as many as give the most tokens per second, often none.
 
 The policy sees counts and seconds only; it reads no clock and draws no random numbers. Two rules bound what drafting
-can cost. An account gains a small share of the time of every step and of what drafts saved, and pays what they cost:
-when it cannot pay for a draft that turns out wrong, nothing is drafted. And a draft that the estimates advise against
+can cost. An account gains a small share of the time of every step and of what drafts saved, and pays what they cost,
+and what looking for drafts costs: nothing is drafted that it cannot pay. And a draft that the estimates advise against
 is tried now and then, since texts change: the more it costs, and the more often it failed, the more steps later.
+
+Estimates change slowly, so what they say of a set of drafts is kept for a few steps. A decision against drafts says for
+how many steps it stands, twice as many every time: nothing is asked meanwhile, nor measured.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ikcli.drafting.acceptance import Acceptance
-from ikcli.drafting.costs import Curve
+from ikcli.drafting.costs import MakingCosts, RowCosts, between
+
+PAYS, TRY, SHORTENED = "pays", "try", "shortened: recent drafts cost time"
+DOES_NOT_PAY, TOO_DEAR = "does not pay", "recent drafts cost time"
+MEASURES, NO_DRAFT, RESTS = "measures a step without drafts", "no draft", "rests: drafts did not pay"
+DECISIONS = (PAYS, TRY, SHORTENED, DOES_NOT_PAY, TOO_DEAR, MEASURES, NO_DRAFT, RESTS)
 
 SHARE = 0.01  # of the time of plain steps that drafts may cost
-_START, _MOST = 2.5, 12.0  # the account, in plain steps: at first, and at most
-_ROW_SLOPE = 0.05  # cost of a row before any was measured: low, so that it is measured
-_DRAFT_SLOPE = 1.0
+_START, _MOST = 1.5, 24.0  # the account, in plain steps: at first, and at most
+_RICH = 5.0
+_OVERDRAFT = 0.5  # plain steps that a draft which is probably right may cost beyond the account
+_RESERVE = 0.5  # of the account that looking for drafts leaves for those that are found
 _UNUSUAL = 2.0  # the account pays at most this many times the estimate: more is the machine's doing, not the draft's
-_RESERVE = 1.0  # of the account that frequent tries leave
-_LEAST_WAIT, _MOST_PATIENCE = 4, 2.0  # steps between two tries; factor by which failures lengthen them
+_MARGIN = 1.01  # by which drafts have to be faster
+_MOST_PATIENCE = 4.0  # factor by which failed tries delay the next one
+_EXCESS = 100.0  # steps over which tries spend what the account has beyond its start
+_SURE = 2  # measurements of a number of rows, before which the less it may take counts
+_FIRST_REST, _REST = 4, 64  # steps for which decisions against drafts stand: the first one, and the longest
+_LOOK_REST = 12  # ... the longest of those that save the means to look for drafts
+_NEXT_REST = 16  # ... the first one of a text, after texts in which drafts did not pay
+_WELL_KNOWN = 8  # measurements of a step without drafts, after which every `_SAMPLED`th such step is measured
+_SAMPLED = 8
+_AGAIN, _OFTEN = 256, 6  # drafts after which a step without one is measured again: at most, and times its measurements
+_REFRESH, _SELDOM = 16, 512  # measurements after which costs are computed again: at first, and later
+_KEPT, _EARLY = 6, 6  # drafts after which estimates are computed again, and first drafts that all do this
+_WRONG = 3  # drafts that a wrong first token counts as
+_UNKNOWN = 0.25  # plain steps that making a draft is assumed to take at most before one was made, each token
+_PREDICTABLE = 0.85  # acceptance in a text in which drafts should pay, for which tries look
+_HOPED = [sum(_PREDICTABLE**i for i in range(1, n + 1)) for n in range(129)]  # ... tokens of a draft
+_REPAIR = 1.0  # ... and taking back a wrong one, where that computes something
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A draft that a text can get: its kind, its most tokens, and whether making it takes time that depends on them."""
+    """A draft that a text can get: its kind, its most tokens, and the fewest that are worth it.
+
+    `costs`: making it takes time that depends on its length.
+    """
 
     text: int
     kind: str
     n_most: int
     costs: bool = False
+    n_least: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Tokens to draft for every option, and why: tokens/s expected of this, and of no draft."""
+    """Tokens to draft for every option, and why: tokens/s expected of this, and of no draft.
+
+    `rest`: following steps that should not look for drafts.
+    """
 
     lengths: tuple[int, ...]
     reason: str
     expected: float = 0.0
     plain: float = 0.0
+    rest: int = 0
+
+
+_Rung = tuple[float, tuple[int, ...], float, float]
+"""Lengths of drafts: tokens per second, lengths, plain steps lost if all are wrong, and the same by its probability."""
+
+
+class _Outlook:
+    """The decisions that a set of drafts allows, kept until estimates change.
+
+    `paying`: decisions for drafts that pay, the best first, with their worst loss and risk. `tried`: the draft that
+    tries take if there are none, with its worst loss and what it promises. `base`: tokens/s without drafts.
+    """
+
+    __slots__ = ("base", "paying", "promise", "rate", "tried", "worst")
+
+    def __init__(self, rungs: Sequence[_Rung], n_texts: int, base: float) -> None:
+        self.base, self.rate = base, max(rung[0] for rung in rungs)
+        least, reason = _MARGIN * base, PAYS
+        self.paying: list[tuple[Decision, float, float]] = []
+        for rate, lengths, worst, risk in sorted(rungs, reverse=True):
+            if rate <= least:
+                break
+            self.paying.append((Decision(lengths, reason, rate, base), worst, risk))
+            reason = SHORTENED
+        self.promise, self.worst, self.tried = 0.0, 0.0, rungs[0][1]
+        if not self.paying:
+            self.promise, self.worst, self.tried = max(
+                ((sum(_HOPED[n] for n in lengths) / n_texts - worst) / max(worst, SHARE), worst, lengths)
+                for _, lengths, worst, _ in rungs
+            )
 
 
 class Policy:
-    """The cost model of the drafts of one engine."""
+    """The cost model of the drafts of one engine.
 
-    def __init__(self, most_rows: int) -> None:
+    `experts`: number of experts and of those that a row uses. `repairs`: taking back a wrong draft computes something.
+    """
+
+    def __init__(self, most_rows: int, *, experts: tuple[int, int] | None = None, repairs: bool = False) -> None:
         self.most_rows = most_rows
-        self.rows = Curve(most_rows, _ROW_SLOPE)
+        self.rows = RowCosts(most_rows, experts)
         self.acceptance = Acceptance(most_rows)
-        self._drafting: dict[str, Curve] = {}
-        self._account = _START
-        self._repair = 0.0  # seconds that taking back a wrong draft costs
-        self._steps = 0  # without a draft
+        self.account = _START
+        self._making: dict[str, MakingCosts] = {}
+        self._repair = -1.0 if repairs else 0.0  # seconds; below 0: not known yet
+        self._waited = 0  # steps since the last draft
+        self._rest = _FIRST_REST
+        self._reserve = _RESERVE
+        self._looking = 0.0  # plain steps that looking for drafts takes
         self._patience = 1.0
         self._trying = False
+        self._n_steps = self._n_judged = self._n_news = 0
+        self._refresh_at = self._next_refresh = _REFRESH
+        self._choice: list[float] = []  # seconds by rows, as decisions see them
+        self._ladders: dict[tuple[int, bool, str, int, int], list[_Rung]] = {}  # of one text
+        self._outlooks: dict[tuple[int, bool, tuple[Option, ...]], _Outlook] = {}
 
     # --- observations -----------------------------------------------------------------------------------------------
     def checked(self, rows: int, seconds: float, n_texts: int, n_tokens: int) -> None:
         """Note a step: rows computed, seconds without the making of drafts, texts, tokens they gained."""
-        usual = self.rows(rows)
-        self.rows.observe(rows, seconds)
-        if usual > 0:
-            seconds = min(seconds, _UNUSUAL * usual)
-        plain = self.rows(n_texts)
-        if rows > n_texts:
-            self._steps = 0
-            self._pay(seconds, n_tokens / n_texts, plain)
-            if self._trying:
-                gained = n_tokens / n_texts * plain > seconds
-                self._patience = 1.0 if gained else min(2 * self._patience, _MOST_PATIENCE)
+        costs = self.rows
+        costs.observe(rows, seconds)
+        self._n_steps += 1
+        if costs.n_measured(rows) <= 3 or self._n_steps >= self._refresh_at:
+            if self._n_steps >= self._refresh_at:
+                self._refresh_at = self._n_steps + self._next_refresh
+                self._next_refresh = min(2 * self._next_refresh, _SELDOM)
+            self._refresh()
+        gained = 0.0
+        if rows == n_texts:
+            self.passed(1)
         else:
-            self._steps += 1
-            self._account = min(self._account + SHARE, _MOST)
+            self._waited = 0
+            gained = n_tokens / n_texts - min(seconds, _UNUSUAL * costs.seconds[rows]) / costs.seconds[n_texts]
+            self._earn(gained)
+        if self._trying:  # one that found nothing was a failure, too
+            self._waited, self._trying = 0, False
+            self._patience = 1.0 if gained > 0 else min(2 * self._patience, _MOST_PATIENCE)
 
-    def _pay(self, seconds: float, tokens: float, plain: float) -> None:
-        if plain > 0:
-            self._account = min(self._account + tokens - seconds / plain, _MOST)
+    def passed(self, n: int) -> None:
+        """Note steps without drafts."""
+        self._waited += n
+        self._earn(n * SHARE)
 
-    def drafted(self, kind: str, n: int, seconds: float) -> None:
+    def measured_after(self, n_texts: int) -> int:
+        """Return after how many steps without drafts one is to be measured."""
+        return 1 if self.rows.n_measured(n_texts) < _WELL_KNOWN else _SAMPLED
+
+    def _refresh(self) -> None:
+        costs = self.rows
+        costs.refresh()
+        self._choice = [low if costs.n_measured(k) < _SURE else mean
+                        for k, (mean, low) in enumerate(zip(costs.seconds, costs.low, strict=True))]  # fmt: skip
+        self._renew()
+
+    def _renew(self) -> None:
+        self._n_news = 0
+        self._ladders.clear()
+        self._outlooks.clear()
+
+    def _earn(self, steps: float) -> None:
+        self.account = min(self.account + steps, _MOST)
+
+    def spent(self, seconds: float, n_texts: int) -> None:
+        """Note seconds that a step took beyond its computation."""
+        if (plain := self.rows.seconds[n_texts]) > 0:
+            self.account -= min(seconds / plain, _UNUSUAL)
+
+    def looked(self, seconds: float, n_texts: int, n_steps: int = 1) -> int:
+        """Note the seconds that looking for drafts and deciding took in each of `n_steps` steps.
+
+        Return the number of steps to come that should not look: looking is paid from what other steps gained.
+        """
+        if (plain := self.rows.seconds[n_texts]) <= 0:
+            return 0
+        steps = min(seconds / plain, 1.0)
+        self._looking += 0.2 * (steps - self._looking)
+        self.account -= n_steps * min(steps, 2 * self._looking)
+        if self._looking > SHARE and self.account < self._reserve:
+            return min(math.ceil((self._reserve - self.account) / SHARE), _LOOK_REST)
+        return 0
+
+    def drafted(self, kind: str, n: int, seconds: float, n_texts: int) -> None:
         """Note the seconds that making drafts of up to n tokens took."""
-        curve = self._drafting.setdefault(kind, Curve(self.most_rows, _DRAFT_SLOPE))
-        usual = curve(n)
-        curve.observe(n, seconds)
-        if usual > 0:
-            seconds = min(seconds, _UNUSUAL * usual)
-        plain = self.rows(1)
-        if plain > 0:
-            self._account -= seconds / plain
+        known = self._making.setdefault(kind, MakingCosts())
+        usual = known(n) if known else seconds
+        known.observe(n, seconds)
+        self.spent(min(seconds, _UNUSUAL * usual), n_texts)
 
-    def repaired(self, seconds: float) -> None:
-        """Note the seconds beyond a plain step's that it took to compute again what a wrong draft had overwritten."""
-        self._repair += 0.2 * (seconds - self._repair)
-        if (plain := self.rows(1)) > 0:
-            self._account -= seconds / plain
+    def repaired(self, seconds: float, n_texts: int) -> None:
+        """Note the seconds that it took to compute again what a wrong draft had overwritten."""
+        self._repair = seconds if self._repair < 0 else self._repair + 0.2 * (seconds - self._repair)
+        self.spent(seconds, n_texts)
 
-    def judged(self, text: int, kind: str, n_drafted: int, n_right: int) -> None:
-        """Note how much of a draft was right."""
-        self.acceptance.observe(text, kind, n_drafted, n_right)
+    def judged(self, text: int, kind: str, n_asked: int, n_found: int, n_right: int) -> None:
+        """Note how much of a draft was found, and right."""
+        self.acceptance.observe(text, kind, n_asked, n_found, n_right)
+        self._n_judged += 1
+        self._n_news += 1 if n_right else _WRONG
+        if self._n_news >= _KEPT or self._n_judged <= _EARLY:
+            self._renew()
+
+    def forget(self, text: int) -> None:
+        """Drop what is known of a finished text; what it saved does not pay for the next one."""
+        self.acceptance.forget(text)
+        self.account = min(self.account, _START)
+        self._rest = min(self._rest, _NEXT_REST)
+        self._n_judged = 0
+        self._renew()
 
     # --- decisions --------------------------------------------------------------------------------------------------
     def decide(self, options: Sequence[Option], n_texts: int) -> Decision:
@@ -106,79 +230,122 @@ class Policy:
         none = (0,) * len(options)
         self._trying = False
         if not options:
-            return Decision(none, "no draft")
-        plain = self.rows(n_texts)
-        if not plain or not self.rows.measured(n_texts):
-            return Decision(none, "the time of a step without drafts is measured first")
-        chains = [self.acceptance.chain(o.text, o.kind, o.n_most) for o in options]
-        rate, lengths = self._best(options, chains, n_texts)
-        base = n_texts / plain
-        if rate > base:
-            if self._worst(options, lengths, n_texts) <= self._account:
-                return Decision(lengths, "pays", rate, base)
-            while sum(lengths) > 1:  # a shorter draft that the account can pay
-                lengths = _one_less(lengths, chains)
-                if self._worst(options, lengths, n_texts) <= self._account:
-                    return Decision(lengths, "shortened: recent drafts cost time", rate, base)
-        best = max(range(len(options)), key=lambda i: chains[i][0] if chains[i] else -1.0)
-        tried = tuple(int(i == best) for i in range(len(options)))
-        price = self._worst(options, tried, n_texts)
-        rich = self._account - price >= _RESERVE  # tries are paid from what is left of the account
-        wait = _LEAST_WAIT if rich else max(_LEAST_WAIT, self._patience * price / SHARE)
-        if options[best].n_most and self._steps >= wait:
-            self._trying = True
-            return Decision(tried, "a try", rate, base)
-        if rate > base:
-            return Decision(none, "recent drafts cost time", rate, base)
-        return Decision(none, "does not pay", rate, base)
+            return Decision(none, NO_DRAFT)
+        if self.rows.n_measured(n_texts) < 2:
+            return Decision(none, MEASURES)
+        found = self._outlook(options, n_texts, self.account > _RICH)
+        if found is None:
+            return Decision(none, NO_DRAFT)
+        account = self.account
+        if found.paying:
+            again = min(_AGAIN, _OFTEN * self.rows.n_measured(n_texts))
+            if found.rate < 1.5 * found.base and self.rows.age(n_texts) > again:
+                return Decision(none, MEASURES, found.rate, found.base)
+            for decision, worst, risk in found.paying:
+                if risk <= account and worst <= account + _OVERDRAFT:
+                    self._rest = _FIRST_REST
+                    return decision
+            return Decision(none, TOO_DEAR, found.rate, found.base, self._rest_for(self._rest, options))
+        wait = self._patience * found.worst / (SHARE + max(account - _START, 0) / _EXCESS)
+        if self._waited >= wait and found.worst <= account and found.promise > 0:
+            self._trying, self._reserve = True, _RESERVE
+            return Decision(found.tried, TRY, found.rate, found.base)
+        if found.promise > 0:  # looking for drafts must leave what the next try costs
+            self._reserve = max(_RESERVE, min(found.worst, _START))
+        least = max(wait - self._waited, (found.worst - account) / SHARE) if found.promise > 0 else _REST
+        return Decision(none, DOES_NOT_PAY, found.rate, found.base, self._rest_for(int(least), options))
 
     def value(self, option: Option, n_texts: int) -> float:
         """Return the tokens per second if this draft were the only one of a step."""
-        return self._best([option], [self.acceptance.chain(option.text, option.kind, option.n_most)], n_texts)[0]
+        return max((rung[0] for rung in self._rungs((option,), n_texts, False)), default=0.0)
 
-    def _best(
-        self, options: Sequence[Option], chains: Sequence[Sequence[float]], n_texts: int
-    ) -> tuple[float, tuple[int, ...]]:
-        """Return the best tokens per second and its lengths: rows go where they are most probably right."""
+    def _rest_for(self, wanted: int, options: Sequence[Option]) -> int:
+        """Return for how many steps a decision against drafts stands; the next one from a text may be better."""
+        if not any(o.costs for o in options):
+            return max(0, min(_FIRST_REST, wanted))
+        rest = max(1, min(self._rest, wanted))
+        self._rest = min(2 * self._rest, _REST)
+        return rest
+
+    def _outlook(self, options: Sequence[Option], n_texts: int, hopeful: bool) -> _Outlook | None:
+        """Return what is known of these drafts; None if none of them can be as long as it has to be."""
+        key = n_texts, hopeful, tuple(options)
+        found = self._outlooks.get(key)
+        if found is None:
+            rungs = self._rungs(options, n_texts, hopeful)
+            if not rungs:
+                return None
+            found = self._outlooks[key] = _Outlook(rungs, n_texts, n_texts / self.rows.seconds[n_texts])
+        return found
+
+    def _rungs(self, options: Sequence[Option], n_texts: int, hopeful: bool) -> Sequence[_Rung]:
+        """Return what 1, 2, ... further rows promise."""
+        if not self._choice or not self.rows.seconds[n_texts]:
+            return ()
+        if len(options) > 1:
+            return self._climb(options, n_texts, hopeful)
+        o = options[0]
+        key = n_texts, hopeful, o.kind, o.text, o.n_least
+        ladder = self._ladders.get(key)
+        if ladder is None:
+            ladder = self._ladders[key] = self._climb_one(replace(o, n_most=self.most_rows - n_texts), n_texts, hopeful)
+        return ladder[: max(o.n_most - o.n_least + 1, 0)]
+
+    def _climb_one(self, o: Option, n_texts: int, hopeful: bool) -> list[_Rung]:
+        """Return what drafts of one text promise, from the fewest tokens that are worth it."""
+        chain = self.acceptance.chain(o.text, o.kind, o.n_most, hopeful=hopeful)
+        choice, high, plain = self._choice, self.rows.high, self.rows.seconds[n_texts]
+        repair = self._repair if self._repair >= 0 else _REPAIR * plain
+        first, each, unknown = self._making_of(o.kind, plain) if o.costs else (0.0, 0.0, 0.0)
+        tokens, rows, made = float(n_texts), float(n_texts), 1.0
+        wrong = 1 - chain.right[0] if chain.right else 1.0
+        rungs: list[_Rung] = []
+        for n, (right, found) in enumerate(zip(chain.right, chain.found, strict=True), 1):
+            tokens += right
+            rows += found
+            making = first + each * made
+            made += found
+            if n >= o.n_least:
+                seconds = between(choice, rows) + making + (1 - right) * repair
+                worst = (high[n_texts + n] + first + (each + unknown) * n + repair) / plain - 1
+                rungs.append((tokens / seconds, (n,), worst, worst * wrong))
+        return rungs
+
+    def _climb(self, options: Sequence[Option], n_texts: int, hopeful: bool) -> list[_Rung]:
+        """Return what drafts of several texts promise; rows go where they are most probably right."""
+        chains = [self.acceptance.chain(o.text, o.kind, o.n_most, hopeful=hopeful) for o in options]
+        costs = {o.kind: self._making_of(o.kind, self.rows.seconds[n_texts]) for o in options if o.costs}
+        plain = self.rows.seconds[n_texts]
+        repair = self._repair if self._repair >= 0 else _REPAIR * plain
         lengths = [0] * len(options)
-        tokens = float(n_texts)
-        best, found = 0.0, tuple(lengths)
-        for rows in range(n_texts + 1, self.most_rows + 1):
-            at = max(
-                (i for i, chain in enumerate(chains) if lengths[i] < len(chain)),
-                key=lambda i: chains[i][lengths[i]],
-                default=-1,
-            )
+        tokens, rows = float(n_texts), float(n_texts)
+        rungs: list[_Rung] = []
+        for n_rows in range(n_texts + 1, self.most_rows + 1):
+            at = max((i for i, o in enumerate(options) if lengths[i] < o.n_most),
+                     key=lambda i: chains[i].right[lengths[i]], default=-1)  # fmt: skip
             if at < 0:
                 break
-            tokens += chains[at][lengths[at]]
+            tokens += chains[at].right[lengths[at]]
+            rows += chains[at].found[lengths[at]]
             lengths[at] += 1
-            wrong = 1 - min((c[n - 1] for c, n in zip(chains, lengths, strict=True) if n), default=1.0)
-            seconds = self.rows(rows) + self._making(options, lengths) + wrong * self._repair
-            if tokens / seconds > best:
-                best, found = tokens / seconds, tuple(lengths)
-        return best, found
+            used = [(o, c, n) for o, c, n in zip(options, chains, lengths, strict=True) if n]
+            if any(n < o.n_least for o, _, n in used):
+                continue
+            making = most = 0.0  # texts of a kind are drafted together
+            for kind, (first, each, unknown) in costs.items():
+                mine = [(1 + sum(c.found[: n - 1]), n) for o, c, n in used if o.kind == kind]
+                if mine:
+                    making += first + each * max(made for made, _ in mine)
+                    most += first + (each + unknown) * max(n for _, n in mine)
+            wrong = 1 - min(c.right[n - 1] for _, c, n in used)
+            worst = (self.rows.high[n_rows] + most + repair) / plain - 1
+            risk = worst * (1 - min(c.right[0] for _, c, _ in used))
+            rungs.append(
+                (tokens / (between(self._choice, rows) + making + wrong * repair), tuple(lengths), worst, risk)
+            )
+        return rungs
 
-    def _making(self, options: Sequence[Option], lengths: Sequence[int]) -> float:
-        """Return the seconds that making these drafts takes; texts of a kind are drafted together."""
-        longest: dict[str, int] = {}
-        for o, n in zip(options, lengths, strict=True):
-            if o.costs and n:
-                longest[o.kind] = max(longest.get(o.kind, 0), n)
-        total = 0.0
-        for kind, n in longest.items():
-            curve = self._drafting.get(kind)
-            total += curve(n) if curve else _ROW_SLOPE * n * self.rows(1)
-        return total
-
-    def _worst(self, options: Sequence[Option], lengths: Sequence[int], n_texts: int) -> float:
-        """Return what these drafts cost if all of them are wrong, in plain steps."""
-        plain = self.rows(n_texts)
-        seconds = self.rows(n_texts + sum(lengths)) + self._making(options, lengths) + self._repair
-        return seconds / plain - 1
-
-
-def _one_less(lengths: tuple[int, ...], chains: Sequence[Sequence[float]]) -> tuple[int, ...]:
-    """Drop the least probable token."""
-    at = min((i for i, n in enumerate(lengths) if n), key=lambda i: chains[i][lengths[i] - 1])
-    return tuple(n - (i == at) for i, n in enumerate(lengths))
+    def _making_of(self, kind: str, plain: float) -> tuple[float, float, float]:
+        """Return the seconds that making a draft takes: for each draft, for each token, and perhaps more for these."""
+        known = self._making.get(kind)
+        return (known.first, known.each, 0.0) if known else (0.0, _UNKNOWN / 2 * plain, _UNKNOWN / 2 * plain)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import hmac
 import http.client
@@ -29,6 +28,7 @@ from ikcli.gguf.constants import GGUF_MAGIC
 from ikcli.gguf.reader import open_gguf
 from ikcli.log import log, shown_size
 from ikcli.native.kernel_cache import cache_root
+from ikcli.system_files import lock
 
 _PIECE = 32 << 20
 _SHA256 = "X-Sha256"
@@ -196,7 +196,7 @@ def fetch(file: Needed, index: int, url: str, token: str, check: Callable[[Path]
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
     with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        lock(file)
         yield
 
 

@@ -12,11 +12,7 @@ from pathlib import Path
 from typing import BinaryIO, TextIO
 
 from ikcli.errors import IkError
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
+from ikcli.system_files import lock
 
 _CHUNK = 16 << 20
 
@@ -64,14 +60,9 @@ class Unfinished:
 
     def _lock(self) -> None:
         assert self._list is not None
-        if fcntl is not None:
-            try:
-                fcntl.flock(self._list, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                self._list.close()
-                raise IkError(
-                    f"{self._final}: another run is writing it; wait for its end or name another file"
-                ) from None
+        if not lock(self._list, wait=False):
+            self._list.close()
+            raise IkError(f"{self._final}: another run is writing it; wait for its end or name another file")
 
     def _verified(self, file: BinaryIO, header: bytes, tensors: Sequence[tuple[int, str]]) -> int:
         """Return the offset after the whole tensors, or 0 if the header does not match."""

@@ -52,11 +52,17 @@ def relu_sqr(x: Array) -> Array:
     return relu(x) * relu(x)
 
 
+def elu_rest(x: Array) -> Array:
+    """Return exp(y) - 1 - y of y = min(x, 0): what xIELU adds for negative x."""
+    y = np.minimum(x, 0)
+    return np.expm1(y) - y
+
+
 UNARY: dict[str, Callable[[Array], Array]] = {
     "silu": silu, "gelu": gelu, "gelu_quick": gelu_quick, "relu": relu, "relu_sqr": relu_sqr,
-    "gelu_erf": gelu_erf,
+    "gelu_erf": gelu_erf, "elu_rest": elu_rest,
 }  # fmt: skip
-GATED = ("silu", "gelu", "gelu_quick", "relu", "relu_sqr", "swiglu_oai", "gelu_erf")
+GATED = ("silu", "gelu", "gelu_quick", "relu", "relu_sqr", "swiglu_oai", "gelu_erf", "elu_rest")
 """Kinds of `Glu`; the place in this list is their number in kernels."""
 
 

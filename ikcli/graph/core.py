@@ -120,6 +120,7 @@ class Op:
     policy: ClassVar[str] = ""  # what -op calls it; only ops with a name are computed on a GPU with weights in RAM
     light: ClassVar[bool] = False  # moves so little for a few tokens that one thread does it
     is_table: ClassVar[bool] = False  # the value holds ids or plans, not rows of numbers
+    ends_split: ClassVar[bool] = False  # other devices go on with the value while this one does the rest
     stores: ClassVar[bool] = False  # writes its cache; others read it
     dtype: ClassVar[str] = "f32"
 

@@ -68,10 +68,13 @@ class Attention(Op):
     become softcap * tanh(score / softcap) (0: off). `wide`: rows of q and of k must not be rounded with one scale,
     because their columns differ much in size or because nothing may be rounded here (`Graph.exact`).
 
-    `both`: queries also see later positions. Sequences are then whole and begin in the micro-batch, so sources that are
-    nodes have a row per token. `slopes`: scores lose slope times distance, one slope per head (none: off). `ranged`:
-    queries also see the range of positions that comes with their token (`MicroBatch.ranges`), an image's in a text.
-    `half`: rows of k and of v that are nodes need no more precision than a cache of float16 has.
+    `both`: queries also see later positions, with a window those < p + window. Sequences are then whole and begin in
+    the micro-batch, so sources that are nodes have a row per token. `slopes`: scores lose slope times distance, one
+    slope per head (none: off). `ranged`: queries also see the range of positions that comes with their token
+    (`MicroBatch.ranges`), an image's in a text.
+    `biases`: scores gain a number by the distance from the query's position to the key's, per head one for each of -n
+    to n; the outer ones serve beyond (none: off). `half`: rows of k and of v that are nodes need no more precision than
+    a cache of float16 has.
     """
 
     q: tuple[HeadSlice, ...]
@@ -89,10 +92,17 @@ class Attention(Op):
     slopes: tuple[float, ...] = ()
     ranged: bool = False
     half: bool = False
+    biases: tuple[tuple[float, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if self.slopes and (len(self.slopes) != self.n_head or self.window or self.chunk or self.softcap):
             raise ValueError("slopes are one per head, without windows and soft caps")
+        if self.biases and (
+            len(self.biases) != self.n_head or self.n_head != self.n_head_kv or self.slopes or self.window
+        ):
+            raise ValueError("biases are those of every head, each with keys of its own, without slopes and windows")
+        if len({len(b) for b in self.biases}) > 1 or any(len(b) % 2 == 0 for b in self.biases):
+            raise ValueError("biases of all heads are of one odd number of distances")
         if self.sinks is not None and self.sinks.shape[0] != self.n_head:
             raise ValueError(f"{self.sinks.name}: {self.sinks.shape[0]} sinks for {self.n_head} heads")
         if sum(p.width for p in self.q) != sum(p.width for p in self.k):
@@ -114,7 +124,9 @@ class Attention(Op):
     def hidden(self, run: Run, s: Segment, at: Array) -> Array:
         """Return which positions `at` the tokens of a segment do not see: [n_tokens, len(at)]."""
         first, end = self.bounds(run, s)
-        return (at < first[:, None]) if self.both else (at >= end[:, None]) | (at < first[:, None])
+        if self.both:
+            end = end - 1 + self.window if self.window else np.full_like(end, s.n_kv)
+        return (at >= end[:, None]) | (at < first[:, None])
 
     def bounds(self, run: Run, s: Segment) -> tuple[Array, Array]:
         """Return the first position that each token of a segment sees, and the end of those it sees without `both`."""
@@ -144,6 +156,10 @@ class Attention(Op):
                     scores = run.dtype(self.softcap) * np.tanh(scores / run.dtype(self.softcap))
                 if self.slopes:
                     scores = scores - run.dtype(self.slopes[h]) * np.abs(at - pos[:, None])
+                if self.biases:
+                    most = len(self.biases[h]) // 2
+                    distance = np.clip(at - pos[:, None], -most, most)
+                    scores = scores + np.asarray(self.biases[h], run.dtype)[distance + most]
                 scores = np.where(hidden, -np.inf, scores)
                 if self.sinks is not None:
                     sink = np.full((len(scores), 1), run.weight(self.sinks)[h], scores.dtype)

@@ -6,10 +6,11 @@ expert -1. `moe_route` holds float32 weights and the bits of int32 ids side by s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ikcli.gguf.constants import GGMLType
 from ikcli.graph.activations import SILU, Glu, sigmoid
 from ikcli.graph.core import Array, Node, Op, Place, RowSpec, Run, SameSize, Weight
 from ikcli.graph.ops_rows import OneMatrix, Product, softmax
@@ -43,6 +44,11 @@ class MoeRoute(Op):
         return self.logits.cols
 
     @property
+    def drops(self) -> bool:
+        """Return whether ids can be -1."""
+        return self.ser is not None
+
+    @property
     def shape(self) -> tuple[RowSpec, int]:
         return self.logits.rows, 2 * self.n_used
 
@@ -63,6 +69,70 @@ class MoeRoute(Op):
             weights = weights / weights.sum(axis=1, keepdims=True)
         bits = np.ascontiguousarray(np.where(keep, ids, -1), np.int32).view(np.float32)
         return np.concatenate([(weights * self.scale).astype(np.float32), bits], axis=1)
+
+
+IN_SLOTS = "|slots"  # behind the name of a weight of experts: as many of its matrices as have slots on a GPU
+
+
+def in_slots(w: Weight, n_slots: int) -> Weight:
+    """Return the matrices of a weight of experts that are in slots on a GPU."""
+    return replace(w, name=w.name + IN_SLOTS, shape=(*w.shape[:2], n_slots))
+
+
+def slot_table(il: int, n_expert: int) -> Weight:
+    """Return the table of a layer: the slot of every expert on a GPU, or -1 (i32)."""
+    return Weight(f"blk.{il}.experts{IN_SLOTS}", GGMLType.I32, (n_expert,))
+
+
+def slot_uses(il: int, n_expert: int) -> Weight:
+    """Return the counters of a layer: how often every expert was chosen (i32)."""
+    return Weight(f"blk.{il}.uses{IN_SLOTS}", GGMLType.I32, (n_expert,))
+
+
+@dataclass(frozen=True, slots=True)
+class MoeResident(Op):
+    """The part of a route whose experts are in slots, with slots for ids; or the rest (`n_slots` 0). Others get id -1.
+
+    The table (`slot_table`) is read when the op runs, so it may change between steps. With `uses` (`slot_uses`), all
+    choices are counted there.
+    """
+
+    name = "moe_resident"
+    place = Place.WEIGHT
+    light = True
+    ends_split = True
+    is_table = True
+
+    route: Node
+    table: Weight
+    n_slots: int
+    uses: Weight | None = None
+
+    @property
+    def n_used(self) -> int:
+        """Return the number of experts that were chosen per row."""
+        return route_of(self.route).n_used
+
+    @property
+    def n_expert(self) -> int:
+        """Return the number of experts to choose from."""
+        return route_of(self.route).n_expert
+
+    @property
+    def drops(self) -> bool:
+        """Return whether ids can be -1."""
+        return True
+
+    @property
+    def shape(self) -> tuple[RowSpec, int]:
+        return self.route.rows, self.route.cols
+
+    def compute(self, run: Run) -> Array:
+        weights, ids = route_parts(run.value(self.route), self.n_used)
+        slots = run.weight(self.table).reshape(-1)[: self.n_expert].astype(np.int32)
+        slot = np.where(ids < 0, -1, slots[ids])
+        found = slot if self.n_slots else np.where(slot < 0, ids, -1)
+        return np.concatenate([weights, np.ascontiguousarray(found, np.int32).view(np.float32)], axis=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +165,9 @@ class MoeSort(Op):
         return np.stack([order, flat[order]], axis=1).astype(np.int32)
 
 
-def route_of(route: Node) -> MoeRoute:
+def route_of(route: Node) -> MoeRoute | MoeResident:
     """Return the op of a node that chooses experts."""
-    assert isinstance(route.op, MoeRoute)
+    assert isinstance(route.op, MoeRoute | MoeResident)
     return route.op
 
 
@@ -127,7 +197,7 @@ class ExpertProduct(Planned, Product):
     sorted_in: bool  # the input has a row per sorted position already, not one per token
 
     @property
-    def route(self) -> MoeRoute:
+    def route(self) -> MoeRoute | MoeResident:
         """Return the op that chose the experts."""
         return route_of(self.sort.route)
 

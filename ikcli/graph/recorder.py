@@ -14,7 +14,7 @@ from ikcli.graph.activations import SILU, Glu
 from ikcli.graph.core import Cache, HeadSlice, Node, Op, Per, Rows, Weight, power_of_two_parts
 from ikcli.graph.ops_attention import Attn, FlashAttn, KvRows, KvStore
 from ikcli.graph.ops_elements import Activate, Clamp, Gate, Norm, PosScale, Scale, SoftCap
-from ikcli.graph.ops_experts import AddId, MoeRoute, MoeSort, MoeSum, MoeUpGate, MulMatId, ScaleId
+from ikcli.graph.ops_experts import AddId, MoeResident, MoeRoute, MoeSort, MoeSum, MoeUpGate, MulMatId, ScaleId
 from ikcli.graph.ops_host import HostRows
 from ikcli.graph.ops_media import AxisRopeTable, MeanRows, MediaRows, MergeRows
 from ikcli.graph.ops_recurrent import Decay, DeltaNet, GatedNorm, L2Norm, Mamba2Scan, SelectiveScan, ShortConv
@@ -152,7 +152,7 @@ class Graph:
         return self.record(SwiGlu(gate, up, act), name)
 
     def activate(self, x: Node, kind: str, name: str) -> Node:
-        """Apply an activation to every element: "silu", "gelu", "gelu_erf", "gelu_quick", "relu", "relu_sqr"."""
+        """Apply an activation to every element: a name of `activations.UNARY`."""
         return self.record(Activate(x, kind), name)
 
     def norm(
@@ -257,6 +257,7 @@ class Graph:
         slopes: tuple[float, ...] = (),
         ranged: bool = False,
         half: bool = False,
+        biases: tuple[tuple[float, ...], ...] = (),
     ) -> Node:
         """Attend within each sequence: [rows, n_head*v.width]; see `Attention`.
 
@@ -264,7 +265,7 @@ class Graph:
         """
         wide = wide or self.exact
         settings = (tuple(q), tuple(k), v, n_head, n_head_kv, scale, window, chunk, sinks, softcap, wide, both, slopes,
-                    ranged, half)  # fmt: skip
+                    ranged, half, biases)  # fmt: skip
         return self.record(FlashAttn(*settings) if flash else Attn(*settings, heads_per_step), name)
 
     def index_top_k(self, q: HeadSlice, weights: Node, k: Cache, name: str, *, n_head: int, top_k: int) -> Node:
@@ -323,6 +324,10 @@ class Graph:
         """Choose experts: [rows, 2*n_used]; see `MoeRoute`."""
         self.exact = False
         return self.record(MoeRoute(logits, bias, n_used, gating, norm, scale, n_group, n_group_used, ser), name)
+
+    def moe_resident(self, route: Node, table: Weight, n_slots: int, name: str, uses: Weight | None = None) -> Node:
+        """Return the part of a route whose experts are in slots, or the rest (`n_slots` 0); see `MoeResident`."""
+        return self.record(MoeResident(route, table, n_slots, uses), name)
 
     def moe_sort(self, route: Node, n_expert: int, name: str) -> Node:
         """Group (row, slot) pairs by expert: the table that the expert ops below take as `plan`."""

@@ -84,6 +84,9 @@ def schedule(
     while left:
         current = next((t for t in left if t.node.op.place is not Place.EVERYWHERE), left[0]).device
         taken, rest = _take(left, current, done)
+        early = _early(taken, current)
+        if early:
+            taken, rest = early, [t for t in left if t not in set(early)]
         parts = _divide(taken, left, current) if current in cutting else [taken]
         for part in parts:
             turns.append(GraphSplit(current, [t.node for t in part]))
@@ -133,18 +136,31 @@ def _take(left: Sequence[_Task], device: str, done: set[tuple[Node, str]]) -> tu
     return taken, rest
 
 
+def _early(taken: list[_Task], device: str) -> list[_Task]:
+    """Return the tasks that end a split (`Op.ends_split`) with their own inputs, if there are any."""
+    last = [t for t in taken if t.node.op.ends_split]
+    return _with_inputs(taken, [last[0], *(t for t in last if t.node.il == last[0].node.il)], device) if last else []
+
+
+def _with_inputs(taken: list[_Task], wanted: list[_Task], device: str) -> list[_Task]:
+    own = {t.node: t for t in taken}
+    found: set[Node] = set()
+    left = list(wanted)
+    while left:
+        task = left.pop()
+        if task.node not in found:
+            found.add(task.node)
+            left += [own[n] for n, where in task.needs if where == device and n in own]
+    return [t for t in taken if t.node in found]
+
+
 def _divide(taken: list[_Task], left: Sequence[_Task], device: str) -> list[list[_Task]]:
     """Return the tasks that other devices depend on, with their own inputs, then the tasks that can wait."""
     own = {t.node: t for t in taken}
     wanted = [own[n] for t in left if t.device != device for n, where in t.needs if where == device and n in own]
-    first: set[Node] = set()
-    while wanted:
-        task = wanted.pop()
-        if task.node not in first:
-            first.add(task.node)
-            wanted += [own[n] for n, where in task.needs if where == device and n in own]
-    parts = [[t for t in taken if t.node in first], [t for t in taken if t.node not in first]]
-    return [p for p in parts if p]
+    first = _with_inputs(taken, wanted, device)
+    names = {t.node for t in first}
+    return [p for p in (first, [t for t in taken if t.node not in names]) if p]
 
 
 def _connect(turns: list[GraphSplit], device: dict[Node, str], results: Sequence[Node]) -> None:

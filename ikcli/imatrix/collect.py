@@ -170,7 +170,8 @@ def _watch_node(out: Collector, node: Node, output_name: str | None) -> None:
     names, first, source = [w.name for w in wanted], wanted[0], op.source
     if isinstance(op, ExpertProduct):
         route = op.sort.route
-        _attach(out, source, names, first.ne2, first.ne0, route=route, by_expert=op.sorted_in)
+        if not _attach(out, source, names, first.ne2, first.ne0, route=route, by_expert=op.sorted_in):
+            return
         feeds = out.routed.setdefault(route, [])
         if not op.sorted_in and source not in feeds:
             feeds.append(source)
@@ -190,14 +191,16 @@ def _attach(
     route: Node | None = None,
     by_expert: bool = False,
     heads: HeadSlice | None = None,
-) -> None:
+) -> bool:
+    """Measure the input of these weights, except those with an input already; return whether any is left."""
     known = {name for s in out.all_streams() for name in s.names}
     names = [name for name in dict.fromkeys(names) if name not in known]
     if not names:
-        return
+        return False
     found = out.streams.setdefault(source, [])
     same = next((s for s in found if s.route is route and s.by_expert == by_expert and s.heads == heads), None)
     if same is not None and same.sums.shape == (n_mat, ne0):
         same.names += names
-        return
+        return True
     found.append(InputStream(names, np.zeros((n_mat, ne0)), np.zeros(n_mat), route, by_expert, heads))
+    return True

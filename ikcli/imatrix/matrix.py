@@ -21,6 +21,7 @@ import numpy.typing as npt
 from ikcli.engine.plan.sizes import DEFAULT_WINDOW
 from ikcli.engine.run.batch import Batch
 from ikcli.engine.run.embedder import states
+from ikcli.engine.run.head_rows import HeadRows
 from ikcli.errors import IkError, UsageError
 from ikcli.gguf.constants import GGUF_MAGIC
 from ikcli.graph import Node
@@ -164,6 +165,7 @@ class Measurer:
         self.collector = watch([graph for graph, _ in session.graphs.values()], output_name=params.output_name)
         self._similarity = LayerSimilarity()
         session.observer = self._observe if params.similarity else self.collector
+        self._heads = HeadRows(session.heads) if session.heads is not None else None
 
     def _observe(self, node: Node, value: npt.NDArray[np.generic]) -> None:
         self.collector(node, value)
@@ -174,6 +176,8 @@ class Measurer:
         started = time.perf_counter()
         if self._session.outputs.logits:
             nll = _pass(self._session, row, self._bos, self._params)
+            if self._heads is not None:
+                self._heads.run()
         else:
             nll = _read(self._session, row)
         return nll, time.perf_counter() - started
@@ -193,6 +197,8 @@ class Measurer:
     def close(self) -> None:
         """Detach from the session."""
         self._session.observer = None
+        if self._heads is not None:
+            self._heads.close()
 
 
 def collect(

@@ -7,7 +7,7 @@ batch is decoded in pieces whose logits are passed on one by one, so memory stay
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -93,17 +93,21 @@ def strided_windows(tokens: TokenIds, n_ctx: int, n_batch: int, stride: int, *, 
     return Windows(views, n_ctx - stride - 1, n_ctx - 2, n_batch)
 
 
-def evaluate(session: SessionLike, windows: Windows, scorer: ChunkScorer) -> None:
+Watcher = Callable[[Batch, FloatRows], None]
+"""Takes every decoded batch with its logits."""
+
+
+def evaluate(session: SessionLike, windows: Windows, scorer: ChunkScorer, watcher: Watcher | None = None) -> None:
     """Decode all windows and report to the scorer; if a decode fails, repeat it window by window to find the cause."""
     for start in range(0, windows.n_chunk, windows.n_seq):
         group = range(start, min(start + windows.n_seq, windows.n_chunk))
         try:
-            _evaluate_group(session, windows, group, scorer)
+            _evaluate_group(session, windows, group, scorer, watcher)
         except _DecodeFailed as failure:
             if len(group) == 1:
                 scorer.failed(start, failure.error)
                 continue
-            _evaluate_each(session, windows, group, scorer)
+            _evaluate_each(session, windows, group, scorer, watcher)
 
 
 class _DecodeFailed(Exception):
@@ -114,15 +118,19 @@ class _DecodeFailed(Exception):
         self.error = error
 
 
-def _evaluate_each(session: SessionLike, windows: Windows, group: Iterable[int], scorer: ChunkScorer) -> None:
+def _evaluate_each(
+    session: SessionLike, windows: Windows, group: Iterable[int], scorer: ChunkScorer, watcher: Watcher | None
+) -> None:
     for chunk in group:
         try:
-            _evaluate_group(session, windows, range(chunk, chunk + 1), scorer)
+            _evaluate_group(session, windows, range(chunk, chunk + 1), scorer, watcher)
         except _DecodeFailed as failure:
             scorer.failed(chunk, failure.error)
 
 
-def _evaluate_group(session: SessionLike, windows: Windows, group: range, scorer: ChunkScorer) -> None:
+def _evaluate_group(
+    session: SessionLike, windows: Windows, group: range, scorer: ChunkScorer, watcher: Watcher | None
+) -> None:
     session.clear()
     seconds = 0.0
     step = windows.n_ctx if len(group) > 1 else min(windows.n_ctx, windows.n_batch)
@@ -135,6 +143,9 @@ def _evaluate_group(session: SessionLike, windows: Windows, group: range, scorer
         except NonFiniteError as error:
             raise _DecodeFailed(error) from error
         seconds += time.perf_counter() - started
+        if watcher is not None:
+            logits = logits.copy()  # the watcher may compute with the session, which overwrites them
+            watcher(batch, logits)
         _hand_over(windows, group, pos0, pos1, logits, scorer)
     for chunk in group:
         scorer.finish(chunk, seconds)

@@ -15,7 +15,7 @@ import numpy as np
 
 from ikcli.engine.plan.sizes import DEFAULT_WINDOW, windows_session
 from ikcli.errors import IkError, NonFiniteError, UsageError
-from ikcli.measure.chunks import WindowCounts, Windows, chunk_windows, evaluate, strided_windows
+from ikcli.measure.chunks import Watcher, WindowCounts, Windows, chunk_windows, evaluate, strided_windows
 from ikcli.measure.protocol import FloatRows, HasTokenizer, SessionLike, TokenIds
 from ikcli.measure.stats import F64, RunningNll, token_nll
 from ikcli.settings.run import RunConfig
@@ -98,15 +98,18 @@ def run(
     *,
     on_chunk: Callable[[ChunkScore], None] | None = None,
     on_rows: RowObserver | None = None,
+    watcher: Watcher | None = None,
 ) -> PerplexityResult:
     """Compute the perplexity of int32 tokens; on_chunk gets running values, on_rows the logits of scored positions.
+
+    `watcher` gets every batch with its logits.
 
     Raises NonFiniteError at the first chunk that is not finite, unless params.fail_on_nan is off: then such chunks are
     left out of the estimate.
     """
     windows = plan(tokens, params, bos_of(session))
     scorer = _Scorer(params, windows, on_chunk, on_rows)
-    evaluate(session, windows, scorer)
+    evaluate(session, windows, scorer, watcher)
     return scorer.result()
 
 

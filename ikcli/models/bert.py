@@ -1,11 +1,13 @@
 """BERT and its relatives, text encoders: bidirectional attention, norms after each part, no next token.
 
-BERT embeds positions. nomic-bert uses RoPE, one matrix for q, k and v, and SwiGLU. jina-bert-v2 uses ALiBi in both
-directions and GEGLU, and in some models norms of q and k and a second norm after attention. Rerankers tell query and
-document apart by embeddings of token types.
+BERT embeds positions. nomic-bert uses RoPE, one matrix for q, k and v, and SwiGLU, or experts in every other layer.
+jina-bert-v2 uses ALiBi in both directions and GEGLU, and in some models norms of q and k and a second norm after
+attention. Rerankers tell query and document apart by embeddings of token types.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from ikcli.graph import Graph, Node
 from ikcli.graph.activations import SILU, Glu
@@ -14,7 +16,8 @@ from ikcli.models.config import GraphConfig
 from ikcli.models.hparams import HParams
 from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
 
-_GATED = {"nomic-bert": SILU, "jina-bert-v2": Glu("gelu_erf")}
+GELU = Glu("gelu_erf")
+_GATED = {"nomic-bert": SILU, "jina-bert-v2": GELU}
 
 
 def tensor_shapes(hp: HParams) -> TensorSpecs:
@@ -26,7 +29,7 @@ def tensor_shapes(hp: HParams) -> TensorSpecs:
         specs["position_embd.weight"] = TensorSpec((hp.n_embd, hp.n_positions))
     for il in range(hp.n_layer):
         own = expected.attention_specs(hp, il, bias=None, ffn_norm="attn_output_norm")
-        own |= expected.mlp_specs(hp, il)
+        own |= _expert_specs(hp, il) if hp.has_experts(il) else expected.mlp_specs(hp, il)
         if hp.arch in _GATED:  # which may be behind one another in `ffn_up`
             own[f"blk.{il}.ffn_up.weight"] = TensorSpec((hp.n_embd, hp.n_ff), also=((hp.n_embd, 2 * hp.n_ff),))
             own[f"blk.{il}.ffn_gate.weight"] = TensorSpec((hp.n_embd, hp.n_ff), required=False)
@@ -41,17 +44,22 @@ def tensor_shapes(hp: HParams) -> TensorSpecs:
     return specs
 
 
+def _expert_specs(hp: HParams, il: int) -> TensorSpecs:
+    """Return router and experts without gates (nomic-bert-moe)."""
+    specs = expected.expert_specs(hp, il, hp.n_ff_exp)
+    names = ("ffn_gate_inp", "ffn_up_exps", "ffn_down_exps")
+    return {f"blk.{il}.{name}.weight": replace(specs[f"blk.{il}.{name}.weight"], unless="") for name in names}
+
+
 def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
     """Record the graph and return the states of the output rows."""
-    if cfg.outputs.logits:
-        raise hp.no_next_token()
     x = g.embed(w["token_embd.weight"])
     if hp.n_token_types:
         x = g.add(x, g.embed_types(w["token_types.weight"], hp.separator), "inp_typed")
     if hp.n_positions:
         x = g.add(x, g.embed(w["position_embd.weight"], "pos_embd", by_position=True), "inp_placed")
     x = blocks.norm(g, hp, x, w["token_embd_norm.weight"], "inp_norm", w.get("token_embd_norm.bias"))
-    rotates = hp.arch == "nomic-bert"
+    rotates = hp.arch in ("nomic-bert", "nomic-bert-moe")
     tables = blocks.rope_tables(g, hp, w, cfg) if rotates else (None,) * hp.n_layer
     for il in range(hp.n_layer):
         g.il = il
@@ -62,7 +70,8 @@ def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
         cur = blocks.normed(g, hp, g.add(cur, x, "attn_residual"), layer, "attn_output_norm")
         if layer.get("attn_norm_2") is not None:
             cur = blocks.normed(g, hp, g.add(cur, x, "attn_residual_2"), layer, "attn_norm_2")
-        cur = g.add(_ffn(g, hp, cur, layer), cur, "ffn_residual")
+        part = blocks.moe_ffn(g, hp, cfg, cur, layer, act=GELU) if hp.has_experts(il) else _ffn(g, hp, cur, layer)
+        cur = g.add(part, cur, "ffn_residual")
         x = g.layer_out(blocks.normed(g, hp, cur, layer, "layer_output_norm", "l_out"))
     g.il = -1
     return x

@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 
 from ikcli.graph import Graph, HeadSlice, Node, Per, Rows, Weight
 from ikcli.graph.activations import SILU, Glu
+from ikcli.graph.ops_experts import slot_table, slot_uses
 from ikcli.models import alibi
 from ikcli.models.config import GraphConfig
-from ikcli.models.hparams import HParams
+from ikcli.models.hparams import HParams, Xielu
 from ikcli.models.rope import RopeParams, inverse_frequencies, magnitude
 from ikcli.models.tensors import LayerWeights, Weights
 
@@ -140,9 +141,11 @@ def norm(g: Graph, hp: HParams, x: Node, w: Weight, name: str, bias: Weight | No
 
 
 def output(g: Graph, hp: HParams, w: Weights, x: Node) -> Node:
-    """Apply the last norm (of which LFM2 has another name) and compute the logits."""
+    """Apply the last norm (of which LFM2 has another name) and compute the logits, unless the model is an encoder."""
     last, weights = x, w.get("output_norm.weight") or w["token_embd_norm.weight"]
     x = norm(g, hp, x, weights, "result_norm", w.get("output_norm.bias"))
+    if not hp.causal:
+        return x
     if g.wants_states is Rows.OUTPUTS:
         g.states = last if hp.arch in UNNORMED_STATES else x
     head = w.get("output.weight") or w["token_embd.weight"]
@@ -275,7 +278,7 @@ def attended(
     """
     if not hp.causal:
         assert kv is not None
-        return _attend_all(g, hp, q, *kv)
+        return attend_all(g, hp, q, *kv)
     if cfg.k_hadamard:
         q = g.hadamard(q, hp.n_head, hp.head_dim_k, "Qcur_hadamard")
     scale, width = hp.attention_scale or 1.0 / math.sqrt(hp.head_dim_k), hp.head_dim_k
@@ -318,8 +321,8 @@ def attended(
     return kqv
 
 
-def _attend_all(g: Graph, hp: HParams, q: Node, k: Node, v: Node) -> Node:
-    """Attend in both directions, over the keys and values of the micro-batch."""
+def attend_all(g: Graph, hp: HParams, q: Node, k: Node, v: Node, biases: tuple[tuple[float, ...], ...] = ()) -> Node:
+    """Attend in both directions, over the keys and values of the micro-batch; `biases`: see `Attention`."""
     d, d_v = hp.head_dim_k, hp.head_dim_v
     return g.attention(
         [HeadSlice(q, 0, d, d)],
@@ -328,9 +331,11 @@ def _attend_all(g: Graph, hp: HParams, q: Node, k: Node, v: Node) -> Node:
         "kqv",
         n_head=hp.n_head,
         n_head_kv=hp.n_head_kv,
-        scale=1.0 / math.sqrt(d),
+        scale=hp.attention_scale or 1.0 / math.sqrt(d),
         flash=True,  # it is exact, and nothing of it is kept
+        window=hp.window,
         both=True,
+        biases=biases,
         slopes=alibi.slopes(hp.n_head, hp.max_alibi_bias) if hp.max_alibi_bias else (),
     )
 
@@ -464,18 +469,40 @@ def dense_ffn(g: Graph, x: Node, layer: LayerWeights, name: str = "ffn_out", suf
     return linear(g, getattr(layer, f"ffn_down{suffix}"), layer.get(f"ffn_down{suffix}_bias"), par, name)
 
 
-def fused_dense_ffn(g: Graph, hp: HParams, x: Node, layer: LayerWeights, name: str = "ffn_out") -> Node:
+def fused_dense_ffn(
+    g: Graph, hp: HParams, x: Node, layer: LayerWeights, name: str = "ffn_out", act: Glu = SILU
+) -> Node:
     """Record `dense_ffn` with one matrix for gate and up."""
-    n_ff = hp.at(layer.il).n_ff
-    gate = g.mul_mat(layer.ffn_up.rows(0, n_ff), x, "ffn_gate")
-    up = g.mul_mat(layer.ffn_up.rows(n_ff, n_ff), x, "ffn_up")
-    return g.mul_mat(layer.ffn_down, g.swiglu(gate, up, "ffn_gate_par"), name)
+    n_ff, bias = hp.at(layer.il).n_ff, layer.get("ffn_up_bias")
+    if bias is not None:
+        both = linear(g, layer.ffn_up, bias, x, "ffn_gate_up")
+        gate, up = columns(g, both, 0, n_ff, "ffn_gate"), columns(g, both, n_ff, n_ff, "ffn_up")
+    else:
+        gate = g.mul_mat(layer.ffn_up.rows(0, n_ff), x, "ffn_gate")
+        up = g.mul_mat(layer.ffn_up.rows(n_ff, n_ff), x, "ffn_up")
+    return linear(g, layer.ffn_down, layer.get("ffn_down_bias"), g.swiglu(gate, up, "ffn_gate_par", act), name)
 
 
-def mlp(g: Graph, x: Node, layer: LayerWeights, kind: str = "gelu", name: str = "ffn_out", suffix: str = "") -> Node:
-    """Record a feed-forward part without gate: down(act(up x)); suffix "_shexp" for the shared expert."""
+def mlp(
+    g: Graph,
+    x: Node,
+    layer: LayerWeights,
+    kind: str = "gelu",
+    name: str = "ffn_out",
+    suffix: str = "",
+    xielu: Xielu | None = None,
+) -> Node:
+    """Record a feed-forward part without gate: down(act(up x)); suffix "_shexp" for the shared expert.
+
+    With `xielu` the activation is that one, in place of `kind`.
+    """
     up = linear(g, getattr(layer, f"ffn_up{suffix}"), layer.get(f"ffn_up{suffix}_bias"), x, f"ffn_up{suffix}")
-    act = g.activate(up, kind, f"ffn_{kind}{suffix}")
+    if xielu is not None:
+        act = g.scale(g.activate(up, "relu_sqr", "ffn_squared"), xielu.squared, "ffn_squared_scaled")
+        rest = g.scale(g.activate(up, "elu_rest", "ffn_rest"), xielu.exponential, "ffn_rest_scaled")
+        act = g.add(g.scale(up, xielu.linear, "ffn_linear"), g.add(rest, act, "ffn_curved"), "ffn_xielu")
+    else:
+        act = g.activate(up, kind, f"ffn_{kind}{suffix}")
     return linear(g, getattr(layer, f"ffn_down{suffix}"), layer.get(f"ffn_down{suffix}_bias"), act, name)
 
 
@@ -506,7 +533,31 @@ def moe_ffn(
         n_group_used=hp.n_expert_groups_used if grouped else 1,
         ser=cfg.ser,
     )
-    plan = g.moe_sort(route, hp.n_expert, "ffn_moe_plan")
+    n_slots = cfg.slots_of(g.il)
+    if not n_slots:
+        return _experts(g, hp, cfg, x, layer, route, hp.n_expert, act, name)
+    # A GPU computes experts in its slots while the CPU computes the others; their sums are added in this order.
+    table = slot_table(g.il, hp.n_expert)
+    hits = g.moe_resident(route, table, n_slots, "ffn_moe_hits")
+    misses = g.moe_resident(route, table, 0, "ffn_moe_misses", slot_uses(g.il, hp.n_expert))
+    on_gpu = _experts(g, hp, cfg, x, layer.in_slots(n_slots), hits, n_slots, act, f"{name}_hits")
+    in_ram = _experts(g, hp, cfg, x, layer, misses, hp.n_expert, act, f"{name}_misses")
+    return g.add(on_gpu, in_ram, name)
+
+
+def _experts(
+    g: Graph,
+    hp: HParams,
+    cfg: GraphConfig,
+    x: Node,
+    layer: LayerWeights,
+    route: Node,
+    n_expert: int,
+    act: Glu,
+    name: str,
+) -> Node:
+    """Record the weighted sum of the experts that `route` chooses from `n_expert`."""
+    plan = g.moe_sort(route, n_expert, "ffn_moe_plan")
     par = _experts_up_gate(g, cfg, x, layer, plan, act, route if hp.weighs_inputs else None)
     experts = g.mul_mat_id(layer.ffn_down_exps, par, plan, "ffn_moe_down", sorted_in=True)
     experts = _expert_bias(g, layer, "down", experts, plan)

@@ -59,7 +59,8 @@ class GraphConfig:
     index_keys_only: queries see no more positions than may be chosen, so keys are stored and attention is to all.
     expand: the prompt path of mla 2 and 3, which needs batches of at least `EXPAND_MIN_TOKENS` tokens to pay off.
     outputs: where graphs end. n_heads: heads of the file that predict further tokens, which the session also runs.
-    media: of images (None: tokens alone).
+    media: of images (None: tokens alone). expert_slots: by layer, the experts that have slots on a GPU beside those in
+    RAM.
     """
 
     mla: int = 3
@@ -82,6 +83,11 @@ class GraphConfig:
     outputs: Outputs = Outputs.LOGITS
     n_heads: int = 0
     media: MediaConfig | None = None
+    expert_slots: tuple[int, ...] = ()
+
+    def slots_of(self, il: int) -> int:
+        """Return the experts of a layer that have slots on a GPU."""
+        return self.expert_slots[il] if 0 <= il < len(self.expert_slots) else 0
 
 
 EXPAND_MIN_TOKENS = 128

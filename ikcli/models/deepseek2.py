@@ -20,10 +20,7 @@ from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
 
 def tensor_shapes(hp: HParams) -> TensorSpecs:
     """Return the expected tensors of the file; `mla.derive` decides which of kv_b, k_b, v_b must be there."""
-    specs = expected.base_specs(hp)
-    for il in range(hp.n_layer):
-        specs |= block_shapes(hp, il)
-    return specs
+    return expected.with_blocks(hp, block_shapes)
 
 
 def block_shapes(hp: HParams, il: int) -> TensorSpecs:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ikcli.models.hparams import HParams
 from ikcli.models.tensors import TensorSpec, TensorSpecs
 
@@ -13,6 +15,14 @@ def base_specs(hp: HParams) -> TensorSpecs:
         "output_norm.weight": TensorSpec((hp.n_embd,)),
         "output.weight": TensorSpec((hp.n_embd, hp.n_vocab), required=False),
     }
+
+
+def with_blocks(hp: HParams, block_shapes: Callable[[HParams, int], TensorSpecs]) -> TensorSpecs:
+    """Return the tensors outside the blocks and those of every block."""
+    specs = base_specs(hp)
+    for il in range(hp.n_layer):
+        specs |= block_shapes(hp, il)
+    return specs
 
 
 def attention_specs(

@@ -13,9 +13,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from ikcli.errors import FormatError, UnsupportedError
 from ikcli.models.keys import HasShape, Keys, by_layer
-from ikcli.models.recurrent import HYBRID, KDA, SCAN, read_recurrent
+from ikcli.models.recurrent.states import HYBRID, KDA, SCAN, read_recurrent
 from ikcli.models.rope import RopeParams, read_rope
 from ikcli.models.rope_options import overrides
 from ikcli.models.windows import read_windows
@@ -25,9 +27,8 @@ MAX_LAYERS = 512
 MAX_EXPERTS = 1024
 GATING = {1: "softmax", 2: "sigmoid", 3: "softmax"}  # 3: over the chosen experts, as over all and normalised
 _ALL_EXPERTS = (
-    "arctic", "dbrx", "gpt-oss", "granitemoe", "grok", "hunyuan-moe", "mellum", "minimax-m2", "olmoe", "qwen2moe",
-    "qwen35moe",
-    "qwen3moe", "qwen3next", "qwen3vlmoe",
+    "arctic", "bailingmoe", "dbrx", "gpt-oss", "granitemoe", "grok", "hunyuan-moe", "mellum", "minimax-m2", "olmoe",
+    "qwen2moe", "qwen35moe", "qwen3moe", "qwen3next", "qwen3vlmoe", "smallthinker",
 )  # fmt: skip
 """In every layer."""
 MLA = ("deepseek2", "deepseek32", "glm-dsa", "mistral4", *KDA)  # multi-head latent attention
@@ -38,20 +39,31 @@ _DENSE_LEAD = (
 """In all layers but the first ones."""
 _SIGMOID = (
     "afmoe", "cohere2_moe", "dots1", "exaone-moe", "glm-dsa", "glm4moe", "hy_v3", "laguna", "lfm2moe", "llama4",
-    "mimo2", "minimax-m2", "minimax-m3", "nemotron_h_moe", "step35",
+    "mimo2", "minimax-m2", "minimax-m3", "nemotron_h_moe", "smallthinker", "step35",
 )  # fmt: skip
 """Gating of files that do not say."""
 _NOT_NORMALISED = (
-    "bailingmoe2", "cohere2_moe", "deepseek", "deepseek2", "deepseek32", "jamba", "laguna", "llama4", "minimax-m3",
-    "olmoe", "qwen2moe", "step35",
+    "bailingmoe", "bailingmoe2", "cohere2_moe", "deepseek", "deepseek2", "deepseek32", "jamba", "laguna", "llama4",
+    "minimax-m3", "nomic-bert-moe", "olmoe", "qwen2moe", "step35",
 )  # fmt: skip
 """Weights of experts where files do not say; most architectures always normalise, and their files do not say so."""
 _LAYER_NORM = (
-    "bloom", "codeshell", "cohere2", "command-r", "dbrx", "falcon", "gpt2", "gptneox", "jais2", "mpt", "nemotron",
-    "olmo", "orion", "phi2", "stablelm", "starcoder", "starcoder2", "bert", "jina-bert-v2", "nomic-bert",
+    "bloom", "codeshell", "cohere2", "command-r", "dbrx", "falcon", "gpt2", "gptneox", "jais", "jais2", "mpt",
+    "nemotron", "olmo", "orion", "phi2", "stablelm", "starcoder", "starcoder2", "bert", "jina-bert-v2", "modern-bert",
+    "nomic-bert", "nomic-bert-moe",
 )  # fmt: skip
 BITNET = ("bitnet", "bitnet-25", "bitnet-b1.58")
-ENCODERS = ("bert", "jina-bert-v2", "nomic-bert")
+ENCODERS = (
+    "bert",
+    "eurobert",
+    "gemma-embedding",
+    "jina-bert-v2",
+    "llama-embed",
+    "modern-bert",
+    "nomic-bert",
+    "nomic-bert-moe",
+    "t5encoder",
+)
 """Attention in both directions, no next token."""
 _RMS_KEY = "attention.layer_norm_rms_epsilon"
 _LAYER_KEY = "attention.layer_norm_epsilon"
@@ -61,6 +73,15 @@ _SOFTCAPS = {
     "muse-glimmer": (0.0, 30.0),
 }  # fmt: skip
 """Soft caps on K*Q and on logits where files do not say; of other architectures they are not read."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Xielu:
+    """The factors of the parts of xIELU: x squared where x > 0, exp(x) - 1 - x where x < 0, and x."""
+
+    squared: float
+    exponential: float
+    linear: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +128,7 @@ class HParams:
     n_expert_groups_used: int = 1
     q_lora_rank: int = 0
     kv_lora_rank: int = 0
-    window: int = 0  # positions that a query sees, itself included; 0: all
+    window: int = 0  # positions that a query sees, itself included, in encoders on either side; 0: all
     chunk: int = 0  # a query sees those of its chunk of so many positions; 0: all
     attn_softcap: float = 0.0
     final_softcap: float = 0.0
@@ -116,6 +137,7 @@ class HParams:
     n_embd_per_layer: int = 0  # width of the layers' own embeddings
     temperature_length: int = 0  # 0: the original context
     temperature_shift: int = 0
+    xielu: Xielu | None = None  # of dense parts
     act: str = "silu"  # of dense parts, where files of one architecture differ
     swiglu_limit: float = 0.0  # of experts; 0: none
     swiglu_limit_shared: float = 0.0  # of shared experts and dense parts
@@ -124,6 +146,7 @@ class HParams:
     parallel: bool = False  # attention and feed-forward part are side by side
     causal: bool = True  # a token sees those before it only; False: encoders, which have no next token and no cache
     n_positions: int = 0  # of encoders: positions that are embedded; 0: any number
+    n_buckets: int = 0  # of distances, each with a bias of scores
     n_token_types: int = 0  # parts of a text that have embeddings
     separator: int = -1  # token between the parts, where a model tells them apart
     is_moe: bool = True  # has experts, where the model has any
@@ -188,6 +211,9 @@ class HParams:
         values |= _widths(keys, tensors)
         if arch in _WHERE_ROUTED and tensors:
             values["is_moe"] = tuple(f"blk.{il}.ffn_gate_inp.weight" in tensors for il in range(values["n_layer"]))
+        if arch == "nomic-bert-moe":
+            every = keys.integer("moe_every_n_layers", least=1)
+            values["is_moe"] = tuple(every == 1 or il % every == 1 for il in range(values["n_layer"]))
         if further:
             routed = [f"blk.{il}.ffn_gate_inp.weight" in tensors or not tensors for il in range(n_main, n_layer)]
             values["is_moe"] = by_layer(values.get("is_moe", True), n_layer)[:n_main] + tuple(routed)
@@ -296,7 +322,7 @@ def _uniform(value: Any) -> Any:
 def _heads(keys: Keys, n_embd: int, n_layer: int) -> dict[str, Any]:
     if keys.arch in SCAN:  # no attention
         return {"n_head": 0, "n_head_kv": 0, "head_dim_k": 0, "head_dim_v": 0, "n_rot": 0}
-    least = 0 if keys.arch in HYBRID else 1  # there the list says which layers are recurrent
+    least = 0 if keys.arch in (*HYBRID, "deci") else 1  # there the list says which layers have no attention
     n_head = keys.per_layer("attention.head_count", n_layer=n_layer, least=least)
     n_head_kv = n_head
     if "attention.head_count_kv" in keys and keys.arch not in KDA:  # there, too
@@ -306,7 +332,7 @@ def _heads(keys: Keys, n_embd: int, n_layer: int) -> dict[str, Any]:
         if not (n_head and n_head_kv):
             raise keys.fail("attention.head_count_kv", "is 0 in all layers; at least one has attention")
     for q, kv in zip(by_layer(n_head, n_layer), by_layer(n_head_kv, n_layer), strict=True):
-        if q % kv:
+        if kv and q % kv:
             raise keys.fail("attention.head_count_kv", f"is {kv}, which does not divide head_count {q}")
     width = n_embd // max(by_layer(n_head, n_layer))
     k = keys.integer("attention.key_length", width, least=1)
@@ -411,12 +437,31 @@ def _of_older_models(keys: Keys, values: dict[str, Any]) -> dict[str, Any]:
         }
     if arch in ("bloom", "refact") or (arch == "baichuan" and n_layer == 40):  # Baichuan 13B
         return {"max_alibi_bias": 8.0}
+    if arch == "apertus":
+        return {"xielu": _xielu(keys, n_layer)}
+    if arch == "jais":
+        width = n_embd // max(by_layer(values["n_head"], 1))
+        return {"max_alibi_bias": keys.number("attention.max_alibi_bias", most=1e3), "attention_scale": 1 / width}
     if arch == "mpt":
         return {
             "max_alibi_bias": keys.number("attention.max_alibi_bias", most=1e3),
             "clamp_kqv": keys.number("attention.clamp_kqv", 0.0, most=1e9),
         }
     return {}
+
+
+def _xielu(keys: Keys, n_layer: int) -> tuple[Xielu, ...]:
+    """Return the factors of xIELU by layer; a file has what softplus makes factors of, in keys without architecture."""
+
+    def listed(name: str) -> tuple[float, ...]:
+        value: Any = keys.metadata.get(f"xielu.{name}")
+        found = tuple(map(float, value)) if hasattr(value, "__len__") and not isinstance(value, str) else ()
+        if len(found) != n_layer or not all(map(math.isfinite, found)):
+            raise FormatError(f"{keys.source}: metadata key xielu.{name} should hold {n_layer} finite numbers")
+        return found
+
+    parts = zip(listed("alpha_p"), listed("alpha_n"), listed("beta"), strict=True)
+    return tuple(Xielu(float(np.logaddexp(0, p)), b + float(np.logaddexp(0, n)), b) for p, n, b in parts)
 
 
 def _encoder(keys: Keys, values: dict[str, Any], tensors: Mapping[str, HasShape]) -> dict[str, Any]:
@@ -427,8 +472,14 @@ def _encoder(keys: Keys, values: dict[str, Any], tensors: Mapping[str, HasShape]
     n_types = 0 if types is None else types.shape[1] if len(types.shape) > 1 else 1
     ranks = any(name.startswith("cls.") for name in tensors) and n_types > 1
     sep = keys.metadata.get("tokenizer.ggml.seperator_token_id") if ranks else None
+    act = keys.raw("hidden_act", "gelu")
+    if keys.arch == "modern-bert" and act not in ("gelu", "silu"):
+        raise UnsupportedError(f"{keys.source}: {keys.name('hidden_act')} is {act}; known are gelu and silu")
     return {
         "causal": False,
+        "act": act,
+        "attention_scale": 1.0 if keys.arch == "t5encoder" else 0.0,
+        "n_buckets": keys.integer("attention.relative_buckets_count", least=4) if keys.arch == "t5encoder" else 0,
         "n_positions": values["n_ctx_train"] if keys.arch == "bert" else 0,
         "n_token_types": n_types,
         "separator": -1 if sep is None else int(sep),

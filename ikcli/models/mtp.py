@@ -40,17 +40,25 @@ class HasLayers(Protocol):
 
 def check_heads(module: object, hp: HParams, names: Collection[str]) -> None:
     """Raise UnsupportedError unless a model (`hp` without its heads) has heads that can run."""
+    reason = why_not(module, hp, names)
+    if reason is not None:
+        raise UnsupportedError(reason)
+
+
+def why_not(module: object, hp: HParams, names: Collection[str]) -> str | None:
+    """Say why a model (`hp` without its heads) has no heads that can run; None if it has."""
     if not hp.n_further or f"blk.{hp.n_layer}.nextn.eh_proj.weight" not in names:
-        raise UnsupportedError(
+        return (
             f"{hp.source}: the file has no layers that predict further tokens (MTP), which --spec-type mtp needs; name "
             "a file of them with -md, use another type, or convert the model again with its MTP layers"
         )
     recurrent = [il for il in range(hp.n_layer, hp.n_layer + hp.n_further) if f"blk.{il}.ssm_a" in names]
     if not isinstance(module, HasLayers) or recurrent:
         what = f"block {recurrent[0]} is recurrent, and " if recurrent else ""
-        raise UnsupportedError(
+        return (
             f"{hp.source}: {what}drafting with MTP layers of {hp.arch} models is not supported; use another --spec-type"
         )
+    return None
 
 
 def read_further(

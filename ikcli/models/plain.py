@@ -23,7 +23,7 @@ class Plain:
     `bias`, `qk_norm`, `fused`, `ffn_norm`: see `expected.attention_specs`. `neox`, `norm_last`: see
     `blocks.self_attention`. `act`: the activation of all feed-forward parts. `fused_gate_up`: one matrix for gate and
     up. `ungated`: the activation of a dense part without gate. `nope_interval`: every n-th block has no RoPE (NoPE; 0:
-    none). `more`: further tensors of block il.
+    none). `rotates`: blocks have RoPE at all. `more`: further tensors of block il.
     """
 
     bias: bool | None = None
@@ -36,6 +36,7 @@ class Plain:
     fused_gate_up: bool = False
     ungated: str = ""
     nope_interval: int = 0
+    rotates: bool = True
     more: More = lambda hp, il: {}
 
 
@@ -52,6 +53,15 @@ def _qkv_bias(hp: HParams, il: int) -> TensorSpecs:
     return {f"blk.{il}.attn_qkv.bias": TensorSpec((n,))}
 
 
+def _biased_norms(hp: HParams, il: int) -> TensorSpecs:
+    bias = TensorSpec((hp.n_embd,))
+    return {f"blk.{il}.attn_norm.bias": bias, f"blk.{il}.ffn_norm.bias": bias, "output_norm.bias": bias}
+
+
+def _output_bias(hp: HParams, il: int) -> TensorSpecs:
+    return {"output.bias": TensorSpec((hp.n_vocab,), required=False)}
+
+
 def _llama3_factors(hp: HParams, il: int) -> TensorSpecs:
     return {"rope_freqs.weight": TensorSpec((hp.n_rot // 2,), required=False)}
 
@@ -65,7 +75,9 @@ _PAIRS = Plain(neox=False)  # rotates adjacent pairs, as llama does
 _NORMED = Plain(bias=False, qk_norm=True)
 
 TABLE: dict[str, Plain] = {
+    "apertus": Plain(bias=False, qk_norm=True, ungated="xielu", more=_llama3_factors),
     "arcee": Plain(neox=False, ungated="relu_sqr", more=_llama3_factors),
+    "bailingmoe": _PAIRS,
     "bailingmoe2": Plain(qk_norm=True, fused=True),
     "chatglm": Plain(fused=True, neox=False, fused_gate_up=True),
     "dbrx": Plain(fused=True, ffn_norm="attn_output_norm"),
@@ -73,6 +85,7 @@ TABLE: dict[str, Plain] = {
     "dots1": _NORMED,
     "ernie4_5": _PAIRS,
     "ernie4_5-moe": _PAIRS,
+    "eurobert": Plain(),
     "gemma": Plain(act=Glu("gelu")),
     "exaone-moe": Plain(bias=False, qk_norm=True),
     "glm4moe": Plain(qk_norm=None, ffn_norm="post_attention_norm"),
@@ -81,11 +94,16 @@ TABLE: dict[str, Plain] = {
     "hunyuan-dense": Plain(bias=False, qk_norm=True, norm_last=True),
     "hunyuan-moe": Plain(bias=False, qk_norm=True, norm_last=True),
     "hy_v3": _NORMED,
+    "jais": Plain(fused=True, rotates=False, more=_biased_norms),
+    "maincoder": Plain(bias=False, qk_norm=True, neox=False, norm_last=True),
     "mellum": Plain(qk_norm=True),
     "mimo2": Plain(more=_sinks),
     "minimax-m2": Plain(bias=False, more=expected.norms_of_all_heads),
     "minimax-m3": Plain(qk_norm=True, act=ACTIVATION),  # attention is over all positions, the indexer is not used
     "olmoe": Plain(bias=False, more=expected.norms_of_all_heads),
+    "openelm": Plain(bias=False, qk_norm=True, fused=True),
+    "paddleocr": Plain(),
+    "pangu-embedded": Plain(bias=True, more=_output_bias),
     "phi3": Plain(fused_gate_up=True, more=_long_rope),
     "qwen": Plain(fused=True, more=_qkv_bias),
     "qwen2": Plain(bias=True),
@@ -103,10 +121,7 @@ TABLE: dict[str, Plain] = {
 
 def tensor_shapes(hp: HParams) -> TensorSpecs:
     """Return the expected tensors of the file."""
-    specs = expected.base_specs(hp)
-    for il in range(hp.n_layer):
-        specs |= block_shapes(hp, il)
-    return specs
+    return expected.with_blocks(hp, block_shapes)
 
 
 def block_shapes(hp: HParams, il: int) -> TensorSpecs:
@@ -129,7 +144,8 @@ def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
 
 def layers(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig, only: int | None = None) -> blocks.Layers:
     """Return the layers, after what they share has been recorded."""
-    p, tables = TABLE[hp.arch], blocks.rope_tables(g, hp, w, cfg, only)
+    p = TABLE[hp.arch]
+    tables = blocks.rope_tables(g, hp, w, cfg, only) if p.rotates else (None,) * hp.n_layer
 
     def attn(x: Node, layer: LayerWeights) -> Node:
         rotation = None if p.nope_interval and (layer.il + 1) % p.nope_interval == 0 else tables[layer.il]
@@ -137,7 +153,7 @@ def layers(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig, only: int | None
 
     def ffn(x: Node, layer: LayerWeights) -> Node:
         if p.ungated:
-            return blocks.mlp(g, x, layer, p.ungated)
+            return blocks.mlp(g, x, layer, p.ungated, xielu=hp.at(layer.il).xielu)
         if p.fused_gate_up:
             return blocks.fused_dense_ffn(g, hp, x, layer)
         return blocks.feed_forward(g, hp, cfg, x, layer, p.act)

@@ -21,7 +21,7 @@ from ikcli.models.keys import HasShape, Keys, short
 LONG_ROPE = ("phi3",)  # with factors for short and for long contexts
 
 
-CONTIGUOUS = ("qwen2vl", "glm4", "glm4moe")
+CONTIGUOUS = ("qwen2vl", "glm4", "glm4moe", "paddleocr")
 SECTIONED = (*CONTIGUOUS, "qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe")
 """With M-RoPE: pairs are rotated by time, row or column of a position, in runs or in turns."""
 

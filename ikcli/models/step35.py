@@ -13,11 +13,8 @@ from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
 
 def tensor_shapes(hp: HParams) -> TensorSpecs:
     """Return the expected tensors of the file."""
-    specs = expected.base_specs(hp)
-    specs["rope_freqs.weight"] = TensorSpec((hp.n_rot // 2,), required=False)
-    for il in range(hp.n_layer):
-        specs |= block_shapes(hp, il)
-    return specs
+    factors = TensorSpec((hp.n_rot // 2,), required=False)
+    return expected.with_blocks(hp, block_shapes) | {"rope_freqs.weight": factors}
 
 
 def block_shapes(hp: HParams, il: int) -> TensorSpecs:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from ikcli.errors import FormatError, UnsupportedError
 from ikcli.gguf.constants import GGMLType
 from ikcli.graph import Weight
+from ikcli.graph.ops_experts import in_slots
 
 
 class TensorLike(Protocol):
@@ -113,24 +114,24 @@ class Weights:
             raise FormatError(f"{self._source}: the values of '{name}' are needed, but no data was opened")
         return np.asarray(self._data(self[name].name), dtype=np.float32)
 
-    def layer(self, il: int) -> LayerWeights:
-        """Return the tensors `blk.<il>.*`."""
-        return LayerWeights(self, il)
+    def layer(self, il: int, prefix: str = "") -> LayerWeights:
+        """Return the tensors `<prefix>blk.<il>.*`."""
+        return LayerWeights(self, il, prefix)
 
 
 class LayerWeights:
     """Tensors of one block as attributes; `get` for optional ones."""
 
-    __slots__ = ("_weights", "il")
+    __slots__ = ("_block", "_weights", "il")
 
-    def __init__(self, weights: Weights, il: int) -> None:
-        self._weights, self.il = weights, il
+    def __init__(self, weights: Weights, il: int, prefix: str = "") -> None:
+        self._weights, self.il, self._block = weights, il, f"{prefix}blk.{il}"
 
     def _name(self, attr: str) -> str:
         for kind in ("bias", "scale"):
             if attr.endswith(f"_{kind}") and attr != "layer_output_scale":
-                return f"blk.{self.il}.{attr.removesuffix(f'_{kind}')}.{kind}"
-        return f"blk.{self.il}.{attr}.weight"
+                return f"{self._block}.{attr.removesuffix(f'_{kind}')}.{kind}"
+        return f"{self._block}.{attr}.weight"
 
     def __getattr__(self, attr: str) -> Weight:
         if attr.startswith("__"):
@@ -141,11 +142,34 @@ class LayerWeights:
         """Return the tensor, or None."""
         return self._weights.get(self._name(attr))
 
+    def in_slots(self, n_slots: int) -> LayerWeights:
+        """Return the tensors of the block with only those experts that are in slots on a GPU."""
+        return _InSlots(self._weights, self.il, n_slots)
+
     def factor(self, name: str) -> float:
         """Return the number in the tensor `<name>.scale` beside a matrix, 1 if there is none."""
-        full = f"blk.{self.il}.{name}.scale"
+        full = f"{self._block}.{name}.scale"
         return float(self._weights.data(full).reshape(-1)[0]) if full in self._weights else 1.0
 
     def tensor(self, name: str) -> Weight:
         """Return a tensor whose name has no ending."""
-        return self._weights[f"blk.{self.il}.{name}"]
+        return self._weights[f"{self._block}.{name}"]
+
+
+class _InSlots(LayerWeights):
+    """Tensors of one block; of experts those in slots."""
+
+    __slots__ = ("_n_slots",)
+
+    def __init__(self, weights: Weights, il: int, n_slots: int) -> None:
+        super().__init__(weights, il)
+        self._n_slots = n_slots
+
+    def __getattr__(self, attr: str) -> Weight:
+        w = super().__getattr__(attr)
+        return in_slots(w, self._n_slots) if attr.endswith("_exps") else w
+
+    def get(self, attr: str) -> Weight | None:
+        """Return the tensor, or None."""
+        w = super().get(attr)
+        return in_slots(w, self._n_slots) if w is not None and attr.endswith("_exps") else w

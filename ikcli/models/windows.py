@@ -14,22 +14,41 @@ from ikcli.models.keys import Keys, by_layer
 from ikcli.models.rope import RopeParams
 
 PERIODS = {
-    "afmoe": 4, "cohere2": 4, "exaone-moe": 4, "exaone4": 4, "gemma2": 2, "gemma3": 6, "gpt-oss": 2, "laguna": 4,
-    "llama4": 4, "mellum": 4, "muse-glimmer": 4, "olmo2": 4, "phi3": 0, "starcoder2": 0,
+    "afmoe": 4, "cohere2": 4, "exaone-moe": 4, "exaone4": 4, "gemma-embedding": 6, "gemma2": 2, "gemma3": 6,
+    "gpt-oss": 2, "laguna": 4, "llama4": 4, "mellum": 4, "modern-bert": 3, "muse-glimmer": 4, "olmo2": 4, "phi3": 0,
+    "smallthinker": 4, "starcoder2": 0,
 }  # fmt: skip
 """Layers of a period, of which the last one has no window; 0: all layers have one."""
 LISTED = ("cohere2_moe", "gemma4", "mimo2", "step35")  # files say which layers have windows
-FIRST_SEES_ALL = ("cohere2_moe", "laguna")  # of a period the first layer has no window, not the last one
+FIRST_SEES_ALL = (
+    "cohere2_moe",
+    "laguna",
+    "modern-bert",
+    "smallthinker",
+)  # of a period the first layer has no window, not the last one
 NOT_ALWAYS = {
     "exaone-moe": 128,
     "gemma2": 4096,
     "laguna": 0,
     "mellum": 0,
+    "modern-bert": 0,
     "olmo2": 0,
+    "smallthinker": 0,
     "starcoder2": 0,
 }  # windows of files that do not say
-PLAIN = ("gemma3", "laguna", "mellum", "olmo2")  # rotation of window layers is not scaled
-ONLY_WINDOWS_ROTATE = ("afmoe", "cohere2", "cohere2_moe", "exaone-moe", "exaone4", "llama4", "muse-glimmer")
+PLAIN = ("gemma-embedding", "gemma3", "laguna", "mellum", "olmo2")  # rotation of window layers is not scaled
+LOCAL_BASE = ("gemma-embedding", "gemma3", "modern-bert")  # 10000 in window layers of files that do not say
+TWO_SIDED = ("gemma-embedding", "modern-bert")  # half of the window is on either side
+ONLY_WINDOWS_ROTATE = (
+    "afmoe",
+    "cohere2",
+    "cohere2_moe",
+    "exaone-moe",
+    "exaone4",
+    "llama4",
+    "muse-glimmer",
+    "smallthinker",
+)
 PHI3_WINDOWS = {(32, 4096): 2047, (40, 4096): 2047, (32, 131072): 262144, (40, 131072): 131072}
 """Of files from before the key, by layers and context."""
 CHUNK = 8192  # of llama4, whose files do not say
@@ -59,7 +78,8 @@ def _size(keys: Keys, values: dict[str, Any]) -> int:
         default = 4096 if values["n_layer"] == 64 else 0
     if arch == "phi3":
         default = PHI3_WINDOWS.get((values["n_layer"], values["n_ctx_train"]))
-    return keys.integer(key, default)
+    size = keys.integer(key, default)
+    return size // 2 + 1 if size and arch in TWO_SIDED else size
 
 
 def _pattern(keys: Keys, values: dict[str, Any]) -> tuple[bool, ...]:
@@ -84,7 +104,7 @@ def _rotation(
     """Return the rotation of each layer, and the rotated columns of a head (0: none)."""
     arch, n_layer, rope = values["arch"], values["n_layer"], values["rope"]
     assert isinstance(rope, RopeParams)
-    default = 10000.0 if arch == "gemma3" else rope.freq_base
+    default = 10000.0 if arch in LOCAL_BASE else rope.freq_base
     own = replace(rope, freq_base=keys.number("rope.freq_base_swa", default), factors=arch != "gemma4")
     if arch == "step35":
         mask = keys.integer("rope.scaling.apply_mask", 1)
@@ -106,7 +126,7 @@ def _rotation(
     n_rots = [n_rot_window if w else n_rot for w in is_window]
     if "rope.dimension_count_per_layer" in keys:
         n_rots = list(by_layer(keys.per_layer("rope.dimension_count_per_layer", n_layer=n_layer), n_layer))
-    if arch in ONLY_WINDOWS_ROTATE and (any(is_window) or arch not in ("exaone4", "llama4")):
+    if arch in ONLY_WINDOWS_ROTATE and (any(is_window) or arch not in ("exaone4", "llama4", "smallthinker")):
         lead = values["n_layer_dense_lead"] if arch == "cohere2_moe" else 0
         n_rots = [n if w or il < lead else 0 for il, (n, w) in enumerate(zip(n_rots, is_window, strict=True))]
     for n, head_dim in zip(n_rots, head_dim_k, strict=True):

@@ -20,16 +20,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
 
 from ikcli.errors import IkError
+from ikcli.hostinfo import visible_cpus
 from ikcli.native import isa
 from ikcli.native.kernel_cache import ADVICE, PACKAGE_DIR, KernelKey, adopt, cache_dir, is_cached
-
-try:
-    import fcntl
-except ImportError:  # Windows: two processes may compile the same kernel
-    fcntl = None  # type: ignore[assignment]
+from ikcli.system_files import lock_byte, unlock_byte
 
 Progress = Callable[[int, int], None]
 _POLL = 0.02  # seconds between looks at a kernel that another process compiles
@@ -63,36 +59,20 @@ def compile_kernels(keys: Sequence[KernelKey], progress: Progress | None = None)
 
     with (directory / "lock").open("ab") as lock:
         while left:
-            mine = [key for key in left if _claim(lock, key)]
+            mine = [key for key in left if lock_byte(lock, _place(key))]  # no other process compiles it now
             try:
                 todo = [key for key in mine if not is_cached(key) and not adopt(directory, key)]
                 tell(len(mine) - len(todo))
                 _compile(directory, todo, lambda: tell(1))
             finally:
                 for key in mine:
-                    _release(lock, key)
+                    unlock_byte(lock, _place(key))
             left = [key for key in left if key not in mine]
             finished = [key for key in left if is_cached(key)]
             tell(len(finished))
             left = [key for key in left if key not in finished]
             if left and not mine:
                 time.sleep(_POLL)
-
-
-def _claim(lock: IO[bytes], key: KernelKey) -> bool:
-    """Return whether no other process compiles this kernel; then none will until `_release`."""
-    if fcntl is None:
-        return True
-    try:
-        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _place(key))
-    except OSError:
-        return False
-    return True
-
-
-def _release(lock: IO[bytes], key: KernelKey) -> None:
-    if fcntl is not None:
-        fcntl.lockf(lock, fcntl.LOCK_UN, 1, _place(key))
 
 
 def _place(key: KernelKey) -> int:
@@ -165,8 +145,7 @@ def _compile(directory: Path, keys: Sequence[KernelKey], finished: Callable[[], 
     """Compile the kernels that no other process compiles."""
     if not keys:
         return
-    n_cpu = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
-    n = max(1, min(len(keys), _most or n_cpu))
+    n = max(1, min(len(keys), _most or len(visible_cpus())))
     shares = _shares(keys, n)
     with _workers(directory, n) as workers, selectors.DefaultSelector() as selector:
         for worker, share in zip(workers, shares, strict=True):

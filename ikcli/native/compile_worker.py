@@ -15,6 +15,8 @@ from typing import Any
 
 from ikcli.native.kernel_cache import KernelKey, keep_code, pack_entry
 
+_COLLECT_EVERY = 12  # kernels; each leaves about 20 MB of garbage
+
 
 def compile_one(key: KernelKey) -> bytes:
     """Return the contents of the cache file of one kernel."""
@@ -32,8 +34,8 @@ def _described(made: Any) -> tuple[Any, Any, bool]:
 
 def main() -> None:
     directory = Path(sys.argv[1])
-    gc.set_threshold(20_000, 20, 20)  # a tenth of the time went into looking for garbage among what Numba keeps
-    for line in sys.stdin:
+    gc.disable()  # a tenth of the time would go into looking for garbage among what Numba keeps
+    for count, line in enumerate(sys.stdin, 1):
         key = KernelKey.of_line(line)
         data = compile_one(key)
         temporary = directory / f".{key.file_name}.{os.getpid()}"
@@ -41,6 +43,8 @@ def main() -> None:
         temporary.replace(directory / key.file_name)
         keep_code(directory, key)
         print(key.text, flush=True)
+        if count % _COLLECT_EVERY == 0:
+            gc.collect()
 
 
 if __name__ == "__main__":

@@ -13,11 +13,13 @@ from numba import njit
 from numba.core import codegen, compiler, types
 from numba.core.registry import cpu_target
 
+from ikcli.native.lean_numba import KernelPipeline, lean
+
 
 def inline(function: Callable[..., Any]) -> Any:
     """Mark a device function, compiled into every kernel that calls it."""
     return njit(function, nogil=True, error_model="numpy", boundscheck=False, no_cpython_wrapper=True,
-                no_cfunc_wrapper=True)  # fmt: skip
+                no_cfunc_wrapper=True, pipeline_class=KernelPipeline)  # fmt: skip
 
 
 def merge(function: Callable[..., Any]) -> Any:
@@ -108,9 +110,11 @@ def compile_to_object(function: Any, args: int | tuple[types.Type, ...], returns
     try:
         library = _codegen().create_library(function.__name__)
         library.is_kernel = True
-        cres = compiler.compile_extra(
-            cpu_target.typing_context, context, function, arg_types, return_type, flags, {}, library=library
-        )
+        with lean(cpu_target.typing_context):
+            cres = compiler.compile_extra(
+                cpu_target.typing_context, context, function, arg_types, return_type, flags, {}, library=library,
+                pipeline_class=KernelPipeline
+            )  # fmt: skip
         return cres.fndesc.llvm_func_name, _codegen()._tm.emit_object(library._final_module)
     finally:
         context._internal_codegen = usual

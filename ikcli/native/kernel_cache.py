@@ -11,6 +11,8 @@ digest is quick to compute, but an edit of one helper gives all kernels new name
 of the definitions that the kernel reaches (`code_digest.py`); before a kernel is compiled it is looked up under that
 name. LLVM ends the process when it is given a damaged object file, so every file starts with a line of magic, SHA-256
 of the code, and symbol; a file that does not match its line is compiled again.
+
+What the cache lacks may be among the kernels that an installed package brings (`kernel_pack.py`).
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ikcli.native import isa
+from ikcli.native import isa, kernel_pack
 
 _MAGIC = "ik-kernel-1"  # of the file format
 ADVICE = "set IK_CACHE_DIR to a folder with free space that you may write to"
@@ -168,7 +170,33 @@ def _version(package: str) -> str:
 
 def is_cached(key: KernelKey) -> bool:
     """Return whether the kernel has been compiled already."""
-    return read_entry(cache_dir() / key.file_name) is not None
+    return find_entry(key) is not None
+
+
+def find_entry(key: KernelKey) -> tuple[str, bytes] | None:
+    """Return (symbol, object code) of a kernel from the cache or the package; None if it has to be compiled."""
+    name = key.file_name
+    found = read_entry(cache_dir() / name)
+    if found is None and (pack := _pack()) is not None and (contents := pack.find(name)) is not None:
+        return _unpack_entry(contents)
+    return found
+
+
+@functools.cache
+def _pack() -> kernel_pack.KernelPack | None:
+    """Return the kernels in the package for this target."""
+    level = isa.packed_level(isa.current())
+    if level is None:
+        return None
+    path = kernel_pack.FOLDER / kernel_pack.pack_name(level)
+    return kernel_pack.KernelPack(path, pack_digest(isa.level(level))) if path.is_file() else None
+
+
+def pack_digest(target: isa.ISA) -> str:
+    """Return a digest of what packed kernels are compiled with and for."""
+    versions = [_version(p) for p in ("numba", "llvmlite")]
+    text = "\0".join([*versions, target.cpu, target.feature_string])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def adopt(directory: Path, key: KernelKey) -> bool:
@@ -206,9 +234,13 @@ def pack_entry(symbol: str, code: bytes) -> bytes:
 def read_entry(path: Path) -> tuple[str, bytes] | None:
     """Return (symbol, object code) of a cache file; None if it is absent or damaged."""
     try:
-        head, _, code = path.read_bytes().partition(b"\n")
+        return _unpack_entry(path.read_bytes())
     except OSError:
         return None
+
+
+def _unpack_entry(contents: bytes) -> tuple[str, bytes] | None:
+    head, _, code = contents.partition(b"\n")
     magic, _, rest = head.partition(b" ")
     digest, _, symbol = rest.partition(b" ")
     if magic != _MAGIC.encode() or digest != hashlib.sha256(code).hexdigest().encode():

@@ -10,7 +10,7 @@ from typing import Any
 
 from ikcli.errors import IkError
 from ikcli.native.compile_pool import compile_kernels
-from ikcli.native.kernel_cache import ADVICE, KernelKey, cache_dir, read_entry
+from ikcli.native.kernel_cache import ADVICE, KernelKey, cache_dir, find_entry, read_entry
 
 
 class KernelLibrary:
@@ -23,7 +23,7 @@ class KernelLibrary:
     def require(self, keys: Iterable[KernelKey], progress: Callable[[int, int], None] | None = None) -> None:
         """Load the kernels, compiling those that are not in the cache; `progress(done, total)` per compiled one."""
         wanted = [k for k in dict.fromkeys(keys) if k not in self._addresses]
-        entries = {k: read_entry(cache_dir() / k.file_name) for k in wanted}
+        entries = {k: find_entry(k) for k in wanted}
         missing = [k for k in wanted if entries[k] is None]
         if missing:
             compile_kernels(missing, progress)

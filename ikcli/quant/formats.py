@@ -11,6 +11,9 @@ from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.types import TYPES, TensorType, row_n_bytes, tensor_n_bytes
 from ikcli.suggest import near_names
 
+READ_BY_ROW = ("token_embd.weight", ".nextn.embed_tokens.weight")
+"""Endings of the names of tensors of which single rows are read, so that interleaved types do not suit them."""
+
 
 def get_format(type: GGMLType | int) -> TensorType:
     """Return the record of a type id; raise UsageError for an unknown id."""

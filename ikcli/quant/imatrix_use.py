@@ -1,6 +1,7 @@
 """Apply an importance matrix to the tensors of a model: sizes, experts with few rows, blocks that never ran.
 
-Blocks of multi-token prediction (MTP, NextN) do not run while a matrix is collected. Their tensors borrow the entry of
+Blocks of multi-token prediction (MTP, NextN) have no data where they did not run while the matrix was collected, as in
+files of other programs. Their tensors then borrow the entry of
 the tensor of the same name and shape in the last ordinary block that has one: the residual stream that feeds most of
 them changes little from block to block. Experts borrow the mean over the experts of that block, because experts of two
 blocks have only their numbers in common. `nextn.*` tensors have no counterpart and stay without data.
@@ -15,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from ikcli.gguf.heads import head_blocks
 from ikcli.gguf.reader import TensorInfo
 from ikcli.gguf.types import TYPES
 from ikcli.quant.imatrix_file import Imatrix
@@ -40,21 +42,10 @@ class ExpertData:
     median: float | None = None
 
 
-def mtp_blocks(names: Iterable[str], metadata: Mapping[str, Any]) -> frozenset[int]:
-    """Return the MTP blocks: those with `nextn` tensors, else the last ones, as the metadata says."""
-    found = {int(m[1]): m[2] for name in names if (m := _BLOCK.match(name))}
-    named = {int(m[1]) for name in names if (m := _BLOCK.match(name)) and m[2].startswith("nextn.")}
-    arch = metadata.get("general.architecture", "")
-    count, last = (metadata.get(f"{arch}.{key}", 0) for key in ("block_count", "nextn_predict_layers"))
-    if named or not isinstance(count, int) or not isinstance(last, int) or not 0 < last < count:
-        return frozenset(named)
-    return frozenset(il for il in found if il >= count - last)
-
-
 def why_missing(name: str, names: Container[str], mtp: Iterable[int]) -> str:
     """Explain why an importance matrix has no data for a tensor of a model with these names and MTP blocks."""
     if any(name.startswith(f"blk.{il}.") for il in mtp):
-        return "MTP (never runs while collecting)"
+        return "MTP (did not run while collecting)"
     if name == "output.weight" or (name == "token_embd.weight" and "output.weight" not in names):
         return "output (collected with --process-output)"
     if name in ("token_embd.weight", "per_layer_token_embd.weight"):
@@ -66,7 +57,7 @@ def why_missing(name: str, names: Container[str], mtp: Iterable[int]) -> str:
 
 def with_borrowed(imatrix: Imatrix, tensors: Mapping[str, TensorInfo], metadata: Mapping[str, Any]) -> Imatrix:
     """Return the matrix with entries of the last ordinary blocks for tensors of MTP blocks that have none."""
-    blocks = mtp_blocks(tensors, metadata)
+    blocks = head_blocks(tensors, metadata)
     ordinary = sorted({int(m[1]) for n in tensors if (m := _BLOCK.match(n))} - blocks, reverse=True)
     borrowed: dict[str, str] = {}
     for name, t in tensors.items():
@@ -150,7 +141,7 @@ def _few_text(d: ExpertData) -> str:
 
 def borrowed_lines(imatrix: Imatrix, choices: Sequence[TypeChoice], metadata: Mapping[str, Any]) -> list[str]:
     """Describe which tensors of MTP blocks borrow data of another block, and which have none at all."""
-    blocks = mtp_blocks([c.name for c in choices], metadata)
+    blocks = head_blocks([c.name for c in choices], metadata)
     mine = [c for c in weighted_choices(choices) if (m := _BLOCK.match(c.name)) and int(m[1]) in blocks]
     lines: list[str] = []
     have = [c.name for c in mine if c.name in imatrix.borrowed]
@@ -158,8 +149,8 @@ def borrowed_lines(imatrix: Imatrix, choices: Sequence[TypeChoice], metadata: Ma
         sources = sorted({int(m[1]) for n in have if (m := _BLOCK.match(imatrix.borrowed[n]))})
         where = ", ".join(str(il) for il in sources)
         lines.append(
-            f"{len(have)} tensors of MTP blocks, which do not run while a matrix is collected, are weighted like those "
-            f"of block {where}: {', '.join(name_patterns(have))}"
+            f"{len(have)} tensors of MTP blocks, which did not run while the matrix was collected, are weighted like "
+            f"those of block {where}: {', '.join(name_patterns(have))}"
         )
     none = [c.name for c in mine if imatrix.find(c.name, c.shape) is None]
     if none:

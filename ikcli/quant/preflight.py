@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from ikcli.errors import IkError
+from ikcli.gguf.heads import head_blocks
 from ikcli.gguf.reader import GGUFFile
 from ikcli.gguf.types import TYPES
 from ikcli.log import shown_size
@@ -23,7 +24,6 @@ from ikcli.quant.imatrix_use import (
     FEW_ROWS,
     ExpertData,
     expert_data,
-    mtp_blocks,
     name_patterns,
     weighted_choices,
     why_missing,
@@ -300,7 +300,7 @@ def _missing(
     report: Report, task: PlannedJob, file: GGUFFile, imatrix: Imatrix | None, choices: Sequence[TypeChoice]
 ) -> None:
     """List tensors to be quantized without importance data of their own, grouped by type and consequence."""
-    blocks = mtp_blocks(file.tensors, file.metadata)
+    blocks = head_blocks(file.tensors, file.metadata)
     groups: dict[tuple[str, str, str], list[str]] = {}
     for c in weighted_choices(choices):
         free = task.target is not None and not is_fixed(c)

@@ -12,6 +12,7 @@ import itertools
 import math
 import os
 import re
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -216,6 +217,8 @@ def prepare_folder(paths: Sequence[Path]) -> None:
 
 
 def _is_alive(pid: int) -> bool:
+    if sys.platform == "win32":  # signal 0 is Ctrl-C there; files that are open cannot be deleted
+        return False
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

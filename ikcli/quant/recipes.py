@@ -19,7 +19,7 @@ from ikcli.errors import IkError, UsageError
 from ikcli.gguf.constants import FILE_TYPES, GGMLType
 from ikcli.gguf.reader import TensorInfo
 from ikcli.gguf.types import TYPES
-from ikcli.quant.formats import tensor_size
+from ikcli.quant.formats import READ_BY_ROW, tensor_size
 from ikcli.quant.imatrix_file import Imatrix
 from ikcli.quant.recipe_rules import (
     NEEDS_IMATRIX,
@@ -337,7 +337,7 @@ def _plain_where_needed(type: GGMLType, name: str, shape: tuple[int, ...]) -> GG
     """Avoid interleaved types for embeddings, which are read row by row, and for groups that straddle matrices."""
     plain, rows = plain_twin(type)
     n_rows = shape[1] if len(shape) > 1 else 1
-    return plain if name in ("token_embd.weight", "per_layer_token_embd.weight") or n_rows % rows else type
+    return plain if name.endswith(READ_BY_ROW) or n_rows % rows else type
 
 
 def _lacks_mla_weights(t: TensorInfo, new: GGMLType, imatrix: Imatrix | None) -> bool:

@@ -17,14 +17,13 @@ from ikcli.errors import FormatError, UnsupportedError
 from ikcli.gguf.constants import FILE_TYPE_GUESSED, GGMLType
 from ikcli.gguf.types import TYPES
 from ikcli.quant.bitmoves import BitMoves, compile_moves, count_lanes
-from ikcli.quant.formats import interleaved_type, row_size, tensor_size
+from ikcli.quant.formats import READ_BY_ROW, interleaved_type, row_size, tensor_size
 from ikcli.quant.interleave import Layout, layout_of
 
 Bytes = npt.NDArray[np.uint8]
 
 _CHUNK_BYTES = 1 << 19  # of row groups at a time: intermediate results stay in the cache
 _COMPILED_BYTES = 1 << 20  # from this size on, a compiled kernel is worth its loading
-_NEVER = ("token_embd.weight", ".nextn.embed_tokens.weight")  # endings of tensors of which single rows are read
 
 # `general.file_type` of a model after repacking; other numbers stay as they are.
 REPACKED_FILE_TYPES: dict[int, int] = {
@@ -53,7 +52,7 @@ def can_repack(type: GGMLType, shape: tuple[int, ...], name: str = "", *, lossy:
     It needs a type with a twin, whole groups per matrix, and a name whose rows are not looked up one by one.
     """
     target = repacked_type(type, lossy=lossy)
-    if target is None or name.endswith(_NEVER) or len(shape) < 2:
+    if target is None or name.endswith(READ_BY_ROW) or len(shape) < 2:
         return False
     return shape[1] % TYPES[target].rows == 0 and shape[0] % layout(target).n_elements == 0
 

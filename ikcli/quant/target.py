@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from ikcli.errors import NonFiniteError, UsageError
 from ikcli.gguf.constants import GGMLType
+from ikcli.gguf.heads import block_of, head_blocks
 from ikcli.gguf.reader import GGUFFile
 from ikcli.gguf.types import TYPES
 from ikcli.log import warn
@@ -162,7 +163,9 @@ def plan_target(
     chosen, bound = problem.solve(damages)
     if options.calibrate is not None:
         bpw = {name: TYPES[c.type].bpw for name, c in chosen.items()}
-        damages = calibrate(table, prior, bpw, options.calibrate, encoding, options.calibrate_groups)
+        heads = head_blocks(file.tensors, file.metadata)  # do not run with the model, so their damage stays estimated
+        runs = {name: errors for name, errors in table.items() if block_of(name) not in heads}
+        damages |= calibrate(runs, prior, bpw, options.calibrate, encoding, options.calibrate_groups)
         chosen, bound = problem.solve(damages)
     n_bytes = sum(c.n_bytes for c in choices if fixed(c))
     n_bytes += sum(tensor_size(chosen[c.name].type, c.shape) for c in free)

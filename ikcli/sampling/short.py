@@ -25,6 +25,7 @@ from ikcli.sampling.filters import COLDEST, active_filters
 from ikcli.sampling.params import SamplerParams
 from ikcli.sampling.penalties import penalizes
 
+DRAW = KernelKey("ikcli.native.top_k", "make_draw")
 _MOST = 256
 _CODES = {"temperature": 0, "top_p": 1, "min_p": 2}  # of native/top_k.py
 
@@ -90,9 +91,8 @@ def address_of(array: npt.NDArray[Any]) -> int:
 @cache
 def draw_function() -> Callable[..., int]:
     """Return the kernel `make_draw` of native/top_k.py, compiled at first use and cached on disk."""
-    key = KernelKey("ikcli.native.top_k", "make_draw")
-    shared_library().require([key])
-    return native_function(shared_library()[key], 8, keep_gil=True)
+    shared_library().require([DRAW])
+    return native_function(shared_library()[DRAW], 8, keep_gil=True)
 
 
 def _negative(x: float) -> float:

@@ -35,6 +35,9 @@ class SweepConfig:
         help="measure every Nth depth only")
     memory: bool = _sweep_bench(False, "--sweep-memory", "switch", example="--sweep-memory",
         help="add columns with the highest memory use")
+    mtp: bool = _sweep_bench(False, "--mtp", "switch", example="--mtp",
+        help="add columns for the first layer that predicts further tokens (MTP): a draft of one token after every "
+        "generated one")
     output_format: str = _sweep_bench("md", "--output-format", "choice", form="md|table|jsonl|jsonl-full",
         example="--output-format jsonl", choices=("md", "table", "jsonl", "jsonl-full"), help="output format")
     plot: Path | None = _sweep_bench(None, "--plot", "path", form="FILE", example="--plot speed.png",

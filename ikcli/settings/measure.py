@@ -33,6 +33,9 @@ class PerplexityConfig:
         help="compare with the logits of --kl-divergence-base")
     moe_trace: Path | None = _perplexity(None, "--moe-trace", "path", form="FILE", example="--moe-trace experts.npz",
         help="record which experts every token uses; benchmarks/expert_cache.py replays the file")
+    mtp: bool = _perplexity(False, "--mtp", "switch", example="--mtp",
+        help="also print perplexity and accepted share of each layer that predicts further tokens (MTP), of the model "
+        "or of -md FILE")
     hellaswag: bool = _perplexity(False, "--hellaswag", "switch", example="--hellaswag",
         help="HellaSwag score of the tasks in -f FILE: six lines each (context, index of the right ending, four "
         "endings)")
@@ -88,6 +91,8 @@ class ImatrixConfig:
     covariance: Path | None = _imatrix(None, "--covariance", "path", form="FILE",
         example="--covariance covariance.gguf",
         help="also write second moments of all inputs, for ik quantize --covariance; GGUF")
+    mtp: bool = _imatrix(True, "--mtp", "switch", negative="--no-mtp", example="--no-mtp",
+        help="also measure the layers that predict further tokens (MTP), where ik runs them")
     random_tokens: int = _imatrix(0, "--random-tokens", "int", form="N", example="--random-tokens 16384", minimum=0,
         help="use N tokens drawn uniformly from the vocabulary instead of a text: nearly as good for "
         "--covariance; mean squares are better with a text")

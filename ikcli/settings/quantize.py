@@ -132,6 +132,11 @@ class QuantizeConfig:
     repack_pattern: tuple[str, ...] = opt((), "--repack-pattern", "custom", form="RE[,RE...]",
         example="--repack-pattern exps", parse=parse_text_item, repeat=True,
         help="regroup only matching tensors, copy the rest (repeatable)")
+    mtp: bool = opt(False, "--mtp", "switch",
+        help="write only the layers that predict further tokens (MTP), with embeddings and output matrix: a file for "
+        "-md of --spec-type mtp")
+    no_mtp: bool = opt(False, "--no-mtp", "switch",
+        help="leave out the layers that predict further tokens (MTP)")
     keep_split: bool = opt(False, "--keep-split", "switch",
         help="write as many files as the input has, with the same tensors in each")
     partial_requant: bool = opt(False, "--partial-requant", "switch",

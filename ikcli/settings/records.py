@@ -8,11 +8,17 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpec:
-    """A described device: `cuda` or `cpu` (host memory), its bytes, and its compute capability (None: not given)."""
+    """A described device: `cuda` or `cpu` (host memory), its bytes, and facts (None: not given).
+
+    `ops`: multiplications and additions of products per second. `bandwidth`: bytes per second from the host to a GPU,
+    or from RAM to the CPU.
+    """
 
     kind: str
     n_bytes: int
     capability: tuple[int, int] | None = None
+    ops: float | None = None
+    bandwidth: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,7 +129,8 @@ def check_stages(config: RunConfig, given: Collection[str] = ()) -> RunConfig:
     units = [option for name, option in _UNITS.items() if name in given]
     if units:
         raise UsageError(f"--stages divides the model, {units[0]} divides the work; use one of them")
-    for name, switch in (("expert_ram", "--expert-ram"), ("prefetch_experts", "--prefetch-experts"),
+    for name, switch in (("expert_ram", "--expert-ram"), ("expert_cache", "--expert-cache"),
+                         ("prefetch_experts", "--prefetch-experts"),
                          ("profile", "--profile"), ("self_test", "--self-test")):  # fmt: skip
         if getattr(config, name):
             raise UsageError(f"{switch} cannot be used with --stages: it needs the layers in one process")

@@ -87,6 +87,9 @@ class RunConfig:
     defer_experts: bool = _model(False, "--defer-experts", "switch", example="--defer-experts",
         help="read no experts while loading, only when they are used; this is always so without --expert-ram and "
         "--prefetch-experts")
+    expert_cache: int = _model(0, "--expert-cache", "int", form="MIB", minimum=0, example="--expert-cache 4096",
+        help="memory of every GPU for experts of its layers that are in RAM: for a few tokens, the GPU computes those "
+        "that it has while the CPU computes the others; 0 = none")
     check_tensors: bool = _model(False, "--check-tensors -vq --validate-quants", "switch", example="--check-tensors",
         help="scan the weights for NaN and Inf while loading and name the tensors")
     override_kv: tuple[str, ...] = _model((), "-okv --override-kv", "custom", form="KEY=TYPE:VALUE[,...]",
@@ -193,8 +196,8 @@ class RunConfig:
         help="GPUs to use and to accept in -ot; none = no GPU; default: all visible ones")
     device_spec: tuple[DeviceSpec, ...] = _placement((), "--device-spec", "custom", form="cuda:24GiB[,...]",
         example="--device-spec 2*cuda:24GiB,cpu:256GiB", parse=parse_device_spec, bench_list=False,
-        help="plan for these devices instead of those of this machine: [N*]cuda:SIZE[:cc=X.Y] for GPUs, cpu:SIZE for "
-        "RAM. For plan and --dry-run")
+        help="plan for these devices instead of those of this machine: [N*]cuda:SIZE[:cc=X.Y][:tops=N][:bus=GB/s] for "
+        "GPUs, cpu:SIZE[:tops=N][:read=GB/s] for RAM. For plan and --dry-run")
     offload_policy: tuple[tuple[str, bool], ...] = _placement((), "-op --offload-policy", "custom",
         form="OP,0|1[,OP,0|1...]", example="-op MUL_MAT_ID=off", parse=parse_offload_policy, repeat=True,
         bench_list=False,

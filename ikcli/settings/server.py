@@ -135,7 +135,8 @@ class ServerConfig:
         example="--spec-set ngram-mod:n_max=32", parse=parse_spec_setting, repeat=True, bench_list=False,
         help="setting for a --spec-type that does not set it; ngram stands for all n-gram types. Repeatable")
     model_draft: Path | None = _speculation(None, "-md --model-draft --spec-draft-model", "path", form="FILE",
-        example="-md draft.gguf", bench_list=False, env="LLAMA_ARG_SPEC_DRAFT_MODEL LLAMA_ARG_MODEL_DRAFT",
+        commands="SCLPI", example="-md draft.gguf", bench_list=False,
+        env="LLAMA_ARG_SPEC_DRAFT_MODEL LLAMA_ARG_MODEL_DRAFT",
         help="draft model: a small model of the same vocabulary, for speculative decoding; with --spec-type mtp, a "
         "file of heads (ik convert --mtp), used instead of the model's own")
     hf_repo_draft: str = _speculation("", "-hfd -hfrd --hf-repo-draft --spec-draft-hf", "str", form="USER/REPO[:QUANT]",
@@ -168,10 +169,10 @@ class ServerConfig:
         help="devices of the draft model; default: those of the model")
     spec_autotune: bool = _speculation(False, "--spec-autotune", "switch", negative="--no-spec-autotune",
         example="--spec-autotune",
-        help="choose the length of every draft, none included, by measured costs and acceptance; without it drafts are "
-        "as long as n_max allows (docs/speculation.md)")
+        help="choose the length of every draft, none included, by measured costs and acceptance, up to n_max; "
+        "without it drafts are as long as n_max allows (docs/speculation.md)")
     spec_explain: bool = _speculation(False, "--spec-explain", "switch", example="--spec-explain",
-        help="log for every step how many tokens are drafted, and why")
+        help="log how many tokens are drafted, and why")
     banned_string_file: Path | None = opt(None, "--banned-string-file", "path", topic="sampling", commands="SC",
         form="FILE", example="--banned-string-file slop.txt",
         help="texts that no output may contain, one per line; a request's banned_strings replace them")

@@ -227,7 +227,8 @@ def _on_off(text: str) -> bool:
 
 _SIZE = re.compile(r"(\d{1,18}(?:\.\d*)?|\.\d+)\s*(?:([KMGT]?)(i?B)|([KMGT]))", re.IGNORECASE)
 _PREFIXES = ("", "K", "M", "G", "T")
-_DEVICE = re.compile(r"(?:(\d+)\*)?(cuda|cpu):([\d.]+)([a-z]*)(?::cc=(\d+)\.(\d))?", re.IGNORECASE)
+_DEVICE = re.compile(r"(?:(\d+)\*)?(cuda|cpu):([\d.]+)([a-z]*)((?::[a-z]+=[\d.]+)*)", re.IGNORECASE)
+_CC = re.compile(r"(\d+)\.(\d)")
 
 
 def parse_size(text: str) -> int:
@@ -261,27 +262,58 @@ def parse_gib(text: str) -> int:
 
 
 def parse_device_spec(text: str) -> tuple[DeviceSpec, ...]:
-    """Parse `[N*]cuda:SIZE[:cc=X.Y]` and `cpu:SIZE` entries separated by commas; sizes as for `parse_size`."""
+    """Parse `[N*]cuda:SIZE` and `cpu:SIZE` entries separated by commas, each perhaps with facts `:NAME=NUMBER`.
+
+    Sizes are as for `parse_size`. Facts: `cc` (compute capability of a GPU), `tops` (products, 1e12 operations per
+    second), `bus` (host to GPU) and `read` (RAM to the CPU), both in GB/s.
+    """
     specs: list[DeviceSpec] = []
     for piece in filter(None, (item.strip() for item in text.split(","))):
         found = _DEVICE.fullmatch(piece)
         if found is None:
             raise ValueError(f'has the device "{piece}", which is not of the form cuda:24GiB or cpu:256GiB')
-        count, kind, size, unit, major, minor = found.groups()
+        count, kind, size, unit, facts = found.groups()
         n_bytes = parse_size(size + unit)
         if n_bytes <= 0 or int(count or 1) < 1 or n_bytes >= 2**60:
             raise ValueError(f'has the device "{piece}"; count and size must be above 0')
-        capability = (int(major), int(minor)) if major else None
-        specs += [DeviceSpec(kind.lower(), n_bytes, capability)] * min(int(count or 1), MAX_DEVICES + 1)
+        spec = DeviceSpec(kind.lower(), n_bytes, **_device_facts(piece, kind.lower(), facts.lower()))
+        specs += [spec] * min(int(count or 1), MAX_DEVICES + 1)
     if not specs:
         raise ValueError("names no device")
     if sum(spec.kind == "cuda" for spec in specs) > MAX_DEVICES:
         raise ValueError(f"has more than {MAX_DEVICES} GPUs")
     if sum(spec.kind == "cpu" for spec in specs) > 1:
         raise ValueError("describes the host memory (cpu:SIZE) more than once")
-    if any(spec.kind == "cpu" and spec.capability for spec in specs):
-        raise ValueError("gives cc to cpu; only GPUs have a compute capability")
     return tuple(specs)
+
+
+def _device_facts(piece: str, kind: str, text: str) -> dict[str, Any]:
+    """Return the fields of a `DeviceSpec` that `:NAME=NUMBER` texts give; rates per second."""
+    found: dict[str, Any] = {}
+    for fact in filter(None, text.split(":")):
+        name, _, number = fact.partition("=")
+        if name == "cc" and kind == "cpu":
+            raise ValueError("gives cc to cpu; only GPUs have a compute capability")
+        if name not in ("cc", "tops", {"cuda": "bus", "cpu": "read"}[kind]):
+            known = "cc, tops and bus" if kind == "cuda" else "tops and read"
+            raise ValueError(f'has the device "{piece}"; facts of {kind} are {known}, not {name}')
+        if name == "cc":
+            version = _CC.fullmatch(number)
+            if version is None:
+                raise ValueError(f'has the device "{piece}", which is not of the form cuda:24GiB:cc=8.9')
+            found["capability"] = (int(version[1]), int(version[2]))
+            continue
+        try:
+            rate = float(number)
+        except ValueError:
+            rate = 0.0
+        if not 0 < rate < 1e6:
+            raise ValueError(f'has the device "{piece}"; {name} must be a number above 0')
+        if name == "tops":
+            found["ops"] = rate * 1e12
+        else:
+            found["bandwidth"] = rate * 1e9
+    return found
 
 
 def parse_pair(text: str) -> tuple[int, int]:

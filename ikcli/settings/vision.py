@@ -31,7 +31,7 @@ class VisionConfig:
         help="use the projector that -hf finds in the repository")
     mmproj_offload: bool = _vision(True, "--mmproj-offload", "switch", negative="--no-mmproj-offload",
         example="--no-mmproj-offload", env="LLAMA_ARG_MMPROJ_OFFLOAD",
-        noop="vision towers are computed on the CPU", help="compute the projector on the GPU if there is one")
+        help="compute the projector on the GPU of -mg if the model uses GPUs")
     image_min_tokens: int = _vision(0, "--image-min-tokens", "int", form="N", example="--image-min-tokens 256",
         minimum=0, env="LLAMA_ARG_IMAGE_MIN_TOKENS",
         help="fewest tokens of an image, for models with images of any size; smaller images are enlarged")

@@ -1,10 +1,11 @@
-"""The three models that cut a text fragment into tokens: SPM merges by score, byte-level BPE by rank, WordPiece.
+"""The models that cut a text fragment into tokens: SPM merges by score, byte-level BPE by rank, WordPiece, unigram.
 
 Results equal those of src/llama-vocab.cpp; WordPiece follows BERT's own code where the two differ. One idea makes the
 models fast: a fragment consists of short pieces that cannot influence each other, and pieces repeat, so their ids are
 cached.
-BPE merges run in the `tokenizers` library (imported on first use). SPM merges by score need ties between equal scores
-and between different splits of one token decided by position, which merge ranks cannot express; they run here.
+BPE merges and unigram models run in the `tokenizers` library (imported on first use). SPM merges by score need ties
+between equal scores and between different splits of one token decided by position, which merge ranks cannot express;
+they run here.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, Protocol
 from ikcli.errors import FormatError
 from ikcli.tokenizer import unicode as uni
 from ikcli.tokenizer.pretokenize import cuts
-from ikcli.tokenizer.vocab import Vocab
+from ikcli.tokenizer.vocab import Attr, Vocab
 
 _REMEMBERED_LENGTH = 48
 _REMEMBERED_PIECES = 1 << 17
@@ -35,6 +36,8 @@ def make_model(vocab: Vocab) -> FragmentModel:
     """Return the model for `vocab.kind`, which must not be "none"."""
     if vocab.kind == "spm":
         return SpmModel(vocab)
+    if vocab.kind == "ugm":
+        return UgmModel(vocab)
     return BpeModel(vocab) if vocab.kind == "bpe" else WpmModel(vocab)
 
 
@@ -241,6 +244,62 @@ class BpeModel:
 
 def _plain(text: str) -> bool:
     return text.isascii() or not any("\ud800" <= c <= "\udfff" for c in text)
+
+
+class UgmModel:
+    """Unigram: characters are normalized, and a word becomes the tokens whose scores add up to most.
+
+    Words begin with an escaped space. If a token of the vocabulary reaches across one, whole texts are cut at once.
+    """
+
+    def __init__(self, vocab: Vocab) -> None:
+        from tokenizers.models import Unigram
+        from tokenizers.normalizers import Precompiled
+
+        self._vocab = vocab
+        text = [bool(a & (Attr.NORMAL | Attr.USER_DEFINED | Attr.BYTE)) and _plain(t)
+                for t, a in zip(vocab.tokens, vocab.attrs, strict=True)]  # fmt: skip
+        least = min((s for s, used in zip(vocab.scores, text, strict=True) if used), default=0.0)
+        # Tokens that no text becomes get names that no text contains.
+        pieces = [(t, s) if used else (f"\0{i}", least)
+                  for i, (t, s, used) in enumerate(zip(vocab.tokens, vocab.scores, text, strict=True))]  # fmt: skip
+        in_bytes = any(a & Attr.BYTE for a in vocab.attrs)
+        self._unigram = Unigram(pieces, _unknown(vocab, "some characters"), in_bytes)
+        self._words = not any(_ESCAPED_SPACE in t[1:] for t, used in zip(vocab.tokens, text, strict=True) if used)
+        try:
+            self._normal = Precompiled(vocab.charsmap) if vocab.charsmap else None
+        except Exception as e:
+            raise FormatError(f"{vocab.source}: tokenizer.ggml.precompiled_charsmap cannot be read: {e}") from None
+        self._memo: dict[str, tuple[int, ...]] = {}
+
+    def encode(self, text: str, out: list[int]) -> None:
+        """Append the ids of `text`; characters without a token become the unknown token."""
+        text = uni.code_points(text)
+        if self._normal is not None:
+            text = self._normal.normalize_str(text)
+        if self._vocab.remove_extra_whitespaces:
+            text = " ".join(word for word in text.split(" ") if word)
+        if not text:
+            return
+        text = text.replace(" ", _ESCAPED_SPACE)
+        if self._vocab.add_space_prefix and not text.startswith(_ESCAPED_SPACE):
+            text = _ESCAPED_SPACE + text
+        for word in _from_spaces(text) if self._words else [text]:
+            ids = self._memo.get(word)
+            if ids is None:
+                ids = tuple(token.id for token in self._unigram.tokenize(word))
+                if len(word) <= _REMEMBERED_LENGTH and len(self._memo) < _REMEMBERED_PIECES:
+                    self._memo[word] = ids
+            out += ids
+
+
+def _from_spaces(text: str) -> Iterable[str]:
+    """Cut before every escaped space."""
+    start = 0
+    while (end := text.find(_ESCAPED_SPACE, start + 1)) > 0:
+        yield text[start:end]
+        start = end
+    yield text[start:]
 
 
 class WpmModel:

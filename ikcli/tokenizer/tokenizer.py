@@ -43,7 +43,7 @@ class Tokenizer:
 
     @property
     def kind(self) -> str:
-        """Return `spm`, `bpe`, `wpm`, or `none` for a model without vocabulary."""
+        """Return `spm`, `bpe`, `wpm`, `ugm`, or `none` for a model without vocabulary."""
         return self.vocab.kind
 
     @property

@@ -19,7 +19,7 @@ from ikcli.errors import FormatError, UnsupportedError
 from ikcli.log import warn
 from ikcli.tokenizer.pretokenize import PRE_TOKENIZERS, PreTokenizer
 
-Kind = Literal["spm", "bpe", "wpm", "none"]
+Kind = Literal["spm", "bpe", "wpm", "ugm", "none"]
 
 PREFIX = "tokenizer.ggml."
 _NO_TOKEN = (-1, 0xFFFFFFFF)
@@ -114,8 +114,9 @@ _DEFAULT_IDS: dict[str, dict[str, int]] = {
     "bert": {"bos": 101, "unk": 100, "sep": 102, "pad": 0, "mask": 103},
     "gpt2": {"bos": 11, "eos": 11},
     "gemma4": {},
+    "t5": {"eos": 1, "unk": 2, "pad": 0},
 }
-_KINDS: dict[str, Kind] = {"llama": "spm", "bert": "wpm", "gpt2": "bpe", "gemma4": "bpe"}
+_KINDS: dict[str, Kind] = {"llama": "spm", "bert": "wpm", "gpt2": "bpe", "gemma4": "bpe", "t5": "ugm"}
 
 
 @dataclass(slots=True)
@@ -137,6 +138,8 @@ class Vocab:
     add_space_prefix: bool
     escape_whitespaces: bool
     n_vocab: int
+    charsmap: bytes = b""  # of unigram models: how characters are normalized, as SentencePiece stores it
+    remove_extra_whitespaces: bool = False  # of unigram models
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,16 +231,27 @@ def load_vocab(metadata: Mapping[str, Any], source: str) -> Vocab:
         merges=_merges(meta, pre) if kind == "bpe" else [],
         ids=ids,
         eog_ids=frozenset(),
-        add_bos=meta.flag(PREFIX + "add_bos_token", kind != "bpe" or pre.add_bos) or pre.rule == "gemma4",
-        add_eos=meta.flag(PREFIX + "add_eos_token", False),
-        add_space_prefix=meta.flag(PREFIX + "add_space_prefix", kind == "spm"),
-        escape_whitespaces=kind == "spm" or pre.rule == "gemma4",
+        add_bos=meta.flag(PREFIX + "add_bos_token", kind in ("spm", "wpm") or (kind == "bpe" and pre.add_bos))
+        or pre.rule == "gemma4",
+        add_eos=meta.flag(PREFIX + "add_eos_token", kind == "ugm"),
+        add_space_prefix=meta.flag(PREFIX + "add_space_prefix", kind in ("spm", "ugm")),
+        escape_whitespaces=kind in ("spm", "ugm") or pre.rule == "gemma4",
         n_vocab=len(tokens),
+        charsmap=_charsmap(meta) if kind == "ugm" else b"",
+        remove_extra_whitespaces=kind == "ugm" and meta.flag(PREFIX + "remove_extra_whitespaces", False),
     )
     _detect_roles(vocab)
     vocab.eog_ids = frozenset(_end_tokens(vocab))
     _strip_attributes(vocab, meta)
     return vocab
+
+
+def _charsmap(meta: _Metadata) -> bytes:
+    key = PREFIX + "precompiled_charsmap"
+    value = np.asarray(meta.array(key) if meta.array(key) is not None else [])
+    if value.size and (value.dtype.kind not in "iu" or value.min() < -128 or value.max() > 255):
+        raise meta.fail(key, "is not a list of bytes")
+    return (value.astype(np.int64) & 255).astype(np.uint8).tobytes()
 
 
 def _no_vocab(meta: _Metadata) -> Vocab:

@@ -44,8 +44,14 @@ class Picture:
         return int(self.rgb.shape[0])
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Tile(Picture):
-    """A picture, or a part of one, at the size that a tower reads; it is not resized any more."""
+    """A picture, or a part of one, at the size that a tower reads; it is not resized any more.
+
+    `shown`: rows and columns of its patches that are in the text, where a tower cuts margins off.
+    """
+
+    shown: tuple[int, int] | None = None
 
 
 def decode_image(data: bytes, where: str = "the image") -> Picture:

@@ -11,6 +11,8 @@ from ikcli.gguf.reader import GGUFFile
 _MOST = {"embedding_length": 1 << 16, "feed_forward_length": 1 << 18, "block_count": 512, "attention.head_count": 1024,
          "image_size": 1 << 14, "patch_size": 256, "projection_dim": 1 << 17}  # fmt: skip
 
+_ANY_SIZE = ("dots_ocr",)  # types whose files have the image size 0
+
 
 @dataclass(frozen=True, slots=True)
 class Facts:
@@ -59,10 +61,10 @@ def projector_type(file: GGUFFile) -> str:
         if values.get("clip.has_audio_encoder", False) is True:
             raise UnsupportedError(f"{source}: the projector encodes audio, which is not supported")
         raise FormatError(f"{source}: the projector has no vision encoder (clip.has_vision_encoder); images need one")
-    found = values.get("clip.vision.projector_type") or values.get("clip.projector_type")
-    if not isinstance(found, str):
-        raise FormatError(f"{source}: metadata key clip.projector_type is missing or not text")
-    return found
+    for key in ("clip.vision.projector_type", "clip.projector_type"):
+        if isinstance(found := values.get(key), str) and found:
+            return found
+    raise FormatError(f"{source}: metadata key clip.projector_type is missing or not text")
 
 
 def read_facts(file: GGUFFile) -> Facts:
@@ -72,6 +74,8 @@ def read_facts(file: GGUFFile) -> Facts:
     def integer(name: str) -> int:
         return _integer(values, source, name, None, 1, _MOST[name])
 
+    kind = projector_type(file)
+    image_size = _integer(values, source, "image_size", None, int(kind not in _ANY_SIZE), _MOST["image_size"])
     n_embd, n_head = integer("embedding_length"), integer("attention.head_count")
     if n_embd % n_head:
         raise FormatError(f"{source}: clip.vision.attention.head_count {n_head} does not divide the width {n_embd}")
@@ -80,8 +84,8 @@ def read_facts(file: GGUFFile) -> Facts:
         raise FormatError(f"{source}: clip.vision.attention.layer_norm_epsilon is {eps}; it must be a small number")
     act = "gelu" if _flag(values, source, "use_gelu") else "silu" if _flag(values, source, "use_silu") else "gelu_quick"
     return Facts(
-        source, projector_type(file), n_embd, integer("feed_forward_length"), integer("block_count"), n_head,
-        integer("image_size"), integer("patch_size"), float(eps), _colours(values, source, "image_mean", 0.0),
+        source, kind, n_embd, integer("feed_forward_length"), integer("block_count"), n_head,
+        image_size, integer("patch_size"), float(eps), _colours(values, source, "image_mean", 0.0),
         _colours(values, source, "image_std", 1e-6), act, values,
     )  # fmt: skip
 
@@ -108,5 +112,5 @@ def _colours(values: dict[str, Any], source: str, name: str, least: float) -> tu
     except (TypeError, ValueError):
         raise FormatError(f"{source}: metadata key clip.vision.{name} must hold three numbers") from None
     if not all(least <= x < 1e3 for x in (r, g, b)):
-        raise FormatError(f"{source}: metadata key clip.vision.{name} holds {found}, which are no colours")
+        raise FormatError(f"{source}: metadata key clip.vision.{name} holds {str(found)[:80]}, which are no colours")
     return r, g, b

@@ -75,7 +75,12 @@ class Gemma4(Tower):
 
     def extra(self, grid: Grid) -> Floats:
         f = self.facts
-        table = self.tensors.values("v.position_embd.weight").reshape(2, -1, f.n_embd)
+        table = self.tensors.values("v.position_embd.weight")
+        if table.size % (2 * f.n_embd):
+            raise f.fail(
+                f"v.position_embd.weight has {table.size} numbers, which are not two tables of width {f.n_embd}"
+            )
+        table = table.reshape(2, -1, f.n_embd)
         if max(grid.rows, grid.cols) > table.shape[1]:
             raise f.fail(f"v.position_embd.weight has {table.shape[1]} positions, the image {grid.rows} x {grid.cols}")
         sums = table[0][None, : grid.cols] + table[1][: grid.rows, None]

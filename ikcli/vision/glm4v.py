@@ -8,7 +8,6 @@ from ikcli.models import HParams
 from ikcli.vision.facts import Facts
 from ikcli.vision.positions import blended, cubic, square_table
 from ikcli.vision.qwen import QwenTower
-from ikcli.vision.sizes import round_to_area
 from ikcli.vision.tensors import Floats, Tensors
 from ikcli.vision.tower import Grid, Limits
 
@@ -24,20 +23,13 @@ class Glm4v(QwenTower):
         super().__init__(facts, tensors, hp, limits)
         self.extra_cols = facts.n_embd if "v.position_embd.weight" in tensors else 0
         self.n_ff = tensors.n_rows("v.blk.0.ffn_up.weight")  # the file's key is of the projector's layers
-        area = self.unit**2
-        self.least = max(facts.integer("image_min_pixels", _LEAST * area, 1, area << 16) // area, 1)
-        self.most = max(facts.integer("image_max_pixels", _MOST * area, 1, area << 16) // area, self.least)
+        self.least, self.most = self.pixel_limits(_LEAST * self.unit**2, _MOST * self.unit**2)
 
     def fit(self, width: int, height: int) -> tuple[int, int]:
-        most = self.most_tokens()
-        least = min(self.limits.least or self.least, most)
         if min(width, height) < self.unit:
             scale = max(self.unit / height, self.unit / width)
             width, height = int(width * scale), int(height * scale)
-        return round_to_area(width, height, self.unit, least * self.unit**2, most * self.unit**2)
-
-    def most_tokens(self) -> int:
-        return self.limits.most or max(self.most, self.limits.least)
+        return super().fit(width, height)
 
     def extra(self, grid: Grid) -> Floats | None:
         if not self.extra_cols:
@@ -48,7 +40,8 @@ class Glm4v(QwenTower):
 
     def record(self, g: Graph) -> Node:
         f = self.facts
-        x = self.placed(g, self.norm(g, self.embedded(g, self.patch_matrix(), placed=False), "v.norm_embd", "rms"))
+        x = self.embedded(g, self.patch_matrix(), placed=False)
+        x = self.placed(g, self.norm(g, x, "v.norm_embd", "rms", optional=True))
         rotate = self.rope_2d(g, 10000.0)
         for il in range(f.n_layer):
             x = self.layer(g, x, il, "rms", f.act, rotate, qk_norm="rms")

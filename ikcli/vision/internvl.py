@@ -52,7 +52,7 @@ class InternVl(Tower):
         x, kind = self.embedded(g, self.patch_matrix()), "layer" if "v.blk.0.ln1.bias" in self.tensors else "rms"
         for il in range(f.n_layer):
             x = self.layer(g, x, il, kind, "gelu_erf", qk_norm="all")
-        x = self.norm(g, x, "v.post_ln", kind)
+        x = self.norm(g, x, "v.post_ln", kind, optional=True)
         x = self.norm(g, g.merge_rows(x, self.merge**2, "shuffled"), "mm.model.mlp.0", "layer", 1e-5)
         x = self.linear(g, x, "mm.model.mlp.1", self.tensors.n_rows("mm.model.mlp.1.weight"))
         return self.linear(g, g.activate(x, "gelu_erf", "mm_act"), "mm.model.mlp.3", self.hp.n_embd)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ikcli.graph import Graph, Node
 from ikcli.models import HParams
+from ikcli.vision.decode import Tile
 from ikcli.vision.facts import Facts
 from ikcli.vision.positions import blended, square_table, triangle
 from ikcli.vision.sizes import Pixels, closest_grid, cut, resized, round_to_area
@@ -39,7 +42,7 @@ class Lfm2Vl(Tower):
         least, area = min(self.limits.least or _LEAST, self._most), self.unit**2
         return round_to_area(width, height, self.unit, least * area, self._most * area)
 
-    def pieces(self, rgb: Pixels) -> list[str | Pixels]:
+    def pieces(self, rgb: Pixels) -> Sequence[str | Pixels | Tile]:
         height, width = rgb.shape[:2]
         rounded = [max(round(x / self.unit) * self.unit, self.facts.patch) for x in (width, height)]
         if rounded[0] * rounded[1] <= self._most * self.unit**2 * _TOLERANCE:
@@ -67,6 +70,6 @@ class Lfm2Vl(Tower):
         for il in range(f.n_layer):
             x = self.layer(g, x, il, "layer", f.act)
         x = g.merge_rows(self.norm(g, x, "v.post_ln", "layer"), self.merge**2, "unshuffled")
-        x = self.norm(g, x, "mm.input_norm", "layer", 1e-5)
+        x = self.norm(g, x, "mm.input_norm", "layer", 1e-5, optional=True)
         x = self.linear(g, x, "mm.1", self.tensors.n_rows("mm.1.weight"))
         return self.linear(g, g.activate(x, "gelu_erf", "mm_act"), "mm.2", self.hp.n_embd)

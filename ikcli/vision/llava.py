@@ -1,10 +1,11 @@
 """LLaVA and MobileVLM: a CLIP or SigLIP tower up to a layer before the last, and one of four projectors.
 
-An image is one square, with margins of the mean colour.
+An image is one square, with margins of the mean colour; in LLaVA-1.6 it is a view and tiles (`anyres`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,10 @@ import numpy as np
 from ikcli.errors import UnsupportedError
 from ikcli.graph import Graph, Node
 from ikcli.models import HParams
+from ikcli.vision.anyres import KEY, AnyRes
+from ikcli.vision.decode import Tile
 from ikcli.vision.facts import Facts
-from ikcli.vision.sizes import Pixels, resized, squared
+from ikcli.vision.sizes import Pixels, cut, resized, squared
 from ikcli.vision.tensors import Floats, Tensors
 from ikcli.vision.tower import Grid, Inputs, Limits, Tower
 
@@ -25,11 +28,8 @@ class LlavaTower(Tower):
 
     def __init__(self, facts: Facts, tensors: Tensors, hp: HParams, limits: Limits) -> None:
         super().__init__(facts, tensors, hp, limits)
-        if np.size(facts.metadata.get("clip.vision.image_grid_pinpoints", ())):
-            raise UnsupportedError(
-                f"{facts.source}: images in grids (LLaVA-1.6, clip.vision.image_grid_pinpoints) are not supported; "
-                "projectors of LLaVA-1.5 run"
-            )
+        if np.size(facts.metadata.get(KEY, ())) and not isinstance(self, LlavaMlp):
+            raise UnsupportedError(f"{facts.source}: images in grids ({KEY}) are those of LLaVA-1.6, whose type is mlp")
         self.extra_cols, self.side = facts.n_embd, facts.image_size // facts.patch
         self.has_class = "v.class_embd" in tensors
         self.layers = _feature_layers(facts)
@@ -37,7 +37,7 @@ class LlavaTower(Tower):
     def fit(self, width: int, height: int) -> tuple[int, int]:
         return self.facts.image_size, self.facts.image_size
 
-    def pieces(self, rgb: Pixels) -> list[str | Pixels]:
+    def pieces(self, rgb: Pixels) -> Sequence[str | Pixels | Tile]:
         square = squared(rgb, self.facts.mean)
         return [self.begin, resized(square, *self.fit(0, 0), self.resample), self.end]
 
@@ -58,13 +58,13 @@ class LlavaTower(Tower):
     def features(self, g: Graph) -> Node:
         """Record the tower; the result has the chosen layers of every patch side by side."""
         f = self.facts
-        x = self.norm(g, self.embedded(g, self.patch_matrix()), "v.pre_ln", "layer")
+        x = self.norm(g, self.embedded(g, self.patch_matrix()), "v.pre_ln", "layer", optional=True)
         found = []
         for il in range(max(self.layers)):
             if il in self.layers:
                 found.append(x)
             x = self.layer(g, x, il, "layer", f.act)
-        found.append(self.norm(g, x, "v.post_ln", "layer"))
+        found.append(self.norm(g, x, "v.post_ln", "layer", optional=True))
         return g.merge_rows(g.concat(found, "features"), 1, "patches")
 
     def hidden(self, g: Graph, x: Node, name: str, act: str = "gelu_erf") -> Node:
@@ -75,12 +75,37 @@ class LlavaTower(Tower):
 def _feature_layers(facts: Facts) -> list[int]:
     found: list[Any] = np.ravel(facts.metadata.get("clip.vision.feature_layer", ())).tolist()
     if any(not isinstance(x, int) or not 0 <= x <= facts.n_layer for x in found):
-        raise facts.fail(f"clip.vision.feature_layer holds {found}; the tower has {facts.n_layer} layers")
+        raise facts.fail(f"clip.vision.feature_layer holds {str(found)[:80]}; the tower has {facts.n_layer} layers")
     return sorted(set(found)) if any(found) else [facts.n_layer]
 
 
 class LlavaMlp(LlavaTower):
-    """One or two layers, or (Yi) two with norms behind them."""
+    """One or two layers, or (Yi) two with norms behind them. LLaVA-1.6 has a canvas of tiles behind the image."""
+
+    def __init__(self, facts: Facts, tensors: Tensors, hp: HParams, limits: Limits) -> None:
+        super().__init__(facts, tensors, hp, limits)
+        self.any_res = AnyRes.of(facts)
+        self.newline = tensors.values("model.image_newline", hp.n_embd) if self.any_res else None
+
+    def pieces(self, rgb: Pixels) -> Sequence[str | Pixels | Tile]:
+        if self.any_res is None:
+            return super().pieces(rgb)
+        return [self.begin, *self.any_res.tiles(rgb, self.resample), self.end]
+
+    def parts(self, rgb: Pixels) -> list[Pixels]:
+        return [tile for row in cut(rgb, self.facts.image_size) for tile in row]
+
+    def n_tokens(self, grid: Grid) -> int:
+        return super().n_tokens(grid) if grid.shown is None else grid.shown[0] * (grid.shown[1] + 1)
+
+    def most_tokens(self) -> int:
+        found = super().most_tokens()
+        return found if self.any_res is None else max(self.any_res.most_tokens(), found)
+
+    def arrange(self, rows: Floats, grid: Grid) -> Floats:
+        if self.any_res is None or self.newline is None or grid.shown is None:
+            return rows
+        return self.any_res.arrange(rows, (grid.rows, grid.cols), grid.shown, self.newline)
 
     def record(self, g: Graph) -> Node:
         x, n = self.features(g), self.hp.n_embd

@@ -58,7 +58,7 @@ class Pixtral(Tower):
         rotate = self.rope_2d(g, 10000.0, alternate=True, neox=False)
         for il in range(f.n_layer):
             x = self.layer(g, x, il, "rms", f.act, rotate)
-        x = self.norm(g, x, "mm.input_norm", "rms")
+        x = self.norm(g, x, "mm.input_norm", "rms", optional=True)
         if "mm.patch_merger.weight" in self.tensors:
             x = self.downsampled(g, x, "mm.patch_merger", f.n_embd)
         x = self.linear(g, x, "mm.1", self.tensors.n_rows("mm.1.weight"))

@@ -24,6 +24,12 @@ def cubic(side: int, n: int) -> Floats:
     return out.astype(np.float32)
 
 
+def linear(side: int, n: int) -> Floats:
+    """Return the weights (n, side) of bilinear interpolation between pixel centres, with edges repeated."""
+    at = np.clip((np.arange(n, dtype=np.float64) + 0.5) * side / n - 0.5, 0, side - 1)
+    return np.asarray(np.clip(1 - np.abs(np.arange(side) - at[:, None]), 0, None), np.float32)
+
+
 def triangle(side: int, n: int) -> Floats:
     """Return the weights (n, side) of bilinear interpolation between pixel centres, averaging where it reduces."""
     scale = side / n

@@ -12,26 +12,33 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from ikcli.engine.run.media import Media
-from ikcli.errors import FormatError
+from ikcli.engine.run.run_device import CPU
+from ikcli.engine.run.runner import Runner
+from ikcli.errors import FormatError, NonFiniteError
 from ikcli.gguf.reader import open_gguf
 from ikcli.models import HParams, MediaConfig
 from ikcli.vision.decode import Picture, Tile
-from ikcli.vision.encoder import Encoder
+from ikcli.vision.encoder import Encoder, tower_runner
 from ikcli.vision.facts import projector_type, read_facts
 from ikcli.vision.tensors import Tensors
 from ikcli.vision.tower import Grid, Limits
 from ikcli.vision.types import tower_of
 
 _LARGE = 16384  # pixels of a side: more than any tower reads
+_MOST_PATCHES = 1 << 17
 
 
 class Projector:
     """An opened projector; see the module. One thread encodes at a time."""
 
-    def __init__(self, path: Path | str, hp: HParams, n_threads: int, limits: Limits) -> None:
+    @np.errstate(all="ignore")  # values that are not finite are found when they reach an embedding
+    def __init__(self, path: Path | str, hp: HParams, runner: Runner, limits: Limits) -> None:
         file = open_gguf(path)
         self.path, self.type = str(path), projector_type(file)
         kind, facts = tower_of(self.type, self.path), read_facts(file)
@@ -44,22 +51,32 @@ class Projector:
                 f"({hp.arch}.rope.dimension_sections); use the projector of this model"
             )
         self._check_width(hp)
-        self.tower.extra(self.tower.grid(*self.tower.fit(facts.image_size, facts.image_size)))  # has the right shape
-        self._encoder = Encoder(self.tower, self.tensors, n_threads)
+        self.tensors.check_layers(facts.n_layer)
+        self._check_size()
+        side = facts.image_size or facts.patch
+        self.tower.extra(self.tower.grid(*self.tower.fit(side, side)))  # has the right shape
+        self._encoder = Encoder(self.tower, self.tensors, runner)
         self._lock = threading.Lock()
         self._key = f"{self.type}:{facts.n_embd}:{facts.n_layer}:{limits.least}:{limits.most}:{self._fingerprint()}"
 
     @classmethod
     def open(
-        cls, path: Path | str, hp: HParams, *, n_threads: int = 1, min_tokens: int = 0, max_tokens: int = 0
+        cls,
+        path: Path | str,
+        hp: HParams,
+        *,
+        n_threads: int = 1,
+        min_tokens: int = 0,
+        max_tokens: int = 0,
+        runner: Runner | None = None,
     ) -> Projector:
         """Open a projector for the text model `hp`; nothing is computed.
 
-        `min_tokens`, `max_tokens`: of an image, where the type has a choice (0: as the model's processor). Raise
-        FormatError or UnsupportedError for a file that is damaged, of a type that is not supported, or of another
-        model.
+        `min_tokens`, `max_tokens`: of an image, where the type has a choice (0: as the model's processor). `runner`:
+        of `tower_runner`, otherwise `n_threads` of the CPU compute it. Raise FormatError or UnsupportedError for a file
+        that is damaged, of a type that is not supported, or of another model.
         """
-        return cls(path, hp, n_threads, Limits(min_tokens, max_tokens))
+        return cls(path, hp, runner or tower_runner(n_threads), Limits(min_tokens, max_tokens))
 
     def _check_width(self, hp: HParams) -> None:
         if not self.tower.checks_width:
@@ -70,6 +87,18 @@ class Projector:
                 f"{self.path}: the projector makes embeddings of {width} values, {hp.source} has {hp.n_embd}; use the "
                 "projector of this model"
             )
+
+    def _check_size(self) -> None:
+        """Raise FormatError if the largest image has more patches than any model reads."""
+        grid = self._largest()
+        if grid.rows * grid.cols > _MOST_PATCHES:
+            raise FormatError(
+                f"{self.path}: an image has up to {grid.rows} x {grid.cols} patches; at most {_MOST_PATCHES} are "
+                "computed: give --image-max-tokens, or check clip.vision.image_size"
+            )
+
+    def _largest(self) -> Grid:
+        return self.tower.grid(*self.tower.fit(_LARGE, _LARGE))
 
     def _fingerprint(self) -> str:
         """Return a digest of a few weights, which tells projectors of the same shape apart."""
@@ -89,15 +118,18 @@ class Projector:
         """Return the most tokens of an image."""
         return self.tower.most_tokens()
 
-    @property
-    def n_bytes(self) -> int:
-        """Return the bytes of the projector's tensors."""
-        return self.tensors.n_bytes
+    def memory(self) -> dict[str, dict[str, int]]:
+        """Return the bytes by device of the projector and of work memory for its largest image; allocate nothing."""
+        grid = self._largest()
+        found = self._encoder.memory(grid.rows * grid.cols, grid.n_tokens)
+        used = {d: {"projector": parts["weights"], "images": parts["compute"]} for d, parts in found.items()}
+        if len(used) == 1:
+            used[CPU]["projector"] = self.tensors.file_bytes
+        return used
 
-    def plan_bytes(self) -> int:
-        """Return the bytes of work memory for the largest image; nothing is allocated."""
-        grid = self.tower.grid(*self.tower.fit(_LARGE, _LARGE))
-        return self._encoder.plan(grid.rows * grid.cols, grid.n_tokens).arena_bytes
+    def load(self) -> None:
+        """Copy the weights to the GPU, if there is one."""
+        self._encoder.load()
 
     def pieces(self, picture: Picture) -> list[str | Tile]:
         """Return what a picture becomes in a text: tiles, and texts around them, whose special tokens are to be read.
@@ -105,7 +137,8 @@ class Projector:
         Texts are never empty; most types have one tile.
         """
         found = self.tower.pieces(picture.rgb)
-        return [one if isinstance(one, str) else Tile.of(one) for one in found if not isinstance(one, str) or one]
+        made = (Tile.of(one) if isinstance(one, np.ndarray) else one for one in found)
+        return [one for one in made if not isinstance(one, str) or one]
 
     def tile(self, picture: Picture) -> Tile:
         """Return the tile of a picture that has but one; a tile is its own."""
@@ -116,7 +149,7 @@ class Projector:
 
     def _grid(self, picture: Picture) -> Grid:
         tile = self.tile(picture)
-        return self.tower.grid(tile.width, tile.height)
+        return replace(self.tower.grid(tile.width, tile.height), shown=tile.shown)
 
     def count(self, picture: Picture) -> int:
         """Return the tokens of a tile, or of a picture of one tile."""
@@ -129,17 +162,26 @@ class Projector:
 
     def digest(self, picture: Picture) -> str:
         """Return what the encoded tile, or picture of one tile, is known by."""
-        return hashlib.sha256(f"{self._key}:{self.tile(picture).digest}".encode()).hexdigest()
+        tile = self.tile(picture)
+        shown = "" if tile.shown is None else f":{tile.shown}"
+        return hashlib.sha256(f"{self._key}:{tile.digest}{shown}".encode()).hexdigest()
 
     # --- use ----------------------------------------------------------------------------------------------------------
+    @np.errstate(all="ignore")
     def encode(self, picture: Picture) -> Media:
-        """Return the rows of a tile, or of a picture of one tile."""
+        """Return the rows of a tile, or of a picture of one tile; raise NonFiniteError if they are not finite."""
         tile = self.tile(picture)
-        rgb = tile.rgb
-        grid = self.tower.grid(rgb.shape[1], rgb.shape[0])
+        grid = self._grid(tile)
         with self._lock:
-            rows = self.tower.arrange(self._encoder.run(self.tower.inputs(rgb)), grid)
+            parts = [self._encoder.run(self.tower.inputs(part)) for part in self.tower.parts(tile.rgb)]
+            rows = self.tower.arrange(np.concatenate(parts) if len(parts) > 1 else parts[0], grid)
+        if not np.isfinite(rows).all():
+            raise NonFiniteError(f"{self.path}: the embedding of the image is NaN or Inf: {self._why_not_finite()}")
         return Media(rows, self.digest(tile), grid.tokens if self.tower.sections else (0, 0), self.tower.both())
+
+    def _why_not_finite(self) -> str:
+        name = self.tensors.not_finite()
+        return f"tensor '{name}' holds such values" if name else "its values overflow in the vision tower"
 
     def close(self) -> None:
         """Stop the threads and free memory."""

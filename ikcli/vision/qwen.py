@@ -7,6 +7,7 @@ import numpy as np
 from ikcli.graph import Graph, Node, Weight
 from ikcli.models import HParams
 from ikcli.vision.facts import Facts
+from ikcli.vision.positions import square_table
 from ikcli.vision.sizes import round_to_area
 from ikcli.vision.tensors import Floats, Tensors
 from ikcli.vision.tower import Grid, Indices, Ints, Limits, Tower
@@ -24,6 +25,13 @@ class QwenTower(Tower):
     def __init__(self, facts: Facts, tensors: Tensors, hp: HParams, limits: Limits) -> None:
         super().__init__(facts, tensors, hp, limits)
         self.merge = facts.integer("spatial_merge_size", 2, 1, 16)
+        self.least, self.most = _LEAST * self.unit**2, _MOST * self.unit**2  # pixels
+
+    def pixel_limits(self, least: int, most: int) -> tuple[int, int]:
+        """Return the fewest and most pixels of an image that the file says, or these defaults."""
+        limit = self.unit**2 << 16
+        least = self.facts.integer("image_min_pixels", least, 1, limit)
+        return least, max(self.facts.integer("image_max_pixels", most, 1, limit), least, self.unit**2)
 
     @property
     def unit(self) -> int:
@@ -31,11 +39,12 @@ class QwenTower(Tower):
         return self.facts.patch * self.merge
 
     def fit(self, width: int, height: int) -> tuple[int, int]:
-        least, most = self.limits.least or _LEAST, self.most_tokens()
-        return round_to_area(width, height, self.unit, min(least, most) * self.unit**2, most * self.unit**2)
+        area = self.unit**2
+        most = self.limits.most * area or max(self.most, self.limits.least * area)
+        return round_to_area(width, height, self.unit, min(self.limits.least * area or self.least, most), most)
 
     def most_tokens(self) -> int:
-        return self.limits.most or max(_MOST, self.limits.least)
+        return self.limits.most or max(self.most // self.unit**2, self.limits.least)
 
     def patch_matrix(self) -> Weight:
         """Return the sum of the convolutions of both frames, which are equal for an image."""
@@ -120,12 +129,8 @@ class Qwen3Vl(QwenTower):
 
     def extra(self, grid: Grid) -> Floats:
         """Return the table of positions, interpolated between corners that stay where they are."""
-        n = self.facts.n_embd
-        table = self.tensors.values("v.position_embd.weight").reshape(-1, n)
-        side = round(len(table) ** 0.5)
-        if side * side != len(table):
-            raise self.facts.fail(f"v.position_embd.weight has {len(table)} rows, which are no square")
-        square = table.reshape(side, side, n)
+        n, square = self.facts.n_embd, square_table(self.facts, self.tensors)
+        side = len(square)
         (r0, r1, dr), (c0, c1, dc) = (_between(side, k) for k in (grid.rows, grid.cols))
         top = square[r0][:, c0] * (1 - dc)[None, :, None] + square[r0][:, c1] * dc[None, :, None]
         low = square[r1][:, c0] * (1 - dc)[None, :, None] + square[r1][:, c1] * dc[None, :, None]

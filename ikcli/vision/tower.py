@@ -7,7 +7,7 @@ the grid arrive beside the pixels, so every input row is [pixels of a patch | po
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -17,6 +17,7 @@ import numpy.typing as npt
 from ikcli.graph import Graph, HeadSlice, Node, Weight
 from ikcli.graph.activations import Glu
 from ikcli.models import HParams
+from ikcli.vision.decode import Tile
 from ikcli.vision.facts import Facts
 from ikcli.vision.sizes import Pixels, resized
 from ikcli.vision.tensors import Floats, Tensors
@@ -35,11 +36,12 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Patches of an image: rows and columns, and how many of each make a token."""
+    """Patches of an image: rows and columns, and how many of each make a token. `shown`: see `Tile`."""
 
     rows: int
     cols: int
     merge: int = 1
+    shown: tuple[int, int] | None = None
 
     @property
     def tokens(self) -> tuple[int, int]:
@@ -106,7 +108,7 @@ class Tower:
         """Return the most tokens of an image."""
         raise NotImplementedError
 
-    def pieces(self, rgb: Pixels) -> list[str | Pixels]:
+    def pieces(self, rgb: Pixels) -> Sequence[str | Pixels | Tile]:
         """Return what an image becomes in a text: tiles at the size that the tower reads, and the texts around them.
 
         Special tokens in the texts are to be read as such.
@@ -156,6 +158,10 @@ class Tower:
         """Return the rows that each row sees in layers with windows: (n, 2), first and end."""
         return None
 
+    def parts(self, rgb: Pixels) -> list[Pixels]:
+        """Return the parts of a tile that are computed one by one."""
+        return [rgb]
+
     def arrange(self, rows: Floats, grid: Grid) -> Floats:
         """Return the rows of tokens in the order of the text."""
         return rows
@@ -187,9 +193,9 @@ class Tower:
         b = self.tensors.vector_or_none(f"{name}.bias", n_out)
         return y if b is None else g.add(y, b, f"{label}_b")
 
-    def norm(self, g: Graph, x: Node, name: str, kind: str, eps: float = 0.0) -> Node:
-        """Record the norm `name`; x itself if the file has none."""
-        if f"{name}.weight" not in self.tensors:
+    def norm(self, g: Graph, x: Node, name: str, kind: str, eps: float = 0.0, *, optional: bool = False) -> Node:
+        """Record the norm `name`; x itself if it is `optional` and the file has none."""
+        if optional and f"{name}.weight" not in self.tensors:
             return x
         eps = eps or self.facts.eps
         w = self.tensors.vector(f"{name}.weight", x.cols)

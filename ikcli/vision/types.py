@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ikcli.errors import UnsupportedError
+from ikcli.vision.dots import DotsOcr
 from ikcli.vision.gemma import Gemma3, Gemma4
 from ikcli.vision.glm4v import Glm4v
 from ikcli.vision.idefics import Idefics3
@@ -12,6 +13,7 @@ from ikcli.vision.llama4 import Llama4
 from ikcli.vision.llava import JanusPro, LlavaMlp, MobileVlm, MobileVlm2
 from ikcli.vision.minicpmv import MiniCpmV
 from ikcli.vision.moonvit import KimiK25, KimiVl
+from ikcli.vision.paddleocr import PaddleOcr
 from ikcli.vision.pixtral import LightOnOcr, Pixtral
 from ikcli.vision.qwen import Qwen2Vl, Qwen3Vl, Qwen25Vl
 from ikcli.vision.tower import Tower
@@ -36,11 +38,13 @@ TYPES: dict[str, type[Tower]] = {
     "ldpv2": MobileVlm2,
     "janus_pro": JanusPro,
     "lightonocr": LightOnOcr,
+    "dots_ocr": DotsOcr,
+    "paddleocr": PaddleOcr,
 }
 
 _LEFT_OUT = {
     "cogvlm": "CogVLM, whose text model is not supported either", "minicpmv4_6": "MiniCPM-V 4.6", "adapter": "GLM-Edge",
-    "deepseekocr": "DeepSeek-OCR", "dots_ocr": "dots.ocr", "paddleocr": "PaddleOCR-VL", "hunyuanocr": "HunyuanOCR",
+    "deepseekocr": "DeepSeek-OCR", "hunyuanocr": "HunyuanOCR",
     "minimax_m3_vl": "MiniMax M3",
 }  # fmt: skip
 

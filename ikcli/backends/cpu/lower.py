@@ -40,6 +40,7 @@ from ikcli.backends.cpu.params_products import (
     MoeSumParams,
     MulMatParams,
     Product,
+    ResidentParams,
     RouteParams,
     ScaleIdParams,
     SortParams,
@@ -65,7 +66,17 @@ from ikcli.graph import HeadSlice, Node, RowSpec, Weight
 from ikcli.graph.activations import Glu
 from ikcli.graph.ops_alibi import Alibi
 from ikcli.graph.ops_elements import Activate, Clamp, Gate, Norm, PosScale, Scale, SoftCap
-from ikcli.graph.ops_experts import AddId, ExpertProduct, MoeRoute, MoeSort, MoeSum, MoeUpGate, MulMatId, ScaleId
+from ikcli.graph.ops_experts import (
+    AddId,
+    ExpertProduct,
+    MoeResident,
+    MoeRoute,
+    MoeSort,
+    MoeSum,
+    MoeUpGate,
+    MulMatId,
+    ScaleId,
+)
 from ikcli.graph.ops_host import HostRows
 from ikcli.graph.ops_rows import (
     Add,
@@ -391,6 +402,14 @@ def _moe_route(low: CpuLowering, node: Node, op: MoeRoute) -> None:
     low.emit(KernelKey("moe", "make_route"), node.rows, params, row_bytes=16 * (2 + op.n_used) * op.n_expert)
 
 
+@RULES.add(MoeResident, "route table n_slots uses")
+def _moe_resident(low: CpuLowering, node: Node, op: MoeResident) -> None:
+    uses = 0 if op.uses is None else low.weight(op.uses)
+    params = ResidentParams(route=low.out(op.route), table=low.weight(op.table), uses=uses, out=low.out(node),
+                            n_used=op.n_used)  # fmt: skip
+    low.emit(KernelKey("moe", "make_resident", (op.n_slots > 0,)), node.rows, params, row_bytes=1)
+
+
 @RULES.add(MoeSort, "route n_expert")
 def _moe_sort(low: CpuLowering, node: Node, op: MoeSort) -> None:
     out = low.out(node, plan_bytes(low.rows(node.rows), op.n_expert))
@@ -431,7 +450,7 @@ def _experts(low: CpuLowering, w: Weight) -> Ref:
 
 def _emit_by_expert(low: CpuLowering, node: Node, op: ExpertProduct, key: KernelKey, params: ByExpertParams) -> None:
     low.emit(key, node.rows, params)
-    if op.route.ser:
+    if op.route.drops:
         zeros = ZeroDroppedParams(out=low.out(node), cols=node.cols, plan=low.out(op.plan), n_used=op.sort.n_used)
         low.emit(KernelKey("moe", "make_zero_dropped"), op.sort.route.rows, zeros)
 

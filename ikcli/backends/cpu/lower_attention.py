@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from ikcli.backends.cache_checks import check_columns, check_store
 from ikcli.backends.cpu.cell_places import CELLS, IN_CELLS, IN_ROWS, IN_WINDOW, WINDOW_CELLS
@@ -165,13 +166,13 @@ class Sources:
     @classmethod
     def of(cls, low: CpuLowering, node: Node, op: Attention) -> Sources:
         letters = {"w": op.window or op.chunk, "s": op.sinks, "c": op.softcap, "b": op.both, "d": op.slopes,
-                   "r": op.ranged and not low.batch_invariant}  # fmt: skip
+                   "t": op.biases, "r": op.ranged and not low.batch_invariant}  # fmt: skip
         if op.sinks is not None and op.sinks.type is not GGMLType.F32:
             raise UnsupportedError(f"{op.sinks.name}: sinks are of type f32, not {TYPES[op.sinks.type].name}")
         more = "".join(x for x, used in letters.items() if used)
         return attention_sources(low, node, op.q, op.k, op.v, more)
 
-    def key(self, module: str, factory: str, *args: int | str, letters: str = "wscbdr") -> KernelKey:
+    def key(self, module: str, factory: str, *args: int | str, letters: str = "wscbdtr") -> KernelKey:
         """Return the key of a kernel, specialized for those of these letters that the node needs."""
         more = "".join(x for x in self.more if x in letters)
         return KernelKey(module, factory, (*args, more) if more else args)
@@ -238,10 +239,19 @@ def regions(*sizes: int) -> tuple[list[int], int]:
     return at[:-1], -(-max(at[-1], 4096) // 128) * 128 + 64
 
 
+def bias_tables(biases: Sequence[Sequence[float]]) -> npt.NDArray[np.float32]:
+    """Return what kernels read biases from: [heads, 2, distances], by key - query and by query - key.
+
+    Both are padded by 16 outer values at either end, so that 16 distances in a row can be loaded from any place.
+    """
+    rows = np.pad(np.asarray(biases, np.float32), ((0, 0), (16, 16)), mode="edge")
+    return np.ascontiguousarray(np.stack([rows, rows[:, ::-1]], axis=1))
+
+
 _FIELDS = "q k v n_head n_head_kv scale window chunk sinks softcap wide half"
 
 
-@RULES.add(FlashAttn, _FIELDS + " both slopes ranged")
+@RULES.add(FlashAttn, _FIELDS + " both slopes ranged biases")
 def lower_flash_attn(low: CpuLowering, node: Node, op: FlashAttn) -> None:
     """Lower flash attention: one pass, then merge the parts of split tasks."""
     k, v, n_head, group = op.k, op.v, op.n_head, op.group
@@ -282,6 +292,9 @@ def lower_flash_attn(low: CpuLowering, node: Node, op: FlashAttn) -> None:
     slots = low.buffer(max(n_slots, units) * low.max_rows[Rows.TOKENS] * slot_bytes if low.batch_invariant
                        else n_slots * slot_bytes)  # fmt: skip
     slopes = low.constant(np.asarray(op.slopes, np.float32).tobytes()) if op.slopes else 0
+    most = len(op.biases[0]) // 2 if op.biases else 0
+    if op.biases:
+        slopes = low.constant(bias_tables(op.biases).tobytes())
     params = FlashParams(
         out=low.out(node), out_stride=4 * node.cols, first_head=0, units=units, unit_heads=heads, group=group,
         block=block, tile=tile, scale=op.scale, k_chunks=k_chunks, v_cols=v.width, scratch=scratch,
@@ -289,7 +302,7 @@ def lower_flash_attn(low: CpuLowering, node: Node, op: FlashAttn) -> None:
         chunk=op.chunk or NO_WINDOW, sinks=low.weight(op.sinks) if op.sinks else 0, slopes=slopes, cap=op.softcap,
         q=sources.q, k=sources.k, v=sources.v, v_chunk=max(view, 0), o_at=o_at, stats_at=stats_at, slots=slots,
         slot_bytes=slot_bytes, q_unit=q_unit, o_unit=o_unit, units_per_task=per_task, min_split=_MIN_SPLIT[few],
-        batch_invariant=int(low.batch_invariant),
+        batch_invariant=int(low.batch_invariant), most_distance=most,
     )  # fmt: skip
     types = (sources.k_types, "view" if view >= 0 else sources.v_type)
     if stream:

@@ -88,7 +88,8 @@ def lower_sparse_attn(low: CpuLowering, node: Node, op: SparseAttn) -> None:
         s_at=s_at, window=NO_WINDOW, chunk=NO_WINDOW, sinks=0, slopes=0, cap=0.0, q=sources.q, k=sources.k,
         v=sources.v, v_chunk=max(view, 0), o_at=o_at, stats_at=stats_at,
         slots=low.buffer(max(n_slots, units) * tokens * slot_bytes), slot_bytes=slot_bytes, q_unit=q_unit,
-        o_unit=o_unit, units_per_task=1, min_split=_MIN_SPLIT, batch_invariant=int(low.batch_invariant),
+        o_unit=o_unit, units_per_task=1, min_split=_MIN_SPLIT, most_distance=0,
+        batch_invariant=int(low.batch_invariant),
         cells=low.out(op.selected), cell_bytes=4 * op.selected.cols, most=op.selected.cols,
     )  # fmt: skip
     types = (sources.k_types, "view" if view >= 0 else sources.v_type)

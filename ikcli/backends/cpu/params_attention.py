@@ -87,6 +87,7 @@ class FlashParams(AttentionParams):
     o_unit: int
     units_per_task: int
     min_split: int  # fewest positions of a part of a task
+    most_distance: int  # from which on the biases in `slopes` stay the same
     batch_invariant: int  # 1: how a task is split does not depend on the other tasks
 
 

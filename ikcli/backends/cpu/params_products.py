@@ -106,6 +106,14 @@ class SortParams(Params):
     n_used: int
 
 
+class ResidentParams(Params):
+    route: Address
+    table: Address
+    uses: Address
+    out: Address
+    n_used: int
+
+
 class ZeroDroppedParams(Params):
     out: Address
     cols: int

@@ -5,13 +5,15 @@ Four kinds of attention kernels (kernels/attn_*.cu), chosen by shape and, at cap
     decode    few query rows of grouped heads, directly on caches of any type
     prefill   many query rows on 16-bit keys and values; other types are converted to compact f16 rows first
     any       every other shape, in float32
+Where queries see later positions too (patches of an image, images in a text), prefill kernels of their own and `any`
+compute it (kernels/attn_seen.cuh); micro-batches of a text alone take the usual kernels.
 Cached positions are divided into parts when query rows alone would not fill the GPU; attn_combine merges the parts.
 Scores are never stored, so `attn` (`-fa off`) is the same as `flash_attn` and heads_per_step has no effect.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -19,6 +21,7 @@ import numpy as np
 
 from ikcli.backends.cache_checks import check_columns, check_store
 from ikcli.backends.cuda.attention_parts import Parts, Shape, count_tiles
+from ikcli.backends.cuda.attention_widths import Widened
 from ikcli.backends.cuda.kv_layout import FLOATS, KERNEL_TYPES, kernel_type
 from ikcli.backends.cuda.lower import N_EXACT, RULES, Arg, Counts, GpuLowering, Ref
 from ikcli.errors import UnsupportedError
@@ -36,6 +39,9 @@ HEADS: dict[tuple[int, int], tuple[int, int]] = {
     (256, 256): (256, 0),
 }  # fmt: skip
 """Head sizes (K, V) of decode and prefill kernels -> columns of a key's two parts in prefill kernels."""
+SEEN_RANGE, SEEN_LATER = 1, 2  # bits of the parameter `seen` (kernels/attn_seen.cuh)
+SEEN_KINDS = {"f16": (64, 80, 96, 128, 256), "bf16": (128, 256)}
+"""Widths of heads of the kernels whose queries see later positions, by the type of rows."""
 _LOG2E = 1.4426950408889634
 _THREADS = 256
 When = Callable[[Counts], bool]
@@ -119,8 +125,11 @@ def _emit_rows(
 
 
 # --- attention --------------------------------------------------------------------------------------------------------
-@RULES.add(FlashAttn, "q k v n_head n_head_kv scale window chunk sinks softcap wide half")
-@RULES.add(Attn, "q k v n_head n_head_kv scale heads_per_step window chunk sinks softcap wide half")
+_FIELDS = "q k v n_head n_head_kv scale window chunk sinks softcap wide half both ranged"
+
+
+@RULES.add(FlashAttn, _FIELDS)
+@RULES.add(Attn, f"{_FIELDS} heads_per_step")
 def attention(low: GpuLowering, node: Node, op: Attention) -> None:
     """Lower attention within each segment."""
     for part in (*op.k, op.v):
@@ -128,12 +137,41 @@ def attention(low: GpuLowering, node: Node, op: Attention) -> None:
             check_columns(part.source, part.offset, part.width, part.head_stride)
     if op.sinks is not None and op.sinks.type != GGMLType.F32:
         raise UnsupportedError(f"{op.sinks.name}: sinks of attention must be f32 numbers")
-    if _is_absorbed(op):
+    seen = _seen(low, op)
+    if not seen and _is_absorbed(op):
         _mla(low, node, op)
-    elif (tiled := _tiled(op)) is not None:
-        _heads(low, node, op, tiled)
+    elif (tiled := _tiled(op)) is not None and (not seen or _has_seen_kernels(op, tiled)):
+        _heads(low, node, op, tiled, seen)
+    elif seen and (wide := Widened.of(low, op, SEEN_KINDS["f16"])) is not None:
+        found = _tiled(wide.op)
+        assert found is not None
+        _heads(low, wide.node, wide.op, found, seen)
+        wide.cut(low, node)
     else:
-        _any(low, node, op)
+        _any(low, node, op, seen)
+
+
+def _seen(low: GpuLowering, op: Attention) -> int:
+    """Return the bits of what queries see beside the usual mask; programs for generation compute no images."""
+    return SEEN_RANGE * (op.ranged and not low.batch_invariant) | SEEN_LATER * op.both
+
+
+def _seen_arg(seen: int) -> Arg:
+    """Return the argument `seen` of kernels: ranges are sent to the GPU only if they say something."""
+    return lambda c: np.int32(seen if c.ranged else seen & ~SEEN_RANGE)
+
+
+def reads_places(nodes: Sequence[Node], batch_invariant: bool) -> bool:
+    """Return whether a program of these nodes reads the ranges of positions that come with tokens."""
+    return not batch_invariant and any(isinstance(n.op, Attention) and n.op.ranged for n in nodes)
+
+
+def _is_bf16(slices: Iterable[HeadSlice]) -> bool:
+    return any(isinstance(p.source, Cache) and p.source.type == GGMLType.BF16 for p in slices)
+
+
+def _has_seen_kernels(op: Attention, tiled: _Tiled) -> bool:
+    return tiled.k[1] is None and tiled.k_width in SEEN_KINDS["bf16" if _is_bf16((*op.k, op.v)) else "f16"]
 
 
 def _is_absorbed(op: Attention) -> bool:
@@ -239,8 +277,8 @@ def _mla_grid(parts: Parts, rows: int, c: Counts) -> tuple[int, int, int]:
     return parts.tiles(c, rows), parts.count(c), 1
 
 
-def _many(few: When, rows_of: Callable[[Counts], int], rows: int, c: Counts) -> bool:
-    return not few(c) and rows_of(c) == rows
+def _many(few: When, rows_of: Callable[[Counts], int], rows: int, beyond: When, wanted: bool, c: Counts) -> bool:
+    return not few(c) and rows_of(c) == rows and beyond(c) == wanted
 
 
 def _same(rows_of: Callable[[Counts], int], rows: int, c: Counts) -> bool:
@@ -289,19 +327,29 @@ def prefill_shared(rows: int, k_width: int, v_width: int) -> int:
     return ((rows + block) * (k_width + 8) + block * (v_width + 8)) * 2
 
 
-def _heads(low: GpuLowering, node: Node, op: Attention, tiled: _Tiled) -> None:
+def _heads(low: GpuLowering, node: Node, op: Attention, tiled: _Tiled, seen: int = 0) -> None:
     v, group, most = op.v, op.group, low.max_rows[Rows.TOKENS]
     on_sm = low.device.shared_per_sm
 
+    def beyond(c: Counts) -> bool:
+        """Return whether a query sees more than the positions before it."""
+        return seen > SEEN_RANGE or (seen == SEEN_RANGE and c.ranged)
+
     def few(c: Counts) -> bool:
         """Return whether decode kernels apply: at most one tile of 16 rows per segment on average, or few tokens."""
-        return tiled.direct and (c.n_tokens <= N_EXACT or c.n_tokens * group <= 16 * min(c.n_segments, c.n_tokens))
+        return (
+            tiled.direct
+            and not beyond(c)
+            and (c.n_tokens <= N_EXACT or c.n_tokens * group <= 16 * min(c.n_segments, c.n_tokens))
+        )
 
     wide = tiled.k_width < 256 and 2 * (prefill_shared(128, tiled.k_width, v.width) + 1024) <= on_sm
 
     def rows_of(c: Counts) -> int:
         """Return the rows of a tile of prefill kernels: half as many where that fills more of the GPU."""
         per_segment = _up(c.n_tokens * group, max(1, min(c.n_segments, c.n_tokens)))
+        if beyond(c) and not wide and tiled.k_width < 256:
+            return 64
         return 64 if per_segment <= 64 or op.n_head_kv * count_tiles(c, group, 128) <= low.device.n_sm else 128
 
     def shapes(c: Counts) -> Shape:
@@ -316,11 +364,15 @@ def _heads(low: GpuLowering, node: Node, op: Attention, tiled: _Tiled) -> None:
         return Shape(rows, block, blocks, PREFILL_LEAST // block)
 
     parts = Parts.of(low, node, op, shapes)
-    if tiled.direct:
-        _decode(low, op, tiled, parts, few if most > N_EXACT else None)
-    if not tiled.direct or most > N_EXACT:
-        for rows in (64, 128):
-            _prefill(low, op, tiled, parts, rows, wide and rows == 128, partial(_many, few, rows_of, rows), few)
+    if tiled.direct and seen <= SEEN_RANGE:
+        _decode(low, op, tiled, parts, few if most > N_EXACT or seen else None)
+    for rows in (64, 128):
+        is_wide = wide and rows == 128
+        if seen <= SEEN_RANGE and (not tiled.direct or most > N_EXACT):
+            _prefill(low, op, tiled, parts, rows, is_wide, partial(_many, few, rows_of, rows, beyond, False), few)
+        if seen and (rows == 64 or is_wide or tiled.k_width == 256):
+            when = partial(_many, few, rows_of, rows, beyond, True)
+            _prefill(low, op, tiled, parts, rows, is_wide, when, few, seen)
     parts.combine(low, _sinks(low, op))
 
 
@@ -357,20 +409,23 @@ def _rows_of_any(low: GpuLowering, part: HeadSlice) -> tuple[Arg, ...]:
 
 
 def _prefill(
-    low: GpuLowering, op: Attention, tiled: _Tiled, parts: Parts, rows: int, wide: bool, when: When, few: When
-) -> None:
-    """Emit a prefill kernel; `wide`: 32 rows per warp instead of 16."""
+    low: GpuLowering, op: Attention, tiled: _Tiled, parts: Parts, rows: int, wide: bool, when: When, few: When,
+    seen: int = 0,
+) -> None:  # fmt: skip
+    """Emit a prefill kernel; `wide`: 32 rows per warp instead of 16. `seen`: what queries see beside the usual."""
     v, n_head, n_head_kv = op.v, op.n_head, op.n_head_kv
     slices = [*(p for p in tiled.k if p is not None), v]
-    bf16 = any(isinstance(p.source, Cache) and p.source.type == GGMLType.BF16 for p in slices)
+    bf16 = _is_bf16(slices)
     rows_16 = _Rows16(low, slices, n_head_kv, "bf16" if bf16 else "f16", lambda c: not few(c), (op.window, op.chunk))
     k = [rows_16.args(p if p is not None else tiled.k[0]) for p in tiled.k]
     q = [_query(low, p if p is not None else tiled.q[0]) for p in tiled.q]
+    form = f"r{rows}{'w' if wide else ''}{'_seen' if seen else ''}"
     low.emit(
-        f"attn_prefill_{tiled.k_width}_{'bf16' if bf16 else 'f16'}_r{rows}{'w' if wide else ''}",
+        f"attn_prefill_{tiled.k_width}_{'bf16' if bf16 else 'f16'}_{form}",
         lambda c: (n_head_kv, parts.tiles(c, rows), parts.count(c)), rows if wide else 2 * rows,
         prefill_shared(rows, tiled.k_width, v.width), low.state, *q[0], *q[1], *k[0], *k[1], *rows_16.args(v),
-        *parts.refs, np.int32(n_head), np.int32(n_head_kv), *parts.args, _scale(op), *_view(low, op), when=when,
+        *parts.refs, np.int32(n_head), np.int32(n_head_kv), *parts.args, _scale(op), *_view(low, op),
+        *([_seen_arg(seen)] if seen else []), when=when,
     )  # fmt: skip
 
 
@@ -416,7 +471,7 @@ def _compact(
 
 
 # ... every other shape
-def _any(low: GpuLowering, node: Node, op: Attention) -> None:
+def _any(low: GpuLowering, node: Node, op: Attention, seen: int) -> None:
     q, k, v, n_head, n_head_kv = op.q, op.k, op.v, op.n_head, op.n_head_kv
     if max(len(q), len(k)) > 2:
         raise UnsupportedError(f"{node.name}: heads are made of one or two parts")
@@ -432,7 +487,7 @@ def _any(low: GpuLowering, node: Node, op: Attention) -> None:
     low.emit("attn_any", lambda c: _up(c.n_tokens * n_head, 4), 128, shared, low.state, *queries[0],
              *(queries[1] if len(q) > 1 else none), *keys[0], *(keys[1] if len(k) > 1 else none),
              *_rows_f32(low, v, n_head_kv, view), np.int32(v.width), low.out(node), np.int32(n_head),
-             np.int32(n_head_kv), np.float32(op.scale), *_view(low, op))  # fmt: skip
+             np.int32(n_head_kv), np.float32(op.scale), *_view(low, op), _seen_arg(seen))  # fmt: skip
 
 
 def _rows_f32(low: GpuLowering, part: HeadSlice, n_head_kv: int, view: View) -> tuple[Arg, ...]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
+from ikcli.backends.cuda.attention import reads_places
 from ikcli.backends.cuda.device import Device, DeviceMemory, Event, Graph, NoGraphMemory, Pinned, Stream
 from ikcli.backends.cuda.lower import ALIGN, Counts, DeviceLimits, GpuLowering, GpuProgram, all_rules
 from ikcli.backends.cuda.transfer import Transfer
@@ -23,6 +24,7 @@ from ikcli.backends.cuda.upload import device_bytes
 from ikcli.backends.rules import Rules
 from ikcli.backends.step_block import SEG_WORDS, StepBlock
 from ikcli.graph import Cache, Node, Rows, Weight
+from ikcli.graph.micro_batch import PLACE_WORDS
 from ikcli.graph.split import GraphSplit
 from ikcli.log import notice_once
 
@@ -32,7 +34,7 @@ MAX_BUCKETS, MAX_GRAPHS, MAX_GRAPH_LAUNCHES = 24, 512, 32768
 # Most tokens of a captured step. Launches of larger ones take longer on the device than on the host, which stays ahead;
 # making their graphs cost 20 ms of a prompt of 512 tokens on an H100.
 MAX_GRAPH_TOKENS = 128
-_HEAD = 128  # bytes of the step block's words
+_HEAD, _PLACES = 128, 14  # bytes of the step block's words, and the word that says where places are
 
 
 @dataclass(slots=True)
@@ -54,6 +56,7 @@ class CudaProgram:
     spans: list[Span]
     most: Mapping[Rows, int]
     reads_kv_rows: bool
+    reads_places: bool
     loaded: frozenset[Weight]  # come from the host in every step
     places: Mapping[Node, Bytes] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
@@ -94,6 +97,7 @@ class CudaBackend:
         self._step_address = 0
         self._counts = Counts(0, 0, 0)
         self._transfer: Transfer | None = None
+        self.sent_between: frozenset[Weight] = frozenset()  # experts that are sent between steps
         self._free, self._ready = None, None  # events: memory of the next weights is free, they are there
         self.host_bytes: Callable[[str], Bytes] | None = None  # of weights that come from the host in a step
 
@@ -129,21 +133,23 @@ class CudaBackend:
             spans.append(Span(first, stop, tuple(turn.imports), tuple(turn.exports), loads))
         reads = any(n.rows.symbol is Rows.KV for t in turns for n in t.nodes)
         loaded = frozenset(w for span in spans for _, ws in span.loads for w in ws)
-        return CudaProgram(GpuProgram(low), spans, dict(rows), reads, loaded)
+        places = reads_places([n for t in turns for n in t.nodes], batch_invariant)
+        return CudaProgram(GpuProgram(low), spans, dict(rows), reads, places, loaded)
 
     def step_bytes(self, programs: Sequence[CudaProgram]) -> int:
         """Return the bytes of the step block of these programs."""
         n = max(p.most[Rows.TOKENS] for p in programs)
         kv = max((p.most[Rows.KV] for p in programs if p.reads_kv_rows), default=0)
-        return _HEAD + n * (4 + 4 + 8 + 8 + 8 * SEG_WORDS + 8 + 8 + 8) + 8 * kv + 9 * 16
+        places = 4 * PLACE_WORDS * max((p.most[Rows.TOKENS] for p in programs if p.reads_places), default=0)
+        return _HEAD + n * (4 + 4 + 8 + 8 + 8 * SEG_WORDS + 8 + 8 + 8) + 8 * kv + places + 10 * 16
 
     def compute_bytes(self, programs: Sequence[CudaProgram]) -> int:
         """Return the device memory of these programs: shared work memory, constants, the step block."""
         if not programs:
             return 0
         arena = max(p.arena_bytes for p in programs)
-        if loaded := _loaded(programs):
-            arena += Transfer.device_bytes(loaded)
+        if sent := _loaded(programs) | self.sent_between:
+            arena += Transfer.device_bytes(sent)
         return arena + sum(p.program.constant_bytes for p in programs) + self.step_bytes(programs)
 
     # --- memory -----------------------------------------------------------------------------------------------------
@@ -165,8 +171,8 @@ class CudaBackend:
         self._step_address = self._alloc(self.step_bytes(programs))
         self._step = device.pinned(self.step_bytes(programs), "step block")
         self._pinned.append(self._step)
-        if loaded := _loaded(programs):
-            self._transfer = Transfer(device, loaded)
+        if sent := _loaded(programs) | self.sent_between:
+            self._transfer = Transfer(device, sent)
             self._transfer.pin(self._streamed(programs))
             self._free, self._ready = device.event(), device.event()
         for p, places in zip(programs, handover, strict=True):
@@ -177,7 +183,8 @@ class CudaBackend:
 
     def _streamed(self, programs: Sequence[CudaProgram]) -> Iterator[Bytes]:
         """Yield the streamed weights that are at the same host address in every step."""
-        for name in {w.name for p in programs for span in p.spans for _, ws in span.loads for w in ws}:
+        streamed = {w.name for p in programs for span in p.spans for _, ws in span.loads for w in ws}
+        for name in streamed | {w.name for w in self.sent_between}:
             assert self.host_bytes is not None
             data = self.host_bytes(name)
             if self.host_bytes(name).ctypes.data == data.ctypes.data:
@@ -186,6 +193,18 @@ class CudaBackend:
     def _alloc(self, n_bytes: int) -> int:
         self._memory.append(self.device.alloc(max(n_bytes, ALIGN), "compute"))
         return self._memory[-1].address
+
+    def send(self, w: Weight, data: Bytes, address: int) -> None:
+        """Queue the copy of a weight that no step reads until `sent` is done; `sent_between` names it."""
+        assert self._transfer is not None
+        self._transfer.send(w, data, address)
+
+    def sent(self) -> Event:
+        """Return a new event that is done when everything that was sent has arrived."""
+        assert self._transfer is not None
+        event = self.device.event()
+        self.device.record(self._transfer.stream, event)
+        return event
 
     def _upload_constants(self, program: GpuProgram) -> dict[int, int]:
         if not program.constants:
@@ -257,6 +276,11 @@ class CudaBackend:
             n = array.nbytes
             memory[at : at + n] = array.reshape(-1).view(np.uint8)
             at += -(-n // 16) * 16
+        if program.reads_places and state.ranged:
+            head[_PLACES] = self._step_address + at
+            n = state.places.nbytes
+            memory[at : at + n] = state.places.reshape(-1).view(np.uint8)
+            at += n
         return at
 
     def run(self, program: CudaProgram, turn: int, n_threads: int) -> None:
@@ -406,7 +430,7 @@ def _counts(state: StepBlock) -> Counts:
     rows = state.rows
     segments = state.arrays()[5]
     longest = int(segments[:, 5].max()) if len(segments) else 0
-    return Counts(rows[Rows.TOKENS], rows[Rows.OUTPUTS], rows[Rows.KV], state.n_segments, longest)
+    return Counts(rows[Rows.TOKENS], rows[Rows.OUTPUTS], rows[Rows.KV], state.n_segments, longest, state.ranged)
 
 
 def _some_counts(most: Mapping[Rows, int]) -> Iterator[Counts]:

@@ -50,13 +50,17 @@ class DeviceLimits:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Rows of a micro-batch, or upper bounds of them; `n_kv` over all segments, `longest` of the longest segment."""
+    """Rows of a micro-batch, or upper bounds of them; `n_kv` over all segments, `longest` of the longest segment.
+
+    `ranged`: tokens see ranges of positions beside what the mask lets them see (images in texts).
+    """
 
     n_tokens: int
     n_outputs: int
     n_kv: int
     n_segments: int = 1
     longest: int = 0
+    ranged: bool = False
 
     def __getitem__(self, symbol: Rows) -> int:
         return (self.n_tokens, self.n_outputs, self.n_kv)[STATE_INDEX[symbol]]
@@ -74,7 +78,7 @@ class Counts:
         n_outputs = min(_power(max(self.n_outputs, 1)), most[Rows.OUTPUTS])
         n_segments = min(_power(self.n_segments), n_tokens)
         n_kv, longest = (min(_kv_bucket(n), most[Rows.KV]) for n in (self.n_kv, self.longest))
-        return Counts(n_tokens, n_outputs, n_kv, n_segments, longest)
+        return Counts(n_tokens, n_outputs, n_kv, n_segments, longest, self.ranged)
 
 
 def _power(n: int) -> int:

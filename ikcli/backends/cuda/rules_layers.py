@@ -28,7 +28,8 @@ from ikcli.graph import HeadSlice, Node, RowSpec, Weight
 from ikcli.graph.activations import GATED, Glu
 from ikcli.graph.ops_alibi import Alibi
 from ikcli.graph.ops_elements import Activate, Clamp, Gate, Norm, PosScale, Scale, SoftCap
-from ikcli.graph.ops_experts import AddId, MoeRoute, MoeSort, MoeSum, ScaleId, route_of, sort_of
+from ikcli.graph.ops_experts import AddId, MoeResident, MoeRoute, MoeSort, MoeSum, ScaleId, route_of, sort_of
+from ikcli.graph.ops_media import MeanRows, MergeRows
 from ikcli.graph.ops_rows import Add, Concat, ConcatHeads, GetRows, Hadamard, RmsNorm, Rope, RopeTable, SwiGlu
 
 __all__ = ["activations", "plan_layout", "zero_dropped"]
@@ -112,12 +113,7 @@ def _swiglu(low: GpuLowering, node: Node, op: SwiGlu) -> None:
 
 def glu_args(act: Glu) -> tuple[Arg, ...]:
     """Return the arguments of layer_glu for an activation; layer_swiglu needs none."""
-    if act.kind not in ON_GPU:
-        raise UnsupportedError(f"the CUDA backend has no activation {act.kind}; use -ngl 0")
     return () if act.plain else (_int(GATED.index(act.kind)), _f32(act.limit), _f32(act.alpha))
-
-
-ON_GPU = tuple(kind for kind in GATED if kind != "gelu_erf")
 
 
 @RULES.add(Clamp, "x limit")
@@ -125,7 +121,7 @@ def _clamp(low: GpuLowering, node: Node, op: Clamp) -> None:
     _emit_spans(low, node, "layer_clamp", low.out(op.x), low.out(node), _int(node.cols), _f32(op.limit))
 
 
-@RULES.add(Activate, "x", kind=ON_GPU)
+@RULES.add(Activate, "x kind")
 def _activate(low: GpuLowering, node: Node, op: Activate) -> None:
     _emit_spans(low, node, "layer_glu", low.out(op.x), 0, low.out(node), _int(node.cols), _int(GATED.index(op.kind)),
                 _f32(0), _f32(0), *format_args())  # fmt: skip
@@ -136,10 +132,10 @@ def _row_floats(w: Weight) -> int:
     return device_row_bytes(w.type, w.ne0) // 4
 
 
-_NORMS = ("layer", "rms", "l2")
+_NORMS = ("layer", "rms", "l2", "none")
 
 
-@RULES.add(Norm, "x w b eps width", kind=_NORMS)
+@RULES.add(Norm, "x w b eps width kind")
 def _norm(low: GpuLowering, node: Node, op: Norm) -> None:
     args: list[Arg] = []
     for w in (op.w, op.b):
@@ -188,6 +184,21 @@ def _concat_slices(low: GpuLowering, node: Node, parts: list[HeadSlice], heads: 
 @RULES.add(GetRows, "x")
 def _get_rows(low: GpuLowering, node: Node, op: GetRows) -> None:
     _emit_spans(low, node, "layer_get_rows", low.out(op.x), low.out(node), _int(node.cols))
+
+
+@RULES.add(MergeRows, "x n")
+def _merge_rows(low: GpuLowering, node: Node, op: MergeRows) -> None:
+    """Copy: rows that follow each other are rows of n times as many columns already."""
+    n, unit = node.cols, 4 if node.cols % 4 == 0 else 1
+    none: tuple[Arg, ...] = (low.out(op.x), 0, _int(0), _int(0))
+    low.emit("layer_concat", row_grid(node.rows, parts_of(n, unit * THREADS)), THREADS, 0, low.state,
+             *low.row_args(node.rows), low.out(op.x), n, _int(0), _int(n), *none, low.out(node), n, _int(n), _int(1),
+             _int(unit))  # fmt: skip
+
+
+@RULES.add(MeanRows, "x n")
+def _mean_rows(low: GpuLowering, node: Node, op: MeanRows) -> None:
+    _emit_spans(low, node, "layer_mean_rows", low.out(op.x), low.out(node), _int(node.cols), _int(op.n))
 
 
 # --- heads ------------------------------------------------------------------------------------------------------------
@@ -253,6 +264,11 @@ def _scores_bytes(route: MoeRoute, warps: int) -> int:
     return 4 * warps * route.n_expert * (2 if route.n_group > 1 else 1)
 
 
+@RULES.add(MoeResident, "route table n_slots uses")
+def _moe_resident(low: GpuLowering, node: Node, op: MoeResident) -> None:
+    raise UnsupportedError(f"{node.name}: the table of slots is in RAM, so the CPU computes {op.name}")
+
+
 @RULES.add(MoeSort, "route n_expert")
 def _moe_sort(low: GpuLowering, node: Node, op: MoeSort) -> None:
     route, n_expert, n_used = op.route, op.n_expert, op.n_used
@@ -275,7 +291,8 @@ def _few_in_one_block(low: GpuLowering, route: Node, sections: list[Ref]) -> Whe
     last = low.ops[-1] if len(low.ops) > low.turn_start else None
     if last is None or last.node is not route or last.kernel != "layer_moe_route":
         return None
-    op = route_of(route)
+    op = route.op
+    assert isinstance(op, MoeRoute)
     n_expert, spec = op.n_expert, route.rows
     shared = max(_scores_bytes(op, FEW_TOKENS), _sort_bytes(n_expert, FEW_TOKENS))
     low.ops[-1] = replace(last, when=lambda c: c.rows(spec) > FEW_TOKENS)
@@ -311,7 +328,7 @@ def _add_id(low: GpuLowering, node: Node, op: AddId) -> None:
 
 def zero_dropped(low: GpuLowering, node: Node, plan: Node) -> None:
     """Zero the rows of slots dropped by `-ser` in an expert product; emit nothing where none can be dropped."""
-    if route_of(sort_of(plan).route).ser:
+    if route_of(sort_of(plan).route).drops:
         low.emit("layer_zero_dropped", row_grid(node.rows, parts_of(node.cols, THREADS)), THREADS, 0, low.state,
                  *low.row_args(node.rows), low.out(plan) + plan_layout(low, plan).counts, low.out(node),
                  _int(node.cols))  # fmt: skip

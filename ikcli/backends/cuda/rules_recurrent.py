@@ -12,7 +12,7 @@ from ikcli.backends.cuda.lower import RULES, Arg, Counts, GpuLowering, Grid
 from ikcli.backends.cuda.upload import device_row_bytes
 from ikcli.backends.weight_checks import check_f32
 from ikcli.errors import UnsupportedError
-from ikcli.graph import Node, Rows
+from ikcli.graph import Node, Rows, Weight
 from ikcli.graph.ops_recurrent import Decay, DeltaNet, GatedNorm, L2Norm, Mamba2Scan, SelectiveScan, ShortConv
 
 CONV_TOKENS, MAX_TAPS, SCAN_STATE = 32, 16, 16  # layer_recurrent.cu
@@ -58,12 +58,17 @@ def _l2_norm(low: GpuLowering, node: Node, op: L2Norm) -> None:
              np.int32(op.width), np.float32(op.eps))  # fmt: skip
 
 
+def _value_step(w: Weight) -> int:
+    """Return the floats from one value of a weight to the next: rows of one value are padded, one row is not."""
+    return device_row_bytes(w.type, w.ne0) // 4 if w.ne0 == 1 else 1
+
+
 @RULES.add(Decay, "x dt a bound")
 def _decay(low: GpuLowering, node: Node, op: Decay) -> None:
-    step = device_row_bytes(op.a.type, op.a.ne0) // 4 if op.a.ne0 == 1 else 1  # one value per row, or all in one
     low.emit("layer_decay", row_grid(node.rows, parts_of(node.cols, PER_BLOCK)), THREADS, 0, low.state,
-             *low.row_args(node.rows), low.out(op.x), low.weight(op.dt), low.weight(op.a), np.int32(step),
-             low.out(node), np.int32(node.cols), np.int32(node.cols // op.n_head), np.float32(op.bound))  # fmt: skip
+             *low.row_args(node.rows), low.out(op.x), low.weight(op.dt), low.weight(op.a),
+             np.int32(_value_step(op.a)), low.out(node), np.int32(node.cols), np.int32(node.cols // op.n_head),
+             np.float32(op.bound))  # fmt: skip
 
 
 @RULES.add(DeltaNet, "state q k v decay beta n_head n_head_k scale tiled")
@@ -174,8 +179,7 @@ def _mamba2_scan(low: GpuLowering, node: Node, op: Mamba2Scan) -> None:
     args.append(low.out(op.dt))
     for w in (op.a, op.d):
         check_f32(w, "numbers of a scan")
-        step = device_row_bytes(w.type, w.ne0) // 4 if w.ne0 == 1 else 1  # one value per row, or all in one
-        args += [low.weight(w), np.int32(step)]
+        args += [low.weight(w), np.int32(_value_step(w))]
     args += [low.weight(op.dt_bias), low.out(node)]
     args += [np.int32(n) for n in (op.n_head, op.n_group, op.n_state, op.x.width)]
     state = low.state, low.cache(op.state), op.state.cols

@@ -106,8 +106,9 @@ class Transfer:
                 ends[-1] = ends[-1][0], max(stop, ends[-1][1])
             else:
                 ends.append((start, stop))
+        pages_of_memory = os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0  # nothing is pinned then
         ranges = [(-(-start // page), stop // page) for start, stop in ends]
-        if 2 * sum(max(stop - start, 0) for start, stop in ranges) > os.sysconf("SC_PHYS_PAGES"):
+        if 2 * sum(max(stop - start, 0) for start, stop in ranges) > pages_of_memory:
             return
         for start, stop in ranges:
             if start < stop and self._device.register(start * page, (stop - start) * page):

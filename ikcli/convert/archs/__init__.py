@@ -5,19 +5,25 @@ from __future__ import annotations
 from functools import lru_cache
 from importlib import import_module
 
+from ikcli.convert.archs.bert import NOMIC_WITH_EXPERTS
 from ikcli.convert.build import Architecture
 from ikcli.convert.config import Config
 from ikcli.errors import UnsupportedError
 
 _FAMILIES = (
-    "afmoe arctic baichuan bert bitnet bloom cohere dbrx deepseek dots ernie exaone falcon falcon_h1 gemma glm gpt2 "
-    "gpt_oss gptneox granite grok hunyuan internlm jamba kimi laguna lfm2 ling llama llama4 mamba mamba2 mellum "
-    "mimo minimax mpt muse nemotron nemotron_h olmo phi plamo qwen qwen3_next refact stablelm starcoder step"
+    "afmoe apertus arctic baichuan bert bitnet bloom cohere dbrx deepseek dots ernie exaone falcon gemma glm gpt2 "
+    "gpt_oss gptneox granite grok hunyuan internlm laguna ling llama llama4 mellum mimo minimax mpt muse nemotron olmo "
+    "phi plamo qwen refact stablelm starcoder step t5"
 )
 """The files of this folder, each with the records of a model family."""
 
+_RECURRENT = "falcon_h1 jamba kimi lfm2 mamba mamba2 nemotron_h qwen3_next"
+"""The files of `recurrent/`."""
+
 ARCHITECTURES: tuple[Architecture, ...] = tuple(
-    found for family in _FAMILIES.split() for found in import_module(f"{__name__}.{family}").ARCHITECTURES
+    found
+    for name in (*_FAMILIES.split(), *(f"recurrent.{family}" for family in _RECURRENT.split()))
+    for found in import_module(f"{__name__}.{name}").ARCHITECTURES
 )
 
 
@@ -42,6 +48,8 @@ def architecture_of(config: Config) -> Architecture:
     if config.model_type in _BY_TYPE:
         return by_class()[_BY_TYPE[config.model_type]]
     for name in config.classes:
+        if name == "NomicBertModel" and config.raw.get("moe_every_n_layers"):
+            name = NOMIC_WITH_EXPERTS
         if name in by_class():
             return by_class()[name]
         if name in _ELSEWHERE:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from ikcli.convert import build as b
 from ikcli.convert import keys as k
+from ikcli.convert.pieces import Matrix, TensorRows, turn
+from ikcli.convert.rope import read_rope
 
+NOMIC_WITH_EXPERTS = "NomicBertModelWithExperts"
+"""nomic-embed-text 2 has the class of version 1."""
 _RANK = 4  # the pooling type of rerankers
 _TRAINED = 2048  # context of nomic-bert in training; checkpoints state a longer one
 _HARMLESS = frozenset(
@@ -16,6 +22,12 @@ _HARMLESS = frozenset(
         "use_xentropy",
     ]
 )  # fmt: skip
+
+_MODERN_HARMLESS = _HARMLESS | {
+    "deterministic_flash_attn", "embedding_dropout", "mlp_dropout", "initializer_cutoff_factor",
+    "repad_logits_with_grad", "decoder_bias", "reference_compile", "sparse_pred_ignore_index", "sparse_prediction",
+    "compile", "cls_token_id", "sep_token_id",
+}  # fmt: skip
 
 
 def _encoder(m: b.Build) -> None:
@@ -89,6 +101,107 @@ def _nomic(m: b.Build) -> None:
         c.given(key)
 
 
+def _nomic_moe(m: b.Build) -> None:
+    """Write the keys of nomic-embed-text 2: GELU without gate, biases, experts in every other layer."""
+    c = m.config
+    k.activation(m, "gelu", keys=("activation_function",))
+    _encoder(m)
+    for key, known in (
+        *(("causal", False), ("prenorm", False), ("rotary_emb_fraction", 1.0), ("rotary_emb_interleaved", False)),
+        *(
+            ("rotary_emb_scale_base", None),
+            ("use_rms_norm", False),
+            ("parallel_block", False),
+            ("num_shared_experts", 0),
+        ),
+        *(("scale_attn_weights", True), ("moe_normalize_expert_weights", False), ("expert_choice_router", False)),
+        *(("ffn_div", 1), ("router_aux_loss_coef", c.get("router_aux_loss_coef"))),
+    ):
+        c.expect(key, known)
+    m.key("context_length", min(c.integer("n_positions", "max_position_embeddings"), 512))  # that of the training
+    m.key("rope.freq_base", c.number("rotary_emb_base", default=10000.0))
+    m.key("expert_count", c.integer("num_experts", "num_local_experts", least=1))
+    m.key("expert_used_count", c.integer("moe_top_k", least=1))
+    m.key("moe_every_n_layers", c.integer("moe_every_n_layers", least=1))
+    c.ignore("qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias", "moe_impl", "moe_resid_pdrop", "add_pooling_layer")
+    for key in ("max_trained_positions", "rotary_scaling_factor"):
+        c.given(key)
+
+
+def _stacked(name: str, transposed: bool) -> b.Rule:
+    """Return a rule for the matrices of all experts, which are below each other."""
+
+    def rule(m: b.Build, found: b.Found) -> None:
+        rows, width = found.matrix()
+        n = m.config.integer("num_experts", "num_local_experts", least=1)
+        if rows % n:
+            raise m.config.fail("num_experts", f"is {n}, which does not divide the {rows} rows of {found.name}")
+        full = f"blk.{found.block}.{name}.weight"
+        if not transposed:
+            m.add(full, [TensorRows(found.name, rows, width)], (width, rows // n, n))
+            return
+        size = rows // n
+        parts = [Matrix(found.name, width, size, e * size, (e + 1) * size, turn) for e in range(n)]
+        m.add(full, parts, (size, width, n))
+
+    return rule
+
+
+def _zeros(m: b.Build, found: b.Found) -> None:
+    """Leave out the bias behind all experts, which GGUF has no name for."""
+    if np.any(m.source.read(found.name)):
+        m.notes.append(f"{found.name} is left out: llama.cpp's files have no place for the bias of experts")
+    m.dropped.append(found.name)
+
+
+def _modern(m: b.Build) -> None:
+    """Write the keys of ModernBERT: layers with windows have a rotation of their own."""
+    c = m.config
+    k.sizes(m)
+    k.layer_eps(m)
+    m.key("attention.causal", False)
+    k.activation(m, "gelu", "silu")
+    if c.get("hidden_activation", default="gelu") != "gelu":
+        m.key("hidden_act", c.get("hidden_activation"))
+    for kind, name, old, usual in (
+        ("full_attention", "freq_base", "global_rope_theta", 160000.0),
+        ("sliding_attention", "freq_base_swa", "local_rope_theta", 10000.0),
+    ):
+        if c.get("rope_parameters") is None:  # older checkpoints
+            m.key(f"rope.{name}", c.number(old, default=usual))
+        elif (found := read_rope(c, kind)).type == "default":
+            m.key(f"rope.{name}", found.theta)
+        else:
+            raise c.refuse("rope_parameters", "rope_type default")
+    if "local_attention" in c:
+        m.key("attention.sliding_window", c.integer("local_attention", least=1))
+    every = c.integer("global_attn_every_n_layers", default=3, least=1)
+    kinds = c.items("layer_types") or ["sliding_attention" if i % every else "full_attention" for i in range(m.n_layer)]
+    if len(kinds) != m.n_layer or set(kinds) - {"sliding_attention", "full_attention"}:
+        raise c.refuse("layer_types", "sliding_attention or full_attention for every layer")
+    windows = [kind == "sliding_attention" for kind in kinds]
+    period = next((n for n in range(1, m.n_layer + 1) if windows == [i % n != 0 for i in range(m.n_layer)]), 0)
+    m.key("attention.sliding_window_pattern", period or windows)
+    m.key("vocab_size", c.integer("vocab_size", least=1))
+    c.expect("position_embedding_type", "absolute")
+    c.expect("norm_bias", False)
+    c.ignore("tie_word_embeddings", "mlp_bias", "attention_bias", "classifier_bias")
+    c.expect("classifier_activation", "gelu")
+    c.ignore("classifier_pooling")
+
+
+def _modern_ranks(m: b.Build) -> None:
+    _ranks(m)
+    pooling = m.config.get("classifier_pooling", default="cls")
+    m.key("classifier.pooling_type", {"mean": 1, "cls": 2}[str(pooling)])
+
+
+def _eurobert(m: b.Build) -> None:
+    k.plain(m)
+    m.key("attention.causal", False)
+    m.config.ignore("tie_word_embeddings", "mask_token_id", "classifier_pooling")
+
+
 def _one_matrix(m: b.Build) -> None:
     """Join separate q, k and v of transformers checkpoints, as the other checkpoints have them in one matrix."""
     for il in range(m.n_layer):
@@ -132,8 +245,26 @@ NOMIC: b.Table = _EMBEDDINGS | {
     "layers.*.post_attention_layernorm": "blk.*.attn_output_norm",
     "layers.*.post_mlp_layernorm": "blk.*.layer_output_norm",
 }
+NOMIC_MOE: b.Table = _EMBEDDINGS | {
+    "encoder.layers.*.mlp.experts.mlp.w1": _stacked("ffn_up_exps", False),
+    "encoder.layers.*.mlp.experts.mlp.w2": _stacked("ffn_down_exps", True),
+    "encoder.layers.*.mlp.experts.bias": _zeros,
+    "encoder.layers.*.mlp.router.layer": "blk.*.ffn_gate_inp",
+}
 _RANKING: b.Table = {"pooler.dense": "cls", "classifier": "cls.output"}
 _HEAD: b.Table = {"classifier.dense": "cls", "classifier.out_proj": "cls.output"}
+MODERN: b.Table = {
+    "layers.*.attn.Wqkv": "blk.*.attn_qkv",
+    "layers.*.attn.Wo": "blk.*.attn_output",
+    "layers.*.mlp.Wi": "blk.*.ffn_up",
+    "layers.*.mlp.Wo": "blk.*.ffn_down",
+    "layers.*.attn_norm": "blk.*.attn_norm",
+    "layers.*.mlp_norm": "blk.*.ffn_norm",
+    "embeddings.norm": "token_embd_norm",
+    "embeddings.tok_embeddings": "token_embd",
+    "final_norm": "output_norm",
+}
+_MODERN_HEAD: b.Table = {"head.dense": "cls", "head.norm": "cls.norm", "classifier": "cls.output"}
 _MASKED = r"^cls\.(predictions|seq_relationship)\."  # heads of pre-training
 
 
@@ -166,6 +297,18 @@ ARCHITECTURES = (
         "jina-bert-v2", ("JinaBertForSequenceClassification",), _jina, JINA | _RANKING, _ranks, harmless=_HARMLESS,
         strip="bert.",
     ),
+    b.Architecture(
+        "nomic-bert-moe", (NOMIC_WITH_EXPERTS,), _nomic_moe, NOMIC_MOE, drop=_MASKED, harmless=_HARMLESS, strip="bert."
+    ),
+    b.Architecture(
+        "modern-bert", ("ModernBertModel", "ModernBertForMaskedLM"), _modern, MODERN,
+        drop=r"^(head|decoder)\.", harmless=_MODERN_HARMLESS,
+    ),
+    b.Architecture(
+        "modern-bert", ("ModernBertForSequenceClassification",), _modern, MODERN | _MODERN_HEAD, _modern_ranks,
+        harmless=_MODERN_HARMLESS,
+    ),
+    b.Architecture("eurobert", ("EuroBertModel", "EuroBertForMaskedLM"), _eurobert, drop=r"^lm_head\."),
     b.Architecture(
         "nomic-bert", ("NomicBertModel", "NomicBertForMaskedLM", "NomicBertForPreTraining"), _nomic, NOMIC, _one_matrix,
         drop=_MASKED, harmless=_HARMLESS, strip="bert.",

@@ -1,9 +1,10 @@
-"""ERNIE 4.5, dense and with experts."""
+"""ERNIE 4.5, dense and with experts, and the text of PaddleOCR-VL."""
 
 from __future__ import annotations
 
 from ikcli.convert import build as b
 from ikcli.convert import keys as k
+from ikcli.convert.archs.qwen import sections
 
 ERNIE_MOE: b.Table = {
     "layers.*.mlp.moe_statics.e_score_correction.bias": lambda m, t: m.plain(
@@ -32,8 +33,15 @@ def _erniemoe(m: b.Build) -> None:
     c.expect("moe_gate", "topk", "top2_fused")
 
 
+def _paddleocr(m: b.Build) -> None:
+    k.plain(m)
+    sections(m)
+
+
 ARCHITECTURES = (
     b.Architecture("ernie4_5", ("Ernie4_5ForCausalLM", "Ernie4_5_ForCausalLM"), k.plain, finish=k.tied),
+    b.Architecture("paddleocr", ("PaddleOCRVLForConditionalGeneration",), _paddleocr, {}, k.tied,
+                   r"(^|\.)visual\.|mlp_AR\.|(^|\.)projector\."),
     b.Architecture(
         "ernie4_5-moe", ("Ernie4_5_MoeForCausalLM",), _erniemoe, ERNIE_MOE, k.tied, r"mtp_",
         frozenset({"use_rmsnorm", "fuse_rms_norm"}),

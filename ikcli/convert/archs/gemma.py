@@ -81,6 +81,26 @@ def _gemma3(m: b.Build) -> None:
     _scale(m)
 
 
+def _embedding(m: b.Build) -> None:
+    """Write the keys of EmbeddingGemma, which attends in both directions; half of a window is on either side."""
+    c = m.config
+    c.expect("use_bidirectional_attention", True)
+    k.activation(m, *k.GELU_TANH)
+    k.sizes(m)
+    k.rms_eps(m)
+    k.head_dim(m)
+    k.rope(m)
+    m.key("rope.freq_base_swa", _local_base(m))
+    m.key("attention.causal", False)
+    c.ignore("attention_bias", "vocab_size")
+    c.expect("attn_logit_softcapping", None)
+    c.expect("final_logit_softcapping", None)
+    m.key("attention.sliding_window", c.integer("sliding_window", least=1))
+    k.windows(m, c.integer("sliding_window_pattern", "_sliding_window_pattern", default=6, least=1), 6)
+    if c.number("query_pre_attn_scalar") != c.integer("head_dim"):
+        raise c.refuse("query_pre_attn_scalar", str(c.integer("head_dim")))
+
+
 def _local_base(m: b.Build) -> float:
     local = m.config.given("rope_local_base_freq")
     return (
@@ -162,6 +182,10 @@ def _finish4(m: b.Build) -> None:
 
 ARCHITECTURES = (
     b.Architecture("gemma", ("GemmaForCausalLM",), _gemma, GEMMA, k.tied_by_default),
+    b.Architecture(
+        "gemma-embedding", ("Gemma3TextModel",), _embedding, GEMMA3, k.tied_by_default,
+        harmless=frozenset({"cache_implementation"}),
+    ),
     b.Architecture("gemma2", ("Gemma2ForCausalLM",), _gemma2, GEMMA2, k.tied_by_default),
     b.Architecture(
         "gemma3", ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"), _gemma3, GEMMA3, k.tied_by_default,

@@ -7,7 +7,7 @@ from ikcli.convert import keys as k
 from ikcli.convert.pieces import Matrix, turn
 
 
-def _turned(name: str) -> b.Rule:
+def turned(name: str) -> b.Rule:
     """Transpose a matrix of a Conv1D module; keep a bias."""
 
     def rule(m: b.Build, found: b.Found) -> None:
@@ -22,10 +22,10 @@ def _turned(name: str) -> b.Rule:
 
 
 GPT2: b.Table = {
-    "h.*.attn.c_attn": _turned("blk.*.attn_qkv"),
-    "h.*.attn.c_proj": _turned("blk.*.attn_output"),
-    "h.*.mlp.c_fc": _turned("blk.*.ffn_up"),
-    "h.*.mlp.c_proj": _turned("blk.*.ffn_down"),
+    "h.*.attn.c_attn": turned("blk.*.attn_qkv"),
+    "h.*.attn.c_proj": turned("blk.*.attn_output"),
+    "h.*.mlp.c_fc": turned("blk.*.ffn_up"),
+    "h.*.mlp.c_proj": turned("blk.*.ffn_down"),
     "h.*.attn.bias": b.drop,
     "h.*.attn.masked_bias": b.drop,
 }

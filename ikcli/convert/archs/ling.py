@@ -7,7 +7,7 @@ import numpy as np
 from ikcli.convert import build as b
 from ikcli.convert import keys as k
 from ikcli.convert.archs.deepseek import mla_keys, split_kv_b
-from ikcli.convert.archs.kimi import conv, decay
+from ikcli.convert.archs.recurrent.kimi import conv, decay
 
 
 def _gate(m: b.Build, found: b.Found) -> None:
@@ -39,6 +39,41 @@ LING3: b.Table = {
     "layers.*.attention.o_norm": "blk.*.ssm_norm",
     "layers.*.mlp.gate.expert_bias": "blk.*.exp_probs_b.bias",
 }  # fmt: skip
+
+
+def _fused_pairs(m: b.Build, n: int) -> b.Order:
+    """Return an order of the rows of q, k and v in which rotated pairs of q and k are adjacent."""
+    c = m.config
+    width = c.integer("head_dim", default=k.embd(m) // c.integer("num_attention_heads"), least=2)
+    rotated = (c.integer("num_attention_heads") + c.integer("num_key_value_heads")) * width
+    return np.concatenate([b.in_pairs(np.arange(rotated).reshape(-1, width)), np.arange(rotated, n)])
+
+
+LING1: b.Table = {
+    "layers.*.attention.query_key_value": b.to("blk.*.attn_qkv", order=_fused_pairs),
+    "layers.*.attention.dense": "blk.*.attn_output",
+    "word_embeddings": "token_embd",
+}
+
+
+def _ling1(m: b.Build) -> None:
+    c = m.config
+    k.activation(m, *k.SILU)
+    k.sizes(m)
+    k.rms_eps(m)
+    m.key("rope.dimension_count", k.head_dim(m))
+    k.rope(m)
+    m.key("vocab_size", c.integer("vocab_size"))
+    k.experts(m, "num_experts")
+    m.key("leading_dense_block_count", c.integer("first_k_dense_replace", default=0))
+    m.key("expert_shared_count", c.integer("num_shared_experts", default=0))
+    m.key("expert_weights_scale", c.number("routed_scaling_factor", default=1.0))
+    m.key("expert_weights_norm", c.flag("norm_topk_prob", default=True))
+    k.no_window(m)
+    c.expect("norm_head", False)
+    c.expect("norm_softmax", False)
+    c.expect("multi_gate", False)
+    c.ignore("use_qkv_bias", "use_bias", "embedding_dropout", "moe_intermediate_size")
 
 
 def _ling2(m: b.Build) -> None:
@@ -122,6 +157,7 @@ def _kda_width(m: b.Build) -> int:
 
 
 ARCHITECTURES = (
+    b.Architecture("bailingmoe", ("BailingMoeForCausalLM",), _ling1, LING1, k.tied),
     b.Architecture(
         "bailingmoe2", ("BailingMoeV2ForCausalLM",), _ling2, LING2, k.tied, "",
         frozenset({"mtp_loss_scaling_factor", "moe_router_topk_scaling_factor", "multi_gate"}),

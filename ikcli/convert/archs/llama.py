@@ -29,6 +29,12 @@ def _keys(m: b.Build) -> None:
     c.ignore("attention_bias", "mlp_bias", "bias", "qkv_bias")
 
 
+def _both_directions(m: b.Build) -> None:
+    _keys(m)
+    m.key("attention.causal", False)
+    m.config.ignore("pooling", "temperature")
+
+
 def _arcee(m: b.Build) -> None:
     k.activation(m, "relu2")
     k.sizes(m)
@@ -36,6 +42,12 @@ def _arcee(m: b.Build) -> None:
     k.rms_eps(m)
     m.key("rope.dimension_count", k.head_dim(m))
     k.biases(m)
+
+
+def _pairs_normed(m: b.Build) -> None:
+    k.plain(m)
+    m.key("rope.dimension_count", k.head_dim(m))
+    k.no_window(m)
 
 
 def _mistral3(m: b.Build) -> None:
@@ -112,7 +124,12 @@ ARCHITECTURES = (
         "mistral3", ("Ministral3ForCausalLM", "Mistral3ForConditionalGeneration"), _mistral3, b.PAIRS, finish,
         r"vision_tower|multi_modal_projector|vision_encoder|patch_merger",
     ),
+    b.Architecture("llama-embed", ("LlamaBidirectionalModel",), _both_directions, b.PAIRS, finish),
     b.Architecture("arcee", ("ArceeForCausalLM",), _arcee, b.PAIRS, finish),
+    b.Architecture("maincoder", ("MaincoderForCausalLM",), _pairs_normed, b.PAIRS, k.tied),
+    b.Architecture(
+        "pangu-embedded", ("PanguEmbeddedForCausalLM",), k.plain, finish=k.tied, harmless=frozenset({"bias"})
+    ),
     b.Architecture("smollm3", ("SmolLM3ForCausalLM",), _smollm3, b.PAIRS, finish),
     b.Architecture("minicpm", ("MiniCPMForCausalLM",), _minicpm, b.PAIRS, finish),
     b.Architecture("xverse", ("XverseForCausalLM",), _xverse, b.PAIRS, k.tied),

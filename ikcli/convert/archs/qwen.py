@@ -98,6 +98,7 @@ def _qwen(m: b.Build) -> None:
 ARCHITECTURES = (
     b.Architecture("qwen", ("QWenLMHeadModel",), _qwen, finish=k.tied, strip="transformer."),
     b.Architecture("qwen2", ("Qwen2ForCausalLM",), _dense, finish=k.tied),
+    b.Architecture("qwen2", ("DotsOCRForCausalLM",), _dense, {}, k.tied, SEES, _HARMLESS),
     b.Architecture(
         "qwen2vl",
         ("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"),

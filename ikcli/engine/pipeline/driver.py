@@ -28,7 +28,7 @@ from ikcli.engine.pipeline.wire import Link, LostLinkError, MessageKind, StageLi
 from ikcli.engine.plan.sizes import Sizes
 from ikcli.engine.run.cpu_device import CpuDevice
 from ikcli.engine.run.model import Model
-from ikcli.engine.run.run_device import CPU, Bytes, Observer
+from ikcli.engine.run.run_device import CPU, Beside, Bytes, Observer, WeightSource
 from ikcli.engine.run.runner import DividedProgram, Runner
 from ikcli.engine.run.timed_ops import TimedOp
 from ikcli.errors import IkError, NonFiniteError, UnsupportedError
@@ -127,7 +127,7 @@ class PipelineRunner(Runner):
         parts = {stage_name(i): p for i, p in enumerate(planned)}
         return DividedProgram(graph, result, splits, [0] * len(splits), parts, {}, 0)
 
-    def memory(self, programs: Sequence[DividedProgram], model: Model) -> dict[str, dict[str, int]]:
+    def memory(self, programs: Sequence[DividedProgram], model: WeightSource) -> dict[str, dict[str, int]]:
         """Return the bytes by stage and part."""
         found = {CPU: {"weights": 0, "KV": 0, "compute": 0}}
         for i, stage in enumerate(self.stages):
@@ -167,8 +167,11 @@ class PipelineRunner(Runner):
         return [part.parts[CPU] for p in programs for part in p.parts.values()]
 
     # --- life ---------------------------------------------------------------------------------------------------------
-    def load(self, programs: Sequence[DividedProgram], model: Model, mmap: bool) -> None:
+    def load(
+        self, programs: Sequence[DividedProgram], model: WeightSource, mmap: bool, beside: Beside | None = None
+    ) -> None:
         """Start the stages and wait until all of them have loaded their layers."""
+        assert isinstance(model, Model)
         self._model = model
         config = replace(self._config, model=model.file.paths[0].absolute())
         secret, digest = secrets.token_hex(16), of_model(model.file)
@@ -336,8 +339,9 @@ class PipelineRunner(Runner):
             self._n_outputs = self._n_planned
             self._send(MessageKind.OUTPUTS, {"n": self._n_outputs})
 
-    def update_weights(self, model: Model, names: Sequence[str]) -> None:
+    def update_weights(self, model: WeightSource, names: Sequence[str]) -> None:
         """Send new scales of adapters and of control vectors, which all stages have."""
+        assert isinstance(model, Model)
         added = model.adapters.added
         self._send(MessageKind.SCALES, {"scales": list(added.scales), "vectors": [list(use) for use in added.vectors]})
 

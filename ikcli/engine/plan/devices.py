@@ -20,10 +20,19 @@ CONTEXT_BYTES = 512 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
+class Rates:
+    """Speeds per second (None: not described): operations of products, bytes over the bus or from RAM."""
+
+    ops: float | None = None
+    bandwidth: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class GpuFacts:
     """A GPU: its name `CUDA<i>`, and its total and free bytes.
 
-    `info` belongs to a real GPU; a described GPU may have a compute capability.
+    `info` belongs to a real GPU; a described GPU may have a compute capability. `rates`: what its description says of
+    its speed.
     """
 
     name: str
@@ -31,6 +40,7 @@ class GpuFacts:
     free: int
     capability: tuple[int, int] | None = None
     info: DeviceInfo | None = None
+    rates: Rates = Rates()
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +50,7 @@ class Machine:
     gpus: tuple[GpuFacts, ...] = ()
     ram: int | None = None
     described: bool = False
+    cpu_rates: Rates = Rates()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -100,9 +111,13 @@ def _listed(config: RunConfig) -> tuple[GpuFacts, ...]:
 def described_machine(specs: tuple[DeviceSpec, ...], ram: int | None) -> Machine:
     """Return the machine that a `--device-spec` describes; `ram` applies if the spec names no host memory."""
     gpus = [spec for spec in specs if spec.kind == "cuda"]
-    host = [spec.n_bytes for spec in specs if spec.kind == "cpu"]
+    host = next((spec for spec in specs if spec.kind == "cpu"), DeviceSpec("cpu", ram or 0))
     devices = tuple(
-        GpuFacts(f"CUDA{i}", spec.n_bytes, max(spec.n_bytes - CONTEXT_BYTES, 0), spec.capability)
+        GpuFacts(f"CUDA{i}", spec.n_bytes, max(spec.n_bytes - CONTEXT_BYTES, 0), spec.capability, rates=_rates(spec))
         for i, spec in enumerate(gpus)
     )
-    return Machine(devices, host[0] if host else ram, True)
+    return Machine(devices, host.n_bytes or ram, True, _rates(host))
+
+
+def _rates(spec: DeviceSpec) -> Rates:
+    return Rates(spec.ops, spec.bandwidth)

@@ -115,6 +115,7 @@ def _costs(planner: Planner, config: RunConfig) -> _Costs:
     costs = _Costs([0] * n_layer, [0] * n_layer, [0] * n_layer, 0, {})
     placement = planner.place(config)
     ruled = placement.rules.buffer_of
+    costs.fixed.update({device: sum(sizes.values()) for device, sizes in planner.beside.items()})
     output = 0
     for name, n_bytes in planner.gpu_weights(config).items():
         block = _BLOCK.match(name)

@@ -5,16 +5,13 @@ Their blocks are numbered as in a whole model, so joining two files means adding
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from ikcli.errors import FormatError, UsageError
 from ikcli.gguf.constants import GGUFValueType
+from ikcli.gguf.heads import FURTHER, block_of
 from ikcli.gguf.reader import GGUFFile, open_gguf
 from ikcli.settings.run import RunConfig, default_model
-
-_BLOCK = re.compile(r"blk\.(\d+)\.")
-_FURTHER = "nextn_predict_layers"
 
 
 def head_file(config: RunConfig, file: GGUFFile) -> Path | None:
@@ -24,14 +21,14 @@ def head_file(config: RunConfig, file: GGUFFile) -> Path | None:
         return server.model_draft
     model = Path(config.model or default_model())
     beside = model.with_name(f"mtp-{model.name}")
-    return beside if not _count(file, _FURTHER) and beside.is_file() else None
+    return beside if not _count(file, FURTHER) and beside.is_file() else None
 
 
 def holds_heads_alone(file: GGUFFile) -> bool:
     """Return whether a file has heads and no layer of a model."""
-    blocks = _blocks(file)
-    n_layer = _count(file, "block_count") - _count(file, _FURTHER)
-    return bool(blocks) and _count(file, _FURTHER) > 0 and min(blocks) >= n_layer
+    blocks = {block_of(name) for name in file.tensors} - {-1}
+    n_layer = _count(file, "block_count") - _count(file, FURTHER)
+    return bool(blocks) and _count(file, FURTHER) > 0 and min(blocks) >= n_layer
 
 
 def join_heads(file: GGUFFile, path: Path, *, header_only: bool = False) -> None:
@@ -43,8 +40,8 @@ def join_heads(file: GGUFFile, path: Path, *, header_only: bool = False) -> None
             f"-md {path}: a whole model, but --spec-type mtp wants a file of heads alone (ik convert --mtp); "
             "add --spec-type draft to draft with this model"
         )
-    n_layer = _count(file, "block_count") - _count(file, _FURTHER)
-    n_heads = _count(heads, _FURTHER)
+    n_layer = _count(file, "block_count") - _count(file, FURTHER)
+    n_heads = _count(heads, FURTHER)
     for what, ours, theirs in (
         ("architecture", arch, heads.arch),
         ("number of layers", n_layer, _count(heads, "block_count") - n_heads),
@@ -52,16 +49,12 @@ def join_heads(file: GGUFFile, path: Path, *, header_only: bool = False) -> None
     ):
         if ours != theirs:
             raise FormatError(f"{path}: these heads are of another model: {what} {theirs}, but {source} has {ours}")
-    for name in [name for name in file.tensors if (m := _BLOCK.match(name)) and int(m[1]) >= n_layer]:
+    for name in [name for name in file.tensors if block_of(name) >= n_layer]:
         del file.tensors[name]
-    file.adopt(heads, [name for name in heads.tensors if _BLOCK.match(name)])
-    for key, n in (("block_count", n_layer + n_heads), (_FURTHER, n_heads)):
+    file.adopt(heads, [name for name in heads.tensors if block_of(name) >= 0])
+    for key, n in (("block_count", n_layer + n_heads), (FURTHER, n_heads)):
         file.metadata[f"{arch}.{key}"] = n
         file.value_types[f"{arch}.{key}"] = GGUFValueType.UINT32
-
-
-def _blocks(file: GGUFFile) -> set[int]:
-    return {int(m[1]) for name in file.tensors if (m := _BLOCK.match(name))}
 
 
 def _count(file: GGUFFile, key: str) -> int:

@@ -18,7 +18,9 @@ from ikcli.engine.plan.fit import fit
 from ikcli.engine.plan.placement import CPU, offload_lines, offload_threshold, placement_sentence
 from ikcli.engine.plan.planner import MIB, Planner, RunPlan
 from ikcli.engine.plan.programs import FLOAT_TYPES
+from ikcli.engine.plan.prompt_speed import speed_lines
 from ikcli.engine.run import session_log
+from ikcli.engine.run.residency import expert_places, place_lines
 from ikcli.errors import IkError
 from ikcli.quant.formats import get_format
 from ikcli.settings.run import RunConfig
@@ -61,6 +63,9 @@ def verdict_lines(planner: Planner, plan: RunPlan) -> list[str]:
     sentence, slots = placement_sentence(plan.placement.buffer_of), planner.expert_slots(plan.config)
     lines = [sentence] if sentence else []
     lines += [slots.line()] if slots is not None else []
+    lines += [plan.vram.line()] if plan.vram is not None else []
+    model = planner.model(plan.config, plan.placement)
+    lines += place_lines(expert_places(model, plan.placement.buffer_of, slots, plan.vram))
     memory = plan.memory
     lines += [_device_line(memory, device) for device in memory.parts if device in memory.free]
     if not memory.fits():
@@ -82,9 +87,11 @@ def _prompt_lines(planner: Planner, plan: RunPlan) -> list[str]:
         return [f"{head}, because -op says so"]
     if without:
         return [f"{head}, because GPUs have no kernels for {', '.join(without)}"]
+    speeds = speed_lines(planner, plan, least) if planner.expert_slots(config) is None else []
     if config.n_ubatch < least:
-        return [f"{head}, because -ub {config.n_ubatch} is below {least} tokens; from -ub {least} on a GPU does it"]
-    return [f"prompts: pieces of {least} tokens and more are computed on GPUs, with experts copied from RAM"]
+        why = f"because -ub {config.n_ubatch} is below {least} tokens; from -ub {least} on a GPU does it"
+        return [*speeds, f"{head}, {why}"]
+    return [*speeds, f"prompts: pieces of {least} tokens and more are computed on GPUs, with experts copied from RAM"]
 
 
 def _device_line(memory: MemoryPlan, device: str) -> str:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 from ikcli.backends.cuda import upload
 from ikcli.engine.plan.expert_slots import ExpertSlots
 from ikcli.engine.plan.placement import CPU, Placement, offload_threshold
+from ikcli.engine.run.cpu_device import CpuDevice
+from ikcli.engine.run.expert_steps import ExpertSteps
 from ikcli.engine.run.model import Model
-from ikcli.engine.run.runner import Offload
+from ikcli.engine.run.run_device import RunDevice
+from ikcli.engine.run.runner import Offload, Runner
 from ikcli.graph import Node, Rows, Weight
 from ikcli.graph.ops_experts import MoeUpGate, MulMatId
 from ikcli.graph.ops_rows import MulMat, MulMatHeads
@@ -34,7 +38,8 @@ def offload_of(
     dense = config.offload_min_batch
     by_expert = math.ceil(offload_threshold(dense, hp.n_expert, hp.n_expert_used))
     least = {name: by_expert if experts else dense for name, experts in _POLICIES.items() if allowed[name]}
-    first = placement.devices[0]
+    used = {*placement.buffer_of.values(), *placement.cache}
+    first = next((name for name in placement.devices if name in used), None)
 
     def device(node: Node, w: Weight, n_tokens: int) -> str | None:
         if n_tokens < least.get(node.op.policy, n_tokens + 1) or node.rows.symbol is Rows.OUTPUTS:
@@ -42,7 +47,7 @@ def offload_of(
         if w.name in on_disk or not upload.has_kernels(w.type):
             return None
         home = placement.home[node.il] if node.il >= 0 else CPU
-        return first if home == CPU else home
+        return home if home != CPU and home in used else first
 
     return Offload(tuple(sorted({*least.values()} - {0, 1})), device) if least else None
 
@@ -61,3 +66,15 @@ def places_of(placement: Placement) -> NodePlaces:
         return places.weight(node, w)
 
     return replace(places, weight=weight)
+
+
+def make_runner(
+    n_threads: int,
+    gpus: Mapping[str, RunDevice],
+    placement: Placement,
+    offload: Offload | None,
+    experts: ExpertSteps | None = None,
+) -> Runner:
+    """Make a runner of the CPU and the GPUs that hold anything."""
+    cpu = CpuDevice(n_threads, experts)
+    return Runner(cpu, gpus, places_of(placement), offload) if gpus else Runner(cpu)

@@ -8,43 +8,41 @@ the planner describes them by their known attributes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from ikcli import models
 from ikcli.engine.pipeline.place import LOCAL, Pipeline, stage_memory
+from ikcli.engine.plan.cache_slots import CacheSlots, cache_slots
 from ikcli.engine.plan.device_memory import MemoryPlan
 from ikcli.engine.plan.device_plan import planning_device
 from ikcli.engine.plan.devices import Machine
 from ikcli.engine.plan.expert_plan import disk_options, expert_slots, expert_steps
 from ikcli.engine.plan.expert_slots import ExpertSlots
 from ikcli.engine.plan.head_file import head_file, join_heads
-from ikcli.engine.plan.offload import offload_of, places_of
+from ikcli.engine.plan.offload import make_runner, offload_of
 from ikcli.engine.plan.placement import CPU, Placement, place
+from ikcli.engine.plan.program_plans import memory_of, plan_programs
 from ikcli.engine.plan.programs import (
     Graphs,
     check_caches,
-    check_ranges,
     graph_config,
     output_bytes,
     record_graphs,
-    runs,
-    step_tokens,
 )
-from ikcli.engine.plan.sizes import Sizes, session_of, uses_heads
+from ikcli.engine.plan.sizes import Sizes, measures_heads, session_of, uses_heads
 from ikcli.engine.run.adapters import Adapters
-from ikcli.engine.run.cpu_device import CpuDevice
-from ikcli.engine.run.expert_steps import ExpertSteps
+from ikcli.engine.run.expert_cache import ExpertCache
 from ikcli.engine.run.model import Model
-from ikcli.engine.run.run_device import RunDevice, cache_bytes
-from ikcli.engine.run.runner import DividedProgram, Offload, Runner
+from ikcli.engine.run.run_device import Beside, RunDevice, cache_bytes
+from ikcli.engine.run.runner import DividedProgram, Runner
 from ikcli.engine.run.weight_memory import SIZES, Pages
 from ikcli.errors import UsageError
 from ikcli.gguf.reader import GGUFFile, open_gguf
 from ikcli.graph import Cache
-from ikcli.models import GraphConfig, HParams, Weights
+from ikcli.models import GraphConfig, HParams, Weights, mtp
 from ikcli.settings.rules import resolve
 from ikcli.settings.run import RunConfig, default_model
 
@@ -64,6 +62,8 @@ class RunPlan:
     caches: Mapping[Cache, int]  # bytes in the layout of RAM
     n_nodes: int
     n_splits: int
+    beside: Beside
+    vram: CacheSlots | None = None  # experts that GPUs hold beside those in RAM
 
     def on_gpus(self) -> int:
         """Return the bytes of weights in GPU memory."""
@@ -80,12 +80,13 @@ class PreparedRun:
     graphs: Graphs
     runner: Runner
     programs: dict[str, DividedProgram]
+    cached: Graphs = field(default_factory=dict)  # of steps that use the cache of experts
 
 
 class Planner:
     """Plan runs of one model; see the module.
 
-    `file` may lack tensor data. `devices` are opened GPUs.
+    `file` may lack tensor data. `devices` are opened GPUs. `beside`: what the run needs beside the model.
     """
 
     def __init__(
@@ -96,7 +97,9 @@ class Planner:
         devices: Mapping[str, RunDevice] | None = None,
         adapters: Adapters | None = None,
         pipeline: Pipeline = LOCAL,
+        beside: Beside | None = None,
     ) -> None:
+        self.beside: Beside = beside or {}
         self.file, self.hp, self.machine, self.adapters = file, hp, machine, adapters or Adapters()
         self.pipeline = pipeline
         self._graphs: dict[tuple[GraphConfig, int], Graphs] = {}
@@ -110,16 +113,19 @@ class Planner:
     def of_file(cls, config: RunConfig, *, header_only: bool = False, pipeline: Pipeline = LOCAL) -> Planner:
         """Open the model of `config`, for the CPU alone; with `header_only` its tensor data may be missing."""
         file = open_gguf(config.model or default_model(), config.override_kv, header_only=header_only)
-        heads = head_file(config, file) if uses_heads(config) else None
+        heads = head_file(config, file) if uses_heads(config) or measures_heads(config) else None
         if heads is not None:
             join_heads(file, heads, header_only=header_only)
         models.find(file.arch, str(file.paths[0]))  # before keys, which unknown architectures may lack
         hp = HParams.from_gguf(file.metadata, file.tensors, str(file.paths[0]), config.rope)
         return cls(file, hp, Machine(()), None, Adapters.open(config.adapters, file.tensors, hp), pipeline)
 
-    def on(self, machine: Machine, devices: Mapping[str, RunDevice] | None = None) -> Planner:
-        """Return a planner of the same model with other devices."""
-        return Planner(self.file, self.hp, machine, devices, self.adapters, self.pipeline)
+    def on(
+        self, machine: Machine, devices: Mapping[str, RunDevice] | None = None, beside: Beside | None = None
+    ) -> Planner:
+        """Return a planner of the same model with other devices; `beside` stays what it was unless it is given."""
+        beside = self.beside if beside is None else beside
+        return Planner(self.file, self.hp, machine, devices, self.adapters, self.pipeline, beside)
 
     def plan(self, config: RunConfig) -> RunPlan:
         """Return the plan of the session that a command opens; nothing is printed."""
@@ -135,33 +141,43 @@ class Planner:
         model = self.model(config, placement)
         check_caches(cfg, config, model)
         graphs = self._record(cfg, model)
-        if cfg.media is not None:
-            check_ranges(graphs, placement.cache, model.source)
         slots = self.expert_slots(config) if config.fleet.stages == 1 else None
         offload = offload_of(config, model, placement, slots) if placement.devices else None
+        vram, found = cache_slots(config, model, placement)
+        warnings += found
         used = {*placement.buffer_of.values(), *placement.cache}
         gpus = {name: gpu for name, gpu in self._gpus.items() if name in used}
         if config.fleet.stages > 1 and cfg.media is not None:
             raise UsageError("--stages cannot be combined with a projector: images are computed in one process")
         if config.fleet.stages > 1:
             if cfg.n_heads:
-                raise UsageError("--spec-type mtp does not work with --stages; use another type, or no stages")
+                raise UsageError(
+                    "layers that predict further tokens (MTP) do not run in stages, since they read states of the "
+                    "last one and embeddings of the first; use another --spec-type, or no --stages"
+                )
             runner, config = self.pipeline.runner(config, sizes, cfg, model, graphs)
         else:
             experts, found = expert_steps(config, slots)
             warnings += found
-            runner = make_runner(max(config.n_threads, config.n_threads_batch), gpus, placement, offload, experts)
+            n_threads = max(config.n_threads, config.n_threads_batch)
+            runner = make_runner(n_threads, gpus, placement, offload, experts)
+            if vram is not None:
+                runner.add_cache(ExpertCache(vram))
         n_outputs = min(sizes.n_seq, cfg.n_ubatch)
-        programs = plan_programs(runner, graphs, cfg, n_outputs, sizes.n_step)
+        cached = self._record(replace(cfg, expert_slots=vram.by_layer(self.hp.n_layer)), model) if vram else {}
+        programs = plan_programs(runner, graphs, cfg, n_outputs, sizes.n_step, cached)
         parts = memory_of(runner, programs, model, output_bytes(cfg, self.hp, n_outputs))
+        for device, needs in self.beside.items():
+            parts[device] = parts.get(device, {"weights": 0, "KV": 0, "compute": 0, "output": 0}) | dict(needs)
         n_nodes = max(len(graph.nodes) for graph, _ in graphs.values())
         memory = MemoryPlan(parts, cfg.n_ctx, self._free(parts) | stage_memory(config, self.machine, parts))
         n_splits = runner.n_splits(list(programs.values()))
         caches = {
             c: cache_bytes(c, runner.cache_rows(c)) for graph, _ in graphs.values() for c in graph.caches.values()
         }
-        plan = RunPlan(config, sizes, tuple(warnings), cfg, placement, memory, caches, n_nodes, n_splits)
-        return PreparedRun(plan, model, graphs, runner, programs)
+        plan = RunPlan(config, sizes, tuple(warnings), cfg, placement, memory, caches, n_nodes, n_splits,
+                       self.beside, vram)  # fmt: skip
+        return PreparedRun(plan, model, graphs, runner, programs, cached)
 
     def fits(self, config: RunConfig) -> bool:
         """Return whether a run fits all devices; this is quick where weights and cache alone are too large."""
@@ -203,6 +219,11 @@ class Planner:
             parts[buffer] += model.n_bytes([name]) if buffer == CPU else n_bytes
         for il, n_bytes in self.gpu_cache(config).items():
             parts[placement.cache[il]] += n_bytes
+        for device, sizes in self.beside.items():
+            parts[device] = parts.get(device, 0) + sum(sizes.values())
+        vram, _ = cache_slots(config, model, placement)
+        for device in vram.devices if vram is not None else ():
+            parts[device] += vram.slot_bytes(device) if vram is not None else 0
         return parts
 
     def _free(self, devices: Iterable[str]) -> dict[str, int]:
@@ -248,14 +269,19 @@ class Planner:
             self.hp.n_layer,
             config,
             self.machine.names,
-            self.machine.free,
+            [max(gpu.free - sum(self.beside.get(gpu.name, {}).values()), 0) for gpu in self.machine.gpus],
             {name: model.n_bytes([name]) for name in names},
             model.derived_from(),
             self.n_heads(config),
         )
 
     def n_heads(self, config: RunConfig) -> int:
-        """Return the number of heads that draft further tokens, which the session runs."""
+        """Return the number of heads that predict further tokens, which the session runs."""
+        if measures_heads(config):
+            runs = (
+                self.hp.n_further and mtp.why_not(models.find(self.file.arch, ""), self.hp, self.file.tensors) is None
+            )
+            return self.hp.n_further if runs else 0
         return max(self.hp.n_further, 1) if uses_heads(config) else 0  # a file without them is refused by name
 
     def gpu_weights(self, config: RunConfig) -> dict[str, int]:
@@ -295,46 +321,6 @@ class Planner:
             weights = Weights(model.specs, model.source, lambda name: _values(model, name))
             self._graphs[key] = record_graphs(model, weights, cfg)
         return self._graphs[key]
-
-
-def make_runner(
-    n_threads: int,
-    gpus: Mapping[str, RunDevice],
-    placement: Placement,
-    offload: Offload | None,
-    experts: ExpertSteps | None = None,
-) -> Runner:
-    """Make a runner of the CPU and the GPUs that hold anything."""
-    cpu = CpuDevice(n_threads, experts)
-    return Runner(cpu, gpus, places_of(placement), offload) if gpus else Runner(cpu)
-
-
-def plan_programs(
-    runner: Runner, graphs: Graphs, cfg: GraphConfig, n_outputs: int, n_step: int
-) -> dict[str, DividedProgram]:
-    """Plan the programs of a session and return them by name; nothing is allocated."""
-    return {
-        name: runner.plan(
-            *graphs[run.kind],
-            run.n_tokens,
-            run.n_outputs,
-            cfg.n_ctx,
-            cfg.n_seq,
-            cfg.n_window,
-            batch_invariant=run.batch_invariant,
-            offload=run.offload,
-        )
-        for name, run in runs(graphs, cfg.n_ubatch, n_outputs, step_tokens(n_step)).items()
-    }
-
-
-def memory_of(
-    runner: Runner, programs: Mapping[str, DividedProgram], model: Model, n_output_bytes: int
-) -> dict[str, dict[str, int]]:
-    """Return the bytes by device (CPU first) and part."""
-    sizes = runner.memory(list(programs.values()), model)
-    output = {CPU: n_output_bytes}
-    return {device: parts | {"output": output.get(device, 0)} for device, parts in sizes.items()}
 
 
 def _values(model: Model, name: str) -> npt.NDArray[np.float32]:

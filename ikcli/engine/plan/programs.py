@@ -7,7 +7,7 @@ embeddings, graphs end at the last norm, before the output matrix, and their pro
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ikcli.backends.cpu.program import BATCH_INVARIANT_ROWS
@@ -16,7 +16,6 @@ from ikcli.engine.plan.sizes import window_cells
 from ikcli.engine.run.model import Model
 from ikcli.errors import UnsupportedError, UsageError
 from ikcli.graph import Graph, Node, Rows
-from ikcli.graph.ops_attention import Attention
 from ikcli.models import EXPAND_MIN_TOKENS, GraphConfig, HParams, MediaConfig, Outputs, Weights
 from ikcli.models.indexer import top_k
 from ikcli.quant.formats import format_by_name, get_format
@@ -122,6 +121,8 @@ def check_cache_types(config: RunConfig, mla: int) -> None:
 def record_graphs(model: Model, weights: Weights, cfg: GraphConfig) -> Graphs:
     """Record the generation graph, and a prompt graph where the two differ."""
     hp = model.hp
+    if cfg.outputs.logits and not hp.causal:
+        raise hp.no_next_token()
 
     def record(kind: str, states: Rows | None) -> tuple[Graph, Node]:
         graph = model.adapters.graph()
@@ -165,17 +166,6 @@ def check_media(media: MediaConfig, hp: HParams) -> None:
         raise UnsupportedError(
             f"{hp.source}: the projector has rows for {media.n_deep} layers, the model {hp.n_layer} layers; use the "
             "projector of this model"
-        )
-
-
-def check_ranges(graphs: Graphs, cache: Sequence[str], source: str) -> None:
-    """Raise UnsupportedError if a GPU should compute attention in both directions; `cache`: devices of the layers."""
-    nodes = (node for graph, _ in graphs.values() for node in graph.nodes)
-    layers = {node.il for node in nodes if isinstance(node.op, Attention) and node.op.ranged}
-    if any(tuple(cache[il : il + 1]) not in ((), ("CPU",)) for il in layers):
-        raise UnsupportedError(
-            f"{source}: tokens of an image see each other in both directions, which GPUs do not compute; add -nkvo, so "
-            "that the CPU computes attention, or use -ngl 0"
         )
 
 

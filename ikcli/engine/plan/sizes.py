@@ -35,8 +35,18 @@ class Sizes:
 
 
 def uses_heads(config: RunConfig) -> bool:
-    """Return whether the session runs the model's own heads for drafts; otherwise they are not even loaded."""
+    """Return whether the session must have heads that predict further tokens; otherwise they are not even loaded."""
+    if config.command == "perplexity":
+        return config.perplexity.mtp
+    if config.command == "sweep-bench":
+        return config.sweep.mtp
     return any(stage.type == "mtp" for stage in config.server.spec_type)
+
+
+def measures_heads(config: RunConfig) -> bool:
+    """Return whether the session has heads where the model has some that can run: an importance matrix covers them."""
+    plain = config.fleet.stages == 1 and not config.server.only_embeds
+    return config.command == "imatrix" and config.imatrix.mtp and plain
 
 
 def window_cells(window: int, n_ubatch: int, n_ctx: int) -> int:

@@ -5,15 +5,17 @@ Only the header of the model file is read. Combinations that cannot work are ref
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 from ikcli.engine.pipeline.place import LOCAL, Pipeline
-from ikcli.engine.plan.devices import find_machine
+from ikcli.engine.plan.devices import Machine, find_machine
 from ikcli.engine.plan.missing_parts import assume_missing, missing_data
 from ikcli.engine.plan.model_rules import check_ser, settle_encoder, settle_indexer, settle_mla
 from ikcli.engine.plan.planner import Planner
 from ikcli.engine.plan.programs import check_cache_types
+from ikcli.engine.run.run_device import Beside
+from ikcli.models import HParams
 from ikcli.settings.rules import check_devices, check_stages
 from ikcli.settings.run import RunConfig
 
@@ -31,10 +33,16 @@ class Startup:
     warnings: tuple[str, ...]
 
 
-def prepare(config: RunConfig, given: Collection[str] = (), pipeline: Pipeline = LOCAL) -> Startup:
+def prepare(
+    config: RunConfig,
+    given: Collection[str] = (),
+    pipeline: Pipeline = LOCAL,
+    beside: Callable[[RunConfig, HParams, Machine], Beside] | None = None,
+) -> Startup:
     """Check `config` against its model.
 
-    `given` are the options (field paths) that the user wrote. `pipeline` starts the stages of `--stages`.
+    `given` are the options (field paths) that the user wrote. `pipeline` starts the stages of `--stages`. `beside`
+    tells what the run needs beside the model.
     """
     assert config.model is not None
     check_devices(config)
@@ -46,6 +54,8 @@ def prepare(config: RunConfig, given: Collection[str] = (), pipeline: Pipeline =
     check_cache_types(config, config.mla)
     config, warnings = check_ser(config, hp.n_expert, hp.n_expert_used)
     planner = planner.on(find_machine(config, exact=config.only_plans or config.fit))
+    if beside is not None:
+        planner = planner.on(planner.machine, beside=beside(config, hp, planner.machine))
     config = settle_encoder(config, hp, planner.machine, given, notices)
     config = settle_indexer(config, hp, planner.machine, given, notices)
     if config.fit:

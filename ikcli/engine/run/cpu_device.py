@@ -19,8 +19,7 @@ from ikcli.backends.cpu.threads import LAUNCH, WORKER, Team
 from ikcli.backends.memory import aligned_zeros
 from ikcli.backends.step_block import StepBlock
 from ikcli.engine.run.expert_steps import ExpertSteps
-from ikcli.engine.run.model import Model
-from ikcli.engine.run.run_device import CPU, Bytes, cache_bytes, cells_view
+from ikcli.engine.run.run_device import CPU, Bytes, WeightSource, cache_bytes, cells_view
 from ikcli.engine.run.timed_ops import TimedOp, work_of
 from ikcli.errors import IkError
 from ikcli.gguf.types import TYPES
@@ -116,7 +115,7 @@ class CpuDevice:
     def check_memory(self, sizes: Mapping[str, int]) -> None:
         """Do nothing: the system grants memory lazily."""
 
-    def load_weights(self, model: Model, names: Sequence[str], mmap: bool) -> Mapping[str, int]:
+    def load_weights(self, model: WeightSource, names: Sequence[str], mmap: bool) -> Mapping[str, int]:
         """Map or read the weights and return their addresses."""
         if self.experts is None:
             return model.load(names, mmap=mmap)
@@ -125,10 +124,10 @@ class CpuDevice:
         self.experts.load()
         return mapped | model.load([n for n in names if n not in on_disk], mmap=mmap)
 
-    def update_weights(self, model: Model, names: Sequence[str]) -> None:
+    def update_weights(self, model: WeightSource, names: Sequence[str]) -> None:
         """Do nothing: weights are used where they are."""
 
-    def weight_bytes(self, model: Model, names: Sequence[str]) -> int:
+    def weight_bytes(self, model: WeightSource, names: Sequence[str]) -> int:
         """Return the bytes of these weights in RAM, as used."""
         if self.experts is None:
             return model.n_bytes(names)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from ikcli.engine.plan.programs import EMBEDS
 from ikcli.engine.run.encoders import way_out
-from ikcli.engine.run.pooling import FloatRows, Pooling, PoolState, RankHead, normalized
+from ikcli.engine.run.pooling import FloatRows, Head, Pooling, PoolState, head_of, normalized, rank_pooling
 from ikcli.engine.run.session import Session
 from ikcli.errors import IkError, UnsupportedError, UsageError
 from ikcli.graph.micro_batch import Segment
@@ -82,10 +82,11 @@ class _Text:
 class Embedder:
     """Embed texts in the cells of the sequence `seq`, whose previous content is lost; see the module."""
 
-    def __init__(self, session: Session, pooling: Pooling, seq: int = 0, head: RankHead | None = None) -> None:
-        """Create an embedder. `head`: the classification head of the model, if it is known already."""
+    def __init__(self, session: Session, pooling: Pooling, seq: int = 0, head: Head | None = None) -> None:
+        """Create an embedder. `head`: what follows the pooling, if it is known already."""
         self.session, self.pooling, self.seq = session, pooling, seq
-        self.head = (head or RankHead.of(session.model)) if pooling is Pooling.RANK else None
+        self.head = head or head_of(session.model, pooling)
+        self._pooled = rank_pooling(session.model) if pooling is Pooling.RANK else pooling
         self._waiting: deque[_Text] = deque()
         self._alone = 0  # micro-batches of one text, after a failure of one with several texts
         self.failed: Any = None  # key of the text for which `step` raised
@@ -109,7 +110,7 @@ class Embedder:
             what = f"context of {most} tokens" if hp.causal else f"{most} tokens that the model reads at once"
             way = way_out(hp, self.session.n_ctx_seq, self.session.n_ubatch)
             raise UsageError(f"the text ({len(ids)} tokens) exceeds the {what}; {way}")
-        self._waiting.append(_Text(key, ids, PoolState(self.pooling, len(ids), causal=self.session.model.hp.causal)))
+        self._waiting.append(_Text(key, ids, PoolState(self._pooled, len(ids))))
 
     def drop(self, unwanted: Callable[[Any], bool]) -> None:
         """Drop texts by their keys."""

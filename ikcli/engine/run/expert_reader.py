@@ -11,14 +11,10 @@ from pathlib import Path
 
 from ikcli.engine.plan.expert_slots import BLOCK
 from ikcli.errors import IkError
+from ikcli.system_files import read_into
 
 ReadInto = Callable[[int, memoryview, int], int]
 """Read from (file descriptor, offset) into memory and return how many bytes came, as `os.preadv` does."""
-
-
-def pread_into(fd: int, into: memoryview, offset: int) -> int:
-    """Read with one system call."""
-    return os.preadv(fd, [into], offset)
 
 
 @dataclass(slots=True)
@@ -39,7 +35,7 @@ class _File:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self.plain = os.open(path, os.O_RDONLY)
+            self.plain = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
         except OSError as e:
             raise IkError(f"{path}: cannot be read ({e.strerror or e})") from None
         self.size = os.fstat(self.plain).st_size
@@ -83,7 +79,7 @@ class _File:
 class Reader:
     """A pool of reading threads with two queues: what a step waits for comes before what is read ahead."""
 
-    def __init__(self, paths: set[Path], n_threads: int, read: ReadInto = pread_into) -> None:
+    def __init__(self, paths: set[Path], n_threads: int, read: ReadInto = read_into) -> None:
         self._files = {path: _File(path) for path in sorted(paths)}
         self._read = read
         self._wanted: deque[Reading] = deque()

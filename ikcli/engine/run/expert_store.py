@@ -27,8 +27,9 @@ import numpy.typing as npt
 
 from ikcli.backends.cpu.program import TABLE
 from ikcli.engine.plan.expert_slots import BLOCK, GIB, ExpertLayer, ExpertSlots
-from ikcli.engine.run.expert_reader import Reader, Reading, ReadInto, pread_into
+from ikcli.engine.run.expert_reader import Reader, Reading, ReadInto
 from ikcli.errors import IkError
+from ikcli.system_files import read_into
 
 _POPULATE_WRITE, _HUGE = 23, 14  # of Linux's madvise
 _NONE = -1
@@ -38,7 +39,7 @@ I64 = npt.NDArray[np.int64]
 
 @dataclass(slots=True)
 class ExpertCounts:
-    """What a store did: experts wanted and of those in RAM when they were chosen, bytes read, seconds waited."""
+    """Counts of a store: experts used, how many of them were in RAM when chosen, bytes read, seconds waited."""
 
     uses: int = 0
     hits: int = 0
@@ -74,7 +75,7 @@ class _Pool:
 class ExpertStore:
     """Experts on disk with slots in RAM; see the module."""
 
-    def __init__(self, slots: ExpertSlots, n_threads: int, read: ReadInto = pread_into) -> None:
+    def __init__(self, slots: ExpertSlots, n_threads: int, read: ReadInto = read_into) -> None:
         """Allocate the slots and start reading threads; nothing is read."""
         self.slots, self.counts = slots, ExpertCounts()
         self._layers = {layer.il: layer for layer in slots.layers}

@@ -17,8 +17,7 @@ from ikcli.backends.cuda.device import Device, DeviceMemory, OutOfMemory
 from ikcli.backends.cuda.lower import GpuLaunch, GpuProgram, Ref
 from ikcli.backends.cuda.transfer import Transfer
 from ikcli.backends.step_block import StepBlock
-from ikcli.engine.run.model import Model
-from ikcli.engine.run.run_device import RESERVE_BYTES, Bytes
+from ikcli.engine.run.run_device import RESERVE_BYTES, Bytes, WeightSource
 from ikcli.engine.run.timed_ops import TimedOp, work_of
 from ikcli.graph import Cache, Node, Weight
 from ikcli.log import progress as progress_bar
@@ -26,7 +25,7 @@ from ikcli.log import progress as progress_bar
 _ALIGN = 256
 
 
-def weight_of(model: Model, name: str) -> Weight:
+def weight_of(model: WeightSource, name: str) -> Weight:
     """Return a whole tensor of a model, as used."""
     spec = model.specs[name]
     return Weight(name, spec.type, tuple(spec.shape))
@@ -63,11 +62,11 @@ class GpuDevice(CudaBackend):
             raise OutOfMemory(self.limits.name, "the run", sum(wanted.values()), free, total, wanted)
 
     # --- weights ----------------------------------------------------------------------------------------------------
-    def weight_bytes(self, model: Model, names: Sequence[str]) -> int:
+    def weight_bytes(self, model: WeightSource, names: Sequence[str]) -> int:
         """Return the bytes of the weights on the device."""
         return sum(_aligned(upload.device_bytes(weight_of(model, name))) for name in names)
 
-    def load_weights(self, model: Model, names: Sequence[str], mmap: bool) -> Mapping[str, int]:
+    def load_weights(self, model: WeightSource, names: Sequence[str], mmap: bool) -> Mapping[str, int]:
         """Copy the weights to the device, straight from the file where their layout is the same."""
         self.host_bytes = model.bytes_of
         total = self.weight_bytes(model, names)
@@ -88,7 +87,7 @@ class GpuDevice(CudaBackend):
         self._addresses |= addresses
         return addresses
 
-    def update_weights(self, model: Model, names: Sequence[str]) -> None:
+    def update_weights(self, model: WeightSource, names: Sequence[str]) -> None:
         """Copy changed weights to the device again; meant for small ones."""
         arrays = []
         for name in names:
@@ -98,6 +97,25 @@ class GpuDevice(CudaBackend):
                 upload.convert(model.bytes_of(name), w, arrays[-1])
                 self.device.upload(self._stream, self._addresses[name], arrays[-1])
         self.device.synchronize(self._stream)
+
+    # --- slots of experts ---------------------------------------------------------------------------------------------
+    def make_slots(self, weights: Sequence[Weight]) -> dict[str, int]:
+        """Allocate weights of slots, which stay empty, and return their addresses; raise OutOfMemory."""
+        sizes = [_aligned(upload.device_bytes(w)) for w in weights]
+        slab = self.device.alloc(sum(sizes), "expert cache")
+        self._slabs.append(slab)
+        starts = slab.address + np.cumsum([0, *sizes])
+        return {w.name: int(start) for w, start in zip(weights, starts, strict=False)}
+
+    @staticmethod
+    def expert_bytes(w: Weight) -> int:
+        """Return the bytes of one expert of a weight on the device."""
+        return upload.device_bytes(w)
+
+    def send_expert(self, w: Weight, e: int, n_expert: int, address: int) -> None:
+        """Queue the copy of expert e of a weight; `w` has the shape of one expert."""
+        assert self.host_bytes is not None
+        self.send(w, self.host_bytes(w.name).reshape(n_expert, -1)[e], address)
 
     # --- cache ------------------------------------------------------------------------------------------------------
     def cache_bytes(self, cache: Cache, n_rows: int) -> int:

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from ikcli.engine.run.model import Model
 from ikcli.engine.run.system_memory import COLLAPSE, HUGE_PAGE, Range, advise, inner_pages, outer_pages
 from ikcli.engine.run.weight_memory import TRANSPARENT, reserve
-from ikcli.hostinfo import available_memory, cgroup_memory
+from ikcli.hostinfo import available_memory
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -39,12 +39,10 @@ _SMAPS = Path("/proc/self/smaps")
 _VMA = re.compile(r"([0-9a-f]+)-([0-9a-f]+) ")
 
 
-def plentiful(n_bytes: int, available: int | None = None) -> bool:
-    """Return whether copies of this size leave at least as much memory as they take."""
-    free = available_memory() if available is None else available
-    limit = cgroup_memory()
-    known = [n for n in (free, limit) if n is not None]
-    return bool(known) and SHARE * n_bytes <= min(known)
+def plentiful(n_bytes: int) -> bool:
+    """Return whether copies of this size leave at least as much memory as they take, in this system and its cgroups."""
+    free = available_memory()
+    return free is not None and SHARE * n_bytes <= free
 
 
 def share_in_huge_pages(ranges: Sequence[Range], smaps: Path = _SMAPS) -> float:

@@ -12,6 +12,7 @@ nothing else changes.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -23,6 +24,7 @@ from ikcli.backends.step_block import StepBlock
 from ikcli.engine.plan.heads import FEW, HEAD, KEPT_STATES, kept_states
 from ikcli.engine.run.media_places import places_of_text
 from ikcli.engine.run.model import Model
+from ikcli.engine.run.run_device import Observer
 from ikcli.engine.run.runner import DividedProgram, Runner
 from ikcli.engine.run.sequences import Sequences
 from ikcli.graph import Rows
@@ -83,7 +85,18 @@ class Host(Protocol):
     @property
     def n_outputs(self) -> int: ...
 
+    @property
+    def observer(self) -> Observer | None: ...
+
     def plan_outputs(self, n: int) -> None: ...
+
+
+class Follower(Protocol):
+    """Computes the rows of the heads in place of drafting, to measure them; see `head_rows.py`."""
+
+    def take(self, seq: int, pos: int, tokens: Tokens, states: FloatRows) -> None: ...
+
+    def run(self) -> None: ...
 
 
 class _Known:
@@ -133,7 +146,7 @@ class _Known:
 
 
 @dataclass(slots=True)
-class _Piece:
+class Piece:
     """Consecutive rows of one sequence for a head."""
 
     seq: int
@@ -143,17 +156,32 @@ class _Piece:
 
 
 class Heads:
-    """The heads of a session; see the module. `session.heads` is the only one."""
+    """The heads of a session; see the module. `session.heads` is the only one.
+
+    `asleep`: sequences that get no draft soon, whose states are not kept, so that they cost nothing. When one wakes
+    up, the rows between are missing, as if the sequence had been restored. `seconds`, `n_steps`: time that keeping
+    states and computing rows took, and the micro-batches of it.
+    """
 
     def __init__(self, session: Host) -> None:
         self.session = session
         self.n_heads = session.graph_config.n_heads
+        self.n_embd = session.model.hp.n_embd
+        self.follower: Follower | None = None
         self._known: dict[int, _Known] = {}
+        self.asleep: set[int] = set()
+        self.skips = False  # the states of the next micro-batch, all of sequences that are asleep
+        self.seconds, self.n_steps = 0.0, 0
+        self._n_rows = 0  # kept since rows were computed that are due
 
     # --- what the session computes ----------------------------------------------------------------------------------
     def saw(self, program: DividedProgram) -> None:
         """Keep the states of the micro-batch that was just computed."""
         session, block = self.session, self.session.step_block
+        if self.skips:
+            self.skips = False
+            return
+        began = time.perf_counter()
         found = program.graph.states
         _, tokens, _, _, _, segments, _, seqs, *_ = block.arrays()
         if found is None:  # of embeddings, whose texts replace those of the sequence
@@ -163,8 +191,16 @@ class Heads:
         states = session.runner.states(program, len(tokens))
         assert found.rows.symbol is Rows.TOKENS or block.rows[Rows.OUTPUTS] == len(tokens)
         for seq, (start, n, _, pos, *_) in zip(seqs.tolist(), segments.tolist(), strict=True):
+            if self.follower is not None:
+                self.follower.take(
+                    seq, pos, tokens[start : start + n].astype(np.int32), states[start : start + n].copy()
+                )
+                continue
             known = self._at(seq, pos, int(tokens[start]))
             known.append(tokens[start : start + n].astype(np.int32), states[start : start + n])
+        self._n_rows += len(tokens)
+        self.seconds += time.perf_counter() - began
+        self.n_steps += 1
 
     def _at(self, seq: int, pos: int, token: int) -> _Known:
         """Return what is known of the positions before `pos`, where `token` is or will be."""
@@ -172,7 +208,7 @@ class Heads:
         known = self._known.get(seq)
         if known is None:
             n_rows = kept_states(self.session.n_ubatch)
-            known = self._known[seq] = _Known(self.n_heads, n_rows, self.session.model.hp.n_embd)
+            known = self._known[seq] = _Known(self.n_heads, n_rows, self.n_embd)
         if known.version != version or not known.first <= pos <= known.end:
             known.begin(pos, version)
         if pos < known.end or known.after != token:
@@ -181,6 +217,12 @@ class Heads:
 
     def settle(self, seq: int | None = None) -> None:
         """Compute rows that are due, of one sequence or where they are many; called while nothing is in flight."""
+        if self.follower is not None:
+            self.follower.run()
+            return
+        if seq is None and self._n_rows < DUE:
+            return
+        began, self._n_rows = time.perf_counter(), 0
         for s, known in list(self._known.items()):
             least = DUE if seq is None else 1
             if seq not in (None, s) or known.version != self.session.sequences.version[s]:
@@ -191,11 +233,12 @@ class Heads:
                     for piece in self._due(known, s, head, end - 1, -1):
                         self._run(head, [piece], np.zeros(0, np.int64))
                     known.fed[head] = end - 1
+        self.seconds += time.perf_counter() - began
 
-    def _due(self, known: _Known, seq: int, head: int, stop: int, after: int) -> Iterator[_Piece]:
+    def _due(self, known: _Known, seq: int, head: int, stop: int, after: int) -> Iterator[Piece]:
         """Yield the rows before `stop` that a head has not computed, as many at a time as a micro-batch holds."""
         for first in range(known.fed[head], stop, self.session.n_ubatch):
-            yield _Piece(seq, first, *known.rows(first, min(first + self.session.n_ubatch, stop), after))
+            yield Piece(seq, first, *known.rows(first, min(first + self.session.n_ubatch, stop), after))
 
     # --- drafts -----------------------------------------------------------------------------------------------------
     def draft(self, wanted: Sequence[Continuation]) -> None:
@@ -224,11 +267,13 @@ class Heads:
 
     def _begin(self, w: Continuation) -> _Drafting:
         n_past = len(w.text) - 1
-        return _Drafting(w, self._at(w.seq, n_past, int(w.text[-1])), min(w.n_max, self.session.n_ctx_seq - n_past))
+        known = self._at(w.seq, n_past, int(w.text[-1]))
+        known.fed[0] = min(known.fed[0], n_past - 1)  # again, if this text was drafted for before
+        return _Drafting(w, known, min(w.n_max, self.session.n_ctx_seq - n_past))
 
     def _next(self, head: int, active: Sequence[_Drafting]) -> tuple[FloatRows, FloatRows]:
         """Return the logits after what was found so far, and the states; both are copies."""
-        last: list[_Piece] = []
+        last: list[Piece] = []
         for d in active:
             seq, n_past = d.wanted.seq, len(d.wanted.text) - 1
             *before, piece = [*self._due(d.known, seq, head, n_past, int(d.wanted.text[-1])), None]
@@ -240,6 +285,7 @@ class Heads:
             last.append(d.continued(head, piece))
         for d in active:
             self.session.sequences.room(d.wanted.seq, len(d.states))
+        last = [self._last_rows(head, piece) for piece in last]
         logits, states = [], []
         most = self.session.n_ubatch
         at = 0
@@ -254,8 +300,18 @@ class Heads:
             at += len(group)
         return np.concatenate(logits), np.concatenate(states)
 
+    def _last_rows(self, head: int, piece: Piece) -> Piece:
+        """Compute all rows but the last that fit a micro-batch, and return these; a head may be far behind."""
+        most, n = self.session.n_ubatch, len(piece.tokens)
+        ends = [*range(most, n - most, most), n - most] if n > most else []
+        for first, end in zip([0, *ends], ends, strict=False):
+            early = Piece(piece.seq, piece.pos + first, piece.tokens[first:end], piece.states[first:end])
+            self._run(head, [early], np.zeros(0, np.int64))
+        at = ends[-1] if ends else 0
+        return Piece(piece.seq, piece.pos + at, piece.tokens[at:], piece.states[at:])
+
     # --- rows -------------------------------------------------------------------------------------------------------
-    def _run(self, head: int, pieces: Sequence[_Piece], out_ids: npt.NDArray[np.int64]) -> tuple[FloatRows, FloatRows]:
+    def _run(self, head: int, pieces: Sequence[Piece], out_ids: npt.NDArray[np.int64]) -> tuple[FloatRows, FloatRows]:
         """Compute rows of a head; return logits and states of the rows `out_ids`, which the next run overwrites."""
         session = self.session
         sequences, block = session.sequences, session.step_block
@@ -276,9 +332,19 @@ class Heads:
             block.set_media(places_of_text(pos, np.concatenate(shifts)))
         block.give(given)
         n_threads = session.config.n_threads if few else session.config.n_threads_batch
-        session.runner.run(program, n_threads, block)
+        if session.observer is None:
+            session.runner.run(program, n_threads, block)
+        else:
+            session.runner.run_observed(program, n_threads, block, session.observer)
         runner, n = session.runner, len(out_ids)
         return runner.result(program, n), runner.states(program, n)
+
+    def rows(self, head: int, piece: Piece) -> tuple[FloatRows, FloatRows]:
+        """Compute rows of a head; return logits and states of all, which the next run overwrites."""
+        n = len(piece.tokens)
+        if n > self.session.n_outputs:
+            self.session.plan_outputs(n)
+        return self._run(head, [piece], np.arange(n))
 
     def logits(self, seq: int, after: int) -> FloatRows:
         """Return the first head's logits of all rows that are due, where token `after` follows the last position.
@@ -288,10 +354,7 @@ class Heads:
         known = self._at(seq, self.session.sequences.n_past[seq], after)
         found = []
         for piece in self._due(known, seq, 0, known.end, after):
-            n = len(piece.tokens)
-            if n > self.session.n_outputs:
-                self.session.plan_outputs(n)
-            found.append(self._run(0, [piece], np.arange(n))[0].copy())
+            found.append(self.rows(0, piece)[0].copy())
         known.fed[0] = known.end
         return np.concatenate([np.empty((0, self.session.n_vocab), np.float32), *found])
 
@@ -305,7 +368,7 @@ class _Drafting:
         self.states: list[FloatRows] = []
         self._n_seen: dict[int, int] = {}  # found tokens whose rows a head has computed
 
-    def continued(self, head: int, piece: _Piece | None) -> _Piece:
+    def continued(self, head: int, piece: Piece | None) -> Piece:
         """Return the rows that are due, then those of the tokens found."""
         first, n = self._n_seen.get(head, 0), len(self.states)
         self._n_seen[head] = n
@@ -313,9 +376,9 @@ class _Drafting:
         tokens = np.array(self.wanted.found[first:n], np.int32)
         states = np.array(self.states[first:n], np.float32)
         if piece is None:
-            return _Piece(self.wanted.seq, n_past + first, tokens, states)
+            return Piece(self.wanted.seq, n_past + first, tokens, states)
         if n == first:
             return piece
-        return _Piece(
+        return Piece(
             piece.seq, piece.pos, np.concatenate([piece.tokens, tokens]), np.concatenate([piece.states, states])
         )

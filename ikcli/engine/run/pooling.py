@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from ikcli.engine.run.model import Model
 from ikcli.errors import FormatError, UnsupportedError
+from ikcli.graph.activations import gelu_erf
 from ikcli.settings.run import RunConfig
 
 FloatRows = npt.NDArray[np.float32]
@@ -24,7 +25,7 @@ class Pooling(IntEnum):
     MEAN = 1
     CLS = 2  # the first token
     LAST = 3
-    RANK = 4  # the last token (of encoders the first one), through the classification head: a score
+    RANK = 4  # the last token (of encoders the first one, or the mean), through the classification head: a score
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
@@ -49,13 +50,24 @@ def served_pooling(config: RunConfig, metadata: Mapping[str, Any], arch: str) ->
     return pooling_of("rank" if config.server.reranking else config.embed.pooling, metadata, arch, Pooling.LAST)
 
 
+def rank_pooling(model: Model) -> Pooling:
+    """Return which states a classification head reads: only the last token of a causal model has seen the whole text.
+
+    `{arch}.classifier.pooling_type` says so for encoders; without it, ModernBERT's is the mean.
+    """
+    hp = model.hp
+    if hp.causal:
+        return Pooling.LAST
+    otherwise = Pooling.MEAN if hp.arch == "modern-bert" else Pooling.CLS
+    return pooling_of("", model.file.metadata, f"{hp.arch}.classifier", otherwise)
+
+
 class PoolState:
     """Collects the states of one text, piece by piece."""
 
-    def __init__(self, pooling: Pooling, n_tokens: int, *, causal: bool = True) -> None:
-        """Create an empty state. `causal`: only the last token has seen the whole text."""
-        first = pooling is Pooling.CLS or (pooling is Pooling.RANK and not causal)
-        self._pooling, self._n, self._at = pooling, n_tokens, 0 if first else n_tokens - 1
+    def __init__(self, pooling: Pooling, n_tokens: int) -> None:
+        """Create an empty state of any pooling but RANK, of which `rank_pooling` says what it is."""
+        self._pooling, self._n, self._at = pooling, n_tokens, 0 if pooling is Pooling.CLS else n_tokens - 1
         self._seen = 0
         self._parts: list[FloatRows] = []
         self._sum: npt.NDArray[np.float64] | None = None
@@ -112,16 +124,46 @@ def similarities(rows: FloatRows) -> FloatRows:
 
 
 @dataclass(frozen=True, slots=True)
+class Projection:
+    """The dense layers of a sentence-transformers model, which follow the pooling (EmbeddingGemma)."""
+
+    layers: tuple[tuple[FloatRows, FloatRows | None], ...]
+
+    @classmethod
+    def of(cls, model: Model) -> Projection | None:
+        """Return the layers of a model, or None if it has none."""
+        layers, width = [], model.hp.n_embd
+        for name in ("dense_2", "dense_3"):
+            tensor = model.file.tensors.get(f"{name}.weight")
+            if tensor is None:
+                continue
+            if tensor.shape[0] != width:
+                raise FormatError(f"{model.source}: {name}.weight has rows of {tensor.shape[0]}, not {width}")
+            bias = model.values(f"{name}.bias") if f"{name}.bias" in model.file.tensors else None
+            layers.append((model.values(f"{name}.weight"), bias))
+            width = tensor.shape[1]
+        return cls(tuple(layers)) if layers else None
+
+    def __call__(self, rows: FloatRows) -> FloatRows:
+        """Return the rows after all layers."""
+        for weight, bias in self.layers:
+            rows = rows @ weight.T + (0 if bias is None else bias)
+        return rows.astype(np.float32)
+
+
+@dataclass(frozen=True, slots=True)
 class RankHead:
     """The classification head of a model that ranks.
 
-    It is an optional dense layer with tanh, then a row per label if the model has labels.
+    It is an optional dense layer with tanh (ModernBERT: GELU and a norm), then a row per label if the model has labels.
     """
 
     output: FloatRows | None
     output_bias: FloatRows | None
     dense: FloatRows | None
     dense_bias: FloatRows | None
+    norm: FloatRows | None
+    norm_eps: float
     normalize: bool  # labels are answers ("yes", "no") that share a probability of 1
 
     @classmethod
@@ -145,13 +187,14 @@ class RankHead:
                 raise FormatError(f"{model.source}: {name} has rows of {width}, not {model.hp.n_embd}")
         output, dense = matrices.get("cls.output.weight"), matrices.get("cls.weight")
         several = output is not None and len(output) > 1
-        head = values("cls.output.bias"), dense, values("cls.bias")
+        head = values("cls.output.bias"), dense, values("cls.bias"), values("cls.norm.weight"), model.hp.eps
         return cls(output, *head, normalize=model.hp.arch.startswith("qwen3") and several)
 
     def __call__(self, rows: FloatRows) -> FloatRows:
         """Return (rows, labels) of scores; the first label is the score."""
         if self.dense is not None:
-            rows = np.tanh(rows @ self.dense.T + (0 if self.dense_bias is None else self.dense_bias))
+            rows = rows @ self.dense.T + (0 if self.dense_bias is None else self.dense_bias)
+            rows = np.tanh(rows) if self.norm is None else self._normed(gelu_erf(rows))
         if self.output is None:
             return rows.astype(np.float32)
         found = rows @ self.output.T + (0 if self.output_bias is None else self.output_bias)
@@ -159,3 +202,17 @@ class RankHead:
             found = np.exp(found - found.max(axis=-1, keepdims=True))
             found /= found.sum(axis=-1, keepdims=True)
         return found.astype(np.float32)
+
+    def _normed(self, rows: FloatRows) -> FloatRows:
+        """Apply the layer norm between both matrices."""
+        centred = rows - rows.mean(axis=-1, keepdims=True)
+        scale = np.sqrt((centred * centred).mean(axis=-1, keepdims=True) + self.norm_eps)
+        return (centred / scale * self.norm).astype(np.float32)
+
+
+Head = RankHead | Projection
+
+
+def head_of(model: Model, pooling: Pooling) -> Head | None:
+    """Return what follows the pooling: the classification head of a model that ranks, or its dense layers."""
+    return RankHead.of(model) if pooling is Pooling.RANK else Projection.of(model)

@@ -17,7 +17,7 @@ from ikcli.engine.run.model import Model
 from ikcli.graph import Graph, Node, Weight
 from ikcli.graph.core import Op
 from ikcli.graph.micro_batch import MicroBatch
-from ikcli.graph.ops_experts import MoeRoute, route_of, route_parts
+from ikcli.graph.ops_experts import MoeRoute, route_parts
 from ikcli.graph.ops_rows import Add, MulMat, RmsNorm
 
 F32 = npt.NDArray[np.float32]
@@ -37,7 +37,8 @@ class Router:
     @property
     def op(self) -> MoeRoute:
         """Return the op that chooses."""
-        return route_of(self.route)
+        assert isinstance(self.route.op, MoeRoute)
+        return self.route.op
 
     @property
     def norm(self) -> Weight | None:
@@ -57,7 +58,8 @@ def routers_of(graph: Graph) -> list[Router]:
 
 
 def _router(route: Node) -> Router:
-    op: Op = route_of(route).logits.op
+    assert isinstance(route.op, MoeRoute)
+    op: Op = route.op.logits.op
     bias: Weight | None = None
     if isinstance(op, Add) and isinstance(op.y, Weight):
         bias = op.y
@@ -110,7 +112,7 @@ class NextExperts:
 
 
 class _Values:
-    """What `MoeRoute.compute` reads: logits, and the weights that only choose."""
+    """Inputs of `MoeRoute.compute`: logits, and the weights that only choose."""
 
     dtype: type = np.float32
     state: MicroBatch

@@ -2,27 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from ikcli.backends.step_block import StepBlock
-from ikcli.engine.run.model import Model
 from ikcli.engine.run.timed_ops import TimedOp
 from ikcli.errors import NonFiniteError
 from ikcli.gguf.types import TYPES, row_n_bytes
 from ikcli.graph import Cache, Node, Rows
 from ikcli.graph.split import GraphSplit
+from ikcli.models.tensors import TensorLike
 
 Bytes = npt.NDArray[np.uint8]
+Beside = Mapping[str, Mapping[str, int]]
+"""Bytes by device and part of what the run needs beside the model: its projector."""
 Observer = Callable[[Node, npt.NDArray[np.generic]], None]
 CPU = "CPU"
 RESERVE_BYTES = 256 << 20
 """Bytes left free on a GPU beside those planned: kernel code, and the graphs that a backend keeps at most (an
 estimate).
 """
+
+
+class WeightSource(Protocol):
+    """The tensors of a model or projector as graphs use them (`Model`, `Tensors` of a projector)."""
+
+    @property
+    def specs(self) -> Mapping[str, TensorLike]:
+        """Return types and shapes by name."""
+
+    def bytes_of(self, name: str) -> Bytes:
+        """Return the bytes of a tensor."""
+
+    def n_bytes(self, names: Iterable[str]) -> int:
+        """Return the bytes of these tensors."""
+
+    def load(self, names: Iterable[str], *, mmap: bool) -> dict[str, int]:
+        """Return the addresses of these tensors in RAM."""
 
 
 class RunDevice(Protocol):
@@ -41,13 +60,13 @@ class RunDevice(Protocol):
     def check_memory(self, sizes: Mapping[str, int]) -> None:
         """Raise OutOfMemory if the device lacks the bytes that its parts (weights, KV, compute) need."""
 
-    def load_weights(self, model: Model, names: Sequence[str], mmap: bool) -> Mapping[str, int]:
+    def load_weights(self, model: WeightSource, names: Sequence[str], mmap: bool) -> Mapping[str, int]:
         """Make the weights addressable for the device and return their addresses."""
 
-    def update_weights(self, model: Model, names: Sequence[str]) -> None:
+    def update_weights(self, model: WeightSource, names: Sequence[str]) -> None:
         """Take over loaded weights that the model changed in RAM."""
 
-    def weight_bytes(self, model: Model, names: Sequence[str]) -> int:
+    def weight_bytes(self, model: WeightSource, names: Sequence[str]) -> int:
         """Return the bytes of these weights on the device."""
 
     def cache_bytes(self, cache: Cache, n_rows: int) -> int:

@@ -19,13 +19,13 @@ import numpy.typing as npt
 from ikcli.backends.memory import aligned_zeros
 from ikcli.backends.step_block import StepBlock
 from ikcli.engine.run.cpu_device import CpuDevice, CpuSplits
-from ikcli.engine.run.model import Model
-from ikcli.engine.run.run_device import CPU, Bytes, Observer, RunDevice
+from ikcli.engine.run.expert_cache import MOST_TOKENS, ExpertCache
+from ikcli.engine.run.handover import handover_places
+from ikcli.engine.run.run_device import CPU, Beside, Bytes, Observer, RunDevice, WeightSource
 from ikcli.engine.run.timed_ops import TimedOp
-from ikcli.graph import Cache, Graph, Lifetime, Node, Rows, Weight, assign_offsets
+from ikcli.graph import Cache, Graph, Node, Rows, Weight
+from ikcli.graph.ops_experts import IN_SLOTS
 from ikcli.graph.split import GraphSplit, NodePlaces, assign, schedule
-
-_SLACK = 512  # bytes after every value in hand-over memory that kernels may read
 
 
 @dataclass(slots=True)
@@ -42,7 +42,8 @@ class DividedProgram:
     memory: dict[Node, Bytes] = field(default_factory=dict)
     streamed: frozenset[str] = frozenset()  # weights in RAM that GPUs use in this program
     variants: list[tuple[int, DividedProgram]] = field(default_factory=list)  # for this many tokens and more
-    chosen: DividedProgram | None = None  # the variant of the last step
+    cached: DividedProgram | None = None  # for few tokens: GPUs compute the experts that are in their slots
+    chosen: DividedProgram | None = None  # the program that ran in the last step: this, a variant, or the cached one
     states: Node | None = None  # a second value that can be read after a step
     alone: bool = field(init=False)  # the CPU computes all of it
 
@@ -56,7 +57,7 @@ class DividedProgram:
     @property
     def all(self) -> list[DividedProgram]:
         """Return this program and its variants."""
-        return [self, *(p for _, p in self.variants)]
+        return [self, *(p for _, p in self.variants), *([self.cached] if self.cached is not None else [])]
 
     @property
     def arena_bytes(self) -> int:
@@ -92,6 +93,7 @@ class Runner:
         offload: Offload | None = None,
     ) -> None:
         self.cpu = cpu
+        self.expert_cache: ExpertCache | None = None
         self.parts: dict[str, RunDevice] = {CPU: cpu, **(others or {})}
         self._places, self._offload = places or all_on_cpu(), offload
         self._n_cells, self._n_seq, self._n_window = 0, 1, 0
@@ -99,6 +101,10 @@ class Runner:
         self._weights: dict[str, Mapping[str, int]] = {}
         self._caches: dict[str, Mapping[Cache, int]] = {}
         self.allocate: Callable[[int], Bytes] = aligned_zeros  # of hand-over memory
+
+    def add_cache(self, cache: ExpertCache) -> None:
+        """Let GPUs hold experts beside those in RAM; call it before programs are planned."""
+        self._places, self.expert_cache = cache.places(self._places, self.parts), cache
 
     def plan(
         self,
@@ -129,6 +135,14 @@ class Runner:
                 program.variants.append((least, self._plan(graph, result, rows, False, places, names)))
                 streamed = names
         return program
+
+    def plan_cached(
+        self, program: DividedProgram, graph: Graph, result: Node, n_tokens: int, n_outputs: int, batch_invariant: bool
+    ) -> None:
+        """Add the twin of a program for few tokens that uses the cache of experts, as its graph says."""
+        few = min(n_tokens, MOST_TOKENS), min(n_outputs, MOST_TOKENS)
+        rows = {Rows.TOKENS: few[0], Rows.OUTPUTS: few[1], Rows.KV: self._n_cells}
+        program.cached = self._plan(graph, result, rows, batch_invariant, self._places, frozenset())
 
     def _offloaded(self, graph: Graph, n_tokens: int) -> tuple[NodePlaces, frozenset[str]]:
         """Return the places for micro-batches of n_tokens, and the names of the weights that are copied."""
@@ -176,7 +190,7 @@ class Runner:
             if counts[name]
         }
         kept = [node for node in (result, states) if node is not None]
-        handover, n_bytes = _handover_places(splits, rows, kept, self.parts)
+        handover, n_bytes = handover_places(splits, rows, kept, self.parts)
         return DividedProgram(
             graph, result, splits, numbers, parts, handover, n_bytes, streamed=streamed, states=states
         )
@@ -198,7 +212,7 @@ class Runner:
         names: dict[str, dict[str, None]] = {name: {} for name in self.parts}
         for p in _with_variants(programs):
             for split in p.splits:
-                used = (w.name for node in split.nodes for w in node.weights())
+                used = (w.name for node in split.nodes for w in node.weights() if not w.name.endswith(IN_SLOTS))
                 names[split.device].update(dict.fromkeys(n for n in used if split.device == CPU or n not in p.streamed))
         return {device: list(found) for device, found in names.items()}
 
@@ -215,7 +229,7 @@ class Runner:
         """Return the rows of a cache tensor."""
         return cache.rows(self._n_cells, self._n_seq, self._n_window)
 
-    def memory(self, programs: Sequence[DividedProgram], model: Model) -> dict[str, dict[str, int]]:
+    def memory(self, programs: Sequence[DividedProgram], model: WeightSource) -> dict[str, dict[str, int]]:
         """Return bytes by device and part: weights, KV, compute (on the CPU with hand-over memory)."""
         weights, caches = self.weight_names(programs), self.cache_tensors(programs)
         sizes = {}
@@ -224,6 +238,9 @@ class Runner:
             kv = sum(part.cache_bytes(c, self.cache_rows(c)) for c in caches[name])
             sizes[name] = {"weights": part.weight_bytes(model, weights[name]), "KV": kv,
                            "compute": part.compute_bytes(own)}  # fmt: skip
+        if self.expert_cache is not None:
+            for name in self.expert_cache.slots.devices:
+                sizes[name]["expert cache"] = self.expert_cache.slots.slot_bytes(name)
         sizes[CPU]["compute"] += max(p.handover_bytes for p in _with_variants(programs))
         return sizes
 
@@ -238,7 +255,8 @@ class Runner:
 
     def notes(self, programs: Sequence[DividedProgram]) -> list[str]:
         """Return log lines on the placement of the model."""
-        return [] if self.cpu.experts is None else [self.cpu.experts.slots.line()]
+        owners = (self.cpu.experts, self.expert_cache)
+        return [owner.slots.line() for owner in owners if owner is not None]
 
     @property
     def host_weights(self) -> Mapping[str, int]:
@@ -263,14 +281,19 @@ class Runner:
         """Return memory in RAM that is still untouched when it is bound."""
         return [*self.cpu.caches.values(), self.cpu.arena]
 
-    def load(self, programs: Sequence[DividedProgram], model: Model, mmap: bool) -> None:
+    def load(
+        self, programs: Sequence[DividedProgram], model: WeightSource, mmap: bool, beside: Beside | None = None
+    ) -> None:
         """Load the weights on every device, if all devices have enough memory for everything that follows."""
         for name, sizes in self.memory(programs, model).items():
-            self.parts[name].check_memory(sizes)
+            self.parts[name].check_memory(sizes | dict((beside or {}).get(name, {})))
         for name, names in self.weight_names(programs).items():
             self._weights[name] = self.parts[name].load_weights(model, names, mmap)
+        if self.expert_cache is not None:
+            for name, found in self.expert_cache.load().items():
+                self._weights[name] = {**self._weights[name], **found}
 
-    def update_weights(self, model: Model, names: Sequence[str]) -> None:
+    def update_weights(self, model: WeightSource, names: Sequence[str]) -> None:
         """Take over loaded weights that the model changed in RAM."""
         for part in self.parts.values():
             part.update_weights(model, names)
@@ -307,26 +330,31 @@ class Runner:
 
     def run(self, program: DividedProgram, n_threads: int, state: StepBlock) -> None:
         """Execute a bound program; all devices are done when it returns."""
-        if program.variants:
-            program = self._choose(program, state)
-        if program.alone:
-            whole = program.parts[CPU].program
+        chosen = self._choose(program, state, may_cache=True)
+        if chosen.alone:
+            whole = chosen.parts[CPU].program
             self.cpu.run_ops(whole, 0, len(whole.ops), n_threads)
             return
         parts = self.parts
-        for name, part in program.parts.items():
+        for name, part in chosen.parts.items():
             parts[name].begin(part, state)
-        for split, number in zip(program.splits, program.numbers, strict=True):
-            self._wait_for(program, split)
-            parts[split.device].run(program.parts[split.device], number, n_threads)
-        for name in program.parts:
+        for split, number in zip(chosen.splits, chosen.numbers, strict=True):
+            self._wait_for(chosen, split)
+            parts[split.device].run(chosen.parts[split.device], number, n_threads)
+        for name in chosen.parts:
             parts[name].finish()
+        if program.cached is not None and self.expert_cache is not None:
+            self.expert_cache.end()
 
-    @staticmethod
-    def _choose(program: DividedProgram, state: StepBlock) -> DividedProgram:
-        if not program.variants:
+    def _choose(self, program: DividedProgram, state: StepBlock, *, may_cache: bool = False) -> DividedProgram:
+        """Return the program for a step. With `may_cache`, the cache of experts decides whether it is used."""
+        if program.cached is None and not program.variants:
             return program
-        program.chosen = program.variant(state.rows[Rows.TOKENS])
+        n_tokens, cache = state.rows[Rows.TOKENS], self.expert_cache if may_cache else None
+        if program.cached is not None and cache is not None and cache.begin(n_tokens):
+            program.chosen = program.cached
+        else:
+            program.chosen = program.variant(n_tokens)
         return program.chosen
 
     def _wait_for(self, program: DividedProgram, split: GraphSplit) -> None:
@@ -344,8 +372,10 @@ class Runner:
 
     def run_observed(self, program: DividedProgram, n_threads: int, state: StepBlock, observer: Observer) -> None:
         """Execute node by node; the observer sees every output once, right after it was computed."""
+        self._observe(self._choose(program, state), n_threads, state, observer)
+
+    def _observe(self, program: DividedProgram, n_threads: int, state: StepBlock, observer: Observer) -> None:
         seen: set[Node] = set()
-        program = self._choose(program, state)
         for name, part in program.parts.items():
             self.parts[name].begin(part, state)
         for split, number in zip(program.splits, program.numbers, strict=True):
@@ -360,18 +390,20 @@ class Runner:
 
     def explain(self, program: DividedProgram, n_threads: int, state: StepBlock, observer: Observer) -> None:
         """Compute the last finished micro-batch again and show every node to an observer that raises."""
-        self.run_observed(program, n_threads, state, observer)
+        self._observe(program.chosen or program, n_threads, state, observer)
 
     def timed(self, program: DividedProgram, n_threads: int, state: StepBlock, show: bool) -> Iterator[TimedOp]:
         """Execute op by op under a clock."""
-        program = self._choose(program, state)
-        for name, part in program.parts.items():
+        chosen = self._choose(program, state, may_cache=True)
+        for name, part in chosen.parts.items():
             self.parts[name].begin(part, state)
-        for split, number in zip(program.splits, program.numbers, strict=True):
-            self._wait_for(program, split)
-            yield from self.parts[split.device].timed(program.parts[split.device], number, n_threads, state, show)
-        for name in program.parts:
+        for split, number in zip(chosen.splits, chosen.numbers, strict=True):
+            self._wait_for(chosen, split)
+            yield from self.parts[split.device].timed(chosen.parts[split.device], number, n_threads, state, show)
+        for name in chosen.parts:
             self.parts[name].finish()
+        if program.cached is not None and self.expert_cache is not None:
+            self.expert_cache.end()
 
     def result(self, program: DividedProgram, n_rows: int) -> npt.NDArray[np.float32]:
         """Return the program's value, in memory that the next run overwrites."""
@@ -391,6 +423,8 @@ class Runner:
 
     def close(self) -> None:
         """Release everything."""
+        if self.expert_cache is not None:
+            self.expert_cache.close()
         for part in self.parts.values():
             part.close()
         self._handover = aligned_zeros(0)
@@ -402,36 +436,3 @@ def _cpu_programs(programs: Sequence[DividedProgram]) -> list[CpuSplits]:
 
 def _with_variants(programs: Sequence[DividedProgram]) -> list[DividedProgram]:
     return [x for p in programs for x in p.all]
-
-
-def _handover_places(
-    splits: Sequence[GraphSplit], rows: Mapping[Rows, int], results: Sequence[Node], parts: Mapping[str, RunDevice]
-) -> tuple[dict[Node, tuple[int, int]], int]:
-    """Return (first byte, bytes) of every value that crosses devices, and the size of the memory.
-
-    A copy to a GPU may be in flight until the host has waited for that split of the GPU or a later one.
-    """
-    end = len(splits)
-    waited = [
-        end if parts[t.device].asynchronous else i for i, t in enumerate(splits)
-    ]  # the split before which a copy is complete
-    for device in {t.device for t in splits if parts[t.device].asynchronous}:
-        own = [i for i, t in enumerate(splits) if t.device == device]
-        for j in range(end - 1, -1, -1):
-            known = max((i for i in splits[j].after if splits[i].device == device), default=-1)
-            for i in own:
-                if i <= known:
-                    waited[i] = j
-    first = {n: i for i, t in enumerate(splits) for n in t.exports}
-    last = dict(first)
-    for i, t in enumerate(splits):
-        for node in t.imports:
-            last[node] = max(last[node], waited[i])
-        for x in (x for node in t.nodes for x in node.nodes()):
-            if x in first and parts[t.device].in_place:
-                last[x] = max(last[x], i)
-    last |= dict.fromkeys(results, end)
-    nodes = list(first)
-    lives = [Lifetime(rows[n.rows.symbol] * n.rows.factor * n.cols * 4 + _SLACK, first[n], last[n]) for n in nodes]
-    offsets, n_bytes = assign_offsets(lives)
-    return {n: (at, life.n_bytes) for n, at, life in zip(nodes, offsets, lives, strict=True)}, n_bytes

@@ -19,7 +19,8 @@ import numpy.typing as npt
 from ikcli.backends.cpu.program import BATCH_INVARIANT_ROWS
 from ikcli.backends.step_block import StepBlock
 from ikcli.engine.plan.devices import Machine, opened_gpus
-from ikcli.engine.plan.planner import Planner, PreparedRun, memory_of, plan_programs
+from ikcli.engine.plan.planner import Planner, PreparedRun
+from ikcli.engine.plan.program_plans import memory_of, plan_programs
 from ikcli.engine.plan.programs import EMBEDS, SHORT, output_bytes, record_graphs, step_tokens
 from ikcli.engine.plan.sizes import Sizes
 from ikcli.engine.run import gpus, host_memory, numa, session_log
@@ -59,6 +60,7 @@ class Session:
         self.n_vocab, self.outputs = prepared.model.hp.n_vocab, plan.graph_config.outputs
         self.observer: Observer | None = None
         self.runner, self.graphs, self.programs = prepared.runner, prepared.graphs, prepared.programs
+        self._cached = prepared.cached
         self._cpus, self._notes = numa.plan_threads(self.config, self.runner.cpu.n_threads)
         self.runner.cpu.cpus = self._cpus
         self._huge: HugeWeights | None = None
@@ -147,7 +149,7 @@ class Session:
         if experts is not None:
             for kind in {"decode", "step"} & set(self.graphs):
                 experts.know(self.model, self.graphs[kind][0])
-        self.runner.load(programs, self.model, self.config.mmap)
+        self.runner.load(programs, self.model, self.config.mmap, self.run_plan.beside)
         self._huge, notes = host_memory.huge_weights(self.config, self.model, self.runner)
         try:
             media = self.graph_config.media
@@ -326,6 +328,8 @@ class Session:
         n_past = sequences.n_past
         for seq in seqs:
             n_past[seq] += 1
+        if self.heads is not None and self.heads.asleep:
+            self.heads.skips = self.heads.asleep.issuperset(seqs)
         if beside is not None:
             beside()
         self._start(self.programs["step"], self.config.n_threads, n_outputs)
@@ -401,7 +405,9 @@ class Session:
         """Plan and bind the programs again, for n logits per micro-batch."""
         n_step = self.run_plan.sizes.n_step
         self._n_outputs = n
-        self.programs = plan_programs(self.runner, self.graphs, self.graph_config, self._n_outputs, n_step)
+        self.programs = plan_programs(
+            self.runner, self.graphs, self.graph_config, self._n_outputs, n_step, self._cached
+        )
         self.runner.bind(list(self.programs.values()), self.step_block)
 
     def _explain_non_finite(self, program: DividedProgram, n_threads: int) -> None:
@@ -507,12 +513,13 @@ class Session:
     def close(self) -> None:
         """Stop the threads, release memory, and log tokens and times."""
         moved = [f"huge pages: {self._huge.outcome}"] if self._huge is not None and self._huge.outcome else []
-        experts = self.runner.cpu.experts.lines() if self.runner.cpu.experts is not None else []
+        owners = (self.runner.cpu.experts, self.runner.expert_cache)
+        experts = [line for owner in owners if owner is not None for line in owner.lines()]
         for line in [
             *session_log.timing_lines(self.timings),
             *moved,
             *experts,
-            *(self.profile.lines() if self.profile else []),
+            *session_log.profile_lines(self.profile, self.model, self.run_plan.placement.buffer_of, self.runner),
         ]:
             log(line)
         self.timings, self.profile = Timings(), None

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ikcli.engine.plan.placement import offload_lines
 from ikcli.engine.run import log_lines as report
+from ikcli.engine.run.residency import expert_places, place_lines, places_now
 from ikcli.gguf.constants import file_type_label
 from ikcli.gguf.types import TYPES, tensor_n_bytes
 from ikcli.log import log
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from ikcli.engine.plan.planner import PreparedRun
     from ikcli.engine.run.model import Model
     from ikcli.engine.run.profile import Profile
-    from ikcli.engine.run.runner import DividedProgram
+    from ikcli.engine.run.runner import DividedProgram, Runner
     from ikcli.gguf.reader import GGUFFile
     from ikcli.graph import Cache
     from ikcli.models import GraphConfig, HParams
@@ -89,8 +90,15 @@ def context_lines(prepared: PreparedRun) -> None:
     lines += buffer_lines(plan.config, plan.caches, n_ctx, plan.memory.parts, plan.n_nodes, plan.n_splits)
     programs = list(prepared.programs.values())
     lines += [*streamed_lines(programs, model), *runner.notes(programs)]
+    slots = runner.cpu.experts.slots if runner.cpu.experts is not None else None
+    lines += place_lines(expert_places(model, plan.placement.buffer_of, slots, plan.vram))
     for line in lines:
         log(line)
+
+
+def profile_lines(profile: Profile | None, model: Model, buffer_of: Mapping[str, str], runner: Runner) -> list[str]:
+    """Return the table of `--profile`, if it was asked for, and where experts are at its end."""
+    return [] if profile is None else [*profile.lines(), *place_lines(places_now(model, buffer_of, runner))]
 
 
 def new_profile() -> Profile:

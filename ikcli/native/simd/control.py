@@ -1,5 +1,7 @@
 """Kernel operations besides arithmetic: prefetching, atomic operations, waiting, calls."""
 
+import sys
+
 import llvmlite.ir as ir
 from numba.core import types
 from numba.extending import intrinsic
@@ -109,14 +111,11 @@ def call_kernel(typingctx, address, params, ith, nth):
 
 
 @intrinsic
-def libc_call0(typingctx, name):
-    """Call a libc function without arguments, e.g. sched_yield."""
-    if not isinstance(name, types.StringLiteral):
-        return None
-    symbol = name.literal_value
+def yield_cpu(typingctx):
+    """Let another thread run."""
 
     def codegen(context, builder, sig, args):
-        call_llvm(builder, symbol, _I32, [])
+        call_llvm(builder, "SwitchToThread" if sys.platform == "win32" else "sched_yield", _I32, [])
         return context.get_dummy_value()
 
-    return types.void(name), codegen
+    return types.void(), codegen

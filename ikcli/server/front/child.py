@@ -19,11 +19,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ikcli.errors import UsageError
 from ikcli.server.front.process import LoadError, Process, print_line
 from ikcli.server.http import jsontext
 
 _POLL = 0.03  # seconds between two checks of a loading process
 _PR_SET_PDEATHSIG = 1
+_IS_POSIX = hasattr(os, "fork")
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
@@ -50,6 +52,9 @@ class Child(Process):
         `environment`: its whole environment, by default this program's. `say` receives its log lines, each with whether
         it comes from stderr.
         """
+        if not _IS_POSIX:
+            raise UsageError("this system cannot run several models or replicas behind one port; "
+                             "start one `ik serve` for each")  # fmt: skip
         super().__init__(str(at) if isinstance(at, Path) else (at, 0), key)
         self._argv = [sys.executable, "-m", "ikcli", "serve", *argv]
         self._prefix = f"{name}: " if prefix else ""
@@ -103,9 +108,9 @@ class Child(Process):
             stdin=asyncio.subprocess.DEVNULL,
             stdout=pipe,
             stderr=pipe,
+            pass_fds=passed,
             start_new_session=True,
             preexec_fn=self._prepare,
-            pass_fds=passed,
             env=self._environment,
         )
         assert self._process.stdout is not None and self._process.stderr is not None

@@ -19,12 +19,13 @@ from starlette.types import Receive, Scope, Send
 from ikcli.server.front.upstream import Exchange, Upstream, UpstreamError
 from ikcli.server.http import jsontext
 from ikcli.server.http.errors import ApiError
+from ikcli.server.http.held import HELD
 from ikcli.server.http.logs import ServerLog
 from ikcli.server.http.shapes.common import random_id
 from ikcli.server.http.usage import REQUEST_ID
 from ikcli.server.http.users import ACCOUNT, Account
 
-_NOT_PASSED = frozenset({b"authorization", b"x-api-key", b"origin", b"accept-encoding", REQUEST_ID})
+_NOT_PASSED = frozenset({b"authorization", b"x-api-key", b"origin", b"accept-encoding", REQUEST_ID, HELD})
 _NOT_RETURNED = frozenset({b"server", b"date", b"vary"})
 _WITHOUT_BODY = frozenset({204, 304})
 """Statuses whose responses have no body, whatever their length header says."""

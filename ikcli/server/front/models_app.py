@@ -27,10 +27,11 @@ from ikcli.server.front.models_instance import Instance, states
 from ikcli.server.front.models_state import ModelsState, check_user, find, flag
 from ikcli.server.front.supervisor import DOWN, DRAINING, READY, STARTING
 from ikcli.server.front.upstream import Upstream
-from ikcli.server.http import convert_ollama, jsontext
 from ikcli.server.http import fields as f
+from ikcli.server.http import jsontext
 from ikcli.server.http.answer import json_response
 from ikcli.server.http.body import read_body
+from ikcli.server.http.dialects import ollama
 from ikcli.server.http.errors import ApiError, bad_request
 from ikcli.server.http.metrics import CONTENT_TYPE
 from ikcli.server.http.shapes.common import FINGERPRINT
@@ -115,7 +116,7 @@ class ModelsRoutes:
         instance = self._models.instance(entry.name)
         if request.method == "GET" and instance.state in (DRAINING, DOWN) and path.encode() in instance.kept:
             return _asleep(instance, path)
-        keep = convert_ollama.keep_alive(fields.get("keep_alive")) if path.startswith("/api/") else None
+        keep = ollama.keep_alive(fields.get("keep_alive")) if path.startswith("/api/") else None
         return self._forwarded(entry, request, body, keep)
 
     def _forwarded(self, entry: ModelEntry, request: Request, body: bytes, keep: float | None) -> Forwarded:

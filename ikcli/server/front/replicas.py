@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 from ikcli.errors import IkError
+from ikcli.server.front.asking import ask_held
 from ikcli.server.front.process import LoadError, Process
 from ikcli.server.front.replica import Replica, RoutingHint, choose
 from ikcli.server.front.supervisor import DOWN, DRAINING, READY, ProcessSupervisor
@@ -83,7 +84,12 @@ class ReplicaSupervisor(ProcessSupervisor[Replica, RoutingHint]):
             why = f": {errors[-1]}" if errors else ""
             raise ApiError(503, f"no replica became ready within {self._patience:g} seconds{why}") from None
         self._check_open()
-        return choose(self._usable(hint), hint.blocks, self._least)
+        usable = self._usable(hint)
+        if hint.question is not None:
+            answers = await ask_held(usable, hint.question)
+            usable = [one for one in usable if one.usable] or usable
+            return choose(usable, hint.blocks, self._least, answers)
+        return choose(usable, hint.blocks, self._least)
 
     def _usable(self, hint: RoutingHint) -> list[Replica]:
         wanted = self.replicas if hint.replica is None else [self.replicas[hint.replica]]

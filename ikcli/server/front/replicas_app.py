@@ -19,10 +19,10 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from ikcli.server.front.app import Route, check_metrics, front_app
-from ikcli.server.front.forward import Forwarded
+from ikcli.server.front.forward import Forwarded, target_of
 from ikcli.server.front.metrics import metrics_text
 from ikcli.server.front.prefixes import blocks_of
-from ikcli.server.front.replica import Replica, RoutingHint
+from ikcli.server.front.replica import Question, Replica, RoutingHint
 from ikcli.server.front.replicas import ReplicaSupervisor
 from ikcli.server.front.replicas_metrics import families
 from ikcli.server.front.state import FrontState
@@ -39,6 +39,8 @@ from ikcli.server.http.routes.ollama_models import entry
 from ikcli.server.http.state import ServerState, names_of
 from ikcli.server.http.users import ACCOUNT
 
+_WORTH_ASKING = 8  # blocks; a shorter prompt is computed about as fast as replicas are asked about it
+_MOST_ASKED = 1 << 21  # bytes of a request; larger ones hold images, which each replica would have to decode
 _TRIES = 3  # replicas tried per request: one that crashes them all must not be retried forever
 _GENERATING = frozenset(
     (
@@ -114,7 +116,9 @@ class ReplicasRoutes:
         if isinstance(slot, int) and not isinstance(slot, bool) and slot >= 0:
             wanted = self._owner(slot, "id_slot is {}, but the slots are 0 to {}")
         blocks = blocks_of(fields) if request.scope["path"] in _GENERATING else ()
-        return self._forwarded(request, body, RoutingHint(blocks, wanted))
+        asks = wanted is None and len(blocks) >= _WORTH_ASKING and len(body) <= _MOST_ASKED
+        question = Question(target_of(request), body) if asks else None
+        return self._forwarded(request, body, RoutingHint(blocks, wanted, question))
 
     def _forwarded(self, request: Request, body: bytes, hint: RoutingHint) -> Response:
         what = "the replica" if hint.replica is None else f"replica {hint.replica}"

@@ -8,25 +8,28 @@ from dataclasses import dataclass, replace
 from prometheus_client.parser import text_string_to_metric_families
 
 from ikcli.server.front.upstream import Upstream, UpstreamError
-from ikcli.server.http.metrics import POSITION, PREFIX
+from ikcli.server.http.metrics import DECISION, POSITION, PREFIX
 
 Key = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class MetricSample:
-    """Sample of a metric, whose name has no prefix. `position` is the position in a draft, if it has one."""
+    """Sample of a metric, whose name has no prefix.
+
+    `label`: the value of its label, a position in drafts or a decision on them, if it has one.
+    """
 
     name: str
     text: str
     counts: bool
     value: float
-    position: str = ""
+    label: str = ""
 
     @property
     def key(self) -> tuple[str, str]:
         """Key of the sample."""
-        return self.name, self.position
+        return self.name, self.label
 
 
 class ReplicaCounters:
@@ -62,9 +65,9 @@ class ReplicaCounters:
 
 
 def _parse(text: str) -> Iterator[MetricSample]:
-    """Yield samples without labels other than the draft position; the front counts users itself."""
+    """Yield samples without labels other than those of drafts; the front counts users itself."""
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            if not sample.labels.keys() - {POSITION} and family.type in ("counter", "gauge"):
-                name, position = family.name.removeprefix(PREFIX), sample.labels.get(POSITION, "")
-                yield MetricSample(name, family.documentation, family.type == "counter", sample.value, position)
+            if not sample.labels.keys() - {POSITION, DECISION} and family.type in ("counter", "gauge"):
+                name, label = family.name.removeprefix(PREFIX), next(iter(sample.labels.values()), "")
+                yield MetricSample(name, family.documentation, family.type == "counter", sample.value, label)

@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from ikcli.server.front.replica import Replica
 from ikcli.server.front.replicas_counters import Key, MetricSample
-from ikcli.server.http.metrics import PREFIX, per_position
+from ikcli.server.http.metrics import PER_POSITION, PREFIX, STEPS, per_decision, per_position
 
 _MEAN = frozenset({"kv_cache_usage_ratio", "n_busy_slots_per_decode"})
 _MAX = frozenset({"n_tokens_max"})
@@ -22,9 +22,9 @@ def families(replicas: Sequence[Replica]) -> Iterator[Metric]:
     """Return the metrics read from replicas and those that the front keeps about them."""
     found = {one.index: one.counters.values() for one in replicas}
     keys = dict.fromkeys(key for values in found.values() for key in values)
-    yield from _by_position(found)
-    for name, position in keys:
-        if position:
+    yield from _of_drafts(found)
+    for name, label in keys:
+        if label:
             continue
         each = {index: values[name, ""] for index, values in found.items() if (name, "") in values}
         first = next(iter(each.values()))
@@ -40,15 +40,17 @@ def families(replicas: Sequence[Replica]) -> Iterator[Metric]:
         yield _family(MetricSample(name, text, counts, 0.0), values)
 
 
-def _by_position(found: Mapping[int, Mapping[Key, MetricSample]]) -> Iterator[Metric]:
-    """Return accepted draft tokens by position, over all replicas."""
-    accepted: Counter[int] = Counter()
+def _of_drafts(found: Mapping[int, Mapping[Key, MetricSample]]) -> Iterator[Metric]:
+    """Return accepted draft tokens by position, and steps by decision, over all replicas."""
+    totals: dict[str, Counter[str]] = {PER_POSITION: Counter(), STEPS: Counter()}
     for values in found.values():
-        for (_, position), one in values.items():
-            if position:
-                accepted[int(position)] += int(one.value)
-    if accepted:
-        yield per_position(accepted)
+        for (name, label), one in values.items():
+            if label and name in totals:
+                totals[name][label] += int(one.value)
+    if accepted := totals[PER_POSITION]:
+        yield per_position({int(position): n for position, n in accepted.items()})
+    if steps := totals[STEPS]:
+        yield per_decision(steps)
 
 
 def _family(about: MetricSample, values: dict[str, float]) -> Metric:

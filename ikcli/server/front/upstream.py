@@ -75,10 +75,12 @@ class Upstream:
         for exchange in list(self.open):
             exchange.abort()
 
-    async def ask(self, method: str, target: bytes, body: bytes = b"", timeout: float = 10.0) -> tuple[int, bytes]:
+    async def ask(
+        self, method: str, target: bytes, body: bytes = b"", timeout: float = 10.0, headers: Headers = ()
+    ) -> tuple[int, bytes]:
         """Return status and body of a short answer. Raise UpstreamError after `timeout` seconds."""
         try:
-            async with asyncio.timeout(timeout or None), Exchange(self, method, target, (), body) as answer:
+            async with asyncio.timeout(timeout or None), Exchange(self, method, target, headers, body) as answer:
                 return answer.status, await answer.body()
         except TimeoutError:
             raise UpstreamError(f"no answer within {timeout:g} seconds") from None

@@ -13,6 +13,7 @@ from ikcli.server.http.bridge import Disconnected, Job
 from ikcli.server.http.budget import ReasoningControl
 from ikcli.server.http.errors import ApiError
 from ikcli.server.http.generation_body import GenerationBody
+from ikcli.server.http.held import asks_held, held_json
 from ikcli.server.http.jsontext import dump_bytes
 from ikcli.server.http.shapes.common import Shape
 from ikcli.server.http.state import ServerState, is_behind
@@ -60,6 +61,10 @@ async def answer(
     if at_end is not None:
         job.at_end(at_end)
     try:
+        if asks_held(request, state):
+            found = await held_json(state, generations)
+            job.close()
+            return json_response(found)
         if state.prompt_files is not None:
             await asyncio.to_thread(_write_prompts, state, generations)
         job.start(state.engine, generations, request.receive)

@@ -117,7 +117,7 @@ class ChatBody(GenerationBody, frozen=True):
 
 
 class AnthropicBody(GenerationBody, frozen=True):
-    """Request body of /v1/messages as documented; `convert_anthropic` turns it into a `ChatBody`."""
+    """Request body of /v1/messages as documented; `dialects/anthropic.py` turns it into a `ChatBody`."""
 
     messages: _Messages = required("the conversation")
     system: Annotated[Any, shown_as()] = field(None, "text or text blocks")
@@ -128,7 +128,7 @@ class AnthropicBody(GenerationBody, frozen=True):
 
 
 class ResponsesBody(GenerationBody, frozen=True):
-    """Request body of /v1/responses as documented; `convert_responses` turns it into a `ChatBody`."""
+    """Request body of /v1/responses as documented; `dialects/responses.py` turns it into a `ChatBody`."""
 
     input: Annotated[Any, shown_as()] = required("text or an array of messages and items")
     instructions: Text = field("", "the system message")

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ikcli.server.http import auth
 from ikcli.server.http.errors import ApiError, Style, style_of
+from ikcli.server.http.held import HELD
 from ikcli.server.http.logs import ServerLog
 from ikcli.server.http.state import Front, is_behind
 from ikcli.server.http.users import ACCOUNT, Account
@@ -23,7 +24,7 @@ from ikcli.server.http.users import ACCOUNT, Account
 Endpoint = Callable[[Request], Awaitable[Response]]
 _WHILE_LOADING = frozenset({"/models", "/v1/models", "/api/tags"})
 _OF_A_FRONT = frozenset({"/health", "/usage"})
-"""Paths that a router polls continuously."""
+"""Paths that a router polls continuously; its questions about prompts are not logged either."""
 _JSON = (b"content-type", b"application/json; charset=utf-8")
 _INTERNAL = ApiError(500, "internal error; the server's log has details")
 _LOADING_PAGE = (
@@ -173,7 +174,7 @@ class Gateway:
         await exchange.respond(200, b"text/html", b"")
 
     def _access(self, scope: Scope, exchange: _Exchange) -> None:
-        if scope["path"] in self._unlogged:
+        if self._unlogged and (scope["path"] in self._unlogged or any(name == HELD for name, _ in scope["headers"])):
             return
         client = scope.get("client") or ("", 0)
         query = scope.get("query_string", b"").decode("latin-1")

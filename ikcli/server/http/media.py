@@ -27,6 +27,7 @@ _SECONDS = 30.0
 _CHUNK = 1 << 16
 _REDIRECTS = (301, 302, 303, 307, 308)
 _SHOWN = 80
+_CAREFUL = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC", "O_BINARY"))
 
 
 class MediaError(IkError):
@@ -48,7 +49,7 @@ class Media:
 
     def load(self, source: str) -> bytes:
         """Return the bytes of an image; `source` is a URL or base64."""
-        scheme = source[:8].partition(":")[0].lower() if ":" in source[:8] else ""
+        scheme = _scheme(source)
         if scheme == "data":
             return self._data_url(source)
         if scheme in ("http", "https"):
@@ -98,7 +99,7 @@ class Media:
 
     def _read(self, path: Path, name: str) -> bytes:
         try:
-            file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            file = os.open(path, os.O_RDONLY | _CAREFUL)
             with open(file, "rb") as f:
                 about = os.fstat(f.fileno())
                 if not stat.S_ISREG(about.st_mode):
@@ -188,6 +189,15 @@ class Media:
 
     def _too_large(self) -> MediaError:
         return MediaError(f"the image has more than {self._max_bytes >> 20} MiB")
+
+
+def is_inline(source: str) -> bool:
+    """Return whether a source holds the image itself: base64, or a `data:` URL."""
+    return _scheme(source) in ("", "data")
+
+
+def _scheme(source: str) -> str:
+    return source[:8].partition(":")[0].lower() if ":" in source[:8] else ""
 
 
 def _is_public(address: str) -> bool:

@@ -28,6 +28,7 @@ _COUNTERS = (
 )
 PER_POSITION = "spec_decode_num_accepted_tokens_per_pos"
 POSITION = "position"
+STEPS, DECISION = "spec_decode_num_steps", "decision"
 _GAUGES = (
     ("prompt_tokens_seconds", "Average prompt throughput in tokens/s.", "prompt_tokens_seconds"),
     ("predicted_tokens_seconds", "Average generation throughput in tokens/s.", "predicted_tokens_seconds"),
@@ -52,10 +53,33 @@ class _Collector:
             yield CounterMetricFamily(PREFIX + name, text, value=float(getattr(self._values, field)))
         if self._values.accepted_by_position:
             yield per_position(self._values.accepted_by_position)
+        if self._values.draft_decisions:
+            yield per_decision(self._values.draft_decisions)
         for name, text, field in _GAUGES:
             yield GaugeMetricFamily(PREFIX + name, text, value=float(getattr(self._values, field)))
+        yield from _experts(self._values)
         if self._users:
             yield from self._users.collect(PREFIX)
+
+
+def _experts(values: EngineMetrics) -> Iterator[Metric]:
+    """Yield where the experts of each layer are, and how often those used were in the faster place."""
+    if not values.expert_places:
+        return
+    labels = ["layer", "place"]
+    counts = GaugeMetricFamily(PREFIX + "experts", "Routed experts of a layer in a place.", labels=labels)
+    sizes = GaugeMetricFamily(PREFIX + "expert_bytes", "Bytes of routed experts of a layer in a place.", labels=labels)
+    for p in values.expert_places:
+        counts.add_metric([str(p.il), p.place], float(p.n_experts))
+        sizes.add_metric([str(p.il), p.place], float(p.n_bytes))
+    yield from (counts, sizes)
+    if values.expert_uses:
+        uses = CounterMetricFamily(PREFIX + "expert_uses", "Uses of experts that a cache may hold.", labels=["cache"])
+        hits = CounterMetricFamily(PREFIX + "expert_hits", "Uses of experts that a cache held.", labels=["cache"])
+        for cache, (used, held) in sorted(values.expert_uses.items()):
+            uses.add_metric([cache], float(used))
+            hits.add_metric([cache], float(held))
+        yield from (uses, hits)
 
 
 def per_position(accepted: Mapping[int, float]) -> Metric:
@@ -63,6 +87,14 @@ def per_position(accepted: Mapping[int, float]) -> Metric:
     family = CounterMetricFamily(PREFIX + PER_POSITION, "Accepted tokens by position in the draft.", labels=[POSITION])
     for position, value in sorted(accepted.items()):
         family.add_metric([str(position)], float(value))
+    return family
+
+
+def per_decision(steps: Mapping[str, float]) -> Metric:
+    """Return the steps by what was decided of their drafts, and why."""
+    family = CounterMetricFamily(PREFIX + STEPS, "Steps by the decision on drafts.", labels=[DECISION])
+    for decision, value in sorted(steps.items()):
+        family.add_metric([decision], float(value))
     return family
 
 

@@ -7,12 +7,13 @@ import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import starmap
 from typing import Any
 
 from ikcli.chat.images import PUBLIC_MARKER, ImageInput, Images, shown
 from ikcli.errors import IkError
 from ikcli.server.http.errors import ApiError, bad_request
-from ikcli.server.http.media import Media
+from ikcli.server.http.media import Media, is_inline
 from ikcli.server.http.prompts import Prompt, encode
 from ikcli.server.slots.pictures import Picture, PictureReader, PlacedPicture, keys_of
 from ikcli.settings.vision import VisionConfig
@@ -22,7 +23,7 @@ _KEPT_BYTES = 256 << 20
 """Most memory for images that were read."""
 
 Pieces = Sequence[str | Picture]
-"""What an image becomes in a prompt: tiles, and texts around them."""
+"""The parts of a prompt that stand for one image: its tiles, and the texts around them."""
 
 
 class Pictures:
@@ -30,7 +31,7 @@ class Pictures:
 
     def __init__(self, config: VisionConfig, reader: PictureReader, tokenizer: Tokenizer, n_ctx: int) -> None:
         self._media, self._reader, self._tokenizer, self._n_ctx = Media(config), reader, tokenizer, n_ctx
-        self._kept: OrderedDict[bytes, Pieces] = OrderedDict()
+        self._kept: OrderedDict[str | bytes, Pieces] = OrderedDict()
         self._lock = threading.Lock()
 
     async def prompt(self, text: str, images: Images) -> Prompt:
@@ -43,7 +44,8 @@ class Pictures:
                     tokens += await encode(self._tokenizer, part, add_special=i == 0)
                 continue
             n_before = len(placed)
-            for piece in await asyncio.to_thread(self._pieces, part):
+            known = self._known(part.source)
+            for piece in await asyncio.to_thread(self._pieces, part) if known is None else known:
                 if isinstance(piece, str):
                     tokens += await encode(self._tokenizer, piece, add_special=False)
                     continue
@@ -68,23 +70,30 @@ class Pictures:
             data = self._media.load(image.source)
             if not data:
                 raise IkError("the image is empty")
-            return self._read(data)
+            return self._read(data, image.source if is_inline(image.source) else None)
         except IkError as e:
             raise bad_request(f"{image.path}: {e}") from None
 
-    def _read(self, data: bytes) -> Pieces:
-        name = hashlib.blake2b(data, digest_size=16).digest()
+    def _read(self, data: bytes, source: str | None) -> Pieces:
+        """Read an image. It is kept under `source`, if that holds the image itself, else under a digest."""
+        name = source or hashlib.blake2b(data, digest_size=16).digest()
+        found = self._known(name)
+        if found is not None:
+            return found
+        pieces = self._reader.read(data)
+        with self._lock:
+            self._kept[name] = pieces
+            while len(self._kept) > 1 and sum(starmap(_n_bytes, self._kept.items())) > _KEPT_BYTES:
+                self._kept.popitem(last=False)
+        return pieces
+
+    def _known(self, name: str | bytes) -> Pieces | None:
+        """Return an image that was read before, which the next turns of a conversation send again."""
         with self._lock:
             found = self._kept.get(name)
             if found is not None:
                 self._kept.move_to_end(name)
-                return found
-        pieces = self._reader.read(data)
-        with self._lock:
-            self._kept[name] = pieces
-            while len(self._kept) > 1 and sum(map(_n_bytes, self._kept.values())) > _KEPT_BYTES:
-                self._kept.popitem(last=False)
-        return pieces
+            return found
 
     async def raw_prompt(self, text: str, sources: list[Any], path: str) -> Prompt:
         """Return the prompt of a text with `<__media__>` for each of these images."""
@@ -92,8 +101,8 @@ class Pictures:
         return await self.prompt(_with_markers(text, sources, path, images), images)
 
 
-def _n_bytes(pieces: Pieces) -> int:
-    return sum(0 if isinstance(one, str) else one.n_bytes for one in pieces)
+def _n_bytes(name: str | bytes, pieces: Pieces) -> int:
+    return len(name) + sum(0 if isinstance(one, str) else one.n_bytes for one in pieces)
 
 
 def _with_markers(text: str, sources: list[Any], path: str, images: Images) -> str:

@@ -113,7 +113,7 @@ def listen(host: str, port: int, *, shared: bool = False) -> Listener:
     found: list[Listener] = []
     try:
         for one in hosts:
-            first = next((sock for sock in found if sock.family != socket.AF_UNIX), None)
+            first = next((sock for sock in found if not _is_unix(sock)), None)
             number = first.getsockname()[1] if first is not None and not port else port
             found.append(_listen_one(one, number, shared=shared, v6only=several))
     except IkError:
@@ -122,6 +122,10 @@ def listen(host: str, port: int, *, shared: bool = False) -> Listener:
         raise
     found[0].others = tuple(found[1:])
     return found[0]
+
+
+def _is_unix(sock: socket.socket) -> bool:
+    return hasattr(socket, "AF_UNIX") and sock.family == socket.AF_UNIX
 
 
 def _is_local(host: str) -> bool:
@@ -160,6 +164,8 @@ def _share(sock: socket.socket) -> None:
 
 
 def _listen_unix(path: str) -> Listener:
+    if not hasattr(socket, "AF_UNIX"):
+        raise UsageError(f"--host {path}: this system has no Unix sockets; name an address such as 127.0.0.1")
     sock = Listener(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         _remove_stale(path)

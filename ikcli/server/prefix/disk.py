@@ -86,7 +86,8 @@ class Disk:
         self._jobs: queue.Queue[_Job | None] = queue.Queue()
         self._reports: queue.Queue[Report] = queue.Queue()
         self.n_waiting = 0  # bytes handed over and not reported yet
-        self._total, self._n_written, self._failed = 0, 0, ""
+        self._total, self._n_written = 0, 0
+        self._failed, self._failed_bytes = "", 0  # the problem told last, and the most that could not be written
         self._look()
         self._readers = ThreadPoolExecutor(_AHEAD, "ik-cache-read")
         self._writer = threading.Thread(target=self._write_all, name="ik-cache-write", daemon=True)
@@ -190,6 +191,10 @@ class Disk:
     def _write_all(self) -> None:
         while (job := self._jobs.get()) is not None:
             name = job.file.name
+            if job.before and not (self._folder / job.before[-1]).exists():  # nothing can be done with this one alone
+                self._unlink(name)
+                self._reports.put(Report(job, failed=True))
+                continue
             try:
                 size = self._perform(job)
             except IkError as e:  # the file itself is damaged or was removed by another server
@@ -202,11 +207,12 @@ class Disk:
                 if problem != self._failed:
                     self._log("WARN", "prompt_cache", f"cannot write to {self._folder}: {problem}; the prompt cache "
                               "goes on in RAM", {"file": name})  # fmt: skip
-                self._failed = problem
+                self._failed, self._failed_bytes = problem, max(self._failed_bytes, job.content.n_bytes)
                 places = (c.n_tokens for c in job.content.checkpoints) if job.adds else ()
                 self._reports.put(Report(job, failed=True, places=frozenset(places)))
                 continue
-            self._failed = ""
+            if job.content.n_bytes >= self._failed_bytes:  # less may still fit a full disk
+                self._failed, self._failed_bytes = "", 0
             self._total += size
             self._n_written += 1
             self.used((*job.before, name))

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from ikcli.engine.run.adapters import Added
 from ikcli.engine.run.embedder import Embedder, check_embeds
 from ikcli.engine.run.encoders import way_out
-from ikcli.engine.run.pooling import Pooling, RankHead, served_pooling
+from ikcli.engine.run.pooling import Head, head_of, served_pooling
 from ikcli.engine.run.session import Session
 from ikcli.errors import UnsupportedError
 from ikcli.server.slots.failures import failure_of
@@ -64,10 +64,10 @@ class Embeddings:
         self._session, self._reuse, self._count, self._send, self._log = session, reuse, count, send, log
         self.pooling = served_pooling(session.config, session.model.file.metadata, session.model.hp.arch)
         self.problem = ""  # why embeddings are not available
-        self._head: RankHead | None = None
+        self._head: Head | None = None
         try:
             check_embeds(session)
-            self._head = RankHead.of(session.model) if self.pooling is Pooling.RANK else None
+            self._head = head_of(session.model, self.pooling)
         except UnsupportedError as e:
             if session.config.server.only_embeds or session.config.embed.pooling:
                 raise

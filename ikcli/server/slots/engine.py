@@ -16,6 +16,7 @@ from ikcli.engine.plan.planner import Planner
 from ikcli.engine.plan.sizes import session_of
 from ikcli.engine.run.opening import open_session
 from ikcli.errors import IkError
+from ikcli.server.prefix.reused import Reused
 from ikcli.server.slots.actions import Action
 from ikcli.server.slots.embeddings import EmbeddingTask
 from ikcli.server.slots.log import Logger, silent
@@ -92,15 +93,27 @@ class Engine:
                 self.state = "ready"
                 self._loaded.set()
                 if not self._closing:
-                    self._worker.run()
+                    self._serve(self._worker)
         except IkError as e:
             self._fail(e)
         except Exception as e:
-            self._fail(IkError(f"internal error while loading: {type(e).__name__}: {e}"))
+            self._fail(
+                IkError(f"internal error{'' if self._loaded.is_set() else ' while loading'}: {type(e).__name__}: {e}")
+            )
+
+    def _serve(self, worker: Worker) -> None:
+        """Let the worker run; if it ends with an error, no request waits for it."""
+        try:
+            worker.run()
+        except Exception as e:
+            self.state = "failed"
+            worker.abandon(e)
+            raise
 
     def _fail(self, error: IkError) -> None:
+        what = "the engine stopped" if self._loaded.is_set() else "unable to load model"
         self.load_error, self.state = error, "failed"
-        self._log("ERR", "load_model", "unable to load model", {"error": str(error)})
+        self._log("ERR", "load_model", what, {"error": str(error)})
         self._loaded.set()
 
     def shutdown(self, *, drain: bool) -> None:
@@ -205,6 +218,10 @@ class Engine:
     def cached_tokens(self) -> list[tuple[int, ...]]:
         """Return the tokens in the cache of every slot; empty before the model is ready."""
         return [tuple(s.cached.tolist()) for s in self._worker.slots] if self._worker is not None else []
+
+    def held(self, request: GenerationRequest) -> Reused | None:
+        """Return where tokens of the prompt could come from now; None if the cache is in use for too long."""
+        return self._ready().held(request)
 
     def metrics(self, *, reset: bool = False) -> EngineMetrics:
         """Return counters and gauges; `reset` starts the averages again."""

@@ -37,7 +37,7 @@ class Picture(Protocol):
 
 
 class PictureReader(Protocol):
-    """What the HTTP side needs of a projector; any thread may use it."""
+    """The part of a projector that the HTTP side uses, from any thread."""
 
     def read(self, data: bytes) -> Sequence[str | Picture]:
         """Decode and resize an image; raise IkError with a sentence if it cannot be read.

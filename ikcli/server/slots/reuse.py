@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Sequence
 
@@ -21,11 +22,12 @@ from ikcli.server.slots.slot import IDLE, Slot
 
 KEEP_AT_LEAST = 16  # tokens worth keeping when another prompt takes their place, or fetching again
 _ON_DISK = 32  # tokens worth a file
+_PATIENCE = 0.1  # seconds that a question waits for the engine to finish what it does with the cache
 _QUIET = 20.0  # seconds after which an idle conversation is written
 
 
 class Reuse:
-    """Keeps and restores sequence states; see the module. Only the engine's thread uses it."""
+    """Keeps and restores sequence states; see the module. Only the engine's thread uses it, except for `held`."""
 
     def __init__(self, session: Session, slots: Sequence[Slot], log: Logger, quiet: float = _QUIET) -> None:
         config = session.config.server
@@ -40,13 +42,15 @@ class Reuse:
                 raise UsageError("--cache-disk keeps rows in RAM until they are written; set -cram above 0")
             about = slot_file.about(session) | self.store.rest.about
             self.store.attach(Disk(config.cache_disk, config.cache_disk_bytes, limit // 4, about, self.store.rest, log))
+        self._changing = threading.Lock()  # of the store, by the engine's thread
         self._due: dict[int, float] = {}  # when the cache of a slot is written, by slot number
 
     def replace(self, slot: Slot, n: int) -> int:
         """Keep the content that the slot is about to lose, all except its first n tokens."""
         if slot.n_past - n < KEEP_AT_LEAST:
             return n
-        self.store.keep(slot.id, slot.cached, slot.added)
+        with self._changing:
+            self.store.keep(slot.id, slot.cached, slot.added)
         self._due.pop(slot.id, None)
         return n
 
@@ -67,13 +71,34 @@ class Reuse:
         miss = find_miss(prompt, most, match, [(s.cached, same[s.id]) for s in self._slots])
         if match.n > max(n + KEEP_AT_LEAST, n_donor):
             own = n
-            n, n_disk = self.store.load(slot.id, match, own)
+            with self._changing:
+                n, n_disk = self.store.load(slot.id, match, own)
             slot.adopt(wanted[:n])
             return Reused(min(own, n), max(n - own - n_disk, 0), n_disk, miss)
         if n_donor > n + KEEP_AT_LEAST:
             n = sequences.copy(donor.id, slot.id, n, n_donor)
             slot.adopt(wanted[:n])
         return Reused(n, 0, 0, miss)
+
+    def held(self, prompt: Tokens, added: Added) -> Reused | None:
+        """Return what `fetch` would find for a slot that holds nothing else; None if the store is in use for too long.
+
+        Any thread may call this. Slots may change meanwhile, so their part is an estimate.
+        """
+        wanted, sequences = prompt[:-1], self._session.sequences
+        in_slots = 0
+        for slot in self._slots:
+            if slot.added == added and (same := common_prefix(slot.cached, wanted)):
+                in_slots = max(in_slots, min(sequences.reach(slot.id, same), same))
+        if not self._changing.acquire(timeout=_PATIENCE):
+            return None
+        try:
+            match = self.store.find(wanted, added)
+            on_disk = [node for node in match.path if node.rows is None]
+            n_disk = sum(max(min(node.end, match.n) - max(node.start, in_slots), 0) for node in on_disk)
+        finally:
+            self._changing.release()
+        return Reused(in_slots, max(match.n - in_slots, 0) - n_disk, n_disk)
 
     def explain(self, text_of: TextOf) -> Iterator[str]:
         """Yield lines about what slots and the store hold."""
@@ -92,6 +117,10 @@ class Reuse:
         """Write conversations that were idle for a while; return the seconds until there may be more, None: never."""
         if self.store.disk is None:
             return None
+        with self._changing:
+            return self._write_quiet()
+
+    def _write_quiet(self) -> float | None:
         self.store.save()
         if not self._due:
             return None
@@ -109,9 +138,10 @@ class Reuse:
         """Write the content of all slots, and wait for it."""
         if self.store.disk is None:
             return
-        for slot in self._slots:
-            slot.n_past = self._session.truncate(slot.id, slot.n_past)
-            if slot.n_past >= _ON_DISK:
-                self.store.keep(slot.id, slot.cached, slot.added)
-        self.store.save(wait=True)
-        self.store.disk.close()
+        with self._changing:
+            for slot in self._slots:
+                slot.n_past = self._session.truncate(slot.id, slot.n_past)
+                if slot.n_past >= _ON_DISK:
+                    self.store.keep(slot.id, slot.cached, slot.added)
+            self.store.save(wait=True)
+            self.store.disk.close()

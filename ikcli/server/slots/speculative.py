@@ -2,20 +2,27 @@
 
 A drafted token is kept only if the sampler also chooses it from the model's own logits, so the text is the same with
 and without drafts. A micro-batch is kept so small that its results are batch-invariant (`Session.n_exact` rows). How
-many tokens a step drafts is what options and requests allow; with `--spec-autotune`, `drafting.policy` decides it.
+many tokens a step drafts is what options and requests allow; with `--spec-autotune`, `drafting.policy` decides.
+
+A step that drafts nothing must cost next to nothing, since a small model's step takes half a millisecond: most steps
+ask one attribute (`rest`), others only whether the index of a text has a guess.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
 
-from ikcli.drafting.drafters import Drafter, Wanted, open_drafter, stages
-from ikcli.drafting.policy import Decision, Option, Policy
+from ikcli.drafting.drafters import Drafter, TextDrafter, Wanted, open_drafter, stages
+from ikcli.drafting.policy import NO_DRAFT, RESTS, SHARE, Decision, Option, Policy
+from ikcli.engine.run.mtp import Heads
 from ikcli.engine.run.session import Session
+from ikcli.server.slots.generation import Generation
 from ikcli.server.slots.log import Logger
 from ikcli.server.slots.slot import Slot
 from ikcli.settings.records import SpecStage
@@ -23,10 +30,24 @@ from ikcli.settings.server import ServerConfig
 
 T = TypeVar("T", int, float)
 _NO_TOKENS = np.zeros(0, np.int32)
+FIXED = "as long as allowed"
+_AWAKE = 3  # last steps of a rest, in which heads keep states for the next draft
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A draft: its kind, and how many tokens were asked for and found."""
+
+    kind: str
+    n_asked: int
+    n_found: int
 
 
 class Speculator:
-    """Drafts tokens for the slots of one engine."""
+    """Drafts tokens for the slots of one engine.
+
+    `rest`: steps that need no call of `propose`; below zero, none does. `measures`: `checked` is to be called.
+    """
 
     def __init__(self, session: Session, log: Logger) -> None:
         self._stages = stages(session)
@@ -34,8 +55,21 @@ class Speculator:
         self._n_exact = session.n_exact
         self._log = log
         self._drafters: list[Drafter] = [open_drafter(s, session) for s in self._stages]
-        self._policy = Policy(self._n_exact) if self._config.spec_autotune else None
-        self._kinds: dict[int, str] = {}  # slot -> kind of its draft
+        self._policy = _policy_of(session) if self._stages and self._config.spec_autotune else None
+        self._texts = [d for d in self._drafters if isinstance(d, TextDrafter)]
+        self._looks: dict[int, list[Callable[[Sequence[int]], bool]]] = {}  # slot -> `may` of every index of its text
+        self.rest = 0 if self._stages else -1
+        self.measures = False
+        self._models_rest = 0 if len(self._texts) < len(self._drafters) else -1  # steps that ask no model, as `rest`
+        self._heads = session.heads
+        self._waking = 0  # steps of a rest that are left when heads wake up
+        self._passed = self._quiet = 0  # steps that the policy does not know of: at rest, and those that found nothing
+        self._measured_after = 1  # of the latter
+        self._explains = self._config.spec_explain
+        self._made: dict[int, _Made] = {}  # slot -> its latest draft
+        self._seen: dict[tuple[int, int], Generation] = {}  # stage, slot -> the text that its model has computed
+        self._decisions: Counter[str] = Counter()
+        self._before: dict[int, Counter[str]] = {}  # slot -> decisions before its text began
         if self._stages:
             log("INFO", "init", "speculative decoding", {"types": ",".join(s.type for s in self._stages)})
 
@@ -43,15 +77,103 @@ class Speculator:
         return bool(self._stages)
 
     # --- drafts -----------------------------------------------------------------------------------------------------
-    def propose(self, slots: Sequence[Slot]) -> None:
-        """Set the drafts of generating slots: at most `n_exact` rows together with the tokens they continue."""
-        self._kinds = {}
-        for slot in slots:
-            slot.draft = ()
-        if self._policy is None:
+    def propose(self, slots: Sequence[Slot]) -> Sequence[Slot]:
+        """Set the drafts of generating slots, at most `n_exact` rows with the tokens they continue; return who has one.
+
+        Slots have no drafts before, and lose them after the step.
+        """
+        policy = self._policy
+        if policy is None:
             self._propose_fixed(slots)
-        elif len(slots) < self._n_exact:
-            self._propose_chosen(slots, self._policy)
+            return [s for s in slots if s.draft]
+        if len(slots) >= self._n_exact:
+            return ()
+        if self._waking:
+            self._wake(self._waking)
+            return ()
+        start = 0.0
+        asks_models = not self._models_rest
+        if self._models_rest:
+            self._models_rest -= 1
+            due = self._quiet + 1 >= self._measured_after
+            if due:
+                start = time.perf_counter()
+            if not self._may_draft(slots):
+                self._quiet += 1
+                if due:
+                    self._report(policy, self._quiet - 1)
+                    self._rest(policy.looked(time.perf_counter() - start, len(slots), self._quiet))
+                    self._decisions[NO_DRAFT] += self._quiet
+                    self._quiet = 0
+                    self._measured_after = policy.measured_after(len(slots))
+                    self.measures = True
+                if self._explains:
+                    self._explain(Decision((), NO_DRAFT), ())
+                return ()
+        start = start or time.perf_counter()
+        self._report(policy, self._quiet)
+        self._decisions[NO_DRAFT] += self._quiet
+        self._quiet = 0
+        making, rest = self._propose_chosen(slots, policy, asks_models=asks_models)
+        rest_of_look = policy.looked(time.perf_counter() - start - making, len(slots))
+        self.measures = True
+        drafted = [s for s in slots if s.draft]
+        if not drafted:
+            self._rest(max(rest, rest_of_look))
+            if self.rest > 1 and self._heads is not None:
+                self._sleep(policy, slots, self._heads)
+        return drafted
+
+    def _sleep(self, policy: Policy, slots: Sequence[Slot], heads: Heads) -> None:
+        """Keep nothing for the heads during a rest, but in its last steps, if what they keep costs more than it may."""
+        plain = policy.rows.seconds[len(slots)]
+        if heads.n_steps and heads.seconds / heads.n_steps > SHARE * plain:
+            heads.asleep.update(s.id for s in slots)
+            self._waking = min(_AWAKE, self.rest - 1)
+            self.rest -= self._waking
+
+    def _wake(self, rest: int) -> None:
+        """Let the heads keep states again, and rest for a few steps more, this one included."""
+        assert self._heads is not None
+        self._heads.asleep.clear()
+        self.rest, self._waking = rest - 1, 0
+
+    def _may_draft(self, slots: Sequence[Slot]) -> bool:
+        """Return whether the index of a text has a guess."""
+        for slot in slots:
+            if (g := slot.generation) is not None:
+                for may in self._looks[slot.id]:
+                    if may(g.history):
+                        return True
+        return False
+
+    def _report(self, policy: Policy, n_quiet: int) -> None:
+        """Tell the policy of the steps without drafts since it was last told."""
+        if self._passed or n_quiet:
+            policy.passed(self._passed + n_quiet)
+            self._passed = 0
+
+    def _rest(self, n: int) -> None:
+        """Let the next n steps neither look for drafts nor be measured."""
+        self.rest = n
+        if n:
+            self._passed += n
+            self._decisions[RESTS] += n
+
+    def begins(self, slot: Slot) -> None:
+        """Note that the slot begins to generate; a rest ends with it."""
+        if self._stages:
+            left = self.rest + self._waking
+            if left:
+                self._passed -= left
+                self._decisions[RESTS] -= left
+                self.rest = self._waking = 0
+            if self._heads is not None:
+                self._heads.asleep.clear()
+            self._models_rest = min(self._models_rest, 0)
+            assert slot.generation is not None
+            self._looks[slot.id] = [d.guesser(slot.id, slot.generation).may for d in self._texts]
+            self._before[slot.id] = self._counts()
 
     def _propose_fixed(self, slots: Sequence[Slot]) -> None:
         """Draft as much as options and requests allow; every slot gets its share of the rows."""
@@ -67,30 +189,41 @@ class Speculator:
                     free -= wanted.n_max if drafter.costs else len(wanted.found)
                     found.append((slot, wanted))
             if drafter.costs and found:  # those of all slots are computed together
+                for slot, wanted in found:
+                    wanted.text = slot.text_tokens()
                 drafter.draft(drafter.prepare([w for _, w in found]))
             for slot, wanted in found:
                 self._use(slot, stage, wanted, wanted.n_max)
             without = [s for s in without if not s.draft]
-        drafts = [Option(s.id, self._kinds[s.id], len(s.draft)) for s in slots if s.draft]
-        self._note(Decision(tuple(o.n_most for o in drafts), "as long as allowed" if drafts else "no draft"), drafts)
+        drafts = [Option(s.id, self._made[s.id].kind, len(s.draft)) for s in slots if s.draft]
+        self._note(Decision(tuple(o.n_most for o in drafts), FIXED if drafts else NO_DRAFT), drafts)
 
-    def _propose_chosen(self, slots: Sequence[Slot], policy: Policy) -> None:
-        """Draft as much as pays. Drafts that cost nothing are made first, the others when their length is chosen."""
+    def _propose_chosen(self, slots: Sequence[Slot], policy: Policy, *, asks_models: bool) -> tuple[float, int]:
+        """Draft as much as pays; return the seconds that models took, which the policy knows, and steps to rest.
+
+        Drafts that cost nothing are made first, the others when their length is chosen.
+        """
         options: list[Option] = []
         found: list[tuple[Slot, int, Wanted]] = []
         for slot in slots:
             best: tuple[float, Option, int, Wanted] | None = None
             for i, (stage, drafter) in enumerate(zip(self._stages, self._drafters, strict=True)):
+                if drafter.costs and not asks_models:
+                    continue
                 wanted = self._wanted(slot, stage, drafter, self._n_exact - len(slots))
                 if wanted.n_max <= 0:
                     continue
                 if not drafter.costs:
                     drafter.draft([wanted])
                 n = wanted.n_max if drafter.costs else len(wanted.found)
-                if n < max(self._least(slot, stage, wanted.n_max), 1):
+                least = max(self._least(slot, stage, wanted.n_max), 1)
+                if n < least:
                     continue
-                option = Option(slot.id, stage.type, n, drafter.costs)
-                value = policy.value(option, len(slots)) if len(self._stages) > 1 else 1.0
+                option = Option(slot.id, stage.type, n, drafter.costs, least)
+                if len(self._stages) == 1:
+                    best = 0.0, option, i, wanted
+                    break
+                value = policy.value(option, len(slots))
                 if best is None or value > best[0]:
                     best = value, option, i, wanted
             if best is not None:
@@ -98,18 +231,41 @@ class Speculator:
                 found.append((slot, best[2], best[3]))
         decision = policy.decide(options, len(slots))
         self._note(decision, options)
-        for i, drafter in enumerate(self._drafters):
+        rest, making = decision.rest, 0.0
+        if rest and self._texts and all(o.costs for o in options):
+            self._models_rest, rest = rest, 0
+        if not any(decision.lengths):
+            return making, rest
+        for i, (stage, drafter) in enumerate(zip(self._stages, self._drafters, strict=True)):
             mine = [(s, w, n) for (s, at, w), n in zip(found, decision.lengths, strict=True) if at == i and n]
             if drafter.costs and mine:
-                for _, wanted, n in mine:
-                    wanted.n_max = n
-                ready = drafter.prepare([w for _, w, _ in mine])
-                start = time.perf_counter()
-                drafter.draft(ready)
-                if ready:
-                    policy.drafted(self._stages[i].type, max(w.n_max for w in ready), time.perf_counter() - start)
+                making += self._make(i, mine, policy, len(slots))
             for slot, wanted, n in mine:
-                self._use(slot, self._stages[i], wanted, n)
+                self._use(slot, stage, wanted, n)
+        return making, rest
+
+    def _make(self, i: int, mine: Sequence[tuple[Slot, Wanted, int]], policy: Policy, n_texts: int) -> float:
+        """Let a model draft for these slots; return the seconds that are not to be counted once more."""
+        drafter, start = self._drafters[i], time.perf_counter()
+        for slot, wanted, n in mine:
+            wanted.n_max, wanted.text = n, slot.text_tokens()
+        ready = drafter.prepare([w for _, w, _ in mine])
+        prepared = time.perf_counter()
+        drafter.draft(ready)
+        end = time.perf_counter()
+        if ready:
+            policy.drafted(self._stages[i].type, max(min(len(w.found) + 1, w.n_max) for w in ready), end - prepared,
+                           n_texts)  # fmt: skip
+        known = True  # a prompt that the model computes is the price of having it, not of this draft
+        for slot, _, _ in mine:
+            assert slot.generation is not None
+            known = known and self._seen.get((i, slot.id)) is slot.generation
+        for wanted in ready:
+            assert isinstance(wanted.owner, Generation)
+            self._seen[i, wanted.seq] = wanted.owner
+            if not wanted.found:
+                policy.judged(wanted.seq, self._stages[i].type, wanted.n_max, 0, 0)
+        return end - (prepared if known else start)
 
     def _wanted(self, slot: Slot, stage: SpecStage, drafter: Drafter, most: int) -> Wanted:
         g = slot.generation
@@ -122,8 +278,7 @@ class Speculator:
         if g.request.pictures and not drafter.sees_pictures:
             n_max = 0
         p_min = _first(asked.p_min, stage.p_min, self._config.draft_p_min)
-        text = slot.text_tokens() if drafter.costs and n_max > 0 else _NO_TOKENS  # a copy, which models alone need
-        return Wanted(slot.id, g, g.history, text, n_max, p_min)
+        return Wanted(slot.id, g, g.history, _NO_TOKENS, n_max, p_min)  # models alone need the text, a copy
 
     def _least(self, slot: Slot, stage: SpecStage, n_max: int) -> int:
         assert slot.generation is not None
@@ -135,47 +290,93 @@ class Speculator:
         if len(found) < max(self._least(slot, stage, wanted.n_max), 1):
             return False
         slot.draft = found
-        self._kinds[slot.id] = stage.type
+        self._made[slot.id] = _Made(stage.type, n, len(found))
         return True
 
     def _note(self, decision: Decision, options: Sequence[Option]) -> None:
-        if self._config.spec_explain:
-            drafts = ", ".join(f"slot {o.text}: {n} of {o.n_most} {o.kind}"
-                               for o, n in zip(options, decision.lengths, strict=True))  # fmt: skip
-            rates = f"; {decision.expected:.2f} tokens/s expected with drafts, {decision.plain:.2f} without"
-            text = f"drafts: {drafts or 'none'}; {decision.reason}{rates if decision.plain else ''}"
-            self._log("INFO", "speculation", text, {
-                "lengths": list(decision.lengths), "reason": decision.reason,
-                "expected": round(decision.expected, 3), "plain": round(decision.plain, 3),
-            })  # fmt: skip
+        self._decisions[decision.reason] += 1
+        if self._explains:
+            self._explain(decision, options)
+
+    def _explain(self, decision: Decision, options: Sequence[Option]) -> None:
+        drafts = ", ".join(f"slot {o.text}: {n} of {o.n_most} {o.kind}"
+                           for o, n in zip(options, decision.lengths, strict=True))  # fmt: skip
+        rates = f"; {decision.expected:.2f} tokens/s expected with drafts, {decision.plain:.2f} without"
+        stands = f"; stands for {decision.rest} further steps" if decision.rest else ""
+        text = f"drafts: {drafts or 'none'}; {decision.reason}{rates if decision.plain else ''}{stands}"
+        self._log("INFO", "speculation", text, {
+            "lengths": list(decision.lengths), "reason": decision.reason, "expected": round(decision.expected, 3),
+            "plain": round(decision.plain, 3), "rest": decision.rest,
+        })  # fmt: skip
 
     # --- what became of them ----------------------------------------------------------------------------------------
     def checked(self, slots: int, rows: int, seconds: float, n_tokens: int) -> None:
         """Note a step of so many slots and rows, and the tokens that it gave."""
+        self.measures = False
         if self._policy is not None:
             self._policy.checked(rows, seconds, slots, n_tokens)
 
-    def judged(self, slot: Slot, n_drafted: int, n_right: int) -> None:
+    def judged(self, slot: Slot, n_right: int) -> None:
         """Note that the first `n_right` tokens of a slot's draft were right, and the next one was not."""
-        if self._policy is not None and slot.id in self._kinds:
-            self._policy.judged(slot.id, self._kinds[slot.id], n_drafted, n_right)
+        if self._policy is not None and (made := self._made.get(slot.id)) is not None:
+            self._policy.judged(slot.id, made.kind, made.n_asked, made.n_found, n_right)
 
     def repaired(self, seconds: float, n_tokens: int = 0) -> None:
         """Note the seconds that it took to compute again what a wrong draft had overwritten, and `n_tokens` more."""
         if self._policy is not None:
-            self._policy.repaired(max(seconds - n_tokens * self._policy.rows(1), 0.0))
+            self._policy.repaired(max(seconds - n_tokens * self._policy.rows.seconds[1], 0.0), 1)
 
     def finished(self, slot: Slot) -> None:
         """Learn from a finished generation (`-lcd`)."""
+        g = slot.generation
+        for texts in self._texts:
+            if g is not None:  # steps at rest did not show it what they added
+                texts.guesser(slot.id, g).may(g.history)
         for drafter in self._drafters:
             drafter.finished(slot.id, slot.generation)
         if self._policy is not None:
-            self._policy.acceptance.forget(slot.id)
+            if self._heads is not None:
+                self._heads.asleep.discard(slot.id)
+            self._policy.forget(slot.id)
+            for i in range(len(self._stages)):
+                self._seen.pop((i, slot.id), None)
+
+    @property
+    def decisions(self) -> Mapping[str, int]:
+        """Return the number of steps by what was decided, and why."""
+        return self._counts()
+
+    def _counts(self) -> Counter[str]:
+        counts = Counter(dict(self._decisions))  # a copy in one piece: other threads ask, too
+        counts[NO_DRAFT] += self._quiet
+        if self.rest + self._waking > 0:
+            counts[RESTS] -= self.rest + self._waking  # they are still to come
+        return +counts
+
+    def summary(self, slot: Slot) -> dict[str, object]:
+        """Return the fields of the log that tell of a finished generation's drafts.
+
+        Decisions are those of all steps since it began, in which other slots may have been.
+        """
+        g = slot.generation
+        assert g is not None
+        n_steps = g.output.n_total - g.n_accepted  # the prompt's among them
+        return {
+            "n_drafts": g.n_drafts, "n_drafted": g.n_drafted, "n_accepted": g.n_accepted,
+            "n_per_step": round(g.output.n_total / n_steps, 3) if n_steps else 0.0,
+            "decisions": dict(self._counts() - self._before.get(slot.id, Counter())),
+        }  # fmt: skip
 
     def close(self) -> None:
         """Write what was learned, and release the draft model."""
         for drafter in self._drafters:
             drafter.close()
+
+
+def _policy_of(session: Session) -> Policy:
+    hp = session.model.hp
+    experts = (hp.n_expert, hp.n_expert_used) if hp.n_expert > hp.n_expert_used > 0 else None
+    return Policy(session.n_exact, experts=experts, repairs=not session.sequences.kind.is_free)
 
 
 def _first(*values: T | None) -> T:

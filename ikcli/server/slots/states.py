@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ikcli.engine.plan.placement import CPU
+from ikcli.engine.run.residency import ExpertPlace
 from ikcli.engine.run.session import Session
 from ikcli.gguf.constants import file_type_label
 from ikcli.server.prefix.reused import Reused
@@ -98,6 +99,7 @@ class EngineMetrics:
     draft_tokens_accepted_total: int = 0
     drafts_total: int = 0
     accepted_by_position: Mapping[int, int] = field(default_factory=dict)  # by their place in the draft
+    draft_decisions: Mapping[str, int] = field(default_factory=dict)  # steps by what was decided, and why
     prompt_tokens_seconds: float = 0.0
     predicted_tokens_seconds: float = 0.0
     requests_processing: int = 0
@@ -111,6 +113,8 @@ class EngineMetrics:
     prompt_tokens_slot_total: int = 0
     prompt_tokens_ram_total: int = 0
     prompt_tokens_disk_total: int = 0
+    expert_places: Sequence[ExpertPlace] = ()
+    expert_uses: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # by cache: uses, hits
 
     @property
     def n_busy_slots_per_decode(self) -> float:
@@ -173,7 +177,7 @@ def per_second(count: tuple[int, float]) -> float:
     return count[0] / count[1] if count[1] > 0 else 0.0
 
 
-_VOCAB_TYPES = {"none": 0, "spm": 1, "bpe": 2, "wpm": 3}
+_VOCAB_TYPES = {"none": 0, "spm": 1, "bpe": 2, "wpm": 3, "ugm": 4}
 
 
 def model_info(session: Session, n_ctx_slot: int, pooling: str = "") -> ModelInfo:

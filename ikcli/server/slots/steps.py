@@ -34,6 +34,7 @@ from ikcli.server.slots.states import Counters, ModelInfo, model_info
 
 FloatRows = npt.NDArray[np.float32]
 Arguments = TypeVarTuple("Arguments")
+_STEPS_WITHOUT = 1000  # drafts, after one failed
 
 
 class Steps:
@@ -80,10 +81,12 @@ class Steps:
         ready = [s for s in slots if s not in full] if full else slots
         if not ready:
             return
+        speculator = self._speculator
         drafted: Sequence[Slot] = ()
-        if self._speculator:
-            self._speculator.propose(ready)
-            drafted = [s for s in ready if s.draft]
+        if speculator.rest:
+            speculator.rest -= 1
+        else:
+            drafted = self._propose(ready)
         self.session.apply(ready[0].added)
         start = time.perf_counter()
         try:
@@ -106,16 +109,32 @@ class Steps:
         seconds = time.perf_counter() - start
         n_rows = len(logits)
         generations = [s.generation for s in drafted if s.generation]
-        before = sum(g.n_accepted for g in generations)
+        before = sum(g.n_accepted for g in generations) if generations else 0
         sums = np.add.reduce(logits, axis=1).tolist()
         at = 0
         for s in ready:
             n = 1 + len(s.draft)
             self._guarded(s, self._advance, s, logits, sums, at)
             at += n
-        if self._speculator:
+        for s in drafted:
+            s.draft = ()
+        if speculator.measures:
             n_right = sum(g.n_accepted for g in generations) - before
-            self._speculator.checked(len(ready), n_rows, seconds, len(ready) + n_right)
+            speculator.checked(len(ready), n_rows, seconds, len(ready) + n_right)
+
+    def _propose(self, slots: Sequence[Slot]) -> Sequence[Slot]:
+        """Draft for slots; return those that have a draft. Where drafting fails, answers go on without."""
+        try:
+            return self._speculator.propose(slots)
+        except StageLostError:
+            raise
+        except Exception as e:
+            self._log("ERR", "speculation", f"drafting failed; {_STEPS_WITHOUT} steps go on without: {e}",
+                      {"error": type(e).__name__})  # fmt: skip
+            self._speculator.rest = _STEPS_WITHOUT
+            for slot in slots:
+                slot.draft = ()
+            return ()
 
     def _compute_alone(self, slots: Sequence[Slot], error: Exception) -> None:
         """Compute every slot alone after a failure, so that only the one at fault fails."""
@@ -161,7 +180,7 @@ class Steps:
             g.accepted_by_position[i] += 1
             slot.push(slot.last)
         if draft:
-            self._speculator.judged(slot, len(draft), n_right)
+            self._speculator.judged(slot, n_right)
             start = time.perf_counter()
             slot.repairs = not self._roll_back(slot)
             if n_right < len(draft) and not slot.repairs:
@@ -257,6 +276,8 @@ class Steps:
                 self._finish(slot, g)
                 return
         slot.state = GENERATION
+        if slot.in_prompt:
+            self._speculator.begins(slot)
         self._take(slot, g, logits)
 
     def _finish(self, slot: Slot, g: Generation) -> None:
@@ -264,6 +285,7 @@ class Steps:
         self.counters.predicted(g.output.n_total, g.predicted_seconds)
         self.counters.speculation(g.n_drafts, g.n_drafted, g.accepted_by_position)
         ids, timings = ids_of(slot), g.timings(slot.n_past)
+        drafts = self._speculator.summary(slot) if self._speculator else {}
         self._send(slot.task, g.final(slot.n_past))
         slot.n_past = self.session.truncate(slot.id, slot.n_past)
         self._speculator.finished(slot)
@@ -271,7 +293,7 @@ class Steps:
         self._reuse.finished(slot)
         if all(s.state == IDLE for s in self.slots):
             self._deliver()  # nothing is going to be computed; the log can wait
-        log_timings(self._log, ids, timings, truncated=g.truncated)
+        log_timings(self._log, ids, timings, truncated=g.truncated, **drafts)
 
     def _count_prompt(self, n: int, seconds: float) -> None:
         self.counters.prompt(n, seconds)

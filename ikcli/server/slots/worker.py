@@ -6,8 +6,11 @@ import threading
 from collections import deque
 from dataclasses import replace
 
+import numpy as np
+
 from ikcli.engine.pipeline.driver import StageLostError
 from ikcli.engine.run.control_vectors import VectorUse
+from ikcli.engine.run.residency import places_now, uses_now
 from ikcli.engine.run.session import Session
 from ikcli.hostinfo import available_memory
 from ikcli.sampling.short import draw_function
@@ -19,7 +22,7 @@ from ikcli.server.slots.actions import Action
 from ikcli.server.slots.checkpoints import keeping, places
 from ikcli.server.slots.checks import refused
 from ikcli.server.slots.embeddings import Embeddings, EmbeddingTask
-from ikcli.server.slots.failures import engine_error
+from ikcli.server.slots.failures import engine_error, failure_of
 from ikcli.server.slots.generation import Generation, Setting
 from ikcli.server.slots.log import Logger, log_timings
 from ikcli.server.slots.messages import EmbeddingRequest, Failure, GenerationRequest
@@ -29,6 +32,8 @@ from ikcli.server.slots.slot import GENERATION, IDLE, PROMPT, Slot, Task, alike
 from ikcli.server.slots.states import EngineError, EngineMetrics, per_second
 from ikcli.server.slots.steps import Steps, ids_of
 from ikcli.server.slots.vectors import ServedVectors
+
+_SHUTTING_DOWN = Failure(503, "unavailable_error", "The server is shutting down")
 
 
 class Worker(Steps):
@@ -99,6 +104,10 @@ class Worker(Steps):
             return self._embeddings.check(request, self.model.n_ctx_slot, self.model.n_vocab)
         return refused(self.session, self.model, request)
 
+    def held(self, request: GenerationRequest) -> Reused | None:
+        """Return where tokens of a prompt could come from now; None if the cache is in use for too long."""
+        return self._reuse.held(np.array(request.prompt, np.int32), self.added.of_request(request.lora))
+
     def metrics(self, *, reset: bool) -> EngineMetrics:
         """Return counters and gauges."""
         c, session, store = self.counters, self.session, self._reuse.store
@@ -108,11 +117,13 @@ class Worker(Steps):
         rates = per_second(c.recent_prompt), per_second(c.recent_predicted)
         if reset:
             c.reset_recent()
+        experts = places_now(session.model, session.run_plan.placement.buffer_of, session.runner)
         return EngineMetrics(
             c.prompt_tokens, c.prompt_seconds, c.predicted_tokens, c.predicted_seconds, c.n_decode, c.n_busy_slots,
-            c.n_tokens_max, c.drafted, c.accepted, c.drafts, dict(c.accepted_by_position), *rates, busy, n_waiting,
+            c.n_tokens_max, c.drafted, c.accepted, c.drafts, dict(c.accepted_by_position),
+            self._speculator.decisions, *rates, busy, n_waiting,
             len(self.slots) - busy, n_cached, n_cached / session.n_ctx, store.n_bytes, len(store), c.t_start,
-            c.from_slots, c.from_ram, c.from_disk,
+            c.from_slots, c.from_ram, c.from_disk, experts, uses_now(session.runner),
         )  # fmt: skip
 
     # --- the loop ---------------------------------------------------------------------------------------------------
@@ -166,9 +177,12 @@ class Worker(Steps):
                 waiting.append(action)
         self._actions = waiting
 
-    def _close(self) -> None:
+    def abandon(self, error: Exception) -> None:
+        """Fail all open requests after `run` raised an error."""
+        self._close(failure_of(error))
+
+    def _close(self, failure: Failure = _SHUTTING_DOWN) -> None:
         """Fail all open requests."""
-        failure = Failure(503, "unavailable_error", "The server is shutting down")
         self._receive()
         for slot in self.slots:
             if slot.task is not None:

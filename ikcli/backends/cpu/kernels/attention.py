@@ -223,7 +223,7 @@ def make_find_top(more):
     Scores of n positions become capped or weakened, and the lowest where a row does not see them.
     """
     is_masked, where_seen, capped = make_is_masked(more), make_where_seen(more), make_capped(more)
-    is_changed, weakened = "c" in more or "d" in more, make_weakened(more)
+    is_changed, weakened = "c" in more or "d" in more or "t" in more, make_weakened(more)
 
     @inline
     def find_top(params, s, stride, n, tile, stats):
@@ -232,14 +232,14 @@ def make_find_top(more):
         if is_masked(n, tile, stats):
             limit, first = limits(tile, stats)
             for t in range(n):
-                x = weakened(capped(load_f32x16(s + t * stride), cap), t, tile, stats)
+                x = weakened(params, capped(load_f32x16(s + t * stride), cap), t, tile, stats)
                 x = where_seen(splat_i32x16(t), limit, first, x, splat_f32x16(LOWEST))
                 store_f32x16(s + t * stride, x)
                 top = vmax_fast(x, top)
             return top
         if is_changed:
             for t in range(n):
-                x = weakened(capped(load_f32x16(s + t * stride), cap), t, tile, stats)
+                x = weakened(params, capped(load_f32x16(s + t * stride), cap), t, tile, stats)
                 store_f32x16(s + t * stride, x)
                 top = vmax_fast(x, top)
             return top

@@ -230,7 +230,7 @@ def make_soft_max_tile(more):
     Scores of the n positions from `tile` on become e**(score - max), 0 where the row does not see them; its statistics
     are updated. NaN makes the sum NaN.
     """
-    capped, has_windows, is_changed = make_capped(more), "w" in more, "c" in more or "d" in more
+    capped, has_windows, is_changed = make_capped(more), "w" in more, "c" in more or "d" in more or "t" in more
     weakened = make_weakened_row(more)
 
     @inline
@@ -240,7 +240,7 @@ def make_soft_max_tile(more):
         seen, hidden = max(0, min(n, ld_i32(stats + LIMIT) - tile)), ld_i32(stats + FIRST) - tile
         top = old
         for i in range(0, seen, 16):
-            x = weakened(capped(load_f32x16(s + 4 * i), cap), i, tile, stats)
+            x = weakened(params, capped(load_f32x16(s + 4 * i), cap), i, tile, stats)
             if is_changed:
                 store_f32x16(s + 4 * i, x)
             # Scores of the last vector behind `seen` are whatever lay there.

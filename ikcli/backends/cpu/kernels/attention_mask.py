@@ -6,7 +6,7 @@ maximum so far, and the sum is 1, while the output is that of no positions.
 
 import numpy as np
 
-from ikcli.backends.cpu.kernels.attention_tasks import FIRST, LIMIT, LOWEST, PLACE, SLOPE, L, M, make_first_seen
+from ikcli.backends.cpu.kernels.attention_tasks import FIRST, HEAD, LIMIT, LOWEST, PLACE, SLOPE, L, M, make_first_seen
 from ikcli.backends.cpu.kernels.media import SEEN, SEEN_END, place
 from ikcli.backends.cpu.params_attention import STAT_BYTES
 from ikcli.native.jit import inline
@@ -25,6 +25,7 @@ from ikcli.native.simd.vec import (
     st_i32,
     store_f32x16,
     vabs,
+    vadd,
     vmul,
     vsub,
     zero_f32x16,
@@ -41,6 +42,7 @@ def make_start_rows(more):
     """
     has_windows, has_sinks, first_seen = "w" in more, "s" in more, make_first_seen(more)
     sees_all, has_distance, has_ranges = "b" in more or "i" in more, "d" in more, "r" in more
+    has_table = "t" in more
 
     @inline
     def start_rows(params, token, unit, rows, position, end, stats, out, out_bytes, is_first):
@@ -51,6 +53,8 @@ def make_start_rows(more):
             st_i32(stats + LIMIT + 4 * i, end if sees_all else here + 1)
             if has_windows:
                 st_i32(stats + FIRST + 4 * i, first_seen(params, here))
+                if sees_all:
+                    st_i32(stats + LIMIT + 4 * i, min(end, here + params.window))
             if has_ranges:
                 own = place(params, token + min(i, rows - 1) // heads)
                 st_i32(stats + LIMIT + 4 * i, max(here + 1, ld_i32(own + SEEN_END)))
@@ -60,6 +64,9 @@ def make_start_rows(more):
                 slope = params.slopes + 4 * (params.first_head + unit * heads + min(i, rows - 1) % heads)
                 st_i32(stats + PLACE + 4 * i, here)
                 st_f32(stats + SLOPE + 4 * i, ld_f32(slope))
+            if has_table:  # heads have keys of their own, so that all rows are of one head
+                st_i32(stats + PLACE + 4 * i, here)
+                st_i32(stats + HEAD + 4 * i, params.first_head + unit * heads)
         # A finite lowest number: the difference of two infinite maxima would be NaN.
         for i in range(0, STAT_BYTES, 64):
             store_f32x16(stats + M + i, splat_f32x16(LOWEST))
@@ -101,17 +108,33 @@ def make_capped(more):
 
 
 @inline
-def _not_weakened(x, at, tile, stats):
+def _not_weakened(params, x, at, tile, stats):
     return x
 
 
+@inline
+def _biases(params, stats, which, distance):
+    """Return the biases of 16 ascending distances of a row's head; see `bias_tables` for `which`."""
+    most = params.most_distance
+    n = 2 * most + 33
+    at = min(max(distance, -most - 16), most) + most + 16
+    return load_f32x16(params.slopes + 4 * (n * (2 * ld_i32(stats + HEAD) + which) + at))
+
+
 def make_weakened(more):
-    """Return weakened(x, t, tile, stats): scores of a vector of rows at position t, less their distance."""
+    """Return weakened(params, x, t, tile, stats): scores of a vector of rows at position t, changed by distance."""
+    if "t" in more:
+
+        @inline
+        def biased(params, x, t, tile, stats):
+            return vadd(x, _biases(params, stats, 1, ld_i32(stats + PLACE) - (tile + t)))
+
+        return biased
     if "d" not in more:
         return _not_weakened
 
     @inline
-    def weakened(x, t, tile, stats):
+    def weakened(params, x, t, tile, stats):
         distance = vabs(cvt_i32x16_f32(vsub(load_i32x16(stats + PLACE), splat_i32x16(tile + t))))
         return vsub(x, vmul(load_f32x16(stats + SLOPE), distance))
 
@@ -119,12 +142,19 @@ def make_weakened(more):
 
 
 def make_weakened_row(more):
-    """Return weakened_row(x, i, tile, stats): the same for one row at the 16 positions from i of the tile on."""
+    """Return weakened_row(params, x, i, tile, stats): the same of one row at 16 positions from i of the tile on."""
+    if "t" in more:
+
+        @inline
+        def biased_row(params, x, i, tile, stats):
+            return vadd(x, _biases(params, stats, 0, tile + i - ld_i32(stats + PLACE)))
+
+        return biased_row
     if "d" not in more:
         return _not_weakened
 
     @inline
-    def weakened_row(x, i, tile, stats):
+    def weakened_row(params, x, i, tile, stats):
         first = splat_i32x16(ld_i32(stats + PLACE) - tile - i)
         distance = vabs(cvt_i32x16_f32(vsub(first, lane_index())))
         return vsub(x, vmul(splat_f32x16(ld_f32(stats + SLOPE)), distance))

@@ -1,7 +1,8 @@
 """Shared parts of the attention kernels: statistics of rows, and the division of work into tasks.
 
 Factories have an argument `more`: letters of the features that an op needs beyond causal attention. w: windows or
-chunks; s: sinks; c: a soft cap of scores; b: both directions; d: scores weakened by distance; i: chosen positions
+chunks; s: sinks; c: a soft cap of scores; b: both directions; d: scores weakened by distance; t: a table of what
+scores gain by distance; i: chosen positions
 (attention_sparse.py); r: ranges of positions that come with tokens, whose ends do not decrease. A kernel contains no
 code for letters that it lacks.
 """
@@ -30,6 +31,7 @@ from ikcli.native.simd.vec import ld_i32, ld_i64
 # Statistics: UNIT is that of integer weights, FIRST the first position seen.
 M, L, CORRECTION, LIMIT, UNIT, FIRST = (STAT_BYTES * i for i in range(6))
 SLOPE, PLACE = UNIT, FIRST  # with "d": slope and position of a row; there are neither integers nor windows then
+HEAD = UNIT  # with "t": the head of a row, beside its position
 
 LOWEST = np.float32(-3.0e38)
 
@@ -132,6 +134,14 @@ def make_end_seen(more):
             return position + n_tokens
 
         return behind_tokens
+
+    if "w" in more:
+
+        @inline
+        def end_of_window(params, segment, token, position, n_tokens):
+            return min(segment_word(segment, SEG_N_KV), position + n_tokens - 1 + params.window)
+
+        return end_of_window
 
     @inline
     def end_seen(params, segment, token, position, n_tokens):

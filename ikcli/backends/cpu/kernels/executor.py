@@ -16,7 +16,7 @@ from ikcli.backends.cpu.kernels.common import WORK, n_rows
 from ikcli.backends.cpu.kernels.records import at
 from ikcli.backends.cpu.params import Params
 from ikcli.native.jit import inline
-from ikcli.native.simd.control import atomic_add, atomic_cas, atomic_load, atomic_store, call_kernel, libc_call0, pause
+from ikcli.native.simd.control import atomic_add, atomic_cas, atomic_load, atomic_store, call_kernel, pause, yield_cpu
 
 CLAIMED, DONE, EPOCH, PROGRAM, N_OPS, N_THREADS, BASE, STATUS, STOP = 0, 64, 128, 136, 144, 152, 160, 192, 256
 ENTRY = 32  # bytes of an entry of a program
@@ -33,7 +33,7 @@ def relax(spins):
     if spins < _SPINS:
         pause()
     else:
-        libc_call0("sched_yield")
+        yield_cpu()
     return spins + 1
 
 

@@ -134,9 +134,22 @@ def relu_sqr(x):
     return relu(x) * relu(x)
 
 
+@inline
+def velu_rest(x):
+    y = vmin(x, splat_f32x16(_F0))
+    return vkept(x, vsub(vsub(vexp(vmax(y, splat_f32x16(-_FAR))), splat_f32x16(_F1)), y))
+
+
+@inline
+def elu_rest(x):
+    y = min(x, _F0)
+    return kept(x, _F(math.exp(max(y, -_FAR))) - _F1 - y)
+
+
 _UNARY = {
     "silu": (vsilu, silu), "gelu": (vgelu, gelu), "gelu_quick": (vgelu_quick, gelu_quick), "relu": (vrelu, relu),
     "relu_sqr": (vrelu_sqr, relu_sqr), "gelu_erf": (vgelu_erf, gelu_erf),
+    "elu_rest": (velu_rest, elu_rest),
 }  # fmt: skip
 
 

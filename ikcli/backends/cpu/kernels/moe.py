@@ -15,6 +15,7 @@ from ikcli.backends.cpu.kernels.records import kernel
 from ikcli.backends.cpu.params_products import (
     AddIdParams,
     MoeSumParams,
+    ResidentParams,
     RouteParams,
     ScaleIdParams,
     SortParams,
@@ -127,6 +128,33 @@ def make_route():
             )  # fmt: skip
 
     return route
+
+
+def make_resident(hits):
+    """Return a kernel that keeps the experts in slots (`hits`), with slots for ids, or the others; it counts all."""
+
+    @kernel(ResidentParams)
+    def resident(params, ith, nth):
+        if ith != 0:
+            return
+        route, table, uses, out, n_used = params.route, params.table, params.uses, params.out, params.n_used
+        for row in range(n_rows(params)):
+            at = 8 * row * n_used
+            for slot in range(n_used):
+                st_f32(out + at + 4 * slot, ld_f32(route + at + 4 * slot))
+                e = ld_i32(route + at + 4 * (n_used + slot))
+                kept = np.int32(-1)
+                if e >= 0:
+                    place = ld_i32(table + 4 * e)
+                    if hits:
+                        kept = place
+                    elif place < 0:
+                        kept = e
+                    if uses != 0:
+                        st_i32(uses + 4 * e, ld_i32(uses + 4 * e) + np.int32(1))
+                st_i32(out + at + 4 * (n_used + slot), kept)
+
+    return resident
 
 
 def make_sort():

@@ -1,6 +1,6 @@
 // Attention for head sizes without a kernel of their own, and for transposed V caches: f32 throughout, one warp per
 // (token, head). Keys and values are compact f32 rows (kv_rows_f32, or nodes). Written to be right, not fast.
-#include "attn_tiles.cuh"
+#include "attn_seen.cuh"
 
 // One of the two parts of a query or key.
 DI float part_dot(const float* q, const float* k, int width) {
@@ -13,7 +13,7 @@ extern "C" __global__ void __launch_bounds__(128, 4)
 attn_any(const i64* st, const float* q0, i64 q0_row, int q0_head, int q0_width, const float* q1, i64 q1_row, int q1_head,
          int q1_width, const float* k0, i64 k0_row, int k0_head, int k0_width, const float* k1, i64 k1_row, int k1_head,
          int k1_width, const float* v, i64 v_row, int v_head, int dv, float* out, int n_head, int n_head_kv, float scale,
-         int window, int chunk, const float* sinks, float softcap) {
+         int window, int chunk, const float* sinks, float softcap, int seen) {
   SMEM_DECL
   const int lane = threadIdx.x & 31, w = threadIdx.x >> 5, dk = q0_width + q1_width;
   const i64 i = (i64)blockIdx.x * 4 + w;
@@ -22,7 +22,9 @@ attn_any(const i64* st, const float* q0, i64 q0_row, int q0_head, int q0_width, 
   const int head = i % n_head, kv_head = head / (n_head / n_head_kv);
   const i64* segment = step_segments(st);
   while (token >= segment[SEG_START] + segment[SEG_TOKENS]) segment += SEG_WORDS;
-  const int n_kv = (int)(segment[SEG_POS] + (token - segment[SEG_START])) + 1, first = first_seen({window, chunk}, n_kv - 1);
+  const int at = (int)(segment[SEG_POS] + (token - segment[SEG_START]));
+  const Reach reach = reach_of(st, segment, {window, chunk}, seen, token, at);
+  const int first = reach.from, n_kv = reach.last + 1;
   const Cap cap = cap_of(softcap * LOG2E);
   const i64 row0 = segment[SEG_KV_START];
 

@@ -10,17 +10,19 @@
 // blocks of four warps share an SM, so that one's soft-max runs beside the other's products.
 #pragma once
 #include "attn_heads.cuh"
+#include "attn_seen.cuh"
 
 template <int ROWS, int DK, int DV, int BN> struct PrefillLayout {
   static constexpr int at_k = ROWS * tile_row<DK>(), k_tile = BN * tile_row<DK>(), stage = k_tile + BN * tile_row<DV>();
 };  // elements
 
-template <int WARPS, int M, int D0, int D1, int DV, int BN, bool BF>
+// SEEN: queries see what the bits of `seen` say, not only positions before them.
+template <int WARPS, int M, int D0, int D1, int DV, int BN, bool BF, bool SEEN>
 DI void prefill_body(const i64* st, const float* q0, i64 q0_row, int q0_head, const float* q1, i64 q1_row, int q1_head,
                      const u8* k0, i64 k0_row, int k0_head, int k0_place, const u8* k1, i64 k1_row, int k1_head,
                      int k1_place, const u8* v, i64 v_row, int v_head, int v_place, float* out, float* parts,
                      float* stats, int n_head, int n_head_kv, const Split& split, float scale, const View& view,
-                     const float* sinks, float softcap) {
+                     const float* sinks, float softcap, int seen) {
   constexpr int DK = D0 + D1, ROWS = 16 * M * WARPS, NT = 32 * WARPS;
   using L = PrefillLayout<ROWS, DK, DV, BN>;
   SMEM_DECL
@@ -29,6 +31,10 @@ DI void prefill_body(const i64* st, const float* q0, i64 q0_row, int q0_head, co
   Tile t;
   // The last tiles of a segment see most positions, so they start first, for all heads.
   if (!find_tile(st, gridDim.y - 1 - blockIdx.y, ROWS, group, view, split, t)) return;
+  if constexpr (SEEN) {
+    const Limits all = limits_of(st, t, view, seen, t.row0, ROWS, group);
+    t.kv_first = all.oldest, t.kv_end = all.farthest + 1;
+  }
   const Range range = part_range(t, view, split, part, group);
   const int start = range.start, lo = range.lo, hi = range.hi;
   const int n_rows = min(ROWS, t.n_rows - t.row0);
@@ -67,9 +73,13 @@ DI void prefill_body(const i64* st, const float* q0, i64 q0_row, int q0_head, co
 
   const int wr = w * 16 * M, first = t.row0 + wr;  // of the warp's rows inside the tile, of the segment
   // Positions oldest .. farthest are visible to a row of the warp, newest .. nearest to all of them.
-  const int nearest = row_pos(t, first, group);
-  const int farthest = first < t.n_rows ? row_pos(t, min(first + 16 * M - 1, t.n_rows - 1), group) : -1;
-  const int oldest = first_seen(view, nearest), newest = first_seen(view, farthest);
+  int nearest = row_pos(t, first, group);
+  int farthest = first < t.n_rows ? row_pos(t, min(first + 16 * M - 1, t.n_rows - 1), group) : -1;
+  int oldest = first_seen(view, nearest), newest = first_seen(view, farthest);
+  if constexpr (SEEN) {
+    const Limits mine = limits_of(st, t, view, seen, first, 16 * M, group);
+    oldest = mine.oldest, newest = mine.newest, nearest = mine.nearest, farthest = mine.farthest;
+  }
   const Cap cap = cap_of(softcap * LOG2E);
   SoftMax m[M];
   float o[M][DV / 8][4];
@@ -88,7 +98,11 @@ DI void prefill_body(const i64* st, const float* q0, i64 q0_row, int q0_head, co
     const bool masked = pos + BN - 1 > nearest || pos < newest;
 #pragma unroll
     for (int x = 0; x < M; x++) {
-      auto sight = [&](int r) { return row_sight(t, view, first + x * 16 + lane / 4 + 8 * r, group); };
+      auto sight = [&](int r) {
+        const int row = first + x * 16 + lane / 4 + 8 * r;
+        if constexpr (SEEN) return row_sight(st, t, view, seen, row, group);
+        else return row_sight(t, view, row, group);
+      };
       soft_max_step<BF>(s[x], m[x], o[x], p[x], masked, pos, sight, cap);
     }
     add_values<BF, DV>(o, p, values);
@@ -137,15 +151,22 @@ DI void prefill_body(const i64* st, const float* q0, i64 q0_row, int q0_head, co
     }
   }
 }
-// M * 16 rows per warp.
+// M * 16 rows per warp. ATTN_PREFILL_SEEN: with the bits `seen` behind the other parameters.
+#define ATTN_PREFILL_ARGS                                                                                              \
+  const i64* st, const float* q0, i64 q0_row, int q0_head, const float* q1, i64 q1_row, int q1_head, const u8* k0,     \
+      i64 k0_row, int k0_head, int k0_place, const u8* k1, i64 k1_row, int k1_head, int k1_place, const u8* v,         \
+      i64 v_row, int v_head, int v_place, float* out, float* parts, float* stats, int n_head, int n_head_kv,           \
+      int n_split, int fixed, float scale, int window, int chunk, const float* sinks, float softcap
+#define ATTN_PREFILL_BODY(WARPS, M, D0, D1, DV, BN, BF, WITH, SEEN)                                                    \
+  prefill_body<WARPS, M, D0, D1, DV, BN, BF, WITH>(                                                                    \
+      st, q0, q0_row, q0_head, q1, q1_row, q1_head, k0, k0_row, k0_head, k0_place, k1, k1_row, k1_head, k1_place, v,   \
+      v_row, v_head, v_place, out, parts, stats, n_head, n_head_kv, {n_split, fixed, BN}, scale, {window, chunk},      \
+      sinks, softcap, SEEN)
 #define ATTN_PREFILL(NAME, WARPS, M, D0, D1, DV, BN, BF)                                                               \
-  extern "C" __global__ void __launch_bounds__(32 * WARPS, 8 / WARPS)                                                   \
-  NAME(const i64* st, const float* q0, i64 q0_row, int q0_head, const float* q1, i64 q1_row, int q1_head,              \
-       const u8* k0, i64 k0_row, int k0_head, int k0_place, const u8* k1, i64 k1_row, int k1_head, int k1_place,       \
-       const u8* v, i64 v_row, int v_head, int v_place, float* out, float* parts, float* stats, int n_head,            \
-       int n_head_kv, int n_split, int fixed, float scale, int window, int chunk, const float* sinks, float softcap) { \
-    prefill_body<WARPS, M, D0, D1, DV, BN, BF>(st, q0, q0_row, q0_head, q1, q1_row, q1_head, k0, k0_row, k0_head,         \
-                                            k0_place, k1, k1_row, k1_head, k1_place, v, v_row, v_head, v_place, out,   \
-                                            parts, stats, n_head, n_head_kv, {n_split, fixed, BN}, scale,              \
-                                            {window, chunk}, sinks, softcap);                                          \
+  extern "C" __global__ void __launch_bounds__(32 * WARPS, 8 / WARPS) NAME(ATTN_PREFILL_ARGS) {                        \
+    ATTN_PREFILL_BODY(WARPS, M, D0, D1, DV, BN, BF, false, 0);                                                         \
+  }
+#define ATTN_PREFILL_SEEN(NAME, WARPS, M, D, BN, BF)                                                                   \
+  extern "C" __global__ void __launch_bounds__(32 * WARPS, 8 / WARPS) NAME(ATTN_PREFILL_ARGS, int seen) {              \
+    ATTN_PREFILL_BODY(WARPS, M, D, 0, D, BN, BF, true, seen);                                                          \
   }

@@ -62,11 +62,13 @@ DI float kept(float x, float y) { return y + (x - x) * 0.f; }
 DI float clamped(float x, float limit) { return kept(x, fminf(fmaxf(x, -limit), limit)); }
 
 // The kinds of graph/activations.py, in their order.
-enum Act { ACT_SILU, ACT_GELU, ACT_GELU_QUICK, ACT_RELU, ACT_RELU_SQR, ACT_SWIGLU_OAI };
+enum Act { ACT_SILU, ACT_GELU, ACT_GELU_QUICK, ACT_RELU, ACT_RELU_SQR, ACT_SWIGLU_OAI, ACT_GELU_ERF, ACT_ELU_REST };
 DI float activation(float x, int kind) {
   switch (kind) {
     case ACT_GELU: return sigmoid_times(x, x * (1.5957691216057308f + 0.07135481627260025f * x * x));
     case ACT_GELU_QUICK: return sigmoid_times(x, 1.702f * x);
+    case ACT_GELU_ERF: return 0.5f * x * erfcf(x * -0.70710678118654752f);
+    case ACT_ELU_REST: return kept(x, expm1f(fminf(x, 0.f)) - fminf(x, 0.f));
     case ACT_RELU: return kept(x, fmaxf(x, 0.f));
     case ACT_RELU_SQR: {
       const float r = kept(x, fmaxf(x, 0.f));

@@ -147,7 +147,7 @@ layer_norm_groups(const i64* st, int symbol, int factor, const float* x, i64 x_c
 }
 
 // Norm of groups of `width` columns by one block each: kind 0 around the mean, 1 by the root mean square, 2 by the root of the
-// sum. w and b may be null; they have w_rows, b_rows rows for groups, which repeat. grid (rows, groups)
+// sum, 3 not at all. w and b may be null; they have w_rows, b_rows rows for groups, which repeat. grid (rows, groups)
 extern "C" __global__ void __launch_bounds__(512, 2)
 layer_norm_any(const i64* st, int symbol, int factor, const float* x, const float* w, int w_rows, int w_stride, const float* b,
                int b_rows, int b_stride, float* out, int cols, int width, float eps, int kind) {
@@ -169,7 +169,7 @@ layer_norm_any(const i64* st, int symbol, int factor, const float* x, const floa
   for (int i = t; i < width; i += n) squares += (x[i] - middle) * (x[i] - middle);
   squares = block_sum(squares, scratch);
   const float root = kind == 2 ? sqrtf(squares) : sqrtf(squares / (float)width + eps);
-  const float scale = 1.f / (kind == 2 && root < eps ? eps : root);
+  const float scale = kind == 3 ? 1.f : 1.f / (kind == 2 && root < eps ? eps : root);
   for (int i = t; i < width; i += n) {
     float v = (x[i] - middle) * scale;
     if (w) v *= w[i];

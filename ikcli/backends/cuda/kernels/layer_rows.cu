@@ -57,6 +57,19 @@ layer_concat(const i64* st, int symbol, int factor, const float* a, i64 a_cols, 
   else *dst = *src;
 }
 
+// Means of n adjacent rows of x. Same grid as layer_add.
+extern "C" __global__ void __launch_bounds__(256)
+layer_mean_rows(const i64* st, int symbol, int factor, const float* x, float* out, int cols, int n) {
+  const i64 row = blockIdx.x;
+  const int i = (blockIdx.y * blockDim.x + threadIdx.x) * 4;
+  if (row >= step_rows(st, symbol, factor) || i >= cols) return;
+  for (int j = i; j < min(i + 4, cols); j++) {
+    float sum = 0.f;
+    for (int k = 0; k < n; k++) sum += x[(row * n + k) * cols + j];
+    out[row * cols + j] = sum / (float)n;
+  }
+}
+
 // Rows listed in the step block. grid (rows, parts of 4 * blockDim.x columns)
 extern "C" __global__ void __launch_bounds__(256)
 layer_get_rows(const i64* st, int symbol, int factor, const float* x, float* out, int cols) {

@@ -6,9 +6,9 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ikcli.server.http import convert_anthropic as convert
 from ikcli.server.http.answer import answer_chat, json_response
 from ikcli.server.http.bodies import AnthropicBody
+from ikcli.server.http.dialects import anthropic as convert
 from ikcli.server.http.generations import generations_of, one_generation_of
 from ikcli.server.http.openapi import generation_body
 from ikcli.server.http.routes.context import read_object, server

@@ -9,11 +9,11 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ikcli.server.http import convert_ollama as convert
 from ikcli.server.http import infill, sse
 from ikcli.server.http.answer import answer, json_response
 from ikcli.server.http.constraints import constraint_of
-from ikcli.server.http.convert_ollama import OllamaChatBody, OllamaGenerateBody, OllamaGenerationBody
+from ikcli.server.http.dialects import ollama as convert
+from ikcli.server.http.dialects.ollama import OllamaChatBody, OllamaGenerateBody, OllamaGenerationBody
 from ikcli.server.http.errors import bad_request
 from ikcli.server.http.generation_body import GenerationBody
 from ikcli.server.http.generations import generations_of, requests_of

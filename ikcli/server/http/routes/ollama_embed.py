@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from ikcli.server.http import fields as f
 from ikcli.server.http.answer import CLIENT_GONE, json_response
-from ikcli.server.http.convert_ollama import OllamaBody, keep_alive
+from ikcli.server.http.dialects.ollama import OllamaBody, keep_alive
 from ikcli.server.http.errors import bad_request
 from ikcli.server.http.openapi import object_body
 from ikcli.server.http.routes.context import read_object, server

@@ -14,7 +14,7 @@ from ikcli import __version__
 from ikcli.gguf.constants import file_type_label
 from ikcli.server.http import sse
 from ikcli.server.http.answer import json_response
-from ikcli.server.http.convert_ollama import OllamaBody
+from ikcli.server.http.dialects.ollama import OllamaBody
 from ikcli.server.http.errors import ApiError, bad_request, unsupported
 from ikcli.server.http.openapi import object_body
 from ikcli.server.http.routes.context import read_json, read_object, server

@@ -6,12 +6,12 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ikcli.server.http import convert_responses as convert
 from ikcli.server.http.answer import answer_chat, json_response
 from ikcli.server.http.bodies import ResponsesBody
+from ikcli.server.http.dialects import responses as convert
+from ikcli.server.http.dialects.responses_tools import ClientTools
 from ikcli.server.http.generations import generations_of, one_generation_of
 from ikcli.server.http.openapi import generation_body
-from ikcli.server.http.responses_tools import ClientTools
 from ikcli.server.http.routes.context import read_object, server
 from ikcli.server.http.shapes.common import naming
 from ikcli.server.http.shapes.responses import ResponsesShape

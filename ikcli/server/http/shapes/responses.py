@@ -12,9 +12,9 @@ from typing import Any
 
 from ikcli.chat.parser import ChatDelta
 from ikcli.server.http import sse
+from ikcli.server.http.dialects.responses_tools import ClientTool, ClientTools
 from ikcli.server.http.errors import ApiError
 from ikcli.server.http.generation_body import GenerationBody
-from ikcli.server.http.responses_tools import ClientTool, ClientTools
 from ikcli.server.http.shapes.chat import reason
 from ikcli.server.http.shapes.common import Naming, n_prompt, progress_json, random_id, timings_json
 from ikcli.server.http.shapes.message import Incoming, ParserMaker

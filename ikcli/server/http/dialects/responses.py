@@ -8,8 +8,8 @@ from typing import Any
 from ikcli.chat.content import arguments_text, as_error, is_thought, readable, thought_text
 from ikcli.chat.images import NO_IMAGES, Images
 from ikcli.server.http import fields as f
+from ikcli.server.http.dialects.responses_tools import ClientTools
 from ikcli.server.http.errors import bad_request
-from ikcli.server.http.responses_tools import ClientTools
 from ikcli.server.http.turns import Turns
 
 _OWN = frozenset(

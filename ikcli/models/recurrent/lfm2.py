@@ -7,9 +7,10 @@ attention does not rotate.
 from __future__ import annotations
 
 from ikcli.graph import Graph, Node
-from ikcli.models import blocks, expected, mamba
+from ikcli.models import blocks, expected
 from ikcli.models.config import GraphConfig
 from ikcli.models.hparams import HParams
+from ikcli.models.recurrent import mamba
 from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
 
 

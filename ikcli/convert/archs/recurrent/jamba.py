@@ -6,7 +6,7 @@ import math
 
 from ikcli.convert import build as b
 from ikcli.convert import keys as k
-from ikcli.convert.archs.mamba import conv_taps
+from ikcli.convert.archs.recurrent.mamba import conv_taps
 
 
 def _keys(m: b.Build) -> None:

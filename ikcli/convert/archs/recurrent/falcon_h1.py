@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from ikcli.convert import build as b
 from ikcli.convert import keys as k
-from ikcli.convert.archs.mamba2 import mixer, no_limits, sizes
+from ikcli.convert.archs.recurrent.mamba2 import mixer, no_limits, sizes
 
 
 def _keys(m: b.Build) -> None:

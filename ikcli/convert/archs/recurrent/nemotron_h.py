@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ikcli.convert import build as b
 from ikcli.convert import keys as k
-from ikcli.convert.archs.mamba2 import mixer, no_limits, sizes
+from ikcli.convert.archs.recurrent.mamba2 import mixer, no_limits, sizes
 
 _LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 _SAME = {"linear_attention": "mamba", "full_attention": "attention"}

@@ -7,9 +7,10 @@ gated shared one.
 from __future__ import annotations
 
 from ikcli.graph import Graph, Node
-from ikcli.models import blocks, delta_net, expected
+from ikcli.models import blocks, expected
 from ikcli.models.config import GraphConfig
 from ikcli.models.hparams import HParams
+from ikcli.models.recurrent import delta_net
 from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
 
 FFN_NORM = "post_attention_norm"
@@ -17,10 +18,7 @@ FFN_NORM = "post_attention_norm"
 
 def tensor_shapes(hp: HParams) -> TensorSpecs:
     """Return the expected tensors of the file."""
-    specs = expected.base_specs(hp)
-    for il in range(hp.n_layer):
-        specs |= block_shapes(hp, il)
-    return specs
+    return expected.with_blocks(hp, block_shapes)
 
 
 def block_shapes(hp: HParams, il: int) -> TensorSpecs:

@@ -8,18 +8,16 @@ from __future__ import annotations
 from functools import partial
 
 from ikcli.graph import Graph, Node
-from ikcli.models import blocks, deepseek2, delta_net, expected
+from ikcli.models import blocks, deepseek2, expected
 from ikcli.models.config import GraphConfig
 from ikcli.models.hparams import HParams
+from ikcli.models.recurrent import delta_net
 from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
 
 
 def tensor_shapes(hp: HParams) -> TensorSpecs:
     """Return the expected tensors of the file."""
-    specs = expected.base_specs(hp)
-    for il in range(hp.n_layer):
-        specs |= block_shapes(hp, il)
-    return specs
+    return expected.with_blocks(hp, block_shapes)
 
 
 def block_shapes(hp: HParams, il: int) -> TensorSpecs:

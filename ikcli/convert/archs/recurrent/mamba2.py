@@ -6,7 +6,7 @@ from ikcli.convert import build as b
 from ikcli.convert import keys as k
 from ikcli.convert.archs.granite import GRANITE_MOE, factors
 from ikcli.convert.archs.llama import finish, llama_keys
-from ikcli.convert.archs.mamba import CONTEXT, conv_taps
+from ikcli.convert.archs.recurrent.mamba import CONTEXT, conv_taps
 from ikcli.convert.pieces import Array, Matrix
 
 

@@ -1,0 +1,1 @@
+"""Conversion of architectures whose layers keep a state: scans, delta nets, short convolutions."""

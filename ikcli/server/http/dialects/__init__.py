@@ -1,0 +1,1 @@
+"""Other APIs: how their requests become chat completion requests."""

@@ -120,6 +120,7 @@ def small_pages(monkeypatch) -> None:
     monkeypatch.setattr(host_memory, "thp_state", lambda: "madvise")
     monkeypatch.setattr(huge_weights, "share_in_huge_pages", lambda ranges: 0.0)
     monkeypatch.setattr(huge_weights, "PAYS_AFTER", 1)
+    monkeypatch.setattr(huge_weights, "gain", lambda mapped, copies, stopped: 1.1)
     monkeypatch.setattr(huge_weights, "advise", lambda memory, advice: advice != huge_weights.COLLAPSE)
 
 
@@ -129,6 +130,31 @@ def test_results_stay_the_same(changes, small_pages, monkeypatch) -> None:
     moved, outcome = logits_of(replace(CONFIG, **changes), 12)
     assert np.array_equal(plain, moved[: len(plain)])
     assert ("copied" in outcome) == (not changes)
+
+
+def test_copies_that_do_not_pay_are_not_made(small_pages, monkeypatch) -> None:
+    read: list[tuple[list[np.ndarray], list[np.ndarray]]] = []
+    monkeypatch.setattr(huge_weights, "gain", lambda mapped, copies, stopped: read.append((mapped, copies)) or 1.01)
+    monkeypatch.setattr(huge_weights, "_SAMPLE", 1)
+    with Session.open(CONFIG, n_ctx=256) as session:
+        huge = HugeWeights(session.model, session.runner.host_weights)
+        huge._left = 1
+        assert huge.step() is None
+        huge._thread.join()
+        assert (
+            huge.step() is None
+            and huge.done
+            and huge.outcome.endswith("stay where the file is mapped: copies are read 1.01 times as fast")
+        )
+        (mapped,), (copy,) = read[0]
+        assert np.array_equal(mapped, copy) and session.model.mapped(huge._names) == huge._names
+
+
+def test_the_gain_is_that_of_the_shortest_reads(monkeypatch) -> None:
+    times = iter([0, 4, 4, 6, 6, 9, 9, 13])  # reads of 4 and 2, then of 3 and 4 seconds
+    monkeypatch.setattr(huge_weights.time, "perf_counter", lambda: next(times))
+    assert huge_weights.gain([np.zeros(13, np.uint8)], [np.zeros(8, np.uint8)], lambda: False, 2) == 1.5
+    assert huge_weights.gain([], [], lambda: True) == 0
 
 
 def test_pages_that_can_be_collapsed_are_not_copied(small_pages, monkeypatch) -> None:

@@ -70,8 +70,8 @@ class RunConfig:
         help="lock the weights in RAM (the system limits how much: ulimit -l)")
     thp: bool | None = _model(None, "-thp --transparent-huge-pages", "optswitch", example="-thp",
         help="transparent huge pages (Linux) for the cache, buffers and weights. Default: weights that are mapped from "
-        "the file move into them beside a longer generation, if RAM is plentiful and it pays; on: while the model is loaded; off: "
-        "none are requested")
+        "the file move into them beside a longer generation, if RAM is plentiful and it pays; on: while the model is "
+        "loaded; off: none are requested")
     hugetlb: str = _model("", "--hugetlb", "choice", form="2M|1G", example="--hugetlb 1G", choices=("2M", "1G"),
         bench_list=False, help="read the weights into huge pages of this size, reserved by the administrator (Linux); "
         "turns mmap off")

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 from ikcli.engine.run import numa
 from ikcli.engine.run.huge_weights import HugeWeights, plentiful
+from ikcli.engine.run.runner import Runner
 from ikcli.engine.run.system_memory import HUGE_PAGE, Range, advise, lock, memlock_limit, outer_pages, thp_state
 from ikcli.log import log
 
 if TYPE_CHECKING:
     from ikcli.engine.run.model import Model
-    from ikcli.engine.run.runner import Runner
     from ikcli.settings.run import RunConfig
 
 _MIB = 2**20
@@ -38,13 +38,14 @@ def huge_weights(config: RunConfig, model: Model, runner: Runner) -> tuple[HugeW
         return None, [f"-thp has no effect: {why}"]
     if config.thp is False or state not in _ON:
         return None, []
-    if not runner.moves_weights or config.mlock or config.numa is not None:
+    here = type(runner) is Runner and not runner.gpus and runner.cpu.experts is None  # all in the RAM of this process
+    if not here or config.mlock or config.numa is not None:
         mapped = asked and model.mapped(runner.host_weights)
         text = "-thp: weights mapped from the file keep small pages here; --no-mmap reads them into RAM with huge ones"
         return None, [text] if mapped else []
-    huge = HugeWeights(model, runner.host_weights)
+    huge = HugeWeights(model, runner)
     if asked and huge.n_bytes:
-        runner.move_weights(huge.at_once(config.n_threads))
+        huge.at_once(config.n_threads)
         log(f"-thp: {huge.outcome}")
     if asked or huge.n_bytes <= _LEAST or not plentiful(huge.n_bytes):
         return None, []

@@ -18,9 +18,10 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +30,10 @@ from ikcli.engine.run.model import Model
 from ikcli.engine.run.system_memory import COLLAPSE, HUGE_PAGE, Range, advise, inner_pages, outer_pages
 from ikcli.engine.run.weight_memory import TRANSPARENT, reserve
 from ikcli.hostinfo import available_memory
+from ikcli.log import log
+
+if TYPE_CHECKING:
+    from ikcli.engine.run.runner import Runner
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -90,16 +95,14 @@ def share_in_huge_pages(ranges: Sequence[Range], smaps: Path = _SMAPS) -> float:
 class HugeWeights:
     """Weights of a model on their way into huge pages; `step` is called before every step of generation."""
 
-    def __init__(
-        self, model: Model, addresses: Mapping[str, int], *, collapse: Callable[[Range], bool] | None = None
-    ) -> None:
+    def __init__(self, model: Model, runner: Runner) -> None:
         """Choose the weights that are read as a whole; the table of embeddings is not, unless it is the output too."""
+        addresses = runner.host_weights
         mapped = model.mapped(addresses)
         whole = [n for n in mapped if n != "token_embd.weight" or "output.weight" not in addresses]
-        self._model, self._names = model, whole
+        self._model, self._runner, self._names = model, runner, whole
         self._ranges = [(addresses[n], model.n_bytes([n])) for n in whole]
         self.n_bytes = sum(n for _, n in self._ranges)
-        self._collapse = collapse or (lambda memory: advise(memory, COLLAPSE))
         self._left = self._steps()
         self._thread: threading.Thread | None = None
         self._made: dict[str, Bytes] = {}
@@ -120,29 +123,31 @@ class HugeWeights:
         for memory in outer_pages(self._ranges):
             advise(memory, HUGE_PAGE)
 
-    def step(self) -> dict[str, int] | None:
-        """Count a step; return new addresses of weights once, when all copies are made."""
+    def step(self) -> bool:
+        """Count a step; return True once, when all copies are made and programs are to be bound to them."""
         if self._thread is None:
             self._left -= 1
             if self._left <= 0:
                 self._thread = threading.Thread(target=self._background, name="ik-huge-pages", daemon=True)
                 self._thread.start()
-            return None
-        if self._thread.is_alive() or not self._made:
-            return None
-        made, self._made = self._made, {}
-        return self._model.adopt(made)
+            return False
+        return not self._thread.is_alive() and self._adopt()
 
     @property
     def done(self) -> bool:
         """Return whether nothing is left to do."""
         return self._thread is not None and not self._thread.is_alive() and not self._made
 
-    def at_once(self, n_threads: int) -> dict[str, int]:
-        """Collapse or copy the weights now; return the new addresses of copies."""
+    def at_once(self, n_threads: int) -> None:
+        """Collapse or copy the weights before programs are bound."""
         self._work(n_threads)
+        self._adopt()
+
+    def _adopt(self) -> bool:
         made, self._made = self._made, {}
-        return self._model.adopt(made)
+        if made:
+            self._runner.move_weights(self._model.adopt(made))
+        return bool(made)
 
     def _background(self) -> None:
         if sys.platform == "linux":  # priorities of threads; elsewhere they are those of processes
@@ -173,7 +178,7 @@ class HugeWeights:
         for start, n_bytes in outer_pages(self._ranges):
             for at in range(start, start + n_bytes, _COLLAPSE_PIECE):
                 pages = inner_pages((at, min(_COLLAPSE_PIECE, start + n_bytes - at)), 2 << 20)
-                if self._stop or (pages is not None and not self._collapse(pages)):
+                if self._stop or (pages is not None and not advise(pages, COLLAPSE)):
                     return False
                 any_done = any_done or pages is not None
         return any_done
@@ -216,7 +221,9 @@ class HugeWeights:
                 list(pool.map(copy_one, pieces))
 
     def close(self) -> None:
-        """Stop the thread and wait for it."""
+        """Stop the thread, wait for it, and log what it did."""
+        if self.outcome:
+            log(f"huge pages: {self.outcome}")
         self._stop = True
         if self._thread is not None:
             self._thread.join()

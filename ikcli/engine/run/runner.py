@@ -267,11 +267,6 @@ class Runner:
         on_disk = self.cpu.experts.slots.names
         return {name: address for name, address in found.items() if name not in on_disk}
 
-    @property
-    def moves_weights(self) -> bool:
-        """Return whether `move_weights` may be called: everything is in the RAM of this process."""
-        return type(self) is Runner and not self.gpus and self.cpu.experts is None
-
     def move_weights(self, addresses: Mapping[str, int]) -> None:
         """Use weights at other addresses from the next `bind` on."""
         self._weights[CPU] = {**self._weights[CPU], **addresses}

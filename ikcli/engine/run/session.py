@@ -335,8 +335,8 @@ class Session:
         self._start(self.programs["step"], self.config.n_threads, n_outputs)
 
     def _start(self, program: DividedProgram, n_threads: int, n_outputs: int) -> None:
-        if self._huge is not None:
-            self._move_weights(self._huge, program)
+        if self._huge is not None and program is self.programs.get("step") and self._huge.step():
+            self.runner.bind(list(self.programs.values()), self.step_block)
         if self.profile is not None:
             self.profile.run(self.runner, program, n_threads, self.step_block, self.observer)
         elif self.observer is None:
@@ -344,13 +344,6 @@ class Session:
         else:
             self.runner.run_observed(program, n_threads, self.step_block, self.observer)
         self._in_flight.append((program, n_threads, n_outputs))
-
-    def _move_weights(self, huge: HugeWeights, program: DividedProgram) -> None:
-        """Bind the programs to copies of weights in huge pages, as soon as there are any."""
-        moved = huge.step() if program is self.programs.get("step") else None
-        if moved:
-            self.runner.move_weights(moved)
-            self.runner.bind(list(self.programs.values()), self.step_block)
 
     def collect(self) -> FloatRows:
         """Return the logits of the oldest micro-batch in flight; the next one overwrites them."""
@@ -405,9 +398,7 @@ class Session:
         """Plan and bind the programs again, for n logits per micro-batch."""
         n_step = self.run_plan.sizes.n_step
         self._n_outputs = n
-        self.programs = plan_programs(
-            self.runner, self.graphs, self.graph_config, self._n_outputs, n_step, self._cached
-        )
+        self.programs = plan_programs(self.runner, self.graphs, self.graph_config, n, n_step, self._cached)
         self.runner.bind(list(self.programs.values()), self.step_block)
 
     def _explain_non_finite(self, program: DividedProgram, n_threads: int) -> None:
@@ -512,20 +503,15 @@ class Session:
 
     def close(self) -> None:
         """Stop the threads, release memory, and log tokens and times."""
-        moved = [f"huge pages: {self._huge.outcome}"] if self._huge is not None and self._huge.outcome else []
-        owners = (self.runner.cpu.experts, self.runner.expert_cache)
-        experts = [line for owner in owners if owner is not None for line in owner.lines()]
         for line in [
             *session_log.timing_lines(self.timings),
-            *moved,
-            *experts,
+            *session_log.expert_lines(self.runner),
             *session_log.profile_lines(self.profile, self.model, self.run_plan.placement.buffer_of, self.runner),
         ]:
             log(line)
         self.timings, self.profile = Timings(), None
         if self._huge is not None:
             self._huge.close()
-            self._huge = None
         self.runner.close()
 
     def __enter__(self) -> Session:

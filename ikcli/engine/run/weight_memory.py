@@ -100,7 +100,7 @@ def divided(sizes: Mapping[str, int], pages: Pages) -> dict[str, Bytes]:
 def read_tensors(
     file: GGUFFile, names: Sequence[str], pages: Pages, n_threads: int, advance: Callable[[float], None]
 ) -> dict[str, Bytes]:
-    """Read tensors into one region; raise MemoryError or IkError if there is no memory for it."""
+    """Read tensors into one region; raise MemoryError or IkError if memory is short."""
     made = divided({name: file.tensors[name].n_bytes for name in names}, pages)
     pieces = [(name, at) for name in names for at in range(0, file.tensors[name].n_bytes, _PIECE)]
 

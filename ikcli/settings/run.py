@@ -222,8 +222,8 @@ class RunConfig:
     log_file: Path | None = _general(None, "--log-file", "path", form="FILE", example="--log-file ik.log",
         bench_list=False, env="LLAMA_ARG_LOG_FILE", help="also append all messages to this file")
     profile: bool = _general(False, "--profile", "switch", commands="SCWBPIDE", example="--profile",
-        help="print a table of operations and kernels at the end, with time, GB/s of weights and GOP/s; the run is a "
-        "little slower")
+        help="print a table of operations and kernels at the end, with time, GB/s of weights, GOP/s, and the part of "
+        "what the processor and its memory can do; the run is a little slower")
 
     hub: HubConfig = group(HubConfig)
     adapters: AdapterConfig = group(AdapterConfig)

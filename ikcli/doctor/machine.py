@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ikcli.bench.environment import cpu_name, memory_bytes
-from ikcli.engine.run.host_memory import memlock_limit, thp_state
 from ikcli.engine.run.numa import parse_cpulist, read_nodes
+from ikcli.engine.run.system_memory import memlock_limit, thp_state
 from ikcli.hostinfo import cgroup_limit, count_physical, physical_cores, visible_cpus
 
 _FEATURES = ("f16c", "fma", "avx2", "avxvnni", "avx512f", "avx512vnni", "avx512vbmi", "avx512bf16", "gfni", "amx-int8",

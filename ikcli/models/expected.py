@@ -78,6 +78,12 @@ def norms_of_all_heads(hp: HParams, il: int, *, each: bool = False, required: bo
     return in_block(il, {name: TensorSpec(shape, required) for name, shape in shapes.items()})
 
 
+def long_rope(hp: HParams, il: int) -> TensorSpecs:
+    """Return the factors of LongRoPE, which all blocks share."""
+    factors = TensorSpec((hp.n_rot // 2,), required=False)
+    return {"rope_factors_long.weight": factors, "rope_factors_short.weight": factors}
+
+
 def feed_forward_specs(hp: HParams, il: int) -> TensorSpecs:
     """Return the tensors of `feed_forward`."""
     hp = hp.at(il)

@@ -31,7 +31,8 @@ _ALL_EXPERTS = (
     "qwen2moe", "qwen35moe", "qwen3moe", "qwen3next", "qwen3vlmoe", "smallthinker",
 )  # fmt: skip
 """In every layer."""
-MLA = ("deepseek2", "deepseek32", "glm-dsa", "mistral4", *KDA)  # multi-head latent attention
+DENSE_MLA = ("minicpm3", "plm")
+MLA = ("deepseek2", "deepseek32", "glm-dsa", "mistral4", *DENSE_MLA, *KDA)  # multi-head latent attention
 _DENSE_LEAD = (
     *MLA, "afmoe", "bailingmoe2", "cohere2_moe", "deepseek", "dots1", "ernie4_5-moe", "exaone-moe", "glm4moe", "hy_v3",
     "laguna", "minimax-m3", "step35",
@@ -428,7 +429,7 @@ def _of_older_models(keys: Keys, values: dict[str, Any]) -> dict[str, Any]:
         return {"n_ff": max(by_layer(values["n_ff"], 1)) // 2}
     if arch in ("dbrx", "olmo"):
         return {"clamp_kqv": keys.number("attention.clamp_kqv", None if arch == "dbrx" else 0.0, most=1e9)}
-    if arch == "minicpm":
+    if arch in ("minicpm", "minicpm3"):
         depth, divisor = 1.4 / math.sqrt(n_layer), keys.number("logit_scale", n_embd / 256, most=1e9) or 1.0
         return {
             "embedding_scale": keys.number("embedding_scale", 12.0, most=1e9),
@@ -539,7 +540,9 @@ def _mla(keys: Keys, values: dict[str, Any]) -> dict[str, Any]:
     fixed: dict[str, Any] = {
         "kv_lora_rank": rank,
         "q_lora_rank": keys.integer("attention.q_lora_rank", 0),
-        "n_layer_dense_lead": keys.integer("leading_dense_block_count"),
+        "n_layer_dense_lead": keys.integer(
+            "leading_dense_block_count", values["n_layer"] if keys.arch in DENSE_MLA else None
+        ),
         "n_ff_exp": keys.integer("expert_feed_forward_length", default, least=1 if values["n_expert"] else 0),
         "n_expert_shared": keys.integer("expert_shared_count", default),
         "expert_weights_scale": keys.number("expert_weights_scale", default),

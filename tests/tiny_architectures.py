@@ -116,6 +116,7 @@ TINY: dict[str, dict[str, Any]] = {
     "openelm": {"attention.head_count": np.array([4, 8], np.int32), "attention.key_length": 16,
                 "attention.head_count_kv": np.array([2, 4], np.int32), "attention.value_length": 16,
                 "feed_forward_length": np.array([96, 64], np.int32)},
+    "phimoe": EXPERTS | {"expert_used_count": 2, "expert_feed_forward_length": None},
     "hunyuan-dense": {}, "hy_v3": SHARED | {"block_count": 3}, "arcee": {}, "jais2": LAYER_NORM, "olmoe": EXPERTS,
     "hunyuan-moe": EXPERTS | {"expert_shared_count": 1}, "minimax-m2": EXPERTS | {"rope.dimension_count": 8},
     "seed_oss": {"attention.key_length": 64, "attention.value_length": 64}, "smollm3": {"block_count": 4},

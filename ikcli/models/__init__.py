@@ -108,6 +108,7 @@ ARCHITECTURES: dict[str, str] = {
     "pangu-embedded": "ikcli.models.plain",
     "phi2": "ikcli.models.phi2",
     "phi3": "ikcli.models.plain",
+    "phimoe": "ikcli.models.plain",
     "plamo": "ikcli.models.command_r",
     "plm": "ikcli.models.deepseek2",
     "qwen": "ikcli.models.plain",

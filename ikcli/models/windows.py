@@ -16,7 +16,7 @@ from ikcli.models.rope import RopeParams
 PERIODS = {
     "afmoe": 4, "cohere2": 4, "exaone-moe": 4, "exaone4": 4, "gemma-embedding": 6, "gemma2": 2, "gemma3": 6,
     "gpt-oss": 2, "laguna": 4, "llama4": 4, "mellum": 4, "modern-bert": 3, "muse-glimmer": 4, "olmo2": 4, "phi3": 0,
-    "smallthinker": 4, "starcoder2": 0,
+    "phimoe": 0, "smallthinker": 4, "starcoder2": 0,
 }  # fmt: skip
 """Layers of a period, of which the last one has no window; 0: all layers have one."""
 LISTED = ("cohere2_moe", "gemma4", "mimo2", "step35")  # files say which layers have windows
@@ -33,6 +33,7 @@ NOT_ALWAYS = {
     "mellum": 0,
     "modern-bert": 0,
     "olmo2": 0,
+    "phimoe": 0,
     "smallthinker": 0,
     "starcoder2": 0,
 }  # windows of files that do not say

@@ -1,4 +1,4 @@
-"""Phi-1 to Phi-3."""
+"""Phi-1 to Phi-3.5, Phi-3.5-MoE."""
 
 from __future__ import annotations
 
@@ -31,6 +31,16 @@ def _phi3(m: b.Build) -> None:
     k.biases(m)
 
 
+def _phimoe(m: b.Build) -> None:
+    c = m.config
+    _phi3(m)
+    k.experts(m, "num_local_experts", width=False)
+    c.ignore("lm_head_bias", "input_jitter_noise")
+    c.expect("num_experts_per_tok", 2)
+    if m.config.number("router_jitter_noise", default=0.01) != 0.01:
+        raise c.refuse("router_jitter_noise", "0.01, which choices among experts depend on")
+
+
 def _finish_phi3(m: b.Build) -> None:
     k.tied(m)
     k.put_long_rope(m)
@@ -39,4 +49,5 @@ def _finish_phi3(m: b.Build) -> None:
 ARCHITECTURES = (
     b.Architecture("phi2", ("PhiForCausalLM",), _phi2, finish=k.tied),
     b.Architecture("phi3", ("Phi3ForCausalLM",), _phi3, finish=_finish_phi3),
+    b.Architecture("phimoe", ("PhiMoEForCausalLM", "PhimoeForCausalLM"), _phimoe, finish=_finish_phi3),
 )

@@ -65,6 +65,7 @@ WINDOWED: dict[str, dict[str, Any]] = {
     },
     "phi3": WINDOW | {"rope.scaling.original_context_length": 8, "rope.scaling.attn_factor": 1.2},
     "starcoder2": WINDOW | LAYER_NORM,
+    "plamo3": WINDOW | {"attention.sliding_window_pattern": 2, "rope.freq_base_swa": 500.0},
     "smallthinker": WINDOW | EXPERTS,
     "afmoe": WINDOW | SHARED | {"block_count": 4},
     "exaone-moe": WINDOW | SHARED | {"block_count": 4},
@@ -123,6 +124,8 @@ TINY: dict[str, dict[str, Any]] = {
     "qwen35": DELTA, "qwen35moe": DELTA | EXPERTS | {"expert_shared_feed_forward_length": 48},
     "qwen3next": DELTA | EXPERTS, "kimi-linear": KDA,
     "falcon-h1": MAMBA2, "nemotron_h": NEMOTRON_H, "lfm2": SHORT_CONV,
+    "plamo2": MAMBA2 | {"attention.head_count": [0, 4, 0], "attention.head_count_kv": [0, 2, 0], "ssm.group_count": 0,
+                        "attention.sliding_window": 6, "attention.key_length": 16, "attention.value_length": 16},
     "mamba2": MAMBA2 | {"attention.head_count": 0, "attention.head_count_kv": None, "feed_forward_length": 0},
     "granitehybrid": MAMBA2 | GRANITE | EXPERTS | {
         "attention.head_count_kv": [0, 2, 0], "expert_shared_feed_forward_length": 64},

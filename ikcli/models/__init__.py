@@ -110,6 +110,8 @@ ARCHITECTURES: dict[str, str] = {
     "phi3": "ikcli.models.plain",
     "phimoe": "ikcli.models.plain",
     "plamo": "ikcli.models.command_r",
+    "plamo2": "ikcli.models.recurrent.plamo2",
+    "plamo3": "ikcli.models.glm4",
     "plm": "ikcli.models.deepseek2",
     "qwen": "ikcli.models.plain",
     "qwen2": "ikcli.models.plain",

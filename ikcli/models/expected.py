@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from ikcli.models.hparams import HParams
 from ikcli.models.tensors import TensorSpec, TensorSpecs
@@ -68,6 +69,12 @@ def post_norm_specs(hp: HParams, il: int) -> TensorSpecs:
     """Return the norms after attention and feed-forward part."""
     norm = TensorSpec((hp.n_embd,))
     return in_block(il, {"post_attention_norm.weight": norm, "post_ffw_norm.weight": norm})
+
+
+def without_ending(specs: TensorSpecs) -> TensorSpecs:
+    """Return specs of tensors whose names lack `.weight` in files of llama.cpp; with it they are accepted, too."""
+    bare = {name.removesuffix(".weight"): replace(spec, unless=name) for name, spec in specs.items()}
+    return bare | {name: replace(spec, required=False) for name, spec in specs.items()}
 
 
 def norms_of_all_heads(hp: HParams, il: int, *, each: bool = False, required: bool = True) -> TensorSpecs:

@@ -15,14 +15,20 @@ from ikcli.graph.activations import SILU, Glu, sigmoid
 from ikcli.graph.core import Array, Node, Op, Place, Rows, RowSpec, Run, SameSize, Weight
 from ikcli.graph.ops_rows import OneMatrix, Product, softmax
 
+GATINGS = ("sigmoid", "softmax", "sparsemixer")
+SPARSE_MARGIN = 0.02  # twice the jitter that Phi-3.5-MoE was trained with
+
 
 @dataclass(frozen=True, slots=True)
 class MoeRoute(Op):
     """Choose experts: [rows, 2*n_used] = n_used weights (f32), then n_used ids (i32 bits; -1 = dropped by -ser).
 
-    gating "softmax" or "sigmoid" gives probabilities; `bias` is added for the selection only. With n_group > 1 only
-    experts of the n_group_used groups with the largest sum of their two best scores are eligible. ser = (min
-    experts, threshold): see `-ser`. Weights are normalised over the kept experts if `norm`, then multiplied by `scale`.
+    gating "softmax" or "sigmoid" gives probabilities; `bias` is added for the selection only. With gating "sparsemixer"
+    experts are chosen by their logits (plus `bias`), and the weight of each is its softmax among those that were not
+    chosen before it, without the ones that are more than `SPARSE_MARGIN` below it, in relation to the larger of both.
+    With n_group > 1 only experts of the n_group_used groups with the largest sum of their two best scores are eligible.
+    ser = (min experts, threshold): see `-ser`. Weights are normalised over the kept experts if `norm`, then multiplied
+    by `scale`.
     """
 
     name = "moe_route"
@@ -54,6 +60,8 @@ class MoeRoute(Op):
 
     def compute(self, run: Run) -> Array:
         logits = run.value(self.logits)
+        if self.gating == "sparsemixer":
+            return self._sparse(logits if self.bias is None else logits + run.weight(self.bias))
         probs = softmax(logits) if self.gating == "softmax" else sigmoid(logits)
         selection = probs if self.bias is None else probs + run.weight(self.bias)
         if self.n_group > 1:
@@ -67,6 +75,21 @@ class MoeRoute(Op):
         weights = np.where(keep, np.take_along_axis(probs, ids, axis=1), 0)
         if self.norm:
             weights = weights / weights.sum(axis=1, keepdims=True)
+        return self._row(weights, ids, keep)
+
+    def _sparse(self, logits: Array) -> Array:
+        rest, every = logits.astype(np.float32), np.arange(len(logits))
+        ids = np.argsort(-rest, axis=1, kind="stable")[:, : self.n_used]
+        weights = np.empty(ids.shape, np.float32)
+        for slot in range(self.n_used):
+            top = rest[every, ids[:, slot]][:, None]
+            with np.errstate(invalid="ignore"):  # infinite: chosen before
+                near = ~((top - rest) / np.maximum(np.abs(logits), top) > SPARSE_MARGIN)
+                weights[:, slot] = 1 / np.exp(np.where(near & (rest > -np.inf), rest - top, -np.inf)).sum(axis=1)
+            rest[every, ids[:, slot]] = -np.inf
+        return self._row(weights, ids, np.ones(ids.shape, bool))
+
+    def _row(self, weights: Array, ids: Array, keep: Array) -> Array:
         bits = np.ascontiguousarray(np.where(keep, ids, -1), np.int32).view(np.float32)
         return np.concatenate([(weights * self.scale).astype(np.float32), bits], axis=1)
 

@@ -82,13 +82,25 @@ def _smollm3(m: b.Build) -> None:
     k.biases(m)
 
 
-def _minicpm(m: b.Build) -> None:
+def factors(m: b.Build) -> None:
+    """Write MiniCPM's factors of embeddings, branches and logits."""
     c = m.config
-    llama_keys(m)
     m.key("embedding_scale", c.number("scale_emb", default=1.0))
     m.key("residual_scale", c.number("scale_depth", default=1.0) / math.sqrt(m.n_layer))
     m.key("logit_scale", k.embd(m) / c.number("dim_model_base", default=1.0))
-    c.ignore("attention_bias", "rope_interleaved")
+
+
+def _minicpm(m: b.Build) -> None:
+    llama_keys(m)
+    if (found := read_rope(m.config)).type == "longrope":  # MiniCPM 4
+        k.long_rope(m, found)
+    factors(m)
+    m.config.ignore("attention_bias", "rope_interleaved", "mup_denominator", "sparse_config")
+
+
+def _finish_minicpm(m: b.Build) -> None:
+    finish(m)
+    k.put_long_rope(m)
 
 
 def _xverse(m: b.Build) -> None:
@@ -137,7 +149,7 @@ ARCHITECTURES = (
         "pangu-embedded", ("PanguEmbeddedForCausalLM",), k.plain, finish=k.tied, harmless=frozenset({"bias"})
     ),
     b.Architecture("smollm3", ("SmolLM3ForCausalLM",), _smollm3, b.PAIRS, finish),
-    b.Architecture("minicpm", ("MiniCPMForCausalLM",), _minicpm, b.PAIRS, finish),
+    b.Architecture("minicpm", ("MiniCPMForCausalLM",), _minicpm, b.PAIRS, _finish_minicpm),
     b.Architecture("xverse", ("XverseForCausalLM",), _xverse, b.PAIRS, k.tied),
     b.Architecture("orion", ("OrionForCausalLM",), _orion, finish=k.tied),
     b.Architecture("seed_oss", ("SeedOssForCausalLM",), k.plain, finish=k.tied),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ikcli.engine.run.model import Model
 from ikcli.graph import Graph, Node
-from ikcli.models import GraphConfig, Weights, mtp
+from ikcli.models import GraphConfig, Weights, external, mtp
 
 HEAD, FEW = "mtp-", "-few"  # programs of heads: for prompts, and with this suffix for a few rows
 KEPT_STATES = 64  # of a sequence, besides those of a micro-batch: for drafts that are rejected, and rows that wait
@@ -14,9 +14,13 @@ def record_heads(model: Model, weights: Weights, cfg: GraphConfig) -> dict[str, 
     """Record the heads; drafts are only guesses, so a graph serves prompts and generation."""
     found: dict[str, tuple[Graph, Node]] = {}
     for i in range(cfg.n_heads):
-        assert model.further is not None and isinstance(model.module, mtp.HasLayers)
         graph = model.adapters.graph()
         graph.exact = model.is_exact
+        if model.external is not None:
+            head, prefix = model.external, external.prefix_of(model.hp.n_layer)
+            found[f"{HEAD}{i}"] = graph, head.module.build(graph, head.own, model.hp, weights, cfg, prefix)
+            continue
+        assert model.further is not None and isinstance(model.module, mtp.HasLayers)
         found[f"{HEAD}{i}"] = graph, mtp.build(graph, model.module, model.further, weights, cfg, i)
     return found
 

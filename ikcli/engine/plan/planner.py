@@ -41,7 +41,7 @@ from ikcli.engine.run.runner import DividedProgram, Runner
 from ikcli.errors import UsageError
 from ikcli.gguf.reader import GGUFFile, open_gguf
 from ikcli.graph import Cache
-from ikcli.models import GraphConfig, HParams, Weights, mtp
+from ikcli.models import GraphConfig, HParams, Weights, external, mtp
 from ikcli.settings.rules import resolve
 from ikcli.settings.run import RunConfig, default_model
 
@@ -115,8 +115,11 @@ class Planner:
         heads = head_file(config, file) if uses_heads(config) or measures_heads(config) else None
         if heads is not None:
             join_heads(file, heads, header_only=header_only)
+        external.check_is_model(file.arch, str(file.paths[0]))
         models.find(file.arch, str(file.paths[0]))  # before keys, which unknown architectures may lack
         hp = HParams.from_gguf(file.metadata, file.tensors, str(file.paths[0]), config.rope)
+        if external.arch_of(file.metadata):
+            hp = replace(hp, n_further=1)
         return cls(file, hp, Machine(()), None, Adapters.open(config.adapters, file.tensors, hp), pipeline)
 
     def on(

@@ -20,7 +20,8 @@ from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import GGUFFile
 from ikcli.gguf.types import tensor_n_bytes
 from ikcli.log import progress
-from ikcli.models import GraphConfig, HParams, ModelModule, Weights, check_tensors, mtp
+from ikcli.models import GraphConfig, HParams, ModelModule, Weights, check_tensors, external, mtp
+from ikcli.models.external import External
 from ikcli.models.mla import DerivedSpec, derive_one, derived_specs
 from ikcli.models.tensors import TensorLike
 from ikcli.quant.decode import dequantize
@@ -42,6 +43,7 @@ class Model:
     n_threads: int = 1  # of repacking
     adapters: Adapters = field(default_factory=Adapters)
     further: HParams | None = None  # with the heads counted as layers, where the session runs them
+    external: External | None = None  # a head of another architecture, where the session runs it
     _held: dict[str, npt.NDArray[np.generic]] = field(default_factory=dict)
 
     @property
@@ -80,7 +82,12 @@ class Model:
         hp = hp or HParams.from_gguf(file.metadata, file.tensors, source)
         check_tensors(module.tensor_shapes(hp), file.tensors, source)
         further = None
-        if graph_config.n_heads:
+        head = external.find(file.metadata, file.tensors, hp) if graph_config.n_heads else None
+        if head is not None:
+            prefix = external.prefix_of(hp.n_layer)
+            specs_of_head = head.module.tensor_shapes(head.own, hp, file.tensors, prefix)
+            check_tensors(specs_of_head, file.tensors, head.own.source)
+        elif graph_config.n_heads:
             mtp.check_heads(module, hp, file.tensors)
             assert isinstance(module, mtp.HasLayers)
             further = mtp.read_further(file.metadata, file.tensors, source, rope)
@@ -90,7 +97,7 @@ class Model:
         repacked = repacked_specs(file.tensors, hp) if repack else {}
         adapters = adapters or Adapters()
         specs = specs | repacked | derived | adapters.specs()
-        return cls(file, hp, module, specs, derived, repacked, n_threads, adapters, further)
+        return cls(file, hp, module, specs, derived, repacked, n_threads, adapters, further, head)
 
     def keep_plain(self, names: Iterable[str]) -> None:
         """Exclude these tensors from `-rtr`; call it before graphs are recorded."""

@@ -109,7 +109,7 @@ class StepBlock:
         self.ranged = bool(((places[:, SEEN] < pos) | (places[:, SEEN + 1] > pos + 1)).any())
         at = 0
         for part in rows:
-            self._media[at : at + len(part)] = part
+            self._media[at : at + len(part), : part.shape[1]] = part
             at += len(part)
 
     def give(self, rows: npt.NDArray[np.float32]) -> None:

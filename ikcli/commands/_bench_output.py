@@ -69,7 +69,7 @@ def values(result: BenchResult) -> dict[str, Any]:
         "type_k": c.type_k, "type_v": c.type_v, "n_gpu_layers": c.n_gpu_layers or 0, "split_mode": c.split_mode,
         "main_gpu": c.main_gpu, "no_kv_offload": c.no_kv_offload, "flash_attn": c.flash_attn, "mla_attn": c.mla,
         "attn_max_batch": c.amb, "ser": _setting(c, "ser"), "tensor_split": _setting(c, "tensor_split"),
-        "use_mmap": c.mmap, "repack": c.run_time_repack, "fused_moe": c.fmoe, "use_thp": c.thp, "max_gpu": 0,
+        "use_mmap": c.mmap, "repack": c.run_time_repack, "fused_moe": c.fmoe, "use_thp": bool(c.thp), "max_gpu": 0,
         "cuda_params": "", "override_tensor": ",".join(c.override_tensor), "n_prompt": t.n_prompt, "n_gen": t.n_gen,
         "n_depth": t.n_depth, "test_time": result.started, "avg_ns": round(avg_ns), "stddev_ns": round(stddev_ns),
         "avg_ts": avg_ts, "stddev_ts": stddev_ts, "test": t.label,

@@ -3,30 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from factories import MemoryModel, fill
+from factories import MemoryModel, MemoryTensor, fill
 from gguf_files import write_model
 
 from ikcli.engine.run.batch import Batch
 from ikcli.engine.run.reference_session import ReferenceSession
 from ikcli.gguf.constants import GGMLType
-from ikcli.models import GraphConfig, HParams, external
+from ikcli.models import GraphConfig, HParams
+from ikcli.models.heads import external
 
 Floats = npt.NDArray[np.float64]
 ROPE_BASES = {True: 500.0, False: 10000.0}  # of tiny Gemma 4: layers with windows, and without
 
 
-def random_head(arch: str, model: MemoryModel, keys: dict[str, Any], seed: int = 7, more: Sequence[str] = ()) -> Any:
-    """A random head for a model, as a file of its own has it; `more`: endings of optional tensors to add."""
+@dataclass(frozen=True)
+class Shape:
+    """The shape of a tensor that a file is to have."""
+
+    shape: tuple[int, ...]
+
+
+def random_head(
+    arch: str, model: MemoryModel, keys: dict[str, Any], more: Sequence[str] = (), n_ids: int = 0, seed: int = 7
+) -> MemoryModel:
+    """A random head for a model, as a file of its own has it.
+
+    `more`: endings of optional tensors to add. `n_ids`: its part of the vocabulary (0: all of it).
+    """
     hp = HParams.from_gguf(model.metadata, model.tensors, "tiny.gguf")
     head = MemoryModel({"general.architecture": arch} | {f"{arch}.{k}": v for k, v in keys.items()})
-    module = external.module_of(arch)
-    own = module.read(model.metadata | head.metadata, arch, hp, more, "tiny.gguf")
-    fill(head, module.tensor_shapes(own, hp, more, ""), np.random.default_rng(seed), tuple(more))
+    module, rng = external.module_of(arch), np.random.default_rng(seed)
+    read = module.read(model.metadata | head.metadata, arch, hp, "tiny.gguf")
+    there = dict.fromkeys(more, Shape(())) | ({"d2t": Shape((n_ids,))} if n_ids else {})
+    fill(head, module.tensor_shapes(read, hp, there, ""), rng, tuple(more))
+    if n_ids:
+        ids = np.sort(rng.choice(hp.n_vocab, n_ids, replace=False)).astype(np.int64)
+        head.tensors["d2t"] = MemoryTensor(GGMLType.I64, (n_ids,), ids.view(np.uint8))
     return head
 
 
@@ -45,6 +63,19 @@ def assistant(arch: str, model: MemoryModel, **keys: Any) -> MemoryModel:
     if arch == "gemma4-assistant":
         values["nextn_predict_layers"] = 3
     return random_head(arch, model, values | keys, more=("layer_output_scale.weight", *names))
+
+
+def eagle3(model: MemoryModel, n_ids: int = 0, more: Sequence[str] = (), **keys: Any) -> MemoryModel:
+    """An EAGLE-3 head of a tiny model, which reads the inputs of its layers 1, 2 and 3."""
+    arch = model.metadata["general.architecture"]
+    values: dict[str, Any] = {
+        "block_count": 1, "embedding_length": model.metadata[f"{arch}.embedding_length"], "context_length": 2048,
+        "feed_forward_length": 96, "attention.head_count": 4, "attention.head_count_kv": 2,
+        "attention.key_length": 32, "attention.value_length": 32, "rope.dimension_count": 32, "rope.freq_base": 700.0,
+        "attention.layer_norm_rms_epsilon": 1e-5, "extract_layers": np.int32([1, 2, 3]),
+        "target_hidden_size": model.metadata[f"{arch}.embedding_length"],
+    }  # fmt: skip
+    return random_head("eagle3", model, values | keys, more, n_ids)
 
 
 def written(model: MemoryModel, folder: Path, name: str) -> Path:
@@ -92,6 +123,42 @@ def softmax(x: Floats) -> Floats:
 def gelu(x: Floats) -> Floats:
     """GELU, by tanh."""
     return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
+def eagle3_rows(head: MemoryModel, model: MemoryModel, tokens: Sequence[int], states: Floats) -> tuple[Floats, Floats]:
+    """Logits and states of an EAGLE-3 head at the positions 0.., with the tokens after them, from the states there."""
+    w = {name: np.asarray(head.values(name), np.float64) for name in head.tensors if name != "d2t"}
+    embd = w.get("token_embd.weight", model.values("token_embd.weight").astype(np.float64))[list(tokens)]
+    eps, b, n = 1e-5, "blk.0.", len(tokens)
+    h = rms(states, w[b + "attn_norm_2.weight"], eps)
+    both = np.concatenate([rms(embd, w[b + "attn_norm.weight"], eps), h], 1)
+    q, k, v = ((both @ w[f"{b}attn_{x}.weight"].T).reshape(n, -1, 32) for x in "qkv")
+    freqs = 700.0 ** (-np.arange(0, 32, 2) / 32) / w.get("rope_freqs.weight", 1.0)
+    q, k = (in_pairs(x, np.arange(n), freqs) for x in (q, k))
+    scores = np.einsum("ihd,jhd->hij", q, np.repeat(k, 2, 1)) / np.sqrt(32)
+    p = softmax(np.where(np.tri(n, dtype=bool), scores, -np.inf))
+    cur = np.einsum("hij,jhd->ihd", p, np.repeat(v, 2, 1)).reshape(n, -1) @ w[b + "attn_output.weight"].T
+    x = cur + (h if head.metadata.get("eagle3.norm_before_residual") else states)
+    y = rms(x, w[b + "ffn_norm.weight"], eps)
+    gate = y @ w[b + "ffn_gate.weight"].T
+    x = x + (gate / (1 + np.exp(-gate)) * (y @ w[b + "ffn_up.weight"].T)) @ w[b + "ffn_down.weight"].T
+    matrix = w["output.weight"] if "output.weight" in w else model.values("output.weight").astype(np.float64)
+    return rms(x, w["output_norm.weight"], eps) @ matrix.T, x
+
+
+def eagle3_states(head: MemoryModel, seen: Seen) -> Floats:
+    """What an EAGLE-3 head reads of all tokens of a text."""
+    x = np.concatenate([seen.values[f"l_out-{il - 1}"] for il in head.metadata["eagle3.extract_layers"]], 1)
+    if head.metadata.get("eagle3.norm_before_fc"):
+        x = rms(x, head.values("enc.output_norm.weight").astype(np.float64), 1e-5)
+    states: Floats = x @ head.values("fc.weight").astype(np.float64).T
+    return states
+
+
+def in_pairs(x: Floats, pos: npt.NDArray[Any], freqs: Floats) -> Floats:
+    """Rotation of adjacent pairs of columns of heads (rows, heads, columns)."""
+    z = (x[..., ::2] + 1j * x[..., 1::2]) * np.exp(1j * pos[:, None, None] * freqs)
+    return np.stack([z.real, z.imag], -1).reshape(x.shape)
 
 
 def assistant_logits(

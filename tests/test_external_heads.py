@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,8 @@ import numpy as np
 import pytest
 from draft_answers import PROMPTS, answers, helped
 from engine_client import Call, request, serving
-from external_heads import Seen, assistant, assistant_logits, written
-from factories import MemoryModel, tiny_model
+from external_heads import Seen, assistant, assistant_logits, eagle3, eagle3_rows, eagle3_states, written
+from factories import MemoryModel, MemoryTensor, tiny_deepseek2, tiny_model
 from stage_threads import Threads
 from tiny_architectures import tiny
 
@@ -20,8 +21,10 @@ from ikcli.engine.plan.planner import Planner
 from ikcli.engine.run.batch import Batch
 from ikcli.engine.run.mtp import Draft
 from ikcli.engine.run.session import Session
-from ikcli.errors import FormatError, UnsupportedError
+from ikcli.errors import FormatError, UnsupportedError, UsageError
+from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import open_gguf
+from ikcli.settings import drafts
 from ikcli.settings.fleet import BatchConfig
 from ikcli.settings.records import SpecStage
 from ikcli.settings.run import RunConfig
@@ -116,3 +119,95 @@ def test_an_assistant_is_planned(tmp_path: Path) -> None:
     caches = [sum(plan.caches.values()) for plan in plans]
     size = sum(t.n_bytes for t in open_gguf(head).tensors.values())
     assert caches[0] == caches[1] and weights[1] - weights[0] == size - 3 * 4
+
+
+EAGLE3: dict[str, Callable[[MemoryModel], MemoryModel]] = {
+    "whole": eagle3,
+    "part": lambda model: eagle3(
+        model, 40, ("token_embd.weight", "output.weight", "rope_freqs.weight"), norm_before_residual=True,
+        norm_before_fc=True, extract_layers=np.int32([3, 1]),
+    ),
+    "narrow": lambda model: eagle3(model, 40, embedding_length=64),
+}  # fmt: skip
+"""With the model's vocabulary and matrices; with a part of it, and matrices of its own; of another width."""
+
+
+@pytest.mark.parametrize("name", list(EAGLE3))
+def test_eagle3_against_numpy(name: str, tmp_path: Path) -> None:
+    model = tiny_model("llama", block_count=4)
+    head = EAGLE3[name](model)
+    files = written(model, tmp_path, "m.gguf"), written(head, tmp_path, "head.gguf")
+    given = eagle3_states(head, Seen(files[0], TOKENS))
+    ids = head.data("d2t").view(np.int64) if "d2t" in head.tensors else np.arange(96)
+    with opened(*files, "eagle3", n_ubatch=16) as session:
+        assert session.heads is not None
+        for n_past in (3, 30):
+            session.clear()
+            for at in range(0, n_past, 16):
+                session.decode(Batch.single(TOKENS[at : min(at + 16, n_past)], at))
+            text, states, wanted = TOKENS[1 : n_past + 1].tolist(), given[:n_past], []
+            for _ in range(4):
+                logits, after = eagle3_rows(head, model, text, states)
+                best = int(logits[-1].argmax())
+                wanted.append((int(ids[best]), float(1 / np.exp(logits[-1] - logits[-1, best]).sum())))
+                text, states = [*text, int(ids[best])], np.concatenate([states, after[-1:]])
+            draft = Draft(0, TOKENS[: n_past + 1], 4, 0.0, [], [])
+            session.heads.draft([draft])
+            assert draft.found == [token for token, _ in wanted]
+            assert np.allclose(draft.probabilities, [p for _, p in wanted], rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "arch",
+    ["llama", *(pytest.param(a, marks=pytest.mark.slow("as llama")) for a in ("deepseek2", "qwen35moe", "gemma4"))],
+)
+def test_answers_are_the_same_with_eagle3(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two slots, in one process and in stages, whose values the head gathers."""
+    keys = {"context_length": 2048}
+    model = tiny_model("llama", block_count=4, **keys) if arch == "llama" else (
+        tiny_deepseek2(**keys) if arch == "deepseek2" else tiny(arch, **keys)
+    )  # fmt: skip
+    n_layer = model.metadata[f"{arch}.block_count"]
+    head = eagle3(model, 40, extract_layers=np.int32([1, n_layer // 2, n_layer - 1]))
+    path, file = written(model, tmp_path, "m.gguf"), written(head, tmp_path, "head.gguf")
+    spec = {"spec_type": parse_spec_type("draft-eagle3:p_min=0"), "model_draft": file}
+    settings: dict[str, Any] = {"model": path, "n_ctx": 1024, "n_ubatch": 32}
+    with serving(2, **settings) as e:
+        plain = list(answers(e))
+    helped([*PROMPTS, *plain], monkeypatch)
+    with serving(2, server=spec, **settings) as e:
+        assert list(answers(e)) == plain
+        metrics = e.metrics()
+        assert metrics.draft_tokens_total > metrics.draft_tokens_accepted_total > 20
+    monkeypatch.setattr(supervisor, "LocalSupervisor", Threads)
+    stages: dict[str, Any] = {"fleet": BatchConfig(stages=2), "n_threads": 2, "n_threads_batch": 2}
+    with serving(2, server=spec, **(settings | stages)) as e:
+        first = [Call(e, request(p, 40, id_slot=i)) for i, p in enumerate(PROMPTS[:2])]
+        assert [[t.id for t in c.final.tokens] for c in first] == plain[:2]
+
+
+def test_eagle3_heads_that_do_not_fit(tmp_path: Path) -> None:
+    model = tiny_model("llama", block_count=4)
+    path, head = written(model, tmp_path, "m.gguf"), eagle3(model, 40)
+    file = written(head, tmp_path, "head.gguf")
+    with pytest.raises(UsageError, match=r"--spec-type mtp -md .*head.gguf: this file is for --spec-type eagle3"):
+        opened(path, file)
+    with pytest.raises(UnsupportedError, match="with --spec-type eagle3 -md"):
+        Planner.of_file(RunConfig(model=file))
+    for key, value, message in (
+        ("target_hidden_size", 80, "of another model: its eagle3.target_hidden_size is 80"),
+        ("extract_layers", np.int32([1, 4]), r"\[1, 4\]; it can read the inputs of layers 1 to 3"),
+        ("extract_layers", None, "extract_layers is missing"),
+        ("block_count", 2, "it has 2 layers; EAGLE-3 heads of one layer are supported"),
+    ):
+        keys = {k: v for k, v in (head.metadata | {f"eagle3.{key}": value}).items() if v is not None}
+        with pytest.raises((FormatError, UnsupportedError), match=message):
+            opened(path, written(MemoryModel(keys, head.tensors), tmp_path, "wrong.gguf"), "eagle3")
+    ids = MemoryTensor(GGMLType.I64, (40,), (np.arange(40) + 90).astype(np.int64).view(np.uint8))
+    wrong = written(MemoryModel(head.metadata, head.tensors | {"d2t": ids}), tmp_path, "ids.gguf")
+    with pytest.raises(FormatError, match=r"'blk.4.draft.d2t' has ids outside the vocabulary of 96"):
+        opened(path, wrong, "eagle3")
+    for kinds, message in ((("eagle3",), "needs the file of the head"), (("mtp", "eagle3"), "cannot be combined")):
+        server = ServerConfig(spec_type=tuple(map(SpecStage, kinds)), model_draft=file if len(kinds) > 1 else None)
+        with pytest.raises(UsageError, match=message):
+            drafts.stages(RunConfig(model=path, server=server))

@@ -108,9 +108,3 @@ def short(value: Any) -> str:
 def by_layer(value: int | tuple[int, ...], n_layer: int) -> tuple[int, ...]:
     """Return a value for every layer."""
     return value if isinstance(value, tuple) else (value,) * n_layer
-
-
-def renamed(metadata: Mapping[str, Any], arch: str, as_arch: str, n_vocab: int) -> dict[str, Any]:
-    """Return the keys of a head as those of a model of another architecture with this vocabulary."""
-    own = {as_arch + key.removeprefix(arch): value for key, value in metadata.items() if key.startswith(f"{arch}.")}
-    return own | {"general.architecture": as_arch, f"{as_arch}.vocab_size": n_vocab}

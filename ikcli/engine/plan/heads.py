@@ -4,10 +4,21 @@ from __future__ import annotations
 
 from ikcli.engine.run.model import Model
 from ikcli.graph import Graph, Node
-from ikcli.models import GraphConfig, Weights, external, mtp
+from ikcli.models import GraphConfig, Weights, mtp
 
 HEAD, FEW = "mtp-", "-few"  # programs of heads: for prompts, and with this suffix for a few rows
 KEPT_STATES = 64  # of a sequence, besides those of a micro-batch: for drafts that are rejected, and rows that wait
+
+
+def build_model(model: Model, graph: Graph, weights: Weights, cfg: GraphConfig) -> Node:
+    """Record the model, and the states that the graph is to have."""
+
+    def build() -> Node:
+        return model.module.build(graph, model.hp, weights, cfg)
+
+    if graph.wants_states is None or model.external is None:
+        return build()
+    return model.external.record(graph, model.hp, weights, build)
 
 
 def record_heads(model: Model, weights: Weights, cfg: GraphConfig) -> dict[str, tuple[Graph, Node]]:
@@ -17,8 +28,8 @@ def record_heads(model: Model, weights: Weights, cfg: GraphConfig) -> dict[str, 
         graph = model.adapters.graph()
         graph.exact = model.is_exact
         if model.external is not None:
-            head, prefix = model.external, external.prefix_of(model.hp.n_layer)
-            found[f"{HEAD}{i}"] = graph, head.module.build(graph, head.own, model.hp, weights, cfg, prefix)
+            head = model.external
+            found[f"{HEAD}{i}"] = graph, head.module.build(graph, head.head, model.hp, weights, cfg, head.prefix)
             continue
         assert model.further is not None and isinstance(model.module, mtp.HasLayers)
         found[f"{HEAD}{i}"] = graph, mtp.build(graph, model.module, model.further, weights, cfg, i)

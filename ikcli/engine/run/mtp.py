@@ -172,6 +172,7 @@ class Heads:
         assert states is not None
         self.n_embd = states.cols
         head = session.model.external
+        self.ids = session.model.ids_of_head()  # tokens of its logits; None: all tokens
         self._constant = head is not None and head.constant  # it has no rows of its own
         self.follower: Follower | None = None
         self._known: dict[int, _Known] = {}
@@ -260,7 +261,7 @@ class Heads:
                 probability = float(1 / np.exp(row - row[token]).sum())
                 if not probability >= d.wanted.p_min:
                     continue
-                d.wanted.found.append(token)
+                d.wanted.found.append(token if self.ids is None else int(self.ids[token]))
                 d.wanted.probabilities.append(probability)
                 d.states.append(state)
                 if len(d.wanted.found) < d.n_max:

@@ -21,8 +21,9 @@ from ikcli.graph import Graph, Node, Rows
 from ikcli.models import blocks, expected
 from ikcli.models.config import GraphConfig
 from ikcli.models.gemma4 import GELU
+from ikcli.models.heads.head import Head, renamed
 from ikcli.models.hparams import HParams
-from ikcli.models.keys import renamed
+from ikcli.models.keys import HasShape
 from ikcli.models.tensors import TensorSpec, TensorSpecs, Weights
 
 CONSTANT = True
@@ -31,9 +32,8 @@ _PRE = ("mtp_pre_proj.weight", "nextn.pre_projection.weight")
 _POST = ("mtp_post_proj.weight", "nextn.post_projection.weight")
 
 
-def read(metadata: Mapping[str, Any], arch: str, hp: HParams, names: Collection[str], source: str) -> HParams:
+def read(metadata: Mapping[str, Any], arch: str, hp: HParams, source: str) -> Head:
     """Return the assistant's hyper-parameters; raise FormatError if it is of another model."""
-    del names
     if hp.arch != "gemma4":
         raise FormatError(f"{source}: the assistant of -md is one for Gemma 4, but this is a model of {hp.arch}")
     key = f"{arch}.{_MODEL_WIDTH[arch]}"
@@ -46,7 +46,7 @@ def read(metadata: Mapping[str, Any], arch: str, hp: HParams, names: Collection[
     own = HParams.from_gguf(renamed(kept, arch, "gemma4", hp.n_vocab), {}, f"the assistant of {source}")
     for il in range(own.n_layer):
         _layer_of(own, hp, il)
-    return own
+    return Head(own)
 
 
 def _layer_of(own: HParams, hp: HParams, il: int) -> int:
@@ -65,14 +65,15 @@ def _layer_of(own: HParams, hp: HParams, il: int) -> int:
     return found
 
 
-def tensor_shapes(own: HParams, hp: HParams, names: Collection[str], prefix: str) -> TensorSpecs:
+def tensor_shapes(head: Head, hp: HParams, tensors: Mapping[str, HasShape], prefix: str) -> TensorSpecs:
     """Return the expected tensors."""
+    own = head.own
     row = TensorSpec((own.n_embd,))
     specs: TensorSpecs = {
         "token_embd.weight": TensorSpec((own.n_embd, hp.n_vocab)),
         "output_norm.weight": row,
-        _name(_PRE, names, prefix): TensorSpec((2 * hp.n_embd, own.n_embd)),
-        _name(_POST, names, prefix): TensorSpec((own.n_embd, hp.n_embd)),
+        _name(_PRE, tensors, prefix): TensorSpec((2 * hp.n_embd, own.n_embd)),
+        _name(_POST, tensors, prefix): TensorSpec((own.n_embd, hp.n_embd)),
     }
     for il in range(own.n_layer):
         at = own.at(il)
@@ -95,12 +96,13 @@ def _name(choices: tuple[str, ...], names: Collection[str], prefix: str) -> str:
     return next((name for name in choices if prefix + name in names), choices[0])
 
 
-def take_states(g: Graph, own: HParams, hp: HParams, w: Weights, prefix: str) -> None:
-    """Take the states that the model's own code leaves: those after the last norm."""
+def take_states(g: Graph, head: Head, w: Weights, prefix: str, outputs: Mapping[int, Node]) -> None:
+    """Do nothing: the model's own code leaves its states, those after the last norm."""
 
 
-def build(g: Graph, own: HParams, hp: HParams, w: Weights, cfg: GraphConfig, prefix: str) -> Node:
+def build(g: Graph, head: Head, hp: HParams, w: Weights, cfg: GraphConfig, prefix: str) -> Node:
     """Record the assistant and return the logits of the output rows; their states are `g.states`."""
+    own = head.own
     given = g.host_rows(hp.n_embd, "mtp_states")
     x = g.scale(g.embed(w["token_embd.weight"]), hp.embedding_scale, "inp_scaled")
     stored = sorted({_layer_of(own, hp, i) for i in range(own.n_layer)})

@@ -129,8 +129,8 @@ class ServerConfig:
         example="--spec-type ngram-simple:n_max=7", parse=parse_spec_type, repeat=True, bench_list=False,
         env="LLAMA_ARG_SPEC_TYPE", commands="SCLB",
         help="speculative decoding: the drafter (mtp: the model's own heads, eagle3: one of a file), with keys n_max, "
-        "n_min, p_min, ngram_size_n, ngram_size_m, ngram_min_hits; the text stays the same. Repeatable: later ones draft "
-        "if earlier ones have no draft")
+        "n_min, p_min, ngram_size_n, ngram_size_m, ngram_min_hits; the text stays the same. Repeatable: later ones "
+        "draft if earlier ones have no draft")
     spec_set: tuple[SpecSetting, ...] = _speculation((), "--spec-set", "custom", form="TYPE:K=V",
         example="--spec-set ngram-mod:n_max=32", parse=parse_spec_setting, repeat=True, bench_list=False,
         help="setting for a --spec-type that does not set it; ngram stands for all n-gram types. Repeatable")

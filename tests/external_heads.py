@@ -61,7 +61,7 @@ def assistant(arch: str, model: MemoryModel, **keys: Any) -> MemoryModel:
         width: model.metadata["gemma4.embedding_length"],
     }  # fmt: skip
     if arch == "gemma4-assistant":
-        values["nextn_predict_layers"] = 3
+        values |= {"nextn_predict_layers": 3, "attention.shared_kv_layers": 3}
     return random_head(arch, model, values | keys, more=("layer_output_scale.weight", *names))
 
 

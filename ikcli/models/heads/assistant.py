@@ -42,7 +42,8 @@ def read(metadata: Mapping[str, Any], arch: str, hp: HParams, source: str) -> He
             f"{source}: the assistant of -md is of another model: its {key} is {metadata.get(key)}, and the model's "
             f"embedding_length {hp.n_embd}"
         )
-    kept = {k: v for k, v in metadata.items() if k != f"{arch}.nextn_predict_layers"}
+    absent = {f"{arch}.nextn_predict_layers", f"{arch}.attention.shared_kv_layers"}  # both are the number of layers
+    kept = {k: v for k, v in metadata.items() if k not in absent}
     own = HParams.from_gguf(renamed(kept, arch, "gemma4", hp.n_vocab), {}, f"the assistant of {source}")
     for il in range(own.n_layer):
         _layer_of(own, hp, il)

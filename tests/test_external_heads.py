@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cuda_emulation import needs_emulation
+from cuda_sessions import Opener
 from draft_answers import PROMPTS, answers, helped
 from engine_client import Call, request, serving
 from external_heads import Seen, assistant, assistant_logits, eagle3, eagle3_rows, eagle3_states, written
@@ -18,6 +20,7 @@ from tiny_architectures import tiny
 
 from ikcli.engine.pipeline import supervisor
 from ikcli.engine.plan.planner import Planner
+from ikcli.engine.run import gpus
 from ikcli.engine.run.batch import Batch
 from ikcli.engine.run.mtp import Draft
 from ikcli.engine.run.session import Session
@@ -39,6 +42,24 @@ CPU: dict[str, Any] = {"n_threads": 2, "n_threads_batch": 2, "warmup": False, "n
 def opened(model: Path, head: Path, kind: str = "mtp", **changes: Any) -> Session:
     server = ServerConfig(spec_type=(SpecStage(kind),), model_draft=head)
     return Session.open(RunConfig(model=model, server=server, **(CPU | changes)), n_step=1)
+
+
+def test_rows_of_an_assistant(tmp_path: Path) -> None:
+    """As `ik perplexity --mtp` computes them: of all positions of a text, each from the states before."""
+    model = tiny("gemma4")
+    head = assistant("gemma4-assistant", model)
+    files = written(model, tmp_path, "m.gguf"), written(head, tmp_path, "head.gguf")
+    seen, window = Seen(files[0], TOKENS), model.metadata["gemma4.attention.sliding_window"]
+    with opened(*files, n_ubatch=16) as session:
+        assert session.heads is not None
+        for first in (0, 16, 32):
+            session.decode(Batch.single(TOKENS[first : first + 16], first))
+            n = session.sequences.n_past[0]
+            rows = session.heads.logits(0, int(TOKENS[n % 40]))
+            for p in range(n - len(rows), n):
+                token, state = int(TOKENS[(p + 1) % 40]), seen.values["result_norm"][p]
+                wanted, _ = assistant_logits(head, model, seen, token, state, p + 1, window)
+                assert np.abs(rows[p - n] - wanted).max() < 1e-3 * wanted.std(), p
 
 
 @pytest.mark.parametrize("arch", ["gemma4_mtp", "gemma4-assistant"])
@@ -92,6 +113,10 @@ def test_assistants_that_do_not_fit(tmp_path: Path) -> None:
     path, head = written(model, tmp_path, "m.gguf"), assistant("gemma4_mtp", model)
     with pytest.raises(UnsupportedError, match=r"head.gguf holds a head that reads .*-md"):
         Planner.of_file(RunConfig(model=written(head, tmp_path, "head.gguf")))
+    with pytest.raises(UsageError, match="importance matrices cover heads of the model's own architecture"):
+        Planner.of_file(
+            RunConfig(model=path, command="imatrix", server=ServerConfig(model_draft=tmp_path / "head.gguf"))
+        )
     other = written(tiny_model("llama"), tmp_path, "llama.gguf")
     with pytest.raises(FormatError, match="one for Gemma 4, but this is a model of llama"):
         opened(other, tmp_path / "head.gguf")
@@ -167,7 +192,7 @@ def test_answers_are_the_same_with_eagle3(arch: str, tmp_path: Path, monkeypatch
     model = tiny_model("llama", block_count=4, **keys) if arch == "llama" else (
         tiny_deepseek2(**keys) if arch == "deepseek2" else tiny(arch, **keys)
     )  # fmt: skip
-    n_layer = model.metadata[f"{arch}.block_count"]
+    n_layer = model.metadata[f"{arch}.block_count"] - model.metadata.get(f"{arch}.nextn_predict_layers", 0)
     head = eagle3(model, 40, extract_layers=np.int32([1, n_layer // 2, n_layer - 1]))
     path, file = written(model, tmp_path, "m.gguf"), written(head, tmp_path, "head.gguf")
     spec = {"spec_type": parse_spec_type("draft-eagle3:p_min=0"), "model_draft": file}
@@ -211,3 +236,32 @@ def test_eagle3_heads_that_do_not_fit(tmp_path: Path) -> None:
         server = ServerConfig(spec_type=tuple(map(SpecStage, kinds)), model_draft=file if len(kinds) > 1 else None)
         with pytest.raises(UsageError, match=message):
             drafts.stages(RunConfig(model=path, server=server))
+
+
+@pytest.mark.slow("emulated kernels")
+@pytest.mark.parametrize("kind", ["mtp", "eagle3"])
+@pytest.mark.parametrize("rules", [(), (r"blk\.\d+\.draft\.=CPU",)], ids=["all", "head-in-ram"])
+@needs_emulation
+def test_drafts_on_an_emulated_gpu(
+    kind: str, rules: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As likely as on the CPU, at positions within and beyond the windows."""
+    model = tiny("gemma4") if kind == "mtp" else tiny_model("llama", block_count=4)
+    head = assistant("gemma4_mtp", model) if kind == "mtp" else EAGLE3["part"](model)
+    files = written(model, tmp_path, "m.gguf"), written(head, tmp_path, "head.gguf")
+    found: list[list[Draft]] = []
+    for n_gpu_layers in (0, 99):
+        if n_gpu_layers:
+            monkeypatch.setattr(gpus, "open_devices", Opener())
+        settings = {"n_gpu_layers": n_gpu_layers, "override_tensor": rules if n_gpu_layers else (), "n_ubatch": 32}
+        with opened(*files, kind, type_k="f16", type_v="f16", **settings) as session:
+            assert session.heads is not None
+            found.append([])
+            for n_past in (3, 30):
+                session.clear()
+                session.decode(Batch.single(TOKENS[:n_past]))
+                draft = Draft(0, TOKENS[: n_past + 1], 4, 0.0, [], [])
+                session.heads.draft([draft])
+                found[-1].append(draft)
+    for cpu, gpu in zip(*found, strict=True):
+        assert cpu.found == gpu.found and np.allclose(cpu.probabilities, gpu.probabilities, rtol=0.05)

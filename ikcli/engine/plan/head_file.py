@@ -12,6 +12,7 @@ from ikcli.gguf.constants import GGUFValueType
 from ikcli.gguf.heads import FURTHER, block_of
 from ikcli.gguf.reader import GGUFFile, open_gguf
 from ikcli.models.heads import external
+from ikcli.settings.drafts import kind_of_heads
 from ikcli.settings.run import RunConfig, default_model
 
 
@@ -32,17 +33,16 @@ def holds_heads_alone(file: GGUFFile) -> bool:
     return bool(blocks) and _count(file, FURTHER) > 0 and min(blocks) >= n_layer
 
 
-def join_heads(file: GGUFFile, path: Path, kind: str | None = None, *, header_only: bool = False) -> None:
-    """Add the heads of a file to an opened model, in place of its own; raise an error if they are of another model.
-
-    `kind`: the `--spec-type` that drafts with them, if one does.
-    """
+def join_heads(file: GGUFFile, path: Path, config: RunConfig, *, header_only: bool = False) -> None:
+    """Add the heads of a file to an opened model, in place of its own; raise an error if they are of another model."""
     heads = open_gguf(path, header_only=header_only)
     source, arch = file.paths[0], file.arch
-    found = heads.get("general.architecture")
+    found, kind = heads.get("general.architecture"), kind_of_heads(config)
     wanted = external.spec_type(found) if found in external.MODULES else "mtp"
     if kind is not None and kind != wanted:
         raise UsageError(f"--spec-type {kind} -md {path}: this file is for --spec-type {wanted}")
+    if found in external.MODULES and config.command == "imatrix":
+        raise UsageError(f"-md {path}: importance matrices cover heads of the model's own architecture, not {found}")
     if found in external.MODULES:
         _join_external(file, heads)
         return

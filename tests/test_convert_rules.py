@@ -221,7 +221,8 @@ OTHER_NAMES = {"bitnet-25", "cohere2moe", "nemotron_h_moe"}
 
 
 def test_every_architecture_that_runs_has_a_conversion() -> None:
-    assert {a.name for a in ARCHITECTURES} == set(MODELS) - OTHER_NAMES
+    heads = {"gemma4-assistant"}
+    assert {a.name for a in ARCHITECTURES} == set(MODELS) - OTHER_NAMES | heads
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda a: a.classes[0])

@@ -327,6 +327,7 @@ ROUTES: list[dict[str, Any]] = [
     {"gating": "softmax", "norm": True, "scale": 1.0, "ser": (1, 0.8)},
     {"gating": "sigmoid", "norm": False, "scale": 1.0, "ser": (2, 0.99), "n_group": 2, "n_group_used": 2},
     {"gating": "softmax", "norm": False, "scale": 1.0, "ser": (0, 0.5)},
+    {"gating": "sparsemixer", "norm": False, "scale": 1.0},
 ]
 
 
@@ -349,6 +350,19 @@ def test_moe_route(options: dict[str, Any], biased: bool) -> None:
     np.testing.assert_allclose(parts(found, 4)[0], parts(wanted, 4)[0], rtol=2e-6)
     if options.get("ser", (0,))[0] > 0:
         assert (parts(found, 4)[1] < 0).any()
+
+
+def test_experts_near_the_best_one_share_its_weight() -> None:
+    """With sparsemixer: within 2 % of the larger logit, among those that were not chosen before."""
+    logits = np.float32([[1, 0.985, 0.9, -5], [3, 1, 0.99, 0.985], [-1, -1.01, -1.5, -2], [2, 2, 2, 2]])
+    found, wanted = run_both(
+        lambda g, n: g.moe_route(n[0], None, "y", n_used=2, gating="sparsemixer", norm=False, scale=1.0), [logits]
+    )
+    np.testing.assert_array_equal(parts(found, 2)[1], [[0, 1], [0, 1], [0, 1], [0, 1]])
+    e = np.exp
+    by_hand = [[1 / (1 + e(-0.015)), 1], [1, 1 / (1 + e(-0.01) + e(-0.015))], [1 / (1 + e(-0.01)), 1], [1 / 4, 1 / 3]]
+    np.testing.assert_allclose(parts(wanted, 2)[0], by_hand, rtol=1e-5)
+    np.testing.assert_allclose(parts(found, 2)[0], parts(wanted, 2)[0], rtol=2e-6)
 
 
 @pytest.mark.parametrize("gating", ["softmax", "sigmoid"])

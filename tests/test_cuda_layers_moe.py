@@ -47,6 +47,7 @@ ROUTES: list[dict[str, Any]] = [
     {"gating": "softmax", "norm": True, "scale": 1.0, "ser": (1, 0.8)},
     {"gating": "sigmoid", "norm": False, "scale": 1.0, "ser": (2, 0.99), "n_group": 2, "n_group_used": 2},
     {"gating": "softmax", "norm": False, "scale": 1.0, "ser": (0, 0.5)},
+    {"gating": "sparsemixer", "norm": False, "scale": 1.0},
 ]
 MODELS: dict[str, tuple[int, int, bool, dict[str, Any]]] = {
     "deepseek2-lite": (64, 6, False, {"gating": "softmax", "norm": False, "scale": 1.0}),
@@ -54,6 +55,7 @@ MODELS: dict[str, tuple[int, int, bool, dict[str, Any]]] = {
     "deepseek3": (256, 8, True, {"gating": "sigmoid", "norm": True, "scale": 2.5, "n_group": 8, "n_group_used": 4}),
     "qwen3moe": (128, 8, False, {"gating": "softmax", "norm": True, "scale": 1.0}),
     "kimi": (384, 8, True, {"gating": "sigmoid", "norm": True, "scale": 2.827}),
+    "phimoe": (16, 2, False, {"gating": "sparsemixer", "norm": False, "scale": 1.0}),
     "largest": (512, 10, False, {"gating": "softmax", "norm": True, "scale": 1.0}),
 }
 

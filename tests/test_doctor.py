@@ -88,7 +88,9 @@ def test_limits_and_clocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         ("avx512", {"avx512vnni", "avx512f", "avx2", "fma"}, "AVX-512 VNNI"),
         ("avxvnni", {"avxvnni", "avx2", "fma"}, "AVX-VNNI"),
         ("avx2", {"avx2", "fma"}, "AVX2 without VNNI"),
-        ("neon", {"neon"}, "NEON"),
+        ("neon", {"neon"}, "NEON without"),
+        ("dotprod", {"neon", "dotprod"}, "dot products"),
+        ("i8mm", {"neon", "dotprod", "i8mm", "bf16"}, "matrix products"),
         ("portable", set(), "slow"),
     ],
 )

@@ -13,8 +13,10 @@ import numpy.typing as npt
 import pytest
 from cuda_emulation import needs_emulation
 from cuda_sessions import Opener
+from engine_client import serving
 from factories import MemoryModel, tiny_deepseek2, tiny_model
 from gguf_files import write_model
+from server_client import Client
 from tiers import some, some_architectures
 from tiny_architectures import tiny
 
@@ -293,26 +295,39 @@ def test_poolings_of_checkpoints_that_are_not_understood(tmp_path: Path) -> None
         Sentence.of(tmp_path)
 
 
-def test_a_qwen3_reranker_is_converted_to_a_model_that_ranks(tmp_path: Path) -> None:
-    """Its score is the probability of "yes" against "no" as the next token; README.md says that it is one."""
-    config = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 322, "hidden_size": 64,
+RERANKED = {"a castle on the hill": 0.0624459, "the weather there": 0.0725759,
+            "dogs, cats\nand other animals": 0.0402353, "a palace": 0.0475442}  # fmt: skip
+"""Probabilities of "yes" for "where do kings live?" by the model card's recipe, of transformers in float32."""
+
+
+def reranker(directory: Path) -> Path:
+    """A small Qwen3 with the tokens that a Qwen3-Reranker needs; nothing says yet that it is one."""
+    n_vocab = 326
+    config = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": n_vocab, "hidden_size": 64,
               "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-              "head_dim": 16, "max_position_embeddings": 128, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
+              "head_dim": 16, "max_position_embeddings": 1024, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
               "rope_theta": 10000.0, "hidden_act": "silu"}  # fmt: skip
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (322, 64), "model.norm.weight": (64,)}
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (n_vocab, 64), "model.norm.weight": (64,)}
     for il in range(2):
         own = {"input_layernorm": (64,), "post_attention_layernorm": (64,), "self_attn.q_proj": (64, 64)}
         own |= {"self_attn.k_proj": (32, 64), "self_attn.v_proj": (32, 64), "self_attn.o_proj": (64, 64)}
         own |= {"self_attn.q_norm": (16,), "self_attn.k_norm": (16,), "mlp.gate_proj": (96, 64)}
         own |= {"mlp.up_proj": (96, 64), "mlp.down_proj": (64, 96)}
         shapes |= {f"model.layers.{il}.{name}.weight": shape for name, shape in own.items()}
-    directory = checkpoints.write_checkpoint(
-        tmp_path / "a", config, {name: checkpoints.drawn(name, shape) for name, shape in shapes.items()}
-    )
+    checkpoints.write_checkpoint(directory, config, {name: checkpoints.drawn(name, s) for name, s in shapes.items()})
     tokenizer = json.loads((directory / "tokenizer.json").read_text())
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
-    tokenizer["added_tokens"] += [{"id": 320 + i, "content": text} | flags for i, text in enumerate(("no", "yes"))]
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary |= {f"~{i}": i for i in range(len(vocabulary), 320)}
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    for i, text in enumerate(("no", "yes", "<|im_start|>", "<|im_end|>", "<think>", "</think>")):
+        tokenizer["added_tokens"].append({"id": 320 + i, "content": text, "special": "im_" in text} | flags)
     (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return directory
+
+
+def test_a_qwen3_reranker_is_converted_to_a_model_that_ranks(tmp_path: Path) -> None:
+    """Its score is the probability of "yes" against "no" as the next token; README.md says that it is one."""
+    directory = reranker(tmp_path / "a")
     assert "cls.output.weight" not in open_checkpoint(directory).file.tensors
     (directory / "README.md").write_text("# Qwen3-Reranker-0.6B\n")
     file = open_checkpoint(directory).file
@@ -321,7 +336,7 @@ def test_a_qwen3_reranker_is_converted_to_a_model_that_ranks(tmp_path: Path) -> 
     tokens = [5, 70, 300, 12]
     logits = ReferenceSession(file, GraphConfig(n_ctx=64)).decode(Batch.single(tokens, logits="last"))[0]
     head = file.data("cls.output.weight").view(np.float32).reshape(2, 64)
-    embedding = file.data("token_embd.weight").view(np.float32).reshape(322, 64)
+    embedding = file.data("token_embd.weight").view(np.float32).reshape(326, 64)
     np.testing.assert_array_equal(head, embedding[[321, 320]])
     wanted = 1 / (1 + np.exp(logits[320] - logits[321]))
     path = tmp_path / "ranks.gguf"
@@ -330,3 +345,16 @@ def test_a_qwen3_reranker_is_converted_to_a_model_that_ranks(tmp_path: Path) -> 
     with Session.open(settings, outputs=Outputs.EMBEDDINGS) as session:
         scores = embed(session, [tokens], Pooling.RANK)[0]
     np.testing.assert_allclose(scores[0], [wanted, 1 - wanted], atol=3e-6)
+
+
+def test_scores_of_a_qwen3_reranker_through_the_server(tmp_path: Path) -> None:
+    """The published scores: with its prompt around query and document, through /v1/rerank."""
+    path = tmp_path / "ranks.gguf"
+    directory = reranker(tmp_path / "Qwen3-Reranker-0.6B")
+    assert main.main(["convert", str(directory), "--outtype", "f32", "--outfile", str(path)]) == 0
+    with serving(1, model=path, server={"reranking": True}, **F32) as engine:
+        body = {"query": "where do kings live?", "documents": list(RERANKED)}
+        answer = Client(engine=engine).post("/v1/rerank", body).json()
+    assert [item["index"] for item in answer["results"]] == [1, 0, 3, 2] and answer["usage"]["prompt_tokens"] == 1141
+    scores = {item["index"]: item["relevance_score"] for item in answer["results"]}
+    np.testing.assert_allclose([scores[i] for i in range(4)], list(RERANKED.values()), atol=1e-6)

@@ -16,6 +16,10 @@ MISTRAL4 = SHARED | {
     "rope.dimension_count": 16, "leading_dense_block_count": 0, "expert_weights_scale": 1.0,
     "rope.scaling.type": "yarn", "rope.scaling.factor": 8.0, "rope.scaling.original_context_length": 4,
 }  # fmt: skip
+LATENT = {
+    "attention.kv_lora_rank": 64, "attention.key_length": 48, "attention.value_length": 32, "rope.dimension_count": 16,
+    "attention.head_count_kv": 4,
+}  # fmt: skip
 GRANITE = {"embedding_scale": 3.0, "residual_scale": 0.6, "logit_scale": 4.0, "attention.scale": 0.2}
 DELTA = {
     "block_count": 5, "nextn_predict_layers": 1, "ssm.conv_kernel": 4, "ssm.state_size": 32, "ssm.group_count": 2,
@@ -61,6 +65,7 @@ WINDOWED: dict[str, dict[str, Any]] = {
     },
     "phi3": WINDOW | {"rope.scaling.original_context_length": 8, "rope.scaling.attn_factor": 1.2},
     "starcoder2": WINDOW | LAYER_NORM,
+    "plamo3": WINDOW | {"attention.sliding_window_pattern": 2, "rope.freq_base_swa": 500.0},
     "smallthinker": WINDOW | EXPERTS,
     "afmoe": WINDOW | SHARED | {"block_count": 4},
     "exaone-moe": WINDOW | SHARED | {"block_count": 4},
@@ -80,6 +85,9 @@ TINY: dict[str, dict[str, Any]] = {
     "bitnet": {}, "bitnet-b1.58": {},
     "mpt": LAYER_NORM | {"attention.head_count": 6, "embedding_length": 96, "attention.max_alibi_bias": 8.0,
                          "attention.clamp_kqv": 0.5, "attention.head_count_kv": 6},
+    "minicpm3": LATENT | {"attention.q_lora_rank": 48, "rope.scaling.original_context_length": 8,
+                          "rope.scaling.attn_factor": 1.2},
+    "plm": LATENT,
     "deepseek32": MISTRAL4 | {"expert_weights_norm": True, "rope.scaling.yarn_log_multiplier": 0.1},
     "dbrx": LAYER_NORM | {"attention.clamp_kqv": 0.5, "expert_count": 8, "expert_used_count": 3},
     "deepseek": SHARED | {"block_count": 3}, "exaone": {}, "gpt2": LAYER_NORM, "internlm2": {}, "minicpm": {},
@@ -102,6 +110,7 @@ TINY: dict[str, dict[str, Any]] = {
     "apertus": {"xielu.alpha_p": np.float32([0.3, -0.4]), "xielu.alpha_n": np.float32([0.2, 0.7]),
                 "xielu.beta": np.float32([0.5, 0.4])},
     "bailingmoe": SHARED | {"leading_dense_block_count": 0}, "maincoder": {}, "pangu-embedded": {}, "paddleocr": {},
+    "cogvlm": {},
     "deci": {"block_count": 4, "attention.head_count": np.array([4, 4, 0, 4], np.int32),
              "attention.head_count_kv": np.array([2, 0, 0, 4], np.int32), "attention.key_length": 16,
              "attention.value_length": 16, "feed_forward_length": np.array([96, 64, 80, 0], np.int32)},
@@ -109,12 +118,15 @@ TINY: dict[str, dict[str, Any]] = {
     "openelm": {"attention.head_count": np.array([4, 8], np.int32), "attention.key_length": 16,
                 "attention.head_count_kv": np.array([2, 4], np.int32), "attention.value_length": 16,
                 "feed_forward_length": np.array([96, 64], np.int32)},
+    "phimoe": EXPERTS | {"expert_used_count": 2, "expert_feed_forward_length": None},
     "hunyuan-dense": {}, "hy_v3": SHARED | {"block_count": 3}, "arcee": {}, "jais2": LAYER_NORM, "olmoe": EXPERTS,
     "hunyuan-moe": EXPERTS | {"expert_shared_count": 1}, "minimax-m2": EXPERTS | {"rope.dimension_count": 8},
     "seed_oss": {"attention.key_length": 64, "attention.value_length": 64}, "smollm3": {"block_count": 4},
     "qwen35": DELTA, "qwen35moe": DELTA | EXPERTS | {"expert_shared_feed_forward_length": 48},
     "qwen3next": DELTA | EXPERTS, "kimi-linear": KDA,
     "falcon-h1": MAMBA2, "nemotron_h": NEMOTRON_H, "lfm2": SHORT_CONV,
+    "plamo2": MAMBA2 | {"attention.head_count": [0, 4, 0], "attention.head_count_kv": [0, 2, 0], "ssm.group_count": 0,
+                        "attention.sliding_window": 6, "attention.key_length": 16, "attention.value_length": 16},
     "mamba2": MAMBA2 | {"attention.head_count": 0, "attention.head_count_kv": None, "feed_forward_length": 0},
     "granitehybrid": MAMBA2 | GRANITE | EXPERTS | {
         "attention.head_count_kv": [0, 2, 0], "expert_shared_feed_forward_length": 64},
@@ -136,6 +148,7 @@ OPTIONAL: dict[str, tuple[str, ...]] = {
     "bailingmoe2": ("attn_qkv.bias",), "mimo2": ("blk.0.attn_sinks.weight",),
     "gpt-oss": ("output.bias", "ffn_gate_inp.bias", "exps.bias"),
     "laguna": ("_norm.weight", "attn_gate.weight"), "phi3": ("attn_qkv.weight", "rope_factors_long.weight"),
+    "minicpm": ("rope_factors_long.weight",), "minicpm3": ("rope_factors_long.weight",),
     "step35": ("_norm.weight", "attn_gate.weight", "rope_freqs.weight"),
 }  # fmt: skip
 """Endings of optional tensors, beside those that all have that may."""

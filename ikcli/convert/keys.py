@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
+
+import numpy as np
 
 from ikcli.convert.build import Build
 from ikcli.convert.rope import RopeSettings, llama3_factors, put_rope, read_rope
+from ikcli.errors import UnsupportedError
 
 
 def sizes(m: Build, *, n_ff: bool = True, further: bool = False) -> None:
@@ -81,6 +85,38 @@ def put_llama3(m: Build, n_rot: int) -> None:
     found = read_rope(m.config)
     if found.type == "llama3":
         m.constant("rope_freqs.weight", llama3_factors(m, found, n_rot))
+
+
+def long_rope(m: Build, found: RopeSettings) -> None:
+    """Write the original context and the factor on cosine and sine of LongRoPE; refuse other scalings."""
+    c = m.config
+    if found.type not in ("default", "longrope"):
+        raise UnsupportedError(
+            f"{c.path}: rope_type {found.type} is not known for {m.arch}, which has default and longrope"
+        )
+    scales = {found.values[key] for key in ("short_mscale", "long_mscale") if key in found.values}
+    if scales and (m.arch != "phimoe" or len(scales) > 1):
+        raise c.refuse("rope_scaling", "no short_mscale and long_mscale" if m.arch != "phimoe" else "equal mscales")
+    whole = c.integer("max_position_embeddings", least=2)
+    original = int(found.positive("original_max_position_embeddings", whole))
+    m.key("rope.scaling.original_context_length", original)
+    if found.type == "longrope":
+        scale = whole / original
+        factor = math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0
+        m.key("rope.scaling.attn_factor", found.number("attention_factor", *(scales or (factor,))))
+
+
+def put_long_rope(m: Build) -> None:
+    """Add the factors of LongRoPE if the checkpoint has them: for contexts up to the original one, and beyond."""
+    found = read_rope(m.config)
+    if found.type != "longrope":
+        return
+    n = m.metadata[f"{m.arch}.rope.dimension_count"] // 2
+    for name in ("long", "short"):
+        factors = found.values.get(f"{name}_factor")
+        if not isinstance(factors, list) or len(factors) != n:
+            raise m.config.fail("rope_scaling", f"should have {n} numbers as {name}_factor")
+        m.constant(f"rope_factors_{name}.weight", np.array(factors, np.float32))
 
 
 def tied(m: Build, default: bool = False) -> None:

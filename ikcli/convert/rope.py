@@ -22,7 +22,8 @@ _KNOWN: dict[str, set[str]] = {
         "mscale", "mscale_all_dim", "truncate", "llama_4_scaling_beta", "extrapolation_factor", "finetuned",
     },
     "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
-    "longrope": {"short_factor", "long_factor", "factor", "original_max_position_embeddings", "attention_factor"},
+    "longrope": {"short_factor", "long_factor", "factor", "original_max_position_embeddings", "attention_factor",
+                 "long_mscale", "short_mscale"},
     "proportional": set(),
     "dynamic": {"factor", "alpha", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"},
 }  # fmt: skip
@@ -110,6 +111,15 @@ def put_rope(m: Build, rope: RopeSettings) -> None:
         if "alpha" in rope.values:
             raise UnsupportedError(f"{m.config.path}: rope parameter alpha is not known for {m.arch}")
         m.notes.append("rope_type dynamic extends the context beyond that of the model; the file does not")
+
+
+def check_factors(m: Build) -> None:
+    """Refuse a checkpoint whose rotation has factors by frequency that the conversion did not store."""
+    if not ("rope_parameters" in m.config or "rope_scaling" in m.config):
+        return
+    found = read_rope(m.config)
+    if found.type in ("llama3", "longrope") and not any(name.startswith("rope_f") for name in m.tensors):
+        raise UnsupportedError(f"{m.config.path}: rope_type {found.type} is not known for {m.arch}")
 
 
 def put_yarn(m: Build, rope: RopeSettings) -> None:

@@ -15,6 +15,7 @@ from ikcli.convert.file import CheckpointFile, checkpoint_file
 from ikcli.convert.naming import Description, describe
 from ikcli.convert.quantized import dequantized
 from ikcli.convert.rerank import add_ranking, ranks
+from ikcli.convert.rope import check_factors
 from ikcli.convert.sentence import Sentence
 from ikcli.convert.source import SafetensorsSource
 from ikcli.convert.vocab import read_vocabulary
@@ -84,6 +85,7 @@ def open_checkpoint(directory: Path, options: CheckpointOptions | None = None) -
     m = Build(config, source, architecture.name, keep_mxfp4=options.keep_mxfp4, heads=options.heads)
     architecture.keys(m)
     convert_tensors(m, architecture)
+    check_factors(m)
     m.notes += sentence.notes
     strange = [key for key in config.not_understood(architecture.harmless) if key not in options.ignored_keys]
     if strange:

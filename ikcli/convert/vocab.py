@@ -6,6 +6,7 @@
 | `tokenizer.model`; `tokenizer.json`: BPE of characters with byte tokens | `llama`, of gemma4 `gemma4` |
 | `tokenizer.json` or `tokenizer.model` with a unigram model | `t5` |
 | `tokenizer.json`: WordPiece | `bert` |
+| `tokenizer.jsonl` of PLaMo 2 and 3 | `plamo2` |
 
 The ids of a few texts by `tokenizer.json` and by the keys are compared; a difference is a warning.
 """
@@ -21,6 +22,8 @@ from typing import Any
 
 from ikcli.convert.chat_templates import chat_template_keys
 from ikcli.convert.json_files import read_object, read_text
+from ikcli.convert.plamo_file import NAME as PLAMO_NAME
+from ikcli.convert.plamo_file import read_plamo
 from ikcli.convert.pre_names import PLAIN, recognise
 from ikcli.convert.special_ids import special_keys
 from ikcli.convert.spm_file import SpmFile, read_spm
@@ -44,6 +47,7 @@ from ikcli.tokenizer.pretokenize import PRE_TOKENIZERS
 _SPM_FILES = ("tokenizer.model", "sentencepiece.bpe.model", "spiece.model")
 _TIKTOKEN_FILES = {"tiktoken.model": "kimi-k2", "qwen.tiktoken": "qwen2"}
 _SLOW_CLASSES = {"GPT2Tokenizer": "gpt-2", "Qwen2Tokenizer": "qwen2"}
+_PLAMO_TURN = "<|plamo:op|>"
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _SHOWN_BY_GEMMA4 = frozenset(
     ["<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>']
@@ -63,7 +67,10 @@ def read_vocabulary(directory: Path, config: Mapping[str, Any], architecture: st
     files = TokenizerFiles(directory, config)
     kind = files.model.get("type")
     spm = next((directory / name for name in _SPM_FILES if (directory / name).is_file()), None)
-    if kind == "BPE" and not files.model.get("byte_fallback"):
+    plamo = directory / PLAMO_NAME
+    if architecture in ("plamo2", "plamo3") and plamo.is_file():
+        keys = _plamo(files, read_plamo(plamo), architecture)
+    elif kind == "BPE" and not files.model.get("byte_fallback"):
         keys = _byte_level(files, architecture, pre)
     elif kind == "WordPiece":
         keys = _word_piece(files, architecture)
@@ -263,6 +270,14 @@ def _unigram(files: TokenizerFiles, architecture: str) -> Keys:
     table = make_table(files, pieces)
     special = special_keys(files, table, architecture)
     return _t5_keys(table, special, _has_space_prefix(files), extra, charsmap)
+
+
+def _plamo(files: TokenizerFiles, tokens: Mapping[int, tuple[str, float, int]], architecture: str) -> Keys:
+    """Convert the vocabulary of PLaMo 2 and 3, whose chats end with a token that is not the end of a text."""
+    table = make_table(files, tokens)
+    ends = {"tokenizer.ggml.eot_token_id": table.texts.index(_PLAMO_TURN)} if _PLAMO_TURN in table.texts else {}
+    keys = _model_keys("plamo2", "default", table, True) | special_keys(files, table, architecture) | ends
+    return keys | {"tokenizer.ggml.add_space_prefix": False}
 
 
 def _t5_keys(table: Table, special: Keys, prefix: bool, extra: bool, charsmap: bytes) -> Keys:

@@ -12,17 +12,23 @@ import numpy as np
 
 from ikcli.gguf.constants import GGMLType
 from ikcli.graph.activations import SILU, Glu, sigmoid
-from ikcli.graph.core import Array, Node, Op, Place, RowSpec, Run, SameSize, Weight
+from ikcli.graph.core import Array, Node, Op, Place, Rows, RowSpec, Run, SameSize, Weight
 from ikcli.graph.ops_rows import OneMatrix, Product, softmax
+
+GATINGS = ("sigmoid", "softmax", "sparsemixer")
+SPARSE_MARGIN = 0.02  # twice the jitter that Phi-3.5-MoE was trained with
 
 
 @dataclass(frozen=True, slots=True)
 class MoeRoute(Op):
     """Choose experts: [rows, 2*n_used] = n_used weights (f32), then n_used ids (i32 bits; -1 = dropped by -ser).
 
-    gating "softmax" or "sigmoid" gives probabilities; `bias` is added for the selection only. With n_group > 1 only
-    experts of the n_group_used groups with the largest sum of their two best scores are eligible. ser = (min
-    experts, threshold): see `-ser`. Weights are normalised over the kept experts if `norm`, then multiplied by `scale`.
+    gating "softmax" or "sigmoid" gives probabilities; `bias` is added for the selection only. With gating "sparsemixer"
+    experts are chosen by their logits (plus `bias`), and the weight of each is its softmax among those that were not
+    chosen before it, without the ones that are more than `SPARSE_MARGIN` below it, in relation to the larger of both.
+    With n_group > 1 only experts of the n_group_used groups with the largest sum of their two best scores are eligible.
+    ser = (min experts, threshold): see `-ser`. Weights are normalised over the kept experts if `norm`, then multiplied
+    by `scale`.
     """
 
     name = "moe_route"
@@ -54,6 +60,8 @@ class MoeRoute(Op):
 
     def compute(self, run: Run) -> Array:
         logits = run.value(self.logits)
+        if self.gating == "sparsemixer":
+            return self._sparse(logits if self.bias is None else logits + run.weight(self.bias))
         probs = softmax(logits) if self.gating == "softmax" else sigmoid(logits)
         selection = probs if self.bias is None else probs + run.weight(self.bias)
         if self.n_group > 1:
@@ -67,8 +75,49 @@ class MoeRoute(Op):
         weights = np.where(keep, np.take_along_axis(probs, ids, axis=1), 0)
         if self.norm:
             weights = weights / weights.sum(axis=1, keepdims=True)
+        return self._row(weights, ids, keep)
+
+    def _sparse(self, logits: Array) -> Array:
+        rest, every = logits.astype(np.float32), np.arange(len(logits))
+        ids = np.argsort(-rest, axis=1, kind="stable")[:, : self.n_used]
+        weights = np.empty(ids.shape, np.float32)
+        for slot in range(self.n_used):
+            top = rest[every, ids[:, slot]][:, None]
+            with np.errstate(invalid="ignore"):  # infinite: chosen before
+                near = ~((top - rest) / np.maximum(np.abs(logits), top) > SPARSE_MARGIN)
+                weights[:, slot] = 1 / np.exp(np.where(near & (rest > -np.inf), rest - top, -np.inf)).sum(axis=1)
+            rest[every, ids[:, slot]] = -np.inf
+        return self._row(weights, ids, np.ones(ids.shape, bool))
+
+    def _row(self, weights: Array, ids: Array, keep: Array) -> Array:
         bits = np.ascontiguousarray(np.where(keep, ids, -1), np.int32).view(np.float32)
         return np.concatenate([(weights * self.scale).astype(np.float32), bits], axis=1)
+
+
+@dataclass(frozen=True, slots=True)
+class MediaRoute(Op):
+    """A route to one expert for the tokens that visual experts compute, or (`text`) for all others; the rest has id -1.
+
+    Places come with the micro-batch, so the CPU computes this.
+    """
+
+    name = "media_route"
+    place = Place.HOST
+    light = True
+    is_table = True
+    n_used = 1
+    n_expert = 1
+    drops = True
+
+    text: bool
+
+    @property
+    def shape(self) -> tuple[RowSpec, int]:
+        return RowSpec(Rows.TOKENS), 2
+
+    def compute(self, run: Run) -> Array:
+        ids = np.where(run.state.visual() == self.text, -1, 0).astype(np.int32)
+        return np.stack([np.ones(len(ids), np.float32), ids.view(np.float32)], axis=1)
 
 
 IN_SLOTS = "|slots"  # behind the name of a weight of experts: as many of its matrices as have slots on a GPU
@@ -135,6 +184,9 @@ class MoeResident(Op):
         return np.concatenate([weights, np.ascontiguousarray(found, np.int32).view(np.float32)], axis=1)
 
 
+AnyRoute = MoeRoute | MoeResident | MediaRoute
+
+
 @dataclass(frozen=True, slots=True)
 class MoeSort(Op):
     """Group (row, slot) pairs by expert: the table that expert products take as `plan`."""
@@ -165,9 +217,9 @@ class MoeSort(Op):
         return np.stack([order, flat[order]], axis=1).astype(np.int32)
 
 
-def route_of(route: Node) -> MoeRoute | MoeResident:
+def route_of(route: Node) -> AnyRoute:
     """Return the op of a node that chooses experts."""
-    assert isinstance(route.op, MoeRoute | MoeResident)
+    assert isinstance(route.op, MoeRoute | MoeResident | MediaRoute)
     return route.op
 
 
@@ -197,7 +249,7 @@ class ExpertProduct(Planned, Product):
     sorted_in: bool  # the input has a row per sorted position already, not one per token
 
     @property
-    def route(self) -> MoeRoute | MoeResident:
+    def route(self) -> AnyRoute:
         """Return the op that chose the experts."""
         return route_of(self.sort.route)
 

@@ -170,7 +170,7 @@ def rope_tables(
             inv_freq = inverse_frequencies(rope, n_rot, factors)
             name = f"rope_table_{len(tables)}" if tables else "rope_table"
             freqs, size = inv_freq.tolist(), magnitude(rope, rope.attn_factor)
-            if cfg.media is not None and rope.sections:
+            if cfg.media is not None and (rope.sections or cfg.media.framed):
                 tables[rope, n_rot] = g.axis_rope_table(freqs, rope.axes(len(freqs)), size, name)
             else:
                 tables[rope, n_rot] = g.rope_table(freqs, size, name)
@@ -237,7 +237,7 @@ def attention_block(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig, *, neox
 
 def normed_after(g: Graph, block: Block, which: str, eps: float, name: str) -> Block:
     """Return a block followed by an RMS norm of the layer, with the weights `which`."""
-    return lambda x, layer: g.rms_norm(block(x, layer), getattr(layer, which), eps, name)
+    return lambda x, layer: g.rms_norm(block(x, layer), layer.with_ending_or_not(which), eps, name)
 
 
 def attend(
@@ -414,7 +414,9 @@ def rotated(
 
 def _head_norm(g: Graph, hp: HParams, x: Node, w: Weight, name: str, bias: Weight | None = None) -> Node:
     """Apply the norm of the model's kind to groups of columns: heads, or all of them."""
-    return g.rms_norm(x, w, hp.eps, name) if hp.norm == "rms" else g.norm(x, w, hp.eps, name, b=bias, width=w.ne0)
+    if hp.norm == "rms" and w.ne1 == 1:
+        return g.rms_norm(x, w, hp.eps, name)
+    return g.norm(x, w, hp.eps, name, b=bias, kind=hp.norm, width=w.ne0)
 
 
 def heads_per_step(cfg: GraphConfig, n_head: int) -> int:

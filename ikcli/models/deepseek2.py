@@ -1,4 +1,4 @@
-"""DeepSeek V2, V2.5, V3, R1: multi-head latent attention (MLA) and experts with shared ones.
+"""DeepSeek V2, V2.5, V3, R1: multi-head latent attention (MLA) and experts with shared ones; MiniCPM 3 and PLM, dense.
 
 Three file layouts hold the same model (`attn_kv_b`, or `attn_k_b` + `attn_v_b`, or all three); `mla.derive` makes
 what a mode needs and the file lacks. A cache row of mla 1..3 is the rotated key (n_rot) followed by the latent.
@@ -17,15 +17,19 @@ from ikcli.models.hparams import HParams
 from ikcli.models.rope import inverse_frequencies, magnitude, yarn_log
 from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
 
+_HALVES = ("minicpm3",)  # rotate halves of the rotated part, not adjacent pairs; may have the factors of LongRoPE
+_LATENT_EPS = {"minicpm3": 1e-6}  # of the norms of latents, where it is not that of the other norms
+
 
 def tensor_shapes(hp: HParams) -> TensorSpecs:
     """Return the expected tensors of the file; `mla.derive` decides which of kv_b, k_b, v_b must be there."""
-    return expected.with_blocks(hp, block_shapes)
+    return expected.with_blocks(hp, block_shapes) | (expected.long_rope(hp, 0) if hp.arch in _HALVES else {})
 
 
 def block_shapes(hp: HParams, il: int) -> TensorSpecs:
     """Return the expected tensors of block il."""
-    return expected.in_block(il, attention_specs(hp) | indexer.specs(hp, il)) | expected.feed_forward_specs(hp, il)
+    ffn = expected.mlp_specs(hp, il) if hp.arch == "plm" else expected.feed_forward_specs(hp, il)
+    return expected.in_block(il, attention_specs(hp) | indexer.specs(hp, il)) | ffn
 
 
 def attention_specs(hp: HParams) -> TensorSpecs:
@@ -58,13 +62,15 @@ def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
 
 def layers(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig, only: int | None = None) -> blocks.Layers:
     """Return the layers, after what they share has been recorded."""
-    table = rope_table(g, hp)
-    sparse = indexer.Indexer(g, hp, cfg, table) if indexer.top_k(hp, cfg) else None
+    table = blocks.rope_tables(g, hp, w, cfg, 0)[0] if hp.arch in _HALVES else rope_table(g, hp)
+    sparse = indexer.Indexer(g, hp, cfg, table) if table is not None and indexer.top_k(hp, cfg) else None
 
     def attn(x: Node, layer: LayerWeights) -> Node:
         return g.mul_mat(layer.attn_output, attention(g, hp, cfg, x, layer, table, sparse), "kqv_out")
 
     def ffn(x: Node, layer: LayerWeights) -> Node:
+        if hp.arch == "plm":
+            return blocks.mlp(g, x, layer, "relu_sqr")
         return blocks.feed_forward(g, hp, cfg, x, layer)
 
     return blocks.Layers(attn, ffn)
@@ -90,6 +96,8 @@ def attention(
 
 def attention_scale(hp: HParams) -> float:
     """Return the scale of K*Q, which YaRN raises by the square of 1 + log_multiplier * ln(factor)."""
+    if hp.arch in _HALVES:
+        return 1 / math.sqrt(hp.head_dim_k)
     mscale = hp.rope.attn_factor * yarn_log(hp.rope, hp.rope.log_mul)
     return mscale * mscale / math.sqrt(hp.head_dim_k)
 
@@ -105,14 +113,20 @@ def _low_rank_query(g: Graph, hp: HParams, x: Node, layer: LayerWeights) -> Node
     """Return the normed low-rank query, which `_query` then projects; None in models without one."""
     if not hp.q_lora_rank:
         return None
-    return g.rms_norm(g.mul_mat(layer.attn_q_a, x, "q_a"), layer.attn_q_a_norm, hp.eps, "q_a_norm")
+    return g.rms_norm(g.mul_mat(layer.attn_q_a, x, "q_a"), layer.attn_q_a_norm, _latent_eps(hp), "q_a_norm")
+
+
+def _latent_eps(hp: HParams) -> float:
+    return _LATENT_EPS.get(hp.arch, hp.eps)
 
 
 def _query(g: Graph, hp: HParams, x: Node, layer: LayerWeights, table: Node | None) -> Node:
     """Return query heads [nope | rotated] of the low-rank query, or of the input."""
     q = g.mul_mat(layer.attn_q_b if hp.q_lora_rank else layer.attn_q, x, "q")
     if table is not None:
-        q = g.rope(q, table, hp.n_head, hp.head_dim_k, "q_rope", offset=hp.head_dim_k - hp.n_rot)
+        q = g.rope(
+            q, table, hp.n_head, hp.head_dim_k, "q_rope", neox=hp.arch in _HALVES, offset=hp.head_dim_k - hp.n_rot
+        )
     if hp.temperature_scale:  # Mistral Large 3, Mistral 4
         length = hp.temperature_length or hp.rope.n_ctx_orig
         q = g.pos_scale(q, hp.temperature_scale, length, "q_tempered")
@@ -123,8 +137,9 @@ def _latent(g: Graph, hp: HParams, x: Node, layer: LayerWeights, table: Node | N
     """Return the rotated key shared by all heads, and the normed latent."""
     rank = hp.kv_lora_rank
     kv_a = g.mul_mat(layer.attn_kv_a_mqa, x, "kv_rope_compressed")
-    latent = g.rms_norm(kv_a, layer.attn_kv_a_norm, hp.eps, "kv_compressed", cols=rank)
-    rotated = kv_a if table is None else g.rope(kv_a, table, 1, hp.kv_row, "k_rope", offset=rank)
+    latent = g.rms_norm(kv_a, layer.attn_kv_a_norm, _latent_eps(hp), "kv_compressed", cols=rank)
+    neox = hp.arch in _HALVES
+    rotated = kv_a if table is None else g.rope(kv_a, table, 1, hp.kv_row, "k_rope", neox=neox, offset=rank)
     return HeadSlice(rotated, rank, hp.n_rot, 0), latent
 
 

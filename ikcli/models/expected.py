@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from ikcli.models.hparams import HParams
 from ikcli.models.tensors import TensorSpec, TensorSpecs
@@ -70,12 +71,24 @@ def post_norm_specs(hp: HParams, il: int) -> TensorSpecs:
     return in_block(il, {"post_attention_norm.weight": norm, "post_ffw_norm.weight": norm})
 
 
+def without_ending(specs: TensorSpecs) -> TensorSpecs:
+    """Return specs of tensors whose names lack `.weight` in files of llama.cpp; with it they are accepted, too."""
+    bare = {name.removesuffix(".weight"): replace(spec, unless=name) for name, spec in specs.items()}
+    return bare | {name: replace(spec, required=False) for name, spec in specs.items()}
+
+
 def norms_of_all_heads(hp: HParams, il: int, *, each: bool = False, required: bool = True) -> TensorSpecs:
     """Return norms of q and k over the columns of all heads together or, `each`, of every head separately."""
     hp = hp.at(il)
     heads, d = {"q": hp.n_head, "k": hp.n_head_kv}, hp.head_dim_k
     shapes = {f"attn_{x}_norm.weight": (d, n) if each else (n * d,) for x, n in heads.items()}
     return in_block(il, {name: TensorSpec(shape, required) for name, shape in shapes.items()})
+
+
+def long_rope(hp: HParams, il: int) -> TensorSpecs:
+    """Return the factors of LongRoPE, which all blocks share."""
+    factors = TensorSpec((hp.n_rot // 2,), required=False)
+    return {"rope_factors_long.weight": factors, "rope_factors_short.weight": factors}
 
 
 def feed_forward_specs(hp: HParams, il: int) -> TensorSpecs:

@@ -28,10 +28,11 @@ MAX_EXPERTS = 1024
 GATING = {1: "softmax", 2: "sigmoid", 3: "softmax"}  # 3: over the chosen experts, as over all and normalised
 _ALL_EXPERTS = (
     "arctic", "bailingmoe", "dbrx", "gpt-oss", "granitemoe", "grok", "hunyuan-moe", "mellum", "minimax-m2", "olmoe",
-    "qwen2moe", "qwen35moe", "qwen3moe", "qwen3next", "qwen3vlmoe", "smallthinker",
+    "phimoe", "qwen2moe", "qwen35moe", "qwen3moe", "qwen3next", "qwen3vlmoe", "smallthinker",
 )  # fmt: skip
 """In every layer."""
-MLA = ("deepseek2", "deepseek32", "glm-dsa", "mistral4", *KDA)  # multi-head latent attention
+DENSE_MLA = ("minicpm3", "plm")
+MLA = ("deepseek2", "deepseek32", "glm-dsa", "mistral4", *DENSE_MLA, *KDA)  # multi-head latent attention
 _DENSE_LEAD = (
     *MLA, "afmoe", "bailingmoe2", "cohere2_moe", "deepseek", "dots1", "ernie4_5-moe", "exaone-moe", "glm4moe", "hy_v3",
     "laguna", "minimax-m3", "step35",
@@ -44,13 +45,13 @@ _SIGMOID = (
 """Gating of files that do not say."""
 _NOT_NORMALISED = (
     "bailingmoe", "bailingmoe2", "cohere2_moe", "deepseek", "deepseek2", "deepseek32", "jamba", "laguna", "llama4",
-    "minimax-m3", "nomic-bert-moe", "olmoe", "qwen2moe", "step35",
+    "minimax-m3", "nomic-bert-moe", "olmoe", "phimoe", "qwen2moe", "step35",
 )  # fmt: skip
 """Weights of experts where files do not say; most architectures always normalise, and their files do not say so."""
 _LAYER_NORM = (
     "bloom", "codeshell", "cohere2", "command-r", "dbrx", "falcon", "gpt2", "gptneox", "jais", "jais2", "mpt",
-    "nemotron", "olmo", "orion", "phi2", "stablelm", "starcoder", "starcoder2", "bert", "jina-bert-v2", "modern-bert",
-    "nomic-bert", "nomic-bert-moe",
+    "nemotron", "olmo", "orion", "phi2", "phimoe", "stablelm", "starcoder", "starcoder2", "bert", "jina-bert-v2",
+    "modern-bert", "nomic-bert", "nomic-bert-moe",
 )  # fmt: skip
 BITNET = ("bitnet", "bitnet-25", "bitnet-b1.58")
 ENCODERS = (
@@ -288,7 +289,7 @@ def _norms(keys: Keys) -> dict[str, Any]:
     """Return kind and epsilon of the norms. For Cohere's MoE and Refact models the keys of the file tell the kind."""
     layer = keys.arch in _LAYER_NORM or (keys.arch == "cohere2_moe" and not keys.number(_RMS_KEY, 0.0))
     layer = layer or (keys.arch == "refact" and _LAYER_KEY in keys)
-    key = _LAYER_KEY if layer else _RMS_KEY
+    key = _LAYER_KEY if layer and keys.arch != "phimoe" else _RMS_KEY
     eps = keys.number(key)
     if eps <= 0:
         raise keys.fail(key, f"is {eps}; it must be positive")
@@ -370,7 +371,7 @@ def _experts(keys: Keys, arch: str, tensors: Mapping[str, HasShape]) -> dict[str
         "n_embd_exp": keys.integer("moe_latent_size", 0) if arch == "nemotron_h_moe" else 0,
         "n_layer_dense_lead": keys.integer("leading_dense_block_count", 0),
         "moe_step": keys.integer("interleave_moe_layer_step", 1) or 1,
-        "expert_gating": GATING[gating],
+        "expert_gating": "sparsemixer" if arch == "phimoe" and gating == 1 else GATING[gating],
         "expert_weights_norm": gating == 3 or bool(keys.raw("expert_weights_norm", arch not in _NOT_NORMALISED)),
         "expert_weights_scale": keys.number("expert_weights_scale", 1.0) or 1.0,
         "n_expert_groups": groups,
@@ -428,7 +429,7 @@ def _of_older_models(keys: Keys, values: dict[str, Any]) -> dict[str, Any]:
         return {"n_ff": max(by_layer(values["n_ff"], 1)) // 2}
     if arch in ("dbrx", "olmo"):
         return {"clamp_kqv": keys.number("attention.clamp_kqv", None if arch == "dbrx" else 0.0, most=1e9)}
-    if arch == "minicpm":
+    if arch in ("minicpm", "minicpm3"):
         depth, divisor = 1.4 / math.sqrt(n_layer), keys.number("logit_scale", n_embd / 256, most=1e9) or 1.0
         return {
             "embedding_scale": keys.number("embedding_scale", 12.0, most=1e9),
@@ -539,7 +540,9 @@ def _mla(keys: Keys, values: dict[str, Any]) -> dict[str, Any]:
     fixed: dict[str, Any] = {
         "kv_lora_rank": rank,
         "q_lora_rank": keys.integer("attention.q_lora_rank", 0),
-        "n_layer_dense_lead": keys.integer("leading_dense_block_count"),
+        "n_layer_dense_lead": keys.integer(
+            "leading_dense_block_count", values["n_layer"] if keys.arch in DENSE_MLA else None
+        ),
         "n_ff_exp": keys.integer("expert_feed_forward_length", default, least=1 if values["n_expert"] else 0),
         "n_expert_shared": keys.integer("expert_shared_count", default),
         "expert_weights_scale": keys.number("expert_weights_scale", default),

@@ -20,6 +20,8 @@ def tensor_shapes(hp: HParams) -> TensorSpecs:
     """Return the expected tensors of the file."""
     specs = expected.base_specs(hp)
     specs["rope_freqs.weight"] = TensorSpec((hp.n_rot // 2,), required=False)
+    if hp.arch == "minicpm":  # MiniCPM 4
+        specs |= expected.long_rope(hp, 0)
     for il in range(hp.n_layer):
         specs |= expected.attention_specs(hp, il, bias=None)
         if hp.n_expert:

@@ -66,9 +66,8 @@ def _llama3_factors(hp: HParams, il: int) -> TensorSpecs:
     return {"rope_freqs.weight": TensorSpec((hp.n_rot // 2,), required=False)}
 
 
-def _long_rope(hp: HParams, il: int) -> TensorSpecs:
-    factors = TensorSpec((hp.n_rot // 2,), required=False)
-    return {"rope_factors_long.weight": factors, "rope_factors_short.weight": factors}
+def _phimoe(hp: HParams, il: int) -> TensorSpecs:
+    return _biased_norms(hp, il) | _output_bias(hp, il) | expected.long_rope(hp, il)
 
 
 _PAIRS = Plain(neox=False)  # rotates adjacent pairs, as llama does
@@ -104,7 +103,8 @@ TABLE: dict[str, Plain] = {
     "openelm": Plain(bias=False, qk_norm=True, fused=True),
     "paddleocr": Plain(),
     "pangu-embedded": Plain(bias=True, more=_output_bias),
-    "phi3": Plain(fused_gate_up=True, more=_long_rope),
+    "phi3": Plain(fused_gate_up=True, more=expected.long_rope),
+    "phimoe": Plain(more=_phimoe),
     "qwen": Plain(fused=True, more=_qkv_bias),
     "qwen2": Plain(bias=True),
     "qwen2moe": Plain(bias=True, more=_shared_gate),

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from ikcli.errors import UnsupportedError
 from ikcli.models.keys import HasShape, Keys, short
 
-LONG_ROPE = ("phi3",)  # with factors for short and for long contexts
+LONG_ROPE = ("minicpm", "minicpm3", "phi3", "phimoe")  # with factors for short and for long contexts
 
 
 CONTIGUOUS = ("qwen2vl", "glm4", "glm4moe", "paddleocr")
@@ -120,7 +120,9 @@ def read_rope(
     given = given or {}
     long = "rope_factors_long.weight" in tensors
     if long and keys.arch not in LONG_ROPE:
-        raise UnsupportedError(f"{keys.source}: LongRoPE factor tensors (rope_factors_long) are known of phi3 only")
+        raise UnsupportedError(
+            f"{keys.source}: LongRoPE factor tensors (rope_factors_long) are known of {', '.join(LONG_ROPE)}"
+        )
     scaling = keys.raw("rope.scaling.type", "linear")
     if not isinstance(scaling, str) or scaling not in ("none", "linear", "yarn", *(("longrope",) if long else ())):
         raise UnsupportedError(

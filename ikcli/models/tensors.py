@@ -151,6 +151,10 @@ class LayerWeights:
         full = f"{self._block}.{name}.scale"
         return float(self._weights.data(full).reshape(-1)[0]) if full in self._weights else 1.0
 
+    def with_ending_or_not(self, name: str) -> Weight:
+        """Return a tensor whose name lacks the ending in files of llama.cpp."""
+        return self.get(name) or self.tensor(name)
+
     def tensor(self, name: str) -> Weight:
         """Return a tensor whose name has no ending."""
         return self._weights[f"{self._block}.{name}"]

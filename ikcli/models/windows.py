@@ -16,7 +16,7 @@ from ikcli.models.rope import RopeParams
 PERIODS = {
     "afmoe": 4, "cohere2": 4, "exaone-moe": 4, "exaone4": 4, "gemma-embedding": 6, "gemma2": 2, "gemma3": 6,
     "gpt-oss": 2, "laguna": 4, "llama4": 4, "mellum": 4, "modern-bert": 3, "muse-glimmer": 4, "olmo2": 4, "phi3": 0,
-    "smallthinker": 4, "starcoder2": 0,
+    "phimoe": 0, "plamo2": 0, "plamo3": 8, "smallthinker": 4, "starcoder2": 0,
 }  # fmt: skip
 """Layers of a period, of which the last one has no window; 0: all layers have one."""
 LISTED = ("cohere2_moe", "gemma4", "mimo2", "step35")  # files say which layers have windows
@@ -33,11 +33,15 @@ NOT_ALWAYS = {
     "mellum": 0,
     "modern-bert": 0,
     "olmo2": 0,
+    "phimoe": 0,
+    "plamo2": 0,
+    "plamo3": 0,
     "smallthinker": 0,
     "starcoder2": 0,
 }  # windows of files that do not say
-PLAIN = ("gemma-embedding", "gemma3", "laguna", "mellum", "olmo2")  # rotation of window layers is not scaled
+PLAIN = ("gemma-embedding", "gemma3", "laguna", "mellum", "olmo2", "plamo3")  # rotation of window layers is not scaled
 LOCAL_BASE = ("gemma-embedding", "gemma3", "modern-bert")  # 10000 in window layers of files that do not say
+PAST_ONLY = ("plamo2", "plamo3")  # the number of a window does not count the query itself
 TWO_SIDED = ("gemma-embedding", "modern-bert")  # half of the window is on either side
 ONLY_WINDOWS_ROTATE = (
     "afmoe",
@@ -79,7 +83,9 @@ def _size(keys: Keys, values: dict[str, Any]) -> int:
     if arch == "phi3":
         default = PHI3_WINDOWS.get((values["n_layer"], values["n_ctx_train"]))
     size = keys.integer(key, default)
-    return size // 2 + 1 if size and arch in TWO_SIDED else size
+    if size and arch in TWO_SIDED:
+        return size // 2 + 1
+    return size + 1 if size and arch in PAST_ONLY else size
 
 
 def _pattern(keys: Keys, values: dict[str, Any]) -> tuple[bool, ...]:

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from ikcli.errors import FormatError
 from ikcli.tokenizer import unicode as uni
+from ikcli.tokenizer.plamo import PlamoModel
 from ikcli.tokenizer.pretokenize import cuts
 from ikcli.tokenizer.vocab import Attr, Vocab
 
@@ -41,6 +42,8 @@ def make_model(vocab: Vocab) -> FragmentModel:
         return SpmModel(vocab)
     if vocab.kind == "ugm":
         return UgmModel(vocab)
+    if vocab.kind == "plamo":
+        return PlamoModel(vocab)
     return BpeModel(vocab) if vocab.kind == "bpe" else WpmModel(vocab)
 
 

@@ -196,6 +196,8 @@ class Tokenizer:
         if attr & (Attr.UNKNOWN | Attr.CONTROL | Attr.USER_DEFINED):
             return uni.to_bytes(text)
         if attr & Attr.NORMAL:
+            if vocab.kind == "plamo":
+                return uni.to_bytes(text)
             if vocab.kind != "bpe" or vocab.escape_whitespaces:
                 return uni.to_bytes(text.replace(_ESCAPED_SPACE, " "))
             return _byte_decode(text)

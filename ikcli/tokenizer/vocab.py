@@ -19,7 +19,7 @@ from ikcli.errors import FormatError, UnsupportedError
 from ikcli.log import warn
 from ikcli.tokenizer.pretokenize import PRE_TOKENIZERS, PreTokenizer
 
-Kind = Literal["spm", "bpe", "wpm", "ugm", "none"]
+Kind = Literal["spm", "bpe", "wpm", "ugm", "plamo", "none"]
 
 PREFIX = "tokenizer.ggml."
 _NO_TOKEN = (-1, 0xFFFFFFFF)
@@ -115,8 +115,10 @@ _DEFAULT_IDS: dict[str, dict[str, int]] = {
     "gpt2": {"bos": 11, "eos": 11},
     "gemma4": {},
     "t5": {"eos": 1, "unk": 2, "pad": 0},
+    "plamo2": {"bos": 1, "eos": 2, "unk": 0, "pad": 3},
 }
-_KINDS: dict[str, Kind] = {"llama": "spm", "bert": "wpm", "gpt2": "bpe", "gemma4": "bpe", "t5": "ugm"}
+_KINDS: dict[str, Kind] = {"llama": "spm", "bert": "wpm", "gpt2": "bpe", "gemma4": "bpe", "t5": "ugm",
+                          "plamo2": "plamo"}  # fmt: skip
 
 
 @dataclass(slots=True)

@@ -67,6 +67,7 @@ from ikcli.graph.activations import Glu
 from ikcli.graph.ops_alibi import Alibi
 from ikcli.graph.ops_elements import Activate, Clamp, Gate, Norm, PosScale, Scale, SoftCap
 from ikcli.graph.ops_experts import (
+    GATINGS,
     AddId,
     ExpertProduct,
     MoeResident,
@@ -394,13 +395,13 @@ def _mul_mat_heads(low: CpuLowering, node: Node, op: MulMatHeads) -> None:
 
 # --- mixture of experts -----------------------------------------------------------------------------------------------
 @RULES.add(
-    MoeRoute, "logits bias n_used norm scale n_group n_group_used ser", gating=("softmax", "sigmoid")
+    MoeRoute, "logits bias n_used norm scale n_group n_group_used ser", gating=GATINGS
 )  # fmt: skip
 def _moe_route(low: CpuLowering, node: Node, op: MoeRoute) -> None:
     fewest, threshold = op.ser or (0, 0.0)
     scratch = 4 * (2 * op.n_expert + op.n_group)
     params = RouteParams(logits=low.out(op.logits), bias=low.weight(op.bias) if op.bias else 0, out=low.out(node),
-                         n_expert=op.n_expert, n_used=op.n_used, softmax=int(op.gating == "softmax"),
+                         n_expert=op.n_expert, n_used=op.n_used, gating=GATINGS.index(op.gating),
                          norm=int(op.norm), scale=op.scale, n_group=op.n_group, n_group_used=op.n_group_used,
                          fewest=max(fewest, 0), least=threshold, scratch=low.buffer(scratch * low.n_threads),
                          scratch_bytes=scratch)  # fmt: skip

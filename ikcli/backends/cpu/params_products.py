@@ -88,7 +88,7 @@ class RouteParams(Params):
     out: Address
     n_expert: int
     n_used: int
-    softmax: int
+    gating: int  # 0: sigmoid, 1: softmax, 2: sparsemixer
     norm: int
     scale: F32
     n_group: int

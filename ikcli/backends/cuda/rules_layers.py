@@ -28,7 +28,7 @@ from ikcli.graph import HeadSlice, Node, RowSpec, Weight
 from ikcli.graph.activations import GATED, Glu
 from ikcli.graph.ops_alibi import Alibi
 from ikcli.graph.ops_elements import Activate, Clamp, Gate, Norm, PosScale, Scale, SoftCap
-from ikcli.graph.ops_experts import AddId, MoeResident, MoeRoute, MoeSort, MoeSum, ScaleId, route_of, sort_of
+from ikcli.graph.ops_experts import GATINGS, AddId, MoeResident, MoeRoute, MoeSort, MoeSum, ScaleId, route_of, sort_of
 from ikcli.graph.ops_media import MeanRows, MergeRows
 from ikcli.graph.ops_rows import Add, Concat, ConcatHeads, GetRows, Hadamard, RmsNorm, Rope, RopeTable, SwiGlu
 
@@ -243,7 +243,7 @@ def plan_layout(low: GpuLowering, plan: Node) -> PlanLayout:
 
 
 @RULES.add(
-    MoeRoute, "logits bias n_used norm scale n_group n_group_used ser", gating=("softmax", "sigmoid")
+    MoeRoute, "logits bias n_used norm scale n_group n_group_used ser", gating=GATINGS
 )  # fmt: skip
 def _moe_route(low: GpuLowering, node: Node, op: MoeRoute) -> None:
     n, n_used, n_group = op.n_expert, op.n_used, op.n_group
@@ -255,7 +255,7 @@ def _moe_route(low: GpuLowering, node: Node, op: MoeRoute) -> None:
     fewest, threshold = op.ser or (0, 0.0)
     low.emit("layer_moe_route", _warps(node.rows, 1, 4), 128, _scores_bytes(op, 4), low.state,
              *low.row_args(node.rows), low.out(op.logits), low.weight(op.bias) if op.bias else 0, low.out(node),
-             _int(n), _int(n_used), _int(op.gating == "softmax"), _int(op.norm), _f32(op.scale), _int(n_group),
+             _int(n), _int(n_used), _int(GATINGS.index(op.gating)), _int(op.norm), _f32(op.scale), _int(n_group),
              _int(op.n_group_used), _int(max(fewest, 0)), _f32(threshold))  # fmt: skip
 
 

@@ -1,9 +1,10 @@
-"""Latent attention: DeepSeek V2 to V3.2, Kimi-K2, GLM-4.7-Flash, GLM-5, Mistral 4; and DeepSeek 1, which has none."""
+"""Latent attention: DeepSeek V2 to V3.2, Kimi-K2, GLM-4.7-Flash, GLM-5, Mistral 4, MiniCPM 3, PLM; and DeepSeek 1."""
 
 from __future__ import annotations
 
 from ikcli.convert import build as b
 from ikcli.convert import keys as k
+from ikcli.convert.archs.llama import factors
 from ikcli.convert.pieces import Matrix, Piece, TensorRows, turn
 from ikcli.convert.rope import RopeSettings, read_rope
 from ikcli.errors import FormatError
@@ -154,6 +155,52 @@ def _mistral4(m: b.Build) -> None:
     k.no_window(m)
 
 
+def _head_keys(m: b.Build) -> None:
+    """Write ranks and sizes of the original heads, as files of `minicpm3` and `plm` have them."""
+    c = m.config
+    k.sizes(m)
+    k.rms_eps(m)
+    rotated = c.integer("qk_rope_head_dim", least=2)
+    m.key("attention.kv_lora_rank", c.integer("kv_lora_rank", least=1))
+    m.key("attention.key_length", c.integer("qk_nope_head_dim", least=1) + rotated)
+    width = k.embd(m) // c.integer("num_attention_heads", least=1)
+    m.key("attention.value_length", c.integer("v_head_dim", default=width, least=1))
+    m.key("rope.dimension_count", rotated)
+    m.key("vocab_size", c.integer("vocab_size", least=1))
+    if c.integer("num_key_value_heads", default=c.integer("num_attention_heads")) != c.integer("num_attention_heads"):
+        raise c.refuse("num_key_value_heads", "as many as num_attention_heads")
+    c.expect("attention_bias", False)
+    c.expect("mlp_bias", False)
+    c.ignore("head_dim", "qk_head_dim")
+
+
+def _minicpm3(m: b.Build) -> None:
+    c = m.config
+    k.activation(m, *k.SILU)
+    _head_keys(m)
+    found = read_rope(c)
+    m.key("rope.freq_base", found.theta)
+    k.long_rope(m, found)
+    if c.get("q_lora_rank") is not None:
+        m.key("attention.q_lora_rank", c.integer("q_lora_rank", least=1))
+    factors(m)
+
+
+def _finish_minicpm3(m: b.Build) -> None:
+    k.tied_by_default(m)
+    k.put_long_rope(m)
+
+
+def _plm(m: b.Build) -> None:
+    c = m.config
+    k.activation(m, "relu2")
+    _head_keys(m)
+    k.rope(m)
+    c.expect("q_lora_rank")
+    c.expect("attn_qkv_bias", False)
+    k.no_window(m)
+
+
 def _deepseek(m: b.Build) -> None:
     c = m.config
     k.activation(m, *k.SILU)
@@ -190,6 +237,8 @@ ARCHITECTURES = (
          "Glm4MoeLiteForCausalLM"),
         _deepseek2, MLA, _finish, _SEES, _HARMLESS,
     ),
+    b.Architecture("minicpm3", ("MiniCPM3ForCausalLM",), _minicpm3, finish=_finish_minicpm3),
+    b.Architecture("plm", ("PLMForCausalLM",), _plm, finish=k.tied_by_default),
     b.Architecture("deepseek2", ("YoutuForCausalLM",), _youtu, MLA, k.tied_by_default, "", _HARMLESS),
     b.Architecture("deepseek32", ("DeepseekV32ForCausalLM",), _indexer, MLA, _finish, "", _HARMLESS, names="glm-dsa"),
     b.Architecture("glm-dsa", ("GlmMoeDsaForCausalLM",), _indexer, MLA, _finish, "", _HARMLESS),

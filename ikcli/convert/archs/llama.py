@@ -82,13 +82,25 @@ def _smollm3(m: b.Build) -> None:
     k.biases(m)
 
 
-def _minicpm(m: b.Build) -> None:
+def factors(m: b.Build) -> None:
+    """Write MiniCPM's factors of embeddings, branches and logits."""
     c = m.config
-    llama_keys(m)
     m.key("embedding_scale", c.number("scale_emb", default=1.0))
     m.key("residual_scale", c.number("scale_depth", default=1.0) / math.sqrt(m.n_layer))
     m.key("logit_scale", k.embd(m) / c.number("dim_model_base", default=1.0))
-    c.ignore("attention_bias", "rope_interleaved")
+
+
+def _minicpm(m: b.Build) -> None:
+    llama_keys(m)
+    if (found := read_rope(m.config)).type == "longrope":  # MiniCPM 4
+        k.long_rope(m, found)
+    factors(m)
+    m.config.ignore("attention_bias", "rope_interleaved", "mup_denominator", "sparse_config")
+
+
+def _finish_minicpm(m: b.Build) -> None:
+    finish(m)
+    k.put_long_rope(m)
 
 
 def _xverse(m: b.Build) -> None:
@@ -103,6 +115,11 @@ def _orion(m: b.Build) -> None:
     k.rope(m)
     m.key("attention.layer_norm_epsilon", c.number("rms_norm_eps"))
     c.ignore("vocab_size", "attention_bias")
+
+
+def _cogvlm(m: b.Build) -> None:
+    llama_keys(m)
+    m.config.ignore("template_version")
 
 
 def finish(m: b.Build) -> None:
@@ -125,13 +142,14 @@ ARCHITECTURES = (
         r"vision_tower|multi_modal_projector|vision_encoder|patch_merger",
     ),
     b.Architecture("llama-embed", ("LlamaBidirectionalModel",), _both_directions, b.PAIRS, finish),
+    b.Architecture("cogvlm", ("CogVLMForCausalLM",), _cogvlm, finish=k.tied, drop=r"(^|\.)vision\."),
     b.Architecture("arcee", ("ArceeForCausalLM",), _arcee, b.PAIRS, finish),
     b.Architecture("maincoder", ("MaincoderForCausalLM",), _pairs_normed, b.PAIRS, k.tied),
     b.Architecture(
         "pangu-embedded", ("PanguEmbeddedForCausalLM",), k.plain, finish=k.tied, harmless=frozenset({"bias"})
     ),
     b.Architecture("smollm3", ("SmolLM3ForCausalLM",), _smollm3, b.PAIRS, finish),
-    b.Architecture("minicpm", ("MiniCPMForCausalLM",), _minicpm, b.PAIRS, finish),
+    b.Architecture("minicpm", ("MiniCPMForCausalLM",), _minicpm, b.PAIRS, _finish_minicpm),
     b.Architecture("xverse", ("XverseForCausalLM",), _xverse, b.PAIRS, k.tied),
     b.Architecture("orion", ("OrionForCausalLM",), _orion, finish=k.tied),
     b.Architecture("seed_oss", ("SeedOssForCausalLM",), k.plain, finish=k.tied),

@@ -150,11 +150,6 @@ class Planner:
         if config.fleet.stages > 1 and cfg.media is not None:
             raise UsageError("--stages cannot be combined with a projector: images are computed in one process")
         if config.fleet.stages > 1:
-            if cfg.n_heads:
-                raise UsageError(
-                    "layers that predict further tokens (MTP) do not run in stages, since they read states of the "
-                    "last one and embeddings of the first; use another --spec-type, or no --stages"
-                )
             runner, config = self.pipeline.runner(config, sizes, cfg, model, graphs)
         else:
             experts, found = expert_steps(config, slots)

@@ -11,9 +11,16 @@ from ikcli.models.keys import HasShape, Keys, by_layer, short
 DELTA_NET = ("qwen35", "qwen35moe", "qwen3next")  # a decay per head
 KDA = ("bailingmoe3", "kimi-linear")  # a decay per column of a key; the other layers have MLA
 SCAN = ("mamba", "mamba2")  # a scan in every layer, and nothing else
-MAMBA2 = ("falcon-h1", "granitehybrid", "mamba2", "nemotron_h", "nemotron_h_moe")  # layers with Mamba 2's scan
+MAMBA2 = (
+    "falcon-h1",
+    "granitehybrid",
+    "mamba2",
+    "nemotron_h",
+    "nemotron_h_moe",
+    "plamo2",
+)  # layers with Mamba 2's scan
 SHORT_CONV = ("lfm2", "lfm2moe")  # layers of a gated convolution and nothing else
-HYBRID = ("granitehybrid", "jamba", "nemotron_h", "nemotron_h_moe", *SHORT_CONV)
+HYBRID = ("granitehybrid", "jamba", "nemotron_h", "nemotron_h_moe", "plamo2", *SHORT_CONV)
 """Layers without key heads are recurrent (in Nemotron-H those with a feed-forward part are not)."""
 MAX_TAPS, MAX_COLUMNS, MAX_WIDTH = 16, 256, 1 << 20
 
@@ -88,14 +95,14 @@ def _mamba2(keys: Keys, values: dict[str, Any]) -> dict[str, Any]:
     sizes: dict[str, Any] = {
         "ssm_d_conv": keys.integer("ssm.conv_kernel", least=2, most=MAX_TAPS),
         "ssm_d_state": keys.integer("ssm.state_size", least=1),
-        "ssm_n_group": keys.integer("ssm.group_count", 1, least=1),
+        "ssm_n_group": keys.integer("ssm.group_count", 1) or 1,
         "ssm_dt_rank": keys.integer("ssm.time_step_rank", least=1),
         "ssm_d_inner": keys.integer("ssm.inner_size", least=1),
     }
     _check_heads(keys, sizes)
     if keys.arch in ("mamba2", "falcon-h1"):
         return sizes | {"recurrent_layers": frozenset(range(values["n_layer"]))}
-    rotates = keys.arch == "granitehybrid" and keys.raw("rope.scaling.finetuned", True)
+    rotates = keys.arch == "plamo2" or (keys.arch == "granitehybrid" and keys.raw("rope.scaling.finetuned", True))
     return sizes | {"recurrent_layers": _without_key_heads(keys, values)} | ({} if rotates else {"n_rot": 0})
 
 

@@ -21,6 +21,7 @@ from ikcli.backends.cpu.params_products import (
     SortParams,
     ZeroDroppedParams,
 )
+from ikcli.graph.ops_experts import SPARSE_MARGIN
 from ikcli.native.jit import inline
 from ikcli.native.simd.vec import (
     ld_f32,
@@ -37,11 +38,16 @@ from ikcli.native.simd.vec import (
 )
 
 _F0, _F1, _LOWEST = np.float32(0.0), np.float32(1.0), np.float32(-np.inf)
+_MARGIN = np.float32(SPARSE_MARGIN)
 
 
 @inline
-def probabilities(logits, probs, n, softmax):
-    if softmax != 0:
+def probabilities(logits, probs, n, gating):
+    """Write probabilities, or (sparsemixer) logits."""
+    if gating == 2:
+        for i in range(n):
+            st_f32(probs + 4 * i, ld_f32(logits + 4 * i))
+    elif gating == 1:
         top = _LOWEST
         for i in range(n):
             top = max(top, ld_f32(logits + 4 * i))
@@ -83,8 +89,19 @@ def drop_groups(scores, n, n_group, n_group_used, group_scores):
 
 
 @inline
-def route_row(logits, bias, probs, scores, out, n, n_used, softmax, norm, scale, n_group, n_group_used, fewest, least):
-    probabilities(logits, probs, n, softmax)
+def sparse_weight(scores, n, top):
+    """Return the weight of the best expert by sparsemixer; scores of experts that were chosen before are -inf."""
+    total = _F0
+    for i in range(n):
+        s = ld_f32(scores + 4 * i)
+        if s > _LOWEST and not (top - s) / max(abs(s), top) > _MARGIN:
+            total += np.float32(math.exp(s - top))
+    return _F1 / total
+
+
+@inline
+def route_row(logits, bias, probs, scores, out, n, n_used, gating, norm, scale, n_group, n_group_used, fewest, least):
+    probabilities(logits, probs, n, gating)
     for i in range(n):
         # The bias decides who is chosen, but weights are the probabilities without it.
         b = ld_f32(bias + 4 * i) if bias != 0 else _F0
@@ -102,8 +119,8 @@ def route_row(logits, bias, probs, scores, out, n, n_used, softmax, norm, scale,
             top = best_score
         weight = _F0
         if best >= 0:
+            weight = sparse_weight(scores, n, best_score) if gating == 2 else ld_f32(probs + 4 * best)
             st_f32(scores + 4 * best, _LOWEST)
-            weight = ld_f32(probs + 4 * best)
             if fewest > 0 and slot >= fewest and best_score < least * top:
                 best, weight = np.int64(-1), _F0
         st_f32(out + 4 * slot, weight)
@@ -124,7 +141,7 @@ def make_route():
         for row in range(rows * ith // nth, rows * (ith + 1) // nth):
             route_row(
                 logits + 4 * row * n, bias, scratch, scratch + 4 * n, out + 8 * row * n_used, n, n_used,
-                params.softmax, params.norm, scale, params.n_group, params.n_group_used, params.fewest, least,
+                params.gating, params.norm, scale, params.n_group, params.n_group_used, params.fewest, least,
             )  # fmt: skip
 
     return route

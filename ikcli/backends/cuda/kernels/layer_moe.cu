@@ -5,6 +5,7 @@
 #include "layer_common.cuh"
 
 constexpr int PER_LANE = 16;  // experts per lane: at most 512
+constexpr float SPARSE_MARGIN = 0.02f;  // of ops_experts.py
 constexpr int TILE_FEW = 8, TILE_MANY = 64;
 
 DI u32 warp_max_u32(u32 v) {
@@ -32,7 +33,7 @@ DI u32 warp_best(u32 key, u32 index, u32& top) {
 
 struct Router {
   const float* bias;
-  int n, n_used, softmax, norm, n_group, n_group_used, fewest;
+  int n, n_used, gating, norm, n_group, n_group_used, fewest;
   float scale, least;
 };
 
@@ -72,7 +73,12 @@ DI void route_row(const float* logits, int* out, float* probs, const Router& r) 
   u32 key[PER_LANE];
 #pragma unroll
   for (int i = 0; i < PER_LANE; i++) p[i] = lane + 32 * i < r.n ? logits[lane + 32 * i] : -INFINITY;
-  if (r.softmax) {
+  if (r.gating == 2) {  // sparsemixer: experts are chosen by their logits
+    if (r.bias) {
+#pragma unroll
+      for (int i = 0; i < PER_LANE; i++) p[i] += lane + 32 * i < r.n ? r.bias[lane + 32 * i] : 0.f;
+    }
+  } else if (r.gating == 1) {
     float top = -INFINITY, sum = 0.f;
 #pragma unroll
     for (int i = 0; i < PER_LANE; i++) top = fmaxf(top, p[i]);
@@ -98,7 +104,7 @@ DI void route_row(const float* logits, int* out, float* probs, const Router& r) 
     key[i] = 0;
     if (e < r.n) {
       probs[e] = p[i];
-      const float s = r.bias ? p[i] + r.bias[e] : p[i];
+      const float s = r.bias && r.gating != 2 ? p[i] + r.bias[e] : p[i];
       // 0 is below every score: such an expert cannot be chosen.
       key[i] = s == -INFINITY ? 0 : ordered(s);
       if (r.n_group > 1) scores[e] = s;
@@ -126,6 +132,14 @@ DI void route_row(const float* logits, int* out, float* probs, const Router& r) 
         at = lane + 32 * i;
       }
     const int e = (int)warp_best(mine, (u32)at, top);
+    float near = 0.f;  // sparsemixer: sum over the experts that are left and near the best one
+    if (r.gating == 2) {
+      const float best = unordered(top);
+#pragma unroll
+      for (int i = 0; i < PER_LANE; i++)
+        if (key[i] && !((best - p[i]) / fmaxf(fabsf(p[i]), best) > SPARSE_MARGIN)) near += expf(p[i] - best);
+      near = warp_sum(near);
+    }
 #pragma unroll
     for (int i = 0; i < PER_LANE; i++)
       if (lane + 32 * i == e) key[i] = 0;
@@ -133,7 +147,7 @@ DI void route_row(const float* logits, int* out, float* probs, const Router& r) 
     if (slot == 0) first = score;
     bool keep = top != 0;  // 0: no eligible expert is left
     if (r.fewest > 0 && slot >= r.fewest && score < r.least * first) keep = false;
-    const float w = keep ? probs[e] : 0.f;
+    const float w = !keep ? 0.f : r.gating == 2 ? 1.f / near : probs[e];
     total += w;
     if (lane == slot) {
       weight = w;
@@ -151,13 +165,13 @@ DI void route_row(const float* logits, int* out, float* probs, const Router& r) 
 // One warp per row. Shared memory: n floats per warp, 2n where n_group > 1.
 extern "C" __global__ void __launch_bounds__(128)
 layer_moe_route(const i64* st, int symbol, int factor, const float* logits, const float* bias, int* out, int n, int n_used,
-                int softmax, int norm, float scale, int n_group, int n_group_used, int fewest, float least) {
+                int gating, int norm, float scale, int n_group, int n_group_used, int fewest, float least) {
   SMEM_DECL
   const int warp = threadIdx.x >> 5;
   const i64 row = (i64)blockIdx.x * (blockDim.x >> 5) + warp;
   if (row >= step_rows(st, symbol, factor)) return;
   route_row(logits + row * n, out + row * 2 * n_used, (float*)smem_raw + warp * n * (n_group > 1 ? 2 : 1),
-            {bias, n, n_used, softmax, norm, n_group, n_group_used, fewest, scale, least});
+            {bias, n, n_used, gating, norm, n_group, n_group_used, fewest, scale, least});
 }
 
 struct Plan {
@@ -294,13 +308,13 @@ layer_moe_sort(const i64* st, int symbol, int factor, const int* route, int* ord
 // Both for few rows, in one block: every warp routes rows, then all sort.
 extern "C" __global__ void __launch_bounds__(512, 1)
 layer_moe_route_sort(const i64* st, int symbol, int factor, const float* logits, const float* bias, int* out, int n, int n_used,
-                     int softmax, int norm, float scale, int n_group, int n_group_used, int fewest, float least, int* order,
+                     int gating, int norm, float scale, int n_group, int n_group_used, int fewest, float least, int* order,
                      int* position, int* offsets, int* counts, int* few, int* many) {
   SMEM_DECL
   const int warp = threadIdx.x >> 5, rows = (int)step_rows(st, symbol, factor);
   for (int row = warp; row < rows; row += blockDim.x >> 5)
     route_row(logits + (i64)row * n, out + (i64)row * 2 * n_used, (float*)smem_raw + warp * n * (n_group > 1 ? 2 : 1),
-              {bias, n, n_used, softmax, norm, n_group, n_group_used, fewest, scale, least});
+              {bias, n, n_used, gating, norm, n_group, n_group_used, fewest, scale, least});
   __syncthreads();
   sort_pairs(out, rows * n_used, {(int2*)order, position, offsets, counts, (int4*)few, (int4*)many}, n, n_used, (u32*)smem_raw);
 }

@@ -51,7 +51,7 @@ _NOT_NORMALISED = (
 _LAYER_NORM = (
     "bloom", "codeshell", "cohere2", "command-r", "dbrx", "falcon", "gpt2", "gptneox", "jais", "jais2", "mpt",
     "nemotron", "olmo", "orion", "phi2", "phimoe", "stablelm", "starcoder", "starcoder2", "bert", "jina-bert-v2",
-    "modern-bert", "nomic-bert", "nomic-bert-moe",
+    "jina-bert-v3", "modern-bert", "nomic-bert", "nomic-bert-moe",
 )  # fmt: skip
 BITNET = ("bitnet", "bitnet-25", "bitnet-b1.58")
 ENCODERS = (
@@ -59,8 +59,10 @@ ENCODERS = (
     "eurobert",
     "gemma-embedding",
     "jina-bert-v2",
+    "jina-bert-v3",
     "llama-embed",
     "modern-bert",
+    "neo-bert",
     "nomic-bert",
     "nomic-bert-moe",
     "t5encoder",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from importlib import import_module
 
-from ikcli.convert.archs.bert import NOMIC_WITH_EXPERTS
+from ikcli.convert.archs.bert import JINA_3, NOMIC_WITH_EXPERTS
 from ikcli.convert.build import Architecture
 from ikcli.convert.config import Config
 from ikcli.errors import UnsupportedError
@@ -50,6 +50,8 @@ def architecture_of(config: Config) -> Architecture:
     for name in config.classes:
         if name == "NomicBertModel" and config.raw.get("moe_every_n_layers"):
             name = NOMIC_WITH_EXPERTS
+        if name == "XLMRobertaModel" and config.raw.get("lora_adaptations"):
+            name = JINA_3
         if name in by_class():
             return by_class()[name]
         if name in _ELSEWHERE:

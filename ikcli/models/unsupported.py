@@ -6,8 +6,6 @@ _DRAFT = "it drafts from states of another model and is not a model of its own"
 _DIFFUSION = "it makes text by diffusion, all tokens of a block at once, and has no next token"
 _RWKV = "it has the recurrences of RWKV, which no backend computes"
 _STREAMS = "it has attention over compressed or chosen positions with caches of their own, and streams of states"
-    "it has attention over compressed or chosen positions with caches of their own, and several streams of states"
-)
 _IMAGES = "it is the text part of a model for images that has no counterpart here"
 _SPEECH = "it makes speech, not text"
 

@@ -64,6 +64,7 @@ ARCHITECTURES: dict[str, str] = {
     "gptneox": "ikcli.models.gptneox",
     "grok": "ikcli.models.grok",
     "granite": "ikcli.models.plain",
+    "granite-swa": "ikcli.models.plain",
     "granitehybrid": "ikcli.models.recurrent.mamba2",
     "granitemoe": "ikcli.models.plain",
     "hunyuan-dense": "ikcli.models.plain",

@@ -89,6 +89,7 @@ TABLE: dict[str, Plain] = {
     "exaone-moe": Plain(bias=False, qk_norm=True),
     "glm4moe": Plain(qk_norm=None, ffn_norm="post_attention_norm"),
     "granite": _PAIRS,
+    "granite-swa": Plain(neox=False, more=_sinks),
     "granitemoe": _PAIRS,
     "hunyuan-dense": Plain(bias=False, qk_norm=True, norm_last=True),
     "hunyuan-moe": Plain(bias=False, qk_norm=True, norm_last=True),

@@ -1,7 +1,7 @@
 """Add a small checkpoint and torch's logits to tests/data/convert_answers.json (needs torch and transformers).
 
-The model is a class of transformers with BASE and the given keys as its configuration; weights are drawn by the names of
-tensors (tests/checkpoints.py). `--class` is what config.json shall say, if the hub's class has another name.
+The model is a class of transformers with BASE and the given keys as its configuration; weights are drawn by the names
+of tensors (tests/checkpoints.py). `--class` is what config.json shall say, if the hub's class has another name.
 
     python tools/convert_answers.py NAME CLASS '{"sliding_window": 8, ...}' [--class HubClass]
 """

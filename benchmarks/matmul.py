@@ -25,7 +25,7 @@ from kernel_harness import Harness, Segment, team
 from weight_bytes import stored
 
 from ikcli.backends.cpu.lower import FLOAT_TYPES, RULES, activation_kind
-from ikcli.backends.cpu.peaks import product_peak, read_peak
+from ikcli.backends.cpu.peaks import product_peak, read_rates
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.types import TYPES
 from ikcli.graph import Weight
@@ -86,7 +86,7 @@ def main() -> None:
     types = types or [*FLOAT_TYPES, *(t.type for t in TYPES.values() if t.cpu)]
     tokens = [int(n) for n in args.tokens.split(",")]
     peaks = {kind: product_peak(kind, args.threads) for kind in ("i8", "i16", "bf16", "f32")}
-    memory = read_peak(args.threads)
+    memory = max(read_rates(np.empty(1 << 29, np.uint8), args.threads, repeat=7))
     shown = ", ".join(f"{p / 1e9:.0f} GOP/s of {kind}" for kind, p in peaks.items() if p)
     print(f"peaks of {args.threads} threads: {shown}; {memory / 1e9:.1f} GB/s read from memory\n")
     heads = [f"{tokens[0]} GB/s (of peak)", *(f"{n} GOP/s" for n in tokens)]

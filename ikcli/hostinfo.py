@@ -1,6 +1,7 @@
 """The CPUs of this process and their instruction sets: physical cores in its affinity mask and quota, never SMT.
 
-Reads /sys/devices/system/cpu/*/topology and the cgroup files of Linux; elsewhere it falls back to the logical count.
+Reads /sys/devices/system/cpu/*/topology and the cgroup files of Linux. On Apple processors only the performance cores
+count. Elsewhere it falls back to the logical count.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -71,10 +73,30 @@ def shares(n: int, cpus: set[int] | None = None, root: Path = _CPU_ROOT) -> list
     return [frozenset().union(*ordered[low:high]) for low, high in pairwise(bounds)]
 
 
+def sysctl(name: str) -> int | None:
+    """Return a number that macOS reports under this name, or None."""
+    if sys.platform != "darwin":
+        return None
+    import ctypes
+
+    value, size = ctypes.c_int64(), ctypes.c_size_t(8)
+    by_name = ctypes.CDLL(None).sysctlbyname
+    failed = by_name(name.encode(), ctypes.byref(value), ctypes.byref(size), None, ctypes.c_size_t(0))
+    return None if failed else value.value
+
+
+def performance_cores() -> int | None:
+    """Return the fast cores of an Apple processor, or None on others.
+
+    Efficiency cores would hold up the others where all work in step, and macOS gives threads no place of their own.
+    """
+    return sysctl("hw.perflevel0.logicalcpu") or None
+
+
 @functools.cache
 def physical_cores() -> int:
     """Return the physical cores that this process can use, at least 1: the default of `-t`."""
-    cores = count_physical(visible_cpus())
+    cores = performance_cores() or count_physical(visible_cpus())
     limit = cgroup_limit()
     return max(1, min(cores, limit) if limit is not None else cores)
 

@@ -6,13 +6,20 @@ import csv
 import io
 import json
 import sqlite3
+from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from factories import add_heads
 from fake_session import FakeSession
+from gguf_files import write_model
+from tiny_architectures import tiny
 
 from ikcli.bench import tests as bench
+from ikcli.bench.drafts import Drafting
 from ikcli.bench.tests import (
     BenchModel,
     BenchResult,
@@ -25,6 +32,8 @@ from ikcli.bench.tests import (
 )
 from ikcli.cli.parser import parse
 from ikcli.commands._bench_output import FIELDS, make_writer, values
+from ikcli.engine.run.batch import Batch
+from ikcli.engine.run.session import Session
 from ikcli.errors import UsageError
 from ikcli.main import main
 from ikcli.settings.run import RunConfig
@@ -109,6 +118,61 @@ def test_tests_at_a_depth() -> None:
     assert [step for step in fake.log if step[0] != "checkpoint"] == prefilled + [("rm", 0, 32), ("decode", 16, 32)] * 2
     fields = values(result(test=made[3]))
     assert (fields["n_depth"], fields["test"]) == (32, "pp16 @ d32")
+
+
+def test_tests_with_drafts() -> None:
+    p = parsed("-p", "16", "-n", "4", "-pg", "8,4", "-gp", "8,4", "--spec-type", "ngram-simple:n_max=3",
+               "--spec-type", "mtp", "--draft-max", "2,99")  # fmt: skip
+    found = [[t.label for t in bench_tests(c)] for c in combinations(p.config, p.alternatives, p.given)]
+    for n, labels in zip((2, 7), found, strict=True):
+        kind = f"ngram-simple:3+mtp:{n}"
+        assert labels == ["pp16", "tg4", f"tg4 {kind}", "pp8+tg4", "tg4@pp8", f"tg4@pp8 {kind}"]
+
+
+@pytest.mark.parametrize("kind", ["mtp:p_min=0,n_max=3", "ngram-simple:ngram_size_n=1"])
+def test_generation_with_drafts_is_greedy(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model whose wrong drafts cannot all be rolled back."""
+    model = add_heads(tiny("qwen35", context_length=2048))
+    path = write_model(model, tmp_path / "m.gguf", model.metadata | {"tokenizer.ggml.model": "none"})
+    text, n = np.random.default_rng(5).integers(0, 96, 20, dtype=np.int32), 40
+    config = parsed("-m", str(path), "-n", str(n), "-p", "0", "--spec-type", kind, "-ub", "32").config
+    with Session.open(config, n_ctx=64, n_step=1) as session, closing(Drafting(session)) as drafting:
+        session.decode(Batch.single(text))
+        computed: dict[int, int] = {}
+        step, each = session.step, session.step_each
+
+        def noted(batch: Batch) -> Any:
+            computed.update(zip(batch.pos.tolist(), batch.tokens.tolist(), strict=True))
+            return step(batch)
+
+        def noted_each(tokens: list[int], pos: list[int], seqs: list[int]) -> Any:
+            computed.update(zip(pos, tokens, strict=True))
+            return each(tokens, pos, seqs)
+
+        monkeypatch.setattr(session, "step", noted)
+        monkeypatch.setattr(session, "step_each", noted_each)
+        drafting.generate(session, text, n, np.random.default_rng(6))
+        n_drafted, n_accepted = drafting.take_counts()
+        assert session.sequences.n_past[0] == 20 + n and n_drafted > n_accepted and sorted(computed)[-1] == 19 + n
+        wanted = [int(np.random.default_rng(6).integers(0, session.n_vocab))]
+        session.clear()
+        session.decode(Batch.single(text))
+        for i in range(n - 1):
+            wanted.append(int(session.decode(Batch.single([wanted[-1]], 20 + i)).argmax()))
+    assert [computed[20 + i] for i in range(n)] == wanted
+
+
+def test_results_with_drafts(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["-p", "0", "-n", "8", "-r", "2", "-t", "1", "--spec-type", "ngram-simple:ngram_size_n=1,n_max=2"]
+    assert main(["bench", *argv, "-o", "jsonl", "-oe", "md"]) == 0
+    out, err = capsys.readouterr()
+    plain, drafted = (json.loads(line) for line in out.splitlines())
+    assert (plain["test"], drafted["test"]) == ("tg8", "tg8 ngram-simple:2")
+    assert plain["drafts"] == "" and plain["n_drafted"] == 0
+    assert drafted["drafts"] == "ngram-simple:2" and 0 <= drafted["n_accepted"] <= drafted["n_drafted"]
+    head, _, first, second = [line for line in err.splitlines() if line.startswith("| ")]
+    assert head.split("|")[-2].strip() == "accepted" and first.split("|")[-2].strip() == ""
+    assert second.split("|")[-2].strip() == f"{drafted['n_accepted']} of {drafted['n_drafted']}"
 
 
 def test_lists_and_ranges() -> None:

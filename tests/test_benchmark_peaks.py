@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import numpy.typing as npt
 import pytest
+from benchmark_scripts import load
 from kernel_harness import Harness, Segment
 from leaves import Custom
 
@@ -85,6 +88,24 @@ def test_peaks_are_measured(threads: int, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(peaks, "_ITERATIONS", 1000)
     assert peaks.product_peak("f32", threads, repeat=2) > 1e6
     cpus = [frozenset(visible_cpus())] * threads
-    assert peaks.read_peak(threads, 1 << 20, cpus if threads > 1 else (), repeat=2) > 1e6
+    data = np.zeros(1 << 20, np.uint8)
+    rates = peaks.read_rates(data, threads, cpus=cpus if threads > 1 else (), repeat=2)
+    assert len(rates) == 2 and min(rates) > 1e6 and data.all()
+    data[:] = 0
+    assert len(peaks.read_rates(data, threads, fill=False, repeat=1, seconds=0.01)) > 1 and not data.any()
     monkeypatch.setattr(isa, "current", lambda: isa.ISA("avx2", "haswell", "", frozenset({"avx2"})))
     assert peaks.product_peak("bf16", threads) == 0.0
+
+
+def test_the_script_prints_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    from ikcli.doctor import roofline
+
+    for name, value in {"_LEAST": 1 << 20, "_MOST": 1 << 20, "_PRODUCT_S": 0.0}.items():
+        monkeypatch.setattr(roofline, name, value)
+    script = load("peaks")
+    monkeypatch.setattr(script, "PIECE", 1 << 20)
+    monkeypatch.setattr("sys.argv", ["peaks.py", "-t", "2", "--seconds", "0.01"])
+    script.main()
+    out = capsys.readouterr().out
+    assert "| memory | GB/s, 1 thread | GB/s, 2 threads | fastest pass |" in out and "| mapped file | " in out
+    assert "| i8 | " in out

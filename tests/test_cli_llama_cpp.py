@@ -9,10 +9,10 @@ import pytest
 
 from ikcli.cli.parser import parse
 from ikcli.cli.upstream import IGNORED, INSTEAD, OTHER_COMMANDS, REFUSED
-from ikcli.drafting.drafters import stages
 from ikcli.engine.plan.tensor_rules import cpu_rules, match_rules
 from ikcli.errors import UsageError
 from ikcli.main import main
+from ikcli.settings.drafts import stages
 from ikcli.settings.records import ScaledFile, SpecSetting, SpecStage
 
 OPTIONS = Path(__file__).parent / "data" / "llama_server_options.txt"
@@ -161,12 +161,10 @@ def test_a_file_with_a_comma_is_one_file(tmp_path: Path) -> None:
 
 
 def test_settings_of_drafters() -> None:
-    class Session:
-        config = parse("serve", ["--spec-type", "ngram-mod:n_max=4", "--spec-type", "ngram-simple,ngram-map-k4v",
-                                 "--spec-ngram-mod-n-max", "9", "--spec-ngram-size-n", "5",
-                                 "--spec-ngram-map-k-size-m", "7"]).config  # fmt: skip
-
-    assert stages(Session()) == (  # type: ignore[arg-type]
+    asked = parse("serve", ["--spec-type", "ngram-mod:n_max=4", "--spec-type", "ngram-simple,ngram-map-k4v",
+                            "--spec-ngram-mod-n-max", "9", "--spec-ngram-size-n", "5",
+                            "--spec-ngram-map-k-size-m", "7"]).config  # fmt: skip
+    assert stages(asked) == (
         SpecStage("ngram-mod", n_max=4, size_n=5), SpecStage("ngram-simple", size_n=5),
         SpecStage("ngram-map-k4v", size_n=5),
     )  # fmt: skip

@@ -99,6 +99,17 @@ def test_physical_cores_ignore_siblings_and_respect_affinity(tmp_path: Path) -> 
     assert hostinfo.count_physical({0, 2, 9}, root) == 3  # no topology: logical count
 
 
+def test_performance_cores_alone_count_on_apple_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    reported = {"hw.perflevel0.logicalcpu": 6, "hw.perflevel1.logicalcpu": 4}
+    monkeypatch.setattr(hostinfo, "sysctl", reported.get)
+    monkeypatch.setattr(hostinfo, "visible_cpus", lambda: set(range(10)))
+    monkeypatch.setattr(hostinfo, "cgroup_limit", lambda: None)
+    assert hostinfo.physical_cores.__wrapped__() == 6
+    reported.clear()  # another system: every core of those that are visible
+    monkeypatch.setattr(hostinfo, "count_physical", len)
+    assert hostinfo.physical_cores.__wrapped__() == 10
+
+
 @pytest.mark.parametrize(
     ("text", "limit"), [("max 100000\n", None), ("400000 100000\n", 4), ("150000 100000\n", 2), ("1000 100000\n", 1)]
 )

@@ -18,7 +18,7 @@ TESTS = Path(__file__).parent
 SOME = ["q8_0", "iq4_xs", "q6_K", "q4_K", "q2_K", "iq3_ks", "iq4_ks_r4", "iq3_k_r4", "iq2_xs", "iq2_xs_r4"]
 FLOATS = ["f16", "bf16", "bf16_r16"]
 FEW = ["q8_0", "q4_K"]  # by default: every type is compiled anew for another level
-LOWER = [level for level in isa.LEVELS if level != "avx512"]  # IK_CPU_ISA means the machine itself by that
+LOWER = [level for level in isa.levels_of(isa.X86) if level != "avx512"]  # IK_CPU_ISA means the machine itself by that
 ALL = [get_format(t).name for t in QUANTIZED]
 
 

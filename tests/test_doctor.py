@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from fake_cuda import needs_gcc
 from fake_cuda import run as run_with_gpu
@@ -17,7 +18,7 @@ from ikcli.doctor import roofline as doctor_measure
 from ikcli.doctor.advice import machine_advice, model_advice
 from ikcli.doctor.machine import KernelCache, MachineMemory, NumaNode, Processor, Roots, kernel_cache, kernel_choice
 from ikcli.doctor.model import ModelReport, TokenCost, model_report, speeds, token_cost
-from ikcli.doctor.roofline import GpuPeaks, Peaks
+from ikcli.doctor.roofline import GpuPeaks, Peaks, ReadRates
 from ikcli.engine.plan.startup import prepare
 from ikcli.gguf.reader import open_gguf
 from ikcli.main import main
@@ -87,7 +88,9 @@ def test_limits_and_clocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         ("avx512", {"avx512vnni", "avx512f", "avx2", "fma"}, "AVX-512 VNNI"),
         ("avxvnni", {"avxvnni", "avx2", "fma"}, "AVX-VNNI"),
         ("avx2", {"avx2", "fma"}, "AVX2 without VNNI"),
-        ("neon", {"neon"}, "NEON"),
+        ("neon", {"neon"}, "NEON without"),
+        ("dotprod", {"neon", "dotprod"}, "dot products"),
+        ("i8mm", {"neon", "dotprod", "i8mm", "bf16"}, "matrix products"),
         ("portable", set(), "slow"),
     ],
 )
@@ -213,7 +216,8 @@ def test_advice_about_a_model() -> None:
         "m", "llama", 10**10, 8 * GIB, (), 0, 4096, 512, {"CPU": 9 * GIB}, {"CPU": 60 * GIB}, True, COST, ()
     )
     assert said(model_advice(model, MEMORY, 0, False)) == []
-    assert said(model_advice(model, MEMORY, 7 * GIB, True)) == ["-rtr", "-thp --no-mmap"]
+    assert said(model_advice(model, MEMORY, 7 * GIB, True)) == ["-rtr"]
+    assert said(model_advice(replace(model, n_bytes=40 * GIB), MEMORY, 0, True)) == ["--no-mmap"]
     both = model_advice(replace(model, needs={"CPU": GIB, "CUDA0": GIB}), MEMORY, 7 * GIB, False)
     assert "beside a GPU it keeps the prompt work of weights in RAM on the CPU" in both[0].why
     assert "GPU" not in model_advice(model, MEMORY, 7 * GIB, False)[0].why
@@ -234,18 +238,22 @@ def test_advice_about_a_model() -> None:
 
 
 def test_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    measured = replace(ROOFS, read_nodes={0: 50e9}, problems=("these are too low: x",))
-    monkeypatch.setattr("ikcli.doctor.examination.measure", lambda threads: replace(measured, threads=threads))
+    pages = {"mapped file": ReadRates(21e9, 80e9, 90e9)}
+    measured = replace(ROOFS, read_nodes={0: 50e9}, problems=("these are too low: x",), pages=pages)
+    monkeypatch.setattr("ikcli.doctor.examination.measure", lambda threads, file: replace(measured, threads=threads))
     assert main(["doctor", "-m", str(default_model()), "-c", "512", "-t", "3"]) == 0
     text = capsys.readouterr().out
     for part in ("processor ", "cores ", "quantized weights: ", "huge pages ", "GPU ", "kernel cache ", "i8 4.00 T",
-                 "100.0 GB/s by 3", "node 0: 50.0 GB/s", "too low: x", "with 512 tokens of context", "advice ",
+                 "100.0 GB/s by 3 (medians",
+                 "mapped file: 21.0 GB/s by one thread, 80.0 GB/s by 3, 90.0 GB/s in the fastest pass", "node 0: 50.0 GB/s", "too low: x", "with 512 tokens of context", "advice ",
                  "generation, empty cache: at most "):  # fmt: skip
         assert part in text, part
 
 
 def test_json_without_measuring(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("ikcli.doctor.examination.measure", lambda threads: pytest.fail("it was told not to measure"))
+    monkeypatch.setattr(
+        "ikcli.doctor.examination.measure", lambda threads, file: pytest.fail("it was told not to measure")
+    )
     assert main(["doctor", "--quick", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["roofs"], found["model"]) == (None, None)
@@ -276,14 +284,38 @@ def test_bad_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert (out.out, problem in out.err) == ("", True), argv
 
 
-def test_measuring_is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of it for real, on little memory."""
-    monkeypatch.setattr(doctor_measure, "_LEAST", 1 << 20)
-    monkeypatch.setattr(doctor_measure, "_MOST", 1 << 20)
-    found = doctor_measure.measure(2)
+def test_measuring_is_quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it for real, on little memory: every kind of pages, and a file if it is large enough."""
+    for name, value in {"_LEAST": 1 << 20, "_MOST": 1 << 20, "_PRODUCT_S": 0.0}.items():
+        monkeypatch.setattr(doctor_measure, name, value)
+    monkeypatch.setattr(doctor_measure, "thp_state", lambda: "madvise")
+    file = tmp_path / "model"
+    file.write_bytes(bytes(3 << 20))
+    found = doctor_measure.measure(2, file, seconds=0.01)
     assert found.products["i8"] > 0
-    assert found.read_all >= found.read_one > 0
+    assert [name.split(" ", 1)[-1] for name in found.pages] == ["KiB pages", "MiB pages", "file"]
+    assert all(rates.fastest >= rates.all > 0 < rates.one for rates in found.pages.values())
+    assert found.read_all == max(rates.all for rates in found.pages.values())
+    assert found.read_one == max(rates.one for rates in found.pages.values())
     assert found.gpus == ()
+    monkeypatch.setattr(doctor_measure, "thp_state", lambda: "never")
+    file.write_bytes(bytes(1000))
+    assert len(doctor_measure._kinds(1 << 20, file)) == 1
+
+
+def test_rates_are_medians(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A burst at the beginning does not count, and a file is not written."""
+    calls: list[tuple[int, int, bool]] = []
+
+    def rates(data: np.ndarray, threads: int, *, fill: bool, repeat: int, seconds: float) -> list[float]:
+        calls.append((len(data), threads, fill))
+        return [87e9 if len(calls) < 3 else 40e9, 40e9 + threads]
+
+    monkeypatch.setattr(doctor_measure, "read_rates", rates)
+    file = np.frombuffer(bytes(9), np.uint8)
+    found = doctor_measure.read_pages({"small": np.zeros(8, np.uint8), "file": file}, 2, 1.0)
+    assert found["small"] == ReadRates(40e9 + 1, 40e9 + 2, 87e9) and found["file"].fastest == 40e9 + 2
+    assert [call for call in calls if call[2]] == [(8, 2, True)] and len(calls) == 12
 
 
 @needs_gcc

@@ -29,6 +29,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], MediaConfig]] = {
     "llama": ("llama", {}, MediaConfig()),
     "qwen2vl": ("qwen2vl", SECTIONS, MediaConfig()),
     "deepstack": ("qwen3vl", SECTIONS, MediaConfig(n_deep=1)),
+    "visual experts": ("cogvlm", {}, MediaConfig(framed=True)),
     "recurrent": ("qwen35", SECTIONS, MediaConfig()),
 }
 
@@ -46,10 +47,13 @@ def picture(session: Session, n: int, grid: tuple[int, int] = (0, 0), seed: int 
     assert media is not None
     shape = n, media.cols(session.model.hp.n_embd)
     rows = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
-    return Media(rows, f"{seed:08x}", grid, both)
+    return Media(rows, f"{seed:08x}", grid, both, media.framed)
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
+EXPERTS = pytest.param("visual experts", marks=pytest.mark.slow("compiles a kernel for a single kind"))
+
+
+@pytest.mark.parametrize("kind", [EXPERTS if kind == "visual experts" else kind for kind in KINDS])
 def test_micro_batches_smaller_than_an_image(tmp_path: Path, kind: str) -> None:
     arch, keys, media = KINDS[kind]
     grid = (2, 5) if keys else (0, 0)
@@ -61,7 +65,8 @@ def test_micro_batches_smaller_than_an_image(tmp_path: Path, kind: str) -> None:
             rows = np.array(session.decode(batch))
             last = session.decode(Batch.single([7], len(batch)))
             found.append(np.concatenate([rows, last]))
-            assert session.sequences.shift(0) == (2 * (5 - 10) if keys else 0)
+            assert session.sequences.shift(0) == 2 * (image.advance - 10)
+            assert image.advance == (3 if media.framed else 5 if keys else 10)
     assert np.allclose(found[0], found[1], atol=2e-4 * found[0].std())
 
 
@@ -76,7 +81,7 @@ def test_rows_of_tokens_are_tokens(tmp_path: Path) -> None:
         assert np.array_equal(found, truth)
 
 
-@pytest.mark.parametrize("kind", ["qwen2vl", "deepstack"])
+@pytest.mark.parametrize("kind", ["qwen2vl", "deepstack", EXPERTS])
 def test_text_is_as_without_images(tmp_path: Path, kind: str) -> None:
     arch, keys, media = KINDS[kind]
     ids = list(range(1, 20))
@@ -92,6 +97,8 @@ def test_a_session_says_what_it_cannot_take(tmp_path: Path) -> None:
         wrong = Media(image.rows[:, :-1], "ab" * 8)
         with pytest.raises(IkError, match="rows of"):
             session.decode(Batch.mixed([[1], wrong]))
+    with pytest.raises(IkError, match="lacks the visual experts"):
+        opened(tmp_path, "llama", {}, MediaConfig(framed=True))
     with opened(tmp_path, "llama", {}, None) as session, pytest.raises(IkError, match="without a projector"):
         session.decode(Batch.mixed([[1], image]))
 
@@ -101,6 +108,9 @@ class Tower:
 
     def __init__(self, half: bool = False) -> None:
         self.half = half
+
+    def stages(self) -> list[tuple[Any, int]]:
+        return [(self.record, 0)]
 
     def record(self, g: Graph) -> Node:
         x = g.media_rows(None, 0, 32, "pixels")

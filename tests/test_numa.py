@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -11,11 +12,12 @@ import numpy as np
 import pytest
 
 from ikcli.backends.memory import aligned_zeros
-from ikcli.engine.run import host_memory, numa
+from ikcli.engine.run import numa
 from ikcli.engine.run.batch import Batch
-from ikcli.engine.run.host_memory import inner_pages, lock_weights, outer_pages, thp_state, use_huge_pages
+from ikcli.engine.run.host_memory import lock_weights
 from ikcli.engine.run.numa import current_cpu, parse_cpulist, plan_threads, read_nodes, thread_cpus
 from ikcli.engine.run.session import Session
+from ikcli.engine.run.system_memory import inner_pages, outer_pages, thp_state
 from ikcli.errors import UsageError
 from ikcli.settings.run import RunConfig, default_model
 
@@ -137,17 +139,6 @@ def test_state_of_huge_pages(tmp_path) -> None:
     assert thp_state(path) == "madvise" and thp_state(tmp_path / "none") == ""
 
 
-def test_huge_pages_say_when_they_cannot_act() -> None:
-    buffer = aligned_zeros(2**22)
-    memory = [(int(buffer.ctypes.data), buffer.nbytes)]
-    assert "switched off" in use_huge_pages(memory, [], False, "never")[0]
-    assert "no transparent huge pages" in use_huge_pages(memory, [], False, "")[0]
-    assert "--no-mmap" in use_huge_pages(memory, [], True, "madvise")[0]
-    buffer[:] = 7
-    assert use_huge_pages(memory, memory, False, "madvise") == []
-    assert (buffer == 7).all()
-
-
 def test_locking() -> None:
     calls: list[tuple[int, int]] = []
 
@@ -155,7 +146,7 @@ def test_locking() -> None:
         calls.append((address, n_bytes))
         return errno.ENOMEM if len(calls) == 2 else 0
 
-    page = host_memory.mmap.PAGESIZE
+    page = mmap.PAGESIZE
     big = 1024 * page
     ranges = [(big * 10, big), (big * 20, big), (big * 30, big)]
     (warning,) = lock_weights(ranges, lock, 2**23)

@@ -7,6 +7,7 @@ import re
 import numpy as np
 import pytest
 
+from ikcli.engine.run import profile as profile_module
 from ikcli.engine.run.batch import Batch
 from ikcli.engine.run.profile import OpSums, Phase, Profile
 from ikcli.engine.run.session import Session
@@ -34,6 +35,15 @@ def profile(session) -> Profile:
     session.clear()
     session.profile.clear()
     return session.profile
+
+
+@pytest.fixture(scope="module", autouse=True)
+def roof():
+    """Measure the roofline in no time."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"_READ_BYTES": 1 << 20, "_READ_S": 0.0, "_PRODUCT_S": 0.0}.items():
+            patch.setattr(profile_module, name, value)
+        yield
 
 
 def total(phase: Phase) -> OpSums:
@@ -118,10 +128,50 @@ def test_lines() -> None:
     lines = p.lines()
     assert lines[1] == "profile of generation: 2 tokens in 2 passes, 11.00 ms (op by op, which takes longer)"
     rows = [re.split(r"  +", line) for line in lines[3:]]
-    assert rows[0] == ["q (mul_mat)", "matmul.make_mul_mat(q4_0)", "4", "8.000", "80.0%", "2000.0", "10.00", "40.00"]
-    assert rows[1][0] == "norm" and rows[1][-2:] == ["-", "-"]
+    assert rows[0] == [
+        "q (mul_mat)",
+        "matmul.make_mul_mat(q4_0)",
+        "4",
+        "8.000",
+        "80.0%",
+        "2000.0",
+        "10.00",
+        "40.00",
+        "-",
+    ]
+    assert rows[1][0] == "norm" and rows[1][-3:] == ["-", "-", "-"]
     assert rows[2][0] == "1 others" and rows[3][:3] == ["all", "8", "10.000 100.0%"]
     assert len({len(line) for line in lines[2:]}) == 1
+
+
+def test_parts_of_the_roofline(monkeypatch) -> None:
+    """Reading bounds the one product, multiplying the other; `all` has the sum of the least times."""
+    roof = profile_module.Roof(20e9, {"i8": 100e9, "f32": 50e9})
+    measured: list[list[Phase]] = []
+    monkeypatch.setattr(profile_module, "measure_roofs", lambda phases: measured.append(list(phases)) or {3: roof})
+    p = Profile()
+    p.phases["prompt"] = Phase(1, 8, 0.02, {
+        ("q (mul_mat)", "matmul.make_mul_mat(q4_0)"): OpSums(4, 0.008, 80_000_000, 320_000_000, "i8"),
+        ("f (mul_mat)", "matmul.make_mul_mat(f32)"): OpSums(1, 0.010, 80_000_000, 400_000_000, "f32"),
+        ("norm", "basic.make_rms_norm()"): OpSums(2, 0.002),
+        ("gpu (mul_mat)", "mmvq"): OpSums(1, 0.005, 80_000_000, 1),
+    }, n_threads=3)  # fmt: skip
+    lines = p.lines()
+    assert measured == [[p.phases["prompt"]]]
+    assert lines[2] == "roof of 3 threads: 20.0 GB/s read, 50 GOP/s of f32, 100 GOP/s of i8"
+    ends = [re.split(r"  +", line)[-1] for line in lines[3:]]
+    assert ends == ["of roof", "80% f32", "50% read", "-", "-", "48%"]
+
+
+def test_the_roofline_is_measured_for_what_was_computed() -> None:
+    phases = [
+        Phase(groups={("a", "k"): OpSums(kind="i8"), ("b", "k"): OpSums()}, n_threads=2),
+        Phase(groups={("a", "k"): OpSums(kind="f32")}, n_threads=2),
+        Phase(groups={("a", "k"): OpSums()}, n_threads=5),
+    ]
+    roofs = profile_module.measure_roofs(phases)
+    assert roofs.keys() == {2} and roofs[2].products.keys() == {"i8", "f32"}
+    assert min(roofs[2].read, *roofs[2].products.values()) > 0
 
 
 @pytest.mark.parametrize("command", ["sweep-bench -c 256 -ub 64 -n 2", "batched-bench -npp 8 -ntg 1 -npl 2"])

@@ -9,16 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 from engine_client import Call, request, serving, until
-from factories import MemoryModel, add_heads, tiny_deepseek2
+from factories import MemoryModel, add_heads, tiny_deepseek2, tiny_model
 from gguf_files import write_model
 from head_models import HEAD_MODELS
+from stage_threads import Threads
 from tiers import some
 from tiny_architectures import tiny
 
+from ikcli.engine.pipeline import supervisor
+from ikcli.engine.pipeline.driver import PipelineRunner
 from ikcli.engine.run.batch import Batch
 from ikcli.engine.run.mtp import Continuation, Draft, Heads
 from ikcli.engine.run.session import Session
-from ikcli.errors import IkError, UsageError
+from ikcli.errors import IkError
 from ikcli.sampling.params import SamplerParams
 from ikcli.server.slots.engine import Engine
 from ikcli.server.slots.worker import Worker
@@ -189,10 +192,66 @@ def test_no_request_waits_for_an_engine_that_broke(path: Path, monkeypatch: pyte
         assert e.state == "failed"
 
 
-def test_heads_do_not_run_in_stages(path: Path) -> None:
-    config = RunConfig(model=path, n_threads=2, warmup=False, server=ServerConfig(**SPEC), fleet=BatchConfig(stages=2))
-    with pytest.raises(UsageError, match=r"do not run in stages.*use another --spec-type, or no --stages"):
-        Session.open(config)
+@pytest.mark.parametrize("n_stages", [pytest.param(2, marks=pytest.mark.slow("as three stages")), 3])
+def test_answers_of_stages_are_the_same(n_stages: int, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads run in the last stage, with the embeddings of the first; the driver keeps their states."""
+    monkeypatch.setattr(supervisor, "LocalSupervisor", Threads)
+    settings: dict[str, Any] = {"model": path, "n_ctx": 1024, "n_ubatch": 32, "server": SPEC}
+    drafts: list[list[tuple[int, ...]]] = []
+    draft = Heads.draft
+
+    def noted(self: Heads, wanted: Sequence[Continuation]) -> None:
+        draft(self, wanted)
+        drafts[-1] += [tuple(w.found) for w in wanted]
+
+    monkeypatch.setattr(Heads, "draft", noted)
+    found = []
+    for n in (1, n_stages):
+        drafts.append([])
+        with serving(1, **settings, n_threads=n, n_threads_batch=n, fleet=BatchConfig(stages=n)) as e:
+            calls = [Call(e, request(p, 8)) for p in (PROMPTS[2], PROMPTS[0], PROMPTS[0][:20])]
+            found.append([[t.id for t in c.final.tokens] for c in calls])
+    assert found[0] == found[1] and drafts[0] == drafts[1] and len(drafts[0]) > 10
+
+
+@pytest.mark.slow("long answers of stages")
+@pytest.mark.parametrize("kinds", [["mtp:p_min=0"], ["draft:p_min=0"], ["ngram-simple:ngram_size_n=1", "mtp:p_min=0"]],
+                         ids="-".join)  # fmt: skip
+def test_slots_of_stages_answer_as_without_drafts(
+    kinds: list[str], path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also a draft model, which runs in the driver's process."""
+    monkeypatch.setattr(supervisor, "LocalSupervisor", Threads)
+    (tmp_path / "small").mkdir()
+    small = written(tiny_model("llama", context_length=2048), tmp_path / "small")
+    stages: dict[str, Any] = {"fleet": BatchConfig(stages=2), "n_threads": 2, "n_threads_batch": 2}
+    settings: dict[str, Any] = {"model": path, "n_ctx": 1024, "n_ubatch": 32} | stages
+    with serving(2, **settings) as e:
+        plain = list(answers(e))
+    helped([*PROMPTS, *plain], monkeypatch)
+    spec = SPEC | {"spec_type": tuple(s for kind in kinds for s in parse_spec_type(kind))}
+    if kinds[0].startswith("draft"):
+        spec["model_draft"] = small
+    with serving(2, server=spec, **settings) as e:
+        assert list(answers(e)) == plain
+        assert e.metrics().draft_tokens_total > 20
+
+
+@pytest.mark.slow("loads a model again")
+def test_heads_go_on_after_a_stage_was_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "LocalSupervisor", Threads)
+    stages: dict[str, Any] = {"fleet": BatchConfig(stages=2), "n_threads": 2, "n_threads_batch": 2}
+    settings: dict[str, Any] = {"model": written(MODELS["qwen35"](), tmp_path), "n_ctx": 512, "n_ubatch": 32} | stages
+    with serving(1, server=SPEC, **settings) as e:
+        runner = e._worker.session.runner
+        assert isinstance(runner, PipelineRunner)
+        before = [t.id for t in Call(e, request(PROMPTS[0], 20, cache_prompt=False)).final.tokens]
+        supervised = runner.supervisor
+        call = Call(e, request(PROMPTS[1], 300, cache_prompt=False, sampling=ENDLESS))
+        until(lambda: e._worker.slots[0].n_past > 60)
+        runner.disconnect()
+        assert len(call.final.tokens) == 300 and runner.supervisor not in (None, supervised)
+        assert [t.id for t in Call(e, request(PROMPTS[0], 20, cache_prompt=False)).final.tokens] == before
 
 
 def test_a_model_without_heads_is_refused(tmp_path: Path) -> None:

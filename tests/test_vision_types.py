@@ -6,17 +6,22 @@ import base64
 from pathlib import Path
 from typing import Any
 
+import checkpoints
 import numpy as np
 import pytest
 from projector_models import Model
 from vision_models import Floats, answers, weights
 
+from ikcli.convert.tool import open_checkpoint, plan_convert
 from ikcli.engine.run.batch import Batch
 from ikcli.engine.run.session import Session
 from ikcli.errors import IkError, UnsupportedError
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import open_gguf
 from ikcli.gguf.writer import GGUFWriter, NewTensor
+from ikcli.quant.quantizer import run
+from ikcli.quant.recipes import RecipeOptions
+from ikcli.quant.tool import ToolOptions
 from ikcli.settings.run import RunConfig
 from ikcli.vision.decode import Tile
 from ikcli.vision.projector import Projector
@@ -68,6 +73,8 @@ TEXTS = {
     "janus": "<begin_of_image>|<end_of_image>",
     "lightonocr": "<|im_start|>|<|im_end|>",
     "dots_ocr": "<|img|>|<|endofimg|>",
+    "cogvlm": "|",
+    "minicpmv46": "<image>|</image><slice>|</slice><slice>|</slice>",
     "paddleocr": "<|IMAGE_START|>|<|IMAGE_END|>",
     "glm4v": "<|begin_of_image|>|<|end_of_image|>",
     "glm_ocr": "<|begin_of_image|>|<|end_of_image|>",
@@ -137,16 +144,47 @@ def test_text_after_an_image_of_glm4v(tmp_path: Path) -> None:
         batch = Batch.mixed([about["ids"][:start], media, about["ids"][start + len(media) :]], logits="none")
         batch.logits[-6:] = True
         logits = session.decode(batch).astype(np.float64)
+    assert divergence(logits, about) < 1e-4
+
+
+def divergence(logits: np.ndarray, about: dict[str, Any]) -> float:
+    """The largest KL divergence of the last six rows."""
     found = logits - logits.max(axis=1, keepdims=True)
     found -= np.log(np.exp(found).sum(axis=1, keepdims=True))
     truth = values(about["log_probabilities"]).reshape(6, -1).astype(np.float64)
-    assert (np.exp(truth) * (truth - found)).sum(axis=1).max() < 1e-4
+    return float((np.exp(truth) * (truth - found)).sum(axis=1).max())
+
+
+def after_images_of_cogvlm(tmp_path: Path, **settings: Any) -> float:
+    """The divergence of text after two images, of a converted checkpoint."""
+    model = Model("cogvlm", tmp_path / "projector")
+    tensors = {name: weights(name, tuple(shape)) for name, shape in model.answers["shapes"].items()}
+    checkpoint = open_checkpoint(checkpoints.write_checkpoint(tmp_path / "text", model.answers["config"], tensors))
+    path = tmp_path / "text.gguf"
+    run(plan_convert(checkpoint, path, RecipeOptions(0), ToolOptions(n_threads=1)).job)
+    about = model.answers["text"]
+    first, second = (next(one for one in model.pieces(size) if isinstance(one, Tile)) for size in about["images"])
+    a, b = (model.projector.encode(one) for one in (first, second))
+    ids = about["ids"]
+    batch = Batch.mixed([ids[:3], a, ids[21:23], b, ids[41:]], logits="none")
+    batch.logits[-6:] = True
+    settings = {"n_batch": 128, "warmup": False} | settings
+    config = RunConfig(model=str(path), n_ctx=128, n_threads=2, n_threads_batch=2, **settings)
+    with Session.open(config, media=model.projector.media_config) as session:
+        return divergence(session.decode(batch).astype(np.float64), about)
+
+
+@pytest.mark.slow("runs a model and its tower")
+@pytest.mark.parametrize("n_ubatch", [128, 16])
+def test_text_after_images_of_cogvlm(tmp_path: Path, n_ubatch: int) -> None:
+    """Visual experts compute tokens of images but for the last; most of an image's tokens share one position."""
+    assert after_images_of_cogvlm(tmp_path, n_ubatch=n_ubatch, type_k="f32", type_v="f32") < 1e-5
 
 
 @pytest.mark.parametrize(
     ("keys", "says"),
     [
-        ({"clip.projector_type": "cogvlm"}, r"'cogvlm' \(CogVLM.*supported: qwen2vl_merger, .*idefics3"),
+        ({"clip.projector_type": "adapter"}, r"'adapter' \(GLM-Edge.*supported: qwen2vl_merger, .*idefics3"),
         ({"clip.projector_type": "new"}, "'new' are not supported; supported: "),
         ({"clip.has_vision_encoder": False, "clip.has_audio_encoder": True}, "encodes audio"),
     ],

@@ -111,6 +111,7 @@ TINY: dict[str, dict[str, Any]] = {
     "apertus": {"xielu.alpha_p": np.float32([0.3, -0.4]), "xielu.alpha_n": np.float32([0.2, 0.7]),
                 "xielu.beta": np.float32([0.5, 0.4])},
     "bailingmoe": SHARED | {"leading_dense_block_count": 0}, "maincoder": {}, "pangu-embedded": {}, "paddleocr": {},
+    "cogvlm": {},
     "deci": {"block_count": 4, "attention.head_count": np.array([4, 4, 0, 4], np.int32),
              "attention.head_count_kv": np.array([2, 0, 0, 4], np.int32), "attention.key_length": 16,
              "attention.value_length": 16, "feed_forward_length": np.array([96, 64, 80, 0], np.int32)},

@@ -572,6 +572,125 @@ def paddleocr() -> tuple[Model, Callable[[np.ndarray], Found]]:
     return m, run
 
 
+def cogvlm() -> tuple[Any, Callable[[np.ndarray], Found]]:
+    """Compute CogVLM, its text model too, as the code beside its checkpoint does."""
+    n, n_head, ff, patch, size, out, out_ff, vocab = 32, 2, 44, 14, 56, 40, 56, 320
+    v, f = "model.vision.", torch.nn.functional
+    block = {"input_layernorm": (n,), "post_attention_layernorm": (n,), "attention.query_key_value": (3 * n, n),
+             "attention.dense": (n, n), "mlp.fc1": (ff, n), "mlp.fc2": (n, ff)}  # fmt: skip
+    shapes = biased(
+        {f"{v}transformer.layers.{i}.{name}": shape for i in range(2) for name, shape in block.items()}
+        | {f"{v}patch_embedding.proj": (n, 3, patch, patch), f"{v}linear_proj.norm1": (out,)}
+    )
+    shapes |= {f"{v}patch_embedding.cls_embedding": (1, n), f"{v}patch_embedding.position_embedding.weight": (17, n),
+               f"{v}boi": (1, 1, out), f"{v}eoi": (1, 1, out), f"{v}linear_proj.linear_proj.weight": (out, n),
+               f"{v}linear_proj.dense_h_to_4h.weight": (out_ff, out), f"{v}linear_proj.gate_proj.weight": (out_ff, out),
+               f"{v}linear_proj.dense_4h_to_h.weight": (out, out_ff), "model.embed_tokens.weight": (vocab, out),
+               "model.norm.weight": (out,), "lm_head.weight": (vocab, out)}  # fmt: skip
+    for b in (f"model.layers.{i}." for i in range(2)):
+        shapes |= {f"{b}{name}.weight": (out,) for name in ("input_layernorm", "post_attention_layernorm")}
+        for which in ("language", "vision"):
+            shapes |= {f"{b}self_attn.{which}_expert_query_key_value.weight": (3 * out, out),
+                       f"{b}self_attn.{which}_expert_dense.weight": (out, out),
+                       f"{b}mlp.{which}_mlp.gate_proj.weight": (out_ff, out),
+                       f"{b}mlp.{which}_mlp.up_proj.weight": (out_ff, out),
+                       f"{b}mlp.{which}_mlp.down_proj.weight": (out, out_ff)}  # fmt: skip
+    vision = {"hidden_size": n, "intermediate_size": ff, "num_hidden_layers": 2, "num_heads": n_head, "dropout_prob": 0,
+              "image_size": size, "patch_size": patch, "num_positions": 17, "hidden_act": "gelu", "in_channels": 3,
+              "layer_norm_eps": 1e-6}  # fmt: skip
+    config = {"architectures": ["CogVLMForCausalLM"], "vision_config": vision, "hidden_size": out, "hidden_act": "silu",
+              "intermediate_size": out_ff, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": vocab,
+              "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "bos_token_id": 0, "eos_token_id": 1,
+              "pad_token_id": 0, "template_version": "chat", "tie_word_embeddings": False}  # fmt: skip
+    mean, std = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+    m = Weights(shapes, config, {})
+
+    def encoded(rgb: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        small = np.array(Image.fromarray(rgb).resize((size, size), Image.Resampling.BICUBIC)).astype(np.float32) / 255
+        pixels = torch.from_numpy((small - np.float32(mean)) / np.float32(std)).permute(2, 0, 1)
+        name = f"{v}patch_embedding"
+        x = f.conv2d(pixels[None], m.w[f"{name}.proj.weight"], m.w[f"{name}.proj.bias"], patch)[0].flatten(1).T
+        x = torch.cat([m.w[f"{name}.cls_embedding"], x]) + m.w[f"{name}.position_embedding.weight"]
+        for i in range(2):
+            b = f"{v}transformer.layers.{i}."
+            qkv = m.linear(x, f"{b}attention.query_key_value").reshape(len(x), 3, n_head, -1)
+            y = f.scaled_dot_product_attention(*(part.transpose(0, 1) for part in qkv.unbind(1)))
+            y = m.linear(y.transpose(0, 1).reshape(len(x), n), f"{b}attention.dense")
+            x = x + m.norm(y, f"{b}input_layernorm", 1e-6)
+            y = m.linear(f.gelu(m.linear(x, f"{b}mlp.fc1")), f"{b}mlp.fc2")
+            x = x + m.norm(y, f"{b}post_attention_layernorm", 1e-6)
+        p = f"{v}linear_proj."
+        x = f.gelu(m.norm(m.linear(x[1:], f"{p}linear_proj"), f"{p}norm1", 1e-5))
+        x = m.linear(f.silu(m.linear(x, f"{p}gate_proj")) * m.linear(x, f"{p}dense_h_to_4h"), f"{p}dense_4h_to_h")
+        return pixels, torch.cat([m.w[f"{v}boi"][0], x, m.w[f"{v}eoi"][0]])
+
+    def logits(ids: list[int], rows: torch.Tensor) -> torch.Tensor:
+        given = torch.tensor(ids) < 0
+        x = m.w["model.embed_tokens.weight"][torch.tensor(ids).clamp(min=0)]
+        x[given] = rows
+        visual = given.clone()
+        visual[:-1] &= given[1:]  # the last token of an image is computed as text
+        inside = given.clone()
+        inside[:-1] &= given[1:]
+        inside[1:] &= given[:-1]
+        steps = torch.ones(len(ids), dtype=torch.long)
+        steps[1:] = (~inside[1:] | ~inside[:-1]).long()
+        at, d = steps.cumsum(0) - 1, out // 2
+        angle = (at[:, None] * 10000.0 ** (-torch.arange(0, d, 2) / d)).repeat(1, 2)[:, None]
+
+        def mixed(y: torch.Tensor, pattern: str) -> torch.Tensor:
+            found = m.linear(y, pattern.format("language"))
+            found[visual] = m.linear(y[visual], pattern.format("vision"))
+            return found
+
+        def rotated(y: torch.Tensor) -> torch.Tensor:
+            return y * angle.cos() + torch.cat([-y[..., d // 2 :], y[..., : d // 2]], -1) * angle.sin()
+
+        for i in range(2):
+            b = f"model.layers.{i}."
+            y = f.rms_norm(x, (out,), m.w[f"{b}input_layernorm.weight"], 1e-5)
+            q, k, value = mixed(y, b + "self_attn.{}_expert_query_key_value").reshape(len(x), 3, 2, d).unbind(1)
+            parts = (part.transpose(0, 1) for part in (rotated(q), rotated(k), value))
+            y = f.scaled_dot_product_attention(*parts, is_causal=True).transpose(0, 1).reshape(len(x), out)
+            x = x + mixed(y, b + "self_attn.{}_expert_dense")
+            y = f.rms_norm(x, (out,), m.w[f"{b}post_attention_layernorm.weight"], 1e-5)
+            y = f.silu(mixed(y, b + "mlp.{}_mlp.gate_proj")) * mixed(y, b + "mlp.{}_mlp.up_proj")
+            x = x + mixed(y, b + "mlp.{}_mlp.down_proj")
+        return m.linear(f.rms_norm(x, (out,), m.w["model.norm.weight"], 1e-5), "lm_head")
+
+    def run(rgb: np.ndarray) -> Found:
+        pixels, rows = encoded(rgb)
+        return [pixels.numpy()], [rows.numpy()], []
+
+    ids = [0, 11, 12, *[-1] * 18, 20, 21, *[-1] * 18, 22, 23, 24, 25]
+    rows = torch.cat([encoded(image(*size))[1] for size in ((61, 47), (150, 90))])
+    found = logits(ids, rows)[-6:].log_softmax(-1)
+    m.text = {"ids": ids, "images": ["61x47", "150x90"], "log_probabilities": sample(found.numpy(), found.numel())}
+    return m, run
+
+
+def minicpmv46() -> tuple[Model, Callable[[np.ndarray], Found]]:
+    vision = {"hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 3, "num_attention_heads": 2,
+              "image_size": 140, "patch_size": 14}  # fmt: skip
+    text = TEXT | {"model_type": "qwen3_5_text", "layer_types": ["full_attention"]}
+    config = {"vision_config": vision, "text_config": text, "insert_layer_id": 1, "image_token_id": 5}
+    processor = tf.MiniCPMV4_6ImageProcessor(scale_resolution=112, patch_size=14)
+    m = Model(config, processor, "MiniCPMV4_6ForConditionalGeneration", "vision_tower merger")
+    processor.find_best_resize.__func__.__globals__["ensure_divide"] = lambda x, y: max(round(x / y) * y, y)
+
+    def run(rgb: np.ndarray) -> Found:
+        made = processor([Image.fromarray(rgb)], return_tensors="pt")
+        found = m.model.model.get_image_features(made["pixel_values"], made["target_sizes"]).pooler_output
+        pixels, at = [], 0
+        for h, w in made["target_sizes"].tolist():
+            cut = made["pixel_values"][0][:, :, at * 14 : (at + h * w) * 14].reshape(3, 14, h, w, 14)
+            pixels.append(cut.permute(0, 2, 1, 3, 4).reshape(3, h * 14, w * 14).numpy())
+            at += h * w
+        return pixels, [x.numpy() for x in found], list(made["grids"][0])
+
+    return m, run
+
+
 MODELS = {
     "internvl": internvl,
     "idefics3": idefics3,
@@ -591,6 +710,8 @@ MODELS = {
     "lightonocr": lightonocr,
     "dots_ocr": dots_ocr,
     "paddleocr": paddleocr,
+    "cogvlm": cogvlm,
+    "minicpmv46": minicpmv46,
 }
 MORE_SIZES = {"lfm2": ((1024, 600),)}
 

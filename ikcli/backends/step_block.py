@@ -59,6 +59,7 @@ class StepBlock:
         self._media = np.zeros((n_media, media_cols), np.float32)
         self._words[14:] = self._places.ctypes.data, self._media.ctypes.data
         self.media_cols = media_cols
+        self.given = np.zeros((0, 0), np.float32)  # rows that the caller provided last
         self.ranged = False  # a token sees more than the positions up to its own, whatever the mask says
         self.address: int = self._words.ctypes.data
         self._rows: dict[Rows, int] | None = None
@@ -108,12 +109,13 @@ class StepBlock:
         self.ranged = bool(((places[:, SEEN] < pos) | (places[:, SEEN + 1] > pos + 1)).any())
         at = 0
         for part in rows:
-            self._media[at : at + len(part)] = part
+            self._media[at : at + len(part), : part.shape[1]] = part
             at += len(part)
 
     def give(self, rows: npt.NDArray[np.float32]) -> None:
         """Provide a row per token of this micro-batch; the array must stay in place until it was computed."""
         assert rows.dtype == np.float32 and rows.flags.c_contiguous
+        self.given = rows
         self._words[13] = rows.ctypes.data
 
     def set_step(

@@ -15,7 +15,7 @@ from typing import Any
 import ikcli
 from ikcli.bench.environment import cpu_name
 from ikcli.bench.tests import BenchModel, BenchResult, combinations, measured
-from ikcli.engine.plan.bench_cases import BenchTest, bench_tests
+from ikcli.engine.plan.bench_cases import bench_tests
 from ikcli.fleet.executor import ByKind
 from ikcli.fleet.journal import Journal
 from ikcli.fleet.ray_executor import RayExecutor
@@ -52,7 +52,15 @@ def open_bench(models: tuple[InputFile, ...]) -> Iterator[Callable[[BenchUnit], 
             "model": asdict(results[0].model),
             "cpu": cpu_name() or "",
             "settings": _changed(config, results[0].config),
-            "tests": [{"started": r.started, "samples_ns": list(r.samples_ns)} for r in results],
+            "tests": [
+                {
+                    "started": r.started,
+                    "samples_ns": list(r.samples_ns),
+                    "n_drafted": r.n_drafted,
+                    "n_accepted": r.n_accepted,
+                }
+                for r in results
+            ],
         }
 
     yield measure
@@ -73,7 +81,7 @@ def run(
     config: RunConfig, alternatives: Mapping[str, tuple[Any, ...]], given: Collection[str]
 ) -> Iterator[BenchResult]:
     """Yield every test of every combination on every kind of node, in this order."""
-    fleet, tests = config.fleet, bench_tests(config)
+    fleet = config.fleet
     assert fleet.ray is not None
     kinds = [name.strip() for name in fleet.ray_node.split(",") if name.strip()] or [""]
     own_threads = not {"n_threads", "n_threads_batch"} & set(given) and not config.bench.threads_gen_batch
@@ -89,7 +97,7 @@ def run(
     head = {
         "kind": "ik bench",
         "version": ikcli.__version__,
-        "tests": [test.label for test in tests],
+        "tests": [test.label for test in bench_tests(config)],
         "repetitions": config.bench.repetitions,
         "warmup": config.bench.warmup,
     }
@@ -97,7 +105,7 @@ def run(
     worker = UnitFunction(open_bench, files, files)
     with Journal(fleet.journal, head) as journal, works[kinds[0]].connected():
         for (kind, unit), record in zip(units, map_units(worker, named, journal, ByKind(works)), strict=True):
-            yield from _results(kind, unit.config, tests, record)
+            yield from _results(kind, unit.config, record)
 
 
 def _name(kind: str, unit: BenchUnit, model_digest: str) -> str:
@@ -106,10 +114,11 @@ def _name(kind: str, unit: BenchUnit, model_digest: str) -> str:
     return f"{kind} {settings[:32]}"
 
 
-def _results(kind: str, asked: RunConfig, tests: list[BenchTest], record: Mapping[str, Any]) -> Iterator[BenchResult]:
+def _results(kind: str, asked: RunConfig, record: Mapping[str, Any]) -> Iterator[BenchResult]:
     changed: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in record["settings"].items()}
     config = replace(asked, **changed)
     model = BenchModel(**{**record["model"], "gpus": tuple(record["model"]["gpus"])})
-    for test, found in zip(tests, record["tests"], strict=True):
+    for test, found in zip(bench_tests(asked), record["tests"], strict=True):
         samples = tuple(found["samples_ns"])
-        yield BenchResult(test, config, model, found["started"], samples, node=kind, cpu=record["cpu"])
+        yield BenchResult(test, config, model, found["started"], samples, kind, record["cpu"],
+                          found.get("n_drafted", 0), found.get("n_accepted", 0))  # fmt: skip

@@ -9,27 +9,33 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import closing
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ikcli.engine.plan.bench_cases import BenchTest, bench_tests
 from ikcli.engine.plan.sizes import bench_session
 from ikcli.engine.run.batch import Batch
 from ikcli.gguf.constants import file_type_label
-from ikcli.measure.protocol import SessionLike
+from ikcli.measure.protocol import SessionLike, TokenIds
 from ikcli.settings.run import RunConfig
 
 if TYPE_CHECKING:
+    from ikcli.bench.drafts import Drafting
     from ikcli.engine.plan.planner import Planner
     from ikcli.engine.run.model import Model
+    from ikcli.engine.run.session import Session
     from ikcli.models import HParams
+
+
+Generate = Callable[[SessionLike, TokenIds, int, np.random.Generator], None]
+"""Generates n tokens after those in the cache."""
+_DRAFTS = "server."  # paths of the settings of drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +72,10 @@ def params_label(n: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class BenchResult:
-    """Nanoseconds of every repetition of a test under these settings; `node` and `cpu` if it ran elsewhere."""
+    """Nanoseconds of every repetition of a test under these settings; `node` and `cpu` if it ran elsewhere.
+
+    `n_drafted`, `n_accepted`: tokens of drafts in all repetitions, and how many of them the model confirmed.
+    """
 
     test: BenchTest
     config: RunConfig
@@ -75,6 +84,8 @@ class BenchResult:
     samples_ns: tuple[int, ...]
     node: str = ""
     cpu: str = ""
+    n_drafted: int = 0
+    n_accepted: int = 0
 
     @property
     def samples_ts(self) -> tuple[float, ...]:
@@ -95,8 +106,11 @@ def combinations(
     """Return one config per combination of the listed values, threads varying fastest; -t alone is for prompts too."""
     listed = {f.name: alternatives[f.name] for f in fields(config) if f.name in alternatives}
     threads = {name: listed.pop(name) for name in ("n_threads", "n_threads_batch") if name in listed}
-    for values in product(*listed.values()):
-        base = replace(config, **dict(zip(listed, values, strict=True)))
+    drafts = {path.removeprefix(_DRAFTS): values for path, values in alternatives.items() if path.startswith(_DRAFTS)}
+    for values in product(*listed.values(), *drafts.values()):
+        base = replace(config, **dict(zip(listed, values, strict=False)))
+        server = replace(base.server, **dict(zip(drafts, values[len(listed) :], strict=True)))
+        base = replace(base, server=server)
         if config.bench.threads_gen_batch:
             for n, n_batch in config.bench.threads_gen_batch:
                 yield replace(base, n_threads=n, n_threads_batch=n_batch)
@@ -109,9 +123,15 @@ def combinations(
 
 
 def measure(
-    session: SessionLike, test: BenchTest, repetitions: int, warmup: bool, rng: np.random.Generator
+    session: SessionLike,
+    test: BenchTest,
+    repetitions: int,
+    warmup: bool,
+    rng: np.random.Generator,
+    generate: Generate | None = None,
 ) -> list[int]:
-    """Return the nanoseconds of every repetition."""
+    """Return the nanoseconds of every repetition; `generate` replaces the generation of random tokens."""
+    generate = generate or _generate
     before = rng.integers(0, session.n_vocab, test.n_depth, dtype=np.int32)
     if test.n_depth:
         session.clear()
@@ -119,22 +139,21 @@ def measure(
         session.checkpoint(0)
     if warmup:
         _back_to(session, before)
-        n = min(test.n_prompt, session.n_ubatch)
-        _prompt(session, test.n_depth, n, rng)
-        _generate(session, test.n_depth + n, min(test.n_gen, 1), rng)
+        text = _prompt(session, before, min(test.n_prompt, session.n_ubatch), rng)
+        generate(session, text, min(test.n_gen, 1), rng)
     samples = []
     for _ in range(repetitions):
         _back_to(session, before)
         started = time.perf_counter_ns()
-        _prompt(session, test.n_depth, test.n_prompt, rng)
+        text = _prompt(session, before, test.n_prompt, rng)
         if test.after_prompt:
             started = time.perf_counter_ns()
-        _generate(session, test.n_depth + test.n_prompt, test.n_gen, rng)
+        generate(session, text, test.n_gen, rng)
         samples.append(time.perf_counter_ns() - started)
     return samples
 
 
-def _back_to(session: SessionLike, before: npt.NDArray[np.int32]) -> None:
+def _back_to(session: SessionLike, before: TokenIds) -> None:
     """Keep only these tokens in the cache; recompute them where the sequence cannot be truncated."""
     if not len(before):
         session.clear()
@@ -143,18 +162,21 @@ def _back_to(session: SessionLike, before: npt.NDArray[np.int32]) -> None:
     _compute(session, before[kept:], kept)
 
 
-def _prompt(session: SessionLike, pos: int, n: int, rng: np.random.Generator) -> None:
-    _compute(session, rng.integers(0, session.n_vocab, n, dtype=np.int32), pos)
+def _prompt(session: SessionLike, before: TokenIds, n: int, rng: np.random.Generator) -> TokenIds:
+    """Compute n random tokens; return them with those before."""
+    tokens = rng.integers(0, session.n_vocab, n, dtype=np.int32)
+    _compute(session, tokens, len(before))
+    return np.concatenate([before, tokens])
 
 
-def _compute(session: SessionLike, tokens: npt.NDArray[np.int32], pos: int) -> None:
+def _compute(session: SessionLike, tokens: TokenIds, pos: int) -> None:
     for start in range(0, len(tokens), session.n_batch):
         session.decode(Batch.single(tokens[start : start + session.n_batch], pos + start))
 
 
-def _generate(session: SessionLike, pos: int, n: int, rng: np.random.Generator) -> None:
+def _generate(session: SessionLike, text: TokenIds, n: int, rng: np.random.Generator) -> None:
     for i, token in enumerate(rng.integers(0, session.n_vocab, n, dtype=np.int32)):
-        session.decode(Batch.single([token], pos + i))
+        session.decode(Batch.single([token], len(text) + i))
 
 
 def run(
@@ -164,10 +186,9 @@ def run(
     planner: Planner | None = None,
 ) -> Iterator[BenchResult]:
     """Yield every test of every combination as soon as it is measured; `given` are the fields that the user set."""
-    tests = bench_tests(config)
     for chosen in combinations(config, alternatives, given):
         same = (chosen.model, chosen.override_kv) == (config.model, config.override_kv)
-        yield from measured(chosen, tests, planner if same else None)
+        yield from measured(chosen, bench_tests(chosen), planner if same else None)
 
 
 def measured(config: RunConfig, tests: list[BenchTest], planner: Planner | None) -> Iterator[BenchResult]:
@@ -175,15 +196,30 @@ def measured(config: RunConfig, tests: list[BenchTest], planner: Planner | None)
     from ikcli.engine.run.opening import open_session
 
     settings, sizes = bench_session(config)
-    with closing(open_session(settings, n_ctx=sizes.n_ctx, planner=planner)) as session:
+    opened = open_session(settings, n_ctx=sizes.n_ctx, n_step=sizes.n_step, planner=planner)
+    with closing(opened) as session, _drafting(session, tests) as drafting:
         model = BenchModel.of(session.model, session.gpus)
         rng = np.random.default_rng(max(1, config.seed))
         for test in tests:
             started = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-            samples = measure(session, test, config.bench.repetitions, config.bench.warmup, rng)
-            yield BenchResult(test, session.config, model, started, tuple(samples))
+            generate = drafting.generate if drafting is not None and test.drafts else None
+            samples = measure(session, test, config.bench.repetitions, config.bench.warmup, rng, generate)
+            counts = drafting.take_counts() if drafting is not None else (0, 0)
+            yield BenchResult(test, session.config, model, started, tuple(samples), "", "", *counts)
         if config.vision.images:
             yield from _images(session.config, session.model.hp, model)
+
+
+@contextmanager
+def _drafting(session: Session, tests: Sequence[BenchTest]) -> Iterator[Drafting | None]:
+    """Yield what generates with drafts, if a test does."""
+    if not any(test.drafts for test in tests):
+        yield None
+        return
+    from ikcli.bench.drafts import Drafting
+
+    with closing(Drafting(session)) as drafting:
+        yield drafting
 
 
 def _images(config: RunConfig, hp: HParams, model: BenchModel) -> Iterator[BenchResult]:

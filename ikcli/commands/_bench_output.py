@@ -15,6 +15,7 @@ import ikcli
 from ikcli.bench.environment import cpu_name
 from ikcli.bench.tests import BenchResult, mean_and_deviation
 from ikcli.log import shown_size
+from ikcli.settings.drafts import stages
 from ikcli.settings.run import RunConfig
 
 # field of RunConfig -> (heading, width; negative: left-aligned), in the order of the columns
@@ -35,6 +36,8 @@ FIELDS = (
     "cuda_params", "override_tensor", "n_prompt", "n_gen", "n_depth", "test_time", "avg_ns", "stddev_ns",
     "avg_ts", "stddev_ts", "test",
 )  # fmt: skip
+
+_DRAFT_FIELDS = ("drafts", "n_drafted", "n_accepted")
 
 
 def build() -> tuple[str, int]:
@@ -66,13 +69,21 @@ def values(result: BenchResult) -> dict[str, Any]:
         "type_k": c.type_k, "type_v": c.type_v, "n_gpu_layers": c.n_gpu_layers or 0, "split_mode": c.split_mode,
         "main_gpu": c.main_gpu, "no_kv_offload": c.no_kv_offload, "flash_attn": c.flash_attn, "mla_attn": c.mla,
         "attn_max_batch": c.amb, "ser": _setting(c, "ser"), "tensor_split": _setting(c, "tensor_split"),
-        "use_mmap": c.mmap, "repack": c.run_time_repack, "fused_moe": c.fmoe, "use_thp": c.thp, "max_gpu": 0,
+        "use_mmap": c.mmap, "repack": c.run_time_repack, "fused_moe": c.fmoe, "use_thp": bool(c.thp), "max_gpu": 0,
         "cuda_params": "", "override_tensor": ",".join(c.override_tensor), "n_prompt": t.n_prompt, "n_gen": t.n_gen,
         "n_depth": t.n_depth, "test_time": result.started, "avg_ns": round(avg_ns), "stddev_ns": round(stddev_ns),
         "avg_ts": avg_ts, "stddev_ts": stddev_ts, "test": t.label,
     }  # fmt: skip
     known |= dict.fromkeys(_ABSENT, False) | {"cuda": bool(m.gpus)}
-    return {name: known[name] for name in FIELDS} | ({"node": result.node} if result.node else {})
+    more: dict[str, Any] = {"node": result.node} if result.node else {}
+    if drafts(c):
+        more |= dict(zip(_DRAFT_FIELDS, (t.drafts, result.n_drafted, result.n_accepted), strict=True))
+    return {name: known[name] for name in FIELDS} | more
+
+
+def drafts(config: RunConfig) -> bool:
+    """Return whether some tests generate with drafts, so that results have fields for them."""
+    return bool(stages(config))
 
 
 class Writer:
@@ -106,6 +117,8 @@ class MarkdownWriter(Writer):
         self._columns = [("node", -12)] if self._nodes else []
         self._columns += [("model", -30), ("size", 10), ("params", 10), ("backend", -10), ("threads", 7)]
         self._columns += [*(_SETTINGS[name] for name in self._settings), ("test", 13), ("t/s", 16)]
+        self._drafts = drafts(config)
+        self._columns += [("accepted", 14)] * self._drafts
         self._row([name for name, _ in self._columns])
         rule = ["-" * -width if width < 0 else "-" * (width - 1) + ":" for _, width in self._columns]
         self._row(rule)
@@ -119,7 +132,8 @@ class MarkdownWriter(Writer):
         backend = "CUDA" if m.gpus else "CPU"
         cells = [result.node] if self._nodes else []
         cells += [m.name, size, params, backend, str(n_threads), *(_setting(c, name) for name in self._settings)]
-        self._row([*cells, result.test.label, f"{speed:.2f} ± {deviation:.2f}"])
+        accepted = f"{result.n_accepted} of {result.n_drafted}" if result.test.drafts else ""
+        self._row([*cells, result.test.label, f"{speed:.2f} ± {deviation:.2f}", *[accepted] * self._drafts])
 
     def footer(self) -> None:
         commit, number = build()
@@ -142,7 +156,8 @@ class CsvWriter(Writer):
     """A line of names, then quoted values."""
 
     def header(self, config: RunConfig, alternatives: Mapping[str, tuple[Any, ...]]) -> None:
-        self._write(",".join([*FIELDS, *(["node"] if config.fleet.ray_node else [])]) + "\n")
+        more = [*(["node"] if config.fleet.ray_node else []), *(_DRAFT_FIELDS if drafts(config) else ())]
+        self._write(",".join([*FIELDS, *more]) + "\n")
 
     def result(self, result: BenchResult) -> None:
         quoted = ('"' + _text(v).replace('"', '""') + '"' for v in values(result).values())

@@ -126,7 +126,10 @@ def _roofs(found: Examination) -> Iterator[str]:
     )
     yield _line("products", f"{products} (multiplications and additions per second, {roofs.threads} threads)")
     yield _line("bandwidth", f"{roofs.read_one / 1e9:.1f} GB/s by one thread, {roofs.read_all / 1e9:.1f} GB/s by "
-                             f"{roofs.threads}")  # fmt: skip
+                             f"{roofs.threads} (medians of seconds of reading)")  # fmt: skip
+    for name, rates in roofs.pages.items():
+        yield _line("", f"{name}: {rates.one / 1e9:.1f} GB/s by one thread, {rates.all / 1e9:.1f} GB/s by "
+                        f"{roofs.threads}, {rates.fastest / 1e9:.1f} GB/s in the fastest pass")  # fmt: skip
     for node, rate in roofs.read_nodes.items():
         yield _line("", f"node {node}: {rate / 1e9:.1f} GB/s")
     for gpu in roofs.gpus:

@@ -39,6 +39,9 @@ class CheckpointFile(GGUFFile):
         raw = t.read(self.source, first, last).reshape(-1).view(np.uint8)
         return raw[start - first * size : stop - first * size]
 
+    def read_into(self, name: str, start: int, out: npt.NDArray[np.uint8]) -> None:
+        out[:] = self.part(name, start, start + len(out))
+
     def set_key(self, key: str, value: int) -> None:
         """Set a key that depends on how the file is written."""
         self.metadata[key], self.value_types[key] = value, infer_type(value, key)

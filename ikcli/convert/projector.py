@@ -79,7 +79,7 @@ def open_projector(directory: Path, outtype: str = "auto", model_name: str | Non
         raise FormatError(
             f"{directory / 'config.json'}: key vision_config is missing, so the model has no vision tower"
         )
-    settings = Settings(directory, config, dict(vision), _processor(directory))
+    settings = Settings(directory, config, dict(vision), _processor(directory, kind))
     kind.prepare(settings)
     files = SafetensorsSource(directory)
     source = dequantized(files, config)
@@ -140,14 +140,15 @@ def _kind(directory: Path, config: dict[str, Any]) -> Kind:
     raise UnsupportedError(f"{directory}: the projector of {what} is not converted; known are those of {known}")
 
 
-def _processor(directory: Path) -> dict[str, Any]:
+def _processor(directory: Path, kind: Kind) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for name, inner in (("preprocessor_config.json", "media_proc_cfg"), ("processor_config.json", "image_processor")):
         path = directory / name
         found = read_json(path) if path.is_file() else {}
         out |= {**found, **(found.get(inner) or {})}
-    for key in ("mean", "std"):  # MiniCPM-V has other names
-        out.setdefault(f"image_{key}", out.get(f"norm_{key}"))
+    for i, key in enumerate(("mean", "std")):  # MiniCPM-V has other names
+        colours = out.get(f"norm_{key}") if kind.colours is None else list(kind.colours[i])
+        out.setdefault(f"image_{key}", colours)
     for key in ("image_mean", "image_std"):
         if not isinstance(out.get(key), list) or len(out[key]) != 3:
             raise FormatError(f"{directory}: preprocessor_config.json has no {key} of three numbers")

@@ -67,6 +67,7 @@ class Kind:
     f32: str = "$^"
     towers: tuple[str, ...] = ()  # values of vision_config.model_type; none: any
     extra: Callable[[Settings, str], list[Made] | None] = lambda s, name: None
+    colours: tuple[tuple[float, ...], tuple[float, ...]] | None = None  # mean and deviation, if no file has them
 
 
 def share(of: int, count: int) -> Change:

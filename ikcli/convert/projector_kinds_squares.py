@@ -1,4 +1,4 @@
-"""The kinds of projectors that read an image as one square: LLaVA-1.5, MobileVLM, Janus."""
+"""The kinds of projectors that read an image as one square: LLaVA-1.5, Janus, CogVLM."""
 
 from __future__ import annotations
 
@@ -77,10 +77,26 @@ def _janus_place(s: Settings, name: str, shape: tuple[int, ...]) -> list[Made] |
     return None
 
 
+# --- CogVLM -----------------------------------------------------------------------------------------------------------
+def _cogvlm_keys(s: Settings, out: dict[str, Any]) -> None:
+    out["clip.projector_type"] = "cogvlm"
+    out["clip.vision.attention.layer_norm_epsilon"] = float(s.vision.get("layer_norm_eps", 1e-6))
+
+
+def _cogvlm_place(s: Settings, name: str, shape: tuple[int, ...]) -> list[Made] | None:
+    if name.startswith("vision.conv."):
+        raise UnsupportedError(f"{s.directory}: tensor {name} is of CogVLM2, whose projector is not converted")
+    return None
+
+
+_CLIP = ((0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711))
+
 KINDS = (
     Kind(("LlavaForConditionalGeneration", "LlavaNextForConditionalGeneration"), _llava_keys,
          ("vision_tower.", "multi_modal_projector.", "image_newline"), _llava_place, _llava_renamed, _llava_prepare,
          towers=("clip_vision_model", "siglip_vision_model")),
     Kind(("JanusForConditionalGeneration",), _janus_keys, ("vision_model.", "aligner."), _janus_place,
          lambda name: f"model.{name}", _janus_prepare),
+    Kind(("CogVLMForCausalLM",), _cogvlm_keys, ("vision.",), _cogvlm_place, lambda name: f"model.{name}",
+         colours=_CLIP),
 )  # fmt: skip

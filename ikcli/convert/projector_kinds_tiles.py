@@ -92,12 +92,47 @@ def _minicpm_place(s: Settings, name: str, shape: tuple[int, ...]) -> list[Made]
     return None
 
 
+def _minicpm46_prepare(s: Settings) -> None:
+    s.vision = {**s.vision, "image_size": int(s.processor.get("scale_resolution") or 448)}
+
+
+def _minicpm46_keys(s: Settings, out: dict[str, Any]) -> None:
+    if int(s.config.get("merger_times", 1)) != 1:
+        raise UnsupportedError(f"{s.directory / 'config.json'}: key merger_times is not 1")
+    out["clip.projector_type"] = "minicpmv4_6"
+    out["clip.vision.projector.scale_factor"] = 2 if s.processor.get("downsample_mode") == "4x" else 4
+    layer = s.config.get("insert_layer_id", s.vision.get("insert_layer_id", 6))
+    out["clip.vision.wa_layer_indexes"] = [int(layer)]
+    out["clip.use_gelu"] = True
+    out["clip.vision.attention.layer_norm_epsilon"] = float(s.vision.get("layer_norm_eps", 1e-6))
+
+
+_MERGER = {"layer_norm1": "ln1", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
+           "self_attn.v_proj": "attn_v", "self_attn.out_proj": "attn_out", "pre_norm": "ds_ln",
+           "linear_1": "ds_ffn_up", "linear_2": "ds_ffn_down"}  # fmt: skip
+_LAST = {"pre_norm": "mm.input_norm", "linear_1": "mm.up", "linear_2": "mm.down"}
+
+
+def _minicpm46_place(s: Settings, name: str, shape: tuple[int, ...]) -> list[Made] | None:
+    inner, _, kind = name.rpartition(".")
+    if inner.startswith("vision_tower.vit_merger."):
+        if s.processor.get("downsample_mode") == "4x":
+            return []
+        return [(f"v.vit_merger.{_MERGER[inner.removeprefix('vision_tower.vit_merger.')]}.{kind}", same)]
+    if inner.startswith("merger.mlp.0."):
+        return [(f"{_LAST[inner.removeprefix('merger.mlp.0.')]}.{kind}", same)]
+    return None
+
+
 KINDS = (
     Kind(("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration"), _idefics_keys, ("vision_model.",
          "vision_tower.", "connector."), renamed=lambda name: f"model.{name}", prepare=_idefics_prepare,
          f32=r"\.embeddings\."),
     Kind(("Llama4ForConditionalGeneration",), _llama4_keys, ("multi_modal_projector.", "vision_model."), _llama4_place,
          _llama4_renamed),
+    Kind(("MiniCPMV4_6ForConditionalGeneration",), _minicpm46_keys, ("vision_tower.", "merger."), _minicpm46_place,
+         lambda name: name.replace("vision_tower.", "vision_tower.vision_model.", 1), _minicpm46_prepare,
+         f32=r"\.embeddings\.position"),
     Kind(("MiniCPMV", "MiniCPMO"), _minicpm_keys, ("vpm.", "resampler."), _minicpm_place, prepare=_minicpm_prepare,
          f32=r"\.embeddings\.position"),
 )  # fmt: skip

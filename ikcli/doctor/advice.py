@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ikcli.doctor.machine import KernelCache, MachineMemory, Processor
 from ikcli.doctor.model import ModelReport
 from ikcli.doctor.roofline import Peaks
+from ikcli.engine.run.huge_weights import SHARE
 from ikcli.log import shown_size
 
 _GIB = 2**30
@@ -56,7 +57,7 @@ def machine_advice(cpu: Processor, memory: MachineMemory, cache: KernelCache, pe
         out.append(
             Advice(
                 "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled",
-                "huge pages are off, so -thp has no effect",
+                "huge pages are off: reading weights and cache through small ones costs bandwidth",
             )
         )
     if memory.swap_used and memory.total and memory.swap_used > memory.total // 100:
@@ -111,8 +112,14 @@ def model_advice(model: ModelReport, memory: MachineMemory, n_repackable: int, m
                 + ("; beside a GPU it keeps the prompt work of weights in RAM on the CPU" if gpu else ""),
             )
         )
-    if mapped and memory.huge_pages in ("always", "madvise") and _GIB < model.n_bytes < limit * 0.9:
-        out.append(Advice("-thp --no-mmap", "huge pages save TLB misses; they need weights read into RAM, not mapped"))
+    if mapped and memory.huge_pages in ("always", "madvise") and max(_GIB, limit / SHARE) < model.n_bytes < limit * 0.9:
+        out.append(
+            Advice(
+                "--no-mmap",
+                f"huge pages save TLB misses; weights of more than 1/{SHARE} of the memory are not copied into them "
+                "beside a mapped file, but are read into them without one",
+            )
+        )
     cache = sum(model.cost.cache.values()) * model.n_ctx
     weights = sum(model.cost.weights.values())
     if cache > weights / 2:

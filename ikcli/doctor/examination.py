@@ -50,7 +50,7 @@ def examine(
     roofs = None
     if not quick:
         tell(f"measuring products and memory with {threads} threads")
-        roofs = measure(threads)
+        roofs = measure(threads, model)
     advice = machine_advice(cpu, ram, cache, roofs)
     found: ModelReport | None = None
     notices: tuple[str, ...] = ()

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ikcli.bench.environment import cpu_name, memory_bytes
-from ikcli.engine.run.host_memory import memlock_limit, thp_state
 from ikcli.engine.run.numa import parse_cpulist, read_nodes
+from ikcli.engine.run.system_memory import memlock_limit, thp_state
 from ikcli.hostinfo import cgroup_limit, count_physical, physical_cores, visible_cpus
 
 _FEATURES = ("f16c", "fma", "avx2", "avxvnni", "avx512f", "avx512vnni", "avx512vbmi", "avx512bf16", "gfni", "amx-int8",
@@ -123,12 +123,18 @@ def kernel_choice(target: str, features: frozenset[str]) -> list[tuple[str, str]
         integers = "AVX-VNNI, 32 bytes at a time"
     elif "avx2" in features:
         integers = "AVX2 without VNNI: several instructions per product"
-    elif target == "neon":
-        integers = "NEON"
+    elif "i8mm" in features:
+        integers = "NEON with matrix products (i8mm), 2 x 2 x 8 bytes at a time"
+    elif "dotprod" in features:
+        integers = "NEON with dot products, 16 bytes at a time"
+    elif "neon" in features:
+        integers = "NEON without dot products: several instructions per product"
     else:
         integers = "no vector instructions that kernels know: slow"
     floats = "AVX-512" if target == "avx512" else "AVX2 and FMA" if "fma" in features else target
+    floats = "NEON" if "neon" in features else floats
     bf16 = "AVX-512 BF16" if "avx512bf16" in features else f"widened to float32 ({floats})"
+    bf16 = "NEON with products of bfloat16" if "bf16" in features else bf16
     f16 = "16-bit integers (VNNI) in prompts" if "avx512vnni" in features else f"widened to float32 ({floats})"
     return [("quantized weights", integers), ("bf16 weights", bf16), ("f16 weights", f16), ("f32 weights", floats)]
 

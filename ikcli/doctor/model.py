@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ikcli.backends.cpu.lower import activation_kind
+from ikcli.backends.cpu.lower import products_of
 from ikcli.doctor.roofline import Peaks
 from ikcli.engine.plan.placement import CPU
 from ikcli.engine.plan.planner import Planner, RunPlan
@@ -105,7 +105,7 @@ def token_cost(planner: Planner, plan: RunPlan) -> TokenCost:
         weights[device] += round(t.n_bytes * share)
         batch[device] += t.n_bytes
         if len(t.shape) > 1:
-            kind = activation_kind(t.type).replace("q8", "i8")
+            kind = products_of(t.type)
             products[device][kind] += 2 * t.n_elements * share
     cache: dict[str, float] = defaultdict(float)
     state = defaultdict[str, int](int)

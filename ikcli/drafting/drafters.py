@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -13,8 +13,7 @@ from ikcli.drafting import ngrams
 from ikcli.drafting.draft_model import DraftModel
 from ikcli.drafting.ngram_cache import Counts, NgramCache, merge, read_counts, write_counts
 from ikcli.engine.run.session import Session
-from ikcli.errors import UsageError
-from ikcli.settings.records import SpecSetting, SpecStage
+from ikcli.settings.records import SpecStage
 from ikcli.settings.sampling import SamplingConfig
 
 Tokens = npt.NDArray[np.int32]
@@ -166,28 +165,6 @@ class HeadsDrafter:
 def _texts_only(draft: list[int]) -> list[int]:
     """Return a draft up to the first position of an image, which drafts from the prompt can reach."""
     return next((draft[:i] for i, token in enumerate(draft) if token < 0), draft)
-
-
-def stages(session: Session) -> tuple[SpecStage, ...]:
-    """Return the stages that the options ask for; `-md`, `-lcs` and `-lcd` imply their type."""
-    config, sampling = session.config.server, session.config.sampling
-    given = [with_settings(s, config.spec_set) for s in config.spec_type if s.type != "none"]
-    if config.spec_type and not given:
-        return ()
-    types = {s.type for s in given}
-    if config.model_draft and not types & {"draft", "mtp"}:
-        given.append(SpecStage("draft"))
-    if (sampling.lookup_cache_static or sampling.lookup_cache_dynamic) and "ngram-cache" not in types:
-        given.append(SpecStage("ngram-cache"))
-    if "draft" in types and not config.model_draft:
-        raise UsageError("--spec-type draft needs a draft model; name one with -md FILE")
-    return tuple(given)
-
-
-def with_settings(stage: SpecStage, settings: Iterable[SpecSetting]) -> SpecStage:
-    """Fill in the `--spec-set` values of the stage's type where the stage has none."""
-    values = {s.field: s.value for s in settings if stage.type == s.type or stage.type.startswith(f"{s.type}-")}
-    return replace(stage, **{k: v for k, v in values.items() if getattr(stage, k) is None})  # type: ignore[arg-type]
 
 
 def open_drafter(stage: SpecStage, session: Session) -> Drafter:

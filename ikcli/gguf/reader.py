@@ -99,6 +99,22 @@ class GGUFFile:
         """Return bytes [start, stop) of a tensor; subclasses without a file compute them."""
         return self.data(name)[start:stop]
 
+    def read_into(self, name: str, start: int, out: npt.NDArray[np.uint8]) -> None:
+        """Fill `out` with the bytes of a tensor from `start` on by reading the file, which maps no page of it."""
+        t = self.tensors[name]
+        path, at, done = self.paths[t.file_index], t.offset + start, 0
+        view = memoryview(out)  # type: ignore[arg-type]
+        try:
+            with path.open("rb", buffering=0) as f:
+                f.seek(at)
+                while done < len(out):
+                    n = f.readinto(view[done:])
+                    if not n:
+                        raise FormatError(f"{path}: the file ends within tensor {shown(name)}")
+                    done += n
+        except OSError as e:
+            raise FormatError(f"{path}: cannot be read ({e.strerror or e})") from None
+
     def has_data(self, name: str) -> bool:
         """Return whether a tensor's bytes are present; only files opened by their header may lack some."""
         t = self.tensors[name]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-MEDIA_AT, AXES, SEEN, PLACE_WORDS = 0, 1, 4, 8  # words of a place, see `MicroBatch.places`
+MEDIA_AT, AXES, SEEN, VISUAL, PLACE_WORDS = 0, 1, 4, 6, 8  # words of a place, see `MicroBatch.places`
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,8 @@ class MicroBatch:
 
     `given`: rows that the caller provides (`HostRows`), one per token. `media`: rows of images. `places`, (n,
     PLACE_WORDS): the first number of the token's row in `media` (-1: none); time, row and column of its position; the
-    first position and the end of those that it sees whatever the mask says; then unused words.
+    first position and the end of those that it sees whatever the mask says; 1 where the visual experts of a model
+    compute the token; then an unused word.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -59,6 +60,12 @@ class MicroBatch:
     def axis_positions(self) -> npt.NDArray[np.int32]:
         """Return time, row and column of every token."""
         return np.repeat(self.pos[:, None], 3, axis=1) if self.places is None else self.places[:, AXES : AXES + 3]
+
+    def visual(self) -> npt.NDArray[np.bool_]:
+        """Return whether visual experts compute a token."""
+        if self.places is None:
+            return np.zeros(len(self.tokens), np.bool_)
+        return self.places[:, VISUAL] > 0
 
     def ranges(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
         """Return the first position that every token sees whatever the mask says, and the end of these."""

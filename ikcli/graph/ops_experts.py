@@ -12,7 +12,7 @@ import numpy as np
 
 from ikcli.gguf.constants import GGMLType
 from ikcli.graph.activations import SILU, Glu, sigmoid
-from ikcli.graph.core import Array, Node, Op, Place, RowSpec, Run, SameSize, Weight
+from ikcli.graph.core import Array, Node, Op, Place, Rows, RowSpec, Run, SameSize, Weight
 from ikcli.graph.ops_rows import OneMatrix, Product, softmax
 
 GATINGS = ("sigmoid", "softmax", "sparsemixer")
@@ -94,6 +94,32 @@ class MoeRoute(Op):
         return np.concatenate([(weights * self.scale).astype(np.float32), bits], axis=1)
 
 
+@dataclass(frozen=True, slots=True)
+class MediaRoute(Op):
+    """A route to one expert for the tokens that visual experts compute, or (`text`) for all others; the rest has id -1.
+
+    Places come with the micro-batch, so the CPU computes this.
+    """
+
+    name = "media_route"
+    place = Place.HOST
+    light = True
+    is_table = True
+    n_used = 1
+    n_expert = 1
+    drops = True
+
+    text: bool
+
+    @property
+    def shape(self) -> tuple[RowSpec, int]:
+        return RowSpec(Rows.TOKENS), 2
+
+    def compute(self, run: Run) -> Array:
+        ids = np.where(run.state.visual() == self.text, -1, 0).astype(np.int32)
+        return np.stack([np.ones(len(ids), np.float32), ids.view(np.float32)], axis=1)
+
+
 IN_SLOTS = "|slots"  # behind the name of a weight of experts: as many of its matrices as have slots on a GPU
 
 
@@ -158,6 +184,9 @@ class MoeResident(Op):
         return np.concatenate([weights, np.ascontiguousarray(found, np.int32).view(np.float32)], axis=1)
 
 
+AnyRoute = MoeRoute | MoeResident | MediaRoute
+
+
 @dataclass(frozen=True, slots=True)
 class MoeSort(Op):
     """Group (row, slot) pairs by expert: the table that expert products take as `plan`."""
@@ -188,9 +217,9 @@ class MoeSort(Op):
         return np.stack([order, flat[order]], axis=1).astype(np.int32)
 
 
-def route_of(route: Node) -> MoeRoute | MoeResident:
+def route_of(route: Node) -> AnyRoute:
     """Return the op of a node that chooses experts."""
-    assert isinstance(route.op, MoeRoute | MoeResident)
+    assert isinstance(route.op, MoeRoute | MoeResident | MediaRoute)
     return route.op
 
 
@@ -220,7 +249,7 @@ class ExpertProduct(Planned, Product):
     sorted_in: bool  # the input has a row per sorted position already, not one per token
 
     @property
-    def route(self) -> MoeRoute | MoeResident:
+    def route(self) -> AnyRoute:
         """Return the op that chose the experts."""
         return route_of(self.sort.route)
 

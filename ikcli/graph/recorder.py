@@ -14,7 +14,17 @@ from ikcli.graph.activations import SILU, Glu
 from ikcli.graph.core import Cache, HeadSlice, Node, Op, Per, Rows, Weight, power_of_two_parts
 from ikcli.graph.ops_attention import Attn, FlashAttn, KvRows, KvStore
 from ikcli.graph.ops_elements import Activate, Clamp, Gate, Norm, PosScale, Scale, SoftCap
-from ikcli.graph.ops_experts import AddId, MoeResident, MoeRoute, MoeSort, MoeSum, MoeUpGate, MulMatId, ScaleId
+from ikcli.graph.ops_experts import (
+    AddId,
+    MediaRoute,
+    MoeResident,
+    MoeRoute,
+    MoeSort,
+    MoeSum,
+    MoeUpGate,
+    MulMatId,
+    ScaleId,
+)
 from ikcli.graph.ops_host import HostRows
 from ikcli.graph.ops_media import AxisRopeTable, MeanRows, MediaRows, MergeRows
 from ikcli.graph.ops_recurrent import Decay, DeltaNet, GatedNorm, L2Norm, Mamba2Scan, SelectiveScan, ShortConv
@@ -328,6 +338,10 @@ class Graph:
     def moe_resident(self, route: Node, table: Weight, n_slots: int, name: str, uses: Weight | None = None) -> Node:
         """Return the part of a route whose experts are in slots, or the rest (`n_slots` 0); see `MoeResident`."""
         return self.record(MoeResident(route, table, n_slots, uses), name)
+
+    def media_route(self, text: bool, name: str) -> Node:
+        """Return the route of tokens that visual experts compute, or of all others (`text`); see `MediaRoute`."""
+        return self.record(MediaRoute(text), name)
 
     def moe_sort(self, route: Node, n_expert: int, name: str) -> Node:
         """Group (row, slot) pairs by expert: the table that the expert ops below take as `plan`."""

@@ -1,6 +1,7 @@
 """Cut a graph into pipeline stages of consecutive layers.
 
 Nodes that belong to no layer are computed with the first layer if they come before all layers, else with the last one.
+Layers after those of the model, of heads that predict further tokens, are in the last stage.
 A cut before layer c is impossible where a layer before c needs a value or the cache of a layer from c on. It is also
 impossible where a layer reads the cache of an earlier one across the cut, since a cache is in one stage only.
 """
@@ -69,8 +70,10 @@ class LayerGraph:
         return tuple(node for node in self._graph.nodes if node in used)
 
     def part(self, cuts: Sequence[int], index: int) -> StagePart:
-        """Return a stage; `cuts` are the first layers of all stages, then the number of layers."""
+        """Return a stage; `cuts` are the first layers of all stages, then the number of layers of the model."""
         begin, end = cuts[index], cuts[index + 1]
+        if index + 2 == len(cuts):
+            end = max(end, self.n_layer)
         wanted: set[Node] = set()
         for node in reversed(self._graph.nodes):
             if node in self._layer:

@@ -33,6 +33,7 @@ ARCHITECTURES: dict[str, str] = {
     "bloom": "ikcli.models.gpt2",
     "chatglm": "ikcli.models.plain",
     "codeshell": "ikcli.models.gpt2",
+    "cogvlm": "ikcli.models.cogvlm",
     "cohere2": "ikcli.models.cohere2",
     "cohere2_moe": "ikcli.models.cohere2",
     "cohere2moe": "ikcli.models.cohere2",  # llama.cpp's spelling

@@ -171,7 +171,7 @@ def rope_tables(
             inv_freq = inverse_frequencies(rope, n_rot, factors)
             name = f"rope_table_{len(tables)}" if tables else "rope_table"
             freqs, size = inv_freq.tolist(), magnitude(rope, rope.attn_factor)
-            if cfg.media is not None and rope.sections:
+            if cfg.media is not None and (rope.sections or cfg.media.framed):
                 tables[rope, n_rot] = g.axis_rope_table(freqs, rope.axes(len(freqs)), size, name)
             else:
                 tables[rope, n_rot] = g.rope_table(freqs, size, name)

@@ -36,11 +36,13 @@ class MediaConfig:
     """Settings of the graph for images.
 
     n_deep: first layers behind which further rows of an image are added (deepstack). both: tokens of an image see each
-    other in both directions, in the layers where the architecture has it.
+    other in both directions, in the layers where the architecture has it. framed: most tokens of an image share one
+    position, and visual experts compute them (CogVLM).
     """
 
     n_deep: int = 0
     both: bool = False
+    framed: bool = False
 
     def cols(self, n_embd: int) -> int:
         """Return the columns of a row of an image."""

@@ -23,11 +23,11 @@ def compile_one(key: KernelKey) -> bytes:
     from ikcli.native.jit import compile_to_object
 
     module = importlib.import_module(key.full_module)
-    symbol, code = compile_to_object(*_described(getattr(module, key.factory)(*key.args)))
+    symbol, code = compile_to_object(*described(getattr(module, key.factory)(*key.args)))
     return pack_entry(symbol, code)
 
 
-def _described(made: Any) -> tuple[Any, Any, bool]:
+def described(made: Any) -> tuple[Any, Any, bool]:
     """Normalize a factory's result: a function of three int64 or (function, arguments, whether it returns int64)."""
     return made if isinstance(made, tuple) else (made, 3, False)
 

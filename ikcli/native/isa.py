@@ -2,20 +2,25 @@
 
 An instruction that the target lacks does not raise: LLVM aborts the process. So kernels ask here first. `IK_CPU_ISA`
 forces a lower level, so that one machine can test the code of another: `avx512vnni` (AVX-512 without later extensions:
-no VBMI, GFNI, BF16), `avx2`, `avxvnni`, `portable`. `IK_BUILD_ISA` names a level to compile for on a machine that may
-lack its instructions: tools/build_kernels.py builds what a package brings along (`kernel_pack.py`).
+no VBMI, GFNI, BF16), `avx2`, `avxvnni`, `portable`; on ARM64 `dotprod` and `neon`. `IK_BUILD_ISA` names a level to
+compile for on a machine that may lack its instructions, of another architecture as well: tools/build_kernels.py builds
+what a package brings along (`kernel_pack.py`). `IK_BUILD_SYSTEM` (`linux`, `darwin`) names the operating system.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import platform
+import sys
 from dataclasses import dataclass
 
 from ikcli.errors import UsageError
+from ikcli.hostinfo import sysctl
 
-# LLVM CPU and features to compile for at each level (x86-64 only). avx512 is what Zen 4 and Sapphire Rapids share.
+X86, ARM64 = "x86_64", "aarch64"  # architectures, as LLVM names them
+# LLVM CPU and features to compile for at each level. avx512 is what Zen 4 and Sapphire Rapids share.
 _AVX2 = "+avx2,+fma,+f16c,+bmi,+bmi2"
 _AVX512 = f"{_AVX2},+avx512f,+avx512cd,+avx512bw,+avx512dq,+avx512vl,+avx512vnni"
 LEVELS = {
@@ -28,8 +33,15 @@ LEVELS = {
     "avxvnni": ("haswell", f"{_AVX2},+avxvnni"),
     "avx2": ("haswell", _AVX2),
     "portable": ("x86-64", ""),
+    # Apple from M2, Graviton 3, Grace, Neoverse N2 and V1, Snapdragon X
+    "i8mm": ("generic", "+neon,+v8.2a,+fullfp16,+dotprod,+i8mm,+bf16"),
+    # Apple M1, Graviton 2, Ampere Altra, Cortex-A76 (Raspberry Pi 5)
+    "dotprod": ("generic", "+neon,+v8.2a,+fullfp16,+dotprod"),
+    "neon": ("generic", "+neon"),  # every other ARM64 processor
 }
-PACKED = ("avx512", "avx512vnni", "avxvnni", "avx2")  # levels for which a package brings kernels
+_ARM_LEVELS = ("i8mm", "dotprod", "neon")
+PACKED = {X86: ("avx512", "avx512vnni", "avxvnni", "avx2"), ARM64: ("i8mm", "dotprod")}
+"""Levels for which a package brings kernels, by architecture."""
 # The features that kernels, and what chooses them, ask for; the rest only helps LLVM. Those of the second line count
 # with AVX-512 alone.
 _DECISIVE = frozenset({"avx2", "fma", "f16c", "avxvnni"})
@@ -44,31 +56,72 @@ class ISA:
     cpu: str
     feature_string: str
     features: frozenset[str]
+    architecture: str = X86
 
     @property
     def is_x86(self) -> bool:
-        return platform.machine() in ("x86_64", "AMD64")
+        return self.architecture == X86
+
+    @property
+    def is_arm64(self) -> bool:
+        return self.architecture == ARM64
 
     @property
     def plain_avx2(self) -> bool:
         """Return whether bytes are multiplied in several instructions of AVX2."""
         return "avx2" in self.features and not {"avxvnni", "avx512vnni"} & self.features
 
+    @property
+    def signed_codes(self) -> bool:
+        """Return whether products of signed bytes are preferred to those of unsigned codes and signed bytes."""
+        return self.plain_avx2 or self.is_arm64
+
+
+def machine() -> str:
+    """Return the architecture of this machine."""
+    name = platform.machine().lower()
+    return {"amd64": X86, "arm64": ARM64}.get(name, name)
+
 
 @functools.cache
 def host() -> ISA:
     """Return the running machine."""
+    if machine() == ARM64:  # compiled for a level: LLVM does not see all features there
+        found = arm_features()
+        return level(next(name for name in _ARM_LEVELS if level(name).features - _IMPLIED <= found))
     import llvmlite.binding as llvm
 
     flags = llvm.get_host_cpu_features()
     features = frozenset(f for f, on in flags.items() if on)
     name = "portable"
-    for level, needed in (("avx512", {"avx512f", "avx512bw", "avx512vl", "avx512vnni"}), ("avxvnni", {"avxvnni"}),
-                          ("avx2", {"avx2", "fma"}), ("neon", {"neon"})):  # fmt: skip
+    for one, needed in (("avx512", {"avx512f", "avx512bw", "avx512vl", "avx512vnni"}), ("avxvnni", {"avxvnni"}),
+                        ("avx2", {"avx2", "fma"})):  # fmt: skip
         if needed <= features:
-            name = level
+            name = one
             break
-    return ISA(name, llvm.get_host_cpu_name(), "", features)
+    return ISA(name, llvm.get_host_cpu_name(), "", features, machine())
+
+
+_IMPLIED = frozenset({"v8.2a", "neon"})  # by what levels have besides
+# Where the kernel of Linux says what the CPU can do (bits of AT_HWCAP and AT_HWCAP2), and macOS (names of sysctl).
+_HWCAP = {"fullfp16": 10, "dotprod": 20}
+_HWCAP2 = {"i8mm": 13, "bf16": 14}
+_SYSCTL = {"fullfp16": "FEAT_FP16", "dotprod": "FEAT_DotProd", "i8mm": "FEAT_I8MM", "bf16": "FEAT_BF16"}
+_PF_ARM_V82_DP_INSTRUCTIONS_AVAILABLE = 43  # of Windows
+
+
+def arm_features() -> frozenset[str]:
+    """Return which features of `LEVELS` this ARM64 machine has, by what its operating system says."""
+    if sys.platform == "darwin":
+        return frozenset(f for f, name in _SYSCTL.items() if sysctl(f"hw.optional.arm.{name}"))
+    if sys.platform == "win32":
+        # Windows reports no more; processors with these products have half floats as well.
+        has = ctypes.windll.kernel32.IsProcessorFeaturePresent(_PF_ARM_V82_DP_INSTRUCTIONS_AVAILABLE)
+        return frozenset({"fullfp16", "dotprod"}) if has else frozenset()
+    getauxval = ctypes.CDLL(None).getauxval
+    getauxval.argtypes, getauxval.restype = [ctypes.c_ulong], ctypes.c_ulong
+    words = ((getauxval(16), _HWCAP), (getauxval(26), _HWCAP2))
+    return frozenset(f for word, bits in words for f, bit in bits.items() if word >> bit & 1)
 
 
 @functools.cache
@@ -80,8 +133,8 @@ def current() -> ISA:
     here = host()
     if not wanted or wanted == here.name:
         return here
-    if wanted not in LEVELS or platform.machine() not in ("x86_64", "AMD64"):
-        known = dict.fromkeys([*LEVELS, here.name])
+    if wanted not in levels_of(here.architecture):
+        known = dict.fromkeys([*levels_of(here.architecture), here.name])
         raise UsageError(f"IK_CPU_ISA={wanted} is not one of {', '.join(known)} (this machine has {here.name})")
     target = level(wanted)
     if not target.features <= here.features:
@@ -91,11 +144,24 @@ def current() -> ISA:
     return target
 
 
+def levels_of(architecture: str) -> list[str]:
+    """Return the levels of an architecture."""
+    return [
+        name for name in LEVELS if architecture in (X86, ARM64) and (name in _ARM_LEVELS) == (architecture == ARM64)
+    ]
+
+
 def level(name: str) -> ISA:
     """Return a level as a target, whatever this machine is."""
     cpu, feature_string = LEVELS[name]
     features = frozenset(f[1:] for f in feature_string.split(",") if f.startswith("+"))
-    return ISA("avx512" if name == "avx512vnni" else name, cpu, feature_string, features)
+    architecture = ARM64 if name in _ARM_LEVELS else X86
+    return ISA("avx512" if name == "avx512vnni" else name, cpu, feature_string, features, architecture)
+
+
+def system() -> str:
+    """Return the operating system to compile for, as `sys.platform` has it."""
+    return os.environ.get("IK_BUILD_SYSTEM") or sys.platform
 
 
 def packed_level(target: ISA) -> str | None:
@@ -103,9 +169,13 @@ def packed_level(target: ISA) -> str | None:
 
     They have the same instructions to choose from, and what LLVM may use besides is there.
     """
+    if target.is_arm64:
+        return target.name if target.name in PACKED[ARM64] else None
     if not target.is_x86:
         return None
-    alike = (n for n in PACKED if _decisive(level(n)) == _decisive(target) and level(n).features <= target.features)
+    alike = (
+        n for n in PACKED[X86] if _decisive(level(n)) == _decisive(target) and level(n).features <= target.features
+    )
     return next(alike, None)
 
 

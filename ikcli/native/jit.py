@@ -6,13 +6,16 @@ Only the compile worker imports this. `inline` marks device functions (used insi
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
+import llvmlite.binding as llvm
 from numba import njit
 from numba.core import codegen, compiler, types
 from numba.core.registry import cpu_target
 
+from ikcli.native import isa
 from ikcli.native.lean_numba import KernelPipeline, lean
 
 
@@ -91,7 +94,47 @@ class _Codegen(codegen.JITCPUCodegen):
         pass
 
 
-def compile_to_object(function: Any, args: int | tuple[types.Type, ...], returns: bool) -> tuple[str, bytes]:
+class _CrossCodegen(_Codegen):
+    """Makes libraries for another architecture or operating system: code that cannot run in this process."""
+
+    def _init(self, llvm_module: Any) -> None:
+        llvm.initialize_all_targets()
+        llvm.initialize_all_asmprinters()
+        target = isa.current()
+        self._triple = _triple(target)
+        self._tm_features = target.feature_string
+        # As Numba does where the target is at home: kernels may be loaded far from what they call.
+        self._tm = llvm.Target.from_triple(self._triple).create_target_machine(
+            cpu=target.cpu, features=target.feature_string, opt=3, reloc="static" if target.is_x86 else "default",
+            codemodel="jitdefault", jit=True,
+        )  # fmt: skip
+        self._target_data = self._tm.target_data
+        self._data_layout = str(self._target_data)
+        self._loopvect, self._opt_level = False, 0
+
+    def _create_empty_module(self, name: str) -> Any:
+        module = super()._create_empty_module(name)
+        module.triple = getattr(self, "_triple", module.triple)
+        return module
+
+    def _scan_and_fix_unresolved_refs(self, module: Any) -> None:
+        pass
+
+
+def _triple(target: isa.ISA) -> str:
+    """Return LLVM's name of the architecture and operating system."""
+    systems = {"linux": "unknown-linux-gnu", "darwin": "apple-macosx11.0.0", "win32": "pc-windows-msvc"}
+    architecture = "arm64" if target.is_arm64 and isa.system() == "darwin" else target.architecture
+    return f"{architecture}-{systems[isa.system()]}"
+
+
+def _object(module: Any) -> Any:
+    return _codegen()._tm.emit_object(module)
+
+
+def compile_to_object(
+    function: Any, args: int | tuple[types.Type, ...], returns: bool, emit: Callable[[Any], Any] = _object
+) -> tuple[str, Any]:
     """Compile `function(int64, ...) -> None | int64`; return (symbol, ELF/Mach-O/COFF object).
 
     The object depends on nothing but libm and libc. `args`: the number of int64, or types that are passed as such.
@@ -115,11 +158,17 @@ def compile_to_object(function: Any, args: int | tuple[types.Type, ...], returns
                 cpu_target.typing_context, context, function, arg_types, return_type, flags, {}, library=library,
                 pipeline_class=KernelPipeline
             )  # fmt: skip
-        return cres.fndesc.llvm_func_name, _codegen()._tm.emit_object(library._final_module)
+        return cres.fndesc.llvm_func_name, emit(library._final_module)
     finally:
         context._internal_codegen = usual
 
 
+def compile_to_assembly(function: Any, args: int | tuple[types.Type, ...], returns: bool) -> str:
+    """Compile as `compile_to_object` does; return assembly, for counts of instructions."""
+    return compile_to_object(function, args, returns, lambda module: _codegen()._tm.emit_assembly(module))[1]
+
+
 @functools.cache
 def _codegen() -> _Codegen:
-    return _Codegen("kernels")
+    foreign = isa.current().architecture != isa.machine() or isa.system() != sys.platform
+    return (_CrossCodegen if foreign else _Codegen)("kernels")

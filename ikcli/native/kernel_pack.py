@@ -8,11 +8,11 @@ those of its making. `tools/build_kernels.py` writes packs into the wheel; a che
 
 from __future__ import annotations
 
-import platform
-import sys
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
+
+from ikcli.native import isa
 
 FOLDER = Path(__file__).resolve().parents[1] / "data" / "kernels"
 _MAGIC = "ik-kernels-1"
@@ -63,5 +63,5 @@ def write_pack(path: Path, digest: str, kernels: Mapping[str, bytes]) -> None:
 
 
 def pack_name(level: str) -> str:
-    """Return the name of the pack of a level for this operating system, whose format object files have."""
-    return f"{sys.platform}-{platform.machine().lower()}-{level}.pack"
+    """Return the name of the pack of a level for an operating system, whose format object files have."""
+    return f"{isa.system()}-{isa.level(level).architecture}-{level}.pack"

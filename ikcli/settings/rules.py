@@ -75,7 +75,7 @@ def resolve(config: RunConfig, n_ctx_train: int = 0) -> tuple[RunConfig, list[st
             f"{config.n_batch % config.n_ubatch} tokens"
         )
     warnings += _thread_warnings(config) + _mmap_notices(config)
-    if config.run_time_repack and config.mmap:
+    if (config.run_time_repack or config.hugetlb) and config.mmap:
         config = replace(config, mmap=False)
     return replace(config, verbose=config.verbose or config.verbosity > 0), warnings
 

@@ -68,8 +68,13 @@ class RunConfig:
         help="map the file into memory instead of reading it; --no-mmap reads it into RAM")
     mlock: bool = _model(False, "--mlock", "switch", example="--mlock", env="LLAMA_ARG_MLOCK",
         help="lock the weights in RAM (the system limits how much: ulimit -l)")
-    thp: bool = _model(False, "-thp --transparent-huge-pages", "optswitch", example="-thp",
-        help="request transparent huge pages (Linux) for the cache, buffers, and with --no-mmap or -rtr for weights")
+    thp: bool | None = _model(None, "-thp --transparent-huge-pages", "optswitch", example="-thp",
+        help="transparent huge pages (Linux) for the cache, buffers and weights. Default: weights that are mapped from "
+        "the file move into them beside a longer generation, if RAM is plentiful and it pays; on: while the model is "
+        "loaded; off: none are requested")
+    hugetlb: str = _model("", "--hugetlb", "choice", form="2M|1G", example="--hugetlb 1G", choices=("2M", "1G"),
+        bench_list=False, help="read the weights into huge pages of this size, reserved by the administrator (Linux); "
+        "turns mmap off")
     run_time_repack: bool = _model(False, "-rtr --run-time-repack", "optswitch", example="-rtr",
         help="repack weights in host memory to interleaved types while loading; turns mmap off")
     expert_ram: int = _model(0, "--expert-ram", "custom", form="GIB", example="--expert-ram 24", parse=parse_gib,
@@ -217,8 +222,8 @@ class RunConfig:
     log_file: Path | None = _general(None, "--log-file", "path", form="FILE", example="--log-file ik.log",
         bench_list=False, env="LLAMA_ARG_LOG_FILE", help="also append all messages to this file")
     profile: bool = _general(False, "--profile", "switch", commands="SCWBPIDE", example="--profile",
-        help="print a table of operations and kernels at the end, with time, GB/s of weights and GOP/s; the run is a "
-        "little slower")
+        help="print a table of operations and kernels at the end, with time, GB/s of weights, GOP/s, and the part of "
+        "what the processor and its memory can do; the run is a little slower")
 
     hub: HubConfig = group(HubConfig)
     adapters: AdapterConfig = group(AdapterConfig)

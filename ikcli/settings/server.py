@@ -21,7 +21,7 @@ from ikcli.settings.values import (
 
 # One partial per topic, with the values that its options share.
 _server = partial(opt, topic="server", commands="S")
-_speculation = partial(opt, topic="speculation", commands="SC")
+_speculation = partial(opt, topic="speculation", commands="SCB")
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ class ServerConfig:
         help="print the prompt cache as a tree whenever a request begins, with the slots and what each text takes")
     spec_type: tuple[SpecStage, ...] = _speculation((), "--spec-type", "custom", form="TYPE[:K=V,...]",
         example="--spec-type ngram-simple:n_max=7", parse=parse_spec_type, repeat=True, bench_list=False,
-        env="LLAMA_ARG_SPEC_TYPE", commands="SCL",
+        env="LLAMA_ARG_SPEC_TYPE", commands="SCLB",
         help="speculative decoding: the drafter (mtp: the model's own heads), with keys n_max, n_min, p_min, "
         "ngram_size_n, ngram_size_m, ngram_min_hits; the text stays the same. Repeatable: later ones draft if earlier "
         "ones have no draft")
@@ -135,7 +135,7 @@ class ServerConfig:
         example="--spec-set ngram-mod:n_max=32", parse=parse_spec_setting, repeat=True, bench_list=False,
         help="setting for a --spec-type that does not set it; ngram stands for all n-gram types. Repeatable")
     model_draft: Path | None = _speculation(None, "-md --model-draft --spec-draft-model", "path", form="FILE",
-        commands="SCLPI", example="-md draft.gguf", bench_list=False,
+        commands="SCLPIB", example="-md draft.gguf", bench_list=False,
         env="LLAMA_ARG_SPEC_DRAFT_MODEL LLAMA_ARG_MODEL_DRAFT",
         help="draft model: a small model of the same vocabulary, for speculative decoding; with --spec-type mtp, a "
         "file of heads (ik convert --mtp), used instead of the model's own")
@@ -168,10 +168,10 @@ class ServerConfig:
         form="CUDA0,CUDA1", example="-devd CUDA1", parse=parse_devices, bench_list=False,
         help="devices of the draft model; default: those of the model")
     spec_autotune: bool = _speculation(False, "--spec-autotune", "switch", negative="--no-spec-autotune",
-        example="--spec-autotune",
+        commands="SC", example="--spec-autotune",
         help="choose the length of every draft, none included, by measured costs and acceptance, up to n_max; "
         "without it drafts are as long as n_max allows (docs/speculation.md)")
-    spec_explain: bool = _speculation(False, "--spec-explain", "switch", example="--spec-explain",
+    spec_explain: bool = _speculation(False, "--spec-explain", "switch", commands="SC", example="--spec-explain",
         help="log how many tokens are drafted, and why")
     banned_string_file: Path | None = opt(None, "--banned-string-file", "path", topic="sampling", commands="SC",
         form="FILE", example="--banned-string-file slop.txt",

@@ -35,6 +35,14 @@ class Replaced(GGUFFile):
         found = self.held.get(name) if self.held else None
         return GGUFFile.data(self, name) if found is None else found
 
+    def read_into(self, name: str, start: int, out: Bytes) -> None:
+        """Fill `out` with bytes of the replacement, else of the file."""
+        found = self.held.get(name) if self.held else None
+        if found is None:
+            GGUFFile.read_into(self, name, start, out)
+        else:
+            out[:] = found[start : start + len(out)]
+
     @classmethod
     def of(cls, file: GGUFFile, held: dict[str, Bytes]) -> Replaced:
         """Return the model `file` with the bytes of `held` in place of those in the file."""

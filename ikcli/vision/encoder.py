@@ -32,30 +32,32 @@ class Encoder:
     """Computes the rows of tokens from the inputs of a tower."""
 
     def __init__(self, tower: Tower, tensors: Tensors, runner: Runner) -> None:
-        self._graph = Graph()
-        self._graph.il = _LAYER
-        self._result: Node = tower.record(self._graph)
+        self._stages: list[tuple[Graph, Node, int]] = []
+        for record, join in tower.stages():
+            graph = Graph()
+            graph.il = _LAYER
+            self._stages.append((graph, record(graph), join))
         self._tensors, self.runner = tensors, runner
         self._n_rows, self._n_outputs, self._loaded = 0, 0, False
-        self._program: DividedProgram
+        self._programs: list[DividedProgram]
         self._block: StepBlock
 
-    @property
-    def cols(self) -> int:
-        """Return the columns of a result."""
-        return self._result.cols
-
-    def plan(self, n_rows: int, n_outputs: int) -> DividedProgram:
-        """Return the program for so many rows; nothing is allocated."""
-        return self.runner.plan(self._graph, self._result, n_rows, n_outputs, n_rows)
+    def plan(self, n_rows: int, n_outputs: int) -> list[DividedProgram]:
+        """Return the programs for so many rows; nothing is allocated."""
+        found, n = [], n_rows
+        for graph, result, join in self._stages:
+            out = n // join if join else n_outputs
+            found.append(self.runner.plan(graph, result, n, out, n_rows))
+            n = out
+        return found
 
     def memory(self, n_rows: int, n_outputs: int) -> dict[str, dict[str, int]]:
         """Return the bytes for so many rows by device and part: weights, KV (none) and compute."""
-        return self.runner.memory([self.plan(n_rows, n_outputs)], self._tensors)
+        return self.runner.memory(self.plan(n_rows, n_outputs), self._tensors)
 
     def load(self) -> None:
         """Copy the weights to the GPU, if there is one; raise OutOfMemory if it lacks the memory."""
-        self.runner.load([self.plan(_ROUND, _ROUND)], self._tensors, mmap=True)
+        self.runner.load(self.plan(_ROUND, _ROUND), self._tensors, mmap=True)
         self._loaded = True
 
     def _make_room(self, inputs: Inputs) -> None:
@@ -67,26 +69,32 @@ class Encoder:
         n_rows = max(-(-n // _ROUND) * _ROUND, self._n_rows)
         n_outputs = max(inputs.n_tokens, self._n_outputs, n_rows * inputs.n_tokens // n)
         self._n_rows = self._n_outputs = 0  # nothing is bound if this fails
-        self._program = self.plan(n_rows, n_outputs)
-        with progress("compiling kernels", self.runner.n_missing([self._program])) as advance:
-            self.runner.prepare([self._program], lambda done, total: advance(1))
-        self._block = StepBlock(n_rows, n_rows, inputs.rows.shape[1])
-        self.runner.bind([self._program], self._block)
+        self._programs = self.plan(n_rows, n_outputs)
+        with progress("compiling kernels", self.runner.n_missing(self._programs)) as advance:
+            self.runner.prepare(self._programs, lambda done, total: advance(1))
+        cols = max(inputs.rows.shape[1], *(result.cols for _, result, _ in self._stages))
+        self._block = StepBlock(n_rows, n_rows, cols)
+        self.runner.bind(self._programs, self._block)
         self._n_rows, self._n_outputs = n_rows, n_outputs
 
     def run(self, inputs: Inputs) -> Floats:
         """Return the rows of the tokens of an image, (n, columns)."""
         self._make_room(inputs)
-        n = len(inputs.rows)
-        places = np.zeros((n, PLACE_WORDS), np.int32)
-        places[:, MEDIA_AT] = inputs.rows.shape[1] * np.arange(n)
-        places[:, AXES + 1 : AXES + 3] = inputs.at
-        places[:, SEEN : SEEN + 2] = (0, n) if inputs.ranges is None else inputs.ranges
-        zeros, outputs = np.zeros(n, np.int32), np.arange(inputs.n_tokens)
-        self._block.set(zeros, np.arange(n, dtype=np.int32), outputs, [Segment(0, n, 0, 0)])
-        self._block.set_media(places, [inputs.rows])
-        self.runner.run(self._program, self.runner.cpu.n_threads, self._block)
-        return self.runner.result(self._program, inputs.n_tokens).copy()
+        rows = inputs.rows
+        for program, (_, _, join) in zip(self._programs, self._stages, strict=True):
+            n, first = len(rows), rows is inputs.rows
+            places = np.zeros((n, PLACE_WORDS), np.int32)
+            places[:, MEDIA_AT] = self._block.media_cols * np.arange(n)
+            if first:
+                places[:, AXES + 1 : AXES + 3] = inputs.at
+            places[:, SEEN : SEEN + 2] = (0, n) if inputs.ranges is None or not first else inputs.ranges
+            n_outputs = n // join if join else inputs.n_tokens
+            zeros, outputs = np.zeros(n, np.int32), np.arange(n_outputs)
+            self._block.set(zeros, np.arange(n, dtype=np.int32), outputs, [Segment(0, n, 0, 0)])
+            self._block.set_media(places, [rows])
+            self.runner.run(program, self.runner.cpu.n_threads, self._block)
+            rows = self.runner.result(program, n_outputs).copy()
+        return rows
 
     def close(self) -> None:
         """Stop the threads and free memory."""

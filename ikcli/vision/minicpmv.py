@@ -17,35 +17,28 @@ from ikcli.vision.tower import Grid, Inputs, Limits, Tower
 _HEAD, _TILES, _LARGEST, _VERSIONS = 128, 9, 2048, (2, 3, 4, 5, 6, 100045)
 
 
-class MiniCpmV(Tower):
-    """See the module. The view of the whole image comes first, then its slices in rows."""
+class SlicedTower(Tower):
+    """Images as a view of the whole and, if they are larger than a view, slices in rows of about that area."""
 
     checks_width = False
+    nested = False  # slices are in one <slice> together
 
     def __init__(self, facts: Facts, tensors: Tensors, hp: HParams, limits: Limits) -> None:
         super().__init__(facts, tensors, hp, limits)
-        version = facts.metadata.get("clip.minicpmv_version", 2)
-        if not isinstance(version, int) or version not in _VERSIONS:
-            raise facts.fail(f"clip.minicpmv_version is {version}; supported: {', '.join(map(str, _VERSIONS))}")
-        self.nested = version == 2  # slices are in one <slice> together
-        self.width, self.n_query = hp.n_embd, tensors.n_rows("resampler.query")
         if facts.image_size > _LARGEST:
             raise facts.fail(
                 f"clip.vision.image_size is {facts.image_size}; slices have at most {_LARGEST} pixels a side"
             )
-        if self.width % _HEAD:
-            raise facts.fail(f"a resampler has heads of {_HEAD} columns; {self.width} are not a multiple")
-        self.query = tensors.values("resampler.query", self.n_query, self.width)
+        self.unit = facts.patch  # pixels of which sides are multiples
         self.extra_cols = facts.n_embd
 
-    # --- sizes --------------------------------------------------------------------------------------------------------
     def _best(self, width: float, height: float, *, enlarge: bool) -> tuple[int, int]:
-        side, patch = self.facts.image_size, self.facts.patch
+        side, unit = self.facts.image_size, self.unit
         if width * height > side * side or enlarge:
             aspect = width / height
             height = int(side / math.sqrt(aspect))
             width = int(height * aspect)
-        w, h = (max(round(x / patch) * patch, patch) for x in (width, height))
+        w, h = (max(round(x / unit) * unit, unit) for x in (width, height))
         return w, h
 
     def _slices(self, width: int, height: int) -> tuple[int, int]:
@@ -82,19 +75,33 @@ class MiniCpmV(Tower):
             text = f"{close}\n"
         return [*found, f"{close}{'</slice>' if self.nested else ''}"]
 
-    def most_tokens(self) -> int:
-        return self.n_query
-
-    def n_tokens(self, grid: Grid) -> int:
-        return self.n_query
-
-    # --- computing ----------------------------------------------------------------------------------------------------
     def extra(self, grid: Grid) -> Floats:
         """Return the rows of the table of positions in which the places of patches fall."""
         table = square_table(self.facts, self.tensors)
         side = len(table)
         rows, cols = (bucketed(side, (np.arange(n) * (1 / n)).astype(np.float32)) for n in (grid.rows, grid.cols))
         return table[rows][:, cols].reshape(-1, self.facts.n_embd)
+
+
+class MiniCpmV(SlicedTower):
+    """See the module. The view of the whole image comes first, then its slices in rows."""
+
+    def __init__(self, facts: Facts, tensors: Tensors, hp: HParams, limits: Limits) -> None:
+        super().__init__(facts, tensors, hp, limits)
+        version = facts.metadata.get("clip.minicpmv_version", 2)
+        if not isinstance(version, int) or version not in _VERSIONS:
+            raise facts.fail(f"clip.minicpmv_version is {version}; supported: {', '.join(map(str, _VERSIONS))}")
+        self.nested = version == 2  # slices are in one <slice> together
+        self.width, self.n_query = hp.n_embd, tensors.n_rows("resampler.query")
+        if self.width % _HEAD:
+            raise facts.fail(f"a resampler has heads of {_HEAD} columns; {self.width} are not a multiple")
+        self.query = tensors.values("resampler.query", self.n_query, self.width)
+
+    def most_tokens(self) -> int:
+        return self.n_query
+
+    def n_tokens(self, grid: Grid) -> int:
+        return self.n_query
 
     def _waves(self, grid: Grid) -> Floats:
         """Return the positions that keys of the resampler get: sines and cosines of columns, then of rows."""

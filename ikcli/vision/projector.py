@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ikcli.engine.run.media import Media
+from ikcli.engine.run.media import Media, advance_of
 from ikcli.engine.run.run_device import CPU
 from ikcli.engine.run.runner import Runner
 from ikcli.errors import FormatError, NonFiniteError
@@ -44,7 +44,7 @@ class Projector:
         kind, facts = tower_of(self.type, self.path), read_facts(file)
         self.tensors = Tensors(file)
         self.tower = kind(facts, self.tensors, hp, limits)
-        if bool(hp.rope.sections) != self.tower.sections:
+        if self.tower.sections not in (None, bool(hp.rope.sections)):
             have = "has" if hp.rope.sections else "lacks"
             raise FormatError(
                 f"{self.path}: a {self.type} projector does not fit {hp.source}, which {have} positions with sections "
@@ -111,7 +111,7 @@ class Projector:
     @property
     def media_config(self) -> MediaConfig:
         """Return what a session must be opened with to take images of this projector."""
-        return MediaConfig(self.tower.n_deep, self.tower.both())
+        return MediaConfig(self.tower.n_deep, self.tower.both(), self.tower.framed)
 
     @property
     def most_tokens(self) -> int:
@@ -158,7 +158,11 @@ class Projector:
     def advance(self, picture: Picture) -> int:
         """Return by how much the position of the text behind a tile is larger (`Media.advance`)."""
         grid = self._grid(picture)
-        return max(grid.tokens) if self.tower.sections else self.tower.n_tokens(grid)
+        return advance_of(self.tower.n_tokens(grid), self._places(grid), self.tower.framed)
+
+    def _places(self, grid: Grid) -> tuple[int, int]:
+        """Return rows and columns of tokens where positions have sections."""
+        return grid.tokens if self.tower.sections else (0, 0)
 
     def digest(self, picture: Picture) -> str:
         """Return what the encoded tile, or picture of one tile, is known by."""
@@ -177,7 +181,7 @@ class Projector:
             rows = self.tower.arrange(np.concatenate(parts) if len(parts) > 1 else parts[0], grid)
         if not np.isfinite(rows).all():
             raise NonFiniteError(f"{self.path}: the embedding of the image is NaN or Inf: {self._why_not_finite()}")
-        return Media(rows, self.digest(tile), grid.tokens if self.tower.sections else (0, 0), self.tower.both())
+        return Media(rows, self.digest(tile), self._places(grid), self.tower.both(), self.tower.framed)
 
     def _why_not_finite(self) -> str:
         name = self.tensors.not_finite()

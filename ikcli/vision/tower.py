@@ -78,7 +78,8 @@ class Tower:
     end: ClassVar[str] = ""
     resample: ClassVar[str] = "bicubic"
     merge: int = 1
-    sections: ClassVar[bool] = False  # positions have sections (M-RoPE)
+    sections: ClassVar[bool | None] = False  # positions have sections (M-RoPE); None: those of images are plain ones
+    framed: ClassVar[bool] = False  # see `Media`
     checks_width: ClassVar[bool] = True  # clip.vision.projection_dim is that of the text model
 
     def __init__(self, facts: Facts, tensors: Tensors, hp: HParams, limits: Limits) -> None:
@@ -95,6 +96,13 @@ class Tower:
     def record(self, g: Graph) -> Node:
         """Record the graph; the result has a row per token, with the rows for deeper layers behind the embedding."""
         raise NotImplementedError
+
+    def stages(self) -> list[tuple[Callable[[Graph], Node], int]]:
+        """Return what is recorded and run one after the other; a later one reads the result of the one before.
+
+        Beside each is the number of its rows that become one row of the next.
+        """
+        return [(self.record, 0)]
 
     def extra(self, grid: Grid) -> Floats | None:
         """Return the position embeddings of all patches row by row, or None."""
@@ -242,9 +250,10 @@ class Tower:
         qk_norm: str = "",
         v_norm: bool = False,
         scale: float = 0.0,
+        name: str = "",
     ) -> Node:
-        """Record attention of layer il over all rows, or `windowed` over the ranges of rows."""
-        f, name = self.facts, f"v.blk.{il}"
+        """Record attention of layer il, or `name`, over all rows, or `windowed` over the ranges of rows."""
+        f, name = self.facts, name or f"v.blk.{il}"
         q, k, v = self._projected(g, x, name)
         if qk_norm:
             q, k = (self.head_norm(g, y, f"{name}.attn_{which}_norm", qk_norm) for y, which in ((q, "q"), (k, "k")))

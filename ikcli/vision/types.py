@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ikcli.errors import UnsupportedError
+from ikcli.vision.cogvlm import CogVlm
 from ikcli.vision.dots import DotsOcr
 from ikcli.vision.gemma import Gemma3, Gemma4
 from ikcli.vision.glm4v import Glm4v
@@ -12,6 +13,7 @@ from ikcli.vision.lfm2 import Lfm2Vl
 from ikcli.vision.llama4 import Llama4
 from ikcli.vision.llava import JanusPro, LlavaMlp, MobileVlm, MobileVlm2
 from ikcli.vision.minicpmv import MiniCpmV
+from ikcli.vision.minicpmv46 import MiniCpmV46
 from ikcli.vision.moonvit import KimiK25, KimiVl
 from ikcli.vision.paddleocr import PaddleOcr
 from ikcli.vision.pixtral import LightOnOcr, Pixtral
@@ -33,17 +35,19 @@ TYPES: dict[str, type[Tower]] = {
     "kimik25": KimiK25,
     "lfm2": Lfm2Vl,
     "resampler": MiniCpmV,
+    "minicpmv4_6": MiniCpmV46,
     "mlp": LlavaMlp,
     "ldp": MobileVlm,
     "ldpv2": MobileVlm2,
     "janus_pro": JanusPro,
     "lightonocr": LightOnOcr,
+    "cogvlm": CogVlm,
     "dots_ocr": DotsOcr,
     "paddleocr": PaddleOcr,
 }
 
 _LEFT_OUT = {
-    "cogvlm": "CogVLM, whose text model is not supported either", "minicpmv4_6": "MiniCPM-V 4.6", "adapter": "GLM-Edge",
+    "adapter": "GLM-Edge",
     "deepseekocr": "DeepSeek-OCR", "hunyuanocr": "HunyuanOCR",
     "minimax_m3_vl": "MiniMax M3",
 }  # fmt: skip

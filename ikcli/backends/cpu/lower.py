@@ -123,6 +123,11 @@ def activation_kind(type_: GGMLType) -> str:
     return "f32" if type_ in FLOAT_TYPES else "q8"
 
 
+def products_of(type_: GGMLType) -> str:
+    """Return the kind of products that the kernels of a weight type compute in prompts: one of `peaks.OPS`."""
+    return activation_kind(type_).replace("q8", "i8")
+
+
 def _kind_of_rows(low: CpuLowering, w: Weight, rows: RowSpec, exact: bool = False) -> str:
     """Return `activation_kind`, without integers for generation rows, which are always few."""
     kind = activation_kind(w.type)

@@ -9,10 +9,12 @@ from ikcli.backends.cpu.params_layers import (
     AxisRopeTableParams,
     ConcatParams,
     MeanRowsParams,
+    MediaRouteParams,
     MediaRowsParams,
 )
 from ikcli.backends.cpu.program import CpuLowering
 from ikcli.graph import Node
+from ikcli.graph.ops_experts import MediaRoute
 from ikcli.graph.ops_media import AxisRopeTable, MeanRows, MediaRows, MergeRows
 from ikcli.native.kernel_cache import KernelKey
 
@@ -23,6 +25,12 @@ def _media_rows(low: CpuLowering, node: Node, op: MediaRows) -> None:
     params = MediaRowsParams(x=x, out=low.out(node), cols=op.n_cols, offset=op.offset)
     low.emit(KernelKey("media", "make_media_rows", (int(op.x is not None),)), node.rows, params,
              row_bytes=8 * node.cols)  # fmt: skip
+
+
+@RULES.add(MediaRoute, "text")
+def _media_route(low: CpuLowering, node: Node, op: MediaRoute) -> None:
+    params = MediaRouteParams(out=low.out(node), text=int(op.text))
+    low.emit(KernelKey("media", "make_media_route"), node.rows, params, row_bytes=1)
 
 
 @RULES.add(AxisRopeTable, "inv_freq axes mscale")

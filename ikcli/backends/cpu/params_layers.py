@@ -249,6 +249,11 @@ class MediaRowsParams(MapParams):
     offset: int  # first column of the rows that came with the micro-batch
 
 
+class MediaRouteParams(Params):
+    out: Address
+    text: int
+
+
 class AxisRopeTableParams(RopeTableParams):
     axes: Address  # i64[pairs]
 

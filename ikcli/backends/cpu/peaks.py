@@ -1,7 +1,8 @@
 """Measure the peaks (roofline) of this machine: products from registers and reads from memory.
 
-The kernels are in `kernels/peaks.py`. Threads wait for each other, then all run. The fastest of several runs counts,
-from the first start to the last end.
+The kernels are in `kernels/peaks.py`. Threads wait for each other, then all run; a pass lasts from the first start to
+the last end. Of products the fastest pass counts. Reading gets faster than it stays while a burst lasts, so its rates
+are returned pass by pass.
 """
 
 from __future__ import annotations
@@ -29,36 +30,51 @@ _ITERATIONS = 400_000
 Clock = Callable[[], float]
 
 
-def product_peak(kind: str, threads: int, clock: Clock = time.perf_counter, repeat: int = 20) -> float:
+def product_peak(
+    kind: str, threads: int, clock: Clock = time.perf_counter, repeat: int = 20, seconds: float = 0.0
+) -> float:
     """Measure multiplications and additions per second of all threads; 0 if the CPU lacks the instruction.
 
-    `kind`: one of OPS.
+    `kind`: one of OPS. There are `repeat` passes, and more until `seconds` are over.
     """
     if not _NEEDS.get(kind, set()) <= isa.current().features:
         return 0.0
     scratch = np.zeros(SCRATCH_BYTES * threads, np.uint8)
-    key = KernelKey("peaks", "make_products", (kind,))
-    seconds = _shortest(key, ProductsParams(n=_ITERATIONS, scratch=scratch.ctypes.data), threads, repeat, clock)
-    return OPS[kind] * CHAINS * LANES * _ITERATIONS * threads / seconds
+    params = ProductsParams(n=_ITERATIONS, scratch=scratch.ctypes.data)
+    times = _passes(KernelKey("peaks", "make_products", (kind,)), params, threads, repeat, seconds, clock)
+    return OPS[kind] * CHAINS * LANES * _ITERATIONS * threads / min(times)
 
 
-def read_peak(threads: int, n_bytes: int = 1 << 29, cpus: Sequence[frozenset[int]] = (), repeat: int = 7) -> float:
-    """Measure the bytes per second that all threads read from memory; `cpus`: the CPUs that each thread is pinned to.
+def read_rates(
+    data: npt.NDArray[np.uint8], threads: int, *, cpus: Sequence[frozenset[int]] = (), fill: bool = True,
+    repeat: int = 3, seconds: float = 0.0,
+) -> list[float]:  # fmt: skip
+    """Read memory with all threads, again and again; return the bytes per second of every pass.
 
-    Each thread fills the part that it reads, so that the part is on the thread's own NUMA node.
+    There are `repeat` passes, and more until `seconds` are over. `cpus`: the CPUs that each thread is pinned to. With
+    `fill` each thread first fills the part that it reads, so that the part is on the thread's own NUMA node.
     """
-    n_bytes = n_bytes // SCRATCH_BYTES * SCRATCH_BYTES
-    data, scratch = np.empty(n_bytes, np.uint8), np.zeros(SCRATCH_BYTES * threads, np.uint8)
+    n_bytes = len(data) // SCRATCH_BYTES * SCRATCH_BYTES
+    scratch = np.zeros(SCRATCH_BYTES * threads, np.uint8)
     params = ReadParams(data=data.ctypes.data, n_bytes=n_bytes, scratch=scratch.ctypes.data)
-    key = KernelKey("peaks", "make_read")
-    return n_bytes / _shortest(key, params, threads, repeat, time.perf_counter, cpus, data)
+    times = _passes(
+        KernelKey("peaks", "make_read"),
+        params,
+        threads,
+        repeat,
+        seconds,
+        time.perf_counter,
+        cpus,
+        data if fill else None,
+    )
+    return [n_bytes / t for t in times]
 
 
-def _shortest(
-    key: KernelKey, params: Params, threads: int, repeat: int, clock: Clock,
+def _passes(
+    key: KernelKey, params: Params, threads: int, repeat: int, seconds: float, clock: Clock,
     cpus: Sequence[frozenset[int]] = (), data: npt.NDArray[np.uint8] | None = None,
-) -> float:  # fmt: skip
-    """Return the seconds of the fastest run."""
+) -> list[float]:  # fmt: skip
+    """Return the seconds of every pass."""
     shared_library().require([key])
     kernel = native_function(shared_library()[key], 3)
     words = np.array([*[0] * len(HEAD), *params.words], np.int64)
@@ -66,14 +82,23 @@ def _shortest(
     if threads == 1 and not cpus:  # here, so that a clock of this thread counts it
         if data is not None:
             data[:] = 1
-        times = []
-        for _ in range(repeat):
+        times: list[float] = []
+        end = time.perf_counter() + seconds
+        while len(times) < repeat or time.perf_counter() < end:
             start = clock()
             kernel(at, 0, 1)
             times.append(clock() - start)
-        return min(times)
-    spans = np.zeros((threads, repeat, 2))
-    gate = threading.Barrier(threads)
+        return times
+    spans: list[list[tuple[float, float]]] = [[] for _ in range(threads)]
+    begun: list[float] = []  # when passes began
+    more = [True]
+
+    def decide() -> None:
+        """Decide while all threads wait whether another pass begins."""
+        begun.append(time.perf_counter())
+        more[0] = len(begun) <= repeat or begun[-1] < begun[0] + seconds
+
+    gate = threading.Barrier(threads, decide)
 
     def work(ith: int) -> None:
         if cpus and hasattr(os, "sched_setaffinity"):
@@ -81,15 +106,17 @@ def _shortest(
         if data is not None:
             n = len(data) // SCRATCH_BYTES
             data[SCRATCH_BYTES * (n * ith // threads) : SCRATCH_BYTES * (n * (ith + 1) // threads)] = 1
-        for i in range(repeat):
+        while True:
             gate.wait()
-            spans[ith, i, 0] = clock()
+            if not more[0]:
+                return
+            start = clock()
             kernel(at, ith, threads)
-            spans[ith, i, 1] = clock()
+            spans[ith].append((start, clock()))
 
     team = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(threads)]
     for t in team:
         t.start()
     for t in team:
         t.join()
-    return float((spans[:, :, 1].max(axis=0) - spans[:, :, 0].min(axis=0)).min())
+    return [max(stop for _, stop in one) - min(start for start, _ in one) for one in zip(*spans, strict=True)]

@@ -40,7 +40,12 @@ def most_code(fmt: Any, mode: str) -> int:
 
 
 def tile_bias(fmt: Any) -> int:
-    """Return the bias on values of a symmetric mode in a tile: small where products of small codes are cheaper."""
+    """Return the bias on values of a symmetric mode in a tile: small where products of small codes are cheaper.
+
+    0 on ARM64, which multiplies signed bytes.
+    """
+    if isa.current().is_arm64:
+        return 0
     return fmt.bias if isa.current().plain_avx2 and 0 < fmt.bias <= _SMALL_BIAS else 128
 
 
@@ -51,7 +56,7 @@ def first_sum() -> int:
     product by the scale subtracts FIRST_SUM_F32 again. This pays where a conversion is one instruction of few ports,
     and where the start of a sum needs no other change.
     """
-    return 0 if isa.current().plain_avx2 else _SPACING_1
+    return 0 if isa.current().signed_codes else _SPACING_1
 
 
 def tile_bytes(mode: str, k: int) -> int:
@@ -76,7 +81,15 @@ def rows_at_once() -> int:
 
 def rounds_activations() -> bool:
     """Return whether bfloat16 rows are multiplied with activations rounded to bfloat16."""
-    return "avx512bf16" in isa.current().features
+    return bool({"avx512bf16", "bf16"} & isa.current().features)
+
+
+def multiplies_matrices() -> bool:
+    """Return whether an instruction multiplies two rows of eight signed bytes by two others.
+
+    Tiles then hold pairs of rows, eight columns of each (`kernels/gemm_arm64.py`).
+    """
+    return "i8mm" in isa.current().features
 
 
 def makes_integers() -> bool:

@@ -117,6 +117,11 @@ def _orion(m: b.Build) -> None:
     c.ignore("vocab_size", "attention_bias")
 
 
+def _cogvlm(m: b.Build) -> None:
+    llama_keys(m)
+    m.config.ignore("template_version")
+
+
 def finish(m: b.Build) -> None:
     """Add the factors of Llama 3 rotations and settle the output matrix."""
     k.put_llama3(m, m.metadata[f"{m.arch}.rope.dimension_count"])
@@ -137,6 +142,7 @@ ARCHITECTURES = (
         r"vision_tower|multi_modal_projector|vision_encoder|patch_merger",
     ),
     b.Architecture("llama-embed", ("LlamaBidirectionalModel",), _both_directions, b.PAIRS, finish),
+    b.Architecture("cogvlm", ("CogVLMForCausalLM",), _cogvlm, finish=k.tied, drop=r"(^|\.)vision\."),
     b.Architecture("arcee", ("ArceeForCausalLM",), _arcee, b.PAIRS, finish),
     b.Architecture("maincoder", ("MaincoderForCausalLM",), _pairs_normed, b.PAIRS, k.tied),
     b.Architecture(

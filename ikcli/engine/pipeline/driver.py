@@ -34,6 +34,7 @@ from ikcli.engine.run.timed_ops import TimedOp
 from ikcli.errors import IkError, NonFiniteError, UnsupportedError
 from ikcli.gguf.digests import of_model
 from ikcli.graph import Cache, Graph, Node
+from ikcli.graph.ops_host import HostRows
 from ikcli.settings.run import RunConfig
 
 STAGE = "stage "
@@ -60,6 +61,7 @@ class _MicroBatch:
     program: int
     threads: int
     outputs: int
+    given: int  # columns of the rows that the caller provides
     block: bytes
 
 
@@ -89,6 +91,9 @@ class PipelineRunner(Runner):
         self._collected: _MicroBatch | None = None
         self._lost = ""
         self._numbers: dict[int, int] = {}  # id of a program -> its number in every stage
+        self._given: dict[int, int] = {}  # id of a program -> columns of the rows that the caller provides
+        self._logits: npt.NDArray[np.float32] | None = None  # that arrived with states and were not asked for yet
+        self._states: npt.NDArray[np.float32] | None = None
         self._n_outputs = self._n_planned = 0
 
     # --- plans --------------------------------------------------------------------------------------------------------
@@ -125,7 +130,8 @@ class PipelineRunner(Runner):
         ]
         splits = [p.splits[0] for p in planned]
         parts = {stage_name(i): p for i, p in enumerate(planned)}
-        return DividedProgram(graph, result, splits, [0] * len(splits), parts, {}, 0)
+        states = graph.states if graph.wants_states else None
+        return DividedProgram(graph, result, splits, [0] * len(splits), parts, {}, 0, states=states)
 
     def memory(self, programs: Sequence[DividedProgram], model: WeightSource) -> dict[str, dict[str, int]]:
         """Return the bytes by stage and part."""
@@ -173,7 +179,12 @@ class PipelineRunner(Runner):
         """Start the stages and wait until all of them have loaded their layers."""
         assert isinstance(model, Model)
         self._model = model
-        config = replace(self._config, model=model.file.paths[0].absolute())
+        server, draft = self._config.server, self._config.server.model_draft
+        config = replace(
+            self._config,
+            model=model.file.paths[0].absolute(),
+            server=replace(server, model_draft=draft.absolute() if draft is not None else None),
+        )
         secret, digest = secrets.token_hex(16), of_model(model.file)
         found = self.supervisor = self._supervise(config, self._parts_bytes(programs))
         try:
@@ -335,6 +346,9 @@ class PipelineRunner(Runner):
     def bind(self, programs: Sequence[DividedProgram], state: StepBlock) -> None:
         """Number the programs; make the stages plan for more logits if that was done here."""
         self._numbers = {id(p): i for i, p in enumerate(programs)}
+        self._given = {
+            id(p): node.op.n_cols for p in programs for node in p.graph.nodes if isinstance(node.op, HostRows)
+        }
         if self._n_planned > self._n_outputs:
             self._n_outputs = self._n_planned
             self._send(MessageKind.OUTPUTS, {"n": self._n_outputs})
@@ -392,25 +406,46 @@ class PipelineRunner(Runner):
         from ikcli.graph import Rows
 
         outputs = state.rows[Rows.OUTPUTS]
-        block = b"".join(a.tobytes() for a in state.packed())
-        batch = _MicroBatch(self._numbers[id(program)], n_threads, outputs, block)
+        given = self._given.get(id(program), 0)
+        block = b"".join(a.tobytes() for a in [*state.packed(), *([state.given] if given else [])])
+        batch = _MicroBatch(self._numbers[id(program)], n_threads, outputs, given, block)
+        self._logits = self._states = None
         self._begin(batch, look=False)
         self._in_flight.append(batch)
 
     def _begin(self, batch: _MicroBatch, *, look: bool) -> None:
         words = {
             "program": batch.program, "threads": batch.threads, "outputs": batch.outputs,
-            "compact": batch.program < len(self._numbers) - 1, "look": look,
+            "compact": batch.program < len(self._numbers) - 1, "look": look, "given": batch.given,
         }  # fmt: skip
         self._send(MessageKind.RUN, words, [batch.block])
 
     def result(self, program: DividedProgram, n_rows: int) -> npt.NDArray[np.float32]:
-        """Wait for the result of the oldest micro-batch."""
+        """Wait for the result of the oldest micro-batch, unless its states were asked for before."""
+        if self._logits is None:
+            self._collect(program)
+        found, self._logits = self._logits, None
+        assert found is not None
+        return found[:n_rows]
+
+    def states(self, program: DividedProgram, n_rows: int) -> npt.NDArray[np.float32]:
+        """Wait for the states of the only micro-batch, unless its result was asked for before."""
+        if self._states is None:
+            self._collect(program)
+        assert self._states is not None
+        return self._states[:n_rows]
+
+    def _collect(self, program: DividedProgram) -> None:
+        """Wait for what the oldest micro-batch leaves."""
         if not self._in_flight:
             raise StageLostError(self._lost)
         self._collected = self._in_flight.popleft()
         _, _, data = self._take(self._results)
-        return np.frombuffer(data, np.float32).reshape(n_rows, program.result.cols)
+        cols, rows = program.result.cols, self._collected.outputs
+        values = np.frombuffer(data, np.float32)
+        self._logits = values[: rows * cols].reshape(rows, cols)
+        if program.states is not None:
+            self._states = values[rows * cols :].reshape(-1, program.states.cols)
 
     def explain(self, program: DividedProgram, n_threads: int, state: StepBlock, observer: Observer) -> None:
         """Make the stages compute the last micro-batch again and look for values that are not finite."""

@@ -50,15 +50,16 @@ class StageRunner(Runner):
         imports = [x for x in part.arriving if x in used]
         exports = [x for x in part.leaving if x in made]
         kept = result if self.is_last else None
+        states = graph.states if self.is_last and graph.wants_states else None
         split = GraphSplit(CPU, list(part.nodes), imports, exports)
-        whole = self.cpu.plan([split], rows, self._n_cells, batch_invariant, result=kept)
+        whole = self.cpu.plan([split], rows, self._n_cells, batch_invariant, result=kept, states=states)
         memory: dict[Node, tuple[int, int]] = {}
         at = 0
         for node in (*imports, *exports):
             size = -(-(rows[node.rows.symbol] * node.rows.factor * node.cols * 4 + _SLACK) // 64) * 64
             memory[node] = (at, size)
             at += size
-        return DividedProgram(graph, result, [split], [0], {CPU: whole}, memory, at)
+        return DividedProgram(graph, result, [split], [0], {CPU: whole}, memory, at, states=states)
 
     @property
     def own_caches(self) -> list[Cache]:

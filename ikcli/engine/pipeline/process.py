@@ -28,7 +28,7 @@ from ikcli.engine.run.runner import DividedProgram
 from ikcli.engine.run.session import Session
 from ikcli.errors import IkError, NonFiniteError
 from ikcli.gguf.digests import of_model
-from ikcli.graph import Cache, Node
+from ikcli.graph import Cache, Node, Rows
 from ikcli.log import hushed
 
 _LOADING = 24 * 3600.0  # seconds that neighbours may take
@@ -162,6 +162,10 @@ class _Stage:
     def _run(self, words: dict[str, Any], data: memoryview) -> tuple[MessageKind, dict[str, Any], list[Buffer]]:
         program = self._programs[words["program"]]
         at = self._state.unpack(data, compact=words["compact"])
+        if words["given"] and self._runner.index == 0:  # later stages receive what the first one makes of them
+            n = self._state.rows[Rows.TOKENS]
+            self._state.give(np.frombuffer(data, np.float32, n * words["given"], at).reshape(n, -1).copy())
+            at += self._state.given.nbytes
         part = self._runner.part(program.graph)
         arrived: dict[Node, memoryview] = {}
         for node in part.arriving:
@@ -177,7 +181,10 @@ class _Stage:
         else:
             self._runner.run(program, words["threads"], self._state)
         if self._runner.is_last:
-            return MessageKind.RESULT, {}, [self._runner.result(program, words["outputs"])]
+            found = [self._runner.result(program, words["outputs"])]
+            if program.states is not None:
+                found.append(self._runner.states(program, self._state.rows[program.states.rows.symbol]))
+            return MessageKind.RESULT, {}, [*found]
         leaving: list[Buffer] = [*self._state.packed()]
         leaving += [arrived[n] if n in arrived else program.memory[n][: self._size(n)] for n in part.leaving]
         return MessageKind.RUN, words, leaving

@@ -32,9 +32,9 @@ def find_split_points(
     caches: dict[Cache, int] = {}
     for one in layered:
         for node, il in one.owned():
-            at = weights[il] if node.il >= 0 else outside[bool(il)]
+            at = weights[il] if node.il >= 0 and il < n_layer else outside[bool(il)]
             at.update(w.name for w in node.weights())
-            caches.update(dict.fromkeys(node.caches(), il))
+            caches.update(dict.fromkeys(node.caches(), min(il, n_layer - 1)))
     sizes = [model.n_bytes(names) for names in weights]
     for cache, il in caches.items():
         sizes[il] += cache_bytes(cache)

@@ -8,7 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import product
 
+from ikcli.backends.cpu.program import BATCH_INVARIANT_ROWS
 from ikcli.errors import UsageError
+from ikcli.settings.drafts import label
 from ikcli.settings.rules import padded_ctx
 from ikcli.settings.run import RunConfig
 
@@ -18,7 +20,8 @@ class BenchTest:
     """A run of n_prompt tokens at once, then n_gen single tokens.
 
     The cache holds `n_depth` tokens before. With `after_prompt` only the generated tokens are timed. With `image`, the
-    name of a file, the image of n_prompt tokens is encoded, and the text model computes nothing.
+    name of a file, the image of n_prompt tokens is encoded, and the text model computes nothing. With `drafts`, the
+    names of drafters (`settings.drafts.label`), tokens are generated greedily and drafts of them checked.
     """
 
     n_prompt: int
@@ -26,6 +29,7 @@ class BenchTest:
     after_prompt: bool = False
     n_depth: int = 0
     image: str = ""
+    drafts: str = ""
 
     @property
     def label(self) -> str:
@@ -33,6 +37,7 @@ class BenchTest:
             return f"image {self.image}"
         parts = [f"pp{self.n_prompt}"] * bool(self.n_prompt) + [f"tg{self.n_gen}"] * bool(self.n_gen)
         label = f"tg{self.n_gen}@pp{self.n_prompt}" if self.after_prompt else "+".join(parts)
+        label = f"{label} {self.drafts}" if self.drafts else label
         return f"{label} @ d{self.n_depth}" if self.n_depth else label
 
     @property
@@ -49,7 +54,7 @@ class BenchTest:
 def bench_tests(config: RunConfig) -> list[BenchTest]:
     """Return the tests, ordered by depth, then prompt lengths, generation lengths, -pg and -gp.
 
-    Lengths of 0 are left out.
+    Lengths of 0 are left out. With drafters, every generation alone is followed by one with drafts.
     """
     b = config.bench
     pairs = [*b.pg, *b.gp]
@@ -60,9 +65,16 @@ def bench_tests(config: RunConfig) -> list[BenchTest]:
     tests = [BenchTest(p, 0) for p in b.n_prompt] + [BenchTest(0, n) for n in b.n_gen]
     tests += [BenchTest(p, n) for p, n in b.pg] + [BenchTest(p, n, True) for p, n in b.gp]
     tests = [replace(t, n_depth=depth) for depth in b.n_depth for t in tests if t.n_timed]
+    if drafts := label(config, BATCH_INVARIANT_ROWS - 1):
+        tests = [t for test in tests for t in ([test, replace(test, drafts=drafts)] if _generates(test) else [test])]
     if not tests and not config.vision.images:
         raise UsageError("nothing to measure; name prompt lengths with -p or generation lengths with -n")
     return tests
+
+
+def _generates(test: BenchTest) -> bool:
+    """Return whether the measured time covers generated tokens alone."""
+    return test.n_gen > 0 and (test.after_prompt or not test.n_prompt)
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,7 @@ from ikcli.engine.run.expert_cache import ExpertCache
 from ikcli.engine.run.model import Model
 from ikcli.engine.run.run_device import Beside, RunDevice, cache_bytes
 from ikcli.engine.run.runner import DividedProgram, Runner
+from ikcli.engine.run.weight_memory import SIZES, Pages
 from ikcli.errors import UsageError
 from ikcli.gguf.reader import GGUFFile, open_gguf
 from ikcli.graph import Cache
@@ -149,11 +150,6 @@ class Planner:
         if config.fleet.stages > 1 and cfg.media is not None:
             raise UsageError("--stages cannot be combined with a projector: images are computed in one process")
         if config.fleet.stages > 1:
-            if cfg.n_heads:
-                raise UsageError(
-                    "layers that predict further tokens (MTP) do not run in stages, since they read states of the "
-                    "last one and embeddings of the first; use another --spec-type, or no --stages"
-                )
             runner, config = self.pipeline.runner(config, sizes, cfg, model, graphs)
         else:
             experts, found = expert_steps(config, slots)
@@ -243,7 +239,8 @@ class Planner:
         plain = frozenset(name for name, buffer in buffers.items() if buffer != CPU)
         if repack and disk_options(config):
             plain |= {name for name in self.file.tensors if "_exps." in name}  # they are read as they are on disk
-        key = (cfg.mla, cfg.flash_attn, cfg.n_heads, repack, n_threads, plain)
+        pages = Pages(config.thp is not False, SIZES.get(config.hugetlb, 0))
+        key = (cfg.mla, cfg.flash_attn, cfg.n_heads, repack, n_threads, pages, plain)
         if key not in self._models:
             self._models[key] = Model.from_file(
                 self.file,
@@ -253,6 +250,7 @@ class Planner:
                 rope=config.rope,
                 repack=repack,
                 n_threads=n_threads,
+                pages=pages,
             )
             self._models[key].keep_plain(plain)
         return self._models[key]

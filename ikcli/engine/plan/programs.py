@@ -162,6 +162,9 @@ def check_media(media: MediaConfig, hp: HParams) -> None:
     """Raise UnsupportedError for a model that cannot read these images."""
     if not hp.causal:
         raise UnsupportedError(f"{hp.source}: {hp.arch} models read texts only; run it without a projector")
+    if media.framed != (hp.arch == "cogvlm"):
+        what = "has visual experts" if hp.arch == "cogvlm" else "lacks the visual experts that the projector needs"
+        raise UnsupportedError(f"{hp.source} {what}: use the projector of this model")
     if media.n_deep >= hp.n_layer:
         raise UnsupportedError(
             f"{hp.source}: the projector has rows for {media.n_deep} layers, the model {hp.n_layer} layers; use the "

@@ -82,8 +82,9 @@ def session_of(config: RunConfig) -> tuple[RunConfig, Sizes]:
 
 def bench_session(config: RunConfig) -> tuple[RunConfig, Sizes]:
     """Size the session for the longest test; every test warms up separately."""
-    n_ctx = max((t.n_cells for t in bench_tests(config)), default=1)
-    return replace(config, n_ctx=n_ctx, warmup=False), Sizes(n_ctx)
+    tests = bench_tests(config)
+    n_ctx = max((t.n_cells for t in tests), default=1)
+    return replace(config, n_ctx=n_ctx, warmup=False), Sizes(n_ctx, n_step=int(any(t.drafts for t in tests)))
 
 
 def batched_session(config: RunConfig) -> tuple[RunConfig, Sizes]:

@@ -20,7 +20,7 @@ from ikcli.backends.memory import aligned_zeros
 from ikcli.backends.step_block import StepBlock
 from ikcli.engine.run.expert_steps import ExpertSteps
 from ikcli.engine.run.run_device import CPU, Bytes, WeightSource, cache_bytes, cells_view
-from ikcli.engine.run.timed_ops import TimedOp, work_of
+from ikcli.engine.run.timed_ops import TimedOp, kind_of, work_of
 from ikcli.errors import IkError
 from ikcli.gguf.types import TYPES
 from ikcli.graph import Cache, Node, Rows
@@ -237,7 +237,7 @@ class CpuDevice:
                     n_bytes, n_ops = work_of(node, state, lambda plan: self._expert_rows(inner, plan))
                 shown = show and i == stop - 1 and inner.has_output(node)
                 value = self._value(inner, node, state) if shown else None
-                yield TimedOp(node, kernel.text, seconds, n_bytes, n_ops, value)
+                yield TimedOp(node, kernel.text, seconds, n_bytes, n_ops, value, kind_of(node))
 
     @staticmethod
     def _spans(program: CpuSplits, split: int) -> Iterator[tuple[Node, int, int]]:

@@ -12,7 +12,7 @@ from ikcli.engine.run.batch import Batch
 from ikcli.engine.run.media import FloatRows, Media, Span
 from ikcli.engine.run.sequences import Sequences
 from ikcli.errors import IkError
-from ikcli.graph.micro_batch import AXES, MEDIA_AT, PLACE_WORDS, SEEN
+from ikcli.graph.micro_batch import AXES, MEDIA_AT, PLACE_WORDS, SEEN, VISUAL
 from ikcli.models import MediaConfig
 
 Places = npt.NDArray[np.int32]
@@ -57,6 +57,8 @@ class MediaPlaces:
             n, part = stop - at, self.places[at:stop]
             part[:, MEDIA_AT] = cols * np.arange(n_rows, n_rows + n)
             part[:, AXES : AXES + 3] = media.positions(first + int(shift[at]), index, index + n)
+            if media.framed:
+                part[:, VISUAL] = np.arange(index, index + n) < len(media) - 1
             if media.both:
                 part[:, SEEN], part[:, SEEN + 1] = first, first + len(media)
             tokens[at:stop] = 0  # the token whose embeddings of layers an image has

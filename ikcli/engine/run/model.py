@@ -15,6 +15,7 @@ import numpy.typing as npt
 from ikcli import models
 from ikcli.engine.run.adapters import Adapters, Added
 from ikcli.engine.run.repacking import Repacked, repack_tensors, repacked_specs
+from ikcli.engine.run.weight_memory import TRANSPARENT, Pages, read_tensors
 from ikcli.errors import FormatError, IkError
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import GGUFFile
@@ -39,9 +40,10 @@ class Model:
     specs: dict[str, TensorLike]  # tensors for graphs: those of the file, as used, and derived ones
     derived: dict[str, DerivedSpec]
     repacked: dict[str, Repacked] = field(default_factory=dict)  # -rtr: regrouped by `load`
-    n_threads: int = 1  # of repacking
+    n_threads: int = 1  # of repacking and reading
     adapters: Adapters = field(default_factory=Adapters)
     further: HParams | None = None  # with the heads counted as layers, where the session runs them
+    pages: Pages = TRANSPARENT  # of weights that are read
     _held: dict[str, npt.NDArray[np.generic]] = field(default_factory=dict)
 
     @property
@@ -68,6 +70,7 @@ class Model:
         rope: RopeConfig | None = None,
         repack: bool = False,
         n_threads: int = 1,
+        pages: Pages = TRANSPARENT,
     ) -> Model:
         """Check the tensors of an opened file and create the model; no weight is touched.
 
@@ -90,7 +93,7 @@ class Model:
         repacked = repacked_specs(file.tensors, hp) if repack else {}
         adapters = adapters or Adapters()
         specs = specs | repacked | derived | adapters.specs()
-        return cls(file, hp, module, specs, derived, repacked, n_threads, adapters, further)
+        return cls(file, hp, module, specs, derived, repacked, n_threads, adapters, further, pages)
 
     def keep_plain(self, names: Iterable[str]) -> None:
         """Exclude these tensors from `-rtr`; call it before graphs are recorded."""
@@ -131,6 +134,7 @@ class Model:
         copied = [n for n in wanted if not self._is_mapped(n, mmap)]
         with progress("loading", self.n_bytes(copied)) as advance:
             self._held |= self._repack([n for n in copied if n in self.repacked and n not in self._held], advance)
+            self._held |= self._read([n for n in copied if self._is_mapped(n, True) and n not in self._held], advance)
             for name in copied:
                 if name not in self._held:
                     self._held[name] = self._make(name)
@@ -144,6 +148,17 @@ class Model:
             if name in self._held:
                 self._held[name][...] = self.adapters.make(name)
         return names
+
+    def mapped(self, names: Iterable[str]) -> list[str]:
+        """Return those of the loaded weights that are used where the file is mapped."""
+        return [n for n in names if n not in self._held]
+
+    def adopt(self, copies: Mapping[str, Bytes]) -> dict[str, int]:
+        """Use copies of mapped weights from now on; return their addresses and release the mapped pages."""
+        self._held |= copies
+        for name in copies:
+            self.file.release(name)
+        return {name: self._address(name) for name in copies}
 
     def memory(self, addresses: Mapping[str, int]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """Return (address, bytes) of loaded weights: those in our own memory, and those mapped from the file."""
@@ -165,10 +180,21 @@ class Model:
         if not names:
             return {}
         try:
-            return repack_tensors(self.file, {n: self.repacked[n] for n in names}, self.n_threads, advance)
+            return repack_tensors(self.file, {n: self.repacked[n] for n in names}, self.pages, self.n_threads,
+                                  advance)  # fmt: skip
         except MemoryError:
             size = self.n_bytes(names) / 2**20
             raise IkError(f"out of memory: {size:.0f} MiB wanted for repacked weights; run without -rtr") from None
+
+    def _read(self, names: list[str], advance: Callable[[float], None]) -> dict[str, Bytes]:
+        """Read tensors that are used as the file has them."""
+        try:
+            return read_tensors(self.file, names, self.pages, self.n_threads, advance) if names else {}
+        except MemoryError:
+            size = self.n_bytes(names) / 2**20
+            raise IkError(
+                f"out of memory: {size:.0f} MiB wanted for weights; without --no-mmap the file is mapped"
+            ) from None
 
     def _make(self, name: str) -> npt.NDArray[np.generic]:
         try:
@@ -176,14 +202,9 @@ class Model:
                 return np.ascontiguousarray(derive_one(self.file, self.hp, name, self.derived[name]))
             if name not in self.file.tensors:
                 return self.adapters.make(name)
-            if self.specs[name].type != self.file.tensors[name].type:
-                return np.ascontiguousarray(self.values(name))
-            return np.array(self.file.data(name))
+            return np.ascontiguousarray(self.values(name))
         except MemoryError:
-            size = self.n_bytes([name]) / 2**20
-            raise IkError(
-                f"out of memory: {size:.0f} MiB wanted for {name}; without --no-mmap the file is mapped"
-            ) from None
+            raise IkError(f"out of memory: {self.n_bytes([name]) / 2**20:.0f} MiB wanted for {name}") from None
 
     def _address(self, name: str) -> int:
         array = self._held[name] if name in self._held else self.file.data(name)

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ikcli.backends.cpu.tile_modes import rounds_activations
-from ikcli.backends.memory import aligned_zeros
+from ikcli.engine.run.weight_memory import Pages, divided
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import GGUFFile
 from ikcli.gguf.types import TYPES
@@ -58,14 +58,15 @@ def _is_whole(name: str, hp: HParams, rows: int) -> bool:
 
 
 def repack_tensors(
-    file: GGUFFile, specs: Mapping[str, Repacked], n_threads: int, advance: Callable[[float], None]
+    file: GGUFFile, specs: Mapping[str, Repacked], pages: Pages, n_threads: int, advance: Callable[[float], None]
 ) -> dict[str, Bytes]:
     """Return the bytes of the named tensors in their new types; log how many there are and how long it took."""
     start = time.perf_counter()
-    made, work, n_rounded = {}, [], 0
+    made = divided({name: tensor_size(spec.type, spec.shape) for name, spec in specs.items()}, pages)
+    work, n_rounded = [], 0
     for name, spec in specs.items():
         ne0, old = spec.shape[0], file.tensors[name].type
-        out = made[name] = aligned_zeros(tensor_size(spec.type, spec.shape))
+        out = made[name]
         rows = np.asarray(file.data(name)).reshape(-1).view(np.uint8)
         source = rows.reshape(-1, row_size(old, ne0))
         n_rounded += old == GGMLType.F16

@@ -267,6 +267,10 @@ class Runner:
         on_disk = self.cpu.experts.slots.names
         return {name: address for name, address in found.items() if name not in on_disk}
 
+    def move_weights(self, addresses: Mapping[str, int]) -> None:
+        """Use weights at other addresses from the next `bind` on."""
+        self._weights[CPU] = {**self._weights[CPU], **addresses}
+
     @property
     def host_buffers(self) -> list[Bytes]:
         """Return memory in RAM that is still untouched when it is bound."""

@@ -27,6 +27,7 @@ from ikcli.engine.run import gpus, host_memory, numa, session_log
 from ikcli.engine.run.adapters import Added
 from ikcli.engine.run.batch import Batch
 from ikcli.engine.run.encoders import longest_text
+from ikcli.engine.run.huge_weights import HugeWeights
 from ikcli.engine.run.media_places import MediaPlaces, places_of_text
 from ikcli.engine.run.mtp import Heads
 from ikcli.engine.run.run_device import Observer, look_for_non_finite
@@ -62,6 +63,7 @@ class Session:
         self._cached = prepared.cached
         self._cpus, self._notes = numa.plan_threads(self.config, self.runner.cpu.n_threads)
         self.runner.cpu.cpus = self._cpus
+        self._huge: HugeWeights | None = None
         self._tokenizer: Tokenizer | None = None
         rotated = f"{int(self.graph_config.k_hadamard)}{int(self.graph_config.v_hadamard)}"
         if plan.config.rope != RopeConfig():
@@ -148,13 +150,14 @@ class Session:
             for kind in {"decode", "step"} & set(self.graphs):
                 experts.know(self.model, self.graphs[kind][0])
         self.runner.load(programs, self.model, self.config.mmap, self.run_plan.beside)
+        self._huge, notes = host_memory.huge_weights(self.config, self.model, self.runner)
         try:
             media = self.graph_config.media
             cols = media.cols(self.model.hp.n_embd) if media is not None else 0
             self.step_block = StepBlock(max(self.n_ubatch, self.n_step), self.n_ctx, cols)
             self.runner.make_caches(programs)
             self.runner.bind(programs, self.step_block)
-            for text in [*self._notes, *host_memory.place(self.config, self.model, self.runner, self._cpus)]:
+            for text in [*self._notes, *notes, *host_memory.place(self.config, self.model, self.runner, self._cpus)]:
                 warn(text)
         except MemoryError:
             need = (sum(self.cache_bytes().values()) + self.compute_bytes) / 2**20
@@ -245,7 +248,7 @@ class Session:
         parts: list[FloatRows] = []
         try:
             for start, stop in batch.cuts(self.n_ubatch):
-                if self.n_in_flight == self.runner.depth:
+                if self.n_in_flight == self.depth:
                     parts.append(self._checked(self.collect()).copy())
                 self.submit(batch.slice(start, stop))
             while self.n_in_flight:
@@ -268,8 +271,13 @@ class Session:
 
     @property
     def n_in_flight(self) -> int:
-        """Return the number of micro-batches that were submitted and not collected; at most `runner.depth`."""
+        """Return the number of micro-batches that were submitted and not collected; at most `depth`."""
         return len(self._in_flight)
+
+    @property
+    def depth(self) -> int:
+        """Return how many micro-batches can be in flight; heads read the states of one before the next is written."""
+        return 1 if self.heads is not None else self.runner.depth
 
     def submit(self, batch: Batch) -> None:
         """Submit a micro-batch; `collect` returns its logits, those of the oldest one first."""
@@ -332,6 +340,8 @@ class Session:
         self._start(self.programs["step"], self.config.n_threads, n_outputs)
 
     def _start(self, program: DividedProgram, n_threads: int, n_outputs: int) -> None:
+        if self._huge is not None and program is self.programs.get("step") and self._huge.step():
+            self.runner.bind(list(self.programs.values()), self.step_block)
         if self.profile is not None:
             self.profile.run(self.runner, program, n_threads, self.step_block, self.observer)
         elif self.observer is None:
@@ -393,9 +403,7 @@ class Session:
         """Plan and bind the programs again, for n logits per micro-batch."""
         n_step = self.run_plan.sizes.n_step
         self._n_outputs = n
-        self.programs = plan_programs(
-            self.runner, self.graphs, self.graph_config, self._n_outputs, n_step, self._cached
-        )
+        self.programs = plan_programs(self.runner, self.graphs, self.graph_config, n, n_step, self._cached)
         self.runner.bind(list(self.programs.values()), self.step_block)
 
     def _explain_non_finite(self, program: DividedProgram, n_threads: int) -> None:
@@ -500,15 +508,15 @@ class Session:
 
     def close(self) -> None:
         """Stop the threads, release memory, and log tokens and times."""
-        owners = (self.runner.cpu.experts, self.runner.expert_cache)
-        experts = [line for owner in owners if owner is not None for line in owner.lines()]
         for line in [
             *session_log.timing_lines(self.timings),
-            *experts,
+            *session_log.expert_lines(self.runner),
             *session_log.profile_lines(self.profile, self.model, self.run_plan.placement.buffer_of, self.runner),
         ]:
             log(line)
         self.timings, self.profile = Timings(), None
+        if self._huge is not None:
+            self._huge.close()
         self.runner.close()
 
     def __enter__(self) -> Session:

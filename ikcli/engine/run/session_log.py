@@ -96,6 +96,12 @@ def context_lines(prepared: PreparedRun) -> None:
         log(line)
 
 
+def expert_lines(runner: Runner) -> list[str]:
+    """Return what the owners of experts report at the end."""
+    owners = (runner.cpu.experts, runner.expert_cache)
+    return [line for owner in owners if owner is not None for line in owner.lines()]
+
+
 def profile_lines(profile: Profile | None, model: Model, buffer_of: Mapping[str, str], runner: Runner) -> list[str]:
     """Return the table of `--profile`, if it was asked for, and where experts are at its end."""
     return [] if profile is None else [*profile.lines(), *place_lines(places_now(model, buffer_of, runner))]

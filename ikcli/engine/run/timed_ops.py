@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from ikcli.backends.cpu.lower import products_of
 from ikcli.backends.step_block import StepBlock
 from ikcli.graph import Node, Rows
 from ikcli.graph.ops_experts import ExpertProduct
@@ -22,7 +23,7 @@ from ikcli.quant.formats import row_size
 class TimedOp:
     """One kernel call of `node` under a clock; `n_bytes` of weights it read, `n_ops` multiplications and additions.
 
-    `value` is the node's output, with its last op, if it was requested.
+    `value` is the node's output, with its last op, if it was requested. `kind` of products (see `kind_of`).
     """
 
     node: Node
@@ -31,6 +32,12 @@ class TimedOp:
     n_bytes: int
     n_ops: int
     value: npt.NDArray[np.generic] | None = None
+    kind: str = ""
+
+
+def kind_of(node: Node) -> str:
+    """Return the kind of a node's products on the CPU, one of `peaks.OPS`, or an empty text for other ops."""
+    return products_of(node.op.matrices[0].type) if isinstance(node.op, Product) else ""
 
 
 def work_of(node: Node, state: StepBlock, experts: Callable[[Node], tuple[int, int]]) -> tuple[int, int]:

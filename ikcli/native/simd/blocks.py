@@ -1,6 +1,7 @@
 """Intrinsics of 32-element quantized blocks and of the Hadamard transform: bits, table look-up, butterflies.
 
-Sixteen codes are an i32x16. Everything is plain LLVM IR but for the 16-entry look-up, which has an instruction on x86.
+Sixteen codes are an i32x16. Everything is plain LLVM IR but for the 16-entry look-up, which has an instruction on x86
+and on ARM64.
 """
 
 import llvmlite.ir as ir
@@ -8,7 +9,18 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from ikcli.native import isa
-from ikcli.native.simd.vec import call_llvm, const_vector, f32x16, i8x16, i32x16, llvm_type, magnitude, pointer
+from ikcli.native.simd import arm64
+from ikcli.native.simd.vec import (
+    call_llvm,
+    const_vector,
+    f32x16,
+    i8x16,
+    i32x16,
+    llvm_type,
+    magnitude,
+    pointer,
+    splat_value,
+)
 
 _I16, _I32, _I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _BYTES16 = llvm_type(i8x16)
@@ -30,6 +42,10 @@ def bits_to_lanes(typingctx, bits, value):
     x = value.literal_value
 
     def codegen(context, builder, sig, args):
+        if isa.current().is_arm64:  # no mask registers
+            places = const_vector(i32x16, [1 << i for i in range(16)])
+            on = builder.and_(splat_value(builder, i32x16, builder.trunc(args[0], _I32)), places)
+            return builder.select(builder.icmp_signed("!=", on, _c(builder, 0)), _c(builder, x), _c(builder, 0))
         mask = builder.bitcast(builder.trunc(args[0], _I16), ir.VectorType(ir.IntType(1), 16))
         return builder.select(mask, _c(builder, x), _c(builder, 0))
 
@@ -119,9 +135,11 @@ def make_lookup16(values):
     @intrinsic
     def lookup(typingctx, codes):
         def codegen(context, builder, sig, args):
-            features = isa.current().features
+            target = isa.current()
             codes = builder.trunc(args[0], _BYTES16)
-            if "avx2" in features:
+            if target.is_arm64:
+                found = arm64.lookup(builder, values, codes)
+            elif "avx2" in target.features:
                 found = call_llvm(builder, "llvm.x86.ssse3.pshuf.b.128", _BYTES16, [const_vector(i8x16, values), codes])
             else:
                 found = const_vector(i8x16, [values[0]] * 16)

@@ -1,9 +1,9 @@
 """Integer dot products: the one operation whose best instruction differs between machines.
 
 `dot_u8_i8(acc, u, s)`: every i32 lane gains the sum of four products u8*i8. AVX-512 VNNI and AVX-VNNI have it as one
-instruction, AVX2 needs a few. Elsewhere it is spelled in plain IR (exact 16-bit products, pairwise sums), which LLVM
-maps to the available instructions. An instruction that the target lacks would abort the process, so the choice is made
-from `isa.current()` at compile time.
+instruction, AVX2 needs a few. ARM64 multiplies signed bytes (`arm64.py`). Elsewhere it is spelled in plain IR (exact
+16-bit products, pairwise sums), which LLVM maps to the available instructions. An instruction that the target lacks
+would abort the process, so the choice is made from `isa.current()` at compile time.
 """
 
 import functools
@@ -14,7 +14,9 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from ikcli.native import isa
+from ikcli.native.simd import arm64
 from ikcli.native.simd.vec import (
+    BFloat,
     call_llvm,
     f32x16,
     i8x64,
@@ -63,6 +65,8 @@ def emit_dot(builder, acc, u, s, n, most=255):
     """Return acc + dot products of groups of four, n lanes; `most`: the largest u."""
     features = isa.current().features
     t = acc.type
+    if isa.current().is_arm64:
+        return arm64.unsigned_dot(builder, acc, u, s) if most > 127 else arm64.signed_dot(builder, acc, u, s)
     if n == 16 and "avx512vnni" in features:
         args = [acc, builder.bitcast(u, t), builder.bitcast(s, t)]
         return call_llvm(builder, "llvm.x86.avx512.vpdpbusd.512", t, args)
@@ -93,7 +97,9 @@ def emit_dots(builder, acc, us, ss, most):
 
 
 def emit_signed_dot(builder, acc, w, s):
-    """Return acc + dot products of i8x64 on plain AVX2; s is not -128."""
+    """Return acc + dot products of i8x64 on plain AVX2 or ARM64; s is not -128."""
+    if isa.current().is_arm64:
+        return arm64.signed_dot(builder, acc, w, s)
 
     def half(acc, w, s):
         return _saturating(builder, acc, [magnitude(builder, w)], [with_sign(builder, s, w)])
@@ -104,8 +110,15 @@ def emit_signed_dot(builder, acc, w, s):
 def emit_halves_added(builder, acc, us, ss, most):
     """Return acc (i32x8) + dot products of the lower and of the upper halves of vectors of bytes, on plain AVX2.
 
-    `most`: the largest u; 128 or more: u is signed. No s is -128.
+    `most`: the largest u; 128 or more: u is signed. No s is -128. On ARM64 acc is i32x8, or i32x4 for quarters.
     """
+    if isa.current().is_arm64:
+        width = 4 * acc.type.count
+        for both in zip(us, ss, strict=True):
+            for first in range(0, 64, width):
+                lanes = ir.Constant(ir.VectorType(_I32, width), list(range(first, first + width)))
+                acc = arm64.signed_dot(builder, acc, *(builder.shuffle_vector(x, x, lanes) for x in both))
+        return acc
     halves = [[_half(builder, v, upper) for v in both] for both in zip(us, ss, strict=True) for upper in (0, 1)]
     if most >= 128:
         halves = [[magnitude(builder, u), with_sign(builder, s, u)] for u, s in halves]
@@ -127,25 +140,15 @@ def _in_halves(builder, function, *args):
     return builder.shuffle_vector(low, high, ir.Constant(ir.VectorType(_I32, 16), list(range(16))))
 
 
-class _BFloat(ir.Type):
-    """LLVM's bfloat, which llvmlite does not name."""
-
-    def _to_string(self):
-        return "bfloat"
-
-    def __eq__(self, other):
-        return isinstance(other, _BFloat)
-
-    def __hash__(self):
-        return hash(_BFloat)
-
-
 def emit_dot_bf16(builder, acc, x, y):
     """Return acc (f32x16) + products of pairs of bfloat16 (i32x16: even column in the lower half).
 
-    Needs avx512bf16, which flushes denormal numbers to zero.
+    Needs avx512bf16, which flushes denormal numbers to zero, or bf16 of ARM64, which rounds the sum of two products
+    before it adds it.
     """
-    pairs = ir.VectorType(_BFloat(), 2 * x.type.count) if llvm.llvm_version_info[0] >= 16 else x.type
+    if isa.current().is_arm64:
+        return arm64.bf16_dot(builder, acc, x, y)
+    pairs = ir.VectorType(BFloat(), 2 * x.type.count) if llvm.llvm_version_info[0] >= 16 else x.type
     args = [acc, builder.bitcast(x, pairs), builder.bitcast(y, pairs)]
     return call_llvm(builder, "llvm.x86.avx512bf16.dpbf16ps.512", acc.type, args)
 

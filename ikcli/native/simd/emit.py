@@ -13,6 +13,7 @@ from ikcli.native.simd.dot import emit_dot, emit_dots, emit_signed_dot
 from ikcli.native.simd.vec import (
     call_llvm,
     const_vector,
+    emit_store_first,
     f32x16,
     i8x64,
     i32x16,
@@ -70,11 +71,7 @@ class Emitter:
 
     def store_first(self, value, address, n):
         """Store the first n (i64) lanes of an f32x16."""
-        lanes = const_vector(i32x16, range(16))
-        limit = splat_value(self.b, i32x16, self.b.trunc(n, I32))
-        mask = self.b.icmp_signed("<", lanes, limit)
-        ptr = pointer(self.b, address, llvm_type(f32x16))
-        call_llvm(self.b, "llvm.masked.store.v16f32.p0", ir.VoidType(), [value, ptr, ir.Constant(I32, 1), mask])
+        emit_store_first(self.b, address, value, n)
 
     def splat_f32(self, address):
         return splat_value(self.b, f32x16, self.b.load(pointer(self.b, address, F32), align=1))

@@ -10,6 +10,8 @@ import llvmlite.ir as ir
 from numba.core import types
 from numba.extending import intrinsic, models, register_model
 
+from ikcli.native import isa
+
 _ELEMENT = {
     "i8": ir.IntType(8),
     "i16": ir.IntType(16),
@@ -38,6 +40,19 @@ def llvm_type(v):
 class VecModel(models.PrimitiveModel):
     def __init__(self, dmm, fe_type):
         super().__init__(dmm, fe_type, llvm_type(fe_type))
+
+
+class BFloat(ir.Type):
+    """LLVM's bfloat, which llvmlite does not name."""
+
+    def _to_string(self):
+        return "bfloat"
+
+    def __eq__(self, other):
+        return isinstance(other, BFloat)
+
+    def __hash__(self):
+        return hash(BFloat)
 
 
 f32x16, f32x8 = Vec("f32", 16), Vec("f32", 8)
@@ -137,18 +152,30 @@ ld_i8 = make_load(types.int64, "i8", lambda b, x: b.sext(x, ir.IntType(64)))
 st_i8 = make_store(types.int64, lambda b, x: b.trunc(x, ir.IntType(8)))
 
 
+def emit_store_first(builder, address, value, n):
+    """Store the first n lanes of an f32x16; n is an i64."""
+    mask = builder.icmp_signed(
+        "<", const_vector(i32x16, range(16)), splat_value(builder, i32x16, builder.trunc(n, _I32))
+    )
+    ptr = pointer(builder, address, value.type)
+    masked = [value, ptr, ir.Constant(_I32, 1), mask]
+    if not isa.current().is_arm64:
+        call_llvm(builder, "llvm.masked.store.v16f32.p0", ir.VoidType(), masked)
+        return
+    # No instruction stores some lanes: LLVM asks for every one.
+    with builder.if_else(builder.icmp_signed(">=", n, ir.Constant(n.type, 16))) as (all_lanes, some):
+        with all_lanes:
+            builder.store(value, ptr, align=1)
+        with some:
+            call_llvm(builder, "llvm.masked.store.v16f32.p0", ir.VoidType(), masked)
+
+
 @intrinsic
 def store_f32_first(typingctx, ptr, value, n):
     """Store the first n lanes (0..16) of an f32x16."""
 
     def codegen(context, builder, sig, args):
-        vt = llvm_type(f32x16)
-        lanes = const_vector(i32x16, range(16))
-        limit = splat_value(builder, i32x16, builder.trunc(args[2], _I32))
-        mask = builder.icmp_signed("<", lanes, limit)
-        ptr = pointer(builder, args[0], vt)
-        name = "llvm.masked.store.v16f32.p0"
-        call_llvm(builder, name, ir.VoidType(), [args[1], ptr, ir.Constant(_I32, 1), mask])
+        emit_store_first(builder, *args)
         return context.get_dummy_value()
 
     return types.void(types.intp, f32x16, types.intp), codegen

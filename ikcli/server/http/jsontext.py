@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import math
 import re
+from contextlib import suppress
 from json.encoder import encode_basestring
 from typing import Any
+
+from ikcli.server.http.long_strings import LongStrings
 
 MAX_DEPTH = 512
 """Maximum nesting depth of arrays and objects in a request."""
@@ -32,6 +35,15 @@ def quote(text: str) -> str:
 
 def parse(data: bytes) -> Any:
     """Parse a JSON text. Raise ValueError with one sentence if it is invalid."""
+    if long := LongStrings(data):
+        with suppress(ValueError):  # with its place in the whole text, below
+            value = _parse(long.rest)
+            if isinstance(value, dict | list) and long.put_back(value):
+                return value
+    return _parse(data)
+
+
+def _parse(data: bytes) -> Any:
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as e:

@@ -26,12 +26,36 @@ Pieces = Sequence[str | Picture]
 """The parts of a prompt that stand for one image: its tiles, and the texts around them."""
 
 
+class _Inline:
+    """The text of an image in a request, compared as a whole; its hash is of a few parts, to be computed at once."""
+
+    __slots__ = ("text",)
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Inline) and self.text == other.text
+
+    def __hash__(self) -> int:
+        n = len(self.text)
+        return hash(
+            (n, *(self.text[n * i // _PARTS : n * i // _PARTS + _PART] for i in range(_PARTS)), self.text[-_PART:])
+        )
+
+    def __len__(self) -> int:
+        return len(self.text)
+
+
+_PARTS, _PART = 16, 32
+
+
 class Pictures:
     """Images of requests, read by a model's projector; those read last are kept."""
 
     def __init__(self, config: VisionConfig, reader: PictureReader, tokenizer: Tokenizer, n_ctx: int) -> None:
         self._media, self._reader, self._tokenizer, self._n_ctx = Media(config), reader, tokenizer, n_ctx
-        self._kept: OrderedDict[str | bytes, Pieces] = OrderedDict()
+        self._kept: OrderedDict[_Inline | bytes, Pieces] = OrderedDict()
         self._lock = threading.Lock()
 
     async def prompt(self, text: str, images: Images) -> Prompt:
@@ -44,7 +68,7 @@ class Pictures:
                     tokens += await encode(self._tokenizer, part, add_special=i == 0)
                 continue
             n_before = len(placed)
-            known = self._known(part.source)
+            known = self._known(_Inline(part.source))
             for piece in await asyncio.to_thread(self._pieces, part) if known is None else known:
                 if isinstance(piece, str):
                     tokens += await encode(self._tokenizer, piece, add_special=False)
@@ -70,11 +94,11 @@ class Pictures:
             data = self._media.load(image.source)
             if not data:
                 raise IkError("the image is empty")
-            return self._read(data, image.source if is_inline(image.source) else None)
+            return self._read(data, _Inline(image.source) if is_inline(image.source) else None)
         except IkError as e:
             raise bad_request(f"{image.path}: {e}") from None
 
-    def _read(self, data: bytes, source: str | None) -> Pieces:
+    def _read(self, data: bytes, source: _Inline | None) -> Pieces:
         """Read an image. It is kept under `source`, if that holds the image itself, else under a digest."""
         name = source or hashlib.blake2b(data, digest_size=16).digest()
         found = self._known(name)
@@ -87,7 +111,7 @@ class Pictures:
                 self._kept.popitem(last=False)
         return pieces
 
-    def _known(self, name: str | bytes) -> Pieces | None:
+    def _known(self, name: _Inline | bytes) -> Pieces | None:
         """Return an image that was read before, which the next turns of a conversation send again."""
         with self._lock:
             found = self._kept.get(name)
@@ -101,7 +125,7 @@ class Pictures:
         return await self.prompt(_with_markers(text, sources, path, images), images)
 
 
-def _n_bytes(name: str | bytes, pieces: Pieces) -> int:
+def _n_bytes(name: _Inline | bytes, pieces: Pieces) -> int:
     return len(name) + sum(0 if isinstance(one, str) else one.n_bytes for one in pieces)
 
 

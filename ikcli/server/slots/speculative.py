@@ -18,13 +18,14 @@ from typing import TypeVar
 
 import numpy as np
 
-from ikcli.drafting.drafters import Drafter, TextDrafter, Wanted, open_drafter, stages
+from ikcli.drafting.drafters import Drafter, TextDrafter, Wanted, open_drafter
 from ikcli.drafting.policy import NO_DRAFT, RESTS, SHARE, Decision, Option, Policy
 from ikcli.engine.run.mtp import Heads
 from ikcli.engine.run.session import Session
 from ikcli.server.slots.generation import Generation
 from ikcli.server.slots.log import Logger
 from ikcli.server.slots.slot import Slot
+from ikcli.settings.drafts import stages
 from ikcli.settings.records import SpecStage
 from ikcli.settings.server import ServerConfig
 
@@ -50,7 +51,7 @@ class Speculator:
     """
 
     def __init__(self, session: Session, log: Logger) -> None:
-        self._stages = stages(session)
+        self._stages = stages(session.config)
         self._config: ServerConfig = session.config.server
         self._n_exact = session.n_exact
         self._log = log

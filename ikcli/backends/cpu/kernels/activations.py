@@ -5,10 +5,10 @@ f32[K/32] | s f32[K/32] = d * sum(q) | `first_sum()` - 128*sum(q) i32[K/32] | th
 f32[K/16], padded to 64 bytes | the int8 again, by quarters: of each 256 columns first columns 0..3 of all 16 blocks of
 16, then columns 4..7 and so on (`kernels/row_dot.py`); for plain AVX2 their magnitudes instead, in order, and after
 these s per 16 f32[16] of each 256 columns once more, those of every other block together (`kernels/row_dot_avx2.py`).
-No half-precision sums anywhere: those overflow in models with large activations. `bf16`, for weights of bfloat16:
-rounded to nearest even. `f32`: as they are (only ever gathered). `i16`, for weights that become 16-bit integers if rows
-are many, and stay floats if they are few: f32[K'], K' = K in whole blocks of 128, then per 512 columns the blocks'
-scales (f32, 64 bytes) | i16[512].
+ARM64 leaves that part unused. No half-precision sums anywhere: those overflow in models with large activations. `bf16`,
+for weights of bfloat16: rounded to nearest even. `f32`: as they are (only ever gathered). `i16`, for weights that
+become 16-bit integers if rows are many, and stay floats if they are few: f32[K'], K' = K in whole blocks of 128, then
+per 512 columns the blocks' scales (f32, 64 bytes) | i16[512].
 """
 
 import math
@@ -80,7 +80,14 @@ def _no_sums(second, k, ib, s0, s1):
     return
 
 
+@inline
+def _no_second(second, ib, c0, c1):
+    return
+
+
 _store_second, _store_sums = (_magnitudes, _sums_apart) if isa.current().plain_avx2 else (_by_quarters, _no_sums)
+if isa.current().is_arm64:
+    _store_second = _no_second
 
 
 @inline

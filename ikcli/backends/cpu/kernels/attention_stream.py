@@ -165,6 +165,18 @@ def make_part_bytes(type_):
     return part_bytes
 
 
+def shapes(m):
+    """Return how many rows are multiplied at once, by how many positions of K, by how many 16-column chunks of V.
+
+    Their sums fill the registers. Several rows share what K and V are converted to.
+    """
+    if WIDE:
+        at_once = min(m, 8)
+        return at_once, 16 // at_once, min(8, 16 // at_once)
+    at_once = min(m, 2) if isa.current().is_arm64 else 1
+    return at_once, 4 // at_once, 4 // at_once
+
+
 def make_flash_stream(k_type, v_type, m, more=""):
     """Return the kernel, with the parameters of make_flash_few.
 
@@ -172,9 +184,7 @@ def make_flash_stream(k_type, v_type, m, more=""):
     """
     m = int(m)
     soft_max_tile = make_soft_max_tile(more.replace("w", ""))  # one token sees all that its task begins with
-    at_once = min(m, 8) if WIDE else 1
-    positions = 16 // at_once if WIDE else 4
-    columns = min(8, 16 // at_once) if WIDE else 4  # 16-column chunks at once in the product with V
+    at_once, positions, columns = shapes(m)
     v_size, v_chunks_step = STEPS[v_type]
     k_size, k_chunks_step = STEPS[k_type]
     rounds = m // at_once

@@ -7,6 +7,7 @@ group, `k` the number of columns. Tile modes and layout: `tile_modes.py`. Activa
 from ikcli.backends.cpu.kernels.group_dot import group_dot
 from ikcli.backends.cpu.kernels.groupformat import GroupFormat, unpack_group
 from ikcli.backends.cpu.kernels.row_dot import row_dot
+from ikcli.backends.cpu.kernels.row_dot_arm64 import row_dot_arm64
 from ikcli.backends.cpu.kernels.row_dot_avx2 import row_dot_avx2
 from ikcli.backends.cpu.kernels.unpack_tile import unpack_tile
 from ikcli.backends.cpu.tile_modes import TILE_ROWS
@@ -20,8 +21,9 @@ def few_dots(fmt):
     Strides are in bytes. A group is decoded once for several activation rows; each result is that of the row alone, bit
     for bit.
     """
-    make = group_dot if isinstance(fmt, GroupFormat) else row_dot
-    if not {"avx512vnni", "avxvnni"} & isa.current().features:
+    alone = row_dot_arm64 if isa.current().is_arm64 else row_dot
+    make = group_dot if isinstance(fmt, GroupFormat) else alone
+    if not {"avx512vnni", "avxvnni", "dotprod"} & isa.current().features:
         # dot products take most of the time there, and a lot of code
         dot1 = row_dot_avx2(fmt) if make is row_dot and isa.current().plain_avx2 else make(fmt, 1)
 
@@ -32,7 +34,8 @@ def few_dots(fmt):
 
         return one_by_one
     dot1, dot2, dot4 = (make(fmt, n) for n in (1, 2, 4))
-    most = 8 if fmt.rows == 1 and fmt.mode.endswith("32") else 4  # whose sums fit into registers
+    wide = fmt.rows == 1 and not isa.current().is_arm64
+    most = 8 if wide and fmt.mode.endswith("32") else 4  # whose sums fit into registers
     dot_most = make(fmt, most)
 
     @inline

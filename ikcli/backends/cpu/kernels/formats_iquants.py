@@ -230,7 +230,7 @@ class IQ3_S(_Signed):
         return e.mul(_affine(e, ls, 2.0, 1.0), e.splat(e.half(w)))
 
     def indices(self, e, w):
-        ninth = e.b.bitcast(e.word(e.offset(w, 66), 64), ir.VectorType(ir.IntType(1), 64))
+        ninth = e.mask_of(e.word(e.offset(w, 66), 64))
         return e.load(i8x64, e.offset(w, 2)), [ninth]
 
     def sign_bytes(self, e, w):

@@ -134,7 +134,7 @@ def quant_tile(mode, bias, nt, nv=1):
                         sums = [e.splat_f32(e.offset(row, s_at, e.times(ib4, halves), 4 * half)) for row in rows]
                         for t, v in pairs:
                             add(minima[v], sums[t], acc[t, v])
-            _add_or_store(e, acc, outs, n_lanes, first)
+            add_or_store(e, acc, outs, n_lanes, first)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 10), codegen
@@ -183,7 +183,7 @@ def float_tile(nv, nt, pairs=False):
                         old = builder.load(acc[t, v])
                         new = emit_dot_bf16(builder, old, w[v], x) if pairs else e.fma(w[v], x, old)
                         builder.store(new, acc[t, v])
-            _add_or_store(e, acc, outs, n_lanes, more)
+            add_or_store(e, acc, outs, n_lanes, more)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 8), codegen
@@ -241,7 +241,7 @@ def pair_tile(nv, nt):
                         part = builder.fmul(e.to_f32(builder.load(dots[t, v])), scales[v])
                         e.store(e.fma(part, d, e.load(f32x16, acc[t, v])), acc[t, v])
             slots = {tv: e.variable(e.load(f32x16, at)) for tv, at in acc.items()}
-            _add_or_store(e, slots, outs, n_lanes, more)
+            add_or_store(e, slots, outs, n_lanes, more)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 8), codegen
@@ -249,7 +249,7 @@ def pair_tile(nv, nt):
     return micro
 
 
-def _add_or_store(e, acc, outs, n_lanes, more):
+def add_or_store(e, acc, outs, n_lanes, more):
     """Store sums (t, v) at their places; more != 0 adds the old values."""
     # Old values join finished sums, so that the prefetch has had time to fetch them.
     with e.b.if_then(e.b.icmp_signed("!=", more, e.int(0))):

@@ -15,8 +15,9 @@ from ikcli.backends.cpu.kernels.rowformat import prefetch_step, steps
 from ikcli.backends.cpu.tile_modes import most_code
 from ikcli.native import isa
 from ikcli.native.simd.dot import emit_halves_added, most_addends
+from ikcli.native.simd.emit import F32
 from ikcli.native.simd.lanes import folded
-from ikcli.native.simd.vec import f32x8, f32x16, i8x64, i32x8, i32x16, llvm_type
+from ikcli.native.simd.vec import f32x16, i8x64, i32x8, i32x16, llvm_type
 
 
 @functools.cache
@@ -34,7 +35,7 @@ def group_dot(fmt, n_tokens):
             # Opaque: LLVM would compute each address from the one before, a chain of additions.
             rows = [ActivationRow(e, e.opaque(e.offset(a, e.times(a_stride, t))), k) for t in range(n_tokens)]
             n_lanes = _lanes_of_sums(fmt)
-            totals = [e.variable(e.zero(f32x8 if n_lanes == 8 else f32x16)) for _ in rows]
+            totals = [e.variable(ir.Constant(ir.VectorType(F32, n_lanes), None)) for _ in rows]
             for i, at_w, valid in steps(e, fmt, e.offset(w, fmt.header_bytes), k):
                 prefetch_step(e, fmt, at_w)
                 tokens = [_Token(e, fmt, mode, x, i, valid) for x in rows]
@@ -58,9 +59,11 @@ def group_dot(fmt, n_tokens):
 def _lanes_of_sums(fmt):
     """Return 8 on plain AVX2 where both halves of the vectors of codes have the same scales, so that they can be added.
 
-    Else 16.
+    On ARM64 as many as there are rows, where each row has one scale. Else 16.
     """
     runs = fmt.runs()
+    if isa.current().is_arm64 and runs == runs[: fmt.rows] * (16 // fmt.rows):
+        return fmt.rows
     return 8 if isa.current().plain_avx2 and runs[:8] == runs[8:] else 16
 
 
@@ -165,7 +168,7 @@ def _dot_step(e, fmt, mode, w, row, tokens):
                     groups = [t.groups(u, lanes) for lanes in vectors]
                     if signs:
                         groups = [e.with_sign(x, s) for x, s in zip(groups, signs, strict=True)]
-                    if n_lanes == 8:
+                    if n_lanes < 16:
                         dots[i] = emit_halves_added(e.b, dots[i], codes, groups, most)
                     elif signed:
                         dots[i] = e.dot_signed(dots[i], *codes, *groups)

@@ -23,7 +23,8 @@ from numba.extending import intrinsic
 from ikcli.backends.cpu.kernels.gemm import tile_scale
 from ikcli.backends.cpu.kernels.row_emitter import RowEmitter
 from ikcli.backends.cpu.kernels.rowformat import WeightFormat, steps
-from ikcli.backends.cpu.tile_modes import LAYOUT, tile_bias
+from ikcli.backends.cpu.kernels.vector_emitter import indices
+from ikcli.backends.cpu.tile_modes import LAYOUT, multiplies_matrices, tile_bias
 from ikcli.native import isa
 from ikcli.native.simd.emit import I32
 from ikcli.native.simd.half import half_to_f32
@@ -230,7 +231,7 @@ class GroupFormat(WeightFormat):
 
         It is 0, for signed bytes, or a power of two. See `RowFormat.bias`.
         """
-        return 0 if isa.current().plain_avx2 else 128
+        return 0 if isa.current().signed_codes else 128
 
     def header(self, e, w):
         """Read the headers of the rows."""
@@ -299,6 +300,22 @@ def unpack_group(fmt):
                 block, half = divmod(16 // rows * n + i, halves)
                 e.store(x, e.offset(to, block * block_bytes + 64 * half))
 
+    waiting = {}  # one of two groups that lie side by side
+
+    def put_group(e, to, g, x, more):
+        """Store column group g of a unit; `more`: what a row is further on where two groups are interleaved."""
+        at = g // 8 * block_bytes + header
+        if not multiplies_matrices():
+            e.store(x, e.offset(to, at + 64 * (g % 8)))
+            return
+        other = waiting.pop(g ^ 1, None)
+        if other is None:
+            waiting[g] = x
+            return
+        pair = (x, other) if g % 2 == 0 else (other, x)
+        both = e.b.shuffle_vector(*pair, indices([i + rows * which for i in range(rows) for which in range(2)]))
+        e.store(both, e.offset(to, more, at + 64 * (g % 8 & ~1)))
+
     @intrinsic
     def unpack(typingctx, w, tile, r, k):
         def codegen(context, builder, sig, args):
@@ -319,8 +336,7 @@ def unpack_group(fmt):
                         # A run of four columns is one word of the tile already: plain stores, no transposition.
                         words = builder.bitcast(codes, llvm_type(i32x16))
                         for g, x in zip(order, e.split(words, rows), strict=True):
-                            block = fmt.unit * u + g // 8
-                            e.store(x, e.offset(start, block * block_bytes + header + 64 * (g % 8)))
+                            put_group(e, e.offset(start, fmt.unit * u * block_bytes), g, x, e.times(r, 4))
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 4), codegen

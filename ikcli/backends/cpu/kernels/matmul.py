@@ -11,6 +11,7 @@ from ikcli.backends.cpu.kernels.format_api import few_dots, unpack_sixteen
 from ikcli.backends.cpu.kernels.formats import is_float, weight_format
 from ikcli.backends.cpu.kernels.formats_float import float_block
 from ikcli.backends.cpu.kernels.gemm import quant_tile
+from ikcli.backends.cpu.kernels.gemm_arm64 import quant_tile_arm64
 from ikcli.backends.cpu.kernels.glu import glu_span
 from ikcli.backends.cpu.kernels.records import kernel
 from ikcli.backends.cpu.params_products import ByExpertParams, MulMatParams, UpGateParams, UpGluParams
@@ -23,6 +24,7 @@ from ikcli.backends.cpu.tile_modes import (
     tile_bias,
     tile_bytes_per_step,
 )
+from ikcli.native import isa
 from ikcli.native.jit import inline
 from ikcli.native.simd.vec import ld_i64
 
@@ -59,7 +61,10 @@ def _make_multiply(fmt, n_tiles, most):
 def _make_some(fmt, n_tiles, most):
     """Return `_make_multiply` for the blocks of 32 columns from `first` on."""
     # One kernel per power of two covers any number of rows with few shapes to compile.
-    micro = quant_tile(fmt.mode, tile_bias(fmt), most, n_tiles)
+    if isa.current().is_arm64:
+        micro = quant_tile_arm64(fmt.mode, most)
+    else:
+        micro = quant_tile(fmt.mode, tile_bias(fmt), most, n_tiles)
     rest = _make_some(fmt, n_tiles, most // 2) if most > 1 else _nothing
 
     @inline

@@ -7,13 +7,13 @@ import numpy as np
 from ikcli.backends.cpu.kernels.basic import add_span, copy_f32, scale_span
 from ikcli.backends.cpu.kernels.common import N_TOKENS, n_rows, state_word
 from ikcli.backends.cpu.kernels.records import kernel
-from ikcli.backends.cpu.params_layers import AxisRopeTableParams, MeanRowsParams, MediaRowsParams
+from ikcli.backends.cpu.params_layers import AxisRopeTableParams, MeanRowsParams, MediaRouteParams, MediaRowsParams
 from ikcli.native.jit import inline
-from ikcli.native.simd.vec import ld_f64, ld_i32, ld_i64, st_f32
+from ikcli.native.simd.vec import ld_f64, ld_i32, ld_i64, st_f32, st_i32
 
-_F0 = np.float32(0.0)
+_F0, _F1 = np.float32(0.0), np.float32(1.0)
 PLACES, MEDIA = 14, 15  # state words: addresses of places and rows
-PLACE_BYTES, MEDIA_AT, AXES, SEEN, SEEN_END = 32, 0, 4, 16, 20  # of a place, see graph/micro_batch.py
+PLACE_BYTES, MEDIA_AT, AXES, SEEN, SEEN_END, VISUAL = 32, 0, 4, 16, 20, 24  # of a place, see graph/micro_batch.py
 
 
 @inline
@@ -41,6 +41,21 @@ def make_media_rows(replaces):
                     st_f32(dst + 4 * i, _F0)
 
     return media_rows
+
+
+def make_media_route():
+    """Return a kernel that routes the tokens of visual experts, or all others, to expert 0, and the rest nowhere."""
+
+    @kernel(MediaRouteParams)
+    def media_route(params, ith, nth):
+        out, text = params.out, params.text
+        rows = n_rows(params)
+        for row in range(rows * ith // nth, rows * (ith + 1) // nth):
+            st_f32(out + 8 * row, _F1)
+            visual = ld_i32(place(params, row) + VISUAL)
+            st_i32(out + 8 * row + 4, np.int32(-1 if visual == text else 0))
+
+    return media_route
 
 
 def make_axis_rope_table():

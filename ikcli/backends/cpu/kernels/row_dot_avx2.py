@@ -48,7 +48,7 @@ def row_dot_avx2(fmt):
             for i, at_w, valid in steps(e, fmt, e.offset(w, fmt.header_bytes), k):
                 prefetch_step(e, fmt, at_w)
                 scales = fmt.scales(e, at_w, row)
-                factors = fmt.minima(e, at_w, row) if mode[0] == "m" else _offsets(e, fmt, at_w, scales)
+                factors = fmt.minima(e, at_w, row) if mode[0] == "m" else offsets(e, fmt, at_w, scales)
                 if factors is not None:
                     by_16 = e.offset(x.sums_apart_at, e.times(i, 64))
                     add(0, factors, x.scaled_sums(e, i, valid, 1) if per_block == 1 else e.load(f32x16, by_16))
@@ -93,7 +93,7 @@ def _room(e):
     return to, e.opaque(to)
 
 
-def _offsets(e, fmt, w, scales):
+def offsets(e, fmt, w, scales):
     """Return scales times the difference between values and `dot_codes`, or None."""
     if fmt.most_magnitude() or not (fmt.bias or fmt.shift):
         return None

@@ -4,6 +4,8 @@ import llvmlite.ir as ir
 import numpy as np
 
 from ikcli.backends.cpu.kernels.vector_emitter import VectorEmitter, indices
+from ikcli.native import isa
+from ikcli.native.simd import arm64
 from ikcli.native.simd.emit import I32, I64
 from ikcli.native.simd.vec import (
     call_llvm,
@@ -37,10 +39,19 @@ class RowEmitter(VectorEmitter):
 
     def shift_right(self, v, amounts):
         """Shift 64 bytes, as 16 i32 lanes, right by 16 constants; bits leak between bytes, so mask afterwards."""
+        if isa.current().is_arm64:
+            return self._moved_bytes(v, [n for n in amounts for _ in range(4)])
         words = self.b.bitcast(v, llvm_type(i32x16))
         return self.b.bitcast(self.b.lshr(words, const_vector(i32x16, amounts)), llvm_type(i8x64))
 
+    def _moved_bytes(self, v, right):
+        """Move bits inside of bytes; ARM64 has shifts of bytes, which often leave nothing to mask."""
+        v = self.lshr(v, [max(n, 0) for n in right])
+        return self.b.shl(v, const_vector(i8x64, [max(-n, 0) for n in right]))
+
     def shift_left(self, v, n):
+        if isa.current().is_arm64:
+            return self._moved_bytes(v, [-n] * 64)
         words = self.b.bitcast(v, llvm_type(i32x16))
         return self.b.bitcast(self.b.shl(words, const_vector(i32x16, [n] * 16)), llvm_type(i8x64))
 
@@ -73,6 +84,8 @@ class RowEmitter(VectorEmitter):
         mask = self.const64(mask - 256 if mask > 127 else mask)
         if set(starts) == {to}:
             return self.b.and_(v, mask)
+        if isa.current().is_arm64:
+            return self.b.and_(self._moved_bytes(v, [s - to for s in starts for _ in range(16)]), mask)
         if not self.moves_bits():
             if self._found_in_nibbles(starts, width):
                 nibbles = self.all_and(self.shift_right(v, [s & 4 for s in starts for _ in range(4)]), 15)
@@ -193,8 +206,15 @@ class RowEmitter(VectorEmitter):
 
     def bit_mask(self, lo, hi):
         """Return <64 x i1> from two i32 words."""
-        both = self.b.or_(self.b.zext(lo, I64), self.b.shl(self.b.zext(hi, I64), ir.Constant(I64, 32)))
-        return self.b.bitcast(both, ir.VectorType(ir.IntType(1), 64))
+        return self.mask_of(self.b.or_(self.b.zext(lo, I64), self.b.shl(self.b.zext(hi, I64), ir.Constant(I64, 32))))
+
+    def mask_of(self, bits):
+        """Return <64 x i1> from an i64."""
+        if not isa.current().is_arm64:
+            return self.b.bitcast(bits, ir.VectorType(ir.IntType(1), 64))
+        # There are no mask registers, and LLVM would move bits one by one.
+        spread = self.pick(self.b.bitcast(bits, ir.VectorType(_I8, 8)), [i // 8 for i in range(64)])
+        return self.bits_set(spread, [i % 8 for i in range(64)])
 
     def signs_of_bits(self, bytes_, lanes, positions):
         """Return 64 bytes, none of them 0, that are negative where a bit of a byte each is set."""
@@ -219,6 +239,10 @@ class RowEmitter(VectorEmitter):
                 t = const_vector(i8x32, [table[i] for i in half])
                 halves.append(call_llvm(self.b, "llvm.x86.avx2.pshuf.b", t.type, [t, self.pick(codes, half)]))
             return self.join(*halves)
+        if isa.current().is_arm64:
+            parts = arm64.sixteens(self.b, self.all_and(codes, 15))
+            parts = [arm64.lookup(self.b, table[16 * i : 16 * i + 16], v) for i, v in enumerate(parts)]
+            return arm64.joined(self.b, parts)
         entries = [const_vector(i8x64, [table[i // 16 * 16 + n] for i in range(64)]) for n in range(16)]
         out, codes = entries[0], self.all_and(codes, 15)
         for i in range(1, 16):
@@ -242,12 +266,14 @@ class RowEmitter(VectorEmitter):
             return call_llvm(self.b, "llvm.x86.avx512.permvar.qi.512", codes.type, args)
         if size == 16:
             return self.lookup16(table, codes)
+        if isa.current().is_arm64:
+            return arm64.lookup(self.b, table, self.all_and(codes, size - 1))
         upper = self.b.icmp_signed("<", self.shift_left(codes, 8 - (size - 1).bit_length()), self.const64(0))
         return self.b.select(upper, self.lookup(table[size // 2 :], codes), self.lookup(table[: size // 2], codes))
 
     def entry_with_bit(self, table, nibbles, v, starts):
         """Look up 32 byte constants by 64 nibbles and, above these, a bit of v: starts[c] in 16-byte chunk c."""
-        if "avx512vbmi" in self.features():
+        if "avx512vbmi" in self.features() or isa.current().is_arm64:
             return self.lookup(table, self.b.or_(nibbles, self.bits(v, starts, 1, to=4)))
         words = self.moved(self.b.bitcast(v, llvm_type(i32x16)), [start - 7 for start in starts for _ in range(4)])
         upper = self.b.icmp_signed("<", self.b.bitcast(words, v.type), self.const64(0))

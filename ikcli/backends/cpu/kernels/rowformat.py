@@ -65,9 +65,9 @@ class RowFormat(WeightFormat):
     def bias(self):
         """dot_codes - bias is a value (symmetric modes). A power of two, small: its sums cancel in float32.
 
-        0, for signed bytes, where values need all 8 bits and plain AVX2 multiplies.
+        0, for signed bytes, where values need all 8 bits and plain AVX2 or ARM64 multiplies.
         """
-        return 0 if isa.current().plain_avx2 else 128
+        return 0 if isa.current().signed_codes else 128
 
     def header(self, e, w):
         """Read the row header."""

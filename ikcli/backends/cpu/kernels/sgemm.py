@@ -26,6 +26,7 @@ CHUNK_ROW = 64  # bytes of one row of a chunk
 # (m, vectors): m divides CHUNK. Wider first; the last entry has one vector and takes what remains.
 BLOCKS = ((8, 3), (8, 2), (16, 1)) if isa.current().name == "avx512" else ((4, 1),)
 MAX_VECTORS = BLOCKS[0][1]
+BY_LANE = isa.current().is_arm64
 
 
 def rows_left(builder, first, stride, n, n_left):
@@ -131,14 +132,25 @@ KINDS = {
 }
 
 
-def _step(builder, a, a_stride, b, accs, m, nv, kind):
-    """Add one k: accs[i][v] += A[i] * B[v]."""
+def _spread(builder, at, kind):
+    """Return four adjacent elements, each in all lanes, of one load: ARM64 multiplies by a lane of a register."""
+    type_, element = KINDS[kind][:2]
+    four = load_f32x16_at(builder, at, ir.VectorType(element, 4))
+    picks = [ir.Constant(ir.VectorType(_I32, type_.n), [i] * type_.n) for i in range(4)]
+    return [builder.shuffle_vector(four, four, pick) for pick in picks]
+
+
+def _step(builder, a, a_stride, b, accs, m, nv, kind, spread=None):
+    """Add one k: accs[i][v] += A[i] * B[v]; `spread`: A[i] in all lanes."""
     type_, element, _, multiply = KINDS[kind]
     # nv loads and m broadcasts feed m * nv products.
     rows = [load_f32x16_at(builder, offset(builder, b, 64 * v), llvm_type(type_)) for v in range(nv)]
     out = []
     for i in range(m):
-        x = splat_value(builder, type_, load_f32x16_at(builder, offset(builder, a, i * a_stride), element))
+        if spread:
+            x = spread[i]
+        else:
+            x = splat_value(builder, type_, load_f32x16_at(builder, offset(builder, a, i * a_stride), element))
         out += [multiply(builder, accs[i * nv + v], x, rows[v]) for v in range(nv)]
     return out
 
@@ -172,9 +184,11 @@ def make_rows_block(m, nv, accumulate, kind):
 
             def four_columns(state):
                 at, bt, *accs = state
+                fours = [_spread(builder, offset(builder, at, i * CHUNK_ROW), kind) for i in range(m if BY_LANE else 0)]
                 # Four unrolled: broadcasts have constant offsets, and counting takes a small part of the instructions.
                 for k in range(4):
-                    accs = _step(builder, offset(builder, at, 4 * k), CHUNK_ROW, bt, accs, m, nv, kind)
+                    spread = [four[k] for four in fours]
+                    accs = _step(builder, offset(builder, at, 4 * k), CHUNK_ROW, bt, accs, m, nv, kind, spread)
                     bt = builder.add(bt, b_stride)
                 return [offset(builder, at, 16), bt, *accs]
 
@@ -217,7 +231,7 @@ def make_columns_block(m, nv, kind, unit):
             def row(state):
                 at, bt, ask, *accs = state
                 # Columns of a chunk are adjacent, so the m broadcasts of a step read one cache line.
-                accs = _step(builder, at, 4, bt, accs, m, nv, kind)
+                accs = _step(builder, at, 4, bt, accs, m, nv, kind, BY_LANE and m == 4 and _spread(builder, at, kind))
                 ask = emit_prefetch(builder, ask, lines)
                 return [offset(builder, at, CHUNK_ROW), builder.add(bt, b_stride), ask, *accs]
 

@@ -14,7 +14,8 @@ from numba.extending import intrinsic
 from ikcli.backends.cpu.kernels.gemm import tile_scale
 from ikcli.backends.cpu.kernels.row_emitter import RowEmitter
 from ikcli.backends.cpu.kernels.rowformat import copy_blocks
-from ikcli.backends.cpu.tile_modes import LAYOUT, tile_bias
+from ikcli.backends.cpu.kernels.vector_emitter import indices
+from ikcli.backends.cpu.tile_modes import LAYOUT, multiplies_matrices, tile_bias
 from ikcli.native.simd.emit import transpose16
 from ikcli.native.simd.vec import f32x16, pointer
 
@@ -64,6 +65,17 @@ def unpack_tile(fmt):
             for n, column in enumerate(transpose(e, e.offset(codes, e.times(j, _VECTOR)), 256)):
                 e.store(column, e.offset(at, n // 8 * block_bytes + _VECTOR * (n % 8)))
 
+    def put_pairs(e, codes, to):
+        """Put eight columns of two rows side by side, as products of matrices take them."""
+        eights = ir.VectorType(ir.IntType(64), 8)
+        with e.loop(e.int(4)) as j:
+            at, src = e.offset(to, e.times(j, 2 * block_bytes), header), e.offset(codes, e.times(j, _VECTOR))
+            for r in range(0, _ROWS, 2):
+                pair = [e.b.load(pointer(e.b, e.offset(src, 256 * (r + i)), eights), align=1) for i in range(2)]
+                for n in range(8):
+                    both = e.b.shuffle_vector(*pair, indices([n, 8 + n]))
+                    e.store(both, e.offset(at, n // 4 * block_bytes + 128 * (n % 4) + 8 * r))
+
     def put_floats(e, floats, to):
         for which, src in enumerate(floats):
             for c, column in enumerate(transpose(e, src, _VECTOR)[: 8 * halves]):
@@ -90,7 +102,7 @@ def unpack_tile(fmt):
                     to = [e.offset(f, e.times(r, _VECTOR)) for f in floats]
                     decode(e, row_w, at_w, e.offset(codes, e.times(r, 256)), to)
                 step = e.offset(tile, e.times(i, 8 * block_bytes))
-                put_codes(e, codes, step)
+                (put_pairs if multiplies_matrices() else put_codes)(e, codes, step)
                 put_floats(e, floats, step)
             return context.get_dummy_value()
 

@@ -2,6 +2,7 @@
 
 import llvmlite.ir as ir
 
+from ikcli.native import isa
 from ikcli.native.simd.emit import I32, I64, Emitter
 from ikcli.native.simd.half import half_to_f32
 from ikcli.native.simd.vec import (
@@ -38,6 +39,8 @@ class VectorEmitter(Emitter):
 
     def half(self, address):
         """Load a half float as f32."""
+        if isa.current().is_arm64:
+            return half_to_f32(self.b, self.b.load(pointer(self.b, address, _I16), align=1))
         # By way of an integer register: LLVM would insert it into a vector register and wait for what that held.
         bits = self.opaque(self.b.zext(self.word(address, 16), I64))
         return half_to_f32(self.b, self.b.trunc(bits, _I16))
@@ -140,6 +143,10 @@ class VectorEmitter(Emitter):
 
     def zero8(self):
         return self.zero(f32x8)
+
+    def zero_words(self):
+        """Return four zeros."""
+        return ir.Constant(ir.VectorType(I32, 4), None)
 
     # --- f32 vectors --------------------------------------------------------------------------------------------------
     def splat(self, x, vec=f32x8):

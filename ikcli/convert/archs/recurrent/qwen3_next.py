@@ -152,7 +152,8 @@ _DROP = r"(^|\.)visual\."
 ARCHITECTURES = (
     b.Architecture("qwen3next", ("Qwen3NextForCausalLM",), _next_keys, NEXT, k.tied, _DROP),
     b.Architecture(
-        "qwen35", ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"), _dense_keys, QWEN35, k.tied, _DROP,
+        "qwen35", ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration", "MiniCPMV4_6ForConditionalGeneration"),
+        _dense_keys, QWEN35, k.tied, rf"{_DROP}|(^|\.)(vision_tower|merger)\.",
         frozenset({"mtp_use_dedicated_embeddings", "attn_output_gate", "mamba_ssm_dtype"}),
     ),
     b.Architecture(

@@ -58,6 +58,7 @@ WINDOWED: dict[str, dict[str, Any]] = {
     "gpt-oss": WINDOW | EXPERTS | YARN, "laguna": GATED | {"rope.dimension_count_swa": 16, "rope.dimension_count": 8},
     "llama4": EXPERTS | {"block_count": 4, "interleave_moe_layer_step": 2, "expert_used_count": 2,
                          "attention.temperature_length": 4},
+    "maple": LISTED | EXPERTS | {"rope.dimension_count": 8, "swiglu_clamp_exp": np.float32([0.5] * 4)},
     "mellum": WINDOW | EXPERTS | YARN | {"rope.freq_base_swa": 500.0},
     "mimo2": LISTED | SHARED | {
         "attention.head_count_kv": np.array([2, 4, 2, 4], np.int32), "attention.key_length": 48,
@@ -99,7 +100,7 @@ TINY: dict[str, dict[str, Any]] = {
     "command-r": LAYER_NORM | {"logit_scale": 0.3}, "falcon": LAYER_NORM, "gemma": {"attention.key_length": 32,
     "attention.value_length": 32}, "gptneox": LAYER_NORM | {"rope.dimension_count": 8}, "mistral4": MISTRAL4,
     "olmo": LAYER_NORM | {"attention.clamp_kqv": 0.5},
-    "olmo2": {}, "phi2": LAYER_NORM | {"rope.dimension_count": 8}, "stablelm": LAYER_NORM | {"rope.dimension_count": 4},
+    "olmo2": {}, "flex-olmo": EXPERTS, "phi2": LAYER_NORM | {"rope.dimension_count": 8}, "stablelm": LAYER_NORM | {"rope.dimension_count": 4},
     "minimax-m3": SHARED | {"block_count": 3, "rope.dimension_count": 8},
     "dots1": SHARED | {"block_count": 3}, "ernie4_5": {}, "glm4": {"rope.dimension_count": 8},
     "ernie4_5-moe": EXPERTS | {"block_count": 4, "leading_dense_block_count": 1, "interleave_moe_layer_step": 2},

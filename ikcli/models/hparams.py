@@ -27,8 +27,8 @@ MAX_LAYERS = 512
 MAX_EXPERTS = 1024
 GATING = {1: "softmax", 2: "sigmoid", 3: "softmax"}  # 3: over the chosen experts, as over all and normalised
 _ALL_EXPERTS = (
-    "arctic", "bailingmoe", "dbrx", "gpt-oss", "granitemoe", "grok", "hunyuan-moe", "mellum", "minimax-m2", "olmoe",
-    "phimoe", "qwen2moe", "qwen35moe", "qwen3moe", "qwen3next", "qwen3vlmoe", "smallthinker",
+    "arctic", "bailingmoe", "dbrx", "flex-olmo", "gpt-oss", "granitemoe", "grok", "hunyuan-moe", "maple", "mellum",
+    "minimax-m2", "olmoe", "phimoe", "qwen2moe", "qwen35moe", "qwen3moe", "qwen3next", "qwen3vlmoe", "smallthinker",
 )  # fmt: skip
 """In every layer."""
 DENSE_MLA = ("minicpm3", "plm")
@@ -44,7 +44,7 @@ _SIGMOID = (
 )  # fmt: skip
 """Gating of files that do not say."""
 _NOT_NORMALISED = (
-    "bailingmoe", "bailingmoe2", "cohere2_moe", "deepseek", "deepseek2", "deepseek32", "jamba", "laguna", "llama4",
+    "bailingmoe", "bailingmoe2", "cohere2_moe", "deepseek", "deepseek2", "deepseek32", "flex-olmo", "jamba", "laguna", "llama4",
     "minimax-m3", "nomic-bert-moe", "olmoe", "phimoe", "qwen2moe", "step35",
 )  # fmt: skip
 """Weights of experts where files do not say; most architectures always normalise, and their files do not say so."""
@@ -221,7 +221,7 @@ class HParams:
             routed = [f"blk.{il}.ffn_gate_inp.weight" in tensors or not tensors for il in range(n_main, n_layer)]
             values["is_moe"] = by_layer(values.get("is_moe", True), n_layer)[:n_main] + tuple(routed)
         values |= _scores(keys, values)
-        if arch == "step35" or (arch == "bailingmoe3" and "swiglu_clamp_exp" in keys):
+        if arch in ("maple", "step35") or (arch == "bailingmoe3" and "swiglu_clamp_exp" in keys):
             values |= _swiglu_limits(keys, values["n_layer"])
         values |= read_windows(keys, values)
         values |= read_recurrent(keys, values, tensors)
@@ -504,7 +504,7 @@ def _swiglu_limits(keys: Keys, n_layer: int) -> dict[str, tuple[float, ...]]:
     found = {}
     for field_name, (first, second) in names.items():
         key = f"swiglu_{first}" if f"swiglu_{first}" in keys else f"swiglu_{second}"
-        limits = keys.numbers(key, 0.0, n_layer=n_layer)
+        limits = keys.numbers(key, 7.0 if keys.arch == "maple" and first == "limits" else 0.0, n_layer=n_layer)
         found[field_name] = tuple(x if x >= 1e-6 else 0.0 for x in limits)
     return found
 

@@ -44,8 +44,8 @@ _SIGMOID = (
 )  # fmt: skip
 """Gating of files that do not say."""
 _NOT_NORMALISED = (
-    "bailingmoe", "bailingmoe2", "cohere2_moe", "deepseek", "deepseek2", "deepseek32", "flex-olmo", "jamba", "laguna", "llama4",
-    "minimax-m3", "nomic-bert-moe", "olmoe", "phimoe", "qwen2moe", "step35",
+    "bailingmoe", "bailingmoe2", "cohere2_moe", "deepseek", "deepseek2", "deepseek32", "flex-olmo", "jamba", "laguna",
+    "llama4", "minimax-m3", "nomic-bert-moe", "olmoe", "phimoe", "qwen2moe", "step35",
 )  # fmt: skip
 """Weights of experts where files do not say; most architectures always normalise, and their files do not say so."""
 _LAYER_NORM = (

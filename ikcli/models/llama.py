@@ -18,16 +18,11 @@ from ikcli.models.tensors import TensorSpec, TensorSpecs, Weights
 
 def tensor_shapes(hp: HParams) -> TensorSpecs:
     """Return the expected tensors of the file."""
-    specs = expected.base_specs(hp)
+    specs = expected.base_specs(hp) | (expected.long_rope(hp, 0) if hp.arch == "minicpm" else {})  # MiniCPM 4
     specs["rope_freqs.weight"] = TensorSpec((hp.n_rot // 2,), required=False)
-    if hp.arch == "minicpm":  # MiniCPM 4
-        specs |= expected.long_rope(hp, 0)
     for il in range(hp.n_layer):
         specs |= expected.attention_specs(hp, il, bias=None)
-        if hp.n_expert:
-            specs |= expected.expert_specs(hp, il, hp.n_ff_exp)
-        else:
-            specs |= expected.dense_specs(hp, il, hp.n_ff)
+        specs |= expected.expert_specs(hp, il, hp.n_ff_exp) if hp.n_expert else expected.dense_specs(hp, il, hp.n_ff)
     return specs
 
 

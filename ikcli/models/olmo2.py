@@ -1,10 +1,12 @@
-"""OLMo 2 and 3, FlexOlmo (experts): norms only after attention and feed-forward part, norms over all query and over all key heads.
+"""OLMo 2 and 3: norms only after attention and feed-forward part, norms over all query and over all key heads.
 
 OLMo 3 has windows in three of four layers. So has the larger EXAONE 4, where only these layers use RoPE and heads are
-normed one by one.
+normed one by one. FlexOlmo has experts.
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 from ikcli.graph import Graph, Node
 from ikcli.models import blocks, expected
@@ -31,7 +33,6 @@ def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
     """Record the graph and return the logits of the output rows."""
     attn = blocks.attention_block(g, hp, w, cfg, neox=True)
     attn = blocks.normed_after(g, attn, "post_attention_norm", hp.eps, "attn_post_norm")
-    ffn = blocks.normed_after(
-        g, lambda x, layer: blocks.feed_forward(g, hp, cfg, x, layer), "post_ffw_norm", hp.eps, "ffn_post_norm"
-    )
+    parts = partial(blocks.feed_forward, g, hp, cfg)
+    ffn = blocks.normed_after(g, parts, "post_ffw_norm", hp.eps, "ffn_post_norm")
     return blocks.transformer(g, hp, w, attn, ffn)

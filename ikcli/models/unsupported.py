@@ -12,7 +12,6 @@ _SPEECH = "it makes speech, not text"
 REASONS = {
     "arwkv7": _RWKV,
     "chameleon": _IMAGES,
-    "cogvlm": _IMAGES,
     "deepseek2-ocr": _IMAGES,
     "deepseek4": _STREAMS,
     "deepseek41": _STREAMS,

@@ -47,11 +47,12 @@ def _maple(m: b.Build) -> None:
     m.key("attention.sliding_window", c.integer("sliding_window", least=1))
     m.key("attention.sliding_window_pattern", k.windows(m, 4, 0))
     m.key("swiglu_clamp_exp", [_MAPLE_LIMIT] * m.n_layer)
-    for key, known in (("norm_topk_prob", True), ("nope_on_global_attention", True), ("use_bias", False)):
-        c.expect(key, known)
-    for key, known in (("num_shared_experts", 0), ("first_k_dense_replace", 0), ("use_qk_norm", True)):
-        c.expect(key, known)
-    c.expect("moe_router_enable_expert_bias", False)
+    for key in ("norm_topk_prob", "nope_on_global_attention", "use_qk_norm"):
+        c.expect(key, True)
+    for key in ("use_bias", "moe_router_enable_expert_bias"):
+        c.expect(key, False)
+    c.expect("num_shared_experts", 0)
+    c.expect("first_k_dense_replace", 0)
 
 
 _MAPLE_LIMIT = 7.0  # of gate and up; the checkpoint's code has it, its config.json does not

@@ -15,7 +15,6 @@ from ikcli.engine.plan.model_rules import check_ser, settle_encoder, settle_inde
 from ikcli.engine.plan.planner import Planner
 from ikcli.engine.plan.programs import check_cache_types
 from ikcli.engine.run.run_device import Beside
-from ikcli.errors import UsageError
 from ikcli.models import HParams
 from ikcli.settings.rules import check_devices, check_stages
 from ikcli.settings.run import RunConfig
@@ -53,9 +52,7 @@ def prepare(
     notices = assume_missing(file, hp) + missing_data(file)
     config = settle_mla(config, hp, given, notices)
     check_cache_types(config, config.mla)
-    if config.ser is not None and hp.expert_gating == "sparsemixer":
-        raise UsageError(f"-ser: {hp.arch} models weigh each expert by itself, so that none can be left out; omit it")
-    config, warnings = check_ser(config, hp.n_expert, hp.n_expert_used)
+    config, warnings = check_ser(config, hp.n_expert, hp.n_expert_used, hp.expert_gating)
     planner = planner.on(find_machine(config, exact=config.only_plans or config.fit))
     if beside is not None:
         planner = planner.on(planner.machine, beside=beside(config, hp, planner.machine))

@@ -1,8 +1,6 @@
-"""Llama 1-3, Mistral, and Mixtral (experts): RMS norm, rotated pairs (2i, 2i+1), SwiGLU.
+"""Llama 1-3, Mistral, Mixtral (experts), InternLM 2, XVERSE: RMS norm, rotated pairs (2i, 2i+1), SwiGLU.
 
-The output is tied if `output.weight` is absent. Biases are optional; `rope_freqs.weight` holds Llama 3 frequency
-factors. Also InternLM 2, XVERSE, Baichuan and Refact (ALiBi instead of RoPE in Refact and Baichuan 13B), MiniCPM
-(factors: `HParams`) and, with rotated halves, EXAONE 3.
+With factors MiniCPM, with ALiBi Refact and Baichuan 13B, with rotated halves EXAONE 3. Biases are optional.
 """
 
 from __future__ import annotations

@@ -48,8 +48,7 @@ def prepare(
     check_devices(config)
     config = _shared_out(check_stages(config, given), pipeline)
     planner = Planner.of_file(config, header_only=config.only_plans, pipeline=pipeline)
-    file, hp = planner.file, planner.hp
-    notices = assume_missing(file, hp) + missing_data(file)
+    hp, notices = planner.hp, assume_missing(planner.file, planner.hp) + missing_data(planner.file)
     config = settle_mla(config, hp, given, notices)
     check_cache_types(config, config.mla)
     config, warnings = check_ser(config, hp.n_expert, hp.n_expert_used, hp.expert_gating)

@@ -33,8 +33,9 @@ def by_class() -> dict[str, Architecture]:
     return {name: a for a in ARCHITECTURES for name in a.classes}
 
 
-_BY_TYPE = {"exaone": "ExaoneForCausalLM", "mistral4": "Mistral4ForCausalLM"}
-"""Models that only model_type identifies: EXAONE 3 has the class of Llama, Mistral 4 that of all vision models."""
+_BY_TYPE = {"exaone": "ExaoneForCausalLM", "mistral4": "Mistral4ForCausalLM", "plamo2": "Plamo2ForCausalLM"}
+"""Models that only model_type identifies: EXAONE 3 has the class of Llama, Mistral 4 that of all vision models, PLaMo 2
+that of PLaMo 1 in some."""
 
 
 _ELSEWHERE = {

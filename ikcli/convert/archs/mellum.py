@@ -52,6 +52,8 @@ def _maple(m: b.Build) -> None:
     for key in ("use_bias", "moe_router_enable_expert_bias"):
         c.expect(key, False)
     c.expect("num_shared_experts", 0)
+    c.expect("n_group", 1)
+    c.ignore("topk_group", "moe_shared_expert_intermediate_size")
     c.expect("first_k_dense_replace", 0)
 
 

@@ -691,6 +691,36 @@ def minicpmv46() -> tuple[Model, Callable[[np.ndarray], Found]]:
     return m, run
 
 
+def minimax() -> tuple[Model, Callable[[np.ndarray], Found]]:
+    vision = {"hidden_size": 40, "intermediate_size": 44, "num_hidden_layers": 2, "num_attention_heads": 2,
+              "image_size": 84, "patch_size": 14}  # fmt: skip
+    text = TEXT | {"num_local_experts": 2, "num_experts_per_tok": 1}
+    config = {"vision_config": vision, "text_config": text, "projector_hidden_size": 48, "image_token_index": 5,
+              "video_token_index": 6}  # fmt: skip
+    m = Model(config, tf.MiniMaxM3VLImageProcessor(), "MiniMaxM3SparseForConditionalGeneration", "none")
+    names = {"model.vision_tower.embeddings.proj": "vision_tower.vision_model.embeddings.patch_embedding",
+             "model.vision_tower.layers.": "vision_tower.vision_model.encoder.layers.",
+             "model.vision_tower.": "vision_tower.vision_model.",
+             "model.multi_modal_projector.merge_": "patch_merge_mlp.",
+             "model.multi_modal_projector.": "multi_modal_projector."}  # fmt: skip
+    for name, x in m.model.state_dict().items():  # under the names that the checkpoint has
+        for ours, theirs in names.items():
+            if name.startswith(ours):
+                name = name.replace(ours, theirs)
+                m.shapes[name] = list(x.shape)
+                x.copy_(torch.from_numpy(weights(name, tuple(x.shape))))
+    m.config["vision_config"] = vision | {"img_token_compression_config": {"spatial_merge_size": 2}}
+
+    def run(rgb: np.ndarray) -> Found:
+        made = m.processor([Image.fromarray(rgb)], return_tensors="pt")
+        rows = m.model.model.get_image_features(made["pixel_values"], made["image_grid_thw"]).pooler_output
+        _, h, w = made["image_grid_thw"][0].tolist()
+        x = made["pixel_values"].numpy().reshape(h // 2, w // 2, 2, 2, 3, 2, 14, 14)[:, :, :, :, :, 0]
+        return [x.transpose(4, 0, 2, 5, 1, 3, 6).reshape(3, h * 14, w * 14)], [x.numpy() for x in rows], [h, w]
+
+    return m, run
+
+
 MODELS = {
     "internvl": internvl,
     "idefics3": idefics3,
@@ -712,6 +742,7 @@ MODELS = {
     "paddleocr": paddleocr,
     "cogvlm": cogvlm,
     "minicpmv46": minicpmv46,
+    "minimax": minimax,
 }
 MORE_SIZES = {"lfm2": ((1024, 600),)}
 

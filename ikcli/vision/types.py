@@ -14,6 +14,7 @@ from ikcli.vision.llama4 import Llama4
 from ikcli.vision.llava import JanusPro, LlavaMlp, MobileVlm, MobileVlm2
 from ikcli.vision.minicpmv import MiniCpmV
 from ikcli.vision.minicpmv46 import MiniCpmV46
+from ikcli.vision.minimax import MiniMaxM3, MiniMaxM3Vl
 from ikcli.vision.moonvit import KimiK25, KimiVl
 from ikcli.vision.paddleocr import PaddleOcr
 from ikcli.vision.pixtral import LightOnOcr, Pixtral
@@ -36,6 +37,8 @@ TYPES: dict[str, type[Tower]] = {
     "lfm2": Lfm2Vl,
     "resampler": MiniCpmV,
     "minicpmv4_6": MiniCpmV46,
+    "minimax_m3_vl": MiniMaxM3Vl,
+    "minimax_m3": MiniMaxM3,
     "mlp": LlavaMlp,
     "ldp": MobileVlm,
     "ldpv2": MobileVlm2,
@@ -49,7 +52,6 @@ TYPES: dict[str, type[Tower]] = {
 _LEFT_OUT = {
     "adapter": "GLM-Edge",
     "deepseekocr": "DeepSeek-OCR", "hunyuanocr": "HunyuanOCR",
-    "minimax_m3_vl": "MiniMax M3",
 }  # fmt: skip
 
 

@@ -74,6 +74,7 @@ TEXTS = {
     "lightonocr": "<|im_start|>|<|im_end|>",
     "dots_ocr": "<|img|>|<|endofimg|>",
     "minimax": "]<]start of image[>[|]<]end of image[>[",
+    "exaone45": "<vision>|</vision>",
     "cogvlm": "|",
     "minicpmv46": "<image>|</image><slice>|</slice><slice>|</slice>",
     "paddleocr": "<|IMAGE_START|>|<|IMAGE_END|>",

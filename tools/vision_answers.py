@@ -721,6 +721,23 @@ def minimax() -> tuple[Model, Callable[[np.ndarray], Found]]:
     return m, run
 
 
+def exaone45() -> tuple[Model, Callable[[np.ndarray], Found]]:
+    vision = {"hidden_size": 64, "intermediate_size": 44, "depth": 2, "num_heads": 4, "num_key_value_heads": 2,
+              "patch_size": 14, "out_hidden_size": 40, "fullatt_block_indexes": [1], "window_size": 56}  # fmt: skip
+    config = {"vision_config": vision, "text_config": {"model_type": "exaone4", **TEXT}}
+    processor = tf.Qwen2VLImageProcessor(min_pixels=6000, max_pixels=20000)
+    m = Model(config, processor, "Exaone4_5_ForConditionalGeneration", "visual")
+
+    def run(rgb: np.ndarray) -> Found:
+        made = processor([Image.fromarray(rgb)], return_tensors="pt")
+        rows = m.model.model.visual(made["pixel_values"], made["image_grid_thw"]).pooler_output
+        _, h, w = made["image_grid_thw"][0].tolist()
+        x = made["pixel_values"].numpy().reshape(h // 2, w // 2, 2, 2, 3, 2, 14, 14)[:, :, :, :, :, 0]
+        return [x.transpose(4, 0, 2, 5, 1, 3, 6).reshape(3, h * 14, w * 14)], [rows.numpy()], [h, w]
+
+    return m, run
+
+
 MODELS = {
     "internvl": internvl,
     "idefics3": idefics3,
@@ -743,6 +760,7 @@ MODELS = {
     "cogvlm": cogvlm,
     "minicpmv46": minicpmv46,
     "minimax": minimax,
+    "exaone45": exaone45,
 }
 MORE_SIZES = {"lfm2": ((1024, 600),)}
 

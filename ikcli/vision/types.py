@@ -18,13 +18,14 @@ from ikcli.vision.minimax import MiniMaxM3, MiniMaxM3Vl
 from ikcli.vision.moonvit import KimiK25, KimiVl
 from ikcli.vision.paddleocr import PaddleOcr
 from ikcli.vision.pixtral import LightOnOcr, Pixtral
-from ikcli.vision.qwen import Qwen2Vl, Qwen3Vl, Qwen25Vl
+from ikcli.vision.qwen import Exaone45, Qwen2Vl, Qwen3Vl, Qwen25Vl
 from ikcli.vision.tower import Tower
 
 TYPES: dict[str, type[Tower]] = {
     "qwen2vl_merger": Qwen2Vl,
     "qwen2.5vl_merger": Qwen25Vl,
     "qwen3vl_merger": Qwen3Vl,
+    "exaone4_5": Exaone45,
     "gemma3": Gemma3,
     "gemma4v": Gemma4,
     "pixtral": Pixtral,

@@ -75,6 +75,7 @@ TEXTS = {
     "dots_ocr": "<|img|>|<|endofimg|>",
     "minimax": "]<]start of image[>[|]<]end of image[>[",
     "exaone45": "<vision>|</vision>",
+    "glm_edge": "|",
     "cogvlm": "|",
     "minicpmv46": "<image>|</image><slice>|</slice><slice>|</slice>",
     "paddleocr": "<|IMAGE_START|>|<|IMAGE_END|>",
@@ -211,7 +212,10 @@ def test_the_other_file_of_minimax(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "says"),
     [
-        ({"clip.projector_type": "adapter"}, r"'adapter' \(GLM-Edge.*supported: qwen2vl_merger, .*idefics3"),
+        (
+            {"clip.projector_type": "deepseekocr"},
+            r"'deepseekocr' \(DeepSeek-OCR.*supported: qwen2vl_merger, .*idefics3",
+        ),
         ({"clip.projector_type": "new"}, "'new' are not supported; supported: "),
         ({"clip.has_vision_encoder": False, "clip.has_audio_encoder": True}, "encodes audio"),
     ],

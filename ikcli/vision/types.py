@@ -7,6 +7,7 @@ from ikcli.vision.cogvlm import CogVlm
 from ikcli.vision.dots import DotsOcr
 from ikcli.vision.gemma import Gemma3, Gemma4
 from ikcli.vision.glm4v import Glm4v
+from ikcli.vision.glm_edge import GlmEdge
 from ikcli.vision.idefics import Idefics3
 from ikcli.vision.internvl import InternVl
 from ikcli.vision.lfm2 import Lfm2Vl
@@ -24,6 +25,7 @@ from ikcli.vision.tower import Tower
 TYPES: dict[str, type[Tower]] = {
     "qwen2vl_merger": Qwen2Vl,
     "qwen2.5vl_merger": Qwen25Vl,
+    "qwen2.5o": Qwen25Vl,
     "qwen3vl_merger": Qwen3Vl,
     "exaone4_5": Exaone45,
     "gemma3": Gemma3,
@@ -45,15 +47,13 @@ TYPES: dict[str, type[Tower]] = {
     "ldpv2": MobileVlm2,
     "janus_pro": JanusPro,
     "lightonocr": LightOnOcr,
+    "adapter": GlmEdge,
     "cogvlm": CogVlm,
     "dots_ocr": DotsOcr,
     "paddleocr": PaddleOcr,
 }
 
-_LEFT_OUT = {
-    "adapter": "GLM-Edge",
-    "deepseekocr": "DeepSeek-OCR", "hunyuanocr": "HunyuanOCR",
-}  # fmt: skip
+_LEFT_OUT = {"deepseekocr": "DeepSeek-OCR", "hunyuanocr": "HunyuanOCR", "hunyuanvl": "HunyuanOCR"}
 
 
 def tower_of(name: str, source: str) -> type[Tower]:

@@ -43,6 +43,16 @@ class _Made:
     n_found: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Unused:
+    """A draft that was not checked: the text goes on and shows what of it was right. `at`: tokens before it."""
+
+    generation: Generation
+    kind: str
+    at: int
+    tokens: Sequence[int]
+
+
 class Speculator:
     """Drafts tokens for the slots of one engine.
 
@@ -67,6 +77,7 @@ class Speculator:
         self._measured_after = 1  # of the latter
         self._explains = self._config.spec_explain
         self._made: dict[int, _Made] = {}  # slot -> its latest draft
+        self._unused: dict[int, _Unused] = {}
         self._seen: dict[tuple[int, int], Generation] = {}  # stage, slot -> the text that its model has computed
         self._decisions: Counter[str] = Counter()
         self._before: dict[int, Counter[str]] = {}  # slot -> decisions before its text began
@@ -97,12 +108,12 @@ class Speculator:
             self._models_rest -= 1
             due = self._quiet + 1 >= self._measured_after
             if due:
-                start = time.perf_counter()
+                start = time.thread_time()
             if not self._may_draft(slots):
                 self._quiet += 1
                 if due:
                     self._report(policy, self._quiet - 1)
-                    self._rest(policy.looked(time.perf_counter() - start, len(slots), self._quiet))
+                    self._rest(policy.looked(time.thread_time() - start, len(slots), self._quiet))
                     self._decisions[NO_DRAFT] += self._quiet
                     self._quiet = 0
                     self._measured_after = policy.measured_after(len(slots))
@@ -110,12 +121,12 @@ class Speculator:
                 if self._explains:
                     self._explain(Decision((), NO_DRAFT), ())
                 return ()
-        start = start or time.perf_counter()
+        start = start or time.thread_time()
         self._report(policy, self._quiet)
         self._decisions[NO_DRAFT] += self._quiet
         self._quiet = 0
         making, rest = self._propose_chosen(slots, policy, asks_models=asks_models)
-        rest_of_look = policy.looked(time.perf_counter() - start - making, len(slots))
+        rest_of_look = policy.looked(max(time.thread_time() - start - making, 0.0), len(slots))
         self.measures = True
         drafted = [s for s in slots if s.draft]
         if not drafted:
@@ -206,6 +217,7 @@ class Speculator:
         options: list[Option] = []
         found: list[tuple[Slot, int, Wanted]] = []
         for slot in slots:
+            self._compare(slot, policy)
             best: tuple[float, Option, int, Wanted] | None = None
             for i, (stage, drafter) in enumerate(zip(self._stages, self._drafters, strict=True)):
                 if drafter.costs and not asks_models:
@@ -234,6 +246,10 @@ class Speculator:
         rest, making = decision.rest, 0.0
         if rest and self._texts and all(o.costs for o in options):
             self._models_rest, rest = rest, 0
+        for (slot, i, wanted), n in zip(found, decision.lengths, strict=True):
+            if not n and not self._drafters[i].costs and slot.id not in self._unused and slot.generation is not None:
+                g = slot.generation
+                self._unused[slot.id] = _Unused(g, self._stages[i].type, len(g.history), tuple(wanted.found))
         if not any(decision.lengths):
             return making, rest
         for i, (stage, drafter) in enumerate(zip(self._stages, self._drafters, strict=True)):
@@ -243,6 +259,22 @@ class Speculator:
             for slot, wanted, n in mine:
                 self._use(slot, stage, wanted, n)
         return making, rest
+
+    def _compare(self, slot: Slot, policy: Policy, *, ends: bool = False) -> None:
+        """Compare a draft that was not used with the text, once it is long enough or shows an error, or ends."""
+        unused = self._unused.get(slot.id)
+        if unused is None:
+            return
+        history, n = unused.generation.history, len(unused.tokens)
+        n_known = min(len(history) - unused.at, n)
+        right = 0
+        while right < n_known and history[unused.at + right] == unused.tokens[right]:
+            right += 1
+        if n_known == n or right < n_known or ends:
+            del self._unused[slot.id]
+            if n_known > 0:
+                n = n if right < n_known else n_known  # an error is one however long the draft was
+                policy.judged(slot.id, unused.kind, n, n, right)
 
     def _make(self, i: int, mine: Sequence[tuple[Slot, Wanted, int]], policy: Policy, n_texts: int) -> float:
         """Let a model draft for these slots; return the seconds that are not to be counted once more."""
@@ -337,6 +369,7 @@ class Speculator:
         if self._policy is not None:
             if self._heads is not None:
                 self._heads.asleep.discard(slot.id)
+            self._compare(slot, self._policy, ends=True)
             self._policy.forget(slot.id)
             for i in range(len(self._stages)):
                 self._seen.pop((i, slot.id), None)

@@ -210,12 +210,13 @@ def test_images_are_neither_drafted_nor_seen_by_a_draft_model(tmp_path: Path) ->
         server = FIXED | {"spec_type": parse_spec_type(spec), "model_draft": path if "draft" in spec else None}
         with by_hand(path, 1, server=server) as hand:
             slot: Any = SimpleNamespace(id=0, n_ctx=64, n_past=2, generation=generation, text_tokens=lambda: text)
-            request.pictures, slot.draft = (), ()
-            hand.worker._speculator.propose([slot])
-            assert slot.draft
-            request.pictures, slot.draft = ("a picture",), ()
-            hand.worker._speculator.propose([slot])
-            assert list(slot.draft) == with_image
+            drafts = []
+            for request.pictures in ((), ("a picture",)):
+                slot.draft = ()
+                hand.worker._speculator.begins(slot)
+                hand.worker._speculator.propose([slot])
+                drafts.append(list(slot.draft))
+            assert drafts[0] and drafts[1] == with_image
 
 
 def test_drafts_may_have_a_least_length(tmp_path: Path) -> None:

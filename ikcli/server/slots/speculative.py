@@ -44,6 +44,15 @@ class _Made:
 
 
 @dataclass(frozen=True, slots=True)
+class _Limits:
+    """What options and a request allow the drafts of a text: most and fewest tokens, and the least probability."""
+
+    n_max: int
+    n_min: int
+    p_min: float
+
+
+@dataclass(frozen=True, slots=True)
 class _Unused:
     """A draft that was not checked: the text goes on and shows what of it was right. `at`: tokens before it."""
 
@@ -78,6 +87,7 @@ class Speculator:
         self._explains = self._config.spec_explain
         self._made: dict[int, _Made] = {}  # slot -> its latest draft
         self._unused: dict[int, _Unused] = {}
+        self._limits: dict[int, list[_Limits]] = {}  # slot -> of every stage
         self._seen: dict[tuple[int, int], Generation] = {}  # stage, slot -> the text that its model has computed
         self._decisions: Counter[str] = Counter()
         self._before: dict[int, Counter[str]] = {}  # slot -> decisions before its text began
@@ -183,17 +193,19 @@ class Speculator:
                 self._heads.asleep.clear()
             self._models_rest = min(self._models_rest, 0)
             assert slot.generation is not None
+            self._limits[slot.id] = [self._limits_of(slot.generation, *x)
+                                     for x in zip(self._stages, self._drafters, strict=True)]  # fmt: skip
             self._looks[slot.id] = [d.guesser(slot.id, slot.generation).may for d in self._texts]
             self._before[slot.id] = self._counts()
 
     def _propose_fixed(self, slots: Sequence[Slot]) -> None:
         """Draft as much as options and requests allow; every slot gets its share of the rows."""
         without = list(slots)
-        for stage, drafter in zip(self._stages, self._drafters, strict=True):
+        for i, drafter in enumerate(self._drafters):
             free = self._n_exact - len(slots) - sum(len(s.draft) for s in slots)
             found: list[tuple[Slot, Wanted]] = []
             for left, slot in zip(range(len(without), 0, -1), without, strict=True):
-                wanted = self._wanted(slot, stage, drafter, -(-free // left))
+                wanted = self._wanted(slot, i, -(-free // left))
                 if wanted.n_max > 0:
                     if not drafter.costs:
                         drafter.draft([wanted])
@@ -204,7 +216,7 @@ class Speculator:
                     wanted.text = slot.text_tokens()
                 drafter.draft(drafter.prepare([w for _, w in found]))
             for slot, wanted in found:
-                self._use(slot, stage, wanted, wanted.n_max)
+                self._use(slot, i, wanted, wanted.n_max)
             without = [s for s in without if not s.draft]
         drafts = [Option(s.id, self._made[s.id].kind, len(s.draft)) for s in slots if s.draft]
         self._note(Decision(tuple(o.n_most for o in drafts), FIXED if drafts else NO_DRAFT), drafts)
@@ -222,13 +234,13 @@ class Speculator:
             for i, (stage, drafter) in enumerate(zip(self._stages, self._drafters, strict=True)):
                 if drafter.costs and not asks_models:
                     continue
-                wanted = self._wanted(slot, stage, drafter, self._n_exact - len(slots))
+                wanted = self._wanted(slot, i, self._n_exact - len(slots))
                 if wanted.n_max <= 0:
                     continue
                 if not drafter.costs:
                     drafter.draft([wanted])
                 n = wanted.n_max if drafter.costs else len(wanted.found)
-                least = max(self._least(slot, stage, wanted.n_max), 1)
+                least = self._least(slot, i, wanted.n_max)
                 if n < least:
                     continue
                 option = Option(slot.id, stage.type, n, drafter.costs, least)
@@ -252,12 +264,12 @@ class Speculator:
                 self._unused[slot.id] = _Unused(g, self._stages[i].type, len(g.history), tuple(wanted.found))
         if not any(decision.lengths):
             return making, rest
-        for i, (stage, drafter) in enumerate(zip(self._stages, self._drafters, strict=True)):
+        for i, drafter in enumerate(self._drafters):
             mine = [(s, w, n) for (s, at, w), n in zip(found, decision.lengths, strict=True) if at == i and n]
             if drafter.costs and mine:
                 making += self._make(i, mine, policy, len(slots))
             for slot, wanted, n in mine:
-                self._use(slot, stage, wanted, n)
+                self._use(slot, i, wanted, n)
         return making, rest
 
     def _compare(self, slot: Slot, policy: Policy, *, ends: bool = False) -> None:
@@ -299,30 +311,34 @@ class Speculator:
                 policy.judged(wanted.seq, self._stages[i].type, wanted.n_max, 0, 0)
         return end - (prepared if known else start)
 
-    def _wanted(self, slot: Slot, stage: SpecStage, drafter: Drafter, most: int) -> Wanted:
-        g = slot.generation
-        assert g is not None
-        asked = g.request.speculation
-        room = slot.n_ctx - slot.n_past - 1
-        if g.n_remain >= 0:
-            room = min(room, g.n_remain - 1)
-        n_max = min(_first(asked.n_max, stage.n_max, self._config.draft_max), room, most)
+    def _limits_of(self, g: Generation, stage: SpecStage, drafter: Drafter) -> _Limits:
+        asked, config = g.request.speculation, self._config
+        n_max = _first(asked.n_max, stage.n_max, config.draft_max)
         if g.request.pictures and not drafter.sees_pictures:
             n_max = 0
-        p_min = _first(asked.p_min, stage.p_min, self._config.draft_p_min)
-        return Wanted(slot.id, g, g.history, _NO_TOKENS, n_max, p_min)  # models alone need the text, a copy
+        n_min = max(_first(asked.n_min, stage.n_min, config.draft_min), 1)
+        return _Limits(n_max, n_min, _first(asked.p_min, stage.p_min, config.draft_p_min))
 
-    def _least(self, slot: Slot, stage: SpecStage, n_max: int) -> int:
-        assert slot.generation is not None
-        return min(_first(slot.generation.request.speculation.n_min, stage.n_min, self._config.draft_min), n_max)
+    def _wanted(self, slot: Slot, i: int, most: int) -> Wanted:
+        """Return what stage i is asked for; a model needs the text as well, which is a copy."""
+        g, limits = slot.generation, self._limits[slot.id][i]
+        assert g is not None
+        room = slot.n_ctx - slot.n_past - 1
+        if 0 <= g.n_remain <= room:
+            room = g.n_remain - 1
+        return Wanted(slot.id, g, g.history, _NO_TOKENS, min(limits.n_max, room, most), limits.p_min)
 
-    def _use(self, slot: Slot, stage: SpecStage, wanted: Wanted, n: int) -> bool:
+    def _least(self, slot: Slot, i: int, n_max: int) -> int:
+        """Return the fewest tokens that a draft of stage i is to have where it may have n_max."""
+        return min(self._limits[slot.id][i].n_min, max(n_max, 1))
+
+    def _use(self, slot: Slot, i: int, wanted: Wanted, n: int) -> bool:
         """Give the slot its draft; return False if it is empty or too short."""
         found = wanted.found[: max(n, 0)]
-        if len(found) < max(self._least(slot, stage, wanted.n_max), 1):
+        if len(found) < self._least(slot, i, wanted.n_max):
             return False
         slot.draft = found
-        self._made[slot.id] = _Made(stage.type, n, len(found))
+        self._made[slot.id] = _Made(self._stages[i].type, n, len(found))
         return True
 
     def _note(self, decision: Decision, options: Sequence[Option]) -> None:

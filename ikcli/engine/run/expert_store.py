@@ -262,11 +262,18 @@ class ExpertStore:
         layer, experts = self._layers[il], self._now[1]
         bits = sum(1 << i for i, m in enumerate(layer.matrices) if m.name in set(names))
         start = 0.0
+        missing = self._missing[il]
+        # A thread that waits reads, too: on a busy machine it takes long until the others are awake.
+        while (missing[experts] & bits).any() and self._error is None:
+            start = start or time.perf_counter()
+            r = self._reader.take_wanted()
+            if r is not None:
+                self._reader.perform(r)
+                continue
+            with self._changed:
+                if (missing[experts] & bits).any() and self._error is None:
+                    self._changed.wait(1.0)
         with self._changed:
-            while (self._missing[il][experts] & bits).any():
-                self._check()
-                start = start or time.perf_counter()
-                self._changed.wait(1.0)
             if start:
                 self.counts.seconds += time.perf_counter() - start
             self._check()

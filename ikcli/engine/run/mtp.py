@@ -22,7 +22,6 @@ import numpy.typing as npt
 
 from ikcli.backends.step_block import StepBlock
 from ikcli.engine.plan.heads import FEW, HEAD, KEPT_STATES, kept_states
-from ikcli.engine.plan.programs import Graphs
 from ikcli.engine.run.media_places import places_of_text
 from ikcli.engine.run.model import Model
 from ikcli.engine.run.run_device import Observer
@@ -73,7 +72,6 @@ class Host(Protocol):
     model: Model
     graph_config: GraphConfig
     runner: Runner
-    graphs: Graphs
     programs: dict[str, DividedProgram]
     sequences: Sequences
     step_block: StepBlock
@@ -168,9 +166,7 @@ class Heads:
     def __init__(self, session: Host) -> None:
         self.session = session
         self.n_heads = session.graph_config.n_heads
-        states = session.graphs[f"{HEAD}0"][0].states
-        assert states is not None
-        self.n_embd = states.cols
+        self.n_embd = session.model.n_state
         head = session.model.external
         self.ids = session.model.ids_of_head()  # tokens of its logits; None: all tokens
         self._constant = head is not None and head.constant  # it has no rows of its own

@@ -120,8 +120,8 @@ class Planner:
         external.check_is_model(file.arch, str(file.paths[0]))
         models.find(file.arch, str(file.paths[0]))  # before keys, which unknown architectures may lack
         hp = HParams.from_gguf(file.metadata, file.tensors, str(file.paths[0]), config.rope)
-        if external.arch_of(file.metadata):
-            hp = replace(hp, n_further=1)
+        if (head := external.find(file.metadata, hp)) is not None:
+            hp = replace(hp, n_further=head.n_blocks)
         return cls(file, hp, Machine(()), None, Adapters.open(config.adapters, file.tensors, hp), pipeline)
 
     def on(

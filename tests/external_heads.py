@@ -125,6 +125,51 @@ def gelu(x: Floats) -> Floats:
     return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
 
 
+def dflash(model: MemoryModel, more: Sequence[str] = (), **keys: Any) -> MemoryModel:
+    """A DFlash head of two layers for a tiny model, which reads what its layers 0 and 2 put out."""
+    arch = model.metadata["general.architecture"]
+    width = model.metadata[f"{arch}.embedding_length"]
+    values: dict[str, Any] = {
+        "block_count": 2, "embedding_length": width, "context_length": 2048, "feed_forward_length": 96,
+        "attention.head_count": 4, "attention.head_count_kv": 2, "attention.key_length": 32,
+        "attention.value_length": 32, "rope.dimension_count": 32, "rope.freq_base": 700.0,
+        "attention.layer_norm_rms_epsilon": 1e-5, "dflash.block_size": 6, "dflash.mask_token_id": 7,
+        "dflash.target_layer_ids": np.int32([0, 2]), "dflash.n_target_features": 2 * width,
+    }  # fmt: skip
+    return random_head("dflash-draft", model, values | keys, more)
+
+
+def dflash_logits(head: MemoryModel, model: MemoryModel, seen: Seen, token: int, n_past: int, n: int) -> Floats:
+    """Logits of n masks after a token at n_past."""
+    w, eps = {name: np.asarray(head.values(name), np.float64) for name in head.tensors}, 1e-5
+    key = {k.removeprefix("dflash-draft."): v for k, v in head.metadata.items()}
+    given = np.concatenate([seen.values[f"l_out-{il}"][:n_past] for il in key["dflash.target_layer_ids"]], 1)
+    given = rms(given @ w["dflash_fc.weight"].T, w["dflash_hidden_norm.weight"], eps)
+    bases = key.get("dflash.backbone_rotary_base", 700.0), 700.0
+    table = w.get("token_embd.weight", model.values("token_embd.weight").astype(np.float64))
+    x = table[[token, *[key["dflash.mask_token_id"]] * n]]
+    for b in ("blk.0.", "blk.1."):
+        own = rms(x, w[b + "attn_norm.weight"], eps)
+        keys, values = [], []
+        for rows, pos, base in ((given, np.arange(n_past), bases[0]), (own, n_past + np.arange(n + 1), bases[1])):
+            freqs = base ** (-np.arange(0, 32, 2) / 32)
+            k = (rows @ w[b + "attn_k.weight"].T + w.get(b + "attn_k.bias", 0.0)).reshape(len(rows), -1, 32)
+            v = (rows @ w[b + "attn_v.weight"].T + w.get(b + "attn_v.bias", 0.0)).reshape(len(rows), -1, 32)
+            keys.append(rotated(rms(k, w[b + "attn_k_norm.weight"], eps), pos, freqs))
+            values.append(v * key.get("attention.value_scale", 1.0))
+        q = (own @ w[b + "attn_q.weight"].T + w.get(b + "attn_q.bias", 0.0)).reshape(n + 1, -1, 32)
+        q = rotated(rms(q, w[b + "attn_q_norm.weight"], eps), n_past + np.arange(n + 1), freqs)
+        k, v = (np.repeat(np.concatenate(parts), 2, 1) for parts in (keys, values))
+        p = softmax(np.einsum("ihd,jhd->hij", q, k) / np.sqrt(32))
+        x = x + np.einsum("hij,jhd->ihd", p, v).reshape(n + 1, -1) @ w[b + "attn_output.weight"].T
+        y = rms(x, w[b + "post_attention_norm.weight"], eps)
+        gate = y @ w[b + "ffn_gate.weight"].T
+        x = x + (gate / (1 + np.exp(-gate)) * (y @ w[b + "ffn_up.weight"].T)) @ w[b + "ffn_down.weight"].T
+    matrix = w.get("output.weight", model.values("output.weight").astype(np.float64))
+    logits: Floats = rms(x, w["output_norm.weight"], eps)[1:] @ matrix.T
+    return logits
+
+
 def eagle3_rows(head: MemoryModel, model: MemoryModel, tokens: Sequence[int], states: Floats) -> tuple[Floats, Floats]:
     """Logits and states of an EAGLE-3 head at the positions 0.., with the tokens after them, from the states there."""
     w = {name: np.asarray(head.values(name), np.float64) for name in head.tensors if name != "d2t"}

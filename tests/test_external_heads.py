@@ -13,7 +13,17 @@ from cuda_emulation import needs_emulation
 from cuda_sessions import Opener
 from draft_answers import PROMPTS, answers, helped
 from engine_client import Call, request, serving
-from external_heads import Seen, assistant, assistant_logits, eagle3, eagle3_rows, eagle3_states, written
+from external_heads import (
+    Seen,
+    assistant,
+    assistant_logits,
+    dflash,
+    dflash_logits,
+    eagle3,
+    eagle3_rows,
+    eagle3_states,
+    written,
+)
 from factories import MemoryModel, MemoryTensor, tiny_deepseek2, tiny_model
 from stage_threads import Threads
 from tiny_architectures import tiny
@@ -182,20 +192,54 @@ def test_eagle3_against_numpy(name: str, tmp_path: Path) -> None:
             assert np.allclose(draft.probabilities, [p for _, p in wanted], rtol=1e-3)
 
 
+DFLASH: dict[str, Callable[[MemoryModel], MemoryModel]] = {
+    "shared": dflash,
+    "own": lambda model: dflash(
+        model, ("token_embd.weight", "output.weight", "attn_q.bias", "attn_k.bias", "attn_v.bias"),
+        **{"attention.value_scale": 0.7, "dflash.backbone_rotary_base": 300.0},
+    ),
+}  # fmt: skip
+"""With the model's embeddings and matrix, or its own; see also the keys of files of other families."""
+
+
+@pytest.mark.parametrize("name", list(DFLASH))
+def test_dflash_against_numpy(name: str, tmp_path: Path) -> None:
+    """Blocks whose rows see each other, also after a longer one that was not accepted."""
+    model = tiny_model("llama", block_count=4)
+    head = DFLASH[name](model)
+    files = written(model, tmp_path, "m.gguf"), written(head, tmp_path, "head.gguf")
+    seen = Seen(files[0], TOKENS)
+    with opened(*files, "dflash", n_ubatch=16) as session:
+        assert session.heads is not None
+        for n_past, n in ((3, 4), (4, 2), (30, 9)):
+            for at in range(session.sequences.n_past[0], n_past, 16):
+                session.decode(Batch.single(TOKENS[at : min(at + 16, n_past)], at))
+            wanted = dflash_logits(head, model, seen, int(TOKENS[n_past]), n_past, min(n, 5))
+            draft = Draft(0, TOKENS[: n_past + 1], n, 0.0, [], [])
+            session.heads.draft([draft])
+            assert draft.found == wanted.argmax(1).tolist()
+            best = np.exp(wanted - wanted.max(1, keepdims=True)).sum(1)
+            assert np.allclose(draft.probabilities, 1 / best, rtol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["draft-eagle3", "draft-dflash"])
 @pytest.mark.parametrize(
     "arch",
     ["llama", *(pytest.param(a, marks=pytest.mark.slow("as llama")) for a in ("deepseek2", "qwen35moe", "gemma4"))],
 )
-def test_answers_are_the_same_with_eagle3(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_are_the_same(arch: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two slots, in one process and in stages, whose values the head gathers."""
     keys = {"context_length": 2048}
     model = tiny_model("llama", block_count=4, **keys) if arch == "llama" else (
         tiny_deepseek2(**keys) if arch == "deepseek2" else tiny(arch, **keys)
     )  # fmt: skip
     n_layer = model.metadata[f"{arch}.block_count"] - model.metadata.get(f"{arch}.nextn_predict_layers", 0)
-    head = eagle3(model, 40, extract_layers=np.int32([1, n_layer // 2, n_layer - 1]))
+    layers = np.int32([0, n_layer - 2])
+    head = dflash(model, **{"dflash.target_layer_ids": layers}) if kind == "draft-dflash" else (
+        eagle3(model, 40, extract_layers=layers + 1)
+    )  # fmt: skip
     path, file = written(model, tmp_path, "m.gguf"), written(head, tmp_path, "head.gguf")
-    spec = {"spec_type": parse_spec_type("draft-eagle3:p_min=0"), "model_draft": file}
+    spec = {"spec_type": parse_spec_type(f"{kind}:p_min=0"), "model_draft": file}
     settings: dict[str, Any] = {"model": path, "n_ctx": 1024, "n_ubatch": 32}
     with serving(2, **settings) as e:
         plain = list(answers(e))
@@ -209,6 +253,29 @@ def test_answers_are_the_same_with_eagle3(arch: str, tmp_path: Path, monkeypatch
     with serving(2, server=spec, **(settings | stages)) as e:
         first = [Call(e, request(p, 40, id_slot=i)) for i, p in enumerate(PROMPTS[:2])]
         assert [[t.id for t in c.final.tokens] for c in first] == plain[:2]
+
+
+def test_dflash_heads_that_do_not_fit(tmp_path: Path) -> None:
+    model = tiny_model("llama", block_count=4)
+    path, head = written(model, tmp_path, "m.gguf"), dflash(model)
+    changes: list[tuple[dict[str, Any], str]] = [
+        ({"dflash.n_target_features": 80}, "of another model: its dflash-draft.dflash.n_target_features is 80, not 2"),
+        ({"dflash.target_layer_ids": np.int32([0, 3])}, r"\[0, 3\]; it can read the outputs of layers 0 to 2"),
+        ({"dflash.mask_token_id": 96}, "with the mask 96 cannot be drafted"),
+        ({"dflash.block_size": None}, "dflash.block_size is missing"),
+        ({"dflash.laguna": True}, "DFlash heads with windows, such as Laguna's, are not supported"),
+        ({"attention.sliding_window": 8, "attention.sliding_window_pattern": np.array([True, False])}, "with windows"),
+    ]
+    for keys, message in changes:
+        found = head.metadata | {f"dflash-draft.{k}": v for k, v in keys.items()}
+        wrong = MemoryModel({k: v for k, v in found.items() if v is not None}, head.tensors)
+        with pytest.raises((FormatError, UnsupportedError), match=message):
+            opened(path, written(wrong, tmp_path, "wrong.gguf"), "dflash")
+    with pytest.raises(UsageError, match="a file of architecture llama; those of dflash-draft are read"):
+        opened(path, path, "dflash")
+    markov = {"markov_w1.weight": head.tensors["dflash_hidden_norm.weight"]}
+    with pytest.raises(UnsupportedError, match="DSpark heads are not supported"):
+        opened(path, written(MemoryModel(head.metadata, head.tensors | markov), tmp_path, "wrong.gguf"), "dflash")
 
 
 def test_eagle3_heads_that_do_not_fit(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from ikcli.errors import UsageError
 from ikcli.settings.records import SpecSetting, SpecStage
 from ikcli.settings.run import RunConfig
 
-HEAD_TYPES = ("mtp", "eagle3")
+HEAD_TYPES = ("mtp", "eagle3", "dflash")
 """Types whose drafts are made from the states of the model."""
 
 
@@ -26,10 +26,11 @@ def stages(config: RunConfig) -> tuple[SpecStage, ...]:
         given.append(SpecStage("ngram-cache"))
     if "draft" in types and not server.model_draft:
         raise UsageError("--spec-type draft needs a draft model; name one with -md FILE")
-    if "eagle3" in types and not server.model_draft:
-        raise UsageError("--spec-type eagle3 needs the file of the head; name it with -md FILE")
-    if types >= {*HEAD_TYPES}:
-        raise UsageError("--spec-type mtp and eagle3 cannot be combined: a model drafts with one kind of heads")
+    heads = [kind for kind in HEAD_TYPES if kind in types]
+    if heads and heads[-1] != "mtp" and not server.model_draft:
+        raise UsageError(f"--spec-type {heads[-1]} needs the file of the head; name it with -md FILE")
+    if len(heads) > 1:
+        raise UsageError(f"--spec-type {' and '.join(heads)} cannot be combined: a model drafts with one kind of heads")
     return tuple(given)
 
 

@@ -39,6 +39,9 @@ def join_heads(file: GGUFFile, path: Path, config: RunConfig, *, header_only: bo
     source, arch = file.paths[0], file.arch
     found, kind = heads.get("general.architecture"), kind_of_heads(config)
     wanted = external.spec_type(found) if found in external.MODULES else "mtp"
+    if kind not in (None, "mtp") and found not in external.MODULES:
+        known = ", ".join(arch for arch in external.MODULES if external.spec_type(arch) == kind)
+        raise UsageError(f"--spec-type {kind} -md {path}: a file of architecture {found}; those of {known} are read")
     if kind is not None and kind != wanted:
         raise UsageError(f"--spec-type {kind} -md {path}: this file is for --spec-type {wanted}")
     if found in external.MODULES and config.command == "imatrix":

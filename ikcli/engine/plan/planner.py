@@ -120,8 +120,8 @@ class Planner:
         external.check_is_model(file.arch, str(file.paths[0]))
         models.find(file.arch, str(file.paths[0]))  # before keys, which unknown architectures may lack
         hp = HParams.from_gguf(file.metadata, file.tensors, str(file.paths[0]), config.rope)
-        if external.arch_of(file.metadata):
-            hp = replace(hp, n_further=1)
+        if (head := external.find(file.metadata, hp)) is not None:
+            hp = replace(hp, n_further=head.n_blocks)
         return cls(file, hp, Machine(()), None, Adapters.open(config.adapters, file.tensors, hp), pipeline)
 
     def on(
@@ -165,7 +165,7 @@ class Planner:
         n_outputs = min(sizes.n_seq, cfg.n_ubatch)
         cached = self._record(replace(cfg, expert_slots=vram.by_layer(self.hp.n_layer)), model) if vram else {}
         programs = plan_programs(runner, graphs, cfg, n_outputs, sizes.n_step, cached)
-        parts = memory_of(runner, programs, model, output_bytes(cfg, self.hp, n_outputs))
+        parts = memory_of(runner, programs, model, output_bytes(cfg, model, n_outputs))
         for device, needs in self.beside.items():
             parts[device] = parts.get(device, {"weights": 0, "KV": 0, "compute": 0, "output": 0}) | dict(needs)
         n_nodes = max(len(graph.nodes) for graph, _ in graphs.values())

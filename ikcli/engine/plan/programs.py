@@ -202,9 +202,9 @@ def runs(graphs: Graphs, n_ubatch: int, n_outputs: int, n_step: int) -> dict[str
     return found
 
 
-def output_bytes(cfg: GraphConfig, hp: HParams, n_outputs: int) -> int:
+def output_bytes(cfg: GraphConfig, model: Model, n_outputs: int) -> int:
     """Return the bytes kept for the caller: logits of so many tokens, embeddings of a micro-batch, states for heads."""
-    n = n_outputs * hp.n_vocab if cfg.outputs.logits else 0
+    n = n_outputs * model.hp.n_vocab if cfg.outputs.logits else 0
     if cfg.n_heads:
-        n += cfg.n_seq * kept_states(cfg.n_ubatch) * hp.n_embd
-    return 4 * (n + cfg.n_ubatch * hp.n_embd if cfg.outputs.embeddings else n)
+        n += cfg.n_seq * kept_states(cfg.n_ubatch) * model.n_state
+    return 4 * (n + cfg.n_ubatch * model.hp.n_embd if cfg.outputs.embeddings else n)

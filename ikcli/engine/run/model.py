@@ -55,6 +55,13 @@ class Model:
         return str(self.file.paths[0])
 
     @property
+    def n_state(self) -> int:
+        """Return the columns of the states that heads read."""
+        return (
+            self.external.head.own.n_embd if self.external is not None and self.external.head.layers else self.hp.n_embd
+        )
+
+    @property
     def is_exact(self) -> bool:
         """Return whether nothing is rounded before the first choice of experts (`Graph.exact`), as in f16 files.
 

@@ -21,8 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ikcli.backends.step_block import StepBlock
-from ikcli.engine.plan.heads import FEW, HEAD, KEPT_STATES, kept_states
-from ikcli.engine.plan.programs import Graphs
+from ikcli.engine.plan.heads import BLOCK, FEW, HEAD, KEPT_STATES, kept_states
 from ikcli.engine.run.media_places import places_of_text
 from ikcli.engine.run.model import Model
 from ikcli.engine.run.run_device import Observer
@@ -73,7 +72,6 @@ class Host(Protocol):
     model: Model
     graph_config: GraphConfig
     runner: Runner
-    graphs: Graphs
     programs: dict[str, DividedProgram]
     sequences: Sequences
     step_block: StepBlock
@@ -167,11 +165,10 @@ class Heads:
 
     def __init__(self, session: Host) -> None:
         self.session = session
-        self.n_heads = session.graph_config.n_heads
-        states = session.graphs[f"{HEAD}0"][0].states
-        assert states is not None
-        self.n_embd = states.cols
+        self.n_embd = session.model.n_state
         head = session.model.external
+        self.n_heads = session.graph_config.n_heads if head is None else 1
+        self._drafts_blocks = head is not None and head.module.BLOCK
         self.ids = session.model.ids_of_head()  # tokens of its logits; None: all tokens
         self._constant = head is not None and head.constant  # it has no rows of its own
         self.follower: Follower | None = None
@@ -251,6 +248,10 @@ class Heads:
     def draft(self, wanted: Sequence[Continuation]) -> None:
         """Fill `found` and `probabilities` of every text; of one that the session has not computed, find nothing."""
         active = [self._begin(w) for w in wanted if self._can(w)]
+        if self._drafts_blocks:
+            for d in active:
+                self._draft_block(d)
+            return
         step = 0
         while active:
             head = min(step, self.n_heads - 1)
@@ -267,6 +268,43 @@ class Heads:
                 if len(d.wanted.found) < d.n_max:
                     going.append(d)
             active, step = going, step + 1
+
+    def _draft_block(self, d: _Drafting) -> None:
+        """Draft all tokens at once, after the rows of the text, with a head that does (`models/heads/dflash.py`).
+
+        The rows of a block are stored behind those of the text, and replaced when their positions get states.
+        """
+        session, w = self.session, d.wanted
+        n_past, head = len(w.text) - 1, session.model.external
+        assert head is not None
+        for piece in self._due(d.known, w.seq, 0, n_past, -1):
+            self._run(0, [piece], np.zeros(0, np.int64))
+        d.known.fed[0] = n_past
+        size, mask = head.head.block
+        n = min(d.n_max, size - 1, session.n_ctx_seq - n_past - 1, session.n_step - 1)
+        for row in self._block_rows(w.seq, [int(w.text[-1]), *[mask] * n], n_past)[1:]:
+            token = int(row.argmax())
+            probability = float(1 / np.exp(row - row[token]).sum())
+            if not probability >= w.p_min:
+                break
+            w.found.append(token)
+            w.probabilities.append(probability)
+
+    def _block_rows(self, seq: int, tokens: Sequence[int], first: int) -> FloatRows:
+        """Return the logits of the rows of a block at positions `first` and on; the next run overwrites them.
+
+        Every row is a segment that ends with the block, so that it sees all of it.
+        """
+        session, n = self.session, len(tokens)
+        session.sequences.room(seq, n)
+        block, program = session.step_block, session.programs[BLOCK + FEW]
+        block.set_step(tokens, [first + n - 1] * n, [seq] * n, session.n_ctx_seq, n)
+        block.spread(np.arange(first, first + n), seq * session.n_ctx_seq)
+        if session.observer is None:
+            session.runner.run(program, session.config.n_threads, block)
+        else:
+            session.runner.run_observed(program, session.config.n_threads, block, session.observer)
+        return session.runner.result(program, n)
 
     def _can(self, w: Continuation) -> bool:
         n_past = self.session.sequences.n_past[w.seq]

@@ -201,7 +201,7 @@ class Session:
     @property
     def output_bytes(self) -> int:
         """Return the bytes of logits and embeddings kept for the caller."""
-        return output_bytes(self.graph_config, self.model.hp, self._n_outputs)
+        return output_bytes(self.graph_config, self.model, self._n_outputs)
 
     @property
     def compute_bytes(self) -> int:

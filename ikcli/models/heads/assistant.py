@@ -27,6 +27,7 @@ from ikcli.models.keys import HasShape
 from ikcli.models.tensors import TensorSpec, TensorSpecs, Weights
 
 CONSTANT = True
+BLOCK = False
 _MODEL_WIDTH = {"gemma4_mtp": "backbone_embedding_length", "gemma4-assistant": "embedding_length_out"}
 _PRE = ("mtp_pre_proj.weight", "nextn.pre_projection.weight")
 _POST = ("mtp_post_proj.weight", "nextn.post_projection.weight")

@@ -26,6 +26,7 @@ from ikcli.models.rope import inverse_frequencies, magnitude
 from ikcli.models.tensors import TensorSpec, TensorSpecs, Weights
 
 CONSTANT = False
+BLOCK = False
 _RESIDUAL, _BEFORE_FC = "norm_before_residual", "norm_before_fc"
 
 

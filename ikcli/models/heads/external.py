@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 from ikcli.errors import UnsupportedError
 from ikcli.graph import Graph, Node
@@ -20,11 +20,12 @@ from ikcli.models.keys import HasShape
 from ikcli.models.tensors import TensorSpecs, Weights
 
 MODULES = {
+    "dflash-draft": "ikcli.models.heads.dflash",
     "eagle3": "ikcli.models.heads.eagle3",
     "gemma4-assistant": "ikcli.models.heads.assistant",
     "gemma4_mtp": "ikcli.models.heads.assistant",
 }
-"""By architecture of the file: those of llama.cpp, and ik_llama.cpp's `gemma4_mtp`."""
+"""By architecture of the file: those of llama.cpp, and ik_llama.cpp's `gemma4_mtp` and `dflash-draft`."""
 IDS = "d2t"
 """The tensor with the ids of a head's logits, where it has a part of the vocabulary."""
 
@@ -34,6 +35,9 @@ class HeadModule(Protocol):
 
     CONSTANT: bool
     """Whether all tokens of a draft have the position of the first, and the head reads the model's cache alone."""
+
+    BLOCK: bool
+    """Whether it drafts the tokens of a block at once (`BlockModule`); its layers then have a cache each."""
 
     def read(self, metadata: Mapping[str, Any], arch: str, hp: HParams, source: str) -> Head:
         """Return what the file says; raise FormatError or UnsupportedError if the head does not fit the model `hp`."""
@@ -46,6 +50,14 @@ class HeadModule(Protocol):
 
     def build(self, g: Graph, head: Head, hp: HParams, w: Weights, cfg: GraphConfig, prefix: str) -> Node:
         """Record the head and return its logits; `g.states` are those that it reads for the token after."""
+
+
+@runtime_checkable
+class BlockModule(Protocol):
+    """The module of an architecture of heads that draft blocks; `HeadModule.build` stores what its rows see."""
+
+    def build_block(self, g: Graph, head: Head, hp: HParams, w: Weights, cfg: GraphConfig, prefix: str) -> Node:
+        """Record the rows of a block and return their logits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +73,11 @@ class External:
     def constant(self) -> bool:
         """See `HeadModule.CONSTANT`."""
         return self.module.CONSTANT
+
+    @property
+    def n_blocks(self) -> int:
+        """Return the blocks after the model's that have caches."""
+        return self.head.own.n_layer if self.module.BLOCK else 1
 
     def record(self, g: Graph, hp: HParams, w: Weights, build: Callable[[], Node]) -> Node:
         """Record a graph of the model with `build`, and what the head reads beside it."""
@@ -87,7 +104,7 @@ def prefix_of(n_layer: int) -> str:
 
 def spec_type(arch: str) -> str:
     """Return the `--spec-type` that drafts with a head of this architecture."""
-    return "eagle3" if arch == "eagle3" else "mtp"
+    return {"eagle3": "eagle3", "dflash-draft": "dflash"}.get(arch, "mtp")
 
 
 def module_of(arch: str) -> HeadModule:

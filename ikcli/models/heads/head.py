@@ -13,12 +13,15 @@ from ikcli.models.hparams import HParams
 class Head:
     """The hyper-parameters of a head, and the layers of the model whose outputs it reads (none: the last states).
 
-    `flags`: further choices of its architecture.
+    `flags`: further choices of its architecture. `block`: tokens of a block and the one that stands for those to be
+    drafted, of heads that draft blocks. `rope_base`: of the rotation of keys made of states, if it is another one.
     """
 
     own: HParams
     layers: tuple[int, ...] = ()
     flags: frozenset[str] = frozenset()
+    block: tuple[int, int] = (0, 0)
+    rope_base: float = 0.0
 
 
 def renamed(metadata: Mapping[str, Any], arch: str, as_arch: str, n_vocab: int) -> dict[str, Any]:

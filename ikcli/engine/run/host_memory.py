@@ -79,6 +79,11 @@ def place(config: RunConfig, model: Model, runner: Runner, cpus: list[frozenset[
             advise((int(b.ctypes.data), b.nbytes), HUGE_PAGE)
     if config.numa is not None and cpus is not None:
         numa.touch(buffers, cpus)
+        if model.mapped(runner.host_weights):
+            notes.append(
+                f"--numa {config.numa}: mapped weights stay on the nodes where the page cache has them; --no-mmap "
+                "reads them into memory of the threads' nodes"
+            )
     if config.mlock:
         in_ram, mapped = model.memory(runner.host_weights)
         notes += lock_weights([*in_ram, *mapped])

@@ -273,8 +273,8 @@ class BpeModel:
         """Find the ranks of merges and the characters that words consist of."""
         merges = self._vocab.merges
         if _plain("".join(self._find)) and _plain("".join(chain.from_iterable(merges))):
-            self._ranks = dict(zip(merges, range(len(merges)), strict=True))
             self._alphabet = frozenset(t for t in chain(self._find, chain.from_iterable(merges)) if len(t) == 1)
+            self._ranks = dict(zip(merges, range(len(merges)), strict=True))  # last: another thread may look
         else:
             self._build()
 

@@ -74,7 +74,9 @@ def place(config: RunConfig, model: Model, runner: Runner, cpus: list[frozenset[
     """Apply huge pages, first touch and locking, before any buffer is used; return warnings."""
     notes: list[str] = []
     buffers = runner.host_buffers
-    if config.thp is not False and thp_state() in _ON:
+    # A large cache of which little is used takes more memory in huge pages, so by default it must fit twice.
+    wanted = plentiful(sum(b.nbytes for b in buffers)) if config.thp is None else config.thp
+    if wanted and thp_state() in _ON:
         for b in buffers:
             advise((int(b.ctypes.data), b.nbytes), HUGE_PAGE)
     if config.numa is not None and cpus is not None:

@@ -184,6 +184,18 @@ def test_memory_for_weights_is_touched_by_pinned_threads(hugetlb: int, monkeypat
     assert [min(owners[i]) for i in range(5)] == ([0, 0, 4, 4, 0] if hugetlb else [0, 4, 0, 4, 0])
 
 
+def test_where_threads_and_memory_are_is_said(monkeypatch) -> None:
+    monkeypatch.setattr(numa, "read_nodes", lambda: NODES)
+    cpus = thread_cpus("distribute", 5, NODES, range(8), 0)
+    line = numa.placement_line(cpus or [], 3 << 30)
+    assert line == (
+        "numa: threads: 3 on node 0, 2 on node 1; cache, buffers, 3072 MiB of weights: "
+        "in stripes of 2 MiB on their nodes"
+    )
+    home = numa.placement_line(thread_cpus("isolate", 2, NODES, range(8), 6) or [], 0)
+    assert home == "numa: threads: 2 on node 1; cache, buffers: in stripes of 2 MiB on their nodes"
+
+
 def test_pages() -> None:
     assert inner_pages((100, 9000), 4096) == (4096, 4096)
     assert inner_pages((4096, 8192), 4096) == (4096, 8192)

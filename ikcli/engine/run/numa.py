@@ -132,6 +132,14 @@ def _balancing(path: Path = _BALANCING) -> bool:
         return False
 
 
+def placement_line(cpus: Sequence[Cpus], n_bytes: int) -> str:
+    """Return a log line on the nodes of threads and memory; `n_bytes` of weights are in our own memory."""
+    counts = Counter(node for own in cpus for node, all_of_it in read_nodes().items() if own <= all_of_it)
+    threads = ", ".join(f"{n} on node {node}" for node, n in sorted(counts.items()))
+    weights = f", {n_bytes / 2**20:.0f} MiB of weights" if n_bytes else ""
+    return f"numa: threads: {threads}; cache, buffers{weights}: in stripes of {STRIPE >> 20} MiB on their nodes"
+
+
 def stripes(n_bytes: int, n_threads: int, stripe: int = STRIPE) -> list[range]:
     """Return the first bytes of the stripes of memory that each thread touches first: they alternate."""
     return [range(ith * stripe, n_bytes, n_threads * stripe) for ith in range(n_threads)]

@@ -100,10 +100,12 @@ class Collector:
             n_used = route_of(node).n_used
             self._ids[node] = np.array(value.view(np.int32)[:, n_used:])
             for source in self.routed[node]:
-                held = self._held.pop(source)
+                held = self._held[source]
                 for s in self.streams[source]:
                     if s.route is node:
                         s.add(held, self._ids[node])
+                if node is self._last_route(source):
+                    del self._held[source]
         if node not in self.streams:
             return
         x = value.astype(np.float32, copy=False)
@@ -117,6 +119,10 @@ class Collector:
                 s.add(x, self._ids[s.route])
             else:
                 self._held[node] = x.copy()
+
+    def _last_route(self, source: Node) -> Node:
+        """Return the last route by which experts read the rows of a node; groups of experts have one of their own."""
+        return [route for route, sources in self.routed.items() if source in sources][-1]
 
     def all_streams(self) -> Iterable[InputStream]:
         """Return every stream once."""

@@ -536,6 +536,18 @@ def moe_ffn(
         n_group_used=hp.n_expert_groups_used if grouped else 1,
         ser=cfg.ser,
     )
+    out = _routed(g, hp, cfg, x, layer, route, act, "ffn_moe_alone" if hp.experts_per_group else name)
+    if not hp.experts_per_group:
+        return out
+    groups, n_group = g.moe_groups(route, hp.experts_per_group, "ffn_moe_groups"), hp.n_expert // hp.experts_per_group
+    further = _experts(g, hp, cfg, x, layer.of_groups(), groups, n_group, act, "ffn_moe_further")
+    return g.add(out, g.scale(further, hp.expert_group_scale, "ffn_moe_further_scaled"), name)
+
+
+def _routed(
+    g: Graph, hp: HParams, cfg: GraphConfig, x: Node, layer: LayerWeights, route: Node, act: Glu, name: str
+) -> Node:
+    """Record the weighted sum of the experts of a route."""
     n_slots = cfg.slots_of(g.il)
     if not n_slots:
         return _experts(g, hp, cfg, x, layer, route, hp.n_expert, act, name)

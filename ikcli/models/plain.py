@@ -68,6 +68,12 @@ def _llama3_factors(hp: HParams, il: int) -> TensorSpecs:
     return {"rope_freqs.weight": TensorSpec((hp.n_rot // 2,), required=False)}
 
 
+def _groups(hp: HParams, il: int) -> TensorSpecs:
+    n = hp.n_expert // hp.experts_per_group
+    up, down = TensorSpec((hp.n_embd, hp.n_ff_group, n)), TensorSpec((hp.n_ff_group, hp.n_embd, n))
+    return {f"blk.{il}.ffn_{part}_chexps.weight": down if part == "down" else up for part in ("gate", "up", "down")}
+
+
 def _phimoe(hp: HParams, il: int) -> TensorSpecs:
     return _biased_norms(hp, il) | _output_bias(hp, il) | expected.long_rope(hp, il)
 
@@ -93,6 +99,7 @@ TABLE: dict[str, Plain] = {
     "granite": _PAIRS,
     "granite-swa": Plain(neox=False, more=_sinks),
     "granitemoe": _PAIRS,
+    "grovemoe": Plain(bias=None, qk_norm=True, more=_groups),
     "hunyuan-dense": Plain(bias=False, qk_norm=True, norm_last=True),
     "hunyuan-moe": Plain(bias=False, qk_norm=True, norm_last=True),
     "hy_v3": _NORMED,

@@ -76,6 +76,7 @@ TEXTS = {
     "minimax": "]<]start of image[>[|]<]end of image[>[",
     "exaone45": "<vision>|</vision>",
     "glm_edge": "|",
+    "muse": "<|image_start|>|<|image_end|>",
     "cogvlm": "|",
     "minicpmv46": "<image>|</image><slice>|</slice><slice>|</slice>",
     "paddleocr": "<|IMAGE_START|>|<|IMAGE_END|>",
@@ -254,4 +255,5 @@ def test_embeddings(model: Model) -> None:
         rows = [model.projector.encode(one).rows for one in model.pieces(size) if isinstance(one, Tile)]
         found, wanted = spread(rows, 96), values(truth["embeddings"])
         assert found.shape == wanted.shape
-        assert np.sqrt(np.square(found - wanted).mean() / np.square(wanted).mean()) < 1e-3
+        most = 2e-3 if model.name == "muse" else 1e-3  # keys and values are rounded in five layers
+        assert np.sqrt(np.square(found - wanted).mean() / np.square(wanted).mean()) < most

@@ -778,6 +778,24 @@ def glm_edge() -> tuple[Any, Callable[[np.ndarray], Found]]:
     return m, run
 
 
+def muse() -> tuple[Model, Callable[[np.ndarray], Found]]:
+    vision = {"hidden_size": 96, "intermediate_size": 64, "num_hidden_layers": 5, "num_attention_heads": 4,
+              "patch_size": 14, "pos_emb_height": 4, "pos_emb_width": 4, "merge_size": 2}  # fmt: skip
+    config = {"vision_config": vision, "text_config": TEXT, "out_hidden_size": 384, "projector_hidden_size": 48}
+    processor = tf.MuseGlimmerImageProcessor(max_image_tokens=4096)
+    m = Model(config, processor, "MuseGlimmerForConditionalGeneration", "vision_")
+
+    def run(rgb: np.ndarray) -> Found:
+        made = processor([Image.fromarray(rgb)], return_tensors="pt")
+        inner, (_, h, w) = m.model.model, made["image_grid_thw"][0].tolist()
+        found = inner.vision_tower(pixel_values=made["pixel_values"], grid_thw=made["image_grid_thw"])
+        rows = inner.vision_projection(inner.vision_adapter(found.last_hidden_state))  # the text model norms them
+        x = made["pixel_values"].numpy().reshape(h, w, 2, 3, 14, 14)[:, :, 0]
+        return [x.transpose(2, 0, 3, 1, 4).reshape(3, h * 14, w * 14)], [rows.numpy()], [h, w]
+
+    return m, run
+
+
 MODELS = {
     "internvl": internvl,
     "idefics3": idefics3,
@@ -802,6 +820,7 @@ MODELS = {
     "minimax": minimax,
     "exaone45": exaone45,
     "glm_edge": glm_edge,
+    "muse": muse,
 }
 MORE_SIZES = {"lfm2": ((1024, 600),)}
 

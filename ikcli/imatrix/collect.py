@@ -115,7 +115,7 @@ class Collector:
         for s in self.streams[node]:
             if s.route is None:
                 s.add(x, None)
-            elif s.by_expert:
+            elif s.by_expert or s.route.index < node.index:  # the experts are known already
                 s.add(x, self._ids[s.route])
             else:
                 self._held[node] = x.copy()
@@ -179,7 +179,7 @@ def _watch_node(out: Collector, node: Node, output_name: str | None) -> None:
         if not _attach(out, source, names, first.ne2, first.ne0, route=route, by_expert=op.sorted_in):
             return
         feeds = out.routed.setdefault(route, [])
-        if not op.sorted_in and source not in feeds:
+        if not op.sorted_in and source.index < route.index and source not in feeds:
             feeds.append(source)
     elif isinstance(op, MulMatHeads):
         _attach(out, source, names, first.ne2, first.ne0, heads=op.x)

@@ -73,7 +73,7 @@ def test_both_halves(arch: str, tmp_path: Path) -> None:
     # the heads are found beside it, and both together are the whole
     assert holds_heads_alone(heads) and not any(n.startswith("blk.0.") for n in heads.tensors)
     assert {"token_embd.weight", "output_norm.weight"} <= set(heads.tensors)
-    join_heads(main_half, tmp_path / "mtp-model.gguf")
+    join_heads(main_half, tmp_path / "mtp-model.gguf", RunConfig())
     assert set(main_half.tensors) == set(everything.tensors)
     for name in everything.tensors:
         np.testing.assert_array_equal(main_half.data(name), everything.data(name), name)

@@ -153,6 +153,12 @@ class StepBlock:
         self.n_segments = n
         self._rows, self.ranged = None, False
 
+    def spread(self, pos: npt.NDArray[np.int64], cell: int) -> None:
+        """Store the tokens of `set_step` at positions of their own, though they see as far as was said there."""
+        n = len(pos)
+        self._pos[:n], self._cells[:n] = pos, cell + pos
+        self._step_of = (), 0
+
     def packed(self) -> list[npt.NDArray[np.generic]]:
         """Return views from which `unpack` restores the micro-batch, without the cells of all positions."""
         words, *arrays = self.arrays()

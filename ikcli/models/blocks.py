@@ -141,8 +141,9 @@ def norm(g: Graph, hp: HParams, x: Node, w: Weight, name: str, bias: Weight | No
 
 
 def output(g: Graph, hp: HParams, w: Weights, x: Node) -> Node:
-    """Apply the last norm (of which LFM2 has another name) and compute the logits, unless the model is an encoder."""
-    last, weights = x, w.get("output_norm.weight") or w["token_embd_norm.weight"]
+    """Apply the last norm (LFM2 and NeoBERT call it otherwise) and compute the logits, except of encoders."""
+    names = ("output_norm.weight", "enc.output_norm.weight", "token_embd_norm.weight")
+    last, weights = x, next((found for name in names if (found := w.get(name))), None) or w[names[0]]
     x = norm(g, hp, x, weights, "result_norm", w.get("output_norm.bias"))
     if not hp.causal:
         return x
@@ -535,6 +536,18 @@ def moe_ffn(
         n_group_used=hp.n_expert_groups_used if grouped else 1,
         ser=cfg.ser,
     )
+    out = _routed(g, hp, cfg, x, layer, route, act, "ffn_moe_alone" if hp.experts_per_group else name)
+    if not hp.experts_per_group:
+        return out
+    groups, n_group = g.moe_groups(route, hp.experts_per_group, "ffn_moe_groups"), hp.n_expert // hp.experts_per_group
+    further = _experts(g, hp, cfg, x, layer.of_groups(), groups, n_group, act, "ffn_moe_further")
+    return g.add(out, g.scale(further, hp.expert_group_scale, "ffn_moe_further_scaled"), name)
+
+
+def _routed(
+    g: Graph, hp: HParams, cfg: GraphConfig, x: Node, layer: LayerWeights, route: Node, act: Glu, name: str
+) -> Node:
+    """Record the weighted sum of the experts of a route."""
     n_slots = cfg.slots_of(g.il)
     if not n_slots:
         return _experts(g, hp, cfg, x, layer, route, hp.n_expert, act, name)

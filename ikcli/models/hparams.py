@@ -27,8 +27,9 @@ MAX_LAYERS = 512
 MAX_EXPERTS = 1024
 GATING = {1: "softmax", 2: "sigmoid", 3: "softmax"}  # 3: over the chosen experts, as over all and normalised
 _ALL_EXPERTS = (
-    "arctic", "bailingmoe", "dbrx", "gpt-oss", "granitemoe", "grok", "hunyuan-moe", "mellum", "minimax-m2", "olmoe",
-    "phimoe", "qwen2moe", "qwen35moe", "qwen3moe", "qwen3next", "qwen3vlmoe", "smallthinker",
+    "arctic", "bailingmoe", "dbrx", "flex-olmo", "gpt-oss", "granitemoe", "grok", "grovemoe", "hunyuan-moe", "maple",
+    "mellum", "minimax-m2", "olmoe", "phimoe", "qwen2moe", "qwen35moe", "qwen3moe", "qwen3next", "qwen3vlmoe",
+    "smallthinker",
 )  # fmt: skip
 """In every layer."""
 DENSE_MLA = ("minicpm3", "plm")
@@ -44,14 +45,14 @@ _SIGMOID = (
 )  # fmt: skip
 """Gating of files that do not say."""
 _NOT_NORMALISED = (
-    "bailingmoe", "bailingmoe2", "cohere2_moe", "deepseek", "deepseek2", "deepseek32", "jamba", "laguna", "llama4",
-    "minimax-m3", "nomic-bert-moe", "olmoe", "phimoe", "qwen2moe", "step35",
+    "bailingmoe", "bailingmoe2", "cohere2_moe", "deepseek", "deepseek2", "deepseek32", "flex-olmo", "jamba", "laguna",
+    "llama4", "minimax-m3", "nomic-bert-moe", "olmoe", "phimoe", "qwen2moe", "step35",
 )  # fmt: skip
 """Weights of experts where files do not say; most architectures always normalise, and their files do not say so."""
 _LAYER_NORM = (
     "bloom", "codeshell", "cohere2", "command-r", "dbrx", "falcon", "gpt2", "gptneox", "jais", "jais2", "mpt",
     "nemotron", "olmo", "orion", "phi2", "phimoe", "stablelm", "starcoder", "starcoder2", "bert", "jina-bert-v2",
-    "modern-bert", "nomic-bert", "nomic-bert-moe",
+    "jina-bert-v3", "modern-bert", "nomic-bert", "nomic-bert-moe",
 )  # fmt: skip
 BITNET = ("bitnet", "bitnet-25", "bitnet-b1.58")
 ENCODERS = (
@@ -59,8 +60,10 @@ ENCODERS = (
     "eurobert",
     "gemma-embedding",
     "jina-bert-v2",
+    "jina-bert-v3",
     "llama-embed",
     "modern-bert",
+    "neo-bert",
     "nomic-bert",
     "nomic-bert-moe",
     "t5encoder",
@@ -124,6 +127,9 @@ class HParams:
     expert_gating: str = "softmax"
     expert_weights_norm: bool = False
     expert_weights_scale: float = 1.0
+    experts_per_group: int = 0  # adjacent experts that have a further one in common; 0: none have
+    expert_group_scale: float = 1.0  # of what the further ones return
+    n_ff_group: int = 0  # width of a further one
     weighs_inputs: bool = False  # weights of experts multiply what goes into them, not what comes out
     n_expert_groups: int = 1
     n_expert_groups_used: int = 1
@@ -219,7 +225,7 @@ class HParams:
             routed = [f"blk.{il}.ffn_gate_inp.weight" in tensors or not tensors for il in range(n_main, n_layer)]
             values["is_moe"] = by_layer(values.get("is_moe", True), n_layer)[:n_main] + tuple(routed)
         values |= _scores(keys, values)
-        if arch == "step35" or (arch == "bailingmoe3" and "swiglu_clamp_exp" in keys):
+        if arch in ("maple", "step35") or (arch == "bailingmoe3" and "swiglu_clamp_exp" in keys):
             values |= _swiglu_limits(keys, values["n_layer"])
         values |= read_windows(keys, values)
         values |= read_recurrent(keys, values, tensors)
@@ -227,7 +233,7 @@ class HParams:
             values["recurrent_layers"] = frozenset(il for il in values.get("recurrent_layers", ()) if il < n_main)
         elif arch in ("deepseek32", "glm-dsa"):  # heads attend to all positions, as in the reference
             values |= _indexer(keys, values, tensors)
-        if arch in ("granite", "granitehybrid", "granitemoe"):
+        if arch in ("granite", "granite-swa", "granitehybrid", "granitemoe"):
             values |= _multipliers(keys)
         if arch in ("deepseek2", "mistral3", "mistral4"):  # files of Mistral 4 do not say
             default = 0.1 if arch == "mistral4" else 0.0
@@ -368,6 +374,7 @@ def _experts(keys: Keys, arch: str, tensors: Mapping[str, HasShape]) -> dict[str
         "n_ff_exp": ff_exp,
         "n_expert_shared": shared,
         "n_ff_shexp": keys.integer("expert_shared_feed_forward_length", shared * ff_exp),
+        **_groups(keys, n_expert),
         "n_embd_exp": keys.integer("moe_latent_size", 0) if arch == "nemotron_h_moe" else 0,
         "n_layer_dense_lead": keys.integer("leading_dense_block_count", 0),
         "moe_step": keys.integer("interleave_moe_layer_step", 1) or 1,
@@ -377,6 +384,18 @@ def _experts(keys: Keys, arch: str, tensors: Mapping[str, HasShape]) -> dict[str
         "n_expert_groups": groups,
         "n_expert_groups_used": groups_used,
     }
+
+
+def _groups(keys: Keys, n_expert: int) -> dict[str, Any]:
+    """Return the further experts of GroveMoE."""
+    if keys.arch != "grovemoe":
+        return {}
+    size = keys.integer("experts_per_group", 2, least=1)
+    if n_expert % size:
+        raise keys.fail("experts_per_group", f"is {size}, which does not divide {n_expert} experts")
+    scale = keys.number("expert_group_scale", 0.05, most=1e6)
+    width = keys.integer("expert_chunk_feed_forward_length", least=1)
+    return {"experts_per_group": size, "expert_group_scale": scale, "n_ff_group": width}
 
 
 def _widths(keys: Keys, tensors: Mapping[str, HasShape]) -> dict[str, int]:
@@ -502,7 +521,7 @@ def _swiglu_limits(keys: Keys, n_layer: int) -> dict[str, tuple[float, ...]]:
     found = {}
     for field_name, (first, second) in names.items():
         key = f"swiglu_{first}" if f"swiglu_{first}" in keys else f"swiglu_{second}"
-        limits = keys.numbers(key, 0.0, n_layer=n_layer)
+        limits = keys.numbers(key, 7.0 if keys.arch == "maple" and first == "limits" else 0.0, n_layer=n_layer)
         found[field_name] = tuple(x if x >= 1e-6 else 0.0 for x in limits)
     return found
 

@@ -43,6 +43,7 @@ from ikcli.errors import UsageError
 from ikcli.gguf.reader import GGUFFile, open_gguf
 from ikcli.graph import Cache
 from ikcli.models import GraphConfig, HParams, Weights, mtp
+from ikcli.models.heads import external
 from ikcli.settings.rules import resolve
 from ikcli.settings.run import RunConfig, default_model
 
@@ -115,9 +116,12 @@ class Planner:
         file = open_gguf(config.model or default_model(), config.override_kv, header_only=header_only)
         heads = head_file(config, file) if uses_heads(config) or measures_heads(config) else None
         if heads is not None:
-            join_heads(file, heads, header_only=header_only)
+            join_heads(file, heads, config, header_only=header_only)
+        external.check_is_model(file.arch, str(file.paths[0]))
         models.find(file.arch, str(file.paths[0]))  # before keys, which unknown architectures may lack
         hp = HParams.from_gguf(file.metadata, file.tensors, str(file.paths[0]), config.rope)
+        if (head := external.find(file.metadata, hp)) is not None:
+            hp = replace(hp, n_further=head.n_blocks)
         return cls(file, hp, Machine(()), None, Adapters.open(config.adapters, file.tensors, hp), pipeline)
 
     def on(
@@ -161,7 +165,7 @@ class Planner:
         n_outputs = min(sizes.n_seq, cfg.n_ubatch)
         cached = self._record(replace(cfg, expert_slots=vram.by_layer(self.hp.n_layer)), model) if vram else {}
         programs = plan_programs(runner, graphs, cfg, n_outputs, sizes.n_step, cached)
-        parts = memory_of(runner, programs, model, output_bytes(cfg, self.hp, n_outputs))
+        parts = memory_of(runner, programs, model, output_bytes(cfg, model, n_outputs))
         for device, needs in self.beside.items():
             parts[device] = parts.get(device, {"weights": 0, "KV": 0, "compute": 0, "output": 0}) | dict(needs)
         n_nodes = max(len(graph.nodes) for graph, _ in graphs.values())

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ikcli.backends.cpu.program import BATCH_INVARIANT_ROWS
-from ikcli.engine.plan.heads import FEW, HEAD, kept_states, record_heads
+from ikcli.engine.plan.heads import FEW, HEAD, build_model, kept_states, record_heads
 from ikcli.engine.plan.sizes import window_cells
 from ikcli.engine.run.model import Model
 from ikcli.errors import UnsupportedError, UsageError
@@ -128,7 +128,7 @@ def record_graphs(model: Model, weights: Weights, cfg: GraphConfig) -> Graphs:
         graph = model.adapters.graph()
         graph.exact, graph.wants_states = model.is_exact, states
         graph.n_deep = -1 if cfg.media is None else cfg.media.n_deep
-        return graph, model.module.build(graph, hp, weights, kinds[kind])
+        return graph, build_model(model, graph, weights, kinds[kind])
 
     kinds = {"decode": replace(cfg, expand=False)}
     if cfg.n_heads:  # a graph of its own, because prompts need the states of tokens that have no logits
@@ -202,9 +202,9 @@ def runs(graphs: Graphs, n_ubatch: int, n_outputs: int, n_step: int) -> dict[str
     return found
 
 
-def output_bytes(cfg: GraphConfig, hp: HParams, n_outputs: int) -> int:
+def output_bytes(cfg: GraphConfig, model: Model, n_outputs: int) -> int:
     """Return the bytes kept for the caller: logits of so many tokens, embeddings of a micro-batch, states for heads."""
-    n = n_outputs * hp.n_vocab if cfg.outputs.logits else 0
+    n = n_outputs * model.hp.n_vocab if cfg.outputs.logits else 0
     if cfg.n_heads:
-        n += cfg.n_seq * kept_states(cfg.n_ubatch) * hp.n_embd
-    return 4 * (n + cfg.n_ubatch * hp.n_embd if cfg.outputs.embeddings else n)
+        n += cfg.n_seq * kept_states(cfg.n_ubatch) * model.n_state
+    return 4 * (n + cfg.n_ubatch * model.hp.n_embd if cfg.outputs.embeddings else n)

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ikcli.backends.step_block import StepBlock
-from ikcli.engine.plan.heads import FEW, HEAD, KEPT_STATES, kept_states
+from ikcli.engine.plan.heads import BLOCK, FEW, HEAD, KEPT_STATES, kept_states
 from ikcli.engine.run.media_places import places_of_text
 from ikcli.engine.run.model import Model
 from ikcli.engine.run.run_device import Observer
@@ -165,8 +165,12 @@ class Heads:
 
     def __init__(self, session: Host) -> None:
         self.session = session
-        self.n_heads = session.graph_config.n_heads
-        self.n_embd = session.model.hp.n_embd
+        self.n_embd = session.model.n_state
+        head = session.model.external
+        self.n_heads = session.graph_config.n_heads if head is None else 1
+        self._drafts_blocks = head is not None and head.module.BLOCK
+        self.ids = session.model.ids_of_head()  # tokens of its logits; None: all tokens
+        self._constant = head is not None and head.constant  # it has no rows of its own
         self.follower: Follower | None = None
         self._known: dict[int, _Known] = {}
         self.asleep: set[int] = set()
@@ -220,7 +224,7 @@ class Heads:
         if self.follower is not None:
             self.follower.run()
             return
-        if seq is None and self._n_rows < DUE:
+        if (seq is None and self._n_rows < DUE) or self._constant:
             return
         began, self._n_rows = time.perf_counter(), 0
         for s, known in list(self._known.items()):
@@ -244,6 +248,10 @@ class Heads:
     def draft(self, wanted: Sequence[Continuation]) -> None:
         """Fill `found` and `probabilities` of every text; of one that the session has not computed, find nothing."""
         active = [self._begin(w) for w in wanted if self._can(w)]
+        if self._drafts_blocks:
+            for d in active:
+                self._draft_block(d)
+            return
         step = 0
         while active:
             head = min(step, self.n_heads - 1)
@@ -254,12 +262,49 @@ class Heads:
                 probability = float(1 / np.exp(row - row[token]).sum())
                 if not probability >= d.wanted.p_min:
                     continue
-                d.wanted.found.append(token)
+                d.wanted.found.append(token if self.ids is None else int(self.ids[token]))
                 d.wanted.probabilities.append(probability)
                 d.states.append(state)
                 if len(d.wanted.found) < d.n_max:
                     going.append(d)
             active, step = going, step + 1
+
+    def _draft_block(self, d: _Drafting) -> None:
+        """Draft all tokens at once, after the rows of the text, with a head that does (`models/heads/dflash.py`).
+
+        The rows of a block are stored behind those of the text, and replaced when their positions get states.
+        """
+        session, w = self.session, d.wanted
+        n_past, head = len(w.text) - 1, session.model.external
+        assert head is not None
+        for piece in self._due(d.known, w.seq, 0, n_past, -1):
+            self._run(0, [piece], np.zeros(0, np.int64))
+        d.known.fed[0] = n_past
+        size, mask = head.head.block
+        n = min(d.n_max, size - 1, session.n_ctx_seq - n_past - 1, session.n_step - 1)
+        for row in self._block_rows(w.seq, [int(w.text[-1]), *[mask] * n], n_past)[1:]:
+            token = int(row.argmax())
+            probability = float(1 / np.exp(row - row[token]).sum())
+            if not probability >= w.p_min:
+                break
+            w.found.append(token)
+            w.probabilities.append(probability)
+
+    def _block_rows(self, seq: int, tokens: Sequence[int], first: int) -> FloatRows:
+        """Return the logits of the rows of a block at positions `first` and on; the next run overwrites them.
+
+        Every row is a segment that ends with the block, so that it sees all of it.
+        """
+        session, n = self.session, len(tokens)
+        session.sequences.room(seq, n)
+        block, program = session.step_block, session.programs[BLOCK + FEW]
+        block.set_step(tokens, [first + n - 1] * n, [seq] * n, session.n_ctx_seq, n)
+        block.spread(np.arange(first, first + n), seq * session.n_ctx_seq)
+        if session.observer is None:
+            session.runner.run(program, session.config.n_threads, block)
+        else:
+            session.runner.run_observed(program, session.config.n_threads, block, session.observer)
+        return session.runner.result(program, n)
 
     def _can(self, w: Continuation) -> bool:
         n_past = self.session.sequences.n_past[w.seq]
@@ -268,8 +313,8 @@ class Heads:
     def _begin(self, w: Continuation) -> _Drafting:
         n_past = len(w.text) - 1
         known = self._at(w.seq, n_past, int(w.text[-1]))
-        known.fed[0] = min(known.fed[0], n_past - 1)  # again, if this text was drafted for before
-        return _Drafting(w, known, min(w.n_max, self.session.n_ctx_seq - n_past))
+        known.fed[0] = n_past - 1 if self._constant else min(known.fed[0], n_past - 1)  # again, if it was drafted for
+        return _Drafting(w, known, min(w.n_max, self.session.n_ctx_seq - n_past), self._constant)
 
     def _next(self, head: int, active: Sequence[_Drafting]) -> tuple[FloatRows, FloatRows]:
         """Return the logits after what was found so far, and the states; both are copies."""
@@ -283,7 +328,7 @@ class Heads:
                 piece = before[-1]
             d.known.fed[head] = n_past
             last.append(d.continued(head, piece))
-        for d in active:
+        for d in active if not self._constant else ():
             self.session.sequences.room(d.wanted.seq, len(d.states))
         last = [self._last_rows(head, piece) for piece in last]
         logits, states = [], []
@@ -326,7 +371,7 @@ class Heads:
         tokens = np.concatenate([p.tokens for p in pieces])
         given = np.concatenate([p.states for p in pieces])
         pos = np.concatenate([np.arange(p.pos, p.pos + len(p.tokens), dtype=np.int32) for p in pieces])
-        block.set(tokens, pos, out_ids, segments)
+        block.set(tokens, pos + 1 if self._constant else pos, out_ids, segments)
         if session.graph_config.media is not None:
             shifts = [np.full(len(p.tokens), sequences.shift(p.seq), np.int32) for p in pieces]
             block.set_media(places_of_text(pos, np.concatenate(shifts)))
@@ -362,9 +407,9 @@ class Heads:
 class _Drafting:
     """A text, what is known of it, and the states that heads left for every token found."""
 
-    def __init__(self, wanted: Continuation, known: _Known, n_max: int) -> None:
+    def __init__(self, wanted: Continuation, known: _Known, n_max: int, constant: bool) -> None:
         self.wanted, self.known = wanted, known
-        self.n_max = n_max
+        self.n_max, self.constant = n_max, constant
         self.states: list[FloatRows] = []
         self._n_seen: dict[int, int] = {}  # found tokens whose rows a head has computed
 
@@ -373,6 +418,8 @@ class _Drafting:
         first, n = self._n_seen.get(head, 0), len(self.states)
         self._n_seen[head] = n
         n_past = len(self.wanted.text) - 1
+        if self.constant and piece is None:
+            first, n_past = n - 1, n_past - n
         tokens = np.array(self.wanted.found[first:n], np.int32)
         states = np.array(self.states[first:n], np.float32)
         if piece is None:

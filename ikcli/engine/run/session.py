@@ -62,7 +62,7 @@ class Session:
         self.runner, self.graphs, self.programs = prepared.runner, prepared.graphs, prepared.programs
         self._cached = prepared.cached
         self._cpus, self._notes = numa.plan_threads(self.config, self.runner.cpu.n_threads)
-        self.runner.cpu.cpus = self._cpus
+        self.runner.cpu.cpus = prepared.model.cpus = self._cpus
         self._huge: HugeWeights | None = None
         self._tokenizer: Tokenizer | None = None
         rotated = f"{int(self.graph_config.k_hadamard)}{int(self.graph_config.v_hadamard)}"
@@ -201,7 +201,7 @@ class Session:
     @property
     def output_bytes(self) -> int:
         """Return the bytes of logits and embeddings kept for the caller."""
-        return output_bytes(self.graph_config, self.model.hp, self._n_outputs)
+        return output_bytes(self.graph_config, self.model, self._n_outputs)
 
     @property
     def compute_bytes(self) -> int:
@@ -248,7 +248,7 @@ class Session:
         parts: list[FloatRows] = []
         try:
             for start, stop in batch.cuts(self.n_ubatch):
-                if self.n_in_flight == self.depth:
+                if self.n_in_flight == self.runner.depth:
                     parts.append(self._checked(self.collect()).copy())
                 self.submit(batch.slice(start, stop))
             while self.n_in_flight:
@@ -271,13 +271,8 @@ class Session:
 
     @property
     def n_in_flight(self) -> int:
-        """Return the number of micro-batches that were submitted and not collected; at most `depth`."""
+        """Return the number of micro-batches that were submitted and not collected; at most `runner.depth`."""
         return len(self._in_flight)
-
-    @property
-    def depth(self) -> int:
-        """Return how many micro-batches can be in flight; heads read the states of one before the next is written."""
-        return 1 if self.heads is not None else self.runner.depth
 
     def submit(self, batch: Batch) -> None:
         """Submit a micro-batch; `collect` returns its logits, those of the oldest one first."""

@@ -5,9 +5,10 @@ per weight, which changes between the ops of a step; no program is built again. 
 are chosen (`request`) and waits for a matrix when it is multiplied (`wait`); reading goes on in between, gates and ups
 before downs.
 
-When no step waits for the disk, experts of the next layer are read ahead: those that its router guesses, or all if a
-prompt needs nearly all. A reading thread takes the next one when it has nothing else to do. So what is read ahead is as
-much as the disk can read meanwhile, and a guess that has not begun when the layer chooses costs nothing.
+When no step waits for the disk, experts of the next layer are read ahead: those that its router guesses, or with
+prompts those that as many tokens probably use. A reading thread takes the next one when it has nothing else to do. So
+what is read ahead is as much as the disk can read meanwhile, and a guess that has not begun when the layer chooses
+costs nothing.
 
 A new expert takes the slot of another one. For a few tokens that is the one with the lowest value (`UseRates`). Prompts
 use all experts of one layer after the other, so the next use of an expert is the farther away, the later its layer was
@@ -209,7 +210,7 @@ class ExpertStore:
                 self._give_slots(il, experts[missing], prompt)
             self._read_rest(il, experts.tolist())
             if prompt and ahead and after is not None:
-                self._expect(after, np.argsort(-self._rates[after].value, kind="stable"), sure=True)
+                self._expect(after, self._rates[after].likely(n_tokens), sure=True)
 
     def _has_all(self, il: int) -> bool:
         return not self._missing[il].any() and bool((self._slot[il] >= 0).all())

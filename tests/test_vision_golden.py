@@ -79,6 +79,21 @@ def golden(request: pytest.FixtureRequest, shared_dir: Path) -> Golden:
     return Golden(shared_dir / "golden" / "vision", request.param)
 
 
+def test_a_file_that_encodes_audio_too(shared_dir: Path, tmp_path: Path) -> None:
+    """Of Qwen2.5-Omni: images are those of Qwen2.5-VL."""
+    golden = Golden(shared_dir / "golden" / "vision", "qwen25vl")
+    file, path = open_gguf(golden.projector.path), tmp_path / "omni.gguf"
+    keys = {"clip.projector_type": "qwen2.5o", "clip.has_audio_encoder": True}
+    specs = [NewTensor(name, tuple(t.shape), t.type) for name, t in file.tensors.items()]
+    with GGUFWriter(path, file.typed_metadata() | keys, specs) as writer:
+        for spec in specs:
+            writer.write_tensor(spec.name, file.data(spec.name).reshape(-1).view(np.uint8))
+    projector = Projector.open(path, golden.hp)
+    assert projector.type == "qwen2.5o" and type(projector.tower) is type(golden.projector.tower)
+    picture = decode_image((golden.folder / "images" / "small.png").read_bytes())
+    assert projector.count(picture) == golden.projector.count(picture)
+
+
 @pytest.mark.slow("compiles the kernels of a tower")
 def test_embeddings(golden: Golden) -> None:
     for image, facts in golden.facts["images"].items():

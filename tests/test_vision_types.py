@@ -73,6 +73,9 @@ TEXTS = {
     "janus": "<begin_of_image>|<end_of_image>",
     "lightonocr": "<|im_start|>|<|im_end|>",
     "dots_ocr": "<|img|>|<|endofimg|>",
+    "minimax": "]<]start of image[>[|]<]end of image[>[",
+    "exaone45": "<vision>|</vision>",
+    "glm_edge": "|",
     "cogvlm": "|",
     "minicpmv46": "<image>|</image><slice>|</slice><slice>|</slice>",
     "paddleocr": "<|IMAGE_START|>|<|IMAGE_END|>",
@@ -181,10 +184,38 @@ def test_text_after_images_of_cogvlm(tmp_path: Path, n_ubatch: int) -> None:
     assert after_images_of_cogvlm(tmp_path, n_ubatch=n_ubatch, type_k="f32", type_v="f32") < 1e-5
 
 
+@pytest.mark.slow("runs a tower")
+def test_the_other_file_of_minimax(tmp_path: Path) -> None:
+    """ik_llama.cpp's files keep the order of the checkpoint and number the projectors otherwise."""
+    model = Model("minimax", tmp_path)
+    file, path = open_gguf(model.projector.path), tmp_path / "other.gguf"
+    names = {"mm.1": "mm.0", "mm.2": "mm.2", "mm.merger.fc1": "mm.4", "mm.merger.fc2": "mm.6"}
+    tensors = {}
+    for name, t in file.tensors.items():
+        data, (base, _, kind) = file.data(name).reshape(-1).view(np.uint8), name.rpartition(".")
+        if base.endswith(("attn_q", "attn_k")):  # heads of [time | row | column | rest], of 6, 6, 6 and 2 columns
+            rows = data.reshape(2, 20, -1)
+            halves = rows[:, :18].reshape(2, 3, 2, 3, -1).swapaxes(1, 2).reshape(2, 18, -1)
+            data = np.concatenate([halves, rows[:, 18:]], axis=1).reshape(-1)
+        name = f"{names.get(base, base)}.{kind}"
+        tensors[name] = NewTensor(name, tuple(t.shape), t.type), data
+    metadata = {**file.typed_metadata(), "clip.projector_type": "minimax_m3_vl"}
+    with GGUFWriter(path, metadata, [spec for spec, _ in tensors.values()]) as writer:
+        for spec, data in tensors.values():
+            writer.write_tensor(spec.name, np.ascontiguousarray(data))
+    tile = next(one for one in model.pieces("61x47") if isinstance(one, Tile))
+    other = Projector.open(path, model.hp, n_threads=2)
+    truth, found = model.projector.encode(tile).rows, other.encode(tile).rows
+    assert np.sqrt(np.square(found - truth).mean() / np.square(truth).mean()) < 1e-3  # keys are rounded to float16
+
+
 @pytest.mark.parametrize(
     ("keys", "says"),
     [
-        ({"clip.projector_type": "adapter"}, r"'adapter' \(GLM-Edge.*supported: qwen2vl_merger, .*idefics3"),
+        (
+            {"clip.projector_type": "deepseekocr"},
+            r"'deepseekocr' \(DeepSeek-OCR.*supported: qwen2vl_merger, .*idefics3",
+        ),
         ({"clip.projector_type": "new"}, "'new' are not supported; supported: "),
         ({"clip.has_vision_encoder": False, "clip.has_audio_encoder": True}, "encodes audio"),
     ],

@@ -691,6 +691,93 @@ def minicpmv46() -> tuple[Model, Callable[[np.ndarray], Found]]:
     return m, run
 
 
+def minimax() -> tuple[Model, Callable[[np.ndarray], Found]]:
+    vision = {"hidden_size": 40, "intermediate_size": 44, "num_hidden_layers": 2, "num_attention_heads": 2,
+              "image_size": 84, "patch_size": 14}  # fmt: skip
+    text = TEXT | {"num_local_experts": 2, "num_experts_per_tok": 1}
+    config = {"vision_config": vision, "text_config": text, "projector_hidden_size": 48, "image_token_index": 5,
+              "video_token_index": 6}  # fmt: skip
+    m = Model(config, tf.MiniMaxM3VLImageProcessor(), "MiniMaxM3SparseForConditionalGeneration", "none")
+    names = {"model.vision_tower.embeddings.proj": "vision_tower.vision_model.embeddings.patch_embedding",
+             "model.vision_tower.layers.": "vision_tower.vision_model.encoder.layers.",
+             "model.vision_tower.": "vision_tower.vision_model.",
+             "model.multi_modal_projector.merge_": "patch_merge_mlp.",
+             "model.multi_modal_projector.": "multi_modal_projector."}  # fmt: skip
+    for name, x in m.model.state_dict().items():  # under the names that the checkpoint has
+        for ours, theirs in names.items():
+            if name.startswith(ours):
+                name = name.replace(ours, theirs)
+                m.shapes[name] = list(x.shape)
+                x.copy_(torch.from_numpy(weights(name, tuple(x.shape))))
+    m.config["vision_config"] = vision | {"img_token_compression_config": {"spatial_merge_size": 2}}
+
+    def run(rgb: np.ndarray) -> Found:
+        made = m.processor([Image.fromarray(rgb)], return_tensors="pt")
+        rows = m.model.model.get_image_features(made["pixel_values"], made["image_grid_thw"]).pooler_output
+        _, h, w = made["image_grid_thw"][0].tolist()
+        x = made["pixel_values"].numpy().reshape(h // 2, w // 2, 2, 2, 3, 2, 14, 14)[:, :, :, :, :, 0]
+        return [x.transpose(4, 0, 2, 5, 1, 3, 6).reshape(3, h * 14, w * 14)], [x.numpy() for x in rows], [h, w]
+
+    return m, run
+
+
+def exaone45() -> tuple[Model, Callable[[np.ndarray], Found]]:
+    vision = {"hidden_size": 64, "intermediate_size": 44, "depth": 2, "num_heads": 4, "num_key_value_heads": 2,
+              "patch_size": 14, "out_hidden_size": 40, "fullatt_block_indexes": [1], "window_size": 56}  # fmt: skip
+    config = {"vision_config": vision, "text_config": {"model_type": "exaone4", **TEXT}}
+    processor = tf.Qwen2VLImageProcessor(min_pixels=6000, max_pixels=20000)
+    m = Model(config, processor, "Exaone4_5_ForConditionalGeneration", "visual")
+
+    def run(rgb: np.ndarray) -> Found:
+        made = processor([Image.fromarray(rgb)], return_tensors="pt")
+        rows = m.model.model.visual(made["pixel_values"], made["image_grid_thw"]).pooler_output
+        _, h, w = made["image_grid_thw"][0].tolist()
+        x = made["pixel_values"].numpy().reshape(h // 2, w // 2, 2, 2, 3, 2, 14, 14)[:, :, :, :, :, 0]
+        return [x.transpose(4, 0, 2, 5, 1, 3, 6).reshape(3, h * 14, w * 14)], [rows.numpy()], [h, w]
+
+    return m, run
+
+
+def glm_edge() -> tuple[Any, Callable[[np.ndarray], Found]]:
+    """Compute GLM-Edge-V's tower as the code beside its checkpoint does, with the names of projector files."""
+    n, n_head, ff, patch, size, out, out_ff, f = 32, 2, 44, 14, 56, 40, 56, torch.nn.functional
+    p, block = "adapter.linear.", {"ln1": (n,), "ln2": (n,), "ffn_down": (ff, n), "ffn_up": (n, ff)}
+    block |= {f"attn_{name}": (n, n) for name in ("q", "k", "v", "out")}
+    layers = {f"v.blk.{i}.{name}": shape for i in range(2) for name, shape in block.items()}
+    layers |= {"v.patch_embd": (n, 3, patch, patch), "v.post_ln": (n,), "adapter.conv": (out, n, 2, 2),
+               f"{p}norm1": (out,)}  # fmt: skip
+    shapes = biased(layers) | {"v.position_embd.weight": (16, n), "adapter.boi": (out,), "adapter.eoi": (out,)}
+    shapes |= {f"{p}linear.weight": (out, out), f"{p}gate.weight": (out_ff, out),
+               f"{p}dense_h_to_4h.weight": (out_ff, out), f"{p}dense_4h_to_h.weight": (out, out_ff)}  # fmt: skip
+    m, v, half = Weights(shapes, {"text_config": TEXT}, {}), "clip.vision.", [0.5] * 3
+    m.metadata = {"general.architecture": "clip", "clip.has_vision_encoder": True, "clip.projector_type": "adapter",
+                  f"{v}image_size": size, f"{v}patch_size": patch, f"{v}embedding_length": n,
+                  f"{v}feed_forward_length": ff, f"{v}projection_dim": 512, f"{v}attention.head_count": n_head,
+                  f"{v}block_count": 2, f"{v}attention.layer_norm_epsilon": 1e-6, f"{v}image_mean": half,
+                  f"{v}image_std": half, "clip.use_gelu": True}  # fmt: skip
+    processor = tf.MllamaImageProcessor(size={"height": size, "width": size}, max_image_tiles=1, image_mean=half,
+                                        image_std=half)  # fmt: skip
+
+    def run(rgb: np.ndarray) -> Found:
+        pixels = processor([Image.fromarray(rgb)], return_tensors="pt")["pixel_values"][0, 0, 0]
+        x = f.conv2d(pixels[None], m.w["v.patch_embd.weight"], m.w["v.patch_embd.bias"], patch)[0].flatten(1).T
+        x = x + m.w["v.position_embd.weight"]
+        for i in range(2):
+            b = f"v.blk.{i}."
+            y = m.norm(x, f"{b}ln1", 1e-6)
+            parts = [m.linear(y, f"{b}attn_{k}").reshape(len(x), n_head, -1).transpose(0, 1) for k in "qkv"]
+            x = x + m.linear(f.scaled_dot_product_attention(*parts).transpose(0, 1).reshape(len(x), n), f"{b}attn_out")
+            y = f.gelu(m.linear(m.norm(x, f"{b}ln2", 1e-6), f"{b}ffn_down"), approximate="tanh")
+            x = x + m.linear(y, f"{b}ffn_up")
+        x = m.norm(x, "v.post_ln", 1e-6).T.reshape(1, n, 4, 4)
+        x = f.conv2d(x, m.w["adapter.conv.weight"], m.w["adapter.conv.bias"], 2)[0].flatten(1).T
+        x = f.gelu(m.norm(m.linear(x, f"{p}linear"), f"{p}norm1", 1e-5))
+        x = m.linear(f.silu(m.linear(x, f"{p}gate")) * m.linear(x, f"{p}dense_h_to_4h"), f"{p}dense_4h_to_h")
+        return [pixels.numpy()], [torch.cat([m.w["adapter.boi"][None], x, m.w["adapter.eoi"][None]]).numpy()], []
+
+    return m, run
+
+
 MODELS = {
     "internvl": internvl,
     "idefics3": idefics3,
@@ -712,6 +799,9 @@ MODELS = {
     "paddleocr": paddleocr,
     "cogvlm": cogvlm,
     "minicpmv46": minicpmv46,
+    "minimax": minimax,
+    "exaone45": exaone45,
+    "glm_edge": glm_edge,
 }
 MORE_SIZES = {"lfm2": ((1024, 600),)}
 

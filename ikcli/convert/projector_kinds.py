@@ -53,6 +53,27 @@ def _qwen2_place(s: Settings, name: str, shape: tuple[int, ...]) -> list[Made] |
     return [(looked_up(s, name.replace("qkv", part)), share(i, 3)) for i, part in enumerate("qkv")]
 
 
+def _exaone_keys(s: Settings, out: dict[str, Any]) -> None:
+    _qwen2_keys(s, out)
+    out["clip.projector_type"] = "exaone4_5"
+    size = s.processor.get("size") or {}
+    for end, edge in (("min", "shortest_edge"), ("max", "longest_edge")):
+        found = s.processor.get(f"{end}_pixels") or size.get(edge)
+        if not isinstance(found, int):
+            raise FormatError(f"{s.directory / 'preprocessor_config.json'}: key {end}_pixels is missing")
+        out[f"clip.vision.image_{end}_pixels"] = found
+    if s.vision.get("num_key_value_heads") is not None:
+        out["clip.vision.attention.head_count_kv"] = int(s.vision["num_key_value_heads"])
+    eps = s.vision.get("rms_norm_eps", s.config.get("rms_norm_eps", 1e-6))
+    out["clip.vision.attention.layer_norm_epsilon"] = float(eps)
+    if s.vision.get("window_size") is not None:
+        out["clip.vision.window_size"] = int(s.vision["window_size"])
+
+
+def _exaone_place(s: Settings, name: str, shape: tuple[int, ...]) -> list[Made] | None:
+    return frames(name, shape, s.directory) if name == "visual.patch_embed.proj.weight" else None
+
+
 def _qwen3_prepare(s: Settings) -> None:
     side = int(int(s.vision.get("num_position_embeddings", 2304)) ** 0.5) * int(s.vision.get("patch_size", 16))
     s.vision = {"image_size": side, **s.vision}
@@ -200,6 +221,7 @@ def _intern_place(s: Settings, name: str, shape: tuple[int, ...]) -> list[Made] 
 
 
 KINDS = (
+    Kind(("Exaone4_5_ForConditionalGeneration",), _exaone_keys, ("visual.",), _exaone_place, prepare=_qwen_prepare),
     Kind(("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration", "Qwen2VLModel"), _qwen2_keys,
          ("visual.",), _qwen2_place, prepare=_qwen_prepare),
     Kind(("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration", "Qwen3_5ForConditionalGeneration",

@@ -1,15 +1,16 @@
 """The kinds of projectors that read an image at any size: GLM-4.1V and its kind, Kimi-VL, Kimi K2.5, LFM2-VL,
-dots.ocr, PaddleOCR-VL.
+dots.ocr, PaddleOCR-VL, MiniMax-M3.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from ikcli.convert.projector_kind import Change, Kind, Made, Settings, Values, frames, looked_up, share
+from ikcli.convert.projector_kind import Change, Kind, Made, Settings, Values, frames, looked_up, same, share
 from ikcli.errors import FormatError
 
 
@@ -186,6 +187,38 @@ def _paddle_renamed(name: str) -> str:
     return f"mlp_AR.{name.removeprefix('projector.')}" if name.startswith("projector.") else name
 
 
+# --- MiniMax M3 -------------------------------------------------------------------------------------------------------
+def _minimax_keys(s: Settings, out: dict[str, Any]) -> None:
+    out["clip.projector_type"] = "minimax_m3"
+    out["clip.use_gelu"] = True
+    out["clip.vision.attention.layer_norm_epsilon"] = float(s.vision.get("layer_norm_eps", 1e-5))
+    merge = (s.vision.get("img_token_compression_config") or {}).get("spatial_merge_size")
+    out["clip.vision.spatial_merge_size"] = int(merge or s.vision.get("spatial_merge_size") or 2)
+
+
+def _minimax_place(s: Settings, name: str, shape: tuple[int, ...]) -> list[Made] | None:
+    if name == "vision_tower.vision_model.embeddings.patch_embedding.weight":
+        return frames(name, shape, s.directory)
+    if found := re.fullmatch(r"patch_merge_mlp\.linear_([12])\.(weight|bias)", name):
+        return [(f"mm.merger.fc{found[1]}.{found[2]}", same)]
+    if ".q_proj." in name or ".k_proj." in name:
+        return [(looked_up(s, name), _by_axis(int(s.number("num_attention_heads"))))]
+    return None
+
+
+def _by_axis(n_head: int) -> Change:
+    """Put the columns of heads that one axis rotates side by side; the checkpoint has halves of all axes in turn."""
+
+    def change(x: Values) -> Values:
+        heads = x.reshape(n_head, -1, *x.shape[1:])
+        d = heads.shape[1]
+        n = d // 3 // 2
+        order = np.arange(6 * n).reshape(2, 3, n).transpose(1, 0, 2).reshape(-1)
+        return heads[:, [*order, *range(6 * n, d)]].reshape(x.shape)
+
+    return change
+
+
 KINDS = (
     Kind(("Glm4vForConditionalGeneration", "Glm4vMoeForConditionalGeneration", "Glm46VForConditionalGeneration",
           "GlmOcrForConditionalGeneration"), _glm_keys, ("visual.",), _glm_place, prepare=_glm_prepare),
@@ -195,6 +228,8 @@ KINDS = (
          _k25_prepare),
     Kind(("Lfm2VlForConditionalGeneration",), _lfm2_keys, ("vision_tower.", "multi_modal_projector."), _lfm2_place,
          _lfm2_renamed, _lfm2_prepare),
+    Kind(("MiniMaxM3SparseForConditionalGeneration", "MiniMaxM3VLForConditionalGeneration"), _minimax_keys,
+         ("vision_tower.", "multi_modal_projector.", "patch_merge_mlp."), _minimax_place),
     Kind(("DotsOCRForCausalLM",), _dots_keys, ("vision_tower.",), renamed=_dots_renamed, prepare=_dots_prepare),
     Kind(("PaddleOCRVLForConditionalGeneration", "PaddleOCRVisionModel"), _paddle_keys,
          ("visual.", "mlp_AR.", "projector."), _paddle_place, _paddle_renamed, _paddle_prepare),

@@ -1,4 +1,4 @@
-"""Qwen 2 VL, Qwen 2.5 VL and Qwen 3 VL: patches of two equal frames, 2-D rotation, tokens of 2x2 patches, M-RoPE."""
+"""Qwen 2 VL, Qwen 2.5 VL, EXAONE 4.5, Qwen 3 VL: patches of two equal frames, 2-D rotation, tokens of 2x2 patches."""
 
 from __future__ import annotations
 
@@ -115,6 +115,22 @@ class Qwen25Vl(QwenTower):
             windowed = bool(self.every) and (il + 1) % self.every != 0
             x = self.layer(g, x, il, "rms", f.act, rotate, windowed=windowed)
         return self.merged(g, self.norm(g, x, "v.post_ln", "rms"))
+
+
+class Exaone45(Qwen25Vl):
+    """EXAONE 4.5: as Qwen 2.5 VL with fewer heads of keys and values; positions without sections."""
+
+    begin, end = "<vision>", "</vision>"
+    sections = False
+
+    def __init__(self, facts: Facts, tensors: Tensors, hp: HParams, limits: Limits) -> None:
+        super().__init__(facts, tensors, hp, limits)
+        self.least, self.most = self.pixel_limits(self.least, self.most)
+        self.n_head_kv = facts.integer("attention.head_count_kv", facts.n_head, 1, facts.n_head)
+        if facts.n_head % self.n_head_kv:
+            raise facts.fail(
+                f"clip.vision.attention.head_count_kv {self.n_head_kv} does not divide {facts.n_head} heads"
+            )
 
 
 class Qwen3Vl(QwenTower):

@@ -86,6 +86,7 @@ class Tower:
         self.facts, self.tensors, self.hp, self.limits = facts, tensors, hp, limits
         self.extra_cols = 0  # of position embeddings beside the pixels
         self.n_deep = 0
+        self.n_head_kv = facts.n_head
         self.n_ff = facts.n_ff
 
     # --- what a type defines ------------------------------------------------------------------------------------------
@@ -262,19 +263,20 @@ class Tower:
         q, k = rotate(q), rotate(k)
         d = f.head_dim
         parts = [HeadSlice(y, 0, d, d) for y in (q, k, v)]
-        cur = g.attention(parts[:1], parts[1:2], parts[2], f"{name}.kqv", n_head=f.n_head, n_head_kv=f.n_head,
+        cur = g.attention(parts[:1], parts[1:2], parts[2], f"{name}.kqv", n_head=f.n_head, n_head_kv=self.n_head_kv,
                           scale=scale or 1 / math.sqrt(d), flash=True, window=1 if windowed else 0,
                           both=not windowed, ranged=windowed, half=True)  # fmt: skip
         return self.linear(g, cur, f"{name}.attn_out", f.n_embd)
 
     def _projected(self, g: Graph, x: Node, name: str) -> tuple[Node, Node, Node]:
-        n = self.facts.n_embd
+        n, n_kv = self.facts.n_embd, self.n_head_kv * self.facts.head_dim
         if f"{name}.attn_qkv.weight" not in self.tensors:
-            q, k, v = (self.linear(g, x, f"{name}.attn_{which}", n) for which in "qkv")
+            q, k, v = (self.linear(g, x, f"{name}.attn_{which}", n if which == "q" else n_kv) for which in "qkv")
             return q, k, v
-        whole = self.linear(g, x, f"{name}.attn_qkv", 3 * n)
+        whole = self.linear(g, x, f"{name}.attn_qkv", n + 2 * n_kv)
         q, k, v = (
-            g.concat_heads([HeadSlice(whole, i * n, n, n)], 1, f"{name}.{which}") for i, which in enumerate("qkv")
+            g.concat_heads([HeadSlice(whole, first, cols, cols)], 1, f"{name}.{which}")
+            for which, first, cols in (("q", 0, n), ("k", n, n_kv), ("v", n + n_kv, n_kv))
         )
         return q, k, v
 
@@ -322,7 +324,7 @@ class Tower:
         if d % 4:
             raise self.facts.fail(f"heads of {d} columns cannot be rotated in two dimensions")
         table = g.axis_rope_table(freq, axes)
-        return lambda x: g.rope(x, table, self.facts.n_head, d, "rotated", neox=neox)
+        return lambda x: g.rope(x, table, x.cols // d, d, "rotated", neox=neox)
 
 
 def patches(pixels: Floats, size: int) -> Floats:

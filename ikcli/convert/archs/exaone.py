@@ -76,7 +76,13 @@ def _finish_exaone4(m: b.Build) -> None:
 
 ARCHITECTURES = (
     b.Architecture("exaone", ("ExaoneForCausalLM",), _exaone, finish=_finish_exaone, strip="transformer."),
-    b.Architecture("exaone4", ("Exaone4ForCausalLM",), _exaone4, finish=_finish_exaone4),
+    b.Architecture(
+        "exaone4",
+        ("Exaone4ForCausalLM", "Exaone4_5_ForConditionalGeneration"),
+        _exaone4,
+        finish=_finish_exaone4,
+        drop=r"(^|\.)visual\.|^mtp\.",
+    ),
     b.Architecture(
         "exaone-moe",
         ("ExaoneMoeForCausalLM", "ExaoneMoEForCausalLM"),

@@ -1,4 +1,5 @@
 # ik on the CPU: docker build -t ik . && docker run -p 8080:8080 -v models:/models ik serve -hf USER/REPO:QUANT
+# For x86-64 and ARM64: docker buildx build --platform linux/amd64,linux/arm64 -t ik .
 FROM python:3.12-slim AS build
 COPY . /src
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels /src

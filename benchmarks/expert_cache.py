@@ -10,6 +10,8 @@ Each layer has a cache of its own. The first half of a trace fills the caches, t
 * static: the experts used most in the first half, never changed
 * LRU: a miss replaces the expert that was not used for longest
 * LFU: a miss replaces the expert with the smallest count, where counts halve every `--half-life` tokens
+* rates: a miss replaces the expert with the smallest sum of a short and a long average of its uses, as `--expert-ram`
+  does (`ikcli/engine/run/expert_rates.py`)
 * guess: LRU, and what the next layer's router guesses from this layer's hidden state is loaded while this layer is
   computed, at most `--uploads` experts per token and layer
 * best: a miss replaces the expert that is used again last (Belady); no policy without a look ahead can hit more often
@@ -32,6 +34,7 @@ import numpy.typing as npt
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from ikcli.engine.run.expert_rates import UseRates
 from ikcli.measure.moe_trace import ExpertTrace, read_trace
 
 I32 = npt.NDArray[np.int32]
@@ -118,6 +121,27 @@ class Lfu:
         return hits
 
 
+class Rates:
+    """The experts with the highest values of `UseRates`."""
+
+    def __init__(self, size: int, n_expert: int) -> None:
+        self._rates, self._in, self._size, self.loads = UseRates(np.zeros(n_expert)), np.zeros(n_expert, bool), size, 0
+
+    def use(self, wanted: Sequence[int], guessed: Sequence[int]) -> int:
+        ids = np.array(wanted, np.int64)
+        self._rates.add(ids, np.ones(len(ids), np.int64), 1)
+        missing = ids[~self._in[ids]]
+        for e in missing[: self._size]:
+            if self._in.sum() == self._size:
+                others = np.flatnonzero(self._in & ~np.isin(np.arange(len(self._in)), ids))
+                if not len(others):
+                    break
+                self._in[others[np.argmin(self._rates.value[others])]] = False
+            self._in[e] = True
+            self.loads += 1
+        return len(ids) - len(missing)
+
+
 class Best:
     """The best choice with knowledge of all that follows."""
 
@@ -185,6 +209,7 @@ def policies(trace: ExpertTrace, size: int, half_life: float, uploads: int) -> d
         "static": lambda before, ids: Static(size, before, n),
         "LRU": lambda before, ids: Lru(size),
         "LFU": lambda before, ids: Lfu(size, n, half_life),
+        "rates": lambda before, ids: Rates(size, n),
         "guess": lambda before, ids: Lru(size, uploads),
         "best": lambda before, ids: Best(size, ids),
     }

@@ -11,7 +11,7 @@ from gguf_files import write_model
 from tiny_architectures import LAYER_NORM
 
 BERT_KEYS = LAYER_NORM | {"attention.head_count_kv": 4}
-RMS_NORM = ("eurobert", "gemma-embedding", "t5encoder")
+RMS_NORM = ("eurobert", "gemma-embedding", "neo-bert", "t5encoder")
 PAD, UNK, CLS, SEP, MASK = range(5)
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 WORDS = ["a", "castle", "dog", "where", "do", "kings", "live", "?"]

@@ -273,6 +273,13 @@ REAL: dict[str, Real] = {
         | {"expert_weights_norm": True, "expert_weights_scale": 1.0, "leading_dense_block_count": 0},
         131072, (_OUT, _KB, r"ffn_gate_up_exps\.weight"),
     ),
+    "minicpm3-4b": Real(
+        "minicpm3",
+        _llama(62, 2560, 6400, 40, 40, 64) | {"attention.q_lora_rank": 768, "attention.kv_lora_rank": 256,
+        "attention.key_length": 96, "rope.dimension_count": 32},
+        73448, (r"attn_kv_b\.weight",),
+    ),
+    "phimoe-42b": Real("phimoe", _llama(32, 4096, 6400, 32, 8) | _experts(16, 2, 6400), 32064, (_OUT, _BIAS)),
     "phi3-mini": Real(
         "phi3", _llama(32, 3072, 8192, 32, 32, 96) | {"attention.sliding_window": 262144,
         "rope.scaling.original_context_length": 4096, "rope.scaling.attn_factor": 1.19},

@@ -20,7 +20,7 @@ from weight_bytes import QUANTIZED
 
 from ikcli.errors import UsageError
 from ikcli.gguf.types import TYPES
-from ikcli.native import isa, kernel_pack
+from ikcli.native import isa, kernel_cache, kernel_pack
 from ikcli.quant.formats import get_format
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -94,6 +94,12 @@ def test_name_of_a_pack(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernel_pack.pack_name("i8mm") == "darwin-aarch64-i8mm.pack"
 
 
+def test_kernels_of_another_system_have_a_cache_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = kernel_cache.cache_dir.__wrapped__()
+    monkeypatch.setenv("IK_BUILD_SYSTEM", "darwin" if sys.platform != "darwin" else "linux")
+    assert kernel_cache.cache_dir.__wrapped__() != own
+
+
 # --- counts of instructions -------------------------------------------------------------------------------------------
 LOOP = """
 f:
@@ -148,7 +154,7 @@ def test_products_of_bytes(level: str, names: list[str]) -> None:
     for name in names:
         few, many, to_tile = (found[f"{name} {piece}"] for piece in ("few", "many", "to_tile"))
         assert instruction[level] in many["by_name"] and many["products"] >= 2048, name
-        assert {"neon": "smull"}.get(level, "sdot") in few["by_name"] and few["products"] >= 256, name
+        assert {"neon": "smull"}.get(level, "sdot") in few["by_name"] and few["products"] >= 128, name
         assert few["calls"] == many["calls"] == 0 and to_tile["calls"] <= 2, (name, to_tile)  # memset of the last step
         generated = any(part in name for part in _GENERATED)
         slower = 3 if level == "neon" else 1

@@ -150,8 +150,8 @@ def test_messages(argv: list[str], message: str) -> None:
 
 
 def test_missing_drafters_are_named() -> None:
-    warnings = parse("serve", ["--spec-type", "draft-eagle3,ngram-mod"]).warnings
-    assert warnings == ("--spec-type draft-eagle3: not supported, tokens are generated without these guesses",)
+    warnings = parse("serve", ["--spec-type", "draft-dflash,ngram-mod"]).warnings
+    assert warnings == ("--spec-type draft-dflash: not supported, tokens are generated without these guesses",)
 
 
 def test_a_file_with_a_comma_is_one_file(tmp_path: Path) -> None:

@@ -9,13 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 from checkpoints import BASE, N_VOCAB, bf16, build, drawn, values, write_checkpoint
+from tiny_architectures import tiny
 
 from ikcli.convert.heads import count_heads, usual_name
 from ikcli.errors import UnsupportedError
 from ikcli.gguf.heads import Heads
 from ikcli.gguf.reader import open_gguf
 from ikcli.main import main
-from ikcli.models import check_tensors, find, mtp
+from ikcli.models import HParams, check_tensors, find, mtp
+from ikcli.models.heads import external
 
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 4}
 MLA = {"kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 2, "v_head_dim": 2, "q_lora_rank": 8}
@@ -95,6 +97,45 @@ def tensor(checkpoint_name: str) -> np.ndarray:
     if checkpoint_name.endswith(("eh_proj", "fc")):
         shape = (8, 16)
     return drawn(checkpoint_name, shape)
+
+
+def test_an_assistant_of_gemma4(tmp_path: Path) -> None:
+    """Its file fits the model that it assists; the ordering of its vocabulary is left out."""
+    full = {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25}
+    text = BASE | {
+        "model_type": "gemma4_text", "num_hidden_layers": 3, "hidden_size": 32, "head_dim": 16, "global_head_dim": 32,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "sliding_window": 8,
+        "num_kv_shared_layers": 3, "num_key_value_heads": 2, "hidden_activation": "gelu_pytorch_tanh",
+        "rope_parameters": {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}},
+        "intermediate_size": 64, "vocab_size": N_VOCAB, "tie_word_embeddings": True,
+    }  # fmt: skip
+    model = tiny("gemma4", vocab_size=N_VOCAB)
+    width = model.metadata["gemma4.embedding_length"]
+    config = {"architectures": ["Gemma4AssistantForCausalLM"], "model_type": "gemma4_assistant", "text_config": text,
+              "backbone_hidden_size": width, "use_ordered_embeddings": True, "num_centroids": 4}  # fmt: skip
+    shapes = {"pre_projection": (32, 2 * width), "post_projection": (width, 32), "model.embed_tokens": (N_VOCAB, 32),
+              "model.norm": (32,), "masked_embedding.centroids": (4, 32)}  # fmt: skip
+    for il, d in enumerate((16, 16, 32)):
+        layer = {"input_layernorm": (32,), "self_attn.q_proj": (4 * d, 32), "self_attn.q_norm": (d,),
+                 "self_attn.o_proj": (32, 4 * d), "post_attention_layernorm": (32,), "mlp.gate_proj": (64, 32),
+                 "pre_feedforward_layernorm": (32,), "mlp.up_proj": (64, 32), "mlp.down_proj": (32, 64),
+                 "post_feedforward_layernorm": (32,)}  # fmt: skip
+        shapes |= {f"model.layers.{il}.{name}": shape for name, shape in layer.items()}
+    checkpoint = {f"{name}.weight": bf16(drawn(name, shape)) for name, shape in shapes.items()}
+    checkpoint |= {f"model.layers.{il}.layer_scalar": bf16(drawn("norm", (1,))) for il in range(3)}
+    out = tmp_path / "head.gguf"
+    assert main(["convert", str(write_checkpoint(tmp_path / "checkpoint", config, checkpoint)), "-o", str(out)]) == 0
+    made = open_gguf(out)
+    assert made.arch == "gemma4-assistant" and made.get("gemma4-assistant.embedding_length_out") == width
+    assert made.get("gemma4-assistant.nextn_predict_layers") == 3
+    assert made.tensors["rope_freqs.weight"].shape == (16,) and not any("centroids" in name for name in made.tensors)
+    hp = HParams.from_gguf(model.metadata, model.tensors, "m.gguf")
+    head = external.find(model.metadata | made.metadata, hp)
+    assert head is not None
+    joined = {head.prefix + name: tensor for name, tensor in made.tensors.items()}
+    wanted = head.module.tensor_shapes(head.head, hp, joined, head.prefix)
+    check_tensors(wanted, joined, "m.gguf")
+    assert {*joined} - {f"{head.prefix}rope_freqs.weight"} <= {*wanted}
 
 
 @pytest.mark.parametrize("arch", ARCHS)

@@ -15,6 +15,7 @@ from ikcli.convert.archs import ARCHITECTURES, architecture_of, by_class
 from ikcli.convert.build import Architecture, Build, convert_tensors
 from ikcli.convert.config import Config
 from ikcli.convert.names import gguf_names
+from ikcli.convert.rope import check_factors
 from ikcli.convert.source import SafetensorsSource
 from ikcli.errors import FormatError, IkError, UnsupportedError
 from ikcli.models import ARCHITECTURES as MODELS
@@ -155,6 +156,31 @@ def test_factors_of_long_contexts(tmp_path: Path) -> None:
         build(tmp_path, phi | {"rope_scaling": long | {"long_factor": [1.0, 2.0]}}, {})
 
 
+def test_factors_that_would_not_be_stored_or_mean_something_else(tmp_path: Path) -> None:
+    """MiniCPM 4 and Phi-3.5-MoE have factors of frequencies, too; the latter scales cosine and sine by a number."""
+    long = {"type": "longrope", "short_factor": [1.0], "long_factor": [2.5]}
+    mini = {"architectures": ["MiniCPMForCausalLM"], "model_type": "minicpm", "rope_scaling": long}
+    assert values(build(tmp_path, mini, {}), "rope_factors_short.weight").tolist() == [1.0]
+    phi = {"architectures": ["PhiMoEForCausalLM"], "model_type": "phimoe", "num_local_experts": 4,
+           "num_experts_per_tok": 2, "rope_scaling": long | {"short_mscale": 1.25, "long_mscale": 1.25}}  # fmt: skip
+    assert build(tmp_path, phi, {}).metadata["phimoe.rope.scaling.attn_factor"] == 1.25
+    phi3 = {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
+    window = {"architectures": ["GraniteSWAForCausalLM"], "model_type": "granite_swa"}
+    for config, message in (
+        (phi | {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1; known is 0.01"),
+        (phi | {"rope_scaling": long | {"short_mscale": 1.2, "long_mscale": 1.3}}, "known is equal mscales"),
+        (phi3 | {"rope_scaling": long | {"long_mscale": 1.2}}, "known is no short_mscale"),
+        (window | {"layer_rope_theta": [10000.0, 500.0]}, r"known is 0 or 10000\.0 for every layer"),
+    ):
+        with pytest.raises(UnsupportedError, match=message):
+            build(tmp_path, config, {})
+    seed = {"architectures": ["SeedOssForCausalLM"], "model_type": "seed_oss", "rope_scaling": {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}}  # fmt: skip
+    m = build(tmp_path, seed, {})
+    with pytest.raises(UnsupportedError, match="rope_type llama3 is not known for seed_oss"):
+        check_factors(m)
+
+
 def test_layers_for_further_tokens_are_counted_where_they_are(tmp_path: Path) -> None:
     glm = {
         "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "n_routed_experts": 4, "head_dim": 2,
@@ -221,7 +247,8 @@ OTHER_NAMES = {"bitnet-25", "cohere2moe", "nemotron_h_moe"}
 
 
 def test_every_architecture_that_runs_has_a_conversion() -> None:
-    assert {a.name for a in ARCHITECTURES} == set(MODELS) - OTHER_NAMES
+    heads = {"gemma4-assistant"}
+    assert {a.name for a in ARCHITECTURES} == set(MODELS) - OTHER_NAMES | heads
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda a: a.classes[0])

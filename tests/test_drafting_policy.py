@@ -15,7 +15,7 @@ import pytest
 
 from ikcli.drafting.acceptance import Acceptance
 from ikcli.drafting.costs import MakingCosts, RowCosts, distinct_experts
-from ikcli.drafting.policy import SHARE, Option, Policy
+from ikcli.drafting.policy import COMPARES, SHARE, Option, Policy
 
 MOST = 8
 UNIT = 0.05  # seconds of a plain step
@@ -99,6 +99,9 @@ def seconds(case: Case, n_tokens: int, fixed: int | None = None, policy: Policy 
                 policy.drafted("kind", n, making * UNIT, 1)
             if n:
                 policy.judged(0, "kind", n, n, right)
+            elif most and not case.each:  # the text shows what of the draft would have been right
+                unused = next((i for i in range(most) if not case.right[at + 1 + i, i]), most)
+                policy.judged(0, "kind", most, most, unused)
             if repair:
                 policy.repaired(repair * UNIT, 1)
             slow = 3 if random.random() < case.spikes else 1
@@ -151,8 +154,7 @@ def test_a_slow_step_of_the_machine_does_not_stop_drafts_that_pay() -> None:
     drafted = []
     for step in range(60):
         n = policy.decide(option, 1).lengths[0]
-        if n:
-            policy.judged(0, "kind", n, n, n)
+        policy.judged(0, "kind", n or MOST - 1, n or MOST - 1, n or MOST - 1)  # those that are not used show it later
         seconds = 1 + 0.1 * n
         policy.checked(1 + n, 100 * seconds if step == 30 else seconds, 1, 1 + n)
         drafted.append(n)
@@ -177,7 +179,7 @@ def test_looking_leaves_the_means_to_use_what_is_found() -> None:
     """Looking takes a tenth of a step and rarely finds something; what it finds is right, and is used."""
     policy, n_found, n_used, rest = Policy(MOST), 0, 0, 0
     for step in range(2000):
-        n = 0
+        n, options = 0, list[Option]()
         if rest:
             rest -= 1
         else:
@@ -185,8 +187,8 @@ def test_looking_leaves_the_means_to_use_what_is_found() -> None:
             n = policy.decide(options, 1).lengths[0] if options else 0
             rest = 0 if n else policy.looked(0.1, 1)
             n_found, n_used = n_found + len(options), n_used + (n > 0)
-        if n:
-            policy.judged(0, "kind", n, n, n)
+        if n or options:
+            policy.judged(0, "kind", n or MOST - 1, n or MOST - 1, n or MOST - 1)
         policy.checked(1 + n, 1 + 0.1 * n, 1, 1 + n)
     assert n_found > 300 and n_used > 0.9 * n_found
 
@@ -203,6 +205,24 @@ def test_a_try_that_finds_nothing_is_not_repeated_at_once() -> None:
     assert 1 <= tries <= (2000 * SHARE + 2) / 0.5
 
 
+def test_drafts_that_cost_nothing_teach_without_being_checked() -> None:
+    """The first ones are compared with the text; wrong ones cost no step, right ones are used from then on."""
+    option = [Option(0, "kind", MOST - 1)]
+    for n_right in (0, MOST - 1):
+        policy, used = Policy(MOST), 0
+        for _ in range(100):
+            n = policy.decide(option, 1).lengths[0]
+            used += n > 0
+            policy.judged(0, "kind", n or MOST - 1, n or MOST - 1, min(n_right, n or MOST - 1))
+            policy.checked(1 + n, 1 + 0.5 * n, 1, 1 + min(n, n_right))
+        assert used >= 90 if n_right else used <= 1
+    waits = Policy(MOST)
+    for _ in range(2):
+        waits.checked(1, 1.0, 1, 1)
+    assert waits.decide(option, 1).reason == COMPARES
+    assert waits.decide([Option(0, "kind", MOST - 1, costs=True)], 1).reason != COMPARES
+
+
 def test_several_texts_share_the_rows() -> None:
     """Rows go to the text whose guesses are right, and drafts below their least length are not made."""
     policy = Policy(MOST)
@@ -212,9 +232,8 @@ def test_several_texts_share_the_rows() -> None:
         decided = policy.decide(options, 2).lengths
         lengths.append(decided)
         right = decided[0], 0
-        for text, n in enumerate(decided):
-            if n:
-                policy.judged(text, "kind", n, n, right[text])
+        for text, n in enumerate(decided):  # what is not used is compared with the text
+            policy.judged(text, "kind", n or 6, n or 6, right[text] if n else 6 * (not text))
         policy.checked(2 + sum(decided), 1 + 0.05 * sum(decided), 2, 2 + sum(right))
     assert lengths[-1][0] >= 5 and lengths[-1][1] <= 1
     least = Policy(MOST)

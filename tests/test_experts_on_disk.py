@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,11 +16,13 @@ import pytest
 from factories import tiny_model
 from gguf_files import write_model
 
+from ikcli.engine.plan.devices import Machine
 from ikcli.engine.plan.expert_slots import BLOCK, ExpertLayer, ExpertMatrix, slots_for
 from ikcli.engine.plan.planner import Planner
 from ikcli.engine.plan.sizes import Sizes
 from ikcli.engine.run import expert_reader, expert_steps
 from ikcli.engine.run.batch import Batch
+from ikcli.engine.run.expert_rates import UseRates
 from ikcli.engine.run.expert_store import ExpertStore
 from ikcli.engine.run.session import Session
 from ikcli.errors import IkError, UsageError
@@ -32,6 +35,7 @@ N_EXPERT, N_LAYER = 8, 3
 EXPERTS: dict[str, Any] = {"expert_count": N_EXPERT, "expert_used_count": 3, "block_count": N_LAYER}
 SLOT = 3 * (3 * BLOCK + BLOCK)  # three matrices of 48 x 64 floats
 LAYER = N_EXPERT * SLOT
+ONE = np.ones(2, np.int64)
 
 
 @pytest.fixture(scope="module")
@@ -216,7 +220,9 @@ def test_random_steps_find_their_experts(disk: Disk, half: ExpertStore, rng: np.
             n = 8 if prompt else 2
             experts = np.sort(rng.choice(8, n, replace=False))
             guess = np.sort(rng.choice(8, 2, replace=False))
-            half.request(il, experts, 40 if prompt else 2, lambda guess=guess: guess)
+            half.request(
+                il, experts, np.full(len(experts), 5 if prompt else 1), 40 if prompt else 1, lambda guess=guess: guess
+            )
             half.wait(il, [f"u{il}"])
             half.wait(il, [f"d{il}"])
             disk.check(half, il, experts.tolist())
@@ -232,7 +238,7 @@ def test_prompts_leave_each_layer_its_share(tmp_path: Path) -> None:
         for _ in range(4):
             before = store.counts.n_bytes
             for il in range(8):
-                store.request(il, everything, 100)
+                store.request(il, everything, np.full(8, 12), 50)
                 store.wait(il, [f"u{il}", f"d{il}"])
                 disk.check(store, il, everything.tolist())
         read = (store.counts.n_bytes - before) / (2 * disk.n_bytes)
@@ -248,7 +254,7 @@ def test_single_tokens_keep_what_was_used_last(half: ExpertStore) -> None:
     for _ in range(3):
         before = half.counts.uses - half.counts.hits
         for il in range(4):
-            half.request(il, np.array([1, 6]), 2)
+            half.request(il, np.array([1, 6]), ONE, 1)
             half.wait(il, [f"u{il}", f"d{il}"])
         missed.append(half.counts.uses - half.counts.hits - before)
     assert missed[0] > 0
@@ -258,7 +264,7 @@ def test_single_tokens_keep_what_was_used_last(half: ExpertStore) -> None:
 def test_guesses_are_read_before_they_are_wanted(disk: Disk) -> None:
     store = ExpertStore(slots_for(disk.layers, 18 * disk.layers[0].slot), 2)
     try:
-        store.request(0, np.array([0]), 1, lambda: np.array([3, 5]))
+        store.request(0, np.array([0]), ONE[:1], 1, lambda: np.array([3, 5]))
         store.wait(0, ["u0", "d0"])
         for _ in range(1000):
             if store.resident(1)[[3, 5]].all():
@@ -266,15 +272,97 @@ def test_guesses_are_read_before_they_are_wanted(disk: Disk) -> None:
             time.sleep(0.005)
         assert store.resident(1)[[3, 5]].all()
         hits = store.counts.hits
-        store.request(1, np.array([3, 5]), 2)
+        store.request(1, np.array([3, 5]), ONE, 1)
         assert store.counts.hits == hits + 2
     finally:
         store.close()
 
 
+def test_guesses_that_have_not_begun_when_a_layer_chooses_are_forgotten(disk: Disk) -> None:
+    gate, reads = threading.Event(), []
+
+    def read(fd: int, into: memoryview, offset: int) -> int:
+        reads.append(offset)
+        assert gate.wait(10)
+        return os.preadv(fd, [into], offset)
+
+    store = ExpertStore(slots_for(disk.layers, 18 * disk.layers[0].slot), 4, read)
+    try:
+        store.expect(1, np.array([2, 3, 4, 5, 6, 7]))
+        for _ in range(1000):
+            if len(reads) == 2:
+                break
+            time.sleep(0.002)
+        assert len(reads) == 2  # half of the threads take guesses, and others stay free for what is wanted
+        store.request(1, np.array([0, 7]), ONE, 1)
+        gate.set()
+        store.wait(1, ["u1", "d1"])
+        disk.check(store, 1, [0, 7])
+        assert len(reads) == 2 + 4
+        assert not store.resident(1)[3:7].any()
+    finally:
+        store.close()
+
+
+def test_what_is_read_in_vain_is_counted(disk: Disk) -> None:
+    store = ExpertStore(slots_for(disk.layers, 8 * disk.layers[0].slot), 2)
+    try:
+        store.expect(1, np.array([3, 5]))
+        for _ in range(1000):
+            if store.resident(1)[[3, 5]].all():
+                break
+            time.sleep(0.002)
+        store.request(1, np.array([3]), ONE[:1], 1)
+        store.request(2, np.arange(8), np.full(8, 2), 4)
+        store.wait(2, ["u2", "d2"])
+        disk.check(store, 2, list(range(8)))
+        assert store.counts.in_vain == 2 * disk.n_bytes  # expert 5
+        assert "in vain" in store.counts.line()
+    finally:
+        store.close()
+
+
+def test_experts_that_a_prompt_used_most_stay(disk: Disk) -> None:
+    store = ExpertStore(slots_for(disk.layers, 20 * disk.layers[0].slot), 2)
+    uses = np.array([1, 1, 30, 1, 1, 40, 1, 1])
+    try:
+        for _ in range(2):
+            for il in range(4):
+                store.request(il, np.arange(8), uses, 50)
+                store.wait(il, [f"u{il}", f"d{il}"])
+                disk.check(store, il, list(range(8)))
+        hits = store.counts.hits
+        for il in range(4):
+            store.request(il, np.array([2, 5]), ONE, 1)
+            store.wait(il, [f"u{il}", f"d{il}"])
+        assert store.counts.hits == hits + 8
+    finally:
+        store.close()
+
+
+def test_values_weigh_the_last_tokens_and_all() -> None:
+    rates = UseRates(np.zeros(10))
+    for t in range(400):
+        rates.add(np.array([t % 8]), ONE[:1], 1)
+    for _ in range(5):
+        rates.add(np.array([8]), ONE[:1], 1)
+    assert rates.value.argmax() == 8  # used lately
+    assert rates.value.argmin() == 9
+    for _ in range(40):
+        rates.add(np.array([], np.int64), np.array([], np.int64), 1)
+    assert set(np.argsort(-rates.value)[:8].tolist()) == set(range(8))  # forgotten slowly
+    once, split = UseRates(np.zeros(2)), UseRates(np.zeros(2))
+    once.add(np.array([1]), np.array([6]), 6)
+    for _ in range(6):
+        split.add(np.array([1]), ONE[:1], 1)
+    np.testing.assert_allclose(once.value, split.value, rtol=1e-12)
+
+
 def test_too_little_ram_is_refused(disk: Disk) -> None:
     with pytest.raises(UsageError, match="is too little: prompts use all experts of a layer at once"):
         slots_for(disk.layers, 7 * disk.layers[0].slot)
+    with pytest.raises(UsageError, match=r"^--prefetch-experts: 0 GiB is too little"):
+        slots_for(disk.layers, 0, "--prefetch-experts: ")
     assert slots_for(disk.layers, 8 * disk.layers[0].slot).n_slots == 8
     assert slots_for(disk.layers, 1 << 40).complete
     assert "all 32 in 4 layers" in slots_for(disk.layers, 1 << 40).line()
@@ -307,6 +395,17 @@ def test_models_without_experts_say_that_nothing_happens(tmp_path: Path) -> None
     found = Planner.of_file(config(path)).prepare(config(path, expert_ram=1 << 20), Sizes(64, 1, 0))
     assert found.runner.cpu.experts is None
     assert "--expert-ram has no effect: no routed experts stay in RAM" in found.plan.warnings
+
+
+@pytest.mark.parametrize("ram", [3 << 20, 4 << 20, 1 << 34])
+def test_prefetch_experts_takes_what_is_free(moe_file: Path, ram: int) -> None:
+    planner = Planner.of_file(config(moe_file)).on(Machine((), ram))
+    wanted = config(moe_file, prefetch_experts=True)
+    slots = planner.expert_slots(wanted)
+    assert slots is not None
+    others = planner.static_bytes(wanted)["CPU"] - slots.n_bytes
+    assert slots.n_bytes + others <= 0.95 * ram
+    assert slots.complete or slots.n_bytes + others > 0.7 * ram
 
 
 def test_more_slots_than_free_memory_are_refused(moe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

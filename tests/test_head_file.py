@@ -13,11 +13,11 @@ from gguf_files import write_model
 from tiny_architectures import tiny
 
 from ikcli.drafting.draft_model import DraftModel
-from ikcli.drafting.drafters import stages
 from ikcli.engine.plan.planner import Planner
 from ikcli.engine.run.batch import Batch
 from ikcli.engine.run.session import Session
 from ikcli.errors import FormatError, IkError, UsageError
+from ikcli.settings.drafts import stages
 from ikcli.settings.records import SpecStage
 from ikcli.settings.run import RunConfig
 from ikcli.settings.server import ServerConfig
@@ -103,4 +103,4 @@ def test_whose_file_md_names(tmp_path: Path) -> None:
     for types, wanted in (((), ["draft"]), (("mtp",), ["mtp"]), (("ngram-simple", "mtp"), ["ngram-simple", "mtp"])):
         server = ServerConfig(spec_type=tuple(SpecStage(t) for t in types), model_draft=heads)
         with Session.open(RunConfig(model=model, server=server, **RUN)) as session:
-            assert [s.type for s in stages(session)] == wanted
+            assert [s.type for s in stages(session.config)] == wanted

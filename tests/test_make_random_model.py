@@ -90,6 +90,39 @@ def test_geometry(script: ModuleType, preset: str) -> None:
     assert len(layers) == p.keys["block_count"]
 
 
+@pytest.mark.parametrize("skew", [0.0, 0.6, 1.0])
+def test_routers_choose_as_zipf_says(script: ModuleType, skew: float) -> None:
+    rng = np.random.default_rng(4)
+    scales = script.router_scales(32, 4, skew, rng)
+    logits = rng.standard_normal((4000, 32)) * scales
+    chosen = np.argsort(-logits, axis=1)[:, :4]
+    found = np.sort(np.bincount(chosen.ravel(), minlength=32) / 4000)[::-1]
+    wanted = np.arange(1, 33) ** -skew
+    wanted *= 4 / wanted.sum()
+    if skew < 1:  # otherwise the first ones are capped, and the others get more
+        assert found == pytest.approx(wanted, rel=0.35, abs=0.02)
+    else:
+        assert found[0] == pytest.approx(0.45, abs=0.06)
+        assert found[8] / found[24] == pytest.approx(25 / 9, rel=0.35)
+
+
+def test_embeddings_of_skewed_models_differ(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ["--preset", "qwen3moe", "--type", "q4_0", "--layers", "1", "--experts", "2", "--vocab", "400"]
+    monkeypatch.setattr(
+        sys, "argv", ["make_random_model.py", *options, "--router-skew", "1", "-o", str(tmp_path / "m.gguf")]
+    )
+    assert script.main() == 0
+    file = open_gguf(tmp_path / "m.gguf")
+    found = {n: dequantize(file.data(n), file.tensors[n].type, file.tensors[n].shape) for n in file.tensors if n in (
+        "token_embd.weight", "output.weight", "blk.0.ffn_gate_inp.weight")}  # fmt: skip
+    assert found["token_embd.weight"].std() == pytest.approx(1, rel=0.1)
+    assert found["output.weight"].std() == pytest.approx(0.02, rel=0.1)
+    router = found["blk.0.ffn_gate_inp.weight"].reshape(2, -1).std(axis=1)
+    assert router.max() > 0.02
+
+
 def test_script_writes_a_loadable_model(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -21,10 +21,11 @@ from ikcli.gguf.reader import open_gguf
 from ikcli.graph import Graph, Weight
 from ikcli.graph.micro_batch import MicroBatch, Segment
 from ikcli.graph.ops_experts import route_parts
-from ikcli.models import GraphConfig, HParams, RopeParams, Weights, deepseek2, find
+from ikcli.models import ARCHITECTURES, GraphConfig, HParams, RopeParams, Weights, deepseek2, find
 from ikcli.models.blocks import heads_per_step
 from ikcli.models.mla import derive, derived_specs
 from ikcli.models.rope import correction_dims, inverse_frequencies, magnitude
+from ikcli.models.unsupported import REASONS
 
 Array = Any
 EXACT = GraphConfig(type_k=GGMLType.F32, type_v=GGMLType.F32, n_ctx=256)
@@ -450,5 +451,14 @@ def test_segment_describes_compact_rows() -> None:
 
 
 def test_unknown_architecture_lists_the_known() -> None:
-    with pytest.raises(UnsupportedError, match=r"'rwkv7' is not supported; known: .*deepseek2, .*dots1"):
-        find("rwkv7")
+    with pytest.raises(UnsupportedError, match=r"'nobody' is not supported; known: .*deepseek2, .*dots1"):
+        find("nobody")
+
+
+def test_every_architecture_of_gguf_runs_or_says_why_not() -> None:
+    from gguf.constants import MODEL_ARCH_NAMES
+
+    for arch in (*MODEL_ARCH_NAMES.values(), *REASONS):
+        assert (arch in ARCHITECTURES) + (arch in REASONS) + (arch == "clip") == 1, arch
+    with pytest.raises(UnsupportedError, match=r"x\.gguf: .*'deepseek4' do not run: it has attention over .*; inspect"):
+        find("deepseek4", "x.gguf")

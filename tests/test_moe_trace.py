@@ -132,6 +132,16 @@ def test_repeated_experts_stay(simulator: ModuleType) -> None:
     assert found["static"].hits == 0.2  # of experts 0 and 1
 
 
+def test_rates_keep_what_is_used_often_and_what_was_used_last(simulator: ModuleType) -> None:
+    others = np.arange(2, 8).reshape(3, 2)  # between two uses of the experts 0 and 1: as many as the cache holds
+    often = np.array([row for t in range(60) for row in ([0, 1], others[2 * t % 3], others[(2 * t + 1) % 3])])
+    found = simulator.policies(trace_of(often[:, None]), 4, 64, 1)
+    assert found["LRU"].hits == 0
+    assert found["rates"].hits >= 0.3
+    lasting = simulator.policies(trace_of(np.repeat(np.arange(40), 10).reshape(-1, 1, 1) % 8), 2, 4, 1)
+    assert lasting["rates"].hits == lasting["LRU"].hits
+
+
 def test_guesses_are_loaded_up_to_the_cap(simulator: ModuleType) -> None:
     ids = np.stack([np.arange(200) % 8, (np.arange(200) + 1) % 8], axis=1).reshape(-1, 1, 2)
     perfect = trace_of(ids, ids)

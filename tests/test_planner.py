@@ -168,9 +168,9 @@ def test_derived_tensors_live_with_their_source(files: Files) -> None:
 
 
 def test_the_architecture_is_looked_at_before_its_keys(tmp_path: Path) -> None:
-    metadata = {"general.architecture": "plamo2", "plamo2.block_count": 2, "plamo2.attention.head_count": 0}
+    metadata = {"general.architecture": "nobody", "nobody.block_count": 2, "nobody.attention.head_count": 0}
     path = write_header(tmp_path / "m.gguf", metadata, [TensorRow("token_embd.weight", (32, 8), "f32", 1024)])
-    with pytest.raises(UnsupportedError, match=r"m\.gguf: architecture 'plamo2' is not supported; known: "):
+    with pytest.raises(UnsupportedError, match=r"m\.gguf: architecture 'nobody' is not supported; known: "):
         Planner.of_file(replace(BASE, model=path), header_only=True)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from draft_answers import PROMPTS, answers, helped
 from engine_client import Call, request, serving, until
 from factories import MemoryModel, add_heads, tiny_deepseek2, tiny_model
 from gguf_files import write_model
@@ -35,7 +36,6 @@ MODELS = {
     "deepseek2": lambda: add_heads(tiny_deepseek2(context_length=2048)),
     "mimo2": lambda: add_heads(tiny("mimo2", context_length=2048), 2, dense=True),
 }
-PROMPTS = [np.random.default_rng(i).integers(0, 96, 30 + 20 * i).tolist() for i in range(3)]
 ENDLESS = SamplerParams(temperature=0, ignore_eos=True)
 SPEC: dict[str, Any] = {"spec_type": parse_spec_type("mtp:p_min=0"), "spec_autotune": False}
 
@@ -47,35 +47,6 @@ def written(model: MemoryModel, folder: Path) -> Path:
 @pytest.fixture(params=some(list(MODELS), ["qwen35"]))
 def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return written(MODELS[request.param](), tmp_path)
-
-
-def answers(e: Engine) -> Iterator[list[int]]:
-    """Two slots at once, a text that goes on, one that ends otherwise, and a slot that another text took."""
-    calls = [Call(e, request(p, 40, id_slot=i)) for i, p in enumerate(PROMPTS[:2])]
-    first = [[t.id for t in c.final.tokens] for c in calls]
-    yield from first
-    further = [
-        (PROMPTS[0] + first[0] + PROMPTS[2][:5], 0), (PROMPTS[0] + PROMPTS[2][:9], 0), (PROMPTS[2], 0),
-        (PROMPTS[0] + first[0][:20], 1), (PROMPTS[0] + first[0], 0),
-    ]  # fmt: skip
-    for prompt, slot in further:
-        yield [t.id for t in Call(e, request(prompt, 24, id_slot=slot)).final.tokens]
-
-
-def helped(texts: Sequence[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every second draft begin with the right tokens, so that drafts are accepted and rejected."""
-    right = {tuple(t[i : i + 3]): t[i + 3 : i + 6] for t in texts for i in range(len(t) - 5)}
-    draft, n_calls = Heads.draft, [0]
-
-    def drafted(self: Heads, wanted: Sequence[Continuation]) -> None:
-        draft(self, wanted)
-        n_calls[0] += 1
-        for w in wanted:
-            known = right.get(tuple(w.text[-3:].tolist()))
-            if known is not None and n_calls[0] % 2:
-                w.found[: len(known)] = known[: len(w.found)]
-
-    monkeypatch.setattr(Heads, "draft", drafted)
 
 
 def test_answers_are_the_same(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

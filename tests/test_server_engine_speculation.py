@@ -17,7 +17,7 @@ from gguf_files import write_model
 from ikcli.drafting.drafters import TextDrafter
 from ikcli.drafting.ngram_cache import NgramCache, merge, read_counts, write_counts
 from ikcli.drafting.ngrams import NgramMap, NgramMapValues, NgramPool, Pool, Suffix
-from ikcli.drafting.policy import DECISIONS
+from ikcli.drafting.policy import COMPARES, DECISIONS, Decision, Policy
 from ikcli.engine.run.batch import Batch
 from ikcli.errors import FormatError
 from ikcli.sampling.params import SamplerParams
@@ -92,6 +92,21 @@ def test_every_step_has_a_decision(monkeypatch: pytest.MonkeyPatch) -> None:
         assert total["n_per_step"] == round(n / (n_steps + 1), 3)
     assert sum(metrics.draft_decisions.values()) == sum(sum(t["decisions"].values()) for t in log)
     assert set(metrics.draft_decisions) <= set(DECISIONS)
+
+
+def test_drafts_that_are_not_used_are_compared_with_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No draft is checked here; what of each would have been right, in full, the text itself shows."""
+    judged: list[tuple[int, int]] = []
+    monkeypatch.setattr(Policy, "decide", lambda self, options, n: Decision((0,) * len(options), COMPARES))
+    monkeypatch.setattr(Policy, "looked", lambda *_: 0)
+    monkeypatch.setattr(Policy, "judged", lambda self, text, kind, asked, found, right: judged.append((asked, right)))
+    with serving(1, n_ctx=512, server={"spec_type": parse_spec_type(TYPES[0]), "spec_autotune": True}) as e:
+        f = Call(e, request(e.tokenizer.encode(TEXT), 60, cache_prompt=False)).final
+        assert f.timings.draft_n == 0 and judged
+        assert all(0 <= right <= asked for asked, right in judged)
+        # every one begins after the one before ended, or showed an error
+        assert sum(min(right + 1, asked) for asked, right in judged) <= 60
+        assert max(right for _, right in judged) >= 4, "the text repeats itself"
 
 
 @pytest.mark.slow("an engine for each kind of draft")
@@ -195,12 +210,13 @@ def test_images_are_neither_drafted_nor_seen_by_a_draft_model(tmp_path: Path) ->
         server = FIXED | {"spec_type": parse_spec_type(spec), "model_draft": path if "draft" in spec else None}
         with by_hand(path, 1, server=server) as hand:
             slot: Any = SimpleNamespace(id=0, n_ctx=64, n_past=2, generation=generation, text_tokens=lambda: text)
-            request.pictures, slot.draft = (), ()
-            hand.worker._speculator.propose([slot])
-            assert slot.draft
-            request.pictures, slot.draft = ("a picture",), ()
-            hand.worker._speculator.propose([slot])
-            assert list(slot.draft) == with_image
+            drafts = []
+            for request.pictures in ((), ("a picture",)):
+                slot.draft = ()
+                hand.worker._speculator.begins(slot)
+                hand.worker._speculator.propose([slot])
+                drafts.append(list(slot.draft))
+            assert drafts[0] and drafts[1] == with_image
 
 
 def test_drafts_may_have_a_least_length(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizer_vocabs import CONTROL, NORMAL, UNKNOWN, USER_DEFINED, metadata, spm_metadata, texts
 
 from ikcli.errors import FormatError
-from ikcli.tokenizer import Tokenizer
+from ikcli.tokenizer import Tokenizer, models
 from ikcli.tokenizer.models import merge_by_score
 
 PIECES = {"▁": -1.0, "a": -2.0, "b": -3.0, "c": -4.0, "ab": -5.0, "bc": -4.5, "▁a": -6.0, "abc": -20.0}
@@ -124,3 +124,13 @@ def test_scores_must_match_the_tokens() -> None:
     meta["tokenizer.ggml.scores"] = meta["tokenizer.ggml.scores"][:-1]
     with pytest.raises(FormatError, match=r"test\.gguf: tokenizer\.ggml\.scores has"):
         Tokenizer.from_metadata(meta, "test.gguf")
+
+
+def test_cutting_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Text is cut where no token reaches across as soon as there is enough of it; the ids are those of uncut text."""
+    samples = ["hello a b\nhe llo", "aé▁b  c", "x" * 50, ""]
+    whole = [spm().encode(text) for text in samples]
+    monkeypatch.setattr(models, "_UNCUT", 5)
+    tokenizer = spm()
+    assert [tokenizer.encode(text) for text in samples] == whole
+    assert tokenizer._model._joins

@@ -1,7 +1,8 @@
 """Compile the kernels that nearly every run needs, for every level of processors: `build_kernels.py FOLDER [LEVEL...]`.
 
-Writes one pack per level (`ikcli/native/kernel_pack.py`), for the operating system that this runs on; the processor
-need not know the instructions, since nothing is run. The kernels are those that are planned for the bundled model and
+Writes one pack per level (`ikcli/native/kernel_pack.py`), for the operating system that this runs on, or the one in
+IK_BUILD_SYSTEM (`darwin`). The processor need not know the instructions, nor be of the architecture, since nothing is
+run. The kernels are those that are planned for the bundled model and
 for models of the common architectures and types, by the commands that generate, serve and measure. Compiled kernels
 stay in the kernel cache, so a second build takes seconds.
 """
@@ -45,6 +46,7 @@ COMMANDS = (
     ("perplexity",),
 )
 MOST_BYTES = 25 << 20  # of all packs together
+ALL = [level for levels in isa.PACKED.values() for level in levels]
 
 
 def models() -> Iterator[tuple[str, str]]:
@@ -117,7 +119,7 @@ def build_level(path: Path) -> None:
     print(f"\r{path}: {len(keys)} kernels, {path.stat().st_size / 1e6:.2f} MB", file=sys.stderr)
 
 
-def build_packs(folder: Path, levels: Iterable[str] = isa.PACKED) -> None:
+def build_packs(folder: Path, levels: Iterable[str] = ALL) -> None:
     """Write the packs of some levels into a folder; raise RuntimeError where one fails or they are too large."""
     for level in levels:
         env = os.environ | {"IK_BUILD_ISA": level}
@@ -134,7 +136,7 @@ def main() -> int:
     if folder == "--one":
         build_level(Path(levels[0]))
     else:
-        build_packs(Path(folder), levels or isa.PACKED)
+        build_packs(Path(folder), levels or ALL)
     return 0
 
 

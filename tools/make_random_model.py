@@ -5,6 +5,10 @@ Weights are streamed: float types are N(0, 0.02); block types get random codes a
 the block (or row) chosen so that the decoded weights have the same spread, which keeps activations finite. Norms,
 biases and routers are F32. The tokenizer is an SPM-like one of byte tokens, ASCII characters and filler words up to the
 vocabulary size.
+
+Such a model uses few of its experts: its embeddings are small, so that all tokens have nearly the states that attention
+makes. With `--router-skew` embeddings are N(0, 1), tokens differ, and they use experts as Zipf's law of this exponent
+says (0: all alike).
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -282,22 +287,46 @@ def _unit_rms(type: GGMLType) -> float:
     return float(np.sqrt(np.mean(values.astype(np.float64) ** 2)))
 
 
-def tensor_data(spec: NewTensor, rng: np.random.Generator) -> Iterator[npt.NDArray[np.uint8]]:
-    """Yield the bytes of one tensor in chunks."""
+def router_scales(n_expert: int, n_used: int, skew: float, rng: np.random.Generator) -> npt.NDArray[np.float32]:
+    """Return factors of a router's rows, in random order, so that tokens choose experts like Zipf's law of this skew.
+
+    Logits of random rows are normal: an expert is chosen if its logit passes a threshold t that is about the same for
+    all tokens, so the factor s of an expert of probability p solves P(s * z > t) = p. At most 0.45 of the tokens choose
+    one expert, because no factor makes it more than half.
+    """
+    ranks = np.arange(1, n_expert + 1) ** -skew
+    low, high = 0.0, 1e6
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if np.minimum(middle * ranks, 0.45).sum() < n_used else (low, middle)
+    threshold = [NormalDist().inv_cdf(1 - p) for p in np.minimum(low * ranks, 0.45).tolist()]
+    scales = 1 / np.array(threshold, np.float32)
+    return rng.permutation(scales / np.median(scales))
+
+
+def tensor_data(
+    spec: NewTensor,
+    rng: np.random.Generator,
+    std: float = STD,
+    row_scales: npt.NDArray[np.float32] | None = None,
+) -> Iterator[npt.NDArray[np.uint8]]:
+    """Yield the bytes of one tensor in chunks; `row_scales` multiply the rows of a float matrix."""
     n = int(np.prod(spec.shape, dtype=np.int64))
     fmt, k = TYPES[spec.type], spec.shape[0]
     per_chunk = max(1, _CHUNK_ELEMENTS // k) * k
     for start in range(0, n, per_chunk):
         count = min(per_chunk, n - start)
         if fmt.kind == "float":
-            values = rng.standard_normal(count, np.float32) * np.float32(STD)
+            values = rng.standard_normal(count, np.float32) * np.float32(std)
             if spec.name.endswith("norm.weight"):
                 values += np.float32(1)
             elif spec.name.endswith("ssm_a"):  # below 0, so that states decay
                 values -= np.float32(1)
+            if row_scales is not None:
+                values = (values.reshape(-1, k) * row_scales[start // k : (start + count) // k, None]).reshape(-1)
             yield quantize(values, spec.type)
             continue
-        d = STD / _unit_rms(spec.type)
+        d = std / _unit_rms(spec.type)
         if fmt.row_meta_size:
             yield random_rows(fmt, count // k, k, d, rng).reshape(-1)
         else:
@@ -348,6 +377,9 @@ def main() -> int:
     parser.add_argument("--layers", type=int, help="number of layers instead of the preset's")
     parser.add_argument("--vocab", type=int, help="vocabulary size instead of the preset's")
     parser.add_argument("--experts", type=int, help="number of routed experts instead of the preset's")
+    parser.add_argument(
+        "--router-skew", type=float, metavar="S", help="tokens differ, and use experts unequally (0: alike)"
+    )
     parser.add_argument("--heads", type=int, default=0, help="heads that predict further tokens (MTP)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("-o", "--output", type=Path, required=True)
@@ -359,7 +391,12 @@ def main() -> int:
         rng = np.random.Generator(np.random.SFC64(args.seed))
         with GGUFWriter(args.output, metadata(p, file_type), tensors) as writer:
             for t in tensors:
-                writer.write_tensor(t.name, tensor_data(t, rng))
+                std, scales = STD, None
+                if args.router_skew is not None and t.name.endswith("ffn_gate_inp.weight"):
+                    scales = router_scales(t.shape[1], p.keys["expert_used_count"], args.router_skew, rng)
+                elif args.router_skew is not None and t.name == "token_embd.weight":
+                    std = 1.0
+                writer.write_tensor(t.name, tensor_data(t, rng, std, scales))
     except IkError as e:
         print(f"error: {e}", file=sys.stderr)
         return e.exit_code

@@ -11,7 +11,6 @@ from typing import Any
 from ikcli.chat.messages import ToolCall
 from ikcli.console.answers import Answer, AnswerCounts, AnswerSource, AnswerStream, Body, PromptCache
 from ikcli.errors import IkError
-from ikcli.server.http.media import MAX_BYTES
 
 Json = dict[str, Any]
 
@@ -55,6 +54,8 @@ class Conversation:
         """Add an image to the user's next message; IkError if it cannot be read or the model reads no images."""
         if not self.source.reads_images:
             raise IkError("this model reads text only; give its projector with --mmproj FILE")
+        from ikcli.server.http.media import MAX_BYTES  # HTTP takes its time to import
+
         try:
             if path.stat().st_size > MAX_BYTES:
                 raise IkError(f"{path} has more than {MAX_BYTES >> 20} MiB")

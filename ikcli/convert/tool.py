@@ -25,6 +25,7 @@ from ikcli.gguf.heads import Heads
 from ikcli.gguf.overrides import apply_overrides
 from ikcli.gguf.writer import GGUFWriter, NewTensor, plan_splits
 from ikcli.models import HParams, check_tensors, find
+from ikcli.models.heads import external
 from ikcli.quant.output_check import check_output
 from ikcli.quant.quantizer import QUANTIZATION_VERSION, output_metadata
 from ikcli.quant.recipes import RecipeOptions
@@ -109,7 +110,7 @@ def open_checkpoint(directory: Path, options: CheckpointOptions | None = None) -
     written = {"general.file_type": 0, "general.quantization_version": QUANTIZATION_VERSION}
     file = checkpoint_file(files.paths, source, m.tensors, keys | m.metadata | written | vocabulary)
     _check_heads(m)
-    if options.heads is not Heads.ALONE:
+    if options.heads is not Heads.ALONE and m.arch not in external.MODULES:  # heads are checked beside their model
         _check(file, directory)
     return OpenCheckpoint(file, description, tuple(m.dropped), tuple(m.notes))
 

@@ -13,6 +13,7 @@ from ikcli.drafting import ngrams
 from ikcli.drafting.draft_model import DraftModel
 from ikcli.drafting.ngram_cache import Counts, NgramCache, merge, read_counts, write_counts
 from ikcli.engine.run.session import Session
+from ikcli.settings.drafts import HEAD_TYPES
 from ikcli.settings.records import SpecStage
 from ikcli.settings.sampling import SamplingConfig
 
@@ -173,7 +174,7 @@ def open_drafter(stage: SpecStage, session: Session) -> Drafter:
     hits = max(_MIN_HITS if stage.min_hits is None else stage.min_hits, 1)
     if stage.type == "draft":
         return ModelDrafter(DraftModel.open(session.config, session))
-    if stage.type == "mtp":
+    if stage.type in HEAD_TYPES:
         return HeadsDrafter(session)
     if stage.type == "ngram-cache":
         return CountsDrafter(session.config.sampling)

@@ -4,6 +4,8 @@ The policy sees counts and seconds only; it reads no clock and draws no random n
 can cost. An account gains a small share of the time of every step and of what drafts saved, and pays what they cost,
 and what looking for drafts costs: nothing is drafted that it cannot pay. And a draft that the estimates advise against
 is tried now and then, since texts change: the more it costs, and the more often it failed, the more steps later.
+Drafts that cost nothing to make teach without being checked: the caller compares those that are not used with the text
+(`judged`), and the first ones of an engine are compared only.
 
 Estimates change slowly, so what they say of a set of drafts is kept for a few steps. A decision against drafts says for
 how many steps it stands, twice as many every time: nothing is asked meanwhile, nor measured.
@@ -21,20 +23,24 @@ from ikcli.drafting.costs import MakingCosts, RowCosts, between
 PAYS, TRY, SHORTENED = "pays", "try", "shortened: recent drafts cost time"
 DOES_NOT_PAY, TOO_DEAR = "does not pay", "recent drafts cost time"
 MEASURES, NO_DRAFT, RESTS = "measures a step without drafts", "no draft", "rests: drafts did not pay"
-DECISIONS = (PAYS, TRY, SHORTENED, DOES_NOT_PAY, TOO_DEAR, MEASURES, NO_DRAFT, RESTS)
+COMPARES = "compares first drafts with the text"
+DECISIONS = (PAYS, TRY, SHORTENED, DOES_NOT_PAY, TOO_DEAR, MEASURES, NO_DRAFT, RESTS, COMPARES)
 
 SHARE = 0.01  # of the time of plain steps that drafts may cost
-_START, _MOST = 1.5, 24.0  # the account, in plain steps: at first, and at most
+_START, _MOST = 1.0, 24.0  # the account, in plain steps: at first, and at most
 _RICH = 5.0
-_OVERDRAFT = 0.5  # plain steps that a draft which is probably right may cost beyond the account
+_OVERDRAFT = 2.0  # plain steps that a draft which is probably right may cost beyond the account, if it is wrong
+_RISK = 1.0  # ... times the probability of that
 _RESERVE = 0.5  # of the account that looking for drafts leaves for those that are found
 _UNUSUAL = 2.0  # the account pays at most this many times the estimate: more is the machine's doing, not the draft's
+_COMPARED = 2  # drafts of an engine that are compared with the text before one is checked, if making them is free
 _MARGIN = 1.01  # by which drafts have to be faster
 _MOST_PATIENCE = 4.0  # factor by which failed tries delay the next one
 _EXCESS = 100.0  # steps over which tries spend what the account has beyond its start
 _SURE = 2  # measurements of a number of rows, before which the less it may take counts
 _FIRST_REST, _REST = 4, 64  # steps for which decisions against drafts stand: the first one, and the longest
-_LOOK_REST = 12  # ... the longest of those that save the means to look for drafts
+_LOOK_REST = 12  # ... the longest of those that save the means to look for drafts, where looking is cheap
+_RECOVERS = 2.0  # ... else, times what the account needs for the next look
 _NEXT_REST = 16  # ... the first one of a text, after texts in which drafts did not pay
 _WELL_KNOWN = 8  # measurements of a step without drafts, after which every `_SAMPLED`th such step is measured
 _SAMPLED = 8
@@ -100,9 +106,11 @@ class _Outlook:
             reason = SHORTENED
         self.promise, self.worst, self.tried = 0.0, 0.0, rungs[0][1]
         if not self.paying:
+            # What a text is to pay from its own means must not be dearer than these can become.
+            cheap = [rung for rung in rungs if rung[2] <= _START] or [min(rungs, key=lambda rung: rung[2])]
             self.promise, self.worst, self.tried = max(
                 ((sum(_HOPED[n] for n in lengths) / n_texts - worst) / max(worst, SHARE), worst, lengths)
-                for _, lengths, worst, _ in rungs
+                for _, lengths, worst, _ in cheap
             )
 
 
@@ -125,7 +133,7 @@ class Policy:
         self._looking = 0.0  # plain steps that looking for drafts takes
         self._patience = 1.0
         self._trying = False
-        self._n_steps = self._n_judged = self._n_news = 0
+        self._n_steps = self._n_judged = self._n_known = self._n_news = 0  # `_n_judged` of a text, `_n_known` of all
         self._refresh_at = self._next_refresh = _REFRESH
         self._choice: list[float] = []  # seconds by rows, as decisions see them
         self._ladders: dict[tuple[int, bool, str, int, int], list[_Rung]] = {}  # of one text
@@ -147,7 +155,9 @@ class Policy:
             self.passed(1)
         else:
             self._waited = 0
-            gained = n_tokens / n_texts - min(seconds, _UNUSUAL * costs.seconds[rows]) / costs.seconds[n_texts]
+            usual = costs.seconds[rows]  # what a single step took is the machine's doing as much as the draft's
+            took = usual if costs.n_measured(rows) > _SURE else min(seconds, _UNUSUAL * usual)
+            gained = n_tokens / n_texts - took / costs.seconds[n_texts]
             self._earn(gained)
         if self._trying:  # one that found nothing was a failure, too
             self._waited, self._trying = 0, False
@@ -190,10 +200,14 @@ class Policy:
         if (plain := self.rows.seconds[n_texts]) <= 0:
             return 0
         steps = min(seconds / plain, 1.0)
-        self._looking += 0.2 * (steps - self._looking)
-        self.account -= n_steps * min(steps, 2 * self._looking)
+        if n_steps == 1:
+            steps = min(steps, _UNUSUAL * self._looking or 1.0)
+            self._looking += 0.2 * (steps - self._looking) if self._looking else steps
+        self.account -= n_steps * steps
         if self._looking > SHARE and self.account < self._reserve:
-            return min(math.ceil((self._reserve - self.account) / SHARE), _LOOK_REST)
+            # Rests gain more than the looks between them cost: else the account would never recover.
+            most = max(_LOOK_REST, math.ceil(_RECOVERS * self._looking / SHARE))
+            return min(math.ceil((self._reserve - self.account) / SHARE), most, _REST)
         return 0
 
     def drafted(self, kind: str, n: int, seconds: float, n_texts: int) -> None:
@@ -209,9 +223,10 @@ class Policy:
         self.spent(seconds, n_texts)
 
     def judged(self, text: int, kind: str, n_asked: int, n_found: int, n_right: int) -> None:
-        """Note how much of a draft was found, and right."""
+        """Note how much of a draft was found, and right, or would have been: texts show it without a check."""
         self.acceptance.observe(text, kind, n_asked, n_found, n_right)
         self._n_judged += 1
+        self._n_known += 1
         self._n_news += 1 if n_right else _WRONG
         if self._n_news >= _KEPT or self._n_judged <= _EARLY:
             self._renew()
@@ -233,6 +248,8 @@ class Policy:
             return Decision(none, NO_DRAFT)
         if self.rows.n_measured(n_texts) < 2:
             return Decision(none, MEASURES)
+        if self._n_known < _COMPARED and not any(o.costs for o in options):
+            return Decision(none, COMPARES)
         found = self._outlook(options, n_texts, self.account > _RICH)
         if found is None:
             return Decision(none, NO_DRAFT)
@@ -242,10 +259,12 @@ class Policy:
             if found.rate < 1.5 * found.base and self.rows.age(n_texts) > again:
                 return Decision(none, MEASURES, found.rate, found.base)
             for decision, worst, risk in found.paying:
-                if risk <= account and worst <= account + _OVERDRAFT:
+                if risk <= account + _RISK and worst <= account + _OVERDRAFT:
                     self._rest = _FIRST_REST
                     return decision
-            return Decision(none, TOO_DEAR, found.rate, found.base, self._rest_for(self._rest, options))
+            missing = min(max(risk - _RISK, worst - _OVERDRAFT) - account for _, worst, risk in found.paying)
+            rest = min(max(math.ceil(missing / SHARE), 1), _REST)
+            return Decision(none, TOO_DEAR, found.rate, found.base, rest)
         wait = self._patience * found.worst / (SHARE + max(account - _START, 0) / _EXCESS)
         if self._waited >= wait and found.worst <= account and found.promise > 0:
             self._trying, self._reserve = True, _RESERVE
@@ -262,7 +281,7 @@ class Policy:
     def _rest_for(self, wanted: int, options: Sequence[Option]) -> int:
         """Return for how many steps a decision against drafts stands; the next one from a text may be better."""
         if not any(o.costs for o in options):
-            return max(0, min(_FIRST_REST, wanted))
+            return max(0, min(_NEXT_REST, wanted))
         rest = max(1, min(self._rest, wanted))
         self._rest = min(2 * self._rest, _REST)
         return rest

@@ -130,12 +130,12 @@ class GGUFFile:
         if last > first and isinstance(buffer, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
             buffer.madvise(mmap.MADV_DONTNEED, first, last - first)
 
-    def adopt(self, other: GGUFFile, names: Iterable[str]) -> None:
-        """Add tensors of another file, which stays open."""
+    def adopt(self, other: GGUFFile, names: Iterable[str], prefix: str = "") -> None:
+        """Add tensors of another file, which stays open; `prefix` is put before their names."""
         first = len(self.paths)
         for name in names:
             t = other.tensors[name]
-            self.tensors[name] = replace(t, file_index=first + t.file_index)
+            self.tensors[prefix + name] = replace(t, name=prefix + name, file_index=first + t.file_index)
         self.paths += other.paths
         self._maps += other._maps
 

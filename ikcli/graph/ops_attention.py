@@ -131,7 +131,7 @@ class Attention(Op):
     def bounds(self, run: Run, s: Segment) -> tuple[Array, Array]:
         """Return the first position that each token of a segment sees, and the end of those it sees without `both`."""
         tokens = np.s_[s.start : s.start + s.n_tokens]
-        pos = run.state.pos[tokens]
+        pos = np.arange(s.pos, s.pos + s.n_tokens)  # in the cache; a token may be rotated by another one
         first, end = np.array([self.first_seen(int(p)) for p in pos]), pos + 1
         if not self.ranged:
             return first, end

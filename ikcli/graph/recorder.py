@@ -66,6 +66,8 @@ class Graph:
     `wants_states`: model code also sets `states`, the last states of tokens as heads that predict further tokens read
     them: of all tokens, or of the output rows alone (`Rows.OUTPUTS`), which makes a difference for prompts only.
 
+    `outputs_of`: layers whose outputs are wanted, with their nodes once these are recorded.
+
     `n_deep`: first layers whose outputs get further rows of images; -1: no images at all.
     """
 
@@ -79,6 +81,7 @@ class Graph:
     n_deep: int = -1
     wants_states: Rows | None = None
     states: Node | None = None
+    outputs_of: dict[int, Node | None] = field(default_factory=dict)
 
     def record(self, op: Op, name: str) -> Node:
         """Record an op, also one of another package, and return its node."""
@@ -149,9 +152,11 @@ class Graph:
         """Mark the output of a layer; add the direction of a control vector and the rows of images for this layer."""
         direction = self.directions.get(self.il)
         x = x if direction is None else self.record(Add(x, direction), "l_out_steered")
-        if not 0 <= self.il < self.n_deep:
-            return x
-        return self.add(x, self.media_rows(None, (1 + self.il) * x.cols, x.cols, "deepstack"), "l_out_deep")
+        if 0 <= self.il < self.n_deep:
+            x = self.add(x, self.media_rows(None, (1 + self.il) * x.cols, x.cols, "deepstack"), "l_out_deep")
+        if self.il in self.outputs_of:
+            self.outputs_of[self.il] = x
+        return x
 
     def with_media(self, x: Node) -> Node:
         """Replace the rows of images in x, the input of the first layer."""

@@ -15,6 +15,7 @@ from ikcli.models.config import EXPAND_MIN_TOKENS, GraphConfig, MediaConfig, Out
 from ikcli.models.hparams import HParams
 from ikcli.models.rope import RopeParams
 from ikcli.models.tensors import TensorSpec, TensorSpecs, Weights, check_tensors
+from ikcli.models.unsupported import REASONS
 
 ARCHITECTURES: dict[str, str] = {
     "afmoe": "ikcli.models.afmoe",
@@ -51,6 +52,7 @@ ARCHITECTURES: dict[str, str] = {
     "exaone4": "ikcli.models.olmo2",
     "falcon": "ikcli.models.falcon",
     "falcon-h1": "ikcli.models.recurrent.mamba2",
+    "flex-olmo": "ikcli.models.olmo2",
     "gemma": "ikcli.models.plain",
     "gemma-embedding": "ikcli.models.gemma2",
     "gemma2": "ikcli.models.gemma2",
@@ -64,6 +66,7 @@ ARCHITECTURES: dict[str, str] = {
     "gptneox": "ikcli.models.gptneox",
     "grok": "ikcli.models.grok",
     "granite": "ikcli.models.plain",
+    "granite-swa": "ikcli.models.plain",
     "granitehybrid": "ikcli.models.recurrent.mamba2",
     "granitemoe": "ikcli.models.plain",
     "hunyuan-dense": "ikcli.models.plain",
@@ -74,6 +77,7 @@ ARCHITECTURES: dict[str, str] = {
     "jais2": "ikcli.models.gpt2",
     "jamba": "ikcli.models.recurrent.lfm2",
     "jina-bert-v2": "ikcli.models.bert",
+    "jina-bert-v3": "ikcli.models.bert",
     "kimi-linear": "ikcli.models.recurrent.kimi_linear",
     "laguna": "ikcli.models.step35",
     "lfm2": "ikcli.models.recurrent.lfm2",
@@ -84,6 +88,7 @@ ARCHITECTURES: dict[str, str] = {
     "maincoder": "ikcli.models.plain",
     "mamba": "ikcli.models.recurrent.mamba",
     "mamba2": "ikcli.models.recurrent.mamba2",
+    "maple": "ikcli.models.plain",
     "mellum": "ikcli.models.plain",
     "mimo2": "ikcli.models.plain",
     "minicpm": "ikcli.models.llama",
@@ -94,6 +99,7 @@ ARCHITECTURES: dict[str, str] = {
     "mistral4": "ikcli.models.deepseek2",
     "modern-bert": "ikcli.models.modern_bert",
     "mpt": "ikcli.models.gpt2",
+    "neo-bert": "ikcli.models.neo_bert",
     "nemotron": "ikcli.models.gpt2",
     "nemotron_h": "ikcli.models.recurrent.mamba2",
     "nemotron_h_moe": "ikcli.models.recurrent.mamba2",
@@ -168,6 +174,11 @@ def find(arch: str, source: str = "the model") -> ModelModule:
     """Return the module of an architecture; raise UnsupportedError that lists the known ones."""
     if arch == "clip":
         raise UnsupportedError(f"{source} is a projector: name it with --mmproj, and the model it belongs to with -m")
+    if arch in REASONS:
+        raise UnsupportedError(
+            f"{source}: models of architecture '{arch}' do not run: {REASONS[arch]}; inspect, quantize, repack and "
+            "gguf-split take the file"
+        )
     if arch not in ARCHITECTURES:
         raise UnsupportedError(f"{source}: architecture '{arch}' is not supported; known: {', '.join(ARCHITECTURES)}")
     return cast(ModelModule, importlib.import_module(ARCHITECTURES[arch]))

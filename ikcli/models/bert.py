@@ -2,7 +2,7 @@
 
 BERT embeds positions. nomic-bert uses RoPE, one matrix for q, k and v, and SwiGLU, or experts in every other layer.
 jina-bert-v2 uses ALiBi in both directions and GEGLU, and in some models norms of q and k and a second norm after
-attention. Rerankers tell query and document apart by embeddings of token types.
+attention, jina-bert-v3 RoPE. Rerankers tell query and document apart by embeddings of token types.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
     if hp.n_positions:
         x = g.add(x, g.embed(w["position_embd.weight"], "pos_embd", by_position=True), "inp_placed")
     x = blocks.norm(g, hp, x, w["token_embd_norm.weight"], "inp_norm", w.get("token_embd_norm.bias"))
-    rotates = hp.arch in ("nomic-bert", "nomic-bert-moe")
+    rotates = hp.arch in ("jina-bert-v3", "nomic-bert", "nomic-bert-moe")
     tables = blocks.rope_tables(g, hp, w, cfg) if rotates else (None,) * hp.n_layer
     for il in range(hp.n_layer):
         g.il = il

@@ -141,8 +141,9 @@ def norm(g: Graph, hp: HParams, x: Node, w: Weight, name: str, bias: Weight | No
 
 
 def output(g: Graph, hp: HParams, w: Weights, x: Node) -> Node:
-    """Apply the last norm (of which LFM2 has another name) and compute the logits, unless the model is an encoder."""
-    last, weights = x, w.get("output_norm.weight") or w["token_embd_norm.weight"]
+    """Apply the last norm (LFM2 and NeoBERT call it otherwise) and compute the logits, except of encoders."""
+    names = ("output_norm.weight", "enc.output_norm.weight", "token_embd_norm.weight")
+    last, weights = x, next((found for name in names if (found := w.get(name))), None) or w[names[0]]
     x = norm(g, hp, x, weights, "result_norm", w.get("output_norm.bias"))
     if not hp.causal:
         return x

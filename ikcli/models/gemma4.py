@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from ikcli.errors import FormatError
-from ikcli.graph import Graph, Node
+from ikcli.graph import Graph, Node, Rows
 from ikcli.graph.activations import Glu
 from ikcli.models import blocks, expected
 from ikcli.models.config import GraphConfig
@@ -77,18 +77,42 @@ def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
         g.il = il
         layer = w.layer(il)
         cur = _attention(g, hp, cfg, g.rms_norm(x, layer.attn_norm, hp.eps, "attn_norm"), layer, tables[il])
+        part = (
+            None
+            if own is None
+            else blocks.columns(g, own, il * hp.n_embd_per_layer, hp.n_embd_per_layer, "inp_this_layer")
+        )
         if il == hp.n_layer - 1:
+            if g.wants_states is Rows.TOKENS:  # beside the output rows, which are computed as without them
+                exact = g.exact
+                g.states = blocks.states_of(g, hp, w, _second_half(g, hp, w, cfg, cur, x, part, layer))
+                g.il, g.exact = il, exact
             cur, x = g.select_outputs(cur, "last_attn"), g.select_outputs(x, "last_ffn_inp")
-        x = g.add(g.rms_norm(cur, layer.post_attention_norm, hp.eps, "attn_post_norm"), x, "attn_out")
-        cur = _feed_forward(g, hp, cfg, x, layer)
-        x = g.add(g.rms_norm(cur, layer.post_ffw_norm, hp.eps, "ffn_post_norm"), x, "ffn_residual")
-        if own is not None:
-            x = g.add(x, _own_part(g, hp, x, own, layer), "per_layer_residual")
-        if layer.get("layer_output_scale") is not None:
-            x = g.scale(x, float(w.data(f"blk.{il}.layer_output_scale.weight").item()), "l_out")
-        x = g.layer_out(x)
+            part = None if part is None else g.select_outputs(part, "last_inp_this_layer")
+        x = _second_half(g, hp, w, cfg, cur, x, part, layer)
     g.il = -1
     return blocks.output(g, hp, w, x)
+
+
+def _second_half(
+    g: Graph,
+    hp: HParams,
+    w: Weights,
+    cfg: GraphConfig,
+    cur: Node,
+    x: Node,
+    part: Node | None,
+    layer: LayerWeights,
+) -> Node:
+    """Record the rest of a layer after its attention `cur`; x is the residual, `part` the layer's own embedding."""
+    x = g.add(g.rms_norm(cur, layer.post_attention_norm, hp.eps, "attn_post_norm"), x, "attn_out")
+    cur = _feed_forward(g, hp, cfg, x, layer)
+    x = g.add(g.rms_norm(cur, layer.post_ffw_norm, hp.eps, "ffn_post_norm"), x, "ffn_residual")
+    if part is not None:
+        x = g.add(x, _own_part(g, hp, x, part, layer), "per_layer_residual")
+    if layer.get("layer_output_scale") is not None:
+        x = g.scale(x, float(w.data(f"blk.{layer.il}.layer_output_scale.weight").item()), "l_out")
+    return g.layer_out(x)
 
 
 def _attention(g: Graph, hp: HParams, cfg: GraphConfig, x: Node, layer: LayerWeights, table: Node | None) -> Node:
@@ -143,11 +167,7 @@ def _own_embeddings(g: Graph, hp: HParams, w: Weights, x: Node) -> Node:
     return g.scale(g.add(proj, own, "per_layer_sum"), 1 / math.sqrt(2), "inp_per_layer")
 
 
-def _own_part(g: Graph, hp: HParams, x: Node, own: Node, layer: LayerWeights) -> Node:
-    """Record the contribution of a layer's own embeddings."""
-    n = hp.n_embd_per_layer
-    part = blocks.columns(g, own, layer.il * n, n, "inp_this_layer")
-    if layer.il == hp.n_layer - 1:
-        part = g.select_outputs(part, "last_inp_this_layer")
+def _own_part(g: Graph, hp: HParams, x: Node, part: Node, layer: LayerWeights) -> Node:
+    """Record the contribution of a layer's own embedding."""
     gated = g.swiglu(g.mul_mat(layer.inp_gate, x, "per_layer_gate"), part, "per_layer_gated", GELU)
     return g.rms_norm(g.mul_mat(layer.proj, gated, "per_layer_out"), layer.post_norm, hp.eps, "per_layer_embd_out")

@@ -27,8 +27,8 @@ MAX_LAYERS = 512
 MAX_EXPERTS = 1024
 GATING = {1: "softmax", 2: "sigmoid", 3: "softmax"}  # 3: over the chosen experts, as over all and normalised
 _ALL_EXPERTS = (
-    "arctic", "bailingmoe", "dbrx", "gpt-oss", "granitemoe", "grok", "hunyuan-moe", "mellum", "minimax-m2", "olmoe",
-    "phimoe", "qwen2moe", "qwen35moe", "qwen3moe", "qwen3next", "qwen3vlmoe", "smallthinker",
+    "arctic", "bailingmoe", "dbrx", "flex-olmo", "gpt-oss", "granitemoe", "grok", "hunyuan-moe", "maple", "mellum",
+    "minimax-m2", "olmoe", "phimoe", "qwen2moe", "qwen35moe", "qwen3moe", "qwen3next", "qwen3vlmoe", "smallthinker",
 )  # fmt: skip
 """In every layer."""
 DENSE_MLA = ("minicpm3", "plm")
@@ -44,14 +44,14 @@ _SIGMOID = (
 )  # fmt: skip
 """Gating of files that do not say."""
 _NOT_NORMALISED = (
-    "bailingmoe", "bailingmoe2", "cohere2_moe", "deepseek", "deepseek2", "deepseek32", "jamba", "laguna", "llama4",
-    "minimax-m3", "nomic-bert-moe", "olmoe", "phimoe", "qwen2moe", "step35",
+    "bailingmoe", "bailingmoe2", "cohere2_moe", "deepseek", "deepseek2", "deepseek32", "flex-olmo", "jamba", "laguna",
+    "llama4", "minimax-m3", "nomic-bert-moe", "olmoe", "phimoe", "qwen2moe", "step35",
 )  # fmt: skip
 """Weights of experts where files do not say; most architectures always normalise, and their files do not say so."""
 _LAYER_NORM = (
     "bloom", "codeshell", "cohere2", "command-r", "dbrx", "falcon", "gpt2", "gptneox", "jais", "jais2", "mpt",
     "nemotron", "olmo", "orion", "phi2", "phimoe", "stablelm", "starcoder", "starcoder2", "bert", "jina-bert-v2",
-    "modern-bert", "nomic-bert", "nomic-bert-moe",
+    "jina-bert-v3", "modern-bert", "nomic-bert", "nomic-bert-moe",
 )  # fmt: skip
 BITNET = ("bitnet", "bitnet-25", "bitnet-b1.58")
 ENCODERS = (
@@ -59,8 +59,10 @@ ENCODERS = (
     "eurobert",
     "gemma-embedding",
     "jina-bert-v2",
+    "jina-bert-v3",
     "llama-embed",
     "modern-bert",
+    "neo-bert",
     "nomic-bert",
     "nomic-bert-moe",
     "t5encoder",
@@ -219,7 +221,7 @@ class HParams:
             routed = [f"blk.{il}.ffn_gate_inp.weight" in tensors or not tensors for il in range(n_main, n_layer)]
             values["is_moe"] = by_layer(values.get("is_moe", True), n_layer)[:n_main] + tuple(routed)
         values |= _scores(keys, values)
-        if arch == "step35" or (arch == "bailingmoe3" and "swiglu_clamp_exp" in keys):
+        if arch in ("maple", "step35") or (arch == "bailingmoe3" and "swiglu_clamp_exp" in keys):
             values |= _swiglu_limits(keys, values["n_layer"])
         values |= read_windows(keys, values)
         values |= read_recurrent(keys, values, tensors)
@@ -227,7 +229,7 @@ class HParams:
             values["recurrent_layers"] = frozenset(il for il in values.get("recurrent_layers", ()) if il < n_main)
         elif arch in ("deepseek32", "glm-dsa"):  # heads attend to all positions, as in the reference
             values |= _indexer(keys, values, tensors)
-        if arch in ("granite", "granitehybrid", "granitemoe"):
+        if arch in ("granite", "granite-swa", "granitehybrid", "granitemoe"):
             values |= _multipliers(keys)
         if arch in ("deepseek2", "mistral3", "mistral4"):  # files of Mistral 4 do not say
             default = 0.1 if arch == "mistral4" else 0.0
@@ -502,7 +504,7 @@ def _swiglu_limits(keys: Keys, n_layer: int) -> dict[str, tuple[float, ...]]:
     found = {}
     for field_name, (first, second) in names.items():
         key = f"swiglu_{first}" if f"swiglu_{first}" in keys else f"swiglu_{second}"
-        limits = keys.numbers(key, 0.0, n_layer=n_layer)
+        limits = keys.numbers(key, 7.0 if keys.arch == "maple" and first == "limits" else 0.0, n_layer=n_layer)
         found[field_name] = tuple(x if x >= 1e-6 else 0.0 for x in limits)
     return found
 

@@ -1,8 +1,6 @@
-"""Llama 1-3, Mistral, and Mixtral (experts): RMS norm, rotated pairs (2i, 2i+1), SwiGLU.
+"""Llama 1-3, Mistral, Mixtral (experts), InternLM 2, XVERSE: RMS norm, rotated pairs (2i, 2i+1), SwiGLU.
 
-The output is tied if `output.weight` is absent. Biases are optional; `rope_freqs.weight` holds Llama 3 frequency
-factors. Also InternLM 2, XVERSE, Baichuan and Refact (ALiBi instead of RoPE in Refact and Baichuan 13B), MiniCPM
-(factors: `HParams`) and, with rotated halves, EXAONE 3.
+With factors MiniCPM, with ALiBi Refact and Baichuan 13B, with rotated halves EXAONE 3. Biases are optional.
 """
 
 from __future__ import annotations
@@ -18,16 +16,11 @@ from ikcli.models.tensors import TensorSpec, TensorSpecs, Weights
 
 def tensor_shapes(hp: HParams) -> TensorSpecs:
     """Return the expected tensors of the file."""
-    specs = expected.base_specs(hp)
+    specs = expected.base_specs(hp) | (expected.long_rope(hp, 0) if hp.arch == "minicpm" else {})  # MiniCPM 4
     specs["rope_freqs.weight"] = TensorSpec((hp.n_rot // 2,), required=False)
-    if hp.arch == "minicpm":  # MiniCPM 4
-        specs |= expected.long_rope(hp, 0)
     for il in range(hp.n_layer):
         specs |= expected.attention_specs(hp, il, bias=None)
-        if hp.n_expert:
-            specs |= expected.expert_specs(hp, il, hp.n_ff_exp)
-        else:
-            specs |= expected.dense_specs(hp, il, hp.n_ff)
+        specs |= expected.expert_specs(hp, il, hp.n_ff_exp) if hp.n_expert else expected.dense_specs(hp, il, hp.n_ff)
     return specs
 
 

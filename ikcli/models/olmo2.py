@@ -1,7 +1,7 @@
 """OLMo 2 and 3: norms only after attention and feed-forward part, norms over all query and over all key heads.
 
 OLMo 3 has windows in three of four layers. So has the larger EXAONE 4, where only these layers use RoPE and heads are
-normed one by one.
+normed one by one. FlexOlmo has experts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def tensor_shapes(hp: HParams) -> TensorSpecs:
     for il in range(hp.n_layer):
         specs |= expected.attention_specs(hp, il, bias=None, qk_norm=one_by_one, ffn_norm="post_attention_norm")
         del specs[f"blk.{il}.attn_norm.weight"]
-        specs |= expected.dense_specs(hp, il, hp.at(il).n_ff)
+        specs |= expected.feed_forward_specs(hp, il)
         specs[f"blk.{il}.post_ffw_norm.weight"] = TensorSpec((hp.n_embd,))
         if not one_by_one:
             specs |= expected.norms_of_all_heads(hp, il)
@@ -33,5 +33,6 @@ def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
     """Record the graph and return the logits of the output rows."""
     attn = blocks.attention_block(g, hp, w, cfg, neox=True)
     attn = blocks.normed_after(g, attn, "post_attention_norm", hp.eps, "attn_post_norm")
-    ffn = blocks.normed_after(g, partial(blocks.dense_ffn, g), "post_ffw_norm", hp.eps, "ffn_post_norm")
+    parts = partial(blocks.feed_forward, g, hp, cfg)
+    ffn = blocks.normed_after(g, parts, "post_ffw_norm", hp.eps, "ffn_post_norm")
     return blocks.transformer(g, hp, w, attn, ffn)

@@ -23,7 +23,8 @@ class Plain:
     `bias`, `qk_norm`, `fused`, `ffn_norm`: see `expected.attention_specs`. `neox`, `norm_last`: see
     `blocks.self_attention`. `act`: the activation of all feed-forward parts. `fused_gate_up`: one matrix for gate and
     up. `ungated`: the activation of a dense part without gate. `nope_interval`: every n-th block has no RoPE (NoPE; 0:
-    none). `rotates`: blocks have RoPE at all. `more`: further tensors of block il.
+    none). `rotates`: blocks have RoPE at all. `limited`: the file limits the activations of experts. `more`: further
+    tensors of block il.
     """
 
     bias: bool | None = None
@@ -37,6 +38,7 @@ class Plain:
     ungated: str = ""
     nope_interval: int = 0
     rotates: bool = True
+    limited: bool = False
     more: More = lambda hp, il: {}
 
 
@@ -89,12 +91,14 @@ TABLE: dict[str, Plain] = {
     "exaone-moe": Plain(bias=False, qk_norm=True),
     "glm4moe": Plain(qk_norm=None, ffn_norm="post_attention_norm"),
     "granite": _PAIRS,
+    "granite-swa": Plain(neox=False, more=_sinks),
     "granitemoe": _PAIRS,
     "hunyuan-dense": Plain(bias=False, qk_norm=True, norm_last=True),
     "hunyuan-moe": Plain(bias=False, qk_norm=True, norm_last=True),
     "hy_v3": _NORMED,
     "jais": Plain(fused=True, rotates=False, more=_biased_norms),
     "maincoder": Plain(bias=False, qk_norm=True, neox=False, norm_last=True),
+    "maple": Plain(bias=False, qk_norm=True, limited=True),
     "mellum": Plain(qk_norm=True),
     "mimo2": Plain(more=_sinks),
     "minimax-m2": Plain(bias=False, more=expected.norms_of_all_heads),
@@ -156,6 +160,8 @@ def layers(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig, only: int | None
             return blocks.mlp(g, x, layer, p.ungated, xielu=hp.at(layer.il).xielu)
         if p.fused_gate_up:
             return blocks.fused_dense_ffn(g, hp, x, layer)
+        if p.limited:
+            return blocks.limited_feed_forward(g, hp, cfg, x, layer)
         return blocks.feed_forward(g, hp, cfg, x, layer, p.act)
 
     return blocks.Layers(attn, ffn, p.ffn_norm)

@@ -19,7 +19,7 @@ PERIODS = {
     "phimoe": 0, "plamo2": 0, "plamo3": 8, "smallthinker": 4, "starcoder2": 0,
 }  # fmt: skip
 """Layers of a period, of which the last one has no window; 0: all layers have one."""
-LISTED = ("cohere2_moe", "gemma4", "mimo2", "step35")  # files say which layers have windows
+LISTED = ("cohere2_moe", "gemma4", "granite-swa", "maple", "mimo2", "step35")  # files say which layers have windows
 FIRST_SEES_ALL = (
     "cohere2_moe",
     "laguna",
@@ -50,6 +50,7 @@ ONLY_WINDOWS_ROTATE = (
     "exaone-moe",
     "exaone4",
     "llama4",
+    "maple",
     "muse-glimmer",
     "smallthinker",
 )
@@ -135,6 +136,8 @@ def _rotation(
     if arch in ONLY_WINDOWS_ROTATE and (any(is_window) or arch not in ("exaone4", "llama4", "smallthinker")):
         lead = values["n_layer_dense_lead"] if arch == "cohere2_moe" else 0
         n_rots = [n if w or il < lead else 0 for il, (n, w) in enumerate(zip(n_rots, is_window, strict=True))]
+    if (rotates := keys.items("attention.rope_pattern", n_layer)) is not None:
+        n_rots = [n if rotate else 0 for n, rotate in zip(n_rots, rotates, strict=True)]
     for n, head_dim in zip(n_rots, head_dim_k, strict=True):
         if n % 2 or n > head_dim:
             raise keys.fail(

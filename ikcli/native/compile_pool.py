@@ -117,7 +117,7 @@ def _workers(directory: Path, n: int) -> Iterator[list[_Worker]]:
     """Yield at most n workers for this folder and target."""
     env = dict(os.environ, PYTHONPATH=os.pathsep.join([str(PACKAGE_DIR.parent), os.environ.get("PYTHONPATH", "")]))
     target = isa.current()
-    if target.feature_string or target is not isa.host():
+    if target.architecture == isa.machine() and (target.feature_string or target is not isa.host()):
         env |= {"NUMBA_CPU_NAME": target.cpu, "NUMBA_CPU_FEATURES": target.feature_string}
     kind = (str(directory), env["PYTHONPATH"], target.cpu, target.feature_string)
     found = _kept.setdefault(kind, []) if _kept is not None else []

@@ -152,6 +152,8 @@ def cache_dir() -> Path:
     target = isa.current()
     versions = [_version(p) for p in ("numba", "llvmlite")]
     text = "\0".join([*versions, sys.version, target.cpu, ",".join(sorted(target.features))])
+    if isa.system() != sys.platform:  # for which objects have another format
+        text += f"\0{isa.system()}"
     return cache_root() / f"{target.name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 

@@ -9,6 +9,9 @@ from ikcli.errors import UsageError
 from ikcli.settings.records import SpecSetting, SpecStage
 from ikcli.settings.run import RunConfig
 
+HEAD_TYPES = ("mtp", "eagle3")
+"""Types whose drafts are made from the states of the model."""
+
 
 def stages(config: RunConfig) -> tuple[SpecStage, ...]:
     """Return the stages that the options ask for; `-md`, `-lcs` and `-lcd` imply their type."""
@@ -17,13 +20,22 @@ def stages(config: RunConfig) -> tuple[SpecStage, ...]:
     if server.spec_type and not given:
         return ()
     types = {s.type for s in given}
-    if server.model_draft and not types & {"draft", "mtp"}:
+    if server.model_draft and not types & {"draft", *HEAD_TYPES}:
         given.append(SpecStage("draft"))
     if (sampling.lookup_cache_static or sampling.lookup_cache_dynamic) and "ngram-cache" not in types:
         given.append(SpecStage("ngram-cache"))
     if "draft" in types and not server.model_draft:
         raise UsageError("--spec-type draft needs a draft model; name one with -md FILE")
+    if "eagle3" in types and not server.model_draft:
+        raise UsageError("--spec-type eagle3 needs the file of the head; name it with -md FILE")
+    if types >= {*HEAD_TYPES}:
+        raise UsageError("--spec-type mtp and eagle3 cannot be combined: a model drafts with one kind of heads")
     return tuple(given)
+
+
+def kind_of_heads(config: RunConfig) -> str | None:
+    """Return the first type whose drafts are made from the states of the model."""
+    return next((s.type for s in config.server.spec_type if s.type in HEAD_TYPES), None)
 
 
 def with_settings(stage: SpecStage, settings: Iterable[SpecSetting]) -> SpecStage:

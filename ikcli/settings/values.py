@@ -414,14 +414,15 @@ def parse_layer_range(text: str) -> tuple[int, int]:
 
 
 SPEC_TYPES = (
-    "none", "draft", "mtp", "ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache", "suffix",
+    "none", "draft", "mtp", "eagle3", "ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache",
+    "suffix",
 )  # fmt: skip
 
 
-NOT_DRAFTING = ("draft-eagle3", "eagle3", "draft-dflash", "dflash", "draft-dspark")
+NOT_DRAFTING = ("draft-dflash", "dflash", "draft-dspark", "dspark")
 """Types of other programs that draft with dedicated models."""
 
-_SPEC_NAMES = {"draft-simple": "draft", "draft-mtp": "mtp"}
+_SPEC_NAMES = {"draft-simple": "draft", "draft-mtp": "mtp", "draft-eagle3": "eagle3"}
 
 
 _SPEC_KEYS = {

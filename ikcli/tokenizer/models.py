@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable
+from itertools import chain
+from operator import add
 from typing import Any, Protocol
 
 from ikcli.errors import FormatError
@@ -22,6 +24,7 @@ from ikcli.tokenizer.vocab import Attr, Vocab
 
 _REMEMBERED_LENGTH = 48
 _REMEMBERED_PIECES = 1 << 17
+_UNCUT = 2000  # characters of text that are encoded before the work of cutting it pays
 _ESCAPED_SPACE = "\u2581"
 _LONGEST_WORD = 1 + 100  # further characters that BERT's own code separates
 
@@ -56,7 +59,8 @@ class SpmModel:
     def __init__(self, vocab: Vocab) -> None:
         self._vocab = vocab
         self._find = vocab.token_to_id
-        self._joins = {text[i : i + 2] for text in vocab.tokens for i in range(len(text) - 1)}
+        self._joins: set[str] | None = None  # adjacent characters in tokens, as soon as there is enough text
+        self._n_uncut = 0
         self._memo: dict[str, tuple[int, ...]] = {}
         self._byte_keys: dict[bytes, int] = {}
 
@@ -77,6 +81,12 @@ class SpmModel:
 
     def _pieces(self, text: str) -> Iterable[str]:
         """Cut between characters that are adjacent in no token, because no merge can cross there."""
+        if self._joins is None and self._n_uncut + len(text) <= _UNCUT:
+            self._n_uncut += len(text)
+            yield text
+            return
+        if self._joins is None:
+            self._joins = {t[i : i + 2] for t in self._vocab.tokens for i in range(len(t) - 1)}
         joins, start = self._joins, 0
         for i in range(1, len(text)):
             if text[i - 1 : i + 1] not in joins:
@@ -234,9 +244,13 @@ class BpeModel:
     def _build(self) -> None:
         from tokenizers.models import BPE
 
-        ids = {text: i for text, i in self._find.items() if _plain(text)}
-        merges = [pair for pair in self._vocab.merges if _plain(pair[0]) and _plain(pair[1])]
-        for left, right in merges:
+        ids, merges = dict(self._find), self._vocab.merges
+        if not _plain("".join(ids)) or not _plain("".join(chain.from_iterable(merges))):
+            ids = {text: i for text, i in ids.items() if _plain(text)}
+            merges = [pair for pair in merges if _plain(pair[0]) and _plain(pair[1])]
+        lefts, rights = zip(*merges, strict=True) if merges else ((), ())
+        used = {*lefts, *rights, *map(add, lefts, rights)}
+        for left, right in merges if not used <= ids.keys() else ():
             for text in (left, right, left + right):
                 if text not in ids:
                     ids[text] = self._vocab.n_vocab + len(self._extra)
@@ -246,7 +260,12 @@ class BpeModel:
 
 
 def _plain(text: str) -> bool:
-    return text.isascii() or not any("\ud800" <= c <= "\udfff" for c in text)
+    """Return whether a text has no surrogates, which stand for bytes that are not UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 class UgmModel:

@@ -188,9 +188,10 @@ class _Metadata:
         value = self.array(key)
         if value is None:
             return None
-        for i, item in enumerate(value):
-            if not isinstance(item, str):
-                raise self.fail(key, f"must hold strings, but entry {i} is {type(item).__name__}")
+        if not set(map(type, value)) <= {str}:  # without a loop in Python, since there are hundreds of thousands
+            for i, item in enumerate(value):
+                if not isinstance(item, str):
+                    raise self.fail(key, f"must hold strings, but entry {i} is {type(item).__name__}")
         return list(value)
 
     def numbers(self, key: str, n_tokens: int) -> list[Any] | None:
@@ -199,6 +200,9 @@ class _Metadata:
             return None
         if len(value) < n_tokens:
             raise self.fail(key, f"has {len(value)} entries for {n_tokens} tokens")
+        raw = self.values[key]
+        if isinstance(raw, np.ndarray) and raw.dtype.kind in "iuf" and not np.isnan(raw[:n_tokens]).any():
+            return list(value[:n_tokens])
         for i, item in enumerate(value[:n_tokens]):
             if isinstance(item, str | bytes) or not isinstance(item, int | float | np.number) or math.isnan(item):
                 raise self.fail(key, f"must hold numbers, but entry {i} is {item!r}")
@@ -227,7 +231,7 @@ def load_vocab(metadata: Mapping[str, Any], source: str) -> Vocab:
         kind=kind,
         pre=pre,
         tokens=tokens,
-        scores=[float(s) for s in meta.numbers(PREFIX + "scores", len(tokens)) or [0.0] * len(tokens)],
+        scores=list(map(float, meta.numbers(PREFIX + "scores", len(tokens)) or [0.0] * len(tokens))),
         attrs=_attributes(meta, len(tokens)),
         token_to_id=token_to_id,
         merges=_merges(meta, pre) if kind == "bpe" else [],
@@ -286,8 +290,9 @@ def _tokens(meta: _Metadata) -> tuple[list[str], dict[str, int]]:
     tokens = meta.strings(key)
     if not tokens:
         raise meta.fail(key, "is missing or empty; the file has no vocabulary")
-    tokens = [text or f"[EMPTY_{i}]" for i, text in enumerate(tokens)]
-    token_to_id = {text: i for i, text in enumerate(tokens)}
+    if "" in tokens:
+        tokens = [text or f"[EMPTY_{i}]" for i, text in enumerate(tokens)]
+    token_to_id = dict(zip(tokens, range(len(tokens)), strict=True))
     if len(token_to_id) != len(tokens):
         i = next(i for i, text in enumerate(tokens) if token_to_id[text] != i)
         raise meta.fail(key, f"holds {tokens[i]!r} twice, as {i} and {token_to_id[tokens[i]]}")
@@ -309,13 +314,11 @@ def _merges(meta: _Metadata, pre: PreTokenizer) -> list[tuple[str, str]]:
         if pre.rule == "kimi-k2":
             return []
         raise meta.fail(key, "is missing; a BPE vocabulary needs its merges")
-    merges: dict[tuple[str, str], None] = {}
-    for i, line in enumerate(lines):
-        cut = line.find(" ", 1)
-        if cut < 0 or cut + 1 == len(line):
-            raise meta.fail(key, f"entry {i} is not two tokens separated by a space: {line!r}")
-        merges.setdefault((line[:cut], line[cut + 1 :]))
-    return list(merges)
+    merges = [(line[:at], line[at + 1 :]) for line in lines if 0 < (at := line.find(" ", 1)) < len(line) - 1]
+    if len(merges) != len(lines):
+        i, line = next((i, s) for i, s in enumerate(lines) if not 0 < s.find(" ", 1) < len(s) - 1)
+        raise meta.fail(key, f"entry {i} is not two tokens separated by a space: {line!r}")
+    return list(dict.fromkeys(merges))
 
 
 def _special_ids(meta: _Metadata, model: str, pre: PreTokenizer, n_tokens: int) -> SpecialIds:
@@ -354,9 +357,9 @@ def _detect_roles(vocab: Vocab) -> None:
 
 def _end_tokens(vocab: Vocab) -> set[int]:
     """Return ids that end a generation; also correct the attributes of tokens that look like control tokens."""
-    ids, attrs = vocab.ids, vocab.attrs
+    ids, attrs, control = vocab.ids, vocab.attrs, int(Attr.CONTROL)  # operators of enums are slow
     for text, i in vocab.token_to_id.items():
-        if attrs[i] & Attr.CONTROL and "unused" in text:
+        if attrs[i] & control and "unused" in text:
             attrs[i] |= Attr.UNUSED
     ends = {i for i in (ids.fim_pad, ids.fim_rep, ids.fim_sep) if i is not None}
     for i in _present(vocab, EOG_TEXTS):
@@ -382,7 +385,7 @@ def _drop_end(vocab: Vocab, ends: set[int], text: str, attr: Attr) -> None:
 
 def special_tokens(vocab: Vocab) -> list[int]:
     """Return ids that are matched in the text itself, longest text (in bytes) first."""
-    wanted = Attr.CONTROL | Attr.USER_DEFINED | Attr.UNKNOWN
+    wanted = int(Attr.CONTROL | Attr.USER_DEFINED | Attr.UNKNOWN)
     found = [i for i, attr in enumerate(vocab.attrs) if attr & wanted]
     return sorted(found, key=lambda i: -len(vocab.tokens[i].encode("utf-8", "surrogateescape")))
 

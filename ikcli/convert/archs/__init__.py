@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from importlib import import_module
 
-from ikcli.convert.archs.bert import NOMIC_WITH_EXPERTS
+from ikcli.convert.archs.bert import JINA_3, NOMIC_WITH_EXPERTS
 from ikcli.convert.build import Architecture
 from ikcli.convert.config import Config
 from ikcli.errors import UnsupportedError
@@ -33,8 +33,9 @@ def by_class() -> dict[str, Architecture]:
     return {name: a for a in ARCHITECTURES for name in a.classes}
 
 
-_BY_TYPE = {"exaone": "ExaoneForCausalLM", "mistral4": "Mistral4ForCausalLM"}
-"""Models that only model_type identifies: EXAONE 3 has the class of Llama, Mistral 4 that of all vision models."""
+_BY_TYPE = {"exaone": "ExaoneForCausalLM", "mistral4": "Mistral4ForCausalLM", "plamo2": "Plamo2ForCausalLM"}
+"""Models that only model_type identifies: EXAONE 3 has the class of Llama, Mistral 4 that of all vision models, PLaMo 2
+that of PLaMo 1 in some."""
 
 
 _ELSEWHERE = {
@@ -50,6 +51,8 @@ def architecture_of(config: Config) -> Architecture:
     for name in config.classes:
         if name == "NomicBertModel" and config.raw.get("moe_every_n_layers"):
             name = NOMIC_WITH_EXPERTS
+        if name == "XLMRobertaModel" and config.raw.get("lora_adaptations"):
+            name = JINA_3
         if name in by_class():
             return by_class()[name]
         if name in _ELSEWHERE:

@@ -1,4 +1,4 @@
-"""Encoders: BERT (also RoBERTa, XLM-RoBERTa, DistilBERT), nomic-bert, jina-bert-v2, and rerankers made from them."""
+"""Encoders: BERT (also RoBERTa, XLM-RoBERTa, DistilBERT), nomic-bert, jina-bert, NeoBERT, and their rerankers."""
 
 from __future__ import annotations
 
@@ -9,9 +9,14 @@ from ikcli.convert import keys as k
 from ikcli.convert.pieces import Matrix, TensorRows, turn
 from ikcli.convert.rope import read_rope
 
+JINA_3 = "JinaEmbeddingsV3Model"
+"""jina-embeddings-v3 was first published with the class of XLM-RoBERTa."""
 NOMIC_WITH_EXPERTS = "NomicBertModelWithExperts"
 """nomic-embed-text 2 has the class of version 1."""
-_RANK = 4  # the pooling type of rerankers
+_FIRST, _RANK = (
+    2,
+    4,
+)  # the pooling type of encoders whose first token stands for the text, and the pooling type of rerankers
 _TRAINED = 2048  # context of nomic-bert in training; checkpoints state a longer one
 _HARMLESS = frozenset(
     [
@@ -23,6 +28,14 @@ _HARMLESS = frozenset(
     ]
 )  # fmt: skip
 
+_JINA_3_HARMLESS = _HARMLESS | {
+    "lora_adaptations", "lora_alpha", "lora_dropout_p", "lora_main_params_trainable", "lora_rank",
+    "load_trained_adapters", "matryoshka_dimensions", "task_instructions", "truncate_dim",
+}  # fmt: skip
+_NEO_HARMLESS = _HARMLESS | {
+    "base_scale", "classifier_init_range", "decoder_init_range", "embedding_init_range", "flash_attention",
+    "kwargs", "trust_remote_code",
+}  # fmt: skip
 _MODERN_HARMLESS = _HARMLESS | {
     "deterministic_flash_attn", "embedding_dropout", "mlp_dropout", "initializer_cutoff_factor",
     "repad_logits_with_grad", "decoder_bias", "reference_compile", "sparse_pred_ignore_index", "sparse_prediction",
@@ -196,6 +209,49 @@ def _modern_ranks(m: b.Build) -> None:
     m.key("classifier.pooling_type", {"mean": 1, "cls": 2}[str(pooling)])
 
 
+def _jina_3(m: b.Build) -> None:
+    """Write the keys of jina-embeddings-v3, published with adapters by task or (by transformers) without."""
+    c = m.config
+    k.activation(m, "gelu")
+    _encoder(m)
+    m.key("context_length", c.integer("max_position_embeddings") - _padding(m))
+    if c.get("rotary_emb_base") is not None:
+        m.key("rope.freq_base", c.number("rotary_emb_base"))
+    elif (found := read_rope(c)).type == "default":
+        m.key("rope.freq_base", found.theta)
+    else:
+        raise c.refuse("rope_parameters", "rope_type default")
+    c.expect("position_embedding_type", "rotary", None)
+    c.ignore("head_dim")
+    tasks = c.items("lora_adaptations")
+    if tasks:
+        m.notes.append(
+            f"adapters by task are left out ({', '.join(map(str, tasks))}): the file embeds as without a task"
+        )
+
+
+def _neo(m: b.Build) -> None:
+    c = m.config
+    m.key("block_count", m.n_layer)
+    m.key("context_length", c.integer("max_length", "max_position_embeddings", default=4096, least=1))
+    m.key("embedding_length", k.embd(m))
+    m.key("attention.head_count", c.integer("num_attention_heads", least=1))
+    m.key("attention.layer_norm_rms_epsilon", c.number("norm_eps", default=1e-6))
+    m.key("attention.causal", False)
+    m.key("rope.freq_base", 10000.0)
+    m.key("rope.scaling.type", "none")
+    m.key("pooling_type", _FIRST)
+    c.ignore("vocab_size", "tie_word_embeddings", "intermediate_size", "dim_head")
+    for key, known in (("hidden_act", "SwiGLU"), ("rope", True), ("rms_norm", True), ("ngpt", False)):
+        c.expect(key, known)
+
+
+def _neo_width(m: b.Build, found: b.Found) -> None:
+    """Write the width of gates, which the checkpoint rounds in a way of its own, and the matrix."""
+    m.key("feed_forward_length", found.matrix()[0] // 2)
+    m.plain(found, f"blk.{found.block}.ffn_up.weight")
+
+
 def _eurobert(m: b.Build) -> None:
     k.plain(m)
     m.key("attention.causal", False)
@@ -264,6 +320,26 @@ MODERN: b.Table = {
     "embeddings.tok_embeddings": "token_embd",
     "final_norm": "output_norm",
 }
+_PLAIN, _ADAPTED = "encoder.layers.*.", ".parametrizations.weight.original"
+JINA_3_NAMES: b.Table = {
+    "layers.*.self_attn.q_proj": "blk.*.attn_q",
+    "layers.*.self_attn.k_proj": "blk.*.attn_k",
+    "layers.*.self_attn.v_proj": "blk.*.attn_v",
+    "layers.*.self_attn.o_proj": "blk.*.attn_output",
+    "layers.*.mlp.fc1": "blk.*.ffn_up",
+    "layers.*.mlp.fc2": "blk.*.ffn_down",
+    "layers.*.post_attention_layernorm": "blk.*.attn_output_norm",
+    "layers.*.post_mlp_layernorm": "blk.*.layer_output_norm",
+    "embeddings.LayerNorm": "token_embd_norm",
+    f"embeddings.word_embeddings{_ADAPTED}": b.to("token_embd.weight"),
+    f"embeddings.token_type_embeddings{_ADAPTED}": b.to("token_types.weight"),
+    f"{_PLAIN}mixer.Wqkv{_ADAPTED}": b.to("blk.*.attn_qkv.weight"),
+    f"{_PLAIN}mixer.out_proj{_ADAPTED}": b.to("blk.*.attn_output.weight"),
+    f"{_PLAIN}mlp.fc1{_ADAPTED}": b.to("blk.*.ffn_up.weight"),
+    f"{_PLAIN}mlp.fc2{_ADAPTED}": b.to("blk.*.ffn_down.weight"),
+}
+NEO: b.Table = {"transformer_encoder.*.ffn.w12": _neo_width}
+_NEO_HEAD: b.Table = {"dense": "cls", "classifier": "cls.output"}
 _MODERN_HEAD: b.Table = {"head.dense": "cls", "head.norm": "cls.norm", "classifier": "cls.output"}
 _MASKED = r"^cls\.(predictions|seq_relationship)\."  # heads of pre-training
 
@@ -307,6 +383,14 @@ ARCHITECTURES = (
     b.Architecture(
         "modern-bert", ("ModernBertForSequenceClassification",), _modern, MODERN | _MODERN_HEAD, _modern_ranks,
         harmless=_MODERN_HARMLESS,
+    ),
+    b.Architecture(
+        "jina-bert-v3", (JINA_3,), _jina_3, JINA_3_NAMES, drop=r"^(roberta\.)?pooler\.|lora_[AB]$|^lm_head\.",
+        harmless=_JINA_3_HARMLESS, strip="roberta.",
+    ),
+    b.Architecture("neo-bert", ("NeoBERT", "NeoBERTLMHead"), _neo, NEO, drop=r"^decoder\.", harmless=_NEO_HARMLESS),
+    b.Architecture(
+        "neo-bert", ("NeoBERTForSequenceClassification",), _neo, NEO | _NEO_HEAD, _ranks, harmless=_NEO_HARMLESS
     ),
     b.Architecture("eurobert", ("EuroBertModel", "EuroBertForMaskedLM"), _eurobert, drop=r"^lm_head\."),
     b.Architecture(

@@ -172,10 +172,20 @@ def _gemma4(m: b.Build) -> None:
     m.key("rope.dimension_count_swa", int(local * own.partial))
 
 
+def _assistant(m: b.Build) -> None:
+    """Write the keys of an assistant, whose layers have no keys and values of their own."""
+    _gemma4(m)
+    width = m.config.raw.get("backbone_hidden_size")
+    if not isinstance(width, int) or width < 1:
+        raise m.config.fail("backbone_hidden_size", f"is {width}; it must be the width of the model that is assisted")
+    m.key("embedding_length_out", width)
+    m.key("nextn_predict_layers", m.n_layer)
+
+
 def _finish4(m: b.Build) -> None:
     """Add factors that leave most of each head unrotated in layers without a window (a factor of 1e30)."""
     k.tied(m, True)
-    full = m.metadata["gemma4.attention.key_length"]
+    full = m.metadata[f"{m.arch}.attention.key_length"]
     n = int(full * read_rope(m.config).partial / 2)
     m.constant("rope_freqs.weight", np.array([1.0] * n + [1e30] * (full // 2 - n), np.float32))
 
@@ -193,5 +203,10 @@ ARCHITECTURES = (
     ),
     b.Architecture(
         "gemma4", ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"), _gemma4, GEMMA4, _finish4, _SEES
+    ),
+    b.Architecture(
+        "gemma4-assistant", ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM"), _assistant,
+        GEMMA4 | {"pre_projection": "nextn.pre_projection", "post_projection": "nextn.post_projection"}, _finish4,
+        r"masked_embedding|token_ordering|centroids", names="gemma4",
     ),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Granite 3, dense and with experts."""
+"""Granite 3, dense and with experts, and Granite with windows."""
 
 from __future__ import annotations
 
@@ -34,8 +34,31 @@ def _granitemoe(m: b.Build) -> None:
         m.key("expert_shared_feed_forward_length", m.config.integer("shared_intermediate_size"))
 
 
+_SWA: b.Table = GRANITE_MOE | {
+    "layers.*.self_attn.sinks": b.to("blk.*.attn_sinks.weight"),
+    "layers.*.block_sparse_moe.router": "blk.*.ffn_gate_inp",
+}
+
+
+def _swa(m: b.Build) -> None:
+    c = m.config
+    (_granitemoe if c.get("num_local_experts") else _granite)(m)
+    kinds = c.items("layer_types") or ["sliding_attention" if i % 4 else "full_attention" for i in range(m.n_layer)]
+    m.key("attention.sliding_window", c.integer("sliding_window", default=128, least=1))
+    m.key("attention.sliding_window_pattern", k.windows(m, 4, 0, kinds))
+    theta = m.metadata[f"{m.arch}.rope.freq_base"]
+    bases = c.items("layer_rope_theta") or [theta] * m.n_layer
+    if set(bases) - {0, theta}:
+        raise c.refuse("layer_rope_theta", f"0 or {theta} for every layer")
+    m.key("attention.rope_pattern", [base != 0 for base in bases])
+
+
 ARCHITECTURES = (
     b.Architecture("granite", ("GraniteForCausalLM",), _granite, b.PAIRS, finish),
+    b.Architecture(
+        "granite-swa", ("GraniteSWAForCausalLM", "GraniteMoeSWAForCausalLM"), _swa,
+        _SWA, finish, names="granite",
+    ),
     b.Architecture(
         "granitemoe", ("GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM"), _granitemoe, GRANITE_MOE, finish
     ),

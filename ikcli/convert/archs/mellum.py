@@ -1,4 +1,4 @@
-"""Mellum."""
+"""Mellum and Maple: experts in every layer, windows in three of four."""
 
 from __future__ import annotations
 
@@ -33,4 +33,35 @@ def _mellum(m: b.Build) -> None:
     c.ignore("use_sliding_window", "max_window_layers", "mlp_only_layers")
 
 
-ARCHITECTURES = (b.Architecture("mellum", ("MellumForCausalLM",), _mellum, finish=k.tied, names="qwen3moe"),)
+def _maple(m: b.Build) -> None:
+    c = m.config
+    k.base(m)
+    k.experts(m, "num_experts")
+    m.key("vocab_size", c.integer("vocab_size", least=1))
+    found = read_rope(c)
+    if found.type != "default":
+        raise UnsupportedError(f"{c.path}: rope_type {found.type} is not known for {m.arch}")
+    width = c.integer("head_dim", default=k.embd(m) // c.integer("num_attention_heads", least=1))
+    m.key("rope.freq_base", found.theta)
+    m.key("rope.dimension_count", int(width * found.partial))
+    m.key("attention.sliding_window", c.integer("sliding_window", least=1))
+    m.key("attention.sliding_window_pattern", k.windows(m, 4, 0))
+    m.key("swiglu_clamp_exp", [_MAPLE_LIMIT] * m.n_layer)
+    for key in ("norm_topk_prob", "nope_on_global_attention", "use_qk_norm"):
+        c.expect(key, True)
+    for key in ("use_bias", "moe_router_enable_expert_bias"):
+        c.expect(key, False)
+    c.expect("num_shared_experts", 0)
+    c.expect("n_group", 1)
+    c.ignore("topk_group", "moe_shared_expert_intermediate_size")
+    c.expect("first_k_dense_replace", 0)
+
+
+_MAPLE_LIMIT = 7.0  # of gate and up; the checkpoint's code has it, its config.json does not
+_HARMLESS = frozenset({"bdlm_block_size", "bdlm_sampling_eps", "mask_token_id", "preaffine", "qat_ternary", "quantize",
+                       "training_objective"})  # fmt: skip
+
+ARCHITECTURES = (
+    b.Architecture("mellum", ("MellumForCausalLM",), _mellum, finish=k.tied, names="qwen3moe"),
+    b.Architecture("maple", ("MapleForCausalLM",), _maple, finish=k.tied, names="qwen3moe", harmless=_HARMLESS),
+)

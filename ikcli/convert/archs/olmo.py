@@ -1,4 +1,4 @@
-"""OLMo 1 to 3, and OLMoE."""
+"""OLMo 1 to 3, OLMoE and FlexOlmo."""
 
 from __future__ import annotations
 
@@ -50,8 +50,14 @@ def _olmoe(m: b.Build) -> None:
     k.biases(m)
 
 
+_NORMED_AFTER: b.Table = {
+    "layers.*.post_attention_layernorm": "blk.*.post_attention_norm",
+    "layers.*.post_feedforward_layernorm": "blk.*.post_ffw_norm",
+}
+
 ARCHITECTURES = (
     b.Architecture("olmo", ("OlmoForCausalLM",), _olmo, b.PAIRS, k.tied),
     b.Architecture("olmo2", ("Olmo2ForCausalLM", "Olmo3ForCausalLM"), _olmo2, finish=k.tied),
+    b.Architecture("flex-olmo", ("FlexOlmoForCausalLM",), _olmoe, _NORMED_AFTER, k.tied, names="olmoe"),
     b.Architecture("olmoe", ("OlmoeForCausalLM",), _olmoe, finish=k.tied),
 )

@@ -126,7 +126,7 @@ def _plamo2(m: b.Build) -> None:
     if window < c.integer("max_position_embeddings", default=2048) and any(seen):
         m.key("attention.sliding_window", window)  # llama.cpp has no windows here
         m.key("attention.sliding_window_pattern", seen)
-    c.expect("linear_type", "normal")
+    c.expect("linear_type", "normal", "fp8")  # the latter rounds products, not weights
     c.ignore(
         "head_dim",
         "sliding_window",

@@ -379,8 +379,8 @@ class PipelineRunner(Runner):
     # --- running ------------------------------------------------------------------------------------------------------
     @property
     def depth(self) -> int:
-        """Return one micro-batch for every stage, and one that is on its way."""
-        return len(self.stages) + 1
+        """Return one micro-batch for every stage, and one that is on its way; with heads, which read states, one."""
+        return 1 if self._given else len(self.stages) + 1
 
     def _send(self, kind: MessageKind, words: dict[str, Any], payload: Sequence[Any] = ()) -> None:
         if self._onward is None:

@@ -9,7 +9,8 @@ from ikcli.engine.run.model import Model
 from ikcli.errors import UsageError
 from ikcli.settings.run import RunConfig
 
-FILLED, WORK_BYTES = 0.9, 1 << 30  # of free RAM, what --prefetch-experts takes, and what it leaves for work memory
+FILLED = 0.95  # of free RAM, what a run with --prefetch-experts takes
+WORK_SHARE, WORK_BYTES = 1 / 8, 1 << 30  # of free RAM, what is left for work memory: a share, but at most these bytes
 READERS = 4
 
 
@@ -34,7 +35,8 @@ def expert_slots(
     if ram is None:
         raise UsageError("--prefetch-experts: the free memory is not known; give --expert-ram GIB")
     others = static_bytes - model.n_bytes(m.name for layer in layers for m in layer.matrices)
-    return slots_for(layers, max(int(FILLED * ram) - others - WORK_BYTES, 0))
+    work = min(int(WORK_SHARE * ram), WORK_BYTES)
+    return slots_for(layers, max(int(FILLED * ram) - others - work, 0), "--prefetch-experts: ")
 
 
 def expert_steps(config: RunConfig, slots: ExpertSlots | None) -> tuple[ExpertSteps | None, list[str]]:

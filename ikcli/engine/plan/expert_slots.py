@@ -124,8 +124,11 @@ def on_disk(model: Model, names: Iterable[str]) -> tuple[ExpertLayer, ...]:
     return tuple(ExpertLayer(il, experts[il], tuple(sorted(found[il], key=order))) for il in sorted(found))
 
 
-def slots_for(layers: tuple[ExpertLayer, ...], n_bytes: int) -> ExpertSlots:
-    """Divide n_bytes of RAM into slots; raise UsageError if one layer's experts do not fit at once."""
+def slots_for(layers: tuple[ExpertLayer, ...], n_bytes: int, option: str = "--expert-ram ") -> ExpertSlots:
+    """Divide n_bytes of RAM into slots; raise UsageError if one layer's experts do not fit at once.
+
+    `option`: what begins the message, in front of the size.
+    """
     sizes: dict[int, list[ExpertLayer]] = {}
     for layer in layers:
         sizes.setdefault(layer.slot, []).append(layer)
@@ -134,7 +137,7 @@ def slots_for(layers: tuple[ExpertLayer, ...], n_bytes: int) -> ExpertSlots:
     needed = sum(size * n for size, n in least.items())
     if n_bytes < needed:
         raise UsageError(
-            f"--expert-ram {n_bytes / GIB:g} is too little: prompts use all experts of a layer at once, which takes "
+            f"{option}{n_bytes / GIB:.3g} GiB is too little: prompts use all experts of a layer at once, which takes "
             f"{math.ceil(100 * needed / GIB) / 100:.2f} GiB"
         )
     whole = sum(size * n for size, n in most.items())

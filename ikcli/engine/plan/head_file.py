@@ -11,6 +11,8 @@ from ikcli.errors import FormatError, UsageError
 from ikcli.gguf.constants import GGUFValueType
 from ikcli.gguf.heads import FURTHER, block_of
 from ikcli.gguf.reader import GGUFFile, open_gguf
+from ikcli.models.heads import external
+from ikcli.settings.drafts import kind_of_heads
 from ikcli.settings.run import RunConfig, default_model
 
 
@@ -31,10 +33,19 @@ def holds_heads_alone(file: GGUFFile) -> bool:
     return bool(blocks) and _count(file, FURTHER) > 0 and min(blocks) >= n_layer
 
 
-def join_heads(file: GGUFFile, path: Path, *, header_only: bool = False) -> None:
+def join_heads(file: GGUFFile, path: Path, config: RunConfig, *, header_only: bool = False) -> None:
     """Add the heads of a file to an opened model, in place of its own; raise an error if they are of another model."""
     heads = open_gguf(path, header_only=header_only)
     source, arch = file.paths[0], file.arch
+    found, kind = heads.get("general.architecture"), kind_of_heads(config)
+    wanted = external.spec_type(found) if found in external.MODULES else "mtp"
+    if kind is not None and kind != wanted:
+        raise UsageError(f"--spec-type {kind} -md {path}: this file is for --spec-type {wanted}")
+    if found in external.MODULES and config.command == "imatrix":
+        raise UsageError(f"-md {path}: importance matrices cover heads of the model's own architecture, not {found}")
+    if found in external.MODULES:
+        _join_external(file, heads)
+        return
     if not holds_heads_alone(heads):
         raise UsageError(
             f"-md {path}: a whole model, but --spec-type mtp wants a file of heads alone (ik convert --mtp); "
@@ -55,6 +66,16 @@ def join_heads(file: GGUFFile, path: Path, *, header_only: bool = False) -> None
     for key, n in (("block_count", n_layer + n_heads), (FURTHER, n_heads)):
         file.metadata[f"{arch}.{key}"] = n
         file.value_types[f"{arch}.{key}"] = GGUFValueType.UINT32
+
+
+def _join_external(file: GGUFFile, heads: GGUFFile) -> None:
+    """Add a head of another architecture, in place of the file's own heads."""
+    n_layer = _count(file, "block_count") - _count(file, FURTHER)
+    for name in [name for name in file.tensors if block_of(name) >= n_layer]:
+        del file.tensors[name]
+    file.adopt(heads, list(heads.tensors), external.prefix_of(n_layer))
+    for key in [key for key in heads.metadata if key.startswith(f"{heads.arch}.")]:
+        file.metadata[key], file.value_types[key] = heads.metadata[key], heads.value_types[key]
 
 
 def _count(file: GGUFFile, key: str) -> int:

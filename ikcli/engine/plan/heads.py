@@ -10,13 +10,28 @@ HEAD, FEW = "mtp-", "-few"  # programs of heads: for prompts, and with this suff
 KEPT_STATES = 64  # of a sequence, besides those of a micro-batch: for drafts that are rejected, and rows that wait
 
 
+def build_model(model: Model, graph: Graph, weights: Weights, cfg: GraphConfig) -> Node:
+    """Record the model, and the states that the graph is to have."""
+
+    def build() -> Node:
+        return model.module.build(graph, model.hp, weights, cfg)
+
+    if graph.wants_states is None or model.external is None:
+        return build()
+    return model.external.record(graph, model.hp, weights, build)
+
+
 def record_heads(model: Model, weights: Weights, cfg: GraphConfig) -> dict[str, tuple[Graph, Node]]:
     """Record the heads; drafts are only guesses, so a graph serves prompts and generation."""
     found: dict[str, tuple[Graph, Node]] = {}
     for i in range(cfg.n_heads):
-        assert model.further is not None and isinstance(model.module, mtp.HasLayers)
         graph = model.adapters.graph()
         graph.exact = model.is_exact
+        if model.external is not None:
+            head = model.external
+            found[f"{HEAD}{i}"] = graph, head.module.build(graph, head.head, model.hp, weights, cfg, head.prefix)
+            continue
+        assert model.further is not None and isinstance(model.module, mtp.HasLayers)
         found[f"{HEAD}{i}"] = graph, mtp.build(graph, model.module, model.further, weights, cfg, i)
     return found
 

@@ -97,8 +97,12 @@ def settle_indexer(
     return config
 
 
-def check_ser(config: RunConfig, n_expert: int, n_expert_used: int) -> tuple[RunConfig, list[str]]:
+def check_ser(
+    config: RunConfig, n_expert: int, n_expert_used: int, gating: str = "softmax"
+) -> tuple[RunConfig, list[str]]:
     """Drop a `-ser` that changes nothing, with a warning that gives the number of experts in use."""
+    if config.ser is not None and gating == "sparsemixer":
+        raise UsageError("-ser: the model weighs each expert by itself, so that none can be left out; omit it")
     if config.ser is None or (n_expert and config.ser[0] < n_expert_used):
         return config, []
     why = (

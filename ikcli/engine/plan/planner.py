@@ -43,6 +43,7 @@ from ikcli.errors import UsageError
 from ikcli.gguf.reader import GGUFFile, open_gguf
 from ikcli.graph import Cache
 from ikcli.models import GraphConfig, HParams, Weights, mtp
+from ikcli.models.heads import external
 from ikcli.settings.rules import resolve
 from ikcli.settings.run import RunConfig, default_model
 
@@ -115,9 +116,12 @@ class Planner:
         file = open_gguf(config.model or default_model(), config.override_kv, header_only=header_only)
         heads = head_file(config, file) if uses_heads(config) or measures_heads(config) else None
         if heads is not None:
-            join_heads(file, heads, header_only=header_only)
+            join_heads(file, heads, config, header_only=header_only)
+        external.check_is_model(file.arch, str(file.paths[0]))
         models.find(file.arch, str(file.paths[0]))  # before keys, which unknown architectures may lack
         hp = HParams.from_gguf(file.metadata, file.tensors, str(file.paths[0]), config.rope)
+        if external.arch_of(file.metadata):
+            hp = replace(hp, n_further=1)
         return cls(file, hp, Machine(()), None, Adapters.open(config.adapters, file.tensors, hp), pipeline)
 
     def on(

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ikcli.backends.cpu.program import BATCH_INVARIANT_ROWS
-from ikcli.engine.plan.heads import FEW, HEAD, kept_states, record_heads
+from ikcli.engine.plan.heads import FEW, HEAD, build_model, kept_states, record_heads
 from ikcli.engine.plan.sizes import window_cells
 from ikcli.engine.run.model import Model
 from ikcli.errors import UnsupportedError, UsageError
@@ -128,7 +128,7 @@ def record_graphs(model: Model, weights: Weights, cfg: GraphConfig) -> Graphs:
         graph = model.adapters.graph()
         graph.exact, graph.wants_states = model.is_exact, states
         graph.n_deep = -1 if cfg.media is None else cfg.media.n_deep
-        return graph, model.module.build(graph, hp, weights, kinds[kind])
+        return graph, build_model(model, graph, weights, kinds[kind])
 
     kinds = {"decode": replace(cfg, expand=False)}
     if cfg.n_heads:  # a graph of its own, because prompts need the states of tokens that have no logits

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from ikcli.engine.plan.bench_cases import batched_tests, bench_tests
 from ikcli.models import MediaConfig, Outputs
+from ikcli.settings.drafts import HEAD_TYPES
 from ikcli.settings.rules import padded_ctx
 from ikcli.settings.run import RunConfig
 
@@ -40,7 +41,7 @@ def uses_heads(config: RunConfig) -> bool:
         return config.perplexity.mtp
     if config.command == "sweep-bench":
         return config.sweep.mtp
-    return any(stage.type == "mtp" for stage in config.server.spec_type)
+    return any(stage.type in HEAD_TYPES for stage in config.server.spec_type)
 
 
 def measures_heads(config: RunConfig) -> bool:

@@ -15,7 +15,6 @@ from ikcli.engine.plan.model_rules import check_ser, settle_encoder, settle_inde
 from ikcli.engine.plan.planner import Planner
 from ikcli.engine.plan.programs import check_cache_types
 from ikcli.engine.run.run_device import Beside
-from ikcli.errors import UsageError
 from ikcli.models import HParams
 from ikcli.settings.rules import check_devices, check_stages
 from ikcli.settings.run import RunConfig
@@ -49,13 +48,10 @@ def prepare(
     check_devices(config)
     config = _shared_out(check_stages(config, given), pipeline)
     planner = Planner.of_file(config, header_only=config.only_plans, pipeline=pipeline)
-    file, hp = planner.file, planner.hp
-    notices = assume_missing(file, hp) + missing_data(file)
+    hp, notices = planner.hp, assume_missing(planner.file, planner.hp) + missing_data(planner.file)
     config = settle_mla(config, hp, given, notices)
     check_cache_types(config, config.mla)
-    if config.ser is not None and hp.expert_gating == "sparsemixer":
-        raise UsageError(f"-ser: {hp.arch} models weigh each expert by itself, so that none can be left out; omit it")
-    config, warnings = check_ser(config, hp.n_expert, hp.n_expert_used)
+    config, warnings = check_ser(config, hp.n_expert, hp.n_expert_used, hp.expert_gating)
     planner = planner.on(find_machine(config, exact=config.only_plans or config.fit))
     if beside is not None:
         planner = planner.on(planner.machine, beside=beside(config, hp, planner.machine))

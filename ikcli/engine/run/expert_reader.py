@@ -77,17 +77,27 @@ class _File:
 
 
 class Reader:
-    """A pool of reading threads with two queues: what a step waits for comes before what is read ahead."""
+    """A pool of reading threads: what a step waits for comes first, then what `ahead` proposes.
 
-    def __init__(self, paths: set[Path], n_threads: int, read: ReadInto = read_into) -> None:
+    All state is guarded by `lock`, which the threads hold while they call `ahead`, but not while they read. So what is
+    read ahead is decided when a thread has time for it.
+    """
+
+    def __init__(
+        self,
+        paths: set[Path],
+        n_threads: int,
+        lock: threading.RLock,
+        ahead: Callable[[], Reading | None],
+        read: ReadInto = read_into,
+    ) -> None:
         self._files = {path: _File(path) for path in sorted(paths)}
-        self._read = read
+        self._read, self._ahead = read, ahead
         self._wanted: deque[Reading] = deque()
-        self._ahead: deque[Reading] = deque()
-        self._changed = threading.Condition()
+        self._work = threading.Condition(lock)
         self._closed = False
         self._threads = [
-            threading.Thread(target=self._work, name=f"expert-reader-{i}", daemon=True) for i in range(n_threads)
+            threading.Thread(target=self._run, name=f"expert-reader-{i}", daemon=True) for i in range(n_threads)
         ]
         for thread in self._threads:
             thread.start()
@@ -97,27 +107,28 @@ class Reader:
         """Return whether all files are read past the page cache."""
         return all(file.direct is not None for file in self._files.values())
 
-    def submit(self, readings: list[Reading], *, ahead: bool = False) -> None:
-        """Queue readings; those `ahead` begin when no other waits."""
-        with self._changed:
-            (self._ahead if ahead else self._wanted).extend(readings)
-            self._changed.notify(len(readings))
+    def submit(self, readings: list[Reading]) -> None:
+        """Queue readings that a step waits for."""
+        with self._work:
+            self._wanted.extend(readings)
+            self._work.notify(len(readings))
 
-    def promote(self, chosen: Callable[[Reading], bool]) -> None:
-        """Move readings from the second queue to the first."""
-        with self._changed:
-            moved = [r for r in self._ahead if chosen(r)]
-            self._ahead = deque(r for r in self._ahead if not chosen(r))
-            self._wanted.extend(moved)
+    def wake(self) -> None:
+        """Let idle threads ask `ahead` again."""
+        with self._work:
+            self._work.notify_all()
 
-    def _work(self) -> None:
-        while True:
-            with self._changed:
-                while not self._wanted and not self._ahead and not self._closed:
-                    self._changed.wait()
-                if self._closed:
-                    return
-                r = self._wanted.popleft() if self._wanted else self._ahead.popleft()
+    def _take(self) -> Reading | None:
+        with self._work:
+            while not self._closed:
+                r = self._wanted.popleft() if self._wanted else self._ahead()
+                if r is not None:
+                    return r
+                self._work.wait()
+        return None
+
+    def _run(self) -> None:
+        while (r := self._take()) is not None:
             error = None
             try:
                 if r.work is not None:
@@ -132,9 +143,9 @@ class Reader:
 
     def close(self) -> None:
         """Stop the threads after the reading that each is at, and close the files."""
-        with self._changed:
+        with self._work:
             self._closed = True
-            self._changed.notify_all()
+            self._work.notify_all()
         for thread in self._threads:
             thread.join()
         for file in self._files.values():

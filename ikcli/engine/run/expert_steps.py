@@ -130,15 +130,16 @@ class ExpertSteps:
     ) -> None:
         sort = sort_of(plan)
         ends = program.raw(arena, plan, 8, sort.n_expert + 1)
-        experts = np.flatnonzero(np.diff(ends))
-        guess = self._guess(program, arena, sort, int(ends[-1])) if alive else None
-        store.request(il, experts, int(ends[-1]), guess)
+        uses = np.diff(ends)
+        experts, n_tokens = np.flatnonzero(uses), -(-int(ends[-1]) // sort.n_used)
+        guess = self._guess(program, arena, sort, n_tokens) if alive else None
+        store.request(il, experts, uses[experts], max(n_tokens, 1), guess)
 
     def _guess(
-        self, program: CpuProgram, arena: npt.NDArray[np.uint8], op: MoeSort, n_pairs: int
+        self, program: CpuProgram, arena: npt.NDArray[np.uint8], op: MoeSort, n_tokens: int
     ) -> Callable[[], npt.NDArray[np.int64]] | None:
         """Return a function that guesses the next layer's experts from a copy of what this layer's router read."""
-        router, n_tokens = self._routers.get(op.route), -(-n_pairs // op.n_used)
+        router = self._routers.get(op.route)
         if router is None or router.x is None or not 0 < n_tokens <= GUESS_TOKENS:
             return None
         x = np.array(program.view(arena, router.x, n_tokens))
@@ -146,8 +147,9 @@ class ExpertSteps:
 
         def ask() -> npt.NDArray[np.int64]:
             found = guesses.after(route, x)
-            ids = np.empty(0, np.int32) if found is None else np.unique(found[1])
-            return ids[ids >= 0].astype(np.int64)
+            ids = np.empty(0, np.int32) if found is None else found[1].T.ravel()  # first choices first
+            ids, first = np.unique(ids[ids >= 0], return_index=True)
+            return ids[np.argsort(first)].astype(np.int64)
 
         return ask
 

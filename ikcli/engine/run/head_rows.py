@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ikcli.engine.run.mtp import FloatRows, Heads, Piece, Tokens
+from ikcli.errors import UnsupportedError
 
 Rows = Callable[[int, int, int, FloatRows, Tokens], None]
 """Takes sequence, head, first position, logits (n, n_vocab), and the tokens (n,) that follow in the text."""
@@ -35,6 +36,8 @@ class HeadRows:
     """Follows the texts that a session computes, from position 0 on; attached to its heads until `close`."""
 
     def __init__(self, heads: Heads, on_rows: Rows | None = None) -> None:
+        if heads.ids is not None:
+            raise UnsupportedError("a head whose logits are of a part of the vocabulary cannot be measured on a text")
         self._heads, self._on_rows = heads, on_rows
         self._texts: dict[int, _Text] = {}
         heads.follower = self

@@ -22,12 +22,15 @@ from ikcli.gguf.reader import GGUFFile
 from ikcli.gguf.types import tensor_n_bytes
 from ikcli.log import progress
 from ikcli.models import GraphConfig, HParams, ModelModule, Weights, check_tensors, mtp
+from ikcli.models.heads import external
+from ikcli.models.heads.external import External
 from ikcli.models.mla import DerivedSpec, derive_one, derived_specs
 from ikcli.models.tensors import TensorLike
 from ikcli.quant.decode import dequantize
 from ikcli.settings.adapters import RopeConfig
 
 Bytes = npt.NDArray[np.uint8]
+_ID_TYPES = {GGMLType.I64: np.int64, GGMLType.I32: np.int32}
 
 
 @dataclass(slots=True)
@@ -43,6 +46,7 @@ class Model:
     n_threads: int = 1  # of repacking and reading
     adapters: Adapters = field(default_factory=Adapters)
     further: HParams | None = None  # with the heads counted as layers, where the session runs them
+    external: External | None = None  # a head of another architecture, where the session runs it
     pages: Pages = TRANSPARENT  # of weights that are read
     _held: dict[str, npt.NDArray[np.generic]] = field(default_factory=dict)
 
@@ -83,7 +87,12 @@ class Model:
         hp = hp or HParams.from_gguf(file.metadata, file.tensors, source)
         check_tensors(module.tensor_shapes(hp), file.tensors, source)
         further = None
-        if graph_config.n_heads:
+        head = external.find(file.metadata, hp) if graph_config.n_heads else None
+        if head is not None:
+            check_tensors(
+                head.module.tensor_shapes(head.head, hp, file.tensors, head.prefix), file.tensors, head.head.own.source
+            )
+        elif graph_config.n_heads:
             mtp.check_heads(module, hp, file.tensors)
             assert isinstance(module, mtp.HasLayers)
             further = mtp.read_further(file.metadata, file.tensors, source, rope)
@@ -93,7 +102,7 @@ class Model:
         repacked = repacked_specs(file.tensors, hp) if repack else {}
         adapters = adapters or Adapters()
         specs = specs | repacked | derived | adapters.specs()
-        return cls(file, hp, module, specs, derived, repacked, n_threads, adapters, further, pages)
+        return cls(file, hp, module, specs, derived, repacked, n_threads, adapters, further, head, pages)
 
     def keep_plain(self, names: Iterable[str]) -> None:
         """Exclude these tensors from `-rtr`; call it before graphs are recorded."""
@@ -114,6 +123,19 @@ class Model:
         if name in self._held:
             return self._held[name].reshape(-1).view(np.uint8)
         return self.file.data(name) if self._is_mapped(name, True) else self._make(name).reshape(-1).view(np.uint8)
+
+    def ids_of_head(self) -> npt.NDArray[np.int64] | None:
+        """Return the tokens of the logits of a head that has a part of the vocabulary; None if it has all of it."""
+        name = "" if self.external is None else self.external.prefix + external.IDS
+        if name not in self.file.tensors:
+            return None
+        type_ = self.file.tensors[name].type
+        if type_ not in _ID_TYPES:
+            raise FormatError(f"{self.source}: tensor '{name}' is of type {type_.name}; it must be I64 or I32")
+        ids = self.file.data(name).view(_ID_TYPES[type_]).astype(np.int64)
+        if len(ids) and not 0 <= ids.min() <= ids.max() < self.hp.n_vocab:
+            raise FormatError(f"{self.source}: tensor '{name}' has ids outside the vocabulary of {self.hp.n_vocab}")
+        return ids
 
     def weights(self) -> Weights:
         """Return the weights for recording graphs."""

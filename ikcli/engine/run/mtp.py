@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from ikcli.backends.step_block import StepBlock
 from ikcli.engine.plan.heads import FEW, HEAD, KEPT_STATES, kept_states
+from ikcli.engine.plan.programs import Graphs
 from ikcli.engine.run.media_places import places_of_text
 from ikcli.engine.run.model import Model
 from ikcli.engine.run.run_device import Observer
@@ -72,6 +73,7 @@ class Host(Protocol):
     model: Model
     graph_config: GraphConfig
     runner: Runner
+    graphs: Graphs
     programs: dict[str, DividedProgram]
     sequences: Sequences
     step_block: StepBlock
@@ -166,7 +168,12 @@ class Heads:
     def __init__(self, session: Host) -> None:
         self.session = session
         self.n_heads = session.graph_config.n_heads
-        self.n_embd = session.model.hp.n_embd
+        states = session.graphs[f"{HEAD}0"][0].states
+        assert states is not None
+        self.n_embd = states.cols
+        head = session.model.external
+        self.ids = session.model.ids_of_head()  # tokens of its logits; None: all tokens
+        self._constant = head is not None and head.constant  # it has no rows of its own
         self.follower: Follower | None = None
         self._known: dict[int, _Known] = {}
         self.asleep: set[int] = set()
@@ -220,7 +227,7 @@ class Heads:
         if self.follower is not None:
             self.follower.run()
             return
-        if seq is None and self._n_rows < DUE:
+        if (seq is None and self._n_rows < DUE) or self._constant:
             return
         began, self._n_rows = time.perf_counter(), 0
         for s, known in list(self._known.items()):
@@ -254,7 +261,7 @@ class Heads:
                 probability = float(1 / np.exp(row - row[token]).sum())
                 if not probability >= d.wanted.p_min:
                     continue
-                d.wanted.found.append(token)
+                d.wanted.found.append(token if self.ids is None else int(self.ids[token]))
                 d.wanted.probabilities.append(probability)
                 d.states.append(state)
                 if len(d.wanted.found) < d.n_max:
@@ -268,8 +275,8 @@ class Heads:
     def _begin(self, w: Continuation) -> _Drafting:
         n_past = len(w.text) - 1
         known = self._at(w.seq, n_past, int(w.text[-1]))
-        known.fed[0] = min(known.fed[0], n_past - 1)  # again, if this text was drafted for before
-        return _Drafting(w, known, min(w.n_max, self.session.n_ctx_seq - n_past))
+        known.fed[0] = n_past - 1 if self._constant else min(known.fed[0], n_past - 1)  # again, if it was drafted for
+        return _Drafting(w, known, min(w.n_max, self.session.n_ctx_seq - n_past), self._constant)
 
     def _next(self, head: int, active: Sequence[_Drafting]) -> tuple[FloatRows, FloatRows]:
         """Return the logits after what was found so far, and the states; both are copies."""
@@ -283,7 +290,7 @@ class Heads:
                 piece = before[-1]
             d.known.fed[head] = n_past
             last.append(d.continued(head, piece))
-        for d in active:
+        for d in active if not self._constant else ():
             self.session.sequences.room(d.wanted.seq, len(d.states))
         last = [self._last_rows(head, piece) for piece in last]
         logits, states = [], []
@@ -326,7 +333,7 @@ class Heads:
         tokens = np.concatenate([p.tokens for p in pieces])
         given = np.concatenate([p.states for p in pieces])
         pos = np.concatenate([np.arange(p.pos, p.pos + len(p.tokens), dtype=np.int32) for p in pieces])
-        block.set(tokens, pos, out_ids, segments)
+        block.set(tokens, pos + 1 if self._constant else pos, out_ids, segments)
         if session.graph_config.media is not None:
             shifts = [np.full(len(p.tokens), sequences.shift(p.seq), np.int32) for p in pieces]
             block.set_media(places_of_text(pos, np.concatenate(shifts)))
@@ -362,9 +369,9 @@ class Heads:
 class _Drafting:
     """A text, what is known of it, and the states that heads left for every token found."""
 
-    def __init__(self, wanted: Continuation, known: _Known, n_max: int) -> None:
+    def __init__(self, wanted: Continuation, known: _Known, n_max: int, constant: bool) -> None:
         self.wanted, self.known = wanted, known
-        self.n_max = n_max
+        self.n_max, self.constant = n_max, constant
         self.states: list[FloatRows] = []
         self._n_seen: dict[int, int] = {}  # found tokens whose rows a head has computed
 
@@ -373,6 +380,8 @@ class _Drafting:
         first, n = self._n_seen.get(head, 0), len(self.states)
         self._n_seen[head] = n
         n_past = len(self.wanted.text) - 1
+        if self.constant and piece is None:
+            first, n_past = n - 1, n_past - n
         tokens = np.array(self.wanted.found[first:n], np.int32)
         states = np.array(self.states[first:n], np.float32)
         if piece is None:

@@ -248,7 +248,7 @@ class Session:
         parts: list[FloatRows] = []
         try:
             for start, stop in batch.cuts(self.n_ubatch):
-                if self.n_in_flight == self.depth:
+                if self.n_in_flight == self.runner.depth:
                     parts.append(self._checked(self.collect()).copy())
                 self.submit(batch.slice(start, stop))
             while self.n_in_flight:
@@ -271,13 +271,8 @@ class Session:
 
     @property
     def n_in_flight(self) -> int:
-        """Return the number of micro-batches that were submitted and not collected; at most `depth`."""
+        """Return the number of micro-batches that were submitted and not collected; at most `runner.depth`."""
         return len(self._in_flight)
-
-    @property
-    def depth(self) -> int:
-        """Return how many micro-batches can be in flight; heads read the states of one before the next is written."""
-        return 1 if self.heads is not None else self.runner.depth
 
     def submit(self, batch: Batch) -> None:
         """Submit a micro-batch; `collect` returns its logits, those of the oldest one first."""

@@ -1,7 +1,5 @@
 """Kernel operations besides arithmetic: prefetching, atomic operations, waiting, calls."""
 
-import sys
-
 import llvmlite.ir as ir
 from numba.core import types
 from numba.extending import intrinsic
@@ -115,7 +113,7 @@ def yield_cpu(typingctx):
     """Let another thread run."""
 
     def codegen(context, builder, sig, args):
-        call_llvm(builder, "SwitchToThread" if sys.platform == "win32" else "sched_yield", _I32, [])
+        call_llvm(builder, "SwitchToThread" if isa.system() == "win32" else "sched_yield", _I32, [])
         return context.get_dummy_value()
 
     return types.void(), codegen

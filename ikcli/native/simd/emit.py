@@ -54,6 +54,10 @@ class Emitter:
             return v
         return self.b.asm(ir.FunctionType(v.type, [v.type]), "", "=v,0,~{memory}", [v], True)
 
+    def barrier(self):
+        """Keep LLVM from moving loads across this place."""
+        self.b.asm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", [], True)
+
     def prefetch(self, address, write=False, level=1):
         """Prefetch a cache line, optionally for writing, into the given cache level."""
         consts = [ir.Constant(I32, x) for x in (int(write), 4 - level, 1)]

@@ -13,9 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
-
-from starlette.types import Receive
+from typing import TYPE_CHECKING, Protocol
 
 from ikcli.server.slots.messages import (
     Delta,
@@ -27,6 +25,9 @@ from ikcli.server.slots.messages import (
     GenerationRequest,
     RequestTimings,
 )
+
+if TYPE_CHECKING:
+    from starlette.types import Receive
 
 _write = ctypes.PyDLL(None).write
 _write.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t)

@@ -78,8 +78,8 @@ def required(help: str) -> Any:
     return Field(description=help)
 
 
-class Body(BaseModel, frozen=True):
-    """Base class of request bodies."""
+class Body(BaseModel, frozen=True, defer_build=True):
+    """Base class of request bodies, each of which pydantic prepares when it is first used."""
 
     @classmethod
     def checked(cls, body: Mapping[str, Any], limits: Limits | None = None) -> Self:

@@ -16,15 +16,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from starlette.datastructures import Headers
+from typing import TYPE_CHECKING, Any
 
 from ikcli.errors import UsageError
 from ikcli.log import warn
 from ikcli.server.http.errors import ApiError
 from ikcli.settings.values import toml_table
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+    from starlette.datastructures import Headers
 
 ACCOUNT = "ik.account"
 """Key of a request's scope that holds the account the request is counted for."""
@@ -135,6 +136,8 @@ class Users:
 
     def collect(self, prefix: str) -> Iterator[Metric]:
         """Yield counters by user name."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
         for name, text, attribute in (
             ("user_requests", "Requests of a user.", "n_requests"),
             ("user_requests_refused", "Requests of a user beyond a limit.", "n_refused"),

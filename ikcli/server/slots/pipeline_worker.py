@@ -70,7 +70,7 @@ class PipelineWorker(Worker):
             super().step()
             return
         self._step_number += 1
-        while self.session.n_in_flight < self.session.depth and self._submit_one():
+        while self.session.n_in_flight < self.session.runner.depth and self._submit_one():
             pass
         if self._in_flight:
             self._collect()

@@ -44,6 +44,25 @@ class _Made:
     n_found: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Limits:
+    """What options and a request allow the drafts of a text: most and fewest tokens, and the least probability."""
+
+    n_max: int
+    n_min: int
+    p_min: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Unused:
+    """A draft that was not checked: the text goes on and shows what of it was right. `at`: tokens before it."""
+
+    generation: Generation
+    kind: str
+    at: int
+    tokens: Sequence[int]
+
+
 class Speculator:
     """Drafts tokens for the slots of one engine.
 
@@ -68,6 +87,8 @@ class Speculator:
         self._measured_after = 1  # of the latter
         self._explains = self._config.spec_explain
         self._made: dict[int, _Made] = {}  # slot -> its latest draft
+        self._unused: dict[int, _Unused] = {}
+        self._limits: dict[int, list[_Limits]] = {}  # slot -> of every stage
         self._seen: dict[tuple[int, int], Generation] = {}  # stage, slot -> the text that its model has computed
         self._decisions: Counter[str] = Counter()
         self._before: dict[int, Counter[str]] = {}  # slot -> decisions before its text began
@@ -98,12 +119,12 @@ class Speculator:
             self._models_rest -= 1
             due = self._quiet + 1 >= self._measured_after
             if due:
-                start = time.perf_counter()
+                start = time.thread_time()
             if not self._may_draft(slots):
                 self._quiet += 1
                 if due:
                     self._report(policy, self._quiet - 1)
-                    self._rest(policy.looked(time.perf_counter() - start, len(slots), self._quiet))
+                    self._rest(policy.looked(time.thread_time() - start, len(slots), self._quiet))
                     self._decisions[NO_DRAFT] += self._quiet
                     self._quiet = 0
                     self._measured_after = policy.measured_after(len(slots))
@@ -111,12 +132,12 @@ class Speculator:
                 if self._explains:
                     self._explain(Decision((), NO_DRAFT), ())
                 return ()
-        start = start or time.perf_counter()
+        start = start or time.thread_time()
         self._report(policy, self._quiet)
         self._decisions[NO_DRAFT] += self._quiet
         self._quiet = 0
         making, rest = self._propose_chosen(slots, policy, asks_models=asks_models)
-        rest_of_look = policy.looked(time.perf_counter() - start - making, len(slots))
+        rest_of_look = policy.looked(max(time.thread_time() - start - making, 0.0), len(slots))
         self.measures = True
         drafted = [s for s in slots if s.draft]
         if not drafted:
@@ -173,17 +194,19 @@ class Speculator:
                 self._heads.asleep.clear()
             self._models_rest = min(self._models_rest, 0)
             assert slot.generation is not None
+            self._limits[slot.id] = [self._limits_of(slot.generation, *x)
+                                     for x in zip(self._stages, self._drafters, strict=True)]  # fmt: skip
             self._looks[slot.id] = [d.guesser(slot.id, slot.generation).may for d in self._texts]
             self._before[slot.id] = self._counts()
 
     def _propose_fixed(self, slots: Sequence[Slot]) -> None:
         """Draft as much as options and requests allow; every slot gets its share of the rows."""
         without = list(slots)
-        for stage, drafter in zip(self._stages, self._drafters, strict=True):
+        for i, drafter in enumerate(self._drafters):
             free = self._n_exact - len(slots) - sum(len(s.draft) for s in slots)
             found: list[tuple[Slot, Wanted]] = []
             for left, slot in zip(range(len(without), 0, -1), without, strict=True):
-                wanted = self._wanted(slot, stage, drafter, -(-free // left))
+                wanted = self._wanted(slot, i, -(-free // left))
                 if wanted.n_max > 0:
                     if not drafter.costs:
                         drafter.draft([wanted])
@@ -194,7 +217,7 @@ class Speculator:
                     wanted.text = slot.text_tokens()
                 drafter.draft(drafter.prepare([w for _, w in found]))
             for slot, wanted in found:
-                self._use(slot, stage, wanted, wanted.n_max)
+                self._use(slot, i, wanted, wanted.n_max)
             without = [s for s in without if not s.draft]
         drafts = [Option(s.id, self._made[s.id].kind, len(s.draft)) for s in slots if s.draft]
         self._note(Decision(tuple(o.n_most for o in drafts), FIXED if drafts else NO_DRAFT), drafts)
@@ -207,17 +230,18 @@ class Speculator:
         options: list[Option] = []
         found: list[tuple[Slot, int, Wanted]] = []
         for slot in slots:
+            self._compare(slot, policy)
             best: tuple[float, Option, int, Wanted] | None = None
             for i, (stage, drafter) in enumerate(zip(self._stages, self._drafters, strict=True)):
                 if drafter.costs and not asks_models:
                     continue
-                wanted = self._wanted(slot, stage, drafter, self._n_exact - len(slots))
+                wanted = self._wanted(slot, i, self._n_exact - len(slots))
                 if wanted.n_max <= 0:
                     continue
                 if not drafter.costs:
                     drafter.draft([wanted])
                 n = wanted.n_max if drafter.costs else len(wanted.found)
-                least = max(self._least(slot, stage, wanted.n_max), 1)
+                least = self._least(slot, i, wanted.n_max)
                 if n < least:
                     continue
                 option = Option(slot.id, stage.type, n, drafter.costs, least)
@@ -235,15 +259,35 @@ class Speculator:
         rest, making = decision.rest, 0.0
         if rest and self._texts and all(o.costs for o in options):
             self._models_rest, rest = rest, 0
+        for (slot, i, wanted), n in zip(found, decision.lengths, strict=True):
+            if not n and not self._drafters[i].costs and slot.id not in self._unused and slot.generation is not None:
+                g = slot.generation
+                self._unused[slot.id] = _Unused(g, self._stages[i].type, len(g.history), tuple(wanted.found))
         if not any(decision.lengths):
             return making, rest
-        for i, (stage, drafter) in enumerate(zip(self._stages, self._drafters, strict=True)):
+        for i, drafter in enumerate(self._drafters):
             mine = [(s, w, n) for (s, at, w), n in zip(found, decision.lengths, strict=True) if at == i and n]
             if drafter.costs and mine:
                 making += self._make(i, mine, policy, len(slots))
             for slot, wanted, n in mine:
-                self._use(slot, stage, wanted, n)
+                self._use(slot, i, wanted, n)
         return making, rest
+
+    def _compare(self, slot: Slot, policy: Policy, *, ends: bool = False) -> None:
+        """Compare a draft that was not used with the text, once it is long enough or shows an error, or ends."""
+        unused = self._unused.get(slot.id)
+        if unused is None:
+            return
+        history, n = unused.generation.history, len(unused.tokens)
+        n_known = min(len(history) - unused.at, n)
+        right = 0
+        while right < n_known and history[unused.at + right] == unused.tokens[right]:
+            right += 1
+        if n_known == n or right < n_known or ends:
+            del self._unused[slot.id]
+            if n_known > 0:
+                n = n if right < n_known else n_known  # an error is one however long the draft was
+                policy.judged(slot.id, unused.kind, n, n, right)
 
     def _make(self, i: int, mine: Sequence[tuple[Slot, Wanted, int]], policy: Policy, n_texts: int) -> float:
         """Let a model draft for these slots; return the seconds that are not to be counted once more."""
@@ -268,30 +312,34 @@ class Speculator:
                 policy.judged(wanted.seq, self._stages[i].type, wanted.n_max, 0, 0)
         return end - (prepared if known else start)
 
-    def _wanted(self, slot: Slot, stage: SpecStage, drafter: Drafter, most: int) -> Wanted:
-        g = slot.generation
-        assert g is not None
-        asked = g.request.speculation
-        room = slot.n_ctx - slot.n_past - 1
-        if g.n_remain >= 0:
-            room = min(room, g.n_remain - 1)
-        n_max = min(_first(asked.n_max, stage.n_max, self._config.draft_max), room, most)
+    def _limits_of(self, g: Generation, stage: SpecStage, drafter: Drafter) -> _Limits:
+        asked, config = g.request.speculation, self._config
+        n_max = _first(asked.n_max, stage.n_max, config.draft_max)
         if g.request.pictures and not drafter.sees_pictures:
             n_max = 0
-        p_min = _first(asked.p_min, stage.p_min, self._config.draft_p_min)
-        return Wanted(slot.id, g, g.history, _NO_TOKENS, n_max, p_min)  # models alone need the text, a copy
+        n_min = max(_first(asked.n_min, stage.n_min, config.draft_min), 1)
+        return _Limits(n_max, n_min, _first(asked.p_min, stage.p_min, config.draft_p_min))
 
-    def _least(self, slot: Slot, stage: SpecStage, n_max: int) -> int:
-        assert slot.generation is not None
-        return min(_first(slot.generation.request.speculation.n_min, stage.n_min, self._config.draft_min), n_max)
+    def _wanted(self, slot: Slot, i: int, most: int) -> Wanted:
+        """Return what stage i is asked for; a model needs the text as well, which is a copy."""
+        g, limits = slot.generation, self._limits[slot.id][i]
+        assert g is not None
+        room = slot.n_ctx - slot.n_past - 1
+        if 0 <= g.n_remain <= room:
+            room = g.n_remain - 1
+        return Wanted(slot.id, g, g.history, _NO_TOKENS, min(limits.n_max, room, most), limits.p_min)
 
-    def _use(self, slot: Slot, stage: SpecStage, wanted: Wanted, n: int) -> bool:
+    def _least(self, slot: Slot, i: int, n_max: int) -> int:
+        """Return the fewest tokens that a draft of stage i is to have where it may have n_max."""
+        return min(self._limits[slot.id][i].n_min, max(n_max, 1))
+
+    def _use(self, slot: Slot, i: int, wanted: Wanted, n: int) -> bool:
         """Give the slot its draft; return False if it is empty or too short."""
         found = wanted.found[: max(n, 0)]
-        if len(found) < max(self._least(slot, stage, wanted.n_max), 1):
+        if len(found) < self._least(slot, i, wanted.n_max):
             return False
         slot.draft = found
-        self._made[slot.id] = _Made(stage.type, n, len(found))
+        self._made[slot.id] = _Made(self._stages[i].type, n, len(found))
         return True
 
     def _note(self, decision: Decision, options: Sequence[Option]) -> None:
@@ -338,6 +386,7 @@ class Speculator:
         if self._policy is not None:
             if self._heads is not None:
                 self._heads.asleep.discard(slot.id)
+            self._compare(slot, self._policy, ends=True)
             self._policy.forget(slot.id)
             for i in range(len(self._stages)):
                 self._seen.pop((i, slot.id), None)

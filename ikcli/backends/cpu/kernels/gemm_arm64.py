@@ -71,7 +71,7 @@ def quant_tile_arm64(mode, nt):
                 codes_at, x_at = e.offset(block, header), [e.offset(row, e.times(ib, 32)) for row in rows]
                 for upper in (0, 2):
                     # LLVM would mix both halves until registers spill.
-                    builder.asm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", [], True)
+                    e.barrier()
                     parts = {}
                     for half in range(halves):
                         dots = products(e, codes_at, x_at, upper, range(half, 2, halves) if halves == 2 else range(2))

@@ -15,7 +15,7 @@ from ikcli.backends.cpu.kernels.rowformat import prefetch_step, steps
 from ikcli.backends.cpu.tile_modes import most_code
 from ikcli.native import isa
 from ikcli.native.simd.dot import emit_halves_added, most_addends
-from ikcli.native.simd.emit import F32
+from ikcli.native.simd.emit import F32, I32
 from ikcli.native.simd.lanes import folded
 from ikcli.native.simd.vec import f32x16, i8x64, i32x8, i32x16, llvm_type
 
@@ -62,8 +62,9 @@ def _lanes_of_sums(fmt):
     On ARM64 as many as there are rows, where each row has one scale. Else 16.
     """
     runs = fmt.runs()
-    if isa.current().is_arm64 and runs == runs[: fmt.rows] * (16 // fmt.rows):
-        return fmt.rows
+    if isa.current().is_arm64:
+        scaled = [(block, r) for block, _, r in runs] if fmt.mode.endswith("32") else runs
+        return fmt.rows if scaled == scaled[: fmt.rows] * (16 // fmt.rows) else 16
     return 8 if isa.current().plain_avx2 and runs[:8] == runs[8:] else 16
 
 
@@ -87,8 +88,8 @@ class _Token:
         They are the negated contribution of zero codes, if each lane has its own.
         """
         if self.starts is None:
-            return e.zero(i32x8 if self.lanes == 8 else i32x16)
-        lanes = [2 * (self.fmt.unit * u + block) + half for block, half, _ in self.fmt.runs()]
+            return ir.Constant(ir.VectorType(I32, self.lanes), None)
+        lanes = [2 * (self.fmt.unit * u + block) + half for block, half, _ in self.fmt.runs()[: self.lanes]]
         plain, shifted = self.starts
         on = self.fmt.shifted_lanes(e, w, u)
         return e.pick(plain, lanes) if on is None else e.b.select(on, e.pick(shifted, lanes), e.pick(plain, lanes))

@@ -1,0 +1,1 @@
+"""Heads in files of other architectures than that of the model whose states they read."""

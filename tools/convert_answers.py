@@ -1,0 +1,72 @@
+"""Add a small checkpoint and torch's logits to tests/data/convert_answers.json (needs torch and transformers).
+
+The model is a class of transformers with BASE and the given keys as its configuration; weights are drawn by the names
+of tensors (tests/checkpoints.py). `--class` is what config.json shall say, if the hub's class has another name.
+
+    python tools/convert_answers.py NAME CLASS '{"sliding_window": 8, ...}' [--class HubClass]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+ANSWERS = ROOT / "tests" / "data" / "convert_answers.json"
+BASE: dict[str, Any] = {
+    "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "bos_token_id": 0,
+    "eos_token_id": 1, "pad_token_id": 1, "tie_word_embeddings": False,
+}  # fmt: skip
+_PASSING = ("dtype", "torch_dtype", "transformers_version")
+
+
+def logits_of(name: str, keys: dict[str, Any], tokens: list[int]) -> tuple[dict[str, Any], dict[str, list[int]], Any]:
+    """Return config.json, the shapes of the checkpoint's tensors, and the logits of all tokens."""
+    import torch
+    import transformers
+    from checkpoints import drawn
+    from safetensors.torch import load_file, save_file
+
+    cls = getattr(transformers, name)
+    config = cls.config_class(**BASE | keys)
+    config.architectures = [name]
+    with tempfile.TemporaryDirectory() as folder:
+        cls(config).float().save_pretrained(folder)
+        file = next(Path(folder).glob("*.safetensors"))
+        shapes = {key: list(tensor.shape) for key, tensor in load_file(file).items()}
+        save_file({key: torch.from_numpy(drawn(key, shape)) for key, shape in shapes.items()}, file, {"format": "pt"})
+        model = cls.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+        found = json.loads((Path(folder) / "config.json").read_text())
+    with torch.no_grad():
+        logits = model(torch.tensor([tokens]), use_cache=False).logits[0].numpy()
+    return {key: value for key, value in found.items() if key not in _PASSING}, shapes, logits
+
+
+def main() -> int:
+    """Compute the answer and write it, in place of an older one of that name."""
+    parser = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
+    parser.add_argument("name")
+    parser.add_argument("model_class")
+    parser.add_argument("keys", type=json.loads)
+    parser.add_argument("--class", dest="hub_class")
+    args = parser.parse_args()
+    answers = json.loads(ANSWERS.read_text())
+    config, shapes, logits = logits_of(args.model_class, args.keys, answers["tokens"])
+    config["architectures"] = [args.hub_class or args.model_class]
+    numbers = [[float(f"{x:.6g}") for x in logits[row, answers["columns"]]] for row in answers["rows"]]
+    entry = {"name": args.name, "slow": True, "config": config, "tensors": shapes, "logits": numbers}
+    models = [model for model in answers["models"] if model["name"] != args.name] + [entry]
+    head = ",\n".join(f'"{key}":{json.dumps(answers[key])}' for key in ("tokens", "rows", "columns"))
+    lines = ",\n".join(json.dumps(model, separators=(",", ":")) for model in models)
+    ANSWERS.write_text(f'{{{head},\n"models":[\n{lines}\n]}}\n')
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -672,10 +672,16 @@ def cogvlm() -> tuple[Any, Callable[[np.ndarray], Found]]:
 def minicpmv46() -> tuple[Model, Callable[[np.ndarray], Found]]:
     vision = {"hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 3, "num_attention_heads": 2,
               "image_size": 140, "patch_size": 14}  # fmt: skip
-    text = TEXT | {"model_type": "qwen3_5_text", "layer_types": ["full_attention"]}
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": [4, 2, 2],
+            "mrope_interleaved": True}  # fmt: skip
+    text = {"model_type": "qwen3_5_text", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 320, "pad_token_id": 0,
+            "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "bos_token_id": 0,
+            "linear_num_value_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 32, "eos_token_id": 1,
+            "linear_conv_kernel_dim": 4, "tie_word_embeddings": False, "rope_parameters": rope}  # fmt: skip
     config = {"vision_config": vision, "text_config": text, "insert_layer_id": 1, "image_token_id": 5}
     processor = tf.MiniCPMV4_6ImageProcessor(scale_resolution=112, patch_size=14)
-    m = Model(config, processor, "MiniCPMV4_6ForConditionalGeneration", "vision_tower merger")
+    m = Model(config, processor, "MiniCPMV4_6ForConditionalGeneration", ".")
     processor.find_best_resize.__func__.__globals__["ensure_divide"] = lambda x, y: max(round(x / y) * y, y)
 
     def run(rgb: np.ndarray) -> Found:
@@ -688,6 +694,13 @@ def minicpmv46() -> tuple[Model, Callable[[np.ndarray], Found]]:
             at += h * w
         return pixels, [x.numpy() for x in found], list(made["grids"][0])
 
+    made = processor([Image.fromarray(image(61, 47))], return_tensors="pt")
+    n = int(made["target_sizes"].prod()) // 16
+    ids = [10, 11, 12, *[5] * n, 20, 21, 22, 23, 24, 25]
+    inputs = {key: made[key] for key in ("pixel_values", "target_sizes")}
+    found = m.model(input_ids=torch.tensor([ids]), **inputs).logits[0, -6:].log_softmax(-1)
+    ids = [-1 if token == 5 else token for token in ids]
+    m.text = {"ids": ids, "images": ["61x47"], "log_probabilities": sample(found.numpy(), found.numel())}
     return m, run
 
 

@@ -32,6 +32,7 @@ from ikcli.engine.pipeline import supervisor
 from ikcli.engine.plan.planner import Planner
 from ikcli.engine.run import gpus
 from ikcli.engine.run.batch import Batch
+from ikcli.engine.run.head_rows import HeadRows
 from ikcli.engine.run.mtp import Draft
 from ikcli.engine.run.session import Session
 from ikcli.errors import FormatError, UnsupportedError, UsageError
@@ -273,6 +274,14 @@ def test_dflash_heads_that_do_not_fit(tmp_path: Path) -> None:
             opened(path, written(wrong, tmp_path, "wrong.gguf"), "dflash")
     with pytest.raises(UsageError, match="a file of architecture llama; those of dflash-draft are read"):
         opened(path, path, "dflash")
+    with opened(path, written(head, tmp_path, "head.gguf"), "dflash") as session:
+        assert session.heads is not None
+        with pytest.raises(UnsupportedError, match=r"drafts blocks \(DFlash\) cannot be measured"):
+            HeadRows(session.heads)
+    with opened(path, written(eagle3(model, 40), tmp_path, "part.gguf"), "eagle3") as session:
+        assert session.heads is not None
+        with pytest.raises(UnsupportedError, match="part of the vocabulary cannot be measured"):
+            HeadRows(session.heads)
     markov = {"markov_w1.weight": head.tensors["dflash_hidden_norm.weight"]}
     with pytest.raises(UnsupportedError, match="DSpark heads are not supported"):
         opened(path, written(MemoryModel(head.metadata, head.tensors | markov), tmp_path, "wrong.gguf"), "dflash")

@@ -9,6 +9,7 @@ from ikcli.graph import Graph, Node
 from ikcli.graph.activations import SILU, Glu
 from ikcli.models import blocks, expected
 from ikcli.models.config import GraphConfig
+from ikcli.models.feed_forward import feed_forward, fused_dense_ffn, limited_feed_forward, mlp
 from ikcli.models.gpt_oss import ACTIVATION
 from ikcli.models.hparams import HParams
 from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
@@ -164,11 +165,11 @@ def layers(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig, only: int | None
 
     def ffn(x: Node, layer: LayerWeights) -> Node:
         if p.ungated:
-            return blocks.mlp(g, x, layer, p.ungated, xielu=hp.at(layer.il).xielu)
+            return mlp(g, x, layer, p.ungated, xielu=hp.at(layer.il).xielu)
         if p.fused_gate_up:
-            return blocks.fused_dense_ffn(g, hp, x, layer)
+            return fused_dense_ffn(g, hp, x, layer)
         if p.limited:
-            return blocks.limited_feed_forward(g, hp, cfg, x, layer)
-        return blocks.feed_forward(g, hp, cfg, x, layer, p.act)
+            return limited_feed_forward(g, hp, cfg, x, layer)
+        return feed_forward(g, hp, cfg, x, layer, p.act)
 
     return blocks.Layers(attn, ffn, p.ffn_norm)

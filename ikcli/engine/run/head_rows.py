@@ -36,6 +36,8 @@ class HeadRows:
     """Follows the texts that a session computes, from position 0 on; attached to its heads until `close`."""
 
     def __init__(self, heads: Heads, on_rows: Rows | None = None) -> None:
+        if heads.drafts_blocks:
+            raise UnsupportedError("a head that drafts blocks (DFlash) cannot be measured on a text")
         if heads.ids is not None:
             raise UnsupportedError("a head whose logits are of a part of the vocabulary cannot be measured on a text")
         self._heads, self._on_rows = heads, on_rows

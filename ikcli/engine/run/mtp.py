@@ -168,7 +168,7 @@ class Heads:
         self.n_embd = session.model.n_state
         head = session.model.external
         self.n_heads = session.graph_config.n_heads if head is None else 1
-        self._drafts_blocks = head is not None and head.module.BLOCK
+        self.drafts_blocks = head is not None and head.module.BLOCK
         self.ids = session.model.ids_of_head()  # tokens of its logits; None: all tokens
         self._constant = head is not None and head.constant  # it has no rows of its own
         self.follower: Follower | None = None
@@ -248,7 +248,7 @@ class Heads:
     def draft(self, wanted: Sequence[Continuation]) -> None:
         """Fill `found` and `probabilities` of every text; of one that the session has not computed, find nothing."""
         active = [self._begin(w) for w in wanted if self._can(w)]
-        if self._drafts_blocks:
+        if self.drafts_blocks:
             for d in active:
                 self._draft_block(d)
             return

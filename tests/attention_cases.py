@@ -254,4 +254,5 @@ def how_rounded(built: Built) -> str:
         return "integers"
     source = built.node.op.k[0].source
     q8_0 = isinstance(source, Cache) and source.type == Q8_0
-    return "codes" if q8_0 and "attention_stream" in kernels and isa.current().name == "avx512" else ""
+    in_codes = isa.current().name == "avx512" or isa.current().is_arm64
+    return "codes" if q8_0 and "attention_stream" in kernels and in_codes else ""

@@ -352,6 +352,19 @@ def test_moe_route(options: dict[str, Any], biased: bool) -> None:
         assert (parts(found, 4)[1] < 0).any()
 
 
+def test_groups_of_experts() -> None:
+    """With the weights of the experts; dropped ones stay dropped."""
+
+    def groups(g: Graph, n: Sequence[Node]) -> Node:
+        route = g.moe_route(n[0], None, "route", n_used=4, gating="softmax", norm=True, scale=1.0, ser=(1, 0.8))
+        return g.moe_groups(route, 3, "y")
+
+    found, wanted = run_both(groups, [2 * random(40, 12)], n_threads=3)
+    np.testing.assert_array_equal(parts(found, 4)[1], parts(wanted, 4)[1])
+    np.testing.assert_allclose(parts(found, 4)[0], parts(wanted, 4)[0], rtol=2e-6)
+    assert parts(wanted, 4)[1].min() == -1 and parts(wanted, 4)[1].max() == 3
+
+
 def test_experts_near_the_best_one_share_its_weight() -> None:
     """With sparsemixer: within 2 % of the larger logit, among those that were not chosen before."""
     logits = np.float32([[1, 0.985, 0.9, -5], [3, 1, 0.99, 0.985], [-1, -1.01, -1.5, -2], [2, 2, 2, 2]])

@@ -90,6 +90,17 @@ def test_route_and_sort_of_models(model: str, rows: int) -> None:
     assert names == (["layer_moe_route_sort"] if rows <= FEW_TOKENS else ["layer_moe_route", "layer_moe_sort"])
 
 
+@pytest.mark.parametrize("rows", [1, 40])
+def test_groups_of_experts(rows: int) -> None:
+    run = graph()
+    route = routed(run, 2 * random(rows, 12), 4, ser=(1, 0.8))
+    plan = run.graph.moe_sort(route, 12, "plan")
+    groups = run.graph.moe_groups(route, 3, "groups")
+    (found, wanted), *_ = run(groups, plan)
+    check_route(found, wanted, 4)
+    assert route_parts(wanted, 4)[1].max() <= 3
+
+
 @pytest.mark.parametrize("gating", ["softmax", "sigmoid"])
 def test_ties_go_to_the_first_expert(gating: str) -> None:
     logits = np.zeros((4, 70), np.float32)

@@ -200,7 +200,7 @@ def test_advice_about_the_machine() -> None:
     assert machine_advice(replace(slow, driver="amd-pstate-epp"), MEMORY, CACHE, None) == []
     nodes = replace(MEMORY, nodes=(NumaNode(0, 8, 1), NumaNode(1, 8, 1)), balancing=True)
     assert said(machine_advice(CPU, nodes, CACHE, None)) == [
-        "--numa distribute",
+        "--numa distribute --no-mmap",
         "echo 0 > /proc/sys/kernel/numa_balancing",
     ]
     assert "transparent_hugepage" in said(machine_advice(CPU, replace(MEMORY, huge_pages="never"), CACHE, None))[0]

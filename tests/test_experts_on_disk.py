@@ -340,6 +340,31 @@ def test_experts_that_a_prompt_used_most_stay(disk: Disk) -> None:
         store.close()
 
 
+def test_prompts_read_ahead_what_they_probably_use(disk: Disk) -> None:
+    store, uses = ExpertStore(slots_for(disk.layers, 12 * disk.layers[0].slot), 2), np.full(5, 10)
+    try:
+        for turn in range(8):
+            before = store.counts.n_bytes
+            for il in range(4):
+                experts = np.arange(il, il + 5) % 8 if turn else np.arange(8)
+                store.request(il, np.sort(experts), uses if turn else np.ones(8, np.int64), 50 if turn else 1)
+                store.wait(il, [f"u{il}", f"d{il}"])
+                disk.check(store, il, experts.tolist())
+            for _ in range(1000):  # what is read ahead for the first layer
+                with store._changed:
+                    if not store._reading() and not store._ahead:
+                        break
+                time.sleep(0.001)
+        assert store.counts.n_bytes - before <= 4 * 5 * 2 * disk.n_bytes
+        rates = UseRates(np.zeros(4))
+        assert rates.likely(8).tolist() == [0, 1, 2, 3]
+        rates.add(np.array([1, 2]), np.array([2, 8]), 8)
+        assert rates.likely(8).tolist() == [2, 1]
+        assert rates.likely(1).tolist() == [2]
+    finally:
+        store.close()
+
+
 def test_values_weigh_the_last_tokens_and_all() -> None:
     rates = UseRates(np.zeros(10))
     for t in range(400):

@@ -178,6 +178,18 @@ def test_what_the_switch_says(small_pages, monkeypatch, capsys) -> None:
     assert "-thp has no effect: they are switched off on this system" in said()
 
 
+@pytest.mark.parametrize(("thp", "enough", "asked"), [(None, True, True), (None, False, False), (True, False, True),
+                                                      (False, True, False)])  # fmt: skip
+def test_cache_and_buffers_are_in_huge_pages_if_there_is_room(thp, enough, asked, monkeypatch) -> None:
+    ranges = []
+    monkeypatch.setattr(host_memory, "thp_state", lambda: "madvise")
+    monkeypatch.setattr(host_memory, "plentiful", lambda n_bytes: enough)
+    monkeypatch.setattr(host_memory, "advise", lambda memory, advice: ranges.append((memory, advice)))
+    with Session.open(replace(CONFIG, thp=thp, mmap=False), n_ctx=256) as session:
+        buffers = [(int(b.ctypes.data), b.nbytes) for b in session.runner.host_buffers]
+    assert ranges == ([(b, host_memory.HUGE_PAGE) for b in buffers] if asked else [])
+
+
 def test_experts_wait_until_all_of_them_were_read(monkeypatch) -> None:
     with Session.open(CONFIG, n_ctx=256) as session:
         huge = HugeWeights(session.model, session.runner)

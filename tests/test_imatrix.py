@@ -11,6 +11,7 @@ import pytest
 from factories import tiny_deepseek2, tiny_model
 from gguf_files import write_model
 from leaves import leaf
+from tiny_architectures import tiny
 
 from ikcli.cli.parser import ModelRun
 from ikcli.commands import imatrix as imatrix_command
@@ -130,6 +131,15 @@ def test_small_batches_and_unfused_experts_give_the_same(moe_file: Path) -> None
 def test_expert_reduction_drops_slots(moe_file: Path) -> None:
     entries = collected(moe_file, ser=(1, 1.0)).imatrix.entries
     assert entries["blk.0.ffn_down_exps.weight"].counts.sum() == 2 * N_CTX
+
+
+def test_further_experts_of_groups(tmp_path: Path) -> None:
+    """They read what the experts of their group read, as often."""
+    entries = collected(write_model(tiny("grovemoe"), tmp_path / "grove.gguf")).imatrix.entries
+    for il in range(2):
+        own, further = (entries[f"blk.{il}.ffn_up_{kind}.weight"] for kind in ("exps", "chexps"))
+        np.testing.assert_array_equal(further.counts, own.counts.reshape(-1, 2).sum(axis=1))
+        np.testing.assert_allclose(further.sums, own.sums.reshape(4, 2, -1).sum(axis=1), rtol=1e-5)
 
 
 def test_latent_attention(mla_file: Path) -> None:

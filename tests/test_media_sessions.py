@@ -19,6 +19,7 @@ from ikcli.engine.run.session import Session
 from ikcli.errors import IkError
 from ikcli.graph import Graph, HeadSlice, Node
 from ikcli.graph.micro_batch import AXES, MEDIA_AT, PLACE_WORDS, SEEN, MicroBatch, Segment
+from ikcli.imatrix.collect import watch
 from ikcli.models import MediaConfig
 from ikcli.settings.run import RunConfig
 from ikcli.vision.encoder import Encoder, tower_runner
@@ -89,6 +90,18 @@ def test_text_is_as_without_images(tmp_path: Path, kind: str) -> None:
         truth = np.array(session.decode(Batch.single(ids, logits="all")))
     with opened(tmp_path, arch, keys, media) as session:
         assert np.array_equal(session.decode(Batch.single(ids, logits="all")), truth)
+
+
+@pytest.mark.slow("compiles a kernel for a single kind")
+def test_importance_of_both_sets_of_matrices(tmp_path: Path) -> None:
+    """Of an image of ten tokens, visual experts compute nine."""
+    with opened(tmp_path, "cogvlm", {}, MediaConfig(framed=True)) as session:
+        session.observer = collector = watch([graph for graph, _ in session.graphs.values()])
+        session.decode(Batch.mixed([[1, 2, 3], picture(session, 10), [4, 5]]))
+        counts = {name: s.counts.tolist() for s in collector.take().streams for name in s.names}
+    inner = ("attn_qkv", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+    assert all(counts[f"blk.0.{name}.weight"] == [6] for name in inner)
+    assert all(counts[f"blk.0.vis_{name.removeprefix('ffn_')}.weight"] == [9] for name in inner)
 
 
 def test_a_session_says_what_it_cannot_take(tmp_path: Path) -> None:

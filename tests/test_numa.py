@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,12 +13,13 @@ import numpy as np
 import pytest
 
 from ikcli.backends.memory import aligned_zeros
-from ikcli.engine.run import numa
+from ikcli.engine.run import numa, weight_memory
 from ikcli.engine.run.batch import Batch
 from ikcli.engine.run.host_memory import lock_weights
 from ikcli.engine.run.numa import current_cpu, parse_cpulist, plan_threads, read_nodes, thread_cpus
 from ikcli.engine.run.session import Session
 from ikcli.engine.run.system_memory import inner_pages, outer_pages, thp_state
+from ikcli.engine.run.weight_memory import Pages, divided
 from ikcli.errors import UsageError
 from ikcli.settings.run import RunConfig, default_model
 
@@ -125,6 +127,75 @@ def test_touch_writes_every_byte_and_pins_its_own_threads_only() -> None:
     assert not any(b.any() for b in buffers) and os.sched_getaffinity(0) == before
 
 
+def remote_reads(owner: np.ndarray, n_nodes: int) -> tuple[float, float]:
+    """Return the part of reads from other nodes, and the load of the busiest node as a multiple of the mean.
+
+    Threads of all nodes read every page equally often, since they take rows as they get free.
+    """
+    share = np.bincount(owner, minlength=n_nodes) / len(owner)
+    return float(1 - sum(share / n_nodes)), float(share.max() * n_nodes)
+
+
+@pytest.mark.parametrize(("n_nodes", "n_threads", "n_mib"), [(2, 4, 64), (2, 5, 301), (4, 16, 1000)])
+def test_stripes_load_all_nodes_alike(n_nodes: int, n_threads: int, n_mib: int) -> None:
+    """On made-up topologies: every byte has one owner, and no node is read much more than the others."""
+    nodes = {i: frozenset(range(4 * i, 4 * i + 4)) for i in range(n_nodes)}
+    cpus = thread_cpus("distribute", n_threads, nodes, range(4 * n_nodes), 0)
+    assert cpus is not None
+    node_of = [next(i for i, own in nodes.items() if own >= mine) for mine in cpus]
+    n_stripes = -(-n_mib // 2)
+    owner = np.full(n_stripes, -1)
+    for ith, starts in enumerate(numa.stripes(n_mib << 20, n_threads)):
+        for start in starts:
+            assert owner[start // numa.STRIPE] == -1
+            owner[start // numa.STRIPE] = node_of[ith]
+    assert (owner >= 0).all()
+    remote, load = remote_reads(owner, n_nodes)
+    assert remote == pytest.approx(1 - 1 / n_nodes) and load < 1.25
+    by_one_thread = remote_reads(np.zeros(n_stripes, int), n_nodes)
+    assert by_one_thread == (pytest.approx(1 - 1 / n_nodes), n_nodes)  # as many, but all from one node
+
+
+@pytest.mark.parametrize("hugetlb", [0, 1 << 22], ids=["small", "large"])
+def test_memory_for_weights_is_touched_by_pinned_threads(hugetlb: int, monkeypatch) -> None:
+    """Stripes are as large as pages; each is touched by the thread whose node it belongs to."""
+    node = threading.local()
+    monkeypatch.setattr(numa.os, "sched_setaffinity", lambda pid, cpus: setattr(node, "cpus", cpus), raising=False)
+    owners: dict[int, frozenset[int]] = {}
+
+    class Memory:
+        """Records who writes."""
+
+        def __len__(self) -> int:
+            return 9 << 20
+
+        def __setitem__(self, part: slice, value: int) -> None:
+            assert value == 0 and part.step == mmap.PAGESIZE
+            owners.update(
+                dict.fromkeys(range(part.start >> 21, min(part.stop, len(self) + (1 << 20)) >> 21), node.cpus)
+            )
+
+        def __getitem__(self, part: slice) -> np.ndarray:
+            return np.zeros(0, np.uint8)
+
+    monkeypatch.setattr(weight_memory, "reserve", lambda n_bytes, pages: Memory())
+    cpus = [frozenset((0,)), frozenset((4,))]
+    divided({"a": 9 << 20}, Pages(hugetlb=hugetlb), cpus)
+    assert [min(owners[i]) for i in range(5)] == ([0, 0, 4, 4, 0] if hugetlb else [0, 4, 0, 4, 0])
+
+
+def test_where_threads_and_memory_are_is_said(monkeypatch) -> None:
+    monkeypatch.setattr(numa, "read_nodes", lambda: NODES)
+    cpus = thread_cpus("distribute", 5, NODES, range(8), 0)
+    line = numa.placement_line(cpus or [], 3 << 30)
+    assert line == (
+        "numa: threads: 3 on node 0, 2 on node 1; cache, buffers, 3072 MiB of weights: "
+        "in stripes of 2 MiB on their nodes"
+    )
+    home = numa.placement_line(thread_cpus("isolate", 2, NODES, range(8), 6) or [], 0)
+    assert home == "numa: threads: 2 on node 1; cache, buffers: in stripes of 2 MiB on their nodes"
+
+
 def test_pages() -> None:
     assert inner_pages((100, 9000), 4096) == (4096, 4096)
     assert inner_pages((4096, 8192), 4096) == (4096, 8192)
@@ -157,7 +228,7 @@ def test_locking() -> None:
 
 
 @pytest.mark.parametrize("mmap", [True, False])
-def test_results_stay_the_same(mmap, monkeypatch) -> None:
+def test_results_stay_the_same(mmap, monkeypatch, capsys) -> None:
     """With all three on a made-up machine of two nodes whose CPUs are those of this one."""
     batch = Batch.single([5, 9, 11], logits="all")
     logits = []
@@ -166,10 +237,15 @@ def test_results_stay_the_same(mmap, monkeypatch) -> None:
         monkeypatch.setattr(
             numa, "plan_threads", lambda config, n: ([frozenset(before)] * n if config.numa else None, [])
         )
+    spread = []
+    real = numa.spread
+    monkeypatch.setattr(numa, "spread", lambda memory, *rest: spread.append(len(memory)) or real(memory, *rest))
     for changes in ({}, {"numa": "distribute", "thp": True, "mlock": True}):
         config = RunConfig(model=default_model(), mmap=mmap, n_threads=2, n_threads_batch=2, n_ubatch=16, warmup=False,
                            **changes)  # fmt: skip
         with Session.open(config, n_ctx=256) as session:
             logits.append(session.decode(batch).copy())
     assert np.array_equal(*logits)
+    assert ("mapped weights stay on the nodes" in capsys.readouterr().err) == (mmap and before is not None)
+    assert bool(spread) == (not mmap and before is not None)
     assert before is None or os.sched_getaffinity(0) == before

@@ -29,6 +29,19 @@ def test_merges_by_rank() -> None:
     assert texts(bpe(), "hello hello1234") == ["hello", "Ġhello", "123", "4"]
 
 
+@given(st.lists(st.sampled_from(["h", "e", "l", "o", "1", "2", " ", "é", "hell", "x"]), max_size=12).map("".join))
+def test_the_first_words_are_merged_as_all_others(text: str) -> None:
+    """Also with results of merges that are no tokens, and merges that make the same text in two ways."""
+    merges = [*MERGES, "h el", "e l", "el l", "he l", "hel l", "x x"]
+    meta = bpe_metadata(merges, "gpt-2")
+    i = meta["tokenizer.ggml.tokens"].index("hel")
+    meta["tokenizer.ggml.tokens"][i] = "[other]"
+    first, later = (Tokenizer.from_metadata(meta, "x") for _ in range(2))
+    later._model._build()
+    assert first.encode(text) == later.encode(text)
+    assert first._model._bpe is None and later._model._ranks is None
+
+
 def test_words_do_not_merge_with_each_other() -> None:
     assert texts(bpe(), "o1") == ["o", "1"]
     assert texts(bpe("superbpe", ["o 1"]), "o 1") == ["o", "Ġ", "1"]

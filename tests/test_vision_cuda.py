@@ -14,7 +14,7 @@ from cuda_emulation import EmulatedDevice, needs_emulation
 from cuda_sessions import Opener
 from projector_models import Model
 from test_vision_golden import MODELS, Golden, log_softmax
-from test_vision_types import after_images_of_cogvlm, spread, values
+from test_vision_types import after_images, spread, values
 from vision_models import answers
 
 from ikcli.backends.cuda.device import OutOfMemory
@@ -103,7 +103,7 @@ def test_log_probabilities(shared_dir: Path, opener: Opener, name: str) -> None:
 
 
 def test_visual_experts(tmp_path: Path, opener: Opener) -> None:
-    assert after_images_of_cogvlm(tmp_path, n_gpu_layers=99) < 1e-4
+    assert after_images("cogvlm", tmp_path, n_gpu_layers=99) < 1e-4
     assert opener.devices["CUDA0"].launches
 
 

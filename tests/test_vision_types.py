@@ -76,6 +76,7 @@ TEXTS = {
     "minimax": "]<]start of image[>[|]<]end of image[>[",
     "exaone45": "<vision>|</vision>",
     "glm_edge": "|",
+    "muse": "<|image_start|>|<|image_end|>",
     "cogvlm": "|",
     "minicpmv46": "<image>|</image><slice>|</slice><slice>|</slice>",
     "paddleocr": "<|IMAGE_START|>|<|IMAGE_END|>",
@@ -158,18 +159,25 @@ def divergence(logits: np.ndarray, about: dict[str, Any]) -> float:
     return float((np.exp(truth) * (truth - found)).sum(axis=1).max())
 
 
-def after_images_of_cogvlm(tmp_path: Path, **settings: Any) -> float:
-    """The divergence of text after two images, of a converted checkpoint."""
-    model = Model("cogvlm", tmp_path / "projector")
+def after_images(name: str, tmp_path: Path, **settings: Any) -> float:
+    """The divergence of text after images, of a converted checkpoint."""
+    model = Model(name, tmp_path / "projector")
     tensors = {name: weights(name, tuple(shape)) for name, shape in model.answers["shapes"].items()}
     checkpoint = open_checkpoint(checkpoints.write_checkpoint(tmp_path / "text", model.answers["config"], tensors))
     path = tmp_path / "text.gguf"
     run(plan_convert(checkpoint, path, RecipeOptions(0), ToolOptions(n_threads=1)).job)
     about = model.answers["text"]
-    first, second = (next(one for one in model.pieces(size) if isinstance(one, Tile)) for size in about["images"])
-    a, b = (model.projector.encode(one) for one in (first, second))
-    ids = about["ids"]
-    batch = Batch.mixed([ids[:3], a, ids[21:23], b, ids[41:]], logits="none")
+    tiles = [next(one for one in model.pieces(size) if isinstance(one, Tile)) for size in about["images"]]
+    images = [model.projector.encode(tile) for tile in tiles]
+    ids, parts = about["ids"], []
+    while ids:
+        n = next((i for i, token in enumerate(ids) if token < 0), len(ids))
+        parts.append(ids[:n])
+        if n < len(ids):
+            parts.append(images.pop(0))
+            n += len(parts[-1])
+        ids = ids[n:]
+    batch = Batch.mixed(parts, logits="none")
     batch.logits[-6:] = True
     settings = {"n_batch": 128, "warmup": False} | settings
     config = RunConfig(model=str(path), n_ctx=128, n_threads=2, n_threads_batch=2, **settings)
@@ -178,10 +186,16 @@ def after_images_of_cogvlm(tmp_path: Path, **settings: Any) -> float:
 
 
 @pytest.mark.slow("runs a model and its tower")
+def test_text_after_an_image_of_minicpmv46(tmp_path: Path) -> None:
+    """Sections of the rotation do not make positions of an image other than those of text."""
+    assert after_images("minicpmv46", tmp_path, type_k="f32", type_v="f32") < 1e-5
+
+
+@pytest.mark.slow("runs a model and its tower")
 @pytest.mark.parametrize("n_ubatch", [128, 16])
 def test_text_after_images_of_cogvlm(tmp_path: Path, n_ubatch: int) -> None:
     """Visual experts compute tokens of images but for the last; most of an image's tokens share one position."""
-    assert after_images_of_cogvlm(tmp_path, n_ubatch=n_ubatch, type_k="f32", type_v="f32") < 1e-5
+    assert after_images("cogvlm", tmp_path, n_ubatch=n_ubatch, type_k="f32", type_v="f32") < 1e-5
 
 
 @pytest.mark.slow("runs a tower")
@@ -254,4 +268,5 @@ def test_embeddings(model: Model) -> None:
         rows = [model.projector.encode(one).rows for one in model.pieces(size) if isinstance(one, Tile)]
         found, wanted = spread(rows, 96), values(truth["embeddings"])
         assert found.shape == wanted.shape
-        assert np.sqrt(np.square(found - wanted).mean() / np.square(wanted).mean()) < 1e-3
+        most = 2e-3 if model.name == "muse" else 1e-3  # keys and values are rounded in five layers
+        assert np.sqrt(np.square(found - wanted).mean() / np.square(wanted).mean()) < most

@@ -111,17 +111,18 @@ def run_tests(folder: Path, level: str, arguments: list[str]) -> int:
 
 
 def main() -> int:
-    ours, _, tests = " ".join(sys.argv[1:]).partition(" -- ")
+    end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    tests = sys.argv[end + 1 :]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("levels", nargs="*", choices=[*PROCESSORS, []])
-    args = parser.parse_args(ours.split())
+    args = parser.parse_args(sys.argv[1:end])
     folder = args.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     failed = 0
     for level in args.levels or PROCESSORS:
         print(f"{level}: {PROCESSORS[level]}", flush=True)
-        failed |= run_tests(folder, level, tests.split() or list(SUBSET))
+        failed |= run_tests(folder, level, tests or list(SUBSET))
     return failed
 
 

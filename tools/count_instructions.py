@@ -158,13 +158,18 @@ def attention_counts(kinds: list[str], m: int = 4) -> dict[str, dict[str, Any]]:
     at_once, positions, columns = stream.shapes(m)
     kernels = {}
     for kind in kinds:
-        kernels[f"generation K {kind}"] = _of_8(stream.make_scores(kind, at_once, positions, m, 1)), 8
+        dot = stream.make_scores(kind, at_once, positions, m, 1)
+        if kind == "q8_0":
+            dot = stream.make_q8_scores(m, 16 // m, 1)
+        kernels[f"generation K {kind}"] = _of_8(dot), 8
         steps = columns // stream.STEPS[kind][1]
         kernels[f"generation V {kind}"] = _of_9(stream.make_values(kind, at_once, steps, 1)), 9
     shape = sgemm.BLOCKS[-1]
     kernels["prompts K"] = _of_7(sgemm.make_rows_block(*shape, False, "f32")), 7
     kernels["prompts V"] = _of_8(sgemm.make_columns_block(*shape, "f32", 0)), 8
-    return {name: main_loop(compile_to_assembly(*kernel, False), True) for name, kernel in kernels.items()}
+    return {
+        name: main_loop(compile_to_assembly(*kernel, False), "K q8_0" not in name) for name, kernel in kernels.items()
+    }
 
 
 def main() -> int:

@@ -1,5 +1,5 @@
 """The kinds of projectors that read an image at any size: GLM-4.1V and its kind, Kimi-VL, Kimi K2.5, LFM2-VL,
-dots.ocr, PaddleOCR-VL, MiniMax-M3.
+dots.ocr, PaddleOCR-VL, MiniMax-M3, Muse Glimmer.
 """
 
 from __future__ import annotations
@@ -219,6 +219,45 @@ def _by_axis(n_head: int) -> Change:
     return change
 
 
+# --- Muse Glimmer -----------------------------------------------------------------------------------------------------
+def _muse_prepare(s: Settings) -> None:
+    side = int(s.number("pos_emb_height", default=32)) * int(s.number("patch_size"))
+    s.vision = {**s.vision, "image_size": side * int(s.number("merge_size", default=2))}
+
+
+def _muse_keys(s: Settings, out: dict[str, Any]) -> None:
+    out["clip.projector_type"] = "muse-glimmer"
+    out["clip.vision.attention.layer_norm_epsilon"] = float(s.vision.get("layer_norm_eps", 1e-5))
+    out["clip.vision.spatial_merge_size"] = int(s.number("merge_size", default=2))
+
+
+_MUSE = {"attn.q_proj": "attn_q", "attn.k_proj": "attn_k", "attn.v_proj": "attn_v", "attn.proj": "attn_out",
+         "norm1": "ln1", "norm2": "ln2", "mlp.fc1": "ffn_up", "mlp.fc2": "ffn_down"}  # fmt: skip
+_MUSE_OUTSIDE = {"vision_tower.patch_embedder.position_embedding_table": "v.position_embd",
+                 "vision_tower.ln_pre": "v.pre_ln", "vision_tower.ln_post": "v.post_ln",
+                 "vision_adapter.fc1": "mm.0", "vision_adapter.fc2": "mm.1", "vision_projection": "mm.2"}  # fmt: skip
+
+
+def _muse_place(s: Settings, name: str, shape: tuple[int, ...]) -> list[Made] | None:
+    inner, _, kind = name.rpartition(".")
+    if inner == "vision_tower.patch_embedder.patch_embedding":
+        patch = int(s.number("patch_size"))
+        return [("v.patch_embd.weight", lambda x: x.reshape(len(x), -1, 3, patch, patch).sum(axis=1, dtype=x.dtype))]
+    if inner in _MUSE_OUTSIDE:
+        return [(f"{_MUSE_OUTSIDE[inner]}.{kind}", same)]
+    found = re.fullmatch(r"vision_tower\.layers\.(\d+)\.(.+)", inner)
+    if found is None or found[2] not in _MUSE:
+        return None
+    rotated = found[2] in ("attn.q_proj", "attn.k_proj")
+    change = _in_pairs(int(s.number("num_attention_heads"))) if rotated else same
+    return [(f"v.blk.{found[1]}.{_MUSE[found[2]]}.{kind}", change)]
+
+
+def _in_pairs(n_head: int) -> Change:
+    """Put the two columns of a rotated pair side by side; the checkpoint has them half a head apart."""
+    return lambda x: x.reshape(n_head, 2, -1, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
+
+
 KINDS = (
     Kind(("Glm4vForConditionalGeneration", "Glm4vMoeForConditionalGeneration", "Glm46VForConditionalGeneration",
           "GlmOcrForConditionalGeneration"), _glm_keys, ("visual.",), _glm_place, prepare=_glm_prepare),
@@ -230,6 +269,8 @@ KINDS = (
          _lfm2_renamed, _lfm2_prepare),
     Kind(("MiniMaxM3SparseForConditionalGeneration", "MiniMaxM3VLForConditionalGeneration"), _minimax_keys,
          ("vision_tower.", "multi_modal_projector.", "patch_merge_mlp."), _minimax_place),
+    Kind(("MuseGlimmerForConditionalGeneration",), _muse_keys, ("vision_tower.", "vision_adapter.",
+         "vision_projection."), _muse_place, prepare=_muse_prepare),
     Kind(("DotsOCRForCausalLM",), _dots_keys, ("vision_tower.",), renamed=_dots_renamed, prepare=_dots_prepare),
     Kind(("PaddleOCRVLForConditionalGeneration", "PaddleOCRVisionModel"), _paddle_keys,
          ("visual.", "mlp_AR.", "projector."), _paddle_place, _paddle_renamed, _paddle_prepare),

@@ -45,7 +45,13 @@ def machine_advice(cpu: Processor, memory: MachineMemory, cache: KernelCache, pe
         out.append(Advice("cpupower frequency-set -g performance", f"the governor {bad[0]} keeps the clock low"))
     nodes = [n for n in memory.nodes if n.cpus]
     if len(nodes) > 1:
-        out.append(Advice("--numa distribute", f"{len(nodes)} NUMA nodes: threads and memory spread over all of them"))
+        out.append(
+            Advice(
+                "--numa distribute --no-mmap",
+                f"{len(nodes)} NUMA nodes: threads, cache and weights spread over all of them; mapped weights stay "
+                "where the page cache has them",
+            )
+        )
         if memory.balancing:
             out.append(
                 Advice(

@@ -184,7 +184,42 @@ class MoeResident(Op):
         return np.concatenate([weights, np.ascontiguousarray(found, np.int32).view(np.float32)], axis=1)
 
 
-AnyRoute = MoeRoute | MoeResident | MediaRoute
+@dataclass(frozen=True, slots=True)
+class MoeGroups(Op):
+    """The route to the groups of `size` adjacent experts that the chosen experts belong to, with their weights."""
+
+    name = "moe_groups"
+    is_table = True
+
+    route: Node
+    size: int
+
+    @property
+    def n_used(self) -> int:
+        """Return the number of groups per row, of which several may be the same."""
+        return route_of(self.route).n_used
+
+    @property
+    def n_expert(self) -> int:
+        """Return the number of groups."""
+        return route_of(self.route).n_expert // self.size
+
+    @property
+    def drops(self) -> bool:
+        """Return whether ids can be -1."""
+        return route_of(self.route).drops
+
+    @property
+    def shape(self) -> tuple[RowSpec, int]:
+        return self.route.rows, self.route.cols
+
+    def compute(self, run: Run) -> Array:
+        weights, ids = route_parts(run.value(self.route), self.n_used)
+        groups = np.where(ids < 0, -1, ids // self.size)
+        return np.concatenate([weights, np.ascontiguousarray(groups, np.int32).view(np.float32)], axis=1)
+
+
+AnyRoute = MoeRoute | MoeResident | MediaRoute | MoeGroups
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +254,7 @@ class MoeSort(Op):
 
 def route_of(route: Node) -> AnyRoute:
     """Return the op of a node that chooses experts."""
-    assert isinstance(route.op, MoeRoute | MoeResident | MediaRoute)
+    assert isinstance(route.op, AnyRoute)
     return route.op
 
 

@@ -17,6 +17,7 @@ from ikcli.graph.ops_elements import Activate, Clamp, Gate, Norm, PosScale, Scal
 from ikcli.graph.ops_experts import (
     AddId,
     MediaRoute,
+    MoeGroups,
     MoeResident,
     MoeRoute,
     MoeSort,
@@ -339,6 +340,10 @@ class Graph:
         """Choose experts: [rows, 2*n_used]; see `MoeRoute`."""
         self.exact = False
         return self.record(MoeRoute(logits, bias, n_used, gating, norm, scale, n_group, n_group_used, ser), name)
+
+    def moe_groups(self, route: Node, size: int, name: str) -> Node:
+        """Return the route to groups of adjacent experts; see `MoeGroups`."""
+        return self.record(MoeGroups(route, size), name)
 
     def moe_resident(self, route: Node, table: Weight, n_slots: int, name: str, uses: Weight | None = None) -> Node:
         """Return the part of a route whose experts are in slots, or the rest (`n_slots` 0); see `MoeResident`."""

@@ -100,10 +100,12 @@ class Collector:
             n_used = route_of(node).n_used
             self._ids[node] = np.array(value.view(np.int32)[:, n_used:])
             for source in self.routed[node]:
-                held = self._held.pop(source)
+                held = self._held[source]
                 for s in self.streams[source]:
                     if s.route is node:
                         s.add(held, self._ids[node])
+                if node is self._last_route(source):
+                    del self._held[source]
         if node not in self.streams:
             return
         x = value.astype(np.float32, copy=False)
@@ -113,10 +115,14 @@ class Collector:
         for s in self.streams[node]:
             if s.route is None:
                 s.add(x, None)
-            elif s.by_expert:
+            elif s.by_expert or s.route.index < node.index:  # the experts are known already
                 s.add(x, self._ids[s.route])
             else:
                 self._held[node] = x.copy()
+
+    def _last_route(self, source: Node) -> Node:
+        """Return the last route by which experts read the rows of a node; groups of experts have one of their own."""
+        return [route for route, sources in self.routed.items() if source in sources][-1]
 
     def all_streams(self) -> Iterable[InputStream]:
         """Return every stream once."""
@@ -173,7 +179,7 @@ def _watch_node(out: Collector, node: Node, output_name: str | None) -> None:
         if not _attach(out, source, names, first.ne2, first.ne0, route=route, by_expert=op.sorted_in):
             return
         feeds = out.routed.setdefault(route, [])
-        if not op.sorted_in and source not in feeds:
+        if not op.sorted_in and source.index < route.index and source not in feeds:
             feeds.append(source)
     elif isinstance(op, MulMatHeads):
         _attach(out, source, names, first.ne2, first.ne0, heads=op.x)

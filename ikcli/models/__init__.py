@@ -69,6 +69,7 @@ ARCHITECTURES: dict[str, str] = {
     "granite-swa": "ikcli.models.plain",
     "granitehybrid": "ikcli.models.recurrent.mamba2",
     "granitemoe": "ikcli.models.plain",
+    "grovemoe": "ikcli.models.plain",
     "hunyuan-dense": "ikcli.models.plain",
     "hunyuan-moe": "ikcli.models.plain",
     "hy_v3": "ikcli.models.plain",

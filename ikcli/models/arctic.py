@@ -5,6 +5,7 @@ from __future__ import annotations
 from ikcli.graph import Graph, Node
 from ikcli.models import blocks, expected
 from ikcli.models.config import GraphConfig
+from ikcli.models.feed_forward import dense_ffn, moe_ffn
 from ikcli.models.hparams import HParams
 from ikcli.models.tensors import TensorSpec, TensorSpecs, Weights
 
@@ -33,8 +34,8 @@ def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
         if il == hp.n_layer - 1:
             cur, x = g.select_outputs(cur, "last_attn"), g.select_outputs(x, "last_inp")
         dense = g.add(cur, x, "ffn_inp")
-        dense = g.add(blocks.dense_ffn(g, blocks.normed(g, hp, dense, layer, "ffn_norm"), layer), dense, "ffn_dense")
-        experts = blocks.moe_ffn(g, hp, cfg, blocks.normed(g, hp, x, layer, "ffn_norm_exps"), layer)
+        dense = g.add(dense_ffn(g, blocks.normed(g, hp, dense, layer, "ffn_norm"), layer), dense, "ffn_dense")
+        experts = moe_ffn(g, hp, cfg, blocks.normed(g, hp, x, layer, "ffn_norm_exps"), layer)
         x = g.layer_out(g.add(experts, dense, "l_out"))
     g.il = -1
     return blocks.output(g, hp, w, x)

@@ -13,6 +13,7 @@ from ikcli.graph import Graph, Node
 from ikcli.graph.activations import SILU, Glu
 from ikcli.models import blocks, expected
 from ikcli.models.config import GraphConfig
+from ikcli.models.feed_forward import dense_ffn, mlp, moe_ffn
 from ikcli.models.hparams import HParams
 from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
 
@@ -70,7 +71,7 @@ def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
         cur = blocks.normed(g, hp, g.add(cur, x, "attn_residual"), layer, "attn_output_norm")
         if layer.get("attn_norm_2") is not None:
             cur = blocks.normed(g, hp, g.add(cur, x, "attn_residual_2"), layer, "attn_norm_2")
-        part = blocks.moe_ffn(g, hp, cfg, cur, layer, act=GELU) if hp.has_experts(il) else _ffn(g, hp, cur, layer)
+        part = moe_ffn(g, hp, cfg, cur, layer, act=GELU) if hp.has_experts(il) else _ffn(g, hp, cur, layer)
         cur = g.add(part, cur, "ffn_residual")
         x = g.layer_out(blocks.normed(g, hp, cur, layer, "layer_output_norm", "l_out"))
     g.il = -1
@@ -80,9 +81,9 @@ def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
 def _ffn(g: Graph, hp: HParams, x: Node, layer: LayerWeights) -> Node:
     act = _GATED.get(hp.arch)
     if act is None:
-        return blocks.mlp(g, x, layer, "gelu_erf")
+        return mlp(g, x, layer, "gelu_erf")
     if layer.ffn_up.ne1 == hp.n_ff:
-        return blocks.dense_ffn(g, x, layer, act=act)
+        return dense_ffn(g, x, layer, act=act)
     gate = g.mul_mat(layer.ffn_up.rows(0, hp.n_ff), x, "ffn_gate")
     up = g.mul_mat(layer.ffn_up.rows(hp.n_ff, hp.n_ff), x, "ffn_up")
     par = g.swiglu(gate, up, "ffn_gate_par", act)

@@ -11,6 +11,7 @@ from functools import partial
 from ikcli.graph import Graph, Node, Weight
 from ikcli.models import blocks, expected
 from ikcli.models.config import GraphConfig
+from ikcli.models.feed_forward import dense_ffn
 from ikcli.models.hparams import HParams
 from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
 
@@ -36,7 +37,7 @@ def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
     """Record the graph and return the logits of the output rows."""
     if cfg.media is None:
         attn = blocks.attention_block(g, hp, w, cfg, neox=True)
-        return blocks.transformer(g, hp, w, attn, partial(blocks.dense_ffn, g))
+        return blocks.transformer(g, hp, w, attn, partial(dense_ffn, g))
     table = blocks.rope_tables(g, hp, w, cfg)[0]
     routes = Routes.recorded(g)
     x = blocks.embedded(g, hp, w)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from ikcli.graph import Graph, Node
 from ikcli.models import blocks, expected
 from ikcli.models.config import GraphConfig
+from ikcli.models.feed_forward import feed_forward
 from ikcli.models.hparams import HParams
 from ikcli.models.tensors import LayerWeights, TensorSpecs, Weights
 
@@ -26,7 +27,7 @@ def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
     attn = blocks.attention_block(g, hp, w, cfg, neox=False)
 
     def ffn(x: Node, layer: LayerWeights) -> Node:
-        out = blocks.feed_forward(g, hp, cfg, x, layer)
+        out = feed_forward(g, hp, cfg, x, layer)
         averaged = hp.has_experts(layer.il) and hp.n_ff_shexp > 0  # routed and shared experts
         return g.scale(out, 0.5, "ffn_averaged") if averaged else out
 

@@ -10,6 +10,7 @@ from functools import partial
 from ikcli.graph import Graph, Node
 from ikcli.models import blocks, expected
 from ikcli.models.config import GraphConfig
+from ikcli.models.feed_forward import dense_ffn
 from ikcli.models.hparams import HParams
 from ikcli.models.tensors import TensorSpecs, Weights
 
@@ -27,5 +28,5 @@ def tensor_shapes(hp: HParams) -> TensorSpecs:
 def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
     """Record the graph and return the logits of the output rows."""
     attn = blocks.attention_block(g, hp, w, cfg, neox=False)
-    ffn = partial(blocks.dense_ffn, g)
+    ffn = partial(dense_ffn, g)
     return blocks.parallel_transformer(g, hp, w, attn, ffn)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from ikcli.graph import Graph, Node
 from ikcli.models import blocks, expected
 from ikcli.models.config import GraphConfig
+from ikcli.models.feed_forward import dense_ffn
 from ikcli.models.hparams import HParams
 from ikcli.models.tensors import TensorSpec, TensorSpecs, Weights
 
@@ -43,7 +44,7 @@ def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
             cur, x = g.select_outputs(cur, "last_attn"), g.select_outputs(x, "last_ffn_inp")
         x = g.add(cur, x, "ffn_inp") if own.n_head else x
         if own.n_ff:
-            x = g.add(blocks.dense_ffn(g, blocks.normed(g, hp, x, layer, "ffn_norm"), layer), x, "l_out")
+            x = g.add(dense_ffn(g, blocks.normed(g, hp, x, layer, "ffn_norm"), layer), x, "l_out")
         x = g.layer_out(x)
     g.il = -1
     return blocks.output(g, hp, w, x)

@@ -13,6 +13,7 @@ from dataclasses import replace
 from ikcli.graph import Graph, HeadSlice, Node, power_of_two_parts
 from ikcli.models import blocks, expected, indexer
 from ikcli.models.config import GraphConfig
+from ikcli.models.feed_forward import feed_forward, mlp
 from ikcli.models.hparams import HParams
 from ikcli.models.rope import inverse_frequencies, magnitude, yarn_log
 from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
@@ -70,8 +71,8 @@ def layers(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig, only: int | None
 
     def ffn(x: Node, layer: LayerWeights) -> Node:
         if hp.arch == "plm":
-            return blocks.mlp(g, x, layer, "relu_sqr")
-        return blocks.feed_forward(g, hp, cfg, x, layer)
+            return mlp(g, x, layer, "relu_sqr")
+        return feed_forward(g, hp, cfg, x, layer)
 
     return blocks.Layers(attn, ffn)
 

@@ -8,6 +8,7 @@ from ikcli.graph import Graph, Node
 from ikcli.graph.activations import Glu
 from ikcli.models import blocks, expected
 from ikcli.models.config import GraphConfig
+from ikcli.models.feed_forward import dense_ffn
 from ikcli.models.hparams import HParams
 from ikcli.models.tensors import TensorSpecs, Weights
 
@@ -28,5 +29,5 @@ def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
     """Record the graph and return the logits of the output rows, or their states."""
     attn = blocks.attention_block(g, hp, w, cfg, neox=True)
     attn = blocks.normed_after(g, attn, "post_attention_norm", hp.eps, "post_attn_norm")
-    ffn = blocks.normed_after(g, partial(blocks.dense_ffn, g, act=GELU), "post_ffw_norm", hp.eps, "post_ffw_norm")
+    ffn = blocks.normed_after(g, partial(dense_ffn, g, act=GELU), "post_ffw_norm", hp.eps, "post_ffw_norm")
     return blocks.transformer(g, hp, w, attn, ffn)

@@ -13,6 +13,7 @@ from ikcli.graph import Graph, Node, Rows
 from ikcli.graph.activations import Glu
 from ikcli.models import blocks, expected
 from ikcli.models.config import GraphConfig
+from ikcli.models.feed_forward import dense_ffn, moe_ffn
 from ikcli.models.hparams import HParams
 from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
 
@@ -145,15 +146,15 @@ def _feed_forward(g: Graph, hp: HParams, cfg: GraphConfig, x: Node, layer: Layer
     """Record the dense part, and beside it experts with separate norms."""
     normed = g.rms_norm(x, layer.ffn_norm, hp.eps, "ffn_norm")
     if not hp.has_experts(layer.il):
-        return blocks.dense_ffn(g, normed, layer, act=GELU)
-    dense = blocks.dense_ffn(g, normed, layer, "ffn_mlp", act=GELU)
+        return dense_ffn(g, normed, layer, act=GELU)
+    dense = dense_ffn(g, normed, layer, "ffn_mlp", act=GELU)
     dense = g.rms_norm(dense, layer.post_ffw_norm_1, hp.eps, "ffn_post_norm_1")
     routed = g.rms_norm(x, layer.ffn_gate_inp_scale, hp.eps, "ffn_moe_inp")
     logits = g.mul_mat(
         layer.ffn_gate_inp, g.scale(routed, 1 / math.sqrt(hp.n_embd), "ffn_moe_scaled"), "ffn_moe_logits"
     )
     normed = g.rms_norm(x, layer.pre_ffw_norm_2, hp.eps, "ffn_norm_2")
-    experts = blocks.moe_ffn(g, hp.at(layer.il), cfg, normed, layer, act=GELU, logits=logits)
+    experts = moe_ffn(g, hp.at(layer.il), cfg, normed, layer, act=GELU, logits=logits)
     return g.add(dense, g.rms_norm(experts, layer.post_ffw_norm_2, hp.eps, "ffn_post_norm_2"), "ffn_moe_combined")
 
 

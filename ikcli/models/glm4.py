@@ -10,6 +10,7 @@ from functools import partial
 from ikcli.graph import Graph, Node
 from ikcli.models import blocks, expected
 from ikcli.models.config import GraphConfig
+from ikcli.models.feed_forward import fused_dense_ffn
 from ikcli.models.hparams import HParams
 from ikcli.models.tensors import TensorSpecs, Weights
 
@@ -30,5 +31,5 @@ def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
     # Converters permute queries and keys of the models with images (GLM-4.1V), whose rotation has sections.
     attn = blocks.attention_block(g, hp, w, cfg, neox=bool(hp.rope.sections) or hp.arch == "plamo3")
     attn = blocks.normed_after(g, attn, "post_attention_norm", hp.eps, "post_attn_norm")
-    ffn = blocks.normed_after(g, partial(blocks.fused_dense_ffn, g, hp), "post_ffw_norm", hp.eps, "post_ffw_norm")
+    ffn = blocks.normed_after(g, partial(fused_dense_ffn, g, hp), "post_ffw_norm", hp.eps, "post_ffw_norm")
     return blocks.transformer(g, hp, w, attn, ffn)

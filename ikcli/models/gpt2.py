@@ -13,6 +13,7 @@ from ikcli.errors import UnsupportedError
 from ikcli.graph import Graph, Node
 from ikcli.models import blocks, expected
 from ikcli.models.config import GraphConfig
+from ikcli.models.feed_forward import mlp
 from ikcli.models.hparams import HParams
 from ikcli.models.tensors import TensorSpec, TensorSpecs, Weights
 
@@ -49,5 +50,5 @@ def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
             f"{hp.source}: the model knows {hp.n_ctx_train} positions; use -c {hp.n_ctx_train} per sequence at most"
         )
     attn = blocks.attention_block(g, hp, w, cfg, neox=True, rotates=hp.arch in ROTATED)
-    ffn = partial(blocks.mlp, g, kind="relu_sqr" if hp.arch in ("jais2", "nemotron") else "gelu")
+    ffn = partial(mlp, g, kind="relu_sqr" if hp.arch in ("jais2", "nemotron") else "gelu")
     return blocks.transformer(g, hp, w, attn, ffn)

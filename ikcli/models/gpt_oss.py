@@ -8,6 +8,7 @@ from ikcli.graph import Graph, Node
 from ikcli.graph.activations import Glu
 from ikcli.models import blocks, expected
 from ikcli.models.config import GraphConfig
+from ikcli.models.feed_forward import feed_forward
 from ikcli.models.hparams import HParams
 from ikcli.models.tensors import TensorSpec, TensorSpecs, Weights
 
@@ -27,5 +28,5 @@ def tensor_shapes(hp: HParams) -> TensorSpecs:
 def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
     """Record the graph and return the logits of the output rows."""
     attn = blocks.attention_block(g, hp, w, cfg, neox=True)
-    ffn = partial(blocks.feed_forward, g, hp, cfg, act=ACTIVATION)
+    ffn = partial(feed_forward, g, hp, cfg, act=ACTIVATION)
     return blocks.transformer(g, hp, w, attn, ffn, "post_attention_norm")

@@ -8,6 +8,7 @@ from ikcli.graph import Graph, Node
 from ikcli.graph.activations import Glu
 from ikcli.models import blocks, expected
 from ikcli.models.config import GraphConfig
+from ikcli.models.feed_forward import dense_ffn, moe_ffn
 from ikcli.models.hparams import HParams
 from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
 
@@ -35,9 +36,9 @@ def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
     attn = blocks.normed_after(g, attn, "attn_output_norm", hp.eps, "attn_out_norm")
 
     def ffn(x: Node, layer: LayerWeights) -> Node:
-        cur = blocks.moe_ffn(g, hp, cfg, x, layer, act=GELU)
+        cur = moe_ffn(g, hp, cfg, x, layer, act=GELU)
         if layer.get("ffn_up") is not None:
-            both = g.add(blocks.dense_ffn(g, x, layer, "ffn_mlp", act=GELU), cur, "ffn_both")
+            both = g.add(dense_ffn(g, x, layer, "ffn_mlp", act=GELU), cur, "ffn_both")
             cur = g.scale(both, math.sqrt(2) / 2, "ffn_out")
         norm = layer.get("layer_output_norm") or layer.post_ffw_norm
         return g.rms_norm(cur, norm, hp.eps, "ffn_post_norm")

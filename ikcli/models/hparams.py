@@ -27,8 +27,9 @@ MAX_LAYERS = 512
 MAX_EXPERTS = 1024
 GATING = {1: "softmax", 2: "sigmoid", 3: "softmax"}  # 3: over the chosen experts, as over all and normalised
 _ALL_EXPERTS = (
-    "arctic", "bailingmoe", "dbrx", "flex-olmo", "gpt-oss", "granitemoe", "grok", "hunyuan-moe", "maple", "mellum",
-    "minimax-m2", "olmoe", "phimoe", "qwen2moe", "qwen35moe", "qwen3moe", "qwen3next", "qwen3vlmoe", "smallthinker",
+    "arctic", "bailingmoe", "dbrx", "flex-olmo", "gpt-oss", "granitemoe", "grok", "grovemoe", "hunyuan-moe", "maple",
+    "mellum", "minimax-m2", "olmoe", "phimoe", "qwen2moe", "qwen35moe", "qwen3moe", "qwen3next", "qwen3vlmoe",
+    "smallthinker",
 )  # fmt: skip
 """In every layer."""
 DENSE_MLA = ("minicpm3", "plm")
@@ -126,6 +127,9 @@ class HParams:
     expert_gating: str = "softmax"
     expert_weights_norm: bool = False
     expert_weights_scale: float = 1.0
+    experts_per_group: int = 0  # adjacent experts that have a further one in common; 0: none have
+    expert_group_scale: float = 1.0  # of what the further ones return
+    n_ff_group: int = 0  # width of a further one
     weighs_inputs: bool = False  # weights of experts multiply what goes into them, not what comes out
     n_expert_groups: int = 1
     n_expert_groups_used: int = 1
@@ -370,6 +374,7 @@ def _experts(keys: Keys, arch: str, tensors: Mapping[str, HasShape]) -> dict[str
         "n_ff_exp": ff_exp,
         "n_expert_shared": shared,
         "n_ff_shexp": keys.integer("expert_shared_feed_forward_length", shared * ff_exp),
+        **_groups(keys, n_expert),
         "n_embd_exp": keys.integer("moe_latent_size", 0) if arch == "nemotron_h_moe" else 0,
         "n_layer_dense_lead": keys.integer("leading_dense_block_count", 0),
         "moe_step": keys.integer("interleave_moe_layer_step", 1) or 1,
@@ -379,6 +384,18 @@ def _experts(keys: Keys, arch: str, tensors: Mapping[str, HasShape]) -> dict[str
         "n_expert_groups": groups,
         "n_expert_groups_used": groups_used,
     }
+
+
+def _groups(keys: Keys, n_expert: int) -> dict[str, Any]:
+    """Return the further experts of GroveMoE."""
+    if keys.arch != "grovemoe":
+        return {}
+    size = keys.integer("experts_per_group", 2, least=1)
+    if n_expert % size:
+        raise keys.fail("experts_per_group", f"is {size}, which does not divide {n_expert} experts")
+    scale = keys.number("expert_group_scale", 0.05, most=1e6)
+    width = keys.integer("expert_chunk_feed_forward_length", least=1)
+    return {"experts_per_group": size, "expert_group_scale": scale, "n_ff_group": width}
 
 
 def _widths(keys: Keys, tensors: Mapping[str, HasShape]) -> dict[str, int]:

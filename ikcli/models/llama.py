@@ -10,6 +10,7 @@ from functools import partial
 from ikcli.graph import Graph, Node
 from ikcli.models import blocks, expected
 from ikcli.models.config import GraphConfig
+from ikcli.models.feed_forward import dense_ffn, moe_ffn
 from ikcli.models.hparams import HParams
 from ikcli.models.tensors import TensorSpec, TensorSpecs, Weights
 
@@ -27,5 +28,5 @@ def tensor_shapes(hp: HParams) -> TensorSpecs:
 def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
     """Record the graph and return the logits of the output rows."""
     attn = blocks.attention_block(g, hp, w, cfg, neox=hp.arch == "exaone", rotates=not hp.max_alibi_bias)
-    ffn = partial(blocks.moe_ffn, g, hp, cfg) if hp.n_expert else partial(blocks.dense_ffn, g)
+    ffn = partial(moe_ffn, g, hp, cfg) if hp.n_expert else partial(dense_ffn, g)
     return blocks.transformer(g, hp, w, attn, ffn)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from ikcli.graph import Graph, Node
 from ikcli.models import blocks, expected
 from ikcli.models.config import GraphConfig
+from ikcli.models.feed_forward import feed_forward
 from ikcli.models.hparams import HParams
 from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
 
@@ -33,6 +34,6 @@ def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
         return blocks.self_attention(g, hp, cfg, x, layer, table, neox=False, norm_heads=norm_heads)
 
     def ffn(x: Node, layer: LayerWeights) -> Node:
-        return blocks.feed_forward(g, hp, cfg, x, layer)
+        return feed_forward(g, hp, cfg, x, layer)
 
     return blocks.transformer(g, hp, w, attn, ffn)

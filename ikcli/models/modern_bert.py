@@ -8,6 +8,7 @@ from ikcli.graph import Graph, Node
 from ikcli.graph.activations import SILU, Glu
 from ikcli.models import blocks, expected
 from ikcli.models.config import GraphConfig
+from ikcli.models.feed_forward import fused_dense_ffn
 from ikcli.models.hparams import HParams
 from ikcli.models.tensors import TensorSpec, TensorSpecs, Weights
 
@@ -28,5 +29,5 @@ def tensor_shapes(hp: HParams) -> TensorSpecs:
 def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
     """Record the graph and return the states of the output rows."""
     attn = blocks.attention_block(g, hp, w, cfg, neox=True)
-    ffn = partial(blocks.fused_dense_ffn, g, hp, act=SILU if hp.act == "silu" else Glu("gelu_erf"))
+    ffn = partial(fused_dense_ffn, g, hp, act=SILU if hp.act == "silu" else Glu("gelu_erf"))
     return blocks.transformer(g, hp, w, attn, ffn)

@@ -7,6 +7,7 @@ from functools import partial
 from ikcli.graph import Graph, Node
 from ikcli.models import blocks, expected
 from ikcli.models.config import GraphConfig
+from ikcli.models.feed_forward import dense_ffn
 from ikcli.models.hparams import HParams
 from ikcli.models.tensors import TensorSpec, TensorSpecs, Weights
 
@@ -29,5 +30,5 @@ def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
     """Record the graph and return the logits of the output rows."""
     attn = blocks.attention_block(g, hp, w, cfg, neox=False)
     attn = blocks.normed_after(g, attn, "post_attention_norm", POST_NORM_EPS, "attn_post_norm")
-    ffn = blocks.normed_after(g, partial(blocks.dense_ffn, g), "post_ffw_norm", POST_NORM_EPS, "ffn_post_norm")
+    ffn = blocks.normed_after(g, partial(dense_ffn, g), "post_ffw_norm", POST_NORM_EPS, "ffn_post_norm")
     return blocks.transformer(g, hp, w, attn, ffn, norm_embeddings=True)

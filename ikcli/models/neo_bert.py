@@ -10,6 +10,7 @@ from functools import partial
 from ikcli.graph import Graph, HeadSlice, Node
 from ikcli.models import blocks, expected
 from ikcli.models.config import GraphConfig
+from ikcli.models.feed_forward import fused_dense_ffn
 from ikcli.models.hparams import HParams
 from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
 
@@ -40,4 +41,4 @@ def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
         )
         return blocks.attend(g, hp, cfg, q, (k, v), x, layer)
 
-    return blocks.transformer(g, hp, w, attn, partial(blocks.fused_dense_ffn, g, hp))
+    return blocks.transformer(g, hp, w, attn, partial(fused_dense_ffn, g, hp))

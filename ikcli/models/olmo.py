@@ -5,6 +5,7 @@ from __future__ import annotations
 from ikcli.graph import Graph, Node
 from ikcli.models import blocks, expected
 from ikcli.models.config import GraphConfig
+from ikcli.models.feed_forward import dense_ffn
 from ikcli.models.hparams import HParams
 from ikcli.models.tensors import TensorSpecs, Weights
 
@@ -28,7 +29,7 @@ def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
         if il == hp.n_layer - 1:
             cur, x = g.select_outputs(cur, "last_attn"), g.select_outputs(x, "last_ffn_inp")
         x = g.add(cur, x, "ffn_inp")
-        x = g.layer_out(g.add(blocks.dense_ffn(g, g.norm(x, None, hp.eps, "ffn_norm"), layer), x, "l_out"))
+        x = g.layer_out(g.add(dense_ffn(g, g.norm(x, None, hp.eps, "ffn_norm"), layer), x, "l_out"))
     g.il = -1
     head = w.get("output.weight") or w["token_embd.weight"]
     return blocks.linear(g, head, None, g.norm(x, None, hp.eps, "result_norm"), "result_output")

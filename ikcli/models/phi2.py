@@ -7,6 +7,7 @@ from functools import partial
 from ikcli.graph import Graph, Node
 from ikcli.models import blocks, expected
 from ikcli.models.config import GraphConfig
+from ikcli.models.feed_forward import mlp
 from ikcli.models.hparams import HParams
 from ikcli.models.tensors import TensorSpecs, Weights
 
@@ -25,5 +26,5 @@ def tensor_shapes(hp: HParams) -> TensorSpecs:
 def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
     """Record the graph and return the logits of the output rows."""
     attn = blocks.attention_block(g, hp, w, cfg, neox=True)
-    ffn = partial(blocks.mlp, g)
+    ffn = partial(mlp, g)
     return blocks.parallel_transformer(g, hp, w, attn, ffn)

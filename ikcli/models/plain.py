@@ -9,6 +9,7 @@ from ikcli.graph import Graph, Node
 from ikcli.graph.activations import SILU, Glu
 from ikcli.models import blocks, expected
 from ikcli.models.config import GraphConfig
+from ikcli.models.feed_forward import feed_forward, fused_dense_ffn, limited_feed_forward, mlp
 from ikcli.models.gpt_oss import ACTIVATION
 from ikcli.models.hparams import HParams
 from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
@@ -68,6 +69,12 @@ def _llama3_factors(hp: HParams, il: int) -> TensorSpecs:
     return {"rope_freqs.weight": TensorSpec((hp.n_rot // 2,), required=False)}
 
 
+def _groups(hp: HParams, il: int) -> TensorSpecs:
+    n = hp.n_expert // hp.experts_per_group
+    up, down = TensorSpec((hp.n_embd, hp.n_ff_group, n)), TensorSpec((hp.n_ff_group, hp.n_embd, n))
+    return {f"blk.{il}.ffn_{part}_chexps.weight": down if part == "down" else up for part in ("gate", "up", "down")}
+
+
 def _phimoe(hp: HParams, il: int) -> TensorSpecs:
     return _biased_norms(hp, il) | _output_bias(hp, il) | expected.long_rope(hp, il)
 
@@ -93,6 +100,7 @@ TABLE: dict[str, Plain] = {
     "granite": _PAIRS,
     "granite-swa": Plain(neox=False, more=_sinks),
     "granitemoe": _PAIRS,
+    "grovemoe": Plain(bias=None, qk_norm=True, more=_groups),
     "hunyuan-dense": Plain(bias=False, qk_norm=True, norm_last=True),
     "hunyuan-moe": Plain(bias=False, qk_norm=True, norm_last=True),
     "hy_v3": _NORMED,
@@ -157,11 +165,11 @@ def layers(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig, only: int | None
 
     def ffn(x: Node, layer: LayerWeights) -> Node:
         if p.ungated:
-            return blocks.mlp(g, x, layer, p.ungated, xielu=hp.at(layer.il).xielu)
+            return mlp(g, x, layer, p.ungated, xielu=hp.at(layer.il).xielu)
         if p.fused_gate_up:
-            return blocks.fused_dense_ffn(g, hp, x, layer)
+            return fused_dense_ffn(g, hp, x, layer)
         if p.limited:
-            return blocks.limited_feed_forward(g, hp, cfg, x, layer)
-        return blocks.feed_forward(g, hp, cfg, x, layer, p.act)
+            return limited_feed_forward(g, hp, cfg, x, layer)
+        return feed_forward(g, hp, cfg, x, layer, p.act)
 
     return blocks.Layers(attn, ffn, p.ffn_norm)

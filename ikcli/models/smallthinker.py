@@ -6,6 +6,7 @@ from ikcli.graph import Graph, Node
 from ikcli.graph.activations import Glu
 from ikcli.models import blocks, expected
 from ikcli.models.config import GraphConfig
+from ikcli.models.feed_forward import moe_ffn
 from ikcli.models.hparams import HParams
 from ikcli.models.tensors import TensorSpecs, Weights
 
@@ -32,6 +33,6 @@ def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
             logits = g.select_outputs(logits, "last_logits")
         x = g.add(cur, x, "ffn_inp")
         cur = blocks.normed(g, hp, x, layer, "ffn_norm")
-        x = g.layer_out(g.add(blocks.moe_ffn(g, hp, cfg, cur, layer, "ffn_out", Glu("relu"), logits), x, "l_out"))
+        x = g.layer_out(g.add(moe_ffn(g, hp, cfg, cur, layer, "ffn_out", Glu("relu"), logits), x, "l_out"))
     g.il = -1
     return blocks.output(g, hp, w, x)

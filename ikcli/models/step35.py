@@ -7,6 +7,7 @@ from functools import partial
 from ikcli.graph import Graph, Node
 from ikcli.models import blocks, expected
 from ikcli.models.config import GraphConfig
+from ikcli.models.feed_forward import limited_feed_forward
 from ikcli.models.hparams import HParams
 from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
 
@@ -39,4 +40,4 @@ def layers(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig, only: int | None
     def attn(x: Node, layer: LayerWeights) -> Node:
         return blocks.self_attention(g, hp, cfg, x, layer, tables[layer.il], neox=True, gating=gating)
 
-    return blocks.Layers(attn, partial(blocks.limited_feed_forward, g, hp, cfg))
+    return blocks.Layers(attn, partial(limited_feed_forward, g, hp, cfg))

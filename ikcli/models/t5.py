@@ -8,6 +8,7 @@ from ikcli.graph import Graph, Node
 from ikcli.graph.activations import Glu
 from ikcli.models import blocks, expected
 from ikcli.models.config import GraphConfig
+from ikcli.models.feed_forward import dense_ffn, mlp
 from ikcli.models.hparams import HParams
 from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
 
@@ -52,8 +53,8 @@ def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
 
 def _ffn(g: Graph, x: Node, layer: LayerWeights) -> Node:
     if layer.get("ffn_gate") is None:
-        return blocks.mlp(g, x, layer, "relu")
-    return blocks.dense_ffn(g, x, layer, act=Glu("gelu"))
+        return mlp(g, x, layer, "relu")
+    return dense_ffn(g, x, layer, act=Glu("gelu"))
 
 
 def _biases(hp: HParams, w: Weights, name: str) -> tuple[tuple[float, ...], ...]:

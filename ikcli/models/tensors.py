@@ -146,6 +146,10 @@ class LayerWeights:
         """Return the tensors of the block with only those experts that are in slots on a GPU."""
         return _InSlots(self._weights, self.il, n_slots)
 
+    def of_groups(self) -> LayerWeights:
+        """Return the tensors of the block with the experts of groups in place of its experts."""
+        return _OfGroups(self._weights, self.il)
+
     def factor(self, name: str) -> float:
         """Return the number in the tensor `<name>.scale` beside a matrix, 1 if there is none."""
         full = f"{self._block}.{name}.scale"
@@ -158,6 +162,15 @@ class LayerWeights:
     def tensor(self, name: str) -> Weight:
         """Return a tensor whose name has no ending."""
         return self._weights[f"{self._block}.{name}"]
+
+
+class _OfGroups(LayerWeights):
+    """Tensors of one block; as experts those that groups of experts have in common (GroveMoE)."""
+
+    __slots__ = ()
+
+    def _name(self, attr: str) -> str:
+        return super()._name(attr).replace("_exps.", "_chexps.")
 
 
 class _InSlots(LayerWeights):

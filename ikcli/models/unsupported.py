@@ -23,7 +23,6 @@ REASONS = {
     "gemma4-assistant": _DRAFT,
     "gemma4_mtp": _DRAFT,
     "gptj": "neither llama.cpp nor ik_llama.cpp has a graph for it",
-    "grovemoe": "groups of its experts share a further expert each",
     "hunyuan_vl": _IMAGES,
     "hy_v4": _STREAMS,
     "llada": _DIFFUSION,

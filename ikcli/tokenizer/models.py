@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable
-from itertools import chain
+from itertools import chain, pairwise
 from operator import add
 from typing import Any, Protocol
 
@@ -25,6 +25,7 @@ from ikcli.tokenizer.vocab import Attr, Vocab
 _REMEMBERED_LENGTH = 48
 _REMEMBERED_PIECES = 1 << 17
 _UNCUT = 2000  # characters of text that are encoded before the work of cutting it pays
+_FIRST = 500  # characters that are merged before the work of making a model for it pays
 _ESCAPED_SPACE = "\u2581"
 _LONGEST_WORD = 1 + 100  # further characters that BERT's own code separates
 
@@ -167,7 +168,10 @@ def merge_by_score(symbols: list[Any], find: dict[Any, int], scores: list[float]
 
 
 class BpeModel:
-    """Byte-level BPE: the pre-tokenizer cuts text into words, merges join their characters by rank, leftmost first."""
+    """Byte-level BPE: the pre-tokenizer cuts text into words, merges join their characters by rank, leftmost first.
+
+    The `tokenizers` package merges, except for the first words, since its model takes a tenth of a second to make.
+    """
 
     def __init__(self, vocab: Vocab) -> None:
         self._vocab = vocab
@@ -175,14 +179,16 @@ class BpeModel:
         self._cuts = cuts(vocab.pre.rule)
         self._memos: list[dict[str, tuple[int, ...]]] = [{} for _ in range(len(self._cuts) + 1)]
         self._raw = vocab.pre.rule == "gemma4"  # merges over plain characters instead of bytes
+        self._ranks: dict[tuple[str, str], int] | None = None  # of merges, while `_bpe` is not made
+        self._n_merged = 0  # characters
         self._bpe: Any = None
         self._extra: list[str] = []  # texts in merges that are not tokens, by id - n_vocab
         self._alphabet: frozenset[str] = frozenset()
 
     def encode(self, text: str, out: list[int]) -> None:
         """Append the ids of `text`; bytes that are not UTF-8 count as U+FFFD."""
-        if self._bpe is None:
-            self._build()
+        if self._bpe is None and self._ranks is None:
+            self._prepare()
         text = uni.code_points(text)
         if self._vocab.escape_whitespaces:
             text = text.replace(" ", _ESCAPED_SPACE)
@@ -224,6 +230,12 @@ class BpeModel:
     def _merge(self, word: str) -> list[int]:
         if not word:
             return []
+        ranks = self._ranks
+        if self._bpe is None:
+            self._n_merged += len(word)
+            if ranks is not None and self._n_merged <= _FIRST and len(word) <= _REMEMBERED_LENGTH:
+                return self._merge_by_rank(word, ranks)
+            self._build()
         out: list[int] = []
         n_vocab = self._vocab.n_vocab
         for token in self._bpe.tokenize(word):
@@ -231,6 +243,22 @@ class BpeModel:
                 out.append(token.id)
             else:
                 self._spell(self._extra[token.id - n_vocab], out)
+        return out
+
+    def _merge_by_rank(self, word: str, ranks: dict[tuple[str, str], int]) -> list[int]:
+        parts, none = list(word), len(ranks)
+        while len(parts) > 1:
+            rank, at = min((ranks.get(pair, none), i) for i, pair in enumerate(pairwise(parts)))
+            if rank == none:
+                break
+            parts[at : at + 2] = [parts[at] + parts[at + 1]]
+        out: list[int] = []
+        for text in parts:
+            found = self._find.get(text)
+            if found is None:
+                self._spell(text, out)
+            else:
+                out.append(found)
         return out
 
     def _spell(self, text: str, out: list[int]) -> None:
@@ -241,6 +269,15 @@ class BpeModel:
             if found is not None:
                 out.append(found)
 
+    def _prepare(self) -> None:
+        """Find the ranks of merges and the characters that words consist of."""
+        merges = self._vocab.merges
+        if _plain("".join(self._find)) and _plain("".join(chain.from_iterable(merges))):
+            self._alphabet = frozenset(t for t in chain(self._find, chain.from_iterable(merges)) if len(t) == 1)
+            self._ranks = dict(zip(merges, range(len(merges)), strict=True))  # last: another thread may look
+        else:
+            self._build()
+
     def _build(self) -> None:
         from tokenizers.models import BPE
 
@@ -250,13 +287,15 @@ class BpeModel:
             merges = [pair for pair in merges if _plain(pair[0]) and _plain(pair[1])]
         lefts, rights = zip(*merges, strict=True) if merges else ((), ())
         used = {*lefts, *rights, *map(add, lefts, rights)}
+        extra: list[str] = []
         for left, right in merges if not used <= ids.keys() else ():
             for text in (left, right, left + right):
                 if text not in ids:
-                    ids[text] = self._vocab.n_vocab + len(self._extra)
-                    self._extra.append(text)
+                    ids[text] = self._vocab.n_vocab + len(extra)
+                    extra.append(text)
         self._alphabet = frozenset(text for text in ids if len(text) == 1)
-        self._bpe = BPE(ids, merges, cache_capacity=0)
+        self._extra = extra
+        self._bpe, self._ranks = BPE(ids, merges, cache_capacity=0), None
 
 
 def _plain(text: str) -> bool:

@@ -17,6 +17,7 @@ from ikcli.vision.minicpmv import MiniCpmV
 from ikcli.vision.minicpmv46 import MiniCpmV46
 from ikcli.vision.minimax import MiniMaxM3, MiniMaxM3Vl
 from ikcli.vision.moonvit import KimiK25, KimiVl
+from ikcli.vision.muse import MuseGlimmer
 from ikcli.vision.paddleocr import PaddleOcr
 from ikcli.vision.pixtral import LightOnOcr, Pixtral
 from ikcli.vision.qwen import Exaone45, Qwen2Vl, Qwen3Vl, Qwen25Vl
@@ -47,6 +48,7 @@ TYPES: dict[str, type[Tower]] = {
     "ldpv2": MobileVlm2,
     "janus_pro": JanusPro,
     "lightonocr": LightOnOcr,
+    "muse-glimmer": MuseGlimmer,
     "adapter": GlmEdge,
     "cogvlm": CogVlm,
     "dots_ocr": DotsOcr,

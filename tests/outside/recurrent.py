@@ -12,6 +12,7 @@ from ikcli.graph import Cache, Graph, Node, Op, RowSpec
 from ikcli.graph.core import Array, Run
 from ikcli.models import blocks, llama
 from ikcli.models.config import GraphConfig
+from ikcli.models.feed_forward import dense_ffn
 from ikcli.models.hparams import HParams
 from ikcli.models.tensors import LayerWeights, Weights
 from ikcli.native.kernel_cache import KernelKey
@@ -65,6 +66,6 @@ def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
         return g.mul_mat(layer.attn_output, g.record(DecaySum(g.state("sum", q.cols), q), "sum"), "sum_out")
 
     def ffn(x: Node, layer: LayerWeights) -> Node:
-        return blocks.dense_ffn(g, x, layer)
+        return dense_ffn(g, x, layer)
 
     return blocks.transformer(g, hp, w, attn, ffn)

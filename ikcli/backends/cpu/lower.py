@@ -37,6 +37,7 @@ from ikcli.backends.cpu.params_products import (
     ConvertParams,
     Experts,
     GatherParams,
+    GroupsParams,
     MoeSumParams,
     MulMatParams,
     Product,
@@ -70,6 +71,7 @@ from ikcli.graph.ops_experts import (
     GATINGS,
     AddId,
     ExpertProduct,
+    MoeGroups,
     MoeResident,
     MoeRoute,
     MoeSort,
@@ -406,6 +408,12 @@ def _moe_route(low: CpuLowering, node: Node, op: MoeRoute) -> None:
                          fewest=max(fewest, 0), least=threshold, scratch=low.buffer(scratch * low.n_threads),
                          scratch_bytes=scratch)  # fmt: skip
     low.emit(KernelKey("moe", "make_route"), node.rows, params, row_bytes=16 * (2 + op.n_used) * op.n_expert)
+
+
+@RULES.add(MoeGroups, "route size")
+def _moe_groups(low: CpuLowering, node: Node, op: MoeGroups) -> None:
+    params = GroupsParams(route=low.out(op.route), out=low.out(node), n_used=op.n_used, size=op.size)
+    low.emit(KernelKey("moe", "make_groups"), node.rows, params, row_bytes=1)
 
 
 @RULES.add(MoeResident, "route table n_slots uses")

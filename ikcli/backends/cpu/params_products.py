@@ -106,6 +106,13 @@ class SortParams(Params):
     n_used: int
 
 
+class GroupsParams(Params):
+    route: Address
+    out: Address
+    n_used: int
+    size: int
+
+
 class ResidentParams(Params):
     route: Address
     table: Address

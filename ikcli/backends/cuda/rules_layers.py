@@ -28,7 +28,18 @@ from ikcli.graph import HeadSlice, Node, RowSpec, Weight
 from ikcli.graph.activations import GATED, Glu
 from ikcli.graph.ops_alibi import Alibi
 from ikcli.graph.ops_elements import Activate, Clamp, Gate, Norm, PosScale, Scale, SoftCap
-from ikcli.graph.ops_experts import GATINGS, AddId, MoeResident, MoeRoute, MoeSort, MoeSum, ScaleId, route_of, sort_of
+from ikcli.graph.ops_experts import (
+    GATINGS,
+    AddId,
+    MoeGroups,
+    MoeResident,
+    MoeRoute,
+    MoeSort,
+    MoeSum,
+    ScaleId,
+    route_of,
+    sort_of,
+)
 from ikcli.graph.ops_media import MeanRows, MergeRows
 from ikcli.graph.ops_rows import Add, Concat, ConcatHeads, GetRows, Hadamard, RmsNorm, Rope, RopeTable, SwiGlu
 
@@ -262,6 +273,12 @@ def _moe_route(low: GpuLowering, node: Node, op: MoeRoute) -> None:
 def _scores_bytes(route: MoeRoute, warps: int) -> int:
     """Return the shared memory of routing: probabilities by expert, and scores to compare groups."""
     return 4 * warps * route.n_expert * (2 if route.n_group > 1 else 1)
+
+
+@RULES.add(MoeGroups, "route size")
+def _moe_groups(low: GpuLowering, node: Node, op: MoeGroups) -> None:
+    low.emit("layer_moe_groups", row_grid(node.rows), 32, 0, low.state, *low.row_args(node.rows), low.out(op.route),
+             low.out(node), _int(op.n_used), _int(op.size))  # fmt: skip
 
 
 @RULES.add(MoeResident, "route table n_slots uses")

@@ -21,7 +21,7 @@ from ikcli.backends.cuda.rules_layers import glu_args, plan_layout, zero_dropped
 from ikcli.backends.cuda.upload import DeviceRowFormat, device_format, is_float, table_bytes, table_name
 from ikcli.errors import UnsupportedError
 from ikcli.graph import HeadSlice, Node, RowSpec, Weight
-from ikcli.graph.ops_experts import MoeUpGate, MulMatId, sort_of
+from ikcli.graph.ops_experts import MoeGroups, MoeUpGate, MulMatId, sort_of
 from ikcli.graph.ops_rows import Embed, EmbedTypes, MulMat, MulMatHeads
 
 MV_THREADS = EMBED_THREADS = 128  # weights_matvec.cuh
@@ -243,8 +243,9 @@ class ByExpert:
         return self._few(c.rows(self.plan.rows))
 
     def one(self, c: Counts) -> bool:
-        """Return whether there is one token, which no expert has twice."""
-        return c.rows(self.plan.rows) <= sort_of(self.plan).n_used
+        """Return whether there is one token, which no expert has twice (but several experts may be of one group)."""
+        sort = sort_of(self.plan)
+        return c.rows(self.plan.rows) <= sort.n_used and not isinstance(sort.route.op, MoeGroups)
 
     def _few(self, pairs: int) -> bool:
         return pairs <= MV_ROWS * sort_of(self.plan).n_used or pairs <= FEW_PER_EXPERT * self.n_expert

@@ -1,4 +1,4 @@
-"""Mellum and Maple: experts in every layer, windows in three of four."""
+"""Mellum and Maple: experts in every layer, windows in three of four. GroveMoE: experts with further ones in groups."""
 
 from __future__ import annotations
 
@@ -61,7 +61,32 @@ _MAPLE_LIMIT = 7.0  # of gate and up; the checkpoint's code has it, its config.j
 _HARMLESS = frozenset({"bdlm_block_size", "bdlm_sampling_eps", "mask_token_id", "preaffine", "qat_ternary", "quantize",
                        "training_objective"})  # fmt: skip
 
+
+def _grove(m: b.Build) -> None:
+    c = m.config
+    k.base(m)
+    k.rope(m)
+    k.experts(m, "num_experts", "num_local_experts")
+    m.key("expert_chunk_feed_forward_length", _GROVE_WIDTH)
+    m.key("experts_per_group", _GROVE_SIZE)
+    m.key("expert_group_scale", 0.05)
+    k.no_window(m)
+    c.expect("norm_topk_prob", True)
+    c.expect("decoder_sparse_step", 1)
+    if c.items("mlp_only_layers"):
+        raise c.refuse("mlp_only_layers", "none")
+
+
+_GROVE_WIDTH, _GROVE_SIZE = 128, 2  # of the checkpoint's code
+GROVE: b.Table = {
+    "layers.*.mlp.expert_bias": b.drop,
+    "layers.*.mlp.chunk_experts.#.gate_proj": b.expert("blk.*.ffn_gate_chexps"),
+    "layers.*.mlp.chunk_experts.#.up_proj": b.expert("blk.*.ffn_up_chexps"),
+    "layers.*.mlp.chunk_experts.#.down_proj": b.expert("blk.*.ffn_down_chexps"),
+}
+
 ARCHITECTURES = (
     b.Architecture("mellum", ("MellumForCausalLM",), _mellum, finish=k.tied, names="qwen3moe"),
     b.Architecture("maple", ("MapleForCausalLM",), _maple, finish=k.tied, names="qwen3moe", harmless=_HARMLESS),
+    b.Architecture("grovemoe", ("GroveMoeForCausalLM",), _grove, GROVE, k.tied),
 )

@@ -15,6 +15,8 @@ import numpy.typing as npt
 SHORT, LONG = 2.0, 1024.0  # tokens after which half of a use is forgotten
 WEIGHT = 3.0  # of the long average: it is small where most experts are used alike
 
+LIKELY = 0.5  # uses that are expected: those of a Poisson distribution are then more than none in 40 of 100 cases
+
 F64 = npt.NDArray[np.float64]
 
 
@@ -36,3 +38,11 @@ class UseRates:
             rates[experts] += (1 - kept) * share
         self._left *= 2 ** (-n_tokens / LONG)
         self.value[:] = self._short + WEIGHT / (1 - self._left) * self._long  # of the tokens so far, if they are few
+
+    def likely(self, n_tokens: int) -> npt.NDArray[np.int64]:
+        """Return the experts that n tokens probably use, the likeliest first: all before the first token."""
+        order = np.argsort(-self.value, kind="stable")
+        if self._left == 1:
+            return order
+        uses = n_tokens / (1 - self._left) * self._long
+        return order[uses[order] >= LIKELY]

@@ -127,19 +127,28 @@ class Reader:
                 self._work.wait()
         return None
 
+    def take_wanted(self) -> Reading | None:
+        """Take a reading from the queue, for a caller who would only wait for it; None if none is left there."""
+        with self._work:
+            return self._wanted.popleft() if self._wanted and not self._closed else None
+
+    def perform(self, r: Reading) -> None:
+        """Read, and say that it is done or has failed."""
+        error = None
+        try:
+            if r.work is not None:
+                r.work()
+            else:
+                self._files[r.path].read(self._read, r)
+        except IkError as e:
+            error = e
+        except Exception as e:  # the step that waits must learn of it
+            error = IkError(f"internal error: reading experts failed: {e!r}")
+        r.done(error)
+
     def _run(self) -> None:
         while (r := self._take()) is not None:
-            error = None
-            try:
-                if r.work is not None:
-                    r.work()
-                else:
-                    self._files[r.path].read(self._read, r)
-            except IkError as e:
-                error = e
-            except Exception as e:  # the step that waits must learn of it
-                error = IkError(f"internal error: reading experts failed: {e!r}")
-            r.done(error)
+            self.perform(r)
 
     def close(self) -> None:
         """Stop the threads after the reading that each is at, and close the files."""

@@ -5,9 +5,10 @@ per weight, which changes between the ops of a step; no program is built again. 
 are chosen (`request`) and waits for a matrix when it is multiplied (`wait`); reading goes on in between, gates and ups
 before downs.
 
-When no step waits for the disk, experts of the next layer are read ahead: those that its router guesses, or all if a
-prompt needs nearly all. A reading thread takes the next one when it has nothing else to do. So what is read ahead is as
-much as the disk can read meanwhile, and a guess that has not begun when the layer chooses costs nothing.
+When no step waits for the disk, experts of the next layer are read ahead: those that its router guesses, or with
+prompts those that as many tokens probably use. A reading thread takes the next one when it has nothing else to do. So
+what is read ahead is as much as the disk can read meanwhile, and a guess that has not begun when the layer chooses
+costs nothing.
 
 A new expert takes the slot of another one. For a few tokens that is the one with the lowest value (`UseRates`). Prompts
 use all experts of one layer after the other, so the next use of an expert is the farther away, the later its layer was
@@ -209,7 +210,7 @@ class ExpertStore:
                 self._give_slots(il, experts[missing], prompt)
             self._read_rest(il, experts.tolist())
             if prompt and ahead and after is not None:
-                self._expect(after, np.argsort(-self._rates[after].value, kind="stable"), sure=True)
+                self._expect(after, self._rates[after].likely(n_tokens), sure=True)
 
     def _has_all(self, il: int) -> bool:
         return not self._missing[il].any() and bool((self._slot[il] >= 0).all())
@@ -262,11 +263,18 @@ class ExpertStore:
         layer, experts = self._layers[il], self._now[1]
         bits = sum(1 << i for i, m in enumerate(layer.matrices) if m.name in set(names))
         start = 0.0
+        missing = self._missing[il]
+        # A thread that waits reads, too: on a busy machine it takes long until the others are awake.
+        while (missing[experts] & bits).any() and self._error is None:
+            start = start or time.perf_counter()
+            r = self._reader.take_wanted()
+            if r is not None:
+                self._reader.perform(r)
+                continue
+            with self._changed:
+                if (missing[experts] & bits).any() and self._error is None:
+                    self._changed.wait(1.0)
         with self._changed:
-            while (self._missing[il][experts] & bits).any():
-                self._check()
-                start = start or time.perf_counter()
-                self._changed.wait(1.0)
             if start:
                 self.counts.seconds += time.perf_counter() - start
             self._check()

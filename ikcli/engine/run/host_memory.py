@@ -74,11 +74,19 @@ def place(config: RunConfig, model: Model, runner: Runner, cpus: list[frozenset[
     """Apply huge pages, first touch and locking, before any buffer is used; return warnings."""
     notes: list[str] = []
     buffers = runner.host_buffers
-    if config.thp is not False and thp_state() in _ON:
+    # A large cache of which little is used takes more memory in huge pages, so by default it must fit twice.
+    wanted = plentiful(sum(b.nbytes for b in buffers)) if config.thp is None else config.thp
+    if wanted and thp_state() in _ON:
         for b in buffers:
             advise((int(b.ctypes.data), b.nbytes), HUGE_PAGE)
     if config.numa is not None and cpus is not None:
         numa.touch(buffers, cpus)
+        log(numa.placement_line(cpus, sum(n for _, n in model.memory(runner.host_weights)[0])))
+        if model.mapped(runner.host_weights):
+            notes.append(
+                f"--numa {config.numa}: mapped weights stay on the nodes where the page cache has them; --no-mmap "
+                "reads them into memory of the threads' nodes"
+            )
     if config.mlock:
         in_ram, mapped = model.memory(runner.host_weights)
         notes += lock_weights([*in_ram, *mapped])

@@ -6,7 +6,7 @@ want in float32 (norms, biases) are converted, and tensors that the attention mo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -48,6 +48,7 @@ class Model:
     further: HParams | None = None  # with the heads counted as layers, where the session runs them
     external: External | None = None  # a head of another architecture, where the session runs it
     pages: Pages = TRANSPARENT  # of weights that are read
+    cpus: Sequence[frozenset[int]] | None = None  # of the threads over whose nodes such weights are spread
     _held: dict[str, npt.NDArray[np.generic]] = field(default_factory=dict)
 
     @property
@@ -210,7 +211,7 @@ class Model:
             return {}
         try:
             return repack_tensors(self.file, {n: self.repacked[n] for n in names}, self.pages, self.n_threads,
-                                  advance)  # fmt: skip
+                                  advance, self.cpus)  # fmt: skip
         except MemoryError:
             size = self.n_bytes(names) / 2**20
             raise IkError(f"out of memory: {size:.0f} MiB wanted for repacked weights; run without -rtr") from None
@@ -218,7 +219,7 @@ class Model:
     def _read(self, names: list[str], advance: Callable[[float], None]) -> dict[str, Bytes]:
         """Read tensors that are used as the file has them."""
         try:
-            return read_tensors(self.file, names, self.pages, self.n_threads, advance) if names else {}
+            return read_tensors(self.file, names, self.pages, self.n_threads, advance, self.cpus) if names else {}
         except MemoryError:
             size = self.n_bytes(names) / 2**20
             raise IkError(

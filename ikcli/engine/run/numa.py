@@ -7,11 +7,12 @@ a single node, or without that folder, nothing is pinned and nothing is touched.
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import re
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,8 +26,9 @@ _NODE_ROOT = Path("/sys/devices/system/node")
 _BALANCING = Path("/proc/sys/kernel/numa_balancing")
 _STAT = Path("/proc/self/stat")
 _PROCESSOR_FIELD = 36  # of /proc/self/stat, counted after the name in parentheses
-_STRIPE = 2**21  # bytes that one thread touches at a time
+STRIPE = 2**21  # bytes that one thread touches at a time
 
+Bytes = npt.NDArray[np.uint8]
 Cpus = frozenset[int]
 
 
@@ -130,18 +132,52 @@ def _balancing(path: Path = _BALANCING) -> bool:
         return False
 
 
-def touch(buffers: Sequence[npt.NDArray[np.uint8]], cpus: Sequence[Cpus]) -> None:
+def placement_line(cpus: Sequence[Cpus], n_bytes: int) -> str:
+    """Return a log line on the nodes of threads and memory; `n_bytes` of weights are in our own memory."""
+    counts = Counter(node for own in cpus for node, all_of_it in read_nodes().items() if own <= all_of_it)
+    threads = ", ".join(f"{n} on node {node}" for node, n in sorted(counts.items()))
+    weights = f", {n_bytes / 2**20:.0f} MiB of weights" if n_bytes else ""
+    return f"numa: threads: {threads}; cache, buffers{weights}: in stripes of {STRIPE >> 20} MiB on their nodes"
+
+
+def stripes(n_bytes: int, n_threads: int, stripe: int = STRIPE) -> list[range]:
+    """Return the first bytes of the stripes of memory that each thread touches first: they alternate."""
+    return [range(ith * stripe, n_bytes, n_threads * stripe) for ith in range(n_threads)]
+
+
+def touch(buffers: Sequence[Bytes], cpus: Sequence[Cpus]) -> None:
     """Write zeros to every buffer: stripes of 2 MiB, in turn by a thread per entry of `cpus`, each on its CPUs."""
-    n = len(cpus)
 
     def work(ith: int) -> None:
-        os.sched_setaffinity(0, cpus[ith])
         for buffer in buffers:
             address = buffer.ctypes.data
-            for start in range(ith * _STRIPE, buffer.nbytes, n * _STRIPE):
-                ctypes.memset(address + start, 0, min(_STRIPE, buffer.nbytes - start))
+            for start in stripes(buffer.nbytes, len(cpus))[ith]:
+                ctypes.memset(address + start, 0, min(STRIPE, buffer.nbytes - start))
 
-    threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(n)]
+    _on_each(cpus, work)
+
+
+def spread(memory: Bytes, cpus: Sequence[Cpus], stripe: int = STRIPE) -> None:
+    """Place fresh memory, which is zero: stripes in turn by a thread per entry of `cpus`, which touches every page.
+
+    `stripe` must be at least the size of a page. Memory that was used before stays where it is.
+    """
+
+    def work(ith: int) -> None:
+        for start in stripes(len(memory), len(cpus), stripe)[ith]:
+            memory[start : start + stripe : mmap.PAGESIZE] = 0
+
+    _on_each(cpus, work)
+
+
+def _on_each(cpus: Sequence[Cpus], work: Callable[[int], None]) -> None:
+    """Call work(i) in a thread on the i-th CPUs, for all of them at once."""
+
+    def run(ith: int) -> None:
+        os.sched_setaffinity(0, cpus[ith])
+        work(ith)
+
+    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(len(cpus))]
     for t in threads:
         t.start()
     for t in threads:

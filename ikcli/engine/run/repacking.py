@@ -8,7 +8,7 @@ bf16_r16 where the CPU multiplies bfloat16; here it is rounded, not truncated.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -58,11 +58,12 @@ def _is_whole(name: str, hp: HParams, rows: int) -> bool:
 
 
 def repack_tensors(
-    file: GGUFFile, specs: Mapping[str, Repacked], pages: Pages, n_threads: int, advance: Callable[[float], None]
-) -> dict[str, Bytes]:
+    file: GGUFFile, specs: Mapping[str, Repacked], pages: Pages, n_threads: int, advance: Callable[[float], None],
+    cpus: Sequence[frozenset[int]] | None = None,
+) -> dict[str, Bytes]:  # fmt: skip
     """Return the bytes of the named tensors in their new types; log how many there are and how long it took."""
     start = time.perf_counter()
-    made = divided({name: tensor_size(spec.type, spec.shape) for name, spec in specs.items()}, pages)
+    made = divided({name: tensor_size(spec.type, spec.shape) for name, spec in specs.items()}, pages, cpus)
     work, n_rounded = [], 0
     for name, spec in specs.items():
         ne0, old = spec.shape[0], file.tensors[name].type

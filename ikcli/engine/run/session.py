@@ -62,7 +62,7 @@ class Session:
         self.runner, self.graphs, self.programs = prepared.runner, prepared.graphs, prepared.programs
         self._cached = prepared.cached
         self._cpus, self._notes = numa.plan_threads(self.config, self.runner.cpu.n_threads)
-        self.runner.cpu.cpus = self._cpus
+        self.runner.cpu.cpus = prepared.model.cpus = self._cpus
         self._huge: HugeWeights | None = None
         self._tokenizer: Tokenizer | None = None
         rotated = f"{int(self.graph_config.k_hadamard)}{int(self.graph_config.v_hadamard)}"

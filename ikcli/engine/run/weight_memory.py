@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ikcli.backends.memory import aligned_zeros
+from ikcli.engine.run import numa
 from ikcli.errors import IkError
 from ikcli.gguf.reader import GGUFFile
 
@@ -87,21 +88,27 @@ def _free_pages(folder: Path) -> int | None:
         return None
 
 
-def divided(sizes: Mapping[str, int], pages: Pages) -> dict[str, Bytes]:
-    """Reserve one region and divide it between tensors of these sizes."""
+def divided(sizes: Mapping[str, int], pages: Pages, cpus: Sequence[frozenset[int]] | None = None) -> dict[str, Bytes]:
+    """Reserve one region and divide it between tensors of these sizes; `cpus` of threads spread it over their nodes.
+
+    Threads take rows as they get free, so no row has a node of its own: stripes load all nodes alike.
+    """
     places, end = {}, 0
     for name, n_bytes in sizes.items():
         places[name] = end
         end += -(-n_bytes // _ALIGN) * _ALIGN
     memory = reserve(end, pages)
+    if cpus is not None:
+        numa.spread(memory, cpus, max(numa.STRIPE, pages.hugetlb))
     return {name: memory[at : at + sizes[name]] for name, at in places.items()}
 
 
 def read_tensors(
-    file: GGUFFile, names: Sequence[str], pages: Pages, n_threads: int, advance: Callable[[float], None]
-) -> dict[str, Bytes]:
+    file: GGUFFile, names: Sequence[str], pages: Pages, n_threads: int, advance: Callable[[float], None],
+    cpus: Sequence[frozenset[int]] | None = None,
+) -> dict[str, Bytes]:  # fmt: skip
     """Read tensors into one region; raise MemoryError or IkError if memory is short."""
-    made = divided({name: file.tensors[name].n_bytes for name in names}, pages)
+    made = divided({name: file.tensors[name].n_bytes for name in names}, pages, cpus)
     pieces = [(name, at) for name in names for at in range(0, file.tensors[name].n_bytes, _PIECE)]
 
     def read(piece: tuple[str, int]) -> int:

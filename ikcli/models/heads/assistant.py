@@ -20,6 +20,7 @@ from ikcli.errors import FormatError
 from ikcli.graph import Graph, Node, Rows
 from ikcli.models import blocks, expected
 from ikcli.models.config import GraphConfig
+from ikcli.models.feed_forward import dense_ffn
 from ikcli.models.gemma4 import GELU
 from ikcli.models.heads.head import Head, renamed
 from ikcli.models.hparams import HParams
@@ -123,7 +124,7 @@ def build(g: Graph, head: Head, hp: HParams, w: Weights, cfg: GraphConfig, prefi
         if i == own.n_layer - 1:
             cur, x = g.select_outputs(cur, "mtp_attn"), g.select_outputs(x, "mtp_ffn_inp")
         x = g.add(g.rms_norm(cur, layer.post_attention_norm, own.eps, "attn_post_norm"), x, "attn_out")
-        cur = blocks.dense_ffn(g, g.rms_norm(x, layer.ffn_norm, own.eps, "ffn_norm"), layer, act=GELU)
+        cur = dense_ffn(g, g.rms_norm(x, layer.ffn_norm, own.eps, "ffn_norm"), layer, act=GELU)
         x = g.add(g.rms_norm(cur, layer.post_ffw_norm, own.eps, "ffn_post_norm"), x, "ffn_residual")
         if layer.get("layer_output_scale") is not None:
             x = g.scale(x, float(w.data(f"{prefix}blk.{i}.layer_output_scale.weight").item()), "l_out")

@@ -19,6 +19,7 @@ from ikcli.errors import FormatError, UnsupportedError
 from ikcli.graph import Graph, Node, Rows
 from ikcli.models import blocks, expected
 from ikcli.models.config import GraphConfig
+from ikcli.models.feed_forward import dense_ffn
 from ikcli.models.heads.head import MARKOV, Head, renamed
 from ikcli.models.hparams import HParams
 from ikcli.models.keys import HasShape
@@ -126,7 +127,7 @@ def build_block(g: Graph, head: Head, hp: HParams, w: Weights, cfg: GraphConfig,
         kv = _keys_values(g, own, cur, layer, table)
         x = g.add(blocks.attend(g, own, cfg, q, kv, cur, layer, kv_layer=g.il), x, "ffn_inp")
         normed = g.rms_norm(x, layer.post_attention_norm, own.eps, "ffn_norm")
-        x = g.add(blocks.dense_ffn(g, normed, layer), x, "l_out")
+        x = g.add(dense_ffn(g, normed, layer), x, "l_out")
     g.il = -1
     x = g.rms_norm(g.select_outputs(x, "mtp_rows"), w[f"{prefix}output_norm.weight"], own.eps, "mtp_norm")
     matrix = w.get(f"{prefix}output.weight") or w.get(f"{prefix}token_embd.weight") or w.get("output.weight")

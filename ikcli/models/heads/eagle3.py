@@ -19,6 +19,7 @@ from ikcli.errors import FormatError, UnsupportedError
 from ikcli.graph import Graph, Node, Rows
 from ikcli.models import blocks, expected
 from ikcli.models.config import GraphConfig
+from ikcli.models.feed_forward import dense_ffn
 from ikcli.models.heads.head import Head, renamed
 from ikcli.models.hparams import HParams
 from ikcli.models.keys import HasShape
@@ -111,7 +112,7 @@ def build(g: Graph, head: Head, hp: HParams, w: Weights, cfg: GraphConfig, prefi
     x = h if _RESIDUAL in head.flags else given
     cur, x = g.select_outputs(cur, "mtp_attn"), g.select_outputs(x, "mtp_ffn_inp")
     x = g.add(cur, x, "ffn_inp")
-    x = g.add(blocks.dense_ffn(g, g.rms_norm(x, layer.ffn_norm, own.eps, "ffn_norm"), layer), x, "l_out")
+    x = g.add(dense_ffn(g, g.rms_norm(x, layer.ffn_norm, own.eps, "ffn_norm"), layer), x, "l_out")
     g.il = -1
     g.states, g.wants_states = x, Rows.OUTPUTS
     normed = g.rms_norm(x, w[f"{prefix}output_norm.weight"], own.eps, "mtp_norm")

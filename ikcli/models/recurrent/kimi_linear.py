@@ -10,6 +10,7 @@ from functools import partial
 from ikcli.graph import Graph, Node
 from ikcli.models import blocks, deepseek2, expected
 from ikcli.models.config import GraphConfig
+from ikcli.models.feed_forward import limited_feed_forward
 from ikcli.models.hparams import HParams
 from ikcli.models.recurrent import delta_net
 from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
@@ -50,4 +51,4 @@ def layers(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig, only: int | None
             kqv = g.gate(kqv, g.mul_mat(gate, x, "attn_gate"), "kqv_gated")
         return g.mul_mat(layer.attn_output, kqv, "kqv_out")
 
-    return blocks.Layers(attn, partial(blocks.limited_feed_forward, g, hp, cfg))
+    return blocks.Layers(attn, partial(limited_feed_forward, g, hp, cfg))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from ikcli.graph import Graph, Node
 from ikcli.models import blocks, expected
 from ikcli.models.config import GraphConfig
+from ikcli.models.feed_forward import feed_forward
 from ikcli.models.hparams import HParams
 from ikcli.models.recurrent import mamba
 from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
@@ -50,7 +51,7 @@ def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
     def attn(x: Node, layer: LayerWeights) -> Node:
         return recurrent(g, hp, x, layer) if hp.is_recurrent(layer.il) else attention(x, layer)
 
-    return blocks.transformer(g, hp, w, attn, lambda x, layer: blocks.feed_forward(g, hp, cfg, x, layer))
+    return blocks.transformer(g, hp, w, attn, lambda x, layer: feed_forward(g, hp, cfg, x, layer))
 
 
 def short_conv(g: Graph, hp: HParams, x: Node, layer: LayerWeights) -> Node:

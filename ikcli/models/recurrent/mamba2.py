@@ -10,6 +10,7 @@ from ikcli.graph import Graph, HeadSlice, Node
 from ikcli.graph.activations import Glu
 from ikcli.models import blocks, expected
 from ikcli.models.config import GraphConfig
+from ikcli.models.feed_forward import feed_forward, mlp, moe_ffn
 from ikcli.models.hparams import HParams
 from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
 
@@ -72,7 +73,7 @@ def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
     def ffn(x: Node, layer: LayerWeights) -> Node:
         if hp.arch == "falcon-h1" and layer.get("ffn_norm") is None:
             x = blocks.norm(g, hp, x, layer.tensor("ffn_norm"), "ffn_norm")
-        return blocks.feed_forward(g, hp, cfg, x, layer)
+        return feed_forward(g, hp, cfg, x, layer)
 
     if hp.arch in ("mamba2", "nemotron_h", "nemotron_h_moe"):
         return blocks.one_part_layers(g, hp, w, part)
@@ -117,15 +118,15 @@ def _is_feed_forward(hp: HParams, il: int) -> bool:
 def _ungated(g: Graph, hp: HParams, cfg: GraphConfig, x: Node, layer: LayerWeights) -> Node:
     """Record a dense part, or experts beside a shared one, without gates."""
     if layer.get("ffn_gate_inp") is None:
-        return blocks.mlp(g, x, layer, "relu_sqr")
+        return mlp(g, x, layer, "relu_sqr")
     down, logits, inputs = layer.get("ffn_latent_down"), None, x
     if down is not None:  # experts work on fewer columns, but are chosen by all
         logits = g.mul_mat(layer.ffn_gate_inp, x, "ffn_moe_logits")
         inputs = g.mul_mat(down, x, "ffn_latent_down")
-    experts = blocks.moe_ffn(g, hp.at(layer.il), cfg, inputs, layer, act=_SQUARED, logits=logits)
+    experts = moe_ffn(g, hp.at(layer.il), cfg, inputs, layer, act=_SQUARED, logits=logits)
     if down is not None:
         experts = g.mul_mat(layer.ffn_latent_up, experts, "ffn_latent_up")
-    return g.add(experts, blocks.mlp(g, x, layer, "relu_sqr", "ffn_shexp", "_shexp"), "ffn_out")
+    return g.add(experts, mlp(g, x, layer, "relu_sqr", "ffn_shexp", "_shexp"), "ffn_out")
 
 
 def _ungated_specs(hp: HParams, il: int) -> TensorSpecs:

@@ -11,6 +11,7 @@ from functools import partial
 from ikcli.graph import Graph, HeadSlice, Node
 from ikcli.models import blocks, expected
 from ikcli.models.config import GraphConfig
+from ikcli.models.feed_forward import fused_dense_ffn
 from ikcli.models.hparams import HParams
 from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
 
@@ -62,7 +63,7 @@ def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
         return mixer(g, hp, x, layer) if hp.is_recurrent(layer.il) else attention(x, layer)
 
     attn = blocks.normed_after(g, part, "post_attention_norm", hp.eps, "post_attn_norm")
-    ffn = blocks.normed_after(g, partial(blocks.fused_dense_ffn, g, hp), "post_ffw_norm", hp.eps, "post_ffw_norm")
+    ffn = blocks.normed_after(g, partial(fused_dense_ffn, g, hp), "post_ffw_norm", hp.eps, "post_ffw_norm")
     return blocks.transformer(g, hp, w, attn, ffn)
 
 

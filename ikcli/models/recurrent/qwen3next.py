@@ -9,6 +9,7 @@ from __future__ import annotations
 from ikcli.graph import Graph, Node
 from ikcli.models import blocks, expected
 from ikcli.models.config import GraphConfig
+from ikcli.models.feed_forward import feed_forward
 from ikcli.models.hparams import HParams
 from ikcli.models.recurrent import delta_net
 from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
@@ -50,6 +51,6 @@ def layers(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig, only: int | None
         return blocks.self_attention(g, hp, cfg, x, layer, tables[layer.il], neox=True, gated=True)
 
     def ffn(x: Node, layer: LayerWeights) -> Node:
-        return blocks.feed_forward(g, hp, cfg, x, layer)
+        return feed_forward(g, hp, cfg, x, layer)
 
     return blocks.Layers(attn, ffn, FFN_NORM)

@@ -1,8 +1,9 @@
-"""Compute scores of generation with a q8_0 K cache in integers, on machines with 512-bit dot products of bytes.
+"""Compute scores of generation with a q8_0 K cache in integers: on ARM64 and with 512-bit dot products of bytes.
 
 A row of Q becomes 15-bit codes with one scale, code = 128 * high + low: two signed bytes, so that rounding Q adds an
 error far below that of the cache. The codes of K, with 128 added, are the unsigned operand; the start value of a sum
-subtracts the sum of Q's codes that this adds. Two blocks of K (64 columns) make a vector.
+subtracts the sum of Q's codes that this adds. Two blocks of K (64 columns) make a vector. ARM64 multiplies signed bytes
+and needs no such start; a sum of a block has four lanes there.
 
 Q of a unit: 16 scales (lane row * positions + position), then [64 columns][row] of high, low, start (64 bytes each).
 """
@@ -22,11 +23,14 @@ from ikcli.backends.cpu.kernels.sgemm import (
     store_block,
     sum_lanes,
 )
+from ikcli.native import isa
 from ikcli.native.jit import merge
+from ikcli.native.simd import arm64
 from ikcli.native.simd.control import emit_prefetch
 from ikcli.native.simd.dot import dot_u8_i8, emit_dot
 from ikcli.native.simd.half import half_to_f32
 from ikcli.native.simd.vec import (
+    call_llvm,
     const_vector,
     cvt_f32x16_i32,
     f32x16,
@@ -123,15 +127,62 @@ def _codes(builder, first, second):
     return builder.xor(both, const_vector(i8x64, [-128] * 64))
 
 
+def _products(builder, qt, m, accs, blocks):
+    """Return accs (f32x16) + products of m rows of Q with rows of K, two blocks each."""
+    it, ft = llvm_type(i32x16), llvm_type(f32x16)
+    n, out = len(blocks), list(accs)
+    scales = [_scales(builder, *b) for b in blocks]
+    codes = [_codes(builder, *b) for b in blocks]
+    for i in range(m):
+        high, low, start = (load_f32x16_at(builder, offset(builder, qt, STEP_BYTES * i + b), it) for b in (0, 64, 128))
+        for j in range(n):
+            x = emit_dot(builder, start, codes[j], high, 16)
+            x = emit_dot(builder, builder.shl(x, const_vector(i32x16, [7] * 16)), codes[j], low, 16)
+            out[i * n + j] = fma_f32x16(builder, builder.sitofp(x, ft), scales[j], out[i * n + j])
+    return out
+
+
+def _products_arm64(builder, qt, m, accs, blocks):
+    """Return accs (f32x4) + the same products, block by block."""
+    n, out, ft = len(blocks), list(accs), ir.VectorType(ir.FloatType(), 4)
+    zero, seven = ir.Constant(arm64.WORDS, None), ir.Constant(arm64.WORDS, [7] * 4)
+    for two in range(2):
+        k = []  # codes and scale of every row of K
+        for block in blocks:
+            codes = [load_f32x16_at(builder, offset(builder, block[two], 2 + at), arm64.BYTES) for at in (0, 16)]
+            bits = builder.load(pointer(builder, block[two], _I16), align=1)
+            k.append((codes, splat4(builder, half_to_f32(builder, bits))))
+        for i in range(m):
+            at = offset(builder, qt, STEP_BYTES * i + 32 * two)
+            high, low = ([load_f32x16_at(builder, offset(builder, at, b + c), arm64.BYTES) for c in (0, 16)]
+                         for b in (0, 64))  # fmt: skip
+            for j, (codes, scale) in enumerate(k):
+                x = zero
+                for q in (high, low):
+                    x = builder.shl(x, seven) if q is low else x
+                    for a, b in zip(codes, q, strict=True):
+                        x = arm64.signed_dot(builder, x, a, b)
+                args = [builder.sitofp(x, ft), scale, out[i * n + j]]
+                out[i * n + j] = call_llvm(builder, "llvm.fma.v4f32", ft, args)
+    return out
+
+
+def splat4(builder, x):
+    """Return a float in four lanes."""
+    t = ir.VectorType(x.type, 4)
+    one = builder.insert_element(ir.Constant(t, ir.Undefined), x, ir.Constant(_I32, 0))
+    return builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(_I32, 4), [0] * 4))
+
+
 def make_q8_scores(m, n, lines):
     """Return scores as in attention_stream.make_scores, of q8_0 rows and a unit of quantized Q; m * n = 16."""
+    products, lanes = (_products_arm64, 4) if isa.current().is_arm64 else (_products, 16)
 
     @intrinsic
     def scores(typingctx, q, k, k_stride, n_left, n_chunks, s, s_stride, next_):
         def codegen(context, builder, sig, args):
             q, k, k_stride, n_left, n_chunks, s, s_stride, next_ = args
             rows = rows_left(builder, k, k_stride, n, n_left)
-            it, ft = llvm_type(i32x16), llvm_type(f32x16)
             end = builder.mul(builder.udiv(n_chunks, ir.Constant(_I64, 2)), ir.Constant(_I64, _BLOCK))
 
             def step(state):
@@ -140,24 +191,16 @@ def make_q8_scores(m, n, lines):
                 two = offset(builder, kt, _BLOCK)
                 two = builder.select(builder.icmp_unsigned("<", two, end), two, kt)
                 blocks = [(builder.add(row, kt), builder.add(row, two)) for row in rows]
-                scales = [_scales(builder, *b) for b in blocks]
-                codes = [_codes(builder, *b) for b in blocks]
-                for i in range(m):
-                    high, low, start = (load_f32x16_at(builder, offset(builder, qt, STEP_BYTES * i + b), it)
-                                        for b in (0, 64, 128))  # fmt: skip
-                    for j in range(n):
-                        x = emit_dot(builder, start, codes[j], high, 16)
-                        x = emit_dot(builder, builder.shl(x, const_vector(i32x16, [7] * 16)), codes[j], low, 16)
-                        acc = accs[i * n + j]
-                        accs[i * n + j] = fma_f32x16(builder, builder.sitofp(x, ft), scales[j], acc)
+                accs = products(builder, qt, m, accs, blocks)
                 at = emit_prefetch(builder, at, lines)
                 return [offset(builder, qt, STEP_BYTES * m), offset(builder, kt, 2 * _BLOCK), at, *accs]
 
-            zero = const_vector(f32x16, [0.0] * 16)
+            zero = ir.Constant(ir.VectorType(ir.FloatType(), lanes), None)
             count = builder.udiv(offset(builder, n_chunks, 3), ir.Constant(_I64, 4))
             state = [offset(builder, q, 64), ir.Constant(_I64, 0), next_, *[zero] * (m * n)]
             _, _, _, *accs = loop(builder, count, state, step)
-            sums = builder.fmul(sum_lanes(builder, accs), load_f32x16_at(builder, q))
+            sums = arm64.joined(builder, [sum_lanes(builder, accs[i : i + lanes]) for i in range(0, m * n, lanes)])
+            sums = builder.fmul(sums, load_f32x16_at(builder, q))
             store_block(builder, sums, m, n, s, s_stride)
             return context.get_dummy_value()
 

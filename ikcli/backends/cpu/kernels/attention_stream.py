@@ -187,12 +187,15 @@ def make_flash_stream(k_type, v_type, m, more=""):
     at_once, positions, columns = shapes(m)
     v_size, v_chunks_step = STEPS[v_type]
     k_size, k_chunks_step = STEPS[k_type]
-    rounds = m // at_once
+    in_codes = k_type == "q8_0" and (WIDE or isa.current().is_arm64)
+    k_at_once = at_once
+    if in_codes and not WIDE:  # integer sums take a quarter of the registers there
+        k_at_once, positions = m, 16 // m
+    rounds, k_rounds = m // at_once, m // k_at_once
     # While K is read, V of the same positions is prefetched, and the other way round. Requests are spread evenly over
     # the steps of the products: the CPU drops those of a burst.
-    v_lines = -(-positions * v_size * k_chunks_step // (64 * v_chunks_step * rounds))
+    v_lines = -(-positions * v_size * k_chunks_step // (64 * v_chunks_step * k_rounds))
     k_lines = -(-columns * k_size // (64 * k_chunks_step * rounds))
-    in_codes = WIDE and k_type == "q8_0"
     quantize_q = make_quantize_q(m, positions) if in_codes else None
     dot = (make_q8_scores(m, positions, 2 * v_lines) if in_codes
            else make_scores(k_type, at_once, positions, m, v_lines))  # fmt: skip
@@ -206,11 +209,11 @@ def make_flash_stream(k_type, v_type, m, more=""):
         k_stride, v_stride = params.k[0].row_bytes, params.v.row_bytes
         units, n_chunks = params.units, params.k_chunks
         v = v_bytes(params, params.v, segment, 0) + position * v_stride
-        step = positions * v_stride // (units * rounds)
+        step = positions * v_stride // (units * k_rounds)
         for t in range(0, n, positions):
             for u in range(units):
                 k = k_bytes(params, params.k[0], segment, u) + (position + t) * k_stride
-                for r in range(0, m, at_once):
+                for r in range(0, m, k_at_once):
                     dot(q + u * params.q_unit + CHUNK_ROW * r, k, k_stride, n - t, n_chunks,
                         s + (u * m + r) * s_stride + 4 * t, s_stride, v)  # fmt: skip
                     v += step

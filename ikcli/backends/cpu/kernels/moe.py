@@ -14,6 +14,7 @@ from ikcli.backends.cpu.kernels.common import n_rows
 from ikcli.backends.cpu.kernels.records import kernel
 from ikcli.backends.cpu.params_products import (
     AddIdParams,
+    GroupsParams,
     MoeSumParams,
     ResidentParams,
     RouteParams,
@@ -145,6 +146,24 @@ def make_route():
             )  # fmt: skip
 
     return route
+
+
+def make_groups():
+    """Return a kernel that replaces experts by their groups."""
+
+    @kernel(GroupsParams)
+    def groups(params, ith, nth):
+        if ith != 0:
+            return
+        route, out, n_used, size = params.route, params.out, params.n_used, params.size
+        for row in range(n_rows(params)):
+            for slot in range(n_used):
+                at = 4 * (2 * row * n_used + slot)
+                st_f32(out + at, ld_f32(route + at))
+                e = ld_i32(route + at + 4 * n_used)
+                st_i32(out + at + 4 * n_used, np.int32(e // size) if e >= 0 else np.int32(-1))
+
+    return groups
 
 
 def make_resident(hits):

@@ -174,6 +174,19 @@ layer_moe_route(const i64* st, int symbol, int factor, const float* logits, cons
             {bias, n, n_used, gating, norm, n_group, n_group_used, fewest, scale, least});
 }
 
+// Experts of a route replaced by their groups. grid (rows), 32 threads
+extern "C" __global__ void __launch_bounds__(32)
+layer_moe_groups(const i64* st, int symbol, int factor, const int* route, int* out, int n_used, int size) {
+  const i64 row = blockIdx.x;
+  if (row >= step_rows(st, symbol, factor)) return;
+  route += row * 2 * n_used;
+  out += row * 2 * n_used;
+  for (int i = threadIdx.x; i < 2 * n_used; i += blockDim.x) {
+    const int e = route[i];
+    out[i] = i < n_used ? e : e < 0 ? -1 : e / size;
+  }
+}
+
 struct Plan {
   int2* order;
   int *position, *offsets, *counts;

@@ -1,10 +1,11 @@
-"""Graphs and programs of the heads that predict further tokens (`models/mtp.py`), for sessions that run them."""
+"""Graphs and programs of the heads that predict further tokens (`models/heads/mtp.py`), for sessions that run them."""
 
 from __future__ import annotations
 
 from ikcli.engine.run.model import Model
 from ikcli.graph import Graph, Node
-from ikcli.models import GraphConfig, Weights, mtp
+from ikcli.models import GraphConfig, Weights
+from ikcli.models.heads import mtp
 from ikcli.models.heads.external import BlockModule
 from ikcli.models.heads.head import MARKOV as MARKOV_TENSOR
 

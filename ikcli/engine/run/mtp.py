@@ -1,4 +1,4 @@
-"""Draft tokens with the model's own heads (multi-token prediction, MTP; NextN), which `models/mtp.py` defines.
+"""Draft tokens with the model's own heads (multi-token prediction, MTP; NextN), which `models/heads/mtp.py` defines.
 
 A session that runs heads has one `Heads`. It sees the states that every micro-batch leaves and computes the rows of the
 heads' caches from them: row p from the state of position p and the token after it. Rows are computed when a draft is

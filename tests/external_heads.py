@@ -40,7 +40,7 @@ def random_head(
     head = MemoryModel({"general.architecture": arch} | {f"{arch}.{k}": v for k, v in keys.items()})
     module, rng = external.module_of(arch), np.random.default_rng(seed)
     read = module.read(model.metadata | head.metadata, arch, hp, "tiny.gguf")
-    there = dict.fromkeys(more, Shape(())) | ({"d2t": Shape((n_ids,))} if n_ids else {})
+    there = dict.fromkeys(more, Shape((16,))) | ({"d2t": Shape((n_ids,))} if n_ids else {})
     fill(head, module.tensor_shapes(read, hp, there, ""), rng, tuple(more))
     if n_ids:
         ids = np.sort(rng.choice(hp.n_vocab, n_ids, replace=False)).astype(np.int64)
@@ -140,7 +140,7 @@ def dflash(model: MemoryModel, more: Sequence[str] = (), **keys: Any) -> MemoryM
 
 
 def dflash_logits(head: MemoryModel, model: MemoryModel, seen: Seen, token: int, n_past: int, n: int) -> Floats:
-    """Logits of n masks after a token at n_past."""
+    """Logits of the n tokens of a block that a token at n_past begins."""
     w, eps = {name: np.asarray(head.values(name), np.float64) for name in head.tensors}, 1e-5
     key = {k.removeprefix("dflash-draft."): v for k, v in head.metadata.items()}
     given = np.concatenate([seen.values[f"l_out-{il}"][:n_past] for il in key["dflash.target_layer_ids"]], 1)
@@ -148,6 +148,9 @@ def dflash_logits(head: MemoryModel, model: MemoryModel, seen: Seen, token: int,
     bases = key.get("dflash.backbone_rotary_base", 700.0), 700.0
     table = w.get("token_embd.weight", model.values("token_embd.weight").astype(np.float64))
     x = table[[token, *[key["dflash.mask_token_id"]] * n]]
+    is_chain = "markov_w1.weight" in w
+    x = x[: n + 1 - is_chain]
+    n -= is_chain
     for b in ("blk.0.", "blk.1."):
         own = rms(x, w[b + "attn_norm.weight"], eps)
         keys, values = [], []
@@ -166,7 +169,12 @@ def dflash_logits(head: MemoryModel, model: MemoryModel, seen: Seen, token: int,
         gate = y @ w[b + "ffn_gate.weight"].T
         x = x + (gate / (1 + np.exp(-gate)) * (y @ w[b + "ffn_up.weight"].T)) @ w[b + "ffn_down.weight"].T
     matrix = w.get("output.weight", model.values("output.weight").astype(np.float64))
-    logits: Floats = rms(x, w["output_norm.weight"], eps)[1:] @ matrix.T
+    logits: Floats = rms(x, w["output_norm.weight"], eps) @ matrix.T
+    if "markov_w1.weight" not in w:
+        return logits[1:]
+    for row in logits:  # the tokens are those after the rows
+        row += w["markov_w2.weight"] @ w["markov_w1.weight"][token]
+        token = int(row.argmax())
     return logits
 
 

@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 from ikcli import models
 from ikcli.gguf.constants import GGMLType
-from ikcli.models import HParams, mtp
+from ikcli.models import HParams
+from ikcli.models.heads import mtp
 from ikcli.models.tensors import TensorSpecs
 from ikcli.quant.decode import dequantize
 from ikcli.quant.encode import quantize

@@ -149,9 +149,9 @@ def test_messages(argv: list[str], message: str) -> None:
     assert message in str(raised.value)
 
 
-def test_missing_drafters_are_named() -> None:
-    warnings = parse("serve", ["--spec-type", "draft-dspark,ngram-mod"]).warnings
-    assert warnings == ("--spec-type draft-dspark: not supported, tokens are generated without these guesses",)
+def test_names_of_drafters_elsewhere() -> None:
+    asked = parse("serve", ["--spec-type", "draft-eagle3,draft-dspark,draft_simple"])
+    assert [s.type for s in asked.config.server.spec_type] == ["eagle3", "dspark", "draft"] and not asked.warnings
 
 
 def test_a_file_with_a_comma_is_one_file(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from ikcli.errors import UnsupportedError
 from ikcli.gguf.heads import Heads
 from ikcli.gguf.reader import open_gguf
 from ikcli.main import main
-from ikcli.models import HParams, check_tensors, find, mtp
-from ikcli.models.heads import external
+from ikcli.models import HParams, check_tensors, find
+from ikcli.models.heads import external, mtp
 
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 4}
 MLA = {"kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 2, "v_head_dim": 2, "q_lora_rank": 8}

@@ -199,8 +199,9 @@ DFLASH: dict[str, Callable[[MemoryModel], MemoryModel]] = {
         model, ("token_embd.weight", "output.weight", "attn_q.bias", "attn_k.bias", "attn_v.bias"),
         **{"attention.value_scale": 0.7, "dflash.backbone_rotary_base": 300.0},
     ),
+    "chain": lambda model: dflash(model, ("markov_w1.weight",)),
 }  # fmt: skip
-"""With the model's embeddings and matrix, or its own; see also the keys of files of other families."""
+"""With the model's embeddings and matrix, or its own; with those of DSpark."""
 
 
 @pytest.mark.parametrize("name", list(DFLASH))
@@ -210,12 +211,12 @@ def test_dflash_against_numpy(name: str, tmp_path: Path) -> None:
     head = DFLASH[name](model)
     files = written(model, tmp_path, "m.gguf"), written(head, tmp_path, "head.gguf")
     seen = Seen(files[0], TOKENS)
-    with opened(*files, "dflash", n_ubatch=16) as session:
+    with opened(*files, "dspark" if name == "chain" else "dflash", n_ubatch=16) as session:
         assert session.heads is not None
         for n_past, n in ((3, 4), (4, 2), (30, 9)):
             for at in range(session.sequences.n_past[0], n_past, 16):
                 session.decode(Batch.single(TOKENS[at : min(at + 16, n_past)], at))
-            wanted = dflash_logits(head, model, seen, int(TOKENS[n_past]), n_past, min(n, 5))
+            wanted = dflash_logits(head, model, seen, int(TOKENS[n_past]), n_past, min(n, 5 + (name == "chain")))
             draft = Draft(0, TOKENS[: n_past + 1], n, 0.0, [], [])
             session.heads.draft([draft])
             assert draft.found == wanted.argmax(1).tolist()
@@ -223,7 +224,7 @@ def test_dflash_against_numpy(name: str, tmp_path: Path) -> None:
             assert np.allclose(draft.probabilities, 1 / best, rtol=1e-3)
 
 
-@pytest.mark.parametrize("kind", ["draft-eagle3", "draft-dflash"])
+@pytest.mark.parametrize("kind", ["draft-eagle3", "draft-dflash", "draft-dspark"])
 @pytest.mark.parametrize(
     "arch",
     ["llama", *(pytest.param(a, marks=pytest.mark.slow("as llama")) for a in ("deepseek2", "qwen35moe", "gemma4"))],
@@ -236,8 +237,9 @@ def test_answers_are_the_same(arch: str, kind: str, tmp_path: Path, monkeypatch:
     )  # fmt: skip
     n_layer = model.metadata[f"{arch}.block_count"] - model.metadata.get(f"{arch}.nextn_predict_layers", 0)
     layers = np.int32([0, n_layer - 2])
-    head = dflash(model, **{"dflash.target_layer_ids": layers}) if kind == "draft-dflash" else (
-        eagle3(model, 40, extract_layers=layers + 1)
+    markov = ("markov_w1.weight",) if kind == "draft-dspark" else ()
+    head = eagle3(model, 40, extract_layers=layers + 1) if kind == "draft-eagle3" else (
+        dflash(model, markov, **{"dflash.target_layer_ids": layers})
     )  # fmt: skip
     path, file = written(model, tmp_path, "m.gguf"), written(head, tmp_path, "head.gguf")
     spec = {"spec_type": parse_spec_type(f"{kind}:p_min=0"), "model_draft": file}
@@ -282,9 +284,9 @@ def test_dflash_heads_that_do_not_fit(tmp_path: Path) -> None:
         assert session.heads is not None
         with pytest.raises(UnsupportedError, match="part of the vocabulary cannot be measured"):
             HeadRows(session.heads)
-    markov = {"markov_w1.weight": head.tensors["dflash_hidden_norm.weight"]}
-    with pytest.raises(UnsupportedError, match="DSpark heads are not supported"):
-        opened(path, written(MemoryModel(head.metadata, head.tensors | markov), tmp_path, "wrong.gguf"), "dflash")
+    chain = written(dflash(model, ("markov_w1.weight",)), tmp_path, "chain.gguf")
+    with pytest.raises(UsageError, match="this file is for --spec-type dspark"):
+        opened(path, chain, "dflash")
 
 
 def test_eagle3_heads_that_do_not_fit(tmp_path: Path) -> None:

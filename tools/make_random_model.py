@@ -34,7 +34,8 @@ from ikcli.gguf.reader import TensorInfo
 from ikcli.gguf.types import TYPES, TensorType
 from ikcli.gguf.values import Typed
 from ikcli.gguf.writer import GGUFWriter, NewTensor
-from ikcli.models import HParams, mtp
+from ikcli.models import HParams
+from ikcli.models.heads import mtp
 from ikcli.quant.custom_rules import parse_custom_rules
 from ikcli.quant.decode import decodable_types, dequantize
 from ikcli.quant.encode import quantize

@@ -10,7 +10,7 @@ from typing import Any
 from ikcli.cli.argv import read_lines
 from ikcli.errors import UsageError
 from ikcli.settings.option import BoundOption, Option
-from ikcli.settings.values import OFF, ON, not_drafting
+from ikcli.settings.values import OFF, ON
 from ikcli.suggest import nearest
 
 SWITCH_VALUES = frozenset({"on", "off", "auto", "0", "1", "true", "false"})
@@ -135,8 +135,6 @@ def value_warnings(given: Iterable[tuple[BoundOption, str, str]]) -> list[str]:
     for bound, name, text in given:
         if " -" in text and not bound.option.text:
             warnings.append(f'the value of {name} contains " -"; is a quote missing? ({_short(text)})')
-        if bound.path == "server.spec_type" and (missing := not_drafting(text)):
-            warnings.append(f"{name} {','.join(missing)}: not supported, tokens are generated without these guesses")
         if bound.path.startswith("sampling.lookup_cache") and "kv" in text.lower():
             warnings.append(f"{name} is an n-gram cache, not a dump of the KV cache (see --slot-save-path)")
     return warnings

@@ -9,7 +9,7 @@ from ikcli.errors import UsageError
 from ikcli.settings.records import SpecSetting, SpecStage
 from ikcli.settings.run import RunConfig
 
-HEAD_TYPES = ("mtp", "eagle3", "dflash")
+HEAD_TYPES = ("mtp", "eagle3", "dflash", "dspark")
 """Types whose drafts are made from the states of the model."""
 
 

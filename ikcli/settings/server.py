@@ -128,8 +128,8 @@ class ServerConfig:
     spec_type: tuple[SpecStage, ...] = _speculation((), "--spec-type", "custom", form="TYPE[:K=V,...]",
         example="--spec-type ngram-simple:n_max=7", parse=parse_spec_type, repeat=True, bench_list=False,
         env="LLAMA_ARG_SPEC_TYPE", commands="SCLB",
-        help="speculative decoding: the drafter (mtp: the model's own heads, eagle3, dflash: a file's), with keys "
-        "n_max, n_min, p_min, ngram_size_n, ngram_size_m, ngram_min_hits; the text stays the same. Repeatable: "
+        help="speculative decoding: the drafter (mtp: the model's own heads, eagle3, dflash, dspark: a file's), with "
+        "keys n_max, n_min, p_min, ngram_size_n, ngram_size_m, ngram_min_hits; the text stays the same. Repeatable: "
         "later ones draft if earlier ones have no draft")
     spec_set: tuple[SpecSetting, ...] = _speculation((), "--spec-set", "custom", form="TYPE:K=V",
         example="--spec-set ngram-mod:n_max=32", parse=parse_spec_setting, repeat=True, bench_list=False,
@@ -138,8 +138,8 @@ class ServerConfig:
         commands="SCLPIB", example="-md draft.gguf", bench_list=False,
         env="LLAMA_ARG_SPEC_DRAFT_MODEL LLAMA_ARG_MODEL_DRAFT",
         help="draft model: a small model of the same vocabulary, for speculative decoding; with --spec-type mtp, a "
-        "file of heads (ik convert --mtp) or an assistant of Gemma 4, used instead of the model's own; with eagle3 "
-        "and dflash the head")
+        "file of heads (ik convert --mtp) or an assistant of Gemma 4, used instead of the model's own; with eagle3, "
+        "dflash and dspark the head")
     hf_repo_draft: str = _speculation("", "-hfd -hfrd --hf-repo-draft --spec-draft-hf", "str", form="USER/REPO[:QUANT]",
         example="-hfd user/small:Q8_0", bench_list=False, env="LLAMA_ARG_HFD_REPO LLAMA_ARG_SPEC_DRAFT_HF_REPO",
         help="draft model from a Hugging Face repository, in the form of -hf")

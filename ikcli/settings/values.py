@@ -414,15 +414,18 @@ def parse_layer_range(text: str) -> tuple[int, int]:
 
 
 SPEC_TYPES = (
-    "none", "draft", "mtp", "eagle3", "dflash", "ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod",
+    "none", "draft", "mtp", "eagle3", "dflash", "dspark", "ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod",
     "ngram-cache", "suffix",
 )  # fmt: skip
 
 
-NOT_DRAFTING = ("draft-dspark", "dspark")
-"""Types of other programs that draft with dedicated models."""
-
-_SPEC_NAMES = {"draft-simple": "draft", "draft-mtp": "mtp", "draft-eagle3": "eagle3", "draft-dflash": "dflash"}
+_SPEC_NAMES = {
+    "draft-simple": "draft",
+    "draft-mtp": "mtp",
+    "draft-eagle3": "eagle3",
+    "draft-dflash": "dflash",
+    "draft-dspark": "dspark",
+}
 
 
 _SPEC_KEYS = {
@@ -440,7 +443,7 @@ _SPEC_KEYS = {
 def parse_spec_type(text: str) -> tuple[SpecStage, ...]:
     """Parse `TYPE[:key=value,...]`; commas may join several types if no keys follow."""
     _, _, keys = text.partition(":")
-    types = [_SPEC_NAMES.get(t, t) for t in _spec_types(text) if t not in NOT_DRAFTING]
+    types = [_SPEC_NAMES.get(t, t) for t in _spec_types(text)]
     unknown = [t for t in types if t not in SPEC_TYPES]
     if unknown:
         raise ValueError(f"names {unknown[0] or 'no type'}; use one of {', '.join(SPEC_TYPES)}")
@@ -449,11 +452,6 @@ def parse_spec_type(text: str) -> tuple[SpecStage, ...]:
         field, number = _spec_key(item)
         values[field] = number
     return tuple(SpecStage(t, **values) for t in types)  # type: ignore[arg-type]
-
-
-def not_drafting(text: str) -> list[str]:
-    """Return the ignored types of a `--spec-type`, which only other programs have."""
-    return [t for t in _spec_types(text) if t in NOT_DRAFTING]
 
 
 def _spec_types(text: str) -> list[str]:

@@ -38,9 +38,13 @@ def join_heads(file: GGUFFile, path: Path, config: RunConfig, *, header_only: bo
     heads = open_gguf(path, header_only=header_only)
     source, arch = file.paths[0], file.arch
     found, kind = heads.get("general.architecture"), kind_of_heads(config)
-    wanted = external.spec_type(found) if found in external.MODULES else "mtp"
+    wanted = external.spec_type(found, heads.tensors) if found in external.MODULES else "mtp"
     if kind not in (None, "mtp") and found not in external.MODULES:
-        known = ", ".join(arch for arch in external.MODULES if external.spec_type(arch) == kind)
+        known = ", ".join(
+            arch
+            for arch in external.MODULES
+            if kind in (external.spec_type(arch), external.spec_type(arch, (external.MARKOV,)))
+        )
         raise UsageError(f"--spec-type {kind} -md {path}: a file of architecture {found}; those of {known} are read")
     if kind is not None and kind != wanted:
         raise UsageError(f"--spec-type {kind} -md {path}: this file is for --spec-type {wanted}")

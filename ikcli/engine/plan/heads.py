@@ -1,14 +1,17 @@
-"""Graphs and programs of the heads that predict further tokens (`models/mtp.py`), for sessions that run them."""
+"""Graphs and programs of the heads that predict further tokens (`models/heads/mtp.py`), for sessions that run them."""
 
 from __future__ import annotations
 
 from ikcli.engine.run.model import Model
 from ikcli.graph import Graph, Node
-from ikcli.models import GraphConfig, Weights, mtp
+from ikcli.models import GraphConfig, Weights
+from ikcli.models.heads import mtp
 from ikcli.models.heads.external import BlockModule
+from ikcli.models.heads.head import MARKOV as MARKOV_TENSOR
 
 HEAD, FEW = "mtp-", "-few"  # programs of heads: for prompts, and with this suffix for a few rows
 BLOCK = f"{HEAD}block"  # of a head that drafts blocks: their rows
+MARKOV = f"{HEAD}markov"  # ... and what a token adds to the logits of the next one
 KEPT_STATES = 64  # of a sequence, besides those of a micro-batch: for drafts that are rejected, and rows that wait
 
 
@@ -31,6 +34,8 @@ def record_heads(model: Model, weights: Weights, cfg: GraphConfig) -> dict[str, 
         builds = {f"{HEAD}0": head.module.build}
         if isinstance(head.module, BlockModule):
             builds[BLOCK] = head.module.build_block
+            if head.prefix + MARKOV_TENSOR in weights:
+                builds[MARKOV] = head.module.build_markov
         for name, build in builds.items():
             graph = model.adapters.graph()
             graph.exact = model.is_exact

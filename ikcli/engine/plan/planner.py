@@ -42,8 +42,8 @@ from ikcli.engine.run.weight_memory import SIZES, Pages
 from ikcli.errors import UsageError
 from ikcli.gguf.reader import GGUFFile, open_gguf
 from ikcli.graph import Cache
-from ikcli.models import GraphConfig, HParams, Weights, mtp
-from ikcli.models.heads import external
+from ikcli.models import GraphConfig, HParams, Weights
+from ikcli.models.heads import external, mtp
 from ikcli.settings.rules import resolve
 from ikcli.settings.run import RunConfig, default_model
 

@@ -21,8 +21,8 @@ from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import GGUFFile
 from ikcli.gguf.types import tensor_n_bytes
 from ikcli.log import progress
-from ikcli.models import GraphConfig, HParams, ModelModule, Weights, check_tensors, mtp
-from ikcli.models.heads import external
+from ikcli.models import GraphConfig, HParams, ModelModule, Weights, check_tensors
+from ikcli.models.heads import external, mtp
 from ikcli.models.heads.external import External
 from ikcli.models.mla import DerivedSpec, derive_one, derived_specs
 from ikcli.models.tensors import TensorLike

@@ -1,4 +1,4 @@
-"""Draft tokens with the model's own heads (multi-token prediction, MTP; NextN), which `models/mtp.py` defines.
+"""Draft tokens with the model's own heads (multi-token prediction, MTP; NextN), which `models/heads/mtp.py` defines.
 
 A session that runs heads has one `Heads`. It sees the states that every micro-batch leaves and computes the rows of the
 heads' caches from them: row p from the state of position p and the token after it. Rows are computed when a draft is
@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ikcli.backends.step_block import StepBlock
-from ikcli.engine.plan.heads import BLOCK, FEW, HEAD, KEPT_STATES, kept_states
+from ikcli.engine.plan.heads import BLOCK, FEW, HEAD, KEPT_STATES, MARKOV, kept_states
 from ikcli.engine.run.media_places import places_of_text
 from ikcli.engine.run.model import Model
 from ikcli.engine.run.run_device import Observer
@@ -281,8 +281,13 @@ class Heads:
             self._run(0, [piece], np.zeros(0, np.int64))
         d.known.fed[0] = n_past
         size, mask = head.head.block
-        n = min(d.n_max, size - 1, session.n_ctx_seq - n_past - 1, session.n_step - 1)
-        for row in self._block_rows(w.seq, [int(w.text[-1]), *[mask] * n], n_past)[1:]:
+        last, is_chain = int(w.text[-1]), MARKOV + FEW in session.programs  # of tokens, each by the one before
+        n = min(d.n_max, size - 1 + is_chain, session.n_ctx_seq - n_past - 1, session.n_step - 1)
+        rows = self._block_rows(w.seq, [last, *[mask] * (n - is_chain)], n_past)
+        token = last
+        for row in rows.copy() if is_chain else rows[1:]:
+            if is_chain:
+                row = row + self._after(w.seq, token, n_past)
             token = int(row.argmax())
             probability = float(1 / np.exp(row - row[token]).sum())
             if not probability >= w.p_min:
@@ -295,11 +300,22 @@ class Heads:
 
         Every row is a segment that ends with the block, so that it sees all of it.
         """
-        session, n = self.session, len(tokens)
-        session.sequences.room(seq, n)
-        block, program = session.step_block, session.programs[BLOCK + FEW]
-        block.set_step(tokens, [first + n - 1] * n, [seq] * n, session.n_ctx_seq, n)
-        block.spread(np.arange(first, first + n), seq * session.n_ctx_seq)
+        n = len(tokens)
+        self.session.sequences.room(seq, n)
+        block = self.session.step_block
+        block.set_step(tokens, [first + n - 1] * n, [seq] * n, self.session.n_ctx_seq, n)
+        block.spread(np.arange(first, first + n), seq * self.session.n_ctx_seq)
+        return self._run_few(BLOCK, n)
+
+    def _after(self, seq: int, token: int, pos: int) -> FloatRows:
+        """Return what a token adds to the logits of the next one; the next run overwrites it."""
+        self.session.step_block.set_step([token], [pos], [seq], self.session.n_ctx_seq, 1)
+        return self._run_few(MARKOV, 1)[0]
+
+    def _run_few(self, name: str, n: int) -> FloatRows:
+        """Run a program for the rows that the step block describes; return its n rows."""
+        session = self.session
+        program, block = session.programs[name + FEW], session.step_block
         if session.observer is None:
             session.runner.run(program, session.config.n_threads, block)
         else:

@@ -18,7 +18,8 @@ from ikcli.errors import IkError
 from ikcli.gguf.reader import open_gguf
 from ikcli.graph import Graph, Node, Rows
 from ikcli.graph.micro_batch import MicroBatch, Segment
-from ikcli.models import EXPAND_MIN_TOKENS, GraphConfig, HParams, Weights, check_tensors, mtp
+from ikcli.models import EXPAND_MIN_TOKENS, GraphConfig, HParams, Weights, check_tensors
+from ikcli.models.heads import mtp
 from ikcli.models.mla import DerivedSpec, derive
 from ikcli.models.tensors import TensorLike
 from ikcli.quant.decode import dequantize

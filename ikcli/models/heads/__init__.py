@@ -1,1 +1,1 @@
-"""Heads in files of other architectures than that of the model whose states they read."""
+"""Heads that draft from the states of a model: of its own architecture, and of others."""

@@ -5,7 +5,8 @@
 
 A block is the last token of the text and masks after it. Its rows see the text and, in both directions, each other;
 row i predicts the token at the place of the i-th mask. Embedding and output matrix are the model's where the file has
-none.
+none. With DSpark's Markov tensors, row i predicts the token after its own place, and the token before it adds w2 w1[it]
+to the logits, so the tokens of a block are chosen one after the other.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ikcli.graph import Graph, Node, Rows
 from ikcli.models import blocks, expected
 from ikcli.models.config import GraphConfig
 from ikcli.models.feed_forward import dense_ffn
-from ikcli.models.heads.head import Head, renamed
+from ikcli.models.heads.head import MARKOV, Head, renamed
 from ikcli.models.hparams import HParams
 from ikcli.models.keys import HasShape
 from ikcli.models.rope import inverse_frequencies, magnitude
@@ -65,12 +66,8 @@ def read(metadata: Mapping[str, Any], arch: str, hp: HParams, source: str) -> He
 
 
 def tensor_shapes(head: Head, hp: HParams, tensors: Mapping[str, HasShape], prefix: str) -> TensorSpecs:
-    """Return the expected tensors; raise UnsupportedError for those of DSpark."""
+    """Return the expected tensors."""
     own, row = head.own, TensorSpec((head.own.n_embd,))
-    if f"{prefix}markov_w1.weight" in tensors:
-        raise UnsupportedError(
-            f"{own.source}: DSpark heads are not supported; use a DFlash head or another --spec-type"
-        )
     table = TensorSpec((own.n_embd, hp.n_vocab), required=own.n_embd != hp.n_embd)
     specs: TensorSpecs = {
         "dflash_fc.weight": TensorSpec((hp.n_embd * len(head.layers), own.n_embd)),
@@ -79,6 +76,10 @@ def tensor_shapes(head: Head, hp: HParams, tensors: Mapping[str, HasShape], pref
         "token_embd.weight": table,
         "output.weight": replace(table, required=False),
     }
+    if (markov := tensors.get(f"{prefix}{MARKOV}")) is not None:
+        rank = markov.shape[0]
+        specs |= dict.fromkeys((MARKOV, "markov_w2.weight"), TensorSpec((rank, hp.n_vocab)))
+        specs["conf_proj.weight"] = TensorSpec((own.n_embd + rank, 1), required=False)  # nothing uses it
     for il in range(own.n_layer):
         layer = expected.attention_specs(own, il, bias=None, qk_norm=True, ffn_norm="post_attention_norm", fused=False)
         sinks = {"attn_sinks.weight": TensorSpec((own.n_head,), required=False)}
@@ -131,6 +132,13 @@ def build_block(g: Graph, head: Head, hp: HParams, w: Weights, cfg: GraphConfig,
     x = g.rms_norm(g.select_outputs(x, "mtp_rows"), w[f"{prefix}output_norm.weight"], own.eps, "mtp_norm")
     matrix = w.get(f"{prefix}output.weight") or w.get(f"{prefix}token_embd.weight") or w.get("output.weight")
     return g.mul_mat(matrix or w["token_embd.weight"], x, "mtp_output")
+
+
+def build_markov(g: Graph, head: Head, hp: HParams, w: Weights, cfg: GraphConfig, prefix: str) -> Node:
+    """Record what a token adds to the logits of the next one (DSpark)."""
+    x = g.embed(w[f"{prefix}{MARKOV}"], "markov_w1")
+    g.il = hp.n_layer
+    return g.mul_mat(w[f"{prefix}markov_w2.weight"], g.select_outputs(x, "mtp_rows"), "markov_bias")
 
 
 def _table(g: Graph, own: HParams, base: float) -> Node:

@@ -7,14 +7,14 @@ keys, which begin with the name of its architecture, are added. A module of this
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, cast, runtime_checkable
 
 from ikcli.errors import UnsupportedError
 from ikcli.graph import Graph, Node
 from ikcli.models.config import GraphConfig
-from ikcli.models.heads.head import Head
+from ikcli.models.heads.head import MARKOV, Head
 from ikcli.models.hparams import HParams
 from ikcli.models.keys import HasShape
 from ikcli.models.tensors import TensorSpecs, Weights
@@ -59,6 +59,9 @@ class BlockModule(Protocol):
     def build_block(self, g: Graph, head: Head, hp: HParams, w: Weights, cfg: GraphConfig, prefix: str) -> Node:
         """Record the rows of a block and return their logits."""
 
+    def build_markov(self, g: Graph, head: Head, hp: HParams, w: Weights, cfg: GraphConfig, prefix: str) -> Node:
+        """Record what a token adds to the logits of the next one, where the file has `MARKOV`."""
+
 
 @dataclass(frozen=True, slots=True)
 class External:
@@ -102,8 +105,10 @@ def prefix_of(n_layer: int) -> str:
     return f"blk.{n_layer}.draft."
 
 
-def spec_type(arch: str) -> str:
-    """Return the `--spec-type` that drafts with a head of this architecture."""
+def spec_type(arch: str, names: Container[str] = ()) -> str:
+    """Return the `--spec-type` that drafts with a head of this architecture, whose file has tensors of these names."""
+    if arch == "dflash-draft" and MARKOV in names:
+        return "dspark"
     return {"eagle3": "eagle3", "dflash-draft": "dflash"}.get(arch, "mtp")
 
 

@@ -8,6 +8,9 @@ from typing import Any
 
 from ikcli.models.hparams import HParams
 
+MARKOV = "markov_w1.weight"
+"""The tensor that makes a head of blocks one of DSpark."""
+
 
 @dataclass(frozen=True, slots=True)
 class Head:

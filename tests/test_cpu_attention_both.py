@@ -82,7 +82,7 @@ def test_windows_hide_what_is_far_on_either_side() -> None:
     op = built.node.op
     run = cast(Run, SimpleNamespace(state=SimpleNamespace(pos=np.arange(6))))
     assert isinstance(op, Attention)
-    hidden = op.hidden(run, cast(Any, SimpleNamespace(start=0, n_tokens=6, n_kv=6)), np.arange(6))
+    hidden = op.hidden(run, cast(Any, SimpleNamespace(start=0, n_tokens=6, pos=0, n_kv=6)), np.arange(6))
     assert (hidden == (np.abs(np.subtract.outer(np.arange(6), np.arange(6))) >= 3)).all()
 
 

@@ -202,7 +202,7 @@ def settings_of(
     for n in lengths:
         fixed = speculator_of(drafting, spec_type=stage, draft_max=n, spec_autotune=False)
         found[str(n)] = Setting(drafting, fixed)
-    return found | {CHOSEN: Setting(drafting, speculator_of(drafting, spec_type=stage, spec_autotune=True))}
+    return found | {CHOSEN: Setting(drafting, speculator_of(drafting, spec_type=stage))}
 
 
 # --- models and texts -----------------------------------------------------------------------------------------------

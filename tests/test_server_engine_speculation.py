@@ -79,10 +79,10 @@ def test_the_text_is_the_same(spec: str, plain: list[Final]) -> None:
 
 
 def test_every_step_has_a_decision(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Metrics and the log of a request tell how lengths are chosen."""
+    """Without being asked, lengths are chosen; metrics and the log of a request tell how."""
     log: list[dict[str, Any]] = []
     monkeypatch.setattr(steps, "log_timings", lambda log_, ids, timings, **more: log.append(more))
-    with serving(1, n_ctx=512, server={"spec_type": parse_spec_type(TYPES[0]), "spec_autotune": True}) as e:
+    with serving(1, n_ctx=512, server={"spec_type": parse_spec_type(TYPES[0])}) as e:
         finals = [Call(e, request(e.tokenizer.encode(TEXT), n, cache_prompt=False)).final for n in (40, 90)]
         metrics = e.metrics()
     assert [t["n_drafted"] for t in log] == [f.timings.draft_n for f in finals]

@@ -168,10 +168,10 @@ class ServerConfig:
     draft_device: tuple[str, ...] = _speculation((), "-devd --device-draft --spec-draft-device", "custom",
         form="CUDA0,CUDA1", example="-devd CUDA1", parse=parse_devices, bench_list=False,
         help="devices of the draft model; default: those of the model")
-    spec_autotune: bool = _speculation(False, "--spec-autotune", "switch", negative="--no-spec-autotune",
-        commands="SC", example="--spec-autotune",
+    spec_autotune: bool = _speculation(True, "--spec-autotune", "switch", negative="--no-spec-autotune",
+        commands="SC", example="--no-spec-autotune",
         help="choose the length of every draft, none included, by measured costs and acceptance, up to n_max; "
-        "without it drafts are as long as n_max allows (docs/speculation.md)")
+        "--no-spec-autotune: drafts are as long as n_max allows (docs/speculation.md)")
     spec_explain: bool = _speculation(False, "--spec-explain", "switch", commands="SC", example="--spec-explain",
         help="log how many tokens are drafted, and why")
     banned_string_file: Path | None = opt(None, "--banned-string-file", "path", topic="sampling", commands="SC",

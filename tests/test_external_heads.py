@@ -101,7 +101,7 @@ def test_answers_are_the_same_with_an_assistant(tmp_path: Path, monkeypatch: pyt
     """Of two slots, in whose caches windows move, and which go back."""
     model = tiny("gemma4", context_length=2048)
     path, head = written(model, tmp_path, "m.gguf"), written(assistant("gemma4_mtp", model), tmp_path, "head.gguf")
-    spec = {"spec_type": parse_spec_type("mtp:p_min=0"), "model_draft": head}
+    spec = {"spec_type": parse_spec_type("mtp:p_min=0"), "model_draft": head, "spec_autotune": False}
     settings: dict[str, Any] = {"model": path, "n_ctx": 2048, "n_ubatch": 32}
     with serving(2, **settings) as e:
         plain = list(answers(e))
@@ -242,7 +242,7 @@ def test_answers_are_the_same(arch: str, kind: str, tmp_path: Path, monkeypatch:
         dflash(model, markov, **{"dflash.target_layer_ids": layers})
     )  # fmt: skip
     path, file = written(model, tmp_path, "m.gguf"), written(head, tmp_path, "head.gguf")
-    spec = {"spec_type": parse_spec_type(f"{kind}:p_min=0"), "model_draft": file}
+    spec = {"spec_type": parse_spec_type(f"{kind}:p_min=0"), "model_draft": file, "spec_autotune": False}
     settings: dict[str, Any] = {"model": path, "n_ctx": 1024, "n_ubatch": 32}
     with serving(2, **settings) as e:
         plain = list(answers(e))

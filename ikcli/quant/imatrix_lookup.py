@@ -36,6 +36,8 @@ _MORE = {
     "ffn_gate_up": ("ffn_up", "ffn_gate"),
     "ffn_up_exps": ("ffn_gate_exps",),
     "ffn_gate_up_exps": ("ffn_gate_exps",),
+    "ffn_up_chexps": ("ffn_gate_chexps",),
+    "ffn_gate_chexps": ("ffn_up_chexps",),
 }
 """Which is symmetric with `_AS_THE_REFERENCE`: what serves one tensor of a group is served by it."""
 _EXPERTS = re.compile(r"exps\.weight$")

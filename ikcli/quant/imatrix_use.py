@@ -52,6 +52,8 @@ def why_missing(name: str, names: Container[str], mtp: Iterable[int]) -> str:
         return "embeddings (rows are looked up, not multiplied)"
     if ".indexer." in name:
         return "indexer (runs where the context is longer than its top-k)"
+    if ".vis_" in name:
+        return "visual experts (collected with --mmproj and --image)"
     return "no data"
 
 

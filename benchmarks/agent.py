@@ -40,6 +40,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from extra_options import parse_with_extra
 from serve import DEMO, PROGRAM, server
 
 _MOST = 12_000  # bytes of files that the script reads; agents cut longer ones
@@ -264,10 +265,6 @@ def replay(arguments: Namespace) -> int:
 
 def parse_arguments(argv: list[str]) -> Namespace:
     """Parse the command line; `extra` holds the words after `--`."""
-    extra: list[str] = []
-    if "--" in argv:
-        split = argv.index("--")
-        argv, extra = argv[:split], argv[split + 1 :]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = parser.add_subparsers(dest="part", required=True)
     one = parts.add_parser("record", help="run an agent, write its requests")
@@ -288,9 +285,7 @@ def parse_arguments(argv: list[str]) -> Namespace:
     one.add_argument("--requests", type=int, help="only the first ones")
     one.add_argument("-r", "--repetitions", type=int, default=3, help="runs of each server (default: %(default)s)")
     one.add_argument("--timeout", type=float, default=120, help="seconds to start a server (default: %(default)s)")
-    arguments = parser.parse_args(argv)
-    arguments.extra = extra
-    return arguments
+    return parse_with_extra(parser, argv)
 
 
 def main(argv: list[str]) -> int:

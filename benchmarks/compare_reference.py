@@ -20,6 +20,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from extra_options import parse_with_extra
+
 from ikcli.bench.sweep_read import read_text
 
 Row = tuple[float, float]
@@ -84,10 +86,6 @@ def table_rows(model: str, ours: dict[int, Row], reference: dict[int, Row]) -> l
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
     """Parse the command line; `extra` holds the words after `--`."""
-    extra: list[str] = []
-    if "--" in argv:
-        split = argv.index("--")
-        argv, extra = argv[:split], argv[split + 1 :]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+", type=Path, help="GGUF files")
     parser.add_argument("--reference", type=Path, help=f"folder with {PROGRAM}")
@@ -99,9 +97,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--mla", default="3", help="value of -mla for both (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the medians by model, program and N_KV")
     parser.add_argument("--timeout", type=float, default=600, help="seconds per run (default: %(default)s)")
-    arguments = parser.parse_args(argv)
-    arguments.extra = extra
-    return arguments
+    return parse_with_extra(parser, argv)
 
 
 def main(argv: list[str]) -> int:

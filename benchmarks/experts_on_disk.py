@@ -35,6 +35,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from compare_reference import PROGRAM, parse_table
+from extra_options import parse_with_extra
 
 MIB = 1 << 20
 GROUPS = (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup"))  # v1, v2
@@ -169,10 +170,6 @@ def variants(ik: str, reference: Path | None, only: str) -> list[Variant]:
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
-    extra: list[str] = []
-    if "--" in argv:
-        split = argv.index("--")
-        argv, extra = argv[:split], argv[split + 1 :]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="GGUF file")
     parser.add_argument("--reference", type=Path, help=f"folder with {PROGRAM}")
@@ -187,9 +184,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("-n", type=int, default=16, help="generated tokens of a row (default: %(default)s)")
     parser.add_argument("-r", "--repetitions", type=int, default=1, help="runs of each variant (default: %(default)s)")
     parser.add_argument("--timeout", type=float, default=600, help="seconds per run (default: %(default)s)")
-    arguments = parser.parse_args(argv)
-    arguments.extra = extra
-    return arguments
+    return parse_with_extra(parser, argv)
 
 
 def main(argv: list[str]) -> int:

@@ -18,6 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import compare_reference
+from extra_options import parse_with_extra
 
 MAKE = Path(__file__).resolve().parents[1] / "tools" / "make_random_model.py"
 FAMILIES = (
@@ -27,14 +28,8 @@ FAMILIES = (
 TYPES = ("Q4_K_M", "IQ4_K")
 
 
-def split_extra(argv: list[str]) -> tuple[list[str], list[str]]:
-    """Split options at `--`."""
-    at = argv.index("--") if "--" in argv else len(argv)
-    return argv[:at], argv[at + 1 :]
-
-
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
-    """Parse the command line before `--`."""
+    """Parse the command line; `extra` holds the words after `--`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("families", nargs="*", metavar="FAMILY", help=f"of {', '.join(FAMILIES)} (default: all)")
     parser.add_argument("--reference", type=Path, required=True, help="folder with llama-sweep-bench")
@@ -48,7 +43,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="blocks instead of the preset's")
     parser.add_argument("--experts", type=int, help="experts instead of the preset's")
     parser.add_argument("--vocab", type=int, help="tokens instead of the preset's")
-    found = parser.parse_args(argv)
+    found = parse_with_extra(parser, argv)
     unknown = sorted(set(found.families) - set(FAMILIES))
     if unknown:
         parser.error(f"unknown family: {', '.join(unknown)}; known are {', '.join(FAMILIES)}")
@@ -84,7 +79,6 @@ def make(family: str, types: list[str], options: argparse.Namespace) -> list[Pat
 
 def main(argv: list[str]) -> int:
     """Make all models, then compare both programs on them."""
-    argv, extra = split_extra(argv)
     options = parse_arguments(argv)
     options.folder.mkdir(parents=True, exist_ok=True)
     types = options.types.split(",")
@@ -93,7 +87,7 @@ def main(argv: list[str]) -> int:
     return compare_reference.main([
         *map(str, paths), "--reference", str(options.reference), "--ik", options.ik, "-t", str(options.threads), "-c",
         str(depth + step), "-ub", str(step), "-r", str(options.repetitions), "--", "--sweep-stride",
-        str(max(1, depth // step)), *extra,
+        str(max(1, depth // step)), *options.extra,
     ])  # fmt: skip
 
 

@@ -28,6 +28,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from extra_options import parse_with_extra
+
 PROGRAM = "llama-server"
 DEMO = Path(__file__).resolve().parents[1] / "ikcli" / "data" / "demo.gguf"
 _EVENT = b"data: {"
@@ -290,10 +292,6 @@ def numbers(text: str) -> list[int]:
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
     """Parse the command line; `extra` holds the words after `--`."""
-    extra: list[str] = []
-    if "--" in argv:
-        split = argv.index("--")
-        argv, extra = argv[:split], argv[split + 1 :]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-m", "--model", type=Path, default=DEMO, help="GGUF file (default: the demo model)")
     other = parser.add_mutually_exclusive_group()
@@ -310,9 +308,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--n-vocab", type=int, default=2000, help="prompt tokens are below this (default: %(default)s)")
     parser.add_argument("-r", "--repetitions", type=int, default=3, help="runs of each server (default: %(default)s)")
     parser.add_argument("--timeout", type=float, default=120, help="seconds to start a server (default: %(default)s)")
-    arguments = parser.parse_args(argv)
-    arguments.extra = extra
-    return arguments
+    return parse_with_extra(parser, argv)
 
 
 def main(argv: list[str]) -> int:

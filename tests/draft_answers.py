@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
-from engine_client import Call, request
+from engine_client import Call, request, serving
+from stage_threads import Threads
 
+from ikcli.engine.pipeline import supervisor
 from ikcli.engine.run.mtp import Continuation, Heads
 from ikcli.server.slots.engine import Engine
+from ikcli.settings.fleet import BatchConfig
 
 PROMPTS = [np.random.default_rng(i).integers(0, 96, 30 + 20 * i).tolist() for i in range(3)]
 
@@ -41,3 +45,29 @@ def helped(texts: Sequence[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
                 w.found[: len(known)] = known[: len(w.found)]
 
     monkeypatch.setattr(Heads, "draft", drafted)
+
+
+def check_answers(
+    spec: Mapping[str, Any], settings: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch, *, windows: bool = False
+) -> list[list[int]]:
+    """Check that two slots answer with the drafts of `spec` as without; return the answers. `windows`: caches move."""
+    with serving(2, **settings) as e:
+        plain = list(answers(e))
+    helped([*PROMPTS, *plain], monkeypatch)
+    with serving(2, server=dict(spec), **settings) as e:
+        assert not windows or e._worker.session.graph_config.n_window
+        assert list(answers(e)) == plain
+        metrics = e.metrics()
+        assert metrics.draft_tokens_total > metrics.draft_tokens_accepted_total > 20
+    return plain
+
+
+def check_stages(
+    spec: Mapping[str, Any], settings: Mapping[str, Any], plain: Sequence[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check the first two answers again, of a model in two stages."""
+    monkeypatch.setattr(supervisor, "LocalSupervisor", Threads)
+    stages: dict[str, Any] = {"fleet": BatchConfig(stages=2), "n_threads": 2, "n_threads_batch": 2}
+    with serving(2, server=dict(spec), **(settings | stages)) as e:
+        first = [Call(e, request(p, 40, id_slot=i)) for i, p in enumerate(PROMPTS[:2])]
+        assert [[t.id for t in c.final.tokens] for c in first] == list(plain[:2])

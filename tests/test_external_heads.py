@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from cuda_emulation import needs_emulation
 from cuda_sessions import Opener
-from draft_answers import PROMPTS, answers, helped
-from engine_client import Call, request, serving
+from draft_answers import check_answers, check_stages
 from external_heads import (
     Seen,
     assistant,
@@ -25,10 +24,8 @@ from external_heads import (
     written,
 )
 from factories import MemoryModel, MemoryTensor, tiny_deepseek2, tiny_model
-from stage_threads import Threads
 from tiny_architectures import tiny
 
-from ikcli.engine.pipeline import supervisor
 from ikcli.engine.plan.planner import Planner
 from ikcli.engine.run import gpus
 from ikcli.engine.run.batch import Batch
@@ -39,7 +36,6 @@ from ikcli.errors import FormatError, UnsupportedError, UsageError
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import open_gguf
 from ikcli.settings import drafts
-from ikcli.settings.fleet import BatchConfig
 from ikcli.settings.records import SpecStage
 from ikcli.settings.run import RunConfig
 from ikcli.settings.server import ServerConfig
@@ -103,20 +99,8 @@ def test_answers_are_the_same_with_an_assistant(tmp_path: Path, monkeypatch: pyt
     path, head = written(model, tmp_path, "m.gguf"), written(assistant("gemma4_mtp", model), tmp_path, "head.gguf")
     spec = {"spec_type": parse_spec_type("mtp:p_min=0"), "model_draft": head, "spec_autotune": False}
     settings: dict[str, Any] = {"model": path, "n_ctx": 2048, "n_ubatch": 32}
-    with serving(2, **settings) as e:
-        plain = list(answers(e))
-    helped([*PROMPTS, *plain], monkeypatch)
-    with serving(2, server=spec, **settings) as e:
-        assert e._worker.session.graph_config.n_window
-        assert list(answers(e)) == plain
-        metrics = e.metrics()
-        assert metrics.draft_tokens_total > metrics.draft_tokens_accepted_total > 20
-    # In stages it is with the layers whose cache it reads.
-    monkeypatch.setattr(supervisor, "LocalSupervisor", Threads)
-    stages: dict[str, Any] = {"fleet": BatchConfig(stages=2), "n_threads": 2, "n_threads_batch": 2}
-    with serving(2, server=spec, **(settings | stages)) as e:
-        first = [Call(e, request(p, 40, id_slot=i)) for i, p in enumerate(PROMPTS[:2])]
-        assert [[t.id for t in c.final.tokens] for c in first] == plain[:2]
+    plain = check_answers(spec, settings, monkeypatch, windows=True)
+    check_stages(spec, settings, plain, monkeypatch)  # there it is with the layers whose cache it reads
 
 
 def test_assistants_that_do_not_fit(tmp_path: Path) -> None:
@@ -244,18 +228,8 @@ def test_answers_are_the_same(arch: str, kind: str, tmp_path: Path, monkeypatch:
     path, file = written(model, tmp_path, "m.gguf"), written(head, tmp_path, "head.gguf")
     spec = {"spec_type": parse_spec_type(f"{kind}:p_min=0"), "model_draft": file, "spec_autotune": False}
     settings: dict[str, Any] = {"model": path, "n_ctx": 1024, "n_ubatch": 32}
-    with serving(2, **settings) as e:
-        plain = list(answers(e))
-    helped([*PROMPTS, *plain], monkeypatch)
-    with serving(2, server=spec, **settings) as e:
-        assert list(answers(e)) == plain
-        metrics = e.metrics()
-        assert metrics.draft_tokens_total > metrics.draft_tokens_accepted_total > 20
-    monkeypatch.setattr(supervisor, "LocalSupervisor", Threads)
-    stages: dict[str, Any] = {"fleet": BatchConfig(stages=2), "n_threads": 2, "n_threads_batch": 2}
-    with serving(2, server=spec, **(settings | stages)) as e:
-        first = [Call(e, request(p, 40, id_slot=i)) for i, p in enumerate(PROMPTS[:2])]
-        assert [[t.id for t in c.final.tokens] for c in first] == plain[:2]
+    plain = check_answers(spec, settings, monkeypatch)
+    check_stages(spec, settings, plain, monkeypatch)
 
 
 def test_dflash_heads_that_do_not_fit(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from draft_answers import PROMPTS, answers, helped
+from draft_answers import PROMPTS, answers, check_answers, helped
 from engine_client import Call, request, serving, until
 from factories import MemoryModel, add_heads, tiny_deepseek2, tiny_model
 from gguf_files import write_model
@@ -51,13 +51,7 @@ def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 def test_answers_are_the_same(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings: dict[str, Any] = {"model": path, "n_ctx": 1024, "n_ubatch": 32}
-    with serving(2, **settings) as e:
-        plain = list(answers(e))
-    helped([*PROMPTS, *plain], monkeypatch)
-    with serving(2, server=SPEC, **settings) as e:
-        assert list(answers(e)) == plain
-        metrics = e.metrics()
-        assert metrics.draft_tokens_total > metrics.draft_tokens_accepted_total > 20
+    check_answers(SPEC, settings, monkeypatch)
 
 
 def long_answers(e: Engine, n_slots: int, folder: Path) -> Iterator[list[int]]:

@@ -14,7 +14,7 @@ from ikcli.drafting.drafters import Drafter, Wanted, open_drafter
 from ikcli.engine.run.batch import Batch
 from ikcli.engine.run.session import Session
 from ikcli.measure.protocol import SessionLike, TokenIds
-from ikcli.settings.drafts import stages
+from ikcli.settings.drafts import limits, stages
 from ikcli.settings.records import SpecStage
 
 
@@ -72,13 +72,12 @@ class Drafting:
         """Return the draft of the first drafter that has one, of at most `room` tokens."""
         config = self._session.config.server
         for stage, drafter in self._drafters:
-            n_max = min(config.draft_max if stage.n_max is None else stage.n_max, room, self._session.n_exact - 1)
-            p_min = config.draft_p_min if stage.p_min is None else stage.p_min
-            n_min = min(config.draft_min if stage.n_min is None else stage.n_min, n_max)
+            allowed = limits(stage, config)
+            n_max = min(allowed.n_max, room, self._session.n_exact - 1)
             if n_max > 0:
-                wanted = Wanted(0, owner, history, text, n_max, p_min)
+                wanted = Wanted(0, owner, history, text, n_max, allowed.p_min)
                 drafter.draft(drafter.prepare([wanted]))
-                if len(wanted.found) >= max(n_min, 1):
+                if len(wanted.found) >= allowed.least(n_max):
                     return wanted.found[:n_max]
         return []
 

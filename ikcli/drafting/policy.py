@@ -41,7 +41,7 @@ _SURE = 2  # measurements of a number of rows, before which the less it may take
 _FIRST_REST, _REST = 4, 64  # steps for which decisions against drafts stand: the first one, and the longest
 _LOOK_REST = 12  # ... the longest of those that save the means to look for drafts, where looking is cheap
 _RECOVERS = 2.0  # ... else, times what the account needs for the next look
-_NEXT_REST = 16  # ... the first one of a text, after texts in which drafts did not pay
+_NEXT_REST = 16  # ... the first one of a text, after texts in which drafts did not pay; and all of drafts from texts
 _WELL_KNOWN = 8  # measurements of a step without drafts, after which every `_SAMPLED`th such step is measured
 _SAMPLED = 8
 _AGAIN, _OFTEN = 256, 6  # drafts after which a step without one is measured again: at most, and times its measurements
@@ -193,7 +193,7 @@ class Policy:
             self.account -= min(seconds / plain, _UNUSUAL)
 
     def looked(self, seconds: float, n_texts: int, n_steps: int = 1) -> int:
-        """Note the seconds that looking for drafts and deciding took in each of `n_steps` steps.
+        """Note the processor time that looking for drafts and deciding took in each of `n_steps` steps.
 
         Return the number of steps to come that should not look: looking is paid from what other steps gained.
         """

@@ -3,14 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from ikcli.errors import UsageError
 from ikcli.settings.records import SpecSetting, SpecStage
 from ikcli.settings.run import RunConfig
+from ikcli.settings.server import ServerConfig
+
+T = TypeVar("T", int, float)
 
 HEAD_TYPES = ("mtp", "eagle3", "dflash", "dspark")
 """Types whose drafts are made from the states of the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Most and fewest tokens of a draft, and the least probability of each."""
+
+    n_max: int
+    n_min: int
+    p_min: float
+
+    def least(self, n_max: int) -> int:
+        """Return the fewest tokens of a draft where there is room for n_max."""
+        return min(self.n_min, max(n_max, 1))
+
+
+def limits(
+    stage: SpecStage,
+    server: ServerConfig,
+    *,
+    n_max: int | None = None,
+    n_min: int | None = None,
+    p_min: float | None = None,
+) -> Limits:
+    """Return the limits of a stage: those given here (by a request), else the stage's, else the server's."""
+    return Limits(
+        _first(n_max, stage.n_max, server.draft_max),
+        max(_first(n_min, stage.n_min, server.draft_min), 1),
+        _first(p_min, stage.p_min, server.draft_p_min),
+    )
+
+
+def _first(*values: T | None) -> T:
+    """Return the first value that is not None."""
+    return next(v for v in values if v is not None)
 
 
 def stages(config: RunConfig) -> tuple[SpecStage, ...]:
@@ -50,5 +88,4 @@ def label(config: RunConfig, most: int) -> str:
 
     Empty without drafters.
     """
-    n_max = config.server.draft_max
-    return "+".join(f"{s.type}:{min(n_max if s.n_max is None else s.n_max, most)}" for s in stages(config))
+    return "+".join(f"{s.type}:{min(limits(s, config.server).n_max, most)}" for s in stages(config))

@@ -64,7 +64,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Roof:
-    """What the CPU can do per second: bytes read from memory, and products by kind."""
+    """The limits of the CPU: bytes read from memory and products of each kind, per second."""
 
     read: float = 0.0
     products: Mapping[str, float] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What a file of heads says of itself, for the modules that know its architecture (see `external.py`)."""
+"""The hyperparameters of a head, for the module of its architecture (see `external.py`)."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 A drafted token is kept only if the sampler also chooses it from the model's own logits, so the text is the same with
 and without drafts. A micro-batch is kept so small that its results are batch-invariant (`Session.n_exact` rows). How
-many tokens a step drafts is what options and requests allow; with `--spec-autotune`, `drafting.policy` decides.
+many tokens a step drafts, `drafting.policy` decides; with `--no-spec-autotune`, as many as options and requests allow.
 
 A step that drafts nothing must cost next to nothing, since a small model's step takes half a millisecond: most steps
 ask one attribute (`rest`), others only whether the index of a text has a guess.
@@ -14,7 +14,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 
@@ -25,11 +24,10 @@ from ikcli.engine.run.session import Session
 from ikcli.server.slots.generation import Generation
 from ikcli.server.slots.log import Logger
 from ikcli.server.slots.slot import Slot
-from ikcli.settings.drafts import stages
+from ikcli.settings.drafts import Limits, limits, stages
 from ikcli.settings.records import SpecStage
 from ikcli.settings.server import ServerConfig
 
-T = TypeVar("T", int, float)
 _NO_TOKENS = np.zeros(0, np.int32)
 FIXED = "as long as allowed"
 _AWAKE = 3  # last steps of a rest, in which heads keep states for the next draft
@@ -42,15 +40,6 @@ class _Made:
     kind: str
     n_asked: int
     n_found: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Limits:
-    """What options and a request allow the drafts of a text: most and fewest tokens, and the least probability."""
-
-    n_max: int
-    n_min: int
-    p_min: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +77,7 @@ class Speculator:
         self._explains = self._config.spec_explain
         self._made: dict[int, _Made] = {}  # slot -> its latest draft
         self._unused: dict[int, _Unused] = {}
-        self._limits: dict[int, list[_Limits]] = {}  # slot -> of every stage
+        self._limits: dict[int, list[Limits]] = {}  # slot -> those of every stage
         self._seen: dict[tuple[int, int], Generation] = {}  # stage, slot -> the text that its model has computed
         self._decisions: Counter[str] = Counter()
         self._before: dict[int, Counter[str]] = {}  # slot -> decisions before its text began
@@ -137,7 +126,7 @@ class Speculator:
         self._decisions[NO_DRAFT] += self._quiet
         self._quiet = 0
         making, rest = self._propose_chosen(slots, policy, asks_models=asks_models)
-        rest_of_look = policy.looked(max(time.thread_time() - start - making, 0.0), len(slots))
+        rest_of_look = policy.looked(time.thread_time() - start - making, len(slots))
         self.measures = True
         drafted = [s for s in slots if s.draft]
         if not drafted:
@@ -223,7 +212,7 @@ class Speculator:
         self._note(Decision(tuple(o.n_most for o in drafts), FIXED if drafts else NO_DRAFT), drafts)
 
     def _propose_chosen(self, slots: Sequence[Slot], policy: Policy, *, asks_models: bool) -> tuple[float, int]:
-        """Draft as much as pays; return the seconds that models took, which the policy knows, and steps to rest.
+        """Draft as much as pays; return the processor time of models, which was noted already, and steps to rest.
 
         Drafts that cost nothing are made first, the others when their length is chosen.
         """
@@ -241,7 +230,7 @@ class Speculator:
                 if not drafter.costs:
                     drafter.draft([wanted])
                 n = wanted.n_max if drafter.costs else len(wanted.found)
-                least = self._least(slot, i, wanted.n_max)
+                least = self._limits[slot.id][i].least(wanted.n_max)
                 if n < least:
                     continue
                 option = Option(slot.id, stage.type, n, drafter.costs, least)
@@ -290,17 +279,17 @@ class Speculator:
                 policy.judged(slot.id, unused.kind, n, n, right)
 
     def _make(self, i: int, mine: Sequence[tuple[Slot, Wanted, int]], policy: Policy, n_texts: int) -> float:
-        """Let a model draft for these slots; return the seconds that are not to be counted once more."""
-        drafter, start = self._drafters[i], time.perf_counter()
+        """Let a model draft for these slots; return the processor time that is not to be counted once more."""
+        drafter, start = self._drafters[i], time.thread_time()
         for slot, wanted, n in mine:
             wanted.n_max, wanted.text = n, slot.text_tokens()
         ready = drafter.prepare([w for _, w, _ in mine])
-        prepared = time.perf_counter()
+        prepared, begun = time.thread_time(), time.perf_counter()
         drafter.draft(ready)
-        end = time.perf_counter()
+        seconds, end = time.perf_counter() - begun, time.thread_time()
         if ready:
-            policy.drafted(self._stages[i].type, max(min(len(w.found) + 1, w.n_max) for w in ready), end - prepared,
-                           n_texts)  # fmt: skip
+            n_made = max(min(len(w.found) + 1, w.n_max) for w in ready)
+            policy.drafted(self._stages[i].type, n_made, seconds, n_texts)
         known = True  # a prompt that the model computes is the price of having it, not of this draft
         for slot, _, _ in mine:
             assert slot.generation is not None
@@ -312,13 +301,10 @@ class Speculator:
                 policy.judged(wanted.seq, self._stages[i].type, wanted.n_max, 0, 0)
         return end - (prepared if known else start)
 
-    def _limits_of(self, g: Generation, stage: SpecStage, drafter: Drafter) -> _Limits:
-        asked, config = g.request.speculation, self._config
-        n_max = _first(asked.n_max, stage.n_max, config.draft_max)
-        if g.request.pictures and not drafter.sees_pictures:
-            n_max = 0
-        n_min = max(_first(asked.n_min, stage.n_min, config.draft_min), 1)
-        return _Limits(n_max, n_min, _first(asked.p_min, stage.p_min, config.draft_p_min))
+    def _limits_of(self, g: Generation, stage: SpecStage, drafter: Drafter) -> Limits:
+        asked = g.request.speculation
+        n_max = 0 if g.request.pictures and not drafter.sees_pictures else asked.n_max
+        return limits(stage, self._config, n_max=n_max, n_min=asked.n_min, p_min=asked.p_min)
 
     def _wanted(self, slot: Slot, i: int, most: int) -> Wanted:
         """Return what stage i is asked for; a model needs the text as well, which is a copy."""
@@ -329,14 +315,10 @@ class Speculator:
             room = g.n_remain - 1
         return Wanted(slot.id, g, g.history, _NO_TOKENS, min(limits.n_max, room, most), limits.p_min)
 
-    def _least(self, slot: Slot, i: int, n_max: int) -> int:
-        """Return the fewest tokens that a draft of stage i is to have where it may have n_max."""
-        return min(self._limits[slot.id][i].n_min, max(n_max, 1))
-
     def _use(self, slot: Slot, i: int, wanted: Wanted, n: int) -> bool:
         """Give the slot its draft; return False if it is empty or too short."""
         found = wanted.found[: max(n, 0)]
-        if len(found) < self._least(slot, i, wanted.n_max):
+        if len(found) < self._limits[slot.id][i].least(wanted.n_max):
             return False
         slot.draft = found
         self._made[slot.id] = _Made(self._stages[i].type, n, len(found))
@@ -427,8 +409,3 @@ def _policy_of(session: Session) -> Policy:
     hp = session.model.hp
     experts = (hp.n_expert, hp.n_expert_used) if hp.n_expert > hp.n_expert_used > 0 else None
     return Policy(session.n_exact, experts=experts, repairs=not session.sequences.kind.is_free)
-
-
-def _first(*values: T | None) -> T:
-    """Return the first value that is not None."""
-    return next(v for v in values if v is not None)

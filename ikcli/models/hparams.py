@@ -559,7 +559,9 @@ def _indexer(keys: Keys, values: dict[str, Any], tensors: Mapping[str, HasShape]
 def _block_indexer(keys: Keys, values: dict[str, Any], tensors: Mapping[str, HasShape]) -> dict[str, Any]:
     """Return the numbers of an indexer that chooses blocks of positions, of which there are `top_k`."""
     name = "attention.indexer.head_count"
-    owners = frozenset(il for il in range(values["n_layer"]) if f"blk.{il}.indexer.q_proj.weight" in tensors)
+    lead = keys.integer("leading_dense_block_count", 0)
+    every = range(values["n_layer"])
+    owners = frozenset(il for il in every if (f"blk.{il}.indexer.q_proj.weight" in tensors if tensors else il >= lead))
     if "attention.indexer.top_k" not in keys or not owners:
         return {}
     n_head, n_blocks = keys.integer(name, least=1), keys.integer("attention.indexer.top_k", least=1, most=1 << 20)

@@ -125,10 +125,11 @@ class RunConfig:
         help="rotate K (Hadamard transform of every head, with MLA of the latent row) before it is quantised, which "
         "loses much less. Default: on for types of less than 8 bits")
     dsa: bool = _context(True, "-dsa --dsa", "optswitch", negative="-no-dsa --no-dsa", example="--no-dsa",
-        help="sparse attention of models with an indexer (DeepSeek V3.2, GLM-5): a query attends only to the positions "
-        "that the indexer prefers, as in training; --no-dsa attends to all")
+        help="sparse attention of models with an indexer (DeepSeek V3.2, GLM-5, MiniMax-M3): a query attends only to "
+        "the positions that the indexer prefers, as in training; --no-dsa attends to all")
     dsa_top_k: int = _context(-1, "-dsatk --dsa-top-k", "int", form="N", example="-dsatk 1024", minimum=-1,
-        help="positions that a query attends to with --dsa; 0 = all, -1 = as the model says")
+        help="positions that a query attends to with --dsa, whole blocks of MiniMax-M3; 0 = all, -1 = as the model "
+        "says")
     type_index: str = _context("f16", "-ictk --indexer-cache-type-k", "type", form="TYPE", example="-ictk q8_0",
         choices=KV_TYPES, help="type of the cache of index keys, with --dsa")
     v_hadamard: bool = _context(False, "-vhad --v-cache-hadamard", "optswitch",

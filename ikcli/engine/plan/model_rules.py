@@ -67,10 +67,8 @@ def settle_mla(config: RunConfig, hp: HParams, given: Collection[str], notices: 
 _INDEXER_OPTIONS = {"dsa": "--dsa", "dsa_top_k": "-dsatk", "type_index": "-ictk"}
 
 
-def settle_indexer(
-    config: RunConfig, hp: HParams, machine: Machine, given: Collection[str], notices: list[str]
-) -> RunConfig:
-    """Turn sparse attention off where it cannot run, with a notice that says what changes.
+def settle_indexer(config: RunConfig, hp: HParams, given: Collection[str], notices: list[str]) -> RunConfig:
+    """Say which options of sparse attention have no effect.
 
     Raises UnsupportedError for stages of a model whose layers share chosen positions.
     """
@@ -83,12 +81,6 @@ def settle_indexer(
         return config
     if not config.dsa:
         return config
-    if machine.gpus and config.n_gpu_layers != 0:
-        notices.append(
-            f"attention covers all positions, as with --no-dsa: GPUs have no kernels for the indexer, which keeps "
-            f"{hp.index_top_k} of them; results differ in longer contexts (-ngl 0 runs the model as it was trained)"
-        )
-        return replace(config, dsa=False)
     if config.fleet.stages > 1 and len(hp.index_owners) < hp.n_layer:
         raise UnsupportedError(
             f"{hp.source}: layers share the positions that they attend to, and cannot be divided by --stages; use "

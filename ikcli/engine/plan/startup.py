@@ -56,7 +56,7 @@ def prepare(
     if beside is not None:
         planner = planner.on(planner.machine, beside=beside(config, hp, planner.machine))
     config = settle_encoder(config, hp, planner.machine, given, notices)
-    config = settle_indexer(config, hp, planner.machine, given, notices)
+    config = settle_indexer(config, hp, given, notices)
     if config.fit:
         config, found = _fit(planner, config)
         notices += found

@@ -41,7 +41,7 @@ def test_copies_of_records_share_their_counters_alone() -> None:
     assert CallRecords(2, 40).distance == 0
 
 
-def product(*marks: float) -> tuple[Harness, list[np.ndarray]]:
+def product(*marks: float) -> Harness:
     """A product with f32 weights of one value for each node, so that a row says whose weights it was computed with."""
     harness = Harness(1, 64, RULES)
     x = harness.input("x", K)
@@ -50,17 +50,17 @@ def product(*marks: float) -> tuple[Harness, list[np.ndarray]]:
     for mark in marks:
         copies.append(aligned_zeros(4 * K * N_ROWS))
         copies[-1].view(np.float32)[:] = mark / K
-    harness.compile(y, 2, {"w": copies[0]})
+    harness.compile(y, 2, {"w": copies[0], **{f"copy {i}": c for i, c in enumerate(copies)}})
     places = [{"w": c.ctypes.data} for c in copies]
     harness.program.bind(LIBRARY, harness.state.ctypes.data, harness.arena, places[0], {}, mirrors=places[1:])
     harness.prepare([Segment(1)], {x: np.ones((1, K), np.float32)})
-    return harness, copies
+    return harness
 
 
 @pytest.mark.parametrize("nodes", [(0, 0), (1, 1), (2, 2), (0, 1), (2, 1)], ids=str)
 def test_threads_read_the_weights_of_their_node(nodes: tuple[int, int]) -> None:
     """Counted by the rows that each copy gave: none comes from a node without threads, and none is missing."""
-    harness, _ = product(1.0, 2.0, 4.0)
+    harness = product(1.0, 2.0, 4.0)
     team = Team(LIBRARY, 2, nodes=nodes)
     n_ops = len(harness.program.ops)
     read = np.zeros(5, int)

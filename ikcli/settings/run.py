@@ -147,10 +147,10 @@ class RunConfig:
         help="threads for generation; auto = physical cores visible to this process")
     n_threads_batch: int = _compute(0, "-tb --threads-batch", "custom", form="N", example="-tb 32", parse=parse_threads,
         factory=physical_cores, help="threads for prompts; default: same as -t")
-    numa: str | None = _compute(None, "--numa", "custom", form="distribute|isolate|numactl",
+    numa: str | None = _compute(None, "--numa", "custom", form="distribute|isolate|mirror|numactl",
         example="--numa distribute", parse=parse_numa, env="LLAMA_ARG_NUMA",
         help="distribute: spread threads, buffers and (with --no-mmap or -rtr) weights over the nodes; isolate: stay "
-        "on the starting node; numactl: obey an outer numactl")
+        "on the starting node; mirror: a copy of the weights on every node; numactl: obey an outer numactl")
     cpu_mask: tuple[int, ...] = _compute((), "-C --cpu-mask", "custom", form="HEX", example="-C 0xff",
         parse=parse_cpu_mask, bench_list=False,
         help="CPUs that threads may use, as bits of a hexadecimal number; 0 = all")

@@ -13,6 +13,7 @@ from gguf_files import write_model
 from tiny_architectures import MISTRAL4, SHARED
 
 from ikcli.engine.plan import startup
+from ikcli.engine.plan.devices import described_machine
 from ikcli.engine.plan.model_rules import settle_indexer
 from ikcli.engine.run.batch import Batch
 from ikcli.engine.run.reference_session import ReferenceSession
@@ -22,6 +23,7 @@ from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import open_gguf
 from ikcli.models import GraphConfig, HParams
 from ikcli.settings.run import RunConfig
+from ikcli.settings.values import parse_device_spec
 
 TOP_K = 140
 TOKENS = np.random.default_rng(3).integers(0, 96, 300)

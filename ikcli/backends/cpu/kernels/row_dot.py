@@ -88,7 +88,7 @@ class _Token:
 def row_dot(fmt, n_tokens):
     """Return dot(w, a, a_stride, m, k, out, out_stride): out[t] for m <= n_tokens activation rows; strides in bytes.
 
-    One loop covers any number of activation rows. For n_tokens = 1 there is no loop, and sums are in registers.
+    One loop covers any number of activation rows. With n_tokens = 1 it does not loop, and sums are in registers.
     """
     has_minima, several = fmt.mode.startswith("m"), n_tokens > 1
 

@@ -1,4 +1,4 @@
-"""Calls with every argument between its own tags: Qwen3-Coder, Seed-OSS, GLM 4.5, DeepSeek V3.2, MiniMax.
+"""Calls with every argument between its own tags: Qwen3-Coder, Seed-OSS, GLM 4.5, DeepSeek V3.2, MiniMax, Kimi K3.
 
 A text argument stands as it is (no quoting); others are JSON. The parameter's schema tells which: the reader writes the
 arguments object piece by piece. Nothing is escaped in a text, so the closing tag may be part of it: it ends the text
@@ -43,7 +43,8 @@ class Tags:
     """The texts around a call, its name, each key and value; `value_lead` is the line break around a value.
 
     `lines`: line breaks around a value may be there although the template writes none.
-    `attribute`: after the key follows ` string="true"` or `"false"` (DeepSeek V3.2), telling text from JSON.
+    `attribute`: after the key follows one of these, the first for text and the others for JSON, and `attribute_end`.
+    `name_tail`: after `name_end` follow the number of the call and this text (Kimi K3).
     """
 
     name: str
@@ -58,7 +59,9 @@ class Tags:
     value_lead: str = "\n"
     lines: bool = False
     value_open: str = ""
-    attribute: bool = False
+    attribute: tuple[str, ...] = ()
+    attribute_end: str = ">"
+    name_tail: str = ""
     one_section: bool = False
     also: tuple[str, ...] = ()
 
@@ -75,20 +78,45 @@ GLM_4_5 = Tags(
     "GLM 4.5", "<tool_call>", "</tool_call>", "", "", "", "<arg_key>", "</arg_key>", "</arg_value>",
     value_lead="", value_open="<arg_value>",
 )  # fmt: skip
+_DSML = ('string="true"', 'string="false"')
 DEEPSEEK_V3_2 = Tags(
     "DeepSeek V3.2", "<｜DSML｜function_calls>", "</｜DSML｜function_calls>", '<｜DSML｜invoke name="', '">',
-    "</｜DSML｜invoke>", '<｜DSML｜parameter name="', '"', "</｜DSML｜parameter>", value_lead="", attribute=True,
+    "</｜DSML｜invoke>", '<｜DSML｜parameter name="', '"', "</｜DSML｜parameter>", value_lead="", attribute=_DSML,
     one_section=True,
 )  # fmt: skip
 DEEPSEEK_V4 = Tags(
     "DeepSeek V4", "<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>", '<｜DSML｜invoke name="', '">',
-    "</｜DSML｜invoke>", '<｜DSML｜parameter name="', '"', "</｜DSML｜parameter>", value_lead="", attribute=True,
+    "</｜DSML｜invoke>", '<｜DSML｜parameter name="', '"', "</｜DSML｜parameter>", value_lead="", attribute=_DSML,
     one_section=True,
 )  # fmt: skip
 MINIMAX = Tags(
     "MiniMax M2", "<minimax:tool_call>", "</minimax:tool_call>", '<invoke name="', '">', "</invoke>",
     '<parameter name="', '">', "</parameter>", value_lead="", one_section=True,
 )  # fmt: skip
+DOTS = replace(MINIMAX, name="dots", open="<dots_function_call>", close="</dots_function_call>")
+STEP_3 = Tags(
+    "Step 3", "<｜tool_calls_begin｜>", "<｜tool_calls_end｜>",
+    '<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="', '">', "</steptml:invoke><｜tool_call_end｜>",
+    '<steptml:parameter name="', '">', "</steptml:parameter>", value_lead="", one_section=True,
+)  # fmt: skip
+MINICPM_5 = Tags(
+    "MiniCPM 5", '<function name="', "</function>", "", '">', "", '<param name="', '">', "</param>", value_lead="",
+)  # fmt: skip
+KIMI_K3 = Tags(
+    "Kimi K3", "<|open|>tools<|sep|>", "<|close|>tools<|sep|>", '<|open|>call tool="', '" index="',
+    "<|close|>call<|sep|>", '<|open|>argument key="', '"', "<|close|>argument<|sep|>", value_lead="",
+    attribute=tuple(f'type="{name}"' for name in ("string", "number", "boolean", "null", "object", "array")),
+    attribute_end="<|sep|>", name_tail='"<|sep|>', one_section=True,
+)  # fmt: skip
+
+
+def hunyuan_3(suffix: str) -> Tags:
+    """Return the tags of Hunyuan 3, whose names end in `suffix`."""
+    call, key, value = (f"{name}{suffix}>" for name in ("tool_call", "arg_key", "arg_value"))
+    return Tags(
+        "Hunyuan 3", f"<tool_calls{suffix}>", f"</tool_calls{suffix}>", f"<{call}", f"<tool_sep{suffix}>", f"</{call}",
+        f"<{key}", f"</{key}", f"</{value}", value_lead="", value_open=f"<{value}", one_section=True,
+    )  # fmt: skip
 
 
 class XmlCalls(Family):
@@ -107,7 +135,10 @@ class XmlCalls(Family):
         t = self._tags
         names = [tool.name for tool in tools]
         arguments = [self._arguments_tree(tool) for tool in tools]
-        calls = [(t.call_open + name + t.name_end, rest) for name, rest in zip(names, arguments, strict=True)]
+        tail: tuple[Node | str, ...] = (Chars(("09",), 1, 3), t.name_tail) if t.name_tail else ()
+        calls = [
+            (t.call_open + name + t.name_end, seq(*tail, rest)) for name, rest in zip(names, arguments, strict=True)
+        ]
         first = any_of(seq(head, rest) for head, rest in calls)
         call_end = (SPACE, t.call_close) if t.call_close else ()
         ending = whole(*call_end, SPACE, Marker(t.close))
@@ -138,9 +169,10 @@ class XmlCalls(Family):
         json_value = seq(Schema(with_definitions(schema, root), lenient=True), *close)
         if t.attribute:
             texts = both(values, Values(frozenset({"string"})))
-            options = [seq(' string="true">', self._text_tree(texts, text))] * values.text
+            marks = [f" {mark}{t.attribute_end}" for mark in t.attribute]
+            options = [seq(marks[0], self._text_tree(texts, text))] * values.text
             if values.types != {"string"}:
-                options.append(seq(' string="false">', json_value))
+                options.append(seq(any_of(seq(mark) for mark in marks[1:]), json_value))
             return seq(*head, any_of(options))
         value = self._text_tree(values, text) if values.text else json_value
         return seq(*head, *opening, *lead, value)
@@ -199,6 +231,8 @@ class XmlCalls(Family):
         if t.name_end:
             name = (yield from reader.name(t.name_end[0] + "\n")).strip()
             yield from reader.literal(t.name_end)
+            if t.name_tail:
+                yield from reader.collect((t.name_tail,))
         else:
             name = (yield from reader.name("<\n")).strip()
         out.begin_call(name)
@@ -225,7 +259,7 @@ class XmlCalls(Family):
     def _value(self, out: CallSink, reader: Reader, values: Values, until: Until) -> Wait:
         t = self._tags
         if t.attribute:
-            is_text = "true" in (yield from reader.collect((">",)))
+            is_text = t.attribute[0] in (yield from reader.collect((t.attribute_end,)))
             values = Values(frozenset({"string"})) if is_text else Values()
         if t.value_open:
             yield from reader.spaces()

@@ -94,7 +94,8 @@ def settle_indexer(
     if machine.gpus and config.n_gpu_layers != 0 and hp.index_block:
         notices.append(
             f"attention covers all positions, as with --no-dsa: GPUs have no kernels for an indexer of blocks, "
-            f"which keeps {hp.index_top_k} of them; results differ in longer contexts (-ngl 0 runs the model as it was trained)"
+            f"which keeps {hp.index_top_k} of them; results differ in longer contexts (-ngl 0 runs the model as it was "
+            "trained)"
         )
         return replace(config, dsa=False)
     if config.fleet.stages > 1 and len(hp.index_owners) < hp.n_layer and not hp.index_block:

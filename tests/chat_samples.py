@@ -14,7 +14,7 @@ from ikcli.chat.families.generic import Generic
 from ikcli.chat.families.harmony import Harmony
 from ikcli.chat.families.json_calls import JsonCalls, Keys, Llama3, NameKeyCalls
 from ikcli.chat.families.python_calls import PythonCalls
-from ikcli.chat.families.tagged import DeepSeek, FunctionTag, KimiK2, MistralArgs, Plamo3, Recipients
+from ikcli.chat.families.tagged import DeepSeek, FunctionTag, Hunyuan, KimiK2, MistralArgs, Plamo3, Recipients
 from ikcli.chat.families.xml_calls import (
     DEEPSEEK_V3_2,
     DOTS,
@@ -185,6 +185,9 @@ SAMPLES = (
     Sample(XmlCalls(hunyuan_3("")), _HUNYUAN_3, calls=(ROME2, TIME)),
     Sample(XmlCalls(hunyuan_3(":9a")), "<tool_calls:9a><tool_call:9a>clock<tool_sep:9a></tool_call:9a></tool_calls:9a>",
            calls=(TIME,)),
+    Sample(Hunyuan(), 'Yes.<tool_calls><tool_call>get_weather\n```json\n{"city": "Paris"}\n```</tool_call>\n'
+           "<tool_call>clock\n```json\n{}\n```</tool_call></tool_calls>", "Yes.", calls=(PARIS, TIME)),
+    Sample(Hunyuan(), '<tool_calls>[{"name": "clock", "arguments": {}}]</tool_calls>', calls=(TIME,)),
     Sample(K3, _KIMI_K3, "Sure.", calls=(("get_weather", {"city": "Paris", "days": 2}), TIME)),
     Sample(K3, "<|open|>response<|sep|>Hi<|close|>response<|sep|><|close|>message<|sep|>", "Hi"),
     Sample(Plamo3(), "Look." + _PLAMO_3 + "<|plamo:tag|>", "Look.", calls=(PARIS, TIME)),

@@ -336,6 +336,8 @@ def test_recognising_formats() -> None:
         ("<｜tool_calls_begin｜> <steptml:invoke name=", "Step 3"),
         ("<tool_call> <tool_sep> <arg_key>", "Hunyuan 3"),
         ("<dots_function_call>", "dots"),
+        ("<tool_calls> <tool_call> ```json", "Hunyuan"),
+        ("<tool_calls>", "Apriel"),
         ('<function name=" <param name="', "MiniCPM 5"),
     ],
 )

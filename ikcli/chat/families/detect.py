@@ -10,7 +10,7 @@ from ikcli.chat.families.generic import Generic
 from ikcli.chat.families.harmony import Harmony
 from ikcli.chat.families.json_calls import JsonCalls, Keys, Llama3, NameKeyCalls
 from ikcli.chat.families.python_calls import PythonCalls
-from ikcli.chat.families.tagged import DeepSeek, FunctionTag, KimiK2, MistralArgs, Plamo3, Recipients
+from ikcli.chat.families.tagged import DeepSeek, FunctionTag, Hunyuan, KimiK2, MistralArgs, Plamo3, Recipients
 from ikcli.chat.families.xml_calls import (
     DEEPSEEK_V3_2,
     DEEPSEEK_V4,
@@ -120,6 +120,8 @@ def _tagged(source: str) -> Family | None:
         return XmlCalls(MINIMAX)
     if has("<function=", "<parameter="):
         return XmlCalls(QWEN3_CODER)
+    if has("<tool_calls>", "<tool_call>", "```json"):
+        return Hunyuan()
     if has("<tool_calls>"):
         return JsonCalls("Apriel", "<tool_calls>", "</tool_calls>", array=True)
     if has("<use_mcp_tool>"):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ikcli.chat.families.base import Family, Reasoning
+from ikcli.chat.families.element_calls import ElementCalls
 from ikcli.chat.families.gemma import GemmaCalls
 from ikcli.chat.families.generic import Generic
 from ikcli.chat.families.harmony import Harmony
@@ -118,6 +119,14 @@ _KIMI_K3 = (
     '<|open|>argument key="days" type="number"<|sep|>2<|close|>argument<|sep|><|close|>call<|sep|>'
     '<|open|>call tool="clock" index="2"<|sep|><|close|>call<|sep|><|close|>tools<|sep|><|close|>message<|sep|>'
 )
+_M3 = (
+    '#<tool_call>\n#<invoke name="get_weather">#<city>Rome "é"\n#</city>\n#<days>2#</days>\n#</invoke>\n'
+    '#<invoke name="clock">#</invoke>\n#</tool_call>'
+).replace("#", ElementCalls.MARK)
+_M3_NESTED = (
+    '#<tool_call>#<invoke name="other">#<a>#<item>1#</item>#<item>#<b>x#</b>#<c>true#</c>#</item>#</a>'
+    "#<d>5 < 6 </d>#</d>#</invoke>#</tool_call>"
+).replace("#", ElementCalls.MARK)
 _PLAMO_3 = (
     "{b}requests{e}{b}request{e}{b}name{e}get_weather{x}name{e}{b}arguments{e}<|plamo:constrain|>json<|plamo:msg|>"
     '{{"city": "Paris"}}{x}arguments{e}{x}request{e}{b}request{e}{b}name{e}clock{x}name{e}{b}arguments{e}'
@@ -188,6 +197,9 @@ SAMPLES = (
     Sample(Hunyuan(), 'Yes.<tool_calls><tool_call>get_weather\n```json\n{"city": "Paris"}\n```</tool_call>\n'
            "<tool_call>clock\n```json\n{}\n```</tool_call></tool_calls>", "Yes.", calls=(PARIS, TIME)),
     Sample(Hunyuan(), '<tool_calls>[{"name": "clock", "arguments": {}}]</tool_calls>', calls=(TIME,)),
+    Sample(ElementCalls(), "Hm. " + _M3, "Hm.", calls=(ROME2, TIME)),
+    Sample(ElementCalls(), _M3_NESTED, calls=(("other", {"a": [1, {"b": "x", "c": True}], "d": "5 < 6 </d>"}),)),
+    Sample(ElementCalls(), ElementCalls.OPEN + " no", ElementCalls.OPEN + " no"),
     Sample(K3, _KIMI_K3, "Sure.", calls=(("get_weather", {"city": "Paris", "days": 2}), TIME)),
     Sample(K3, "<|open|>response<|sep|>Hi<|close|>response<|sep|><|close|>message<|sep|>", "Hi"),
     Sample(Plamo3(), "Look." + _PLAMO_3 + "<|plamo:tag|>", "Look.", calls=(PARIS, TIME)),

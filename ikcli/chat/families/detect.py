@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from ikcli.chat.families.base import Chars, Family, Reasoning
+from ikcli.chat.families.element_calls import ElementCalls
 from ikcli.chat.families.gemma import GemmaCalls
 from ikcli.chat.families.generic import Generic
 from ikcli.chat.families.harmony import Harmony
@@ -108,6 +109,8 @@ def _tagged(source: str) -> Family | None:
 
     if (sep := re.search(r"<tool_sep([^<>\s]{0,40})>", source)) is not None:
         return XmlCalls(hunyuan_3(sep.group(1)))
+    if has(ElementCalls.MARK):
+        return ElementCalls()
     if has("<arg_key>"):
         return XmlCalls(GLM_4_5)
     if has("<seed:tool_call>"):

@@ -287,7 +287,7 @@ class XmlCalls(Family):
             yield from _read_text(out, reader, until, lines, nullable="null" in values.types)
             return
         raw = yield from _read_raw(reader, until, values)
-        out.arguments(_json_or_text(raw[: -1 if lines and raw.endswith("\n") else None], values))
+        out.arguments(json_or_text(raw[: -1 if lines and raw.endswith("\n") else None], values))
 
 
 def _read_text(out: CallSink, reader: Reader, until: Until, lines: bool, *, nullable: bool) -> Wait:
@@ -325,7 +325,7 @@ def _is_value(raw: str) -> bool:
     return not raw.lstrip().startswith(("{", "[", '"')) or _parsed(raw) is not _NOTHING
 
 
-def _json_or_text(raw: str, values: Values) -> str:
+def json_or_text(raw: str, values: Values) -> str:
     """Return `raw` as JSON if it has one of the types beside text, otherwise as a JSON string."""
     value = _parsed(raw)
     if value is _NOTHING or (values.text and not values.untyped and not _is_other(value, values)):

@@ -206,9 +206,10 @@ class RunConfig:
         bench_list=False,
         help="which operations on host-resident weights may be computed on the GPU: names or numbers 26, 27, 28, 29, "
         "-1")
-    offload_min_batch: int = _placement(32, "--offload-min-batch", "int", form="N", example="--offload-min-batch 32",
-        minimum=1,
-        help="batch from which host-resident weights are computed on the GPU (experts: times n_expert/n_used)")
+    offload_min_batch: int | None = _placement(None, "--offload-min-batch", "int", form="N",
+        example="--offload-min-batch 32", minimum=1,
+        help="batch from which host-resident weights are computed on the GPU (experts: times n_expert/n_used). "
+        "Default: 32; for experts, measured times of prompts may overrule it")
     fit: bool = _placement(False, "-fit --fit", "optswitch", example="--fit", env="LLAMA_ARG_FIT",
         help="choose -ngl, -ts, --n-cpu-moe and --expert-cache so that as much as possible fits into GPU memory, and "
         "print them")

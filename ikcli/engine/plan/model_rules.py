@@ -64,6 +64,8 @@ def settle_mla(config: RunConfig, hp: HParams, given: Collection[str], notices: 
     return replace(config, mla=0)
 
 
+INDEXED = ("deepseek32", "glm-dsa", "minimax-m3")
+"""Architectures with an indexer, which a file may lack."""
 _INDEXER_OPTIONS = {"dsa": "--dsa", "dsa_top_k": "-dsatk", "type_index": "-ictk"}
 
 
@@ -76,10 +78,16 @@ def settle_indexer(
     """
     if not hp.index_top_k:
         notices += [
-            f"{option} has no effect: {hp.arch} models have no indexer"
+            f"{option} has no effect: {'the model' if hp.arch in INDEXED else f'{hp.arch} models'} "
+            f"{'has' if hp.arch in INDEXED else 'have'} no indexer"
             for field, option in _INDEXER_OPTIONS.items()
             if field in given
         ]
+        if hp.arch in INDEXED:
+            notices.append(
+                f"attention covers all positions: {hp.source} has no indexer, with which {hp.arch} models are "
+                "trained; convert the checkpoint again to keep it"
+            )
         return config
     if not config.dsa:
         return config
@@ -89,7 +97,7 @@ def settle_indexer(
             f"{hp.index_top_k} of them; results differ in longer contexts (-ngl 0 runs the model as it was trained)"
         )
         return replace(config, dsa=False)
-    if config.fleet.stages > 1 and len(hp.index_owners) < hp.n_layer:
+    if config.fleet.stages > 1 and len(hp.index_owners) < hp.n_layer and not hp.index_block:
         raise UnsupportedError(
             f"{hp.source}: layers share the positions that they attend to, and cannot be divided by --stages; use "
             "--no-dsa to attend to all positions"

@@ -197,14 +197,16 @@ class Planner:
         if not disk_options(config):
             return None
         placement = self.place(config)
-        others = self._static_bytes(config)[CPU]
-        return expert_slots(config, self.model(config, placement), placement, self.machine.ram, others)
+        model, others = self.model(config, placement), self._static_bytes(config)[CPU]
+        _, cfg = self._shape(config)
+        graphs = [graph for graph, _ in self._record(cfg, model).values()]
+        return expert_slots(config, model, placement, graphs, self.machine.ram, others)
 
     def static_bytes(self, config: RunConfig) -> dict[str, int]:
         """Return the bytes of weights and cache by device."""
         parts, slots = self._static_bytes(config), self.expert_slots(config)
         if slots is not None:
-            parts[CPU] += slots.n_bytes - self.model(config, self.place(config)).n_bytes(slots.names)
+            parts[CPU] += slots.n_bytes - self.model(config, self.place(config)).n_bytes(slots.on_disk)
         return parts
 
     def _static_bytes(self, config: RunConfig) -> dict[str, int]:

@@ -119,7 +119,7 @@ class CpuDevice:
         """Map or read the weights and return their addresses."""
         if self.experts is None:
             return model.load(names, mmap=mmap)
-        on_disk = self.experts.slots.names
+        on_disk = self.experts.slots.on_disk
         mapped = model.load([n for n in names if n in on_disk], mmap=True)  # steps do not read them there
         self.experts.load()
         return mapped | model.load([n for n in names if n not in on_disk], mmap=mmap)
@@ -131,7 +131,7 @@ class CpuDevice:
         """Return the bytes of these weights in RAM, as used."""
         if self.experts is None:
             return model.n_bytes(names)
-        on_disk = self.experts.slots.names
+        on_disk = self.experts.slots.on_disk
         return model.n_bytes(n for n in names if n not in on_disk) + self.experts.slots.n_bytes
 
     def cache_bytes(self, cache: Cache, n_rows: int) -> int:

@@ -264,7 +264,7 @@ class Runner:
         found = self._weights.get(CPU, {})
         if self.cpu.experts is None:
             return found
-        on_disk = self.cpu.experts.slots.names
+        on_disk = self.cpu.experts.slots.on_disk
         return {name: address for name, address in found.items() if name not in on_disk}
 
     def move_weights(self, addresses: Mapping[str, int]) -> None:

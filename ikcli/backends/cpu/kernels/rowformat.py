@@ -3,8 +3,8 @@
 A `RowFormat` says how 256 columns ("a step") of a stored row become 64-byte vectors of unsigned codes, scales, minima.
 From that description two functions are generated as LLVM IR:
 
-* `row_dot(format, n)` (`row_dot.py`, `row_dot_avx2.py`): the row times n quantized activation rows, from memory
-  (generation),
+* `row_dot(format)` and `row_dots(format)` (`row_dot.py`; also `row_dot_avx2.py`, `row_dot_arm64.py`): the row times one
+  quantized activation row or several, from memory (generation),
 * `dequantize_row(format)`: the row as floats (embeddings). Prompts unpack 16 rows at once: `unpack_tile.py`.
 
 Tile modes, and what a value is in each: `tile_modes.py`. For symmetric modes (s32, s16) codes are value + 128; the

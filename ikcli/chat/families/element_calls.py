@@ -49,11 +49,13 @@ class ElementCalls(Family):
 
     def tree(self, tools: Sequence[Tool], parallel: bool) -> Node:
         """Return the tree of calls whose arguments follow the schemas of the parameters."""
-        calls = [seq(*self._tag(f'<invoke name="{tool.name}">'), self._members(tool.parameters, tool.parameters, 0),
-                     whole(SPACE, *self._tag("</invoke>"))) for tool in tools]  # fmt: skip
-        one = seq(SPACE, any_of(calls))
+        calls = any_of(
+            seq(whole(SPACE, *self._tag(f'<invoke name="{tool.name}">')),
+                self._members(tool.parameters, tool.parameters, 0), whole(SPACE, *self._tag("</invoke>")))
+            for tool in tools
+        )  # fmt: skip
         ending = whole(SPACE, *self._tag("</tool_call>"))
-        return seq(*self._tag("<tool_call>"), calls_of(one, parallel), ending)
+        return seq(*self._tag("<tool_call>"), calls_of(calls, parallel), ending)
 
     def _tag(self, text: str) -> tuple[Marker, str]:
         return Marker(self.MARK), text

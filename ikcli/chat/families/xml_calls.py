@@ -196,8 +196,10 @@ class XmlCalls(Family):
         t = self._tags
         close = self._parts(t.value_close, marker=True)
         if values.listed is None:
-            first = close[0]
-            return text if len(close) == 1 or isinstance(first, str) else seq(Until(first.text), *close[1:])
+            if self._token is None:
+                return text
+            first = close[0]  # texts hold no control tokens, so that the first closing tag ends them
+            return seq(Until(first if isinstance(first, str) else first.text), *close[1:])
         shown = (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in values.listed)
         lead = (t.value_lead,) if t.value_lead else ()
         return seq(any_of(seq(one) for one in dict.fromkeys(shown)), *lead, *close)

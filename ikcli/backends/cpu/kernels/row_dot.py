@@ -131,7 +131,7 @@ def row_dots(fmt):
                 for slot in token(first, t).sums:
                     builder.store(e.zero(f32x16), slot)
             for i, at_w, valid in steps(e, fmt, e.offset(w, fmt.header_bytes), k):
-                prefetch_step(e, fmt, at_w)
+                prefetch_step(e, fmt, at_w, several=True)
                 # Decoded once, for all activation rows, and kept in registers.
                 factors, vectors, here = _factors(e, fmt, at_w, row), list(_codes(e, fmt, at_w)), first.at_step(e, i)
                 with e.loop(m) as t:

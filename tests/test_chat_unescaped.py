@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import re
@@ -54,7 +55,10 @@ def maker(*tools: Tool, tags: Tags, parallel: bool = False) -> ConstraintMaker:
     return GRAMMARS.compile(GrammarSpec(GrammarKind.TREE, tree=XmlCalls(tags).tree(tools, parallel)))
 
 
-MAKERS = {(t.name, parallel): maker(*TOOLS, tags=t, parallel=parallel) for t in FORMATS for parallel in (False, True)}
+@functools.cache
+def maker_of(tags: Tags, parallel: bool) -> ConstraintMaker:
+    """The constraint of both tools."""
+    return maker(*TOOLS, tags=tags, parallel=parallel)
 
 
 def one(tags: Tags, name: str, arguments: dict[str, str]) -> str:
@@ -142,7 +146,7 @@ def test_any_text_comes_back(tags: Tags, data: st.DataObject) -> None:
     live = data.draw(st.booleans())
     assert parsed(tags, pieces, live=live) == expected
     assert parsed(tags, list(whole), live=live) == expected
-    assert check(MAKERS[tags.name, parallel], whole) == (True, True)
+    assert check(maker_of(tags, parallel), whole) == (True, True)
 
 
 @by_format
@@ -190,7 +194,7 @@ def test_tags_in_a_text(tags: Tags, name: str) -> None:
     assert parsed(tags, [whole]) == expected
     assert parsed(tags, list(whole)) == expected
     assert parsed(tags, [whole], live=False) == expected
-    assert check(MAKERS[tags.name, False], whole) == (True, True)
+    assert check(maker_of(tags, False), whole) == (True, True)
 
 
 @by_format
@@ -199,7 +203,7 @@ def test_what_ends_a_text(tags: Tags) -> None:
     whole = written(tags, ("note", {"path": "p", "n": "1"}))
     assert parsed(tags, [whole]) == [("note", {"path": "p", "n": 1})]
     twice = whole.replace("p" + tags.value_lead, f"p{tags.value_lead}{whole[whole.index(tags.value_close) :]}", 1)
-    assert not check(MAKERS[tags.name, False], twice)[0]
+    assert not check(maker_of(tags, False), twice)[0]
     free = parser(XmlCalls(tags), tools=SCHEMAS)
     message, _ = read(free, [whole + "\n\nI wait."])
     assert message.content == "I wait." and len(message.tool_calls) == 1
@@ -211,7 +215,7 @@ def test_a_parameter_after_an_example(tags: Tags) -> None:
     whole = written(tags, ("note", {"path": example, "n": "1", "text": example}))
     expected = [("note", {"path": example, "n": 1, "text": example})]
     assert parsed(tags, [whole]) == expected and parsed(tags, list(whole)) == expected
-    assert check(MAKERS[tags.name, False], whole) == (True, True)
+    assert check(maker_of(tags, False), whole) == (True, True)
 
 
 @by_format
@@ -219,7 +223,7 @@ def test_what_was_left_out_may_still_come(tags: Tags) -> None:
     """The parser takes parameters in any order, so the grammar must not write one of them into a text."""
     inside = f"a{tags.value_close}\n{tags.key_open}n{tags.key_end}"
     whole = written(tags, ("note", {"path": "p", "text": inside}))
-    assert not check(MAKERS[tags.name, False], whole)[0]
+    assert not check(maker_of(tags, False), whole)[0]
     swapped = written(tags, ("note", {"path": "p", "text": "a", "n": "1"}))
     assert parsed(tags, [swapped]) == [("note", {"path": "p", "text": "a", "n": 1})]
 

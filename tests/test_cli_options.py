@@ -236,7 +236,7 @@ WORDS = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.sampled_from(["sweep-bench", "serve", "bench", "perplexity"]), st.lists(WORDS, max_size=6))
 def test_any_arguments_parse_or_give_a_usage_error(command: str, argv: list[str]) -> None:
     try:

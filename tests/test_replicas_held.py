@@ -206,7 +206,8 @@ def test_an_engine_with_windows_knows_where_it_can_go_on(tmp_path: Path) -> None
     model = tiny_model("gemma2", context_length=1024, **{"attention.sliding_window": 24})
     metadata: Any = model.metadata | {"tokenizer.ggml.model": "none"}
     path = write_model(model, tmp_path / "m.gguf", metadata)
-    with serving(2, model=path, server={"ctx_checkpoints_interval": 64}, **ENGINE | {"n_ctx": 1024}) as engine:
+    changes = {"n_ctx": 1024, "type_k": "f32", "type_v": "f32"}
+    with serving(2, model=path, server={"ctx_checkpoints_interval": 64}, **ENGINE | changes) as engine:
         text = [3 + i % 90 for i in range(250)]
         Call(engine, request(text, 1, id_slot=0)).final  # noqa: B018
         for prompt in (text, text[:100] + [2] * 20, [*text, 7]):

@@ -135,6 +135,7 @@ def test_long_answers(
         assert metrics.draft_tokens_accepted_total > 10 * n_slots and metrics.draft_decisions[RESTS] > 50
 
 
+@pytest.mark.slow("compiles attention kernels with windows and sinks")
 def test_heads_that_are_far_behind(tmp_path: Path) -> None:
     """Later heads run only where drafts get that far; then more rows are due than a micro-batch holds."""
     path = written(HEAD_MODELS["mimo2"](context_length=2048), tmp_path)

@@ -46,7 +46,12 @@ def vision(name: str, **changes: Any) -> VisionConfig:
     return VisionConfig(mmproj=GOLDEN / f"{name}.mmproj.gguf", **changes)
 
 
-@pytest.fixture(scope="module", params=["qwen25vl", "gemma3"])
+SLOW = pytest.mark.slow("compiles kernels of towers and of queries that see later positions")
+
+
+@pytest.fixture(
+    scope="module", params=["internvl", *(pytest.param(name, marks=SLOW) for name in ("qwen25vl", "gemma3"))]
+)
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     config = {"model": GOLDEN / f"{request.param}.gguf", "vision": vision(request.param)}
     with serving(2, n_ctx=1024, **config) as found:

@@ -125,10 +125,11 @@ class RunConfig:
         help="rotate K (Hadamard transform of every head, with MLA of the latent row) before it is quantised, which "
         "loses much less. Default: on for types of less than 8 bits")
     dsa: bool = _context(True, "-dsa --dsa", "optswitch", negative="-no-dsa --no-dsa", example="--no-dsa",
-        help="sparse attention of models with an indexer (DeepSeek V3.2, GLM-5): a query attends only to the positions "
-        "that the indexer prefers, as in training; --no-dsa attends to all")
+        help="sparse attention of models with an indexer (DeepSeek V3.2, GLM-5, MiniMax-M3): a query attends only to "
+        "the positions that the indexer prefers, as in training; --no-dsa attends to all")
     dsa_top_k: int = _context(-1, "-dsatk --dsa-top-k", "int", form="N", example="-dsatk 1024", minimum=-1,
-        help="positions that a query attends to with --dsa; 0 = all, -1 = as the model says")
+        help="positions that a query attends to with --dsa, whole blocks of MiniMax-M3; 0 = all, -1 = as the model "
+        "says")
     type_index: str = _context("f16", "-ictk --indexer-cache-type-k", "type", form="TYPE", example="-ictk q8_0",
         choices=KV_TYPES, help="type of the cache of index keys, with --dsa")
     v_hadamard: bool = _context(False, "-vhad --v-cache-hadamard", "optswitch",
@@ -146,10 +147,10 @@ class RunConfig:
         help="threads for generation; auto = physical cores visible to this process")
     n_threads_batch: int = _compute(0, "-tb --threads-batch", "custom", form="N", example="-tb 32", parse=parse_threads,
         factory=physical_cores, help="threads for prompts; default: same as -t")
-    numa: str | None = _compute(None, "--numa", "custom", form="distribute|isolate|numactl",
+    numa: str | None = _compute(None, "--numa", "custom", form="distribute|isolate|mirror|numactl",
         example="--numa distribute", parse=parse_numa, env="LLAMA_ARG_NUMA",
         help="distribute: spread threads, buffers and (with --no-mmap or -rtr) weights over the nodes; isolate: stay "
-        "on the starting node; numactl: obey an outer numactl")
+        "on the starting node; mirror: a copy of the weights on every node; numactl: obey an outer numactl")
     cpu_mask: tuple[int, ...] = _compute((), "-C --cpu-mask", "custom", form="HEX", example="-C 0xff",
         parse=parse_cpu_mask, bench_list=False,
         help="CPUs that threads may use, as bits of a hexadecimal number; 0 = all")

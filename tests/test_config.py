@@ -58,6 +58,8 @@ def test_perplexity_counts_all_sequences(n_ctx, n_batch, n_seq, limited) -> None
 
 def test_warnings() -> None:
     assert "does not divide" in resolved(n_batch=2560, n_ubatch=2048)[1][0]
+    assert resolved(n_ubatch=4096, n_ctx=8192)[1][0] == "-ub 4096 is limited by -b 2048; add -b 4096"
+    assert not resolved(n_ubatch=4096, n_ctx=1024)[1] and not resolved(n_batch=128)[1]
     assert "more than the 128 tokens" in resolve(replace(BASE, n_ctx=256), n_ctx_train=128)[1][0]
     _, warnings = resolved(n_threads=10**6)
     assert len(warnings) == 1 and warnings[0].startswith("-t 1000000: more threads than the")

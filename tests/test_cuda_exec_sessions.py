@@ -14,8 +14,9 @@ from cuda_sessions import Opener, assert_close, config, tokens, transcript, writ
 from factories import tiny_model
 from gguf_files import write_model
 
-from ikcli.backends.cuda import backend
+from ikcli.backends.cuda import backend, used_experts
 from ikcli.backends.cuda.device import CudaError, NoGraphMemory
+from ikcli.backends.cuda.transfer import Transfer
 from ikcli.engine.run import gpus
 from ikcli.engine.run.batch import Batch
 from ikcli.engine.run.run_device import RESERVE_BYTES
@@ -445,6 +446,40 @@ def test_weights_are_not_copied_over_what_is_still_used(folder, opener, monkeypa
     monkeypatch.setattr(gpus, "open_devices", lambda config: {"CUDA0": Hasty()})
     with Session.open(config(written(folder, "deepseek2"), **settings)) as session:
         np.testing.assert_array_equal(single(session, tokens(12), logits="all"), wanted)
+
+
+@emulation_only
+@pytest.mark.slow  # an emulated GPU
+@pytest.mark.parametrize("repack", [False, True], ids=["plain", "interleaved"])
+def test_only_the_experts_of_a_step_are_copied(folder, opener, monkeypatch, repack: bool) -> None:
+    """Those of the step before at once, the others when the route is known; the bits are those of copying all."""
+    settings = {"cpu_moe": True, "offload_min_batch": 1, "run_time_repack": repack, "mmap": not repack}
+    copied: list[int] = []
+    send = Transfer.send
+    monkeypatch.setattr(Transfer, "send", lambda self, w, *rest: [copied.append(w.ne2), send(self, w, *rest)][1])
+    lengths = (3, 3, 9, 3, 4, 20, 3, 3)
+
+    def run(device: EmulatedDevice) -> tuple[list[Any], list[int]]:
+        monkeypatch.setattr(gpus, "open_devices", lambda config: {"CUDA0": device})
+        rows, counts = [], []
+        with Session.open(config(written(folder, "qwen3moe-q8_0"), **settings)) as session:
+            for seed, n in enumerate(lengths):
+                session.clear()
+                copied.clear()
+                ids = np.random.default_rng(seed // 2).integers(0, 96, n).astype(np.int32)
+                rows.append(np.array(single(session, ids, logits="all")))
+                counts.append(sum(copied))
+        return rows, counts
+
+    found, some = run(EmulatedDevice())
+    hasty, _ = run(Hasty())
+    monkeypatch.setattr(used_experts, "NEARLY_ALL", 0.0)
+    wanted, everything = run(EmulatedDevice())
+    for rows in (found, hasty):
+        for row, other in zip(rows, wanted, strict=True):
+            np.testing.assert_array_equal(row, other)
+    assert some[0] == everything[0] == 3 * 8 and set(everything) == {3 * 8}
+    assert some[1] < 3 * 8 and some[7] < 3 * 8
 
 
 @pytest.mark.parametrize(

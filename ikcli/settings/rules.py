@@ -73,6 +73,8 @@ def resolve(config: RunConfig, n_ctx_train: int = 0) -> tuple[RunConfig, list[st
     n_ctx = config.n_ctx or n_ctx_train
     if n_ctx_train and n_ctx > n_ctx_train:
         warnings.append(f"-c {n_ctx} is more than the {n_ctx_train} tokens the model was trained with")
+    if config.n_ubatch > max(config.n_batch, RunConfig().n_ubatch) and (not n_ctx or n_ctx > config.n_batch):
+        warnings.append(f"-ub {config.n_ubatch} is limited by -b {config.n_batch}; add -b {config.n_ubatch}")
     config = replace(config, n_ctx=n_ctx)
     if n_ctx:
         config = _limit_batch(config)

@@ -21,7 +21,8 @@ class UpstreamConfig:
     grouped_experts: bool = _accepted(False, "-ger --grouped-expert-routing", "switch",
         help="route experts by groups")
     only_active_experts: bool = _accepted(False, "-ooae --offload-only-active-experts", "switch",
-        negative="-no-ooae --no-offload-only-active-experts", help="upload the selected experts only")
+        negative="-no-ooae --no-offload-only-active-experts",
+        help="upload the selected experts only (done where it pays)")
     merge_up_gate: bool = _accepted(False, "-muge --merge-up-gate-experts", "switch",
         help="store up and gate experts together")
     merge_qkv: bool = _accepted(False, "-mqkv --merge-qkv", "switch", help="store Q, K and V together")

@@ -19,12 +19,15 @@ import numpy.typing as npt
 from ikcli.backends.cuda.attention import reads_places
 from ikcli.backends.cuda.device import Device, DeviceMemory, Event, Graph, NoGraphMemory, Pinned, Stream
 from ikcli.backends.cuda.lower import ALIGN, Counts, DeviceLimits, GpuLowering, GpuProgram, all_rules
+from ikcli.backends.cuda.rules_layers import plan_layout
 from ikcli.backends.cuda.transfer import Transfer
 from ikcli.backends.cuda.upload import device_bytes
+from ikcli.backends.cuda.used_experts import ExpertTable, Mask, UsedExperts, runs
 from ikcli.backends.rules import Rules
 from ikcli.backends.step_block import SEG_WORDS, StepBlock
 from ikcli.graph import Cache, Node, Rows, Weight
 from ikcli.graph.micro_batch import PLACE_WORDS
+from ikcli.graph.ops_experts import ExpertProduct
 from ikcli.graph.split import GraphSplit
 from ikcli.log import notice_once
 
@@ -58,6 +61,7 @@ class CudaProgram:
     reads_kv_rows: bool
     reads_places: bool
     loaded: frozenset[Weight]  # come from the host in every step
+    tables: Mapping[str, ExpertTable]  # of those with experts: which of them a step uses
     places: Mapping[Node, Bytes] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
     graphs: OrderedDict[Counts, dict[int, Graph]] = field(default_factory=OrderedDict)
@@ -99,6 +103,7 @@ class CudaBackend:
         self._transfer: Transfer | None = None
         self.sent_between: frozenset[Weight] = frozenset()  # experts that are sent between steps
         self._free, self._ready = None, None  # events: memory of the next weights is free, they are there
+        self._used: UsedExperts | None = None
         self.host_bytes: Callable[[str], Bytes] | None = None  # of weights that come from the host in a step
 
     # --- planning ---------------------------------------------------------------------------------------------------
@@ -115,6 +120,7 @@ class CudaBackend:
         rules = self._rules if self._rules is not None else all_rules()
         low = GpuLowering(rows, n_cells, self.limits, window_cells, batch_invariant)
         spans: list[Span] = []
+        tables: dict[str, ExpertTable] = {}
         for turn in turns:
             first = low.turn_start = len(low.ops)
             for node in turn.imports:
@@ -126,6 +132,9 @@ class CudaBackend:
             for node in turn.nodes:
                 low.begin(node)
                 rules.lower(low, node)
+                if isinstance(node.op, ExpertProduct):
+                    table = ExpertTable(node.op.plan, plan_layout(low, node.op.plan).offsets, node.op.sort.n_expert)
+                    tables |= {w.name: table for w in node.weights() if w.name in streamed}
             stop = len(low.ops)
             for node in turn.exports:
                 low.keep(node, max(stop - 1, 0), max(stop - 1, 0))
@@ -134,7 +143,7 @@ class CudaBackend:
         reads = any(n.rows.symbol is Rows.KV for t in turns for n in t.nodes)
         loaded = frozenset(w for span in spans for _, ws in span.loads for w in ws)
         places = reads_places([n for t in turns for n in t.nodes], batch_invariant)
-        return CudaProgram(GpuProgram(low), spans, dict(rows), reads, places, loaded)
+        return CudaProgram(GpuProgram(low), spans, dict(rows), reads, places, loaded, tables)
 
     def step_bytes(self, programs: Sequence[CudaProgram]) -> int:
         """Return the bytes of the step block of these programs."""
@@ -175,6 +184,8 @@ class CudaBackend:
             self._transfer = Transfer(device, sent)
             self._transfer.pin(self._streamed(programs))
             self._free, self._ready = device.event(), device.event()
+        if tables := {t.node: t for p in programs for t in p.tables.values()}:
+            self._used = UsedExperts(device, self._stream, tables)
         for p, places in zip(programs, handover, strict=True):
             p.program.bind(self._step_address, arena, self._upload_constants(p.program), weights, caches)
             p.places = places
@@ -246,6 +257,9 @@ class CudaBackend:
             self.device.free_pinned(pinned)
         if self._transfer is not None:
             self._transfer.close()
+        if self._used is not None:
+            self._used.close()
+            self._used = None
         self._memory, self._pinned, self._programs, self._step, self._transfer = [], [], [], None, None
         self._free, self._ready = None, None
 
@@ -258,6 +272,8 @@ class CudaBackend:
         """Begin a micro-batch: send its step block to the device."""
         self._counts = _counts(state).bucket(program.most)
         assert self._step is not None
+        if self._used is not None:
+            self._used.begin()
         used = self._pack(program, state)
         self.device.upload(self._stream, self._step_address, self._step.array[:used])
 
@@ -334,12 +350,37 @@ class CudaBackend:
 
     def _load(self, program: CudaProgram, weights: Sequence[Weight]) -> None:
         """Queue copies of weights from the host as soon as `_free` is done; later work on the stream waits for them."""
-        assert self._transfer is not None and self.host_bytes is not None
+        assert self._transfer is not None
         self.device.wait(self._transfer.stream, self._free)
+        expected: list[tuple[Weight, ExpertTable, Mask]] = []
         for w in weights:
-            self._transfer.send(w, self.host_bytes(w.name), program.program.streamed_address(w.name))
+            table = program.tables.get(w.name)
+            mask = self._used.expected(table) if table is not None and self._used is not None else None
+            self._send_experts(program, w, mask)
+            if table is not None and mask is not None:
+                expected.append((w, table, mask))
+        for table in {t.node: t for w in weights if (t := program.tables.get(w.name)) is not None}.values():
+            assert self._used is not None
+            self._used.learn(table, program.program.node_address(table.node))
+        for w, table, mask in expected:
+            assert self._used is not None
+            used = self._used.expected(table)
+            assert used is not None
+            self._send_experts(program, w, used & ~mask)
         self.device.record(self._transfer.stream, self._ready)
         self.device.wait(self._stream, self._ready)
+
+    def _send_experts(self, program: CudaProgram, w: Weight, mask: Mask | None) -> None:
+        """Queue copies of a weight to its place: of these experts, or of all."""
+        assert self._transfer is not None and self.host_bytes is not None
+        data, address = self.host_bytes(w.name), program.program.streamed_address(w.name)
+        if mask is None:
+            self._transfer.send(w, data, address)
+            return
+        experts, n_bytes = data.reshape(w.ne2, -1), device_bytes(w) // w.ne2
+        for first, stop in runs(mask):
+            part = replace(w, shape=(*w.shape[:2], stop - first))
+            self._transfer.send(part, experts[first:stop].reshape(-1), address + first * n_bytes)
 
     def load_for(self, program: CudaProgram, span: Span, first: int, stop: int) -> None:
         """Queue the copies for the ops first..stop-1, without overlap."""

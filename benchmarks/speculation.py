@@ -483,8 +483,8 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--temperatures", type=numbers, default=[0, 1])
     parser.add_argument("--agreement", type=numbers, default=[0, 50, 80, 95], help="percent (default: 0,50,80,95)")
     parser.add_argument("--lengths", type=numbers, help="fixed ones (default: 1,2,4,7; of families 1,4)")
-    parser.add_argument("--texts", type=int, help="default: 4; of families 2")
-    parser.add_argument("-n", "--n-gen", type=int, help="tokens of an answer (default: 256; of families 128)")
+    parser.add_argument("--texts", type=int, help="default: 4; of families 1")
+    parser.add_argument("-n", "--n-gen", type=int, default=256, help="tokens of an answer (default: %(default)s)")
     parser.add_argument("-r", "--rounds", type=int, default=5, help="turns of every setting (default: %(default)s)")
     parser.add_argument("-t", "--threads", type=int, default=1)
     parser.add_argument("--layers", type=int, default=12, help="of random models (default: %(default)s)")
@@ -494,8 +494,8 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--plot", type=Path, help="draw the families of the results into this file (.svg)")
     parser.add_argument("--only-print", action="store_true", help="measure nothing")
     options = parser.parse_args(argv)
-    usual = ([1, 4], 2, 128) if options.families else ([1, 2, 4, 7], 4, 256)
-    for name, value in zip(("lengths", "texts", "n_gen"), usual, strict=True):
+    usual = ([1, 4], 1) if options.families else ([1, 2, 4, 7], 4)
+    for name, value in zip(("lengths", "texts"), usual, strict=True):
         if getattr(options, name) is None:
             setattr(options, name, value)
     return options

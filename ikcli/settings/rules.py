@@ -75,7 +75,7 @@ def resolve(config: RunConfig, n_ctx_train: int = 0) -> tuple[RunConfig, list[st
             f"{config.n_batch % config.n_ubatch} tokens"
         )
     warnings += _thread_warnings(config) + _mmap_notices(config)
-    if (config.run_time_repack or config.hugetlb) and config.mmap:
+    if (config.run_time_repack or config.hugetlb or config.numa == "mirror") and config.mmap:
         config = replace(config, mmap=False)
     return replace(config, verbose=config.verbose or config.verbosity > 0), warnings
 
@@ -134,6 +134,8 @@ def check_stages(config: RunConfig, given: Collection[str] = ()) -> RunConfig:
                          ("profile", "--profile"), ("self_test", "--self-test")):  # fmt: skip
         if getattr(config, name):
             raise UsageError(f"{switch} cannot be used with --stages: it needs the layers in one process")
+    if config.numa == "mirror":
+        raise UsageError("--numa mirror cannot be used with --stages; bind each stage to a node with numactl")
     wrong = [option for name, option in _PLACEMENT.items() if name in given and getattr(config, name)]
     if wrong:
         raise UsageError(f"{wrong[0]} cannot be used with --stages, which compute on CPUs; leave one of them out")

@@ -147,10 +147,10 @@ class RunConfig:
         help="threads for generation; auto = physical cores visible to this process")
     n_threads_batch: int = _compute(0, "-tb --threads-batch", "custom", form="N", example="-tb 32", parse=parse_threads,
         factory=physical_cores, help="threads for prompts; default: same as -t")
-    numa: str | None = _compute(None, "--numa", "custom", form="distribute|isolate|numactl",
+    numa: str | None = _compute(None, "--numa", "custom", form="distribute|isolate|mirror|numactl",
         example="--numa distribute", parse=parse_numa, env="LLAMA_ARG_NUMA",
         help="distribute: spread threads, buffers and (with --no-mmap or -rtr) weights over the nodes; isolate: stay "
-        "on the starting node; numactl: obey an outer numactl")
+        "on the starting node; mirror: a copy of the weights on every node; numactl: obey an outer numactl")
     cpu_mask: tuple[int, ...] = _compute((), "-C --cpu-mask", "custom", form="HEX", example="-C 0xff",
         parse=parse_cpu_mask, bench_list=False,
         help="CPUs that threads may use, as bits of a hexadecimal number; 0 = all")
@@ -205,9 +205,10 @@ class RunConfig:
         bench_list=False,
         help="which operations on host-resident weights may be computed on the GPU: names or numbers 26, 27, 28, 29, "
         "-1")
-    offload_min_batch: int = _placement(32, "--offload-min-batch", "int", form="N", example="--offload-min-batch 32",
-        minimum=1,
-        help="batch from which host-resident weights are computed on the GPU (experts: times n_expert/n_used)")
+    offload_min_batch: int | None = _placement(None, "--offload-min-batch", "int", form="N",
+        example="--offload-min-batch 32", minimum=1,
+        help="batch from which host-resident weights are computed on the GPU (experts: times n_expert/n_used). "
+        "Default: 32; for experts, measured times of prompts may overrule it")
     fit: bool = _placement(False, "-fit --fit", "optswitch", example="--fit", env="LLAMA_ARG_FIT",
         help="choose -ngl, -ts, --n-cpu-moe and --expert-cache so that as much as possible fits into GPU memory, and "
         "print them")

@@ -72,7 +72,7 @@ _INDEXER_OPTIONS = {"dsa": "--dsa", "dsa_top_k": "-dsatk", "type_index": "-ictk"
 def settle_indexer(
     config: RunConfig, hp: HParams, machine: Machine, given: Collection[str], notices: list[str]
 ) -> RunConfig:
-    """Turn sparse attention off where it cannot run, with a notice that says what changes.
+    """Say which options of sparse attention have no effect; turn off what the GPUs cannot compute.
 
     Raises UnsupportedError for stages of a model whose layers share chosen positions.
     """
@@ -91,11 +91,10 @@ def settle_indexer(
         return config
     if not config.dsa:
         return config
-    if machine.gpus and config.n_gpu_layers != 0 and hp.index_block:
+    if hp.index_block and machine.gpus and config.n_gpu_layers != 0:
         notices.append(
-            f"attention covers all positions, as with --no-dsa: GPUs have no kernels for an indexer of blocks, "
-            f"which keeps {hp.index_top_k} of them; results differ in longer contexts (-ngl 0 runs the model as it was "
-            "trained)"
+            "attention covers all positions, as with --no-dsa: GPUs have no kernels for an indexer of blocks; results "
+            "differ in longer contexts (-ngl 0 runs the model as it was trained)"
         )
         return replace(config, dsa=False)
     if config.fleet.stages > 1 and len(hp.index_owners) < hp.n_layer and not hp.index_block:

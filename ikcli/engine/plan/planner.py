@@ -35,6 +35,7 @@ from ikcli.engine.plan.programs import (
 from ikcli.engine.plan.sizes import Sizes, measures_heads, session_of, uses_heads
 from ikcli.engine.run.adapters import Adapters
 from ikcli.engine.run.expert_cache import ExpertCache
+from ikcli.engine.run.mirror import mirror_of
 from ikcli.engine.run.model import Model
 from ikcli.engine.run.run_device import Beside, RunDevice, cache_bytes
 from ikcli.engine.run.runner import DividedProgram, Runner
@@ -162,6 +163,7 @@ class Planner:
             runner = make_runner(n_threads, gpus, placement, offload, experts)
             if vram is not None:
                 runner.add_cache(ExpertCache(vram))
+            runner.cpu.mirror = mirror_of(config, n_threads, "GPUs" if gpus else "weights on disk" if experts else "")
         n_outputs = min(sizes.n_seq, cfg.n_ubatch)
         cached = self._record(replace(cfg, expert_slots=vram.by_layer(self.hp.n_layer)), model) if vram else {}
         programs = plan_programs(runner, graphs, cfg, n_outputs, sizes.n_step, cached)

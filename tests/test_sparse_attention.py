@@ -104,6 +104,10 @@ def test_where_it_does_not_run(path: Path) -> None:
     for machine in ("cpu:8GiB", "cuda:8GiB,cpu:8GiB"):
         assert settle_indexer(config(path), hp, described_machine(parse_device_spec(machine), None), (), notices).dsa
     assert not notices
+    blocks, gpu = replace(hp, index_block=16), described_machine(parse_device_spec("cuda:8GiB,cpu:8GiB"), None)
+    assert settle_indexer(config(path, n_gpu_layers=0), blocks, gpu, (), notices).dsa and not notices
+    assert not settle_indexer(config(path), blocks, gpu, (), notices).dsa
+    assert notices[0].startswith("attention covers all positions") and "an indexer of blocks" in notices[0]
     staged = config(path)
     staged = staged.__class__(**{f: getattr(staged, f) for f in staged.__slots__} | {
         "fleet": staged.fleet.__class__(stages=2)})  # fmt: skip

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Measure generation and prompts alone and next to one busy loop per CPU, in turns: what other programs cost.
 
-A fair scheduler gives half of every CPU to its loop, so 2 is the best factor on an idle machine. More means that threads waited for
-each other. The processor time that this process got tells both apart.
+A fair scheduler gives half of every CPU to its loop, so 2 is the best factor on an idle machine. More means that
+threads waited for each other. The processor time that this process got tells both apart.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ def row_dot(fmt):
             sums = [e.variable(e.zero(f32x16)) for _ in range(1 + has_minima)]
             x, row = _Token(fmt, ActivationRow(e, e.opaque(a), k), sums, n_chains=2), fmt.header(e, w)
             for i, at_w, valid in steps(e, fmt, e.offset(w, fmt.header_bytes), k):
-                prefetch_step(e, fmt, at_w)
+                prefetch_step(e, fmt, at_w, every_line=True)
                 x.begin(e, fmt, *_factors(e, fmt, at_w, row), i, valid)
                 for n, codes in enumerate(_codes(e, fmt, at_w)):
                     x.dot(e, n, codes, i)
@@ -131,7 +131,7 @@ def row_dots(fmt):
                 for slot in token(first, t).sums:
                     builder.store(e.zero(f32x16), slot)
             for i, at_w, valid in steps(e, fmt, e.offset(w, fmt.header_bytes), k):
-                prefetch_step(e, fmt, at_w, several=True)
+                prefetch_step(e, fmt, at_w, every_line=True)
                 # Decoded once, for all activation rows, and kept in registers.
                 factors, vectors, here = _factors(e, fmt, at_w, row), list(_codes(e, fmt, at_w)), first.at_step(e, i)
                 with e.loop(m) as t:

@@ -127,16 +127,16 @@ def steps(e, fmt, w, k):
         yield whole, at, e.b.lshr(rest, e.int(5))
 
 
-def prefetch_step(e, fmt, at, several=False):
+def prefetch_step(e, fmt, at, every_line=False):
     """Prefetch the data that is read some steps later; the next rows follow in memory.
 
-    Wide rows and groups are read faster if most of that is left to the hardware prefetcher, which only stops at the end
-    of a page. It does not foresee steps that are not read from front to back, and falls behind where `several`
-    activation rows are read between two steps.
+    Wide groups are read faster by one activation row if most of that is left to the hardware prefetcher, which only
+    stops at the end of a page. It does not foresee steps that are not read from front to back, and falls behind where
+    several activation rows are read between two steps: ask for `every_line` there.
     """
     if fmt.read_in_two_places:
         ahead, every, level = _FAR_BYTES, 64, 2
-    elif not several and fmt.step_bytes > fmt.rows * (_NARROW_ROW if fmt.rows == 1 else _NARROW_GROUP):
+    elif not every_line and fmt.step_bytes > fmt.rows * (_NARROW_ROW if fmt.rows == 1 else _NARROW_GROUP):
         ahead, every, level = _PREFETCH_BYTES, _SPARSE_BYTES, 2
     else:
         ahead, every, level = _PREFETCH_BYTES, 64, 1

@@ -7,13 +7,13 @@ and with `--prefetch-experts --defer-experts`, all in turns. Medians of all rows
 a mapped file is cold, while slots were filled before. Ratios are to the first line of a limit. A program
 that --timeout stops before it has such a row is shown as stopped.
 
-With --minutes, the last runs of the last turns are left out when the time is over. With --resident, all experts of the
-model are in RAM, too, and the two ways to get there take turns in one process. A model that does not exist is made
+With --minutes, no run begins after that time except for the first of each program. --resident names a smaller model,
+which fits RAM twice: mapped and in slots, which take turns in one process. Models that do not exist are made
 (`tools/make_random_model.py`): Qwen3-MoE's layout in Q4_K with 128 experts per layer, routers of skew 1, --layers of
-them, 0.33 GiB each. All of it, in 15 minutes at most:
+them, 0.33 GiB each; the smaller one has 4. All of it, in about 12 minutes:
 
-    python benchmarks/experts_on_disk.py /tmp/moe.gguf --layers 30 --reference BIN --shares 0.5,0.25 --only 0,2,3,4 \
-        -r 3 -c 512 -n 4 --timeout 60 --minutes 12 --resident
+    python benchmarks/experts_on_disk.py /tmp/moe.gguf --layers 30 --resident /tmp/moe-4.gguf --reference BIN \\
+        --shares 0.5,0.25 --only 0,2,3,4 -r 3 -c 512 -n 4 --timeout 75 --minutes 9
 
 MB/s is what a program read from disk between its first row and its last, prompts and generation together. Above the
 table is the bandwidth of the disk: direct reads of 1 MiB at random places of the file, by 4 threads, before and after.
@@ -201,7 +201,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("-r", "--repetitions", type=int, default=1, help="runs of each variant (default: %(default)s)")
     parser.add_argument("--minutes", type=float, help="after which no run begins, except for the first of a variant")
     parser.add_argument("--layers", type=int, default=30, help="of a model that is made (default: %(default)s)")
-    parser.add_argument("--resident", action="store_true", help="compare runs with everything in RAM, too")
+    parser.add_argument("--resident", type=Path, metavar="MODEL", help="compare ways to have all of it in RAM, too")
     parser.add_argument("--timeout", type=float, default=600, help="seconds per run (default: %(default)s)")
     return parse_with_extra(parser, argv)
 
@@ -213,7 +213,7 @@ def make_model(path: Path, n_layers: int) -> None:
     subprocess.run([sys.executable, tool, *options, "--layers", str(n_layers), "-o", str(path)], check=True)
 
 
-def resident(a: argparse.Namespace, n_turns: int = 9) -> str:
+def resident(model: Path, a: argparse.Namespace, n_turns: int = 9, n_tokens: int = 32) -> str:
     """Return a sentence with the median ratios of --expert-ram to a mapped file, all in RAM, in turns."""
     import numpy as np
 
@@ -221,11 +221,11 @@ def resident(a: argparse.Namespace, n_turns: int = 9) -> str:
     from ikcli.engine.run.session import Session
     from ikcli.settings.run import RunConfig
 
-    base = RunConfig(command="sweep-bench", model=a.model, n_ctx=a.ctx_size, n_ubatch=a.ubatch_size,
+    base = RunConfig(command="sweep-bench", model=model, n_ctx=a.ctx_size, n_ubatch=a.ubatch_size,
                      n_threads=a.threads, n_threads_batch=a.threads)  # fmt: skip
-    ids = np.random.default_rng(1).integers(0, 1000, a.ubatch_size + a.n).astype(np.int32)
+    ids = np.random.default_rng(1).integers(0, 1000, a.ubatch_size + n_tokens).astype(np.int32)
     times: dict[str, list[tuple[float, float]]] = {"mapped": [], "slots": []}
-    with Session.open(base) as mapped, Session.open(replace(base, expert_ram=2 * a.model.stat().st_size)) as slots:
+    with Session.open(base) as mapped, Session.open(replace(base, expert_ram=2 * model.stat().st_size)) as slots:
         for turn in range(n_turns + 1):
             pairs = [("mapped", mapped), ("slots", slots)]
             for name, session in pairs[:: 1 if turn % 2 else -1]:
@@ -276,8 +276,10 @@ def main(argv: list[str]) -> int:
         result, limit = results[share, v.name], f"{share * size / MIB:.0f} MiB" if share else "none"
         cells = [limit, v.name, str(result.runs), *result.cells(results[share, chosen[0].name])]
         print("| " + " | ".join(cells) + " |")
-    if a.resident:
-        print("\n" + resident(a))
+    if a.resident is not None:
+        if not a.resident.exists():
+            make_model(a.resident, 4)
+        print("\n" + resident(a.resident, a))
     return 0
 
 

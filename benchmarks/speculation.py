@@ -10,7 +10,7 @@ write the same tokens.
 The models of the families have the layers of GLM-4.5, Qwen3.5-MoE and DeepSeek V3 in a smaller width: twelve, so that
 the head costs a twelfth of the model. All experts are used alike. The whole table,
 
-    benchmarks/speculation.py --families glm4moe,qwen35moe,deepseek2 -t 2 --json FILE --plot docs/speculation.svg
+    python benchmarks/speculation.py --families glm4moe,qwen35moe,deepseek2 -t 2 --json FILE --plot docs/speculation.svg
 
 takes some 12 minutes with two idle cores. Rows that FILE has already are not measured again, so that the same command
 goes on where it was interrupted; `--again` begins anew.

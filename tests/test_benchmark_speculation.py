@@ -67,6 +67,15 @@ def test_results_are_kept(script: ModuleType, tmp_path: Path) -> None:
     assert known.missing(("glm4moe", "mtp", "50 % right"), SimpleNamespace(again=False), reference=False)
 
 
+def test_a_program_that_does_not_run_the_model(script: ModuleType, tmp_path: Path) -> None:
+    program = tmp_path / "llama-server"
+    program.write_text("#!/bin/sh\necho no such tensor\nexit 3\n")
+    program.chmod(0o755)
+    options = SimpleNamespace(reference=tmp_path, n_gen=4, threads=1, lengths=[1], rounds=1)
+    found, note = script.measure_reference(tmp_path / "m.gguf", "mtp", [SimpleNamespace(prompt=(1,))], options)
+    assert (found, note) == ({}, "llama-server does not run m.gguf")
+
+
 def test_plot(script: ModuleType) -> None:
     rows = [script.Row("deepseek2", "mtp", f"{x} % right", 50.0, {"4": x / 50}, 1.0) for x in (95, 0, 50)]
     root = ElementTree.fromstring(script.plot([*rows, script.Row("demo", "suffix", "T = 0", 9.0, {"2": 1.0}, 1.0)]))

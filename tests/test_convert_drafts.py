@@ -294,9 +294,8 @@ def test_a_dflash_head_drafts_what_the_checkpoint_says(tmp_path: Path) -> None:
     assert np.allclose(draft.probabilities, chances(wanted), rtol=2e-3)
 
 
-@pytest.mark.parametrize("kind", [
-    "draft-eagle3", *(pytest.param(f"draft-{k}", marks=pytest.mark.slow("as EAGLE-3")) for k in ("dflash", "dspark")),
-])  # fmt: skip
+@pytest.mark.slow("as heads that tests make")
+@pytest.mark.parametrize("kind", ["draft-eagle3", "draft-dflash", "draft-dspark"])
 def test_drafts_of_converted_heads_change_no_token(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     heads = {"draft-eagle3": (EAGLE, eagle_tensors()), "draft-dflash": (DFLASH, dflash_tensors()),
              "draft-dspark": (DSPARK, dflash_tensors(markov=True))}  # fmt: skip

@@ -318,6 +318,18 @@ def test_guesses_that_have_not_begun_when_a_layer_chooses_are_forgotten(disk: Di
         store.close()
 
 
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="a file of Linux")
+def test_slots_are_memory_that_gets_huge_pages(half: ExpertStore) -> None:
+    """Shared memory, Python's default, gets none on most systems."""
+    at = next(iter(half._pool.values())).address
+    kinds = [
+        fields[1]
+        for fields in (line.split() for line in Path("/proc/self/maps").read_text().splitlines())
+        if int(fields[0].split("-")[0], 16) <= at < int(fields[0].split("-")[1], 16)
+    ]
+    assert kinds == ["rw-p"]
+
+
 def test_what_is_read_in_vain_is_counted(disk: Disk) -> None:
     store = ExpertStore(slots_for(disk.layers, 8 * disk.layers[0].slot), 2)
     try:

@@ -98,7 +98,7 @@ def test_layers_that_choose(tmp_path: Path) -> None:
 
 
 def test_where_it_does_not_run(path: Path) -> None:
-    """GPUs choose no blocks, with a notice; stages cannot share chosen positions."""
+    """Stages cannot share chosen positions."""
     file = open_gguf(path)
     hp, notices = HParams.from_gguf(file.metadata, file.tensors, str(path)), list[str]()
     for machine in ("cpu:8GiB", "cuda:8GiB,cpu:8GiB"):

@@ -144,7 +144,8 @@ class RunConfig:
 
     n_threads: int = _compute(0, "-t --threads", "custom", form="N", example="-t 16", parse=parse_threads,
         factory=physical_cores, env="LLAMA_ARG_THREADS",
-        help="threads for generation; auto = physical cores visible to this process")
+        help="threads for generation; auto = physical cores visible to this process, or fewer if ik doctor found that "
+        "these read faster")
     n_threads_batch: int = _compute(0, "-tb --threads-batch", "custom", form="N", example="-tb 32", parse=parse_threads,
         factory=physical_cores, help="threads for prompts; default: same as -t")
     numa: str | None = _compute(None, "--numa", "custom", form="distribute|isolate|mirror|numactl",

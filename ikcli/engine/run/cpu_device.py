@@ -265,7 +265,7 @@ class CpuDevice:
             self._team = None
         if self.experts is not None:
             self.experts.close()
-        self.arena = aligned_zeros(0)
+        self.arena, self.mirror = aligned_zeros(0), Mirror()
         self._results.clear()
         self.caches.clear()
 

@@ -54,7 +54,7 @@ class Mirror:
         """Copy loaded weights to the other nodes, by the threads of those nodes."""
         if self.n_copies == 1:
             return
-        self._source = addresses
+        self._source, self._copies = addresses, []
         sizes = {name: model.n_bytes([name]) for name in addresses}
         for copy in range(1, self.n_copies):
             own = [cpus for cpus, node in zip(self._cpus, self.nodes, strict=True) if node == copy]

@@ -6,7 +6,7 @@ group, `k` the number of columns. Tile modes and layout: `tile_modes.py`. Activa
 
 from ikcli.backends.cpu.kernels.group_dot import group_dot
 from ikcli.backends.cpu.kernels.groupformat import GroupFormat, unpack_group
-from ikcli.backends.cpu.kernels.row_dot import MOST_ROWS, row_dot
+from ikcli.backends.cpu.kernels.row_dot import MOST_ROWS, row_dot, row_dots
 from ikcli.backends.cpu.kernels.row_dot_arm64 import row_dot_arm64
 from ikcli.backends.cpu.kernels.row_dot_avx2 import row_dot_avx2
 from ikcli.backends.cpu.kernels.unpack_tile import unpack_tile
@@ -21,59 +21,50 @@ def few_dots(fmt):
     Strides are in bytes. A group is decoded once for several activation rows; each result is that of the row alone, bit
     for bit.
     """
-    features = isa.current().features
-    is_group = isinstance(fmt, GroupFormat)
-    if is_group or isa.current().is_arm64:
-        make = group_dot if is_group else row_dot_arm64
-    elif isa.current().plain_avx2:
-        return _one_by_one(row_dot_avx2(fmt))
-    else:
-        make = row_dot
-    if not {"avx512vnni", "avxvnni", "dotprod"} & features:
-        # dot products take most of the time there, and a lot of code
-        return _one_by_one(make(fmt, 1))
-    if make is row_dot:
-        return _looped(row_dot(fmt, 1), row_dot(fmt, MOST_ROWS), MOST_ROWS)
-    return _unrolled(*(make(fmt, n) for n in (1, 2, 4)))
-
-
-def _looped(dot1, dot_most, most):
-    """Return dots for any number of activation rows from those of one, and of up to `most`."""
-
-    @inline
-    def dots(w, a, a_stride, m, k, out, out_stride):
-        while m > 1:
-            n = min(m, most)
-            dot_most(w, a, a_stride, n, k, out, out_stride)
-            a, out, m = a + n * a_stride, out + n * out_stride, m - n
-        if m:
-            dot1(w, a, a_stride, m, k, out, out_stride)
-
-    return dots
-
-
-def _unrolled(dot1, dot2, dot4):
-    """Return dots for any number of activation rows; three of them cost as much as four."""
-
-    @inline
-    def dots(w, a, a_stride, m, k, out, out_stride):
-        while m > 2:
-            n = min(m, 4)
-            dot4(w, a, a_stride, n, k, out, out_stride)
-            a, out, m = a + n * a_stride, out + n * out_stride, m - n
-        if m == 2:
-            dot2(w, a, a_stride, m, k, out, out_stride)
-        elif m == 1:
-            dot1(w, a, a_stride, m, k, out, out_stride)
-
-    return dots
+    # Elsewhere dot products take most of the time, and a lot of code.
+    has_dots = bool({"avx512vnni", "avxvnni", "dotprod"} & isa.current().features)
+    if isinstance(fmt, GroupFormat) or isa.current().is_arm64:
+        make = group_dot if isinstance(fmt, GroupFormat) else row_dot_arm64
+        return _by_powers_of_two(*(make(fmt, n) for n in (1, 2, 4))) if has_dots else _one_by_one(make(fmt, 1))
+    if has_dots:
+        return _looped(row_dot(fmt), row_dots(fmt))
+    return _one_by_one(row_dot_avx2(fmt) if isa.current().plain_avx2 else row_dot(fmt))
 
 
 def _one_by_one(dot1):
     @inline
     def dots(w, a, a_stride, m, k, out, out_stride):
         for t in range(m):
-            dot1(w, a + t * a_stride, a_stride, 1, k, out + t * out_stride, out_stride)
+            dot1(w, a + t * a_stride, a_stride, k, out + t * out_stride, out_stride)
+
+    return dots
+
+
+def _looped(dot1, dot_some):
+    @inline
+    def dots(w, a, a_stride, m, k, out, out_stride):
+        while m > 1:
+            n = min(m, MOST_ROWS)
+            dot_some(w, a, a_stride, n, k, out, out_stride)
+            a, out, m = a + n * a_stride, out + n * out_stride, m - n
+        if m:
+            dot1(w, a, a_stride, k, out, out_stride)
+
+    return dots
+
+
+def _by_powers_of_two(dot1, dot2, dot4):
+    # Decoding is a small part of these products: a loop over activation rows, with codes in memory, takes longer.
+    @inline
+    def dots(w, a, a_stride, m, k, out, out_stride):
+        while m >= 4:
+            dot4(w, a, a_stride, k, out, out_stride)
+            a, out, m = a + 4 * a_stride, out + 4 * out_stride, m - 4
+        if m >= 2:
+            dot2(w, a, a_stride, k, out, out_stride)
+            a, out, m = a + 2 * a_stride, out + 2 * out_stride, m - 2
+        if m:
+            dot1(w, a, a_stride, k, out, out_stride)
 
     return dots
 

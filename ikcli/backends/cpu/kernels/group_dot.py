@@ -12,7 +12,6 @@ from numba.extending import intrinsic
 from ikcli.backends.cpu.kernels.activation_row import ActivationRow, without_bias
 from ikcli.backends.cpu.kernels.groupformat import GroupEmitter
 from ikcli.backends.cpu.kernels.rowformat import prefetch_step, steps
-from ikcli.backends.cpu.kernels.sgemm import rows_left
 from ikcli.backends.cpu.tile_modes import most_code
 from ikcli.native import isa
 from ikcli.native.simd.dot import emit_halves_added, most_addends
@@ -23,22 +22,22 @@ from ikcli.native.simd.vec import f32x16, i8x64, i32x8, i32x16, llvm_type
 
 @functools.cache
 def group_dot(fmt, n_tokens):
-    """Return dot(w, a, a_stride, m, k, out, out_stride): out[t][0:rows] for m <= n_tokens activation rows."""
+    """Return dot(w, a, a_stride, k, out, out_stride): out[t][0:rows] for n_tokens activation rows."""
     mode = fmt.mode
     assert fmt.rows == 4 or mode.endswith("32")
 
     @intrinsic
-    def dot(typingctx, w, a, a_stride, m, k, out, out_stride):
+    def dot(typingctx, w, a, a_stride, k, out, out_stride):
         def codegen(context, builder, sig, args):
-            w, a, a_stride, m, k, out, out_stride = args
+            w, a, a_stride, k, out, out_stride = args
             e = GroupEmitter(builder)
             row = fmt.header(e, w)
             # Opaque: LLVM would compute each address from the one before, a chain of additions.
-            rows = [ActivationRow(e, e.opaque(at), k) for at in rows_left(builder, a, a_stride, n_tokens, m)]
+            rows = [ActivationRow(e, e.opaque(e.offset(a, e.times(a_stride, t))), k) for t in range(n_tokens)]
             n_lanes = _lanes_of_sums(fmt)
             totals = [e.variable(ir.Constant(ir.VectorType(F32, n_lanes), None)) for _ in rows]
             for i, at_w, valid in steps(e, fmt, e.offset(w, fmt.header_bytes), k):
-                prefetch_step(e, fmt, at_w)
+                prefetch_step(e, fmt, at_w, several=n_tokens > 1)
                 tokens = [_Token(e, fmt, mode, x, i, valid) for x in rows]
                 _dot_step(e, fmt, mode, at_w, row, tokens)
                 for t, total in zip(tokens, totals, strict=True):
@@ -47,13 +46,12 @@ def group_dot(fmt, n_tokens):
             by_row = [[i for i, (_, r) in enumerate(lanes) if r == row] for row in range(fmt.rows)]
             # Rows take turns, so that folding in halves adds lanes of one row only, always in the same order.
             in_turn = [i for lanes in zip(*by_row, strict=True) for i in lanes]
-            places = rows_left(builder, out, out_stride, n_tokens, m)
-            for to, total in zip(places, totals, strict=True):
+            for t, total in enumerate(totals):
                 sums = folded(builder, e.pick(builder.load(total), in_turn), fmt.rows)
-                e.store(sums, to)
+                e.store(sums, e.offset(out, e.times(out_stride, t)))
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 7), codegen
+        return types.void(*[types.int64] * 6), codegen
 
     return dot
 

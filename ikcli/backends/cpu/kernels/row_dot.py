@@ -8,7 +8,6 @@ rows have a copy in this order (`kernels/activations.py`); shuffles bring codes 
 kernel: `row_dot_avx2.py`.
 """
 
-import contextlib
 import functools
 
 from numba.core import types
@@ -23,26 +22,24 @@ from ikcli.native.simd.lanes import folded
 from ikcli.native.simd.vec import const_vector, f32x8, f32x16, i8x64, i32x16, llvm_type, pointer
 
 _TWICE = [i // 2 for i in range(16)]
-
-
 MOST_ROWS = 16  # that a weight row is decoded for at a time; their sums are on the stack
 
 
 class _Token:
     """One activation row, and pointers to its running sums: of products with codes, and with minima."""
 
-    def __init__(self, fmt, row, sums, alone):
+    def __init__(self, fmt, row, sums, n_chains):
         self.mode, self.row, self.sums = fmt.mode, row, sums
         self.most = most_code(fmt, fmt.mode)
         # Two chains of dot products have half the latency; beside other activation rows, one is less work.
-        self.chains = 2 if alone else 1
+        self.n_chains = n_chains
         self.starts_high = False
 
-    def begin(self, e, fmt, shifted, scales, minima, i, valid):
+    def begin(self, e, fmt, scales, minima, shifted, i, valid):
         """Load the scales of step i times those of the activations, and the start values of the integer sums."""
         d = self.row.scales(e, i, valid)
         self.scales = e.mul(scales, d) if self.mode.endswith("32") else e.mul(scales, e.pick(d, _TWICE))
-        self.dots = [e.zero(i32x16) for _ in range(self.chains)]
+        self.dots = [e.zero(i32x16) for _ in range(self.n_chains)]
         if self.mode == "m32":
             # Of the width of the other sums, so that both are folded together at the end.
             self.add(e, self.sums[1], _widen(e, minima), _widen(e, self.row.scaled_sums(e, i, valid, 1)))
@@ -63,13 +60,13 @@ class _Token:
     def dot(self, e, n, codes, i):
         """Add columns 4n .. 4n+3 of every block of step i."""
         x = e.load(i8x64, e.offset(self.row.second_at, e.times(i, 256), 64 * n))
-        chain = n % self.chains
+        chain = n % self.n_chains
         self.dots[chain] = e.dot(self.dots[chain], codes, x, self.most)
 
     def finish(self, e):
         """Add the step to the sum."""
         scales = e.pick(self.scales, _TWICE) if self.scales.type.count == 8 else self.scales
-        total = self.dots[0] if self.chains == 1 else e.b.add(*self.dots)
+        total = functools.reduce(e.b.add, self.dots)
         if self.starts_high:
             v = e.b.fsub(e.b.bitcast(total, llvm_type(f32x16)), const_vector(f32x16, [FIRST_SUM_F32] * 16))
         else:
@@ -85,71 +82,89 @@ class _Token:
 
 
 @functools.cache
-def row_dot(fmt, n_tokens):
-    """Return dot(w, a, a_stride, m, k, out, out_stride): out[t] for m <= n_tokens activation rows; strides in bytes.
-
-    One loop covers any number of activation rows. With n_tokens = 1 it does not loop, and sums are in registers.
-    """
-    has_minima, several = fmt.mode.startswith("m"), n_tokens > 1
+def row_dot(fmt):
+    """Return dot(w, a, a_stride, k, out, out_stride): out[0] for one activation row; strides are unused."""
+    has_minima = fmt.mode[0] == "m"
 
     @intrinsic
-    def dot(typingctx, w, a, a_stride, m, k, out, out_stride):
+    def dot(typingctx, w, a, a_stride, k, out, out_stride):
         def codegen(context, builder, sig, args):
-            w, a, a_stride, m, k, out, out_stride = args
+            w, a, _, k, out, _ = args
             e = RowEmitter(builder)
-            first = ActivationRow(e, e.opaque(a), k)
-            n_sums = 2 if has_minima else 1
-            if several:
-                rooms = [e.room(64 * n_tokens) for _ in range(n_sums)]
-            else:
-                alone = _Token(fmt, first, [e.variable(e.zero(f32x16)) for _ in range(n_sums)], alone=True)
-
-            @contextlib.contextmanager
-            def each(i=None):
-                """Emit code for each of the activation rows."""
-                if not several:
-                    yield alone, out
-                    return
-                here = first.at_step(e, i) if i is not None else first
-                with e.loop(m) as t:
-                    slots = [pointer(builder, e.offset(at, e.times(t, 64)), llvm_type(f32x16)) for at in rooms]
-                    row = here.moved(e, builder.mul(t, a_stride))
-                    yield _Token(fmt, row, slots, alone=False), e.offset(out, builder.mul(t, out_stride))
-
-            if several:
-                with each() as (x, _):
-                    for slot in x.sums:
-                        builder.store(e.zero(f32x16), slot)
-            row = fmt.header(e, w)
+            sums = [e.variable(e.zero(f32x16)) for _ in range(1 + has_minima)]
+            x, row = _Token(fmt, ActivationRow(e, e.opaque(a), k), sums, n_chains=2), fmt.header(e, w)
             for i, at_w, valid in steps(e, fmt, e.offset(w, fmt.header_bytes), k):
                 prefetch_step(e, fmt, at_w)
-                # Scales, minima and codes are decoded once, for all activation rows.
-                scales = fmt.scales(e, at_w, row)
-                minima = fmt.minima(e, at_w, row) if has_minima else None
-                shifted = None if has_minima else _wide_mask(e, fmt.shifted_blocks(e, at_w))
-                quarters = fmt.quarters(e, at_w)
-                if quarters is None:  # the format decodes in the order of columns
-                    quarters = _by_quarters(e, [fmt.dot_codes(e, at_w, j) for j in range(4)])
-                if several:
-                    quarters = list(quarters)
-                with each(i) as (x, _):
-                    j = e.int(0) if several else i
-                    x.begin(e, fmt, shifted, scales, minima, j, valid)
-                    for n, codes in enumerate(quarters):
-                        x.dot(e, n, codes, j)
-                    x.finish(e)
-            with each() as (x, to):
-                e.store(x.total(e), to)
+                x.begin(e, fmt, *_factors(e, fmt, at_w, row), i, valid)
+                for n, codes in enumerate(_codes(e, fmt, at_w)):
+                    x.dot(e, n, codes, i)
+                x.finish(e)
+            e.store(x.total(e), out)
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 7), codegen
+        return types.void(*[types.int64] * 6), codegen
 
     return dot
 
 
-def _wide_mask(e, on):
-    """Return a mask of blocks in 16 lanes, or None."""
-    return e.pick(on, _TWICE) if on is not None and on.type.count == 8 else on
+@functools.cache
+def row_dots(fmt):
+    """Return dots(w, a, a_stride, m, k, out, out_stride): out[t] for m <= MOST_ROWS activation rows; strides in bytes.
+
+    The sums of each are those of `row_dot`, in a loop that covers any number of them.
+    """
+    has_minima = fmt.mode[0] == "m"
+
+    @intrinsic
+    def dots(typingctx, w, a, a_stride, m, k, out, out_stride):
+        def codegen(context, builder, sig, args):
+            w, a, a_stride, m, k, out, out_stride = args
+            e = RowEmitter(builder)
+            rooms = [e.room(64 * MOST_ROWS) for _ in range(1 + has_minima)]
+
+            def token(first, t):
+                slots = [pointer(builder, e.offset(at, e.times(t, 64)), llvm_type(f32x16)) for at in rooms]
+                return _Token(fmt, first.moved(e, builder.mul(t, a_stride)), slots, n_chains=1)
+
+            first, row = ActivationRow(e, e.opaque(a), k), fmt.header(e, w)
+            with e.loop(m) as t:
+                for slot in token(first, t).sums:
+                    builder.store(e.zero(f32x16), slot)
+            for i, at_w, valid in steps(e, fmt, e.offset(w, fmt.header_bytes), k):
+                prefetch_step(e, fmt, at_w, several=True)
+                # Decoded once, for all activation rows, and kept in registers.
+                factors, vectors, here = _factors(e, fmt, at_w, row), list(_codes(e, fmt, at_w)), first.at_step(e, i)
+                with e.loop(m) as t:
+                    x = token(here, t)
+                    x.begin(e, fmt, *factors, e.int(0), valid)
+                    for n, codes in enumerate(vectors):
+                        x.dot(e, n, codes, e.int(0))
+                    x.finish(e)
+            with e.loop(m) as t:
+                e.store(token(first, t).total(e), e.offset(out, builder.mul(t, out_stride)))
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 7), codegen
+
+    return dots
+
+
+def _factors(e, fmt, w, row):
+    """Return the scales of a step, its minima or None, and the mask of its shifted blocks or None."""
+    if fmt.mode[0] == "m":
+        return fmt.scales(e, w, row), fmt.minima(e, w, row), None
+    scales, shifted = fmt.scales(e, w, row), fmt.shifted_blocks(e, w)
+    if shifted is not None and shifted.type.count == 8:
+        shifted = e.pick(shifted, _TWICE)
+    return scales, None, shifted
+
+
+def _codes(e, fmt, w):
+    """Return four vectors: lane b of vector n has columns 4n .. 4n+3 of block b of 16."""
+    quarters = fmt.quarters(e, w)
+    if quarters is None:  # the format decodes in the order of columns
+        return _by_quarters(e, [fmt.dot_codes(e, w, j) for j in range(4)])
+    return quarters
 
 
 def _by_quarters(e, codes):

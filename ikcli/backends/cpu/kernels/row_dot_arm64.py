@@ -14,7 +14,6 @@ from ikcli.backends.cpu.kernels.activation_row import ActivationRow
 from ikcli.backends.cpu.kernels.row_dot_avx2 import offsets
 from ikcli.backends.cpu.kernels.row_emitter import RowEmitter
 from ikcli.backends.cpu.kernels.rowformat import prefetch_step, steps
-from ikcli.backends.cpu.kernels.sgemm import rows_left
 from ikcli.native.simd import arm64
 from ikcli.native.simd.lanes import folded
 from ikcli.native.simd.vec import f32x8, f32x16, i8x16
@@ -24,17 +23,17 @@ _TWICE = [i // 2 for i in range(16)]
 
 @functools.cache
 def row_dot_arm64(fmt, n_tokens):
-    """Return dot(w, a, a_stride, m, k, out, out_stride): out[t] for m <= n_tokens activation rows; strides in bytes."""
+    """Return dot(w, a, a_stride, k, out, out_stride): out[t] for n_tokens activation rows (strides in bytes)."""
     mode = fmt.mode
     vec, per_block = (f32x8, 1) if mode.endswith("32") else (f32x16, 2)
 
     @intrinsic
-    def dot(typingctx, w, a, a_stride, m, k, out, out_stride):
+    def dot(typingctx, w, a, a_stride, k, out, out_stride):
         def codegen(context, builder, sig, args):
-            w, a, a_stride, m, k, out, out_stride = args
+            w, a, a_stride, k, out, out_stride = args
             e = RowEmitter(builder)
             row = fmt.header(e, w)
-            tokens = [ActivationRow(e, e.opaque(at), k) for at in rows_left(builder, a, a_stride, n_tokens, m)]
+            tokens = [ActivationRow(e, e.opaque(e.offset(a, e.times(a_stride, t))), k) for t in range(n_tokens)]
             sums = [e.variable(e.zero(vec)) for _ in tokens]
 
             def add(slot, x, y):
@@ -53,11 +52,11 @@ def row_dot_arm64(fmt, n_tokens):
                     d = x.scales(e, i, valid)
                     factor = e.mul(scales, d if per_block == 1 else e.pick(d, _TWICE))
                     add(slot, e.ints_to_f32(arm64.joined(builder, parts)), factor)
-            for slot, to in zip(sums, rows_left(builder, out, out_stride, n_tokens, m), strict=True):
-                e.store(folded(builder, builder.load(slot), 1), to)
+            for t, slot in enumerate(sums):
+                e.store(folded(builder, builder.load(slot), 1), e.offset(out, e.times(out_stride, t)))
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 7), codegen
+        return types.void(*[types.int64] * 6), codegen
 
     return dot
 

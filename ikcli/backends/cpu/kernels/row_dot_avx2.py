@@ -28,14 +28,14 @@ _MOST_SUM = 32767
 
 @functools.cache
 def row_dot_avx2(fmt):
-    """Return dot(w, a, a_stride, m, k, out, out_stride): out[0] for one activation row; the rest is unused."""
+    """Return dot(w, a, a_stride, k, out, out_stride): out[0] for one activation row; strides are unused."""
     mode = fmt.mode
     vec, per_block = (f32x8, 1) if mode.endswith("32") else (f32x16, 2)
 
     @intrinsic
-    def dot(typingctx, w, a, a_stride, m, k, out, out_stride):
+    def dot(typingctx, w, a, a_stride, k, out, out_stride):
         def codegen(context, builder, sig, args):
-            w, a, _, _, k, out, _ = args
+            w, a, _, k, out, _ = args
             e = (RowEmitter if per_block == 1 else _ApartEmitter)(builder)
             x, row = ActivationRow(e, a, k), fmt.header(e, w)
             room = _room(e)
@@ -67,7 +67,7 @@ def row_dot_avx2(fmt):
             e.store(total, out)
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 7), codegen
+        return types.void(*[types.int64] * 6), codegen
 
     return dot
 

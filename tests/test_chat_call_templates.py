@@ -8,6 +8,7 @@ import pytest
 from test_chat_parser import read, same
 
 from ikcli.chat import ChatFormat, ChatParser, parse_request
+from ikcli.chat.families.detect import reasoning_of
 
 _ITEMS = "{% for k, v in c.function.arguments.items() %}"
 _TEXT = "{{ v if v is string else v|tojson }}"
@@ -102,3 +103,18 @@ def test_calls_come_back(name: str) -> None:
         message, deltas = read(ChatParser(prompt.settings), pieces)
         assert message.content == "Look." and same(message, deltas)
         assert [(c.name, json.loads(c.arguments)) for c in message.tool_calls] == [("weather", a) for a in ARGUMENTS]
+
+
+@pytest.mark.parametrize(
+    ("source", "opening"),
+    [
+        ("{{ '<|open|>' + tag + '<|sep|>' }} {{ '<|close|>' }}", "<|open|>think<|sep|>"),
+        ("{{- '<mm:think>' }}", "<mm:think>"),
+        ("<|plamo:end_think:plamo|>", "<|plamo:begin_think:plamo|>"),
+        ("<|thought_start|>", "<|thought_start|>"),
+        ("</think>", "<think>"),
+    ],
+)
+def test_tags_of_reasoning(source: str, opening: str) -> None:
+    tags, known = reasoning_of(source)
+    assert known and tags.open == opening

@@ -36,6 +36,7 @@ _REASONING = (
     Reasoning("<|channel>thought", "<channel|>"),
     Reasoning("<seed:think>", "</seed:think>"),
     Reasoning("<|inner_prefix|>", "<|inner_suffix|>"),
+    Reasoning("<mm:think>", "</mm:think>"),
     Reasoning("<|plamo:begin_think:plamo|>", "<|plamo:end_think:plamo|>"),
     Reasoning("<|thought_start|>", "<|thought_end|>"),
     Reasoning("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),

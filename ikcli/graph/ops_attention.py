@@ -128,7 +128,10 @@ class Attention(Op):
         return max(pos - self.window + 1 if self.window else 0, pos - pos % self.chunk if self.chunk else 0, 0)
 
     def hidden(self, run: Run, s: Segment, at: Array) -> Array:
-        """Return which positions `at` the tokens of a segment do not see: [n_tokens, len(at)]."""
+        """Return which positions `at` the tokens of a segment do not see: [n_tokens, len(at)].
+
+        The result may have an axis of key heads before these.
+        """
         if self.cross:
             return np.zeros((s.n_tokens, len(at)), np.bool_)
         first, end = self.bounds(run, s)
@@ -169,7 +172,7 @@ class Attention(Op):
                     most = len(self.biases[h]) // 2
                     distance = np.clip(at - pos[:, None], -most, most)
                     scores = scores + np.asarray(self.biases[h], run.dtype)[distance + most]
-                scores = np.where(hidden, -np.inf, scores)
+                scores = np.where(hidden if hidden.ndim == 2 else hidden[h // self.group], -np.inf, scores)
                 if self.sinks is not None:
                     sink = np.full((len(scores), 1), run.weight(self.sinks)[h], scores.dtype)
                     scores = np.concatenate([scores, sink], axis=1)

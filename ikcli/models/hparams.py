@@ -172,6 +172,8 @@ class HParams:
     index_n_head: int = 0
     index_head_dim: int = 0
     index_owners: frozenset[int] = frozenset()  # layers that choose positions
+    index_block: int = 0  # positions that are chosen together; 0: each is chosen by itself
+    index_local: int = 0  # blocks up to the query's own that are always chosen
     per_layer: Mapping[str, tuple[Any, ...]] = field(default_factory=dict, hash=False)
 
     @classmethod
@@ -235,6 +237,8 @@ class HParams:
             values["recurrent_layers"] = frozenset(il for il in values.get("recurrent_layers", ()) if il < n_main)
         elif arch in ("deepseek32", "glm-dsa"):  # heads attend to all positions, as in the reference
             values |= _indexer(keys, values, tensors)
+        elif arch == "minimax-m3":
+            values |= _block_indexer(keys, values, tensors)
         if arch in ("granite", "granite-swa", "granitehybrid", "granitemoe"):
             values |= _multipliers(keys)
         if arch in ("deepseek2", "mistral3", "mistral4"):  # files of Mistral 4 do not say
@@ -566,6 +570,28 @@ def _indexer(keys: Keys, values: dict[str, Any], tensors: Mapping[str, HasShape]
         "index_n_head": keys.integer("attention.indexer.head_count", least=1, most=128),
         "index_head_dim": keys.integer("attention.indexer.key_length", least=max(values["n_rot"], 16), most=1024),
         "index_owners": frozenset(il for il in range(n_layer) if own[il]),
+    }
+
+
+def _block_indexer(keys: Keys, values: dict[str, Any], tensors: Mapping[str, HasShape]) -> dict[str, Any]:
+    """Return the numbers of an indexer that chooses blocks of positions, of which there are `top_k`."""
+    name = "attention.indexer.head_count"
+    lead = keys.integer("leading_dense_block_count", 0)
+    every = range(values["n_layer"])
+    owners = frozenset(il for il in every if (f"blk.{il}.indexer.q_proj.weight" in tensors if tensors else il >= lead))
+    if "attention.indexer.top_k" not in keys or not owners:
+        return {}
+    n_head, n_blocks = keys.integer(name, least=1), keys.integer("attention.indexer.top_k", least=1, most=1 << 20)
+    if any(by_layer(values["n_head_kv"], values["n_layer"])[il] != n_head for il in owners):
+        raise keys.fail(name, f"is {n_head}; supported is one index head per KV head")
+    block = keys.integer("attention.indexer.block_size", least=1, most=1 << 20)
+    return {
+        "index_top_k": n_blocks * block,
+        "index_n_head": n_head,
+        "index_head_dim": keys.integer("attention.indexer.key_length", least=max(values["n_rot"], 16), most=1024),
+        "index_owners": owners,
+        "index_block": block,
+        "index_local": keys.integer("attention.indexer.local_blocks", 1, least=1, most=n_blocks),
     }
 
 

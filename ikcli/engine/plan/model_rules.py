@@ -104,32 +104,40 @@ def settle_mla(config: RunConfig, hp: HParams, given: Collection[str], notices: 
     return replace(config, mla=0)
 
 
+INDEXED = ("deepseek32", "glm-dsa", "minimax-m3")
+"""Architectures with an indexer, which a file may lack."""
 _INDEXER_OPTIONS = {"dsa": "--dsa", "dsa_top_k": "-dsatk", "type_index": "-ictk"}
 
 
 def settle_indexer(
     config: RunConfig, hp: HParams, machine: Machine, given: Collection[str], notices: list[str]
 ) -> RunConfig:
-    """Turn sparse attention off where it cannot run, with a notice that says what changes.
+    """Say which options of sparse attention have no effect; turn off what the GPUs cannot compute.
 
     Raises UnsupportedError for stages of a model whose layers share chosen positions.
     """
     if not hp.index_top_k:
         notices += [
-            f"{option} has no effect: {hp.arch} models have no indexer"
+            f"{option} has no effect: {'the model' if hp.arch in INDEXED else f'{hp.arch} models'} "
+            f"{'has' if hp.arch in INDEXED else 'have'} no indexer"
             for field, option in _INDEXER_OPTIONS.items()
             if field in given
         ]
+        if hp.arch in INDEXED:
+            notices.append(
+                f"attention covers all positions: {hp.source} has no indexer, with which {hp.arch} models are "
+                "trained; convert the checkpoint again to keep it"
+            )
         return config
     if not config.dsa:
         return config
-    if machine.gpus and config.n_gpu_layers != 0:
+    if hp.index_block and machine.gpus and config.n_gpu_layers != 0:
         notices.append(
-            f"attention covers all positions, as with --no-dsa: GPUs have no kernels for the indexer, which keeps "
-            f"{hp.index_top_k} of them; results differ in longer contexts (-ngl 0 runs the model as it was trained)"
+            "attention covers all positions, as with --no-dsa: GPUs have no kernels for an indexer of blocks; results "
+            "differ in longer contexts (-ngl 0 runs the model as it was trained)"
         )
         return replace(config, dsa=False)
-    if config.fleet.stages > 1 and len(hp.index_owners) < hp.n_layer:
+    if config.fleet.stages > 1 and len(hp.index_owners) < hp.n_layer and not hp.index_block:
         raise UnsupportedError(
             f"{hp.source}: layers share the positions that they attend to, and cannot be divided by --stages; use "
             "--no-dsa to attend to all positions"

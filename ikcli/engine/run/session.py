@@ -63,7 +63,8 @@ class Session:
         self.runner, self.graphs, self.programs = prepared.runner, prepared.graphs, prepared.programs
         self._cached = prepared.cached
         self._cpus, self._notes = numa.plan_threads(self.config, self.runner.cpu.n_threads)
-        self.runner.cpu.cpus = prepared.model.cpus = self._cpus
+        self.runner.cpu.cpus = self._cpus
+        prepared.model.cpus = numa.home_of_weights(self.config, self._cpus)
         self._huge: HugeWeights | None = None
         self._tokenizer: Tokenizer | None = None
         rotated = f"{int(self.graph_config.k_hadamard)}{int(self.graph_config.v_hadamard)}"
@@ -153,6 +154,7 @@ class Session:
             for kind in {"decode", "step"} & set(self.graphs):
                 experts.know(self.model, self.graphs[kind][0])
         self.runner.load(programs, self.model, self.config.mmap, self.run_plan.beside)
+        self.runner.cpu.mirror.make(self.model, self.runner.host_weights)
         self._huge, notes = host_memory.huge_weights(self.config, self.model, self.runner)
         try:
             media = self.graph_config.media

@@ -188,7 +188,8 @@ def make_most_seen(more):
 
     @inline
     def chosen(params, n):
-        return min(n, params.most)
+        # Where blocks are chosen, the last one is the query's own, of which it sees a part.
+        return n if n <= params.most else params.most - params.span + (n - 1) % params.span + 1
 
     return chosen
 

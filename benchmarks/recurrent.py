@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from kernel_harness import Harness, Segment, team
 from recurrent_cases import Case as Graph
-from recurrent_cases import Heads, conv_case, delta_case, scan_case
+from recurrent_cases import Heads, conv_case, delta_case, mamba2_case, scan_case
 
 from ikcli.backends.cpu.lower import RULES
 from ikcli.backends.cpu.peaks import product_peak
@@ -52,6 +52,12 @@ def scan(name: str, columns: int, n_tokens: int) -> Case:
     return Case(name, scan_case(columns, 16), n_tokens, 1, 6.0 * 16 * columns, 16 * columns)
 
 
+def mamba2(name: str, n_tokens: int) -> Case:
+    """64 heads of 64 columns with states of 128: a layer of Mamba 2 of 1.3B parameters."""
+    size = 64 * 64 * 128
+    return Case(name, mamba2_case(64, 1, 64, 128), n_tokens, 1, 6.0 * size, size)
+
+
 QWEN, KIMI = Heads(32, 16, 128, 128), Heads(32, 32, 128, 128, by_column=True)
 CASES = [
     delta("pp512 delta net 32/16x128", QWEN, 512),
@@ -64,6 +70,10 @@ CASES = [
     conv("decode short conv 8192", 8192, 1),
     scan("pp512 selective scan 5120x16", 5120, 512),
     scan("decode selective scan 5120x16", 5120, 1),
+    mamba2("pp2048 mamba2 64x64x128", 2048),
+    mamba2("decode mamba2 64x64x128", 1),
+    delta("pp2048 delta net 32/16x128", QWEN, 2048),
+    scan("pp2048 selective scan 5120x16", 5120, 2048),
 ]
 
 

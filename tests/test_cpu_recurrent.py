@@ -133,6 +133,25 @@ def test_mamba2_scan_gives_a_token_the_same_whatever_comes_with_it() -> None:
     same_in_pieces(mamba2_case(4, 2, 32, 32))
 
 
+def test_states_decay_to_zero_and_not_to_denormals() -> None:
+    """On these a CPU takes a hundred times as long; the thread itself goes on computing with them."""
+    case, n = mamba2_case(4, 2, 32, 32), 16
+    run = Harness(n, 8, RULES, n_seq=N_SEQ)
+    leaves = {name: run.input(name, cols) for name, cols in case.inputs.items()}
+    weights = {name: np.ascontiguousarray(w).view(np.uint8) for name, w in case.weights.items()}
+    run.compile(case.build(run.graph, leaves), 1, weights)
+    values = case.make(np.random.default_rng(3), n)
+    least = []
+    for step in range(24):
+        run([CpuSegment(n, 0, n * step, seq=0)], {leaves[name]: x for name, x in values.items()})
+        (data,) = run.caches.values()
+        state = np.abs(data[0].view(np.float32))
+        least.append(float(state[state > 0].min(initial=1.0)))
+        values = {"xbc": np.zeros_like(values["xbc"]), "dt": np.full_like(values["dt"], -1.0)}
+    assert least[0] > least[1] and min(least) >= np.finfo(np.float32).tiny
+    assert np.float32(1e-30) * np.float32(1e-10) > 0
+
+
 def test_short_conv_without_an_activation() -> None:
     compare(linear_conv_case(80, 3), LENGTHS[:6], n_threads=3)
 

@@ -35,5 +35,6 @@ REASONS = {
     "rwkv6": _RWKV,
     "rwkv6qwen2": _RWKV,
     "rwkv7": _RWKV,
+    "talkie": "nothing it needs is known to be missing, but its graph is not written yet",
     "wavtokenizer-dec": _SPEECH,
 }

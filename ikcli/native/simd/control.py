@@ -92,6 +92,53 @@ def pause(typingctx):
     return types.void(), codegen
 
 
+_FLUSH_X86, _FLUSH_ARM64 = 0x8040, 1 << 24  # of MXCSR: results and operands; of FPCR: both
+
+
+@intrinsic
+def flush_denormals(typingctx):
+    """Let this thread take denormal numbers for 0 from now on; return what `restore_denormals` needs.
+
+    Decays multiply to such numbers, on which a CPU takes a hundred times as long.
+    """
+
+    def codegen(context, builder, sig, args):
+        i64 = ir.IntType(64)
+        if not isa.current().is_x86:
+            mode = call_llvm(builder, "llvm.aarch64.get.fpcr", i64, [])
+            flushing = builder.or_(mode, ir.Constant(i64, _FLUSH_ARM64))
+            call_llvm(builder, "llvm.aarch64.set.fpcr", ir.VoidType(), [flushing])
+            return mode
+        with builder.goto_entry_block():
+            at = builder.alloca(_I32)
+        place = builder.bitcast(at, ir.IntType(8).as_pointer())
+        call_llvm(builder, "llvm.x86.sse.stmxcsr", ir.VoidType(), [place])
+        mode = builder.load(at)
+        builder.store(builder.or_(mode, ir.Constant(_I32, _FLUSH_X86)), at)
+        call_llvm(builder, "llvm.x86.sse.ldmxcsr", ir.VoidType(), [place])
+        return builder.zext(mode, i64)
+
+    return types.int64(), codegen
+
+
+@intrinsic
+def restore_denormals(typingctx, mode):
+    """Undo `flush_denormals`, which returned the mode."""
+
+    def codegen(context, builder, sig, args):
+        if not isa.current().is_x86:
+            call_llvm(builder, "llvm.aarch64.set.fpcr", ir.VoidType(), [args[0]])
+            return context.get_dummy_value()
+        with builder.goto_entry_block():
+            at = builder.alloca(_I32)
+        builder.store(builder.trunc(args[0], _I32), at)
+        place = builder.bitcast(at, ir.IntType(8).as_pointer())
+        call_llvm(builder, "llvm.x86.sse.ldmxcsr", ir.VoidType(), [place])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
 @intrinsic
 def call_kernel(typingctx, address, params, ith, nth):
     """Call a compiled kernel by address; return its status (0 = ok). See `jit.py` for the calling convention."""

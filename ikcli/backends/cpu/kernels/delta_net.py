@@ -23,6 +23,7 @@ from ikcli.backends.cpu.kernels.sgemm import BLOCKS, fma_f32x16, load_f32x16_at,
 from ikcli.backends.cpu.kernels.state_rows import begins, state_row
 from ikcli.backends.cpu.params_layers import DELTA_CHUNK, DeltaNetParams
 from ikcli.native.jit import inline
+from ikcli.native.simd.control import flush_denormals, restore_denormals
 from ikcli.native.simd.vec import (
     bcast_f32x16,
     f32x16,
@@ -273,6 +274,7 @@ def make_delta_net(dk, dv, by_column):
 
     @kernel(DeltaNetParams)
     def delta_net(params, ith, nth):
+        mode = flush_denormals()
         heads, k_heads, scale = params.heads, params.k_heads, params.scale
         q_stride, k_stride, v_stride = params.q.stride, params.k.stride, params.v.stride
         a_stride, beta_stride, out_stride = a_width * heads, 4 * heads, 4 * dv * heads
@@ -321,5 +323,6 @@ def make_delta_net(dk, dv, by_column):
                 for j in range(width):
                     columns(work, s + j * block_bytes, v + t * v_stride + _LINE * j, v_stride, left,
                             out + t * out_stride + _LINE * j, out_stride)  # fmt: skip
+        restore_denormals(mode)
 
     return delta_net

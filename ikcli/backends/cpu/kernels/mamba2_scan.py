@@ -18,6 +18,7 @@ from ikcli.backends.cpu.kernels.sgemm import transpose16
 from ikcli.backends.cpu.kernels.state_rows import begins, state_row
 from ikcli.backends.cpu.params_layers import DELTA_CHUNK, Mamba2ScanParams
 from ikcli.native.jit import inline
+from ikcli.native.simd.control import flush_denormals, restore_denormals
 from ikcli.native.simd.math import vexp, vsoftplus
 from ikcli.native.simd.vec import (
     bcast_f32x16,
@@ -151,6 +152,7 @@ def make_mamba2_scan(n_state, width):
 
     @kernel(Mamba2ScanParams)
     def mamba2_scan(params, ith, nth):
+        mode = flush_denormals()
         heads, groups = params.heads, params.groups
         x_stride, b_stride, c_stride = params.x.stride, params.b.stride, params.c.stride
         dt_stride, out_stride = 4 * heads, 4 * width * heads
@@ -203,5 +205,6 @@ def make_mamba2_scan(n_state, width):
                                           xt + s * x_stride + _LINE * j, d,
                                           to + s * out_stride + _LINE * j)  # fmt: skip
                 t += left
+        restore_denormals(mode)
 
     return mamba2_scan

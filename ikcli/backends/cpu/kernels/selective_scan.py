@@ -12,6 +12,7 @@ from ikcli.backends.cpu.kernels.sgemm import transpose16
 from ikcli.backends.cpu.kernels.state_rows import begins, state_row
 from ikcli.backends.cpu.params_layers import SelectiveScanParams
 from ikcli.native.jit import inline
+from ikcli.native.simd.control import flush_denormals, restore_denormals
 from ikcli.native.simd.math import vexp, vsoftplus
 from ikcli.native.simd.vec import (
     bcast_f32x16,
@@ -43,6 +44,7 @@ def make_selective_scan():
 
     @kernel(SelectiveScanParams)
     def selective_scan(params, ith, nth):
+        mode = flush_denormals()
         states, state_bytes, n_state, cols = params.states, params.state_bytes, params.n_state, params.cols
         x, dt, out = params.x, params.dt, params.out
         b, b_stride, c, c_stride = params.b, params.b_stride, params.c, params.c_stride
@@ -65,5 +67,6 @@ def make_selective_scan():
                     step, row = vsoftplus(vadd(load_f32x16(dt + at), bias)), load_f32x16(x + at)
                     y = one_token(h, decays, n_state, row, step, b + t * b_stride, c + t * c_stride, vmul(through, row))
                     store_f32x16(out + at, y)
+        restore_denormals(mode)
 
     return selective_scan

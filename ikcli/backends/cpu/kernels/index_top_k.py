@@ -145,7 +145,7 @@ def make_index_top_k(k_type):
                 break
             segment, first, n_tokens, _ = find_task(params, task)
             token, position = segment_word(segment, SEG_TOKEN) + first, segment_word(segment, SEG_POS) + first
-            rows, end = n_tokens * heads, position + n_tokens
+            rows, end = n_tokens * heads, (position + n_tokens) // params.ratio
             if end > most:
                 pack_q(params, token, 0, rows, q, k)
                 load_weights(params, token, rows, weights)
@@ -153,7 +153,8 @@ def make_index_top_k(k_type):
             for t in range(n_tokens):
                 out = params.out + (token + t) * params.out_stride
                 cell = segment_word(segment, SEG_CELL)
-                choose(scores + t * params.score_bytes, position + t + 1, cell, most, counts, out)
+                seen = (position + t + 1) // params.ratio
+                choose(scores + t * params.score_bytes, seen, cell, most, counts, out)
 
     return index_top_k
 
@@ -166,7 +167,7 @@ def make_index_scores(k_type):
     def index_scores(params, ith, nth):
         longest, segments = 0, state_word(params, SEGMENTS)
         for i in range(state_word(params, N_SEG)):
-            longest = max(longest, segment_word(segments + 8 * SEG_WORDS * i, SEG_N_KV))
+            longest = max(longest, segment_word(segments + 8 * SEG_WORDS * i, SEG_N_KV) // params.ratio)
         if longest <= params.most:
             return
         spans, heads = (longest + INDEX_SPAN - 1) // INDEX_SPAN, params.unit_heads
@@ -180,8 +181,9 @@ def make_index_scores(k_type):
             segment, first, n_tokens, _ = find_task(params, task // spans)
             token, position = segment_word(segment, SEG_TOKEN) + first, segment_word(segment, SEG_POS) + first
             rows, begin = n_tokens * heads, task % spans * INDEX_SPAN
-            end = min(begin + INDEX_SPAN, position + n_tokens)
-            if begin >= end or position + n_tokens <= params.most:
+            seen = (position + n_tokens) // params.ratio
+            end = min(begin + INDEX_SPAN, seen)
+            if begin >= end or seen <= params.most:
                 continue
             pack_q(params, token, 0, rows, q, k)
             load_weights(params, token, rows, weights)
@@ -208,6 +210,6 @@ def make_index_choice():
                 out = params.out + (token + t) * params.out_stride
                 scores = params.scores + (token + t) * params.score_bytes
                 cell = segment_word(segment, SEG_CELL)
-                choose(scores, position + t + 1, cell, params.most, counts, out)
+                choose(scores, (position + t + 1) // params.ratio, cell, params.most, counts, out)
 
     return index_choice

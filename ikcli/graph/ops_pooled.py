@@ -1,7 +1,8 @@
 """Operations of compressed attention: `ratio` positions become one entry, which later queries see in their place.
 
 An entry is complete with the last of its positions: position p is the last of entry p // ratio if (p + 1) % ratio is 0,
-and sees (p + 1) // ratio entries. Entry i of a sequence is in row i of the sequence's cells of its cache.
+and sees (p + 1) // ratio entries. An entry is in the cell of its last position, so that cells can be dropped, saved and
+shared like those of other caches.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class PooledStore(Op):
         for s in run.state.segments:
             for i, p in enumerate(range(s.pos, s.n_kv)):
                 if (p + 1) % self.ratio == 0:
-                    cached[s.cell + p // self.ratio] = x[s.start + i]
+                    cached[s.cell + p] = x[s.start + i]
         return np.zeros((len(x), 0), run.dtype)
 
 
@@ -96,7 +97,7 @@ class PooledCells(Op):
     """List the rows that each query attends to: [rows, window + most] rows of two caches.
 
     First come the rows of its last `window` positions in `recent`; then entries, row r as -1 - r: those in `chosen`, a
-    value of `IndexTopK`, or all. Unused columns are 0.
+    value of `IndexTopK` with this `ratio`, or all. Unused columns are 0.
     """
 
     name = "pooled_cells"
@@ -123,10 +124,10 @@ class PooledCells(Op):
         for s in run.state.segments:
             for i, n in enumerate(range(s.pos + 1, s.n_kv + 1)):
                 recent = first_row(self.recent, s) + np.arange(max(n - self.window, 0), n)
-                entries = s.cell + np.arange(n // self.ratio)
+                entries = np.arange(n // self.ratio)
                 if self.chosen is not None:
-                    entries = run.value(self.chosen)[s.start + i][: self.count(n) - len(recent)]
-                found = np.concatenate([recent, -1 - entries])
+                    entries = run.value(self.chosen)[s.start + i][: self.count(n) - len(recent)] - s.cell
+                found = np.concatenate([recent, -1 - (s.cell + self.ratio * (entries + 1) - 1)])
                 out[s.start + i, : len(found)] = found
         return out
 

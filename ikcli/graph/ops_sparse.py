@@ -23,7 +23,8 @@ class IndexTopK(Op):
     `q.width` columns. A query that sees at most `top_k` positions gets all of them. Of equal scores the earlier
     position is chosen. Corresponds to the lightning indexer of DeepSeek V3.2.
 
-    `ratio`: keys are those of entries of so many positions (`ops_pooled.py`), which are chosen in place of positions.
+    `ratio`: keys are those of entries of so many positions (`ops_pooled.py`), which are chosen in place of positions:
+    the first cell of the sequence plus the number of the entry.
     """
 
     name = "index_top_k"
@@ -50,7 +51,8 @@ class IndexTopK(Op):
         for s in run.state.segments:
             tokens = np.s_[s.start : s.start + s.n_tokens]
             q = head_columns(run.value(self.q.node)[tokens], self.q, self.n_head)
-            k: Array = run.cached(self.k)[s.cell : s.cell + s.n_kv].astype(run.dtype)
+            at = slice(s.cell + self.ratio - 1, s.cell + s.n_kv, self.ratio)
+            k: Array = run.cached(self.k)[at].astype(run.dtype)
             w = run.value(self.weights)[tokens]
             for i, seen in enumerate(range(s.pos + 1, s.n_kv + 1)):
                 n = seen // self.ratio

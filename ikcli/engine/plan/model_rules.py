@@ -53,6 +53,26 @@ def settle_encoder(
     return replace(config, server=server, n_parallel=1)
 
 
+def settle_streams(config: RunConfig, hp: HParams, machine: Machine, notices: list[str]) -> RunConfig:
+    """Keep models with streams of a residual on the CPU, with a notice; GPUs have no kernels for them.
+
+    Raises UnsupportedError where the command line wants layers on a GPU, or stages, which pass on one stream.
+    """
+    if not hp.n_stream:
+        return config
+    if config.fleet.stages > 1:
+        raise UnsupportedError(f"{hp.source}: {hp.arch} models are computed by one process; leave out --stages")
+    if not machine.gpus:
+        return config
+    if config.n_gpu_layers:
+        raise UnsupportedError(f"{hp.source}: {hp.arch} models are computed on the CPU; use -ngl 0")
+    if config.n_gpu_layers is None:
+        notices.append(f"{hp.arch} models are computed on the CPU")
+    if config.fit:
+        notices.append("--fit has no effect: nothing goes to a GPU")
+    return replace(config, n_gpu_layers=0, fit=False)
+
+
 def settle_mla(config: RunConfig, hp: HParams, given: Collection[str], notices: list[str]) -> RunConfig:
     """Turn `-mla` off for models without latent attention; add notices on options without effect."""
     if hp.kv_lora_rank:

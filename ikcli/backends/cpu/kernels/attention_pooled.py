@@ -102,7 +102,7 @@ def make_pooled_store(type_):
             )  # fmt: skip
             for i in range(n * ith // nth, n * (ith + 1) // nth):
                 if (position + i + 1) % ratio == 0:
-                    row = segment_word(segment, SEG_CELL) + (position + i) // ratio
+                    row = segment_word(segment, SEG_CELL) + position + i
                     store(params.cache + row * params.row_bytes, 0, params.x + (token + i) * params.stride, params.cols)
 
     return pooled_store
@@ -125,10 +125,10 @@ def make_pooled_cells():
                     st_i32(at, first + p)
                     at += 4
                 for e in range(min(seen // params.ratio, params.most)):
-                    row = cell + e
+                    entry = e
                     if params.chosen != 0:
-                        row = ld_i32(params.chosen + (token + i) * params.chosen_bytes + 4 * e)
-                    st_i32(at, -1 - row)
+                        entry = ld_i32(params.chosen + (token + i) * params.chosen_bytes + 4 * e) - cell
+                    st_i32(at, -1 - (cell + (entry + 1) * params.ratio - 1))
                     at += 4
                 while at < out + params.out_bytes:
                     st_i32(at, 0)

@@ -11,8 +11,8 @@ The choice is exact and does not depend on the order of threads: three counts of
 as ordered integers find the smallest chosen score, and one more pass writes the cells in ascending order.
 """
 
-from ikcli.backends.cpu.kernels.attention import make_stage_k, pack_q
-from ikcli.backends.cpu.kernels.attention_tasks import find_task, n_base_tasks, segment_word, tile_chunk
+from ikcli.backends.cpu.kernels.attention import AHEAD, make_stage_k, pack_q
+from ikcli.backends.cpu.kernels.attention_tasks import find_task, n_base_tasks, part_row, segment_word, tile_chunk
 from ikcli.backends.cpu.kernels.common import (
     N_SEG,
     SEG_CELL,
@@ -24,8 +24,9 @@ from ikcli.backends.cpu.kernels.common import (
     next_work,
     state_word,
 )
+from ikcli.backends.cpu.kernels.kv import make_prefetch_row, make_stage
 from ikcli.backends.cpu.kernels.records import kernel
-from ikcli.backends.cpu.kernels.sgemm import MAX_VECTORS, make_rows_product
+from ikcli.backends.cpu.kernels.sgemm import CHUNK_ROW, MAX_VECTORS, make_rows_product
 from ikcli.backends.cpu.params_attention import INDEX_SPAN, IndexParams
 from ikcli.native.jit import inline, merge
 from ikcli.native.simd.vec import (
@@ -44,12 +45,29 @@ from ikcli.native.simd.vec import (
 _BUCKETS = 2048
 
 
+def make_stage_keys(type_):
+    """Return stage_keys(...), as `make_stage_part` does, of keys that are `ratio` rows apart, in the last of them."""
+    stage, prefetch_row = make_stage(type_), make_prefetch_row(type_)
+
+    @inline
+    def stage_keys(params, part, segment, kv_head, dst, chunk_bytes, position, n):
+        row, element = part_row(params, part, segment, kv_head)
+        stride, width = part.row_bytes * params.ratio, part.width
+        row += position * stride + stride - part.row_bytes
+        for i in range(n):
+            prefetch_row(row + AHEAD * stride, element, width)
+            stage(dst + CHUNK_ROW * i, chunk_bytes, row, element, width)
+            row += stride
+
+    return stage_keys
+
+
 def make_score_positions(k_type):
     """Return score_positions(params, segment, rows, q, k, s, weights, begin, end, scores, stride).
 
     It writes the scores of positions begin..end-1 for every token of the task; `stride`: bytes from token to token.
     """
-    stage_k, product = make_stage_k(k_type), make_rows_product(False)
+    stage_k, product = make_stage_k(k_type, make_stage_keys), make_rows_product(False)
 
     @merge
     def score_positions(params, segment, rows, q, k, s, weights, begin, end, scores, stride):

@@ -20,7 +20,7 @@ from ikcli.models.keys import HasShape, Keys, by_layer
 from ikcli.models.recurrent.states import HYBRID, KDA, SCAN, read_recurrent
 from ikcli.models.rope import RopeParams, read_rope
 from ikcli.models.rope_options import overrides
-from ikcli.models.sparse_keys import read_sparse
+from ikcli.models.sparse.keys import read_sparse
 from ikcli.models.windows import read_windows
 from ikcli.settings.adapters import RopeConfig
 
@@ -167,7 +167,7 @@ class HParams:
     ssm_norm_eps: float = 0.0  # of the norms of what a scan is controlled by; 0: it is not normed
     kda_lower_bound: float = 0.0  # of logarithms of decays; 0: none
     n_further: int = 0  # blocks after those of the model, each a head that predicts a further token (NextN, MTP)
-    index_top_k: int = 0  # positions that a query attends to; 0: all (models/indexer.py)
+    index_top_k: int = 0  # positions that a query attends to; 0: all (models/sparse/indexer.py)
     index_n_head: int = 0
     index_head_dim: int = 0
     index_owners: frozenset[int] = frozenset()  # layers that choose positions

@@ -16,12 +16,13 @@ from ikcli.gguf.constants import GGMLType
 from ikcli.graph import Cache, Graph, HeadSlice, Node, Per, Weight, power_of_two_parts
 from ikcli.graph.ops_pooled import Pool, PooledAttn, PooledCells, PooledStore
 from ikcli.graph.ops_streams import StreamMix, StreamSum, StreamWeights
-from ikcli.models import blocks, expected, indexer
+from ikcli.models import blocks, expected
 from ikcli.models.config import GraphConfig
 from ikcli.models.feed_forward import limited_feed_forward
 from ikcli.models.hparams import HParams
 from ikcli.models.rope import RopeParams, inverse_frequencies
-from ikcli.models.sparse_keys import ENTRY_NAMES, OVERLAPPING
+from ikcli.models.sparse import indexer
+from ikcli.models.sparse.keys import ENTRY_NAMES, OVERLAPPING
 from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
 
 _ROWS = ("attn_kv", "attn_kv_latent")  # names of the projection to rows of the cache

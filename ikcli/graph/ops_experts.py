@@ -97,9 +97,13 @@ class MoeRoute(Op):
 
 @dataclass(frozen=True, slots=True)
 class HashRoute(Op):
-    """A route to the experts that a table, (n_used, n_vocab) ids, gives for every token; otherwise as `MoeRoute`."""
+    """A route to the experts that a table, (n_used, n_vocab) ids, gives for every token; otherwise as `MoeRoute`.
+
+    Tokens come with the micro-batch, so the CPU computes this.
+    """
 
     name = "hash_route"
+    place = Place.HOST
     is_table = True
     drops = False
 

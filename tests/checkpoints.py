@@ -144,7 +144,11 @@ def as_bf16(tensors: Arrays) -> dict[str, np.ndarray]:
 
 def drawn(name: str, shape: Sequence[int]) -> np.ndarray:
     """Random values that depend on the name of the tensor alone, of a size that keeps a model lively."""
-    x = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(tuple(shape))
+    rng = np.random.default_rng(zlib.crc32(name.encode()))
+    if "tid2eid" in name:  # experts of tokens, of which there are 8
+        ids = rng.permuted(np.tile(np.arange(8), (shape[0], 1)), axis=1)
+        return np.ascontiguousarray(ids[:, : shape[1]])
+    x = rng.standard_normal(tuple(shape))
     if len(shape) > 1:
         return (x * 1.5 / np.sqrt(2 if "conv1d" in name else shape[-1])).astype(np.float32)
     is_norm = any(part in name for part in ("norm", "ln_", ".scale")) and not name.endswith("bias")

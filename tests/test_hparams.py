@@ -81,7 +81,7 @@ def test_wrong_values(key: str, value: Any, message: str | None) -> None:
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("rope.scaling.type", "longrope"), ("expert_gating_func", 4)],
+    [("rope.scaling.type", "longrope"), ("expert_gating_func", 5)],
 )
 def test_unsupported_values(key: str, value: Any) -> None:
     with pytest.raises(UnsupportedError, match=rf"file\.gguf: llama\.{key}"):

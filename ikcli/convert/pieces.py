@@ -24,6 +24,7 @@ Value = Callable[[Floats], Floats]
 
 TYPES_OF = {"F32": GGMLType.F32, "F16": GGMLType.F16, "BF16": GGMLType.BF16, "F64": GGMLType.F32}
 """dtype of a checkpoint -> tensor type that holds the same values (doubles are rounded)."""
+TYPES_OF |= {"I32": GGMLType.I32, "I64": GGMLType.I32}  # tables of ids
 TYPES_OF["MXFP4"] = GGMLType.MXFP4  # from a dequantized source asked for the blocks themselves
 _KEPT = TYPES_OF | {"I64": GGMLType.I64}  # whole numbers that a conversion computed
 
@@ -159,6 +160,8 @@ class NewRows:
         return found[0] if len(found) == 1 else np.concatenate(found)
 
     def _typed(self, rows: Array, dtype: str, factor: float) -> Array:
+        if self.type is GGMLType.I32:
+            return np.ascontiguousarray(rows, "<i4")
         if _KEPT[dtype] == self.type and self.value is None and dtype != "F64" and factor == 1.0:
             return np.ascontiguousarray(rows)
         values = as_float32(rows, dtype)

@@ -15,7 +15,7 @@ from ikcli.graph.activations import SILU, Glu, sigmoid
 from ikcli.graph.core import Array, Node, Op, Place, Rows, RowSpec, Run, SameSize, Weight
 from ikcli.graph.ops_rows import OneMatrix, Product, softmax
 
-GATINGS = ("sigmoid", "softmax", "sparsemixer")
+GATINGS = ("sigmoid", "softmax", "sparsemixer", "sqrtsoftplus")
 SPARSE_MARGIN = 0.02  # twice the jitter that Phi-3.5-MoE was trained with
 
 
@@ -23,7 +23,8 @@ SPARSE_MARGIN = 0.02  # twice the jitter that Phi-3.5-MoE was trained with
 class MoeRoute(Op):
     """Choose experts: [rows, 2*n_used] = n_used weights (f32), then n_used ids (i32 bits; -1 = dropped by -ser).
 
-    gating "softmax" or "sigmoid" gives probabilities; `bias` is added for the selection only. With gating "sparsemixer"
+    gating "softmax" or "sigmoid" gives probabilities, "sqrtsoftplus" the square root of ln(1 + exp(logit)) in their
+    place; `bias` is added for the selection only. With gating "sparsemixer"
     experts are chosen by their logits (plus `bias`), and the weight of each is its softmax among those that were not
     chosen before it, without the ones that are more than `SPARSE_MARGIN` below it, in relation to the larger of both.
     With n_group > 1 only experts of the n_group_used groups with the largest sum of their two best scores are eligible.
@@ -62,7 +63,7 @@ class MoeRoute(Op):
         logits = run.value(self.logits)
         if self.gating == "sparsemixer":
             return self._sparse(logits if self.bias is None else logits + run.weight(self.bias))
-        probs = softmax(logits) if self.gating == "softmax" else sigmoid(logits)
+        probs = scores_of(logits, self.gating)
         selection = probs if self.bias is None else probs + run.weight(self.bias)
         if self.n_group > 1:
             selection = best_groups(selection, self.n_group, self.n_group_used)
@@ -92,6 +93,58 @@ class MoeRoute(Op):
     def _row(self, weights: Array, ids: Array, keep: Array) -> Array:
         bits = np.ascontiguousarray(np.where(keep, ids, -1), np.int32).view(np.float32)
         return np.concatenate([(weights * self.scale).astype(np.float32), bits], axis=1)
+
+
+@dataclass(frozen=True, slots=True)
+class HashRoute(Op):
+    """A route to the experts that a table, (n_used, n_vocab) ids, gives for every token; otherwise as `MoeRoute`.
+
+    Tokens come with the micro-batch, so the CPU computes this.
+    """
+
+    name = "hash_route"
+    place = Place.HOST
+    is_table = True
+    drops = False
+
+    logits: Node
+    table: Weight
+    gating: str
+    norm: bool
+    scale: float
+
+    def __post_init__(self) -> None:
+        if self.logits.rows != RowSpec(Rows.TOKENS):
+            raise ValueError("experts are looked up for the tokens of a micro-batch")
+
+    @property
+    def n_used(self) -> int:
+        """Return the number of experts of a token."""
+        return self.table.ne0
+
+    @property
+    def n_expert(self) -> int:
+        """Return the number of experts."""
+        return self.logits.cols
+
+    @property
+    def shape(self) -> tuple[RowSpec, int]:
+        return self.logits.rows, 2 * self.n_used
+
+    def compute(self, run: Run) -> Array:
+        probs = scores_of(run.value(self.logits), self.gating)
+        ids = run.weight(self.table).astype(np.int32)[run.state.tokens]
+        weights = np.take_along_axis(probs, ids, axis=1)
+        if self.norm:
+            weights = weights / weights.sum(axis=1, keepdims=True)
+        return np.concatenate([(weights * self.scale).astype(np.float32), ids.view(np.float32)], axis=1)
+
+
+def scores_of(logits: Array, gating: str) -> Array:
+    """Return what experts are weighed by."""
+    if gating == "sqrtsoftplus":
+        return np.asarray(np.sqrt(np.logaddexp(logits, 0)), logits.dtype)
+    return softmax(logits) if gating == "softmax" else sigmoid(logits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +272,7 @@ class MoeGroups(Op):
         return np.concatenate([weights, np.ascontiguousarray(groups, np.int32).view(np.float32)], axis=1)
 
 
-AnyRoute = MoeRoute | MoeResident | MediaRoute | MoeGroups
+AnyRoute = MoeRoute | HashRoute | MoeResident | MediaRoute | MoeGroups
 
 
 @dataclass(frozen=True, slots=True)

@@ -281,7 +281,10 @@ class ConcatHeads(Op):
 
 @dataclass(frozen=True, slots=True)
 class RopeTable(Op):
-    """cos, sin (interleaved per pair) of position * inv_freq, times mscale: [n_tokens, 2*len(inv_freq)]."""
+    """cos, sin (interleaved per pair) of position * inv_freq, times mscale: [n_tokens, 2*len(inv_freq)].
+
+    `lag`: the table is that of the position so many before the token's.
+    """
 
     name = "rope_table"
     place = Place.EVERYWHERE
@@ -289,13 +292,14 @@ class RopeTable(Op):
 
     inv_freq: tuple[float, ...]
     mscale: float
+    lag: int = 0
 
     @property
     def shape(self) -> tuple[RowSpec, int]:
         return RowSpec(Rows.TOKENS), 2 * len(self.inv_freq)
 
     def compute(self, run: Run) -> Array:
-        theta = run.state.pos.astype(np.float64)[:, None] * np.asarray(self.inv_freq)
+        theta = (run.state.pos.astype(np.float64) - self.lag)[:, None] * np.asarray(self.inv_freq)
         table = np.stack([np.cos(theta), np.sin(theta)], axis=-1) * self.mscale
         return table.reshape(len(theta), -1).astype(run.dtype)
 

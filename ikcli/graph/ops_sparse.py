@@ -22,6 +22,9 @@ class IndexTopK(Op):
     The score of a position is the sum over heads of weight * max(q . k, 0). All heads share the key, a cache row of
     `q.width` columns. A query that sees at most `top_k` positions gets all of them. Of equal scores the earlier
     position is chosen. Corresponds to the lightning indexer of DeepSeek V3.2.
+
+    `ratio`: keys are those of entries of so many positions (`ops_pooled.py`), which are chosen in place of positions:
+    the first cell of the sequence plus the number of the entry.
     """
 
     name = "index_top_k"
@@ -33,6 +36,7 @@ class IndexTopK(Op):
     k: Cache
     n_head: int
     top_k: int
+    ratio: int = 1
 
     def __post_init__(self) -> None:
         if self.weights.cols != self.n_head or self.k.cols != self.q.width or self.k.per is not Per.CELL:
@@ -47,9 +51,11 @@ class IndexTopK(Op):
         for s in run.state.segments:
             tokens = np.s_[s.start : s.start + s.n_tokens]
             q = head_columns(run.value(self.q.node)[tokens], self.q, self.n_head)
-            k: Array = run.cached(self.k)[s.cell : s.cell + s.n_kv].astype(run.dtype)
+            at = slice(s.cell + self.ratio - 1, s.cell + s.n_kv, self.ratio)
+            k: Array = run.cached(self.k)[at].astype(run.dtype)
             w = run.value(self.weights)[tokens]
-            for i, n in enumerate(range(s.pos + 1, s.n_kv + 1)):
+            for i, seen in enumerate(range(s.pos + 1, s.n_kv + 1)):
+                n = seen // self.ratio
                 chosen = np.arange(n)
                 if n > self.top_k:
                     scores = w[i] @ np.maximum(q[i] @ k[:n].T, 0)

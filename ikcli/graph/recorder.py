@@ -16,6 +16,7 @@ from ikcli.graph.ops_attention import Attn, FlashAttn, KvRows, KvStore
 from ikcli.graph.ops_elements import Activate, Clamp, Gate, Norm, PosScale, Scale, SoftCap
 from ikcli.graph.ops_experts import (
     AddId,
+    HashRoute,
     MediaRoute,
     MoeGroups,
     MoeResident,
@@ -218,9 +219,9 @@ class Graph:
         return self.record(GetRows(x), name)
 
     # --- heads and cache ----------------------------------------------------------------------------------------------
-    def rope_table(self, inv_freq: Sequence[float], mscale: float, name: str = "rope_table") -> Node:
+    def rope_table(self, inv_freq: Sequence[float], mscale: float, name: str = "rope_table", lag: int = 0) -> Node:
         """Compute cos, sin (interleaved per pair) of position * inv_freq, times mscale: [n_tokens, 2*len(inv_freq)]."""
-        return self.record(RopeTable(tuple(float(f) for f in inv_freq), mscale), name)
+        return self.record(RopeTable(tuple(float(f) for f in inv_freq), mscale, lag), name)
 
     def rope(
         self, x: Node, table: Node, n_head: int, head_dim: int, name: str, *, offset: int = 0, neox: bool = False
@@ -285,9 +286,11 @@ class Graph:
                     ranged, half, biases, cross)  # fmt: skip
         return self.record(FlashAttn(*settings) if flash else Attn(*settings, heads_per_step), name)
 
-    def index_top_k(self, q: HeadSlice, weights: Node, k: Cache, name: str, *, n_head: int, top_k: int) -> Node:
+    def index_top_k(
+        self, q: HeadSlice, weights: Node, k: Cache, name: str, *, n_head: int, top_k: int, ratio: int = 1
+    ) -> Node:
         """Choose the positions that each query attends to: [rows, top_k]; see `IndexTopK`."""
-        return self.record(IndexTopK(q, weights, k, n_head, top_k), name)
+        return self.record(IndexTopK(q, weights, k, n_head, top_k, ratio), name)
 
     def index_top_blocks(
         self, q: HeadSlice, k: Cache, name: str, *, n_head: int, top_k: int, block: int, local: int
@@ -350,6 +353,10 @@ class Graph:
         """Choose experts: [rows, 2*n_used]; see `MoeRoute`."""
         self.exact = False
         return self.record(MoeRoute(logits, bias, n_used, gating, norm, scale, n_group, n_group_used, ser), name)
+
+    def hash_route(self, logits: Node, table: Weight, name: str, *, gating: str, norm: bool, scale: float) -> Node:
+        """Look experts up by token: [rows, 2*n_used]; see `HashRoute`."""
+        return self.record(HashRoute(logits, table, gating, norm, scale), name)
 
     def moe_groups(self, route: Node, size: int, name: str) -> Node:
         """Return the route to groups of adjacent experts; see `MoeGroups`."""

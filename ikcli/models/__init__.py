@@ -43,6 +43,7 @@ ARCHITECTURES: dict[str, str] = {
     "deepseek": "ikcli.models.plain",
     "deepseek2": "ikcli.models.deepseek2",
     "deepseek32": "ikcli.models.deepseek2",
+    "deepseek4": "ikcli.models.sparse.deepseek4",
     "dots1": "ikcli.models.plain",
     "ernie4_5": "ikcli.models.plain",
     "ernie4_5-moe": "ikcli.models.plain",

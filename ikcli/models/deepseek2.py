@@ -11,11 +11,12 @@ import math
 from dataclasses import replace
 
 from ikcli.graph import Graph, HeadSlice, Node, power_of_two_parts
-from ikcli.models import blocks, expected, indexer
+from ikcli.models import blocks, expected
 from ikcli.models.config import GraphConfig
 from ikcli.models.feed_forward import feed_forward, mlp
 from ikcli.models.hparams import HParams
 from ikcli.models.rope import inverse_frequencies, magnitude, yarn_log
+from ikcli.models.sparse import indexer
 from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
 
 _HALVES = ("minicpm3",)  # rotate halves of the rotated part, not adjacent pairs; may have the factors of LongRoPE

@@ -106,6 +106,11 @@ def moe_ffn(
     """Record routed experts: choose by `logits` (default: of x), group tokens by expert, compute, add up weighted."""
     if logits is None:
         logits = linear(g, layer.ffn_gate_inp, layer.get("ffn_gate_inp_bias"), x, "ffn_moe_logits")
+    table = layer.get("ffn_gate_tid2eid")
+    if table is not None:
+        norm, scale = hp.expert_weights_norm, hp.expert_weights_scale
+        route = g.hash_route(logits, table, "ffn_moe_topk", gating=hp.expert_gating, norm=norm, scale=scale)
+        return _routed(g, hp, cfg, x, layer, route, act, name)
     # Group-limited routing belongs to sigmoid gating (DeepSeek-V3); older files select over all experts.
     grouped = hp.expert_gating == "sigmoid"
     route = g.moe_route(

@@ -20,12 +20,13 @@ from ikcli.models.keys import HasShape, Keys, by_layer
 from ikcli.models.recurrent.states import HYBRID, KDA, SCAN, read_recurrent
 from ikcli.models.rope import RopeParams, read_rope
 from ikcli.models.rope_options import overrides
+from ikcli.models.sparse.keys import read_sparse
 from ikcli.models.windows import read_windows
 from ikcli.settings.adapters import RopeConfig
 
 MAX_LAYERS = 512
 MAX_EXPERTS = 1024
-GATING = {1: "softmax", 2: "sigmoid", 3: "softmax"}  # 3: over the chosen experts, as over all and normalised
+GATING = {1: "softmax", 2: "sigmoid", 3: "softmax", 4: "sqrtsoftplus"}  # 3: over the chosen ones, as normalised
 _ALL_EXPERTS = (
     "arctic", "bailingmoe", "dbrx", "flex-olmo", "gpt-oss", "granitemoe", "grok", "grovemoe", "hunyuan-moe", "maple",
     "mellum", "minimax-m2", "olmoe", "phimoe", "qwen2moe", "qwen35moe", "qwen3moe", "qwen3next", "qwen3vlmoe",
@@ -168,12 +169,19 @@ class HParams:
     ssm_norm_eps: float = 0.0  # of the norms of what a scan is controlled by; 0: it is not normed
     kda_lower_bound: float = 0.0  # of logarithms of decays; 0: none
     n_further: int = 0  # blocks after those of the model, each a head that predicts a further token (NextN, MTP)
-    index_top_k: int = 0  # positions that a query attends to; 0: all (models/indexer.py)
+    index_top_k: int = 0  # positions that a query attends to; 0: all (models/sparse/indexer.py)
     index_n_head: int = 0
     index_head_dim: int = 0
     index_owners: frozenset[int] = frozenset()  # layers that choose positions
     index_block: int = 0  # positions that are chosen together; 0: each is chosen by itself
     index_local: int = 0  # blocks up to the query's own that are always chosen
+    pool_ratio: int = 0  # positions that become one entry, which later queries see in their place; 0: none do
+    n_stream: int = 0  # streams of the residual; 0: it is one
+    stream_iterations: int = 0  # of the sums of their weights
+    stream_eps: float = 0.0
+    o_groups: int = 0  # of heads, each with an output projection of low rank
+    o_lora_rank: int = 0
+    n_hash: int = 0  # first layers whose experts depend on the token alone
     per_layer: Mapping[str, tuple[Any, ...]] = field(default_factory=dict, hash=False)
 
     @classmethod
@@ -229,16 +237,14 @@ class HParams:
             routed = [f"blk.{il}.ffn_gate_inp.weight" in tensors or not tensors for il in range(n_main, n_layer)]
             values["is_moe"] = by_layer(values.get("is_moe", True), n_layer)[:n_main] + tuple(routed)
         values |= _scores(keys, values)
-        if arch in ("maple", "step35") or (arch == "bailingmoe3" and "swiglu_clamp_exp" in keys):
+        if arch in ("deepseek4", "maple", "step35") or (arch == "bailingmoe3" and "swiglu_clamp_exp" in keys):
             values |= _swiglu_limits(keys, values["n_layer"])
         values |= read_windows(keys, values)
         values |= read_recurrent(keys, values, tensors)
         if further:
             values["recurrent_layers"] = frozenset(il for il in values.get("recurrent_layers", ()) if il < n_main)
-        elif arch in ("deepseek32", "glm-dsa"):  # heads attend to all positions, as in the reference
-            values |= _indexer(keys, values, tensors)
-        elif arch == "minimax-m3":
-            values |= _block_indexer(keys, values, tensors)
+        else:  # heads for further tokens attend to all positions, as in the reference
+            values |= read_sparse(keys, values, tensors)
         if arch in ("granite", "granite-swa", "granitehybrid", "granitemoe"):
             values |= _multipliers(keys)
         if arch in ("deepseek2", "mistral3", "mistral4"):  # files of Mistral 4 do not say
@@ -368,7 +374,8 @@ def _experts(keys: Keys, arch: str, tensors: Mapping[str, HasShape]) -> dict[str
     gating = keys.integer("expert_gating_func", 0) or (2 if sigmoid else 1)
     if gating not in GATING:
         raise UnsupportedError(
-            f"{keys.source}: {keys.name('expert_gating_func')} is {gating}; known are 1, 3 (softmax) and 2 (sigmoid)"
+            f"{keys.source}: {keys.name('expert_gating_func')} is {gating}; known are 1, 3 (softmax), 2 (sigmoid) and "
+            "4 (square root of softplus)"
         )
     groups = keys.integer("expert_group_count", 1) or 1
     groups_used = keys.integer("expert_group_used_count", groups) or groups
@@ -552,47 +559,6 @@ def _multipliers(keys: Keys) -> dict[str, float]:
     divisor = keys.number("logit_scale", 1.0, most=1e9) or 1.0
     factors = {name: keys.number(name, 1.0, most=1e9) or 1.0 for name in ("embedding_scale", "residual_scale")}
     return factors | {"logit_scale": 1 / divisor, "attention_scale": keys.number("attention.scale", 0.0, most=1e9)}
-
-
-def _indexer(keys: Keys, values: dict[str, Any], tensors: Mapping[str, HasShape]) -> dict[str, Any]:
-    """Return the numbers of the indexer; without its keys or tensors attention covers all positions."""
-    n_layer, types = values["n_layer"], "attention.indexer.types"
-    present = tuple(f"blk.{il}.indexer.proj.weight" in tensors for il in range(n_layer))
-    if "attention.indexer.top_k" not in keys or not (types in keys or any(present)):
-        return {}
-    own = keys.items(types, n_layer) or present
-    if not own[0]:
-        raise keys.fail(types, "gives the first layer no indexer of its own")
-    if not values["q_lora_rank"]:
-        raise keys.fail("attention.q_lora_rank", "is missing; an indexer needs low-rank queries")
-    return {
-        "index_top_k": keys.integer("attention.indexer.top_k", least=1),
-        "index_n_head": keys.integer("attention.indexer.head_count", least=1, most=128),
-        "index_head_dim": keys.integer("attention.indexer.key_length", least=max(values["n_rot"], 16), most=1024),
-        "index_owners": frozenset(il for il in range(n_layer) if own[il]),
-    }
-
-
-def _block_indexer(keys: Keys, values: dict[str, Any], tensors: Mapping[str, HasShape]) -> dict[str, Any]:
-    """Return the numbers of an indexer that chooses blocks of positions, of which there are `top_k`."""
-    name = "attention.indexer.head_count"
-    lead = keys.integer("leading_dense_block_count", 0)
-    every = range(values["n_layer"])
-    owners = frozenset(il for il in every if (f"blk.{il}.indexer.q_proj.weight" in tensors if tensors else il >= lead))
-    if "attention.indexer.top_k" not in keys or not owners:
-        return {}
-    n_head, n_blocks = keys.integer(name, least=1), keys.integer("attention.indexer.top_k", least=1, most=1 << 20)
-    if any(by_layer(values["n_head_kv"], values["n_layer"])[il] != n_head for il in owners):
-        raise keys.fail(name, f"is {n_head}; supported is one index head per KV head")
-    block = keys.integer("attention.indexer.block_size", least=1, most=1 << 20)
-    return {
-        "index_top_k": n_blocks * block,
-        "index_n_head": n_head,
-        "index_head_dim": keys.integer("attention.indexer.key_length", least=max(values["n_rot"], 16), most=1024),
-        "index_owners": owners,
-        "index_block": block,
-        "index_local": keys.integer("attention.indexer.local_blocks", 1, least=1, most=n_blocks),
-    }
 
 
 def _mla(keys: Keys, values: dict[str, Any]) -> dict[str, Any]:

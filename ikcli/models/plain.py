@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 from ikcli.graph import Graph, Node
 from ikcli.graph.activations import SILU, Glu
-from ikcli.models import blocks, expected, indexer
+from ikcli.models import blocks, expected
 from ikcli.models.config import GraphConfig
 from ikcli.models.feed_forward import feed_forward, fused_dense_ffn, limited_feed_forward, mlp
 from ikcli.models.gpt_oss import ACTIVATION
 from ikcli.models.hparams import HParams
+from ikcli.models.sparse import indexer
 from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
 
 More = Callable[[HParams, int], TensorSpecs]

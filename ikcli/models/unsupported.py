@@ -13,7 +13,6 @@ REASONS = {
     "arwkv7": _RWKV,
     "chameleon": _IMAGES,
     "deepseek2-ocr": _IMAGES,
-    "deepseek4": _STREAMS,
     "deepseek41": _STREAMS,
     "dflash": _DRAFT,
     "dflash-draft": _DRAFT,

@@ -40,7 +40,18 @@ _TENSOR_FLAGS = {
     "per_layer_token_embd.weight": ("per_layer_token_embedding_type", "--per-layer-token-embedding-type"),
     "output.weight": ("output_tensor_type", "--output-tensor-type"),
 }
-_KEPT_PARTS = ("ssm_conv1d", "shortconv.conv.weight", "ssm_x.weight", "ssm_dt.weight", "attn_rel_b.weight")
+_KEPT_PARTS = (
+    "ssm_conv1d",
+    "shortconv.conv.weight",
+    "ssm_x.weight",
+    "ssm_dt.weight",
+    "attn_rel_b.weight",
+    "_compressor_ape.weight",
+    "hc_attn_fn.weight",
+    "hc_ffn_fn.weight",
+    "output_hc_fn.weight",
+    "ffn_gate_tid2eid.weight",
+)
 
 
 @dataclass(frozen=True, slots=True)

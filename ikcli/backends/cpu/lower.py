@@ -38,6 +38,7 @@ from ikcli.backends.cpu.params_products import (
     Experts,
     GatherParams,
     GroupsParams,
+    HashRouteParams,
     MoeSumParams,
     MulMatParams,
     Product,
@@ -71,6 +72,7 @@ from ikcli.graph.ops_experts import (
     GATINGS,
     AddId,
     ExpertProduct,
+    HashRoute,
     MoeGroups,
     MoeResident,
     MoeRoute,
@@ -299,10 +301,11 @@ def _get_rows(low: CpuLowering, node: Node, op: GetRows) -> None:
     low.emit(KernelKey("basic", "make_get_rows"), node.rows, params, row_bytes=8 * node.cols)
 
 
-@RULES.add(RopeTable, "inv_freq mscale")
+@RULES.add(RopeTable, "inv_freq mscale lag")
 def _rope_table(low: CpuLowering, node: Node, op: RopeTable) -> None:
     freqs = np.asarray(op.inv_freq, dtype=np.float64)
-    params = RopeTableParams(out=low.out(node), pairs=len(freqs), freqs=low.constant(freqs.tobytes()), mscale=op.mscale)
+    params = RopeTableParams(out=low.out(node), pairs=len(freqs), freqs=low.constant(freqs.tobytes()), mscale=op.mscale,
+                             lag=op.lag)  # fmt: skip
     low.emit(KernelKey("basic", "make_rope_table"), node.rows, params, row_bytes=256 * len(freqs))
 
 
@@ -408,6 +411,18 @@ def _moe_route(low: CpuLowering, node: Node, op: MoeRoute) -> None:
                          fewest=max(fewest, 0), least=threshold, scratch=low.buffer(scratch * low.n_threads),
                          scratch_bytes=scratch)  # fmt: skip
     low.emit(KernelKey("moe", "make_route"), node.rows, params, row_bytes=16 * (2 + op.n_used) * op.n_expert)
+
+
+@RULES.add(HashRoute, "logits table norm scale", gating=GATINGS)
+def _hash_route(low: CpuLowering, node: Node, op: HashRoute) -> None:
+    if op.table.type is not GGMLType.I32:
+        raise UnsupportedError(f"{op.table.name} is {TYPES[op.table.type].name}; tables of experts have to be i32")
+    scratch = 4 * op.n_expert
+    params = HashRouteParams(logits=low.out(op.logits), table=low.weight(op.table), out=low.out(node),
+                             n_expert=op.n_expert, n_used=op.n_used, gating=GATINGS.index(op.gating),
+                             norm=int(op.norm), scale=op.scale, scratch=low.buffer(scratch * low.n_threads),
+                             scratch_bytes=scratch)  # fmt: skip
+    low.emit(KernelKey("moe", "make_hash_route"), node.rows, params, row_bytes=16 * op.n_expert)
 
 
 @RULES.add(MoeGroups, "route size")

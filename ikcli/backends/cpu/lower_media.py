@@ -37,7 +37,7 @@ def _media_route(low: CpuLowering, node: Node, op: MediaRoute) -> None:
 def _axis_rope_table(low: CpuLowering, node: Node, op: AxisRopeTable) -> None:
     freqs, axes = np.asarray(op.inv_freq, np.float64), np.asarray(op.axes, np.int64)
     params = AxisRopeTableParams(out=low.out(node), pairs=len(freqs), freqs=low.constant(freqs.tobytes()),
-                                 mscale=op.mscale, axes=low.constant(axes.tobytes()))  # fmt: skip
+                                 mscale=op.mscale, lag=0, axes=low.constant(axes.tobytes()))  # fmt: skip
     low.emit(KernelKey("media", "make_axis_rope_table"), node.rows, params, row_bytes=256 * len(freqs))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ikcli.backends.cpu.lower_sparse import RULES
+from ikcli.backends.cpu.lower_pooled import RULES
 from ikcli.backends.cpu.params_layers import (
     CONV_BLOCK,
     DELTA_CHUNK,

@@ -32,7 +32,7 @@ _SHARED_TOKENS = 8  # most tokens whose scores are computed by all threads toget
 _COUNTS_BYTES = 8192  # of kernels/index_top_k.py
 
 
-@RULES.add(IndexTopK, "q weights k n_head top_k")
+@RULES.add(IndexTopK, "q weights k n_head top_k ratio")
 def lower_index_top_k(low: CpuLowering, node: Node, op: IndexTopK) -> None:
     """Lower the choice of positions."""
     k = HeadSlice(op.k, 0, op.q.width, 0)
@@ -54,8 +54,8 @@ def lower_index_top_k(low: CpuLowering, node: Node, op: IndexTopK) -> None:
         block=block, tile=_TILE, scale=1.0, k_chunks=n_chunks, v_cols=0,
         scratch=low.buffer(low.n_threads * scratch_bytes), scratch_bytes=scratch_bytes, k_at=k_at, v_at=0, s_at=s_at,
         window=NO_WINDOW, chunk=NO_WINDOW, sinks=0, slopes=0, cap=0.0, q=sources.q, k=sources.k, v=sources.v,
-        most=op.top_k, weights=low.out(op.weights), weight_bytes=4 * op.weights.cols, weights_at=weights_at,
-        counts_at=counts_at, scores_at=scores_at, score_bytes=score_bytes,
+        most=op.top_k, ratio=op.ratio, weights=low.out(op.weights), weight_bytes=4 * op.weights.cols,
+        weights_at=weights_at, counts_at=counts_at, scores_at=scores_at, score_bytes=score_bytes,
         scores=low.buffer(low.max_rows[Rows.TOKENS] * score_bytes) if shared else 0,
     )  # fmt: skip
     if shared:

@@ -116,6 +116,7 @@ class IndexParams(AttentionParams):
     """Parameters of an indexer; q, k and scratch as in attention, `out`: the cells of every token."""
 
     most: int  # positions that are chosen
+    ratio: int  # positions per key
     weights: Address  # f32 per head
     weight_bytes: int  # of a token
     weights_at: int  # places in scratch, bytes
@@ -137,3 +138,45 @@ class IndexBlockParams(AttentionParams):
     chosen_at: int
     scores: Address  # f32 of every block, per token and head
     score_bytes: int  # of a head
+
+
+class PoolParams(Params):
+    cache: Address  # f32
+    row_bytes: int
+    window: int  # 1: rows are those of a cache of windows
+    bias: Address  # f32, a row per position of an entry
+    parts: int
+    width: int
+    ratio: int
+    out: Address
+
+
+class PooledStoreParams(Params):
+    x: Address
+    stride: int
+    cols: int
+    cache: Address
+    row_bytes: int
+    ratio: int
+
+
+class PooledCellsParams(Params):
+    out: Address
+    out_bytes: int
+    in_window: int  # 1: rows are those of a cache of windows
+    chosen: Address  # 0: all entries
+    chosen_bytes: int
+    window: int
+    ratio: int
+    most: int
+
+
+class PooledParams(FlashParams):
+    """Parameters of attention to positions and entries."""
+
+    cells: Address  # i32 per token: rows, entries as -1 - row
+    cell_bytes: int  # of a token
+    recent: int  # most positions
+    ratio: int
+    most: int  # entries
+    pooled: Address

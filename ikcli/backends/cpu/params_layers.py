@@ -125,6 +125,7 @@ class RopeTableParams(Params):
     pairs: int
     freqs: Address  # f64[pairs]
     mscale: F32
+    lag: int  # subtracted from positions
 
 
 class RopeParams(Params):
@@ -277,3 +278,26 @@ class Mamba2ScanParams(Params):
     groups: int
     scratch: Address
     scratch_bytes: int  # of a thread
+
+
+class StreamWeightsParams(Params):
+    x: Address
+    out: Address
+    cols: int
+    scale: Address
+    base: Address
+    n: int
+    n_iter: int
+    eps: F32
+
+
+class StreamParams(Params):
+    """Parameters of the sum of streams, and of their mixture with what a layer returned."""
+
+    x: Address
+    added: Address  # what a layer returned
+    weights: Address
+    weight_cols: int
+    out: Address
+    n: int
+    cols: int  # of a stream

@@ -88,13 +88,26 @@ class RouteParams(Params):
     out: Address
     n_expert: int
     n_used: int
-    gating: int  # 0: sigmoid, 1: softmax, 2: sparsemixer
+    gating: int  # its place in GATINGS
     norm: int
     scale: F32
     n_group: int
     n_group_used: int
     fewest: int  # smart expert reduction: 0 = off
     least: F32  # ... its threshold
+    scratch: Address
+    scratch_bytes: int  # of a thread
+
+
+class HashRouteParams(Params):
+    logits: Address
+    table: Address  # i32[n_vocab][n_used]
+    out: Address
+    n_expert: int
+    n_used: int
+    gating: int
+    norm: int
+    scale: F32
     scratch: Address
     scratch_bytes: int  # of a thread
 

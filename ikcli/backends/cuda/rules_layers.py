@@ -254,7 +254,7 @@ def plan_layout(low: GpuLowering, plan: Node) -> PlanLayout:
 
 
 @RULES.add(
-    MoeRoute, "logits bias n_used norm scale n_group n_group_used ser", gating=GATINGS
+    MoeRoute, "logits bias n_used norm scale n_group n_group_used ser", gating=GATINGS[:3]
 )  # fmt: skip
 def _moe_route(low: GpuLowering, node: Node, op: MoeRoute) -> None:
     n, n_used, n_group = op.n_expert, op.n_used, op.n_group

@@ -17,7 +17,7 @@ from ikcli.engine.run.model import Model
 from ikcli.errors import UnsupportedError, UsageError
 from ikcli.graph import Graph, Node, Rows
 from ikcli.models import EXPAND_MIN_TOKENS, GraphConfig, HasEncoder, HParams, MediaConfig, Outputs, Weights
-from ikcli.models.indexer import top_k
+from ikcli.models.sparse.indexer import top_k
 from ikcli.quant.formats import format_by_name, get_format
 from ikcli.settings.run import KV_TYPES, RunConfig
 

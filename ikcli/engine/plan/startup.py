@@ -11,7 +11,14 @@ from dataclasses import dataclass, replace
 from ikcli.engine.pipeline.place import LOCAL, Pipeline
 from ikcli.engine.plan.devices import Machine, find_machine
 from ikcli.engine.plan.missing_parts import assume_missing, missing_data
-from ikcli.engine.plan.model_rules import check_ser, settle_encoder, settle_encoder_decoder, settle_indexer, settle_mla
+from ikcli.engine.plan.model_rules import (
+    check_ser,
+    settle_encoder,
+    settle_encoder_decoder,
+    settle_indexer,
+    settle_mla,
+    settle_streams,
+)
 from ikcli.engine.plan.planner import MIB, Planner
 from ikcli.engine.plan.programs import check_cache_types
 from ikcli.engine.run.run_device import Beside
@@ -57,6 +64,7 @@ def prepare(
         planner = planner.on(planner.machine, beside=beside(config, hp, planner.machine))
     config = settle_encoder(config, hp, planner.machine, given, notices)
     config = settle_encoder_decoder(config, hp, planner.machine, given, notices)
+    config = settle_streams(config, hp, planner.machine, notices)
     config = settle_indexer(config, hp, planner.machine, given, notices)
     if config.fit:
         config, found = _fit(planner, config)

@@ -15,6 +15,7 @@ from ikcli import models
 from ikcli.backends.reference import CacheStore, Observer, ReferenceExecutor
 from ikcli.engine.run.batch import Batch
 from ikcli.errors import IkError
+from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import open_gguf
 from ikcli.graph import Graph, Node, Rows
 from ikcli.graph.micro_batch import MicroBatch, Segment
@@ -151,4 +152,6 @@ class ReferenceSession:
             type_, shape, data = self._derived[name]
             return dequantize(data, type_, shape)
         info = self._file.tensors[name]
+        if info.type is GGMLType.I32:  # a table of ids
+            return self._file.data(name).view(np.int32).reshape(tuple(reversed(info.shape))).astype(np.float32)
         return dequantize(self._file.data(name), info.type, tuple(info.shape))

@@ -40,7 +40,7 @@ from ikcli.graph import Cache
 from ikcli.graph.micro_batch import Segment
 from ikcli.log import log, progress, warn
 from ikcli.models import EXPAND_MIN_TOKENS, MediaConfig, Outputs
-from ikcli.models.indexer import top_k
+from ikcli.models.sparse.indexer import top_k
 from ikcli.quant.validate import check_finite
 from ikcli.settings.adapters import RopeConfig
 from ikcli.settings.run import RunConfig

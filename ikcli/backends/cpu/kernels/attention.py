@@ -331,7 +331,7 @@ def make_flash(pack, stage, weigh, add, more, params_type=FlashParams):
     """
     origin_of, start_rows, sees_none = make_origin(more), make_start_rows(more), make_sees_none(more)
     end_seen, most_seen, cells = make_end_seen(more), make_most_seen(more), make_cells(more)
-    scattered = "i" in more
+    scattered = "i" in more or "p" in more
 
     @merge
     def attend(params, q, k, v, s, o, stats, rows, n, tile, ask):

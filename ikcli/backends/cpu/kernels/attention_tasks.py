@@ -2,8 +2,9 @@
 
 Factories have an argument `more`: letters of the features that an op needs beyond causal attention. w: windows or
 chunks; s: sinks; c: a soft cap of scores; b: both directions; d: scores weakened by distance; t: a table of what
-scores gain by distance; i: chosen positions (attention_sparse.py); x: all positions of an encoder; r: ranges of
-positions that come with tokens, whose ends do not decrease. A kernel contains no code for letters that it lacks.
+scores gain by distance; i: chosen positions (attention_sparse.py); p: positions and entries (attention_pooled.py);
+x: all positions of an encoder; r: ranges of positions that come with tokens, whose ends do not decrease. A kernel
+contains no code for letters that it lacks.
 """
 
 import numpy as np
@@ -161,7 +162,7 @@ def make_cells(more):
 
     It is the segment, or the list of cells that were chosen for a token.
     """
-    if "i" not in more:
+    if "i" not in more and "p" not in more:
 
         @inline
         def of_segment(params, segment, token):
@@ -178,6 +179,13 @@ def make_cells(more):
 
 def make_most_seen(more):
     """Return most_seen(params, n): the positions that are attended to of n visible ones."""
+    if "p" in more:
+
+        @inline
+        def recent_and_entries(params, n):
+            return min(n, params.recent) + min(n // params.ratio, params.most)
+
+        return recent_and_entries
     if "i" not in more:
 
         @inline

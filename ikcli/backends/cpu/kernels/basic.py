@@ -184,7 +184,7 @@ def make_rope_table():
         items = state_word(params, N_TOKENS) * pairs
         for item in range(items * ith // nth, items * (ith + 1) // nth):
             row, pair = item // pairs, item % pairs
-            theta = ld_i32(pos + 4 * row) * ld_f64(freqs + 8 * pair)
+            theta = (ld_i32(pos + 4 * row) - params.lag) * ld_f64(freqs + 8 * pair)
             st_f32(out + 8 * item, np.float32(math.cos(theta)) * mscale)
             st_f32(out + 8 * item + 4, np.float32(math.sin(theta)) * mscale)
 

@@ -11,8 +11,8 @@ The choice is exact and does not depend on the order of threads: three counts of
 as ordered integers find the smallest chosen score, and one more pass writes the cells in ascending order.
 """
 
-from ikcli.backends.cpu.kernels.attention import make_stage_k, pack_q
-from ikcli.backends.cpu.kernels.attention_tasks import find_task, n_base_tasks, segment_word, tile_chunk
+from ikcli.backends.cpu.kernels.attention import AHEAD, make_stage_k, pack_q
+from ikcli.backends.cpu.kernels.attention_tasks import find_task, n_base_tasks, part_row, segment_word, tile_chunk
 from ikcli.backends.cpu.kernels.common import (
     N_SEG,
     SEG_CELL,
@@ -24,8 +24,9 @@ from ikcli.backends.cpu.kernels.common import (
     next_work,
     state_word,
 )
+from ikcli.backends.cpu.kernels.kv import make_prefetch_row, make_stage
 from ikcli.backends.cpu.kernels.records import kernel
-from ikcli.backends.cpu.kernels.sgemm import MAX_VECTORS, make_rows_product
+from ikcli.backends.cpu.kernels.sgemm import CHUNK_ROW, MAX_VECTORS, make_rows_product
 from ikcli.backends.cpu.params_attention import INDEX_SPAN, IndexParams
 from ikcli.native.jit import inline, merge
 from ikcli.native.simd.vec import (
@@ -44,12 +45,29 @@ from ikcli.native.simd.vec import (
 _BUCKETS = 2048
 
 
+def make_stage_keys(type_):
+    """Return stage_keys(...), as `make_stage_part` does, of keys that are `ratio` rows apart, in the last of them."""
+    stage, prefetch_row = make_stage(type_), make_prefetch_row(type_)
+
+    @inline
+    def stage_keys(params, part, segment, kv_head, dst, chunk_bytes, position, n):
+        row, element = part_row(params, part, segment, kv_head)
+        stride, width = part.row_bytes * params.ratio, part.width
+        row += position * stride + stride - part.row_bytes
+        for i in range(n):
+            prefetch_row(row + AHEAD * stride, element, width)
+            stage(dst + CHUNK_ROW * i, chunk_bytes, row, element, width)
+            row += stride
+
+    return stage_keys
+
+
 def make_score_positions(k_type):
     """Return score_positions(params, segment, rows, q, k, s, weights, begin, end, scores, stride).
 
     It writes the scores of positions begin..end-1 for every token of the task; `stride`: bytes from token to token.
     """
-    stage_k, product = make_stage_k(k_type), make_rows_product(False)
+    stage_k, product = make_stage_k(k_type, make_stage_keys), make_rows_product(False)
 
     @merge
     def score_positions(params, segment, rows, q, k, s, weights, begin, end, scores, stride):
@@ -145,7 +163,7 @@ def make_index_top_k(k_type):
                 break
             segment, first, n_tokens, _ = find_task(params, task)
             token, position = segment_word(segment, SEG_TOKEN) + first, segment_word(segment, SEG_POS) + first
-            rows, end = n_tokens * heads, position + n_tokens
+            rows, end = n_tokens * heads, (position + n_tokens) // params.ratio
             if end > most:
                 pack_q(params, token, 0, rows, q, k)
                 load_weights(params, token, rows, weights)
@@ -153,7 +171,8 @@ def make_index_top_k(k_type):
             for t in range(n_tokens):
                 out = params.out + (token + t) * params.out_stride
                 cell = segment_word(segment, SEG_CELL)
-                choose(scores + t * params.score_bytes, position + t + 1, cell, most, counts, out)
+                seen = (position + t + 1) // params.ratio
+                choose(scores + t * params.score_bytes, seen, cell, most, counts, out)
 
     return index_top_k
 
@@ -166,7 +185,7 @@ def make_index_scores(k_type):
     def index_scores(params, ith, nth):
         longest, segments = 0, state_word(params, SEGMENTS)
         for i in range(state_word(params, N_SEG)):
-            longest = max(longest, segment_word(segments + 8 * SEG_WORDS * i, SEG_N_KV))
+            longest = max(longest, segment_word(segments + 8 * SEG_WORDS * i, SEG_N_KV) // params.ratio)
         if longest <= params.most:
             return
         spans, heads = (longest + INDEX_SPAN - 1) // INDEX_SPAN, params.unit_heads
@@ -180,8 +199,9 @@ def make_index_scores(k_type):
             segment, first, n_tokens, _ = find_task(params, task // spans)
             token, position = segment_word(segment, SEG_TOKEN) + first, segment_word(segment, SEG_POS) + first
             rows, begin = n_tokens * heads, task % spans * INDEX_SPAN
-            end = min(begin + INDEX_SPAN, position + n_tokens)
-            if begin >= end or position + n_tokens <= params.most:
+            seen = (position + n_tokens) // params.ratio
+            end = min(begin + INDEX_SPAN, seen)
+            if begin >= end or seen <= params.most:
                 continue
             pack_q(params, token, 0, rows, q, k)
             load_weights(params, token, rows, weights)
@@ -208,6 +228,6 @@ def make_index_choice():
                 out = params.out + (token + t) * params.out_stride
                 scores = params.scores + (token + t) * params.score_bytes
                 cell = segment_word(segment, SEG_CELL)
-                choose(scores, position + t + 1, cell, params.most, counts, out)
+                choose(scores, (position + t + 1) // params.ratio, cell, params.most, counts, out)
 
     return index_choice

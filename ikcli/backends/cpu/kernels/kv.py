@@ -127,13 +127,13 @@ def _store_bf16(row, i, src, n):
         st_bf16(dst + 2 * j, ld_f32(src + 4 * j))
 
 
-_STORE = {"f32": _store_f32, "f16": _store_f16, "bf16": _store_bf16, **kv_blocks.STORE}
+STORE = {"f32": _store_f32, "f16": _store_f16, "bf16": _store_bf16, **kv_blocks.STORE}
 _STORE1 = {"f32": (4, st_f32), "f16": (2, st_f16), "bf16": (2, st_bf16)}
 
 
 # --- kernels ---------------------------------------------------------------------------------------------------------
 def make_kv_store(type_):
-    store = _STORE[type_]
+    store = STORE[type_]
 
     @kernel(KvStoreParams)
     def kv_store(params, ith, nth):

@@ -10,11 +10,12 @@ import math
 import numpy as np
 
 from ikcli.backends.cpu.kernels.basic import add_span, copy_f32, scale_span
-from ikcli.backends.cpu.kernels.common import n_rows
+from ikcli.backends.cpu.kernels.common import TOKENS, n_rows, state_word
 from ikcli.backends.cpu.kernels.records import kernel
 from ikcli.backends.cpu.params_products import (
     AddIdParams,
     GroupsParams,
+    HashRouteParams,
     MoeSumParams,
     ResidentParams,
     RouteParams,
@@ -45,6 +46,12 @@ _MARGIN = np.float32(SPARSE_MARGIN)
 @inline
 def probabilities(logits, probs, n, gating):
     """Write probabilities, or (sparsemixer) logits."""
+    if gating == 3:
+        for i in range(n):
+            x = ld_f32(logits + 4 * i)
+            softplus = max(x, _F0) + np.float32(math.log1p(math.exp(-abs(x))))
+            st_f32(probs + 4 * i, np.float32(math.sqrt(softplus)))
+        return
     if gating == 2:
         for i in range(n):
             st_f32(probs + 4 * i, ld_f32(logits + 4 * i))
@@ -146,6 +153,27 @@ def make_route():
             )  # fmt: skip
 
     return route
+
+
+def make_hash_route():
+    """Return a kernel that looks the experts of tokens up in a table."""
+
+    @kernel(HashRouteParams)
+    def hash_route(params, ith, nth):
+        n, n_used, tokens = params.n_expert, params.n_used, state_word(params, TOKENS)
+        probs, rows = params.scratch + ith * params.scratch_bytes, n_rows(params)
+        for row in range(rows * ith // nth, rows * (ith + 1) // nth):
+            probabilities(params.logits + 4 * row * n, probs, n, params.gating)
+            ids, out, total = params.table + 4 * n_used * ld_i32(tokens + 4 * row), params.out + 8 * row * n_used, _F0
+            for slot in range(n_used):
+                total += ld_f32(probs + 4 * ld_i32(ids + 4 * slot))
+            factor = params.scale / total if params.norm != 0 else params.scale
+            for slot in range(n_used):
+                e = ld_i32(ids + 4 * slot)
+                st_f32(out + 4 * slot, ld_f32(probs + 4 * e) * factor)
+                st_i32(out + 4 * (n_used + slot), e)
+
+    return hash_route
 
 
 def make_groups():

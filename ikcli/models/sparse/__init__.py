@@ -1,0 +1,1 @@
+"""Models whose queries see chosen positions, or entries in place of positions."""

@@ -11,7 +11,7 @@ Each layer has a cache of its own. The first half of a trace fills the caches, t
 * LRU: a miss replaces the expert that was not used for longest
 * LFU: a miss replaces the expert with the smallest count, where counts halve every `--half-life` tokens
 * rates: a miss replaces the expert with the smallest sum of a short and a long average of its uses, as `--expert-ram`
-  does (`ikcli/engine/run/expert_rates.py`)
+  does (`ikcli/engine/experts/rates.py`)
 * guess: LRU, and what the next layer's router guesses from this layer's hidden state is loaded while this layer is
   computed, at most `--uploads` experts per token and layer
 * best: a miss replaces the expert that is used again last (Belady); no policy without a look ahead can hit more often
@@ -34,7 +34,7 @@ import numpy.typing as npt
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ikcli.engine.run.expert_rates import UseRates
+from ikcli.engine.experts.rates import UseRates
 from ikcli.measure.moe_trace import ExpertTrace, read_trace
 
 I32 = npt.NDArray[np.int32]

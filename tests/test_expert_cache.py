@@ -13,12 +13,12 @@ from cuda_sessions import Opener, assert_close, config, tokens, written
 
 from ikcli import main
 from ikcli.backends.cuda.device import OutOfMemory
+from ikcli.engine.experts.cache import ExpertCache
+from ikcli.engine.experts.cache_trial import AGAIN, PATIENCE, PAUSE, PLAIN, WINDOW, CacheTrial
+from ikcli.engine.experts.residency import places_now, uses_now
 from ikcli.engine.plan import cache_slots
 from ikcli.engine.run import gpus
 from ikcli.engine.run.batch import Batch
-from ikcli.engine.run.cache_trial import AGAIN, PATIENCE, PAUSE, PLAIN, WINDOW, CacheTrial
-from ikcli.engine.run.expert_cache import ExpertCache
-from ikcli.engine.run.residency import places_now, uses_now
 from ikcli.engine.run.session import Session
 from ikcli.errors import IkError, NonFiniteError
 

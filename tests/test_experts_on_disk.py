@@ -16,14 +16,15 @@ import pytest
 from factories import tiny_model
 from gguf_files import write_model
 
+from ikcli.engine.experts import reader as expert_reader
+from ikcli.engine.experts import steps as expert_steps
+from ikcli.engine.experts.rates import UseRates
+from ikcli.engine.experts.store import ExpertStore
 from ikcli.engine.plan.devices import Machine
 from ikcli.engine.plan.expert_slots import BLOCK, ExpertLayer, ExpertMatrix, slots_for
 from ikcli.engine.plan.planner import Planner
 from ikcli.engine.plan.sizes import Sizes
-from ikcli.engine.run import expert_reader, expert_steps
 from ikcli.engine.run.batch import Batch
-from ikcli.engine.run.expert_rates import UseRates
-from ikcli.engine.run.expert_store import ExpertStore
 from ikcli.engine.run.session import Session
 from ikcli.errors import IkError, UsageError
 from ikcli.hostinfo import cgroup_memory_room

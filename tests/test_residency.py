@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ikcli.engine.experts.residency import ExpertPlace, expert_places, place_lines
 from ikcli.engine.plan.expert_slots import ExpertLayer, ExpertMatrix, slots_for
-from ikcli.engine.run.residency import ExpertPlace, expert_places, place_lines
 from ikcli.gguf.constants import GGMLType
 from ikcli.server.http.metrics import prometheus_text
 from ikcli.server.http.users import Users

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from ikcli.engine.run.stream_trial import AGAIN, FEWEST, LEAST, StreamTrial
+from ikcli.engine.experts.stream_trial import AGAIN, FEWEST, LEAST, StreamTrial
 
 RULE = 512
 

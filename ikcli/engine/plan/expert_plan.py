@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ikcli.engine.experts.steps import ExpertSteps
 from ikcli.engine.plan.expert_slots import ExpertSlots, on_disk, row_tables, slots_for
 from ikcli.engine.plan.placement import CPU, Placement
-from ikcli.engine.run.expert_steps import ExpertSteps
 from ikcli.engine.run.model import Model
 from ikcli.errors import UsageError
 from ikcli.graph import Graph

@@ -12,6 +12,7 @@ from itertools import islice
 from typing import Any
 
 from ikcli.backends.cuda import upload
+from ikcli.engine.experts.residency import expert_places, place_lines
 from ikcli.engine.plan.device_memory import MemoryPlan
 from ikcli.engine.plan.devices import CONTEXT_BYTES, Machine
 from ikcli.engine.plan.expert_plan import disk_options
@@ -21,7 +22,6 @@ from ikcli.engine.plan.planner import MIB, Planner, RunPlan
 from ikcli.engine.plan.programs import FLOAT_TYPES
 from ikcli.engine.plan.prompt_speed import speed_lines
 from ikcli.engine.run import session_log
-from ikcli.engine.run.residency import expert_places, place_lines
 from ikcli.errors import IkError
 from ikcli.quant.formats import get_format
 from ikcli.settings.run import RunConfig

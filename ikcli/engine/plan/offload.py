@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ikcli.backends.cuda import upload
+from ikcli.engine.experts.steps import ExpertSteps
+from ikcli.engine.experts.stream_trial import StreamTrial
 from ikcli.engine.plan.expert_slots import ExpertSlots
 from ikcli.engine.plan.placement import CPU, OFFLOAD_MIN_BATCH, Placement, offload_threshold
 from ikcli.engine.run.cpu_device import CpuDevice
-from ikcli.engine.run.expert_steps import ExpertSteps
 from ikcli.engine.run.model import Model
 from ikcli.engine.run.run_device import RunDevice
 from ikcli.engine.run.runner import Offload, Runner
-from ikcli.engine.run.stream_trial import StreamTrial
 from ikcli.graph import Node, Rows, Weight
 from ikcli.graph.ops_experts import MoeUpGate, MulMatId
 from ikcli.graph.ops_rows import MulMat, MulMatHeads

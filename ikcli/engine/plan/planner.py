@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ikcli import models
+from ikcli.engine.experts.cache import ExpertCache
 from ikcli.engine.pipeline.place import LOCAL, Pipeline, stage_memory
 from ikcli.engine.plan.cache_slots import CacheSlots, cache_slots
 from ikcli.engine.plan.device_memory import MemoryPlan
@@ -34,7 +35,6 @@ from ikcli.engine.plan.programs import (
 )
 from ikcli.engine.plan.sizes import Sizes, measures_heads, session_of, uses_heads
 from ikcli.engine.run.adapters import Adapters
-from ikcli.engine.run.expert_cache import ExpertCache
 from ikcli.engine.run.mirror import mirror_of
 from ikcli.engine.run.model import Model
 from ikcli.engine.run.run_device import Beside, RunDevice, cache_bytes

@@ -18,7 +18,7 @@ from ikcli.backends.cpu.program import ENTRY_WORDS, CpuLowering, CpuProgram
 from ikcli.backends.cpu.threads import LAUNCH, WORKER, Team
 from ikcli.backends.memory import aligned_zeros
 from ikcli.backends.step_block import StepBlock
-from ikcli.engine.run.expert_steps import ExpertSteps
+from ikcli.engine.experts.steps import ExpertSteps
 from ikcli.engine.run.mirror import Mirror
 from ikcli.engine.run.run_device import CPU, Bytes, WeightSource, cache_bytes, cells_view
 from ikcli.engine.run.timed_ops import TimedOp, kind_of, work_of

@@ -18,11 +18,11 @@ import numpy.typing as npt
 
 from ikcli.backends.memory import aligned_zeros
 from ikcli.backends.step_block import StepBlock
+from ikcli.engine.experts.cache import MOST_TOKENS, ExpertCache
+from ikcli.engine.experts.stream_trial import StreamTrial
 from ikcli.engine.run.cpu_device import CpuDevice, CpuSplits
-from ikcli.engine.run.expert_cache import MOST_TOKENS, ExpertCache
 from ikcli.engine.run.handover import handover_places
 from ikcli.engine.run.run_device import CPU, Beside, Bytes, Observer, RunDevice, WeightSource
-from ikcli.engine.run.stream_trial import StreamTrial
 from ikcli.engine.run.timed_ops import TimedOp
 from ikcli.graph import Cache, Graph, Node, Rows, Weight
 from ikcli.graph.ops_experts import IN_SLOTS

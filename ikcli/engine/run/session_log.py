@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ikcli.engine.experts.residency import expert_places, place_lines, places_now
 from ikcli.engine.plan.placement import offload_lines
 from ikcli.engine.run import log_lines as report
-from ikcli.engine.run.residency import expert_places, place_lines, places_now
 from ikcli.gguf.constants import file_type_label
 from ikcli.gguf.types import TYPES, tensor_n_bytes
 from ikcli.log import log

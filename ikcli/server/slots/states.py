@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ikcli.engine.experts.residency import ExpertPlace
 from ikcli.engine.plan.placement import CPU
-from ikcli.engine.run.residency import ExpertPlace
 from ikcli.engine.run.session import Session
 from ikcli.gguf.constants import file_type_label
 from ikcli.server.prefix.reused import Reused

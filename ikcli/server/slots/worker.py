@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from ikcli.engine.experts.residency import places_now, uses_now
 from ikcli.engine.pipeline.driver import StageLostError
 from ikcli.engine.run.control_vectors import VectorUse
-from ikcli.engine.run.residency import places_now, uses_now
 from ikcli.engine.run.session import Session
 from ikcli.hostinfo import available_memory
 from ikcli.sampling.short import draw_function

@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from ikcli.backends.cpu.program import TABLE, CpuProgram
 from ikcli.backends.lowering import Ref
+from ikcli.engine.experts.store import ExpertStore
 from ikcli.engine.plan.expert_slots import GIB, ExpertSlots
-from ikcli.engine.run.expert_store import ExpertStore
 from ikcli.engine.run.model import Model
 from ikcli.engine.run.routers import NextExperts, Router, routers_of
 from ikcli.errors import IkError

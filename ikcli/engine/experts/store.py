@@ -32,9 +32,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ikcli.backends.cpu.program import TABLE
+from ikcli.engine.experts.rates import UseRates
+from ikcli.engine.experts.reader import Reader, Reading, ReadInto
 from ikcli.engine.plan.expert_slots import BLOCK, GIB, ExpertLayer, ExpertSlots
-from ikcli.engine.run.expert_rates import UseRates
-from ikcli.engine.run.expert_reader import Reader, Reading, ReadInto
 from ikcli.errors import IkError
 from ikcli.system_files import read_into
 

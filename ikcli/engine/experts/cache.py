@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ikcli.backends.cuda.device import Event, OutOfMemory
+from ikcli.engine.experts.cache_trial import CacheTrial
 from ikcli.engine.plan.cache_slots import CacheSlots
-from ikcli.engine.run.cache_trial import CacheTrial
 from ikcli.engine.run.gpu_device import GpuDevice
 from ikcli.engine.run.run_device import CPU, RunDevice
 from ikcli.errors import IkError

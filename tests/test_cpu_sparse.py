@@ -133,3 +133,90 @@ def test_what_has_no_kernel_is_refused() -> None:
         run.lower(chosen, 1)
     with pytest.raises(ValueError, match="a weight per head"):
         run.graph.index_top_k(HeadSlice(q, 0, 48, 48), w, cache, "top_k", n_head=3, top_k=4)
+
+
+class Blocks:
+    """An indexer of blocks, with a head for every KV head, and attention of `n_head` heads to what each chooses."""
+
+    def __init__(self, n_kv: int, n_head: int, top_k: int, block: int, local: int, *, tokens: int, cells: int,
+                 invariant: bool = False) -> None:  # fmt: skip
+        self.run = run = Harness(tokens, cells, RULES, invariant)
+        self.n_kv, self.n_head, self.top_k, self.block, self.local = n_kv, n_head, top_k, block, local
+        g, d = run.graph, 32
+        g.il = 0
+        self.q_index, self.q = run.input("qi", n_kv * d), run.input("q", n_head * d)
+        self.k_index = g.cache("index", d, F16)
+        self.k, self.v = g.cache("k", n_kv * d, F16), g.cache("v", n_kv * d, F16)
+        self.chosen = g.index_top_blocks(
+            HeadSlice(self.q_index, 0, d, d), self.k_index, "top", n_head=n_kv, top_k=top_k, block=block, local=local
+        )
+        self.node = g.sparse_attention(
+            [HeadSlice(self.q, 0, d, d)], [HeadSlice(self.k, 0, d, d)], HeadSlice(self.v, 0, d, d), self.chosen, "kqv",
+            n_head=n_head, n_head_kv=n_kv, scale=0.3, lists=n_kv, block=block,
+        )  # fmt: skip
+        self.rng = rng = np.random.default_rng(2)
+        run.caches[self.k_index] = encode(rng.integers(-2, 3, (cells, d)).astype(np.float32), F16)
+        for cache in (self.k, self.v):
+            run.caches[cache] = encode(rng.standard_normal((cells, n_kv * d)).astype(np.float32), F16)
+
+    def values(self, n: int) -> dict[Node, np.ndarray]:
+        return {
+            self.q_index: self.rng.integers(-2, 3, (n, self.q_index.cols)).astype(np.float32),
+            self.q: self.rng.standard_normal((n, self.q.cols)).astype(np.float32),
+        }
+
+    def chosen_positions(self, q: np.ndarray, keys: np.ndarray) -> np.ndarray:
+        """Return what a head of a query that sees all of `keys` chooses, position by position."""
+        n = len(keys)
+        own, best = (n - 1) // self.block, list[tuple[float, int]]()
+        for b in range(own + 1):
+            score = max(float(q @ keys[i]) for i in range(b * self.block, min(n, (b + 1) * self.block)))
+            best.append((-np.inf if b > own - self.local else -score, b))
+        blocks = {b for _, b in sorted(best)[: self.top_k]}
+        return np.array([i for i in range(n) if i // self.block in blocks])
+
+    def check(self, segments: Sequence[Segment], n_threads: int) -> None:
+        values, d, token = self.values(sum(s.n_tokens for s in segments)), 32, 0
+        index, k, v = (decode(self.run.caches[c], F16) for c in (self.k_index, self.k, self.v))
+        cells, out = [], []
+        for s in segments:
+            for n in range(s.pos + 1, s.pos + s.n_tokens + 1):
+                lists = []
+                for h in range(self.n_kv):
+                    q = values[self.q_index][token].reshape(self.n_kv, d)[h]
+                    at = self.chosen_positions(q, index[s.cell : s.cell + n]) + s.cell
+                    lists.append(np.pad(at, (0, self.top_k * self.block - len(at)), constant_values=-1))
+                    heads = values[self.q][token].reshape(self.n_kv, -1, d)[h].astype(np.float64)
+                    p = np.exp(0.3 * heads @ k[at, h * d : (h + 1) * d].T)
+                    out.append(p / p.sum(axis=1, keepdims=True) @ v[at, h * d : (h + 1) * d])
+                cells.append(np.concatenate(lists))
+                token += 1
+        self.run.compile(self.chosen, n_threads)
+        found = self.run(segments, values)
+        np.testing.assert_array_equal(found.view(np.int32) if found.dtype != np.int32 else found, cells)
+        self.run.compile(self.node, n_threads)
+        wanted = np.concatenate(out).reshape(token, -1)
+        np.testing.assert_allclose(self.run(segments, values), wanted, atol=2e-3)
+
+
+@pytest.mark.slow("compiles the kernels of an indexer of blocks")
+def test_blocks() -> None:
+    """Prompts shorter than the choice, at its border and longer, several sequences, blocks of one tile and of more."""
+    for n_kv, n_head, block, local in ((1, 3, 8, 1), (2, 8, 16, 2), (4, 4, 100, 1)):
+        for top_k in (2, 3):
+            model = Blocks(n_kv, n_head, top_k, block, local, tokens=64, cells=2048)
+            edge = top_k * block
+            model.check([Segment(41, cell=3), Segment(1, cell=1000, pos=edge - 1)], 2)
+            model.check([Segment(20, cell=7, pos=edge - 5), Segment(3, cell=1100, pos=800)], 3)
+            model.check([Segment(1, cell=5, pos=1700)], 3)
+
+
+@pytest.mark.slow("compiles the kernels of an indexer of blocks")
+def test_blocks_of_a_token_do_not_depend_on_its_batch() -> None:
+    model = Blocks(2, 8, 4, 32, 1, tokens=8, cells=2048, invariant=True)
+    values = model.values(8)
+    model.run.compile(model.node, 2)
+    together = model.run([Segment(8, cell=0, pos=1200)], values)
+    for i in range(8):
+        alone = model.run([Segment(1, cell=0, pos=1200 + i)], {x: v[i : i + 1] for x, v in values.items()})
+        np.testing.assert_array_equal(alone[0], together[i])

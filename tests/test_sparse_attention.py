@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 from factories import tiny_model
 from gguf_files import write_model
-from tiny_architectures import MISTRAL4
+from tiny_architectures import MISTRAL4, SHARED
 
 from ikcli.engine.plan import startup
 from ikcli.engine.plan.devices import described_machine
@@ -97,22 +98,73 @@ def test_layers_that_choose(tmp_path: Path) -> None:
 
 
 def test_where_it_does_not_run(path: Path) -> None:
-    """GPUs attend to all positions, with a notice; stages cannot share chosen positions."""
+    """Stages cannot share chosen positions."""
     file = open_gguf(path)
     hp, notices = HParams.from_gguf(file.metadata, file.tensors, str(path)), list[str]()
-    cpu, gpu = (described_machine(parse_device_spec(text), None) for text in ("cpu:8GiB", "cuda:8GiB,cpu:8GiB"))
-    assert settle_indexer(config(path), hp, cpu, (), notices).dsa and not notices
-    assert settle_indexer(config(path, n_gpu_layers=0), hp, gpu, (), notices).dsa and not notices
-    assert not settle_indexer(config(path), hp, gpu, (), notices).dsa
-    assert notices[0].startswith("attention covers all positions") and "keeps 140 of them" in notices[0]
+    for machine in ("cpu:8GiB", "cuda:8GiB,cpu:8GiB"):
+        assert settle_indexer(config(path), hp, described_machine(parse_device_spec(machine), None), (), notices).dsa
+    assert not notices
     staged = config(path)
     staged = staged.__class__(**{f: getattr(staged, f) for f in staged.__slots__} | {
         "fleet": staged.fleet.__class__(stages=2)})  # fmt: skip
     with pytest.raises(UnsupportedError, match="use --no-dsa"):
-        settle_indexer(staged, hp, cpu, (), notices)
+        settle_indexer(staged, hp, described_machine(parse_device_spec("cpu:8GiB"), None), (), notices)
 
 
 def test_options_of_models_without_an_indexer(tmp_path: Path) -> None:
     model = write_model(tiny_model("llama"), tmp_path / "m.gguf")
     found = startup.prepare(RunConfig(model=model, command="bench", dsa_top_k=4), ("dsa_top_k",))
     assert "-dsatk has no effect: llama models have no indexer" in found.notices
+
+
+def m3_keys(**changes: Any) -> dict[str, Any]:
+    """Metadata of a tiny MiniMax-M3: 4 of up to 32 blocks of 16 positions."""
+    numbers = {"head_count": 2, "key_length": 16, "top_k": 4, "block_size": 16, "local_blocks": 1} | changes
+    lead = {"block_count": 3, "leading_dense_block_count": 1, "rope.dimension_count": 8}
+    return SHARED | lead | {f"attention.indexer.{name}": value for name, value in numbers.items() if value}
+
+
+@pytest.mark.slow("compiles the kernels of an indexer of blocks")
+def test_blocks_of_positions(tmp_path: Path) -> None:
+    """Prompts and single tokens of MiniMax-M3, with and without the choice, which -dsatk rounds up to blocks."""
+    path = write_model(tiny_model("minimax-m3", **m3_keys()), tmp_path / "m3.gguf")
+    dense = reference(path, index_top_k=0)
+    for changes, wanted in (
+        ({}, reference(path)), ({"n_ubatch": 128}, reference(path)), ({"dsa": False}, dense),
+        ({"dsa_top_k": 90}, reference(path, index_top_k=96)),
+    ):  # fmt: skip
+        with Session.open(config(path, **changes)) as session:
+            found = [np.array(session.decode(Batch.single(TOKENS[:60], logits="all")))]
+            found.append(np.array(session.decode(Batch.single(TOKENS[60:292], 60, logits="all"))))
+            found += [np.array(session.decode(Batch.single(TOKENS[i : i + 1], i))) for i in range(292, 300)]
+        error = np.abs(np.concatenate(found) - wanted).max(axis=1)
+        # Equal scores and experts that tie up to rounding may be chosen differently.
+        assert (error < 1e-3 * wanted.std()).mean() > 0.97 and (error[:64] < 1e-3 * wanted.std()).all()
+    assert np.abs(reference(path)[-1] - dense[-1]).max() > 0.01 * dense.std()
+
+
+def test_numbers_of_a_block_indexer(tmp_path: Path) -> None:
+    """The layers with its tensors have it; without them, or with other heads, the run says so."""
+
+    def opened(optional: tuple[str, ...] = (), **changes: Any) -> HParams:
+        model = tiny_model("minimax-m3", optional=optional, **m3_keys(**changes))
+        file = open_gguf(write_model(model, tmp_path / "m3.gguf"))
+        return HParams.from_gguf(file.metadata, file.tensors, "m3.gguf")
+
+    hp = opened()
+    assert (hp.index_top_k, hp.index_block, hp.index_local) == (64, 16, 1) and hp.index_owners == {1, 2}
+    with pytest.raises(FormatError, match=r"head_count'? is 1; supported is one index head per KV head"):
+        opened(head_count=1)
+    for changes in ({"block_size": 0}, {"local_blocks": 5}):
+        with pytest.raises(FormatError, match=next(iter(changes))):
+            opened(**changes)
+    notices, gpu = list[str](), described_machine(parse_device_spec("cuda:8GiB,cpu:8GiB"), None)
+    with_gpu = replace(config(tmp_path / "m3.gguf"), n_gpu_layers=99)
+    assert not settle_indexer(with_gpu, hp, gpu, (), notices).dsa
+    assert "GPUs have no kernels for an indexer of blocks" in notices.pop()
+    bare, cpu = opened(top_k=0), described_machine(parse_device_spec("cpu:8GiB"), None)
+    settle_indexer(config(tmp_path / "m3.gguf"), bare, cpu, (), notices)
+    assert notices == [
+        "attention covers all positions: m3.gguf has no indexer, with which minimax-m3 models are trained; convert the "
+        "checkpoint again to keep it"
+    ]

@@ -25,6 +25,7 @@ Value = Callable[[Floats], Floats]
 TYPES_OF = {"F32": GGMLType.F32, "F16": GGMLType.F16, "BF16": GGMLType.BF16, "F64": GGMLType.F32}
 """dtype of a checkpoint -> tensor type that holds the same values (doubles are rounded)."""
 TYPES_OF["MXFP4"] = GGMLType.MXFP4  # from a dequantized source asked for the blocks themselves
+_KEPT = TYPES_OF | {"I64": GGMLType.I64}  # whole numbers that a conversion computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +106,14 @@ _MADE = _Made()
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """Values computed by the conversion (factors of rotations)."""
+    """Values computed by the conversion (factors of rotations, ids)."""
 
-    values: Floats
+    values: Floats | Order
+
+    @property
+    def dtype(self) -> str:
+        """Return the type as checkpoints name it."""
+        return "I64" if self.values.dtype == np.int64 else "F32"
 
     @property
     def n_rows(self) -> int:
@@ -146,14 +152,14 @@ class NewRows:
         for piece in self.pieces:
             low, high = max(first - start, 0), min(last - start, piece.n_rows)
             if low < high:
-                dtype = "F32" if isinstance(piece, Constant) else source.dtype(piece.name)
+                dtype = piece.dtype if isinstance(piece, Constant) else source.dtype(piece.name)
                 factor = piece.factor if isinstance(piece, TensorRows) else 1.0
                 found.append(self._typed(piece.read(source, low, high), dtype, factor))
             start += piece.n_rows
         return found[0] if len(found) == 1 else np.concatenate(found)
 
     def _typed(self, rows: Array, dtype: str, factor: float) -> Array:
-        if TYPES_OF[dtype] == self.type and self.value is None and dtype != "F64" and factor == 1.0:
+        if _KEPT[dtype] == self.type and self.value is None and dtype != "F64" and factor == 1.0:
             return np.ascontiguousarray(rows)
         values = as_float32(rows, dtype)
         if factor != 1.0:

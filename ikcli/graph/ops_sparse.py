@@ -59,22 +59,77 @@ class IndexTopK(Op):
 
 
 @dataclass(frozen=True, slots=True)
+class IndexTopBlocks(Op):
+    """Choose the blocks of positions with the largest index scores: [rows, n_head * top_k * block] cells.
+
+    Every head has a list of its own: the cells of its blocks in ascending order, then `NONE`. A block is `block`
+    positions, counted from the first of the sequence, and its score the largest q . k in it; heads share the key. The
+    query's own block, of which it sees the positions up to its own, and those before it, `local` together, are always
+    chosen. Of equal scores the earlier block is chosen. Corresponds to the indexer of MiniMax-M3.
+    """
+
+    name = "index_top_blocks"
+    is_table = True
+    dtype = "i32"
+
+    q: HeadSlice
+    k: Cache
+    n_head: int
+    top_k: int
+    block: int
+    local: int
+
+    def __post_init__(self) -> None:
+        if self.k.cols != self.q.width or self.k.per is not Per.CELL:
+            raise ValueError("an indexer has keys as wide as its queries")
+        if not 1 <= self.local <= self.top_k:
+            raise ValueError("a query's own block is chosen, and no more blocks than there are to choose")
+
+    @property
+    def shape(self) -> tuple[RowSpec, int]:
+        return self.q.node.rows, self.n_head * self.top_k * self.block
+
+    def compute(self, run: Run) -> Array:
+        out = np.full((len(run.state.tokens), self.n_head, self.top_k * self.block), NONE, np.int32)
+        for s in run.state.segments:
+            q = head_columns(run.value(self.q.node)[s.start : s.start + s.n_tokens], self.q, self.n_head)
+            k: Array = run.cached(self.k)[s.cell : s.cell + s.n_kv].astype(run.dtype)
+            for i, n in enumerate(range(s.pos + 1, s.n_kv + 1)):
+                starts = np.arange(0, n, self.block)
+                for h in range(self.n_head):
+                    scores = np.maximum.reduceat(q[i, h] @ k[:n].T, starts)
+                    scores[-self.local :] = np.inf
+                    best = np.sort(np.argsort(-scores, kind="stable")[: self.top_k])
+                    cells = (starts[best, None] + np.arange(self.block)).ravel()
+                    cells = cells[cells < n]
+                    out[s.start + i, h, : len(cells)] = s.cell + cells
+        return out.reshape(len(out), -1)
+
+
+@dataclass(frozen=True, slots=True)
 class SparseAttn(Attention):
-    """Flash attention to the positions in `selected`, a value of `IndexTopK`; keys and values are cache rows."""
+    """Flash attention to the positions in `selected`; keys and values are cache rows.
+
+    `selected` is a value of `IndexTopK`, or of `IndexTopBlocks` for `lists` KV heads, with blocks of `block` positions.
+    """
 
     name = "sparse_attn"
 
     selected: Node | None = None
+    lists: int = 1
+    block: int = 1
 
     def __post_init__(self) -> None:
         super(SparseAttn, self).__post_init__()
         if self.window or self.chunk or self.both or self.slopes:
             raise ValueError("sparse attention has no windows, and does not look ahead")
+        if self.lists not in (1, self.n_head_kv):
+            raise ValueError("positions are chosen for all heads, or for every key head")
 
     def hidden(self, run: Run, s: Segment, at: Array) -> Array:
         assert self.selected is not None
-        cells = run.value(self.selected)[s.start : s.start + s.n_tokens]
-        seen = np.zeros((s.n_tokens, s.n_kv), np.bool_)
-        rows, columns = np.nonzero(cells != NONE)
-        seen[rows, cells[rows, columns] - s.cell] = True
-        return ~seen[:, at]
+        cells = run.value(self.selected)[s.start : s.start + s.n_tokens].reshape(s.n_tokens, self.lists, -1)
+        seen = np.zeros((self.lists, s.n_tokens, s.n_kv), np.bool_)
+        rows, lists, columns = np.nonzero(cells != NONE)
+        seen[lists, rows, cells[rows, lists, columns] - s.cell] = True
+        return ~(seen[0] if self.lists == 1 else seen)[..., at]

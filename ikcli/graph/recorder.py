@@ -44,7 +44,7 @@ from ikcli.graph.ops_rows import (
     RopeTable,
     SwiGlu,
 )
-from ikcli.graph.ops_sparse import IndexTopK, SparseAttn
+from ikcli.graph.ops_sparse import IndexTopBlocks, IndexTopK, SparseAttn
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,6 +274,7 @@ class Graph:
         ranged: bool = False,
         half: bool = False,
         biases: tuple[tuple[float, ...], ...] = (),
+        cross: bool = False,
     ) -> Node:
         """Attend within each sequence: [rows, n_head*v.width]; see `Attention`.
 
@@ -281,12 +282,18 @@ class Graph:
         """
         wide = wide or self.exact
         settings = (tuple(q), tuple(k), v, n_head, n_head_kv, scale, window, chunk, sinks, softcap, wide, both, slopes,
-                    ranged, half, biases)  # fmt: skip
+                    ranged, half, biases, cross)  # fmt: skip
         return self.record(FlashAttn(*settings) if flash else Attn(*settings, heads_per_step), name)
 
     def index_top_k(self, q: HeadSlice, weights: Node, k: Cache, name: str, *, n_head: int, top_k: int) -> Node:
         """Choose the positions that each query attends to: [rows, top_k]; see `IndexTopK`."""
         return self.record(IndexTopK(q, weights, k, n_head, top_k), name)
+
+    def index_top_blocks(
+        self, q: HeadSlice, k: Cache, name: str, *, n_head: int, top_k: int, block: int, local: int
+    ) -> Node:
+        """Choose the blocks that each query attends to: [rows, n_head*top_k*block]; see `IndexTopBlocks`."""
+        return self.record(IndexTopBlocks(q, k, n_head, top_k, block, local), name)
 
     def sparse_attention(
         self,
@@ -299,9 +306,12 @@ class Graph:
         n_head: int,
         n_head_kv: int,
         scale: float,
+        lists: int = 1,
+        block: int = 1,
     ) -> Node:
         """Attend to the selected positions: [rows, n_head*v.width]; see `SparseAttn`."""
-        return self.record(SparseAttn(tuple(q), tuple(k), v, n_head, n_head_kv, scale, selected=selected), name)
+        parts = (tuple(q), tuple(k), v, n_head, n_head_kv, scale)
+        return self.record(SparseAttn(*parts, selected=selected, lists=lists, block=block), name)
 
     # --- images -------------------------------------------------------------------------------------------------------
     def media_rows(self, x: Node | None, offset: int, n_cols: int, name: str) -> Node:

@@ -203,6 +203,7 @@ def self_attention(
     norm_heads: bool = False,
     gating: str = "sigmoid",
     gated: bool = False,
+    selected: Node | None = None,
 ) -> Node:
     """Record grouped-query attention with RoPE on q and k, optional biases and optional norms of q and k heads.
 
@@ -225,7 +226,7 @@ def self_attention(
         v = linear(g, attention_matrix(hp, layer, "v"), layer.get("attn_v_bias"), x, "Vcur")
         v = g.clamp(v, hp.clamp_kqv, "Vcur_clamped")
     v = g.scale(v, hp.value_scale, "Vcur_scaled")
-    return attend(g, hp, cfg, q, (k, v), x, layer, gating=gating, gate=fused.get("gate"))
+    return attend(g, hp, cfg, q, (k, v), x, layer, gating=gating, gate=fused.get("gate"), selected=selected)
 
 
 def attention_block(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig, *, neox: bool, rotates: bool = True) -> Block:
@@ -251,9 +252,10 @@ def attend(
     kv_layer: int = -1,
     gating: str = "sigmoid",
     gate: Node | None = None,
+    selected: Node | None = None,
 ) -> Node:
     """Record `attended` and the output projection."""
-    kqv = attended(g, hp, cfg, q, kv, x, layer, kv_layer=kv_layer, gating=gating, gate=gate)
+    kqv = attended(g, hp, cfg, q, kv, x, layer, kv_layer=kv_layer, gating=gating, gate=gate, selected=selected)
     return linear(g, layer.attn_output, layer.get("attn_output_bias"), kqv, "kqv_out")
 
 
@@ -269,11 +271,13 @@ def attended(
     kv_layer: int = -1,
     gating: str = "sigmoid",
     gate: Node | None = None,
+    selected: Node | None = None,
 ) -> Node:
     """Record attention of projected heads: what the output projection multiplies.
 
     Applies the layer's windows, sinks and gate on x (or `gate`). k and v are stored first; without `kv`, those that
-    layer `kv_layer` stored are read. Encoders store nothing: their texts are whole.
+    layer `kv_layer` stored are read. Encoders store nothing: their texts are whole. `selected`: the cells that an
+    indexer chose for every KV head.
     """
     if not hp.causal:
         assert kv is not None
@@ -293,23 +297,32 @@ def attended(
         k = alibi.keys(g, hp, k) if hp.max_alibi_bias else k
         g.kv_store(k_cache, k, "k_cache_view")
         g.kv_store(v_cache, v, "v_cache_view")
-    kqv = g.attention(
-        [HeadSlice(q, 0, width, width)],
-        [HeadSlice(k_cache, 0, width, width)],
-        HeadSlice(v_cache, 0, hp.head_dim_v, hp.head_dim_v),
-        "kqv",
-        n_head=hp.n_head,
-        n_head_kv=hp.n_head_kv,
-        scale=scale,
-        flash=cfg.flash_attn,
-        heads_per_step=heads_per_step(cfg, hp.n_head),
-        window=hp.window,
-        chunk=hp.chunk,
-        sinks=layer.get("attn_sinks"),
-        softcap=hp.attn_softcap,
-        wide=hp.max_alibi_bias > 0,
-        ranged=cfg.media is not None and cfg.media.both and (hp.arch != "gemma4" or hp.window > 0),
-    )
+    heads = [HeadSlice(q, 0, width, width)]
+    keys, values = [HeadSlice(k_cache, 0, width, width)], HeadSlice(v_cache, 0, hp.head_dim_v, hp.head_dim_v)
+    n_head, n_kv = hp.n_head, hp.n_head_kv
+    if selected is not None:
+        kqv = g.sparse_attention(
+            heads, keys, values, selected, "kqv", n_head=n_head, n_head_kv=n_kv, scale=scale, lists=n_kv,
+            block=hp.index_block,
+        )  # fmt: skip
+    else:
+        kqv = g.attention(
+            heads,
+            keys,
+            values,
+            "kqv",
+            n_head=n_head,
+            n_head_kv=n_kv,
+            scale=scale,
+            flash=cfg.flash_attn,
+            heads_per_step=heads_per_step(cfg, n_head),
+            window=hp.window,
+            chunk=hp.chunk,
+            sinks=layer.get("attn_sinks"),
+            softcap=hp.attn_softcap,
+            wide=hp.max_alibi_bias > 0,
+            ranged=cfg.media is not None and cfg.media.both and (hp.arch != "gemma4" or hp.window > 0),
+        )
     if cfg.v_hadamard:
         kqv = g.hadamard(kqv, hp.n_head, hp.head_dim_v, "kqv_hadamard")
     matrix = layer.get("attn_gate")

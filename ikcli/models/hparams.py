@@ -151,6 +151,8 @@ class HParams:
     max_alibi_bias: float = 0.0  # attention is weakened by distance; 0: it is not
     clamp_kqv: float = 0.0  # q, k and v are held between this and its negative; 0: they are not
     parallel: bool = False  # attention and feed-forward part are side by side
+    n_layer_dec: int = 0  # layers of the decoder of an encoder-decoder, whose other layers are the encoder's
+    decoder_start: int = -1  # the token that the decoder of an encoder-decoder begins with
     causal: bool = True  # a token sees those before it only; False: encoders, which have no next token and no cache
     n_positions: int = 0  # of encoders: positions that are embedded; 0: any number
     n_buckets: int = 0  # of distances, each with a bias of scores
@@ -170,6 +172,8 @@ class HParams:
     index_n_head: int = 0
     index_head_dim: int = 0
     index_owners: frozenset[int] = frozenset()  # layers that choose positions
+    index_block: int = 0  # positions that are chosen together; 0: each is chosen by itself
+    index_local: int = 0  # blocks up to the query's own that are always chosen
     per_layer: Mapping[str, tuple[Any, ...]] = field(default_factory=dict, hash=False)
 
     @classmethod
@@ -233,6 +237,8 @@ class HParams:
             values["recurrent_layers"] = frozenset(il for il in values.get("recurrent_layers", ()) if il < n_main)
         elif arch in ("deepseek32", "glm-dsa"):  # heads attend to all positions, as in the reference
             values |= _indexer(keys, values, tensors)
+        elif arch == "minimax-m3":
+            values |= _block_indexer(keys, values, tensors)
         if arch in ("granite", "granite-swa", "granitehybrid", "granitemoe"):
             values |= _multipliers(keys)
         if arch in ("deepseek2", "mistral3", "mistral4"):  # files of Mistral 4 do not say
@@ -249,6 +255,8 @@ class HParams:
             values |= _temperature(keys, values) | {"weighs_inputs": True, "n_ff_shexp": values["n_ff_exp"]}
         if arch in ENCODERS:
             values |= _encoder(keys, values, tensors)
+        if arch == "t5":
+            values |= _encoder_decoder(keys, n_layer)
         hp = cls(**_by_layer(values))
         _check(hp)
         return hp
@@ -507,6 +515,19 @@ def _encoder(keys: Keys, values: dict[str, Any], tensors: Mapping[str, HasShape]
     }
 
 
+def _encoder_decoder(keys: Keys, n_layer: int) -> dict[str, Any]:
+    """Return the settings of T5: its decoder, the token this begins with, and the buckets of distances."""
+    start = keys.integer("decoder_start_token_id", int(keys.metadata.get("tokenizer.ggml.bos_token_id", -1)), least=-1)
+    if start < 0:
+        raise keys.fail("decoder_start_token_id", "is missing; the decoder cannot begin")
+    return {
+        "n_layer_dec": keys.integer("decoder_block_count", n_layer, least=1, most=MAX_LAYERS),
+        "decoder_start": start,
+        "attention_scale": 1.0,
+        "n_buckets": keys.integer("attention.relative_buckets_count", least=4),
+    }
+
+
 def _temperature(keys: Keys, values: dict[str, Any]) -> dict[str, Any]:
     """Return the position scale of Llama 4's queries in layers without RoPE; files do not store it."""
     scale = keys.number("attention.temperature_scale", 0.1, most=1e6)
@@ -549,6 +570,28 @@ def _indexer(keys: Keys, values: dict[str, Any], tensors: Mapping[str, HasShape]
         "index_n_head": keys.integer("attention.indexer.head_count", least=1, most=128),
         "index_head_dim": keys.integer("attention.indexer.key_length", least=max(values["n_rot"], 16), most=1024),
         "index_owners": frozenset(il for il in range(n_layer) if own[il]),
+    }
+
+
+def _block_indexer(keys: Keys, values: dict[str, Any], tensors: Mapping[str, HasShape]) -> dict[str, Any]:
+    """Return the numbers of an indexer that chooses blocks of positions, of which there are `top_k`."""
+    name = "attention.indexer.head_count"
+    lead = keys.integer("leading_dense_block_count", 0)
+    every = range(values["n_layer"])
+    owners = frozenset(il for il in every if (f"blk.{il}.indexer.q_proj.weight" in tensors if tensors else il >= lead))
+    if "attention.indexer.top_k" not in keys or not owners:
+        return {}
+    n_head, n_blocks = keys.integer(name, least=1), keys.integer("attention.indexer.top_k", least=1, most=1 << 20)
+    if any(by_layer(values["n_head_kv"], values["n_layer"])[il] != n_head for il in owners):
+        raise keys.fail(name, f"is {n_head}; supported is one index head per KV head")
+    block = keys.integer("attention.indexer.block_size", least=1, most=1 << 20)
+    return {
+        "index_top_k": n_blocks * block,
+        "index_n_head": n_head,
+        "index_head_dim": keys.integer("attention.indexer.key_length", least=max(values["n_rot"], 16), most=1024),
+        "index_owners": owners,
+        "index_block": block,
+        "index_local": keys.integer("attention.indexer.local_blocks", 1, least=1, most=n_blocks),
     }
 
 

@@ -1,8 +1,13 @@
-"""The lightning indexer of DeepSeek V3.2 and GLM-5: every query attends only to the `index_top_k` positions it prefers.
+"""Indexers: every query attends only to the `index_top_k` positions it prefers.
 
-A layer has its own indexer, or uses the positions that the layer before it chose. Index queries come from the low-rank
-query, keys and head weights from the input of attention; heads are [rotated | not rotated], and keys have a cache of
-their own. Corresponds to `build_deepseek2_dsa_indexer` of ik_llama.cpp.
+DeepSeek V3.2 and GLM-5 choose positions. A layer has its own indexer, or uses the positions that the layer before it
+chose. Index queries come from the low-rank query, keys and head weights from the input of attention; heads are
+[rotated | not rotated], and keys have a cache of their own. Corresponds to `build_deepseek2_dsa_indexer` of
+ik_llama.cpp.
+
+MiniMax-M3 chooses blocks of positions, for every KV head by an index head of its own. Queries and keys are projected
+from the input of attention, normed and rotated like those of attention. Corresponds to `MiniMaxM3VLIndexer` of
+transformers.
 """
 
 from __future__ import annotations
@@ -24,6 +29,13 @@ def specs(hp: HParams, il: int) -> dict[str, TensorSpec]:
     if il not in hp.index_owners:
         return {}
     n_head, width = hp.index_n_head, hp.index_head_dim
+    if hp.index_block:
+        return {
+            "indexer.q_proj.weight": TensorSpec((hp.n_embd, n_head * width)),
+            "indexer.k_proj.weight": TensorSpec((hp.n_embd, width)),
+            "indexer.q_norm.weight": TensorSpec((width,)),
+            "indexer.k_norm.weight": TensorSpec((width,)),
+        }
     return {
         "indexer.attn_q_b.weight": TensorSpec((hp.q_lora_rank, n_head * width)),
         "indexer.attn_k.weight": TensorSpec((hp.n_embd, width)),
@@ -36,7 +48,33 @@ def specs(hp: HParams, il: int) -> dict[str, TensorSpec]:
 def top_k(hp: HParams, cfg: GraphConfig) -> int:
     """Return how many positions a query attends to; 0: all, which is so where the context has no more."""
     n = hp.index_top_k if cfg.index_top_k < 0 else cfg.index_top_k
+    if n and hp.index_block:
+        n = max(-(-n // hp.index_block), hp.index_local) * hp.index_block
     return n if hp.index_top_k and n < cfg.n_ctx // cfg.n_seq else 0
+
+
+def chosen_blocks(
+    g: Graph, hp: HParams, cfg: GraphConfig, x: Node, layer: LayerWeights, table: Node | None
+) -> Node | None:
+    """Return the cells of the blocks that a layer with attention input x attends to; None: it attends to all."""
+    most = top_k(hp, cfg)
+    if not most or layer.il not in hp.index_owners or table is None:
+        return None
+    n_head, width = hp.index_n_head, hp.index_head_dim
+
+    def projected(which: str, heads: int) -> Node:
+        cur = g.mul_mat(layer.tensor(f"indexer.{which}_proj.weight"), x, f"index_{which}")
+        norm = layer.tensor(f"indexer.{which}_norm.weight")
+        cur = g.norm(cur, norm, hp.eps, f"index_{which}_norm", kind="rms", width=width)
+        return g.rope(cur, table, heads, width, f"index_{which}_rope", neox=True)
+
+    cache = g.cache(CACHE, width, cfg.type_index)
+    g.kv_store(cache, projected("k", 1), "index_k_view")
+    if cfg.index_keys_only:
+        return None
+    q = HeadSlice(projected("q", n_head), 0, width, width)
+    block, local = hp.index_block, hp.index_local
+    return g.index_top_blocks(q, cache, "index_top_k", n_head=n_head, top_k=most // block, block=block, local=local)
 
 
 class Indexer:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ikcli.graph import Graph, Node
 from ikcli.graph.activations import SILU, Glu
-from ikcli.models import blocks, expected
+from ikcli.models import blocks, expected, indexer
 from ikcli.models.config import GraphConfig
 from ikcli.models.feed_forward import feed_forward, fused_dense_ffn, limited_feed_forward, mlp
 from ikcli.models.gpt_oss import ACTIVATION
@@ -75,6 +75,10 @@ def _groups(hp: HParams, il: int) -> TensorSpecs:
     return {f"blk.{il}.ffn_{part}_chexps.weight": down if part == "down" else up for part in ("gate", "up", "down")}
 
 
+def _indexer(hp: HParams, il: int) -> TensorSpecs:
+    return expected.in_block(il, indexer.specs(hp, il))
+
+
 def _phimoe(hp: HParams, il: int) -> TensorSpecs:
     return _biased_norms(hp, il) | _output_bias(hp, il) | expected.long_rope(hp, il)
 
@@ -110,7 +114,7 @@ TABLE: dict[str, Plain] = {
     "mellum": Plain(qk_norm=True),
     "mimo2": Plain(more=_sinks),
     "minimax-m2": Plain(bias=False, more=expected.norms_of_all_heads),
-    "minimax-m3": Plain(qk_norm=True, act=ACTIVATION),  # attention is over all positions, the indexer is not used
+    "minimax-m3": Plain(qk_norm=True, act=ACTIVATION, more=_indexer),
     "olmoe": Plain(bias=False, more=expected.norms_of_all_heads),
     "openelm": Plain(bias=False, qk_norm=True, fused=True),
     "paddleocr": Plain(),
@@ -161,7 +165,10 @@ def layers(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig, only: int | None
 
     def attn(x: Node, layer: LayerWeights) -> Node:
         rotation = None if p.nope_interval and (layer.il + 1) % p.nope_interval == 0 else tables[layer.il]
-        return blocks.self_attention(g, hp, cfg, x, layer, rotation, neox=p.neox, norm_last=p.norm_last)
+        selected = indexer.chosen_blocks(g, hp, cfg, x, layer, rotation) if hp.index_block else None
+        return blocks.self_attention(
+            g, hp, cfg, x, layer, rotation, neox=p.neox, norm_last=p.norm_last, selected=selected
+        )
 
     def ffn(x: Node, layer: LayerWeights) -> Node:
         if p.ungated:

@@ -12,16 +12,18 @@ from ikcli.backends.cpu.lower_attention import (
     view_chunk,
 )
 from ikcli.backends.cpu.params_attention import (
+    INDEX_SPAN,
     MAX_ROWS,
     SPLITS_PER_THREAD,
     STAT_BYTES,
     STATS_BYTES,
+    IndexBlockParams,
     IndexParams,
     SparseParams,
 )
 from ikcli.backends.cpu.program import CpuLowering
 from ikcli.graph import HeadSlice, Node, Rows
-from ikcli.graph.ops_sparse import IndexTopK, SparseAttn
+from ikcli.graph.ops_sparse import IndexTopBlocks, IndexTopK, SparseAttn
 from ikcli.native.kernel_cache import KernelKey
 
 _TILE = 64  # positions
@@ -63,7 +65,34 @@ def lower_index_top_k(low: CpuLowering, node: Node, op: IndexTopK) -> None:
         low.emit(KernelKey("index_top_k", "make_index_top_k", (sources.k_types,)), node.rows, params)
 
 
-@RULES.add(SparseAttn, "q k v n_head n_head_kv scale wide selected")
+@RULES.add(IndexTopBlocks, "q k n_head top_k block local")
+def lower_index_top_blocks(low: CpuLowering, node: Node, op: IndexTopBlocks) -> None:
+    """Lower the choice of blocks: scores of all blocks, then the choice."""
+    k = HeadSlice(op.k, 0, op.q.width, 0)
+    sources = attention_sources(low, node, (op.q,), (k,), k)
+    tokens = low.max_rows[Rows.TOKENS]
+    block = min(max(MAX_ROWS // op.n_head, 1), tokens)
+    rows = -(-block * op.n_head // 16) * 16
+    n_chunks, score_bytes = chunks(op.q), 64 * -(-low.max_rows[Rows.KV] // (16 * op.block))
+    at, scratch_bytes = regions(
+        64 * n_chunks * rows, 64 * n_chunks * (_TILE + 1), 4 * rows * (_TILE + 16), 4 * rows, _COUNTS_BYTES,
+        4 * op.top_k,
+    )  # fmt: skip
+    _, k_at, s_at, best_at, counts_at, chosen_at = at
+    params = IndexBlockParams(
+        out=low.out(node), out_stride=4 * node.cols, first_head=0, units=1, unit_heads=op.n_head, group=op.n_head,
+        block=block, tile=_TILE, scale=1.0, k_chunks=n_chunks, v_cols=0,
+        scratch=low.buffer(low.n_threads * scratch_bytes), scratch_bytes=scratch_bytes, k_at=k_at, v_at=0, s_at=s_at,
+        window=NO_WINDOW, chunk=NO_WINDOW, sinks=0, slopes=0, cap=0.0, q=sources.q, k=sources.k, v=sources.v,
+        most=op.top_k, span=op.block, local=op.local, task_span=-(-INDEX_SPAN // op.block) * op.block,
+        best_at=best_at, counts_at=counts_at, chosen_at=chosen_at,
+        scores=low.buffer(tokens * op.n_head * score_bytes), score_bytes=score_bytes,
+    )  # fmt: skip
+    low.emit(KernelKey("index_blocks", "make_block_scores", (sources.k_types,)), node.rows, params)
+    low.emit(KernelKey("index_blocks", "make_block_choice"), node.rows, params)
+
+
+@RULES.add(SparseAttn, "q k v n_head n_head_kv scale wide selected lists block")
 def lower_sparse_attn(low: CpuLowering, node: Node, op: SparseAttn) -> None:
     """Lower attention to chosen positions, a token per task."""
     assert op.selected is not None
@@ -90,7 +119,9 @@ def lower_sparse_attn(low: CpuLowering, node: Node, op: SparseAttn) -> None:
         slots=low.buffer(max(n_slots, units) * tokens * slot_bytes), slot_bytes=slot_bytes, q_unit=q_unit,
         o_unit=o_unit, units_per_task=1, min_split=_MIN_SPLIT, most_distance=0,
         batch_invariant=int(low.batch_invariant),
-        cells=low.out(op.selected), cell_bytes=4 * op.selected.cols, most=op.selected.cols,
+        cells=low.out(op.selected), cell_bytes=4 * op.selected.cols,
+        list_bytes=4 * op.selected.cols // op.lists if op.lists > 1 else 0, most=op.selected.cols // op.lists,
+        span=op.block,
     )  # fmt: skip
     types = (sources.k_types, "view" if view >= 0 else sources.v_type)
     low.emit(KernelKey("attention_sparse", "make_flash_sparse", types), node.rows, params)

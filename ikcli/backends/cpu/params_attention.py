@@ -104,7 +104,9 @@ class SparseParams(FlashParams):
 
     cells: Address  # i32 per token, ascending
     cell_bytes: int  # of a token
+    list_bytes: int  # from the list of a KV head to that of the next; 0: all have the same
     most: int  # cells of a token that sees as many positions
+    span: int  # positions that are chosen together
 
 
 INDEX_SPAN = 1024  # positions of a task of kernels/index_top_k.py, for few tokens
@@ -121,3 +123,17 @@ class IndexParams(AttentionParams):
     scores_at: int
     scores: Address  # of all tokens, where tasks share them
     score_bytes: int  # of a token
+
+
+class IndexBlockParams(AttentionParams):
+    """Parameters of an indexer of blocks; q, k and scratch as in attention, `out`: the cells of every token."""
+
+    most: int  # blocks that are chosen
+    span: int  # positions of a block
+    local: int  # blocks up to the query's own that are always chosen
+    task_span: int  # positions of a task: whole blocks
+    best_at: int  # places in scratch, bytes
+    counts_at: int
+    chosen_at: int
+    scores: Address  # f32 of every block, per token and head
+    score_bytes: int  # of a head

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ikcli.convert import build as b
 from ikcli.convert import keys as k
+from ikcli.convert.config import Config
 
 MINIMAX_M3: b.Table = {
     "norm": b.to("output_norm", value=b.plus_one),
@@ -11,9 +12,39 @@ MINIMAX_M3: b.Table = {
     "layers.*.post_attention_layernorm": b.to("blk.*.ffn_norm", value=b.plus_one),
     "layers.*.self_attn.q_norm": b.to("blk.*.attn_q_norm", value=b.plus_one),
     "layers.*.self_attn.k_norm": b.to("blk.*.attn_k_norm", value=b.plus_one),
+    "layers.*.self_attn.indexer.q_proj": "blk.*.indexer.q_proj",
+    "layers.*.self_attn.indexer.k_proj": "blk.*.indexer.k_proj",
+    "layers.*.self_attn.index_q_proj": "blk.*.indexer.q_proj",
+    "layers.*.self_attn.index_k_proj": "blk.*.indexer.k_proj",
+    "layers.*.self_attn.index_q_norm": b.to("blk.*.indexer.q_norm", value=b.plus_one),
+    "layers.*.self_attn.index_k_norm": b.to("blk.*.indexer.k_norm", value=b.plus_one),
+    "layers.*.self_attn.indexer.q_norm": b.to("blk.*.indexer.q_norm", value=b.plus_one),
+    "layers.*.self_attn.indexer.k_norm": b.to("blk.*.indexer.k_norm", value=b.plus_one),
     "layers.*.mlp.gate_up_proj": b.split("blk.*.ffn_gate", "blk.*.ffn_up"),
     "layers.*.mlp.shared_experts.gate_up_proj": b.split("blk.*.ffn_gate_shexp", "blk.*.ffn_up_shexp"),
 }  # fmt: skip
+
+
+_INDEXER = r"layers\.\d+\.self_attn\.(indexer\.|index_)q_proj"
+_INDEXER_KEYS = {
+    "head_count": ("index_n_heads", "sparse_num_index_heads"),
+    "key_length": ("index_head_dim", "sparse_index_dim"),
+    "top_k": ("index_topk_blocks", "sparse_topk_blocks"),
+    "block_size": ("index_block_size", "sparse_block_size"),
+    "local_blocks": ("index_local_blocks", "sparse_local_block"),
+}
+"""By key of the file: the name in transformers, and in `sparse_attention_config` of the released checkpoint."""
+
+
+def _index_number(c: Config, flat: str, nested: str) -> int:
+    """Return a number of the indexer."""
+    section = c.inner("sparse_attention_config")
+    if nested in section:
+        value = section[nested]
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise c.fail("sparse_attention_config", f"has {nested} {value!r}; it should be a number of at least 1")
+        return value
+    return c.integer(flat, least=1)
 
 
 def _minimax_m2(m: b.Build) -> None:
@@ -53,17 +84,27 @@ def _minimax_m3(m: b.Build) -> None:
     shared = c.integer("shared_intermediate_size")
     m.key("expert_shared_count", c.integer("n_shared_experts", default=1))
     m.key("expert_shared_feed_forward_length", shared)
+    if (freq := c.items("moe_layer_freq")) is not None and c.items("mlp_layer_types") is None:
+        c.values["mlp_layer_types"] = ["sparse" if x else "dense" for x in freq]
     m.key("leading_dense_block_count", k.dense_lead(m))
     m.key("expert_weights_scale", c.number("routed_scaling_factor", default=1.0))
     m.key("expert_weights_norm", True)
     m.key("expert_gating_func", 2)
     c.expect("swiglu_limit", 7.0)
     c.expect("swiglu_alpha", 1.702)
-    c.ignore("vocab_size", "layer_types", "index_block_size", "index_head_dim", "index_local_blocks", "index_n_heads")
-    c.ignore("index_topk_blocks")
-    if m.has("index"):
-        m.notes.append("attention of minimax-m3 covers all positions; the indexer is left out")
+    c.ignore("vocab_size", "layer_types", "sparse_attention_config")
+    if m.has(_INDEXER):
+        for key, names in _INDEXER_KEYS.items():
+            m.key(f"attention.indexer.{key}", _index_number(c, *names))
+    else:
+        c.ignore(*(names[0] for names in _INDEXER_KEYS.values()))
+        m.notes.append("the checkpoint has no indexer: attention will cover all positions")
 
+
+_M3_CLASSES = (
+    "MiniMaxM3SparseForCausalLM", "MiniMaxM3SparseForConditionalGeneration", "MiniMaxM3VLForCausalLM",
+    "MiniMaxM3VLForConditionalGeneration",
+)  # fmt: skip
 
 ARCHITECTURES = (
     b.Architecture(
@@ -74,7 +115,7 @@ ARCHITECTURES = (
         }),
     ),
     b.Architecture(
-        "minimax-m3", ("MiniMaxM3VLForCausalLM", "MiniMaxM3VLForConditionalGeneration"), _minimax_m3, MINIMAX_M3,
-        k.tied, r"vision|multi_modal_projector|indexer|\.index_", names="glm4moe",
+        "minimax-m3", _M3_CLASSES, _minimax_m3, MINIMAX_M3,
+        k.tied, r"vision|multi_modal_projector|patch_merge_mlp", names="glm4moe",
     ),
 )  # fmt: skip

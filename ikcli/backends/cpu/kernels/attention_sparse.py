@@ -20,7 +20,7 @@ def make_stage_chosen(type_):
     def stage_chosen(params, part, cells, kv_head, dst, chunk_bytes, position, n):
         stride, width = part.row_bytes, part.width
         element = part.offset + kv_head * part.head_stride
-        here = cells + 4 * position
+        here = cells + kv_head * params.list_bytes + 4 * position
         for i in range(n):
             # Rows are scattered, so the hardware cannot know the next ones.
             prefetch_row(part.at + ld_i32(here + 4 * min(i + AHEAD, n - 1)) * stride, element, width)

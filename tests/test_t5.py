@@ -16,7 +16,7 @@ from ikcli.convert.tool import open_checkpoint, plan_convert
 from ikcli.engine.plan import startup
 from ikcli.engine.plan.planner import Planner
 from ikcli.engine.run.batch import Batch
-from ikcli.engine.run.encoder_decoder import EncoderTexts
+from ikcli.engine.run.encoders import EncoderTexts
 from ikcli.engine.run.runner import Runner
 from ikcli.engine.run.sequences import Sequences
 from ikcli.engine.run.session import Session

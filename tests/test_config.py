@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from ikcli import hostinfo
+from ikcli.engine.plan.graph_rules import check_cache_types
 from ikcli.engine.plan.model_rules import check_ser
-from ikcli.engine.plan.startup import check_cache_types
 from ikcli.errors import UsageError
 from ikcli.settings import run as config_module
 from ikcli.settings.rules import padded_ctx, resolve, sequences_per_batch

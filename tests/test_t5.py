@@ -14,9 +14,11 @@ from test_encoders import drawn
 
 from ikcli.convert.tool import open_checkpoint, plan_convert
 from ikcli.engine.plan import startup
+from ikcli.engine.plan.devices import GpuFacts, Machine
+from ikcli.engine.plan.model_rules import settle_encoder_decoder
 from ikcli.engine.plan.planner import Planner
 from ikcli.engine.run.batch import Batch
-from ikcli.engine.run.encoder_decoder import EncoderTexts
+from ikcli.engine.run.encoders import EncoderTexts
 from ikcli.engine.run.runner import Runner
 from ikcli.engine.run.sequences import Sequences
 from ikcli.engine.run.session import Session
@@ -202,3 +204,16 @@ def test_what_cannot_be_is_refused_at_start(tmp_path: Path) -> None:
             startup.prepare(config)
     found = startup.prepare(plain).config
     assert (found.n_ubatch, found.server.cache_ram, found.server.context_shift) == (2048, 0, False)
+
+
+def test_gpus_are_left_alone(tmp_path: Path) -> None:
+    path = converted("t5-gated", tmp_path)
+    hp, machine, notices = (
+        Planner.of_file(RunConfig(model=path)).hp,
+        Machine((GpuFacts("CUDA0", 1 << 30, 1 << 30),)),
+        [],
+    )
+    config = settle_encoder_decoder(RunConfig(command="chat", fit=True), hp, machine, (), notices)
+    assert config.n_gpu_layers == 0 and not config.fit and "t5 models are computed on the CPU" in notices[0]
+    with pytest.raises(UnsupportedError, match=r"t5 models are computed on the CPU; use -ngl 0"):
+        settle_encoder_decoder(RunConfig(command="chat", n_gpu_layers=9), hp, machine, (), notices)

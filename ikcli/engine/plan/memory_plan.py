@@ -17,9 +17,9 @@ from ikcli.engine.plan.device_memory import MemoryPlan
 from ikcli.engine.plan.devices import CONTEXT_BYTES, Machine
 from ikcli.engine.plan.expert_plan import disk_options
 from ikcli.engine.plan.fit import fit
+from ikcli.engine.plan.graph_rules import FLOAT_TYPES
 from ikcli.engine.plan.placement import CPU, offload_lines, offload_threshold, placement_sentence
 from ikcli.engine.plan.planner import MIB, Planner, RunPlan
-from ikcli.engine.plan.programs import FLOAT_TYPES
 from ikcli.engine.plan.prompt_speed import speed_lines
 from ikcli.engine.run import session_log
 from ikcli.errors import IkError

@@ -22,17 +22,12 @@ from ikcli.engine.plan.device_plan import planning_device
 from ikcli.engine.plan.devices import Machine
 from ikcli.engine.plan.expert_plan import disk_options, expert_slots, expert_steps
 from ikcli.engine.plan.expert_slots import ExpertSlots
+from ikcli.engine.plan.graph_rules import check_caches
 from ikcli.engine.plan.head_file import head_file, join_heads
 from ikcli.engine.plan.offload import make_runner, offload_of
 from ikcli.engine.plan.placement import CPU, Placement, place
 from ikcli.engine.plan.program_plans import memory_of, plan_programs
-from ikcli.engine.plan.programs import (
-    Graphs,
-    check_caches,
-    graph_config,
-    output_bytes,
-    record_graphs,
-)
+from ikcli.engine.plan.programs import Graphs, graph_config, output_bytes, record_graphs
 from ikcli.engine.plan.sizes import Sizes, measures_heads, session_of, uses_heads
 from ikcli.engine.run.adapters import Adapters
 from ikcli.engine.run.mirror import mirror_of

@@ -11,18 +11,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ikcli.backends.cpu.program import BATCH_INVARIANT_ROWS
+from ikcli.engine.plan.graph_rules import check_media
 from ikcli.engine.plan.heads import FEW, HEAD, build_model, kept_states, record_heads
 from ikcli.engine.plan.sizes import window_cells
 from ikcli.engine.run.model import Model
-from ikcli.errors import UnsupportedError, UsageError
+from ikcli.errors import UnsupportedError
 from ikcli.graph import Graph, Node, Rows
-from ikcli.models import EXPAND_MIN_TOKENS, GraphConfig, HasEncoder, HParams, MediaConfig, Outputs, Weights
+from ikcli.models import EXPAND_MIN_TOKENS, GraphConfig, HasEncoder, Outputs, Weights
 from ikcli.models.sparse.indexer import top_k
-from ikcli.quant.formats import format_by_name, get_format
-from ikcli.settings.run import KV_TYPES, RunConfig
-
-FLOAT_TYPES = ("f32", "f16", "bf16")
-CACHE_TYPES = tuple(format_by_name(name).type for name in KV_TYPES)
+from ikcli.quant.formats import format_by_name
+from ikcli.settings.run import RunConfig
 
 Graphs = Mapping[str, tuple[Graph, Node]]
 """Graph and result by kind: decode, perhaps prefill, `SHORT` and `ENCODE`, and these with the suffix `EMBEDS`; with
@@ -94,31 +92,6 @@ def _rotates_k(config: RunConfig) -> bool:
     return format_by_name(config.type_k).bpw < 8
 
 
-def check_caches(cfg: GraphConfig, config: RunConfig, model: Model) -> None:
-    """Refuse cache types that cannot work before anything is loaded."""
-    latent = bool(model.hp.kv_lora_rank) and cfg.mla > 0
-    used = {"-ctk": cfg.type_k}
-    if not latent or (cfg.mla == 1 and not cfg.flash_attn):
-        used["-ctv"] = cfg.type_v
-    for option, type_ in used.items():
-        if type_ not in CACHE_TYPES:
-            name = get_format(type_).name
-            raise UnsupportedError(f"{option} {name} cannot be the type of a cache; use one of {', '.join(KV_TYPES)}")
-    check_cache_types(config, cfg.mla if latent else 0)
-
-
-def check_cache_types(config: RunConfig, mla: int) -> None:
-    """Raise UsageError for cache types that the attention mode cannot use; `mla` is 0 for models without MLA."""
-    if config.flash_attn or config.type_v in FLOAT_TYPES or mla >= 2:
-        return
-    if mla == 1:
-        raise UsageError(
-            f"-ctv {config.type_v} with -mla 1 and without flash attention is not possible, because this cache is "
-            "transposed; use -ctv f16, or add -fa"
-        )
-    raise UsageError(f"-ctv {config.type_v} needs flash attention; add -fa, or use -ctv f16")
-
-
 def record_graphs(model: Model, weights: Weights, cfg: GraphConfig) -> Graphs:
     """Record the generation graph, and a prompt graph where the two differ."""
     hp = model.hp
@@ -161,22 +134,6 @@ def record_graphs(model: Model, weights: Weights, cfg: GraphConfig) -> Graphs:
     if not graphs:
         raise UnsupportedError(f"{model.source}: embeddings of {hp.arch} models are not supported")
     return graphs | record_heads(model, weights, replace(cfg, media=None))
-
-
-def check_media(media: MediaConfig, hp: HParams) -> None:
-    """Raise UnsupportedError for a model that cannot read these images."""
-    if not hp.causal:
-        raise UnsupportedError(f"{hp.source}: {hp.arch} models read texts only; run it without a projector")
-    if hp.n_layer_dec:
-        raise UnsupportedError(f"{hp.source}: {hp.arch} models read texts only; run it without a projector")
-    if media.framed != (hp.arch == "cogvlm"):
-        what = "has visual experts" if hp.arch == "cogvlm" else "lacks the visual experts that the projector needs"
-        raise UnsupportedError(f"{hp.source} {what}: use the projector of this model")
-    if media.n_deep >= hp.n_layer:
-        raise UnsupportedError(
-            f"{hp.source}: the projector has rows for {media.n_deep} layers, the model {hp.n_layer} layers; use the "
-            "projector of this model"
-        )
 
 
 def step_tokens(n_step: int) -> int:

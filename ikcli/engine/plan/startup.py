@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from ikcli.engine.pipeline.place import LOCAL, Pipeline
 from ikcli.engine.plan.devices import Machine, find_machine
+from ikcli.engine.plan.graph_rules import check_cache_types
 from ikcli.engine.plan.missing_parts import assume_missing, missing_data
 from ikcli.engine.plan.model_rules import (
     check_ser,
@@ -20,7 +21,6 @@ from ikcli.engine.plan.model_rules import (
     settle_streams,
 )
 from ikcli.engine.plan.planner import MIB, Planner
-from ikcli.engine.plan.programs import check_cache_types
 from ikcli.engine.run.run_device import Beside
 from ikcli.models import HParams
 from ikcli.settings.rules import check_devices, check_stages

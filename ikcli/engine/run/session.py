@@ -26,8 +26,7 @@ from ikcli.engine.plan.sizes import Sizes
 from ikcli.engine.run import gpus, host_memory, numa, session_log
 from ikcli.engine.run.adapters import Added
 from ikcli.engine.run.batch import Batch
-from ikcli.engine.run.encoder_decoder import EncoderTexts
-from ikcli.engine.run.encoders import longest_text
+from ikcli.engine.run.encoders import EncoderTexts, longest_text
 from ikcli.engine.run.huge_weights import HugeWeights
 from ikcli.engine.run.media_places import MediaPlaces, places_of_text
 from ikcli.engine.run.mtp import Heads
@@ -78,8 +77,8 @@ class Session:
         self._n_chosen = top_k(self.model.hp, self.graph_config)
         self.heads = Heads(self) if self.graph_config.n_heads else None
         self.sequences.settle = self.heads.settle if self.heads is not None else None
-        start, n_most = self.model.hp.decoder_start, self.n_ubatch
-        self._texts = EncoderTexts(self.sequences, start, n_most, self._encode) if start >= 0 else None
+        start, n = self.model.hp.decoder_start, self.n_ubatch
+        self._texts = EncoderTexts(self.sequences, start, n, self._encode) if start >= 0 else None
         self._in_flight: deque[tuple[DividedProgram, int, int]] = deque()  # program, threads, outputs
         self._last: tuple[DividedProgram, int]  # program and threads of the last micro-batch
 
@@ -286,10 +285,10 @@ class Session:
         self._settle()
         if self._texts is not None:
             batch = self._texts.read(batch)
-            if not len(batch):  # a part of a text that is encoded later
-                self._in_flight.append((self.programs["decode"], self.config.n_threads_batch, 0))
-                return
         n = len(batch)
+        if not n:  # a part of a text that is encoded later
+            self._in_flight.append((self.programs["decode"], self.config.n_threads_batch, 0))
+            return
         if n == 1 and not batch.media:
             self._next(batch.tokens.tolist(), batch.pos.tolist(), batch.seq.tolist(), int(batch.logits[0]))
             return
@@ -309,8 +308,7 @@ class Session:
             if batch.media:
                 raise IkError("the session was opened without a projector and takes no images")
             pos, segments = batch.pos, self._segments(batch)
-            if self._texts is not None:
-                pos, segments = self._texts.placed(segments)
+            pos, segments = self._texts.placed(segments) if self._texts is not None else (pos, segments)
             self.step_block.set(batch.tokens, pos, out_ids, segments)
             return
         placed = MediaPlaces(batch, self.sequences, self.graph_config.media, self.step_block.media_cols)

@@ -11,12 +11,14 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import shlex
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +42,24 @@ def parse_table(text: str) -> dict[int, Row]:
     return {r.n_kv: (r.speed_pp, r.speed_tg) for r in rows if r.speed_pp is not None and r.speed_tg is not None}
 
 
-def run_once(command: list[str], timeout: float) -> dict[int, Row]:
-    """Run a program and read its table from either stream; raise NoTable with the log's end if there is none."""
+def sweep_options(model: Path, threads: int, n_ctx: int, n_ubatch: int, mla: str, extra: Sequence[str]) -> list[str]:
+    """Return the options of either sweep-bench."""
+    options = ["-m", str(model.resolve()), "-c", str(n_ctx), "-ub", str(n_ubatch), "-t", str(threads)]
+    return [*options, "-fa", "on", "-mla", mla, "-wb", *extra]
+
+
+def run_once(command: list[str], timeout: float, variables: Mapping[str, str] | None = None) -> dict[int, Row]:
+    """Run a program and read its table from either stream; raise NoTable with the log's end if there is none.
+
+    `variables` are added to the environment.
+    """
     # the reference leaves a log file in its working folder
     with tempfile.TemporaryDirectory() as folder:
         try:
             done = subprocess.run(
-                command, cwd=folder, capture_output=True, text=True, errors="replace", timeout=timeout, check=False
-            )
+                command, cwd=folder, capture_output=True, text=True, errors="replace", timeout=timeout, check=False,
+                env={**os.environ, **(variables or {})},
+            )  # fmt: skip
         except (OSError, subprocess.TimeoutExpired) as error:
             raise NoTable(f"{shlex.join(command)}: {error}") from None
     rows = parse_table(done.stdout) or parse_table(done.stderr)
@@ -113,8 +125,9 @@ def main(argv: list[str]) -> int:
     print("|---|---:|---:|---:|---:|---:|---:|---:|", flush=True)
     for model in arguments.models:
         runs: dict[str, list[dict[int, Row]]] = defaultdict(list)
-        options = ["-m", str(model.resolve()), "-c", str(arguments.ctx_size), "-ub", str(arguments.ubatch_size)]
-        options += ["-t", str(arguments.threads), "-fa", "on", "-mla", arguments.mla, "-wb", *arguments.extra]
+        options = sweep_options(
+            model, arguments.threads, arguments.ctx_size, arguments.ubatch_size, arguments.mla, arguments.extra
+        )
         failure = ""
         for repetition, name in itertools.product(range(arguments.repetitions), programs):
             print(f"{model.name}: {name}, run {repetition + 1} of {arguments.repetitions}", file=sys.stderr)

@@ -4,7 +4,16 @@
 Every run gets a cgroup (v1 or v2) with the limit, and starts without the file in the page cache. `ik` runs with a
 mapped file, with `--expert-ram` and with `--prefetch-experts`, and the sweep-bench in --reference with a mapped file
 and with `--prefetch-experts --defer-experts`, all in turns. Medians of all rows behind the first are shown: at N_KV 0
-a mapped file is cold, while slots were filled before. Ratios are to the first line of a limit.
+a mapped file is cold, while slots were filled before. Ratios are to the first line of a limit. A program
+that --timeout stops before it has such a row is shown as stopped.
+
+With --minutes, no run begins after that time except for the first of each program. --resident names a smaller model,
+which fits RAM twice: mapped and in slots, which take turns in one process. Models that do not exist are made
+(`tools/make_random_model.py`): Qwen3-MoE's layout in Q4_K with 128 experts per layer, routers of skew 1, --layers of
+them, 0.33 GiB each; the smaller one has 4. All of it, in about 12 minutes:
+
+    python benchmarks/experts_on_disk.py /tmp/moe.gguf --layers 30 --resident /tmp/moe-4.gguf --reference BIN \\
+        --shares 0.5,0.25 --only 0,2,3,4 -r 3 -c 512 -n 4 --timeout 75 --minutes 9
 
 MB/s is what a program read from disk between its first row and its last, prompts and generation together. Above the
 table is the bandwidth of the disk: direct reads of 1 MiB at random places of the file, by 4 threads, before and after.
@@ -21,6 +30,7 @@ import mmap
 import os
 import random
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
@@ -29,7 +39,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -56,17 +66,19 @@ class Result:
     pp: list[float] = field(default_factory=list)
     tg: list[float] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)  # bytes per second
+    runs: int = 0
     notes: list[str] = field(default_factory=list)
+    stopped: str = ""  # why there are no rows
 
     def cells(self, base: Result) -> list[str]:
         """Return table cells: speeds, their ratios to another result, and MB/s."""
         if not self.pp:
-            return ["failed", "-", "-", "-", "-"]
+            return [self.stopped or "failed", "-", "-", "-", "-"]
         out: list[str] = []
         for own, other in ((self.pp, base.pp), (self.tg, base.tg)):
             value = statistics.median(own)
             out += [f"{value:.1f}", f"{value / statistics.median(other):.2f}" if other else "-"]
-        return [*out, f"{statistics.median(self.rates) / 1e6:.0f}"]
+        return [*out, f"{statistics.median(self.rates) / 1e6:.0f}" if self.rates else "-"]
 
 
 def drop_from_cache(path: Path) -> None:
@@ -128,6 +140,7 @@ def run_once(command: list[str], group: Path | None, timeout: float, result: Res
             command, cwd=folder, text=True, errors="replace", stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             preexec_fn=enter,
         )  # fmt: skip
+        started = time.perf_counter()
         alarm = threading.Timer(timeout, process.kill)
         alarm.start()
         lines: list[str] = []
@@ -141,6 +154,9 @@ def run_once(command: list[str], group: Path | None, timeout: float, result: Res
                     marks.append((time.perf_counter(), int(text.split()[0])))
         process.wait()
         alarm.cancel()
+    result.runs += 1
+    if process.returncode == -signal.SIGKILL:
+        result.stopped = f"stopped after {timeout:.0f} s" if time.perf_counter() - started >= timeout else "killed"
     rows = [speeds for depth, speeds in sorted(parse_table("".join(lines)).items()) if depth]
     result.notes += [line.strip() for line in lines if line.startswith("experts:") or " uses were in RAM" in line]
     if not rows:
@@ -183,41 +199,87 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("-ub", "--ubatch-size", type=int, default=256)
     parser.add_argument("-n", type=int, default=16, help="generated tokens of a row (default: %(default)s)")
     parser.add_argument("-r", "--repetitions", type=int, default=1, help="runs of each variant (default: %(default)s)")
+    parser.add_argument("--minutes", type=float, help="after which no run begins, except for the first of a variant")
+    parser.add_argument("--layers", type=int, default=30, help="of a model that is made (default: %(default)s)")
+    parser.add_argument("--resident", type=Path, metavar="MODEL", help="compare ways to have all of it in RAM, too")
     parser.add_argument("--timeout", type=float, default=600, help="seconds per run (default: %(default)s)")
     return parse_with_extra(parser, argv)
+
+
+def make_model(path: Path, n_layers: int) -> None:
+    """Write the random model."""
+    tool = Path(__file__).resolve().parents[1] / "tools" / "make_random_model.py"
+    options = ["--preset", "qwen3moe", "--type", "Q4_K", "--experts", "128", "--router-skew", "1"]
+    subprocess.run([sys.executable, tool, *options, "--layers", str(n_layers), "-o", str(path)], check=True)
+
+
+def resident(model: Path, a: argparse.Namespace, n_turns: int = 9, n_tokens: int = 32) -> str:
+    """Return a sentence with the median ratios of --expert-ram to a mapped file, all in RAM, in turns."""
+    import numpy as np
+
+    from ikcli.engine.run.batch import Batch
+    from ikcli.engine.run.session import Session
+    from ikcli.settings.run import RunConfig
+
+    base = RunConfig(command="sweep-bench", model=model, n_ctx=a.ctx_size, n_ubatch=a.ubatch_size,
+                     n_threads=a.threads, n_threads_batch=a.threads)  # fmt: skip
+    ids = np.random.default_rng(1).integers(0, 1000, a.ubatch_size + n_tokens).astype(np.int32)
+    times: dict[str, list[tuple[float, float]]] = {"mapped": [], "slots": []}
+    with Session.open(base) as mapped, Session.open(replace(base, expert_ram=2 * model.stat().st_size)) as slots:
+        for turn in range(n_turns + 1):
+            pairs = [("mapped", mapped), ("slots", slots)]
+            for name, session in pairs[:: 1 if turn % 2 else -1]:
+                session.clear()
+                started = time.perf_counter()
+                session.decode(Batch.single(ids[: a.ubatch_size]))
+                middle = time.perf_counter()
+                for i in range(a.ubatch_size, len(ids)):
+                    session.decode(Batch.single(ids[i : i + 1], i))
+                if turn:
+                    times[name].append((middle - started, time.perf_counter() - middle))
+    prompts, tokens = (
+        statistics.median(m[i] / s[i] for m, s in zip(times["mapped"], times["slots"], strict=True)) for i in (0, 1)
+    )
+    return f"All in RAM, {n_turns} turns: --expert-ram is {prompts:.3f} of mapped for prompts, {tokens:.3f} for tokens."
 
 
 def main(argv: list[str]) -> int:
     """Run everything and print the tables; progress and notes go to stderr."""
     a = parse_arguments(argv)
+    if not a.model.exists():
+        make_model(a.model, a.layers)
     size = a.model.stat().st_size
     root = a.cgroup or next((g for g in GROUPS if (g / "cgroup.procs").exists()), GROUPS[-1])
     options = ["-m", str(a.model.resolve()), "-c", str(a.ctx_size), "-ub", str(a.ubatch_size), "-t", str(a.threads)]
     options += ["-n", str(a.n), "-fa", "on", *a.extra]
     before = bandwidth(a.model)
-    tables: list[str] = []
-    for share in (float(s) for s in a.shares.split(",")):
+    chosen, shares = variants(a.ik, a.reference, a.only), [float(s) for s in a.shares.split(",")]
+    results: dict[tuple[float, str], Result] = defaultdict(Result)
+    end = time.perf_counter() + 60 * a.minutes if a.minutes else float("inf")
+    for turn, share, v in itertools.product(range(a.repetitions), shares, chosen):
+        result, first = results[share, v.name], results[share, chosen[0].name]
+        if result.runs and (time.perf_counter() > end or (result.stopped and not result.pp)):
+            continue
+        print(f"{share:g} of {a.model.name}: {v.name}, turn {turn + 1}", file=sys.stderr, flush=True)
+        drop_from_cache(a.model)
         limit = int(share * size)
         ram = max((limit or 2 * size) // MIB - a.own, 1)
-        chosen = variants(a.ik, a.reference, a.only)
-        results: dict[str, Result] = defaultdict(Result)
-        for turn, v in itertools.product(range(a.repetitions), chosen):
-            print(f"{share:g} of {a.model.name}: {v.name}, turn {turn + 1}", file=sys.stderr, flush=True)
-            drop_from_cache(a.model)
-            with memory_group(root, limit) as group:
-                run_once([w.format(ram=ram) for w in v.command] + options, group, a.timeout, results[v.name])
-            print(results[v.name].cells(results[chosen[0].name]), *results[v.name].notes, sep="\n  ", file=sys.stderr)
-        for v in chosen:
-            cells = [
-                f"{limit / MIB:.0f} MiB" if limit else "none",
-                v.name,
-                *results[v.name].cells(results[chosen[0].name]),
-            ]
-            tables.append("| " + " | ".join(cells) + " |")
+        with memory_group(root, limit) as group:
+            run_once([w.format(ram=ram) for w in v.command] + options, group, a.timeout, result)
+        print(result.cells(first), *result.notes, sep="\n  ", file=sys.stderr)
     after = bandwidth(a.model)
     print(f"\n{a.model.name}, {size / MIB:.0f} MiB; disk {before / 1e6:.0f} MB/s before, {after / 1e6:.0f} after\n")
-    print("| limit | variant | PP t/s | ratio | TG t/s | ratio | MB/s |\n|---|---|---:|---:|---:|---:|---:|")
-    print("\n".join(tables))
+    print(
+        "| limit | variant | runs | PP t/s | ratio | TG t/s | ratio | MB/s |\n|---|---|---:|---:|---:|---:|---:|---:|"
+    )
+    for share, v in itertools.product(shares, chosen):
+        result, limit = results[share, v.name], f"{share * size / MIB:.0f} MiB" if share else "none"
+        cells = [limit, v.name, str(result.runs), *result.cells(results[share, chosen[0].name])]
+        print("| " + " | ".join(cells) + " |")
+    if a.resident is not None:
+        if not a.resident.exists():
+            make_model(a.resident, 4)
+        print("\n" + resident(a.resident, a))
     return 0
 
 

@@ -4,14 +4,30 @@
 The bundled demo model (or `-m`) continues held-out text, greedily and sampled at temperature 1; `--spec` names the
 drafts. `--families` makes random models with a head that predicts further tokens (MTP), whose weights know nothing: a
 hook replaces its choices, so that they agree with the model at a share of positions. Everything else, the time of a
-draft above all, is as it is in a server. All settings have their turn on each text, and must write the same tokens.
+draft above all, is as it is in a server. All settings have their turn on each text, in an order that rotates, and must
+write the same tokens.
+
+The models of the families have the layers of GLM-4.5, Qwen3.5-MoE and DeepSeek V3 in a smaller width: twelve, so that
+the head costs a twelfth of the model. All experts are used alike. The whole table,
+
+    python benchmarks/speculation.py --families glm4moe,qwen35moe,deepseek2 -t 2 --json FILE --plot docs/speculation.svg
+
+takes some 12 minutes with two idle cores. Rows that FILE has already are not measured again, so that the same command
+goes on where it was interrupted; `--again` begins anew.
+
+`--reference` measures the llama-server of ik_llama.cpp on the same files and texts, with its own `--spec-type` and
+fixed lengths, as multiples of its own rate without drafts. It has no hook: its heads make their own choices, which
+random weights get wrong, so that its figures belong to the rows of 0 %. With the demo model they belong to the greedy
+texts. What it cannot run is said below the table.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import html
 import json
+import os
 import queue
 import statistics
 import subprocess
@@ -29,6 +45,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from serve import server as reference_server
 
 from ikcli.drafting.drafters import Drafter, Wanted
+from ikcli.report.svg import Curve, Dot
+from ikcli.report.svg import plot as draw
 from ikcli.sampling.params import SamplerParams
 from ikcli.server.slots.engine import Engine
 from ikcli.server.slots.log import silent
@@ -40,20 +58,25 @@ from ikcli.settings.server import ServerConfig
 from ikcli.settings.values import parse_spec_type
 
 MAKE = Path(__file__).resolve().parents[1] / "tools" / "make_random_model.py"
+_SIZES = "embedding_length=1024,expert_feed_forward_length=256"
 FAMILIES = {
-    "glm4moe": ("--layers", "2", "--experts", "32"),
-    "qwen35moe": ("--layers", "4", "--experts", "32"),
-    "deepseek2": ("--layers", "3", "--experts", "32"),
+    "glm4moe": f"{_SIZES},feed_forward_length=2816,attention.head_count=16,attention.head_count_kv=2",
+    "qwen35moe": f"{_SIZES},feed_forward_length=256,expert_shared_feed_forward_length=256,attention.head_count=8,"
+    "ssm.group_count=8,ssm.time_step_rank=16,ssm.inner_size=2048",
+    "deepseek2": f"{_SIZES},feed_forward_length=2816,attention.head_count=8,attention.head_count_kv=8,"
+    "attention.q_lora_rank=768",
 }
+"""Sizes of the random models, as `--set` of tools/make_random_model.py takes them."""
 PLAIN, CHOSEN = "plain", "chosen"
-N_PROMPT = 128
+N_HELD_OUT, N_RANDOM = 128, 32  # tokens of a prompt
 
 
 @dataclass
 class Row:
     """One line of the table: tokens per second, and the others as multiples of it. `reference` has the other program's.
 
-    `accepted`: share of drafted tokens with chosen lengths; `drafted`: tokens drafted for each one generated.
+    `accepted`: share of drafted tokens with chosen lengths; `drafted`: tokens drafted for each one generated; `note`:
+    why the other program has no figures.
     """
 
     model: str
@@ -65,10 +88,42 @@ class Row:
     accepted: float = 0.0
     drafted: float = 0.0
     reference: dict[str, float] = field(default_factory=dict)
+    note: str = ""
 
     @property
     def key(self) -> tuple[str, str, str]:
         return self.model, self.draft, self.text
+
+    def has(self, lengths: Sequence[int], *, reference: bool) -> bool:
+        """Return whether all lengths are measured, and whether the other program has had its try if it is to."""
+        return {str(n) for n in lengths} <= {*self.fixed} and bool(not reference or self.reference or self.note)
+
+
+class Results:
+    """The rows so far, in a file if there is one."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        found = json.loads(path.read_text()) if path is not None and path.exists() else []
+        self._rows = {row.key: row for row in (Row(**one) for one in found)}
+
+    @property
+    def rows(self) -> list[Row]:
+        return list(self._rows.values())
+
+    def add(self, row: Row) -> None:
+        """Add or replace a row, print it, and write the file."""
+        print(table([row]).splitlines()[2], file=sys.stderr, flush=True)
+        self._rows[row.key] = row
+        if self._path is not None:
+            part = self._path.with_name(f".{self._path.name}.part")
+            part.write_text(json.dumps([asdict(one) for one in self.rows], indent=1) + "\n")
+            part.replace(self._path)
+
+    def missing(self, key: tuple[str, str, str], options: argparse.Namespace, *, reference: bool) -> bool:
+        """Return whether a row is to be measured."""
+        row = self._rows.get(key)
+        return row is None or options.again or not row.has(options.lengths, reference=reference)
 
 
 class Agreeing:
@@ -78,13 +133,14 @@ class Agreeing:
         self.costs, self.sees_pictures = inner.costs, inner.sees_pictures
         self.prepare, self.finished, self.close = inner.prepare, inner.finished, inner.close
         self._inner, self._agrees = inner, agrees
+        self.n_prompt = 0
         self.tokens: Sequence[int] = ()  # of the text as it is without drafts
 
     def draft(self, wanted: Sequence[Wanted]) -> None:
         """Draft as ever, then replace."""
         self._inner.draft(wanted)
         for w in wanted:
-            at = len(w.history) - N_PROMPT
+            at = len(w.history) - self.n_prompt
             right = self.tokens[at : at + len(w.found)]
             w.found[:] = [t if self._agrees[at + i] else t ^ 1 for i, t in enumerate(right)]
 
@@ -93,7 +149,7 @@ class Agreeing:
 @contextlib.contextmanager
 def engine_of(model: Path, options: argparse.Namespace, **server: object) -> Iterator[Engine]:
     """Yield a ready engine with one slot."""
-    n, n_ctx = options.threads, -(-(N_PROMPT + options.n_gen + 16) // 256) * 256
+    n, n_ctx = options.threads, -(-(N_HELD_OUT + options.n_gen + 16) // 256) * 256
     config = RunConfig(command="serve", model=model, n_ctx=n_ctx, n_threads=n, n_threads_batch=n,
                        server=ServerConfig(**server))  # type: ignore[arg-type] # fmt: skip
     engine = Engine(config, n_slots=1)
@@ -179,7 +235,7 @@ def measure(settings: Mapping[str, Setting], requests: Sequence[GenerationReques
             for name in names[turn:] + names[:turn]:
                 setting = settings[name]
                 if setting.agreeing is not None:
-                    setting.agreeing.tokens = known[i]
+                    setting.agreeing.n_prompt, setting.agreeing.tokens = len(request.prompt), known[i]
                 tokens = setting.run(i, request)
                 if known.setdefault(i, tokens) != tokens:
                     sys.exit(f"error: text {i} differs with drafts ({name})")
@@ -209,9 +265,9 @@ def settings_of(
 def held_out(engine: Engine, options: argparse.Namespace, temperature: float) -> list[GenerationRequest]:
     """Return requests to continue pieces of the held-out text."""
     ids = engine.tokenizer.encode((DATA_DIR / "demo.txt").read_text(encoding="utf-8"))
-    step = (len(ids) - N_PROMPT) // options.texts
+    step = (len(ids) - N_HELD_OUT) // options.texts
     return [
-        GenerationRequest(prompt=tuple(ids[at : at + N_PROMPT]), n_predict=options.n_gen, cache_prompt=False,
+        GenerationRequest(prompt=tuple(ids[at : at + N_HELD_OUT]), n_predict=options.n_gen, cache_prompt=False,
                           sampling=SamplerParams(temperature=temperature, seed=at))
         for at in range(0, options.texts * step, step)
     ]  # fmt: skip
@@ -223,7 +279,7 @@ def random_texts(engine: Engine, options: argparse.Namespace) -> list[Generation
     rng, n_vocab = np.random.default_rng(0), engine._worker.session.n_vocab
     bias = tuple((i, float("-inf")) for i in engine.tokenizer.eog_ids)
     return [
-        GenerationRequest(prompt=tuple(rng.integers(400, n_vocab, N_PROMPT).tolist()), n_predict=options.n_gen,
+        GenerationRequest(prompt=tuple(rng.integers(400, n_vocab, N_RANDOM).tolist()), n_predict=options.n_gen,
                           cache_prompt=False, sampling=SamplerParams(temperature=0, logit_bias=bias))
         for _ in range(options.texts)
     ]  # fmt: skip
@@ -234,45 +290,62 @@ def make(family: str, options: argparse.Namespace) -> Path:
     path: Path = options.folder / f"{family}-mtp.gguf"
     if not path.exists():
         options.folder.mkdir(parents=True, exist_ok=True)
-        subprocess.run([sys.executable, str(MAKE), "--preset", family, *FAMILIES[family], "--vocab", "4096", "--heads",
-                        "1", "--type", "Q4_K_M", "-o", str(path)], check=True, stdout=sys.stderr)  # fmt: skip
+        part = path.with_suffix(".part")
+        sizes = ("--layers", str(options.layers), "--experts", "32", "--vocab", "4096", "--heads", "1")
+        subprocess.run([sys.executable, str(MAKE), "--preset", family, *sizes, "--set", FAMILIES[family], "--type",
+                        "Q4_K_M", "--router-skew", "0", "-o", str(part)], check=True, stdout=sys.stderr)  # fmt: skip
+        part.replace(path)
     return path
 
 
-def demo_rows(options: argparse.Namespace) -> Iterator[Row]:
+def demo_rows(options: argparse.Namespace, results: Results) -> None:
     """Measure every kind of draft on held-out text."""
     model = options.model or DATA_DIR / "demo.gguf"
     for name in options.spec:
         stage = parse_spec_type(name)
         server = {"spec_type": stage, "model_draft": options.heads} if name.startswith("mtp") else {}
+        wanted = [
+            (t, (model.stem, name, f"T = {t:g}"), options.reference is not None and not t and not server)
+            for t in options.temperatures
+        ]
+        wanted = [one for one in wanted if results.missing(one[1], options, reference=one[2])]
+        if not wanted:
+            continue
         with engine_of(model, options) as plain, contextlib.ExitStack() as stack:
             drafting = stack.enter_context(engine_of(model, options, **server)) if server else plain
-            for temperature in options.temperatures:
+            for temperature, key, with_reference in wanted:
                 settings = settings_of(plain, drafting, stage, options.lengths)
                 requests = held_out(plain, options, temperature)
                 measure(settings, requests, options.rounds)
-                row = row_of(model.stem, name, f"T = {temperature:g}", settings)
-                if options.reference and not temperature and not server:
-                    row.reference = measure_reference(model, name, requests, options)
-                yield row
+                row = row_of(*key, settings)
+                if with_reference:
+                    row.reference, row.note = measure_reference(model, name, requests, options)
+                results.add(row)
 
 
-def family_rows(family: str, options: argparse.Namespace) -> Iterator[Row]:
+def family_rows(family: str, options: argparse.Namespace, results: Results) -> None:
     """Measure a random model whose head agrees at a share of positions."""
+    wanted = [
+        (share, (family, "mtp", f"{share} % right"), options.reference is not None and not share)
+        for share in options.agreement
+    ]
+    wanted = [one for one in wanted if results.missing(one[1], options, reference=one[2])]
+    if not wanted:
+        return
     model, stage = make(family, options), parse_spec_type("mtp:p_min=0")
     with engine_of(model, options) as plain, engine_of(model, options, spec_type=stage) as drafting:
         requests = random_texts(plain, options)
-        for share in options.agreement:
+        for share, key, with_reference in wanted:
             settings = settings_of(plain, drafting, stage, options.lengths)
-            agrees = np.random.default_rng(share).random(options.n_gen + N_PROMPT) < share / 100
+            agrees = np.random.default_rng(share).random(options.n_gen + 64) < share / 100
             for setting in settings.values():
                 if setting is not settings[PLAIN]:
                     setting.agree(agrees.tolist())
             measure(settings, requests, options.rounds)
-            row = row_of(family, "mtp", f"{share} % right", settings)
-            if options.reference and not share:  # its head makes its own choices, which are not right either
-                row.reference = measure_reference(model, "mtp:p_min=0", requests, options)
-            yield row
+            row = row_of(*key, settings)
+            if with_reference:  # its head makes its own choices, which are not right either
+                row.reference, row.note = measure_reference(model, "mtp:p_min=0", requests, options)
+            results.add(row)
 
 
 # --- the reference --------------------------------------------------------------------------------------------------
@@ -289,24 +362,39 @@ def ask(port: int, request: GenerationRequest) -> tuple[int, float]:
 
 def measure_reference(
     model: Path, draft: str, requests: Sequence[GenerationRequest], options: argparse.Namespace
-) -> dict[str, float]:
-    """Return llama-server's tokens per second without drafts, and with fixed lengths as multiples of them."""
-    command = [str(options.reference / "llama-server")]
-    arguments = SimpleNamespace(n_prompt=N_PROMPT, n_gen=options.n_gen, threads=options.threads, timeout=120)
+) -> tuple[dict[str, float], str]:
+    """Return llama-server's tokens per second without drafts, with fixed lengths as multiples of them, and a note.
+
+    If it does not start with this model and these drafts, the note says so, and there are no figures.
+    """
+    given = options.reference
+    command = [str(given / "llama-server" if given.is_dir() else given)]
+    arguments = SimpleNamespace(
+        n_prompt=len(requests[0].prompt), n_gen=options.n_gen, threads=options.threads, timeout=120
+    )
     mark = "," if ":" in draft else ":"
     extras = {PLAIN: ()} | {str(n): ("--spec-type", f"{draft}{mark}n_max={n}") for n in options.lengths}
-    rates: dict[str, list[float]] = {name: [] for name in extras}
+    seconds: dict[str, list[list[float]]] = {name: [[] for _ in requests] for name in extras}
+    counts: dict[str, list[int]] = {name: [0] * len(requests) for name in extras}
     with contextlib.ExitStack() as stack:
         ports: dict[str, int] = {}
         for name, extra in extras.items():
             arguments.extra = list(extra)
-            ports[name] = stack.enter_context(reference_server(command, model, arguments, 1))  # type: ignore[arg-type]
-        for _ in range(options.rounds):
-            for name, port in ports.items():
-                found = [ask(port, request) for request in requests]
-                rates[name].append(sum(n for n, _ in found) / sum(s for _, s in found))
-    medians = {name: statistics.median(found) for name, found in rates.items()}
-    return {name: rate if name == PLAIN else rate / medians[PLAIN] for name, rate in medians.items()}
+            try:
+                ports[name] = stack.enter_context(reference_server(command, model, arguments, 1))  # type: ignore[arg-type]
+            except SystemExit as e:
+                print(e, file=sys.stderr)
+                with_drafts = f" with --spec-type {draft}" if extra else ""
+                return {}, f"{Path(command[0]).name} does not run {model.name}{with_drafts}"
+        names = list(ports)
+        for r in range(options.rounds):
+            for i, request in enumerate(requests):
+                turn = (r * len(requests) + i) % len(names)
+                for name in names[turn:] + names[:turn]:
+                    counts[name][i], took = ask(ports[name], request)
+                    seconds[name][i].append(took)
+    rates = {name: sum(counts[name]) / sum(map(statistics.median, seconds[name])) for name in names}
+    return {name: rate if name == PLAIN else rate / rates[PLAIN] for name, rate in rates.items()}, ""
 
 
 # --- results --------------------------------------------------------------------------------------------------------
@@ -322,35 +410,61 @@ def table(rows: Sequence[Row]) -> str:
         cells += [f"**{row.chosen:.2f}**", f"{row.chosen / best:.2f}", f"{row.drafted:.2f}", f"{row.accepted:.2f}"]
         cells += [f"{row.reference[PLAIN]:.1f}" if row.reference else ""]
         lines.append(cells + [_ratio(row.reference, n) for n in lengths])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    notes = sorted({row.note for row in rows if row.note})
+    return "\n".join([*(f"| {' | '.join(line)} |" for line in lines), *(f"\n{note}." for note in notes)])
 
 
 def _ratio(found: Mapping[str, float], name: str) -> str:
     return f"{found[name]:.2f}" if name in found else ""
 
 
-def plot(rows: Sequence[Row], path: Path) -> None:
-    """Draw the gain over agreement, a panel for each family."""
-    import matplotlib as mpl
+_STYLE = """<style>text { font: 15px system-ui, sans-serif; fill: #4a5563; } .title { font-weight: 600; fill: #1b2430; }
+.grid { stroke: #dfe3e8; } .axis { stroke: #5c6775; } polyline { fill: none; stroke-width: 2; }
+.s0 polyline { stroke: #1b2430; stroke-width: 3; } .s0 circle { fill: #1b2430; }
+.s1 polyline { stroke: #0b62c4; } .s1 circle { fill: #0b62c4; } .s2 polyline { stroke: #c4570b; }
+.s2 circle { fill: #c4570b; } .s3 polyline { stroke: #1f8a4c; } .s3 circle { fill: #1f8a4c; }
+.s4 polyline { stroke: #8a2fb0; } .s4 circle { fill: #8a2fb0; } .plain polyline { stroke: #8a94a0; stroke-width: 1; }
+.plain circle { fill: none; }</style><rect width="100%" height="100%" fill="#ffffff"/>"""
 
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
 
-    mpl.rcParams["svg.hashsalt"] = "ik"
+def plot(rows: Sequence[Row]) -> str:
+    """Return an SVG of the gain over the share of right choices: a panel for each family, and a legend."""
     families = [f for f in FAMILIES if any(row.model == f for row in rows)]
-    figure, panels = plt.subplots(1, len(families), figsize=(3.4 * len(families), 3.2), sharey=True, squeeze=False)
-    for panel, family in zip(panels[0], families, strict=True):
-        mine = sorted((row for row in rows if row.model == family), key=lambda row: int(row.text.split()[0]))
-        at = [int(row.text.split()[0]) for row in mine]
-        for n in sorted({n for row in mine for n in row.fixed}, key=int):
-            panel.plot(at, [row.fixed[n] for row in mine], "--", linewidth=1, label=f"fixed, {n}")
-        panel.plot(at, [row.chosen for row in mine], "k-o", linewidth=2, label="chosen")
-        panel.axhline(1, color="gray", linewidth=0.5)
-        panel.set(title=family, xlabel="right choices of the head, %")
-    panels[0][0].set_ylabel("tokens/s, plain = 1")
-    panels[0][0].legend(fontsize="small")
-    figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    if not families:
+        raise SystemExit("error: --plot draws families, and the results have none")
+    lengths = sorted({int(n) for row in rows if row.model in families for n in row.fixed})
+    n_columns, names = 2, [CHOSEN, *(f"{n} fixed" for n in lengths)]
+    cells = [_panel(family, rows, lengths) for family in families] + [_legend(names)]
+    n_rows = -(-len(cells) // n_columns)
+    out = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {640 * n_columns} {380 * n_rows}" role="img" '
+        f'aria-label="Tokens per second with drafts, over the share of right choices">{_STYLE}'
+    ]
+    for i, cell in enumerate(cells):
+        out.append(f'<g transform="translate({640 * (i % n_columns)} {380 * (i // n_columns)})">{cell}</g>')
+    return "\n".join([*out, "</svg>", ""])
+
+
+def _panel(family: str, rows: Sequence[Row], lengths: Sequence[int]) -> str:
+    found = sorted((int(row.text.split()[0]), row) for row in rows if row.model == family)
+    curves = [Curve(PLAIN, [Dot(share, 1.0, "") for share, _ in found], 7, kind="plain")]
+    for i, n in enumerate(lengths, 1):
+        at = [(share, row.fixed[str(n)]) for share, row in found if str(n) in row.fixed]
+        curves.append(Curve(f"{n} fixed", [Dot(x, y, f"{n} fixed, {x} %: {y:.2f}") for x, y in at], i))
+    curves.append(Curve(CHOSEN, [Dot(x, r.chosen, f"chosen, {x} %: {r.chosen:.2f}") for x, r in found], 0))
+    drawn = draw(curves, "right choices of the head, %", "tokens/s, plain = 1", x_ticks=range(0, 101, 20))
+    place = drawn.replace("<svg ", '<svg y="26" width="620" height="340" ', 1)
+    return f'<text class="title" x="64" y="22">{html.escape(family)}</text>\n{place}'
+
+
+def _legend(names: Sequence[str]) -> str:
+    lines = [
+        f'<g class="s{i}"><polyline points="64,{66 + 28 * i} 104,{66 + 28 * i}"/>'
+        f'<circle cx="84" cy="{66 + 28 * i}" r="3.5"/></g>'
+        f'<text x="116" y="{71 + 28 * i}">{html.escape(name)}</text>'
+        for i, name in enumerate(names)
+    ]
+    return f'<text class="title" x="64" y="40">tokens of a draft</text>{"".join(lines)}'
 
 
 def numbers(text: str) -> list[int]:
@@ -368,16 +482,23 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--spec", action="append", help="kind of draft (default: ngram-simple, suffix)")
     parser.add_argument("--temperatures", type=numbers, default=[0, 1])
     parser.add_argument("--agreement", type=numbers, default=[0, 50, 80, 95], help="percent (default: 0,50,80,95)")
-    parser.add_argument("--lengths", type=numbers, default=[1, 2, 4, 7], help="fixed ones (default: 1,2,4,7)")
-    parser.add_argument("--texts", type=int, default=4)
+    parser.add_argument("--lengths", type=numbers, help="fixed ones (default: 1,2,4,7; of families 1,4)")
+    parser.add_argument("--texts", type=int, help="default: 4; of families 1")
     parser.add_argument("-n", "--n-gen", type=int, default=256, help="tokens of an answer (default: %(default)s)")
-    parser.add_argument("-r", "--rounds", type=int, default=3)
+    parser.add_argument("-r", "--rounds", type=int, default=5, help="turns of every setting (default: %(default)s)")
     parser.add_argument("-t", "--threads", type=int, default=1)
-    parser.add_argument("--reference", type=Path, help="folder with llama-server")
-    parser.add_argument("--json", type=Path, help="file of results: rows are added and replaced, all are printed")
-    parser.add_argument("--plot", type=Path, help="draw the families of the results into this file")
+    parser.add_argument("--layers", type=int, default=12, help="of random models (default: %(default)s)")
+    parser.add_argument("--reference", type=Path, help="llama-server of ik_llama.cpp, or its folder")
+    parser.add_argument("--json", type=Path, help="file of results: rows are added to it, and all are printed")
+    parser.add_argument("--again", action="store_true", help="measure rows that the file has already, too")
+    parser.add_argument("--plot", type=Path, help="draw the families of the results into this file (.svg)")
     parser.add_argument("--only-print", action="store_true", help="measure nothing")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    usual = ([1, 4], 1) if options.families else ([1, 2, 4, 7], 4)
+    for name, value in zip(("lengths", "texts"), usual, strict=True):
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    return options
 
 
 def main(argv: Sequence[str]) -> int:
@@ -387,19 +508,15 @@ def main(argv: Sequence[str]) -> int:
     families = [name for name in options.families.split(",") if name]
     if unknown := sorted(set(families) - set(FAMILIES)):
         sys.exit(f"error: unknown family: {', '.join(unknown)}; known are {', '.join(FAMILIES)}")
-    known: dict[tuple[str, str, str], Row] = {}
-    if options.json and options.json.exists():
-        known = {row.key: row for row in (Row(**one) for one in json.loads(options.json.read_text()))}
-    runs: list[Callable[[], Iterator[Row]]] = [lambda name=name: family_rows(name, options) for name in families]
-    for run in [] if options.only_print else runs or [lambda: demo_rows(options)]:
-        for row in run():
-            print(table([row]).splitlines()[-1], file=sys.stderr, flush=True)
-            known[row.key] = row
-            if options.json:
-                options.json.write_text(json.dumps([asdict(one) for one in known.values()], indent=1) + "\n")
-    print(table(list(known.values())))
+    if options.reference is not None and not os.access(options.reference, os.X_OK):
+        sys.exit(f"error: --reference {options.reference}: there is no such program or folder")
+    results = Results(options.json)
+    runs: list[Callable[[], None]] = [lambda name=name: family_rows(name, options, results) for name in families]
+    for run in [] if options.only_print else runs or [lambda: demo_rows(options, results)]:
+        run()
+    print(table(results.rows))
     if options.plot:
-        plot(list(known.values()), options.plot)
+        options.plot.write_text(plot(results.rows), encoding="utf-8")
     return 0
 
 

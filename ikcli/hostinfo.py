@@ -1,7 +1,8 @@
 """The CPUs of this process and their instruction sets: physical cores in its affinity mask and quota, never SMT.
 
 Reads /sys/devices/system/cpu/*/topology and the cgroup files of Linux. On Apple processors only the performance cores
-count. Elsewhere it falls back to the logical count.
+count. Elsewhere it falls back to the logical count. On Linux efficiency cores count: work goes to cores as they get
+free, so slow ones take less of it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 
 _CPU_ROOT = Path("/sys/devices/system/cpu")
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
+_SLOW = 0.8  # of the capacity of the fastest core
 _MEMINFO = Path("/proc/meminfo")
 
 
@@ -51,6 +53,40 @@ def count_physical(cpus: set[int], root: Path = _CPU_ROOT) -> int:
         except OSError:
             return len(cpus)
     return len(cores)
+
+
+def efficiency_cpus(cpus: set[int], root: Path = _CPU_ROOT) -> set[int]:
+    """Return those of the logical CPUs that belong to slower cores of a mixed processor; empty if all are alike.
+
+    Linux lists the efficiency cores of Intel processors in `cpu_atom` and gives the cores of ARM processors a capacity.
+    """
+    slow: set[int] = set()
+    for name in ("cpu_atom", "cpu_lowpower"):
+        try:
+            text = (root.parents[1] / name / "cpus").read_text()
+        except (OSError, IndexError):
+            continue
+        slow |= {cpu for cpu in cpus if _in_list(cpu, text)}
+    if slow:
+        return slow if slow != cpus else set()
+    capacity = {}
+    for cpu in cpus:
+        try:
+            capacity[cpu] = int((root / f"cpu{cpu}" / "cpu_capacity").read_text())
+        except (OSError, ValueError):
+            return set()
+    return {cpu for cpu, n in capacity.items() if n < _SLOW * max(capacity.values())}
+
+
+def _in_list(cpu: int, text: str) -> bool:
+    """Return whether a CPU list such as `0-3,8` has a CPU."""
+    pieces = (piece.partition("-") for piece in text.strip().split(",") if piece)
+    return any(int(first) <= cpu <= int(last or first) for first, _, last in pieces)
+
+
+def performance_count(cpus: set[int], root: Path = _CPU_ROOT) -> int:
+    """Return the number of cores that are not efficiency cores."""
+    return count_physical(cpus - efficiency_cpus(cpus, root), root)
 
 
 def shares(n: int, cpus: set[int] | None = None, root: Path = _CPU_ROOT) -> list[frozenset[int]]:

@@ -9,13 +9,26 @@ from dataclasses import dataclass
 from typing import Any
 
 from ikcli.chat.families.base import Family, Reasoning
+from ikcli.chat.families.element_calls import ElementCalls
 from ikcli.chat.families.gemma import GemmaCalls
 from ikcli.chat.families.generic import Generic
 from ikcli.chat.families.harmony import Harmony
 from ikcli.chat.families.json_calls import JsonCalls, Keys, Llama3, NameKeyCalls
 from ikcli.chat.families.python_calls import PythonCalls
-from ikcli.chat.families.tagged import DeepSeek, FunctionTag, KimiK2, MistralArgs, Recipients
-from ikcli.chat.families.xml_calls import DEEPSEEK_V3_2, GLM_4_5, MINIMAX, QWEN3_CODER, SEED_OSS, XmlCalls
+from ikcli.chat.families.tagged import DeepSeek, FunctionTag, Hunyuan, KimiK2, MistralArgs, Plamo3, Recipients
+from ikcli.chat.families.xml_calls import (
+    DEEPSEEK_V3_2,
+    DOTS,
+    GLM_4_5,
+    KIMI_K3,
+    MINICPM_5,
+    MINIMAX,
+    QWEN3_CODER,
+    SEED_OSS,
+    STEP_3,
+    XmlCalls,
+    hunyuan_3,
+)
 from ikcli.chat.messages import Tool
 from ikcli.grammar.spec import Chars, Choice, Literal, Marker, Node, Repeat, Schema, Sequence, Until
 
@@ -52,6 +65,10 @@ R7B = JsonCalls(
     keys=Keys("tool_name", "parameters", "tool_call_id", Chars(("09",), 1, 3), id_first=True),
 )  # fmt: skip
 R7B.dropped = ("<|START_RESPONSE|>", "<|END_RESPONSE|>")
+K3 = XmlCalls(KIMI_K3)
+K3.dropped = ("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>")
+OLMO_3 = PythonCalls("Olmo 3", "<function_calls>", "</function_calls>", before="", after="", between="\n")
+MINICPM_4 = PythonCalls("MiniCPM 4", before="\n```python\n", after="\n```\n", between="\n")
 PARIS = ("get_weather", {"city": "Paris"})
 ROME2 = ("get_weather", {"city": 'Rome "é"\n', "days": 2})
 TIME = ("clock", {})
@@ -82,6 +99,39 @@ _MINIMAX = (
     '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Paris</parameter>\n</invoke>\n'
     "</minimax:tool_call>"
 )
+_DOTS = _MINIMAX.replace("minimax:tool_call", "dots_function_call")
+_STEP_3 = (
+    '<｜tool_calls_begin｜><｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="get_weather">\n'
+    '<steptml:parameter name="city">Paris</steptml:parameter>\n</steptml:invoke><｜tool_call_end｜>\n'
+    '<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="clock">\n</steptml:invoke><｜tool_call_end｜>'
+    "<｜tool_calls_end｜>"
+)
+_MINICPM_5 = (
+    '<function name="get_weather"><param name="city">Paris</param></function>\n<function name="clock"></function>'
+)
+_HUNYUAN_3 = (
+    '<tool_calls>\n<tool_call>get_weather<tool_sep>\n<arg_key>city</arg_key>\n<arg_value>Rome "é"\n</arg_value>\n'
+    "<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>\n<tool_call>clock<tool_sep></tool_call></tool_calls>"
+)
+_KIMI_K3 = (
+    'Sure.<|close|>response<|sep|><|open|>tools<|sep|><|open|>call tool="get_weather" index="1"<|sep|>'
+    '<|open|>argument key="city" type="string"<|sep|>Paris<|close|>argument<|sep|>'
+    '<|open|>argument key="days" type="number"<|sep|>2<|close|>argument<|sep|><|close|>call<|sep|>'
+    '<|open|>call tool="clock" index="2"<|sep|><|close|>call<|sep|><|close|>tools<|sep|><|close|>message<|sep|>'
+)
+_M3 = (
+    '#<tool_call>\n#<invoke name="get_weather">#<city>Rome "é"\n#</city>\n#<days>2#</days>\n#</invoke>\n'
+    '#<invoke name="clock">#</invoke>\n#</tool_call>'
+).replace("#", ElementCalls.MARK)
+_M3_NESTED = (
+    '#<tool_call>#<invoke name="other">#<a>#<item>1#</item>#<item>#<b>x#</b>#<c>true#</c>#</item>#</a>'
+    "#<d>5 < 6 </d>#</d>#</invoke>#</tool_call>"
+).replace("#", ElementCalls.MARK)
+_PLAMO_3 = (
+    "{b}requests{e}{b}request{e}{b}name{e}get_weather{x}name{e}{b}arguments{e}<|plamo:constrain|>json<|plamo:msg|>"
+    '{{"city": "Paris"}}{x}arguments{e}{x}request{e}{b}request{e}{b}name{e}clock{x}name{e}{b}arguments{e}'
+    "<|plamo:constrain|>json<|plamo:msg|>{{}}{x}arguments{e}{x}request{e}{x}requests{e}"
+).format(b="<|plamo:begin_tool_", x="<|plamo:end_tool_", e=":plamo|>")
 _HARMONY = (
     "<|channel|>analysis<|message|>think<|end|><|start|>assistant<|channel|>commentary to=functions.get_weather "
     '<|constrain|>json<|message|>{"city": "Paris"}'
@@ -138,6 +188,26 @@ SAMPLES = (
     Sample(XmlCalls(GLM_4_5), _GLM, calls=(PARIS, TIME)),
     Sample(XmlCalls(DEEPSEEK_V3_2), _DSML, calls=(("get_weather", {"city": "Paris", "days": 2}), TIME)),
     Sample(XmlCalls(MINIMAX), _MINIMAX, calls=(PARIS,)),
+    Sample(XmlCalls(DOTS), "Hm.\n" + _DOTS, "Hm.", calls=(PARIS,)),
+    Sample(XmlCalls(STEP_3), _STEP_3, calls=(PARIS, TIME)),
+    Sample(XmlCalls(MINICPM_5), "Ok.\n" + _MINICPM_5, "Ok.", calls=(PARIS, TIME)),
+    Sample(XmlCalls(hunyuan_3("")), _HUNYUAN_3, calls=(ROME2, TIME)),
+    Sample(XmlCalls(hunyuan_3(":9a")), "<tool_calls:9a><tool_call:9a>clock<tool_sep:9a></tool_call:9a></tool_calls:9a>",
+           calls=(TIME,)),
+    Sample(Hunyuan(), 'Yes.<tool_calls><tool_call>get_weather\n```json\n{"city": "Paris"}\n```</tool_call>\n'
+           "<tool_call>clock\n```json\n{}\n```</tool_call></tool_calls>", "Yes.", calls=(PARIS, TIME)),
+    Sample(Hunyuan(), '<tool_calls>[{"name": "clock", "arguments": {}}]</tool_calls>', calls=(TIME,)),
+    Sample(ElementCalls(), "Hm. " + _M3, "Hm.", calls=(ROME2, TIME)),
+    Sample(ElementCalls(), _M3_NESTED, calls=(("other", {"a": [1, {"b": "x", "c": True}], "d": "5 < 6 </d>"}),)),
+    Sample(ElementCalls(), ElementCalls.OPEN + " no", ElementCalls.OPEN + " no"),
+    Sample(K3, _KIMI_K3, "Sure.", calls=(("get_weather", {"city": "Paris", "days": 2}), TIME)),
+    Sample(K3, "<|open|>response<|sep|>Hi<|close|>response<|sep|><|close|>message<|sep|>", "Hi"),
+    Sample(Plamo3(), "Look." + _PLAMO_3 + "<|plamo:tag|>", "Look.", calls=(PARIS, TIME)),
+    Sample(Plamo3(), "<|plamo:begin_tool_requests:plamo|>?", "<|plamo:begin_tool_requests:plamo|>?"),
+    Sample(OLMO_3, '<function_calls>get_weather(city="Paris")\nclock()</function_calls>', calls=(PARIS, TIME)),
+    Sample(OLMO_3, "<function_calls>x = 1</function_calls>", "<function_calls>x = 1</function_calls>"),
+    Sample(MINICPM_4, "A.\n<|tool_call_start|>\n```python\nget_weather(city='Rome \"é\"\\n', days=2)\nclock()\n```\n"
+           "<|tool_call_end|>", "A.", calls=(ROME2, TIME)),
     Sample(Harmony(), _HARMONY, reasoning="think", calls=(PARIS,)),
     Sample(Harmony(), "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>b",
            "b", "a"),

@@ -329,6 +329,17 @@ def test_recognising_formats() -> None:
         ("<|start_header_id|> <|python_tag|>", "Llama 3.x"),
         ("<|START_ACTION|>", "Command R7B"),
         ("<|tool_call|>", "Granite"),
+        ("<|open|> <|close|>", "Kimi K3"),
+        ("<|plamo:begin_tool_requests:plamo|>", "PLaMo 3"),
+        ("<|tool_call_start|>\n```python", "MiniCPM 4"),
+        ("<function_calls>", "Olmo 3"),
+        ("<｜tool_calls_begin｜> <steptml:invoke name=", "Step 3"),
+        ("<tool_call> <tool_sep> <arg_key>", "Hunyuan 3"),
+        ("<dots_function_call>", "dots"),
+        ("<tool_calls> <tool_call> ```json", "Hunyuan"),
+        ("<tool_calls>", "Apriel"),
+        ("]<]minimax[>[ <tool_call> <invoke", "MiniMax M3"),
+        ('<function name=" <param name="', "MiniCPM 5"),
     ],
 )
 def test_families_by_marker(marks: str, name: str) -> None:

@@ -9,7 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from chat_samples import HERMES
+from chat_samples import FAMILIES, HERMES, SAMPLES
+from chat_samples import TOOLS as WEATHER_AND_CLOCK
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_chat_parser import parser, read, same
@@ -311,3 +312,33 @@ def test_markers_in_texts_of_other_families(
         assert (message.content, message.reasoning) == (content, reasoning)
         assert [json.loads(c.arguments) for c in message.tool_calls] == ([arguments] if arguments else [])
         assert all(call.complete for call in message.tool_calls)
+
+
+@pytest.mark.parametrize(
+    "name", ["dots", "Step 3", "MiniCPM 5", "Hunyuan 3", "Hunyuan", "MiniMax M3", "Kimi K3", "PLaMo 3", "Olmo 3"]
+)
+def test_what_models_write_is_what_the_constraint_allows(name: str) -> None:
+    """The calls of the first sample with any, byte by byte; not without their end."""
+    sample = next(s for s in SAMPLES if s.family.name == name and s.calls)
+    family, text = sample.family, sample.text
+    text = text[text.index(family.openings[0]) :]
+    for wrapper in family.dropped:
+        text = text.removesuffix(wrapper)
+    found = GRAMMARS.compile(GrammarSpec(GrammarKind.TREE, tree=family.tree(WEATHER_AND_CLOCK, True)))
+    assert check(found, text) == (True, True) and check(found, text[:-2]) == (True, False)
+
+
+def test_nested_elements_follow_the_schema() -> None:
+    """Lists, objects, listed values and text or null as elements (MiniMax M3)."""
+    item = {"type": "object", "properties": {"b": {"type": "string"}, "c": {"type": "boolean"}}, "required": ["b"]}
+    properties = {"a": {"type": "array", "items": item}, "e": {"enum": ["x", 7]}, "f": {"type": ["string", "null"]}}
+    tool = Tool("other", "", {"type": "object", "properties": properties, "required": ["a"]})
+    family = next(f for f in FAMILIES if f.name == "MiniMax M3")
+    found = GRAMMARS.compile(GrammarSpec(GrammarKind.TREE, tree=family.tree([tool], False)))
+    inner = "#<a>#<item>#<b>x </b>#</b>#<c>true#</c>#</item>#<item>#<b>#</b>#</item>#</a>#<e>7#</e>#<f>null#</f>"
+    text = f'#<tool_call>#<invoke name="other">{inner}#</invoke>#</tool_call>'.replace("#", "]<]minimax[>[")
+    assert check(found, text) == (True, True)
+    assert not check(found, text.replace("true", "5"))[0] and not check(found, text.replace(">7", ">8"))[0]
+    message, _ = read(parser(family, tools={"other": tool.parameters}), [text])
+    wanted = {"a": [{"b": "x </b>", "c": True}, {"b": ""}], "e": 7, "f": None}
+    assert [json.loads(c.arguments) for c in message.tool_calls] == [wanted]

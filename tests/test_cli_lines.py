@@ -10,6 +10,7 @@ import pytest
 
 from ikcli.cli.parser import Parsed, parse
 from ikcli.hostinfo import physical_cores
+from ikcli.settings import rules
 
 LINES = {
     "serve-1": r"--alias A --model M -rtr --ctx-size 32768 -ctk q8_0 -mla 2 -fa -amb 512 -fmoe --n-gpu-layers 63 --override-tensor exps=CPU --parallel 1 --numa numactl --threads 48 --host 127.0.0.1 --port 8080",
@@ -134,9 +135,24 @@ def test_powershell_and_pasted_text() -> None:
     assert kept == "one\u2028two"
 
 
-def test_threads_default_to_physical_cores() -> None:
+def test_threads_default_to_physical_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "remembered", dict)  # what `ik doctor` measured
     config = parse("sweep-bench", []).config
     assert config.n_threads == config.n_threads_batch == physical_cores()
     assert parse("sweep-bench", ["-t", "auto"]).config.n_threads == physical_cores()
     config = parse("sweep-bench", ["-t", "3", "-tb", "auto"]).config
     assert (config.n_threads, config.n_threads_batch) == (3, 3)
+
+
+def test_fewer_threads_generate_if_they_were_measured_to_read_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "physical_cores", lambda: 16)
+    monkeypatch.setattr(rules, "remembered", lambda: {1: 10.0, 8: 60.0, 12: 59.0, 16: 50.0})
+    found = {}
+    for line in ("", "-t 16", "-tb 4", "--cpu-range 0-3", "--numa distribute", "-t auto"):
+        config = parse("sweep-bench", shlex.split(line)).config
+        found[line] = (config.n_threads, config.n_threads_batch)
+    own = rules.default_threads(frozenset(range(4)))
+    assert found == {"": (12, 16), "-t 16": (16, 16), "-tb 4": (12, 4), "--cpu-range 0-3": (own, own),
+                     "--numa distribute": (16, 16), "-t auto": (12, 16)}  # fmt: skip
+    monkeypatch.setattr(rules, "remembered", lambda: {1: 10.0, 32: 60.0})  # a cgroup has shrunk since
+    assert parse("sweep-bench", []).config.n_threads == 16

@@ -99,6 +99,24 @@ def test_physical_cores_ignore_siblings_and_respect_affinity(tmp_path: Path) -> 
     assert hostinfo.count_physical({0, 2, 9}, root) == 3  # no topology: logical count
 
 
+def test_efficiency_cores_are_recognised(tmp_path: Path) -> None:
+    """Intel's hybrid processors list them; on ARM the capacity tells; siblings of fast cores are not cores."""
+    # 2 fast cores with two threads each, 4 slow cores
+    places = {0: (0, 0), 1: (0, 0), 2: (0, 1), 3: (0, 1), **{cpu: (0, cpu) for cpu in range(4, 8)}}
+    root = cpu_tree(tmp_path / "devices/system/cpu", places)
+    cpus = set(range(8))
+    assert hostinfo.efficiency_cpus(cpus, root) == set() and hostinfo.performance_count(cpus, root) == 6
+    for name, text in (("cpu_core", "0-3"), ("cpu_atom", "4-5\n"), ("cpu_lowpower", "6,7\n")):
+        (tmp_path / "devices" / name).mkdir()
+        (tmp_path / "devices" / name / "cpus").write_text(text)
+    assert hostinfo.efficiency_cpus(cpus, root) == {4, 5, 6, 7} and hostinfo.performance_count(cpus, root) == 2
+    assert hostinfo.efficiency_cpus({4, 5}, root) == set()  # all that the process may use are alike
+    arm = cpu_tree(tmp_path / "arm/devices/system/cpu", {cpu: (0, cpu) for cpu in range(4)})
+    for cpu, capacity in enumerate((1024, 1000, 400, 400)):
+        (arm / f"cpu{cpu}" / "cpu_capacity").write_text(f"{capacity}\n")
+    assert hostinfo.efficiency_cpus(set(range(4)), arm) == {2, 3}
+
+
 def test_performance_cores_alone_count_on_apple_processors(monkeypatch: pytest.MonkeyPatch) -> None:
     reported = {"hw.perflevel0.logicalcpu": 6, "hw.perflevel1.logicalcpu": 4}
     monkeypatch.setattr(hostinfo, "sysctl", reported.get)

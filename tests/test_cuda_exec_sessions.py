@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cuda_emulation import EmulatedDevice, emulation_only, needs_emulation
-from cuda_sessions import Opener, config, tokens, transcript, written
+from cuda_sessions import Opener, assert_close, config, tokens, transcript, written
 from factories import tiny_model
 from gguf_files import write_model
 
@@ -375,6 +375,32 @@ def test_large_batches_use_experts_in_ram_on_the_gpu(folder, opener, capsys) -> 
     assert "offload: from 11 tokens on 3 weights in RAM" in capsys.readouterr().err
     assert not few["upload_rows"] and many["upload_rows"] == 3  # tensors of the first layer; the last has one row
     assert sum(many.values()) > sum(few.values()) + 3
+
+
+@pytest.mark.slow  # an emulated GPU
+def test_measured_times_overrule_the_rule(folder, opener, capsys) -> None:
+    """By default, from 32 * 8 / 3 = 86 tokens on; here 40 are so slow on the CPU that they are copied, too."""
+    now = [0.0]
+    with Session.open(config(written(folder, "qwen3moe"), cpu_moe=True, n_ubatch=86)) as session:
+        trial = session.runner._offload.trial
+        assert trial is not None and trial.least == 86
+        trial._clock = lambda: now[0]
+        real = trial.end
+
+        def end() -> None:
+            now[0] += 1.0 if trial._copied else 9.0
+            real()
+
+        trial.end = end  # type: ignore[method-assign]
+        found: list[Any] = []
+        counts = []
+        for n in (40, 40, 86, 86, 40):
+            session.clear()
+            ids = tokens(n, 1)
+            counts.append(kernels_of(opener, lambda ids=ids: found.append(single(session, ids)))["upload_rows"])
+        assert_close(found[4], found[0], 1e-2)
+    assert counts == [0, 0, 3, 3, 3]
+    assert "offload: 40 tokens are computed with experts copied to the GPU" in capsys.readouterr().err
 
 
 def test_large_steps_are_not_captured(folder, opener, monkeypatch) -> None:

@@ -373,7 +373,11 @@ def test_kernels_that_changed_name_their_tests(tmp_path: Path) -> None:
         "test_cuda_recurrent.py": ("layer_recurrent",),
     }
     measure.passed("test_cuda_attention.py", "a GPU", path)
-    now = {name: digest for name, digest in Package.installed().files.items() if name.startswith("attn_")}
+    now = {
+        name: digest
+        for name, digest in Package.installed().files.items()
+        if "test_cuda_attention.py" in measure.covering(name)
+    }
     assert json.loads(path.read_text()) == {"device": "a GPU", "tests": {**known, "test_cuda_attention.py": now}}
     assert "test_cuda_attention.py" not in measure.changed(path=path)
     assert len(measure.changed(path=path)["test_cuda_attention_kv.py"]) == len(now)  # each test counts on its own

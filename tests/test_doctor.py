@@ -13,6 +13,7 @@ import pytest
 from fake_cuda import needs_gcc
 from fake_cuda import run as run_with_gpu
 
+from ikcli.doctor import examination
 from ikcli.doctor import machine as doctor_machine
 from ikcli.doctor import roofline as doctor_measure
 from ikcli.doctor.advice import machine_advice, model_advice
@@ -23,6 +24,7 @@ from ikcli.engine.plan.startup import prepare
 from ikcli.gguf.reader import open_gguf
 from ikcli.main import main
 from ikcli.native import kernel_cache as native_cache
+from ikcli.settings import thread_curve
 from ikcli.settings.run import RunConfig, default_model
 
 GIB = 2**30
@@ -318,10 +320,54 @@ def test_rates_are_medians(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [call for call in calls if call[2]] == [(8, 2, True)] and len(calls) == 12
 
 
+def test_bandwidth_by_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers of threads take turns in one memory; the number of fast cores is among them."""
+    calls: list[tuple[int, bool]] = []
+
+    def rates(data: np.ndarray, threads: int, *, fill: bool, repeat: int, seconds: float) -> list[float]:
+        calls.append((threads, fill))
+        return [min(threads, 4) * 1e10]
+
+    monkeypatch.setattr(doctor_measure, "read_rates", rates)
+    monkeypatch.setattr(doctor_measure, "performance_count", lambda cpus: 6)
+    assert doctor_measure._curve(1 << 20, 8) == {2: 2e10, 4: 4e10, 6: 4e10, 8: 4e10}
+    assert calls[:4] == [(8, True), (6, False), (4, False), (2, False)] and calls.count((8, False)) == 2
+    assert doctor_measure._curve(1 << 20, 2) == {}
+
+
+def test_the_curve_is_kept_for_later_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("IK_CACHE_DIR", str(tmp_path))
+    curve = {1: 1e10, 4: 4e10, 8: 3e10}
+    roofs = replace(ROOFS, threads=8, by_threads=curve)
+
+    def doctor(*argv: str, roofs: Peaks = roofs) -> str:
+        monkeypatch.setattr(examination, "measure", lambda threads, file: roofs)
+        assert main(["doctor", *argv]) == 0
+        return capsys.readouterr().out
+
+    for argv, busy in (("--quick",), False), (("-t", "8"), False), ((), True):
+        out = doctor(*argv, roofs=replace(roofs, disturbed=busy))
+        assert thread_curve.remembered() == {}
+    assert "4 threads read faster than 8, so try -t 4: measure again on an idle machine" in out
+    assert "GB/s by threads: 1: 10.0, 4: 40.0, 8: 30.0" in doctor()
+    assert thread_curve.remembered() == curve and thread_curve.best_threads(curve) == 4
+    monkeypatch.setattr(thread_curve, "visible_cpus", lambda: {900})  # other CPUs, which have a curve of their own
+    assert thread_curve.remembered() == {} and thread_curve.remember({1: 1.0})
+    assert thread_curve.remembered() == {1: 1.0} and len(json.loads(thread_curve.curve_file().read_text())) == 2
+    for damage in ("[1]", "{", '{"900": 3}', '{"900": {"x": 1}}'):
+        thread_curve.curve_file().write_text(damage)
+        assert thread_curve.remembered() == {}
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    assert not thread_curve.remember(curve, blocked / "threads.json")
+
+
 @needs_gcc
 @pytest.mark.slow  # seconds of emulation
 def test_gpus_are_measured() -> None:
-    result = run_with_gpu(["-m", "ikcli", "doctor", "--json"], FAKE_CUDA_DEVICES=1)
+    result = run_with_gpu(["-m", "ikcli", "doctor", "-t", "1", "--json"], FAKE_CUDA_DEVICES=1)
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
     assert [g["name"] for g in found["gpus"]] == ["CUDA0"]

@@ -97,6 +97,20 @@ def test_rtr_leaves_experts_as_they_are_on_disk(moe_file: Path, wanted: np.ndarr
     assert np.abs(found - wanted).max() < 1e-3 * np.abs(wanted).max()
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_embeddings_that_are_read_by_row_stay_on_disk(tmp_path: Path, tied: bool) -> None:
+    """Also without mmap; not those that are the output matrix, too."""
+    model = tiny_model("qwen3moe", tied=tied, expert_feed_forward_length=48, **EXPERTS)
+    path = write_model(model, tmp_path / "moe.gguf")
+    with Session.open(config(path, expert_ram=LAYER, mmap=False), n_ctx=64) as session:
+        names = {name for graph, _ in session.graphs.values() for name in graph.weights}
+        experts = {name for name in names if "_exps." in name}
+        assert set(session.model.mapped(names)) - experts == (set() if tied else {"token_embd.weight"})
+        assert session.runner.cpu.experts is not None
+        line = session.runner.cpu.experts.slots.line()
+        assert ("the others and rows of embeddings (0.00 GiB) are read from disk" in line) == (not tied)
+
+
 # --- faults -----------------------------------------------------------------------------------------------------------
 def test_slow_disks_and_short_reads_change_nothing(
     moe_file: Path, wanted: np.ndarray, monkeypatch: pytest.MonkeyPatch
@@ -304,6 +318,18 @@ def test_guesses_that_have_not_begun_when_a_layer_chooses_are_forgotten(disk: Di
         store.close()
 
 
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="a file of Linux")
+def test_slots_are_memory_that_gets_huge_pages(half: ExpertStore) -> None:
+    """Shared memory, Python's default, gets none on most systems."""
+    at = next(iter(half._pool.values())).address
+    kinds = [
+        fields[1]
+        for fields in (line.split() for line in Path("/proc/self/maps").read_text().splitlines())
+        if int(fields[0].split("-")[0], 16) <= at < int(fields[0].split("-")[1], 16)
+    ]
+    assert kinds == ["rw-p"]
+
+
 def test_what_is_read_in_vain_is_counted(disk: Disk) -> None:
     store = ExpertStore(slots_for(disk.layers, 8 * disk.layers[0].slot), 2)
     try:
@@ -408,10 +434,9 @@ def test_plans_count_slots(moe_file: Path) -> None:
     sizes = Sizes(64, 1, 0)
     whole = planner.prepare(config(moe_file), sizes).plan.memory.parts["CPU"]["weights"]
     part = planner.prepare(config(moe_file, expert_ram=2 * LAYER), sizes)
-    names = part.runner.cpu.experts.slots.names if part.runner.cpu.experts else frozenset()
-    assert len(names) == 3 * N_LAYER
-    experts = part.model.n_bytes(names)
-    assert part.plan.memory.parts["CPU"]["weights"] == whole - experts + 2 * LAYER
+    names = part.runner.cpu.experts.slots.on_disk if part.runner.cpu.experts else frozenset()
+    assert len(names) == 3 * N_LAYER + 1 and "token_embd.weight" in names
+    assert part.plan.memory.parts["CPU"]["weights"] == whole - part.model.n_bytes(names) + 2 * LAYER
     assert "16 of 24 in 3 layers stay in RAM" in part.runner.notes([])[0]
 
 

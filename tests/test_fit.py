@@ -13,7 +13,7 @@ from header_models import qwen3_235b, write_deepseek, write_header
 from ikcli import log, main
 from ikcli.cli.parser import parse
 from ikcli.engine.plan.devices import described_machine
-from ikcli.engine.plan.fit import Fit, fit
+from ikcli.engine.plan.fit import Fit, fit, with_cache
 from ikcli.engine.plan.planner import Planner
 from ikcli.gguf.reader import open_gguf
 from ikcli.models import HParams
@@ -159,3 +159,37 @@ def test_the_command_prints_options_to_copy(
     assert [text for text in capsys.readouterr().out.splitlines() if "CUDA0" in text] == wanted
     assert main.main([*line, "--fit", "--device-spec", "cpu:64GiB"]) == 0
     assert "--fit has no effect without a CUDA device" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "spec", "share"),
+    [
+        (["--cpu-moe"], "cuda:6GiB", "some"),
+        (["-ot", "exps=CPU", "-ts", "1,1"], "2*cuda:4GiB", "some"),
+        (["--cpu-moe"], "cuda:24GiB", "all"),
+        (["--cpu-moe", "--expert-cache", "0"], "cuda:6GiB", "none"),
+        (["--cpu-moe", "--expert-ram", "4"], "cuda:6GiB", "none"),
+    ],
+)
+def test_the_rest_is_for_the_cache_of_experts(capsys, lite: Path, options: list[str], spec: str, share: str) -> None:
+    line = ["plan", "-m", str(lite), "-c", "4096", "-ub", "64", "-t", "1", "--device-spec", f"{spec},cpu:64GiB"]
+    assert main.main([*line, *options, "--fit"]) == 0
+    out, err = capsys.readouterr()
+    (chosen,) = [text for text in err.splitlines() if text.startswith("--fit chose: ")]
+    assert ("--expert-cache" in chosen) == (share in ("some", "all"))
+    assert ("expert cache: " in out) == (share != "none")
+    assert ("1664 of 1664 experts of 26 layers" in out) == (share == "all")
+    if share == "some":
+        margins = [float(text.split("margin ")[1].split()[0]) for text in out.splitlines() if "fits: CUDA" in text]
+        slot = 3 * 2048 * 1408 * 18 / 32 / MIB
+        assert 1024 <= min(margins) < 1026 + slot
+
+
+def test_too_little_is_left_for_a_slot_in_each_layer(lite: Path) -> None:
+    planner = planner_for(lite, "cuda:6GiB")
+    found = fit(planner, replace(BASE, cpu_moe=True))
+    memory = found.plan.memory
+    left = memory.free["CUDA0"] - memory.total("CUDA0")
+    assert with_cache(planner, found, left - 50 * MIB) is found
+    more = with_cache(planner, found, left - 300 * MIB)
+    assert more.config.expert_cache and more.plan.memory.gpus_fit(left - 300 * MIB)

@@ -81,6 +81,13 @@ def test_the_unharmed_file_loads(tmp_path: Path) -> None:
     assert attempt(tmp_path / "m.gguf", GOOD) == ""
 
 
+def test_a_single_number_needs_no_dimensions(tmp_path: Path) -> None:
+    """As converters write biases of one number."""
+    file = tmp_path / "scalar.gguf"
+    file.write_bytes(padded(header([ARCH], [tensor("t", (), 0, 0)])))
+    assert open_gguf(file).tensors["t"].shape == (1,)
+
+
 CASES: dict[str, tuple[bytes, str]] = {
     "magic": (padded(header([ARCH], [], magic=b"GGML")), "not a GGUF file"),
     "version 1": (padded(header([ARCH], [], version=1)), "version 1 is not supported"),
@@ -106,7 +113,6 @@ CASES: dict[str, tuple[bytes, str]] = {
     "alignment 24": (padded(header([kv("general.alignment", 4, b"\x18\0\0\0")], [])), r"general\.alignment is 24"),
     "alignment -32": (padded(header([kv("general.alignment", 5, b"\xe0\xff\xff\xff")], [])), r"alignment is -32"),
     "alignment text": (padded(header([kv("general.alignment", 8, s("32"))], [])), r"general\.alignment is '32'"),
-    "no dimensions": (padded(header([], [tensor("t", (), 0, 0)])), "tensor t has 0 dimensions"),
     "5 dimensions": (padded(header([], [tensor("t", (1,) * 5, 0, 0)])), "tensor t has 5 dimensions"),
     "2^31 dimensions": (
         padded(header([], [s("t") + struct.pack("<I", 2**31) + bytes(64)])),

@@ -156,6 +156,20 @@ def test_script_writes_a_loadable_model(
     assert "use one of" in capsys.readouterr().err
 
 
+def test_sizes_can_be_changed(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "m.gguf"
+    options = ["make_random_model.py", "--type", "q4_0", "--layers", "1", "--vocab", "400", "-o", str(path), "--set"]
+    monkeypatch.setattr(sys, "argv", [*options, "embedding_length=64,attention.head_count_kv=2"])
+    assert script.main() == 0
+    assert open_gguf(path).tensors["blk.0.attn_q.weight"].shape == (64, 16 * 128)
+    for words in ("embedding_length=wide", "expert_count=4", "rope.freq_base=1"):
+        monkeypatch.setattr(sys, "argv", [*options, words])
+        assert script.main() == 2
+        assert f"--set {words}: expected KEY=N with one of" in capsys.readouterr().err
+
+
 def test_presets_of_quantize_mix_types(script: ModuleType) -> None:
     """Preset names mean what they mean for `ik quantize`, and its rules change single tensors."""
     preset = script.PRESETS["qwen3"].changed(2, 600, None)

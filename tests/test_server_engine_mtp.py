@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from stage_threads import Threads
 from tiers import some
 from tiny_architectures import tiny
 
+from ikcli.drafting.policy import RESTS, Decision, Option, Policy
 from ikcli.engine.pipeline import supervisor
 from ikcli.engine.pipeline.driver import PipelineRunner
 from ikcli.engine.run.batch import Batch
@@ -24,6 +26,7 @@ from ikcli.engine.run.mtp import Continuation, Draft, Heads
 from ikcli.engine.run.session import Session
 from ikcli.errors import IkError
 from ikcli.sampling.params import SamplerParams
+from ikcli.server.slots import speculative
 from ikcli.server.slots.engine import Engine
 from ikcli.server.slots.worker import Worker
 from ikcli.settings.fleet import BatchConfig
@@ -85,13 +88,33 @@ def long_answers(e: Engine, n_slots: int, folder: Path) -> Iterator[list[int]]:
     assert call.final.timings.cache_n > 0
 
 
+def lengths_at_random(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let lengths and rests be chosen at random, and heads keep no states during a rest."""
+    rng = random.Random(0)
+
+    def decide(self: Policy, options: Sequence[Option], n_texts: int) -> Decision:
+        free, lengths = max((o.n_most for o in options), default=0), []
+        for o in options:
+            n = rng.choice((0, 0, min(rng.randint(1, 4), free, o.n_most)))
+            lengths.append(n)
+            free -= n
+        return Decision(tuple(lengths), "at random", rest=0 if any(lengths) else rng.randrange(12))
+
+    monkeypatch.setattr(Policy, "decide", decide)
+    monkeypatch.setattr(Policy, "looked", lambda *_: 0)
+    monkeypatch.setattr(speculative, "SHARE", -1.0)
+
+
 @pytest.mark.slow("long answers of every architecture")
 @pytest.mark.parametrize("n_slots", [1, 4])
 @pytest.mark.parametrize("name", [*HEAD_MODELS, "qwen35-mtp.gguf", "glm4moe-mtp.gguf"])
 def test_long_answers(
     name: str, n_slots: int, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Greedy, with drafts and without: the same tokens, whatever roll-back, prompt cache and slot files do."""
+    """Greedy, with drafts, of fixed lengths and of any, and without: the same tokens.
+
+    Whatever roll-back, prompt cache, slot files and rests of the heads do.
+    """
     if name.endswith(".gguf"):
         path: Path = request.getfixturevalue("shared_dir") / "golden" / "arch" / name
     else:
@@ -105,6 +128,11 @@ def test_long_answers(
         metrics = e.metrics()
         rejected = metrics.draft_tokens_total - metrics.draft_tokens_accepted_total
         assert metrics.draft_tokens_accepted_total > 50 * n_slots and rejected > 50 * n_slots
+    lengths_at_random(monkeypatch)
+    with serving(n_slots, server=SPEC | {"spec_autotune": True}, **settings) as e:
+        assert list(long_answers(e, n_slots, tmp_path)) == plain
+        metrics = e.metrics()
+        assert metrics.draft_tokens_accepted_total > 10 * n_slots and metrics.draft_decisions[RESTS] > 50
 
 
 def test_heads_that_are_far_behind(tmp_path: Path) -> None:

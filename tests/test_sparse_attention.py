@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -97,19 +98,17 @@ def test_layers_that_choose(tmp_path: Path) -> None:
 
 
 def test_where_it_does_not_run(path: Path) -> None:
-    """GPUs attend to all positions, with a notice; stages cannot share chosen positions."""
+    """Stages cannot share chosen positions."""
     file = open_gguf(path)
     hp, notices = HParams.from_gguf(file.metadata, file.tensors, str(path)), list[str]()
-    cpu, gpu = (described_machine(parse_device_spec(text), None) for text in ("cpu:8GiB", "cuda:8GiB,cpu:8GiB"))
-    assert settle_indexer(config(path), hp, cpu, (), notices).dsa and not notices
-    assert settle_indexer(config(path, n_gpu_layers=0), hp, gpu, (), notices).dsa and not notices
-    assert not settle_indexer(config(path), hp, gpu, (), notices).dsa
-    assert notices[0].startswith("attention covers all positions") and "keeps 140 of them" in notices[0]
+    for machine in ("cpu:8GiB", "cuda:8GiB,cpu:8GiB"):
+        assert settle_indexer(config(path), hp, described_machine(parse_device_spec(machine), None), (), notices).dsa
+    assert not notices
     staged = config(path)
     staged = staged.__class__(**{f: getattr(staged, f) for f in staged.__slots__} | {
         "fleet": staged.fleet.__class__(stages=2)})  # fmt: skip
     with pytest.raises(UnsupportedError, match="use --no-dsa"):
-        settle_indexer(staged, hp, cpu, (), notices)
+        settle_indexer(staged, hp, described_machine(parse_device_spec("cpu:8GiB"), None), (), notices)
 
 
 def test_options_of_models_without_an_indexer(tmp_path: Path) -> None:
@@ -159,7 +158,10 @@ def test_numbers_of_a_block_indexer(tmp_path: Path) -> None:
     for changes in ({"block_size": 0}, {"local_blocks": 5}):
         with pytest.raises(FormatError, match=next(iter(changes))):
             opened(**changes)
-    notices = list[str]()
+    notices, gpu = list[str](), described_machine(parse_device_spec("cuda:8GiB,cpu:8GiB"), None)
+    with_gpu = replace(config(tmp_path / "m3.gguf"), n_gpu_layers=99)
+    assert not settle_indexer(with_gpu, hp, gpu, (), notices).dsa
+    assert "GPUs have no kernels for an indexer of blocks" in notices.pop()
     bare, cpu = opened(top_k=0), described_machine(parse_device_spec("cpu:8GiB"), None)
     settle_indexer(config(tmp_path / "m3.gguf"), bare, cpu, (), notices)
     assert notices == [

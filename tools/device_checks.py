@@ -46,6 +46,7 @@ MODELS: Mapping[str, Recipe] = {
     "lite-q8_0": _recipe("deepseek2", "Q8_0", 20, "--layers", "24", "--experts", "16"),
     "lite-experts": _recipe("deepseek2", "Q4_K_M", 15, "--layers", "8", "--experts", "64", *_RESIDENT_Q8_0),
     "windows": _recipe("gemma3", "Q8_0", 6),
+    "indexer": _recipe("glm-dsa", "Q8_0", 20),
     "dense": _recipe("qwen3", "Q8_0", 4),
     "moe": _recipe("qwen3moe", "Q8_0", 4),
     **{f"small-{p}": _recipe(p, "Q4_K_M", 1, *_TRIAL) for p in ("deepseek2", "qwen3", "qwen3moe")},
@@ -126,14 +127,17 @@ def unmet(need: str, setup: Setup) -> str | None:
     return None if what in device_measure.changed(path=setup.digests) else "no kernel changed since it passed"
 
 
-def _sweep(model: str, *options: str, n_ctx: int = 33280, ub: int = 512, stride: int = 16, mla: str = "3"
-           ) -> Callable[[Setup, Path], list[str]]:  # fmt: skip
-    """Return a command that alternates between both sweep-benches; N_KV in steps of `stride` micro-batches."""
+def _sweep(model: str, *options: str, n_ctx: int = 33280, ub: int = 512, stride: int = 16, mla: str = "3",
+           alone: bool = False) -> Callable[[Setup, Path], list[str]]:  # fmt: skip
+    """Return a command that alternates between both sweep-benches; N_KV in steps of `stride` micro-batches.
+
+    `alone`: the reference cannot run the model.
+    """
 
     def run(setup: Setup, target: Path) -> list[str]:
         command = [*SWEEP, str(setup.model(model)), "--ik", setup.ik, "--json", str(target), "-r", "1",
                    "--mla", mla]  # fmt: skip
-        if setup.reference is not None:
+        if setup.reference is not None and not alone:
             command += ["--reference", str(setup.reference)]
         if setup.trial:
             small = ("-ngl", "0", "-n", "2", "-b", "32")
@@ -233,6 +237,11 @@ CHECKS: tuple[Check, ...] = (
     ),
     Check("window/kernels", 70, 15, _bench("--only", "roof,window")),
     _timed("window/model", 69, 20, "windows"),
+    *(
+        Check(f"sparse/{name}", 68, 60, _sweep("indexer", *more, n_ctx=66560, ub=2048, stride=8, alone=True),
+              ("indexer",), ("gpu or trial",))
+        for name, more in (("chosen", ("--dsa",)), ("all", ("--no-dsa",)))
+    ),
     Check("memory", 60, 40, _measure("memory", "lite-q8_0", "-c", "33280", "-ub", "512"), ("lite-q8_0",)),
     *(_sanitizer(tool, name, chosen) for tool in ("memcheck", "racecheck") for name, chosen in _SANITIZED.items()),
     *(_tests(name, _TEST_SECONDS.get(name, 25.0)) for name in device_measure.test_files()),

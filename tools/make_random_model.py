@@ -71,6 +71,17 @@ class Preset:
             keys |= {"block_count": keys["block_count"] + heads, "nextn_predict_layers": heads}
         return replace(self, keys=keys, n_vocab=vocab or self.n_vocab, n_heads=heads)
 
+    def with_keys(self, assignments: Sequence[str]) -> Preset:
+        """Return the preset with other whole numbers, each given as KEY=N; raise UsageError for a key it lacks."""
+        keys = dict(self.keys)
+        for text in assignments:
+            key, _, value = text.partition("=")
+            if not isinstance(keys.get(key), int) or not value.isdecimal():
+                known = ", ".join(sorted(k for k, v in keys.items() if isinstance(v, int)))
+                raise UsageError(f"--set {text}: expected KEY=N with one of {known}")
+            keys[key] = int(value)
+        return replace(self, keys=keys)
+
 
 def _geometry(layers: int, width: int, ff: int, heads: int, heads_kv: int, head: int = 128, base: float = 1e6) -> Keys:
     return {
@@ -381,13 +392,15 @@ def main() -> int:
     parser.add_argument(
         "--router-skew", type=float, metavar="S", help="tokens differ, and use experts unequally (0: alike)"
     )
+    parser.add_argument("--set", default="", metavar="KEY=N,...", help="other sizes, such as embedding_length=1024")
     parser.add_argument("--heads", type=int, default=0, help="heads that predict further tokens (MTP)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("-o", "--output", type=Path, required=True)
     args = parser.parse_args()
-    p = PRESETS[args.preset].changed(args.layers, args.vocab, args.experts, args.heads)
     start = time.perf_counter()
     try:
+        p = PRESETS[args.preset].with_keys([text for text in args.set.split(",") if text])
+        p = p.changed(args.layers, args.vocab, args.experts, args.heads)
         file_type, tensors = tensors_of(p, args.type, [args.custom_q] if args.custom_q else ())
         rng = np.random.Generator(np.random.SFC64(args.seed))
         with GGUFWriter(args.output, metadata(p, file_type), tensors) as writer:

@@ -57,7 +57,15 @@ def run(config: ConvertConfig) -> int:
     ignored = tuple(key.strip() for text in config.ignore_config_key for key in text.split(",") if key.strip())
     found = open_checkpoint(
         directory,
-        CheckpointOptions(config.model_name, config.metadata, config.pre, ignored, _keeps_mxfp4(config), heads),
+        CheckpointOptions(
+            config.model_name,
+            config.metadata,
+            config.pre,
+            ignored,
+            _keeps_mxfp4(config),
+            heads,
+            config.target_model_dir,
+        ),
     )
     _report_checkpoint(config, found)
     return _vocabulary(config, found) if config.vocab_only else _model(config, found)

@@ -14,6 +14,7 @@ from ikcli.doctor.examination import Examination, examine
 from ikcli.doctor.model import ModelReport
 from ikcli.errors import UsageError
 from ikcli.log import shown_size
+from ikcli.settings.thread_curve import best_threads, remember
 from ikcli.settings.tools import DoctorConfig
 
 _MIB = 2.0**20
@@ -33,6 +34,8 @@ def run(config: DoctorConfig) -> int:
         quick=config.quick,
         tell=log.log,
     )
+    if found.roofs is not None and not config.n_threads and not found.roofs.disturbed:
+        remember(found.roofs.by_threads)  # the default of -t follows it
     print(dumps(asdict(found), indent=2) if config.json else "\n".join(lines(found)))
     return int(found.model is not None and not found.model.fits)
 
@@ -73,7 +76,9 @@ def _line(name: str, text: str) -> str:
 def _processor(found: Examination) -> Iterator[str]:
     cpu = found.processor
     yield _line("processor", cpu.name or "unknown")
-    yield _line("cores", f"{cpu.physical} physical cores and {cpu.visible} logical CPUs usable of {cpu.installed}"
+    kinds = f" ({cpu.physical - cpu.efficiency} fast, {cpu.efficiency} efficient)" if cpu.efficiency else ""
+    yield _line("cores", f"{cpu.physical} physical cores{kinds} and {cpu.visible} logical CPUs usable of "
+                         + str(cpu.installed)
                          + ("" if cpu.quota is None else f", a cgroup allows {cpu.quota}")
                          + f"; default -t {cpu.threads}")  # fmt: skip
     yield _line("instructions", f"{cpu.target}: {' '.join(cpu.features)}")
@@ -130,6 +135,13 @@ def _roofs(found: Examination) -> Iterator[str]:
     for name, rates in roofs.pages.items():
         yield _line("", f"{name}: {rates.one / 1e9:.1f} GB/s by one thread, {rates.all / 1e9:.1f} GB/s by "
                         f"{roofs.threads}, {rates.fastest / 1e9:.1f} GB/s in the fastest pass")  # fmt: skip
+    if len(roofs.by_threads) > 2:
+        curve = ", ".join(f"{n}: {rate / 1e9:.1f}" for n, rate in sorted(roofs.by_threads.items()))
+        yield _line("", f"GB/s by threads: {curve}")
+    best = best_threads(roofs.by_threads) if roofs.by_threads else roofs.threads
+    if best < roofs.threads:
+        text = "measure again on an idle machine" if roofs.disturbed else "this becomes the default of generation"
+        yield _line("", f"{best} threads read faster than {roofs.threads}, so try -t {best}: {text}")
     for node, rate in roofs.read_nodes.items():
         yield _line("", f"node {node}: {rate / 1e9:.1f} GB/s")
     for gpu in roofs.gpus:

@@ -71,6 +71,7 @@ class Architecture:
     strip: str = ""  # a prefix of names, beside `model.`
     further: bool = True  # False: blocks after the last one, which predict further tokens, are left out
     names: str = ""  # the architecture of gguf whose tensor names it shares, where gguf does not have it or lacks names
+    needs_target: bool = False  # a head that drafts for another checkpoint, which has its vocabulary
 
 
 @dataclass(slots=True)
@@ -88,6 +89,7 @@ class Build:
     heads: Heads = Heads.KEPT
     n_further: int = 0  # layers for further tokens, which follow the model's own
     notes: list[str] = field(default_factory=list)  # reported to the user
+    target: Config | None = None  # the model that a head drafts for
 
     @property
     def n_layer(self) -> int:
@@ -135,9 +137,10 @@ class Build:
             found.append(replace(p, name=name))
         return found
 
-    def constant(self, name: str, values: Floats) -> None:
-        """Add a tensor of computed values."""
-        self.tensors[name] = NewRows(name, (values.size,), GGMLType.F32, (Constant(values),))
+    def constant(self, name: str, values: Floats | Order) -> None:
+        """Add a tensor of computed values: float32, or int64."""
+        type = GGMLType.I64 if values.dtype == np.int64 else GGMLType.F32
+        self.tensors[name] = NewRows(name, (values.size,), type, (Constant(values),))
 
     def _type(self, name: str, shape: tuple[int, ...], pieces: Sequence[Piece], value: Value | None) -> GGMLType:
         kinds = set()

@@ -184,6 +184,8 @@ _SAME_TYPE = {"kimi_k2": "deepseek_v3", "ernie4_5_moe_vl": "ernie4_5_moe", "mimo
 
 
 def _text_part(raw: dict[str, Any]) -> dict[str, Any]:
+    if isinstance(layer := raw.get("transformer_layer_config"), dict):  # heads of vLLM's speculators
+        return {k: v for k, v in raw.items() if k != "transformer_layer_config"} | layer
     inner = next((raw[k] for k in ("text_config", "llm_config") if isinstance(raw.get(k), dict)), None)
     if inner is None:
         return dict(raw)

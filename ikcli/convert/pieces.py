@@ -26,6 +26,7 @@ TYPES_OF = {"F32": GGMLType.F32, "F16": GGMLType.F16, "BF16": GGMLType.BF16, "F6
 """dtype of a checkpoint -> tensor type that holds the same values (doubles are rounded)."""
 TYPES_OF |= {"I32": GGMLType.I32, "I64": GGMLType.I32}  # tables of ids
 TYPES_OF["MXFP4"] = GGMLType.MXFP4  # from a dequantized source asked for the blocks themselves
+_KEPT = TYPES_OF | {"I64": GGMLType.I64}  # whole numbers that a conversion computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +107,14 @@ _MADE = _Made()
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """Values computed by the conversion (factors of rotations)."""
+    """Values computed by the conversion (factors of rotations, ids)."""
 
-    values: Floats
+    values: Floats | Order
+
+    @property
+    def dtype(self) -> str:
+        """Return the type as checkpoints name it."""
+        return "I64" if self.values.dtype == np.int64 else "F32"
 
     @property
     def n_rows(self) -> int:
@@ -147,7 +153,7 @@ class NewRows:
         for piece in self.pieces:
             low, high = max(first - start, 0), min(last - start, piece.n_rows)
             if low < high:
-                dtype = "F32" if isinstance(piece, Constant) else source.dtype(piece.name)
+                dtype = piece.dtype if isinstance(piece, Constant) else source.dtype(piece.name)
                 factor = piece.factor if isinstance(piece, TensorRows) else 1.0
                 found.append(self._typed(piece.read(source, low, high), dtype, factor))
             start += piece.n_rows
@@ -156,7 +162,7 @@ class NewRows:
     def _typed(self, rows: Array, dtype: str, factor: float) -> Array:
         if self.type is GGMLType.I32:
             return np.ascontiguousarray(rows, "<i4")
-        if TYPES_OF[dtype] == self.type and self.value is None and dtype != "F64" and factor == 1.0:
+        if _KEPT[dtype] == self.type and self.value is None and dtype != "F64" and factor == 1.0:
             return np.ascontiguousarray(rows)
         values = as_float32(rows, dtype)
         if factor != 1.0:

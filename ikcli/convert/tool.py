@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ikcli.convert.archs import architecture_of
-from ikcli.convert.build import Build, convert_tensors
+from ikcli.convert.archs.drafts import check_head
+from ikcli.convert.build import Architecture, Build, convert_tensors
 from ikcli.convert.config import Config
 from ikcli.convert.file import CheckpointFile, checkpoint_file
 from ikcli.convert.naming import Description, describe
@@ -19,7 +20,7 @@ from ikcli.convert.rope import check_factors
 from ikcli.convert.sentence import Sentence
 from ikcli.convert.source import SafetensorsSource
 from ikcli.convert.vocab import read_vocabulary
-from ikcli.errors import FormatError, UnsupportedError
+from ikcli.errors import FormatError, UnsupportedError, UsageError
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.heads import Heads
 from ikcli.gguf.overrides import apply_overrides
@@ -50,6 +51,7 @@ class CheckpointOptions:
     ignored_keys: tuple[str, ...] = ()
     keep_mxfp4: bool = False  # keep weights that are MXFP4 blocks
     heads: Heads = Heads.KEPT  # layers that predict further tokens
+    target: Path | None = None  # the checkpoint that a head drafts for
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,8 @@ def open_checkpoint(directory: Path, options: CheckpointOptions | None = None) -
     sentence = Sentence.of(directory)
     files = SafetensorsSource(directory, modules=sentence.dense)
     source = dequantized(files, config.raw)
-    m = Build(config, source, architecture.name, keep_mxfp4=options.keep_mxfp4, heads=options.heads)
+    target = _target(directory, architecture, options.target)
+    m = Build(config, source, architecture.name, keep_mxfp4=options.keep_mxfp4, heads=options.heads, target=target)
     architecture.keys(m)
     convert_tensors(m, architecture)
     check_factors(m)
@@ -100,7 +103,10 @@ def open_checkpoint(directory: Path, options: CheckpointOptions | None = None) -
     description = describe(
         directory, [(t.name, t.shape) for t in m.tensors.values()], options.model_name, options.metadata
     )
-    vocabulary = read_vocabulary(directory, config.raw, m.arch, options.pre)
+    if target is None:
+        vocabulary = read_vocabulary(directory, config.raw, m.arch, options.pre)
+    else:
+        vocabulary = read_vocabulary(target.path.parent, target.raw, architecture_of(target).name, options.pre)
     if ranks(m, directory):
         add_ranking(m, directory, vocabulary)
     elif sentence.pooling is not None:
@@ -110,9 +116,28 @@ def open_checkpoint(directory: Path, options: CheckpointOptions | None = None) -
     written = {"general.file_type": 0, "general.quantization_version": QUANTIZATION_VERSION}
     file = checkpoint_file(files.paths, source, m.tensors, keys | m.metadata | written | vocabulary)
     _check_heads(m)
-    if options.heads is not Heads.ALONE and m.arch not in external.MODULES:  # heads are checked beside their model
+    if target is not None:
+        check_head(file, target)
+    elif options.heads is not Heads.ALONE and m.arch not in external.MODULES:  # heads are checked beside their model
         _check(file, directory)
     return OpenCheckpoint(file, description, tuple(m.dropped), tuple(m.notes))
+
+
+def _target(directory: Path, architecture: Architecture, target: Path | None) -> Config | None:
+    """Return config.json of the model that a head drafts for, or None for other checkpoints."""
+    if architecture.needs_target:
+        if target is None:
+            raise UsageError(
+                f"{directory} holds a head that drafts for another model ({architecture.name}): name the directory of "
+                "that model, which has the vocabulary, with --target-model-dir"
+            )
+        return Config(target)
+    if target is not None:
+        raise UsageError(
+            f"--target-model-dir is for heads (EAGLE-3, DFlash, DSpark), and {directory} holds a model "
+            f"({architecture.name})"
+        )
+    return None
 
 
 def _check(file: CheckpointFile, directory: Path) -> None:

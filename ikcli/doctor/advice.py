@@ -49,7 +49,7 @@ def machine_advice(cpu: Processor, memory: MachineMemory, cache: KernelCache, pe
             Advice(
                 "--numa distribute --no-mmap",
                 f"{len(nodes)} NUMA nodes: threads, cache and weights spread over all of them; mapped weights stay "
-                "where the page cache has them",
+                "where the page cache has them. --numa mirror keeps a copy of the weights on every node, if they fit",
             )
         )
         if memory.balancing:

@@ -14,7 +14,7 @@ from pathlib import Path
 from ikcli.bench.environment import cpu_name, memory_bytes
 from ikcli.engine.run.numa import parse_cpulist, read_nodes
 from ikcli.engine.run.system_memory import memlock_limit, thp_state
-from ikcli.hostinfo import cgroup_limit, count_physical, physical_cores, visible_cpus
+from ikcli.hostinfo import cgroup_limit, count_physical, efficiency_cpus, physical_cores, visible_cpus
 
 _FEATURES = ("f16c", "fma", "avx2", "avxvnni", "avx512f", "avx512vnni", "avx512vbmi", "avx512bf16", "gfni", "amx-int8",
              "neon", "dotprod", "i8mm", "bf16")  # fmt: skip
@@ -24,8 +24,8 @@ _FEATURES = ("f16c", "fma", "avx2", "avxvnni", "avx512f", "avx512vnni", "avx512v
 class Processor:
     """The processor; `kernels` tells which instructions are used for what.
 
-    Counts: logical CPUs of the machine, those this process may use, physical cores among them, and the limit of a
-    cgroup.
+    Counts: logical CPUs of the machine, those this process may use, physical cores among them, efficiency cores among
+    these, and the limit of a cgroup.
     """
 
     name: str | None
@@ -39,6 +39,7 @@ class Processor:
     threads: int
     governors: tuple[str, ...]
     driver: str | None
+    efficiency: int = 0
 
     @property
     def smt(self) -> bool:
@@ -99,7 +100,8 @@ def processor(roots: Roots | None = None) -> Processor:
 
     roots = roots or Roots()
     target, visible = isa.current(), visible_cpus()
-    governors, driver = _governors(roots.sys / "devices/system/cpu", visible)
+    cpu_root = roots.sys / "devices/system/cpu"
+    governors, driver = _governors(cpu_root, visible)
     return Processor(
         name=cpu_name(roots.proc / "cpuinfo"),
         target=target.name,
@@ -107,11 +109,12 @@ def processor(roots: Roots | None = None) -> Processor:
         kernels=tuple(kernel_choice(target.name, target.features)),
         installed=os.cpu_count() or 1,
         visible=len(visible),
-        physical=count_physical(visible, roots.sys / "devices/system/cpu"),
+        physical=count_physical(visible, cpu_root),
         quota=cgroup_limit(roots.cgroup),
         threads=physical_cores(),
         governors=governors,
         driver=driver,
+        efficiency=count_physical(efficiency_cpus(visible, cpu_root), cpu_root),
     )
 
 

@@ -25,9 +25,10 @@ from ikcli.doctor.machine import l3_bytes
 from ikcli.engine.run.numa import read_nodes
 from ikcli.engine.run.system_memory import thp_state
 from ikcli.engine.run.weight_memory import HUGE, Pages, reserve
-from ikcli.hostinfo import available_memory, visible_cpus
+from ikcli.hostinfo import available_memory, performance_count, visible_cpus
 
 _PRODUCT_S, _READ_S = 0.15, 1.0  # of each kind of products, and of reading all kinds of memory with all threads
+_CURVE_S = 0.15  # of reading with each number of threads
 _ROUNDS = 3  # in which kinds of memory take turns
 _LEAST, _MOST = 128 << 20, 1 << 30
 _TOUCH_S = 1.0  # in which the pages of a file must come from the page cache
@@ -59,7 +60,8 @@ class Peaks:
     """Peaks per second: multiply-adds by kind of product, and bytes read from memory.
 
     Bytes read by one thread, by all threads, and by all threads of a node from its memory; `pages`: by kind of memory,
-    of which the fastest are `read_one` and `read_all`. `problems`: failed measurements.
+    of which the fastest are `read_one` and `read_all`; `by_threads`: bytes by the number of threads. `disturbed`: other
+    programs were busy. `problems`: failed measurements.
     """
 
     threads: int
@@ -70,6 +72,8 @@ class Peaks:
     gpus: tuple[GpuPeaks, ...] = ()
     problems: tuple[str, ...] = ()
     pages: Mapping[str, ReadRates] = field(default_factory=dict)
+    by_threads: Mapping[int, float] = field(default_factory=dict)
+    disturbed: bool = False
 
 
 def measure(threads: int, file: Path | None = None, seconds: float = _READ_S) -> Peaks:
@@ -78,7 +82,7 @@ def measure(threads: int, file: Path | None = None, seconds: float = _READ_S) ->
         peaks = _processor_peaks(threads, file, seconds)
     gpus, problems = _gpus()
     disturbed = [f"these are too low: {text}" for text in warnings_of([watch.found], os.cpu_count() or 1)]
-    return replace(peaks, gpus=gpus, problems=(*disturbed, *problems))
+    return replace(peaks, gpus=gpus, problems=(*disturbed, *problems), disturbed=bool(disturbed))
 
 
 def _processor_peaks(threads: int, file: Path | None, seconds: float) -> Peaks:
@@ -86,7 +90,8 @@ def _processor_peaks(threads: int, file: Path | None, seconds: float) -> Peaks:
     size = buffer_bytes()
     pages = read_pages(_kinds(size, file), threads, seconds)
     one, everything = (max(getattr(rates, name) for rates in pages.values()) for name in ("one", "all"))
-    return Peaks(threads, products, one, everything, _per_node(size), pages=pages)
+    by_threads = {1: one, threads: everything} | _curve(size, threads)
+    return Peaks(threads, products, one, everything, _per_node(size), pages=pages, by_threads=by_threads)
 
 
 def _kinds(size: int, file: Path | None) -> dict[str, Bytes]:
@@ -134,6 +139,21 @@ def buffer_bytes() -> int:
     """Return a size that exceeds the caches and does not disturb other programs."""
     available = available_memory() or 1 << 33
     return max(min(4 * l3_bytes(), _MOST, available // 8), _LEAST)
+
+
+def _curve(size: int, threads: int) -> dict[int, float]:
+    """Return bytes per second by threads between one and all: powers of two, fast cores, and most cores."""
+    counts = {2**i for i in range(1, 9)} | {performance_count(visible_cpus()), 3 * threads // 4}
+    between = sorted(n for n in counts if 1 < n < threads)
+    if not between:
+        return {}
+    data = reserve(size, Pages())
+    counts_in_turns = [*between, threads]  # all of them again, in the same memory and moments
+    rates: dict[int, list[float]] = {n: [] for n in counts_in_turns}
+    for i in range(_ROUNDS):
+        for n in reversed(counts_in_turns):
+            rates[n] += read_rates(data, n, fill=i == 0 and n == threads, repeat=1, seconds=_CURVE_S / _ROUNDS)
+    return {n: statistics.median(found) for n, found in rates.items()}
 
 
 def _per_node(size: int) -> dict[int, float]:

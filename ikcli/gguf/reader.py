@@ -290,9 +290,9 @@ def _read_tensor_infos(cur: Cursor, n_tensors: int) -> dict[str, tuple[tuple[int
         if name in infos:
             cur.fail(f"{where} occurs twice")
         n_dims = cur.u32(where)
-        if not 1 <= n_dims <= MAX_DIMS:
-            cur.fail(f"{where} has {n_dims} dimensions; 1 to {MAX_DIMS} are possible")
-        shape = tuple(cur.u64(where) for _ in range(n_dims))
+        if n_dims > MAX_DIMS:
+            cur.fail(f"{where} has {n_dims} dimensions; at most {MAX_DIMS} are possible")
+        shape = tuple(cur.u64(where) for _ in range(n_dims)) or (1,)  # converters write single numbers without any
         type_id, offset = cur.u32(where), cur.u64(where)
         try:
             type = GGMLType(type_id)

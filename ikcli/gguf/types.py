@@ -68,9 +68,10 @@ _RECORDS: tuple[TensorType, ...] = (
                   candidate="all"),
     *_BLOCKS.pair(T.MXFP4, T.MXFP4_R8, "mxfp4", 32, 17, tile="s32", cuda=((1, 16), (0, 1)), keeps_length="",
                   decode="ikcli.quant.decoders.iquants:mxfp4"),
-    _LOW_BITS.type(T.Q1_0_G128, "q1_0_g128", 128, 18, scales=(0,)),
-    _LOW_BITS.type(T.Q2_0, "q2_0", 64, 18, scales=(0,)),
-    TensorType(T.NVFP4, "nvfp4", 64, 36, standard=True, decode="ikcli.quant.decoders.mainline:nvfp4"),
+    _LOW_BITS.type(T.Q1_0_G128, "q1_0_g128", 128, 18, scales=(0,), cuda=((2, 16), (0, 2))),
+    _LOW_BITS.type(T.Q2_0, "q2_0", 64, 18, scales=(0,), cuda=((2, 16), (0, 2))),
+    TensorType(T.NVFP4, "nvfp4", 64, 36, standard=True, decode="ikcli.quant.decoders.mainline:nvfp4", tile="s16",
+               cuda=((4, 32), (0, 4))),
     *(TensorType(t, name, 32, 18, rows=rows, scales=(0,), stand_in=T.Q4_0)  # retired
       for t, name, rows in ((T.Q4_0_4_4, "q4_0_4x4", 4), (T.Q4_0_4_8, "q4_0_4x8", 4), (T.Q4_0_8_8, "q4_0_8x8", 8))),
     # --- super-blocks of 256 with packed scales of sub-blocks ---------------------------------------------------------
@@ -135,9 +136,11 @@ _RECORDS: tuple[TensorType, ...] = (
     _TRELLIS.type(T.IQ3_KT, "iq3_kt", 256, 100, cuda=((4, 64), (68, 32), (0, 4)), matmul_scale=1.01, candidate="gpu"),
     _TRELLIS.type(T.IQ4_KT, "iq4_kt", 256, 128, cuda=((32, 64), (96, 32), (0, 32)), candidate="gpu"),
     # --- -1, 0 and 1 times a scale per block --------------------------------------------------------------------------
-    _LOW_BITS.type(T.TQ1_0, "tq1_0", 256, 54, scales=(52,), encode="ikcli.quant.encoders.ternary:encode",
+    _LOW_BITS.type(T.TQ1_0, "tq1_0", 256, 54, scales=(52,), cuda=((0, 48), (48, 4), (52, 2)),
+                   encode="ikcli.quant.encoders.ternary:encode",
                    kind="ternary", keeps_length="", fallback=T.IQ4_NL),
-    _LOW_BITS.type(T.TQ2_0, "tq2_0", 256, 66, scales=(64,), encode="ikcli.quant.encoders.ternary:encode",
+    _LOW_BITS.type(T.TQ2_0, "tq2_0", 256, 66, scales=(64,), cuda=((0, 64), (64, 2)),
+                   encode="ikcli.quant.encoders.ternary:encode",
                    kind="ternary", keeps_length="", fallback=T.IQ4_NL),
     # --- -1, 0 and 1 times a scale per row ----------------------------------------------------------------------------
     TensorType(T.I2_S, "i2_s", 128, 32, 0, 32, kind="ternary", decode="ikcli.quant.decoders.bitnet:i2_s"),

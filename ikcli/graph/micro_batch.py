@@ -16,7 +16,9 @@ class Segment:
 
     The sequence's cells start at `cell`, its states are in row `seq`; after the micro-batch it has n_kv = pos +
     n_tokens cached positions. In window caches, position p is in cell `window_cell` + p as long as it is kept;
-    `window_cell` is negative where the first positions have been dropped.
+    `window_cell` is negative where the first positions have been dropped. Of an encoder-decoder, tokens and
+    positions are those of the decoder, whose first one takes the cell of the encoder's last one; `window_cell` is that
+    of the encoder's first one.
     """
 
     start: int
@@ -29,6 +31,11 @@ class Segment:
     @property
     def n_kv(self) -> int:
         return self.pos + self.n_tokens
+
+    @property
+    def n_encoded(self) -> int:
+        """Return the positions of the encoder."""
+        return self.cell - self.window_cell + 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,8 +73,9 @@ class Attention(Op):
     slope per head (none: off). `ranged`: queries also see the range of positions that comes with their token
     (`MicroBatch.ranges`), an image's in a text.
     `biases`: scores gain a number by the distance from the query's position to the key's, per head one for each of -n
-    to n; the outer ones serve beyond (none: off). `half`: rows of k and of v that are nodes need no more precision than
-    a cache of float16 has.
+    to n; the outer ones serve beyond (none: off). `cross`: queries of a decoder see all positions of the encoder, whose
+    rows are in caches from the `window_cell` of their segment on. `half`: rows of k and of v that are nodes need no
+    more precision than a cache of float16 has.
     """
 
     q: tuple[HeadSlice, ...]
@@ -93,6 +94,7 @@ class Attention(Op):
     ranged: bool = False
     half: bool = False
     biases: tuple[tuple[float, ...], ...] = ()
+    cross: bool = False
 
     def __post_init__(self) -> None:
         if self.slopes and (len(self.slopes) != self.n_head or self.window or self.chunk or self.softcap):
@@ -103,6 +105,10 @@ class Attention(Op):
             raise ValueError("biases are those of every head, each with keys of its own, without slopes and windows")
         if len({len(b) for b in self.biases}) > 1 or any(len(b) % 2 == 0 for b in self.biases):
             raise ValueError("biases of all heads are of one odd number of distances")
+        if self.cross and (self.both or self.window or self.chunk or self.slopes or self.ranged or self.biases):
+            raise ValueError("attention to an encoder is to all of its positions, without regard to distance")
+        if self.cross and not all(isinstance(p.source, Cache) for p in (*self.k, self.v)):
+            raise ValueError("attention to an encoder reads caches")
         if self.sinks is not None and self.sinks.shape[0] != self.n_head:
             raise ValueError(f"{self.sinks.name}: {self.sinks.shape[0]} sinks for {self.n_head} heads")
         if sum(p.width for p in self.q) != sum(p.width for p in self.k):
@@ -126,6 +132,8 @@ class Attention(Op):
 
         The result may have an axis of key heads before these.
         """
+        if self.cross:
+            return np.zeros((s.n_tokens, len(at)), np.bool_)
         first, end = self.bounds(run, s)
         if self.both:
             end = end - 1 + self.window if self.window else np.full_like(end, s.n_kv)
@@ -148,11 +156,12 @@ class Attention(Op):
             tokens = np.s_[s.start : s.start + s.n_tokens]
             pos = run.state.pos[tokens]
             first, _ = self.bounds(run, s)
-            at = np.arange(first.min(initial=s.n_kv), s.n_kv)
+            at = np.arange(s.n_encoded) if self.cross else np.arange(first.min(initial=s.n_kv), s.n_kv)
             hidden = self.hidden(run, s, at)
             q = np.concatenate([head_columns(run.value(p.node)[tokens], p, self.n_head) for p in self.q], axis=2)
-            k = np.concatenate([_positions(run, p, s, kv0, at, self.n_head_kv) for p in self.k], axis=2)
-            v = _positions(run, self.v, s, kv0, at, self.n_head_kv)
+            place = kv0, self.cross
+            k = np.concatenate([_positions(run, p, s, place, at, self.n_head_kv) for p in self.k], axis=2)
+            v = _positions(run, self.v, s, place, at, self.n_head_kv)
             for h in range(self.n_head):
                 scores = (q[:, h] @ k[:, h // self.group].T) * run.dtype(self.scale)
                 if self.softcap:
@@ -172,13 +181,14 @@ class Attention(Op):
         return out.reshape(len(out), -1)
 
 
-def _positions(run: Run, part: HeadSlice, s: Segment, kv0: int, at: Array, n_head: int) -> Array:
-    """Return keys or values of a segment's positions `at`.
+def _positions(run: Run, part: HeadSlice, s: Segment, place: tuple[int, bool], at: Array, n_head: int) -> Array:
+    """Return keys or values of a segment's positions `at`; `place`: first row in nodes, and `cross`.
 
-    They are its cells of a cache, or rows kv0.. of a node over all segments.
+    They are its cells of a cache, or rows of a node over all segments.
     """
+    kv0, cross = place
     if isinstance(part.source, Cache):
-        first = s.window_cell if part.source.per is Per.WINDOW else s.cell
+        first = s.window_cell if cross or part.source.per is Per.WINDOW else s.cell
         rows: Array = run.cached(part.source)[first + at].astype(run.dtype)
     else:
         rows = run.value(part.source)[kv0 + at]

@@ -275,6 +275,7 @@ class Graph:
         ranged: bool = False,
         half: bool = False,
         biases: tuple[tuple[float, ...], ...] = (),
+        cross: bool = False,
     ) -> Node:
         """Attend within each sequence: [rows, n_head*v.width]; see `Attention`.
 
@@ -282,7 +283,7 @@ class Graph:
         """
         wide = wide or self.exact
         settings = (tuple(q), tuple(k), v, n_head, n_head_kv, scale, window, chunk, sinks, softcap, wide, both, slopes,
-                    ranged, half, biases)  # fmt: skip
+                    ranged, half, biases, cross)  # fmt: skip
         return self.record(FlashAttn(*settings) if flash else Attn(*settings, heads_per_step), name)
 
     def index_top_k(

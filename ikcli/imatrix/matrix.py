@@ -33,7 +33,7 @@ from ikcli.imatrix.sums import Sums
 from ikcli.log import log
 from ikcli.measure.images import MixedWindows, score_window
 from ikcli.measure.perplexity import PerplexityResult, bos_of
-from ikcli.measure.protocol import SessionLike, TokenIds
+from ikcli.measure.protocol import TokenIds
 from ikcli.measure.stats import F64, RunningNll, token_nll
 from ikcli.quant.covariance_file import Moments
 from ikcli.quant.imatrix_file import Imatrix, ImatrixEntry, read_imatrix, split_matrices, write_gguf, write_legacy
@@ -247,22 +247,26 @@ def _read(session: Session, row: TokenIds) -> F64:
     return np.empty(0)
 
 
-def _pass(session: SessionLike, row: TokenIds, bos: int | None, params: ImatrixParams) -> F64:
-    """Decode one window with logits for all rows, so that the last layer sees them all; score its second half."""
+def _pass(session: Session, row: TokenIds, bos: int | None, params: ImatrixParams) -> F64:
+    """Decode one window with logits for all rows, so that the last layer sees them all; score its second half.
+
+    An encoder beside a decoder reads the first half.
+    """
     session.clear()
     fed = row.copy()
     if bos is not None:
         fed[0] = bos
     n_ctx, first = len(row), len(row) // 2
-    step = min(n_ctx, session.n_batch)
+    step, begin = min(n_ctx, session.n_batch), max(first - 1, 0) if session.encodes else 0
     found: list[F64] = [np.empty(0)]
     for p0 in range(0, n_ctx, step):
         p1 = min(p0 + step, n_ctx)
         pos = np.arange(p0, p1, dtype=np.int32)
-        logits = session.decode(Batch(fed[p0:p1], pos, np.zeros_like(pos), np.ones(p1 - p0, bool)))
+        logits = session.decode(Batch(fed[p0:p1], pos, np.zeros_like(pos), pos >= begin))
         low, high = max(p0, first), min(p1, n_ctx - 1)
         if params.ppl and high > low:
-            found.append(token_nll(logits[low - p0 : high - p0], row[low + 1 : high + 1], params.n_threads))
+            rows = logits[low - max(p0, begin) : high - max(p0, begin)]
+            found.append(token_nll(rows, row[low + 1 : high + 1], params.n_threads))
     return np.concatenate(found)
 
 

@@ -7,7 +7,7 @@ last states of an encoder.
 from __future__ import annotations
 
 import importlib
-from typing import Protocol, cast
+from typing import Protocol, cast, runtime_checkable
 
 from ikcli.errors import UnsupportedError
 from ikcli.graph import Graph, Node
@@ -141,6 +141,7 @@ ARCHITECTURES: dict[str, str] = {
     "starcoder": "ikcli.models.gpt2",
     "starcoder2": "ikcli.models.gpt2",
     "step35": "ikcli.models.step35",
+    "t5": "ikcli.models.t5",
     "t5encoder": "ikcli.models.t5",
     "xverse": "ikcli.models.llama",
 }
@@ -150,6 +151,7 @@ __all__ = [
     "EXPAND_MIN_TOKENS",
     "GraphConfig",
     "HParams",
+    "HasEncoder",
     "MediaConfig",
     "ModelModule",
     "Outputs",
@@ -170,6 +172,14 @@ class ModelModule(Protocol):
 
     def build(self, g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
         """Record the graph and return the logits of the output rows, or their states if `hp.causal` is false."""
+
+
+@runtime_checkable
+class HasEncoder(Protocol):
+    """A module of encoder-decoders: `build` records the decoder."""
+
+    def build_encoder(self, g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
+        """Record the encoder, which stores keys and values of its states for the decoder."""
 
 
 def find(arch: str, source: str = "the model") -> ModelModule:

@@ -152,6 +152,8 @@ class HParams:
     max_alibi_bias: float = 0.0  # attention is weakened by distance; 0: it is not
     clamp_kqv: float = 0.0  # q, k and v are held between this and its negative; 0: they are not
     parallel: bool = False  # attention and feed-forward part are side by side
+    n_layer_dec: int = 0  # layers of the decoder of an encoder-decoder, whose other layers are the encoder's
+    decoder_start: int = -1  # the token that the decoder of an encoder-decoder begins with
     causal: bool = True  # a token sees those before it only; False: encoders, which have no next token and no cache
     n_positions: int = 0  # of encoders: positions that are embedded; 0: any number
     n_buckets: int = 0  # of distances, each with a bias of scores
@@ -259,6 +261,8 @@ class HParams:
             values |= _temperature(keys, values) | {"weighs_inputs": True, "n_ff_shexp": values["n_ff_exp"]}
         if arch in ENCODERS:
             values |= _encoder(keys, values, tensors)
+        if arch == "t5":
+            values |= _encoder_decoder(keys, n_layer)
         hp = cls(**_by_layer(values))
         _check(hp)
         return hp
@@ -515,6 +519,19 @@ def _encoder(keys: Keys, values: dict[str, Any], tensors: Mapping[str, HasShape]
         "n_token_types": n_types,
         "separator": -1 if sep is None else int(sep),
         "max_alibi_bias": 8.0 if keys.arch == "jina-bert-v2" else 0.0,
+    }
+
+
+def _encoder_decoder(keys: Keys, n_layer: int) -> dict[str, Any]:
+    """Return the settings of T5: its decoder, the token this begins with, and the buckets of distances."""
+    start = keys.integer("decoder_start_token_id", int(keys.metadata.get("tokenizer.ggml.bos_token_id", -1)), least=-1)
+    if start < 0:
+        raise keys.fail("decoder_start_token_id", "is missing; the decoder cannot begin")
+    return {
+        "n_layer_dec": keys.integer("decoder_block_count", n_layer, least=1, most=MAX_LAYERS),
+        "decoder_start": start,
+        "attention_scale": 1.0,
+        "n_buckets": keys.integer("attention.relative_buckets_count", least=4),
     }
 
 

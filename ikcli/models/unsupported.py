@@ -34,6 +34,5 @@ REASONS = {
     "rwkv6": _RWKV,
     "rwkv6qwen2": _RWKV,
     "rwkv7": _RWKV,
-    "t5": "it is an encoder beside a decoder (`ik convert` of a T5EncoderModel makes a file that embeds)",
     "wavtokenizer-dec": _SPEECH,
 }

@@ -190,6 +190,10 @@ class ConvertConfig:
         "llama.cpp reads them. By default they are part of the model file, where ik drafts with them")
     no_mtp: bool = opt(False, "--no-mtp", "switch",
         help="leave out the layers that predict further tokens (MTP)")
+    target_model_dir: Path | None = opt(None, "--target-model-dir", "path", form="DIR",
+        example="--target-model-dir Qwen3-8B",
+        help="for an EAGLE-3, DFlash or DSpark head: directory of the model that it drafts for, of which config.json "
+        "and tokenizer are read")
     pre: str | None = opt(None, "--pre", "str", form="NAME", example="--pre qwen2",
         help="name of the pre-tokenizer, if it is not recognised")
     ignore_config_key: tuple[str, ...] = opt((), "--ignore-config-key", "custom", form="KEY[,KEY...]",

@@ -8,6 +8,7 @@ from dataclasses import replace
 from ikcli.errors import UsageError
 from ikcli.hostinfo import count_physical, physical_cores, visible_cpus
 from ikcli.settings.run import RunConfig
+from ikcli.settings.thread_curve import best_threads, remembered
 
 _PLACEMENT = {
     "n_gpu_layers": "-ngl", "override_tensor": "-ot", "tensor_split": "-ts", "device": "-dev", "fit": "--fit",
@@ -29,19 +30,27 @@ def complete(config: RunConfig, given: Collection[str]) -> RunConfig:
     """
     if tuple(name.lower() for name in config.device) == ("none",):
         config = replace(config, device=(), n_gpu_layers=0)
-    n_threads = config.n_threads or default_threads(config.cpus)
-    n_batch_threads = config.n_threads_batch if "n_threads_batch" in given else n_threads
+    asked = config.n_threads if "n_threads" in given else 0
+    cores = asked or default_threads(config.cpus)
+    n_threads = asked or generation_threads(cores, config)
+    n_batch_threads = config.n_threads_batch if "n_threads_batch" in given else cores
     n_ctx = 512 if config.command in ("perplexity", "imatrix") and "n_ctx" not in given else config.n_ctx
     if config.split_mode not in ("none", "layer"):
         raise UsageError(f"-sm {config.split_mode} is not supported; use -sm layer (whole blocks per GPU) or -sm none")
     if config.fit and config.n_cpu_moe:
         raise UsageError("--fit and --n-cpu-moe exclude each other: --fit decides itself which experts stay on the CPU")
-    return replace(config, n_threads=n_threads, n_threads_batch=n_batch_threads or n_threads, n_ctx=n_ctx)
+    return replace(config, n_threads=n_threads, n_threads_batch=n_batch_threads or cores, n_ctx=n_ctx)
 
 
 def default_threads(cpus: frozenset[int]) -> int:
     """Return the number of physical cores among these CPUs or, if empty, among those available to this process."""
     return min(physical_cores(), max(count_physical(visible_cpus() & cpus), 1)) if cpus else physical_cores()
+
+
+def generation_threads(cores: int, config: RunConfig) -> int:
+    """Return the threads that read memory fastest, as far as `ik doctor` measured it, at most `cores`."""
+    curve = {} if config.cpus or config.numa else remembered()
+    return min(best_threads(curve), cores) if curve else cores
 
 
 def padded_ctx(n_ctx: int, flash_attn: bool) -> int:
@@ -75,7 +84,7 @@ def resolve(config: RunConfig, n_ctx_train: int = 0) -> tuple[RunConfig, list[st
             f"{config.n_batch % config.n_ubatch} tokens"
         )
     warnings += _thread_warnings(config) + _mmap_notices(config)
-    if (config.run_time_repack or config.hugetlb) and config.mmap:
+    if (config.run_time_repack or config.hugetlb or config.numa == "mirror") and config.mmap:
         config = replace(config, mmap=False)
     return replace(config, verbose=config.verbose or config.verbosity > 0), warnings
 
@@ -134,6 +143,8 @@ def check_stages(config: RunConfig, given: Collection[str] = ()) -> RunConfig:
                          ("profile", "--profile"), ("self_test", "--self-test")):  # fmt: skip
         if getattr(config, name):
             raise UsageError(f"{switch} cannot be used with --stages: it needs the layers in one process")
+    if config.numa == "mirror":
+        raise UsageError("--numa mirror cannot be used with --stages; bind each stage to a node with numactl")
     wrong = [option for name, option in _PLACEMENT.items() if name in given and getattr(config, name)]
     if wrong:
         raise UsageError(f"{wrong[0]} cannot be used with --stages, which compute on CPUs; leave one of them out")

@@ -87,9 +87,10 @@ class RunConfig:
     defer_experts: bool = _model(False, "--defer-experts", "switch", example="--defer-experts",
         help="read no experts while loading, only when they are used; this is always so without --expert-ram and "
         "--prefetch-experts")
-    expert_cache: int = _model(0, "--expert-cache", "int", form="MIB", minimum=0, example="--expert-cache 4096",
+    expert_cache: int | None = _model(None, "--expert-cache", "int", form="MIB", minimum=0,
+        example="--expert-cache 4096",
         help="memory of every GPU for experts of its layers that are in RAM: for a few tokens, the GPU computes those "
-        "that it has while the CPU computes the others; 0 = none")
+        "that it has while the CPU computes the others; 0 = none. Default: what --fit leaves free, none without --fit")
     check_tensors: bool = _model(False, "--check-tensors -vq --validate-quants", "switch", example="--check-tensors",
         help="scan the weights for NaN and Inf while loading and name the tensors")
     override_kv: tuple[str, ...] = _model((), "-okv --override-kv", "custom", form="KEY=TYPE:VALUE[,...]",
@@ -143,13 +144,14 @@ class RunConfig:
 
     n_threads: int = _compute(0, "-t --threads", "custom", form="N", example="-t 16", parse=parse_threads,
         factory=physical_cores, env="LLAMA_ARG_THREADS",
-        help="threads for generation; auto = physical cores visible to this process")
+        help="threads for generation; auto = physical cores visible to this process, or fewer if ik doctor found that "
+        "these read faster")
     n_threads_batch: int = _compute(0, "-tb --threads-batch", "custom", form="N", example="-tb 32", parse=parse_threads,
         factory=physical_cores, help="threads for prompts; default: same as -t")
-    numa: str | None = _compute(None, "--numa", "custom", form="distribute|isolate|numactl",
+    numa: str | None = _compute(None, "--numa", "custom", form="distribute|isolate|mirror|numactl",
         example="--numa distribute", parse=parse_numa, env="LLAMA_ARG_NUMA",
         help="distribute: spread threads, buffers and (with --no-mmap or -rtr) weights over the nodes; isolate: stay "
-        "on the starting node; numactl: obey an outer numactl")
+        "on the starting node; mirror: a copy of the weights on every node; numactl: obey an outer numactl")
     cpu_mask: tuple[int, ...] = _compute((), "-C --cpu-mask", "custom", form="HEX", example="-C 0xff",
         parse=parse_cpu_mask, bench_list=False,
         help="CPUs that threads may use, as bits of a hexadecimal number; 0 = all")
@@ -204,11 +206,13 @@ class RunConfig:
         bench_list=False,
         help="which operations on host-resident weights may be computed on the GPU: names or numbers 26, 27, 28, 29, "
         "-1")
-    offload_min_batch: int = _placement(32, "--offload-min-batch", "int", form="N", example="--offload-min-batch 32",
-        minimum=1,
-        help="batch from which host-resident weights are computed on the GPU (experts: times n_expert/n_used)")
+    offload_min_batch: int | None = _placement(None, "--offload-min-batch", "int", form="N",
+        example="--offload-min-batch 32", minimum=1,
+        help="batch from which host-resident weights are computed on the GPU (experts: times n_expert/n_used). "
+        "Default: 32; for experts, measured times of prompts may overrule it")
     fit: bool = _placement(False, "-fit --fit", "optswitch", example="--fit", env="LLAMA_ARG_FIT",
-        help="choose -ngl, -ts and --n-cpu-moe so that as many tensors as possible fit into GPU memory, and print them")
+        help="choose -ngl, -ts, --n-cpu-moe and --expert-cache so that as much as possible fits into GPU memory, and "
+        "print them")
     fit_margin: int = _placement(1024, "--fit-margin -fitt --fit-target", "custom", form="MIB",
         example="--fit-margin 1024", parse=parse_margin, env="LLAMA_ARG_FIT_TARGET",
         help="memory that --fit leaves free on every GPU; of several values the largest")

@@ -20,7 +20,7 @@ OFFLOAD_OPS = {26: "MUL_MAT", 27: "MUL_MAT_ID", 28: "OUT_PROD", 29: "MOE_FUSED_U
 
 MAX_DEVICES = 64
 MAX_CPUS = 4096
-NUMA_MODES = ("distribute", "isolate", "numactl")
+NUMA_MODES = ("distribute", "isolate", "mirror", "numactl")
 OVERRIDE_TYPES = ("int", "float", "bool", "str")
 ON = frozenset({"on", "1", "true", "yes", "enabled"})
 OFF = frozenset({"off", "0", "false", "no", "disabled"})

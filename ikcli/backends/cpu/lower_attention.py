@@ -108,8 +108,8 @@ def lower_kv_rows(low: CpuLowering, node: Node, op: KvRows) -> None:
 _ABSENT = AttentionPart(at=0, row_bytes=0, offset=0, head_stride=0, width=0, place=0)
 
 
-def _part(low: CpuLowering, x: HeadSlice | None) -> tuple[str, AttentionPart]:
-    """Return (element type, parameters) of a part."""
+def _part(low: CpuLowering, x: HeadSlice | None, cross: bool = False) -> tuple[str, AttentionPart]:
+    """Return (element type, parameters) of a part; `cross`: rows of caches are those of an encoder."""
     if x is None:
         return "", _ABSENT
     if isinstance(x.source, Node):
@@ -121,7 +121,7 @@ def _part(low: CpuLowering, x: HeadSlice | None) -> tuple[str, AttentionPart]:
         check_columns(cache, x.offset, x.width, x.head_stride)
         type_, at = _type_name(cache.type), Ref(cache)
         row_bytes = row_n_bytes(cache.type, low.n_cells if cache.transposed else cache.cols)
-        place = IN_WINDOW if cache.per is Per.WINDOW else IN_CELLS
+        place = IN_WINDOW if cross or cache.per is Per.WINDOW else IN_CELLS
     return type_, AttentionPart(at=at, row_bytes=row_bytes, offset=x.offset, head_stride=x.head_stride, width=x.width,
                        place=place)  # fmt: skip
 
@@ -166,13 +166,13 @@ class Sources:
     @classmethod
     def of(cls, low: CpuLowering, node: Node, op: Attention) -> Sources:
         letters = {"w": op.window or op.chunk, "s": op.sinks, "c": op.softcap, "b": op.both, "d": op.slopes,
-                   "t": op.biases, "r": op.ranged and not low.batch_invariant}  # fmt: skip
+                   "t": op.biases, "r": op.ranged and not low.batch_invariant, "x": op.cross}  # fmt: skip
         if op.sinks is not None and op.sinks.type is not GGMLType.F32:
             raise UnsupportedError(f"{op.sinks.name}: sinks are of type f32, not {TYPES[op.sinks.type].name}")
         more = "".join(x for x, used in letters.items() if used)
         return attention_sources(low, node, op.q, op.k, op.v, more)
 
-    def key(self, module: str, factory: str, *args: int | str, letters: str = "wscbdtr") -> KernelKey:
+    def key(self, module: str, factory: str, *args: int | str, letters: str = "wscbdtrx") -> KernelKey:
         """Return the key of a kernel, specialized for those of these letters that the node needs."""
         more = "".join(x for x in self.more if x in letters)
         return KernelKey(module, factory, (*args, more) if more else args)
@@ -187,7 +187,7 @@ def attention_sources(
             f"{node.name}: heads are made of one or two parts, the first of a multiple of 16 columns"
         )
     (_, q0), (_, q1), (t0, k0), (t1, k1), (v_type, v_part) = (
-        _part(low, x) for x in (*q, *[None] * (2 - len(q)), *k, *[None] * (2 - len(k)), v)
+        _part(low, x, "x" in more) for x in (*q, *[None] * (2 - len(q)), *k, *[None] * (2 - len(k)), v)
     )
     return Sources("+".join(filter(None, (t0, t1))), v_type, more, (q0, q1), (k0, k1), v_part)
 
@@ -251,7 +251,7 @@ def bias_tables(biases: Sequence[Sequence[float]]) -> npt.NDArray[np.float32]:
 _FIELDS = "q k v n_head n_head_kv scale window chunk sinks softcap wide half"
 
 
-@RULES.add(FlashAttn, _FIELDS + " both slopes ranged biases")
+@RULES.add(FlashAttn, _FIELDS + " both slopes ranged biases cross")
 def lower_flash_attn(low: CpuLowering, node: Node, op: FlashAttn) -> None:
     """Lower flash attention: one pass, then merge the parts of split tasks."""
     k, v, n_head, group = op.k, op.v, op.n_head, op.group
@@ -318,7 +318,7 @@ def lower_flash_attn(low: CpuLowering, node: Node, op: FlashAttn) -> None:
     low.emit(key, node.rows, params)
     if low.n_threads > 1:
         # never left to one thread: it finds the parts by the number of threads
-        low.emit(sources.key("attention", "make_combine", letters="wbr"), node.rows, params)
+        low.emit(sources.key("attention", "make_combine", letters="wbrx"), node.rows, params)
 
 
 @RULES.add(Attn, _FIELDS + " heads_per_step")

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ikcli.backends.cpu.call_records import CallRecords
 from ikcli.backends.cpu.params import Params, Word
 from ikcli.backends.lowering import Buffers, Ref, buffer_index
 from ikcli.backends.memory import aligned_zeros
@@ -98,9 +99,10 @@ class CpuProgram:
         self._results = results
         self._lowering = lowering
         self._offsets, self.arena_bytes = self._plan()
-        self._memory: np.ndarray | None = None
+        self._records: CallRecords | None = None
+        self._table: np.ndarray | None = None
         self._outside: dict[int, np.ndarray] = {}
-        self._tables: dict[str, np.ndarray] = {}
+        self._tables: list[np.ndarray] = []
         self.address = 0
 
     @property
@@ -126,31 +128,38 @@ class CpuProgram:
         weight_address: Mapping[str, int],
         cache_address: Mapping[Cache, int],
         outside: Mapping[Node, np.ndarray] | None = None,
+        mirrors: Sequence[Mapping[str, int]] = (),
     ) -> None:
         """Resolve every word to an address; `arena` must hold `arena_bytes` and may be shared between programs.
 
         `outside`: memory of the values that are not in the arena, uint8. Weights of experts lie one after the other,
         unless `weight_address` has a table of theirs (the name with `TABLE` behind it), which may change between runs.
+        `mirrors`: addresses of the same weights for threads of the second node, the third, ...
         """
         self._outside = {b: outside[node] for b, node in self._lowering.outside.items()} if outside else {}
-        self._tables = {
-            name + TABLE: weight_address[name] + n_bytes * np.arange(n, dtype=np.int64)
-            for name, (n, n_bytes) in self._lowering.tables.items()
-            if name + TABLE not in weight_address
-        }
-        weight_address = {**weight_address, **{name: table.ctypes.data for name, table in self._tables.items()}}
+        self._tables = []
+        places = [self._with_tables(addresses) for addresses in (weight_address, *mirrors)]
         base = arena.ctypes.data
-        stride = 64 + 8 * -(-max((len(op.words) + 1 for op in self.ops), default=1) // 8) * 8
-        memory = aligned_zeros((stride + 8 * ENTRY_WORDS) * len(self.ops))
-        words = memory[: stride * len(self.ops)].view(np.int64).reshape(len(self.ops), stride // 8)
-        table = memory[stride * len(self.ops) :].view(np.int64).reshape(len(self.ops), ENTRY_WORDS)
+        most = max((len(op.words) + 1 for op in self.ops), default=1)
+        records = CallRecords(len(self.ops), 8 * most, len(places))
+        table = aligned_zeros(8 * ENTRY_WORDS * len(self.ops)).view(np.int64).reshape(len(self.ops), ENTRY_WORDS)
         for i, op in enumerate(self.ops):
-            resolved = [self._resolve(w, base, weight_address, cache_address) for w in op.words]
-            words[i, 8] = state_address
-            words[i, 9 : 9 + len(resolved)] = resolved
-            table[i, :3] = library[op.kernel], words.ctypes.data + stride * i + 64, op.row_bytes
-        self._memory = memory
+            for copy, weights in enumerate(places):
+                words = records.words(i, copy)
+                words[0] = state_address
+                words[1 : 1 + len(op.words)] = [self._resolve(w, base, weights, cache_address) for w in op.words]
+            table[i] = library[op.kernel], records.address(i), op.row_bytes, records.distance
+        self._records, self._table = records, table
         self.address = table.ctypes.data
+
+    def _with_tables(self, addresses: Mapping[str, int]) -> dict[str, int]:
+        """Return the addresses of weights and of the tables of their experts."""
+        found = dict(addresses)
+        for name, (n, n_bytes) in self._lowering.tables.items():
+            if name + TABLE not in addresses:
+                self._tables.append(addresses[name] + n_bytes * np.arange(n, dtype=np.int64))
+                found[name + TABLE] = self._tables[-1].ctypes.data
+        return found
 
     def _resolve(self, w: Word, base: int, weights: Mapping[str, int], caches: Mapping[Cache, int]) -> int:
         if not isinstance(w, Ref):

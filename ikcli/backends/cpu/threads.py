@@ -18,19 +18,25 @@ from ikcli.native.kernel_library import KernelLibrary, native_function
 
 LAUNCH = KernelKey("executor", "make_launch")
 WORKER = KernelKey("executor", "make_worker")
-_STOP, _N_WORDS = 32, 40  # words of the shared block, see kernels/executor.py
+_STOP, _NODES = 32, 40  # words of the shared block, see kernels/executor.py
 
 
 class Team:
     """`size` threads including the caller's; `run` executes a program with up to n of them."""
 
-    def __init__(self, library: KernelLibrary, size: int, cpus: Sequence[frozenset[int]] | None = None) -> None:
-        """Start the workers; `cpus`: the CPUs of each thread, the caller's first; None: any."""
+    def __init__(
+        self, library: KernelLibrary, size: int, cpus: Sequence[frozenset[int]] | None = None, nodes: Sequence[int] = ()
+    ) -> None:
+        """Start the workers; `cpus`: the CPUs of each thread, the caller's first; None: any.
+
+        `nodes`: which of the mirrored weights each thread reads, if programs have several.
+        """
         library.require([LAUNCH, WORKER])
         self.size = size
         self._launch = native_function(library[LAUNCH], 4)
         worker_address = library[WORKER]
-        self._words = aligned_zeros(8 * _N_WORDS).view(np.int64)
+        self._words = aligned_zeros(8 * (_NODES + size)).view(np.int64)
+        self._words[_NODES : _NODES + len(nodes)] = nodes
         self._sync: int = self._words.ctypes.data
         self._parked = [threading.Event() for _ in range(size)]
         self._sleeping = [False] * size

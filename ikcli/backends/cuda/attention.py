@@ -138,7 +138,7 @@ def attention(low: GpuLowering, node: Node, op: Attention) -> None:
     if op.sinks is not None and op.sinks.type != GGMLType.F32:
         raise UnsupportedError(f"{op.sinks.name}: sinks of attention must be f32 numbers")
     seen = _seen(low, op)
-    if not seen and _is_absorbed(op):
+    if not seen and is_absorbed(op):
         _mla(low, node, op)
     elif (tiled := _tiled(op)) is not None and (not seen or _has_seen_kernels(op, tiled)):
         _heads(low, node, op, tiled, seen)
@@ -148,7 +148,7 @@ def attention(low: GpuLowering, node: Node, op: Attention) -> None:
         _heads(low, wide.node, wide.op, found, seen)
         wide.cut(low, node)
     else:
-        _any(low, node, op, seen)
+        any_shape(low, node, op, seen)
 
 
 def _seen(low: GpuLowering, op: Attention) -> int:
@@ -174,7 +174,7 @@ def _has_seen_kernels(op: Attention, tiled: _Tiled) -> bool:
     return tiled.k[1] is None and tiled.k_width in SEEN_KINDS["bf16" if _is_bf16((*op.k, op.v)) else "f16"]
 
 
-def _is_absorbed(op: Attention) -> bool:
+def is_absorbed(op: Attention) -> bool:
     k, v = op.k, op.v
     return (
         len(k) == 1
@@ -182,7 +182,7 @@ def _is_absorbed(op: Attention) -> bool:
         and op.n_head_kv == 1
         and (k[0].source.cols, k[0].offset, k[0].width, v.width) == (MLA_K, 0, MLA_K, MLA_V)
         and ((v.source == k[0].source and v.offset == MLA_ROPE) or _same_latent(op))
-        and _cut(op.q, MLA_ROPE) is not None
+        and cut_heads(op.q, MLA_ROPE) is not None
         and _in_fours(op.q)
         and (op.window, op.chunk, op.sinks, op.softcap) == (0, 0, None, 0.0)
     )
@@ -205,7 +205,7 @@ def _same_latent(op: Attention) -> bool:
     )
 
 
-def _cut(parts: tuple[HeadSlice, ...], at: int) -> tuple[HeadSlice, HeadSlice] | None:
+def cut_heads(parts: tuple[HeadSlice, ...], at: int) -> tuple[HeadSlice, HeadSlice] | None:
     """Cut a head into two slices, the first of `at` columns; None if a slice would need two sources."""
     first = parts[0]
     if len(parts) == 2 and first.width == at:
@@ -215,12 +215,12 @@ def _cut(parts: tuple[HeadSlice, ...], at: int) -> tuple[HeadSlice, HeadSlice] |
     return None
 
 
-def _query(low: GpuLowering, part: HeadSlice) -> tuple[Arg, Arg, Arg]:
+def query_args(low: GpuLowering, part: HeadSlice) -> tuple[Arg, Arg, Arg]:
     """Return address, elements per token and per head of a query slice."""
     return low.out(part.node) + 4 * part.offset, part.node.cols, np.int32(part.head_stride)
 
 
-def _scale(op: Attention) -> np.float32:
+def score_scale(op: Attention) -> np.float32:
     """Return the scale of scores in base 2."""
     return np.float32(np.float32(op.scale) * _LOG2E)
 
@@ -235,7 +235,7 @@ def _sinks(low: GpuLowering, op: Attention) -> Arg:
 
 
 # ... absorbed MLA
-_MLA_KINDS = {GGMLType.F32: "f16", GGMLType.F16: "f16", GGMLType.BF16: "bf16", GGMLType.Q8_0: "q8"}
+MLA_KINDS = {GGMLType.F32: "f16", GGMLType.F16: "f16", GGMLType.BF16: "bf16", GGMLType.Q8_0: "q8"}
 
 
 def mla_shared(kind: str, rows: int) -> int:
@@ -248,7 +248,7 @@ def mla_shared(kind: str, rows: int) -> int:
 def _mla(low: GpuLowering, node: Node, op: Attention) -> None:
     cache, heads = op.k[0].source, op.n_head
     assert isinstance(cache, Cache)
-    kind = _MLA_KINDS.get(cache.type, "any")
+    kind = MLA_KINDS.get(cache.type, "any")
     if kind in ("f16", "bf16") and mla_shared(kind + "s", 16) <= low.device.max_shared:
         kind += "s"  # three stages and more
 
@@ -262,14 +262,14 @@ def _mla(low: GpuLowering, node: Node, op: Attention) -> None:
     data, place = low.cache(cache), IN_CELLS
     if cache.type == GGMLType.F32:
         data, place = _compact(low, cache, 0, MLA_K, "f16", None, _ALL), IN_ROWS
-    cut = _cut(op.q, MLA_ROPE)
+    cut = cut_heads(op.q, MLA_ROPE)
     assert cut is not None
     parts = Parts.of(low, node, op, shapes)
     for rows in (16, 32):
         low.emit(f"attn_mla_{kind}_r{rows}", partial(_mla_grid, parts, rows), _THREADS, mla_shared(kind, rows),
-                 low.state, *_query(low, cut[0]), *_query(low, cut[1]), data, low.n_cells,
+                 low.state, *query_args(low, cut[0]), *query_args(low, cut[1]), data, low.n_cells,
                  np.int32(kernel_type(cache.type)), np.int32(place), *parts.refs, np.int32(heads), *parts.args,
-                 _scale(op), when=partial(_same, rows_of, rows))  # fmt: skip
+                 score_scale(op), when=partial(_same, rows_of, rows))  # fmt: skip
     parts.combine(low)
 
 
@@ -307,7 +307,7 @@ def _tiled(op: Attention) -> _Tiled | None:
     direct = len(q) == len(k) == 1
     if parts[1] == 0:
         return _Tiled((q[0], None), (k[0], None), direct, width) if direct else None
-    cut_q, cut_k = _cut(q, parts[0]), _cut(k, parts[0])
+    cut_q, cut_k = cut_heads(q, parts[0]), cut_heads(k, parts[0])
     return None if cut_q is None or cut_k is None else _Tiled(cut_q, cut_k, direct, width)
 
 
@@ -390,9 +390,9 @@ def _decode(low: GpuLowering, op: Attention, tiled: _Tiled, parts: Parts, when: 
     low.emit(
         f"attn_decode_{tiled.k_width}_{_decode_kind(op)}",
         lambda c: (parts.tiles(c, 16), n_head_kv, parts.count(c)), 128,
-        decode_shared(tiled.k_width, v.width), low.state, *_query(low, op.q[0]),
+        decode_shared(tiled.k_width, v.width), low.state, *query_args(low, op.q[0]),
         *_rows_of_any(low, k), *_rows_of_any(low, v), *parts.refs, np.int32(n_head), np.int32(n_head_kv),
-        *parts.args, _scale(op), *_view(low, op), when=when,
+        *parts.args, score_scale(op), *_view(low, op), when=when,
     )  # fmt: skip
 
 
@@ -418,13 +418,13 @@ def _prefill(
     bf16 = _is_bf16(slices)
     rows_16 = _Rows16(low, slices, n_head_kv, "bf16" if bf16 else "f16", lambda c: not few(c), (op.window, op.chunk))
     k = [rows_16.args(p if p is not None else tiled.k[0]) for p in tiled.k]
-    q = [_query(low, p if p is not None else tiled.q[0]) for p in tiled.q]
+    q = [query_args(low, p if p is not None else tiled.q[0]) for p in tiled.q]
     form = f"r{rows}{'w' if wide else ''}{'_seen' if seen else ''}"
     low.emit(
         f"attn_prefill_{tiled.k_width}_{'bf16' if bf16 else 'f16'}_{form}",
         lambda c: (n_head_kv, parts.tiles(c, rows), parts.count(c)), rows if wide else 2 * rows,
         prefill_shared(rows, tiled.k_width, v.width), low.state, *q[0], *q[1], *k[0], *k[1], *rows_16.args(v),
-        *parts.refs, np.int32(n_head), np.int32(n_head_kv), *parts.args, _scale(op), *_view(low, op),
+        *parts.refs, np.int32(n_head), np.int32(n_head_kv), *parts.args, score_scale(op), *_view(low, op),
         *([_seen_arg(seen)] if seen else []), when=when,
     )  # fmt: skip
 
@@ -471,23 +471,26 @@ def _compact(
 
 
 # ... every other shape
-def _any(low: GpuLowering, node: Node, op: Attention, seen: int) -> None:
+def any_shape(low: GpuLowering, node: Node, op: Attention, seen: int = 0, selected: Node | None = None) -> None:
+    """Emit the kernel for every shape; `selected`: the cells that tokens see (attention_sparse.py)."""
     q, k, v, n_head, n_head_kv = op.q, op.k, op.v, op.n_head, op.n_head_kv
     if max(len(q), len(k)) > 2:
         raise UnsupportedError(f"{node.name}: heads are made of one or two parts")
-    shared = 16 * (sum(p.width for p in q) + v.width + 32)
+    shared = 16 * (sum(p.width for p in q) + v.width + 64)
     if shared > low.device.max_shared:
         raise UnsupportedError(
             f"{node.name}: heads of {v.width} columns are too large for {low.device.name}; use -ngl 0"
         )
-    queries = [(*_query(low, p), np.int32(p.width)) for p in q]
+    queries = [(*query_args(low, p), np.int32(p.width)) for p in q]
     view = op.window, op.chunk
     keys = [(*_rows_f32(low, p, n_head_kv, view), np.int32(p.width)) for p in k]
     none: tuple[Arg, ...] = (0, 0, np.int32(0), np.int32(0))
     low.emit("attn_any", lambda c: _up(c.n_tokens * n_head, 4), 128, shared, low.state, *queries[0],
              *(queries[1] if len(q) > 1 else none), *keys[0], *(keys[1] if len(k) > 1 else none),
              *_rows_f32(low, v, n_head_kv, view), np.int32(v.width), low.out(node), np.int32(n_head),
-             np.int32(n_head_kv), np.float32(op.scale), *_view(low, op), _seen_arg(seen))  # fmt: skip
+             np.int32(n_head_kv), np.float32(op.scale), *_view(low, op), _seen_arg(seen),
+             0 if selected is None else low.out(selected),
+             np.int32(0 if selected is None else selected.cols))  # fmt: skip
 
 
 def _rows_f32(low: GpuLowering, part: HeadSlice, n_head_kv: int, view: View) -> tuple[Arg, ...]:

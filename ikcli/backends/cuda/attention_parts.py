@@ -151,7 +151,21 @@ class Parts:
     def combine(self, low: GpuLowering, sinks: Arg = 0) -> None:
         """Merge the parts, if there are several."""
         if self.plan.most_rows:
-            heads, width = self.plan.n_head, self.plan.width
-            low.emit("attn_combine", lambda c: (c.n_tokens * heads, _up(width, 64), 1), 256, 0, low.state, self.sums,
-                     self.stats, self.out, np.int32(heads), self.args[0], np.int32(width), sinks,
-                     when=lambda c: self.count(c) > 1)  # fmt: skip
+            plan = self.plan
+            emit_combine(low, self.sums, self.stats, self.out, plan.n_head, plan.width, self.count, sinks)
+
+
+def emit_combine(
+    low: GpuLowering,
+    sums: Ref,
+    stats: Ref,
+    out: Ref,
+    heads: int,
+    width: int,
+    count: Callable[[Counts], int],
+    sinks: Arg = 0,
+) -> None:
+    """Emit the launch that merges partial results into `out`, where `count` says that there are several parts."""
+    low.emit("attn_combine", lambda c: (c.n_tokens * heads, _up(width, 64), 1), 256, 0, low.state, sums, stats, out,
+             np.int32(heads), lambda c: np.int32(count(c)), np.int32(width), sinks,
+             when=lambda c: count(c) > 1)  # fmt: skip

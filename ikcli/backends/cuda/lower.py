@@ -24,7 +24,7 @@ from ikcli.graph import Cache, Node, Per, Rows, RowSpec, Weight
 
 ALIGN = 256  # bytes between buffers of the arena
 STATE = -1  # Ref target: the step block
-RULE_MODULES = ("rules_layers", "rules_recurrent", "attention", "rules_matmul")
+RULE_MODULES = ("rules_layers", "rules_recurrent", "attention", "attention_sparse", "rules_matmul")
 N_EXACT = 8  # counts up to here have separate buckets
 
 

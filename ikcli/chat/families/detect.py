@@ -5,22 +5,29 @@ from __future__ import annotations
 import re
 
 from ikcli.chat.families.base import Chars, Family, Reasoning
+from ikcli.chat.families.element_calls import ElementCalls
 from ikcli.chat.families.gemma import GemmaCalls
 from ikcli.chat.families.generic import Generic
 from ikcli.chat.families.harmony import Harmony
 from ikcli.chat.families.json_calls import JsonCalls, Keys, Llama3, NameKeyCalls
 from ikcli.chat.families.python_calls import PythonCalls
-from ikcli.chat.families.tagged import DeepSeek, FunctionTag, KimiK2, MistralArgs, Recipients
+from ikcli.chat.families.tagged import DeepSeek, FunctionTag, Hunyuan, KimiK2, MistralArgs, Plamo3, Recipients
 from ikcli.chat.families.xml_calls import (
     DEEPSEEK_V3_2,
     DEEPSEEK_V4,
+    DOTS,
     GLM_4_5,
+    KIMI_K3,
+    MINICPM_5,
     MINIMAX,
     QWEN3_CODER,
     SEED_OSS,
+    STEP_3,
     XmlCalls,
+    hunyuan_3,
 )
 
+KIMI_K3_REASONING = Reasoning("<|open|>think<|sep|>", "<|close|>think<|sep|>")
 _COMMAND_R7B = Keys("tool_name", "parameters", "tool_call_id", Chars(("09",), 1, 3), id_first=True)
 
 _REASONING = (
@@ -29,13 +36,21 @@ _REASONING = (
     Reasoning("<|channel>thought", "<channel|>"),
     Reasoning("<seed:think>", "</seed:think>"),
     Reasoning("<|inner_prefix|>", "<|inner_suffix|>"),
+    Reasoning("<|plamo:begin_think:plamo|>", "<|plamo:end_think:plamo|>"),
+    Reasoning("<|thought_start|>", "<|thought_end|>"),
     Reasoning("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),
     Reasoning("<think>", "</think>"),
 )
 
 
+def _is_kimi_k3(source: str) -> bool:
+    return "<|open|>" in source and "<|close|>" in source
+
+
 def reasoning_of(source: str) -> tuple[Reasoning, bool]:
     """Return the texts around reasoning, and whether the template has them (otherwise the usual ones)."""
+    if _is_kimi_k3(source):  # macros write the tags
+        return KIMI_K3_REASONING, True
     for tags in _REASONING:
         if tags.open in source or tags.close in source:
             return tags, True
@@ -64,8 +79,21 @@ def family_of(source: str) -> Family | None:
         family: Family = JsonCalls("Command R7B", "<|START_ACTION|>", "<|END_ACTION|>", array=True, keys=_COMMAND_R7B)
         family.dropped = ("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>")
         return family
+    if _is_kimi_k3(source):
+        family = XmlCalls(KIMI_K3)
+        family.dropped = ("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>")
+        return family
+    if has("plamo:begin_tool_requests"):
+        return Plamo3()
     if has("<|tool_list_start|>") or has("List of tools: ["):
         return PythonCalls()
+    if has("<|tool_call_start|>", "```python"):
+        return PythonCalls("MiniCPM 4", before="\n```python\n", after="\n```\n", between="\n")
+    if has("<function_calls>") and not (has("DSML") or has("<invoke")):
+        close = "</function_calls>"
+        return PythonCalls("Olmo 3", "<function_calls>", close, before="", after="", between="\n")
+    if has("steptml:invoke"):
+        return XmlCalls(STEP_3)
     if has("DSML"):
         return XmlCalls(DEEPSEEK_V3_2 if has("function_calls") else DEEPSEEK_V4)
     if has("tool▁calls▁begin"):
@@ -79,14 +107,24 @@ def _tagged(source: str) -> Family | None:
     def has(*texts: str) -> bool:
         return all(text in source for text in texts)
 
+    if (sep := re.search(r"<tool_sep([^<>\s]{0,40})>", source)) is not None:
+        return XmlCalls(hunyuan_3(sep.group(1)))
+    if has(ElementCalls.MARK):
+        return ElementCalls()
     if has("<arg_key>"):
         return XmlCalls(GLM_4_5)
     if has("<seed:tool_call>"):
         return XmlCalls(SEED_OSS)
+    if has("<dots_function_call>"):
+        return XmlCalls(DOTS)
+    if has('<function name="', '<param name="'):
+        return XmlCalls(MINICPM_5)
     if has("minimax:tool_call"):
         return XmlCalls(MINIMAX)
     if has("<function=", "<parameter="):
         return XmlCalls(QWEN3_CODER)
+    if has("<tool_calls>", "<tool_call>", "```json"):
+        return Hunyuan()
     if has("<tool_calls>"):
         return JsonCalls("Apriel", "<tool_calls>", "</tool_calls>", array=True)
     if has("<use_mcp_tool>"):

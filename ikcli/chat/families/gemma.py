@@ -26,7 +26,7 @@ from ikcli.chat.families.base import (
     calls_of,
     seq,
 )
-from ikcli.chat.families.schemas import parameters_of, referred, values_of, with_definitions
+from ikcli.chat.families.schemas import parameters_of, resolved, values_of, with_definitions
 from ikcli.chat.messages import Tool
 from ikcli.chat.reader import Malformed, Reader, Sink, Wait
 from ikcli.chat.unescaped import text_until
@@ -162,7 +162,7 @@ def _object_tree(schema: Mapping[str, Any], root: Mapping[str, Any], depth: int)
 
 
 def _value_tree(schema: Any, root: Mapping[str, Any], depth: int) -> Node:
-    schema = _resolved(schema, root)
+    schema = resolved(schema, root)
     if not isinstance(schema, Mapping) or depth > _FREE_DEPTH + 3:
         return _free_tree(0)
     values = values_of(schema, root)
@@ -212,13 +212,3 @@ def _constant_tree(value: Any) -> Node:
     if isinstance(value, str):
         return seq(Marker(_QUOTE), value, Marker(_QUOTE))
     return seq(json.dumps(value))
-
-
-def _resolved(schema: Any, root: Mapping[str, Any]) -> Any:
-    """Resolve a reference within the parameters."""
-    for _ in range(8):
-        reference = schema.get("$ref") if isinstance(schema, Mapping) else None
-        if not isinstance(reference, str):
-            return schema
-        schema = referred(reference, root)
-    return {}

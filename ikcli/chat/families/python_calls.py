@@ -1,4 +1,8 @@
-"""Calls written as Python: `<|tool_call_start|>[name(key="value", other=1)]<|tool_call_end|>` (LFM2)."""
+"""Calls written as Python between markers.
+
+LFM2 writes a list, `<|tool_call_start|>[name(key="value", other=1)]<|tool_call_end|>`, Olmo 3 a call per line between
+`<function_calls>` and `</function_calls>`, MiniCPM 3 and 4 a call per line in a block of code.
+"""
 
 from __future__ import annotations
 
@@ -28,34 +32,46 @@ _CONSTANTS = {"true": True, "false": False, "null": None}
 _MAX_TEXT = 100_000
 _SLASH = re.compile(r"(?<!\\)((?:\\\\)*)\\/")
 """An escaped slash, which JSON knows and Python does not."""
+_FENCE = re.compile(r"\A```(?:python)?\n(.*)\n```\Z", re.DOTALL)
 
 
 class PythonCalls(Family):
-    """A list of Python calls between markers."""
+    """Python calls between `open` and `close`: in `before` and `after`, with `between` from one to the next."""
 
-    name = "LFM2"
-    OPEN, CLOSE = "<|tool_call_start|>", "<|tool_call_end|>"
-    openings = (OPEN,)
-    markers = (OPEN, CLOSE)
+    def __init__(
+        self,
+        name: str = "LFM2",
+        open: str = "<|tool_call_start|>",
+        close: str = "<|tool_call_end|>",
+        *,
+        before: str = "[",
+        after: str = "]",
+        between: str = ",",
+    ) -> None:
+        self.name = name
+        self.openings = (open,)
+        self.markers = (open, close)
+        self._open, self._close, self._before, self._after, self._between = open, close, before, after, between
 
     def tree(self, tools: Sequence[Tool], parallel: bool) -> Node:
         """Return the tree of calls whose keyword arguments are JSON values that the schemas accept."""
         call = any_of(_call_tree(tool) for tool in tools)
-        calls = calls_of(call, parallel, seq(",", SPACE))
-        return seq(Marker(self.OPEN), "[", calls, "]", Marker(self.CLOSE))
+        calls = calls_of(call, parallel, seq(self._between, SPACE) if self._between == "," else seq(self._between))
+        around = [(part,) if part else () for part in (self._before, self._after)]
+        return seq(Marker(self._open), *around[0], calls, *around[1], Marker(self._close))
 
     def calls(self, out: CallSink, reader: Reader, opening: str) -> Wait:
-        """Read the list, whose end marker may be missing; a list of JSON objects is understood too."""
+        """Read the calls, whose end marker may be missing; a list of JSON objects is understood too."""
         text = ""
         found = None
         while found is None:  # the marker may also be in a string
             parts = [text]
-            mark = yield from reader.until((self.CLOSE,), parts.append)
+            mark = yield from reader.until((self._close,), parts.append)
             text = "".join(parts)
             found = _parse(text)
             if found is None and mark is None:
                 raise Malformed("call")
-            text += self.CLOSE
+            text += self._close
         for name, arguments in found:
             out.begin_call(name)
             out.arguments(arguments)
@@ -84,19 +100,25 @@ def _parse(text: str) -> list[tuple[str, str]] | None:
     """Parse names and arguments; return None if the text is not complete Python yet."""
     if len(text) > _MAX_TEXT:
         raise Malformed("length")
-    text = text.strip()
+    text = _FENCE.sub(r"\1", text.strip()).strip()
     if not text.endswith(("]", ")", "}")):
         return None
     try:
-        listed = ast.parse(_SLASH.sub(r"\1/", text), mode="eval").body
+        lines = ast.parse(_SLASH.sub(r"\1/", text)).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
     try:
-        items = listed.elts if isinstance(listed, ast.List) else [listed]
+        items = [item for line in lines for item in _items(line)]
         calls = [_one(item) for item in items]
         return [(name, json.dumps(values, ensure_ascii=False, allow_nan=False)) for name, values in calls]
     except (ValueError, RecursionError, MemoryError, TypeError):
         raise Malformed("call") from None
+
+
+def _items(line: ast.stmt) -> list[ast.expr]:
+    if not isinstance(line, ast.Expr):
+        raise Malformed("call")
+    return line.value.elts if isinstance(line.value, ast.List) else [line.value]
 
 
 def _one(item: ast.expr) -> tuple[str, dict[str, Any]]:

@@ -186,6 +186,16 @@ def referred(reference: str, root: Mapping[str, Any]) -> Any:
     return found
 
 
+def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
+    """Return what a schema refers to within the parameters, or the schema itself; {} for references in a circle."""
+    for _ in range(8):
+        reference = schema.get("$ref") if isinstance(schema, Mapping) else None
+        if not isinstance(reference, str):
+            return schema
+        schema = referred(reference, root)
+    return {}
+
+
 def with_definitions(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any] | bool:
     """Return a parameter's schema as a standalone document, with the definitions it refers to."""
     if not isinstance(schema, Mapping):

@@ -1,6 +1,6 @@
 """Calls with the name between markers and the arguments as one JSON object.
 
-DeepSeek R1/V3/V3.1, Kimi K2, newer Mistral (`[TOOL_CALLS]name[ARGS]{...}`), `<function=name>{...}</function>`.
+DeepSeek R1/V3/V3.1, Kimi K2, PLaMo 3, newer Mistral (`[TOOL_CALLS]name[ARGS]{...}`), `<function=name>{...}</function>`.
 """
 
 from __future__ import annotations
@@ -130,6 +130,84 @@ class KimiK2(Family):
             out.end_call()
             out.mark()
             yield from reader.spaces()
+            yield from reader.closing(self.CALL_END)
+            yield from reader.spaces()
+            out.mark()
+            if (yield from reader.one_of((self.CALL, self.END))) != self.CALL:
+                return
+
+
+class Plamo3(Family):
+    """`begin_tool_request begin_tool_name name end_tool_name begin_tool_arguments {...}` in a section, all as tags."""
+
+    name = "PLaMo 3"
+    BEGIN, END = "<|plamo:begin_tool_requests:plamo|>", "<|plamo:end_tool_requests:plamo|>"
+    CALL = "<|plamo:begin_tool_request:plamo|><|plamo:begin_tool_name:plamo|>"
+    ARGUMENTS = "<|plamo:end_tool_name:plamo|><|plamo:begin_tool_arguments:plamo|><|plamo:constrain|>json<|plamo:msg|>"
+    CALL_END = "<|plamo:end_tool_arguments:plamo|><|plamo:end_tool_request:plamo|>"
+    openings = (BEGIN,)
+    markers = ("<|plamo:begin_", "<|plamo:end_", ":plamo|>", "<|plamo:constrain|>", "<|plamo:msg|>")
+    dropped = ("<|plamo:tag|>",)
+
+    def tree(self, tools: Sequence[Tool], parallel: bool) -> Node:
+        """Return the tree of calls whose arguments each tool's schema accepts."""
+        options = (seq(tool.name + self.ARGUMENTS, arguments_schema(tool)) for tool in tools)
+        call = seq(self.CALL, any_of(options), self.CALL_END)
+        return seq(self.BEGIN, calls_of(call, parallel), self.END)
+
+    def calls(self, out: CallSink, reader: Reader, opening: str) -> Wait:
+        """Read calls up to the end of the section, which may be missing."""
+        yield from reader.spaces()
+        yield from reader.literal(self.CALL)
+        while True:
+            out.begin_call((yield from reader.collect((self.ARGUMENTS,))).strip())
+            yield from reader.spaces()
+            yield from read_arguments(out.arguments, reader)
+            out.end_call()
+            out.mark()
+            yield from reader.spaces()
+            yield from reader.closing(self.CALL_END)
+            yield from reader.spaces()
+            out.mark()
+            if (yield from reader.one_of((self.CALL, self.END))) != self.CALL:
+                return
+
+
+class Hunyuan(Family):
+    """`<tool_call>name`, a JSON block and `</tool_call>`, in `<tool_calls>`; a list of objects is read too."""
+
+    name = "Hunyuan"
+    BEGIN, END, CALL, CALL_END = "<tool_calls>", "</tool_calls>", "<tool_call>", "</tool_call>"
+    openings = (BEGIN,)
+    markers = (BEGIN, END, CALL, CALL_END)
+
+    def tree(self, tools: Sequence[Tool], parallel: bool) -> Node:
+        """Return the tree of calls whose arguments each tool's schema accepts."""
+        options = (seq(tool.name + "\n```json\n", arguments_schema(tool), "\n```") for tool in tools)
+        call = seq(Marker(self.CALL), any_of(options), Marker(self.CALL_END))
+        return seq(Marker(self.BEGIN), SPACE, calls_of(call, parallel, SPACE), SPACE, Marker(self.END))
+
+    def calls(self, out: CallSink, reader: Reader, opening: str) -> Wait:
+        """Read calls up to the end of the section, which may be missing."""
+        yield from reader.spaces()
+        if (yield from reader.peek()) == "[":
+            yield from read_list(out, reader)
+            yield from reader.spaces()
+            yield from reader.closing(self.END)
+            return
+        yield from reader.literal(self.CALL)
+        while True:
+            out.begin_call((yield from reader.name("\n")).strip())
+            yield from reader.spaces()
+            fenced = yield from reader.optional("```json")
+            yield from reader.spaces()
+            yield from read_arguments(out.arguments, reader)
+            out.end_call()
+            out.mark()
+            yield from reader.spaces()
+            if fenced:
+                yield from reader.closing("```")
+                yield from reader.spaces()
             yield from reader.closing(self.CALL_END)
             yield from reader.spaces()
             out.mark()

@@ -1,4 +1,4 @@
-"""Calls with every argument between its own tags: Qwen3-Coder, Seed-OSS, GLM 4.5, DeepSeek V3.2, MiniMax.
+"""Calls with every argument between its own tags: Qwen3-Coder, Seed-OSS, GLM 4.5, DeepSeek V3.2, MiniMax, Kimi K3.
 
 A text argument stands as it is (no quoting); others are JSON. The parameter's schema tells which: the reader writes the
 arguments object piece by piece. Nothing is escaped in a text, so the closing tag may be part of it: it ends the text
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -43,7 +44,9 @@ class Tags:
     """The texts around a call, its name, each key and value; `value_lead` is the line break around a value.
 
     `lines`: line breaks around a value may be there although the template writes none.
-    `attribute`: after the key follows ` string="true"` or `"false"` (DeepSeek V3.2), telling text from JSON.
+    `attribute`: after the key follows one of these, the first for text and the others for JSON, and `attribute_end`.
+    `tokens`: control tokens inside of these texts.
+    `name_tail`: after `name_end` follow the number of the call and this text (Kimi K3).
     """
 
     name: str
@@ -58,7 +61,10 @@ class Tags:
     value_lead: str = "\n"
     lines: bool = False
     value_open: str = ""
-    attribute: bool = False
+    attribute: tuple[str, ...] = ()
+    attribute_end: str = ">"
+    name_tail: str = ""
+    tokens: tuple[str, ...] = ()
     one_section: bool = False
     also: tuple[str, ...] = ()
 
@@ -75,20 +81,47 @@ GLM_4_5 = Tags(
     "GLM 4.5", "<tool_call>", "</tool_call>", "", "", "", "<arg_key>", "</arg_key>", "</arg_value>",
     value_lead="", value_open="<arg_value>",
 )  # fmt: skip
+_DSML = ('string="true"', 'string="false"')
 DEEPSEEK_V3_2 = Tags(
     "DeepSeek V3.2", "<｜DSML｜function_calls>", "</｜DSML｜function_calls>", '<｜DSML｜invoke name="', '">',
-    "</｜DSML｜invoke>", '<｜DSML｜parameter name="', '"', "</｜DSML｜parameter>", value_lead="", attribute=True,
+    "</｜DSML｜invoke>", '<｜DSML｜parameter name="', '"', "</｜DSML｜parameter>", value_lead="", attribute=_DSML,
     one_section=True,
 )  # fmt: skip
 DEEPSEEK_V4 = Tags(
     "DeepSeek V4", "<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>", '<｜DSML｜invoke name="', '">',
-    "</｜DSML｜invoke>", '<｜DSML｜parameter name="', '"', "</｜DSML｜parameter>", value_lead="", attribute=True,
+    "</｜DSML｜invoke>", '<｜DSML｜parameter name="', '"', "</｜DSML｜parameter>", value_lead="", attribute=_DSML,
     one_section=True,
 )  # fmt: skip
 MINIMAX = Tags(
     "MiniMax M2", "<minimax:tool_call>", "</minimax:tool_call>", '<invoke name="', '">', "</invoke>",
     '<parameter name="', '">', "</parameter>", value_lead="", one_section=True,
 )  # fmt: skip
+DOTS = replace(MINIMAX, name="dots", open="<dots_function_call>", close="</dots_function_call>")
+STEP_3 = Tags(
+    "Step 3", "<｜tool_calls_begin｜>", "<｜tool_calls_end｜>",
+    '<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="', '">', "</steptml:invoke><｜tool_call_end｜>",
+    '<steptml:parameter name="', '">', "</steptml:parameter>", value_lead="", one_section=True,
+    tokens=(*(f"<｜tool_call{s}_{end}｜>" for s in ("", "s") for end in ("begin", "end")), "<｜tool_sep｜>"),
+)  # fmt: skip
+MINICPM_5 = Tags(
+    "MiniCPM 5", '<function name="', "</function>", "", '">', "", '<param name="', '">', "</param>", value_lead="",
+)  # fmt: skip
+KIMI_K3 = Tags(
+    "Kimi K3", "<|open|>tools<|sep|>", "<|close|>tools<|sep|>", '<|open|>call tool="', '" index="',
+    "<|close|>call<|sep|>", '<|open|>argument key="', '"', "<|close|>argument<|sep|>", value_lead="",
+    attribute=tuple(f'type="{name}"' for name in ("string", "number", "boolean", "null", "object", "array")),
+    attribute_end="<|sep|>", name_tail='"<|sep|>', one_section=True, tokens=("<|open|>", "<|close|>", "<|sep|>"),
+)  # fmt: skip
+
+
+def hunyuan_3(suffix: str) -> Tags:
+    """Return the tags of Hunyuan 3, whose names end in `suffix`."""
+    call, key, value = (f"{name}{suffix}>" for name in ("tool_call", "arg_key", "arg_value"))
+    return Tags(
+        "Hunyuan 3", f"<tool_calls{suffix}>", f"</tool_calls{suffix}>", f"<{call}", f"<tool_sep{suffix}>", f"</{call}",
+        f"<{key}", f"</{key}", f"</{value}", value_lead="", value_open=f"<{value}", one_section=True,
+        tokens=(*(f"<{slash}tool_call{s}{suffix}>" for slash in ("", "/") for s in ("", "s")), f"<tool_sep{suffix}>"),
+    )  # fmt: skip
 
 
 class XmlCalls(Family):
@@ -97,8 +130,10 @@ class XmlCalls(Family):
     def __init__(self, tags: Tags) -> None:
         self.name = tags.name
         self.openings = (tags.open, *tags.also)
-        self.markers = tuple(t for t in (tags.open, tags.close, tags.key_open, tags.value_open, tags.value_close) if t)
+        texts = (tags.open, tags.close, tags.key_open, tags.value_open, tags.value_close, *tags.tokens)
+        self.markers = tuple(t for t in texts if t)
         self._tags = tags
+        self._token = re.compile(f"({'|'.join(map(re.escape, tags.tokens))})") if tags.tokens else None
 
     # what the grammar allows
 
@@ -107,14 +142,24 @@ class XmlCalls(Family):
         t = self._tags
         names = [tool.name for tool in tools]
         arguments = [self._arguments_tree(tool) for tool in tools]
-        calls = [(t.call_open + name + t.name_end, rest) for name, rest in zip(names, arguments, strict=True)]
-        first = any_of(seq(head, rest) for head, rest in calls)
-        call_end = (SPACE, t.call_close) if t.call_close else ()
-        ending = whole(*call_end, SPACE, Marker(t.close))
+        tail: tuple[Node | str, ...] = (Chars(("09",), 1, 3), *self._parts(t.name_tail)) if t.name_tail else ()
+        calls = [
+            (self._parts(t.call_open + name + t.name_end), seq(*tail, rest))
+            for name, rest in zip(names, arguments, strict=True)
+        ]
+        first = any_of(seq(*head, rest) for head, rest in calls)
+        call_end: tuple[Node | str, ...] = (SPACE, *self._parts(t.call_close)) if t.call_close else ()
+        opening, ending = self._parts(t.open, marker=True), whole(*call_end, SPACE, *self._parts(t.close, marker=True))
         if not t.one_section:
-            return calls_of(seq(Marker(t.open), SPACE, first, ending), parallel, SPACE)
-        more = any_of(seq(whole(*call_end, SPACE, head), rest) for head, rest in calls)
-        return seq(Marker(t.open), SPACE, first, *((Repeat(more),) if parallel else ()), ending)
+            return calls_of(seq(*opening, SPACE, first, ending), parallel, SPACE)
+        more = any_of(seq(whole(*call_end, SPACE, *head), rest) for head, rest in calls)
+        return seq(*opening, SPACE, first, *((Repeat(more),) if parallel else ()), ending)
+
+    def _parts(self, text: str, *, marker: bool = False) -> tuple[Marker | str, ...]:
+        """Return a text with its control tokens as markers; `marker`: without any, it may be one itself."""
+        if self._token is None:
+            return (Marker(text) if marker else text,)
+        return tuple(Marker(part) if i % 2 else part for i, part in enumerate(self._token.split(text)) if part)
 
     def _arguments_tree(self, tool: Tool) -> Node:
         found = parameters_of(tool.parameters)
@@ -134,13 +179,14 @@ class XmlCalls(Family):
         head: tuple[Node | str, ...] = (whole(SPACE, *self._key(key)),)
         opening: tuple[Node | str, ...] = (SPACE, Marker(t.value_open)) if t.value_open else ()
         lead = (t.value_lead,) if t.value_lead else ()
-        close = (Chars((" ", "\n"), 0, 4), Marker(t.value_close))
+        close = (Chars((" ", "\n"), 0, 4), *self._parts(t.value_close, marker=True))
         json_value = seq(Schema(with_definitions(schema, root), lenient=True), *close)
         if t.attribute:
             texts = both(values, Values(frozenset({"string"})))
-            options = [seq(' string="true">', self._text_tree(texts, text))] * values.text
+            marks = [f" {mark}{t.attribute_end}" for mark in t.attribute]
+            options = [seq(*self._parts(marks[0]), self._text_tree(texts, text))] * values.text
             if values.types != {"string"}:
-                options.append(seq(' string="false">', json_value))
+                options.append(seq(any_of(seq(*self._parts(mark)) for mark in marks[1:]), json_value))
             return seq(*head, any_of(options))
         value = self._text_tree(values, text) if values.text else json_value
         return seq(*head, *opening, *lead, value)
@@ -148,17 +194,21 @@ class XmlCalls(Family):
     def _text_tree(self, values: Values, text: Until) -> Node:
         """Return the tree of a text, of one of the listed texts, or of null as text."""
         t = self._tags
+        close = self._parts(t.value_close, marker=True)
         if values.listed is None:
-            return text
+            if self._token is None:
+                return text
+            first = close[0]  # texts hold no control tokens, so that the first closing tag ends them
+            return seq(Until(first if isinstance(first, str) else first.text), *close[1:])
         shown = (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in values.listed)
         lead = (t.value_lead,) if t.value_lead else ()
-        return seq(any_of(seq(one) for one in dict.fromkeys(shown)), *lead, Marker(t.value_close))
+        return seq(any_of(seq(one) for one in dict.fromkeys(shown)), *lead, *close)
 
     def _key(self, key: str) -> tuple[Marker | str, ...]:
         """Return the tags around a parameter's name."""
         t = self._tags
         if not t.value_open:
-            return (t.key_open + key + t.key_end,)
+            return self._parts(t.key_open + key + t.key_end)
         return Marker(t.key_open), key, Marker(t.key_end)
 
     def _text(self, to_come: Sequence[str] | None, *, wrapped: bool = True) -> Until:
@@ -199,6 +249,8 @@ class XmlCalls(Family):
         if t.name_end:
             name = (yield from reader.name(t.name_end[0] + "\n")).strip()
             yield from reader.literal(t.name_end)
+            if t.name_tail:
+                yield from reader.collect((t.name_tail,))
         else:
             name = (yield from reader.name("<\n")).strip()
         out.begin_call(name)
@@ -225,7 +277,7 @@ class XmlCalls(Family):
     def _value(self, out: CallSink, reader: Reader, values: Values, until: Until) -> Wait:
         t = self._tags
         if t.attribute:
-            is_text = "true" in (yield from reader.collect((">",)))
+            is_text = t.attribute[0] in (yield from reader.collect((t.attribute_end,)))
             values = Values(frozenset({"string"})) if is_text else Values()
         if t.value_open:
             yield from reader.spaces()
@@ -237,7 +289,7 @@ class XmlCalls(Family):
             yield from _read_text(out, reader, until, lines, nullable="null" in values.types)
             return
         raw = yield from _read_raw(reader, until, values)
-        out.arguments(_json_or_text(raw[: -1 if lines and raw.endswith("\n") else None], values))
+        out.arguments(json_or_text(raw[: -1 if lines and raw.endswith("\n") else None], values))
 
 
 def _read_text(out: CallSink, reader: Reader, until: Until, lines: bool, *, nullable: bool) -> Wait:
@@ -275,7 +327,7 @@ def _is_value(raw: str) -> bool:
     return not raw.lstrip().startswith(("{", "[", '"')) or _parsed(raw) is not _NOTHING
 
 
-def _json_or_text(raw: str, values: Values) -> str:
+def json_or_text(raw: str, values: Values) -> str:
     """Return `raw` as JSON if it has one of the types beside text, otherwise as a JSON string."""
     value = _parsed(raw)
     if value is _NOTHING or (values.text and not values.untyped and not _is_other(value, values)):

@@ -6,14 +6,15 @@ from functools import lru_cache
 from importlib import import_module
 
 from ikcli.convert.archs.bert import JINA_3, NOMIC_WITH_EXPERTS
+from ikcli.convert.archs.drafts import EAGLE3
 from ikcli.convert.build import Architecture
 from ikcli.convert.config import Config
 from ikcli.errors import UnsupportedError
 
 _FAMILIES = (
-    "afmoe apertus arctic baichuan bert bitnet bloom cohere dbrx deepseek deepseek4 dots ernie exaone falcon gemma glm "
-    "gpt2 gpt_oss gptneox granite grok hunyuan internlm laguna ling llama llama4 mellum mimo minimax mpt muse nemotron "
-    "olmo phi plamo qwen refact stablelm starcoder step t5"
+    "afmoe apertus arctic baichuan bert bitnet bloom cohere dbrx deepseek deepseek4 dots drafts ernie exaone "
+    "falcon gemma glm gpt2 gpt_oss gptneox granite grok hunyuan internlm laguna ling llama llama4 mellum mimo "
+    "minimax mpt muse nemotron olmo phi plamo qwen refact stablelm starcoder step t5"
 )
 """The files of this folder, each with the records of a model family."""
 
@@ -40,6 +41,7 @@ that of PLaMo 1 in some."""
 
 _ELSEWHERE = {
     "Grok1ForCausalLM": "Grok 2 (tensors in pieces for eight devices)",
+    "DFlashLagunaForCausalLM": "a DFlash head with windows (Laguna's)",
 }
 """Known classes without a conversion."""
 
@@ -53,6 +55,8 @@ def architecture_of(config: Config) -> Architecture:
             name = NOMIC_WITH_EXPERTS
         if name == "XLMRobertaModel" and config.raw.get("lora_adaptations"):
             name = JINA_3
+        if name == "LlamaForCausalLM" and "draft_vocab_size" in config:
+            name = EAGLE3
         if name in by_class():
             return by_class()[name]
         if name in _ELSEWHERE:

@@ -7,7 +7,7 @@ evenly, so each has the same number of slots, the first ones perhaps one more.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from ikcli.backends.cuda import upload
@@ -112,7 +112,7 @@ def cache_slots(config: RunConfig, model: Model, placement: Placement) -> tuple[
         raise UsageError(f"--expert-cache takes experts from RAM, but with {other} some are on disk; use one of them")
     if model.adapters.specs():
         raise UsageError("--expert-cache does not know what --lora adds to experts; leave one of them out")
-    found, without = _layers(model, placement)
+    found, without = cached_layers(model, placement)
     if not found:
         return None, [f"--expert-cache has no effect: {without}"]
     layers: list[SlotLayer] = []
@@ -124,7 +124,16 @@ def cache_slots(config: RunConfig, model: Model, placement: Placement) -> tuple[
     return CacheSlots(tuple(sorted(layers, key=lambda x: x.il))), []
 
 
-def _layers(model: Model, placement: Placement) -> tuple[list[SlotLayer], str]:
+def largest_cache(layers: Collection[SlotLayer]) -> int:
+    """Return the bytes with which all experts of these layers of a GPU have slots."""
+    return _sending(layers) + sum(layer.n_expert * layer.slot_bytes for layer in layers)
+
+
+def _sending(layers: Iterable[SlotLayer]) -> int:
+    return Transfer.device_bytes(frozenset(w for layer in layers for w in layer.ones))
+
+
+def cached_layers(model: Model, placement: Placement) -> tuple[list[SlotLayer], str]:
     """Return the layers whose experts can be cached, without slots, or the reason why there are none."""
     names: dict[int, list[str]] = {}
     extra: set[int] = set()
@@ -152,7 +161,7 @@ def _layers(model: Model, placement: Placement) -> tuple[list[SlotLayer], str]:
 
 def _divided(layers: list[SlotLayer], n_bytes: int) -> list[SlotLayer]:
     """Return the layers of one GPU that get slots."""
-    left = n_bytes - Transfer.device_bytes(frozenset(w for layer in layers for w in layer.ones))
+    left = n_bytes - _sending(layers)
     each = max(left, 0) // sum(layer.slot_bytes for layer in layers)
     left -= each * sum(layer.slot_bytes for layer in layers)
     found = []

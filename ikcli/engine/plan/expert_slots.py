@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ikcli.engine.run.model import Model
 from ikcli.errors import UsageError
+from ikcli.graph import Graph
+from ikcli.graph.ops_rows import Embed
 
 BLOCK = 4096  # bytes: direct reads begin and end at multiples
 GIB = 2**30
@@ -56,15 +58,24 @@ class ExpertLayer:
 
 @dataclass(frozen=True, slots=True)
 class ExpertSlots:
-    """A residency plan: the layers whose experts are on disk, and the number of slots of each size."""
+    """A residency plan: the layers whose experts are on disk, and the number of slots of each size.
+
+    `tables`: embeddings that are read by row, which stay mapped, and their bytes.
+    """
 
     layers: tuple[ExpertLayer, ...]
     counts: Mapping[int, int]  # slots by their size
+    tables: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def names(self) -> frozenset[str]:
         """Return the weights that are read into slots."""
         return frozenset(m.name for layer in self.layers for m in layer.matrices)
+
+    @property
+    def on_disk(self) -> frozenset[str]:
+        """Return all weights that are not read into RAM as a whole."""
+        return self.names | self.tables.keys()
 
     @property
     def n_bytes(self) -> int:
@@ -93,13 +104,14 @@ class ExpertSlots:
 
     def line(self) -> str:
         """Return the sentence that says what is resident."""
-        total = sum(layer.n_bytes for layer in self.layers) / GIB
+        total, tables = sum(layer.n_bytes for layer in self.layers) / GIB, sum(self.tables.values()) / GIB
+        rows = f"rows of embeddings ({tables:.2f} GiB)"
         if self.complete:
-            return f"experts: all {self.n_experts} in {len(self.layers)} layers ({total:.2f} GiB) stay in RAM"
-        return (
-            f"experts: {self.n_slots} of {self.n_experts} in {len(self.layers)} layers stay in RAM "
-            f"({self.n_bytes / GIB:.2f} of {total:.2f} GiB), the others are read from disk when they are used"
-        )
+            line = f"experts: all {self.n_experts} in {len(self.layers)} layers ({total:.2f} GiB) stay in RAM"
+            return f"{line}, {rows} are read from disk" if self.tables else line
+        line = f"experts: {self.n_slots} of {self.n_experts} in {len(self.layers)} layers stay in RAM"
+        others = f"the others{f' and {rows}' if self.tables else ''} are read from disk when they are used"
+        return f"{line} ({self.n_bytes / GIB:.2f} of {total:.2f} GiB), {others}"
 
 
 def on_disk(model: Model, names: Iterable[str]) -> tuple[ExpertLayer, ...]:
@@ -124,10 +136,23 @@ def on_disk(model: Model, names: Iterable[str]) -> tuple[ExpertLayer, ...]:
     return tuple(ExpertLayer(il, experts[il], tuple(sorted(found[il], key=order))) for il in sorted(found))
 
 
-def slots_for(layers: tuple[ExpertLayer, ...], n_bytes: int, option: str = "--expert-ram ") -> ExpertSlots:
+def row_tables(graphs: Iterable[Graph], model: Model) -> dict[str, int]:
+    """Return the embeddings that are only read by row, and as the file has them, with their bytes."""
+    nodes = [node for graph in graphs for node in graph.nodes]
+    by_row = {w.name for node in nodes if isinstance(node.op, Embed) for w in node.weights()}
+    whole = {w.name for node in nodes if not isinstance(node.op, Embed) for w in node.weights()}
+    return {name: model.n_bytes([name]) for name in sorted(by_row - whole) if model.as_in_file(name)}
+
+
+def slots_for(
+    layers: tuple[ExpertLayer, ...],
+    n_bytes: int,
+    option: str = "--expert-ram ",
+    tables: Mapping[str, int] | None = None,
+) -> ExpertSlots:
     """Divide n_bytes of RAM into slots; raise UsageError if one layer's experts do not fit at once.
 
-    `option`: what begins the message, in front of the size.
+    `option`: what begins the message, in front of the size. `tables`: see `ExpertSlots`.
     """
     sizes: dict[int, list[ExpertLayer]] = {}
     for layer in layers:
@@ -142,4 +167,5 @@ def slots_for(layers: tuple[ExpertLayer, ...], n_bytes: int, option: str = "--ex
         )
     whole = sum(size * n for size, n in most.items())
     share = 1.0 if n_bytes >= whole else (n_bytes - needed) / (whole - needed)
-    return ExpertSlots(layers, {size: least[size] + int(share * (most[size] - least[size])) for size in sizes})
+    counts = {size: least[size] + int(share * (most[size] - least[size])) for size in sizes}
+    return ExpertSlots(layers, counts, tables or {})

@@ -4,7 +4,7 @@ If everything fits, everything goes to the GPUs. Otherwise the routed experts of
 the CPU. Blocks are assigned to the GPUs in order, and each GPU is filled before the next, unless `-ts` gives shares.
 The space left on a GPU then takes up and gate, or down, of one more block. If even attention and dense parts do not
 fit, the first blocks stay on the CPU entirely. Candidates are compared by exact bytes; the chosen one is planned in
-full.
+full. What is left after that, `with_cache` gives to the cache of experts.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ikcli.engine.plan.cache_slots import cached_layers, largest_cache
+from ikcli.engine.plan.expert_plan import disk_options
 from ikcli.engine.plan.offload import EMBEDDING, OUTPUT
 from ikcli.engine.plan.placement import CPU, WITH_OUTPUT, device_shares, split_layers
 from ikcli.engine.plan.planner import MIB, Planner, RunPlan
@@ -96,6 +98,34 @@ def fit(planner: Planner, config: RunConfig, margin: int | None = None) -> Fit:
     if not good:
         raise IkError("--fit found no placement that fits; use a smaller -c or -ub, -ctk q8_0, or --fit-margin 0")
     return max(good, key=lambda fit: fit.plan.on_gpus())
+
+
+def with_cache(planner: Planner, found: Fit, margin: int) -> Fit:
+    """Return what was found with `--expert-cache` as large as fits beside it; unchanged if that is not worth it.
+
+    `margin`: bytes that stay free on every GPU. The size is the same for all GPUs whose layers have experts in RAM. It
+    is worth it if each of these layers gets a slot.
+    """
+    config, memory = found.config, found.plan.memory
+    if disk_options(config) or planner.adapters.specs() or config.fleet.stages > 1:
+        return found
+    margin = max(margin, RESERVE_BYTES)
+    layers, _ = cached_layers(planner.model(config, found.plan.placement), found.plan.placement)
+    of = {device: [x for x in layers if x.device == device] for device in memory.parts}
+    devices = [device for device in memory.free if of.get(device)]
+    if not devices:
+        return found
+    free = min(memory.free[d] - memory.total(d) - margin for d in devices)
+    size = min(free, max(largest_cache(of[d]) for d in devices) + MIB - 1) // MIB
+    while size > 0:
+        plan = planner.plan(replace(config, expert_cache=size))
+        if plan.vram is None or len(plan.vram.layers) < len(layers):
+            break
+        short = max(plan.memory.short(d, margin) for d in plan.placement.devices)
+        if not short:
+            return Fit(replace(config, expert_cache=size), f"{found.options} --expert-cache {size}", plan)
+        size -= -(-short // MIB)
+    return found
 
 
 def _most_layers(planner: Planner, config: RunConfig) -> int:

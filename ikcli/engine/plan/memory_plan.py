@@ -14,6 +14,7 @@ from typing import Any
 from ikcli.backends.cuda import upload
 from ikcli.engine.plan.device_memory import MemoryPlan
 from ikcli.engine.plan.devices import CONTEXT_BYTES, Machine
+from ikcli.engine.plan.expert_plan import disk_options
 from ikcli.engine.plan.fit import fit
 from ikcli.engine.plan.placement import CPU, offload_lines, offload_threshold, placement_sentence
 from ikcli.engine.plan.planner import MIB, Planner, RunPlan
@@ -80,6 +81,8 @@ def _prompt_lines(planner: Planner, plan: RunPlan) -> list[str]:
     if not plan.placement.devices or not in_ram or config.n_gpu_layers == 0:
         return []
     head = "prompts: experts in RAM are computed on the CPU"
+    if planner.expert_slots(config) is not None:
+        return [f"{head}, because {disk_options(config)[0]} reads them from disk"]
     least = math.ceil(offload_threshold(config.offload_min_batch, hp.n_expert, hp.n_expert_used))
     types = {model.specs[name].type for name in in_ram}
     without = sorted(get_format(t).name for t in types if not upload.has_kernels(t))
@@ -87,7 +90,7 @@ def _prompt_lines(planner: Planner, plan: RunPlan) -> list[str]:
         return [f"{head}, because -op says so"]
     if without:
         return [f"{head}, because GPUs have no kernels for {', '.join(without)}"]
-    speeds = speed_lines(planner, plan, least) if planner.expert_slots(config) is None else []
+    speeds = speed_lines(planner, plan, least)
     if config.n_ubatch < least:
         why = f"because -ub {config.n_ubatch} is below {least} tokens; from -ub {least} on a GPU does it"
         return [*speeds, f"{head}, {why}"]

@@ -9,6 +9,7 @@ from ikcli.engine.plan.devices import Machine
 from ikcli.engine.plan.sizes import DEFAULT_WINDOW
 from ikcli.errors import UnsupportedError, UsageError
 from ikcli.models import HParams
+from ikcli.settings.drafts import HEAD_TYPES
 from ikcli.settings.run import RunConfig
 
 _WITHOUT_NEXT_TOKEN = ("embed", "imatrix", "plan", "serve", "warmup")
@@ -36,17 +37,7 @@ def settle_encoder(
         if hp.n_positions and n_ctx > hp.n_positions:
             raise UsageError(f"{hp.source}: -c {n_ctx}: the model reads {hp.n_positions} tokens at most")
         config = replace(config, n_ctx=n_ctx, imatrix=replace(config.imatrix, ppl=False))
-    if machine.gpus:
-        if config.n_gpu_layers:
-            raise UnsupportedError(f"{hp.source}: {hp.arch} models are computed on the CPU; use -ngl 0")
-        if config.n_gpu_layers is None:
-            notices.append(f"{hp.arch} models are computed on the CPU")
-        if config.fit:
-            notices.append("--fit has no effect: nothing goes to a GPU")
-        config = replace(config, n_gpu_layers=0, fit=False)
-    if "n_ubatch" not in given:
-        config = replace(config, n_ubatch=max(config.n_ubatch, config.n_batch))
-    config = replace(config, n_batch=max(config.n_ubatch, config.n_batch))
+    config = _large_batches(_on_cpu(config, hp, machine, notices), given)
     if config.n_parallel > 1:
         notices.append(f"-np {config.n_parallel} has no effect: texts of all requests share micro-batches")
     server = config.server if config.server.reranking else replace(config.server, embeddings=True)
@@ -62,6 +53,40 @@ def settle_streams(config: RunConfig, hp: HParams, machine: Machine, notices: li
         return config
     if config.fleet.stages > 1:
         raise UnsupportedError(f"{hp.source}: {hp.arch} models are computed by one process; leave out --stages")
+    return _on_cpu(config, hp, machine, notices)
+
+
+def settle_encoder_decoder(
+    config: RunConfig, hp: HParams, machine: Machine, given: Collection[str], notices: list[str]
+) -> RunConfig:
+    """Return the settings for running an encoder beside a decoder; raise UnsupportedError for what it cannot do.
+
+    A text is encoded in one micro-batch, as by an encoder alone. What a slot holds cannot be part of another text.
+    """
+    if not hp.n_layer_dec:
+        return config
+    server = config.server
+    stages = [stage.type for stage in server.spec_type if stage.type in HEAD_TYPES]
+    refused = {
+        "are computed by one process; leave out --stages": config.fleet.stages > 1,
+        "have no embeddings; `ik convert` a checkpoint of the class T5EncoderModel for that": (
+            config.command == "embed" or server.only_embeds
+        ),
+        f"run without a draft model and heads; leave out {'-md' if server.model_draft else '--spec-type'}": (
+            server.model_draft is not None or bool(stages)
+        ),
+        "have no prompt cache; leave out --cache-disk": server.cache_disk is not None,
+    }
+    for text, holds in refused.items():
+        if holds:
+            raise UnsupportedError(f"{hp.source}: {hp.arch} models {text}")
+    config = _large_batches(_on_cpu(config, hp, machine, notices), given)
+    server = replace(server, cache_ram=0, cache_prompt=False, context_shift=False)
+    return replace(config, server=server)
+
+
+def _on_cpu(config: RunConfig, hp: HParams, machine: Machine, notices: list[str]) -> RunConfig:
+    """Return the settings without GPUs; raise UnsupportedError if the user asked for some."""
     if not machine.gpus:
         return config
     if config.n_gpu_layers:
@@ -71,6 +96,13 @@ def settle_streams(config: RunConfig, hp: HParams, machine: Machine, notices: li
     if config.fit:
         notices.append("--fit has no effect: nothing goes to a GPU")
     return replace(config, n_gpu_layers=0, fit=False)
+
+
+def _large_batches(config: RunConfig, given: Collection[str]) -> RunConfig:
+    """Return the settings with micro-batches as large as batches, unless the user said otherwise."""
+    if "n_ubatch" not in given:
+        config = replace(config, n_ubatch=max(config.n_ubatch, config.n_batch))
+    return replace(config, n_batch=max(config.n_ubatch, config.n_batch))
 
 
 def settle_mla(config: RunConfig, hp: HParams, given: Collection[str], notices: list[str]) -> RunConfig:
@@ -92,7 +124,7 @@ _INDEXER_OPTIONS = {"dsa": "--dsa", "dsa_top_k": "-dsatk", "type_index": "-ictk"
 def settle_indexer(
     config: RunConfig, hp: HParams, machine: Machine, given: Collection[str], notices: list[str]
 ) -> RunConfig:
-    """Turn sparse attention off where it cannot run, with a notice that says what changes.
+    """Say which options of sparse attention have no effect; turn off what the GPUs cannot compute.
 
     Raises UnsupportedError for stages of a model whose layers share chosen positions.
     """
@@ -111,10 +143,10 @@ def settle_indexer(
         return config
     if not config.dsa:
         return config
-    if machine.gpus and config.n_gpu_layers != 0:
+    if hp.index_block and machine.gpus and config.n_gpu_layers != 0:
         notices.append(
-            f"attention covers all positions, as with --no-dsa: GPUs have no kernels for the indexer, which keeps "
-            f"{hp.index_top_k} of them; results differ in longer contexts (-ngl 0 runs the model as it was trained)"
+            "attention covers all positions, as with --no-dsa: GPUs have no kernels for an indexer of blocks; results "
+            "differ in longer contexts (-ngl 0 runs the model as it was trained)"
         )
         return replace(config, dsa=False)
     if config.fleet.stages > 1 and len(hp.index_owners) < hp.n_layer and not hp.index_block:

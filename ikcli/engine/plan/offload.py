@@ -8,12 +8,13 @@ from dataclasses import replace
 
 from ikcli.backends.cuda import upload
 from ikcli.engine.plan.expert_slots import ExpertSlots
-from ikcli.engine.plan.placement import CPU, Placement, offload_threshold
+from ikcli.engine.plan.placement import CPU, OFFLOAD_MIN_BATCH, Placement, offload_threshold
 from ikcli.engine.run.cpu_device import CpuDevice
 from ikcli.engine.run.expert_steps import ExpertSteps
 from ikcli.engine.run.model import Model
 from ikcli.engine.run.run_device import RunDevice
 from ikcli.engine.run.runner import Offload, Runner
+from ikcli.engine.run.stream_trial import StreamTrial
 from ikcli.graph import Node, Rows, Weight
 from ikcli.graph.ops_experts import MoeUpGate, MulMatId
 from ikcli.graph.ops_rows import MulMat, MulMatHeads
@@ -35,7 +36,7 @@ def offload_of(
     hp, allowed = model.hp, dict.fromkeys(_POLICIES, True)
     for name, on in config.offload_policy:
         allowed |= dict.fromkeys(allowed, on) if name == "ALL" else {name: on}
-    dense = config.offload_min_batch
+    dense = config.offload_min_batch or OFFLOAD_MIN_BATCH
     by_expert = math.ceil(offload_threshold(dense, hp.n_expert, hp.n_expert_used))
     least = {name: by_expert if experts else dense for name, experts in _POLICIES.items() if allowed[name]}
     used = {*placement.buffer_of.values(), *placement.cache}
@@ -49,7 +50,8 @@ def offload_of(
         home = placement.home[node.il] if node.il >= 0 else CPU
         return home if home != CPU and home in used else first
 
-    return Offload(tuple(sorted({*least.values()} - {0, 1})), device) if least else None
+    trial = StreamTrial(by_expert) if config.offload_min_batch is None and hp.n_expert else None
+    return Offload(tuple(sorted({*least.values()} - {0, 1})), device, trial) if least else None
 
 
 def places_of(placement: Placement) -> NodePlaces:

@@ -233,6 +233,10 @@ def placement_sentence(buffer_of: Mapping[str, str]) -> str:
     return ", ".join(parts) + " on GPU" if parts else ""
 
 
-def offload_threshold(min_batch: int, n_expert: int, n_expert_used: int) -> float:
+OFFLOAD_MIN_BATCH = 32  # --offload-min-batch
+
+
+def offload_threshold(min_batch: int | None, n_expert: int, n_expert_used: int) -> float:
     """Return the ubatch tokens from which expert operations on weights in RAM may run on the GPU."""
+    min_batch = min_batch or OFFLOAD_MIN_BATCH
     return min_batch * n_expert / n_expert_used if n_expert_used else float(min_batch)

@@ -35,6 +35,7 @@ from ikcli.engine.plan.programs import (
 from ikcli.engine.plan.sizes import Sizes, measures_heads, session_of, uses_heads
 from ikcli.engine.run.adapters import Adapters
 from ikcli.engine.run.expert_cache import ExpertCache
+from ikcli.engine.run.mirror import mirror_of
 from ikcli.engine.run.model import Model
 from ikcli.engine.run.run_device import Beside, RunDevice, cache_bytes
 from ikcli.engine.run.runner import DividedProgram, Runner
@@ -162,6 +163,7 @@ class Planner:
             runner = make_runner(n_threads, gpus, placement, offload, experts)
             if vram is not None:
                 runner.add_cache(ExpertCache(vram))
+            runner.cpu.mirror = mirror_of(config, n_threads, "GPUs" if gpus else "weights on disk" if experts else "")
         n_outputs = min(sizes.n_seq, cfg.n_ubatch)
         cached = self._record(replace(cfg, expert_slots=vram.by_layer(self.hp.n_layer)), model) if vram else {}
         programs = plan_programs(runner, graphs, cfg, n_outputs, sizes.n_step, cached)
@@ -197,14 +199,16 @@ class Planner:
         if not disk_options(config):
             return None
         placement = self.place(config)
-        others = self._static_bytes(config)[CPU]
-        return expert_slots(config, self.model(config, placement), placement, self.machine.ram, others)
+        model, others = self.model(config, placement), self._static_bytes(config)[CPU]
+        _, cfg = self._shape(config)
+        graphs = [graph for graph, _ in self._record(cfg, model).values()]
+        return expert_slots(config, model, placement, graphs, self.machine.ram, others)
 
     def static_bytes(self, config: RunConfig) -> dict[str, int]:
         """Return the bytes of weights and cache by device."""
         parts, slots = self._static_bytes(config), self.expert_slots(config)
         if slots is not None:
-            parts[CPU] += slots.n_bytes - self.model(config, self.place(config)).n_bytes(slots.names)
+            parts[CPU] += slots.n_bytes - self.model(config, self.place(config)).n_bytes(slots.on_disk)
         return parts
 
     def _static_bytes(self, config: RunConfig) -> dict[str, int]:

@@ -16,7 +16,7 @@ from ikcli.engine.plan.sizes import window_cells
 from ikcli.engine.run.model import Model
 from ikcli.errors import UnsupportedError, UsageError
 from ikcli.graph import Graph, Node, Rows
-from ikcli.models import EXPAND_MIN_TOKENS, GraphConfig, HParams, MediaConfig, Outputs, Weights
+from ikcli.models import EXPAND_MIN_TOKENS, GraphConfig, HasEncoder, HParams, MediaConfig, Outputs, Weights
 from ikcli.models.sparse.indexer import top_k
 from ikcli.quant.formats import format_by_name, get_format
 from ikcli.settings.run import KV_TYPES, RunConfig
@@ -25,11 +25,12 @@ FLOAT_TYPES = ("f32", "f16", "bf16")
 CACHE_TYPES = tuple(format_by_name(name).type for name in KV_TYPES)
 
 Graphs = Mapping[str, tuple[Graph, Node]]
-"""Graph and result by kind: decode, perhaps prefill and `SHORT`, and these with the suffix `EMBEDS`; with heads, also
-step and `HEAD` with the number of each.
+"""Graph and result by kind: decode, perhaps prefill, `SHORT` and `ENCODE`, and these with the suffix `EMBEDS`; with
+heads, also step and `HEAD` with the number of each.
 """
 
 EMBEDS = "-embd"
+ENCODE = "encode"  # the encoder of an encoder-decoder, whose decoder is what other programs compute
 SHORT = "short"  # prompts of models with an indexer, as long as queries see no more than it may choose
 HIDDEN = "result_norm"  # the node whose rows are embeddings
 
@@ -146,12 +147,16 @@ def record_graphs(model: Model, weights: Weights, cfg: GraphConfig) -> Graphs:
         whole[kind] = record(kind, states)
         if cfg.outputs.logits:
             graphs[kind] = whole[kind]
-        if not cfg.outputs.embeddings or kind in ("step", SHORT):
+        if not cfg.outputs.embeddings or kind in ("step", SHORT) or hp.n_layer_dec:
             continue
         graph, last = record(kind, None) if cfg.n_heads else whole[kind]
         hidden = next((n for n in reversed(graph.nodes) if n.name == HIDDEN), None) if hp.causal else last
         if hidden is not None:
             graphs[kind + EMBEDS] = graph.until(hidden), hidden
+    if hp.n_layer_dec and cfg.outputs.logits:
+        graph = model.adapters.graph()
+        assert isinstance(model.module, HasEncoder)
+        graphs[ENCODE] = whole[ENCODE] = graph, model.module.build_encoder(graph, hp, weights, cfg)
     model.adapters.check_used(graph for graph, _ in whole.values())
     if not graphs:
         raise UnsupportedError(f"{model.source}: embeddings of {hp.arch} models are not supported")
@@ -161,6 +166,8 @@ def record_graphs(model: Model, weights: Weights, cfg: GraphConfig) -> Graphs:
 def check_media(media: MediaConfig, hp: HParams) -> None:
     """Raise UnsupportedError for a model that cannot read these images."""
     if not hp.causal:
+        raise UnsupportedError(f"{hp.source}: {hp.arch} models read texts only; run it without a projector")
+    if hp.n_layer_dec:
         raise UnsupportedError(f"{hp.source}: {hp.arch} models read texts only; run it without a projector")
     if media.framed != (hp.arch == "cogvlm"):
         what = "has visual experts" if hp.arch == "cogvlm" else "lacks the visual experts that the projector needs"

@@ -11,8 +11,15 @@ from dataclasses import dataclass, replace
 from ikcli.engine.pipeline.place import LOCAL, Pipeline
 from ikcli.engine.plan.devices import Machine, find_machine
 from ikcli.engine.plan.missing_parts import assume_missing, missing_data
-from ikcli.engine.plan.model_rules import check_ser, settle_encoder, settle_indexer, settle_mla, settle_streams
-from ikcli.engine.plan.planner import Planner
+from ikcli.engine.plan.model_rules import (
+    check_ser,
+    settle_encoder,
+    settle_encoder_decoder,
+    settle_indexer,
+    settle_mla,
+    settle_streams,
+)
+from ikcli.engine.plan.planner import MIB, Planner
 from ikcli.engine.plan.programs import check_cache_types
 from ikcli.engine.run.run_device import Beside
 from ikcli.models import HParams
@@ -56,6 +63,7 @@ def prepare(
     if beside is not None:
         planner = planner.on(planner.machine, beside=beside(config, hp, planner.machine))
     config = settle_encoder(config, hp, planner.machine, given, notices)
+    config = settle_encoder_decoder(config, hp, planner.machine, given, notices)
     config = settle_streams(config, hp, planner.machine, notices)
     config = settle_indexer(config, hp, planner.machine, given, notices)
     if config.fit:
@@ -77,7 +85,9 @@ def _fit(planner: Planner, config: RunConfig) -> tuple[RunConfig, list[str]]:
     """Return the settings that `--fit` chooses, and its notices."""
     if not planner.machine.gpus:
         return replace(config, fit=False), ["--fit has no effect without a CUDA device"]
-    from ikcli.engine.plan.fit import fit
+    from ikcli.engine.plan.fit import fit, with_cache
 
     found = fit(planner, config)
+    if config.expert_cache is None:
+        found = with_cache(planner, found, config.fit_margin * MIB)
     return found.config, [f"--fit chose: {found.options}"]

@@ -19,6 +19,7 @@ from ikcli.backends.cpu.threads import LAUNCH, WORKER, Team
 from ikcli.backends.memory import aligned_zeros
 from ikcli.backends.step_block import StepBlock
 from ikcli.engine.run.expert_steps import ExpertSteps
+from ikcli.engine.run.mirror import Mirror
 from ikcli.engine.run.run_device import CPU, Bytes, WeightSource, cache_bytes, cells_view
 from ikcli.engine.run.timed_ops import TimedOp, kind_of, work_of
 from ikcli.errors import IkError
@@ -48,7 +49,8 @@ class CpuSplits:
 class CpuDevice:
     """Run splits on the CPU; see the module.
 
-    `cpus`: where each thread may run; set it before the first step. `experts`: those that live on disk.
+    `cpus`: where each thread may run; set it before the first step. `mirror`: copies of the weights on other nodes, set
+    before weights are loaded. `experts`: those that live on disk.
     """
 
     name = CPU
@@ -58,6 +60,7 @@ class CpuDevice:
     def __init__(self, n_threads: int, experts: ExpertSteps | None = None) -> None:
         self.n_threads, self.experts = n_threads, experts
         self.cpus: Sequence[frozenset[int]] | None = None
+        self.mirror = Mirror()
         self._library = shared_library()
         self._team: Team | None = None
         self._few = True
@@ -113,25 +116,27 @@ class CpuDevice:
 
     # --- memory -------------------------------------------------------------------------------------------------------
     def check_memory(self, sizes: Mapping[str, int]) -> None:
-        """Do nothing: the system grants memory lazily."""
+        """Do nothing: the system grants memory lazily. Several copies of the weights must fit."""
+        self.mirror.check_room(sizes["weights"])
 
     def load_weights(self, model: WeightSource, names: Sequence[str], mmap: bool) -> Mapping[str, int]:
         """Map or read the weights and return their addresses."""
         if self.experts is None:
             return model.load(names, mmap=mmap)
-        on_disk = self.experts.slots.names
+        on_disk = self.experts.slots.on_disk
         mapped = model.load([n for n in names if n in on_disk], mmap=True)  # steps do not read them there
         self.experts.load()
         return mapped | model.load([n for n in names if n not in on_disk], mmap=mmap)
 
     def update_weights(self, model: WeightSource, names: Sequence[str]) -> None:
-        """Do nothing: weights are used where they are."""
+        """Update the copies of other nodes; the weights themselves are used where they are."""
+        self.mirror.update(names)
 
     def weight_bytes(self, model: WeightSource, names: Sequence[str]) -> int:
         """Return the bytes of these weights in RAM, as used."""
         if self.experts is None:
-            return model.n_bytes(names)
-        on_disk = self.experts.slots.names
+            return model.n_bytes(names) * self.mirror.n_copies
+        on_disk = self.experts.slots.on_disk
         return model.n_bytes(n for n in names if n not in on_disk) + self.experts.slots.n_bytes
 
     def cache_bytes(self, cache: Cache, n_rows: int) -> int:
@@ -171,8 +176,9 @@ class CpuDevice:
         if self.experts is not None:
             weights = {**weights, **self.experts.addresses}
             self.experts.bound()
+        mirrors = self.mirror.addresses()
         for p, places in zip(programs, handover, strict=True):
-            p.program.bind(self._library, state.address, self.arena, weights, caches, places)
+            p.program.bind(self._library, state.address, self.arena, weights, caches, places, mirrors)
 
     # --- running ------------------------------------------------------------------------------------------------------
     def begin(self, program: CpuSplits, state: StepBlock) -> None:
@@ -194,7 +200,7 @@ class CpuDevice:
 
     def _run_ops(self, program: CpuProgram, first: int, stop: int, n_threads: int) -> None:
         if self._team is None:
-            self._team = Team(self._library, self.n_threads, self.cpus)
+            self._team = Team(self._library, self.n_threads, self.cpus, self.mirror.nodes)
         failed = self._team.run(program.address + 8 * ENTRY_WORDS * first, stop - first, n_threads)
         if failed:
             op = program.ops[first + failed - 1]
@@ -259,7 +265,7 @@ class CpuDevice:
             self._team = None
         if self.experts is not None:
             self.experts.close()
-        self.arena = aligned_zeros(0)
+        self.arena, self.mirror = aligned_zeros(0), Mirror()
         self._results.clear()
         self.caches.clear()
 

@@ -68,13 +68,20 @@ class ExpertCounts:
         )
 
 
+def _private_memory(n_bytes: int) -> mmap.mmap:
+    """Return anonymous memory; most systems give huge pages only to memory that is not shared, Python's default."""
+    if not hasattr(mmap, "MAP_PRIVATE"):
+        return mmap.mmap(-1, n_bytes)
+    return mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
 class _Pool:
     """The slots of one size, and the experts that may be in them."""
 
     def __init__(self, layers: Sequence[ExpertLayer], n_slots: int) -> None:
         self.layers, self.size = layers, layers[0].slot
         n_bytes = self.size * n_slots
-        self.memory = mmap.mmap(-1, n_bytes)
+        self.memory = _private_memory(n_bytes)
         self.view = memoryview(self.memory)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
         if hasattr(self.memory, "madvise"):

@@ -81,7 +81,8 @@ def place(config: RunConfig, model: Model, runner: Runner, cpus: list[frozenset[
             advise((int(b.ctypes.data), b.nbytes), HUGE_PAGE)
     if config.numa is not None and cpus is not None:
         numa.touch(buffers, cpus)
-        log(numa.placement_line(cpus, sum(n for _, n in model.memory(runner.host_weights)[0])))
+        striped = runner.host_weights if runner.cpu.mirror.n_copies == 1 else {}
+        log(numa.placement_line(cpus, sum(n for _, n in model.memory(striped)[0])))
         if model.mapped(runner.host_weights):
             notes.append(
                 f"--numa {config.numa}: mapped weights stay on the nodes where the page cache has them; --no-mmap "

@@ -55,7 +55,10 @@ def kv_size(caches: Mapping[Cache, int]) -> KVSize:
     for cache, n_bytes in caches.items():
         kind = "state" if cache.per is Per.SEQUENCE else cache.kind
         sizes[kind] = sizes.get(kind, 0) + n_bytes
-    k, v, state = (sum(sizes.get(kind, 0) for kind in kinds) for kinds in (("k", "kv"), ("v", "kv_t"), ("state",)))
+    k, v, state = (
+        sum(sizes.get(kind, 0) for kind in kinds)
+        for kinds in (("k", "kv", "k_cross"), ("v", "kv_t", "v_cross"), ("state",))
+    )
     return KVSize(k, v, "kv" in sizes, state)
 
 

@@ -130,7 +130,7 @@ class Model:
         """Return the bytes of a tensor as used: mapped from the file where the file has them, else made."""
         if name in self._held:
             return self._held[name].reshape(-1).view(np.uint8)
-        return self.file.data(name) if self._is_mapped(name, True) else self._make(name).reshape(-1).view(np.uint8)
+        return self.file.data(name) if self.as_in_file(name) else self._make(name).reshape(-1).view(np.uint8)
 
     def ids_of_head(self) -> npt.NDArray[np.int64] | None:
         """Return the tokens of the logits of a head that has a part of the vocabulary; None if it has all of it."""
@@ -161,10 +161,10 @@ class Model:
     def load(self, names: Iterable[str], *, mmap: bool) -> dict[str, int]:
         """Return the addresses of the named weights; copy and derive them where necessary."""
         wanted = list(names)
-        copied = [n for n in wanted if not self._is_mapped(n, mmap)]
+        copied = [n for n in wanted if not (mmap and self.as_in_file(n))]
         with progress("loading", self.n_bytes(copied)) as advance:
             self._held |= self._repack([n for n in copied if n in self.repacked and n not in self._held], advance)
-            self._held |= self._read([n for n in copied if self._is_mapped(n, True) and n not in self._held], advance)
+            self._held |= self._read([n for n in copied if self.as_in_file(n) and n not in self._held], advance)
             for name in copied:
                 if name not in self._held:
                     self._held[name] = self._make(name)
@@ -198,10 +198,10 @@ class Model:
             (held if name in self._held else mapped).append((address, self.n_bytes([name])))
         return held, mapped
 
-    def _is_mapped(self, name: str, mmap: bool) -> bool:
+    def as_in_file(self, name: str) -> bool:
+        """Return whether a weight is used as the file has it, so that it can be mapped."""
         return (
-            mmap
-            and name in self.file.tensors
+            name in self.file.tensors
             and name not in self.derived
             and self.specs[name].type == self.file.tensors[name].type
         )

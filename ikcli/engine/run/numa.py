@@ -71,14 +71,14 @@ def thread_cpus(
 ) -> list[Cpus] | None:
     """Return the CPUs of each thread, or None to pin nothing.
 
-    distribute: threads alternate between the nodes; isolate: all on the node of CPU `here`; numactl: as set for the
-    process. Only CPUs in `allowed` are used, and nodes without any do not count.
+    distribute, mirror: threads alternate between the nodes; isolate: all on the node of CPU `here`; numactl: as set for
+    the process. Only CPUs in `allowed` are used, and nodes without any do not count.
     """
     visible = frozenset(allowed)
     usable = [cpus & visible for cpus in nodes.values() if cpus & visible]
     if mode == "numactl" or len(usable) < 2:
         return None
-    if mode == "distribute":
+    if mode in ("distribute", "mirror"):
         return [usable[i % len(usable)] for i in range(n_threads)]
     home = next((cpus for cpus in usable if here in cpus), usable[0])
     return [home] * n_threads
@@ -103,6 +103,23 @@ def plan_threads(config: RunConfig, n_threads: int) -> tuple[list[Cpus] | None, 
     return (_one_each(cpus) if strict and cpus else cpus), warnings
 
 
+def copy_of_threads(cpus: Sequence[Cpus]) -> list[int]:
+    """Return which copy of mirrored weights each thread reads: that of its node, counted in the order of threads."""
+    nodes = list(read_nodes().values())
+    numbers: dict[int, int] = {}
+    return [numbers.setdefault(next(i for i, n in enumerate(nodes) if own <= n), len(numbers)) for own in cpus]
+
+
+def home_of_weights(config: RunConfig, cpus: Sequence[Cpus] | None) -> Sequence[Cpus] | None:
+    """Return the CPUs of the threads over whose nodes weights are spread when they are read.
+
+    The first copy of mirrored weights is for the node of the first thread.
+    """
+    if config.numa != "mirror" or cpus is None:
+        return cpus
+    return [own for own, copy in zip(cpus, copy_of_threads(cpus), strict=True) if copy == 0]
+
+
 def _one_each(cpus: Sequence[Cpus]) -> list[Cpus]:
     """Choose one CPU for every thread from its set; each is used once before any is used twice."""
     used: Counter[int] = Counter()
@@ -117,6 +134,9 @@ def _one_each(cpus: Sequence[Cpus]) -> list[Cpus]:
 def _by_node(mode: str, n_threads: int, allowed: Cpus) -> tuple[list[Cpus] | None, list[str]]:
     nodes = read_nodes()
     warnings = []
+    if mode == "mirror" and (n_threads < 2 or sum(bool(cpus & allowed) for cpus in nodes.values()) < 2):
+        why = "one thread" if n_threads < 2 else "CPUs of one NUMA node"
+        raise UsageError(f"--numa mirror copies the weights to several nodes, and this run has {why}; leave it out")
     if len(nodes) < 2 and mode != "numactl":
         warnings.append(f"--numa {mode} has no effect: this machine has one node")
     elif _balancing():
@@ -133,7 +153,7 @@ def _balancing(path: Path = _BALANCING) -> bool:
 
 
 def placement_line(cpus: Sequence[Cpus], n_bytes: int) -> str:
-    """Return a log line on the nodes of threads and memory; `n_bytes` of weights are in our own memory."""
+    """Return a log line on the nodes of threads and memory; `n_bytes` of weights are in stripes of our own memory."""
     counts = Counter(node for own in cpus for node, all_of_it in read_nodes().items() if own <= all_of_it)
     threads = ", ".join(f"{n} on node {node}" for node, n in sorted(counts.items()))
     weights = f", {n_bytes / 2**20:.0f} MiB of weights" if n_bytes else ""
@@ -154,7 +174,7 @@ def touch(buffers: Sequence[Bytes], cpus: Sequence[Cpus]) -> None:
             for start in stripes(buffer.nbytes, len(cpus))[ith]:
                 ctypes.memset(address + start, 0, min(STRIPE, buffer.nbytes - start))
 
-    _on_each(cpus, work)
+    on_each(cpus, work)
 
 
 def spread(memory: Bytes, cpus: Sequence[Cpus], stripe: int = STRIPE) -> None:
@@ -167,10 +187,10 @@ def spread(memory: Bytes, cpus: Sequence[Cpus], stripe: int = STRIPE) -> None:
         for start in stripes(len(memory), len(cpus), stripe)[ith]:
             memory[start : start + stripe : mmap.PAGESIZE] = 0
 
-    _on_each(cpus, work)
+    on_each(cpus, work)
 
 
-def _on_each(cpus: Sequence[Cpus], work: Callable[[int], None]) -> None:
+def on_each(cpus: Sequence[Cpus], work: Callable[[int], None]) -> None:
     """Call work(i) in a thread on the i-th CPUs, for all of them at once."""
 
     def run(ith: int) -> None:

@@ -22,10 +22,12 @@ from ikcli.engine.run.cpu_device import CpuDevice, CpuSplits
 from ikcli.engine.run.expert_cache import MOST_TOKENS, ExpertCache
 from ikcli.engine.run.handover import handover_places
 from ikcli.engine.run.run_device import CPU, Beside, Bytes, Observer, RunDevice, WeightSource
+from ikcli.engine.run.stream_trial import StreamTrial
 from ikcli.engine.run.timed_ops import TimedOp
 from ikcli.graph import Cache, Graph, Node, Rows, Weight
 from ikcli.graph.ops_experts import IN_SLOTS
 from ikcli.graph.split import GraphSplit, NodePlaces, assign, schedule
+from ikcli.log import log
 
 
 @dataclass(slots=True)
@@ -70,11 +72,12 @@ class Offload:
     """When a GPU computes products with weights in RAM, which are copied to it in every step.
 
     `device(node, weight, n_tokens)` returns the GPU for micro-batches of n_tokens, or None. `thresholds` are the token
-    counts at which its result changes.
+    counts at which its result changes. `trial`: of the last of them, that of experts, if times may overrule it.
     """
 
     thresholds: tuple[int, ...]
     device: Callable[[Node, Weight, int], str | None]
+    trial: StreamTrial | None = None
 
 
 def all_on_cpu() -> NodePlaces:
@@ -264,7 +267,7 @@ class Runner:
         found = self._weights.get(CPU, {})
         if self.cpu.experts is None:
             return found
-        on_disk = self.cpu.experts.slots.names
+        on_disk = self.cpu.experts.slots.on_disk
         return {name: address for name, address in found.items() if name not in on_disk}
 
     def move_weights(self, addresses: Mapping[str, int]) -> None:
@@ -325,7 +328,7 @@ class Runner:
 
     def run(self, program: DividedProgram, n_threads: int, state: StepBlock) -> None:
         """Execute a bound program; all devices are done when it returns."""
-        chosen = self._choose(program, state, may_cache=True)
+        chosen = self._choose(program, state, may_measure=True)
         if chosen.alone:
             whole = chosen.parts[CPU].program
             self.cpu.run_ops(whole, 0, len(whole.ops), n_threads)
@@ -340,16 +343,34 @@ class Runner:
             parts[name].finish()
         if program.cached is not None and self.expert_cache is not None:
             self.expert_cache.end()
+        if (trial := self._trial(program)) is not None:
+            trial.end()
+            for text in trial.news:
+                log(text)
+            trial.news.clear()
 
-    def _choose(self, program: DividedProgram, state: StepBlock, *, may_cache: bool = False) -> DividedProgram:
-        """Return the program for a step. With `may_cache`, the cache of experts decides whether it is used."""
+    def _trial(self, program: DividedProgram) -> StreamTrial | None:
+        """Return what times the variant that copies experts."""
+        trial = self._offload.trial if self._offload is not None else None
+        return trial if trial is not None and program.variants and program.variants[-1][0] == trial.least else None
+
+    def _variant(self, program: DividedProgram, n_tokens: int, *, measured: bool) -> DividedProgram:
+        trial = self._trial(program)
+        if trial is None or not measured:
+            return program.variant(n_tokens)
+        if trial.begin(n_tokens):
+            return program.variants[-1][1]
+        return program.variant(min(n_tokens, trial.least - 1))
+
+    def _choose(self, program: DividedProgram, state: StepBlock, *, may_measure: bool = False) -> DividedProgram:
+        """Return the program for a step. With `may_measure`, measured times may decide."""
         if program.cached is None and not program.variants:
             return program
-        n_tokens, cache = state.rows[Rows.TOKENS], self.expert_cache if may_cache else None
+        n_tokens, cache = state.rows[Rows.TOKENS], self.expert_cache if may_measure else None
         if program.cached is not None and cache is not None and cache.begin(n_tokens):
             program.chosen = program.cached
         else:
-            program.chosen = program.variant(n_tokens)
+            program.chosen = self._variant(program, n_tokens, measured=may_measure)
         return program.chosen
 
     def _wait_for(self, program: DividedProgram, split: GraphSplit) -> None:
@@ -389,7 +410,7 @@ class Runner:
 
     def timed(self, program: DividedProgram, n_threads: int, state: StepBlock, show: bool) -> Iterator[TimedOp]:
         """Execute op by op under a clock."""
-        chosen = self._choose(program, state, may_cache=True)
+        chosen = self._choose(program, state, may_measure=True)
         for name, part in chosen.parts.items():
             self.parts[name].begin(part, state)
         for split, number in zip(chosen.splits, chosen.numbers, strict=True):

@@ -19,7 +19,7 @@ import numpy as np
 from ikcli.engine.run.media import Span
 from ikcli.engine.run.runner import Runner
 from ikcli.engine.run.saved_sequence import Bytes, CacheKind, Checkpoint, SavedSequence
-from ikcli.errors import IkError
+from ikcli.errors import IkError, UnsupportedError
 from ikcli.gguf.types import TYPES, row_n_bytes
 from ikcli.graph import Cache, Per
 
@@ -89,6 +89,7 @@ class Sequences:
         self._spans: list[tuple[Span, ...]] = []
         self.version: list[int] = []  # changes when a sequence is replaced by another one
         self.settle: Callable[[int], None] | None = None  # called before rows of a sequence are saved or copied
+        self.encoded: dict[int, int] | None = None  # of an encoder-decoder: positions of the encoder, by sequence
         self.divide(n_seq)
 
     # --- how many, how long -----------------------------------------------------------------------------------------
@@ -109,6 +110,8 @@ class Sequences:
         self._passing = [-1] * self.n_seq
         self._spans = [()] * self.n_seq
         self.version = [max(self.version, default=0) + 1] * self.n_seq
+        if self.encoded is not None:
+            self.encoded.clear()
 
     # --- images -----------------------------------------------------------------------------------------------------
     def spans(self, seq: int) -> tuple[Span, ...]:
@@ -182,6 +185,8 @@ class Sequences:
         self._check(seq)
         if n >= self.n_past[seq]:
             return self.n_past[seq]
+        if self.encoded is not None and n < self.encoded.get(seq, 0):
+            return 0  # a text is encoded as a whole
         return self.kind.reach(n, self._first[seq], self._checkpoints[seq])
 
     def truncate(self, seq: int, n: int) -> int:
@@ -254,6 +259,7 @@ class Sequences:
     def save(self, seq: int, n_tokens: int) -> SavedSequence:
         """Return a copy of the first n_tokens positions of a sequence."""
         self._check(seq, n_tokens)
+        self._check_saves()
         if self.settle is not None:
             self.settle(seq)
         first = min(self._first[seq], n_tokens)
@@ -266,6 +272,7 @@ class Sequences:
         """Replace a sequence by the first n_tokens (default all) of a saved one; return how many it then has."""
         n = saved.n_tokens if n_tokens is None else n_tokens
         self._check(seq)
+        self._check_saves()
         if not 0 <= n <= min(saved.n_tokens, self.n_ctx):
             raise IkError(f"{n} cached tokens do not fit sequence {seq}, whose context is {self.n_ctx}; raise -c")
         fits = [p.shape for p in saved.parts] == self.shapes(saved.n_tokens, saved.first) and saved.kind == self.kind
@@ -341,6 +348,7 @@ class Sequences:
         Positions before `first` must be equal in both already.
         """
         self._check(src, n_tokens)
+        self._check_saves()
         if self.settle is not None:
             self.settle(src)
         known, own = self._known(src, n_tokens), self.reach(dst, first)
@@ -389,6 +397,8 @@ class Sequences:
                 self._runner.write_cells(cache, seq, part)
         if not n:
             self._first[seq] = 0
+            if self.encoded is not None:
+                self.encoded.pop(seq, None)
         self.n_past[seq] = n
         self._spans[seq] = tuple(s for s in self._spans[seq] if s.first < n)
 
@@ -413,6 +423,11 @@ class Sequences:
 
     def _write(self, cache: Cache, seq: int, first: int, rows: Bytes) -> None:
         self._runner.write_cells(cache, seq * self.n_ctx + first, rows)
+
+    def _check_saves(self) -> None:
+        """Raise UnsupportedError for an encoder-decoder, the length of whose text is not saved."""
+        if self.encoded is not None:
+            raise UnsupportedError("sequences of models with an encoder beside a decoder are not saved and restored")
 
     def _check(self, seq: int, n: int = 0) -> None:
         """Raise IkError unless the sequence exists and has n positions."""

@@ -21,11 +21,12 @@ from ikcli.backends.step_block import StepBlock
 from ikcli.engine.plan.devices import Machine, opened_gpus
 from ikcli.engine.plan.planner import Planner, PreparedRun
 from ikcli.engine.plan.program_plans import memory_of, plan_programs
-from ikcli.engine.plan.programs import EMBEDS, SHORT, output_bytes, record_graphs, step_tokens
+from ikcli.engine.plan.programs import EMBEDS, ENCODE, SHORT, output_bytes, record_graphs, step_tokens
 from ikcli.engine.plan.sizes import Sizes
 from ikcli.engine.run import gpus, host_memory, numa, session_log
 from ikcli.engine.run.adapters import Added
 from ikcli.engine.run.batch import Batch
+from ikcli.engine.run.encoder_decoder import EncoderTexts
 from ikcli.engine.run.encoders import longest_text
 from ikcli.engine.run.huge_weights import HugeWeights
 from ikcli.engine.run.media_places import MediaPlaces, places_of_text
@@ -62,7 +63,8 @@ class Session:
         self.runner, self.graphs, self.programs = prepared.runner, prepared.graphs, prepared.programs
         self._cached = prepared.cached
         self._cpus, self._notes = numa.plan_threads(self.config, self.runner.cpu.n_threads)
-        self.runner.cpu.cpus = prepared.model.cpus = self._cpus
+        self.runner.cpu.cpus = self._cpus
+        prepared.model.cpus = numa.home_of_weights(self.config, self._cpus)
         self._huge: HugeWeights | None = None
         self._tokenizer: Tokenizer | None = None
         rotated = f"{int(self.graph_config.k_hadamard)}{int(self.graph_config.v_hadamard)}"
@@ -76,6 +78,8 @@ class Session:
         self._n_chosen = top_k(self.model.hp, self.graph_config)
         self.heads = Heads(self) if self.graph_config.n_heads else None
         self.sequences.settle = self.heads.settle if self.heads is not None else None
+        start, n_most = self.model.hp.decoder_start, self.n_ubatch
+        self._texts = EncoderTexts(self.sequences, start, n_most, self._encode) if start >= 0 else None
         self._in_flight: deque[tuple[DividedProgram, int, int]] = deque()  # program, threads, outputs
         self._last: tuple[DividedProgram, int]  # program and threads of the last micro-batch
 
@@ -150,6 +154,7 @@ class Session:
             for kind in {"decode", "step"} & set(self.graphs):
                 experts.know(self.model, self.graphs[kind][0])
         self.runner.load(programs, self.model, self.config.mmap, self.run_plan.beside)
+        self.runner.cpu.mirror.make(self.model, self.runner.host_weights)
         self._huge, notes = host_memory.huge_weights(self.config, self.model, self.runner)
         try:
             media = self.graph_config.media
@@ -279,6 +284,11 @@ class Session:
         if not self.outputs.logits:
             raise IkError("the session was opened for embeddings and has no logits")
         self._settle()
+        if self._texts is not None:
+            batch = self._texts.read(batch)
+            if not len(batch):  # a part of a text that is encoded later
+                self._in_flight.append((self.programs["decode"], self.config.n_threads_batch, 0))
+                return
         n = len(batch)
         if n == 1 and not batch.media:
             self._next(batch.tokens.tolist(), batch.pos.tolist(), batch.seq.tolist(), int(batch.logits[0]))
@@ -298,13 +308,24 @@ class Session:
         if self.graph_config.media is None:
             if batch.media:
                 raise IkError("the session was opened without a projector and takes no images")
-            self.step_block.set(batch.tokens, batch.pos, out_ids, self._segments(batch))
+            pos, segments = batch.pos, self._segments(batch)
+            if self._texts is not None:
+                pos, segments = self._texts.placed(segments)
+            self.step_block.set(batch.tokens, pos, out_ids, segments)
             return
         placed = MediaPlaces(batch, self.sequences, self.graph_config.media, self.step_block.media_cols)
         segments = self._segments(placed.batch)
         placed.note(self.sequences)
         self.step_block.set(placed.batch.tokens, batch.pos, out_ids, segments)
         self.step_block.set_media(placed.places, placed.rows)
+
+    def _encode(self, tokens: npt.NDArray[np.int32], segments: Sequence[Segment]) -> None:
+        """Encode texts: keys and values for the decoder are in the caches then."""
+        self._check_ids(tokens)
+        pos = np.concatenate([np.arange(s.n_tokens, dtype=np.int32) for s in segments])
+        self.step_block.set(tokens, pos, np.zeros(0, np.int64), segments)
+        self._start(self.programs[ENCODE], self.config.n_threads_batch, 0)
+        self.collect()
 
     def _next(
         self,
@@ -322,7 +343,10 @@ class Session:
         sequences.check_each(seqs, pos)
         windows = [sequences.room(seq, 1) for seq in seqs] if sequences.has_windows else ()
         n_rows = n_outputs if self.heads is None else len(tokens)  # the states are those of output rows
-        self.step_block.set_step(tokens, pos, seqs, sequences.n_ctx, n_rows, windows)
+        if self._texts is not None:
+            self.step_block.set(np.array(tokens, np.int32), *self._texts.step(pos, seqs, n_rows))
+        else:
+            self.step_block.set_step(tokens, pos, seqs, sequences.n_ctx, n_rows, windows)
         if self.graph_config.media is not None:
             self.step_block.set_media(places_of_text(pos, [sequences.shift(seq) for seq in seqs]))
         n_past = sequences.n_past
@@ -424,6 +448,8 @@ class Session:
             raise IkError(f"a step of {len(batch)} tokens, but the session was opened for {self.n_step}")
         start = time.perf_counter()
         self._settle()
+        if self._texts is not None:
+            batch = self._texts.read(batch)
         out_ids = np.arange(len(batch))
         if batch.media:
             raise IkError("images are computed by decode and submit, not by step")
@@ -462,6 +488,11 @@ class Session:
         slower.
         """
         return self.step(batch) if len(batch) <= self.n_step else self.decode(batch)
+
+    @property
+    def encodes(self) -> bool:
+        """Return whether the model is an encoder beside a decoder: prompts are read as a whole then."""
+        return self._texts is not None
 
     @property
     def n_exact(self) -> int:

@@ -80,6 +80,7 @@ def tensor_shapes(head: Head, hp: HParams, tensors: Mapping[str, HasShape], pref
         rank = markov.shape[0]
         specs |= dict.fromkeys((MARKOV, "markov_w2.weight"), TensorSpec((rank, hp.n_vocab)))
         specs["conf_proj.weight"] = TensorSpec((own.n_embd + rank, 1), required=False)  # nothing uses it
+        specs["conf_proj.bias"] = TensorSpec((1,), required=False)
     for il in range(own.n_layer):
         layer = expected.attention_specs(own, il, bias=None, qk_norm=True, ffn_norm="post_attention_norm", fused=False)
         sinks = {"attn_sinks.weight": TensorSpec((own.n_head,), required=False)}

@@ -23,6 +23,12 @@ def refused(session: Session, model: ModelInfo, request: GenerationRequest) -> F
             "shorten it or start again with a larger -c"
         )
         return Failure(400, "exceed_context_size_error", text, {"n_prompt_tokens": n, "n_ctx": n_ctx})
+    if session.encodes and n > session.n_ubatch:
+        text = f"the request ({n} tokens) exceeds the {session.n_ubatch} tokens that the encoder reads at once; "
+        text += "shorten it, or start again with a larger -ub"
+        return Failure(400, "exceed_context_size_error", text, {"n_prompt_tokens": n, "n_ctx": session.n_ubatch})
+    if session.encodes and request.prompt_logprobs:
+        return invalid("tokens of a prompt have no log-probabilities: an encoder reads it as a whole")
     media = session.graph_config.media
     widest = max((one.picture.n_tokens for one in request.pictures), default=0)
     if media is not None and media.both and widest > session.n_ubatch:

@@ -249,7 +249,7 @@ class Worker(Steps):
         if not request.prompt:
             self._send(task, generation.final(slot.n_past))
             return
-        reuse = request.cache_prompt and not request.prompt_logprobs
+        reuse = request.cache_prompt and not request.prompt_logprobs and not self.session.encodes
         added = self.added.of_request(task.request.lora)
         reused = self._reuse.fetch(slot, task.prompt, added) if reuse else Reused(self._reuse.replace(slot, 0))
         n = self.session.truncate(slot.id, reused.n)

@@ -3,6 +3,7 @@
 The layout is that of `kernels/activations.py`.
 """
 
+import copy
 import functools
 
 import llvmlite.ir as ir
@@ -10,6 +11,13 @@ import llvmlite.ir as ir
 from ikcli.backends.cpu.tile_modes import first_sum
 from ikcli.native.simd.emit import I32
 from ikcli.native.simd.vec import call_llvm, const_vector, f32x8, f32x16, i32x8, i32x16, llvm_type, pointer, splat_value
+
+# bytes of 256 columns
+_STEP_BYTES = {
+    **dict.fromkeys(("codes_at", "second_at"), 256),
+    **dict.fromkeys(("sums_at", "s16_at", "sums_apart_at"), 64),
+    **dict.fromkeys(("d_at", "s_at"), 32),
+}
 
 
 class ActivationRow:
@@ -27,6 +35,20 @@ class ActivationRow:
         self.second_at = e.offset(end, past)
         whole = e.b.and_(e.offset(k, 255), e.int(-256))
         self.sums_apart_at = e.offset(self.second_at, whole)  # plain AVX2 only
+
+    def at_step(self, e, i):
+        """Return the row from step i on: what follows sees it as a row of its own, whose step 0 is step i."""
+        places = {name: e.offset(at, e.times(i, _STEP_BYTES[name])) for name, at in vars(self).items()}
+        return self._at({name: e.opaque(at) for name, at in places.items()})
+
+    def moved(self, e, by):
+        """Return the row that is `by` bytes further on."""
+        return self._at({name: e.offset(at, by) for name, at in vars(self).items()})
+
+    def _at(self, places):
+        other = copy.copy(self)
+        vars(other).update(places)
+        return other
 
     def scales(self, e, i, valid):
         """Load the scales of the blocks of step i (f32x8); zeros beyond `valid` of them."""

@@ -41,7 +41,11 @@ def make_start_rows(more):
     of the positions that the task sees, `is_first`: whether this is the first part of the task.
     """
     has_windows, has_sinks, first_seen = "w" in more, "s" in more, make_first_seen(more)
-    sees_all, has_distance, has_ranges = "b" in more or "i" in more or "p" in more, "d" in more, "r" in more
+    sees_all, has_distance, has_ranges = (
+        "b" in more or "i" in more or "p" in more or "x" in more,
+        "d" in more,
+        "r" in more,
+    )
     has_table = "t" in more
 
     @inline

@@ -3,8 +3,8 @@
 Factories have an argument `more`: letters of the features that an op needs beyond causal attention. w: windows or
 chunks; s: sinks; c: a soft cap of scores; b: both directions; d: scores weakened by distance; t: a table of what
 scores gain by distance; i: chosen positions (attention_sparse.py); p: positions and entries (attention_pooled.py);
-r: ranges of positions that come with tokens, whose ends do not decrease. A kernel contains no
-code for letters that it lacks.
+x: all positions of an encoder; r: ranges of positions that come with tokens, whose ends do not decrease. A kernel
+contains no code for letters that it lacks.
 """
 
 import numpy as np
@@ -127,6 +127,13 @@ def make_end_seen(more):
             return max(position + n_tokens, ld_i32(place(params, token + n_tokens - 1) + SEEN_END))
 
         return end_of_range
+    if "x" in more:
+
+        @inline
+        def end_of_encoder(params, segment, token, position, n_tokens):
+            return segment_word(segment, SEG_CELL) - window_cell(params, segment) + 1
+
+        return end_of_encoder
     if "b" not in more:
 
         @inline

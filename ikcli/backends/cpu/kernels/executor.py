@@ -1,14 +1,16 @@
 """Walk a program: every op is cut into n_threads parts, which free threads claim and execute.
 
-A program is entries of int64 words: kernel address, params address, bytes that a row moves (0 = many). An op starts
-when all parts of the op before it are done. Threads never wait for a thread that has not started a part: on a busy
-machine, where one of the threads may be off its core for milliseconds, the others do its parts. A thread that must wait
-spins for a few microseconds, then yields the core each time round. One thread claims adjacent ops that move few bytes
-together, because handing an op over from core to core takes longer than the op itself.
+A program is entries of int64 words: kernel address, params address, bytes that a row moves (0 = many), bytes from
+params to those of the next NUMA node (0 = nodes have none of their own). An op starts when all parts of the op before
+it are done. Threads never wait for a thread that has not started a part: on a busy machine, where one of the threads
+may be off its core for milliseconds, the others do its parts. A thread that must wait spins for a few microseconds,
+then yields the core each time round. One thread claims adjacent ops that move few bytes together, because handing an
+op over from core to core takes longer than the op itself.
 
 Shared block (int64 words, one cache line apart so that threads do not fight over them):
     0 parts claimed   8 parts done (both count over all jobs)   16 epoch: number of the job, then the job:
     17 program   18 n_ops   19 n_threads   20 parts claimed at its start   24 status   32 stop
+    40 node of thread 0, 41 of thread 1, ... (which of the params of an op it uses)
 A kernel's dynamic work counter is the int64 at params - WORK; the thread that starts the next op clears it.
 """
 
@@ -19,6 +21,7 @@ from ikcli.native.jit import inline
 from ikcli.native.simd.control import atomic_add, atomic_cas, atomic_load, atomic_store, call_kernel, pause, yield_cpu
 
 CLAIMED, DONE, EPOCH, PROGRAM, N_OPS, N_THREADS, BASE, STATUS, STOP = 0, 64, 128, 136, 144, 152, 160, 192, 256
+NODES = 320
 ENTRY = 32  # bytes of an entry of a program
 _ALONE = 32768  # bytes that one thread moves faster than two agree
 _SPINS = 1000
@@ -38,13 +41,14 @@ def relax(spins):
 
 
 @inline
-def run_part(sync, program, i, part, n_threads):
+def run_part(sync, program, i, part, n_threads, node):
     """Execute one part of op i; the first part of an op clears the work counter of the op before it."""
     if part == 0 and i > 0:
         # Not by the op itself at its end: only now are all of its parts done, so no thread reads the counter any more.
         atomic_store(atomic_load(program + ENTRY * (i - 1) + 8) - WORK, 0)
     entry = program + ENTRY * i
-    status = call_kernel(atomic_load(entry), atomic_load(entry + 8), part, n_threads)
+    params = atomic_load(entry + 8) + node * atomic_load(entry + 24)
+    status = call_kernel(atomic_load(entry), params, part, n_threads)
     if status != 0:
         atomic_store(sync + STATUS, i + 1)
 
@@ -63,7 +67,7 @@ def n_alone(program, i, n_ops):
 
 
 @inline
-def help_job(sync, program, n_ops, n_threads, base):
+def help_job(sync, program, n_ops, n_threads, base, node):
     """Claim and execute parts until all are claimed."""
     end = base + n_ops * n_threads
     spins = 0
@@ -83,9 +87,9 @@ def help_job(sync, program, n_ops, n_threads, base):
         # A failed exchange means that another thread took this part: look again.
         if atomic_cas(sync + CLAIMED, claim, claim + parts) != 0:
             for j in range(i, i + alone):
-                run_part(sync, program, j, 0, 1)
+                run_part(sync, program, j, 0, 1, node)
             if alone == 0:
-                run_part(sync, program, i, part, n_threads)
+                run_part(sync, program, i, part, n_threads, node)
             atomic_add(sync + DONE, parts)
             spins = 0
 
@@ -95,9 +99,10 @@ def make_launch():
 
     def launch(sync, program, n_ops, n_threads):
         atomic_store(sync + STATUS, 0)
+        node = atomic_load(sync + NODES)
         if n_threads == 1:
             for i in range(n_ops):
-                run_part(sync, program, i, 0, 1)
+                run_part(sync, program, i, 0, 1, node)
         else:
             # Counters are never reset: a worker that still holds old numbers finds no part left to claim.
             base = atomic_load(sync + CLAIMED)
@@ -107,7 +112,7 @@ def make_launch():
             atomic_store(sync + N_THREADS, n_threads)
             atomic_store(sync + BASE, base)
             atomic_add(sync + EPOCH, 1)
-            help_job(sync, program, n_ops, n_threads, base)
+            help_job(sync, program, n_ops, n_threads, base, node)
             spins = 0
             # All parts are claimed; wait for those that other threads are still executing.
             while atomic_load(sync + DONE) < base + n_ops * n_threads:
@@ -124,6 +129,7 @@ def make_worker():
 
     def worker(sync, ith, epoch):
         idle = 0
+        node = atomic_load(sync + NODES + 8 * ith)
         while idle < _IDLE_YIELDS:
             now = atomic_load(sync + EPOCH)
             if now == epoch or now % 2 == 1:
@@ -139,7 +145,7 @@ def make_worker():
             epoch = now
             idle = 0
             if ith < n_threads:
-                help_job(sync, program, n_ops, n_threads, base)
+                help_job(sync, program, n_ops, n_threads, base, node)
         return epoch
 
     return worker, 3, True

@@ -6,7 +6,7 @@ group, `k` the number of columns. Tile modes and layout: `tile_modes.py`. Activa
 
 from ikcli.backends.cpu.kernels.group_dot import group_dot
 from ikcli.backends.cpu.kernels.groupformat import GroupFormat, unpack_group
-from ikcli.backends.cpu.kernels.row_dot import row_dot
+from ikcli.backends.cpu.kernels.row_dot import MOST_ROWS, row_dot, row_dots
 from ikcli.backends.cpu.kernels.row_dot_arm64 import row_dot_arm64
 from ikcli.backends.cpu.kernels.row_dot_avx2 import row_dot_avx2
 from ikcli.backends.cpu.kernels.unpack_tile import unpack_tile
@@ -21,29 +21,43 @@ def few_dots(fmt):
     Strides are in bytes. A group is decoded once for several activation rows; each result is that of the row alone, bit
     for bit.
     """
-    alone = row_dot_arm64 if isa.current().is_arm64 else row_dot
-    make = group_dot if isinstance(fmt, GroupFormat) else alone
-    if not {"avx512vnni", "avxvnni", "dotprod"} & isa.current().features:
-        # dot products take most of the time there, and a lot of code
-        dot1 = row_dot_avx2(fmt) if make is row_dot and isa.current().plain_avx2 else make(fmt, 1)
+    # Elsewhere dot products take most of the time, and a lot of code.
+    has_dots = bool({"avx512vnni", "avxvnni", "dotprod"} & isa.current().features)
+    if isinstance(fmt, GroupFormat) or isa.current().is_arm64:
+        make = group_dot if isinstance(fmt, GroupFormat) else row_dot_arm64
+        return _by_powers_of_two(*(make(fmt, n) for n in (1, 2, 4))) if has_dots else _one_by_one(make(fmt, 1))
+    if has_dots:
+        return _looped(row_dot(fmt), row_dots(fmt))
+    return _one_by_one(row_dot_avx2(fmt) if isa.current().plain_avx2 else row_dot(fmt))
 
-        @inline
-        def one_by_one(w, a, a_stride, m, k, out, out_stride):
-            for t in range(m):
-                dot1(w, a + t * a_stride, a_stride, k, out + t * out_stride, out_stride)
 
-        return one_by_one
-    dot1, dot2, dot4 = (make(fmt, n) for n in (1, 2, 4))
-    wide = fmt.rows == 1 and not isa.current().is_arm64
-    most = 8 if wide and fmt.mode.endswith("32") else 4  # whose sums fit into registers
-    dot_most = make(fmt, most)
-
+def _one_by_one(dot1):
     @inline
     def dots(w, a, a_stride, m, k, out, out_stride):
-        while m >= most:
-            dot_most(w, a, a_stride, k, out, out_stride)
-            a, out, m = a + most * a_stride, out + most * out_stride, m - most
-        if m >= 4:
+        for t in range(m):
+            dot1(w, a + t * a_stride, a_stride, k, out + t * out_stride, out_stride)
+
+    return dots
+
+
+def _looped(dot1, dot_some):
+    @inline
+    def dots(w, a, a_stride, m, k, out, out_stride):
+        while m > 1:
+            n = min(m, MOST_ROWS)
+            dot_some(w, a, a_stride, n, k, out, out_stride)
+            a, out, m = a + n * a_stride, out + n * out_stride, m - n
+        if m:
+            dot1(w, a, a_stride, k, out, out_stride)
+
+    return dots
+
+
+def _by_powers_of_two(dot1, dot2, dot4):
+    # Decoding is a small part of these products: a loop over activation rows, with codes in memory, takes longer.
+    @inline
+    def dots(w, a, a_stride, m, k, out, out_stride):
+        while m >= 4:
             dot4(w, a, a_stride, k, out, out_stride)
             a, out, m = a + 4 * a_stride, out + 4 * out_stride, m - 4
         if m >= 2:

@@ -37,7 +37,7 @@ def group_dot(fmt, n_tokens):
             n_lanes = _lanes_of_sums(fmt)
             totals = [e.variable(ir.Constant(ir.VectorType(F32, n_lanes), None)) for _ in rows]
             for i, at_w, valid in steps(e, fmt, e.offset(w, fmt.header_bytes), k):
-                prefetch_step(e, fmt, at_w)
+                prefetch_step(e, fmt, at_w, several=n_tokens > 1)
                 tokens = [_Token(e, fmt, mode, x, i, valid) for x in rows]
                 _dot_step(e, fmt, mode, at_w, row, tokens)
                 for t, total in zip(tokens, totals, strict=True):

@@ -17,95 +17,154 @@ from ikcli.backends.cpu.kernels.activation_row import ActivationRow, without_bia
 from ikcli.backends.cpu.kernels.row_emitter import RowEmitter
 from ikcli.backends.cpu.kernels.rowformat import prefetch_step, steps
 from ikcli.backends.cpu.kernels.vector_emitter import indices
-from ikcli.backends.cpu.tile_modes import most_code
+from ikcli.backends.cpu.tile_modes import FIRST_SUM_F32, first_sum, most_code
 from ikcli.native.simd.lanes import folded
-from ikcli.native.simd.vec import f32x8, f32x16, i8x64, i32x16, llvm_type
+from ikcli.native.simd.vec import const_vector, f32x8, f32x16, i8x64, i32x16, llvm_type, pointer
 
 _TWICE = [i // 2 for i in range(16)]
+MOST_ROWS = 16  # that a weight row is decoded for at a time; their sums are on the stack
 
 
 class _Token:
-    """One activation row, and its running sums: of products with codes, and with minima."""
+    """One activation row, and pointers to its running sums: of products with codes, and with minima."""
 
-    def __init__(self, e, fmt, mode, a, k):
-        self.mode = mode
-        self.row = ActivationRow(e, a, k)
-        self.most = most_code(fmt, mode)
-        self.sum = e.variable(e.zero(f32x16))
-        self.low = e.variable(e.zero(f32x16)) if mode.startswith("m") else None
+    def __init__(self, fmt, row, sums, n_chains):
+        self.mode, self.row, self.sums = fmt.mode, row, sums
+        self.most = most_code(fmt, fmt.mode)
+        # Two chains of dot products have half the latency; beside other activation rows, one is less work.
+        self.n_chains = n_chains
+        self.starts_high = False
 
-    def begin(self, e, fmt, w, scales, minima, i, valid):
+    def begin(self, e, fmt, scales, minima, shifted, i, valid):
         """Load the scales of step i times those of the activations, and the start values of the integer sums."""
         d = self.row.scales(e, i, valid)
         self.scales = e.mul(scales, d) if self.mode.endswith("32") else e.mul(scales, e.pick(d, _TWICE))
-        self.dots = [e.zero(i32x16), e.zero(i32x16)]  # two: half the latency
+        self.dots = [e.zero(i32x16) for _ in range(self.n_chains)]
         if self.mode == "m32":
             # Of the width of the other sums, so that both are folded together at the end.
-            self.add(e, self.low, _widen(e, minima), _widen(e, self.row.scaled_sums(e, i, valid, 1)))
+            self.add(e, self.sums[1], _widen(e, minima), _widen(e, self.row.scaled_sums(e, i, valid, 1)))
         elif self.mode == "m16":
-            self.add(e, self.low, minima, self.row.scaled_sums(e, i, valid, 2))
+            self.add(e, self.sums[1], minima, self.row.scaled_sums(e, i, valid, 2))
         else:
             # Codes are value + bias. Starting from -bias * (sum of activations) keeps integer sums exact.
-            plain, shifted = without_bias(e, fmt, e.load(i32x16, e.offset(self.row.sums_at, e.times(i, 64))))
-            on = fmt.shifted_blocks(e, w)
-            if on is not None and on.type.count == 8:
-                on = e.pick(on, _TWICE)
-            self.dots[0] = plain if on is None else e.b.select(on, shifted, plain)
+            sums = e.load(i32x16, e.offset(self.row.sums_at, e.times(i, 64)))
+            # The bits of such a sum, read as a float, are the sum plus a constant (`tile_modes.first_sum`). Behind the
+            # last block there may be any bits, those of NaN too.
+            self.starts_high = bool(first_sum()) and fmt.bias == 128 and not fmt.shift and valid is None
+            if self.starts_high:
+                self.dots[0] = sums
+                return
+            plain, more = without_bias(e, fmt, sums)
+            self.dots[0] = plain if shifted is None else e.b.select(shifted, more, plain)
 
     def dot(self, e, n, codes, i):
         """Add columns 4n .. 4n+3 of every block of step i."""
         x = e.load(i8x64, e.offset(self.row.second_at, e.times(i, 256), 64 * n))
-        self.dots[n % 2] = e.dot(self.dots[n % 2], codes, x, self.most)
+        chain = n % self.n_chains
+        self.dots[chain] = e.dot(self.dots[chain], codes, x, self.most)
 
     def finish(self, e):
         """Add the step to the sum."""
         scales = e.pick(self.scales, _TWICE) if self.scales.type.count == 8 else self.scales
-        self.add(e, self.sum, e.to_f32(e.b.add(*self.dots)), scales)
+        total = functools.reduce(e.b.add, self.dots)
+        if self.starts_high:
+            v = e.b.fsub(e.b.bitcast(total, llvm_type(f32x16)), const_vector(f32x16, [FIRST_SUM_F32] * 16))
+        else:
+            v = e.to_f32(total)
+        self.add(e, self.sums[0], v, scales)
 
     def add(self, e, slot, x, y):
         """Add x * y to a sum."""
         e.b.store(e.fused(x, y, e.b.load(slot)), slot)
 
     def total(self, e):
-        v = e.b.load(self.sum)
-        return folded(e.b, v if self.low is None else e.b.fadd(v, e.b.load(self.low)), 1)
+        return folded(e.b, functools.reduce(e.b.fadd, [e.b.load(slot) for slot in self.sums]), 1)
 
 
 @functools.cache
-def row_dot(fmt, n_tokens):
-    """Return dot(w, a, a_stride, k, out, out_stride): out[t] for n_tokens activation rows (strides in bytes)."""
-    mode = fmt.mode
+def row_dot(fmt):
+    """Return dot(w, a, a_stride, k, out, out_stride): out[0] for one activation row; strides are unused."""
+    has_minima = fmt.mode[0] == "m"
 
     @intrinsic
     def dot(typingctx, w, a, a_stride, k, out, out_stride):
         def codegen(context, builder, sig, args):
-            w, a, a_stride, k, out, out_stride = args
+            w, a, _, k, out, _ = args
             e = RowEmitter(builder)
-            tokens = [_Token(e, fmt, mode, e.opaque(e.offset(a, e.times(a_stride, t))), k) for t in range(n_tokens)]
-            row = fmt.header(e, w)
+            sums = [e.variable(e.zero(f32x16)) for _ in range(1 + has_minima)]
+            x, row = _Token(fmt, ActivationRow(e, e.opaque(a), k), sums, n_chains=2), fmt.header(e, w)
             for i, at_w, valid in steps(e, fmt, e.offset(w, fmt.header_bytes), k):
                 prefetch_step(e, fmt, at_w)
-                # Scales, minima and codes are decoded once, for all activation rows.
-                scales = fmt.scales(e, at_w, row)
-                minima = fmt.minima(e, at_w, row) if mode.startswith("m") else None
-                for t in tokens:
-                    t.begin(e, fmt, at_w, scales, minima, i, valid)
-                quarters = fmt.quarters(e, at_w)
-                if quarters is None:  # the format decodes in the order of columns
-                    quarters = _by_quarters(e, [fmt.dot_codes(e, at_w, j) for j in range(4)])
-                # A vector of codes serves all activation rows while it is in a register.
-                for n, codes in enumerate(quarters):
-                    for t in tokens:
-                        t.dot(e, n, codes, i)
-                for t in tokens:
-                    t.finish(e)
-            for n, t in enumerate(tokens):
-                e.store(t.total(e), e.offset(out, e.times(out_stride, n)))
+                x.begin(e, fmt, *_factors(e, fmt, at_w, row), i, valid)
+                for n, codes in enumerate(_codes(e, fmt, at_w)):
+                    x.dot(e, n, codes, i)
+                x.finish(e)
+            e.store(x.total(e), out)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 6), codegen
 
     return dot
+
+
+@functools.cache
+def row_dots(fmt):
+    """Return dots(w, a, a_stride, m, k, out, out_stride): out[t] for m <= MOST_ROWS activation rows; strides in bytes.
+
+    The sums of each are those of `row_dot`, in a loop that covers any number of them.
+    """
+    has_minima = fmt.mode[0] == "m"
+
+    @intrinsic
+    def dots(typingctx, w, a, a_stride, m, k, out, out_stride):
+        def codegen(context, builder, sig, args):
+            w, a, a_stride, m, k, out, out_stride = args
+            e = RowEmitter(builder)
+            rooms = [e.room(64 * MOST_ROWS) for _ in range(1 + has_minima)]
+
+            def token(first, t):
+                slots = [pointer(builder, e.offset(at, e.times(t, 64)), llvm_type(f32x16)) for at in rooms]
+                return _Token(fmt, first.moved(e, builder.mul(t, a_stride)), slots, n_chains=1)
+
+            first, row = ActivationRow(e, e.opaque(a), k), fmt.header(e, w)
+            with e.loop(m) as t:
+                for slot in token(first, t).sums:
+                    builder.store(e.zero(f32x16), slot)
+            for i, at_w, valid in steps(e, fmt, e.offset(w, fmt.header_bytes), k):
+                prefetch_step(e, fmt, at_w, several=True)
+                # Decoded once, for all activation rows, and kept in registers.
+                factors, vectors, here = _factors(e, fmt, at_w, row), list(_codes(e, fmt, at_w)), first.at_step(e, i)
+                with e.loop(m) as t:
+                    x = token(here, t)
+                    x.begin(e, fmt, *factors, e.int(0), valid)
+                    for n, codes in enumerate(vectors):
+                        x.dot(e, n, codes, e.int(0))
+                    x.finish(e)
+            with e.loop(m) as t:
+                e.store(token(first, t).total(e), e.offset(out, builder.mul(t, out_stride)))
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 7), codegen
+
+    return dots
+
+
+def _factors(e, fmt, w, row):
+    """Return the scales of a step, its minima or None, and the mask of its shifted blocks or None."""
+    if fmt.mode[0] == "m":
+        return fmt.scales(e, w, row), fmt.minima(e, w, row), None
+    scales, shifted = fmt.scales(e, w, row), fmt.shifted_blocks(e, w)
+    if shifted is not None and shifted.type.count == 8:
+        shifted = e.pick(shifted, _TWICE)
+    return scales, None, shifted
+
+
+def _codes(e, fmt, w):
+    """Return four vectors: lane b of vector n has columns 4n .. 4n+3 of block b of 16."""
+    quarters = fmt.quarters(e, w)
+    if quarters is None:  # the format decodes in the order of columns
+        return _by_quarters(e, [fmt.dot_codes(e, w, j) for j in range(4)])
+    return quarters
 
 
 def _by_quarters(e, codes):

@@ -3,8 +3,8 @@
 A `RowFormat` says how 256 columns ("a step") of a stored row become 64-byte vectors of unsigned codes, scales, minima.
 From that description two functions are generated as LLVM IR:
 
-* `row_dot(format, n)` (`row_dot.py`, `row_dot_avx2.py`): the row times n quantized activation rows, from memory
-  (generation),
+* `row_dot(format)` and `row_dots(format)` (`row_dot.py`; also `row_dot_avx2.py`, `row_dot_arm64.py`): the row times one
+  quantized activation row or several, from memory (generation),
 * `dequantize_row(format)`: the row as floats (embeddings). Prompts unpack 16 rows at once: `unpack_tile.py`.
 
 Tile modes, and what a value is in each: `tile_modes.py`. For symmetric modes (s32, s16) codes are value + 128; the
@@ -127,15 +127,16 @@ def steps(e, fmt, w, k):
         yield whole, at, e.b.lshr(rest, e.int(5))
 
 
-def prefetch_step(e, fmt, at):
+def prefetch_step(e, fmt, at, several=False):
     """Prefetch the data that is read some steps later; the next rows follow in memory.
 
     Wide rows and groups are read faster if most of that is left to the hardware prefetcher, which only stops at the end
-    of a page. It does not foresee steps that are not read from front to back.
+    of a page. It does not foresee steps that are not read from front to back, and falls behind where `several`
+    activation rows are read between two steps.
     """
     if fmt.read_in_two_places:
         ahead, every, level = _FAR_BYTES, 64, 2
-    elif fmt.step_bytes > fmt.rows * (_NARROW_ROW if fmt.rows == 1 else _NARROW_GROUP):
+    elif not several and fmt.step_bytes > fmt.rows * (_NARROW_ROW if fmt.rows == 1 else _NARROW_GROUP):
         ahead, every, level = _PREFETCH_BYTES, _SPARSE_BYTES, 2
     else:
         ahead, every, level = _PREFETCH_BYTES, 64, 1

@@ -8,29 +8,30 @@ DI float part_dot(const float* q, const float* k, int width) {
   for (int i = 0; i < width; i++) s = fmaf(q[i], k[i], s);
   return s;
 }
-// Shared memory per warp: query [w0 + w1], sums [dv], probabilities [32].
+// Shared memory per warp: query [w0 + w1], sums [dv], probabilities [32], rows [32].
+// `chosen`: lists of up to `most` cells that tokens see (attn_index.cu), or null.
 extern "C" __global__ void __launch_bounds__(128, 4)
 attn_any(const i64* st, const float* q0, i64 q0_row, int q0_head, int q0_width, const float* q1, i64 q1_row, int q1_head,
          int q1_width, const float* k0, i64 k0_row, int k0_head, int k0_width, const float* k1, i64 k1_row, int k1_head,
          int k1_width, const float* v, i64 v_row, int v_head, int dv, float* out, int n_head, int n_head_kv, float scale,
-         int window, int chunk, const float* sinks, float softcap, int seen) {
+         int window, int chunk, const float* sinks, float softcap, int seen, const int* chosen, int most) {
   SMEM_DECL
   const int lane = threadIdx.x & 31, w = threadIdx.x >> 5, dk = q0_width + q1_width;
   const i64 i = (i64)blockIdx.x * 4 + w;
   if (i >= st[ST_TOKENS] * n_head) return;
   const i64 token = i / n_head;
   const int head = i % n_head, kv_head = head / (n_head / n_head_kv);
-  const i64* segment = step_segments(st);
-  while (token >= segment[SEG_START] + segment[SEG_TOKENS]) segment += SEG_WORDS;
+  const i64* segment = segment_of(st, token);
   const int at = (int)(segment[SEG_POS] + (token - segment[SEG_START]));
   const Reach reach = reach_of(st, segment, {window, chunk}, seen, token, at);
-  const int first = reach.from, n_kv = reach.last + 1;
+  const int first = reach.from, n_kv = chosen ? min(at + 1, most) : reach.last + 1;
   const Cap cap = cap_of(softcap * LOG2E);
   const i64 row0 = segment[SEG_KV_START];
 
-  float* q = (float*)smem_raw + w * (dk + dv + 32);
+  float* q = (float*)smem_raw + w * (dk + dv + 64);
   float* sum = q + dk;
   float* p = sum + dv;
+  int* rows = (int*)(p + 32);
   for (int c = lane; c < dk; c += 32)
     q[c] = c < q0_width ? q0[token * q0_row + (i64)head * q0_head + c]
                         : q1[token * q1_row + (i64)head * q1_head + (c - q0_width)];
@@ -43,8 +44,10 @@ attn_any(const i64* st, const float* q0, i64 q0_row, int q0_head, int q0_width, 
   for (int pos = first; pos < n_kv; pos += 32) {
     float s = -INFINITY;
     if (pos + lane < n_kv) {
-      s = part_dot(q, k0_rows + (pos + lane) * k0_row, k0_width);
-      if (k1_width) s += part_dot(q + k0_width, k1_rows + (pos + lane) * k1_row, k1_width);
+      const i64 row = chosen ? chosen[token * most + pos + lane] - segment[SEG_CELL] : pos + lane;
+      rows[lane] = (int)row;
+      s = part_dot(q, k0_rows + row * k0_row, k0_width);
+      if (k1_width) s += part_dot(q + k0_width, k1_rows + row * k1_row, k1_width);
       s *= scale * LOG2E;
       if (cap.cap > 0.f) s = capped(cap, s);
     }
@@ -55,7 +58,7 @@ attn_any(const i64* st, const float* q0, i64 q0_row, int q0_head, int q0_width, 
     warp_sync();
     for (int c = lane; c < dv; c += 32) {
       float x = sum[c] * alpha;
-      for (int k = 0; k < min(32, n_kv - pos); k++) x = fmaf(p[k], v_rows[(pos + k) * v_row + c], x);
+      for (int k = 0; k < min(32, n_kv - pos); k++) x = fmaf(p[k], v_rows[rows[k] * v_row + c], x);
       sum[c] = x;
     }
     warp_sync();

@@ -39,10 +39,12 @@ DI void q8_pairs(u32& a, u32& b, u32 x, u32 low, u32 high, u32 d) {
   b = hmul2(hsub2(prmt(x, 0x64646464u, high), 0x64806480u), d);
 }
 
-template <int ROWS, int BN, int ST, int KVT>
+// SPARSE: the positions of a token are the entries of its row of `chosen`, cells of the cache, and a tile has rows of one
+// token. Lists are divided into equal parts of `most` entries, whatever their lengths.
+template <int ROWS, int BN, int ST, int KVT, bool SPARSE = false>
 DI void mla_body(const i64* st, const float* q_rope, i64 rope_row, int rope_head, const float* q_latent, i64 latent_row,
                  int latent_head, const u8* kv, i64 n_cells, int type, int place, float* out, float* parts, float* stats,
-                 int heads, const Split& split, float scale) {
+                 int heads, const Split& split, float scale, const int* chosen = nullptr, int most = 0) {
   using L = MlaLayout<ROWS, BN, ST, KVT>;
   constexpr bool BF = KVT == KT_BF16, Q8 = KVT == KT_Q8_0, PIPE = L::stages >= 3;
   constexpr int MT = ROWS / 16, NT = MLA_THREADS;
@@ -51,8 +53,9 @@ DI void mla_body(const i64* st, const float* q_rope, i64 rope_row, int rope_head
   const int tid = threadIdx.x, lane = tid & 31, w = tid >> 5, ks = w & 3, p0 = (w >> 2) * (BN / 2);
   constexpr View view = {0, 0};
   Tile t;
-  if (!find_tile(st, blockIdx.x, ROWS, heads, view, split, t)) return;
-  const Range range = part_range(t, view, split, blockIdx.y, heads);
+  if (SPARSE ? !token_tile(st, blockIdx.x, ROWS, heads, most, t) : !find_tile(st, blockIdx.x, ROWS, heads, view, split, t))
+    return;
+  const Range range = SPARSE ? list_range(t, split, blockIdx.y, most) : part_range(t, view, split, blockIdx.y, heads);
   const int lo = range.lo, hi = range.hi;
   const int n_tiles = (hi - lo + BN - 1) / BN;
   // First row of the result, or of the partial one, and how many rows there are: not in registers during the loop.
@@ -66,7 +69,10 @@ DI void mla_body(const i64* st, const float* q_rope, i64 rope_row, int rope_head
     }
     if (tid == 0) result[0] = slot, result[1] = n_rows;
   }
-  const i64 base = row_base(st, t, place);
+  const i64 base = SPARSE ? 0 : row_base(st, t, place);
+  const int* const list = SPARSE ? chosen + t.token0 * most : nullptr;
+  // The cell of this lane's row of the next tile, read a tile ahead.
+  int cell = SPARSE && KVT != KT_ANY && n_tiles > 0 ? list[min(lo + (tid >> 3), hi - 1)] : 0;
   const KvTensor tensor = kv_tensor(kv, n_cells, MLA_DK / 32, type);
 
   // Turns of 256 lanes that read a tile; all are fetched ahead where registers allow it.
@@ -75,7 +81,8 @@ DI void mla_body(const i64* st, const float* q_rope, i64 rope_row, int rope_head
   auto fetch = [&](Raw16& r, int turn, int j) {
     const int i = tid + turn * NT, pos = lo + j * BN + i / (MLA_DK / 16);
     kv_clear(r);
-    if (i < GROUPS && j < n_tiles && pos < hi) kv_load_codes(r, tensor, base + pos, i % (MLA_DK / 16));
+    if (i < GROUPS && j < n_tiles && pos < hi)
+      kv_load_codes(r, tensor, SPARSE ? (i64)list[pos] : base + pos, i % (MLA_DK / 16));
   };
   auto unpack = [&](const Raw16& r, int turn) {
     const int i = tid + turn * NT, row = i / (MLA_DK / 16), g = i % (MLA_DK / 16);
@@ -94,7 +101,8 @@ DI void mla_body(const i64* st, const float* q_rope, i64 rope_row, int rope_head
       if (j < n_tiles) {  // eight threads per position: steps of 128 bytes
         const int r = tid >> 3, c = tid & 7, pos = lo + j * BN + r;
         const bool ok = pos < hi;
-        const i64 at = base + (ok ? pos : lo);
+        const i64 at = SPARSE ? (i64)cell : base + (ok ? pos : lo);
+        if constexpr (SPARSE) cell = list[min(pos + BN, hi - 1)];
         u8* stage = smem_raw + j % ST * L::stage;
         if constexpr (Q8) {
           u8* to = stage + mla_code(r, c);
@@ -372,4 +380,12 @@ DI void mla_body(const i64* st, const float* q_rope, i64 rope_row, int rope_head
        int heads, int n_split, int fixed, float scale) {                                                               \
     mla_body<ROWS, BN, ST, KVT>(st, q_rope, rope_row, rope_head, q_latent, latent_row, latent_head, kv, n_cells, type, \
                                 place, out, parts, stats, heads, {n_split, fixed, BN}, scale);                         \
+  }
+#define ATTN_MLA_SPARSE(NAME, ROWS, BN, ST, KVT)                                                                       \
+  extern "C" __global__ void __launch_bounds__(256, 1)                                                                 \
+  NAME(const i64* st, const float* q_rope, i64 rope_row, int rope_head, const float* q_latent, i64 latent_row,         \
+       int latent_head, const u8* kv, i64 n_cells, int type, float* out, float* parts, float* stats, int heads,        \
+       int n_split, float scale, const int* chosen, int most) {                                                        \
+    mla_body<ROWS, BN, ST, KVT, true>(st, q_rope, rope_row, rope_head, q_latent, latent_row, latent_head, kv, n_cells, \
+                                      type, 0, out, parts, stats, heads, {n_split, 0, BN}, scale, chosen, most);       \
   }

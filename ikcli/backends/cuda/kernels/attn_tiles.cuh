@@ -124,6 +124,29 @@ DI Range part_range(const Tile& t, const View& view, const Split& s, int part, i
   return {lo / s.block * s.block, lo, min(first + (part + 1) * size, t.kv_end)};
 }
 
+// The segment of a token.
+DI const i64* segment_of(const i64* st, i64 token) {
+  const i64* segment = step_segments(st);
+  while (token >= segment[SEG_START] + segment[SEG_TOKENS]) segment += SEG_WORDS;
+  return segment;
+}
+// Tile number `index` of the rows (heads) of single tokens that see the entries of a list of up to `most` positions.
+DI bool token_tile(const i64* st, int index, int tile_rows, int heads, int most, Tile& t) {
+  const int tiles = (heads + tile_rows - 1) / tile_rows;
+  t.token0 = index / tiles, t.row0 = index % tiles * tile_rows, t.n_rows = heads;
+  if (t.token0 >= st[ST_TOKENS]) return false;
+  const i64* segment = segment_of(st, t.token0);
+  t.kv_first = 0, t.kv_end = min((int)(segment[SEG_POS] + t.token0 - segment[SEG_START]) + 1, most);
+  t.pos = t.kv_end - 1;
+  t.cell = segment[SEG_CELL], t.kv_row = segment[SEG_KV_START], t.segment = 0;
+  return true;
+}
+// Part `part` of such a list.
+DI Range list_range(const Tile& t, const Split& s, int part, int most) {
+  const int size = ((most + s.block - 1) / s.block + s.n_split - 1) / s.n_split * s.block, lo = part * size;
+  return {lo, lo, min(lo + size, t.kv_end)};
+}
+
 // Scores (in base 2) that are limited to +-cap by a tanh; cap 0: they are not.
 struct Cap {
   float cap, twice;  // twice: 2 log2(e) / cap

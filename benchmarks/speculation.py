@@ -32,6 +32,7 @@ import queue
 import statistics
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -365,7 +366,7 @@ def measure_reference(
 ) -> tuple[dict[str, float], str]:
     """Return llama-server's tokens per second without drafts, with fixed lengths as multiples of them, and a note.
 
-    If it does not start with this model and these drafts, the note says so, and there are no figures.
+    If it does not run this model with these drafts, the note says so, and there are no figures.
     """
     given = options.reference
     command = [str(given / "llama-server" if given.is_dir() else given)]
@@ -391,7 +392,11 @@ def measure_reference(
             for i, request in enumerate(requests):
                 turn = (r * len(requests) + i) % len(names)
                 for name in names[turn:] + names[:turn]:
-                    counts[name][i], took = ask(ports[name], request)
+                    try:
+                        counts[name][i], took = ask(ports[name], request)
+                    except urllib.error.HTTPError as e:
+                        said = e.read(500).decode(errors="replace")
+                        return {}, f"{Path(command[0]).name} with {model.name} and {' '.join(extras[name])}: {said}"
                     seconds[name][i].append(took)
     rates = {name: sum(counts[name]) / sum(map(statistics.median, seconds[name])) for name in names}
     return {name: rate if name == PLAIN else rate / rates[PLAIN] for name, rate in rates.items()}, ""

@@ -4,8 +4,9 @@
 The bundled demo model (or `-m`) continues held-out text, greedily and sampled at temperature 1; `--spec` names the
 drafts. `--families` makes random models with a head that predicts further tokens (MTP), whose weights know nothing: a
 hook replaces its choices, so that they agree with the model at a share of positions. Everything else, the time of a
-draft above all, is as it is in a server. All settings have their turn on each text, in an order that rotates, and must
-write the same tokens.
+draft above all, is as it is in a server. All settings have their turn on each text, in an order that rotates, with
+plain generation between each two, and must write the same tokens. The table has medians of how many times as fast a
+setting is as plain generation just before and after it.
 
 The models of the families have the layers of GLM-4.5, Qwen3.5-MoE and DeepSeek V3 in a smaller width: twelve, so that
 the head costs a twelfth of the model. All experts are used alike. The whole table,
@@ -40,12 +41,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+from gguf import TokenType
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from serve import server as reference_server
 
 from ikcli.drafting.drafters import Drafter, Wanted
+from ikcli.gguf.reader import open_gguf
 from ikcli.report.svg import Curve, Dot
 from ikcli.report.svg import plot as draw
 from ikcli.sampling.params import SamplerParams
@@ -151,7 +154,8 @@ class Agreeing:
 def engine_of(model: Path, options: argparse.Namespace, **server: object) -> Iterator[Engine]:
     """Yield a ready engine with one slot."""
     n, n_ctx = options.threads, -(-(N_HELD_OUT + options.n_gen + 16) // 256) * 256
-    config = RunConfig(command="serve", model=model, n_ctx=n_ctx, n_threads=n, n_threads_batch=n,
+    # Read, not mapped: whether a mapped file is copied into huge pages is measured anew by each of two engines.
+    config = RunConfig(command="serve", model=model, n_ctx=n_ctx, n_threads=n, n_threads_batch=n, mmap=False,
                        server=ServerConfig(**server))  # type: ignore[arg-type] # fmt: skip
     engine = Engine(config, n_slots=1)
     engine.start()
@@ -189,14 +193,14 @@ def generate(engine: Engine, speculator: Speculator | None, request: GenerationR
 
 
 class Setting:
-    """A way to generate, and what it took on every text."""
+    """A way to generate. `ratios`: how many times as fast as without drafts, by text and turn; `seconds`: per token."""
 
     def __init__(self, engine: Engine, speculator: Speculator | None) -> None:
         self._engine, self._speculator = engine, speculator
         self.agreeing: Agreeing | None = None
-        self._seconds: dict[int, list[float]] = {}
-        self._n: dict[int, int] = {}
-        self.n_drafted = self.n_accepted = 0
+        self.seconds: list[float] = []
+        self.ratios: list[float] = []
+        self.n_generated = self.n_drafted = self.n_accepted = 0
 
     def agree(self, agrees: Sequence[bool]) -> None:
         """Replace the choices of the only drafter."""
@@ -205,50 +209,47 @@ class Setting:
             self.agreeing = Agreeing(drafter, agrees)
             self._speculator._drafters = [self.agreeing]
 
-    def run(self, text: int, request: GenerationRequest) -> tuple[int, ...]:
+    def run(self, request: GenerationRequest) -> tuple[int, ...]:
         """Generate and note the time; return the tokens."""
         final = generate(self._engine, self._speculator, request)
         t = final.timings
-        self._seconds.setdefault(text, []).append(t.predicted_ms / 1e3)
-        self._n[text] = t.predicted_n
+        self.seconds.append(t.predicted_ms / 1e3 / t.predicted_n)
+        self.n_generated += t.predicted_n
         self.n_drafted += t.draft_n
         self.n_accepted += t.draft_n_accepted
         return tuple(token.id for token in final.tokens)
 
-    @property
-    def rate(self) -> float:
-        """Return tokens per second: of every text, the median."""
-        return sum(self._n.values()) / sum(map(statistics.median, self._seconds.values()))
-
-    @property
-    def n(self) -> int:
-        """Return the tokens generated."""
-        return sum(n * len(self._seconds[text]) for text, n in self._n.items())
-
 
 def measure(settings: Mapping[str, Setting], requests: Sequence[GenerationRequest], rounds: int) -> None:
-    """Run all settings in turns, the first one first."""
-    known: dict[int, tuple[int, ...]] = {}
-    names = list(settings)
+    """Run all settings in turns, plain generation between each two, which their neighbours are compared with.
+
+    The speed of a machine that others use drifts by more than what is to be seen, but not much within seconds.
+    """
+    plain, known = settings[PLAIN], list[tuple[int, ...]]()
+    for request in requests:
+        known.append(plain.run(request))
+    others = [name for name in settings if name != PLAIN]
     for r in range(rounds):
-        for i, request in enumerate(requests):
-            turn = (r * len(requests) + i) % len(names) if r else 0
-            for name in names[turn:] + names[:turn]:
-                setting = settings[name]
+        for i, (request, tokens) in enumerate(zip(requests, known, strict=True)):
+            turn = (r * len(requests) + i) % len(others)
+            plain.run(request)
+            for name in others[turn:] + others[:turn]:
+                setting, before = settings[name], plain.seconds[-1]
                 if setting.agreeing is not None:
-                    setting.agreeing.n_prompt, setting.agreeing.tokens = len(request.prompt), known[i]
-                tokens = setting.run(i, request)
-                if known.setdefault(i, tokens) != tokens:
+                    setting.agreeing.n_prompt, setting.agreeing.tokens = len(request.prompt), tokens
+                if setting.run(request) != tokens:
                     sys.exit(f"error: text {i} differs with drafts ({name})")
+                plain.run(request)
+                setting.ratios.append((before + plain.seconds[-1]) / 2 / setting.seconds[-1])
 
 
 def row_of(model: str, draft: str, text: str, settings: Mapping[str, Setting]) -> Row:
-    """Return the line of a table."""
-    plain, chosen = settings[PLAIN].rate, settings[CHOSEN]
-    ratios = {name: s.rate / plain for name, s in settings.items()}
-    fixed = {n: ratio for n, ratio in ratios.items() if n not in (PLAIN, CHOSEN)}
-    return Row(model, draft, text, plain, fixed, ratios[CHOSEN], chosen.n_accepted / max(chosen.n_drafted, 1),
-               chosen.n_drafted / chosen.n)  # fmt: skip
+    """Return the line of a table: medians of the ratios."""
+    chosen = settings[CHOSEN]
+    ratios = {name: statistics.median(setting.ratios) for name, setting in settings.items() if name != PLAIN}
+    fixed = {n: ratio for n, ratio in ratios.items() if n != CHOSEN}
+    return Row(model, draft, text, 1 / statistics.median(settings[PLAIN].seconds), fixed, ratios[CHOSEN],
+               chosen.n_accepted / max(chosen.n_drafted, 1), chosen.n_drafted / chosen.n_generated)  # fmt: skip
 
 
 def settings_of(
@@ -350,10 +351,16 @@ def family_rows(family: str, options: argparse.Namespace, results: Results) -> N
 
 
 # --- the reference --------------------------------------------------------------------------------------------------
-def ask(port: int, request: GenerationRequest) -> tuple[int, float]:
+def bytes_of(model: Path) -> list[int]:
+    """Return the tokens that stand for bytes: texts of random models have some, and llama-server refuses bad UTF-8."""
+    types = np.asarray(open_gguf(model, ()).metadata["tokenizer.ggml.token_type"])
+    return [int(i) for i in np.flatnonzero(types == TokenType.BYTE)]
+
+
+def ask(port: int, request: GenerationRequest, banned: Sequence[int]) -> tuple[int, float]:
     """Return the tokens of an answer of llama-server, and the seconds they took."""
     body = {"prompt": list(request.prompt), "n_predict": request.n_predict, "temperature": 0, "ignore_eos": True,
-            "cache_prompt": False}  # fmt: skip
+            "cache_prompt": False, "logit_bias": [[token, False] for token in banned]}  # fmt: skip
     call = urllib.request.Request(f"http://127.0.0.1:{port}/completion", json.dumps(body).encode(),
                                   {"Content-Type": "application/json"})  # fmt: skip
     with urllib.request.urlopen(call, timeout=300) as answer:
@@ -387,13 +394,13 @@ def measure_reference(
                 print(e, file=sys.stderr)
                 with_drafts = f" with --spec-type {draft}" if extra else ""
                 return {}, f"{Path(command[0]).name} does not run {model.name}{with_drafts}"
-        names = list(ports)
+        names, banned = list(ports), bytes_of(model)
         for r in range(options.rounds):
             for i, request in enumerate(requests):
                 turn = (r * len(requests) + i) % len(names)
                 for name in names[turn:] + names[:turn]:
                     try:
-                        counts[name][i], took = ask(ports[name], request)
+                        counts[name][i], took = ask(ports[name], request, banned)
                     except urllib.error.HTTPError as e:
                         said = e.read(500).decode(errors="replace")
                         return {}, f"{Path(command[0]).name} with {model.name} and {' '.join(extras[name])}: {said}"

@@ -33,7 +33,7 @@ class _Text:
 
 
 class HeadRows:
-    """Follows the texts that a session computes, from position 0 on; attached to its heads until `close`."""
+    """Follow the texts that a session computes, from position 0 on; attached to its heads until `close`."""
 
     def __init__(self, heads: Heads, on_rows: Rows | None = None) -> None:
         if heads.drafts_blocks:

@@ -91,6 +91,17 @@ class DeepSeek(Family):
         out.mark()
 
 
+def _end_call(out: CallSink, reader: Reader, *closings: str) -> Wait:
+    """End a call whose arguments were read, and read what closes it; the text may end before."""
+    out.end_call()
+    out.mark()
+    yield from reader.spaces()
+    for text in closings:
+        yield from reader.closing(text)
+        yield from reader.spaces()
+    out.mark()
+
+
 class KimiK2(Family):
     """`<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{...}<|tool_call_end|>` in a section."""
 
@@ -127,12 +138,7 @@ class KimiK2(Family):
             out.begin_call(name.removeprefix("functions."), id if ":" in id else "")
             yield from reader.spaces()
             yield from read_arguments(out.arguments, reader)
-            out.end_call()
-            out.mark()
-            yield from reader.spaces()
-            yield from reader.closing(self.CALL_END)
-            yield from reader.spaces()
-            out.mark()
+            yield from _end_call(out, reader, self.CALL_END)
             if (yield from reader.one_of((self.CALL, self.END))) != self.CALL:
                 return
 
@@ -163,12 +169,7 @@ class Plamo3(Family):
             out.begin_call((yield from reader.collect((self.ARGUMENTS,))).strip())
             yield from reader.spaces()
             yield from read_arguments(out.arguments, reader)
-            out.end_call()
-            out.mark()
-            yield from reader.spaces()
-            yield from reader.closing(self.CALL_END)
-            yield from reader.spaces()
-            out.mark()
+            yield from _end_call(out, reader, self.CALL_END)
             if (yield from reader.one_of((self.CALL, self.END))) != self.CALL:
                 return
 
@@ -202,15 +203,7 @@ class Hunyuan(Family):
             fenced = yield from reader.optional("```json")
             yield from reader.spaces()
             yield from read_arguments(out.arguments, reader)
-            out.end_call()
-            out.mark()
-            yield from reader.spaces()
-            if fenced:
-                yield from reader.closing("```")
-                yield from reader.spaces()
-            yield from reader.closing(self.CALL_END)
-            yield from reader.spaces()
-            out.mark()
+            yield from _end_call(out, reader, *("```",) * fenced, self.CALL_END)
             if (yield from reader.one_of((self.CALL, self.END))) != self.CALL:
                 return
 

@@ -63,10 +63,9 @@ def efficiency_cpus(cpus: set[int], root: Path = _CPU_ROOT) -> set[int]:
     slow: set[int] = set()
     for name in ("cpu_atom", "cpu_lowpower"):
         try:
-            text = (root.parents[1] / name / "cpus").read_text()
-        except (OSError, IndexError):
+            slow |= cpus & parse_cpulist((root.parents[1] / name / "cpus").read_text())
+        except (OSError, IndexError, ValueError):
             continue
-        slow |= {cpu for cpu in cpus if _in_list(cpu, text)}
     if slow:
         return slow if slow != cpus else set()
     capacity = {}
@@ -78,10 +77,13 @@ def efficiency_cpus(cpus: set[int], root: Path = _CPU_ROOT) -> set[int]:
     return {cpu for cpu, n in capacity.items() if n < _SLOW * max(capacity.values())}
 
 
-def _in_list(cpu: int, text: str) -> bool:
-    """Return whether a CPU list such as `0-3,8` has a CPU."""
-    pieces = (piece.partition("-") for piece in text.strip().split(",") if piece)
-    return any(int(first) <= cpu <= int(last or first) for first, _, last in pieces)
+def parse_cpulist(text: str) -> frozenset[int]:
+    """Parse a CPU list such as `0-3,8,10-11`; raise ValueError for anything else."""
+    cpus: set[int] = set()
+    for piece in filter(None, text.strip().split(",")):
+        first, dash, last = piece.partition("-")
+        cpus.update(range(int(first), int(last if dash else first) + 1))
+    return frozenset(cpus)
 
 
 def performance_count(cpus: set[int], root: Path = _CPU_ROOT) -> int:

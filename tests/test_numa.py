@@ -16,11 +16,12 @@ from ikcli.backends.memory import aligned_zeros
 from ikcli.engine.run import numa, weight_memory
 from ikcli.engine.run.batch import Batch
 from ikcli.engine.run.host_memory import lock_weights
-from ikcli.engine.run.numa import current_cpu, parse_cpulist, plan_threads, read_nodes, thread_cpus
+from ikcli.engine.run.numa import current_cpu, plan_threads, read_nodes, thread_cpus
 from ikcli.engine.run.session import Session
 from ikcli.engine.run.system_memory import inner_pages, outer_pages, thp_state
 from ikcli.engine.run.weight_memory import Pages, divided
 from ikcli.errors import UsageError
+from ikcli.hostinfo import parse_cpulist
 from ikcli.settings.run import RunConfig, default_model
 
 linux = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs a system that lets programs choose CPUs")

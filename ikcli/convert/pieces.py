@@ -26,7 +26,7 @@ TYPES_OF = {"F32": GGMLType.F32, "F16": GGMLType.F16, "BF16": GGMLType.BF16, "F6
 """dtype of a checkpoint -> tensor type that holds the same values (doubles are rounded)."""
 TYPES_OF |= {"I32": GGMLType.I32, "I64": GGMLType.I32}  # tables of ids
 TYPES_OF["MXFP4"] = GGMLType.MXFP4  # from a dequantized source asked for the blocks themselves
-_KEPT = TYPES_OF | {"I64": GGMLType.I64}  # whole numbers that a conversion computed
+_WHOLE = {GGMLType.I32: "<i4", GGMLType.I64: "<i8"}  # tables of ids, and ids that a conversion computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,9 +160,9 @@ class NewRows:
         return found[0] if len(found) == 1 else np.concatenate(found)
 
     def _typed(self, rows: Array, dtype: str, factor: float) -> Array:
-        if self.type is GGMLType.I32:
-            return np.ascontiguousarray(rows, "<i4")
-        if _KEPT[dtype] == self.type and self.value is None and dtype != "F64" and factor == 1.0:
+        if self.type in _WHOLE:
+            return np.ascontiguousarray(rows, _WHOLE[self.type])
+        if TYPES_OF[dtype] == self.type and self.value is None and dtype != "F64" and factor == 1.0:
             return np.ascontiguousarray(rows)
         values = as_float32(rows, dtype)
         if factor != 1.0:

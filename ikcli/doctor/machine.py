@@ -12,9 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ikcli.bench.environment import cpu_name, memory_bytes
-from ikcli.engine.run.numa import parse_cpulist, read_nodes
+from ikcli.engine.run.numa import read_nodes
 from ikcli.engine.run.system_memory import memlock_limit, thp_state
-from ikcli.hostinfo import cgroup_limit, count_physical, efficiency_cpus, physical_cores, visible_cpus
+from ikcli.hostinfo import (
+    cgroup_limit,
+    count_physical,
+    efficiency_cpus,
+    parse_cpulist,
+    physical_cores,
+    visible_cpus,
+)
 
 _FEATURES = ("f16c", "fma", "avx2", "avxvnni", "avx512f", "avx512vnni", "avx512vbmi", "avx512bf16", "gfni", "amx-int8",
              "neon", "dotprod", "i8mm", "bf16")  # fmt: skip

@@ -8,10 +8,10 @@ keeps it in the user's cache folder; prompts, which compute, use all cores anywa
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from ikcli.files import written_whole
 from ikcli.hostinfo import visible_cpus
 
 NEARLY = 0.97  # of the fastest: measurements differ by as much
@@ -35,9 +35,8 @@ def remember(curve: Mapping[int, float], path: Path | None = None) -> bool:
     kept = _read(path) | {_here(): {str(n): rate for n, rate in curve.items()}}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        temporary.write_text(json.dumps(kept, indent=1))
-        os.replace(temporary, path)
+        with written_whole(path) as temporary:
+            temporary.write_text(json.dumps(kept, indent=1))
     except OSError:
         return False
     return True

@@ -32,7 +32,10 @@ class ExpertTable:
 
 @dataclass(slots=True)
 class _Known:
-    """What is known of a table: the list of some step, and what was copied in the step `step` (None: all)."""
+    """The latest list of first rows of a table (`starts`), and the experts that step number `step` copies.
+
+    `mask`: these experts; None: all of them. `waits`: whether that step waits for its list.
+    """
 
     starts: npt.NDArray[np.int32]
     step: int = 0

@@ -28,8 +28,12 @@ def _target(m: b.Build) -> Config:
     return m.target
 
 
-def _width_of_target(m: b.Build) -> int:
-    return _target(m).integer("hidden_size", "n_embd", "d_model", "backbone_hidden_size", least=1)
+def _width(target: Config) -> int:
+    return target.integer("hidden_size", "n_embd", "d_model", "backbone_hidden_size", least=1)
+
+
+def _n_layer(target: Config) -> int:
+    return target.integer("num_hidden_layers", "n_layers", "n_layer", "num_layers", least=1)
 
 
 # --- EAGLE-3 --------------------------------------------------------------------------------------------------------
@@ -47,7 +51,7 @@ def _eagle3(m: b.Build) -> None:
     for key in ("attention_bias", "mlp_bias"):
         c.expect(key, False)
     c.ignore("draft_vocab_size", "tie_word_embeddings", "eagle_config")
-    n_layer = target.integer("num_hidden_layers", "n_layers", "n_layer", "num_layers", least=1)
+    n_layer = _n_layer(target)
     eagle = c.raw.get("eagle_config")
     name = "eagle_aux_hidden_state_layer_ids"
     given = c.items(name) or (eagle.get(name) if isinstance(eagle, dict) else None)
@@ -57,7 +61,7 @@ def _eagle3(m: b.Build) -> None:
     for key in ("extract_layers", "target_layers"):  # the name in older llama.cpp, and in newer one
         m.key(key, np.array(layers, np.int32))
     own = c.get("target_hidden_size")
-    m.key("target_hidden_size", _width_of_target(m) if own is None else c.integer("target_hidden_size", least=1))
+    m.key("target_hidden_size", _width(target) if own is None else c.integer("target_hidden_size", least=1))
     m.key("norm_before_residual", c.flag("norm_before_residual"))
     if c.flag("norm_before_fc"):
         m.key("norm_before_fc", True)
@@ -125,7 +129,7 @@ def _dflash(m: b.Build) -> None:
         raise c.fail("target_layer_ids", f"is {layers}; DFlash needs a list of layers of the model")
     m.key("dflash.target_layer_ids", np.array(layers, np.int32))
     given = _setting(m, "n_target_features")
-    m.key("dflash.n_target_features", _width_of_target(m) * len(layers) if given is None else int(given))
+    m.key("dflash.n_target_features", _width(_target(m)) * len(layers) if given is None else int(given))
     if c.given("use_sliding_window") or _setting(m, "use_swa"):
         raise UnsupportedError(f"{c.path}: DFlash heads with windows (use_sliding_window) are not supported")
     c.ignore(
@@ -175,8 +179,7 @@ def _finish_dspark(m: b.Build) -> None:
 def check_head(file: CheckpointFile, target: Config) -> None:
     """Raise an error unless the tensors are those that a run beside a model of the target's sizes reads."""
     sizes = {
-        "block_count": target.integer("num_hidden_layers", "n_layers", "n_layer", "num_layers", least=1),
-        "embedding_length": target.integer("hidden_size", "n_embd", "d_model", least=1),
+        "block_count": _n_layer(target), "embedding_length": _width(target),
         "vocab_size": target.integer("vocab_size", least=1), "context_length": 1, "feed_forward_length": 1,
         "attention.head_count": 1, "attention.layer_norm_rms_epsilon": 1e-6,
     }  # fmt: skip

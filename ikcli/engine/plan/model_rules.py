@@ -129,9 +129,9 @@ def settle_indexer(
     Raises UnsupportedError for stages of a model whose layers share chosen positions.
     """
     if not hp.index_top_k:
+        lacking = "the model has" if hp.arch in INDEXED else f"{hp.arch} models have"
         notices += [
-            f"{option} has no effect: {'the model' if hp.arch in INDEXED else f'{hp.arch} models'} "
-            f"{'has' if hp.arch in INDEXED else 'have'} no indexer"
+            f"{option} has no effect: {lacking} no indexer"
             for field, option in _INDEXER_OPTIONS.items()
             if field in given
         ]

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ikcli.errors import UsageError
-from ikcli.hostinfo import visible_cpus
+from ikcli.hostinfo import parse_cpulist, visible_cpus
 from ikcli.settings.run import RunConfig
 
 _NODE_ROOT = Path("/sys/devices/system/node")
@@ -30,15 +30,6 @@ STRIPE = 2**21  # bytes that one thread touches at a time
 
 Bytes = npt.NDArray[np.uint8]
 Cpus = frozenset[int]
-
-
-def parse_cpulist(text: str) -> Cpus:
-    """Parse a CPU list such as `0-3,8,10-11`; raise ValueError for anything else."""
-    cpus: set[int] = set()
-    for piece in filter(None, text.strip().split(",")):
-        first, dash, last = piece.partition("-")
-        cpus.update(range(int(first), int(last if dash else first) + 1))
-    return frozenset(cpus)
 
 
 def read_nodes(root: Path = _NODE_ROOT) -> dict[int, Cpus]:

@@ -37,6 +37,7 @@ from make_random_model import PRESETS, tensors_of
 
 from ikcli.bench.disturbance import Watch
 from ikcli.errors import UsageError
+from ikcli.files import written_whole
 from ikcli.native import isa
 
 MAKE = Path(__file__).resolve().parents[1] / "tools" / "make_random_model.py"
@@ -270,9 +271,8 @@ def main(argv: list[str]) -> int:
                 continue
             cell["turns"].append(found)
             if options.json is not None:
-                temporary = options.json.with_name(f".{options.json.name}.tmp")
-                temporary.write_text(json.dumps(kept, indent=1))
-                os.replace(temporary, options.json)
+                with written_whole(options.json) as temporary:
+                    temporary.write_text(json.dumps(kept, indent=1))
     busy = [t["others"] for cell in kept["cells"].values() for t in cell["turns"] if t["others"] is not None]
     print(f"`-t {options.threads} -ub {options.ubatch_size}`, {options.tg} tokens generated, medians of up to "
           f"{options.repetitions} turns: t/s (ratio to the reference, share of the roofline)", end="")  # fmt: skip

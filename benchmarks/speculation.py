@@ -48,6 +48,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from serve import server as reference_server
 
 from ikcli.drafting.drafters import Drafter, Wanted
+from ikcli.files import written_whole
 from ikcli.gguf.reader import open_gguf
 from ikcli.report.svg import Curve, Dot
 from ikcli.report.svg import plot as draw
@@ -120,9 +121,8 @@ class Results:
         print(table([row]).splitlines()[2], file=sys.stderr, flush=True)
         self._rows[row.key] = row
         if self._path is not None:
-            part = self._path.with_name(f".{self._path.name}.part")
-            part.write_text(json.dumps([asdict(one) for one in self.rows], indent=1) + "\n")
-            part.replace(self._path)
+            with written_whole(self._path) as part:
+                part.write_text(json.dumps([asdict(one) for one in self.rows], indent=1) + "\n")
 
     def missing(self, key: tuple[str, str, str], options: argparse.Namespace, *, reference: bool) -> bool:
         """Return whether a row is to be measured."""

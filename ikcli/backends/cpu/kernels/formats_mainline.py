@@ -1,10 +1,15 @@
-"""Formats of llama.cpp alone: tq1_0, tq2_0 (ternary), q1_0 (bits) and q2_0 (two bits). Layouts: `decoders.mainline`."""
+"""Formats of llama.cpp alone: tq1_0, tq2_0 (ternary), q1_0 (bits), q2_0 (two bits) and nvfp4 (floats of 4 bits).
+
+Layouts: `decoders.mainline`.
+"""
 
 import llvmlite.ir as ir
 
 from ikcli.backends.cpu.kernels.row_codes import two_bits
-from ikcli.backends.cpu.kernels.rowformat import RowFormat
+from ikcli.backends.cpu.kernels.rowformat import RowFormat, biased
 from ikcli.backends.cpu.kernels.vector_emitter import indices
+from ikcli.native.simd.vec import f32x16, i8x16, i8x32, i8x64, i32x16, llvm_type
+from ikcli.quant.tables import MXFP4_VALUES
 
 _I8, _I16 = ir.IntType(8), ir.IntType(16)
 
@@ -90,3 +95,33 @@ class Q2_0(RowFormat):
         v = e.b.load(e.vector_pointer(e.offset(w, 18 * j + 2), 8, 16), align=1)
         wide = e.b.zext(e.b.shuffle_vector(v, v, indices([c // 4 for c in range(64)])), ir.VectorType(_I16, 64))
         return _narrow(e, e.b.and_(e.b.lshr(wide, _wide([0, 2, 4, 6] * 16)), _wide([3] * 64)))
+
+
+class NVFP4(RowFormat):
+    """Blocks of 64: 4 scales E4M3 of 16 columns, 32 bytes; the table holds doubled values."""
+
+    bias = 16
+
+    def scales(self, e, w, row):
+        """Return half the scales. They are made of bits: threads may read denormal numbers as 0."""
+        words = e.zero_words()
+        for j in range(4):
+            words = e.b.insert_element(words, e.word(e.offset(w, 36 * j)), e.index(j))
+        wide = llvm_type(i32x16)
+        x = e.b.zext(e.in_scale_order(e.b.bitcast(words, llvm_type(i8x16))), wide)
+        normal = e.b.add(e.b.shl(e.all_and(x, 127), e.ints([20] * 16, i32x16)), e.ints([119 << 23] * 16, i32x16))
+        tiny = e.mul(e.ints_to_f32(e.all_and(x, 7)), ir.Constant(llvm_type(f32x16), [2.0**-10] * 16))
+        is_tiny = e.b.icmp_signed("==", e.all_and(x, 120), e.zero(i32x16))
+        v = e.b.select(is_tiny, tiny, e.b.bitcast(normal, llvm_type(f32x16)))
+        return e.b.select(e.b.icmp_signed("==", x, e.ints([127] * 16, i32x16)), e.zero(f32x16), v)  # NaN counts as 0
+
+    def dot_codes(self, e, w, j):
+        v = e.pick(e.load(i8x32, e.offset(w, 36 * j + 4)), [8 * (c // 16) + c % 8 for c in range(64)])
+        return e.low_entry(biased(MXFP4_VALUES, self.bias), 4, e.shift_right(v, [0, 0, 4, 4] * 4))
+
+    def quarters(self, e, w):
+        parts = [e.load(i8x32, e.offset(w, 36 * j + 4)) for j in range(4)]
+        first, second = (e.b.bitcast(e.joined(two), llvm_type(i32x16)) for two in (parts[:2], parts[2:]))
+        halves = [e.b.shuffle_vector(first, second, indices(range(start, 32, 2))) for start in (0, 1)]
+        low = [e.b.bitcast(v, llvm_type(i8x64)) for v in halves]
+        return e.codes_of([*low, *(e.shift_right(v, [4] * 16) for v in low)], 4, biased(MXFP4_VALUES, self.bias))

@@ -50,8 +50,7 @@ def row_dot_avx2(fmt):
                 scales = fmt.scales(e, at_w, row)
                 factors = fmt.minima(e, at_w, row) if mode[0] == "m" else offsets(e, fmt, at_w, scales)
                 if factors is not None:
-                    by_16 = e.offset(x.sums_apart_at, e.times(i, 64))
-                    add(0, factors, x.scaled_sums(e, i, valid, 1) if per_block == 1 else e.load(f32x16, by_16))
+                    add(0, factors, x.scaled_sums(e, i, valid, 1) if per_block == 1 else _sums_apart(e, x, i, valid))
                 if per_block == 1:
                     d = x.scales(e, i, valid)
                     # Through memory, which is read into all lanes one float at a time: no shuffles (see `_room`).
@@ -62,7 +61,7 @@ def row_dot_avx2(fmt):
                         add((b + 1) % 2, e.ints_to_f32(_sums_of_two(e, v)), scale)
                 else:
                     v = _sums_of_sixteen(e, list(_products(e, fmt, mode, at_w, x, i)), most_code(fmt, mode))
-                    add(1, e.ints_to_f32(v), e.mul(scales, _scales_apart(e, e.offset(x.d_at, e.times(i, 32)))))
+                    add(1, e.ints_to_f32(v), e.mul(scales, _scales_apart(e, x, i, valid)))
             total = folded(builder, builder.fadd(*(builder.load(slot) for slot in sums)), 1)
             e.store(total, out)
             return context.get_dummy_value()
@@ -76,8 +75,18 @@ class _ApartEmitter(RowEmitter):
     scale_order = _APART
 
 
-def _scales_apart(e, at):
-    """Return the scales of the activations' eight blocks for the 16 blocks of `_APART`."""
+def _sums_apart(e, x, i, valid):
+    """Return the scaled sums of the activations of step i in the order of `_APART`, zeros beyond `valid` blocks."""
+    if valid is not None:
+        return e.pick(x.scaled_sums(e, i, valid, 2), _APART)
+    return e.load(f32x16, e.offset(x.sums_apart_at, e.times(i, 64)))
+
+
+def _scales_apart(e, x, i, valid):
+    """Return the scales of the activations' eight blocks for the 16 blocks of `_APART`, zeros beyond `valid` blocks."""
+    if valid is not None:
+        return e.pick(x.scales(e, i, valid), [n // 2 for n in _APART])
+    at = e.offset(x.d_at, e.times(i, 32))
     four = [e.singles(e.offset(at, first), 4) for first in (0, 16)]
     return e.joined([e.pick(v, [*range(4)] * 2) for v in four])
 

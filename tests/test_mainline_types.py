@@ -72,7 +72,7 @@ def block_of_nvfp4(values: Any) -> bytes:
         exponent, fraction = scale >> 3, scale & 7
         d = np.float32(((1 + fraction / 8) * 2.0 ** (exponent - 7) if exponent else fraction * 2.0**-9) / 2)
         # `min` keeps the first of equal distances
-        found = [min(range(16), key=lambda i: abs(np.float32(E2M1[i]) * d - x)) for x in part]  # noqa: B023
+        found = [min(range(16), key=lambda i: abs(np.float32(E2M1[i]) * d - x)) for x in part]
         scales.append(scale)
         codes += [found[j] | found[8 + j] << 4 for j in range(8)]
     return bytes(scales + codes)
@@ -92,7 +92,9 @@ def test_bytes_of_nvfp4() -> None:
 
 
 def test_values_that_nvfp4_holds_come_back() -> None:
-    rows = np.random.default_rng(3).choice([0, 0.5, 1, 1.5, 2, 3, 4, -6], (9, 128)).astype(np.float32) * np.float32(0.75)
+    rows = np.random.default_rng(3).choice([0, 0.5, 1, 1.5, 2, 3, 4, -6], (9, 128)).astype(np.float32) * np.float32(
+        0.75
+    )
     rows[:, ::16] = -4.5  # 6 times the scale
     found = nvfp4.encode(rows, T.NVFP4, None, EncodeOptions())
     np.testing.assert_array_equal(dequantize(found, T.NVFP4, (128, 9)), rows)

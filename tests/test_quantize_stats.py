@@ -117,6 +117,8 @@ def rows_of_scale_one(type: GGMLType, n: int) -> np.ndarray:
     one = np.frombuffer(np.float16(1).tobytes(), np.uint8)
     if type == T.MXFP4:
         rows[:, 0] = 128
+    elif type == T.NVFP4:  # 2, for a table of doubled values
+        rows[:, :4] = 64
     elif type == T.IQ1_M:  # the scale is the top nibbles of four words
         rows[:, 49:56:2] = rows[:, 49:56:2] & 15 | np.array([0, 0, 0xC0, 0x30], np.uint8)
     elif fmt.row_meta_size == 2:
@@ -157,7 +159,7 @@ def test_fields_explain_the_values(type: GGMLType) -> None:
     np.maximum.at(most, key, value)
     seen = np.isfinite(least)
     assert seen.sum() < key.size and np.allclose(least[seen], most[seen], rtol=1e-5, atol=1e-5)
-    if space.group == 1 and type != T.MXFP4:  # which has two zeros
+    if space.group == 1 and type not in (T.MXFP4, T.NVFP4):  # which have two zeros
         assert len(np.unique(least[seen].round(4))) == seen.sum() == space.n_codes * (1 + space.shifts)
 
 

@@ -34,10 +34,13 @@ def bpw(type: GGMLType) -> float:
     return 8 * tensor_size(type, _BPW_SHAPE) / (_BPW_SHAPE[0] * _BPW_SHAPE[1])
 
 
+UNMEASURED = {GGMLType.NVFP4}  # written for files of llama.cpp; not on the page
+
+
 def table_types() -> list[GGMLType]:
     """Return types with values of their own, by size: plain ones and those that exist only interleaved."""
     own = [t for t in available_types() & decodable_types() if TYPES[t].stand_in is not None]
-    return sorted({*all_types(), *own}, key=lambda t: (bpw(t), TYPES[t].name.lower()))
+    return sorted({*all_types(), *own} - UNMEASURED, key=lambda t: (bpw(t), TYPES[t].name.lower()))
 
 
 def twin(type: GGMLType) -> GGMLType | None:

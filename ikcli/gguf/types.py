@@ -71,7 +71,7 @@ _RECORDS: tuple[TensorType, ...] = (
     _LOW_BITS.type(T.Q1_0_G128, "q1_0_g128", 128, 18, scales=(0,), cuda=((2, 16), (0, 2))),
     _LOW_BITS.type(T.Q2_0, "q2_0", 64, 18, scales=(0,), cuda=((2, 16), (0, 2))),
     _LOW_BITS.type(T.NVFP4, "nvfp4", 64, 36, tile="s16", cuda=((4, 32), (0, 4)), keeps_length="",
-                   encode="ikcli.quant.encoders.nvfp4:encode"),
+                   encode="ikcli.quant.encoders.nvfp4:encode", codes="ikcli.quant.code_fields:nvfp4"),
     *(TensorType(t, name, 32, 18, rows=rows, scales=(0,), stand_in=T.Q4_0)  # retired
       for t, name, rows in ((T.Q4_0_4_4, "q4_0_4x4", 4), (T.Q4_0_4_8, "q4_0_4x8", 4), (T.Q4_0_8_8, "q4_0_8x8", 8))),
     # --- super-blocks of 256 with packed scales of sub-blocks ---------------------------------------------------------

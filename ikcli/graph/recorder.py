@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from ikcli.errors import UnsupportedError
 from ikcli.gguf.constants import GGMLType
 from ikcli.graph.activations import SILU, Glu
 from ikcli.graph.core import Cache, HeadSlice, Node, Op, Per, Rows, Weight, power_of_two_parts
@@ -61,9 +62,10 @@ class LowRank:
 class Graph:
     """Recorder of one graph. Node names carry the layer (`ffn_out-3`); `nodes` is in execution order.
 
-    `low_rank`: terms added to products with the weights of these names. `directions`: vectors added to the outputs of
-    these layers. `exact`: products and attention are recorded as exact, until the first choice of experts. A value
-    rounded before that choice may change it where it is close to a tie, and with it everything that follows.
+    `factors`: what products with the weights of these names are multiplied by, for experts a number each. `low_rank`:
+    terms added to these products. `directions`: vectors added to the outputs of these layers. `exact`: products and
+    attention are recorded as exact, until the first choice of experts. A value rounded before that choice may change it
+    where it is close to a tie, and with it everything that follows.
 
     `wants_states`: model code also sets `states`, the last states of tokens as heads that predict further tokens read
     them: of all tokens, or of the output rows alone (`Rows.OUTPUTS`), which makes a difference for prompts only.
@@ -77,6 +79,7 @@ class Graph:
     caches: dict[tuple[str, int], Cache] = field(default_factory=dict)
     weights: dict[str, Weight] = field(default_factory=dict)
     il: int = -1  # current layer, appended to node names
+    factors: Mapping[str, float | Weight] = field(default_factory=dict)
     low_rank: Mapping[str, Sequence[LowRank]] = field(default_factory=dict)
     directions: Mapping[int, Weight] = field(default_factory=dict)
     exact: bool = False
@@ -89,6 +92,11 @@ class Graph:
         """Record an op, also one of another package, and return its node."""
         node = Node(op, name if self.il < 0 else f"{name}-{self.il}", self.il, len(self.nodes))
         for w in node.weights():
+            if w.name in self.factors and not isinstance(op, MulMat | MulMatId):
+                raise UnsupportedError(
+                    f"tensor '{w.name}' has a factor beside it, which {op.name} does not apply; convert the checkpoint "
+                    "with `ik convert`, which multiplies such factors into the values"
+                )
             self.weights[w.name] = replace(w, row0=0, n_rows=-1)  # the whole tensor
         self.nodes.append(node)
         return node
@@ -131,9 +139,11 @@ class Graph:
         return self.record(RmsNorm(x, w, eps, offset, cols or x.cols - offset), name)
 
     def mul_mat(self, w: Weight, x: Node, name: str) -> Node:
-        """Compute x @ w.T, [rows, ne0] -> [rows, ne1], plus what adapters add to w."""
-        parts = self.low_rank.get(w.name, ())
-        out = self.record(MulMat(w, x, self.exact), f"{name}_base" if parts else name)
+        """Compute x @ w.T, [rows, ne0] -> [rows, ne1], times the factor beside w, plus what adapters add to w."""
+        parts, factor = self.low_rank.get(w.name, ()), self.factors.get(w.name, 1.0)
+        assert isinstance(factor, float)
+        out = self.record(MulMat(w, x, self.exact), name if not parts and factor == 1 else f"{name}_base")
+        out = self.scale(out, factor, f"{name}_scaled" if parts else name)
         for i, part in enumerate(parts):
             low = self.record(MulMat(part.a, x, self.exact), f"{name}_lora_a{i}")
             low = self.record(MulMat(part.scale, low, self.exact), f"{name}_lora_scaled{i}")
@@ -376,8 +386,11 @@ class Graph:
 
     def mul_mat_id(self, w: Weight, x: Node, plan: Node, name: str, *, sorted_in: bool = False) -> Node:
         """Multiply rows by their experts, in sorted order: x is [rows, ne0], or `sorted_in` [rows*n_used, ne0]."""
-        parts = self.low_rank.get(w.name, ())
-        out = self.record(MulMatId(w, x, plan, sorted_in), f"{name}_base" if parts else name)
+        parts, factors = self.low_rank.get(w.name, ()), self.factors.get(w.name)
+        out = self.record(MulMatId(w, x, plan, sorted_in), name if not parts and factors is None else f"{name}_base")
+        if factors is not None:
+            assert isinstance(factors, Weight)
+            out = self.scale_id(out, factors, plan, f"{name}_scaled" if parts else name)
         for i, part in enumerate(parts):
             low = self.record(MulMatId(part.a, x, plan, sorted_in), f"{name}_lora_a{i}")
             low = self.record(MulMat(part.scale, low), f"{name}_lora_scaled{i}")
@@ -387,7 +400,7 @@ class Graph:
 
     def moe_up_gate(self, up: Weight, gate: Weight, x: Node, plan: Node, name: str, act: Glu = SILU) -> Node:
         """Compute silu(x @ gate.T) * (x @ up.T), or `act`, per selected expert, in sorted order (`-fmoe`)."""
-        if up.name in self.low_rank or gate.name in self.low_rank:
+        if {up.name, gate.name} & (self.low_rank.keys() | self.factors.keys()):
             up_x = self.mul_mat_id(up, x, plan, f"{name}_up")
             return self.swiglu(self.mul_mat_id(gate, x, plan, f"{name}_gate"), up_x, name, act)
         return self.record(MoeUpGate(up, gate, x, plan, act), name)

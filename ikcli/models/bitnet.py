@@ -33,10 +33,7 @@ def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
     tables = blocks.rope_tables(g, hp, w, cfg)
 
     def product(x: Node, layer: LayerWeights, which: str, name: str) -> Node:
-        cur = g.mul_mat(getattr(layer, which), x, name)
-        cur = g.scale(cur, layer.factor(which), f"{name}_scaled")
-        bias = layer.get(f"{which}_bias")
-        return cur if bias is None else g.add(cur, bias, f"{name}_biased")
+        return blocks.linear(g, getattr(layer, which), layer.get(f"{which}_bias"), x, name)
 
     def attn(x: Node, layer: LayerWeights) -> Node:
         q, k, v = (product(x, layer, f"attn_{which}", f"{which.upper()}cur_proj") for which in "qkv")

@@ -165,9 +165,6 @@ def _experts(
     par = _experts_up_gate(g, cfg, x, layer, plan, act, route if hp.weighs_inputs else None)
     experts = g.mul_mat_id(layer.ffn_down_exps, par, plan, "ffn_moe_down", sorted_in=True)
     experts = _expert_bias(g, layer, "down", experts, plan)
-    scale = layer.get("ffn_down_exps_scale")
-    if scale is not None:
-        experts = g.scale_id(experts, scale, plan, "ffn_moe_down_scaled")
     return g.moe_sum(experts, route, plan, name, weighted=not hp.weighs_inputs)
 
 

@@ -65,6 +65,14 @@ def derived_specs(tensors: Mapping[str, TensorLike], hp: HParams, cfg: GraphConf
                 specs[_name(il, "k_b")] = DerivedSpec(type_, (nope, hp.kv_lora_rank, hp.n_head))
             if v_b is None:
                 specs[_name(il, "v_b")] = DerivedSpec(kv_b.type, (hp.kv_lora_rank, dv, hp.n_head))
+        parts = [_name(il, part) for part in ("kv_b", "k_b", "v_b")]
+        made = next((name for name in parts if name in specs), None)
+        scaled = next((name for name in parts if name.replace(".weight", ".scale") in tensors), None)
+        if made is not None and scaled is not None:
+            raise UnsupportedError(
+                f"{hp.source}: '{made}' is made of tensors of which '{scaled}' has a factor beside it; convert the "
+                "checkpoint with `ik convert`, which multiplies such factors into the values"
+            )
     return specs
 
 

@@ -6,7 +6,8 @@ Shapes are in GGUF order (row length first). Attribute names are the tensor name
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -114,6 +115,28 @@ class Weights:
             raise FormatError(f"{self._source}: the values of '{name}' are needed, but no data was opened")
         return np.asarray(self._data(self[name].name), dtype=np.float32)
 
+    def factors(self, own: Container[str]) -> dict[str, float | Weight]:
+        """Return the factors `<name>.scale` beside matrices `<name>.weight`, by the names of the matrices.
+
+        A matrix has one, a tensor of experts one for each. Tensors that the architecture itself reads (`own`) may have
+        that name and another shape.
+        """
+        found: dict[str, float | Weight] = {}
+        for name, tensor in self._tensors.items():
+            matrix = self.get(f"{name.removesuffix('.scale')}.weight")
+            if not name.endswith(".scale") or matrix is None or len(matrix.shape) < 2:
+                continue
+            if math.prod(tensor.shape) != matrix.ne2:
+                if name in own:
+                    continue
+                raise FormatError(
+                    f"{self._source}: tensor '{name}' has {math.prod(tensor.shape)} factors, '{matrix.name}' needs "
+                    f"{matrix.ne2}"
+                )
+            one = len(matrix.shape) == 2
+            found[matrix.name] = float(self.data(name).reshape(-1)[0]) if one else self[name]
+        return found
+
     def layer(self, il: int, prefix: str = "") -> LayerWeights:
         """Return the tensors `<prefix>blk.<il>.*`."""
         return LayerWeights(self, il, prefix)
@@ -149,11 +172,6 @@ class LayerWeights:
     def of_groups(self) -> LayerWeights:
         """Return the tensors of the block with the experts of groups in place of its experts."""
         return _OfGroups(self._weights, self.il)
-
-    def factor(self, name: str) -> float:
-        """Return the number in the tensor `<name>.scale` beside a matrix, 1 if there is none."""
-        full = f"{self._block}.{name}.scale"
-        return float(self._weights.data(full).reshape(-1)[0]) if full in self._weights else 1.0
 
     def with_ending_or_not(self, name: str) -> Weight:
         """Return a tensor whose name lacks the ending in files of llama.cpp."""

@@ -109,6 +109,12 @@ q5_0, q5_1 = _q5(2), _q5(4)
 mxfp4, iq4_nl = _nibbles_at(1), _nibbles_at(2)
 
 
+@_codes(16)
+def nvfp4(b: Bytes) -> Fields:
+    halves = b[:, 4:].reshape(-1, 4, 1, 8) >> np.array([0, 4], np.uint8)[:, None] & np.uint8(15)
+    return Fields(halves.reshape(len(b), 64))
+
+
 @_codes(256, in_order=False)
 def q8_0(b: Bytes) -> Fields:
     return Fields(_bytes_as_codes(b[:, 2:]))

@@ -37,12 +37,12 @@ def record_heads(model: Model, weights: Weights, cfg: GraphConfig) -> dict[str, 
             if head.prefix + MARKOV_TENSOR in weights:
                 builds[MARKOV] = head.module.build_markov
         for name, build in builds.items():
-            graph = model.adapters.graph()
+            graph = model.graph(weights)
             graph.exact = model.is_exact
             found[name] = graph, build(graph, head.head, model.hp, weights, cfg, head.prefix)
         return found
     for i in range(cfg.n_heads):
-        graph = model.adapters.graph()
+        graph = model.graph(weights)
         graph.exact = model.is_exact
         assert model.further is not None and isinstance(model.module, mtp.HasLayers)
         found[f"{HEAD}{i}"] = graph, mtp.build(graph, model.module, model.further, weights, cfg, i)

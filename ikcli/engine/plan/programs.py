@@ -99,7 +99,7 @@ def record_graphs(model: Model, weights: Weights, cfg: GraphConfig) -> Graphs:
         raise hp.no_next_token()
 
     def record(kind: str, states: Rows | None) -> tuple[Graph, Node]:
-        graph = model.adapters.graph()
+        graph = model.graph(weights)
         graph.exact, graph.wants_states = model.is_exact, states
         graph.n_deep = -1 if cfg.media is None else cfg.media.n_deep
         return graph, build_model(model, graph, weights, kinds[kind])
@@ -127,7 +127,7 @@ def record_graphs(model: Model, weights: Weights, cfg: GraphConfig) -> Graphs:
         if hidden is not None:
             graphs[kind + EMBEDS] = graph.until(hidden), hidden
     if hp.n_layer_dec and cfg.outputs.logits:
-        graph = model.adapters.graph()
+        graph = model.graph(weights)
         assert isinstance(model.module, HasEncoder)
         graphs[ENCODE] = whole[ENCODE] = graph, model.module.build_encoder(graph, hp, weights, cfg)
     model.adapters.check_used(graph for graph, _ in whole.values())

@@ -20,6 +20,7 @@ from ikcli.errors import FormatError, IkError
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import GGUFFile
 from ikcli.gguf.types import tensor_n_bytes
+from ikcli.graph import Graph
 from ikcli.log import progress
 from ikcli.models import GraphConfig, HParams, ModelModule, Weights, check_tensors
 from ikcli.models.heads import external, mtp
@@ -144,6 +145,13 @@ class Model:
         if len(ids) and not 0 <= ids.min() <= ids.max() < self.hp.n_vocab:
             raise FormatError(f"{self.source}: tensor '{name}' has ids outside the vocabulary of {self.hp.n_vocab}")
         return ids
+
+    def graph(self, weights: Weights) -> Graph:
+        """Return an empty graph whose products get the factors beside weights and what adapters add."""
+        graph = self.adapters.graph()
+        if any(name.endswith(".scale") for name in self.specs):
+            graph.factors = weights.factors(self.module.tensor_shapes(self.hp))
+        return graph
 
     def weights(self) -> Weights:
         """Return the weights for recording graphs."""

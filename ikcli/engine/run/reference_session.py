@@ -71,8 +71,9 @@ class ReferenceSession:
         infos |= {name: DerivedSpec(t, shape) for name, (t, shape, _) in self._derived.items()}
         weights = Weights(infos, source, self._load)
         self._graphs: list[Graph] = []
+        self._factors = weights.factors(module.tensor_shapes(self.hp))
         for expand in (False, True):
-            graph = Graph(wants_states=Rows.TOKENS if cfg.n_heads else None)
+            graph = Graph(factors=self._factors, wants_states=Rows.TOKENS if cfg.n_heads else None)
             module.build(graph, self.hp, weights, replace(cfg, expand=expand))
             self._graphs.append(graph)
         self._heads = self._record_heads(module, weights) if cfg.n_heads else []
@@ -100,7 +101,7 @@ class ReferenceSession:
         assert isinstance(module, mtp.HasLayers)
         further = mtp.read_further(self._file.metadata, self._file.tensors, self.hp.source)
         check_tensors(mtp.tensor_shapes(module, further, self._file.tensors), self._file.tensors, self.hp.source)
-        graphs = [Graph() for _ in range(self.cfg.n_heads)]
+        graphs = [Graph(factors=self._factors) for _ in range(self.cfg.n_heads)]
         for i, graph in enumerate(graphs):
             mtp.build(graph, module, further, weights, self.cfg, i)
         return graphs

@@ -59,8 +59,8 @@ def test_products_are_better_than_without(rng: np.random.Generator, moments: np.
     limit = 0.85 if type == T.MXFP4 else 0.75
     assert product_error(w, ours, h) < limit * product_error(w, plain, h)
     gain = ((w @ h) * ours).sum(axis=1) / ((w @ h) * w).sum(axis=1)
-    if type != T.MXFP4:  # (its scales are powers of two)
-        assert np.abs(gain - 1).max() < 4e-3
+    if type != T.MXFP4:  # (its scales are powers of two; those of NVFP4 have four significant bits)
+        assert np.abs(gain - 1).max() < (2e-2 if type == T.NVFP4 else 4e-3)
 
 
 @pytest.mark.parametrize("type", [T.Q4_K, T.IQ3_S, T.IQ2_KS], ids=lambda t: t.name)

@@ -16,7 +16,7 @@ from ikcli.quant.repack import layout
 from ikcli.references import load
 
 NOT_DECODED = {T.F64, T.I8, T.I16, T.I32, T.I64, T.Q4_0_4_4, T.Q4_0_4_8, T.Q4_0_8_8}
-READ_ONLY = {T.I2_S}  # on the CPU: to be converted to other types
+READ_ONLY = {T.I2_S}  # models compute with it as IQ2_BN
 NOT_WRITTEN = {T.Q1_0_G128, T.Q2_0}
 WITHOUT_GPU = {T.I2_S}
 STORED = [t for t in TYPES.values() if t.storage]

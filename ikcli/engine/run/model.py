@@ -28,6 +28,7 @@ from ikcli.models.heads.external import External
 from ikcli.models.mla import DerivedSpec, derive_one, derived_specs
 from ikcli.models.tensors import TensorLike
 from ikcli.quant.decode import dequantize
+from ikcli.quant.repack import iq2_bn_of_i2_s
 from ikcli.settings.adapters import RopeConfig
 
 Bytes = npt.NDArray[np.uint8]
@@ -240,6 +241,8 @@ class Model:
                 return np.ascontiguousarray(derive_one(self.file, self.hp, name, self.derived[name]))
             if name not in self.file.tensors:
                 return self.adapters.make(name)
+            if self.file.tensors[name].type == GGMLType.I2_S and self.specs[name].type == GGMLType.IQ2_BN:
+                return iq2_bn_of_i2_s(self.file.data(name), self.specs[name].shape[0])
             return np.ascontiguousarray(self.values(name))
         except MemoryError:
             raise IkError(f"out of memory: {self.n_bytes([name]) / 2**20:.0f} MiB wanted for {name}") from None
@@ -258,7 +261,9 @@ class _Used:
 
 
 def _as_used(t: TensorLike) -> TensorLike:
-    """Return how a tensor is used: vectors (norms, biases) are used as float32."""
+    """Return how a tensor is used: vectors (norms, biases) as float32, I2_S as the type of rows with its values."""
     if len(t.shape) == 1 and t.type != GGMLType.F32:
         return _Used(GGMLType.F32, t.shape)
+    if t.type == GGMLType.I2_S:
+        return _Used(GGMLType.IQ2_BN, t.shape)
     return t

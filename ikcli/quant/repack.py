@@ -128,7 +128,7 @@ def repack_into(
 
 
 def iq2_bn_of_i2_s(data: Bytes, ne0: int) -> Bytes:
-    """Return a tensor of I2_S as rows (n_rows, row size) of IQ2_BN with the same values: its scale goes to every row."""
+    """Return a tensor of I2_S as rows (n_rows, row size) of IQ2_BN with the same values, each with its scale."""
     codes = data[:-32].reshape(-1, 1, 32) >> np.array([6, 4, 2, 0], np.uint8)[:, None] & np.uint8(3)
     quarters = codes.reshape(-1, 4, 16) << np.array([0, 2, 4, 6], np.uint8)[:, None]  # of 64 columns each
     packed = np.bitwise_or.reduce(quarters, axis=1).reshape(-1, ne0 // 4)

@@ -13,8 +13,7 @@ from gguf_files import write_model
 from tiny_architectures import MISTRAL4, SHARED
 
 from ikcli.engine.plan import startup
-from ikcli.engine.plan.devices import described_machine
-from ikcli.engine.plan.model_rules import settle_indexer
+from ikcli.engine.plan.model_rules import check_indexer
 from ikcli.engine.run.batch import Batch
 from ikcli.engine.run.reference_session import ReferenceSession
 from ikcli.engine.run.session import Session
@@ -23,7 +22,6 @@ from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import open_gguf
 from ikcli.models import GraphConfig, HParams
 from ikcli.settings.run import RunConfig
-from ikcli.settings.values import parse_device_spec
 
 TOP_K = 140
 TOKENS = np.random.default_rng(3).integers(0, 96, 300)
@@ -101,18 +99,14 @@ def test_where_it_does_not_run(path: Path) -> None:
     """Stages cannot share chosen positions."""
     file = open_gguf(path)
     hp, notices = HParams.from_gguf(file.metadata, file.tensors, str(path)), list[str]()
-    for machine in ("cpu:8GiB", "cuda:8GiB,cpu:8GiB"):
-        assert settle_indexer(config(path), hp, described_machine(parse_device_spec(machine), None), (), notices).dsa
+    check_indexer(config(path), hp, (), notices)
     assert not notices
-    blocks, gpu = replace(hp, index_block=16), described_machine(parse_device_spec("cuda:8GiB,cpu:8GiB"), None)
-    assert settle_indexer(config(path, n_gpu_layers=0), blocks, gpu, (), notices).dsa and not notices
-    assert not settle_indexer(config(path), blocks, gpu, (), notices).dsa
-    assert notices[0].startswith("attention covers all positions") and "an indexer of blocks" in notices[0]
     staged = config(path)
     staged = staged.__class__(**{f: getattr(staged, f) for f in staged.__slots__} | {
         "fleet": staged.fleet.__class__(stages=2)})  # fmt: skip
     with pytest.raises(UnsupportedError, match="use --no-dsa"):
-        settle_indexer(staged, hp, described_machine(parse_device_spec("cpu:8GiB"), None), (), notices)
+        check_indexer(staged, hp, (), notices)
+    check_indexer(staged, replace(hp, index_block=16), (), notices)  # whose layers choose for themselves
 
 
 def test_options_of_models_without_an_indexer(tmp_path: Path) -> None:
@@ -162,12 +156,8 @@ def test_numbers_of_a_block_indexer(tmp_path: Path) -> None:
     for changes in ({"block_size": 0}, {"local_blocks": 5}):
         with pytest.raises(FormatError, match=next(iter(changes))):
             opened(**changes)
-    notices, gpu = list[str](), described_machine(parse_device_spec("cuda:8GiB,cpu:8GiB"), None)
-    with_gpu = replace(config(tmp_path / "m3.gguf"), n_gpu_layers=99)
-    assert not settle_indexer(with_gpu, hp, gpu, (), notices).dsa
-    assert "GPUs have no kernels for an indexer of blocks" in notices.pop()
-    bare, cpu = opened(top_k=0), described_machine(parse_device_spec("cpu:8GiB"), None)
-    settle_indexer(config(tmp_path / "m3.gguf"), bare, cpu, (), notices)
+    notices = list[str]()
+    check_indexer(config(tmp_path / "m3.gguf"), opened(top_k=0), (), notices)
     assert notices == [
         "attention covers all positions: m3.gguf has no indexer, with which minimax-m3 models are trained; convert the "
         "checkpoint again to keep it"

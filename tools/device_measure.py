@@ -283,7 +283,8 @@ def file_digest(path: Path) -> str:
 
 # --- tests -----------------------------------------------------------------------------------------------------------
 _COVERED_BY = {  # files of kernels by the beginning of their names: the tests that run them
-    "attn_index": ("test_cuda_sparse.py",),
+    "attn_blocks": ("test_cuda_sparse_blocks.py",),
+    "attn_index": ("test_cuda_sparse.py", "test_cuda_sparse_blocks.py"),
     "attn_mla_sparse": ("test_cuda_sparse.py",),
     "attn_": ("test_cuda_attention.py", "test_cuda_attention_kv.py"),
     "delta_": ("test_cuda_recurrent.py",),

@@ -57,6 +57,7 @@ def _is_block_type(type_: GGMLType) -> bool:
     return type_ not in FLOATS
 
 
+NO_LISTS: tuple[Arg, ...] = (0, np.int32(0), np.int32(0), np.int32(1))  # of chosen cells (attn_lists.cuh)
 IN_CELLS, IN_ROWS, IN_WINDOW = range(3)  # where rows are (attn_tiles.cuh: row_base)
 
 
@@ -354,7 +355,7 @@ def _heads(low: GpuLowering, node: Node, op: Attention, tiled: _Tiled, seen: int
 
     def shapes(c: Counts) -> Shape:
         if few(c):
-            by_registers = 2 if tiled.k_width > 128 or _decode_kind(op) in ("any", "q8") else 3
+            by_registers = 2 if tiled.k_width > 128 or decode_kind(op) in ("any", "q8") else 3
             return Shape(
                 16, DECODE_BLOCK, min(by_registers, max(1, on_sm // (decode_shared(tiled.k_width, v.width) + 1024)))
             )
@@ -379,7 +380,7 @@ def _heads(low: GpuLowering, node: Node, op: Attention, tiled: _Tiled, seen: int
 _DECODE_KINDS = {GGMLType.F16: "f16", GGMLType.BF16: "bf16", GGMLType.Q8_0: "q8"}
 
 
-def _decode_kind(op: Attention) -> str:
+def decode_kind(op: Attention) -> str:
     """Return the kind of decode kernel; the usual types of K and V have specialized ones."""
     types = {p.source.type if isinstance(p.source, Cache) else GGMLType.F32 for p in (op.k[0], op.v)}
     return _DECODE_KINDS.get(types.pop(), "any") if len(types) == 1 else "any"
@@ -388,15 +389,15 @@ def _decode_kind(op: Attention) -> str:
 def _decode(low: GpuLowering, op: Attention, tiled: _Tiled, parts: Parts, when: When | None) -> None:
     k, v, n_head, n_head_kv = op.k[0], op.v, op.n_head, op.n_head_kv
     low.emit(
-        f"attn_decode_{tiled.k_width}_{_decode_kind(op)}",
+        f"attn_decode_{tiled.k_width}_{decode_kind(op)}",
         lambda c: (parts.tiles(c, 16), n_head_kv, parts.count(c)), 128,
         decode_shared(tiled.k_width, v.width), low.state, *query_args(low, op.q[0]),
-        *_rows_of_any(low, k), *_rows_of_any(low, v), *parts.refs, np.int32(n_head), np.int32(n_head_kv),
+        *rows_of_any(low, k), *rows_of_any(low, v), *parts.refs, np.int32(n_head), np.int32(n_head_kv),
         *parts.args, score_scale(op), *_view(low, op), when=when,
     )  # fmt: skip
 
 
-def _rows_of_any(low: GpuLowering, part: HeadSlice) -> tuple[Arg, ...]:
+def rows_of_any(low: GpuLowering, part: HeadSlice) -> tuple[Arg, ...]:
     """Return address, blocks (elements) per row, type, first column, columns per head, place, cells."""
     source = part.source
     if isinstance(source, Node):
@@ -471,8 +472,8 @@ def _compact(
 
 
 # ... every other shape
-def any_shape(low: GpuLowering, node: Node, op: Attention, seen: int = 0, selected: Node | None = None) -> None:
-    """Emit the kernel for every shape; `selected`: the cells that tokens see (attention_sparse.py)."""
+def any_shape(low: GpuLowering, node: Node, op: Attention, seen: int = 0, lists: tuple[Arg, ...] = NO_LISTS) -> None:
+    """Emit the kernel for every shape; `lists`: the cells that tokens see (attention_sparse.py)."""
     q, k, v, n_head, n_head_kv = op.q, op.k, op.v, op.n_head, op.n_head_kv
     if max(len(q), len(k)) > 2:
         raise UnsupportedError(f"{node.name}: heads are made of one or two parts")
@@ -488,9 +489,7 @@ def any_shape(low: GpuLowering, node: Node, op: Attention, seen: int = 0, select
     low.emit("attn_any", lambda c: _up(c.n_tokens * n_head, 4), 128, shared, low.state, *queries[0],
              *(queries[1] if len(q) > 1 else none), *keys[0], *(keys[1] if len(k) > 1 else none),
              *_rows_f32(low, v, n_head_kv, view), np.int32(v.width), low.out(node), np.int32(n_head),
-             np.int32(n_head_kv), np.float32(op.scale), *_view(low, op), _seen_arg(seen),
-             0 if selected is None else low.out(selected),
-             np.int32(0 if selected is None else selected.cols))  # fmt: skip
+             np.int32(n_head_kv), np.float32(op.scale), *_view(low, op), _seen_arg(seen), *lists)  # fmt: skip
 
 
 def _rows_f32(low: GpuLowering, part: HeadSlice, n_head_kv: int, view: View) -> tuple[Arg, ...]:

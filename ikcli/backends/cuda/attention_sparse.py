@@ -1,39 +1,46 @@
-"""Lower sparse attention for the GPU: the scores of an indexer, the choice of positions, attention to them.
+"""Lower sparse attention for the GPU: the scores of an indexer, the choice of positions or blocks, attention to them.
 
 Scores are computed for as many tokens at a time as there is room for (`_SCORE_BYTES`). Absorbed MLA reads the chosen
-cells alone (kernels/attn_mla_sparse.cu); `attn_any` computes every other shape, and f32 caches. Nothing depends on what
-is beside a token, up to the parts of programs for generation, whose number is fixed.
+cells alone (kernels/attn_mla_sparse.cu), and so do grouped heads of 128 columns where blocks were chosen
+(kernels/attn_blocks.cu); `attn_any` computes every other shape, and f32 caches. Nothing depends on what is beside a
+token, up to the parts of programs for generation, whose number is fixed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
 
 from ikcli.backends.cache_checks import check_columns
 from ikcli.backends.cuda.attention import (
+    DECODE_BLOCK,
     MLA_BLOCK,
     MLA_KINDS,
     MLA_ROPE,
     any_shape,
     cut_heads,
+    decode_kind,
+    decode_shared,
     is_absorbed,
     mla_shared,
     query_args,
+    rows_of_any,
     score_scale,
 )
 from ikcli.backends.cuda.attention_parts import emit_combine
 from ikcli.backends.cuda.kv_layout import kernel_type
-from ikcli.backends.cuda.lower import RULES, Counts, GpuLowering
+from ikcli.backends.cuda.lower import RULES, Arg, Counts, GpuLowering, Ref
 from ikcli.errors import UnsupportedError
 from ikcli.gguf.constants import GGMLType
-from ikcli.graph import Cache, Node, Rows
-from ikcli.graph.ops_sparse import IndexTopK, SparseAttn
+from ikcli.graph import Cache, HeadSlice, Node, Rows
+from ikcli.graph.ops_sparse import IndexTopBlocks, IndexTopK, SparseAttn
 
 INDEX_WIDTH, INDEX_TILE, INDEX_TOKENS = 128, 256, 16  # of kernels/attn_index.cu
 _INDEX_SHARED = 8 * 16 * (INDEX_WIDTH + 8) * 2
 _SCORE_BYTES = 64 << 20
+BLOCKS_WIDTH = 128  # of kernels/attn_blocks.cu
 _PART_LEAST = 2 * MLA_BLOCK  # positions
 
 
@@ -45,11 +52,7 @@ def _up(n: int, by: int) -> int:
 def index_top_k(low: GpuLowering, node: Node, op: IndexTopK) -> None:
     """Lower the choice of positions."""
     width, most = op.q.width, op.top_k
-    if width > INDEX_WIDTH or width % 16 or op.q.offset % 4 or op.q.head_stride % 4:
-        raise UnsupportedError(
-            f"{node.name}: the CUDA backend has indexers of up to {INDEX_WIDTH} columns, a multiple of 16, not of "
-            f"{width}; use -ngl 0, or --no-dsa to attend to all positions"
-        )
+    _check_width(node, width, op.q)
     check_columns(op.k, 0, width)
     n_tokens, row = low.max_rows[Rows.TOKENS], _up(low.max_rows[Rows.KV], INDEX_TILE) * INDEX_TILE
     at_once = max(1, _SCORE_BYTES // (4 * row) // INDEX_TOKENS) * INDEX_TOKENS
@@ -61,6 +64,43 @@ def index_top_k(low: GpuLowering, node: Node, op: IndexTopK) -> None:
                  np.int32(first), when=partial(_scored, first, most))  # fmt: skip
         low.emit("index_choose", partial(_group, first, at_once), 1024, 0, low.state, scores, row, low.out(node),
                  np.int32(most), np.int32(first), when=partial(_scored, first, 0))  # fmt: skip
+
+
+@RULES.add(IndexTopBlocks, "q k n_head top_k block local")
+def index_top_blocks(low: GpuLowering, node: Node, op: IndexTopBlocks) -> None:
+    """Lower the choice of blocks of positions, for every head."""
+    width, most, heads = op.q.width, op.top_k * op.block, op.n_head
+    _check_width(node, width, op.q)
+    check_columns(op.k, 0, width)
+    blocks = _up(low.max_rows[Rows.KV], op.block)
+    shared = 4 * (blocks + op.top_k)
+    if shared > low.device.max_shared - 256:
+        raise UnsupportedError(
+            f"{node.name}: {blocks} blocks of {op.block} positions are too many for {low.device.name}; use a "
+            "smaller -c, -ngl 0, or --no-dsa to attend to all positions"
+        )
+    n_tokens, row = low.max_rows[Rows.TOKENS], _up(low.max_rows[Rows.KV], INDEX_TILE) * INDEX_TILE
+    at_once = max(1, _SCORE_BYTES // (4 * row * heads) // INDEX_TOKENS) * INDEX_TOKENS
+    scores = low.buffer(4 * row * heads * min(at_once, n_tokens))
+    for first in range(0, n_tokens, at_once):
+        low.emit("index_block_scores", partial(_score_grid, first, at_once), 256, 0, low.state, *query_args(low, op.q),
+                 low.cache(op.k), low.cells(op.k), np.int32(kernel_type(op.k.type)), np.int32(width), scores, row,
+                 np.int32(heads), np.int32(most), np.int32(first), when=partial(_scored, first, most))  # fmt: skip
+        low.emit("index_choose_blocks", partial(_choice_grid, first, at_once, heads), 1024, shared, low.state, scores,
+                 row, low.out(node), np.int32(heads), np.int32(most), np.int32(op.block), np.int32(op.local),
+                 np.int32(blocks), np.int32(first), when=partial(_scored, first, 0))  # fmt: skip
+
+
+def _check_width(node: Node, width: int, q: HeadSlice) -> None:
+    if width > INDEX_WIDTH or width % 16 or q.offset % 4 or q.head_stride % 4:
+        raise UnsupportedError(
+            f"{node.name}: the CUDA backend has indexers of up to {INDEX_WIDTH} columns, a multiple of 16, not of "
+            f"{width}; use -ngl 0, or --no-dsa to attend to all positions"
+        )
+
+
+def _choice_grid(first: int, at_once: int, heads: int, c: Counts) -> tuple[int, int, int]:
+    return _group(first, at_once, c), heads, 1
 
 
 def _scored(first: int, most: int, c: Counts) -> bool:
@@ -75,7 +115,7 @@ def _score_grid(first: int, at_once: int, c: Counts) -> tuple[int, int, int]:
     return _up(c.longest or c.n_kv, INDEX_TILE), _up(_group(first, at_once, c), INDEX_TOKENS), 1
 
 
-@RULES.add(SparseAttn, "q k v n_head n_head_kv scale wide selected")
+@RULES.add(SparseAttn, "q k v n_head n_head_kv scale wide selected lists block")
 def sparse_attention(low: GpuLowering, node: Node, op: SparseAttn) -> None:
     """Lower attention to chosen positions."""
     assert op.selected is not None
@@ -85,8 +125,41 @@ def sparse_attention(low: GpuLowering, node: Node, op: SparseAttn) -> None:
     cache = op.k[0].source
     if isinstance(cache, Cache) and is_absorbed(op) and cache.type != GGMLType.F32:
         _mla(low, node, op, cache, op.selected)
+    elif _reads_blocks(op):
+        _blocks(low, node, op, op.selected)
     else:
-        any_shape(low, node, op, selected=op.selected)
+        any_shape(low, node, op, lists=_lists(low, op, op.selected))
+
+
+def _lists(low: GpuLowering, op: SparseAttn, selected: Node) -> tuple[Arg, ...]:
+    """Return the arguments of lists of cells: address, lists of a token, their length, positions of a block."""
+    return low.out(selected), np.int32(op.lists), np.int32(selected.cols // op.lists), np.int32(op.block)
+
+
+def _reads_blocks(op: SparseAttn) -> bool:
+    """Return whether kernels read the chosen cells alone: a warp takes 16 adjacent ones."""
+    q, k, v = op.q[0], op.k[0], op.v
+    return (
+        len(op.q) == len(op.k) == 1
+        and (k.width, v.width) == (BLOCKS_WIDTH, BLOCKS_WIDTH)
+        and op.block % 16 == 0
+        and all(isinstance(p.source, Cache) and not p.source.transposed and p.source.cols % 8 == 0 for p in (k, v))
+        and not any(x % 16 for p in (k, v) for x in (p.offset, p.head_stride))
+        and not any(x % 4 for x in (q.offset, q.head_stride, q.node.cols))
+        and (op.sinks, op.softcap) == (None, 0.0)
+    )
+
+
+def _blocks(low: GpuLowering, node: Node, op: SparseAttn, selected: Node) -> None:
+    heads, most, width = op.n_head, selected.cols // op.lists, op.v.width
+    tiles = _up(op.group, 16)
+    parts_of, sums, stats = _parts(low, heads, width, tiles * op.n_head_kv, _up(most, 2 * DECODE_BLOCK))
+    low.emit(f"attn_blocks_{width}_{decode_kind(op)}",
+             lambda c: (c.n_tokens * tiles, op.n_head_kv, parts_of(c.n_tokens)), 128, decode_shared(width, width),
+             low.state, *query_args(low, op.q[0]), *rows_of_any(low, op.k[0]), *rows_of_any(low, op.v), low.out(node),
+             sums, stats, np.int32(heads), np.int32(op.n_head_kv), lambda c: np.int32(parts_of(c.n_tokens)),
+             score_scale(op), *_lists(low, op, selected))  # fmt: skip
+    _combine(low, node, heads, width, parts_of, sums, stats)
 
 
 def _mla(low: GpuLowering, node: Node, op: SparseAttn, cache: Cache, selected: Node) -> None:
@@ -94,24 +167,33 @@ def _mla(low: GpuLowering, node: Node, op: SparseAttn, cache: Cache, selected: N
     if kind == "f16" and mla_shared("f16s", 16) <= low.device.max_shared:
         kind = "f16s"
     rows = 32 if heads > 16 else 16
-    tiles, longest = _up(heads, rows), _up(most, _PART_LEAST)
+    tiles, width = _up(heads, rows), op.v.width
+    parts_of, sums, stats = _parts(low, heads, width, tiles, _up(most, _PART_LEAST))
+    cut = cut_heads(op.q, MLA_ROPE)
+    assert cut is not None
+    low.emit(f"attn_mla_sparse_{kind}_r{rows}", lambda c: (c.n_tokens * tiles, parts_of(c.n_tokens), 1), 256,
+             mla_shared(kind, rows), low.state, *query_args(low, cut[0]), *query_args(low, cut[1]), low.cache(cache),
+             low.cells(cache), np.int32(kernel_type(cache.type)), low.out(node), sums, stats, np.int32(heads),
+             lambda c: np.int32(parts_of(c.n_tokens)), score_scale(op), low.out(selected), np.int32(most))  # fmt: skip
+    _combine(low, node, heads, width, parts_of, sums, stats)
+
+
+def _parts(low: GpuLowering, heads: int, width: int, tiles: int, longest: int) -> tuple[Callable[[int], int], Ref, Ref]:
+    """Return how many parts lists have by tokens, and buffers of partial sums and of maxima and denominators."""
 
     def parts_of(n_tokens: int) -> int:
         """Return how many parts fill the GPU; in programs for generation those for one token, whatever is beside it."""
         return max(1, min(low.device.n_sm // (tiles * (1 if low.batch_invariant else n_tokens)), longest))
 
-    def parts(c: Counts) -> int:
-        return parts_of(c.n_tokens)
-
-    width, most_rows = op.v.width, 0  # rows of partial results
+    most_rows = 0  # of partial results
     for n in range(1, low.max_rows[Rows.TOKENS] + 1):
         most_rows = max(most_rows, heads * n * parts_of(n) if parts_of(n) > 1 else 0)
-    sums, stats = low.buffer(4 * most_rows * width), low.buffer(8 * most_rows)
-    cut = cut_heads(op.q, MLA_ROPE)
-    assert cut is not None
-    low.emit(f"attn_mla_sparse_{kind}_r{rows}", lambda c: (c.n_tokens * tiles, parts(c), 1), 256,
-             mla_shared(kind, rows), low.state, *query_args(low, cut[0]), *query_args(low, cut[1]), low.cache(cache),
-             low.cells(cache), np.int32(kernel_type(cache.type)), low.out(node), sums, stats, np.int32(heads),
-             lambda c: np.int32(parts(c)), score_scale(op), low.out(selected), np.int32(most))  # fmt: skip
-    if most_rows:
-        emit_combine(low, sums, stats, low.out(node), heads, width, parts)
+    return parts_of, low.buffer(4 * most_rows * width), low.buffer(8 * most_rows)
+
+
+def _combine(
+    low: GpuLowering, node: Node, heads: int, width: int, parts_of: Callable[[int], int], sums: Ref, stats: Ref
+) -> None:
+    """Emit the sum of partial results, if there can be any."""
+    if any(parts_of(n) > 1 for n in range(1, low.max_rows[Rows.TOKENS] + 1)):
+        emit_combine(low, sums, stats, low.out(node), heads, width, lambda c: parts_of(c.n_tokens))

@@ -121,10 +121,8 @@ INDEXED = ("deepseek32", "glm-dsa", "minimax-m3")
 _INDEXER_OPTIONS = {"dsa": "--dsa", "dsa_top_k": "-dsatk", "type_index": "-ictk"}
 
 
-def settle_indexer(
-    config: RunConfig, hp: HParams, machine: Machine, given: Collection[str], notices: list[str]
-) -> RunConfig:
-    """Say which options of sparse attention have no effect; turn off what the GPUs cannot compute.
+def check_indexer(config: RunConfig, hp: HParams, given: Collection[str], notices: list[str]) -> None:
+    """Add notices on options of sparse attention without effect, and on a file without its indexer.
 
     Raises UnsupportedError for stages of a model whose layers share chosen positions.
     """
@@ -140,21 +138,12 @@ def settle_indexer(
                 f"attention covers all positions: {hp.source} has no indexer, with which {hp.arch} models are "
                 "trained; convert the checkpoint again to keep it"
             )
-        return config
-    if not config.dsa:
-        return config
-    if hp.index_block and machine.gpus and config.n_gpu_layers != 0:
-        notices.append(
-            "attention covers all positions, as with --no-dsa: GPUs have no kernels for an indexer of blocks; results "
-            "differ in longer contexts (-ngl 0 runs the model as it was trained)"
-        )
-        return replace(config, dsa=False)
-    if config.fleet.stages > 1 and len(hp.index_owners) < hp.n_layer and not hp.index_block:
+        return
+    if config.dsa and config.fleet.stages > 1 and len(hp.index_owners) < hp.n_layer and not hp.index_block:
         raise UnsupportedError(
             f"{hp.source}: layers share the positions that they attend to, and cannot be divided by --stages; use "
             "--no-dsa to attend to all positions"
         )
-    return config
 
 
 def check_ser(

@@ -13,10 +13,10 @@ from ikcli.engine.plan.devices import Machine, find_machine
 from ikcli.engine.plan.graph_rules import check_cache_types
 from ikcli.engine.plan.missing_parts import assume_missing, missing_data
 from ikcli.engine.plan.model_rules import (
+    check_indexer,
     check_ser,
     settle_encoder,
     settle_encoder_decoder,
-    settle_indexer,
     settle_mla,
     settle_streams,
 )
@@ -65,7 +65,7 @@ def prepare(
     config = settle_encoder(config, hp, planner.machine, given, notices)
     config = settle_encoder_decoder(config, hp, planner.machine, given, notices)
     config = settle_streams(config, hp, planner.machine, notices)
-    config = settle_indexer(config, hp, planner.machine, given, notices)
+    check_indexer(config, hp, given, notices)
     if config.fit:
         config, found = _fit(planner, config)
         notices += found

@@ -4,9 +4,12 @@
 //
 // FORMAT KT_F16, KT_BF16: rows go straight into tiles (cp.async); K of the next positions is on its way during P*V, V
 // during Q*K. KT_Q8_0, and KT_ANY for K and V of any types each: through registers, one step ahead.
+// LISTED: rows are those of one token, which sees the entries of a list of cells per KV head (attn_blocks.cu); the 16
+// entries that a warp takes at once are adjacent cells.
 // Traffic: the bytes of K and V once per tile of rows; 4*D flops per head and position, so memory decides.
 #pragma once
 #include "attn_heads.cuh"
+#include "attn_lists.cuh"
 
 constexpr int KT_ANY = -1, DECODE_THREADS = 128, DECODE_STEP = 64;
 template <int DK, int DV> struct DecodeLayout {
@@ -16,19 +19,27 @@ template <int DK, int DV> struct DecodeLayout {
   static constexpr int at_stats = 4 * 16 * DV * 4;  // merging: sums [4][16][DV], (maximum, denominator) [4][16][2]
 };
 
-template <int DK, int DV, int FORMAT>
+template <int DK, int DV, int FORMAT, bool LISTED = false>
 DI void decode_body(const i64* st, const float* q, i64 q_row, int q_head, const u8* k, int k_blocks, int k_type,
                     int k_first, int k_head, int k_place, i64 k_cells, const u8* v, int v_blocks, int v_type,
                     int v_first, int v_head, int v_place, i64 v_cells, float* out, float* parts, float* stats, int n_head, int n_head_kv,
-                    const Split& split, float scale, const View& view, const float* sinks, float softcap) {
+                    const Split& split, float scale, const View& view, const float* sinks, float softcap,
+                    const Lists& lists = {}) {
   using L = DecodeLayout<DK, DV>;
   constexpr bool BF = FORMAT == KT_BF16, RAW = FORMAT == KT_ANY || FORMAT == KT_Q8_0;
   SMEM_DECL
   const int tid = threadIdx.x, lane = tid & 31, w = tid >> 5, kv_head = blockIdx.y, part = blockIdx.z;
   const int group = n_head / n_head_kv;
   Tile t;
-  if (!find_tile(st, blockIdx.x, 16, group, view, split, t)) return;
-  const Range range = part_range(t, view, split, part, group);
+  const int* cells = nullptr;
+  if constexpr (LISTED) {
+    if (!token_tile(st, blockIdx.x, 16, group, lists.most, t)) return;
+    cells = list_of(st, lists, t.token0, kv_head, t.kv_end);
+    t.pos = t.kv_end - 1;
+  } else {
+    if (!find_tile(st, blockIdx.x, 16, group, view, split, t)) return;
+  }
+  const Range range = LISTED ? list_range(t, split, part, lists.most) : part_range(t, view, split, part, group);
   const int start = range.start, lo = range.lo, hi = range.hi;
   const int n_rows = min(16, t.n_rows - t.row0);
   // Result row of a row of the tile: (token, head).
@@ -44,7 +55,13 @@ DI void decode_body(const i64* st, const float* q, i64 q_row, int q_head, const 
   u16* sq = (u16*)smem_raw;
   u16* sk = sq + L::at_k + w * L::k_tile;
   u16* sv = sq + L::at_v + w * L::v_tile;
-  const i64 k_base = row_base(st, t, k_place), v_base = row_base(st, t, v_place);
+  const i64 k_base = LISTED ? 0 : row_base(st, t, k_place), v_base = LISTED ? 0 : row_base(st, t, v_place);
+  // Where rows from an entry on are, as the distance to entry 0, and an entry that can be read.
+  auto near = [&](int pos) { return LISTED && pos < hi ? pos : lo; };
+  auto shift = [&](int pos) -> i64 {
+    if constexpr (LISTED) return cells[near(pos)] - near(pos);
+    else return 0;
+  };
   const int k_col = k_first + kv_head * k_head, v_col = v_first + kv_head * v_head;
   const KvTensor kt = kv_tensor(k, k_cells, k_blocks, FORMAT == KT_ANY ? k_type : FORMAT);
   const KvTensor vt = kv_tensor(v, v_cells, v_blocks, FORMAT == KT_ANY ? v_type : FORMAT);
@@ -60,9 +77,9 @@ DI void decode_body(const i64* st, const float* q, i64 q_row, int q_head, const 
       [&](i64 token, int head, int c) { return q + token * q_row + (i64)head * q_head + c; },
       [&](int r, int c, uint2 x) { *(uint2*)(sq + r * tile_row<DK>() + c) = x; },
       [&] {
-        if constexpr (RAW) fetch_rows<DK, ANY>(raw, kt, k_base, k_col, first, lo, hi);
+        if constexpr (RAW) fetch_rows<DK, ANY>(raw, kt, k_base + shift(first), k_col, first, lo, hi);
         else {
-          copy_rows<DK, 16, tile_row<DK>(), 32>(sk, k_rows, k_row, first, lo, hi, lane);
+          copy_rows<DK, 16, tile_row<DK>(), 32>(sk, k_rows + shift(first) * k_row, k_row, first, near(first), hi, lane);
           cp_commit();
         }
       });
@@ -82,10 +99,10 @@ DI void decode_body(const i64* st, const float* q, i64 q_row, int q_head, const 
     float s[1][2][4];
     u32 p[1][1][4];
     if constexpr (RAW) {
-      unpack_rows<DK, ANY>(sk, raw, kt, k_base, k_col, pos, lo, hi);
-      fetch_rows<DV, ANY>(raw, vt, v_base, v_col, pos, lo, hi);
+      unpack_rows<DK, ANY>(sk, raw, kt, k_base + shift(pos), k_col, pos, lo, hi);
+      fetch_rows<DV, ANY>(raw, vt, v_base + shift(pos), v_col, pos, lo, hi);
     } else {
-      copy_rows<DV, 16, tile_row<DV>(), 32>(sv, v_rows, v_row, pos, lo, hi, lane);
+      copy_rows<DV, 16, tile_row<DV>(), 32>(sv, v_rows + shift(pos) * v_row, v_row, pos, near(pos), hi, lane);
       cp_commit();
       cp_wait<1>();
     }
@@ -93,10 +110,12 @@ DI void decode_body(const i64* st, const float* q, i64 q_row, int q_head, const 
     scores<BF, DK>(s, sq, sk);
     warp_sync();  // every lane has read K
     if constexpr (RAW) {
-      unpack_rows<DV, ANY>(sv, raw, vt, v_base, v_col, pos, lo, hi);
-      fetch_rows<DK, ANY>(raw, kt, k_base, k_col, pos + DECODE_STEP, lo, hi);
+      const int next = pos + DECODE_STEP;
+      unpack_rows<DV, ANY>(sv, raw, vt, v_base + shift(pos), v_col, pos, lo, hi);
+      fetch_rows<DK, ANY>(raw, kt, k_base + shift(next), k_col, next, lo, hi);
     } else {
-      copy_rows<DK, 16, tile_row<DK>(), 32>(sk, k_rows, k_row, pos + DECODE_STEP, lo, hi, lane);
+      const int next = pos + DECODE_STEP;
+      copy_rows<DK, 16, tile_row<DK>(), 32>(sk, k_rows + shift(next) * k_row, k_row, next, near(next), hi, lane);
       cp_commit();
     }
     soft_max_step<BF>(s[0], m, o[0], p[0], true, pos, [&](int r) { return sight[r]; }, cap);

@@ -6,6 +6,9 @@
 // on what is beside it.
 // index_choose: a block per token. Three counts of digits (11, 11, 10 bits) of the scores as ordered integers find the
 // smallest chosen one; of equal scores the earlier position is chosen. The result does not depend on the order of threads.
+//
+// index_block_scores, index_choose_blocks: scores of positions for every head by itself, and for every head the blocks of
+// positions with the largest score in them.
 #include "attn_tiles.cuh"
 
 constexpr int INDEX_WIDTH = 128, INDEX_ROW = INDEX_WIDTH + 8, INDEX_TILE = 256, INDEX_HEADS = 64, INDEX_TOKENS = 16;
@@ -193,5 +196,116 @@ index_choose(const i64* st, const float* scores, i64 score_row, int* chosen, int
     const int m = n_more + (before >> 16), e = n_equal + (before & 0xffff);
     if (more || (equal && e < left)) to[m + min(e, left)] = cell + i;
     n_more += total >> 16, n_equal += total & 0xffff;
+  }
+}
+
+// Scores q . k of tokens first.. for every head, a row of `score_row` per token and head; blockIdx: positions, tokens. A
+// thread has a position, whose key it reads once per four heads of a token. Tokens that see at most `most` positions have
+// none.
+extern "C" __global__ void __launch_bounds__(256, 2)
+index_block_scores(const i64* st, const float* q, i64 q_row, int q_head, const u8* k, i64 n_cells, int type, int width,
+                   float* scores, i64 score_row, int heads, int most, int first) {
+  constexpr int AT_ONCE = 4;
+  IK_SHARED(float, queries, AT_ONCE * INDEX_WIDTH)
+  const int tid = threadIdx.x, pos = blockIdx.x * INDEX_TILE + tid;
+  const i64 start = first + (i64)blockIdx.y * INDEX_TOKENS, stop = min(start + INDEX_TOKENS, st[ST_TOKENS]);
+  if (start >= stop) return;
+  const KvTensor tensor = kv_tensor(k, n_cells, kv_is_float(type) ? width : width / 32, type);
+  for (i64 token = start; token < stop; token++) {
+    const i64* segment = segment_of(st, token);
+    const int n = (int)(segment[SEG_POS] + token - segment[SEG_START]) + 1;
+    if (n <= most || (int)blockIdx.x * INDEX_TILE >= n) continue;
+    for (int h0 = 0; h0 < heads; h0 += AT_ONCE) {
+      __syncthreads();  // no thread reads the queries before any more
+      for (int i = tid; i < AT_ONCE * width; i += 256) {
+        const int h = i / width, c = i % width;
+        queries[h * INDEX_WIDTH + c] = h0 + h < heads ? q[token * q_row + (i64)(h0 + h) * q_head + c] : 0.f;
+      }
+      __syncthreads();
+      if (pos >= n) continue;
+      float sum[AT_ONCE] = {0.f, 0.f, 0.f, 0.f};
+      for (int g = 0; g < width / 16; g++) {
+        Raw16 r;
+        float y[16];
+        kv_clear(r);
+        kv_load(r, tensor, segment[SEG_CELL] + pos, g);
+        if (kv_is_float(type)) {
+#pragma unroll
+          for (int e = 0; e < 8; e++) {
+            const float2 v = type == KT_BF16 ? unpack_bf16(r.w[e]) : unpack_f16(r.w[e]);
+            y[2 * e] = v.x, y[2 * e + 1] = v.y;
+          }
+        } else {
+          kv_codes_f32(y, r, type, g & 1);
+        }
+#pragma unroll
+        for (int h = 0; h < AT_ONCE; h++) {
+          const float4* x = (const float4*)(queries + h * INDEX_WIDTH + g * 16);
+#pragma unroll
+          for (int e = 0; e < 4; e++) {
+            const float4 v = x[e];
+            sum[h] = fmaf(v.x, y[4 * e], sum[h]), sum[h] = fmaf(v.y, y[4 * e + 1], sum[h]);
+            sum[h] = fmaf(v.z, y[4 * e + 2], sum[h]), sum[h] = fmaf(v.w, y[4 * e + 3], sum[h]);
+          }
+        }
+      }
+#pragma unroll
+      for (int h = 0; h < AT_ONCE; h++)
+        if (h0 + h < heads) scores[((token - first) * heads + h0 + h) * score_row + pos] = sum[h];
+    }
+  }
+}
+
+// Cells of the chosen blocks of `span` positions in ascending order, then -1: lists of `most` cells, for tokens first..
+// (blockIdx.x) and heads (blockIdx.y). The last `local` blocks are chosen; of equal ones the earlier. A block's rank is
+// how many are larger. Shared memory: a number per block, and one per chosen block.
+extern "C" __global__ void __launch_bounds__(1024, 1)
+index_choose_blocks(const i64* st, const float* scores, i64 score_row, int* chosen, int heads, int most, int span, int local,
+                    int n_blocks, int first) {
+  SMEM_DECL
+  IK_SHARED(int, scratch, 32)
+  u32* best = (u32*)smem_raw;
+  int* list = (int*)(best + n_blocks);
+  const int tid = threadIdx.x, head = blockIdx.y, top = most / span;
+  const i64 token = first + (i64)blockIdx.x;
+  if (token >= st[ST_TOKENS]) return;
+  const i64* segment = segment_of(st, token);
+  const int n = (int)(segment[SEG_POS] + token - segment[SEG_START]) + 1, cell = (int)segment[SEG_CELL];
+  int* to = chosen + (token * heads + head) * most;
+  if (n <= most) {
+    for (int i = tid; i < most; i += 1024) to[i] = i < n ? cell + i : -1;
+    return;
+  }
+  const int blocks = (n + span - 1) / span, lane = tid & 31;
+  const float* from = scores + ((i64)blockIdx.x * heads + head) * score_row;
+  for (int b = tid >> 5; b < blocks; b += 32) {  // a warp per block
+    u32 x = 0;
+    for (int i = b * span + lane; i < min((b + 1) * span, n); i += 32) x = max(x, ordered(from[i]));
+#pragma unroll
+    for (int d = 16; d; d /= 2) x = max(x, shx_u32(x, d));
+    if (lane == 0) best[b] = b >= blocks - local ? 0xffffffffu : x;
+  }
+  __syncthreads();
+  int n_chosen = 0;  // before this turn
+#pragma unroll 1
+  for (int turn = 0; turn < blocks; turn += 1024) {
+    const int b = turn + tid;
+    int rank = top;
+    if (b < blocks && b >= blocks - local) {
+      rank = 0;
+    } else if (b < blocks) {
+      const u32 x = best[b];
+      rank = local;
+      for (int i = 0; i < blocks - local && rank < top; i++) rank += best[i] > x || (best[i] == x && i < b);
+    }
+    int total;
+    const int before = block_before(rank < top ? 1 : 0, total, scratch);
+    if (rank < top) list[n_chosen + before] = b;
+    n_chosen += total;
+  }
+  __syncthreads();
+  for (int i = tid; i < most; i += 1024) {
+    const int pos = list[i / span] * span + i % span;
+    to[i] = pos < n ? cell + pos : -1;
   }
 }

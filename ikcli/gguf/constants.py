@@ -229,6 +229,7 @@ _FILE_TYPES = (
     FileType(36, ("TQ1_0",), "TQ1_0 - 1.69 bpw ternary", GGMLType.TQ1_0),
     FileType(37, ("TQ2_0",), "TQ2_0 - 2.06 bpw ternary", GGMLType.TQ2_0),
     FileType(38, ("MXFP4",), "MXFP4 - 4.25 bpw", GGMLType.MXFP4),
+    FileType(39, (), "NVFP4 - 4.5 bpw", GGMLType.NVFP4),
     FileType(41, (), "Q1_0_G128 - 1.125 bpw", GGMLType.Q1_0_G128),
     FileType(135, ("Q6_0",), "Q6_0", GGMLType.Q6_0),
     FileType(136, ("IQ1_BN",), "IQ1_BN - 1.625 bpw Bitnet", GGMLType.IQ1_BN),

@@ -464,5 +464,5 @@ def test_every_architecture_of_gguf_runs_or_says_why_not() -> None:
 
     for arch in (*MODEL_ARCH_NAMES.values(), *REASONS):
         assert (arch in ARCHITECTURES) + (arch in REASONS) + (arch == "clip") == 1, arch
-    with pytest.raises(UnsupportedError, match=r"x\.gguf: .*'openpangu' do not run: it has attention over .*; inspect"):
-        find("openpangu", "x.gguf")
+    with pytest.raises(UnsupportedError, match=r"x\.gguf: .*'hy_v4' do not run: it has attention over .*; inspect"):
+        find("hy_v4", "x.gguf")

@@ -124,7 +124,7 @@ class PooledCells(Op):
         for s in run.state.segments:
             for i, n in enumerate(range(s.pos + 1, s.n_kv + 1)):
                 recent = first_row(self.recent, s) + np.arange(max(n - self.window, 0), n)
-                entries = np.arange(n // self.ratio)
+                entries = np.arange(min(n // self.ratio, self.most))
                 if self.chosen is not None:
                     entries = run.value(self.chosen)[s.start + i][: self.count(n) - len(recent)] - s.cell
                 found = np.concatenate([recent, -1 - (s.cell + self.ratio * (entries + 1) - 1)])

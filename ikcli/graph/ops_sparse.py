@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ikcli.graph.core import Array, Cache, HeadSlice, Node, Op, Per, RowSpec, Run
+from ikcli.graph.core import Array, Cache, HeadSlice, Node, Op, Per, RowSpec, Run, Weight
 from ikcli.graph.micro_batch import Segment
 from ikcli.graph.ops_attention import Attention
-from ikcli.graph.ops_rows import head_columns
+from ikcli.graph.ops_rows import head_columns, softmax
 
 NONE = -1
 """Fills up the row of a query that sees fewer positions than may be chosen."""
@@ -139,3 +139,46 @@ class SparseAttn(Attention):
         rows, lists, columns = np.nonzero(cells != NONE)
         seen[lists, rows, cells[rows, lists, columns] - s.cell] = True
         return ~(seen[0] if self.lists == 1 else seen)[..., at]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixAttn(Op):
+    """Flash attention to rows before all positions and to those in `cells`: [rows, n_head * v.width].
+
+    All heads share a row, of which k and v are columns. `prefix`: rows as wide as those of the cache, float32. `cells`:
+    a list of rows of the cache for every query, of as many as it sees, and no more than the list has room for.
+    """
+
+    name = "prefix_attn"
+
+    q: tuple[HeadSlice, ...]
+    k: HeadSlice
+    v: HeadSlice
+    prefix: Weight
+    cells: Node
+    n_head: int
+    scale: float
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.k.source, Cache) or self.k.source is not self.v.source:
+            raise ValueError("keys and values are rows of one cache")
+        if self.prefix.ne0 != self.k.source.cols or sum(p.width for p in self.q) != self.k.width:
+            raise ValueError("rows before all positions, and queries, are as wide as those of the cache")
+
+    @property
+    def shape(self) -> tuple[RowSpec, int]:
+        return self.q[0].node.rows, self.n_head * self.v.width
+
+    def compute(self, run: Run) -> Array:
+        assert isinstance(self.k.source, Cache)
+        k, v = (np.s_[:, part.offset : part.offset + part.width] for part in (self.k, self.v))
+        q = np.concatenate([head_columns(run.value(p.node), p, self.n_head) for p in self.q], axis=2)
+        prefix: Array = run.weight(self.prefix).reshape(-1, self.prefix.ne0).astype(run.dtype)
+        cells, cached = run.value(self.cells), run.cached(self.k.source)
+        out: Array = np.empty((len(run.state.tokens), self.n_head, self.v.width), run.dtype)
+        for s in run.state.segments:
+            for i, n in enumerate(range(s.pos + 1, s.n_kv + 1)):
+                at = cells[s.start + i][: min(n, self.cells.cols)]
+                rows: Array = np.concatenate([prefix, cached[at].astype(run.dtype)])
+                out[s.start + i] = softmax(q[s.start + i] @ rows[k].T * run.dtype(self.scale)) @ rows[v]
+        return out.reshape(len(out), -1)

@@ -112,6 +112,7 @@ ARCHITECTURES: dict[str, str] = {
     "olmo2": "ikcli.models.olmo2",
     "olmoe": "ikcli.models.plain",
     "openelm": "ikcli.models.plain",
+    "openpangu": "ikcli.models.sparse.openpangu",
     "orion": "ikcli.models.stablelm",
     "paddleocr": "ikcli.models.plain",
     "pangu-embedded": "ikcli.models.plain",

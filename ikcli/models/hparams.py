@@ -34,7 +34,7 @@ _ALL_EXPERTS = (
 )  # fmt: skip
 """In every layer."""
 DENSE_MLA = ("minicpm3", "plm")
-MLA = ("deepseek2", "deepseek32", "glm-dsa", "mistral4", *DENSE_MLA, *KDA)  # multi-head latent attention
+MLA = ("deepseek2", "deepseek32", "glm-dsa", "mistral4", "openpangu", *DENSE_MLA, *KDA)  # multi-head latent attention
 _DENSE_LEAD = (
     *MLA, "afmoe", "bailingmoe2", "cohere2_moe", "deepseek", "dots1", "ernie4_5-moe", "exaone-moe", "glm4moe", "hy_v3",
     "laguna", "minimax-m3", "step35",
@@ -42,12 +42,12 @@ _DENSE_LEAD = (
 """In all layers but the first ones."""
 _SIGMOID = (
     "afmoe", "cohere2_moe", "dots1", "exaone-moe", "glm-dsa", "glm4moe", "hy_v3", "laguna", "lfm2moe", "llama4",
-    "mimo2", "minimax-m2", "minimax-m3", "nemotron_h_moe", "smallthinker", "step35",
+    "mimo2", "minimax-m2", "minimax-m3", "nemotron_h_moe", "openpangu", "smallthinker", "step35",
 )  # fmt: skip
 """Gating of files that do not say."""
 _NOT_NORMALISED = (
     "bailingmoe", "bailingmoe2", "cohere2_moe", "deepseek", "deepseek2", "deepseek32", "flex-olmo", "jamba", "laguna",
-    "llama4", "minimax-m3", "nomic-bert-moe", "olmoe", "phimoe", "qwen2moe", "step35",
+    "llama4", "minimax-m3", "nomic-bert-moe", "olmoe", "openpangu", "phimoe", "qwen2moe", "step35",
 )  # fmt: skip
 """Weights of experts where files do not say; most architectures always normalise, and their files do not say so."""
 _LAYER_NORM = (
@@ -179,6 +179,7 @@ class HParams:
     n_stream: int = 0  # streams of the residual; 0: it is one
     stream_iterations: int = 0  # of the sums of their weights
     stream_eps: float = 0.0
+    n_sink: int = 0  # learned rows that come before all positions
     o_groups: int = 0  # of heads, each with an output projection of low rank
     o_lora_rank: int = 0
     n_hash: int = 0  # first layers whose experts depend on the token alone

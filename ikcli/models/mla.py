@@ -9,7 +9,7 @@ Corresponds to `llm_prepare_mla` of ik_llama.cpp.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -20,6 +20,7 @@ from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.types import TYPES, row_n_bytes
 from ikcli.models.config import GraphConfig
 from ikcli.models.hparams import MLA, HParams
+from ikcli.models.sparse import sink_rows
 from ikcli.models.tensors import TensorLike
 from ikcli.quant.decode import dequantize
 from ikcli.quant.encode import quantize
@@ -47,6 +48,10 @@ def derived_specs(tensors: Mapping[str, TensorLike], hp: HParams, cfg: GraphConf
     specs: dict[str, DerivedSpec] = {}
     if hp.arch not in MLA:
         return specs
+    if hp.arch == sink_rows.ARCH:  # always absorbed
+        cfg = replace(cfg, mla=1)
+        shapes = sink_rows.derived_shapes(tensors, hp, cfg)
+        specs |= {name: DerivedSpec(GGMLType.F32, shape) for name, shape in shapes.items()}
     nope, dv = hp.head_dim_k - hp.n_rot, hp.head_dim_v
     for il in (il for il in range(hp.n_layer) if not hp.is_recurrent(il)):
         kv_b, k_b, v_b = (tensors.get(_name(il, part)) for part in ("kv_b", "k_b", "v_b"))
@@ -86,6 +91,8 @@ def derive(
 
 def derive_one(file: TensorFile, hp: HParams, name: str, spec: DerivedSpec) -> npt.NDArray[np.uint8]:
     """Return the bytes of one derived tensor; temporaries are a few times one layer's projection in float32."""
+    if sink_rows.source_of(name) is not None:
+        return sink_rows.make(lambda x: _values(file, x), hp, name).reshape(-1).view(np.uint8)
     il = int(name.split(".")[1])
     part = name.split(".")[2].removeprefix("attn_")
     if part == "v_b":
@@ -97,6 +104,13 @@ def derive_one(file: TensorFile, hp: HParams, name: str, spec: DerivedSpec) -> n
     k = _values(file, _name(il, "k_b")).reshape(hp.n_head, rank, nope).transpose(0, 2, 1)
     v = _values(file, _name(il, "v_b")).reshape(hp.n_head, dv, rank)
     return quantize(np.concatenate([k, v], axis=1), spec.type)
+
+
+def source_of(derived: str) -> str:
+    """Return the tensor of the file that a derived one is made of."""
+    block, _, part = derived.rpartition(".attn_")
+    other = "k_b" if part == "kv_b.weight" else "kv_b"
+    return sink_rows.source_of(derived) or f"{block}.attn_{other}.weight"
 
 
 def _name(il: int, part: str) -> str:

@@ -26,7 +26,6 @@ REASONS = {
     "hy_v4": _STREAMS,
     "llada": _DIFFUSION,
     "llada-moe": _DIFFUSION,
-    "openpangu": _STREAMS,
     "pockettts": _SPEECH,
     "qwen3tts": _SPEECH,
     "qwen4exp": _STREAMS,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ikcli.backends.cpu.lower_attention import (
     NO_WINDOW,
     RULES,
@@ -19,11 +21,13 @@ from ikcli.backends.cpu.params_attention import (
     STATS_BYTES,
     IndexBlockParams,
     IndexParams,
+    PrefixParams,
     SparseParams,
 )
 from ikcli.backends.cpu.program import CpuLowering
+from ikcli.backends.weight_checks import check_f32
 from ikcli.graph import HeadSlice, Node, Rows
-from ikcli.graph.ops_sparse import IndexTopBlocks, IndexTopK, SparseAttn
+from ikcli.graph.ops_sparse import IndexTopBlocks, IndexTopK, PrefixAttn, SparseAttn
 from ikcli.native.kernel_cache import KernelKey
 
 _TILE = 64  # positions
@@ -96,10 +100,44 @@ def lower_index_top_blocks(low: CpuLowering, node: Node, op: IndexTopBlocks) -> 
 def lower_sparse_attn(low: CpuLowering, node: Node, op: SparseAttn) -> None:
     """Lower attention to chosen positions, a token per task."""
     assert op.selected is not None
-    sources = attention_sources(low, node, op.q, op.k, op.v)
-    heads = unit_heads(op.group)
-    rows, k_chunks, v_chunks = -(-heads // 16) * 16, chunks(*op.k), chunks(op.v)
-    view = view_chunk(op.k, op.v, False)
+    n_bytes = 4 * op.selected.cols
+    _listed_attention(
+        low, node, "sparse", SparseParams, op.q, op.k, op.v, group=op.group, n_head=op.n_head, scale=op.scale,
+        cells=low.out(op.selected), cell_bytes=n_bytes, list_bytes=n_bytes // op.lists if op.lists > 1 else 0,
+        most=op.selected.cols // op.lists, span=op.block,
+    )  # fmt: skip
+
+
+@RULES.add(PrefixAttn, "q k v prefix cells n_head scale")
+def lower_prefix_attn(low: CpuLowering, node: Node, op: PrefixAttn) -> None:
+    """Lower attention to rows before all positions and to listed ones, a token per task."""
+    check_f32(op.prefix, "rows before all positions")
+    _listed_attention(
+        low, node, "prefixed", PrefixParams, op.q, (op.k,), op.v, group=op.n_head, n_head=op.n_head, scale=op.scale,
+        cells=low.out(op.cells), cell_bytes=4 * op.cells.cols, list_bytes=0, most=op.cells.cols, span=1,
+        prefix=low.weight(op.prefix), prefix_bytes=4 * op.prefix.ne0, n_prefix=op.prefix.ne1,
+    )  # fmt: skip
+
+
+def _listed_attention(
+    low: CpuLowering,
+    node: Node,
+    kind: str,
+    params_type: type[SparseParams],
+    q: tuple[HeadSlice, ...],
+    k: tuple[HeadSlice, ...],
+    v: HeadSlice,
+    *,
+    group: int,
+    n_head: int,
+    scale: float,
+    **own: Any,
+) -> None:
+    """Emit the kernels of attention to listed positions; `group`: heads of a KV head, `own`: parameters of the kind."""
+    sources = attention_sources(low, node, q, k, v)
+    heads = unit_heads(group)
+    rows, k_chunks, v_chunks = -(-heads // 16) * 16, chunks(*k), chunks(v)
+    view = view_chunk(k, v, False)
     q_unit, o_unit = (64 * n * (-(-heads // 8) * 8 + 1) for n in (k_chunks, v_chunks))
     tile = 2 * _TILE if k_chunks + v_chunks <= 32 else _TILE
     at, scratch_bytes = regions(
@@ -107,23 +145,20 @@ def lower_sparse_attn(low: CpuLowering, node: Node, op: SparseAttn) -> None:
         4 * rows * (tile + 16), 64 * v_chunks * rows + o_unit, STATS_BYTES,
     )  # fmt: skip
     _, k_at, v_at, s_at, o_at, stats_at = at
-    slot_bytes, units = 2 * STAT_BYTES + 64 * v_chunks * rows, op.n_head // heads
+    slot_bytes, units = 2 * STAT_BYTES + 64 * v_chunks * rows, n_head // heads
     n_slots = SPLITS_PER_THREAD * low.n_threads
     tokens = low.max_rows[Rows.TOKENS] if low.batch_invariant else 1
-    params = SparseParams(
-        out=low.out(node), out_stride=4 * node.cols, first_head=0, units=units, unit_heads=heads, group=op.group,
-        block=1, tile=tile, scale=op.scale, k_chunks=k_chunks, v_cols=op.v.width,
+    params = params_type(
+        out=low.out(node), out_stride=4 * node.cols, first_head=0, units=units, unit_heads=heads, group=group,
+        block=1, tile=tile, scale=scale, k_chunks=k_chunks, v_cols=v.width,
         scratch=low.buffer(low.n_threads * scratch_bytes), scratch_bytes=scratch_bytes, k_at=k_at, v_at=v_at,
         s_at=s_at, window=NO_WINDOW, chunk=NO_WINDOW, sinks=0, slopes=0, cap=0.0, q=sources.q, k=sources.k,
         v=sources.v, v_chunk=max(view, 0), o_at=o_at, stats_at=stats_at,
         slots=low.buffer(max(n_slots, units) * tokens * slot_bytes), slot_bytes=slot_bytes, q_unit=q_unit,
         o_unit=o_unit, units_per_task=1, min_split=_MIN_SPLIT, most_distance=0,
-        batch_invariant=int(low.batch_invariant),
-        cells=low.out(op.selected), cell_bytes=4 * op.selected.cols,
-        list_bytes=4 * op.selected.cols // op.lists if op.lists > 1 else 0, most=op.selected.cols // op.lists,
-        span=op.block,
+        batch_invariant=int(low.batch_invariant), **own,
     )  # fmt: skip
     types = (sources.k_types, "view" if view >= 0 else sources.v_type)
-    low.emit(KernelKey("attention_sparse", "make_flash_sparse", types), node.rows, params)
+    low.emit(KernelKey("attention_sparse", f"make_flash_{kind}", types), node.rows, params)
     if low.n_threads > 1:
-        low.emit(KernelKey("attention_sparse", "make_combine_sparse"), node.rows, params)
+        low.emit(KernelKey("attention_sparse", f"make_combine_{kind}"), node.rows, params)

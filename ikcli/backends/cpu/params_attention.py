@@ -109,6 +109,14 @@ class SparseParams(FlashParams):
     span: int  # positions that are chosen together
 
 
+class PrefixParams(SparseParams):
+    """Parameters of attention to rows before all positions, and to listed ones."""
+
+    prefix: Address  # f32, rows as wide as those of the cache
+    prefix_bytes: int  # of a row
+    n_prefix: int
+
+
 INDEX_SPAN = 1024  # positions of a task of kernels/index_top_k.py, for few tokens
 
 

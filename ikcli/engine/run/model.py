@@ -25,7 +25,7 @@ from ikcli.log import progress
 from ikcli.models import GraphConfig, HParams, ModelModule, Weights, check_tensors
 from ikcli.models.heads import external, mtp
 from ikcli.models.heads.external import External
-from ikcli.models.mla import DerivedSpec, derive_one, derived_specs
+from ikcli.models.mla import DerivedSpec, derive_one, derived_specs, source_of
 from ikcli.models.tensors import TensorLike
 from ikcli.quant.decode import dequantize
 from ikcli.quant.repack import iq2_bn_of_i2_s
@@ -121,12 +121,8 @@ class Model:
             self.specs[name] = _as_used(self.file.tensors[name])
 
     def derived_from(self) -> dict[str, str]:
-        """Return the source of each derived tensor: made of it (k_b and v_b of kv_b, kv_b of k_b) or added to it."""
-        sources = self.adapters.sources()
-        for name in self.derived:
-            block, _, part = name.rpartition(".attn_")
-            sources[name] = f"{block}.attn_{'k_b' if part == 'kv_b.weight' else 'kv_b'}.weight"
-        return sources
+        """Return the source of each derived tensor: made of it (`mla.source_of`) or added to it."""
+        return self.adapters.sources() | {name: source_of(name) for name in self.derived}
 
     def bytes_of(self, name: str) -> Bytes:
         """Return the bytes of a tensor as used: mapped from the file where the file has them, else made."""

@@ -3,7 +3,7 @@
 DeepSeek V3.2 and GLM-5 choose positions. A layer has its own indexer, or uses the positions that the layer before it
 chose. Index queries come from the low-rank query, keys and head weights from the input of attention; heads are
 [rotated | not rotated], and keys have a cache of their own. Corresponds to `build_deepseek2_dsa_indexer` of
-ik_llama.cpp.
+ik_llama.cpp. openPangu has one in layers without a window, whose keys have an RMS norm.
 
 MiniMax-M3 chooses blocks of positions, for every KV head by an index head of its own. Queries and keys are projected
 from the input of attention, normed and rotated like those of attention. Corresponds to `MiniMaxM3VLIndexer` of
@@ -21,7 +21,8 @@ from ikcli.models.tensors import LayerWeights, TensorSpec
 
 NORM_EPS = 1e-6  # of keys; files do not store it
 CACHE = "index"
-_NEOX = ("deepseek32",)  # rotate pairs that are half of the rotated part apart
+_RMS = ("openpangu",)  # the norm of keys, which is a layer norm elsewhere
+_NEOX = ("deepseek32", "openpangu")  # rotate pairs that are half of the rotated part apart
 
 
 def specs(hp: HParams, il: int) -> dict[str, TensorSpec]:
@@ -36,13 +37,21 @@ def specs(hp: HParams, il: int) -> dict[str, TensorSpec]:
             "indexer.q_norm.weight": TensorSpec((width,)),
             "indexer.k_norm.weight": TensorSpec((width,)),
         }
-    return {
-        "indexer.attn_q_b.weight": TensorSpec((hp.q_lora_rank, n_head * width)),
-        "indexer.attn_k.weight": TensorSpec((hp.n_embd, width)),
-        "indexer.k_norm.weight": TensorSpec((width,)),
-        "indexer.k_norm.bias": TensorSpec((width,)),
-        "indexer.proj.weight": TensorSpec((hp.n_embd, n_head)),
+    query, key, norm, weights = _names(hp)
+    found = {
+        f"{query}.weight": TensorSpec((hp.q_lora_rank, n_head * width)),
+        f"{key}.weight": TensorSpec((hp.n_embd, width)),
+        f"{norm}.weight": TensorSpec((width,)),
+        f"{weights}.weight": TensorSpec((hp.n_embd, n_head)),
     }
+    return found | ({} if hp.arch in _RMS else {f"{norm}.bias": TensorSpec((width,))})
+
+
+def _names(hp: HParams) -> tuple[str, str, str, str]:
+    """Return the names of projections of queries and keys, the norm of keys, and the projection to weights."""
+    if hp.arch == "openpangu":
+        return "attn_indexer_q_b", "attn_indexer_k", "attn_indexer_k_norm", "attn_indexer_weights_proj"
+    return "indexer.attn_q_b", "indexer.attn_k", "indexer.k_norm", "indexer.proj"
 
 
 def top_k(hp: HParams, cfg: GraphConfig) -> int:
@@ -94,17 +103,20 @@ class Indexer:
         g, hp = self._g, self._hp
         n_head, width = hp.index_n_head, hp.index_head_dim
         neox = hp.arch in _NEOX
-        k = g.mul_mat(layer.tensor("indexer.attn_k.weight"), x, "index_k")
-        norm, bias = layer.tensor("indexer.k_norm.weight"), layer.tensor("indexer.k_norm.bias")
-        k = g.norm(k, norm, NORM_EPS, "index_k_norm", b=bias)
+        query, key, norm, per_head = (layer.tensor(f"{name}.weight") for name in _names(hp))
+        k = g.mul_mat(key, x, "index_k")
+        if hp.arch in _RMS:
+            k = g.rms_norm(k, norm, hp.eps, "index_k_norm")
+        else:
+            k = g.norm(k, norm, NORM_EPS, "index_k_norm", b=layer.tensor("indexer.k_norm.bias"))
         k = g.rope(k, self._table, 1, width, "index_k_rope", neox=neox)
         cache = g.cache(CACHE, width, self._cfg.type_index)
         g.kv_store(cache, k, "index_k_view")
         if self._cfg.index_keys_only:
             return None
-        q = g.mul_mat(layer.tensor("indexer.attn_q_b.weight"), q_a, "index_q")
+        q = g.mul_mat(query, q_a, "index_q")
         q = g.rope(q, self._table, n_head, width, "index_q_rope", neox=neox)
-        weights = g.mul_mat(layer.tensor("indexer.proj.weight"), x, "index_weights")
+        weights = g.mul_mat(per_head, x, "index_weights")
         weights = g.scale(weights, 1 / math.sqrt(n_head * width), "index_weights_scaled")
         return g.index_top_k(
             HeadSlice(q, 0, width, width), weights, cache, "index_top_k", n_head=n_head, top_k=top_k(hp, self._cfg)

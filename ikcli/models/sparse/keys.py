@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ikcli.models.keys import HasShape, Keys, by_layer
+from ikcli.models.keys import HasShape, Keys, by_layer, short
 from ikcli.models.rope import RopeParams
 
 OVERLAPPING = 4  # positions of entries that overlap, and of which an indexer chooses
@@ -18,6 +18,8 @@ def read_sparse(keys: Keys, values: dict[str, Any], tensors: Mapping[str, HasSha
         return _indexer(keys, values, tensors)
     if keys.arch == "minimax-m3":
         return _block_indexer(keys, values, tensors)
+    if keys.arch == "openpangu":
+        return _openpangu(keys, values, tensors)
     return _compressed(keys, values, tensors) if keys.arch == "deepseek4" else {}
 
 
@@ -105,6 +107,50 @@ def _compressed(keys: Keys, values: dict[str, Any], tensors: Mapping[str, HasSha
         "index_head_dim": keys.integer("attention.indexer.key_length", least=max(n_rot, 16), most=1024),
         "index_owners": owners,
     }
+
+
+def _openpangu(keys: Keys, values: dict[str, Any], tensors: Mapping[str, HasShape]) -> dict[str, Any]:
+    """Return the numbers of openPangu: windows, streams, learned rows, and the indexer of layers without a window."""
+    windows = _listed_windows(keys, values["n_layer"])
+    names = (f"blk.{il}.attn_indexer_q_b.weight" for il in range(len(windows)))
+    owners = frozenset(il for il, name in enumerate(names) if not windows[il] and (name in tensors or not tensors))
+    found = {
+        "q_lora_rank": keys.integer("attention.q_lora_rank", least=1),
+        "window": windows,
+        "n_stream": keys.integer("mhc_num_stream", least=1, most=64),
+        "stream_iterations": keys.integer("mhc_recur_norm", least=1, most=1000),
+        "n_sink": keys.integer("param_sink_number", least=1, most=1 << 16),
+    }
+    if not any(windows) or not owners or "attention.indexer.top_k" not in keys:
+        return found  # as in the reference, layers of files without windows see all positions
+    return found | {
+        "index_top_k": keys.integer("attention.indexer.top_k", least=1),
+        "index_n_head": keys.integer("attention.indexer.head_count", least=1, most=128),
+        "index_head_dim": keys.integer("attention.indexer.key_length", least=max(values["n_rot"], 16), most=1024),
+        "index_owners": owners,
+    }
+
+
+def _listed_windows(keys: Keys, n_layer: int) -> tuple[int, ...]:
+    """Return the windows of layers from a list of layers and one of their windows; 0: layers that are not listed."""
+    layers = _whole_numbers(keys, "swa_layers")
+    if "sliding_window_list" in keys:
+        sizes = _whole_numbers(keys, "sliding_window_list")
+    else:
+        sizes = [keys.integer("attention.sliding_window")] * len(layers) if layers else []
+    if len(sizes) != len(layers):
+        raise keys.fail("sliding_window_list", f"has {len(sizes)} values for {len(layers)} layers")
+    found = dict(zip(layers, sizes, strict=True))
+    return tuple(found.get(il, 0) for il in range(n_layer))
+
+
+def _whole_numbers(keys: Keys, key: str) -> list[int]:
+    """Return a list of any length."""
+    value: Any = keys.raw(key, [])
+    numbers = [x for x in value if hasattr(value, "dtype") or isinstance(x, int)] if hasattr(value, "__len__") else []
+    if not hasattr(value, "__len__") or len(numbers) < len(value) or any(x != int(x) & 0xFFFFFF for x in numbers):
+        raise keys.fail(key, f"should be a list of whole numbers, but is {short(value)}")
+    return [int(x) for x in numbers]
 
 
 def _ratios(keys: Keys, values: dict[str, Any], tensors: Mapping[str, HasShape]) -> tuple[int, ...]:

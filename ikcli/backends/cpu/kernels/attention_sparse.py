@@ -7,7 +7,7 @@ cells, so nothing is masked, and parts of a split task are parts of the list.
 from ikcli.backends.cpu.kernels.attention import AHEAD, make_combine, make_flash_attn
 from ikcli.backends.cpu.kernels.kv import make_prefetch_row, make_stage
 from ikcli.backends.cpu.kernels.sgemm import CHUNK_ROW
-from ikcli.backends.cpu.params_attention import SparseParams
+from ikcli.backends.cpu.params_attention import PrefixParams, SparseParams
 from ikcli.native.jit import inline
 from ikcli.native.simd.vec import ld_i32
 
@@ -37,3 +37,30 @@ def make_flash_sparse(k_types, v_type):
 def make_combine_sparse():
     """Return the kernel that merges the parts of split tasks."""
     return make_combine("i", SparseParams)
+
+
+def make_stage_prefixed(type_):
+    """Return stage_prefixed(...), as above, of f32 rows before all positions, then of rows of cells."""
+    stage, stage_chosen = make_stage("f32"), make_stage_chosen(type_)
+
+    @inline
+    def stage_prefixed(params, part, cells, kv_head, dst, chunk_bytes, position, n):
+        first = max(min(params.n_prefix - position, n), 0)
+        for i in range(first):
+            row = params.prefix + (position + i) * params.prefix_bytes
+            stage(dst + CHUNK_ROW * i, chunk_bytes, row, part.offset, part.width)
+        if first < n:
+            at = position + first - params.n_prefix
+            stage_chosen(params, part, cells, kv_head, dst + CHUNK_ROW * first, chunk_bytes, at, n - first)
+
+    return stage_prefixed
+
+
+def make_flash_prefixed(k_types, v_type):
+    """Return the kernel with rows before all positions."""
+    return make_flash_attn(k_types, v_type, "if", make_stage_prefixed, PrefixParams)
+
+
+def make_combine_prefixed():
+    """Return the kernel that merges the parts of its split tasks."""
+    return make_combine("if", PrefixParams)

@@ -2,9 +2,9 @@
 
 Factories have an argument `more`: letters of the features that an op needs beyond causal attention. w: windows or
 chunks; s: sinks; c: a soft cap of scores; b: both directions; d: scores weakened by distance; t: a table of what
-scores gain by distance; i: chosen positions (attention_sparse.py); p: positions and entries (attention_pooled.py);
-x: all positions of an encoder; r: ranges of positions that come with tokens, whose ends do not decrease. A kernel
-contains no code for letters that it lacks.
+scores gain by distance; i: chosen positions (attention_sparse.py); f: with i, rows before all positions; p: positions
+and entries (attention_pooled.py); x: all positions of an encoder; r: ranges of positions that come with tokens, whose
+ends do not decrease. A kernel contains no code for letters that it lacks.
 """
 
 import numpy as np
@@ -186,6 +186,13 @@ def make_most_seen(more):
             return min(n, params.recent) + min(n // params.ratio, params.most)
 
         return recent_and_entries
+    if "f" in more:
+
+        @inline
+        def first_and_chosen(params, n):
+            return params.n_prefix + min(n, params.most)
+
+        return first_and_chosen
     if "i" not in more:
 
         @inline

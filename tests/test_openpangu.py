@@ -1,0 +1,152 @@
+"""openPangu: graphs against a forward pass in plain NumPy, sessions through roll-backs and copies, keys, taps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf_files import write_model
+from openpangu_model import TOP_K, forward, tiny_openpangu
+
+from ikcli.engine.plan.devices import described_machine
+from ikcli.engine.plan.model_rules import settle_indexer, settle_streams
+from ikcli.engine.run.batch import Batch
+from ikcli.engine.run.reference_session import ReferenceSession
+from ikcli.engine.run.session import Session
+from ikcli.errors import FormatError, UnsupportedError
+from ikcli.gguf.constants import GGMLType
+from ikcli.models import GraphConfig, HParams
+from ikcli.settings.run import RunConfig
+from ikcli.settings.values import parse_device_spec
+
+TOKENS = np.random.default_rng(3).integers(0, 96, 150)
+slow = pytest.mark.slow("compiles the kernels of streams and of rows before all positions")
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tiny_openpangu(), tmp_path_factory.mktemp("models") / "tiny.gguf")
+
+
+def config(path: Path, **changes: Any) -> RunConfig:
+    settings = {"n_threads": 2, "n_threads_batch": 2, "type_k": "f32", "type_v": "f32", "type_index": "f32"}
+    return RunConfig(model=path, n_ctx=256, warmup=False, **(settings | changes))
+
+
+@pytest.mark.parametrize("changes", [{}, {"index_top_k": 0}, {"k_hadamard": True, "n_ubatch": 7}], ids=str)
+def test_graph_is_that_of_the_definition(changes: dict[str, Any]) -> None:
+    """Streams, convolutions, learned rows, windows and chosen positions, in one micro-batch and in several."""
+    model, f32 = tiny_openpangu(), GGMLType.F32
+    cfg = GraphConfig(n_ctx=128, type_k=f32, type_v=f32, type_index=f32, **changes)
+    found = ReferenceSession(model, cfg, dtype=np.float64).decode(Batch.single(TOKENS[:50], logits="all"))
+    np.testing.assert_allclose(found, forward(model, TOKENS[:50], changes.get("index_top_k", TOP_K)), atol=1e-4)
+
+
+def test_taps_of_any_type() -> None:
+    """Files have taps as f16, in two dimensions or three."""
+    model, wanted = tiny_openpangu(), tiny_openpangu()
+    for name in [name for name in model.tensors if name.endswith("_conv.weight")]:
+        taps = model.values(name)
+        model.set(name, taps.reshape(-1, 1, 3), GGMLType.F16)
+        wanted.set(name, taps.astype(np.float16))
+    cfg = GraphConfig(n_ctx=16, type_k=GGMLType.F32, type_v=GGMLType.F32)
+    found = ReferenceSession(model, cfg, dtype=np.float64).decode(Batch.single(TOKENS[:9], logits="all"))
+    np.testing.assert_allclose(found, forward(wanted, TOKENS[:9]), atol=1e-4)
+
+
+@slow
+def test_prompts_and_single_tokens(path: Path) -> None:
+    """Prompts of one and of several micro-batches, then single tokens, with and without the choice of positions."""
+    model = tiny_openpangu()
+    sparse, dense = forward(model, TOKENS), forward(model, TOKENS, 0)
+    assert np.abs(sparse - dense)[TOP_K:].max() > 0.1 > 1e-9 > np.abs(sparse - dense)[:TOP_K].max()
+    for changes, wanted in (
+        ({}, sparse), ({"n_ubatch": 32, "n_batch": 32}, sparse), ({"k_hadamard": True}, sparse),
+        ({"dsa": False}, dense),
+    ):  # fmt: skip
+        with Session.open(config(path, **changes)) as session:
+            found = [np.array(session.decode(Batch.single(TOKENS[:20], logits="all")))]
+            found.append(np.array(session.decode(Batch.single(TOKENS[20:120], 20, logits="all"))))
+            found += [np.array(session.decode(Batch.single(TOKENS[i : i + 1], i))) for i in range(120, 150)]
+        np.testing.assert_allclose(np.concatenate(found), wanted, atol=2e-3)
+
+
+@slow
+def test_roll_backs_and_copies(path: Path) -> None:
+    """A sequence goes on as if nothing had happened: after a roll-back, or after its states were saved and loaded."""
+    model, other = tiny_openpangu(), np.random.default_rng(5).integers(0, 96, 150)
+    wanted = forward(model, TOKENS)
+    with Session.open(config(path, n_ubatch=32, n_batch=32)) as session:
+
+        def check(tokens: np.ndarray, first: int, end: int, wanted: np.ndarray) -> None:
+            found = np.array(session.decode(Batch.single(tokens[first:end], first, logits="all")))
+            np.testing.assert_allclose(found, wanted[first:end], atol=2e-3)
+
+        check(TOKENS, 0, 90, wanted)
+        session.decode(Batch.single(other[:5], 90, logits="all"))
+        check(TOKENS, session.truncate(0, 90), 110, wanted)
+        saved = session.sequences.save(0, 110)
+        assert session.truncate(0, 0) == 0
+        check(other, 0, 60, forward(model, other[:60]))
+        session.sequences.load(0, saved)
+        check(TOKENS, 110, 130, wanted)
+        check(TOKENS, session.truncate(0, 40), 60, wanted)
+
+
+@slow
+def test_sequences_of_one_batch(path: Path) -> None:
+    """Two texts share micro-batches, and each computes what it does alone."""
+    model, other = tiny_openpangu(), np.random.default_rng(5).integers(0, 96, 150)
+    texts = {0: TOKENS, 1: other}
+    wanted = {i: forward(model, text[:110]) for i, text in texts.items()}
+    with Session.open(config(path, n_ubatch=64, n_batch=64), n_ctx=512, n_seq_max=2) as session:
+        for a0, a1, b0, b1 in ((0, 50, 0, 71), (50, 81, 71, 103)):
+            parts = ((0, a0, a1), (1, b0, b1))
+            tokens = np.concatenate([texts[i][first:end] for i, first, end in parts]).astype(np.int32)
+            pos = np.concatenate([np.arange(first, end) for _, first, end in parts]).astype(np.int32)
+            seq = np.repeat([0, 1], [a1 - a0, b1 - b0]).astype(np.int32)
+            found = np.array(session.decode(Batch(tokens, pos, seq, np.ones(len(pos), bool))))
+            np.testing.assert_allclose(found[: a1 - a0], wanted[0][a0:a1], atol=2e-3)
+            np.testing.assert_allclose(found[a1 - a0 :], wanted[1][b0:b1], atol=2e-3)
+
+
+def test_numbers_of_the_file() -> None:
+    """Layers with windows are listed; those without one choose positions if they have an indexer."""
+    model = tiny_openpangu()
+    hp = HParams.from_gguf(model.metadata, model.tensors, "m")
+    assert [hp.at(il).window for il in range(4)] == [16, 0, 16, 0] and hp.index_owners == {1, 3}
+    assert (hp.n_stream, hp.stream_iterations, hp.n_sink, hp.index_top_k) == (4, 5, 5, TOP_K)
+
+    def read(**changes: Any) -> HParams:
+        metadata = model.metadata | {f"openpangu.{key}": value for key, value in changes.items()}
+        return HParams.from_gguf({k: v for k, v in metadata.items() if v is not None}, model.tensors, "m")
+
+    dense = read(swa_layers=None, sliding_window_list=None)
+    assert dense.window == 0 and dense.index_top_k == 0
+    assert read(sliding_window_list=None).at(2).window == 16
+    for key, value, why in (
+        ("sliding_window_list", np.array([16, 16]), "has 2 values for 3 layers"),
+        ("swa_layers", np.array([0, -1, 2]), "should be a list of whole numbers"),
+        ("swa_layers", 3, "should be a list of whole numbers"),
+        ("mhc_num_stream", 0, "mhc_num_stream"),
+        ("param_sink_number", 0, "param_sink_number"),
+    ):
+        with pytest.raises(FormatError, match=why):
+            read(**{key: value})
+
+
+def test_where_it_runs(path: Path) -> None:
+    """On the CPU, which a notice says where there are GPUs; layers on a GPU and stages are refused."""
+    model, notices = tiny_openpangu(), list[str]()
+    hp = HParams.from_gguf(model.metadata, model.tensors, "m.gguf")
+    gpu = described_machine(parse_device_spec("cuda:8GiB,cpu:8GiB"), None)
+    assert settle_streams(config(path), hp, gpu, notices).n_gpu_layers == 0
+    assert notices == ["openpangu models are computed on the CPU"]
+    with pytest.raises(UnsupportedError, match="use -ngl 0"):
+        settle_streams(config(path, n_gpu_layers=2), hp, gpu, notices)
+    notices.clear()
+    settle_indexer(config(path), HParams.from_gguf(model.metadata | {"openpangu.swa_layers": [],
+                   "openpangu.sliding_window_list": []}, model.tensors, "m.gguf"), gpu, (), notices)  # fmt: skip
+    assert len(notices) == 1 and "has no indexer" in notices[0]

@@ -7,8 +7,23 @@ from typing import Any
 
 import numpy as np
 import pytest
+from checkpoints import build, values
+from factories import MemoryModel
 from gguf_files import write_model
-from openpangu_model import TOP_K, forward, tiny_openpangu
+from openpangu_model import (
+    EPS,
+    HEADS,
+    N_SINK,
+    N_STREAM,
+    NOPE,
+    Q_RANK,
+    RANK,
+    ROT,
+    TOP_K,
+    VALUE,
+    forward,
+    tiny_openpangu,
+)
 
 from ikcli.engine.plan.devices import described_machine
 from ikcli.engine.plan.model_rules import settle_indexer, settle_streams
@@ -150,3 +165,73 @@ def test_where_it_runs(path: Path) -> None:
     settle_indexer(config(path), HParams.from_gguf(model.metadata | {"openpangu.swa_layers": [],
                    "openpangu.sliding_window_list": []}, model.tensors, "m.gguf"), gpu, (), notices)  # fmt: skip
     assert len(notices) == 1 and "has no indexer" in notices[0]
+
+
+_NAMES = {
+    "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
+    "attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_mlp_layernorm",
+    "post_ffw_norm": "post_mlp_layernorm", "block_post_norm": "block_post_layernorm", "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm", "attn_q_b": "self_attn.q_b_proj", "attn_output": "self_attn.o_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa", "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_param_sink_kv": "self_attn.param_sink_compressed_kv", "attn_param_sink_k_pe": "self_attn.param_sink_k_pe",
+    "attn_indexer_q_b": "self_attn.indexer.wq_b", "attn_indexer_k": "self_attn.indexer.wk",
+    "attn_indexer_k_norm": "self_attn.indexer.k_norm", "attn_indexer_weights_proj": "self_attn.indexer.weights_proj",
+    "ffn_gate_inp": "mlp.gate", "exp_probs_b.bias": "mlp.e_score_correction_bias", "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj", "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj", "ffn_down_shexp": "mlp.shared_experts.down_proj",
+    **{f"attn_{x}_conv": f"self_attn.{x}_conv" for x in ("qa", "compresskv", "o")},
+    **{f"{p}_mhc_{new}": f"{p}_mhc_module.{old}" for p in ("attn", "mlp")
+       for new, old in (("phi", "phi"), ("alpha", "branch_alpha"), ("beta", "branch_beta"), ("gamma", "norm_gamma"))},
+    "merge_mhc_phi": "model.merge_mhc_module.phi", "merge_mhc_alpha": "model.merge_mhc_module.branch_alpha_pre",
+    "merge_mhc_beta": "model.merge_mhc_module.branch_beta_pre", "merge_mhc_gamma": "model.merge_mhc_module.norm_gamma",
+}  # fmt: skip
+"""Names of the file -> those of the checkpoint."""
+
+
+def checkpoint(model: MemoryModel) -> dict[str, np.ndarray]:
+    """Return the tensors of a model as its publisher has them."""
+    found: dict[str, np.ndarray] = {}
+    for name in model.tensors:
+        x = model.values(name)
+        block, _, part = name.removeprefix("blk.").partition(".") if name.startswith("blk.") else ("", "", name)
+        stem = f"model.layers.{block}." if block else ""
+        suffix = ".weight" if part.endswith(".weight") else ""
+        part = part.removesuffix(".weight")
+        if part in ("attn_k_b", "attn_v_b"):
+            continue
+        if part.endswith("_exps"):
+            kind = part.removeprefix("ffn_").removesuffix("_exps")
+            found |= {f"{stem}mlp.experts.{i}.{kind}_proj.weight": w for i, w in enumerate(x)}
+        else:
+            found[stem + _NAMES[part] + suffix] = x[:, None] if part.endswith("_conv") else x
+    for il in range(4):
+        k_b = model.values(f"blk.{il}.attn_k_b.weight").reshape(HEADS, RANK, NOPE).transpose(0, 2, 1)
+        v_b = model.values(f"blk.{il}.attn_v_b.weight").reshape(HEADS, VALUE, RANK)
+        rows = np.concatenate([k_b, v_b], axis=1).reshape(-1, RANK)
+        found[f"model.layers.{il}.self_attn.kv_b_proj.weight"] = np.ascontiguousarray(rows)
+    return found
+
+
+def test_conversion(tmp_path: Path) -> None:
+    """A checkpoint becomes the tensors, of the same shapes, and the numbers of the model that it was made of."""
+    model = tiny_openpangu()
+    config = {
+        "architectures": ["OpenPanguV2ForCausalLM"], "model_type": "openpangu_v2", "hidden_size": 64, "vocab_size": 96,
+        "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": HEADS, "num_key_value_heads": HEADS,
+        "max_position_embeddings": 512, "q_lora_rank": Q_RANK, "kv_lora_rank": RANK, "qk_nope_head_dim": NOPE,
+        "qk_rope_head_dim": ROT, "v_head_dim": VALUE, "first_k_dense_replace": 1, "n_routed_experts": 8,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1, "routed_scaling_factor": 1.5,
+        "norm_topk_prob": True, "router_enable_expert_bias": True, "rms_norm_eps": EPS, "rope_theta": 10000.0,
+        "rope_interleave": False, "tie_word_embeddings": False, "hidden_act": "silu", "sandwich_norm": True,
+        "use_mhc": True, "mhc_num_stream": N_STREAM, "mhc_recur_norm": 5, "mhc_use_gamma": True, "use_mome": True,
+        "router_sliding_window": 3, "param_sink_number": N_SINK, "dsa_layers": [1, 3], "swa_layers": [0, 2, 4],
+        "sliding_window_list": [16, 16, 64], "sliding_window": 16, "block_post_layernorm_idx": [1],
+        "index_topk": TOP_K, "index_n_heads": 4, "index_head_dim": 32, "num_nextn_predict_layers": 1,
+    }  # fmt: skip
+    m = build(tmp_path, config, checkpoint(model))
+    assert {name: t.shape for name, t in m.tensors.items()} == {n: t.shape for n, t in model.tensors.items()}
+    for name in model.tensors:
+        np.testing.assert_array_equal(values(m, name).reshape(-1), model.values(name).reshape(-1), err_msg=name)
+    wanted = model.metadata | {"openpangu.swa_layers": [0, 2], "openpangu.sliding_window_list": [16, 16]}
+    for key in wanted.keys() - {"general.architecture"}:  # the last window is that of a layer which is not there
+        assert np.array_equal(m.metadata[key], wanted[key]), key

@@ -50,7 +50,7 @@ def why_missing(name: str, names: Container[str], mtp: Iterable[int]) -> str:
         return "output (collected with --process-output)"
     if name in ("token_embd.weight", "per_layer_token_embd.weight"):
         return "embeddings (rows are looked up, not multiplied)"
-    if ".indexer." in name:
+    if ".indexer." in name or ".attn_indexer_" in name:
         return "indexer (runs where the context is longer than its top-k)"
     if ".vis_" in name:
         return "visual experts (collected with --mmproj and --image)"

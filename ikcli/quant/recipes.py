@@ -50,6 +50,10 @@ _KEPT_PARTS = (
     "hc_attn_fn.weight",
     "hc_ffn_fn.weight",
     "output_hc_fn.weight",
+    "mhc_phi.weight",
+    "attn_qa_conv.weight",
+    "attn_compresskv_conv.weight",
+    "attn_o_conv.weight",
     "ffn_gate_tid2eid.weight",
 )
 

@@ -12,18 +12,26 @@ from ikcli.convert.config import Config
 from ikcli.errors import UnsupportedError
 
 _FAMILIES = (
-    "afmoe apertus arctic baichuan bert bitnet bloom cohere dbrx deepseek deepseek4 dots drafts ernie exaone falcon "
+    "afmoe apertus arctic baichuan bert bitnet bloom cohere dbrx deepseek dots drafts ernie exaone falcon "
     "gemma glm gpt2 gpt_oss gptneox granite grok hunyuan internlm laguna ling llama llama4 mellum mimo minimax mpt "
-    "muse nemotron olmo pangu phi plamo qwen refact stablelm starcoder step t5"
+    "muse nemotron olmo phi plamo qwen refact stablelm starcoder step t5"
 )
 """The files of this folder, each with the records of a model family."""
 
 _RECURRENT = "falcon_h1 jamba kimi lfm2 mamba mamba2 nemotron_h qwen3_next"
 """The files of `recurrent/`."""
 
+_SPARSE = "deepseek4 openpangu"
+"""The files of `sparse/`."""
+
+_FOLDERS = {"recurrent": _RECURRENT, "sparse": _SPARSE}
+
 ARCHITECTURES: tuple[Architecture, ...] = tuple(
     found
-    for name in (*_FAMILIES.split(), *(f"recurrent.{family}" for family in _RECURRENT.split()))
+    for name in (
+        *_FAMILIES.split(),
+        *(f"{folder}.{name}" for folder, names in _FOLDERS.items() for name in names.split()),
+    )
     for found in import_module(f"{__name__}.{name}").ARCHITECTURES
 )
 

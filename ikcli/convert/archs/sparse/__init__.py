@@ -1,0 +1,1 @@
+"""Conversion of architectures whose queries see chosen positions, or entries in place of positions."""

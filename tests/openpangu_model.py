@@ -24,12 +24,7 @@ OPTIONAL = ("exp_probs_b.bias", "attn_k_b.weight", "attn_v_b.weight", "blk.1.blo
 
 def tiny_openpangu(**changes: Any) -> MemoryModel:
     """The model with these keys replaced."""
-    model = tiny_model("openpangu", optional=OPTIONAL, **(KEYS | changes))
-    for name in ("k_b", "v_b"):  # matrices, as ik_llama.cpp's converter writes them
-        for il in range(4):
-            full = f"blk.{il}.attn_{name}.weight"
-            model.set(full, model.values(full).reshape(-1, model.tensors[full].shape[0]))
-    return model
+    return tiny_model("openpangu", optional=OPTIONAL, **(KEYS | changes))
 
 
 def forward(model: MemoryModel, tokens: np.ndarray, top_k: int = TOP_K) -> np.ndarray:

@@ -138,6 +138,17 @@ PRESETS = {
            "attention.indexer.top_k": 2048, "attention.indexer.types": np.ones(2, np.bool_)},
         ("attn_kv_b.weight", "exp_probs_b.bias"), 32768,
     ),
+    "openpangu": Preset(
+        "openpangu",
+        _geometry(3, 2560, 9216, 48, 48, base=6400000.0) | _experts(16, 8, 1024)
+        | {"attention.key_length": 192, "attention.value_length": 128, "rope.dimension_count": 64,
+           "attention.q_lora_rank": 1024, "attention.kv_lora_rank": 512, "leading_dense_block_count": 1,
+           "expert_shared_count": 1, "expert_weights_scale": 2.5, "expert_weights_norm": True,
+           "attention.indexer.head_count": 24, "attention.indexer.key_length": 128, "attention.indexer.top_k": 2048,
+           "mhc_num_stream": 4, "mhc_recur_norm": 20, "param_sink_number": 128,
+           "swa_layers": np.array([0, 1], np.uint32), "sliding_window_list": np.array([512, 512], np.uint32)},
+        ("attn_k_b.weight", "attn_v_b.weight", "exp_probs_b.bias"), 32768,
+    ),
     "glm4moe": Preset(
         "glm4moe",
         _geometry(3, 4096, 10944, 96, 8)
@@ -237,11 +248,12 @@ def shapes(p: Preset) -> dict[str, tuple[int, ...]]:
 
 
 def tensor_type(name: str, shape: tuple[int, ...], type: GGMLType) -> GGMLType:
-    """Return F32 for vectors, biases, routers and convolutions, else `type`.
+    """Return F32 for vectors, biases, routers, convolutions, learned rows and weights of streams, else `type`.
 
     If the rows do not divide, return the fallback of `type`.
     """
-    if len(shape) == 1 or name.endswith(("bias", "ssm_a")) or "ffn_gate_inp" in name or "conv1d" in name:
+    kept = any(part in name for part in ("ffn_gate_inp", "conv", "_mhc_", "param_sink"))
+    if len(shape) == 1 or name.endswith(("bias", "ssm_a")) or kept:
         return GGMLType.F32
     if shape[0] % TYPES[type].block_size == 0:
         return type

@@ -43,6 +43,8 @@ def block_shapes(hp: HParams, il: int) -> TensorSpecs:
     """Return the expected tensors of block il."""
     cols = hp.n_stream * (hp.n_stream + 2)
     specs = attention_specs(hp) | indexer.specs(hp, il) | sink_rows.specs(hp)
+    for name in ("attn_k_b.weight", "attn_v_b.weight"):  # matrices in files of ik_llama.cpp
+        specs[name] = replace(specs[name], shape=specs[name].also[0], also=(specs[name].shape,))
     specs |= {
         f"attn_{site}_conv.weight": TensorSpec((3, n), also=((3, 1, n),))
         for site, n in (("qa", hp.q_lora_rank), ("compresskv", hp.kv_lora_rank), ("o", hp.n_head * hp.head_dim_v))

@@ -32,7 +32,8 @@ from ikcli.engine.run.reference_session import ReferenceSession
 from ikcli.engine.run.session import Session
 from ikcli.errors import FormatError, UnsupportedError
 from ikcli.gguf.constants import GGMLType
-from ikcli.models import GraphConfig, HParams
+from ikcli.models import GraphConfig, HParams, find
+from ikcli.models.heads import mtp
 from ikcli.settings.run import RunConfig
 from ikcli.settings.values import parse_device_spec
 
@@ -127,6 +128,24 @@ def test_sequences_of_one_batch(path: Path) -> None:
             np.testing.assert_allclose(found[a1 - a0 :], wanted[1][b0:b1], atol=2e-3)
 
 
+@slow
+def test_pages_of_a_shorter_text(path: Path) -> None:
+    """Cells of a prefix, saved while the sequence was no longer, serve one that goes on (as prompt caches do)."""
+    wanted = forward(tiny_openpangu(), TOKENS)
+    with Session.open(config(path)) as session:
+        session.decode(Batch.single(TOKENS[:50]))
+        first = session.sequences.read(0, 0, 50)
+        session.decode(Batch.single(TOKENS[50:100], 50))
+        second, known = session.sequences.read(0, 50, 50), session.sequences.save(0, 100)
+        session.clear()
+        session.decode(Batch.single(TOKENS[::-1][:100]))
+        session.sequences.load(0, known)
+        session.sequences.write(0, 0, first)
+        session.sequences.write(0, 50, second)
+        found = np.array(session.decode(Batch.single(TOKENS[100:130], 100, logits="all")))
+    np.testing.assert_allclose(found, wanted[100:130], atol=2e-3)
+
+
 def test_numbers_of_the_file() -> None:
     """Layers with windows are listed; those without one choose positions if they have an indexer."""
     model = tiny_openpangu()
@@ -212,26 +231,44 @@ def checkpoint(model: MemoryModel) -> dict[str, np.ndarray]:
     return found
 
 
+CONFIG: dict[str, Any] = {
+    "architectures": ["OpenPanguV2ForCausalLM"], "model_type": "openpangu_v2", "hidden_size": 64, "vocab_size": 96,
+    "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": HEADS, "num_key_value_heads": HEADS,
+    "max_position_embeddings": 512, "q_lora_rank": Q_RANK, "kv_lora_rank": RANK, "qk_nope_head_dim": NOPE,
+    "qk_rope_head_dim": ROT, "v_head_dim": VALUE, "first_k_dense_replace": 1, "n_routed_experts": 8,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1, "routed_scaling_factor": 1.5,
+    "norm_topk_prob": True, "router_enable_expert_bias": True, "rms_norm_eps": EPS, "rope_theta": 10000.0,
+    "rope_interleave": False, "tie_word_embeddings": False, "hidden_act": "silu", "sandwich_norm": True,
+    "use_mhc": True, "mhc_num_stream": N_STREAM, "mhc_recur_norm": 5, "mhc_use_gamma": True, "use_mome": True,
+    "router_sliding_window": 3, "param_sink_number": N_SINK, "dsa_layers": [1, 3], "swa_layers": [0, 2, 4],
+    "sliding_window_list": [16, 16, 64], "sliding_window": 16, "block_post_layernorm_idx": [1],
+    "index_topk": TOP_K, "index_n_heads": 4, "index_head_dim": 32, "num_nextn_predict_layers": 1,
+}  # fmt: skip
+
+
 def test_conversion(tmp_path: Path) -> None:
     """A checkpoint becomes the tensors, of the same shapes, and the numbers of the model that it was made of."""
     model = tiny_openpangu()
-    config = {
-        "architectures": ["OpenPanguV2ForCausalLM"], "model_type": "openpangu_v2", "hidden_size": 64, "vocab_size": 96,
-        "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": HEADS, "num_key_value_heads": HEADS,
-        "max_position_embeddings": 512, "q_lora_rank": Q_RANK, "kv_lora_rank": RANK, "qk_nope_head_dim": NOPE,
-        "qk_rope_head_dim": ROT, "v_head_dim": VALUE, "first_k_dense_replace": 1, "n_routed_experts": 8,
-        "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1, "routed_scaling_factor": 1.5,
-        "norm_topk_prob": True, "router_enable_expert_bias": True, "rms_norm_eps": EPS, "rope_theta": 10000.0,
-        "rope_interleave": False, "tie_word_embeddings": False, "hidden_act": "silu", "sandwich_norm": True,
-        "use_mhc": True, "mhc_num_stream": N_STREAM, "mhc_recur_norm": 5, "mhc_use_gamma": True, "use_mome": True,
-        "router_sliding_window": 3, "param_sink_number": N_SINK, "dsa_layers": [1, 3], "swa_layers": [0, 2, 4],
-        "sliding_window_list": [16, 16, 64], "sliding_window": 16, "block_post_layernorm_idx": [1],
-        "index_topk": TOP_K, "index_n_heads": 4, "index_head_dim": 32, "num_nextn_predict_layers": 1,
-    }  # fmt: skip
-    m = build(tmp_path, config, checkpoint(model))
+    m = build(tmp_path, CONFIG, checkpoint(model))
     assert {name: t.shape for name, t in m.tensors.items()} == {n: t.shape for n, t in model.tensors.items()}
     for name in model.tensors:
         np.testing.assert_array_equal(values(m, name).reshape(-1), model.values(name).reshape(-1), err_msg=name)
     wanted = model.metadata | {"openpangu.swa_layers": [0, 2], "openpangu.sliding_window_list": [16, 16]}
     for key in wanted.keys() - {"general.architecture"}:  # the last window is that of a layer which is not there
         assert np.array_equal(m.metadata[key], wanted[key]), key
+
+
+def test_layers_for_further_tokens(tmp_path: Path) -> None:
+    """They are kept with their windows, and left out of a run, which says so where they are wanted."""
+    model = tiny_openpangu()
+    names = {"eh_proj": "eh_proj", "enorm": "enorm", "hnorm": "hnorm", "shared_head.norm": "shared_head_norm"}
+    further = {f"model.layers.4.{name}.weight": np.ones((64, 128) if name == "eh_proj" else 64, np.float32)
+               for name in names}  # fmt: skip
+    m = build(tmp_path, CONFIG, checkpoint(model) | further)
+    assert m.tensors.keys() - model.tensors.keys() == {f"blk.4.nextn.{name}.weight" for name in names.values()}
+    assert m.metadata["openpangu.block_count"] == 5 and m.metadata["openpangu.swa_layers"] == [0, 2, 4]
+    metadata = model.metadata | m.metadata | {"general.architecture": "openpangu"}
+    hp = HParams.from_gguf(metadata, m.tensors, "m")
+    assert (hp.n_layer, hp.n_further) == (4, 1) and [hp.at(il).window for il in range(4)] == [16, 0, 16, 0]
+    reason = mtp.why_not(find("openpangu"), hp, m.tensors)
+    assert reason is not None and "MTP layers of openpangu models is not supported" in reason

@@ -57,18 +57,9 @@ _LAYER_NORM = (
 )  # fmt: skip
 BITNET = ("bitnet", "bitnet-25", "bitnet-b1.58")
 ENCODERS = (
-    "bert",
-    "eurobert",
-    "gemma-embedding",
-    "jina-bert-v2",
-    "jina-bert-v3",
-    "llama-embed",
-    "modern-bert",
-    "neo-bert",
-    "nomic-bert",
-    "nomic-bert-moe",
-    "t5encoder",
-)
+    "bert", "eurobert", "gemma-embedding", "jina-bert-v2", "jina-bert-v3", "llama-embed", "modern-bert", "neo-bert",
+    "nomic-bert", "nomic-bert-moe", "t5encoder",
+)  # fmt: skip
 """Attention in both directions, no next token."""
 _RMS_KEY = "attention.layer_norm_rms_epsilon"
 _LAYER_KEY = "attention.layer_norm_epsilon"

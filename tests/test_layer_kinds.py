@@ -102,6 +102,13 @@ def test_the_other_spelling_of_cohere2_moe() -> None:
     assert find("cohere2moe") is find("cohere2_moe")
 
 
+def test_the_earlier_spelling_of_granite_swa() -> None:
+    keys = {"attention.sliding_window": 8, "attention.sliding_window_pattern": np.array([False, True])}
+    hp = read("granite-swa", **keys | {"logit_scale": 4.0})
+    assert (hp.arch, hp.at(1).window, hp.logit_scale) == ("granite_swa", 8, 0.25)
+    assert find("granite-swa") is find("granite_swa")
+
+
 def test_queries_of_mistral_large_3_grow_with_the_position() -> None:
     metadata = tiny_deepseek2().metadata
     assert HParams.from_gguf(metadata, {}, "file.gguf").temperature_scale == 0

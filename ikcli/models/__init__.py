@@ -67,7 +67,8 @@ ARCHITECTURES: dict[str, str] = {
     "gptneox": "ikcli.models.gptneox",
     "grok": "ikcli.models.grok",
     "granite": "ikcli.models.plain",
-    "granite-swa": "ikcli.models.plain",
+    "granite-swa": "ikcli.models.plain",  # in earlier files of ik
+    "granite_swa": "ikcli.models.plain",
     "granitehybrid": "ikcli.models.recurrent.mamba2",
     "granitemoe": "ikcli.models.plain",
     "grovemoe": "ikcli.models.plain",
@@ -138,6 +139,7 @@ ARCHITECTURES: dict[str, str] = {
     "seed_oss": "ikcli.models.plain",
     "smallthinker": "ikcli.models.smallthinker",
     "smollm3": "ikcli.models.plain",
+    "spark2_5": "ikcli.models.plain",
     "stablelm": "ikcli.models.stablelm",
     "starcoder": "ikcli.models.gpt2",
     "starcoder2": "ikcli.models.gpt2",

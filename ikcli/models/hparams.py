@@ -237,7 +237,7 @@ class HParams:
             values["recurrent_layers"] = frozenset(il for il in values.get("recurrent_layers", ()) if il < n_main)
         else:  # heads for further tokens attend to all positions, as in the reference
             values |= read_sparse(keys, values, tensors)
-        if arch in ("granite", "granite-swa", "granitehybrid", "granitemoe"):
+        if arch in ("granite", "granite_swa", "granitehybrid", "granitemoe"):
             values |= _multipliers(keys)
         if arch in ("deepseek2", "mistral3", "mistral4"):  # files of Mistral 4 do not say
             default = 0.1 if arch == "mistral4" else 0.0

@@ -109,6 +109,16 @@ def test_the_earlier_spelling_of_granite_swa() -> None:
     assert find("granite-swa") is find("granite_swa")
 
 
+def test_layers_that_run_several_times() -> None:
+    hp = read("ouro", num_loops=3)
+    assert (hp.n_layer, hp.n_loop, hp.norms_loops) == (2, 3, True)
+    assert not read("nanbeige", num_loops=2, skip_loop_final_norm=True).norms_loops
+    with pytest.raises(FormatError, match=r"nanbeige\.num_loops is missing"):
+        read("nanbeige")
+    with pytest.raises(FormatError, match=r"ouro\.num_loops is 257, outside 1\.\.256"):
+        read("ouro", num_loops=257)
+
+
 def test_queries_of_mistral_large_3_grow_with_the_position() -> None:
     metadata = tiny_deepseek2().metadata
     assert HParams.from_gguf(metadata, {}, "file.gguf").temperature_scale == 0

@@ -103,6 +103,7 @@ TINY: dict[str, dict[str, Any]] = {
     "olmo": LAYER_NORM | {"attention.clamp_kqv": 0.5},
     "flex-olmo": EXPERTS,
     "grovemoe": EXPERTS | {"expert_chunk_feed_forward_length": 32, "expert_group_scale": 0.5},
+    "nanbeige": {"num_loops": 3, "skip_loop_final_norm": True}, "ouro": {"num_loops": 2},
     "olmo2": {}, "phi2": LAYER_NORM | {"rope.dimension_count": 8}, "stablelm": LAYER_NORM | {"rope.dimension_count": 4},
     "minimax-m3": SHARED | {"block_count": 3, "rope.dimension_count": 8},
     "dots1": SHARED | {"block_count": 3}, "ernie4_5": {}, "glm4": {"rope.dimension_count": 8},

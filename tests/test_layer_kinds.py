@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from factories import base_metadata, tiny_deepseek2, tiny_model
 
+from ikcli.errors import FormatError
 from ikcli.models import HParams, check_tensors, find
 from ikcli.models.rope import magnitude
 

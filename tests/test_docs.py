@@ -16,11 +16,8 @@ from ikcli.models import ARCHITECTURES
 from ikcli.settings.tools import TOOLS
 
 ROOT = Path(__file__).resolve().parents[1]
-LATER_NAMES = (
-    "cohere2moe", "deepseek32", "deepseek4", "dflash", "eagle3", "gemma4-assistant", "hy_v3", "laguna", "mellum",
-    "talkie",
-)  # fmt: skip
-"""Architectures of llama.cpp that the gguf package does not name yet."""
+LATER_NAMES = tuple((Path(__file__).parent / "data" / "later_architectures.txt").read_text().split())
+"""Architectures of llama.cpp (late 2026) that the gguf package does not name yet."""
 
 
 @pytest.fixture

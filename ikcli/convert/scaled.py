@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from ikcli.convert.float8 import Floats, decode
+from ikcli.convert.float8 import Floats, decode, finite
 from ikcli.convert.source import CheckpointSource
 from ikcli.errors import FormatError
 
@@ -67,7 +67,7 @@ class Scaled:
         values = decode(self.source.rows(self.weight, first, last), self.source.dtype(self.weight))
         if self.zero is not None:
             values = values - self._spread(self.zero, first, last)
-        return values * self._spread(self.scale, first, last)
+        return values * finite(self._spread(self.scale, first, last), self.scale)
 
     def _spread(self, name: str, first: int, last: int) -> Floats:
         """Return one value per element of the rows."""

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _UNREAD = r"\.indexer\.|^rope_f|_(k|v|kv)_b\.weight$|_gate_up_exps\.weight$|^output\.weight$|^cls\.|^dense_"
 """Tensors that are read elsewhere in ik, or kept for other programs."""
 AUTO = {GGMLType.BF16: 32, GGMLType.F16: 1, GGMLType.F32: 1}  # file types; float32 checkpoints become f16
-MXFP4 = 38
+_FILE_TYPES = {GGMLType.MXFP4: 38, GGMLType.NVFP4: 39}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class CheckpointOptions:
     metadata: Path | None = None
     pre: str | None = None
     ignored_keys: tuple[str, ...] = ()
-    keep_mxfp4: bool = False  # keep weights that are MXFP4 blocks
+    keep: frozenset[str] = frozenset()  # keep weights that are blocks of these types
     heads: Heads = Heads.KEPT  # layers that predict further tokens
     target: Path | None = None  # the checkpoint that a head drafts for
 
@@ -64,15 +64,16 @@ class OpenCheckpoint:
     notes: tuple[str, ...]
 
     @property
-    def has_mxfp4(self) -> bool:
-        """Return whether weights are kept as MXFP4 blocks."""
-        return any(t.type == GGMLType.MXFP4 for t in self.file.tensors.values())
+    def kept_type(self) -> GGMLType | None:
+        """Return the type of the first weight that is kept as blocks."""
+        return next((t.type for t in self.file.tensors.values() if t.type in _FILE_TYPES), None)
 
     @property
     def auto_type(self) -> int:
         """Return the file type of the first matrix that is not computed, which would make it float32."""
-        if self.has_mxfp4:
-            return MXFP4
+        kept = self.kept_type
+        if kept is not None:
+            return _FILE_TYPES[kept]
         types = [t.type for t in self.file.tensors.values() if len(t.shape) > 1]
         return AUTO[next((t for t in types if t != GGMLType.F32), GGMLType.F32)]
 
@@ -86,7 +87,7 @@ def open_checkpoint(directory: Path, options: CheckpointOptions | None = None) -
     files = SafetensorsSource(directory, modules=sentence.dense)
     source = dequantized(files, config.raw)
     target = _target(directory, architecture, options.target)
-    m = Build(config, source, architecture.name, keep_mxfp4=options.keep_mxfp4, heads=options.heads, target=target)
+    m = Build(config, source, architecture.name, keep=options.keep, heads=options.heads, target=target)
     architecture.keys(m)
     convert_tensors(m, architecture)
     check_factors(m)
@@ -148,7 +149,8 @@ def _check(file: CheckpointFile, directory: Path) -> None:
     for name in file.tensors:
         block = re.match(r"blk\.(\d+)\.", name)
         further = block is not None and int(block[1]) >= hp.n_layer
-        if name not in specs and not further and not re.search(_UNREAD, name):
+        factor = name.endswith((".scale", ".input_scale")) and f"{name.rpartition('.')[0]}.weight" in specs
+        if name not in specs and not further and not factor and not re.search(_UNREAD, name):
             raise UnsupportedError(f"{directory}: tensor {name} has no use in architecture {hp.arch}")
 
 

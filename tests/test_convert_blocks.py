@@ -5,6 +5,7 @@ Codes are random; what they mean is written out here, value by value.
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -324,6 +325,27 @@ def test_nvfp4_experts_have_factors_each(tmp_path: Path, rng: Rng, producer: str
         np.testing.assert_array_equal(values(found, f"{place}.weight"), np.stack([made.blocks(n) for n in names]))
         assert values(found, f"{place}.scale").tolist() == [made.factors[n] for n in names]
         assert values(found, f"{place}.input_scale").tolist() == [made.inputs[n] for n in names]
+
+
+def test_settings_of_modelopt_in_a_file_of_their_own(tmp_path: Path, rng: Rng) -> None:
+    """Attention in FP8 beside an NVFP4 feed-forward part gets 16 bits, not 32."""
+    made, others = NvFp4(rng, "modelopt"), {}
+    for name, x in llama_tensors(LLAMA).items():
+        if "mlp" in name:
+            made.add(name, x.shape)
+        elif name.endswith("_proj.weight"):
+            codes = rng.integers(0, 120, x.shape).astype(np.uint8)
+            others |= {name: ("F8_E4M3", codes), f"{name}_scale": np.array(0.5, np.float32)}
+        else:
+            others[name] = bf16(x)
+    (tmp_path / "a").mkdir()
+    settings = {"quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": "FP8"}
+    (tmp_path / "a" / "hf_quant_config.json").write_text(json.dumps({"quantization": settings}))
+    found = convert(tmp_path / "a", LLAMA, others | made.tensors)
+    types = {name: t.type for name, t in found.tensors.items()}
+    assert types["blk.1.attn_v.weight"] == GGMLType.BF16 and types["blk.1.ffn_up.weight"] == GGMLType.NVFP4
+    codes = others["model.layers.1.self_attn.v_proj.weight"][1]
+    np.testing.assert_array_equal(values(found, "blk.1.attn_v.weight"), E4M3[codes] / 2)
 
 
 @pytest.mark.slow("records graphs of many architectures")

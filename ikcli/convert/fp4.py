@@ -153,7 +153,8 @@ class Fp4:
         if self.source.dtype(self.scale) != "F8_E4M3" or self.shape[-1] % 64 or (self.times and self.over):
             return False
         name = self.times or self.over
-        return name is None or math.prod(self.source.shape(name)) in (1, math.prod(self.shape[:-2]))
+        n = 1 if name is None else math.prod(self.source.shape(name))
+        return n > 0 and math.prod(self.shape[:-1]) % n == 0
 
     def rows(self, first: int, last: int) -> Floats:
         """Return rows [first, last) of the weight as a matrix."""

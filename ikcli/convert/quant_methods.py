@@ -3,8 +3,8 @@
 | quant_method | what is read | file |
 |---|---|---|
 | fp8, fbgemm_fp8, compressed-tensors (float-, int-, naive-quantized), modelopt | a weight times a scale | `scaled.py` |
-| modelopt, compressed-tensors (nvfp4-, mxfp4-pack-quantized), mxfp4, fp8 (experts) | floats of 4 bits | `fp4.py` |
-| compressed-tensors (pack-quantized), gptq, awq | integers packed into words | `packed_int.py` |
+| the same (nvfp4-, mxfp4-pack-quantized), quark, mxfp4; fp8 (experts of DeepSeek V4) | floats of 4 bits | `fp4.py` |
+| compressed-tensors (pack-quantized), gptq, awq, auto-round | integers packed into words | `packed_int.py` |
 | bitnet | matrices of -1, 0 and 1, and a number for each | `ternary.py` |
 """
 
@@ -72,6 +72,8 @@ def _weights_of(group: Mapping[str, Any]) -> Mapping[str, Any]:
 def scales_of(name: str) -> list[str]:
     """Return the names that the scales of a weight may have: the third is Mistral's, the last that of DeepSeek V4."""
     names = [name + "_scale_inv", name + "_scale"]
+    if ".experts." in name and not name.endswith(".weight"):
+        names.append(name + "_weight_scale")
     if name.endswith(".weight"):
         names += [name.removesuffix("weight") + ending for ending in ("qscale_weight", "scale")]
     return names
@@ -110,19 +112,23 @@ def _fp8(source: CheckpointSource, settings: Mapping[str, Any]) -> Found:
 
 
 def _four_bits(source: CheckpointSource) -> Found:
-    """Find weights of 4-bit floats: bytes in `weight` (modelopt) or `weight_packed` (compressed-tensors)."""
+    """Find weights of 4-bit floats: bytes in `weight` (modelopt) or `weight_packed` (compressed-tensors).
+
+    Experts in one tensor have a name without `.weight` (`gate_up_proj`), before which their scales have `_weight`.
+    """
     there = set(source.names)
     for name in source.names:
-        if source.dtype(name) != "U8" or not name.endswith((".weight", ".weight_packed")):
-            continue
         base = name.removesuffix("_packed")
-        scale = base + "_scale"
+        if source.dtype(name) != "U8" or not (base.endswith(".weight") or ".experts." in base):
+            continue
+        start = base if base.endswith(".weight") else base + "_weight"
+        scale = start + "_scale"
         if scale not in there:
             continue
-        times = base + "_scale_2" if base + "_scale_2" in there else None
-        over = base + "_global_scale" if base + "_global_scale" in there else None
+        times = start + "_scale_2" if start + "_scale_2" in there else None
+        over = start + "_global_scale" if start + "_global_scale" in there else None
         parts = [part for part in (scale, times, over) if part]
-        yield base, name, Fp4(source, name, scale, times, over, _inputs(source, base, there)), parts
+        yield base, name, Fp4(source, name, scale, times, over, _inputs(source, start, there)), parts
 
 
 def _inputs(source: CheckpointSource, weight: str, there: set[str]) -> Factors | None:
@@ -179,6 +185,21 @@ def _gptq(source: CheckpointSource, settings: Mapping[str, Any]) -> Found:
     return _by_columns(source, settings, Gptq)
 
 
+def _auto_round(source: CheckpointSource, settings: Mapping[str, Any]) -> Found:
+    """Find what AutoRound wrote in the layout of GPTQ or AWQ."""
+    layout = settings.get("packing_format")
+    if layout in ("auto_round:auto_gptq", "auto_gptq"):
+        return _gptq(source, settings)
+    if layout in ("auto_round:auto_awq", "auto_awq"):
+        return _awq(source, settings)
+    if layout in ("auto_round:llm_compressor", "llm_compressor"):
+        return _compressed_tensors(source, settings)
+    raise UnsupportedError(
+        f"quant_method 'auto-round': packing_format {layout!r} cannot be read (known: auto_round:auto_gptq, "
+        "auto_round:auto_awq, auto_round:llm_compressor); export the model in one of these, or convert the original"
+    )
+
+
 def _awq(source: CheckpointSource, settings: Mapping[str, Any]) -> Found:
     return _by_columns(source, settings, Awq)
 
@@ -200,5 +221,9 @@ METHODS: dict[str, Callable[[CheckpointSource, Mapping[str, Any]], Found]] = {
     "gptq": _gptq,
     "modelopt": _modelopt,
     "modelopt_fp4": _modelopt,
+    "modelopt_mixed": _modelopt,
     "mxfp4": _mxfp4,
+    "mxfp8": _fp8,
+    "quark": _modelopt,
+    "auto-round": _auto_round,
 }

@@ -17,6 +17,7 @@ from ikcli.errors import FormatError, UnsupportedError
 
 # Tensors that runtimes of quantized models use besides weights; GGUF has no place for them.
 _UNUSED = (
+    "_input_scale",
     ".input_scale",
     ".input_scale_ub",
     ".input_global_scale",
@@ -136,6 +137,11 @@ def dequantized(source: CheckpointSource, config: Mapping[str, Any]) -> Checkpoi
     one that does not fit.
     """
     settings = _settings(config)
+    words = next((n for n in source.names if source.dtype(n) == "U32" and n.endswith(".weight")), None)
+    if words is not None:
+        raise UnsupportedError(
+            f"tensor {words} is quantized by MLX, which cannot be read; convert the checkpoint that it was made from"
+        )
     if settings is None and any(name.endswith(".weight_scale_2") for name in source.names):
         settings = {"quant_method": "modelopt"}  # its settings may be in a separate file
     if settings is None and config.get("architectures") == ["BitnetForCausalLM"]:
@@ -147,14 +153,15 @@ def dequantized(source: CheckpointSource, config: Mapping[str, Any]) -> Checkpoi
         if tell is None:
             return source
         raise UnsupportedError(
-            f"tensor {tell} is quantized, but config.json has no quantization_config; copy the one of the checkpoint"
+            f"tensor {tell} is quantized, but config.json has no quantization_config; copy the one of the checkpoint, "
+            "or its hf_quant_config.json"
         )
     method = settings.get("quant_method", "modelopt" if "quant_algo" in settings else None)
     find = METHODS.get(method.lower() if isinstance(method, str) else "")
     if find is None:
         raise UnsupportedError(
-            f"quantization_config: quant_method {method!r} cannot be read (known: {', '.join(sorted(METHODS))}); save "
-            "the model without quantization first"
+            f"quantization_config: quant_method {method!r} cannot be read (known: {', '.join(METHODS)}); save "
+            "the model without quantization first, or convert the checkpoint that it was made from"
         )
     made: dict[str, tuple[str, Logical]] = {}
     used: set[str] = set()

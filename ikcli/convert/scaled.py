@@ -33,6 +33,8 @@ class Scaled:
         if not self.shape:
             raise FormatError(f"tensor {self.weight} is a scalar with a scale")
         grid = self.source.shape(self.scale)
+        if len(grid) == 2 * len(self.shape) and set(grid[1::2]) == {1}:
+            grid = grid[::2]  # ModelOpt's blocks keep both dimensions
         if len(grid) < len(self.shape):
             # one value per tensor, expert or row: leading dimensions are those of the weight
             grid = grid + (1,) * (len(self.shape) - len(grid)) if math.prod(grid) > 1 else (1,) * len(self.shape)

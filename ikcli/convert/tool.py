@@ -6,13 +6,14 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ikcli.convert.archs import architecture_of
 from ikcli.convert.archs.drafts import check_head
 from ikcli.convert.build import Architecture, Build, convert_tensors
 from ikcli.convert.config import Config
 from ikcli.convert.file import CheckpointFile, checkpoint_file
+from ikcli.convert.json_files import read_object
 from ikcli.convert.naming import Description, describe
 from ikcli.convert.quantized import dequantized
 from ikcli.convert.rerank import add_ranking, ranks
@@ -85,7 +86,7 @@ def open_checkpoint(directory: Path, options: CheckpointOptions | None = None) -
     architecture = architecture_of(config)
     sentence = Sentence.of(directory)
     files = SafetensorsSource(directory, modules=sentence.dense)
-    source = dequantized(files, config.raw)
+    source = dequantized(files, _with_modelopt(directory, config.raw))
     target = _target(directory, architecture, options.target)
     m = Build(config, source, architecture.name, keep=options.keep, heads=options.heads, target=target)
     architecture.keys(m)
@@ -122,6 +123,15 @@ def open_checkpoint(directory: Path, options: CheckpointOptions | None = None) -
     elif options.heads is not Heads.ALONE and m.arch not in external.MODULES:  # heads are checked beside their model
         _check(file, directory)
     return OpenCheckpoint(file, description, tuple(m.dropped), tuple(m.notes))
+
+
+def _with_modelopt(directory: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """Return config.json with ModelOpt's settings, which older checkpoints have in a file of their own."""
+    found = None if config.get("quantization_config") else read_object(directory / "hf_quant_config.json")
+    inner = None if found is None else found.get("quantization")
+    if not isinstance(inner, dict) or not inner.get("quant_algo"):
+        return config
+    return config | {"quantization_config": {"quant_method": "modelopt"} | inner}
 
 
 def _target(directory: Path, architecture: Architecture, target: Path | None) -> Config | None:

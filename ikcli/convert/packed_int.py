@@ -199,6 +199,10 @@ class Gptq(_Columns):
     def _layout(self) -> tuple[int, int]:
         _, n_out = self._grid()
         self._bits = int(str(self._setting("bits", None, (2, 3, 4, 8), "gptq")))
+        words = self.source.shape(self.parts["qzeros"])[1] * 32
+        others = self.settings.get("extra_config") or self.settings.get("dynamic")
+        if others and n_out and words % n_out == 0 and words // n_out in (2, 3, 4, 8):
+            self._bits = words // n_out
         form = self._setting("checkpoint_format", self.settings.get("format", "gptq"), ("gptq", "gptq_v2"), "gptq")
         self._more = 1 if form == "gptq" else 0
         n_words, stored_out = self.source.shape(self.name)

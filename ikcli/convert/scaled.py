@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from ikcli.convert.float8 import Floats, decode
+from ikcli.convert.float8 import Floats, decode, finite
 from ikcli.convert.source import CheckpointSource
 from ikcli.errors import FormatError
 
@@ -33,6 +33,8 @@ class Scaled:
         if not self.shape:
             raise FormatError(f"tensor {self.weight} is a scalar with a scale")
         grid = self.source.shape(self.scale)
+        if len(grid) == 2 * len(self.shape) and set(grid[1::2]) == {1}:
+            grid = grid[::2]  # ModelOpt's blocks keep both dimensions
         if len(grid) < len(self.shape):
             # one value per tensor, expert or row: leading dimensions are those of the weight
             grid = grid + (1,) * (len(self.shape) - len(grid)) if math.prod(grid) > 1 else (1,) * len(self.shape)
@@ -67,7 +69,7 @@ class Scaled:
         values = decode(self.source.rows(self.weight, first, last), self.source.dtype(self.weight))
         if self.zero is not None:
             values = values - self._spread(self.zero, first, last)
-        return values * self._spread(self.scale, first, last)
+        return values * finite(self._spread(self.scale, first, last), self.scale)
 
     def _spread(self, name: str, first: int, last: int) -> Floats:
         """Return one value per element of the rows."""

@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import LLAMA, MOE, N_VOCAB, bf16, drawn, llama_tensors, write_checkpoint
+from checkpoints import LLAMA, MOE, N_VOCAB, bf16, build, drawn, llama_tensors, write_checkpoint
 from factories import MemoryModel
 from tiny_architectures import tiny
 
 from ikcli.convert.kept_blocks import FACTORED
+from ikcli.convert.pieces import NewRows, Numbers, TensorRows
 from ikcli.engine.run.batch import Batch
 from ikcli.engine.run.reference_session import ReferenceSession
 from ikcli.gguf.constants import GGMLType
@@ -181,6 +182,28 @@ def test_deepseek_v4_in_another_type(tmp_path: Path, rng: Rng) -> None:
     for name, t in found.tensors.items():
         assert t.type == wanted.tensors[name].type
         np.testing.assert_array_equal(found.data(name), wanted.data(name), err_msg=name)
+
+
+@pytest.mark.slow("encodes q8_0 and mxfp4")
+def test_deepseek_v4_keeps_its_experts_by_a_rule(tmp_path: Path, rng: Rng) -> None:
+    made, plain = v4_tensors(rng)
+    found = convert(tmp_path, V4, made, "--outtype", "q8_0", "--custom-q", "exps=mxfp4")
+    wanted = np.stack([plain[f"layers.1.ffn.experts.{e}.w2.weight"] for e in range(8)])
+    assert found.tensors["blk.1.ffn_down_exps.weight"].type == GGMLType.MXFP4
+    assert found.tensors["blk.1.attn_q_a.weight"].type == GGMLType.Q8_0
+    np.testing.assert_array_equal(values(found, "blk.1.ffn_down_exps.weight"), wanted)
+
+
+def test_factors_are_multiplied_by_those_of_the_model(tmp_path: Path) -> None:
+    """Gemma 4 has a factor per expert under the name that those of NVFP4 experts have."""
+    name, own, factors = "blk.0.ffn_down_exps.scale", np.array([0.5, 2, 3], np.float32), np.arange(1, 4, dtype="f4")
+    places = ("model.norm.weight", "model.layers.0.input_layernorm.weight")
+    m = build(tmp_path, LLAMA, dict(zip(places, (bf16(own), factors), strict=True)))
+    m.tensors[name] = NewRows(name, (3,), GGMLType.F32, (TensorRows(places[0], 1, 3),))
+    m.numbers[name] = Numbers(tuple((places[1], i) for i in range(3)))
+    m.add_numbers()
+    assert m.tensors[name].shape == (3,)
+    np.testing.assert_array_equal(m.tensors[name].read(m.source, 0, 1), [own * factors])
 
 
 def test_deepseek_v4_with_experts_in_fp8(tmp_path: Path, rng: Rng) -> None:

@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import LLAMA, MOE, N_VOCAB, bf16, drawn, llama_tensors, write_checkpoint
+from checkpoints import LLAMA, MOE, N_VOCAB, bf16, build, drawn, llama_tensors, write_checkpoint
 from factories import MemoryModel
 from tiny_architectures import tiny
 
 from ikcli.convert.kept_blocks import FACTORED
+from ikcli.convert.pieces import NewRows, Numbers, TensorRows
 from ikcli.engine.run.batch import Batch
 from ikcli.engine.run.reference_session import ReferenceSession
 from ikcli.gguf.constants import GGMLType
@@ -183,6 +184,28 @@ def test_deepseek_v4_in_another_type(tmp_path: Path, rng: Rng) -> None:
         np.testing.assert_array_equal(found.data(name), wanted.data(name), err_msg=name)
 
 
+@pytest.mark.slow("encodes q8_0 and mxfp4")
+def test_deepseek_v4_keeps_its_experts_by_a_rule(tmp_path: Path, rng: Rng) -> None:
+    made, plain = v4_tensors(rng)
+    found = convert(tmp_path, V4, made, "--outtype", "q8_0", "--custom-q", "exps=mxfp4")
+    wanted = np.stack([plain[f"layers.1.ffn.experts.{e}.w2.weight"] for e in range(8)])
+    assert found.tensors["blk.1.ffn_down_exps.weight"].type == GGMLType.MXFP4
+    assert found.tensors["blk.1.attn_q_a.weight"].type == GGMLType.Q8_0
+    np.testing.assert_array_equal(values(found, "blk.1.ffn_down_exps.weight"), wanted)
+
+
+def test_factors_are_multiplied_by_those_of_the_model(tmp_path: Path) -> None:
+    """Gemma 4 has a factor per expert under the name that those of NVFP4 experts have."""
+    name, own, factors = "blk.0.ffn_down_exps.scale", np.array([0.5, 2, 3], np.float32), np.arange(1, 4, dtype="f4")
+    places = ("model.norm.weight", "model.layers.0.input_layernorm.weight")
+    m = build(tmp_path, LLAMA, dict(zip(places, (bf16(own), factors), strict=True)))
+    m.tensors[name] = NewRows(name, (3,), GGMLType.F32, (TensorRows(places[0], 1, 3),))
+    m.numbers[name] = Numbers(tuple((places[1], i) for i in range(3)))
+    m.add_numbers()
+    assert m.tensors[name].shape == (3,)
+    np.testing.assert_array_equal(m.tensors[name].read(m.source, 0, 1), [own * factors])
+
+
 def test_deepseek_v4_with_experts_in_fp8(tmp_path: Path, rng: Rng) -> None:
     made, plain = v4_tensors(rng)
     for base in [name.removesuffix(".weight") for name in plain if ".experts." in name]:
@@ -325,6 +348,62 @@ def test_nvfp4_experts_have_factors_each(tmp_path: Path, rng: Rng, producer: str
         np.testing.assert_array_equal(values(found, f"{place}.weight"), np.stack([made.blocks(n) for n in names]))
         assert values(found, f"{place}.scale").tolist() == [made.factors[n] for n in names]
         assert values(found, f"{place}.input_scale").tolist() == [made.inputs[n] for n in names]
+
+
+def int4_checkpoint(rng: Rng, group: int, scale: str = "BF16") -> tuple[Checkpoint, dict[str, np.ndarray]]:
+    """Experts as compressed-tensors packs symmetric integers of 4 bits, and their values."""
+    tensors, wanted = {}, {}
+    for name, x in llama_tensors(MOE).items():
+        if ".experts." not in name:
+            tensors[name] = bf16(x)
+            continue
+        n, m = x.shape
+        numbers = rng.integers(-8, 8, (n, m))
+        words = np.zeros((n, m // 8), np.uint32)
+        for i in range(8):
+            words |= (numbers[:, i::8] + 8).astype(np.uint32) << np.uint32(4 * i)
+        scales = bf16(rng.random((n, m // group)) * 0.01 + 0.0001)
+        values = (scales.astype(np.uint32) << 16).view(np.float32)
+        tensors |= {f"{name}_packed": words.view(np.int32), f"{name}_shape": np.array([n, m])}
+        tensors[f"{name}_scale"] = scales if scale == "BF16" else values
+        wanted[name] = numbers.astype(np.float32) * np.repeat(values, group, axis=1)
+    return tensors, wanted
+
+
+def int4_config(group: int) -> Checkpoint:
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": group}
+    settings = {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"]}
+    return {"quantization_config": settings | {"config_groups": {"group_0": {"weights": weights}}}}
+
+
+@pytest.mark.parametrize("group", [32, 128])
+def test_int4_is_kept_as_q4_0(tmp_path: Path, rng: Rng, group: int) -> None:
+    tensors, wanted = int4_checkpoint(rng, group)
+    found = convert(tmp_path, MOE | int4_config(group), tensors)
+    assert found.metadata["general.file_type"] == 2
+    assert found.tensors["blk.1.attn_q.weight"].type == GGMLType.BF16
+    for part in ("gate", "up", "down"):
+        name = f"blk.1.ffn_{part}_exps.weight"
+        assert found.tensors[name].type == GGMLType.Q4_0 and f"blk.1.ffn_{part}_exps.scale" not in found.tensors
+        parts = [wanted[f"model.layers.1.mlp.experts.{e}.{part}_proj.weight"] for e in range(4)]
+        np.testing.assert_array_equal(values(found, name), np.stack(parts))
+
+
+def test_int4_with_scales_of_32_bits_gets_16_bits(tmp_path: Path, rng: Rng) -> None:
+    tensors, _ = int4_checkpoint(rng, 32, "F32")
+    found = convert(tmp_path, MOE | int4_config(32), tensors)
+    assert {t.type for t in found.tensors.values()} == {GGMLType.F32, GGMLType.BF16}
+    assert found.metadata["general.file_type"] == 32
+
+
+def test_a_scale_that_q4_0_cannot_hold_is_named(tmp_path: Path, rng: Rng, capsys: pytest.CaptureFixture[str]) -> None:
+    tensors, _ = int4_checkpoint(rng, 32)
+    name = "model.layers.0.mlp.experts.2.up_proj.weight_scale"
+    tensors[name][3, 1] = 0x7F00
+    write_checkpoint(tmp_path, MOE | int4_config(32), tensors)
+    assert ik("convert", tmp_path, "--outfile", tmp_path / "out.gguf") == 1
+    assert f"tensor {name}: a scale is not a number below 65536" in capsys.readouterr().err
+    assert not list(tmp_path.glob("*.gguf*"))
 
 
 def test_settings_of_modelopt_in_a_file_of_their_own(tmp_path: Path, rng: Rng) -> None:

@@ -100,7 +100,7 @@ def _kept_types(config: ConvertConfig) -> frozenset[str]:
     outtype = (config.outtype or "auto").lower()
     if config.target_size is not None or config.target_bpw is not None or outtype not in ("auto", "mxfp4"):
         return frozenset()
-    return frozenset(("MXFP4", "NVFP4") if outtype == "auto" else ("MXFP4",))
+    return frozenset(("MXFP4", "NVFP4", "Q4_0") if outtype == "auto" else ("MXFP4",))
 
 
 def _check(config: ConvertConfig, directory: Path) -> None:

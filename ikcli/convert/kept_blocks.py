@@ -1,4 +1,4 @@
-"""Keep weights of 4-bit floats as GGUF blocks, bit for bit, with the factors of NVFP4 beside them as in llama.cpp.
+"""Keep weights of 4 bits as GGUF blocks, bit for bit, with the factors of NVFP4 beside them as in llama.cpp.
 
 `<x>.scale` multiplies the product with `<x>.weight`: one number, or one for each expert. `<x>.input_scale` is what a
 runtime that quantizes activations divides them by; `ik` does not.

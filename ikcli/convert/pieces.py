@@ -26,7 +26,7 @@ Value = Callable[[Floats], Floats]
 TYPES_OF = {"F32": GGMLType.F32, "F16": GGMLType.F16, "BF16": GGMLType.BF16, "F64": GGMLType.F32}
 """dtype of a checkpoint -> tensor type that holds the same values (doubles are rounded)."""
 TYPES_OF |= {"I32": GGMLType.I32, "I64": GGMLType.I32}  # tables of ids
-KEPT = {"MXFP4": GGMLType.MXFP4, "NVFP4": GGMLType.NVFP4}
+KEPT = {"MXFP4": GGMLType.MXFP4, "NVFP4": GGMLType.NVFP4, "Q4_0": GGMLType.Q4_0}
 """Types of blocks that a dequantized source has, asked for the blocks themselves."""
 TYPES_OF |= KEPT
 _WHOLE = {GGMLType.I32: "<i4", GGMLType.I64: "<i8"}  # tables of ids, and ids that a conversion computed

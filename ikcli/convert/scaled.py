@@ -69,16 +69,16 @@ class Scaled:
         values = decode(self.source.rows(self.weight, first, last), self.source.dtype(self.weight))
         if self.zero is not None:
             values = values - self._spread(self.zero, first, last)
-        return values * finite(self._spread(self.scale, first, last), self.scale)
+        return values * self._spread(self.scale, first, last)
 
     def _spread(self, name: str, first: int, last: int) -> Floats:
         """Return one value per element of the rows."""
         # beside 8-bit floats, a byte is a power of two
         dtype = "F8_E8M0" if self.source.dtype(name) == "U8" and name == self.scale else self.source.dtype(name)
         if self.source.shape(name) == self._grid and self._grid[:-1] == self.shape[:-1]:
-            chosen = decode(self.source.rows(name, first, last), dtype)
+            chosen = finite(decode(self.source.rows(name, first, last), dtype), name)
             return chosen[:, np.arange(self.shape[-1]) // self._steps[-1]] if self._grid[-1] > 1 else chosen
-        values = decode(self.source.read(name), dtype).reshape(self._grid)
+        values = finite(decode(self.source.read(name), dtype).reshape(self._grid), name)
         outer = np.unravel_index(np.arange(first, last), self.shape[:-1]) if len(self.shape) > 1 else ()
         at: list[_Index] = [np.asarray(i) // step for i, step in zip(outer, self._steps, strict=False)]
         chosen = values[tuple(at)] if at else values.reshape(1, -1)

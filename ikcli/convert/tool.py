@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 _UNREAD = r"\.indexer\.|^rope_f|_(k|v|kv)_b\.weight$|_gate_up_exps\.weight$|^output\.weight$|^cls\.|^dense_"
 """Tensors that are read elsewhere in ik, or kept for other programs."""
 AUTO = {GGMLType.BF16: 32, GGMLType.F16: 1, GGMLType.F32: 1}  # file types; float32 checkpoints become f16
-_FILE_TYPES = {GGMLType.MXFP4: 38, GGMLType.NVFP4: 39}
+_FILE_TYPES = {GGMLType.MXFP4: 38, GGMLType.NVFP4: 39, GGMLType.Q4_0: 2}
 
 
 @dataclass(frozen=True, slots=True)

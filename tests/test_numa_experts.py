@@ -13,6 +13,8 @@ from ikcli.backends.cpu.program import NODE, TABLE
 from ikcli.backends.cpu.threads import Team
 from ikcli.backends.lowering import Ref
 from ikcli.backends.memory import aligned_zeros
+from ikcli.engine.plan.memory_plan import verdict_lines
+from ikcli.engine.plan.planner import Planner
 from ikcli.engine.run import numa, weight_memory
 from ikcli.engine.run.batch import Batch
 from ikcli.engine.run.numa import expert_parts, stripe_owners
@@ -165,4 +167,6 @@ def test_results_stay_the_same_and_the_plan_says_where_experts_are(
     assert np.array_equal(*logits)
     assert placed.counts and {*placed.counts.values()} == {session.model.hp.n_expert} and placed.nodes == [0, 1]
     assert sum(placed.n_bytes) == session.model.n_bytes(placed.counts)
-    assert placed.line() in capsys.readouterr().err and "by 1 threads" in placed.line()
+    planner = Planner.of_file(config)
+    assert placed.line() in verdict_lines(planner, planner.plan(config))
+    assert placed.line() in capsys.readouterr().err and placed.line().endswith("MiB) by 1 thread")

@@ -39,12 +39,10 @@ class ExpertNodes:
 
     def line(self) -> str:
         """Describe how many experts of a layer, and bytes, each node has, and the threads that compute them."""
-        most = max(self.counts.values())
+        most, n_threads = max(self.counts.values()), [self.nodes.count(node) for node in range(self.n_nodes)]
         parts = (
-            f"{len(part)} of {most} ({n_bytes / _MIB:.0f} MiB) by {self.nodes.count(node)} threads"
-            for node, (part, n_bytes) in enumerate(
-                zip(numa.expert_parts(most, self.n_nodes), self.n_bytes, strict=True)
-            )
+            f"{len(part)} of {most} ({n_bytes / _MIB:.0f} MiB) by {n} thread{'s' if n > 1 else ''}"
+            for part, n_bytes, n in zip(numa.expert_parts(most, self.n_nodes), self.n_bytes, n_threads, strict=True)
         )
         return f"numa: experts of a layer by node, computed there: {', '.join(parts)}"
 

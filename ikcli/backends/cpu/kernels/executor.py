@@ -17,7 +17,8 @@ Shared block (int64 words, one cache line apart so that threads do not fight ove
     17 program   18 n_ops   19 n_threads   20 parts claimed at its start   24 status
     32 stop   33 threads asleep   34 sleeps until a wait yields again   35 ... after the last long yield
     40 node of thread 0, 41 of thread 1, ... (which of the params of an op it uses)
-A kernel's dynamic work counter is the int64 at params - WORK; the thread that starts the next op clears it.
+A kernel's dynamic work counter is the int64 at params - WORK, and products by expert have one for each NUMA node behind
+it; the thread that starts the next op clears them.
 """
 
 from ikcli.backends.cpu.kernels.common import WORK, n_rows
@@ -84,11 +85,21 @@ def changed(sync, word):
 
 
 @inline
+def clear_counters(entry):
+    """Clear the work counters of an op; where nodes have params of their own, there may be one per node."""
+    counters = atomic_load(entry + 8) - WORK
+    atomic_store(counters, 0)
+    if atomic_load(entry + 24) != 0:
+        for i in range(1, WORK // 8):
+            atomic_store(counters + 8 * i, 0)
+
+
+@inline
 def run_part(sync, program, i, part, n_threads, node):
     """Execute one part of op i; the first part of an op clears the work counter of the op before it."""
     if part == 0 and i > 0:
         # Not by the op itself at its end: only now are all of its parts done, so no thread reads the counter any more.
-        atomic_store(atomic_load(program + ENTRY * (i - 1) + 8) - WORK, 0)
+        clear_counters(program + ENTRY * (i - 1))
     entry = program + ENTRY * i
     params = atomic_load(entry + 8) + node * atomic_load(entry + 24)
     status = call_kernel(atomic_load(entry), params, part, n_threads)
@@ -167,7 +178,7 @@ def make_launch():
                     break
                 rounds = relax(sync, DONE, done, rounds, _BARRIER_SPINS)
         if n_ops > 0:
-            atomic_store(atomic_load(program + ENTRY * (n_ops - 1) + 8) - WORK, 0)
+            clear_counters(program + ENTRY * (n_ops - 1))
         return atomic_load(sync + STATUS)
 
     return launch, 4, True

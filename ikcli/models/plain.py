@@ -96,7 +96,7 @@ TABLE: dict[str, Plain] = {
     "arcee": Plain(neox=False, ungated="relu_sqr", more=_llama3_factors),
     "bailingmoe": _PAIRS,
     "bailingmoe2": Plain(qk_norm=True, fused=True),
-    "chatglm": Plain(fused=True, neox=False, fused_gate_up=True),
+    "chatglm": Plain(neox=False, fused_gate_up=True),
     "dbrx": Plain(fused=True, ffn_norm="attn_output_norm"),
     "deepseek": _PAIRS,
     "dots1": _NORMED,

@@ -101,7 +101,10 @@ class Harness:
         for cache in self.graph.caches.values():
             n_rows = self.n_seq if cache.per is Per.SEQUENCE else self.n_cells
             rows, cols = (cache.cols, n_rows) if cache.transposed else (n_rows, cache.cols)
-            self.caches.setdefault(cache, np.full((rows, row_n_bytes(cache.type, cols)), 0xFF, dtype=np.uint8))
+            if cache not in self.caches:  # aligned as in a session, or times would be others
+                row_bytes = row_n_bytes(cache.type, cols)
+                self.caches[cache] = aligned_zeros(rows * row_bytes).reshape(rows, row_bytes)
+                self.caches[cache][:] = 0xFF
         self.weights = dict(weights or {})
         self.program.bind(
             LIBRARY,

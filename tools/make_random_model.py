@@ -105,6 +105,14 @@ def _delta_net(keys: int, values: int) -> Keys:
     }  # fmt: skip
 
 
+def _mamba2(heads: int) -> Keys:
+    """Return the keys of Mamba 2's mixer with heads of 64 columns."""
+    return {
+        "ssm.conv_kernel": 4, "ssm.inner_size": 64 * heads, "ssm.state_size": 128, "ssm.time_step_rank": heads,
+        "ssm.group_count": 1,
+    }  # fmt: skip
+
+
 _MLA = {
     "context_length": 163840, "attention.key_length": 192, "attention.value_length": 128, "rope.dimension_count": 64,
     "rope.freq_base": 10000.0, "attention.kv_lora_rank": 512, "attention.q_lora_rank": 1536,
@@ -189,6 +197,19 @@ PRESETS = {
         },
         (), 50280,
     ),
+    "mamba2": Preset(
+        "mamba2",
+        {"block_count": 8, "context_length": 1 << 20, "embedding_length": 2560, "feed_forward_length": 0,
+         "attention.head_count": 0, "attention.layer_norm_rms_epsilon": 1e-5} | _mamba2(80),
+        (), 50288,
+    ),
+    "granitehybrid": Preset(
+        "granitehybrid",
+        _geometry(6, 1536, 512, 12, 4, base=10000.0) | _experts(16, 6, 512, expert_shared_feed_forward_length=1024)
+        | _mamba2(48)
+        | {"attention.head_count_kv": np.array([0, 0, 0, 0, 0, 4], np.int32), "attention.scale": 1 / 128,
+           "embedding_scale": 12.0, "residual_scale": 0.22, "logit_scale": 6.0, "rope.scaling.finetuned": False},
+    ),
     "gemma3": Preset(
         "gemma3", _geometry(6, 2560, 10240, 8, 4, 256) | {"attention.sliding_window": 1024}
     ),
@@ -248,12 +269,12 @@ def shapes(p: Preset) -> dict[str, tuple[int, ...]]:
 
 
 def tensor_type(name: str, shape: tuple[int, ...], type: GGMLType) -> GGMLType:
-    """Return F32 for vectors, biases, routers, convolutions, learned rows and weights of streams, else `type`.
+    """Return F32 for vectors, norms, biases, routers, convolutions, learned rows and weights of streams, else `type`.
 
     If the rows do not divide, return the fallback of `type`.
     """
-    kept = any(part in name for part in ("ffn_gate_inp", "conv", "_mhc_", "param_sink"))
-    if len(shape) == 1 or name.endswith(("bias", "ssm_a")) or kept:
+    kept = any(part in name for part in ("ffn_gate_inp", "conv", "_mhc_", "param_sink", "ssm_norm"))
+    if len(shape) == 1 or name.endswith(("bias", "ssm_a", "ssm_d")) or kept:
         return GGMLType.F32
     if shape[0] % TYPES[type].block_size == 0:
         return type

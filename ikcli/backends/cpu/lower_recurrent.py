@@ -35,7 +35,7 @@ def delta_scratch_bytes(dk: int) -> int:
     """Return the bytes per thread of the delta rule's scratch (kernels/delta_net.py)."""
     rows, block = 64 * DELTA_CHUNK, 64 * dk
     return (
-        2 * dk // 16 * rows + DELTA_CHUNK // 16 * (block + 2 * rows) + 2 * rows + 8 * dk + 4 * DELTA_CHUNK + 2 * 16 * 64
+        2 * dk // 16 * rows + DELTA_CHUNK // 16 * (block + 2 * rows) + 4 * rows + 8 * dk + 4 * DELTA_CHUNK + 2 * 16 * 64
     )
 
 
@@ -103,7 +103,7 @@ def _selective_scan(low: CpuLowering, node: Node, op: SelectiveScan) -> None:
 
 def mamba2_scratch_bytes(n_state: int) -> int:
     """Return the bytes per thread of the scratch of Mamba 2's scan (kernels/mamba2_scan.py)."""
-    return 8 * DELTA_CHUNK * n_state + 2 * 4 * DELTA_CHUNK * DELTA_CHUNK + 3 * 64 * DELTA_CHUNK + 4 * 4 * DELTA_CHUNK
+    return 8 * DELTA_CHUNK * n_state + 2 * 4 * DELTA_CHUNK * DELTA_CHUNK + 6 * 64 * DELTA_CHUNK + 4 * 4 * DELTA_CHUNK
 
 
 @RULES.add(Mamba2Scan, "state x dt b c a d dt_bias n_head n_group")

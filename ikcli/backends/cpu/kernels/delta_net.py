@@ -11,29 +11,23 @@ rows at a time. Results are q D S plus another triangular matrix (P) times u. De
 blocks are kept as they are left at the beginning of the present block, so no factor is above 1 and nothing overflows.
 """
 
-import llvmlite.ir as ir
 import numpy as np
-from numba.core import types
-from numba.extending import intrinsic
 
 from ikcli.backends.cpu.kernels.common import N_SEG, SEG_N_TOKENS, SEG_TOKEN, SEG_WORDS, SEGMENTS, next_work, state_word
 from ikcli.backends.cpu.kernels.elements import sigmoid
 from ikcli.backends.cpu.kernels.records import kernel
-from ikcli.backends.cpu.kernels.sgemm import BLOCKS, fma_f32x16, load_f32x16_at, make_rows_block, offset
+from ikcli.backends.cpu.kernels.state_products import blocks_at_once, make_state_product, solve16
 from ikcli.backends.cpu.kernels.state_rows import begins, state_row
 from ikcli.backends.cpu.params_layers import DELTA_CHUNK, DeltaNetParams
 from ikcli.native.jit import inline
 from ikcli.native.simd.control import flush_denormals, restore_denormals
 from ikcli.native.simd.vec import (
     bcast_f32x16,
-    f32x16,
     ld_f32,
     ld_i64,
     load_f32x16,
-    pointer,
     reduce_add,
     splat_f32x16,
-    splat_value,
     st_f32,
     store_f32x16,
     vadd,
@@ -46,46 +40,12 @@ from ikcli.native.simd.vec import (
 FEW_TOKENS = 8  # of a segment, up to which there are no chunks
 _LINE = 64  # bytes of a row of 16 columns
 _F0, _F1 = np.float32(0.0), np.float32(1.0)
-_F32 = ir.FloatType()
 
 
-@intrinsic
-def solve16(typingctx, factors, u):
-    """Solve in turn for t = 0 .. 15: u[t] += sum over i < t of factors[t][i] u[i]; rows of 16."""
-
-    def codegen(context, builder, sig, args):
-        factors, u = args
-        # Column after column of the triangle: its 15 - i additions are independent, while in a row each waits for the
-        # last.
-        rows = [load_f32x16_at(builder, offset(builder, u, _LINE * t)) for t in range(16)]
-        for i in range(16):
-            for t in range(i + 1, 16):
-                factor = load_f32x16_at(builder, offset(builder, factors, _LINE * t + 4 * i), _F32)
-                rows[t] = fma_f32x16(builder, splat_value(builder, f32x16, factor), rows[i], rows[t])
-        for t, row in enumerate(rows):
-            builder.store(row, pointer(builder, offset(builder, u, _LINE * t), row.type), align=1)
-        return context.get_dummy_value()
-
-    return types.void(types.intp, types.intp), codegen
-
-
-def make_product(accumulate):
-    """Return a product with 16 columns, C (+)= A B."""
-    # The shape of one vector, as a block of the state has 16 columns.
-    m, vectors = BLOCKS[-1]
-    block = make_rows_block(m, vectors, accumulate, "f32")
-
-    @inline
-    def product(a, chunk_bytes, n_rows, b, n_chunks, c):
-        """Compute C[n_rows][16] (+)= A B: A in chunks of 16 columns, rows of B and C are 64 bytes."""
-        for i in range(0, n_rows, m):
-            block(a + _LINE * i, chunk_bytes, b, _LINE, n_chunks, c + _LINE * i, _LINE)
-
-    return product
-
-
-def make_delta_net(dk, dv, by_column):
+def make_delta_net(dk, dv, by_column, few_tokens=FEW_TOKENS):
     n_block, k_chunks = dv // 16, dk // 16
+    nv = blocks_at_once(n_block)
+    u_row = _LINE * nv
     block_bytes = _LINE * dk
     rows_bytes = _LINE * DELTA_CHUNK  # of a chunk of 16 columns of all rows
     # Scratch: keys and queries (decayed; in chunks of 16 columns), keys transposed (in blocks of 16 tokens), L, P,
@@ -95,13 +55,15 @@ def make_delta_net(dk, dv, by_column):
     at_l = at_t + DELTA_CHUNK // 16 * block_bytes
     at_p = at_l + DELTA_CHUNK // 16 * rows_bytes
     at_u = at_p + DELTA_CHUNK // 16 * rows_bytes
-    at_o = at_u + rows_bytes
-    at_d = at_o + rows_bytes
+    at_o = at_u + nv * rows_bytes
+    at_d = at_o + nv * rows_bytes
     at_e = at_d + 4 * dk
     at_beta = at_e + 4 * dk
     a_step = 4 if by_column else 0  # between the decays of two columns of k
     a_width = 4 * (dk if by_column else 1)  # ... of two heads
-    product, add_product = make_product(False), make_product(True)
+    pairs = make_state_product(1, "zero")  # of tokens
+    product = pairs if nv == 1 else make_state_product(nv, "zero")
+    add_product, scale_product = make_state_product(nv, "add"), make_state_product(nv, "scale")
 
     @inline
     def dot(a, b):
@@ -178,16 +140,20 @@ def make_delta_net(dk, dv, by_column):
             # Lane i holds key i, decayed up to token t. `here` puts the new key into its lane; one sum over the columns
             # is then the product with all earlier keys, and `past` leaves out the key itself.
             here, past = load_f32x16(unit_row(work, t)), load_f32x16(unit_row(work, t) + _LINE)
-            keys_sum, p = zero_f32x16(), zero_f32x16()
-            for i in range(dk):
-                k_i = bcast_f32x16(k + t * k_stride + 4 * i)
-                kept = vmul(load_f32x16(keys + _LINE * i), bcast_f32x16(a + t * a_stride + a_step * i))
-                row = vfma(here, k_i, kept)
-                store_f32x16(keys + _LINE * i, row)
-                keys_sum = vfma(row, k_i, keys_sum)
-                p = vfma(row, bcast_f32x16(q + t * q_stride + 4 * i), p)
-            store_f32x16(work + at_l + to + _LINE * t, vmul(keys_sum, past))
-            store_f32x16(work + at_p + to + _LINE * t, vmul(p, splat_f32x16(scale)))
+            # Two chains of additions for each sum, which do not wait for each other.
+            l0, l1, p0, p1 = zero_f32x16(), zero_f32x16(), zero_f32x16(), zero_f32x16()
+            kt, qt, at = k + t * k_stride, q + t * q_stride, a + t * a_stride
+            for i in range(0, dk, 2):
+                k0, k1 = bcast_f32x16(kt + 4 * i), bcast_f32x16(kt + 4 * i + 4)
+                to_0, to_1 = keys + _LINE * i, keys + _LINE * i + _LINE
+                row0 = vfma(here, k0, vmul(load_f32x16(to_0), bcast_f32x16(at + a_step * i)))
+                row1 = vfma(here, k1, vmul(load_f32x16(to_1), bcast_f32x16(at + a_step * (i + 1))))
+                store_f32x16(to_0, row0)
+                store_f32x16(to_1, row1)
+                l0, l1 = vfma(row0, k0, l0), vfma(row1, k1, l1)
+                p0, p1 = vfma(row0, bcast_f32x16(qt + 4 * i), p0), vfma(row1, bcast_f32x16(qt + 4 * i + 4), p1)
+            store_f32x16(work + at_l + to + _LINE * t, vmul(vadd(l0, l1), past))
+            store_f32x16(work + at_p + to + _LINE * t, vmul(vadd(p0, p1), splat_f32x16(scale)))
 
     @inline
     def unit_row(work, t):
@@ -216,8 +182,9 @@ def make_delta_net(dk, dv, by_column):
                 # Keys of block j have decayed to the beginning of this block, its own rows since then.
                 to = j * rows_bytes + _LINE * row
                 keys = work + at_t + j * block_bytes
-                product(work + _LINE * row, rows_bytes, 16, keys, k_chunks, work + at_l + to)
-                product(work + at_q + _LINE * row, rows_bytes, 16, keys, k_chunks, work + at_p + to)
+                pairs(work + _LINE * row, rows_bytes, 16, keys, _LINE, 0, k_chunks, work + at_l + to, _LINE, 0, 0, 0)
+                pairs(work + at_q + _LINE * row, rows_bytes, 16, keys, _LINE, 0, k_chunks, work + at_p + to, _LINE, 0,
+                      0, 0)  # fmt: skip
             pairs_of_block(work, block, qb, q_stride, kb, k_stride, ab, a_stride, left, scale)
             for t in range(16):
                 b = sigmoid(ld_f32(beta + (row + t) * beta_stride)) if t < left else _F0
@@ -243,34 +210,32 @@ def make_delta_net(dk, dv, by_column):
 
     @inline
     def columns(work, s, v, v_stride, n, out, out_stride):
-        """Process 16 columns of v of a chunk."""
+        """Process 16 or 32 columns of v of a chunk."""
         n_blocks = (n + 15) >> 4
         u, y = work + at_u, work + at_o
         # What the state answers to the keys, then to the queries.
-        product(work, rows_bytes, 16 * n_blocks, s, k_chunks, u)
-        product(work + at_q, rows_bytes, 16 * n_blocks, s, k_chunks, y)
-        for t in range(16 * n_blocks):
-            if t < n:
-                # What the token would write if no other token of the chunk had written.
-                beta = bcast_f32x16(work + at_beta + 4 * t)
-                wanted = vsub(load_f32x16(v + t * v_stride), load_f32x16(u + _LINE * t))
-                store_f32x16(u + _LINE * t, vmul(wanted, beta))
-            else:
-                store_f32x16(u + _LINE * t, zero_f32x16())
+        product(work, rows_bytes, 16 * n_blocks, s, _LINE, block_bytes, k_chunks, u, u_row, _LINE, 0, 0)
+        product(work + at_q, rows_bytes, 16 * n_blocks, s, _LINE, block_bytes, k_chunks, y, u_row, _LINE, 0, 0)
+        for t in range(n):
+            # What the token would write if no other token of the chunk had written.
+            beta = bcast_f32x16(work + at_beta + 4 * t)
+            for i in range(0, u_row, _LINE):
+                at = u + u_row * t + i
+                store_f32x16(at, vmul(vsub(load_f32x16(v + t * v_stride + i), load_f32x16(at)), beta))
+        clear(u + u_row * n, nv * (16 * n_blocks - n))
         for block in range(n_blocks):
-            row = _LINE * 16 * block
+            rows, to = _LINE * 16 * block, u_row * 16 * block
             # Earlier blocks are one product; only the 16 tokens of a block wait for each other.
             if block > 0:
-                add_product(work + at_l + row, rows_bytes, 16, u, block, u + row)
-            solve16(work + at_l + block * rows_bytes + row, u + row)
-            add_product(work + at_p + row, rows_bytes, 16, u, block + 1, y + row)
+                add_product(work + at_l + rows, rows_bytes, 16, u, u_row, _LINE, block, u + to, u_row, _LINE, 0, 0)
+            for i in range(0, u_row, _LINE):
+                solve16(work + at_l + block * rows_bytes + rows, u + to + i, u_row)
+            add_product(work + at_p + rows, rows_bytes, 16, u, u_row, _LINE, block + 1, y + to, u_row, _LINE, 0, 0)
         for t in range(n):
-            store_f32x16(out + t * out_stride, load_f32x16(y + _LINE * t))
-        for i in range(dk):
-            at = s + _LINE * i
-            # Keys were left decayed to the end of the chunk, so all its tokens write in one product.
-            store_f32x16(at, vmul(load_f32x16(at), bcast_f32x16(work + at_e + 4 * i)))
-        add_product(work + at_t, block_bytes, dk, u, n_blocks, s)
+            for i in range(0, u_row, _LINE):
+                store_f32x16(out + t * out_stride + i, load_f32x16(y + u_row * t + i))
+        # Keys were left decayed to the end of the chunk, so all its tokens write in one product.
+        scale_product(work + at_t, block_bytes, dk, u, u_row, _LINE, n_blocks, s, _LINE, block_bytes, work + at_e, 4)
 
     @kernel(DeltaNetParams)
     def delta_net(params, ith, nth):
@@ -282,7 +247,7 @@ def make_delta_net(dk, dv, by_column):
         segments, n_seg = state_word(params, SEGMENTS), state_word(params, N_SEG)
         parts = 1  # of the columns of a head
         # Blocks of columns are independent: a head is divided where there are fewer heads than threads.
-        while n_seg * heads * parts < 2 * nth and n_block % (2 * parts) == 0:
+        while n_seg * heads * parts < 2 * nth and n_block % (2 * parts * nv) == 0:
             parts *= 2
         width = n_block // parts
         n_items = n_seg * heads * parts
@@ -304,7 +269,7 @@ def make_delta_net(dk, dv, by_column):
             out = params.out + start * out_stride + 4 * head * dv + _LINE * part * width
             if begins(params, i):
                 clear(s, width * dk)
-            if n <= FEW_TOKENS:
+            if n <= few_tokens:
                 # Preparing a chunk costs more than a few steps, each of which reads the state from memory once.
                 for t in range(n):
                     qt, kt = q + t * q_stride, k + t * k_stride
@@ -320,7 +285,7 @@ def make_delta_net(dk, dv, by_column):
                 left = min(n - t, DELTA_CHUNK)
                 prepare(work, q + t * q_stride, q_stride, k + t * k_stride, k_stride, a + t * a_stride, a_stride,
                         beta + t * beta_stride, beta_stride, left, scale)  # fmt: skip
-                for j in range(width):
+                for j in range(0, width, nv):
                     columns(work, s + j * block_bytes, v + t * v_stride + _LINE * j, v_stride, left,
                             out + t * out_stride + _LINE * j, out_stride)  # fmt: skip
         restore_denormals(mode)

@@ -12,9 +12,10 @@ so no factor is above 1 and nothing overflows.
 import numpy as np
 
 from ikcli.backends.cpu.kernels.common import N_SEG, SEG_N_TOKENS, SEG_TOKEN, SEG_WORDS, SEGMENTS, next_work, state_word
-from ikcli.backends.cpu.kernels.delta_net import FEW_TOKENS, make_product
+from ikcli.backends.cpu.kernels.delta_net import FEW_TOKENS
 from ikcli.backends.cpu.kernels.records import kernel
 from ikcli.backends.cpu.kernels.sgemm import transpose16
+from ikcli.backends.cpu.kernels.state_products import blocks_at_once, make_state_product
 from ikcli.backends.cpu.kernels.state_rows import begins, state_row
 from ikcli.backends.cpu.params_layers import DELTA_CHUNK, Mamba2ScanParams
 from ikcli.native.jit import inline
@@ -34,13 +35,16 @@ from ikcli.native.simd.vec import (
     zero_f32x16,
 )
 
+HEADS_AT_ONCE = 16  # that share what is computed once for a chunk
 _LINE = 64  # bytes of a row of 16 columns
 _F0, _F1 = np.float32(0.0), np.float32(1.0)
 
 
-def make_mamba2_scan(n_state, width):
+def make_mamba2_scan(n_state, width, few_tokens=FEW_TOKENS):
     """Return the kernel for heads of `width` columns; both sizes are multiples of 16."""
     n_block, n_chunks = width // 16, n_state // 16
+    nv = blocks_at_once(n_block)
+    u_row = _LINE * nv
     block_bytes = _LINE * n_state
     rows_bytes = _LINE * DELTA_CHUNK  # of 16 columns of all rows
     # Scratch: c (in chunks of 16 columns), b transposed (in blocks of 16 tokens), c b' and the brackets (both in chunks
@@ -49,13 +53,15 @@ def make_mamba2_scan(n_state, width):
     at_g = at_b + DELTA_CHUNK // 16 * block_bytes
     at_p = at_g + DELTA_CHUNK // 16 * rows_bytes
     at_u = at_p + DELTA_CHUNK // 16 * rows_bytes
-    at_w = at_u + rows_bytes
-    at_y = at_w + rows_bytes
-    at_step = at_y + rows_bytes
+    at_w = at_u + nv * rows_bytes
+    at_y = at_w + nv * rows_bytes
+    at_step = at_y + nv * rows_bytes
     at_decay = at_step + 4 * DELTA_CHUNK
     at_since = at_decay + 4 * DELTA_CHUNK
     at_left = at_since + 4 * DELTA_CHUNK
-    product, add_product = make_product(False), make_product(True)
+    pairs = make_state_product(1, "zero")  # of tokens
+    product = pairs if nv == 1 else make_state_product(nv, "zero")
+    scale_product = make_state_product(nv, "scale")
 
     @inline
     def clear(at, n_lines):
@@ -65,7 +71,7 @@ def make_mamba2_scan(n_state, width):
     @inline
     def steps(work, dt, dt_stride, bias, a, n):
         """Compute step and decay of n tokens; those behind them leave everything as it is."""
-        for t in range(DELTA_CHUNK if n > FEW_TOKENS else 16):
+        for t in range(min((n + 15) & ~15, DELTA_CHUNK)):
             st_f32(work + at_step + 4 * t, ld_f32(dt + t * dt_stride) + bias if t < n else _F0)
         for t in range(0, n, 16):
             step = vsoftplus(load_f32x16(work + at_step + 4 * t))
@@ -104,8 +110,8 @@ def make_mamba2_scan(n_state, width):
                     store_f32x16(work + at_y + _LINE * t, row)
                 transpose16(work + at_y, _LINE, work + at_b + block * block_bytes + 16 * _LINE * chunk, _LINE)
             for j in range(block + 1):
-                product(work + _LINE * 16 * block, rows_bytes, 16, work + at_b + j * block_bytes, n_chunks,
-                        work + at_g + j * rows_bytes + _LINE * 16 * block)  # fmt: skip
+                pairs(work + _LINE * 16 * block, rows_bytes, 16, work + at_b + j * block_bytes, _LINE, 0, n_chunks,
+                      work + at_g + j * rows_bytes + _LINE * 16 * block, _LINE, 0, 0, 0)  # fmt: skip
 
     @inline
     def brackets(work, n):
@@ -127,28 +133,29 @@ def make_mamba2_scan(n_state, width):
 
     @inline
     def columns(work, h, x, x_stride, d, n, out, out_stride):
-        """Process 16 columns of a head."""
+        """Process 16 or 32 columns of a head."""
         n_blocks = (n + 15) >> 4
         u, w, y = work + at_u, work + at_w, work + at_y
-        product(work, rows_bytes, 16 * n_blocks, h, n_chunks, y)
-        for t in range(16 * n_blocks):
-            taken = zero_f32x16()
-            if t < n:
-                taken = vmul(bcast_f32x16(work + at_step + 4 * t), load_f32x16(x + t * x_stride))
-            store_f32x16(u + _LINE * t, taken)
-            store_f32x16(w + _LINE * t, vmul(taken, bcast_f32x16(work + at_left + 4 * t)))
-            row = vmul(load_f32x16(y + _LINE * t), bcast_f32x16(work + at_since + 4 * t))
-            store_f32x16(y + _LINE * t, row)
-        for block in range(n_blocks):
-            row = _LINE * 16 * block
-            add_product(work + at_p + row, rows_bytes, 16, u, block + 1, y + row)
+        product(work, rows_bytes, 16 * n_blocks, h, _LINE, block_bytes, n_chunks, y, u_row, _LINE, 0, 0)
         for t in range(n):
-            through = vmul(d, load_f32x16(x + t * x_stride))
-            store_f32x16(out + t * out_stride, vadd(load_f32x16(y + _LINE * t), through))
-        since = bcast_f32x16(work + at_since + 4 * (n - 1))
-        for i in range(n_state):
-            store_f32x16(h + _LINE * i, vmul(load_f32x16(h + _LINE * i), since))
-        add_product(work + at_b, block_bytes, n_state, w, n_blocks, h)
+            step, left = bcast_f32x16(work + at_step + 4 * t), bcast_f32x16(work + at_left + 4 * t)
+            for i in range(0, u_row, _LINE):
+                taken = vmul(step, load_f32x16(x + t * x_stride + i))
+                store_f32x16(u + u_row * t + i, taken)
+                store_f32x16(w + u_row * t + i, vmul(taken, left))
+        missing = nv * (16 * n_blocks - n)
+        clear(u + u_row * n, missing)
+        clear(w + u_row * n, missing)
+        for block in range(n_blocks):
+            # What the state gives has decayed since the beginning of the chunk.
+            scale_product(work + at_p + _LINE * 16 * block, rows_bytes, 16, u, u_row, _LINE, block + 1,
+                          y + u_row * 16 * block, u_row, _LINE, work + at_since + 4 * 16 * block, 4)  # fmt: skip
+        for t in range(n):
+            for i in range(0, u_row, _LINE):
+                through = vmul(d, load_f32x16(x + t * x_stride + i))
+                store_f32x16(out + t * out_stride + i, vadd(load_f32x16(y + u_row * t + i), through))
+        scale_product(work + at_b, block_bytes, n_state, w, u_row, _LINE, n_blocks, h, _LINE, block_bytes,
+                      work + at_since + 4 * (n - 1), 0)  # fmt: skip
 
     @kernel(Mamba2ScanParams)
     def mamba2_scan(params, ith, nth):
@@ -159,7 +166,8 @@ def make_mamba2_scan(n_state, width):
         work = params.scratch + ith * params.scratch_bytes
         segments, n_seg = state_word(params, SEGMENTS), state_word(params, N_SEG)
         parts, of_group = 1, heads // groups
-        while n_seg * groups * parts < 2 * nth and parts < of_group:
+        # The states of a part stay in the second-level cache from chunk to chunk.
+        while (n_seg * groups * parts < 2 * nth or of_group > HEADS_AT_ONCE * parts) and parts < of_group:
             parts = min(2 * parts, of_group)
         n_items = n_seg * groups * parts
         while True:
@@ -180,7 +188,7 @@ def make_mamba2_scan(n_state, width):
             t = 0
             while t < n:
                 left = min(n - t, DELTA_CHUNK)
-                in_chunks = n > FEW_TOKENS
+                in_chunks = n > few_tokens
                 bt, ct = b + t * b_stride, c + t * c_stride
                 if in_chunks:
                     stage(work, bt, b_stride, ct, c_stride, left)
@@ -193,7 +201,7 @@ def make_mamba2_scan(n_state, width):
                     to = out + t * out_stride + 4 * width * head
                     if in_chunks:
                         brackets(work, left)
-                        for j in range(n_block):
+                        for j in range(0, n_block, nv):
                             columns(work, h + j * block_bytes, xt + _LINE * j, x_stride, d, left, to + _LINE * j,
                                     out_stride)  # fmt: skip
                     else:

@@ -132,7 +132,7 @@ KINDS = {
 }
 
 
-def _spread(builder, at, kind):
+def four_lanes(builder, at, kind):
     """Return four adjacent elements, each in all lanes, of one load: ARM64 multiplies by a lane of a register."""
     type_, element = KINDS[kind][:2]
     four = load_f32x16_at(builder, at, ir.VectorType(element, 4))
@@ -184,7 +184,9 @@ def make_rows_block(m, nv, accumulate, kind):
 
             def four_columns(state):
                 at, bt, *accs = state
-                fours = [_spread(builder, offset(builder, at, i * CHUNK_ROW), kind) for i in range(m if BY_LANE else 0)]
+                fours = [
+                    four_lanes(builder, offset(builder, at, i * CHUNK_ROW), kind) for i in range(m if BY_LANE else 0)
+                ]
                 # Four unrolled: broadcasts have constant offsets, and counting takes a small part of the instructions.
                 for k in range(4):
                     spread = [four[k] for four in fours]
@@ -231,7 +233,9 @@ def make_columns_block(m, nv, kind, unit):
             def row(state):
                 at, bt, ask, *accs = state
                 # Columns of a chunk are adjacent, so the m broadcasts of a step read one cache line.
-                accs = _step(builder, at, 4, bt, accs, m, nv, kind, BY_LANE and m == 4 and _spread(builder, at, kind))
+                accs = _step(
+                    builder, at, 4, bt, accs, m, nv, kind, BY_LANE and m == 4 and four_lanes(builder, at, kind)
+                )
                 ask = emit_prefetch(builder, ask, lines)
                 return [offset(builder, at, CHUNK_ROW), builder.add(bt, b_stride), ask, *accs]
 

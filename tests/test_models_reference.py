@@ -11,6 +11,7 @@ import pytest
 from factories import N_VOCAB, MemoryModel, tiny_deepseek2, tiny_model
 from leaves import leaf, route_leaf
 from tiers import some
+from tiny_architectures import WINDOWED
 
 from ikcli.backends.reference import CacheStore, ReferenceExecutor, through_type
 from ikcli.engine.run.batch import Batch
@@ -452,6 +453,24 @@ def test_segment_describes_compact_rows() -> None:
     ex.caches.rows(cache)[:] = np.arange(24).reshape(6, 4)
     state = MicroBatch(*(np.zeros(2, np.int32),) * 3, np.zeros(0, np.int64), (Segment(0, 1, 3, 1), Segment(1, 1, 0, 0)))
     assert ex.run(g, state).tolist() == [[13, 14], [17, 18], [1, 2]]
+
+
+def test_shared_experts_of_granite_swa_with_gate_and_up_in_one_tensor() -> None:
+    keys = WINDOWED["granite_swa"] | {
+        "expert_count": 4,
+        "expert_used_count": 2,
+        "expert_shared_feed_forward_length": 40,
+    }
+    model = tiny_model("granite_swa", optional=("ffn_gate_shexp.weight",), **keys)
+    apart = decode_all(model, n=9)
+    for il in range(4):
+        gate, up = (f"blk.{il}.ffn_{part}_shexp.weight" for part in ("gate", "up"))
+        model.set(up, np.concatenate([model.values(gate), model.values(up)]))
+        del model.tensors[gate]
+    np.testing.assert_allclose(decode_all(model, n=9), apart, 1e-5)
+    model.set(up, model.values(up)[:40])
+    with pytest.raises(FormatError, match=r"blk\.3\.ffn_gate_shexp\.weight' is missing"):
+        decode_all(model, n=9)
 
 
 def test_unknown_architecture_lists_the_known() -> None:

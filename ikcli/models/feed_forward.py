@@ -49,11 +49,19 @@ def limited_feed_forward(g: Graph, hp: HParams, cfg: GraphConfig, x: Node, layer
 
 
 def dense_ffn(g: Graph, x: Node, layer: LayerWeights, name: str = "ffn_out", suffix: str = "", act: Glu = SILU) -> Node:
-    """Record down(silu(gate x) * up x), or `act`; suffix "_shexp" for the shared expert."""
-    up = linear(g, getattr(layer, f"ffn_up{suffix}"), layer.get(f"ffn_up{suffix}_bias"), x, f"ffn_up{suffix}")
-    gate = linear(g, getattr(layer, f"ffn_gate{suffix}"), layer.get(f"ffn_gate{suffix}_bias"), x, f"ffn_gate{suffix}")
+    """Record down(silu(gate x) * up x), or `act`; suffix "_shexp" for the shared expert.
+
+    Gate and up may be one matrix, twice as high.
+    """
+    up_w, down_w = getattr(layer, f"ffn_up{suffix}"), getattr(layer, f"ffn_down{suffix}")
+    if up_w.ne1 == 2 * (n := down_w.ne0):
+        gate_w, up_w = up_w.rows(0, n), up_w.rows(n, n)
+    else:
+        gate_w = getattr(layer, f"ffn_gate{suffix}")
+    up = linear(g, up_w, layer.get(f"ffn_up{suffix}_bias"), x, f"ffn_up{suffix}")
+    gate = linear(g, gate_w, layer.get(f"ffn_gate{suffix}_bias"), x, f"ffn_gate{suffix}")
     par = g.swiglu(gate, up, f"ffn_gate_par{suffix}", act)
-    return linear(g, getattr(layer, f"ffn_down{suffix}"), layer.get(f"ffn_down{suffix}_bias"), par, name)
+    return linear(g, down_w, layer.get(f"ffn_down{suffix}_bias"), par, name)
 
 
 def fused_dense_ffn(

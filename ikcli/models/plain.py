@@ -48,6 +48,15 @@ def _sinks(hp: HParams, il: int) -> TensorSpecs:
     return {f"blk.{il}.attn_sinks.weight": TensorSpec((hp.at(il).n_head,), required=False)}
 
 
+def _granite_swa(hp: HParams, il: int) -> TensorSpecs:
+    specs = _sinks(hp, il)
+    if hp.n_ff_shexp:  # files of llama.cpp have gate and up in one tensor
+        both = ((hp.n_embd, 2 * hp.n_ff_shexp),)
+        specs[f"blk.{il}.ffn_gate_shexp.weight"] = TensorSpec((hp.n_embd, hp.n_ff_shexp), required=False)
+        specs[f"blk.{il}.ffn_up_shexp.weight"] = TensorSpec((hp.n_embd, hp.n_ff_shexp), also=both)
+    return specs
+
+
 def _shared_gate(hp: HParams, il: int) -> TensorSpecs:
     return {f"blk.{il}.ffn_gate_inp_shexp.weight": TensorSpec((hp.n_embd, 1))}
 
@@ -107,7 +116,7 @@ TABLE: dict[str, Plain] = {
     "exaone-moe": Plain(bias=False, qk_norm=True),
     "glm4moe": Plain(qk_norm=None, ffn_norm="post_attention_norm"),
     "granite": _PAIRS,
-    "granite_swa": Plain(neox=False, more=_sinks),
+    "granite_swa": Plain(neox=False, more=_granite_swa),
     "granitemoe": _PAIRS,
     "grovemoe": Plain(bias=None, qk_norm=True, more=_groups),
     "hunyuan-dense": Plain(bias=False, qk_norm=True, norm_last=True),

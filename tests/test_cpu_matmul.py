@@ -334,13 +334,18 @@ def routing_logits(kind: str, n: int) -> Array:
     return logits
 
 
-def experts(type_: GGMLType, k: int, n_rows: int, n_used: int, ser: tuple[int, float] | None, n_threads: int) -> Any:
-    """Harnesses for mul_mat_id and moe_up_gate over the same weights: (run, leaf, logits) each, values of both."""
+def experts(
+    type_: GGMLType, k: int, n_rows: int, n_used: int, ser: tuple[int, float] | None, n_threads: int, most: int = 0
+) -> Any:
+    """Harnesses for mul_mat_id and moe_up_gate over the same weights: (run, leaf, logits) each, values of both.
+
+    `most`: tokens of a program for generation.
+    """
     up, up_data, up_values = make_weight("up", type_, (k, n_rows, N_EXPERT))
     gate, gate_data, gate_values = make_weight("gate", type_, (k, n_rows, N_EXPERT), seed=2)
     made = []
     for fused in (False, True):
-        run = Harness(17, 64, RULES)
+        run = Harness(most or 17, 64, RULES, batch_invariant=most > 0)
         x, logits = run.input("x", k), run.input("logits", N_EXPERT)
         plan = routed(run.graph, logits, n_used, ser)
         g = run.graph
@@ -381,6 +386,27 @@ def check_up_gate(found: Array, up: Array, gate: Array, a: Array, type_: GGMLTyp
     of_gate, of_up = (1e-5 * (np.abs(a) @ np.abs(w).T) + rounding(w, a, type_) for w in (gate, up))
     limit = of_gate * (1.1 + np.abs(u)) + of_up * (1 + np.abs(g))
     assert (np.abs(found - wanted) <= limit + 1e-5 * np.abs(wanted)).all()
+
+
+@pytest.mark.parametrize("type_", OF_EXPERTS)
+def test_few_rows_of_an_expert_are_each_row_alone(type_: GGMLType) -> None:
+    """Programs for generation: to the last bit, whether tokens share all experts ("one" of three) or some."""
+    k, n_used, most = k_of(type_)[0], 3, BATCH_INVARIANT_ROWS
+    made, _, _ = experts(type_, k, fitting(type_, 40), n_used, None, 1, most=most)
+    for run, x, node in made:
+        for kind in ("any", "one"):
+            logits, a = routing_logits(kind, most), activations(most, k)
+            _, ids = chosen(logits, n_used, None)
+            alone = {}
+            for t in range(most):
+                _, mine = chosen(logits[t : t + 1], n_used, None)
+                found = run([Segment(1)], {x: a[t : t + 1], node: logits[t : t + 1]})
+                alone |= {(t, mine.reshape(-1)[slot]): row for slot, row in zip(order_of(mine), found, strict=True)}
+            for n in (2, 3, most):
+                order = order_of(ids[:n])
+                found = run([Segment(n)], {x: a[:n], node: logits[:n]})
+                for slot, row in zip(order, found, strict=True):
+                    np.testing.assert_array_equal(row, alone[slot // n_used, ids[:n].reshape(-1)[slot]])
 
 
 @pytest.mark.parametrize("type_", [GGMLType.F16, GGMLType.Q4_K, GGMLType.Q8_0], ids=lambda t: t.name)

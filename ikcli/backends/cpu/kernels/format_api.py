@@ -8,7 +8,7 @@ from ikcli.backends.cpu.kernels.group_dot import group_dot
 from ikcli.backends.cpu.kernels.groupformat import GroupFormat, unpack_group
 from ikcli.backends.cpu.kernels.row_dot import MOST_ROWS, row_dot, row_dots, rows_side_by_side
 from ikcli.backends.cpu.kernels.row_dot_arm64 import row_dot_arm64
-from ikcli.backends.cpu.kernels.row_dot_avx2 import row_dot_avx2
+from ikcli.backends.cpu.kernels.row_dot_avx2 import row_dot_avx2, row_dots_avx2
 from ikcli.backends.cpu.kernels.unpack_tile import unpack_tile
 from ikcli.backends.cpu.tile_modes import TILE_ROWS
 from ikcli.native import isa
@@ -21,17 +21,20 @@ def few_dots(fmt):
     The n rows are whole groups. Strides are in bytes. Weights are decoded once for several activation rows; each
     result is that of the row alone, bit for bit.
     """
-    # Elsewhere dot products take most of the time, and a lot of code.
     has_dots = bool({"avx512vnni", "avxvnni", "dotprod"} & isa.current().features)
+    plain_avx2 = isa.current().plain_avx2
     if isinstance(fmt, GroupFormat) or isa.current().is_arm64:
         make = group_dot if isinstance(fmt, GroupFormat) else row_dot_arm64
-        return _by_groups(
-            fmt, _by_powers_of_two(*(make(fmt, n) for n in (1, 2, 4))) if has_dots else _one_by_one(make(fmt, 1))
-        )
+        if has_dots or plain_avx2:
+            return _by_groups(fmt, _by_powers_of_two(*(make(fmt, n) for n in (1, 2, 4))))
+        return _by_groups(fmt, _one_by_one(make(fmt, 1)))
     if has_dots:
         n_rows = rows_side_by_side(fmt)
         return _side_by_side(row_dot(fmt), row_dots(fmt, n_rows), n_rows)
-    return _by_groups(fmt, _one_by_one(row_dot_avx2(fmt) if isa.current().plain_avx2 else row_dot(fmt)))
+    if plain_avx2:
+        return _side_by_side(row_dot_avx2(fmt), row_dots_avx2(fmt), 1)
+    # Elsewhere dot products take most of the time, and a lot of code.
+    return _by_groups(fmt, _one_by_one(row_dot(fmt)))
 
 
 def _by_groups(fmt, of_group):

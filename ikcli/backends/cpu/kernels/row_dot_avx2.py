@@ -1,4 +1,4 @@
-"""Multiply a weight row by a quantized activation row with plain AVX2, in the order of columns.
+"""Multiply a weight row by a few quantized activation rows with plain AVX2, in the order of columns.
 
 A product of bytes takes a few instructions there, and adding lanes costs as much as multiplying. With a scale per 32
 columns, each block is therefore scaled in place by a float broadcast to all lanes, and lanes are added once per row.
@@ -13,11 +13,12 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from ikcli.backends.cpu.kernels.activation_row import ActivationRow
+from ikcli.backends.cpu.kernels.row_dot import MOST_ROWS
 from ikcli.backends.cpu.kernels.row_emitter import RowEmitter
 from ikcli.backends.cpu.kernels.rowformat import prefetch_step, steps
 from ikcli.backends.cpu.tile_modes import most_code
 from ikcli.native.simd.lanes import folded
-from ikcli.native.simd.vec import call_llvm, f32x8, f32x16, i8x32, i32x8, llvm_type, magnitude, with_sign
+from ikcli.native.simd.vec import call_llvm, f32x8, f32x16, i8x32, i32x8, llvm_type, magnitude, pointer, with_sign
 
 _TWICE = [i // 2 for i in range(16)]
 # blocks of 16 columns in the order in which `_sums_of_sixteen` has their sums: every other one of eight, the others
@@ -29,46 +30,109 @@ _MOST_SUM = 32767
 @functools.cache
 def row_dot_avx2(fmt):
     """Return dot(w, a, a_stride, k, out, out_stride): out[0] for one activation row; strides are unused."""
-    mode = fmt.mode
-    vec, per_block = (f32x8, 1) if mode.endswith("32") else (f32x16, 2)
 
     @intrinsic
     def dot(typingctx, w, a, a_stride, k, out, out_stride):
         def codegen(context, builder, sig, args):
             w, a, _, k, out, _ = args
-            e = (RowEmitter if per_block == 1 else _ApartEmitter)(builder)
+            e = _emitter(fmt, builder)
             x, row = ActivationRow(e, a, k), fmt.header(e, w)
             room = _room(e)
             # Two, so that successive additions do not wait for each other.
-            sums = [e.variable(e.zero(vec)) for _ in range(2)]
-
-            def add(n, x, y):
-                builder.store(e.fused(x, y, builder.load(sums[n])), sums[n])
-
+            sums = [e.variable(e.zero(_vector(fmt))) for _ in range(2)]
             for i, at_w, valid in steps(e, fmt, e.offset(w, fmt.header_bytes), k):
                 prefetch_step(e, fmt, at_w)
-                scales = fmt.scales(e, at_w, row)
-                factors = fmt.minima(e, at_w, row) if mode[0] == "m" else offsets(e, fmt, at_w, scales)
-                if factors is not None:
-                    add(0, factors, x.scaled_sums(e, i, valid, 1) if per_block == 1 else _sums_apart(e, x, i, valid))
-                if per_block == 1:
-                    d = x.scales(e, i, valid)
-                    # Through memory, which is read into all lanes one float at a time: no shuffles (see `_room`).
-                    to, back = room
-                    e.store(e.mul(scales, d), to)
-                    for b, v in enumerate(_products(e, fmt, mode, at_w, x, i)):
-                        scale = e.splat(e.single(e.offset(back, 4 * b)))
-                        add((b + 1) % 2, e.ints_to_f32(_sums_of_two(e, v)), scale)
-                else:
-                    v = _sums_of_sixteen(e, list(_products(e, fmt, mode, at_w, x, i)), most_code(fmt, mode))
-                    add(1, e.ints_to_f32(v), e.mul(scales, _scales_apart(e, x, i, valid)))
-            total = folded(builder, builder.fadd(*(builder.load(slot) for slot in sums)), 1)
-            e.store(total, out)
+                _add_step(e, fmt, *_factors(e, fmt, at_w, row), _parts(e, fmt, at_w), x, i, valid, room, sums)
+            e.store(_total(e, sums), out)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 6), codegen
 
     return dot
+
+
+@functools.cache
+def row_dots_avx2(fmt):
+    """Return dots(w, row_bytes, a, a_stride, m, k, out, out_stride): out[t] for m <= MOST_ROWS activation rows.
+
+    Strides are in bytes, row_bytes is unused. The sums of each are those of `row_dot_avx2`.
+    """
+
+    @intrinsic
+    def dots(typingctx, w, row_bytes, a, a_stride, m, k, out, out_stride):
+        def codegen(context, builder, sig, args):
+            w, _, a, a_stride, m, k, out, out_stride = args
+            e = _emitter(fmt, builder)
+            first, row = ActivationRow(e, e.opaque(a), k), fmt.header(e, w)
+            room, vector = _room(e), _vector(fmt)
+            sums_at = e.room(2 * 4 * vector.n * MOST_ROWS)
+
+            def slots(t):
+                at = e.offset(sums_at, e.times(t, 2 * 4 * vector.n))
+                return [pointer(builder, e.offset(at, 4 * vector.n * n), llvm_type(vector)) for n in range(2)]
+
+            with e.loop(m) as t:
+                for slot in slots(t):
+                    builder.store(e.zero(vector), slot)
+            for i, at_w, valid in steps(e, fmt, e.offset(w, fmt.header_bytes), k):
+                prefetch_step(e, fmt, at_w, every_line=True)
+                # Decoded once, for all activation rows; the registers do not hold it, but loads are cheap.
+                factors, parts, here = _factors(e, fmt, at_w, row), list(_parts(e, fmt, at_w)), first.at_step(e, i)
+                with e.loop(m) as t:
+                    x = here.moved(e, builder.mul(t, a_stride))
+                    _add_step(e, fmt, *factors, parts, x, e.int(0), valid, room, slots(t))
+            with e.loop(m) as t:
+                e.store(_total(e, slots(t)), e.offset(out, builder.mul(t, out_stride)))
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 8), codegen
+
+    return dots
+
+
+def _emitter(fmt, builder):
+    return (RowEmitter if _per_block(fmt) == 1 else _ApartEmitter)(builder)
+
+
+def _per_block(fmt):
+    """Return the scales of 32 columns."""
+    return 1 if fmt.mode.endswith("32") else 2
+
+
+def _vector(fmt):
+    return f32x8 if _per_block(fmt) == 1 else f32x16
+
+
+def _factors(e, fmt, w, row):
+    """Return the scales of a step, and what the sums of activations are multiplied by, or None."""
+    scales = fmt.scales(e, w, row)
+    return scales, fmt.minima(e, w, row) if fmt.mode[0] == "m" else offsets(e, fmt, w, scales)
+
+
+def _add_step(e, fmt, scales, factors, parts, x, i, valid, room, sums):
+    """Add the products of the `parts` of a step with step i of an activation row to two sums."""
+
+    def add(n, x, y):
+        e.b.store(e.fused(x, y, e.b.load(sums[n])), sums[n])
+
+    per_block = _per_block(fmt)
+    if factors is not None:
+        add(0, factors, x.scaled_sums(e, i, valid, 1) if per_block == 1 else _sums_apart(e, x, i, valid))
+    if per_block == 1:
+        d = x.scales(e, i, valid)
+        # Through memory, which is read into all lanes one float at a time: no shuffles (see `_room`).
+        to, back = room
+        e.store(e.mul(scales, d), to)
+        for b, v in enumerate(_products(e, fmt, parts, x, i)):
+            scale = e.splat(e.single(e.offset(back, 4 * b)))
+            add((b + 1) % 2, e.ints_to_f32(_sums_of_two(e, v)), scale)
+    else:
+        v = _sums_of_sixteen(e, list(_products(e, fmt, parts, x, i)), most_code(fmt, fmt.mode))
+        add(1, e.ints_to_f32(v), e.mul(scales, _scales_apart(e, x, i, valid)))
+
+
+def _total(e, sums):
+    return folded(e.b, e.b.fadd(*(e.b.load(slot) for slot in sums)), 1)
 
 
 class _ApartEmitter(RowEmitter):
@@ -116,27 +180,31 @@ def offsets(e, fmt, w, scales):
     return e.mul(scales, e.b.select(on, shifted, plain))
 
 
-def _products(e, fmt, mode, w, x, i):
-    """Yield for each block of 32 columns of step i the sums of two products, 16 lanes of 16 bits."""
-    at, magnitudes_at = (e.offset(start, e.times(i, 256)) for start in (x.codes_at, x.second_at))
+def _parts(e, fmt, w):
+    """Yield (codes, None) or (magnitudes, signs) of each block of 32 columns of a step."""
     for j in range(4):
         apart = fmt.magnitudes(e, w, j) if fmt.most_magnitude() else None
         codes = apart[0] if apart else fmt.dot_codes(e, w, j)
         for half in range(2):
             lanes = range(32 * half, 32 * half + 32)
-            v = e.pick(codes, lanes)
-            there = 64 * j + 32 * half
-            y = e.load(i8x32, e.offset(at, there))
-            if apart:
-                u, y = v, with_sign(e.b, y, e.pick(apart[1], lanes))
-            elif mode[0] == "m" or fmt.bias:
-                u = v
-            # The instruction multiplies unsigned by signed bytes, so one factor gives its sign to the other.
-            elif fmt.full_range:  # magnitudes of the weights, as the sign of -128 cannot be changed
-                u, y = magnitude(e.b, v), with_sign(e.b, y, v)
-            else:
-                u, y = e.load(i8x32, e.offset(magnitudes_at, there)), with_sign(e.b, v, y)
-            yield call_llvm(e.b, "llvm.x86.avx2.pmadd.ub.sw", _PAIRS, [u, y])
+            yield e.pick(codes, lanes), e.pick(apart[1], lanes) if apart else None
+
+
+def _products(e, fmt, parts, x, i):
+    """Yield for each of the `parts` the sums of two products with step i, 16 lanes of 16 bits."""
+    at, magnitudes_at = (e.offset(start, e.times(i, 256)) for start in (x.codes_at, x.second_at))
+    for n, (v, signs) in enumerate(parts):
+        y = e.load(i8x32, e.offset(at, 32 * n))
+        if signs is not None:
+            u, y = v, with_sign(e.b, y, signs)
+        elif fmt.mode[0] == "m" or fmt.bias:
+            u = v
+        # The instruction multiplies unsigned by signed bytes, so one factor gives its sign to the other.
+        elif fmt.full_range:  # magnitudes of the weights, as the sign of -128 cannot be changed
+            u, y = magnitude(e.b, v), with_sign(e.b, y, v)
+        else:
+            u, y = e.load(i8x32, e.offset(magnitudes_at, 32 * n)), with_sign(e.b, v, y)
+        yield call_llvm(e.b, "llvm.x86.avx2.pmadd.ub.sw", _PAIRS, [u, y])
 
 
 def _sums_of_two(e, v):

@@ -128,6 +128,10 @@ def _four_bits(source: CheckpointSource) -> Found:
         times = start + "_scale_2" if start + "_scale_2" in there else None
         over = start + "_global_scale" if start + "_global_scale" in there else None
         parts = [part for part in (scale, times, over) if part]
+        if len(parts) < 2 and source.dtype(scale) == "F8_E4M3":
+            raise FormatError(
+                f"tensor {name}, which is NVFP4, has no {start}_scale_2 or {start}_global_scale beside it"
+            )
         yield base, name, Fp4(source, name, scale, times, over, _inputs(source, start, there)), parts
 
 

@@ -427,6 +427,40 @@ def test_settings_of_modelopt_in_a_file_of_their_own(tmp_path: Path, rng: Rng) -
     np.testing.assert_array_equal(values(found, "blk.1.attn_v.weight"), E4M3[codes] / 2)
 
 
+def test_fp8_and_fp4_with_scales_of_32_bits(tmp_path: Path, rng: Rng) -> None:
+    """Blocks of 128 x 128 as DeepSeek V3, Qwen3, GLM and MiniMax have them, and experts of 4-bit floats."""
+    tensors, wanted = {}, {}
+    for name, x in llama_tensors(MOE).items():
+        scales = rng.random([n // 128 for n in x.shape], np.float32) + np.float32(0.01)
+        codes = rng.integers(0, 127, x.shape).astype(np.uint8)
+        if ".experts.1." in name:
+            codes, scales = codes & 15, rng.random((x.shape[0], x.shape[1] // 32), np.float32)
+            tensors |= {name: pairs(codes).view(np.int8), f"{name}_scale_inv": scales}
+            wanted[name] = E2M1[codes] * np.repeat(scales, 32, axis=1)
+        elif ".experts." in name or "v_proj" in name:
+            tensors |= {name: ("F8_E4M3", codes), f"{name}_scale_inv": scales}
+            wanted[name] = E4M3[codes] * np.repeat(np.repeat(scales, 128, 0), 128, 1)
+        else:
+            tensors[name] = bf16(x)
+    settings = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    found = convert(tmp_path, MOE | {"quantization_config": settings}, tensors, "--outtype", "f32")
+    np.testing.assert_array_equal(
+        values(found, "blk.0.attn_v.weight"), wanted["model.layers.0.self_attn.v_proj.weight"]
+    )
+    parts = [wanted[f"model.layers.1.mlp.experts.{e}.up_proj.weight"] for e in range(4)]
+    np.testing.assert_array_equal(values(found, "blk.1.ffn_up_exps.weight"), np.stack(parts))
+
+
+@pytest.mark.parametrize("method", ["bitsandbytes", "exl3", "hqq", "torchao", "aqlm"])
+def test_other_methods_end_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str], method: str) -> None:
+    tensors = {name: bf16(x) for name, x in llama_tensors(LLAMA).items()}
+    write_checkpoint(tmp_path, LLAMA | {"quantization_config": {"quant_method": method, "bits": 4}}, tensors)
+    assert ik("convert", tmp_path, "--outfile", tmp_path / "out.gguf") == 1
+    text = capsys.readouterr().err
+    assert f"quant_method '{method}' cannot be read" in text and "convert the checkpoint that it was made from" in text
+    assert "Traceback" not in text and text.count("error:") == 1
+
+
 @pytest.mark.slow("records graphs of many architectures")
 @pytest.mark.parametrize("arch", ["cohere2", "falcon-h1", "gemma3", "glm4moe", "gpt-oss", "jamba", "phi3", "qwen3next"])
 def test_architectures_apply_the_factors_that_a_conversion_keeps(arch: str) -> None:

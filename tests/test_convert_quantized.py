@@ -522,3 +522,36 @@ def test_nvfp4_experts_in_one_tensor(rng: np.random.Generator) -> None:
         assert found.numbers["blk.0.ffn_up_exps.input_scale"].read(source, 0, 1).tolist() == [[1, 1, 1]]
     mixed = (TensorRows(name, 8, 64, 0), TensorRows(name, 8, 64, 8))  # gate and up of an expert have two factors
     assert kept(source, "blk.0.ffn_up_exps.weight", mixed, (64, 8, 2), ("NVFP4",)) is None
+
+
+def nvfp4_blocks(tensors: Mapping[str, Any]) -> Array:
+    """The rows of a.weight as NVFP4 blocks, and its factors."""
+    source = dequantized(Memory(tensors), {"quantization_config": {"quant_method": "modelopt"}})
+    assert isinstance(source, Dequantized)
+    source.read(str(source.factors("a.weight")))
+    return source.rows(str(source.packed("a.weight", ("NVFP4",))), 0, 4)
+
+
+def test_nvfp4_blocks_and_scales_that_they_cannot_have(rng: np.random.Generator) -> None:
+    """A sign of a scale goes to its codes; scales that are NaN, factors that are not finite or lack are named."""
+    codes, scale = rng.integers(0, 16, (4, 128)).astype(np.uint8), fp8(rng, (4, 8))
+    tensors: dict[str, Any] = {"a.weight": pairs(codes), "a.weight_scale": ("F8_E4M3", scale)}
+    tensors["a.weight_scale_2"] = np.array(0.5, np.float32)
+    data = nvfp4_blocks(tensors)
+    assert data.shape == (4, 2 * 36)
+    blocks = np.array([e4m3(int(s)) for s in scale.reshape(-1)], np.float32).reshape(scale.shape)
+    found = dequantize(np.ascontiguousarray(data).reshape(-1), GGMLType.NVFP4, (128, 4))
+    np.testing.assert_array_equal(found.reshape(4, 128), E2M1[codes] * np.repeat(blocks, 16, axis=1))
+    for name, wrong, message in (
+        ("a.weight_scale", ("F8_E4M3", np.where(scale == scale[2, 3], 0xFF, scale)), "a scale is not a finite number"),
+        ("a.weight_scale_2", np.array(np.inf, np.float32), "a scale is not a finite number"),
+        ("a.weight", pairs(codes[:, :64]), r"scales of \[4, 8\] do not fit"),
+    ):
+        with pytest.raises(FormatError, match=rf"a\.weight_scale.*{message}"):
+            nvfp4_blocks(tensors | {name: wrong})
+    del tensors["a.weight_scale_2"]
+    with pytest.raises(FormatError, match=r"tensor a\.weight, which is NVFP4, has no a\.weight_scale_2 or"):
+        nvfp4_blocks(tensors)
+    zero = {"a.weight_packed": tensors["a.weight"], "a.weight_scale": tensors["a.weight_scale"]}
+    with pytest.raises(FormatError, match=r"a\.weight_global_scale: a factor that divides is 0"):
+        nvfp4_blocks(zero | {"a.weight_global_scale": np.zeros(1, np.float32)})

@@ -134,7 +134,7 @@ class Fp4:
     def __post_init__(self) -> None:
         stored, grid = self.source.shape(self.weight), self.source.shape(self.scale)
         self._power = self.source.dtype(self.scale) in ("U8", "F8_E8M0")
-        size = 32 if self._power else 16
+        size = 32 if self._power or grid == (*stored[:-1], stored[-1] // 16) else 16
         if len(stored) < 2 or grid != (*stored[:-1], stored[-1] * 2 // size) or stored[-1] * 2 % size:
             raise FormatError(
                 f"tensor {self.scale}: scales of {list(grid)} do not fit {self.weight} of {list(stored)} bytes in "
@@ -150,7 +150,8 @@ class Fp4:
 
     def _nvfp4(self) -> bool:
         """Return whether the weight fits GGUF's NVFP4 blocks and the factor of a matrix."""
-        if self.source.dtype(self.scale) != "F8_E4M3" or self.shape[-1] % 64 or (self.times and self.over):
+        fits = self.source.shape(self.scale)[-1] * 16 == self.shape[-1] and self.shape[-1] % 64 == 0
+        if self.source.dtype(self.scale) != "F8_E4M3" or not fits or (self.times and self.over):
             return False
         name = self.times or self.over
         n = 1 if name is None else math.prod(self.source.shape(name))
@@ -160,7 +161,7 @@ class Fp4:
         """Return rows [first, last) of the weight as a matrix."""
         values = E2M1[_unpack(self.source.rows(self.weight, first, last).view(np.uint8))]
         dtype = "F8_E8M0" if self._power else self.source.dtype(self.scale)
-        scales = finite(decode(self.source.rows(self.scale, first, last).view(np.uint8), dtype), self.scale)
+        scales = finite(decode(self.source.rows(self.scale, first, last), dtype), self.scale)
         if self.times is not None:
             scales = scales * self._factor(self.times, first, last)
         if self.over is not None:

@@ -94,13 +94,13 @@ def _scaled(source: CheckpointSource, settings: Mapping[str, Any]) -> Found:
 
 
 def _fp8(source: CheckpointSource, settings: Mapping[str, Any]) -> Found:
-    """Find 8-bit weights, and those of 4-bit floats among them: bytes with a power of two for 32 values of a row."""
+    """Find 8-bit weights, and those of 4-bit floats among them: bytes with a scale for 32 values of a row."""
     there, found = set(source.names), set()
     for name in source.names:
         if source.dtype(name) not in ("I8", "U8"):
             continue
         scale = next((n for n in scales_of(name) if n in there), None)
-        if scale is None or source.dtype(scale) not in ("F8_E8M0", "U8"):
+        if scale is None:
             continue
         stored = source.shape(name)
         if len(stored) > 1 and source.shape(scale) == (*stored[:-1], stored[-1] // 16) and stored[-1] % 16 == 0:
@@ -128,6 +128,10 @@ def _four_bits(source: CheckpointSource) -> Found:
         times = start + "_scale_2" if start + "_scale_2" in there else None
         over = start + "_global_scale" if start + "_global_scale" in there else None
         parts = [part for part in (scale, times, over) if part]
+        if len(parts) < 2 and source.dtype(scale) == "F8_E4M3":
+            raise FormatError(
+                f"tensor {name}, which is NVFP4, has no {start}_scale_2 or {start}_global_scale beside it"
+            )
         yield base, name, Fp4(source, name, scale, times, over, _inputs(source, start, there)), parts
 
 

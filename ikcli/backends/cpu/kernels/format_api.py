@@ -7,7 +7,7 @@ group, `k` the number of columns. Tile modes and layout: `tile_modes.py`. Activa
 from ikcli.backends.cpu.kernels.group_dot import group_dot
 from ikcli.backends.cpu.kernels.groupformat import GroupFormat, unpack_group
 from ikcli.backends.cpu.kernels.row_dot import MOST_ROWS, row_dot, row_dots
-from ikcli.backends.cpu.kernels.row_dot_arm64 import row_dot_arm64
+from ikcli.backends.cpu.kernels.row_dot_arm64 import row_dot_arm64, row_dots_arm64
 from ikcli.backends.cpu.kernels.row_dot_avx2 import row_dot_avx2
 from ikcli.backends.cpu.kernels.unpack_tile import unpack_tile
 from ikcli.backends.cpu.tile_modes import TILE_ROWS
@@ -23,9 +23,12 @@ def few_dots(fmt):
     """
     # Elsewhere dot products take most of the time, and a lot of code.
     has_dots = bool({"avx512vnni", "avxvnni", "dotprod"} & isa.current().features)
-    if isinstance(fmt, GroupFormat) or isa.current().is_arm64:
-        make = group_dot if isinstance(fmt, GroupFormat) else row_dot_arm64
-        return _by_powers_of_two(*(make(fmt, n) for n in (1, 2, 4))) if has_dots else _one_by_one(make(fmt, 1))
+    if isinstance(fmt, GroupFormat):
+        return (
+            _by_powers_of_two(*(group_dot(fmt, n) for n in (1, 2, 4))) if has_dots else _one_by_one(group_dot(fmt, 1))
+        )
+    if isa.current().is_arm64:
+        return _looped(row_dot_arm64(fmt), row_dots_arm64(fmt)) if has_dots else _one_by_one(row_dot_arm64(fmt))
     if has_dots:
         return _looped(row_dot(fmt), row_dots(fmt))
     return _one_by_one(row_dot_avx2(fmt) if isa.current().plain_avx2 else row_dot(fmt))

@@ -1,8 +1,9 @@
 """Count instructions per product in the compiled loops of ARM64 kernels: `count_instructions.py LEVEL [TYPE...]`.
 
-For every weight type it compiles, whatever machine this is, the three pieces of its products: few activation rows (one
-here), a tile of 16 rows times four activation rows, and the unpacking of a tile. Of the innermost loop with most
-products it counts instructions; `--json` prints them by mnemonic. `--attention` counts the loops of attention, and
+For every weight type it compiles, whatever machine this is, the pieces of its products: one activation row, a few
+(`--rows`), a tile of 16 rows times four activation rows, and the unpacking of a tile. Of the innermost loop with most
+products it counts instructions; where that passes by activation rows, also those around it, which decode weights for
+all of them. `--json` prints them by mnemonic. `--attention` counts the loops of attention, and
 `--assembly FILE` those of functions in a file of other origin, such as `g++ -S` makes.
 """
 
@@ -44,17 +45,44 @@ def functions(assembly: str) -> Iterator[tuple[str, list[str]]]:
         yield name, lines
 
 
-def loops(lines: list[str]) -> Iterator[list[tuple[str, str]]]:
-    """Yield the instructions (mnemonic, operands) of every innermost loop."""
+def _spans(lines: list[str]) -> set[tuple[int, int]]:
+    """Return the first and the last line of every loop."""
     places = {found[1]: i for i, line in enumerate(lines) if (found := _LABEL.match(line))}
     spans = set[tuple[int, int]]()
     for i, line in enumerate(lines):
         found = _BRANCH.match(line)
         if found and places.get(found[1], i) < i:
             spans.add((places[found[1]], i))
-    for first, last in spans:
-        if not any((a, b) != (first, last) and first <= a and b <= last for a, b in spans):
-            yield [(m[1], m[2]) for line in lines[first : last + 1] if (m := _INSTRUCTION.match(line))]
+    return spans
+
+
+def _instructions(lines: list[str], span: tuple[int, int]) -> list[tuple[str, str]]:
+    return [(m[1], m[2]) for line in lines[span[0] : span[1] + 1] if (m := _INSTRUCTION.match(line))]
+
+
+def _inner(spans: set[tuple[int, int]]) -> list[tuple[int, int]]:
+    return [s for s in spans if not any(t != s and s[0] <= t[0] and t[1] <= s[1] for t in spans)]
+
+
+def loops(lines: list[str]) -> Iterator[list[tuple[str, str]]]:
+    """Yield the instructions (mnemonic, operands) of every innermost loop."""
+    for span in _inner(_spans(lines)):
+        yield _instructions(lines, span)
+
+
+def by_rows(assembly: str, n_rows: int) -> dict[str, Any]:
+    """Return the counts of a loop around one that is passed once per activation row, with these passes."""
+    kinds = {name: n for name, n in PRODUCTS.items() if name not in _FLOATS}
+    found = []
+    for _, lines in functions(assembly):
+        spans = _spans(lines)
+        for first, last in _inner(spans):
+            around = [(a, b) for a, b in spans if (a, b) != (first, last) and a <= first and last <= b]
+            if around:
+                whole = _instructions(lines, max(around, key=lambda s: s[0]))
+                found.append(whole + (n_rows - 1) * _instructions(lines, (first, last)))
+    best = max(found, key=lambda loop: (products(loop, kinds), -len(loop)))
+    return counted(best, products(best, kinds))
 
 
 def products(loop: list[tuple[str, str]], kinds: dict[str, int]) -> int:
@@ -85,24 +113,32 @@ def counted(loop: list[tuple[str, str]], n_products: int) -> dict[str, Any]:
     }
 
 
-def weight_kernels(type_name: str) -> dict[str, str]:
-    """Return the assembly of the pieces of a quantized type's products."""
+def weight_kernels(type_name: str, n_rows: int) -> dict[str, str]:
+    """Return the assembly of the pieces of a quantized type's products; `some` is for n_rows activation rows."""
     from ikcli.backends.cpu.kernels.format_api import unpack_sixteen
     from ikcli.backends.cpu.kernels.formats import weight_format
     from ikcli.backends.cpu.kernels.gemm_arm64 import quant_tile_arm64
     from ikcli.backends.cpu.kernels.group_dot import group_dot
     from ikcli.backends.cpu.kernels.groupformat import GroupFormat
-    from ikcli.backends.cpu.kernels.row_dot_arm64 import row_dot_arm64
+    from ikcli.backends.cpu.kernels.row_dot_arm64 import row_dot_arm64, row_dots_arm64
     from ikcli.backends.cpu.lower import stored_name
     from ikcli.gguf.constants import GGMLType
     from ikcli.native.jit import compile_to_assembly
 
     fmt = weight_format(stored_name(GGMLType[type_name.upper()]))
-    dot = (group_dot if isinstance(fmt, GroupFormat) else row_dot_arm64)(fmt, 1)
+    grouped = isinstance(fmt, GroupFormat)
+    dot = group_dot(fmt, 1) if grouped else row_dot_arm64(fmt)
+    dots = group_dot(fmt, n_rows) if grouped else row_dots_arm64(fmt)
     tile, unpack = quant_tile_arm64(fmt.mode, 4), unpack_sixteen(fmt)
 
     def few(a, b, c, d, e, f):  # type: ignore[no-untyped-def]
         dot(a, b, c, d, e, f)
+
+    def some_at_once(a, b, c, d, e, f):  # type: ignore[no-untyped-def]
+        dots(a, b, c, d, e, f)
+
+    def some_by_rows(a, b, c, d, e, f, g):  # type: ignore[no-untyped-def]
+        dots(a, b, c, d, e, f, g)
 
     def many(a, b, c, d, e, f, g, h, i, j):  # type: ignore[no-untyped-def]
         tile(a, b, c, d, e, f, g, h, i, j)
@@ -110,13 +146,16 @@ def weight_kernels(type_name: str) -> dict[str, str]:
     def to_tile(a, b, c, d, e):  # type: ignore[no-untyped-def]
         unpack(a, b, c, d, e)
 
-    return {f.__name__: compile_to_assembly(f, n, False) for f, n in ((few, 6), (many, 10), (to_tile, 5))}
+    some = (some_at_once, 6) if grouped else (some_by_rows, 7)
+    return {f.__name__: compile_to_assembly(f, n, False) for f, n in ((few, 6), some, (many, 10), (to_tile, 5))}
 
 
-def weight_counts(type_name: str) -> dict[str, dict[str, Any]]:
+def weight_counts(type_name: str, n_rows: int) -> dict[str, dict[str, Any]]:
     """Return the counts of a quantized type's products, and of the whole of what unpacks a tile."""
-    made = weight_kernels(type_name)
+    made = weight_kernels(type_name, n_rows)
     found = {name: main_loop(made[name]) for name in ("few", "many")}
+    by_row = made.get("some_by_rows")
+    found["some"] = by_rows(by_row, n_rows) if by_row else main_loop(made["some_at_once"])
     lines = [line for _, lines in functions(made["to_tile"]) for line in lines]
     found["to_tile"] = counted([(m[1], m[2]) for line in lines if (m := _INSTRUCTION.match(line))], 0)
     return found
@@ -177,10 +216,13 @@ def main() -> int:
     parser.add_argument("level")
     parser.add_argument("types", nargs="*")
     parser.add_argument("--pieces", action="store_true", help="of the products of weight types, which is the default")
+    parser.add_argument(
+        "--rows", type=int, default=4, help="activation rows of `some` (1, 2 or 4 for interleaved types)"
+    )
     parser.add_argument("--attention", action="store_true", help="of attention over caches of these types")
     parser.add_argument("--assembly")
     parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     os.environ["IK_BUILD_ISA"] = args.level
     rows: dict[str, dict[str, Any]] = {}
     if args.assembly:
@@ -194,7 +236,7 @@ def main() -> int:
         rows = attention_counts(args.types or ["f16", "q8_0"])
     else:
         for type_name in args.types:
-            rows |= {f"{type_name} {piece}": counts for piece, counts in weight_counts(type_name).items()}
+            rows |= {f"{type_name} {piece}": counts for piece, counts in weight_counts(type_name, args.rows).items()}
     if args.json:
         print(json.dumps(rows))
         return 0

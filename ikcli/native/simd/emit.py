@@ -9,6 +9,7 @@ import contextlib
 import llvmlite.ir as ir
 
 from ikcli.native import isa
+from ikcli.native.simd import arm64
 from ikcli.native.simd.dot import emit_dot, emit_dots, emit_signed_dot
 from ikcli.native.simd.vec import (
     call_llvm,
@@ -49,10 +50,13 @@ class Emitter:
         return self.b.asm(ir.FunctionType(I64, [I64]), "", "=r,0", [x], False)
 
     def in_order(self, v):
-        """Return v (f32x16), computed before any later load: LLVM would mix the parts of a loop until they spill."""
-        if "avx512f" not in self.features():
-            return v
-        return self.b.asm(ir.FunctionType(v.type, [v.type]), "", "=v,0,~{memory}", [v], True)
+        """Return v (floats), computed before any later load: LLVM would mix the parts of a loop until they spill."""
+        if isa.current().is_arm64:
+            return arm64.joined(self.b, [self._in_order(part, "w") for part in arm64.sixteens(self.b, v)])
+        return self._in_order(v, "v") if "avx512f" in self.features() else v
+
+    def _in_order(self, v, register):
+        return self.b.asm(ir.FunctionType(v.type, [v.type]), "", f"={register},0,~{{memory}}", [v], True)
 
     def barrier(self):
         """Keep LLVM from moving loads across this place."""

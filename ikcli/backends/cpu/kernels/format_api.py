@@ -7,7 +7,7 @@ group, `k` the number of columns. Tile modes and layout: `tile_modes.py`. Activa
 from ikcli.backends.cpu.kernels.group_dot import group_dot
 from ikcli.backends.cpu.kernels.groupformat import GroupFormat, unpack_group
 from ikcli.backends.cpu.kernels.row_dot import MOST_ROWS, row_dot, row_dots, rows_side_by_side
-from ikcli.backends.cpu.kernels.row_dot_arm64 import row_dot_arm64
+from ikcli.backends.cpu.kernels.row_dot_arm64 import row_dot_arm64, row_dots_arm64
 from ikcli.backends.cpu.kernels.row_dot_avx2 import row_dot_avx2, row_dots_avx2
 from ikcli.backends.cpu.kernels.unpack_tile import unpack_tile
 from ikcli.backends.cpu.tile_modes import TILE_ROWS
@@ -23,11 +23,13 @@ def few_dots(fmt):
     """
     has_dots = bool({"avx512vnni", "avxvnni", "dotprod"} & isa.current().features)
     plain_avx2 = isa.current().plain_avx2
-    if isinstance(fmt, GroupFormat) or isa.current().is_arm64:
-        make = group_dot if isinstance(fmt, GroupFormat) else row_dot_arm64
+    if isinstance(fmt, GroupFormat):
         if has_dots or plain_avx2:
-            return _by_groups(fmt, _by_powers_of_two(*(make(fmt, n) for n in (1, 2, 4))))
-        return _by_groups(fmt, _one_by_one(make(fmt, 1)))
+            return _by_groups(fmt, _by_powers_of_two(*(group_dot(fmt, n) for n in (1, 2, 4))))
+        return _by_groups(fmt, _one_by_one(group_dot(fmt, 1)))
+    if isa.current().is_arm64:
+        row = row_dot_arm64(fmt)
+        return _by_groups(fmt, _looped(row, row_dots_arm64(fmt)) if has_dots else _one_by_one(row))
     if has_dots:
         n_rows = rows_side_by_side(fmt)
         return _side_by_side(row_dot(fmt), row_dots(fmt, n_rows), n_rows)
@@ -53,6 +55,19 @@ def _one_by_one(dot1):
     def dots(w, a, a_stride, m, k, out, out_stride):
         for t in range(m):
             dot1(w, a + t * a_stride, a_stride, k, out + t * out_stride, out_stride)
+
+    return dots
+
+
+def _looped(dot1, dot_some):
+    @inline
+    def dots(w, a, a_stride, m, k, out, out_stride):
+        while m > 1:
+            n = min(m, MOST_ROWS)
+            dot_some(w, a, a_stride, n, k, out, out_stride)
+            a, out, m = a + n * a_stride, out + n * out_stride, m - n
+        if m:
+            dot1(w, a, a_stride, k, out, out_stride)
 
     return dots
 

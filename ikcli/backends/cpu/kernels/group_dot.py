@@ -14,10 +14,11 @@ from ikcli.backends.cpu.kernels.groupformat import GroupEmitter
 from ikcli.backends.cpu.kernels.rowformat import prefetch_step, steps
 from ikcli.backends.cpu.tile_modes import most_code
 from ikcli.native import isa
+from ikcli.native.simd import arm64
 from ikcli.native.simd.dot import emit_halves_added, most_addends
 from ikcli.native.simd.emit import F32, I32
 from ikcli.native.simd.lanes import folded
-from ikcli.native.simd.vec import f32x16, i8x64, i32x8, i32x16, llvm_type
+from ikcli.native.simd.vec import f32x16, i8x64, i32x8, i32x16, llvm_type, pointer
 
 
 @functools.cache
@@ -73,10 +74,11 @@ class _Token:
 
     def __init__(self, e, fmt, mode, row, i, valid):
         self.e, self.fmt, self.valid, self.lanes = e, fmt, valid, _lanes_of_sums(fmt)
+        self.row, self.i = row, i
         self.codes_at, self.d_at = e.offset(row.codes_at, e.times(i, 256)), e.offset(row.d_at, e.times(i, 32))
         self.second_at = e.offset(row.second_at, e.times(i, 256))
         self.d = row.scales(e, i, valid)
-        self.sum = self.low = self.starts = None
+        self.sum = self.low = self.starts = self.parts = None
         if mode[0] == "m" or fmt.unit == 1:
             self.sums = row.scaled_sums(e, i, valid, 1 if mode.endswith("32") else 2)
         else:
@@ -114,6 +116,27 @@ class _Token:
         v = self.e.load(i32x8 if self.fmt.unit == 1 else i32x16, at)
         return self.e.b.bitcast(self.e.pick(v, [g for g, _ in lanes]), llvm_type(i8x64))
 
+    def four(self, at, per_step, offset):
+        """Load four words of this step of a part of the activation row."""
+        at = self.e.offset(at, self.e.times(self.i, per_step), offset)
+        return self.e.b.load(self.e.vector_pointer(at, 32, 4), align=1)
+
+    def four_sums(self, u):
+        """Return the negated sums of the activations of unit u, of each 16."""
+        sums = self.four(self.row.sums_at, 64, 16 * u)  # times -128
+        return self.e.b.ashr(sums, ir.Constant(sums.type, [7] * 4))
+
+    def two_scales(self, u):
+        """Return the scales of the blocks of unit u."""
+        if self.valid is not None:
+            return self.e.pick(self.d, [2 * u, 2 * u + 1])
+        return self.e.b.load(pointer(self.e.b, self.e.offset(self.d_at, 8 * u), ir.VectorType(F32, 2)), align=4)
+
+    def add_run(self, n, x, y):
+        """Add x * y to lanes 4n .. 4n+3 of the sum of the step."""
+        parts = self.parts = self.parts or [None] * 4
+        parts[n] = self.e.in_order(self.e.mul(x, y) if parts[n] is None else self.e.fused(x, y, parts[n]))
+
     def add(self, x, y):
         """Add x * y to the sum of the step."""
         # In order: LLVM would mix the units of a step until registers spill.
@@ -132,6 +155,8 @@ class _Token:
         """Add the step to the sum of all steps."""
         e, rows = self.e, [r for _, r in self.fmt.dot_lanes()[0][: self.lanes]]
         v = e.b.load(total)
+        if self.parts:
+            self.sum = arm64.joined(e.b, self.parts)
         v = e.b.fadd(v, self.sum) if d is None else e.fused(self.sum, e.pick(d, rows), v)
         e.b.store(v if self.low is None else e.fused(self.low, e.pick(dmin, rows), v), total)
 
@@ -158,6 +183,11 @@ def _dot_step(e, fmt, mode, w, row, tokens):
                 t.add(offsets, e.pick(t.sums, _sum_lanes(fmt, part)))
         for n in range(units):
             u = units * part + n
+            of_halves = fmt.rows if lanes > fmt.rows else 0
+            where = [lanes * (fmt.unit * n + block) + of_halves * half + r for block, half, r in runs[:n_lanes]]
+            if _sums_apart(fmt):
+                _dot_runs(e, fmt, w, u, tokens, arm64.sixteens(e.b, e.pick(scales, where)))
+                continue
             dots = [t.started(e, w, u) for t in tokens]
             # Codes are decoded once and multiplied for every activation row while they are in registers.
             for first in range(0, len(fmt.order), addends):
@@ -175,12 +205,42 @@ def _dot_step(e, fmt, mode, w, row, tokens):
                         dots[i] = e.dot_signed(dots[i], *codes, *groups)
                     else:
                         dots[i] = e.dots(dots[i], codes, groups, most)
-            of_halves = fmt.rows if lanes > fmt.rows else 0
-            where = [lanes * (fmt.unit * n + block) + of_halves * half + r for block, half, r in runs[:n_lanes]]
             # Each lane's scale, for all activation rows.
             wide = e.pick(scales, where)
             for x, t in zip(dots, tokens, strict=True):
                 t.add(e.mul(e.ints_to_f32(x), t.scale(u)), wide)
+
+
+def _sums_apart(fmt):
+    """Return whether every four lanes of a vector of codes are multiplied by themselves (`_dot_runs`)."""
+    return isa.current().is_arm64 and fmt.unit == 2 and _lanes_of_sums(fmt) == 16
+
+
+def _dot_runs(e, fmt, w, u, tokens, scales):
+    """Add the products of unit u, half a block of four rows after the other: registers are too few for all their sums.
+
+    scales: of each half, four lanes.
+    """
+    zeros = None if fmt.mode[0] == "m" else arm64.sixteens(e.b, _zero_codes(e, fmt, w, u))
+    sums, ds = [t.four_sums(u) for t in tokens], [t.two_scales(u) for t in tokens]
+    for n, (block, half, _) in enumerate(fmt.runs()[::4]):
+        # Only these 16 bytes of each vector are used, so that nothing else is loaded and decoded here.
+        codes = [arm64.sixteens(e.b, fmt.dot_codes(e, w, u, v))[n] for v in range(len(fmt.order))]
+        groups = [lanes[4 * n][0] for lanes in fmt.dot_lanes()]
+        for t, of, d in zip(tokens, sums, ds, strict=True):
+            x = t.four(t.row.codes_at, 256, 64 * u + 16 * n)
+            start = e.pick(of, [2 * block + half] * 4)
+            dot = e.zero_words() if zeros is None else e.b.mul(start, zeros[n])
+            for v, g in zip(codes, groups, strict=True):
+                dot = arm64.signed_dot(e.b, dot, v, e.b.bitcast(e.pick(x, [g % 4] * 4), arm64.BYTES))
+            t.add_run(n, e.mul(e.ints_to_f32(dot), e.pick(d, [block] * 4)), scales[n])
+
+
+def _zero_codes(e, fmt, w, u):
+    """Return what multiplies negated sums of activations for codes that stand for zero: bias or bias - shift."""
+    plain, shifted = (ir.Constant(llvm_type(i32x16), [x] * 16) for x in (fmt.bias, fmt.bias - fmt.shift))
+    on = fmt.shifted_lanes(e, w, u)
+    return plain if on is None else e.b.select(on, shifted, plain)
 
 
 def _sum_lanes(fmt, part):

@@ -191,7 +191,8 @@ class VectorEmitter(Emitter):
     def bits_set(self, v, positions):
         """Return a mask of the integer lanes whose bit at this position is set."""
         width = v.type.element.width
-        if width == 32 and "avx512f" not in self.features():  # lanes are chosen by their upper bit
+        # AVX2 chooses lanes by their upper bit; ARM64 and AVX-512 have instructions that test bits.
+        if width == 32 and "avx512f" not in self.features() and not isa.current().is_arm64:
             shifted = self.b.shl(v, self.constants([31 - p for p in positions], 32))
             return self.b.icmp_signed("<", shifted, self.constants([0] * len(positions), 32))
         bits = self.constants([1 << p for p in positions], width)

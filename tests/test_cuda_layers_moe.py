@@ -48,6 +48,7 @@ ROUTES: list[dict[str, Any]] = [
     {"gating": "sigmoid", "norm": False, "scale": 1.0, "ser": (2, 0.99), "n_group": 2, "n_group_used": 2},
     {"gating": "softmax", "norm": False, "scale": 1.0, "ser": (0, 0.5)},
     {"gating": "sparsemixer", "norm": False, "scale": 1.0},
+    {"gating": "sqrtsoftplus", "norm": True, "scale": 1.5},
 ]
 MODELS: dict[str, tuple[int, int, bool, dict[str, Any]]] = {
     "deepseek2-lite": (64, 6, False, {"gating": "softmax", "norm": False, "scale": 1.0}),

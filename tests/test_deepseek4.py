@@ -5,6 +5,7 @@ Logits of torch are in `test_convert_answers.py`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,7 @@ import pytest
 from deepseek4_model import tiny_deepseek4
 from gguf_files import write_model
 
-from ikcli.engine.plan.devices import described_machine
-from ikcli.engine.plan.model_rules import settle_streams
+from ikcli.engine.plan.model_rules import check_streams
 from ikcli.engine.run.batch import Batch
 from ikcli.engine.run.reference_session import ReferenceSession
 from ikcli.engine.run.session import Session
@@ -25,7 +25,6 @@ from ikcli.graph.core import Rows, RowSpec
 from ikcli.graph.ops_streams import StreamWeights
 from ikcli.models import GraphConfig, HParams
 from ikcli.settings.run import RunConfig
-from ikcli.settings.values import parse_device_spec
 
 TOKENS = np.random.default_rng(3).integers(0, 96, 200)
 slow = pytest.mark.slow("compiles the kernels of entries and of streams")
@@ -171,13 +170,10 @@ def test_numbers_of_the_file(path: Path) -> None:
             HParams.from_gguf(file.metadata | {f"deepseek4.{key}": value}, file.tensors, "m")
 
 
-def test_where_it_runs(path: Path) -> None:
-    """On the CPU, which a notice says where there are GPUs; layers on a GPU and stages are refused."""
-    file, notices = open_gguf(path), list[str]()
+def test_stages(path: Path) -> None:
+    """Stages pass on one stream."""
+    file = open_gguf(path)
     hp = HParams.from_gguf(file.metadata, file.tensors, "m.gguf")
-    cpu, gpu = (described_machine(parse_device_spec(text), None) for text in ("cpu:8GiB", "cuda:8GiB,cpu:8GiB"))
-    assert settle_streams(config(path), hp, cpu, notices) == config(path) and not notices
-    assert settle_streams(config(path), hp, gpu, notices).n_gpu_layers == 0
-    assert notices == ["deepseek4 models are computed on the CPU"]
-    with pytest.raises(UnsupportedError, match="use -ngl 0"):
-        settle_streams(config(path, n_gpu_layers=2), hp, gpu, notices)
+    check_streams(config(path, n_gpu_layers=2), hp)
+    with pytest.raises(UnsupportedError, match="leave out --stages"):
+        check_streams(config(path, fleet=replace(config(path).fleet, stages=2)), hp)

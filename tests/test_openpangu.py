@@ -25,17 +25,15 @@ from openpangu_model import (
     tiny_openpangu,
 )
 
-from ikcli.engine.plan.devices import described_machine
-from ikcli.engine.plan.model_rules import settle_indexer, settle_streams
+from ikcli.engine.plan.model_rules import check_indexer
 from ikcli.engine.run.batch import Batch
 from ikcli.engine.run.reference_session import ReferenceSession
 from ikcli.engine.run.session import Session
-from ikcli.errors import FormatError, UnsupportedError
+from ikcli.errors import FormatError
 from ikcli.gguf.constants import GGMLType
 from ikcli.models import GraphConfig, HParams, find
 from ikcli.models.heads import mtp
 from ikcli.settings.run import RunConfig
-from ikcli.settings.values import parse_device_spec
 
 TOKENS = np.random.default_rng(3).integers(0, 96, 150)
 slow = pytest.mark.slow("compiles the kernels of streams and of rows before all positions")
@@ -171,18 +169,12 @@ def test_numbers_of_the_file() -> None:
             read(**{key: value})
 
 
-def test_where_it_runs(path: Path) -> None:
-    """On the CPU, which a notice says where there are GPUs; layers on a GPU and stages are refused."""
+def test_files_without_an_indexer(path: Path) -> None:
+    """Layers of files without windows see all positions, which a notice says."""
     model, notices = tiny_openpangu(), list[str]()
-    hp = HParams.from_gguf(model.metadata, model.tensors, "m.gguf")
-    gpu = described_machine(parse_device_spec("cuda:8GiB,cpu:8GiB"), None)
-    assert settle_streams(config(path), hp, gpu, notices).n_gpu_layers == 0
-    assert notices == ["openpangu models are computed on the CPU"]
-    with pytest.raises(UnsupportedError, match="use -ngl 0"):
-        settle_streams(config(path, n_gpu_layers=2), hp, gpu, notices)
-    notices.clear()
-    settle_indexer(config(path), HParams.from_gguf(model.metadata | {"openpangu.swa_layers": [],
-                   "openpangu.sliding_window_list": []}, model.tensors, "m.gguf"), gpu, (), notices)  # fmt: skip
+    changes = {"openpangu.swa_layers": [], "openpangu.sliding_window_list": []}
+    hp = HParams.from_gguf(model.metadata | changes, model.tensors, "m.gguf")
+    check_indexer(config(path), hp, (), notices)
     assert len(notices) == 1 and "has no indexer" in notices[0]
 
 

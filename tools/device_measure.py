@@ -284,11 +284,13 @@ def file_digest(path: Path) -> str:
 # --- tests -----------------------------------------------------------------------------------------------------------
 _COVERED_BY = {  # files of kernels by the beginning of their names: the tests that run them
     "attn_blocks": ("test_cuda_sparse_blocks.py",),
-    "attn_index": ("test_cuda_sparse.py", "test_cuda_sparse_blocks.py"),
+    "attn_index": ("test_cuda_sparse.py", "test_cuda_sparse_blocks.py", "test_cuda_streams.py"),
     "attn_mla_sparse": ("test_cuda_sparse.py",),
+    "attn_pooled": ("test_cuda_streams.py",),
     "attn_": ("test_cuda_attention.py", "test_cuda_attention_kv.py"),
     "delta_": ("test_cuda_recurrent.py",),
     "layer_recurrent": ("test_cuda_recurrent.py",),
+    "layer_streams": ("test_cuda_streams.py",),
     "mamba2_": ("test_cuda_recurrent.py",),
     "layer_": ("test_cuda_layers.py", "test_cuda_layers_moe.py"),
     "weights_": ("test_cuda_weights.py", "test_cuda_weights_moe.py"),

@@ -61,7 +61,8 @@ NO_LISTS: tuple[Arg, ...] = (0, np.int32(0), np.int32(0), np.int32(1))  # of cho
 IN_CELLS, IN_ROWS, IN_WINDOW = range(3)  # where rows are (attn_tiles.cuh: row_base)
 
 
-def _place(source: Node | Cache) -> np.int32:
+def cache_place(source: Node | Cache) -> np.int32:
+    """Return where kernels find rows of a source."""
     if isinstance(source, Node):
         return np.int32(IN_ROWS)
     return np.int32(IN_WINDOW if source.per is Per.WINDOW else IN_CELLS)
@@ -71,7 +72,13 @@ def _place(source: Node | Cache) -> np.int32:
 @RULES.add(KvStore, "cache x offset n_cols cache_offset")
 def kv_store(low: GpuLowering, node: Node, op: KvStore) -> None:
     """Lower the store of columns of a value into the cells of the micro-batch."""
-    cache, x, offset, cols, cache_offset = op.cache, op.x, op.offset, op.n_cols, op.cache_offset
+    emit_store(low, op.cache, op.x, op.offset, op.n_cols, op.cache_offset)
+
+
+def emit_store(
+    low: GpuLowering, cache: Cache, x: Node, offset: int, cols: int, cache_offset: int, every: int = 1
+) -> None:
+    """Emit the store of columns of x; `every`: only of tokens that complete so many positions."""
     type_, traits = kernel_type(cache.type), TYPES[cache.type]
     source = low.out(x) + 4 * offset
     if not _is_block_type(cache.type):
@@ -79,7 +86,7 @@ def kv_store(low: GpuLowering, node: Node, op: KvStore) -> None:
         cell, col = (size, size * low.cells(cache)) if cache.transposed else (size * cache.cols, size)
         low.emit("kv_store_float", lambda c: _up(c.n_tokens * cols, _THREADS), _THREADS, 0, low.state, source, x.cols,
                  np.int32(cols), low.cache(cache) + cache_offset * col, cell, col, np.int32(type_),
-                 _place(cache))  # fmt: skip
+                 cache_place(cache), np.int32(every))  # fmt: skip
         return
     if cache.transposed:
         raise UnsupportedError(
@@ -88,12 +95,12 @@ def kv_store(low: GpuLowering, node: Node, op: KvStore) -> None:
     check_store(cache, cols, cache_offset)
     if cache.type == GGMLType.Q8_KV:
         low.emit("kv_store_rows", lambda c: _up(c.n_tokens, 8), _THREADS, 0, low.state, source, x.cols, np.int32(cols),
-                 low.cache(cache), low.cells(cache), _place(cache))  # fmt: skip
+                 low.cache(cache), low.cells(cache), cache_place(cache), np.int32(every))  # fmt: skip
         return
     blocks = cols // 32
     low.emit("kv_store_blocks", lambda c: _up(c.n_tokens * blocks, 8), _THREADS, 0, low.state, source, x.cols,
              np.int32(blocks), low.cache(cache), low.cells(cache), np.int32(cache.cols // 32),
-             np.int32(cache_offset // 32), np.int32(type_), _place(cache))  # fmt: skip
+             np.int32(cache_offset // 32), np.int32(type_), cache_place(cache), np.int32(every))  # fmt: skip
 
 
 @RULES.add(KvRows, "cache offset n_cols")
@@ -121,7 +128,7 @@ def _emit_rows(
     groups = _up(cols, 16)
     low.emit(f"kv_rows_{to}", lambda c: _up(c.n_kv * groups, _THREADS), _THREADS, 0, low.state, at,
              low.cells(source) if isinstance(source, Cache) else low.n_cells, np.int32(blocks), row, col,
-             np.int32(type_), _place(source), np.int32(offset), np.int32(cols), out, *map(np.int32, view),
+             np.int32(type_), cache_place(source), np.int32(offset), np.int32(cols), out, *map(np.int32, view),
              when=when)  # fmt: skip
 
 
@@ -221,9 +228,9 @@ def query_args(low: GpuLowering, part: HeadSlice) -> tuple[Arg, Arg, Arg]:
     return low.out(part.node) + 4 * part.offset, part.node.cols, np.int32(part.head_stride)
 
 
-def score_scale(op: Attention) -> np.float32:
+def score_scale(scale: float) -> np.float32:
     """Return the scale of scores in base 2."""
-    return np.float32(np.float32(op.scale) * _LOG2E)
+    return np.float32(np.float32(scale) * _LOG2E)
 
 
 def _view(low: GpuLowering, op: Attention) -> tuple[Arg, Arg, Arg, Arg]:
@@ -270,7 +277,7 @@ def _mla(low: GpuLowering, node: Node, op: Attention) -> None:
         low.emit(f"attn_mla_{kind}_r{rows}", partial(_mla_grid, parts, rows), _THREADS, mla_shared(kind, rows),
                  low.state, *query_args(low, cut[0]), *query_args(low, cut[1]), data, low.n_cells,
                  np.int32(kernel_type(cache.type)), np.int32(place), *parts.refs, np.int32(heads), *parts.args,
-                 score_scale(op), when=partial(_same, rows_of, rows))  # fmt: skip
+                 score_scale(op.scale), when=partial(_same, rows_of, rows))  # fmt: skip
     parts.combine(low)
 
 
@@ -393,7 +400,7 @@ def _decode(low: GpuLowering, op: Attention, tiled: _Tiled, parts: Parts, when: 
         lambda c: (parts.tiles(c, 16), n_head_kv, parts.count(c)), 128,
         decode_shared(tiled.k_width, v.width), low.state, *query_args(low, op.q[0]),
         *rows_of_any(low, k), *rows_of_any(low, v), *parts.refs, np.int32(n_head), np.int32(n_head_kv),
-        *parts.args, score_scale(op), *_view(low, op), when=when,
+        *parts.args, score_scale(op.scale), *_view(low, op), when=when,
     )  # fmt: skip
 
 
@@ -406,7 +413,7 @@ def rows_of_any(low: GpuLowering, part: HeadSlice) -> tuple[Arg, ...]:
         per_row = source.cols // 32 if _is_block_type(source.type) else source.cols
         at, type_ = low.cache(source), kernel_type(source.type)
     numbers = (np.int32(x) for x in (per_row, type_, part.offset, part.head_stride))
-    return at, *numbers, _place(source), low.cells(source) if isinstance(source, Cache) else low.n_cells
+    return at, *numbers, cache_place(source), low.cells(source) if isinstance(source, Cache) else low.n_cells
 
 
 def _prefill(
@@ -425,7 +432,7 @@ def _prefill(
         f"attn_prefill_{tiled.k_width}_{'bf16' if bf16 else 'f16'}_{form}",
         lambda c: (n_head_kv, parts.tiles(c, rows), parts.count(c)), rows if wide else 2 * rows,
         prefill_shared(rows, tiled.k_width, v.width), low.state, *q[0], *q[1], *k[0], *k[1], *rows_16.args(v),
-        *parts.refs, np.int32(n_head), np.int32(n_head_kv), *parts.args, score_scale(op), *_view(low, op),
+        *parts.refs, np.int32(n_head), np.int32(n_head_kv), *parts.args, score_scale(op.scale), *_view(low, op),
         *([_seen_arg(seen)] if seen else []), when=when,
     )  # fmt: skip
 
@@ -446,7 +453,7 @@ class _Rows16:
         source = part.source
         if isinstance(source, Cache) and TYPES[source.type].name == self.to:
             return (self.low.cache(source) + 2 * part.offset, 2 * source.cols, np.int32(2 * part.head_stride),
-                    _place(source))  # fmt: skip
+                    cache_place(source))  # fmt: skip
         first, stop = self._columns(source)
         out = _compact(self.low, source, first, stop - first, self.to, self.when, self.view)
         return out + 2 * (part.offset - first), 2 * (stop - first), np.int32(2 * part.head_stride), np.int32(IN_ROWS)

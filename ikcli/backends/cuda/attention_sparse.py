@@ -48,22 +48,23 @@ def _up(n: int, by: int) -> int:
     return -(-n // by)
 
 
-@RULES.add(IndexTopK, "q weights k n_head top_k")
+@RULES.add(IndexTopK, "q weights k n_head top_k ratio")
 def index_top_k(low: GpuLowering, node: Node, op: IndexTopK) -> None:
     """Lower the choice of positions."""
     width, most = op.q.width, op.top_k
     _check_width(node, width, op.q)
     check_columns(op.k, 0, width)
-    n_tokens, row = low.max_rows[Rows.TOKENS], _up(low.max_rows[Rows.KV], INDEX_TILE) * INDEX_TILE
+    n_tokens, row = low.max_rows[Rows.TOKENS], _up(low.max_rows[Rows.KV] // op.ratio, INDEX_TILE) * INDEX_TILE
+    row, beyond = max(row, INDEX_TILE), (most + 1) * op.ratio - 1  # positions of a query that sees all it may choose
     at_once = max(1, _SCORE_BYTES // (4 * row) // INDEX_TOKENS) * INDEX_TOKENS
     scores = low.buffer(4 * row * min(at_once, n_tokens))
     for first in range(0, n_tokens, at_once):
-        low.emit("index_scores", partial(_score_grid, first, at_once), 256, _INDEX_SHARED, low.state,
+        low.emit("index_scores", partial(_score_grid, first, at_once, op.ratio), 256, _INDEX_SHARED, low.state,
                  *query_args(low, op.q), low.out(op.weights), low.cache(op.k), low.cells(op.k),
                  np.int32(kernel_type(op.k.type)), np.int32(width), scores, row, np.int32(op.n_head), np.int32(most),
-                 np.int32(first), when=partial(_scored, first, most))  # fmt: skip
+                 np.int32(first), np.int32(op.ratio), when=partial(_scored, first, beyond))  # fmt: skip
         low.emit("index_choose", partial(_group, first, at_once), 1024, 0, low.state, scores, row, low.out(node),
-                 np.int32(most), np.int32(first), when=partial(_scored, first, 0))  # fmt: skip
+                 np.int32(most), np.int32(first), np.int32(op.ratio), when=partial(_scored, first, 0))  # fmt: skip
 
 
 @RULES.add(IndexTopBlocks, "q k n_head top_k block local")
@@ -83,9 +84,10 @@ def index_top_blocks(low: GpuLowering, node: Node, op: IndexTopBlocks) -> None:
     at_once = max(1, _SCORE_BYTES // (4 * row * heads) // INDEX_TOKENS) * INDEX_TOKENS
     scores = low.buffer(4 * row * heads * min(at_once, n_tokens))
     for first in range(0, n_tokens, at_once):
-        low.emit("index_block_scores", partial(_score_grid, first, at_once), 256, 0, low.state, *query_args(low, op.q),
-                 low.cache(op.k), low.cells(op.k), np.int32(kernel_type(op.k.type)), np.int32(width), scores, row,
-                 np.int32(heads), np.int32(most), np.int32(first), when=partial(_scored, first, most))  # fmt: skip
+        low.emit("index_block_scores", partial(_score_grid, first, at_once, 1), 256, 0, low.state,
+                 *query_args(low, op.q), low.cache(op.k), low.cells(op.k), np.int32(kernel_type(op.k.type)),
+                 np.int32(width), scores, row, np.int32(heads), np.int32(most), np.int32(first),
+                 when=partial(_scored, first, most))  # fmt: skip
         low.emit("index_choose_blocks", partial(_choice_grid, first, at_once, heads), 1024, shared, low.state, scores,
                  row, low.out(node), np.int32(heads), np.int32(most), np.int32(op.block), np.int32(op.local),
                  np.int32(blocks), np.int32(first), when=partial(_scored, first, 0))  # fmt: skip
@@ -111,8 +113,8 @@ def _group(first: int, at_once: int, c: Counts) -> int:
     return min(c.n_tokens - first, at_once)
 
 
-def _score_grid(first: int, at_once: int, c: Counts) -> tuple[int, int, int]:
-    return _up(c.longest or c.n_kv, INDEX_TILE), _up(_group(first, at_once, c), INDEX_TOKENS), 1
+def _score_grid(first: int, at_once: int, ratio: int, c: Counts) -> tuple[int, int, int]:
+    return _up((c.longest or c.n_kv) // ratio, INDEX_TILE), _up(_group(first, at_once, c), INDEX_TOKENS), 1
 
 
 @RULES.add(SparseAttn, "q k v n_head n_head_kv scale wide selected lists block")
@@ -153,13 +155,13 @@ def _reads_blocks(op: SparseAttn) -> bool:
 def _blocks(low: GpuLowering, node: Node, op: SparseAttn, selected: Node) -> None:
     heads, most, width = op.n_head, selected.cols // op.lists, op.v.width
     tiles = _up(op.group, 16)
-    parts_of, sums, stats = _parts(low, heads, width, tiles * op.n_head_kv, _up(most, 2 * DECODE_BLOCK))
+    parts_of, sums, stats = parts_of_lists(low, heads, width, tiles * op.n_head_kv, _up(most, 2 * DECODE_BLOCK))
     low.emit(f"attn_blocks_{width}_{decode_kind(op)}",
              lambda c: (c.n_tokens * tiles, op.n_head_kv, parts_of(c.n_tokens)), 128, decode_shared(width, width),
              low.state, *query_args(low, op.q[0]), *rows_of_any(low, op.k[0]), *rows_of_any(low, op.v), low.out(node),
              sums, stats, np.int32(heads), np.int32(op.n_head_kv), lambda c: np.int32(parts_of(c.n_tokens)),
-             score_scale(op), *_lists(low, op, selected))  # fmt: skip
-    _combine(low, node, heads, width, parts_of, sums, stats)
+             score_scale(op.scale), *_lists(low, op, selected))  # fmt: skip
+    combine_lists(low, node, heads, width, parts_of, sums, stats)
 
 
 def _mla(low: GpuLowering, node: Node, op: SparseAttn, cache: Cache, selected: Node) -> None:
@@ -168,17 +170,20 @@ def _mla(low: GpuLowering, node: Node, op: SparseAttn, cache: Cache, selected: N
         kind = "f16s"
     rows = 32 if heads > 16 else 16
     tiles, width = _up(heads, rows), op.v.width
-    parts_of, sums, stats = _parts(low, heads, width, tiles, _up(most, _PART_LEAST))
+    parts_of, sums, stats = parts_of_lists(low, heads, width, tiles, _up(most, _PART_LEAST))
     cut = cut_heads(op.q, MLA_ROPE)
     assert cut is not None
     low.emit(f"attn_mla_sparse_{kind}_r{rows}", lambda c: (c.n_tokens * tiles, parts_of(c.n_tokens), 1), 256,
              mla_shared(kind, rows), low.state, *query_args(low, cut[0]), *query_args(low, cut[1]), low.cache(cache),
              low.cells(cache), np.int32(kernel_type(cache.type)), low.out(node), sums, stats, np.int32(heads),
-             lambda c: np.int32(parts_of(c.n_tokens)), score_scale(op), low.out(selected), np.int32(most))  # fmt: skip
-    _combine(low, node, heads, width, parts_of, sums, stats)
+             lambda c: np.int32(parts_of(c.n_tokens)), score_scale(op.scale), low.out(selected),
+             np.int32(most))  # fmt: skip
+    combine_lists(low, node, heads, width, parts_of, sums, stats)
 
 
-def _parts(low: GpuLowering, heads: int, width: int, tiles: int, longest: int) -> tuple[Callable[[int], int], Ref, Ref]:
+def parts_of_lists(
+    low: GpuLowering, heads: int, width: int, tiles: int, longest: int
+) -> tuple[Callable[[int], int], Ref, Ref]:
     """Return how many parts lists have by tokens, and buffers of partial sums and of maxima and denominators."""
 
     def parts_of(n_tokens: int) -> int:
@@ -191,9 +196,10 @@ def _parts(low: GpuLowering, heads: int, width: int, tiles: int, longest: int) -
     return parts_of, low.buffer(4 * most_rows * width), low.buffer(8 * most_rows)
 
 
-def _combine(
-    low: GpuLowering, node: Node, heads: int, width: int, parts_of: Callable[[int], int], sums: Ref, stats: Ref
-) -> None:
+def combine_lists(
+    low: GpuLowering, node: Node, heads: int, width: int, parts_of: Callable[[int], int], sums: Ref, stats: Ref,
+    sinks: Arg = 0,
+) -> None:  # fmt: skip
     """Emit the sum of partial results, if there can be any."""
     if any(parts_of(n) > 1 for n in range(1, low.max_rows[Rows.TOKENS] + 1)):
-        emit_combine(low, sums, stats, low.out(node), heads, width, lambda c: parts_of(c.n_tokens))
+        emit_combine(low, sums, stats, low.out(node), heads, width, lambda c: parts_of(c.n_tokens), sinks)

@@ -4,7 +4,7 @@ This is the counterpart of `backends/cpu/program.py`. A rule takes (lowering, no
 Addresses are `Ref`s, which are resolved when a program is bound. Sizes that depend on the micro-batch (grids, numbers
 of parts, which of two kernels) are functions of `Counts`, upper bounds that hold for every step of one bucket: a
 captured graph is made once per bucket, and kernels read the real counts from the step block (`low.state`). Rules are in
-`rules_layers.py`, `rules_recurrent.py`, `attention.py` and `rules_matmul.py`.
+the modules of `RULE_MODULES`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ from ikcli.graph import Cache, Node, Per, Rows, RowSpec, Weight
 
 ALIGN = 256  # bytes between buffers of the arena
 STATE = -1  # Ref target: the step block
-RULE_MODULES = ("rules_layers", "rules_recurrent", "attention", "attention_sparse", "rules_matmul")
+RULE_MODULES = (
+    "rules_layers", "rules_recurrent", "rules_streams", "attention", "attention_sparse", "attention_pooled",
+    "rules_matmul",
+)  # fmt: skip
 N_EXACT = 8  # counts up to here have separate buckets
 
 

@@ -213,11 +213,11 @@ def _mean_rows(low: GpuLowering, node: Node, op: MeanRows) -> None:
 
 
 # --- heads ------------------------------------------------------------------------------------------------------------
-@RULES.add(RopeTable, "inv_freq mscale")
+@RULES.add(RopeTable, "inv_freq mscale lag")
 def _rope_table(low: GpuLowering, node: Node, op: RopeTable) -> None:
     freqs = np.asarray(op.inv_freq, dtype=np.float64)
     low.emit("layer_rope_table", lambda c: parts_of(c.n_tokens * len(freqs), 128), 128, 0, low.state, low.out(node),
-             low.constant(freqs.tobytes()), _int(len(freqs)), _f32(op.mscale))  # fmt: skip
+             low.constant(freqs.tobytes()), _int(len(freqs)), _f32(op.mscale), _int(op.lag))  # fmt: skip
 
 
 @RULES.add(Alibi, "width slopes")
@@ -253,9 +253,7 @@ def plan_layout(low: GpuLowering, plan: Node) -> PlanLayout:
     return PlanLayout(low.rows(plan.rows), sort_of(plan).n_expert)
 
 
-@RULES.add(
-    MoeRoute, "logits bias n_used norm scale n_group n_group_used ser", gating=GATINGS[:3]
-)  # fmt: skip
+@RULES.add(MoeRoute, "logits bias n_used gating norm scale n_group n_group_used ser")
 def _moe_route(low: GpuLowering, node: Node, op: MoeRoute) -> None:
     n, n_used, n_group = op.n_expert, op.n_used, op.n_group
     if n > MAX_EXPERTS or n_used > MAX_USED or n_group > MAX_GROUPS:

@@ -73,16 +73,10 @@ def settle_encoder_decoder(
     return replace(config, server=server)
 
 
-def settle_streams(config: RunConfig, hp: HParams, machine: Machine, notices: list[str]) -> RunConfig:
-    """Keep models with streams of a residual on the CPU, with a notice; GPUs have no kernels for them.
-
-    Raises UnsupportedError where the command line wants layers on a GPU, or stages, which pass on one stream.
-    """
-    if not hp.n_stream:
-        return config
-    if config.fleet.stages > 1:
+def check_streams(config: RunConfig, hp: HParams) -> None:
+    """Raise UnsupportedError for stages of a model with streams of a residual: stages pass on one stream."""
+    if hp.n_stream and config.fleet.stages > 1:
         raise UnsupportedError(f"{hp.source}: {hp.arch} models are computed by one process; leave out --stages")
-    return _on_cpu(config, hp, machine, notices)
 
 
 def _on_cpu(config: RunConfig, hp: HParams, machine: Machine, notices: list[str]) -> RunConfig:

@@ -15,10 +15,10 @@ from ikcli.engine.plan.missing_parts import assume_missing, missing_data
 from ikcli.engine.plan.model_rules import (
     check_indexer,
     check_ser,
+    check_streams,
     settle_encoder,
     settle_encoder_decoder,
     settle_mla,
-    settle_streams,
 )
 from ikcli.engine.plan.planner import MIB, Planner
 from ikcli.engine.run.run_device import Beside
@@ -64,7 +64,7 @@ def prepare(
         planner = planner.on(planner.machine, beside=beside(config, hp, planner.machine))
     config = settle_encoder(config, hp, planner.machine, given, notices)
     config = settle_encoder_decoder(config, hp, planner.machine, given, notices)
-    config = settle_streams(config, hp, planner.machine, notices)
+    check_streams(config, hp)
     check_indexer(config, hp, given, notices)
     if config.fit:
         config, found = _fit(planner, config)

@@ -113,7 +113,7 @@ def _integer_block(type_name):
     For few activations the block uses straight dots.
     """
     fmt = weight_format(type_name)
-    rows, dots, by_tile = fmt.rows, few_dots(fmt), _tile_block(type_name)
+    dots, by_tile = few_dots(fmt), _tile_block(type_name)
 
     @inline
     def block(w, row_bytes, n, k, a, a_stride, m, out, out_stride, tiles, few):
@@ -121,8 +121,7 @@ def _integer_block(type_name):
         if m > few:
             by_tile(w, row_bytes, n, k, a, a_stride, m, out, out_stride, tiles)
             return
-        for r in range(0, n, rows):
-            dots(w + r * row_bytes, a, a_stride, m, k, out + 4 * r, out_stride)
+        dots(w, row_bytes, n, a, a_stride, m, k, out, out_stride)
 
     return block, TILE_ROWS
 

@@ -14,10 +14,10 @@
 constexpr int INDEX_WIDTH = 128, INDEX_ROW = INDEX_WIDTH + 8, INDEX_TILE = 256, INDEX_HEADS = 64, INDEX_TOKENS = 16;
 
 // Scores of tokens first.. of the micro-batch, a row of `score_row` per token; blockIdx: positions, tokens. Tokens that see
-// at most `most` positions have none.
+// at most `most` positions have none. `ratio`: entries of so many positions are scored, whose keys are in their last cells.
 extern "C" __global__ void __launch_bounds__(256, 2)
 index_scores(const i64* st, const float* q, i64 q_row, int q_head, const float* weights, const u8* k, i64 n_cells, int type,
-             int width, float* scores, i64 score_row, int heads, int most, int first) {
+             int width, float* scores, i64 score_row, int heads, int most, int first, int ratio) {
   SMEM_DECL
   u16* shared = (u16*)smem_raw;
   const int tid = threadIdx.x, lane = tid & 31, w = tid >> 5, begin = blockIdx.x * INDEX_TILE;
@@ -28,7 +28,7 @@ index_scores(const i64* st, const float* q, i64 q_row, int q_head, const float* 
   u32 b[8][2][4];  // keys of 16 columns and 2 x 8 positions
   for (i64 token = start; token < stop; token++) {
     while (token >= segment[SEG_START] + segment[SEG_TOKENS]) segment += SEG_WORDS;
-    const int n = (int)(segment[SEG_POS] + token - segment[SEG_START]) + 1;
+    const int n = ((int)(segment[SEG_POS] + token - segment[SEG_START]) + 1) / ratio;
     if (n <= most || begin >= n) continue;
     if (loaded != segment) {
       loaded = segment;
@@ -42,8 +42,8 @@ index_scores(const i64* st, const float* q, i64 q_row, int q_head, const float* 
           Raw16 r;
           kv_clear(r);
           u32 y[8];
-          if (pos + row < (int)segment[SEG_KV]) {
-            kv_load(r, tensor, segment[SEG_CELL] + pos + row, g);
+          if (pos + row < (int)segment[SEG_KV] / ratio) {
+            kv_load(r, tensor, segment[SEG_CELL] + (i64)(pos + row + 1) * ratio - 1, g);
             kv_f16(y, r, type, g & 1);
           } else {
 #pragma unroll
@@ -143,9 +143,10 @@ DI int block_before(int v, int& total, int* scratch) {
   return before + end - v;
 }
 
-// Chosen cells of tokens first.. in ascending order, then -1; `scores` as index_scores leaves them.
+// Chosen cells of tokens first.. in ascending order, then -1; `scores` as index_scores leaves them. With `ratio` above 1,
+// numbers of entries behind the first cell of the sequence.
 extern "C" __global__ void __launch_bounds__(1024, 1)
-index_choose(const i64* st, const float* scores, i64 score_row, int* chosen, int most, int first) {
+index_choose(const i64* st, const float* scores, i64 score_row, int* chosen, int most, int first, int ratio) {
   constexpr int BUCKETS = 2048;
   IK_SHARED(int, counts, BUCKETS)
   IK_SHARED(int, scratch, 32)
@@ -154,7 +155,7 @@ index_choose(const i64* st, const float* scores, i64 score_row, int* chosen, int
   const i64 token = first + (i64)blockIdx.x;
   if (token >= st[ST_TOKENS]) return;
   const i64* segment = segment_of(st, token);
-  const int n = (int)(segment[SEG_POS] + token - segment[SEG_START]) + 1, cell = (int)segment[SEG_CELL];
+  const int n = ((int)(segment[SEG_POS] + token - segment[SEG_START]) + 1) / ratio, cell = (int)segment[SEG_CELL];
   int* to = chosen + token * most;
   if (n <= most) {
     for (int i = tid; i < most; i += 1024) to[i] = i < n ? cell + i : -1;

@@ -5,13 +5,16 @@
 // ---- storing --------------------------------------------------------------------------------------------------------
 // The cell of every token. `place`: see row_base.
 DI i64 cell_of_token(const i64* st, i64 token, int place) { return (place == 2 ? step_window_cells(st) : step_cells(st))[token]; }
+// Whether a token is stored: with `every` above 1, only those that complete so many positions.
+DI bool completes(const i64* st, i64 token, int every) { return every == 1 || (step_pos(st)[token] + 1) % every == 0; }
 // Elements of float types; a transposed cache only has other strides. One thread per element.
 extern "C" __global__ void __launch_bounds__(256)
 kv_store_float(const i64* st, const float* x, i64 x_row, int cols, u8* cache, i64 cell_stride, i64 col_stride, int type,
-               int place) {
+               int place, int every) {
   const i64 i = (i64)blockIdx.x * 256 + threadIdx.x;
   if (i >= st[ST_TOKENS] * cols) return;
   const i64 row = i / cols, col = i % cols;
+  if (!completes(st, row, every)) return;
   const float v = x[row * x_row + col];
   u8* p = cache + cell_of_token(st, row, place) * cell_stride + col * col_stride;
   if (type == KT_F32) *(float*)p = v;
@@ -100,10 +103,11 @@ DI void best_range(float x, float y, float low, float width, float top, float& s
 // Blocks of 32, one per warp. `first` is the first block of the cache row that is written.
 extern "C" __global__ void __launch_bounds__(256)
 kv_store_blocks(const i64* st, const float* x, i64 x_row, int n_blocks, u8* cache, i64 n_cells, int row_blocks, int first,
-                int type, int place) {
+                int type, int place, int every) {
   const i64 i = (i64)blockIdx.x * 8 + (threadIdx.x >> 5);
   const int lane = threadIdx.x & 31;
   if (i >= st[ST_TOKENS] * n_blocks) return;
+  if (!completes(st, i / n_blocks, every)) return;
   const i64 row = i / n_blocks, block = cell_of_token(st, row, place) * row_blocks + first + i % n_blocks;
   const KvTensor t = kv_tensor(cache, n_cells, row_blocks, type);
   const float own = x[row * x_row + i % n_blocks * 32 + lane], other = shx(own, 16);
@@ -142,10 +146,10 @@ kv_store_blocks(const i64* st, const float* x, i64 x_row, int n_blocks, u8* cach
 
 // q8_KV: one scale per row, one warp per row.
 extern "C" __global__ void __launch_bounds__(256)
-kv_store_rows(const i64* st, const float* x, i64 x_row, int cols, u8* cache, i64 n_cells, int place) {
+kv_store_rows(const i64* st, const float* x, i64 x_row, int cols, u8* cache, i64 n_cells, int place, int every) {
   const i64 row = (i64)blockIdx.x * 8 + (threadIdx.x >> 5);
   const int lane = threadIdx.x & 31;
-  if (row >= st[ST_TOKENS]) return;
+  if (row >= st[ST_TOKENS] || !completes(st, row, every)) return;
   const i64 cell = cell_of_token(st, row, place);
   const float* source = x + row * x_row;
   float largest = 0.f, nan = 0.f;

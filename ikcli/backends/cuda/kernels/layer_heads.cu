@@ -27,14 +27,14 @@ DI void sin_cos(double theta, double& s, double& c) {
   if ((quarter + 1) & 2) c = -c;
 }
 
-// cos, sin of position * freqs[pair], times mscale: 2 * pairs columns per token. One thread per pair.
+// cos, sin of (position - lag) * freqs[pair], times mscale: 2 * pairs columns per token. One thread per pair.
 extern "C" __global__ void __launch_bounds__(128)
-layer_rope_table(const i64* st, float* out, const double* freqs, int pairs, float mscale) {
+layer_rope_table(const i64* st, float* out, const double* freqs, int pairs, float mscale, int lag) {
   const i64 item = (i64)blockIdx.x * blockDim.x + threadIdx.x;
   if (item >= st[ST_TOKENS] * pairs) return;
   const i64 row = item / pairs;
   double s, c;
-  sin_cos((double)step_pos(st)[row] * freqs[item - row * pairs], s, c);
+  sin_cos((double)(step_pos(st)[row] - lag) * freqs[item - row * pairs], s, c);
   *(float2*)(out + 2 * item) = make_float2((float)c * mscale, (float)s * mscale);
 }
 

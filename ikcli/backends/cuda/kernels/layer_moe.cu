@@ -91,11 +91,13 @@ DI void route_row(const float* logits, int* out, float* probs, const Router& r) 
     sum = warp_sum(sum);
 #pragma unroll
     for (int i = 0; i < PER_LANE; i++) p[i] = p[i] / sum;
-  } else {
+  } else {  // sigmoid, or with gating 3 the square root of ln(1 + exp(logit))
 #pragma unroll
     for (int i = 0; i < PER_LANE; i++) {
-      const float e = expf(-fabsf(p[i]));
-      p[i] = p[i] < 0.f ? e / (1.f + e) : 1.f / (1.f + e);
+      const float e = expf(-fabsf(p[i])), u = 1.f + e;
+      // log(u) * e / (u - 1) cancels the rounding error of u = 1 + e.
+      if (r.gating == 3) p[i] = p[i] != p[i] ? p[i] : sqrtf(fmaxf(p[i], 0.f) + (u == 1.f ? e : logf(u) * (e / (u - 1.f))));
+      else p[i] = p[i] < 0.f ? e / u : 1.f / u;
     }
   }
 #pragma unroll

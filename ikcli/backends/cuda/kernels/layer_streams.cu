@@ -1,0 +1,99 @@
+// Hyper-connections (graph/ops_streams.py): a residual of n streams, rows of which lie one after the other.
+#include "layer_common.cuh"
+
+DI float stream_gate(float x) {
+  const float e = expf(-fabsf(x));
+  return x < 0.f ? e / (1.f + e) : 1.f / (1.f + e);
+}
+
+// Weights of the streams of a row: [before: n | after: n | mixing: n x n], or `before` alone. A warp per row; its matrix is
+// in shared memory, a lane per column or row of it.
+extern "C" __global__ void __launch_bounds__(32)
+layer_stream_weights(const i64* st, int symbol, int factor, const float* x, const float* scale, const float* base, float* out,
+                     int cols, int n, int n_iter, float eps) {
+  SMEM_DECL
+  const i64 row = blockIdx.x;
+  if (row >= step_rows(st, symbol, factor)) return;
+  const int lane = threadIdx.x;
+  float* m = (float*)smem_raw;
+  x += row * cols, out += row * cols;
+  for (int i = lane; i < n; i += 32) out[i] = stream_gate(x[i] * scale[0] + base[i]) + eps;
+  if (cols == n) return;
+  for (int i = lane + n; i < 2 * n; i += 32) out[i] = 2.f * stream_gate(x[i] * scale[1] + base[i]);
+  for (int i = lane; i < n * n; i += 32) m[i] = x[2 * n + i] * scale[2] + base[2 * n + i];
+  warp_sync();
+  for (int i = lane; i < n; i += 32) {
+    float top = m[i * n], sum = 0.f;
+    for (int j = 1; j < n; j++) top = fmaxf(top, m[i * n + j]);
+    for (int j = 0; j < n; j++) sum += m[i * n + j] = expf(m[i * n + j] - top);
+    for (int j = 0; j < n; j++) m[i * n + j] = m[i * n + j] / sum + eps;
+  }
+#pragma unroll 1
+  for (int turn = 1; turn < 2 * n_iter; turn++) {  // columns first, then rows and columns in turns
+    const int along = turn & 1 ? n : 1, across = turn & 1 ? 1 : n;
+    warp_sync();
+    for (int i = lane; i < n; i += 32) {
+      float sum = 0.f;
+      for (int j = 0; j < n; j++) sum += m[i * across + j * along];
+      for (int j = 0; j < n; j++) m[i * across + j * along] /= sum + eps;
+    }
+  }
+  warp_sync();
+  for (int i = lane; i < n * n; i += 32) out[2 * n + i] = m[i];
+}
+
+// The sum of the streams, each times its weight before a layer. grid (rows, parts of 4 * blockDim.x columns of a stream)
+extern "C" __global__ void __launch_bounds__(256)
+layer_stream_sum(const i64* st, int symbol, int factor, const float* x, const float* weights, int weight_cols, float* out,
+                 int cols, int n) {
+  const i64 row = blockIdx.x;
+  const int i = (blockIdx.y * blockDim.x + threadIdx.x) * 4;
+  if (row >= step_rows(st, symbol, factor) || i >= cols) return;
+  x += row * cols * n, weights += row * weight_cols, out += row * cols;
+  if (cols % 4 == 0) {
+    float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+    for (int s = 0; s < n; s++) {
+      const float4 v = ld_f4(x + (i64)s * cols + i);
+      const float w = weights[s];
+      sum = make_float4(fmaf(w, v.x, sum.x), fmaf(w, v.y, sum.y), fmaf(w, v.z, sum.z), fmaf(w, v.w, sum.w));
+    }
+    st_f4(out + i, sum);
+  } else {
+    for (int j = i; j < min(i + 4, cols); j++) {
+      float sum = 0.f;
+      for (int s = 0; s < n; s++) sum = fmaf(weights[s], x[(i64)s * cols + j], sum);
+      out[j] = sum;
+    }
+  }
+}
+
+// The streams mixed, plus their shares of what a layer returned (`add`). Same grid; streams are read from memory once, and
+// from L1 after that.
+extern "C" __global__ void __launch_bounds__(256)
+layer_stream_mix(const i64* st, int symbol, int factor, const float* x, const float* add, const float* weights, float* out,
+                 int cols, int n) {
+  const i64 row = blockIdx.x;
+  const int i = (blockIdx.y * blockDim.x + threadIdx.x) * 4;
+  if (row >= step_rows(st, symbol, factor) || i >= cols) return;
+  x += row * cols * n, out += row * cols * n, add += row * cols, weights += row * n * (n + 2);
+  const float *after = weights + n, *mixing = weights + 2 * n;
+  for (int k = 0; k < n; k++) {
+    if (cols % 4 == 0) {
+      const float4 a = ld_f4(add + i);
+      const float by = after[k];
+      float4 sum = make_float4(by * a.x, by * a.y, by * a.z, by * a.w);
+      for (int s = 0; s < n; s++) {
+        const float4 v = ld_f4(x + (i64)s * cols + i);
+        const float w = mixing[s * n + k];
+        sum = make_float4(fmaf(w, v.x, sum.x), fmaf(w, v.y, sum.y), fmaf(w, v.z, sum.z), fmaf(w, v.w, sum.w));
+      }
+      st_f4(out + (i64)k * cols + i, sum);
+    } else {
+      for (int j = i; j < min(i + 4, cols); j++) {
+        float sum = after[k] * add[j];
+        for (int s = 0; s < n; s++) sum = fmaf(mixing[s * n + k], x[(i64)s * cols + j], sum);
+        out[(i64)k * cols + j] = sum;
+      }
+    }
+  }
+}

@@ -15,7 +15,7 @@ from ikcli.gguf.constants import GGMLType
 from ikcli.graph import Node, Weight
 
 K, N_ROWS, N_THREADS = 64, 512, 4
-ASLEEP, SLEEPS, LAST_SLEEPS = 33, 34, 35  # words of the shared block, see kernels/executor.py
+ASLEEP, SLEEPS, LAST_SLEEPS = 33, 34, 35  # words of the shared block, see kernels/waiting.py
 
 
 def chain(n_pairs: int) -> tuple[Harness, dict[Node, np.ndarray]]:

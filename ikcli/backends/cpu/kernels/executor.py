@@ -6,16 +6,10 @@ it are done. Threads never wait for a thread that has not started a part: on a b
 may be off its core for milliseconds, the others do its parts. One thread claims adjacent ops that move few bytes
 together, because handing an op over from core to core takes longer than the op itself.
 
-A thread that must wait spins for a few microseconds, then yields the core each time round. If it gets the core back
-much later, other programs want it. From then on, threads sleep until what they wait for happens. Yielding would give
-away a time slice for a wait of microseconds; a thread that slept is mostly back on its core at once, so that threads
-get their slices at the same time. Where nothing competes, waking a thread takes longer than most waits: so a yield
-tries now and then whether the other programs are gone, less often the longer they stay.
-
 Shared block (int64 words, one cache line apart so that threads do not fight over them):
     0 parts claimed   8 parts done (both count over all jobs)   16 epoch: number of the job, then the job:
     17 program   18 n_ops   19 n_threads   20 parts claimed at its start   24 status
-    32 stop   33 threads asleep   34 sleeps until a wait yields again   35 ... after the last long yield
+    32 stop   33 to 35: see waiting.py
     40 node of thread 0, 41 of thread 1, ... (which of the params of an op it uses)
 A kernel's dynamic work counter is the int64 at params - WORK, and products by expert have one for each NUMA node behind
 it; the thread that starts the next op clears them.
@@ -23,65 +17,17 @@ it; the thread that starts the next op clears them.
 
 from ikcli.backends.cpu.kernels.common import WORK, n_rows
 from ikcli.backends.cpu.kernels.records import at
+from ikcli.backends.cpu.kernels.waiting import BARRIER_SPINS, IDLE_ROUNDS, JOB_SPINS, changed, relax
 from ikcli.backends.cpu.params import Params
 from ikcli.native.jit import inline
-from ikcli.native.simd.control import (
-    atomic_add,
-    atomic_cas,
-    atomic_load,
-    atomic_store,
-    call_kernel,
-    pause,
-    sleep_while,
-    wake_all,
-    yield_cpu,
-)
+from ikcli.native.simd.control import atomic_add, atomic_cas, atomic_load, atomic_store, call_kernel
 
 CLAIMED, DONE, EPOCH, PROGRAM, N_OPS, N_THREADS, BASE, STATUS = 0, 64, 128, 136, 144, 152, 160, 192
-STOP, ASLEEP, SLEEPS, LAST_SLEEPS = 256, 264, 272, 280
-NODES = 320
+STOP, NODES = 256, 320
 ENTRY = 32  # bytes of an entry of a program
 _ALONE = 32768  # bytes that one thread moves faster than two agree
-# Waiting counts in rounds of a spin. A worker without a job returns after so many.
-_SPINS, _ROUNDS_OF_YIELD, _ROUNDS_OF_SLEEP = 1000, 4, 400
-_IDLE_ROUNDS = 13000
-# Other programs compete: these spins take longer than waits for a thread that runs, at a barrier and between jobs.
-_BARRIER_SPINS, _JOB_SPINS = 3000, 8000
-_LONG_NS = 200_000  # of a yield, if another program had the core
-_LEAST_SLEEPS, _MOST_SLEEPS = 8, 512
-_SLEEP_NS = 20_000_000
 
 params_at = at(Params)
-
-
-@inline
-def relax(sync, word, value, rounds, busy_spins):
-    """Wait a little for another value than `value` in the int64 at sync + word; return the rounds waited so far."""
-    sleeps = atomic_load(sync + SLEEPS)
-    if rounds < (_SPINS if sleeps == 0 else busy_spins):
-        pause()
-        return rounds + 1
-    if sleeps == 0:
-        if yield_cpu() > _LONG_NS:
-            sleeps = min(max(2 * atomic_load(sync + LAST_SLEEPS), _LEAST_SLEEPS), _MOST_SLEEPS)
-            atomic_store(sync + LAST_SLEEPS, sleeps)
-            atomic_store(sync + SLEEPS, sleeps)
-        else:
-            atomic_store(sync + LAST_SLEEPS, 0)
-        return rounds + _ROUNDS_OF_YIELD
-    atomic_store(sync + SLEEPS, sleeps - 1)
-    atomic_add(sync + ASLEEP, 1)
-    # The system compares the word with `value`, so a change before this call is not missed.
-    sleep_while(sync + word, value, _SLEEP_NS)
-    atomic_add(sync + ASLEEP, -1)
-    return rounds + _ROUNDS_OF_SLEEP
-
-
-@inline
-def changed(sync, word):
-    """Wake threads that sleep until this word changes."""
-    if atomic_add(sync + ASLEEP, 0) != 0:
-        wake_all(sync + word)
 
 
 @inline
@@ -134,7 +80,7 @@ def help_job(sync, program, n_ops, n_threads, base, node):
         # The barrier between ops: the next op may read what any part of this one writes.
         done = atomic_load(sync + DONE)
         if done < base + i * n_threads:
-            rounds = relax(sync, DONE, done, rounds, _BARRIER_SPINS)
+            rounds = relax(sync, DONE, done, rounds, BARRIER_SPINS)
             continue
         part = claim - base - i * n_threads
         alone = n_alone(program, i, n_ops) if part == 0 else 0
@@ -176,7 +122,7 @@ def make_launch():
                 done = atomic_load(sync + DONE)
                 if done == base + n_ops * n_threads:
                     break
-                rounds = relax(sync, DONE, done, rounds, _BARRIER_SPINS)
+                rounds = relax(sync, DONE, done, rounds, BARRIER_SPINS)
         if n_ops > 0:
             clear_counters(program + ENTRY * (n_ops - 1))
         return atomic_load(sync + STATUS)
@@ -190,12 +136,12 @@ def make_worker():
     def worker(sync, ith, epoch):
         idle = 0
         node = atomic_load(sync + NODES + 8 * ith)
-        while idle < _IDLE_ROUNDS:
+        while idle < IDLE_ROUNDS:
             now = atomic_load(sync + EPOCH)
             if now == epoch or now % 2 == 1:
                 if atomic_load(sync + STOP) != 0:
                     return -1
-                idle = relax(sync, EPOCH, now, idle, _JOB_SPINS)
+                idle = relax(sync, EPOCH, now, idle, JOB_SPINS)
                 continue
             program, n_ops = atomic_load(sync + PROGRAM), atomic_load(sync + N_OPS)
             n_threads, base = atomic_load(sync + N_THREADS), atomic_load(sync + BASE)

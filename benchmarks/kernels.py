@@ -71,9 +71,8 @@ def calls(n_rows: int) -> int:
 
 def of_ik(name: str, weights: Bytes, n_rows: int, x: npt.NDArray[np.float32]) -> Run:
     """Return products of n_rows with activation rows x, by ik."""
-    fmt, n_calls = weight_format(stored_name(format_by_name(name).type)), calls(n_rows)
-    dots, stride, rows = few_dots(fmt), 4 * COLUMNS, fmt.rows
-    group = rows * row_size(format_by_name(name).type, COLUMNS)
+    dots, n_calls = few_dots(weight_format(stored_name(format_by_name(name).type))), calls(n_rows)
+    stride, row_bytes = 4 * COLUMNS, row_size(format_by_name(name).type, COLUMNS)
     quantized, out = aligned(len(x) * stride), np.zeros((len(x), n_rows), np.float32)
 
     @numba.njit
@@ -84,8 +83,7 @@ def of_ik(name: str, weights: Bytes, n_rows: int, x: npt.NDArray[np.float32]) ->
     @numba.njit
     def multiply(w: int, a: int, n: int, to: int) -> None:
         for _ in range(n_calls):
-            for g in range(n_rows // rows):
-                dots(w + g * group, a, stride, n, COLUMNS, to + 4 * rows * g, 4 * n_rows)
+            dots(w, row_bytes, n_rows, a, stride, n, COLUMNS, to, 4 * n_rows)
 
     quantize(x.ctypes.data, quantized.ctypes.data, len(x))
     return lambda: multiply(weights.ctypes.data, quantized.ctypes.data, len(x), out.ctypes.data)

@@ -20,8 +20,16 @@ from ikcli.convert.source import SafetensorsSource
 from ikcli.gguf.heads import Heads
 
 N_VOCAB = 320
-Arrays = Mapping[str, np.ndarray]
-_DTYPES = {"float32": "F32", "float16": "F16", "uint16": "BF16", "uint8": "U8", "int64": "I64"}
+Arrays = Mapping[str, Any]  # arrays; what NumPy has no type for is a pair of its name in safetensors and an array
+_DTYPES = {
+    "float32": "F32",
+    "float16": "F16",
+    "uint16": "BF16",
+    "uint8": "U8",
+    "int8": "I8",
+    "int32": "I32",
+    "int64": "I64",
+}
 
 
 def bf16(x: np.ndarray) -> np.ndarray:
@@ -32,10 +40,10 @@ def bf16(x: np.ndarray) -> np.ndarray:
 
 def write_safetensors(path: Path, tensors: Arrays) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    position = 0
-    for name, x in tensors.items():
+    position, pairs = 0, {n: x if isinstance(x, tuple) else (_DTYPES[x.dtype.name], x) for n, x in tensors.items()}
+    for name, (dtype, x) in pairs.items():
         header[name] = {
-            "dtype": _DTYPES[x.dtype.name],
+            "dtype": dtype,
             "shape": list(x.shape),
             "data_offsets": [position, position + x.nbytes],
         }
@@ -43,7 +51,7 @@ def write_safetensors(path: Path, tensors: Arrays) -> None:
     text = json.dumps(header).encode()
     with path.open("wb") as f:
         f.write(struct.pack("<Q", len(text)) + text)
-        for x in tensors.values():
+        for _, x in pairs.values():
             f.write(np.ascontiguousarray(x).tobytes())
 
 

@@ -12,6 +12,8 @@ import numpy.typing as npt
 import pytest
 
 from ikcli.convert.float8 import E2M1, FLOAT8
+from ikcli.convert.kept_blocks import kept
+from ikcli.convert.pieces import TensorRows
 from ikcli.convert.quantized import Dequantized, dequantized
 from ikcli.convert.source import Array
 from ikcli.errors import FormatError, IkError, UnsupportedError
@@ -382,6 +384,7 @@ F8 = ("F8_E4M3", np.zeros((4, 4), np.uint8))
         (None, {"a.weight": F8}, r"a\.weight is quantized, but config\.json has no quantization_config"),
         ({"quant_method": "bitsandbytes"}, {}, r"quant_method 'bitsandbytes' cannot be read \(known: awq, "),
         ({}, {}, "quant_method None cannot be read"),
+        ({"bits": 4}, {"a.weight": ("U32", ONES)}, r"a\.weight is quantized by MLX, .* it was made from"),
         ({"quant_method": "fp8"}, {"a.weight": F8}, r"'fp8': tensor a\.weight is of a kind that is not understood"),
         (
             {"quant_method": "fp8"},
@@ -452,3 +455,70 @@ def test_ternary_matrices_and_their_numbers() -> None:
             dequantized(Memory(tensors), {"quantization_config": {"quant_method": "bitnet"} | settings})
     with pytest.raises(FormatError, match=r"o_proj.weight has no a\.o_proj\.weight_scale beside it"):
         dequantized(Memory({"a.o_proj.weight": packed}), {"quantization_config": {"quant_method": "bitnet"}})
+
+
+def test_other_names_of_known_layouts(rng: np.random.Generator) -> None:
+    """AutoRound (some weights of 8 bits among those of 4), Quark, MXFP8 and ModelOpt's blocks."""
+    n_in, n_out = 64, 32
+    tensors: dict[str, Any] = {}
+    wanted: dict[str, Floats] = {}
+    for name, bits in (("a", 4), ("b", 8)):
+        values, zeros = rng.integers(0, 1 << bits, (n_in, n_out)), rng.integers(1, 1 << bits, (2, n_out))
+        scales = rng.random((2, n_out)).astype(np.float16)
+        group = np.arange(n_in) // 32
+        wanted[name] = ((values - zeros[group]) * scales[group].astype(np.float32)).T.astype(np.float32)
+        tensors |= {f"{name}.qweight": stream(values, bits), f"{name}.scales": scales}
+        tensors[f"{name}.qzeros"] = np.ascontiguousarray(stream((zeros - 1).T, bits).T)
+    settings: dict[str, Any] = {
+        "quant_method": "auto-round",
+        "packing_format": "auto_round:auto_gptq",
+        "bits": 4,
+        "group_size": 32,
+    }
+    settings["extra_config"] = {"b": {"bits": 8}}
+    source = dequantized(Memory(tensors), {"quantization_config": settings})
+    for name, x in wanted.items():
+        check(source, f"{name}.weight", np.ascontiguousarray(x))
+    with pytest.raises(UnsupportedError, match="'auto-round': packing_format 'itrex' cannot be read"):
+        dequantized(Memory(tensors), {"quantization_config": settings | {"packing_format": "itrex"}})
+
+    codes, powers = rng.integers(0, 16, (6, 64)).astype(np.uint8), rng.integers(118, 130, (6, 2)).astype(np.uint8)
+    quark = {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp4", "qscheme": "per_group"}}}
+    source = dequantized(Memory({"a.weight": pairs(codes), "a.weight_scale": powers}), {"quantization_config": quark})
+    check(source, "a.weight", E2M1[codes] * np.repeat(2.0 ** (powers.astype(np.float32) - 127), 32, axis=1))
+    assert isinstance(source, Dequantized) and source.packed("a.weight")
+
+    eight = fp8(rng, (6, 64))
+    tensors = {"a.weight": ("F8_E4M3", eight), "a.weight_scale_inv": powers}
+    source = dequantized(Memory(tensors), {"quantization_config": {"quant_method": "mxfp8"}})
+    check(
+        source, "a.weight", FLOAT8["F8_E4M3"][eight] * np.repeat(2.0 ** (powers.astype(np.float32) - 127), 32, axis=1)
+    )
+
+    eight, scale = fp8(rng, (256, 130)), rng.random((2, 1, 2, 1), np.float32)
+    tensors = {"a.weight": ("F8_E4M3", eight), "a.weight_scale": scale}
+    settings = {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO", "weight_block_size": [128, 128]}
+    source = dequantized(Memory(tensors), {"quantization_config": settings})
+    full = np.repeat(np.repeat(scale[:, 0, :, 0], 128, axis=0), 128, axis=1)[:, :130]
+    check(source, "a.weight", FLOAT8["F8_E4M3"][eight] * full)
+
+
+def test_nvfp4_experts_in_one_tensor(rng: np.random.Generator) -> None:
+    """Scales have `_weight` before their names; gate and up may have a factor each."""
+    codes, scale = rng.integers(0, 16, (3, 8, 64)).astype(np.uint8), fp8(rng, (3, 8, 4)) & 0x7F
+    factors, name = rng.random((3, 2), np.float32) + np.float32(0.5), "mlp.experts.gate_up_proj"
+    tensors = {name: pairs(codes), f"{name}_weight_scale": ("F8_E4M3", scale), f"{name}_weight_scale_2": factors}
+    tensors[f"{name}_input_scale"] = np.ones(3, np.float32)
+    source = dequantized(Memory(tensors), {"quantization_config": {"quant_method": "modelopt"}})
+    assert list(source.names) == [name] and isinstance(source, Dequantized)
+    wanted = E2M1[codes] * np.repeat(FLOAT8["F8_E4M3"][scale], 16, axis=2) * np.repeat(factors, 4, axis=1)[:, :, None]
+    check(source, name, wanted)
+    both = (TensorRows(name, 4, 64, 8 * e + first) for first in (0, 4) for e in range(3))
+    for i, pieces in enumerate(zip(*[both] * 3, strict=True)):
+        found = kept(source, "blk.0.ffn_up_exps.weight", pieces, (64, 4, 3), ("NVFP4",))
+        assert found is not None and found.type == "NVFP4"
+        row = found.numbers["blk.0.ffn_up_exps.scale"].read(source, 0, 1)
+        np.testing.assert_array_equal(row[0], factors[:, i])
+        assert found.numbers["blk.0.ffn_up_exps.input_scale"].read(source, 0, 1).tolist() == [[1, 1, 1]]
+    mixed = (TensorRows(name, 8, 64, 0), TensorRows(name, 8, 64, 8))  # gate and up of an expert have two factors
+    assert kept(source, "blk.0.ffn_up_exps.weight", mixed, (64, 8, 2), ("NVFP4",)) is None

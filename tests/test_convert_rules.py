@@ -242,7 +242,7 @@ def test_every_class_has_one_conversion() -> None:
     assert len(by_class()) == sum(len(a.classes) for a in ARCHITECTURES)
 
 
-OTHER_NAMES = {"bitnet-25", "cohere2moe", "nemotron_h_moe"}
+OTHER_NAMES = {"bitnet-25", "cohere2moe", "granite-swa", "nemotron_h_moe"}
 """Names of other programs, and that of Nemotron-H with experts, which the record of Nemotron-H writes."""
 
 

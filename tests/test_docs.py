@@ -12,15 +12,13 @@ import pytest
 
 from ikcli.cli.parser import all_options, parse
 from ikcli.cli.table import BY_NAME, COMMANDS
+from ikcli.convert.archs import by_class
 from ikcli.models import ARCHITECTURES
 from ikcli.settings.tools import TOOLS
 
 ROOT = Path(__file__).resolve().parents[1]
-LATER_NAMES = (
-    "cohere2moe", "deepseek32", "deepseek4", "dflash", "eagle3", "gemma4-assistant", "hy_v3", "laguna", "mellum",
-    "talkie",
-)  # fmt: skip
-"""Architectures of llama.cpp that the gguf package does not name yet."""
+LATER_NAMES = tuple((Path(__file__).parent / "data" / "later_architectures.txt").read_text().split())
+"""Architectures of llama.cpp (late 2026) that the gguf package does not name yet."""
 
 
 @pytest.fixture
@@ -126,3 +124,6 @@ def test_models_lists_every_architecture_of_llama_cpp() -> None:
     here, elsewhere = (set(re.findall(r"`([^`]+)`", part)) for part in text.split("## What is not supported"))
     assert set(ARCHITECTURES) <= here and not set(ARCHITECTURES) & elsewhere
     assert {*MODEL_ARCH_NAMES.values(), *LATER_NAMES} - set(ARCHITECTURES) <= elsewhere
+    classes = set((Path(__file__).parent / "data" / "causal_lm_classes.txt").read_text().split())  # of transformers
+    assert classes - set(by_class()) == classes & elsewhere
+    assert f"converts {len(classes & set(by_class()))} classes" in text.replace("\n", " ")

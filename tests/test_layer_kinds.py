@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from factories import base_metadata, tiny_deepseek2, tiny_model
 
+from ikcli.errors import FormatError
 from ikcli.models import HParams, check_tensors, find
 from ikcli.models.rope import magnitude
 
@@ -100,6 +101,23 @@ def test_the_other_spelling_of_cohere2_moe() -> None:
     hp = read("cohere2moe", **EXPERTS | keys)
     assert hp == replace(read("cohere2_moe", **EXPERTS | keys), source=hp.source)
     assert find("cohere2moe") is find("cohere2_moe")
+
+
+def test_the_earlier_spelling_of_granite_swa() -> None:
+    keys = {"attention.sliding_window": 8, "attention.sliding_window_pattern": np.array([False, True])}
+    hp = read("granite-swa", **keys | {"logit_scale": 4.0})
+    assert (hp.arch, hp.at(1).window, hp.logit_scale) == ("granite_swa", 8, 0.25)
+    assert find("granite-swa") is find("granite_swa")
+
+
+def test_layers_that_run_several_times() -> None:
+    hp = read("ouro", num_loops=3)
+    assert (hp.n_layer, hp.n_loop, hp.norms_loops) == (2, 3, True)
+    assert not read("nanbeige", num_loops=2, skip_loop_final_norm=True).norms_loops
+    with pytest.raises(FormatError, match=r"nanbeige\.num_loops is missing"):
+        read("nanbeige")
+    with pytest.raises(FormatError, match=r"ouro\.num_loops is 257, outside 1\.\.256"):
+        read("ouro", num_loops=257)
 
 
 def test_queries_of_mistral_large_3_grow_with_the_position() -> None:

@@ -41,6 +41,10 @@ CUTS = {
         "Hi| | wörld|'Sup| IT|'S| |123|456|7| x|\u0663\u096a5| |~y| $|a|+b|:| |你好|，|ひら| 한a\u0301b| "
         "HTTPServer|\xa0|\u2003z|\n\n| | é|\U0001f600!?\r\n|\tEnd|  "
     ),
+    "spark2_5": (
+        "Hi| | wörld|'Sup| IT|'S| |123|456|7| x|\u0663\u096a5| |~y| $|a|+b|:| |你好|，|ひら| 한a\u0301b| "
+        "HTTPServer|\xa0|\u2003z|\n|\n| | é|\U0001f600!?|\r|\n|\tEnd|  "
+    ),
     "youtu": (
         "Hi| | wörld'S|up| IT'S| |1|2|3|4|5|6|7| x|\u0663|\u096a|5| ~|y| $|a|+b|:| |你好|，|ひら| |한|a\u0301b| "
         "HTTPServer|\xa0|\u2003z|\n\n| | é|\U0001f600!?\r\n|\tEnd|  "

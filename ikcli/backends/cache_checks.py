@@ -29,8 +29,8 @@ def check_store(cache: Cache, cols: int, cache_offset: int) -> None:
 
 
 def _what(cache: Cache) -> str:
-    return {"k": "K", "v": "V"}.get(cache.kind, "KV")
+    return {"k": "K", "v": "V"}.get(cache.content, "KV")
 
 
 def _option(cache: Cache) -> str:
-    return "-ctv" if cache.kind in ("v", "kv_t") else "-ctk"
+    return "-ctv" if cache.content in ("v", "kv_t") else "-ctk"

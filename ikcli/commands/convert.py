@@ -62,7 +62,7 @@ def run(config: ConvertConfig) -> int:
             config.metadata,
             config.pre,
             ignored,
-            _keeps_mxfp4(config),
+            _kept_types(config),
             heads,
             config.target_model_dir,
         ),
@@ -95,10 +95,12 @@ def _print_classes() -> int:
     return 0
 
 
-def _keeps_mxfp4(config: ConvertConfig) -> bool:
-    """Return whether MXFP4 blocks keep their type, which they do unless another type is requested."""
-    target = config.target_size is not None or config.target_bpw is not None
-    return not target and (config.outtype or "auto").lower() in ("auto", "mxfp4")
+def _kept_types(config: ConvertConfig) -> frozenset[str]:
+    """Return the types of blocks that stay as they are, which they do unless another type is requested."""
+    outtype = (config.outtype or "auto").lower()
+    if config.target_size is not None or config.target_bpw is not None or outtype not in ("auto", "mxfp4"):
+        return frozenset()
+    return frozenset(("MXFP4", "NVFP4", "Q4_0") if outtype == "auto" else ("MXFP4",))
 
 
 def _check(config: ConvertConfig, directory: Path) -> None:
@@ -169,7 +171,7 @@ def _model(config: ConvertConfig, found: OpenCheckpoint) -> int:
     output = _output(config, found, name)
     options = tool_options(settings, threads(config.n_threads))
     recipe = recipe_of(settings, number, name)
-    if found.has_mxfp4 and config.outtype in (None, "auto"):
+    if found.kept_type is not None and config.outtype in (None, "auto"):
         recipe = replace(recipe, copy=True)
         found.file.set_key("general.file_type", number)
     measuring = nullcontext(_nothing)
@@ -207,7 +209,8 @@ def _type(config: ConvertConfig, settings: QuantizeConfig, found: OpenCheckpoint
 
     if config.outtype is None or config.outtype.lower() == "auto":
         number = _Q8_0 if has_target(settings) else found.auto_type
-        return number, FILE_TYPES[number].names[0]
+        found_type = FILE_TYPES[number]
+        return number, found_type.names[0] if found_type.names else found_type.label.split()[0]
     parsed = parse_file_type(config.outtype)
     if parsed is None or parsed[1] == "COPY":
         names = [n for n in file_type_names() if n != "COPY"]

@@ -17,8 +17,22 @@ import numpy as np
 
 from ikcli.convert.config import Config
 from ikcli.convert.heads import NEXT_TOKENS, count_heads, usual_name
+from ikcli.convert.kept_blocks import kept
 from ikcli.convert.names import general_name, gguf_names
-from ikcli.convert.pieces import TYPES_OF, Constant, Floats, Matrix, NewRows, Order, Piece, TensorRows, Value, n_rows_of
+from ikcli.convert.pieces import (
+    KEPT,
+    TYPES_OF,
+    Constant,
+    Floats,
+    Matrix,
+    NewRows,
+    Numbers,
+    Order,
+    Piece,
+    TensorRows,
+    Value,
+    n_rows_of,
+)
 from ikcli.convert.quantized import Dequantized
 from ikcli.convert.source import Array, CheckpointSource
 from ikcli.errors import FormatError, UnsupportedError
@@ -86,7 +100,8 @@ class Build:
     tensors: dict[str, NewRows] = field(default_factory=dict)
     experts: dict[str, dict[int, Found]] = field(default_factory=dict)
     dropped: list[str] = field(default_factory=list)
-    keep_mxfp4: bool = False
+    keep: frozenset[str] = frozenset()  # types of blocks that are kept
+    numbers: dict[str, Numbers] = field(default_factory=dict)  # factors beside kept blocks
     heads: Heads = Heads.KEPT
     n_further: int = 0  # layers for further tokens, which follow the model's own
     notes: list[str] = field(default_factory=list)  # reported to the user
@@ -118,25 +133,25 @@ class Build:
         if name in self.tensors:
             raise FormatError(f"{self.config.path.parent}: two tensors become {name}")
         shape = shape or (pieces[0].width, sum(p.n_rows for p in pieces))
-        if value is None and name.endswith("weight"):
-            pieces = self._packed(pieces)
-        self.tensors[name] = NewRows(name, shape, self._type(name, shape, pieces, value), pieces, value)
+        type = self._type(name, shape, pieces, value)
+        if self.keep and type != GGMLType.F32 and isinstance(self.source, Dequantized):
+            found = kept(self.source, name, pieces, shape, self.keep)
+            if found is not None:
+                pieces, type = found.pieces, KEPT[found.type]
+                self.numbers |= found.numbers
+        self.tensors[name] = NewRows(name, shape, type, pieces, value)
 
     def packed(self, name: str) -> str | None:
         """Return the name under which a tensor is read as MXFP4 blocks, or None if it has none or they are not kept."""
-        return self.source.packed(name) if self.keep_mxfp4 and isinstance(self.source, Dequantized) else None
+        found = isinstance(self.source, Dequantized) and self.source.packed(name, self.keep & {"MXFP4"})
+        return found or None
 
-    def _packed(self, pieces: Sequence[Piece]) -> Sequence[Piece]:
-        """Return the same rows as MXFP4 blocks if all of them can be read as such, else the rows as they are."""
-        found: list[Piece] = []
-        for p in pieces:
-            if not isinstance(p, TensorRows) or p.columns is not None:
-                return pieces
-            name = self.packed(p.name)
-            if name is None or self.source.shape(name) != self.source.shape(p.name):
-                return pieces
-            found.append(replace(p, name=name))
-        return found
+    def add_numbers(self) -> None:
+        """Add the factors of kept blocks, times those that the model itself has under the same name."""
+        for name, numbers in self.numbers.items():
+            own = self.tensors.get(name)
+            times = None if own is None else own.pieces[0]
+            self.tensors[name] = NewRows(name, (numbers.width,), GGMLType.F32, (replace(numbers, times=times),))
 
     def constant(self, name: str, values: Floats | Order) -> None:
         """Add a tensor of computed values: float32, or int64."""
@@ -144,18 +159,24 @@ class Build:
         self.tensors[name] = NewRows(name, (values.size,), type, (Constant(values),))
 
     def _type(self, name: str, shape: tuple[int, ...], pieces: Sequence[Piece], value: Value | None) -> GGMLType:
-        kinds = set()
+        kinds, mixed = set(), self._mixed()
         for piece in pieces:
-            dtype = "F32" if isinstance(piece, Constant) else self.source.dtype(piece.name)
+            dtype = "F32" if isinstance(piece, Constant | Numbers) else self.source.dtype(piece.name)
             if dtype not in TYPES_OF:
                 where = f"{self.config.path.parent}: tensor {getattr(piece, 'name', name)}"
                 raise UnsupportedError(f"{where} is of type {dtype}, and config.json does not say how to read it")
-            kinds.add(TYPES_OF[dtype])
+            made = mixed is not None and mixed.made(getattr(piece, "name", ""))
+            kinds.add(GGMLType.BF16 if made else TYPES_OF[dtype])
         computed = value is not None or any(isinstance(p, TensorRows) and p.factor != 1.0 for p in pieces)
         kept = len(shape) < 2 or computed or not name.endswith("weight")
         if kept or name.endswith(_F32_NAMES) or any(part in name for part in _F32_PARTS) or len(kinds) > 1:
             return GGMLType.F32
         return kinds.pop()
+
+    def _mixed(self) -> Dequantized | None:
+        """Return the source if it has weights that are kept as blocks; others, if dequantized, become BF16 then."""
+        found = self.source
+        return found if self.keep and isinstance(found, Dequantized) and found.has_packed(self.keep) else None
 
     def plain(self, found: Found, name: str, shape: tuple[int, ...] | None = None, **how: Any) -> None:
         """Add a tensor as it is, or with `order` of its rows, `columns` within rows, or `value` applied to its numbers.
@@ -353,6 +374,7 @@ def convert_tensors(m: Build, architecture: Architecture) -> None:
     """Place all tensors of the checkpoint, add computed ones, and sort them by block."""
     place_tensors(m, architecture)
     architecture.finish(m)
+    m.add_numbers()
     blocks = {name: int(b[1]) if (b := _BLOCK.match(name)) else -1 for name in m.tensors}
     if m.heads is Heads.ALONE:
         if not m.n_further:

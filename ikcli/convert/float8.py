@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ikcli.convert.source import Array, CheckpointSource
+from ikcli.errors import FormatError
 
 Floats = npt.NDArray[np.float32]
 
@@ -81,3 +82,10 @@ class Recent:
 def read_floats(source: CheckpointSource, name: str) -> Floats:
     """Return all values of a small tensor as float32."""
     return decode(source.read(name), source.dtype(name))
+
+
+def finite(scales: Floats, name: str) -> Floats:
+    """Return the scales, or raise a FormatError that names their tensor if one is NaN or infinite."""
+    if not np.isfinite(scales).all():
+        raise FormatError(f"tensor {name}: a scale is not a finite number")
+    return scales

@@ -1,6 +1,8 @@
 """Read weights of few bits, packed into 32-bit words with the first value lowest: compressed-tensors, GPTQ and AWQ.
 
-compressed-tensors packs along rows (output features), so rows are read on demand. GPTQ packs along inputs and
+compressed-tensors packs along rows (output features), so rows are read on demand. Its values of 4 bits without zero
+points, in groups of 32 or a multiple, are those of GGUF's Q4_0 blocks: a scale of 16 bits, and 16 bytes of which byte j
+has element j low and element j + 16 high. GPTQ packs along inputs and
 AWQ along outputs of the transposed weight, so the packed words of one weight are held while its rows are read.
 """
 
@@ -9,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -54,6 +56,33 @@ def _groups(source: CheckpointSource, name: str | None, width: int, n_groups: in
 
 
 @dataclass(slots=True)
+class Q4Rows:
+    """Rows of a weight as GGUF's Q4_0 blocks; `shape` counts elements.
+
+    A scale in bfloat16 loses nothing as float16 from 2^-17 on; a smaller one is rounded, to a multiple of 2^-24.
+    """
+
+    type: ClassVar[str] = "Q4_0"
+    source: CheckpointSource
+    words: str
+    scales: str
+    shape: tuple[int, ...]
+
+    def rows(self, first: int, last: int) -> npt.NDArray[np.uint8]:
+        """Return rows [first, last): 18 bytes for every 32 elements."""
+        n, n_blocks = last - first, self.shape[-1] // 32
+        codes = unpack(self.source.rows(self.words, first, last), 4, self.shape[-1]).reshape(n, n_blocks, 32)
+        found = decode(self.source.rows(self.scales, first, last), self.source.dtype(self.scales))
+        if not (np.abs(found) <= np.finfo(np.float16).max).all():
+            raise FormatError(f"tensor {self.scales}: a scale is not a number below 65536, as Q4_0 needs it")
+        scales = np.repeat(found.astype("<f2"), n_blocks // found.shape[1], axis=1)
+        out = np.empty((n, n_blocks, 18), np.uint8)
+        out[..., :2] = scales.reshape(n, n_blocks, 1).view(np.uint8)
+        out[..., 2:] = codes[..., :16] | codes[..., 16:] << 4
+        return out.reshape(n, -1)
+
+
+@dataclass(slots=True)
 class PackedRows:
     """The pack-quantized format of compressed-tensors: codes and zero points are integers plus half their range.
 
@@ -70,6 +99,7 @@ class PackedRows:
     allowed: set[int]
     recent: Recent
     shape: tuple[int, ...] = field(init=False)
+    packed: Q4Rows | None = field(init=False, default=None)
     _bits: int = field(init=False)
     _stream: bool = field(init=False)
     _n_groups: int = field(init=False)
@@ -92,6 +122,15 @@ class PackedRows:
                 raise FormatError(
                     f"tensor {self.zero} of {list(packed)} does not fit {self._n_groups} groups of {list(shape)}"
                 )
+        if self._q4_0():
+            self.packed = Q4Rows(self.source, self.weight, self.scale, shape)
+
+    def _q4_0(self) -> bool:
+        """Return whether groups are Q4_0 blocks, or several with the same scale."""
+        grid, width = self.source.shape(self.scale), self.shape[-1]
+        plain = self._bits == 4 and self.zero is None and self.g_idx is None
+        fits = grid == (*self.shape[:-1], self._n_groups) and width % (32 * self._n_groups) == 0
+        return plain and fits and self.source.dtype(self.scale) in ("BF16", "F16")
 
     def _columns(self) -> Index:
         """Return the group of every input."""
@@ -199,6 +238,10 @@ class Gptq(_Columns):
     def _layout(self) -> tuple[int, int]:
         _, n_out = self._grid()
         self._bits = int(str(self._setting("bits", None, (2, 3, 4, 8), "gptq")))
+        words = self.source.shape(self.parts["qzeros"])[1] * 32
+        others = self.settings.get("extra_config") or self.settings.get("dynamic")
+        if others and n_out and words % n_out == 0 and words // n_out in (2, 3, 4, 8):
+            self._bits = words // n_out
         form = self._setting("checkpoint_format", self.settings.get("format", "gptq"), ("gptq", "gptq_v2"), "gptq")
         self._more = 1 if form == "gptq" else 0
         n_words, stored_out = self.source.shape(self.name)

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from ikcli.convert.source import Array, CheckpointSource
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.types import tensor_n_bytes
+from ikcli.quant.encode import bf16
 
 Floats = npt.NDArray[np.float32]
 Order = npt.NDArray[np.int64]
@@ -25,7 +26,9 @@ Value = Callable[[Floats], Floats]
 TYPES_OF = {"F32": GGMLType.F32, "F16": GGMLType.F16, "BF16": GGMLType.BF16, "F64": GGMLType.F32}
 """dtype of a checkpoint -> tensor type that holds the same values (doubles are rounded)."""
 TYPES_OF |= {"I32": GGMLType.I32, "I64": GGMLType.I32}  # tables of ids
-TYPES_OF["MXFP4"] = GGMLType.MXFP4  # from a dequantized source asked for the blocks themselves
+KEPT = {"MXFP4": GGMLType.MXFP4, "NVFP4": GGMLType.NVFP4, "Q4_0": GGMLType.Q4_0}
+"""Types of blocks that a dequantized source has, asked for the blocks themselves."""
+TYPES_OF |= KEPT
 _WHOLE = {GGMLType.I32: "<i4", GGMLType.I64: "<i8"}  # tables of ids, and ids that a conversion computed
 
 
@@ -129,7 +132,29 @@ class Constant:
         return self.values.reshape(1, -1)[first:last]
 
 
-Piece = TensorRows | Matrix | Constant
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """A row of numbers from small tensors: an element of each, times those of `times`."""
+
+    places: tuple[tuple[str, int], ...]
+    times: Piece | None = None
+    dtype: str = "F32"
+    n_rows: int = 1
+
+    @property
+    def width(self) -> int:
+        return len(self.places)
+
+    def read(self, source: CheckpointSource, first: int, last: int) -> Array:
+        """Return the row."""
+        found = np.array([source.read(name).reshape(-1)[i] for name, i in self.places], np.float32)
+        if self.times is not None:
+            name = getattr(self.times, "name", None)
+            found = found * as_float32(self.times.read(source, 0, 1), source.dtype(name) if name else "F32")
+        return found.reshape(1, -1)[first:last]
+
+
+Piece = TensorRows | Matrix | Constant | Numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +178,7 @@ class NewRows:
         for piece in self.pieces:
             low, high = max(first - start, 0), min(last - start, piece.n_rows)
             if low < high:
-                dtype = piece.dtype if isinstance(piece, Constant) else source.dtype(piece.name)
+                dtype = piece.dtype if isinstance(piece, Constant | Numbers) else source.dtype(piece.name)
                 factor = piece.factor if isinstance(piece, TensorRows) else 1.0
                 found.append(self._typed(piece.read(source, low, high), dtype, factor))
             start += piece.n_rows
@@ -164,6 +189,8 @@ class NewRows:
             return np.ascontiguousarray(rows, _WHOLE[self.type])
         if TYPES_OF[dtype] == self.type and self.value is None and dtype != "F64" and factor == 1.0:
             return np.ascontiguousarray(rows)
+        if self.type == GGMLType.BF16:
+            return bf16(np.ascontiguousarray(rows, np.float32)).view("<u2")
         values = as_float32(rows, dtype)
         if factor != 1.0:
             values = values * np.float32(factor)

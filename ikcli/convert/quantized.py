@@ -1,35 +1,23 @@
 """Present a quantized checkpoint as a source of plain tensors, dequantized slab by slab when they are read.
 
-| quant_method | what is read | file |
-|---|---|---|
-| fp8, fbgemm_fp8, compressed-tensors (float-, int-, naive-quantized), modelopt | a weight times a scale | `scaled.py` |
-| modelopt, compressed-tensors (nvfp4-, mxfp4-pack-quantized), mxfp4 | floats of 4 bits in blocks | `fp4.py` |
-| compressed-tensors (pack-quantized), gptq, awq | integers packed into words | `packed_int.py` |
-| bitnet | matrices of -1, 0 and 1, and a number for each | `ternary.py` |
-
-The tensors of a checkpoint show which weights are quantized; the method tells how to read them. All values are
-float32, under the logical name and with the shape and orientation of the weight.
+The tensors of a checkpoint show which weights are quantized; the method tells how to read them (`quant_methods.py`).
+All values are float32, under the logical name and with the shape and orientation of the weight.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
-from ikcli.convert import ternary
-from ikcli.convert.float8 import FLOAT8, Floats, Recent
-from ikcli.convert.fp4 import Fp4, MxFp4Experts, MxFp4Rows
-from ikcli.convert.packed_int import Awq, Gptq, PackedRows
-from ikcli.convert.scaled import Scaled
+from ikcli.convert.float8 import FLOAT8
+from ikcli.convert.quant_methods import METHODS, Logical, scales_of
 from ikcli.convert.source import Array, CheckpointSource
 from ikcli.errors import FormatError, UnsupportedError
 
-PACKED = ".mxfp4"
-"""Endings of the names of quantized bits."""
-
 # Tensors that runtimes of quantized models use besides weights; GGUF has no place for them.
 _UNUSED = (
+    "_input_scale",
     ".input_scale",
     ".input_scale_ub",
     ".input_global_scale",
@@ -63,36 +51,26 @@ _LEFT_OVER = (
 )
 
 
-class Logical(Protocol):
-    """A weight that is dequantized when it is read."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Return the shape, outermost dimension first."""
-        ...
-
-    def rows(self, first: int, last: int) -> Floats:
-        """Return rows [first, last) of the weight as a matrix."""
-        ...
-
-
 class Dequantized:
     """A source that presents quantized weights as tensors of type F32 under their logical names.
 
-    `packed(name)` returns the name of a tensor of this source, not listed in `names`, that holds the same weight as
-    GGUF's MXFP4 blocks (dtype MXFP4, rows of uint8; rows are outputs, as in GGUF), or None. The experts of gpt-oss are
-    (expert, input, output) under their name, as in checkpoints without quantization, but (expert, output, input) when
-    packed, with rows of gate and up alternating.
+    Beside these it has tensors that `names` does not list. `packed` returns the name of the same weight as blocks of a
+    GGUF type (which is its dtype, rows are bytes; a row is an output, as in GGUF), `factors` and `inputs` those of the
+    numbers that multiply such blocks and scale their activations. The experts of gpt-oss are (expert, input, output)
+    under their name, as in checkpoints without quantization, but (expert, output, input) when packed, with rows of gate
+    and up alternating.
     """
 
     def __init__(self, source: CheckpointSource, made: Mapping[str, tuple[str, Logical]], dropped: set[str]) -> None:
         self._source = source
         self._made = {name: weight for name, (_, weight) in made.items()}
-        self._packed: dict[str, MxFp4Rows] = {}
+        self._beside: dict[str, Any] = {}
         for name, weight in self._made.items():
             rows = getattr(weight, "packed", None)
             if rows is not None:
-                self._packed[name + PACKED] = rows
+                parts = {".blocks": rows} | {f".{part}": getattr(rows, part, None) for part in ("factors", "inputs")}
+                self._beside |= {name + ending: part for ending, part in parts.items() if part is not None}
+        self._types = {str(part.type) for name, part in self._beside.items() if name.endswith(".blocks")}
         places: dict[str, list[str]] = {}
         for name, (primary, _) in made.items():
             places.setdefault(primary, []).append(name)
@@ -104,31 +82,52 @@ class Dequantized:
         """Return the logical names, in the order of the files."""
         return self._names
 
-    def packed(self, name: str) -> str | None:
-        """Return the name under which a weight is read as MXFP4 blocks, bit for bit, or None if it is not MXFP4."""
-        return name + PACKED if name + PACKED in self._packed else None
+    def packed(self, name: str, types: Collection[str] = ("MXFP4",)) -> str | None:
+        """Return the name under which a weight is read as blocks, bit for bit, or None if they are of another type."""
+        rows = self._beside.get(name + ".blocks")
+        return name + ".blocks" if rows is not None and rows.type in types else None
+
+    def has_packed(self, types: Collection[str]) -> bool:
+        """Return whether any weight can be read as blocks of these types."""
+        return not self._types.isdisjoint(types)
+
+    def factors(self, name: str) -> str | None:
+        """Return the name of the factors of a weight's blocks (one, or one per matrix), or None."""
+        return name + ".factors" if name + ".factors" in self._beside else None
+
+    def inputs(self, name: str) -> str | None:
+        """Return the name of the factors of the activations that meet a weight, or None."""
+        return name + ".inputs" if name + ".inputs" in self._beside else None
+
+    def made(self, name: str) -> bool:
+        """Return whether the values of a tensor are dequantized."""
+        return name in self._made
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the logical shape."""
-        found = self._packed.get(name) or self._made.get(name)
-        return self._source.shape(name) if found is None else found.shape
+        found = self._beside.get(name) or self._made.get(name)
+        shape: tuple[int, ...] = self._source.shape(name) if found is None else found.shape
+        return shape
 
     def dtype(self, name: str) -> str:
-        """Return F32 for dequantized weights, MXFP4 for names from `packed`."""
-        return "MXFP4" if name in self._packed else "F32" if name in self._made else self._source.dtype(name)
+        """Return F32 for dequantized weights and factors, the GGUF type for blocks."""
+        if name in self._beside:
+            return str(getattr(self._beside[name], "type", "F32"))
+        return "F32" if name in self._made else self._source.dtype(name)
 
     def read(self, name: str) -> Array:
         """Return all values."""
-        if name not in self._made:
+        if name not in self._made and name not in self._beside:
             return self._source.read(name)
-        weight = self._made[name]
-        return weight.rows(0, math.prod(weight.shape[:-1])).reshape(weight.shape)
+        shape = self.shape(name)
+        values = self.rows(name, 0, math.prod(shape[:-1]))
+        return values.reshape(shape) if name in self._made else values.reshape(*shape[:-1], -1)
 
     def rows(self, name: str, first: int, last: int) -> Array:
         """Return rows [first, last) of the tensor as a matrix."""
-        if name in self._packed:
-            return self._packed[name].rows(first, last)
-        return self._made[name].rows(first, last) if name in self._made else self._source.rows(name, first, last)
+        found = self._beside.get(name) or self._made.get(name)
+        rows: Array = self._source.rows(name, first, last) if found is None else found.rows(first, last)
+        return rows
 
 
 def dequantized(source: CheckpointSource, config: Mapping[str, Any]) -> CheckpointSource:
@@ -138,6 +137,11 @@ def dequantized(source: CheckpointSource, config: Mapping[str, Any]) -> Checkpoi
     one that does not fit.
     """
     settings = _settings(config)
+    words = next((n for n in source.names if source.dtype(n) == "U32" and n.endswith(".weight")), None)
+    if words is not None:
+        raise UnsupportedError(
+            f"tensor {words} is quantized by MLX, which cannot be read; convert the checkpoint that it was made from"
+        )
     if settings is None and any(name.endswith(".weight_scale_2") for name in source.names):
         settings = {"quant_method": "modelopt"}  # its settings may be in a separate file
     if settings is None and config.get("architectures") == ["BitnetForCausalLM"]:
@@ -149,14 +153,15 @@ def dequantized(source: CheckpointSource, config: Mapping[str, Any]) -> Checkpoi
         if tell is None:
             return source
         raise UnsupportedError(
-            f"tensor {tell} is quantized, but config.json has no quantization_config; copy the one of the checkpoint"
+            f"tensor {tell} is quantized, but config.json has no quantization_config; copy the one of the checkpoint, "
+            "or its hf_quant_config.json"
         )
     method = settings.get("quant_method", "modelopt" if "quant_algo" in settings else None)
-    find = _METHODS.get(method.lower() if isinstance(method, str) else "")
+    find = METHODS.get(method.lower() if isinstance(method, str) else "")
     if find is None:
         raise UnsupportedError(
-            f"quantization_config: quant_method {method!r} cannot be read (known: {', '.join(sorted(_METHODS))}); save "
-            "the model without quantization first"
+            f"quantization_config: quant_method {method!r} cannot be read (known: {', '.join(METHODS)}); save "
+            "the model without quantization first, or convert the checkpoint that it was made from"
         )
     made: dict[str, tuple[str, Logical]] = {}
     used: set[str] = set()
@@ -166,9 +171,25 @@ def dequantized(source: CheckpointSource, config: Mapping[str, Any]) -> Checkpoi
     names = [n for n in source.names if n not in used]
     dropped = used | {n for n in names if n.endswith(_UNUSED)}
     for name in names:
-        if name not in dropped and (name.endswith(_LEFT_OVER) or source.dtype(name) in FLOAT8):
-            raise UnsupportedError(f"quant_method {method!r}: tensor {name} is of a kind that is not understood")
+        bare = name.endswith(".weight") and source.dtype(name) in ("I8", "U8")
+        if name not in dropped and (bare or name.endswith(_LEFT_OVER) or source.dtype(name) in FLOAT8):
+            raise UnsupportedError(f"quant_method {method!r}: tensor {name} {_why(name, source)}")
     return Dequantized(source, made, dropped)
+
+
+def _why(name: str, source: CheckpointSource) -> str:
+    """Say what is wrong with a tensor that no method reads."""
+    if source.dtype(name) in ("F8_E4M3", "F8_E5M2", "I8", "U8") and name.endswith(".weight"):
+        there = set(source.names)
+        found = next((n for n in scales_of(name) if n in there), None)
+        if found is None:
+            beside = [scale.removeprefix(name.removesuffix("weight")) for scale in scales_of(name)]
+            return f"is of a kind that is not understood: it has no scale beside it (known: {', '.join(beside)})"
+        return (
+            f"is of a kind that is not understood: {source.dtype(name)} of {list(source.shape(name))} with the scale "
+            f"{found}, {source.dtype(found)} of {list(source.shape(found))}"
+        )
+    return "is of a kind that is not understood"
 
 
 def _settings(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -183,140 +204,3 @@ def _settings(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
             inner = found.get("quantization_config")
             return inner if isinstance(inner, dict) else found
     return None
-
-
-Found = Iterator[tuple[str, str, Logical, Sequence[str]]]
-"""Logical name, the tensor whose place it takes, the weight, and other tensors that belong to it."""
-
-
-def _block(settings: Mapping[str, Any]) -> tuple[int, ...] | None:
-    groups = [_weights_of(group) for group in _groups(settings)]
-    values = [settings.get("weight_block_size"), *(group.get("block_structure") for group in groups)]
-    for value in values:
-        if value is None:
-            continue
-        if isinstance(value, str):
-            value = value.lower().split("x")
-        try:
-            block = tuple(int(n) for n in value)
-        except (TypeError, ValueError):
-            block = ()
-        if len(block) != 2 or min(block) < 1:
-            raise UnsupportedError(f"quantization_config: a block of {value!r} is not understood")
-        return block
-    return None
-
-
-def _groups(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    groups = settings.get("config_groups") or {}
-    if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
-        raise FormatError("quantization_config: config_groups does not map names to groups")
-    return list(groups.values())
-
-
-def _weights_of(group: Mapping[str, Any]) -> Mapping[str, Any]:
-    weights = group.get("weights")
-    return weights if isinstance(weights, dict) else {}
-
-
-def _scaled(source: CheckpointSource, settings: Mapping[str, Any]) -> Found:
-    """Find all 8-bit weights with a scale beside them."""
-    there, block = set(source.names), _block(settings)
-    for name in source.names:
-        if source.dtype(name) not in (*FLOAT8, "I8"):
-            continue
-        beside = [name + "_scale_inv", name + "_scale"]
-        if name.endswith(".weight"):
-            beside.append(name.removesuffix("weight") + "qscale_weight")
-        scale = next((n for n in beside if n in there), None)
-        if scale is None:
-            continue
-        zero = name + "_zero_point" if name + "_zero_point" in there else None
-        weight = Scaled(source, name, scale, zero, block)
-        yield name, name, weight, [scale, *([zero] if zero else [])]
-
-
-def _four_bits(source: CheckpointSource) -> Found:
-    """Find weights of 4-bit floats: bytes in `weight` (modelopt) or `weight_packed` (compressed-tensors)."""
-    there = set(source.names)
-    for name in source.names:
-        if source.dtype(name) != "U8" or not name.endswith((".weight", ".weight_packed")):
-            continue
-        base = name.removesuffix("_packed")
-        scale = base + "_scale"
-        if scale not in there:
-            continue
-        times = base + "_scale_2" if base + "_scale_2" in there else None
-        over = base + "_global_scale" if base + "_global_scale" in there else None
-        parts = [part for part in (scale, times, over) if part]
-        yield base, name, Fp4(source, name, scale, times, over), parts
-
-
-def _modelopt(source: CheckpointSource, settings: Mapping[str, Any]) -> Found:
-    yield from _four_bits(source)
-    yield from _scaled(source, settings)
-
-
-def _compressed_tensors(source: CheckpointSource, settings: Mapping[str, Any]) -> Found:
-    sparsity = settings.get("sparsity_config")
-    if isinstance(sparsity, dict) and sparsity.get("format", "dense") != "dense":
-        raise UnsupportedError(
-            f"quant_method 'compressed-tensors': sparsity_config format {sparsity['format']!r} is not read"
-        )
-    if (settings.get("transform_config") or {}) != {}:
-        raise UnsupportedError("quant_method 'compressed-tensors': transform_config is not read")
-    bits = {n for group in _groups(settings) if isinstance(n := _weights_of(group).get("num_bits"), int)}
-    there, recent = set(source.names), Recent()
-    for name in source.names:
-        if not name.endswith(".weight_packed") or source.dtype(name) != "I32":
-            continue
-        base = name.removesuffix("_packed")
-        optional = {key: base + key for key in ("_zero_point", "_g_idx", "_shape") if base + key in there}
-        if base + "_scale" not in there or "_shape" not in optional:
-            raise FormatError(f"tensor {name} has no {base}_scale or {base}_shape beside it")
-        shape, zero, g_idx = (optional.get(key) for key in ("_shape", "_zero_point", "_g_idx"))
-        weight = PackedRows(source, name, base + "_scale", str(shape), zero, g_idx, bits, recent)
-        yield base, name, weight, [base + "_scale", *optional.values()]
-    yield from _four_bits(source)
-    yield from _scaled(source, settings)
-
-
-def _by_columns(source: CheckpointSource, settings: Mapping[str, Any], make: type[Gptq] | type[Awq]) -> Found:
-    there, recent = set(source.names), Recent()
-    for name in source.names:
-        if not name.endswith(".qweight"):
-            continue
-        base = name.removesuffix("qweight")
-        parts = {key: base + key for key in ("qzeros", "scales", "g_idx") if base + key in there}
-        if "scales" not in parts or "qzeros" not in parts:
-            raise FormatError(f"tensor {name} has no {base}scales or {base}qzeros beside it")
-        yield base + "weight", name, make(source, name, parts, settings, recent), list(parts.values())
-
-
-def _gptq(source: CheckpointSource, settings: Mapping[str, Any]) -> Found:
-    return _by_columns(source, settings, Gptq)
-
-
-def _awq(source: CheckpointSource, settings: Mapping[str, Any]) -> Found:
-    return _by_columns(source, settings, Awq)
-
-
-def _mxfp4(source: CheckpointSource, settings: Mapping[str, Any]) -> Found:
-    there, recent = set(source.names), Recent()
-    for name in source.names:
-        if name.endswith("_blocks") and name.removesuffix("_blocks") + "_scales" in there:
-            base = name.removesuffix("_blocks")
-            yield base, name, MxFp4Experts(source, name, base + "_scales", recent), [base + "_scales"]
-
-
-_METHODS: dict[str, Callable[[CheckpointSource, Mapping[str, Any]], Found]] = {
-    "awq": _awq,
-    "bitnet": ternary.find,
-    "compressed-tensors": _compressed_tensors,
-    "fbgemm_fp8": _scaled,
-    "fp8": _scaled,
-    "gptq": _gptq,
-    "modelopt": _modelopt,
-    "modelopt_fp4": _modelopt,
-    "mxfp4": _mxfp4,
-}

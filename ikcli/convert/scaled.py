@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from ikcli.convert.float8 import Floats, decode
+from ikcli.convert.float8 import Floats, decode, finite
 from ikcli.convert.source import CheckpointSource
 from ikcli.errors import FormatError
 
@@ -33,6 +33,8 @@ class Scaled:
         if not self.shape:
             raise FormatError(f"tensor {self.weight} is a scalar with a scale")
         grid = self.source.shape(self.scale)
+        if len(grid) == 2 * len(self.shape) and set(grid[1::2]) == {1}:
+            grid = grid[::2]  # ModelOpt's blocks keep both dimensions
         if len(grid) < len(self.shape):
             # one value per tensor, expert or row: leading dimensions are those of the weight
             grid = grid + (1,) * (len(self.shape) - len(grid)) if math.prod(grid) > 1 else (1,) * len(self.shape)
@@ -74,9 +76,9 @@ class Scaled:
         # beside 8-bit floats, a byte is a power of two
         dtype = "F8_E8M0" if self.source.dtype(name) == "U8" and name == self.scale else self.source.dtype(name)
         if self.source.shape(name) == self._grid and self._grid[:-1] == self.shape[:-1]:
-            chosen = decode(self.source.rows(name, first, last), dtype)
+            chosen = finite(decode(self.source.rows(name, first, last), dtype), name)
             return chosen[:, np.arange(self.shape[-1]) // self._steps[-1]] if self._grid[-1] > 1 else chosen
-        values = decode(self.source.read(name), dtype).reshape(self._grid)
+        values = finite(decode(self.source.read(name), dtype).reshape(self._grid), name)
         outer = np.unravel_index(np.arange(first, last), self.shape[:-1]) if len(self.shape) > 1 else ()
         at: list[_Index] = [np.asarray(i) // step for i, step in zip(outer, self._steps, strict=False)]
         chosen = values[tuple(at)] if at else values.reshape(1, -1)

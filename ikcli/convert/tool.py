@@ -6,13 +6,14 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ikcli.convert.archs import architecture_of
 from ikcli.convert.archs.drafts import check_head
 from ikcli.convert.build import Architecture, Build, convert_tensors
 from ikcli.convert.config import Config
 from ikcli.convert.file import CheckpointFile, checkpoint_file
+from ikcli.convert.json_files import read_object
 from ikcli.convert.naming import Description, describe
 from ikcli.convert.quantized import dequantized
 from ikcli.convert.rerank import add_ranking, ranks
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 _UNREAD = r"\.indexer\.|^rope_f|_(k|v|kv)_b\.weight$|_gate_up_exps\.weight$|^output\.weight$|^cls\.|^dense_"
 """Tensors that are read elsewhere in ik, or kept for other programs."""
 AUTO = {GGMLType.BF16: 32, GGMLType.F16: 1, GGMLType.F32: 1}  # file types; float32 checkpoints become f16
-MXFP4 = 38
+_FILE_TYPES = {GGMLType.MXFP4: 38, GGMLType.NVFP4: 39, GGMLType.Q4_0: 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class CheckpointOptions:
     metadata: Path | None = None
     pre: str | None = None
     ignored_keys: tuple[str, ...] = ()
-    keep_mxfp4: bool = False  # keep weights that are MXFP4 blocks
+    keep: frozenset[str] = frozenset()  # keep weights that are blocks of these types
     heads: Heads = Heads.KEPT  # layers that predict further tokens
     target: Path | None = None  # the checkpoint that a head drafts for
 
@@ -64,15 +65,16 @@ class OpenCheckpoint:
     notes: tuple[str, ...]
 
     @property
-    def has_mxfp4(self) -> bool:
-        """Return whether weights are kept as MXFP4 blocks."""
-        return any(t.type == GGMLType.MXFP4 for t in self.file.tensors.values())
+    def kept_type(self) -> GGMLType | None:
+        """Return the type of the first weight that is kept as blocks."""
+        return next((t.type for t in self.file.tensors.values() if t.type in _FILE_TYPES), None)
 
     @property
     def auto_type(self) -> int:
         """Return the file type of the first matrix that is not computed, which would make it float32."""
-        if self.has_mxfp4:
-            return MXFP4
+        kept = self.kept_type
+        if kept is not None:
+            return _FILE_TYPES[kept]
         types = [t.type for t in self.file.tensors.values() if len(t.shape) > 1]
         return AUTO[next((t for t in types if t != GGMLType.F32), GGMLType.F32)]
 
@@ -84,9 +86,9 @@ def open_checkpoint(directory: Path, options: CheckpointOptions | None = None) -
     architecture = architecture_of(config)
     sentence = Sentence.of(directory)
     files = SafetensorsSource(directory, modules=sentence.dense)
-    source = dequantized(files, config.raw)
+    source = dequantized(files, _with_modelopt(directory, config.raw))
     target = _target(directory, architecture, options.target)
-    m = Build(config, source, architecture.name, keep_mxfp4=options.keep_mxfp4, heads=options.heads, target=target)
+    m = Build(config, source, architecture.name, keep=options.keep, heads=options.heads, target=target)
     architecture.keys(m)
     convert_tensors(m, architecture)
     check_factors(m)
@@ -123,6 +125,15 @@ def open_checkpoint(directory: Path, options: CheckpointOptions | None = None) -
     return OpenCheckpoint(file, description, tuple(m.dropped), tuple(m.notes))
 
 
+def _with_modelopt(directory: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """Return config.json with ModelOpt's settings, which older checkpoints have in a file of their own."""
+    found = None if config.get("quantization_config") else read_object(directory / "hf_quant_config.json")
+    inner = None if found is None else found.get("quantization")
+    if not isinstance(inner, dict) or not inner.get("quant_algo"):
+        return config
+    return config | {"quantization_config": {"quant_method": "modelopt"} | inner}
+
+
 def _target(directory: Path, architecture: Architecture, target: Path | None) -> Config | None:
     """Return config.json of the model that a head drafts for, or None for other checkpoints."""
     if architecture.needs_target:
@@ -148,7 +159,8 @@ def _check(file: CheckpointFile, directory: Path) -> None:
     for name in file.tensors:
         block = re.match(r"blk\.(\d+)\.", name)
         further = block is not None and int(block[1]) >= hp.n_layer
-        if name not in specs and not further and not re.search(_UNREAD, name):
+        factor = name.endswith((".scale", ".input_scale")) and f"{name.rpartition('.')[0]}.weight" in specs
+        if name not in specs and not further and not factor and not re.search(_UNREAD, name):
             raise UnsupportedError(f"{directory}: tensor {name} has no use in architecture {hp.arch}")
 
 

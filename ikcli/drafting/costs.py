@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 _WEIGHT = 0.08  # of a new measurement, once there are many
+_PACE_WEIGHT = 0.1  # ... of one of a well-known count, for what is known of the machine's pace
+_KNOWN = 8  # measurements that make a count well known
 _OUTLIER = 1.3  # a measurement counts as at most this many times the estimate, after a few; before: _ODD times
 _ODD, _FEW = 1.6, 4
 _SPREAD = 0.08  # of single measurements, relative
@@ -27,11 +29,14 @@ class RowCosts:
 
     A measurement of one count also tells of the others: curves are sums of a level, a slope, what distinct experts add
     (for models with `experts`: their number, and how many a row uses), and deviations. `seconds`, `low` and `high` are
-    estimates and the bounds of what is likely, by count; they change with `refresh`.
+    estimates and the bounds of what is likely, by count; they change with `refresh`. All are at the machine's usual
+    pace: others use it, too, and what is measured minutes apart would not be comparable. `pace`: how many times as long
+    everything takes at present.
     """
 
     def __init__(self, most: int, experts: tuple[int, int] | None = None) -> None:
         self.most = most
+        self.pace = 1.0
         self.seconds: list[float] = [0.0] * (most + 1)
         self.low, self.high = list(self.seconds), list(self.seconds)
         self._mean = [0.0] * (most + 1)
@@ -50,6 +55,10 @@ class RowCosts:
         if not 0 < rows <= self.most or seconds <= 0:
             return
         n, mean = self._n[rows], self._mean[rows]
+        if n >= _KNOWN:
+            ratio = seconds / (mean * self.pace)
+            self.pace *= min(max(ratio, 1 / _OUTLIER), _OUTLIER) ** _PACE_WEIGHT
+        seconds /= self.pace
         if not n:
             self._mean[rows] = seconds
         elif n == 1:  # the first one may have included work that is done once

@@ -28,12 +28,14 @@ DECISIONS = (PAYS, TRY, SHORTENED, DOES_NOT_PAY, TOO_DEAR, MEASURES, NO_DRAFT, R
 
 SHARE = 0.01  # of the time of plain steps that drafts may cost
 _START, _MOST = 1.0, 24.0  # the account, in plain steps: at first, and at most
+_CARRIED = 2.0  # ... at most, of what steps without drafts earned, into the next text
 _RICH = 5.0
 _OVERDRAFT = 2.0  # plain steps that a draft which is probably right may cost beyond the account, if it is wrong
 _RISK = 1.0  # ... times the probability of that
 _RESERVE = 0.5  # of the account that looking for drafts leaves for those that are found
 _UNUSUAL = 2.0  # the account pays at most this many times the estimate: more is the machine's doing, not the draft's
 _COMPARED = 2  # drafts of an engine that are compared with the text before one is checked, if making them is free
+_DEAR = 1.5  # factor by which tries that are dearer than a text's own means wait longer: costs may be misjudged, too
 _MARGIN = 1.01  # by which drafts have to be faster
 _MOST_PATIENCE = 4.0  # factor by which failed tries delay the next one
 _EXCESS = 100.0  # steps over which tries spend what the account has beyond its start
@@ -44,7 +46,7 @@ _RECOVERS = 2.0  # ... else, times what the account needs for the next look
 _NEXT_REST = 16  # ... the first one of a text, after texts in which drafts did not pay; and all of drafts from texts
 _WELL_KNOWN = 8  # measurements of a step without drafts, after which every `_SAMPLED`th such step is measured
 _SAMPLED = 8
-_AGAIN, _OFTEN = 256, 6  # drafts after which a step without one is measured again: at most, and times its measurements
+_AGAIN, _OFTEN = 32, 6  # drafts after which a step without one is measured again: at most, and times its measurements
 _REFRESH, _SELDOM = 16, 512  # measurements after which costs are computed again: at first, and later
 _KEPT, _EARLY = 6, 6  # drafts after which estimates are computed again, and first drafts that all do this
 _WRONG = 3  # drafts that a wrong first token counts as
@@ -70,7 +72,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Tokens to draft for every option, and why: tokens/s expected of this, and of no draft.
+    """Tokens to draft for every option, and why: tokens/s expected of this, and of no draft, at the usual pace.
 
     `rest`: following steps that should not look for drafts.
     """
@@ -106,12 +108,13 @@ class _Outlook:
             reason = SHORTENED
         self.promise, self.worst, self.tried = 0.0, 0.0, rungs[0][1]
         if not self.paying:
-            # What a text is to pay from its own means must not be dearer than these can become.
-            cheap = [rung for rung in rungs if rung[2] <= _START] or [min(rungs, key=lambda rung: rung[2])]
-            self.promise, self.worst, self.tried = max(
-                ((sum(_HOPED[n] for n in lengths) / n_texts - worst) / max(worst, SHARE), worst, lengths)
-                for _, lengths, worst, _ in cheap
-            )
+            # What a text is to pay from its own means must not be dearer than these can become, if there is a choice.
+            hopes = [((sum(_HOPED[n] for n in lengths) / n_texts - worst) / max(worst, SHARE), worst, lengths)
+                     for _, lengths, worst, _ in rungs]  # fmt: skip
+            cheap = [hope for hope in hopes if hope[1] <= _START and hope[0] > 0]
+            self.promise, self.worst, self.tried = max(cheap or hopes)
+            if not cheap:
+                self.worst *= _DEAR
 
 
 class Policy:
@@ -124,7 +127,7 @@ class Policy:
         self.most_rows = most_rows
         self.rows = RowCosts(most_rows, experts)
         self.acceptance = Acceptance(most_rows)
-        self.account = _START
+        self.account, self._saved = _START, 0.0  # plain steps; what of it steps without drafts earned
         self._making: dict[str, MakingCosts] = {}
         self._repair = -1.0 if repairs else 0.0  # seconds; below 0: not known yet
         self._waited = 0  # steps since the last draft
@@ -143,13 +146,8 @@ class Policy:
     def checked(self, rows: int, seconds: float, n_texts: int, n_tokens: int) -> None:
         """Note a step: rows computed, seconds without the making of drafts, texts, tokens they gained."""
         costs = self.rows
-        costs.observe(rows, seconds)
-        self._n_steps += 1
-        if costs.n_measured(rows) <= 3 or self._n_steps >= self._refresh_at:
-            if self._n_steps >= self._refresh_at:
-                self._refresh_at = self._n_steps + self._next_refresh
-                self._next_refresh = min(2 * self._next_refresh, _SELDOM)
-            self._refresh()
+        self._observe(rows, seconds)
+        seconds /= costs.pace
         gained = 0.0
         if rows == n_texts:
             self.passed(1)
@@ -163,10 +161,29 @@ class Policy:
             self._waited, self._trying = 0, False
             self._patience = 1.0 if gained > 0 else min(2 * self._patience, _MOST_PATIENCE)
 
+    def rested(self, n_texts: int, seconds: float) -> None:
+        """Note the seconds of a step at rest; `passed` counts it."""
+        self._observe(n_texts, seconds)
+
     def passed(self, n: int) -> None:
         """Note steps without drafts."""
         self._waited += n
         self._earn(n * SHARE)
+        self._saved = min(self._saved + n * SHARE, _CARRIED)
+
+    def _observe(self, rows: int, seconds: float) -> None:
+        costs = self.rows
+        costs.observe(rows, seconds)
+        self._n_steps += 1
+        if costs.n_measured(rows) <= 3 or self._n_steps >= self._refresh_at:
+            if self._n_steps >= self._refresh_at:
+                self._refresh_at = self._n_steps + self._next_refresh
+                self._next_refresh = min(2 * self._next_refresh, _SELDOM)
+            self._refresh()
+
+    def seconds(self, rows: int) -> float:
+        """Return the seconds that a step of so many rows takes at present."""
+        return self.rows.seconds[rows] * self.rows.pace
 
     def measured_after(self, n_texts: int) -> int:
         """Return after how many steps without drafts one is to be measured."""
@@ -186,11 +203,13 @@ class Policy:
 
     def _earn(self, steps: float) -> None:
         self.account = min(self.account + steps, _MOST)
+        if steps < 0:
+            self._saved = max(self._saved + steps, 0.0)
 
     def spent(self, seconds: float, n_texts: int) -> None:
-        """Note seconds that a step took beyond its computation."""
+        """Note seconds, at the usual pace, that a step took beyond its computation."""
         if (plain := self.rows.seconds[n_texts]) > 0:
-            self.account -= min(seconds / plain, _UNUSUAL)
+            self._earn(-min(seconds / plain, _UNUSUAL))
 
     def looked(self, seconds: float, n_texts: int, n_steps: int = 1) -> int:
         """Note the processor time that looking for drafts and deciding took in each of `n_steps` steps.
@@ -203,7 +222,7 @@ class Policy:
         if n_steps == 1:
             steps = min(steps, _UNUSUAL * self._looking or 1.0)
             self._looking += 0.2 * (steps - self._looking) if self._looking else steps
-        self.account -= n_steps * steps
+        self._earn(-n_steps * steps)
         if self._looking > SHARE and self.account < self._reserve:
             # Rests gain more than the looks between them cost: else the account would never recover.
             most = max(_LOOK_REST, math.ceil(_RECOVERS * self._looking / SHARE))
@@ -212,6 +231,7 @@ class Policy:
 
     def drafted(self, kind: str, n: int, seconds: float, n_texts: int) -> None:
         """Note the seconds that making drafts of up to n tokens took."""
+        seconds /= self.rows.pace
         known = self._making.setdefault(kind, MakingCosts())
         usual = known(n) if known else seconds
         known.observe(n, seconds)
@@ -219,6 +239,7 @@ class Policy:
 
     def repaired(self, seconds: float, n_texts: int) -> None:
         """Note the seconds that it took to compute again what a wrong draft had overwritten."""
+        seconds /= self.rows.pace
         self._repair = seconds if self._repair < 0 else self._repair + 0.2 * (seconds - self._repair)
         self.spent(seconds, n_texts)
 
@@ -234,7 +255,7 @@ class Policy:
     def forget(self, text: int) -> None:
         """Drop what is known of a finished text; what it saved does not pay for the next one."""
         self.acceptance.forget(text)
-        self.account = min(self.account, _START)
+        self.account = min(self.account, max(_START, self._saved))
         self._rest = min(self._rest, _NEXT_REST)
         self._n_judged = 0
         self._renew()

@@ -85,12 +85,17 @@ class Per(Enum):
 class Cache:
     """One layer's cache tensor: `rows` rows of `cols` elements of `type`; transposed: `cols` rows of all cells."""
 
-    kind: str  # "k", "v", "kv" (MLA: rope 64 | latent 512), "kv_t" (transposed latent)
+    kind: str  # "k", "v", "kv" (MLA: rope 64 | latent 512), "kv_t" (transposed latent); "k.1": of a layer's second run
     il: int
     cols: int
     type: GGMLType
     transposed: bool = False
     per: Per = Per.CELL
+
+    @property
+    def content(self) -> str:
+        """Return what it holds: the kind, without the run of the layer."""
+        return self.kind.partition(".")[0]
 
     def rows(self, n_cells: int, n_seq: int, n_window: int = 0) -> int:
         """Return the rows of the tensor in a session with these cells, sequences, and window cells per sequence."""

@@ -72,6 +72,9 @@ class Graph:
 
     `outputs_of`: layers whose outputs are wanted, with their nodes once these are recorded.
 
+    `loop`: how often the layers have been recorded before, where they run several times. Each time they have caches of
+    their own.
+
     `n_deep`: first layers whose outputs get further rows of images; -1: no images at all.
     """
 
@@ -79,6 +82,7 @@ class Graph:
     caches: dict[tuple[str, int], Cache] = field(default_factory=dict)
     weights: dict[str, Weight] = field(default_factory=dict)
     il: int = -1  # current layer, appended to node names
+    loop: int = 0
     factors: Mapping[str, float | Weight] = field(default_factory=dict)
     low_rank: Mapping[str, Sequence[LowRank]] = field(default_factory=dict)
     directions: Mapping[int, Weight] = field(default_factory=dict)
@@ -114,6 +118,7 @@ class Graph:
     ) -> Cache:
         """Return the cache tensor `kind` of the current layer, or of layer `il`."""
         il = self.il if il < 0 else il
+        kind = f"{kind}.{self.loop}" if self.loop else kind
         return self.caches.setdefault((kind, il), Cache(kind, il, cols, type_, transposed, per))
 
     def state(self, kind: str, cols: int) -> Cache:

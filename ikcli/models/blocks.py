@@ -6,7 +6,7 @@ Node names are those of the reference graphs (`attn_norm-0`, `ffn_moe_logits-3`,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ikcli.graph import Graph, HeadSlice, Node, Per, Rows, Weight
@@ -48,11 +48,12 @@ def transformer(
     x = embedded(g, hp, w)
     if norm_embeddings:
         x = g.norm(x, None, hp.eps, "inp_normed", kind="rms")
-    for il in range(hp.n_layer):
-        g.il = il
+    for il in _layers(g, hp):
+        if hp.norms_loops and g.loop and not il:
+            x = norm(g, hp, x, w["output_norm.weight"], "loop_norm")
         layer = w.layer(il)
         cur = attn(normed(g, hp, x, layer, "attn_norm"), layer)
-        if il == hp.n_layer - 1:
+        if (il, g.loop) == (hp.n_layer - 1, hp.n_loop - 1):
             if g.wants_states is Rows.TOKENS:  # beside the output rows, which are computed as without them
                 exact = g.exact
                 g.states = states_of(g, hp, w, second_half(g, hp, cur, x, layer, ffn, ffn_norm))
@@ -62,6 +63,14 @@ def transformer(
         x = second_half(g, hp, cur, x, layer, ffn, ffn_norm)
     g.il = -1
     return output(g, hp, w, x)
+
+
+def _layers(g: Graph, hp: HParams) -> Iterator[int]:
+    """Yield the number of every layer when it is to be recorded, as often as the layers run."""
+    for g.loop in range(hp.n_loop):
+        for g.il in range(hp.n_layer):
+            yield g.il
+    g.loop = 0
 
 
 def second_half(g: Graph, hp: HParams, cur: Node, x: Node, layer: LayerWeights, ffn: Block, ffn_norm: str) -> Node:

@@ -174,6 +174,8 @@ class HParams:
     o_groups: int = 0  # of heads, each with an output projection of low rank
     o_lora_rank: int = 0
     n_hash: int = 0  # first layers whose experts depend on the token alone
+    n_loop: int = 1  # times that all layers run, each time with caches of their own
+    norms_loops: bool = False  # the last norm is also between these times
     per_layer: Mapping[str, tuple[Any, ...]] = field(default_factory=dict, hash=False)
 
     @classmethod
@@ -237,7 +239,7 @@ class HParams:
             values["recurrent_layers"] = frozenset(il for il in values.get("recurrent_layers", ()) if il < n_main)
         else:  # heads for further tokens attend to all positions, as in the reference
             values |= read_sparse(keys, values, tensors)
-        if arch in ("granite", "granite-swa", "granitehybrid", "granitemoe"):
+        if arch in ("granite", "granite_swa", "granitehybrid", "granitemoe"):
             values |= _multipliers(keys)
         if arch in ("deepseek2", "mistral3", "mistral4"):  # files of Mistral 4 do not say
             default = 0.1 if arch == "mistral4" else 0.0
@@ -251,6 +253,9 @@ class HParams:
             values["n_ff_shexp"] = width * values["n_expert_shared"]
         if arch == "llama4":
             values |= _temperature(keys, values) | {"weighs_inputs": True, "n_ff_shexp": values["n_ff_exp"]}
+        if arch in ("nanbeige", "ouro"):
+            values["n_loop"] = keys.integer("num_loops", least=1, most=MAX_LAYERS // n_layer)
+            values["norms_loops"] = not keys.raw("skip_loop_final_norm", False)
         if arch in ENCODERS:
             values |= _encoder(keys, values, tensors)
         if arch == "t5":

@@ -11,8 +11,8 @@ import numpy as np
 from ikcli.errors import FormatError
 
 MAX_SIZE = 1 << 31
-SPELLINGS = {"cohere2moe": "cohere2_moe"}
-"""Other names of architectures: llama.cpp's and ours."""
+SPELLINGS = {"cohere2moe": "cohere2_moe", "granite-swa": "granite_swa"}
+"""Other names of architectures in files, of llama.cpp and of earlier versions: ours."""
 
 
 class HasShape(Protocol):

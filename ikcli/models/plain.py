@@ -52,6 +52,10 @@ def _shared_gate(hp: HParams, il: int) -> TensorSpecs:
     return {f"blk.{il}.ffn_gate_inp_shexp.weight": TensorSpec((hp.n_embd, 1))}
 
 
+def _head_gates(hp: HParams, il: int) -> TensorSpecs:
+    return {f"blk.{il}.attn_gate.weight": TensorSpec((hp.n_embd, hp.at(il).n_head))}
+
+
 def _qkv_bias(hp: HParams, il: int) -> TensorSpecs:
     n = hp.n_head * hp.head_dim_k + hp.n_head_kv * (hp.head_dim_k + hp.head_dim_v)
     return {f"blk.{il}.attn_qkv.bias": TensorSpec((n,))}
@@ -92,7 +96,7 @@ TABLE: dict[str, Plain] = {
     "arcee": Plain(neox=False, ungated="relu_sqr", more=_llama3_factors),
     "bailingmoe": _PAIRS,
     "bailingmoe2": Plain(qk_norm=True, fused=True),
-    "chatglm": Plain(fused=True, neox=False, fused_gate_up=True),
+    "chatglm": Plain(neox=False, fused_gate_up=True),
     "dbrx": Plain(fused=True, ffn_norm="attn_output_norm"),
     "deepseek": _PAIRS,
     "dots1": _NORMED,
@@ -103,7 +107,7 @@ TABLE: dict[str, Plain] = {
     "exaone-moe": Plain(bias=False, qk_norm=True),
     "glm4moe": Plain(qk_norm=None, ffn_norm="post_attention_norm"),
     "granite": _PAIRS,
-    "granite-swa": Plain(neox=False, more=_sinks),
+    "granite_swa": Plain(neox=False, more=_sinks),
     "granitemoe": _PAIRS,
     "grovemoe": Plain(bias=None, qk_norm=True, more=_groups),
     "hunyuan-dense": Plain(bias=False, qk_norm=True, norm_last=True),
@@ -131,6 +135,7 @@ TABLE: dict[str, Plain] = {
     "qwen3vl": _NORMED,
     "qwen3vlmoe": _NORMED,
     "seed_oss": Plain(ffn_norm="post_attention_norm"),
+    "spark2_5": Plain(bias=False, act=Glu("gelu_erf"), more=_head_gates),
     "smollm3": Plain(neox=False, nope_interval=4),
 }
 """By the architecture name of the file; what each is called elsewhere: docs/models.md."""

@@ -19,7 +19,8 @@ PERIODS = {
     "phimoe": 0, "plamo2": 0, "plamo3": 8, "smallthinker": 4, "starcoder2": 0,
 }  # fmt: skip
 """Layers of a period, of which the last one has no window; 0: all layers have one."""
-LISTED = ("cohere2_moe", "gemma4", "granite-swa", "maple", "mimo2", "step35")  # files say which layers have windows
+LISTED = ("cohere2_moe", "gemma4", "granite_swa", "maple", "mimo2", "spark2_5", "step35")
+"""Files say which layers have windows."""
 FIRST_SEES_ALL = (
     "cohere2_moe",
     "laguna",

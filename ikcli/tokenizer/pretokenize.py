@@ -177,6 +177,11 @@ _RULES: dict[str, Callable[[], list[Cut]]] = {
         _categories(r"[\p{N}]+"),
     ],
     "deepseek-v3": lambda: [_categories(r"[\p{N}]{1,3}"), _literal(_KANA_HAN), _categories(_PUNCTUATED)],
+    "spark2_5": lambda: [
+        _categories(r"[\p{N}]{1,3}"),
+        _literal(_KANA_HAN),
+        _categories(_PUNCTUATED.replace(r"[\r\n]*|" + _SPACES, r"|[\r\n]|[\s]+(?!\S)|[\s]+")),
+    ],
     "youtu": lambda: [
         _literal(_YOUTU),
         _categories(rf"{_WORD_MARKS}{_SUFFIX}?|[\p{{N}}]|{_REST_SLASH}"),
@@ -261,6 +266,7 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     **_named("deepseek-coder", "deepseek-coder"),
     **_named("deepseek-v3 hunyuan-dense joyai-llm", "deepseek-v3"),
     **_named("youtu", "youtu", ignore_merges=True),
+    **_named("spark2_5", "spark2_5"),
     **_named("falcon", "falcon"),
     **_named("mpt gpt-2 phi-2 jina-es jina-de gigachat jina-v2-es jina-v2-de a.x-4.0 mellum modern-bert", "gpt-2"),
     **_named("olmo jais exaone4 jina-v1-en jina-v2-code roberta-bpe trillion granite-docling", "gpt-2"),

@@ -1,8 +1,8 @@
-"""Memory for the parameters of kernel calls, once or, for weights mirrored over NUMA nodes, once per node.
+"""Memory for the parameters of kernel calls, once or, for weights mirrored or spread over NUMA nodes, once per node.
 
-A kernel finds the counter of its work items 64 bytes before its parameters. Threads of all nodes share that counter,
-while each node has parameters of its own with the addresses of its weights. So with copies, the page before the
-parameters is the same memory in each of them, mapped several times.
+A kernel finds the counters of its work items 64 bytes before its parameters. Threads of all nodes share them, while
+each node has parameters of its own with its number and the addresses of its weights. So with copies, the page before
+the parameters is the same memory in each of them, mapped several times.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ class CallRecords:
 def _mirrored(n: int, item: int, copies: int) -> npt.NDArray[np.uint8]:
     """Return `copies` regions of n items, whose first pages are the same memory in all of them."""
     if not hasattr(os, "memfd_create"):
-        raise IkError("--numa mirror: only Linux can map the counters of work into several copies of a program")
+        raise IkError(
+            "--numa mirror and distribute: only Linux can map the counters of work into several copies of a program"
+        )
     size, page = n * item, mmap.PAGESIZE
     if not n:
         return aligned_zeros(0)
@@ -71,7 +73,7 @@ def _mirrored(n: int, item: int, copies: int) -> npt.NDArray[np.uint8]:
         if base == _FAILED or any(
             libc.mmap(address, page, access, _SHARED | _FIXED, file, at) == _FAILED for address, at in places
         ):
-            raise IkError(f"--numa mirror: memory for programs was not mapped: {os.strerror(ctypes.get_errno())}")
+            raise IkError(f"--numa: memory for programs was not mapped: {os.strerror(ctypes.get_errno())}")
     finally:
         os.close(file)
     memory = (ctypes.c_uint8 * (size * copies)).from_address(base)

@@ -50,7 +50,7 @@ from ikcli.backends.cpu.params_products import (
     UpGluParams,
     ZeroDroppedParams,
 )
-from ikcli.backends.cpu.program import CpuLowering, Ref
+from ikcli.backends.cpu.program import N_NODES, NODE, CpuLowering, Ref
 from ikcli.backends.cpu.tile_modes import (
     MOST_TILES,
     PAIRS_BLOCK,
@@ -469,7 +469,7 @@ def _sorted_activations(low: CpuLowering, w: Weight, op: ExpertProduct) -> Input
 def _by_expert(low: CpuLowering, node: Node, op: ExpertProduct, w: Weight) -> tuple[Product, Experts]:
     """Return the parameters of a product by expert."""
     product = _product(low, node, w, _experts(low, w), _sorted_activations(low, w, op))
-    return product, Experts(n_expert=w.ne2, offsets=low.out(op.plan) + 8)
+    return product, Experts(n_expert=w.ne2, offsets=low.out(op.plan) + 8, node=Ref(NODE), n_nodes=Ref(N_NODES))
 
 
 def _experts(low: CpuLowering, w: Weight) -> Ref:

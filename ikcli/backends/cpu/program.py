@@ -25,6 +25,8 @@ from ikcli.native.kernel_library import KernelLibrary
 BATCH_INVARIANT_ROWS = 8  # most rows for which a program can be batch-invariant
 FEW_ROWS = 4  # a row of weights is decoded once for as many
 TABLE = "|experts"  # behind the name of a weight: the table of the addresses of its matrices, one per expert
+NODE, N_NODES = "|node", "|nodes"  # names of numbers: the node of a thread, and over how many nodes experts are spread
+MOST_NODES = 8  # over which they can be: each has a counter of work items
 ENTRY_WORDS = 4  # of the table that kernels/executor.py walks
 
 
@@ -129,16 +131,22 @@ class CpuProgram:
         cache_address: Mapping[Cache, int],
         outside: Mapping[Node, np.ndarray] | None = None,
         mirrors: Sequence[Mapping[str, int]] = (),
+        expert_nodes: int = 1,
     ) -> None:
         """Resolve every word to an address; `arena` must hold `arena_bytes` and may be shared between programs.
 
         `outside`: memory of the values that are not in the arena, uint8. Weights of experts lie one after the other,
         unless `weight_address` has a table of theirs (the name with `TABLE` behind it), which may change between runs.
-        `mirrors`: addresses of the same weights for threads of the second node, the third, ...
+        `mirrors`: addresses of the same weights for threads of the second node, the third, ... `expert_nodes`: over how
+        many nodes the experts of a weight are spread (`numa.expert_parts`); threads take those of their node first.
         """
         self._outside = {b: outside[node] for b, node in self._lowering.outside.items()} if outside else {}
         self._tables = []
-        places = [self._with_tables(addresses) for addresses in (weight_address, *mirrors)]
+        mirrors = mirrors or [weight_address] * (expert_nodes - 1)
+        places = [
+            self._with_tables(addresses) | {NODE: node if expert_nodes > 1 else 0, N_NODES: expert_nodes}
+            for node, addresses in enumerate((weight_address, *mirrors))
+        ]
         base = arena.ctypes.data
         most = max((len(op.words) + 1 for op in self.ops), default=1)
         records = CallRecords(len(self.ops), 8 * most, len(places))

@@ -202,7 +202,12 @@ ARCHITECTURES = (
         _SEES, frozenset({"mm_tokens_per_image"}),
     ),
     b.Architecture(
-        "gemma4", ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"), _gemma4, GEMMA4, _finish4, _SEES
+        "gemma4",
+        (
+            "Gemma4ForCausalLM", "Gemma4ForConditionalGeneration", "Gemma4UnifiedForCausalLM",
+            "Gemma4UnifiedForConditionalGeneration",
+        ),
+        _gemma4, GEMMA4, _finish4, _SEES,
     ),
     b.Architecture(
         "gemma4-assistant", ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM"), _assistant,

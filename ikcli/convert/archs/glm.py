@@ -1,4 +1,4 @@
-"""ChatGLM, GLM-4 (0414), GLM-4.5 to 4.7, and Solar Open, which has their layers."""
+"""ChatGLM and GLM-4 9B, GLM-4 (0414), GLM-4.5 to 4.7, and Solar Open, which has their layers."""
 
 from __future__ import annotations
 
@@ -73,6 +73,7 @@ ARCHITECTURES = (
     b.Architecture(
         "chatglm", ("ChatGLMModel", "ChatGLMForConditionalGeneration"), _chatglm, finish=k.tied, strip="transformer."
     ),
+    b.Architecture("chatglm", ("GlmForCausalLM",), _glm4, finish=k.tied),
     b.Architecture("glm4", ("Glm4ForCausalLM",), _glm4, finish=k.tied),
     b.Architecture("glm4moe", ("Glm4MoeForCausalLM",), _glm4moe, finish=k.tied),
     b.Architecture("glm4moe", ("SolarOpenForCausalLM",), _solar_open, finish=k.tied),

@@ -56,7 +56,7 @@ def _swa(m: b.Build) -> None:
 ARCHITECTURES = (
     b.Architecture("granite", ("GraniteForCausalLM",), _granite, b.PAIRS, finish),
     b.Architecture(
-        "granite-swa", ("GraniteSWAForCausalLM", "GraniteMoeSWAForCausalLM"), _swa,
+        "granite_swa", ("GraniteSWAForCausalLM", "GraniteMoeSWAForCausalLM"), _swa,
         _SWA, finish, names="granite",
     ),
     b.Architecture(

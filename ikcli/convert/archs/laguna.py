@@ -1,16 +1,34 @@
-"""Laguna."""
+"""Laguna and Spark-X2.5, whose attention has gates and whose rotation differs in layers with a window."""
 
 from __future__ import annotations
 
 from ikcli.convert import build as b
 from ikcli.convert import keys as k
-from ikcli.convert.rope import put_yarn, read_rope
+from ikcli.convert.rope import RopeSettings, put_yarn, read_rope
 from ikcli.errors import UnsupportedError
 
 LAGUNA: b.Table = {
     "layers.*.self_attn.g_proj": "blk.*.attn_gate",
     "layers.*.mlp.experts.e_score_correction.bias": "blk.*.exp_probs_b.bias",
 }  # fmt: skip
+SPARK: b.Table = {
+    "embedding": "token_embd",
+    "layers.*.self_attn.q_k_v_proj": "blk.*.attn_qkv",
+    "layers.*.self_attn.g_proj": "blk.*.attn_gate",
+    "layers.*.self_attn.out_proj": "blk.*.attn_output",
+}
+
+
+def _rotations(m: b.Build, width: int, known: tuple[str, ...]) -> RopeSettings:
+    """Write the rotations of layers without and with a window; return the former, of which the types are `known`."""
+    full, own = read_rope(m.config), read_rope(m.config, "sliding_attention")
+    m.key("rope.freq_base", full.theta)
+    m.key("rope.freq_base_swa", own.theta)
+    m.key("rope.dimension_count", int(width * full.partial))
+    m.key("rope.dimension_count_swa", int(width * own.partial))
+    if full.type not in known or own.type != "default":
+        raise UnsupportedError(f"{m.config.path}: rope_type {full.type} and {own.type} are not known for {m.arch}")
+    return full
 
 
 def _laguna(m: b.Build) -> None:
@@ -26,15 +44,9 @@ def _laguna(m: b.Build) -> None:
     window = c.integer("sliding_window", default=0)  # also in checkpoints without such layers
     m.key("attention.sliding_window", window if any(is_window) else 0)
     m.key("attention.sliding_window_pattern", is_window)
-    full, own = read_rope(c), read_rope(c, "sliding_attention")
-    m.key("rope.freq_base", full.theta)
-    m.key("rope.freq_base_swa", own.theta)
-    m.key("rope.dimension_count", int(width * full.partial))
-    m.key("rope.dimension_count_swa", int(width * own.partial))
+    full = _rotations(m, width, ("default", "yarn"))
     if full.type == "yarn":
         put_yarn(m, full)
-    if full.type not in ("default", "yarn") or own.type != "default":
-        raise UnsupportedError(f"{c.path}: rope_type {full.type} and {own.type} are not known for laguna")
     k.experts(m, "num_experts")
     m.key("expert_shared_feed_forward_length", c.integer("shared_expert_intermediate_size"))
     m.key("expert_shared_count", 1)
@@ -48,4 +60,23 @@ def _laguna(m: b.Build) -> None:
     c.ignore("vocab_size", "attention_bias", "qkv_bias")
 
 
-ARCHITECTURES = (b.Architecture("laguna", ("LagunaForCausalLM",), _laguna, LAGUNA, k.tied, names="dots1"),)
+def _spark(m: b.Build) -> None:
+    c = m.config
+    k.activation(m, "gelu")
+    k.sizes(m)
+    k.rms_eps(m, 1e-6)
+    m.key("attention.sliding_window_pattern", k.windows(m, 4, 0))
+    m.key("attention.sliding_window", c.integer("sliding_window", least=1))
+    _rotations(m, k.head_dim(m), ("default",))
+    c.expect("headwise_attn_output_gate", True)
+    c.expect("gate_attn_act_mode", "sigmoid")
+    options = "gsq_int4 hadamard_spin dv_ssq selective_attention_preservation key_value_binding_sharpening"
+    for key in ("attention_bias", "mlp_bias", *options.split()):
+        c.expect(key, False)
+    c.ignore("vocab_size", "kv_focus_factor")
+
+
+ARCHITECTURES = (
+    b.Architecture("laguna", ("LagunaForCausalLM",), _laguna, LAGUNA, k.tied, names="dots1"),
+    b.Architecture("spark2_5", ("Spark2_5ForCausalLM",), _spark, SPARK, k.tied, names="llama"),
+)

@@ -137,6 +137,7 @@ ARCHITECTURES = (
         ),
         _keys, b.PAIRS, finish,
     ),
+    b.Architecture("llama", ("HeliumForCausalLM",), _keys, finish=finish),  # its pairs are adjacent already
     b.Architecture(
         "mistral3", ("Ministral3ForCausalLM", "Mistral3ForConditionalGeneration"), _mistral3, b.PAIRS, finish,
         r"vision_tower|multi_modal_projector|vision_encoder|patch_merger",

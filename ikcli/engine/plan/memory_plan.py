@@ -65,6 +65,7 @@ def verdict_lines(planner: Planner, plan: RunPlan) -> list[str]:
     lines = [sentence] if sentence else []
     lines += [slots.line()] if slots is not None else []
     lines += [plan.vram.line()] if plan.vram is not None else []
+    lines += [plan.expert_nodes.line()] if plan.expert_nodes.counts else []
     model = planner.model(plan.config, plan.placement)
     lines += place_lines(expert_places(model, plan.placement.buffer_of, slots, plan.vram))
     memory = plan.memory

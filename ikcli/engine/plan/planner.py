@@ -30,6 +30,7 @@ from ikcli.engine.plan.program_plans import memory_of, plan_programs
 from ikcli.engine.plan.programs import Graphs, graph_config, output_bytes, record_graphs
 from ikcli.engine.plan.sizes import Sizes, measures_heads, session_of, uses_heads
 from ikcli.engine.run.adapters import Adapters
+from ikcli.engine.run.expert_nodes import ExpertNodes, expert_nodes_of
 from ikcli.engine.run.mirror import mirror_of
 from ikcli.engine.run.model import Model
 from ikcli.engine.run.run_device import Beside, RunDevice, cache_bytes
@@ -61,6 +62,7 @@ class RunPlan:
     n_splits: int
     beside: Beside
     vram: CacheSlots | None = None  # experts that GPUs hold beside those in RAM
+    expert_nodes: ExpertNodes = field(default_factory=ExpertNodes)
 
     def on_gpus(self) -> int:
         """Return the bytes of weights in GPU memory."""
@@ -159,6 +161,9 @@ class Planner:
             if vram is not None:
                 runner.add_cache(ExpertCache(vram))
             runner.cpu.mirror = mirror_of(config, n_threads, "GPUs" if gpus else "weights on disk" if experts else "")
+            if experts is None:
+                in_ram = [graph for graph, _ in graphs.values()]
+                runner.cpu.expert_nodes = expert_nodes_of(config, n_threads, in_ram, model, placement.buffer_of)
         n_outputs = min(sizes.n_seq, cfg.n_ubatch)
         cached = self._record(replace(cfg, expert_slots=vram.by_layer(self.hp.n_layer)), model) if vram else {}
         programs = plan_programs(runner, graphs, cfg, n_outputs, sizes.n_step, cached)
@@ -172,7 +177,7 @@ class Planner:
             c: cache_bytes(c, runner.cache_rows(c)) for graph, _ in graphs.values() for c in graph.caches.values()
         }
         plan = RunPlan(config, sizes, tuple(warnings), cfg, placement, memory, caches, n_nodes, n_splits,
-                       self.beside, vram)  # fmt: skip
+                       self.beside, vram, runner.cpu.expert_nodes)  # fmt: skip
         return PreparedRun(plan, model, graphs, runner, programs, cached)
 
     def fits(self, config: RunConfig) -> bool:

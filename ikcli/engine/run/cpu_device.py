@@ -19,6 +19,7 @@ from ikcli.backends.cpu.threads import LAUNCH, WORKER, Team
 from ikcli.backends.memory import aligned_zeros
 from ikcli.backends.step_block import StepBlock
 from ikcli.engine.experts.steps import ExpertSteps
+from ikcli.engine.run.expert_nodes import ExpertNodes
 from ikcli.engine.run.mirror import Mirror
 from ikcli.engine.run.run_device import CPU, Bytes, WeightSource, cache_bytes, cells_view
 from ikcli.engine.run.timed_ops import TimedOp, kind_of, work_of
@@ -50,7 +51,7 @@ class CpuDevice:
     """Run splits on the CPU; see the module.
 
     `cpus`: where each thread may run; set it before the first step. `mirror`: copies of the weights on other nodes, set
-    before weights are loaded. `experts`: those that live on disk.
+    before weights are loaded. `expert_nodes`: the nodes of experts that are spread. `experts`: those that live on disk.
     """
 
     name = CPU
@@ -61,6 +62,7 @@ class CpuDevice:
         self.n_threads, self.experts = n_threads, experts
         self.cpus: Sequence[frozenset[int]] | None = None
         self.mirror = Mirror()
+        self.expert_nodes = ExpertNodes()
         self._library = shared_library()
         self._team: Team | None = None
         self._few = True
@@ -178,7 +180,8 @@ class CpuDevice:
             self.experts.bound()
         mirrors = self.mirror.addresses()
         for p, places in zip(programs, handover, strict=True):
-            p.program.bind(self._library, state.address, self.arena, weights, caches, places, mirrors)
+            p.program.bind(self._library, state.address, self.arena, weights, caches, places, mirrors,
+                           self.expert_nodes.n_nodes)  # fmt: skip
 
     # --- running ------------------------------------------------------------------------------------------------------
     def begin(self, program: CpuSplits, state: StepBlock) -> None:
@@ -200,7 +203,8 @@ class CpuDevice:
 
     def _run_ops(self, program: CpuProgram, first: int, stop: int, n_threads: int) -> None:
         if self._team is None:
-            self._team = Team(self._library, self.n_threads, self.cpus, self.mirror.nodes)
+            nodes = self.expert_nodes.nodes or self.mirror.nodes
+            self._team = Team(self._library, self.n_threads, self.cpus, nodes)
         failed = self._team.run(program.address + 8 * ENTRY_WORDS * first, stop - first, n_threads)
         if failed:
             op = program.ops[first + failed - 1]

@@ -81,8 +81,12 @@ def place(config: RunConfig, model: Model, runner: Runner, cpus: list[frozenset[
             advise((int(b.ctypes.data), b.nbytes), HUGE_PAGE)
     if config.numa is not None and cpus is not None:
         numa.touch(buffers, cpus)
+        experts = runner.cpu.expert_nodes
         striped = runner.host_weights if runner.cpu.mirror.n_copies == 1 else {}
+        striped = {name: address for name, address in striped.items() if name not in experts.counts}
         log(numa.placement_line(cpus, sum(n for _, n in model.memory(striped)[0])))
+        if experts.counts:
+            log(experts.line())
         if model.mapped(runner.host_weights):
             notes.append(
                 f"--numa {config.numa}: mapped weights stay on the nodes where the page cache has them; --no-mmap "

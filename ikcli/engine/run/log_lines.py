@@ -53,7 +53,7 @@ def kv_size(caches: Mapping[Cache, int]) -> KVSize:
     """Return the bytes of cache tensors by content."""
     sizes: dict[str, int] = {}
     for cache, n_bytes in caches.items():
-        kind = "state" if cache.per is Per.SEQUENCE else cache.kind
+        kind = "state" if cache.per is Per.SEQUENCE else cache.content
         sizes[kind] = sizes.get(kind, 0) + n_bytes
     k, v, state = (
         sum(sizes.get(kind, 0) for kind in kinds)

@@ -51,6 +51,7 @@ class Model:
     external: External | None = None  # a head of another architecture, where the session runs it
     pages: Pages = TRANSPARENT  # of weights that are read
     cpus: Sequence[frozenset[int]] | None = None  # of the threads over whose nodes such weights are spread
+    experts: Mapping[str, int] = field(default_factory=dict)  # of weights whose experts are spread by node
     _held: dict[str, npt.NDArray[np.generic]] = field(default_factory=dict)
 
     @property
@@ -216,7 +217,7 @@ class Model:
             return {}
         try:
             return repack_tensors(self.file, {n: self.repacked[n] for n in names}, self.pages, self.n_threads,
-                                  advance, self.cpus)  # fmt: skip
+                                  advance, self.cpus, self.experts)  # fmt: skip
         except MemoryError:
             size = self.n_bytes(names) / 2**20
             raise IkError(f"out of memory: {size:.0f} MiB wanted for repacked weights; run without -rtr") from None
@@ -224,7 +225,9 @@ class Model:
     def _read(self, names: list[str], advance: Callable[[float], None]) -> dict[str, Bytes]:
         """Read tensors that are used as the file has them."""
         try:
-            return read_tensors(self.file, names, self.pages, self.n_threads, advance, self.cpus) if names else {}
+            if not names:
+                return {}
+            return read_tensors(self.file, names, self.pages, self.n_threads, advance, self.cpus, self.experts)
         except MemoryError:
             size = self.n_bytes(names) / 2**20
             raise IkError(

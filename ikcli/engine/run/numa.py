@@ -168,14 +168,40 @@ def touch(buffers: Sequence[Bytes], cpus: Sequence[Cpus]) -> None:
     on_each(cpus, work)
 
 
-def spread(memory: Bytes, cpus: Sequence[Cpus], stripe: int = STRIPE) -> None:
+def expert_parts(n_expert: int, n_nodes: int) -> list[range]:
+    """Return the experts in the memory of each node; kernels divide them alike (`_by_expert` in kernels/matmul.py)."""
+    return [range(n_expert * i // n_nodes, n_expert * (i + 1) // n_nodes) for i in range(n_nodes)]
+
+
+def stripe_owners(
+    n_bytes: int, nodes: Sequence[int], experts: Iterable[tuple[int, int, int]], stripe: int = STRIPE
+) -> npt.NDArray[np.int64]:
+    """Return the thread that touches each stripe first; `nodes`: of each thread.
+
+    Threads alternate, except where experts are, each tensor as (first byte, bytes of an expert, experts): there, those
+    of the node to which most of the stripe's experts belong.
+    """
+    owner = np.arange(-(-n_bytes // stripe)) % len(nodes)
+    threads = [np.flatnonzero(np.array(nodes) == node) for node in range(max(nodes) + 1)]
+    for at, size, n_expert in experts:
+        for own, part in zip(threads, expert_parts(n_expert, len(threads)), strict=True):
+            first, stop = ((at + size * e + stripe // 2) // stripe for e in (part.start, part.stop))
+            owner[first:stop] = own[np.arange(stop - first) % len(own)]
+    return owner
+
+
+def spread(
+    memory: Bytes, cpus: Sequence[Cpus], stripe: int = STRIPE, owners: npt.NDArray[np.int64] | None = None
+) -> None:
     """Place fresh memory, which is zero: stripes in turn by a thread per entry of `cpus`, which touches every page.
 
-    `stripe` must be at least the size of a page. Memory that was used before stays where it is.
+    `stripe` must be at least the size of a page. `owners`: the thread of each stripe. Memory that was used before stays
+    where it is.
     """
 
     def work(ith: int) -> None:
-        for start in stripes(len(memory), len(cpus), stripe)[ith]:
+        own = (int(i) * stripe for i in np.flatnonzero(owners == ith)) if owners is not None else None
+        for start in own or stripes(len(memory), len(cpus), stripe)[ith]:
             memory[start : start + stripe : mmap.PAGESIZE] = 0
 
     on_each(cpus, work)

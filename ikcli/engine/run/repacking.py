@@ -59,11 +59,12 @@ def _is_whole(name: str, hp: HParams, rows: int) -> bool:
 
 def repack_tensors(
     file: GGUFFile, specs: Mapping[str, Repacked], pages: Pages, n_threads: int, advance: Callable[[float], None],
-    cpus: Sequence[frozenset[int]] | None = None,
+    cpus: Sequence[frozenset[int]] | None = None, experts: Mapping[str, int] | None = None,
 ) -> dict[str, Bytes]:  # fmt: skip
     """Return the bytes of the named tensors in their new types; log how many there are and how long it took."""
     start = time.perf_counter()
-    made = divided({name: tensor_size(spec.type, spec.shape) for name, spec in specs.items()}, pages, cpus)
+    sizes = {name: tensor_size(spec.type, spec.shape) for name, spec in specs.items()}
+    made = divided(sizes, pages, cpus, experts)
     work, n_rounded = [], 0
     for name, spec in specs.items():
         ne0, old = spec.shape[0], file.tensors[name].type

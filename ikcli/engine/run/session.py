@@ -64,6 +64,7 @@ class Session:
         self._cpus, self._notes = numa.plan_threads(self.config, self.runner.cpu.n_threads)
         self.runner.cpu.cpus = self._cpus
         prepared.model.cpus = numa.home_of_weights(self.config, self._cpus)
+        prepared.model.experts = self.runner.cpu.expert_nodes.counts
         self._huge: HugeWeights | None = None
         self._tokenizer: Tokenizer | None = None
         rotated = f"{int(self.graph_config.k_hadamard)}{int(self.graph_config.v_hadamard)}"

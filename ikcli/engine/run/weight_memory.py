@@ -88,10 +88,14 @@ def _free_pages(folder: Path) -> int | None:
         return None
 
 
-def divided(sizes: Mapping[str, int], pages: Pages, cpus: Sequence[frozenset[int]] | None = None) -> dict[str, Bytes]:
+def divided(
+    sizes: Mapping[str, int], pages: Pages, cpus: Sequence[frozenset[int]] | None = None,
+    experts: Mapping[str, int] | None = None,
+) -> dict[str, Bytes]:  # fmt: skip
     """Reserve one region and divide it between tensors of these sizes; `cpus` of threads spread it over their nodes.
 
-    Threads take rows as they get free, so no row has a node of its own: stripes load all nodes alike.
+    Threads take rows as they get free, so no row has a node of its own: stripes load all nodes alike. `experts`: the
+    number of experts of tensors whose experts have nodes.
     """
     places, end = {}, 0
     for name, n_bytes in sizes.items():
@@ -99,16 +103,22 @@ def divided(sizes: Mapping[str, int], pages: Pages, cpus: Sequence[frozenset[int
         end += -(-n_bytes // _ALIGN) * _ALIGN
     memory = reserve(end, pages)
     if cpus is not None:
-        numa.spread(memory, cpus, max(numa.STRIPE, pages.hugetlb))
+        stripe = max(numa.STRIPE, pages.hugetlb)
+        by_node = [(places[name], sizes[name] // n, n) for name, n in (experts or {}).items() if name in sizes]
+        if by_node:
+            owners = numa.stripe_owners(end, numa.copy_of_threads(cpus), by_node, stripe)
+            numa.spread(memory, cpus, stripe, owners)
+        else:
+            numa.spread(memory, cpus, stripe)
     return {name: memory[at : at + sizes[name]] for name, at in places.items()}
 
 
 def read_tensors(
     file: GGUFFile, names: Sequence[str], pages: Pages, n_threads: int, advance: Callable[[float], None],
-    cpus: Sequence[frozenset[int]] | None = None,
+    cpus: Sequence[frozenset[int]] | None = None, experts: Mapping[str, int] | None = None,
 ) -> dict[str, Bytes]:  # fmt: skip
     """Read tensors into one region; raise MemoryError or IkError if memory is short."""
-    made = divided({name: file.tensors[name].n_bytes for name in names}, pages, cpus)
+    made = divided({name: file.tensors[name].n_bytes for name in names}, pages, cpus, experts)
     pieces = [(name, at) for name in names for at in range(0, file.tensors[name].n_bytes, _PIECE)]
 
     def read(piece: tuple[str, int]) -> int:

@@ -7,7 +7,10 @@ from numba.extending import intrinsic
 from ikcli.native import isa
 from ikcli.native.simd.vec import call_llvm, pointer
 
-_I32 = ir.IntType(32)
+_I32, _I64 = ir.IntType(32), ir.IntType(64)
+# Of Linux
+_MONOTONIC, _NS = 1, 10**9
+_FUTEX_X86, _FUTEX_ARM64, _WAIT, _WAKE, _PRIVATE = 202, 98, 0, 1, 128
 
 
 def _make_prefetch(locality):
@@ -157,10 +160,66 @@ def call_kernel(typingctx, address, params, ith, nth):
 
 @intrinsic
 def yield_cpu(typingctx):
-    """Let another thread run."""
+    """Let another thread run; return the nanoseconds until this one went on, 0 where threads cannot sleep (below)."""
 
     def codegen(context, builder, sig, args):
-        call_llvm(builder, "SwitchToThread" if isa.system() == "win32" else "sched_yield", _I32, [])
+        yielding = "SwitchToThread" if isa.system() == "win32" else "sched_yield"
+        if isa.system() != "linux":
+            call_llvm(builder, yielding, _I32, [])
+            return ir.Constant(_I64, 0)
+        begin = _emit_clock(builder)
+        call_llvm(builder, yielding, _I32, [])
+        return builder.sub(_emit_clock(builder), begin)
+
+    return types.int64(), codegen
+
+
+def _emit_clock(builder):
+    """Read the monotonic clock of Linux; nanoseconds."""
+    with builder.goto_entry_block():
+        at = builder.alloca(ir.ArrayType(_I64, 2))
+    call_llvm(builder, "clock_gettime", _I32, [ir.Constant(_I32, _MONOTONIC), at])
+    pair = builder.load(at)
+    seconds = builder.mul(builder.extract_value(pair, 0), ir.Constant(_I64, _NS))
+    return builder.add(seconds, builder.extract_value(pair, 1))
+
+
+def _emit_futex(builder, address, operation, value, timeout):
+    """Call the kernel of Linux for the low word of an int64; `timeout`: the address of seconds and nanoseconds, or 0.
+
+    The C library has no function for it, so the call goes through its `syscall`, which takes registers alone.
+    """
+    words = [address, ir.Constant(_I64, operation | _PRIVATE), value, timeout]
+    number = ir.Constant(_I64, _FUTEX_X86 if isa.current().is_x86 else _FUTEX_ARM64)
+    return call_llvm(builder, "syscall", _I64, [number, *words])
+
+
+@intrinsic
+def sleep_while(typingctx, address, value, ns):
+    """Sleep until a thread wakes those at this int64 or `ns` (< 1e9) are over; at once if it has another value.
+
+    Other systems than Linux have no such call: nothing happens there.
+    """
+
+    def codegen(context, builder, sig, args):
+        if isa.system() == "linux":
+            with builder.goto_entry_block():
+                at = builder.alloca(ir.ArrayType(_I64, 2))
+            timeout = builder.insert_value(ir.Constant(ir.ArrayType(_I64, 2), [0, 0]), args[2], 1)
+            builder.store(timeout, at)
+            _emit_futex(builder, args[0], _WAIT, args[1], builder.ptrtoint(at, _I64))
         return context.get_dummy_value()
 
-    return types.void(), codegen
+    return types.void(types.intp, types.int64, types.int64), codegen
+
+
+@intrinsic
+def wake_all(typingctx, address):
+    """Wake the threads that sleep at this int64."""
+
+    def codegen(context, builder, sig, args):
+        if isa.system() == "linux":
+            _emit_futex(builder, args[0], _WAKE, ir.Constant(_I64, 2**31 - 1), ir.Constant(_I64, 0))
+        return context.get_dummy_value()
+
+    return types.void(types.intp), codegen

@@ -68,7 +68,7 @@ class Speculator:
         self._texts = [d for d in self._drafters if isinstance(d, TextDrafter)]
         self._looks: dict[int, list[Callable[[Sequence[int]], bool]]] = {}  # slot -> `may` of every index of its text
         self.rest = 0 if self._stages else -1
-        self.measures = False
+        self.measures = self._looked = False
         self._models_rest = 0 if len(self._texts) < len(self._drafters) else -1  # steps that ask no model, as `rest`
         self._heads = session.heads
         self._waking = 0  # steps of a rest that are left when heads wake up
@@ -117,7 +117,7 @@ class Speculator:
                     self._decisions[NO_DRAFT] += self._quiet
                     self._quiet = 0
                     self._measured_after = policy.measured_after(len(slots))
-                    self.measures = True
+                    self.measures = self._looked = True
                 if self._explains:
                     self._explain(Decision((), NO_DRAFT), ())
                 return ()
@@ -127,7 +127,7 @@ class Speculator:
         self._quiet = 0
         making, rest = self._propose_chosen(slots, policy, asks_models=asks_models)
         rest_of_look = policy.looked(time.thread_time() - start - making, len(slots))
-        self.measures = True
+        self.measures = self._looked = True
         drafted = [s for s in slots if s.draft]
         if not drafted:
             self._rest(max(rest, rest_of_look))
@@ -137,7 +137,7 @@ class Speculator:
 
     def _sleep(self, policy: Policy, slots: Sequence[Slot], heads: Heads) -> None:
         """Keep nothing for the heads during a rest, but in its last steps, if what they keep costs more than it may."""
-        plain = policy.rows.seconds[len(slots)]
+        plain = policy.seconds(len(slots))
         if heads.n_steps and heads.seconds / heads.n_steps > SHARE * plain:
             heads.asleep.update(s.id for s in slots)
             self._waking = min(_AWAKE, self.rest - 1)
@@ -165,7 +165,7 @@ class Speculator:
             self._passed = 0
 
     def _rest(self, n: int) -> None:
-        """Let the next n steps neither look for drafts nor be measured."""
+        """Let the next n steps not look for drafts."""
         self.rest = n
         if n:
             self._passed += n
@@ -332,20 +332,26 @@ class Speculator:
     def _explain(self, decision: Decision, options: Sequence[Option]) -> None:
         drafts = ", ".join(f"slot {o.text}: {n} of {o.n_most} {o.kind}"
                            for o, n in zip(options, decision.lengths, strict=True))  # fmt: skip
-        rates = f"; {decision.expected:.2f} tokens/s expected with drafts, {decision.plain:.2f} without"
+        pace = self._policy.rows.pace if self._policy is not None else 1.0
+        expected, plain = decision.expected / pace, decision.plain / pace
+        rates = f"; {expected:.2f} tokens/s expected with drafts, {plain:.2f} without"
         stands = f"; stands for {decision.rest} further steps" if decision.rest else ""
-        text = f"drafts: {drafts or 'none'}; {decision.reason}{rates if decision.plain else ''}{stands}"
+        text = f"drafts: {drafts or 'none'}; {decision.reason}{rates if plain else ''}{stands}"
         self._log("INFO", "speculation", text, {
-            "lengths": list(decision.lengths), "reason": decision.reason, "expected": round(decision.expected, 3),
-            "plain": round(decision.plain, 3), "rest": decision.rest,
+            "lengths": list(decision.lengths), "reason": decision.reason, "expected": round(expected, 3),
+            "plain": round(plain, 3), "rest": decision.rest,
         })  # fmt: skip
 
     # --- what became of them ----------------------------------------------------------------------------------------
     def checked(self, slots: int, rows: int, seconds: float, n_tokens: int) -> None:
         """Note a step of so many slots and rows, and the tokens that it gave."""
-        self.measures = False
-        if self._policy is not None:
+        looked, self.measures, self._looked = self._looked, False, False
+        if self._policy is None:
+            return
+        if looked:
             self._policy.checked(rows, seconds, slots, n_tokens)
+        elif rows == slots:
+            self._policy.rested(slots, seconds)
 
     def judged(self, slot: Slot, n_right: int) -> None:
         """Note that the first `n_right` tokens of a slot's draft were right, and the next one was not."""
@@ -355,7 +361,7 @@ class Speculator:
     def repaired(self, seconds: float, n_tokens: int = 0) -> None:
         """Note the seconds that it took to compute again what a wrong draft had overwritten, and `n_tokens` more."""
         if self._policy is not None:
-            self._policy.repaired(max(seconds - n_tokens * self._policy.rows.seconds[1], 0.0), 1)
+            self._policy.repaired(max(seconds - n_tokens * self._policy.seconds(1), 0.0), 1)
 
     def finished(self, slot: Slot) -> None:
         """Learn from a finished generation (`-lcd`)."""

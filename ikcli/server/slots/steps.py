@@ -85,6 +85,7 @@ class Steps:
         drafted: Sequence[Slot] = ()
         if speculator.rest:
             speculator.rest -= 1
+            speculator.measures = speculator.rest & 7 == 1  # now and then, so that its pace is known
         else:
             drafted = self._propose(ready)
         self.session.apply(ready[0].added)

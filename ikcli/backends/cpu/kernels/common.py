@@ -11,7 +11,7 @@ from ikcli.native.jit import inline
 from ikcli.native.simd.control import atomic_add, atomic_cas, atomic_load
 from ikcli.native.simd.vec import ld_i64
 
-WORK = 64  # bytes before the parameters: the counter of work items
+WORK = 64  # bytes before the parameters: the counter of work items, or one for each of up to eight queues of them
 # State words; STATE_WORDS is their number.
 N_TOKENS, N_OUTPUTS, N_KV, N_SEG, TOKENS, POS, CELLS, OUT_IDS, SEGMENTS, KV_CELLS, STATE_WORDS = range(11)
 # Segment words: first token, number of tokens, first cell of the sequence, position of the first token (= cached
@@ -37,15 +37,15 @@ def next_work(params, chunk):
 
 
 @inline
-def next_span(params, total, n_threads):
-    """Return (first, stop) of the next work items: large pieces first, single items last.
+def next_span(counter, total, n_threads):
+    """Return (first, stop) of the next work items by the counter at this address: large pieces first, single ones last.
 
     Threads that stream through memory need long runs, because hardware prefetching runs past the end of each.
     """
     while True:
-        first = atomic_load(params.address - WORK)
+        first = atomic_load(counter)
         if first >= total:
             return total, total
         size = max((total - first) // (2 * n_threads), 1)
-        if atomic_cas(params.address - WORK, first, first + size) != 0:
+        if atomic_cas(counter, first, first + size) != 0:
             return first, first + size

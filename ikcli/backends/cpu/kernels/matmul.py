@@ -6,7 +6,7 @@ of a row does not depend on the other rows. They differ from each other; a progr
 """
 
 from ikcli.backends.cpu.kernels.basic import swiglu_span
-from ikcli.backends.cpu.kernels.common import n_rows, next_span, next_work
+from ikcli.backends.cpu.kernels.common import WORK, n_rows, next_span
 from ikcli.backends.cpu.kernels.format_api import few_dots, unpack_sixteen
 from ikcli.backends.cpu.kernels.formats import is_float, weight_format
 from ikcli.backends.cpu.kernels.formats_float import float_block
@@ -26,6 +26,7 @@ from ikcli.backends.cpu.tile_modes import (
 )
 from ikcli.native import isa
 from ikcli.native.jit import inline
+from ikcli.native.simd.control import atomic_add
 from ikcli.native.simd.vec import ld_i64
 
 _FIRST_LEVEL = 31 << 10  # bytes of tiles that stay in the first-level cache, beside activations
@@ -112,7 +113,7 @@ def _integer_block(type_name):
     For few activations the block uses straight dots.
     """
     fmt = weight_format(type_name)
-    rows, dots, by_tile = fmt.rows, few_dots(fmt), _tile_block(type_name)
+    dots, by_tile = few_dots(fmt), _tile_block(type_name)
 
     @inline
     def block(w, row_bytes, n, k, a, a_stride, m, out, out_stride, tiles, few):
@@ -120,8 +121,7 @@ def _integer_block(type_name):
         if m > few:
             by_tile(w, row_bytes, n, k, a, a_stride, m, out, out_stride, tiles)
             return
-        for r in range(0, n, rows):
-            dots(w + r * row_bytes, a, a_stride, m, k, out + 4 * r, out_stride)
+        dots(w, row_bytes, n, a, a_stride, m, k, out, out_stride)
 
     return block, TILE_ROWS
 
@@ -162,7 +162,7 @@ def make_mul_mat(type_name, activations=""):
         if m == 0:
             return
         while True:
-            first, stop = next_items(params, total, nth, m <= few)
+            first, stop = next_items(params.address - WORK, total, nth, m <= few)
             if first >= total:
                 return
             for item in range(first, stop):
@@ -177,11 +177,11 @@ def make_mul_mat(type_name, activations=""):
 
 
 @inline
-def next_items(params, total, nth, streaming):
+def next_items(counter, total, nth, streaming):
     """Return a range of work items: long runs if the weights are streamed, else one block at a time."""
     if streaming:  # each thread reads one stream, which the hardware prefetcher follows past the end of an item
-        return next_span(params, total, nth)
-    first = next_work(params, 1)
+        return next_span(counter, total, nth)
+    first = atomic_add(counter, 1)
     return first, min(first + 1, total)
 
 
@@ -194,9 +194,9 @@ def next_expert(offsets, n_expert, e):
 
 
 @inline
-def locate(offsets, n_expert, per_expert, item):
-    """Return (expert, block) of a work item; experts without rows have no items."""
-    e = next_expert(offsets, n_expert, 0)
+def locate(offsets, begin, n_expert, per_expert, item):
+    """Return (expert, block) of a work item of experts from `begin` on; those without rows have no items."""
+    e = next_expert(offsets, n_expert, begin)
     while item >= per_expert:
         item -= per_expert
         e = next_expert(offsets, n_expert, e + 1)
@@ -204,10 +204,10 @@ def locate(offsets, n_expert, per_expert, item):
 
 
 @inline
-def count_active(offsets, n_expert):
-    """Return the number of experts that have rows."""
+def count_active(offsets, begin, end):
+    """Return how many of the experts from `begin` to `end` have rows."""
     total = 0
-    for e in range(n_expert):
+    for e in range(begin, end):
         if ld_i64(offsets + 8 * (e + 1)) > ld_i64(offsets + 8 * e):
             total += 1
     return total
@@ -227,27 +227,32 @@ def _by_expert(record, tile_rows, compute):
         n_tiles, few = p.n_tiles, p.few
         tiles = p.tiles + ith * n_tiles * p.tile_bytes
         n_expert, offsets = experts.n_expert, experts.offsets
-        n_active = count_active(offsets, n_expert)
+        n_active = count_active(offsets, 0, n_expert)
         # On average few rows per expert: weights are then read once, straight from memory.
         streaming = ld_i64(offsets + 8 * n_expert) <= few * n_active
         height = item_rows(tile_rows, n_tiles, streaming, n_w * n_active, nth)
         per_expert = (n_w + height - 1) // height
-        total = n_active * per_expert
-        while True:
-            first, stop = next_items(params, total, nth, streaming)
-            if first >= total:
-                return
-            # Searched for once per range; from then on the next expert follows the last.
-            e, item = locate(offsets, n_expert, per_expert, first)
-            for _ in range(first, stop):
-                if item == per_expert:
-                    e, item = next_expert(offsets, n_expert, e + 1), 0
-                # Activation rows are sorted by expert: those of one are adjacent in `a` and `out`.
-                lo, r = ld_i64(offsets + 8 * e), item * height
-                item += 1
-                m = ld_i64(offsets + 8 * e + 8) - lo
-                x, y = a + lo * a_stride, out + lo * out_stride + 4 * r
-                compute(params, ith, e, r * row_bytes, min(height, n_w - r), k, x, m, y, tiles)
+        node, n_nodes = experts.node, experts.n_nodes
+        for turn in range(n_nodes):
+            # A thread takes the experts in the memory of its node, then helps other nodes with theirs.
+            queue = (node + turn) % n_nodes
+            begin, end = n_expert * queue // n_nodes, n_expert * (queue + 1) // n_nodes
+            counter, total = params.address - WORK + 8 * queue, count_active(offsets, begin, end) * per_expert
+            while True:
+                first, stop = next_items(counter, total, nth, streaming)
+                if first >= total:
+                    break
+                # Searched for once per range; from then on the next expert follows the last.
+                e, item = locate(offsets, begin, n_expert, per_expert, first)
+                for _ in range(first, stop):
+                    if item == per_expert:
+                        e, item = next_expert(offsets, n_expert, e + 1), 0
+                    # Activation rows are sorted by expert: those of one are adjacent in `a` and `out`.
+                    lo, r = ld_i64(offsets + 8 * e), item * height
+                    item += 1
+                    m = ld_i64(offsets + 8 * e + 8) - lo
+                    x, y = a + lo * a_stride, out + lo * out_stride + 4 * r
+                    compute(params, ith, e, r * row_bytes, min(height, n_w - r), k, x, m, y, tiles)
 
     return by_expert
 

@@ -25,7 +25,7 @@ from ikcli.native import isa
 from ikcli.native.simd.emit import I64
 from ikcli.native.simd.vec import const_vector, f32x8, f32x16, i32x16, llvm_type, pointer
 
-_PREFETCH_BYTES, _FAR_BYTES = 4096, 6144  # ahead
+PREFETCH_BYTES, _FAR_BYTES = 4096, 6144  # ahead
 _NARROW_ROW, _NARROW_GROUP = 192, 128  # bytes of 256 columns of a row, alone or in a group
 _SPARSE_BYTES = 256  # one line per so many bytes
 _I8 = ir.IntType(8)
@@ -111,37 +111,46 @@ class RowFormat(WeightFormat):
 
 def steps(e, fmt, w, k):
     """Yield (step index, address, None) inside a loop over whole steps, then (.., .., valid blocks) for the rest."""
+    for i, (at,), valid in steps_of_rows(e, fmt, [w], k):
+        yield i, at, valid
+
+
+def steps_of_rows(e, fmt, rows, k):
+    """Yield what `steps` does, with the addresses of several rows."""
     whole = e.b.lshr(k, e.int(8))
     with e.loop(whole) as i:
-        yield i, e.offset(w, e.times(i, fmt.step_bytes)), None
+        yield i, [e.offset(w, e.times(i, fmt.step_bytes)) for w in rows], None
     if fmt.block_columns == 256:
         return
     rest = e.b.and_(k, e.int(255))
     with e.b.if_then(e.b.icmp_signed("!=", rest, e.int(0))):
-        with e.b.goto_entry_block():
-            copy = e.b.alloca(ir.ArrayType(_I8, fmt.step_bytes))
-        e.b.store(ir.Constant(ir.ArrayType(_I8, fmt.step_bytes), None), copy)
-        at = e.b.ptrtoint(copy, I64)
-        src = e.offset(w, e.times(whole, fmt.step_bytes))
-        copy_blocks(e, fmt, src, at, e.b.udiv(rest, e.int(fmt.block_columns)))
-        yield whole, at, e.b.lshr(rest, e.int(5))
+        places = []
+        for w in rows:
+            with e.b.goto_entry_block():
+                copy = e.b.alloca(ir.ArrayType(_I8, fmt.step_bytes))
+            e.b.store(ir.Constant(ir.ArrayType(_I8, fmt.step_bytes), None), copy)
+            places.append(e.b.ptrtoint(copy, I64))
+            src = e.offset(w, e.times(whole, fmt.step_bytes))
+            copy_blocks(e, fmt, src, places[-1], e.b.udiv(rest, e.int(fmt.block_columns)))
+        yield whole, places, e.b.lshr(rest, e.int(5))
 
 
-def prefetch_step(e, fmt, at, every_line=False):
+def prefetch_step(e, fmt, at, every_line=False, more=None):
     """Prefetch the data that is read some steps later; the next rows follow in memory.
 
     Wide groups are read faster by one activation row if most of that is left to the hardware prefetcher, which only
     stops at the end of a page. It does not foresee steps that are not read from front to back, and falls behind where
-    several activation rows are read between two steps: ask for `every_line` there.
+    several activation rows are read between two steps: ask for `every_line` there. `more`: bytes (i64) further ahead.
     """
     if fmt.read_in_two_places:
         ahead, every, level = _FAR_BYTES, 64, 2
     elif not every_line and fmt.step_bytes > fmt.rows * (_NARROW_ROW if fmt.rows == 1 else _NARROW_GROUP):
-        ahead, every, level = _PREFETCH_BYTES, _SPARSE_BYTES, 2
+        ahead, every, level = PREFETCH_BYTES, _SPARSE_BYTES, 2
     else:
-        ahead, every, level = _PREFETCH_BYTES, 64, 1
+        ahead, every, level = PREFETCH_BYTES, 64, 1
     for line in range(0, fmt.step_bytes, every):
-        e.prefetch(e.offset(at, ahead + line), level=level)
+        where = e.offset(at, ahead + line)
+        e.prefetch(where if more is None else e.offset(where, more), level=level)
 
 
 def copy_blocks(e, fmt, src, to, n_blocks):

@@ -1,13 +1,15 @@
-"""Mamba 2, and Granite 4, which has its layers beside attention."""
+"""Mamba 2, and Granite 4 and Bamba, which have its layers beside attention."""
 
 from __future__ import annotations
+
+import numpy as np
 
 from ikcli.convert import build as b
 from ikcli.convert import keys as k
 from ikcli.convert.archs.granite import GRANITE_MOE, factors
 from ikcli.convert.archs.llama import finish, llama_keys
 from ikcli.convert.archs.recurrent.mamba import CONTEXT, conv_taps
-from ikcli.convert.pieces import Array, Matrix
+from ikcli.convert.pieces import Array, Matrix, Order
 
 
 def _column(name: str, value: b.Value | None = None) -> b.Rule:
@@ -112,6 +114,38 @@ def _granitehybrid(m: b.Build) -> None:
     c.ignore("mamba_expand")
 
 
+def _bamba(m: b.Build) -> None:
+    c = m.config
+    k.activation(m, *k.SILU)
+    k.sizes(m)
+    k.rms_eps(m)
+    k.partial_rope(m, k.head_dim(m))
+    attends = c.items("attn_layer_indices") or []
+    heads = c.integer("num_key_value_heads", least=1)
+    m.key("attention.head_count_kv", [heads if il in attends else 0 for il in range(m.n_layer)])
+    m.key("rope.scaling.finetuned", True)
+    sizes(
+        m, "mamba_d_conv", "mamba_d_state", "mamba_n_groups", *(c.integer(f"mamba_{n}") for n in ("n_heads", "d_head"))
+    )
+    no_limits(m, "time_step_limit")
+    c.expect("mamba_conv_bias", True)
+    c.expect("mamba_proj_bias", False)
+    k.biases(m)
+    c.ignore("mamba_expand", "num_logits_to_keep", "z_loss_coefficient")
+
+
+def _part_in_pairs(heads: str) -> b.Rule:
+    """Return the rule of a matrix of queries or keys of which a part of each head rotates."""
+
+    def order(m: b.Build, n: int) -> Order:
+        rows = np.arange(n).reshape(m.config.integer(heads, least=1), -1)
+        rotated = rows[:, : m.metadata[f"{m.arch}.rope.dimension_count"]]
+        rotated[...] = b.in_pairs(rotated).reshape(rotated.shape)
+        return rows.reshape(-1)
+
+    return b.to(f"blk.*.attn_{'q' if heads == 'num_attention_heads' else 'k'}", order=order)
+
+
 def _shared(which: str) -> b.Rule:
     """Return the rule of a matrix of the shared expert, which without experts is the feed-forward part."""
 
@@ -143,5 +177,13 @@ ARCHITECTURES = (
             "layers.*.shared_mlp.output_linear": _shared("output"),
         },
         finish, harmless=_HARMLESS,
+    ),
+    b.Architecture(
+        "granitehybrid", ("BambaForCausalLM",), _bamba,
+        mixer("mamba") | {
+            "layers.*.self_attn.q_proj": _part_in_pairs("num_attention_heads"),
+            "layers.*.self_attn.k_proj": _part_in_pairs("num_key_value_heads"),
+        },
+        k.tied, harmless=_HARMLESS,
     ),
 )  # fmt: skip

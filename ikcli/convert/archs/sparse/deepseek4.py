@@ -104,7 +104,19 @@ def _deepseek4(m: b.Build) -> None:
     m.key("swiglu_clamp_exp", [c.number("swiglu_limit", default=0.0)] * m.n_layer)
 
 
-_HARMLESS = frozenset({"num_nextn_predict_layers", "expert_dtype", "router_jitter_noise", "router_aux_loss_coef"})
+# Heads for further tokens (MTP, DSpark) are left out.
+_HARMLESS = frozenset(
+    {
+        "num_nextn_predict_layers",
+        "expert_dtype",
+        "router_jitter_noise",
+        "router_aux_loss_coef",
+        "dspark_block_size",
+        "dspark_noise_token_id",
+        "dspark_target_layer_ids",
+        "dspark_markov_rank",
+    }
+)
 
 ARCHITECTURES = (
     b.Architecture(

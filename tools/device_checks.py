@@ -47,9 +47,12 @@ MODELS: Mapping[str, Recipe] = {
     "lite-experts": _recipe("deepseek2", "Q4_K_M", 15, "--layers", "8", "--experts", "64", *_RESIDENT_Q8_0),
     "windows": _recipe("gemma3", "Q8_0", 6),
     "indexer": _recipe("glm-dsa", "Q8_0", 20),
+    "entries": _recipe("deepseek4", "Q8_0", 25),
+    "learned-rows": _recipe("openpangu", "Q8_0", 15),
     "dense": _recipe("qwen3", "Q8_0", 4),
     "moe": _recipe("qwen3moe", "Q8_0", 4),
     **{f"small-{p}": _recipe(p, "Q4_K_M", 1, *_TRIAL) for p in ("deepseek2", "qwen3", "qwen3moe")},
+    "small-openpangu": _recipe("openpangu", "Q8_0", 3, "--layers", "3", *_TRIAL[2:]),
     "small-gemma3": _recipe("gemma3", "Q8_0", 2, "--layers", "6", "--vocab", "600"),
 }
 """Models that are made where the checks run: no file travels."""
@@ -61,6 +64,7 @@ LOGITS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "dense": ("small-qwen3", ()),
     "experts": ("small-qwen3moe", ()),
     "windows": ("small-gemma3", ()),
+    "streams": ("small-openpangu", ()),
 }
 """Cases of `logits`: a model and options of the run."""
 
@@ -241,6 +245,11 @@ CHECKS: tuple[Check, ...] = (
         Check(f"sparse/{name}", 68, 60, _sweep("indexer", *more, n_ctx=66560, ub=2048, stride=8, alone=True),
               ("indexer",), ("gpu or trial",))
         for name, more in (("chosen", ("--dsa",)), ("all", ("--no-dsa",)))
+    ),
+    *(
+        Check(f"streams/{name}", 67, 60, _sweep(name, n_ctx=33792, ub=2048, stride=4, alone=True), (name,),
+              ("gpu or trial",))
+        for name in ("entries", "learned-rows")
     ),
     Check("memory", 60, 40, _measure("memory", "lite-q8_0", "-c", "33280", "-ub", "512"), ("lite-q8_0",)),
     *(_sanitizer(tool, name, chosen) for tool in ("memcheck", "racecheck") for name, chosen in _SANITIZED.items()),

@@ -146,6 +146,18 @@ PRESETS = {
            "attention.indexer.top_k": 2048, "attention.indexer.types": np.ones(2, np.bool_)},
         ("attn_kv_b.weight", "exp_probs_b.bias"), 32768,
     ),
+    "deepseek4": Preset(
+        "deepseek4",
+        _geometry(4, 4096, 2048, 64, 1, 512, 10000.0) | _experts(16, 6, 2048)
+        | {"rope.dimension_count": 64, "attention.q_lora_rank": 1024, "attention.output_group_count": 8,
+           "attention.output_lora_rank": 1024, "attention.sliding_window": 128,
+           "attention.compress_ratios": np.array([0, 4, 128, 4]), "attention.compress_rope_freq_base": 160000.0,
+           "hyper_connection.count": 4, "hyper_connection.sinkhorn_iterations": 20, "hyper_connection.epsilon": 1e-6,
+           "expert_shared_count": 1, "expert_weights_scale": 1.5, "expert_gating_func": 4,
+           "swiglu_clamp_exp": np.full(4, 10.0, np.float32), "attention.indexer.head_count": 64,
+           "attention.indexer.key_length": 128, "attention.indexer.top_k": 512},
+        ("exp_probs_b.bias",), 32768,
+    ),
     "openpangu": Preset(
         "openpangu",
         _geometry(3, 2560, 9216, 48, 48, base=6400000.0) | _experts(16, 8, 1024)
@@ -269,11 +281,11 @@ def shapes(p: Preset) -> dict[str, tuple[int, ...]]:
 
 
 def tensor_type(name: str, shape: tuple[int, ...], type: GGMLType) -> GGMLType:
-    """Return F32 for vectors, norms, biases, routers, convolutions, learned rows and weights of streams, else `type`.
+    """Return F32 for vectors, norms, biases, routers, convolutions, learned rows, weights of streams and entries.
 
-    If the rows do not divide, return the fallback of `type`.
+    Others get `type`, or its fallback if the rows do not divide.
     """
-    kept = any(part in name for part in ("ffn_gate_inp", "conv", "_mhc_", "param_sink", "ssm_norm"))
+    kept = any(part in name for part in ("ffn_gate_inp", "conv", "_mhc_", "param_sink", "hc_", "_ape.", "ssm_norm"))
     if len(shape) == 1 or name.endswith(("bias", "ssm_a", "ssm_d")) or kept:
         return GGMLType.F32
     if shape[0] % TYPES[type].block_size == 0:

@@ -1,9 +1,10 @@
 """Lower the KV cache and attention ops for the GPU (kv_store, kv_rows, flash_attn, attn) and choose their kernels.
 
-Four kinds of attention kernels (kernels/attn_*.cu), chosen by shape and, at capture, by the counts of the bucket:
+Five kinds of attention kernels (kernels/attn_*.cu), chosen by shape and, at capture, by the counts of the bucket:
     mla       absorbed MLA: keys are rows of 576 columns, values their last 512
     decode    few query rows of grouped heads, directly on caches of any type
     prefill   many query rows on 16-bit keys and values; other types are converted to compact f16 rows first
+    rows      a window of rows that all heads share, key and value at once (attention_rows.py)
     any       every other shape, in float32
 Where queries see later positions too (patches of an image, images in a text), prefill kernels of their own and `any`
 compute it (kernels/attn_seen.cuh); micro-batches of a text alone take the usual kernels.
@@ -21,6 +22,15 @@ import numpy as np
 
 from ikcli.backends.cache_checks import check_columns, check_store
 from ikcli.backends.cuda.attention_parts import Parts, Shape, count_tiles
+from ikcli.backends.cuda.attention_rows import (
+    IN_CELLS,
+    IN_ROWS,
+    cache_place,
+    emit_window,
+    query_args,
+    score_scale,
+    sees_window,
+)
 from ikcli.backends.cuda.attention_widths import Widened
 from ikcli.backends.cuda.kv_layout import FLOATS, KERNEL_TYPES, kernel_type
 from ikcli.backends.cuda.lower import N_EXACT, RULES, Arg, Counts, GpuLowering, Ref
@@ -42,7 +52,6 @@ HEADS: dict[tuple[int, int], tuple[int, int]] = {
 SEEN_RANGE, SEEN_LATER = 1, 2  # bits of the parameter `seen` (kernels/attn_seen.cuh)
 SEEN_KINDS = {"f16": (64, 80, 96, 128, 256), "bf16": (128, 256)}
 """Widths of heads of the kernels whose queries see later positions, by the type of rows."""
-_LOG2E = 1.4426950408889634
 _THREADS = 256
 When = Callable[[Counts], bool]
 View = tuple[int, int]  # window, chunk of what queries see
@@ -58,14 +67,6 @@ def _is_block_type(type_: GGMLType) -> bool:
 
 
 NO_LISTS: tuple[Arg, ...] = (0, np.int32(0), np.int32(0), np.int32(1))  # of chosen cells (attn_lists.cuh)
-IN_CELLS, IN_ROWS, IN_WINDOW = range(3)  # where rows are (attn_tiles.cuh: row_base)
-
-
-def cache_place(source: Node | Cache) -> np.int32:
-    """Return where kernels find rows of a source."""
-    if isinstance(source, Node):
-        return np.int32(IN_ROWS)
-    return np.int32(IN_WINDOW if source.per is Per.WINDOW else IN_CELLS)
 
 
 # --- the cache --------------------------------------------------------------------------------------------------------
@@ -148,6 +149,8 @@ def attention(low: GpuLowering, node: Node, op: Attention) -> None:
     seen = _seen(low, op)
     if not seen and is_absorbed(op):
         _mla(low, node, op)
+    elif sees_window(op):
+        emit_window(low, node, op)
     elif (tiled := _tiled(op)) is not None and (not seen or _has_seen_kernels(op, tiled)):
         _heads(low, node, op, tiled, seen)
     elif seen and (wide := Widened.of(low, op, SEEN_KINDS["f16"])) is not None:
@@ -221,16 +224,6 @@ def cut_heads(parts: tuple[HeadSlice, ...], at: int) -> tuple[HeadSlice, HeadSli
     if len(parts) == 1 and first.width > at:
         return replace(first, width=at), replace(first, offset=first.offset + at, width=first.width - at)
     return None
-
-
-def query_args(low: GpuLowering, part: HeadSlice) -> tuple[Arg, Arg, Arg]:
-    """Return address, elements per token and per head of a query slice."""
-    return low.out(part.node) + 4 * part.offset, part.node.cols, np.int32(part.head_stride)
-
-
-def score_scale(scale: float) -> np.float32:
-    """Return the scale of scores in base 2."""
-    return np.float32(np.float32(scale) * _LOG2E)
 
 
 def _view(low: GpuLowering, op: Attention) -> tuple[Arg, Arg, Arg, Arg]:

@@ -169,3 +169,27 @@ def emit_combine(
     low.emit("attn_combine", lambda c: (c.n_tokens * heads, _up(width, 64), 1), 256, 0, low.state, sums, stats, out,
              np.int32(heads), lambda c: np.int32(count(c)), np.int32(width), sinks,
              when=lambda c: count(c) > 1)  # fmt: skip
+
+
+def parts_of_lists(
+    low: GpuLowering, heads: int, width: int, tiles: int, longest: int
+) -> tuple[Callable[[int], int], Ref, Ref]:
+    """Return how many parts lists have by tokens, and buffers of partial sums and of maxima and denominators."""
+
+    def parts_of(n_tokens: int) -> int:
+        """Return how many parts fill the GPU; in programs for generation those for one token, whatever is beside it."""
+        return max(1, min(low.device.n_sm // (tiles * (1 if low.batch_invariant else n_tokens)), longest))
+
+    most_rows = 0  # of partial results
+    for n in range(1, low.max_rows[Rows.TOKENS] + 1):
+        most_rows = max(most_rows, heads * n * parts_of(n) if parts_of(n) > 1 else 0)
+    return parts_of, low.buffer(4 * most_rows * width), low.buffer(8 * most_rows)
+
+
+def combine_lists(
+    low: GpuLowering, node: Node, heads: int, width: int, parts_of: Callable[[int], int], sums: Ref, stats: Ref,
+    sinks: Arg = 0,
+) -> None:  # fmt: skip
+    """Emit the sum of partial results, if there can be any."""
+    if any(parts_of(n) > 1 for n in range(1, low.max_rows[Rows.TOKENS] + 1)):
+        emit_combine(low, sums, stats, low.out(node), heads, width, lambda c: parts_of(c.n_tokens), sinks)

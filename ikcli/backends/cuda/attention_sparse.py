@@ -8,7 +8,6 @@ token, up to the parts of programs for generation, whose number is fixed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -25,13 +24,12 @@ from ikcli.backends.cuda.attention import (
     decode_shared,
     is_absorbed,
     mla_shared,
-    query_args,
     rows_of_any,
-    score_scale,
 )
-from ikcli.backends.cuda.attention_parts import emit_combine
+from ikcli.backends.cuda.attention_parts import combine_lists, parts_of_lists
+from ikcli.backends.cuda.attention_rows import query_args, score_scale
 from ikcli.backends.cuda.kv_layout import kernel_type
-from ikcli.backends.cuda.lower import RULES, Arg, Counts, GpuLowering, Ref
+from ikcli.backends.cuda.lower import RULES, Arg, Counts, GpuLowering
 from ikcli.errors import UnsupportedError
 from ikcli.gguf.constants import GGMLType
 from ikcli.graph import Cache, HeadSlice, Node, Rows
@@ -179,27 +177,3 @@ def _mla(low: GpuLowering, node: Node, op: SparseAttn, cache: Cache, selected: N
              lambda c: np.int32(parts_of(c.n_tokens)), score_scale(op.scale), low.out(selected),
              np.int32(most))  # fmt: skip
     combine_lists(low, node, heads, width, parts_of, sums, stats)
-
-
-def parts_of_lists(
-    low: GpuLowering, heads: int, width: int, tiles: int, longest: int
-) -> tuple[Callable[[int], int], Ref, Ref]:
-    """Return how many parts lists have by tokens, and buffers of partial sums and of maxima and denominators."""
-
-    def parts_of(n_tokens: int) -> int:
-        """Return how many parts fill the GPU; in programs for generation those for one token, whatever is beside it."""
-        return max(1, min(low.device.n_sm // (tiles * (1 if low.batch_invariant else n_tokens)), longest))
-
-    most_rows = 0  # of partial results
-    for n in range(1, low.max_rows[Rows.TOKENS] + 1):
-        most_rows = max(most_rows, heads * n * parts_of(n) if parts_of(n) > 1 else 0)
-    return parts_of, low.buffer(4 * most_rows * width), low.buffer(8 * most_rows)
-
-
-def combine_lists(
-    low: GpuLowering, node: Node, heads: int, width: int, parts_of: Callable[[int], int], sums: Ref, stats: Ref,
-    sinks: Arg = 0,
-) -> None:  # fmt: skip
-    """Emit the sum of partial results, if there can be any."""
-    if any(parts_of(n) > 1 for n in range(1, low.max_rows[Rows.TOKENS] + 1)):
-        emit_combine(low, sums, stats, low.out(node), heads, width, lambda c: parts_of(c.n_tokens), sinks)

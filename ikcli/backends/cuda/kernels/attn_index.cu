@@ -207,7 +207,8 @@ extern "C" __global__ void __launch_bounds__(256, 2)
 index_block_scores(const i64* st, const float* q, i64 q_row, int q_head, const u8* k, i64 n_cells, int type, int width,
                    float* scores, i64 score_row, int heads, int most, int first) {
   constexpr int AT_ONCE = 4;
-  IK_SHARED(float, queries, AT_ONCE * INDEX_WIDTH)
+  IK_SHARED(float4, queries_4, AT_ONCE * INDEX_WIDTH / 4)  // aligned for vectors
+  float* const queries = (float*)queries_4;
   const int tid = threadIdx.x, pos = blockIdx.x * INDEX_TILE + tid;
   const i64 start = first + (i64)blockIdx.y * INDEX_TOKENS, stop = min(start + INDEX_TOKENS, st[ST_TOKENS]);
   if (start >= stop) return;

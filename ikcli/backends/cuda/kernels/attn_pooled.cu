@@ -94,10 +94,11 @@ template <int FORMAT> DI void rows_attention(const i64* st, const RowsArgs& a) {
   constexpr int AHEAD = 2, P_ROW = ROWS_TILE + 8;  // all turns would not fit into registers beside the sums
   SMEM_DECL
   IK_SHARED(float, scores, 2 * 16 * (ROWS_TILE + 1))
-  IK_SHARED(u16, probs, 16 * P_ROW)
+  IK_SHARED(uint4, probs_16, 16 * P_ROW / 8)  // aligned for ldmatrix
   IK_SHARED(float, alpha, 16)
   IK_SHARED(float, tops, 16)
   IK_SHARED(float, sums, 16)
+  u16* const probs = (u16*)probs_16;
   const int tid = threadIdx.x, lane = tid & 31, w = tid >> 5, tiles = (a.heads + 15) / 16, row = a.width + 8;
   const int type = FORMAT == KT_ANY ? a.type : FORMAT;
   const i64 token = blockIdx.x / tiles;

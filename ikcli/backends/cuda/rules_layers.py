@@ -253,7 +253,7 @@ def plan_layout(low: GpuLowering, plan: Node) -> PlanLayout:
     return PlanLayout(low.rows(plan.rows), sort_of(plan).n_expert)
 
 
-@RULES.add(MoeRoute, "logits bias n_used gating norm scale n_group n_group_used ser")
+@RULES.add(MoeRoute, "logits bias n_used norm scale n_group n_group_used ser", gating=GATINGS)
 def _moe_route(low: GpuLowering, node: Node, op: MoeRoute) -> None:
     n, n_used, n_group = op.n_expert, op.n_used, op.n_group
     if n > MAX_EXPERTS or n_used > MAX_USED or n_group > MAX_GROUPS:

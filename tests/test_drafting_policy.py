@@ -94,6 +94,7 @@ def seconds(
     policy = policy or Policy(MOST, repairs=case.repair > 0)
     at, total, rest, passed, step = 0, 0.0, 0, 0, 0
     while at < n_tokens:
+        compared = 0
         unit = UNIT if pace is None else UNIT * float(pace[step])
         step += 1
         most = min(MOST - 1, n_tokens - at - 1)
@@ -107,20 +108,22 @@ def seconds(
             policy.passed(passed)
             decision = policy.decide([Option(0, "kind", most, case.each > 0)], 1)
             passed, rest, n = 0, decision.rest, decision.lengths[0]
+            compared = decision.compared[0] if decision.compared else 0
         right = 0
         while right < n and case.right[at + 1 + right, right]:
             right += 1
-        making = case.first + case.each * n if n else 0.0
+        made = n or compared
+        making = case.first + case.each * made if made else 0.0
         repair = case.repair if right < n else 0.0
         total += case.rows[n] + making + repair
         if fixed is None and not passed:
             if making:
-                policy.drafted("kind", n, making * unit, 1)
+                policy.drafted("kind", made, making * unit, 1)
             if n:
                 policy.judged(0, "kind", n, n, right)
-            elif most and not case.each:  # the text shows what of the draft would have been right
-                unused = next((i for i in range(most) if not case.right[at + 1 + i, i]), most)
-                policy.judged(0, "kind", most, most, unused)
+            elif shown := compared or (0 if case.each else most):  # the text shows what would have been right
+                unused = next((i for i in range(shown) if not case.right[at + 1 + i, i]), shown)
+                policy.judged(0, "kind", shown, shown, unused)
             if repair:
                 policy.repaired(repair * unit, 1)
             slow = 3 if random.random() < case.spikes else 1

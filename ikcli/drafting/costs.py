@@ -12,6 +12,7 @@ _KNOWN = 8  # measurements that make a count well known
 _OUTLIER = 1.3  # a measurement counts as at most this many times the estimate, after a few; before: _ODD times
 _ODD, _FEW = 1.6, 4
 _SPREAD = 0.08  # of single measurements, relative
+_DOUBT = 9.0  # factor of the variance of a count that was measured once: something else may have taken most of it
 _STALE = 1e-5  # variance that a measurement gains with every later one
 # How curves differ before anything is measured, in steps of one row: any level, what every row adds, what the second
 # row adds (another kernel), what distinct experts add, and small deviations from row to row.
@@ -86,7 +87,11 @@ class RowCosts:
         at = np.array(known) - 1
         unit = self._mean[known[0]] / self._expected[at[0]]
         found = np.array([self._mean[k] for k in known]) / unit
-        noise = [_SPREAD**2 * max(_WEIGHT, 1 / self._n[k]) + _STALE * self.age(k) for k in known]
+        noise = [
+            _SPREAD**2 * (_DOUBT if self._n[k] == 1 and k > known[0] else 1.0) * max(_WEIGHT, 1 / self._n[k])
+            + _STALE * self.age(k)
+            for k in known
+        ]
         to_known = self._prior[:, at]
         gain = np.linalg.solve(to_known[at] + np.diag(noise * found**2), to_known.T).T
         mean = self._expected + gain @ (found - self._expected[at])

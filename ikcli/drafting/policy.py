@@ -28,7 +28,7 @@ DECISIONS = (PAYS, TRY, SHORTENED, DOES_NOT_PAY, TOO_DEAR, MEASURES, NO_DRAFT, R
 
 SHARE = 0.01  # of the time of plain steps that drafts may cost
 _START, _MOST = 1.0, 24.0  # the account, in plain steps: at first, and at most
-_CARRIED = 2.0  # ... at most, of what steps without drafts earned, into the next text
+_CARRIED = 2.0  # ... at most, into the next text
 _RICH = 5.0
 _OVERDRAFT = 2.0  # plain steps that a draft which is probably right may cost beyond the account, if it is wrong
 _RISK = 1.0  # ... times the probability of that
@@ -52,7 +52,8 @@ _KEPT, _EARLY = 6, 6  # drafts after which estimates are computed again, and fir
 _WRONG = 3  # drafts that a wrong first token counts as
 _UNKNOWN = 0.25  # plain steps that making a draft is assumed to take at most before one was made, each token
 _PREDICTABLE = 0.85  # acceptance in a text in which drafts should pay, for which tries look
-_HOPED = [sum(_PREDICTABLE**i for i in range(1, n + 1)) for n in range(129)]  # ... tokens of a draft
+_VERY = 0.95  # ... in one in which even those should pay that are dear
+_HOPED, _HOPED_OF_DEAR = ([sum(p**i for i in range(1, n + 1)) for n in range(129)] for p in (_PREDICTABLE, _VERY))
 _REPAIR = 1.0  # ... and taking back a wrong one, where that computes something
 
 
@@ -74,7 +75,8 @@ class Option:
 class Decision:
     """Tokens to draft for every option, and why: tokens/s expected of this, and of no draft, at the usual pace.
 
-    `rest`: following steps that should not look for drafts.
+    `rest`: following steps that should not look for drafts. `compared`: tokens of drafts that are to be made, but only
+    compared with the text as it goes on (`judged`).
     """
 
     lengths: tuple[int, ...]
@@ -82,39 +84,62 @@ class Decision:
     expected: float = 0.0
     plain: float = 0.0
     rest: int = 0
+    compared: tuple[int, ...] = ()
 
 
-_Rung = tuple[float, tuple[int, ...], float, float]
-"""Lengths of drafts: tokens per second, lengths, plain steps lost if all are wrong, and the same by its probability."""
+@dataclass(frozen=True, slots=True, order=True)
+class _Rung:
+    """Lengths of drafts, by the tokens per second they promise.
+
+    `worst`: plain steps lost if all are wrong; `risk`: the same by its probability; `making`: those of making them.
+    """
+
+    rate: float
+    lengths: tuple[int, ...]
+    worst: float
+    risk: float
+    making: float
+
+    def hope(self, n_texts: int, hoped: Sequence[float], price: float) -> float:
+        """Return what these drafts gain in a text where they pay, by the price of a try."""
+        return (sum(hoped[n] for n in self.lengths) / n_texts - self.worst) / max(price, SHARE)
 
 
 class _Outlook:
     """The decisions that a set of drafts allows, kept until estimates change.
 
     `paying`: decisions for drafts that pay, the best first, with their worst loss and risk. `tried`: the draft that
-    tries take if there are none, with its worst loss and what it promises. `base`: tokens/s without drafts.
+    tries take if there are none, with its price and what it promises; `compares`: it is only compared with the text.
+    `base`: tokens/s without drafts.
     """
 
-    __slots__ = ("base", "paying", "promise", "rate", "tried", "worst")
+    __slots__ = ("base", "compares", "paying", "price", "promise", "rate", "tried")
 
     def __init__(self, rungs: Sequence[_Rung], n_texts: int, base: float) -> None:
-        self.base, self.rate = base, max(rung[0] for rung in rungs)
+        self.base, self.rate = base, max(rung.rate for rung in rungs)
         least, reason = _MARGIN * base, PAYS
         self.paying: list[tuple[Decision, float, float]] = []
-        for rate, lengths, worst, risk in sorted(rungs, reverse=True):
-            if rate <= least:
+        for rung in sorted(rungs, reverse=True):
+            if rung.rate <= least:
                 break
-            self.paying.append((Decision(lengths, reason, rate, base), worst, risk))
+            self.paying.append((Decision(rung.lengths, reason, rung.rate, base), rung.worst, rung.risk))
             reason = SHORTENED
-        self.promise, self.worst, self.tried = 0.0, 0.0, rungs[0][1]
-        if not self.paying:
-            # What a text is to pay from its own means must not be dearer than these can become, if there is a choice.
-            hopes = [((sum(_HOPED[n] for n in lengths) / n_texts - worst) / max(worst, SHARE), worst, lengths)
-                     for _, lengths, worst, _ in rungs]  # fmt: skip
-            cheap = [hope for hope in hopes if hope[1] <= _START and hope[0] > 0]
-            self.promise, self.worst, self.tried = max(cheap or hopes)
-            if not cheap:
-                self.worst *= _DEAR
+        self.promise, self.price, self.tried, self.compares = 0.0, 0.0, rungs[0], False
+        if self.paying:
+            return
+        # What a text is to pay from its own means must not be dearer than these can become, if there is a choice.
+        cheap = [(hope, rung) for rung in rungs
+                 if rung.worst <= _START and (hope := rung.hope(n_texts, _HOPED, rung.worst)) > 0]  # fmt: skip
+        if cheap:
+            self.promise, self.tried = max(cheap)
+            self.price = self.tried.worst
+        else:
+            self.compares = rungs[0].making > 0
+            prices = [rung.making if self.compares else _DEAR * rung.worst for rung in rungs]
+            self.promise, self.price, self.tried = max(
+                (rung.hope(n_texts, _HOPED_OF_DEAR, price), price, rung)
+                for rung, price in zip(rungs, prices, strict=True)
+            )
 
 
 class Policy:
@@ -127,7 +152,7 @@ class Policy:
         self.most_rows = most_rows
         self.rows = RowCosts(most_rows, experts)
         self.acceptance = Acceptance(most_rows)
-        self.account, self._saved = _START, 0.0  # plain steps; what of it steps without drafts earned
+        self.account = _START  # plain steps
         self._making: dict[str, MakingCosts] = {}
         self._repair = -1.0 if repairs else 0.0  # seconds; below 0: not known yet
         self._waited = 0  # steps since the last draft
@@ -136,6 +161,7 @@ class Policy:
         self._looking = 0.0  # plain steps that looking for drafts takes
         self._patience = 1.0
         self._trying = False
+        self._compared: set[int] = set()  # texts with a try that is compared
         self._n_steps = self._n_judged = self._n_known = self._n_news = 0  # `_n_judged` of a text, `_n_known` of all
         self._refresh_at = self._next_refresh = _REFRESH
         self._choice: list[float] = []  # seconds by rows, as decisions see them
@@ -159,7 +185,10 @@ class Policy:
             self._earn(gained)
         if self._trying:  # one that found nothing was a failure, too
             self._waited, self._trying = 0, False
-            self._patience = 1.0 if gained > 0 else min(2 * self._patience, _MOST_PATIENCE)
+            self._tried(succeeded=gained > 0)
+
+    def _tried(self, *, succeeded: bool) -> None:
+        self._patience = 1.0 if succeeded else min(2 * self._patience, _MOST_PATIENCE)
 
     def rested(self, n_texts: int, seconds: float) -> None:
         """Note the seconds of a step at rest; `passed` counts it."""
@@ -169,7 +198,6 @@ class Policy:
         """Note steps without drafts."""
         self._waited += n
         self._earn(n * SHARE)
-        self._saved = min(self._saved + n * SHARE, _CARRIED)
 
     def _observe(self, rows: int, seconds: float) -> None:
         costs = self.rows
@@ -203,8 +231,6 @@ class Policy:
 
     def _earn(self, steps: float) -> None:
         self.account = min(self.account + steps, _MOST)
-        if steps < 0:
-            self._saved = max(self._saved + steps, 0.0)
 
     def spent(self, seconds: float, n_texts: int) -> None:
         """Note seconds, at the usual pace, that a step took beyond its computation."""
@@ -232,7 +258,11 @@ class Policy:
     def drafted(self, kind: str, n: int, seconds: float, n_texts: int) -> None:
         """Note the seconds that making drafts of up to n tokens took."""
         seconds /= self.rows.pace
-        known = self._making.setdefault(kind, MakingCosts())
+        known = self._making.get(kind)
+        if known is None:  # the first one includes what is done once
+            self._making[kind] = MakingCosts()
+            self.spent(seconds, n_texts)
+            return
         usual = known(n) if known else seconds
         known.observe(n, seconds)
         self.spent(min(seconds, _UNUSUAL * usual), n_texts)
@@ -246,6 +276,11 @@ class Policy:
     def judged(self, text: int, kind: str, n_asked: int, n_found: int, n_right: int) -> None:
         """Note how much of a draft was found, and right, or would have been: texts show it without a check."""
         self.acceptance.observe(text, kind, n_asked, n_found, n_right)
+        if text in self._compared:
+            self._compared.remove(text)
+            self._tried(
+                succeeded=1 + n_right > self.rows.seconds[min(1 + n_found, self.most_rows)] / self.rows.seconds[1]
+            )
         self._n_judged += 1
         self._n_known += 1
         self._n_news += 1 if n_right else _WRONG
@@ -255,7 +290,8 @@ class Policy:
     def forget(self, text: int) -> None:
         """Drop what is known of a finished text; what it saved does not pay for the next one."""
         self.acceptance.forget(text)
-        self.account = min(self.account, max(_START, self._saved))
+        self._compared.discard(text)
+        self.account = min(self.account, _CARRIED)
         self._rest = min(self._rest, _NEXT_REST)
         self._n_judged = 0
         self._renew()
@@ -286,18 +322,23 @@ class Policy:
             missing = min(max(risk - _RISK, worst - _OVERDRAFT) - account for _, worst, risk in found.paying)
             rest = min(max(math.ceil(missing / SHARE), 1), _REST)
             return Decision(none, TOO_DEAR, found.rate, found.base, rest)
-        wait = self._patience * found.worst / (SHARE + max(account - _START, 0) / _EXCESS)
-        if self._waited >= wait and found.worst <= account and found.promise > 0:
-            self._trying, self._reserve = True, _RESERVE
-            return Decision(found.tried, TRY, found.rate, found.base)
+        wait = self._patience * found.price / (SHARE + max(account - _START, 0) / _EXCESS)
+        if self._waited >= wait and found.price <= account and found.promise > 0:
+            self._reserve = _RESERVE
+            if found.compares:
+                self._waited = 0
+                self._compared.update(o.text for o, n in zip(options, found.tried.lengths, strict=True) if n)
+                return Decision(none, TRY, found.rate, found.base, compared=found.tried.lengths)
+            self._trying = True
+            return Decision(found.tried.lengths, TRY, found.rate, found.base)
         if found.promise > 0:  # looking for drafts must leave what the next try costs
-            self._reserve = max(_RESERVE, min(found.worst, _START))
-        least = max(wait - self._waited, (found.worst - account) / SHARE) if found.promise > 0 else _REST
+            self._reserve = max(_RESERVE, min(found.price, _START))
+        least = max(wait - self._waited, (found.price - account) / SHARE) if found.promise > 0 else _REST
         return Decision(none, DOES_NOT_PAY, found.rate, found.base, self._rest_for(int(least), options))
 
     def value(self, option: Option, n_texts: int) -> float:
         """Return the tokens per second if this draft were the only one of a step."""
-        return max((rung[0] for rung in self._rungs((option,), n_texts, False)), default=0.0)
+        return max((rung.rate for rung in self._rungs((option,), n_texts, False)), default=0.0)
 
     def _rest_for(self, wanted: int, options: Sequence[Option]) -> int:
         """Return for how many steps a decision against drafts stands; the next one from a text may be better."""
@@ -347,8 +388,9 @@ class Policy:
             made += found
             if n >= o.n_least:
                 seconds = between(choice, rows) + making + (1 - right) * repair
-                worst = (high[n_texts + n] + first + (each + unknown) * n + repair) / plain - 1
-                rungs.append((tokens / seconds, (n,), worst, worst * wrong))
+                most = first + (each + unknown) * n
+                worst = (high[n_texts + n] + most + repair) / plain - 1
+                rungs.append(_Rung(tokens / seconds, (n,), worst, worst * wrong, most / plain))
         return rungs
 
     def _climb(self, options: Sequence[Option], n_texts: int, hopeful: bool) -> list[_Rung]:
@@ -380,9 +422,8 @@ class Policy:
             wrong = 1 - min(c.right[n - 1] for _, c, n in used)
             worst = (self.rows.high[n_rows] + most + repair) / plain - 1
             risk = worst * (1 - min(c.right[0] for _, c, _ in used))
-            rungs.append(
-                (tokens / (between(self._choice, rows) + making + wrong * repair), tuple(lengths), worst, risk)
-            )
+            rate = tokens / (between(self._choice, rows) + making + wrong * repair)
+            rungs.append(_Rung(rate, tuple(lengths), worst, risk, most / plain))
         return rungs
 
     def _making_of(self, kind: str, plain: float) -> tuple[float, float, float]:

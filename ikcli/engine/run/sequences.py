@@ -205,16 +205,19 @@ class Sequences:
         """Save the present state of a sequence, so that `truncate` can roll back to it.
 
         This costs nothing where a sequence can be truncated anywhere. `keeping` decides which checkpoints stay. A
-        `passing` one (before a draft, say) is replaced by the next passing one. `likely`: see `Checkpoint`.
+        `passing` one (before a draft, say) is replaced by the next passing one, which takes its memory; so it is for
+        `truncate` only. `likely`: see `Checkpoint`.
         """
         self._check(seq)
         n, known = self.n_past[seq], self._checkpoints[seq]
         if self.kind.is_free or (passing and not self._states):  # windows keep more than they see
             return Checkpoint(n)
+        unused: Sequence[Bytes] = ()
         if passing and self._passing[seq] != n:
+            unused = next((c.parts[len(self._windows) :] for c in known if c.n_tokens == self._passing[seq]), ())
             known[:] = [c for c in known if c.n_tokens != self._passing[seq]]
         if not known or known[-1].n_tokens != n:
-            known.append(self._present(seq, likely))
+            known.append(self._present(seq, likely, unused))
             self._passing[seq] = n if passing else self._passing[seq]
         elif not passing and self._passing[seq] == n:
             self._passing[seq] = -1  # it stays
@@ -363,6 +366,8 @@ class Sequences:
     def _known(self, seq: int, n: int) -> tuple[Checkpoint, ...]:
         """Return the checkpoints among the first n positions; with states, that of the present too."""
         known = [c for c in self._checkpoints[seq] if c.n_tokens <= n]
+        if any(c.n_tokens == self._passing[seq] for c in known):
+            self._passing[seq] = -1  # others have it now, so its memory is not to be used again
         if self._states and n and n == self.n_past[seq] and (not known or known[-1].n_tokens < n):
             known.append(self._present(seq))
         return tuple(known)
@@ -380,12 +385,18 @@ class Sequences:
         return kept
 
     # --- memory -----------------------------------------------------------------------------------------------------
-    def _present(self, seq: int, likely: bool = False) -> Checkpoint:
-        """Return a checkpoint of the present state of a sequence."""
+    def _present(self, seq: int, likely: bool = False, unused: Sequence[Bytes] = ()) -> Checkpoint:
+        """Return a checkpoint of the present state of a sequence; `unused`: arrays of states that can hold it.
+
+        New memory takes several times as long as the copy: the system clears every page of it first.
+        """
         n = self.n_past[seq]
         first = max(self.kind.first_needed(n), self._first[seq]) if self._windows else 0
-        states = [self._runner.read_cells(c, seq, 1).copy() for c in self._states]
-        return Checkpoint(n, (*self._window_rows(seq, first, n), *states), first, likely)
+        states = [self._runner.read_cells(c, seq, 1) for c in self._states]
+        copies = list(unused) or [np.empty_like(state) for state in states]
+        for copy, state in zip(copies, states, strict=True):
+            copy[:] = state
+        return Checkpoint(n, (*self._window_rows(seq, first, n), *copies), first, likely)
 
     def _continue_at(self, seq: int, n: int) -> None:
         """Make n, which must be within reach, the length of a sequence."""

@@ -44,12 +44,16 @@ class _Made:
 
 @dataclass(frozen=True, slots=True)
 class _Unused:
-    """A draft that was not checked: the text goes on and shows what of it was right. `at`: tokens before it."""
+    """A draft that was not checked: the text goes on and shows what of it was right.
+
+    `at`: tokens before it; `n_asked`: tokens that were asked for.
+    """
 
     generation: Generation
     kind: str
     at: int
     tokens: Sequence[int]
+    n_asked: int
 
 
 class Speculator:
@@ -249,18 +253,27 @@ class Speculator:
         if rest and self._texts and all(o.costs for o in options):
             self._models_rest, rest = rest, 0
         for (slot, i, wanted), n in zip(found, decision.lengths, strict=True):
-            if not n and not self._drafters[i].costs and slot.id not in self._unused and slot.generation is not None:
-                g = slot.generation
-                self._unused[slot.id] = _Unused(g, self._stages[i].type, len(g.history), tuple(wanted.found))
-        if not any(decision.lengths):
+            if not n and not self._drafters[i].costs and slot.id not in self._unused:
+                self._keep_unused(slot, i, wanted, len(wanted.found))
+        lengths = decision.compared or decision.lengths
+        if not any(lengths):
             return making, rest
         for i, drafter in enumerate(self._drafters):
-            mine = [(s, w, n) for (s, at, w), n in zip(found, decision.lengths, strict=True) if at == i and n]
+            mine = [(s, w, n) for (s, at, w), n in zip(found, lengths, strict=True) if at == i and n]
             if drafter.costs and mine:
                 making += self._make(i, mine, policy, len(slots))
             for slot, wanted, n in mine:
-                self._use(slot, i, wanted, n)
+                if decision.compared:
+                    self._keep_unused(slot, i, wanted, n)
+                else:
+                    self._use(slot, i, wanted, n)
         return making, rest
+
+    def _keep_unused(self, slot: Slot, i: int, wanted: Wanted, n: int) -> None:
+        """Keep a draft of up to n tokens, to be compared with the text."""
+        g = slot.generation
+        if g is not None and wanted.found:
+            self._unused[slot.id] = _Unused(g, self._stages[i].type, len(g.history), tuple(wanted.found[:n]), n)
 
     def _compare(self, slot: Slot, policy: Policy, *, ends: bool = False) -> None:
         """Compare a draft that was not used with the text, once it is long enough or shows an error, or ends."""
@@ -275,8 +288,9 @@ class Speculator:
         if n_known == n or right < n_known or ends:
             del self._unused[slot.id]
             if n_known > 0:
-                n = n if right < n_known else n_known  # an error is one however long the draft was
-                policy.judged(slot.id, unused.kind, n, n, right)
+                whole = right < n_known or n_known == n  # an error is one however long the draft was
+                n_asked, n = (unused.n_asked, n) if whole else (n_known, n_known)
+                policy.judged(slot.id, unused.kind, n_asked, n, right)
 
     def _make(self, i: int, mine: Sequence[tuple[Slot, Wanted, int]], policy: Policy, n_texts: int) -> float:
         """Let a model draft for these slots; return the processor time that is not to be counted once more."""
@@ -330,15 +344,18 @@ class Speculator:
             self._explain(decision, options)
 
     def _explain(self, decision: Decision, options: Sequence[Option]) -> None:
-        drafts = ", ".join(f"slot {o.text}: {n} of {o.n_most} {o.kind}"
-                           for o, n in zip(options, decision.lengths, strict=True))  # fmt: skip
+        compared = ", compared only" if decision.compared else ""
+        lengths = decision.compared or decision.lengths
+        drafts = ", ".join(f"slot {o.text}: {n} of {o.n_most} {o.kind}{compared}"
+                           for o, n in zip(options, lengths, strict=True))  # fmt: skip
         pace = self._policy.rows.pace if self._policy is not None else 1.0
         expected, plain = decision.expected / pace, decision.plain / pace
         rates = f"; {expected:.2f} tokens/s expected with drafts, {plain:.2f} without"
         stands = f"; stands for {decision.rest} further steps" if decision.rest else ""
         text = f"drafts: {drafts or 'none'}; {decision.reason}{rates if plain else ''}{stands}"
         self._log("INFO", "speculation", text, {
-            "lengths": list(decision.lengths), "reason": decision.reason, "expected": round(expected, 3),
+            "lengths": list(decision.lengths), "compared": list(decision.compared), "reason": decision.reason,
+            "expected": round(expected, 3),
             "plain": round(plain, 3), "rest": decision.rest,
         })  # fmt: skip
 

@@ -246,6 +246,25 @@ def test_a_try_that_finds_nothing_is_not_repeated_at_once() -> None:
     assert 1 <= tries <= (2000 * SHARE + 2) / 0.5
 
 
+def test_dear_drafts_are_compared_before_they_are_checked() -> None:
+    """A wrong one takes three steps, making it a tenth: as long as they are wrong none is checked, then most are."""
+    policy, option = Policy(MOST), [Option(0, "kind", MOST - 1, costs=True)]
+    counts = []
+    for right, n_steps in ((False, 1500), (True, 1500)):
+        checked = compared = 0
+        for _ in range(n_steps):
+            decision = policy.decide(option, 1)
+            n, made = decision.lengths[0], decision.lengths[0] or (decision.compared or (0,))[0]
+            checked, compared = checked + (n > 0), compared + (made > n)
+            if made:
+                policy.drafted("kind", made, 0.02 * made, 1)
+                policy.judged(0, "kind", made, made, made * right)
+            policy.checked(1 + n, 1.0 + (2 + 0.1 * n if n else 0), 1, 1 + n * right)
+        counts.append((checked, compared))
+    (checked, compared), (later, _) = counts
+    assert checked <= 3 and compared >= 5 and later > 1000
+
+
 def test_drafts_that_cost_nothing_teach_without_being_checked() -> None:
     """The first ones are compared with the text; wrong ones cost no step, right ones are used from then on."""
     option = [Option(0, "kind", MOST - 1)]

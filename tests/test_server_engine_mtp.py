@@ -89,7 +89,7 @@ def long_answers(e: Engine, n_slots: int, folder: Path) -> Iterator[list[int]]:
 
 
 def lengths_at_random(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let lengths and rests be chosen at random, and heads keep no states during a rest."""
+    """Let lengths, rests and drafts that are only compared be chosen at random, and heads keep no states at rest."""
     rng = random.Random(0)
 
     def decide(self: Policy, options: Sequence[Option], n_texts: int) -> Decision:
@@ -98,7 +98,10 @@ def lengths_at_random(monkeypatch: pytest.MonkeyPatch) -> None:
             n = rng.choice((0, 0, min(rng.randint(1, 4), free, o.n_most)))
             lengths.append(n)
             free -= n
-        return Decision(tuple(lengths), "at random", rest=0 if any(lengths) else rng.randrange(12))
+        if any(lengths):
+            return Decision(tuple(lengths), "at random")
+        compared = tuple(min(rng.randint(0, 4), o.n_most) for o in options) if rng.random() < 0.3 else ()
+        return Decision(tuple(lengths), "at random", rest=rng.randrange(12), compared=compared)
 
     monkeypatch.setattr(Policy, "decide", decide)
     monkeypatch.setattr(Policy, "looked", lambda *_: 0)

@@ -49,13 +49,20 @@ def write_adapter(
 
 
 def merged(model: MemoryModel, tensors: dict[str, Any], scale: float = 1.0, alpha: float = ALPHA) -> MemoryModel:
-    """The model with scale * alpha / rank * b @ a added to float32 copies of the targets."""
+    """The model with scale * alpha / rank * b @ a added to float32 copies of the targets.
+
+    Factors beside a matrix, or each of its experts, multiply the matrix alone, not what is added.
+    """
     found = dict(model.tensors)
     for name, a in tensors.items():
         if name.endswith(".lora_a"):
             target = name.removesuffix(".lora_a")
             factor = scale * (alpha / a.shape[-2] if alpha else 1.0)
-            values = (model.values(target) + factor * tensors[f"{target}.lora_b"] @ a).astype(np.float32)
+            added = factor * tensors[f"{target}.lora_b"] @ a
+            beside = target.replace(".weight", ".scale")
+            if beside in model.tensors and model.values(beside).size == (len(added) if added.ndim == 3 else 1):
+                added = added / model.values(beside).reshape(-1, *[1] * (added.ndim - 1))
+            values = (model.values(target) + added).astype(np.float32)
             found[target] = MemoryTensor(GGMLType.F32, model.tensors[target].shape, quantize(values, GGMLType.F32))
     return MemoryModel(model.metadata, found, model.paths)
 

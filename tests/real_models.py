@@ -146,7 +146,9 @@ REAL: dict[str, Real] = {
         | {_SHARED_SPLIT: 1024},
         157184, (_OUT, _PROBS), 1,
     ),
-    "chatglm-6b": Real("chatglm", _llama(28, 4096, 13696, 32, 2, rope__dimension_count=64), 65024),
+    "chatglm-6b": Real(
+        "chatglm", _llama(28, 4096, 13696, 32, 2, rope__dimension_count=64), 65024, (_OUT, r"attn_qkv\.weight")
+    ),
     "cohere2-7b": Real(
         "cohere2", _llama(32, 4096, 14336, 32, 8, attention__sliding_window=4096, logit_scale=0.25), 256000, _TIED,
         layer_norm=True,

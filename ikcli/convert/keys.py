@@ -73,6 +73,14 @@ def experts(m: Build, *count: str, width: bool = True) -> None:
         m.key("expert_feed_forward_length", c.integer("moe_intermediate_size", least=1))
 
 
+def indexer(m: Build) -> None:
+    """Write the sizes of an indexer, and how many positions (or entries) it chooses."""
+    c = m.config
+    m.key("attention.indexer.head_count", c.integer("index_n_heads", least=1))
+    m.key("attention.indexer.key_length", c.integer("index_head_dim", least=1))
+    m.key("attention.indexer.top_k", c.integer("index_topk", least=1))
+
+
 def rope(m: Build, kind: str = "full_attention") -> RopeSettings:
     """Write the keys of the rotation and return it."""
     found = read_rope(m.config, kind)

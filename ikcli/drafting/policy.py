@@ -232,7 +232,7 @@ class Policy:
     def _earn(self, steps: float) -> None:
         self.account = min(self.account + steps, _MOST)
 
-    def spent(self, seconds: float, n_texts: int) -> None:
+    def _spend(self, seconds: float, n_texts: int) -> None:
         """Note seconds, at the usual pace, that a step took beyond its computation."""
         if (plain := self.rows.seconds[n_texts]) > 0:
             self._earn(-min(seconds / plain, _UNUSUAL))
@@ -261,17 +261,17 @@ class Policy:
         known = self._making.get(kind)
         if known is None:  # the first one includes what is done once
             self._making[kind] = MakingCosts()
-            self.spent(seconds, n_texts)
+            self._spend(seconds, n_texts)
             return
         usual = known(n) if known else seconds
         known.observe(n, seconds)
-        self.spent(min(seconds, _UNUSUAL * usual), n_texts)
+        self._spend(min(seconds, _UNUSUAL * usual), n_texts)
 
     def repaired(self, seconds: float, n_texts: int) -> None:
         """Note the seconds that it took to compute again what a wrong draft had overwritten."""
         seconds /= self.rows.pace
         self._repair = seconds if self._repair < 0 else self._repair + 0.2 * (seconds - self._repair)
-        self.spent(seconds, n_texts)
+        self._spend(seconds, n_texts)
 
     def judged(self, text: int, kind: str, n_asked: int, n_found: int, n_right: int) -> None:
         """Note how much of a draft was found, and right, or would have been: texts show it without a check."""

@@ -150,8 +150,9 @@ class RunConfig:
         factory=physical_cores, help="threads for prompts; default: same as -t")
     numa: str | None = _compute(None, "--numa", "custom", form="distribute|isolate|mirror|numactl",
         example="--numa distribute", parse=parse_numa, env="LLAMA_ARG_NUMA",
-        help="distribute: spread threads, buffers and (with --no-mmap or -rtr) weights, experts whole; isolate: stay "
-        "on the starting node; mirror: a copy of the weights on every node; numactl: obey an outer numactl")
+        help="distribute: spread threads, buffers and (with --no-mmap or -rtr) weights over the nodes, experts whole; "
+        "isolate: stay on the starting node; mirror: a copy of the weights on every node; numactl: obey an outer "
+        "numactl")
     cpu_mask: tuple[int, ...] = _compute((), "-C --cpu-mask", "custom", form="HEX", example="-C 0xff",
         parse=parse_cpu_mask, bench_list=False,
         help="CPUs that threads may use, as bits of a hexadecimal number; 0 = all")

@@ -63,10 +63,9 @@ class Experts(Record):
 
     n_expert: int
     offsets: Address  # i64[n_expert + 1]
-    node: (
-        Address  # of the thread, a number; node i has experts n_expert * i // n_nodes to n_expert * (i + 1) // n_nodes
-    )
-    n_nodes: Address  # a number; 1: experts have no nodes
+    # Numbers; node i has experts n_expert * i // n_nodes to n_expert * (i + 1) // n_nodes.
+    node: Address  # of the thread
+    n_nodes: Address  # 1: experts have no nodes
 
 
 class ByExpertParams(Params):

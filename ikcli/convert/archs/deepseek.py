@@ -132,9 +132,7 @@ def _index_owners(m: b.Build) -> list[bool] | None:
 def _indexer(m: b.Build) -> None:
     _deepseek2(m)
     c = m.config
-    m.key("attention.indexer.head_count", c.integer("index_n_heads", least=1))
-    m.key("attention.indexer.key_length", c.integer("index_head_dim", least=1))
-    m.key("attention.indexer.top_k", c.integer("index_topk", least=1))
+    k.indexer(m)
     c.ignore("layer_types")
     c.expect("indexer_rope_interleave", m.arch == "glm-dsa")
     m.key("attention.indexer.types", _index_owners(m))

@@ -1,4 +1,4 @@
-"""What openPangu's files do not have as graphs read it: float32 taps of convolutions, and rows before all positions.
+"""Derive from openPangu's files what its graphs read: float32 taps of convolutions, and rows before all positions.
 
 A learned row has the form of a row of the cache: [not rotated `param_sink_k_pe` | normed `param_sink_kv`].
 """
@@ -43,7 +43,7 @@ def hadamard_blocks(hp: HParams) -> tuple[int, ...]:
 def derived_shapes(tensors: Mapping[str, TensorLike], hp: HParams, cfg: GraphConfig) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the float32 tensors that `make` returns."""
     found: dict[str, tuple[int, ...]] = {}
-    for il in range(hp.n_layer) if hp.arch == ARCH else ():
+    for il in range(hp.n_layer):
         found[f"blk.{il}.{name(cfg)}"] = (hp.kv_row, hp.n_sink)
         for conv in (f"blk.{il}.{x}" for x in _CONVS):
             if conv in tensors and tensors[conv].type is not GGMLType.F32:

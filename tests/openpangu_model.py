@@ -27,9 +27,11 @@ def tiny_openpangu(**changes: Any) -> MemoryModel:
     return tiny_model("openpangu", optional=OPTIONAL, **(KEYS | changes))
 
 
-def forward(model: MemoryModel, tokens: np.ndarray, top_k: int = TOP_K) -> np.ndarray:
-    """Return the logits of all positions."""
-    return _Forward(model, len(tokens), top_k).run(tokens)
+def forward(
+    model: MemoryModel, tokens: np.ndarray, top_k: int = TOP_K, steered: dict[int, np.ndarray] | None = None
+) -> np.ndarray:
+    """Return the logits of all positions; `steered`: what is added to every stream after these layers."""
+    return _Forward(model, len(tokens), top_k, steered or {}).run(tokens)
 
 
 def _sigmoid(x: np.ndarray) -> np.ndarray:
@@ -45,7 +47,8 @@ def _rms(x: np.ndarray, gain: np.ndarray) -> np.ndarray:
 
 
 class _Forward:
-    def __init__(self, model: MemoryModel, n: int, top_k: int) -> None:
+    def __init__(self, model: MemoryModel, n: int, top_k: int, steered: dict[int, np.ndarray]) -> None:
+        self.steered = steered
         self.w = {name: model.values(name).astype(np.float64) for name in model.tensors}
         self.n, self.top_k = n, top_k
 
@@ -70,6 +73,7 @@ class _Forward:
             if f"blk.{il}.block_post_norm.weight" in self.w:
                 flat = streams.reshape(self.n, -1)
                 streams = _rms(flat, self.of(il, "block_post_norm.weight")).reshape(streams.shape)
+            streams = streams + self.steered.get(il, 0.0)
         normed = _rms(streams.reshape(self.n, -1), self.w["merge_mhc_gamma"])
         logits = normed @ self.w["merge_mhc_phi.weight"].T
         weights = _sigmoid(logits * self.w["merge_mhc_alpha"][0] + self.w["merge_mhc_beta"])

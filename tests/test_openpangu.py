@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from adapter_files import write_control_vector
 from checkpoints import build, values
 from factories import MemoryModel
 from gguf_files import write_model
@@ -33,6 +34,7 @@ from ikcli.errors import FormatError
 from ikcli.gguf.constants import GGMLType
 from ikcli.models import GraphConfig, HParams, find
 from ikcli.models.heads import mtp
+from ikcli.settings.adapters import AdapterConfig
 from ikcli.settings.run import RunConfig
 
 TOKENS = np.random.default_rng(3).integers(0, 96, 150)
@@ -85,6 +87,17 @@ def test_prompts_and_single_tokens(path: Path) -> None:
             found.append(np.array(session.decode(Batch.single(TOKENS[20:120], 20, logits="all"))))
             found += [np.array(session.decode(Batch.single(TOKENS[i : i + 1], i))) for i in range(120, 150)]
         np.testing.assert_allclose(np.concatenate(found), wanted, atol=2e-3)
+
+
+@slow
+def test_directions_are_added_to_every_stream(path: Path, tmp_path: Path) -> None:
+    model, rng = tiny_openpangu(), np.random.default_rng(2)
+    steered = {il: rng.normal(0, 1, model.metadata["openpangu.embedding_length"]).astype(np.float32) for il in (1, 2)}
+    vector = write_control_vector(tmp_path / "v.gguf", {f"direction.{il}": v for il, v in steered.items()})
+    with Session.open(config(path, adapters=AdapterConfig(control_vector=(vector,)))) as session:
+        found = np.array(session.decode(Batch.single(TOKENS[:40], logits="all")))
+    np.testing.assert_allclose(found, forward(model, TOKENS[:40], steered=steered), atol=2e-3)
+    assert np.abs(found - forward(model, TOKENS[:40])).max() > 0.1
 
 
 @slow

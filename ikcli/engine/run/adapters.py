@@ -152,7 +152,8 @@ class Adapters:
 
     def specs(self) -> dict[str, Spec]:
         """Return the weights that graphs use besides those of the model."""
-        found = {_direction(il): Spec(GGMLType.F32, (self.vectors.n_embd,)) for il in self.vectors.layers}
+        cols = self.vectors.n_stream * self.vectors.n_embd
+        found = {_direction(il): Spec(GGMLType.F32, (cols,)) for il in self.vectors.layers}
         for i, adapter in enumerate(self.adapters):
             for target, rank in adapter.ranks.items():
                 padded = rank + -rank % RANK_STEP

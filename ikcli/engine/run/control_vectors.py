@@ -71,12 +71,16 @@ class ControlVector:
 
 @dataclass(slots=True)
 class ControlVectors:
-    """`known` vectors by digest, those `given` on the command line, and the `layers` that can have any."""
+    """`known` vectors by digest, those `given` on the command line, and the `layers` that can have any.
+
+    A layer's output has `n_stream` rows of `n_embd` values side by side; a direction is added to each of them.
+    """
 
     known: dict[str, ControlVector] = field(default_factory=dict)
     given: tuple[tuple[Path, VectorUse], ...] = ()
     layers: tuple[int, ...] = ()
     n_embd: int = 0
+    n_stream: int = 1
 
     @classmethod
     def open(cls, config: AdapterConfig, hp: HParams) -> ControlVectors:
@@ -92,7 +96,7 @@ class ControlVectors:
             uses.append((path, VectorUse(vector.digest, scale, first, last)))
         changed = {il for v in known.values() for il in v.directions if first <= il <= last}
         layers = range(1, hp.n_layer) if config.control_vector_path is not None else sorted(changed)
-        return cls(known, tuple(uses), tuple(layers), hp.n_embd)
+        return cls(known, tuple(uses), tuple(layers), hp.n_embd, max(hp.n_stream, 1))
 
     def direction(self, il: int, uses: Iterable[VectorUse]) -> F32:
         """Return what these uses add to the output of a layer."""
@@ -101,7 +105,7 @@ class ControlVectors:
             direction = self.known[use.digest].directions.get(il)
             if direction is not None and use.first <= il <= use.last:
                 total += np.float32(use.scale) * direction
-        return total
+        return np.tile(total, self.n_stream)
 
 
 def in_use(uses: Iterable[VectorUse]) -> tuple[VectorUse, ...]:

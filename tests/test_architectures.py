@@ -107,7 +107,7 @@ def test_caches_of_windows(arch: str, tmp_path: Path, monkeypatch: pytest.Monkey
     found = logits_of(config := RunConfig(model=path, n_ctx=256, warmup=False, **settings))
     assert np.abs(found - wanted).max() < 1e-3 * wanted.std()
     with Session.open(config) as session:
-        caches = [c for c in session.run_plan.caches if c.kind in ("k", "v")]
+        caches = [c for c in session.run_plan.caches if c.kind in ("k", "v", "kv")]
         kept = [c.rows(256, 1, session.graph_config.n_window) for c in caches]
     assert min(kept) == 16 and (max(kept) == 256) == (arch not in ("phi3", "plamo2", "starcoder2"))
 
@@ -122,7 +122,7 @@ def test_tiny_model_on_an_emulated_gpu(arch: str, tmp_path: Path, monkeypatch: p
 
 
 @needs_emulation
-@pytest.mark.parametrize("arch", ["gemma4", "gpt-oss", "mimo2"])
+@pytest.mark.parametrize("arch", ["dots3note", "gemma4", "gpt-oss", "mimo2"])
 def test_caches_of_windows_on_an_emulated_gpu(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sizes, "SPARE", 4)
     monkeypatch.setattr(sequences, "SPARE", 2)

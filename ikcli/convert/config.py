@@ -179,7 +179,10 @@ class Config:
         return found
 
 
-_SAME_TYPE = {"kimi_k2": "deepseek_v3", "ernie4_5_moe_vl": "ernie4_5_moe", "mimo_v2": "mimo_v2_flash"}
+_SAME_TYPE = {
+    "kimi_k2": "deepseek_v3", "ernie4_5_moe_vl": "ernie4_5_moe", "mimo_v2": "mimo_v2_flash",
+    "dots3_note": "dots3_note_text",
+}  # fmt: skip
 """Aliases of model_type values."""
 
 
@@ -196,6 +199,7 @@ def _text_part(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 _TEXT_TYPES = {
+    "dots3_note": "dots3_note_text",
     "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",
     "mistral3": "mistral",

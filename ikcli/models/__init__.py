@@ -45,6 +45,7 @@ ARCHITECTURES: dict[str, str] = {
     "deepseek32": "ikcli.models.deepseek2",
     "deepseek4": "ikcli.models.sparse.deepseek4",
     "dots1": "ikcli.models.plain",
+    "dots3note": "ikcli.models.sparse.dots3note",
     "ernie4_5": "ikcli.models.plain",
     "ernie4_5-moe": "ikcli.models.plain",
     "eurobert": "ikcli.models.plain",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from ikcli.graph import Graph, HeadSlice, Node, power_of_two_parts
+from ikcli.graph import Graph, HeadSlice, Node, Per, power_of_two_parts
 from ikcli.models import blocks, expected
 from ikcli.models.config import GraphConfig
 from ikcli.models.feed_forward import feed_forward, mlp
@@ -87,7 +87,10 @@ def attention(
     table: Node | None,
     sparse: indexer.Indexer | None = None,
 ) -> Node:
-    """Record latent attention up to the output projection; without `table` nothing is rotated."""
+    """Record latent attention up to the output projection; without `table` nothing is rotated.
+
+    `hp` holds the numbers of this layer. A layer may have a window, and a norm on the rotated part of the key.
+    """
     q_a = _low_rank_query(g, hp, x, layer)
     q = _query(g, hp, x if q_a is None else q_a, layer, table)
     k_rope, latent = _latent(g, hp, x, layer, table)
@@ -141,6 +144,10 @@ def _latent(g: Graph, hp: HParams, x: Node, layer: LayerWeights, table: Node | N
     kv_a = g.mul_mat(layer.attn_kv_a_mqa, x, "kv_rope_compressed")
     latent = g.rms_norm(kv_a, layer.attn_kv_a_norm, _latent_eps(hp), "kv_compressed", cols=rank)
     neox = hp.arch in _HALVES
+    norm = layer.get("attn_k_norm")
+    if norm is not None and table is not None:
+        normed = g.rms_norm(kv_a, norm, hp.eps, "k_rope_normed", offset=rank)
+        return HeadSlice(g.rope(normed, table, 1, hp.n_rot, "k_rope", neox=neox), 0, hp.n_rot, 0), latent
     rotated = kv_a if table is None else g.rope(kv_a, table, 1, hp.kv_row, "k_rope", neox=neox, offset=rank)
     return HeadSlice(rotated, rank, hp.n_rot, 0), latent
 
@@ -165,8 +172,9 @@ def _full_attention(
         k = g.hadamard(k, hp.n_head, dk, "k_hadamard")
     if cfg.v_hadamard:
         v = g.hadamard(v, hp.n_head, dv, "v_hadamard")
-    k_cache = g.cache("k", hp.n_head * dk, cfg.type_k)
-    v_cache = g.cache("v", hp.n_head * dv, cfg.type_v)
+    per = _cells(hp, cfg)
+    k_cache = g.cache("k", hp.n_head * dk, cfg.type_k, per=per)
+    v_cache = g.cache("v", hp.n_head * dv, cfg.type_v, per=per)
     g.kv_store(k_cache, k, "k_cache_view")
     g.kv_store(v_cache, v, "v_cache_view")
     k_part, v_part = HeadSlice(k_cache, 0, dk, dk), HeadSlice(v_cache, 0, dv, dv)
@@ -200,7 +208,13 @@ def _attend(
         scale=scale,
         flash=cfg.flash_attn,
         heads_per_step=blocks.heads_per_step(cfg, hp.n_head),
+        window=hp.window,
     )
+
+
+def _cells(hp: HParams, cfg: GraphConfig) -> Per:
+    """Return which positions the caches of a layer hold."""
+    return Per.WINDOW if hp.window and cfg.n_window else Per.CELL
 
 
 def _latent_attention(
@@ -213,21 +227,22 @@ def _latent_attention(
     layer: LayerWeights,
     selected: Node | None,
 ) -> Node:
-    """Record mla 1..3, which cache only rotated key and latent; sparse attention is absorbed in every mode.
+    """Record mla 1..3, which cache only rotated key and latent.
 
+    Sparse attention is absorbed in every mode, and so is that of a window, whose positions are few.
     k_hadamard transforms both parts of the row: queries follow, and the part read as V is transformed back.
     """
-    cache = g.cache("kv", hp.kv_row, cfg.type_k)
+    cache = g.cache("kv", hp.kv_row, cfg.type_k, per=_cells(hp, cfg))
     row = g.concat_heads([k_rope, HeadSlice(latent, 0, hp.kv_lora_rank, 0)], 1, "kvr")
     if cfg.k_hadamard:
         parts = (*power_of_two_parts(hp.n_rot), *power_of_two_parts(hp.kv_lora_rank))
         row = g.hadamard(row, 1, hp.kv_row, "kvr_hadamard", blocks=parts)
         q = g.hadamard(q, hp.n_head, hp.head_dim_k, "q_rope_hadamard", offset=hp.head_dim_k - hp.n_rot)
     g.kv_store(cache, row, "kv_cache_view")
-    if cfg.mla >= 2 and cfg.flash_attn and cfg.expand and selected is None:
+    if cfg.mla >= 2 and cfg.flash_attn and cfg.expand and selected is None and not hp.window:
         return _expanded(g, hp, cfg, q, layer)
     v = HeadSlice(cache, hp.n_rot, hp.kv_lora_rank, 0)
-    if cfg.mla == 1 and not cfg.flash_attn and selected is None:
+    if cfg.mla == 1 and not cfg.flash_attn and selected is None and not hp.window:
         transposed = g.cache("kv_t", hp.kv_lora_rank, cfg.type_v, transposed=True)
         g.kv_store(transposed, latent, "kv_cache_trans_view")
         v = HeadSlice(transposed, 0, hp.kv_lora_rank, 0)

@@ -34,15 +34,16 @@ _ALL_EXPERTS = (
 )  # fmt: skip
 """In every layer."""
 DENSE_MLA = ("minicpm3", "plm")
-MLA = ("deepseek2", "deepseek32", "glm-dsa", "mistral4", "openpangu", *DENSE_MLA, *KDA)  # multi-head latent attention
+MLA = ("deepseek2", "deepseek32", "dots3note", "glm-dsa", "mistral4", "openpangu", *DENSE_MLA, *KDA)
+"""Multi-head latent attention."""
 _DENSE_LEAD = (
     *MLA, "afmoe", "bailingmoe2", "cohere2_moe", "deepseek", "dots1", "ernie4_5-moe", "exaone-moe", "glm4moe", "hy_v3",
     "laguna", "minimax-m3", "step35",
 )  # fmt: skip
 """In all layers but the first ones."""
 _SIGMOID = (
-    "afmoe", "cohere2_moe", "dots1", "exaone-moe", "glm-dsa", "glm4moe", "hy_v3", "laguna", "lfm2moe", "llama4",
-    "mimo2", "minimax-m2", "minimax-m3", "nemotron_h_moe", "openpangu", "smallthinker", "step35",
+    "afmoe", "cohere2_moe", "dots1", "dots3note", "exaone-moe", "glm-dsa", "glm4moe", "hy_v3", "laguna", "lfm2moe",
+    "llama4", "mimo2", "minimax-m2", "minimax-m3", "nemotron_h_moe", "openpangu", "smallthinker", "step35",
 )  # fmt: skip
 """Gating of files that do not say."""
 _NOT_NORMALISED = (
@@ -573,7 +574,8 @@ def _mla(keys: Keys, values: dict[str, Any]) -> dict[str, Any]:
         "expert_weights_scale": keys.number("expert_weights_scale", default),
     }
     fixed["n_ff_shexp"] = fixed["n_ff_exp"] * fixed["n_expert_shared"]
-    absorbed = values["n_head_kv"] == 1 and values["head_dim_k"] == rank + values["n_rot"] and values["n_head"] > 1
+    many = max(by_layer(values["n_head"], 1)) > 1
+    absorbed = values["n_head_kv"] == 1 and values["head_dim_k"] == rank + values["n_rot"] and many
     if "attention.key_length_mla" in keys:
         fixed["head_dim_k"] = keys.integer("attention.key_length_mla", least=1)
         fixed["head_dim_v"] = keys.integer("attention.value_length_mla", least=1)

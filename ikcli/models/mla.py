@@ -52,15 +52,18 @@ def derived_specs(tensors: Mapping[str, TensorLike], hp: HParams, cfg: GraphConf
         cfg = replace(cfg, mla=1)
         shapes = sink_rows.derived_shapes(tensors, hp, cfg)
         specs |= {name: DerivedSpec(GGMLType.F32, shape) for name, shape in shapes.items()}
-    nope, dv = hp.head_dim_k - hp.n_rot, hp.head_dim_v
+    model = hp
     for il in (il for il in range(hp.n_layer) if not hp.is_recurrent(il)):
+        hp = model.at(il)
+        nope, dv = hp.head_dim_k - hp.n_rot, hp.head_dim_v
+        expands = cfg.mla == 0 or (cfg.mla > 1 and cfg.flash_attn and not hp.window)
         kv_b, k_b, v_b = (tensors.get(_name(il, part)) for part in ("kv_b", "k_b", "v_b"))
         if kv_b is None and (k_b is None or v_b is None):
             raise FormatError(
                 f"{hp.source}: block {il} has neither '{_name(il, 'kv_b')}' nor both '{_name(il, 'k_b')}' and "
                 f"'{_name(il, 'v_b')}'; the file is incomplete"
             )
-        if kv_b is None and k_b is not None and v_b is not None and (cfg.mla == 0 or (cfg.mla > 1 and cfg.flash_attn)):
+        if kv_b is None and k_b is not None and v_b is not None and expands:
             same = _plain(k_b.type) == _plain(v_b.type) and TYPES[k_b.type].kind == "float"
             type_ = _plain(k_b.type) if same else GGMLType.Q8_0
             specs[_name(il, "kv_b")] = DerivedSpec(type_, (hp.kv_lora_rank, hp.n_head * (nope + dv)))
@@ -94,6 +97,7 @@ def derive_one(file: TensorFile, hp: HParams, name: str, spec: DerivedSpec) -> n
     if sink_rows.source_of(name) is not None:
         return sink_rows.make(lambda x: _values(file, x), hp, name).reshape(-1).view(np.uint8)
     il = int(name.split(".")[1])
+    hp = hp.at(il)
     part = name.split(".")[2].removeprefix("attn_")
     if part == "v_b":
         return _value_rows(file, hp, _name(il, "kv_b"))

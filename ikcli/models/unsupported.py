@@ -19,7 +19,6 @@ REASONS = {
     "dflash": "it drafts for another model, in a layout that is not read; make a head for -md with ik convert",
     "dflash-draft": _DRAFT,
     "diffusion-gemma": _DIFFUSION,
-    "dots3note": "its latent attention has other widths in layers with a window, and the rotated key has a norm",
     "dream": _DIFFUSION,
     "eagle3": _DRAFT,
     "gemma3n": "it has four parallel streams of states with a predictor between them",

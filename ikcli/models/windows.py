@@ -19,7 +19,7 @@ PERIODS = {
     "phimoe": 0, "plamo2": 0, "plamo3": 8, "smallthinker": 4, "starcoder2": 0,
 }  # fmt: skip
 """Layers of a period, of which the last one has no window; 0: all layers have one."""
-LISTED = ("cohere2_moe", "gemma4", "granite_swa", "maple", "mimo2", "spark2_5", "step35")
+LISTED = ("cohere2_moe", "dots3note", "gemma4", "granite_swa", "maple", "mimo2", "spark2_5", "step35")
 """Files say which layers have windows."""
 FIRST_SEES_ALL = (
     "cohere2_moe",
@@ -68,7 +68,10 @@ def read_windows(keys: Keys, values: dict[str, Any]) -> dict[str, Any]:
     size = _size(keys, values)
     is_window = _pattern(keys, values) if size else (False,) * n_layer
     found: dict[str, Any] = {"chunk" if arch == "llama4" else "window": tuple(size * w for w in is_window)}
-    for name, key in (("head_dim_k", "key_length"), ("head_dim_v", "value_length")):
+    widths = {"head_dim_k": "key_length", "head_dim_v": "value_length"}
+    if "kv_lora_rank" in values:  # lengths without `_mla` are those of latent rows
+        widths = {name: f"{key}_mla" for name, key in widths.items()} | {"kv_lora_rank": "kv_lora_rank"}
+    for name, key in widths.items():
         own = keys.integer(f"attention.{key}_swa", values[name], least=1)
         found[name] = tuple(own if w else values[name] for w in is_window)
     return found | _rotation(keys, values, is_window, found["head_dim_k"])

@@ -15,10 +15,16 @@ _SEES = r"vision_tower|mm_projector|multi_modal_projector|vision_encoder|patch_m
 def split_kv_b(m: b.Build, found: b.Found) -> None:
     """Split the rows of each head into keys and values; transpose keys, so that they multiply queries."""
     c = m.config
-    n_head, nope, v = (c.integer(key, least=1) for key in ("num_attention_heads", "qk_nope_head_dim", "v_head_dim"))
+    split_heads(
+        m, found, *(c.integer(key, least=1) for key in ("num_attention_heads", "qk_nope_head_dim", "v_head_dim"))
+    )
+
+
+def split_heads(m: b.Build, found: b.Found, n_head: int, nope: int, v: int) -> None:
+    """Split the rows of heads of these sizes."""
     rows, rank = found.matrix()
     if rows != n_head * (nope + v):
-        raise FormatError(f"{c.path.parent}: tensor {found.name} has {rows} rows, not {n_head} * ({nope} + {v})")
+        raise FormatError(f"{m.config.path.parent}: tensor {found.name} has {rows} rows, not {n_head} * ({nope} + {v})")
     keys: list[Piece] = []
     values: list[Piece] = []
     for head in range(n_head):

@@ -110,7 +110,7 @@ def settle_mla(config: RunConfig, hp: HParams, given: Collection[str], notices: 
     return replace(config, mla=0)
 
 
-INDEXED = ("deepseek32", "glm-dsa", "minimax-m3", "openpangu")
+INDEXED = ("deepseek32", "dots3note", "glm-dsa", "minimax-m3", "openpangu")
 """Architectures with an indexer, which a file may lack."""
 _INDEXER_OPTIONS = {"dsa": "--dsa", "dsa_top_k": "-dsatk", "type_index": "-ictk"}
 
@@ -133,7 +133,8 @@ def check_indexer(config: RunConfig, hp: HParams, given: Collection[str], notice
                 "trained; convert the checkpoint again to keep it"
             )
         return
-    if config.dsa and config.fleet.stages > 1 and len(hp.index_owners) < hp.n_layer and not hp.index_block:
+    alone = hp.index_block or hp.arch == "dots3note"  # layers choose for themselves
+    if config.dsa and config.fleet.stages > 1 and len(hp.index_owners) < hp.n_layer and not alone:
         raise UnsupportedError(
             f"{hp.source}: layers share the positions that they attend to, and cannot be divided by --stages; use "
             "--no-dsa to attend to all positions"

@@ -14,7 +14,7 @@ OVERLAPPING = 4  # positions of entries that overlap, and of which an indexer ch
 
 def read_sparse(keys: Keys, values: dict[str, Any], tensors: Mapping[str, HasShape]) -> dict[str, Any]:
     """Return the attributes of architectures with an indexer, by field of `HParams`; tuples hold a value per layer."""
-    if keys.arch in ("deepseek32", "glm-dsa"):
+    if keys.arch in ("deepseek32", "dots3note", "glm-dsa"):
         return _indexer(keys, values, tensors)
     if keys.arch == "minimax-m3":
         return _block_indexer(keys, values, tensors)
@@ -30,14 +30,22 @@ def _indexer(keys: Keys, values: dict[str, Any], tensors: Mapping[str, HasShape]
     if "attention.indexer.top_k" not in keys or not (types in keys or any(present)):
         return {}
     own = keys.items(types, n_layer) or present
-    if not own[0]:
+    if keys.arch == "dots3note":  # layers with a window see all of it, the others choose for themselves
+        windows = by_layer(values["window"], n_layer)
+        if any(bool(window) == bool(owns) for window, owns in zip(windows, own, strict=True)):
+            raise keys.fail(types, "gives layers with a window an indexer, or others none")
+        if not any(own):
+            return {}
+    elif not own[0]:
         raise keys.fail(types, "gives the first layer no indexer of its own")
     if not values["q_lora_rank"]:
         raise keys.fail("attention.q_lora_rank", "is missing; an indexer needs low-rank queries")
     return {
         "index_top_k": keys.integer("attention.indexer.top_k", least=1),
         "index_n_head": keys.integer("attention.indexer.head_count", least=1, most=128),
-        "index_head_dim": keys.integer("attention.indexer.key_length", least=max(values["n_rot"], 16), most=1024),
+        "index_head_dim": keys.integer(
+            "attention.indexer.key_length", least=max(*by_layer(values["n_rot"], 1), 16), most=1024
+        ),
         "index_owners": frozenset(il for il in range(n_layer) if own[il]),
     }
 

@@ -165,6 +165,9 @@ SAMPLES = (
     Sample(Llama3(builtin_tools=True), '{"name": "nobody", "age": 3}', '{"name": "nobody", "age": 3}'),
     Sample(Llama3(builtin_tools=True), '<|python_tag|>get_weather.call(city="Paris")', calls=(PARIS,)),
     Sample(Llama3(builtin_tools=True), "<|python_tag|>print(1)", "<|python_tag|>print(1)"),
+    Sample(JsonCalls("M1", "<tool_calls>", "</tool_calls>", lines=True),
+           '<tool_calls>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n{"name": "clock", "arguments": {}}\n'
+           "</tool_calls>", calls=(PARIS, TIME)),
     Sample(NameKeyCalls("A", "<|tools_prefix|>", "<|tools_suffix|>"),
            '<|tools_prefix|>[{"get_weather": {"city": "Paris"}}, {"clock": {}}]<|tools_suffix|>', calls=(PARIS, TIME)),
     Sample(DeepSeek(fenced=True), _V3, calls=(PARIS, TIME)),

@@ -144,6 +144,20 @@ def mamba2_case(n_head: int, n_group: int, width: int, n_state: int, strongest: 
     return Case({"xbc": cols + 2 * shared, "dt": n_head}, found, build, make)
 
 
+def linear_case(n_head: int, width: int, strongest: float = 1.0) -> Case:
+    """q, k and v of heads side by side in one row, as MiniMax-01 has them; from slopes of nearly 0 on."""
+    slopes = [strongest * 0.5 ** (3 * h) for h in range(n_head)]
+
+    def build(g: Graph, x: Mapping[str, Node]) -> Node:
+        q, k, v = (HeadSlice(x["qkv"], i * width, width, 3 * width) for i in range(3))
+        return g.linear_attention(g.state("linear", n_head * width * width), q, k, v, "y", slopes=slopes)
+
+    def make(rng: np.random.Generator, n: int) -> Mapping[str, Array]:
+        return {"qkv": rng.standard_normal((n, 3 * n_head * width))}
+
+    return Case({"qkv": 3 * n_head * width}, {}, build, make)
+
+
 @dataclass
 class Oracle:
     """Runs a case with `compute`, in float64, over micro-batches; states stay."""

@@ -338,6 +338,7 @@ def test_recognising_formats() -> None:
         ("<dots_function_call>", "dots"),
         ("<tool_calls> <tool_call> ```json", "Hunyuan"),
         ("<tool_calls>", "Apriel"),
+        ("<tool_calls> tool_setting=tools", "MiniMax M1"),
         ("]<]minimax[>[ <tool_call> <invoke", "MiniMax M3"),
         ('<function name=" <param name="', "MiniCPM 5"),
     ],

@@ -17,6 +17,7 @@ from recurrent_cases import (
     biased_conv_case,
     conv_case,
     delta_case,
+    linear_case,
     linear_conv_case,
     mamba2_case,
     micro_batches,
@@ -127,6 +128,14 @@ def test_mamba2_scan(n_head: int, n_group: int, width: int, n_state: int, n_thre
     """Sizes around the edges of blocks and chunks, several sequences, states carried on, and such that are lost."""
     compare(mamba2_case(n_head, n_group, width, n_state), LENGTHS, n_threads)
     compare(mamba2_case(n_head, n_group, width, n_state, strongest=7.0), ([200], [3], [40]), n_threads)
+
+
+@pytest.mark.parametrize(("n_head", "width", "n_threads"), some([(4, 32, 2), (3, 128, 3)], [(4, 32, 2)], True))
+def test_linear_attention(n_head: int, width: int, n_threads: int) -> None:
+    """Slopes from strong to nearly none, in chunks and token by token."""
+    compare(linear_case(n_head, width), LENGTHS, n_threads)
+    compare(linear_case(n_head, width, strongest=40.0), ([200], [3], [40]), n_threads)
+    same_in_pieces(linear_case(n_head, width))
 
 
 def test_mamba2_scan_gives_a_token_the_same_whatever_comes_with_it() -> None:

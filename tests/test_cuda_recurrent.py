@@ -19,6 +19,7 @@ from recurrent_cases import (
     biased_conv_case,
     conv_case,
     delta_case,
+    linear_case,
     linear_conv_case,
     mamba2_case,
     micro_batches,
@@ -54,6 +55,8 @@ class Device:
         self.states = self.device.alloc(4 * N_SEQ * self.cache.cols, "states").address
         self.arena = self.device.alloc(self.program.arena_bytes, "arena").address
         self.weights = {name: self.upload(_device_rows(w)) for name, w in case.weights.items()}
+        data = self.program.constants.items()
+        self.constants = {buffer: self.upload(np.frombuffer(x, np.uint8)) for buffer, x in data}
 
     def upload(self, data: Array) -> int:
         memory = self.device.alloc(max(data.nbytes, 1), "data")
@@ -66,7 +69,8 @@ class Device:
         words = np.zeros(16, np.int64)
         words[:4] = n, 0, n, len(segments)
         words[8], words[10] = self.upload(table), self.upload(np.array([s.seq for s in segments]))
-        self.program.bind(self.upload(words), self.arena, {}, self.weights, {self.cache: self.states})
+        states = {self.cache: self.states}
+        self.program.bind(self.upload(words), self.arena, self.constants, self.weights, states)
         for name, node in self.leaves.items():
             self.device.upload(self.stream, self.program.node_address(node), values[name].astype(np.float32))
         counts = Counts(n, 0, n, len(segments), n).bucket(self.program.lowering.max_rows)
@@ -188,6 +192,13 @@ def test_mamba2_scan_of_numbers_of_any_size() -> None:
             return values
 
         compare(replace(case, make=make), ([10], [130]))
+
+
+@pytest.mark.slow("compiles a file of GPU kernels for the emulation")
+@pytest.mark.parametrize(("n_head", "width"), [(4, 16), (2, 128), (3, 80)])
+def test_linear_attention(n_head: int, width: int) -> None:
+    compare(linear_case(n_head, width), (*LENGTHS, *CHUNKS))
+    compare(linear_case(n_head, width, strongest=40.0), ([150], [3], [64, 20]))
 
 
 @pytest.mark.parametrize("cols", [16, 208])

@@ -115,6 +115,8 @@ TINY: dict[str, dict[str, Any]] = {
     "grovemoe": EXPERTS | {"expert_chunk_feed_forward_length": 32, "expert_group_scale": 0.5},
     "nanbeige": {"num_loops": 3, "skip_loop_final_norm": True}, "ouro": {"num_loops": 2},
     "olmo2": {}, "phi2": LAYER_NORM | {"rope.dimension_count": 8}, "stablelm": LAYER_NORM | {"rope.dimension_count": 4},
+    "minimax-01": EXPERTS | {"block_count": 3, "attention.recurrent_layers": [True, False, True], "residual_scale": 1.7,
+                             "rope.dimension_count": 8, "attention.key_length": 32, "attention.value_length": 32},
     "minimax-m3": SHARED | {"block_count": 3, "rope.dimension_count": 8},
     "dots1": SHARED | {"block_count": 3}, "ernie4_5": {}, "glm4": {"rope.dimension_count": 8},
     "ernie4_5-moe": EXPERTS | {"block_count": 4, "leading_dense_block_count": 1, "interleave_moe_layer_step": 2},

@@ -23,6 +23,7 @@ BASE: dict[str, Any] = {
     "num_key_value_heads": 2, "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "bos_token_id": 0,
     "eos_token_id": 1, "pad_token_id": 1, "tie_word_embeddings": False,
 }  # fmt: skip
+_COMPUTED = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")  # by models themselves, though they are saved
 _PASSING = ("dtype", "torch_dtype", "transformers_version")
 
 
@@ -39,8 +40,10 @@ def logits_of(name: str, keys: dict[str, Any], tokens: list[int]) -> tuple[dict[
     with tempfile.TemporaryDirectory() as folder:
         cls(config).float().save_pretrained(folder)
         file = next(Path(folder).glob("*.safetensors"))
-        shapes = {key: list(tensor.shape) for key, tensor in load_file(file).items()}
-        save_file({key: torch.from_numpy(drawn(key, shape)) for key, shape in shapes.items()}, file, {"format": "pt"})
+        saved = load_file(file)
+        shapes = {key: list(tensor.shape) for key, tensor in saved.items() if not key.endswith(_COMPUTED)}
+        made = {key: torch.from_numpy(drawn(key, shape)) for key, shape in shapes.items()}
+        save_file(saved | made, file, {"format": "pt"})
         model = cls.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
         found = json.loads((Path(folder) / "config.json").read_text())
     with torch.no_grad():

@@ -269,6 +269,9 @@ class Mamba2Scan(Op):
 
     a (negative), d and dt have one number per head; b and c belong to `n_group` groups of adjacent heads. Per head, the
     state holds blocks of 16 columns of x: n_state rows of the first block, then of the next.
+
+    With `slopes`, one per head, this is linear attention to values x with keys b and queries c: steps are 1, a is the
+    negative slope, d is 0, and there are no weights.
     """
 
     name = "mamba2_scan"
@@ -276,20 +279,25 @@ class Mamba2Scan(Op):
 
     state: Cache
     x: HeadSlice
-    dt: Node
+    dt: Node | None
     b: HeadSlice
     c: HeadSlice
-    a: Weight
-    d: Weight
-    dt_bias: Weight
+    a: Weight | None
+    d: Weight | None
+    dt_bias: Weight | None
     n_head: int
     n_group: int
+    slopes: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         n, width = self.n_state, self.x.width
-        if any(int(np.prod(w.shape)) != self.n_head for w in (self.a, self.d, self.dt_bias)):
-            raise ValueError(f"{self.a.name}, {self.d.name} or {self.dt_bias.name} does not fit {self.n_head} heads")
-        if self.dt.cols != self.n_head or self.c.width != n or self.n_head % self.n_group:
+        weights = [w for w in (self.a, self.d, self.dt_bias) if w is not None]
+        if len(weights) != (0 if self.slopes else 3) or (self.dt is None) != bool(self.slopes):
+            raise ValueError("a scan has steps and weights, or slopes in their place")
+        if any(int(np.prod(w.shape)) != self.n_head for w in weights):
+            raise ValueError(f"{', '.join(w.name for w in weights)}: not all of them fit {self.n_head} heads")
+        n_steps = len(self.slopes) if self.dt is None else self.dt.cols
+        if n_steps != self.n_head or self.c.width != n or self.n_head % self.n_group:
             raise ValueError(f"{self.n_head} heads do not fit steps, {self.n_group} groups, or b and c")
         if n % 16 or width % STATE_BLOCK or self.state.cols != self.n_head * n * width:
             raise ValueError(f"{self.n_head} heads of {width} columns with {n} numbers each do not fit")
@@ -304,10 +312,14 @@ class Mamba2Scan(Op):
 
     def compute(self, run: Run) -> Array:
         h, n, width = self.n_head, self.n_state, self.x.width
-        raw = run.value(self.dt) + run.weight(self.dt_bias).reshape(-1)
-        step = np.maximum(raw, 0) + np.log1p(np.exp(-np.abs(raw)))
-        decay, d = np.exp(step * run.weight(self.a).reshape(-1)), run.weight(self.d).reshape(-1, 1)
         x = head_columns(run.value(self.x.node), self.x, h)
+        if self.dt is None or self.dt_bias is None or self.a is None or self.d is None:
+            step, d = np.ones((len(x), h), x.dtype), np.zeros((h, 1), x.dtype)
+            decay = np.exp(-step * np.asarray(self.slopes, x.dtype))
+        else:
+            raw = run.value(self.dt) + run.weight(self.dt_bias).reshape(-1)
+            step = np.maximum(raw, 0) + np.log1p(np.exp(-np.abs(raw)))
+            decay, d = np.exp(step * run.weight(self.a).reshape(-1)), run.weight(self.d).reshape(-1, 1)
         groups = np.arange(h) // (h // self.n_group)
         b, c = (head_columns(run.value(part.node), part, self.n_group)[:, groups] for part in (self.b, self.c))
         states, out = run.cached(self.state), np.empty_like(x)

@@ -499,6 +499,16 @@ class Graph:
         """Apply Mamba 2's scan: [rows, n_head*x.width]; see `Mamba2Scan`."""
         return self.record(Mamba2Scan(state, x, dt, b, c, a, d, dt_bias, n_head, n_group), name)
 
+    def linear_attention(
+        self, state: Cache, q: HeadSlice, k: HeadSlice, v: HeadSlice, name: str, *, slopes: Sequence[float]
+    ) -> Node:
+        """Attend without a soft-max, with weights that fall by a slope per head: [rows, len(slopes)*v.width].
+
+        It is Mamba 2's scan; see `Mamba2Scan`.
+        """
+        n_head = len(slopes)
+        return self.record(Mamba2Scan(state, v, None, k, q, None, None, None, n_head, n_head, tuple(slopes)), name)
+
     def gated_norm(self, x: Node, w: Weight, gate: Node, eps: float, name: str, *, activation: str = "silu") -> Node:
         """Apply RMS norm in groups of w.ne0 columns, times silu (or sigmoid) of the gate."""
         return self.record(GatedNorm(x, w, gate, eps, activation), name)

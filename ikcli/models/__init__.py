@@ -97,6 +97,7 @@ ARCHITECTURES: dict[str, str] = {
     "mimo2": "ikcli.models.plain",
     "minicpm": "ikcli.models.llama",
     "minicpm3": "ikcli.models.deepseek2",
+    "minimax-01": "ikcli.models.recurrent.minimax01",
     "minimax-m2": "ikcli.models.plain",
     "minimax-m3": "ikcli.models.plain",
     "mistral3": "ikcli.models.llama",

@@ -29,8 +29,8 @@ MAX_EXPERTS = 1024
 GATING = {1: "softmax", 2: "sigmoid", 3: "softmax", 4: "sqrtsoftplus"}  # 3: over the chosen ones, as normalised
 _ALL_EXPERTS = (
     "arctic", "bailingmoe", "dbrx", "flex-olmo", "gpt-oss", "granitemoe", "grok", "grovemoe", "hunyuan-moe", "maple",
-    "mellum", "minimax-m2", "olmoe", "phimoe", "qwen2moe", "qwen35moe", "qwen3moe", "qwen3next", "qwen3vlmoe",
-    "smallthinker",
+    "mellum", "minimax-01", "minimax-m2", "olmoe", "phimoe", "qwen2moe", "qwen35moe", "qwen3moe", "qwen3next",
+    "qwen3vlmoe", "smallthinker",
 )  # fmt: skip
 """In every layer."""
 DENSE_MLA = ("minicpm3", "plm")
@@ -113,7 +113,7 @@ class HParams:
     n_layer_dense_lead: int = 0
     moe_step: int = 1
     embedding_scale: float = 1.0
-    residual_scale: float = 1.0  # of what a block adds
+    residual_scale: float = 1.0  # of what a block adds; in MiniMax-01, of what it is added to
     logit_scale: float = 1.0
     attention_scale: float = 0.0  # of K*Q; 0: 1 / sqrt(head_dim_k)
     temperature_scale: float = 0.0  # of queries beyond the original context

@@ -36,7 +36,6 @@ REASONS = {
     "kimi-k3": "its layers attend to the outputs of earlier ones, and its experts have the activation SiTU",
     "llada": _DIFFUSION,
     "llada-moe": _DIFFUSION,
-    "minimax-01": "the graph of its linear attention, which has a fixed decay per head, is not written yet",
     "motif3": "its attention subtracts a second one (noise heads), and its experts have the activation PolyNorm",
     "phi4flash": "its attention is the difference of two, and the last layers reuse states of a Mamba layer",
     "pockettts": _SPEECH,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from ikcli.backends.cpu.lower_pooled import RULES
+from ikcli.backends.cpu.params import Address
 from ikcli.backends.cpu.params_layers import (
     CONV_BLOCK,
     DELTA_CHUNK,
@@ -106,16 +109,22 @@ def mamba2_scratch_bytes(n_state: int) -> int:
     return 8 * DELTA_CHUNK * n_state + 2 * 4 * DELTA_CHUNK * DELTA_CHUNK + 6 * 64 * DELTA_CHUNK + 4 * 4 * DELTA_CHUNK
 
 
-@RULES.add(Mamba2Scan, "state x dt b c a d dt_bias n_head n_group")
+@RULES.add(Mamba2Scan, "state x dt b c a d dt_bias n_head n_group slopes")
 def _mamba2_scan(low: CpuLowering, node: Node, op: Mamba2Scan) -> None:
     for w in (op.a, op.d, op.dt_bias):
-        check_f32(w, "decays and factors of a scan")
+        if w is not None:
+            check_f32(w, "decays and factors of a scan")
     scratch = mamba2_scratch_bytes(op.n_state)
+    dt: Address = 0
+    dt_bias: Address = 0
+    if op.dt is None or op.a is None or op.d is None or op.dt_bias is None:
+        a, d = low.constant((-np.asarray(op.slopes, np.float32)).tobytes()), low.constant(bytes(4 * op.n_head))
+    else:
+        dt, a, d, dt_bias = low.out(op.dt), low.weight(op.a), low.weight(op.d), low.weight(op.dt_bias)
     params = Mamba2ScanParams(states=Ref(op.state), state_bytes=4 * op.state.cols, x=_head_rows(low, op.x),
-                              b=_head_rows(low, op.b), c=_head_rows(low, op.c), dt=low.out(op.dt), a=low.weight(op.a),
-                              d=low.weight(op.d), dt_bias=low.weight(op.dt_bias), out=low.out(node), heads=op.n_head,
-                              groups=op.n_group, scratch=low.buffer(scratch * low.n_threads),
-                              scratch_bytes=scratch)  # fmt: skip
+                              b=_head_rows(low, op.b), c=_head_rows(low, op.c), dt=dt, a=a, d=d, dt_bias=dt_bias,
+                              out=low.out(node), heads=op.n_head, groups=op.n_group,
+                              scratch=low.buffer(scratch * low.n_threads), scratch_bytes=scratch)  # fmt: skip
     low.emit(KernelKey("mamba2_scan", "make_mamba2_scan", (op.n_state, op.x.width)), node.rows, params)
 
 

@@ -269,7 +269,7 @@ class Mamba2ScanParams(Params):
     x: HeadRows
     b: HeadRows
     c: HeadRows
-    dt: Address
+    dt: Address  # 0: every step is 1
     a: Address
     d: Address
     dt_bias: Address

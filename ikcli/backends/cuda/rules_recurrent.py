@@ -166,7 +166,7 @@ def _selective_scan(low: GpuLowering, node: Node, op: SelectiveScan) -> None:
              low.out(node), np.int32(node.cols))  # fmt: skip
 
 
-@RULES.add(Mamba2Scan, "state x dt b c a d dt_bias n_head n_group")
+@RULES.add(Mamba2Scan, "state x dt b c a d dt_bias n_head n_group slopes")
 def _mamba2_scan(low: GpuLowering, node: Node, op: Mamba2Scan) -> None:
     if op.n_state > MAMBA2_STATE:
         raise UnsupportedError(
@@ -176,11 +176,14 @@ def _mamba2_scan(low: GpuLowering, node: Node, op: Mamba2Scan) -> None:
     args: list[Arg] = []
     for part in (op.x, op.b, op.c):
         args += [low.out(part.node) + 4 * part.offset, part.node.cols, np.int32(part.head_stride)]
-    args.append(low.out(op.dt))
-    for w in (op.a, op.d):
-        check_f32(w, "numbers of a scan")
-        args += [low.weight(w), np.int32(_value_step(w))]
-    args += [low.weight(op.dt_bias), low.out(node)]
+    args.append(0 if op.dt is None else low.out(op.dt))
+    for w, numbers in ((op.a, [-x for x in op.slopes]), (op.d, [0.0] * op.n_head)):
+        if w is None:
+            args += [low.constant(np.asarray(numbers, np.float32).tobytes()), np.int32(1)]
+        else:
+            check_f32(w, "numbers of a scan")
+            args += [low.weight(w), np.int32(_value_step(w))]
+    args += [0 if op.dt_bias is None else low.weight(op.dt_bias), low.out(node)]  # 0: every step is 1
     args += [np.int32(n) for n in (op.n_head, op.n_group, op.n_state, op.x.width)]
     state = low.state, low.cache(op.state), op.state.cols
     in_chunks = low.max_rows[Rows.TOKENS] >= MAMBA2_CHUNKS_FROM

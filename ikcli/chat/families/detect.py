@@ -126,6 +126,8 @@ def _tagged(source: str) -> Family | None:
         return XmlCalls(QWEN3_CODER)
     if has("<tool_calls>", "<tool_call>", "```json"):
         return Hunyuan()
+    if has("<tool_calls>", "tool_setting=tools"):
+        return JsonCalls("MiniMax M1", "<tool_calls>", "</tool_calls>", lines=True)
     if has("<tool_calls>"):
         return JsonCalls("Apriel", "<tool_calls>", "</tool_calls>", array=True)
     if has("<use_mcp_tool>"):

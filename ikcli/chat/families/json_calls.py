@@ -1,7 +1,7 @@
 """Calls written as JSON objects with a name and arguments, alone or in a list, between markers.
 
 Hermes and Qwen (`<tool_call>{...}</tool_call>`), Mistral Nemo (`[TOOL_CALLS][{...}]`), Granite, Phi-4, Nemotron,
-Apriel, Command-R, Llama 3 (no marker at all) and relatives.
+Apriel, MiniMax M1, Command-R, Llama 3 (no marker at all) and relatives.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Keys:
 
 
 class JsonCalls(Family):
-    """JSON calls after `open`, a list of them if `array`, then `close`."""
+    """JSON calls after `open`, a list of them if `array`, or one per line if `lines`, then `close`."""
 
     def __init__(
         self,
@@ -57,6 +57,7 @@ class JsonCalls(Family):
         close: str = "",
         *,
         array: bool = False,
+        lines: bool = False,
         keys: Keys | None = None,
         also: tuple[str, ...] = (),
     ) -> None:
@@ -64,7 +65,7 @@ class JsonCalls(Family):
         self.name = name
         self.openings = (open, *also)
         self.markers = tuple(m for m in (open, close, *also) if m)
-        self._open, self._close, self._array = open, close, array
+        self._open, self._close, self._array, self._lines = open, close, array, lines
         self._keys = keys or Keys()
 
     def tree(self, tools: Sequence[Tool], parallel: bool) -> Node:
@@ -74,6 +75,8 @@ class JsonCalls(Family):
         if self._array:
             calls = calls_of(call, parallel, seq(",", SPACE))
             return seq(Marker(self._open), SPACE, "[", SPACE, calls, SPACE, "]", *close)
+        if self._lines:
+            return seq(Marker(self._open), SPACE, calls_of(call, parallel, seq("\n")), *close)
         one = seq(Marker(self._open), SPACE, call, *close)
         return calls_of(one, parallel, SPACE)
 
@@ -87,6 +90,11 @@ class JsonCalls(Family):
             out.mark()
         reader.keep = reader.pos
         yield from reader.spaces()
+        while self._lines and (yield from reader.peek()) == "{":
+            yield from read_object(out, reader)
+            out.mark()
+            reader.keep = reader.pos
+            yield from reader.spaces()
         if self._close and not (yield from reader.closing(self._close)) and reader.pos < len(reader.text):
             reader.pos = reader.keep
 

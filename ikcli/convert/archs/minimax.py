@@ -1,10 +1,11 @@
-"""MiniMax-M2 and M3."""
+"""MiniMax-01 (Text-01, M1), M2 and M3."""
 
 from __future__ import annotations
 
 from ikcli.convert import build as b
 from ikcli.convert import keys as k
 from ikcli.convert.config import Config
+from ikcli.errors import UnsupportedError
 
 MINIMAX_M3: b.Table = {
     "norm": b.to("output_norm", value=b.plus_one),
@@ -45,6 +46,62 @@ def _index_number(c: Config, flat: str, nested: str) -> int:
             raise c.fail("sparse_attention_config", f"has {nested} {value!r}; it should be a number of at least 1")
         return value
     return c.integer(flat, least=1)
+
+
+MINIMAX_01: b.Table = {
+    "layers.*.self_attn.qkv_proj": "blk.*.attn_qkv",
+    "layers.*.self_attn.output_gate": "blk.*.attn_gate",
+    "layers.*.self_attn.out_proj": "blk.*.attn_output",
+    "layers.*.self_attn.norm": "blk.*.attn_norm_2",
+}
+_KINDS = ("linear_attention", "full_attention")
+_FACTORS = {
+    "full_attn_{}_factor": "layernorm_full_attention_{}",
+    "linear_attn_{}_factor": "layernorm_linear_attention_{}",
+    "mlp_{}_factor": "layernorm_mlp_{}",
+}
+"""Factors of residuals ("alpha") and of what is added ("beta"), as transformers and published files call them."""
+
+
+def _minimax_01(m: b.Build) -> None:
+    c = m.config
+    k.activation(m, *k.SILU)
+    k.sizes(m)
+    found = k.rope(m)
+    k.rms_eps(m)
+    width = k.head_dim(m)
+    m.key("rope.dimension_count", c.integer("rotary_dim", default=int(width * found.partial), least=2))
+    k.experts(m, "num_local_experts", width=False)
+    m.key("vocab_size", c.integer("vocab_size", least=1))
+    _linear_layers(m)
+    factors = {which: [c.number(*(name.format(which) for name in names), default=1.0) for names in _FACTORS.items()]
+               for which in ("alpha", "beta")}  # fmt: skip
+    if len(set(factors["alpha"])) > 1 or set(factors["beta"]) != {1.0}:
+        raise UnsupportedError(
+            f"{c.path}: factors of residuals are {factors['alpha']} (alpha) and {factors['beta']} (beta); known are an "
+            "equal alpha in all parts, and a beta of 1"
+        )
+    m.key("residual_scale", factors["alpha"][0])
+    if not c.flag("postnorm", default=c.model_type == "minimax"):
+        raise c.refuse("postnorm", "true")
+    c.expect("shared_intermediate_size", 0)
+    c.ignore("block_size", "shared_moe_mode")  # tokens at once; of experts that the model lacks
+    c.expect("sliding_window")
+
+
+def _linear_layers(m: b.Build) -> None:
+    """Write which layers have linear attention, unless they are all but every eighth."""
+    c = m.config
+    kinds, numbers = c.items("layer_types"), c.items("attn_type_list")
+    if kinds is None and numbers is not None:
+        kinds = [_KINDS[n] if n in (0, 1) else n for n in numbers]
+    if kinds is None:  # as transformers has it
+        kinds = [_KINDS[(il + 1) % 2] for il in range(m.n_layer)]
+    if len(kinds) != m.n_layer or set(kinds) - set(_KINDS):
+        raise c.refuse("layer_types" if numbers is None else "attn_type_list", "one of two kinds for every layer")
+    linear = [kind == _KINDS[0] for kind in kinds]
+    if linear != [(il + 1) % 8 != 0 for il in range(m.n_layer)]:
+        m.key("attention.recurrent_layers", linear)
 
 
 def _minimax_m2(m: b.Build) -> None:
@@ -107,6 +164,10 @@ _M3_CLASSES = (
 )  # fmt: skip
 
 ARCHITECTURES = (
+    b.Architecture(
+        "minimax-01", ("MiniMaxForCausalLM", "MiniMaxText01ForCausalLM", "MiniMaxM1ForCausalLM"), _minimax_01,
+        MINIMAX_01, k.tied, r"self_attn\.(slope_rate|query_decay|key_decay|diagonal_decay)$", names="minimax-m2",
+    ),
     b.Architecture(
         "minimax-m2", ("MiniMaxM2ForCausalLM",), _minimax_m2, {}, k.tied, r"\.mtp|^mtp",
         frozenset({

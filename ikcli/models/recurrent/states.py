@@ -19,6 +19,7 @@ MAMBA2 = (
     "nemotron_h_moe",
     "plamo2",
 )  # layers with Mamba 2's scan
+LINEAR = ("minimax-01",)  # layers with linear attention
 SHORT_CONV = ("lfm2", "lfm2moe")  # layers of a gated convolution and nothing else
 HYBRID = ("granitehybrid", "jamba", "nemotron_h", "nemotron_h_moe", "plamo2", *SHORT_CONV)
 """Layers without key heads are recurrent (in Nemotron-H those with a feed-forward part are not)."""
@@ -33,6 +34,8 @@ def read_recurrent(keys: Keys, values: dict[str, Any], tensors: Mapping[str, Has
         return _mamba2(keys, values)
     if keys.arch in SHORT_CONV:
         return _short_conv(keys, values)
+    if keys.arch in LINEAR:
+        return _linear(keys, values)
     if keys.arch == "jamba":
         found = _scan(keys, values["n_layer"], values["eps"])
         return found | {"recurrent_layers": _without_key_heads(keys, values), "n_rot": 0}
@@ -51,10 +54,34 @@ def _delta_net(keys: Keys, n_layer: int) -> dict[str, Any]:
         "ssm_d_inner": keys.integer("ssm.inner_size", least=1),
     }
     _check_heads(keys, sizes)
-    interval = keys.integer("full_attention_interval", 4, least=1)
+    return sizes | {"recurrent_layers": _listed(keys, n_layer, 4)}
+
+
+def _listed(keys: Keys, n_layer: int, interval: int) -> frozenset[int]:
+    """Return the layers of a list, or all but every `interval`-th, unless the file has another interval."""
+    interval = keys.integer("full_attention_interval", interval, least=1)
     listed = _list(keys, "attention.recurrent_layers", n_layer) if "attention.recurrent_layers" in keys else None
     recurrent = listed or [(il + 1) % interval != 0 for il in range(n_layer)]
-    return sizes | {"recurrent_layers": frozenset(il for il in range(n_layer) if recurrent[il])}
+    return frozenset(il for il in range(n_layer) if recurrent[il])
+
+
+def _linear(keys: Keys, values: dict[str, Any]) -> dict[str, Any]:
+    """Return which layers of MiniMax-01 have linear attention, their sizes, and the factor of residuals."""
+    width, n_head = values["head_dim_k"], values["n_head"]
+    if width != values["head_dim_v"] or width % 16 or width > MAX_COLUMNS:
+        raise UnsupportedError(
+            f"{keys.source}: heads have {width} and {values['head_dim_v']} columns; linear attention takes equal "
+            f"multiples of 16 up to {MAX_COLUMNS}"
+        )
+    return {
+        "ssm_d_conv": 1,  # no convolution
+        "ssm_d_state": width,
+        "ssm_n_group": n_head,
+        "ssm_dt_rank": n_head,
+        "ssm_d_inner": n_head * width,
+        "recurrent_layers": _listed(keys, values["n_layer"], 8),
+        "residual_scale": keys.number("residual_scale", most=1e6),
+    }
 
 
 def _kda(keys: Keys, values: dict[str, Any], tensors: Mapping[str, HasShape]) -> dict[str, Any]:

@@ -69,6 +69,14 @@ def make_mamba2_scan(n_state, width, few_tokens=FEW_TOKENS):
             store_f32x16(at + _LINE * i, zero_f32x16())
 
     @inline
+    def equal_steps(work, a, n):
+        """Set the steps of n tokens to 1, so that all have the same decay."""
+        decay = vexp(splat_f32x16(a))
+        for t in range(0, n, 16):
+            store_f32x16(work + at_step + 4 * t, splat_f32x16(_F1))
+            store_f32x16(work + at_decay + 4 * t, decay)
+
+    @inline
     def steps(work, dt, dt_stride, bias, a, n):
         """Compute step and decay of n tokens; those behind them leave everything as it is."""
         for t in range(min((n + 15) & ~15, DELTA_CHUNK)):
@@ -193,8 +201,11 @@ def make_mamba2_scan(n_state, width, few_tokens=FEW_TOKENS):
                 if in_chunks:
                     stage(work, bt, b_stride, ct, c_stride, left)
                 for head in range(first, last):
-                    steps(work, dt + t * dt_stride + 4 * head, dt_stride, ld_f32(params.dt_bias + 4 * head),
-                          ld_f32(params.a + 4 * head), left)  # fmt: skip
+                    if params.dt == 0:
+                        equal_steps(work, ld_f32(params.a + 4 * head), left)
+                    else:
+                        steps(work, dt + t * dt_stride + 4 * head, dt_stride, ld_f32(params.dt_bias + 4 * head),
+                              ld_f32(params.a + 4 * head), left)  # fmt: skip
                     d = bcast_f32x16(params.d + 4 * head)
                     h = state + head * n_block * block_bytes
                     xt = x + t * x_stride + head * params.x.head_stride

@@ -137,7 +137,6 @@ MODES: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow("compiles kernels of several attention modes")
 @pytest.mark.parametrize("changes", MODES, ids=str)
 def test_modes_of_attention_and_sizes_of_batches(model: tuple[Path, np.ndarray], changes: dict[str, Any]) -> None:
     """A prompt that sees no more than may be chosen, one that does, and single tokens."""
@@ -149,7 +148,6 @@ def test_modes_of_attention_and_sizes_of_batches(model: tuple[Path, np.ndarray],
     assert np.abs(np.concatenate(found) - wanted[0]).max() < 1e-3 * wanted.std()
 
 
-@pytest.mark.slow("compiles kernels of several attention modes")
 @pytest.mark.parametrize("mla", [0, 3])
 def test_sequences(model: tuple[Path, np.ndarray], mla: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two texts share micro-batches in caches of windows; one is rolled back, saved, and loaded again."""

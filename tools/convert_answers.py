@@ -39,7 +39,8 @@ def logits_of(name: str, keys: dict[str, Any], tokens: list[int]) -> tuple[dict[
     with tempfile.TemporaryDirectory() as folder:
         cls(config).float().save_pretrained(folder)
         file = next(Path(folder).glob("*.safetensors"))
-        shapes = {key: list(tensor.shape) for key, tensor in load_file(file).items()}
+        loaded = load_file(file).items()  # vectors of whole numbers follow from the configuration
+        shapes = {key: list(x.shape) for key, x in loaded if x.is_floating_point() or x.ndim > 1}
         save_file({key: torch.from_numpy(drawn(key, shape)) for key, shape in shapes.items()}, file, {"format": "pt"})
         model = cls.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
         found = json.loads((Path(folder) / "config.json").read_text())

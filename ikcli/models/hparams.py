@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from ikcli.errors import FormatError, UnsupportedError
+from ikcli.graph.ops_ngrams import NGrams
 from ikcli.models.keys import HasShape, Keys, by_layer
 from ikcli.models.recurrent.states import HYBRID, KDA, SCAN, read_recurrent
 from ikcli.models.rope import RopeParams, read_rope
@@ -30,7 +31,7 @@ GATING = {1: "softmax", 2: "sigmoid", 3: "softmax", 4: "sqrtsoftplus"}  # 3: ove
 _ALL_EXPERTS = (
     "arctic", "bailingmoe", "dbrx", "flex-olmo", "gpt-oss", "granitemoe", "grok", "grovemoe", "hunyuan-moe", "maple",
     "mellum", "minimax-m2", "olmoe", "phimoe", "qwen2moe", "qwen35moe", "qwen3moe", "qwen3next", "qwen3vlmoe",
-    "smallthinker",
+    "qwen4exp", "smallthinker",
 )  # fmt: skip
 """In every layer."""
 DENSE_MLA = ("minicpm3", "plm")
@@ -170,6 +171,11 @@ class HParams:
     n_stream: int = 0  # streams of the residual; 0: it is one
     stream_iterations: int = 0  # of the sums of their weights
     stream_eps: float = 0.0
+    stream_rank: int = 0  # of the gates of streams
+    ngrams: NGrams | None = None  # how they become rows of a table
+    ngram_layer: int = -1  # the layer that reads these rows
+    ngram_taps: int = 0  # of the convolution of what streams take of them
+    n_ngram_rows: int = 0  # rows of the table
     n_sink: int = 0  # learned rows that come before all positions
     o_groups: int = 0  # of heads, each with an output projection of low rank
     o_lora_rank: int = 0

@@ -67,8 +67,9 @@ def test_gated_streams(n: int, cols: int) -> None:
                     (("x", n * cols), ("gate", n * cols), ("out", cols)))  # fmt: skip
     logits, none = run.input("logits", 3 * _random(rng, 5, n)), run.input("none", np.zeros((5, n * cols), np.float32))
     g = run.graph
-    nodes = [g.record(GatedStreams(x, gate, n), "mean"), g.record(StreamAdd(x, out, logits, 0.3), "add"),
-             g.record(StreamMatch(x, gate, out, n), "match"), g.record(StreamMatch(none, gate, out, n), "even")]  # fmt: skip
+    ops = (GatedStreams(x, gate, n), StreamAdd(x, out, logits, 0.3), StreamMatch(x, gate, out, n),
+           StreamMatch(none, gate, out, n))  # fmt: skip
+    nodes = [g.record(op, f"{op.name}_{i}") for i, op in enumerate(ops)]
     for found, wanted in run(*nodes):
         np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=2e-5)
 

@@ -203,7 +203,9 @@ def test_hashing_of_a_checkpoint(tmp_path: Path) -> None:
         assert m.metadata[f"qwen4exp.ple.{key}"].dtype == np.uint64
     table = m.tensors["per_layer_token_embd.weight"]
     assert table.shape == (16, 8)
-    np.testing.assert_array_equal(table.read(m.source, 0, 8), np.concatenate([drawn("0", (4, 16)), drawn("1", (4, 16))]))
+    np.testing.assert_array_equal(
+        table.read(m.source, 0, 8), np.concatenate([drawn("0", (4, 16)), drawn("1", (4, 16))])
+    )
     computed = build(tmp_path, keys, {})
     assert computed.metadata["qwen4exp.ple.head_vocab_sizes"].tolist() == [101, 103, 107, 109]
     assert computed.metadata["qwen4exp.ple.head_offsets"].tolist() == [0, 101, 204, 311]

@@ -71,9 +71,9 @@ class IndexTopK(Op):
 
 @dataclass(frozen=True, slots=True)
 class EntryPositions(Op):
-    """List the positions of the chosen entries, then those that no entry has yet: [rows, (top_k + 1) * ratio - 1] cells.
+    """List the cells of the positions of chosen entries, then those that no entry has yet, then `NONE`.
 
-    `chosen`: a value of `IndexTopK` with this `ratio`. The list ends with `NONE`.
+    [rows, (top_k + 1) * ratio - 1]; `chosen`: a value of `IndexTopK` with this `ratio`.
     """
 
     name = "entry_positions"

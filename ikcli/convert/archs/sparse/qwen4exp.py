@@ -158,7 +158,12 @@ def _conv(m: b.Build, found: b.Found) -> None:
     m.plain(found, f"blk.{found.block}.ple_conv1d.weight", (found.shape[0], found.shape[-1]))
 
 
-_GATES = {"hc_norm": "norm", "input_mix_weight_down": "down", "input_mix_weight_up": "up", "block_inject_weight": "inject"}
+_GATES = {
+    "hc_norm": "norm",
+    "input_mix_weight_down": "down",
+    "input_mix_weight_up": "up",
+    "block_inject_weight": "inject",
+}
 _NGRAMS = "layers.*.ple.ple_embedding."
 QWEN4EXP: b.Table = {key: rule for key, rule in QWEN35.items() if ".linear_attn." in key or ".self_attn." in key} | {
     f"{old}.{part}": b.to(f"{new}_{name}", **({"value": b.plus_one} if name == "norm" else {}))

@@ -209,6 +209,10 @@ def test_hashing_of_a_checkpoint(tmp_path: Path) -> None:
     computed = build(tmp_path, keys, {})
     assert computed.metadata["qwen4exp.ple.head_vocab_sizes"].tolist() == [101, 103, 107, 109]
     assert computed.metadata["qwen4exp.ple.head_offsets"].tolist() == [0, 101, 204, 311]
+    large = {"vocab_size": 248320, "ngram_vocab_size_base": 20_000_000, "heads_per_ngram": 8}  # of Qwen3.8-Flash-Next
+    released = build(tmp_path, keys | large, {}).metadata
+    assert released["qwen4exp.ple.layer_multipliers"].tolist() == [23703573157769, 20109073645365, 8052911324071]
+    assert released["qwen4exp.ple.head_vocab_sizes"].tolist()[::15] == [20000003, 20000171]
     with pytest.raises(FormatError, match="has 1 parts, not 2"):
         build(tmp_path, keys, dict(list(tensors.items())[1:]))
     with pytest.raises(FormatError, match="should be 4 whole numbers of 64 bits"):

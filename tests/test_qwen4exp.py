@@ -135,13 +135,15 @@ def test_n_grams_depend_on_the_tokens_since_the_last_end(path: Path) -> None:
     first = reference(path, TOKENS[:1])
     file = open_gguf(path)
     hp = HParams.from_gguf(file.metadata, file.tensors, "m")
-    assert hp.ngrams is not None and hp.ngrams.end == END and hp.ngrams.n_before == 2
+    assert hp.ngrams is not None
+    grams = hp.ngrams.grams
+    assert grams.end == END and grams.n_before == 2
     changed = tiny("qwen4exp")
     name = "per_layer_token_embd.weight"
     values, (a, b) = changed.values(name).copy(), (int(TOKENS[0]), END)
-    m = [int(x) for x in hp.ngrams.multipliers]
+    m = [int(x) for x in grams.multipliers]
     two, three = a * m[0] ^ b * m[1], a * m[0] ^ b * m[1] ^ b * m[2]
-    rows = [h % s + o for h, s, o in zip((two, two, three, three), hp.ngrams.sizes, hp.ngrams.offsets, strict=True)]
+    rows = [h % s + o for h, s, o in zip((two, two, three, three), grams.sizes, grams.offsets, strict=True)]
     others = np.setdiff1d(np.arange(len(values)), rows)
     values[others] = 0
     changed.set(name, values)
@@ -158,7 +160,8 @@ def test_numbers_of_the_file(path: Path) -> None:
     """Kinds of layers follow from the keys; numbers that do not fit are refused. Files may have no n-grams."""
     file = open_gguf(path)
     hp = HParams.from_gguf(file.metadata, file.tensors, "m")
-    assert (hp.n_stream, hp.stream_rank, hp.index_top_k, hp.ngram_layer, hp.n_ngram_rows) == (4, 32, 24, 2, 420)
+    assert hp.ngrams is not None and (hp.ngrams.layer, hp.ngrams.n_rows) == (2, 420)
+    assert (hp.n_stream, hp.stream_rank, hp.index_top_k) == (4, 32, 24)
     assert [hp.at(il).pool_ratio for il in range(4)] == [0, 4, 0, 4] and hp.index_owners == {1, 3}
     assert taps.derived_shapes(hp)["blk.2.ple_conv1d_spread"] == (10, 256)
     for key, value, why in (

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 from ikcli.errors import FormatError, UnsupportedError
-from ikcli.graph.ops_ngrams import NGrams
 from ikcli.models.keys import HasShape, Keys, by_layer
 from ikcli.models.recurrent.states import HYBRID, KDA, SCAN, read_recurrent
 from ikcli.models.rope import RopeParams, read_rope
 from ikcli.models.rope_options import overrides
 from ikcli.models.sparse.keys import read_sparse
+from ikcli.models.sparse.ngrams import NGramTable
 from ikcli.models.windows import read_windows
 from ikcli.settings.adapters import RopeConfig
 
@@ -172,10 +172,7 @@ class HParams:
     stream_iterations: int = 0  # of the sums of their weights
     stream_eps: float = 0.0
     stream_rank: int = 0  # of the gates of streams
-    ngrams: NGrams | None = None  # how they become rows of a table
-    ngram_layer: int = -1  # the layer that reads these rows
-    ngram_taps: int = 0  # of the convolution of what streams take of them
-    n_ngram_rows: int = 0  # rows of the table
+    ngrams: NGramTable | None = None  # embeddings of n-grams, which one layer reads
     n_sink: int = 0  # learned rows that come before all positions
     o_groups: int = 0  # of heads, each with an output projection of low rank
     o_lora_rank: int = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ikcli.errors import UnsupportedError
@@ -13,8 +14,19 @@ from ikcli.models.recurrent.states import MAX_TAPS
 TABLE = "per_layer_token_embd.weight"
 
 
+@dataclass(frozen=True, slots=True)
+class NGramTable:
+    """How n-grams become rows of the table, the layer that reads these, and the taps of its convolution of them."""
+
+    grams: NGrams
+    n_rows: int
+    width: int
+    layer: int
+    taps: int
+
+
 def read_ngrams(keys: Keys, values: dict[str, Any], tensors: Mapping[str, HasShape]) -> dict[str, Any]:
-    """Return how n-grams become rows, the size of the table, and the layer that reads it; files may have none."""
+    """Return the embeddings of n-grams; files may have none."""
     layers = _numbers(keys, "ple.layers", values["n_layer"] - 1) if "ple.layers" in keys else ()
     if not layers:
         return {}
@@ -44,13 +56,9 @@ def read_ngrams(keys: Keys, values: dict[str, Any], tensors: Mapping[str, HasSha
             f"{keys.source}: {keys.name('ple.conv_kernel')} is {taps}, {longest} tokens apart; supported are "
             f"convolutions over {MAX_TAPS} tokens"
         )
-    return {
-        "ngrams": NGrams(multipliers, sizes, offsets, keys.integer("ple.eos_token_id", most=n_vocab - 1)),
-        "ngram_layer": layers[0],
-        "ngram_taps": taps,
-        "n_ngram_rows": held,
-        "n_embd_per_layer": keys.integer("embedding_length_per_layer_input", least=1),
-    }
+    grams = NGrams(multipliers, sizes, offsets, keys.integer("ple.eos_token_id", most=n_vocab - 1))
+    width = keys.integer("embedding_length_per_layer_input", least=1)
+    return {"ngrams": NGramTable(grams, held, width, layers[0], taps)}
 
 
 def spread_taps(taps: int, apart: int) -> int:

@@ -30,7 +30,7 @@ def tensor_shapes(hp: HParams) -> TensorSpecs:
     specs = expected.with_blocks(hp, block_shapes) | _gate_specs(hp, "output_hc")
     del specs["output_norm.weight"]
     if hp.ngrams is not None:
-        specs[TABLE] = TensorSpec((hp.n_embd_per_layer, hp.n_ngram_rows))
+        specs[TABLE] = TensorSpec((hp.ngrams.width, hp.ngrams.n_rows))
     return specs
 
 
@@ -64,15 +64,15 @@ def block_shapes(hp: HParams, il: int) -> TensorSpecs:
             "indexer.q_norm.weight": TensorSpec((d,)),
             "indexer.k_norm.weight": TensorSpec((d,)),
         }
-    if hp.ngrams is not None and il == hp.ngram_layer:
-        cols = hp.n_embd_per_layer * len(hp.ngrams.sizes)
+    if (table := hp.ngrams) is not None and il == table.layer:
+        cols = table.width * len(table.grams.sizes)
         own |= {
             "ple_key.weight": TensorSpec((cols, width)),
             "ple_value.weight": TensorSpec((cols, hp.n_embd)),
             "ple_norm_key.weight": TensorSpec((width,)),
             "ple_norm_query.weight": TensorSpec((width,)),
             "ple_norm_conv.weight": TensorSpec((width,)),
-            "ple_conv1d.weight": TensorSpec((hp.ngram_taps, width), also=((hp.ngram_taps, 1, width),)),
+            "ple_conv1d.weight": TensorSpec((table.taps, width), also=((table.taps, 1, width),)),
         }
     specs |= expected.feed_forward_specs(hp, il) | expected.in_block(il, own)
     specs[f"blk.{il}.ffn_gate_inp_shexp.weight"] = TensorSpec((hp.n_embd, 1), required=hp.n_ff_shexp > 0)
@@ -86,7 +86,7 @@ def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
     for il in range(hp.n_layer):
         g.il = il
         layer = w.layer(il)
-        if hp.ngrams is not None and il == hp.ngram_layer:
+        if hp.ngrams is not None and il == hp.ngrams.layer:
             x = g.add(_of_ngrams(g, hp, x, w[TABLE], layer), x, "ngram_out")
         cur, shares = _before(g, hp, x, layer, "attn")
         if hp.is_recurrent(il):
@@ -126,8 +126,8 @@ def _mean(
 def _of_ngrams(g: Graph, hp: HParams, x: Node, table: Weight, layer: LayerWeights) -> Node:
     """Return what streams x take of the values of n-grams, plus a convolution of that."""
     assert hp.ngrams is not None
-    width = hp.n_stream * hp.n_embd
-    ids = g.record(NGramIds(g.state("ngram", hp.ngrams.n_before), hp.ngrams), "ngram_ids")
+    width, grams = hp.n_stream * hp.n_embd, hp.ngrams.grams
+    ids = g.record(NGramIds(g.state("ngram", grams.n_before), grams), "ngram_ids")
     rows = g.record(EmbedIds(table, ids), "ngram_embd")
 
     def normed(y: Node, which: str) -> Node:

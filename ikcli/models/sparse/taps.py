@@ -24,9 +24,9 @@ def derived_shapes(hp: HParams) -> dict[str, tuple[int, ...]]:
     found: dict[str, tuple[int, ...]] = {
         f"blk.{il}.{MEAN}": (hp.at(il).pool_ratio, hp.index_head_dim) for il in sorted(hp.index_owners)
     }
-    if hp.ngrams is not None:
-        taps = spread_taps(hp.ngram_taps, len(hp.ngrams.multipliers))
-        found[f"blk.{hp.ngram_layer}.{SPREAD}"] = (taps, hp.n_stream * hp.n_embd)
+    if (table := hp.ngrams) is not None:
+        taps = spread_taps(table.taps, len(table.grams.multipliers))
+        found[f"blk.{table.layer}.{SPREAD}"] = (taps, hp.n_stream * hp.n_embd)
     return found
 
 
@@ -44,5 +44,5 @@ def make(values: Callable[[str], npt.NDArray[np.float32]], hp: HParams, derived:
         return np.full((cols, n_taps), 1 / n_taps, np.float32)
     assert hp.ngrams is not None
     taps = np.zeros((cols, n_taps), np.float32)
-    taps[:, :: len(hp.ngrams.multipliers)] = values(str(source_of(derived))).reshape(cols, -1)
+    taps[:, :: len(hp.ngrams.grams.multipliers)] = values(str(source_of(derived))).reshape(cols, -1)
     return taps

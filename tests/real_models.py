@@ -309,6 +309,20 @@ REAL: dict[str, Real] = {
         "qwen35moe",
         _llama(60, 4096, 1024, 32, 2, 256) | _delta(16, 64) | _experts(512, 10, 1024) | {_SHARED_SPLIT: 1024}, 248320,
     ),
+    "qwen4exp-flash": Real(
+        "qwen4exp",
+        _llama(48, 2560, 0, 24, 2, 256) | _delta(16, 48) | _experts(512, 10, 640) | {
+            _SHARED_SPLIT: 640, "hyper_connection.count": 4, "hyper_connection.low_rank": 320,
+            "attention.compress_ratios": np.array([0, 0, 0, 4] * 12, np.int32), "attention.indexer.head_count": 4,
+            "attention.indexer.key_length": 128, "attention.indexer.top_k": 2048, "ple.layers": [1],
+            "ple.ngram_size": 3, "ple.heads_per_ngram": 8, "ple.conv_kernel": 4, "ple.eos_token_id": 248044,
+            "embedding_length_per_layer_input": 160,
+            "ple.layer_multipliers": np.array([23703573157769, 20109073645365, 8052911324071], np.uint64),
+            "ple.head_vocab_sizes": np.full(16, 20000003, np.uint64),
+            "ple.head_offsets": np.arange(16, dtype=np.uint64) * 20000003,
+        },
+        248320,
+    ),
     "starcoder-15b": Real("starcoder", _llama(40, 6144, 24576, 48, 1), 49152, (_OUT, *_QKV), layer_norm=True),
     "step35-flash": Real(
         "step35",

@@ -16,6 +16,7 @@ from ikcli.backends.cpu.lower_sparse import RULES
 from ikcli.errors import UnsupportedError
 from ikcli.gguf.constants import GGMLType
 from ikcli.graph import HeadSlice, Node
+from ikcli.graph.ops_sparse import EntryPositions
 
 F16 = GGMLType.F16
 RANK, ROPE = 64, 32
@@ -133,6 +134,73 @@ def test_what_has_no_kernel_is_refused() -> None:
         run.lower(chosen, 1)
     with pytest.raises(ValueError, match="a weight per head"):
         run.graph.index_top_k(HeadSlice(q, 0, 48, 48), w, cache, "top_k", n_head=3, top_k=4)
+
+
+class Entries:
+    """An indexer of entries, whose heads count alike, and attention of heads of two kinds to the positions of these."""
+
+    def __init__(self, top_k: int, ratio: int, *, tokens: int, cells: int, invariant: bool = False) -> None:
+        self.run = run = Harness(tokens, cells, RULES, invariant)
+        self.top_k, self.ratio, g, d = top_k, ratio, run.graph, 32
+        g.il = 0
+        self.q_index, self.q = run.input("qi", 4 * d), run.input("q", 6 * d)
+        self.k_index = g.cache("index", d, F16)
+        self.k, self.v = g.cache("k", 2 * d, F16), g.cache("v", 2 * d, F16)
+        index = HeadSlice(self.q_index, 0, d, d)
+        chosen = g.index_top_k(index, None, self.k_index, "top", n_head=4, top_k=top_k, ratio=ratio)
+        self.cells = g.record(EntryPositions(chosen, ratio), "cells")
+        keys, values = HeadSlice(self.k, 0, d, d), HeadSlice(self.v, 0, d, d)
+        self.node = g.sparse_attention(
+            [HeadSlice(self.q, 0, d, d)], [keys], values, self.cells, "kqv", n_head=6, n_head_kv=2, scale=0.3,
+            block=ratio, rest=True,
+        )  # fmt: skip
+        rng = self.rng = np.random.default_rng(1)
+        run.caches[self.k_index] = encode(rng.integers(-2, 3, (cells, d)).astype(np.float32), F16)
+        for cache in (self.k, self.v):
+            run.caches[cache] = encode(rng.standard_normal((cells, 2 * d)).astype(np.float32), F16)
+
+    def check(self, segments: Sequence[Segment], n_threads: int = 2) -> None:
+        n, token = sum(s.n_tokens for s in segments), 0
+        values = {
+            self.q_index: self.rng.integers(-2, 3, (n, self.q_index.cols)).astype(np.float32),
+            self.q: self.rng.standard_normal((n, self.q.cols)).astype(np.float32),
+        }
+        cells = np.full((n, (self.top_k + 1) * self.ratio - 1), -1)
+        wanted = np.empty((n, 6, 32))
+        keys, k, v = (decode(self.run.caches[c], F16).astype(np.float64) for c in (self.k_index, self.k, self.v))
+        for s in segments:
+            for seen in range(s.pos + 1, s.pos + s.n_tokens + 1):
+                entries = np.arange(seen // self.ratio)
+                last = keys[s.cell + self.ratio * (entries + 1) - 1]
+                scores = np.maximum(values[self.q_index][token].reshape(4, -1) @ last.T, 0).sum(axis=0)
+                best = np.sort(np.argsort(-scores, kind="stable")[: self.top_k])
+                own = (best[:, None] * self.ratio + np.arange(self.ratio)).ravel()
+                own = s.cell + np.concatenate([own, np.arange(len(entries) * self.ratio, seen)])
+                cells[token, : len(own)] = own
+                for h in range(6):
+                    part = slice(32 * (h // 3), 32 * (h // 3) + 32)
+                    x = 0.3 * k[own, part] @ values[self.q][token, 32 * h : 32 * h + 32].astype(np.float64)
+                    p = np.exp(x - x.max())
+                    wanted[token, h] = p / p.sum() @ v[own, part]
+                token += 1
+        found = self.run.compile(self.cells, n_threads)(segments, values)
+        np.testing.assert_array_equal(found.view(np.int32) if found.dtype != np.int32 else found, cells)
+        found = self.run.compile(self.node, n_threads)(segments, values)
+        np.testing.assert_allclose(found, wanted.reshape(n, -1), atol=2e-3)
+
+
+@pytest.mark.slow("compiles attention to listed positions of two caches")
+@pytest.mark.parametrize("n_threads", [1, 3])
+@pytest.mark.parametrize(("top_k", "ratio"), [(1, 4), (6, 4), (5, 3), (40, 2)])
+def test_positions_of_entries(top_k: int, ratio: int, n_threads: int) -> None:
+    """Fewer than may be chosen, as many, and more; with and without positions behind the last entry."""
+    Entries(top_k, ratio, tokens=64, cells=512).check([Segment(60, cell=3), Segment(1, cell=100, pos=47)], n_threads)
+    Entries(top_k, ratio, tokens=8, cells=512).check([Segment(5, cell=7, pos=300)], n_threads)
+
+
+@pytest.mark.slow("compiles attention to listed positions of two caches")
+def test_lists_of_entries_that_threads_share() -> None:
+    Entries(200, 4, tokens=8, cells=4096, invariant=True).check([Segment(5, cell=5, pos=2900)], 3)
 
 
 class Blocks:

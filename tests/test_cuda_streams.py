@@ -1,6 +1,6 @@
 """Streams of a residual, compressed attention and rows before all positions, on the emulated device.
 
-Ops against NumPy; sessions of DeepSeek V4 and openPangu.
+Ops against NumPy; sessions of DeepSeek V4, openPangu and Qwen4-Exp.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from cuda_graphs import GraphRun
 from deepseek4_model import tiny_deepseek4
 from gguf_files import write_model
 from openpangu_model import tiny_openpangu
+from tiny_architectures import tiny
 
 from ikcli.backends.cuda.lower import all_rules
 from ikcli.backends.cuda.upload import device_row_bytes
@@ -29,7 +30,7 @@ from ikcli.gguf.constants import GGMLType
 from ikcli.graph import Cache, HeadSlice, Node, Per, Weight, micro_batch
 from ikcli.graph.ops_pooled import Pool, PooledAttn, PooledCells, PooledStore
 from ikcli.graph.ops_sparse import PrefixAttn
-from ikcli.graph.ops_streams import StreamMix, StreamSum, StreamWeights
+from ikcli.graph.ops_streams import GatedStreams, StreamAdd, StreamMatch, StreamMix, StreamSum, StreamWeights
 from ikcli.models import GraphConfig
 
 pytestmark = [needs_emulation, pytest.mark.slow("compiles attention to listed rows, and streams, for emulation")]
@@ -53,6 +54,22 @@ def test_streams(n: int, cols: int, eps: float) -> None:
     head = g.record(StreamWeights(few, scale, run.weight("head"), n, 4, eps), "head_weights")
     nodes = [weights, head, g.record(StreamSum(x, weights, n), "sum"), g.record(StreamSum(x, head, n), "last"),
              g.record(StreamMix(x, out, weights, n), "mix")]  # fmt: skip
+    for found, wanted in run(*nodes):
+        np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(("n", "cols"), [(4, 640), (2, 16), (3, 30)])
+def test_gated_streams(n: int, cols: int) -> None:
+    """Also where a key has nothing in common with its query."""
+    rng = np.random.default_rng(n)
+    run = GraphRun(all_rules())
+    x, gate, out = (run.input(name, _random(rng, 5, size)) for name, size in
+                    (("x", n * cols), ("gate", n * cols), ("out", cols)))  # fmt: skip
+    logits, none = run.input("logits", 3 * _random(rng, 5, n)), run.input("none", np.zeros((5, n * cols), np.float32))
+    g = run.graph
+    ops = (GatedStreams(x, gate, n), StreamAdd(x, out, logits, 0.3), StreamMatch(x, gate, out, n),
+           StreamMatch(none, gate, out, n))  # fmt: skip
+    nodes = [g.record(op, f"{op.name}_{i}") for i, op in enumerate(ops)]
     for found, wanted in run(*nodes):
         np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=2e-5)
 
@@ -280,3 +297,18 @@ def test_openpangu(
     model = tiny_openpangu(expert_used_count=8, **{"attention.indexer.top_k": top_k})
     error = _errors(write_model(model, tmp_path / "m.gguf"), GraphConfig(n_ctx=256), **changes)
     assert (error <= 0.15).mean() >= share and np.median(error) <= 0.06, np.sort(error)
+
+
+@pytest.mark.parametrize(
+    ("cfg", "changes"),
+    [({}, {}), ({}, {"n_gpu_layers": 2, "n_ubatch": 32, "n_batch": 32}), ({"index_top_k": 0}, {"dsa": False})],
+    ids=str,
+)  # fmt: skip
+def test_qwen4exp(
+    cfg: dict[str, Any], changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The table of n-grams stays in RAM, whatever their layer does."""
+    monkeypatch.setattr(gpus, "open_devices", cuda_sessions.Opener())
+    path = write_model(tiny("qwen4exp", expert_used_count=8), tmp_path / "m.gguf")
+    error = _errors(path, GraphConfig(n_ctx=256, **cfg), **changes)
+    assert (error <= 0.1).mean() >= 0.9, np.sort(error)

@@ -78,7 +78,7 @@ def test_rows_that_do_not_divide_fall_back(script: ModuleType, preset: str) -> N
 
 
 @pytest.mark.parametrize("preset", [
-    "qwen35moe", "glm4moe", "gpt-oss", "minimax-m2", "mixtral", "ernie4_5-moe", "cohere2", "gemma3",
+    "qwen35moe", "glm4moe", "gpt-oss", "minimax-m2", "mixtral", "ernie4_5-moe", "cohere2", "gemma3", "qwen4exp",
 ])  # fmt: skip
 def test_geometry(script: ModuleType, preset: str) -> None:
     p = script.PRESETS[preset].changed(2 if preset != "qwen35moe" else 4, 500, 6)

@@ -26,6 +26,7 @@ CONFIG = replace(
     cpu_moe=True,
 )  # fmt: skip
 DELTA, KDA = 128 * 128 * 64 + 3 * (2 * 16 + 64) * 128, 128 * 128 * 32 + 3 * 3 * 32 * 128
+STATES = 36 * (128 * 128 * 48 + 3 * (2 * 16 + 48) * 128) + 12 * 3 * 128 + 9 * 4 * 2560 + 2  # of Qwen3.8-Flash-Next
 # Billions of weights; blocks with a full cache times the width of their rows (keys and values); the same of blocks with
 # windows, and their window; blocks with states times the numbers of a state.
 MODELS: dict[str, tuple[float, int, int, int, int]] = {
@@ -48,6 +49,7 @@ MODELS: dict[str, tuple[float, int, int, int, int]] = {
     "phimoe-42b": (41.9, 32 * 8 * 256, 0, 0, 0),
     "qwen3moe-235b": (235.1, 94 * 4 * 256, 0, 0, 0),
     "qwen35moe-397b": (396.3, 15 * 2 * 512, 0, 0, 45 * DELTA),
+    "qwen4exp-flash": (176.9, 12 * (2 * 512 + 128), 0, 0, STATES),
     "step35-flash": (210.9, 12 * 8 * 256, 33 * 8 * 256, 512, 0),
 }
 

@@ -31,6 +31,16 @@ KDA = SHARED | {
     "attention.key_length_mla": 48, "attention.value_length_mla": 32, "expert_gating_func": 2,
     "expert_weights_scale": 1.5,
 }  # fmt: skip
+QWEN4EXP = DELTA | EXPERTS | {
+    "block_count": 4, "nextn_predict_layers": None, "expert_shared_feed_forward_length": 48, "context_length": 512,
+    "attention.key_length": 32, "attention.value_length": 32, "hyper_connection.count": 4,
+    "hyper_connection.low_rank": 32, "full_attention_interval": 2, "attention.compress_ratios": [0, 4, 0, 4],
+    "attention.indexer.head_count": 4, "attention.indexer.key_length": 32, "attention.indexer.top_k": 24,
+    "ple.layers": [2], "ple.ngram_size": 3, "ple.heads_per_ngram": 2, "ple.conv_kernel": 4, "ple.eos_token_id": 7,
+    "embedding_length_per_layer_input": 16, "ple.layer_multipliers": np.array([23703573157769, 20109073645365,
+    8052911324071], np.uint64), "ple.head_vocab_sizes": np.array([101, 103, 107, 109], np.uint64),
+    "ple.head_offsets": np.array([0, 101, 204, 311], np.uint64),
+}  # fmt: skip
 WINDOW = {"block_count": 4, "attention.sliding_window": 6}
 LISTED = WINDOW | {"attention.sliding_window_pattern": np.array([True, False, True, False])}
 YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 8.0, "rope.scaling.original_context_length": 4}
@@ -141,7 +151,7 @@ TINY: dict[str, dict[str, Any]] = {
     "hunyuan-moe": EXPERTS | {"expert_shared_count": 1}, "minimax-m2": EXPERTS | {"rope.dimension_count": 8},
     "seed_oss": {"attention.key_length": 64, "attention.value_length": 64}, "smollm3": {"block_count": 4},
     "qwen35": DELTA, "qwen35moe": DELTA | EXPERTS | {"expert_shared_feed_forward_length": 48},
-    "qwen3next": DELTA | EXPERTS, "kimi-linear": KDA,
+    "qwen3next": DELTA | EXPERTS, "kimi-linear": KDA, "qwen4exp": QWEN4EXP,
     "falcon-h1": MAMBA2, "nemotron_h": NEMOTRON_H, "lfm2": SHORT_CONV,
     "plamo2": MAMBA2 | {"attention.head_count": [0, 4, 0], "attention.head_count_kv": [0, 2, 0], "ssm.group_count": 0,
                         "attention.sliding_window": 6, "attention.key_length": 16, "attention.value_length": 16},

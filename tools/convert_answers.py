@@ -41,7 +41,9 @@ def logits_of(name: str, keys: dict[str, Any], tokens: list[int]) -> tuple[dict[
         cls(config).float().save_pretrained(folder)
         file = next(Path(folder).glob("*.safetensors"))
         saved = load_file(file)
-        shapes = {key: list(tensor.shape) for key, tensor in saved.items() if not key.endswith(_COMPUTED)}
+        # Vectors of whole numbers follow from the configuration.
+        mine = {key: x for key, x in saved.items() if x.is_floating_point() or x.ndim > 1}
+        shapes = {key: list(x.shape) for key, x in mine.items() if not key.endswith(_COMPUTED)}
         made = {key: torch.from_numpy(drawn(key, shape)) for key, shape in shapes.items()}
         save_file(saved | made, file, {"format": "pt"})
         model = cls.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()

@@ -169,6 +169,20 @@ PRESETS = {
            "swa_layers": np.array([0, 1], np.uint32), "sliding_window_list": np.array([512, 512], np.uint32)},
         ("attn_k_b.weight", "attn_v_b.weight", "exp_probs_b.bias"), 32768,
     ),
+    "qwen4exp": Preset(
+        "qwen4exp",
+        _geometry(4, 2560, 640, 24, 2, 256, 1e7) | _delta_net(16, 48)
+        | _experts(32, 10, 640, expert_shared_feed_forward_length=640)
+        | {"hyper_connection.count": 4, "hyper_connection.low_rank": 320,
+           "attention.compress_ratios": np.array([0, 0, 0, 4]), "attention.indexer.head_count": 4,
+           "attention.indexer.key_length": 128, "attention.indexer.top_k": 2048, "ple.layers": np.array([1]),
+           "ple.ngram_size": 3, "ple.heads_per_ngram": 8, "ple.conv_kernel": 4, "ple.eos_token_id": 2,
+           "embedding_length_per_layer_input": 160,
+           "ple.layer_multipliers": np.array([23703573157769, 20109073645365, 8052911324071], np.uint64),
+           "ple.head_vocab_sizes": np.full(16, 20011, np.uint64),
+           "ple.head_offsets": np.arange(16, dtype=np.uint64) * np.uint64(20011)},
+        (), 32000,
+    ),
     "glm4moe": Preset(
         "glm4moe",
         _geometry(3, 4096, 10944, 96, 8)

@@ -20,6 +20,7 @@ _KNOWN: dict[str, set[str]] = {
     "yarn": {
         "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "attn_factor",
         "mscale", "mscale_all_dim", "truncate", "llama_4_scaling_beta", "extrapolation_factor", "finetuned",
+        "mrope_section", "mrope_interleaved",
     },
     "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
     "longrope": {"short_factor", "long_factor", "factor", "original_max_position_embeddings", "attention_factor",

@@ -23,6 +23,8 @@ class IndexTopK(Op):
     `q.width` columns. A query that sees at most `top_k` positions gets all of them. Of equal scores the earlier
     position is chosen. Corresponds to the lightning indexer of DeepSeek V3.2.
 
+    Without `weights` each is 1.
+
     `ratio`: keys are those of entries of so many positions (`ops_pooled.py`), which are chosen in place of positions:
     the first cell of the sequence plus the number of the entry.
     """
@@ -32,28 +34,31 @@ class IndexTopK(Op):
     dtype = "i32"
 
     q: HeadSlice
-    weights: Node
+    weights: Node | None
     k: Cache
     n_head: int
     top_k: int
     ratio: int = 1
 
     def __post_init__(self) -> None:
-        if self.weights.cols != self.n_head or self.k.cols != self.q.width or self.k.per is not Per.CELL:
+        n_weights = self.n_head if self.weights is None else self.weights.cols
+        if n_weights != self.n_head or self.k.cols != self.q.width or self.k.per is not Per.CELL:
             raise ValueError("an indexer has a weight per head, and keys as wide as its queries")
 
     @property
     def shape(self) -> tuple[RowSpec, int]:
-        return self.weights.rows, self.top_k
+        return self.q.node.rows, self.top_k
 
     def compute(self, run: Run) -> Array:
         out = np.full((len(run.state.tokens), self.top_k), NONE, np.int32)
+        ones: Array = np.ones((len(out), self.n_head), run.dtype)
+        weights = ones if self.weights is None else run.value(self.weights)
         for s in run.state.segments:
             tokens = np.s_[s.start : s.start + s.n_tokens]
             q = head_columns(run.value(self.q.node)[tokens], self.q, self.n_head)
             at = slice(s.cell + self.ratio - 1, s.cell + s.n_kv, self.ratio)
             k: Array = run.cached(self.k)[at].astype(run.dtype)
-            w = run.value(self.weights)[tokens]
+            w = weights[tokens]
             for i, seen in enumerate(range(s.pos + 1, s.n_kv + 1)):
                 n = seen // self.ratio
                 chosen = np.arange(n)
@@ -61,6 +66,37 @@ class IndexTopK(Op):
                     scores = w[i] @ np.maximum(q[i] @ k[:n].T, 0)
                     chosen = np.sort(np.argsort(-scores, kind="stable")[: self.top_k])
                 out[s.start + i, : len(chosen)] = s.cell + chosen
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class EntryPositions(Op):
+    """List the cells of the positions of chosen entries, then those that no entry has yet, then `NONE`.
+
+    [rows, (top_k + 1) * ratio - 1]; `chosen`: a value of `IndexTopK` with this `ratio`.
+    """
+
+    name = "entry_positions"
+    is_table = True
+    dtype = "i32"
+
+    chosen: Node
+    ratio: int
+
+    @property
+    def shape(self) -> tuple[RowSpec, int]:
+        return self.chosen.rows, (self.chosen.cols + 1) * self.ratio - 1
+
+    def compute(self, run: Run) -> Array:
+        chosen, ratio = run.value(self.chosen), self.ratio
+        out = np.full((len(chosen), self.shape[1]), NONE, np.int32)
+        for s in run.state.segments:
+            for i, n in enumerate(range(s.pos + 1, s.n_kv + 1)):
+                entries = chosen[s.start + i]
+                entries = entries[entries != NONE] - s.cell
+                inside = (entries[:, None] * ratio + np.arange(ratio)).reshape(-1)
+                found = np.concatenate([inside, np.arange(n - n % ratio, n)])
+                out[s.start + i, : len(found)] = s.cell + found
         return out
 
 
@@ -116,7 +152,8 @@ class IndexTopBlocks(Op):
 class SparseAttn(Attention):
     """Flash attention to the positions in `selected`; keys and values are cache rows.
 
-    `selected` is a value of `IndexTopK`, or of `IndexTopBlocks` for `lists` KV heads, with blocks of `block` positions.
+    `selected` is a value of `IndexTopK`, of `IndexTopBlocks` for `lists` KV heads, with blocks of `block` positions, or
+    (`rest`) of `EntryPositions`, with entries of so many.
     """
 
     name = "sparse_attn"
@@ -124,6 +161,7 @@ class SparseAttn(Attention):
     selected: Node | None = None
     lists: int = 1
     block: int = 1
+    rest: bool = False
 
     def __post_init__(self) -> None:
         super(SparseAttn, self).__post_init__()

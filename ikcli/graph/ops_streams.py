@@ -3,10 +3,15 @@
 Rows hold the streams one after the other. Weights of a row are [before: n | after: n | mixing: n x n]: `before` sums up
 the streams for the layer, `after` is each stream's share of what the layer returns, and mixing[i, j] is how much of
 stream i goes on in stream j. Corresponds to the manifold-constrained hyper-connections of DeepSeek V4.
+
+Those of Qwen4-Exp have a weight for every column of every stream before a layer (`GatedStreams`), a share per stream
+after it, and no mixing (`StreamAdd`); streams choose how much they take of a value that is the same for all
+(`StreamMatch`).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -102,3 +107,87 @@ class StreamMix(Op):
         mixed = np.einsum("rjk,rjd->rkd", mixing, x.reshape(len(x), n, -1))
         shares = weights[:, n : 2 * n, None] * run.value(self.out)[:, None]
         return np.asarray((mixed + shares).reshape(x.shape), run.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class GatedStreams(Op):
+    """The mean of the streams x, each column times the sigmoid of its own gate: [rows, x.cols / n]."""
+
+    name = "gated_streams"
+
+    x: Node
+    gate: Node
+    n: int
+
+    def __post_init__(self) -> None:
+        if self.x.cols != self.gate.cols or self.x.cols % self.n:
+            raise ValueError("every column of a stream has a gate")
+
+    @property
+    def shape(self) -> tuple[RowSpec, int]:
+        return self.x.rows, self.x.cols // self.n
+
+    def compute(self, run: Run) -> Array:
+        gated = run.value(self.x) * sigmoid(run.value(self.gate))
+        return np.asarray(gated.reshape(len(gated), self.n, -1).mean(axis=1), run.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamAdd(Op):
+    """The streams x plus their shares of what a layer returned: [rows, x.cols]. A share is 2 sigmoid(scale * logit)."""
+
+    name = "stream_add"
+
+    x: Node
+    out: Node
+    logits: Node
+    scale: float
+
+    def __post_init__(self) -> None:
+        if self.x.cols != self.logits.cols * self.out.cols:
+            raise ValueError("a layer returns as many columns as a stream has")
+
+    @property
+    def n(self) -> int:
+        """Return the number of streams."""
+        return self.logits.cols
+
+    @property
+    def shape(self) -> tuple[RowSpec, int]:
+        return self.x.rows, self.x.cols
+
+    def compute(self, run: Run) -> Array:
+        x = run.value(self.x)
+        shares = 2 * sigmoid(run.value(self.logits) * run.dtype(self.scale))
+        added = shares[:, :, None] * run.value(self.out)[:, None]
+        return np.asarray(x + added.reshape(x.shape), run.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamMatch(Op):
+    """A value for every stream, times the sigmoid of how well its key fits its query: [rows, n * value.cols].
+
+    The fit is k . q / sqrt(columns), of which the square root is taken (of 1e-6 at least) with the sign kept.
+    """
+
+    name = "stream_match"
+
+    key: Node
+    query: Node
+    value: Node
+    n: int
+
+    def __post_init__(self) -> None:
+        if not self.key.cols == self.query.cols == self.n * self.value.cols:
+            raise ValueError("keys and queries have as many columns per stream as the value")
+
+    @property
+    def shape(self) -> tuple[RowSpec, int]:
+        return self.key.rows, self.key.cols
+
+    def compute(self, run: Run) -> Array:
+        key, value = run.value(self.key), run.value(self.value)
+        products = (key * run.value(self.query)).reshape(len(key), self.n, -1)
+        fit = products.sum(axis=2, dtype=np.float64) / math.sqrt(value.shape[1])
+        gate = sigmoid(np.sign(fit) * np.sqrt(np.maximum(np.abs(fit), 1e-6)))
+        return np.asarray((gate[:, :, None] * value[:, None]).reshape(key.shape), run.dtype)

@@ -302,7 +302,7 @@ class Graph:
         return self.record(FlashAttn(*settings) if flash else Attn(*settings, heads_per_step), name)
 
     def index_top_k(
-        self, q: HeadSlice, weights: Node, k: Cache, name: str, *, n_head: int, top_k: int, ratio: int = 1
+        self, q: HeadSlice, weights: Node | None, k: Cache, name: str, *, n_head: int, top_k: int, ratio: int = 1
     ) -> Node:
         """Choose the positions that each query attends to: [rows, top_k]; see `IndexTopK`."""
         return self.record(IndexTopK(q, weights, k, n_head, top_k, ratio), name)
@@ -326,10 +326,11 @@ class Graph:
         scale: float,
         lists: int = 1,
         block: int = 1,
+        rest: bool = False,
     ) -> Node:
         """Attend to the selected positions: [rows, n_head*v.width]; see `SparseAttn`."""
         parts = (tuple(q), tuple(k), v, n_head, n_head_kv, scale)
-        return self.record(SparseAttn(*parts, selected=selected, lists=lists, block=block), name)
+        return self.record(SparseAttn(*parts, selected=selected, lists=lists, block=block, rest=rest), name)
 
     # --- images -------------------------------------------------------------------------------------------------------
     def media_rows(self, x: Node | None, offset: int, n_cols: int, name: str) -> Node:

@@ -139,6 +139,7 @@ ARCHITECTURES: dict[str, str] = {
     "qwen3next": "ikcli.models.recurrent.qwen3next",
     "qwen3vl": "ikcli.models.plain",
     "qwen3vlmoe": "ikcli.models.plain",
+    "qwen4exp": "ikcli.models.sparse.qwen4exp",
     "refact": "ikcli.models.llama",
     "seed_oss": "ikcli.models.plain",
     "smallthinker": "ikcli.models.smallthinker",

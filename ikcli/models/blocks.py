@@ -156,6 +156,11 @@ def output(g: Graph, hp: HParams, w: Weights, x: Node) -> Node:
         return x
     if g.wants_states is Rows.OUTPUTS:
         g.states = last if hp.arch in UNNORMED_STATES else x
+    return logits(g, hp, w, x)
+
+
+def logits(g: Graph, hp: HParams, w: Weights, x: Node) -> Node:
+    """Return the logits of normed states."""
     head = w.get("output.weight") or w["token_embd.weight"]
     plain = hp.logit_scale == 1 and not hp.final_softcap
     x = linear(g, head, w.get("output.bias"), x, "result_output" if plain else "result_unscaled")
@@ -286,7 +291,7 @@ def attended(
 
     Applies the layer's windows, sinks and gate on x (or `gate`). k and v are stored first; without `kv`, those that
     layer `kv_layer` stored are read. Encoders store nothing: their texts are whole. `selected`: the cells that an
-    indexer chose for every KV head.
+    indexer chose for every KV head, or for all of them the positions of the entries that it chose.
     """
     if not hp.causal:
         assert kv is not None
@@ -310,9 +315,10 @@ def attended(
     keys, values = [HeadSlice(k_cache, 0, width, width)], HeadSlice(v_cache, 0, hp.head_dim_v, hp.head_dim_v)
     n_head, n_kv = hp.n_head, hp.n_head_kv
     if selected is not None:
+        by_entry = not hp.index_block
         kqv = g.sparse_attention(
-            heads, keys, values, selected, "kqv", n_head=n_head, n_head_kv=n_kv, scale=scale, lists=n_kv,
-            block=hp.index_block,
+            heads, keys, values, selected, "kqv", n_head=n_head, n_head_kv=n_kv, scale=scale,
+            lists=1 if by_entry else n_kv, block=hp.pool_ratio if by_entry else hp.index_block, rest=by_entry,
         )  # fmt: skip
     else:
         kqv = g.attention(

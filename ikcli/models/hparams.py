@@ -21,6 +21,7 @@ from ikcli.models.recurrent.states import HYBRID, KDA, SCAN, read_recurrent
 from ikcli.models.rope import RopeParams, read_rope
 from ikcli.models.rope_options import overrides
 from ikcli.models.sparse.keys import read_sparse
+from ikcli.models.sparse.ngrams import NGramTable
 from ikcli.models.windows import read_windows
 from ikcli.settings.adapters import RopeConfig
 
@@ -30,7 +31,7 @@ GATING = {1: "softmax", 2: "sigmoid", 3: "softmax", 4: "sqrtsoftplus"}  # 3: ove
 _ALL_EXPERTS = (
     "arctic", "bailingmoe", "dbrx", "flex-olmo", "gpt-oss", "granitemoe", "grok", "grovemoe", "hunyuan-moe", "maple",
     "mellum", "minimax-01", "minimax-m2", "olmoe", "phimoe", "qwen2moe", "qwen35moe", "qwen3moe", "qwen3next",
-    "qwen3vlmoe", "smallthinker",
+    "qwen3vlmoe", "qwen4exp", "smallthinker",
 )  # fmt: skip
 """In every layer."""
 DENSE_MLA = ("minicpm3", "plm")
@@ -171,6 +172,8 @@ class HParams:
     n_stream: int = 0  # streams of the residual; 0: it is one
     stream_iterations: int = 0  # of the sums of their weights
     stream_eps: float = 0.0
+    stream_rank: int = 0  # of the gates of streams
+    ngrams: NGramTable | None = None  # embeddings of n-grams, which one layer reads
     n_sink: int = 0  # learned rows that come before all positions
     o_groups: int = 0  # of heads, each with an output projection of low rank
     o_lora_rank: int = 0

@@ -1,4 +1,4 @@
-"""Derive tensors of multi-head latent attention that a mode needs and the file lacks.
+"""Derive tensors that a graph needs and the file lacks: of multi-head latent attention, for a mode; of others, always.
 
 kv_b has n_head * (nope + v) rows of `rank` values: per head the rows of k_nope, then those of v. k_b is, per head,
 k_nope transposed (`rank` rows of nope values); v_b is the v rows. Types: k_b keeps a float type and is q8_0 otherwise;
@@ -20,7 +20,7 @@ from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.types import TYPES, row_n_bytes
 from ikcli.models.config import GraphConfig
 from ikcli.models.hparams import MLA, HParams
-from ikcli.models.sparse import sink_rows
+from ikcli.models.sparse import sink_rows, taps
 from ikcli.models.tensors import TensorLike
 from ikcli.quant.decode import dequantize
 from ikcli.quant.encode import quantize
@@ -46,6 +46,8 @@ class DerivedSpec:
 def derived_specs(tensors: Mapping[str, TensorLike], hp: HParams, cfg: GraphConfig) -> dict[str, DerivedSpec]:
     """Return what `derive` will make, without reading data; raise FormatError if a layer has neither form."""
     specs: dict[str, DerivedSpec] = {}
+    if hp.arch == taps.ARCH:
+        return {name: DerivedSpec(GGMLType.F32, shape) for name, shape in taps.derived_shapes(hp).items()}
     if hp.arch not in MLA:
         return specs
     if hp.arch == sink_rows.ARCH:  # always absorbed
@@ -94,6 +96,8 @@ def derive(
 
 def derive_one(file: TensorFile, hp: HParams, name: str, spec: DerivedSpec) -> npt.NDArray[np.uint8]:
     """Return the bytes of one derived tensor; temporaries are a few times one layer's projection in float32."""
+    if taps.source_of(name) is not None:
+        return taps.make(lambda x: _values(file, x), hp, name).reshape(-1).view(np.uint8)
     if sink_rows.source_of(name) is not None:
         return sink_rows.make(lambda x: _values(file, x), hp, name).reshape(-1).view(np.uint8)
     il = int(name.split(".")[1])
@@ -114,7 +118,7 @@ def source_of(derived: str) -> str:
     """Return the tensor of the file that a derived one is made of."""
     block, _, part = derived.rpartition(".attn_")
     other = "k_b" if part == "kv_b.weight" else "kv_b"
-    return sink_rows.source_of(derived) or f"{block}.attn_{other}.weight"
+    return taps.source_of(derived) or sink_rows.source_of(derived) or f"{block}.attn_{other}.weight"
 
 
 def _name(il: int, part: str) -> str:

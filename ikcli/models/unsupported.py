@@ -40,7 +40,6 @@ REASONS = {
     "phi4flash": "its attention is the difference of two, and the last layers reuse states of a Mamba layer",
     "pockettts": _SPEECH,
     "qwen3tts": _SPEECH,
-    "qwen4exp": "it has several streams of states, embeddings of n-grams, and an indexer over compressed positions",
     "rnd1": _DIFFUSION,
     "rwkv6": _RWKV,
     "rwkv6qwen2": _RWKV,

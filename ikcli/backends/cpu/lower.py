@@ -15,6 +15,7 @@ from ikcli.backends.cpu.params_layers import (
     AlibiParams,
     ClampParams,
     ConcatParams,
+    EmbedIdsParams,
     EmbedParams,
     EmbedPositionsParams,
     EmbedTypesParams,
@@ -22,6 +23,7 @@ from ikcli.backends.cpu.params_layers import (
     GluParams,
     HostRowsParams,
     MapParams,
+    NGramIdsParams,
     NormParams,
     PosScaleParams,
     RmsNormParams,
@@ -83,6 +85,7 @@ from ikcli.graph.ops_experts import (
     ScaleId,
 )
 from ikcli.graph.ops_host import HostRows
+from ikcli.graph.ops_ngrams import EmbedIds, NGramIds
 from ikcli.graph.ops_rows import (
     Add,
     Concat,
@@ -161,14 +164,19 @@ def plan_bytes(n_pairs: int, n_expert: int) -> int:
 
 
 # --- rows and elements ------------------------------------------------------------------------------------------------
-@RULES.add(Embed, "w by_position")
-def _embed(low: CpuLowering, node: Node, op: Embed) -> None:
-    w = op.w
+def _check_rows(w: Weight) -> None:
+    """Raise UnsupportedError for a table whose rows cannot be looked up."""
     if TYPES[w.type].rows > 1:
         raise UnsupportedError(
             f"{w.name} is {TYPES[w.type].name}, whose rows are interleaved and cannot be looked up one by one; "
             "use a file that keeps it in a plain type"
         )
+
+
+@RULES.add(Embed, "w by_position")
+def _embed(low: CpuLowering, node: Node, op: Embed) -> None:
+    w = op.w
+    _check_rows(w)
     type_, data, row, out = stored_name(w.type, w.name), low.weight(w), row_size(w.type, w.ne0), low.out(node)
     if op.by_position:
         table = EmbedPositionsParams(w=data, row_bytes=row, cols=w.ne0, out=out, n_pos=w.ne1)
@@ -176,6 +184,26 @@ def _embed(low: CpuLowering, node: Node, op: Embed) -> None:
     else:
         params = EmbedParams(w=data, row_bytes=row, cols=w.ne0, out=out)
         low.emit(KernelKey("embed", "make_embed", (type_,)), node.rows, params, row_bytes=16 * w.ne0)
+
+
+@RULES.add(NGramIds, "state grams")
+def _ngram_ids(low: CpuLowering, node: Node, op: NGramIds) -> None:
+    grams = op.grams
+    numbers = (np.asarray(x, np.int64).tobytes() for x in (grams.multipliers, grams.sizes, grams.offsets))
+    multipliers, sizes, offsets = map(low.constant, numbers)
+    params = NGramIdsParams(states=Ref(op.state), before=grams.n_before, end=grams.end, multipliers=multipliers,
+                            sizes=sizes, offsets=offsets, per_length=grams.per_length, out=low.out(node))  # fmt: skip
+    low.emit(KernelKey("embed", "make_ngram_ids"), node.rows, params, row_bytes=8 * node.cols)
+
+
+@RULES.add(EmbedIds, "w ids")
+def _embed_ids(low: CpuLowering, node: Node, op: EmbedIds) -> None:
+    w = op.w
+    _check_rows(w)
+    params = EmbedIdsParams(w=low.weight(w), row_bytes=row_size(w.type, w.ne0), cols=w.ne0, out=low.out(node),
+                            ids=low.out(op.ids), per_row=op.ids.cols)  # fmt: skip
+    key = KernelKey("embed", "make_embed_ids", (stored_name(w.type, w.name),))
+    low.emit(key, node.rows, params, row_bytes=16 * node.cols)
 
 
 @RULES.add(HostRows, "n_cols")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from ikcli.backends.cpu.lower_attention import NO_WINDOW, attention_sources, check_store, chunks, regions, unit_heads
 from ikcli.backends.cpu.lower_sparse import RULES
 from ikcli.backends.cpu.params_attention import (
@@ -13,7 +15,13 @@ from ikcli.backends.cpu.params_attention import (
     PooledStoreParams,
     PoolParams,
 )
-from ikcli.backends.cpu.params_layers import StreamParams, StreamWeightsParams
+from ikcli.backends.cpu.params_layers import (
+    GatedStreamsParams,
+    StreamAddParams,
+    StreamMatchParams,
+    StreamParams,
+    StreamWeightsParams,
+)
 from ikcli.backends.cpu.program import CpuLowering, Ref
 from ikcli.backends.weight_checks import check_f32
 from ikcli.errors import UnsupportedError
@@ -21,7 +29,7 @@ from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.types import TYPES, row_n_bytes
 from ikcli.graph import Cache, HeadSlice, Node, Per, Rows
 from ikcli.graph.ops_pooled import Pool, PooledAttn, PooledCells, PooledStore
-from ikcli.graph.ops_streams import StreamMix, StreamSum, StreamWeights
+from ikcli.graph.ops_streams import GatedStreams, StreamAdd, StreamMatch, StreamMix, StreamSum, StreamWeights
 from ikcli.native.kernel_cache import KernelKey
 
 _TILE = 64  # positions and entries
@@ -125,3 +133,28 @@ def _stream_mix(low: CpuLowering, node: Node, op: StreamMix) -> None:
     params = StreamParams(x=low.out(op.x), added=low.out(op.out), weights=low.out(op.weights),
                           weight_cols=op.weights.cols, out=low.out(node), n=op.n, cols=op.out.cols)  # fmt: skip
     low.emit(KernelKey("streams", "make_stream_mix"), node.rows, params, row_bytes=12 * op.x.cols)
+
+
+@RULES.add(GatedStreams, "x gate n")
+def _gated_streams(low: CpuLowering, node: Node, op: GatedStreams) -> None:
+    _whole_vectors(node, node.cols)
+    params = GatedStreamsParams(x=low.out(op.x), gate=low.out(op.gate), out=low.out(node), n=op.n, cols=node.cols,
+                                factor=1 / op.n)  # fmt: skip
+    low.emit(KernelKey("streams", "make_gated_streams"), node.rows, params, row_bytes=24 * op.x.cols)
+
+
+@RULES.add(StreamAdd, "x out logits scale")
+def _stream_add(low: CpuLowering, node: Node, op: StreamAdd) -> None:
+    _whole_vectors(node, op.out.cols)
+    params = StreamAddParams(x=low.out(op.x), added=low.out(op.out), logits=low.out(op.logits), out=low.out(node),
+                             n=op.n, cols=op.out.cols, scale=op.scale)  # fmt: skip
+    low.emit(KernelKey("streams", "make_stream_add"), node.rows, params, row_bytes=12 * op.x.cols)
+
+
+@RULES.add(StreamMatch, "key query value n")
+def _stream_match(low: CpuLowering, node: Node, op: StreamMatch) -> None:
+    _whole_vectors(node, op.value.cols)
+    params = StreamMatchParams(key=low.out(op.key), query=low.out(op.query), value=low.out(op.value),
+                               out=low.out(node), n=op.n, cols=op.value.cols,
+                               scale=1 / math.sqrt(op.value.cols))  # fmt: skip
+    low.emit(KernelKey("streams", "make_stream_match"), node.rows, params, row_bytes=16 * op.key.cols)

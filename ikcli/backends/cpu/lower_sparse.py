@@ -19,6 +19,7 @@ from ikcli.backends.cpu.params_attention import (
     SPLITS_PER_THREAD,
     STAT_BYTES,
     STATS_BYTES,
+    EntryPositionsParams,
     IndexBlockParams,
     IndexParams,
     PrefixParams,
@@ -27,7 +28,7 @@ from ikcli.backends.cpu.params_attention import (
 from ikcli.backends.cpu.program import CpuLowering
 from ikcli.backends.weight_checks import check_f32
 from ikcli.graph import HeadSlice, Node, Rows
-from ikcli.graph.ops_sparse import IndexTopBlocks, IndexTopK, PrefixAttn, SparseAttn
+from ikcli.graph.ops_sparse import EntryPositions, IndexTopBlocks, IndexTopK, PrefixAttn, SparseAttn
 from ikcli.native.kernel_cache import KernelKey
 
 _TILE = 64  # positions
@@ -58,7 +59,8 @@ def lower_index_top_k(low: CpuLowering, node: Node, op: IndexTopK) -> None:
         block=block, tile=_TILE, scale=1.0, k_chunks=n_chunks, v_cols=0,
         scratch=low.buffer(low.n_threads * scratch_bytes), scratch_bytes=scratch_bytes, k_at=k_at, v_at=0, s_at=s_at,
         window=NO_WINDOW, chunk=NO_WINDOW, sinks=0, slopes=0, cap=0.0, q=sources.q, k=sources.k, v=sources.v,
-        most=op.top_k, ratio=op.ratio, weights=low.out(op.weights), weight_bytes=4 * op.weights.cols,
+        most=op.top_k, ratio=op.ratio, weights=0 if op.weights is None else low.out(op.weights),
+        weight_bytes=4 * op.n_head,
         weights_at=weights_at, counts_at=counts_at, scores_at=scores_at, score_bytes=score_bytes,
         scores=low.buffer(low.max_rows[Rows.TOKENS] * score_bytes) if shared else 0,
     )  # fmt: skip
@@ -96,7 +98,15 @@ def lower_index_top_blocks(low: CpuLowering, node: Node, op: IndexTopBlocks) -> 
     low.emit(KernelKey("index_blocks", "make_block_choice"), node.rows, params)
 
 
-@RULES.add(SparseAttn, "q k v n_head n_head_kv scale wide selected lists block")
+@RULES.add(EntryPositions, "chosen ratio")
+def lower_entry_positions(low: CpuLowering, node: Node, op: EntryPositions) -> None:
+    """Lower the list of the positions of chosen entries."""
+    params = EntryPositionsParams(out=low.out(node), out_bytes=4 * node.cols, chosen=low.out(op.chosen),
+                                  chosen_bytes=4 * op.chosen.cols, ratio=op.ratio, most=op.chosen.cols)  # fmt: skip
+    low.emit(KernelKey("attention_pooled", "make_entry_positions"), node.rows, params, row_bytes=4 * node.cols)
+
+
+@RULES.add(SparseAttn, "q k v n_head n_head_kv scale wide selected lists block rest")
 def lower_sparse_attn(low: CpuLowering, node: Node, op: SparseAttn) -> None:
     """Lower attention to chosen positions, a token per task."""
     assert op.selected is not None
@@ -104,7 +114,7 @@ def lower_sparse_attn(low: CpuLowering, node: Node, op: SparseAttn) -> None:
     _listed_attention(
         low, node, "sparse", SparseParams, op.q, op.k, op.v, group=op.group, n_head=op.n_head, scale=op.scale,
         cells=low.out(op.selected), cell_bytes=n_bytes, list_bytes=n_bytes // op.lists if op.lists > 1 else 0,
-        most=op.selected.cols // op.lists, span=op.block,
+        most=op.selected.cols // op.lists, span=op.block, own=int(not op.rest),
     )  # fmt: skip
 
 
@@ -114,7 +124,7 @@ def lower_prefix_attn(low: CpuLowering, node: Node, op: PrefixAttn) -> None:
     check_f32(op.prefix, "rows before all positions")
     _listed_attention(
         low, node, "prefixed", PrefixParams, op.q, (op.k,), op.v, group=op.n_head, n_head=op.n_head, scale=op.scale,
-        cells=low.out(op.cells), cell_bytes=4 * op.cells.cols, list_bytes=0, most=op.cells.cols, span=1,
+        cells=low.out(op.cells), cell_bytes=4 * op.cells.cols, list_bytes=0, most=op.cells.cols, span=1, own=1,
         prefix=low.weight(op.prefix), prefix_bytes=4 * op.prefix.ne0, n_prefix=op.prefix.ne1,
     )  # fmt: skip
 

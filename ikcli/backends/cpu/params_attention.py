@@ -107,6 +107,7 @@ class SparseParams(FlashParams):
     list_bytes: int  # from the list of a KV head to that of the next; 0: all have the same
     most: int  # cells of a token that sees as many positions
     span: int  # positions that are chosen together
+    own: int  # 1: the list ends with the query's own span; 0: with what is left behind whole ones
 
 
 class PrefixParams(SparseParams):
@@ -125,7 +126,7 @@ class IndexParams(AttentionParams):
 
     most: int  # positions that are chosen
     ratio: int  # positions per key
-    weights: Address  # f32 per head
+    weights: Address  # f32 per head; 0: each is 1
     weight_bytes: int  # of a token
     weights_at: int  # places in scratch, bytes
     counts_at: int
@@ -146,6 +147,15 @@ class IndexBlockParams(AttentionParams):
     chosen_at: int
     scores: Address  # f32 of every block, per token and head
     score_bytes: int  # of a head
+
+
+class EntryPositionsParams(Params):
+    out: Address
+    out_bytes: int
+    chosen: Address
+    chosen_bytes: int
+    ratio: int
+    most: int
 
 
 class PoolParams(Params):

@@ -28,6 +28,22 @@ class EmbedTypesParams(Params):
     sep: int  # token; -1: none
 
 
+class EmbedIdsParams(EmbedParams):
+    ids: Address  # i32
+    per_row: int  # ids of a row
+
+
+class NGramIdsParams(Params):
+    states: Address
+    before: int  # tokens of a state
+    end: int  # the token
+    multipliers: Address  # i64 of every token of the longest n-gram, its own first
+    sizes: Address  # i64
+    offsets: Address
+    per_length: int  # rows of n-grams of one length
+    out: Address
+
+
 class EmbedPositionsParams(EmbedParams):
     n_pos: int  # rows of w
 
@@ -301,3 +317,32 @@ class StreamParams(Params):
     out: Address
     n: int
     cols: int  # of a stream
+
+
+class GatedStreamsParams(Params):
+    x: Address
+    gate: Address
+    out: Address
+    n: int
+    cols: int  # of a stream
+    factor: F32
+
+
+class StreamAddParams(Params):
+    x: Address
+    added: Address  # what a layer returned
+    logits: Address
+    out: Address
+    n: int
+    cols: int  # of a stream
+    scale: F32
+
+
+class StreamMatchParams(Params):
+    key: Address
+    query: Address
+    value: Address
+    out: Address
+    n: int
+    cols: int  # of a stream
+    scale: F32

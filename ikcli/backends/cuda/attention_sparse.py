@@ -33,7 +33,7 @@ from ikcli.backends.cuda.lower import RULES, Arg, Counts, GpuLowering
 from ikcli.errors import UnsupportedError
 from ikcli.gguf.constants import GGMLType
 from ikcli.graph import Cache, HeadSlice, Node, Rows
-from ikcli.graph.ops_sparse import IndexTopBlocks, IndexTopK, SparseAttn
+from ikcli.graph.ops_sparse import EntryPositions, IndexTopBlocks, IndexTopK, SparseAttn
 
 INDEX_WIDTH, INDEX_TILE, INDEX_TOKENS = 128, 256, 16  # of kernels/attn_index.cu
 _INDEX_SHARED = 8 * 16 * (INDEX_WIDTH + 8) * 2
@@ -58,8 +58,9 @@ def index_top_k(low: GpuLowering, node: Node, op: IndexTopK) -> None:
     scores = low.buffer(4 * row * min(at_once, n_tokens))
     for first in range(0, n_tokens, at_once):
         low.emit("index_scores", partial(_score_grid, first, at_once, op.ratio), 256, _INDEX_SHARED, low.state,
-                 *query_args(low, op.q), low.out(op.weights), low.cache(op.k), low.cells(op.k),
-                 np.int32(kernel_type(op.k.type)), np.int32(width), scores, row, np.int32(op.n_head), np.int32(most),
+                 *query_args(low, op.q), 0 if op.weights is None else low.out(op.weights), low.cache(op.k),
+                 low.cells(op.k), np.int32(kernel_type(op.k.type)), np.int32(width), scores, row, np.int32(op.n_head),
+                 np.int32(most),
                  np.int32(first), np.int32(op.ratio), when=partial(_scored, first, beyond))  # fmt: skip
         low.emit("index_choose", partial(_group, first, at_once), 1024, 0, low.state, scores, row, low.out(node),
                  np.int32(most), np.int32(first), np.int32(op.ratio), when=partial(_scored, first, 0))  # fmt: skip
@@ -115,7 +116,14 @@ def _score_grid(first: int, at_once: int, ratio: int, c: Counts) -> tuple[int, i
     return _up((c.longest or c.n_kv) // ratio, INDEX_TILE), _up(_group(first, at_once, c), INDEX_TOKENS), 1
 
 
-@RULES.add(SparseAttn, "q k v n_head n_head_kv scale wide selected lists block")
+@RULES.add(EntryPositions, "chosen ratio")
+def entry_positions(low: GpuLowering, node: Node, op: EntryPositions) -> None:
+    """Lower the lists of positions of chosen entries."""
+    low.emit("index_positions", lambda c: c.n_tokens, 256, 0, low.state, low.out(op.chosen), low.out(node),
+             np.int32(op.ratio), np.int32(op.chosen.cols))  # fmt: skip
+
+
+@RULES.add(SparseAttn, "q k v n_head n_head_kv scale wide selected lists block rest")
 def sparse_attention(low: GpuLowering, node: Node, op: SparseAttn) -> None:
     """Lower attention to chosen positions."""
     assert op.selected is not None
@@ -132,8 +140,12 @@ def sparse_attention(low: GpuLowering, node: Node, op: SparseAttn) -> None:
 
 
 def _lists(low: GpuLowering, op: SparseAttn, selected: Node) -> tuple[Arg, ...]:
-    """Return the arguments of lists of cells: address, lists of a token, their length, positions of a block."""
-    return low.out(selected), np.int32(op.lists), np.int32(selected.cols // op.lists), np.int32(op.block)
+    """Return the arguments of lists of cells: address, lists of a token, their length, positions of a block.
+
+    Those of an entry are negative.
+    """
+    span = -op.block if op.rest else op.block
+    return low.out(selected), np.int32(op.lists), np.int32(selected.cols // op.lists), np.int32(span)
 
 
 def _reads_blocks(op: SparseAttn) -> bool:
@@ -143,6 +155,7 @@ def _reads_blocks(op: SparseAttn) -> bool:
         len(op.q) == len(op.k) == 1
         and (k.width, v.width) == (BLOCKS_WIDTH, BLOCKS_WIDTH)
         and op.block % 16 == 0
+        and not op.rest
         and all(isinstance(p.source, Cache) and not p.source.transposed and p.source.cols % 8 == 0 for p in (k, v))
         and not any(x % 16 for p in (k, v) for x in (p.offset, p.head_stride))
         and not any(x % 4 for x in (q.offset, q.head_stride, q.node.cols))

@@ -1,14 +1,21 @@
-"""Lower hyper-connections, a residual of several streams, for the GPU; kernels in `kernels/layer_streams.cu`."""
+"""Lower hyper-connections, a residual of several streams, for the GPU, and the n-grams that streams read.
+
+Kernels are in `kernels/layer_streams.cu`.
+"""
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 
 from ikcli.backends.cuda.activations import PER_BLOCK, THREADS, parts_of, row_grid
 from ikcli.backends.cuda.lower import RULES, GpuLowering
 from ikcli.backends.weight_checks import check_f32
+from ikcli.errors import UnsupportedError
 from ikcli.graph import Node
-from ikcli.graph.ops_streams import StreamMix, StreamSum, StreamWeights
+from ikcli.graph.ops_ngrams import EmbedIds, NGramIds
+from ikcli.graph.ops_streams import GatedStreams, StreamAdd, StreamMatch, StreamMix, StreamSum, StreamWeights
 
 
 @RULES.add(StreamWeights, "x scale base n n_iter eps")
@@ -36,3 +43,45 @@ def stream_mix(low: GpuLowering, node: Node, op: StreamMix) -> None:
     low.emit("layer_stream_mix", row_grid(node.rows, parts_of(cols, PER_BLOCK)), THREADS, 0, low.state,
              *low.row_args(node.rows), low.out(op.x), low.out(op.out), low.out(op.weights), low.out(node),
              np.int32(cols), np.int32(op.n))  # fmt: skip
+
+
+@RULES.add(GatedStreams, "x gate n")
+def gated_streams(low: GpuLowering, node: Node, op: GatedStreams) -> None:
+    """Lower the mean of gated streams."""
+    low.emit("layer_gated_streams", row_grid(node.rows, parts_of(node.cols, THREADS)), THREADS, 0, low.state,
+             *low.row_args(node.rows), low.out(op.x), low.out(op.gate), low.out(node), np.int32(node.cols),
+             np.int32(op.n))  # fmt: skip
+
+
+@RULES.add(StreamAdd, "x out logits scale")
+def stream_add(low: GpuLowering, node: Node, op: StreamAdd) -> None:
+    """Lower the streams plus their shares of what a layer returned."""
+    cols = op.out.cols
+    low.emit("layer_stream_add", row_grid(node.rows, parts_of(cols, THREADS)), THREADS, 0, low.state,
+             *low.row_args(node.rows), low.out(op.x), low.out(op.out), low.out(op.logits), low.out(node),
+             np.int32(cols), np.int32(op.n), np.float32(op.scale))  # fmt: skip
+
+
+@RULES.add(StreamMatch, "key query value n")
+def stream_match(low: GpuLowering, node: Node, op: StreamMatch) -> None:
+    """Lower a value for every stream, by how well keys fit queries: a block per stream of a row."""
+    cols = op.value.cols
+    low.emit("layer_stream_match", row_grid(node.rows, op.n), THREADS, 0, low.state, *low.row_args(node.rows),
+             low.out(op.key), low.out(op.query), low.out(op.value), low.out(node), np.int32(cols), np.int32(op.n),
+             np.float32(1 / math.sqrt(cols)))  # fmt: skip
+
+
+@RULES.add(NGramIds, "state grams")
+def ngram_ids(low: GpuLowering, node: Node, op: NGramIds) -> None:
+    """Lower the rows of n-grams in a table, a block per segment."""
+    grams = op.grams
+    numbers = (np.asarray(x, np.int64).tobytes() for x in (grams.multipliers, grams.sizes, grams.offsets))
+    low.emit("layer_ngram_ids", lambda c: c.n_segments, 256, 0, low.state, low.cache(op.state),
+             *map(low.constant, numbers), low.out(node), np.int32(grams.n_before), np.int32(grams.end),
+             np.int32(grams.per_length))  # fmt: skip
+
+
+@RULES.add(EmbedIds, "w ids")
+def embed_ids(low: GpuLowering, node: Node, op: EmbedIds) -> None:
+    """Refuse tables of n-grams, which are far larger than the memory of a GPU."""
+    raise UnsupportedError(f"{node.name}: tables of n-grams are read in RAM; leave {op.w.name} on the CPU")

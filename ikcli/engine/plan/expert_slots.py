@@ -15,6 +15,7 @@ from pathlib import Path
 from ikcli.engine.run.model import Model
 from ikcli.errors import UsageError
 from ikcli.graph import Graph
+from ikcli.graph.ops_ngrams import EmbedIds
 from ikcli.graph.ops_rows import Embed
 
 BLOCK = 4096  # bytes: direct reads begin and end at multiples
@@ -139,8 +140,8 @@ def on_disk(model: Model, names: Iterable[str]) -> tuple[ExpertLayer, ...]:
 def row_tables(graphs: Iterable[Graph], model: Model) -> dict[str, int]:
     """Return the embeddings that are only read by row, and as the file has them, with their bytes."""
     nodes = [node for graph in graphs for node in graph.nodes]
-    by_row = {w.name for node in nodes if isinstance(node.op, Embed) for w in node.weights()}
-    whole = {w.name for node in nodes if not isinstance(node.op, Embed) for w in node.weights()}
+    by_row = {w.name for node in nodes if isinstance(node.op, Embed | EmbedIds) for w in node.weights()}
+    whole = {w.name for node in nodes if not isinstance(node.op, Embed | EmbedIds) for w in node.weights()}
     return {name: model.n_bytes([name]) for name in sorted(by_row - whole) if model.as_in_file(name)}
 
 

@@ -39,7 +39,7 @@ def check_cache_types(config: RunConfig, mla: int) -> None:
 
 def check_media(media: MediaConfig, hp: HParams) -> None:
     """Raise UnsupportedError for a model that cannot read these images."""
-    if not hp.causal or hp.n_layer_dec:
+    if not hp.causal or hp.n_layer_dec or hp.arch == "qwen4exp":
         raise UnsupportedError(f"{hp.source}: {hp.arch} models read texts only; run it without a projector")
     if media.framed != (hp.arch == "cogvlm"):
         what = "has visual experts" if hp.arch == "cogvlm" else "lacks the visual experts that the projector needs"

@@ -96,10 +96,11 @@ class HugeWeights:
     """Weights of a model on their way into huge pages; `step` is called before every step of generation."""
 
     def __init__(self, model: Model, runner: Runner) -> None:
-        """Choose the weights that are read as a whole; the table of embeddings is not, unless it is the output too."""
+        """Choose the weights that are read as a whole; tables of embeddings are not, unless one is the output too."""
         addresses = runner.host_weights
         mapped = model.mapped(addresses)
-        whole = [n for n in mapped if n != "token_embd.weight" or "output.weight" not in addresses]
+        by_row = {"per_layer_token_embd.weight"} | ({"token_embd.weight"} if "output.weight" in addresses else set())
+        whole = [n for n in mapped if n not in by_row]
         self._model, self._runner, self._names = model, runner, whole
         self._ranges = [(addresses[n], model.n_bytes([n])) for n in whole]
         self.n_bytes = sum(n for _, n in self._ranges)

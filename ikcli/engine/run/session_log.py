@@ -133,7 +133,8 @@ def setup_lines(config: RunConfig, model: Model, cfg: GraphConfig, n_batch: int)
         types = ", ".join(sorted({TYPES[d.type].name for d in model.derived.values()}))
         lines.append(
             f"llm_prepare_mla: computing {len(model.derived)} {'/'.join(kinds)} tensors ({types}, "
-            f"{n_bytes / 2**20:.2f} MiB) that -mla {config.mla} needs and the file does not hold"
+            f"{n_bytes / 2**20:.2f} MiB) that {f'-mla {config.mla}' if hp.kv_lora_rank else 'the graph'} needs and the "
+            "file does not hold"
         )
     lines += report.context_lines(
         {

@@ -15,6 +15,7 @@ from ikcli.backends.cpu.lower import products_of
 from ikcli.backends.step_block import StepBlock
 from ikcli.graph import Node, Rows
 from ikcli.graph.ops_experts import ExpertProduct
+from ikcli.graph.ops_ngrams import EmbedIds
 from ikcli.graph.ops_rows import Embed, Product
 from ikcli.quant.formats import row_size
 
@@ -46,6 +47,8 @@ def work_of(node: Node, state: StepBlock, experts: Callable[[Node], tuple[int, i
     `experts(plan)` returns the number of chosen experts and their rows.
     """
     op = node.op
+    if isinstance(op, EmbedIds):
+        return state.rows[Rows.TOKENS] * op.ids.cols * row_size(op.w.type, op.w.ne0), 0
     if isinstance(op, Embed):
         return state.rows[Rows.TOKENS] * row_size(op.w.type, op.w.ne0), 0
     if not isinstance(op, Product):

@@ -17,14 +17,15 @@ from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs
 L2_EPS = 1e-6  # whatever the epsilon of the other norms
 
 
-def gated_delta_net(g: Graph, hp: HParams, x: Node, layer: LayerWeights) -> Node:
-    """Record Qwen's block: a decay per head; q and k have fewer heads than v."""
+def gated_delta_net(g: Graph, hp: HParams, x: Node, layer: LayerWeights, activation: str = "silu") -> Node:
+    """Record Qwen's block: a decay per head; q and k have fewer heads than v. `activation`: of the output gate."""
     qkv, z = _qkv_and_gate(g, hp, x, layer)
     beta, alpha = _beta_and_alpha(g, hp, x, layer)
     decay = g.decay(alpha, layer.ssm_dt_bias, layer.tensor("ssm_a"), "decay")
     fused = layer.get("ssm_ba") is not None
     y = delta_rule(g, hp, [qkv], [layer.ssm_conv1d], decay, beta, tiled=not fused)
-    return g.mul_mat(layer.ssm_out, g.gated_norm(y, layer.ssm_norm, z, hp.eps, "attn_out_norm"), "linear_attn_out")
+    y = g.gated_norm(y, layer.ssm_norm, z, hp.eps, "attn_out_norm", activation=activation)
+    return g.mul_mat(layer.ssm_out, y, "linear_attn_out")
 
 
 def kda(g: Graph, hp: HParams, x: Node, layer: LayerWeights) -> Node:

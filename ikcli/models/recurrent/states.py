@@ -8,7 +8,7 @@ from typing import Any
 from ikcli.errors import UnsupportedError
 from ikcli.models.keys import HasShape, Keys, by_layer, short
 
-DELTA_NET = ("qwen35", "qwen35moe", "qwen3next")  # a decay per head
+DELTA_NET = ("qwen35", "qwen35moe", "qwen3next", "qwen4exp")  # a decay per head
 KDA = ("bailingmoe3", "kimi-linear")  # a decay per column of a key; the other layers have MLA
 SCAN = ("mamba", "mamba2")  # a scan in every layer, and nothing else
 MAMBA2 = (

@@ -7,7 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from ikcli.models.keys import HasShape, Keys, by_layer, short
+from ikcli.models.recurrent.states import MAX_TAPS
 from ikcli.models.rope import RopeParams
+from ikcli.models.sparse.ngrams import read_ngrams
 
 OVERLAPPING = 4  # positions of entries that overlap, and of which an indexer chooses
 
@@ -20,6 +22,8 @@ def read_sparse(keys: Keys, values: dict[str, Any], tensors: Mapping[str, HasSha
         return _block_indexer(keys, values, tensors)
     if keys.arch == "openpangu":
         return _openpangu(keys, values, tensors)
+    if keys.arch == "qwen4exp":
+        return _qwen4exp(keys, values) | read_ngrams(keys, values, tensors)
     return _compressed(keys, values, tensors) if keys.arch == "deepseek4" else {}
 
 
@@ -133,6 +137,29 @@ def _openpangu(keys: Keys, values: dict[str, Any], tensors: Mapping[str, HasShap
         return found  # as in the reference, layers of files without windows see all positions
     return found | {
         "index_top_k": keys.integer("attention.indexer.top_k", least=1),
+        "index_n_head": keys.integer("attention.indexer.head_count", least=1, most=128),
+        "index_head_dim": keys.integer("attention.indexer.key_length", least=max(values["n_rot"], 16), most=1024),
+        "index_owners": owners,
+    }
+
+
+def _qwen4exp(keys: Keys, values: dict[str, Any]) -> dict[str, Any]:
+    """Return the numbers of Qwen4-Exp: streams, and the indexer of layers with attention."""
+    n_layer, name = values["n_layer"], "attention.compress_ratios"
+    ratios = by_layer(keys.per_layer(name, 0, n_layer=n_layer), n_layer)
+    recurrent = frozenset(values.get("recurrent_layers", ()))
+    owners = frozenset(il for il, ratio in enumerate(ratios) if ratio and il not in recurrent)
+    if any(ratios[il] == 1 or ratios[il] > MAX_TAPS for il in owners):
+        raise keys.fail(name, f"is {max(ratios)}; an indexer has entries of 2 to {MAX_TAPS} positions")
+    found = {
+        "n_stream": keys.integer("hyper_connection.count", least=2, most=64),
+        "stream_rank": keys.integer("hyper_connection.low_rank", least=1),
+    }
+    if not owners:
+        return found
+    return found | {
+        "pool_ratio": tuple(ratio if il in owners else 0 for il, ratio in enumerate(ratios)),
+        "index_top_k": keys.integer("attention.indexer.top_k", least=max(ratios), most=1 << 24),
         "index_n_head": keys.integer("attention.indexer.head_count", least=1, most=128),
         "index_head_dim": keys.integer("attention.indexer.key_length", least=max(values["n_rot"], 16), most=1024),
         "index_owners": owners,

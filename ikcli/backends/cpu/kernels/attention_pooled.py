@@ -20,7 +20,13 @@ from ikcli.backends.cpu.kernels.kv import STORE, make_prefetch_row, make_stage
 from ikcli.backends.cpu.kernels.records import kernel
 from ikcli.backends.cpu.kernels.sgemm import CHUNK_ROW
 from ikcli.backends.cpu.kernels.windows import window_cell
-from ikcli.backends.cpu.params_attention import PooledCellsParams, PooledParams, PooledStoreParams, PoolParams
+from ikcli.backends.cpu.params_attention import (
+    EntryPositionsParams,
+    PooledCellsParams,
+    PooledParams,
+    PooledStoreParams,
+    PoolParams,
+)
 from ikcli.native.jit import inline, merge
 from ikcli.native.simd.math import vexp_fast
 from ikcli.native.simd.vec import (
@@ -135,6 +141,36 @@ def make_pooled_cells():
                     at += 4
 
     return pooled_cells
+
+
+def make_entry_positions():
+    """Return the kernel that lists the positions of chosen entries, and those that no entry has yet."""
+
+    @kernel(EntryPositionsParams)
+    def entry_positions(params, ith, nth):
+        segments, ratio = state_word(params, SEGMENTS), params.ratio
+        for s in range(state_word(params, N_SEG)):
+            segment = segments + 8 * SEG_WORDS * s
+            token, n, position, cell = (
+                segment_word(segment, SEG_TOKEN), segment_word(segment, SEG_N_TOKENS), segment_word(segment, SEG_POS),
+                segment_word(segment, SEG_CELL),
+            )  # fmt: skip
+            for i in range(n * ith // nth, n * (ith + 1) // nth):
+                at, seen = params.out + (token + i) * params.out_bytes, position + i + 1
+                end = at + params.out_bytes
+                for e in range(min(seen // ratio, params.most)):
+                    entry = ld_i32(params.chosen + (token + i) * params.chosen_bytes + 4 * e) - cell
+                    for p in range(entry * ratio, entry * ratio + ratio):
+                        st_i32(at, cell + p)
+                        at += 4
+                for p in range(seen - seen % ratio, seen):
+                    st_i32(at, cell + p)
+                    at += 4
+                while at < end:
+                    st_i32(at, -1)
+                    at += 4
+
+    return entry_positions
 
 
 def make_stage_listed(type_):

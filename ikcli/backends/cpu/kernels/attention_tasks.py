@@ -203,8 +203,9 @@ def make_most_seen(more):
 
     @inline
     def chosen(params, n):
-        # Where blocks are chosen, the last one is the query's own, of which it sees a part.
-        return n if n <= params.most else params.most - params.span + (n - 1) % params.span + 1
+        # Where blocks are chosen, the last one is the query's own, of which it sees a part; behind whole entries are
+        # the positions that no entry has yet, if there are any.
+        return n if n <= params.most else params.most - params.span + 1 + (n - params.own) % params.span
 
     return chosen
 

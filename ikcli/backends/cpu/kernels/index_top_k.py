@@ -11,6 +11,8 @@ The choice is exact and does not depend on the order of threads: three counts of
 as ordered integers find the smallest chosen score, and one more pass writes the cells in ascending order.
 """
 
+import numpy as np
+
 from ikcli.backends.cpu.kernels.attention import AHEAD, make_stage_k, pack_q
 from ikcli.backends.cpu.kernels.attention_tasks import find_task, n_base_tasks, part_row, segment_word, tile_chunk
 from ikcli.backends.cpu.kernels.common import (
@@ -43,6 +45,7 @@ from ikcli.native.simd.vec import (
 )
 
 _BUCKETS = 2048
+_F1 = np.float32(1.0)
 
 
 def make_stage_keys(type_):
@@ -99,7 +102,10 @@ def load_weights(params, token, rows, weights):
     for v in range((rows + 15) >> 4):
         store_f32x16(weights + 64 * v, zero_f32x16())
     for r in range(rows):
-        st_f32(weights + 4 * r, ld_f32(params.weights + (token + r // heads) * params.weight_bytes + 4 * (r % heads)))
+        weight = _F1
+        if params.weights != 0:
+            weight = ld_f32(params.weights + (token + r // heads) * params.weight_bytes + 4 * (r % heads))
+        st_f32(weights + 4 * r, weight)
 
 
 @inline

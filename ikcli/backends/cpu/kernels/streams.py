@@ -6,11 +6,19 @@ import numpy as np
 
 from ikcli.backends.cpu.kernels.common import n_rows
 from ikcli.backends.cpu.kernels.records import kernel
-from ikcli.backends.cpu.params_layers import StreamParams, StreamWeightsParams
+from ikcli.backends.cpu.params_layers import (
+    GatedStreamsParams,
+    StreamAddParams,
+    StreamMatchParams,
+    StreamParams,
+    StreamWeightsParams,
+)
 from ikcli.native.jit import inline
+from ikcli.native.simd.math import vsigmoid
 from ikcli.native.simd.vec import (
     ld_f32,
     load_f32x16,
+    reduce_add,
     splat_f32x16,
     st_f32,
     store_f32x16,
@@ -19,6 +27,7 @@ from ikcli.native.simd.vec import (
     zero_f32x16,
 )
 
+_LEAST = np.float32(1e-6)
 _F0, _F1, _F2 = np.float32(0.0), np.float32(1.0), np.float32(2.0)
 
 
@@ -115,3 +124,59 @@ def make_stream_mix():
                     store_f32x16(out + 4 * cols * j + c, total)
 
     return stream_mix
+
+
+def make_gated_streams():
+    """Return the kernel of the mean of gated streams."""
+
+    @kernel(GatedStreamsParams)
+    def gated_streams(params, ith, nth):
+        n, cols, factor = params.n, params.cols, splat_f32x16(params.factor)
+        items = n_rows(params) * (cols // 16)
+        for item in range(items * ith // nth, items * (ith + 1) // nth):
+            row, c = item // (cols // 16), 64 * (item % (cols // 16))
+            at, total = 4 * n * cols * row + c, zero_f32x16()
+            for i in range(n):
+                gate = vsigmoid(load_f32x16(params.gate + at + 4 * cols * i))
+                total = vfma(load_f32x16(params.x + at + 4 * cols * i), gate, total)
+            store_f32x16(params.out + 4 * cols * row + c, vmul(total, factor))
+
+    return gated_streams
+
+
+def make_stream_add():
+    """Return the kernel that adds shares of what a layer returned to streams."""
+
+    @kernel(StreamAddParams)
+    def stream_add(params, ith, nth):
+        n, cols = params.n, params.cols
+        items = n_rows(params) * n
+        for item in range(items * ith // nth, items * (ith + 1) // nth):
+            x, out = params.x + 4 * cols * item, params.out + 4 * cols * item
+            added = params.added + 4 * cols * (item // n)
+            share = splat_f32x16(_F2 * _sigmoid(params.scale * ld_f32(params.logits + 4 * item)))
+            for c in range(0, 4 * cols, 64):
+                store_f32x16(out + c, vfma(load_f32x16(added + c), share, load_f32x16(x + c)))
+
+    return stream_add
+
+
+def make_stream_match():
+    """Return the kernel that gates a value by how well keys of streams fit their queries."""
+
+    @kernel(StreamMatchParams)
+    def stream_match(params, ith, nth):
+        n, cols = params.n, params.cols
+        items = n_rows(params) * n
+        for item in range(items * ith // nth, items * (ith + 1) // nth):
+            at, total = 4 * cols * item, zero_f32x16()
+            for c in range(0, 4 * cols, 64):
+                total = vfma(load_f32x16(params.key + at + c), load_f32x16(params.query + at + c), total)
+            fit = reduce_add(total) * params.scale
+            root = np.float32(math.sqrt(max(abs(fit), _LEAST)))
+            gate = splat_f32x16(_sigmoid(_F0 if fit == _F0 else root if fit > _F0 else -root))
+            value = params.value + 4 * cols * (item // n)
+            for c in range(0, 4 * cols, 64):
+                store_f32x16(params.out + at + c, vmul(load_f32x16(value + c), gate))
+
+    return stream_match

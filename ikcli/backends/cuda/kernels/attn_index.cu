@@ -14,7 +14,7 @@
 constexpr int INDEX_WIDTH = 128, INDEX_ROW = INDEX_WIDTH + 8, INDEX_TILE = 256, INDEX_HEADS = 64, INDEX_TOKENS = 16;
 
 // Scores of tokens first.. of the micro-batch, a row of `score_row` per token; blockIdx: positions, tokens. Tokens that see
-// at most `most` positions have none. `ratio`: entries of so many positions are scored, whose keys are in their last cells.
+// at most `most` positions have none. Without `weights` each is 1. `ratio`: entries of so many positions are scored, whose keys are in their last cells.
 extern "C" __global__ void __launch_bounds__(256, 2)
 index_scores(const i64* st, const float* q, i64 q_row, int q_head, const float* weights, const u8* k, i64 n_cells, int type,
              int width, float* scores, i64 score_row, int heads, int most, int first, int ratio) {
@@ -96,8 +96,8 @@ index_scores(const i64* st, const float* q, i64 q_row, int q_head, const float* 
           }
         }
         const int head = h0 + m + lane / 4;
-        const float w0 = head < heads ? weights[token * heads + head] : 0.f;
-        const float w1 = head + 8 < heads ? weights[token * heads + head + 8] : 0.f;
+        const float w0 = head < heads ? weights ? weights[token * heads + head] : 1.f : 0.f;
+        const float w1 = head + 8 < heads ? weights ? weights[token * heads + head + 8] : 1.f : 0.f;
 #pragma unroll
         for (int p = 0; p < 4; p++)
 #pragma unroll
@@ -309,5 +309,25 @@ index_choose_blocks(const i64* st, const float* scores, i64 score_row, int* chos
   for (int i = tid; i < most; i += 1024) {
     const int pos = list[i / span] * span + i % span;
     to[i] = pos < n ? cell + pos : -1;
+  }
+}
+
+// The positions of the chosen entries of every token, of `ratio` positions each, then those that no entry has yet, then -1.
+// `most`: entries. grid (tokens)
+extern "C" __global__ void __launch_bounds__(256)
+index_positions(const i64* st, const int* chosen, int* out, int ratio, int most) {
+  const i64 token = blockIdx.x;
+  if (token >= st[ST_TOKENS]) return;
+  const i64* segment = segment_of(st, token);
+  const int n = (int)(segment[SEG_POS] + token - segment[SEG_START]) + 1, cell = (int)segment[SEG_CELL];
+  const int inside = min(n / ratio, most) * ratio, row = (most + 1) * ratio - 1;
+  for (int i = threadIdx.x; i < row; i += 256) {
+    int at = -1;
+    if (i < inside) {
+      at = cell + (chosen[token * most + i / ratio] - cell) * ratio + i % ratio;
+    } else if (i < inside + n % ratio) {
+      at = cell + n - n % ratio + i - inside;
+    }
+    out[token * row + i] = at;
   }
 }

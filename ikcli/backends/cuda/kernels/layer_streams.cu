@@ -1,5 +1,7 @@
-// Hyper-connections (graph/ops_streams.py): a residual of n streams, rows of which lie one after the other.
+// Hyper-connections (graph/ops_streams.py): a residual of n streams, rows of which lie one after the other. Numbers of the
+// n-grams that such streams read (graph/ops_ngrams.py).
 #include "layer_common.cuh"
+#include "states.cuh"
 
 DI float stream_gate(float x) {
   const float e = expf(-fabsf(x));
@@ -96,4 +98,76 @@ layer_stream_mix(const i64* st, int symbol, int factor, const float* x, const fl
       }
     }
   }
+}
+
+// The mean of the streams, each column times the sigmoid of its gate. grid (rows, parts of blockDim.x columns of a stream)
+extern "C" __global__ void __launch_bounds__(256)
+layer_gated_streams(const i64* st, int symbol, int factor, const float* x, const float* gate, float* out, int cols, int n) {
+  const i64 row = blockIdx.x;
+  const int i = blockIdx.y * blockDim.x + threadIdx.x;
+  if (row >= step_rows(st, symbol, factor) || i >= cols) return;
+  x += row * cols * n + i, gate += row * cols * n + i;
+  float sum = 0.f;
+  for (int s = 0; s < n; s++) sum = fmaf(x[(i64)s * cols], stream_gate(gate[(i64)s * cols]), sum);
+  out[row * cols + i] = sum * (1.f / n);
+}
+
+// The streams plus their shares, 2 sigmoid(scale * logit), of what a layer returned (`add`). Same grid.
+extern "C" __global__ void __launch_bounds__(256)
+layer_stream_add(const i64* st, int symbol, int factor, const float* x, const float* add, const float* logits, float* out,
+                 int cols, int n, float scale) {
+  const i64 row = blockIdx.x;
+  const int i = blockIdx.y * blockDim.x + threadIdx.x;
+  if (row >= step_rows(st, symbol, factor) || i >= cols) return;
+  const float own = add[row * cols + i];
+  x += row * cols * n + i, out += row * cols * n + i, logits += row * n;
+  for (int s = 0; s < n; s++) out[(i64)s * cols] = fmaf(own, 2.f * stream_gate(scale * logits[s]), x[(i64)s * cols]);
+}
+
+// A value for every stream, times the sigmoid of the signed root of how well its key fits its query. grid (rows, streams)
+extern "C" __global__ void __launch_bounds__(256)
+layer_stream_match(const i64* st, int symbol, int factor, const float* key, const float* query, const float* value, float* out,
+                   int cols, int n, float scale) {
+  IK_SHARED(float, scratch, 32)
+  const i64 row = blockIdx.x, at = (row * n + blockIdx.y) * cols;
+  if (row >= step_rows(st, symbol, factor)) return;
+  float sum = 0.f;
+  for (int i = threadIdx.x; i < cols; i += blockDim.x) sum = fmaf(key[at + i], query[at + i], sum);
+  const float fit = block_sum(sum, scratch) * scale, root = sqrtf(fmaxf(fabsf(fit), 1e-6f));
+  const float gate = stream_gate(fit == 0.f ? 0.f : fit > 0.f ? root : -root);
+  for (int i = threadIdx.x; i < cols; i += blockDim.x) out[at + i] = gate * value[row * cols + i];
+}
+
+// Token i of a segment; those before it (i < 0) are in the state, or `end` where the sequence begins.
+DI i64 token_at(const int* tokens, const float* state, bool fresh, int i, int before, int end) {
+  return i >= 0 ? tokens[i] : fresh ? end : (i64)state[before + i];
+}
+
+// Rows of a table for the n-grams of every token: hashes of 2, 3.. tokens, `per` rows for each length. `state`: the last
+// `before` tokens of every sequence, as floats. `numbers`: multipliers, then sizes and offsets of rows. grid (segments), as
+// a block replaces the state when its threads have read it.
+extern "C" __global__ void __launch_bounds__(256)
+layer_ngram_ids(const i64* st, float* state, const i64* multipliers, const i64* sizes, const i64* offsets, int* out, int before,
+                int end, int per) {
+  const i64 i = blockIdx.x;
+  if (i >= st[ST_SEGMENTS]) return;
+  const i64* segment = step_segments(st) + i * SEG_WORDS;
+  const int n = (int)segment[SEG_TOKENS];
+  const int* tokens = step_tokens(st) + segment[SEG_START];
+  const bool fresh = segment[SEG_POS] == 0;
+  state = state_row(st, i, state, before);
+  for (int t = threadIdx.x; t < n; t += 256) {
+    int* to = out + (segment[SEG_START] + t) * per * before;
+    u64 mixed = (u64)tokens[t] * (u64)multipliers[0];
+    bool ended = false;
+    for (int j = 1; j <= before; j++) {
+      const i64 token = ended ? end : token_at(tokens, state, fresh, t - j, before, end);
+      ended = token == end;
+      mixed ^= (u64)token * (u64)multipliers[j];
+      for (int k = per * (j - 1); k < per * j; k++) to[k] = (int)(mixed % (u64)sizes[k] + (u64)offsets[k]);
+    }
+  }
+  __syncthreads();
+  if (threadIdx.x) return;
+  for (int j = 0; j < before; j++) state[j] = (float)token_at(tokens, state, fresh, n - before + j, before, end);
 }

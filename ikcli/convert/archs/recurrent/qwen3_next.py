@@ -22,15 +22,20 @@ def _heads(m: b.Build) -> tuple[int, int, int, int]:
     return n_k, d_k, n_v, d_v
 
 
-def recurrent_keys(m: b.Build) -> None:
-    """Write the sizes of the delta net and the layers that have one."""
-    c = m.config
+def recurrent_sizes(m: b.Build) -> None:
+    """Write the sizes of the delta net."""
     n_k, d_k, n_v, d_v = _heads(m)
-    m.key("ssm.conv_kernel", c.integer("linear_conv_kernel_dim", least=2))
+    m.key("ssm.conv_kernel", m.config.integer("linear_conv_kernel_dim", least=2))
     m.key("ssm.state_size", d_k)
     m.key("ssm.group_count", n_k)
     m.key("ssm.time_step_rank", n_v)
     m.key("ssm.inner_size", n_v * d_v)
+
+
+def recurrent_keys(m: b.Build) -> None:
+    """Write the sizes of the delta net and the layers that have one."""
+    c = m.config
+    recurrent_sizes(m)
     interval = c.integer("full_attention_interval", default=4, least=1)
     kinds = c.items("layer_types")
     if kinds is None:

@@ -199,8 +199,10 @@ def _text_part(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 _TEXT_TYPES = {
+    "apertus1p5": "apertus1p5_text",
     "dots3_note": "dots3_note_text",
     "gemma3": "gemma3_text",
+    "gemma3n": "gemma3n_text",
     "gemma4": "gemma4_text",
     "mistral3": "mistral",
     "qwen3_5": "qwen3_5_text",

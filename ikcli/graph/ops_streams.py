@@ -1,12 +1,12 @@
-"""Operations of hyper-connections: a residual of several streams, which layers read as a sum and write into by shares.
+"""Operations of a residual of several streams; rows hold the streams one after the other.
 
-Rows hold the streams one after the other. Weights of a row are [before: n | after: n | mixing: n x n]: `before` sums up
-the streams for the layer, `after` is each stream's share of what the layer returns, and mixing[i, j] is how much of
-stream i goes on in stream j. Corresponds to the manifold-constrained hyper-connections of DeepSeek V4.
+Hyper-connections (DeepSeek V4): layers read a sum of the streams and write into them by shares. Weights of a row are
+[before: n | after: n | mixing: n x n]: `before` sums up the streams for the layer, `after` is each stream's share of
+what the layer returns, and mixing[i, j] is how much of stream i goes on in stream j. Those of Qwen4-Exp have a weight
+for every column of every stream before a layer (`GatedStreams`), a share per stream after it, and no mixing
+(`StreamAdd`); streams choose how much they take of a value that is the same for all (`StreamMatch`).
 
-Those of Qwen4-Exp have a weight for every column of every stream before a layer (`GatedStreams`), a share per stream
-after it, and no mixing (`StreamAdd`); streams choose how much they take of a value that is the same for all
-(`StreamMatch`).
+AltUp (Gemma 3n): layers read the first stream as it is predicted from all, and what they return corrects all.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ikcli.graph.activations import sigmoid
-from ikcli.graph.core import Array, Node, Op, RowSpec, Run, Weight
+from ikcli.graph.core import Array, Node, Op, RowSpec, Run, SameSize, Weight
 from ikcli.graph.ops_rows import softmax
 
 
@@ -133,34 +133,54 @@ class GatedStreams(Op):
 
 
 @dataclass(frozen=True, slots=True)
-class StreamAdd(Op):
-    """The streams x plus their shares of what a layer returned: [rows, x.cols]. A share is 2 sigmoid(scale * logit)."""
+class StreamPredict(SameSize):
+    """The streams x, each plus a sum of all: column n * j + i of `weights` is how much of stream i stream j gets."""
+
+    name = "stream_predict"
+
+    x: Node
+    weights: Node
+    n: int
+
+    def __post_init__(self) -> None:
+        if self.x.cols % self.n or self.weights.cols != self.n * self.n:
+            raise ValueError("streams have a weight for every pair of them")
+
+    def compute(self, run: Run) -> Array:
+        x = run.value(self.x)
+        weights, streams = run.value(self.weights).reshape(-1, self.n, self.n), x.reshape(len(x), self.n, -1)
+        return np.asarray((streams + np.einsum("rji,rid->rjd", weights, streams)).reshape(x.shape), run.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamAdd(SameSize):
+    """The streams x, from stream `first` on each plus its share of `out`.
+
+    A share is 1; with weights, 1 + weight, or 2 sigmoid(scale * weight) if there is a `scale`.
+    """
 
     name = "stream_add"
 
     x: Node
     out: Node
-    logits: Node
-    scale: float
+    n: int
+    weights: Node | None = None
+    first: int = 0
+    scale: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.x.cols != self.logits.cols * self.out.cols:
-            raise ValueError("a layer returns as many columns as a stream has")
-
-    @property
-    def n(self) -> int:
-        """Return the number of streams."""
-        return self.logits.cols
-
-    @property
-    def shape(self) -> tuple[RowSpec, int]:
-        return self.x.rows, self.x.cols
+        if self.x.cols != self.n * self.out.cols or (self.weights is not None and self.weights.cols != self.n):
+            raise ValueError("what is added has as many columns as a stream, and streams have a weight each")
 
     def compute(self, run: Run) -> Array:
         x = run.value(self.x)
-        shares = 2 * sigmoid(run.value(self.logits) * run.dtype(self.scale))
+        shares = np.ones((len(x), self.n), run.dtype)
+        if self.weights is not None:
+            weights = run.value(self.weights)
+            shares = 2 * sigmoid(weights * run.dtype(self.scale)) if self.scale else shares + weights
+        shares[:, : self.first] = 0
         added = shares[:, :, None] * run.value(self.out)[:, None]
-        return np.asarray(x + added.reshape(x.shape), run.dtype)
+        return np.asarray((x.reshape(len(x), self.n, -1) + added).reshape(x.shape), run.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,3 +211,22 @@ class StreamMatch(Op):
         fit = products.sum(axis=2, dtype=np.float64) / math.sqrt(value.shape[1])
         gate = sigmoid(np.sign(fit) * np.sqrt(np.maximum(np.abs(fit), 1e-6)))
         return np.asarray((gate[:, :, None] * value[:, None]).reshape(key.shape), run.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamLevel(SameSize):
+    """The streams x, each but the first scaled to the mean square of the first; its own counts as `least` or more."""
+
+    name = "stream_level"
+
+    x: Node
+    n: int
+    least: float
+
+    def compute(self, run: Run) -> Array:
+        x = run.value(self.x)
+        streams = x.reshape(len(x), self.n, -1)
+        squares = np.mean(np.square(streams, dtype=np.float64), axis=2)
+        scales = np.sqrt(squares[:, :1] / np.maximum(squares, self.least))
+        scales[:, 0] = 1
+        return np.asarray((streams * scales[:, :, None]).reshape(x.shape), run.dtype)

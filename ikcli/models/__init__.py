@@ -56,10 +56,11 @@ ARCHITECTURES: dict[str, str] = {
     "falcon-h1": "ikcli.models.recurrent.mamba2",
     "flex-olmo": "ikcli.models.olmo2",
     "gemma": "ikcli.models.plain",
-    "gemma-embedding": "ikcli.models.gemma2",
-    "gemma2": "ikcli.models.gemma2",
-    "gemma3": "ikcli.models.gemma2",
-    "gemma4": "ikcli.models.gemma4",
+    "gemma-embedding": "ikcli.models.gemma.gemma2",
+    "gemma2": "ikcli.models.gemma.gemma2",
+    "gemma3": "ikcli.models.gemma.gemma2",
+    "gemma3n": "ikcli.models.gemma.gemma3n",
+    "gemma4": "ikcli.models.gemma.gemma4",
     "glm-dsa": "ikcli.models.deepseek2",
     "glm4": "ikcli.models.glm4",
     "glm4moe": "ikcli.models.plain",
@@ -151,6 +152,7 @@ ARCHITECTURES: dict[str, str] = {
     "step35": "ikcli.models.step35",
     "t5": "ikcli.models.t5",
     "t5encoder": "ikcli.models.t5",
+    "talkie": "ikcli.models.talkie",
     "xverse": "ikcli.models.llama",
 }
 

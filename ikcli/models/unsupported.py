@@ -21,7 +21,6 @@ REASONS = {
     "diffusion-gemma": _DIFFUSION,
     "dream": _DIFFUSION,
     "eagle3": _DRAFT,
-    "gemma3n": "it has four parallel streams of states with a predictor between them",
     "gemma4-assistant": _DRAFT,
     "gemma4_mtp": _DRAFT,
     "gigachat35": "it has latent attention beside delta nets whose gates and limits differ from those of other models",
@@ -44,6 +43,5 @@ REASONS = {
     "rwkv6": _RWKV,
     "rwkv6qwen2": _RWKV,
     "rwkv7": _RWKV,
-    "talkie": "its query heads have a gain each behind the norm, and its rotation turns the other way round",
     "wavtokenizer-dec": _SPEECH,
 }

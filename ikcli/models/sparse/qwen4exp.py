@@ -93,12 +93,12 @@ def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
             cur = delta_net.gated_delta_net(g, hp, cur, layer, "sigmoid")
         else:
             cur = attention.record(cur, layer)
-        x = g.record(StreamAdd(x, cur, shares, 1 / hp.n_stream), "ffn_inp")
+        x = g.record(StreamAdd(x, cur, hp.n_stream, shares, scale=1 / hp.n_stream), "ffn_inp")
         if il == hp.n_layer - 1:
             x = g.select_outputs(x, "last_ffn_inp")
         cur, shares = _before(g, hp, x, layer, "ffn")
         cur = feed_forward(g, hp, cfg, cur, layer)
-        x = g.layer_out(g.record(StreamAdd(x, cur, shares, 1 / hp.n_stream), "l_out"))
+        x = g.layer_out(g.record(StreamAdd(x, cur, hp.n_stream, shares, scale=1 / hp.n_stream), "l_out"))
     g.il = -1
     norm, down, up = (w[f"output_hc_{part}.weight"] for part in ("norm", "down", "up"))
     return blocks.logits(g, hp, w, _mean(g, hp, x, (norm, down, up), "output_hc", "result_norm")[0])

@@ -1,14 +1,20 @@
-"""Hyper-connections: the weights of the streams of a residual, their sum before a layer and their mixture after it."""
+"""Residuals of several streams (`graph/ops_streams.py`).
+
+Hyper-connections: the weights of the streams, their sum before a layer and their mixture after it. AltUp: the streams
+predicted from each other, corrected, and brought to one level.
+"""
 
 import math
 
 import numpy as np
 
+from ikcli.backends.cpu.kernels.basic import scale_span, sum_squares
 from ikcli.backends.cpu.kernels.common import n_rows
 from ikcli.backends.cpu.kernels.records import kernel
 from ikcli.backends.cpu.params_layers import (
     GatedStreamsParams,
     StreamAddParams,
+    StreamLevelParams,
     StreamMatchParams,
     StreamParams,
     StreamWeightsParams,
@@ -144,19 +150,46 @@ def make_gated_streams():
     return gated_streams
 
 
+def make_stream_predict():
+    """Return the kernel that adds sums of all streams to the streams of rows."""
+
+    @kernel(StreamParams)
+    def stream_predict(params, ith, nth):
+        n, cols = params.n, params.cols
+        rows = n_rows(params)
+        for row in range(rows * ith // nth, rows * (ith + 1) // nth):
+            x, weights = params.x + 4 * n * cols * row, params.weights + 4 * params.weight_cols * row
+            out = params.out + 4 * n * cols * row
+            for c in range(0, 4 * cols, 64):
+                for j in range(n):
+                    total = load_f32x16(x + 4 * cols * j + c)
+                    for i in range(n):
+                        share = splat_f32x16(ld_f32(weights + 4 * (n * j + i)))
+                        total = vfma(load_f32x16(x + 4 * cols * i + c), share, total)
+                    store_f32x16(out + 4 * cols * j + c, total)
+
+    return stream_predict
+
+
 def make_stream_add():
-    """Return the kernel that adds shares of what a layer returned to streams."""
+    """Return the kernel that adds a row to streams, by their shares of it."""
 
     @kernel(StreamAddParams)
     def stream_add(params, ith, nth):
-        n, cols = params.n, params.cols
+        n, cols, scale = params.n, params.cols, params.scale
         items = n_rows(params) * n
         for item in range(items * ith // nth, items * (ith + 1) // nth):
             x, out = params.x + 4 * cols * item, params.out + 4 * cols * item
-            added = params.added + 4 * cols * (item // n)
-            share = splat_f32x16(_F2 * _sigmoid(params.scale * ld_f32(params.logits + 4 * item)))
+            if item % n < params.first:
+                scale_span(out, x, _F1, 0, cols)
+                continue
+            share, added = _F1, params.added + 4 * cols * (item // n)
+            if params.weights:
+                weight = ld_f32(params.weights + 4 * item)
+                share = _F1 + weight if scale == _F0 else _F2 * _sigmoid(scale * weight)
+            v = splat_f32x16(share)
             for c in range(0, 4 * cols, 64):
-                store_f32x16(out + c, vfma(load_f32x16(added + c), share, load_f32x16(x + c)))
+                store_f32x16(out + c, vfma(load_f32x16(added + c), v, load_f32x16(x + c)))
 
     return stream_add
 
@@ -180,3 +213,21 @@ def make_stream_match():
                 store_f32x16(params.out + at + c, vmul(load_f32x16(value + c), gate))
 
     return stream_match
+def make_stream_level():
+    """Return the kernel that scales streams to the mean square of the first."""
+
+    @kernel(StreamLevelParams)
+    def stream_level(params, ith, nth):
+        n, cols = params.n, params.cols
+        rows = n_rows(params)
+        for row in range(rows * ith // nth, rows * (ith + 1) // nth):
+            x, out = params.x + 4 * n * cols * row, params.out + 4 * n * cols * row
+            first = sum_squares(x, cols) / np.float32(cols)
+            scale_span(out, x, _F1, 0, cols)
+            for j in range(1, n):
+                at = 4 * cols * j
+                own = sum_squares(x + at, cols) / np.float32(cols)
+                own = params.least if own < params.least else own  # NaN stays
+                scale_span(out + at, x + at, np.float32(math.sqrt(first / own)), 0, cols)
+
+    return stream_level

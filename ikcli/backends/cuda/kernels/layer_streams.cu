@@ -112,16 +112,22 @@ layer_gated_streams(const i64* st, int symbol, int factor, const float* x, const
   out[row * cols + i] = sum * (1.f / n);
 }
 
-// The streams plus their shares, 2 sigmoid(scale * logit), of what a layer returned (`add`). Same grid.
+// Streams from `first` on plus a row, by their shares of it: 1, with weights 1 + weight or 2 sigmoid(scale * weight). grid (rows, parts of
+// blockDim.x columns of a stream)
 extern "C" __global__ void __launch_bounds__(256)
-layer_stream_add(const i64* st, int symbol, int factor, const float* x, const float* add, const float* logits, float* out,
-                 int cols, int n, float scale) {
+layer_stream_add(const i64* st, int symbol, int factor, const float* x, const float* add, const float* weights, float* out,
+                 int cols, int n, int first, float scale) {
   const i64 row = blockIdx.x;
-  const int i = blockIdx.y * blockDim.x + threadIdx.x;
-  if (row >= step_rows(st, symbol, factor) || i >= cols) return;
-  const float own = add[row * cols + i];
-  x += row * cols * n + i, out += row * cols * n + i, logits += row * n;
-  for (int s = 0; s < n; s++) out[(i64)s * cols] = fmaf(own, 2.f * stream_gate(scale * logits[s]), x[(i64)s * cols]);
+  const int c = blockIdx.y * blockDim.x + threadIdx.x;
+  if (row >= step_rows(st, symbol, factor) || c >= cols) return;
+  x += row * n * cols + c, out += row * n * cols + c;
+  const float a = add[row * cols + c];
+  for (int j = 0; j < n; j++) {
+    const float v = x[(i64)j * cols];
+    float share = 1.f;
+    if (weights) share = scale ? 2.f * stream_gate(scale * weights[row * n + j]) : 1.f + weights[row * n + j];
+    out[(i64)j * cols] = j < first ? v : fmaf(a, share, v);
+  }
 }
 
 // A value for every stream, times the sigmoid of the signed root of how well its key fits its query. grid (rows, streams)

@@ -2,7 +2,8 @@
 
 Rows hold the streams one after the other. Weights of a row are [before: n | after: n | mixing: n x n]: `before` sums up
 the streams for the layer, `after` is each stream's share of what the layer returns, and mixing[i, j] is how much of
-stream i goes on in stream j. Corresponds to the manifold-constrained hyper-connections of DeepSeek V4.
+stream i goes on in stream j. Without `mixing` streams go on as they are. Corresponds to the manifold-constrained
+hyper-connections of DeepSeek V4, and without `mixing` to the independent ones of Hy 4.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from ikcli.graph.ops_rows import softmax
 
 @dataclass(frozen=True, slots=True)
 class StreamWeights(Op):
-    """Make the weights of n streams from their projection x: [rows, n * (n + 2)], or `before` alone: [rows, n].
+    """Make the weights of n streams from their projection x: [rows, n * (n + 2)], without `mixing` [rows, 2 * n].
 
-    x times a factor per part (`scale`) plus `base` goes through a sigmoid (twice that for `after`); `mixing` through a
-    soft-max, and `n_iter` times through divisions by the sums of columns and of rows, of which the first begins with
-    columns and has no rows. `eps` is added to what is divided by, to `before` and to the soft-max.
+    [rows, n] is `before` alone. x times a factor per part (`scale`) plus `base` goes through a sigmoid (`most` times
+    that for `after`); `mixing` through a soft-max, and `n_iter` times through divisions by the sums of columns and of
+    rows, of which the first begins with columns and has no rows. `eps` is added to what is divided by, to `before` and
+    to the soft-max; without `mixing` also to `after`.
     """
 
     name = "stream_weights"
@@ -34,9 +36,10 @@ class StreamWeights(Op):
     n: int
     n_iter: int
     eps: float
+    most: float = 2.0
 
     def __post_init__(self) -> None:
-        if self.x.cols not in (self.n, self.n * (self.n + 2)) or self.base.shape[0] != self.x.cols:
+        if self.x.cols not in (self.n, 2 * self.n, self.n * (self.n + 2)) or self.base.shape[0] != self.x.cols:
             raise ValueError("streams have a weight before and after a layer and one for every pair of them")
 
     @property
@@ -49,7 +52,9 @@ class StreamWeights(Op):
         before = sigmoid(x[:, :n] * scale[0] + base[:n]) + eps
         if x.shape[1] == n:
             return np.asarray(before, run.dtype)
-        after = 2 * sigmoid(x[:, n : 2 * n] * scale[1] + base[n : 2 * n])
+        after = self.most * sigmoid(x[:, n : 2 * n] * scale[1] + base[n : 2 * n])
+        if x.shape[1] == 2 * n:
+            return np.concatenate([before, after + eps], axis=1).astype(run.dtype)
         mixing = softmax((x[:, 2 * n :] * scale[2] + base[2 * n :]).reshape(-1, n, n)) + eps
         mixing = mixing / (mixing.sum(axis=1, keepdims=True) + eps)
         for _ in range(self.n_iter - 1):
@@ -79,7 +84,7 @@ class StreamSum(Op):
 
 @dataclass(frozen=True, slots=True)
 class StreamMix(Op):
-    """The streams x mixed, plus their shares of what a layer returned: [rows, x.cols]."""
+    """The streams x mixed (if there are weights for it), plus their shares of what a layer returned: [rows, x.cols]."""
 
     name = "stream_mix"
 
@@ -89,7 +94,7 @@ class StreamMix(Op):
     n: int
 
     def __post_init__(self) -> None:
-        if self.x.cols != self.n * self.out.cols or self.weights.cols != self.n * (self.n + 2):
+        if self.x.cols != self.n * self.out.cols or self.weights.cols not in (2 * self.n, self.n * (self.n + 2)):
             raise ValueError("a layer returns as many columns as a stream has")
 
     @property
@@ -98,7 +103,8 @@ class StreamMix(Op):
 
     def compute(self, run: Run) -> Array:
         n, x, weights = self.n, run.value(self.x), run.value(self.weights)
-        mixing = weights[:, 2 * n :].reshape(-1, n, n)
-        mixed = np.einsum("rjk,rjd->rkd", mixing, x.reshape(len(x), n, -1))
+        mixed = x.reshape(len(x), n, -1)
+        if weights.shape[1] > 2 * n:
+            mixed = np.einsum("rjk,rjd->rkd", weights[:, 2 * n :].reshape(-1, n, n), mixed)
         shares = weights[:, n : 2 * n, None] * run.value(self.out)[:, None]
         return np.asarray((mixed + shares).reshape(x.shape), run.dtype)

@@ -326,10 +326,11 @@ class Graph:
         scale: float,
         lists: int = 1,
         block: int = 1,
+        sinks: Weight | None = None,
     ) -> Node:
         """Attend to the selected positions: [rows, n_head*v.width]; see `SparseAttn`."""
         parts = (tuple(q), tuple(k), v, n_head, n_head_kv, scale)
-        return self.record(SparseAttn(*parts, selected=selected, lists=lists, block=block), name)
+        return self.record(SparseAttn(*parts, sinks=sinks, selected=selected, lists=lists, block=block), name)
 
     # --- images -------------------------------------------------------------------------------------------------------
     def media_rows(self, x: Node | None, offset: int, n_cols: int, name: str) -> Node:

@@ -34,19 +34,19 @@ _ALL_EXPERTS = (
 )  # fmt: skip
 """In every layer."""
 DENSE_MLA = ("minicpm3", "plm")
-MLA = ("deepseek2", "deepseek32", "glm-dsa", "mistral4", "openpangu", *DENSE_MLA, *KDA)  # multi-head latent attention
+MLA = ("deepseek2", "deepseek32", "glm-dsa", "hy_v4", "mistral4", "openpangu", *DENSE_MLA, *KDA)  # multi-head latent attention
 _DENSE_LEAD = (
     *MLA, "afmoe", "bailingmoe2", "cohere2_moe", "deepseek", "dots1", "ernie4_5-moe", "exaone-moe", "glm4moe", "hy_v3",
     "laguna", "minimax-m3", "step35",
 )  # fmt: skip
 """In all layers but the first ones."""
 _SIGMOID = (
-    "afmoe", "cohere2_moe", "dots1", "exaone-moe", "glm-dsa", "glm4moe", "hy_v3", "laguna", "lfm2moe", "llama4",
+    "afmoe", "cohere2_moe", "dots1", "exaone-moe", "glm-dsa", "glm4moe", "hy_v3", "hy_v4", "laguna", "lfm2moe", "llama4",
     "mimo2", "minimax-m2", "minimax-m3", "nemotron_h_moe", "openpangu", "smallthinker", "step35",
 )  # fmt: skip
 """Gating of files that do not say."""
 _NOT_NORMALISED = (
-    "bailingmoe", "bailingmoe2", "cohere2_moe", "deepseek", "deepseek2", "deepseek32", "flex-olmo", "jamba", "laguna",
+    "bailingmoe", "bailingmoe2", "cohere2_moe", "deepseek", "deepseek2", "deepseek32", "flex-olmo", "hy_v4", "jamba", "laguna",
     "llama4", "minimax-m3", "nomic-bert-moe", "olmoe", "openpangu", "phimoe", "qwen2moe", "step35",
 )  # fmt: skip
 """Weights of experts where files do not say; most architectures always normalise, and their files do not say so."""
@@ -170,6 +170,7 @@ class HParams:
     n_stream: int = 0  # streams of the residual; 0: it is one
     stream_iterations: int = 0  # of the sums of their weights
     stream_eps: float = 0.0
+    stream_most: float = 2.0  # of what a layer returns, that a stream gets
     n_sink: int = 0  # learned rows that come before all positions
     o_groups: int = 0  # of heads, each with an output projection of low rank
     o_lora_rank: int = 0
@@ -231,7 +232,7 @@ class HParams:
             routed = [f"blk.{il}.ffn_gate_inp.weight" in tensors or not tensors for il in range(n_main, n_layer)]
             values["is_moe"] = by_layer(values.get("is_moe", True), n_layer)[:n_main] + tuple(routed)
         values |= _scores(keys, values)
-        if arch in ("deepseek4", "maple", "step35") or (arch == "bailingmoe3" and "swiglu_clamp_exp" in keys):
+        if arch in ("deepseek4", "hy_v4", "maple", "step35") or (arch == "bailingmoe3" and "swiglu_clamp_exp" in keys):
             values |= _swiglu_limits(keys, values["n_layer"])
         values |= read_windows(keys, values)
         values |= read_recurrent(keys, values, tensors)

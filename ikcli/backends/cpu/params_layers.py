@@ -289,6 +289,7 @@ class StreamWeightsParams(Params):
     n: int
     n_iter: int
     eps: F32
+    most: F32  # of a stream's share of what a layer returns
 
 
 class StreamParams(Params):

@@ -110,7 +110,7 @@ def settle_mla(config: RunConfig, hp: HParams, given: Collection[str], notices: 
     return replace(config, mla=0)
 
 
-INDEXED = ("deepseek32", "glm-dsa", "minimax-m3", "openpangu")
+INDEXED = ("deepseek32", "glm-dsa", "hy_v4", "minimax-m3", "openpangu")
 """Architectures with an indexer, which a file may lack."""
 _INDEXER_OPTIONS = {"dsa": "--dsa", "dsa_top_k": "-dsatk", "type_index": "-ictk"}
 

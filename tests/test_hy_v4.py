@@ -90,7 +90,8 @@ def test_roll_backs_and_copies(path: Path) -> None:
     with Session.open(config(path, n_ubatch=32, n_batch=32)) as session:
 
         def check(tokens: np.ndarray, first: int, end: int, wanted: np.ndarray) -> None:
-            assert_close(np.array(session.decode(Batch.single(tokens[first:end], first, logits="all"))), wanted[first:end])
+            found = np.array(session.decode(Batch.single(tokens[first:end], first, logits="all")))
+            assert_close(found, wanted[first:end])
 
         check(TOKENS, 0, 90, wanted)
         session.decode(Batch.single(OTHER[:5], 90, logits="all"))

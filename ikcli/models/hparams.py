@@ -34,20 +34,22 @@ _ALL_EXPERTS = (
 )  # fmt: skip
 """In every layer."""
 DENSE_MLA = ("minicpm3", "plm")
-MLA = ("deepseek2", "deepseek32", "glm-dsa", "hy_v4", "mistral4", "openpangu", *DENSE_MLA, *KDA)  # multi-head latent attention
+MLA = (  # multi-head latent attention
+    "deepseek2", "deepseek32", "glm-dsa", "hy_v4", "mistral4", "openpangu", *DENSE_MLA, *KDA,
+)  # fmt: skip
 _DENSE_LEAD = (
     *MLA, "afmoe", "bailingmoe2", "cohere2_moe", "deepseek", "dots1", "ernie4_5-moe", "exaone-moe", "glm4moe", "hy_v3",
     "laguna", "minimax-m3", "step35",
 )  # fmt: skip
 """In all layers but the first ones."""
 _SIGMOID = (
-    "afmoe", "cohere2_moe", "dots1", "exaone-moe", "glm-dsa", "glm4moe", "hy_v3", "hy_v4", "laguna", "lfm2moe", "llama4",
-    "mimo2", "minimax-m2", "minimax-m3", "nemotron_h_moe", "openpangu", "smallthinker", "step35",
+    "afmoe", "cohere2_moe", "dots1", "exaone-moe", "glm-dsa", "glm4moe", "hy_v3", "hy_v4", "laguna", "lfm2moe",
+    "llama4", "mimo2", "minimax-m2", "minimax-m3", "nemotron_h_moe", "openpangu", "smallthinker", "step35",
 )  # fmt: skip
 """Gating of files that do not say."""
 _NOT_NORMALISED = (
-    "bailingmoe", "bailingmoe2", "cohere2_moe", "deepseek", "deepseek2", "deepseek32", "flex-olmo", "hy_v4", "jamba", "laguna",
-    "llama4", "minimax-m3", "nomic-bert-moe", "olmoe", "openpangu", "phimoe", "qwen2moe", "step35",
+    "bailingmoe", "bailingmoe2", "cohere2_moe", "deepseek", "deepseek2", "deepseek32", "flex-olmo", "hy_v4", "jamba",
+    "laguna", "llama4", "minimax-m3", "nomic-bert-moe", "olmoe", "openpangu", "phimoe", "qwen2moe", "step35",
 )  # fmt: skip
 """Weights of experts where files do not say; most architectures always normalise, and their files do not say so."""
 _LAYER_NORM = (

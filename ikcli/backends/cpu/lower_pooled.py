@@ -107,7 +107,8 @@ def _stream_weights(low: CpuLowering, node: Node, op: StreamWeights) -> None:
     for w in (op.scale, op.base):
         check_f32(w, "weights of hyper-connections")
     params = StreamWeightsParams(x=low.out(op.x), out=low.out(node), cols=node.cols, scale=low.weight(op.scale),
-                                 base=low.weight(op.base), n=op.n, n_iter=op.n_iter, eps=op.eps, most=op.most)  # fmt: skip
+                                 base=low.weight(op.base), n=op.n, n_iter=op.n_iter, eps=op.eps,
+                                 most=op.most)  # fmt: skip
     low.emit(KernelKey("streams", "make_stream_weights"), node.rows, params, row_bytes=512 * node.cols)
 
 

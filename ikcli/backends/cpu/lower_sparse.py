@@ -103,8 +103,8 @@ def lower_sparse_attn(low: CpuLowering, node: Node, op: SparseAttn) -> None:
     n_bytes = 4 * op.selected.cols
     _listed_attention(
         low, node, "sparse", SparseParams, op.q, op.k, op.v, group=op.group, n_head=op.n_head, scale=op.scale,
-        sinks=op.sinks, cells=low.out(op.selected), cell_bytes=n_bytes, list_bytes=n_bytes // op.lists if op.lists > 1 else 0,
-        most=op.selected.cols // op.lists, span=op.block,
+        sinks=op.sinks, cells=low.out(op.selected), cell_bytes=n_bytes,
+        list_bytes=n_bytes // op.lists if op.lists > 1 else 0, most=op.selected.cols // op.lists, span=op.block,
     )  # fmt: skip
 
 

@@ -54,7 +54,8 @@ def sees_window(op: Attention) -> bool:
 
     With sinks, the window may be all positions.
     """
-    return (op.window > 0 and len(op.q) == 1 or (op.window == 0 and op.sinks is not None)) and reads_rows(op)
+    window = op.window > 0 and len(op.q) == 1
+    return (window or (op.window == 0 and op.sinks is not None)) and reads_rows(op)
 
 
 def reads_rows(op: Attention) -> bool:

@@ -3,7 +3,8 @@
 DeepSeek V3.2, GLM-5 and Hy 4 choose positions. A layer has its own indexer, or uses the positions that the layer before
 it chose. Index queries come from the low-rank query, keys and head weights from the input of attention; heads are
 [rotated | not rotated], those of Hy 4 the other way round, and keys have a cache of their own. Corresponds to
-`build_deepseek2_dsa_indexer` of ik_llama.cpp. openPangu has one in layers without a window, whose keys have an RMS norm.
+`build_deepseek2_dsa_indexer` of ik_llama.cpp. openPangu has one in layers without a window, whose keys have an RMS
+norm.
 
 MiniMax-M3 chooses blocks of positions, for every KV head by an index head of its own. Queries and keys are projected
 from the input of attention, normed and rotated like those of attention. Corresponds to `MiniMaxM3VLIndexer` of

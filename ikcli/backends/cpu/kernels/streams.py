@@ -113,7 +113,9 @@ def make_stream_mix():
                 if params.weight_cols == 2 * n:  # streams go on as they are
                     for j in range(n):
                         at = 4 * cols * j + c
-                        store_f32x16(out + at, vfma(own, splat_f32x16(ld_f32(weights + 4 * (n + j))), load_f32x16(x + at)))
+                        store_f32x16(
+                            out + at, vfma(own, splat_f32x16(ld_f32(weights + 4 * (n + j))), load_f32x16(x + at))
+                        )
                     continue
                 for j in range(n):
                     total = vmul(own, splat_f32x16(ld_f32(weights + 4 * (n + j))))

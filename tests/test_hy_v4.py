@@ -1,6 +1,6 @@
 """Hy 4: sessions against NumPy, shared choices through roll-backs and copies, its streams, keys, names of checkpoints.
 
-Logits of torch are in `test_convert_answers.py`.
+Kernels are compared with logits of torch in `test_convert_answers.py`, the definition of operations here.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import build, drawn
+from checkpoints import build, drawn, write_checkpoint
 from gguf_files import write_model
+from test_convert_answers import ANSWERS
 from tiny_architectures import tiny
 
+from ikcli.convert.tool import open_checkpoint, plan_convert
 from ikcli.engine.plan.model_rules import check_indexer
 from ikcli.engine.run.batch import Batch
 from ikcli.engine.run.reference_session import ReferenceSession
@@ -22,6 +24,9 @@ from ikcli.errors import FormatError
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.reader import open_gguf
 from ikcli.models import GraphConfig, HParams, check_tensors, find
+from ikcli.quant.quantizer import run
+from ikcli.quant.recipes import RecipeOptions
+from ikcli.quant.tool import ToolOptions
 from ikcli.settings.run import RunConfig
 
 TOP_K = 24
@@ -55,6 +60,16 @@ def assert_close(found: np.ndarray, wanted: np.ndarray) -> None:
     """Positions whose scores are equal up to rounding may be chosen differently."""
     error = np.abs(found - wanted).max(axis=1)
     assert (error < 1e-3 * wanted.std()).mean() >= 0.97, np.sort(error)
+
+
+def test_graph_is_that_of_torch(tmp_path: Path) -> None:
+    """The definition of every operation, without kernels: chosen positions, sinks, streams, capped gates."""
+    model = next(m for m in ANSWERS["models"] if m["name"] == "hy4")
+    tensors = {name: drawn(name, shape) for name, shape in model["tensors"].items()}
+    found, out = open_checkpoint(write_checkpoint(tmp_path / "model", model["config"], tensors)), tmp_path / "m.gguf"
+    run(plan_convert(found, out, RecipeOptions(0), ToolOptions(n_threads=1)).job)
+    logits = reference(out, np.array(ANSWERS["tokens"]))[np.ix_(ANSWERS["rows"], ANSWERS["columns"])]
+    np.testing.assert_allclose(logits, model["logits"], atol=1e-4)
 
 
 @slow

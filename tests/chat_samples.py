@@ -28,6 +28,7 @@ from ikcli.chat.families.xml_calls import (
     STEP_3,
     XmlCalls,
     hunyuan_3,
+    hunyuan_4,
 )
 from ikcli.chat.messages import Tool
 from ikcli.grammar.spec import Chars, Choice, Literal, Marker, Node, Repeat, Schema, Sequence, Until
@@ -113,6 +114,11 @@ _HUNYUAN_3 = (
     '<tool_calls>\n<tool_call>get_weather<tool_sep>\n<arg_key>city</arg_key>\n<arg_value>Rome "é"\n</arg_value>\n'
     "<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>\n<tool_call>clock<tool_sep></tool_call></tool_calls>"
 )
+_HUNYUAN_4 = (
+    '<tool_calls:9a>\n<tool_call:9a>get_weather\n<arg_key:9a>city</arg_key:9a><arg_value:9a>Rome "é"\n</arg_value:9a>\n'
+    "<arg_key:9a>days</arg_key:9a>\n<arg_value:9a>2</arg_value:9a></tool_call:9a><tool_call:9a>clock</tool_call:9a>\n"
+    "</tool_calls:9a>"
+)
 _KIMI_K3 = (
     'Sure.<|close|>response<|sep|><|open|>tools<|sep|><|open|>call tool="get_weather" index="1"<|sep|>'
     '<|open|>argument key="city" type="string"<|sep|>Paris<|close|>argument<|sep|>'
@@ -197,6 +203,7 @@ SAMPLES = (
     Sample(XmlCalls(hunyuan_3("")), _HUNYUAN_3, calls=(ROME2, TIME)),
     Sample(XmlCalls(hunyuan_3(":9a")), "<tool_calls:9a><tool_call:9a>clock<tool_sep:9a></tool_call:9a></tool_calls:9a>",
            calls=(TIME,)),
+    Sample(XmlCalls(hunyuan_4(":9a")), _HUNYUAN_4, calls=(ROME2, TIME)),
     Sample(Hunyuan(), 'Yes.<tool_calls><tool_call>get_weather\n```json\n{"city": "Paris"}\n```</tool_call>\n'
            "<tool_call>clock\n```json\n{}\n```</tool_call></tool_calls>", "Yes.", calls=(PARIS, TIME)),
     Sample(Hunyuan(), '<tool_calls>[{"name": "clock", "arguments": {}}]</tool_calls>', calls=(TIME,)),

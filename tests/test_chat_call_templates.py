@@ -34,6 +34,11 @@ CALLS = {  # around all calls, and of one call `c`
         "<tool_call>{{ c.function.name }}<tool_sep>\n" + _ITEMS + "<arg_key>{{ k }}</arg_key>\n<arg_value>" + _TEXT
         + "</arg_value>\n{% endfor %}</tool_call>\n",
     ),
+    "Hunyuan 4": (
+        "<tool_calls>\n", "</tool_calls>",
+        "<tool_call>{{ c.function.name }}\n" + _ITEMS + "<arg_key>{{ k }}</arg_key><arg_value>" + _TEXT
+        + "</arg_value>\n{% endfor %}</tool_call>\n",
+    ),
     "Step 3": (
         "<｜tool_calls_begin｜>", "<｜tool_calls_end｜>",
         '<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="{{ c.function.name }}">' + _ITEMS

@@ -14,7 +14,7 @@ from chat_samples import draw
 import ikcli
 from ikcli.chat import ChatFormat, RequestError, parse_request
 from ikcli.chat.builtin import TEMPLATES, recognise
-from ikcli.chat.families.detect import family_by_shape, family_of
+from ikcli.chat.families.detect import family_by_shape, family_of, reasoning_of
 from ikcli.errors import FormatError, IkError, UnsupportedError
 from ikcli.grammar.spec import GrammarKind, GrammarSpec, TriggerWatcher
 from ikcli.tokenizer import Tokenizer
@@ -335,6 +335,9 @@ def test_recognising_formats() -> None:
         ("<function_calls>", "Olmo 3"),
         ("<｜tool_calls_begin｜> <steptml:invoke name=", "Step 3"),
         ("<tool_call> <tool_sep> <arg_key>", "Hunyuan 3"),
+        ("{% set S = ':9a' %}{{ '<tool_sep{}>'.format(S) }} <tool_calls{}>", "Hunyuan 3"),
+        ("<tool_calls:9a> <tool_call:9a> <arg_key:9a>", "Hunyuan 4"),
+        ('{% set S = ":9a" %}{{ "<arg_key{}>".format(S) }} <tool_calls{}>', "Hunyuan 4"),
         ("<dots_function_call>", "dots"),
         ("<tool_calls> <tool_call> ```json", "Hunyuan"),
         ("<tool_calls>", "Apriel"),
@@ -346,6 +349,15 @@ def test_recognising_formats() -> None:
 def test_families_by_marker(marks: str, name: str) -> None:
     family = family_of(marks)
     assert family is not None and family.name == name
+
+
+def test_tags_whose_names_have_a_suffix() -> None:
+    """Templates put it in by `format`."""
+    source = "{%- set HYTK = ':9a' %}{{ '<think{}>'.format(HYTK) }}{{ '<tool_calls{}>'.format(HYTK) }}<arg_key{}>"
+    family, (tags, own) = family_of(source), reasoning_of(source)
+    assert family is not None and family.openings == ("<tool_calls:9a>",)
+    assert own and (tags.open, tags.close) == ("<think:9a>", "</think:9a>")
+    assert reasoning_of("<thinking> <think{}>")[0].open == "<think>"
 
 
 def test_family_by_how_a_call_is_written() -> None:

@@ -319,7 +319,8 @@ def test_markers_in_texts_of_other_families(
 
 
 @pytest.mark.parametrize(
-    "name", ["dots", "Step 3", "MiniCPM 5", "Hunyuan 3", "Hunyuan", "MiniMax M3", "Kimi K3", "PLaMo 3", "Olmo 3"]
+    "name",
+    ["dots", "Step 3", "MiniCPM 5", "Hunyuan 3", "Hunyuan 4", "Hunyuan", "MiniMax M3", "Kimi K3", "PLaMo 3", "Olmo 3"],
 )
 def test_what_models_write_is_what_the_constraint_allows(name: str) -> None:
     """The calls of the first sample with any, byte by byte; not without their end."""

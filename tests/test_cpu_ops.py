@@ -198,6 +198,7 @@ def test_swiglu_at_the_extremes() -> None:
 
 
 GLUS = [Glu(kind) for kind in GATED] + [Glu("silu", 0.8), Glu("gelu", 0.5), Glu("swiglu_oai", 1.2, 1.5)]
+GLUS.append(Glu("silu_of_capped", 0.8))
 
 
 @pytest.mark.parametrize("cols", [7, 64, 100])

@@ -1,6 +1,6 @@
 """Streams of a residual, compressed attention and rows before all positions, on the emulated device.
 
-Ops against NumPy; sessions of DeepSeek V4, openPangu and Qwen4-Exp.
+Ops against NumPy; sessions of DeepSeek V4, Hy 4, openPangu and Qwen4-Exp.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from cuda_graphs import GraphRun
 from deepseek4_model import tiny_deepseek4
 from gguf_files import write_model
 from openpangu_model import tiny_openpangu
+from test_hy_v4 import INDEXER
 from tiny_architectures import tiny
 
 from ikcli.backends.cuda.lower import all_rules
@@ -64,6 +65,20 @@ def test_streams(n: int, cols: int, eps: float) -> None:
     head = g.record(StreamWeights(few, scale, run.weight("head"), n, 4, eps), "head_weights")
     nodes = [weights, head, g.record(StreamSum(x, weights, n), "sum"), g.record(StreamSum(x, head, n), "last"),
              g.record(StreamMix(x, out, weights, n), "mix")]  # fmt: skip
+    for found, wanted in run(*nodes):
+        np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(("n", "cols"), [(4, 1028), (1, 16), (3, 30)])
+def test_streams_that_are_not_mixed(n: int, cols: int) -> None:
+    rng = np.random.default_rng(n)
+    base = rng.standard_normal(2 * n).astype(np.float32)
+    run = GraphRun(all_rules(), {"scale": np.float32([0.7, 1.2]), "base": base})
+    x, out = run.input("x", _random(rng, 5, n * cols)), run.input("out", _random(rng, 5, cols))
+    logits, g = run.input("logits", 3 * _random(rng, 5, 2 * n)), run.graph
+    made = StreamWeights(logits, run.weight("scale"), run.weight("base"), n, 0, 0.1, 1.7)
+    weights = g.record(made, "weights")
+    nodes = [weights, g.record(StreamSum(x, weights, n), "sum"), g.record(StreamMix(x, out, weights, n), "mix")]
     for found, wanted in run(*nodes):
         np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=2e-5)
 
@@ -314,6 +329,24 @@ def test_deepseek4(
     error = _errors(write_model(model, tmp_path / "m.gguf"), GraphConfig(n_ctx=256, **cfg), **changes)
     # Experts and entries that tie up to rounding may be chosen differently.
     assert (error <= 0.05).mean() >= 0.9, np.sort(error)
+
+
+@pytest.mark.parametrize(
+    ("top_k", "changes", "kernel"),
+    [(40, {"n_gpu_layers": 3}, "attn_rows_f16"), (40, {"type_k": "f32"}, "attn_any"),
+     (0, {"dsa": False, "mla": 1}, "attn_rows_f16"), (0, {"dsa": False}, "attn_rows_f16")],
+    ids=str,
+)  # fmt: skip
+def test_hy_v4(
+    top_k: int, changes: dict[str, Any], kernel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chosen positions that layers share, and all positions, with sinks."""
+    opener = cuda_sessions.Opener()
+    monkeypatch.setattr(gpus, "open_devices", opener)
+    path = write_model(tiny("hy_v4", **INDEXER | {"attention.indexer.top_k": 40}), tmp_path / "m.gguf")
+    error = _errors(path, GraphConfig(n_ctx=256, index_top_k=top_k or 0), **changes)
+    assert kernel in set().union(*(d.launches for d in opener.devices.values()))
+    assert (error <= 0.05).mean() >= 0.85 and np.median(error) <= 0.02, np.sort(error)
 
 
 @pytest.mark.parametrize(("top_k", "share", "changes"), [(80, 0.95, {"n_gpu_layers": 2}), (24, 0.8, {})])

@@ -3,7 +3,10 @@
 The model is a class of transformers with BASE and the given keys as its configuration; weights are drawn by the names
 of tensors (tests/checkpoints.py). `--class` is what config.json shall say, if the hub's class has another name.
 
-    python tools/convert_answers.py NAME CLASS '{"sliding_window": 8, ...}' [--class HubClass]
+    python tools/convert_answers.py NAME CLASS '{"sliding_window": 8, ...}' [--class HubClass] [--adjacent]
+
+`--adjacent`: pairs that are rotated are adjacent, as in the released checkpoint, where the class of transformers pairs
+columns that are half of the rotated part apart.
 """
 
 from __future__ import annotations
@@ -27,7 +30,22 @@ _COMPUTED = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")  # by m
 _PASSING = ("dtype", "torch_dtype", "transformers_version")
 
 
-def logits_of(name: str, keys: dict[str, Any], tokens: list[int]) -> tuple[dict[str, Any], dict[str, list[int]], Any]:
+def _rotate_adjacent(q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> tuple[Any, Any]:
+    """Return q and k with adjacent pairs rotated, in place of `apply_rotary_pos_emb`."""
+    import torch
+
+    cos, sin = (x[..., : x.shape[-1] // 2].unsqueeze(unsqueeze_dim) for x in (cos, sin))
+
+    def turned(x: Any) -> Any:
+        a, b = x[..., ::2], x[..., 1::2]
+        return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2)
+
+    return turned(q), turned(k)
+
+
+def logits_of(
+    name: str, keys: dict[str, Any], tokens: list[int], adjacent: bool = False
+) -> tuple[dict[str, Any], dict[str, list[int]], Any]:
     """Return config.json, the shapes of the checkpoint's tensors, and the logits of all tokens."""
     import torch
     import transformers
@@ -35,6 +53,8 @@ def logits_of(name: str, keys: dict[str, Any], tokens: list[int]) -> tuple[dict[
     from safetensors.torch import load_file, save_file
 
     cls = getattr(transformers, name)
+    if adjacent:
+        sys.modules[cls.__module__].apply_rotary_pos_emb = _rotate_adjacent  # type: ignore[attr-defined]
     config = cls.config_class(**BASE | keys)
     config.architectures = [name]
     with tempfile.TemporaryDirectory() as folder:
@@ -60,9 +80,10 @@ def main() -> int:
     parser.add_argument("model_class")
     parser.add_argument("keys", type=json.loads)
     parser.add_argument("--class", dest="hub_class")
+    parser.add_argument("--adjacent", action="store_true")
     args = parser.parse_args()
     answers = json.loads(ANSWERS.read_text())
-    config, shapes, logits = logits_of(args.model_class, args.keys, answers["tokens"])
+    config, shapes, logits = logits_of(args.model_class, args.keys, answers["tokens"], args.adjacent)
     config["architectures"] = [args.hub_class or args.model_class]
     numbers = [[float(f"{x:.6g}") for x in logits[row, answers["columns"]]] for row in answers["rows"]]
     entry = {"name": args.name, "slow": True, "config": config, "tensors": shapes, "logits": numbers}

@@ -62,7 +62,7 @@ UNARY: dict[str, Callable[[Array], Array]] = {
     "silu": silu, "gelu": gelu, "gelu_quick": gelu_quick, "relu": relu, "relu_sqr": relu_sqr,
     "gelu_erf": gelu_erf, "elu_rest": elu_rest,
 }  # fmt: skip
-GATED = ("silu", "gelu", "gelu_quick", "relu", "relu_sqr", "swiglu_oai", "gelu_erf", "elu_rest")
+GATED = ("silu", "gelu", "gelu_quick", "relu", "relu_sqr", "swiglu_oai", "gelu_erf", "elu_rest", "silu_of_capped")
 """Kinds of `Glu`; the place in this list is their number in kernels."""
 
 
@@ -71,7 +71,7 @@ class Glu:
     """How gate and up become one value: f(gate) * up.
 
     A limit above 0 caps f(gate) from above and clamps up to -limit..limit. "swiglu_oai" is gate * sigmoid(alpha * gate)
-    * (up + 1), where gate itself is capped.
+    * (up + 1), where gate itself is capped, as in "silu_of_capped".
     """
 
     kind: str = "silu"
@@ -94,6 +94,8 @@ class Glu:
         if self.kind == "swiglu_oai":
             gate = np.minimum(gate, self.limit) if self.limit else gate
             return gate * sigmoid(self.alpha * gate) * (up + 1)
+        if self.kind == "silu_of_capped":
+            return silu(np.minimum(gate, self.limit) if self.limit else gate) * up
         value = UNARY[self.kind](gate)
         return (np.minimum(value, self.limit) if self.limit else value) * up
 

@@ -2,9 +2,10 @@
 
 Hyper-connections (DeepSeek V4): layers read a sum of the streams and write into them by shares. Weights of a row are
 [before: n | after: n | mixing: n x n]: `before` sums up the streams for the layer, `after` is each stream's share of
-what the layer returns, and mixing[i, j] is how much of stream i goes on in stream j. Those of Qwen4-Exp have a weight
-for every column of every stream before a layer (`GatedStreams`), a share per stream after it, and no mixing
-(`StreamAdd`); streams choose how much they take of a value that is the same for all (`StreamMatch`).
+what the layer returns, and mixing[i, j] is how much of stream i goes on in stream j; without `mixing` (Hy 4) streams go
+on as they are. Those of Qwen4-Exp have a weight for every column of every stream before a layer (`GatedStreams`), a
+share per stream after it, and no mixing (`StreamAdd`); streams choose how much they take of a value that is the same
+for all (`StreamMatch`).
 
 AltUp (Gemma 3n): layers read the first stream as it is predicted from all, and what they return corrects all.
 """
@@ -23,11 +24,12 @@ from ikcli.graph.ops_rows import softmax
 
 @dataclass(frozen=True, slots=True)
 class StreamWeights(Op):
-    """Make the weights of n streams from their projection x: [rows, n * (n + 2)], or `before` alone: [rows, n].
+    """Make the weights of n streams from their projection x: [rows, n * (n + 2)], without `mixing` [rows, 2 * n].
 
-    x times a factor per part (`scale`) plus `base` goes through a sigmoid (twice that for `after`); `mixing` through a
-    soft-max, and `n_iter` times through divisions by the sums of columns and of rows, of which the first begins with
-    columns and has no rows. `eps` is added to what is divided by, to `before` and to the soft-max.
+    [rows, n] is `before` alone. x times a factor per part (`scale`) plus `base` goes through a sigmoid (`most` times
+    that for `after`); `mixing` through a soft-max, and `n_iter` times through divisions by the sums of columns and of
+    rows, of which the first begins with columns and has no rows. `eps` is added to what is divided by, to `before` and
+    to the soft-max; without `mixing` also to `after`.
     """
 
     name = "stream_weights"
@@ -39,9 +41,10 @@ class StreamWeights(Op):
     n: int
     n_iter: int
     eps: float
+    most: float = 2.0
 
     def __post_init__(self) -> None:
-        if self.x.cols not in (self.n, self.n * (self.n + 2)) or self.base.shape[0] != self.x.cols:
+        if self.x.cols not in (self.n, 2 * self.n, self.n * (self.n + 2)) or self.base.shape[0] != self.x.cols:
             raise ValueError("streams have a weight before and after a layer and one for every pair of them")
 
     @property
@@ -54,7 +57,9 @@ class StreamWeights(Op):
         before = sigmoid(x[:, :n] * scale[0] + base[:n]) + eps
         if x.shape[1] == n:
             return np.asarray(before, run.dtype)
-        after = 2 * sigmoid(x[:, n : 2 * n] * scale[1] + base[n : 2 * n])
+        after = self.most * sigmoid(x[:, n : 2 * n] * scale[1] + base[n : 2 * n])
+        if x.shape[1] == 2 * n:
+            return np.concatenate([before, after + eps], axis=1).astype(run.dtype)
         mixing = softmax((x[:, 2 * n :] * scale[2] + base[2 * n :]).reshape(-1, n, n)) + eps
         mixing = mixing / (mixing.sum(axis=1, keepdims=True) + eps)
         for _ in range(self.n_iter - 1):
@@ -84,7 +89,7 @@ class StreamSum(Op):
 
 @dataclass(frozen=True, slots=True)
 class StreamMix(Op):
-    """The streams x mixed, plus their shares of what a layer returned: [rows, x.cols]."""
+    """The streams x mixed (if there are weights for it), plus their shares of what a layer returned: [rows, x.cols]."""
 
     name = "stream_mix"
 
@@ -94,7 +99,7 @@ class StreamMix(Op):
     n: int
 
     def __post_init__(self) -> None:
-        if self.x.cols != self.n * self.out.cols or self.weights.cols != self.n * (self.n + 2):
+        if self.x.cols != self.n * self.out.cols or self.weights.cols not in (2 * self.n, self.n * (self.n + 2)):
             raise ValueError("a layer returns as many columns as a stream has")
 
     @property
@@ -103,8 +108,9 @@ class StreamMix(Op):
 
     def compute(self, run: Run) -> Array:
         n, x, weights = self.n, run.value(self.x), run.value(self.weights)
-        mixing = weights[:, 2 * n :].reshape(-1, n, n)
-        mixed = np.einsum("rjk,rjd->rkd", mixing, x.reshape(len(x), n, -1))
+        mixed = x.reshape(len(x), n, -1)
+        if weights.shape[1] > 2 * n:
+            mixed = np.einsum("rjk,rjd->rkd", weights[:, 2 * n :].reshape(-1, n, n), mixed)
         shares = weights[:, n : 2 * n, None] * run.value(self.out)[:, None]
         return np.asarray((mixed + shares).reshape(x.shape), run.dtype)
 

@@ -327,10 +327,11 @@ class Graph:
         lists: int = 1,
         block: int = 1,
         rest: bool = False,
+        sinks: Weight | None = None,
     ) -> Node:
         """Attend to the selected positions: [rows, n_head*v.width]; see `SparseAttn`."""
-        parts = (tuple(q), tuple(k), v, n_head, n_head_kv, scale)
-        return self.record(SparseAttn(*parts, selected=selected, lists=lists, block=block, rest=rest), name)
+        own = {"selected": selected, "lists": lists, "block": block, "rest": rest, "sinks": sinks}
+        return self.record(SparseAttn(tuple(q), tuple(k), v, n_head, n_head_kv, scale, **own), name)
 
     # --- images -------------------------------------------------------------------------------------------------------
     def media_rows(self, x: Node | None, offset: int, n_cols: int, name: str) -> Node:

@@ -77,6 +77,7 @@ ARCHITECTURES: dict[str, str] = {
     "hunyuan-dense": "ikcli.models.plain",
     "hunyuan-moe": "ikcli.models.plain",
     "hy_v3": "ikcli.models.plain",
+    "hy_v4": "ikcli.models.sparse.hy_v4",
     "internlm2": "ikcli.models.llama",
     "jais": "ikcli.models.plain",
     "jais2": "ikcli.models.gpt2",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from ikcli.graph import Graph, HeadSlice, Node, Per, power_of_two_parts
+from ikcli.graph import Graph, HeadSlice, Node, Per, Weight, power_of_two_parts
 from ikcli.models import blocks, expected
 from ikcli.models.config import GraphConfig
 from ikcli.models.feed_forward import feed_forward, mlp
@@ -178,7 +178,8 @@ def _full_attention(
     g.kv_store(k_cache, k, "k_cache_view")
     g.kv_store(v_cache, v, "v_cache_view")
     k_part, v_part = HeadSlice(k_cache, 0, dk, dk), HeadSlice(v_cache, 0, dv, dv)
-    kqv = _attend(g, hp, cfg, [HeadSlice(q, 0, dk, dk)], k_part, v_part, selected, "kqv", n_head_kv=hp.n_head)
+    q_part, sinks = HeadSlice(q, 0, dk, dk), layer.get("attn_sinks")
+    kqv = _attend(g, hp, cfg, [q_part], k_part, v_part, selected, "kqv", n_head_kv=hp.n_head, sinks=sinks)
     return g.hadamard(kqv, hp.n_head, dv, "kqv_hadamard") if cfg.v_hadamard else kqv
 
 
@@ -193,11 +194,14 @@ def _attend(
     name: str,
     *,
     n_head_kv: int,
+    sinks: Weight | None,
 ) -> Node:
     """Attend to the selected positions, or to all of them."""
     scale = attention_scale(hp)
     if selected is not None:
-        return g.sparse_attention(q, [k], v, selected, name, n_head=hp.n_head, n_head_kv=n_head_kv, scale=scale)
+        return g.sparse_attention(
+            q, [k], v, selected, name, n_head=hp.n_head, n_head_kv=n_head_kv, scale=scale, sinks=sinks
+        )
     return g.attention(
         q,
         [k],
@@ -206,6 +210,7 @@ def _attend(
         n_head=hp.n_head,
         n_head_kv=n_head_kv,
         scale=scale,
+        sinks=sinks,
         flash=cfg.flash_attn,
         heads_per_step=blocks.heads_per_step(cfg, hp.n_head),
         window=hp.window,
@@ -239,7 +244,9 @@ def _latent_attention(
         row = g.hadamard(row, 1, hp.kv_row, "kvr_hadamard", blocks=parts)
         q = g.hadamard(q, hp.n_head, hp.head_dim_k, "q_rope_hadamard", offset=hp.head_dim_k - hp.n_rot)
     g.kv_store(cache, row, "kv_cache_view")
-    if cfg.mla >= 2 and cfg.flash_attn and cfg.expand and selected is None and not hp.window:
+    # Sinks are those of all heads, so heads that have them are expanded together.
+    together = layer.get("attn_sinks") is None or heads_per_expansion(hp, cfg) == hp.n_head
+    if cfg.mla >= 2 and cfg.flash_attn and cfg.expand and selected is None and not hp.window and together:
         return _expanded(g, hp, cfg, q, layer)
     v = HeadSlice(cache, hp.n_rot, hp.kv_lora_rank, 0)
     if cfg.mla == 1 and not cfg.flash_attn and selected is None and not hp.window:
@@ -268,7 +275,8 @@ def _absorbed(
         q_latent = g.hadamard(q_latent, hp.n_head, rank, "q_nope2_hadamard")
     q_parts = [HeadSlice(q, nope, hp.n_rot, hp.head_dim_k), HeadSlice(q_latent, 0, rank, rank)]
     cfg = replace(cfg, flash_attn=cfg.flash_attn and cfg.mla != 2)
-    kqv = _attend(g, hp, cfg, q_parts, k, v, selected, "kqv_compressed", n_head_kv=1)
+    sinks = layer.get("attn_sinks")
+    kqv = _attend(g, hp, cfg, q_parts, k, v, selected, "kqv_compressed", n_head_kv=1, sinks=sinks)
     if cfg.k_hadamard and v.source is k.source:
         kqv = g.hadamard(kqv, hp.n_head, rank, "kqv_compressed_hadamard")
     return g.mul_mat_heads(v_b, HeadSlice(kqv, 0, rank, rank), "kqv")
@@ -293,6 +301,7 @@ def _expanded(g: Graph, hp: HParams, cfg: GraphConfig, q: Node, layer: LayerWeig
             n_head=n,
             n_head_kv=n,
             scale=attention_scale(hp),
+            sinks=layer.get("attn_sinks"),
             flash=True,
         )
         parts.append(part)

@@ -36,7 +36,9 @@ _ALL_EXPERTS = (
 )  # fmt: skip
 """In every layer."""
 DENSE_MLA = ("minicpm3", "plm")
-MLA = ("deepseek2", "deepseek32", "dots3note", "glm-dsa", "mistral4", "openpangu", *DENSE_MLA, *KDA)
+MLA = (
+    "deepseek2", "deepseek32", "dots3note", "glm-dsa", "hy_v4", "mistral4", "openpangu", *DENSE_MLA, *KDA,
+)  # fmt: skip
 """Multi-head latent attention."""
 _DENSE_LEAD = (
     *MLA, "afmoe", "bailingmoe2", "cohere2_moe", "deepseek", "dots1", "ernie4_5-moe", "exaone-moe", "glm4moe", "hy_v3",
@@ -44,13 +46,13 @@ _DENSE_LEAD = (
 )  # fmt: skip
 """In all layers but the first ones."""
 _SIGMOID = (
-    "afmoe", "cohere2_moe", "dots1", "dots3note", "exaone-moe", "glm-dsa", "glm4moe", "hy_v3", "laguna", "lfm2moe",
+    "afmoe", "cohere2_moe", "dots1", "dots3note", "exaone-moe", "glm-dsa", "glm4moe", "hy_v3", "hy_v4", "laguna", "lfm2moe",
     "llama4", "mimo2", "minimax-m2", "minimax-m3", "nemotron_h_moe", "openpangu", "smallthinker", "step35",
 )  # fmt: skip
 """Gating of files that do not say."""
 _NOT_NORMALISED = (
-    "bailingmoe", "bailingmoe2", "cohere2_moe", "deepseek", "deepseek2", "deepseek32", "flex-olmo", "jamba", "laguna",
-    "llama4", "minimax-m3", "nomic-bert-moe", "olmoe", "openpangu", "phimoe", "qwen2moe", "step35",
+    "bailingmoe", "bailingmoe2", "cohere2_moe", "deepseek", "deepseek2", "deepseek32", "flex-olmo", "hy_v4", "jamba",
+    "laguna", "llama4", "minimax-m3", "nomic-bert-moe", "olmoe", "openpangu", "phimoe", "qwen2moe", "step35",
 )  # fmt: skip
 """Weights of experts where files do not say; most architectures always normalise, and their files do not say so."""
 _LAYER_NORM = (
@@ -175,6 +177,7 @@ class HParams:
     n_stream: int = 0  # streams of the residual; 0: it is one
     stream_iterations: int = 0  # of the sums of their weights
     stream_eps: float = 0.0
+    stream_most: float = 2.0  # of what a layer returns, that a stream gets
     stream_rank: int = 0  # of the gates of streams
     ngrams: NGramTable | None = None  # embeddings of n-grams, which one layer reads
     n_sink: int = 0  # learned rows that come before all positions
@@ -238,7 +241,7 @@ class HParams:
             routed = [f"blk.{il}.ffn_gate_inp.weight" in tensors or not tensors for il in range(n_main, n_layer)]
             values["is_moe"] = by_layer(values.get("is_moe", True), n_layer)[:n_main] + tuple(routed)
         values |= _scores(keys, values)
-        if arch in ("deepseek4", "maple", "step35") or (arch == "bailingmoe3" and "swiglu_clamp_exp" in keys):
+        if arch in ("deepseek4", "hy_v4", "maple", "step35") or (arch == "bailingmoe3" and "swiglu_clamp_exp" in keys):
             values |= _swiglu_limits(keys, values["n_layer"])
         if arch in ("gemma3n", "gemma4"):
             values |= read_gemma(keys, values["n_layer"], tensors)

@@ -30,7 +30,6 @@ REASONS = {
     "graniteswitch": "tokens of the text choose the adapters that the tokens after them are computed with",
     "hrm_text": "two stacks of layers take turns, and the tokens of a prompt see each other in both directions",
     "hunyuan_vl": _IMAGES,
-    "hy_v4": "layers share what an indexer chose, and it has several streams of states with limited sizes",
     "k2horizon": "the values of its attention are chosen among experts, and its norms are in groups",
     "kimi-k3": "its layers attend to the outputs of earlier ones, and its experts have the activation SiTU",
     "llada": _DIFFUSION,

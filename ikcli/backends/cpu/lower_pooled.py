@@ -120,12 +120,13 @@ def _pooled_attn(low: CpuLowering, node: Node, op: PooledAttn) -> None:
         low.emit(KernelKey("attention_pooled", "make_combine_pooled"), node.rows, params)
 
 
-@RULES.add(StreamWeights, "x scale base n n_iter eps")
+@RULES.add(StreamWeights, "x scale base n n_iter eps most")
 def _stream_weights(low: CpuLowering, node: Node, op: StreamWeights) -> None:
     for w in (op.scale, op.base):
         check_f32(w, "weights of hyper-connections")
     params = StreamWeightsParams(x=low.out(op.x), out=low.out(node), cols=node.cols, scale=low.weight(op.scale),
-                                 base=low.weight(op.base), n=op.n, n_iter=op.n_iter, eps=op.eps)  # fmt: skip
+                                 base=low.weight(op.base), n=op.n, n_iter=op.n_iter, eps=op.eps,
+                                 most=op.most)  # fmt: skip
     low.emit(KernelKey("streams", "make_stream_weights"), node.rows, params, row_bytes=512 * node.cols)
 
 

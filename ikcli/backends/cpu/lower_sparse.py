@@ -27,7 +27,7 @@ from ikcli.backends.cpu.params_attention import (
 )
 from ikcli.backends.cpu.program import CpuLowering
 from ikcli.backends.weight_checks import check_f32
-from ikcli.graph import HeadSlice, Node, Rows
+from ikcli.graph import HeadSlice, Node, Rows, Weight
 from ikcli.graph.ops_sparse import EntryPositions, IndexTopBlocks, IndexTopK, PrefixAttn, SparseAttn
 from ikcli.native.kernel_cache import KernelKey
 
@@ -106,15 +106,16 @@ def lower_entry_positions(low: CpuLowering, node: Node, op: EntryPositions) -> N
     low.emit(KernelKey("attention_pooled", "make_entry_positions"), node.rows, params, row_bytes=4 * node.cols)
 
 
-@RULES.add(SparseAttn, "q k v n_head n_head_kv scale wide selected lists block rest")
+@RULES.add(SparseAttn, "q k v n_head n_head_kv scale wide sinks selected lists block rest")
 def lower_sparse_attn(low: CpuLowering, node: Node, op: SparseAttn) -> None:
     """Lower attention to chosen positions, a token per task."""
     assert op.selected is not None
     n_bytes = 4 * op.selected.cols
     _listed_attention(
         low, node, "sparse", SparseParams, op.q, op.k, op.v, group=op.group, n_head=op.n_head, scale=op.scale,
-        cells=low.out(op.selected), cell_bytes=n_bytes, list_bytes=n_bytes // op.lists if op.lists > 1 else 0,
-        most=op.selected.cols // op.lists, span=op.block, own=int(not op.rest),
+        sinks=op.sinks, cells=low.out(op.selected), cell_bytes=n_bytes,
+        list_bytes=n_bytes // op.lists if op.lists > 1 else 0, most=op.selected.cols // op.lists, span=op.block,
+        own=int(not op.rest),
     )  # fmt: skip
 
 
@@ -124,7 +125,7 @@ def lower_prefix_attn(low: CpuLowering, node: Node, op: PrefixAttn) -> None:
     check_f32(op.prefix, "rows before all positions")
     _listed_attention(
         low, node, "prefixed", PrefixParams, op.q, (op.k,), op.v, group=op.n_head, n_head=op.n_head, scale=op.scale,
-        cells=low.out(op.cells), cell_bytes=4 * op.cells.cols, list_bytes=0, most=op.cells.cols, span=1, own=1,
+        sinks=None, cells=low.out(op.cells), cell_bytes=4 * op.cells.cols, list_bytes=0, most=op.cells.cols, span=1, own=1,
         prefix=low.weight(op.prefix), prefix_bytes=4 * op.prefix.ne0, n_prefix=op.prefix.ne1,
     )  # fmt: skip
 
@@ -141,10 +142,13 @@ def _listed_attention(
     group: int,
     n_head: int,
     scale: float,
+    sinks: Weight | None,
     **own: Any,
 ) -> None:
     """Emit the kernels of attention to listed positions; `group`: heads of a KV head, `own`: parameters of the kind."""
     sources = attention_sources(low, node, q, k, v)
+    if sinks is not None:
+        check_f32(sinks, "sinks of attention")
     heads = unit_heads(group)
     rows, k_chunks, v_chunks = -(-heads // 16) * 16, chunks(*k), chunks(v)
     view = view_chunk(k, v, False)
@@ -162,13 +166,14 @@ def _listed_attention(
         out=low.out(node), out_stride=4 * node.cols, first_head=0, units=units, unit_heads=heads, group=group,
         block=1, tile=tile, scale=scale, k_chunks=k_chunks, v_cols=v.width,
         scratch=low.buffer(low.n_threads * scratch_bytes), scratch_bytes=scratch_bytes, k_at=k_at, v_at=v_at,
-        s_at=s_at, window=NO_WINDOW, chunk=NO_WINDOW, sinks=0, slopes=0, cap=0.0, q=sources.q, k=sources.k,
-        v=sources.v, v_chunk=max(view, 0), o_at=o_at, stats_at=stats_at,
+        s_at=s_at, window=NO_WINDOW, chunk=NO_WINDOW, sinks=low.weight(sinks) if sinks is not None else 0, slopes=0,
+        cap=0.0, q=sources.q, k=sources.k, v=sources.v, v_chunk=max(view, 0), o_at=o_at, stats_at=stats_at,
         slots=low.buffer(max(n_slots, units) * tokens * slot_bytes), slot_bytes=slot_bytes, q_unit=q_unit,
         o_unit=o_unit, units_per_task=1, min_split=_MIN_SPLIT, most_distance=0,
         batch_invariant=int(low.batch_invariant), **own,
     )  # fmt: skip
     types = (sources.k_types, "view" if view >= 0 else sources.v_type)
-    low.emit(KernelKey("attention_sparse", f"make_flash_{kind}", types), node.rows, params)
+    more = ("s",) if sinks is not None else ()
+    low.emit(KernelKey("attention_sparse", f"make_flash_{kind}", (*types, *more)), node.rows, params)
     if low.n_threads > 1:
-        low.emit(KernelKey("attention_sparse", f"make_combine_{kind}"), node.rows, params)
+        low.emit(KernelKey("attention_sparse", f"make_combine_{kind}", more), node.rows, params)

@@ -305,6 +305,7 @@ class StreamWeightsParams(Params):
     n: int
     n_iter: int
     eps: F32
+    most: F32  # of a stream's share of what a layer returns
 
 
 class CutParams(MapParams):

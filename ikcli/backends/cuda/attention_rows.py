@@ -50,33 +50,42 @@ def row_floats(w: Weight) -> int:
 
 
 def sees_window(op: Attention) -> bool:
-    """Return whether queries see a window of rows that are key and value of all heads, as in DeepSeek V4."""
+    """Return whether queries see a window of rows that are key and value of all heads, as in DeepSeek V4.
+
+    With sinks, the window may be all positions.
+    """
+    window = op.window > 0 and len(op.q) == 1
+    return (window or (op.window == 0 and op.sinks is not None)) and reads_rows(op)
+
+
+def reads_rows(op: Attention) -> bool:
+    """Return whether rows of a cache are key and value of all heads."""
     k, cache = op.k[0], op.k[0].source
     return (
         isinstance(cache, Cache)
-        and len(op.k) == len(op.q) == op.n_head_kv == 1
+        and len(op.k) == op.n_head_kv == 1
         and op.v.source == cache
         and not cache.transposed
         and cache.type is not GGMLType.F32  # which `attn_any` does not round
         and (k.offset, k.width) == (0, cache.cols)
         and _fits(op.q, k.width, op.v)
-        and op.window > 0
         and not (op.chunk or op.softcap or op.both or op.ranged)
     )
 
 
 def emit_window(low: GpuLowering, node: Node, op: Attention) -> None:
-    """Emit attention to a window of rows; layers with windows of one size share lists."""
+    """Emit attention to a window of rows, or to all; layers with windows of one size share lists."""
     cache = op.k[0].source
     assert isinstance(cache, Cache)
+    window = op.window or low.max_rows[Rows.KV]
 
     def make() -> Ref:
-        out = low.buffer(4 * op.window * low.max_rows[Rows.TOKENS])
-        emit_cells(low, out, None, cache, (op.window, 1, 0))
+        out = low.buffer(4 * window * low.max_rows[Rows.TOKENS])
+        emit_cells(low, out, None, cache, (window, 1, 0))
         return out
 
-    cells = low.shared(("cells", int(cache_place(cache)), op.window), make)
-    emit_listed(low, node, op.q, (cache, cache), op.v, None, cells, (op.window, 1, 0), op.n_head, op.scale,
+    cells = low.shared(("cells", int(cache_place(cache)), window), make)
+    emit_listed(low, node, op.q, (cache, cache), op.v, None, cells, (window, 1, 0), op.n_head, op.scale,
                 0 if op.sinks is None else low.weight(op.sinks))  # fmt: skip
 
 

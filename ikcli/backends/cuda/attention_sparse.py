@@ -27,9 +27,10 @@ from ikcli.backends.cuda.attention import (
     rows_of_any,
 )
 from ikcli.backends.cuda.attention_parts import combine_lists, parts_of_lists
-from ikcli.backends.cuda.attention_rows import query_args, score_scale
+from ikcli.backends.cuda.attention_rows import emit_listed, query_args, reads_rows, score_scale
 from ikcli.backends.cuda.kv_layout import kernel_type
 from ikcli.backends.cuda.lower import RULES, Arg, Counts, GpuLowering
+from ikcli.backends.weight_checks import check_f32
 from ikcli.errors import UnsupportedError
 from ikcli.gguf.constants import GGMLType
 from ikcli.graph import Cache, HeadSlice, Node, Rows
@@ -123,7 +124,7 @@ def entry_positions(low: GpuLowering, node: Node, op: EntryPositions) -> None:
              np.int32(op.ratio), np.int32(op.chosen.cols))  # fmt: skip
 
 
-@RULES.add(SparseAttn, "q k v n_head n_head_kv scale wide selected lists block rest")
+@RULES.add(SparseAttn, "q k v n_head n_head_kv scale wide sinks selected lists block rest")
 def sparse_attention(low: GpuLowering, node: Node, op: SparseAttn) -> None:
     """Lower attention to chosen positions."""
     assert op.selected is not None
@@ -133,6 +134,11 @@ def sparse_attention(low: GpuLowering, node: Node, op: SparseAttn) -> None:
     cache = op.k[0].source
     if isinstance(cache, Cache) and is_absorbed(op) and cache.type != GGMLType.F32:
         _mla(low, node, op, cache, op.selected)
+    elif op.sinks is not None and reads_rows(op):
+        check_f32(op.sinks, "sinks of attention")
+        assert isinstance(cache, Cache)
+        emit_listed(low, node, op.q, (cache, cache), op.v, None, low.out(op.selected), (op.selected.cols, 1, 0),
+                    op.n_head, op.scale, low.weight(op.sinks))  # fmt: skip
     elif _reads_blocks(op):
         _blocks(low, node, op, op.selected)
     else:

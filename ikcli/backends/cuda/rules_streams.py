@@ -30,14 +30,14 @@ from ikcli.graph.ops_streams import (
 )
 
 
-@RULES.add(StreamWeights, "x scale base n n_iter eps")
+@RULES.add(StreamWeights, "x scale base n n_iter eps most")
 def stream_weights(low: GpuLowering, node: Node, op: StreamWeights) -> None:
     """Lower the weights of the streams of a row, a warp per row."""
     for w in (op.scale, op.base):
         check_f32(w, "scales and biases of the weights of streams")
     low.emit("layer_stream_weights", row_grid(node.rows), 32, 4 * op.n * op.n, low.state, *low.row_args(node.rows),
              low.out(op.x), low.weight(op.scale), low.weight(op.base), low.out(node), np.int32(node.cols),
-             np.int32(op.n), np.int32(op.n_iter), np.float32(op.eps))  # fmt: skip
+             np.int32(op.n), np.int32(op.n_iter), np.float32(op.eps), np.float32(op.most))  # fmt: skip
 
 
 @RULES.add(StreamSum, "x weights n")
@@ -53,8 +53,8 @@ def stream_mix(low: GpuLowering, node: Node, op: StreamMix) -> None:
     """Lower the streams mixed, plus their shares of what a layer returned."""
     cols = op.out.cols
     low.emit("layer_stream_mix", row_grid(node.rows, parts_of(cols, PER_BLOCK)), THREADS, 0, low.state,
-             *low.row_args(node.rows), low.out(op.x), low.out(op.out), low.out(op.weights), low.out(node),
-             np.int32(cols), np.int32(op.n))  # fmt: skip
+             *low.row_args(node.rows), low.out(op.x), low.out(op.out), low.out(op.weights),
+             np.int32(op.weights.cols), low.out(node), np.int32(cols), np.int32(op.n))  # fmt: skip
 
 
 @RULES.add(GatedStreams, "x gate n")

@@ -25,6 +25,7 @@ from ikcli.chat.families.xml_calls import (
     STEP_3,
     XmlCalls,
     hunyuan_3,
+    hunyuan_4,
 )
 
 KIMI_K3_REASONING = Reasoning("<|open|>think<|sep|>", "<|close|>think<|sep|>")
@@ -48,10 +49,25 @@ def _is_kimi_k3(source: str) -> bool:
     return "<|open|>" in source and "<|close|>" in source
 
 
+def _suffix_of(source: str, tag: str) -> str | None:
+    """Return what a tag's name ends in (":opensource" in <think:opensource>), or None if the template has no such tag.
+
+    Templates of Hunyuan 3 and 4 write `'<think{}>'.format(HYTK)`.
+    """
+    found = re.search(rf"<{tag}(:[^<>\s]{{1,40}}|\{{\}})?>", source)
+    if found is None or found[1] != "{}":
+        return None if found is None else found[1] or ""
+    name = re.search(r"\.format\(\s*(\w+)\s*\)", source)
+    value = re.search(rf"set\s+{name[1]}\s*=\s*(['\"])(.*?)\1", source) if name is not None else None
+    return None if value is None else value[2]
+
+
 def reasoning_of(source: str) -> tuple[Reasoning, bool]:
     """Return the texts around reasoning, and whether the template has them (otherwise the usual ones)."""
     if _is_kimi_k3(source):  # macros write the tags
         return KIMI_K3_REASONING, True
+    if suffix := _suffix_of(source, "think"):
+        return Reasoning(f"<think{suffix}>", f"</think{suffix}>"), True
     for tags in _REASONING:
         if tags.open in source or tags.close in source:
             return tags, True
@@ -108,10 +124,12 @@ def _tagged(source: str) -> Family | None:
     def has(*texts: str) -> bool:
         return all(text in source for text in texts)
 
-    if (sep := re.search(r"<tool_sep([^<>\s]{0,40})>", source)) is not None:
-        return XmlCalls(hunyuan_3(sep.group(1)))
+    if (suffix := _suffix_of(source, "tool_sep")) is not None:
+        return XmlCalls(hunyuan_3(suffix))
     if has(ElementCalls.MARK):
         return ElementCalls()
+    if (suffix := _suffix_of(source, "arg_key")) is not None and _suffix_of(source, "tool_calls") is not None:
+        return XmlCalls(hunyuan_4(suffix))
     if has("<arg_key>"):
         return XmlCalls(GLM_4_5)
     if has("<seed:tool_call>"):

@@ -124,6 +124,12 @@ def hunyuan_3(suffix: str) -> Tags:
     )  # fmt: skip
 
 
+def hunyuan_4(suffix: str) -> Tags:
+    """Return the tags of Hunyuan 4: those of Hunyuan 3 without one behind the name."""
+    tags = hunyuan_3(suffix)
+    return replace(tags, name="Hunyuan 4", name_end="", tokens=tags.tokens[:-1])
+
+
 class XmlCalls(Family):
     """Calls whose arguments are tagged one by one."""
 

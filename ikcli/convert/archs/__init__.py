@@ -21,7 +21,7 @@ _FAMILIES = (
 _RECURRENT = "falcon_h1 jamba kimi lfm2 mamba mamba2 nemotron_h qwen3_next"
 """The files of `recurrent/`."""
 
-_SPARSE = "deepseek4 dots3 openpangu qwen4exp"
+_SPARSE = "deepseek4 dots3 hy_v4 openpangu qwen4exp"
 """The files of `sparse/`."""
 
 _FOLDERS = {"recurrent": _RECURRENT, "sparse": _SPARSE}

@@ -118,7 +118,7 @@ def _youtu(m: b.Build) -> None:
     c.ignore("embedding_initializer_range")
 
 
-def _index_owners(m: b.Build) -> list[bool] | None:
+def index_owners(m: b.Build) -> list[bool] | None:
     """Return which layers have an indexer of their own; None: all, and the checkpoint does not say."""
     c, n_layer = m.config, m.config.integer("num_hidden_layers", least=1)
     types, pattern, freq = c.items("indexer_types"), c.get("index_topk_pattern"), c.get("index_topk_freq")
@@ -141,7 +141,7 @@ def _indexer(m: b.Build) -> None:
     k.indexer(m)
     c.ignore("layer_types")
     c.expect("indexer_rope_interleave", m.arch == "glm-dsa")
-    m.key("attention.indexer.types", _index_owners(m))
+    m.key("attention.indexer.types", index_owners(m))
 
 
 def _mistral4(m: b.Build) -> None:

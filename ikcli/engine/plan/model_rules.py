@@ -110,7 +110,7 @@ def settle_mla(config: RunConfig, hp: HParams, given: Collection[str], notices: 
     return replace(config, mla=0)
 
 
-INDEXED = ("deepseek32", "dots3note", "glm-dsa", "minimax-m3", "openpangu", "qwen4exp")
+INDEXED = ("deepseek32", "dots3note", "glm-dsa", "hy_v4", "minimax-m3", "openpangu", "qwen4exp")
 """Architectures with an indexer, which a file may lack."""
 _INDEXER_OPTIONS = {"dsa": "--dsa", "dsa_top_k": "-dsatk", "type_index": "-ictk"}
 

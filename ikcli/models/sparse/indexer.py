@@ -1,9 +1,10 @@
 """Indexers: every query attends only to the `index_top_k` positions it prefers.
 
-DeepSeek V3.2 and GLM-5 choose positions. A layer has its own indexer, or uses the positions that the layer before it
-chose. Index queries come from the low-rank query, keys and head weights from the input of attention; heads are
-[rotated | not rotated], and keys have a cache of their own. Corresponds to `build_deepseek2_dsa_indexer` of
-ik_llama.cpp. openPangu has one in layers without a window, whose keys have an RMS norm.
+DeepSeek V3.2, GLM-5 and Hy 4 choose positions. A layer has its own indexer, or uses the positions that the layer before
+it chose. Index queries come from the low-rank query, keys and head weights from the input of attention; heads are
+[rotated | not rotated], those of Hy 4 the other way round, and keys have a cache of their own. Corresponds to
+`build_deepseek2_dsa_indexer` of ik_llama.cpp. openPangu has one in layers without a window, whose keys have an RMS
+norm.
 
 MiniMax-M3 chooses blocks of positions, for every KV head by an index head of its own. Queries and keys are projected
 from the input of attention, normed and rotated like those of attention. Corresponds to `MiniMaxM3VLIndexer` of
@@ -20,6 +21,8 @@ from ikcli.models.hparams import HParams
 from ikcli.models.tensors import LayerWeights, TensorSpec
 
 NORM_EPS = 1e-6  # of keys; files do not store it
+_EPS = ("hy_v4",)  # there it is that of the other norms
+_ROTATES_LAST = ("hy_v4",)  # the last columns of a head
 CACHE = "index"
 _RMS = ("openpangu",)  # the norm of keys, which is a layer norm elsewhere
 _NEOX = ("deepseek32", "openpangu")  # rotate pairs that are half of the rotated part apart
@@ -102,20 +105,21 @@ class Indexer:
     def _own(self, x: Node, q_a: Node, layer: LayerWeights) -> Node | None:
         g, hp = self._g, self._hp
         n_head, width = hp.index_n_head, hp.index_head_dim
-        neox = hp.arch in _NEOX
+        neox, offset = hp.arch in _NEOX, width - hp.n_rot if hp.arch in _ROTATES_LAST else 0
         query, key, norm, per_head = (layer.tensor(f"{name}.weight") for name in _names(hp))
         k = g.mul_mat(key, x, "index_k")
         if hp.arch in _RMS:
             k = g.rms_norm(k, norm, hp.eps, "index_k_norm")
         else:
-            k = g.norm(k, norm, NORM_EPS, "index_k_norm", b=layer.tensor("indexer.k_norm.bias"))
-        k = g.rope(k, self._table, 1, width, "index_k_rope", neox=neox)
+            eps = hp.eps if hp.arch in _EPS else NORM_EPS
+            k = g.norm(k, norm, eps, "index_k_norm", b=layer.tensor("indexer.k_norm.bias"))
+        k = g.rope(k, self._table, 1, width, "index_k_rope", neox=neox, offset=offset)
         cache = g.cache(CACHE, width, self._cfg.type_index)
         g.kv_store(cache, k, "index_k_view")
         if self._cfg.index_keys_only:
             return None
         q = g.mul_mat(query, q_a, "index_q")
-        q = g.rope(q, self._table, n_head, width, "index_q_rope", neox=neox)
+        q = g.rope(q, self._table, n_head, width, "index_q_rope", neox=neox, offset=offset)
         weights = g.mul_mat(per_head, x, "index_weights")
         weights = g.scale(weights, 1 / math.sqrt(n_head * width), "index_weights_scaled")
         return g.index_top_k(

@@ -18,6 +18,12 @@ def read_sparse(keys: Keys, values: dict[str, Any], tensors: Mapping[str, HasSha
     """Return the attributes of architectures with an indexer, by field of `HParams`; tuples hold a value per layer."""
     if keys.arch in ("deepseek32", "dots3note", "glm-dsa"):
         return _indexer(keys, values, tensors)
+    if keys.arch == "hy_v4":
+        return _indexer(keys, values, tensors) | {
+            "n_stream": keys.integer("hyper_connection.count", least=1, most=64),
+            "stream_eps": keys.number("hyper_connection.epsilon"),
+            "stream_most": keys.number("hyper_connection.magnitude", most=1e6),
+        }
     if keys.arch == "minimax-m3":
         return _block_indexer(keys, values, tensors)
     if keys.arch == "openpangu":

@@ -29,14 +29,14 @@ def make_stage_chosen(type_):
     return stage_chosen
 
 
-def make_flash_sparse(k_types, v_type):
-    """Return the kernel for these element types of K and V."""
-    return make_flash_attn(k_types, v_type, "i", make_stage_chosen, SparseParams)
+def make_flash_sparse(k_types, v_type, more=""):
+    """Return the kernel for these element types of K and V; `more`: "s" with sinks."""
+    return make_flash_attn(k_types, v_type, "i" + more, make_stage_chosen, SparseParams)
 
 
-def make_combine_sparse():
+def make_combine_sparse(more=""):
     """Return the kernel that merges the parts of split tasks."""
-    return make_combine("i", SparseParams)
+    return make_combine("i" + more, SparseParams)
 
 
 def make_stage_prefixed(type_):

@@ -157,6 +157,8 @@ def _gated(kind, limited):
     """Return (vector, scalar) functions of (gate, up, limit, alpha)."""
     if kind == "swiglu_oai":
         return _oai(limited)
+    if kind == "silu_of_capped":
+        return _silu_of_capped(limited)
     vact, act = _UNARY[kind]
     if not limited:
 
@@ -205,6 +207,22 @@ def _oai(limited):
         if limited:
             gate, up = kept(gate, min(gate, limit)), clamp(up, limit)
         return sigmoid_times(gate, gate * alpha) * (up + _F1)
+
+    return vglu, glu
+
+
+def _silu_of_capped(limited):
+    @inline
+    def vglu(gate, up, limit, alpha):
+        if limited:
+            gate, up = vkept(gate, vmin(gate, splat_f32x16(limit))), vclamp(up, limit)
+        return vmul(vsilu(gate), up)
+
+    @inline
+    def glu(gate, up, limit, alpha):
+        if limited:
+            gate, up = kept(gate, min(gate, limit)), clamp(up, limit)
+        return silu(gate) * up
 
     return vglu, glu
 

@@ -71,7 +71,10 @@ def make_stream_weights():
             if cols == n:
                 continue
             for i in range(n, 2 * n):
-                st_f32(out + 4 * i, _F2 * _sigmoid(ld_f32(out + 4 * i)))
+                after = params.most * _sigmoid(ld_f32(out + 4 * i))
+                st_f32(out + 4 * i, after + eps if cols == 2 * n else after)
+            if cols == 2 * n:
+                continue
             mixing = out + 8 * n
             for i in range(n):
                 at, top, total = mixing + 4 * n * i, ld_f32(mixing + 4 * n * i), _F0
@@ -122,6 +125,13 @@ def make_stream_mix():
             added, out = params.added + 4 * cols * row, params.out + 4 * n * cols * row
             for c in range(0, 4 * cols, 64):
                 own = load_f32x16(added + c)
+                if params.weight_cols == 2 * n:  # streams go on as they are
+                    for j in range(n):
+                        at = 4 * cols * j + c
+                        store_f32x16(
+                            out + at, vfma(own, splat_f32x16(ld_f32(weights + 4 * (n + j))), load_f32x16(x + at))
+                        )
+                    continue
                 for j in range(n):
                     total = vmul(own, splat_f32x16(ld_f32(weights + 4 * (n + j))))
                     for i in range(n):

@@ -62,7 +62,9 @@ DI float kept(float x, float y) { return y + (x - x) * 0.f; }
 DI float clamped(float x, float limit) { return kept(x, fminf(fmaxf(x, -limit), limit)); }
 
 // The kinds of graph/activations.py, in their order.
-enum Act { ACT_SILU, ACT_GELU, ACT_GELU_QUICK, ACT_RELU, ACT_RELU_SQR, ACT_SWIGLU_OAI, ACT_GELU_ERF, ACT_ELU_REST };
+enum Act {
+  ACT_SILU, ACT_GELU, ACT_GELU_QUICK, ACT_RELU, ACT_RELU_SQR, ACT_SWIGLU_OAI, ACT_GELU_ERF, ACT_ELU_REST, ACT_SILU_OF_CAPPED
+};
 DI float activation(float x, int kind) {
   switch (kind) {
     case ACT_GELU: return sigmoid_times(x, x * (1.5957691216057308f + 0.07135481627260025f * x * x));
@@ -79,9 +81,9 @@ DI float activation(float x, int kind) {
 }
 DI float glu(float gate, float up, int kind, float limit, float alpha) {
   if (limit > 0.f) up = clamped(up, limit);
-  if (kind == ACT_SWIGLU_OAI) {
+  if (kind == ACT_SWIGLU_OAI || kind == ACT_SILU_OF_CAPPED) {
     if (limit > 0.f) gate = kept(gate, fminf(gate, limit));
-    return sigmoid_times(gate, alpha * gate) * (up + 1.f);
+    return kind == ACT_SWIGLU_OAI ? sigmoid_times(gate, alpha * gate) * (up + 1.f) : silu(gate) * up;
   }
   const float v = activation(gate, kind);
   return (limit > 0.f ? kept(v, fminf(v, limit)) : v) * up;

@@ -8,11 +8,11 @@ DI float stream_gate(float x) {
   return x < 0.f ? e / (1.f + e) : 1.f / (1.f + e);
 }
 
-// Weights of the streams of a row: [before: n | after: n | mixing: n x n], or `before` alone. A warp per row; its matrix is
-// in shared memory, a lane per column or row of it.
+// Weights of the streams of a row: [before: n | after: n | mixing: n x n], or less of it. A warp per row; its matrix is in
+// shared memory, a lane per column or row of it.
 extern "C" __global__ void __launch_bounds__(32)
 layer_stream_weights(const i64* st, int symbol, int factor, const float* x, const float* scale, const float* base, float* out,
-                     int cols, int n, int n_iter, float eps) {
+                     int cols, int n, int n_iter, float eps, float most) {
   SMEM_DECL
   const i64 row = blockIdx.x;
   if (row >= step_rows(st, symbol, factor)) return;
@@ -21,7 +21,8 @@ layer_stream_weights(const i64* st, int symbol, int factor, const float* x, cons
   x += row * cols, out += row * cols;
   for (int i = lane; i < n; i += 32) out[i] = stream_gate(x[i] * scale[0] + base[i]) + eps;
   if (cols == n) return;
-  for (int i = lane + n; i < 2 * n; i += 32) out[i] = 2.f * stream_gate(x[i] * scale[1] + base[i]);
+  for (int i = lane + n; i < 2 * n; i += 32) out[i] = most * stream_gate(x[i] * scale[1] + base[i]) + (cols == 2 * n ? eps : 0.f);
+  if (cols == 2 * n) return;
   for (int i = lane; i < n * n; i += 32) m[i] = x[2 * n + i] * scale[2] + base[2 * n + i];
   warp_sync();
   for (int i = lane; i < n; i += 32) {
@@ -69,31 +70,33 @@ layer_stream_sum(const i64* st, int symbol, int factor, const float* x, const fl
   }
 }
 
-// The streams mixed, plus their shares of what a layer returned (`add`). Same grid; streams are read from memory once, and
-// from L1 after that.
+// The streams mixed, or as they are where there are no weights for it, plus their shares of what a layer returned (`add`). Same
+// grid; streams are read from memory once, and from L1 after that.
 extern "C" __global__ void __launch_bounds__(256)
-layer_stream_mix(const i64* st, int symbol, int factor, const float* x, const float* add, const float* weights, float* out,
-                 int cols, int n) {
+layer_stream_mix(const i64* st, int symbol, int factor, const float* x, const float* add, const float* weights,
+                 int weight_cols, float* out, int cols, int n) {
   const i64 row = blockIdx.x;
   const int i = (blockIdx.y * blockDim.x + threadIdx.x) * 4;
   if (row >= step_rows(st, symbol, factor) || i >= cols) return;
-  x += row * cols * n, out += row * cols * n, add += row * cols, weights += row * n * (n + 2);
+  x += row * cols * n, out += row * cols * n, add += row * cols, weights += row * weight_cols;
+  const bool mixed = weight_cols > 2 * n;
   const float *after = weights + n, *mixing = weights + 2 * n;
   for (int k = 0; k < n; k++) {
     if (cols % 4 == 0) {
       const float4 a = ld_f4(add + i);
       const float by = after[k];
       float4 sum = make_float4(by * a.x, by * a.y, by * a.z, by * a.w);
-      for (int s = 0; s < n; s++) {
+      for (int s = mixed ? 0 : k; s < (mixed ? n : k + 1); s++) {
         const float4 v = ld_f4(x + (i64)s * cols + i);
-        const float w = mixing[s * n + k];
+        const float w = mixed ? mixing[s * n + k] : 1.f;
         sum = make_float4(fmaf(w, v.x, sum.x), fmaf(w, v.y, sum.y), fmaf(w, v.z, sum.z), fmaf(w, v.w, sum.w));
       }
       st_f4(out + (i64)k * cols + i, sum);
     } else {
       for (int j = i; j < min(i + 4, cols); j++) {
         float sum = after[k] * add[j];
-        for (int s = 0; s < n; s++) sum = fmaf(mixing[s * n + k], x[(i64)s * cols + j], sum);
+        for (int s = mixed ? 0 : k; s < (mixed ? n : k + 1); s++)
+          sum = fmaf(mixed ? mixing[s * n + k] : 1.f, x[(i64)s * cols + j], sum);
         out[(i64)k * cols + j] = sum;
       }
     }

@@ -180,7 +180,7 @@ class StreamAdd(SameSize):
 
     def compute(self, run: Run) -> Array:
         x = run.value(self.x)
-        shares = np.ones((len(x), self.n), run.dtype)
+        shares: Array = np.ones((len(x), self.n), run.dtype)
         if self.weights is not None:
             weights = run.value(self.weights)
             shares = 2 * sigmoid(weights * run.dtype(self.scale)) if self.scale else shares + weights

@@ -46,8 +46,8 @@ _DENSE_LEAD = (
 )  # fmt: skip
 """In all layers but the first ones."""
 _SIGMOID = (
-    "afmoe", "cohere2_moe", "dots1", "dots3note", "exaone-moe", "glm-dsa", "glm4moe", "hy_v3", "hy_v4", "laguna", "lfm2moe",
-    "llama4", "mimo2", "minimax-m2", "minimax-m3", "nemotron_h_moe", "openpangu", "smallthinker", "step35",
+    "afmoe", "cohere2_moe", "dots1", "dots3note", "exaone-moe", "glm-dsa", "glm4moe", "hy_v3", "hy_v4", "laguna",
+    "lfm2moe", "llama4", "mimo2", "minimax-m2", "minimax-m3", "nemotron_h_moe", "openpangu", "smallthinker", "step35",
 )  # fmt: skip
 """Gating of files that do not say."""
 _NOT_NORMALISED = (

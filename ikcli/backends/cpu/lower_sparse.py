@@ -125,7 +125,8 @@ def lower_prefix_attn(low: CpuLowering, node: Node, op: PrefixAttn) -> None:
     check_f32(op.prefix, "rows before all positions")
     _listed_attention(
         low, node, "prefixed", PrefixParams, op.q, (op.k,), op.v, group=op.n_head, n_head=op.n_head, scale=op.scale,
-        sinks=None, cells=low.out(op.cells), cell_bytes=4 * op.cells.cols, list_bytes=0, most=op.cells.cols, span=1, own=1,
+        sinks=None, cells=low.out(op.cells), cell_bytes=4 * op.cells.cols, list_bytes=0, most=op.cells.cols, span=1,
+        own=1,
         prefix=low.weight(op.prefix), prefix_bytes=4 * op.prefix.ne0, n_prefix=op.prefix.ne1,
     )  # fmt: skip
 

@@ -223,6 +223,8 @@ def make_stream_match():
                 store_f32x16(params.out + at + c, vmul(load_f32x16(value + c), gate))
 
     return stream_match
+
+
 def make_stream_level():
     """Return the kernel that scales streams to the mean square of the first."""
 

@@ -13,7 +13,7 @@ from ikcli.errors import FormatError, UnsupportedError
 from ikcli.graph import Graph
 from ikcli.graph.ops_attention import Attention
 from ikcli.models import GraphConfig, HParams, Weights, find
-from ikcli.models.gemma4 import kv_layer
+from ikcli.models.gemma.gemma4 import kv_layer
 
 PATTERN = "attention.sliding_window_pattern"
 

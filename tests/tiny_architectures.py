@@ -44,6 +44,13 @@ WINDOWED: dict[str, dict[str, Any]] = {
     "cohere2_moe": LISTED | SHARED | {"logit_scale": 0.5, "expert_shared_feed_forward_length": 96},
     "gemma2": WINDOW | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
     "gemma3": WINDOW | {"attention.sliding_window_pattern": 2, "rope.freq_base_swa": 500.0},
+    "gemma3n": LISTED | {
+        "block_count": 6, "attention.sliding_window_pattern": np.array([True, False, True, False, True, False]),
+        "attention.shared_kv_layers": 2, "embedding_length_per_layer_input": 32, "rope.freq_base_swa": 500.0,
+        "final_logit_softcapping": 3.0, "feed_forward_length": np.array([96, 64, 96, 96, 64, 64], np.int32),
+        "altup.num_inputs": 4, "altup.active_idx": 0,
+        "activation_sparsity_scale": np.float32([1.2, 0.4, -0.3, -np.inf, -np.inf, -np.inf]),
+    },
     "gemma4": LISTED | {
         "block_count": 6, "attention.sliding_window_pattern": np.array([True, False, True, False, True, False]),
         "attention.shared_kv_layers": 2, "embedding_length_per_layer_input": 32, "attention.key_length": 32,

@@ -42,7 +42,7 @@ from ikcli.gguf.heads import Heads
 _F32_NAMES = ("ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "position_embd.weight", "token_types.weight")
 _F32_PARTS = ("_norm.weight", "ssm_conv1d", "shortconv.conv.", "indexer.q_proj.", "indexer.k_proj.",
               "_compressor_ape.", "hc_attn_fn.", "hc_ffn_fn.", "output_hc_fn.", "mhc_phi.", "attn_qa_conv.",
-              "attn_compresskv_conv.", "attn_o_conv.")  # fmt: skip
+              "attn_compresskv_conv.", "attn_o_conv.", "altup_predict_coef.", "altup_correct_coef.")  # fmt: skip
 _BLOCK = re.compile(r"blk\.(\d+)\.")
 
 

@@ -197,6 +197,7 @@ def _text_part(raw: dict[str, Any]) -> dict[str, Any]:
 
 _TEXT_TYPES = {
     "gemma3": "gemma3_text",
+    "gemma3n": "gemma3n_text",
     "gemma4": "gemma4_text",
     "mistral3": "mistral",
     "qwen3_5": "qwen3_5_text",

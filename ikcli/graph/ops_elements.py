@@ -163,3 +163,18 @@ class Norm(SameSize):
         if self.b is not None:
             out = out + run.weight(self.b).reshape(-1, self.width)
         return out.reshape(x.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut(SameSize):
+    """What of x is above the mean of its row plus `z` standard deviations; 0 elsewhere."""
+
+    name = "cut"
+
+    x: Node
+    z: float
+
+    def compute(self, run: Run) -> Array:
+        x = run.value(self.x)
+        mean, spread = (f(x, axis=1, keepdims=True, dtype=np.float64) for f in (np.mean, np.std))
+        return np.maximum(x - (mean + self.z * spread), 0).astype(run.dtype)

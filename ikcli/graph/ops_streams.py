@@ -1,8 +1,10 @@
-"""Operations of hyper-connections: a residual of several streams, which layers read as a sum and write into by shares.
+"""Operations of a residual of several streams; rows hold the streams one after the other.
 
-Rows hold the streams one after the other. Weights of a row are [before: n | after: n | mixing: n x n]: `before` sums up
-the streams for the layer, `after` is each stream's share of what the layer returns, and mixing[i, j] is how much of
-stream i goes on in stream j. Corresponds to the manifold-constrained hyper-connections of DeepSeek V4.
+Hyper-connections (DeepSeek V4): layers read a sum of the streams and write into them by shares. Weights of a row are
+[before: n | after: n | mixing: n x n]: `before` sums up the streams for the layer, `after` is each stream's share of
+what the layer returns, and mixing[i, j] is how much of stream i goes on in stream j.
+
+AltUp (Gemma 3n): layers read the first stream as it is predicted from all, and what they return corrects all.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ikcli.graph.activations import sigmoid
-from ikcli.graph.core import Array, Node, Op, RowSpec, Run, Weight
+from ikcli.graph.core import Array, Node, Op, RowSpec, Run, SameSize, Weight
 from ikcli.graph.ops_rows import softmax
 
 
@@ -102,3 +104,68 @@ class StreamMix(Op):
         mixed = np.einsum("rjk,rjd->rkd", mixing, x.reshape(len(x), n, -1))
         shares = weights[:, n : 2 * n, None] * run.value(self.out)[:, None]
         return np.asarray((mixed + shares).reshape(x.shape), run.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamPredict(SameSize):
+    """The streams x, each plus a sum of all: column n * j + i of `weights` is how much of stream i stream j gets."""
+
+    name = "stream_predict"
+
+    x: Node
+    weights: Node
+    n: int
+
+    def __post_init__(self) -> None:
+        if self.x.cols % self.n or self.weights.cols != self.n * self.n:
+            raise ValueError("streams have a weight for every pair of them")
+
+    def compute(self, run: Run) -> Array:
+        x = run.value(self.x)
+        weights, streams = run.value(self.weights).reshape(-1, self.n, self.n), x.reshape(len(x), self.n, -1)
+        return np.asarray((streams + np.einsum("rji,rid->rjd", weights, streams)).reshape(x.shape), run.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamAdd(SameSize):
+    """The streams x, from stream `first` on each plus `out`, times 1 + its weight where there are weights."""
+
+    name = "stream_add"
+
+    x: Node
+    out: Node
+    n: int
+    weights: Node | None = None
+    first: int = 0
+
+    def __post_init__(self) -> None:
+        if self.x.cols != self.n * self.out.cols or (self.weights is not None and self.weights.cols != self.n):
+            raise ValueError("what is added has as many columns as a stream, and streams have a weight each")
+
+    def compute(self, run: Run) -> Array:
+        x = run.value(self.x)
+        shares = np.ones((len(x), self.n), run.dtype)
+        if self.weights is not None:
+            shares = shares + run.value(self.weights)
+        shares[:, : self.first] = 0
+        added = shares[:, :, None] * run.value(self.out)[:, None]
+        return np.asarray((x.reshape(len(x), self.n, -1) + added).reshape(x.shape), run.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamLevel(SameSize):
+    """The streams x, each but the first scaled to the mean square of the first; its own counts as `least` or more."""
+
+    name = "stream_level"
+
+    x: Node
+    n: int
+    least: float
+
+    def compute(self, run: Run) -> Array:
+        x = run.value(self.x)
+        streams = x.reshape(len(x), self.n, -1)
+        squares = np.mean(np.square(streams, dtype=np.float64), axis=2)
+        scales = np.sqrt(squares[:, :1] / np.maximum(squares, self.least))
+        scales[:, 0] = 1
+        return np.asarray((streams * scales[:, :, None]).reshape(x.shape), run.dtype)

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from ikcli.errors import FormatError, UnsupportedError
+from ikcli.models.gemma.keys import read_gemma
 from ikcli.models.keys import HasShape, Keys, by_layer
 from ikcli.models.recurrent.states import HYBRID, KDA, SCAN, read_recurrent
 from ikcli.models.rope import RopeParams, read_rope
@@ -65,8 +66,8 @@ _RMS_KEY = "attention.layer_norm_rms_epsilon"
 _LAYER_KEY = "attention.layer_norm_epsilon"
 _WHERE_ROUTED = ("jamba", "laguna", "mimo2", "step35")  # layers with a router are those with experts
 _SOFTCAPS = {
-    "gemma2": (50.0, 30.0), "gemma3": (0.0, 0.0), "gemma4": (0.0, 30.0), "grok": (30.0, 0.0),
-    "muse-glimmer": (0.0, 30.0),
+    "gemma2": (50.0, 30.0), "gemma3": (0.0, 0.0), "gemma3n": (0.0, 30.0), "gemma4": (0.0, 30.0),
+    "grok": (30.0, 0.0), "muse-glimmer": (0.0, 30.0),
 }  # fmt: skip
 """Soft caps on K*Q and on logits where files do not say; of other architectures they are not read."""
 
@@ -134,6 +135,8 @@ class HParams:
     value_scale: float = 1.0
     n_layer_kv: int = 0  # layers with their own keys and values, which the others use; 0: all
     n_embd_per_layer: int = 0  # width of the layers' own embeddings
+    laurel_rank: int = 0  # columns of a branch of low rank beside attention
+    gate_cut: float = -math.inf  # gates of dense parts are cut off below so many standard deviations over their mean
     temperature_length: int = 0  # 0: the original context
     temperature_shift: int = 0
     xielu: Xielu | None = None  # of dense parts
@@ -233,6 +236,8 @@ class HParams:
         values |= _scores(keys, values)
         if arch in ("deepseek4", "maple", "step35") or (arch == "bailingmoe3" and "swiglu_clamp_exp" in keys):
             values |= _swiglu_limits(keys, values["n_layer"])
+        if arch in ("gemma3n", "gemma4"):
+            values |= read_gemma(keys, values["n_layer"], tensors)
         values |= read_windows(keys, values)
         values |= read_recurrent(keys, values, tensors)
         if further:
@@ -432,12 +437,7 @@ def _scores(keys: Keys, values: dict[str, Any]) -> dict[str, Any]:
         found["embedding_scale"] = keys.number("embedding_scale", 78.38367176906169, most=1e9)
         found["logit_scale"] = keys.number("logit_scale", 0.5773502691896257, most=1e9)
         found["attention_scale"] = keys.number("attention.output_scale", 0.08838834764831845, most=1e9)
-    if arch == "gemma4":
-        found["attention_scale"] = 1.0
-        n_shared = keys.integer("attention.shared_kv_layers", 0, most=values["n_layer"] - 1)
-        found["n_layer_kv"] = values["n_layer"] - n_shared
-        found["n_embd_per_layer"] = keys.integer("embedding_length_per_layer_input", 0)
-    elif (arch, values["n_layer"]) in (("gemma2", 46), ("gemma3", 62)):  # the models of 27B
+    if (arch, values["n_layer"]) in (("gemma2", 46), ("gemma3", 62)):  # the models of 27B
         found["attention_scale"] = 1 / math.sqrt(n_embd // max(by_layer(values["n_head"], 1)))
     if arch.startswith("gemma") or arch == "afmoe":
         found["embedding_scale"] = math.sqrt(n_embd)

@@ -22,7 +22,6 @@ REASONS = {
     "dots3note": "its latent attention has other widths in layers with a window, and the rotated key has a norm",
     "dream": _DIFFUSION,
     "eagle3": _DRAFT,
-    "gemma3n": "it has four parallel streams of states with a predictor between them",
     "gemma4-assistant": _DRAFT,
     "gemma4_mtp": _DRAFT,
     "gigachat35": "it has latent attention beside delta nets whose gates and limits differ from those of other models",

@@ -15,8 +15,8 @@ from ikcli.models.rope import RopeParams
 
 PERIODS = {
     "afmoe": 4, "cohere2": 4, "exaone-moe": 4, "exaone4": 4, "gemma-embedding": 6, "gemma2": 2, "gemma3": 6,
-    "gpt-oss": 2, "laguna": 4, "llama4": 4, "mellum": 4, "modern-bert": 3, "muse-glimmer": 4, "olmo2": 4, "phi3": 0,
-    "phimoe": 0, "plamo2": 0, "plamo3": 8, "smallthinker": 4, "starcoder2": 0,
+    "gemma3n": 5, "gpt-oss": 2, "laguna": 4, "llama4": 4, "mellum": 4, "modern-bert": 3, "muse-glimmer": 4,
+    "olmo2": 4, "phi3": 0, "phimoe": 0, "plamo2": 0, "plamo3": 8, "smallthinker": 4, "starcoder2": 0,
 }  # fmt: skip
 """Layers of a period, of which the last one has no window; 0: all layers have one."""
 LISTED = ("cohere2_moe", "gemma4", "granite_swa", "maple", "mimo2", "spark2_5", "step35")
@@ -40,8 +40,16 @@ NOT_ALWAYS = {
     "smallthinker": 0,
     "starcoder2": 0,
 }  # windows of files that do not say
-PLAIN = ("gemma-embedding", "gemma3", "laguna", "mellum", "olmo2", "plamo3")  # rotation of window layers is not scaled
-LOCAL_BASE = ("gemma-embedding", "gemma3", "modern-bert")  # 10000 in window layers of files that do not say
+PLAIN = (
+    "gemma-embedding",
+    "gemma3",
+    "gemma3n",
+    "laguna",
+    "mellum",
+    "olmo2",
+    "plamo3",
+)  # rotation of window layers is not scaled
+LOCAL_BASE = ("gemma-embedding", "gemma3", "gemma3n", "modern-bert")  # 10000 in window layers of files that do not say
 PAST_ONLY = ("plamo2", "plamo3")  # the number of a window does not count the query itself
 TWO_SIDED = ("gemma-embedding", "modern-bert")  # half of the window is on either side
 ONLY_WINDOWS_ROTATE = (

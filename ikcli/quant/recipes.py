@@ -41,6 +41,8 @@ _TENSOR_FLAGS = {
     "output.weight": ("output_tensor_type", "--output-tensor-type"),
 }
 _KEPT_PARTS = (
+    "altup_",
+    "laurel_",
     "ssm_conv1d",
     "shortconv.conv.weight",
     "ssm_x.weight",

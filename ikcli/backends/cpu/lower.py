@@ -15,6 +15,7 @@ from ikcli.backends.cpu.params_layers import (
     AlibiParams,
     ClampParams,
     ConcatParams,
+    CutParams,
     EmbedParams,
     EmbedPositionsParams,
     EmbedTypesParams,
@@ -67,7 +68,7 @@ from ikcli.gguf.types import TYPES
 from ikcli.graph import HeadSlice, Node, RowSpec, Weight
 from ikcli.graph.activations import Glu
 from ikcli.graph.ops_alibi import Alibi
-from ikcli.graph.ops_elements import Activate, Clamp, Gate, Norm, PosScale, Scale, SoftCap
+from ikcli.graph.ops_elements import Activate, Clamp, Cut, Gate, Norm, PosScale, Scale, SoftCap
 from ikcli.graph.ops_experts import (
     GATINGS,
     AddId,
@@ -254,6 +255,12 @@ def _glu_args(act: Glu) -> tuple[str, int]:
 def _clamp(low: CpuLowering, node: Node, op: Clamp) -> None:
     params = ClampParams(x=low.out(op.x), out=low.out(node), cols=node.cols, limit=op.limit)
     low.emit(KernelKey("glu", "make_clamp"), node.rows, params, row_bytes=8 * node.cols)
+
+
+@RULES.add(Cut, "x z")
+def _cut(low: CpuLowering, node: Node, op: Cut) -> None:
+    params = CutParams(x=low.out(op.x), out=low.out(node), cols=node.cols, z=op.z)
+    low.emit(KernelKey("norms", "make_cut"), node.rows, params, row_bytes=16 * node.cols)
 
 
 @RULES.add(Activate, "x kind")

@@ -1,4 +1,4 @@
-"""Lower compressed attention (entries of several positions) and hyper-connections (streams of a residual)."""
+"""Lower compressed attention (entries of several positions) and residuals of several streams."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ikcli.backends.cpu.params_attention import (
     PooledStoreParams,
     PoolParams,
 )
-from ikcli.backends.cpu.params_layers import StreamParams, StreamWeightsParams
+from ikcli.backends.cpu.params_layers import StreamAddParams, StreamLevelParams, StreamParams, StreamWeightsParams
 from ikcli.backends.cpu.program import CpuLowering, Ref
 from ikcli.backends.weight_checks import check_f32
 from ikcli.errors import UnsupportedError
@@ -21,7 +21,7 @@ from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.types import TYPES, row_n_bytes
 from ikcli.graph import Cache, HeadSlice, Node, Per, Rows
 from ikcli.graph.ops_pooled import Pool, PooledAttn, PooledCells, PooledStore
-from ikcli.graph.ops_streams import StreamMix, StreamSum, StreamWeights
+from ikcli.graph.ops_streams import StreamAdd, StreamLevel, StreamMix, StreamPredict, StreamSum, StreamWeights
 from ikcli.native.kernel_cache import KernelKey
 
 _TILE = 64  # positions and entries
@@ -125,3 +125,27 @@ def _stream_mix(low: CpuLowering, node: Node, op: StreamMix) -> None:
     params = StreamParams(x=low.out(op.x), added=low.out(op.out), weights=low.out(op.weights),
                           weight_cols=op.weights.cols, out=low.out(node), n=op.n, cols=op.out.cols)  # fmt: skip
     low.emit(KernelKey("streams", "make_stream_mix"), node.rows, params, row_bytes=12 * op.x.cols)
+
+
+@RULES.add(StreamPredict, "x weights n")
+def _stream_predict(low: CpuLowering, node: Node, op: StreamPredict) -> None:
+    cols = node.cols // op.n
+    _whole_vectors(node, cols)
+    params = StreamParams(x=low.out(op.x), added=0, weights=low.out(op.weights), weight_cols=op.weights.cols,
+                          out=low.out(node), n=op.n, cols=cols)  # fmt: skip
+    low.emit(KernelKey("streams", "make_stream_predict"), node.rows, params, row_bytes=12 * node.cols)
+
+
+@RULES.add(StreamAdd, "x out n weights first")
+def _stream_add(low: CpuLowering, node: Node, op: StreamAdd) -> None:
+    _whole_vectors(node, op.out.cols)
+    params = StreamAddParams(x=low.out(op.x), out=low.out(node), cols=op.out.cols, added=low.out(op.out),
+                             weights=0 if op.weights is None else low.out(op.weights), n=op.n,
+                             first=op.first)  # fmt: skip
+    low.emit(KernelKey("streams", "make_stream_add"), node.rows, params, row_bytes=8 * node.cols)
+
+
+@RULES.add(StreamLevel, "x n least")
+def _stream_level(low: CpuLowering, node: Node, op: StreamLevel) -> None:
+    params = StreamLevelParams(x=low.out(op.x), out=low.out(node), cols=node.cols // op.n, n=op.n, least=op.least)
+    low.emit(KernelKey("streams", "make_stream_level"), node.rows, params, row_bytes=12 * node.cols)

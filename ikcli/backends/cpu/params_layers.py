@@ -291,8 +291,26 @@ class StreamWeightsParams(Params):
     eps: F32
 
 
+class CutParams(MapParams):
+    z: F32
+
+
+class StreamLevelParams(MapParams):
+    n: int
+    least: F32
+
+
+class StreamAddParams(MapParams):
+    """Parameters of sums of streams with what is added to them; `cols`: of a stream."""
+
+    added: Address
+    weights: Address  # 0: none
+    n: int
+    first: int  # stream that something is added to
+
+
 class StreamParams(Params):
-    """Parameters of the sum of streams, and of their mixture with what a layer returned."""
+    """Parameters of the sum of streams, and of their mixture with what a layer returned or with each other."""
 
     x: Address
     added: Address  # what a layer returned

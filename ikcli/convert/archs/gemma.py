@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 
 from ikcli.convert import build as b
 from ikcli.convert import keys as k
+from ikcli.convert.pieces import TensorRows
 from ikcli.convert.rope import read_rope
 
 _EARLY_NORMS: b.Table = {
@@ -108,6 +111,80 @@ def _local_base(m: b.Build) -> float:
     )
 
 
+# --- Gemma 3n ---------------------------------------------------------------------------------------------------------
+def _gemma3n(m: b.Build) -> None:
+    c, n_layer = m.config, m.n_layer
+    k.activation(m, *k.GELU_TANH)
+    k.sizes(m, n_ff=False)
+    listed = isinstance(c.get("intermediate_size"), list)
+    m.key("feed_forward_length", (c.items if listed else c.integer)("intermediate_size"))
+    k.rms_eps(m)
+    k.head_dim(m)
+    c.ignore("vocab_size", "vocab_size_per_layer_input", "laurel_rank")
+    c.expect("attention_bias", False)
+    c.expect("altup_active_idx", 0)
+    c.expect("altup_correct_scale", True)
+    c.ignore("altup_coef_clip")  # of training
+    k.rope(m)
+    m.key("rope.freq_base_swa", _local_base(m))
+    for kind in ("full_attention", "sliding_attention"):
+        if read_rope(c, kind).type != "default":
+            raise c.refuse("rope_parameters", "default in all layers")
+    m.key("final_logit_softcapping", c.number("final_logit_softcapping", default=0.0))
+    m.key("attention.sliding_window", c.integer("sliding_window", least=1))
+    kinds = c.items("layer_types") or [
+        "full_attention" if (i + 1) % 5 == 0 else "sliding_attention" for i in range(n_layer)
+    ]
+    m.key("attention.sliding_window_pattern", k.windows(m, 0, kinds=kinds))
+    m.key("attention.shared_kv_layers", c.integer("num_kv_shared_layers"))
+    m.key("embedding_length_per_layer_input", c.integer("hidden_size_per_layer_input", least=1))
+    m.key("altup.active_idx", 0)
+    m.key("altup.num_inputs", c.integer("altup_num_inputs", least=2))
+    m.key("activation_sparsity_scale", _cuts(m))
+
+
+def _cuts(m: b.Build) -> list[float]:
+    """Return where gates are cut off, by layer, for the shares of config.json: standard deviations over their mean."""
+    c, n_layer = m.config, m.n_layer
+    known = "a number from 0 to below 1, or one for every layer"
+    shares: Any = c.get("activation_sparsity_pattern")
+    if shares is None:
+        shares = [0.95 if n_layer > 10 and i < 10 else 0.0 for i in range(n_layer)]
+    elif not isinstance(shares, list):
+        shares = [shares] * n_layer
+    if len(shares) != n_layer or not all(isinstance(s, int | float) and 0 <= s < 1 for s in shares):
+        raise c.refuse("activation_sparsity_pattern", known)
+    return [NormalDist().inv_cdf(float(np.float32(s))) if s > 0 else -math.inf for s in shares]
+
+
+def _stream(name: str) -> b.Rule:
+    """Return a rule that collects the matrices of all streams but the first in one tensor."""
+
+    def rule(m: b.Build, found: b.Found) -> None:
+        m.experts.setdefault(f"{name}.weight", {})[found.block] = found
+
+    return rule
+
+
+def _own_embeddings(m: b.Build, found: b.Found) -> None:
+    """Add the embeddings of layers; further tokens (of images, sounds) have the row of token 0, as in transformers."""
+    n, width = found.matrix()
+    more = m.config.integer("vocab_size", default=n) - n
+    pieces = [TensorRows(found.name, n, width)]
+    if more > 0:
+        pieces.append(TensorRows(found.name, more, width, order=np.zeros(more, np.int64)))
+    m.add("per_layer_token_embd.weight", pieces)
+
+
+GEMMA3N: b.Table = {
+    "altup_projections.*": _stream("altup_proj"),
+    "altup_unembed_projections.*": _stream("altup_unembd_proj"),
+    "embed_tokens_per_layer": _own_embeddings,
+    "layers.*.altup.correct_output_scale": b.to("blk.*.altup_correct_scale.weight"),
+}
+
+
+# --- Gemma 4 ----------------------------------------------------------------------------------------------------------
 def _special(m: b.Build) -> dict[str, int]:
     """Return the settings of layers with full attention that differ: head_dim and num_key_value_heads."""
     c = m.config
@@ -200,6 +277,10 @@ ARCHITECTURES = (
     b.Architecture(
         "gemma3", ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"), _gemma3, GEMMA3, k.tied_by_default,
         _SEES, frozenset({"mm_tokens_per_image"}),
+    ),
+    b.Architecture(
+        "gemma3n", ("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"), _gemma3n, GEMMA3N, k.tied_by_default,
+        _SEES,
     ),
     b.Architecture(
         "gemma4",

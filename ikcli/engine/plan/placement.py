@@ -26,7 +26,8 @@ from ikcli.settings.run import RunConfig
 
 CPU = "CPU"
 MAX_RULE_LINES = 20
-WITH_OUTPUT = ("output", "per_layer_model_proj", "per_layer_proj_norm")  # outside of blocks; other tensors stay in RAM
+WITH_OUTPUT = ("output", "per_layer_model_proj", "per_layer_proj_norm", "altup_proj", "altup_unembd_proj")
+"""Tensors outside of blocks; others stay in RAM."""
 _BLOCK = re.compile(r"blk\.(\d+)\.")
 
 

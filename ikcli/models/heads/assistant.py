@@ -21,7 +21,7 @@ from ikcli.graph import Graph, Node, Rows
 from ikcli.models import blocks, expected
 from ikcli.models.config import GraphConfig
 from ikcli.models.feed_forward import dense_ffn
-from ikcli.models.gemma4 import GELU
+from ikcli.models.gemma.gemma4 import GELU
 from ikcli.models.heads.head import Head, renamed
 from ikcli.models.hparams import HParams
 from ikcli.models.keys import HasShape

@@ -1,4 +1,4 @@
-"""Norms other than weighted `rms_norm`: around the mean, without weights, with bias."""
+"""Norms other than weighted `rms_norm`: around the mean, without weights, with bias. A cut above the mean."""
 
 import math
 
@@ -6,8 +6,9 @@ import numpy as np
 
 from ikcli.backends.cpu.kernels.basic import sum_squares
 from ikcli.backends.cpu.kernels.common import n_rows
+from ikcli.backends.cpu.kernels.glu import relu, vrelu
 from ikcli.backends.cpu.kernels.records import kernel
-from ikcli.backends.cpu.params_layers import NormParams
+from ikcli.backends.cpu.params_layers import CutParams, NormParams
 from ikcli.native.jit import inline
 from ikcli.native.simd.vec import (
     ld_f32,
@@ -94,3 +95,24 @@ def make_norm(kind, weighted, biased):
                 st_f32(dst + 4 * i, y)
 
     return norm
+
+
+def make_cut():
+    """Return the kernel that keeps of rows what is above so many standard deviations over their mean."""
+
+    @kernel(CutParams)
+    def cut(params, ith, nth):
+        cols, rows = params.cols, n_rows(params)
+        full = cols & ~15
+        for row in range(rows * ith // nth, rows * (ith + 1) // nth):
+            x, out = params.x + 4 * cols * row, params.out + 4 * cols * row
+            middle = mean(x, cols)
+            spread = np.float32(math.sqrt(sum_squares_around(x, cols, middle) / np.float32(cols)))
+            least = middle + params.z * spread
+            v = splat_f32x16(least)
+            for i in range(0, full, 16):
+                store_f32x16(out + 4 * i, vrelu(vsub(load_f32x16(x + 4 * i), v)))
+            for i in range(full, cols):
+                st_f32(out + 4 * i, relu(ld_f32(x + 4 * i) - least))
+
+    return cut

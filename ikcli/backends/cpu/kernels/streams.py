@@ -1,12 +1,17 @@
-"""Hyper-connections: the weights of the streams of a residual, their sum before a layer and their mixture after it."""
+"""Residuals of several streams (`graph/ops_streams.py`).
+
+Hyper-connections: the weights of the streams, their sum before a layer and their mixture after it. AltUp: the streams
+predicted from each other, corrected, and brought to one level.
+"""
 
 import math
 
 import numpy as np
 
+from ikcli.backends.cpu.kernels.basic import scale_span, sum_squares
 from ikcli.backends.cpu.kernels.common import n_rows
 from ikcli.backends.cpu.kernels.records import kernel
-from ikcli.backends.cpu.params_layers import StreamParams, StreamWeightsParams
+from ikcli.backends.cpu.params_layers import StreamAddParams, StreamLevelParams, StreamParams, StreamWeightsParams
 from ikcli.native.jit import inline
 from ikcli.native.simd.vec import (
     ld_f32,
@@ -115,3 +120,72 @@ def make_stream_mix():
                     store_f32x16(out + 4 * cols * j + c, total)
 
     return stream_mix
+
+
+def make_stream_predict():
+    """Return the kernel that adds sums of all streams to the streams of rows."""
+
+    @kernel(StreamParams)
+    def stream_predict(params, ith, nth):
+        n, cols = params.n, params.cols
+        rows = n_rows(params)
+        for row in range(rows * ith // nth, rows * (ith + 1) // nth):
+            x, weights = params.x + 4 * n * cols * row, params.weights + 4 * params.weight_cols * row
+            out = params.out + 4 * n * cols * row
+            for c in range(0, 4 * cols, 64):
+                for j in range(n):
+                    total = load_f32x16(x + 4 * cols * j + c)
+                    for i in range(n):
+                        share = splat_f32x16(ld_f32(weights + 4 * (n * j + i)))
+                        total = vfma(load_f32x16(x + 4 * cols * i + c), share, total)
+                    store_f32x16(out + 4 * cols * j + c, total)
+
+    return stream_predict
+
+
+def make_stream_add():
+    """Return the kernel that adds a row to streams, by their shares of it."""
+
+    @kernel(StreamAddParams)
+    def stream_add(params, ith, nth):
+        n, cols, first, weights = params.n, params.cols, params.first, params.weights
+        rows = n_rows(params)
+        for row in range(rows * ith // nth, rows * (ith + 1) // nth):
+            x, added, out = (
+                params.x + 4 * n * cols * row,
+                params.added + 4 * cols * row,
+                params.out + 4 * n * cols * row,
+            )
+            for j in range(n):
+                at = 4 * cols * j
+                if j < first:
+                    scale_span(out + at, x + at, _F1, 0, cols)
+                    continue
+                share = _F1
+                if weights:
+                    share += ld_f32(weights + 4 * (n * row + j))
+                v = splat_f32x16(share)
+                for c in range(0, 4 * cols, 64):
+                    store_f32x16(out + at + c, vfma(load_f32x16(added + c), v, load_f32x16(x + at + c)))
+
+    return stream_add
+
+
+def make_stream_level():
+    """Return the kernel that scales streams to the mean square of the first."""
+
+    @kernel(StreamLevelParams)
+    def stream_level(params, ith, nth):
+        n, cols = params.n, params.cols
+        rows = n_rows(params)
+        for row in range(rows * ith // nth, rows * (ith + 1) // nth):
+            x, out = params.x + 4 * n * cols * row, params.out + 4 * n * cols * row
+            first = sum_squares(x, cols) / np.float32(cols)
+            scale_span(out, x, _F1, 0, cols)
+            for j in range(1, n):
+                at = 4 * cols * j
+                own = sum_squares(x + at, cols) / np.float32(cols)
+                own = params.least if own < params.least else own  # NaN stays
+                scale_span(out + at, x + at, np.float32(math.sqrt(first / own)), 0, cols)
+
+    return stream_level

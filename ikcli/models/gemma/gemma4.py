@@ -27,33 +27,38 @@ def tensor_shapes(hp: HParams) -> TensorSpecs:
     n_rot = max((own.n_rot for own in map(hp.at, range(hp.n_layer)) if not own.window), default=hp.n_rot)
     specs["rope_freqs.weight"] = TensorSpec((n_rot // 2,), required=False)
     if n_own:
-        specs["per_layer_token_embd.weight"] = TensorSpec((n_own * hp.n_layer, hp.n_vocab))
-        specs["per_layer_model_proj.weight"] = TensorSpec((hp.n_embd, n_own * hp.n_layer))
-        specs["per_layer_proj_norm.weight"] = TensorSpec((n_own,))
+        specs |= own_specs(hp)
     for il in range(hp.n_layer):
-        specs |= _layer_specs(hp, il)
+        specs |= layer_specs(hp, il)
+        specs[f"blk.{il}.layer_output_scale.weight"] = TensorSpec((1,), required=False)
+        if hp.has_experts(il):
+            specs |= _expert_specs(hp, il)
     return specs
 
 
-def _layer_specs(hp: HParams, il: int) -> TensorSpecs:
+def own_specs(hp: HParams) -> TensorSpecs:
+    """Return the tensors of the layers' own embeddings that are outside of blocks."""
+    n_own = hp.n_embd_per_layer
+    return {
+        "per_layer_token_embd.weight": TensorSpec((n_own * hp.n_layer, hp.n_vocab)),
+        "per_layer_model_proj.weight": TensorSpec((hp.n_embd, n_own * hp.n_layer)),
+        "per_layer_proj_norm.weight": TensorSpec((n_own,)),
+    }
+
+
+def layer_specs(hp: HParams, il: int) -> TensorSpecs:
+    """Return the tensors of block il without those of experts."""
     row = TensorSpec((hp.n_embd,))
     attention = expected.attention_specs(hp, il, bias=False, qk_norm=True, fused=False)
     optional = ("attn_v.weight",) if il < hp.n_layer_kv else ("attn_k.weight", "attn_v.weight", "attn_k_norm.weight")
     for name in optional:
         attention[f"blk.{il}.{name}"] = TensorSpec(attention[f"blk.{il}.{name}"].shape, required=False)
-    specs = {
-        "post_attention_norm.weight": row,
-        "post_ffw_norm.weight": row,
-        "layer_output_scale.weight": TensorSpec((1,), required=False),
-    }
+    specs = {"post_attention_norm.weight": row, "post_ffw_norm.weight": row}
     if hp.n_embd_per_layer:
         specs["inp_gate.weight"] = TensorSpec((hp.n_embd, hp.n_embd_per_layer))
         specs["proj.weight"] = TensorSpec((hp.n_embd_per_layer, hp.n_embd))
         specs["post_norm.weight"] = row
-    found = attention | expected.dense_specs(hp, il, hp.at(il).n_ff) | expected.in_block(il, specs)
-    if hp.has_experts(il):
-        found |= _expert_specs(hp, il)
-    return found
+    return attention | expected.dense_specs(hp, il, hp.at(il).n_ff) | expected.in_block(il, specs)
 
 
 def _expert_specs(hp: HParams, il: int) -> TensorSpecs:
@@ -73,11 +78,11 @@ def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
     tables = blocks.rope_tables(g, hp, w, cfg)
     x = g.scale(g.embed(w["token_embd.weight"]), hp.embedding_scale, "inp_scaled")
     x = g.with_media(x)
-    own = _own_embeddings(g, hp, w, x) if hp.n_embd_per_layer else None
+    own = own_embeddings(g, hp, w, x) if hp.n_embd_per_layer else None
     for il in range(hp.n_layer):
         g.il = il
         layer = w.layer(il)
-        cur = _attention(g, hp, cfg, g.rms_norm(x, layer.attn_norm, hp.eps, "attn_norm"), layer, tables[il])
+        cur = attention(g, hp, cfg, g.rms_norm(x, layer.attn_norm, hp.eps, "attn_norm"), layer, tables[il])
         part = (
             None
             if own is None
@@ -110,13 +115,14 @@ def _second_half(
     cur = _feed_forward(g, hp, cfg, x, layer)
     x = g.add(g.rms_norm(cur, layer.post_ffw_norm, hp.eps, "ffn_post_norm"), x, "ffn_residual")
     if part is not None:
-        x = g.add(x, _own_part(g, hp, x, part, layer), "per_layer_residual")
+        x = g.add(x, own_part(g, hp, x, part, layer), "per_layer_residual")
     if layer.get("layer_output_scale") is not None:
         x = g.scale(x, float(w.data(f"blk.{layer.il}.layer_output_scale.weight").item()), "l_out")
     return g.layer_out(x)
 
 
-def _attention(g: Graph, hp: HParams, cfg: GraphConfig, x: Node, layer: LayerWeights, table: Node | None) -> Node:
+def attention(g: Graph, hp: HParams, cfg: GraphConfig, x: Node, layer: LayerWeights, table: Node | None) -> Node:
+    """Record the attention of a layer, with keys and values of its own or of an earlier layer."""
     own = hp.at(layer.il)
     q = g.mul_mat(layer.attn_q, x, "Qcur_proj")
     q = blocks.rotated(g, own, q, layer, table, "q", own.n_head, neox=True)
@@ -158,7 +164,7 @@ def _feed_forward(g: Graph, hp: HParams, cfg: GraphConfig, x: Node, layer: Layer
     return g.add(dense, g.rms_norm(experts, layer.post_ffw_norm_2, hp.eps, "ffn_post_norm_2"), "ffn_moe_combined")
 
 
-def _own_embeddings(g: Graph, hp: HParams, w: Weights, x: Node) -> Node:
+def own_embeddings(g: Graph, hp: HParams, w: Weights, x: Node) -> Node:
     """Return the embeddings of all layers side by side: the token's, plus a projection of the first input."""
     own = g.embed(w["per_layer_token_embd.weight"], "inp_per_layer_embd")
     own = g.scale(own, math.sqrt(hp.n_embd_per_layer), "inp_per_layer_scaled")
@@ -168,7 +174,7 @@ def _own_embeddings(g: Graph, hp: HParams, w: Weights, x: Node) -> Node:
     return g.scale(g.add(proj, own, "per_layer_sum"), 1 / math.sqrt(2), "inp_per_layer")
 
 
-def _own_part(g: Graph, hp: HParams, x: Node, part: Node, layer: LayerWeights) -> Node:
+def own_part(g: Graph, hp: HParams, x: Node, part: Node, layer: LayerWeights) -> Node:
     """Record the contribution of a layer's own embedding."""
     gated = g.swiglu(g.mul_mat(layer.inp_gate, x, "per_layer_gate"), part, "per_layer_gated", GELU)
     return g.rms_norm(g.mul_mat(layer.proj, gated, "per_layer_out"), layer.post_norm, hp.eps, "per_layer_embd_out")

@@ -84,6 +84,9 @@ def test_as_merged_weights(tmp_path: Path, name: str, fmoe: bool) -> None:
     assert_same(logits(base, config, fmoe=fmoe)[:40], transcript(reference, 40, 0), 5e-3)  # type: ignore[arg-type]
 
 
+_REFUSED = ("altup_proj.weight", "altup_unembd_proj.weight")  # of several streams in one tensor
+
+
 @pytest.mark.parametrize("arch", some_architectures(sorted(WINDOWED | TINY)))
 def test_every_architecture(tmp_path: Path, arch: str) -> None:
     """All that is multiplied with goes through `Graph.mul_mat`, and all layers through `layer_out`."""
@@ -92,7 +95,7 @@ def test_every_architecture(tmp_path: Path, arch: str) -> None:
     with Session.open(config(base, mla=0)) as session:
         ops = [node.op for graph, _ in session.graphs.values() for node in graph.nodes]
     used = {w.name for op in ops if isinstance(op, Product) for w in op.matrices}
-    targets = [name for name in targets_of(model, kv_b=True) if name in used]
+    targets = [name for name in targets_of(model, kv_b=True) if name in used and name not in _REFUSED]
     assert len(targets) >= 7
     tensors = low_rank(model, targets, strength=0.1)
     path = write_adapter(tmp_path / "a.gguf", arch, tensors)

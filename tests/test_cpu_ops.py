@@ -20,6 +20,8 @@ from ikcli.graph import Graph, HeadSlice, Node, Weight, micro_batch
 from ikcli.graph.activations import GATED, UNARY, Glu
 from ikcli.graph.micro_batch import MicroBatch
 from ikcli.graph.ops_alibi import Alibi
+from ikcli.graph.ops_elements import Cut
+from ikcli.graph.ops_streams import StreamAdd, StreamLevel, StreamPredict
 from ikcli.quant.decode import dequantize
 from ikcli.quant.formats import get_format
 
@@ -101,6 +103,32 @@ def test_rms_norm(width: int) -> None:
                 [x], {"w": w},
             )  # fmt: skip
             np.testing.assert_allclose(found, wanted, rtol=3e-6)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_cut(width: int) -> None:
+    for z in (1.6, -0.3):
+        found, wanted = run_both(lambda g, n, z=z: g.record(Cut(n[0], z), "y"), [3 + 2 * random(5, width)])
+        np.testing.assert_allclose(found, wanted, atol=3e-6)
+    x = random(3, width)
+    x[1, -1] = np.nan
+    found, _ = run_both(lambda g, n: g.record(Cut(n[0], 0.5), "y"), [x])
+    assert np.isnan(found[1]).all() and np.isfinite(found[[0, 2]]).all()
+
+
+@pytest.mark.parametrize(("n", "cols"), [(4, 64), (2, 16), (3, 112)])
+def test_predicted_streams(n: int, cols: int) -> None:
+    x, out, pairs, shares = random(5, n * cols), random(5, cols, seed=2), random(5, n * n), random(5, n, seed=3)
+    x[1:3, cols : 2 * cols] *= np.float32(1e-4)  # less than what a stream is brought up from
+    x[2, :cols] = 0
+    for build, inputs in (
+        (lambda g, v: g.record(StreamPredict(v[0], v[1], n), "y"), [x, pairs]),
+        (lambda g, v: g.record(StreamAdd(v[0], v[1], n, v[2]), "y"), [x, out, shares]),
+        (lambda g, v: g.record(StreamAdd(v[0], v[1], n, first=1), "y"), [x, out]),
+        (lambda g, v: g.record(StreamLevel(v[0], n, 1e-5), "y"), [x]),
+    ):
+        found, wanted = run_both(build, inputs)
+        np.testing.assert_allclose(found, wanted, rtol=3e-6, atol=3e-6)
 
 
 def test_rms_norm_of_zeros_and_nan() -> None:

@@ -27,9 +27,10 @@ from ikcli.engine.run.session import Session
 from ikcli.errors import UnsupportedError
 from ikcli.gguf.constants import GGMLType
 from ikcli.graph import Cache, HeadSlice, Node, Per, Weight, micro_batch
+from ikcli.graph.ops_elements import Cut
 from ikcli.graph.ops_pooled import Pool, PooledAttn, PooledCells, PooledStore
 from ikcli.graph.ops_sparse import PrefixAttn
-from ikcli.graph.ops_streams import StreamMix, StreamSum, StreamWeights
+from ikcli.graph.ops_streams import StreamAdd, StreamLevel, StreamMix, StreamPredict, StreamSum, StreamWeights
 from ikcli.models import GraphConfig
 
 pytestmark = [needs_emulation, pytest.mark.slow("compiles attention to listed rows, and streams, for emulation")]
@@ -53,6 +54,24 @@ def test_streams(n: int, cols: int, eps: float) -> None:
     head = g.record(StreamWeights(few, scale, run.weight("head"), n, 4, eps), "head_weights")
     nodes = [weights, head, g.record(StreamSum(x, weights, n), "sum"), g.record(StreamSum(x, head, n), "last"),
              g.record(StreamMix(x, out, weights, n), "mix")]  # fmt: skip
+    for found, wanted in run(*nodes):
+        np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(("n", "cols"), [(4, 1028), (2, 16), (3, 30), (4, 300)])
+def test_predicted_streams(n: int, cols: int) -> None:
+    rng = np.random.default_rng(n)
+    run = GraphRun(all_rules())
+    x, out = run.input("x", _random(rng, 5, n * cols)), run.input("out", _random(rng, 5, cols))
+    pairs, shares = run.input("pairs", _random(rng, 5, n * n)), run.input("shares", _random(rng, 5, n))
+    small = _random(rng, 5, n * cols)
+    small[1:3, cols : 2 * cols] *= 1e-4
+    small[2, :cols] = 0
+    g, uneven = run.graph, run.input("uneven", small)
+    nodes = [g.record(op, op.name) for op in (
+        StreamPredict(x, pairs, n), StreamAdd(x, out, n, shares), StreamAdd(x, out, n, first=1),
+        StreamLevel(uneven, n, 1e-5), Cut(x, 1.6), Cut(x, -0.4),
+    )]  # fmt: skip
     for found, wanted in run(*nodes):
         np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=2e-5)
 

@@ -289,6 +289,7 @@ _COVERED_BY = {  # files of kernels by the beginning of their names: the tests t
     "attn_pooled": ("test_cuda_streams.py",),
     "attn_": ("test_cuda_attention.py", "test_cuda_attention_kv.py"),
     "delta_": ("test_cuda_recurrent.py",),
+    "layer_altup": ("test_cuda_streams.py",),
     "layer_recurrent": ("test_cuda_recurrent.py",),
     "layer_streams": ("test_cuda_streams.py",),
     "mamba2_": ("test_cuda_recurrent.py",),

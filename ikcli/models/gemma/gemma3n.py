@@ -53,8 +53,7 @@ def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
     tables = blocks.rope_tables(g, hp, w, cfg)
     x = g.with_media(g.scale(g.embed(w["token_embd.weight"]), hp.embedding_scale, "inp_scaled"))
     own = gemma4.own_embeddings(g, hp, w, x)
-    proj = w["altup_proj.weight"]
-    others = g.mul_mat(replace(proj, shape=(proj.ne0, proj.ne1 * proj.ne2)), x, "altup_added")
+    others = g.mul_mat_heads(w["altup_proj.weight"], HeadSlice(x, 0, hp.n_embd, 0), "altup_added")
     x = _level(g, hp, g.concat([x, others], "inp_streams"), "inp_stacked")
     for il in range(hp.n_layer):
         g.il = il

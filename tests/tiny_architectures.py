@@ -122,6 +122,7 @@ TINY: dict[str, dict[str, Any]] = {
     "qwen2moe": EXPERTS | {"expert_shared_feed_forward_length": 80},
     "apertus": {"xielu.alpha_p": np.float32([0.3, -0.4]), "xielu.alpha_n": np.float32([0.2, 0.7]),
                 "xielu.beta": np.float32([0.5, 0.4])},
+    "talkie": {"logit_scale": 0.6},
     "bailingmoe": SHARED | {"leading_dense_block_count": 0}, "maincoder": {}, "pangu-embedded": {}, "paddleocr": {},
     "cogvlm": {},
     "deci": {"block_count": 4, "attention.head_count": np.array([4, 4, 0, 4], np.int32),

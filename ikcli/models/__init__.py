@@ -149,6 +149,7 @@ ARCHITECTURES: dict[str, str] = {
     "step35": "ikcli.models.step35",
     "t5": "ikcli.models.t5",
     "t5encoder": "ikcli.models.t5",
+    "talkie": "ikcli.models.talkie",
     "xverse": "ikcli.models.llama",
 }
 

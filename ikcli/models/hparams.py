@@ -467,6 +467,8 @@ def _of_older_models(keys: Keys, values: dict[str, Any]) -> dict[str, Any]:
             "residual_scale": keys.number("residual_scale", depth, most=1e9),
             "logit_scale": 1 / divisor,
         }
+    if arch == "talkie":
+        return {"logit_scale": keys.number("logit_scale", 1.0, most=1e9)}
     if arch in ("bloom", "refact") or (arch == "baichuan" and n_layer == 40):  # Baichuan 13B
         return {"max_alibi_bias": 8.0}
     if arch == "apertus":

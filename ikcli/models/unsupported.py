@@ -46,6 +46,5 @@ REASONS = {
     "rwkv6": _RWKV,
     "rwkv6qwen2": _RWKV,
     "rwkv7": _RWKV,
-    "talkie": "its query heads have a gain each behind the norm, and its rotation turns the other way round",
     "wavtokenizer-dec": _SPEECH,
 }

@@ -156,11 +156,13 @@ def drawn(name: str, shape: Sequence[int]) -> np.ndarray:
     if "tid2eid" in name:  # experts of tokens, of which there are 8
         ids = rng.permuted(np.tile(np.arange(8), (shape[0], 1)), axis=1)
         return np.ascontiguousarray(ids[:, : shape[1]])
+    if name.endswith("act_fn.eps"):
+        return np.full(tuple(shape), -1e-6, np.float32)
     x = rng.standard_normal(tuple(shape))
     if len(shape) > 1:
         return (x * 1.5 / np.sqrt(2 if "conv1d" in name else shape[-1])).astype(np.float32)
     is_norm = any(part in name for part in ("norm", "ln_", ".scale")) and not name.endswith("bias")
-    return (0.1 * x + is_norm).astype(np.float32)
+    return np.asarray(0.1 * x + is_norm, np.float32)
 
 
 BASE: dict[str, Any] = {

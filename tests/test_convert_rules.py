@@ -181,6 +181,21 @@ def test_factors_that_would_not_be_stored_or_mean_something_else(tmp_path: Path)
         check_factors(m)
 
 
+def test_embeddings_of_tokens_without_an_output_are_left_out(tmp_path: Path) -> None:
+    text = {"hidden_size": 8, "num_hidden_layers": 1, "vocab_size": 16, "output_vocab_size": 12}
+    apertus = {"architectures": ["Apertus1p5ForConditionalGeneration"], "model_type": "apertus1p5", "text_config": text}
+    x = bf16(numbers(16, 8))
+    tensors = {
+        "model.language_model.embed_tokens.weight": x, "lm_head.weight": bf16(numbers(12, 8)),
+        "model.vision_tokenizer.encoder.weight": bf16(numbers(4, 4)),
+    }  # fmt: skip
+    m = build(tmp_path, apertus, tensors)
+    kept = (x[:12].astype(np.uint32) << 16).view(np.float32)
+    np.testing.assert_array_equal(values(m, "token_embd.weight"), kept)
+    assert m.tensors["output.weight"].shape == (8, 12)
+    assert m.notes == ["tokens from 12 on, of images and sounds, are left out"]
+
+
 def test_layers_for_further_tokens_are_counted_where_they_are(tmp_path: Path) -> None:
     glm = {
         "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "n_routed_experts": 4, "head_dim": 2,

@@ -165,6 +165,29 @@ def test_bpe_of_characters_becomes_a_vocabulary_with_scores(tmp_path: Path, pref
     same(keys, fast, [*NASTY, *PLAIN])
 
 
+@pytest.mark.parametrize("added", [False, True])
+def test_tokens_without_an_output_are_left_out(added: bool, tmp_path: Path) -> None:
+    """Those of images and sounds, in the vocabulary or beside it (Apertus 1.5)."""
+    fast = byte_level(pt.ByteLevel(add_prefix_space=False), 400)
+    n = fast.get_vocab_size()
+    media = [f"<|visual token {i}|>" for i in range(6)]
+    save(tmp_path, fast, bos_token="<s>")
+    path = tmp_path / "tokenizer.json"
+    content = json.loads(path.read_text())
+    if added:
+        content["added_tokens"] += [
+            content["added_tokens"][0] | {"id": n + i, "content": t} for i, t in enumerate(media)
+        ]
+    else:
+        content["model"]["vocab"] |= {text: n + i for i, text in enumerate(media)}
+    path.write_text(json.dumps(content))
+    config = {"text_config": {"vocab_size": n + 6, "output_vocab_size": n}}
+    keys = read_vocabulary(tmp_path, config, "apertus")
+    assert len(keys["tokenizer.ggml.tokens"]) == n and not any("visual" in t for t in keys["tokenizer.ggml.tokens"])
+    whole = read_vocabulary(tmp_path, {"text_config": {"vocab_size": n + 6, "output_vocab_size": None}}, "apertus")
+    assert whole["tokenizer.ggml.tokens"][n:] == media
+
+
 def test_gemma4_keeps_merges_of_characters(tmp_path: Path) -> None:
     fast = characters(prefix=False)
     fast.add_special_tokens([AddedToken("<|channel>", special=True, normalized=False)])

@@ -196,6 +196,7 @@ def _text_part(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 _TEXT_TYPES = {
+    "apertus1p5": "apertus1p5_text",
     "gemma3": "gemma3_text",
     "gemma3n": "gemma3n_text",
     "gemma4": "gemma4_text",

@@ -65,16 +65,23 @@ class TokenizerFiles:
 
     @cached_property
     def size(self) -> int | None:
-        """Return the number of tokens with embeddings by config.json, or None if it does not say."""
+        """Return the number of tokens by config.json, or None if it does not say: of those with an output, if fewer."""
         text = self.config.get("text_config")
         for config in (text if isinstance(text, dict) else {}, self.config):
-            for key in ("vocab_size", "padded_vocab_size"):
+            for key in ("output_vocab_size", "vocab_size", "padded_vocab_size"):
                 value = config.get(key)
                 if isinstance(value, int) and not isinstance(value, bool):
                     if not 0 < value < 1 << 27:
                         raise FormatError(f"{self.source}: {key} of config.json is {value}")
                     return value
         return None
+
+    @cached_property
+    def pruned(self) -> range:
+        """Return the ids of the tokens that have no output: they stand for parts of images and sounds, not for text."""
+        text = self.config.get("text_config")
+        own = dict(self.config) | (text if isinstance(text, dict) else {})
+        return range(self.size or 0, int(own.get("vocab_size") or 0)) if own.get("output_vocab_size") else range(0)
 
     @cached_property
     def added(self) -> dict[int, AddedToken]:

@@ -144,7 +144,7 @@ def _byte_level(files: TokenizerFiles, architecture: str, pre: str | None) -> Ke
     path = files.directory / "tokenizer.json"
     model = files.model
     vocabulary, merges = _json_vocabulary(files), _json_merges(files)
-    table = make_table(files, {i: (text, 0.0, NORMAL) for text, i in vocabulary.items()})
+    table = make_table(files, {i: (text, 0.0, NORMAL) for text, i in vocabulary.items() if i not in files.pruned})
     special = special_keys(files, table, architecture)
 
     name = pre or recognise(files.fast, architecture, bool(model.get("ignore_merges")), str(path))

@@ -1,4 +1,4 @@
-"""Apertus, and models of 2023 to 2025 over common blocks: DeciLM and Nemotron (NAS), OpenELM, Jais 1, SmallThinker."""
+"""Apertus, and models of 2023 to 2025 over common blocks: DeciLM, Nemotron (NAS), OpenELM, Jais 1, SmallThinker."""
 
 from __future__ import annotations
 
@@ -36,6 +36,14 @@ def _apertus(m: b.Build) -> None:
     k.biases(m)
     m.config.expect("qk_norm", True)
     m.config.expect("post_norm", False)
+
+
+def _text_embeddings(m: b.Build, found: b.Found) -> None:
+    """Keep the embeddings of tokens that have an output; the others, which come last, stand for images and sounds."""
+    n = m.config.integer("output_vocab_size", default=found.shape[0], least=1)
+    if n < found.shape[0]:
+        m.notes.append(f"tokens from {n} on, of images and sounds, are left out")
+    m.part(found, "token_embd.weight", 0, min(n, found.shape[0]))
 
 
 def _finish_apertus(m: b.Build) -> None:
@@ -216,6 +224,14 @@ SMALLTHINKER: b.Table = {
 
 ARCHITECTURES = (
     b.Architecture("apertus", ("ApertusForCausalLM",), _apertus, APERTUS, _finish_apertus),
+    b.Architecture(
+        "apertus",
+        ("Apertus1p5TextForCausalLM", "Apertus1p5ForConditionalGeneration"),
+        _apertus,
+        APERTUS | {"embed_tokens": _text_embeddings},
+        _finish_apertus,
+        r"vision_tokenizer|audio_tokenizer",
+    ),
     b.Architecture("deci", ("DeciLMForCausalLM",), _deci, DECI, finish),
     b.Architecture("openelm", ("OpenELMForCausalLM",), _openelm, OPENELM, k.tied_by_default, strip="transformer."),
     b.Architecture("jais", ("JAISLMHeadModel",), _jais, JAIS, _own_output, strip="transformer."),

@@ -124,7 +124,7 @@ def _gemma3n(m: b.Build) -> None:
     c.expect("attention_bias", False)
     c.expect("altup_active_idx", 0)
     c.expect("altup_correct_scale", True)
-    c.ignore("altup_coef_clip")  # of training
+    c.ignore("altup_coef_clip", "altup_lr_multiplier", "query_pre_attn_scalar")  # of training, and without effect
     k.rope(m)
     m.key("rope.freq_base_swa", _local_base(m))
     for kind in ("full_attention", "sliding_attention"):

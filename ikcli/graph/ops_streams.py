@@ -144,7 +144,7 @@ class StreamAdd(SameSize):
 
     def compute(self, run: Run) -> Array:
         x = run.value(self.x)
-        shares = np.ones((len(x), self.n), run.dtype)
+        shares: Array = np.ones((len(x), self.n), run.dtype)
         if self.weights is not None:
             shares = shares + run.value(self.weights)
         shares[:, : self.first] = 0

@@ -14,7 +14,7 @@ from ikcli.errors import UnsupportedError
 _FAMILIES = (
     "afmoe apertus arctic baichuan bert bitnet bloom cohere dbrx deepseek dots drafts ernie exaone falcon "
     "gemma glm gpt2 gpt_oss gptneox granite grok hunyuan internlm laguna ling llama llama4 looped mellum mimo "
-    "minimax mpt muse nemotron olmo phi plamo qwen refact stablelm starcoder step t5 talkie"
+    "minimax mpt muse nemotron olmo phi plamo qwen refact stablelm starcoder step t5"
 )
 """The files of this folder, each with the records of a model family."""
 

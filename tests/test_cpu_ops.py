@@ -170,6 +170,7 @@ def test_swiglu_at_the_extremes() -> None:
 
 
 GLUS = [Glu(kind) for kind in GATED] + [Glu("silu", 0.8), Glu("gelu", 0.5), Glu("swiglu_oai", 1.2, 1.5)]
+GLUS.append(Glu("situ", 0.8, 1.5))
 
 
 @pytest.mark.parametrize("cols", [7, 64, 100])

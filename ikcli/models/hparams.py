@@ -159,6 +159,9 @@ class HParams:
     ssm_d_inner: int = 0  # columns of all value heads
     ssm_norm_eps: float = 0.0  # of the norms of what a scan is controlled by; 0: it is not normed
     kda_lower_bound: float = 0.0  # of logarithms of decays; 0: none
+    residual_block: int = 0  # layers between outputs that later layers attend to; 0: none do
+    situ_beta: float = 0.0  # bounds of SiTU's gate and of what it multiplies; 0: none
+    situ_linear_beta: float = 0.0
     n_further: int = 0  # blocks after those of the model, each a head that predicts a further token (NextN, MTP)
     index_top_k: int = 0  # positions that a query attends to; 0: all (models/sparse/indexer.py)
     index_n_head: int = 0

@@ -34,7 +34,6 @@ REASONS = {
     "hunyuan_vl": _IMAGES,
     "hy_v4": "layers share what an indexer chose, and it has several streams of states with limited sizes",
     "k2horizon": "the values of its attention are chosen among experts, and its norms are in groups",
-    "kimi-k3": "its layers attend to the outputs of earlier ones, and its experts have the activation SiTU",
     "llada": _DIFFUSION,
     "llada-moe": _DIFFUSION,
     "minimax-01": "the graph of its linear attention, which has a fixed decay per head, is not written yet",

@@ -1,4 +1,4 @@
-"""Lower compressed attention (entries of several positions) and hyper-connections (streams of a residual)."""
+"""Lower compressed attention (entries of several positions), streams of a residual and attention to earlier outputs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ikcli.backends.cpu.params_attention import (
     PooledStoreParams,
     PoolParams,
 )
-from ikcli.backends.cpu.params_layers import StreamParams, StreamWeightsParams
+from ikcli.backends.cpu.params_layers import ResidualParams, StreamParams, StreamWeightsParams
 from ikcli.backends.cpu.program import CpuLowering, Ref
 from ikcli.backends.weight_checks import check_f32
 from ikcli.errors import UnsupportedError
@@ -21,7 +21,7 @@ from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.types import TYPES, row_n_bytes
 from ikcli.graph import Cache, HeadSlice, Node, Per, Rows
 from ikcli.graph.ops_pooled import Pool, PooledAttn, PooledCells, PooledStore
-from ikcli.graph.ops_streams import StreamMix, StreamSum, StreamWeights
+from ikcli.graph.ops_streams import ResidualAttn, StreamMix, StreamSum, StreamWeights
 from ikcli.native.kernel_cache import KernelKey
 
 _TILE = 64  # positions and entries
@@ -125,3 +125,14 @@ def _stream_mix(low: CpuLowering, node: Node, op: StreamMix) -> None:
     params = StreamParams(x=low.out(op.x), added=low.out(op.out), weights=low.out(op.weights),
                           weight_cols=op.weights.cols, out=low.out(node), n=op.n, cols=op.out.cols)  # fmt: skip
     low.emit(KernelKey("streams", "make_stream_mix"), node.rows, params, row_bytes=12 * op.x.cols)
+
+
+@RULES.add(ResidualAttn, "kept x w eps")
+def _residual_attn(low: CpuLowering, node: Node, op: ResidualAttn) -> None:
+    check_f32(op.w, "weights of the scores of earlier outputs")
+    _whole_vectors(node, node.cols)
+    scratch = 4 * (op.n_kept + 1)
+    params = ResidualParams(kept=low.out(op.kept), x=low.out(op.x), w=low.weight(op.w), out=low.out(node), n=op.n_kept,
+                            cols=node.cols, eps=op.eps, scratch=low.buffer(scratch * low.n_threads),
+                            scratch_bytes=scratch)  # fmt: skip
+    low.emit(KernelKey("streams", "make_residual_attn"), node.rows, params, row_bytes=8 * op.kept.cols)

@@ -301,3 +301,17 @@ class StreamParams(Params):
     out: Address
     n: int
     cols: int  # of a stream
+
+
+class ResidualParams(Params):
+    """Parameters of the attention to earlier outputs."""
+
+    kept: Address
+    x: Address
+    w: Address
+    out: Address
+    n: int  # rows that are kept
+    cols: int
+    eps: F32
+    scratch: Address
+    scratch_bytes: int  # of a thread

@@ -1,4 +1,4 @@
-"""Lower hyper-connections, a residual of several streams, for the GPU; kernels in `kernels/layer_streams.cu`."""
+"""Lower residuals of several streams, and attention to earlier outputs, for the GPU; see `kernels/layer_streams.cu`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ikcli.backends.cuda.activations import PER_BLOCK, THREADS, parts_of, row_gr
 from ikcli.backends.cuda.lower import RULES, GpuLowering
 from ikcli.backends.weight_checks import check_f32
 from ikcli.graph import Node
-from ikcli.graph.ops_streams import StreamMix, StreamSum, StreamWeights
+from ikcli.graph.ops_streams import ResidualAttn, StreamMix, StreamSum, StreamWeights
 
 
 @RULES.add(StreamWeights, "x scale base n n_iter eps")
@@ -36,3 +36,12 @@ def stream_mix(low: GpuLowering, node: Node, op: StreamMix) -> None:
     low.emit("layer_stream_mix", row_grid(node.rows, parts_of(cols, PER_BLOCK)), THREADS, 0, low.state,
              *low.row_args(node.rows), low.out(op.x), low.out(op.out), low.out(op.weights), low.out(node),
              np.int32(cols), np.int32(op.n))  # fmt: skip
+
+
+@RULES.add(ResidualAttn, "kept x w eps")
+def residual_attn(low: GpuLowering, node: Node, op: ResidualAttn) -> None:
+    """Lower a row mixed with earlier ones, a block per row."""
+    check_f32(op.w, "weights of the scores of earlier outputs")
+    low.emit("layer_residual_attn", row_grid(node.rows), THREADS, 4 * (op.n_kept + 1), low.state,
+             *low.row_args(node.rows), low.out(op.kept), low.out(op.x), low.weight(op.w), low.out(node),
+             np.int32(node.cols), np.int32(op.n_kept), np.float32(op.eps))  # fmt: skip

@@ -12,9 +12,12 @@ from ikcli.graph.activations import GELU_CUBE, GELU_SLOPE, QUICK_SLOPE
 from ikcli.native.jit import inline
 from ikcli.native.simd.math import vexp, vsilu
 from ikcli.native.simd.vec import (
+    bits_f32x16_i32,
     ld_f32,
     load_f32x16,
+    select_less_i32,
     splat_f32x16,
+    splat_i32x16,
     st_f32,
     store_f32x16,
     vabs,
@@ -28,7 +31,11 @@ from ikcli.native.simd.vec import (
 )
 
 _F = np.float32
-_F0, _HALF, _F1, _FAR = _F(0.0), _F(0.5), _F(1.0), _F(100.0)
+_F0, _HALF, _F1, _F2, _FAR = _F(0.0), _F(0.5), _F(1.0), _F(2.0), _F(100.0)
+_TANH = tuple(_F(c) for c in (
+    -5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1,
+))  # fmt: skip
+_TANH_NEAR = np.int32(np.float32(0.625).view(np.int32))
 _ERFC_STEP = _F(0.5 / math.sqrt(2))
 # Half of erfc by the Chebyshev fit of Numerical Recipes (erfcc), highest power first.
 _ERFC = tuple(_F(c) for c in (
@@ -157,6 +164,8 @@ def _gated(kind, limited):
     """Return (vector, scalar) functions of (gate, up, limit, alpha)."""
     if kind == "swiglu_oai":
         return _oai(limited)
+    if kind == "situ":
+        return _situ(limited)
     vact, act = _UNARY[kind]
     if not limited:
 
@@ -205,6 +214,36 @@ def _oai(limited):
         if limited:
             gate, up = kept(gate, min(gate, limit)), clamp(up, limit)
         return sigmoid_times(gate, gate * alpha) * (up + _F1)
+
+    return vglu, glu
+
+
+@inline
+def vtanh(x):
+    """Return the hyperbolic tangent: near 0 the polynomial of Cephes, elsewhere 1 - 2 / (1 + e**2x)."""
+    z = vmul(x, x)
+    p = vfma(splat_f32x16(_TANH[0]), z, splat_f32x16(_TANH[1]))
+    p = vfma(p, z, splat_f32x16(_TANH[2]))
+    p = vfma(p, z, splat_f32x16(_TANH[3]))
+    p = vfma(p, z, splat_f32x16(_TANH[4]))
+    near = vfma(vmul(p, z), x, x)
+    one = splat_f32x16(_F1)
+    far = vsub(one, vdiv(splat_f32x16(_F2), vadd(one, vexp(vadd(x, x)))))
+    return select_less_i32(bits_f32x16_i32(vabs(x)), splat_i32x16(_TANH_NEAR), near, far)
+
+
+def _situ(limited):
+    @inline
+    def vglu(gate, up, limit, alpha):
+        if limited:
+            up = vmul(splat_f32x16(limit), vtanh(vmul(up, splat_f32x16(_F1 / limit))))
+        return vmul(vsigmoid_times(vmul(splat_f32x16(alpha), vtanh(vmul(gate, splat_f32x16(_F1 / alpha)))), gate), up)
+
+    @inline
+    def glu(gate, up, limit, alpha):
+        if limited:
+            up = limit * _F(math.tanh(up * (_F1 / limit)))
+        return sigmoid_times(alpha * _F(math.tanh(gate * (_F1 / alpha))), gate) * up
 
     return vglu, glu
 

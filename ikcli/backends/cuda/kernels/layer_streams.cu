@@ -1,4 +1,5 @@
-// Hyper-connections (graph/ops_streams.py): a residual of n streams, rows of which lie one after the other.
+// Hyper-connections (graph/ops_streams.py): a residual of n streams, rows of which lie one after the other; and attention of
+// rows to earlier ones.
 #include "layer_common.cuh"
 
 DI float stream_gate(float x) {
@@ -95,5 +96,38 @@ layer_stream_mix(const i64* st, int symbol, int factor, const float* x, const fl
         out[(i64)k * cols + j] = sum;
       }
     }
+  }
+}
+
+// Row x and n rows kept, one after the other, weighted by the soft-max of their scores: the product with w over the root mean
+// square. A block per row; scores are in shared memory. Rows are read from memory once, and from L2 after that.
+extern "C" __global__ void __launch_bounds__(256)
+layer_residual_attn(const i64* st, int symbol, int factor, const float* kept, const float* x, const float* w, float* out, int cols,
+                    int n, float eps) {
+  SMEM_DECL
+  IK_SHARED(float, scratch, 32)
+  const i64 row = blockIdx.x;
+  if (row >= step_rows(st, symbol, factor)) return;
+  float* share = (float*)smem_raw;
+  kept += row * cols * n, x += row * cols, out += row * cols;
+  float top = -INFINITY, total = 0.f;
+  for (int s = 0; s <= n; s++) {
+    const float* from = s < n ? kept + (i64)s * cols : x;
+    float squares = 0.f, product = 0.f;
+    for (int i = threadIdx.x; i < cols; i += blockDim.x) {
+      const float v = from[i];
+      squares = fmaf(v, v, squares), product = fmaf(v, w[i], product);
+    }
+    squares = block_sum(squares, scratch), product = block_sum(product, scratch);
+    const float score = product / sqrtf(squares / (float)cols + eps);
+    if (threadIdx.x == 0) share[s] = score;
+    top = fmaxf(top, score);
+  }
+  __syncthreads();
+  for (int s = 0; s <= n; s++) total += expf(share[s] - top);
+  for (int i = threadIdx.x; i < cols; i += blockDim.x) {
+    float sum = 0.f;
+    for (int s = 0; s <= n; s++) sum = fmaf(expf(share[s] - top), s < n ? kept[(i64)s * cols + i] : x[i], sum);
+    out[i] = sum / total;
   }
 }

@@ -1,6 +1,6 @@
 """Streams of a residual, compressed attention and rows before all positions, on the emulated device.
 
-Ops against NumPy; sessions of DeepSeek V4 and openPangu.
+Ops against NumPy; sessions of DeepSeek V4, openPangu and Kimi K3.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from cuda_graphs import GraphRun
 from deepseek4_model import tiny_deepseek4
 from gguf_files import write_model
 from openpangu_model import tiny_openpangu
+from tiny_architectures import tiny
 
 from ikcli.backends.cuda.lower import all_rules
 from ikcli.backends.cuda.upload import device_row_bytes
@@ -29,7 +30,7 @@ from ikcli.gguf.constants import GGMLType
 from ikcli.graph import Cache, HeadSlice, Node, Per, Weight, micro_batch
 from ikcli.graph.ops_pooled import Pool, PooledAttn, PooledCells, PooledStore
 from ikcli.graph.ops_sparse import PrefixAttn
-from ikcli.graph.ops_streams import StreamMix, StreamSum, StreamWeights
+from ikcli.graph.ops_streams import ResidualAttn, StreamMix, StreamSum, StreamWeights
 from ikcli.models import GraphConfig
 
 pytestmark = [needs_emulation, pytest.mark.slow("compiles attention to listed rows, and streams, for emulation")]
@@ -55,6 +56,15 @@ def test_streams(n: int, cols: int, eps: float) -> None:
              g.record(StreamMix(x, out, weights, n), "mix")]  # fmt: skip
     for found, wanted in run(*nodes):
         np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(("n", "cols"), [(1, 64), (9, 1028), (3, 30), (40, 16)])
+def test_attention_to_earlier_outputs(n: int, cols: int) -> None:
+    rng = np.random.default_rng(n)
+    run = GraphRun(all_rules(), {"w": _random(rng, cols)})
+    kept, x = run.input("kept", _random(rng, 5, n * cols)), run.input("x", 3 * _random(rng, 5, cols))
+    ((found, wanted),) = run(run.graph.record(ResidualAttn(kept, x, run.weight("w"), 1e-5), "y"))
+    np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=2e-5)
 
 
 def test_tables_of_earlier_positions() -> None:
@@ -268,6 +278,14 @@ def test_deepseek4(
     model = tiny_deepseek4(**({"expert_used_count": 8} if "type_k" in cfg else {}))  # codes double rounding errors
     error = _errors(write_model(model, tmp_path / "m.gguf"), GraphConfig(n_ctx=256, **cfg), **changes)
     # Experts and entries that tie up to rounding may be chosen differently.
+    assert (error <= 0.05).mean() >= 0.9, np.sort(error)
+
+
+def test_kimi_k3_on_two_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers on the GPU attend to outputs of layers on the CPU."""
+    monkeypatch.setattr(gpus, "open_devices", cuda_sessions.Opener())
+    model = tiny("kimi-k3", expert_used_count=8)
+    error = _errors(write_model(model, tmp_path / "m.gguf"), GraphConfig(n_ctx=256), n_gpu_layers=2)
     assert (error <= 0.05).mean() >= 0.9, np.sort(error)
 
 

@@ -18,9 +18,9 @@ from ikcli.errors import UnsupportedError
 from ikcli.gguf.constants import GGMLType
 from ikcli.graph import Graph, HeadSlice, Node, Weight, micro_batch
 from ikcli.graph.activations import GATED, UNARY, Glu
-from ikcli.graph.ops_streams import ResidualAttn
 from ikcli.graph.micro_batch import MicroBatch
 from ikcli.graph.ops_alibi import Alibi
+from ikcli.graph.ops_streams import ResidualAttn
 from ikcli.quant.decode import dequantize
 from ikcli.quant.formats import get_format
 
@@ -480,9 +480,8 @@ def test_moe_up_gate_of_other_activations(act: Glu) -> None:
 @pytest.mark.parametrize(("n", "cols"), [(1, 16), (9, 112), (40, 64)])
 def test_attention_to_earlier_outputs(n: int, cols: int) -> None:
     w = 2 * random(cols)
-    for kept, x in (
-        (random(5, n * cols, seed=2), 3 * random(5, cols, seed=3)), (np.zeros((1, n * cols), np.float32), random(1, cols)),
-    ):  # fmt: skip
+    zeros = np.zeros((1, n * cols), np.float32)
+    for kept, x in ((random(5, n * cols, seed=2), 3 * random(5, cols, seed=3)), (zeros, random(1, cols))):
         found, wanted = run_both(
             lambda g, v: g.record(ResidualAttn(v[0], v[1], weight("w", w), 1e-5), "y"), [kept, x], {"w": w}, n_threads=3
         )

@@ -118,7 +118,9 @@ def test_swiglu_at_the_extremes(cols: int) -> None:
 
 
 @pytest.mark.parametrize("cols", [39, 64])
-@pytest.mark.parametrize("act", [Glu(kind) for kind in GATED] + [Glu("silu", 0.8), Glu("swiglu_oai", 1.2, 1.5), Glu("situ", 0.8, 1.5)])
+@pytest.mark.parametrize(
+    "act", [Glu(kind) for kind in GATED] + [Glu("silu", 0.8), Glu("swiglu_oai", 1.2, 1.5), Glu("situ", 0.8, 1.5)]
+)
 def test_activations(act: Glu, cols: int) -> None:
     run = graph()
     x, y = run.input("x", 3 * random(3, cols)), run.input("y", random(3, cols, seed=2))

@@ -108,7 +108,7 @@ class StreamMix(Op):
 
 @dataclass(frozen=True, slots=True)
 class ResidualAttn(Op):
-    """The mean of the rows kept, one after the other, and of x, weighted by the soft-max of their scores: [rows, x.cols].
+    """Rows kept, one after the other, and x, averaged with weights that are a soft-max of their scores: [rows, x.cols].
 
     The score of a row is its product with w, divided by the row's root mean square. Corresponds to the attention
     residuals of Kimi K3.

@@ -42,6 +42,6 @@ def stream_mix(low: GpuLowering, node: Node, op: StreamMix) -> None:
 def residual_attn(low: GpuLowering, node: Node, op: ResidualAttn) -> None:
     """Lower a row mixed with earlier ones, a block per row."""
     check_f32(op.w, "weights of the scores of earlier outputs")
-    low.emit("layer_residual_attn", row_grid(node.rows), THREADS, 4 * (op.n_kept + 1), low.state,
+    low.emit("layer_residual_attn", row_grid(node.rows), 512, 8 * (op.n_kept + 1), low.state,
              *low.row_args(node.rows), low.out(op.kept), low.out(op.x), low.weight(op.w), low.out(node),
              np.int32(node.cols), np.int32(op.n_kept), np.float32(op.eps))  # fmt: skip

@@ -59,7 +59,8 @@ def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
                 last = _second_half(g, hp, cfg, cur, None if starts else x, kept, layer)
                 g.states = blocks.states_of(g, hp, w, _output_mix(g, hp, w, kept, last))
                 g.il, g.exact = il, exact
-            cur, x, kept = (g.select_outputs(n, f"last_{what}") for n, what in ((cur, "attn"), (x, "x"), (kept, "kept")))
+            cur, x = g.select_outputs(cur, "last_attn"), g.select_outputs(x, "last_x")
+            kept = g.select_outputs(kept, "last_kept")
         x = _second_half(g, hp, cfg, cur, None if starts else x, kept, layer)
     assert kept is not None
     return blocks.output(g, hp, w, _output_mix(g, hp, w, kept, x))

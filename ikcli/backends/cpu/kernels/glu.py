@@ -11,13 +11,11 @@ from ikcli.backends.cpu.params_layers import ClampParams, GluParams, MapParams
 from ikcli.graph.activations import GELU_CUBE, GELU_SLOPE, QUICK_SLOPE
 from ikcli.native.jit import inline
 from ikcli.native.simd.math import vexp, vsilu
+from ikcli.native.simd.tanh import vtanh
 from ikcli.native.simd.vec import (
-    bits_f32x16_i32,
     ld_f32,
     load_f32x16,
-    select_less_i32,
     splat_f32x16,
-    splat_i32x16,
     st_f32,
     store_f32x16,
     vabs,
@@ -31,11 +29,7 @@ from ikcli.native.simd.vec import (
 )
 
 _F = np.float32
-_F0, _HALF, _F1, _F2, _FAR = _F(0.0), _F(0.5), _F(1.0), _F(2.0), _F(100.0)
-_TANH = tuple(_F(c) for c in (
-    -5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1,
-))  # fmt: skip
-_TANH_NEAR = np.int32(np.float32(0.625).view(np.int32))
+_F0, _HALF, _F1, _FAR = _F(0.0), _F(0.5), _F(1.0), _F(100.0)
 _ERFC_STEP = _F(0.5 / math.sqrt(2))
 # Half of erfc by the Chebyshev fit of Numerical Recipes (erfcc), highest power first.
 _ERFC = tuple(_F(c) for c in (
@@ -216,20 +210,6 @@ def _oai(limited):
         return sigmoid_times(gate, gate * alpha) * (up + _F1)
 
     return vglu, glu
-
-
-@inline
-def vtanh(x):
-    """Return the hyperbolic tangent: near 0 the polynomial of Cephes, elsewhere 1 - 2 / (1 + e**2x)."""
-    z = vmul(x, x)
-    p = vfma(splat_f32x16(_TANH[0]), z, splat_f32x16(_TANH[1]))
-    p = vfma(p, z, splat_f32x16(_TANH[2]))
-    p = vfma(p, z, splat_f32x16(_TANH[3]))
-    p = vfma(p, z, splat_f32x16(_TANH[4]))
-    near = vfma(vmul(p, z), x, x)
-    one = splat_f32x16(_F1)
-    far = vsub(one, vdiv(splat_f32x16(_F2), vadd(one, vexp(vadd(x, x)))))
-    return select_less_i32(bits_f32x16_i32(vabs(x)), splat_i32x16(_TANH_NEAR), near, far)
 
 
 def _situ(limited):

@@ -138,6 +138,6 @@ class ResidualAttn(Op):
     def compute(self, run: Run) -> Array:
         x = run.value(self.x)
         rows = np.concatenate([run.value(self.kept), x], axis=1).reshape(len(x), self.n_kept + 1, -1)
-        size = np.sqrt(np.mean(rows * rows, axis=-1, dtype=np.float64) + self.eps).astype(run.dtype)
+        size: Array = np.sqrt(np.mean(rows * rows, axis=-1, dtype=np.float64) + self.eps).astype(run.dtype)
         scores = rows @ run.weight(self.w).reshape(-1) / size
         return np.einsum("rs,rsd->rd", softmax(scores), rows)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ikcli.graph import Graph, Node, Rows, Weight
+from ikcli.graph import Graph, Node, Weight
 from ikcli.graph.activations import Glu
 from ikcli.graph.ops_streams import ResidualAttn
 from ikcli.models import blocks, expected
@@ -54,36 +54,19 @@ def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
             kept = x if kept is None else g.concat([kept, x], "res_kept")
         cur = attn(blocks.normed(g, hp, cur, layer, "attn_norm"), layer)
         if il == hp.n_layer - 1:
-            if g.wants_states is Rows.TOKENS:  # beside the output rows, which are computed as without them
-                exact = g.exact
-                last = _second_half(g, hp, cfg, cur, None if starts else x, kept, layer)
-                g.states = blocks.states_of(g, hp, w, _output_mix(g, hp, w, kept, last))
-                g.il, g.exact = il, exact
             cur, x = g.select_outputs(cur, "last_attn"), g.select_outputs(x, "last_x")
             kept = g.select_outputs(kept, "last_kept")
-        x = _second_half(g, hp, cfg, cur, None if starts else x, kept, layer)
+        x = cur if starts else g.add(cur, x, "ffn_inp")
+        mixed = _mixed(g, hp, kept, x, layer.ffn_res_score, "ffn_res")
+        cur = _feed_forward(g, hp, cfg, blocks.normed(g, hp, mixed, layer, "ffn_norm"), layer)
+        x = g.layer_out(g.add(cur, x, "l_out"))
     assert kept is not None
-    return blocks.output(g, hp, w, _output_mix(g, hp, w, kept, x))
+    g.il = -1
+    return blocks.output(g, hp, w, _mixed(g, hp, kept, x, w["output_res_score.weight"], "output_res"))
 
 
 def _mixed(g: Graph, hp: HParams, kept: Node, x: Node, score: Weight, name: str) -> Node:
     return g.record(ResidualAttn(kept, x, score, hp.eps), name)
-
-
-def _output_mix(g: Graph, hp: HParams, w: Weights, kept: Node, x: Node) -> Node:
-    """Record what the last norm reads."""
-    g.il = -1
-    return _mixed(g, hp, kept, x, w["output_res_score.weight"], "output_res")
-
-
-def _second_half(
-    g: Graph, hp: HParams, cfg: GraphConfig, cur: Node, x: Node | None, kept: Node, layer: LayerWeights
-) -> Node:
-    """Record the rest of a layer after its attention `cur`; x is the residual, None where it starts anew."""
-    x = cur if x is None else g.add(cur, x, "ffn_inp")
-    mixed = _mixed(g, hp, kept, x, layer.ffn_res_score, "ffn_res")
-    cur = _feed_forward(g, hp, cfg, blocks.normed(g, hp, mixed, layer, "ffn_norm"), layer)
-    return g.layer_out(g.add(cur, x, "l_out"))
 
 
 def _feed_forward(g: Graph, hp: HParams, cfg: GraphConfig, x: Node, layer: LayerWeights) -> Node:

@@ -134,6 +134,7 @@ _STEP = _every(4, 48)
 _MIMO = np.array([il != 0 and (il + 1) % 6 != 0 and il != 47 for il in range(48)])
 _LAGUNA = _every(4, 40)
 _KIMI = np.array([0 if (il + 1) % 4 and il != 26 else 32 for il in range(27)], np.int32)
+_KIMI_K3 = np.array([int((il + 1) % 4 == 0 or il == 92) for il in range(93)], np.int32)
 _YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 40.0, "rope.scaling.original_context_length": 4096}
 _GROUPS = {"expert_group_count": 8, "expert_group_used_count": 4}
 _SIGMOID: Keys = {"expert_gating_func": 2, "expert_weights_norm": True, "expert_weights_scale": 2.5}
@@ -229,6 +230,14 @@ REAL: dict[str, Real] = {
     "grok-1": Real("grok", _llama(64, 6144, 32768, 48, 8) | _experts(8, 2, 32768), 131072, _TIED),
     "hunyuan-a13b": Real(
         "hunyuan-moe", _llama(32, 4096, 3072, 32, 8) | _experts(64, 8, 3072, 1) | {_SHARED_SPLIT: 3072}, 128167, _TIED
+    ),
+    "kimi-k3": Real(
+        "kimi-k3",
+        _llama(93, 7168, 33792, 96, 1) | _mla(1536) | _experts(896, 16, 3072, 2, 1) | _SIGMOID
+        | {"attention.head_count_kv": _KIMI_K3, "ssm.conv_kernel": 4, "kda.head_dim": 128, "expert_weights_scale": 1.0,
+           "kda.gate_lower_bound": -5.0, "attn_res.block_size": 12, "expert_latent_length": 3584,
+           "activation.situ_beta": 4.0, "activation.situ_linear_beta": 25.0},
+        163840, (_OUT, _PROBS, _KB, r"attn_gate\.weight", r"ffn_routed_norm\.weight"),
     ),
     "kimi-linear-48b": Real(
         "kimi-linear",

@@ -219,6 +219,8 @@ def test_gating_of_files_that_do_not_say() -> None:
         ("mamba", {"ssm.inner_size": 100}, "mamba.ssm.inner_size is 100; only multiples of 16 up to"),
         ("bailingmoe3", {"kda.safe_gate": False}, "kda.safe_gate is false; only the safe gate"),
         ("bailingmoe3", {"kda.gate_lower_bound": 5.0}, "kda.gate_lower_bound is 5.0; it must be below 0"),
+        ("kimi-k3", {"attn_res.block_size": 0}, "attn_res.block_size is 0, outside 1.."),
+        ("kimi-k3", {"activation.situ_beta": 0.0}, "activation.situ_beta is 0.0; it must be positive"),
     ],
 )
 def test_files_with_recurrent_layers_that_cannot_be_run(arch: str, changes: dict[str, Any], message: str) -> None:

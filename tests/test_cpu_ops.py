@@ -21,7 +21,7 @@ from ikcli.graph.activations import GATED, UNARY, Glu
 from ikcli.graph.micro_batch import MicroBatch
 from ikcli.graph.ops_alibi import Alibi
 from ikcli.graph.ops_elements import Cut
-from ikcli.graph.ops_streams import StreamAdd, StreamLevel, StreamPredict
+from ikcli.graph.ops_streams import ResidualAttn, StreamAdd, StreamLevel, StreamPredict
 from ikcli.quant.decode import dequantize
 from ikcli.quant.formats import get_format
 
@@ -199,6 +199,7 @@ def test_swiglu_at_the_extremes() -> None:
 
 GLUS = [Glu(kind) for kind in GATED] + [Glu("silu", 0.8), Glu("gelu", 0.5), Glu("swiglu_oai", 1.2, 1.5)]
 GLUS.append(Glu("silu_of_capped", 0.8))
+GLUS.append(Glu("situ", 0.8, 1.5))
 
 
 @pytest.mark.parametrize("cols", [7, 64, 100])
@@ -502,3 +503,14 @@ def test_moe_up_gate_of_other_activations(act: Glu) -> None:
     for n in (1, 40):
         found, wanted = run_both(build, [random(n, 32) / 4, random(n, 5, seed=3)], {"up": up, "gate": gate})
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("n", "cols"), [(1, 16), (9, 112), (40, 64)])
+def test_attention_to_earlier_outputs(n: int, cols: int) -> None:
+    w = 2 * random(cols)
+    zeros = np.zeros((1, n * cols), np.float32)
+    for kept, x in ((random(5, n * cols, seed=2), 3 * random(5, cols, seed=3)), (zeros, random(1, cols))):
+        found, wanted = run_both(
+            lambda g, v: g.record(ResidualAttn(v[0], v[1], weight("w", w), 1e-5), "y"), [kept, x], {"w": w}, n_threads=3
+        )
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)

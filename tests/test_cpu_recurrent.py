@@ -186,7 +186,7 @@ def test_l2_norm(width: int) -> None:
 @pytest.mark.parametrize(("heads", "width"), [(1, 1), (4, 1), (32, 1), (35, 1), (3, 16), (2, 48), (3, 5)])
 def test_decay(heads: int, width: int, bound: float) -> None:
     """From where softplus is tiny to where it is linear."""
-    a = np.exp(random(heads)) * (1 if bound else -1)
+    a = np.exp(random(heads)) * (np.sign(random(heads, seed=3)) if bound else -1)
     dt = random(heads * width, seed=2)
     for rows, size in ((1, 2.0), (7, 2.0), (7, 30.0)):
         x = random(rows, heads * width, seed=3) * np.float32(size)

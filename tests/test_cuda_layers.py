@@ -120,7 +120,8 @@ def test_swiglu_at_the_extremes(cols: int) -> None:
 @pytest.mark.parametrize("cols", [39, 64])
 @pytest.mark.parametrize(
     "act",
-    [Glu(kind) for kind in GATED] + [Glu("silu", 0.8), Glu("swiglu_oai", 1.2, 1.5)] + [Glu("silu_of_capped", 0.8)],
+    [Glu(kind) for kind in GATED]
+    + [Glu("silu", 0.8), Glu("swiglu_oai", 1.2, 1.5), Glu("silu_of_capped", 0.8), Glu("situ", 0.8, 1.5)],
 )
 def test_activations(act: Glu, cols: int) -> None:
     run = graph()

@@ -14,7 +14,7 @@ from leaves import Custom
 
 from ikcli.backends.cuda.layouts import TILES, PlanLayout, max_tiles
 from ikcli.backends.cuda.lower import GpuLowering, Ref, all_rules
-from ikcli.backends.cuda.rules_layers import FEW_TOKENS, plan_layout, zero_dropped
+from ikcli.backends.cuda.rules_layers import FEW_TOKENS, MANY_EXPERTS, plan_layout, zero_dropped
 from ikcli.errors import UnsupportedError
 from ikcli.graph import Node, RowSpec
 from ikcli.graph.ops_experts import route_parts
@@ -57,7 +57,8 @@ MODELS: dict[str, tuple[int, int, bool, dict[str, Any]]] = {
     "qwen3moe": (128, 8, False, {"gating": "softmax", "norm": True, "scale": 1.0}),
     "kimi": (384, 8, True, {"gating": "sigmoid", "norm": True, "scale": 2.827}),
     "phimoe": (16, 2, False, {"gating": "sparsemixer", "norm": False, "scale": 1.0}),
-    "largest": (512, 10, False, {"gating": "softmax", "norm": True, "scale": 1.0}),
+    "largest of few": (512, 10, False, {"gating": "softmax", "norm": True, "scale": 1.0}),
+    "largest": (1023, 16, True, {"gating": "sigmoid", "norm": True, "scale": 2.5}),
 }
 
 
@@ -79,7 +80,7 @@ def test_moe_route(options: dict[str, Any], biased: bool) -> None:
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("rows", [1, 5, 21])
 def test_route_and_sort_of_models(model: str, rows: int) -> None:
-    """Both ways: one block for few rows, and two launches."""
+    """Both ways: one block for few rows, and two launches; many experts always take two."""
     n, n_used, biased, options = MODELS[model]
     run = graph(**({"b": random(n) / 10} if biased else {}))
     route = routed(run, 3 * random(rows, n), n_used, **options)
@@ -88,7 +89,9 @@ def test_route_and_sort_of_models(model: str, rows: int) -> None:
     check_route(found, wanted, n_used)
     np.testing.assert_array_equal(*sorted_pairs)
     names = [launch.kernel for launch in run.launched]
-    assert names == (["layer_moe_route_sort"] if rows <= FEW_TOKENS else ["layer_moe_route", "layer_moe_sort"])
+    route_kernel = f"layer_moe_route{'_wide' if n > MANY_EXPERTS else ''}"
+    few = rows <= FEW_TOKENS and n <= MANY_EXPERTS
+    assert names == (["layer_moe_route_sort"] if few else [route_kernel, "layer_moe_sort"])
 
 
 @pytest.mark.parametrize("rows", [1, 40])
@@ -217,7 +220,8 @@ def choices(n: int, n_expert: int, n_used: int, *, dropped: float = 0.0, skew: f
 
 
 @pytest.mark.parametrize(
-    ("n", "n_expert", "n_used"), [(1, 64, 6), (3, 8, 2), (33, 256, 8), (130, 64, 6), (700, 128, 8), (200, 512, 10)]
+    ("n", "n_expert", "n_used"),
+    [(1, 64, 6), (3, 8, 2), (33, 256, 8), (130, 64, 6), (700, 128, 8), (200, 512, 10), (300, 896, 16), (40, 1023, 16)],
 )
 @pytest.mark.parametrize("dropped", [0.0, 0.3, 1.0])
 def test_moe_sort(n: int, n_expert: int, n_used: int, dropped: float) -> None:
@@ -240,7 +244,7 @@ def test_moe_sort_without_rows() -> None:
 
 
 def test_routing_that_is_too_large() -> None:
-    for n, n_used in ((513, 4), (64, 33)):
+    for n, n_used in ((1024, 4), (64, 33)):
         run = graph()
         with pytest.raises(UnsupportedError, match="more than the GPU kernels take"):
             run(routed(run, random(2, n), n_used))

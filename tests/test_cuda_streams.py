@@ -1,6 +1,6 @@
 """Streams of a residual, compressed attention and rows before all positions, on the emulated device.
 
-Ops against NumPy; sessions of DeepSeek V4, Hy 4, openPangu and Qwen4-Exp.
+Ops against NumPy; sessions of DeepSeek V4, Hy 4, openPangu, Qwen4-Exp and Kimi K3.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from ikcli.graph.ops_pooled import Pool, PooledAttn, PooledCells, PooledStore
 from ikcli.graph.ops_sparse import PrefixAttn
 from ikcli.graph.ops_streams import (
     GatedStreams,
+    ResidualAttn,
     StreamAdd,
     StreamLevel,
     StreamMatch,
@@ -115,6 +116,15 @@ def test_predicted_streams(n: int, cols: int) -> None:
     )]  # fmt: skip
     for found, wanted in run(*nodes):
         np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(("n", "cols"), [(1, 64), (9, 1028), (3, 30), (40, 16)])
+def test_attention_to_earlier_outputs(n: int, cols: int) -> None:
+    rng = np.random.default_rng(n)
+    run = GraphRun(all_rules(), {"w": _random(rng, cols)})
+    kept, x = run.input("kept", _random(rng, 5, n * cols)), run.input("x", 3 * _random(rng, 5, cols))
+    ((found, wanted),) = run(run.graph.record(ResidualAttn(kept, x, run.weight("w"), 1e-5), "y"))
+    np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=2e-5)
 
 
 def test_tables_of_earlier_positions() -> None:
@@ -347,6 +357,14 @@ def test_hy_v4(
     error = _errors(path, GraphConfig(n_ctx=256, index_top_k=top_k or 0), **changes)
     assert kernel in set().union(*(d.launches for d in opener.devices.values()))
     assert (error <= 0.05).mean() >= 0.85 and np.median(error) <= 0.02, np.sort(error)
+
+
+def test_kimi_k3_on_two_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers on the GPU attend to outputs of layers on the CPU."""
+    monkeypatch.setattr(gpus, "open_devices", cuda_sessions.Opener())
+    model = tiny("kimi-k3", expert_used_count=8)
+    error = _errors(write_model(model, tmp_path / "m.gguf"), GraphConfig(n_ctx=256), n_gpu_layers=2)
+    assert (error <= 0.05).mean() >= 0.9, np.sort(error)
 
 
 @pytest.mark.parametrize(("top_k", "share", "changes"), [(80, 0.95, {"n_gpu_layers": 2}), (24, 0.8, {})])

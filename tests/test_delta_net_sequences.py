@@ -24,7 +24,7 @@ from ikcli.models import GraphConfig
 from ikcli.settings.run import RunConfig
 
 ARCHS = ("qwen3next", "kimi-linear", "mamba")
-CPU_ARCHS = (*ARCHS, "mamba2", "minimax-01")
+CPU_ARCHS = (*ARCHS, "kimi-k3", "mamba2", "minimax-01")
 IDS = np.random.default_rng(1).integers(1, 96, 100).astype(np.int32)
 
 

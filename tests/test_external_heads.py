@@ -211,7 +211,10 @@ def test_dflash_against_numpy(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["draft-eagle3", "draft-dflash", "draft-dspark"])
 @pytest.mark.parametrize(
     "arch",
-    ["llama", *(pytest.param(a, marks=pytest.mark.slow("as llama")) for a in ("deepseek2", "qwen35moe", "gemma4"))],
+    [
+        "llama",
+        *(pytest.param(a, marks=pytest.mark.slow("as llama")) for a in ("deepseek2", "qwen35moe", "gemma4", "kimi-k3")),
+    ],
 )
 def test_answers_are_the_same(arch: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two slots, in one process and in stages, whose values the head gathers."""

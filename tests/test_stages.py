@@ -94,6 +94,7 @@ CASES: list[Any] = [
     ("qwen35moe", 4, {}),  # states
     ("gemma3", 3, {"n_ctx": 1024}),  # windows, which move
     ("kimi-linear", 3, {}),
+    ("kimi-k3", 4, {}),  # layers that attend to outputs of earlier stages
     ("gpt-oss", 2, {"type_k": "q8_0", "type_v": "q8_0"}),
 ]
 

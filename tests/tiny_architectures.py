@@ -177,11 +177,17 @@ TINY: dict[str, dict[str, Any]] = {
               "ssm.state_size": 16, "ssm.time_step_rank": 5, "expert_count": 8, "expert_used_count": 3},
     "mamba": {"attention.head_count": 0, "attention.head_count_kv": None, "feed_forward_length": 0,
               "ssm.conv_kernel": 4, "ssm.inner_size": 96, "ssm.state_size": 16, "ssm.time_step_rank": 5},
+    "kimi-k3": KDA | {
+        "block_count": 4, "attention.head_count_kv": [0, 1, 0, 1], "attention.q_lora_rank": 48,
+        "attn_res.block_size": 2, "kda.gate_lower_bound": -5.0, "expert_latent_length": 32,
+        "activation.situ_beta": 1.0, "activation.situ_linear_beta": 2.0,
+    },
     "bailingmoe3": KDA | {"kda.gate_lower_bound": -5.0, "expert_group_count": 4, "expert_group_used_count": 2,
                           "swiglu_clamp_exp": [0.0, 0.5, 0.0], "swiglu_clamp_shexp": [0.7, 0.0, 0.4]},
 }  # fmt: skip
 OPTIONAL: dict[str, tuple[str, ...]] = {
     "bitnet": (".scale",),
+    "kimi-k3": ("attn_gate.weight", "ffn_routed_norm.weight"),
     "lfm2": ("token_embd_norm.weight",), "lfm2moe": ("token_embd_norm.weight",), "mamba2": ("conv1d.bias",),
     "grok": ("ffn_gate.weight", "ffn_up.weight", "ffn_down.weight"),
     "qwen3next": ("ssm_in.weight", "ssm_ba.weight"), "bailingmoe3": ("ssm_f_a.weight", "ssm_g.weight"),

@@ -186,6 +186,12 @@ TEMPLATES: dict[str, str] = {
         "<|im_assistant|>assistant<|im_middle|>{{ m.content }}<|im_end|>",
         "<|im_assistant|>assistant<|im_middle|>",
     ),
+    "kimi-k3": _same(
+        '<|open|>message role="{{ m.role }}"<|sep|>'
+        "{% if m.role == 'assistant' %}<|open|>response<|sep|>{{ m.content }}<|close|>response<|sep|>"
+        "{% else %}{{ m.content }}{% endif %}<|close|>message<|sep|><|end_of_msg|>",
+        '<|open|>message role="assistant"<|sep|><|open|>response<|sep|>',
+    ),
     "gpt-oss": _same(
         "<|start|>{{ m.role }}<|message|>{{ m.content }}{{ '<|return|>' if m.role == 'assistant' else '<|end|>' }}",
         "<|start|>assistant",
@@ -270,6 +276,7 @@ _SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("llama4", ("<|header_start|>", "<|header_end|>")),
     ("dots1", ("<|endofuserprompt|>",)),
     ("hunyuan-moe", ("<|startoftext|>", "<|extra_4|>")),
+    ("kimi-k3", ("<|open|>", "<|close|>", "<|end_of_msg|>")),
     ("kimi-k2", ("<|im_middle|>", "<|im_end|>")),
     ("grok-2", ("<|separator|>", "'Assistant: '")),
     ("gpt-oss", ("<|start|>", "<|channel|>")),

@@ -62,7 +62,9 @@ UNARY: dict[str, Callable[[Array], Array]] = {
     "silu": silu, "gelu": gelu, "gelu_quick": gelu_quick, "relu": relu, "relu_sqr": relu_sqr,
     "gelu_erf": gelu_erf, "elu_rest": elu_rest,
 }  # fmt: skip
-GATED = ("silu", "gelu", "gelu_quick", "relu", "relu_sqr", "swiglu_oai", "gelu_erf", "elu_rest", "silu_of_capped")
+GATED = (
+    "silu", "gelu", "gelu_quick", "relu", "relu_sqr", "swiglu_oai", "gelu_erf", "elu_rest", "silu_of_capped", "situ",
+)  # fmt: skip
 """Kinds of `Glu`; the place in this list is their number in kernels."""
 
 
@@ -71,7 +73,8 @@ class Glu:
     """How gate and up become one value: f(gate) * up.
 
     A limit above 0 caps f(gate) from above and clamps up to -limit..limit. "swiglu_oai" is gate * sigmoid(alpha * gate)
-    * (up + 1), where gate itself is capped, as in "silu_of_capped".
+    * (up + 1), where gate itself is capped, as in "silu_of_capped". "situ" is sigmoid(gate) times gate and up, each
+    squashed by a hyperbolic tangent: gate to -alpha..alpha, up to -limit..limit if there is a limit.
     """
 
     kind: str = "silu"
@@ -89,6 +92,9 @@ class Glu:
 
     def __call__(self, gate: Array, up: Array) -> Array:
         """Return the value."""
+        if self.kind == "situ":
+            up = self.limit * np.tanh(up / self.limit) if self.limit else up
+            return self.alpha * np.tanh(gate / self.alpha) * sigmoid(gate) * up
         if self.limit:
             up = np.clip(up, -self.limit, self.limit)
         if self.kind == "swiglu_oai":

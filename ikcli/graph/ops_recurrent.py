@@ -122,7 +122,7 @@ class Decay(SameSize):
     """The fraction of a state that remains after a token, 0..1: exp(a * softplus(x + dt)).
 
     `a` is negative, one number per head. With a negative lower bound (the "safe gate" of KDA) it is exp(bound *
-    sigmoid(a * (x + dt))), with positive `a`.
+    sigmoid(abs(a) * (x + dt))): files of Ling 3 have positive numbers, those of Kimi K3 negative ones.
     """
 
     name = "decay"
@@ -145,7 +145,7 @@ class Decay(SameSize):
         x = run.value(self.x) + run.weight(self.dt)
         a = np.repeat(run.weight(self.a).reshape(-1), self.x.cols // self.n_head)
         if self.bound:
-            return np.asarray(np.exp(run.dtype(self.bound) * sigmoid(a * x)))
+            return np.asarray(np.exp(run.dtype(self.bound) * sigmoid(np.abs(a) * x)))
         return np.asarray(np.exp(a * (np.maximum(x, 0) + np.log1p(np.exp(-np.abs(x))))))
 
 

@@ -1,4 +1,4 @@
-"""Operations of a residual of several streams; rows hold the streams one after the other.
+"""Operations of residuals that are more than one sum; rows hold the streams one after the other.
 
 Hyper-connections (DeepSeek V4): layers read a sum of the streams and write into them by shares. Weights of a row are
 [before: n | after: n | mixing: n x n]: `before` sums up the streams for the layer, `after` is each stream's share of
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ikcli.graph.activations import sigmoid
-from ikcli.graph.core import Array, Node, Op, RowSpec, Run, SameSize, Weight
+from ikcli.graph.core import Array, Node, Op, Place, RowSpec, Run, SameSize, Weight
 from ikcli.graph.ops_rows import softmax
 
 
@@ -236,3 +236,40 @@ class StreamLevel(SameSize):
         scales = np.sqrt(squares[:, :1] / np.maximum(squares, self.least))
         scales[:, 0] = 1
         return np.asarray((streams * scales[:, :, None]).reshape(x.shape), run.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class ResidualAttn(Op):
+    """Rows kept, one after the other, and x, averaged with weights that are a soft-max of their scores: [rows, x.cols].
+
+    The score of a row is its product with w, divided by the row's root mean square. Corresponds to the attention
+    residuals of Kimi K3.
+    """
+
+    name = "residual_attn"
+    place = Place.WEIGHT
+
+    kept: Node
+    x: Node
+    w: Weight
+    eps: float
+
+    def __post_init__(self) -> None:
+        if self.kept.cols % self.x.cols or self.w.ne0 != self.x.cols:
+            raise ValueError("all rows that are mixed have as many columns, and so have their weights")
+
+    @property
+    def n_kept(self) -> int:
+        """Return the number of rows before x."""
+        return self.kept.cols // self.x.cols
+
+    @property
+    def shape(self) -> tuple[RowSpec, int]:
+        return self.x.rows, self.x.cols
+
+    def compute(self, run: Run) -> Array:
+        x = run.value(self.x)
+        rows = np.concatenate([run.value(self.kept), x], axis=1).reshape(len(x), self.n_kept + 1, -1)
+        size: Array = np.sqrt(np.mean(rows * rows, axis=-1, dtype=np.float64) + self.eps).astype(run.dtype)
+        scores = rows @ run.weight(self.w).reshape(-1) / size
+        return np.einsum("rs,rsd->rd", softmax(scores), rows)

@@ -84,6 +84,7 @@ ARCHITECTURES: dict[str, str] = {
     "jamba": "ikcli.models.recurrent.lfm2",
     "jina-bert-v2": "ikcli.models.bert",
     "jina-bert-v3": "ikcli.models.bert",
+    "kimi-k3": "ikcli.models.recurrent.kimi_k3",
     "kimi-linear": "ikcli.models.recurrent.kimi_linear",
     "laguna": "ikcli.models.step35",
     "lfm2": "ikcli.models.recurrent.lfm2",

@@ -20,7 +20,7 @@ from ikcli.models.sparse import indexer
 from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
 
 _HALVES = ("minicpm3",)  # rotate halves of the rotated part, not adjacent pairs; may have the factors of LongRoPE
-_LATENT_EPS = {"minicpm3": 1e-6}  # of the norms of latents, where it is not that of the other norms
+_LATENT_EPS = {"kimi-k3": 1e-6, "minicpm3": 1e-6}  # of the norms of latents, where it is not that of the other norms
 
 
 def tensor_shapes(hp: HParams) -> TensorSpecs:

@@ -23,57 +23,27 @@ from ikcli.models.rope import RopeParams, read_rope
 from ikcli.models.rope_options import overrides
 from ikcli.models.sparse.keys import read_sparse
 from ikcli.models.sparse.ngrams import NGramTable
+from ikcli.models.traits import (
+    ALL_EXPERTS,
+    BITNET,
+    DENSE_LEAD,
+    DENSE_MLA,
+    ENCODERS,
+    LAYER_NORM,
+    MLA,
+    NOT_NORMALISED,
+    SIGMOID,
+    SOFTCAPS,
+    WHERE_ROUTED,
+)
 from ikcli.models.windows import read_windows
 from ikcli.settings.adapters import RopeConfig
 
 MAX_LAYERS = 512
 MAX_EXPERTS = 1024
 GATING = {1: "softmax", 2: "sigmoid", 3: "softmax", 4: "sqrtsoftplus"}  # 3: over the chosen ones, as normalised
-_ALL_EXPERTS = (
-    "arctic", "bailingmoe", "dbrx", "flex-olmo", "gpt-oss", "granitemoe", "grok", "grovemoe", "hunyuan-moe", "maple",
-    "mellum", "minimax-01", "minimax-m2", "olmoe", "phimoe", "qwen2moe", "qwen35moe", "qwen3moe", "qwen3next",
-    "qwen3vlmoe", "qwen4exp", "smallthinker",
-)  # fmt: skip
-"""In every layer."""
-DENSE_MLA = ("minicpm3", "plm")
-MLA = (
-    "deepseek2", "deepseek32", "dots3note", "glm-dsa", "hy_v4", "mistral4", "openpangu", *DENSE_MLA, *KDA,
-)  # fmt: skip
-"""Multi-head latent attention."""
-_DENSE_LEAD = (
-    *MLA, "afmoe", "bailingmoe2", "cohere2_moe", "deepseek", "dots1", "ernie4_5-moe", "exaone-moe", "glm4moe", "hy_v3",
-    "laguna", "minimax-m3", "step35",
-)  # fmt: skip
-"""In all layers but the first ones."""
-_SIGMOID = (
-    "afmoe", "cohere2_moe", "dots1", "dots3note", "exaone-moe", "glm-dsa", "glm4moe", "hy_v3", "hy_v4", "laguna",
-    "lfm2moe", "llama4", "mimo2", "minimax-m2", "minimax-m3", "nemotron_h_moe", "openpangu", "smallthinker", "step35",
-)  # fmt: skip
-"""Gating of files that do not say."""
-_NOT_NORMALISED = (
-    "bailingmoe", "bailingmoe2", "cohere2_moe", "deepseek", "deepseek2", "deepseek32", "flex-olmo", "hy_v4", "jamba",
-    "laguna", "llama4", "minimax-m3", "nomic-bert-moe", "olmoe", "openpangu", "phimoe", "qwen2moe", "step35",
-)  # fmt: skip
-"""Weights of experts where files do not say; most architectures always normalise, and their files do not say so."""
-_LAYER_NORM = (
-    "bloom", "codeshell", "cohere2", "command-r", "dbrx", "falcon", "gpt2", "gptneox", "jais", "jais2", "mpt",
-    "nemotron", "olmo", "orion", "phi2", "phimoe", "stablelm", "starcoder", "starcoder2", "bert", "jina-bert-v2",
-    "jina-bert-v3", "modern-bert", "nomic-bert", "nomic-bert-moe",
-)  # fmt: skip
-BITNET = ("bitnet", "bitnet-25", "bitnet-b1.58")
-ENCODERS = (
-    "bert", "eurobert", "gemma-embedding", "jina-bert-v2", "jina-bert-v3", "llama-embed", "modern-bert", "neo-bert",
-    "nomic-bert", "nomic-bert-moe", "t5encoder",
-)  # fmt: skip
-"""Attention in both directions, no next token."""
 _RMS_KEY = "attention.layer_norm_rms_epsilon"
 _LAYER_KEY = "attention.layer_norm_epsilon"
-_WHERE_ROUTED = ("jamba", "laguna", "mimo2", "step35")  # layers with a router are those with experts
-_SOFTCAPS = {
-    "gemma2": (50.0, 30.0), "gemma3": (0.0, 0.0), "gemma3n": (0.0, 30.0), "gemma4": (0.0, 30.0),
-    "grok": (30.0, 0.0), "muse-glimmer": (0.0, 30.0),
-}  # fmt: skip
-"""Soft caps on K*Q and on logits where files do not say; of other architectures they are not read."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -166,6 +136,9 @@ class HParams:
     ssm_d_inner: int = 0  # columns of all value heads
     ssm_norm_eps: float = 0.0  # of the norms of what a scan is controlled by; 0: it is not normed
     kda_lower_bound: float = 0.0  # of logarithms of decays; 0: none
+    residual_block: int = 0  # layers between outputs that later layers attend to; 0: none do
+    situ_beta: float = 0.0  # bounds of SiTU's gate and of what it multiplies; 0: none
+    situ_linear_beta: float = 0.0
     n_further: int = 0  # blocks after those of the model, each a head that predicts a further token (NextN, MTP)
     index_top_k: int = 0  # positions that a query attends to; 0: all (models/sparse/indexer.py)
     index_n_head: int = 0
@@ -232,7 +205,7 @@ class HParams:
             n_ff = max(by_layer(values["n_ff"], 1))
             values["n_ff_exp"] = n_ff // (values["n_expert_used"] if arch == "qwen3moe" else 1)
         values |= _widths(keys, tensors)
-        if arch in _WHERE_ROUTED and tensors:
+        if arch in WHERE_ROUTED and tensors:
             values["is_moe"] = tuple(f"blk.{il}.ffn_gate_inp.weight" in tensors for il in range(values["n_layer"]))
         if arch == "nomic-bert-moe":
             every = keys.integer("moe_every_n_layers", least=1)
@@ -316,7 +289,7 @@ def _alike(tensors: Mapping[str, HasShape], il: int, n_layer: int) -> int:
 
 def _norms(keys: Keys) -> dict[str, Any]:
     """Return kind and epsilon of the norms. For Cohere's MoE and Refact models the keys of the file tell the kind."""
-    layer = keys.arch in _LAYER_NORM or (keys.arch == "cohere2_moe" and not keys.number(_RMS_KEY, 0.0))
+    layer = keys.arch in LAYER_NORM or (keys.arch == "cohere2_moe" and not keys.number(_RMS_KEY, 0.0))
     layer = layer or (keys.arch == "refact" and _LAYER_KEY in keys)
     key = _LAYER_KEY if layer and keys.arch != "phimoe" else _RMS_KEY
     eps = keys.number(key)
@@ -379,7 +352,7 @@ def _experts(keys: Keys, arch: str, tensors: Mapping[str, HasShape]) -> dict[str
     if (n_expert > 0) != (n_used > 0) or n_used > n_expert:
         raise keys.fail("expert_used_count", f"is {n_used} with {n_expert} experts")
     # Of DeepSeek's kind, models with a bias for the choice (V3 and its heirs, GLM-4.7-Flash) are those with sigmoid.
-    sigmoid = arch in _SIGMOID or (arch in MLA and any(name.endswith("exp_probs_b.bias") for name in tensors))
+    sigmoid = arch in SIGMOID or (arch in MLA and any(name.endswith("exp_probs_b.bias") for name in tensors))
     gating = keys.integer("expert_gating_func", 0) or (2 if sigmoid else 1)
     if gating not in GATING:
         raise UnsupportedError(
@@ -403,7 +376,7 @@ def _experts(keys: Keys, arch: str, tensors: Mapping[str, HasShape]) -> dict[str
         "n_layer_dense_lead": keys.integer("leading_dense_block_count", 0),
         "moe_step": keys.integer("interleave_moe_layer_step", 1) or 1,
         "expert_gating": "sparsemixer" if arch == "phimoe" and gating == 1 else GATING[gating],
-        "expert_weights_norm": gating == 3 or bool(keys.raw("expert_weights_norm", arch not in _NOT_NORMALISED)),
+        "expert_weights_norm": gating == 3 or bool(keys.raw("expert_weights_norm", arch not in NOT_NORMALISED)),
         "expert_weights_scale": keys.number("expert_weights_scale", 1.0) or 1.0,
         "n_expert_groups": groups,
         "n_expert_groups_used": groups_used,
@@ -436,8 +409,8 @@ def _scores(keys: Keys, values: dict[str, Any]) -> dict[str, Any]:
     """Return factors and soft caps around attention and logits."""
     arch, n_embd = values["arch"], values["n_embd"]
     found: dict[str, Any] = {}
-    if arch in _SOFTCAPS:
-        attn, final = _SOFTCAPS[arch]
+    if arch in SOFTCAPS:
+        attn, final = SOFTCAPS[arch]
         found["attn_softcap"] = keys.number("attn_logit_softcapping", attn, most=1e9) if attn else 0.0
         found["final_softcap"] = keys.number("final_logit_softcapping", final, most=1e9)
     if arch == "grok":  # files of Grok 1 do not say
@@ -598,8 +571,8 @@ def _mla(keys: Keys, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check(hp: HParams) -> None:
-    lead = hp.arch in _DENSE_LEAD and hp.n_layer_dense_lead < hp.n_layer
-    if hp.n_expert == 0 and (lead or hp.arch in _ALL_EXPERTS):
+    lead = hp.arch in DENSE_LEAD and hp.n_layer_dense_lead < hp.n_layer
+    if hp.n_expert == 0 and (lead or hp.arch in ALL_EXPERTS):
         raise FormatError(f"{hp.source}: metadata key {hp.arch}.expert_count is missing or 0")
     dense = hp.n_expert == 0 or hp.n_layer_dense_lead > 0 or hp.moe_step > 1 or hp.arch == "llama"
     if dense and hp.n_ff < 1 and hp.arch not in SCAN:

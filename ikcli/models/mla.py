@@ -19,9 +19,10 @@ from ikcli.errors import FormatError, UnsupportedError
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.types import TYPES, row_n_bytes
 from ikcli.models.config import GraphConfig
-from ikcli.models.hparams import MLA, HParams
+from ikcli.models.hparams import HParams
 from ikcli.models.sparse import sink_rows, taps
 from ikcli.models.tensors import TensorLike
+from ikcli.models.traits import MLA
 from ikcli.quant.decode import dequantize
 from ikcli.quant.encode import quantize
 

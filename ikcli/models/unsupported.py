@@ -31,7 +31,6 @@ REASONS = {
     "hrm_text": "two stacks of layers take turns, and the tokens of a prompt see each other in both directions",
     "hunyuan_vl": _IMAGES,
     "k2horizon": "the values of its attention are chosen among experts, and its norms are in groups",
-    "kimi-k3": "its layers attend to the outputs of earlier ones, and its experts have the activation SiTU",
     "llada": _DIFFUSION,
     "llada-moe": _DIFFUSION,
     "motif3": "its attention subtracts a second one (noise heads), and its experts have the activation PolyNorm",

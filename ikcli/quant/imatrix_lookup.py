@@ -29,7 +29,8 @@ _AS_THE_REFERENCE = {
 _ATTENTION = ("attn_qkv", "attn_qk", "attn_q", "attn_k", "attn_v", "attn_q_a", "attn_kv_a_mqa", "attn_gate",
               "attn_indexer_k", "attn_indexer_weights_proj", "ssm_in", "ssm_ba", "ssm_alpha", "ssm_beta", "ssm_f_a",
               "ssm_g", "ssm_g_a", "laurel_l")  # fmt: skip
-_SHARED = ("ffn_gate_up_shexp", "ffn_up_shexp", "ffn_gate_shexp", "ffn_gate_inp", "ffn_gate_inp_shexp")
+_SHARED = ("ffn_gate_up_shexp", "ffn_up_shexp", "ffn_gate_shexp", "ffn_gate_inp", "ffn_gate_inp_shexp",
+           "ffn_routed_down")  # fmt: skip
 _MORE = {
     **{part: tuple(p for p in group if p != part) for group in (_ATTENTION, _SHARED) for part in group},
     "attn_q_b": ("attn_indexer_q_b",),

@@ -1,4 +1,4 @@
-"""Lower compressed attention (entries of several positions) and residuals of several streams."""
+"""Lower compressed attention (entries of several positions), residuals of streams and attention to earlier outputs."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from ikcli.backends.cpu.params_attention import (
 )
 from ikcli.backends.cpu.params_layers import (
     GatedStreamsParams,
+    ResidualParams,
     StreamAddParams,
     StreamLevelParams,
     StreamMatchParams,
@@ -32,6 +33,7 @@ from ikcli.graph import Cache, HeadSlice, Node, Per, Rows
 from ikcli.graph.ops_pooled import Pool, PooledAttn, PooledCells, PooledStore
 from ikcli.graph.ops_streams import (
     GatedStreams,
+    ResidualAttn,
     StreamAdd,
     StreamLevel,
     StreamMatch,
@@ -185,3 +187,14 @@ def _stream_add(low: CpuLowering, node: Node, op: StreamAdd) -> None:
 def _stream_level(low: CpuLowering, node: Node, op: StreamLevel) -> None:
     params = StreamLevelParams(x=low.out(op.x), out=low.out(node), cols=node.cols // op.n, n=op.n, least=op.least)
     low.emit(KernelKey("streams", "make_stream_level"), node.rows, params, row_bytes=12 * node.cols)
+
+
+@RULES.add(ResidualAttn, "kept x w eps")
+def _residual_attn(low: CpuLowering, node: Node, op: ResidualAttn) -> None:
+    check_f32(op.w, "weights of the scores of earlier outputs")
+    _whole_vectors(node, node.cols)
+    scratch = 4 * (op.n_kept + 1)
+    params = ResidualParams(kept=low.out(op.kept), x=low.out(op.x), w=low.weight(op.w), out=low.out(node), n=op.n_kept,
+                            cols=node.cols, eps=op.eps, scratch=low.buffer(scratch * low.n_threads),
+                            scratch_bytes=scratch)  # fmt: skip
+    low.emit(KernelKey("streams", "make_residual_attn"), node.rows, params, row_bytes=8 * op.kept.cols)

@@ -356,3 +356,17 @@ class StreamMatchParams(Params):
     n: int
     cols: int  # of a stream
     scale: F32
+
+
+class ResidualParams(Params):
+    """Parameters of the attention to earlier outputs."""
+
+    kept: Address
+    x: Address
+    w: Address
+    out: Address
+    n: int  # rows that are kept
+    cols: int
+    eps: F32
+    scratch: Address
+    scratch_bytes: int  # of a thread

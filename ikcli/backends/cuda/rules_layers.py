@@ -46,7 +46,8 @@ from ikcli.graph.ops_rows import Add, Concat, ConcatHeads, GetRows, Hadamard, Rm
 __all__ = ["activations", "plan_layout", "zero_dropped"]
 
 FEW_TOKENS = 16  # rows that one block routes and sorts, a warp each
-MAX_EXPERTS, MAX_USED, MAX_GROUPS = 512, 32, 32  # layer_moe.cu
+MAX_EXPERTS, MAX_USED, MAX_GROUPS = 1023, 32, 32  # layer_moe.cu
+MANY_EXPERTS = 512  # more take kernels with further experts per lane
 MAX_PAIRS = 1 << 18
 MAX_HADAMARD = 12288  # floats of a head in 48 KB of shared memory
 
@@ -262,7 +263,8 @@ def _moe_route(low: GpuLowering, node: Node, op: MoeRoute) -> None:
             f"({MAX_USED} of {MAX_EXPERTS}, {MAX_GROUPS} groups); run this model without -ngl"
         )
     fewest, threshold = op.ser or (0, 0.0)
-    low.emit("layer_moe_route", _warps(node.rows, 1, 4), 128, _scores_bytes(op, 4), low.state,
+    kernel = "layer_moe_route_wide" if n > MANY_EXPERTS else "layer_moe_route"
+    low.emit(kernel, _warps(node.rows, 1, 4), 128, _scores_bytes(op, 4), low.state,
              *low.row_args(node.rows), low.out(op.logits), low.weight(op.bias) if op.bias else 0, low.out(node),
              _int(n), _int(n_used), _int(GATINGS.index(op.gating)), _int(op.norm), _f32(op.scale), _int(n_group),
              _int(op.n_group_used), _int(max(fewest, 0)), _f32(threshold))  # fmt: skip
@@ -293,7 +295,7 @@ def _moe_sort(low: GpuLowering, node: Node, op: MoeSort) -> None:
     out = low.out(node, at.n_bytes)
     sections = [out, out + at.position, out + at.offsets, out + at.counts, out + at.tiles(0), out + at.tiles(1)]
     when = _few_in_one_block(low, route, sections)
-    warps = 32 if n_expert <= 256 else 16
+    warps = 16 if 256 < n_expert <= MANY_EXPERTS else 32
     low.emit("layer_moe_sort", 1, 32 * warps, _sort_bytes(n_expert, warps), low.state, *low.row_args(route.rows),
              low.out(route), *sections, _int(n_expert), _int(n_used), when=when)  # fmt: skip
 
@@ -317,6 +319,8 @@ def _few_in_one_block(low: GpuLowering, route: Node, sections: list[Ref]) -> Whe
 
 
 def _sort_bytes(n_expert: int, warps: int) -> int:
+    """Return the shared memory of sorting; with many experts only some warps count."""
+    warps = warps if n_expert <= MANY_EXPERTS else 8
     return 4 * ((warps + 1) * (n_expert + 1) + 33)
 
 

@@ -1,7 +1,7 @@
-"""Lower residuals of several streams for the GPU, and the n-grams that streams read.
+"""Lower residuals of several streams for the GPU, the n-grams that streams read, and attention to earlier outputs.
 
-Kernels of hyper-connections and n-grams are in `kernels/layer_streams.cu`, those of AltUp, and of the cut of gates of
-the same models, in `kernels/layer_altup.cu`.
+Kernels are in `kernels/layer_streams.cu`, those of AltUp, and of the cut of gates of the same models, in
+`kernels/layer_altup.cu`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from ikcli.graph.ops_elements import Cut
 from ikcli.graph.ops_ngrams import EmbedIds, NGramIds
 from ikcli.graph.ops_streams import (
     GatedStreams,
+    ResidualAttn,
     StreamAdd,
     StreamLevel,
     StreamMatch,
@@ -123,3 +124,12 @@ def cut(low: GpuLowering, node: Node, op: Cut) -> None:
     """Lower the cut above the mean of rows, a block per row."""
     low.emit("layer_cut", row_grid(node.rows), norm_threads(node.cols), 0, low.state, *low.row_args(node.rows),
              low.out(op.x), low.out(node), np.int32(node.cols), np.float32(op.z))  # fmt: skip
+
+
+@RULES.add(ResidualAttn, "kept x w eps")
+def residual_attn(low: GpuLowering, node: Node, op: ResidualAttn) -> None:
+    """Lower a row mixed with earlier ones, a block per row."""
+    check_f32(op.w, "weights of the scores of earlier outputs")
+    low.emit("layer_residual_attn", row_grid(node.rows), 512, 8 * (op.n_kept + 1), low.state,
+             *low.row_args(node.rows), low.out(op.kept), low.out(op.x), low.weight(op.w), low.out(node),
+             np.int32(node.cols), np.int32(op.n_kept), np.float32(op.eps))  # fmt: skip

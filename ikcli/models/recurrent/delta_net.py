@@ -136,7 +136,7 @@ def kda_specs(hp: HParams, il: int) -> TensorSpecs:
         "attn_norm.weight": TensorSpec((hp.n_embd,)),
         "ssm_beta.weight": TensorSpec((hp.n_embd, n_head)),
         "ssm_dt.bias": TensorSpec((width,)),
-        "ssm_a": TensorSpec((1, n_head)),
+        "ssm_a": TensorSpec((n_head,) if hp.arch == "kimi-k3" else (1, n_head), also=((n_head,), (1, n_head))),
         "ssm_norm.weight": TensorSpec((rank,)),
         "attn_output.weight": TensorSpec((width, hp.n_embd)),
         "ffn_norm.weight": TensorSpec((hp.n_embd,)),
@@ -144,6 +144,8 @@ def kda_specs(hp: HParams, il: int) -> TensorSpecs:
     for name in ("ssm_f", "ssm_g"):
         if hp.arch == "bailingmoe3":
             specs[f"{name}.weight"] = specs[f"{name}_a.weight"] = TensorSpec((hp.n_embd, width), required=False)
+        elif hp.arch == "kimi-k3" and name == "ssm_g":
+            specs[f"{name}.weight"] = TensorSpec((hp.n_embd, width))
         else:
             specs[f"{name}_a.weight"] = TensorSpec((hp.n_embd, rank))
             specs[f"{name}_b.weight"] = TensorSpec((rank, width))

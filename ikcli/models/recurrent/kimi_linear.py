@@ -40,7 +40,7 @@ def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
 
 def layers(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig, only: int | None = None) -> blocks.Layers:
     """Return the layers, after what they share has been recorded."""
-    table = None if hp.arch == "kimi-linear" else deepseek2.rope_table(g, hp)
+    table = None if hp.arch.startswith("kimi") else deepseek2.rope_table(g, hp)
 
     def attn(x: Node, layer: LayerWeights) -> Node:
         if hp.is_recurrent(layer.il):

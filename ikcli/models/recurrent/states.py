@@ -9,7 +9,7 @@ from ikcli.errors import UnsupportedError
 from ikcli.models.keys import HasShape, Keys, by_layer, short
 
 DELTA_NET = ("qwen35", "qwen35moe", "qwen3next", "qwen4exp")  # a decay per head
-KDA = ("bailingmoe3", "kimi-linear")  # a decay per column of a key; the other layers have MLA
+KDA = ("bailingmoe3", "kimi-k3", "kimi-linear")  # a decay per column of a key; the other layers have MLA
 SCAN = ("mamba", "mamba2")  # a scan in every layer, and nothing else
 MAMBA2 = (
     "falcon-h1",
@@ -97,6 +97,8 @@ def _kda(keys: Keys, values: dict[str, Any], tensors: Mapping[str, HasShape]) ->
         "recurrent_layers": frozenset(il for il in range(n_layer) if key_heads[il] == 0),
     }
     _check_heads(keys, found)
+    if keys.arch == "kimi-k3":
+        return found | _kimi_k3(keys)
     return found | (_ling(keys, values, tensors) if keys.arch == "bailingmoe3" else {})
 
 
@@ -155,13 +157,32 @@ def _ling(keys: Keys, values: dict[str, Any], tensors: Mapping[str, HasShape]) -
     """Return bailingmoe3's own keys; some files have a low-rank query and do not say so."""
     if not keys.raw("kda.safe_gate", True):
         raise UnsupportedError(f"{keys.source}: {keys.name('kda.safe_gate')} is false; only the safe gate is supported")
-    bound = keys.number("kda.gate_lower_bound", most=1e3)
-    if bound >= 0:
-        raise keys.fail("kda.gate_lower_bound", f"is {bound}; it must be below 0")
+    bound = _lower_bound(keys)
     q_norms = [t for name, t in tensors.items() if name.endswith("attn_q_a_norm.weight")]
     rank = values["q_lora_rank"] or (q_norms[0].shape[0] if q_norms else 0)
     shared = keys.integer("expert_shared_feed_forward_length", values["n_ff_exp"]) * values["n_expert_shared"]
     return {"kda_lower_bound": bound, "q_lora_rank": rank, "n_ff_shexp": shared}
+
+
+def _lower_bound(keys: Keys) -> float:
+    bound = keys.number("kda.gate_lower_bound", most=1e3)
+    if bound >= 0:
+        raise keys.fail("kda.gate_lower_bound", f"is {bound}; it must be below 0")
+    return bound
+
+
+def _kimi_k3(keys: Keys) -> dict[str, Any]:
+    """Return Kimi K3's own keys: of the residual, of its activation, and the width of experts."""
+    beta = keys.number("activation.situ_beta", most=1e6)
+    if beta <= 0:
+        raise keys.fail("activation.situ_beta", f"is {beta}; it must be positive")
+    return {
+        "kda_lower_bound": _lower_bound(keys) if "kda.gate_lower_bound" in keys else 0.0,
+        "residual_block": keys.integer("attn_res.block_size", least=1),
+        "situ_beta": beta,
+        "situ_linear_beta": max(keys.number("activation.situ_linear_beta", most=1e6), 0.0),
+        "n_embd_exp": keys.integer("expert_latent_length", 0),
+    }
 
 
 def _list(keys: Keys, key: str, n_layer: int) -> tuple[Any, ...]:

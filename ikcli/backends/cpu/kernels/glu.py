@@ -11,6 +11,7 @@ from ikcli.backends.cpu.params_layers import ClampParams, GluParams, MapParams
 from ikcli.graph.activations import GELU_CUBE, GELU_SLOPE, QUICK_SLOPE
 from ikcli.native.jit import inline
 from ikcli.native.simd.math import vexp, vsilu
+from ikcli.native.simd.tanh import vtanh
 from ikcli.native.simd.vec import (
     ld_f32,
     load_f32x16,
@@ -159,6 +160,8 @@ def _gated(kind, limited):
         return _oai(limited)
     if kind == "silu_of_capped":
         return _silu_of_capped(limited)
+    if kind == "situ":
+        return _situ(limited)
     vact, act = _UNARY[kind]
     if not limited:
 
@@ -223,6 +226,22 @@ def _silu_of_capped(limited):
         if limited:
             gate, up = kept(gate, min(gate, limit)), clamp(up, limit)
         return silu(gate) * up
+
+    return vglu, glu
+
+
+def _situ(limited):
+    @inline
+    def vglu(gate, up, limit, alpha):
+        if limited:
+            up = vmul(splat_f32x16(limit), vtanh(vmul(up, splat_f32x16(_F1 / limit))))
+        return vmul(vsigmoid_times(vmul(splat_f32x16(alpha), vtanh(vmul(gate, splat_f32x16(_F1 / alpha)))), gate), up)
+
+    @inline
+    def glu(gate, up, limit, alpha):
+        if limited:
+            up = limit * _F(math.tanh(up * (_F1 / limit)))
+        return sigmoid_times(alpha * _F(math.tanh(gate * (_F1 / alpha))), gate) * up
 
     return vglu, glu
 

@@ -24,6 +24,7 @@ from ikcli.native.simd.vec import (
     splat_f32x16,
     st_f32,
     store_f32x16,
+    vabs,
     vadd,
     vfma,
     vmul,
@@ -136,14 +137,14 @@ def make_decay(bounded):
     @inline
     def one(x, a, bound):
         if bounded:
-            return np.float32(math.exp(bound * sigmoid(a * x)))
+            return np.float32(math.exp(bound * sigmoid(abs(a) * x)))
         soft = max(x, _F0) + np.float32(math.log1p(math.exp(-abs(x))))
         return np.float32(math.exp(a * soft))
 
     @inline
     def many(x, a, bound):
         if bounded:
-            return vexp(vmul(bound, vsigmoid(vmul(a, x))))
+            return vexp(vmul(bound, vsigmoid(vmul(vabs(a), x))))
         return vexp(vmul(a, vsoftplus(x)))
 
     @kernel(DecayParams)

@@ -1,7 +1,8 @@
 """Residuals of several streams (`graph/ops_streams.py`).
 
 Hyper-connections: the weights of the streams, their sum before a layer and their mixture after it. AltUp: the streams
-predicted from each other, corrected, and brought to one level.
+predicted from each other, corrected, and brought to one level. Also attention to earlier outputs, whose sum is weighted
+by a soft-max of scores of themselves.
 """
 
 import math
@@ -13,6 +14,7 @@ from ikcli.backends.cpu.kernels.common import n_rows
 from ikcli.backends.cpu.kernels.records import kernel
 from ikcli.backends.cpu.params_layers import (
     GatedStreamsParams,
+    ResidualParams,
     StreamAddParams,
     StreamLevelParams,
     StreamMatchParams,
@@ -243,3 +245,46 @@ def make_stream_level():
                 scale_span(out + at, x + at, np.float32(math.sqrt(first / own)), 0, cols)
 
     return stream_level
+
+
+@inline
+def _score(x, w, cols, eps):
+    """Return the product of a row with w, over the root mean square of the row."""
+    squares, product = zero_f32x16(), zero_f32x16()
+    for c in range(0, 4 * cols, 64):
+        v = load_f32x16(x + c)
+        squares = vfma(v, v, squares)
+        product = vfma(v, load_f32x16(w + c), product)
+    return reduce_add(product) / np.float32(math.sqrt(reduce_add(squares) / np.float32(cols) + eps))
+
+
+def make_residual_attn():
+    """Return the kernel that mixes rows with earlier ones."""
+
+    @kernel(ResidualParams)
+    def residual_attn(params, ith, nth):
+        n, cols, w, eps = params.n, params.cols, params.w, params.eps
+        shares = params.scratch + params.scratch_bytes * ith
+        rows = n_rows(params)
+        for row in range(rows * ith // nth, rows * (ith + 1) // nth):
+            kept, x, out = params.kept + 4 * n * cols * row, params.x + 4 * cols * row, params.out + 4 * cols * row
+            top = _score(x, w, cols, eps)
+            st_f32(shares + 4 * n, top)
+            for i in range(n):
+                score = _score(kept + 4 * cols * i, w, cols, eps)
+                st_f32(shares + 4 * i, score)
+                top = max(top, score)
+            total = _F0
+            for i in range(n + 1):
+                e = np.float32(math.exp(ld_f32(shares + 4 * i) - top))
+                st_f32(shares + 4 * i, e)
+                total += e
+            for i in range(n + 1):
+                st_f32(shares + 4 * i, ld_f32(shares + 4 * i) / total)
+            for c in range(0, 4 * cols, 64):
+                mixed = vmul(load_f32x16(x + c), splat_f32x16(ld_f32(shares + 4 * n)))
+                for i in range(n):
+                    mixed = vfma(load_f32x16(kept + 4 * cols * i + c), splat_f32x16(ld_f32(shares + 4 * i)), mixed)
+                store_f32x16(out + c, mixed)
+
+    return residual_attn

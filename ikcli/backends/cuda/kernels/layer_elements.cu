@@ -63,7 +63,8 @@ DI float clamped(float x, float limit) { return kept(x, fminf(fmaxf(x, -limit), 
 
 // The kinds of graph/activations.py, in their order.
 enum Act {
-  ACT_SILU, ACT_GELU, ACT_GELU_QUICK, ACT_RELU, ACT_RELU_SQR, ACT_SWIGLU_OAI, ACT_GELU_ERF, ACT_ELU_REST, ACT_SILU_OF_CAPPED
+  ACT_SILU, ACT_GELU, ACT_GELU_QUICK, ACT_RELU, ACT_RELU_SQR, ACT_SWIGLU_OAI, ACT_GELU_ERF, ACT_ELU_REST, ACT_SILU_OF_CAPPED,
+  ACT_SITU
 };
 DI float activation(float x, int kind) {
   switch (kind) {
@@ -80,6 +81,10 @@ DI float activation(float x, int kind) {
   }
 }
 DI float glu(float gate, float up, int kind, float limit, float alpha) {
+  if (kind == ACT_SITU) {
+    if (limit > 0.f) up = limit * tanhf(up / limit);
+    return sigmoid_times(alpha * tanhf(gate / alpha), gate) * up;
+  }
   if (limit > 0.f) up = clamped(up, limit);
   if (kind == ACT_SWIGLU_OAI || kind == ACT_SILU_OF_CAPPED) {
     if (limit > 0.f) gate = kept(gate, fminf(gate, limit));

@@ -4,7 +4,7 @@
 // without atomics, sums run over the slots in order.
 #include "layer_common.cuh"
 
-constexpr int PER_LANE = 16;  // experts per lane: at most 512
+constexpr int PER_LANE = 16, PER_LANE_WIDE = 32;  // experts per lane: at most 512, or 1024
 constexpr float SPARSE_MARGIN = 0.02f;  // of ops_experts.py
 constexpr int TILE_FEW = 8, TILE_MANY = 64;
 
@@ -66,7 +66,7 @@ DI u32 best_groups(const float* scores, const Router& r) {
 }
 
 // One row by one warp. Lane l has the experts l, l + 32, ...; shared memory: r.n probabilities and, with groups, r.n scores.
-DI void route_row(const float* logits, int* out, float* probs, const Router& r) {
+template <int PER_LANE> DI void route_row(const float* logits, int* out, float* probs, const Router& r) {
   const int lane = threadIdx.x & 31;
   float* scores = probs + r.n;
   float p[PER_LANE];
@@ -165,16 +165,23 @@ DI void route_row(const float* logits, int* out, float* probs, const Router& r) 
 }
 
 // One warp per row. Shared memory: n floats per warp, 2n where n_group > 1.
-extern "C" __global__ void __launch_bounds__(128)
-layer_moe_route(const i64* st, int symbol, int factor, const float* logits, const float* bias, int* out, int n, int n_used,
-                int gating, int norm, float scale, int n_group, int n_group_used, int fewest, float least) {
+template <int PER_LANE>
+DI void route_rows(const i64* st, int symbol, int factor, const float* logits, int* out, const Router& r) {
   SMEM_DECL
   const int warp = threadIdx.x >> 5;
   const i64 row = (i64)blockIdx.x * (blockDim.x >> 5) + warp;
   if (row >= step_rows(st, symbol, factor)) return;
-  route_row(logits + row * n, out + row * 2 * n_used, (float*)smem_raw + warp * n * (n_group > 1 ? 2 : 1),
-            {bias, n, n_used, gating, norm, n_group, n_group_used, fewest, scale, least});
+  route_row<PER_LANE>(logits + row * r.n, out + row * 2 * r.n_used, (float*)smem_raw + warp * r.n * (r.n_group > 1 ? 2 : 1), r);
 }
+#define ROUTE_KERNEL(NAME, PER_LANE)                                                                                              \
+  extern "C" __global__ void __launch_bounds__(128)                                                                               \
+  NAME(const i64* st, int symbol, int factor, const float* logits, const float* bias, int* out, int n, int n_used, int gating,    \
+       int norm, float scale, int n_group, int n_group_used, int fewest, float least) {                                           \
+    route_rows<PER_LANE>(st, symbol, factor, logits, out,                                                                         \
+                         {bias, n, n_used, gating, norm, n_group, n_group_used, fewest, scale, least});                           \
+  }
+ROUTE_KERNEL(layer_moe_route, PER_LANE)
+ROUTE_KERNEL(layer_moe_route_wide, PER_LANE_WIDE)
 
 // Experts of a route replaced by their groups. grid (rows), 32 threads
 extern "C" __global__ void __launch_bounds__(32)
@@ -235,12 +242,12 @@ DI void write_tiles(int4* list, u32 at, int e, int start, int count, int rows) {
   for (int done = 0; done < count; done += rows) list[at++] = make_int4(e, start + done, min(rows, count - done), 0);
 }
 
-// Stable counting sort of all pairs by one block of at least n_expert threads. Every warp counts and then places its own
-// adjacent part of the pairs, 32 at a time. Shared memory: (warps + 1) * (n_expert + 1) + 33 words; dropped slots
-// are the last bin.
+// Stable counting sort of all pairs by one block of at least n_expert threads. Every warp (with more than 512 experts, each of
+// the first 8) counts and then places its own adjacent part of the pairs, 32 at a time. Shared memory: (these warps + 1) *
+// (n_expert + 1) + 33 words; dropped slots are the last bin.
 DI void sort_pairs(const int* route, int pairs, const Plan& plan, int n_expert, int n_used, u32* shared) {
   const int bins = n_expert + 1, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  const int steps = (pairs + 31) >> 5, max_warps = blockDim.x >> 5;
+  const int steps = (pairs + 31) >> 5, max_warps = n_expert > 32 * PER_LANE ? 8 : (int)blockDim.x >> 5;
   // Few pairs take few warps, whose counts have to be cleared and added up.
   const int n_warps = max(1, min(steps, max_warps)), part = (steps + n_warps - 1) / n_warps * 32;
   u32* hist = shared;                  // [warp][bin]: counts, then first sorted row for the warp's pairs
@@ -328,7 +335,7 @@ layer_moe_route_sort(const i64* st, int symbol, int factor, const float* logits,
   SMEM_DECL
   const int warp = threadIdx.x >> 5, rows = (int)step_rows(st, symbol, factor);
   for (int row = warp; row < rows; row += blockDim.x >> 5)
-    route_row(logits + (i64)row * n, out + (i64)row * 2 * n_used, (float*)smem_raw + warp * n * (n_group > 1 ? 2 : 1),
+    route_row<PER_LANE>(logits + (i64)row * n, out + (i64)row * 2 * n_used, (float*)smem_raw + warp * n * (n_group > 1 ? 2 : 1),
               {bias, n, n_used, gating, norm, n_group, n_group_used, fewest, scale, least});
   __syncthreads();
   sort_pairs(out, rows * n_used, {(int2*)order, position, offsets, counts, (int4*)few, (int4*)many}, n, n_used, (u32*)smem_raw);

@@ -70,7 +70,7 @@ layer_l2_groups(const i64* st, int symbol, int factor, const float* x, i64 x_col
   for (int i = lane; i < width; i += 32) out[item * width + i] = src[i] * scale;
 }
 
-// exp(a * softplus(x + dt)), or with a bound below 0 exp(bound * sigmoid(a * (x + dt))); a is for `width` columns, its
+// exp(a * softplus(x + dt)), or with a bound below 0 exp(bound * sigmoid(|a| * (x + dt))); a is for `width` columns, its
 // values are `a_step` floats apart. grid (rows, parts of 4 * blockDim.x columns)
 extern "C" __global__ void __launch_bounds__(256)
 layer_decay(const i64* st, int symbol, int factor, const float* x, const float* dt, const float* a, int a_step, float* out,
@@ -80,7 +80,7 @@ layer_decay(const i64* st, int symbol, int factor, const float* x, const float* 
   if (row >= step_rows(st, symbol, factor) || i >= cols) return;
   for (int j = i; j < min(i + 4, cols); j++) {
     const float v = x[row * cols + j] + dt[j], f = a[(j / width) * a_step];
-    const float log_decay = bound != 0.f ? bound * sigmoid(f * v) : f * (fmaxf(v, 0.f) + log1pf(expf(-fabsf(v))));
+    const float log_decay = bound != 0.f ? bound * sigmoid(fabsf(f) * v) : f * (fmaxf(v, 0.f) + log1pf(expf(-fabsf(v))));
     out[row * cols + j] = expf(log_decay);
   }
 }

@@ -1,5 +1,5 @@
 // Hyper-connections (graph/ops_streams.py): a residual of n streams, rows of which lie one after the other. Numbers of the
-// n-grams that such streams read (graph/ops_ngrams.py).
+// n-grams that such streams read (graph/ops_ngrams.py); and attention of rows to earlier ones.
 #include "layer_common.cuh"
 #include "states.cuh"
 
@@ -179,4 +179,57 @@ layer_ngram_ids(const i64* st, float* state, const i64* multipliers, const i64* 
   __syncthreads();
   if (threadIdx.x) return;
   for (int j = 0; j < before; j++) state[j] = (float)token_at(tokens, state, fresh, n - before + j, before, end);
+}
+
+// Row x and n rows kept, one after the other, weighted by the soft-max of their scores: the product with w over the root mean
+// square. A block per row, and a warp per score; scores and shares are in shared memory. Rows are read from memory once, and from
+// L2 after that.
+extern "C" __global__ void __launch_bounds__(512, 2)
+layer_residual_attn(const i64* st, int symbol, int factor, const float* kept, const float* x, const float* w, float* out, int cols,
+                    int n, float eps) {
+  SMEM_DECL
+  const i64 row = blockIdx.x;
+  if (row >= step_rows(st, symbol, factor)) return;
+  float *score = (float*)smem_raw, *share = score + n + 1;
+  kept += row * cols * n, x += row * cols, out += row * cols;
+  const int lane = threadIdx.x & 31;
+  const bool vec = cols % 4 == 0 && aligned16(w);
+  for (int s = threadIdx.x >> 5; s <= n; s += blockDim.x >> 5) {
+    const float* from = s < n ? kept + (i64)s * cols : x;
+    float squares = 0.f, product = 0.f;
+    if (vec)
+      for (int i = 4 * lane; i < cols; i += 128) {
+        const float4 v = ld_f4(from + i), u = ld_f4(w + i);
+        squares += (v.x * v.x + v.y * v.y) + (v.z * v.z + v.w * v.w);
+        product += (v.x * u.x + v.y * u.y) + (v.z * u.z + v.w * u.w);
+      }
+    else
+      for (int i = lane; i < cols; i += 32) squares = fmaf(from[i], from[i], squares), product = fmaf(from[i], w[i], product);
+    squares = warp_sum(squares), product = warp_sum(product);
+    if (lane == 0) score[s] = product / sqrtf(squares / (float)cols + eps);
+  }
+  __syncthreads();
+  float top = score[0], total = 0.f;
+  for (int s = 1; s <= n; s++) top = fmaxf(top, score[s]);
+  for (int s = threadIdx.x; s <= n; s += blockDim.x) share[s] = expf(score[s] - top);
+  __syncthreads();
+  for (int s = 0; s <= n; s++) total += share[s];
+  const float by = 1.f / total;
+  if (vec)
+    for (int i = 4 * threadIdx.x; i < cols; i += 4 * blockDim.x) {
+      float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll 4
+      for (int s = 0; s <= n; s++) {
+        const float4 v = ld_f4((s < n ? kept + (i64)s * cols : x) + i);
+        const float f = share[s];
+        sum = make_float4(fmaf(f, v.x, sum.x), fmaf(f, v.y, sum.y), fmaf(f, v.z, sum.z), fmaf(f, v.w, sum.w));
+      }
+      st_f4(out + i, make_float4(sum.x * by, sum.y * by, sum.z * by, sum.w * by));
+    }
+  else
+    for (int i = threadIdx.x; i < cols; i += blockDim.x) {
+      float sum = 0.f;
+      for (int s = 0; s <= n; s++) sum = fmaf(share[s], s < n ? kept[(i64)s * cols + i] : x[i], sum);
+      out[i] = sum * by;
+    }
 }

@@ -330,8 +330,9 @@ class Graph:
         sinks: Weight | None = None,
     ) -> Node:
         """Attend to the selected positions: [rows, n_head*v.width]; see `SparseAttn`."""
-        own = {"selected": selected, "lists": lists, "block": block, "rest": rest, "sinks": sinks}
-        return self.record(SparseAttn(tuple(q), tuple(k), v, n_head, n_head_kv, scale, **own), name)
+        parts = (tuple(q), tuple(k), v, n_head, n_head_kv, scale)
+        op = SparseAttn(*parts, sinks=sinks, selected=selected, lists=lists, block=block, rest=rest)
+        return self.record(op, name)
 
     # --- images -------------------------------------------------------------------------------------------------------
     def media_rows(self, x: Node | None, offset: int, n_cols: int, name: str) -> Node:

@@ -11,6 +11,7 @@ from ikcli.models.blocks import columns, linear
 from ikcli.models.config import GraphConfig
 from ikcli.models.hparams import HParams, Xielu
 from ikcli.models.tensors import LayerWeights
+from ikcli.models.traits import CAPPED_GATES
 
 
 def feed_forward(
@@ -43,9 +44,9 @@ def feed_forward(
 
 def limited_feed_forward(g: Graph, hp: HParams, cfg: GraphConfig, x: Node, layer: LayerWeights) -> Node:
     """Record `feed_forward` with the layer's limits for its experts and for the parts beside them."""
-    own = hp.at(layer.il)
+    own, kind = hp.at(layer.il), "silu_of_capped" if hp.arch in CAPPED_GATES else "silu"
     limits = own.swiglu_limit, own.swiglu_limit_shared
-    return feed_forward(g, hp, cfg, x, layer, *(Glu(limit=limit) for limit in limits))
+    return feed_forward(g, hp, cfg, x, layer, *(Glu(kind, limit) if limit else SILU for limit in limits))
 
 
 def dense_ffn(g: Graph, x: Node, layer: LayerWeights, name: str = "ffn_out", suffix: str = "", act: Glu = SILU) -> Node:

@@ -42,6 +42,8 @@ ENCODERS = (
 )  # fmt: skip
 """Attention in both directions, no next token."""
 WHERE_ROUTED = ("jamba", "laguna", "mimo2", "step35")  # layers with a router are those with experts
+CAPPED_GATES = ("deepseek4", "hy_v4", "maple")
+"""Limits of SwiGLU cap the gate before its activation, not behind it."""
 SOFTCAPS = {
     "gemma2": (50.0, 30.0), "gemma3": (0.0, 0.0), "gemma3n": (0.0, 30.0), "gemma4": (0.0, 30.0),
     "grok": (30.0, 0.0), "muse-glimmer": (0.0, 30.0),

@@ -9,12 +9,11 @@ llama.cpp.
 from __future__ import annotations
 
 from ikcli.graph import Graph, Node, Weight
-from ikcli.graph.activations import SILU, Glu
 from ikcli.graph.ops_streams import StreamMix, StreamSum, StreamWeights
 from ikcli.models import blocks, expected
 from ikcli.models.config import GraphConfig
 from ikcli.models.deepseek2 import attention, attention_specs, rope_table
-from ikcli.models.feed_forward import feed_forward
+from ikcli.models.feed_forward import limited_feed_forward
 from ikcli.models.hparams import HParams
 from ikcli.models.sparse import indexer
 from ikcli.models.tensors import LayerWeights, TensorSpec, TensorSpecs, Weights
@@ -61,9 +60,7 @@ def build(g: Graph, hp: HParams, w: Weights, cfg: GraphConfig) -> Node:
         if il == hp.n_layer - 1:
             x = g.select_outputs(x, "last_ffn_inp")
         before, weights = _before(g, hp, x, layer, "ffn")
-        limit = hp.at(il).swiglu_limit
-        act = Glu("silu_of_capped", limit) if limit else SILU
-        cur = feed_forward(g, hp, cfg, blocks.normed(g, hp, before, layer, "ffn_norm"), layer, act, SILU)
+        cur = limited_feed_forward(g, hp, cfg, blocks.normed(g, hp, before, layer, "ffn_norm"), layer)
         x = g.layer_out(g.record(StreamMix(x, cur, weights, hp.n_stream), "l_out"))
     g.il = -1
     fn, scale, base = (w[f"output_hc_{part}.weight"] for part in ("fn", "scale", "base"))

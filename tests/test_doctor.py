@@ -102,19 +102,15 @@ def test_kernels_by_features(target: str, features: set[str], integers: str) -> 
 
 def test_kernel_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("IK_CACHE_DIR", str(tmp_path))
-    native_cache.cache_dir.cache_clear()
-    try:
-        here = native_cache.cache_dir()
-        assert kernel_cache().n_files == 0
-        here.mkdir(parents=True)
-        (here / "a.kernel").write_bytes(bytes(1000))
-        (here / "code-a.kernel").hardlink_to(here / "a.kernel")
-        (here.parent / "other").mkdir()
-        (here.parent / "other" / "b.kernel").write_bytes(bytes(50))
-        (here.parent / "no-kernels").mkdir()
-        found = kernel_cache()
-    finally:
-        native_cache.cache_dir.cache_clear()
+    here = native_cache.cache_dir()
+    assert kernel_cache().n_files == 0
+    here.mkdir(parents=True)
+    (here / "a.kernel").write_bytes(bytes(1000))
+    (here / "code-a.kernel").hardlink_to(here / "a.kernel")
+    (here.parent / "other").mkdir()
+    (here.parent / "other" / "b.kernel").write_bytes(bytes(50))
+    (here.parent / "no-kernels").mkdir()
+    found = kernel_cache()
     assert (found.path, found.writable, found.n_files, found.n_bytes) == (str(here), True, 1, 1000)
     assert (found.stale_folders, found.stale_bytes) == (1, 50)
     assert found.free is not None and found.free > 0

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -42,17 +41,15 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def cache(tmp_path: Path, compiled: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def cache(tmp_path: Path, compiled: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The cache file of NOOP in a private copy of the compiled cache."""
     shutil.copytree(compiled, tmp_path / "cache")
     use(tmp_path / "cache", monkeypatch)
-    yield cache_dir() / NOOP.file_name
-    cache_dir.cache_clear()
+    return cache_dir() / NOOP.file_name
 
 
 def use(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("IK_CACHE_DIR", str(root))
-    cache_dir.cache_clear()
 
 
 def load_in_process(root: Path) -> subprocess.CompletedProcess[str]:
@@ -120,7 +117,6 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: p
     use(tmp_path / "file", monkeypatch)
     with pytest.raises(IkError, match=r"file/kernels/.*cannot be written \(.*\); set IK_CACHE_DIR to a folder"):
         KernelLibrary().require([NOOP])
-    cache_dir.cache_clear()
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="the superuser may write everywhere")

@@ -90,7 +90,6 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def forget() -> None:
-    kernel_cache.cache_dir.cache_clear()
     kernel_cache._pack.cache_clear()
 
 

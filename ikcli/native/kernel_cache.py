@@ -146,15 +146,19 @@ def cache_root() -> Path:
     return Path(base) / "ik" / "kernels"
 
 
-@functools.cache
 def cache_dir() -> Path:
     """Return the folder for this target and these versions of the compiler."""
+    return cache_root() / _folder_name()
+
+
+@functools.cache
+def _folder_name() -> str:
     target = isa.current()
     versions = [_version(p) for p in ("numba", "llvmlite")]
     text = "\0".join([*versions, sys.version, target.cpu, ",".join(sorted(target.features))])
     if isa.system() != sys.platform:  # for which objects have another format
         text += f"\0{isa.system()}"
-    return cache_root() / f"{target.name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    return f"{target.name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 def _version(package: str) -> str:

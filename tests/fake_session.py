@@ -66,5 +66,7 @@ class FakeSession:
 
     def checkpoint(self, seq: int) -> None: ...
 
+    def settle_weights(self) -> None: ...
+
     def close(self) -> None:
         self.closed = True

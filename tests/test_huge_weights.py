@@ -132,6 +132,22 @@ def test_results_stay_the_same(changes, small_pages, monkeypatch) -> None:
     assert ("copied" in outcome) == (not changes)
 
 
+def test_weights_settle_before_a_benchmark(small_pages) -> None:
+    """Also where the thread has begun; all that follows reads the copies, and a second call changes nothing."""
+    plain, _ = logits_of(replace(CONFIG, thp=False))
+    for steps in (0, 2):
+        with Session.open(CONFIG, n_ctx=256) as session:
+            for i in range(steps):
+                session.decode(Batch.single([7 + i], pos0=i))
+            session.clear()
+            session.settle_weights()
+            huge = session._huge
+            assert huge is not None and huge.done and session.model.mapped(huge._names) == []
+            session.settle_weights()
+            rows = [session.decode(Batch.single([7 + i], pos0=i)).copy() for i in range(6)]
+        assert np.array_equal(np.concatenate(rows), plain)
+
+
 def test_copies_that_do_not_pay_are_not_made(small_pages, monkeypatch) -> None:
     read: list[tuple[list[np.ndarray], list[np.ndarray]]] = []
     monkeypatch.setattr(huge_weights, "gain", lambda mapped, copies, stopped: read.append((mapped, copies)) or 1.01)

@@ -75,6 +75,7 @@ def warm_up(session: Session) -> None:
     session.sequences.divide(1)
     n = max(1, min(WARMUP_TOKENS, session.n_ctx - 1))
     session.decode(Batch.single(np.zeros(n, np.int32)))
+    session.settle_weights()
     session.clear()
 
 

@@ -115,6 +115,8 @@ class _Sweep:
         if params.warmup_batch:
             self._forget(0)
             self._decode(self._tokens(min(session.n_ubatch, session.n_ctx)), 0)
+        if params.warmup:
+            session.settle_weights()
         session.clear()
         self._filled = 0
 

@@ -141,6 +141,7 @@ def measure(
         _back_to(session, before)
         text = _prompt(session, before, min(test.n_prompt, session.n_ubatch), rng)
         generate(session, text, min(test.n_gen, 1), rng)
+        session.settle_weights()
     samples = []
     for _ in range(repetitions):
         _back_to(session, before)

@@ -74,5 +74,8 @@ class SessionLike(Protocol):
     def checkpoint(self, seq: int) -> None:
         """Save the current state of a sequence, to roll back to it."""
 
+    def settle_weights(self) -> None:
+        """Finish what would move weights beside later steps."""
+
     def close(self) -> None:
         """Release the model."""

@@ -134,6 +134,15 @@ class HugeWeights:
             return False
         return not self._thread.is_alive() and self._adopt()
 
+    def settle(self) -> bool:
+        """Do now what would be done beside later steps; return True if programs are to be bound to copies."""
+        if self._thread is None:
+            self._left = 0
+            self.step()
+        assert self._thread is not None
+        self._thread.join()
+        return self._adopt()
+
     @property
     def done(self) -> bool:
         """Return whether nothing is left to do."""

@@ -357,9 +357,17 @@ class Session:
             beside()
         self._start(self.programs["step"], self.config.n_threads, n_outputs)
 
+    def settle_weights(self) -> None:
+        """Move mapped weights into huge pages now, if they ever are, so that all that is timed later reads the same."""
+        if self._huge is not None and self._huge.settle():
+            self._bind()
+
+    def _bind(self) -> None:
+        self.runner.bind(list(self.programs.values()), self.step_block)
+
     def _start(self, program: DividedProgram, n_threads: int, n_outputs: int) -> None:
         if self._huge is not None and program is self.programs.get("step") and self._huge.step():
-            self.runner.bind(list(self.programs.values()), self.step_block)
+            self._bind()
         if self.profile is not None:
             self.profile.run(self.runner, program, n_threads, self.step_block, self.observer)
         elif self.observer is None:

@@ -4,11 +4,11 @@
 f32[K/32] | s f32[K/32] = d * sum(q) | `first_sum()` - 128*sum(q) i32[K/32] | the same per 16 i32[K/16] | s per 16
 f32[K/16], padded to 64 bytes | the int8 again, by quarters: of each 256 columns first columns 0..3 of all 16 blocks of
 16, then columns 4..7 and so on (`kernels/row_dot.py`); for plain AVX2 their magnitudes instead, in order, and after
-these s per 16 f32[16] of each 256 columns once more, those of every other block together (`kernels/row_dot_avx2.py`).
-ARM64 leaves that part unused. No half-precision sums anywhere: those overflow in models with large activations. `bf16`,
-for weights of bfloat16: rounded to nearest even. `f32`: as they are (only ever gathered). `i16`, for weights that
-become 16-bit integers if rows are many, and stay floats if they are few: f32[K'], K' = K in whole blocks of 128, then
-per 512 columns the blocks' scales (f32, 64 bytes) | i16[512].
+these, for each 256 columns, s per 16 f32[16] once more, those of every other block together, sum(q) per 16 i16[16], and
+room for as much (`kernels/row_dot_avx2.py`). ARM64 leaves that part unused. No half-precision sums anywhere: those
+overflow in models with large activations. `bf16`, for weights of bfloat16: rounded to nearest even. `f32`: as they are
+(only ever gathered). `i16`, for weights that become 16-bit integers if rows are many, and stay floats if they are few:
+f32[K'], K' = K in whole blocks of 128, then per 512 columns the blocks' scales (f32, 64 bytes) | i16[512].
 """
 
 import math
@@ -69,14 +69,15 @@ def _magnitudes(second, ib, c0, c1):
 
 
 @inline
-def _sums_apart(second, k, ib, s0, s1):
-    at = second + ((k + 255) & ~255) + 64 * (ib // 8) + 32 * (ib % 8 // 4) + 4 * (ib % 4)
-    st_f32(at, s0)
-    st_f32(at + 16, s1)
+def _more_sums(second, k, ib, s0, s1, sum0, sum1):
+    at = second + ((k + 255) & ~255) + 128 * (ib // 8)
+    st_f32(at + 32 * (ib % 8 // 4) + 4 * (ib % 4), s0)
+    st_f32(at + 32 * (ib % 8 // 4) + 4 * (ib % 4) + 16, s1)
+    st_i32(at + 64 + 4 * (ib % 8), (sum0 & 0xFFFF) + (sum1 << 16))
 
 
 @inline
-def _no_sums(second, k, ib, s0, s1):
+def _no_sums(second, k, ib, s0, s1, sum0, sum1):
     return
 
 
@@ -85,7 +86,7 @@ def _no_second(second, ib, c0, c1):
     return
 
 
-_store_second, _store_sums = (_magnitudes, _sums_apart) if isa.current().plain_avx2 else (_by_quarters, _no_sums)
+_store_second, _store_sums = (_magnitudes, _more_sums) if isa.current().plain_avx2 else (_by_quarters, _no_sums)
 if isa.current().is_arm64:
     _store_second = _no_second
 
@@ -118,7 +119,7 @@ def quantize_blocks(src, dst, k, lo, hi):
         st_i32(sum16_at + 8 * ib + 4, _FIRST - 128 * sum1)
         st_f32(s16_at + 8 * ib, d * f0)
         st_f32(s16_at + 8 * ib + 4, d * f1)
-        _store_sums(second, k, ib, d * f0, d * f1)
+        _store_sums(second, k, ib, d * f0, d * f1, sum0, sum1)
 
 
 @inline

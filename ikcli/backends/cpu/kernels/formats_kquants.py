@@ -1,9 +1,12 @@
 """K-quants and iq4_xs: super-blocks of 256 columns with packed sub-block scales (layouts: ggml-common.h)."""
 
+import llvmlite.ir as ir
+
 from ikcli.backends.cpu.kernels.row_codes import bit_plane, split_nibbles, two_bits
 from ikcli.backends.cpu.kernels.rowformat import RowFormat, biased
+from ikcli.native.simd.half import half_to_f32
 from ikcli.native.simd.lanes import packed_scales_6bit
-from ikcli.native.simd.vec import f32x16, i8x16, i8x64
+from ikcli.native.simd.vec import const_vector, f32x8, f32x16, i8x16, i8x32, i8x64, i16x16, llvm_type
 from ikcli.quant.tables import IQ4_NL_VALUES
 
 
@@ -66,6 +69,32 @@ class Q2_K(RowFormat):
     def minima(self, e, w, row):
         high = e.lshr(e.in_scale_order(e.load(i8x16, w)), [4] * 16)
         return e.b.fneg(e.mul(e.bytes_to_f32(high, signed=False), e.splat(e.two_halves(e.offset(w, 80))[1], f32x16)))
+
+    signed_scales = False
+
+    def most_dot_code(self):
+        return 12
+
+    def whole_codes(self, e, w, j):
+        # Codes of every other 32 columns stay at bit 2, so that all of them take one shift per 32 bytes.
+        v = e.twice(e.offset(w, 16 + 32 * (j // 2)))
+        return e.b.and_(e.shift_right(v, [4] * 16) if j % 2 else v, const_vector(i8x64, [3] * 32 + [12] * 32))
+
+    def whole_scales(self, e, w):
+        scales = e.b.bitcast(e.all_and(self._packed(e, w), 15), llvm_type(i16x16))
+        return e.b.bitcast(e.b.mul(scales, const_vector(i16x16, [4, 1] * 8)), llvm_type(i8x32))
+
+    def whole_minima(self, e, w):
+        packed = e.b.bitcast(self._packed(e, w), llvm_type(i16x16))
+        return e.all_and(e.b.bitcast(e.lshr(packed, [4] * 16), llvm_type(i8x32)), 15)
+
+    def units(self, e, w, row):
+        both = e.pick(e.b.bitcast(e.word(e.offset(w, 80)), ir.VectorType(ir.IntType(16), 2)), [0, 1] * 4)
+        both = e.mul(half_to_f32(e.b, both), const_vector(f32x8, [0.25, -1.0] * 4))
+        return e.pick(both, [0, 0, 2, 2, 4, 4, 6, 6]), e.pick(both, [1, 1, 3, 3, 5, 5, 7, 7])
+
+    def _packed(self, e, w):
+        return e.pick(e.load(i8x16, w), [*range(16)] * 2)
 
     def codes(self, e, w, j):
         return two_bits(e, e.offset(w, 16), j)

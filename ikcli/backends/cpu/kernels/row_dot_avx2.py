@@ -15,10 +15,22 @@ from numba.extending import intrinsic
 from ikcli.backends.cpu.kernels.activation_row import ActivationRow
 from ikcli.backends.cpu.kernels.row_dot import MOST_ROWS
 from ikcli.backends.cpu.kernels.row_emitter import RowEmitter
-from ikcli.backends.cpu.kernels.rowformat import prefetch_step, steps
+from ikcli.backends.cpu.kernels.rowformat import RowFormat, prefetch_step, steps
+from ikcli.backends.cpu.kernels.vector_emitter import indices
 from ikcli.backends.cpu.tile_modes import most_code
 from ikcli.native.simd.lanes import folded
-from ikcli.native.simd.vec import call_llvm, f32x8, f32x16, i8x32, i32x8, llvm_type, magnitude, pointer, with_sign
+from ikcli.native.simd.vec import (
+    call_llvm,
+    f32x8,
+    f32x16,
+    i8x32,
+    i16x16,
+    i32x8,
+    llvm_type,
+    magnitude,
+    pointer,
+    with_sign,
+)
 
 _TWICE = [i // 2 for i in range(16)]
 # blocks of 16 columns in the order in which `_sums_of_sixteen` has their sums: every other one of eight, the others
@@ -42,7 +54,7 @@ def row_dot_avx2(fmt):
             sums = [e.variable(e.zero(_vector(fmt))) for _ in range(2)]
             for i, at_w, valid in steps(e, fmt, e.offset(w, fmt.header_bytes), k):
                 prefetch_step(e, fmt, at_w)
-                _add_step(e, fmt, *_factors(e, fmt, at_w, row), _parts(e, fmt, at_w), x, i, valid, room, sums)
+                _add_step(e, fmt, _factors(e, fmt, at_w, row), _parts(e, fmt, at_w), x, i, valid, room, sums)
             e.store(_total(e, sums), out)
             return context.get_dummy_value()
 
@@ -80,7 +92,7 @@ def row_dots_avx2(fmt):
                 factors, parts, here = _factors(e, fmt, at_w, row), list(_parts(e, fmt, at_w)), first.at_step(e, i)
                 with e.loop(m) as t:
                     x = here.moved(e, builder.mul(t, a_stride))
-                    _add_step(e, fmt, *factors, parts, x, e.int(0), valid, room, slots(t))
+                    _add_step(e, fmt, factors, parts, x, e.int(0), valid, room, slots(t))
             with e.loop(m) as t:
                 e.store(_total(e, slots(t)), e.offset(out, builder.mul(t, out_stride)))
             return context.get_dummy_value()
@@ -100,22 +112,33 @@ def _per_block(fmt):
 
 
 def _vector(fmt):
-    return f32x8 if _per_block(fmt) == 1 else f32x16
+    return f32x8 if _per_block(fmt) == 1 or _has_whole_scales(fmt) else f32x16
+
+
+def _has_whole_scales(fmt):
+    """Return whether integer sums are multiplied by scales that are integers."""
+    return type(fmt).whole_scales is not RowFormat.whole_scales
 
 
 def _factors(e, fmt, w, row):
     """Return the scales of a step, and what the sums of activations are multiplied by, or None."""
+    if _has_whole_scales(fmt):
+        return _WholeFactors(e, fmt, w, row)
     scales = fmt.scales(e, w, row)
     return scales, fmt.minima(e, w, row) if fmt.mode[0] == "m" else offsets(e, fmt, w, scales)
 
 
-def _add_step(e, fmt, scales, factors, parts, x, i, valid, room, sums):
+def _add_step(e, fmt, factors, parts, x, i, valid, room, sums):
     """Add the products of the `parts` of a step with step i of an activation row to two sums."""
 
     def add(n, x, y):
         e.b.store(e.fused(x, y, e.b.load(sums[n])), sums[n])
 
+    if _has_whole_scales(fmt):
+        factors.add_step(list(_products(e, fmt, parts, x, i)), x, i, add)
+        return
     per_block = _per_block(fmt)
+    scales, factors = factors
     if factors is not None:
         add(0, factors, x.scaled_sums(e, i, valid, 1) if per_block == 1 else _sums_apart(e, x, i, valid))
     if per_block == 1:
@@ -143,7 +166,7 @@ def _sums_apart(e, x, i, valid):
     """Return the scaled sums of the activations of step i in the order of `_APART`, zeros beyond `valid` blocks."""
     if valid is not None:
         return e.pick(x.scaled_sums(e, i, valid, 2), _APART)
-    return e.load(f32x16, e.offset(x.sums_apart_at, e.times(i, 64)))
+    return e.load(f32x16, e.offset(x.more_sums_at, e.times(i, 128)))
 
 
 def _scales_apart(e, x, i, valid):
@@ -184,7 +207,7 @@ def _parts(e, fmt, w):
     """Yield (codes, None) or (magnitudes, signs) of each block of 32 columns of a step."""
     for j in range(4):
         apart = fmt.magnitudes(e, w, j) if fmt.most_magnitude() else None
-        codes = apart[0] if apart else fmt.dot_codes(e, w, j)
+        codes = apart[0] if apart else fmt.whole_codes(e, w, j)
         for half in range(2):
             lanes = range(32 * half, 32 * half + 32)
             yield e.pick(codes, lanes), e.pick(apart[1], lanes) if apart else None
@@ -207,10 +230,10 @@ def _products(e, fmt, parts, x, i):
         yield call_llvm(e.b, "llvm.x86.avx2.pmadd.ub.sw", _PAIRS, [u, y])
 
 
-def _sums_of_two(e, v):
-    """Add adjacent lanes of 16 bits into 8 lanes of 32."""
-    ones = ir.Constant(_PAIRS, [1] * 16)
-    return call_llvm(e.b, "llvm.x86.avx2.pmadd.wd", llvm_type(i32x8), [v, ones])
+def _sums_of_two(e, v, factors=None):
+    """Add adjacent lanes of 16 bits, times `factors`, into 8 lanes of 32."""
+    factors = factors or ir.Constant(_PAIRS, [1] * 16)
+    return call_llvm(e.b, "llvm.x86.avx2.pmadd.wd", llvm_type(i32x8), [v, factors])
 
 
 def _sums_of_sixteen(e, pairs, most):
@@ -218,15 +241,86 @@ def _sums_of_sixteen(e, pairs, most):
 
     `pairs` come from `_products` of codes up to `most`.
     """
+    pairs = _sums_of_words(e, pairs, most, _horizontal)
+    return e.joined(_merged_to_two(e, [_sums_of_two(e, v) for v in pairs], _horizontal))
+
+
+def _sums_of_words(e, pairs, most, merged):
+    """Add lanes of 16 bits while no sum can overflow: such additions handle twice as many sums as those of 32 bits."""
     largest = 2 * most * 127
-
-    def merge(vectors, op):
-        return [call_llvm(e.b, op, x.type, [x, y]) for x, y in zip(vectors[::2], vectors[1::2], strict=True)]
-
-    # Additions of 16-bit lanes handle twice as many sums as those of 32-bit lanes, while no sum can overflow.
     while len(pairs) > 2 and 2 * largest <= _MOST_SUM:
-        pairs, largest = merge(pairs, "llvm.x86.avx2.phadd.w"), 2 * largest
-    sums = [_sums_of_two(e, v) for v in pairs]
+        pairs, largest = merged(e, pairs), 2 * largest
+    return pairs
+
+
+def _merged_to_two(e, sums, merged):
     while len(sums) > 2:
-        sums = merge(sums, "llvm.x86.avx2.phadd.d")
-    return e.joined(sums)
+        sums = merged(e, sums)
+    return sums
+
+
+def _horizontal(e, vectors):
+    """Add adjacent lanes of eight or four vectors, of which half as many are left."""
+    op = "llvm.x86.avx2.phadd." + ("w" if vectors[0].type == _PAIRS else "d")
+    return [call_llvm(e.b, op, x.type, [x, y]) for x, y in zip(vectors[::2], vectors[1::2], strict=True)]
+
+
+def _shuffled(e, vectors):
+    """Add lanes as `_horizontal` does, other ones of the same blocks.
+
+    Such an instruction takes longer than two shuffles and an addition, but LLVM mixes these until registers run out.
+    """
+    width = 64 if len(vectors) == 8 else 32
+    count = 128 // width
+    kind = ir.VectorType(ir.IntType(width), 2 * count)
+
+    def merged(x, y):
+        a, b = (e.b.bitcast(v, kind) for v in (x, y))
+        lanes = [at + n for half in (0, count) for at in (half, half + 2 * count) for n in range(0, count, 2)]
+        parts = [e.b.shuffle_vector(a, b, indices([n + odd for n in lanes])) for odd in (0, 1)]
+        return e.b.add(*(e.b.bitcast(v, x.type) for v in parts))
+
+    return [merged(x, y) for x, y in zip(vectors[::2], vectors[1::2], strict=True)]
+
+
+class _WholeFactors:
+    """Scales of 16 blocks of 16 columns that are integers: with them products stay integers up to 32 columns."""
+
+    def __init__(self, e, fmt, w, row):
+        self.e, self.most = e, fmt.most_dot_code()
+        self.scales, self.signed = fmt.whole_scales(e, w), fmt.signed_scales
+        self.minima = fmt.whole_minima(e, w)
+        self.units = fmt.units(e, w, row)
+        self.memo = {}
+
+    def add_step(self, pairs, x, i, add):
+        """Call add(number of a sum, float, float) for products with step i of x."""
+        e = self.e
+        d_at = e.offset(x.d_at, e.times(i, 32))
+        sums = _sums_of_words(e, pairs, self.most, _shuffled)
+        scaled = [_sums_of_two(e, v, self._scales_of(n, len(sums))) for n, v in enumerate(sums)]
+        # Blocks of 32 columns: four in the lower half, the same in the upper half, for their other 16 columns.
+        first, second = (e.ints_to_f32(v) for v in _merged_to_two(e, scaled, _shuffled))
+        low, high = (e.pick(e.singles(e.offset(d_at, at), 4), [*range(4)] * 2) for at in (0, 16))
+        add(1, e.fused(second, high, e.mul(first, low)), self.units[0])
+        if self.minima is not None:
+            sums = e.load(i16x16, e.offset(x.more_sums_at, e.times(i, 128), 64))
+            v = e.ints_to_f32(_sums_of_two(e, sums, self._words(self.minima, range(16), False)))
+            add(0, e.mul(v, e.load(f32x8, d_at)), self.units[1])
+
+    def _scales_of(self, n, count):
+        """Return the scales of vector n of `count`, lane by lane."""
+        if (n, count) not in self.memo:
+            per = 8 // count
+            blocks = [per * n + lane * per // 8 for lane in range(8)]
+            lanes = [2 * b + half for half in range(2) for b in blocks]
+            self.memo[n, count] = self._words(self.scales, lanes, self.signed)
+        return self.memo[n, count]
+
+    def _words(self, v, blocks, signed):
+        """Return bytes of these blocks, eight of each half, in 16 bits."""
+        blocks = [16 * (n // 8) + b for n, b in enumerate(blocks)]
+        lanes = [at for b in blocks for at in ((32, b) if signed else (b, 32))]
+        b = self.e.b
+        words = b.bitcast(b.shuffle_vector(v, ir.Constant(v.type, None), indices(lanes)), _PAIRS)
+        return b.ashr(words, ir.Constant(_PAIRS, [8] * 16)) if signed else words

@@ -21,6 +21,7 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from ikcli.backends.cpu.kernels.row_emitter import RowEmitter
+from ikcli.backends.cpu.tile_modes import most_code
 from ikcli.native import isa
 from ikcli.native.simd.emit import I64
 from ikcli.native.simd.vec import const_vector, f32x8, f32x16, i32x16, llvm_type, pointer
@@ -107,6 +108,28 @@ class RowFormat(WeightFormat):
     def minima(self, e, w, row):
         """Return the minima like the scales, for modes m32 and m16."""
         raise NotImplementedError
+
+    signed_scales = True  # whether whole scales are signed
+
+    def whole_codes(self, e, w, j):
+        """Return `dot_codes`, or multiples of them of which whole scales take account. With plain AVX2 only."""
+        return self.dot_codes(e, w, j)
+
+    def most_dot_code(self):
+        """Return the largest code, or magnitude of a value if these are signed."""
+        return most_code(self, self.mode)
+
+    def whole_scales(self, e, w):
+        """Return the scales of 16 blocks of 16 columns as bytes, or None if they are no integers.
+
+        With plain AVX2 only, as i8x32: the same in both halves. Blocks have 256 columns.
+        """
+
+    def whole_minima(self, e, w):
+        """Return the minima like the whole scales, for mode m16."""
+
+    def units(self, e, w, row):
+        """Return f32x8 of what all whole scales of a step are multiplied by, and the same for the minima or None."""
 
 
 def steps(e, fmt, w, k):

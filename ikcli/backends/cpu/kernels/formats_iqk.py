@@ -10,6 +10,7 @@ from ikcli.backends.cpu.kernels.row_codes import (
     CROSSED_NIBBLES,
     five_bit_entry,
     plane_starts,
+    raw_paired_nibbles,
     split_nibbles,
     three_bit_entry,
     two_bit_entry,
@@ -42,6 +43,15 @@ class _Base(RowFormat):
                 e.pick(e.b.bitcast(e.b.zext(bits, I32), ir.VectorType(I32, 1)), [0] * count),
                 e.scale_order if count == 16 else range(count),
             )
+
+    def shifted_words(self, e, w):
+        words = ir.VectorType(ir.IntType(16), 16)
+        bits = e.pick(e.b.bitcast(self.table_bits(e, w), ir.VectorType(ir.IntType(16), 1)), [0] * 16)
+        places = e.constants([1 << n for n in range(16)], 16)
+        return e.b.sext(e.b.icmp_unsigned("==", e.b.and_(bits, places), places), words)
+
+    def units(self, e, w, row):
+        return e.splat(e.half(w)), None
 
     def codes(self, e, w, j):
         codes = super().codes(e, w, j)
@@ -89,6 +99,10 @@ class _FourBits(_Base):
     def dot_codes(self, e, w, j):
         return e.low_entry(biased(IQ4_VALUES[0], self.bias), 4, e.raw_nibble_pair(w, j, 16, self.codes_at))
 
+    def paired_codes(self, e, w, n):
+        nibbles = raw_paired_nibbles(e, e.offset(w, self.codes_at), n)
+        return e.low_entry(biased(IQ4_VALUES[0], self.bias), 4, nibbles)
+
     def quarters(self, e, w):
         return e.codes_of(e.nibble_quarters(e.offset(w, self.codes_at)), 4, biased(IQ4_VALUES[0], self.bias))
 
@@ -135,13 +149,18 @@ class _SixBitScales(_Base):
     """d f16, extra u16, scales_h[4], scales_l[8]."""
 
     def scales(self, e, w, row):
+        return e.mul(e.bytes_to_f32(self.scale_bytes(e, w)), e.splat(e.half(w), f32x16))
+
+    def scale_bytes(self, e, w):
         high = e.in_scale_order(e.pick(e.two_bits_at(e.offset(w, 4), to=4), [4 * (n % 4) + n // 4 for n in range(16)]))
-        m = e.b.sub(e.b.or_(e.nibbles16(e.offset(w, 8)), high), e.constants([32] * 16, 8))
-        return e.mul(e.bytes_to_f32(m), e.splat(e.half(w), f32x16))
+        return e.b.sub(e.b.or_(e.nibbles16(e.offset(w, 8)), high), e.constants([32] * 16, 8))
 
 
 class IQ4_K(_FourBits, _SixBitScales):
     codes_at = 16
+
+    def whole_scales(self, e, w):
+        return e.pick(self.scale_bytes(e, w), [*range(16)] * 2)
 
 
 class IQ5_K(_FiveBits, _SixBitScales):
@@ -246,6 +265,10 @@ class IQ4_KSS(_ByteScales):
         both = e.b.shuffle_vector(packed, packed, indices([*range(16), *range(16), *range(16, 32), *range(16, 32)]))
         nibbles = e.shift_right(both, [0] * 4 + [4] * 4 + [0] * 4 + [4] * 4)
         return e.low_entry(biased(IQ4_VALUES[0], self.bias), 4, nibbles)
+
+    def paired_codes(self, e, w, n):
+        packed = self.nibbles(e, e.offset(w, 32 * n), 16)
+        return e.low_entry(biased(IQ4_VALUES[0], self.bias), 4, e.raw_halves(e.join(packed, packed), 0, 4))
 
 
 class IQ2_KL(_Base):

@@ -2,7 +2,7 @@
 
 import llvmlite.ir as ir
 
-from ikcli.backends.cpu.kernels.row_codes import bit_plane, split_nibbles, two_bits
+from ikcli.backends.cpu.kernels.row_codes import bit_plane, raw_paired_nibbles, split_nibbles, two_bits
 from ikcli.backends.cpu.kernels.rowformat import RowFormat, biased
 from ikcli.native.simd.half import half_to_f32
 from ikcli.native.simd.lanes import packed_scales_6bit
@@ -132,6 +132,9 @@ class IQ4_XS(RowFormat):
 
     def dot_codes(self, e, w, j):
         return e.low_entry(biased(IQ4_NL_VALUES, self.bias), 4, e.raw_nibble_pair(w, j, 16, 8))
+
+    def paired_codes(self, e, w, n):
+        return e.low_entry(biased(IQ4_NL_VALUES, self.bias), 4, raw_paired_nibbles(e, e.offset(w, 8), n))
 
     def quarters(self, e, w):
         return e.codes_of(e.nibble_quarters(e.offset(w, 8)), 4, biased(IQ4_NL_VALUES, self.bias))

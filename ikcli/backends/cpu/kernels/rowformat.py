@@ -109,7 +109,7 @@ class RowFormat(WeightFormat):
         """Return the minima like the scales, for modes m32 and m16."""
         raise NotImplementedError
 
-    signed_scales = True  # whether whole scales are signed
+    signed_scales, most_scale = True, 32  # whether whole scales are signed, the largest magnitude of these
 
     def whole_codes(self, e, w, j):
         """Return `dot_codes`, or multiples of them of which whole scales take account. With plain AVX2 only."""
@@ -119,11 +119,20 @@ class RowFormat(WeightFormat):
         """Return the largest code, or magnitude of a value if these are signed."""
         return most_code(self, self.mode)
 
+    def paired_codes(self, e, w, n):
+        """Return codes as `dot_codes` does, but columns 0..15, 32..47, 16..31, 48..63 from 64n on.
+
+        For nibbles of which the lower ones are 16 columns and the upper ones the next. With plain AVX2 only.
+        """
+
     def whole_scales(self, e, w):
         """Return the scales of 16 blocks of 16 columns as bytes, or None if they are no integers.
 
         With plain AVX2 only, as i8x32: the same in both halves. Blocks have 256 columns.
         """
+
+    def shifted_words(self, e, w):
+        """Return `shifted_blocks` as 16 lanes of 16 bits, 0 or -1, for formats with whole scales."""
 
     def whole_minima(self, e, w):
         """Return the minima like the whole scales, for mode m16."""

@@ -6,8 +6,19 @@ from ikcli.backends.cpu.kernels.row_codes import bit_plane, raw_paired_nibbles, 
 from ikcli.backends.cpu.kernels.rowformat import RowFormat, biased
 from ikcli.native.simd.half import half_to_f32
 from ikcli.native.simd.lanes import packed_scales_6bit
-from ikcli.native.simd.vec import const_vector, f32x8, f32x16, i8x16, i8x32, i8x64, i16x16, llvm_type
+from ikcli.native.simd.vec import const_vector, f32x8, f32x16, i8x16, i8x32, i8x64, i16x16, i32x8, llvm_type
 from ikcli.quant.tables import IQ4_NL_VALUES
+
+
+def both_units(e, address, factors):
+    """Return two adjacent half floats, times constants, in all lanes of f32x8."""
+    both = e.pick(e.b.bitcast(e.word(address), ir.VectorType(ir.IntType(16), 2)), [0, 1] * 4)
+    both = e.mul(half_to_f32(e.b, both), const_vector(f32x8, factors * 4))
+    return e.pick(both, [0, 0, 2, 2, 4, 4, 6, 6]), e.pick(both, [1, 1, 3, 3, 5, 5, 7, 7])
+
+
+def _four_twice(lanes):
+    return [*lanes, *(4 + n for n in lanes)]
 
 
 class Q4_K(RowFormat):
@@ -21,6 +32,30 @@ class Q4_K(RowFormat):
         packed = e.ints_to_f32(packed_scales_6bit(e.b, e.offset(w, 4)))
         return e.b.fneg(e.mul(e.pick(packed, range(8, 16)), e.splat(e.two_halves(w)[1])))
 
+    signed_scales = False
+
+    def most_dot_code(self):
+        return 15
+
+    def whole_scales(self, e, w):
+        return e.pick(self._packed(e, w), [16 * (n // 16) + n % 16 // 2 for n in range(32)])
+
+    def whole_minima(self, e, w):
+        return e.pick(self._packed(e, w), [16 * (n // 16) + 8 + n % 16 // 2 for n in range(32)])
+
+    def units(self, e, w, row):
+        return both_units(e, w, [1.0, -1.0])
+
+    def _packed(self, e, w):
+        """Return bytes of 8 scales and 8 minima, twice: `packed_scales_6bit`."""
+        if ("packed", w) in e.memo:
+            return e.memo["packed", w]
+        words = e.hidden(e.b.bitcast(e.pick(e.load(i8x16, e.offset(w, 4)), [*range(16)] * 2), llvm_type(i32x8)))
+        low = e.lshr(e.pick(words, _four_twice([0, 2, 1, 2])), [0, 0, 0, 4] * 2)
+        low = e.b.and_(low, e.ints([0x3F3F3F3F, 0x0F0F0F0F] * 4))
+        high = e.b.and_(e.lshr(e.pick(words, _four_twice([0, 0, 1, 1])), [2] * 8), e.ints([0, 0x30303030] * 4))
+        return e.memo.setdefault(("packed", w), e.b.bitcast(e.b.or_(low, high), llvm_type(i8x32)))
+
     def codes(self, e, w, j):
         return split_nibbles(e, e.offset(w, 16), j)
 
@@ -30,6 +65,9 @@ class Q4_K(RowFormat):
 
 class Q5_K(Q4_K):
     """Same as q4_K, with 32 bytes of fifth bits before the nibbles."""
+
+    def most_dot_code(self):
+        return 31
 
     def codes(self, e, w, j):
         return e.b.or_(split_nibbles(e, e.offset(w, 48), j), e.shift_left(bit_plane(e, e.offset(w, 16), j), 4))
@@ -89,9 +127,7 @@ class Q2_K(RowFormat):
         return e.all_and(e.b.bitcast(e.lshr(packed, [4] * 16), llvm_type(i8x32)), 15)
 
     def units(self, e, w, row):
-        both = e.pick(e.b.bitcast(e.word(e.offset(w, 80)), ir.VectorType(ir.IntType(16), 2)), [0, 1] * 4)
-        both = e.mul(half_to_f32(e.b, both), const_vector(f32x8, [0.25, -1.0] * 4))
-        return e.pick(both, [0, 0, 2, 2, 4, 4, 6, 6]), e.pick(both, [1, 1, 3, 3, 5, 5, 7, 7])
+        return both_units(e, e.offset(w, 80), [0.25, -1.0])
 
     def _packed(self, e, w):
         return e.pick(e.load(i8x16, w), [*range(16)] * 2)

@@ -148,6 +148,10 @@ class VectorEmitter(Emitter):
         """Return four zeros."""
         return ir.Constant(ir.VectorType(I32, 4), None)
 
+    def hidden(self, v):
+        """Hide 32 bytes from the optimiser, which would shuffle 16 of them and copy the result. Needs AVX2."""
+        return self.b.asm(ir.FunctionType(v.type, [v.type]), "", "=x,0", [v], False)
+
     # --- f32 vectors --------------------------------------------------------------------------------------------------
     def splat(self, x, vec=f32x8):
         return splat_value(self.b, vec, x)

@@ -19,7 +19,7 @@ from ikcli.backends.cpu.kernels.row_codes import (
 from ikcli.backends.cpu.kernels.rowformat import RowFormat, biased
 from ikcli.backends.cpu.kernels.vector_emitter import indices
 from ikcli.native.simd.emit import I32, I64
-from ikcli.native.simd.vec import f32x16, i8x16, i8x64, i32x16, llvm_type, pointer
+from ikcli.native.simd.vec import f32x16, i8x16, i8x32, i8x64, i32x16, llvm_type, pointer
 from ikcli.quant.tables import IQ2_KL_VALUES, IQ2_VALUES, IQ3_VALUES, IQ4_VALUES, IQ5_VALUES, IQ6_VALUES
 
 
@@ -51,7 +51,7 @@ class _Base(RowFormat):
         return e.b.sext(e.b.icmp_unsigned("==", e.b.and_(bits, places), places), words)
 
     def units(self, e, w, row):
-        return e.splat(e.half(w)), None
+        return e.half_everywhere(w), None
 
     def codes(self, e, w, j):
         codes = super().codes(e, w, j)
@@ -126,9 +126,16 @@ class IQ2_K(_TwoBits):
 
     codes_at = 12
 
+    most_scale = 8
+
     def scales(self, e, w, row):
-        m = e.b.sub(e.nibbles16(e.offset(w, 4)), e.constants([8] * 16, 8))
-        return e.mul(e.bytes_to_f32(m), e.splat(e.half(w), f32x16))
+        return e.mul(e.bytes_to_f32(self.scale_bytes(e, w)), e.splat(e.half(w), f32x16))
+
+    def whole_scales(self, e, w):
+        return e.b.sub(e.nibbles16_twice(e.offset(w, 4)), e.constants([8] * 32, 8))
+
+    def scale_bytes(self, e, w):
+        return e.b.sub(e.nibbles16(e.offset(w, 4)), e.constants([8] * 16, 8))
 
 
 class IQ3_K(_ThreeBits):
@@ -160,7 +167,11 @@ class IQ4_K(_FourBits, _SixBitScales):
     codes_at = 16
 
     def whole_scales(self, e, w):
-        return e.pick(self.scale_bytes(e, w), [*range(16)] * 2)
+        fields = e.lshr(e.hidden(e.splat_int(e.word(e.offset(w, 4)))), [0, 2, 4, 6] * 2)
+        high = e.all_and(e.b.shl(fields, e.ints([4] * 8)), 0x30303030)
+        lanes = [16 * half + 4 * (n % 4) + n // 4 for half in range(2) for n in range(16)]
+        high = e.pick(e.b.bitcast(high, llvm_type(i8x32)), lanes)
+        return e.b.sub(e.b.or_(e.nibbles16_twice(e.offset(w, 8)), high), e.constants([32] * 32, 8))
 
 
 class IQ5_K(_FiveBits, _SixBitScales):

@@ -343,7 +343,8 @@ class _WholeFactors:
     def __init__(self, e, fmt, w, row):
         self.e, self.most, self.paired = e, fmt.most_dot_code(), _is_paired(fmt)
         self.scales, self.signed, self.memo = fmt.whole_scales(e, w), fmt.signed_scales, {}
-        self.unit, of_minima = fmt.units(e, w, row)
+        self.whole_unit, of_minima = fmt.units(e, w, row)
+        self.unit = self.whole_unit
         # Signed bytes become words of 256 times as much where no sum of 16 columns leaves 32 bits.
         self.times = 256 if self.signed and 16 * 127 * self.most * fmt.most_scale < 1 << 23 else 1
         if self.times > 1:
@@ -368,8 +369,7 @@ class _WholeFactors:
         differences = e.b.add(e.b.and_(on, ir.Constant(_PAIRS, [fmt.shift] * 16)), ir.Constant(_PAIRS, [plain] * 16))
         if self.times > 1:  # so that 16 bits hold the products
             words = e.b.ashr(words, ir.Constant(_PAIRS, [8] * 16))
-        unit = e.mul(self.unit, ir.Constant(self.unit.type, [float(self.times)] * 8))
-        return e.b.mul(words, differences), unit
+        return e.b.mul(words, differences), self.whole_unit
 
     def add_step(self, pairs, x, i, valid, add):
         """Call add(number of a sum, float, float) for products with step i of x, which is whole."""

@@ -156,7 +156,7 @@ def kind_row_bytes(kind: str, k: int) -> int:
 
 def activation_row_bytes(k: int) -> int:
     """Return the bytes of a quantized activation row (kernels/activations.py)."""
-    return -(-(k + 28 * (k // 32)) // 64) * 64 + -(-k // 256) * (256 + 64 * isa.current().plain_avx2)
+    return -(-(k + 28 * (k // 32)) // 64) * 64 + -(-k // 256) * (256 + 768 * isa.current().plain_avx2)
 
 
 def plan_bytes(n_pairs: int, n_expert: int) -> int:

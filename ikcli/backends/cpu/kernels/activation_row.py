@@ -15,7 +15,8 @@ from ikcli.native.simd.vec import call_llvm, const_vector, f32x8, f32x16, i32x8,
 # bytes of 256 columns
 _STEP_BYTES = {
     **dict.fromkeys(("codes_at", "second_at"), 256),
-    **dict.fromkeys(("sums_at", "s16_at", "sums_apart_at"), 64),
+    "more_at": 768,
+    **dict.fromkeys(("sums_at", "s16_at"), 64),
     **dict.fromkeys(("d_at", "s_at"), 32),
 }
 
@@ -34,7 +35,7 @@ class ActivationRow:
         past = e.b.and_(e.b.sub(e.int(0), e.b.sub(end, a)), e.int(63))
         self.second_at = e.offset(end, past)
         whole = e.b.and_(e.offset(k, 255), e.int(-256))
-        self.sums_apart_at = e.offset(self.second_at, whole)  # plain AVX2 only
+        self.more_at = e.offset(self.second_at, whole)  # plain AVX2 only
 
     def at_step(self, e, i):
         """Return the row from step i on: what follows sees it as a row of its own, whose step 0 is step i."""

@@ -4,11 +4,10 @@
 f32[K/32] | s f32[K/32] = d * sum(q) | `first_sum()` - 128*sum(q) i32[K/32] | the same per 16 i32[K/16] | s per 16
 f32[K/16], padded to 64 bytes | the int8 again, by quarters: of each 256 columns first columns 0..3 of all 16 blocks of
 16, then columns 4..7 and so on (`kernels/row_dot.py`); for plain AVX2 their magnitudes instead, in order, and after
-these s per 16 f32[16] of each 256 columns once more, those of every other block together (`kernels/row_dot_avx2.py`).
-ARM64 leaves that part unused. No half-precision sums anywhere: those overflow in models with large activations. `bf16`,
-for weights of bfloat16: rounded to nearest even. `f32`: as they are (only ever gathered). `i16`, for weights that
-become 16-bit integers if rows are many, and stay floats if they are few: f32[K'], K' = K in whole blocks of 128, then
-per 512 columns the blocks' scales (f32, 64 bytes) | i16[512].
+these what `_more` finds (`kernels/row_dot_avx2.py`). ARM64 leaves that part unused. No half-precision sums anywhere:
+those overflow in models with large activations. `bf16`, for weights of bfloat16: rounded to nearest even. `f32`: as
+they are (only ever gathered). `i16`, for weights that become 16-bit integers if rows are many, and stay floats if they
+are few: f32[K'], K' = K in whole blocks of 128, then per 512 columns the blocks' scales (f32, 64 bytes) | i16[512].
 """
 
 import math
@@ -31,6 +30,7 @@ from ikcli.native.simd.vec import (
     ld_f32,
     ld_i64,
     load_f32x16,
+    load_i8x16,
     reduce_add,
     reduce_max,
     splat_f32x16,
@@ -59,33 +59,55 @@ def second_at(k):
 
 
 @inline
-def _by_quarters(second, ib, c0, c1):
+def _by_quarters(second, k, ib, c0, c1):
     store_quarters(second + 256 * (ib // 8) + 8 * (ib % 8), c0, c1)
 
 
 @inline
-def _magnitudes(second, ib, c0, c1):
+def _magnitudes(second, k, ib, c0, c1):
     store_magnitudes(second + 32 * ib, c0, c1)
+    pairs = _more(second, k, ib) + 256 + 64 * (ib % 8 // 2) + 16 * (ib % 2)
+    store_i8x16(pairs, c0)
+    store_i8x16(pairs + 32, c1)
+    store_i8x16(pairs + 256, load_i8x16(second + 32 * ib))
+    store_i8x16(pairs + 288, load_i8x16(second + 32 * ib + 16))
 
 
 @inline
-def _sums_apart(second, k, ib, s0, s1):
-    at = second + ((k + 255) & ~255) + 64 * (ib // 8) + 32 * (ib % 8 // 4) + 4 * (ib % 4)
-    st_f32(at, s0)
-    st_f32(at + 16, s1)
+def _more(second, k, ib):
+    """Return where more numbers begin, for 256 columns with block ib.
+
+    s per 16 f32[16], those of every other block together | sum(q) per 16 i16[16] | d per 32 f32[8], those of every
+    other block together | d per 32, four times each, f32[32] | int8, of each 64 columns 0..15, 32..47, 16..31,
+    48..63 | their magnitudes.
+    """
+    return second + ((k + 255) & ~255) + 768 * (ib // 8)
 
 
 @inline
-def _no_sums(second, k, ib, s0, s1):
+def _more_numbers(second, k, ib, d, s0, s1, sum0, sum1):
+    at = _more(second, k, ib)
+    st_f32(at + 32 * (ib % 8 // 4) + 4 * (ib % 4), s0)
+    st_f32(at + 32 * (ib % 8 // 4) + 4 * (ib % 4) + 16, s1)
+    st_i32(at + 64 + 4 * (ib % 8), (sum0 & 0xFFFF) + (sum1 << 16))
+    st_f32(at + 96 + 16 * (ib % 2) + 4 * (ib % 8 // 2), d)
+    for i in range(4):
+        st_f32(at + 128 + 16 * (ib % 8) + 4 * i, d)
+
+
+@inline
+def _no_numbers(second, k, ib, d, s0, s1, sum0, sum1):
     return
 
 
 @inline
-def _no_second(second, ib, c0, c1):
+def _no_second(second, k, ib, c0, c1):
     return
 
 
-_store_second, _store_sums = (_magnitudes, _sums_apart) if isa.current().plain_avx2 else (_by_quarters, _no_sums)
+_store_second, _store_numbers = _by_quarters, _no_numbers
+if isa.current().plain_avx2:
+    _store_second, _store_numbers = _magnitudes, _more_numbers
 if isa.current().is_arm64:
     _store_second = _no_second
 
@@ -108,7 +130,7 @@ def quantize_blocks(src, dst, k, lo, hi):
         c0, c1 = trunc_i32x16_i8(cvt_f32x16_i32(q0)), trunc_i32x16_i8(cvt_f32x16_i32(q1))
         store_i8x16(dst + 32 * ib, c0)
         store_i8x16(dst + 32 * ib + 16, c1)
-        _store_second(second, ib, c0, c1)
+        _store_second(second, k, ib, c0, c1)
         # Sums are exact, and stored once per row here instead of being computed in every product that needs them.
         sum0, sum1 = np.int64(f0), np.int64(f1)
         st_f32(d_at + 4 * ib, d)
@@ -118,7 +140,7 @@ def quantize_blocks(src, dst, k, lo, hi):
         st_i32(sum16_at + 8 * ib + 4, _FIRST - 128 * sum1)
         st_f32(s16_at + 8 * ib, d * f0)
         st_f32(s16_at + 8 * ib + 4, d * f1)
-        _store_sums(second, k, ib, d * f0, d * f1)
+        _store_numbers(second, k, ib, d, d * f0, d * f1, sum0, sum1)
 
 
 @inline

@@ -10,6 +10,7 @@ from ikcli.backends.cpu.kernels.row_codes import (
     CROSSED_NIBBLES,
     five_bit_entry,
     plane_starts,
+    raw_paired_nibbles,
     split_nibbles,
     three_bit_entry,
     two_bit_entry,
@@ -18,7 +19,7 @@ from ikcli.backends.cpu.kernels.row_codes import (
 from ikcli.backends.cpu.kernels.rowformat import RowFormat, biased
 from ikcli.backends.cpu.kernels.vector_emitter import indices
 from ikcli.native.simd.emit import I32, I64
-from ikcli.native.simd.vec import f32x16, i8x16, i8x64, i32x16, llvm_type, pointer
+from ikcli.native.simd.vec import f32x16, i8x16, i8x32, i8x64, i32x16, llvm_type, pointer
 from ikcli.quant.tables import IQ2_KL_VALUES, IQ2_VALUES, IQ3_VALUES, IQ4_VALUES, IQ5_VALUES, IQ6_VALUES
 
 
@@ -42,6 +43,15 @@ class _Base(RowFormat):
                 e.pick(e.b.bitcast(e.b.zext(bits, I32), ir.VectorType(I32, 1)), [0] * count),
                 e.scale_order if count == 16 else range(count),
             )
+
+    def shifted_words(self, e, w):
+        words = ir.VectorType(ir.IntType(16), 16)
+        bits = e.pick(e.b.bitcast(self.table_bits(e, w), ir.VectorType(ir.IntType(16), 1)), [0] * 16)
+        places = e.constants([1 << n for n in range(16)], 16)
+        return e.b.sext(e.b.icmp_unsigned("==", e.b.and_(bits, places), places), words)
+
+    def units(self, e, w, row):
+        return e.half_everywhere(w), None
 
     def codes(self, e, w, j):
         codes = super().codes(e, w, j)
@@ -89,6 +99,10 @@ class _FourBits(_Base):
     def dot_codes(self, e, w, j):
         return e.low_entry(biased(IQ4_VALUES[0], self.bias), 4, e.raw_nibble_pair(w, j, 16, self.codes_at))
 
+    def paired_codes(self, e, w, n):
+        nibbles = raw_paired_nibbles(e, e.offset(w, self.codes_at), n)
+        return e.low_entry(biased(IQ4_VALUES[0], self.bias), 4, nibbles)
+
     def quarters(self, e, w):
         return e.codes_of(e.nibble_quarters(e.offset(w, self.codes_at)), 4, biased(IQ4_VALUES[0], self.bias))
 
@@ -112,9 +126,16 @@ class IQ2_K(_TwoBits):
 
     codes_at = 12
 
+    most_scale = 8
+
     def scales(self, e, w, row):
-        m = e.b.sub(e.nibbles16(e.offset(w, 4)), e.constants([8] * 16, 8))
-        return e.mul(e.bytes_to_f32(m), e.splat(e.half(w), f32x16))
+        return e.mul(e.bytes_to_f32(self.scale_bytes(e, w)), e.splat(e.half(w), f32x16))
+
+    def whole_scales(self, e, w):
+        return e.b.sub(e.nibbles16_twice(e.offset(w, 4)), e.constants([8] * 32, 8))
+
+    def scale_bytes(self, e, w):
+        return e.b.sub(e.nibbles16(e.offset(w, 4)), e.constants([8] * 16, 8))
 
 
 class IQ3_K(_ThreeBits):
@@ -135,13 +156,22 @@ class _SixBitScales(_Base):
     """d f16, extra u16, scales_h[4], scales_l[8]."""
 
     def scales(self, e, w, row):
+        return e.mul(e.bytes_to_f32(self.scale_bytes(e, w)), e.splat(e.half(w), f32x16))
+
+    def scale_bytes(self, e, w):
         high = e.in_scale_order(e.pick(e.two_bits_at(e.offset(w, 4), to=4), [4 * (n % 4) + n // 4 for n in range(16)]))
-        m = e.b.sub(e.b.or_(e.nibbles16(e.offset(w, 8)), high), e.constants([32] * 16, 8))
-        return e.mul(e.bytes_to_f32(m), e.splat(e.half(w), f32x16))
+        return e.b.sub(e.b.or_(e.nibbles16(e.offset(w, 8)), high), e.constants([32] * 16, 8))
 
 
 class IQ4_K(_FourBits, _SixBitScales):
     codes_at = 16
+
+    def whole_scales(self, e, w):
+        fields = e.lshr(e.hidden(e.splat_int(e.word(e.offset(w, 4)))), [0, 2, 4, 6] * 2)
+        high = e.all_and(e.b.shl(fields, e.ints([4] * 8)), 0x30303030)
+        lanes = [16 * half + 4 * (n % 4) + n // 4 for half in range(2) for n in range(16)]
+        high = e.pick(e.b.bitcast(high, llvm_type(i8x32)), lanes)
+        return e.b.sub(e.b.or_(e.nibbles16_twice(e.offset(w, 8)), high), e.constants([32] * 32, 8))
 
 
 class IQ5_K(_FiveBits, _SixBitScales):
@@ -246,6 +276,10 @@ class IQ4_KSS(_ByteScales):
         both = e.b.shuffle_vector(packed, packed, indices([*range(16), *range(16), *range(16, 32), *range(16, 32)]))
         nibbles = e.shift_right(both, [0] * 4 + [4] * 4 + [0] * 4 + [4] * 4)
         return e.low_entry(biased(IQ4_VALUES[0], self.bias), 4, nibbles)
+
+    def paired_codes(self, e, w, n):
+        packed = self.nibbles(e, e.offset(w, 32 * n), 16)
+        return e.low_entry(biased(IQ4_VALUES[0], self.bias), 4, e.raw_halves(e.join(packed, packed), 0, 4))
 
 
 class IQ2_KL(_Base):

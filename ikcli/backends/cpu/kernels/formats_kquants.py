@@ -1,10 +1,24 @@
 """K-quants and iq4_xs: super-blocks of 256 columns with packed sub-block scales (layouts: ggml-common.h)."""
 
-from ikcli.backends.cpu.kernels.row_codes import bit_plane, split_nibbles, two_bits
+import llvmlite.ir as ir
+
+from ikcli.backends.cpu.kernels.row_codes import bit_plane, raw_paired_nibbles, split_nibbles, two_bits
 from ikcli.backends.cpu.kernels.rowformat import RowFormat, biased
+from ikcli.native.simd.half import half_to_f32
 from ikcli.native.simd.lanes import packed_scales_6bit
-from ikcli.native.simd.vec import f32x16, i8x16, i8x64
+from ikcli.native.simd.vec import const_vector, f32x8, f32x16, i8x16, i8x32, i8x64, i16x16, i32x8, llvm_type
 from ikcli.quant.tables import IQ4_NL_VALUES
+
+
+def both_units(e, address, factors):
+    """Return two adjacent half floats, times constants, in all lanes of f32x8."""
+    both = e.pick(e.b.bitcast(e.word(address), ir.VectorType(ir.IntType(16), 2)), [0, 1] * 4)
+    both = e.mul(half_to_f32(e.b, both), const_vector(f32x8, factors * 4))
+    return e.pick(both, [0, 0, 2, 2, 4, 4, 6, 6]), e.pick(both, [1, 1, 3, 3, 5, 5, 7, 7])
+
+
+def _four_twice(lanes):
+    return [*lanes, *(4 + n for n in lanes)]
 
 
 class Q4_K(RowFormat):
@@ -18,6 +32,30 @@ class Q4_K(RowFormat):
         packed = e.ints_to_f32(packed_scales_6bit(e.b, e.offset(w, 4)))
         return e.b.fneg(e.mul(e.pick(packed, range(8, 16)), e.splat(e.two_halves(w)[1])))
 
+    signed_scales = False
+
+    def most_dot_code(self):
+        return 15
+
+    def whole_scales(self, e, w):
+        return e.pick(self._packed(e, w), [16 * (n // 16) + n % 16 // 2 for n in range(32)])
+
+    def whole_minima(self, e, w):
+        return e.pick(self._packed(e, w), [16 * (n // 16) + 8 + n % 16 // 2 for n in range(32)])
+
+    def units(self, e, w, row):
+        return both_units(e, w, [1.0, -1.0])
+
+    def _packed(self, e, w):
+        """Return bytes of 8 scales and 8 minima, twice: `packed_scales_6bit`."""
+        if ("packed", w) in e.memo:
+            return e.memo["packed", w]
+        words = e.hidden(e.b.bitcast(e.pick(e.load(i8x16, e.offset(w, 4)), [*range(16)] * 2), llvm_type(i32x8)))
+        low = e.lshr(e.pick(words, _four_twice([0, 2, 1, 2])), [0, 0, 0, 4] * 2)
+        low = e.b.and_(low, e.ints([0x3F3F3F3F, 0x0F0F0F0F] * 4))
+        high = e.b.and_(e.lshr(e.pick(words, _four_twice([0, 0, 1, 1])), [2] * 8), e.ints([0, 0x30303030] * 4))
+        return e.memo.setdefault(("packed", w), e.b.bitcast(e.b.or_(low, high), llvm_type(i8x32)))
+
     def codes(self, e, w, j):
         return split_nibbles(e, e.offset(w, 16), j)
 
@@ -27,6 +65,9 @@ class Q4_K(RowFormat):
 
 class Q5_K(Q4_K):
     """Same as q4_K, with 32 bytes of fifth bits before the nibbles."""
+
+    def most_dot_code(self):
+        return 31
 
     def codes(self, e, w, j):
         return e.b.or_(split_nibbles(e, e.offset(w, 48), j), e.shift_left(bit_plane(e, e.offset(w, 16), j), 4))
@@ -67,6 +108,30 @@ class Q2_K(RowFormat):
         high = e.lshr(e.in_scale_order(e.load(i8x16, w)), [4] * 16)
         return e.b.fneg(e.mul(e.bytes_to_f32(high, signed=False), e.splat(e.two_halves(e.offset(w, 80))[1], f32x16)))
 
+    signed_scales = False
+
+    def most_dot_code(self):
+        return 12
+
+    def whole_codes(self, e, w, j):
+        # Codes of every other 32 columns stay at bit 2, so that all of them take one shift per 32 bytes.
+        v = e.twice(e.offset(w, 16 + 32 * (j // 2)))
+        return e.b.and_(e.shift_right(v, [4] * 16) if j % 2 else v, const_vector(i8x64, [3] * 32 + [12] * 32))
+
+    def whole_scales(self, e, w):
+        scales = e.b.bitcast(e.all_and(self._packed(e, w), 15), llvm_type(i16x16))
+        return e.b.bitcast(e.b.mul(scales, const_vector(i16x16, [4, 1] * 8)), llvm_type(i8x32))
+
+    def whole_minima(self, e, w):
+        packed = e.b.bitcast(self._packed(e, w), llvm_type(i16x16))
+        return e.all_and(e.b.bitcast(e.lshr(packed, [4] * 16), llvm_type(i8x32)), 15)
+
+    def units(self, e, w, row):
+        return both_units(e, e.offset(w, 80), [0.25, -1.0])
+
+    def _packed(self, e, w):
+        return e.pick(e.load(i8x16, w), [*range(16)] * 2)
+
     def codes(self, e, w, j):
         return two_bits(e, e.offset(w, 16), j)
 
@@ -103,6 +168,9 @@ class IQ4_XS(RowFormat):
 
     def dot_codes(self, e, w, j):
         return e.low_entry(biased(IQ4_NL_VALUES, self.bias), 4, e.raw_nibble_pair(w, j, 16, 8))
+
+    def paired_codes(self, e, w, n):
+        return e.low_entry(biased(IQ4_NL_VALUES, self.bias), 4, raw_paired_nibbles(e, e.offset(w, 8), n))
 
     def quarters(self, e, w):
         return e.codes_of(e.nibble_quarters(e.offset(w, 8)), 4, biased(IQ4_NL_VALUES, self.bias))

@@ -5,6 +5,7 @@ Layouts: ggml-common.h. All but the `_1` types are symmetric; iq4_nl and mxfp4 l
 
 import llvmlite.ir as ir
 
+from ikcli.backends.cpu.kernels.row_codes import raw_paired_nibbles
 from ikcli.backends.cpu.kernels.rowformat import RowFormat, biased, exponent_scales
 from ikcli.native.simd.emit import I64
 from ikcli.native.simd.vec import i8x32, i8x64
@@ -35,6 +36,9 @@ class Q4_0(_Blocks32):
 
     def dot_codes(self, e, w, j):
         return e.nibble_pair(w, j, 18, 2)
+
+    def paired_codes(self, e, w, n):
+        return e.all_and(raw_paired_nibbles(e, e.offset(w, 2), n, 18), 15)
 
     def quarters(self, e, w):
         return e.codes_of(e.apart_nibble_quarters(e.offset(w, 2), 18), 4)
@@ -73,6 +77,9 @@ class Q4_1(_WithMin):
     def codes(self, e, w, j):
         return e.nibble_pair(w, j, 20, 4)
 
+    def paired_codes(self, e, w, n):
+        return e.all_and(raw_paired_nibbles(e, e.offset(w, 4), n, 20), 15)
+
     def quarters(self, e, w):
         return e.codes_of(e.apart_nibble_quarters(e.offset(w, 4), 20), 4)
 
@@ -86,6 +93,9 @@ class Q5_1(_WithMin):
 class IQ4_NL(_Blocks32):
     def dot_codes(self, e, w, j):
         return e.low_entry(biased(IQ4_NL_VALUES, self.bias), 4, e.raw_nibble_pair(w, j, 18, 2))
+
+    def paired_codes(self, e, w, n):
+        return e.low_entry(biased(IQ4_NL_VALUES, self.bias), 4, raw_paired_nibbles(e, e.offset(w, 2), n, 18))
 
     def quarters(self, e, w):
         return e.codes_of(e.apart_nibble_quarters(e.offset(w, 2), 18), 4, biased(IQ4_NL_VALUES, self.bias))
@@ -105,6 +115,9 @@ class MXFP4(_Blocks32):
 
     def dot_codes(self, e, w, j):
         return e.low_entry(biased(MXFP4_VALUES, self.bias), 4, e.raw_nibble_pair(w, j, 17, 1))
+
+    def paired_codes(self, e, w, n):
+        return e.low_entry(biased(MXFP4_VALUES, self.bias), 4, raw_paired_nibbles(e, e.offset(w, 1), n, 17))
 
     def quarters(self, e, w):
         return e.codes_of(e.apart_nibble_quarters(e.offset(w, 1), 17), 4, biased(MXFP4_VALUES, self.bias))

@@ -1,5 +1,7 @@
 """Read codes of columns 64j .. 64j+63 as K-quants and IQ*_K types store them, in fields and bit planes of 32 bytes."""
 
+from ikcli.native.simd.vec import i8x16, i8x32
+
 CROSSED_NIBBLES = [8 * (i % 4) + 4 * (i // 4) for i in range(8)]  # of a word: lower ones of its bytes, upper ones
 
 
@@ -12,6 +14,16 @@ def raw_two_bits(e, address, j):
 def two_bits(e, address, j):
     """Return `raw_two_bits`, masked."""
     return e.all_and(raw_two_bits(e, address, j), 3)
+
+
+def raw_paired_nibbles(e, address, n, block_bytes=16):
+    """Return nibbles of blocks 2n and 2n + 1 of 16 bytes: the lower ones of both, then the upper ones.
+
+    See `RowFormat.paired_codes`. They are to be masked with 15.
+    """
+    first, second = (e.load(i8x16, e.offset(address, block_bytes * b)) for b in (2 * n, 2 * n + 1))
+    both = e.joined([first, second]) if block_bytes > 16 else e.load(i8x32, e.offset(address, 32 * n))
+    return e.raw_halves(e.join(both, both), 0, 4)
 
 
 def split_nibbles(e, address, j):

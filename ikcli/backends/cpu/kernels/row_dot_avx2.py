@@ -2,8 +2,11 @@
 
 A product of bytes takes a few instructions there, and adding lanes costs as much as multiplying. With a scale per 32
 columns, each block is therefore scaled in place by a float broadcast to all lanes, and lanes are added once per row.
-With a scale per 16 columns, sums stay at 16 bits for as long as they fit, and scales are brought into the order in
-which the sums come out, which costs nothing. The bias of codes is applied to the sums of activations.
+Nibbles of which the lower ones are 16 columns and the upper ones the next need one shift per 64 columns in another
+order, of which activation rows have a copy; two blocks then share a vector. With a scale per 16 columns, sums stay at
+16 bits for as long as they fit, and scales are brought into the order in which the sums come out, which costs nothing.
+Scales that are integers are factors of the instruction that widens these sums. The bias of codes is applied to the sums
+of activations.
 """
 
 import functools
@@ -15,12 +18,25 @@ from numba.extending import intrinsic
 from ikcli.backends.cpu.kernels.activation_row import ActivationRow
 from ikcli.backends.cpu.kernels.row_dot import MOST_ROWS
 from ikcli.backends.cpu.kernels.row_emitter import RowEmitter
-from ikcli.backends.cpu.kernels.rowformat import prefetch_step, steps
+from ikcli.backends.cpu.kernels.rowformat import RowFormat, prefetch_step, steps
+from ikcli.backends.cpu.kernels.vector_emitter import indices
 from ikcli.backends.cpu.tile_modes import most_code
 from ikcli.native.simd.lanes import folded
-from ikcli.native.simd.vec import call_llvm, f32x8, f32x16, i8x32, i32x8, llvm_type, magnitude, pointer, with_sign
+from ikcli.native.simd.vec import (
+    call_llvm,
+    f32x8,
+    f32x16,
+    i8x32,
+    i16x16,
+    i32x8,
+    llvm_type,
+    magnitude,
+    pointer,
+    with_sign,
+)
 
 _TWICE = [i // 2 for i in range(16)]
+_EVERY_OTHER = [*range(0, 8, 2), *range(1, 8, 2)]
 # blocks of 16 columns in the order in which `_sums_of_sixteen` has their sums: every other one of eight, the others
 _APART = tuple(8 * n + 2 * i + odd for n in range(2) for odd in range(2) for i in range(4))
 _PAIRS = ir.VectorType(ir.IntType(16), 16)
@@ -42,7 +58,7 @@ def row_dot_avx2(fmt):
             sums = [e.variable(e.zero(_vector(fmt))) for _ in range(2)]
             for i, at_w, valid in steps(e, fmt, e.offset(w, fmt.header_bytes), k):
                 prefetch_step(e, fmt, at_w)
-                _add_step(e, fmt, *_factors(e, fmt, at_w, row), _parts(e, fmt, at_w), x, i, valid, room, sums)
+                _add_step(e, fmt, _factors(e, fmt, at_w, row), _parts(e, fmt, at_w), x, i, valid, room, sums)
             e.store(_total(e, sums), out)
             return context.get_dummy_value()
 
@@ -80,7 +96,7 @@ def row_dots_avx2(fmt):
                 factors, parts, here = _factors(e, fmt, at_w, row), list(_parts(e, fmt, at_w)), first.at_step(e, i)
                 with e.loop(m) as t:
                     x = here.moved(e, builder.mul(t, a_stride))
-                    _add_step(e, fmt, *factors, parts, x, e.int(0), valid, room, slots(t))
+                    _add_step(e, fmt, factors, parts, x, e.int(0), valid, room, slots(t))
             with e.loop(m) as t:
                 e.store(_total(e, slots(t)), e.offset(out, builder.mul(t, out_stride)))
             return context.get_dummy_value()
@@ -91,7 +107,7 @@ def row_dots_avx2(fmt):
 
 
 def _emitter(fmt, builder):
-    return (RowEmitter if _per_block(fmt) == 1 else _ApartEmitter)(builder)
+    return (RowEmitter if _per_block(fmt) == 1 or _has_whole_scales(fmt) else _ApartEmitter)(builder)
 
 
 def _per_block(fmt):
@@ -100,22 +116,41 @@ def _per_block(fmt):
 
 
 def _vector(fmt):
-    return f32x8 if _per_block(fmt) == 1 else f32x16
+    return f32x8 if _per_block(fmt) == 1 or _has_whole_scales(fmt) else f32x16
+
+
+def _has_whole_scales(fmt):
+    """Return whether integer sums are multiplied by scales that are integers."""
+    return type(fmt).whole_scales is not RowFormat.whole_scales
+
+
+def _is_paired(fmt):
+    """Return whether codes are in the order of `RowFormat.paired_codes`."""
+    return type(fmt).paired_codes is not RowFormat.paired_codes
 
 
 def _factors(e, fmt, w, row):
     """Return the scales of a step, and what the sums of activations are multiplied by, or None."""
+    if _has_whole_scales(fmt):
+        return _WholeFactors(e, fmt, w, row)
+    if _is_paired(fmt):
+        return _PairedFactors(e, fmt, w, row)
     scales = fmt.scales(e, w, row)
     return scales, fmt.minima(e, w, row) if fmt.mode[0] == "m" else offsets(e, fmt, w, scales)
 
 
-def _add_step(e, fmt, scales, factors, parts, x, i, valid, room, sums):
+def _add_step(e, fmt, factors, parts, x, i, valid, room, sums):
     """Add the products of the `parts` of a step with step i of an activation row to two sums."""
 
     def add(n, x, y):
         e.b.store(e.fused(x, y, e.b.load(sums[n])), sums[n])
 
+    if _is_paired(fmt) or _has_whole_scales(fmt):
+        products = _paired_products if _is_paired(fmt) else _products
+        factors.add_step(list(products(e, fmt, parts, x, i)), x, i, valid, add)
+        return
     per_block = _per_block(fmt)
+    scales, factors = factors
     if factors is not None:
         add(0, factors, x.scaled_sums(e, i, valid, 1) if per_block == 1 else _sums_apart(e, x, i, valid))
     if per_block == 1:
@@ -143,7 +178,7 @@ def _sums_apart(e, x, i, valid):
     """Return the scaled sums of the activations of step i in the order of `_APART`, zeros beyond `valid` blocks."""
     if valid is not None:
         return e.pick(x.scaled_sums(e, i, valid, 2), _APART)
-    return e.load(f32x16, e.offset(x.sums_apart_at, e.times(i, 64)))
+    return e.load(f32x16, e.offset(x.more_at, e.times(i, 768)))
 
 
 def _scales_apart(e, x, i, valid):
@@ -183,8 +218,12 @@ def offsets(e, fmt, w, scales):
 def _parts(e, fmt, w):
     """Yield (codes, None) or (magnitudes, signs) of each block of 32 columns of a step."""
     for j in range(4):
+        if _is_paired(fmt):
+            codes = fmt.paired_codes(e, w, j)
+            yield from (e.pick(codes, range(first, first + 32)) for first in (0, 32))
+            continue
         apart = fmt.magnitudes(e, w, j) if fmt.most_magnitude() else None
-        codes = apart[0] if apart else fmt.dot_codes(e, w, j)
+        codes = apart[0] if apart else fmt.whole_codes(e, w, j)
         for half in range(2):
             lanes = range(32 * half, 32 * half + 32)
             yield e.pick(codes, lanes), e.pick(apart[1], lanes) if apart else None
@@ -207,10 +246,48 @@ def _products(e, fmt, parts, x, i):
         yield call_llvm(e.b, "llvm.x86.avx2.pmadd.ub.sw", _PAIRS, [u, y])
 
 
-def _sums_of_two(e, v):
-    """Add adjacent lanes of 16 bits into 8 lanes of 32."""
-    ones = ir.Constant(_PAIRS, [1] * 16)
-    return call_llvm(e.b, "llvm.x86.avx2.pmadd.wd", llvm_type(i32x8), [v, ones])
+def _paired_products(e, fmt, parts, x, i):
+    """Yield what `_products` does for the `parts`, which are in the order of `RowFormat.paired_codes`."""
+    at = e.offset(x.more_at, e.times(i, 768), 256)
+    for n, v in enumerate(parts):
+        y = e.load(i8x32, e.offset(at, 32 * n))
+        if fmt.mode[0] == "m" or fmt.bias:
+            u = v
+        else:
+            u, y = e.load(i8x32, e.offset(at, 256 + 32 * n)), with_sign(e.b, v, y)
+        yield call_llvm(e.b, "llvm.x86.avx2.pmadd.ub.sw", _PAIRS, [u, y])
+
+
+class _PairedFactors:
+    """Scales of blocks of 32 columns, two of which are side by side: the first in the lower halves of two vectors."""
+
+    def __init__(self, e, fmt, w, row):
+        scales = fmt.scales(e, w, row)
+        self.e, self.apart = e, e.pick(scales, _EVERY_OTHER)
+        self.offsets = fmt.minima(e, w, row) if fmt.mode[0] == "m" else offsets(e, fmt, w, scales)
+        self.add_words = 4 * 127 * fmt.most_dot_code() <= _MOST_SUM
+
+    def add_step(self, pairs, x, i, valid, add):
+        """Call add(number of a sum, float, float) for `_paired_products` with step i of x."""
+        e = self.e
+        if self.offsets is not None:
+            add(0, self.offsets, x.scaled_sums(e, i, valid, 1))
+        if valid is None:
+            d = e.load(f32x8, e.offset(x.more_at, e.times(i, 768), 96))
+        else:
+            d = e.pick(x.scales(e, i, valid), _EVERY_OTHER)
+        # The first four for lower halves, the others for upper ones: a shuffle then needs no other half.
+        scales = e.mul(self.apart, d)
+        for n in range(4):
+            both = pairs[2 * n : 2 * n + 2]
+            v = _sums_of_two(e, e.b.add(*both)) if self.add_words else e.b.add(*(_sums_of_two(e, v) for v in both))
+            add((n + 1) % 2, e.ints_to_f32(v), e.pick(scales, [n] * 4 + [n + 4] * 4))
+
+
+def _sums_of_two(e, v, factors=None):
+    """Add adjacent lanes of 16 bits, times `factors`, into 8 lanes of 32."""
+    factors = factors or ir.Constant(_PAIRS, [1] * 16)
+    return call_llvm(e.b, "llvm.x86.avx2.pmadd.wd", llvm_type(i32x8), [v, factors])
 
 
 def _sums_of_sixteen(e, pairs, most):
@@ -218,15 +295,131 @@ def _sums_of_sixteen(e, pairs, most):
 
     `pairs` come from `_products` of codes up to `most`.
     """
+    pairs = _sums_of_words(e, pairs, most, _horizontal)
+    return e.joined(_merged_to_two(e, [_sums_of_two(e, v) for v in pairs], _horizontal))
+
+
+def _sums_of_words(e, pairs, most, merged):
+    """Add lanes of 16 bits while no sum can overflow: such additions handle twice as many sums as those of 32 bits."""
     largest = 2 * most * 127
-
-    def merge(vectors, op):
-        return [call_llvm(e.b, op, x.type, [x, y]) for x, y in zip(vectors[::2], vectors[1::2], strict=True)]
-
-    # Additions of 16-bit lanes handle twice as many sums as those of 32-bit lanes, while no sum can overflow.
     while len(pairs) > 2 and 2 * largest <= _MOST_SUM:
-        pairs, largest = merge(pairs, "llvm.x86.avx2.phadd.w"), 2 * largest
-    sums = [_sums_of_two(e, v) for v in pairs]
+        pairs, largest = merged(e, pairs), 2 * largest
+    return pairs
+
+
+def _merged_to_two(e, sums, merged):
     while len(sums) > 2:
-        sums = merge(sums, "llvm.x86.avx2.phadd.d")
-    return e.joined(sums)
+        sums = merged(e, sums)
+    return sums
+
+
+def _horizontal(e, vectors):
+    """Add adjacent lanes of eight or four vectors, of which half as many are left."""
+    op = "llvm.x86.avx2.phadd." + ("w" if vectors[0].type == _PAIRS else "d")
+    return [call_llvm(e.b, op, x.type, [x, y]) for x, y in zip(vectors[::2], vectors[1::2], strict=True)]
+
+
+def _shuffled(e, vectors):
+    """Add lanes as `_horizontal` does, other ones of the same blocks.
+
+    Such an instruction takes longer than two shuffles and an addition, but LLVM mixes these until registers run out.
+    """
+    width = 64 if len(vectors) == 8 else 32
+    count = 128 // width
+    kind = ir.VectorType(ir.IntType(width), 2 * count)
+
+    def merged(x, y):
+        a, b = (e.b.bitcast(v, kind) for v in (x, y))
+        lanes = [at + n for half in (0, count) for at in (half, half + 2 * count) for n in range(0, count, 2)]
+        parts = [e.b.shuffle_vector(a, b, indices([n + odd for n in lanes])) for odd in (0, 1)]
+        return e.b.add(*(e.b.bitcast(v, x.type) for v in parts))
+
+    return [merged(x, y) for x, y in zip(vectors[::2], vectors[1::2], strict=True)]
+
+
+class _WholeFactors:
+    """Scales of 16 blocks of 16 columns that are integers: with them products stay integers up to 32 columns."""
+
+    def __init__(self, e, fmt, w, row):
+        self.e, self.most, self.paired = e, fmt.most_dot_code(), _is_paired(fmt)
+        self.scales, self.signed, self.memo = fmt.whole_scales(e, w), fmt.signed_scales, {}
+        self.whole_unit, of_minima = fmt.units(e, w, row)
+        self.unit = self.whole_unit
+        # Signed bytes become words of 256 times as much where no sum of 16 columns leaves 32 bits.
+        self.times = 256 if self.signed and 16 * 127 * self.most * fmt.most_scale < 1 << 23 else 1
+        if self.times > 1:
+            self.unit = e.mul(self.unit, ir.Constant(self.unit.type, [1 / self.times] * 8))
+        if fmt.mode[0] == "m":
+            self.of_sums, self.unit_of_sums = self._words(fmt.whole_minima(e, w), range(16)), of_minima
+        else:
+            self.of_sums, self.unit_of_sums = self._offsets(fmt, w)
+
+    def _offsets(self, fmt, w):
+        """Return what sums of activations are multiplied by, or None, and the unit of these products.
+
+        It is scales times the difference between values and `dot_codes`.
+        """
+        if not (fmt.bias or fmt.shift):
+            return None, None
+        e, words, plain = self.e, self._words(self.scales, range(16)), -fmt.bias
+        on = fmt.shifted_words(e, w) if fmt.shift else None
+        if on is None or not fmt.bias:
+            words = words if on is None else e.b.and_(words, on)
+            return words, e.mul(self.unit, ir.Constant(self.unit.type, [float(plain or fmt.shift)] * 8))
+        differences = e.b.add(e.b.and_(on, ir.Constant(_PAIRS, [fmt.shift] * 16)), ir.Constant(_PAIRS, [plain] * 16))
+        if self.times > 1:  # so that 16 bits hold the products
+            words = e.b.ashr(words, ir.Constant(_PAIRS, [8] * 16))
+        return e.b.mul(words, differences), self.whole_unit
+
+    def add_step(self, pairs, x, i, valid, add):
+        """Call add(number of a sum, float, float) for products with step i of x, which is whole."""
+        e, d_at = self.e, _place(self.e, x.d_at, i, 32)
+        of_step = self._paired_sums(pairs, x, i) if self.paired else self._sums(pairs, d_at)
+        add(1, of_step, self.unit)
+        if self.of_sums is not None:
+            v = e.ints_to_f32(_sums_of_two(e, e.load(i16x16, _place(e, x.more_at, i, 768, 64)), self.of_sums))
+            add(0, e.mul(v, e.load(f32x8, d_at)), self.unit_of_sums)
+
+    def _sums(self, pairs, d_at):
+        """Return the sums of a step, without the unit."""
+        e = self.e
+        sums = _sums_of_words(e, pairs, self.most, _shuffled)
+        per = 8 // len(sums)
+        scaled = []
+        for n, v in enumerate(sums):
+            blocks = [2 * (per * n + lane * per // 8) for lane in range(8)]
+            scaled.append(_sums_of_two(e, v, self._words(self.scales, [*blocks, *(b + 1 for b in blocks)])))
+        # Blocks of 32 columns: four in the lower half, the same in the upper half, for their other 16 columns.
+        first, second = (e.ints_to_f32(v) for v in _merged_to_two(e, scaled, _shuffled))
+        low, high = (e.pick(e.singles(e.offset(d_at, at), 4), [*range(4)] * 2) for at in (0, 16))
+        return e.fused(second, high, e.mul(first, low))
+
+    def _paired_sums(self, pairs, x, i):
+        """Return what `_sums` does from `_paired_products`."""
+        e, total = self.e, None
+        for n in range(4):
+            both = []
+            for m in range(2):
+                words = self._words(self.scales, [4 * n + m] * 8 + [4 * n + 2 + m] * 8)
+                both.append(_sums_of_two(e, pairs[2 * n + m], words))
+            v, d = e.ints_to_f32(e.b.add(*both)), e.load(f32x8, _place(e, x.more_at, i, 768, 128 + 32 * n))
+            total = e.mul(v, d) if total is None else e.fused(v, d, total)
+        return total
+
+    def _words(self, v, blocks):
+        """Return bytes of these blocks, eight of each half, in 16 bits: signed ones `times` as much."""
+        key = v, tuple(blocks)
+        if key not in self.memo:
+            lanes = [(32, 16 * (n // 8) + b) for n, b in enumerate(blocks)]
+            lanes = [at for two in lanes for at in (two if self.signed else two[::-1])]
+            b = self.e.b
+            words = b.bitcast(b.shuffle_vector(v, ir.Constant(v.type, None), indices(lanes)), _PAIRS)
+            if self.signed and self.times == 1:
+                words = b.ashr(words, ir.Constant(_PAIRS, [8] * 16))
+            self.memo[key] = words
+        return self.memo[key]
+
+
+def _place(e, base, i, size, more=0):
+    """Return the address `more` bytes into part i."""
+    return e.offset(base, e.times(i, size), more)

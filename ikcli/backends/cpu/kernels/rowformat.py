@@ -21,6 +21,7 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from ikcli.backends.cpu.kernels.row_emitter import RowEmitter
+from ikcli.backends.cpu.tile_modes import most_code
 from ikcli.native import isa
 from ikcli.native.simd.emit import I64
 from ikcli.native.simd.vec import const_vector, f32x8, f32x16, i32x16, llvm_type, pointer
@@ -107,6 +108,37 @@ class RowFormat(WeightFormat):
     def minima(self, e, w, row):
         """Return the minima like the scales, for modes m32 and m16."""
         raise NotImplementedError
+
+    signed_scales, most_scale = True, 32  # whether whole scales are signed, the largest magnitude of these
+
+    def whole_codes(self, e, w, j):
+        """Return `dot_codes`, or multiples of them of which whole scales take account. With plain AVX2 only."""
+        return self.dot_codes(e, w, j)
+
+    def most_dot_code(self):
+        """Return the largest code, or magnitude of a value if these are signed."""
+        return most_code(self, self.mode)
+
+    def paired_codes(self, e, w, n):
+        """Return codes as `dot_codes` does, but columns 0..15, 32..47, 16..31, 48..63 from 64n on.
+
+        For nibbles of which the lower ones are 16 columns and the upper ones the next. With plain AVX2 only.
+        """
+
+    def whole_scales(self, e, w):
+        """Return the scales of 16 blocks of 16 columns as bytes, or None if they are no integers.
+
+        With plain AVX2 only, as i8x32: the same in both halves. Blocks have 256 columns.
+        """
+
+    def shifted_words(self, e, w):
+        """Return `shifted_blocks` as 16 lanes of 16 bits, 0 or -1, for formats with whole scales."""
+
+    def whole_minima(self, e, w):
+        """Return the minima like the whole scales, for mode m16."""
+
+    def units(self, e, w, row):
+        """Return f32x8 of what all whole scales of a step are multiplied by, and the same for the minima or None."""
 
 
 def steps(e, fmt, w, k):

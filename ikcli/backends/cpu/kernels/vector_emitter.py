@@ -45,6 +45,11 @@ class VectorEmitter(Emitter):
         bits = self.opaque(self.b.zext(self.word(address, 16), I64))
         return half_to_f32(self.b, self.b.trunc(bits, _I16))
 
+    def half_everywhere(self, address):
+        """Load a half float into all lanes of f32x8."""
+        bits = self.b.load(pointer(self.b, address, ir.VectorType(_I16, 1)), align=1)
+        return half_to_f32(self.b, self.pick(bits, [0] * 8))
+
     def two_halves(self, address):
         """Load two adjacent half floats as f32."""
         zeros = ir.Constant(ir.VectorType(I32, 4), None)
@@ -86,6 +91,14 @@ class VectorEmitter(Emitter):
     def nibbles16(self, address):
         """Load the nibbles of 8 bytes, the lower one of each first, as 16 bytes in the order of scales."""
         return self.in_scale_order(self.pick(self.nibbles_at(address), [8 * (n % 2) + n // 2 for n in range(16)]))
+
+    def nibbles16_twice(self, address):
+        """Load the nibbles of 8 bytes, the lower one of each first, as 32 bytes, the same in both halves. For AVX2."""
+        v = self.hidden(self.pick(self.bytes_at(address, 8), [*range(8)] * 4))
+        words = self.b.bitcast(v, ir.VectorType(_I16, 16))
+        low, high = self.all_and(v, 15), self.all_and(self.b.bitcast(self.lshr(words, [4] * 16), v.type), 15)
+        lanes = [16 * half + n + 32 * odd for half in range(2) for n in range(8) for odd in range(2)]
+        return self.b.shuffle_vector(low, high, indices(lanes))
 
     def two_bits_at(self, address, to):
         """Load the two-bit fields of 4 bytes, at bit `to` of 16 bytes.
@@ -147,6 +160,10 @@ class VectorEmitter(Emitter):
     def zero_words(self):
         """Return four zeros."""
         return ir.Constant(ir.VectorType(I32, 4), None)
+
+    def hidden(self, v):
+        """Hide 32 bytes from the optimiser, which would shuffle 16 of them and copy the result. Needs AVX2."""
+        return self.b.asm(ir.FunctionType(v.type, [v.type]), "", "=x,0", [v], False)
 
     # --- f32 vectors --------------------------------------------------------------------------------------------------
     def splat(self, x, vec=f32x8):

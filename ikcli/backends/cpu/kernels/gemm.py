@@ -55,8 +55,8 @@ def quant_tile(mode, bias, nt, nv=1):
     pairs = [(t, v) for t in range(nt) for v in range(nv)]
     # Unrolled for a whole block, LLVM would multiply one row after the other and keep the codes on the stack, as there
     # are few registers; that takes a fifth longer.
-    in_rounds = isa.current().plain_avx2 and at_once <= 2
-    per_round = (2 if signed else 4) if in_rounds else groups
+    in_rounds = isa.current().plain_avx2 and at_once <= 2 and not signed
+    per_round = 4 if in_rounds else groups
 
     def rounds(e):
         return e.loop(e.opaque(e.int(groups // per_round))) if in_rounds else contextlib.nullcontext(e.int(0))
@@ -72,6 +72,8 @@ def quant_tile(mode, bias, nt, nv=1):
             tiles = e.offset(tiles, e.times(first, block_bytes))
             tiles = [e.opaque(e.offset(tiles, e.times(tile_stride, v))) for v in range(nv)]
             acc = {tv: e.variable(e.zero(f32x16)) for tv in pairs}
+            if signed:  # all registers are for integers
+                acc = dict(zip(pairs, e.in_memory([e.zero(f32x16)] * len(pairs)), strict=True))
             outs = {(t, v): e.offset(out, e.times(out_stride, t), 64 * v) for t, v in pairs}
             # Without this, stores of spilled registers queue up behind result stores that wait for memory.
             for at in outs.values():
@@ -124,6 +126,9 @@ def quant_tile(mode, bias, nt, nv=1):
                             at = e.offset(e.times(i, group_bytes * per_round), header + group_bytes * j)
                             codes_at = [e.offset(p, at) for p in blocks]
                             multiply(dots, codes_at, e.offset(q, e.times(i, 4 * per_round), 4 * j))
+                            if signed:  # one group after the other, without the branches of a loop
+                                for slot in dots.values():
+                                    builder.store(e.in_registers(builder.load(slot)), slot)
                     scales, d = floats(64 * half), [e.splat_f32(e.offset(row, d_at)) for row in rows]
                     # What the start adds to a sum goes away in the multiplication by the scale, as its addend.
                     surplus = [builder.fmul(s, const_vector(f32x16, [-FIRST_SUM_F32] * 16)) for s in scales]

@@ -7,6 +7,8 @@ group j holding bytes 4j..4j+3 of each row as unsigned codes. Modes:
     s32: scale               value = scale * (code - bias); bias: `tile_bias`
     m32: scale, minimum      value = scale * code + minimum
     s16: two scales (one per 16 columns)       m16: two scales, two minima
+Where plain AVX2 multiplies signed bytes (`has_signs`), group j is 64 magnitudes and then 64 signs (0 or -1), and
+behind the scales are as many vectors of the start values of integer sums.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ MOST_TILES = TILE_COUNTS[0]
 _CACHE = 768 << 10  # bytes of tiles that stay in the second level, with room for activations
 _SMALL_BIAS = 64  # with which no sum of two products leaves 16 bits
 MOST_WITH_MINIMUM = 31  # the largest code of a type with minima
-_SPACING_1 = 0x4B400000  # bits of 3 * 2^22 as float32; those of an integer n, |n| < 2^22, more are of n more
+FIRST_SUM = 0x4B400000  # bits of 3 * 2^22 as float32; those of an integer n, |n| < 2^22, more are of n more
 FIRST_SUM_F32 = 3.0 * 2**22
 PAIRS_BLOCK = 128  # columns that share a scale where numbers become 16-bit integers
 PAIRS_PART = 512  # columns of activations whose scales lie together, before them
@@ -49,6 +51,24 @@ def tile_bias(fmt: Any) -> int:
     return fmt.bias if isa.current().plain_avx2 and 0 < fmt.bias <= _SMALL_BIAS else 128
 
 
+def has_signs(mode: str, bias: int) -> bool:
+    """Return whether a tile holds magnitudes and signs.
+
+    Plain AVX2 multiplies magnitudes by the activations, which `xor` with a sign turns from x into -x - 1. The rest is
+    the same for all activations: the start of a sum is the sum of the magnitudes of negative weights. Compared with an
+    instruction that negates, `xor` leaves those units alone that multiply.
+    """
+    return mode[0] == "s" and bias == 128 and isa.current().plain_avx2
+
+
+def tile_layout(mode: str, bias: int) -> tuple[int, int]:
+    """Return the bytes of the header and of 32 columns of a tile."""
+    header, block_bytes = LAYOUT[mode]
+    if not has_signs(mode, bias):
+        return header, block_bytes
+    return 2 * header, block_bytes + header + 8 * 64
+
+
 def first_sum() -> int:
     """Return the start value of a tile's integer sums, or 0.
 
@@ -56,7 +76,7 @@ def first_sum() -> int:
     product by the scale subtracts FIRST_SUM_F32 again. This pays where a conversion is one instruction of few ports,
     and where the start of a sum needs no other change.
     """
-    return 0 if isa.current().signed_codes else _SPACING_1
+    return 0 if isa.current().signed_codes else FIRST_SUM
 
 
 def tile_bytes(mode: str, k: int) -> int:
@@ -65,8 +85,8 @@ def tile_bytes(mode: str, k: int) -> int:
 
 
 def tile_bytes_per_step(mode: str) -> int:
-    """Return the bytes of 256 columns of a tile."""
-    return 8 * LAYOUT[mode][1]
+    """Return the bytes of 256 columns of the largest tile of a mode."""
+    return 8 * tile_layout(mode, 128)[1]
 
 
 def multiplies_tiles_together() -> bool:

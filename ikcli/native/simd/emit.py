@@ -58,6 +58,21 @@ class Emitter:
     def _in_order(self, v, register):
         return self.b.asm(ir.FunctionType(v.type, [v.type]), "", f"={register},0,~{{memory}}", [v], True)
 
+    def in_registers(self, v):
+        """Return v (64 bytes), which is in two registers of AVX2 here, before any later load."""
+        n = v.type.count // 2
+        halves = (self.b.shuffle_vector(v, v, _lanes(range(first, first + n))) for first in (0, n))
+        low, high = (self._in_order(half, "x") for half in halves)
+        return self.b.shuffle_vector(low, high, _lanes(range(2 * n)))
+
+    def in_memory(self, values):
+        """Return pointers to vectors of 64 bytes in memory, from which LLVM does not take them into registers."""
+        room = self.opaque(self.room(64 * len(values)))
+        slots = [pointer(self.b, self.offset(room, 64 * i), v.type) for i, v in enumerate(values)]
+        for slot, v in zip(slots, values, strict=True):
+            self.b.store(v, slot)
+        return slots
+
     def barrier(self):
         """Keep LLVM from moving loads across this place."""
         self.b.asm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", [], True)
@@ -142,6 +157,10 @@ class Emitter:
         i.add_incoming(self.b.add(i, self.int(1)), self.b.block)
         self.b.branch(head)
         self.b.position_at_end(done)
+
+
+def _lanes(lanes):
+    return ir.Constant(ir.VectorType(I32, len(lanes)), list(lanes))
 
 
 def transpose16(builder, rows):

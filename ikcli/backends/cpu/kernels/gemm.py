@@ -3,7 +3,8 @@
 Quantized: `nv` tiles of 16 weight rows, unpacked to unsigned bytes, times `nt` quantized activation rows. Per 32
 columns a tile holds its scales (f32x16; two vectors for 16-column scales), for types with minima the minima (f32x16),
 then 8 x 64 bytes: group j holds bytes 4j..4j+3 of each row. Symmetric types store value + bias, so that the dot product
-must start from -bias * (sum of activations); activation rows carry it for 128 (`kernels/activations.py`).
+must start from -bias * (sum of activations); activation rows carry it for 128 (`kernels/activations.py`). Tiles of
+plain AVX2 may hold magnitudes, signs and starts instead (`tile_modes.has_signs`).
 
 Float: tile of 16*nv rows as f32 [column][row] times nt float activation rows. Pairs of 16-bit integers: per
 block of columns the scales of 16*nv rows, then their pairs, column pair by column pair.
@@ -16,7 +17,14 @@ import llvmlite.ir as ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from ikcli.backends.cpu.tile_modes import FIRST_SUM_F32, LAYOUT, MOST_WITH_MINIMUM, PAIRS_BLOCK, first_sum
+from ikcli.backends.cpu.tile_modes import (
+    FIRST_SUM_F32,
+    MOST_WITH_MINIMUM,
+    PAIRS_BLOCK,
+    first_sum,
+    has_signs,
+    tile_layout,
+)
 from ikcli.native import isa
 from ikcli.native.simd import vec
 from ikcli.native.simd.dot import emit_dot_bf16, emit_dot_i16, most_addends
@@ -33,11 +41,12 @@ def quant_tile(mode, bias, nt, nv=1):
     a[t], t < nt, rows of k columns (`kernels/activations.py`); added to the old value unless first is 0. n_lanes <=
     16*nv.
     """
-    header, block_bytes = LAYOUT[mode]
+    header, block_bytes = tile_layout(mode, bias)
     most = MOST_WITH_MINIMUM if mode[0] == "m" else 2 * bias - 1
     with_min, halves = mode[0] == "m", 2 if mode.endswith("16") else 1
-    # Subtract 128 from codes, where sums do not start from a correction for it.
-    signed = not with_min and isa.current().plain_avx2 and bias == 128
+    signed = has_signs(mode, bias)
+    group_bytes = 128 if signed else 64
+    from_bits = signed or bool(first_sum())
     smaller = 7 - (bias.bit_length() - 1)
     assert not (smaller and first_sum())
     groups = 8 // halves
@@ -46,7 +55,7 @@ def quant_tile(mode, bias, nt, nv=1):
     pairs = [(t, v) for t in range(nt) for v in range(nv)]
     # Unrolled for a whole block, LLVM would multiply one row after the other and keep the codes on the stack, as there
     # are few registers; that takes a fifth longer.
-    in_rounds = isa.current().plain_avx2 and at_once <= 2
+    in_rounds = isa.current().plain_avx2 and at_once <= 2 and not signed
     per_round = 4 if in_rounds else groups
 
     def rounds(e):
@@ -63,6 +72,8 @@ def quant_tile(mode, bias, nt, nv=1):
             tiles = e.offset(tiles, e.times(first, block_bytes))
             tiles = [e.opaque(e.offset(tiles, e.times(tile_stride, v))) for v in range(nv)]
             acc = {tv: e.variable(e.zero(f32x16)) for tv in pairs}
+            if signed:  # all registers are for integers
+                acc = dict(zip(pairs, e.in_memory([e.zero(f32x16)] * len(pairs)), strict=True))
             outs = {(t, v): e.offset(out, e.times(out_stride, t), 64 * v) for t, v in pairs}
             # Without this, stores of spilled registers queue up behind result stores that wait for memory.
             for at in outs.values():
@@ -85,15 +96,15 @@ def quant_tile(mode, bias, nt, nv=1):
                 def multiply(dots, codes_at, x_at):
                     """Add the products of `at_once` groups of columns."""
                     # An activation is loaded once, for the codes of all tiles.
-                    codes = [[e.load(i8x64, e.offset(p, 64 * j)) for j in range(at_once)] for p in codes_at]
-                    # Once per tile, not per activation row.
-                    codes = [[e.without_128(c) for c in of] for of in codes] if signed else codes
+                    codes = [[e.load(i8x64, e.offset(p, group_bytes * j)) for j in range(at_once)] for p in codes_at]
+                    signs = [e.load(i8x64, e.offset(p, 64)) for p in codes_at] if signed else []
                     for t in range(nt):
                         x = [e.splat_bytes(e.offset(rows[t], x_at, 4 * j)) for j in range(at_once)]
                         for v in range(nv):
                             dot = builder.load(dots[t, v])
-                            dot = e.dot_signed(dot, codes[v][0], x[0]) if signed else e.dots(dot, codes[v], x, most)
-                            builder.store(dot, dots[t, v])
+                            # Magnitudes are up to 128 and the others -128 .. 127: the sum of two products fits 16 bits.
+                            by = [builder.xor(x[0], signs[v])] if signed else x
+                            builder.store(e.dots(dot, codes[v], by, 127 if signed else most), dots[t, v])
 
                 def add(x, y, slot):
                     builder.store(e.fma(x, y, builder.load(slot)), slot)
@@ -101,6 +112,7 @@ def quant_tile(mode, bias, nt, nv=1):
                 parts = {}
                 for half in range(halves):
                     dots = {}
+                    starts = [e.load(i32x16, e.offset(p, 64 * (halves + half))) for p in blocks] if signed else []
                     for t in range(nt):
                         # With this start the bits of a sum are a float32 (`first_sum`): no conversion is needed.
                         start = const_vector(i32x16, [first_sum()] * 16)
@@ -108,17 +120,21 @@ def quant_tile(mode, bias, nt, nv=1):
                             start = e.splat_i32(e.offset(rows[t], first_at, 4 * half))
                             if smaller:
                                 start = builder.ashr(start, ir.Constant(start.type, [smaller] * 16))
-                        dots.update({(t, v): e.variable(start) for v in range(nv)})
+                        dots.update({(t, v): e.variable(starts[v] if signed else start) for v in range(nv)})
                     with rounds(e) as i:
                         for j in range(groups * half, groups * half + per_round, at_once):
-                            codes_at = [e.offset(p, e.times(i, 64 * per_round), header + 64 * j) for p in blocks]
+                            at = e.offset(e.times(i, group_bytes * per_round), header + group_bytes * j)
+                            codes_at = [e.offset(p, at) for p in blocks]
                             multiply(dots, codes_at, e.offset(q, e.times(i, 4 * per_round), 4 * j))
+                            if signed:  # one group after the other, without the branches of a loop
+                                for slot in dots.values():
+                                    builder.store(e.in_registers(builder.load(slot)), slot)
                     scales, d = floats(64 * half), [e.splat_f32(e.offset(row, d_at)) for row in rows]
                     # What the start adds to a sum goes away in the multiplication by the scale, as its addend.
                     surplus = [builder.fmul(s, const_vector(f32x16, [-FIRST_SUM_F32] * 16)) for s in scales]
                     for t, v in pairs:
                         dot = builder.load(dots[t, v])
-                        if first_sum():  # added per half, since no registers are left to keep the sums of one
+                        if from_bits:  # added per half, since no registers are left to keep the sums of one
                             part = e.fma(builder.bitcast(dot, llvm_type(f32x16)), scales[v], surplus[v])
                             add(part, d[t], acc[t, v])
                         else:
@@ -142,14 +158,26 @@ def quant_tile(mode, bias, nt, nv=1):
     return micro
 
 
+def split_signs(e, codes):
+    """Return magnitudes and signs (0 or -1) of codes with a bias of 128."""
+    values = e.without_128(codes)
+    signs = e.b.sext(e.b.icmp_signed("<", values, ir.Constant(values.type, None)), values.type)
+    return e.b.sub(e.b.xor(values, signs), signs), signs
+
+
+def add_negative(e, total, magnitudes, signs):
+    """Return i32x16 + the magnitudes of negative codes, four bytes to a lane: see `has_signs`."""
+    return e.dot(total, e.b.and_(magnitudes, signs), const_vector(i8x64, [1] * 64), 127)
+
+
 def _plus(e, total, value, factor):
     """Return value * factor, added to the total if there is one."""
     return e.b.fmul(value, factor) if total is None else e.fma(value, factor, total)
 
 
-def tile_scale(builder, x):
+def tile_scale(builder, x, with_signs=False):
     """Cut scales to 22 bits, as tiles hold them, so that their products with FIRST_SUM_F32 are exact."""
-    if not first_sum():
+    if not (first_sum() or with_signs):
         return x
     ints = ir.VectorType(ir.IntType(32), x.type.count)
     return builder.bitcast(builder.and_(builder.bitcast(x, ints), ir.Constant(ints, [-4] * x.type.count)), x.type)

@@ -20,11 +20,11 @@ import llvmlite.ir as ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from ikcli.backends.cpu.kernels.gemm import tile_scale
+from ikcli.backends.cpu.kernels.gemm import add_negative, split_signs, tile_scale
 from ikcli.backends.cpu.kernels.row_emitter import RowEmitter
 from ikcli.backends.cpu.kernels.rowformat import WeightFormat, steps
 from ikcli.backends.cpu.kernels.vector_emitter import indices
-from ikcli.backends.cpu.tile_modes import LAYOUT, multiplies_matrices, tile_bias
+from ikcli.backends.cpu.tile_modes import FIRST_SUM, has_signs, multiplies_matrices, tile_bias, tile_layout
 from ikcli.native import isa
 from ikcli.native.simd.emit import I32
 from ikcli.native.simd.half import half_to_f32
@@ -288,7 +288,8 @@ def unpack_group(fmt):
     It writes whole steps, for which the tile has room.
     """
     mode = fmt.mode
-    header, block_bytes = LAYOUT[mode]
+    header, block_bytes = tile_layout(mode, tile_bias(fmt))
+    with_signs = has_signs(mode, tile_bias(fmt))
     halves = 2 if mode.endswith("16") else 1
     rows = fmt.rows
 
@@ -306,7 +307,7 @@ def unpack_group(fmt):
         """Store column group g of a unit; `more`: what a row is further on where two groups are interleaved."""
         at = g // 8 * block_bytes + header
         if not multiplies_matrices():
-            e.store(x, e.offset(to, at + 64 * (g % 8)))
+            e.store(x, e.offset(to, at + (128 if with_signs else 64) * (g % 8)))
             return
         other = waiting.pop(g ^ 1, None)
         if other is None:
@@ -316,27 +317,44 @@ def unpack_group(fmt):
         both = e.b.shuffle_vector(*pair, indices([i + rows * which for i in range(rows) for which in range(2)]))
         e.store(both, e.offset(to, more, at + 64 * (g % 8 & ~1)))
 
+    def put_signed(e, to, order, codes, starts):
+        """Store magnitudes and signs of column groups; add the magnitudes of negative codes to `starts`."""
+        magnitudes, signs = split_signs(e, codes)
+        parts = [e.split(e.b.bitcast(x, llvm_type(i32x16)), rows) for x in (magnitudes, signs)]
+        parts.append(e.split(add_negative(e, e.zero(i32x16), magnitudes, signs), rows))
+        for g, magnitude, sign, negative in zip(order, *parts, strict=True):
+            put_group(e, to, g, magnitude, 0)
+            put_group(e, e.offset(to, 64), g, sign, 0)
+            of = divmod(g // (8 // halves), halves)
+            starts[of] = e.b.add(starts.get(of, e.constants([FIRST_SUM] * rows, 32)), negative)
+
     @intrinsic
     def unpack(typingctx, w, tile, r, k):
         def codegen(context, builder, sig, args):
             w, tile, r, k = args
             e = GroupEmitter(builder)
             row = fmt.header(e, w)
-            lane = e.offset(tile, e.times(r, 4))
+            lane, made = e.offset(tile, e.times(r, 4)), functools.partial(tile_scale, with_signs=with_signs)
             for i, at_w, _ in steps(e, fmt, e.offset(w, fmt.header_bytes), k):
                 start = e.offset(lane, e.times(i, 8 * block_bytes))
-                put(e, fmt.scales(e, at_w, row), fmt.d(e, at_w, row), start, tile_scale)
+                put(e, fmt.scales(e, at_w, row), fmt.d(e, at_w, row), start, made)
                 if mode[0] == "m":
                     put(e, fmt.minima(e, at_w, row), fmt.dmin(e, at_w, row), e.offset(start, 64 * halves))
                 for u in range(8 // fmt.unit):
+                    unit, starts = e.offset(start, fmt.unit * u * block_bytes), {}
                     for v, order in enumerate(fmt.order):
                         codes = fmt.codes(e, at_w, u, v)
                         if mode[0] == "s" and fmt.bias != tile_bias(fmt):
                             codes = builder.add(codes, e.const64(tile_bias(fmt) - fmt.bias))
+                        if with_signs:
+                            put_signed(e, unit, order, codes, starts)
+                            continue
                         # A run of four columns is one word of the tile already: plain stores, no transposition.
                         words = builder.bitcast(codes, llvm_type(i32x16))
                         for g, x in zip(order, e.split(words, rows), strict=True):
-                            put_group(e, e.offset(start, fmt.unit * u * block_bytes), g, x, e.times(r, 4))
+                            put_group(e, unit, g, x, e.times(r, 4))
+                    for (block, half), x in starts.items():
+                        e.store(x, e.offset(unit, block * block_bytes + 64 * (halves + half)))
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 4), codegen

@@ -11,13 +11,13 @@ import llvmlite.ir as ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from ikcli.backends.cpu.kernels.gemm import tile_scale
+from ikcli.backends.cpu.kernels.gemm import add_negative, split_signs, tile_scale
 from ikcli.backends.cpu.kernels.row_emitter import RowEmitter
 from ikcli.backends.cpu.kernels.rowformat import copy_blocks
 from ikcli.backends.cpu.kernels.vector_emitter import indices
-from ikcli.backends.cpu.tile_modes import LAYOUT, multiplies_matrices, tile_bias
+from ikcli.backends.cpu.tile_modes import FIRST_SUM, has_signs, multiplies_matrices, tile_bias, tile_layout
 from ikcli.native.simd.emit import transpose16
-from ikcli.native.simd.vec import f32x16, pointer
+from ikcli.native.simd.vec import const_vector, f32x16, i8x64, i32x16, llvm_type, pointer
 
 _VECTOR = 64
 _ROWS = 16
@@ -43,7 +43,8 @@ def unpack_tile(fmt):
     The last row is repeated up to 16.
     """
     mode = fmt.mode
-    header, block_bytes = LAYOUT[mode]
+    header, block_bytes = tile_layout(mode, tile_bias(fmt))
+    with_signs = has_signs(mode, tile_bias(fmt))
     halves = 2 if mode.endswith("16") else 1
 
     def decode(e, row_w, at_w, codes, floats):
@@ -65,6 +66,20 @@ def unpack_tile(fmt):
             for n, column in enumerate(transpose(e, e.offset(codes, e.times(j, _VECTOR)), 256)):
                 e.store(column, e.offset(at, n // 8 * block_bytes + _VECTOR * (n % 8)))
 
+    def put_signed(e, codes, to):
+        with e.loop(e.int(4)) as j:
+            at, per, start = e.offset(to, e.times(j, 2 * block_bytes)), 8 // halves, None
+            for n, column in enumerate(transpose(e, e.offset(codes, e.times(j, _VECTOR)), 256)):
+                block = e.offset(at, n // 8 * block_bytes)
+                parts = split_signs(e, e.b.bitcast(column, llvm_type(i8x64)))
+                for i, part in enumerate(parts):
+                    e.store(part, e.offset(block, header + _VECTOR * (2 * (n % 8) + i)))
+                if n % per == 0:
+                    start = const_vector(i32x16, [FIRST_SUM] * 16)
+                start = add_negative(e, start, *parts)
+                if n % per == per - 1:
+                    e.store(start, e.offset(block, _VECTOR * (halves + n % 8 // per)))
+
     def put_pairs(e, codes, to):
         """Put eight columns of two rows side by side, as products of matrices take them."""
         eights = ir.VectorType(ir.IntType(64), 8)
@@ -80,7 +95,9 @@ def unpack_tile(fmt):
         for which, src in enumerate(floats):
             for c, column in enumerate(transpose(e, src, _VECTOR)[: 8 * halves]):
                 at = c // halves * block_bytes + _VECTOR * (which * halves + c % halves)
-                e.store(column if which else tile_scale(e.b, column), e.offset(to, at))
+                e.store(column if which else tile_scale(e.b, column, with_signs), e.offset(to, at))
+
+    put = put_signed if with_signs else put_pairs if multiplies_matrices() else put_codes
 
     @intrinsic
     def unpack(typingctx, w, row_bytes, n, tile, k):
@@ -102,7 +119,7 @@ def unpack_tile(fmt):
                     to = [e.offset(f, e.times(r, _VECTOR)) for f in floats]
                     decode(e, row_w, at_w, e.offset(codes, e.times(r, 256)), to)
                 step = e.offset(tile, e.times(i, 8 * block_bytes))
-                (put_pairs if multiplies_matrices() else put_codes)(e, codes, step)
+                put(e, codes, step)
                 put_floats(e, floats, step)
             return context.get_dummy_value()
 

@@ -237,7 +237,7 @@ class Model:
     def _make(self, name: str) -> npt.NDArray[np.generic]:
         try:
             if name in self.derived:
-                return np.ascontiguousarray(derive_one(self.file, self.hp, name, self.derived[name]))
+                return np.ascontiguousarray(derive_one(self.file, self.further or self.hp, name, self.derived[name]))
             if name not in self.file.tensors:
                 return self.adapters.make(name)
             if self.file.tensors[name].type == GGMLType.I2_S and self.specs[name].type == GGMLType.IQ2_BN:

@@ -95,9 +95,9 @@ def test_name_of_a_pack(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_kernels_of_another_system_have_a_cache_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = kernel_cache.cache_dir.__wrapped__()
+    own = kernel_cache._folder_name.__wrapped__()
     monkeypatch.setenv("IK_BUILD_SYSTEM", "darwin" if sys.platform != "darwin" else "linux")
-    assert kernel_cache.cache_dir.__wrapped__() != own
+    assert kernel_cache._folder_name.__wrapped__() != own
 
 
 # --- counts of instructions -------------------------------------------------------------------------------------------

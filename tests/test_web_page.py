@@ -19,8 +19,10 @@ from web_pages import browser, open_page, server, slow  # isort: skip  # noqa: F
 
 
 def test_answer_is_streamed(open_page: OpenPage) -> None:
+    from playwright.sync_api import expect
+
     page = open_page(SHORT | {"max_tokens": "200", "extra": '{"ignore_eos": true}'})
-    assert page.inner_text("#model").startswith("demo")
+    expect(page.locator("#model")).to_have_text(re.compile("^demo"))
     assert page.inner_text("#context-text") == "0 / 512 tokens"
     page.evaluate(
         "() => { window.seen = new Set(); new MutationObserver(() => window.seen.add("
@@ -272,11 +274,13 @@ def test_settings_are_sent(open_page: OpenPage) -> None:
 @pytest.mark.slow  # a page in a browser
 def test_settings_that_the_server_names(open_page: OpenPage) -> None:
     """They are used and shown, the user's count more, and an empty field can take the place of one."""
+    from playwright.sync_api import expect
+
     page = open_page({"top_k": "3"})
     preset = {"temperature": 0.5, "top_k": 9, "min_p": 0.1, "system": "Be brief.", "reasoning": "off"}
     page.route("**/ui-config.json", lambda route: route.fulfill(json=preset))
     reload(page)
-    page.wait_for_function("document.getElementById('system').value === 'Be brief.'")
+    expect(page.locator("#system")).to_have_value("Be brief.")  # wait_for_function polls by eval, which the page forbids
     bodies = answer_with(page, chunk(content="x"))
     page.click("#settings-open")
     assert [page.input_value(f"#set-{name}") for name in ("temperature", "top_k", "reasoning")] == ["0.5", "3", "off"]

@@ -280,7 +280,7 @@ def test_settings_that_the_server_names(open_page: OpenPage) -> None:
     preset = {"temperature": 0.5, "top_k": 9, "min_p": 0.1, "system": "Be brief.", "reasoning": "off"}
     page.route("**/ui-config.json", lambda route: route.fulfill(json=preset))
     reload(page)
-    expect(page.locator("#system")).to_have_value("Be brief.")  # wait_for_function polls by eval, which the page forbids
+    expect(page.locator("#system")).to_have_value("Be brief.")  # wait_for_function polls by eval: forbidden
     bodies = answer_with(page, chunk(content="x"))
     page.click("#settings-open")
     assert [page.input_value(f"#set-{name}") for name in ("temperature", "top_k", "reasoning")] == ["0.5", "3", "off"]

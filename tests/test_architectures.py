@@ -31,6 +31,7 @@ from ikcli.measure.kl_divergence import KlParams, run
 from ikcli.measure.kld_file import BaseReader
 from ikcli.models import GraphConfig, HParams
 from ikcli.models.alibi import slopes
+from ikcli.native import isa
 from ikcli.settings.run import RunConfig
 
 GOLDEN = (
@@ -43,6 +44,8 @@ GOLDEN = (
 )  # fmt: skip
 OVERRIDES = {"mistral4": ("mistral4.attention.temperature_scale=float:0.3",)}  # the file does not say
 F32_CACHE = ("granitemoe",)  # of what an f16 cache rounds away the bounds (against torch) know nothing
+TIES = {"gpt-oss": (233, 236, 243, 252)}
+"""Positions where plain AVX2 chooses another expert, or that read such a one; with an f32 cache none does."""
 TOKENS = np.random.default_rng(1).integers(0, 96, 20)
 SETTINGS: dict[str, dict[str, Any]] = {
     "default": {}, "no flash attention": {"flash_attn": False}, "q8_0 cache": {"type_k": "q8_0", "type_v": "q8_0"},
@@ -54,7 +57,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def test_golden(name: str, shared_dir: Path) -> None:
     folder = shared_dir / "golden" / "arch"
     bounds = json.loads((folder / "expected.json").read_text())[name]["bounds"]
-    for setting, changes in SETTINGS.items():
+    ties = TIES.get(name, ()) if isa.current().plain_avx2 else ()
+    exact: dict[str, dict[str, Any]] = {"f32 cache": {"type_k": "f32", "type_v": "f32"}} if ties else {}
+    for setting, changes in (SETTINGS | exact).items():
         if name in F32_CACHE:
             changes = changes | {"type_k": "f32", "type_v": "f32"}
         base = BaseReader(folder / f"{name}.kld")
@@ -63,6 +68,8 @@ def test_golden(name: str, shared_dir: Path) -> None:
         config = replace(config, override_kv=OVERRIDES.get(name, ()))
         with Session.open(config) as session:
             kld = run(session, base, KlParams(n_batch=config.n_batch)).positions.kld
+        if setting not in exact:
+            kld = np.delete(kld, ties)
         # With cached values rounded, single choices of experts that were a tie come out otherwise.
         mean = np.sort(kld)[:-4].mean()
         found = {"median": np.median(kld), "mean": mean, "p99": np.quantile(kld, 0.99)}

@@ -36,6 +36,12 @@ class NGrams:
         """Return how many tokens before its own the longest n-gram has."""
         return len(self.multipliers) - 1
 
+    def tables(self) -> tuple[bytes, bytes, bytes]:
+        """Return multipliers, sizes and offsets as kernels read them: 64-bit integers."""
+        parts = (self.multipliers, self.sizes, self.offsets)
+        multipliers, sizes, offsets = (np.asarray(part, np.int64).tobytes() for part in parts)
+        return multipliers, sizes, offsets
+
     @property
     def per_length(self) -> int:
         """Return the rows of n-grams of one length."""

@@ -190,8 +190,7 @@ def _embed(low: CpuLowering, node: Node, op: Embed) -> None:
 @RULES.add(NGramIds, "state grams")
 def _ngram_ids(low: CpuLowering, node: Node, op: NGramIds) -> None:
     grams = op.grams
-    numbers = (np.asarray(x, np.int64).tobytes() for x in (grams.multipliers, grams.sizes, grams.offsets))
-    multipliers, sizes, offsets = map(low.constant, numbers)
+    multipliers, sizes, offsets = map(low.constant, grams.tables())
     params = NGramIdsParams(states=Ref(op.state), before=grams.n_before, end=grams.end, multipliers=multipliers,
                             sizes=sizes, offsets=offsets, per_length=grams.per_length, out=low.out(node))  # fmt: skip
     low.emit(KernelKey("embed", "make_ngram_ids"), node.rows, params, row_bytes=8 * node.cols)

@@ -79,9 +79,8 @@ def stream_match(low: GpuLowering, node: Node, op: StreamMatch) -> None:
 def ngram_ids(low: GpuLowering, node: Node, op: NGramIds) -> None:
     """Lower the rows of n-grams in a table, a block per segment."""
     grams = op.grams
-    numbers = (np.asarray(x, np.int64).tobytes() for x in (grams.multipliers, grams.sizes, grams.offsets))
     low.emit("layer_ngram_ids", lambda c: c.n_segments, 256, 0, low.state, low.cache(op.state),
-             *map(low.constant, numbers), low.out(node), np.int32(grams.n_before), np.int32(grams.end),
+             *map(low.constant, grams.tables()), low.out(node), np.int32(grams.n_before), np.int32(grams.end),
              np.int32(grams.per_length))  # fmt: skip
 
 

@@ -167,7 +167,7 @@ class Norm(SameSize):
 
 @dataclass(frozen=True, slots=True)
 class Cut(SameSize):
-    """What of x is above the mean of its row plus `z` standard deviations; 0 elsewhere."""
+    """How far x exceeds a threshold, the mean of its row plus `z` standard deviations; 0 below it."""
 
     name = "cut"
 

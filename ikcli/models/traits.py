@@ -1,4 +1,4 @@
-"""What files leave out, by architecture: norms, gating, layers with experts, whether their weights are normalised."""
+"""Defaults by architecture for what GGUF files do not state: norms, gating, where experts are, normalised weights."""
 
 from __future__ import annotations
 

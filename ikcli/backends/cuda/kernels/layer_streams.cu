@@ -115,8 +115,8 @@ layer_gated_streams(const i64* st, int symbol, int factor, const float* x, const
   out[row * cols + i] = sum * (1.f / n);
 }
 
-// Streams from `first` on plus a row, by their shares of it: 1, with weights 1 + weight or 2 sigmoid(scale * weight). grid (rows, parts of
-// blockDim.x columns of a stream)
+// Streams from `first` on plus a row, by their shares of it: 1, with weights 1 + weight or 2 sigmoid(scale * weight).
+// grid (rows, parts of blockDim.x columns of a stream)
 extern "C" __global__ void __launch_bounds__(256)
 layer_stream_add(const i64* st, int symbol, int factor, const float* x, const float* add, const float* weights, float* out,
                  int cols, int n, int first, float scale) {

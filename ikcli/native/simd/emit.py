@@ -62,8 +62,12 @@ class Emitter:
         """Return v (64 bytes), which is in two registers of AVX2 here, before any later load."""
         n = v.type.count // 2
         halves = (self.b.shuffle_vector(v, v, _lanes(range(first, first + n))) for first in (0, n))
-        low, high = (self._in_order(half, "x") for half in halves)
+        low, high = (self.in_register(half) for half in halves)
         return self.b.shuffle_vector(low, high, _lanes(range(2 * n)))
+
+    def in_register(self, v):
+        """Return v (32 bytes), computed before any later load. Needs AVX2."""
+        return self._in_order(v, "x")
 
     def in_memory(self, values):
         """Return pointers to vectors of 64 bytes in memory, from which LLVM does not take them into registers."""

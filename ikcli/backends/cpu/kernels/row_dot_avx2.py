@@ -53,12 +53,11 @@ def row_dot_avx2(fmt):
             w, a, _, k, out, _ = args
             e = _emitter(fmt, builder)
             x, row = ActivationRow(e, a, k), fmt.header(e, w)
-            room = _room(e)
             # Two, so that successive additions do not wait for each other.
             sums = [e.variable(e.zero(_vector(fmt))) for _ in range(2)]
             for i, at_w, valid in steps(e, fmt, e.offset(w, fmt.header_bytes), k):
                 prefetch_step(e, fmt, at_w)
-                _add_step(e, fmt, _factors(e, fmt, at_w, row), _parts(e, fmt, at_w), x, i, valid, room, sums)
+                _add_step(e, fmt, _factors(e, fmt, at_w, row), _parts(e, fmt, at_w), x, i, valid, sums)
             e.store(_total(e, sums), out)
             return context.get_dummy_value()
 
@@ -80,7 +79,7 @@ def row_dots_avx2(fmt):
             w, _, a, a_stride, m, k, out, out_stride = args
             e = _emitter(fmt, builder)
             first, row = ActivationRow(e, e.opaque(a), k), fmt.header(e, w)
-            room, vector = _room(e), _vector(fmt)
+            vector = _vector(fmt)
             sums_at = e.room(2 * 4 * vector.n * MOST_ROWS)
 
             def slots(t):
@@ -96,7 +95,7 @@ def row_dots_avx2(fmt):
                 factors, parts, here = _factors(e, fmt, at_w, row), list(_parts(e, fmt, at_w)), first.at_step(e, i)
                 with e.loop(m) as t:
                     x = here.moved(e, builder.mul(t, a_stride))
-                    _add_step(e, fmt, factors, parts, x, e.int(0), valid, room, slots(t))
+                    _add_step(e, fmt, factors, parts, x, e.int(0), valid, slots(t))
             with e.loop(m) as t:
                 e.store(_total(e, slots(t)), e.offset(out, builder.mul(t, out_stride)))
             return context.get_dummy_value()
@@ -139,7 +138,7 @@ def _factors(e, fmt, w, row):
     return scales, fmt.minima(e, w, row) if fmt.mode[0] == "m" else offsets(e, fmt, w, scales)
 
 
-def _add_step(e, fmt, factors, parts, x, i, valid, room, sums):
+def _add_step(e, fmt, factors, parts, x, i, valid, sums):
     """Add the products of the `parts` of a step with step i of an activation row to two sums."""
 
     def add(n, x, y):
@@ -154,13 +153,11 @@ def _add_step(e, fmt, factors, parts, x, i, valid, room, sums):
     if factors is not None:
         add(0, factors, x.scaled_sums(e, i, valid, 1) if per_block == 1 else _sums_apart(e, x, i, valid))
     if per_block == 1:
-        d = x.scales(e, i, valid)
-        # Through memory, which is read into all lanes one float at a time: no shuffles (see `_room`).
-        to, back = room
-        e.store(e.mul(scales, d), to)
-        for b, v in enumerate(_products(e, fmt, parts, x, i)):
-            scale = e.splat(e.single(e.offset(back, 4 * b)))
-            add((b + 1) % 2, e.ints_to_f32(_sums_of_two(e, v)), scale)
+        scales, products = e.mul(scales, x.scales(e, i, valid)), _products(e, fmt, parts, x, i)
+        for n in range(2):
+            # Points of grids are decoded through many registers: of two blocks at a time.
+            v = _sums_of_four(e, products, most_code(fmt, fmt.mode), in_turn=fmt.most_magnitude() > 0)
+            add(1 - n, e.ints_to_f32(v), e.pick(scales, [*range(4 * n, 4 * n + 4)] * 2))
     else:
         v = _sums_of_sixteen(e, list(_products(e, fmt, parts, x, i)), most_code(fmt, fmt.mode))
         add(1, e.ints_to_f32(v), e.mul(scales, _scales_apart(e, x, i, valid)))
@@ -188,17 +185,6 @@ def _scales_apart(e, x, i, valid):
     at = e.offset(x.d_at, e.times(i, 32))
     four = [e.singles(e.offset(at, first), 4) for first in (0, 16)]
     return e.joined([e.pick(v, [*range(4)] * 2) for v in four])
-
-
-def _room(e):
-    """Allocate eight floats on the stack; return an address to write to, and another to read from.
-
-    LLVM sees no connection between the two: it would shuffle lanes instead of reading one float into all of them.
-    """
-    with e.b.goto_entry_block():
-        slot = e.b.alloca(llvm_type(f32x8))
-    to = e.opaque(e.b.ptrtoint(slot, ir.IntType(64)))
-    return to, e.opaque(to)
 
 
 def offsets(e, fmt, w, scales):
@@ -288,6 +274,37 @@ def _sums_of_two(e, v, factors=None):
     """Add adjacent lanes of 16 bits, times `factors`, into 8 lanes of 32."""
     factors = factors or ir.Constant(_PAIRS, [1] * 16)
     return call_llvm(e.b, "llvm.x86.avx2.pmadd.wd", llvm_type(i32x8), [v, factors])
+
+
+def _sums_of_four(e, pairs, most, in_turn):
+    """Return the sums of the next four blocks of 32 columns in the lower half of i32x8, and in the upper one.
+
+    `pairs` yields `_products` of codes up to `most`. Four sums share a conversion and an addition of floats, which
+    saves more than these shuffles cost. in_turn: the first two blocks are finished before the others are decoded.
+    """
+
+    def merged(x, y, width, most_sum):
+        if x.type == _PAIRS and most_sum > _MOST_SUM:
+            x, y = _sums_of_two(e, x), _sums_of_two(e, y)
+        return _interleaved(e, x, y, width)
+
+    first = merged(next(pairs), next(pairs), 32, 4 * most * 127)
+    if in_turn:
+        first = e.in_register(first)
+    second = merged(next(pairs), next(pairs), 32, 4 * most * 127)
+    v = merged(first, second, 64, 8 * most * 127)
+    return _sums_of_two(e, v) if v.type == _PAIRS else v
+
+
+def _interleaved(e, x, y, width):
+    """Add each two neighbours of `width` bits of x, and of y; sums of both take turns."""
+    count = 256 // width
+    a, b = (e.b.bitcast(v, ir.VectorType(ir.IntType(width), count)) for v in (x, y))
+    half = count // 2
+    starts = [start for first in (0, half) for start in range(first, first + half // 2)]
+    low, high = ([n for s in starts for n in (s + more, count + s + more)] for more in (0, half // 2))
+    parts = [e.b.shuffle_vector(a, b, indices(lanes)) for lanes in (low, high)]
+    return e.b.add(*(e.b.bitcast(v, x.type) for v in parts))
 
 
 def _sums_of_sixteen(e, pairs, most):

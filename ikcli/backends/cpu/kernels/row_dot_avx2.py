@@ -251,7 +251,7 @@ class _PairedFactors:
         scales = fmt.scales(e, w, row)
         self.e, self.apart = e, e.pick(scales, _EVERY_OTHER)
         self.offsets = fmt.minima(e, w, row) if fmt.mode[0] == "m" else offsets(e, fmt, w, scales)
-        self.add_words = 4 * 127 * fmt.most_dot_code() <= _MOST_SUM
+        self.most = fmt.most_dot_code()
 
     def add_step(self, pairs, x, i, valid, add):
         """Call add(number of a sum, float, float) for `_paired_products` with step i of x."""
@@ -262,12 +262,14 @@ class _PairedFactors:
             d = e.load(f32x8, e.offset(x.more_at, e.times(i, 768), 96))
         else:
             d = e.pick(x.scales(e, i, valid), _EVERY_OTHER)
-        # The first four for lower halves, the others for upper ones: a shuffle then needs no other half.
-        scales = e.mul(self.apart, d)
-        for n in range(4):
-            both = pairs[2 * n : 2 * n + 2]
-            v = _sums_of_two(e, e.b.add(*both)) if self.add_words else e.b.add(*(_sums_of_two(e, v) for v in both))
-            add((n + 1) % 2, e.ints_to_f32(v), e.pick(scales, [n] * 4 + [n + 4] * 4))
+        v = _sums_of_four(e, (self._both(*pairs[n : n + 2]) for n in range(0, 8, 2)), 2 * self.most)
+        add(1, e.ints_to_f32(v), e.mul(self.apart, d))
+
+    def _both(self, x, y):
+        """Add the products of two vectors with the same blocks."""
+        if 4 * 127 * self.most > _MOST_SUM:
+            x, y = _sums_of_two(self.e, x), _sums_of_two(self.e, y)
+        return self.e.b.add(x, y)
 
 
 def _sums_of_two(e, v, factors=None):
@@ -276,8 +278,8 @@ def _sums_of_two(e, v, factors=None):
     return call_llvm(e.b, "llvm.x86.avx2.pmadd.wd", llvm_type(i32x8), [v, factors])
 
 
-def _sums_of_four(e, pairs, most, in_turn):
-    """Return the sums of the next four blocks of 32 columns in the lower half of i32x8, and in the upper one.
+def _sums_of_four(e, pairs, most, in_turn=False):
+    """Return sums of the halves of the next four vectors, in i32x8.
 
     `pairs` yields `_products` of codes up to `most`. Four sums share a conversion and an addition of floats, which
     saves more than these shuffles cost. in_turn: the first two blocks are finished before the others are decoded.

@@ -6,14 +6,14 @@ from ikcli.backends.cpu.kernels.row_codes import bit_plane, raw_paired_nibbles, 
 from ikcli.backends.cpu.kernels.rowformat import RowFormat, biased
 from ikcli.native.simd.half import half_to_f32
 from ikcli.native.simd.lanes import packed_scales_6bit
-from ikcli.native.simd.vec import const_vector, f32x8, f32x16, i8x16, i8x32, i8x64, i16x16, i32x8, llvm_type
+from ikcli.native.simd.vec import const_vector, f32x16, i8x16, i8x32, i8x64, i16x16, i32x8, llvm_type
 from ikcli.quant.tables import IQ4_NL_VALUES
 
 
-def both_units(e, address, factors):
-    """Return two adjacent half floats, times constants, in all lanes of f32x8."""
+def both_units(e, address):
+    """Return two adjacent half floats in all lanes of f32x8."""
     both = e.pick(e.b.bitcast(e.word(address), ir.VectorType(ir.IntType(16), 2)), [0, 1] * 4)
-    both = e.mul(half_to_f32(e.b, both), const_vector(f32x8, factors * 4))
+    both = half_to_f32(e.b, both)
     return e.pick(both, [0, 0, 2, 2, 4, 4, 6, 6]), e.pick(both, [1, 1, 3, 3, 5, 5, 7, 7])
 
 
@@ -44,7 +44,7 @@ class Q4_K(RowFormat):
         return e.pick(self._packed(e, w), [16 * (n // 16) + 8 + n % 16 // 2 for n in range(32)])
 
     def units(self, e, w, row):
-        return both_units(e, w, [1.0, -1.0])
+        return both_units(e, w)
 
     def _packed(self, e, w):
         """Return bytes of 8 scales and 8 minima, twice: `packed_scales_6bit`."""
@@ -86,6 +86,13 @@ class Q6_K(RowFormat):
         return e.mul(e.bytes_to_f32(m), e.splat(e.half(e.offset(w, 208)), f32x16))
 
     bias = 32
+    most_scale = 128
+
+    def whole_scales(self, e, w):
+        return e.pick(e.load(i8x16, e.offset(w, 192)), [*range(16)] * 2)
+
+    def units(self, e, w, row):
+        return e.half_everywhere(e.offset(w, 208)), None
 
     def dot_codes(self, e, w, j):
         half, pair = j // 2, j % 2
@@ -110,6 +117,8 @@ class Q2_K(RowFormat):
 
     signed_scales = False
 
+    whole_units = [1.0, 0.25] * 4
+
     def most_dot_code(self):
         return 12
 
@@ -119,15 +128,14 @@ class Q2_K(RowFormat):
         return e.b.and_(e.shift_right(v, [4] * 16) if j % 2 else v, const_vector(i8x64, [3] * 32 + [12] * 32))
 
     def whole_scales(self, e, w):
-        scales = e.b.bitcast(e.all_and(self._packed(e, w), 15), llvm_type(i16x16))
-        return e.b.bitcast(e.b.mul(scales, const_vector(i16x16, [4, 1] * 8)), llvm_type(i8x32))
+        return e.all_and(self._packed(e, w), 15)
 
     def whole_minima(self, e, w):
         packed = e.b.bitcast(self._packed(e, w), llvm_type(i16x16))
         return e.all_and(e.b.bitcast(e.lshr(packed, [4] * 16), llvm_type(i8x32)), 15)
 
     def units(self, e, w, row):
-        return both_units(e, e.offset(w, 80), [0.25, -1.0])
+        return both_units(e, e.offset(w, 80))
 
     def _packed(self, e, w):
         return e.pick(e.load(i8x16, w), [*range(16)] * 2)

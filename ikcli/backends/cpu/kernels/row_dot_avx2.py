@@ -59,7 +59,7 @@ def row_dot_avx2(fmt):
             for i, at_w, valid in steps(e, fmt, e.offset(w, fmt.header_bytes), k):
                 prefetch_step(e, fmt, at_w)
                 _add_step(e, fmt, _factors(e, fmt, at_w, row), _parts(e, fmt, at_w), x, i, valid, room, sums)
-            e.store(_total(e, sums), out)
+            e.store(_total(e, fmt, sums), out)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 6), codegen
@@ -98,7 +98,7 @@ def row_dots_avx2(fmt):
                     x = here.moved(e, builder.mul(t, a_stride))
                     _add_step(e, fmt, factors, parts, x, e.int(0), valid, room, slots(t))
             with e.loop(m) as t:
-                e.store(_total(e, slots(t)), e.offset(out, builder.mul(t, out_stride)))
+                e.store(_total(e, fmt, slots(t)), e.offset(out, builder.mul(t, out_stride)))
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 8), codegen
@@ -166,8 +166,33 @@ def _add_step(e, fmt, factors, parts, x, i, valid, room, sums):
         add(1, e.ints_to_f32(v), e.mul(scales, _scales_apart(e, x, i, valid)))
 
 
-def _total(e, sums):
-    return folded(e.b, e.b.fadd(*(e.b.load(slot) for slot in sums)), 1)
+def _total(e, fmt, sums):
+    """Return the total of both sums; those of whole scales lack constant factors."""
+    first, second = (e.b.load(slot) for slot in sums)
+    if not _has_whole_scales(fmt):
+        return folded(e.b, e.b.fadd(first, second), 1)
+    of_sums, of_products = (ir.Constant(first.type, x) for x in _constants(fmt))
+    return folded(e.b, e.fused(first, of_sums, e.mul(second, of_products)), 1)
+
+
+def _times(fmt):
+    """Return by how much whole scales grow where they become words.
+
+    Signed bytes are put into the upper halves of words if products then stay within 32 bits. These are of eight columns
+    at most, or of words that hold their sums.
+    """
+    most = 8 * 127 * fmt.most_dot_code() * fmt.most_scale
+    return 256 if fmt.signed_scales and 256 * most < 1 << 31 else 1
+
+
+def _constants(fmt):
+    """Return what sums of activations and sums of products are multiplied by at the end of a row."""
+    of_products = [x / _times(fmt) for x in fmt.whole_units]
+    if fmt.mode[0] == "m":
+        of_sums = -1.0
+    else:  # see `_WholeFactors._offsets`
+        of_sums = 1.0 if fmt.bias and fmt.shift else (fmt.shift - fmt.bias) / _times(fmt)
+    return [of_sums] * 8, of_products
 
 
 class _ApartEmitter(RowEmitter):
@@ -343,44 +368,36 @@ class _WholeFactors:
     def __init__(self, e, fmt, w, row):
         self.e, self.most, self.paired = e, fmt.most_dot_code(), _is_paired(fmt)
         self.scales, self.signed, self.memo = fmt.whole_scales(e, w), fmt.signed_scales, {}
-        self.whole_unit, of_minima = fmt.units(e, w, row)
-        self.unit = self.whole_unit
-        # Signed bytes become words of 256 times as much where no sum of 16 columns leaves 32 bits.
-        self.times = 256 if self.signed and 16 * 127 * self.most * fmt.most_scale < 1 << 23 else 1
-        if self.times > 1:
-            self.unit = e.mul(self.unit, ir.Constant(self.unit.type, [1 / self.times] * 8))
-        if fmt.mode[0] == "m":
-            self.of_sums, self.unit_of_sums = self._words(fmt.whole_minima(e, w), range(16)), of_minima
-        else:
-            self.of_sums, self.unit_of_sums = self._offsets(fmt, w)
+        self.unit, self.unit_of_minima = fmt.units(e, w, row)
+        self.times = _times(fmt)
+        self.of_sums = self._words(fmt.whole_minima(e, w), range(16)) if fmt.mode[0] == "m" else self._offsets(fmt, w)
 
     def _offsets(self, fmt, w):
-        """Return what sums of activations are multiplied by, or None, and the unit of these products.
-
-        It is scales times the difference between values and `dot_codes`.
-        """
+        """Return scales times the difference between values and `dot_codes`, without `_constants`, or None."""
         if not (fmt.bias or fmt.shift):
-            return None, None
-        e, words, plain = self.e, self._words(self.scales, range(16)), -fmt.bias
+            return None
+        e, words = self.e, self._words(self.scales, range(16))
         on = fmt.shifted_words(e, w) if fmt.shift else None
         if on is None or not fmt.bias:
-            words = words if on is None else e.b.and_(words, on)
-            return words, e.mul(self.unit, ir.Constant(self.unit.type, [float(plain or fmt.shift)] * 8))
-        differences = e.b.add(e.b.and_(on, ir.Constant(_PAIRS, [fmt.shift] * 16)), ir.Constant(_PAIRS, [plain] * 16))
-        if self.times > 1:  # so that 16 bits hold the products
-            words = e.b.ashr(words, ir.Constant(_PAIRS, [8] * 16))
-        return e.b.mul(words, differences), self.whole_unit
+            return words if on is None else e.b.and_(words, on)
+        # As many times larger, so that 16 bits hold the upper halves of the products.
+        times = 256 if self.times > 1 else 1
+        shift, plain = (ir.Constant(_PAIRS, [n * times] * 16) for n in (fmt.shift, -fmt.bias))
+        differences = e.b.add(e.b.and_(on, shift), plain)
+        if times == 1:
+            return e.b.mul(words, differences)
+        return call_llvm(e.b, "llvm.x86.avx2.pmulh.w", _PAIRS, [words, differences])
 
     def add_step(self, pairs, x, i, valid, add):
         """Call add(number of a sum, float, float) for products with step i of x, which is whole."""
         e, d_at = self.e, _place(self.e, x.d_at, i, 32)
-        of_step = self._paired_sums(pairs, x, i) if self.paired else self._sums(pairs, d_at)
+        of_step = self._paired_sums(pairs, x, i) if self.paired else self._sums(pairs, x, i)
         add(1, of_step, self.unit)
         if self.of_sums is not None:
             v = e.ints_to_f32(_sums_of_two(e, e.load(i16x16, _place(e, x.more_at, i, 768, 64)), self.of_sums))
-            add(0, e.mul(v, e.load(f32x8, d_at)), self.unit_of_sums)
+            add(0, e.mul(v, e.load(f32x8, d_at)), self.unit_of_minima or self.unit)
 
-    def _sums(self, pairs, d_at):
+    def _sums(self, pairs, x, i):
         """Return the sums of a step, without the unit."""
         e = self.e
         sums = _sums_of_words(e, pairs, self.most, _shuffled)
@@ -389,10 +406,22 @@ class _WholeFactors:
         for n, v in enumerate(sums):
             blocks = [2 * (per * n + lane * per // 8) for lane in range(8)]
             scaled.append(_sums_of_two(e, v, self._words(self.scales, [*blocks, *(b + 1 for b in blocks)])))
-        # Blocks of 32 columns: four in the lower half, the same in the upper half, for their other 16 columns.
-        first, second = (e.ints_to_f32(v) for v in _merged_to_two(e, scaled, _shuffled))
-        low, high = (e.pick(e.singles(e.offset(d_at, at), 4), [*range(4)] * 2) for at in (0, 16))
-        return e.fused(second, high, e.mul(first, low))
+        # Blocks of 32 columns: as many in the lower half as in the upper half, which has their other 16 columns.
+        total = None
+        for v, d in zip(scaled, self._scales_of(x, i, per), strict=True):
+            v = e.ints_to_f32(v)
+            total = e.mul(v, d) if total is None else e.fused(v, d, total)
+        return total
+
+    def _scales_of(self, x, i, per):
+        """Yield the scales of the next `per` blocks of 32 columns of step i, for the lanes of both halves."""
+        e = self.e
+        for b in range(0, 8, per):
+            if per == 2:  # out of four copies of each
+                four = _place(e, x.more_at, i, 768, 128 + 16 * b + 8)
+            else:
+                four = _place(e, x.d_at, i, 32, 4 * b)
+            yield e.splat(e.single(four)) if per == 1 else e.pick(e.singles(four, 4), [*range(4)] * 2)
 
     def _paired_sums(self, pairs, x, i):
         """Return what `_sums` does from `_paired_products`."""

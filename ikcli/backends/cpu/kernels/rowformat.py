@@ -110,6 +110,8 @@ class RowFormat(WeightFormat):
         raise NotImplementedError
 
     signed_scales, most_scale = True, 32  # whether whole scales are signed, the largest magnitude of these
+    # what products of whole scales and `whole_codes` are multiplied by besides `units`, for blocks 0, 1 .. of four
+    whole_units = (1.0,) * 8
 
     def whole_codes(self, e, w, j):
         """Return `dot_codes`, or multiples of them of which whole scales take account. With plain AVX2 only."""

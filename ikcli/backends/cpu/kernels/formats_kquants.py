@@ -2,7 +2,13 @@
 
 import llvmlite.ir as ir
 
-from ikcli.backends.cpu.kernels.row_codes import bit_plane, raw_paired_nibbles, split_nibbles, two_bits
+from ikcli.backends.cpu.kernels.row_codes import (
+    bit_plane,
+    raw_paired_nibbles,
+    split_nibbles,
+    three_bit_nibbles,
+    two_bits,
+)
 from ikcli.backends.cpu.kernels.rowformat import RowFormat, biased
 from ikcli.native.simd.half import half_to_f32
 from ikcli.native.simd.lanes import packed_scales_6bit
@@ -157,6 +163,19 @@ class Q3_K(RowFormat):
         both = e.b.or_(e.nibbles_at(e.offset(w, 96)), e.two_bits_at(e.offset(w, 104), to=4))
         centred = e.b.sub(e.in_scale_order(both), e.constants([32] * 16, 8))
         return e.mul(e.bytes_to_f32(centred), e.splat(e.half(e.offset(w, 108)), f32x16))
+
+    def whole_codes(self, e, w, j):
+        return e.all_and(three_bit_nibbles(e, e.offset(w, 32), w, j), 7)
+
+    def whole_scales(self, e, w):
+        # As in `scales`, in both halves.
+        low = e.nibbles16_twice(e.offset(w, 96), apart=True)
+        fields = e.lshr(e.hidden(e.splat_int(e.word(e.offset(w, 104)))), [0, 2, 4, 6] * 2)
+        high = e.all_and(e.b.shl(fields, e.ints([4] * 8)), 0x30303030)
+        return e.b.sub(e.b.or_(low, e.b.bitcast(high, llvm_type(i8x32))), e.constants([32] * 32, 8))
+
+    def units(self, e, w, row):
+        return e.half_everywhere(e.offset(w, 108)), None
 
     def dot_codes(self, e, w, j):
         return e.b.or_(two_bits(e, e.offset(w, 32), j), e.shift_left(bit_plane(e, w, j), 2))

@@ -61,8 +61,14 @@ def three_bit_entry(e, table, low_at, high_at, j):
     if e.moves_bits():
         q = e.b.or_(two_bits(e, low_at, j), e.shift_left(bit_plane(e, high_at, j), 2))
         return e.lookup(table, q)
-    # the codes of 64 columns in lower nibbles, those of the next 64 in upper ones; lookups see no more than bit 7, a 0
+    # lookups see no more than bit 7, a 0
+    return e.lookup16(table + [0] * 8, three_bit_nibbles(e, low_at, high_at, j))
+
+
+def three_bit_nibbles(e, low_at, high_at, j):
+    """Return codes of two bits as `raw_two_bits` and a third as `bit_plane`, to be masked with 7. For AVX2."""
+    # the codes of 64 columns in lower nibbles, those of the next 64 in upper ones
     low = e.all_and(e.raw_halves(e.twice(e.offset(low_at, 32 * (j // 2))), 0, 2), 0x33)
     thirds = e.bits(e.twice(high_at), [4 * (j // 2)] * 4, width=4)
     both = e.b.or_(low, e.third_bits(thirds, 0, 1))
-    return e.lookup16(table + [0] * 8, e.shift_right(both, [4] * 16) if j % 2 else both)
+    return e.shift_right(both, [4] * 16) if j % 2 else both

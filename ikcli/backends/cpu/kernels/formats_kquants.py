@@ -10,9 +10,10 @@ from ikcli.backends.cpu.kernels.row_codes import (
     two_bits,
 )
 from ikcli.backends.cpu.kernels.rowformat import RowFormat, biased
+from ikcli.backends.cpu.kernels.vector_emitter import indices
 from ikcli.native.simd.half import half_to_f32
 from ikcli.native.simd.lanes import packed_scales_6bit
-from ikcli.native.simd.vec import const_vector, f32x16, i8x16, i8x32, i8x64, i16x16, i32x8, llvm_type
+from ikcli.native.simd.vec import const_vector, f32x16, i8x16, i8x32, i8x64, i32x8, llvm_type
 from ikcli.quant.tables import IQ4_NL_VALUES
 
 
@@ -124,21 +125,23 @@ class Q2_K(RowFormat):
     signed_scales = False
 
     whole_units = [1.0, 0.25] * 4
+    whole_minima_at = 4
 
     def most_dot_code(self):
         return 12
 
-    def whole_codes(self, e, w, j):
+    def crossed_codes(self, e, w, h, n):
         # Codes of every other 32 columns stay at bit 2, so that all of them take one shift per 32 bytes.
-        v = e.twice(e.offset(w, 16 + 32 * (j // 2)))
-        return e.b.and_(e.shift_right(v, [4] * 16) if j % 2 else v, const_vector(i8x64, [3] * 32 + [12] * 32))
+        words = e.b.bitcast(e.load(i8x32, e.offset(w, 16 + 32 * h)), llvm_type(i32x8))
+        lanes = [half + n + upper for half in (0, 4) for upper in (0, 8) for _ in range(2)]
+        words = e.b.shuffle_vector(words, e.lshr(words, [4] * 8), indices(lanes))
+        return e.b.and_(e.b.bitcast(words, llvm_type(i8x32)), const_vector(i8x32, ([3] * 4 + [12] * 4) * 4))
 
     def whole_scales(self, e, w):
         return e.all_and(self._packed(e, w), 15)
 
     def whole_minima(self, e, w):
-        packed = e.b.bitcast(self._packed(e, w), llvm_type(i16x16))
-        return e.all_and(e.b.bitcast(e.lshr(packed, [4] * 16), llvm_type(i8x32)), 15)
+        return self._packed(e, w)
 
     def units(self, e, w, row):
         return both_units(e, e.offset(w, 80))

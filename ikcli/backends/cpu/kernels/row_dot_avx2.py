@@ -20,7 +20,7 @@ from ikcli.backends.cpu.kernels.row_dot import MOST_ROWS
 from ikcli.backends.cpu.kernels.row_emitter import RowEmitter
 from ikcli.backends.cpu.kernels.rowformat import RowFormat, prefetch_step, steps
 from ikcli.backends.cpu.kernels.vector_emitter import indices
-from ikcli.backends.cpu.tile_modes import most_code
+from ikcli.backends.cpu.tile_modes import MORE_BYTES, most_code
 from ikcli.native.simd.lanes import folded
 from ikcli.native.simd.vec import (
     call_llvm,
@@ -129,6 +129,11 @@ def _is_paired(fmt):
     return type(fmt).paired_codes is not RowFormat.paired_codes
 
 
+def _is_crossed(fmt):
+    """Return whether codes are in the order of `RowFormat.crossed_codes`."""
+    return type(fmt).crossed_codes is not RowFormat.crossed_codes
+
+
 def _factors(e, fmt, w, row):
     """Return the scales of a step, and what the sums of activations are multiplied by, or None."""
     if _has_whole_scales(fmt):
@@ -146,7 +151,7 @@ def _add_step(e, fmt, factors, parts, x, i, valid, room, sums):
         e.b.store(e.fused(x, y, e.b.load(sums[n])), sums[n])
 
     if _is_paired(fmt) or _has_whole_scales(fmt):
-        products = _paired_products if _is_paired(fmt) else _products
+        products = _crossed_products if _is_crossed(fmt) else _paired_products if _is_paired(fmt) else _products
         factors.add_step(list(products(e, fmt, parts, x, i)), x, i, valid, add)
         return
     per_block = _per_block(fmt)
@@ -203,7 +208,7 @@ def _sums_apart(e, x, i, valid):
     """Return the scaled sums of the activations of step i in the order of `_APART`, zeros beyond `valid` blocks."""
     if valid is not None:
         return e.pick(x.scaled_sums(e, i, valid, 2), _APART)
-    return e.load(f32x16, e.offset(x.more_at, e.times(i, 768)))
+    return e.load(f32x16, e.offset(x.more_at, e.times(i, MORE_BYTES)))
 
 
 def _scales_apart(e, x, i, valid):
@@ -241,7 +246,10 @@ def offsets(e, fmt, w, scales):
 
 
 def _parts(e, fmt, w):
-    """Yield (codes, None) or (magnitudes, signs) of each block of 32 columns of a step."""
+    """Yield (codes, None) or (magnitudes, signs) of each block of 32 columns of a step, or codes in another order."""
+    if _is_crossed(fmt):
+        yield from (fmt.crossed_codes(e, w, h, n) for h in range(2) for n in range(4))
+        return
     for j in range(4):
         if _is_paired(fmt):
             codes = fmt.paired_codes(e, w, j)
@@ -273,13 +281,21 @@ def _products(e, fmt, parts, x, i):
 
 def _paired_products(e, fmt, parts, x, i):
     """Yield what `_products` does for the `parts`, which are in the order of `RowFormat.paired_codes`."""
-    at = e.offset(x.more_at, e.times(i, 768), 256)
+    at = e.offset(x.more_at, e.times(i, MORE_BYTES), 256)
     for n, v in enumerate(parts):
         y = e.load(i8x32, e.offset(at, 32 * n))
         if fmt.mode[0] == "m" or fmt.bias:
             u = v
         else:
             u, y = e.load(i8x32, e.offset(at, 256 + 32 * n)), with_sign(e.b, v, y)
+        yield call_llvm(e.b, "llvm.x86.avx2.pmadd.ub.sw", _PAIRS, [u, y])
+
+
+def _crossed_products(e, fmt, parts, x, i):
+    """Yield what `_products` does for the `parts`, unsigned codes in the order of `RowFormat.crossed_codes`."""
+    at = _place(e, x.more_at, i, MORE_BYTES, 768)
+    for n, u in enumerate(parts):
+        y = e.load(i8x32, e.offset(at, 32 * n))
         yield call_llvm(e.b, "llvm.x86.avx2.pmadd.ub.sw", _PAIRS, [u, y])
 
 
@@ -298,7 +314,7 @@ class _PairedFactors:
         if self.offsets is not None:
             add(0, self.offsets, x.scaled_sums(e, i, valid, 1))
         if valid is None:
-            d = e.load(f32x8, e.offset(x.more_at, e.times(i, 768), 96))
+            d = e.load(f32x8, e.offset(x.more_at, e.times(i, MORE_BYTES), 96))
         else:
             d = e.pick(x.scales(e, i, valid), _EVERY_OTHER)
         # The first four for lower halves, the others for upper ones: a shuffle then needs no other half.
@@ -366,11 +382,14 @@ class _WholeFactors:
     """Scales of 16 blocks of 16 columns that are integers: with them products stay integers up to 32 columns."""
 
     def __init__(self, e, fmt, w, row):
-        self.e, self.most, self.paired = e, fmt.most_dot_code(), _is_paired(fmt)
+        self.e, self.most, self.paired, self.crossed = e, fmt.most_dot_code(), _is_paired(fmt), _is_crossed(fmt)
         self.scales, self.signed, self.memo = fmt.whole_scales(e, w), fmt.signed_scales, {}
         self.unit, self.unit_of_minima = fmt.units(e, w, row)
         self.times = _times(fmt)
-        self.of_sums = self._words(fmt.whole_minima(e, w), range(16)) if fmt.mode[0] == "m" else self._offsets(fmt, w)
+        if fmt.mode[0] == "m":
+            self.of_sums = e.lshr(self._words(fmt.whole_minima(e, w), range(16)), [fmt.whole_minima_at] * 16)
+        else:
+            self.of_sums = self._offsets(fmt, w)
 
     def _offsets(self, fmt, w):
         """Return scales times the difference between values and `dot_codes`, without `_constants`, or None."""
@@ -394,13 +413,16 @@ class _WholeFactors:
         of_step = self._paired_sums(pairs, x, i) if self.paired else self._sums(pairs, x, i)
         add(1, of_step, self.unit)
         if self.of_sums is not None:
-            v = e.ints_to_f32(_sums_of_two(e, e.load(i16x16, _place(e, x.more_at, i, 768, 64)), self.of_sums))
+            v = e.ints_to_f32(_sums_of_two(e, e.load(i16x16, _place(e, x.more_at, i, MORE_BYTES, 64)), self.of_sums))
             add(0, e.mul(v, e.load(f32x8, d_at)), self.unit_of_minima or self.unit)
 
     def _sums(self, pairs, x, i):
         """Return the sums of a step, without the unit."""
         e = self.e
-        sums = _sums_of_words(e, pairs, self.most, _shuffled)
+        if self.crossed:  # the lanes are those of `_shuffled`
+            sums = [e.b.add(e.b.add(*four[:2]), e.b.add(*four[2:])) for four in (pairs[:4], pairs[4:])]
+        else:
+            sums = _sums_of_words(e, pairs, self.most, _shuffled)
         per = 8 // len(sums)
         scaled = []
         for n, v in enumerate(sums):
@@ -418,7 +440,7 @@ class _WholeFactors:
         e = self.e
         for b in range(0, 8, per):
             if per == 2:  # out of four copies of each
-                four = _place(e, x.more_at, i, 768, 128 + 16 * b + 8)
+                four = _place(e, x.more_at, i, MORE_BYTES, 128 + 16 * b + 8)
             else:
                 four = _place(e, x.d_at, i, 32, 4 * b)
             yield e.splat(e.single(four)) if per == 1 else e.pick(e.singles(four, 4), [*range(4)] * 2)
@@ -431,7 +453,7 @@ class _WholeFactors:
             for m in range(2):
                 words = self._words(self.scales, [4 * n + m] * 8 + [4 * n + 2 + m] * 8)
                 both.append(_sums_of_two(e, pairs[2 * n + m], words))
-            v, d = e.ints_to_f32(e.b.add(*both)), e.load(f32x8, _place(e, x.more_at, i, 768, 128 + 32 * n))
+            v, d = e.ints_to_f32(e.b.add(*both)), e.load(f32x8, _place(e, x.more_at, i, MORE_BYTES, 128 + 32 * n))
             total = e.mul(v, d) if total is None else e.fused(v, d, total)
         return total
 

@@ -112,6 +112,7 @@ class RowFormat(WeightFormat):
     signed_scales, most_scale = True, 32  # whether whole scales are signed, the largest magnitude of these
     # what products of whole scales and `whole_codes` are multiplied by besides `units`, for blocks 0, 1 .. of four
     whole_units = (1.0,) * 8
+    whole_minima_at = 0
 
     def whole_codes(self, e, w, j):
         """Return `dot_codes`, or multiples of them of which whole scales take account. With plain AVX2 only."""
@@ -127,6 +128,13 @@ class RowFormat(WeightFormat):
         For nibbles of which the lower ones are 16 columns and the upper ones the next. With plain AVX2 only.
         """
 
+    def crossed_codes(self, e, w, h, n):
+        """Return `whole_codes` of columns 4n .. 4n+3 of blocks of 16, of which columns 128h .. have eight.
+
+        Every other block comes first. For bit fields that such blocks have at the same bytes: one shuffle of these
+        takes the place of those that bring sums side by side. With plain AVX2 only.
+        """
+
     def whole_scales(self, e, w):
         """Return the scales of 16 blocks of 16 columns as bytes, or None if they are no integers.
 
@@ -137,7 +145,7 @@ class RowFormat(WeightFormat):
         """Return `shifted_blocks` as 16 lanes of 16 bits, 0 or -1, for formats with whole scales."""
 
     def whole_minima(self, e, w):
-        """Return the minima like the whole scales, for mode m16."""
+        """Return the minima like the whole scales, for mode m16: bits `whole_minima_at` and up of bytes."""
 
     def units(self, e, w, row):
         """Return f32x8 of what all whole scales of a step are multiplied by, and the same for the minima or None."""

@@ -8,6 +8,7 @@ import llvmlite.ir as ir
 
 from ikcli.backends.cpu.kernels.row_codes import (
     CROSSED_NIBBLES,
+    crossed_two_bits,
     five_bit_entry,
     plane_starts,
     raw_paired_nibbles,
@@ -19,7 +20,7 @@ from ikcli.backends.cpu.kernels.row_codes import (
 from ikcli.backends.cpu.kernels.rowformat import RowFormat, biased
 from ikcli.backends.cpu.kernels.vector_emitter import indices
 from ikcli.native.simd.emit import I32, I64
-from ikcli.native.simd.vec import f32x16, i8x16, i8x32, i8x64, i32x16, llvm_type, pointer
+from ikcli.native.simd.vec import call_llvm, const_vector, f32x16, i8x16, i8x32, i8x64, i32x16, llvm_type, pointer
 from ikcli.quant.tables import IQ2_KL_VALUES, IQ2_VALUES, IQ3_VALUES, IQ4_VALUES, IQ5_VALUES, IQ6_VALUES
 
 
@@ -130,6 +131,11 @@ class IQ2_K(_TwoBits):
 
     def scales(self, e, w, row):
         return e.mul(e.bytes_to_f32(self.scale_bytes(e, w)), e.splat(e.half(w), f32x16))
+
+    def crossed_codes(self, e, w, h, n):
+        table = biased(IQ2_VALUES[0], self.bias)
+        table = const_vector(i8x32, [table[max(n & 3, n >> 2)] for n in range(16)] * 2)
+        return call_llvm(e.b, "llvm.x86.avx2.pshuf.b", table.type, [table, crossed_two_bits(e, e.offset(w, 12), h, n)])
 
     def whole_scales(self, e, w):
         return e.b.sub(e.nibbles16_twice(e.offset(w, 4)), e.constants([8] * 32, 8))

@@ -4,16 +4,16 @@ import llvmlite.ir as ir
 
 from ikcli.backends.cpu.kernels.row_codes import (
     bit_plane,
+    crossed_two_bits,
     raw_paired_nibbles,
     split_nibbles,
     three_bit_nibbles,
     two_bits,
 )
 from ikcli.backends.cpu.kernels.rowformat import RowFormat, biased
-from ikcli.backends.cpu.kernels.vector_emitter import indices
 from ikcli.native.simd.half import half_to_f32
 from ikcli.native.simd.lanes import packed_scales_6bit
-from ikcli.native.simd.vec import const_vector, f32x16, i8x16, i8x32, i8x64, i32x8, llvm_type
+from ikcli.native.simd.vec import f32x16, i8x16, i8x32, i8x64, i32x8, llvm_type
 from ikcli.quant.tables import IQ4_NL_VALUES
 
 
@@ -131,11 +131,7 @@ class Q2_K(RowFormat):
         return 12
 
     def crossed_codes(self, e, w, h, n):
-        # Codes of every other 32 columns stay at bit 2, so that all of them take one shift per 32 bytes.
-        words = e.b.bitcast(e.load(i8x32, e.offset(w, 16 + 32 * h)), llvm_type(i32x8))
-        lanes = [half + n + upper for half in (0, 4) for upper in (0, 8) for _ in range(2)]
-        words = e.b.shuffle_vector(words, e.lshr(words, [4] * 8), indices(lanes))
-        return e.b.and_(e.b.bitcast(words, llvm_type(i8x32)), const_vector(i8x32, ([3] * 4 + [12] * 4) * 4))
+        return crossed_two_bits(e, e.offset(w, 16), h, n)
 
     def whole_scales(self, e, w):
         return e.all_and(self._packed(e, w), 15)

@@ -1,6 +1,7 @@
 """Read codes of columns 64j .. 64j+63 as K-quants and IQ*_K types store them, in fields and bit planes of 32 bytes."""
 
-from ikcli.native.simd.vec import i8x16, i8x32
+from ikcli.backends.cpu.kernels.vector_emitter import indices
+from ikcli.native.simd.vec import const_vector, i8x16, i8x32, i32x8, llvm_type
 
 CROSSED_NIBBLES = [8 * (i % 4) + 4 * (i // 4) for i in range(8)]  # of a word: lower ones of its bytes, upper ones
 
@@ -72,3 +73,14 @@ def three_bit_nibbles(e, low_at, high_at, j):
     thirds = e.bits(e.twice(high_at), [4 * (j // 2)] * 4, width=4)
     both = e.b.or_(low, e.third_bits(thirds, 0, 1))
     return e.shift_right(both, [4] * 16) if j % 2 else both
+
+
+def crossed_two_bits(e, address, h, n):
+    """Return codes as `RowFormat.crossed_codes` wants them, those of every other 32 columns at bit 2. For AVX2.
+
+    All of them take one shift per 32 bytes then.
+    """
+    words = e.b.bitcast(e.load(i8x32, e.offset(address, 32 * h)), llvm_type(i32x8))
+    lanes = [half + n + upper for half in (0, 4) for upper in (0, 8) for _ in range(2)]
+    words = e.b.shuffle_vector(words, e.lshr(words, [4] * 8), indices(lanes))
+    return e.b.and_(e.b.bitcast(words, llvm_type(i8x32)), const_vector(i8x32, ([3] * 4 + [12] * 4) * 4))

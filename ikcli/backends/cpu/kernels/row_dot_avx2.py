@@ -184,9 +184,9 @@ def _times(fmt):
     """Return by how much whole scales grow where they become words.
 
     Signed bytes are put into the upper halves of words if products then stay within 32 bits. These are of eight columns
-    at most, or of words that hold their sums.
+    (crossed ones of 16) at most, or of words that hold their sums.
     """
-    most = 8 * 127 * fmt.most_dot_code() * fmt.most_scale
+    most = (16 if _is_crossed(fmt) else 8) * 127 * fmt.most_dot_code() * fmt.most_scale
     return 256 if fmt.signed_scales and 256 * most < 1 << 31 else 1
 
 
@@ -419,15 +419,19 @@ class _WholeFactors:
     def _sums(self, pairs, x, i):
         """Return the sums of a step, without the unit."""
         e = self.e
-        if self.crossed:  # the lanes are those of `_shuffled`
-            sums = [e.b.add(e.b.add(*four[:2]), e.b.add(*four[2:])) for four in (pairs[:4], pairs[4:])]
+        if self.crossed:  # lanes are those of `_shuffled`
+            pairs = [e.b.add(*two) for two in zip(pairs[::2], pairs[1::2], strict=True)]
+            sums = [pairs[:2], pairs[2:]]
+            if 8 * 127 * self.most <= _MOST_SUM:
+                sums = [[e.b.add(*two)] for two in sums]
         else:
-            sums = _sums_of_words(e, pairs, self.most, _shuffled)
+            sums = [[v] for v in _sums_of_words(e, pairs, self.most, _shuffled)]
         per = 8 // len(sums)
         scaled = []
-        for n, v in enumerate(sums):
+        for n, parts in enumerate(sums):
             blocks = [2 * (per * n + lane * per // 8) for lane in range(8)]
-            scaled.append(_sums_of_two(e, v, self._words(self.scales, [*blocks, *(b + 1 for b in blocks)])))
+            words = self._words(self.scales, [*blocks, *(b + 1 for b in blocks)])
+            scaled.append(functools.reduce(e.b.add, [_sums_of_two(e, v, words) for v in parts]))
         # Blocks of 32 columns: as many in the lower half as in the upper half, which has their other 16 columns.
         total = None
         for v, d in zip(scaled, self._scales_of(x, i, per), strict=True):

@@ -8,6 +8,7 @@ import llvmlite.ir as ir
 
 from ikcli.backends.cpu.kernels.row_codes import (
     CROSSED_NIBBLES,
+    crossed_three_bits,
     crossed_two_bits,
     five_bit_entry,
     plane_starts,
@@ -20,7 +21,18 @@ from ikcli.backends.cpu.kernels.row_codes import (
 from ikcli.backends.cpu.kernels.rowformat import RowFormat, biased
 from ikcli.backends.cpu.kernels.vector_emitter import indices
 from ikcli.native.simd.emit import I32, I64
-from ikcli.native.simd.vec import call_llvm, const_vector, f32x16, i8x16, i8x32, i8x64, i32x16, llvm_type, pointer
+from ikcli.native.simd.vec import (
+    call_llvm,
+    const_vector,
+    f32x16,
+    i8x16,
+    i8x32,
+    i8x64,
+    i32x16,
+    llvm_type,
+    pointer,
+    with_sign,
+)
 from ikcli.quant.tables import IQ2_KL_VALUES, IQ2_VALUES, IQ3_VALUES, IQ4_VALUES, IQ5_VALUES, IQ6_VALUES
 
 
@@ -156,6 +168,21 @@ class IQ3_K(_ThreeBits):
         minus = e.bits_set(signs, [n % 8 for n in e.scale_order])
         signed = e.b.select(minus, e.b.neg(odd), odd)
         return e.mul(e.bytes_to_f32(signed), e.splat(e.half(w), f32x16))
+
+    def crossed_codes(self, e, w, h, n):
+        codes = crossed_three_bits(e, e.offset(w, 14), e.offset(w, 78), h, n)
+        table = const_vector(i8x32, biased(IQ3_VALUES[0], self.bias) * 4)
+        return call_llvm(e.b, "llvm.x86.avx2.pshuf.b", table.type, [table, codes])
+
+    def whole_scales(self, e, w):
+        nibbles = e.nibbles16_twice(e.offset(w, 6))
+        odd = e.b.or_(e.b.add(nibbles, nibbles), e.constants([1] * 32, 8))
+        both = e.hidden(e.pick(e.bytes_at(e.offset(w, 4), 2), [0, 1] * 16))
+        bits = [1 << n % 8 for n in range(32)]
+        minus = e.b.and_(e.pick(both, [n // 8 % 2 for n in range(32)]), e.constants(bits, 8))
+        # negative where the bit is set, and never 0
+        minus = e.b.add(minus, e.constants([max(128 - bit, 1) for bit in bits], 8))
+        return with_sign(e.b, odd, minus)
 
 
 class _SixBitScales(_Base):

@@ -4,10 +4,10 @@ import llvmlite.ir as ir
 
 from ikcli.backends.cpu.kernels.row_codes import (
     bit_plane,
+    crossed_three_bits,
     crossed_two_bits,
     raw_paired_nibbles,
     split_nibbles,
-    three_bit_nibbles,
     two_bits,
 )
 from ikcli.backends.cpu.kernels.rowformat import RowFormat, biased
@@ -163,8 +163,8 @@ class Q3_K(RowFormat):
         centred = e.b.sub(e.in_scale_order(both), e.constants([32] * 16, 8))
         return e.mul(e.bytes_to_f32(centred), e.splat(e.half(e.offset(w, 108)), f32x16))
 
-    def whole_codes(self, e, w, j):
-        return e.all_and(three_bit_nibbles(e, e.offset(w, 32), w, j), 7)
+    def crossed_codes(self, e, w, h, n):
+        return e.all_and(crossed_three_bits(e, e.offset(w, 32), w, h, n), 7)
 
     def whole_scales(self, e, w):
         # As in `scales`, in both halves.

@@ -256,7 +256,7 @@ def _parts(e, fmt, w):
             yield from (e.pick(codes, range(first, first + 32)) for first in (0, 32))
             continue
         apart = fmt.magnitudes(e, w, j) if fmt.most_magnitude() else None
-        codes = apart[0] if apart else fmt.whole_codes(e, w, j)
+        codes = apart[0] if apart else fmt.dot_codes(e, w, j)
         for half in range(2):
             lanes = range(32 * half, 32 * half + 32)
             yield e.pick(codes, lanes), e.pick(apart[1], lanes) if apart else None
@@ -420,10 +420,10 @@ class _WholeFactors:
         """Return the sums of a step, without the unit."""
         e = self.e
         if self.crossed:  # lanes are those of `_shuffled`
-            pairs = [e.b.add(*two) for two in zip(pairs[::2], pairs[1::2], strict=True)]
-            sums = [pairs[:2], pairs[2:]]
-            if 8 * 127 * self.most <= _MOST_SUM:
-                sums = [[e.b.add(*two)] for two in sums]
+            sums, columns = [pairs[:4], pairs[4:]], 4
+            while len(sums[0]) > 1 and columns * 127 * self.most <= _MOST_SUM:
+                sums = [[e.b.add(*two) for two in zip(v[::2], v[1::2], strict=True)] for v in sums]
+                columns *= 2
         else:
             sums = [[v] for v in _sums_of_words(e, pairs, self.most, _shuffled)]
         per = 8 // len(sums)

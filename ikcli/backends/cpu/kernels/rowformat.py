@@ -110,13 +110,9 @@ class RowFormat(WeightFormat):
         raise NotImplementedError
 
     signed_scales, most_scale = True, 32  # whether whole scales are signed, the largest magnitude of these
-    # what products of whole scales and `whole_codes` are multiplied by besides `units`, for blocks 0, 1 .. of four
+    # what products of whole scales and `crossed_codes` are multiplied by besides `units`, for blocks 0, 1 .. of four
     whole_units = (1.0,) * 8
     whole_minima_at = 0
-
-    def whole_codes(self, e, w, j):
-        """Return `dot_codes`, or multiples of them of which whole scales take account. With plain AVX2 only."""
-        return self.dot_codes(e, w, j)
 
     def most_dot_code(self):
         """Return the largest code, or magnitude of a value if these are signed."""
@@ -129,10 +125,11 @@ class RowFormat(WeightFormat):
         """
 
     def crossed_codes(self, e, w, h, n):
-        """Return `whole_codes` of columns 4n .. 4n+3 of blocks of 16, of which columns 128h .. have eight.
+        """Return `dot_codes` of columns 4n .. 4n+3 of blocks of 16, of which columns 128h .. have eight.
 
-        Every other block comes first. For bit fields that such blocks have at the same bytes: one shuffle of these
-        takes the place of those that bring sums side by side. With plain AVX2 only.
+        Every other block comes first; codes may be multiples of which `whole_units` take account. For bit fields that
+        such blocks have at the same bytes: one shuffle of these takes the place of those that bring sums side by side.
+        With plain AVX2 only.
         """
 
     def whole_scales(self, e, w):

@@ -5,8 +5,9 @@ columns, each block is therefore scaled in place by a float broadcast to all lan
 Nibbles of which the lower ones are 16 columns and the upper ones the next need one shift per 64 columns in another
 order, of which activation rows have a copy; two blocks then share a vector. With a scale per 16 columns, sums stay at
 16 bits for as long as they fit, and scales are brought into the order in which the sums come out, which costs nothing.
-Scales that are integers are factors of the instruction that widens these sums. The bias of codes is applied to the sums
-of activations.
+Scales that are integers are factors of the instruction that widens these sums. Fields of two bits are shuffled before
+they are multiplied ("crossed", another copy of activations), so that sums need not be. The bias of codes is applied to
+the sums of activations. Memory is prefetched line by line: rows are read slowly enough for that to help.
 """
 
 import functools
@@ -57,7 +58,7 @@ def row_dot_avx2(fmt):
             # Two, so that successive additions do not wait for each other.
             sums = [e.variable(e.zero(_vector(fmt))) for _ in range(2)]
             for i, at_w, valid in steps(e, fmt, e.offset(w, fmt.header_bytes), k):
-                prefetch_step(e, fmt, at_w)
+                prefetch_step(e, fmt, at_w, every_line=not fmt.slow_to_decode)
                 _add_step(e, fmt, _factors(e, fmt, at_w, row), _parts(e, fmt, at_w), x, i, valid, room, sums)
             e.store(_total(e, fmt, sums), out)
             return context.get_dummy_value()

@@ -61,6 +61,7 @@ class RowFormat(WeightFormat):
     shift = 0  # what dot_codes leaves out of the codes of `shifted_blocks`
     full_range = False  # whether a value may be -128
     read_in_two_places = False  # whether the bits of a code are far apart
+    slow_to_decode = False  # whether plain AVX2 takes so long for wide rows that memory keeps up without prefetching
 
     @property
     def bias(self):

@@ -36,7 +36,7 @@ from weight_bytes import stored
 from ikcli.backends.cpu.kernels.activations import quantize_blocks
 from ikcli.backends.cpu.kernels.format_api import few_dots
 from ikcli.backends.cpu.kernels.formats import weight_format
-from ikcli.backends.cpu.lower import stored_name
+from ikcli.backends.cpu.lower import activation_row_bytes, stored_name
 from ikcli.gguf.types import TYPES
 from ikcli.quant.formats import format_by_name, row_size
 
@@ -72,7 +72,7 @@ def calls(n_rows: int) -> int:
 def of_ik(name: str, weights: Bytes, n_rows: int, x: npt.NDArray[np.float32]) -> Run:
     """Return products of n_rows with activation rows x, by ik."""
     dots, n_calls = few_dots(weight_format(stored_name(format_by_name(name).type))), calls(n_rows)
-    stride, row_bytes = 4 * COLUMNS, row_size(format_by_name(name).type, COLUMNS)
+    stride, row_bytes = activation_row_bytes(COLUMNS), row_size(format_by_name(name).type, COLUMNS)
     quantized, out = aligned(len(x) * stride), np.zeros((len(x), n_rows), np.float32)
 
     @numba.njit

@@ -55,6 +55,7 @@ from ikcli.backends.cpu.params_products import (
 )
 from ikcli.backends.cpu.program import N_NODES, NODE, CpuLowering, Ref
 from ikcli.backends.cpu.tile_modes import (
+    MORE_BYTES,
     MOST_TILES,
     PAIRS_BLOCK,
     PAIRS_PART,
@@ -156,7 +157,7 @@ def kind_row_bytes(kind: str, k: int) -> int:
 
 def activation_row_bytes(k: int) -> int:
     """Return the bytes of a quantized activation row (kernels/activations.py)."""
-    return -(-(k + 28 * (k // 32)) // 64) * 64 + -(-k // 256) * (256 + 768 * isa.current().plain_avx2)
+    return -(-(k + 28 * (k // 32)) // 64) * 64 + -(-k // 256) * (256 + MORE_BYTES * isa.current().plain_avx2)
 
 
 def plan_bytes(n_pairs: int, n_expert: int) -> int:

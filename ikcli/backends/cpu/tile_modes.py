@@ -28,6 +28,7 @@ MOST_WITH_MINIMUM = 31  # the largest code of a type with minima
 FIRST_SUM = 0x4B400000  # bits of 3 * 2^22 as float32; those of an integer n, |n| < 2^22, more are of n more
 FIRST_SUM_F32 = 3.0 * 2**22
 PAIRS_BLOCK = 128  # columns that share a scale where numbers become 16-bit integers
+MORE_BYTES = 1024  # that plain AVX2 keeps with 256 columns of activations (`kernels/activations.py`)
 PAIRS_PART = 512  # columns of activations whose scales lie together, before them
 
 # mode -> (header bytes, bytes per 32 columns)

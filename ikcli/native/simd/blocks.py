@@ -115,6 +115,21 @@ def store_quarters(typingctx, ptr, a, b):
 
 
 @intrinsic
+def store_words_apart(typingctx, ptr, stride, v):
+    """Store bytes 4i..4i+3 of an i8x16 at ptr + stride*i, for i = 0..3."""
+
+    def codegen(context, builder, sig, args):
+        ptr, stride, v = args
+        words = builder.bitcast(v, ir.VectorType(_I32, 4))
+        for i in range(4):
+            at = builder.add(ptr, builder.mul(stride, ir.Constant(_I64, i)))
+            builder.store(builder.extract_element(words, ir.Constant(_I32, i)), pointer(builder, at, _I32), align=1)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.intp, i8x16), codegen
+
+
+@intrinsic
 def store_magnitudes(typingctx, ptr, a, b):
     """Store the absolute values of two i8x16, one after the other."""
 

@@ -8,14 +8,14 @@ import functools
 
 import llvmlite.ir as ir
 
-from ikcli.backends.cpu.tile_modes import first_sum
+from ikcli.backends.cpu.tile_modes import MORE_BYTES, first_sum
 from ikcli.native.simd.emit import I32
 from ikcli.native.simd.vec import call_llvm, const_vector, f32x8, f32x16, i32x8, i32x16, llvm_type, pointer, splat_value
 
 # bytes of 256 columns
 _STEP_BYTES = {
     **dict.fromkeys(("codes_at", "second_at"), 256),
-    "more_at": 768,
+    "more_at": MORE_BYTES,
     **dict.fromkeys(("sums_at", "s16_at"), 64),
     **dict.fromkeys(("d_at", "s_at"), 32),
 }

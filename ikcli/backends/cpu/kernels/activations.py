@@ -19,10 +19,10 @@ from ikcli.backends.cpu.kernels.common import n_rows
 from ikcli.backends.cpu.kernels.pair_codes import NORM, TOP, rounded
 from ikcli.backends.cpu.kernels.records import kernel
 from ikcli.backends.cpu.params_products import ConvertParams, GatherParams
-from ikcli.backends.cpu.tile_modes import PAIRS_BLOCK, PAIRS_PART, first_sum
+from ikcli.backends.cpu.tile_modes import MORE_BYTES, PAIRS_BLOCK, PAIRS_PART, first_sum
 from ikcli.native import isa
 from ikcli.native.jit import inline
-from ikcli.native.simd.blocks import store_magnitudes, store_quarters
+from ikcli.native.simd.blocks import store_magnitudes, store_quarters, store_words_apart
 from ikcli.native.simd.dot import store_i16x32
 from ikcli.native.simd.half import st_bf16, store_bf16x16
 from ikcli.native.simd.vec import (
@@ -71,6 +71,9 @@ def _magnitudes(second, k, ib, c0, c1):
     store_i8x16(pairs + 32, c1)
     store_i8x16(pairs + 256, load_i8x16(second + 32 * ib))
     store_i8x16(pairs + 288, load_i8x16(second + 32 * ib + 16))
+    crossed = _more(second, k, ib) + 768 + 128 * (ib % 8 // 4) + 4 * (ib % 4)
+    store_words_apart(crossed, 32, c0)
+    store_words_apart(crossed + 16, 32, c1)
 
 
 @inline
@@ -79,9 +82,10 @@ def _more(second, k, ib):
 
     s per 16 f32[16], those of every other block together | sum(q) per 16 i16[16] | d per 32 f32[8], those of every
     other block together | d per 32, four times each, f32[32] | int8, of each 64 columns 0..15, 32..47, 16..31,
-    48..63 | their magnitudes.
+    48..63 | their magnitudes | int8, of each 128 columns first columns 0..3 of the four blocks, then columns 16..19 of
+    these, then columns 4..7 and so on.
     """
-    return second + ((k + 255) & ~255) + 768 * (ib // 8)
+    return second + ((k + 255) & ~255) + MORE_BYTES * (ib // 8)
 
 
 @inline

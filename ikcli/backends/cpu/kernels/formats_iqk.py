@@ -8,6 +8,8 @@ import llvmlite.ir as ir
 
 from ikcli.backends.cpu.kernels.row_codes import (
     CROSSED_NIBBLES,
+    crossed_three_bits,
+    crossed_two_bits,
     five_bit_entry,
     plane_starts,
     raw_paired_nibbles,
@@ -19,7 +21,18 @@ from ikcli.backends.cpu.kernels.row_codes import (
 from ikcli.backends.cpu.kernels.rowformat import RowFormat, biased
 from ikcli.backends.cpu.kernels.vector_emitter import indices
 from ikcli.native.simd.emit import I32, I64
-from ikcli.native.simd.vec import f32x16, i8x16, i8x32, i8x64, i32x16, llvm_type, pointer
+from ikcli.native.simd.vec import (
+    call_llvm,
+    const_vector,
+    f32x16,
+    i8x16,
+    i8x32,
+    i8x64,
+    i32x16,
+    llvm_type,
+    pointer,
+    with_sign,
+)
 from ikcli.quant.tables import IQ2_KL_VALUES, IQ2_VALUES, IQ3_VALUES, IQ4_VALUES, IQ5_VALUES, IQ6_VALUES
 
 
@@ -131,6 +144,11 @@ class IQ2_K(_TwoBits):
     def scales(self, e, w, row):
         return e.mul(e.bytes_to_f32(self.scale_bytes(e, w)), e.splat(e.half(w), f32x16))
 
+    def crossed_codes(self, e, w, h, n):
+        table = biased(IQ2_VALUES[0], self.bias)
+        table = const_vector(i8x32, [table[max(n & 3, n >> 2)] for n in range(16)] * 2)
+        return call_llvm(e.b, "llvm.x86.avx2.pshuf.b", table.type, [table, crossed_two_bits(e, e.offset(w, 12), h, n)])
+
     def whole_scales(self, e, w):
         return e.b.sub(e.nibbles16_twice(e.offset(w, 4)), e.constants([8] * 32, 8))
 
@@ -150,6 +168,21 @@ class IQ3_K(_ThreeBits):
         minus = e.bits_set(signs, [n % 8 for n in e.scale_order])
         signed = e.b.select(minus, e.b.neg(odd), odd)
         return e.mul(e.bytes_to_f32(signed), e.splat(e.half(w), f32x16))
+
+    def crossed_codes(self, e, w, h, n):
+        codes = crossed_three_bits(e, e.offset(w, 14), e.offset(w, 78), h, n)
+        table = const_vector(i8x32, biased(IQ3_VALUES[0], self.bias) * 4)
+        return call_llvm(e.b, "llvm.x86.avx2.pshuf.b", table.type, [table, codes])
+
+    def whole_scales(self, e, w):
+        nibbles = e.nibbles16_twice(e.offset(w, 6))
+        odd = e.b.or_(e.b.add(nibbles, nibbles), e.constants([1] * 32, 8))
+        both = e.hidden(e.pick(e.bytes_at(e.offset(w, 4), 2), [0, 1] * 16))
+        bits = [1 << n % 8 for n in range(32)]
+        minus = e.b.and_(e.pick(both, [n // 8 % 2 for n in range(32)]), e.constants(bits, 8))
+        # negative where the bit is set, and never 0
+        minus = e.b.add(minus, e.constants([max(128 - bit, 1) for bit in bits], 8))
+        return with_sign(e.b, odd, minus)
 
 
 class _SixBitScales(_Base):
@@ -181,6 +214,7 @@ class IQ5_K(_FiveBits, _SixBitScales):
 class IQ6_K(_Base):
     """d f16, extra u16, int8 scales[16], qs[128], qh[64]. It uses the integer table, as every matmul does."""
 
+    slow_to_decode = True
     shift = 1
 
     def scales(self, e, w, row):

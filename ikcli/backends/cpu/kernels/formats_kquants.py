@@ -2,18 +2,25 @@
 
 import llvmlite.ir as ir
 
-from ikcli.backends.cpu.kernels.row_codes import bit_plane, raw_paired_nibbles, split_nibbles, two_bits
+from ikcli.backends.cpu.kernels.row_codes import (
+    bit_plane,
+    crossed_three_bits,
+    crossed_two_bits,
+    raw_paired_nibbles,
+    split_nibbles,
+    two_bits,
+)
 from ikcli.backends.cpu.kernels.rowformat import RowFormat, biased
 from ikcli.native.simd.half import half_to_f32
 from ikcli.native.simd.lanes import packed_scales_6bit
-from ikcli.native.simd.vec import const_vector, f32x8, f32x16, i8x16, i8x32, i8x64, i16x16, i32x8, llvm_type
+from ikcli.native.simd.vec import f32x16, i8x16, i8x32, i8x64, i32x8, llvm_type
 from ikcli.quant.tables import IQ4_NL_VALUES
 
 
-def both_units(e, address, factors):
-    """Return two adjacent half floats, times constants, in all lanes of f32x8."""
+def both_units(e, address):
+    """Return two adjacent half floats in all lanes of f32x8."""
     both = e.pick(e.b.bitcast(e.word(address), ir.VectorType(ir.IntType(16), 2)), [0, 1] * 4)
-    both = e.mul(half_to_f32(e.b, both), const_vector(f32x8, factors * 4))
+    both = half_to_f32(e.b, both)
     return e.pick(both, [0, 0, 2, 2, 4, 4, 6, 6]), e.pick(both, [1, 1, 3, 3, 5, 5, 7, 7])
 
 
@@ -44,7 +51,7 @@ class Q4_K(RowFormat):
         return e.pick(self._packed(e, w), [16 * (n // 16) + 8 + n % 16 // 2 for n in range(32)])
 
     def units(self, e, w, row):
-        return both_units(e, w, [1.0, -1.0])
+        return both_units(e, w)
 
     def _packed(self, e, w):
         """Return bytes of 8 scales and 8 minima, twice: `packed_scales_6bit`."""
@@ -86,6 +93,13 @@ class Q6_K(RowFormat):
         return e.mul(e.bytes_to_f32(m), e.splat(e.half(e.offset(w, 208)), f32x16))
 
     bias = 32
+    most_scale = 128
+
+    def whole_scales(self, e, w):
+        return e.pick(e.load(i8x16, e.offset(w, 192)), [*range(16)] * 2)
+
+    def units(self, e, w, row):
+        return e.half_everywhere(e.offset(w, 208)), None
 
     def dot_codes(self, e, w, j):
         half, pair = j // 2, j % 2
@@ -110,24 +124,23 @@ class Q2_K(RowFormat):
 
     signed_scales = False
 
+    whole_units = [1.0, 0.25] * 4
+    whole_minima_at = 4
+
     def most_dot_code(self):
         return 12
 
-    def whole_codes(self, e, w, j):
-        # Codes of every other 32 columns stay at bit 2, so that all of them take one shift per 32 bytes.
-        v = e.twice(e.offset(w, 16 + 32 * (j // 2)))
-        return e.b.and_(e.shift_right(v, [4] * 16) if j % 2 else v, const_vector(i8x64, [3] * 32 + [12] * 32))
+    def crossed_codes(self, e, w, h, n):
+        return crossed_two_bits(e, e.offset(w, 16), h, n)
 
     def whole_scales(self, e, w):
-        scales = e.b.bitcast(e.all_and(self._packed(e, w), 15), llvm_type(i16x16))
-        return e.b.bitcast(e.b.mul(scales, const_vector(i16x16, [4, 1] * 8)), llvm_type(i8x32))
+        return e.all_and(self._packed(e, w), 15)
 
     def whole_minima(self, e, w):
-        packed = e.b.bitcast(self._packed(e, w), llvm_type(i16x16))
-        return e.all_and(e.b.bitcast(e.lshr(packed, [4] * 16), llvm_type(i8x32)), 15)
+        return self._packed(e, w)
 
     def units(self, e, w, row):
-        return both_units(e, e.offset(w, 80), [0.25, -1.0])
+        return both_units(e, e.offset(w, 80))
 
     def _packed(self, e, w):
         return e.pick(e.load(i8x16, w), [*range(16)] * 2)
@@ -149,6 +162,19 @@ class Q3_K(RowFormat):
         both = e.b.or_(e.nibbles_at(e.offset(w, 96)), e.two_bits_at(e.offset(w, 104), to=4))
         centred = e.b.sub(e.in_scale_order(both), e.constants([32] * 16, 8))
         return e.mul(e.bytes_to_f32(centred), e.splat(e.half(e.offset(w, 108)), f32x16))
+
+    def crossed_codes(self, e, w, h, n):
+        return e.all_and(crossed_three_bits(e, e.offset(w, 32), w, h, n), 7)
+
+    def whole_scales(self, e, w):
+        # As in `scales`, in both halves.
+        low = e.nibbles16_twice(e.offset(w, 96), apart=True)
+        fields = e.lshr(e.hidden(e.splat_int(e.word(e.offset(w, 104)))), [0, 2, 4, 6] * 2)
+        high = e.all_and(e.b.shl(fields, e.ints([4] * 8)), 0x30303030)
+        return e.b.sub(e.b.or_(low, e.b.bitcast(high, llvm_type(i8x32))), e.constants([32] * 32, 8))
+
+    def units(self, e, w, row):
+        return e.half_everywhere(e.offset(w, 108)), None
 
     def dot_codes(self, e, w, j):
         return e.b.or_(two_bits(e, e.offset(w, 32), j), e.shift_left(bit_plane(e, w, j), 2))

@@ -1,6 +1,7 @@
 """Read codes of columns 64j .. 64j+63 as K-quants and IQ*_K types store them, in fields and bit planes of 32 bytes."""
 
-from ikcli.native.simd.vec import i8x16, i8x32
+from ikcli.backends.cpu.kernels.vector_emitter import indices
+from ikcli.native.simd.vec import call_llvm, const_vector, i8x16, i8x32, i32x8, llvm_type
 
 CROSSED_NIBBLES = [8 * (i % 4) + 4 * (i // 4) for i in range(8)]  # of a word: lower ones of its bytes, upper ones
 
@@ -66,3 +67,38 @@ def three_bit_entry(e, table, low_at, high_at, j):
     thirds = e.bits(e.twice(high_at), [4 * (j // 2)] * 4, width=4)
     both = e.b.or_(low, e.third_bits(thirds, 0, 1))
     return e.lookup16(table + [0] * 8, e.shift_right(both, [4] * 16) if j % 2 else both)
+
+
+def crossed_two_bits(e, address, h, n):
+    """Return codes as `RowFormat.crossed_codes` wants them, those of every other 32 columns at bit 2. For AVX2.
+
+    All of them take one shift per 32 bytes then.
+    """
+    words = e.b.bitcast(e.load(i8x32, e.offset(address, 32 * h)), llvm_type(i32x8))
+    lanes = [half + n + upper for half in (0, 4) for upper in (0, 8) for _ in range(2)]
+    words = e.b.shuffle_vector(words, e.lshr(words, [4] * 8), indices(lanes))
+    return e.b.and_(e.b.bitcast(words, llvm_type(i8x32)), const_vector(i8x32, ([3] * 4 + [12] * 4) * 4))
+
+
+def crossed_three_bits(e, low_at, high_at, h, n):
+    """Return codes as `RowFormat.crossed_codes` wants them, of fields as in `three_bit_entry`.
+
+    They are to be masked with 7; bit 7 is 0.
+    """
+    low = e.load(i8x32, e.offset(low_at, 32 * h))
+    first, second = (e.all_and(e.lshr(e.b.bitcast(low, llvm_type(i32x8)), [by] * 8), 0x33333333) for by in (0, 2))
+    # Their third bits, two at a time: of blocks of 32 columns 4h and 4h + 2, or 4h + 1 and 4h + 3.
+    nibbles = e.lshr(e.b.bitcast(e.load(i8x32, high_at), llvm_type(i32x8)), [4 * h] * 8)
+    nibbles = e.b.bitcast(e.all_and(nibbles, 0x0F0F0F0F), low.type)
+    halves = []
+    for c, codes in enumerate((first, second)):
+        bits = const_vector(i8x32, [(i >> c & 1) << 2 | (i >> c + 2 & 1) << 6 for i in range(16)] * 2)
+        bits = call_llvm(e.b, "llvm.x86.avx2.pshuf.b", low.type, [bits, nibbles])
+        halves.append(e.b.or_(codes, e.b.bitcast(bits, codes.type)))
+    # Dwords of both side by side, then those of columns 4n .. with the same from upper nibbles.
+    at = n // 2 * 2
+    both = e.b.shuffle_vector(*halves, indices([at, 8 + at, at + 1, 9 + at, 4 + at, 12 + at, 5 + at, 13 + at]))
+    at = n % 2 * 2
+    lanes = [at, at + 1, 8 + at, 9 + at]
+    words = e.b.shuffle_vector(both, e.lshr(both, [4] * 8), indices([*lanes, *(4 + m for m in lanes)]))
+    return e.b.bitcast(words, low.type)

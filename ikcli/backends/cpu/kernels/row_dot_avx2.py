@@ -5,8 +5,9 @@ columns, each block is therefore scaled in place by a float broadcast to all lan
 Nibbles of which the lower ones are 16 columns and the upper ones the next need one shift per 64 columns in another
 order, of which activation rows have a copy; two blocks then share a vector. With a scale per 16 columns, sums stay at
 16 bits for as long as they fit, and scales are brought into the order in which the sums come out, which costs nothing.
-Scales that are integers are factors of the instruction that widens these sums. The bias of codes is applied to the sums
-of activations.
+Scales that are integers are factors of the instruction that widens these sums. Fields of two bits are shuffled before
+they are multiplied ("crossed", another copy of activations), so that sums need not be. The bias of codes is applied to
+the sums of activations. Memory is prefetched line by line: rows are read slowly enough for that to help.
 """
 
 import functools
@@ -20,7 +21,7 @@ from ikcli.backends.cpu.kernels.row_dot import MOST_ROWS
 from ikcli.backends.cpu.kernels.row_emitter import RowEmitter
 from ikcli.backends.cpu.kernels.rowformat import RowFormat, prefetch_step, steps
 from ikcli.backends.cpu.kernels.vector_emitter import indices
-from ikcli.backends.cpu.tile_modes import most_code
+from ikcli.backends.cpu.tile_modes import MORE_BYTES, most_code
 from ikcli.native.simd.lanes import folded
 from ikcli.native.simd.vec import (
     call_llvm,
@@ -56,9 +57,9 @@ def row_dot_avx2(fmt):
             # Two, so that successive additions do not wait for each other.
             sums = [e.variable(e.zero(_vector(fmt))) for _ in range(2)]
             for i, at_w, valid in steps(e, fmt, e.offset(w, fmt.header_bytes), k):
-                prefetch_step(e, fmt, at_w)
+                prefetch_step(e, fmt, at_w, every_line=not fmt.slow_to_decode)
                 _add_step(e, fmt, _factors(e, fmt, at_w, row), _parts(e, fmt, at_w), x, i, valid, sums)
-            e.store(_total(e, sums), out)
+            e.store(_total(e, fmt, sums), out)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 6), codegen
@@ -97,7 +98,7 @@ def row_dots_avx2(fmt):
                     x = here.moved(e, builder.mul(t, a_stride))
                     _add_step(e, fmt, factors, parts, x, e.int(0), valid, slots(t))
             with e.loop(m) as t:
-                e.store(_total(e, slots(t)), e.offset(out, builder.mul(t, out_stride)))
+                e.store(_total(e, fmt, slots(t)), e.offset(out, builder.mul(t, out_stride)))
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 8), codegen
@@ -128,6 +129,11 @@ def _is_paired(fmt):
     return type(fmt).paired_codes is not RowFormat.paired_codes
 
 
+def _is_crossed(fmt):
+    """Return whether codes are in the order of `RowFormat.crossed_codes`."""
+    return type(fmt).crossed_codes is not RowFormat.crossed_codes
+
+
 def _factors(e, fmt, w, row):
     """Return the scales of a step, and what the sums of activations are multiplied by, or None."""
     if _has_whole_scales(fmt):
@@ -145,7 +151,7 @@ def _add_step(e, fmt, factors, parts, x, i, valid, sums):
         e.b.store(e.fused(x, y, e.b.load(sums[n])), sums[n])
 
     if _is_paired(fmt) or _has_whole_scales(fmt):
-        products = _paired_products if _is_paired(fmt) else _products
+        products = _crossed_products if _is_crossed(fmt) else _paired_products if _is_paired(fmt) else _products
         factors.add_step(list(products(e, fmt, parts, x, i)), x, i, valid, add)
         return
     per_block = _per_block(fmt)
@@ -163,8 +169,33 @@ def _add_step(e, fmt, factors, parts, x, i, valid, sums):
         add(1, e.ints_to_f32(v), e.mul(scales, _scales_apart(e, x, i, valid)))
 
 
-def _total(e, sums):
-    return folded(e.b, e.b.fadd(*(e.b.load(slot) for slot in sums)), 1)
+def _total(e, fmt, sums):
+    """Return the total of both sums; those of whole scales lack constant factors."""
+    first, second = (e.b.load(slot) for slot in sums)
+    if not _has_whole_scales(fmt):
+        return folded(e.b, e.b.fadd(first, second), 1)
+    of_sums, of_products = (ir.Constant(first.type, x) for x in _constants(fmt))
+    return folded(e.b, e.fused(first, of_sums, e.mul(second, of_products)), 1)
+
+
+def _times(fmt):
+    """Return by how much whole scales grow where they become words.
+
+    Signed bytes are put into the upper halves of words if products then stay within 32 bits. These are of eight columns
+    (crossed ones of 16) at most, or of words that hold their sums.
+    """
+    most = (16 if _is_crossed(fmt) else 8) * 127 * fmt.most_dot_code() * fmt.most_scale
+    return 256 if fmt.signed_scales and 256 * most < 1 << 31 else 1
+
+
+def _constants(fmt):
+    """Return what sums of activations and sums of products are multiplied by at the end of a row."""
+    of_products = [x / _times(fmt) for x in fmt.whole_units]
+    if fmt.mode[0] == "m":
+        of_sums = -1.0
+    else:  # see `_WholeFactors._offsets`
+        of_sums = 1.0 if fmt.bias and fmt.shift else (fmt.shift - fmt.bias) / _times(fmt)
+    return [of_sums] * 8, of_products
 
 
 class _ApartEmitter(RowEmitter):
@@ -175,7 +206,7 @@ def _sums_apart(e, x, i, valid):
     """Return the scaled sums of the activations of step i in the order of `_APART`, zeros beyond `valid` blocks."""
     if valid is not None:
         return e.pick(x.scaled_sums(e, i, valid, 2), _APART)
-    return e.load(f32x16, e.offset(x.more_at, e.times(i, 768)))
+    return e.load(f32x16, e.offset(x.more_at, e.times(i, MORE_BYTES)))
 
 
 def _scales_apart(e, x, i, valid):
@@ -202,14 +233,17 @@ def offsets(e, fmt, w, scales):
 
 
 def _parts(e, fmt, w):
-    """Yield (codes, None) or (magnitudes, signs) of each block of 32 columns of a step."""
+    """Yield (codes, None) or (magnitudes, signs) of each block of 32 columns of a step, or codes in another order."""
+    if _is_crossed(fmt):
+        yield from (fmt.crossed_codes(e, w, h, n) for h in range(2) for n in range(4))
+        return
     for j in range(4):
         if _is_paired(fmt):
             codes = fmt.paired_codes(e, w, j)
             yield from (e.pick(codes, range(first, first + 32)) for first in (0, 32))
             continue
         apart = fmt.magnitudes(e, w, j) if fmt.most_magnitude() else None
-        codes = apart[0] if apart else fmt.whole_codes(e, w, j)
+        codes = apart[0] if apart else fmt.dot_codes(e, w, j)
         for half in range(2):
             lanes = range(32 * half, 32 * half + 32)
             yield e.pick(codes, lanes), e.pick(apart[1], lanes) if apart else None
@@ -234,13 +268,21 @@ def _products(e, fmt, parts, x, i):
 
 def _paired_products(e, fmt, parts, x, i):
     """Yield what `_products` does for the `parts`, which are in the order of `RowFormat.paired_codes`."""
-    at = e.offset(x.more_at, e.times(i, 768), 256)
+    at = e.offset(x.more_at, e.times(i, MORE_BYTES), 256)
     for n, v in enumerate(parts):
         y = e.load(i8x32, e.offset(at, 32 * n))
         if fmt.mode[0] == "m" or fmt.bias:
             u = v
         else:
             u, y = e.load(i8x32, e.offset(at, 256 + 32 * n)), with_sign(e.b, v, y)
+        yield call_llvm(e.b, "llvm.x86.avx2.pmadd.ub.sw", _PAIRS, [u, y])
+
+
+def _crossed_products(e, fmt, parts, x, i):
+    """Yield what `_products` does for the `parts`, unsigned codes in the order of `RowFormat.crossed_codes`."""
+    at = _place(e, x.more_at, i, MORE_BYTES, 768)
+    for n, u in enumerate(parts):
+        y = e.load(i8x32, e.offset(at, 32 * n))
         yield call_llvm(e.b, "llvm.x86.avx2.pmadd.ub.sw", _PAIRS, [u, y])
 
 
@@ -259,7 +301,7 @@ class _PairedFactors:
         if self.offsets is not None:
             add(0, self.offsets, x.scaled_sums(e, i, valid, 1))
         if valid is None:
-            d = e.load(f32x8, e.offset(x.more_at, e.times(i, 768), 96))
+            d = e.load(f32x8, e.offset(x.more_at, e.times(i, MORE_BYTES), 96))
         else:
             d = e.pick(x.scales(e, i, valid), _EVERY_OTHER)
         v = _sums_of_four(e, (self._both(*pairs[n : n + 2]) for n in range(0, 8, 2)), 2 * self.most)
@@ -360,58 +402,72 @@ class _WholeFactors:
     """Scales of 16 blocks of 16 columns that are integers: with them products stay integers up to 32 columns."""
 
     def __init__(self, e, fmt, w, row):
-        self.e, self.most, self.paired = e, fmt.most_dot_code(), _is_paired(fmt)
+        self.e, self.most, self.paired, self.crossed = e, fmt.most_dot_code(), _is_paired(fmt), _is_crossed(fmt)
         self.scales, self.signed, self.memo = fmt.whole_scales(e, w), fmt.signed_scales, {}
-        self.whole_unit, of_minima = fmt.units(e, w, row)
-        self.unit = self.whole_unit
-        # Signed bytes become words of 256 times as much where no sum of 16 columns leaves 32 bits.
-        self.times = 256 if self.signed and 16 * 127 * self.most * fmt.most_scale < 1 << 23 else 1
-        if self.times > 1:
-            self.unit = e.mul(self.unit, ir.Constant(self.unit.type, [1 / self.times] * 8))
+        self.unit, self.unit_of_minima = fmt.units(e, w, row)
+        self.times = _times(fmt)
         if fmt.mode[0] == "m":
-            self.of_sums, self.unit_of_sums = self._words(fmt.whole_minima(e, w), range(16)), of_minima
+            self.of_sums = e.lshr(self._words(fmt.whole_minima(e, w), range(16)), [fmt.whole_minima_at] * 16)
         else:
-            self.of_sums, self.unit_of_sums = self._offsets(fmt, w)
+            self.of_sums = self._offsets(fmt, w)
 
     def _offsets(self, fmt, w):
-        """Return what sums of activations are multiplied by, or None, and the unit of these products.
-
-        It is scales times the difference between values and `dot_codes`.
-        """
+        """Return scales times the difference between values and `dot_codes`, without `_constants`, or None."""
         if not (fmt.bias or fmt.shift):
-            return None, None
-        e, words, plain = self.e, self._words(self.scales, range(16)), -fmt.bias
+            return None
+        e, words = self.e, self._words(self.scales, range(16))
         on = fmt.shifted_words(e, w) if fmt.shift else None
         if on is None or not fmt.bias:
-            words = words if on is None else e.b.and_(words, on)
-            return words, e.mul(self.unit, ir.Constant(self.unit.type, [float(plain or fmt.shift)] * 8))
-        differences = e.b.add(e.b.and_(on, ir.Constant(_PAIRS, [fmt.shift] * 16)), ir.Constant(_PAIRS, [plain] * 16))
-        if self.times > 1:  # so that 16 bits hold the products
-            words = e.b.ashr(words, ir.Constant(_PAIRS, [8] * 16))
-        return e.b.mul(words, differences), self.whole_unit
+            return words if on is None else e.b.and_(words, on)
+        # As many times larger, so that 16 bits hold the upper halves of the products.
+        times = 256 if self.times > 1 else 1
+        shift, plain = (ir.Constant(_PAIRS, [n * times] * 16) for n in (fmt.shift, -fmt.bias))
+        differences = e.b.add(e.b.and_(on, shift), plain)
+        if times == 1:
+            return e.b.mul(words, differences)
+        return call_llvm(e.b, "llvm.x86.avx2.pmulh.w", _PAIRS, [words, differences])
 
     def add_step(self, pairs, x, i, valid, add):
         """Call add(number of a sum, float, float) for products with step i of x, which is whole."""
         e, d_at = self.e, _place(self.e, x.d_at, i, 32)
-        of_step = self._paired_sums(pairs, x, i) if self.paired else self._sums(pairs, d_at)
+        of_step = self._paired_sums(pairs, x, i) if self.paired else self._sums(pairs, x, i)
         add(1, of_step, self.unit)
         if self.of_sums is not None:
-            v = e.ints_to_f32(_sums_of_two(e, e.load(i16x16, _place(e, x.more_at, i, 768, 64)), self.of_sums))
-            add(0, e.mul(v, e.load(f32x8, d_at)), self.unit_of_sums)
+            v = e.ints_to_f32(_sums_of_two(e, e.load(i16x16, _place(e, x.more_at, i, MORE_BYTES, 64)), self.of_sums))
+            add(0, e.mul(v, e.load(f32x8, d_at)), self.unit_of_minima or self.unit)
 
-    def _sums(self, pairs, d_at):
+    def _sums(self, pairs, x, i):
         """Return the sums of a step, without the unit."""
         e = self.e
-        sums = _sums_of_words(e, pairs, self.most, _shuffled)
+        if self.crossed:  # lanes are those of `_shuffled`
+            sums, columns = [pairs[:4], pairs[4:]], 4
+            while len(sums[0]) > 1 and columns * 127 * self.most <= _MOST_SUM:
+                sums = [[e.b.add(*two) for two in zip(v[::2], v[1::2], strict=True)] for v in sums]
+                columns *= 2
+        else:
+            sums = [[v] for v in _sums_of_words(e, pairs, self.most, _shuffled)]
         per = 8 // len(sums)
         scaled = []
-        for n, v in enumerate(sums):
+        for n, parts in enumerate(sums):
             blocks = [2 * (per * n + lane * per // 8) for lane in range(8)]
-            scaled.append(_sums_of_two(e, v, self._words(self.scales, [*blocks, *(b + 1 for b in blocks)])))
-        # Blocks of 32 columns: four in the lower half, the same in the upper half, for their other 16 columns.
-        first, second = (e.ints_to_f32(v) for v in _merged_to_two(e, scaled, _shuffled))
-        low, high = (e.pick(e.singles(e.offset(d_at, at), 4), [*range(4)] * 2) for at in (0, 16))
-        return e.fused(second, high, e.mul(first, low))
+            words = self._words(self.scales, [*blocks, *(b + 1 for b in blocks)])
+            scaled.append(functools.reduce(e.b.add, [_sums_of_two(e, v, words) for v in parts]))
+        # Blocks of 32 columns: as many in the lower half as in the upper half, which has their other 16 columns.
+        total = None
+        for v, d in zip(scaled, self._scales_of(x, i, per), strict=True):
+            v = e.ints_to_f32(v)
+            total = e.mul(v, d) if total is None else e.fused(v, d, total)
+        return total
+
+    def _scales_of(self, x, i, per):
+        """Yield the scales of the next `per` blocks of 32 columns of step i, for the lanes of both halves."""
+        e = self.e
+        for b in range(0, 8, per):
+            if per == 2:  # out of four copies of each
+                four = _place(e, x.more_at, i, MORE_BYTES, 128 + 16 * b + 8)
+            else:
+                four = _place(e, x.d_at, i, 32, 4 * b)
+            yield e.splat(e.single(four)) if per == 1 else e.pick(e.singles(four, 4), [*range(4)] * 2)
 
     def _paired_sums(self, pairs, x, i):
         """Return what `_sums` does from `_paired_products`."""
@@ -421,7 +477,7 @@ class _WholeFactors:
             for m in range(2):
                 words = self._words(self.scales, [4 * n + m] * 8 + [4 * n + 2 + m] * 8)
                 both.append(_sums_of_two(e, pairs[2 * n + m], words))
-            v, d = e.ints_to_f32(e.b.add(*both)), e.load(f32x8, _place(e, x.more_at, i, 768, 128 + 32 * n))
+            v, d = e.ints_to_f32(e.b.add(*both)), e.load(f32x8, _place(e, x.more_at, i, MORE_BYTES, 128 + 32 * n))
             total = e.mul(v, d) if total is None else e.fused(v, d, total)
         return total
 

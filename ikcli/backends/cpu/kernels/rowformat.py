@@ -61,6 +61,7 @@ class RowFormat(WeightFormat):
     shift = 0  # what dot_codes leaves out of the codes of `shifted_blocks`
     full_range = False  # whether a value may be -128
     read_in_two_places = False  # whether the bits of a code are far apart
+    slow_to_decode = False  # whether plain AVX2 takes so long for wide rows that memory keeps up without prefetching
 
     @property
     def bias(self):
@@ -110,10 +111,9 @@ class RowFormat(WeightFormat):
         raise NotImplementedError
 
     signed_scales, most_scale = True, 32  # whether whole scales are signed, the largest magnitude of these
-
-    def whole_codes(self, e, w, j):
-        """Return `dot_codes`, or multiples of them of which whole scales take account. With plain AVX2 only."""
-        return self.dot_codes(e, w, j)
+    # what products of whole scales and `crossed_codes` are multiplied by besides `units`, for blocks 0, 1 .. of four
+    whole_units = (1.0,) * 8
+    whole_minima_at = 0
 
     def most_dot_code(self):
         """Return the largest code, or magnitude of a value if these are signed."""
@@ -123,6 +123,14 @@ class RowFormat(WeightFormat):
         """Return codes as `dot_codes` does, but columns 0..15, 32..47, 16..31, 48..63 from 64n on.
 
         For nibbles of which the lower ones are 16 columns and the upper ones the next. With plain AVX2 only.
+        """
+
+    def crossed_codes(self, e, w, h, n):
+        """Return `dot_codes` of columns 4n .. 4n+3 of blocks of 16, of which columns 128h .. have eight.
+
+        Every other block comes first; codes may be multiples of which `whole_units` take account. For bit fields that
+        such blocks have at the same bytes: one shuffle of these takes the place of those that bring sums side by side.
+        With plain AVX2 only.
         """
 
     def whole_scales(self, e, w):
@@ -135,7 +143,7 @@ class RowFormat(WeightFormat):
         """Return `shifted_blocks` as 16 lanes of 16 bits, 0 or -1, for formats with whole scales."""
 
     def whole_minima(self, e, w):
-        """Return the minima like the whole scales, for mode m16."""
+        """Return the minima like the whole scales, for mode m16: bits `whole_minima_at` and up of bytes."""
 
     def units(self, e, w, row):
         """Return f32x8 of what all whole scales of a step are multiplied by, and the same for the minima or None."""

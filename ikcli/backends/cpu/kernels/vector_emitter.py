@@ -92,12 +92,16 @@ class VectorEmitter(Emitter):
         """Load the nibbles of 8 bytes, the lower one of each first, as 16 bytes in the order of scales."""
         return self.in_scale_order(self.pick(self.nibbles_at(address), [8 * (n % 2) + n // 2 for n in range(16)]))
 
-    def nibbles16_twice(self, address):
-        """Load the nibbles of 8 bytes, the lower one of each first, as 32 bytes, the same in both halves. For AVX2."""
+    def nibbles16_twice(self, address, apart=False):
+        """Load the nibbles of 8 bytes as 32 bytes, the same in both halves. For AVX2.
+
+        The lower one of each byte comes first, or `apart`, all lower ones do.
+        """
         v = self.hidden(self.pick(self.bytes_at(address, 8), [*range(8)] * 4))
         words = self.b.bitcast(v, ir.VectorType(_I16, 16))
         low, high = self.all_and(v, 15), self.all_and(self.b.bitcast(self.lshr(words, [4] * 16), v.type), 15)
-        lanes = [16 * half + n + 32 * odd for half in range(2) for n in range(8) for odd in range(2)]
+        order = [(n, odd) for odd in range(2) for n in range(8)] if apart else [(n // 2, n % 2) for n in range(16)]
+        lanes = [16 * half + n + 32 * odd for half in range(2) for n, odd in order]
         return self.b.shuffle_vector(low, high, indices(lanes))
 
     def two_bits_at(self, address, to):

@@ -11,7 +11,7 @@ from ikcli.native.jit import inline
 from ikcli.native.simd.control import atomic_add, atomic_cas, atomic_load
 from ikcli.native.simd.vec import ld_i64
 
-WORK = 64  # bytes before the parameters: the counter of work items, or one for each of up to eight queues of them
+WORK, MOST_QUEUES = 64, 8  # bytes before the parameters: the counters of queues of work items; most ops have one
 # State words; STATE_WORDS is their number.
 N_TOKENS, N_OUTPUTS, N_KV, N_SEG, TOKENS, POS, CELLS, OUT_IDS, SEGMENTS, KV_CELLS, STATE_WORDS = range(11)
 # Segment words: first token, number of tokens, first cell of the sequence, position of the first token (= cached
@@ -40,7 +40,8 @@ def next_work(params, chunk):
 def next_span(counter, total, n_threads):
     """Return (first, stop) of the next work items by the counter at this address: large pieces first, single ones last.
 
-    Threads that stream through memory need long runs, because hardware prefetching runs past the end of each.
+    `n_threads` take items of this queue. They stream through memory and need long runs, because hardware prefetching
+    runs past the end of each.
     """
     while True:
         first = atomic_load(counter)
@@ -49,3 +50,14 @@ def next_span(counter, total, n_threads):
         size = max((total - first) // (2 * n_threads), 1)
         if atomic_cas(counter, first, first + size) != 0:
             return first, first + size
+
+
+@inline
+def queues_of(n_threads, streaming):
+    """Return the number of queues of work items, and how many threads begin with the same one.
+
+    Threads that stream have their own adjacent items, so that one piece continues where the last one ended, and help
+    others at the end. What is not streamed is handed out in order: the cache keeps what neighbours share.
+    """
+    n = min(n_threads, MOST_QUEUES) if streaming else 1
+    return n, (n_threads + n - 1) // n

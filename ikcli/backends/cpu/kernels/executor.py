@@ -11,11 +11,11 @@ Shared block (int64 words, one cache line apart so that threads do not fight ove
     17 program   18 n_ops   19 n_threads   20 parts claimed at its start   24 status
     32 stop   33 to 35: see waiting.py
     40 node of thread 0, 41 of thread 1, ... (which of the params of an op it uses)
-A kernel's dynamic work counter is the int64 at params - WORK, and products by expert have one for each NUMA node behind
-it; the thread that starts the next op clears them.
+A kernel's dynamic work counter is the int64 at params - WORK; products have more of them behind it, for several queues.
+The thread that starts the next op clears them.
 """
 
-from ikcli.backends.cpu.kernels.common import WORK, n_rows
+from ikcli.backends.cpu.kernels.common import MOST_QUEUES, WORK, n_rows
 from ikcli.backends.cpu.kernels.records import at
 from ikcli.backends.cpu.kernels.waiting import BARRIER_SPINS, IDLE_ROUNDS, JOB_SPINS, changed, relax
 from ikcli.backends.cpu.params import Params
@@ -32,12 +32,10 @@ params_at = at(Params)
 
 @inline
 def clear_counters(entry):
-    """Clear the work counters of an op; where nodes have params of their own, there may be one per node."""
+    """Clear the work counters of an op, one for each of its queues: they share a cache line."""
     counters = atomic_load(entry + 8) - WORK
-    atomic_store(counters, 0)
-    if atomic_load(entry + 24) != 0:
-        for i in range(1, WORK // 8):
-            atomic_store(counters + 8 * i, 0)
+    for i in range(MOST_QUEUES):
+        atomic_store(counters + 8 * i, 0)
 
 
 @inline

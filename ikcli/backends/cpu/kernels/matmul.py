@@ -6,7 +6,7 @@ of a row does not depend on the other rows. They differ from each other; a progr
 """
 
 from ikcli.backends.cpu.kernels.basic import swiglu_span
-from ikcli.backends.cpu.kernels.common import WORK, n_rows, next_span
+from ikcli.backends.cpu.kernels.common import WORK, n_rows, next_span, queues_of
 from ikcli.backends.cpu.kernels.format_api import few_dots, unpack_sixteen
 from ikcli.backends.cpu.kernels.formats import is_float, weight_format
 from ikcli.backends.cpu.kernels.formats_float import float_block
@@ -161,26 +161,30 @@ def make_mul_mat(type_name, activations=""):
         total = per_head * heads
         if m == 0:
             return
-        while True:
-            first, stop = next_items(params.address - WORK, total, nth, m <= few)
-            if first >= total:
-                return
-            for item in range(first, stop):
-                # Items of one head are adjacent, so that its activations stay in the cache.
-                h, r = item // per_head, item % per_head * height
-                block(
-                    w + h * w_head + r * row_bytes, row_bytes, min(height, n_w - r), k, a + h * a_head, a_stride, m,
-                    out + h * out_head + 4 * r, out_stride, tiles, few,
-                )  # fmt: skip
+        n_queues, sharing = queues_of(nth, m <= few)
+        for turn in range(n_queues):
+            queue = (ith // sharing + turn) % n_queues
+            begin, end = total * queue // n_queues, total * (queue + 1) // n_queues
+            while True:
+                first, stop = next_items(params.address - WORK + 8 * queue, end - begin, sharing, m <= few)
+                if first >= end - begin:
+                    break
+                for item in range(begin + first, begin + stop):
+                    # Items of one head are adjacent, so that its activations stay in the cache.
+                    h, r = item // per_head, item % per_head * height
+                    block(
+                        w + h * w_head + r * row_bytes, row_bytes, min(height, n_w - r), k, a + h * a_head, a_stride,
+                        m, out + h * out_head + 4 * r, out_stride, tiles, few,
+                    )  # fmt: skip
 
     return mul_mat
 
 
 @inline
-def next_items(counter, total, nth, streaming):
-    """Return a range of work items: long runs if the weights are streamed, else one block at a time."""
-    if streaming:  # each thread reads one stream, which the hardware prefetcher follows past the end of an item
-        return next_span(counter, total, nth)
+def next_items(counter, total, n_threads, streaming):
+    """Return a range of work items of a queue: long runs if the weights are streamed, else one block at a time."""
+    if streaming:
+        return next_span(counter, total, n_threads)
     first = atomic_add(counter, 1)
     return first, min(first + 1, total)
 
@@ -194,9 +198,9 @@ def next_expert(offsets, n_expert, e):
 
 
 @inline
-def locate(offsets, begin, n_expert, per_expert, item):
-    """Return (expert, block) of a work item of experts from `begin` on; those without rows have no items."""
-    e = next_expert(offsets, n_expert, begin)
+def locate(offsets, n_expert, per_expert, item):
+    """Return (expert, block) of a work item; experts without rows have no items."""
+    e = next_expert(offsets, n_expert, 0)
     while item >= per_expert:
         item -= per_expert
         e = next_expert(offsets, n_expert, e + 1)
@@ -204,10 +208,10 @@ def locate(offsets, begin, n_expert, per_expert, item):
 
 
 @inline
-def count_active(offsets, begin, end):
-    """Return how many of the experts from `begin` to `end` have rows."""
+def count_active(offsets, n_expert):
+    """Return how many of the first experts have rows."""
     total = 0
-    for e in range(begin, end):
+    for e in range(n_expert):
         if ld_i64(offsets + 8 * (e + 1)) > ld_i64(offsets + 8 * e):
             total += 1
     return total
@@ -227,23 +231,28 @@ def _by_expert(record, tile_rows, compute):
         n_tiles, few = p.n_tiles, p.few
         tiles = p.tiles + ith * n_tiles * p.tile_bytes
         n_expert, offsets = experts.n_expert, experts.offsets
-        n_active = count_active(offsets, 0, n_expert)
+        n_active = count_active(offsets, n_expert)
         # On average few rows per expert: weights are then read once, straight from memory.
         streaming = ld_i64(offsets + 8 * n_expert) <= few * n_active
         height = item_rows(tile_rows, n_tiles, streaming, n_w * n_active, nth)
         per_expert = (n_w + height - 1) // height
-        node, n_nodes = experts.node, experts.n_nodes
-        for turn in range(n_nodes):
-            # A thread takes the experts in the memory of its node, then helps other nodes with theirs.
-            queue = (node + turn) % n_nodes
-            begin, end = n_expert * queue // n_nodes, n_expert * (queue + 1) // n_nodes
-            counter, total = params.address - WORK + 8 * queue, count_active(offsets, begin, end) * per_expert
+        n_nodes, total = experts.n_nodes, n_active * per_expert
+        n_queues, sharing = queues_of(nth, streaming)
+        own = ith // sharing
+        if n_nodes > 1:  # a thread takes the experts in the memory of its node, then helps other nodes with theirs
+            n_queues, sharing, own = n_nodes, nth, experts.node
+        for turn in range(n_queues):
+            queue = (own + turn) % n_queues
+            begin, end = total * queue // n_queues, total * (queue + 1) // n_queues
+            if n_nodes > 1:
+                begin = count_active(offsets, n_expert * queue // n_nodes) * per_expert
+                end = count_active(offsets, n_expert * (queue + 1) // n_nodes) * per_expert
             while True:
-                first, stop = next_items(counter, total, nth, streaming)
-                if first >= total:
+                first, stop = next_items(params.address - WORK + 8 * queue, end - begin, sharing, streaming)
+                if first >= end - begin:
                     break
                 # Searched for once per range; from then on the next expert follows the last.
-                e, item = locate(offsets, begin, n_expert, per_expert, first)
+                e, item = locate(offsets, n_expert, per_expert, begin + first)
                 for _ in range(first, stop):
                     if item == per_expert:
                         e, item = next_expert(offsets, n_expert, e + 1), 0

@@ -57,7 +57,7 @@ def row_dot_avx2(fmt):
             # Two, so that successive additions do not wait for each other.
             sums = [e.variable(e.zero(_vector(fmt))) for _ in range(2)]
             for i, at_w, valid in steps(e, fmt, e.offset(w, fmt.header_bytes), k):
-                prefetch_step(e, fmt, at_w, every_line=fmt.block_columns == 256 and not fmt.slow_to_decode)
+                prefetch_step(e, fmt, at_w, every_line=not fmt.slow_to_decode)
                 _add_step(e, fmt, _factors(e, fmt, at_w, row), _parts(e, fmt, at_w), x, i, valid, sums)
             e.store(_total(e, fmt, sums), out)
             return context.get_dummy_value()

@@ -72,14 +72,17 @@ def test_nothing_is_missing(tools: Tools) -> None:
     records = tools.data.read_records()
     keys = {tools.data.record_key(r) for r in records}
     assert len(keys) == len(records) and records == tools.data.merged(records, [])
-    heads: list[dict[str, Any]] = [tools.speed._head(t) for t in tools.speed.tasks()]
+    levels = ["", *sorted({r["level"] for r in records if r.get("level")})]
+    heads: list[dict[str, Any]] = [tools.speed._head(t) for level in levels for t in tools.speed.tasks(level)]
     for imatrix in (False, True):
         heads += [{"kind": "quality", "name": TYPES[t].name, "imatrix": imatrix} for t in tools.data.table_types()]
         heads += [{"kind": "quality", "name": n, "preset": True, "imatrix": imatrix} for n in tools.data.presets()]
     missing = [head for head in heads if tools.data.record_key(head) not in keys]
     assert not missing, f"{AGAIN} --quality --speed: {missing[:5]}"
-    rounds = {r["round"] for r in records if r["kind"] in ("speed", "encode") or r.get("part") == "speed"}
-    assert len(rounds) == 1, f"the speeds are of different rounds; {AGAIN} --speed --restart"
+    timed = [r for r in records if r["kind"] in ("speed", "encode") or r.get("part") == "speed"]
+    for level in levels:
+        rounds = {r["round"] for r in timed if r.get("level", "") == level}
+        assert len(rounds) == 1, f"the speeds are of different rounds; {AGAIN} --speed --restart"
 
 
 def test_types_of_the_page_are_all_that_can_be_written(tools: Tools) -> None:
@@ -148,6 +151,24 @@ def test_rounds_of_speed(tools: Tools, tmp_path: Path, monkeypatch: pytest.Monke
     assert "q8_0" in left([]) and "q4_0" not in left([]) and left(["q4_0"]) == ["q4_0"]
     assert tools.speed.SpeedRound([], tmp_path, True, 0.0).round == 3
     assert len(tools.speed.SpeedRound([], tmp_path, True, 0.0).todo) == len(tools.speed.tasks())
+
+
+def test_another_instruction_set(tools: Tools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ikcli.native import isa
+
+    level = isa.current().name
+    about = {"kind": "about", "part": "speed", "round": 2, "isa": "avx9", "threads": 2, "date": "2026-11"}
+    monkeypatch.setattr(tools.speed, "read_records", lambda: [about])
+    todo = tools.speed.SpeedRound([], tmp_path, True, 0.0).todo
+    assert {(t.kind, t.model, t.level) for t in todo} == {("speed", "random", level)}
+    head = tools.speed._head(todo[0])
+    assert tools.data.record_key(head) != tools.data.record_key(head | {"level": ""})
+    ours, other = {"pp_ratio": 1.25, "tg_ratio": 2.5}, {"pp_ratio": 3.5, "tg_ratio": 4.5}
+    q4_0 = {"kind": "speed", "name": "q4_0", "model": "random"}
+    more = [about | {"isa": level, "level": level}, q4_0 | ours, q4_0 | other | {"level": level}]
+    text = tools.page.page([about | {"random_bytes": 1, "demo_bytes": 1}, *more])
+    assert f"PP AVX9 | TG AVX9 | PP {tools.page._level_name(tools.page._Records(more), level)}" in text
+    assert "| `q4_0` | 4.500 | 1.25 | 2.50 | 3.50 | 4.50 |" in text
 
 
 @pytest.mark.parametrize("type", [T.IQ4_K, T.Q4_0_R8, T.IQ2_KS])

@@ -1,8 +1,9 @@
 """Records behind docs/quants.md, one JSON object per line of docs/quants.jsonl, and the names that the page lists.
 
 `about` (part quality or speed): the setting of the measurements. `quality`: one type or preset, with or without
-importance matrix. `speed`: one type on one model, next to F16 in the same run. `encode`: speed of the encoder of a
-plain type. `divergence`: KL divergence of one type on one model over that of the reference's file.
+importance matrix. `speed`: one type on one model, next to F16 in the same run; `level`: the instruction set, unless it
+is that of most records. `encode`: speed of the encoder of a plain type. `divergence`: KL divergence of one type on one
+model over that of the reference's file.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Record = dict[str, Any]
 T = GGMLType
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 DATA, PAGE = DOCS / "quants.jsonl", DOCS / "quants.md"
-_KEYS = ("kind", "part", "name", "preset", "imatrix", "model", "mode")
+_KEYS = ("kind", "part", "name", "preset", "imatrix", "model", "mode", "level")
 _BPW_SHAPE = (4096, 4096)
 MODEL_NAMES = {"demo": "demo model", "random": "larger model"}
 

@@ -33,15 +33,20 @@ class _Records:
     def all(self, kind: str) -> list[Record]:
         return [r for r in self._by_key.values() if r["kind"] == kind]
 
-    def about(self, part: str) -> Record | None:
-        return self._by_key.get(record_key({"kind": "about", "part": part}))
+    def about(self, part: str, level: str = "") -> Record | None:
+        return self._by_key.get(record_key({"kind": "about", "part": part, "level": level}))
+
+    def levels(self) -> list[str]:
+        """Return the instruction sets that were measured beside the usual one."""
+        return sorted({r["level"] for r in self.all("about") if r.get("level")})
 
     def quality(self, name: str, imatrix: bool, preset: bool = False) -> Record | None:
         head: Record = {"kind": "quality", "name": name, "imatrix": imatrix}
         return self._by_key.get(record_key(head | {"preset": True} if preset else head))
 
-    def speed(self, type: GGMLType, model: str) -> Record | None:
-        return self._by_key.get(record_key({"kind": "speed", "name": TYPES[type].name, "model": model}))
+    def speed(self, type: GGMLType, model: str, level: str = "") -> Record | None:
+        head = {"kind": "speed", "name": TYPES[type].name, "model": model, "level": level}
+        return self._by_key.get(record_key(head))
 
     def encode(self, type: GGMLType) -> Record | None:
         return self._by_key.get(record_key({"kind": "encode", "name": TYPES[type].name}))
@@ -57,6 +62,8 @@ def page(records: Sequence[Record]) -> str:
         "best": _best_table(found),
         "presets": _presets_table(found),
         "demo": _demo_table(found),
+        "levels": _levels_table(found),
+        "level machines": _level_machines(found),
         "divergence": _divergence_table(found),
         "fallback": _fallback_text(found),
         "fallbacks": _fallback_table(),
@@ -93,13 +100,13 @@ def _ratio(r: Record | None, key: str) -> str:
     return "" if r is None else f"{r[key]:.2f}"
 
 
-def _speed_cells(found: _Records, type: GGMLType, model: str) -> list[str]:
+def _speed_cells(found: _Records, type: GGMLType, model: str, level: str = "") -> list[str]:
     """Return PP and TG of the type, then name, PP and TG of its interleaved form."""
-    r, other = found.speed(type, model), twin(type)
+    r, other = found.speed(type, model, level), twin(type)
     cells = [_ratio(r, "pp_ratio"), _ratio(r, "tg_ratio")]
     if other is None:
         return [*cells, "", "", ""]
-    s = found.speed(other, model)
+    s = found.speed(other, model, level)
     return [*cells, f"`{TYPES[other].name}`", _ratio(s, "pp_ratio"), _ratio(s, "tg_ratio")]
 
 
@@ -167,6 +174,33 @@ def _demo_table(found: _Records) -> str:
         if found.speed(type, "demo") is not None:
             rows.append([f"`{TYPES[type].name}`", f"{bpw(type):.3f}", *_speed_cells(found, type, "demo")])
     return _table(["type", "bpw", "PP", "TG", "interleaved", "PP", "TG"], rows, (0, 4))
+
+
+def _levels_table(found: _Records) -> str:
+    levels = ["", *found.levels()]
+    rows = []
+    for type in table_types():
+        by_level = [_speed_cells(found, type, "random", level) for level in levels]
+        cells = [f"`{TYPES[type].name}`", f"{bpw(type):.3f}", *(c for cells in by_level for c in cells[:2])]
+        rows.append([*cells, by_level[0][2], *(c for cells in by_level for c in cells[3:])])
+    names = [f"{what} {_level_name(found, level)}" for level in levels for what in ("PP", "TG")]
+    return _table(["type", "bpw", *names, "interleaved", *names], rows, (0, 2 + len(names)))
+
+
+def _level_name(found: _Records, level: str) -> str:
+    about = found.about("speed", level)
+    return "" if about is None else about["isa"].upper().replace("AVX5", "AVX-5")
+
+
+def _level_machines(found: _Records) -> str:
+    """Return a sentence on every instruction set that was measured on another machine."""
+    sentences = []
+    for level in found.levels():
+        about, f16 = found.about("speed", level), found.speed(T.F16, "random", level)
+        assert about is not None
+        speeds = "" if f16 is None else f", where F16 has {f16['pp_f16']:.0f} and {f16['tg_f16']:.0f} tokens per second"
+        sentences.append(f"{_level_name(found, level)}: {about['threads']} threads, {about['date']}{speeds}.")
+    return _wrapped(*sentences)
 
 
 def _divergence_table(found: _Records) -> str:

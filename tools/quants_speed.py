@@ -52,15 +52,17 @@ class _Model(NamedTuple):
     runs: int
 
 
+_ABOUT = {"kind": "about", "part": "speed"}
 MODELS = {"demo": _Model(32, 7), "random": _Model(32, 5)}
 
 
 class Task(NamedTuple):
-    """One record to make; `model` is empty for the encoder."""
+    """One record to make; `model` is empty for the encoder, `level` for the usual instruction set."""
 
     kind: str
     name: str
     model: str
+    level: str = ""
 
 
 class SpeedRound:
@@ -72,7 +74,9 @@ class SpeedRound:
         self.n_threads = physical_cores()
         self._stop_at = time.monotonic() + seconds if seconds is not None else float("inf")
         known = {record_key(r): r for r in read_records()}
-        about = known.get(record_key({"kind": "about", "part": "speed"}), {"round": 0})
+        usual = known.get(record_key(_ABOUT), {"round": 0})
+        self.level = hardware()["isa"] if usual.get("isa", hardware()["isa"]) != hardware()["isa"] else ""
+        about = known.get(record_key(_ABOUT | {"level": self.level}), {"round": 0})
         self.restart = restart or not about["round"]
         self.round = int(about["round"]) + (1 if self.restart else 0)
         self._base: dict[str, Session] = {}
@@ -81,7 +85,7 @@ class SpeedRound:
             done = known.get(record_key(_head(task)))
             return bool(names) or self.restart or done is None or done["round"] != self.round
 
-        self.todo = [t for t in tasks() if (not names or t.name.lower() in names) and is_left(t)]
+        self.todo = [t for t in tasks(self.level) if (not names or t.name.lower() in names) and is_left(t)]
 
     def run(self) -> Iterator[Record]:
         """Yield records until the time is over; a new round first compiles all kernels, which is not timed."""
@@ -99,9 +103,8 @@ class SpeedRound:
 
     def _about(self) -> Record:
         file = open_gguf(self._f16("random"), ())
-        return {
-            "kind": "about",
-            "part": "speed",
+        return _ABOUT | {
+            **({"level": self.level} if self.level else {}),
             "round": self.round,
             "isa": hardware()["isa"],
             "threads": self.n_threads,
@@ -177,15 +180,21 @@ class SpeedRound:
         }
 
 
-def tasks() -> list[Task]:
-    """Return the tasks of a round: encoders of types with values of their own, then both models with all types."""
+def tasks(level: str = "") -> list[Task]:
+    """Return the tasks of a round: encoders of types with values of their own, then both models with all types.
+
+    Of an instruction set other than the usual one only the larger model.
+    """
+    if level:
+        return [Task("speed", TYPES[t].name, "random", level) for t in speed_types()]
     encoders = [Task("encode", TYPES[t].name, "") for t in table_types()]
     return encoders + [Task("speed", TYPES[t].name, m) for m in MODELS for t in speed_types()]
 
 
 def _head(task: Task) -> Record:
     head: Record = {"kind": task.kind, "name": task.name}
-    return head | {"model": task.model} if task.model else head
+    more = {"model": task.model, "level": task.level}
+    return head | {key: value for key, value in more.items() if value}
 
 
 def _convert(file: GGUFFile, path: Path, type: GGMLType, tile_rows: int = 0) -> None:

@@ -1,13 +1,14 @@
 """Multiply a weight row by a few quantized activation rows with plain AVX2, in the order of columns.
 
 A product of bytes takes a few instructions there, and adding lanes costs as much as multiplying. With a scale per 32
-columns, each block is therefore scaled in place by a float broadcast to all lanes, and lanes are added once per row.
-Nibbles of which the lower ones are 16 columns and the upper ones the next need one shift per 64 columns in another
-order, of which activation rows have a copy; two blocks then share a vector. With a scale per 16 columns, sums stay at
-16 bits for as long as they fit, and scales are brought into the order in which the sums come out, which costs nothing.
-Scales that are integers are factors of the instruction that widens these sums. Fields of two bits are shuffled before
-they are multiplied ("crossed", another copy of activations), so that sums need not be. The bias of codes is applied to
-the sums of activations. Memory is prefetched line by line: rows are read slowly enough for that to help.
+columns, four blocks are shuffled and added until each has one lane in both halves of a vector, so that they share a
+conversion and a multiplication by their scales. Nibbles of which the lower ones are 16 columns and the upper ones the
+next need one shift per 64 columns in another order, of which activation rows have a copy; two blocks then share a
+vector. With a scale per 16 columns, sums stay at 16 bits for as long as they fit, and scales are brought into the order
+in which the sums come out, which costs nothing. Scales that are integers are factors of the instruction that widens
+these sums. Fields of two bits are shuffled before they are multiplied ("crossed", another copy of activations), so that
+sums need not be. The bias of codes is applied to the sums of activations. Memory is prefetched line by line: rows are
+read slowly enough for that to help.
 """
 
 import functools

@@ -325,7 +325,7 @@ def _sums_of_four(e, pairs, most, in_turn=False):
     """Return sums of the halves of the next four vectors, in i32x8.
 
     `pairs` yields `_products` of codes up to `most`. Four sums share a conversion and an addition of floats, which
-    saves more than these shuffles cost. in_turn: the first two blocks are finished before the others are decoded.
+    saves more than these shuffles cost. in_turn: two vectors are finished before the next ones are decoded.
     """
 
     def merged(x, y, width, most_sum):
@@ -333,10 +333,11 @@ def _sums_of_four(e, pairs, most, in_turn=False):
             x, y = _sums_of_two(e, x), _sums_of_two(e, y)
         return _interleaved(e, x, y, width)
 
-    first = merged(next(pairs), next(pairs), 32, 4 * most * 127)
-    if in_turn:
-        first = e.in_register(first)
-    second = merged(next(pairs), next(pairs), 32, 4 * most * 127)
+    def two():
+        v = merged(next(pairs), next(pairs), 32, 4 * most * 127)
+        return e.in_register(v) if in_turn else v
+
+    first, second = two(), two()
     v = merged(first, second, 64, 8 * most * 127)
     return _sums_of_two(e, v) if v.type == _PAIRS else v
 

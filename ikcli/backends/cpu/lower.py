@@ -56,6 +56,7 @@ from ikcli.backends.cpu.params_products import (
 from ikcli.backends.cpu.program import N_NODES, NODE, CpuLowering, Ref
 from ikcli.backends.cpu.tile_modes import (
     MORE_BYTES,
+    MOST_OF_TWO,
     MOST_TILES,
     PAIRS_BLOCK,
     PAIRS_PART,
@@ -529,7 +530,7 @@ def _mul_mat_id(low: CpuLowering, node: Node, op: MulMatId) -> None:
 @RULES.add(MoeUpGate, "up gate x plan act")
 def _moe_up_gate(low: CpuLowering, node: Node, op: MoeUpGate) -> None:
     act, (product, experts) = op.act, _by_expert(low, node, op, op.up)
-    size = low.rows(op.x.rows) * MOST_TILES * TILE_ROWS * 4
+    size = 4 * max(low.rows(op.x.rows) * MOST_TILES * TILE_ROWS, low.few_rows * MOST_OF_TWO)
     gate, scratch = _experts(low, op.gate), low.buffer(size * low.n_threads)
     if act.plain:
         key = _matmul("make_up_gate", op.up)

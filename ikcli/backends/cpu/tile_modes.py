@@ -22,6 +22,7 @@ TILES_TOGETHER = 3  # multiplied with the same activations at a time
 # That a thread may unpack at a time: the more, the fewer times it reads the activations.
 TILE_COUNTS = (2 * TILES_TOGETHER, TILES_TOGETHER, 1)
 MOST_TILES = TILE_COUNTS[0]
+MOST_OF_TWO = 256  # rows of two matrices that a thread streams in turns, the rows of one after those of the other
 _CACHE = 768 << 10  # bytes of tiles that stay in the second level, with room for activations
 _SMALL_BIAS = 64  # with which no sum of two products leaves 16 bits
 MOST_WITH_MINIMUM = 31  # the largest code of a type with minima

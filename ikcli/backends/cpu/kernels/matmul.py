@@ -16,6 +16,7 @@ from ikcli.backends.cpu.kernels.glu import glu_span
 from ikcli.backends.cpu.kernels.records import kernel
 from ikcli.backends.cpu.params_products import ByExpertParams, MulMatParams, UpGateParams, UpGluParams
 from ikcli.backends.cpu.tile_modes import (
+    MOST_OF_TWO,
     TILE_COUNTS,
     TILE_ROWS,
     TILES_TOGETHER,
@@ -217,10 +218,21 @@ def count_active(offsets, n_expert):
     return total
 
 
-def _by_expert(record, tile_rows, compute):
+@inline
+def rows_of_two(height, n_w, nth):
+    """Return the weight rows of a work item of two matrices that are streamed in turns: long runs of each."""
+    for n in (MOST_OF_TWO, MOST_OF_TWO // 2, MOST_OF_TWO // 4, MOST_OF_TWO // 8):
+        if n_w >= _ITEMS_PER_THREAD * nth * n:
+            return n
+    return height
+
+
+def _by_expert(record, tile_rows, compute, streamed_rows):
     """Return a kernel that runs `compute` on every block of rows of every expert that has activation rows.
 
     compute(params, ith, e, at, n, k, x, m, y, tiles): `at` = bytes into the matrix of expert e, n rows.
+    streamed_rows(tile_rows, n_w, nth): the rows of a block where weights are streamed; they may be more than the tiles
+    have.
     """
 
     @kernel(record)
@@ -234,7 +246,10 @@ def _by_expert(record, tile_rows, compute):
         n_active = count_active(offsets, n_expert)
         # On average few rows per expert: weights are then read once, straight from memory.
         streaming = ld_i64(offsets + 8 * n_expert) <= few * n_active
-        height = item_rows(tile_rows, n_tiles, streaming, n_w * n_active, nth)
+        if streaming:
+            height = streamed_rows(tile_rows, n_w * n_active, nth)
+        else:
+            height = item_rows(tile_rows, n_tiles, streaming, n_w * n_active, nth)
         per_expert = (n_w + height - 1) // height
         n_nodes, total = experts.n_nodes, n_active * per_expert
         n_queues, sharing = queues_of(nth, streaming)
@@ -276,7 +291,12 @@ def make_mul_mat_id(type_name):
         few = p.few
         block(ld_i64(p.w + 8 * e) + at, p.row_bytes, n, k, x, p.a_stride, m, y, p.out_stride, tiles, few)
 
-    return _by_expert(ByExpertParams, tile_rows, compute)
+    return _by_expert(ByExpertParams, tile_rows, compute, _rows_of_one)
+
+
+@inline
+def _rows_of_one(height, n_w, nth):
+    return height
 
 
 def make_up_gate(type_name):
@@ -310,10 +330,16 @@ def _up_gate(record, type_name, glu):
         row_bytes, a_stride, out_stride = p.row_bytes, p.a_stride, p.out_stride
         # Both products are combined while they are in the cache, and the gate needs no matrix of its own.
         scratch, few = params.scratch + ith * params.scratch_bytes, p.few
-        block(ld_i64(params.gate + 8 * e) + at, row_bytes, n, k, x, a_stride, m, scratch, 4 * n, tiles, few)
-        block(ld_i64(p.w + 8 * e) + at, row_bytes, n, k, x, a_stride, m, y, out_stride, tiles, few)
-        for t in range(m):
-            row = y + t * out_stride
-            glu(params, row, scratch + 4 * n * t, row, n)
+        # Others than those of most experts may be many where weights are streamed: then tiles limit the rows.
+        step = n if m <= few else p.n_tiles * tile_rows
+        for r in range(0, n, step):
+            rows, to, begin = min(step, n - r), y + 4 * r, at + r * row_bytes
+            block(
+                ld_i64(params.gate + 8 * e) + begin, row_bytes, rows, k, x, a_stride, m, scratch, 4 * rows, tiles, few
+            )
+            block(ld_i64(p.w + 8 * e) + begin, row_bytes, rows, k, x, a_stride, m, to, out_stride, tiles, few)
+            for t in range(m):
+                row = to + t * out_stride
+                glu(params, row, scratch + 4 * rows * t, row, rows)
 
-    return _by_expert(record, tile_rows, compute)
+    return _by_expert(record, tile_rows, compute, rows_of_two)

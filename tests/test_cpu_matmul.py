@@ -367,17 +367,39 @@ def test_experts(type_: GGMLType, ser: tuple[int, float] | None) -> None:
     made, up, gate = experts(type_, k, n_rows, n_used, ser, 2)
     for kind in ("any", "one", "few"):
         for n in (1, 2, 5, 17):
-            logits, a = routing_logits(kind, n), activations(n, k)
-            _, ids = chosen(logits, n_used, ser)
-            order = order_of(ids)
-            expert, rows = ids.reshape(-1)[order], order // n_used
+            logits = routing_logits(kind, n)
+            expert = check_experts(type_, made, (up, gate), logits, activations(n, k), n_used, ser)
             assert ser is None or kind == "any" or (expert < 0).any()
-            plain, fused = (run([Segment(n)], {x: a, node: logits}) for run, x, node in made)
-            for e in np.unique(expert[expert >= 0]):
-                mine = expert == e
-                check(plain[mine], up[e], a[rows[mine]], type_, loss=False)
-                check_up_gate(fused[mine], up[e], gate[e], seen(a[rows[mine]], type_), type_)
-            assert not plain[expert < 0].any() and not fused[expert < 0].any()
+
+
+def check_experts(
+    type_: GGMLType, made: Any, values: tuple[Array, Array], logits: Array, a: Array, n_used: int,
+    ser: tuple[int, float] | None,
+) -> Array:  # fmt: skip
+    """Run both harnesses of `experts` and compare; return the expert of every row."""
+    up, gate = values
+    _, ids = chosen(logits, n_used, ser)
+    order = order_of(ids)
+    expert, rows = ids.reshape(-1)[order], order // n_used
+    plain, fused = (run([Segment(len(a))], {x: a, node: logits}) for run, x, node in made)
+    for e in np.unique(expert[expert >= 0]):
+        mine = expert == e
+        check(plain[mine], up[e], a[rows[mine]], type_, loss=False)
+        check_up_gate(fused[mine], up[e], gate[e], seen(a[rows[mine]], type_), type_)
+    assert not plain[expert < 0].any() and not fused[expert < 0].any()
+    return expert
+
+
+@pytest.mark.parametrize("type_", [GGMLType.Q8_0, GGMLType.Q4_K_R4, GGMLType.F16])
+@pytest.mark.parametrize("n_threads", [1, 2, 3])
+def test_experts_with_many_rows(type_: GGMLType, n_threads: int) -> None:
+    """Gate and up matrices are streamed in long runs, beside an expert whose tokens are too many for that."""
+    k, n_rows, n = 256, 400, 17
+    made, *values = experts(type_, k, n_rows, 1, None, n_threads)
+    logits = routing_logits("any", n)
+    logits[range(n), [4] * 12 + [0, 1, 2, 3, 5]] += 50
+    expert = check_experts(type_, made, (values[0], values[1]), logits, activations(n, k), 1, None)
+    assert (expert == 4).sum() > FEW_ROWS > n / len(np.unique(expert))
 
 
 def check_up_gate(found: Array, up: Array, gate: Array, a: Array, type_: GGMLType) -> None:

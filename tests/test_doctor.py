@@ -32,7 +32,7 @@ CPU = Processor("x", "avx512", (), (), 16, 16, 16, None, 16, ("performance",), "
 MEMORY = MachineMemory(64 * GIB, 60 * GIB, None, -1, 0, "madvise", (NumaNode(0, 16, 64 * GIB),), False)
 CACHE = KernelCache("/c", True, 10, 1000, 0, 0, GIB)
 ROOFS = Peaks(16, {"f32": 1e12, "bf16": 2e12, "i16": 2e12, "i8": 4e12}, 20e9, 100e9, {})
-COST = TokenCost({"CPU": 10**9}, {"CPU": {"i8": 4e9}}, {"CPU": 4 * 10**9}, {"CPU": 1000.0}, {})
+COST = TokenCost({"CPU": 10**9}, {"CPU": {"i8": 4e9}}, {"CPU": 4 * 10**9}, {"CPU": 1000.0}, {}, {})
 
 
 def tree(root: Path, files: dict[str, str]) -> Roots:
@@ -156,6 +156,8 @@ def test_what_limits() -> None:
     prompt, empty, full = speeds(COST, ROOFS, 512, 10**6)
     assert prompt.tokens_per_s == pytest.approx(1000)  # 4e9 at 4e12 per second
     assert prompt.limit == "products of i8"
+    once = replace(COST, output={"CPU": {"i8": 2e9}})  # of the last token only
+    assert speeds(once, ROOFS, 512, 10**6)[0].tokens_per_s == pytest.approx(512 / (513 * 2e9 / 4e12))
     assert (empty.tokens_per_s, empty.limit) == (pytest.approx(100), "memory bandwidth")
     assert full.tokens_per_s == pytest.approx(50)
     prompt, *_ = speeds(COST, ROOFS, 8, 512)  # 8 tokens: 8 ms of products, 40 ms of weights

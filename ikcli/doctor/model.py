@@ -27,7 +27,7 @@ class TokenCost:
     """The cost per token and device: bytes of weights read in generation, and multiply-adds by kind of product.
 
     Also the bytes of weights that a large micro-batch reads in all; `cache`: bytes per cached position; `state`: per
-    token.
+    token; `output`: the part of the products that prompts compute for their last token only.
     """
 
     weights: Mapping[str, int]
@@ -35,6 +35,7 @@ class TokenCost:
     batch_weights: Mapping[str, int]
     cache: Mapping[str, float]
     state: Mapping[str, int]
+    output: Mapping[str, Mapping[str, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +97,7 @@ def token_cost(planner: Planner, plan: RunPlan) -> TokenCost:
     hp, tensors = planner.hp, planner.file.tensors
     weights, batch = defaultdict[str, int](int), defaultdict[str, int](int)
     products: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    output: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     tied = "output.weight" not in tensors
     for t in tensors.values():
         device = plan.placement.buffer_of.get(t.name, CPU)
@@ -107,6 +109,8 @@ def token_cost(planner: Planner, plan: RunPlan) -> TokenCost:
         if len(t.shape) > 1:
             kind = products_of(t.type)
             products[device][kind] += 2 * t.n_elements * share
+            if t.name == (_EMBEDDINGS[0] if tied else "output.weight"):
+                output[device][kind] += 2 * t.n_elements
     cache: dict[str, float] = defaultdict(float)
     state = defaultdict[str, int](int)
     for c, n_bytes in plan.caches.items():
@@ -115,7 +119,8 @@ def token_cost(planner: Planner, plan: RunPlan) -> TokenCost:
             cache[device] += n_bytes / plan.memory.n_ctx
         else:
             state[device] += n_bytes
-    return TokenCost(dict(weights), {d: dict(p) for d, p in products.items()}, dict(batch), dict(cache), dict(state))
+    of_devices = [{d: dict(p) for d, p in kinds.items()} for kinds in (products, output)]
+    return TokenCost(dict(weights), of_devices[0], dict(batch), dict(cache), dict(state), of_devices[1])
 
 
 def _share(hp: HParams, name: str) -> float:
@@ -155,13 +160,13 @@ def _generation(cost: TokenCost, peaks: Peaks, depth: int, name: str) -> Speed:
 
 
 def _computing(cost: TokenCost, peaks: Peaks, n_tokens: int) -> float | None:
-    """Return the seconds of the products on the CPU; for GPUs no peak is known."""
+    """Return the seconds of the products on the CPU with one output; for GPUs no peak is known."""
     total = 0.0
     for kind, n in cost.products.get(CPU, {}).items():
         peak = peaks.products.get(kind) or peaks.products.get("f32", 0.0)
         if not peak:
             return None
-        total += n_tokens * n / peak
+        total += (n_tokens * n - (n_tokens - 1) * cost.output.get(CPU, {}).get(kind, 0.0)) / peak
     return total
 
 

@@ -54,7 +54,7 @@ def next_span(counter, total, n_threads):
 
 @inline
 def queues_of(n_threads, streaming):
-    """Return the number of queues of work items, and how many threads begin with the same one.
+    """Return the number of queues of work items, and how many threads at most begin with the same one.
 
     Threads that stream have their own adjacent items, so that one piece continues where the last one ended, and help
     others at the end. What is not streamed is handed out in order: the cache keeps what neighbours share.

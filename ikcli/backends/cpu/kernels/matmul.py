@@ -164,7 +164,7 @@ def make_mul_mat(type_name, activations=""):
             return
         n_queues, sharing = queues_of(nth, m <= few)
         for turn in range(n_queues):
-            queue = (ith // sharing + turn) % n_queues
+            queue = (ith * n_queues // nth + turn) % n_queues
             begin, end = total * queue // n_queues, total * (queue + 1) // n_queues
             while True:
                 first, stop = next_items(params.address - WORK + 8 * queue, end - begin, sharing, m <= few)
@@ -253,7 +253,7 @@ def _by_expert(record, tile_rows, compute, streamed_rows):
         per_expert = (n_w + height - 1) // height
         n_nodes, total = experts.n_nodes, n_active * per_expert
         n_queues, sharing = queues_of(nth, streaming)
-        own = ith // sharing
+        own = ith * n_queues // nth
         if n_nodes > 1:  # a thread takes the experts in the memory of its node, then helps other nodes with theirs
             n_queues, sharing, own = n_nodes, nth, experts.node
         for turn in range(n_queues):

@@ -62,8 +62,7 @@ def page(records: Sequence[Record]) -> str:
         "best": _best_table(found),
         "presets": _presets_table(found),
         "demo": _demo_table(found),
-        "levels": _levels_table(found),
-        "level machines": _level_machines(found),
+        "levels": _levels_section(found),
         "divergence": _divergence_table(found),
         "fallback": _fallback_text(found),
         "fallbacks": _fallback_table(),
@@ -176,7 +175,10 @@ def _demo_table(found: _Records) -> str:
     return _table(["type", "bpw", "PP", "TG", "interleaved", "PP", "TG"], rows, (0, 4))
 
 
-def _levels_table(found: _Records) -> str:
+def _levels_section(found: _Records) -> str:
+    """Return a section with the speeds by instruction set if more than one was measured."""
+    if not found.levels():
+        return ""
     levels = ["", *found.levels()]
     rows = []
     for type in table_types():
@@ -184,7 +186,13 @@ def _levels_table(found: _Records) -> str:
         cells = [f"`{TYPES[type].name}`", f"{bpw(type):.3f}", *(c for cells in by_level for c in cells[:2])]
         rows.append([*cells, by_level[0][2], *(c for cells in by_level for c in cells[3:])])
     names = [f"{what} {_level_name(found, level)}" for level in levels for what in ("PP", "TG")]
-    return _table(["type", "bpw", *names, "interleaved", *names], rows, (0, 2 + len(names)))
+    text = _wrapped(
+        "The same ratios to F16 on the larger model, for processors without AVX-512. They say what a type gains on one",
+        "kind of processor; they do not compare processors, and F16 itself is faster with AVX-512.",
+        *_level_machines(found),
+    )
+    table = _table(["type", "bpw", *names, "interleaved", *names], rows, (0, 2 + len(names)))
+    return f"## Speed by instruction set\n\n{text}\n\n{table}\n\n"
 
 
 def _level_name(found: _Records, level: str) -> str:
@@ -192,15 +200,15 @@ def _level_name(found: _Records, level: str) -> str:
     return "" if about is None else about["isa"].upper().replace("AVX5", "AVX-5")
 
 
-def _level_machines(found: _Records) -> str:
-    """Return a sentence on every instruction set that was measured on another machine."""
+def _level_machines(found: _Records) -> list[str]:
+    """Return a sentence on each of the other instruction sets."""
     sentences = []
     for level in found.levels():
         about, f16 = found.about("speed", level), found.speed(T.F16, "random", level)
         assert about is not None
         speeds = "" if f16 is None else f", where F16 has {f16['pp_f16']:.0f} and {f16['tg_f16']:.0f} tokens per second"
         sentences.append(f"{_level_name(found, level)}: {about['threads']} threads, {about['date']}{speeds}.")
-    return _wrapped(*sentences)
+    return sentences
 
 
 def _divergence_table(found: _Records) -> str:

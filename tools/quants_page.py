@@ -195,7 +195,7 @@ def _levels_section(found: _Records) -> str:
     return f"## Speed by instruction set\n\n{text}\n\n{table}\n\n"
 
 
-def _level_name(found: _Records, level: str) -> str:
+def _level_name(found: _Records, level: str = "") -> str:
     about = found.about("speed", level)
     return "" if about is None else about["isa"].upper().replace("AVX5", "AVX-5")
 
@@ -254,11 +254,11 @@ def _what_was_measured(found: _Records) -> str:
             for m, r in base.items()
             if r is not None
         )
-        isa = s["isa"].upper().replace("AVX", "AVX-")
         paragraphs.append(
             _wrapped(
-                f"**Speed**: {s['threads']} threads of an {isa} machine, {s['date']}. Prompts of 512 tokens (PP) and",
-                "generation (TG), both with an empty cache. Each type runs in turns with F16 in one process; the",
+                f"**Speed**: {s['threads']} threads of an {_level_name(found)} machine, {s['date']}.",
+                "Prompts of 512 tokens (PP) and generation (TG), both with an empty cache.",
+                "Each type runs in turns with F16 in one process; the",
                 "tables show the median of the ratios. There are two models: the demo model, whose weights fit into",
                 "the caches, and a larger llama-like one with random weights (`tools/make_random_model.py`).",
                 "Ratios are those of the larger model unless stated otherwise.",

@@ -75,7 +75,8 @@ class SpeedRound:
         self._stop_at = time.monotonic() + seconds if seconds is not None else float("inf")
         known = {record_key(r): r for r in read_records()}
         usual = known.get(record_key(_ABOUT), {"round": 0})
-        self.level = hardware()["isa"] if usual.get("isa", hardware()["isa"]) != hardware()["isa"] else ""
+        self.isa = hardware()["isa"]
+        self.level = "" if usual.get("isa", self.isa) == self.isa else self.isa
         about = known.get(record_key(_ABOUT | {"level": self.level}), {"round": 0})
         self.restart = restart or not about["round"]
         self.round = int(about["round"]) + (1 if self.restart else 0)
@@ -106,7 +107,7 @@ class SpeedRound:
         return _ABOUT | {
             **({"level": self.level} if self.level else {}),
             "round": self.round,
-            "isa": hardware()["isa"],
+            "isa": self.isa,
             "threads": self.n_threads,
             "version": ikcli.__version__,
             "date": time.strftime("%Y-%m"),

@@ -200,10 +200,8 @@ class IQ4_K(_FourBits, _SixBitScales):
     codes_at = 16
 
     def whole_scales(self, e, w):
-        fields = e.lshr(e.hidden(e.splat_int(e.word(e.offset(w, 4)))), [0, 2, 4, 6] * 2)
-        high = e.all_and(e.b.shl(fields, e.ints([4] * 8)), 0x30303030)
         lanes = [16 * half + 4 * (n % 4) + n // 4 for half in range(2) for n in range(16)]
-        high = e.pick(e.b.bitcast(high, llvm_type(i8x32)), lanes)
+        high = e.pick(e.two_bits_twice(e.offset(w, 4)), lanes)
         return e.b.sub(e.b.or_(e.nibbles16_twice(e.offset(w, 8)), high), e.constants([32] * 32, 8))
 
 

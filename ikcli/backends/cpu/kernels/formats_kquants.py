@@ -169,9 +169,7 @@ class Q3_K(RowFormat):
     def whole_scales(self, e, w):
         # As in `scales`, in both halves.
         low = e.nibbles16_twice(e.offset(w, 96), apart=True)
-        fields = e.lshr(e.hidden(e.splat_int(e.word(e.offset(w, 104)))), [0, 2, 4, 6] * 2)
-        high = e.all_and(e.b.shl(fields, e.ints([4] * 8)), 0x30303030)
-        return e.b.sub(e.b.or_(low, e.b.bitcast(high, llvm_type(i8x32))), e.constants([32] * 32, 8))
+        return e.b.sub(e.b.or_(low, e.two_bits_twice(e.offset(w, 104))), e.constants([32] * 32, 8))
 
     def units(self, e, w, row):
         return e.half_everywhere(e.offset(w, 108)), None

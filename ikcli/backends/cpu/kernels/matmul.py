@@ -133,13 +133,12 @@ def _block(type_name, activations=""):
 
 
 @inline
-def item_rows(height, n_tiles, streaming, n_w, nth):
-    """Return the weight rows of a work item: those of all tiles if that leaves enough items."""
+def item_rows(height, n_tiles, n_w, nth):
+    """Return the weight rows of a work item of tiles: those of all tiles if that leaves enough items."""
     # Taller items share each activation load between tiles; with too few items threads would idle at the end.
-    if not streaming:
-        for n in TILE_COUNTS:
-            if n <= n_tiles and n_w >= _ITEMS_PER_THREAD * nth * n * height:
-                return n * height
+    for n in TILE_COUNTS:
+        if n <= n_tiles and n_w >= _ITEMS_PER_THREAD * nth * n * height:
+            return n * height
     return height
 
 
@@ -157,7 +156,7 @@ def make_mul_mat(type_name, activations=""):
         tiles = p.tiles + ith * n_tiles * p.tile_bytes
         heads, w_head, a_head, out_head = params.heads, params.w_head, params.a_head, params.out_head
         m = n_rows(params)
-        height = item_rows(tile_rows, n_tiles, m <= few, n_w * heads, nth)
+        height = tile_rows if m <= few else item_rows(tile_rows, n_tiles, n_w * heads, nth)
         per_head = (n_w + height - 1) // height
         total = per_head * heads
         if m == 0:
@@ -249,7 +248,7 @@ def _by_expert(record, tile_rows, compute, streamed_rows):
         if streaming:
             height = streamed_rows(tile_rows, n_w * n_active, nth)
         else:
-            height = item_rows(tile_rows, n_tiles, streaming, n_w * n_active, nth)
+            height = item_rows(tile_rows, n_tiles, n_w * n_active, nth)
         per_expert = (n_w + height - 1) // height
         n_nodes, total = experts.n_nodes, n_active * per_expert
         n_queues, sharing = queues_of(nth, streaming)

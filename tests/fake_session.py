@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -54,6 +55,10 @@ class FakeSession:
         if self.fail_on is not None and self.fail_on in batch.tokens:
             raise NonFiniteError("tensor result_output is not finite")
         return self.table[batch.tokens[batch.logits]]
+
+    def step_each(self, tokens: Sequence[int], pos: Sequence[int], seqs: Sequence[int]) -> npt.NDArray[np.float32]:
+        ((token,), (at,), (seq,)) = tokens, pos, seqs
+        return self.decode(Batch.single([token], at, seq))
 
     def clear(self) -> None:
         self.log.append(("rm", -1, 0))

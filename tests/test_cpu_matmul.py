@@ -37,7 +37,7 @@ def k_of(type_: GGMLType) -> tuple[int, ...]:
     if type_ in FLOAT_TYPES:
         return 32, 34 if get_format(type_).is_interleaved else 33, 320, 1408
     block = get_format(type_).block_size
-    return tuple(k for k in (32, 64, 256, 320, 1280, 1408) if k % block == 0)
+    return tuple(k for k in (32, 64, 128, 256, 320, 1280, 1408) if k % block == 0)
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------

@@ -157,8 +157,8 @@ class _Sweep:
             self._decode(self._tokens(depth - kept), kept)
 
     def _generate(self, depth: int, n: int) -> None:
-        for i, token in enumerate(self._tokens(n)):
-            self._session.decode(Batch.single([token], depth + i))
+        for i, token in enumerate(self._tokens(n).tolist()):
+            self._session.step_each([token], [depth + i], [0])
 
     def _draft(self, depth: int, n: int) -> float:
         """Generate n tokens and let the first head guess the one after each; return the seconds of the guesses."""

@@ -176,8 +176,8 @@ def _compute(session: SessionLike, tokens: TokenIds, pos: int) -> None:
 
 
 def _generate(session: SessionLike, text: TokenIds, n: int, rng: np.random.Generator) -> None:
-    for i, token in enumerate(rng.integers(0, session.n_vocab, n, dtype=np.int32)):
-        session.decode(Batch.single([token], len(text) + i))
+    for i, token in enumerate(rng.integers(0, session.n_vocab, n, dtype=np.int32).tolist()):
+        session.step_each([token], [len(text) + i], [0])
 
 
 def run(

@@ -5,6 +5,7 @@ The engine's session satisfies them; tests use small stand-ins with known logits
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -64,6 +65,9 @@ class SessionLike(Protocol):
 
     def decode(self, batch: Batch) -> FloatRows:
         """Return logits (n_outputs, n_vocab) of the requested tokens in batch order, valid until the next call."""
+
+    def step_each(self, tokens: Sequence[int], pos: Sequence[int], seqs: Sequence[int]) -> FloatRows:
+        """Return the logits of one token of each of these sequences: how a server generates."""
 
     def clear(self) -> None:
         """Remove all sequences from the cache."""

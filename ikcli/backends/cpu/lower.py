@@ -55,6 +55,7 @@ from ikcli.backends.cpu.params_products import (
 )
 from ikcli.backends.cpu.program import N_NODES, NODE, CpuLowering, Ref
 from ikcli.backends.cpu.tile_modes import (
+    HALF_STEP,
     MORE_BYTES,
     MOST_OF_TWO,
     MOST_TILES,
@@ -158,7 +159,8 @@ def kind_row_bytes(kind: str, k: int) -> int:
 
 def activation_row_bytes(k: int) -> int:
     """Return the bytes of a quantized activation row (kernels/activations.py)."""
-    return -(-(k + 28 * (k // 32)) // 64) * 64 + -(-k // 256) * (256 + MORE_BYTES * isa.current().plain_avx2)
+    n = -(-(k + 28 * (k // 32)) // 64) * 64 + -(-k // 256) * (256 + MORE_BYTES * isa.current().plain_avx2)
+    return n + activation_row_bytes(2 * k) if k == HALF_STEP else n
 
 
 def plan_bytes(n_pairs: int, n_expert: int) -> int:

@@ -30,6 +30,7 @@ FIRST_SUM = 0x4B400000  # bits of 3 * 2^22 as float32; those of an integer n, |n
 FIRST_SUM_F32 = 3.0 * 2**22
 PAIRS_BLOCK = 128  # columns that share a scale where numbers become 16-bit integers
 MORE_BYTES = 1024  # that plain AVX2 keeps with 256 columns of activations (`kernels/activations.py`)
+HALF_STEP = 128  # columns of rows of which two in a row are read as one of 256 (`kernels/format_api.py`)
 PAIRS_PART = 512  # columns of activations whose scales lie together, before them
 
 # mode -> (header bytes, bytes per 32 columns)

@@ -4,13 +4,14 @@ A group is the rows stored together (`fmt.rows`): 1, or 4, 8, 16 for the interle
 group, `k` the number of columns. Tile modes and layout: `tile_modes.py`. Activation rows: `activations.py`.
 """
 
+from ikcli.backends.cpu.kernels.activations import TWICE_AT
 from ikcli.backends.cpu.kernels.group_dot import group_dot
 from ikcli.backends.cpu.kernels.groupformat import GroupFormat, unpack_group
-from ikcli.backends.cpu.kernels.row_dot import MOST_ROWS, row_dot, row_dots, rows_side_by_side
+from ikcli.backends.cpu.kernels.row_dot import MOST_ROWS, row_dot, row_dots, rows_side_by_side, two_rows
 from ikcli.backends.cpu.kernels.row_dot_arm64 import row_dot_arm64, row_dots_arm64
-from ikcli.backends.cpu.kernels.row_dot_avx2 import row_dot_avx2, row_dots_avx2
+from ikcli.backends.cpu.kernels.row_dot_avx2 import row_dot_avx2, row_dots_avx2, two_rows_avx2
 from ikcli.backends.cpu.kernels.unpack_tile import unpack_tile
-from ikcli.backends.cpu.tile_modes import TILE_ROWS
+from ikcli.backends.cpu.tile_modes import HALF_STEP, TILE_ROWS
 from ikcli.native import isa
 from ikcli.native.jit import inline
 
@@ -32,11 +33,11 @@ def few_dots(fmt):
         return _by_groups(fmt, _looped(row, row_dots_arm64(fmt)) if has_dots else _one_by_one(row))
     if has_dots:
         n_rows = rows_side_by_side(fmt)
-        return _side_by_side(row_dot(fmt), row_dots(fmt, n_rows), n_rows)
+        return _or_by_two(fmt, _side_by_side(row_dot(fmt), row_dots(fmt, n_rows), n_rows), two_rows)
     if plain_avx2:
-        return _side_by_side(row_dot_avx2(fmt), row_dots_avx2(fmt), 1)
+        return _or_by_two(fmt, _side_by_side(row_dot_avx2(fmt), row_dots_avx2(fmt), 1), two_rows_avx2)
     # Elsewhere dot products take most of the time, and a lot of code.
-    return _by_groups(fmt, _one_by_one(row_dot(fmt)))
+    return _or_by_two(fmt, _by_groups(fmt, _one_by_one(row_dot(fmt))), two_rows)
 
 
 def _by_groups(fmt, of_group):
@@ -85,6 +86,26 @@ def _side_by_side(dot1, dot_some, n_rows):
                 dot1(w + r * row_bytes, a + t * a_stride, a_stride, k, out + t * out_stride + 4 * r, out_stride)
 
     return dots
+
+
+def _or_by_two(fmt, dots, make_two):
+    """Return `dots`, or for rows of HALF_STEP columns a function that reads two of them as one row of 256 columns.
+
+    Alone, such a row would be copied to fill half of a step. Rows of attention heads (`attn_k_b`) are as short.
+    """
+    if fmt.block_columns > 32 or fmt.header_bytes:
+        return dots
+    two = make_two(fmt)
+
+    @inline
+    def dots_or_two(w, row_bytes, n, a, a_stride, m, k, out, out_stride):
+        whole = n & ~1 if k == HALF_STEP else 0
+        for r in range(0, whole, 2):
+            for t in range(m):
+                two(w + r * row_bytes, a + t * a_stride + TWICE_AT, out + t * out_stride + 4 * r)
+        dots(w + whole * row_bytes, row_bytes, n - whole, a, a_stride, m, k, out + 4 * whole, out_stride)
+
+    return dots_or_two
 
 
 def _by_powers_of_two(dot1, dot2, dot4):

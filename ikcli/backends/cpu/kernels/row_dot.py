@@ -201,6 +201,37 @@ def row_dots(fmt, n_rows):
     return dots
 
 
+@functools.cache
+def two_rows(fmt):
+    """Return two(w, a, out): out[0] and out[1] of two rows of HALF_STEP columns, one behind the other.
+
+    a: the row with the activations twice (`kernels/activations.py`). The lower lanes of the sums are of the first row.
+    """
+
+    @intrinsic
+    def two(typingctx, w, a, out):
+        def codegen(context, builder, sig, args):
+            w, a, out = args
+            e = RowEmitter(builder)
+            sums = [e.variable(e.zero(f32x16)) for _ in range(_n_sums(fmt))]
+            product = _Product(fmt, sums, 2)
+            x = _Columns(e, fmt, ActivationRow(e, e.opaque(a), e.int(256)), e.int(0), None)
+            prefetch_step(e, fmt, w, every_line=True)
+            product.begin(e, _factors(e, fmt, w, None), x)
+            for n, codes in enumerate(_codes(e, fmt, w)):
+                product.dot(e, n, codes, x)
+            product.finish(e)
+            for r in range(2):
+                of_products = folded(e.b, e.pick(builder.load(sums[0]), range(8 * r, 8 * r + 8)), 4)
+                of_minima = [e.pick(builder.load(slot), range(4 * r, 4 * r + 4)) for slot in sums[1:]]
+                e.store(folded(e.b, functools.reduce(builder.fadd, of_minima, of_products), 1), e.offset(out, 4 * r))
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 3), codegen
+
+    return two
+
+
 def _n_sums(fmt):
     return 2 if fmt.mode[0] == "m" else 1
 

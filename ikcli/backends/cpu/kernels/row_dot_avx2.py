@@ -107,6 +107,38 @@ def row_dots_avx2(fmt):
     return dots
 
 
+@functools.cache
+def two_rows_avx2(fmt):
+    """Return two(w, a, out): out[0] and out[1] of two rows of HALF_STEP columns, one behind the other.
+
+    a: the row with the activations twice (`kernels/activations.py`). There is a scale per 32 columns.
+    """
+
+    @intrinsic
+    def two(typingctx, w, a, out):
+        def codegen(context, builder, sig, args):
+            w, a, out = args
+            e = _emitter(fmt, builder)
+            x, offsets_slot = ActivationRow(e, a, e.int(256)), e.variable(e.zero(f32x8))
+            slots = [e.variable(e.zero(f32x8)) for _ in range(2)]
+            prefetch_step(e, fmt, w, every_line=not fmt.slow_to_decode)
+            _add_step(e, fmt, _factors(e, fmt, w, None), _parts(e, fmt, w), x, e.int(0), None, [offsets_slot, *slots])
+            if _is_paired(fmt):  # lanes are in the order of _EVERY_OTHER
+                products = builder.load(slots[0])
+                rows = [e.pick(products, [n + 2 * r for n in (0, 1, 4, 5)]) for r in range(2)]
+            else:
+                rows = [folded(builder, builder.load(slot), 4) for slot in slots]
+            offsets_sum = builder.load(offsets_slot)
+            for r, v in enumerate(rows):
+                v = builder.fadd(v, e.pick(offsets_sum, range(4 * r, 4 * r + 4)))
+                e.store(folded(builder, v, 1), e.offset(out, 4 * r))
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 3), codegen
+
+    return two
+
+
 def _emitter(fmt, builder):
     return (RowEmitter if _per_block(fmt) == 1 or _has_whole_scales(fmt) else _ApartEmitter)(builder)
 
@@ -146,7 +178,11 @@ def _factors(e, fmt, w, row):
 
 
 def _add_step(e, fmt, factors, parts, x, i, valid, sums):
-    """Add the products of the `parts` of a step with step i of an activation row to two sums."""
+    """Add the products of the `parts` of a step with step i of an activation row to the sums.
+
+    Of three sums the first is of offsets; with a scale per 32 columns the others are of 128 columns each, or of all.
+    Two sums are shared evenly.
+    """
 
     def add(n, x, y):
         e.b.store(e.fused(x, y, e.b.load(sums[n])), sums[n])
@@ -164,7 +200,7 @@ def _add_step(e, fmt, factors, parts, x, i, valid, sums):
         for n in range(2):
             # Points of grids are decoded through many registers: of two blocks at a time.
             v = _sums_of_four(e, products, most_code(fmt, fmt.mode), in_turn=fmt.most_magnitude() > 0)
-            add(1 - n, e.ints_to_f32(v), e.pick(scales, [*range(4 * n, 4 * n + 4)] * 2))
+            add(1 + n if len(sums) == 3 else 1 - n, e.ints_to_f32(v), e.pick(scales, [*range(4 * n, 4 * n + 4)] * 2))
     else:
         v = _sums_of_sixteen(e, list(_products(e, fmt, parts, x, i)), most_code(fmt, fmt.mode))
         add(1, e.ints_to_f32(v), e.mul(scales, _scales_apart(e, x, i, valid)))

@@ -40,7 +40,7 @@ LAYOUT = {"s32": (64, 576), "m32": (128, 640), "s16": (128, 640), "m16": (256, 7
 def most_code(fmt: Any, mode: str) -> int:
     """Return the largest code of a row or group format, or the largest magnitude if its values are signed."""
     if mode[0] == "m":
-        return MOST_WITH_MINIMUM
+        return int(fmt.most_with_minimum)
     return fmt.most_magnitude() or (2 * fmt.bias - 1 if fmt.bias else 128)
 
 

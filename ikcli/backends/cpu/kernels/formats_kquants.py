@@ -39,10 +39,7 @@ class Q4_K(RowFormat):
         packed = e.ints_to_f32(packed_scales_6bit(e.b, e.offset(w, 4)))
         return e.b.fneg(e.mul(e.pick(packed, range(8, 16)), e.splat(e.two_halves(w)[1])))
 
-    signed_scales = False
-
-    def most_dot_code(self):
-        return 15
+    signed_scales, most_with_minimum = False, 15
 
     def whole_scales(self, e, w):
         return e.pick(self._packed(e, w), [16 * (n // 16) + n % 16 // 2 for n in range(32)])
@@ -73,8 +70,7 @@ class Q4_K(RowFormat):
 class Q5_K(Q4_K):
     """Same as q4_K, with 32 bytes of fifth bits before the nibbles."""
 
-    def most_dot_code(self):
-        return 31
+    most_with_minimum = 31
 
     def codes(self, e, w, j):
         return e.b.or_(split_nibbles(e, e.offset(w, 48), j), e.shift_left(bit_plane(e, e.offset(w, 16), j), 4))

@@ -74,6 +74,8 @@ class _WithMin(_Blocks32):
 
 
 class Q4_1(_WithMin):
+    most_with_minimum = 15
+
     def codes(self, e, w, j):
         return e.nibble_pair(w, j, 20, 4)
 

@@ -146,6 +146,8 @@ def six_bit(e, low_at, high_at, quarters=4):
 class Q4_K(SuperBlock):
     """d, dmin; scales_h[16], scales_l[32] (scale low, minimum high nibble), codes."""
 
+    most_with_minimum = 15
+
     def _packed(self, e, w, shift):
         """Return the 6-bit scales (shift 0) or minima (1) in two vectors of 16."""
         # Scales and minima share these bytes, so LLVM loads them once for both.
@@ -171,6 +173,8 @@ class Q4_K(SuperBlock):
 
 class Q5_K(Q4_K):
     """Same as Q4_K, with fifth bits before the codes."""
+
+    most_with_minimum = 31
 
     def codes(self, e, w, ib, v):
         fifth = e.bits(*e.plane(e.offset(w, 64 + 16 * ib), v, a=4, h=1, c=2), width=1, to=4)

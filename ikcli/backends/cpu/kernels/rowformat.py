@@ -21,7 +21,7 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from ikcli.backends.cpu.kernels.row_emitter import RowEmitter
-from ikcli.backends.cpu.tile_modes import most_code
+from ikcli.backends.cpu.tile_modes import MOST_WITH_MINIMUM, most_code
 from ikcli.native import isa
 from ikcli.native.simd.emit import I64
 from ikcli.native.simd.vec import const_vector, f32x8, f32x16, i32x16, llvm_type, pointer
@@ -47,6 +47,8 @@ def biased(table, bias):
 
 class WeightFormat:
     """Base of formats of rows and of groups: numbers of the tensor type (`gguf/type_record.py`)."""
+
+    most_with_minimum = MOST_WITH_MINIMUM  # the largest code (modes with minima)
 
     def __init__(self, name, mode, block_size, type_size, row_meta_size, rows, matmul_scale):
         self.name, self.mode, self.rows, self.matmul_scale = name, mode, rows, matmul_scale

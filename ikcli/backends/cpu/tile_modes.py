@@ -64,6 +64,15 @@ def has_signs(mode: str, bias: int) -> bool:
     return mode[0] == "s" and bias == 128 and isa.current().plain_avx2
 
 
+def has_whole_tile(fmt: Any) -> bool:
+    """Return whether a tile with signs and scales per 16 columns holds whole scales.
+
+    Its header then is the two whole scales, each twice as 16 bits; the start values of integer sums, times these; and
+    what a sum is multiplied by.
+    """
+    return has_signs(fmt.mode, tile_bias(fmt)) and fmt.scales_are_bytes
+
+
 def tile_layout(mode: str, bias: int) -> tuple[int, int]:
     """Return the bytes of the header and of 32 columns of a tile."""
     header, block_bytes = LAYOUT[mode]

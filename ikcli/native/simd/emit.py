@@ -58,24 +58,9 @@ class Emitter:
     def _in_order(self, v, register):
         return self.b.asm(ir.FunctionType(v.type, [v.type]), "", f"={register},0,~{{memory}}", [v], True)
 
-    def in_registers(self, v):
-        """Return v (64 bytes), which is in two registers of AVX2 here, before any later load."""
-        n = v.type.count // 2
-        halves = (self.b.shuffle_vector(v, v, _lanes(range(first, first + n))) for first in (0, n))
-        low, high = (self.in_register(half) for half in halves)
-        return self.b.shuffle_vector(low, high, _lanes(range(2 * n)))
-
     def in_register(self, v):
         """Return v (32 bytes), computed before any later load. Needs AVX2."""
         return self._in_order(v, "x")
-
-    def in_memory(self, values):
-        """Return pointers to vectors of 64 bytes in memory, from which LLVM does not take them into registers."""
-        room = self.opaque(self.room(64 * len(values)))
-        slots = [pointer(self.b, self.offset(room, 64 * i), v.type) for i, v in enumerate(values)]
-        for slot, v in zip(slots, values, strict=True):
-            self.b.store(v, slot)
-        return slots
 
     def barrier(self):
         """Keep LLVM from moving loads across this place."""

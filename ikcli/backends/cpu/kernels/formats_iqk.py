@@ -188,6 +188,8 @@ class IQ3_K(_ThreeBits):
 class _SixBitScales(_Base):
     """d f16, extra u16, scales_h[4], scales_l[8]."""
 
+    scales_are_bytes = True
+
     def scales(self, e, w, row):
         return e.mul(e.bytes_to_f32(self.scale_bytes(e, w)), e.splat(e.half(w), f32x16))
 
@@ -212,11 +214,14 @@ class IQ5_K(_FiveBits, _SixBitScales):
 class IQ6_K(_Base):
     """d f16, extra u16, int8 scales[16], qs[128], qh[64]. It uses the integer table, as every matmul does."""
 
-    slow_to_decode = True
+    slow_to_decode, scales_are_bytes = True, True
     shift = 1
 
     def scales(self, e, w, row):
-        return e.mul(e.bytes_to_f32(e.in_scale_order(e.load(i8x16, e.offset(w, 4)))), e.splat(e.half(w), f32x16))
+        return e.mul(e.bytes_to_f32(self.scale_bytes(e, w)), e.splat(e.half(w), f32x16))
+
+    def scale_bytes(self, e, w):
+        return e.in_scale_order(e.load(i8x16, e.offset(w, 4)))
 
     def dot_codes(self, e, w, j):
         low, high = split_nibbles(e, e.offset(w, 20), j), two_bits(e, e.offset(w, 148), j)

@@ -44,18 +44,16 @@ def quant_tile(mode, bias, nt, nv=1):
     header, block_bytes = tile_layout(mode, bias)
     most = MOST_WITH_MINIMUM if mode[0] == "m" else 2 * bias - 1
     with_min, halves = mode[0] == "m", 2 if mode.endswith("16") else 1
-    signed = has_signs(mode, bias)
-    group_bytes = 128 if signed else 64
-    from_bits = signed or bool(first_sum())
+    from_bits = bool(first_sum())
     smaller = 7 - (bias.bit_length() - 1)
-    assert not (smaller and first_sum())
+    assert not (smaller and from_bits) and not has_signs(mode, bias)
     groups = 8 // halves
     # Plain AVX2 adds products in 16 bits; as many groups as cannot overflow are widened together.
-    at_once = 1 if signed else min(2 * halves, 1 << (most_addends(most).bit_length() - 1))
+    at_once = min(2 * halves, 1 << (most_addends(most).bit_length() - 1))
     pairs = [(t, v) for t in range(nt) for v in range(nv)]
     # Unrolled for a whole block, LLVM would multiply one row after the other and keep the codes on the stack, as there
     # are few registers; that takes a fifth longer.
-    in_rounds = isa.current().plain_avx2 and at_once <= 2 and not signed
+    in_rounds = isa.current().plain_avx2 and at_once <= 2
     per_round = 4 if in_rounds else groups
 
     def rounds(e):
@@ -72,8 +70,6 @@ def quant_tile(mode, bias, nt, nv=1):
             tiles = e.offset(tiles, e.times(first, block_bytes))
             tiles = [e.opaque(e.offset(tiles, e.times(tile_stride, v))) for v in range(nv)]
             acc = {tv: e.variable(e.zero(f32x16)) for tv in pairs}
-            if signed:  # all registers are for integers
-                acc = dict(zip(pairs, e.in_memory([e.zero(f32x16)] * len(pairs)), strict=True))
             outs = {(t, v): e.offset(out, e.times(out_stride, t), 64 * v) for t, v in pairs}
             # Without this, stores of spilled registers queue up behind result stores that wait for memory.
             for at in outs.values():
@@ -96,15 +92,12 @@ def quant_tile(mode, bias, nt, nv=1):
                 def multiply(dots, codes_at, x_at):
                     """Add the products of `at_once` groups of columns."""
                     # An activation is loaded once, for the codes of all tiles.
-                    codes = [[e.load(i8x64, e.offset(p, group_bytes * j)) for j in range(at_once)] for p in codes_at]
-                    signs = [e.load(i8x64, e.offset(p, 64)) for p in codes_at] if signed else []
+                    codes = [[e.load(i8x64, e.offset(p, 64 * j)) for j in range(at_once)] for p in codes_at]
                     for t in range(nt):
                         x = [e.splat_bytes(e.offset(rows[t], x_at, 4 * j)) for j in range(at_once)]
                         for v in range(nv):
                             dot = builder.load(dots[t, v])
-                            # Magnitudes are up to 128 and the others -128 .. 127: the sum of two products fits 16 bits.
-                            by = [builder.xor(x[0], signs[v])] if signed else x
-                            builder.store(e.dots(dot, codes[v], by, 127 if signed else most), dots[t, v])
+                            builder.store(e.dots(dot, codes[v], x, most), dots[t, v])
 
                 def add(x, y, slot):
                     builder.store(e.fma(x, y, builder.load(slot)), slot)
@@ -112,23 +105,19 @@ def quant_tile(mode, bias, nt, nv=1):
                 parts = {}
                 for half in range(halves):
                     dots = {}
-                    starts = [e.load(i32x16, e.offset(p, 64 * (halves + half))) for p in blocks] if signed else []
                     for t in range(nt):
                         # With this start the bits of a sum are a float32 (`first_sum`): no conversion is needed.
                         start = const_vector(i32x16, [first_sum()] * 16)
-                        if not with_min and not signed:
+                        if not with_min:
                             start = e.splat_i32(e.offset(rows[t], first_at, 4 * half))
                             if smaller:
                                 start = builder.ashr(start, ir.Constant(start.type, [smaller] * 16))
-                        dots.update({(t, v): e.variable(starts[v] if signed else start) for v in range(nv)})
+                        dots.update({(t, v): e.variable(start) for v in range(nv)})
                     with rounds(e) as i:
                         for j in range(groups * half, groups * half + per_round, at_once):
-                            at = e.offset(e.times(i, group_bytes * per_round), header + group_bytes * j)
+                            at = e.offset(e.times(i, 64 * per_round), header + 64 * j)
                             codes_at = [e.offset(p, at) for p in blocks]
                             multiply(dots, codes_at, e.offset(q, e.times(i, 4 * per_round), 4 * j))
-                            if signed:  # one group after the other, without the branches of a loop
-                                for slot in dots.values():
-                                    builder.store(e.in_registers(builder.load(slot)), slot)
                     scales, d = floats(64 * half), [e.splat_f32(e.offset(row, d_at)) for row in rows]
                     # What the start adds to a sum goes away in the multiplication by the scale, as its addend.
                     surplus = [builder.fmul(s, const_vector(f32x16, [-FIRST_SUM_F32] * 16)) for s in scales]

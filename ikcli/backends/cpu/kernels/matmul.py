@@ -12,7 +12,7 @@ from ikcli.backends.cpu.kernels.formats import is_float, weight_format
 from ikcli.backends.cpu.kernels.formats_float import float_block
 from ikcli.backends.cpu.kernels.gemm import quant_tile
 from ikcli.backends.cpu.kernels.gemm_arm64 import quant_tile_arm64
-from ikcli.backends.cpu.kernels.gemm_avx2 import unsigned_tile
+from ikcli.backends.cpu.kernels.gemm_avx2 import avx2_tile
 from ikcli.backends.cpu.kernels.glu import glu_span
 from ikcli.backends.cpu.kernels.records import kernel
 from ikcli.backends.cpu.params_products import ByExpertParams, MulMatParams, UpGateParams, UpGluParams
@@ -67,7 +67,7 @@ def _make_some(fmt, n_tiles, most):
     if isa.current().is_arm64:
         micro = quant_tile_arm64(fmt.mode, most)
     else:
-        micro = unsigned_tile(fmt, most) or quant_tile(fmt.mode, tile_bias(fmt), most, n_tiles)
+        micro = avx2_tile(fmt, most) or quant_tile(fmt.mode, tile_bias(fmt), most, n_tiles)
     rest = _make_some(fmt, n_tiles, most // 2) if most > 1 else _nothing
 
     @inline

@@ -48,6 +48,7 @@ def biased(table, bias):
 class WeightFormat:
     """Base of formats of rows and of groups: numbers of the tensor type (`gguf/type_record.py`)."""
 
+    scales_are_bytes = False  # whether there are `scale_bytes` per 16 columns, i8x16, times `units`
     most_with_minimum = MOST_WITH_MINIMUM  # the largest code (modes with minima)
 
     def __init__(self, name, mode, block_size, type_size, row_meta_size, rows, matmul_scale):

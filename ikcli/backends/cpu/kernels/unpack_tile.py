@@ -15,7 +15,14 @@ from ikcli.backends.cpu.kernels.gemm import add_negative, split_signs, tile_scal
 from ikcli.backends.cpu.kernels.row_emitter import RowEmitter
 from ikcli.backends.cpu.kernels.rowformat import copy_blocks
 from ikcli.backends.cpu.kernels.vector_emitter import indices
-from ikcli.backends.cpu.tile_modes import FIRST_SUM, has_signs, multiplies_matrices, tile_bias, tile_layout
+from ikcli.backends.cpu.tile_modes import (
+    FIRST_SUM,
+    has_signs,
+    has_whole_tile,
+    multiplies_matrices,
+    tile_bias,
+    tile_layout,
+)
 from ikcli.native.simd.emit import transpose16
 from ikcli.native.simd.vec import const_vector, f32x16, i8x64, i32x16, llvm_type, pointer
 
@@ -44,7 +51,7 @@ def unpack_tile(fmt):
     """
     mode = fmt.mode
     header, block_bytes = tile_layout(mode, tile_bias(fmt))
-    with_signs = has_signs(mode, tile_bias(fmt))
+    with_signs, whole_scales = has_signs(mode, tile_bias(fmt)), has_whole_tile(fmt)
     halves = 2 if mode.endswith("16") else 1
 
     def decode(e, row_w, at_w, codes, floats):
@@ -53,6 +60,12 @@ def unpack_tile(fmt):
         for j in range(4):
             v = fmt.codes(e, at_w, j)
             e.store(e.b.sub(v, e.const64(less)) if less else v, e.offset(codes, _VECTOR * j))
+        if whole_scales:
+            scales = e.b.sext(fmt.scale_bytes(e, at_w), llvm_type(i32x16))
+            twice = e.b.or_(e.b.and_(scales, e.ints([0xFFFF] * 16, i32x16)), e.b.shl(scales, e.ints([16] * 16, i32x16)))
+            e.store(twice, floats[0])
+            e.store(e.pick(fmt.units(e, at_w, row)[0], [0] * 16), floats[1])
+            return
         e.store(fmt.scales(e, at_w, row), floats[0])
         if mode.startswith("m"):
             e.store(fmt.minima(e, at_w, row), floats[1])
@@ -68,17 +81,26 @@ def unpack_tile(fmt):
 
     def put_signed(e, codes, to):
         with e.loop(e.int(4)) as j:
-            at, per, start = e.offset(to, e.times(j, 2 * block_bytes)), 8 // halves, None
+            at, per, start, first = e.offset(to, e.times(j, 2 * block_bytes)), 8 // halves, None, None
             for n, column in enumerate(transpose(e, e.offset(codes, e.times(j, _VECTOR)), 256)):
                 block = e.offset(at, n // 8 * block_bytes)
                 parts = split_signs(e, e.b.bitcast(column, llvm_type(i8x64)))
                 for i, part in enumerate(parts):
                     e.store(part, e.offset(block, header + _VECTOR * (2 * (n % 8) + i)))
+                half = n % 8 // per
                 if n % per == 0:
-                    start = const_vector(i32x16, [FIRST_SUM] * 16)
+                    start = const_vector(i32x16, [0 if whole_scales else FIRST_SUM] * 16)
                 start = add_negative(e, start, *parts)
-                if n % per == per - 1:
-                    e.store(start, e.offset(block, _VECTOR * (halves + n % 8 // per)))
+                if n % per < per - 1:
+                    continue
+                if not whole_scales:
+                    e.store(start, e.offset(block, _VECTOR * (halves + half)))
+                    continue
+                scales = e.b.ashr(e.load(i32x16, e.offset(block, _VECTOR * half)), e.ints([16] * 16, i32x16))
+                times_scales = e.b.mul(start, scales)
+                if half:
+                    e.store(e.b.add(first, times_scales), e.offset(block, _VECTOR * 2))
+                first = times_scales
 
     def put_pairs(e, codes, to):
         """Put eight columns of two rows side by side, as products of matrices take them."""
@@ -97,6 +119,13 @@ def unpack_tile(fmt):
                 at = c // halves * block_bytes + _VECTOR * (which * halves + c % halves)
                 e.store(column if which else tile_scale(e.b, column, with_signs), e.offset(to, at))
 
+    def put_whole(e, floats, to):
+        for c, column in enumerate(transpose(e, floats[0], _VECTOR)):
+            e.store(column, e.offset(to, c // 2 * block_bytes + _VECTOR * (c % 2)))
+        units = transpose(e, floats[1], _VECTOR)[0]
+        for c in range(8):
+            e.store(units, e.offset(to, c * block_bytes + 3 * _VECTOR))
+
     put = put_signed if with_signs else put_pairs if multiplies_matrices() else put_codes
 
     @intrinsic
@@ -105,7 +134,7 @@ def unpack_tile(fmt):
             w, row_bytes, n, tile, k = args
             e = RowEmitter(builder)
             codes = e.room(_ROWS * 256)
-            floats = [e.room(_ROWS * _VECTOR) for _ in range(1 + mode.startswith("m"))]
+            floats = [e.room(_ROWS * _VECTOR) for _ in range(1 + (whole_scales or mode.startswith("m")))]
             copy = e.room(fmt.step_bytes)
             whole, rest, last = builder.lshr(k, e.int(8)), builder.and_(k, e.int(255)), e.offset(n, -1)
             with e.loop(builder.lshr(e.offset(k, 255), e.int(8))) as i:
@@ -119,8 +148,8 @@ def unpack_tile(fmt):
                     to = [e.offset(f, e.times(r, _VECTOR)) for f in floats]
                     decode(e, row_w, at_w, e.offset(codes, e.times(r, 256)), to)
                 step = e.offset(tile, e.times(i, 8 * block_bytes))
+                (put_whole if whole_scales else put_floats)(e, floats, step)
                 put(e, codes, step)
-                put_floats(e, floats, step)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 5), codegen

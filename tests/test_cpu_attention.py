@@ -30,6 +30,7 @@ from tiers import CACHES, SAME_CACHES, some
 
 from ikcli.backends.cpu.kernels import pair_sizes
 from ikcli.backends.cpu.lower_attention import RULES
+from ikcli.backends.cpu.tile_modes import makes_integers
 from ikcli.errors import UnsupportedError
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.types import row_n_bytes
@@ -150,7 +151,7 @@ def test_generation_with_a_latent_cache(n_head: int, type_: GGMLType) -> None:
     kernels = {key.module for key in built.run.program.kernels}
     if n_head <= 8 or (type_ == F32 and isa.current().name == "avx512"):
         assert "attention_stream" in kernels
-    elif isa.current().name == "avx512":
+    elif makes_integers() and type_ != F32:
         assert "attention_pairs" in kernels
 
 
@@ -244,7 +245,7 @@ def test_steps_of_heads(step: int) -> None:
     check(gqa(8, 2, 32, (F16, F16), tokens=7, cells=64, flash=False, step=step), [Segment(7, 3, 30)], 2)
 
 
-integers_only = pytest.mark.skipif(isa.current().name != "avx512", reason="no AVX-512 here")
+integers_only = pytest.mark.skipif(not makes_integers(), reason="no products of 16-bit integers here")
 SHORT = (F16, BF16, Q8_0, GGMLType.Q6_0, GGMLType.Q4_0)
 
 

@@ -22,7 +22,6 @@ from ikcli.engine.run.session import Session
 from ikcli.errors import FormatError, IkError, NonFiniteError, UnsupportedError, UsageError
 from ikcli.gguf.constants import GGMLType
 from ikcli.models import GraphConfig
-from ikcli.native import isa
 from ikcli.settings.run import RunConfig
 
 Array = npt.NDArray[Any]
@@ -105,7 +104,7 @@ def compare(path: Path, lengths: tuple[int, ...] = (1, 50, 300), weights: str = 
     with Session.open(c) as session:
         found = transcript(session, lengths)
     wanted = transcript(ReferenceSession(path, graph_config(c)), lengths)
-    integers = c.flash_attn and isa.current().name == "avx512" and "f16" in (c.type_k, c.type_v)
+    integers = c.flash_attn and makes_integers() and "f16" in (c.type_k, c.type_v)
     if {c.type_k, c.type_v} <= set(TOLERANCE) and not integers:
         assert_close(found, wanted, max(TOLERANCE[t] for t in (c.type_k, c.type_v, weights)))
     else:

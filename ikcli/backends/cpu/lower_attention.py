@@ -30,6 +30,7 @@ from ikcli.backends.cpu.params_attention import (
 )
 from ikcli.backends.cpu.params_layers import HadamardParams
 from ikcli.backends.cpu.program import CpuLowering, Ref
+from ikcli.backends.cpu.tile_modes import makes_integers
 from ikcli.backends.rules import Rules
 from ikcli.errors import UnsupportedError
 from ikcli.gguf.constants import GGMLType
@@ -210,7 +211,7 @@ def _fits_integers(k: Sequence[HeadSlice], v: HeadSlice, half: bool = False) -> 
     Rows computed from the cache, in f32, are as precise as the cache itself; without a cache, `half` must allow it.
     """
     types = {p.source.type for p in (*k, v) if isinstance(p.source, Cache)}
-    return isa.current().name == "avx512" and (half or bool(types)) and GGMLType.F32 not in types
+    return makes_integers() and (half or bool(types)) and GGMLType.F32 not in types
 
 
 def _staging(sources: Sources, k: Sequence[HeadSlice], v: HeadSlice) -> str:

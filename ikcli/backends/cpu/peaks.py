@@ -24,7 +24,7 @@ from ikcli.native.kernel_library import native_function, shared_library
 OPS = {"f32": 2, "bf16": 4, "i16": 4, "i8": 8}
 """Kind of products -> multiplications and additions of one of the LANES."""
 LANES, CHAINS = 16, 24  # of an iteration of the kernel
-_NEEDS = {"bf16": {"avx512bf16"}, "i16": {"avx512vnni"}}
+_NEEDS = {"bf16": {"avx512bf16"}, "i16": {"avx2"}}
 _ITERATIONS = 400_000
 
 Clock = Callable[[], float]

@@ -140,6 +140,15 @@ def _in_halves(builder, function, *args):
     return builder.shuffle_vector(low, high, ir.Constant(ir.VectorType(_I32, 16), list(range(16))))
 
 
+def _dot_pairs(builder, acc, x, y):
+    """Return acc (i32x8) + products of pairs of 16-bit integers with AVX2."""
+    if "avxvnni" in isa.current().features:
+        return call_llvm(builder, "llvm.x86.avx512.vpdpwssd.256", acc.type, [acc, x, y])
+    pairs = ir.VectorType(_I16, 16)
+    args = [builder.bitcast(v, pairs) for v in (x, y)]
+    return builder.add(acc, call_llvm(builder, "llvm.x86.avx2.pmadd.wd", acc.type, args))
+
+
 def emit_dot_bf16(builder, acc, x, y):
     """Return acc (f32x16) + products of pairs of bfloat16 (i32x16: even column in the lower half).
 
@@ -157,6 +166,8 @@ def emit_dot_i16(builder, acc, x, y):
     """Return acc (i32x16) + products of pairs of 16-bit integers (i32x16: even column in the lower half)."""
     if "avx512vnni" in isa.current().features:
         return call_llvm(builder, "llvm.x86.avx512.vpdpwssd.512", acc.type, [acc, x, y])
+    if "avx2" in isa.current().features:
+        return _in_halves(builder, lambda *parts: _dot_pairs(builder, *parts), acc, x, y)
     shift = ir.Constant(x.type, [16] * x.type.count)
     for part in (lambda v: builder.ashr(builder.shl(v, shift), shift), lambda v: builder.ashr(v, shift)):
         acc = builder.add(acc, builder.mul(part(x), part(y)))

@@ -56,13 +56,14 @@ from ikcli.backends.cpu.params_products import (
 from ikcli.backends.cpu.program import N_NODES, NODE, CpuLowering, Ref
 from ikcli.backends.cpu.tile_modes import (
     HALF_STEP,
-    MORE_BYTES,
     MOST_OF_TWO,
     MOST_TILES,
     PAIRS_BLOCK,
     PAIRS_PART,
     TILE_ROWS,
     makes_integers,
+    quantized_bytes,
+    reads_two_rows,
     rounds_activations,
     tile_bytes,
     tiles_per_thread,
@@ -104,7 +105,6 @@ from ikcli.graph.ops_rows import (
     RopeTable,
     SwiGlu,
 )
-from ikcli.native import isa
 from ikcli.native.kernel_cache import KernelKey
 from ikcli.quant.formats import row_size
 
@@ -159,8 +159,8 @@ def kind_row_bytes(kind: str, k: int) -> int:
 
 def activation_row_bytes(k: int) -> int:
     """Return the bytes of a quantized activation row (kernels/activations.py)."""
-    n = -(-(k + 28 * (k // 32)) // 64) * 64 + -(-k // 256) * (256 + MORE_BYTES * isa.current().plain_avx2)
-    return n + activation_row_bytes(2 * k) if k == HALF_STEP else n
+    twice = quantized_bytes(2 * k) if k == HALF_STEP and reads_two_rows() else 0
+    return quantized_bytes(k) + twice
 
 
 def plan_bytes(n_pairs: int, n_expert: int) -> int:

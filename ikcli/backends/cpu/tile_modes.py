@@ -124,6 +124,16 @@ def multiplies_matrices() -> bool:
     return "i8mm" in isa.current().features
 
 
+def quantized_bytes(k: int) -> int:
+    """Return the bytes of one quantized activation row of k columns (`kernels/activations.py`)."""
+    return -(-(k + 28 * (k // 32)) // 64) * 64 + -(-k // 256) * (256 + MORE_BYTES * isa.current().plain_avx2)
+
+
+def reads_two_rows() -> bool:
+    """Return whether two rows of HALF_STEP columns are read as one (`kernels/format_api.py`)."""
+    return not isa.current().is_arm64
+
+
 def makes_integers() -> bool:
     """Return whether rows of f16, their activations and what attention reads become 16-bit integers.
 

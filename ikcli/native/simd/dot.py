@@ -20,13 +20,34 @@ from ikcli.native.simd.vec import (
     call_llvm,
     f32x16,
     i8x64,
+    i32x8,
     i32x16,
+    llvm_type,
     magnitude,
     pointer,
     with_sign,
 )
 
 _I16, _I32 = ir.IntType(16), ir.IntType(32)
+SUMS_OF_TWO = ir.VectorType(_I16, 16)
+
+
+def emit_products(builder, u, s):
+    """Return the sums of each two products of unsigned and signed bytes (32), in SUMS_OF_TWO, with AVX2."""
+    return call_llvm(builder, "llvm.x86.avx2.pmadd.ub.sw", SUMS_OF_TWO, [u, s])
+
+
+def emit_sums_of_two(builder, v, factors=None):
+    """Return i32x8: sums of each two lanes of 16 bits, times factors, with AVX2."""
+    factors = factors or ir.Constant(SUMS_OF_TWO, [1] * 16)
+    return call_llvm(builder, "llvm.x86.avx2.pmadd.wd", llvm_type(i32x8), [v, factors])
+
+
+def emit_upper_products(builder, x, y):
+    """Return i16x32: the rounded upper halves of twice the products of 16-bit integers, with AVX2 or AVX-512."""
+    if "avx512bw" in isa.current().features:
+        return call_llvm(builder, "llvm.x86.avx512.pmul.hr.sw.512", x.type, [x, y])
+    return _in_halves(builder, lambda *parts: call_llvm(builder, "llvm.x86.avx2.pmul.hr.sw", SUMS_OF_TWO, parts), x, y)
 
 
 def _portable(builder, acc, u, s, n):
@@ -49,16 +70,14 @@ def _even_and_odd(builder, acc, u, s):
     even = builder.and_(u, low), builder.ashr(builder.shl(s, eight), eight)
     odd = builder.lshr(u, eight), builder.ashr(s, eight)
     for x, y in (even, odd):
-        acc = builder.add(acc, call_llvm(builder, "llvm.x86.avx2.pmadd.wd", acc.type, [x, y]))
+        acc = builder.add(acc, emit_sums_of_two(builder, x, y))
     return acc
 
 
 def _saturating(builder, acc, us, ss):
     """Multiply 8 lanes on AVX2 where no sum of two products of these pairs, nor the sum of those, leaves 16 bits."""
-    pairs = ir.VectorType(_I16, 16)
-    sums = [call_llvm(builder, "llvm.x86.avx2.pmadd.ub.sw", pairs, [u, s]) for u, s in zip(us, ss, strict=True)]
-    total, ones = functools.reduce(builder.add, sums), ir.Constant(pairs, [1] * 16)
-    return builder.add(acc, call_llvm(builder, "llvm.x86.avx2.pmadd.wd", acc.type, [total, ones]))
+    sums = [emit_products(builder, u, s) for u, s in zip(us, ss, strict=True)]
+    return builder.add(acc, emit_sums_of_two(builder, functools.reduce(builder.add, sums)))
 
 
 def emit_dot(builder, acc, u, s, n, most=255):
@@ -137,16 +156,15 @@ def _half(builder, v, upper):
 def _in_halves(builder, function, *args):
     """Apply a function to the lower and to the upper halves of vectors."""
     low, high = (function(*(_half(builder, v, upper) for v in args)) for upper in (0, 1))
-    return builder.shuffle_vector(low, high, ir.Constant(ir.VectorType(_I32, 16), list(range(16))))
+    count = 2 * low.type.count
+    return builder.shuffle_vector(low, high, ir.Constant(ir.VectorType(_I32, count), list(range(count))))
 
 
 def _dot_pairs(builder, acc, x, y):
     """Return acc (i32x8) + products of pairs of 16-bit integers with AVX2."""
     if "avxvnni" in isa.current().features:
         return call_llvm(builder, "llvm.x86.avx512.vpdpwssd.256", acc.type, [acc, x, y])
-    pairs = ir.VectorType(_I16, 16)
-    args = [builder.bitcast(v, pairs) for v in (x, y)]
-    return builder.add(acc, call_llvm(builder, "llvm.x86.avx2.pmadd.wd", acc.type, args))
+    return builder.add(acc, emit_sums_of_two(builder, *(builder.bitcast(v, SUMS_OF_TWO) for v in (x, y))))
 
 
 def emit_dot_bf16(builder, acc, x, y):
@@ -210,13 +228,17 @@ def dot_u8_i8(typingctx, acc, u, s):
 
 
 __all__ = [
+    "SUMS_OF_TWO",
     "dot_bf16",
     "dot_u8_i8",
     "emit_dot",
     "emit_dot_bf16",
     "emit_dot_i16",
     "emit_dots",
+    "emit_products",
     "emit_signed_dot",
+    "emit_sums_of_two",
+    "emit_upper_products",
     "most_addends",
     "store_i16x32",
 ]

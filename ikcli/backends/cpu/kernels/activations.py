@@ -4,11 +4,11 @@
 f32[K/32] | s f32[K/32] = d * sum(q) | `first_sum()` - 128*sum(q) i32[K/32] | the same per 16 i32[K/16] | s per 16
 f32[K/16], padded to 64 bytes | the int8 again, by quarters: of each 256 columns first columns 0..3 of all 16 blocks of
 16, then columns 4..7 and so on (`kernels/row_dot.py`); for plain AVX2 their magnitudes instead, in order, and after
-these what `_more` finds (`kernels/row_dot_avx2.py`). ARM64 leaves that part unused. Behind a row of HALF_STEP values
-there is another row, with these values twice. No half-precision sums anywhere: those overflow in models with large
-activations. `bf16`, for weights of bfloat16: rounded to nearest even. `f32`: as
-they are (only ever gathered). `i16`, for weights that become 16-bit integers if rows are many, and stay floats if they
-are few: f32[K'], K' = K in whole blocks of 128, then per 512 columns the blocks' scales (f32, 64 bytes) | i16[512].
+these what `_more` finds (`kernels/row_dot_avx2.py`). ARM64 leaves that part unused. Elsewhere a row of HALF_STEP values
+is followed by a row with these values twice. No half-precision sums anywhere: those overflow in models with large
+activations. `bf16`, for weights of bfloat16: rounded to nearest even. `f32`: as they are (only ever gathered). `i16`,
+for weights that become 16-bit integers if rows are many, and stay floats if they are few: f32[K'], K' = K in whole
+blocks of 128, then per 512 columns the blocks' scales (f32, 64 bytes) | i16[512].
 """
 
 import math
@@ -20,7 +20,15 @@ from ikcli.backends.cpu.kernels.common import n_rows
 from ikcli.backends.cpu.kernels.pair_codes import NORM, TOP, rounded
 from ikcli.backends.cpu.kernels.records import kernel
 from ikcli.backends.cpu.params_products import ConvertParams, GatherParams
-from ikcli.backends.cpu.tile_modes import HALF_STEP, MORE_BYTES, PAIRS_BLOCK, PAIRS_PART, first_sum
+from ikcli.backends.cpu.tile_modes import (
+    HALF_STEP,
+    MORE_BYTES,
+    PAIRS_BLOCK,
+    PAIRS_PART,
+    first_sum,
+    quantized_bytes,
+    reads_two_rows,
+)
 from ikcli.native import isa
 from ikcli.native.jit import inline
 from ikcli.native.simd.blocks import store_magnitudes, store_quarters, store_words_apart
@@ -49,8 +57,7 @@ from ikcli.native.simd.vec import (
 
 _F0, _F1, _F127 = np.float32(0.0), np.float32(1.0), np.float32(127.0)
 _FIRST = first_sum()
-_MORE = MORE_BYTES if isa.current().plain_avx2 else 0
-TWICE_AT = HALF_STEP + 28 * (HALF_STEP // 32) + 16 + 2 * HALF_STEP + _MORE  # where the row with values twice begins
+TWICE_AT = quantized_bytes(HALF_STEP)  # where the row with values twice begins
 _TINY = np.float32(1e-36)  # smaller maxima count as zero: 127 / them would overflow
 _TINY16 = np.float32(1e-33)  # ... TOP / them
 
@@ -215,7 +222,8 @@ def copy_span(src, dst, k, lo, hi):
 
 
 _SPANS = {
-    "q8": (quantize_span, 32), "i16": (integer_blocks, PAIRS_BLOCK), "bf16": (round_span, 1), "f32": (copy_span, 1),
+    "q8": (quantize_span if reads_two_rows() else quantize_blocks, 32), "i16": (integer_blocks, PAIRS_BLOCK),
+    "bf16": (round_span, 1), "f32": (copy_span, 1),
 }  # fmt: skip
 """Kind -> span(src, dst, k, lo, hi) of one row, and the columns that one of its units has."""
 

@@ -24,9 +24,8 @@ from ikcli.backends.cpu.kernels.pair_tiles import (
     v_tops,
 )
 from ikcli.backends.cpu.kernels.sgemm import CHUNK_ROW, load_f32x16_at, loop, offset, rows_left, strided, sum_lanes
-from ikcli.native import isa
 from ikcli.native.jit import inline, merge
-from ikcli.native.simd.dot import emit_dot
+from ikcli.native.simd.dot import emit_dot, emit_upper_products
 from ikcli.native.simd.half import load_f16x16
 from ikcli.native.simd.vec import (
     bcast_f32x16,
@@ -113,14 +112,7 @@ def _scaled_codes(builder, block, share):
     codes = builder.load(pointer(builder, offset(builder, block, 2), ir.VectorType(_I8, 32)), align=1)
     codes = builder.shl(builder.sext(codes, t), ir.Constant(t, [8] * 32))
     share = splat_value(builder, i16x32, builder.load(pointer(builder, share, _I16), align=1))
-    if "avx512bw" in isa.current().features:
-        return call_llvm(builder, "llvm.x86.avx512.pmul.hr.sw.512", t, [codes, share])
-    halves = []
-    for first in (0, 16):
-        pick = ir.Constant(ir.VectorType(_I32, 16), list(range(first, first + 16)))
-        parts = [builder.shuffle_vector(v, v, pick) for v in (codes, share)]
-        halves.append(call_llvm(builder, "llvm.x86.avx2.pmul.hr.sw", parts[0].type, parts))
-    return builder.shuffle_vector(*halves, ir.Constant(ir.VectorType(_I32, 32), list(range(32))))
+    return emit_upper_products(builder, codes, share)
 
 
 def _make_store_codes(in_k, in_v):

@@ -14,11 +14,10 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from ikcli.backends.cpu.kernels.gemm import add_or_store
+from ikcli.backends.cpu.kernels.vector_emitter import VectorEmitter
 from ikcli.backends.cpu.tile_modes import FIRST_SUM_F32, has_signs, has_whole_tile, tile_bias, tile_layout
-from ikcli.native.simd.dot import most_addends
-from ikcli.native.simd.emit import Emitter
+from ikcli.native.simd.dot import SUMS_OF_TWO, emit_products, emit_sums_of_two, most_addends
 from ikcli.native.simd.vec import (
-    call_llvm,
     f32x8,
     f32x16,
     i8x32,
@@ -28,7 +27,6 @@ from ikcli.native.simd.vec import (
     splat_value,
 )
 
-_SUMS_OF_TWO = ir.VectorType(ir.IntType(16), 16)
 _GROUPS = 8  # of four columns in a block of 32
 
 
@@ -55,7 +53,7 @@ def _micro(mode, bias, nt, of_block):
     def micro(typingctx, tile, tile_stride, first, n_blocks, a, a_stride, k, out, out_stride, n_lanes):
         def codegen(context, builder, sig, args):
             tile, _, first, n_blocks, a, a_stride, k, out, out_stride, n_lanes = args
-            e = Emitter(builder)
+            e = VectorEmitter(builder)
             a = e.offset(a, e.times(first, 32))
             # Hidden from LLVM, which would derive each address from the one before: a chain of additions.
             rows = [e.opaque(e.offset(a, e.times(a_stride, t))) for t in range(nt)]
@@ -119,17 +117,6 @@ class _Block:
         for h, v in enumerate(halves):
             self.e.store(v, self.e.offset(self.totals, 64 * t + 32 * h))
 
-    def product(self, codes, x):
-        return call_llvm(self.e.b, "llvm.x86.avx2.pmadd.ub.sw", _SUMS_OF_TWO, [codes, x])
-
-    def widened(self, sums, factors=None):
-        """Return sums of two lanes of 16 bits, times factors."""
-        factors = factors or ir.Constant(_SUMS_OF_TWO, [1] * 16)
-        return call_llvm(self.e.b, "llvm.x86.avx2.pmadd.wd", llvm_type(i32x8), [sums, factors])
-
-    def fused(self, x, y, z):
-        return call_llvm(self.e.b, "llvm.fma.v8f32", z.type, [x, y, z])
-
     def in_registers(self, vectors):
         """Keep LLVM from mixing what follows with this until registers run out."""
         return {th: self.e.in_register(v) for th, v in vectors.items()}
@@ -154,10 +141,10 @@ class _UnsignedBlock:
                 if start is not None:
                     dot = e.b.add(dot, e.b.ashr(start, ir.Constant(start.type, [self.shift] * 8)))
                 part = e.b.fmul(e.b.sitofp(dot, llvm_type(f32x8)), scales[h])
-                new.append(block.fused(part, d, block.total(t, h)))
+                new.append(block.e.fused(part, d, block.total(t, h)))
                 if of_minima is not None:
                     # The minimum of a block is the same for all its columns: it multiplies the sum of activations.
-                    new[h] = block.fused(minima[h], of_minima, new[h])
+                    new[h] = block.e.fused(minima[h], of_minima, new[h])
             block.store_totals(t, new)
 
     def _products(self, block):
@@ -167,13 +154,13 @@ class _UnsignedBlock:
             for t in range(len(block.rows)):
                 x = block.activations(t, j)
                 for h in range(2):
-                    product = block.product(codes[h], x)
+                    product = emit_products(block.e.b, codes[h], x)
                     sums[t, h] = block.e.b.add(sums[t, h], product) if (t, h) in sums else product
             if (j + 1) % self.addends:
                 sums = block.in_registers(sums)
                 continue
             for th, v in sums.items():
-                wide = block.widened(v)
+                wide = emit_sums_of_two(block.e.b, v)
                 dots[th] = block.e.b.add(dots[th], wide) if th in dots else wide
             sums, dots = {}, block.in_registers(dots)
         return dots
@@ -198,8 +185,8 @@ class _SignedBlock:
             for t in range(len(block.rows)):
                 d, new = block.number(t, 0), []
                 for h in range(2):
-                    part = block.fused(block.e.b.bitcast(dots[t, h], scales[h].type), scales[h], surplus[h])
-                    new.append(block.fused(part, d, block.total(t, h)))
+                    part = block.e.fused(block.e.b.bitcast(dots[t, h], scales[h].type), scales[h], surplus[h])
+                    new.append(block.e.fused(part, d, block.total(t, h)))
                 block.store_totals(t, new)
 
 
@@ -210,7 +197,7 @@ class _WholeBlock:
         starts = block.integers(2)
         dots = {(t, h): starts[h] for t, h in block.places}
         for half in range(2):
-            factors = [block.e.b.bitcast(v, _SUMS_OF_TWO) for v in block.integers(half)]
+            factors = [block.e.b.bitcast(v, SUMS_OF_TWO) for v in block.integers(half)]
             for j in range(4 * half, 4 * half + 4):
                 dots = _with_signed_group(block, dots, j, factors)
         units = block.floats(3)
@@ -218,7 +205,7 @@ class _WholeBlock:
             d, new = block.number(t, 0), []
             for h in range(2):
                 part = block.e.b.fmul(block.e.b.sitofp(dots[t, h], units[h].type), units[h])
-                new.append(block.fused(part, d, block.total(t, h)))
+                new.append(block.e.fused(part, d, block.total(t, h)))
             block.store_totals(t, new)
 
 
@@ -230,6 +217,6 @@ def _with_signed_group(block, dots, j, factors):
         x = block.activations(t, j)
         for h in range(2):
             # Magnitudes are up to 128 and the others -128 .. 127: the sum of two products fits 16 bits.
-            product = block.product(codes[h], block.e.b.xor(x, signs[h]))
-            new[t, h] = block.e.b.add(dots[t, h], block.widened(product, factors[h]))
+            product = emit_products(block.e.b, codes[h], block.e.b.xor(x, signs[h]))
+            new[t, h] = block.e.b.add(dots[t, h], emit_sums_of_two(block.e.b, product, factors[h]))
     return block.in_registers(new)

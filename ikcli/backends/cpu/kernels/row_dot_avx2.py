@@ -23,6 +23,7 @@ from ikcli.backends.cpu.kernels.row_emitter import RowEmitter
 from ikcli.backends.cpu.kernels.rowformat import RowFormat, prefetch_step, steps
 from ikcli.backends.cpu.kernels.vector_emitter import indices
 from ikcli.backends.cpu.tile_modes import MORE_BYTES, most_code
+from ikcli.native.simd.dot import SUMS_OF_TWO, emit_products, emit_sums_of_two
 from ikcli.native.simd.lanes import folded
 from ikcli.native.simd.vec import (
     call_llvm,
@@ -30,7 +31,6 @@ from ikcli.native.simd.vec import (
     f32x16,
     i8x32,
     i16x16,
-    i32x8,
     llvm_type,
     magnitude,
     pointer,
@@ -41,7 +41,6 @@ _TWICE = [i // 2 for i in range(16)]
 _EVERY_OTHER = [*range(0, 8, 2), *range(1, 8, 2)]
 # blocks of 16 columns in the order in which `_sums_of_sixteen` has their sums: every other one of eight, the others
 _APART = tuple(8 * n + 2 * i + odd for n in range(2) for odd in range(2) for i in range(4))
-_PAIRS = ir.VectorType(ir.IntType(16), 16)
 _MOST_SUM = 32767
 
 
@@ -300,7 +299,7 @@ def _products(e, fmt, parts, x, i):
             u, y = magnitude(e.b, v), with_sign(e.b, y, v)
         else:
             u, y = e.load(i8x32, e.offset(magnitudes_at, 32 * n)), with_sign(e.b, v, y)
-        yield call_llvm(e.b, "llvm.x86.avx2.pmadd.ub.sw", _PAIRS, [u, y])
+        yield emit_products(e.b, u, y)
 
 
 def _paired_products(e, fmt, parts, x, i):
@@ -312,7 +311,7 @@ def _paired_products(e, fmt, parts, x, i):
             u = v
         else:
             u, y = e.load(i8x32, e.offset(at, 256 + 32 * n)), with_sign(e.b, v, y)
-        yield call_llvm(e.b, "llvm.x86.avx2.pmadd.ub.sw", _PAIRS, [u, y])
+        yield emit_products(e.b, u, y)
 
 
 def _crossed_products(e, fmt, parts, x, i):
@@ -320,7 +319,7 @@ def _crossed_products(e, fmt, parts, x, i):
     at = _place(e, x.more_at, i, MORE_BYTES, 768)
     for n, u in enumerate(parts):
         y = e.load(i8x32, e.offset(at, 32 * n))
-        yield call_llvm(e.b, "llvm.x86.avx2.pmadd.ub.sw", _PAIRS, [u, y])
+        yield emit_products(e.b, u, y)
 
 
 class _PairedFactors:
@@ -347,14 +346,8 @@ class _PairedFactors:
     def _both(self, x, y):
         """Add the products of two vectors with the same blocks."""
         if 4 * 127 * self.most > _MOST_SUM:
-            x, y = _sums_of_two(self.e, x), _sums_of_two(self.e, y)
+            x, y = emit_sums_of_two(self.e.b, x), emit_sums_of_two(self.e.b, y)
         return self.e.b.add(x, y)
-
-
-def _sums_of_two(e, v, factors=None):
-    """Add adjacent lanes of 16 bits, times `factors`, into 8 lanes of 32."""
-    factors = factors or ir.Constant(_PAIRS, [1] * 16)
-    return call_llvm(e.b, "llvm.x86.avx2.pmadd.wd", llvm_type(i32x8), [v, factors])
 
 
 def _sums_of_four(e, pairs, most, in_turn=False):
@@ -365,8 +358,8 @@ def _sums_of_four(e, pairs, most, in_turn=False):
     """
 
     def merged(x, y, width, most_sum):
-        if x.type == _PAIRS and most_sum > _MOST_SUM:
-            x, y = _sums_of_two(e, x), _sums_of_two(e, y)
+        if x.type == SUMS_OF_TWO and most_sum > _MOST_SUM:
+            x, y = emit_sums_of_two(e.b, x), emit_sums_of_two(e.b, y)
         return _interleaved(e, x, y, width)
 
     def two():
@@ -375,7 +368,7 @@ def _sums_of_four(e, pairs, most, in_turn=False):
 
     first, second = two(), two()
     v = merged(first, second, 64, 8 * most * 127)
-    return _sums_of_two(e, v) if v.type == _PAIRS else v
+    return emit_sums_of_two(e.b, v) if v.type == SUMS_OF_TWO else v
 
 
 def _interleaved(e, x, y, width):
@@ -395,7 +388,7 @@ def _sums_of_sixteen(e, pairs, most):
     `pairs` come from `_products` of codes up to `most`.
     """
     pairs = _sums_of_words(e, pairs, most, _horizontal)
-    return e.joined(_merged_to_two(e, [_sums_of_two(e, v) for v in pairs], _horizontal))
+    return e.joined(_merged_to_two(e, [emit_sums_of_two(e.b, v) for v in pairs], _horizontal))
 
 
 def _sums_of_words(e, pairs, most, merged):
@@ -414,7 +407,7 @@ def _merged_to_two(e, sums, merged):
 
 def _horizontal(e, vectors):
     """Add adjacent lanes of eight or four vectors, of which half as many are left."""
-    op = "llvm.x86.avx2.phadd." + ("w" if vectors[0].type == _PAIRS else "d")
+    op = "llvm.x86.avx2.phadd." + ("w" if vectors[0].type == SUMS_OF_TWO else "d")
     return [call_llvm(e.b, op, x.type, [x, y]) for x, y in zip(vectors[::2], vectors[1::2], strict=True)]
 
 
@@ -459,11 +452,11 @@ class _WholeFactors:
             return words if on is None else e.b.and_(words, on)
         # As many times larger, so that 16 bits hold the upper halves of the products.
         times = 256 if self.times > 1 else 1
-        shift, plain = (ir.Constant(_PAIRS, [n * times] * 16) for n in (fmt.shift, -fmt.bias))
+        shift, plain = (ir.Constant(SUMS_OF_TWO, [n * times] * 16) for n in (fmt.shift, -fmt.bias))
         differences = e.b.add(e.b.and_(on, shift), plain)
         if times == 1:
             return e.b.mul(words, differences)
-        return call_llvm(e.b, "llvm.x86.avx2.pmulh.w", _PAIRS, [words, differences])
+        return call_llvm(e.b, "llvm.x86.avx2.pmulh.w", SUMS_OF_TWO, [words, differences])
 
     def add_step(self, pairs, x, i, valid, add):
         """Call add(number of a sum, float, float) for products with step i of x, which is whole."""
@@ -471,7 +464,9 @@ class _WholeFactors:
         of_step = self._paired_sums(pairs, x, i) if self.paired else self._sums(pairs, x, i)
         add(1, of_step, self.unit)
         if self.of_sums is not None:
-            v = e.ints_to_f32(_sums_of_two(e, e.load(i16x16, _place(e, x.more_at, i, MORE_BYTES, 64)), self.of_sums))
+            v = e.ints_to_f32(
+                emit_sums_of_two(e.b, e.load(i16x16, _place(e, x.more_at, i, MORE_BYTES, 64)), self.of_sums)
+            )
             add(0, e.mul(v, e.load(f32x8, d_at)), self.unit_of_minima or self.unit)
 
     def _sums(self, pairs, x, i):
@@ -489,7 +484,7 @@ class _WholeFactors:
         for n, parts in enumerate(sums):
             blocks = [2 * (per * n + lane * per // 8) for lane in range(8)]
             words = self._words(self.scales, [*blocks, *(b + 1 for b in blocks)])
-            scaled.append(functools.reduce(e.b.add, [_sums_of_two(e, v, words) for v in parts]))
+            scaled.append(functools.reduce(e.b.add, [emit_sums_of_two(e.b, v, words) for v in parts]))
         # Blocks of 32 columns: as many in the lower half as in the upper half, which has their other 16 columns.
         total = None
         for v, d in zip(scaled, self._scales_of(x, i, per), strict=True):
@@ -514,7 +509,7 @@ class _WholeFactors:
             both = []
             for m in range(2):
                 words = self._words(self.scales, [4 * n + m] * 8 + [4 * n + 2 + m] * 8)
-                both.append(_sums_of_two(e, pairs[2 * n + m], words))
+                both.append(emit_sums_of_two(e.b, pairs[2 * n + m], words))
             v, d = e.ints_to_f32(e.b.add(*both)), e.load(f32x8, _place(e, x.more_at, i, MORE_BYTES, 128 + 32 * n))
             total = e.mul(v, d) if total is None else e.fused(v, d, total)
         return total
@@ -526,9 +521,9 @@ class _WholeFactors:
             lanes = [(32, 16 * (n // 8) + b) for n, b in enumerate(blocks)]
             lanes = [at for two in lanes for at in (two if self.signed else two[::-1])]
             b = self.e.b
-            words = b.bitcast(b.shuffle_vector(v, ir.Constant(v.type, None), indices(lanes)), _PAIRS)
+            words = b.bitcast(b.shuffle_vector(v, ir.Constant(v.type, None), indices(lanes)), SUMS_OF_TWO)
             if self.signed and self.times == 1:
-                words = b.ashr(words, ir.Constant(_PAIRS, [8] * 16))
+                words = b.ashr(words, ir.Constant(SUMS_OF_TWO, [8] * 16))
             self.memo[key] = words
         return self.memo[key]
 

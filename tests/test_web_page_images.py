@@ -93,3 +93,27 @@ def test_a_broken_image_and_a_model_without_a_projector(open_page: OpenPage, see
     blind.dispatch_event("#messages", "drop", {"dataTransfer": blind.evaluate_handle(_FILES, [PNG, ["a.png"]])})
     blind.wait_for_selector("#banner >> text=This model reads text only.")
     assert not blind.is_visible("#attach")
+
+
+def _hold_props(page: Any) -> list[Any]:
+    """Return a list that gets the requests for what the server runs, which wait there."""
+    held: list[Any] = []
+    page.route("**/props", lambda route: held.append(route))
+    return held
+
+
+@pytest.mark.slow  # a page in a browser
+def test_images_dropped_before_the_server_has_answered(open_page: OpenPage, seeing: Slow, slow: Slow) -> None:
+    from playwright.sync_api import expect
+
+    for base in (seeing.base, slow.base):
+        page = open_page({}, base=base)
+        held = _hold_props(page)
+        reload(page)
+        page.dispatch_event("#messages", "drop", {"dataTransfer": page.evaluate_handle(_FILES, [PNG, ["a.png"]])})
+        expect(page.locator("#banner")).to_be_hidden()
+        held[0].continue_()
+        if base == seeing.base:
+            expect(page.locator("#attachments img")).to_have_count(1)
+        else:
+            page.wait_for_selector("#banner >> text=This model reads text only.")

@@ -151,7 +151,7 @@ function halt(conversation) {
   delete run.node.pending;
 }
 
-const attachments = new Attachments(() => Boolean(state.server.modalities?.vision), showBanner);
+const attachments = new Attachments(() => Boolean(state.server.modalities?.vision), () => serverRead, showBanner);
 
 function send(text) {
   const { current } = state;
@@ -302,7 +302,11 @@ const stop = () => state.runs.get(state.current.id)?.controller.abort();
 
 // The server
 
-async function readServer() {
+let serverRead; // whether the server said what it runs; if not, the banner says why
+
+const readServer = () => (serverRead = askServer());
+
+async function askServer() {
   try {
     state.server = await getJson("props");
   } catch (error) {
@@ -311,7 +315,7 @@ async function readServer() {
       showBanner(error.message);
       watchServer();
     }
-    return;
+    return false;
   }
   state.preset = await getJson("ui-config.json").catch(() => ({}));
   if (state.preset.system && !state.current.system) showSystem();
@@ -320,6 +324,7 @@ async function readServer() {
   attachments.show();
   showBanner("");
   showNumbers();
+  return true;
 }
 
 let watching = false;

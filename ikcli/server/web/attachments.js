@@ -23,10 +23,12 @@ async function read(file) {
 
 export const pictures = (urls) => h("div", { class: "pictures" }, ...urls.map((url, i) => h("img", { src: url, alt: `Image ${i + 1}` })));
 
-// `reads` tells whether the model reads images, `report` shows a sentence.
+// `known` waits for what the server runs and returns whether it said so, `reads` then tells whether the model reads
+// images, `report` shows a sentence.
 export class Attachments {
-  constructor(reads, report) {
+  constructor(reads, known, report) {
     this.reads = reads;
+    this.known = known;
     this.report = report;
     this.urls = [];
     this.list = byId("attachments");
@@ -62,6 +64,7 @@ export class Attachments {
   }
 
   async add(files) {
+    if (!(await this.known())) return;
     if (!this.reads()) {
       this.report("This model reads text only.");
       return;

@@ -207,6 +207,30 @@ def test_workers_that_stay_and_workers_that_fail(tmp_path: Path, monkeypatch: py
     assert list(kept.values()) == [[]] and first.process.poll() is not None
 
 
+def test_workers_start_early_where_no_kernel_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(tmp_path, monkeypatch)
+    early: dict[tuple[str, ...], list[compile_pool._Worker]] = {}
+    monkeypatch.setattr(compile_pool, "_early", early)
+    monkeypatch.setattr(compile_pool, "_kept", None)
+    monkeypatch.setattr(compile_pool, "_most", 2)
+    compile_pool.start_early()
+    compile_pool.start_early()
+    ((first, second),) = early.values()
+    monkeypatch.setattr(compile_pool, "_Worker", None)  # no further one
+    compile_pool.compile_kernels([NOOP])
+    assert early == {} and is_cached(NOOP) and (first.process.poll(), second.process.poll()) == (0, 0)
+    compile_pool.start_early()
+    assert early == {}
+
+
+def test_workers_share_kernels_by_module_and_begin_with_those_that_take_long() -> None:
+    small = [KernelKey("basic", f"make_{name}") for name in "abcdefgh"]
+    long = [KernelKey("attention_few", "f"), KernelKey("matmul", "f"), KernelKey("matmul", "g")]
+    first, second = compile_pool._shares([*small, *long], 2)
+    assert list(first) == long[:1] and list(second) == [*long[1:], *small]
+    assert [len(share) for share in compile_pool._shares(long, 3)] == [1, 2, 0]
+
+
 @pytest.mark.skipif(system_files.fcntl is None, reason="no locks on files")
 def test_a_process_that_dies_while_it_compiles_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use(tmp_path, monkeypatch)

@@ -162,6 +162,10 @@ def run_model(ctx: typer.Context) -> int:
         return int(_module(ctx).run_models(parsed))
     if parsed.config.chat.url:  # the model is somewhere else
         return int(_module(ctx).run_remote(parsed))
+    if not parsed.config.only_plans:
+        from ikcli.native.compile_pool import start_early
+
+        start_early()
     startup = checked(parsed)
     module = importlib.import_module("ikcli.commands.plan") if startup.config.dry_run else _module(ctx)
     return int(module.run(ModelRun(startup.config, startup.planner, parsed.alternatives, parsed.given, parsed.argv)))

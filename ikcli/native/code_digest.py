@@ -92,9 +92,11 @@ def _reached(
     """Return (module, name) of everything that a statement of a module mentions."""
     found = _source(module, packages, source_of)
     assert found is not None
-    reached, qualified = set[tuple[str, str]](), set[int]()
+    reached, qualified, names = set[tuple[str, str]](), set[int](), list[ast.Name]()
     for node in ast.walk(statement):
-        if isinstance(node, ast.Import | ast.ImportFrom):
+        if isinstance(node, ast.Name):
+            names.append(node)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
             reached.update(_imports(node).values())
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in found.imported:
             package, inner = found.imported[node.value.id]
@@ -102,8 +104,8 @@ def _reached(
             if _source(whole, packages, source_of) is not None:  # one thing of an imported module
                 qualified.add(id(node.value))
                 reached.add((whole, node.attr))
-    for node in ast.walk(statement):
-        if isinstance(node, ast.Name) and id(node) not in qualified:
+    for node in names:
+        if id(node) not in qualified:
             if node.id in found.defined:
                 reached.add((module, node.id))
             elif node.id in found.imported:
@@ -148,7 +150,12 @@ def _text(decorator: ast.expr) -> str:
 
 
 def _without_docstrings(tree: ast.Module) -> ast.Module:
-    for node in ast.walk(tree):
+    todo: list[ast.AST] = [tree]
+    for node in todo:  # grows: statements only, as expressions have no docstrings
+        for part in ("body", "orelse", "finalbody", "handlers", "cases"):
+            inside = getattr(node, part, None)
+            if isinstance(inside, list):
+                todo += inside
         if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node, clean=False):
             node.body = node.body[1:] or [ast.Pass()]
     return tree

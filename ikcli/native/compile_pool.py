@@ -24,12 +24,25 @@ from pathlib import Path
 from ikcli.errors import IkError
 from ikcli.hostinfo import visible_cpus
 from ikcli.native import isa
-from ikcli.native.kernel_cache import ADVICE, PACKAGE_DIR, KernelKey, adopt, cache_dir, is_cached
+from ikcli.native.kernel_cache import (
+    ADVICE,
+    PACKAGE_DIR,
+    KernelKey,
+    adopt,
+    cache_dir,
+    has_code_names,
+    has_kernels,
+    is_cached,
+    keep_code,
+)
 from ikcli.system_files import lock_byte, unlock_byte
 
 Progress = Callable[[int, int], None]
+_COSTS = {"attention_": 20, "matmul": 8}  # of the kernels of modules that begin so; others take about 2
+_MOST_EARLY = 16  # hardly a run needs fewer kernels
 _POLL = 0.02  # seconds between looks at a kernel that another process compiles
 _kept: dict[tuple[str, ...], list[_Worker]] | None = None
+_early: dict[tuple[str, ...], list[_Worker]] = {}
 _most: int | None = None
 
 
@@ -43,6 +56,13 @@ def keep_workers(most: int | None = None) -> None:
     if _kept is None:
         _kept = {}
         atexit.register(_end_kept)
+
+
+def start_early() -> None:
+    """Start workers if nothing is cached yet: they import Numba while this process reads a model."""
+    if _kept is None and not _early and not has_kernels():
+        kind, env = _target(cache_dir())
+        _early[kind] = [_Worker(cache_dir(), env) for _ in range(min(_number(), _MOST_EARLY))]
 
 
 def compile_kernels(keys: Sequence[KernelKey], progress: Progress | None = None) -> None:
@@ -61,7 +81,8 @@ def compile_kernels(keys: Sequence[KernelKey], progress: Progress | None = None)
         while left:
             mine = [key for key in left if lock_byte(lock, _place(key))]  # no other process compiles it now
             try:
-                todo = [key for key in mine if not is_cached(key) and not adopt(directory, key)]
+                named = has_code_names(directory)
+                todo = [key for key in mine if not is_cached(key) and not (named and adopt(directory, key))]
                 tell(len(mine) - len(todo))
                 _compile(directory, todo, lambda: tell(1))
             finally:
@@ -85,6 +106,7 @@ class _Worker:
     def __init__(self, directory: Path, env: dict[str, str]) -> None:
         command = [sys.executable, "-P", "-m", "ikcli.native.compile_worker", str(directory)]
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
+        self._key: KernelKey | None = None
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, bufsize=0, env=env
         )
@@ -92,10 +114,18 @@ class _Worker:
     def give(self, key: KernelKey) -> None:
         """Send a kernel to compile; the worker prints a line when it is done."""
         assert self.process.stdin is not None
+        self._key = key
         try:
             self.process.stdin.write(f"{key.line}\n".encode())
         except BrokenPipeError:
             raise self.failure() from None
+
+    def finished(self) -> KernelKey:
+        """Return the kernel that the worker has compiled, now that its line has come."""
+        assert self.process.stdout is not None and self._key is not None
+        if not self.process.stdout.readline():
+            raise self.failure()
+        return self._key
 
     def failure(self) -> IkError:
         """Return the error of a worker that ended prematurely."""
@@ -115,12 +145,9 @@ class _Worker:
 @contextmanager
 def _workers(directory: Path, n: int) -> Iterator[list[_Worker]]:
     """Yield at most n workers for this folder and target."""
-    env = dict(os.environ, PYTHONPATH=os.pathsep.join([str(PACKAGE_DIR.parent), os.environ.get("PYTHONPATH", "")]))
-    target = isa.current()
-    if target.architecture == isa.machine() and (target.feature_string or target is not isa.host()):
-        env |= {"NUMBA_CPU_NAME": target.cpu, "NUMBA_CPU_FEATURES": target.feature_string}
-    kind = (str(directory), env["PYTHONPATH"], target.cpu, target.feature_string)
+    kind, env = _target(directory)
     found = _kept.setdefault(kind, []) if _kept is not None else []
+    found += _early.pop(kind, [])
     found += [_Worker(directory, env) for _ in range(n - len(found))]
     try:
         yield found[:n]
@@ -135,6 +162,19 @@ def _workers(directory: Path, n: int) -> Iterator[list[_Worker]]:
             worker.end()
 
 
+def _target(directory: Path) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Return what workers for this folder have in common, and their environment."""
+    env = dict(os.environ, PYTHONPATH=os.pathsep.join([str(PACKAGE_DIR.parent), os.environ.get("PYTHONPATH", "")]))
+    target = isa.current()
+    if target.architecture == isa.machine() and (target.feature_string or target is not isa.host()):
+        env |= {"NUMBA_CPU_NAME": target.cpu, "NUMBA_CPU_FEATURES": target.feature_string}
+    return (str(directory), env["PYTHONPATH"], target.cpu, target.feature_string), env
+
+
+def _number() -> int:
+    return _most or len(visible_cpus())
+
+
 def _end_kept() -> None:
     for workers in (_kept or {}).values():
         for worker in workers:
@@ -145,31 +185,44 @@ def _compile(directory: Path, keys: Sequence[KernelKey], finished: Callable[[], 
     """Compile the kernels that no other process compiles."""
     if not keys:
         return
-    n = max(1, min(len(keys), _most or len(visible_cpus())))
+    n = max(1, min(len(keys), _number()))
     shares = _shares(keys, n)
     with _workers(directory, n) as workers, selectors.DefaultSelector() as selector:
         for worker, share in zip(workers, shares, strict=True):
+            first = share.popleft() if share else max(shares, key=len).pop()
             assert worker.process.stdout is not None
             selector.register(worker.process.stdout, selectors.EVENT_READ, (worker, share))
-            worker.give(share.popleft())
+            worker.give(first)
         busy = len(workers)
         while busy:
             for event, _ in selector.select():
                 worker, share = event.data
-                if not event.fileobj.readline():  # type: ignore[union-attr]
-                    raise worker.failure()
-                finished()
+                key = worker.finished()
                 longest = max(shares, key=len)
                 if longest:
                     worker.give(share.popleft() if share else longest.pop())
                 else:
                     busy -= 1
+                keep_code(directory, key)
+                finished()
 
 
 def _shares(keys: Sequence[KernelKey], n: int) -> list[deque[KernelKey]]:
-    """Return the kernels of n workers, similar ones together."""
-    alike = sorted(keys, key=lambda key: key.line)
-    return [deque(alike[len(alike) * i // n : len(alike) * (i + 1) // n]) for i in range(n)]
+    """Return the kernels of n workers: those of a module together, and those that take long first."""
+    modules: dict[str, list[KernelKey]] = {}
+    for key in sorted(keys, key=lambda key: key.line):
+        modules.setdefault(key.module, []).append(key)
+    shares, costs = [deque[KernelKey]() for _ in range(n)], [0] * n
+    for group in sorted(modules.values(), key=lambda group: (-_cost(group[0]), -len(group))):
+        least = costs.index(min(costs))
+        shares[least] += group
+        costs[least] += _cost(group[0]) * len(group)
+    return shares
+
+
+def _cost(key: KernelKey) -> int:
+    """Return about how long a kernel takes, in tenths of a second."""
+    return next((cost for module, cost in _COSTS.items() if key.module.startswith(module)), 2)
 
 
 def _make_writable(directory: Path) -> None:

@@ -13,17 +13,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ikcli.native.kernel_cache import KernelKey, keep_code, pack_entry
+from ikcli.native import jit
+from ikcli.native.kernel_cache import KernelKey, pack_entry
 
-_COLLECT_EVERY = 12  # kernels; each leaves about 20 MB of garbage
+_COLLECT_EVERY = 16  # kernels; each leaves about 20 MB of garbage
 
 
 def compile_one(key: KernelKey) -> bytes:
     """Return the contents of the cache file of one kernel."""
-    from ikcli.native.jit import compile_to_object
-
     module = importlib.import_module(key.full_module)
-    symbol, code = compile_to_object(*described(getattr(module, key.factory)(*key.args)))
+    symbol, code = jit.compile_to_object(*described(getattr(module, key.factory)(*key.args)))
     return pack_entry(symbol, code)
 
 
@@ -41,10 +40,10 @@ def main() -> None:
         temporary = directory / f".{key.file_name}.{os.getpid()}"
         temporary.write_bytes(data)
         temporary.replace(directory / key.file_name)
-        keep_code(directory, key)
         print(key.text, flush=True)
         if count % _COLLECT_EVERY == 0:
             gc.collect()
+    os._exit(0)  # the end of the interpreter, which frees all that Numba made, takes a second or two
 
 
 if __name__ == "__main__":

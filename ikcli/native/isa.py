@@ -72,6 +72,11 @@ class ISA:
         return "avx2" in self.features and not {"avxvnni", "avx512vnni"} & self.features
 
     @property
+    def short_vectors(self) -> bool:
+        """Return whether vectors have 32 bytes: AVX2, with or without AVX-VNNI."""
+        return "avx2" in self.features and "avx512vnni" not in self.features
+
+    @property
     def signed_codes(self) -> bool:
         """Return whether products of signed bytes are preferred to those of unsigned codes and signed bytes."""
         return self.plain_avx2 or self.is_arm64

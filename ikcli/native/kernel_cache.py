@@ -179,6 +179,17 @@ def is_cached(key: KernelKey) -> bool:
     return find_entry(key) is not None
 
 
+def has_code_names(directory: Path) -> bool:
+    """Return whether any kernel there has a second name; otherwise none need be computed."""
+    return any(directory.glob("code-*.kernel"))
+
+
+def has_kernels() -> bool:
+    """Return whether there are any kernels for this target, in the cache or in the package."""
+    directory = cache_dir()
+    return _pack() is not None or (directory.is_dir() and any(directory.glob("*.kernel")))
+
+
 def find_entry(key: KernelKey) -> tuple[str, bytes] | None:
     """Return (symbol, object code) of a kernel from the cache or the package; None if it has to be compiled."""
     name = key.file_name

@@ -4,12 +4,14 @@
 Makes random models and runs `ik sweep-bench` in turns with the llama-sweep-bench that was built for the same
 instruction set. `ik doctor` measures the roofline of every model. One cell of the Markdown table has the tokens per
 second of `ik` and, in parentheses, the ratio to the reference (above 1, `ik` is faster) and the share of the roofline;
-that of prompts counts the products with weights, without attention.
+that of prompts counts the products with weights, without attention. The ratio is the median of the ratios of all turns,
+because the speed of some machines changes between turns.
 
 Models have the widths, heads and sizes of experts of real ones, but few blocks (`tools/make_random_model.py`). Files
 that are already in the folder are used. With --json every turn is kept, and a later call goes on where this one
-stopped: `--small --json FILE --seconds 3000` fills a large table in pieces (exit code 3: something is left). Options
-after `--` are given to both programs.
+stopped: `--small --json FILE --seconds 3000` fills a large table in pieces (exit code 3: something is left). With
+--alive both programs stay alive while they take turns, and read the caches that the first model of a family filled
+(`alive.py`); --reference then needs the whole build. Options after `--` are given to both programs.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +34,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import alive
 from compare_reference import PROGRAM, NoTable, run_once, sweep_options
 from extra_options import parse_with_extra
 from make_random_model import PRESETS, tensors_of
@@ -87,6 +91,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("-ub", "--ubatch-size", type=int, default=512, help="has to divide the depths")
     parser.add_argument("--tg", type=int, default=64, help="tokens that are generated (default: %(default)s)")
     parser.add_argument("-r", "--repetitions", type=int, default=3, help="turns (default: %(default)s)")
+    parser.add_argument("--alive", action="store_true", help="load the model once for all turns of a cell")
     parser.add_argument("--json", type=Path, metavar="FILE", help="keep all turns here, and go on with what it has")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin no turn later than this")
     parser.add_argument("--idle", type=float, default=math.inf, metavar="CPUS",
@@ -108,6 +113,8 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
             parser.error(f"--depths: {depth} is not a multiple of -ub {found.ubatch_size}")
     folders = [text.partition("=") if "=" in text else ("", "=", text) for text in found.reference]
     found.references = {name: Path(folder) for name, _, folder in folders}
+    if found.alive and found.idle < math.inf:
+        parser.error("--idle needs programs that end; leave out --alive")
     missing = [str(f) for f in found.references.values() if not (f / PROGRAM).is_file()]
     if missing:
         parser.error(f"--reference: no {PROGRAM} in {', '.join(missing)}")
@@ -198,6 +205,33 @@ def turn(path: Path, name: str, options: argparse.Namespace) -> dict[str, Any]:
     return found | {"others": watch.found.others}
 
 
+def alive_turns(path: Path, run_: Run, n: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Let both programs take n turns at each depth while they stay alive; return what `turn` does for each."""
+    depths, n_ubatch = options.depths, options.ubatch_size
+    n_ctx = depths[-1] + max(n_ubatch, options.tg)
+    arguments = sweep_options(path, options.threads, n_ctx, n_ubatch, "3", options.extra)
+    commands = {"ik": [sys.executable, str(alive.HERE / "alive.py")]}
+    folder = options.references.get(run_.isa, options.references.get(""))
+    if folder is not None:
+        target = options.folder / f"alive-reference-{run_.isa}"
+        commands["reference"] = [str(alive.compile_reference(folder, target))]
+    found: list[dict[str, Any]] = [{"others": None, **{name: {} for name in commands}} for _ in range(n)]
+    shape, variables = path.stem.removesuffix(f"-{run_.type}"), variables_of(run_.isa)
+    with ExitStack() as stack:
+        programs = {
+            name: stack.enter_context(alive.Alive([*command, *arguments], variables if name == "ik" else None))
+            for name, command in commands.items()
+        }
+        for depth in depths:
+            for name, program in programs.items():
+                if depth:
+                    program.ask(f"fill {depth} {options.folder / f'{shape}-{run_.isa}-{depth}.{name}'}")
+            for i, turn_ in enumerate(found):
+                for name, program in list(programs.items())[:: -1 if i % 2 else 1]:
+                    turn_[name][str(depth)] = program.speeds(n_ubatch, options.tg)
+    return found
+
+
 def left(cell: Cell, options: argparse.Namespace) -> int:
     """Return the turns that a cell lacks at one of the depths."""
     done = [sum(str(depth) in t["ik"] for t in cell["turns"]) for depth in options.depths]
@@ -230,13 +264,11 @@ def table(cells: dict[str, Cell], options: argparse.Namespace) -> Iterator[str]:
 
 def shown(cell: Cell, depth: str, i: int) -> tuple[str, float | None]:
     """Return a cell of the table, and the ratio to the reference: prompts (i = 0) or generation (1)."""
-    ours, other = (
-        [t[program][depth][i] for t in cell["turns"] if depth in t.get(program, {})] for program in ("ik", "reference")
-    )
-    if not ours:
+    turns = [(t["ik"][depth][i], t.get("reference", {}).get(depth)) for t in cell["turns"] if depth in t["ik"]]
+    if not turns:
         return "", None
-    speed = statistics.median(ours)
-    ratio = speed / statistics.median(other) if other else None
+    speed, ratios = statistics.median(ours for ours, _ in turns), [ours / other[i] for ours, other in turns if other]
+    ratio = statistics.median(ratios) if ratios else None
     limits = [r[depth][i] for r in cell["roofs"] if r.get(depth, [None, None])[i]]
     share = f"{100 * speed / statistics.median(limits):.0f} %" if limits else "-"
     return f"{speed:.{0 if speed >= 100 else 1}f} ({'-' if ratio is None else f'{ratio:.2f}'}, {share})", ratio
@@ -247,7 +279,7 @@ def main(argv: list[str]) -> int:
     options = parse_arguments(argv)
     options.folder.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + options.seconds
-    names = ("threads", "ubatch_size", "tg", "small", "layers", "experts", "vocab", "extra")
+    names = ("threads", "ubatch_size", "tg", "small", "layers", "experts", "vocab", "alive", "extra")
     kept: dict[str, Any] = {"settings": {name: getattr(options, name) for name in names}, "cells": {}}
     if options.json is not None and options.json.exists():
         before = json.loads(options.json.read_text())
@@ -263,13 +295,17 @@ def main(argv: list[str]) -> int:
         while left(cell, options) and time.monotonic() < end:
             print(f"{run_.key}: {left(cell, options)} turns are left", file=sys.stderr, flush=True)
             try:
-                found = turn(path, run_.isa, options)
+                if options.alive:
+                    turns = alive_turns(path, run_, left(cell, options), options)
+                else:
+                    turns = [turn(path, run_.isa, options)]
             except NoTable as error:
                 sys.exit(f"error: {run_.key}: {error}")
-            if (found["others"] or 0.0) > options.idle:
-                print(f"{run_.key}: others kept {found['others']:.2f} processors busy, again", file=sys.stderr)
-                continue
-            cell["turns"].append(found)
+            for found in turns:
+                if (found["others"] or 0.0) > options.idle:
+                    print(f"{run_.key}: others kept {found['others']:.2f} processors busy, again", file=sys.stderr)
+                else:
+                    cell["turns"].append(found)
             if options.json is not None:
                 with written_whole(options.json) as temporary:
                     temporary.write_text(json.dumps(kept, indent=1))

@@ -82,7 +82,7 @@ def run(
     vram_used_mib: Callable[[], float | None] = memory.no_vram,
 ) -> tuple[SweepRow, ...]:
     """Measure all depths on an empty single-sequence session; on_row gets each row as soon as it is measured."""
-    sweep = _Sweep(session, params)
+    sweep = Sweep(session, params)
     sweep.warm_up()
     rows: list[SweepRow] = []
     for depth in depths(params, session.n_ctx):
@@ -95,7 +95,7 @@ def run(
     return tuple(rows)
 
 
-class _Sweep:
+class Sweep:
     """The cache of sequence 0 and the number of its valid positions."""
 
     def __init__(self, session: SessionLike, params: SweepParams) -> None:
@@ -110,11 +110,11 @@ class _Sweep:
         params, session = self._params, self._session
         if params.warmup:
             bos = session.tokenizer.bos_id
-            self._decode(np.array([bos if bos is not None and bos >= 0 else 0], dtype=np.int32), 0)
-            self._generate(1, min(WARMUP_TG, session.n_ctx - 1))
+            self.decode(np.array([bos if bos is not None and bos >= 0 else 0], dtype=np.int32), 0)
+            self.generate(1, min(WARMUP_TG, session.n_ctx - 1))
         if params.warmup_batch:
-            self._forget(0)
-            self._decode(self._tokens(min(session.n_ubatch, session.n_ctx)), 0)
+            self.forget(0)
+            self.decode(self.tokens(min(session.n_ubatch, session.n_ctx)), 0)
         if params.warmup:
             session.settle_weights()
         session.clear()
@@ -127,16 +127,16 @@ class _Sweep:
         self._session.checkpoint(0)
         started = time.perf_counter()
         for _ in range(repetitions):
-            self._forget(depth)
-            self._generate(depth, params.tg)
+            self.forget(depth)
+            self.generate(depth, params.tg)
         middle = time.perf_counter()
         if params.mtp:
-            self._forget(depth)
+            self.forget(depth)
             self.t_mtp = self._draft(depth, params.tg)
         drafted = time.perf_counter()
         for _ in range(repetitions):
-            self._forget(depth)
-            self._decode(self._tokens(params.pp), depth)
+            self.forget(depth)
+            self.decode(self.tokens(params.pp), depth)
         ended = time.perf_counter()
         self._filled = depth + params.pp
         return (ended - drafted) / repetitions, (middle - started) / repetitions
@@ -144,20 +144,23 @@ class _Sweep:
     def _fill(self, depth: int) -> None:
         """Make exactly the positions 0..depth-1 valid."""
         if self._filled < depth:
-            self._forget(self._filled)
-            self._decode(self._tokens(depth - self._filled), self._filled)
+            self.forget(self._filled)
+            self.decode(self.tokens(depth - self._filled), self._filled)
         self._filled = depth
 
-    def _tokens(self, n: int) -> TokenIds:
+    def tokens(self, n: int) -> TokenIds:
+        """Return n random tokens."""
         return self._rng.integers(0, self._session.n_vocab, n, dtype=np.int32)
 
-    def _forget(self, depth: int) -> None:
+    def forget(self, depth: int) -> None:
+        """Drop the positions from depth on."""
         kept = self._session.truncate(0, depth)
         if kept < depth:  # recurrent states can only be rolled back to checkpoints
-            self._decode(self._tokens(depth - kept), kept)
+            self.decode(self.tokens(depth - kept), kept)
 
-    def _generate(self, depth: int, n: int) -> None:
-        for i, token in enumerate(self._tokens(n).tolist()):
+    def generate(self, depth: int, n: int) -> None:
+        """Decode n tokens at depth, one by one."""
+        for i, token in enumerate(self.tokens(n).tolist()):
             self._session.step_each([token], [depth + i], [0])
 
     def _draft(self, depth: int, n: int) -> float:
@@ -166,7 +169,7 @@ class _Sweep:
         assert heads is not None  # a file without them was refused
         seconds = 0.0
         text = np.zeros(depth + n + 1, np.int32)  # only its end is looked at
-        text[depth:] = self._tokens(n + 1)
+        text[depth:] = self.tokens(n + 1)
         if depth:  # rows that the text before is due
             heads.draft([Draft(0, text[: depth + 1], 1, 0.0, [], [])])
         for end in range(depth + 1, depth + n + 1):
@@ -176,7 +179,7 @@ class _Sweep:
             seconds += time.perf_counter() - started
         return seconds
 
-    def _decode(self, tokens: TokenIds, pos0: int) -> None:
+    def decode(self, tokens: TokenIds, pos0: int) -> None:
         """Decode tokens at pos0..., in batches, with logits of the last one only."""
         step = self._session.n_batch
         for start in range(0, len(tokens), step):

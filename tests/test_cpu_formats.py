@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from gguf_files import write_model
 from kernel_harness import Harness, Segment
 from weight_bytes import QUANTIZED, fitting, params, stored
 
+from ikcli.backends.cpu.kernels.rowformat import PREFETCH_BYTES, prefetch_step
 from ikcli.backends.cpu.lower import RULES
 from ikcli.backends.cpu.program import BATCH_INVARIANT_ROWS
 from ikcli.engine.run import repacking
@@ -195,3 +197,12 @@ def test_run_time_repack_of_f16(
     assert np.median(error) <= (4e-2 if multiplies_bf16 else 1e-5) and error.max() <= (
         1.5e-1 if multiplies_bf16 else 1e-4
     )
+
+
+@pytest.mark.parametrize("n_parts", [1, 2, 4, 8])
+def test_a_step_prefetches_each_of_its_lines_once(n_parts: int) -> None:
+    lines: list[int] = []
+    emitter = SimpleNamespace(offset=lambda base, *terms: base + sum(terms), prefetch=lines.append)
+    for part in range(n_parts):
+        prefetch_step(emitter, SimpleNamespace(step_bytes=840), 1000, part=part, n_parts=n_parts)
+    assert lines == list(range(1000 + PREFETCH_BYTES, 1840 + PREFETCH_BYTES, 64))

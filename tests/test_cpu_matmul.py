@@ -17,8 +17,8 @@ from kernel_harness import Harness, Segment
 from weight_bytes import ALL_TYPES, OF_EXPERTS, QUANTIZED, fitting, good_blocks, params, stored
 
 from ikcli.backends.cpu.lower import FLOAT_TYPES, RULES, activation_kind
-from ikcli.backends.cpu.program import BATCH_INVARIANT_ROWS, FEW_ROWS
-from ikcli.backends.cpu.tile_modes import PAIRS_BLOCK, makes_integers
+from ikcli.backends.cpu.program import BATCH_INVARIANT_ROWS
+from ikcli.backends.cpu.tile_modes import PAIRS_BLOCK, few_rows, makes_integers
 from ikcli.errors import UnsupportedError
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.types import TYPES
@@ -70,16 +70,16 @@ def seen(x: Array, type_: GGMLType) -> Array:
     return x.astype(np.float64) if type_ in FLOAT_TYPES else rounded(x)
 
 
-def rounding(w: Array, x: Array, type_: GGMLType, few: int = FEW_ROWS) -> Array | float:
+def rounding(w: Array, x: Array, type_: GGMLType, few: int | None = None) -> Array | float:
     """What 16-bit integers instead of f16 may cost: errors of half a code in blocks whose norm is 32700 or more."""
-    if activation_kind(type_) != "i16" or len(x) <= few:
+    if activation_kind(type_) != "i16" or len(x) <= (few_rows(True) if few is None else few):
         return 0.0
     pad = [(0, 0), (0, -x.shape[1] % PAIRS_BLOCK)]
     norms = [np.linalg.norm(np.pad(v, pad).reshape(len(v), -1, PAIRS_BLOCK), axis=2) for v in (x, w)]
     return np.asarray(math.sqrt(PAIRS_BLOCK) * 1.01 / 32700 * norms[0] @ norms[1].T)
 
 
-def check(found: Array, w: Array, x: Array, type_: GGMLType, *, loss: bool = True, few: int = FEW_ROWS) -> None:
+def check(found: Array, w: Array, x: Array, type_: GGMLType, *, loss: bool = True, few: int | None = None) -> None:
     """found = x @ w.T up to float32 rounding of the sum, and up to 1.5 % without the rounding of x."""
     a = seen(x, type_)
     assert found.shape == (len(x), len(w))
@@ -251,7 +251,7 @@ def test_non_finite_activations_show(type_: GGMLType, n: int, bad: float) -> Non
     assert not np.isfinite(found[n // 2]).any()
     good = np.arange(n) != n // 2
     if good.any():
-        check(found[good], values[0], a[good], type_)
+        check(found[good], values[0], a[good], type_, few=0)  # the bad row counted as well
 
 
 @pytest.mark.parametrize(
@@ -270,6 +270,18 @@ def test_extreme_codes(type_: GGMLType, n: int) -> None:
     run, x = dense(Weight("w", type_, (k, 20)), data, 1)
     a = np.tile(np.where(np.tile(value, 8) > 0, 1.0, -1.0).astype(np.float32), (n, 1))
     check(run([Segment(n)], {x: a}), np.tile(value, (20, 8)), a, type_, loss=False)
+
+
+@pytest.mark.parametrize("type_", [GGMLType.Q3_K, GGMLType.Q3_K_R4])
+def test_a_code_times_its_scale_does_not_fit_a_signed_byte(type_: GGMLType) -> None:
+    """Codes of -4 and scales of -32: their product is 128, where tiles hold such products."""
+    rows = 4 if type_ is GGMLType.Q3_K_R4 else 1
+    block = np.zeros((rows, 110), np.uint8)
+    block.reshape(-1)[slice(0, 8) if rows == 4 else slice(108, 110)] = np.full(rows, 0.5, "<f2").view(np.uint8)
+    data = np.tile(block.reshape(-1), 2 * 20 // rows)
+    run, x = dense(Weight("w", type_, (512, 20)), data, 1)
+    a = activations(9, 512)
+    check(run([Segment(9)], {x: a}), np.full((20, 512), 64.0), a, type_, loss=False)
 
 
 @pytest.mark.skipif(not makes_integers(), reason="this CPU multiplies f16 in float32")
@@ -399,7 +411,7 @@ def test_experts_with_many_rows(type_: GGMLType, n_threads: int) -> None:
     logits = routing_logits("any", n)
     logits[range(n), [4] * 12 + [0, 1, 2, 3, 5]] += 50
     expert = check_experts(type_, made, (values[0], values[1]), logits, activations(n, k), 1, None)
-    assert (expert == 4).sum() > FEW_ROWS > n / len(np.unique(expert))
+    assert (expert == 4).sum() > few_rows(type_ in FLOAT_TYPES) > n / len(np.unique(expert))
 
 
 def check_up_gate(found: Array, up: Array, gate: Array, a: Array, type_: GGMLType) -> None:

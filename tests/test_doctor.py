@@ -138,15 +138,19 @@ def test_cost_of_a_token_of_the_bundled_model() -> None:
     cost = token_cost(startup.planner, startup.planner.plan(startup.config))
     hp, tensors = startup.planner.hp, open_gguf(default_model()).tensors.values()
     assert hp.n_expert > hp.n_expert_used > 0
-    weights, products = 0.0, 0.0
+    weights, products, once = 0.0, 0.0, 0.0
     for t in tensors:
         if t.name == "token_embd.weight":
             continue
         share = hp.n_expert_used / hp.n_expert if "_exps." in t.name else 1
         weights += t.n_bytes * share
         products += 2 * t.n_elements * share * (len(t.shape) > 1)
+        if t.name == "output.weight" or t.name.startswith(f"blk.{hp.n_layer - 1}.ffn_"):
+            once += 2 * t.n_elements * share * (len(t.shape) > 1)
     assert cost.weights["CPU"] == pytest.approx(weights)
     assert sum(cost.products["CPU"].values()) == pytest.approx(products)
+    assert sum(cost.once["CPU"].values()) == pytest.approx(once)
+    assert 0 < once < products
     assert cost.batch_weights["CPU"] > cost.weights["CPU"]
     plan = startup.planner.plan(startup.config)
     assert cost.cache["CPU"] * plan.memory.n_ctx == pytest.approx(plan.memory.parts["CPU"]["KV"], rel=0.01)
@@ -156,7 +160,7 @@ def test_what_limits() -> None:
     prompt, empty, full = speeds(COST, ROOFS, 512, 10**6)
     assert prompt.tokens_per_s == pytest.approx(1000)  # 4e9 at 4e12 per second
     assert prompt.limit == "products of i8"
-    once = replace(COST, output={"CPU": {"i8": 2e9}})  # of the last token only
+    once = replace(COST, once={"CPU": {"i8": 2e9}})  # of the last token only
     assert speeds(once, ROOFS, 512, 10**6)[0].tokens_per_s == pytest.approx(512 / (513 * 2e9 / 4e12))
     assert (empty.tokens_per_s, empty.limit) == (pytest.approx(100), "memory bandwidth")
     assert full.tokens_per_s == pytest.approx(50)

@@ -143,9 +143,10 @@ def kernel_choice(target: str, features: frozenset[str]) -> list[tuple[str, str]
         integers = "no vector instructions that kernels know: slow"
     floats = "AVX-512" if target == "avx512" else "AVX2 and FMA" if "fma" in features else target
     floats = "NEON" if "neon" in features else floats
-    bf16 = "AVX-512 BF16" if "avx512bf16" in features else f"widened to float32 ({floats})"
+    widened = f"widened to float32 ({floats})"
+    bf16 = "AVX-512 BF16" if "avx512bf16" in features else widened
     bf16 = "NEON with products of bfloat16" if "bf16" in features else bf16
-    f16 = "16-bit integers (VNNI) in prompts" if "avx512vnni" in features else f"widened to float32 ({floats})"
+    f16 = f"16-bit integers in prompts, else {widened}" if "avx2" in features else widened
     return [("quantized weights", integers), ("bf16 weights", bf16), ("f16 weights", f16), ("f32 weights", floats)]
 
 

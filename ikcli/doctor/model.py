@@ -27,7 +27,8 @@ class TokenCost:
     """The cost per token and device: bytes of weights read in generation, and multiply-adds by kind of product.
 
     Also the bytes of weights that a large micro-batch reads in all; `cache`: bytes per cached position; `state`: per
-    token; `output`: the part of the products that prompts compute for their last token only.
+    token; `once`: the part of the products that prompts compute for their last token only, that is, those of the output
+    and of the last layer after its attention.
     """
 
     weights: Mapping[str, int]
@@ -35,7 +36,7 @@ class TokenCost:
     batch_weights: Mapping[str, int]
     cache: Mapping[str, float]
     state: Mapping[str, int]
-    output: Mapping[str, Mapping[str, float]]
+    once: Mapping[str, Mapping[str, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +98,9 @@ def token_cost(planner: Planner, plan: RunPlan) -> TokenCost:
     hp, tensors = planner.hp, planner.file.tensors
     weights, batch = defaultdict[str, int](int), defaultdict[str, int](int)
     products: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    output: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    once: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     tied = "output.weight" not in tensors
+    ends = (_EMBEDDINGS[0] if tied else "output.weight", f"blk.{hp.n_layer - 1}.ffn_")
     for t in tensors.values():
         device = plan.placement.buffer_of.get(t.name, CPU)
         if t.name in _EMBEDDINGS and not (tied and t.name == _EMBEDDINGS[0]):
@@ -109,8 +111,8 @@ def token_cost(planner: Planner, plan: RunPlan) -> TokenCost:
         if len(t.shape) > 1:
             kind = products_of(t.type)
             products[device][kind] += 2 * t.n_elements * share
-            if t.name == (_EMBEDDINGS[0] if tied else "output.weight"):
-                output[device][kind] += 2 * t.n_elements
+            if t.name.startswith(ends):
+                once[device][kind] += 2 * t.n_elements * share
     cache: dict[str, float] = defaultdict(float)
     state = defaultdict[str, int](int)
     for c, n_bytes in plan.caches.items():
@@ -119,7 +121,7 @@ def token_cost(planner: Planner, plan: RunPlan) -> TokenCost:
             cache[device] += n_bytes / plan.memory.n_ctx
         else:
             state[device] += n_bytes
-    of_devices = [{d: dict(p) for d, p in kinds.items()} for kinds in (products, output)]
+    of_devices = [{d: dict(p) for d, p in kinds.items()} for kinds in (products, once)]
     return TokenCost(dict(weights), of_devices[0], dict(batch), dict(cache), dict(state), of_devices[1])
 
 
@@ -160,13 +162,13 @@ def _generation(cost: TokenCost, peaks: Peaks, depth: int, name: str) -> Speed:
 
 
 def _computing(cost: TokenCost, peaks: Peaks, n_tokens: int) -> float | None:
-    """Return the seconds of the products on the CPU with one output; for GPUs no peak is known."""
+    """Return the seconds of the products on the CPU; for GPUs no peak is known."""
     total = 0.0
     for kind, n in cost.products.get(CPU, {}).items():
         peak = peaks.products.get(kind) or peaks.products.get("f32", 0.0)
         if not peak:
             return None
-        total += (n_tokens * n - (n_tokens - 1) * cost.output.get(CPU, {}).get(kind, 0.0)) / peak
+        total += (n_tokens * n - (n_tokens - 1) * cost.once.get(CPU, {}).get(kind, 0.0)) / peak
     return total
 
 

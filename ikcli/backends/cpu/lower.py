@@ -53,7 +53,7 @@ from ikcli.backends.cpu.params_products import (
     UpGluParams,
     ZeroDroppedParams,
 )
-from ikcli.backends.cpu.program import N_NODES, NODE, CpuLowering, Ref
+from ikcli.backends.cpu.program import BATCH_INVARIANT_ROWS, N_NODES, NODE, CpuLowering, Ref
 from ikcli.backends.cpu.tile_modes import (
     HALF_STEP,
     MOST_OF_TWO,
@@ -61,6 +61,7 @@ from ikcli.backends.cpu.tile_modes import (
     PAIRS_BLOCK,
     PAIRS_PART,
     TILE_ROWS,
+    few_rows,
     makes_integers,
     quantized_bytes,
     reads_two_rows,
@@ -142,8 +143,13 @@ def products_of(type_: GGMLType) -> str:
 def _kind_of_rows(low: CpuLowering, w: Weight, rows: RowSpec, exact: bool = False) -> str:
     """Return `activation_kind`, without integers for generation rows, which are always few."""
     kind = activation_kind(w.type)
-    few = low.batch_invariant and low.rows(rows) <= low.few_rows
+    few = low.batch_invariant and low.rows(rows) <= BATCH_INVARIANT_ROWS
     return "f32" if kind == "i16" and (exact or few) else kind
+
+
+def _few_rows(low: CpuLowering, type_: GGMLType) -> int:
+    """Return the most activation rows for which a product reads weights without unpacking them."""
+    return BATCH_INVARIANT_ROWS if low.batch_invariant else few_rows(type_ in FLOAT_TYPES)
 
 
 def kind_row_bytes(kind: str, k: int) -> int:
@@ -412,7 +418,7 @@ def _product(low: CpuLowering, node: Node, w: Weight, at: Ref, a: InputRows) -> 
         size, count = tile_bytes(t.tile, w.ne0), tiles_per_thread(t.tile, w.ne0)
     return Product(w=at, row_bytes=row_size(w.type, w.ne0), n_w=w.ne1, k=w.ne0, a=a.at, a_stride=a.stride,
                    out=low.out(node), out_stride=4 * node.cols, tiles=low.buffer(size * count * low.n_threads),
-                   tile_bytes=size, n_tiles=count, few=low.few_rows)  # fmt: skip
+                   tile_bytes=size, n_tiles=count, few=_few_rows(low, w.type))  # fmt: skip
 
 
 def _emit_mul_mat(low: CpuLowering, node: Node, w: Weight, x: HeadSlice, heads: int, exact: bool) -> None:
@@ -532,7 +538,7 @@ def _mul_mat_id(low: CpuLowering, node: Node, op: MulMatId) -> None:
 @RULES.add(MoeUpGate, "up gate x plan act")
 def _moe_up_gate(low: CpuLowering, node: Node, op: MoeUpGate) -> None:
     act, (product, experts) = op.act, _by_expert(low, node, op, op.up)
-    size = 4 * max(low.rows(op.x.rows) * MOST_TILES * TILE_ROWS, low.few_rows * MOST_OF_TWO)
+    size = 4 * max(low.rows(op.x.rows) * MOST_TILES * TILE_ROWS, _few_rows(low, op.up.type) * MOST_OF_TWO)
     gate, scratch = _experts(low, op.gate), low.buffer(size * low.n_threads)
     if act.plain:
         key = _matmul("make_up_gate", op.up)

@@ -23,7 +23,6 @@ from ikcli.native.kernel_cache import KernelKey
 from ikcli.native.kernel_library import KernelLibrary
 
 BATCH_INVARIANT_ROWS = 8  # most rows for which a program can be batch-invariant
-FEW_ROWS = 4  # a row of weights is decoded once for as many
 TABLE = "|experts"  # behind the name of a weight: the table of the addresses of its matrices, one per expert
 NODE, N_NODES = "|node", "|nodes"  # names of numbers: the node of a thread, and over how many nodes experts are spread
 MOST_NODES = 8  # over which they can be: each has a counter of work items
@@ -55,11 +54,6 @@ class CpuLowering(Buffers):
     constants: dict[int, np.ndarray] = field(default_factory=dict)
     outside: dict[int, Node] = field(default_factory=dict)  # buffers that are not part of the arena
     tables: dict[str, tuple[int, int]] = field(default_factory=dict)  # of experts, by weight: experts, bytes of one
-
-    @property
-    def few_rows(self) -> int:
-        """Return the most activation rows for which a product reads weights without unpacking them."""
-        return BATCH_INVARIANT_ROWS if self.batch_invariant else FEW_ROWS
 
     def buffer(self, n_bytes: int) -> Ref:
         """Return temporary memory, alive from the first to the last op that names it."""

@@ -6,7 +6,7 @@ A tile holds 16 (TILE_ROWS) rows. Per 32 columns: a header of float32 vectors (o
 group j holding bytes 4j..4j+3 of each row as unsigned codes. Modes:
     s32: scale               value = scale * (code - bias); bias: `tile_bias`
     m32: scale, minimum      value = scale * code + minimum
-    s16: two scales (one per 16 columns)       m16: two scales, two minima
+    s16: two scales (one per 16 columns)       m16: two scales, two minima       m32_16: scale, two minima
 Where plain AVX2 multiplies signed bytes (`has_signs`), group j is 64 magnitudes and then 64 signs (0 or -1), and
 behind the scales are as many vectors of the start values of integer sums.
 """
@@ -29,12 +29,12 @@ MOST_WITH_MINIMUM = 31  # the largest code of a type with minima
 FIRST_SUM = 0x4B400000  # bits of 3 * 2^22 as float32; those of an integer n, |n| < 2^22, more are of n more
 FIRST_SUM_F32 = 3.0 * 2**22
 PAIRS_BLOCK = 128  # columns that share a scale where numbers become 16-bit integers
-MORE_BYTES = 1024  # that plain AVX2 keeps with 256 columns of activations (`kernels/activations.py`)
+MORE_BYTES = 1024  # that AVX2 keeps with 256 columns of activations (`kernels/activations.py`)
 HALF_STEP = 128  # columns of rows of which two in a row are read as one of 256 (`kernels/format_api.py`)
 PAIRS_PART = 512  # columns of activations whose scales lie together, before them
 
 # mode -> (header bytes, bytes per 32 columns)
-LAYOUT = {"s32": (64, 576), "m32": (128, 640), "s16": (128, 640), "m16": (256, 768)}
+LAYOUT = {"s32": (64, 576), "m32": (128, 640), "s16": (128, 640), "m16": (256, 768), "m32_16": (192, 704)}
 
 
 def most_code(fmt: Any, mode: str) -> int:
@@ -42,6 +42,30 @@ def most_code(fmt: Any, mode: str) -> int:
     if mode[0] == "m":
         return int(fmt.most_with_minimum)
     return fmt.most_magnitude() or (2 * fmt.bias - 1 if fmt.bias else 128)
+
+
+def scales_per_block(mode: str) -> int:
+    """Return the scales that a row has per 32 columns."""
+    return 2 if mode in ("s16", "m16") else 1
+
+
+def minima_per_block(mode: str) -> int:
+    """Return the minima that a row has per 32 columns."""
+    return {"m32": 1, "m16": 2, "m32_16": 2}.get(mode, 0)
+
+
+def folds_scales(fmt: Any) -> bool:
+    """Return whether the codes in a tile are multiplied by whole scales of 16 columns.
+
+    Where the products fit bytes and an instruction adds four products of bytes in 32 bits, this costs nothing, and a
+    block of 32 columns is left with one scale.
+    """
+    return bool(fmt.folded_mode) and bool({"avxvnni", "avx512vnni"} & isa.current().features)
+
+
+def tile_mode(fmt: Any) -> str:
+    """Return the mode of the tile of a row or group format."""
+    return str(fmt.folded_mode if folds_scales(fmt) else fmt.mode)
 
 
 def tile_bias(fmt: Any) -> int:
@@ -111,6 +135,15 @@ def rows_at_once() -> int:
     return 8 if "avx512f" in isa.current().features else 4
 
 
+def few_rows(is_float: bool) -> int:
+    """Return for how many activation rows weights are best read without unpacking them.
+
+    Unpacking takes as long as the products of some rows, but tiles are multiplied faster.
+    """
+    target = isa.current()
+    return 8 if "avx512f" in target.features or (target.short_vectors and not is_float) else 4
+
+
 def rounds_activations() -> bool:
     """Return whether bfloat16 rows are multiplied with activations rounded to bfloat16."""
     return bool({"avx512bf16", "bf16"} & isa.current().features)
@@ -126,7 +159,7 @@ def multiplies_matrices() -> bool:
 
 def quantized_bytes(k: int) -> int:
     """Return the bytes of one quantized activation row of k columns (`kernels/activations.py`)."""
-    return -(-(k + 28 * (k // 32)) // 64) * 64 + -(-k // 256) * (256 + MORE_BYTES * isa.current().plain_avx2)
+    return -(-(k + 28 * (k // 32)) // 64) * 64 + -(-k // 256) * (256 + MORE_BYTES * isa.current().short_vectors)
 
 
 def reads_two_rows() -> bool:

@@ -66,9 +66,9 @@ class Emitter:
         """Keep LLVM from moving loads across this place."""
         self.b.asm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", [], True)
 
-    def prefetch(self, address, write=False, level=1):
-        """Prefetch a cache line, optionally for writing, into the given cache level."""
-        consts = [ir.Constant(I32, x) for x in (int(write), 4 - level, 1)]
+    def prefetch(self, address, write=False):
+        """Prefetch a cache line into the first level, optionally for writing."""
+        consts = [ir.Constant(I32, x) for x in (int(write), 3, 1)]
         call_llvm(self.b, "llvm.prefetch.p0", ir.VoidType(), [pointer(self.b, address, ir.IntType(8)), *consts])
 
     def times(self, x, n):

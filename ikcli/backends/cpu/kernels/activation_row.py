@@ -35,7 +35,7 @@ class ActivationRow:
         past = e.b.and_(e.b.sub(e.int(0), e.b.sub(end, a)), e.int(63))
         self.second_at = e.offset(end, past)
         whole = e.b.and_(e.offset(k, 255), e.int(-256))
-        self.more_at = e.offset(self.second_at, whole)  # plain AVX2 only
+        self.more_at = e.offset(self.second_at, whole)  # AVX2 only
 
     def at_step(self, e, i):
         """Return the row from step i on: what follows sees it as a row of its own, whose step 0 is step i."""

@@ -3,8 +3,8 @@
 `q8`, for the integer kernels: int8 per 32 values, float32 scale, exact sums. A row of K values is stored as K int8 | d
 f32[K/32] | s f32[K/32] = d * sum(q) | `first_sum()` - 128*sum(q) i32[K/32] | the same per 16 i32[K/16] | s per 16
 f32[K/16], padded to 64 bytes | the int8 again, by quarters: of each 256 columns first columns 0..3 of all 16 blocks of
-16, then columns 4..7 and so on (`kernels/row_dot.py`); for plain AVX2 their magnitudes instead, in order, and after
-these what `_more` finds (`kernels/row_dot_avx2.py`). ARM64 leaves that part unused. Elsewhere a row of HALF_STEP values
+16, then columns 4..7 and so on (`kernels/row_dot.py`); with AVX2 their magnitudes instead, in order, and after these
+what `_more` finds (`kernels/row_dot_avx2.py`). ARM64 leaves that part unused. Elsewhere a row of HALF_STEP values
 is followed by a row with these values twice. No half-precision sums anywhere: those overflow in models with large
 activations. `bf16`, for weights of bfloat16: rounded to nearest even. `f32`: as they are (only ever gathered). `i16`,
 for weights that become 16-bit integers if rows are many, and stay floats if they are few: f32[K'], K' = K in whole
@@ -120,7 +120,7 @@ def _no_second(second, k, ib, c0, c1):
 
 
 _store_second, _store_numbers = _by_quarters, _no_numbers
-if isa.current().plain_avx2:
+if isa.current().short_vectors:
     _store_second, _store_numbers = _magnitudes, _more_numbers
 if isa.current().is_arm64:
     _store_second = _no_second

@@ -19,8 +19,6 @@ from ikcli.native.simd.vec import const_vector, f32x16, i32x16, ld_f32, llvm_typ
 
 _I16, _I32 = ir.IntType(16), ir.IntType(32)
 _IS_WIDE = isa.current().name == "avx512"
-_TALL = 8 if _IS_WIDE else 4  # weight rows of a block for one activation row
-_LONG = 8192  # columns from which four rows are enough
 _HAS_PAIRS = rounds_activations()
 # kind -> bytes of a weight and of an activation, columns of a cache line, one weight, one activation
 KINDS = {
@@ -78,7 +76,7 @@ def make_dots(kind, n_rows, n_tokens):
                 (x_at,), tokens = _addresses(e, [x_at], a_strides, n_tokens)
                 ahead = e.opaque(ahead)
                 for r in range(n_ahead):
-                    e.prefetch(e.offset(ahead, 64 * r), level=2)
+                    e.prefetch(e.offset(ahead, 64 * r))
                 for part in range(parts):
                     w_part, a_part = (part * size * cols // parts for size in (w_size, a_size))
                     x = [_load_activations(builder, a_size, e.offset(t, a_part)) for t in tokens]
@@ -108,17 +106,13 @@ def _multiply(builder, acc, x, y):
 def make_few(kind):
     """Return few(w, row_bytes, n, k, a, a_stride, m, out, out_stride): n weight rows times m activation rows."""
     w_size, a_size, cols, ld_w, ld_a = KINDS[kind]
-    tall, wide = make_dots(kind, _TALL, 1), 4 if _IS_WIDE else 1
+    wide = 4 if _IS_WIDE else 1
     block1, one1 = make_dots(kind, 4, 1), make_dots(kind, 1, 1)
     block4, one4 = (make_dots(kind, 4, 4), make_dots(kind, 1, 4)) if _IS_WIDE else (block1, one1)
 
     @inline
     def rows_of_one(w, row_bytes, n, steps, a, out):
         r = 0
-        if steps * cols < _LONG:
-            while r + _TALL <= n:
-                tall(w + r * row_bytes, row_bytes, steps, a, 0, out + 4 * r, 0)
-                r += _TALL
         while r + 4 <= n:
             block1(w + r * row_bytes, row_bytes, steps, a, 0, out + 4 * r, 0)
             r += 4

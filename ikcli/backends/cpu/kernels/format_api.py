@@ -23,19 +23,19 @@ def few_dots(fmt):
     result is that of the row alone, bit for bit.
     """
     has_dots = bool({"avx512vnni", "avxvnni", "dotprod"} & isa.current().features)
-    plain_avx2 = isa.current().plain_avx2
+    short_vectors = isa.current().short_vectors
     if isinstance(fmt, GroupFormat):
-        if has_dots or plain_avx2:
+        if has_dots or short_vectors:
             return _by_groups(fmt, _by_powers_of_two(*(group_dot(fmt, n) for n in (1, 2, 4))))
         return _by_groups(fmt, _one_by_one(group_dot(fmt, 1)))
     if isa.current().is_arm64:
         row = row_dot_arm64(fmt)
         return _by_groups(fmt, _looped(row, row_dots_arm64(fmt)) if has_dots else _one_by_one(row))
+    if short_vectors:
+        return _or_by_two(fmt, _side_by_side(row_dot_avx2(fmt), row_dots_avx2(fmt), 1), two_rows_avx2)
     if has_dots:
         n_rows = rows_side_by_side(fmt)
         return _or_by_two(fmt, _side_by_side(row_dot(fmt), row_dots(fmt, n_rows), n_rows), two_rows)
-    if plain_avx2:
-        return _or_by_two(fmt, _side_by_side(row_dot_avx2(fmt), row_dots_avx2(fmt), 1), two_rows_avx2)
     # Elsewhere dot products take most of the time, and a lot of code.
     return _or_by_two(fmt, _by_groups(fmt, _one_by_one(row_dot(fmt))), two_rows)
 

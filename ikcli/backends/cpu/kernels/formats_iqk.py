@@ -214,7 +214,7 @@ class IQ5_K(_FiveBits, _SixBitScales):
 class IQ6_K(_Base):
     """d f16, extra u16, int8 scales[16], qs[128], qh[64]. It uses the integer table, as every matmul does."""
 
-    slow_to_decode, scales_are_bytes = True, True
+    scales_are_bytes = True
     shift = 1
 
     def scales(self, e, w, row):

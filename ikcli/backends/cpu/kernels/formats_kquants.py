@@ -10,34 +10,47 @@ from ikcli.backends.cpu.kernels.row_codes import (
     split_nibbles,
     two_bits,
 )
+from ikcli.backends.cpu.kernels.row_emitter import bit_places, nibble_places, two_bit_places
 from ikcli.backends.cpu.kernels.rowformat import RowFormat, biased
+from ikcli.native.simd.emit import I32
 from ikcli.native.simd.half import half_to_f32
-from ikcli.native.simd.lanes import packed_scales_6bit
-from ikcli.native.simd.vec import f32x16, i8x16, i8x32, i8x64, i32x8, llvm_type
+from ikcli.native.simd.vec import f32x16, i8x16, i8x32, i8x64, i32x16, llvm_type
 from ikcli.quant.tables import IQ4_NL_VALUES
+
+
+def both_halves(e, address):
+    """Return two adjacent half floats, in turns in eight lanes."""
+    both = e.b.bitcast(e.word(address), ir.VectorType(ir.IntType(16), 2))
+    return half_to_f32(e.b, e.pick(both, [0, 1] * 4))
 
 
 def both_units(e, address):
     """Return two adjacent half floats in all lanes of f32x8."""
-    both = e.pick(e.b.bitcast(e.word(address), ir.VectorType(ir.IntType(16), 2)), [0, 1] * 4)
-    both = half_to_f32(e.b, both)
+    both = both_halves(e, address)
     return e.pick(both, [0, 0, 2, 2, 4, 4, 6, 6]), e.pick(both, [1, 1, 3, 3, 5, 5, 7, 7])
 
 
-def _four_twice(lanes):
-    return [*lanes, *(4 + n for n in lanes)]
+def _eights(j):
+    """Return the blocks of 16 columns of pairs of columns 64j .. 64j+63."""
+    return [4 * j + n // 8 for n in range(32)]
 
 
 class Q4_K(RowFormat):
     """d, dmin f16, 12 bytes of 6-bit scales and minima, 128 bytes of nibbles."""
 
     def scales(self, e, w, row):
-        packed = e.ints_to_f32(packed_scales_6bit(e.b, e.offset(w, 4)))
-        return e.mul(e.pick(packed, range(8)), e.splat(e.two_halves(w)[0]))
+        return e.pick(self._products(e, w), range(8))
 
     def minima(self, e, w, row):
-        packed = e.ints_to_f32(packed_scales_6bit(e.b, e.offset(w, 4)))
-        return e.b.fneg(e.mul(e.pick(packed, range(8, 16)), e.splat(e.two_halves(w)[1])))
+        return e.b.fneg(e.pick(self._products(e, w), range(8, 16)))
+
+    def _products(self, e, w):
+        """Return d times 8 scales, then dmin times 8 minima."""
+        if ("products", w) not in e.memo:
+            packed = e.b.zext(e.b.bitcast(self._words(e, w, 1), llvm_type(i8x16)), llvm_type(i32x16))
+            both = e.pick(both_halves(e, w), [0] * 8 + [1] * 8)
+            e.memo["products", w] = e.mul(e.ints_to_f32(packed), both)
+        return e.memo["products", w]
 
     signed_scales, most_with_minimum = False, 15
 
@@ -51,34 +64,45 @@ class Q4_K(RowFormat):
         return both_units(e, w)
 
     def _packed(self, e, w):
-        """Return bytes of 8 scales and 8 minima, twice: `packed_scales_6bit`."""
-        if ("packed", w) in e.memo:
-            return e.memo["packed", w]
-        words = e.hidden(e.b.bitcast(e.pick(e.load(i8x16, e.offset(w, 4)), [*range(16)] * 2), llvm_type(i32x8)))
-        low = e.lshr(e.pick(words, _four_twice([0, 2, 1, 2])), [0, 0, 0, 4] * 2)
-        low = e.b.and_(low, e.ints([0x3F3F3F3F, 0x0F0F0F0F] * 4))
-        high = e.b.and_(e.lshr(e.pick(words, _four_twice([0, 0, 1, 1])), [2] * 8), e.ints([0, 0x30303030] * 4))
-        return e.memo.setdefault(("packed", w), e.b.bitcast(e.b.or_(low, high), llvm_type(i8x32)))
+        """Return bytes of 8 scales and 8 minima, twice."""
+        if ("packed", w) not in e.memo:
+            e.memo["packed", w] = e.b.bitcast(self._words(e, w, 2), llvm_type(i8x32))
+        return e.memo["packed", w]
+
+    def _words(self, e, w, times):
+        """Unpack the 12 bytes of 6-bit numbers: 8 scales, then 8 minima, as bytes of 4 i32, once or twice."""
+
+        def lanes(four):
+            return [4 * n + i for n in range(times) for i in four]
+
+        words = e.b.bitcast(e.pick(e.load(i8x16, e.offset(w, 4)), [*range(16)] * times), ir.VectorType(I32, 4 * times))
+        words = e.hidden(words) if times == 2 else words
+        low = e.lshr(e.pick(words, lanes([0, 2, 1, 2])), [0, 0, 0, 4] * times)
+        low = e.b.and_(low, e.constants([0x3F3F3F3F, 0x0F0F0F0F] * 2 * times, 32))
+        high = e.lshr(e.pick(words, lanes([0, 0, 1, 1])), [2] * 4 * times)
+        return e.b.or_(low, e.b.and_(high, e.constants([0, 0x30303030] * 2 * times, 32)))
 
     def codes(self, e, w, j):
         return split_nibbles(e, e.offset(w, 16), j)
 
+    quarter_shifts = nibble_places(32)[1]
+
     def quarters(self, e, w):
-        return e.codes_of(e.nibble_quarters(e.offset(w, 16), 32), 4)
+        return e.quarters_in_place(e.nibble_parts(e.offset(w, 16)), *nibble_places(32), 4)
 
 
 class Q5_K(Q4_K):
     """Same as q4_K, with 32 bytes of fifth bits before the nibbles."""
 
     most_with_minimum = 31
+    quarter_shifts = None
 
     def codes(self, e, w, j):
         return e.b.or_(split_nibbles(e, e.offset(w, 48), j), e.shift_left(bit_plane(e, e.offset(w, 16), j), 4))
 
     def quarters(self, e, w):
-        return e.codes_of(
-            e.with_upper(e.nibble_quarters(e.offset(w, 48), 32), e.bit_quarters(e.offset(w, 16), 4), bits=4), 5
-        )
+        low = e.nibble_parts(e.offset(w, 48)), *nibble_places(32), 4
+        return e.joined_quarters(low, ([e.twice(e.offset(w, 16))], *bit_places(), 1))
 
 
 class Q6_K(RowFormat):
@@ -104,7 +128,8 @@ class Q6_K(RowFormat):
         return e.b.or_(low, e.shift_left(high, 4))
 
     def quarters(self, e, w):
-        return e.codes_of(e.with_upper(e.nibble_quarters(w, 64), e.two_bit_quarters(e.offset(w, 128), 4), bits=4), 6)
+        low = e.nibble_parts(w), *nibble_places(64), 4
+        return e.joined_quarters(low, ([e.load(i8x64, e.offset(w, 128))], *two_bit_places(), 2))
 
 
 class Q2_K(RowFormat):
@@ -119,6 +144,13 @@ class Q2_K(RowFormat):
         return e.b.fneg(e.mul(e.bytes_to_f32(high, signed=False), e.splat(e.two_halves(e.offset(w, 80))[1], f32x16)))
 
     signed_scales = False
+    folded_mode = "m32_16"
+
+    def folded_codes(self, e, w, j):
+        return e.times_scales(self.codes(e, w, j), e.all_and(e.load(i8x16, w), 15), _eights(j))
+
+    def folded_scales(self, e, w):
+        return e.splat(e.two_halves(e.offset(w, 80))[0])
 
     whole_units = [1.0, 0.25] * 4
     whole_minima_at = 4
@@ -144,8 +176,10 @@ class Q2_K(RowFormat):
     def codes(self, e, w, j):
         return two_bits(e, e.offset(w, 16), j)
 
+    quarter_shifts = two_bit_places()[1]
+
     def quarters(self, e, w):
-        return e.codes_of(e.two_bit_quarters(e.offset(w, 16)), 2)
+        return e.quarters_in_place([e.load(i8x64, e.offset(w, 16))], *two_bit_places(), 2)
 
 
 class Q3_K(RowFormat):
@@ -154,10 +188,23 @@ class Q3_K(RowFormat):
     bias = 4
 
     def scales(self, e, w, row):
-        # Scale n: low nibble n // 8 of byte n % 8, upper bits 2*(n // 4) of byte 8 + n % 4.
-        both = e.b.or_(e.nibbles_at(e.offset(w, 96)), e.two_bits_at(e.offset(w, 104), to=4))
-        centred = e.b.sub(e.in_scale_order(both), e.constants([32] * 16, 8))
+        centred = e.in_scale_order(self._centred(e, w))
         return e.mul(e.bytes_to_f32(centred), e.splat(e.half(e.offset(w, 108)), f32x16))
+
+    def _centred(self, e, w):
+        if ("centred", w) not in e.memo:
+            # Scale n: low nibble n // 8 of byte n % 8, upper bits 2*(n // 4) of byte 8 + n % 4.
+            packed = e.b.or_(e.nibbles_at(e.offset(w, 96)), e.two_bits_at(e.offset(w, 104), to=4))
+            e.memo["centred", w] = e.b.sub(packed, e.constants([32] * 16, 8))
+        return e.memo["centred", w]
+
+    folded_mode = "s32"
+
+    def folded_codes(self, e, w, j):
+        return e.minus_scales(self.dot_codes(e, w, j), self._centred(e, w), _eights(j), self.bias)
+
+    def folded_scales(self, e, w):
+        return e.splat(e.b.fneg(e.half(e.offset(w, 108))))
 
     def crossed_codes(self, e, w, h, n):
         return e.all_and(crossed_three_bits(e, e.offset(w, 32), w, h, n), 7)
@@ -174,7 +221,8 @@ class Q3_K(RowFormat):
         return e.b.or_(two_bits(e, e.offset(w, 32), j), e.shift_left(bit_plane(e, w, j), 2))
 
     def quarters(self, e, w):
-        return e.codes_of(e.with_upper(e.two_bit_quarters(e.offset(w, 32)), e.bit_quarters(w, 2), bits=2), 3)
+        low = [e.load(i8x64, e.offset(w, 32))], *two_bit_places(), 2
+        return e.joined_quarters(low, ([e.twice(w)], *bit_places(), 1))
 
 
 class IQ4_XS(RowFormat):

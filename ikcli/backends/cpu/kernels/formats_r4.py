@@ -181,6 +181,9 @@ class Q5_K(Q4_K):
         return e.b.or_(e.nibbles(e.offset(w, 192 + 64 * ib), v), fifth)
 
 
+_TWICE = [n // 2 for n in range(32)]  # lanes of the scales of a unit, for pairs of its codes
+
+
 class PairBlock(SuperBlock):
     """Four rows, scales per 16 columns."""
 
@@ -216,6 +219,15 @@ class Q2_K(PairBlock):
     def dmin(self, e, w, row):
         return e.b.fneg(e.halves(e.offset(w, 8), 4))
 
+    folded_mode = "m32_16"
+
+    def folded_codes(self, e, w, u, v):
+        scales = e.all_and(e.bytes_at(e.offset(w, 16 + 16 * u), 16), 15)
+        return e.times_scales(self.codes(e, w, u, v), scales, _TWICE)
+
+    def folded_d(self, e, w):
+        return e.halves(w, 4)
+
     def codes(self, e, w, u, v):
         return e.pairs(e.offset(w, 80 + 64 * u), v)
 
@@ -226,7 +238,19 @@ class Q3_K(PairBlock):
     bias = 4
 
     def scales(self, e, w, row):
-        return [e.centred(x, 32) for x in six_bit(e, e.offset(w, 24), e.offset(w, 8))]
+        return [e.centred(x, 32) for x in self._packed(e, w)]
+
+    def _packed(self, e, w):
+        return six_bit(e, e.offset(w, 24), e.offset(w, 8))
+
+    folded_mode = "s32"
+
+    def folded_codes(self, e, w, u, v):
+        scales = e.b.sub(self._packed(e, w)[u], e.constants([32] * 16, 8))
+        return e.minus_scales(self.codes(e, w, u, v), scales, _TWICE, self.bias)
+
+    def folded_d(self, e, w):
+        return e.b.fneg(e.halves(w, 4))
 
     def codes(self, e, w, u, v):
         return e.triples(low_at=e.offset(w, 184 + 64 * u), high_at=e.offset(w, 56 + 32 * u), v=v)

@@ -46,7 +46,7 @@ class IQ2_K(_Halves):
 class IQ3_K(_Halves):
     """scales_h[8] (signs, as extra), scales_l[32], lower two bits, third bits."""
 
-    bias, shift, read_in_two_places = 64, 4, True
+    bias, shift = 64, 4
 
     def scales(self, e, w, row):
         signs = e.repeated(e.bytes_at(e.offset(w, 16), 8), 2)
@@ -76,7 +76,7 @@ class IQ4_K(_Halves):
 class IQ5_K(IQ4_K):
     """Same as IQ4_K, then fifth bits."""
 
-    shift, read_in_two_places = 2, True
+    shift = 2
 
     def dot_codes(self, e, w, u, v):
         # Masked only where the lookup looks at more than the nibble.
@@ -117,7 +117,7 @@ class IQ4_KS(_Shifted):
 class IQ5_KS(IQ4_KS):
     """Same as IQ4_KS, then fifth bits."""
 
-    shift, read_in_two_places = 2, True
+    shift = 2
 
     def dot_codes(self, e, w, ib, v):
         low = e.nibble_codes(e.offset(w, 32 + 64 * ib), v)

@@ -1,7 +1,7 @@
 """Emit register-blocked matrix micro-kernels, one intrinsic per shape.
 
 Quantized: `nv` tiles of 16 weight rows, unpacked to unsigned bytes, times `nt` quantized activation rows. Per 32
-columns a tile holds its scales (f32x16; two vectors for 16-column scales), for types with minima the minima (f32x16),
+columns a tile holds its scales (f32x16; two vectors for 16-column scales), for types with minima the minima likewise,
 then 8 x 64 bytes: group j holds bytes 4j..4j+3 of each row. Symmetric types store value + bias, so that the dot product
 must start from -bias * (sum of activations); activation rows carry it for 128 (`kernels/activations.py`). Tiles of
 plain AVX2 may hold magnitudes, signs and starts instead (`tile_modes.has_signs`).
@@ -23,6 +23,8 @@ from ikcli.backends.cpu.tile_modes import (
     PAIRS_BLOCK,
     first_sum,
     has_signs,
+    minima_per_block,
+    scales_per_block,
     tile_layout,
 )
 from ikcli.native import isa
@@ -42,8 +44,8 @@ def quant_tile(mode, bias, nt, nv=1):
     16*nv.
     """
     header, block_bytes = tile_layout(mode, bias)
-    most = MOST_WITH_MINIMUM if mode[0] == "m" else 2 * bias - 1
-    with_min, halves = mode[0] == "m", 2 if mode.endswith("16") else 1
+    most = MOST_WITH_MINIMUM if mode in ("m32", "m16") else 2 * bias - 1
+    with_min, halves, n_minima = mode[0] == "m", scales_per_block(mode), minima_per_block(mode)
     from_bits = bool(first_sum())
     smaller = 7 - (bias.bit_length() - 1)
     assert not (smaller and from_bits) and not has_signs(mode, bias)
@@ -77,8 +79,9 @@ def quant_tile(mode, bias, nt, nv=1):
             # Parts of an activation row (`kernels/activations.py`): four bytes per 32 columns each, or per 16.
             nb4, scales_at = builder.lshr(k, e.int(3)), e.offset(k, e.times(first, -28))
             sums_at = e.offset(scales_at, nb4)
-            starts_at = e.offset(sums_at, nb4) if halves == 1 else e.offset(sums_at, nb4, nb4, e.times(first, 4))
-            s16_at = e.offset(starts_at, nb4, nb4)
+            starts16_at = e.offset(sums_at, nb4, nb4, e.times(first, 4))
+            starts_at = e.offset(sums_at, nb4) if halves == 1 else starts16_at
+            s16_at = e.offset(starts16_at, nb4, nb4)
             with e.loop(n_blocks) as ib:
                 blocks = [e.offset(tile, e.times(ib, block_bytes)) for tile in tiles]
                 q, ib4 = e.times(ib, 32), e.times(ib, 4)
@@ -133,10 +136,10 @@ def quant_tile(mode, bias, nt, nv=1):
                 if with_min:
                     # The minimum of a block is the same for all its columns: it multiplies the sum of their
                     # activations.
-                    s_at = sums_at if halves == 1 else s16_at
-                    for half in range(halves):
+                    s_at = sums_at if n_minima == 1 else s16_at
+                    for half in range(n_minima):
                         minima = floats(64 * (halves + half))
-                        sums = [e.splat_f32(e.offset(row, s_at, e.times(ib4, halves), 4 * half)) for row in rows]
+                        sums = [e.splat_f32(e.offset(row, s_at, e.times(ib4, n_minima), 4 * half)) for row in rows]
                         for t, v in pairs:
                             add(minima[v], sums[t], acc[t, v])
             add_or_store(e, acc, outs, n_lanes, first)

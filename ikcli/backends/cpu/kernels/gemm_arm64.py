@@ -16,7 +16,7 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from ikcli.backends.cpu.kernels.gemm import add_or_store
-from ikcli.backends.cpu.tile_modes import LAYOUT, multiplies_matrices
+from ikcli.backends.cpu.tile_modes import LAYOUT, multiplies_matrices, scales_per_block
 from ikcli.native.simd import arm64
 from ikcli.native.simd.emit import F32, I32, Emitter
 from ikcli.native.simd.vec import i8x16, llvm_type, pointer
@@ -33,7 +33,7 @@ def _lanes(*values):
 def quant_tile_arm64(mode, nt):
     """Return `gemm.quant_tile` of one tile: tile_stride is unused."""
     header, block_bytes = LAYOUT[mode]
-    with_min, halves = mode[0] == "m", 2 if mode.endswith("16") else 1
+    with_min, halves = mode[0] == "m", scales_per_block(mode)
     products = _matrix_products if multiplies_matrices() else _dot_products
 
     @intrinsic

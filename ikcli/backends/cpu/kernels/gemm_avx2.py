@@ -15,7 +15,14 @@ from numba.extending import intrinsic
 
 from ikcli.backends.cpu.kernels.gemm import add_or_store
 from ikcli.backends.cpu.kernels.vector_emitter import VectorEmitter
-from ikcli.backends.cpu.tile_modes import FIRST_SUM_F32, has_signs, has_whole_tile, tile_bias, tile_layout
+from ikcli.backends.cpu.tile_modes import (
+    FIRST_SUM_F32,
+    has_signs,
+    has_whole_tile,
+    scales_per_block,
+    tile_bias,
+    tile_layout,
+)
 from ikcli.native.simd.dot import SUMS_OF_TWO, emit_products, emit_sums_of_two, most_addends
 from ikcli.native.simd.vec import (
     f32x8,
@@ -170,7 +177,7 @@ class _SignedBlock:
     """Magnitudes and signs, with a scale per 32 or 16 columns; starts hold FIRST_SUM (`tile_modes.first_sum`)."""
 
     def __init__(self, mode):
-        self.halves = 2 if mode.endswith("16") else 1
+        self.halves = scales_per_block(mode)
 
     def add(self, block):
         per = _GROUPS // self.halves

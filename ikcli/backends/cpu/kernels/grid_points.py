@@ -23,5 +23,5 @@ def packed(name):
 
 
 def most_magnitude(name):
-    """Return the largest coordinate where signs are kept apart from magnitudes (on plain AVX2), otherwise 0."""
-    return int(_rows(name).max()) if isa.current().plain_avx2 else 0
+    """Return the largest coordinate where signs are kept apart from magnitudes (with AVX2), otherwise 0."""
+    return int(_rows(name).max()) if isa.current().short_vectors else 0

@@ -38,7 +38,6 @@ def group_dot(fmt, n_tokens):
             n_lanes = _lanes_of_sums(fmt)
             totals = [e.variable(ir.Constant(ir.VectorType(F32, n_lanes), None)) for _ in rows]
             for i, at_w, valid in steps(e, fmt, e.offset(w, fmt.header_bytes), k):
-                prefetch_step(e, fmt, at_w, every_line=n_tokens > 1)
                 tokens = [_Token(e, fmt, mode, x, i, valid) for x in rows]
                 _dot_step(e, fmt, mode, at_w, row, tokens)
                 for t, total in zip(tokens, totals, strict=True):
@@ -183,6 +182,7 @@ def _dot_step(e, fmt, mode, w, row, tokens):
                 t.add(offsets, e.pick(t.sums, _sum_lanes(fmt, part)))
         for n in range(units):
             u = units * part + n
+            prefetch_step(e, fmt, w, part=u, n_parts=8 // fmt.unit)
             of_halves = fmt.rows if lanes > fmt.rows else 0
             where = [lanes * (fmt.unit * n + block) + of_halves * half + r for block, half, r in runs[:n_lanes]]
             if _sums_apart(fmt):

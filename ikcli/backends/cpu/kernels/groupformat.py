@@ -24,7 +24,17 @@ from ikcli.backends.cpu.kernels.gemm import add_negative, split_signs, tile_scal
 from ikcli.backends.cpu.kernels.row_emitter import RowEmitter
 from ikcli.backends.cpu.kernels.rowformat import WeightFormat, steps
 from ikcli.backends.cpu.kernels.vector_emitter import indices
-from ikcli.backends.cpu.tile_modes import FIRST_SUM, has_signs, multiplies_matrices, tile_bias, tile_layout
+from ikcli.backends.cpu.tile_modes import (
+    FIRST_SUM,
+    folds_scales,
+    has_signs,
+    minima_per_block,
+    multiplies_matrices,
+    scales_per_block,
+    tile_bias,
+    tile_layout,
+    tile_mode,
+)
 from ikcli.native import isa
 from ikcli.native.simd.emit import I32
 from ikcli.native.simd.half import half_to_f32
@@ -223,7 +233,6 @@ class GroupFormat(WeightFormat):
     order = ORDER4  # column groups of each vector of codes
     shift = 0  # what dot_codes leaves out of some codes
     in_quarters = False  # whether `dot_lanes` has runs n, 4 + n, 8 + n and 12 + n of a unit in vector n, row by row
-    read_in_two_places = False  # whether upper bits follow the codes, far from the lower ones: see `prefetch_step`
 
     @property
     def bias(self):
@@ -264,6 +273,14 @@ class GroupFormat(WeightFormat):
     def dmin(self, e, w, row):
         """Return the same for the minima."""
 
+    def folded_codes(self, e, w, u, v):
+        """Return `codes` times whole scales of 16 columns, with a bias of 128 in symmetric modes."""
+        raise NotImplementedError
+
+    def folded_d(self, e, w):
+        """Return f32 lanes, one per row, that multiply all `folded_codes`."""
+        raise NotImplementedError
+
     def most_magnitude(self):
         """Return 0, or the largest magnitude of a value if `dot_codes` yields magnitudes and signs (1 or -1)."""
         return 0
@@ -274,7 +291,7 @@ class GroupFormat(WeightFormat):
 
     def scale_lanes(self, mode):
         """Return the scales of a block of 32 columns."""
-        return self.rows * (2 if mode.endswith("16") else 1)
+        return self.rows * scales_per_block(mode)
 
     def runs(self):
         """Return (block in its unit, half of that, row) of each run of four columns of the vectors of `dot_codes`."""
@@ -287,18 +304,18 @@ def unpack_group(fmt):
 
     It writes whole steps, for which the tile has room.
     """
-    mode = fmt.mode
+    mode, folded = tile_mode(fmt), folds_scales(fmt)
     header, block_bytes = tile_layout(mode, tile_bias(fmt))
     with_signs = has_signs(mode, tile_bias(fmt))
-    halves = 2 if mode.endswith("16") else 1
+    halves = scales_per_block(mode)
     rows = fmt.rows
 
-    def put(e, parts, d, to, made=lambda builder, x: x):
-        """Store scales or minima of 8 blocks."""
+    def put(e, parts, d, to, per, made=lambda builder, x: x):
+        """Store scales or minima of 8 blocks, `per` for each."""
         for n, values in enumerate(parts):
             values = values if d is None else e.mul(values, e.repeated(d, 16 // rows))
             for i, x in enumerate(e.split(made(e.b, values), rows)):
-                block, half = divmod(16 // rows * n + i, halves)
+                block, half = divmod(16 // rows * n + i, per)
                 e.store(x, e.offset(to, block * block_bytes + 64 * half))
 
     waiting = {}  # one of two groups that lie side by side
@@ -337,14 +354,18 @@ def unpack_group(fmt):
             lane, made = e.offset(tile, e.times(r, 4)), functools.partial(tile_scale, with_signs=with_signs)
             for i, at_w, _ in steps(e, fmt, e.offset(w, fmt.header_bytes), k):
                 start = e.offset(lane, e.times(i, 8 * block_bytes))
-                put(e, fmt.scales(e, at_w, row), fmt.d(e, at_w, row), start, made)
+                if folded:
+                    put(e, [e.repeated(fmt.folded_d(e, at_w), 16 // rows)] * (rows // 2), None, start, 1, made)
+                else:
+                    put(e, fmt.scales(e, at_w, row), fmt.d(e, at_w, row), start, halves, made)
                 if mode[0] == "m":
-                    put(e, fmt.minima(e, at_w, row), fmt.dmin(e, at_w, row), e.offset(start, 64 * halves))
+                    to = e.offset(start, 64 * halves)
+                    put(e, fmt.minima(e, at_w, row), fmt.dmin(e, at_w, row), to, minima_per_block(mode))
                 for u in range(8 // fmt.unit):
                     unit, starts = e.offset(start, fmt.unit * u * block_bytes), {}
                     for v, order in enumerate(fmt.order):
-                        codes = fmt.codes(e, at_w, u, v)
-                        if mode[0] == "s" and fmt.bias != tile_bias(fmt):
+                        codes = (fmt.folded_codes if folded else fmt.codes)(e, at_w, u, v)
+                        if mode[0] == "s" and fmt.bias != tile_bias(fmt) and not folded:
                             codes = builder.add(codes, e.const64(tile_bias(fmt) - fmt.bias))
                         if with_signs:
                             put_signed(e, unit, order, codes, starts)

@@ -25,6 +25,7 @@ from ikcli.backends.cpu.tile_modes import (
     rows_at_once,
     tile_bias,
     tile_bytes_per_step,
+    tile_mode,
 )
 from ikcli.native import isa
 from ikcli.native.jit import inline
@@ -46,7 +47,7 @@ def _make_multiply(fmt, n_tiles, most):
     some, height = _make_some(fmt, n_tiles, most), n_tiles * TILE_ROWS
     # Computed for TILES_TOGETHER whatever n_tiles is: how columns are divided changes the order of float additions, and
     # a result must not depend on the number of tiles.
-    step_bytes = TILES_TOGETHER * tile_bytes_per_step(fmt.mode)
+    step_bytes = TILES_TOGETHER * tile_bytes_per_step(tile_mode(fmt))
     at_once = 8 * max(_FIRST_LEVEL // step_bytes, 1) if multiplies_tiles_together() else _ALL_BLOCKS
 
     @inline
@@ -67,7 +68,7 @@ def _make_some(fmt, n_tiles, most):
     if isa.current().is_arm64:
         micro = quant_tile_arm64(fmt.mode, most)
     else:
-        micro = avx2_tile(fmt, most) or quant_tile(fmt.mode, tile_bias(fmt), most, n_tiles)
+        micro = avx2_tile(fmt, most) or quant_tile(tile_mode(fmt), tile_bias(fmt), most, n_tiles)
     rest = _make_some(fmt, n_tiles, most // 2) if most > 1 else _nothing
 
     @inline
@@ -89,7 +90,7 @@ def _nothing(tiles, stride, first, n_blocks, n, k, a, a_stride, m, out, out_stri
 def _tile_block(type_name):
     """Return block(w, row_bytes, n, k, a, a_stride, m, out, out_stride, tiles), which dequantizes n rows into tiles."""
     fmt = weight_format(type_name)
-    unpack, step_bytes = unpack_sixteen(fmt), tile_bytes_per_step(fmt.mode)
+    unpack, step_bytes = unpack_sixteen(fmt), tile_bytes_per_step(tile_mode(fmt))
     one = _make_multiply(fmt, 1, rows_at_once())
     # Three tiles by four rows take 0.6 loads per dot product, one tile by eight rows 1.1.
     height = TILES_TOGETHER * TILE_ROWS if multiplies_tiles_together() else TILE_ROWS

@@ -5,8 +5,8 @@ Several activation rows are multiplied with a few weight rows side by side.
 
 Columns are summed by blocks of 16: lane b of a vector of codes holds four columns of block b of a step. Four integer
 dot products then leave the sum of each block in its own lane, and scales are applied without moving lanes. Activation
-rows have a copy in this order (`kernels/activations.py`); shuffles bring codes into it. Plain AVX2 has a separate
-kernel: `row_dot_avx2.py`.
+rows have a copy in this order (`kernels/activations.py`); shuffles bring codes into it. AVX2, with AVX-VNNI as well,
+has a separate kernel: `row_dot_avx2.py`.
 """
 
 import functools
@@ -28,8 +28,8 @@ MOST_ROWS = 8  # activation rows that weights are decoded for at a time; their s
 
 
 def rows_side_by_side(fmt):
-    """Return the weight rows that are multiplied together with several activation rows: as many as registers hold."""
-    return 4 if _is_wide() and fmt.mode[0] == "s" else 2
+    """Return the weight rows that are multiplied together with several activation rows: as many as fit 32 registers."""
+    return 4 if fmt.mode[0] == "s" else 2
 
 
 def _is_wide():
@@ -124,7 +124,7 @@ def row_dot(fmt):
             sums = [e.variable(e.zero(f32x16)) for _ in range(_n_sums(fmt))]
             product, activations, row = _Product(fmt, sums, 2), ActivationRow(e, e.opaque(a), k), fmt.header(e, w)
             for i, at_w, valid in steps(e, fmt, e.offset(w, fmt.header_bytes), k):
-                prefetch_step(e, fmt, at_w, every_line=True)
+                prefetch_step(e, fmt, at_w)
                 x = _Columns(e, fmt, activations, i, valid)
                 product.begin(e, _factors(e, fmt, at_w, row), x)
                 for n, codes in enumerate(_codes(e, fmt, at_w)):
@@ -168,15 +168,18 @@ def row_dots(fmt, n_rows):
                 for sums in slots(t):
                     for slot in sums:
                         builder.store(e.zero(f32x16), slot)
+            # Of all rows together, twice the usual distance is best: there are as many places that are read in order.
             others = e.b.mul(row_bytes, e.int(n_rows - 1))
+            near, far = e.int(2 * PREFETCH_BYTES // n_rows), e.b.sub(e.int(2 * PREFETCH_BYTES), others)
+            near = e.b.select(e.b.icmp_signed("<", near, far), far, near)
             for i, places, valid in steps_of_rows(e, fmt, [e.offset(at, fmt.header_bytes) for at in starts], k):
                 here = first.at_step(e, i)
                 # What follows the end of a row is read with the rows behind these.
-                past = e.b.icmp_signed(">=", e.offset(e.times(i, fmt.step_bytes), PREFETCH_BYTES), row_bytes)
-                ahead = e.b.select(past, others, e.int(0))
+                past = e.b.icmp_signed(">=", e.offset(e.times(i, fmt.step_bytes), near), row_bytes)
+                ahead = e.b.select(past, e.offset(others, near), near)
                 factors, vectors = [], []
                 for at_w, row in zip(places, rows, strict=True):
-                    prefetch_step(e, fmt, at_w, every_line=True, more=ahead)
+                    prefetch_step(e, fmt, at_w, ahead=ahead)
                     # Decoded once, for all activation rows, and kept in registers.
                     factors.append(_factors(e, fmt, at_w, row))
                     vectors.append(list(_codes(e, fmt, at_w)))
@@ -216,7 +219,7 @@ def two_rows(fmt):
             sums = [e.variable(e.zero(f32x16)) for _ in range(_n_sums(fmt))]
             product = _Product(fmt, sums, 2)
             x = _Columns(e, fmt, ActivationRow(e, e.opaque(a), e.int(256)), e.int(0), None)
-            prefetch_step(e, fmt, w, every_line=True)
+            prefetch_step(e, fmt, w)
             product.begin(e, _factors(e, fmt, w, None), x)
             for n, codes in enumerate(_codes(e, fmt, w)):
                 product.dot(e, n, codes, x)
@@ -242,6 +245,10 @@ def _factors(e, fmt, w, row):
     Minima are in as many lanes as blocks have them, scales in eight lanes if there are `_eight_scales`.
     """
     scales = fmt.scales(e, w, row)
+    if fmt.quarter_shifts:
+        n = scales.type.count
+        units = [2.0**-s for s in fmt.quarter_shifts[:: 16 // n]]
+        scales = e.mul(scales, const_vector(f32x8 if n == 8 else f32x16, units))
     scales = scales if _eight_scales(fmt) else _by_block(e, scales)
     if fmt.mode[0] == "m":
         return scales, fmt.minima(e, w, row), None

@@ -19,6 +19,7 @@ from ikcli.backends.cpu.kernels.row_dot import MOST_ROWS
 from ikcli.backends.cpu.kernels.row_dot_avx2 import offsets
 from ikcli.backends.cpu.kernels.row_emitter import RowEmitter
 from ikcli.backends.cpu.kernels.rowformat import prefetch_step, steps
+from ikcli.backends.cpu.tile_modes import scales_per_block
 from ikcli.native.simd import arm64
 from ikcli.native.simd.lanes import folded
 from ikcli.native.simd.vec import Vec, i8x16
@@ -75,7 +76,7 @@ def row_dots_arm64(fmt):
                 for at in places(t):
                     e.store(e.zero(_f32x4), at)
             for i, at_w, valid in steps(e, fmt, e.offset(w, fmt.header_bytes), k):
-                prefetch_step(e, fmt, at_w, every_line=True)
+                prefetch_step(e, fmt, at_w)
                 factors, codes, here = _factors(e, fmt, at_w, row), list(_codes(e, fmt, at_w)), first.at_step(e, i)
                 with e.loop(m) as t:
                     x, at = here.moved(e, builder.mul(t, a_stride)), places(t)
@@ -92,14 +93,9 @@ def row_dots_arm64(fmt):
     return dots
 
 
-def _per_block(fmt):
-    """Return the sums per block of 32 columns."""
-    return 1 if fmt.mode.endswith("32") else 2
-
-
 def _parts(fmt):
     """Return the vectors of four sums of a step."""
-    return 2 * _per_block(fmt)
+    return 2 * scales_per_block(fmt.mode)
 
 
 def _factors(e, fmt, w, row):
@@ -118,7 +114,7 @@ def _codes(e, fmt, w):
 def _step_sums(e, fmt, x, i, valid, factors, codes, old):
     """Yield the sums of an activation row, four blocks at a time, with step i added to the old ones."""
     scales, others = factors
-    per_block, codes, old = _per_block(fmt), iter(codes), iter(old)
+    per_block, codes, old = scales_per_block(fmt.mode), iter(codes), iter(old)
     d = x.scales(e, i, valid)
     d = arm64.sixteens(e.b, d if per_block == 1 else e.pick(d, _TWICE))
     if others is not None:

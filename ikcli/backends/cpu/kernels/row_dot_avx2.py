@@ -1,6 +1,8 @@
-"""Multiply a weight row by a few quantized activation rows with plain AVX2, in the order of columns.
+"""Multiply a weight row by a few quantized activation rows with AVX2, in the order of columns.
 
-A product of bytes takes a few instructions there, and adding lanes costs as much as multiplying. With a scale per 32
+A product of bytes takes a few instructions there, and adding lanes costs as much as multiplying. AVX-VNNI has one for
+the sums of four products, which pays only where those of two do not fit 16 bits: smaller ones are added two vectors at
+a time, and bringing codes into the order of `row_dot.py` costs more than that saves. With a scale per 32
 columns, four blocks are shuffled and added until each has one lane in both halves of a vector, so that they share a
 conversion and a multiplication by their scales. Nibbles of which the lower ones are 16 columns and the upper ones the
 next need one shift per 64 columns in another order, of which activation rows have a copy; two blocks then share a
@@ -22,8 +24,8 @@ from ikcli.backends.cpu.kernels.row_dot import MOST_ROWS
 from ikcli.backends.cpu.kernels.row_emitter import RowEmitter
 from ikcli.backends.cpu.kernels.rowformat import RowFormat, prefetch_step, steps
 from ikcli.backends.cpu.kernels.vector_emitter import indices
-from ikcli.backends.cpu.tile_modes import MORE_BYTES, most_code
-from ikcli.native.simd.dot import SUMS_OF_TWO, emit_products, emit_sums_of_two
+from ikcli.backends.cpu.tile_modes import MORE_BYTES, most_code, scales_per_block
+from ikcli.native.simd.dot import SUMS_OF_TWO, emit_dot, emit_products, emit_sums_of_two
 from ikcli.native.simd.lanes import folded
 from ikcli.native.simd.vec import (
     call_llvm,
@@ -31,6 +33,7 @@ from ikcli.native.simd.vec import (
     f32x16,
     i8x32,
     i16x16,
+    i32x8,
     llvm_type,
     magnitude,
     pointer,
@@ -57,7 +60,7 @@ def row_dot_avx2(fmt):
             # Two, so that successive additions do not wait for each other.
             sums = [e.variable(e.zero(_vector(fmt))) for _ in range(2)]
             for i, at_w, valid in steps(e, fmt, e.offset(w, fmt.header_bytes), k):
-                prefetch_step(e, fmt, at_w, every_line=not fmt.slow_to_decode)
+                prefetch_step(e, fmt, at_w)
                 _add_step(e, fmt, _factors(e, fmt, at_w, row), _parts(e, fmt, at_w), x, i, valid, sums)
             e.store(_total(e, fmt, sums), out)
             return context.get_dummy_value()
@@ -91,7 +94,7 @@ def row_dots_avx2(fmt):
                 for slot in slots(t):
                     builder.store(e.zero(vector), slot)
             for i, at_w, valid in steps(e, fmt, e.offset(w, fmt.header_bytes), k):
-                prefetch_step(e, fmt, at_w, every_line=True)
+                prefetch_step(e, fmt, at_w)
                 # Decoded once, for all activation rows; the registers do not hold it, but loads are cheap.
                 factors, parts, here = _factors(e, fmt, at_w, row), list(_parts(e, fmt, at_w)), first.at_step(e, i)
                 with e.loop(m) as t:
@@ -120,7 +123,7 @@ def two_rows_avx2(fmt):
             e = _emitter(fmt, builder)
             x, offsets_slot = ActivationRow(e, a, e.int(256)), e.variable(e.zero(f32x8))
             slots = [e.variable(e.zero(f32x8)) for _ in range(2)]
-            prefetch_step(e, fmt, w, every_line=not fmt.slow_to_decode)
+            prefetch_step(e, fmt, w)
             _add_step(e, fmt, _factors(e, fmt, w, None), _parts(e, fmt, w), x, e.int(0), None, [offsets_slot, *slots])
             if _is_paired(fmt):  # lanes are in the order of _EVERY_OTHER
                 products = builder.load(slots[0])
@@ -139,16 +142,11 @@ def two_rows_avx2(fmt):
 
 
 def _emitter(fmt, builder):
-    return (RowEmitter if _per_block(fmt) == 1 or _has_whole_scales(fmt) else _ApartEmitter)(builder)
-
-
-def _per_block(fmt):
-    """Return the scales of 32 columns."""
-    return 1 if fmt.mode.endswith("32") else 2
+    return (RowEmitter if scales_per_block(fmt.mode) == 1 or _has_whole_scales(fmt) else _ApartEmitter)(builder)
 
 
 def _vector(fmt):
-    return f32x8 if _per_block(fmt) == 1 or _has_whole_scales(fmt) else f32x16
+    return f32x8 if scales_per_block(fmt.mode) == 1 or _has_whole_scales(fmt) else f32x16
 
 
 def _has_whole_scales(fmt):
@@ -190,7 +188,7 @@ def _add_step(e, fmt, factors, parts, x, i, valid, sums):
         products = _crossed_products if _is_crossed(fmt) else _paired_products if _is_paired(fmt) else _products
         factors.add_step(list(products(e, fmt, parts, x, i)), x, i, valid, add)
         return
-    per_block = _per_block(fmt)
+    per_block = scales_per_block(fmt.mode)
     scales, factors = factors
     if factors is not None:
         add(0, factors, x.scaled_sums(e, i, valid, 1) if per_block == 1 else _sums_apart(e, x, i, valid))
@@ -286,7 +284,7 @@ def _parts(e, fmt, w):
 
 
 def _products(e, fmt, parts, x, i):
-    """Yield for each of the `parts` the sums of two products with step i, 16 lanes of 16 bits."""
+    """Yield for each of the `parts` the sums of two products with step i, 16 lanes of 16 bits; or `_sums` of four."""
     at, magnitudes_at = (e.offset(start, e.times(i, 256)) for start in (x.codes_at, x.second_at))
     for n, (v, signs) in enumerate(parts):
         y = e.load(i8x32, e.offset(at, 32 * n))
@@ -299,7 +297,14 @@ def _products(e, fmt, parts, x, i):
             u, y = magnitude(e.b, v), with_sign(e.b, y, v)
         else:
             u, y = e.load(i8x32, e.offset(magnitudes_at, 32 * n)), with_sign(e.b, v, y)
-        yield emit_products(e.b, u, y)
+        yield _multiplied(e, fmt, u, y)
+
+
+def _multiplied(e, fmt, u, y):
+    """Return the sums of two products, or of four where AVX-VNNI has them and sums of two would not fit 16 bits."""
+    if _has_whole_scales(fmt) or 4 * 127 * most_code(fmt, fmt.mode) <= _MOST_SUM or "avxvnni" not in e.features():
+        return emit_products(e.b, u, y)
+    return emit_dot(e.b, e.zero(i32x8), u, y, 8)
 
 
 def _paired_products(e, fmt, parts, x, i):
@@ -311,7 +316,7 @@ def _paired_products(e, fmt, parts, x, i):
             u = v
         else:
             u, y = e.load(i8x32, e.offset(at, 256 + 32 * n)), with_sign(e.b, v, y)
-        yield emit_products(e.b, u, y)
+        yield _multiplied(e, fmt, u, y)
 
 
 def _crossed_products(e, fmt, parts, x, i):
@@ -345,7 +350,7 @@ class _PairedFactors:
 
     def _both(self, x, y):
         """Add the products of two vectors with the same blocks."""
-        if 4 * 127 * self.most > _MOST_SUM:
+        if x.type == SUMS_OF_TWO and 4 * 127 * self.most > _MOST_SUM:
             x, y = emit_sums_of_two(self.e.b, x), emit_sums_of_two(self.e.b, y)
         return self.e.b.add(x, y)
 
@@ -387,8 +392,9 @@ def _sums_of_sixteen(e, pairs, most):
 
     `pairs` come from `_products` of codes up to `most`.
     """
-    pairs = _sums_of_words(e, pairs, most, _horizontal)
-    return e.joined(_merged_to_two(e, [emit_sums_of_two(e.b, v) for v in pairs], _horizontal))
+    if pairs[0].type == SUMS_OF_TWO:
+        pairs = [emit_sums_of_two(e.b, v) for v in _sums_of_words(e, pairs, most, _horizontal)]
+    return e.joined(_merged_to_two(e, pairs, _horizontal))
 
 
 def _sums_of_words(e, pairs, most, merged):

@@ -22,6 +22,22 @@ from ikcli.native.simd.vec import (
 _I8 = ir.IntType(8)
 
 
+def nibble_places(run):
+    """Return (16 bytes, bit) where each block of 16 columns is, in `run` bytes per 2*run columns; low nibbles first."""
+    per = run // 16
+    return [b // (2 * per) * per + b % per for b in range(16)], [4 * (b // per % 2) for b in range(16)]
+
+
+def two_bit_places():
+    """Return the same for 32 bytes per 128 columns, of which columns 32g .. 32g+31 are at bits 2g."""
+    return [b // 8 * 2 + b % 2 for b in range(16)], [b % 8 // 2 * 2 for b in range(16)]
+
+
+def bit_places():
+    """Return the same for 32 bytes, of which bit n of byte i belongs to column 32n + i."""
+    return [b % 2 for b in range(16)], [b // 2 for b in range(16)]
+
+
 class RowEmitter(VectorEmitter):
     """Codes are bytes, in i8x64."""
 
@@ -110,11 +126,12 @@ class RowEmitter(VectorEmitter):
         return {"gfni", "avx512f"} <= self.features()
 
     def affine_bits(self, v, sources):
-        """Return 64 bytes whose bit i, in 16-byte chunk c, is bit sources[c][i] of v, or 0 (None, or beyond).
+        """Return 64 bytes whose bit i is bit sources[c][i] of v, or 0 (None, or beyond).
 
-        Needs gfni.
+        There are sources for each 8 bytes c, or for each 16 or more. Needs gfni.
         """
-        matrix = np.zeros((4, 2, 8), np.uint8)  # twice per chunk; row 7 - i: which bits make bit i
+        n = len(sources)
+        matrix = np.zeros((n, 8 // n, 8), np.uint8)  # of each 8 bytes; row 7 - i: which bits make bit i
         for chunk, places in enumerate(sources):
             for i, place in enumerate(places):
                 if place is not None:
@@ -141,24 +158,53 @@ class RowEmitter(VectorEmitter):
     # Fields come with the bits around them; `codes_of` masks these or looks entries up.
     def quarters(self, parts, chunks, shifts, at):
         """Return blocks b: the 16 bytes chunks[b], moved so that bit shifts[b] comes to bit `at`."""
-        low, high = (self.b.bitcast(v, llvm_type(i32x16)) for v in (parts[0], parts[-1]))
-        for n in range(4):
-            words = self.b.shuffle_vector(low, high, indices([4 * c + n for c in chunks]))
+        for words in self._quarter_words(parts, chunks):
             yield self.b.bitcast(self.moved(words, [s - at for s in shifts]), llvm_type(i8x64))
 
+    def _quarter_words(self, parts, chunks):
+        low, high = (self.b.bitcast(v, llvm_type(i32x16)) for v in (parts[0], parts[-1]))
+        for n in range(4):
+            yield self.b.shuffle_vector(low, high, indices([4 * c + n for c in chunks]))
+
+    def quarters_in_place(self, parts, chunks, shifts, bits):
+        """Return blocks b: the 16 bytes chunks[b], of which `bits` bits from shifts[b] on are left where they are.
+
+        They are codes times 2**shifts[b] (`RowFormat.quarter_shifts`), which saves moving them.
+        """
+        masks = self.constants([(1 << bits) - 1 << s for s in shifts for _ in range(4)], 8)
+        return [self.b.and_(self.b.bitcast(v, masks.type), masks) for v in self._quarter_words(parts, chunks)]
+
+    def joined_quarters(self, low, high):
+        """Return codes whose lower bits and upper bits are fields: (parts, chunks, shifts, bits) each."""
+        (*low_at, n_low), (*high_at, n_high) = low, high
+        if not self.moves_bits():
+            return self.codes_of(self.with_upper(self.quarters(*low_at, 0), self.quarters(*high_at, n_low), n_low),
+                                 n_low + n_high)  # fmt: skip
+
+        def fields(parts, chunks, shifts, bits, at):
+            assert shifts[::2] == shifts[1::2]
+            sources = [[*[None] * at, *range(s, s + bits)] for s in shifts[::2]]
+            for words in self._quarter_words(parts, chunks):
+                yield self.affine_bits(self.b.bitcast(words, llvm_type(i8x64)), sources)
+
+        both = zip(fields(*low, 0), fields(*high, n_low), strict=True)
+        return [self.b.or_(x, y) for x, y in both]
+
     def bit_quarters(self, address, at):
-        """Return bit b of 32 bytes for the columns 32b .. 32b+31."""
-        chunks, shifts = [b % 2 for b in range(16)], [b // 2 for b in range(16)]
-        return self.quarters([self.twice(address)], chunks, shifts, at)
+        """Return bits that are where `bit_places` says."""
+        return self.quarters([self.twice(address)], *bit_places(), at)
 
     def two_bit_quarters(self, address, at=0):
-        """Return codes of 32 bytes per 128 columns, of which columns 32g .. 32g+31 are at bits 2g."""
-        chunks, shifts = [b // 8 * 2 + b % 2 for b in range(16)], [b % 8 // 2 * 2 for b in range(16)]
-        return self.quarters([self.load(i8x64, address)], chunks, shifts, at)
+        """Return codes that are where `two_bit_places` says."""
+        return self.quarters([self.load(i8x64, address)], *two_bit_places(), at)
 
     def nibble_quarters(self, address, run=16):
-        """Return codes of `run` bytes per 2*run columns, the first half of these low."""
-        return self.nibble_quarters_of([self.load(i8x64, self.offset(address, at)) for at in (0, 64)], run)
+        """Return codes that are where `nibble_places` says."""
+        return self.nibble_quarters_of(self.nibble_parts(address), run)
+
+    def nibble_parts(self, address):
+        """Load the nibbles of 256 columns that follow each other."""
+        return [self.load(i8x64, self.offset(address, at)) for at in (0, 64)]
 
     def apart_nibble_quarters(self, address, stride):
         """Return codes of 16 bytes per 32 columns, the first half of these low, `stride` bytes apart."""
@@ -167,9 +213,7 @@ class RowEmitter(VectorEmitter):
 
     def nibble_quarters_of(self, parts, run):
         """Return `nibble_quarters` from two vectors."""
-        per = run // 16
-        chunks = [b // (2 * per) * per + b % per for b in range(16)]
-        return self.quarters(parts, chunks, [4 * (b // per % 2) for b in range(16)], 0)
+        return self.quarters(parts, *nibble_places(run), 0)
 
     def with_upper(self, low, high, bits):
         """Take the lowest `bits` of each byte from one list, the others from another."""
@@ -289,6 +333,29 @@ class RowEmitter(VectorEmitter):
     def with_bias(self, v, bias):
         """Add a bias of 128, or of 0, to signed bytes."""
         return self.b.xor(v, self.const64(-128)) if bias else v
+
+    # --- codes times whole scales -------------------------------------------------------------------------------------
+    def times_scales(self, codes, scales, lanes):
+        """Multiply 64 codes by some of 16 bytes, lanes[i] for codes 2i and 2i + 1; the products are unsigned bytes."""
+        pairs = self._pairs(codes)
+        return self.b.bitcast(self.b.mul(pairs, self._factors(scales, lanes)), codes.type)
+
+    def minus_scales(self, codes, scales, lanes, bias):
+        """Return 128 - (code - bias) * scale, an unsigned byte, for 64 codes and signed scales as in `times_scales`.
+
+        Subtracted, because -4 times -32 does not fit a signed byte.
+        """
+        pairs, factors = self._pairs(codes), self._factors(scales, lanes)
+        low, high = (self.b.mul(self.all_and(pairs, mask), factors) for mask in (0x00FF, 0xFF00))
+        products = self.b.bitcast(self.b.or_(self.all_and(low, 0x00FF), high), codes.type)
+        firsts = self.b.add(self.b.mul(scales, self.constants([bias] * 16, 8)), self.constants([128] * 16, 8))
+        return self.b.sub(self.pick(firsts, [n for n in lanes for _ in range(2)]), products)
+
+    def _pairs(self, codes):
+        return self.b.bitcast(codes, ir.VectorType(ir.IntType(16), 32))
+
+    def _factors(self, scales, lanes):
+        return self.pick(self.b.sext(scales, ir.VectorType(ir.IntType(16), 16)), lanes)
 
     # --- points of grids ----------------------------------------------------------------------------------------------
     def entries64(self, table, words, lanes):

@@ -26,9 +26,7 @@ from ikcli.native import isa
 from ikcli.native.simd.emit import I64
 from ikcli.native.simd.vec import const_vector, f32x8, f32x16, i32x16, llvm_type, pointer
 
-PREFETCH_BYTES, _FAR_BYTES = 4096, 6144  # ahead
-_NARROW_ROW, _NARROW_GROUP = 192, 128  # bytes of 256 columns of a row, alone or in a group
-_SPARSE_BYTES = 256  # one line per so many bytes
+PREFETCH_BYTES = 8192  # ahead: at 40 GB/s, what a core reads in 200 ns
 _I8 = ir.IntType(8)
 
 
@@ -50,6 +48,7 @@ class WeightFormat:
 
     scales_are_bytes = False  # whether there are `scale_bytes` per 16 columns, i8x16, times `units`
     most_with_minimum = MOST_WITH_MINIMUM  # the largest code (modes with minima)
+    folded_mode = ""  # the mode of tiles of `folded_codes`, if the format has them: see `tile_modes.folds_scales`
 
     def __init__(self, name, mode, block_size, type_size, row_meta_size, rows, matmul_scale):
         self.name, self.mode, self.rows, self.matmul_scale = name, mode, rows, matmul_scale
@@ -63,16 +62,14 @@ class RowFormat(WeightFormat):
 
     shift = 0  # what dot_codes leaves out of the codes of `shifted_blocks`
     full_range = False  # whether a value may be -128
-    read_in_two_places = False  # whether the bits of a code are far apart
-    slow_to_decode = False  # whether plain AVX2 takes so long for wide rows that memory keeps up without prefetching
 
     @property
     def bias(self):
         """dot_codes - bias is a value (symmetric modes). A power of two, small: its sums cancel in float32.
 
-        0, for signed bytes, where values need all 8 bits and plain AVX2 or ARM64 multiplies.
+        0, for signed bytes, where values need all 8 bits and AVX2 or ARM64 multiplies.
         """
-        return 0 if isa.current().signed_codes else 128
+        return 0 if isa.current().short_vectors or isa.current().is_arm64 else 128
 
     def header(self, e, w):
         """Read the row header."""
@@ -102,6 +99,8 @@ class RowFormat(WeightFormat):
         Lane b of vector n: columns 4n .. 4n+3 of block b of 16. None: by shuffles.
         """
 
+    quarter_shifts = None  # `quarters` are codes times 2**quarter_shifts[b] in block b, for modes with minima
+
     def shifted_blocks(self, e, w):
         """Return a mask of the blocks of 32 (modes *16: of 16) columns whose `dot_codes` are too small, or None."""
 
@@ -125,7 +124,7 @@ class RowFormat(WeightFormat):
     def paired_codes(self, e, w, n):
         """Return codes as `dot_codes` does, but columns 0..15, 32..47, 16..31, 48..63 from 64n on.
 
-        For nibbles of which the lower ones are 16 columns and the upper ones the next. With plain AVX2 only.
+        For nibbles of which the lower ones are 16 columns and the upper ones the next. With AVX2 only.
         """
 
     def crossed_codes(self, e, w, h, n):
@@ -133,13 +132,21 @@ class RowFormat(WeightFormat):
 
         Every other block comes first; codes may be multiples of which `whole_units` take account. For bit fields that
         such blocks have at the same bytes: one shuffle of these takes the place of those that bring sums side by side.
-        With plain AVX2 only.
+        With AVX2 only.
         """
+
+    def folded_codes(self, e, w, j):
+        """Return `codes` times whole scales of 16 columns, with a bias of 128 in symmetric modes."""
+        raise NotImplementedError
+
+    def folded_scales(self, e, w):
+        """Return f32x8: what blocks of `folded_codes` are multiplied by."""
+        raise NotImplementedError
 
     def whole_scales(self, e, w):
         """Return the scales of 16 blocks of 16 columns as bytes, or None if they are no integers.
 
-        With plain AVX2 only, as i8x32: the same in both halves. Blocks have 256 columns.
+        With AVX2 only, as i8x32: the same in both halves. Blocks have 256 columns.
         """
 
     def shifted_words(self, e, w):
@@ -178,22 +185,15 @@ def steps_of_rows(e, fmt, rows, k):
         yield whole, places, e.b.lshr(rest, e.int(5))
 
 
-def prefetch_step(e, fmt, at, every_line=False, more=None):
-    """Prefetch the data that is read some steps later; the next rows follow in memory.
+def prefetch_step(e, fmt, at, *, part=0, n_parts=1, ahead=PREFETCH_BYTES):
+    """Prefetch a part of the data that is read some steps later, `ahead` in memory; the next rows follow there.
 
-    Wide groups are read faster by one activation row if most of that is left to the hardware prefetcher, which only
-    stops at the end of a page. It does not foresee steps that are not read from front to back, and falls behind where
-    several activation rows are read between two steps: ask for `every_line` there. `more`: bytes (i64) further ahead.
+    Every line, and into the first level: hardware prefetchers stop at the end of a page, and do not foresee steps that
+    are not read from front to back. A step of several rows has dozens of lines, too many to ask for at once.
     """
-    if fmt.read_in_two_places:
-        ahead, every, level = _FAR_BYTES, 64, 2
-    elif not every_line and fmt.step_bytes > fmt.rows * (_NARROW_ROW if fmt.rows == 1 else _NARROW_GROUP):
-        ahead, every, level = PREFETCH_BYTES, _SPARSE_BYTES, 2
-    else:
-        ahead, every, level = PREFETCH_BYTES, 64, 1
-    for line in range(0, fmt.step_bytes, every):
-        where = e.offset(at, ahead + line)
-        e.prefetch(where if more is None else e.offset(where, more), level=level)
+    lines = range(0, fmt.step_bytes, 64)
+    for line in lines[len(lines) * part // n_parts : len(lines) * (part + 1) // n_parts]:
+        e.prefetch(e.offset(at, ahead, line))
 
 
 def copy_blocks(e, fmt, src, to, n_blocks):

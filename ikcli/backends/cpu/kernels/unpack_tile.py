@@ -17,11 +17,15 @@ from ikcli.backends.cpu.kernels.rowformat import copy_blocks
 from ikcli.backends.cpu.kernels.vector_emitter import indices
 from ikcli.backends.cpu.tile_modes import (
     FIRST_SUM,
+    folds_scales,
     has_signs,
     has_whole_tile,
+    minima_per_block,
     multiplies_matrices,
+    scales_per_block,
     tile_bias,
     tile_layout,
+    tile_mode,
 )
 from ikcli.native.simd.emit import transpose16
 from ikcli.native.simd.vec import const_vector, f32x16, i8x64, i32x16, llvm_type, pointer
@@ -49,16 +53,16 @@ def unpack_tile(fmt):
 
     The last row is repeated up to 16.
     """
-    mode = fmt.mode
+    mode, folded = tile_mode(fmt), folds_scales(fmt)
     header, block_bytes = tile_layout(mode, tile_bias(fmt))
     with_signs, whole_scales = has_signs(mode, tile_bias(fmt)), has_whole_tile(fmt)
-    halves = 2 if mode.endswith("16") else 1
+    halves = scales_per_block(mode)
 
     def decode(e, row_w, at_w, codes, floats):
         row = fmt.header(e, row_w)
         less = 0 if mode[0] == "m" else 128 - tile_bias(fmt)
         for j in range(4):
-            v = fmt.codes(e, at_w, j)
+            v = (fmt.folded_codes if folded else fmt.codes)(e, at_w, j)
             e.store(e.b.sub(v, e.const64(less)) if less else v, e.offset(codes, _VECTOR * j))
         if whole_scales:
             scales = e.b.sext(fmt.scale_bytes(e, at_w), llvm_type(i32x16))
@@ -66,7 +70,7 @@ def unpack_tile(fmt):
             e.store(twice, floats[0])
             e.store(e.pick(fmt.units(e, at_w, row)[0], [0] * 16), floats[1])
             return
-        e.store(fmt.scales(e, at_w, row), floats[0])
+        e.store(fmt.folded_scales(e, at_w) if folded else fmt.scales(e, at_w, row), floats[0])
         if mode.startswith("m"):
             e.store(fmt.minima(e, at_w, row), floats[1])
 
@@ -115,8 +119,9 @@ def unpack_tile(fmt):
 
     def put_floats(e, floats, to):
         for which, src in enumerate(floats):
-            for c, column in enumerate(transpose(e, src, _VECTOR)[: 8 * halves]):
-                at = c // halves * block_bytes + _VECTOR * (which * halves + c % halves)
+            per = minima_per_block(mode) if which else halves
+            for c, column in enumerate(transpose(e, src, _VECTOR)[: 8 * per]):
+                at = c // per * block_bytes + _VECTOR * (which * halves + c % per)
                 e.store(column if which else tile_scale(e.b, column, with_signs), e.offset(to, at))
 
     def put_whole(e, floats, to):

@@ -27,6 +27,7 @@ from ikcli.settings.server import ServerConfig
 
 GREEDY = SamplerParams(temperature=0)
 WAIT = 60  # seconds until a test gives up
+ENDLESS = 10**9  # tokens; a full context is shifted, while -1 ends with the context of the training
 LOAD = 900  # ... while kernels may have to be compiled
 
 
@@ -50,6 +51,29 @@ def stop(engine: Engine, *, drain: bool = False) -> None:
     thread.start()
     thread.join(WAIT)
     assert not thread.is_alive(), f"the engine did not stop within {WAIT} seconds: {engine.slots()}"
+
+
+class Pause:
+    """A listener that holds the engine at the first event of a request until a test lets it go on.
+
+    Small models generate hundreds of tokens before a busy machine wakes the thread of a test, so "while this request
+    runs" has to be made true.
+    """
+
+    def __init__(self) -> None:
+        self._reached, self._over = threading.Event(), threading.Event()
+
+    def __call__(self, event: Event) -> None:
+        self._reached.set()
+        assert self._over.wait(WAIT), "the test did not end the pause"
+
+    def wait(self) -> None:
+        """Return once the engine is held."""
+        assert self._reached.wait(WAIT), f"no event within {WAIT} seconds"
+
+    def end(self) -> None:
+        """Let the engine go on."""
+        self._over.set()
 
 
 class Call:

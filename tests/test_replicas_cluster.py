@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+from engine_client import ENDLESS
 from live_router import alive
 from live_server import WAIT, wait_for
 from quant_models import write_model
@@ -113,7 +114,7 @@ def test_no_request_is_lost_when_a_node_dies(front: RayFront, nodes: Nodes) -> N
     starts = [one["starts"] for one in front.replicas()]
     victim = front.pids()[0]
     kind = kind_of(nodes, victim)
-    body = {"prompt": "a", "n_predict": -1, "ignore_eos": True, "stream": True, "id_slot": 0}
+    body = {"prompt": "a", "n_predict": ENDLESS, "ignore_eos": True, "stream": True, "id_slot": 0}
     with (
         ThreadPoolExecutor(6) as pool,
         httpx.stream("POST", front.base + "/completion", json=body, timeout=WAIT, headers=ADMIN) as stream,

@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+from engine_client import ENDLESS
 from live_router import alive, children_of
 from live_server import WAIT, Server, wait_for
 
@@ -124,7 +125,7 @@ def test_no_request_is_lost_when_a_replica_dies(front: Front) -> None:
     """Whole answers all come; a stream is cut if its beginning was sent. The replica is started again."""
     starts = [one["starts"] for one in front.replicas()]
     victim = front.pids()[0]
-    body = {"prompt": "a", "n_predict": -1, "ignore_eos": True, "stream": True, "id_slot": 0}
+    body = {"prompt": "a", "n_predict": ENDLESS, "ignore_eos": True, "stream": True, "id_slot": 0}
     with (
         ThreadPoolExecutor(6) as pool,
         httpx.stream("POST", front.base + "/completion", json=body, timeout=WAIT) as stream,
@@ -161,7 +162,7 @@ def test_hangup_restarts_all_while_requests_are_answered(front: Front) -> None:
 
 
 def test_departing_clients_free_their_slots(front: Front) -> None:
-    body = {"prompt": "a", "n_predict": -1, "ignore_eos": True, "stream": True}
+    body = {"prompt": "a", "n_predict": ENDLESS, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", front.base + "/completion", json=body, timeout=WAIT) as stream:
         lines = stream.iter_lines()
         next(lines)

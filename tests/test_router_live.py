@@ -17,6 +17,7 @@ import httpx
 import numpy as np
 import pytest
 from encoder_models import encoder_file
+from engine_client import ENDLESS
 from live_router import HI, Router, alive
 from live_server import WAIT, wait_for
 from tiers import some
@@ -120,7 +121,7 @@ def test_a_dead_process_is_replaced(router: Router) -> None:
     router.ask("two")
     with httpx.stream(
         "POST", router.base + "/completion", timeout=WAIT,
-        json={"model": "two", "prompt": "a", "n_predict": -1, "ignore_eos": True, "stream": True},
+        json={"model": "two", "prompt": "a", "n_predict": ENDLESS, "ignore_eos": True, "stream": True},
     ) as stream:  # fmt: skip
         lines = stream.iter_lines()
         next(lines)
@@ -135,7 +136,7 @@ def test_a_dead_process_is_replaced(router: Router) -> None:
 
 
 def test_departing_clients_free_their_slots(router: Router) -> None:
-    body = {"model": "two", "prompt": "a", "n_predict": -1, "ignore_eos": True, "stream": True}
+    body = {"model": "two", "prompt": "a", "n_predict": ENDLESS, "ignore_eos": True, "stream": True}
     router.ask("two")
     with httpx.stream("POST", router.base + "/completion", json=body, timeout=WAIT) as stream:
         lines = stream.iter_lines()
@@ -254,7 +255,7 @@ def test_signals_end_all_processes(tmp_path: Path, number: signal.Signals) -> No
     models.write_text(text, encoding="utf-8")
     router = Router("--models", str(models), "--shutdown-timeout", "600", log=tmp_path / "log")
     router.wait_ready()
-    body = {"model": "a", "prompt": "x", "n_predict": -1, "ignore_eos": True, "stream": True}
+    body = {"model": "a", "prompt": "x", "n_predict": ENDLESS, "ignore_eos": True, "stream": True}
     asked = httpx.stream("POST", router.base + "/completion", json=body, timeout=WAIT)
     with ThreadPoolExecutor(1) as pool, asked as stream:
         lines = stream.iter_lines()

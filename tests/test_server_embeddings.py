@@ -11,7 +11,7 @@ from typing import Any
 import checkpoints
 import numpy as np
 import pytest
-from engine_client import Call, ask, request, serving, stop, until
+from engine_client import ENDLESS, GREEDY, Call, ask, request, serving, stop, until
 from factories import MemoryModel, MemoryTensor
 from fake_engine import FakeEngine, fake_tokenizer
 from gguf_files import write_model
@@ -220,7 +220,7 @@ def test_requests_that_cannot_be_embedded(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_cancelled_and_left_requests() -> None:
     with serving(1) as engine:
-        call = Call(engine, request(list(range(10, 60)), -1, sampling=replace(request([1]).sampling, ignore_eos=True)))
+        call = Call(engine, request(list(range(10, 60)), ENDLESS, sampling=replace(GREEDY, ignore_eos=True)))
         waiting = Vectors(engine, texts(2))
         until(lambda: engine.metrics().requests_deferred == 1)
         waiting.ticket.cancel()

@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 import re
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
-from engine_client import GREEDY, Call, ask, request, serving, stop, until
+from engine_client import ENDLESS, GREEDY, Call, Pause, ask, request, serving, stop, until
 from factories import tiny_deepseek2, tiny_model
 from gguf_files import write_model
 
@@ -410,13 +410,14 @@ def test_non_finite_logits_fail_one_request_only(engine: Engine) -> None:
     assert worker is not None
     good_prompt, bad_prompt = (engine.tokenizer.encode(p) for p in PROMPTS[:2])
     wanted = ask(engine, good_prompt, 300, id_slot=0, cache_prompt=False).text
-    running = threading.Event()
-    bad = Call(engine, request(bad_prompt, 400, id_slot=1, cache_prompt=False), lambda e: running.set())
+    pause = Pause()
+    bad = Call(engine, request(bad_prompt, 400, id_slot=1, cache_prompt=False), pause)
     good = Call(engine, request(good_prompt, 300, id_slot=0, cache_prompt=False))
-    assert running.wait(30)
+    pause.wait()
     session = worker.session
     for rows in session.runner.cpu.caches.values():  # f16 NaN in the first cells of slot 1
         rows.reshape(session.n_ctx, -1)[session.n_ctx_seq + 1] = 0xFF
+    pause.end()
     failure = bad.failure
     assert failure.status == 500 and "not finite" in failure.message
     assert good.final.text == wanted
@@ -442,7 +443,8 @@ def test_an_unexpected_error_does_not_stop_the_engine(engine: Engine) -> None:
 # --- cancelling and queueing ------------------------------------------------------------------------------------------
 def test_cancelling_frees_the_slot(engine: Engine) -> None:
     wanted = ask(engine, PROMPTS[0], 20, cache_prompt=False).text
-    calls = [Call(engine, request(engine.tokenizer.encode(p), 450)) for p in PROMPTS]
+    sampling = SamplerParams(temperature=0, ignore_eos=True)
+    calls = [Call(engine, request(engine.tokenizer.encode(p), ENDLESS, sampling=sampling)) for p in PROMPTS]
     for c in calls:
         c.wait_for(bool)
         c.ticket.cancel()
@@ -453,10 +455,12 @@ def test_cancelling_frees_the_slot(engine: Engine) -> None:
 
 
 def test_cancelled_in_the_queue(engine: Engine) -> None:
-    busy = [Call(engine, request(engine.tokenizer.encode(p), 200, id_slot=i)) for i, p in enumerate(PROMPTS)]
+    pause = Pause()
+    busy = [Call(engine, request(engine.tokenizer.encode(p), 200, id_slot=i), pause) for i, p in enumerate(PROMPTS)]
     waiting = Call(engine, request([5, 6, 7], 5))
     waiting.ticket.cancel()
     last = Call(engine, request([5, 6, 7], 5))
+    pause.end()
     assert all(c.final.timings.predicted_n for c in busy) and last.final.timings.predicted_n
     assert waiting.events == []
 
@@ -473,18 +477,21 @@ def test_the_queue_is_first_in_first_out() -> None:
 
 
 def test_waiting_for_a_slot_lets_others_pass(engine: Engine) -> None:
-    first = Call(engine, request(engine.tokenizer.encode(PROMPTS[0]), 300, id_slot=2))
-    first.wait_for(bool)
+    pause = Pause()
+    first = Call(engine, request(engine.tokenizer.encode(PROMPTS[0]), 300, id_slot=2), pause)
     second = Call(engine, request([5, 6, 7], 3, id_slot=2))
-    assert Call(engine, request([5, 6, 8], 3)).final.id_slot != 2
+    third = Call(engine, request([5, 6, 8], 3))
+    pause.end()
+    assert third.final.id_slot != 2
     assert second.final.id_slot == 2 and isinstance(first.end, Final)
 
 
 def test_a_long_prompt_does_not_stall_others() -> None:
     """Between two tokens of the running slot at most one ubatch of the long prompt is computed."""
     with serving(2, n_ctx=2048, n_ubatch=32) as e:
-        running = Call(e, request(e.tokenizer.encode("import "), 60))
-        running.wait_for(bool)
+        pause = Pause()
+        running = Call(e, request(e.tokenizer.encode("import "), 60), pause)
+        pause.wait()
         done: list[tuple[int, int]] = []
 
         def note(event: Event) -> None:
@@ -492,6 +499,7 @@ def test_a_long_prompt_does_not_stall_others() -> None:
                 done.append((event.processed, len(running.events)))
 
         long = Call(e, request([5 + i % 90 for i in range(640)], 2, report_progress=True), note)
+        pause.end()
         assert long.final and running.final
     steps = [(p1 - p0, n1 - n0) for (p0, n0), (p1, n1) in itertools.pairwise(done[1:]) if n1 < 60]
     assert len(done) == 21 and done[0][0] == 0 and steps and all(n_prompt == 32 for n_prompt, _ in steps)
@@ -501,11 +509,15 @@ def test_a_long_prompt_does_not_stall_others() -> None:
 def test_several_prompts_take_turns() -> None:
     with serving(2, n_ctx=2048, n_ubatch=32) as e:
         log: list[int] = []
-        calls = [
-            Call(e, request([5 + i] * 320, 1, report_progress=True),
-                 lambda ev, i=i: log.append(i) if isinstance(ev, PromptProgress) else None)  # type: ignore[misc]
-            for i in range(2)
-        ]  # fmt: skip
+        pause = Pause()
+
+        def note(i: int, event: Event) -> None:
+            if isinstance(event, PromptProgress):
+                log.append(i)
+            pause(event)
+
+        calls = [Call(e, request([5 + i] * 320, 1, report_progress=True), partial(note, i)) for i in range(2)]
+        pause.end()
         assert all(c.final for c in calls)
     tail = log[4:-2]
     assert len(log) == 22 and all(abs(tail[:n].count(0) - tail[:n].count(1)) <= 2 for n in range(len(tail)))
@@ -522,7 +534,11 @@ def test_draining_finishes_what_was_accepted() -> None:
 
 def test_stopping_at_once_answers_everybody() -> None:
     with serving(1) as e:
-        calls = [Call(e, request([5, 6, 7 + i], 900)) for i in range(3)]
+        worker = e._worker
+        assert worker is not None
+        calls = [
+            Call(e, request([5, 6, 7 + i], 900), lambda event: until(lambda: bool(worker._stopping))) for i in range(3)
+        ]
         calls[0].wait_for(bool)
         stop(e)
         assert [c.failure.status for c in calls] == [503] * 3

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engine_client import Call, ask, request, serving, until
+from engine_client import Call, Pause, ask, request, serving, until
 from factories import tiny_deepseek2, tiny_model
 from gguf_files import write_model
 
@@ -94,9 +94,12 @@ def test_rows_of_a_busy_slot_are_copied() -> None:
     with serving(2, n_ctx=1024, server={"cache_ram": 0}) as e:
         alone = ask(e, LONG, 12, cache_prompt=False, id_slot=1)
         ask(e, "something quite different from all the rest of these texts", 2, cache_prompt=False, id_slot=1)
-        busy = Call(e, request(e.tokenizer.encode(LONG), 400, id_slot=0))
-        busy.wait_for(bool)
-        other = ask(e, LONG, 12, id_slot=1)
+        pause = Pause()
+        Call(e, request(e.tokenizer.encode(LONG), 400, id_slot=0), pause)
+        pause.wait()
+        call = Call(e, request(e.tokenizer.encode(LONG), 12, id_slot=1))
+        pause.end()
+        other = call.final
         n = len(e.tokenizer.encode(LONG))
         assert (other.timings.cache_n, other.text) == (n - 1, alone.text)
 

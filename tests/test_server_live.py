@@ -17,6 +17,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from engine_client import ENDLESS
 from live_server import WAIT, Server, wait_for
 from tiers import some
 
@@ -116,7 +117,7 @@ def test_greedy_answers_do_not_depend_on_company(server: Server) -> None:
 
 
 def test_departing_clients_free_their_slots(server: Server) -> None:
-    endless = {"prompt": "a", "n_predict": -1, "ignore_eos": True, "temperature": 1}
+    endless = {"prompt": "a", "n_predict": ENDLESS, "ignore_eos": True, "temperature": 1}
     for stream in (False, True):
         for _ in range(3):  # more than there are slots
             sock = socket.create_connection(("127.0.0.1", server.port))
@@ -199,7 +200,7 @@ def test_first_signal_drains_second_stops(tmp_path: Path) -> None:
         assert server.process.wait(WAIT) == 0
     server = Server("--shutdown-timeout", "600", "-c", "32768", log=tmp_path / "log2")
     server.wait_ready()
-    endless = {"prompt": "a", "n_predict": -1, "ignore_eos": True}
+    endless = {"prompt": "a", "n_predict": ENDLESS, "ignore_eos": True}
 
     def ask() -> None:
         with contextlib.suppress(httpx.HTTPError):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from adapter_files import write_control_vector
-from engine_client import ByHand, Call, Posted, ask, by_hand, request, serving, until
+from engine_client import ENDLESS, ByHand, Call, Pause, Posted, ask, by_hand, request, serving, until
 from factories import tiny_model
 from gguf_files import write_model
 from stage_threads import Threads
@@ -20,7 +20,7 @@ from ikcli.engine.pipeline.driver import PipelineRunner, StageLostError
 from ikcli.gguf.reader import open_gguf
 from ikcli.sampling.params import SamplerParams
 from ikcli.server.slots.engine import Engine
-from ikcli.server.slots.messages import Delta, Final, PromptProgress
+from ikcli.server.slots.messages import Delta, Event, Final, PromptProgress
 from ikcli.server.slots.pipeline_worker import PipelineWorker
 from ikcli.server.slots.states import EngineError
 from ikcli.server.slots.vectors import VectorChange
@@ -208,17 +208,20 @@ def test_slots_share_the_stages(wanted: list[Final]) -> None:
     """Prompts and generation of five slots in between each other, some of them cancelled: what one slot says alone."""
     with serving(5, **staged()) as e:
         most = 0
+        pause = Pause()  # until all are asked
 
-        def count(event: object) -> None:
+        def count(event: Event) -> None:
             nonlocal most
             most = max(most, worker(e).session.n_in_flight)
+            pause(event)
 
         prompts = [e.tokenizer.encode(p) for p in PROMPTS]
-        gone = [Call(e, request(p, 200, cache_prompt=False)) for p in prompts]
+        gone = [Call(e, request(p, ENDLESS, cache_prompt=False)) for p in prompts]
         for call in gone:
             call.wait_for(bool)
             call.ticket.cancel()
         calls = [Call(e, request(p, 24, cache_prompt=False, report_progress=True), on_event=count) for p in prompts]
+        pause.end()
         assert texts([c.final for c in calls]) == texts(wanted)
         progress = [x.processed for x in calls[1].events if isinstance(x, PromptProgress)]
         assert progress == sorted(set(progress)) and progress[-1] == len(prompts[1])
@@ -269,14 +272,24 @@ def test_a_lost_stage_is_a_pause(wanted: list[Final]) -> None:
         runner = worker(e).session.runner
         assert isinstance(runner, PipelineRunner)
         supervisors = [runner.supervisor]
-        calls = [Call(e, request(e.tokenizer.encode(p), 24, cache_prompt=False)) for p in PROMPTS]
-        calls[0].wait_for(lambda events: len(events) > 3)
-        known = [event for event in calls[0].events if isinstance(event, Delta)]
+        pause = Pause()
+        known: list[Event] = []
+
+        def fourth(event: Event) -> None:
+            known.append(event)
+            if len(known) == 4:
+                pause(event)
+
+        asked = [request(e.tokenizer.encode(p), 24, cache_prompt=False) for p in PROMPTS]
+        calls = [Call(e, asked[0], fourth), *(Call(e, one) for one in asked[1:])]
+        pause.wait()
+        deltas = [event for event in known if isinstance(event, Delta)]
         runner.disconnect()
+        pause.end()
         ends = [c.final for c in calls]
         until(lambda: runner.supervisor not in (None, *supervisors))
         assert [len(f.tokens) for f in ends] == [24] * 5
-        n = sum(len(d.tokens) for d in known)  # from there on computed in larger pieces, so perhaps other last bits
+        n = sum(len(d.tokens) for d in deltas)  # from there on computed in larger pieces, so perhaps other last bits
         assert n >= 2 and texts(ends[:1])[0][:n] == texts(wanted[:1])[0][:n]
         assert texts([ask(e, e.tokenizer.encode(PROMPTS[3]), 24, cache_prompt=False)]) == texts(wanted[3:4])
 
@@ -285,7 +298,8 @@ def test_a_stage_that_does_not_come_back_ends_the_engine(monkeypatch: pytest.Mon
     with serving(2, **staged(2)) as e:
         runner = worker(e).session.runner
         assert isinstance(runner, PipelineRunner)
-        call = Call(e, request(e.tokenizer.encode(PROMPTS[0]), 900, cache_prompt=False))
+        sampling = SamplerParams(temperature=0, ignore_eos=True)
+        call = Call(e, request(e.tokenizer.encode(PROMPTS[0]), ENDLESS, sampling=sampling, cache_prompt=False))
         call.wait_for(lambda events: len(events) > 3)
         monkeypatch.setattr("ikcli.engine.pipeline.driver.of_model", lambda file: "changed meanwhile")
         runner.disconnect()

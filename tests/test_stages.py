@@ -291,7 +291,8 @@ def test_errors_of_stages_reach_who_asked(model_file, threads, monkeypatch: pyte
     """Those of caches while micro-batches are under way as well, whose logits are not mixed up with them."""
     ids = tokens(40)
     with Session.open(config(model_file("llama"), 2)) as session:
-        wanted = np.array(session.decode(Batch.single(ids)))
+        session.decode(Batch.single(ids[:20], logits="none"))
+        wanted = np.array(session.decode(Batch.single(ids[20:], 20)))
         session.clear()
 
         def fail(self: StageRunner, *args: Any) -> Any:

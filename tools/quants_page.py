@@ -197,7 +197,7 @@ def _levels_section(found: _Records) -> str:
 
 def _level_name(found: _Records, level: str = "") -> str:
     about = found.about("speed", level)
-    return "" if about is None else about["isa"].upper().replace("AVX5", "AVX-5")
+    return "" if about is None else about["isa"].upper().replace("AVX5", "AVX-5").replace("AVXV", "AVX-V")
 
 
 def _level_machines(found: _Records) -> list[str]:

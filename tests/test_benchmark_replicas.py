@@ -36,7 +36,8 @@ def rows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], sc
 def test_latency(script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     found = rows(monkeypatch, capsys, script, "latency")
     assert [row[0] for row in found] == ["direct", "front", "added by front"]
-    assert all(int(cell) > 0 for row in found[:2] for cell in row[1:])
+    # the other columns are differences of times of the client, for whom a whole answer may arrive at once
+    assert all(int(row[2]) > 0 for row in found[:2])
     assert abs(int(found[1][2]) - int(found[0][2]) - int(found[2][2])) <= 1
 
 

@@ -67,9 +67,14 @@ class ISA:
         return self.architecture == ARM64
 
     @property
+    def vnni(self) -> bool:
+        """Return whether one instruction of x86 adds four products of bytes to a sum."""
+        return not self.features.isdisjoint({"avxvnni", "avx512vnni"})
+
+    @property
     def plain_avx2(self) -> bool:
         """Return whether bytes are multiplied in several instructions of AVX2."""
-        return "avx2" in self.features and not {"avxvnni", "avx512vnni"} & self.features
+        return "avx2" in self.features and not self.vnni
 
     @property
     def short_vectors(self) -> bool:

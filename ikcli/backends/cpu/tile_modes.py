@@ -60,7 +60,7 @@ def folds_scales(fmt: Any) -> bool:
     Where the products fit bytes and an instruction adds four products of bytes in 32 bits, this costs nothing, and a
     block of 32 columns is left with one scale.
     """
-    return bool(fmt.folded_mode) and bool({"avxvnni", "avx512vnni"} & isa.current().features)
+    return bool(fmt.folded_mode) and isa.current().vnni
 
 
 def tile_mode(fmt: Any) -> str:

@@ -22,7 +22,7 @@ def few_dots(fmt):
     The n rows are whole groups. Strides are in bytes. Weights are decoded once for several activation rows; each
     result is that of the row alone, bit for bit.
     """
-    has_dots = bool({"avx512vnni", "avxvnni", "dotprod"} & isa.current().features)
+    has_dots = isa.current().vnni or "dotprod" in isa.current().features
     short_vectors = isa.current().short_vectors
     if isinstance(fmt, GroupFormat):
         if has_dots or short_vectors:

@@ -123,6 +123,20 @@ def sysctl(name: str) -> int | None:
     return None if failed else value.value
 
 
+def first_level_bytes(root: Path = _CPU_ROOT) -> int | None:
+    """Return the size of the first data cache of a core, or None if the system does not report it."""
+    if sys.platform == "darwin":
+        return sysctl("hw.perflevel0.l1dcachesize") or sysctl("hw.l1dcachesize")
+    for cache in root.glob("cpu0/cache/index*"):
+        try:
+            level, kind, size = ((cache / name).read_text().strip() for name in ("level", "type", "size"))
+        except OSError:
+            continue
+        if (level, kind) == ("1", "Data") and size.endswith("K"):
+            return int(size[:-1]) << 10
+    return None
+
+
 def performance_cores() -> int | None:
     """Return the fast cores of an Apple processor, or None on others.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -117,6 +118,20 @@ def test_efficiency_cores_are_recognised(tmp_path: Path) -> None:
     for cpu, capacity in enumerate((1024, 1000, 400, 400)):
         (arm / f"cpu{cpu}" / "cpu_capacity").write_text(f"{capacity}\n")
     assert hostinfo.efficiency_cpus(set(range(4)), arm) == {2, 3}
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="the size comes from sysctl there")
+def test_size_of_the_first_data_cache(tmp_path: Path) -> None:
+    assert hostinfo.first_level_bytes(tmp_path) is None
+    caches = (("1", "Instruction", "64K"), ("1", "Data", "48K"), ("2", "Unified", "1024K"), ("3", "Unified", "32M"))
+    for i, texts in enumerate(caches):
+        folder = tmp_path / f"cpu0/cache/index{i}"
+        folder.mkdir(parents=True)
+        for name, text in zip(("level", "type", "size"), texts, strict=True):
+            (folder / name).write_text(f"{text}\n")
+    assert hostinfo.first_level_bytes(tmp_path) == 48 << 10
+    (tmp_path / "cpu0/cache/index1/size").unlink()
+    assert hostinfo.first_level_bytes(tmp_path) is None
 
 
 def test_performance_cores_alone_count_on_apple_processors(monkeypatch: pytest.MonkeyPatch) -> None:

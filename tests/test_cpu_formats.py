@@ -29,6 +29,7 @@ from ikcli.errors import UnsupportedError
 from ikcli.gguf.constants import GGMLType
 from ikcli.gguf.types import TYPES
 from ikcli.graph import Weight
+from ikcli.native import isa
 from ikcli.quant import repack
 from ikcli.quant.decode import dequantize
 from ikcli.quant.formats import get_format, row_size, tensor_size
@@ -200,9 +201,30 @@ def test_run_time_repack_of_f16(
 
 
 @pytest.mark.parametrize("n_parts", [1, 2, 4, 8])
-def test_a_step_prefetches_each_of_its_lines_once(n_parts: int) -> None:
-    lines: list[int] = []
-    emitter = SimpleNamespace(offset=lambda base, *terms: base + sum(terms), prefetch=lines.append)
+@pytest.mark.parametrize("step_bytes", [840, 2176])
+def test_a_step_prefetches_each_of_its_lines_once(n_parts: int, step_bytes: int) -> None:
+    done: list[int | str] = []
+    emitter = SimpleNamespace(
+        offset=lambda base, *terms: base + sum(terms), prefetch=done.append, barrier=lambda: done.append("barrier")
+    )
     for part in range(n_parts):
-        prefetch_step(emitter, SimpleNamespace(step_bytes=840), 1000, part=part, n_parts=n_parts)
-    assert lines == list(range(1000 + PREFETCH_BYTES, 1840 + PREFETCH_BYTES, 64))
+        prefetch_step(emitter, SimpleNamespace(step_bytes=step_bytes), 1000, part=part, n_parts=n_parts)
+    first = 1000 + PREFETCH_BYTES
+    assert [line for line in done if line != "barrier"] == list(range(first, first + step_bytes, 64))
+    # a core cannot wait for 34 lines at once
+    assert done.count("barrier") == (n_parts if n_parts > 1 and step_bytes == 2176 else 0)
+
+
+def test_the_distance_of_prefetches_fits_the_first_cache() -> None:
+    assert isa.first_level_bytes() // 6 >= PREFETCH_BYTES
+
+
+def test_first_caches_of_packed_levels(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {}
+    for name in ("avx512", "avx512vnni", "avxvnni", "avx2", "i8mm", "dotprod"):
+        monkeypatch.setenv("IK_BUILD_ISA", name)
+        sizes[name] = isa.first_level_bytes() >> 10
+    assert sizes == {"avx512": 48, "avx512vnni": 32, "avxvnni": 48, "avx2": 32, "i8mm": 48, "dotprod": 48}
+    monkeypatch.delenv("IK_BUILD_ISA")
+    monkeypatch.setattr(isa.hostinfo, "first_level_bytes", lambda: None)
+    assert isa.first_level_bytes() == 48 << 10

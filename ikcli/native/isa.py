@@ -16,8 +16,8 @@ import platform
 import sys
 from dataclasses import dataclass
 
+from ikcli import hostinfo
 from ikcli.errors import UsageError
-from ikcli.hostinfo import sysctl
 
 X86, ARM64 = "x86_64", "aarch64"  # architectures, as LLVM names them
 # LLVM CPU and features to compile for at each level. avx512 is what Zen 4 and Sapphire Rapids share.
@@ -123,7 +123,7 @@ _PF_ARM_V82_DP_INSTRUCTIONS_AVAILABLE = 43  # of Windows
 def arm_features() -> frozenset[str]:
     """Return which features of `LEVELS` this ARM64 machine has, by what its operating system says."""
     if sys.platform == "darwin":
-        return frozenset(f for f, name in _SYSCTL.items() if sysctl(f"hw.optional.arm.{name}"))
+        return frozenset(f for f, name in _SYSCTL.items() if hostinfo.sysctl(f"hw.optional.arm.{name}"))
     if sys.platform == "win32":
         # Windows reports no more; processors with these products have half floats as well.
         has = ctypes.windll.kernel32.IsProcessorFeaturePresent(_PF_ARM_V82_DP_INSTRUCTIONS_AVAILABLE)
@@ -152,6 +152,13 @@ def current() -> ISA:
             f"IK_CPU_ISA={wanted} needs {', '.join(sorted(target.features - here.features))}, which this CPU lacks"
         )
     return target
+
+
+def first_level_bytes() -> int:
+    """Return the size of the first data cache of the machine that kernels are compiled for; 48 KiB if unknown."""
+    if built := os.environ.get("IK_BUILD_ISA"):
+        return (32 if built in ("avx2", "avx512vnni") else 48) << 10  # of most processors of that level
+    return hostinfo.first_level_bytes() or 48 << 10
 
 
 def levels_of(architecture: str) -> list[str]:

@@ -8,6 +8,7 @@ import llvmlite.ir as ir
 from numba.core import types
 from numba.extending import intrinsic
 
+from ikcli.backends.cpu.kernels.rowformat import PREFETCH_BYTES
 from ikcli.backends.cpu.kernels.sgemm import fma_f32x16, load_f32x16_at, loop, store_block, sum_lanes
 from ikcli.backends.cpu.tile_modes import rounds_activations
 from ikcli.native import isa
@@ -58,7 +59,7 @@ def make_dots(kind, n_rows, n_tokens):
     w_size, a_size, cols, _, _ = KINDS[kind]
     parts = a_size // w_size  # vectors of a line
     multiply = emit_dot_bf16 if a_size == 2 else _multiply
-    n_ahead = n_rows if n_rows > 1 else 0  # lines of the next block, which follows in memory, to prefetch in a step
+    near = PREFETCH_BYTES // n_rows  # in every row
 
     @intrinsic
     def dots(typingctx, w, row_bytes, n_steps, a, a_stride, out, out_stride):
@@ -67,16 +68,17 @@ def make_dots(kind, n_rows, n_tokens):
             e = Emitter(builder)
             w_strides, a_strides = ([e.opaque(e.times(x, i)) for i in (1, 2, 3)] for x in (row_bytes, a_stride))
             groups = [e.offset(w, e.times(row_bytes, r)) for r in range(0, n_rows, 4)]
-            ahead = e.offset(w, e.times(row_bytes, n_rows))
-            n_groups = len(groups)
+            n_groups, others = len(groups), e.times(row_bytes, n_rows - 1)
 
             def step(state):
-                at, x_at, ahead, accs = state[:n_groups], state[n_groups], state[n_groups + 1], state[n_groups + 2 :]
+                at, x_at, accs = state[:n_groups], state[n_groups], state[n_groups + 1 :]
                 at, rows = _addresses(e, at, w_strides, n_rows)
                 (x_at,), tokens = _addresses(e, [x_at], a_strides, n_tokens)
-                ahead = e.opaque(ahead)
-                for r in range(n_ahead):
-                    e.prefetch(e.offset(ahead, 64 * r))
+                if n_rows > 1:  # a few columns on; behind the end of a row comes the same row of the next block
+                    is_over = builder.icmp_signed(">=", e.offset(builder.sub(at[0], w), near), row_bytes)
+                    ahead = builder.select(is_over, others, e.int(0))
+                    for row in rows:
+                        e.prefetch(e.offset(row, ahead, near))
                 for part in range(parts):
                     w_part, a_part = (part * size * cols // parts for size in (w_size, a_size))
                     x = [_load_activations(builder, a_size, e.offset(t, a_part)) for t in tokens]
@@ -86,10 +88,10 @@ def make_dots(kind, n_rows, n_tokens):
                             i = t * n_rows + r
                             accs[i] = multiply(builder, accs[i], y, x[t])
                 at = [e.offset(p, w_size * cols) for p in at]
-                return [*at, e.offset(x_at, a_size * cols), e.offset(ahead, 64 * n_rows), *accs]
+                return [*at, e.offset(x_at, a_size * cols), *accs]
 
             zeros = [const_vector(f32x16, [0.0] * 16)] * (n_rows * n_tokens)
-            accs = loop(builder, n_steps, [*groups, a, ahead, *zeros], step)[n_groups + 2 :]
+            accs = loop(builder, n_steps, [*groups, a, *zeros], step)[n_groups + 1 :]
             sums = sum_lanes(builder, accs)
             store_block(builder, sums, n_tokens, n_rows, out, out_stride)
             return context.get_dummy_value()

@@ -85,7 +85,7 @@ def test_what_linux_reports(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_macos_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(isa.sys, "platform", "darwin")
     reported = {"hw.optional.arm.FEAT_DotProd": 1, "hw.optional.arm.FEAT_FP16": 1, "hw.optional.arm.FEAT_I8MM": 0}
-    monkeypatch.setattr(isa, "sysctl", reported.get)
+    monkeypatch.setattr(isa.hostinfo, "sysctl", reported.get)
     assert isa.arm_features() == {"dotprod", "fullfp16"}
 
 

@@ -13,6 +13,9 @@ from ikcli.native.simd.half import half_to_f32
 from ikcli.native.simd.vec import f32x16, i8x32, i8x64, i32x8, i32x16, llvm_type
 
 _IN_ORDER = [range(64 * j, 64 * j + 64, 4) for j in range(4)]
+# Groups of 8 columns by the place of their sign codes: those of 32 columns are two and two in the halves of 32 bytes,
+# which shuffles do not cross.
+_SIGN_ORDER = [8 * a + 4 * b + 2 * h + i for a in range(2) for h in range(2) for b in range(2) for i in range(2)]
 _QUARTERS = [range(4 * n, 256, 16) for n in range(4)]
 
 
@@ -20,13 +23,8 @@ class _Grid(RowFormat):
     bias = 64  # at least the largest coordinate
 
 
-def bits(e, x, shift, width):
-    """Return the bits of an i32."""
-    return e.b.and_(e.b.lshr(x, ir.Constant(I32, shift)), ir.Constant(I32, (1 << width) - 1))
-
-
 class _Signed(_Grid):
-    """Points with a sign per column. Without shuffles, points are read from a table; so are signs of 7-bit codes."""
+    """Points with a sign per column. Without shuffles, points are read from a table."""
 
     signs_at = 0  # where a type has bytes of eight signs
 
@@ -48,8 +46,8 @@ class _Signed(_Grid):
         """Return numbers (i32) of the points of columns 64j .. 64j+63."""
         raise NotImplementedError
 
-    def sign_codes(self, e, w, j):
-        """Return 7-bit sign codes (i32) of 8 columns each: the eighth sign makes the number of minus signs even."""
+    def sign_codes(self, e, w, half):
+        """Return the 7-bit sign codes of columns 128*half .. 128*half+127 in i32x16, in the order of `_SIGN_ORDER`."""
         raise NotImplementedError
 
     def dot_codes(self, e, w, j):
@@ -92,10 +90,21 @@ class _Signed(_Grid):
     def signs(self, e, w, j):
         """Return 64 bytes, negative where the value is, and not 0."""
         if not self.signs_at:
-            bytes_ = [sum((255 if x >> i & 1 else 1) << 8 * i for i in range(8)) for x in gs.EVEN_SIGNS]
-            return e.blended(bytes_, 64, "even_signs", self.sign_codes(e, w, j))
+            of_groups = [_SIGN_ORDER.index(8 * (j % 2) + g) for g in range(8)]
+            lanes = [4 * of_groups[i // 8] for i in range(64)]
+            return e.signs_of_bits(self._even_signs(e, w, j // 2), lanes, [i % 8 for i in range(64)])
         signs = e.b.load(e.vector_pointer(e.offset(w, self.signs_at + 8 * j), 8, 8), align=1)
         return e.signs_of_bits(signs, [i // 8 for i in range(64)], [i % 8 for i in range(64)])
+
+    def _even_signs(self, e, w, half):
+        """Return the `sign_codes`, in lower bytes, with the eighth sign that makes the number of minus signs even."""
+        key = self.name, "signs", w, half
+        if key not in e.memo:
+            codes = self.sign_codes(e, w, half)
+            folded = gs.as_bytes(e, e.b.xor(codes, e.lshr(codes, [4] * 16)))
+            parity = e.lookup16([bin(n).count("1") % 2 << 7 for n in range(16)], folded)
+            e.memo[key] = e.b.or_(gs.as_bytes(e, codes), parity)
+        return e.memo[key]
 
     def most_magnitude(self):
         return grid_points.most_magnitude(self.name)
@@ -111,9 +120,10 @@ def _affine(e, v, a, b):
     return e.fused(e.ints_to_f32(v), ir.Constant(floats, [a] * n), ir.Constant(floats, [b] * n))
 
 
-def _four_codes(e, words):
-    """Return the four 7-bit sign codes of each of these words."""
-    return [bits(e, x, 7 * i, 7) for x in words for i in range(4)]
+def _seven_bits(e, words):
+    """Return the four 7-bit codes of each of four words in the order of `_SIGN_ORDER`."""
+    words = e.pick(words, [n // 4 for n in _SIGN_ORDER])
+    return e.all_and(e.lshr(words, [7 * (n % 4) for n in _SIGN_ORDER]), 127)
 
 
 class IQ2_XXS(_Signed):
@@ -136,8 +146,8 @@ class IQ2_XXS(_Signed):
     def numbers(self, e, w, j):
         return [e.word(e.offset(w, 2 + 8 * b + i), 8) for b in (2 * j, 2 * j + 1) for i in range(4)]
 
-    def sign_codes(self, e, w, j):
-        return _four_codes(e, [e.word(e.offset(w, 6 + 8 * b)) for b in (2 * j, 2 * j + 1)])
+    def sign_codes(self, e, w, half):
+        return _seven_bits(e, e.pick(e.load(i32x8, e.offset(w, 2 + 32 * half)), [1, 3, 5, 7]))
 
 
 class _Scales16(_Signed):
@@ -165,13 +175,12 @@ class IQ2_XS(_Scales16):
         return 2 * i
 
     def numbers(self, e, w, j):
-        return [bits(e, x, 0, 9) for x in self.words(e, w, j)]
+        words = (e.word(e.offset(w, 2 + 2 * (8 * j + i)), 16) for i in range(8))
+        return [e.b.and_(x, e.index(511)) for x in words]
 
-    def sign_codes(self, e, w, j):
-        return [bits(e, x, 9, 7) for x in self.words(e, w, j)]
-
-    def words(self, e, w, j):
-        return [e.word(e.offset(w, 2 + 2 * (8 * j + i)), 16) for i in range(8)]
+    def sign_codes(self, e, w, half):
+        words = e.b.zext(e.b.load(e.vector_pointer(e.offset(w, 2 + 32 * half), 16, 16), align=1), llvm_type(i32x16))
+        return e.lshr(e.pick(words, _SIGN_ORDER), [9] * 16)
 
 
 class IQ2_S(_Scales16):
@@ -189,12 +198,11 @@ class IQ2_S(_Scales16):
         return e.load(i8x32, e.offset(w, 34))
 
     def numbers(self, e, w, j):
-        indices = []
-        for i in range(8):
-            low = e.word(e.offset(w, 2 + 8 * j + i), 8)
-            high = bits(e, e.word(e.offset(w, 66 + 2 * j + i // 4), 8), 2 * (i % 4), 2)
-            indices.append(e.b.or_(low, e.b.shl(high, ir.Constant(I32, 8))))
-        return indices
+        words = ir.VectorType(ir.IntType(16), 8)
+        low = e.b.zext(e.bytes_at(e.offset(w, 2 + 8 * j), 8), words)
+        high = e.b.zext(e.pick(e.bytes_at(e.offset(w, 66 + 2 * j), 2), [0] * 4 + [1] * 4), words)
+        high = e.b.mul(high, e.constants([1 << 8 - 2 * (i % 4) for i in range(8)], 16))
+        return e.taken(e.b.or_(low, e.all_and(high, 0x300)))
 
 
 class IQ3_XXS(_Signed):
@@ -216,8 +224,8 @@ class IQ3_XXS(_Signed):
     def numbers(self, e, w, j):
         return [e.word(e.offset(w, 2 + 16 * j + i), 8) for i in range(16)]
 
-    def sign_codes(self, e, w, j):
-        return _four_codes(e, [e.word(e.offset(w, 66 + 4 * b)) for b in (2 * j, 2 * j + 1)])
+    def sign_codes(self, e, w, half):
+        return _seven_bits(e, e.b.load(e.vector_pointer(e.offset(w, 66 + 16 * half), 32, 4), align=1))
 
 
 class IQ3_S(_Signed):
@@ -237,12 +245,12 @@ class IQ3_S(_Signed):
         return e.load(i8x32, e.offset(w, 74))
 
     def numbers(self, e, w, j):
-        indices = []
-        for i in range(16):
-            low = e.word(e.offset(w, 2 + 16 * j + i), 8)
-            high = bits(e, e.word(e.offset(w, 66 + 2 * j + i // 8), 8), i % 8, 1)
-            indices.append(e.b.or_(low, e.b.shl(high, ir.Constant(I32, 8))))
-        return indices
+        words = ir.VectorType(ir.IntType(16), 16)
+        low = e.b.zext(e.bytes_at(e.offset(w, 2 + 16 * j), 16), words)
+        ninth = e.b.load(e.vector_pointer(e.offset(w, 66 + 2 * j), 16, 1), align=1)
+        masks = e.constants([1 << i for i in range(16)], 16)
+        is_set = e.b.icmp_unsigned("==", e.b.and_(e.pick(ninth, [0] * 16), masks), masks)
+        return e.taken(e.b.or_(low, e.b.select(is_set, e.constants([256] * 16, 16), e.constants([0] * 16, 16))))
 
 
 class _Ternary(_Grid):

@@ -9,7 +9,7 @@ from ikcli.backends.cpu.kernels import grid_points
 from ikcli.backends.cpu.kernels import grid_shuffle as gs
 from ikcli.backends.cpu.kernels.groupformat import ORDER4, GroupFormat, ir
 from ikcli.backends.cpu.kernels.vector_emitter import indices
-from ikcli.native.simd.emit import I32, I64
+from ikcli.native.simd.emit import I64
 from ikcli.native.simd.vec import i8x16, i8x32, i8x64, i32x16, llvm_type
 
 _RUNS = [2 * (4 * a + k) + c for c in range(2) for a in range(2) for k in range(4)]
@@ -150,18 +150,8 @@ class _Signed(_Grid):
         return e.signs_of_bits(self.sign_bytes16(e, w, ib), *zip(*places, strict=True))
 
     def taken(self, e, w, ib, make, i):
-        """Return word i of the words that make() gives.
-
-        They leave the vector register four at a time: one at a time, or through memory, would be slower.
-        """
-
-        def take():
-            words = make()
-            quads = e.b.bitcast(words, ir.VectorType(I64, words.type.count // 4))
-            return [e.opaque(e.b.extract_element(quads, e.index(q))) for q in range(quads.type.count)]
-
-        quad = self.once(e, ("taken", ib), w, take)[i // 4]
-        return e.b.trunc(e.b.and_(e.b.lshr(quad, e.int(16 * (i % 4))), e.int(0xFFFF)), I32)
+        """Return word i of the words that make() gives."""
+        return self.once(e, ("taken", ib), w, lambda: e.taken(make()))[i]
 
 
 def _words(v):

@@ -358,17 +358,24 @@ class RowEmitter(VectorEmitter):
         return self.pick(self.b.sext(scales, ir.VectorType(ir.IntType(16), 16)), lanes)
 
     # --- points of grids ----------------------------------------------------------------------------------------------
-    def entries64(self, table, words, lanes):
-        """Return 64 bytes: entries (i64) of a `table` by number (u16 lanes of `words`).
+    def taken(self, words):
+        """Return the lanes (u16) of a vector as i32.
 
-        Lanes leave the vector register four at a time: extracting them one by one, or through memory, is slower.
+        They leave the register four at a time: one at a time, or through memory, would be slower.
         """
-        fours = self.b.bitcast(words, ir.VectorType(I64, words.type.count // 4))
-        taken = {q: self.opaque(self.b.extract_element(fours, self.index(q))) for q in {i // 4 for i in lanes}}
-        values = []
+        fours, numbers = self.b.bitcast(words, ir.VectorType(I64, words.type.count // 4)), []
+        for q in range(fours.type.count):
+            four = self.opaque(self.b.extract_element(fours, self.index(q)))
+            words = (self.b.lshr(four, self.int(shift)) for shift in range(0, 64, 16))
+            numbers += [self.b.trunc(self.b.and_(x, self.int(0xFFFF)), I32) for x in words]
+        return numbers
+
+    def entries64(self, table, words, lanes):
+        """Return 64 bytes: entries (i64) of a `table` by number (u16 lanes of `words`)."""
+        numbers, values = self.taken(words), []
         for i in lanes:
-            index = self.b.and_(self.b.lshr(taken[i // 4], self.int(16 * (i % 4))), self.int(0xFFFF))
-            values.append(self.b.load(pointer(self.b, self.b.add(table, self.times(index, 8)), I64), align=8))
+            at = self.b.add(table, self.times(self.b.zext(numbers[i], I64), 8))
+            values.append(self.b.load(pointer(self.b, at, I64), align=8))
         return self.gather64(values)
 
     def blended(self, entries, bits, name, numbers):

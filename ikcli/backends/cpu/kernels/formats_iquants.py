@@ -263,7 +263,7 @@ class _Ternary(_Grid):
 
         negative: mask of the groups of 8 columns (one per word) with delta -1/8.
         """
-        points = e.entries64(e.table(grid_points.points(self.name, 8), 64, self.name), words, range(8 * j, 8 * j + 8))
+        points = e.entries64(grid_points.points(self.name, 8), self.name, words, range(8 * j, 8 * j + 8))
         t = ir.VectorType(I64, 8)
         plus, minus = (ir.Constant(t, [ir.Constant(I64, x)] * 8) for x in (0x1111111111111111, 0x0F0F0F0F0F0F0F0F))
         middle = e.b.select(e.pick(negative, range(8 * j, 8 * j + 8)), minus, plus)

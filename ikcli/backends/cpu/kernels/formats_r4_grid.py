@@ -330,7 +330,7 @@ class _Ternary(_Grid):
     def with_delta(self, e, words, v, negative):
         """Return codes from the indices (words numbered 4*group + row); negative: i1 in word order."""
         lanes = [4 * (v + 2 * a) + k for a in range(2) for k in range(4)]
-        points = e.entries64(e.table(grid_points.points(self.name, 8), 64, self.name), words, lanes)
+        points = e.entries64(grid_points.points(self.name, 8), self.name, words, lanes)
         t = ir.VectorType(I64, 8)
         plus, minus = (ir.Constant(t, [ir.Constant(I64, x)] * 8) for x in (0x1111111111111111, 0x0F0F0F0F0F0F0F0F))
         return self.in_runs(e, e.b.add(points, e.b.bitcast(e.b.select(negative, minus, plus), points.type)))

@@ -370,11 +370,15 @@ class RowEmitter(VectorEmitter):
             numbers += [self.b.trunc(self.b.and_(x, self.int(0xFFFF)), I32) for x in words]
         return numbers
 
-    def entries64(self, table, words, lanes):
-        """Return 64 bytes: entries (i64) of a `table` by number (u16 lanes of `words`)."""
-        numbers, values = self.taken(words), []
-        for i in lanes:
-            at = self.b.add(table, self.times(self.b.zext(numbers[i], I64), 8))
+    def entries64(self, entries, name, words, lanes):
+        """Return 64 bytes: these entries (i64) by number (u16 lanes of `words`), kept as a `table`."""
+        numbers = self.taken(words)
+        numbers = [numbers[i] for i in lanes]
+        if isa.current().short_vectors:
+            return self.blended(entries, 64, name, numbers)
+        table, values = self.table(entries, 64, name), []
+        for number in numbers:
+            at = self.b.add(table, self.times(self.b.zext(number, I64), 8))
             values.append(self.b.load(pointer(self.b, at, I64), align=8))
         return self.gather64(values)
 

@@ -198,11 +198,7 @@ class IQ2_S(_Scales16):
         return e.load(i8x32, e.offset(w, 34))
 
     def numbers(self, e, w, j):
-        words = ir.VectorType(ir.IntType(16), 8)
-        low = e.b.zext(e.bytes_at(e.offset(w, 2 + 8 * j), 8), words)
-        high = e.b.zext(e.pick(e.bytes_at(e.offset(w, 66 + 2 * j), 2), [0] * 4 + [1] * 4), words)
-        high = e.b.mul(high, e.constants([1 << 8 - 2 * (i % 4) for i in range(8)], 16))
-        return e.taken(e.b.or_(low, e.all_and(high, 0x300)))
+        return e.taken(self.indices(e, w))[8 * j : 8 * j + 8]
 
 
 class IQ3_XXS(_Signed):

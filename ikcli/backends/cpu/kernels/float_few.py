@@ -8,7 +8,7 @@ import llvmlite.ir as ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from ikcli.backends.cpu.kernels.rowformat import PREFETCH_BYTES
+from ikcli.backends.cpu.kernels.rowformat import PREFETCH_BYTES, ahead_in_rows
 from ikcli.backends.cpu.kernels.sgemm import fma_f32x16, load_f32x16_at, loop, store_block, sum_lanes
 from ikcli.backends.cpu.tile_modes import rounds_activations
 from ikcli.native import isa
@@ -74,11 +74,10 @@ def make_dots(kind, n_rows, n_tokens):
                 at, x_at, accs = state[:n_groups], state[n_groups], state[n_groups + 1 :]
                 at, rows = _addresses(e, at, w_strides, n_rows)
                 (x_at,), tokens = _addresses(e, [x_at], a_strides, n_tokens)
-                if n_rows > 1:  # a few columns on; behind the end of a row comes the same row of the next block
-                    is_over = builder.icmp_signed(">=", e.offset(builder.sub(at[0], w), near), row_bytes)
-                    ahead = builder.select(is_over, others, e.int(0))
+                if n_rows > 1:
+                    ahead = ahead_in_rows(e, builder.sub(at[0], w), e.int(near), row_bytes, others)
                     for row in rows:
-                        e.prefetch(e.offset(row, ahead, near))
+                        e.prefetch(e.offset(row, ahead))
                 for part in range(parts):
                     w_part, a_part = (part * size * cols // parts for size in (w_size, a_size))
                     x = [_load_activations(builder, a_size, e.offset(t, a_part)) for t in tokens]

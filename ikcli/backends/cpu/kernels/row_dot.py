@@ -16,7 +16,7 @@ from numba.extending import intrinsic
 
 from ikcli.backends.cpu.kernels.activation_row import ActivationRow, without_bias
 from ikcli.backends.cpu.kernels.row_emitter import RowEmitter
-from ikcli.backends.cpu.kernels.rowformat import PREFETCH_BYTES, prefetch_step, steps, steps_of_rows
+from ikcli.backends.cpu.kernels.rowformat import PREFETCH_BYTES, ahead_in_rows, prefetch_step, steps, steps_of_rows
 from ikcli.backends.cpu.kernels.vector_emitter import indices
 from ikcli.backends.cpu.tile_modes import FIRST_SUM_F32, first_sum, most_code
 from ikcli.native import isa
@@ -174,9 +174,7 @@ def row_dots(fmt, n_rows):
             near = e.b.select(e.b.icmp_signed("<", near, far), far, near)
             for i, places, valid in steps_of_rows(e, fmt, [e.offset(at, fmt.header_bytes) for at in starts], k):
                 here = first.at_step(e, i)
-                # What follows the end of a row is read with the rows behind these.
-                past = e.b.icmp_signed(">=", e.offset(e.times(i, fmt.step_bytes), near), row_bytes)
-                ahead = e.b.select(past, e.offset(others, near), near)
+                ahead = ahead_in_rows(e, e.times(i, fmt.step_bytes), near, row_bytes, others)
                 factors, vectors = [], []
                 for at_w, row in zip(places, rows, strict=True):
                     prefetch_step(e, fmt, at_w, ahead=ahead)

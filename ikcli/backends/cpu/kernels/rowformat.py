@@ -201,6 +201,16 @@ def prefetch_step(e, fmt, at, *, part=0, n_parts=1, ahead=PREFETCH_BYTES):
         e.prefetch(e.offset(at, ahead, line))
 
 
+def ahead_in_rows(e, at, near, row_bytes, others):
+    """Return how far ahead to prefetch in each of several rows that are read side by side, `at` bytes into them.
+
+    That is `near`, but what follows the end of a row is read with the rows behind these: `others` more, the bytes of
+    all these rows but one. All are i64.
+    """
+    past = e.b.icmp_signed(">=", e.offset(at, near), row_bytes)
+    return e.b.select(past, e.offset(others, near), near)
+
+
 def copy_blocks(e, fmt, src, to, n_blocks):
     """Copy n_blocks stored units, eight bytes at a time; the last move of a unit overlaps the one before."""
     wide = min(8, fmt.block_bytes)
